@@ -25,7 +25,7 @@ import numpy as np
 
 from benchmarks import machine, turns
 from jaxkv.ops.attention.api import attend
-from jaxkv.ops.attention.sight import Sight
+from jaxkv.ops.attention.sight import Visibility
 from jaxkv.ops.attention.softmax import Options
 
 SHAPES = {"smollm2": (3, 3, 64, jnp.float32), "8b": (8, 4, 128, jnp.bfloat16)}
@@ -59,9 +59,9 @@ def torch_side(q: np.ndarray, k: list[np.ndarray], v: list[np.ndarray], group: i
     return run
 
 
-def sight_of(
+def visibility_of(
     batch: int, cells: int, tokens: int = 1, seen: float = 1.0, pool: bool = False
-) -> Sight:
+) -> Visibility:
     """Tokens of each stream that look at the first cells of it, see the head of this file."""
     live = round(seen * cells)
     cell = np.arange(cells)
@@ -75,7 +75,7 @@ def sight_of(
     def for_each(x: np.ndarray, dtype: Any) -> jax.Array:
         return jnp.broadcast_to(jnp.asarray(x, dtype), (batch, *x.shape))
 
-    return Sight(
+    return Visibility(
         position=for_each(cell, jnp.int32),
         owners=for_each(owners, jnp.uint32),
         streams=jnp.arange(batch),
@@ -89,11 +89,11 @@ def sight_of(
 
 
 def sides_of(
-    shape: tuple[int, int, int, Any], sight: Sight, layers: int, names: list[str] | None
+    shape: tuple[int, int, int, Any], visibility: Visibility, layers: int, names: list[str] | None
 ) -> dict[str, Callable[[], object]]:
     """All sides that can take part here, on the same arrays, after a look that they agree."""
     heads, group, size, dtype = shape
-    (batch, tokens), cells = sight.at.shape, sight.position.shape[1]
+    (batch, tokens), cells = visibility.at.shape, visibility.position.shape[1]
     rng = np.random.default_rng(0)
     k, v = (
         [rng.random((batch, heads, cells, size), np.float32) for _ in range(layers)]
@@ -104,7 +104,7 @@ def sides_of(
     forms: dict[str, Callable] = {"jaxkv": partial(attend, implementation=None)}
     for name in ("tiles", "whole", "xla", *["cudnn"] * gpu):
         forms[f"jaxkv, {name}"] = partial(attend, implementation=name)
-    plain = tokens == 1 and bool((np.asarray(sight.owners) != 0).all())
+    plain = tokens == 1 and bool((np.asarray(visibility.owners) != 0).all())
     if plain:
         forms["jax.nn.dot_product_attention"] = jax.nn.dot_product_attention
     if plain and gpu:
@@ -114,7 +114,7 @@ def sides_of(
     arrays = jax.tree.map(lambda x: jnp.asarray(x, dtype), (q, k, v))
     turned = (arrays[0], *jax.tree.map(lambda x: x.swapaxes(1, 2) + 0, arrays[1:]))
     # The sight is no constant: the compiler would leave out what a cache has to do.
-    ours = (*arrays, sight, Options())
+    ours = (*arrays, visibility, Options())
     sides: dict[str, Callable[[], object]] = {
         name: partial(layers_of(form, layers), *(ours if name.startswith("jaxkv") else turned))
         for name, form in forms.items()
@@ -153,8 +153,8 @@ def main() -> None:
     for batch, cells in itertools.product(args.batch, args.cells):
         layer = 2 * batch * heads * cells * size * jnp.dtype(dtype).itemsize / 1e6
         layers = max(2, -(-int(args.megabytes) // int(layer + 1)))
-        sight = sight_of(batch, cells, args.tokens, args.seen, args.pool)
-        sides = sides_of(SHAPES[args.shape], sight, layers, args.sides)
+        visibility = visibility_of(batch, cells, args.tokens, args.seen, args.pool)
+        sides = sides_of(SHAPES[args.shape], visibility, layers, args.sides)
         print(
             f"batch {batch} x {args.tokens}, {cells} cells, {args.seen:.0%} seen, {layers} layers "
             f"of {layer:.1f} MB; ms a layer:"

@@ -67,14 +67,14 @@ def estimates(program):
 
 def a_layer(implementation, shapes):
     """Cycles of a layer: of a program of two less one of one, for all cells and for a quarter."""
-    q, k, v, sight = shapes
+    q, k, v, visibility = shapes
     one, two = (
-        compiled("tpu", layers_of_attention(implementation), q, [(k, v)] * layers, sight)
+        compiled("tpu", layers_of_attention(implementation), q, [(k, v)] * layers, visibility)
         for layers in (1, 2)
     )
     (outside, inside), (twice, loops) = estimates(one), estimates(two)
     outside, inside = twice - outside, loops - inside
-    lists, tokens = sight.at.shape
+    lists, tokens = visibility.at.shape
     tiles = math.ceil(k.shape[2] / TILE)
     parts = (1, 0.25)
     if implementation == "whole":  # small buffers are fetched before, which has no estimate

@@ -372,7 +372,7 @@ def contents(ubatch: Ubatch) -> jax.Array:
     return chained(found, ubatch.positions)
 
 
-def drop_unless(ok: jax.Array, ubatch: Ubatch) -> Ubatch:
+def mask_slots(ok: jax.Array, ubatch: Ubatch) -> Ubatch:
     """Return the ubatch if `ok`, else one with every token sent nowhere.
 
     Args:

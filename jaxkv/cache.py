@@ -23,7 +23,7 @@ from jaxkv.mesh import ShardingRules
 from jaxkv.spec import TableSpec, check_spec
 
 
-class Findings(NamedTuple):
+class SequenceStatus(NamedTuple):
     """What a table says of the sequences that a batch brings tokens for.
 
     last: `[Q]` int32, the position that a sequence goes on after; -1 if it holds none, and for
@@ -37,7 +37,7 @@ class Findings(NamedTuple):
     pending: jax.Array
 
 
-class Room(NamedTuple):
+class Admission(NamedTuple):
     """Which sequences find room for their tokens.
 
     fits: `[Q]` bool, whether there are cells enough, the sequences that want least first.
@@ -159,21 +159,21 @@ class CacheTable(ABC):
 
     def holding(self) -> jax.Array:
         """Return which sequences hold anything, `[Q]` bool: a text, or a source without one."""
-        return self.inspect(jnp.ones(self.spec.sequences, bool)).last >= 0
+        return self.sequence_status(jnp.ones(self.spec.sequences, bool)).last >= 0
 
     @abstractmethod
     def num_used_cells(self) -> jax.Array:
         """Return how many cells are in use, `[]` int32."""
 
     @abstractmethod
-    def inspect(self, present: jax.Array) -> Findings:
+    def sequence_status(self, present: jax.Array) -> SequenceStatus:
         """Return what holds of the sequences in a batch, `[Q]` bool."""
 
     @abstractmethod
-    def admit(self, wanted: jax.Array) -> Room:
+    def find_fitting(self, wanted: jax.Array) -> Admission:
         """Return which sequences find room for the tokens that they bring, `[Q]` int32."""
 
-    def alike(self, partner: jax.Array) -> jax.Array:
+    def owns_same_cells(self, partner: jax.Array) -> jax.Array:
         """Return whether sequences own the very same cells as others of their stream, `[Q]` bool.
 
         It is asked for tokens of several sequences, which no cache has that keeps states.
@@ -185,14 +185,14 @@ class CacheTable(ABC):
         raise TypeError(f"wanted a cache of attention alone, got kind {self.spec.kind!r}")
 
     @abstractmethod
-    def spared(self) -> Any:
+    def num_shared_cells(self) -> Any:
         """Return how many cells sharing spares in each stream, `[S]` int32; a tuple in a hybrid.
 
         A cell of n sequences spares n - 1.
         """
 
     @abstractmethod
-    def can_hold(self, lengths: np.ndarray, at_once: int, spared: Any) -> np.ndarray:
+    def can_allocate(self, lengths: np.ndarray, at_once: int, num_shared_cells: Any) -> np.ndarray:
         """Return which streams have cells for such texts side by side, whatever comes first.
 
         It is asked on the host, and looks at sizes alone.
@@ -200,7 +200,7 @@ class CacheTable(ABC):
         Args:
           lengths: `[Q]` int, how many tokens each sequence will have at most.
           at_once: the most tokens of a stream that are computed at once.
-          spared: what `spared` returned of the texts as they are, on the host.
+          num_shared_cells: what `num_shared_cells` returned of the texts as they are, on the host.
 
         Returns:
           `[S]` bool. Where cells must be neighbours they may have to be brought together first.
@@ -210,7 +210,7 @@ class CacheTable(ABC):
     def choose_slots(self, ubatch: Ubatch) -> tuple[Any, jax.Array]:
         """Return where tokens go; and a `Reason` for each one, `[R, T]`."""
 
-    def passed_by(self, ubatch: Ubatch) -> Any:
+    def slots_when_skipped(self, ubatch: Ubatch) -> Any:
         """Return what a ubatch that goes into other parts of a hybrid cache has as slots here.
 
         That is None, and then no verb takes the ubatch for this part; where it holds sources,
@@ -218,7 +218,7 @@ class CacheTable(ABC):
         """
         del ubatch
 
-    def for_sources(self) -> Self:
+    def as_encoder_table(self) -> Self:
         """Return the table as it answers where sources are planned, see `init_encoder`."""
         raise TypeError(
             f"wanted a hybrid cache with a part for sources, make_cross_attention_cache, got kind "

@@ -14,7 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import Ubatch, part_of
-from jaxkv.cache import Cache, CacheTable, Findings, KVView, MaintenancePlan, Room, merge, split
+from jaxkv.cache import (
+    Admission,
+    Cache,
+    CacheTable,
+    KVView,
+    MaintenancePlan,
+    SequenceStatus,
+    merge,
+    split,
+)
 from jaxkv.mesh import ShardingRules
 from jaxkv.places import check_count
 from jaxkv.spec import TableSpec
@@ -130,10 +139,10 @@ class HybridTable(CacheTable):
         """Return the digests of each part."""
         return tuple(part.stream_hash() for part in self.parts)
 
-    def for_sources(self) -> "HybridTable":
+    def as_encoder_table(self) -> "HybridTable":
         """Return the table as it answers where sources are planned."""
         if not self.spec.has_cross_attention:
-            return super().for_sources()
+            return super().as_encoder_table()
         return _ForSources(parts=self.parts, layers=self.layers, sharding_rules=self.sharding_rules)
 
     def _goes_into(self, part: CacheTable) -> bool:
@@ -167,38 +176,40 @@ class HybridTable(CacheTable):
         """Return how many cells are in use, over all parts; `[]` int32."""
         return reduce(jnp.add, [part.num_used_cells() for part in self.parts])
 
-    def inspect(self, present: jax.Array) -> Findings:
+    def sequence_status(self, present: jax.Array) -> SequenceStatus:
         """Return what holds in any part; sequences whose parts end apart miss something too."""
-        found = [part.inspect(present) for part in self._planned]
+        found = [part.sequence_status(present) for part in self._planned]
         last = _largest([one.last for one in found])
         apart = present & _any([one.last != last for one in found])
-        return Findings(
+        return SequenceStatus(
             last=last,
             missing=apart | _any([one.missing for one in found]),
             pending=_any([one.pending for one in found]),
         )
 
-    def admit(self, wanted: jax.Array) -> Room:
+    def find_fitting(self, wanted: jax.Array) -> Admission:
         """Return what fits in all parts: each orders the sequences alike, so it fits together."""
-        found = [part.admit(wanted) for part in self._planned]
-        return Room(
+        found = [part.find_fitting(wanted) for part in self._planned]
+        return Admission(
             fits=_all([one.fits for one in found]),
             together=_all([one.together for one in found]),
             left=_smallest([one.left for one in found]),
         )
 
-    def alike(self, partner: jax.Array) -> jax.Array:
+    def owns_same_cells(self, partner: jax.Array) -> jax.Array:
         """Return whether they own the very same cells in every part; `[Q]` bool."""
-        return _all([part.alike(partner) for part in self.parts])
+        return _all([part.owns_same_cells(partner) for part in self.parts])
 
-    def spared(self) -> tuple:
+    def num_shared_cells(self) -> tuple:
         """Return what is spared in each part."""
-        return tuple(part.spared() for part in self.parts)
+        return tuple(part.num_shared_cells() for part in self.parts)
 
-    def can_hold(self, lengths: np.ndarray, at_once: int, spared: tuple) -> np.ndarray:
+    def can_allocate(
+        self, lengths: np.ndarray, at_once: int, num_shared_cells: tuple
+    ) -> np.ndarray:
         """Return which streams have the cells in every part; `[S]` bool."""
-        parts = zip(self.parts, spared, strict=True)
-        return np.all([part.can_hold(lengths, at_once, own) for part, own in parts], axis=0)
+        parts = zip(self.parts, num_shared_cells, strict=True)
+        return np.all([part.can_allocate(lengths, at_once, own) for part, own in parts], axis=0)
 
     def choose_slots(self, ubatch: Ubatch) -> tuple[tuple, jax.Array]:
         """Return what each part chooses, and the highest `Reason` of each token, `[R, T]` int32."""
@@ -208,7 +219,7 @@ class HybridTable(CacheTable):
                 own, fault = part.choose_slots(ubatch)
                 faults.append(fault)
             else:
-                own = part.passed_by(ubatch)
+                own = part.slots_when_skipped(ubatch)
             slots.append(own)
         return tuple(slots), _largest(faults)
 
@@ -244,7 +255,7 @@ class HybridTable(CacheTable):
         parts, granted = zip(*answers, strict=True)
         changed = replace(self, parts=parts)
         present = jnp.ones(self.spec.sequences, bool)
-        apart = changed.inspect(present).missing & ~self.inspect(present).missing
+        apart = changed.sequence_status(present).missing & ~self.sequence_status(present).missing
         ok = _all([*granted]) & ~jnp.any(apart)
         return jax.tree.map(lambda new, old: jnp.where(ok, new, old), changed, self), ok
 

@@ -19,7 +19,7 @@ from jaxkv.batch import part_of
 from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.cells import Cells, Placement
 from jaxkv.kv.mask import visible
-from jaxkv.ops.latent import Latent
+from jaxkv.ops.latent import ValueSlice
 from jaxkv.ops.quantised import Quantised, Stored, decoded
 from jaxkv.window import chunked, sliding, symmetric
 from tests.oracle import Content, Fault, Oracle, Place, Plan, Token
@@ -325,7 +325,7 @@ def contents_of(buffers: Buffers, layers: Sequence[int]) -> dict[Place, Content]
 
 
 def is_latent(buffers: Any) -> bool:
-    return isinstance(buffers, Buffers) and isinstance(buffers.v[0], Latent)
+    return isinstance(buffers, Buffers) and isinstance(buffers.v[0], ValueSlice)
 
 
 def by_layer(half: Sequence[Stored], depth: int) -> np.ndarray:

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkv
 from jaxkv.ops.attention.api import attend
-from jaxkv.ops.attention.sight import Sight
+from jaxkv.ops.attention.sight import Visibility
 from jaxkv.ops.attention.softmax import Options
 from jaxkv.ops.quantised import zeros
 from tests import hlo
@@ -44,7 +44,7 @@ def attention_shapes(of, size, dtype, *, streams=1, tokens=FORKS, cells=CELLS):
     `of` makes a shape on a device of the compiler's, of its sizes and its dtype. Queries beside
     quantised buffers are bfloat16.
     """
-    sight = Sight(
+    visibility = Visibility(
         position=of((streams, cells), jnp.int32),
         owners=of((streams, 2, cells), jnp.uint32),
         streams=of((streams,), jnp.int32),
@@ -58,15 +58,15 @@ def attention_shapes(of, size, dtype, *, streams=1, tokens=FORKS, cells=CELLS):
     form = jax.eval_shape(partial(zeros, (streams, GROUPS, cells, size), dtype))
     buffers = jax.tree.map(lambda x: of(x.shape, x.dtype), form)
     of_queries = "bfloat16" if dtype == "int8" else dtype
-    return of((streams, tokens, GROUPS * QUERIES, size), of_queries), buffers, buffers, sight
+    return of((streams, tokens, GROUPS * QUERIES, size), of_queries), buffers, buffers, visibility
 
 
 def layers_of_attention(implementation=None, **options):
     """Attention of some layers that share a sight, each with keys and values of its own."""
 
-    def run(q, buffers, sight):
+    def run(q, buffers, visibility):
         for k, v in buffers:
-            q = attend(q, k, v, sight, Options(**options), implementation)
+            q = attend(q, k, v, visibility, Options(**options), implementation)
         return q
 
     return run
@@ -88,8 +88,10 @@ def of_attention(platform, of, size, dtype, tokens=FORKS):
 
     What is held is compared with keys of the queries' dtype, since it is queries and sums.
     """
-    q, k, v, sight = attention_shapes(of, size, dtype, tokens=tokens)
-    program = compiled(platform, layers_of_attention(softcap=30.0), q, [(k, v)] * LAYERS, sight)
+    q, k, v, visibility = attention_shapes(of, size, dtype, tokens=tokens)
+    program = compiled(
+        platform, layers_of_attention(softcap=30.0), q, [(k, v)] * LAYERS, visibility
+    )
     return {
         "kernels": kernels(program),
         "works": works_on(program, size),

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.ops.attention.sight import Sight
+from jaxkv.ops.attention.sight import Visibility
 
 
 def sight_of_mask(mask, streams, count):
@@ -14,7 +14,7 @@ def sight_of_mask(mask, streams, count):
     for t in range(tokens):
         owners[streams, t // 32] |= mask[:, t].astype(np.uint32) << np.uint32(t % 32)
     token = np.broadcast_to(np.arange(tokens), (lists, tokens))
-    return Sight(
+    return Visibility(
         position=jnp.zeros((count, cells), jnp.int32),
         owners=jnp.asarray(owners),
         streams=jnp.asarray(streams),

@@ -46,7 +46,7 @@ def choose(cells: Cells, open_cells: jax.Array, wanted: jax.Array) -> jax.Array:
     return jax.vmap(of_stream)(open_cells, cells.position, wanted)
 
 
-def settle(cells: C, slots: jax.Array, arriving: C, lacking: jax.Array) -> C:
+def mark_used(cells: C, slots: jax.Array, arriving: C, lacking: jax.Array) -> C:
     """Mark slots, `[S, N]`, as taken; those past the last cell are none.
 
     Args:

@@ -14,7 +14,7 @@ from jaxkv.cache import KVView
 from jaxkv.kv import slots
 from jaxkv.kv.buffers import (
     Buffers,
-    Held,
+    LayerKV,
     axes_of_queries,
     layer_partition_specs,
     own_cells,
@@ -22,7 +22,7 @@ from jaxkv.kv.buffers import (
     store,
 )
 from jaxkv.kv.cells import C, Cells
-from jaxkv.kv.mask import blind, sight_of
+from jaxkv.kv.mask import blind, visibility_of
 from jaxkv.mesh import (
     AxisPartition,
     broadcast_from_owner,
@@ -35,11 +35,11 @@ from jaxkv.mesh import (
 from jaxkv.ops.attention import api as attention
 from jaxkv.ops.attention.api import Implementation
 from jaxkv.ops.attention.bias import Bias, BiasOfLists, OfPlaces, checked_bias
-from jaxkv.ops.attention.sight import Sight, mask_of
+from jaxkv.ops.attention.sight import Visibility, mask_of
 from jaxkv.ops.attention.softmax import Options, joined_over
-from jaxkv.ops.latent import Latent
+from jaxkv.ops.latent import ValueSlice
 from jaxkv.ops.quantised import decoded, parts
-from jaxkv.ops.stacked import OfLayer, of_streams
+from jaxkv.ops.stacked import LayerView, of_streams
 from jaxkv.places import check_int32, is_traced
 
 
@@ -65,12 +65,12 @@ def attend(
     Tokens of a stale ubatch are written nowhere and get NaN, and so do those that look at a layer
     which lacks tokens of their stream.
     """
-    held = _layer_of(buffers, layer)
-    new = () if k is None and v is None else _checked(ubatch, held, k, v)
+    layer_kv = _layer_of(buffers, layer)
+    new = () if k is None and v is None else _checked(ubatch, layer_kv, k, v)
     _check_array("q", q)
     if sinks is not None:
         _check_array("sinks", sinks)
-    heads, size = held[0].shape[1], held[0].shape[3]
+    heads, size = layer_kv[0].shape[1], layer_kv[0].shape[3]
     if (
         q.ndim != 4
         or (*q.shape[:2], q.shape[3]) != (*ubatch.valid.shape, size)
@@ -82,14 +82,14 @@ def attend(
             f"{heads}, got {q.shape}: tokens come before heads"
         )
     options = Options(scale=scale, softcap=softcap, sinks=sinks)
-    added = checked_bias(bias, (*q.shape[:3], held[0].shape[2]))
+    added = checked_bias(bias, (*q.shape[:3], layer_kv[0].shape[2]))
     visible_until = _checked_until(visible_until, ubatch, causal)
     arrays = new, q, options, added, visible_until
     mark = table.written[:, layer]
-    mark, held, out = _attended(table, ubatch, held, mark, *arrays, causal, implementation)
+    mark, layer_kv, out = _attended(table, ubatch, layer_kv, mark, *arrays, causal, implementation)
     if not new:
         return table, buffers, out
-    return _marked(table, layer, mark), buffers.with_layer(layer, *held), out
+    return _marked(table, layer, mark), buffers.with_layer(layer, *layer_kv), out
 
 
 def write_kv(
@@ -101,11 +101,11 @@ def write_kv(
     v: jax.Array | None,
 ) -> tuple[C, Buffers]:
     """Write the keys and values of a ubatch, see `jaxkv.write_kv`."""
-    held = _layer_of(buffers, layer)
-    mark, held = _written(
-        table, ubatch, held, table.written[:, layer], _checked(ubatch, held, k, v)
+    layer_kv = _layer_of(buffers, layer)
+    mark, layer_kv = _written(
+        table, ubatch, layer_kv, table.written[:, layer], _checked(ubatch, layer_kv, k, v)
     )
-    return _marked(table, layer, mark), buffers.with_layer(layer, *held)
+    return _marked(table, layer, mark), buffers.with_layer(layer, *layer_kv)
 
 
 def read_kv(
@@ -119,8 +119,8 @@ def read_kv(
 ) -> KVView:
     """Return what the tokens of a ubatch see, see `jaxkv.read_kv`."""
     visible_until = _checked_until(visible_until, ubatch, causal)
-    held = _layer_of(buffers, layer)
-    return _viewed(table, ubatch, held, table.written[:, layer], visible_until, causal)
+    layer_kv = _layer_of(buffers, layer)
+    return _viewed(table, ubatch, layer_kv, table.written[:, layer], visible_until, causal)
 
 
 def _marked(table: C, layer: int | jax.Array, mark: jax.Array) -> C:
@@ -129,7 +129,7 @@ def _marked(table: C, layer: int | jax.Array, mark: jax.Array) -> C:
     return replace(table, written=jnp.where(here, mark[:, None], table.written))
 
 
-def _layer_of(buffers: Buffers, layer: int | jax.Array) -> Held:
+def _layer_of(buffers: Buffers, layer: int | jax.Array) -> LayerKV:
     """Return the keys `[S, K, N, D]` and values `[S, K, N, Dv]` of a layer, see `Held`."""
     if not is_traced(layer) and not 0 <= layer < buffers.layers:
         raise ValueError(
@@ -146,13 +146,13 @@ def _check_array(name: str, x: Any) -> None:
         raise TypeError(f"wanted floats for {name}, got {x.dtype}: cast them")
 
 
-def _checked(ubatch: Ubatch, held: Held, k: Any, v: Any) -> tuple[jax.Array, ...]:
+def _checked(ubatch: Ubatch, layer_kv: LayerKV, k: Any, v: Any) -> tuple[jax.Array, ...]:
     """Return the keys and values of a ubatch, `[R, T, K, D]` and `[R, T, K, Dv]`.
 
     Keys alone where values are a part of them.
     """
-    keys, values = held
-    if isinstance(values, Latent):
+    keys, values = layer_kv
+    if isinstance(values, ValueSlice):
         if v is not None:
             raise TypeError(
                 f"wanted keys alone, whose numbers {values.first} to {values.last - 1} are the "
@@ -198,44 +198,48 @@ def _checked_until(visible_until: Any, ubatch: Ubatch, causal: bool) -> jax.Arra
 
 
 def _put(
-    split: AxisPartition, held: Held, ubatch: Ubatch, where: jax.Array, new: tuple[jax.Array, ...]
-) -> Held:
+    split: AxisPartition,
+    layer_kv: LayerKV,
+    ubatch: Ubatch,
+    where: jax.Array,
+    new: tuple[jax.Array, ...],
+) -> LayerKV:
     """Write into a device's share what falls into it of some keys and values, if there are any.
 
     `where` is `[R, T]` int32, the slots, and `new` what `_checked` returns, or nothing.
     """
     if not new:
-        return held
+        return layer_kv
     if split.cells:
-        first = first_of(split.cells, held[0].shape[2])
-        where = own_cells(where, first, held[0].shape[2])
-    return store(*held, ubatch.row_stream, where, *new)
+        first = first_of(split.cells, layer_kv[0].shape[2])
+        where = own_cells(where, first, layer_kv[0].shape[2])
+    return store(*layer_kv, ubatch.row_stream, where, *new)
 
 
 def _sight_in_share(
     split: AxisPartition,
     table: Cells,
     ubatch: Ubatch,
-    held: Held,
+    layer_kv: LayerKV,
     causal: bool,
     visible_until: jax.Array | None,
-) -> Sight:
+) -> Visibility:
     """Return what decides which of the cells in a device's share the tokens of a ubatch see.
 
-    `visible_until` is `[R, T]` int32, see `sight_of`.
+    `visible_until` is `[R, T]` int32, see `visibility_of`.
     """
-    sight, count = (
-        sight_of(table, ubatch, causal=causal, visible_until=visible_until),
-        held[0].shape[2],
+    visibility, count = (
+        visibility_of(table, ubatch, causal=causal, visible_until=visible_until),
+        layer_kv[0].shape[2],
     )
-    return sight.of_cells(first_of(split.cells, count), count) if split.cells else sight
+    return visibility.of_cells(first_of(split.cells, count), count) if split.cells else visibility
 
 
-def _committed(table: Cells, ubatch: Ubatch, held: Held) -> tuple[jax.Array, jax.Array]:
+def _committed(table: Cells, ubatch: Ubatch, layer_kv: LayerKV) -> tuple[jax.Array, jax.Array]:
     """Return the slots, `[R, T]` int32, and which rows are current, `[R]`: none of no layer."""
     where, current = slots.committed_slots(table, ubatch)
-    keys, _ = parts(held[0])
-    return where, current & jnp.all(keys.is_there) if isinstance(keys, OfLayer) else current
+    keys, _ = parts(layer_kv[0])
+    return where, current & jnp.all(keys.is_there) if isinstance(keys, LayerView) else current
 
 
 def _on_all(flags: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -245,35 +249,35 @@ def _on_all(flags: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 @jax.jit
 def _written(
-    table: Cells, ubatch: Ubatch, held: Held, mark: jax.Array, new: tuple[jax.Array, ...]
-) -> tuple[jax.Array, Held]:
+    table: Cells, ubatch: Ubatch, layer_kv: LayerKV, mark: jax.Array, new: tuple[jax.Array, ...]
+) -> tuple[jax.Array, LayerKV]:
     """Write into a layer: on a mesh each device what falls into its share.
 
     `mark` is `[S]` uint32, the histories that the layer holds, and `new` what `_checked` returns.
     """
-    split = shares(table.sharding_rules, **sizes_of(held[0]))
+    split = shares(table.sharding_rules, **sizes_of(layer_kv[0]))
 
     def of_share(
-        table: Cells, ubatch: Ubatch, held: Held, mark: jax.Array, new: tuple[jax.Array, ...]
-    ) -> tuple[jax.Array, Held]:
+        table: Cells, ubatch: Ubatch, layer_kv: LayerKV, mark: jax.Array, new: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, LayerKV]:
         ubatch = own_rows(ubatch, split.streams, table.streams)
         where, _ = slots.committed_slots(table, ubatch)
         mark = slots.written_after(table, ubatch, where, mark)
-        return mark, _put(split, held, ubatch, where, new)
+        return mark, _put(split, layer_kv, ubatch, where, new)
 
     of_new = P(rows_of(ubatch, split.streams), None, split.kv_heads)
-    of_held = layer_partition_specs(split, held)
+    of_held = layer_partition_specs(split, layer_kv)
     streams = P(split.streams)
     in_specs = (streams, ubatch_partition_specs(ubatch, split.streams), of_held, streams, of_new)
     run = map_shards(table.sharding_rules, of_share, in_specs, (streams, of_held))
-    return run(table, ubatch, held, mark, new)
+    return run(table, ubatch, layer_kv, mark, new)
 
 
 @partial(jax.jit, static_argnames="causal")
 def _viewed(
     table: Cells,
     ubatch: Ubatch,
-    held: Held,
+    layer_kv: LayerKV,
     mark: jax.Array,
     visible_until: jax.Array | None,
     causal: bool,
@@ -282,50 +286,56 @@ def _viewed(
 
     All NaN, too, where a token of the list would see what the layer or the ubatch lacks.
 
-    `mark` is as for `_written` and `visible_until` `[R, T]` int32, see `sight_of`; `KVView` has the
-    shapes of what is returned.
+    `mark` is as for `_written` and `visible_until` `[R, T]` int32, see `visibility_of`; `KVView`
+    has the shapes of what is returned.
     """
-    split = shares(table.sharding_rules, **sizes_of(held[0]))
+    split = shares(table.sharding_rules, **sizes_of(layer_kv[0]))
     rows = rows_of(ubatch, split.streams)
     apart = () if rows else split.streams
 
     def of_share(
-        table: Cells, ubatch: Ubatch, held: Held, mark: jax.Array, visible_until: jax.Array | None
+        table: Cells,
+        ubatch: Ubatch,
+        layer_kv: LayerKV,
+        mark: jax.Array,
+        visible_until: jax.Array | None,
     ) -> tuple[jax.Array, ...]:
         mine = own_rows(ubatch, split.streams, table.streams)
-        sight = _sight_in_share(split, table, mine, held, causal, visible_until)
-        _, current = _committed(table, mine, held)
+        visibility = _sight_in_share(split, table, mine, layer_kv, causal, visible_until)
+        _, current = _committed(table, mine, layer_kv)
         whole = current & slots.readable(table, mine, mark)
         if (ahead := blind(table, mine, causal=causal, visible_until=visible_until)) is not None:
             whole &= ~jnp.any(ahead, axis=1)
-        mask = mask_of(sight)
+        mask = mask_of(visibility)
         if apart:  # each row is a list, and all devices have all of them
             mask = broadcast_from_owner(mask.reshape(*ubatch.valid.shape, -1), apart)
             lists = partial(gather_sharded, axes=apart, index=ubatch.row_stream)
-            held, positions = jax.tree.map(lists, (of_streams(held, None), sight.position))
+            layer_kv, positions = jax.tree.map(
+                lists, (of_streams(layer_kv, None), visibility.position)
+            )
         else:
-            held, positions = sight.of_lists((held, sight.position))
+            layer_kv, positions = visibility.of_lists((layer_kv, visibility.position))
         flags = _on_all(jnp.stack([current, whole]), apart).reshape(2, mask.shape[0], -1)
         current, whole = jnp.all(flags, axis=2)[..., None, None]
-        keys, values = decoded(held[0]), held[1]
-        values = values.of(keys) if isinstance(values, Latent) else decoded(values)
+        keys, values = decoded(layer_kv[0]), layer_kv[1]
+        values = values.of(keys) if isinstance(values, ValueSlice) else decoded(values)
         keys = jnp.where(whole[..., None], keys, jnp.nan)
         return keys, values, mask | ~current, positions
 
     of_heads = P(rows, split.kv_heads, split.cells)
     out_specs = of_heads, of_heads, P(rows, None, split.cells), P(rows, split.cells)
-    of_held = layer_partition_specs(split, held)
+    of_held = layer_partition_specs(split, layer_kv)
     streams = P(split.streams)
     in_specs = streams, ubatch_partition_specs(ubatch, split.streams), of_held, streams, P(rows)
     run = map_shards(table.sharding_rules, of_share, in_specs, out_specs)
-    return KVView(*run(table, ubatch, held, mark, visible_until))
+    return KVView(*run(table, ubatch, layer_kv, mark, visible_until))
 
 
 @partial(jax.jit, static_argnames=("causal", "implementation"))
 def _attended(
     table: Cells,
     ubatch: Ubatch,
-    held: Held,
+    layer_kv: LayerKV,
     mark: jax.Array,
     new: tuple[jax.Array, ...],
     q: jax.Array,
@@ -346,13 +356,13 @@ def _attended(
     Args:
       table: the table.
       ubatch: the tokens.
-      held: the keys and values of the layer.
+      layer_kv: the keys and values of the layer.
       mark: `[S]` uint32, the histories that the layer holds, see `Cells`.
       new: what `_checked` returns, or nothing.
       q: `[R, T, H, D]`, queries.
       options: of the softmax.
       bias: `[R, T, H or 1, N]`, or `OfPlaces`.
-      visible_until: `[R, T]` int32, see `sight_of`.
+      visible_until: `[R, T]` int32, see `visibility_of`.
       causal: likewise.
       implementation: see `jaxkv.attend`.
 
@@ -360,9 +370,9 @@ def _attended(
       The histories that the layer holds then, its keys and values, or nothing if nothing was new;
       and `[R, T, H, Dv]`.
     """
-    split = shares(table.sharding_rules, **sizes_of(held[0]))
+    split = shares(table.sharding_rules, **sizes_of(layer_kv[0]))
     heads = axes_of_queries(
-        table.sharding_rules, current_mesh(table.sharding_rules), *held, q.shape[2]
+        table.sharding_rules, current_mesh(table.sharding_rules), *layer_kv, q.shape[2]
     )
     rows = rows_of(ubatch, split.streams)
     apart = () if rows else split.streams
@@ -375,7 +385,7 @@ def _attended(
     def of_share(
         table: Cells,
         ubatch: Ubatch,
-        held: Held,
+        layer_kv: LayerKV,
         mark: jax.Array,
         new: tuple[jax.Array, ...],
         q: jax.Array,
@@ -384,27 +394,27 @@ def _attended(
         visible_until: jax.Array | None,
     ) -> tuple[jax.Array, tuple[Any, ...], jax.Array]:
         ubatch = own_rows(ubatch, split.streams, table.streams)
-        where, current = _committed(table, ubatch, held)
+        where, current = _committed(table, ubatch, layer_kv)
         if new:
             mark = slots.written_after(table, ubatch, where, mark)
         current = (current & slots.readable(table, ubatch, mark))[:, None]
         if (ahead := blind(table, ubatch, causal=causal, visible_until=visible_until)) is not None:
             current &= ~ahead
-        sight = _sight_in_share(split, table, ubatch, held, causal, visible_until)
+        visibility = _sight_in_share(split, table, ubatch, layer_kv, causal, visible_until)
         if isinstance(bias, jax.Array):
-            bias = bias.reshape(*sight.at.shape, *bias.shape[2:])
-        sight = replace(sight, bias=bias)
-        held = _put(split, held, ubatch, where, new)
-        lists = q.reshape(*sight.at.shape, *q.shape[2:])
-        sums = attention.weigh(lists, *held, sight, options, implementation)
+            bias = bias.reshape(*visibility.at.shape, *bias.shape[2:])
+        visibility = replace(visibility, bias=bias)
+        layer_kv = _put(split, layer_kv, ubatch, where, new)
+        lists = q.reshape(*visibility.at.shape, *q.shape[2:])
+        sums = attention.partial_attention(lists, *layer_kv, visibility, options, implementation)
         sums = joined_over(sums, (*split.cells, *apart))
-        out = attention.finished(sums, lists, options).reshape(*q.shape[:3], -1)
+        out = attention.finalize(sums, lists, options).reshape(*q.shape[:3], -1)
         current = _on_all(current, apart)
         out = jnp.where(current[..., None, None], out, jnp.nan)
-        return mark, (held if new else ()), out
+        return mark, (layer_kv if new else ()), out
 
     of_new, of_queries = P(rows, None, split.kv_heads), P(rows, None, heads)
-    of_held = layer_partition_specs(split, held)
+    of_held = layer_partition_specs(split, layer_kv)
     in_specs = (
         P(split.streams),
         ubatch_partition_specs(ubatch, split.streams),
@@ -418,7 +428,7 @@ def _attended(
     )
     out_specs = P(split.streams), (of_held if new else ()), of_queries
     run = map_shards(table.sharding_rules, of_share, in_specs, out_specs)
-    return run(table, ubatch, held, mark, new, q, options, bias, visible_until)
+    return run(table, ubatch, layer_kv, mark, new, q, options, bias, visible_until)
 
 
 def _specs_of_bias(

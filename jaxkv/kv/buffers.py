@@ -18,17 +18,17 @@ from jaxkv.mesh import (
     shares,
     to_local,
 )
-from jaxkv.ops.latent import Latent, Values
+from jaxkv.ops.latent import Values, ValueSlice
 from jaxkv.ops.quantised import Stored, dtype_of, encoded
-from jaxkv.ops.stacked import OfLayer, each_array, flat, part_of_all
+from jaxkv.ops.stacked import LayerView, each_array, flat, part_of_all
 from jaxkv.places import END, no_slots
 from jaxkv.rope import NotGiven, Rope
 
-Held = tuple[Stored, Values]
+LayerKV = tuple[Stored, Values]
 """The keys `[S, K, N, D]` and values `[S, K, N, Dv]` of a layer."""
 
 Cached = Any
-"""Keys or values, codes or scales of a layer: an array `[S, K, N, D]`, or `OfLayer`."""
+"""Keys or values, codes or scales of a layer: an array `[S, K, N, D]`, or `LayerView`."""
 
 X = TypeVar("X")
 
@@ -39,7 +39,7 @@ class Buffers:
     """Arrays of keys and of values for each layer, with a key and a value for each cell.
 
     Of 8 bits they are `Quantised`, which has an array of scales beside that of the codes. Values
-    that are a part of the keys are `Latent`, which has no array.
+    that are a part of the keys are `ValueSlice`, which has no array.
 
     Layers stay apart, unless they are stacked, so that the number of a layer may be traced: then
     one array holds them all. Heads come before cells, so that attention reads a head's keys in one
@@ -72,8 +72,8 @@ class Buffers:
         """Return what is known of each layer by the arrays that it is held in: sizes, dtypes."""
         return [of_layer(k, v) for k, v in zip(self.k, self.v, strict=True)] * self.depth
 
-    def layer(self, number: int | jax.Array) -> Held:
-        """Return the keys and the values of a layer, see `Held`; stacked, as `OfLayer`."""
+    def layer(self, number: int | jax.Array) -> LayerKV:
+        """Return the keys and the values of a layer, see `Held`; stacked, as `LayerView`."""
         if not self.stacked:
             return self.k[number], self.v[number]
         halves = self.k[0], self.v[0]
@@ -105,14 +105,14 @@ def sizes_of(array: Any, depth: int = 1) -> dict[str, int]:
     return {"streams": streams // depth, "kv_heads": kv_heads, "cells": cells}
 
 
-def layer_partition_specs(split: AxisPartition, held: Held) -> Any:
+def layer_partition_specs(split: AxisPartition, layer_kv: LayerKV) -> Any:
     """Return how the arrays of a layer's keys and values are split."""
 
     def of(x: Any) -> Any:
         specs: Any = split.partition_spec, P(split.streams)
-        return OfLayer(*specs) if isinstance(x, OfLayer) else split.partition_spec
+        return LayerView(*specs) if isinstance(x, LayerView) else split.partition_spec
 
-    return each_array(of, held)
+    return each_array(of, layer_kv)
 
 
 def axes_of_queries(
@@ -133,7 +133,7 @@ def axes_of_queries(
     if sharding_rules is None or mesh is None:
         return ()
     split = sharding_rules.split(mesh, **sizes_of(keys, depth))
-    if not isinstance(values, Latent) or keys.shape[1] > 1:
+    if not isinstance(values, ValueSlice) or keys.shape[1] > 1:
         return split["kv_heads"]
     axes = sharding_rules.split(mesh, kv_heads=heads)["kv_heads"]
     return () if {*axes} & {*split["streams"], *split["cells"]} else axes
@@ -145,12 +145,12 @@ def kv_partitions(sharding_rules: ShardingRules | None, buffers: Buffers) -> Hal
     return jax.tree.map(lambda x: shares(sharding_rules, **sizes_of(x, depth)), halves)
 
 
-def alike(split: Halves) -> AxisPartition:
+def stream_cell_axes(split: Halves) -> AxisPartition:
     """Return how streams and cells are split, which is the same for all arrays."""
     return replace(jax.tree.leaves(split)[0], kv_heads=())
 
 
-def on_halves(
+def map_kv(
     sharding_rules: ShardingRules | None,
     buffers: Buffers,
     change: Callable[..., Any],
@@ -171,7 +171,7 @@ def on_halves(
     """
     split = kv_partitions(sharding_rules, buffers)
     specs = jax.tree.map(lambda one: one.partition_spec, split)
-    streams = (P(alike(split).streams),) * by_stream
+    streams = (P(stream_cell_axes(split).streams),) * by_stream
     in_specs = (*streams, *(P(),) * (len(args) - by_stream), specs)
 
     def one_by_one(*args: Any) -> Any:
@@ -203,7 +203,7 @@ def store(
 
     Args:
       keys: `[S, K, N, D]`, those of a layer.
-      values: `[S, K, N, Dv]`, or `Latent`.
+      values: `[S, K, N, Dv]`, or `ValueSlice`.
       streams: `[R]` int32, the stream of each row of tokens.
       slots: `[R, T]` int32, the cell of each token; a token past the last cell is left out.
       k: `[R, T, K, D]`, keys, rotated.
@@ -212,7 +212,7 @@ def store(
     Returns:
       Keys and values of the layer after it.
     """
-    if isinstance(values, Latent):
+    if isinstance(values, ValueSlice):
         k = values.marked(k.astype(dtype_of(keys)))
         return write(keys, streams[:, None], slots, k), values
     assert v is not None
@@ -233,7 +233,9 @@ def write(stored: Stored, streams: jax.Array, slots: jax.Array, new: jax.Array) 
     return each_array(one, stored, encoded(new, stored))
 
 
-def bring(split: AxisPartition, array: Cached, streams: jax.Array, slots: jax.Array) -> jax.Array:
+def gather_from_any_device(
+    split: AxisPartition, array: Cached, streams: jax.Array, slots: jax.Array
+) -> jax.Array:
     """Read the keys or values of cells whichever device holds them; see `gather`.
 
     Args:
@@ -250,12 +252,12 @@ def bring(split: AxisPartition, array: Cached, streams: jax.Array, slots: jax.Ar
     return broadcast_from_owner(here, (*split.streams, *split.cells))
 
 
-def put(
+def scatter_local(
     split: AxisPartition, array: Cached, streams: jax.Array, slots: jax.Array, new: jax.Array
 ) -> Cached:
     """Write keys or values, `[..., K, D]`, into cells that a device holds.
 
-    The arguments are as of `bring`, and `new` as of `scatter`.
+    The arguments are as of `gather_from_any_device`, and `new` as of `scatter`.
     """
     return scatter(array, *_own(split, array, streams, slots), new)
 
@@ -265,7 +267,7 @@ def _own(
 ) -> tuple[jax.Array, jax.Array]:
     """Return streams and slots as a device counts its own; nowhere for those of others.
 
-    Both are int32, and keep the shapes that they have in `bring`.
+    Both are int32, and keep the shapes that they have in `gather_from_any_device`.
     """
     if split.streams:
         streams, mine = to_local(streams, split.streams, array.shape[0])
@@ -284,18 +286,18 @@ def own_cells(slots: jax.Array, first: jax.Array, count: int) -> jax.Array:
     return jnp.where(mine, slots - first, no_slots(slots))
 
 
-def gather(array: jax.Array | OfLayer, streams: jax.Array, slots: jax.Array) -> jax.Array:
+def gather(array: jax.Array | LayerView, streams: jax.Array, slots: jax.Array) -> jax.Array:
     """Read the keys or values of cells.
 
     Args:
-      array: `[S, K, N, D]`, keys or values of a layer; `OfLayer` of one of several.
+      array: `[S, K, N, D]`, keys or values of a layer; `LayerView` of one of several.
       streams: int32, the stream of each cell, in a shape that broadcasts to that of `slots`.
       slots: `[...]` int32, the cells.
 
     Returns:
       `[..., K, D]`; zeros for a cell past the last one.
     """
-    if isinstance(array, OfLayer):
+    if isinstance(array, LayerView):
         return gather(array.all, array.numbers(streams), slots)
     by_head = slots.ndim  # the axis of heads, in indices and in what is read
     dimensions = jax.lax.GatherDimensionNumbers(
@@ -319,7 +321,7 @@ def scatter(array: Cached, streams: jax.Array, slots: jax.Array, new: jax.Array)
     """Write keys or values into cells, each cell once; in place where the array is donated.
 
     Args:
-      array: `[S, K, N, D]`, keys or values of a layer; `OfLayer` of one of several.
+      array: `[S, K, N, D]`, keys or values of a layer; `LayerView` of one of several.
       streams: int32, the stream of each cell, in a shape that broadcasts to that of `slots`.
       slots: `[...]` int32, the cells; one past the last is left out.
       new: `[..., K, D]`, in the dtype of the array.
@@ -390,7 +392,7 @@ def _with_all(array: Cached, new: jax.Array) -> Cached:
 
     Where there are several layers it is the array of all, `[S * L, K, N, D]`.
     """
-    return replace(array, all=new) if isinstance(array, OfLayer) else new
+    return replace(array, all=new) if isinstance(array, LayerView) else new
 
 
 def _index(array: jax.Array, streams: jax.Array, slots: jax.Array) -> jax.Array:
@@ -401,7 +403,7 @@ def _index(array: jax.Array, streams: jax.Array, slots: jax.Array) -> jax.Array:
 
 def _by_index(array: Cached, streams: jax.Array, slots: jax.Array, new: jax.Array) -> Cached:
     """Do what `scatter` says, by an index for each cell and head."""
-    if isinstance(array, OfLayer):
+    if isinstance(array, LayerView):
         return _with_all(array, _by_index(array.all, array.numbers(streams), slots, new))
     if new.size == new.shape[-1]:
         # A write of one head of one cell becomes an update of a slice, which the compiler does
@@ -436,7 +438,7 @@ def _by_choice(array: Cached, streams: jax.Array, slots: jax.Array, new: jax.Arr
     # keeps the compiler from reading it in the course of that.
     new = jax.lax.cond(jnp.any(slots < 0), jnp.zeros_like, lambda x: x, new)
     old = array
-    if isinstance(array, OfLayer):
+    if isinstance(array, LayerView):
         old, layer = array.all, jnp.arange(array.all.shape[0]) % array.layers
         mine = layer == jnp.repeat(array.layer, array.layers)
         turns = jnp.where(mine[:, None], jnp.repeat(turns, array.layers, axis=0), count)

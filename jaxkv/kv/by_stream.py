@@ -12,14 +12,14 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch, own_rows, rows_of, ubatch_partition_specs
-from jaxkv.kv.cells import Cells, home, known
+from jaxkv.kv.cells import Cells, known, owner_word
 from jaxkv.mesh import broadcast_from_owner, map_shards, shares, to_local
 from jaxkv.places import EMPTY
 
 T = TypeVar("T")
 
 
-def on_streams(cells: Cells, work: Callable[..., Any], *args: Any) -> Any:
+def map_streams(cells: Cells, work: Callable[..., Any], *args: Any) -> Any:
     """Do work on each stream by itself.
 
     Args:
@@ -34,12 +34,12 @@ def on_streams(cells: Cells, work: Callable[..., Any], *args: Any) -> Any:
     return map_shards(cells.sharding_rules, work, streams, streams)(cells, *args)
 
 
-def told(cells: Cells, work: Callable[..., T], *args: jax.Array) -> T:
+def map_streams_gather(cells: Cells, work: Callable[..., T], *args: jax.Array) -> T:
     """Do work on each stream by itself, and tell all devices what came of it in one message.
 
     Args:
       cells: the table.
-      work: see `on_streams`; returns arrays of int32 or bool, all of one shape.
+      work: see `map_streams`; returns arrays of int32 or bool, all of one shape.
       args: `[S, ...]` or `[Q, ...]`.
     """
     axes = shares(cells.sharding_rules, streams=cells.streams).streams
@@ -69,7 +69,7 @@ def endings(cells: Cells, sequences: jax.Array, contents: jax.Array) -> tuple[ja
     def of_share(
         cells: Cells, sequences: jax.Array, does: jax.Array, contents: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        stream, word, bit = home(cells, sequences)
+        stream, word, bit = owner_word(cells, sequences)
         stream, mine = to_local(stream, axes, cells.streams)
         owns = (cells.owners[stream, word] >> bit[:, None]) & 1 == 1
         at = jnp.where(owns & (does & mine)[:, None], cells.position[stream], EMPTY)

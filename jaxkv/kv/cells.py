@@ -129,7 +129,7 @@ def empty_fields(*, layers: int, cells: int, sequences: int, streams: int) -> di
     }
 
 
-def home(cells: Cells, seq: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def owner_word(cells: Cells, seq: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return where the ownership of a sequence is written: its stream, its word and its bit.
 
     Each has the shape of `seq`; streams and words are int32, bits uint32. An id that is no sequence
@@ -151,7 +151,7 @@ def held(cells: Cells, seq: jax.Array) -> jax.Array:
     Returns:
       `[N]` int32, the position where the sequence owns the cell, EMPTY elsewhere.
     """
-    stream, word, bit = home(cells, seq)
+    stream, word, bit = owner_word(cells, seq)
     owns = (cells.owners[stream, word] >> bit) & 1 == 1
     return jnp.where(owns & known(cells, seq), cells.position[stream], EMPTY)
 
@@ -229,7 +229,7 @@ def num_used_cells(cells: Cells) -> jax.Array:
     return jnp.sum(~free(cells), dtype=jnp.int32)
 
 
-def spared(cells: Cells) -> jax.Array:
+def num_shared_cells(cells: Cells) -> jax.Array:
     """Return how many cells sharing spares in each stream, n - 1 for one of n owners; `[S]`."""
     owned = jnp.sum(jax.lax.population_count(cells.owners), axis=(1, 2), dtype=jnp.int32)
     return owned - jnp.sum(~free(cells), axis=1, dtype=jnp.int32)
@@ -344,11 +344,11 @@ def holders(cells: Cells, where: jax.Array) -> jax.Array:
     """Return which sequences own one of some cells, `[S, N]` bool; `[Q]` bool."""
     words = [jnp.where(where, cells.owners[:, w], 0) for w in range(cells.owners.shape[1])]
     some = jnp.stack([jax.lax.reduce_or(word, axes=(1,)) for word in words], axis=1)  # [S, W]
-    stream, word, bit = home(cells, jnp.arange(cells.sequences))
+    stream, word, bit = owner_word(cells, jnp.arange(cells.sequences))
     return (some[stream, word] >> bit) & 1 == 1
 
 
-def alike(cells: Cells, partner: jax.Array) -> jax.Array:
+def owns_same_cells(cells: Cells, partner: jax.Array) -> jax.Array:
     """Return whether sequences own the very same cells as others of their stream, `[Q]` bool.
 
     Args:
@@ -464,7 +464,7 @@ def faults(cells: Cells) -> dict[str, jax.Array]:
 
 def bits(cells: Cells, seq: jax.Array) -> jax.Array:
     """Return one sequence, `[]`, as words that can be laid over `owners`; `[S, W]` uint32."""
-    stream, word, bit = home(cells, seq)
+    stream, word, bit = owner_word(cells, seq)
     streams, words, _ = cells.owners.shape
     here = (jnp.arange(streams)[:, None] == stream) & (jnp.arange(words)[None] == word)
     return jnp.where(here & known(cells, seq), jnp.uint32(1) << bit, jnp.uint32(0))

@@ -11,7 +11,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.kv.buffers import Buffers, Cached, Halves, alike, bring, copy_run, on_halves, put
+from jaxkv.kv.buffers import (
+    Buffers,
+    Cached,
+    Halves,
+    copy_run,
+    gather_from_any_device,
+    map_kv,
+    scatter_local,
+    stream_cell_axes,
+)
 from jaxkv.kv.cells import C, Cells, begun, inherited, known, lacks, within
 from jaxkv.kv.shift import CHUNK
 from jaxkv.mesh import AxisPartition, first_of, gather_sharded, map_shards, shares, to_local
@@ -44,7 +53,7 @@ def copy_between(
 
     begin = cells, jnp.zeros(targets.size, jnp.int32)
     copied, counts = jax.lax.fori_loop(jnp.int32(0), jnp.int32(targets.size), into, begin)
-    return copied, on_halves(cells.sharding_rules, buffers, _copy_runs, src, targets, counts)
+    return copied, map_kv(cells.sharding_rules, buffers, _copy_runs, src, targets, counts)
 
 
 def _copied(
@@ -154,7 +163,7 @@ def select_between(
         cells.sharding_rules, partial(_selected, axes), (P(axes), P(), P(), P()), (P(axes), P())
     )
     selected, count = run(cells, source, targets, does)
-    return selected, on_halves(
+    return selected, map_kv(
         cells.sharding_rules, buffers, _select_cells, source, targets, does, count
     )
 
@@ -200,7 +209,13 @@ def _select_cells(
 
         def copied(x: Cached, how: AxisPartition) -> Cached:
             how = replace(how, cells=())  # a token keeps its cell: each share is copied by itself
-            return put(how, x, targets[:, None], slots, bring(how, x, source[:, None], slots))
+            return scatter_local(
+                how,
+                x,
+                targets[:, None],
+                slots,
+                gather_from_any_device(how, x, source[:, None], slots),
+            )
 
         return each_array(copied, arrays, split)
 
@@ -222,5 +237,5 @@ def _of_share(split: Halves, arrays: Any, count: jax.Array) -> tuple[int, int, j
     `count`, the first cells of a stream, and the last of the answers are `[]` int32.
     """
     share = arrays[0][0].shape[2]
-    first = first_of(alike(split).cells, share)
+    first = first_of(stream_cell_axes(split).cells, share)
     return share, min(CHUNK, share), jnp.clip(count - first, 0, share)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.cache import MaintenancePlan
-from jaxkv.kv.buffers import Buffers, Cached, Halves, bring, on_halves, put
+from jaxkv.kv.buffers import Buffers, Cached, Halves, gather_from_any_device, map_kv, scatter_local
 from jaxkv.kv.cells import C, Cells, free
 from jaxkv.kv.shift import CHUNK
 from jaxkv.kv.stripes import cell_of, dealt
@@ -159,9 +159,7 @@ def move_cells(cells: C, buffers: Buffers, plan: DefragPlan, ok: jax.Array) -> t
             content=_put(cells.content, destination, _taken(cells.content, source)),
         )
 
-    buffers = on_halves(
-        cells.sharding_rules, buffers, partial(_move, size), plan, chunks, by_stream=2
-    )
+    buffers = map_kv(cells.sharding_rules, buffers, partial(_move, size), plan, chunks, by_stream=2)
     cells = jax.lax.fori_loop(0, jnp.max(chunks), move, cells)
     return cells, buffers
 
@@ -178,7 +176,9 @@ def _move(size: int, split: Halves, plan: DefragPlan, chunks: jax.Array, arrays:
 
         def carried(x: Cached, how: AxisPartition) -> Cached:
             how = replace(how, streams=())  # each device moves within its own streams
-            return put(how, x, stream, destination, bring(how, x, stream, source))
+            return scatter_local(
+                how, x, stream, destination, gather_from_any_device(how, x, stream, source)
+            )
 
         return each_array(carried, arrays, split)
 

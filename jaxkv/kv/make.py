@@ -12,7 +12,7 @@ from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.cells import Placement, empty_fields
 from jaxkv.kv.table import CellTable
 from jaxkv.kv.tiles import TILE, check_cells
-from jaxkv.ops.latent import Latent
+from jaxkv.ops.latent import ValueSlice
 from jaxkv.ops.quantised import zeros
 from jaxkv.places import MAX_CELLS, check_count, check_shape
 from jaxkv.rope import NOT_GIVEN, NotGiven, Rope
@@ -216,7 +216,7 @@ def make_kv_cache(
                 f"{turned // 2}: make it for the head, make_rope({size})"
             )
     for turned, value in zip(sizes, values, strict=True):
-        if isinstance(value, Latent) and value.first < turned:
+        if isinstance(value, ValueSlice) and value.first < turned:
             raise ValueError(
                 f"wanted values after the {turned} numbers of a key that its rope turns, got "
                 f"numbers {value.first} to {value.last - 1}: put those that are rotated first"
@@ -232,7 +232,7 @@ def make_kv_cache(
     shapes = [(streams, heads[i], cells) for i in range(layers)]
     for shape, key, value in zip(shapes, keys, values, strict=True):
         check_shape((*shape, key), "keys")
-        if not isinstance(value, Latent):
+        if not isinstance(value, ValueSlice):
             check_shape((*shape, value), "values")
     table = CellTable(
         **empty_fields(layers=layers, cells=cells, sequences=sequences, streams=streams),
@@ -247,7 +247,7 @@ def make_kv_cache(
     buffers = Buffers(
         k=tuple(zeros((*shape, n), dtype) for shape, n in zip(shapes, keys, strict=True)),
         v=tuple(
-            n if isinstance(n, Latent) else zeros((*shape, n), dtype)
+            n if isinstance(n, ValueSlice) else zeros((*shape, n), dtype)
             for shape, n in zip(shapes, values, strict=True)
         ),
         ropes=ropes,
@@ -286,10 +286,10 @@ def _check_dtype(wanted: jax.typing.DTypeLike) -> None:
 
 def _values_per_layer(
     value: Any, keys: tuple[int, ...], dtype: jax.typing.DTypeLike
-) -> tuple[int | Latent, ...]:
+) -> tuple[int | ValueSlice, ...]:
     """Return the size of values for each layer, or which numbers of a key they are."""
 
-    def latent(part: slice, key: int) -> Latent:
+    def latent(part: slice, key: int) -> ValueSlice:
         ends = range(*part.indices(key))
         if part.step not in (None, 1) or not 0 < len(ends) < key:
             raise ValueError(
@@ -301,7 +301,7 @@ def _values_per_layer(
                 f"wanted a dtype of 16 bits or more where values are a part of the keys, got "
                 f"{jnp.dtype(dtype)}"
             )
-        return Latent(ends.start, ends.stop)
+        return ValueSlice(ends.start, ends.stop)
 
     given = _for_each(value, len(keys), "value_dim")
     return tuple(

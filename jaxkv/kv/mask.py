@@ -8,17 +8,17 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.batch import Ubatch
-from jaxkv.kv.cells import Cells, home
+from jaxkv.kv.cells import Cells, owner_word
 from jaxkv.kv.slots import pools
 from jaxkv.kv.tiles import tile_of
-from jaxkv.ops.attention.sight import Sight, mask_of
+from jaxkv.ops.attention.sight import Visibility, mask_of
 from jaxkv.places import MAX_CELLS
 from jaxkv.window import last_seen
 
 
-def sight_of(
+def visibility_of(
     cells: Cells, ubatch: Ubatch, *, causal: bool = True, visible_until: jax.Array | None = None
-) -> Sight:
+) -> Visibility:
     """Return what decides which cells the tokens of a ubatch see.
 
     The table decides, nothing else: an empty cell has no owner, and a token sees the tokens of its
@@ -43,14 +43,14 @@ def sight_of(
             "wanted causal attention without visible_until, or tokens of one sequence each: "
             "several sequences of a token do not share what comes after it"
         )
-    _, word, bit = home(cells, ubatch.sequences)
+    _, word, bit = owner_word(cells, ubatch.sequences)
     streams, all_streams = pools(cells, ubatch)
     looks = ubatch.valid & (ubatch.slots < MAX_CELLS)
     bit = jnp.where(looks, jnp.uint32(1) << bit, 0)
     at, word, bit = (x.reshape(streams.size, -1) for x in (ubatch.positions, word, bit))
     # More tokens than sequences are those of prompts, several of which see the same tiles.
     tiled = cells.placement == "tiled" and at.shape[1] <= cells.sequences_per_stream
-    return Sight(
+    return Visibility(
         position=cells.position,
         owners=cells.owners,
         streams=streams,
@@ -96,9 +96,9 @@ def blind(
 def visible(
     cells: Cells, ubatch: Ubatch, *, causal: bool = True, visible_until: jax.Array | None = None
 ) -> jax.Array:
-    """Return which cells each token sees, `[R, T, N]` bool; the arguments are those of `sight_of`.
+    """Return which cells each token sees, `[R, T, N]` bool; arguments as of `visibility_of`.
 
     llama.cpp: `set_input_kq_mask`.
     """
-    mask = mask_of(sight_of(cells, ubatch, causal=causal, visible_until=visible_until))
+    mask = mask_of(visibility_of(cells, ubatch, causal=causal, visible_until=visible_until))
     return mask.reshape(*ubatch.valid.shape, cells.num_cells)

@@ -13,10 +13,10 @@ from jaxkv.kv.cells import (
     free,
     held,
     holders,
-    home,
     inherited,
     known,
     lasts,
+    owner_word,
     spread,
     with_owners,
 )
@@ -24,7 +24,7 @@ from jaxkv.places import EMPTY, divided, end_of
 from jaxkv.window import first_seen
 
 
-def hidden(cells: Cells) -> jax.Array:
+def evictable(cells: Cells) -> jax.Array:
     """Return which used cells no next token of any owner sees; `[S, N]` bool."""
     if cells.window is None:
         return jnp.zeros(cells.position.shape, bool)
@@ -140,7 +140,7 @@ def can_copy(
     mark = inherited(cells, src, start, stop)
     certain = (jnp.max(positions) < marks[src] - 1) & (mark == marks[src])
 
-    (theirs, *_), (ours, *_) = home(cells, src), home(cells, dst)
+    (theirs, *_), (ours, *_) = owner_word(cells, src), owner_word(cells, dst)
     replaced = theirs != ours
     own_mark = jnp.where(replaced, 0, marks[dst])
     own_last = jnp.where(replaced, EMPTY, jax.vmap(lambda seq: jnp.max(held(cells, seq)))(dst))
@@ -166,6 +166,6 @@ def _goes_on(cells: Cells, mark: jax.Array, end: jax.Array, certain: jax.Array) 
     return (mark == 0) | (complete & ((end >= mark - 1) | certain))
 
 
-def misses(cells: Cells, position: jax.Array) -> jax.Array:
+def is_context_evicted(cells: Cells, position: jax.Array) -> jax.Array:
     """Return which sequences would miss something with a token at a position; both `[Q]`."""
     return cells.evicted_below > first_seen(cells.window, position)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.cache import MaintenancePlan
-from jaxkv.kv.buffers import Buffers, Halves, alike, gather, on_halves, scatter
+from jaxkv.kv.buffers import Buffers, Halves, gather, map_kv, scatter, stream_cell_axes
 from jaxkv.kv.cells import (
     C,
     Cells,
@@ -24,9 +24,9 @@ from jaxkv.kv.cells import (
     each,
     held,
     holders,
-    home,
     known,
     owned_by,
+    owner_word,
     restamped,
     with_owners,
     within,
@@ -68,7 +68,7 @@ class ShiftPlan(MaintenancePlan):
 
     def commit(self, table: C, buffers: Buffers, ok: jax.Array) -> tuple[C, Buffers]:
         """Rotate the keys, if `ok`, `[]` bool."""
-        return rotate_pending(table, buffers, ok)
+        return rotate_shifted_keys(table, buffers, ok)
 
 
 def add(
@@ -162,7 +162,7 @@ def _highest_evicted(
     Others of the stream may have shared what a window took from them, which moves for all owners.
     """
     highest = jnp.minimum(cells.evicted_below, end_of(stop)) - 1
-    (stream, *_), (own, *_) = home(cells, jnp.arange(cells.sequences)), home(cells, seq)
+    (stream, *_), (own, *_) = owner_word(cells, jnp.arange(cells.sequences)), owner_word(cells, seq)
     return highest, known(cells, seq) & (stream == own) & (highest >= jnp.maximum(start, 0))
 
 
@@ -207,7 +207,7 @@ def _move(cells: C, moves: jax.Array, position: jax.Array) -> C:
     return with_owners(moved, jnp.where(stays, moved.owners, 0))
 
 
-def rotate_pending(cells: C, buffers: Buffers, ok: jax.Array) -> tuple[C, Buffers]:
+def rotate_shifted_keys(cells: C, buffers: Buffers, ok: jax.Array) -> tuple[C, Buffers]:
     """Rotate the keys that are owed a rotation, those only, and clear their notes.
 
     If `ok`, `[]` bool, is False nothing is rotated.
@@ -219,9 +219,7 @@ def rotate_pending(cells: C, buffers: Buffers, ok: jax.Array) -> tuple[C, Buffer
     by = jnp.where(owed, cells.shift, 0)
     ropes = buffers.ropes[: len(buffers.k)]
     start = cells.position - cells.shift
-    buffers = on_halves(
-        cells.sharding_rules, buffers, partial(_rotate, ropes), start, by, by_stream=2
-    )
+    buffers = map_kv(cells.sharding_rules, buffers, partial(_rotate, ropes), start, by, by_stream=2)
     cells = replace(
         cells,
         shift=jnp.where(owed, 0, cells.shift),
@@ -242,7 +240,7 @@ def _rotate(
     start: `[S, N]` int32, the position that each was rotated for.
     """
     keys, values = arrays
-    axes, size = alike(split).cells, keys[0].shape[2]
+    axes, size = stream_cell_axes(split).cells, keys[0].shape[2]
     if axes:  # a device turns those that it holds
         first = first_of(axes, size)
         start, by = (jax.lax.dynamic_slice_in_dim(x, first, size, axis=1) for x in (start, by))

@@ -10,10 +10,10 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch, contents
-from jaxkv.cache import Findings, Room
+from jaxkv.cache import Admission, SequenceStatus
 from jaxkv.kv.by_stream import gathered, on_rows
-from jaxkv.kv.cells import C, Cells, free, holders, home, lasts, of_cells, stream_hash
-from jaxkv.kv.reuse import evict, hidden, misses
+from jaxkv.kv.cells import C, Cells, free, holders, lasts, of_cells, owner_word, stream_hash
+from jaxkv.kv.reuse import evict, evictable, is_context_evicted
 from jaxkv.kv.stripes import cell_of, dealt
 from jaxkv.kv.tiles import in_tiles
 from jaxkv.places import EMPTY, END, MAX_CELLS, no_slots
@@ -45,25 +45,25 @@ def pools(cells: Cells, ubatch: Ubatch) -> Pools:
     return Pools(ubatch.row_stream, all_streams=False)
 
 
-def inspect(cells: Cells, present: jax.Array) -> Findings:
+def sequence_status(cells: Cells, present: jax.Array) -> SequenceStatus:
     """Return what holds of the sequences in a batch, `[Q]` bool.
 
     A sequence goes on after the last position that it reached, whether it still holds it or not.
     """
     last = jnp.where(present, jnp.maximum(lasts(cells, present), cells.evicted_below - 1), EMPTY)
-    return Findings(
+    return SequenceStatus(
         last=last,
-        missing=present & misses(cells, last + 1),
+        missing=present & is_context_evicted(cells, last + 1),
         pending=present & holders(cells, cells.shift != 0),
     )
 
 
 def usable(cells: Cells) -> jax.Array:
     """Return the cells that a token may get, empty ones and those that none sees; `[S, N]` bool."""
-    return free(cells) | hidden(cells)
+    return free(cells) | evictable(cells)
 
 
-def admit(cells: Cells, wanted: jax.Array) -> Room:
+def find_fitting(cells: Cells, wanted: jax.Array) -> Admission:
     """Return which sequences would find room, those that want least first.
 
     A sequence that asks for little is never refused because of one that asks for much. Where a
@@ -80,13 +80,13 @@ def admit(cells: Cells, wanted: jax.Array) -> Room:
     if cells.window is not None:
         all_fit = wanted >= 0
         room = jnp.broadcast_to(room[:, None], (cells.streams, cells.sequences_per_stream))
-        return Room(all_fit, all_fit, room.reshape(-1))
+        return Admission(all_fit, all_fit, room.reshape(-1))
     fits = _smallest_first(wanted, room)
     taken = jnp.where(fits, wanted, 0).reshape(cells.streams, -1)
     left = jnp.repeat(room - jnp.sum(taken, axis=1, dtype=jnp.int32), cells.sequences_per_stream)
     if cells.placement == "contiguous":
-        return Room(fits, _smallest_first(wanted, longest_run(open_cells)), left)
-    return Room(fits, fits, left)
+        return Admission(fits, _smallest_first(wanted, longest_run(open_cells)), left)
+    return Admission(fits, fits, left)
 
 
 def longest_run(open_cells: jax.Array) -> jax.Array:
@@ -108,7 +108,9 @@ def _smallest_first(wanted: jax.Array, room: jax.Array) -> jax.Array:
     return jax.vmap(of_stream)(wanted.reshape(room.size, -1), room).reshape(-1)
 
 
-def can_hold(cells: Cells, lengths: np.ndarray, at_once: int, spared: np.ndarray) -> np.ndarray:
+def can_allocate(
+    cells: Cells, lengths: np.ndarray, at_once: int, num_shared_cells: np.ndarray
+) -> np.ndarray:
     """Return which streams have cells for texts of these lengths side by side; on the host.
 
     What they share already counts once. A window takes what it needs and no more: what the next
@@ -118,13 +120,13 @@ def can_hold(cells: Cells, lengths: np.ndarray, at_once: int, spared: np.ndarray
       cells: the table, of which only the sizes are looked at.
       lengths: `[Q]` int, the tokens of each sequence.
       at_once: the most tokens of a stream that are computed at once.
-      spared: `[S]` int, the cells that sharing spares by now.
+      num_shared_cells: `[S]` int, the cells that sharing spares by now.
 
     Returns:
       `[S]` bool.
     """
     lengths = np.asarray(lengths, np.int64).reshape(cells.streams, -1)
-    needed = lengths.sum(axis=1) - spared
+    needed = lengths.sum(axis=1) - num_shared_cells
     if cells.window is not None:
         back = np.minimum(lengths, looks_back(cells.window))
         needed = np.minimum(needed, back.sum(axis=1) + at_once)
@@ -324,7 +326,7 @@ def _owners(cells: Cells, ubatch: Ubatch) -> jax.Array:
     words = jnp.arange(cells.owners.shape[1])
 
     def owned(sequences: jax.Array) -> jax.Array:
-        _, word, bit = home(cells, sequences)
+        _, word, bit = owner_word(cells, sequences)
         return jnp.where(words[None, None] == word[..., None], jnp.uint32(1) << bit[..., None], 0)
 
     owners = owned(ubatch.sequences)

@@ -22,7 +22,7 @@ from jaxkv.places import EMPTY, end_of, no_slots
 from jaxkv.spec import TableSpec, changes_of
 
 
-class Reader(NamedTuple):
+class CrossAttentionSlots(NamedTuple):
     """What a part for sources has as slots of a ubatch of text: who looks.
 
     looks: `[R, T]` int32, 0 for a token that looks; past the last cell for padding and for a
@@ -52,23 +52,25 @@ class CrossAttentionTable(CellTable):
         """What is fixed when the cache is made."""
         return replace(super().spec, kind="source")
 
-    def can_hold(self, lengths: np.ndarray, at_once: int, spared: np.ndarray) -> np.ndarray:
+    def can_allocate(
+        self, lengths: np.ndarray, at_once: int, num_shared_cells: np.ndarray
+    ) -> np.ndarray:
         """Return that texts of any length can be held, `[S]` bool: they take no cells here."""
-        del lengths, at_once, spared
+        del lengths, at_once, num_shared_cells
         return np.ones(self.streams, bool)
 
-    def passed_by(self, ubatch: Ubatch) -> Reader:
+    def slots_when_skipped(self, ubatch: Ubatch) -> CrossAttentionSlots:
         """Return that all tokens of a text look."""
         looks = no_slots(ubatch.positions)
-        return Reader(jnp.where(ubatch.valid, 0, looks))
+        return CrossAttentionSlots(jnp.where(ubatch.valid, 0, looks))
 
     def occupy(self, ubatch: Ubatch) -> Self:
         """Mark the slots of a source; a text has none."""
-        return self if isinstance(ubatch.slots, Reader) else super().occupy(ubatch)
+        return self if isinstance(ubatch.slots, CrossAttentionSlots) else super().occupy(ubatch)
 
     def stream_hash_after(self, ubatch: Ubatch, occupied: Any) -> jax.Array:
         """Return the digest, `[S]` uint32; text changes nothing here."""
-        if isinstance(ubatch.slots, Reader):
+        if isinstance(ubatch.slots, CrossAttentionSlots):
             return ubatch.hash_before
         return super().stream_hash_after(ubatch, occupied)
 
@@ -139,7 +141,7 @@ class CrossAttentionTable(CellTable):
         **options: Any,
     ) -> tuple[Self, Buffers, jax.Array]:
         """Look at the sources, all of them; a ubatch of sources attends as `jaxkv.attend` says."""
-        if not isinstance(ubatch.slots, Reader):
+        if not isinstance(ubatch.slots, CrossAttentionSlots):
             return super().attend(
                 buffers, layer, ubatch, q, k, v, visible_until=visible_until, **options
             )
@@ -154,13 +156,13 @@ class CrossAttentionTable(CellTable):
         self, buffers: Buffers, layer: int, ubatch: Ubatch, *new: jax.Array
     ) -> tuple[Self, Buffers]:
         """Write the keys and values of sources."""
-        if isinstance(ubatch.slots, Reader):
+        if isinstance(ubatch.slots, CrossAttentionSlots):
             _refuse_to_write()
         return super().write_kv(buffers, layer, ubatch, *new)
 
     def read_kv(self, buffers: Buffers, layer: int, ubatch: Ubatch, **options: Any) -> KVView:
         """Return the sources, all of which are seen."""
-        if not isinstance(ubatch.slots, Reader):
+        if not isinstance(ubatch.slots, CrossAttentionSlots):
             return super().read_kv(buffers, layer, ubatch, **options)
         _check_until(options.get("visible_until"))
         return super().read_kv(buffers, layer, _as_it_looks(ubatch), causal=False)

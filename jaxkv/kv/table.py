@@ -9,11 +9,11 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch
-from jaxkv.cache import CacheTable, Findings, KVView, MaintenancePlan, Room, check_sizes
+from jaxkv.cache import Admission, CacheTable, KVView, MaintenancePlan, SequenceStatus, check_sizes
 from jaxkv.kv import cells, copy, defrag, reuse, shift, slots, transfer
 from jaxkv.kv.attend import attend, read_kv, write_kv
 from jaxkv.kv.buffers import Buffers, sizes_of
-from jaxkv.kv.by_stream import endings, on_streams, told
+from jaxkv.kv.by_stream import endings, map_streams, map_streams_gather
 from jaxkv.kv.cells import Cells
 from jaxkv.mesh import AxisPartition, ShardingRules
 from jaxkv.rope import NotGiven
@@ -76,7 +76,7 @@ class CellTable(Cells, CacheTable):
 
     def stream_hash(self) -> jax.Array:
         """See `cells.stream_hash`."""
-        return on_streams(self, cells.stream_hash)
+        return map_streams(self, cells.stream_hash)
 
     def first(self, seq: jax.Array) -> jax.Array:
         """See `cells.first`."""
@@ -94,25 +94,27 @@ class CellTable(Cells, CacheTable):
         """See `cells.num_used_cells`."""
         return cells.num_used_cells(self)
 
-    def inspect(self, present: jax.Array) -> Findings:
-        """See `slots.inspect`."""
-        return told(self, slots.inspect, present)
+    def sequence_status(self, present: jax.Array) -> SequenceStatus:
+        """See `slots.sequence_status`."""
+        return map_streams_gather(self, slots.sequence_status, present)
 
-    def admit(self, wanted: jax.Array) -> Room:
-        """See `slots.admit`."""
-        return told(self, slots.admit, wanted)
+    def find_fitting(self, wanted: jax.Array) -> Admission:
+        """See `slots.find_fitting`."""
+        return map_streams_gather(self, slots.find_fitting, wanted)
 
-    def alike(self, partner: jax.Array) -> jax.Array:
-        """See `cells.alike`."""
-        return told(self, cells.alike, partner)
+    def owns_same_cells(self, partner: jax.Array) -> jax.Array:
+        """See `cells.owns_same_cells`."""
+        return map_streams_gather(self, cells.owns_same_cells, partner)
 
-    def spared(self) -> jax.Array:
-        """See `cells.spared`."""
-        return cells.spared(self)
+    def num_shared_cells(self) -> jax.Array:
+        """See `cells.num_shared_cells`."""
+        return cells.num_shared_cells(self)
 
-    def can_hold(self, lengths: np.ndarray, at_once: int, spared: np.ndarray) -> np.ndarray:
-        """See `slots.can_hold`."""
-        return slots.can_hold(self, lengths, at_once, spared)
+    def can_allocate(
+        self, lengths: np.ndarray, at_once: int, num_shared_cells: np.ndarray
+    ) -> np.ndarray:
+        """See `slots.can_allocate`."""
+        return slots.can_allocate(self, lengths, at_once, num_shared_cells)
 
     def choose_slots(self, ubatch: Ubatch) -> tuple[jax.Array, jax.Array]:
         """See `slots.choose_slots`."""
@@ -140,7 +142,7 @@ class CellTable(Cells, CacheTable):
             return cells.copy(self, src, dst, p0, p1), None
         if self.sequences_per_stream == 1:
             return copy.copy_between(self, buffers, src, dst, p0, p1)
-        return transfer.carry_out(self, buffers, transfer.to_copy(self, src, dst, p0, p1))
+        return transfer.execute_copy(self, buffers, transfer.to_copy(self, src, dst, p0, p1))
 
     def can_copy(
         self, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array
@@ -157,7 +159,7 @@ class CellTable(Cells, CacheTable):
             return cells.select(self, parents, targets), None
         if self.sequences_per_stream == 1:
             return copy.select_between(self, buffers, parents, targets)
-        return transfer.carry_out(self, buffers, transfer.to_select(self, parents, targets))
+        return transfer.execute_copy(self, buffers, transfer.to_select(self, parents, targets))
 
     def can_select(self, parents: jax.Array, targets: jax.Array) -> jax.Array:
         """Return True, but in groups whether there are cells, see `transfer.to_select`."""

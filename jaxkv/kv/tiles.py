@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.batch import Ubatch
-from jaxkv.kv.cells import WORD, Cells, free, home
-from jaxkv.kv.reuse import hidden
+from jaxkv.kv.cells import WORD, Cells, free, owner_word
+from jaxkv.kv.reuse import evictable
 from jaxkv.places import END, divided
 
 TILE = 64
@@ -81,9 +81,9 @@ def in_tiles(cells: Cells, ubatch: Ubatch, all_streams: bool) -> jax.Array:
     Returns:
       `[R, T]` int32, one past the last cell, N, for a token that gets none.
     """
-    unseen = None if cells.window is None else hidden(cells)
+    unseen = None if cells.window is None else evictable(cells)
     pool = Pool(cells.owners, free(cells), unseen, cells.position)
-    _, word, bit = home(cells, ubatch.sequences)
+    _, word, bit = owner_word(cells, ubatch.sequences)
     sequences, valid = word * WORD + bit.astype(jnp.int32), ubatch.valid
     if all_streams:
         sequences, valid = (x.reshape(cells.streams, -1) for x in (sequences, valid))

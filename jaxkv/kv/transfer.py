@@ -13,20 +13,28 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.kv.arrivals import choose, room, settle
-from jaxkv.kv.buffers import Buffers, Cached, Halves, alike, bring, on_halves, put
-from jaxkv.kv.by_stream import on_streams
+from jaxkv.kv.arrivals import choose, mark_used, room
+from jaxkv.kv.buffers import (
+    Buffers,
+    Cached,
+    Halves,
+    gather_from_any_device,
+    map_kv,
+    scatter_local,
+    stream_cell_axes,
+)
+from jaxkv.kv.by_stream import map_streams
 from jaxkv.kv.cells import (
     C,
     Cells,
     bits,
     clear,
     each,
-    home,
     inherited,
     known,
     lacks,
     owned_by,
+    owner_word,
     select,
     with_owners,
     within,
@@ -39,7 +47,7 @@ from jaxkv.ops.stacked import each_array
 from jaxkv.places import divided, end_of, no_slots
 
 
-class Need(NamedTuple):
+class CopyDemand(NamedTuple):
     """What copies between streams take.
 
     wanted: `[S]` int32, the cells that they want of each stream.
@@ -72,7 +80,7 @@ class Transfer(NamedTuple, Generic[C]):
     arriving: C
     origin: jax.Array  # [S, N]
     slots: jax.Array  # [S, N]
-    need: Need
+    need: CopyDemand
 
 
 def to_copy(
@@ -108,7 +116,7 @@ def to_select(cells: C, parents: jax.Array, targets: jax.Array) -> Transfer[C]:
     return _transfer(cells, left, parents, targets, apart, *everything)
 
 
-def carry_out(cells: C, buffers: Buffers, transfer: Transfer[C]) -> tuple[C, Buffers]:
+def execute_copy(cells: C, buffers: Buffers, transfer: Transfer[C]) -> tuple[C, Buffers]:
     """Do what was planned, in the table and the buffers; nothing where cells are lacking.
 
     A stream that gets copies lacks afterwards, in each layer, what those that they come from lack.
@@ -120,10 +128,10 @@ def carry_out(cells: C, buffers: Buffers, transfer: Transfer[C]) -> tuple[C, Buf
     comes = (source[..., None] == jnp.arange(cells.streams)[None, None]) & gets[..., None]
     comes = jnp.any(comes, axis=1)  # [S, S], from the second to the first
     lacking = jnp.any(comes[..., None] & lacks(cells)[None], axis=1)
-    filled = on_streams(left, settle, slots, arriving, lacking)
+    filled = map_streams(left, mark_used, slots, arriving, lacking)
     filled = jax.tree.map(lambda new, old: jnp.where(need.ok, new, old), filled, cells)
     args = origin, slots, jnp.where(need.ok, need.wanted, 0)
-    return filled, on_halves(cells.sharding_rules, buffers, _fill, *args, by_stream=2)
+    return filled, map_kv(cells.sharding_rules, buffers, _fill, *args, by_stream=2)
 
 
 def _fill(
@@ -134,7 +142,7 @@ def _fill(
     Which cells those are is known where the streams are that get them, and sent along.
     """
     ends = jnp.cumsum(wanted)
-    by_streams, size = alike(split).streams, slots.shape[1]
+    by_streams, size = stream_cell_axes(split).streams, slots.shape[1]
 
     def chunk(i: jax.Array, arrays: Any) -> Any:
         number = i * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)
@@ -147,7 +155,7 @@ def _fill(
         source = divided(gather_sharded(origin, by_streams, stream, turn), size)
 
         def copied(x: Cached, how: AxisPartition) -> Cached:
-            return put(how, x, stream, slot, bring(how, x, *source))
+            return scatter_local(how, x, stream, slot, gather_from_any_device(how, x, *source))
 
         return each_array(copied, arrays, split)
 
@@ -156,7 +164,7 @@ def _fill(
 
 def _apart(cells: Cells, parents: jax.Array, targets: jax.Array) -> jax.Array:
     """Return which of the targets lie in other streams than their parents; `[n]` bool."""
-    (theirs, *_), (ours, *_) = home(cells, parents), home(cells, targets)
+    (theirs, *_), (ours, *_) = owner_word(cells, parents), owner_word(cells, targets)
     return known(cells, parents) & known(cells, targets) & (theirs != ours)
 
 
@@ -187,7 +195,7 @@ def _transfer(
     )
     copied = owned_by(cells, all_of(parents)) & within(cells, start, stop)
     # Targets of one stream with one parent share a copy: the first of them gets it for all.
-    home_of, *_ = home(cells, targets)
+    home_of, *_ = owner_word(cells, targets)
     like = apart[:, None] & apart[None] & (home_of[:, None] == home_of[None])
     like &= parents[:, None] == parents[None]
     axes = shares(cells.sharding_rules, streams=cells.streams).streams
@@ -200,7 +208,7 @@ def _transfer(
     arriving, origin, slots, *need = run(
         cells, left, usable(left) & ~copied, parents, targets, like, start, stop
     )
-    return Transfer(left, arriving, origin, slots, Need(*need))
+    return Transfer(left, arriving, origin, slots, CopyDemand(*need))
 
 
 def _queue(
@@ -232,7 +240,10 @@ def _queue(
     Returns:
       `arriving`, `origin` and `slots` of a `Transfer`, and both fields of its `need`.
     """
-    (streams, words, bits_of), (theirs, word, bit) = home(cells, targets), home(cells, parents)
+    (streams, words, bits_of), (theirs, word, bit) = (
+        owner_word(cells, targets),
+        owner_word(cells, parents),
+    )
     here = jnp.arange(cells.owners.shape[1])[None] == words[:, None]
     owner = jnp.where(here, jnp.uint32(1) << bits_of[:, None], 0)  # [n, W]
     first = jnp.any(like, axis=1) & (jnp.argmax(like, axis=1) == jnp.arange(targets.size))

@@ -15,7 +15,7 @@ from jaxkv.cache import merge, split
 from jaxkv.loops.forward import Forward, run_model_step
 from jaxkv.loops.programs import cached_program
 from jaxkv.planning.layout import turn_in_sequence
-from jaxkv.planning.place import plan_one
+from jaxkv.planning.place import plan_single_ubatch
 from jaxkv.spec import TableSpec
 
 SMALLEST = 8
@@ -169,7 +169,7 @@ def _chunk_program(forward: Callable[[], Forward]) -> Any:
             jnp.zeros(count, bool).at[batch.sequences].max(which, mode="drop")
             for which in (batch.valid, batch.outputs)
         )
-        plan = plan_one(table, batch, ranks, index, held & ~ended, outputs=most)
+        plan = plan_single_ubatch(table, batch, ranks, index, held & ~ended, outputs=most)
         ubatch = plan.ubatches[0]
         cache, logits = run_model_step(forward(), params, merge(table, buffers), ubatch)
         whose = batch.sequences.at[ubatch.output_index].get(mode="fill", fill_value=count)

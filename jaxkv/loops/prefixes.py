@@ -56,7 +56,7 @@ class EnginePrefixes:
                 f"wanted a store that leaves sequences to requests, got one with all "
                 f"{table.spec.sequences} as holders: pass fewer, or make a cache with more"
             )
-        shapes = jax.eval_shape(table.spared)
+        shapes = jax.eval_shape(table.num_shared_cells)
         self.nothing = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
         self._sharing = table.spec.sequences_per_stream
 
@@ -78,8 +78,8 @@ class EnginePrefixes:
         """Take what `now` was back."""
         self._runner.cache, self.store = then
 
-    def spared(self) -> Any:
-        """Return what `CacheTable.spared` says, on the host; nothing without a store."""
+    def num_shared_cells(self) -> Any:
+        """Return what `CacheTable.num_shared_cells` says, on the host; nothing without a store."""
         if self.store is None:
             return self.nothing
         return jax.device_get(_spared(split(self._runner.cache)[0]))
@@ -87,7 +87,7 @@ class EnginePrefixes:
     def warm_up(self) -> None:
         """Compile all that the rest needs."""
         if self.store:
-            self.spared()
+            self.num_shared_cells()
             self._runner.cache = warm_up(self._runner.cache, self.store, donate=True)
 
     def match(
@@ -171,4 +171,4 @@ class EnginePrefixes:
 
 @jit_table
 def _spared(table: Any) -> Any:
-    return table.spared()
+    return table.num_shared_cells()

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.batch import Batch, Ubatch, drop_unless, make_batch
+from jaxkv.batch import Batch, Ubatch, make_batch, mask_slots
 from jaxkv.cache import Cache, merge, split
 from jaxkv.loops.donation import donatable_buffers
 from jaxkv.loops.forward import Forward, compiled_step, run_model_step
@@ -230,7 +230,7 @@ def warm_up(
     for plan in plans:
         logits = []
         for ubatch in plan.ubatches:
-            _, buffers, out = step(params, table, buffers, drop_unless(jnp.array(False), ubatch))
+            _, buffers, out = step(params, table, buffers, mask_slots(jnp.array(False), ubatch))
             logits.append(out)
         plan.gather_outputs(logits)
     return merge(table, buffers) if donate else cache

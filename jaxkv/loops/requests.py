@@ -274,7 +274,8 @@ def checked_request(request: Request, limits: EngineConfig) -> Request:
         if name not in limits.sampling_options:
             raise ValueError(
                 f"wanted sampling options of "
-                f"{', '.join(sorted(limits.sampling_options)) or 'none'}, got {name!r}: make the engine with sampling_options= of all that requests may have"
+                f"{', '.join(sorted(limits.sampling_options)) or 'none'}, got {name!r}: "
+                f"make the engine with sampling_options= of all that requests may have"
             )
         if np.ndim(value):
             raise ValueError(f"wanted one number for {name}, got the shape {np.shape(value)}")

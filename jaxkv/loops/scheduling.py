@@ -149,7 +149,7 @@ class Scheduler:
         if not kept and len(beside) < 2:
             return True  # alone it has what there is, which is enough for its prompt
         lengths = {one.sequence: self._needs(one) for one in beside}
-        return bool(self._holds(lengths | kept, self._prefixes.spared())[stream])
+        return bool(self._holds(lengths | kept, self._prefixes.num_shared_cells())[stream])
 
     def _needs(self, text: RequestState) -> int:
         """Return the cells that are counted for a text: all that it may take, or those of soon."""
@@ -158,11 +158,11 @@ class Scheduler:
         soon = len(text.request.prompt) + len(text.tokens) + self._steps
         return min(soon, text.max_cached_tokens)
 
-    def _holds(self, lengths: dict[int, int], spared: Any) -> np.ndarray:
+    def _holds(self, lengths: dict[int, int], num_shared_cells: Any) -> np.ndarray:
         """Return whether texts of so many tokens, by sequence, fit; by stream, `[S]` bool."""
         tokens = np.zeros(len(self._placed), np.int64)
         tokens[[*lengths]] = [*lengths.values()]
-        return self._table.can_hold(tokens, self._at_once, spared)
+        return self._table.can_allocate(tokens, self._at_once, num_shared_cells)
 
 
 def _by_age(texts: list[RequestState]) -> list[RequestState]:

@@ -148,7 +148,7 @@ def resume(
 
 def ends(table: Any) -> jax.Array:
     """Return the last position of every sequence, `[Q]` int32; -1 if it holds none."""
-    return table.inspect(jnp.ones(table.spec.sequences, bool)).last
+    return table.sequence_status(jnp.ones(table.spec.sequences, bool)).last
 
 
 def going_on(table: Any, state: DecodeState) -> DecodeState:

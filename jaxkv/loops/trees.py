@@ -16,7 +16,7 @@ from jaxkv.loops.drafts import DraftTokens
 from jaxkv.places import NO_SLOT, divided
 from jaxkv.plan import Plan
 from jaxkv.planning.layout import turn_in_sequence
-from jaxkv.planning.place import plan_one
+from jaxkv.planning.place import plan_single_ubatch
 from jaxkv.planning.sets import members_of
 from jaxkv.spec import TableSpec
 from jaxkv.tables import jit_table
@@ -129,7 +129,9 @@ def plan_tree(
         outputs=jnp.ones(texts * (1 + branches * length), bool),
     )
     index = _rows_of(table.spec, texts, branches, length)
-    plan = plan_one(table, flat, turn_in_sequence(*members_of(flat)), index, outputs=index.size)
+    plan = plan_single_ubatch(
+        table, flat, turn_in_sequence(*members_of(flat)), index, outputs=index.size
+    )
     (ubatch,) = plan.ubatches
     turn = jnp.arange(flat.valid.size, dtype=jnp.int32)
     place = jnp.arange(index.size, dtype=jnp.int32)

@@ -14,7 +14,7 @@ from jaxkv.ops.quantised import Stored
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
-class Latent:
+class ValueSlice:
     """Which numbers of a key are its value; stands where else an array of values would stand.
 
     first: the first of these numbers.
@@ -36,7 +36,7 @@ class Latent:
 
         A key that is not finite becomes zeros where its value is, and NaN elsewhere.
 
-        >>> Latent(1, 3).marked(jnp.array([[1.0, 2.0, 3.0], [4.0, jnp.inf, 5.0]])).tolist()
+        >>> ValueSlice(1, 3).marked(jnp.array([[1.0, 2.0, 3.0], [4.0, jnp.inf, 5.0]])).tolist()
         [[1.0, 2.0, 3.0], [nan, 0.0, 0.0]]
         """
         number = jnp.arange(keys.shape[-1])
@@ -45,10 +45,10 @@ class Latent:
         return jnp.where(finite, keys, broken.astype(keys.dtype))
 
 
-Values = Stored | Latent
+Values = Stored | ValueSlice
 """Values of a layer as they are stored."""
 
 
 def value_dim(v: Values) -> int:
     """Return how many numbers a value has."""
-    return v.last - v.first if isinstance(v, Latent) else v.shape[-1]
+    return v.last - v.first if isinstance(v, ValueSlice) else v.shape[-1]

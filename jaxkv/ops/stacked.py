@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
-class OfLayer:
+class LayerView:
     """Keys or values of a layer; stands where else an array `[S, K, N, D]` of it would stand.
 
     A layer outside of 0 to L - 1 is written nowhere, and what is read of it must not be used.
@@ -51,7 +51,7 @@ class OfLayer:
 
         `streams` and the result are `[...]` int32.
 
-        >>> keys = OfLayer(jnp.zeros((6, 1, 4, 8)), jnp.array([2, 2]))
+        >>> keys = LayerView(jnp.zeros((6, 1, 4, 8)), jnp.array([2, 2]))
         >>> keys.shape, keys.layers, keys.numbers(jnp.array([1, 0])).tolist()
         ((2, 1, 4, 8), 3, [5, 2])
         """
@@ -59,18 +59,18 @@ class OfLayer:
         return jnp.where(self.is_there, numbers, self.all.shape[0])[streams]
 
 
-def part_of_all(array: jax.Array, layer: int | jax.Array, layers: int) -> OfLayer:
+def part_of_all(array: jax.Array, layer: int | jax.Array, layers: int) -> LayerView:
     """Return what stands for an int32 `layer` in an array `[S * L, K, N, D]` of L `layers`."""
-    return OfLayer(array, jnp.full(array.shape[0] // layers, layer, jnp.int32))
+    return LayerView(array, jnp.full(array.shape[0] // layers, layer, jnp.int32))
 
 
 def is_of_layer(x: Any) -> bool:
-    """Return whether something is an `OfLayer`."""
-    return isinstance(x, OfLayer)
+    """Return whether something is an `LayerView`."""
+    return isinstance(x, LayerView)
 
 
 def each_array(change: Callable[..., Any], *stored: Any) -> Any:
-    """Apply a function to the arrays of trees; an `OfLayer` is passed as a whole."""
+    """Apply a function to the arrays of trees; an `LayerView` is passed as a whole."""
     return jax.tree.map(change, *stored, is_leaf=is_of_layer)
 
 
@@ -81,7 +81,7 @@ def of_streams(stored: Any, streams: jax.Array | None) -> Any:
     """
 
     def one(x: Any) -> jax.Array:
-        if isinstance(x, OfLayer):
+        if isinstance(x, LayerView):
             numbers = x.numbers(jnp.arange(len(x.layer)) if streams is None else streams)
             return x.all.at[numbers].get(mode="clip")
         return x if streams is None else x[streams]
@@ -93,7 +93,7 @@ def flat(stored: Any, streams: jax.Array) -> tuple[Any, jax.Array, int]:
     """Return the arrays that a loop or a kernel reads, and where streams lie in them.
 
     Args:
-      stored: keys and values of a layer, `[S, K, N, D]` or `OfLayer`.
+      stored: keys and values of a layer, `[S, K, N, D]` or `LayerView`.
       streams: `[...]` int32, numbers of streams.
 
     Returns:

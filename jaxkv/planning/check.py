@@ -19,7 +19,7 @@ from jaxkv.tables import jit_table
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Draft:
+class PlanBuilder:
     """A plan in the making: what was found out about the batch, and the table so far.
 
     table: with the ubatches placed so far in it.
@@ -34,7 +34,7 @@ class Draft:
     batch: Batch
     reason: jax.Array
     expected: jax.Array
-    found: jax.Array
+    actual: jax.Array
     late: jax.Array
     wanted: jax.Array
     left: jax.Array
@@ -42,7 +42,7 @@ class Draft:
 
 
 @jit_table
-def check(table: Any, batch: Batch, ranks: tuple[jax.Array, jax.Array]) -> Draft:
+def check(table: Any, batch: Batch, ranks: tuple[jax.Array, jax.Array]) -> PlanBuilder:
     """Look for everything that can be wrong before cells are chosen.
 
     Args:
@@ -59,7 +59,7 @@ def check(table: Any, batch: Batch, ranks: tuple[jax.Array, jax.Array]) -> Draft
     ids = jnp.where(valid, members, count)
     wanted = jnp.zeros(count, jnp.int32).at[ids].add(1, mode="drop")
     here = wanted > 0
-    last, missing, pending = table.inspect(here)
+    last, missing, pending = table.sequence_status(here)
     batch = _complete(batch, ids, ranks[0], wanted, last)
     apart = None if batch.shared_with is None else sets.apart(table, ids, ranks, batch)
     reason, expected, found = _faults(batch, ids, valid, ranks, last, apart)
@@ -72,18 +72,18 @@ def check(table: Any, batch: Batch, ranks: tuple[jax.Array, jax.Array]) -> Draft
     # Sequences already refused do not count against capacity. One refused for room is told how many
     # cells were left.
     if batch.shared_with is None:
-        fits, together, left = table.admit(jnp.where(reason == Reason.OK, wanted, 0))
+        fits, together, left = table.find_fitting(jnp.where(reason == Reason.OK, wanted, 0))
     else:
         root, wanted = sets.wanted(ids, ranks[0], reason == Reason.OK, batch)
-        wanted, *room = wanted[root], *table.admit(wanted)
+        wanted, *room = wanted[root], *table.find_fitting(wanted)
         fits, together, left = (one[root] for one in room)
     reason = jnp.where(fits, reason, Reason.OUT_OF_CELLS)
-    return Draft(
+    return PlanBuilder(
         table=table,
         batch=batch,
         reason=reason,
         expected=jnp.where(fits, expected, wanted),
-        found=jnp.where(fits, found, left),
+        actual=jnp.where(fits, found, left),
         late=reason,
         wanted=wanted,
         left=left,

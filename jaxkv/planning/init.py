@@ -7,13 +7,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv.batch import Batch, Ubatch, drop_unless, make_batch
+from jaxkv.batch import Batch, Ubatch, make_batch, mask_slots
 from jaxkv.cache import Cache, split
 from jaxkv.places import NO_SLOT, check_count, next_power_of_two
 from jaxkv.plan import Plan
 from jaxkv.planning.check import check
 from jaxkv.planning.layout import FEW, layout, turn_in_sequence
-from jaxkv.planning.place import place, plan_one, verdict
+from jaxkv.planning.place import finish_plan, place, plan_single_ubatch
 from jaxkv.planning.sets import members_of
 from jaxkv.planning.splits import SplitBy
 from jaxkv.spec import TableSpec
@@ -75,14 +75,14 @@ def init_batch(
     )
     ranks = turn_in_sequence(*members_of(flat))
     if len(parts) == 1:
-        return plan_one(table, flat, ranks, parts[0], outputs=outputs)
+        return plan_single_ubatch(table, flat, ranks, parts[0], outputs=outputs)
     # One program for each shape of a ubatch, however many there are and in whatever order.
-    draft = check(table, flat, ranks)
+    builder = check(table, flat, ranks)
     ubatches = []
     for part, more in zip(parts, _more(table.spec, flat, parts), strict=True):
-        draft, ubatch = place(draft, part, more, outputs=outputs)
+        builder, ubatch = place(builder, part, more, outputs=outputs)
         ubatches.append(ubatch)
-    plan = verdict(draft)
+    plan = finish_plan(builder)
     return replace(plan, ubatches=tuple(_drop_unless(table, plan.ok, one) for one in ubatches))
 
 
@@ -123,7 +123,7 @@ def init_full(cache: Cache, *, ubatch_size: int | None = None, outputs: int | No
     index = np.full((rows, tokens), NO_SLOT, np.int32)
     flat = make_batch(np.zeros(index.size, np.int32))
     ranks = turn_in_sequence(flat.sequences, flat.valid)
-    plan = partial(plan_one, index=index, outputs=next_power_of_two(max(wanted, FEW)))
+    plan = partial(plan_single_ubatch, index=index, outputs=next_power_of_two(max(wanted, FEW)))
     return jax.eval_shape(lambda table: plan(table, flat, ranks), table)
 
 
@@ -155,6 +155,6 @@ def checked_size(spec: TableSpec, ubatch_size: int | None) -> int:
 
 @jit_table
 def _drop_unless(table: Any, ok: jax.Array, ubatch: Ubatch) -> Ubatch:
-    """Do what `drop_unless` says, on the mesh of a table."""
+    """Do what `mask_slots` says, on the mesh of a table."""
     del table
-    return drop_unless(ok, ubatch)
+    return mask_slots(ok, ubatch)

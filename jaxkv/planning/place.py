@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv.batch import Batch, Ubatch, by_row, drop_unless
+from jaxkv.batch import Batch, Ubatch, by_row, mask_slots
 from jaxkv.places import NO_SLOT, divided, numbers_of
 from jaxkv.plan import Plan, Reason
-from jaxkv.planning.check import Draft, check
+from jaxkv.planning.check import PlanBuilder, check
 from jaxkv.planning.layout import in_rows
 from jaxkv.spec import TableSpec
 from jaxkv.stamp import content, mix, token_hashes
@@ -18,7 +18,7 @@ from jaxkv.tables import jit_table
 
 
 @jit_table(static_argnames="outputs")
-def plan_one(
+def plan_single_ubatch(
     table: Any,
     batch: Batch,
     ranks: tuple,
@@ -37,17 +37,17 @@ def plan_one(
       more: `[Q]` bool, the sequences that go on in a later ubatch; None for none.
       outputs: O, static.
     """
-    draft, ubatch = place(check(table, batch, ranks), index, more, outputs=outputs)
-    plan = verdict(draft)
-    return replace(plan, ubatches=(drop_unless(plan.ok, ubatch),))
+    builder, ubatch = place(check(table, batch, ranks), index, more, outputs=outputs)
+    plan = finish_plan(builder)
+    return replace(plan, ubatches=(mask_slots(plan.ok, ubatch),))
 
 
 @jit_table(static_argnames="outputs")
 def place(
-    draft: Draft, index: jax.Array, more: jax.Array | None = None, *, outputs: int
-) -> tuple[Draft, Ubatch]:
-    """Choose cells for a ubatch, see `plan_one`, and let it into the table of the draft."""
-    table, batch = draft.table, draft.batch
+    builder: PlanBuilder, index: jax.Array, more: jax.Array | None = None, *, outputs: int
+) -> tuple[PlanBuilder, Ubatch]:
+    """Choose cells for a ubatch and put it into the table of the plan; see `plan_single_ubatch`."""
+    table, batch = builder.table, builder.batch
     index, mixed = _arranged(table.spec, batch, index)
     more = jnp.zeros(table.spec.sequences, bool) if more is None else more
     ubatch = _lay_out(table, batch, index, more, outputs)
@@ -55,32 +55,32 @@ def place(
     ubatch = replace(ubatch, slots=slots)
     occupied = table.occupy(ubatch)
     after = table.stream_hash_after(ubatch, occupied)
-    ids = jnp.where(ubatch.valid, ubatch.sequences, draft.late.size)
-    fault = jnp.where(jnp.all(draft.reason == Reason.OK), fault, Reason.OK)
-    late = draft.late.at[ids].max(fault, mode="drop")
+    ids = jnp.where(ubatch.valid, ubatch.sequences, builder.late.size)
+    fault = jnp.where(jnp.all(builder.reason == Reason.OK), fault, Reason.OK)
+    late = builder.late.at[ids].max(fault, mode="drop")
     if ubatch.shared_with is not None:
         there = ubatch.valid[..., None] & (ubatch.shared_with >= 0)
-        ids = jnp.where(there, ubatch.shared_with, draft.late.size)
+        ids = jnp.where(there, ubatch.shared_with, builder.late.size)
         late = late.at[ids].max(jnp.where(there, fault[..., None], Reason.OK), mode="drop")
     late = jnp.where(mixed, Reason.MIXED_ROW, late)
-    return replace(draft, table=occupied, late=late), replace(ubatch, hash_after=after)
+    return replace(builder, table=occupied, late=late), replace(ubatch, hash_after=after)
 
 
 @jit_table
-def verdict(draft: Draft) -> Plan:
-    """Return what came of a draft; the ubatches are put in by the caller."""
-    reason, late = draft.late, draft.late != draft.reason
+def finish_plan(builder: PlanBuilder) -> Plan:
+    """Return what came of a plan; the ubatches are put in by the caller."""
+    reason, late = builder.late, builder.late != builder.reason
     ok = jnp.all(reason == Reason.OK)
     # Sequences that find cells, but perhaps no run of them once the others are left out.
-    apart = ~ok & (reason == Reason.OK) & ~draft.together
+    apart = ~ok & (reason == Reason.OK) & ~builder.together
     reason = jnp.where(apart, Reason.FRAGMENTED, reason)
     return Plan(
         ubatches=(),
         ok=ok,
         reason=reason,
         fits=reason == Reason.OK,
-        expected=jnp.where(late | apart, draft.wanted, draft.expected),
-        actual=jnp.where(late | apart, draft.left, draft.found),
+        expected=jnp.where(late | apart, builder.wanted, builder.expected),
+        actual=jnp.where(late | apart, builder.left, builder.actual),
     )
 
 

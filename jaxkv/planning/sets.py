@@ -102,7 +102,7 @@ def apart(
     own = jnp.arange(count, dtype=jnp.int32)
     partner = own.at[jnp.where(begins, ids, count)].set(first, mode="drop")
     (there, number), (here, mine) = (divided(x, spec.sequences_per_stream) for x in (partner, own))
-    same = (there == here) & table.alike(jnp.where(there == here, number, mine))
+    same = (there == here) & table.owns_same_cells(jnp.where(there == here, number, mine))
     alike = (token == token[:, :1]) & (~begins | same.at[ids].get(mode="fill", fill_value=True))
     return ((ids < count) & ~alike).reshape(-1)
 

@@ -12,7 +12,7 @@ from jaxkv.cache import Cache, split
 from jaxkv.places import is_concrete
 from jaxkv.plan import Plan, Reason
 from jaxkv.planning.layout import FEW, layout_whole, turn_in_sequence
-from jaxkv.planning.place import plan_one
+from jaxkv.planning.place import plan_single_ubatch
 from jaxkv.tables import jit_table
 
 
@@ -66,7 +66,7 @@ the sequence (seq_rm), which takes its source along
 
     llama.cpp: `llama_encode`.
     """
-    table = split(cache)[0].for_sources()
+    table = split(cache)[0].as_encoder_table()
     if not isinstance(batch, Batch):
         raise TypeError(f"wanted a batch, got {type(batch)}: make_batch(tokens) makes one")
     if batch.shared_with is not None:
@@ -86,8 +86,8 @@ the sequence (seq_rm), which takes its source along
 
 @jit_table
 def _planned(table: Any, batch: Batch, ranks: tuple, index: jax.Array) -> Plan:
-    """Plan a batch whose sequences must be empty; the arguments are those of `plan_one`."""
-    plan = plan_one(table, batch, ranks, index, outputs=FEW)
+    """Plan a batch whose sequences must be empty; arguments as of `plan_single_ubatch`."""
+    plan = plan_single_ubatch(table, batch, ranks, index, outputs=FEW)
     reason = jnp.where(
         plan.reason == Reason.NOT_CONTIGUOUS, Reason.ENCODER_ALREADY_WRITTEN, plan.reason
     )

@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.batch import Ubatch, drop_unless, make_batch
+from jaxkv.batch import Ubatch, make_batch, mask_slots
 from jaxkv.cache import Cache, split
 from jaxkv.places import NO_SLOT, check_bool, check_int32, is_concrete
 from jaxkv.plan import Plan, Reason
 from jaxkv.planning.layout import tokens_first
-from jaxkv.planning.place import plan_one
+from jaxkv.planning.place import plan_single_ubatch
 from jaxkv.spec import TableSpec, check_once
 from jaxkv.tables import jit_table
 
@@ -99,7 +99,7 @@ def plan_next(table: Any, tokens: Any, sequences: Any, valid: Any) -> Plan:
         outputs=valid.reshape(-1),
     )
     index, where = _rows_of(spec, sequences, valid)
-    plan = plan_one(table, flat, _ranks(valid), index, outputs=count * length)
+    plan = plan_single_ubatch(table, flat, _ranks(valid), index, outputs=count * length)
     goes_on = jnp.where(jnp.any(valid, axis=1), sequences, spec.sequences)
     twice = jnp.zeros(spec.sequences, jnp.int32).at[goes_on].add(1, mode="drop") > 1
     once = ~jnp.any(twice)
@@ -108,7 +108,7 @@ def plan_next(table: Any, tokens: Any, sequences: Any, valid: Any) -> Plan:
     reason = jnp.where(twice, Reason.DUPLICATE_POSITION, plan.reason)
     return replace(
         plan,
-        ubatches=(drop_unless(once, ubatch),),
+        ubatches=(mask_slots(once, ubatch),),
         ok=plan.ok & once,
         reason=reason,
         fits=reason == Reason.OK,

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxkv.cache import Cache, split
 from jaxkv.hybrid import HybridTable
-from jaxkv.kv.cells import Cells, held, home
+from jaxkv.kv.cells import Cells, held, owner_word
 from jaxkv.places import EMPTY, END
 from jaxkv.prefix.store import CachedPrompt, MissReason, PrefixHit, PrefixStore, beside
 from jaxkv.recurrent.states import States, stream_of
@@ -123,7 +123,7 @@ def _can_go_on(
         place = stream_of(table, seq), table.cell[seq]
         same = _same(table.position[seq] - start, table.content[place], total)
         return there, jnp.ones_like(there), same, total[-1]
-    stream, *_ = home(table, seq)
+    stream, *_ = owner_word(table, seq)
     same = _same(held(table, seq) - start, table.content[stream], wanted)
     return there, _whole(table, seq, positions), same, total[-1]
 
@@ -146,7 +146,7 @@ def _whole(cells: Cells, seq: jax.Array, positions: jax.Array) -> jax.Array:
 
     What a window took is left out. `positions` is `[n]` int32, and so is the answer in bool.
     """
-    mark, (stream, *_) = cells.evicted_below[seq], home(cells, seq)
+    mark, (stream, *_) = cells.evicted_below[seq], owner_word(cells, seq)
     there = jnp.where(cells.shift[stream] == 0, held(cells, seq), EMPTY)
     there = jnp.sort(jnp.where(there < mark, END, there))
     first = jnp.concatenate([jnp.ones(1, bool), there[1:] != there[:-1]])

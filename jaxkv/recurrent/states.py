@@ -17,7 +17,7 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
-from jaxkv.cache import Findings
+from jaxkv.cache import SequenceStatus
 from jaxkv.mesh import ShardingRules
 from jaxkv.places import EMPTY, END, divided, end_of
 from jaxkv.stamp import chained, summed
@@ -188,11 +188,11 @@ def stream_hash(states: States) -> jax.Array:
     return summed(total, stamp)
 
 
-def inspect(states: States, present: jax.Array) -> Findings:
+def sequence_status(states: States, present: jax.Array) -> SequenceStatus:
     """Return what holds of the sequences in a batch, `[Q]` bool."""
     nothing = jnp.zeros_like(present)
     last = jnp.where(present, states.position[:, -1], EMPTY)
-    return Findings(last=last, missing=nothing, pending=nothing)
+    return SequenceStatus(last=last, missing=nothing, pending=nothing)
 
 
 def can_resume(states: States, seq: jax.Array, pos: jax.Array) -> jax.Array:

@@ -15,7 +15,15 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch
-from jaxkv.cache import Cache, CacheTable, Findings, MaintenancePlan, Room, check_sizes, merge
+from jaxkv.cache import (
+    Admission,
+    Cache,
+    CacheTable,
+    MaintenancePlan,
+    SequenceStatus,
+    check_sizes,
+    merge,
+)
 from jaxkv.mesh import ShardingRules
 from jaxkv.places import END, MAX_CELLS, check_count, check_shape
 from jaxkv.recurrent import copy, slots, states
@@ -117,22 +125,24 @@ class StateTable(States, CacheTable):
         """See `states.num_used_cells`."""
         return states.num_used_cells(self)
 
-    def inspect(self, present: jax.Array) -> Findings:
-        """See `states.inspect`."""
-        return states.inspect(self, present)
+    def sequence_status(self, present: jax.Array) -> SequenceStatus:
+        """See `states.sequence_status`."""
+        return states.sequence_status(self, present)
 
-    def admit(self, wanted: jax.Array) -> Room:
+    def find_fitting(self, wanted: jax.Array) -> Admission:
         """Return that there is room: a sequence lets go of as many states as it gets."""
         all_fit = wanted >= 0
-        return Room(all_fit, all_fit, jnp.full_like(wanted, END))
+        return Admission(all_fit, all_fit, jnp.full_like(wanted, END))
 
-    def spared(self) -> jax.Array:
+    def num_shared_cells(self) -> jax.Array:
         """Return zeros, `[S]` int32: each sequence has cells for its states, shared or not."""
         return jnp.zeros(self.streams, jnp.int32)
 
-    def can_hold(self, lengths: np.ndarray, at_once: int, spared: np.ndarray) -> np.ndarray:
+    def can_allocate(
+        self, lengths: np.ndarray, at_once: int, num_shared_cells: np.ndarray
+    ) -> np.ndarray:
         """Return True, `[S]` bool: a state takes the same for a text of any length."""
-        del lengths, at_once, spared
+        del lengths, at_once, num_shared_cells
         return np.ones(self.streams, bool)
 
     def choose_slots(self, ubatch: Ubatch) -> tuple[StateSlots, jax.Array]:

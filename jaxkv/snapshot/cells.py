@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.kv.arrivals import choose, room, settle
+from jaxkv.kv.arrivals import choose, mark_used, room
 from jaxkv.kv.buffers import Buffers, gather, scatter
 from jaxkv.kv.cells import WORD, bits, empty_fields, lacks, with_owners
 from jaxkv.kv.make import make_kv_cache
 from jaxkv.kv.slots import usable
 from jaxkv.kv.table import CellTable
-from jaxkv.ops.latent import Latent, Values, value_dim
+from jaxkv.ops.latent import Values, ValueSlice, value_dim
 from jaxkv.ops.quantised import Stored, zeros
 from jaxkv.ops.stacked import each_array
 from jaxkv.places import EMPTY, END, check_count, no_slots, to_host
@@ -86,7 +86,7 @@ class CellPart(Part):
 
         k = tuple(empty(f"k.{i}") for i in range(len(ropes)))
         v = tuple(
-            Latent(*part) if part else empty(f"v.{i}")
+            ValueSlice(*part) if part else empty(f"v.{i}")
             for i, part in enumerate(description["latent"])
         )
         return table, Buffers(k=k, v=v, ropes=ropes)
@@ -94,7 +94,7 @@ class CellPart(Part):
     @staticmethod
     def features(table: Any, buffers: Any) -> dict[str, Any]:
         """Return layers, sizes of heads, dtypes, window and ropes."""
-        dtypes = [x.dtype.name for x in (*buffers.k, *buffers.v) if not isinstance(x, Latent)]
+        dtypes = [x.dtype.name for x in (*buffers.k, *buffers.v) if not isinstance(x, ValueSlice)]
         return {
             "layers": buffers.layers,
             "kv_heads": buffers.of_each(lambda k, _: k.shape[1]),
@@ -249,7 +249,7 @@ def _check_made(
 
 
 def _home(table: Any, seq: int) -> tuple[int, int, int]:
-    """Return the stream, the word and the bit of a sequence, as `cells.home` does."""
+    """Return the stream, the word and the bit of a sequence, as `cells.owner_word` does."""
     stream, local = divmod(seq, table.sequences_per_stream)
     return stream, *divmod(local, WORD)
 
@@ -325,9 +325,9 @@ def _fill(
     stamp = chained(jnp.broadcast_to(seed, origin.shape), origin)
     fields = {"position": position, "shift": shift, "content": content, "owners": owners}
     arriving = replace(left, cell_hash=stamp, **fields)
-    return settle(left, slots, arriving, jnp.zeros(left.written.shape, bool))
+    return mark_used(left, slots, arriving, jnp.zeros(left.written.shape, bool))
 
 
 def _part_of_keys(v: Values) -> list[int] | None:
     """Return which numbers of a key are its value, if they are."""
-    return [v.first, v.last] if isinstance(v, Latent) else None
+    return [v.first, v.last] if isinstance(v, ValueSlice) else None

@@ -63,7 +63,7 @@ def inspect(source: Source) -> Info:
       >>> keys = jnp.ones((*ubatch.valid.shape, 1, 2))
       >>> cache = write_kv(apply(cache, ubatch), 0, ubatch, keys, keys)
       >>> data = snapshot.to_bytes(cache, tokens={1: [4, 5]}, notes={"names": ["a", "b"]})
-      >>> info = snapshot.inspect(data)
+      >>> info = snapshot.sequence_status(data)
       >>> info.sequences, info.tokens, info.notes, info.arrays["buffers.k.0"]
       ((0, 1), {1: [4, 5]}, {'names': ['a', 'b']}, ('float32', (5, 1, 2)))
       >>> info.cache.table.spec.kind, nbytes(info.cache) == nbytes(cache)

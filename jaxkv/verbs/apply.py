@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv.batch import Ubatch, by_row, drop_unless, placed_rows
+from jaxkv.batch import Ubatch, by_row, mask_slots, placed_rows
 from jaxkv.cache import Cache, CacheTable, MaintenancePlan, check_made_for, merge, split
 from jaxkv.places import is_traced
 from jaxkv.plan import Plan
@@ -126,7 +126,7 @@ def _is_next(table: Any, ubatch: Ubatch) -> jax.Array:
 @jit_table
 def _occupy(table: Any, ubatch: Ubatch) -> Any:
     """Mark the slots of a ubatch as taken, if it is not stale."""
-    return table.occupy(drop_unless(_is_next(table, ubatch), ubatch))
+    return table.occupy(mask_slots(_is_next(table, ubatch), ubatch))
 
 
 def _committed(plan: MaintenancePlan, table: Any, buffers: Any) -> Cache:

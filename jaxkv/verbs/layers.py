@@ -119,12 +119,12 @@ def attend(
     llama.cpp: `cpy_k`, `cpy_v` and `build_attn`; its only bias is ALiBi, `f_max_alibi_bias`.
     """
     options = {"scale": scale, "softcap": softcap, "sinks": sinks, "bias": bias}
-    sight = {"causal": causal, "visible_until": visible_until}
+    visibility = {"causal": causal, "visible_until": visible_until}
     table, buffers = split(cache)
     check_made_for(table, ubatch)
     number = _numbered(buffers, layer)
     table, buffers, out = table.attend(
-        buffers, number, ubatch, q, k, v, implementation=implementation, **options, **sight
+        buffers, number, ubatch, q, k, v, implementation=implementation, **options, **visibility
     )
     return replace(cache, table=table, buffers=buffers), out
 

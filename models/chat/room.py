@@ -112,4 +112,4 @@ def _left(cache: jaxkv.Cache, sequence: int) -> int:
 
 @jit_table
 def _room(table: Any) -> jax.Array:
-    return table.admit(jnp.zeros(table.spec.sequences, jnp.int32)).left
+    return table.find_fitting(jnp.zeros(table.spec.sequences, jnp.int32)).left

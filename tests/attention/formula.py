@@ -12,9 +12,9 @@ from jax.tree_util import Partial
 
 from jaxkv.ops.attention.bias import OfPlaces
 from jaxkv.ops.attention.live import TILE
-from jaxkv.ops.attention.sight import Sight
+from jaxkv.ops.attention.sight import Visibility
 from jaxkv.ops.attention.softmax import Options
-from jaxkv.ops.latent import Latent
+from jaxkv.ops.latent import ValueSlice
 from jaxkv.ops.quantised import decoded, encoded, zeros
 from jaxkv.ops.stacked import each_array, is_of_layer, part_of_all
 from jaxkv.typed import typed
@@ -54,35 +54,42 @@ def formula(
     return xp.einsum("phtn,phnd->pthd", weights, v)
 
 
-def visible(sight: Sight) -> np.ndarray:
+def visible(visibility: Visibility) -> np.ndarray:
     """Return which cells each token sees, `[P, T, N]` bool: by owner, position and window."""
-    streams, at = np.asarray(sight.streams), np.asarray(sight.at, np.int64)[..., None]
-    position = np.asarray(sight.position, np.int64)[streams][:, None]
-    owners = np.asarray(sight.owners)[streams]
-    owners = np.take_along_axis(owners, np.asarray(sight.word)[..., None], axis=1)
-    sees = owners & np.asarray(sight.bit)[..., None] != 0
-    if sight.visible_until is not None:
-        sees &= position <= np.asarray(sight.visible_until)[..., None]
-    elif sight.causal:
+    streams, at = np.asarray(visibility.streams), np.asarray(visibility.at, np.int64)[..., None]
+    position = np.asarray(visibility.position, np.int64)[streams][:, None]
+    owners = np.asarray(visibility.owners)[streams]
+    owners = np.take_along_axis(owners, np.asarray(visibility.word)[..., None], axis=1)
+    sees = owners & np.asarray(visibility.bit)[..., None] != 0
+    if visibility.visible_until is not None:
+        sees &= position <= np.asarray(visibility.visible_until)[..., None]
+    elif visibility.causal:
         sees &= position <= at
-    if sight.window is None:
+    if visibility.window is None:
         return sees
-    width = sight.window.width
+    width = visibility.window.width
     inside = {
         "sliding": position > at - width,
         "chunked": position >= at // width * width,
         "symmetric": abs(position - at) <= width // 2,
     }
-    return sees & inside[sight.window.rule]
+    return sees & inside[visibility.window.rule]
 
 
-def bias_between(sight: Sight) -> Any:
+def bias_between(visibility: Visibility) -> Any:
     """Return the bias of a sight, in a shape that broadcasts to `[P, H, T, N]`."""
-    if isinstance(sight.bias, OfPlaces):
-        at, position = sight.at[:, None, :, None], sight.position[sight.streams][:, None, None]
-        position = jnp.where(visible(sight)[:, None], position, at)  # a number, with a derivative
-        return sight.bias.function.value(at, position, sight.bias.heads[None, :, None, None])
-    return 0.0 if sight.bias is None else sight.bias.swapaxes(1, 2)
+    if isinstance(visibility.bias, OfPlaces):
+        at, position = (
+            visibility.at[:, None, :, None],
+            visibility.position[visibility.streams][:, None, None],
+        )
+        position = jnp.where(
+            visible(visibility)[:, None], position, at
+        )  # a number, with a derivative
+        return visibility.bias.function.value(
+            at, position, visibility.bias.heads[None, :, None, None]
+        )
+    return 0.0 if visibility.bias is None else visibility.bias.swapaxes(1, 2)
 
 
 def numbers(stored: Any) -> jax.Array:
@@ -116,14 +123,14 @@ class Case(NamedTuple):
     q: jax.Array
     k: Any
     v: Any
-    sight: Sight
+    visibility: Visibility
 
     def wanted(self, options: Options = PLAIN) -> np.ndarray:
         keys = numbers(self.k)
-        values = self.v.of(keys) if isinstance(self.v, Latent) else numbers(self.v)
-        keys, values = (np.asarray(x)[np.asarray(self.sight.streams)] for x in (keys, values))
-        bias = np.asarray(bias_between(self.sight), np.float64)
-        return formula(self.q, keys, values, visible(self.sight), options, bias)
+        values = self.v.of(keys) if isinstance(self.v, ValueSlice) else numbers(self.v)
+        keys, values = (np.asarray(x)[np.asarray(self.visibility.streams)] for x in (keys, values))
+        bias = np.asarray(bias_between(self.visibility), np.float64)
+        return formula(self.q, keys, values, visible(self.visibility), options, bias)
 
 
 def slope(weights: jax.Array, query: jax.Array, key: jax.Array, head: jax.Array) -> jax.Array:
@@ -135,10 +142,10 @@ def places(weights: jax.Array) -> OfPlaces:
     return OfPlaces(function=typed(Partial(slope, weights)), heads=jnp.arange(len(weights)))
 
 
-def sight(
+def visibility(
     seed=0, *, streams=3, lists=None, tokens=3, cells=40, holes=0.3, last=60, bias=None, heads=4,
     window=None, causal=True, visible_until=False,
-) -> Sight:  # fmt: skip
+) -> Visibility:  # fmt: skip
     """Make random tokens and cells: any positions, two words of owners, whole tiles empty.
 
     The last token of the last list is padding. `bias`: "function", "array", "array of all heads".
@@ -157,7 +164,7 @@ def sight(
     biases = {"array": added, "array of all heads": added[:, :, :1]}
     biases["function"] = places(jnp.linspace(-1, 1, heads))
     ahead = (at + rng.integers(-9, 1 if bias == "function" else 9, shape)).astype(np.int32)
-    made = Sight(
+    made = Visibility(
         position=rng.integers(0, last, (streams, cells)).astype(np.int32),
         owners=owners,
         streams=lists.astype(np.int32),
@@ -179,11 +186,11 @@ def case(
 ) -> Case:  # fmt: skip
     """Make random queries, keys and values for a random sight.
 
-    value_dim: the numbers of a value, or `Latent`.
+    value_dim: the numbers of a value, or `ValueSlice`.
     factor: what queries are multiplied by.
     """
     rng = np.random.default_rng(seed)
-    looks = sight(seed, heads=heads, **options)
+    looks = visibility(seed, heads=heads, **options)
     streams, cells = looks.position.shape
     q = jnp.asarray(factor * rng.normal(size=(*looks.at.shape, heads, size)), queries)
 
@@ -195,5 +202,5 @@ def case(
         return jax.tree.map(lambda y: part_of_all(y, LAYER, LAYERS), x) if stacked else x
 
     k = stored(size)
-    v = value_dim if isinstance(value_dim, Latent) else stored(value_dim or size)
+    v = value_dim if isinstance(value_dim, ValueSlice) else stored(value_dim or size)
     return Case(q, k, v, looks)

@@ -16,7 +16,7 @@ from jaxkv.ops.attention.live import BLOCK, TILE
 from jaxkv.ops.attention.reference import reference
 from jaxkv.ops.attention.sight import mask_of
 from jaxkv.ops.attention.softmax import Options
-from jaxkv.ops.latent import Latent
+from jaxkv.ops.latent import ValueSlice
 from jaxkv.window import chunked, sliding, symmetric
 from tests.attention.formula import PLAIN, case, formula, visible
 from tests.attention.ways import WAYS, WEIGH, attended
@@ -62,7 +62,7 @@ CASES = {
     "int8": {"dtype": "int8", "cells": LONG, "holes": 0.6},
     "float8_e4m3fn, two scales": {"dtype": "float8_e4m3fn", "size": 160},
     "float8_e5m2": {"dtype": "float8_e5m2"},
-    "stacked latent": {"stacked": True, "value_dim": Latent(2, 6), "lists": [2, 0]},
+    "stacked latent": {"stacked": True, "value_dim": ValueSlice(2, 6), "lists": [2, 0]},
     "stacked, bias": {"stacked": True, "bias": "function", "visible_until": True},
     "stacked int8": {"stacked": True, "dtype": "int8"},
 }  # fmt: skip
@@ -120,8 +120,8 @@ def test_attend_matches_formula(way, name):
 
 def test_reference_matches_formula():
     one = case(heads=3, groups=1)
-    k, v = (x[one.sight.streams] for x in one[1:3])
-    found = reference(one.q, k, v, visible(one.sight), ALL)
+    k, v = (x[one.visibility.streams] for x in one[1:3])
+    found = reference(one.q, k, v, visible(one.visibility), ALL)
     np.testing.assert_allclose(found, one.wanted(ALL), atol=2e-6)
 
 
@@ -220,7 +220,7 @@ def test_whole_sums_of_many_weights_are_exact():
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(1, 1, n, 2)).astype(np.float32) for n in (heads, cells, cells))
     mask = np.ones((1, 1, cells), bool)
-    total = jax.jit(xla_cpu.by_mask)(q, k, v, mask, Options()).total[0, 0]
+    total = jax.jit(xla_cpu.by_mask)(q, k, v, mask, Options()).denom[0, 0]
     logits = np.einsum("hd,nd->hn", q[0, 0], k[0, 0], dtype=np.float64) / np.sqrt(2)
     wanted = np.exp(logits - logits.max(axis=1, keepdims=True)).sum(axis=1)
     np.testing.assert_allclose(np.asarray(total, np.float64), wanted, rtol=5e-7)
@@ -234,12 +234,12 @@ def test_weigh_open_sums_of_parts_join(name):
 
     @partial(jax.jit, static_argnums=1)
     def part(first, count):
-        looks = one.sight.of_cells(first, count)
+        looks = one.visibility.of_cells(first, count)
         k, v = (jax.lax.dynamic_slice_in_dim(x, first, count, 2) for x in one[1:3])
         return weigh(one.q, k, v, looks, Options())
 
-    sums = softmax.joined(part(0, TILE + 100), part(TILE + 100, LONG - TILE - 100))
-    got = api.finished(sums, one.q, Options())
+    sums = softmax.merge_softmax(part(0, TILE + 100), part(TILE + 100, LONG - TILE - 100))
+    got = api.finalize(sums, one.q, Options())
     np.testing.assert_allclose(got, one.wanted(), rtol=1e-5, atol=2e-6)
 
 

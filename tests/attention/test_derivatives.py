@@ -27,28 +27,28 @@ CASES = {
 }
 
 
-def by_formula(q, k, v, sight, options):
-    k, v = k[sight.streams], v[sight.streams]
-    return formula(q, k, v, visible(sight), options, bias_between(sight), xp=jnp)
+def by_formula(q, k, v, visibility, options):
+    k, v = k[visibility.streams], v[visibility.streams]
+    return formula(q, k, v, visible(visibility), options, bias_between(visibility), xp=jnp)
 
 
 def weights_of(bias):
     return bias.function.value.args[0] if isinstance(bias, OfPlaces) else bias
 
 
-def loss(way, q, k, v, sight, weights, options=PLAIN):
+def loss(way, q, k, v, visibility, weights, options=PLAIN):
     """A number whose derivative is another one for each number of the output."""
-    bias = places(weights) if isinstance(sight.bias, OfPlaces) else weights
-    out = way(q, k, v, replace(sight, bias=bias), options)
+    bias = places(weights) if isinstance(visibility.bias, OfPlaces) else weights
+    out = way(q, k, v, replace(visibility, bias=bias), options)
     return jnp.sum(jnp.sin(out) * jnp.linspace(1, 2, out.size).reshape(out.shape))
 
 
-def derived(way, q, k, v, sight, options):
+def derived(way, q, k, v, visibility, options):
     """Derivatives by queries, keys, values, sinks and the bias: backwards, and along one way."""
-    arrays = q, k, v, options.sinks, weights_of(sight.bias)
+    arrays = q, k, v, options.sinks, weights_of(visibility.bias)
 
     def of(q, k, v, sinks, weights):
-        return loss(way, q, k, v, sight, weights, replace(options, sinks=sinks))
+        return loss(way, q, k, v, visibility, weights, replace(options, sinks=sinks))
 
     along = jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 0) + 1, arrays)
     every = jax.grad(of, range(len(arrays)))
@@ -75,12 +75,14 @@ MATRIX = [
 def test_attend_derivatives_match_formula(way, name):
     """Backwards and forwards; they read nothing of what is hidden from all tokens."""
     arguments, options = CASES[name]
-    q, k, v, sight = case(**arguments)
-    wanted = derived(by_formula, q, k, v, sight, options)
+    q, k, v, visibility = case(**arguments)
+    wanted = derived(by_formula, q, k, v, visibility, options)
     seen = np.zeros((3, 40), bool)
-    seen[np.asarray(sight.streams)] = visible(sight).any(1)
+    seen[np.asarray(visibility.streams)] = visible(visibility).any(1)
     k, dirty = (jnp.where(seen[:, None, :, None], x, jnp.nan) for x in (k, v))
-    assert_close(derived(WAYS[way], q, k, v if way == "xla" else dirty, sight, options), wanted)
+    assert_close(
+        derived(WAYS[way], q, k, v if way == "xla" else dirty, visibility, options), wanted
+    )
 
 
 def stack(*trees):
@@ -108,8 +110,8 @@ def test_vmap_over_caches_computes_once_and_matches_each():
 def test_vmap_over_biases_and_derivatives_match_each(bias, shared):
     """Biases have weights or numbers which caches share, so that derivatives add up, or not."""
     cases = [case(seed, lists=[2, 0], visible_until=True, bias=bias) for seed in range(2)]
-    together, first = stack(*cases), weights_of(cases[0].sight.bias)
-    weights = first if shared else jnp.stack([first, 2 * weights_of(cases[1].sight.bias)])
+    together, first = stack(*cases), weights_of(cases[0].visibility.bias)
+    weights = first if shared else jnp.stack([first, 2 * weights_of(cases[1].visibility.bias)])
 
     def at_once(weights, *arrays):
         axes = (0, 0, 0, 0, None if shared else 0)
@@ -118,7 +120,7 @@ def test_vmap_over_biases_and_derivatives_match_each(bias, shared):
 
     def apart(weights, *arrays):
         own = [weights] * 2 if shared else weights
-        rows = zip(*arrays, [one.sight for one in cases], own, strict=True)
+        rows = zip(*arrays, [one.visibility for one in cases], own, strict=True)
         return sum(loss(by_formula, *row) for row in rows)
 
     found, wanted = (

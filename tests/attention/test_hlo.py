@@ -64,9 +64,9 @@ def test_attend_layers_share_mask_and_list_of_tiles():
     """In the programs that the compiler makes of 1 layer and of 4."""
     arrays = jax.eval_shape(partial(case, streams=1, tokens=8, cells=8 * TILE))
 
-    def layers(q, k, v, sight, count):
+    def layers(q, k, v, visibility, count):
         for _ in range(count):
-            q = q + attend(q, k, v, sight, Options())
+            q = q + attend(q, k, v, visibility, Options())
         return q
 
     def made(count):

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jaxkv.ops.attention import pallas_gpu, pallas_tpu
-from jaxkv.ops.attention.live import TILE, live_of
+from jaxkv.ops.attention.live import TILE, find_active_tiles
 from jaxkv.ops.attention.softmax import Options
 from jaxkv.window import chunked, sliding, symmetric
 from tests.attention.formula import case, visible
@@ -84,15 +84,17 @@ def test_kernel_reads_no_dead_tile(way):
     np.testing.assert_array_equal(got, attended(way, q, k, v, looks))
 
 
-def fetched(q, k, v, sight):
+def fetched(q, k, v, visibility):
     """Bytes of keys and values that the grid fetches: a part of them when it changes, once.
 
     The index maps of the kernel are run for all turns of its grid.
     """
-    jaxpr = jax.make_jaxpr(lambda *a: pallas_tpu.weigh(*a, sight, Options()))(q, k, v)
+    jaxpr = jax.make_jaxpr(lambda *a: pallas_tpu.partial_attention(*a, visibility, Options()))(
+        q, k, v
+    )
     (call,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "pallas_call")
     grid = call.params["grid_mapping"]
-    live = live_of(sight, pallas_tpu._most(q.shape[2] // k.shape[1]))
+    live = find_active_tiles(visibility, pallas_tpu._most(q.shape[2] // k.shape[1]))
     total = 0
     for part in grid.block_mappings[4:6]:  # beside looks, positions, owners and queries
         index = part.index_map_jaxpr
@@ -123,5 +125,5 @@ def test_kernel_fetches_live_tiles_once_for_all_forks(forks):
     # The kernel for GPUs has smaller tiles, and blocks of 64 queries.
     cut = pallas_gpu.cut_of(q, k, k)
     blocks = -(-4 * forks // cut.queries)
-    turns = live_of(seen, cut.queries // 4, cut.cells).turns
+    turns = find_active_tiles(seen, cut.queries // 4, cut.cells).turns
     assert turns == blocks * (-(-700 // cut.cells) + 1)

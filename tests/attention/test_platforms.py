@@ -103,7 +103,7 @@ def test_lowered_for_tpu_mesh_shares_run_kernel():
 def test_lowered_for_tpu_small_streams_are_read_at_once():
     """A token of each of several streams."""
     for cells, kernel in ((512, False), (1024, True)):
-        sight = sight_of_mask(np.zeros((4, 1, cells), bool), range(4), 4)
+        visibility = sight_of_mask(np.zeros((4, 1, cells), bool), range(4), 4)
         q, k = jnp.zeros((4, 1, 2, 8)), jnp.zeros((4, 2, cells, 8))
-        lowered = attend.trace(q, k, k, sight, Options()).lower(lowering_platforms=("tpu",))
+        lowered = attend.trace(q, k, k, visibility, Options()).lower(lowering_platforms=("tpu",))
         assert ("tpu_custom_call" in lowered.as_text()) == kernel

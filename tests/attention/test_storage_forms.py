@@ -17,7 +17,7 @@ from jax.sharding import AxisType
 import jaxkv
 import models
 from jaxkv import make_batch, snapshot
-from jaxkv.ops.latent import Latent
+from jaxkv.ops.latent import ValueSlice
 from jaxkv.ops.quantised import decoded, encoded, zeros
 from jaxkv.snapshot.file import written
 from jaxkv.snapshot.whole import describe
@@ -74,7 +74,7 @@ def held(cache):
     """Keys and values of all layers as numbers, `[L, S, K, N, D]` each."""
     halves = []
     for half in (cache.buffers.k, cache.buffers.v):
-        if isinstance(half[0], Latent):
+        if isinstance(half[0], ValueSlice):
             halves.append(halves[0][..., PART])
             continue
         layers = [np.asarray(decoded(x), np.float32) for x in half]

@@ -6,29 +6,30 @@ import jax
 
 from jaxkv.ops.attention import api, attention, pallas_gpu
 from jaxkv.ops.attention.sight import mask_of
-from jaxkv.ops.attention.softmax import unhidden_alone
+from jaxkv.ops.attention.softmax import nan_unless_hidden
 from tests.attention.formula import PLAIN
 
 
-def on_masks(q, k, v, sight, options):
-    arrays = q, sight.of_lists(k), sight.of_lists(v), mask_of(sight)
+def on_masks(q, k, v, visibility, options):
+    arrays = q, visibility.of_lists(k), visibility.of_lists(v), mask_of(visibility)
     return attention(*arrays, scale=options.scale, softcap=options.softcap, sinks=options.sinks)
 
 
 def closing(weigh):
     """Do what `api.attend` does around an implementation."""
 
-    def attend(q, k, v, sight, options):
-        sums = weigh(q, k, v, sight, options)
-        sums = sums if sight.bias is None else unhidden_alone(sums)
-        return api.finished(sums, q, options)
+    def attend(q, k, v, visibility, options):
+        sums = weigh(q, k, v, visibility, options)
+        sums = sums if visibility.bias is None else nan_unless_hidden(sums)
+        return api.finalize(sums, q, options)
 
     return attend
 
 
 WEIGH = {
     "gpu": api.by_platform(
-        cuda=pallas_gpu.weigh, default=partial(pallas_gpu.weigh, interpret=True)
+        cuda=pallas_gpu.partial_attention,
+        default=partial(pallas_gpu.partial_attention, interpret=True),
     ),
     "elsewhere": api.best,  # neither a processor nor a kernel
 }
@@ -42,5 +43,5 @@ WAYS = {
 
 
 @partial(jax.jit, static_argnames="way")
-def attended(way, q, k, v, sight, options=PLAIN):
-    return WAYS[way](q, k, v, sight, options)
+def attended(way, q, k, v, visibility, options=PLAIN):
+    return WAYS[way](q, k, v, visibility, options)

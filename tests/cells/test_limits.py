@@ -59,8 +59,8 @@ def test_make_hybrid_cache_takes_smallest_limits_of_parts():
 def test_spared_counts_each_owner_of_a_cell_but_one():
     """By stream, and in words beside the first; an engine promises cells by it."""
     table = drawn("0{0,1} . 1{0} | 0{3} 1{3,2} 2{2,3}", GROUPS).table
-    assert table.spared().tolist() == [1, 2]
-    assert drawn("0{0,1,39} 1{0,39}", WIDE).table.spared().tolist() == [3]
+    assert table.num_shared_cells().tolist() == [1, 2]
+    assert drawn("0{0,1,39} 1{0,39}", WIDE).table.num_shared_cells().tolist() == [3]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_spared_counts_each_owner_of_a_cell_but_one():
 )
 def test_can_hold_counts_cells_of_each_stream(kind, lengths, at_once, spared, wanted):
     table, _ = jaxkv.split(kind.make())
-    assert table.can_hold(np.array(lengths), at_once, np.array(spared)).tolist() == wanted
+    assert table.can_allocate(np.array(lengths), at_once, np.array(spared)).tolist() == wanted
 
 
 @pytest.mark.core
@@ -87,7 +87,7 @@ def test_inspect_finds_last_positions_in_any_block_size(size, monkeypatch):
     """With blocks of 5 in 12 cells, the last block overlaps the one before it."""
     monkeypatch.setattr(cells, "BLOCK", size)
     table, _ = jaxkv.split(drawn("0{0} 1{0} 2{0} 3{0} 4{0} . . 0{1} 1{1} 2{1} 0{2}"))
-    assert table.inspect(jnp.ones(3, bool)).last.tolist() == [4, 2, 0]
+    assert table.sequence_status(jnp.ones(3, bool)).last.tolist() == [4, 2, 0]
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

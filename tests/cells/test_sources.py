@@ -206,7 +206,7 @@ def test_tables_of_sources_have_treedefs_of_their_own():
     """JAX compares the fields of dataclasses alone: equal ones could share compiled programs."""
     table = make().table
     text, sources = table.parts
-    for one, other in ((table, table.for_sources()), (text, part(1).table), (text, sources)):
+    for one, other in ((table, table.as_encoder_table()), (text, part(1).table), (text, sources)):
         other = jax.tree.map(lambda _: 0, other)
         assert jax.tree.structure(one) != jax.tree.structure(other)
 

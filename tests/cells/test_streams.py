@@ -9,7 +9,7 @@ import pytest
 
 import jaxkv
 from jaxkv import Reason, loops, make_batch
-from jaxkv.kv.mask import sight_of
+from jaxkv.kv.mask import visibility_of
 from tests.caches import Kind, assert_identical, drawing, drawn, run, think
 from tests.cells.pools import FOUR, ONE, TWO, fed
 
@@ -106,9 +106,9 @@ def test_sight_reads_a_stream_once_where_all_sequences_have_rows():
     cache = TWO.make()
     for count, shape in ((4, (2, 2)), (2, (2, 1))):
         plan = jaxkv.init_batch(cache, make_batch([[1]] * count)).check()
-        sight = sight_of(jaxkv.apply(cache, plan).table, plan.ubatches[0])
-        assert sight.at.shape == shape and sight.all_streams == (count == 4)
-    assert sight.streams.tolist() == [0, 0]
+        visibility = visibility_of(jaxkv.apply(cache, plan).table, plan.ubatches[0])
+        assert visibility.at.shape == shape and visibility.all_streams == (count == 4)
+    assert visibility.streams.tolist() == [0, 0]
 
 
 def forward(params, cache, ubatch):

@@ -17,7 +17,7 @@ from jaxkv.ops.attention.api import attend
 from jaxkv.ops.attention.bias import checked_bias
 from jaxkv.ops.attention.sight import mask_of
 from jaxkv.ops.attention.softmax import Options
-from jaxkv.ops.latent import Latent
+from jaxkv.ops.latent import ValueSlice
 from jaxkv.ops.quantised import encoded, zeros
 from jaxkv.window import sliding
 from tests import hlo
@@ -89,35 +89,35 @@ def case(kind, *, lists=1, cells=2048, size=TILE, seed=0, values=D + 1):
     return q, k, v, replace(sight_of_mask(mask, np.arange(lists), lists), tile=size)
 
 
-def int8(q, k, v, sight):
-    return q, *(encoded(x, zeros((1, 1, 1, x.shape[3]), "int8")) for x in (k, v)), sight
+def int8(q, k, v, visibility):
+    return q, *(encoded(x, zeros((1, 1, 1, x.shape[3]), "int8")) for x in (k, v)), visibility
 
 
-def bfloat16(q, k, v, sight):
-    return q, k.astype("bfloat16"), v.astype("bfloat16"), sight
+def bfloat16(q, k, v, visibility):
+    return q, k.astype("bfloat16"), v.astype("bfloat16"), visibility
 
 
-def biased(q, k, v, sight):
+def biased(q, k, v, visibility):
     def slope(query, key, head):
         return -(0.1 ** (head + 1.0)) * abs(query - key)
 
     bias = checked_bias(slope, (1, T, K * G, k.shape[2]))
     position = jnp.arange(k.shape[2])[None] % 50
-    return q, k, v, replace(sight, bias=bias, position=position, at=sight.at + 60)
+    return q, k, v, replace(visibility, bias=bias, position=position, at=visibility.at + 60)
 
 
-def hidden_by_bias(q, k, v, sight):
+def hidden_by_bias(q, k, v, visibility):
     bias = np.random.default_rng(1).normal(size=(1, T, 1, k.shape[2])).astype(np.float32)
     bias[..., ::3] = -np.inf
     bias[:, 2] = -np.inf  # all that this token sees
-    return q, k, v, replace(sight, bias=jnp.asarray(bias))
+    return q, k, v, replace(visibility, bias=jnp.asarray(bias))
 
 
-def spoilt(q, k, v, sight):
+def spoilt(q, k, v, visibility):
     """Keys that are NaN: of all cells that no token sees, and of one that is seen."""
-    mask = np.asarray(mask_of(sight))[0].any(axis=0)
+    mask = np.asarray(mask_of(visibility))[0].any(axis=0)
     dirty = ~mask | (np.arange(mask.size) == mask.argmax())
-    return q, k.at[:, :, dirty].set(np.nan), v, sight
+    return q, k.at[:, :, dirty].set(np.nan), v, visibility
 
 
 KINDS = ("own", "few", "shared", "both", "any", "nothing", "one token")
@@ -133,7 +133,7 @@ KINDS = ("own", "few", "shared", "both", "any", "nothing", "one token")
         (("own", "both", "any"), {"lists": 2, "size": 128}, None),
         (("own", "few", "both"), {"values": 2 * D}, int8),
         (("both",), {"values": 2 * D}, bfloat16),
-        (("both",), {}, lambda q, k, v, sight: (q, k, Latent(2, 6), sight)),
+        (("both",), {}, lambda q, k, v, visibility: (q, k, ValueSlice(2, 6), visibility)),
         (("own", "few", "both"), {}, biased),
         (("own", "few", "both"), {}, hidden_by_bias),
         (("own", "few", "both", "any"), {}, spoilt),
@@ -142,9 +142,9 @@ KINDS = ("own", "few", "shared", "both", "any", "nothing", "one token")
 def test_attend_tiled_matches_attention_without_tiles(kinds, sizes, change):
     options = Options() if sizes or change else Options(scale=0.3, softcap=2.0, sinks=SINKS)
     for kind in kinds:
-        q, k, v, sight = change(*case(kind, **sizes)) if change else case(kind, **sizes)
-        got = attend(q, k, v, sight, options)
-        wanted = attend(q, k, v, replace(sight, tile=None), options)
+        q, k, v, visibility = change(*case(kind, **sizes)) if change else case(kind, **sizes)
+        got = attend(q, k, v, visibility, options)
+        wanted = attend(q, k, v, replace(visibility, tile=None), options)
         assert got.dtype == q.dtype
         within = 1e-5 if change in (int8, bfloat16) else 5e-6
         np.testing.assert_allclose(got, wanted, rtol=0, atol=within)
@@ -157,8 +157,8 @@ def test_attend_tiled_derivatives_in_vmap_match_those_without():
     )
 
     def derive(tile):
-        def loss(q, k, v, sight):
-            out = attend(q, k, v, replace(sight, tile=tile), Options(sinks=SINKS))
+        def loss(q, k, v, visibility):
+            out = attend(q, k, v, replace(visibility, tile=tile), Options(sinks=SINKS))
             return jnp.sum(jnp.sin(out)), out
 
         return jax.jit(jax.vmap(jax.grad(loss, argnums=(0, 1, 2), has_aux=True)))(*batch)
@@ -190,4 +190,4 @@ def test_sight_has_tiles_in_a_step_alone():
         cache = kind.make()
         for batch, wanted in ([[[4]] * 3, tile], [[[5] * 8], None]):
             plan = jaxkv.init_batch(cache, jaxkv.make_batch(batch))
-            assert jaxkv.kv.mask.sight_of(cache.table, plan.ubatches[0]).tile == wanted
+            assert jaxkv.kv.mask.visibility_of(cache.table, plan.ubatches[0]).tile == wanted

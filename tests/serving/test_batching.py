@@ -64,7 +64,7 @@ def test_engine_texts_are_as_each_alone(kind, holders):
     assert_as_alone(results, requests, cache=replace(ALONE, windows=kind.windows).make())
     assert_only_kept(engine)
     assert {result.reason for result in results} == {FinishReason.STOP, FinishReason.LENGTH}
-    assert not holders or sum(result.found.length for result in results) > 20
+    assert not holders or sum(result.prefix_hit.length for result in results) > 20
 
 
 def test_engine_texts_that_give_way_are_as_each_alone():
@@ -254,7 +254,7 @@ def test_can_hold_is_exact_for_windows(rule, streams):
     enough = at_once + (3 if rule == "symmetric" else 5) * 2 // streams
     for cells in (enough, enough - 1):
         cache = Kind("", cells=cells, sequences=2, streams=streams, windows=windows).make()
-        holds = jaxkv.split(cache)[0].can_hold(np.array(lengths), at_once, np.zeros(streams))
+        holds = jaxkv.split(cache)[0].can_allocate(np.array(lengths), at_once, np.zeros(streams))
         assert holds.tolist() == [cells == enough] * streams
         refused = False
         for start in (0, *range(1, 20, 4)):  # so that a later piece begins at the end of a chunk

@@ -31,11 +31,11 @@ def test_engine_store_reuses_text_that_ended():
     engine, prompt = engine_of(POOL, [3]), tokens(8)
     first = ask(engine, prompt, max_new_tokens=4)
     text = [*prompt, *first.tokens.tolist()]
-    assert first.found == (0, MissReason.UNKNOWN)
+    assert first.prefix_hit == (0, MissReason.UNKNOWN)
     assert kept(engine) == [text[:-1]]  # the last token is never in the cache
     again = ask(engine, [*text, 1, 2])
-    assert again.found == (len(text) - 1, MissReason.NONE)
-    assert ask(engine, prompt).found == (7, MissReason.NONE)  # its last token gives the logits
+    assert again.prefix_hit == (len(text) - 1, MissReason.NONE)
+    assert ask(engine, prompt).prefix_hit == (7, MissReason.NONE)  # its last token gives the logits
     assert_as_alone([again], [again.request])
     assert_only_kept(engine)
 
@@ -72,7 +72,7 @@ def test_engine_store_keeps_what_a_cancelled_prompt_computed():
     engine.step()
     assert engine.cancel(request) and len(engine.step()) == 1
     assert kept(engine) == [prompt[:8]]  # one chunk
-    assert ask(engine, prompt).found == (8, MissReason.NONE)
+    assert ask(engine, prompt).prefix_hit == (8, MissReason.NONE)
 
 
 def test_engine_takes_cache_and_store_of_another():
@@ -80,7 +80,7 @@ def test_engine_takes_cache_and_store_of_another():
     ask(first, prompt)
     options = dict(stop_tokens=STOP, prefill_chunk=8, tokens_per_step=4)
     second = Engine(forward, None, first.cache, store=first.store, **options)
-    assert ask(second, [*prompt, 1]).found == (20, MissReason.NONE)
+    assert ask(second, [*prompt, 1]).prefix_hit == (20, MissReason.NONE)
 
 
 def test_engine_store_gives_way_to_a_request_and_no_sooner():
@@ -99,7 +99,7 @@ def test_engine_store_gives_way_to_a_request_and_no_sooner():
     results = list(engine.results())
     assert_as_alone(results, [result.request for result in results])
     text = kept(engine)[-1]
-    assert ask(engine, [*text, 1], max_new_tokens=POOL.cells - len(text)).found == (
+    assert ask(engine, [*text, 1], max_new_tokens=POOL.cells - len(text)).prefix_hit == (
         len(text),
         MissReason.NONE,
     )
@@ -148,7 +148,7 @@ def test_engine_store_copies_between_streams():
     """The store has one holder, in stream 1: what ends in stream 0 is copied there."""
     engine, common = engine_of(GROUPS, [5], stop_tokens=()), tokens(30)
     first = ask(engine, [*common, 1], max_new_tokens=3)
-    assert first.found.length == 0 and len(kept(engine)) == 1
+    assert first.prefix_hit.length == 0 and len(kept(engine)) == 1
     requests = [Request(prompt=[*common, i], max_new_tokens=6) for i in range(2, 6)]
     results = run(engine, requests)
     assert [result.prefix_hit.length for result in results] == [30] * 4
@@ -203,11 +203,11 @@ def test_engine_store_computes_common_tokens_once(name):
         results += engine.step()
         beside = max(beside, placed(engine))
     jax.effects_barrier()
-    assert sorted(result.found.length for result in results) == [0] + [512] * 63
+    assert sorted(result.prefix_hit.length for result in results) == [0] + [512] * 63
     assert beside == 8
     assert counted.computed == 512 + 64 * (own + max_new_tokens - 1)
     text = [*results[-1].request.prompt, *results[-1].tokens.tolist()]
-    assert ask(engine, [*text, 1, 2]).found == (len(text) - 1, MissReason.NONE)
+    assert ask(engine, [*text, 1, 2]).prefix_hit == (len(text) - 1, MissReason.NONE)
     assert_only_kept(engine)
 
 

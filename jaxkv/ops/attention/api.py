@@ -18,17 +18,17 @@ from jaxkv.ops.attention import (
     xla_tiles,
 )
 from jaxkv.ops.attention.live import TILE
-from jaxkv.ops.attention.sight import Sight, bias_of, mask_of
+from jaxkv.ops.attention.sight import Visibility, bias_of, mask_of
 from jaxkv.ops.attention.softmax import (
+    OnlineSoftmax,
     Options,
-    Sums,
-    closed,
-    unhidden_alone,
-    unpacked,
+    nan_unless_hidden,
+    normalize,
+    ungroup_queries,
     with_sinks,
 )
 from jaxkv.ops.attention.transforms import derived_by, folded
-from jaxkv.ops.latent import Latent, Values
+from jaxkv.ops.latent import Values, ValueSlice
 from jaxkv.ops.quantised import Stored
 
 Implementation = Literal["tiles", "whole", "pallas", "xla", "cudnn"]
@@ -43,7 +43,7 @@ xla: `jax.nn.dot_product_attention`.
 cudnn: `jax.nn.dot_product_attention` with the kernel of NVIDIA's library, for float16 and bfloat16.
 """
 
-Way = Callable[[jax.Array, Stored, Stored, Sight, Options], Sums]
+AttentionFn = Callable[[jax.Array, Stored, Stored, Visibility, Options], OnlineSoftmax]
 """An implementation: a function of queries, keys, values, a sight and options.
 
 q: `[P, T, H, D]` floats, queries of P lists of tokens. Query head h reads key/value head
@@ -57,11 +57,13 @@ options: scale and softcap. Sinks are added afterwards, when all cells have been
 It returns a softmax that is still open, so that it can be joined with that over other cells.
 """
 
-HELD = 1 << 28
+MAX_LOGIT_BYTES = 1 << 28
 """The most bytes of logits, of all cells, that may be held at once: 256 MB."""
 
 
-def best(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
+def best(
+    q: jax.Array, k: Stored, v: Stored, visibility: Visibility, options: Options
+) -> OnlineSoftmax:
     """Choose by shapes, where there is no kernel.
 
     Where the length of a loop depends on the data, its turns wait for the host or for each other,
@@ -72,68 +74,84 @@ def best(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> 
     logits = q.shape[1] * q.shape[2] * jnp.dtype(jnp.float32).itemsize  # bytes a cell
     read = k.shape[1] * (k.shape[3] + v.shape[3]) * k.dtype.itemsize
     held = q.shape[0] * logits * k.shape[2] if q.shape[1] > 1 else 0
-    way = xla.whole if logits <= read and held <= HELD else xla_tiles.by_tiles
-    return way(q, k, v, sight, options)
+    way = xla.whole if logits <= read and held <= MAX_LOGIT_BYTES else xla_tiles.by_tiles
+    return way(q, k, v, visibility, options)
 
 
-def best_for_tpu(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
+def best_for_tpu(
+    q: jax.Array, k: Stored, v: Stored, visibility: Visibility, options: Options
+) -> OnlineSoftmax:
     """Run the kernel where it takes the arrays; `docs/kernels.md` gives the reasons.
 
     Streams of one tile each, with a token each, are the exception: there is nothing to skip and
     nothing to share, and one product for all streams costs less than a turn for each stream.
     """
-    lists, tokens = sight.at.shape
+    lists, tokens = visibility.at.shape
     small = lists > 1 and tokens == 1 and k.shape[2] <= TILE
-    way = best if small or not pallas_tpu.can_weigh(q, k, v, sight) else pallas_tpu.weigh
-    return way(q, k, v, sight, options)
+    way = (
+        best
+        if small or not pallas_tpu.can_attend(q, k, v, visibility)
+        else pallas_tpu.partial_attention
+    )
+    return way(q, k, v, visibility, options)
 
 
-def kernel_for_cuda(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
+def kernel_for_cuda(
+    q: jax.Array, k: Stored, v: Stored, visibility: Visibility, options: Options
+) -> OnlineSoftmax:
     """Run the kernel where it takes the arrays.
 
     JAX traces it for other platforms too, which never run it; so it raises no errors.
     """
-    way = pallas_gpu.weigh if pallas_gpu.can_weigh(q, k, v, sight) else best
-    return way(q, k, v, sight, options)
+    way = pallas_gpu.partial_attention if pallas_gpu.can_attend(q, k, v, visibility) else best
+    return way(q, k, v, visibility, options)
 
 
-def best_for_cuda(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
+def best_for_cuda(
+    q: jax.Array, k: Stored, v: Stored, visibility: Visibility, options: Options
+) -> OnlineSoftmax:
     """Run the kernel where the GPU is known to be good for it."""
     way = kernel_for_cuda if pallas_gpu.is_fast() else best
-    return way(q, k, v, sight, options)
+    return way(q, k, v, visibility, options)
 
 
-def by_platform(**ways: Callable[..., Sums]) -> Callable[..., Sums]:
+def by_platform(**ways: Callable[..., OnlineSoftmax]) -> Callable[..., OnlineSoftmax]:
     """Make one implementation of several, `ways` by platform: chosen when a program is lowered.
 
     What decides what is seen, `seen`, may be a sight or a mask, as the implementations take it.
     """
 
-    def weigh(q: jax.Array, k: Stored, v: Stored, seen: Any, options: Options) -> Sums:
+    def partial_attention(
+        q: jax.Array, k: Stored, v: Stored, seen: Any, options: Options
+    ) -> OnlineSoftmax:
         with_options = {name: partial(way, options=options) for name, way in ways.items()}
         return jax.lax.platform_dependent(q, k, v, seen, **with_options)
 
-    return weigh
+    return partial_attention
 
 
-def ours(**ways: Way) -> Way:
+def with_derivatives(**ways: AttentionFn) -> AttentionFn:
     """Make an implementation with derivatives and batches, from one for each platform."""
 
-    def plain(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
-        k, v, mask = sight.of_lists(k), sight.of_lists(v), mask_of(sight)
-        return xla.cleaned(q, k, v, mask, options, bias_of(sight, mask))
+    def plain(
+        q: jax.Array, k: Stored, v: Stored, visibility: Visibility, options: Options
+    ) -> OnlineSoftmax:
+        k, v, mask = visibility.of_lists(k), visibility.of_lists(v), mask_of(visibility)
+        return xla.cleaned(q, k, v, mask, options, bias_of(visibility, mask))
 
     return derived_by(plain, folded(by_platform(**ways)))
 
 
-IMPLEMENTATIONS: dict[Implementation | None, Way] = {
-    None: ours(cpu=xla_cpu_tiled.best, tpu=best_for_tpu, cuda=best_for_cuda, default=best),
-    "tiles": ours(cpu=xla_cpu.tiles, default=xla_tiles.by_tiles),
-    "whole": ours(cpu=xla_cpu.whole, default=xla.whole),
-    "pallas": ours(
-        tpu=pallas_tpu.weigh,
+IMPLEMENTATIONS: dict[Implementation | None, AttentionFn] = {
+    None: with_derivatives(
+        cpu=xla_cpu_tiled.best, tpu=best_for_tpu, cuda=best_for_cuda, default=best
+    ),
+    "tiles": with_derivatives(cpu=xla_cpu.tiles, default=xla_tiles.by_tiles),
+    "whole": with_derivatives(cpu=xla_cpu.whole, default=xla.whole),
+    "pallas": with_derivatives(
+        tpu=pallas_tpu.partial_attention,
         cuda=kernel_for_cuda,
-        default=partial(pallas_tpu.weigh, interpret=True),
+        default=partial(pallas_tpu.partial_attention, interpret=True),
     ),
     "xla": jax_nn.xla,
     "cudnn": jax_nn.cudnn,
@@ -145,20 +163,21 @@ def attend(
     q: jax.Array,
     k: Stored,
     v: Stored,
-    sight: Sight,
+    visibility: Visibility,
     options: Options,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Attend from lists of tokens to the cells of their streams.
 
     Only tests and benchmarks call it. The layers of a model go through `jaxkv.kv.attend`, whose
-    `_attended` is traced and lowered once for all layers, and calls `weigh` and `finished` itself.
+    `_attended` is traced and lowered once for all layers, and calls `partial_attention` and
+    `finalize` itself.
 
     Args:
       q: `[P, T, H, D]` floats, queries.
       k: `[S, K, N, D]`, keys.
       v: `[S, K, N, Dv]`, values.
-      sight: what decides which cells each token sees.
+      visibility: what decides which cells each token sees.
       options: scale, softcap and sinks.
       implementation: which; None leaves it to jaxkv.
 
@@ -171,45 +190,45 @@ def attend(
       ValueError: when there is no such implementation, or it cannot do what is asked for.
       RuntimeError: by JAX, when cuDNN is wanted where there is none.
     """
-    return finished(weigh(q, k, v, sight, options, implementation), q, options)
+    return finalize(partial_attention(q, k, v, visibility, options, implementation), q, options)
 
 
-def weigh(
+def partial_attention(
     q: jax.Array,
     k: Stored,
     v: Values,
-    sight: Sight,
+    visibility: Visibility,
     options: Options,
     implementation: Implementation | None,
-) -> Sums:
+) -> OnlineSoftmax:
     """Do the part of `attend` that reads keys and values; its softmax is still open.
 
     The arguments are those of `attend`. Latent values are numbers of the keys: then whole keys are
     weighed, so that no part of them is copied.
     """
-    if isinstance(v, Latent):
-        sums = weigh(q, k, k, sight, options, implementation)
+    if isinstance(v, ValueSlice):
+        sums = partial_attention(q, k, k, visibility, options, implementation)
         return sums._replace(out=v.of(sums.out))
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"wanted an implementation of {get_args(Implementation)}, got {implementation!r}"
         )
-    if sight.bias is not None and implementation in ("pallas", "cudnn"):
+    if visibility.bias is not None and implementation in ("pallas", "cudnn"):
         raise ValueError(
             f"{implementation!r} adds no bias: leave the implementation to jaxkv, or take 'tiles', "
             f"'whole' or 'xla'"
         )
     check(q, k, v, options)
-    sums = IMPLEMENTATIONS[implementation](q, k, v, sight, options)
-    return sums if sight.bias is None else unhidden_alone(sums)
+    sums = IMPLEMENTATIONS[implementation](q, k, v, visibility, options)
+    return sums if visibility.bias is None else nan_unless_hidden(sums)
 
 
-def finished(sums: Sums, q: jax.Array, options: Options) -> jax.Array:
+def finalize(sums: OnlineSoftmax, q: jax.Array, options: Options) -> jax.Array:
     """Close the softmax over all cells, of queries `[P, T, H, D]`.
 
     Returns `[P, T, H, Dv]` in the dtype of `q`.
     """
-    return unpacked(closed(with_sinks(sums, options.sinks)), q.shape[1]).astype(q.dtype)
+    return ungroup_queries(normalize(with_sinks(sums, options.sinks)), q.shape[1]).astype(q.dtype)
 
 
 _by_mask = derived_by(xla.cleaned, by_platform(cpu=xla_cpu.by_mask, default=xla.by_mask))
@@ -264,7 +283,7 @@ def attention(
         raise ValueError(f"wanted a mask {wanted}, and k for as many rows, got {mask.shape}")
     if 0 in (*q.shape, *k.shape, *v.shape):
         return jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype)
-    return finished(_by_mask(q, k, v, mask, options), q, options)
+    return finalize(_by_mask(q, k, v, mask, options), q, options)
 
 
 def check(q: jax.Array, k: Stored, v: Stored, options: Options) -> None:

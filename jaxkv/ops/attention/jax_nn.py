@@ -11,22 +11,33 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from jaxkv.ops.attention.sight import Sight, bias_of, mask_of
-from jaxkv.ops.attention.softmax import LOWEST, Options, Sums, by_kv_heads, packed, sums_dtype
+from jaxkv.ops.attention.sight import Visibility, bias_of, mask_of
+from jaxkv.ops.attention.softmax import (
+    LOWEST,
+    OnlineSoftmax,
+    Options,
+    by_kv_heads,
+    group_queries,
+    softmax_dtype,
+)
 from jaxkv.ops.quantised import Quantised, Stored, decoded
 
 
-def xla(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
+def xla(
+    q: jax.Array, k: Stored, v: Stored, visibility: Visibility, options: Options
+) -> OnlineSoftmax:
     """Call `jax.nn.dot_product_attention` in the wider dtype of queries and buffers.
 
     Quantised buffers are decoded first, all cells of the layer. See `jaxkv.ops.attention.api`.
     """
-    k, v = decoded(sight.of_lists(k)), decoded(sight.of_lists(v))
+    k, v = decoded(visibility.of_lists(k)), decoded(visibility.of_lists(v))
     dtype = jnp.result_type(q, k, v)
-    return _weigh("xla", q.astype(dtype), k.astype(dtype), v.astype(dtype), sight, options)
+    return _weigh("xla", q.astype(dtype), k.astype(dtype), v.astype(dtype), visibility, options)
 
 
-def cudnn(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
+def cudnn(
+    q: jax.Array, k: Stored, v: Stored, visibility: Visibility, options: Options
+) -> OnlineSoftmax:
     """Call `jax.nn.dot_product_attention` with cuDNN's kernel, see `jaxkv.ops.attention.api`.
 
     Raises:
@@ -44,7 +55,7 @@ def cudnn(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) ->
             f"'cudnn' wants queries, keys and values all of float16 or all of bfloat16, got "
             f"{q.dtype}, {k.dtype} and {v.dtype}: leave the implementation to jaxkv"
         )
-    return _weigh("cudnn", q, sight.of_lists(k), sight.of_lists(v), sight, options)
+    return _weigh("cudnn", q, visibility.of_lists(k), visibility.of_lists(v), visibility, options)
 
 
 def _weigh(
@@ -52,16 +63,16 @@ def _weigh(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    sight: Sight,
+    visibility: Visibility,
     options: Options,
-) -> Sums:
+) -> OnlineSoftmax:
     """Weigh keys `[P, K, N, D]` and values `[P, K, N, Dv]`, for queries `[P, T, H, D]`."""
     if options.softcap is not None or options.sinks is not None:
         raise ValueError(
             f"{name!r} has neither a softcap nor sinks: leave the implementation to jaxkv"
         )
-    kv_heads, mask = k.shape[1], mask_of(sight)
-    bias, mask = bias_of(sight, mask), mask[:, None]  # [P, 1, T, N]
+    kv_heads, mask = k.shape[1], mask_of(visibility)
+    bias, mask = bias_of(visibility, mask), mask[:, None]  # [P, 1, T, N]
     if bias is not None:  # what a bias hides, the mask hides, for each head
         mask = mask & (bias != -jnp.inf)
         bias = jnp.where(mask, bias, 0)
@@ -85,11 +96,11 @@ def _weigh(
     shows = jnp.any(shows, axis=4)  # [P, K, G or 1, T]
     shows = jnp.tile(shows, (1, 1, q.shape[2] // (kv_heads * shows.shape[2]), 1))
     shows = shows.reshape(*shows.shape[:2], -1)  # [P, K, G * T]
-    highest = packed(jnp.where(some, highest, LOWEST)[..., None], kv_heads)[..., 0]
-    total = packed(jnp.broadcast_to(some, q.shape[:3])[..., None], kv_heads)[..., 0]
-    out = packed(jnp.where(some[..., None], out, 0), kv_heads)
-    dtype = sums_dtype(q)
-    return Sums(
+    highest = group_queries(jnp.where(some, highest, LOWEST)[..., None], kv_heads)[..., 0]
+    total = group_queries(jnp.broadcast_to(some, q.shape[:3])[..., None], kv_heads)[..., 0]
+    out = group_queries(jnp.where(some[..., None], out, 0), kv_heads)
+    dtype = softmax_dtype(q)
+    return OnlineSoftmax(
         highest.astype(dtype),
         total.astype(dtype),
         jnp.where(shows[..., None], jnp.nan, out).astype(dtype),

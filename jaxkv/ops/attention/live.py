@@ -5,7 +5,7 @@ of which few take part. So cells are looked at in tiles, and tokens in blocks. T
 of a block and a tile with anything to see is an array: when it changes, nothing is compiled anew.
 
 These are the tiles that are read at once. The tiles that a sequence may have for itself are smaller
-and say where tokens go, see `jaxkv.kv.tiles`; attention knows only their size, `Sight.tile`.
+and say where tokens go, see `jaxkv.kv.tiles`; attention knows only their size, `Visibility.tile`.
 
 Letters beside those of the package: b blocks of a list, t tokens of a block, M pairs of a block and
 a tile, G query heads of a key head, X = G * t queries of a block that share a key.
@@ -18,8 +18,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxkv.ops.attention.sight import Sight, bias_of, looks_of, mask_of
-from jaxkv.ops.attention.softmax import Sums, seen_alone
+from jaxkv.ops.attention.sight import Visibility, bias_of, mask_of, query_bounds_of
+from jaxkv.ops.attention.softmax import OnlineSoftmax, zero_unseen
 
 TILE = 512
 """Cells of a tile: large enough that a product with them outweighs a turn of the loop."""
@@ -32,7 +32,7 @@ MASK = 1 << 22
 """The most pairs of a token and a cell whose mask is held for all layers: 4 MB."""
 
 
-class Live(NamedTuple):
+class ActiveTiles(NamedTuple):
     """What the loop goes over, for P lists of tokens in b equal blocks of t.
 
     mask: `[P * b, t, N]` bool, what each token sees. Where a mask would be large, or there is a
@@ -45,7 +45,7 @@ class Live(NamedTuple):
       how many are seen in all.
     """
 
-    mask: jax.Array | Sight
+    mask: jax.Array | Visibility
     sees: jax.Array
     streams: jax.Array
     tiles: jax.Array
@@ -70,10 +70,10 @@ class Live(NamedTuple):
         `[1, H or 1, t, size]` or None.
         """
         zero = jnp.zeros_like(first)
-        if not isinstance(self.mask, Sight):
+        if not isinstance(self.mask, Visibility):
             return slice_of(self.mask, (block, zero, first), (1, self.tokens, size)), None
-        sight, stream = self.mask, item(self.streams, block)
-        words = sight.owners.shape[1]
+        visibility, stream = self.mask, item(self.streams, block)
+        words = visibility.owners.shape[1]
 
         def of_block(x: jax.Array) -> jax.Array:
             if x.ndim == 2:
@@ -81,75 +81,75 @@ class Live(NamedTuple):
             return slice_of(x, (block, zero, zero, first), (1, self.tokens, x.shape[2], size))
 
         part = replace(
-            sight.of_tokens(of_block),
-            position=slice_of(sight.position, (stream, first), (1, size)),
-            owners=slice_of(sight.owners, (stream, zero, first), (1, words, size)),
+            visibility.of_tokens(of_block),
+            position=slice_of(visibility.position, (stream, first), (1, size)),
+            owners=slice_of(visibility.owners, (stream, zero, first), (1, words, size)),
             all_streams=True,
         )
         return mask_of(part), bias_of(part)
 
 
 @partial(jax.jit, static_argnames=("most", "size"))
-def live_of(sight: Sight, most: int = BLOCK, size: int = TILE) -> Live:
+def find_active_tiles(visibility: Visibility, most: int = BLOCK, size: int = TILE) -> ActiveTiles:
     """List the tiles of `size` cells that are seen, by blocks of `most` tokens or less.
 
     As with `mask_of`, each layer calls this, and the compiler computes it once.
     """
-    lists, tokens = sight.at.shape
-    cells = sight.position.shape[1]
+    lists, tokens = visibility.at.shape
+    cells = visibility.position.shape[1]
     blocks, size = -(-tokens // most), min(size, cells)
     tiles = -(-cells // size)
     if lists * tokens * cells > MASK:
-        mask = _in_blocks(sight, blocks)
+        mask = _in_blocks(visibility, blocks)
         seen, sees = _seen_by_token(mask)
     else:
-        mask = in_blocks(mask_of(sight), blocks)
+        mask = in_blocks(mask_of(visibility), blocks)
         seen, sees = jnp.any(mask, axis=1), jnp.any(mask, axis=2)
-        mask = mask if sight.bias is None else _in_blocks(sight, blocks)
+        mask = mask if visibility.bias is None else _in_blocks(visibility, blocks)
     seen = jnp.pad(seen, [(0, 0), (0, tiles * size - cells)])
     seen = jnp.any(seen.reshape(-1, tiles, size), axis=2)
     live = jnp.argsort(~seen.reshape(-1), stable=True).astype(jnp.int32)  # the seen ones come first
-    streams = jnp.repeat(sight.streams, blocks, total_repeat_length=lists * blocks)
+    streams = jnp.repeat(visibility.streams, blocks, total_repeat_length=lists * blocks)
     ends = jnp.cumsum(jnp.sum(seen, axis=1, dtype=jnp.int32))
-    return Live(mask, sees, streams, live, jnp.pad(ends, (1, 0)))
+    return ActiveTiles(mask, sees, streams, live, jnp.pad(ends, (1, 0)))
 
 
-def _in_blocks(sight: Sight, blocks: int) -> Sight:
+def _in_blocks(visibility: Visibility, blocks: int) -> Visibility:
     """Return the sight of P * b lists of t tokens, the blocks of P lists; b is `blocks`."""
-    lists = sight.streams.size * blocks
+    lists = visibility.streams.size * blocks
     return replace(
-        sight.of_tokens(partial(in_blocks, blocks=blocks)),
-        streams=jnp.repeat(sight.streams, blocks, total_repeat_length=lists),
-        all_streams=sight.all_streams and blocks == 1,
+        visibility.of_tokens(partial(in_blocks, blocks=blocks)),
+        streams=jnp.repeat(visibility.streams, blocks, total_repeat_length=lists),
+        all_streams=visibility.all_streams and blocks == 1,
     )
 
 
-def _seen_by_token(sight: Sight) -> tuple[jax.Array, jax.Array]:
+def _seen_by_token(visibility: Visibility) -> tuple[jax.Array, jax.Array]:
     """Return which cells each list sees, `[P, N]` bool, and which tokens see any, `[P, T]` bool.
 
     It goes token by token, so that no mask of all pairs is held.
     """
-    sight = replace(sight, bias=None)
+    visibility = replace(visibility, bias=None)
 
     def of_token(i: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         def one(x: jax.Array) -> jax.Array:
             return jax.lax.dynamic_slice_in_dim(x, i, 1, axis=1)
 
-        mask, (seen, sees) = mask_of(sight.of_tokens(one))[:, 0], found
+        mask, (seen, sees) = mask_of(visibility.of_tokens(one))[:, 0], found
         any_of_it = jnp.any(mask, axis=1, keepdims=True)
         return seen | mask, jax.lax.dynamic_update_slice_in_dim(sees, any_of_it, i, axis=1)
 
-    shape = sight.at.shape
-    none = jnp.zeros((shape[0], sight.position.shape[1]), bool), jnp.zeros(shape, bool)
+    shape = visibility.at.shape
+    none = jnp.zeros((shape[0], visibility.position.shape[1]), bool), jnp.zeros(shape, bool)
     return jax.lax.fori_loop(jnp.int32(0), jnp.int32(shape[1]), of_token, none)
 
 
-def looks_in_blocks(sight: Sight, blocks: int, queries: int) -> jax.Array:
+def query_bounds_in_blocks(visibility: Visibility, blocks: int, queries: int) -> jax.Array:
     """Return what decides which cells the queries of blocks see, `[P * b, X, 4]` int32.
 
-    The four numbers are those of `Looks`; b is `blocks` and G is `queries`.
+    The four numbers are those of `QueryBounds`; b is `blocks` and G is `queries`.
     """
-    looks = jnp.stack(looks_of(sight), axis=-1)
+    looks = jnp.stack(query_bounds_of(visibility), axis=-1)
     return jnp.tile(in_blocks(looks, blocks), (1, queries, 1))
 
 
@@ -174,10 +174,10 @@ def in_blocks(x: jax.Array, blocks: int) -> jax.Array:
     return x.reshape(-1, size, *x.shape[2:])
 
 
-def of_lists(sums: Sums, live: Live, lists: int, tokens: int) -> Sums:
+def of_lists(sums: OnlineSoftmax, live: ActiveTiles, lists: int, tokens: int) -> OnlineSoftmax:
     """Return the sums of P `lists` of T `tokens` from the sums of their P * b blocks."""
     sums = jax.tree.map(lambda x: _of_lists(x, lists, tokens, live.tokens), sums)
-    return seen_alone(sums, live.sees.reshape(lists, -1)[:, :tokens])
+    return zero_unseen(sums, live.sees.reshape(lists, -1)[:, :tokens])
 
 
 def _of_lists(x: jax.Array, lists: int, tokens: int, size: int) -> jax.Array:

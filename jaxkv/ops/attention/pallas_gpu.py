@@ -30,9 +30,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from jaxkv.ops.attention.live import in_blocks, live_of, looks_in_blocks, of_lists
-from jaxkv.ops.attention.sight import Looks, Sight
-from jaxkv.ops.attention.softmax import LOWEST, Options, Sums, packed
+from jaxkv.ops.attention.live import find_active_tiles, in_blocks, of_lists, query_bounds_in_blocks
+from jaxkv.ops.attention.sight import QueryBounds, Visibility
+from jaxkv.ops.attention.softmax import LOWEST, OnlineSoftmax, Options, group_queries
 from jaxkv.ops.quantised import SHARING, Stored, has_one_scale, parts
 from jaxkv.ops.stacked import flat
 
@@ -75,7 +75,7 @@ class Cut(NamedTuple):
 def cut_of(q: jax.Array, k: Stored, v: Stored) -> Cut:
     """Choose by shapes what was fastest on an H100, of what its compiler takes without spilling.
 
-    The arguments are those of `weigh`.
+    The arguments are those of `partial_attention`.
     """
     lists, tokens, heads, _ = q.shape
     group = heads // k.shape[1]
@@ -99,21 +99,21 @@ def cut_of(q: jax.Array, k: Stored, v: Stored) -> Cut:
 def _is_exact(q: jax.Array, k: Stored, v: Stored) -> bool:
     """Return whether products are exact in float32, which takes the registers of three products.
 
-    The arguments are those of `weigh`.
+    The arguments are those of `partial_attention`.
     """
     return jnp.float32 in (q.dtype, k.dtype, v.dtype)
 
 
-def can_weigh(q: jax.Array, k: Stored, v: Stored, sight: Sight) -> bool:
+def can_attend(q: jax.Array, k: Stored, v: Stored, visibility: Visibility) -> bool:
     """Return whether the kernel takes these dtypes and heads, on this mesh.
 
-    The arguments are those of `weigh`. The kernel adds no bias. A compiler cannot split a kernel
-    among devices: on a mesh it runs only on shares.
+    The arguments are those of `partial_attention`. The kernel adds no bias. A compiler cannot split
+    a kernel among devices: on a mesh it runs only on shares.
     """
     split = set(jax.sharding.get_abstract_mesh().axis_types) - {jax.sharding.AxisType.Manual}
     size = max(k.shape[3], v.shape[3])
     most = 64 if not _is_exact(q, k, v) else 128 if size <= 128 else 16
-    fits = size <= LARGEST and q.shape[2] // k.shape[1] <= most and sight.bias is None
+    fits = size <= LARGEST and q.shape[2] // k.shape[1] <= most and visibility.bias is None
     dtypes = q.dtype in DTYPES and k.dtype in STORED and v.dtype in STORED
     return dtypes and fits and not split and has_one_scale(k) and has_one_scale(v)
 
@@ -131,23 +131,23 @@ def is_fast() -> bool:
     return all(any(name in device.device_kind for name in HOPPER) for device in devices)
 
 
-def weigh(
+def partial_attention(
     q: jax.Array,
     k: Stored,
     v: Stored,
-    sight: Sight,
+    visibility: Visibility,
     options: Options,
     *,
     cut: Cut | None = None,
     interpret: bool = False,
-) -> Sums:
+) -> OnlineSoftmax:
     """Weigh the cells of live tiles, see `jaxkv.ops.attention.api`.
 
     Args:
       q: `[P, T, H, D]`, queries.
       k: `[S, K, N, D]`, keys.
       v: `[S, K, N, Dv]`, values.
-      sight: what decides which cells each token sees.
+      visibility: what decides which cells each token sees.
       options: scale and softcap.
       cut: how the work is cut; None for what `cut_of` returns.
       interpret: run the kernels step by step as plain JAX, on any platform. It is slow.
@@ -156,7 +156,7 @@ def weigh(
       ValueError: for other dtypes than float32, bfloat16 and, of buffers, int8; for heads that are
         too large, or too many that share a key; on a mesh, for arrays that are not shares.
     """
-    if not can_weigh(q, k, v, sight):
+    if not can_attend(q, k, v, visibility):
         raise ValueError(
             f"'pallas' wants queries, keys and values of float32 or bfloat16, or buffers of int8 "
             f"with heads of at most {SHARING}, heads of at most {LARGEST}, few query heads for "
@@ -166,17 +166,17 @@ def weigh(
     cut = cut_of(q, k, v) if cut is None else cut
     kv_heads, cells = k.shape[1:3]
     queries = q.shape[2] // kv_heads
-    live = live_of(sight, cut.queries // queries, cut.cells)
-    blocks = live.streams.size // sight.streams.size
-    packed_q = packed(options.scaled(in_blocks(q, blocks)), kv_heads)
+    live = find_active_tiles(visibility, cut.queries // queries, cut.cells)
+    blocks = live.streams.size // visibility.streams.size
+    packed_q = group_queries(options.scaled(in_blocks(q, blocks)), kv_heads)
     (k, v), streams, layers = flat((k, v), live.streams)
     arrays = (
         live.tiles,
         live.starts,
         streams,
-        looks_in_blocks(sight, blocks, queries),
-        sight.position,
-        jax.lax.bitcast_convert_type(sight.owners, jnp.int32),
+        query_bounds_in_blocks(visibility, blocks, queries),
+        visibility.position,
+        jax.lax.bitcast_convert_type(visibility.owners, jnp.int32),
         packed_q,
         k,
         v,
@@ -209,11 +209,13 @@ def weigh(
             outputs=_sums(*packed_q.shape[:3], v.shape[3]),
             interpret=interpret,
         )
-    return of_lists(Sums(*sums), live, *sight.at.shape)  # blocks without a tile hold any numbers
+    return of_lists(
+        OnlineSoftmax(*sums), live, *visibility.at.shape
+    )  # blocks without a tile hold any numbers
 
 
 def _sums(*shape: int) -> list[jax.ShapeDtypeStruct]:
-    """Return the float32 arrays of open sums of a shape `[..., X, Dv]`, see `Sums`."""
+    """Return the float32 arrays of open sums of a shape `[..., X, Dv]`, see `OnlineSoftmax`."""
     return [jax.ShapeDtypeStruct(s, jnp.float32) for s in (shape[:-1], shape[:-1], shape)]
 
 
@@ -248,14 +250,14 @@ def _kernel(
     tiles_of: Any,
     starts: Any,
     streams: Any,
-    looks: Any,
+    query_bounds: Any,
     position: Any,
     owners: Any,
     q: Any,
     k: Any,
     v: Any,
-    highest: Any,
-    total: Any,
+    max_logit: Any,
+    denom: Any,
     out: Any,
     *,
     options: Options,
@@ -267,19 +269,19 @@ def _kernel(
     """Weigh a program's share of the tiles of a block of tokens, for one head of keys.
 
     Args:
-      tiles_of: `[M]` int32, of `Live`.
-      starts: `[P * b + 1]` int32, of `Live`.
-      streams: `[P * b]` int32, of `Live`, numbered as in keys and values.
-      looks: `[P * b, X, 4]` int32, see `Looks`.
+      tiles_of: `[M]` int32, of `ActiveTiles`.
+      starts: `[P * b + 1]` int32, of `ActiveTiles`.
+      streams: `[P * b]` int32, of `ActiveTiles`, numbered as in keys and values.
+      query_bounds: `[P * b, X, 4]` int32, see `QueryBounds`.
       position: `[S, N]` int32, of cells.
       owners: `[S, W, N]` int32, of cells.
       q: `[P * b, K, X, D]`, queries.
       k: `[S * L, K, N, D]`, keys of L layers; quantised, codes of that shape and scales
         `[S * L, K, N, 1]`.
       v: `[S * L, K, N, Dv]`, values; quantised likewise.
-      highest: `[J, P * b, K, X]`, see `Sums`.
-      total: `[J, P * b, K, X]`, see `Sums`.
-      out: `[J, P * b, K, X, Dv]`, see `Sums`.
+      max_logit: `[J, P * b, K, X]`, see `OnlineSoftmax`.
+      denom: `[J, P * b, K, X]`, see `OnlineSoftmax`.
+      out: `[J, P * b, K, X, Dv]`, see `OnlineSoftmax`.
       options: of which the softcap is looked at.
       cut: how the work is cut.
       tiles: of a stream.
@@ -295,7 +297,9 @@ def _kernel(
     queries = _load(
         q, block, head, query[:, None], key[None], inside=in_query[:, None] & in_key[None]
     )
-    look = Looks(*(_load(looks, block, query, j, inside=in_query)[:, None] for j in range(4)))
+    look = QueryBounds(
+        *(_load(query_bounds, block, query, j, inside=in_query)[:, None] for j in range(4))
+    )
     dtype = jnp.promote_types(q.dtype, k.dtype)
     queries = queries.astype(dtype)
     product = partial(_product, interpret=interpret)
@@ -338,13 +342,15 @@ def _kernel(
     nothing = zero + LOWEST, zero, jnp.zeros((query.size, value.size), jnp.float32)
     sums = jax.lax.fori_loop(begin, end, turn, nothing)
     where = part, block, head
-    triton.store(highest.at[*where, query], sums[0], mask=in_query)
-    triton.store(total.at[*where, query], sums[1], mask=in_query)
+    triton.store(max_logit.at[*where, query], sums[0], mask=in_query)
+    triton.store(denom.at[*where, query], sums[1], mask=in_query)
     both = in_query[:, None] & in_value[None]
     triton.store(out.at[*where, query[:, None], value[None]], sums[2], mask=both)
 
 
-def _join(highest_of: Any, total_of: Any, out_of: Any, highest: Any, total: Any, out: Any) -> None:
+def _join(
+    highest_of: Any, total_of: Any, out_of: Any, max_logit: Any, denom: Any, out: Any
+) -> None:
     """Join what J programs weighed for a query.
 
     The first three are the outputs of `_kernel`; the last three are the same without J.
@@ -358,8 +364,8 @@ def _join(highest_of: Any, total_of: Any, out_of: Any, highest: Any, total: Any,
     outs = _load(out_of, part[:, None], *where, value[None], inside=both)
     top = jnp.max(tops)
     down = jnp.exp(tops - top)
-    highest[where] = top
-    total[where] = jnp.sum(totals * down)
+    max_logit[where] = top
+    denom[where] = jnp.sum(totals * down)
     triton.store(out.at[*where, value], jnp.sum(outs * down[:, None], axis=0), mask=in_value)
 
 

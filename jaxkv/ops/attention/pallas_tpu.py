@@ -26,9 +26,22 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxkv.ops.attention.live import TILE, in_blocks, live_of, looks_in_blocks, of_lists
-from jaxkv.ops.attention.sight import Looks, Sight
-from jaxkv.ops.attention.softmax import LOWEST, Options, Sums, masked, packed, sums_dtype
+from jaxkv.ops.attention.live import (
+    TILE,
+    find_active_tiles,
+    in_blocks,
+    of_lists,
+    query_bounds_in_blocks,
+)
+from jaxkv.ops.attention.sight import QueryBounds, Visibility
+from jaxkv.ops.attention.softmax import (
+    LOWEST,
+    OnlineSoftmax,
+    Options,
+    group_queries,
+    masked,
+    softmax_dtype,
+)
 from jaxkv.ops.quantised import SHARING, Stored, has_one_scale, parts
 from jaxkv.ops.stacked import flat
 
@@ -51,36 +64,36 @@ PAIRS = 1 << 17
 """The most pairs of a block and a tile: the list of them lies in the scalar cache, of 1 MB."""
 
 
-def can_weigh(q: jax.Array, k: Stored, v: Stored, sight: Sight) -> bool:
+def can_attend(q: jax.Array, k: Stored, v: Stored, visibility: Visibility) -> bool:
     """Return whether the kernel takes these dtypes, so many cells and tokens, and this mesh.
 
-    The arguments are those of `weigh`. The kernel adds no bias. A compiler cannot split a kernel
-    among devices: on a mesh it runs only on shares.
+    The arguments are those of `partial_attention`. The kernel adds no bias. A compiler cannot split
+    a kernel among devices: on a mesh it runs only on shares.
     """
     split = set(jax.sharding.get_abstract_mesh().axis_types) - {jax.sharding.AxisType.Manual}
-    tokens, queries = sight.at.shape[1], q.shape[2] // k.shape[1]
-    pairs = sight.at.shape[0] * -(-tokens // _most(queries)) * -(-k.shape[2] // TILE)
-    fits = pairs <= PAIRS and sight.bias is None
+    tokens, queries = visibility.at.shape[1], q.shape[2] // k.shape[1]
+    pairs = visibility.at.shape[0] * -(-tokens // _most(queries)) * -(-k.shape[2] // TILE)
+    fits = pairs <= PAIRS and visibility.bias is None
     dtypes = q.dtype in DTYPES and k.dtype in STORED and v.dtype in STORED
     return dtypes and fits and not split and has_one_scale(k) and has_one_scale(v)
 
 
-def weigh(
+def partial_attention(
     q: jax.Array,
     k: Stored,
     v: Stored,
-    sight: Sight,
+    visibility: Visibility,
     options: Options,
     *,
     interpret: bool = False,
-) -> Sums:
+) -> OnlineSoftmax:
     """Weigh the cells of live tiles, see `jaxkv.ops.attention.api`.
 
     Args:
       q: `[P, T, H, D]`, queries.
       k: `[S, K, N, D]`, keys.
       v: `[S, K, N, Dv]`, values.
-      sight: what decides which cells each token sees.
+      visibility: what decides which cells each token sees.
       options: scale and softcap.
       interpret: run the kernel step by step as plain JAX, on any platform. It is slow.
 
@@ -88,7 +101,7 @@ def weigh(
       ValueError: for other dtypes than float32, bfloat16 and, of buffers, int8; for more cells and
         tokens than a list of pairs can name; on a mesh, for arrays that are not shares.
     """
-    if not can_weigh(q, k, v, sight):
+    if not can_attend(q, k, v, visibility):
         raise ValueError(
             f"'pallas' wants queries, keys and values of float32 or bfloat16, or buffers of int8 "
             f"with heads of at most {SHARING}, at most {PAIRS} pairs of a block of tokens and a "
@@ -97,14 +110,14 @@ def weigh(
         )
     kv_heads, cells = k.shape[1:3]
     queries = q.shape[2] // kv_heads
-    live = live_of(sight, _most(queries))
-    blocks = live.streams.size // sight.streams.size
+    live = find_active_tiles(visibility, _most(queries))
+    blocks = live.streams.size // visibility.streams.size
     size = min(TILE, cells)
     tiles = -(-cells // size)
-    packed_q = packed(options.scaled(in_blocks(q, blocks)), kv_heads)
+    packed_q = group_queries(options.scaled(in_blocks(q, blocks)), kv_heads)
     heads = _heads_at_once(packed_q, k, v)
     (k, v), streams, layers = flat((k, v), live.streams)
-    owners = jax.lax.bitcast_convert_type(sight.owners, jnp.int32)
+    owners = jax.lax.bitcast_convert_type(visibility.owners, jnp.int32)
 
     def at(where: Callable[..., tuple]) -> Callable[..., tuple]:
         """Return an index map: the part of an array that a turn of the grid is given."""
@@ -155,34 +168,36 @@ def weigh(
             ],
             out_specs=[of_block(n) for n in numbers],
         ),
-        out_shape=[jax.ShapeDtypeStruct((*packed_q.shape[:3], n), sums_dtype(q)) for n in numbers],
+        out_shape=[
+            jax.ShapeDtypeStruct((*packed_q.shape[:3], n), softmax_dtype(q)) for n in numbers
+        ],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         interpret=interpret,
         name="jaxkv_attention",
     )(
         live.tiles,
         streams,
-        looks_in_blocks(sight, blocks, queries),
-        sight.position[:, None],
+        query_bounds_in_blocks(visibility, blocks, queries),
+        visibility.position[:, None],
         owners,
         packed_q,
         *(jax.tree.map(partial(_where_they_lie, interpret=interpret), x) for x in (k, v)),
     )
-    sums = Sums(highest[..., 0], total[..., 0], out)
-    return of_lists(sums, live, *sight.at.shape)  # blocks without a pair hold any numbers
+    sums = OnlineSoftmax(highest[..., 0], total[..., 0], out)
+    return of_lists(sums, live, *visibility.at.shape)  # blocks without a pair hold any numbers
 
 
 def _kernel(
     pairs: Any,
     streams: Any,
-    looks: Any,
+    query_bounds: Any,
     position: Any,
     owners: Any,
     q: Any,
     k: Any,
     v: Any,
-    highest: Any,
-    total: Any,
+    max_logit: Any,
+    denom: Any,
     out: Any,
     *,
     options: Options,
@@ -195,16 +210,16 @@ def _kernel(
     Args:
       pairs: `[M]` int32, numbers of pairs of a block and a tile, block after block.
       streams: `[P * b]` int32, used by the index maps and not by the kernel.
-      looks: `[1, X, 4]` int32, see `Looks`.
+      query_bounds: `[1, X, 4]` int32, see `QueryBounds`.
       position: `[1, 1, C]` int32, of the cells of the tile.
       owners: `[1, W, C]` int32, of the cells of the tile.
       q: `[1, h, X, D]`, queries of some heads.
       k: `[1, h, C, D]`, keys, or `[1, h, D, C]` where cells lie in the lanes; quantised, codes of
         such a shape and scales `[1, h, 1, C]`.
       v: `[1, h, C, Dv]`, values, or `[1, h, Dv, C]`; quantised likewise.
-      highest: `[1, h, X, 1]`, see `Sums`.
-      total: `[1, h, X, 1]`, see `Sums`.
-      out: `[1, h, X, Dv]`, see `Sums`.
+      max_logit: `[1, h, X, 1]`, see `OnlineSoftmax`.
+      denom: `[1, h, X, 1]`, see `OnlineSoftmax`.
+      out: `[1, h, X, Dv]`, see `OnlineSoftmax`.
       options: of which the softcap is looked at.
       cells: N.
       tiles: of a stream.
@@ -215,11 +230,11 @@ def _kernel(
 
     @pl.when((i == 0) | (block != _pair(pairs[jnp.maximum(i - 1, 0)], tiles)[0]))
     def _() -> None:
-        highest[...] = jnp.full_like(highest, LOWEST)
-        total[...] = jnp.zeros_like(total)
+        max_logit[...] = jnp.full_like(max_logit, LOWEST)
+        denom[...] = jnp.zeros_like(denom)
         out[...] = jnp.zeros_like(out)
 
-    look = Looks(*(looks[0, :, j : j + 1] for j in range(4)))  # [X, 1]
+    look = QueryBounds(*(query_bounds[0, :, j : j + 1] for j in range(4)))  # [X, 1]
     words = [owners[0, w : w + 1] for w in range(owners.shape[1])]
     seen = look.sees(position[0], words)  # [X, C]
     keys, key_scales = parts(k)
@@ -239,10 +254,10 @@ def _kernel(
     logits = _product(q[0].astype(dtype), keys[0].astype(dtype), over, out.dtype)  # [h, X, C]
     logits = logits if key_scales is None else logits * key_scales[0]
     logits = masked(options.capped(logits), seen[None])
-    top = jnp.maximum(highest[0], jnp.max(logits, axis=2, keepdims=True))
-    down, weights = jnp.exp(highest[0] - top), jnp.exp(logits - top)
-    highest[0] = top
-    total[0] = total[0] * down + jnp.sum(weights, axis=2, keepdims=True)
+    top = jnp.maximum(max_logit[0], jnp.max(logits, axis=2, keepdims=True))
+    down, weights = jnp.exp(max_logit[0] - top), jnp.exp(logits - top)
+    max_logit[0] = top
+    denom[0] = denom[0] * down + jnp.sum(weights, axis=2, keepdims=True)
     over = ((2,), (axis,)), ((0,), (0,))
     if scales is not None:
         weights, values = weights * scales, values.astype(q.dtype)
@@ -297,6 +312,6 @@ def _heads_at_once(q: jax.Array, k: Stored, v: Stored) -> int:
     """
     size = min(TILE, k.shape[2])
     tiles = 2 * size * (k.shape[3] * k.dtype.itemsize + v.shape[3] * v.dtype.itemsize)
-    logits = 4 * size * q.shape[2] * sums_dtype(q).itemsize
+    logits = 4 * size * q.shape[2] * softmax_dtype(q).itemsize
     most = max(1, VMEM // (tiles + logits))
     return max(h for h in range(1, min(most, k.shape[1]) + 1) if k.shape[1] % h == 0)

@@ -19,7 +19,7 @@ Tree = TypeVar("Tree")
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Sight:
+class Visibility:
     """Positions and owners of the cells of S streams, and of P lists of T tokens that look.
 
     A token sees the cells of its stream that have its owner, up to its own position, as far back as
@@ -54,7 +54,7 @@ class Sight:
     bias: BiasOfLists | None = None
     tile: int | None = field(default=None, metadata={"static": True})
 
-    def of_cells(self, first: jax.Array, count: int) -> "Sight":
+    def of_cells(self, first: jax.Array, count: int) -> "Visibility":
         """Return the sight of `count` cells from `first` on, an int32 number."""
 
         def cut(x: jax.Array) -> jax.Array:
@@ -67,7 +67,7 @@ class Sight:
             bias=cut(self.bias) if isinstance(self.bias, jax.Array) else self.bias,
         )
 
-    def of_tokens(self, cut: Callable[[jax.Array], jax.Array]) -> "Sight":
+    def of_tokens(self, cut: Callable[[jax.Array], jax.Array]) -> "Visibility":
         """Return the sight of other tokens; `cut` takes them out of arrays `[P, T, ...]`."""
         return replace(
             self,
@@ -84,49 +84,51 @@ class Sight:
 
 
 @jax.jit
-def mask_of(sight: Sight) -> jax.Array:
+def mask_of(visibility: Visibility) -> jax.Array:
     """Return which cells of its stream each token sees; `[P, T, N]` bool.
 
     Each layer calls this; the compiler computes it once for all layers that share a sight.
 
     llama.cpp: `set_input_kq_mask`.
     """
-    owners = sight.of_lists(sight.owners)  # [P, W, N]
+    owners = visibility.of_lists(visibility.owners)  # [P, W, N]
     owner = owners[:, 0][:, None]
     for w in range(1, owners.shape[1]):  # a choice among few words, where a gather would be stored
-        owner = jnp.where((sight.word == w)[..., None], owners[:, w][:, None], owner)
-    owned = owner & sight.bit[..., None] != 0
-    position = sight.of_lists(sight.position)[:, None]
-    visible_until = None if sight.visible_until is None else sight.visible_until[..., None]
-    at = sight.at[..., None]
+        owner = jnp.where((visibility.word == w)[..., None], owners[:, w][:, None], owner)
+    owned = owner & visibility.bit[..., None] != 0
+    position = visibility.of_lists(visibility.position)[:, None]
+    visible_until = (
+        None if visibility.visible_until is None else visibility.visible_until[..., None]
+    )
+    at = visibility.at[..., None]
     return owned & sees(
-        sight.window, at, position, causal=sight.causal, visible_until=visible_until
+        visibility.window, at, position, causal=visibility.causal, visible_until=visible_until
     )
 
 
-def bias_of(sight: Sight, seen: jax.Array | None = None) -> jax.Array | None:
+def bias_of(visibility: Visibility, seen: jax.Array | None = None) -> jax.Array | None:
     """Return what is added to the logits of all pairs, `[P, H or 1, T, N]`; None for nothing.
 
     Args:
-      sight: the tokens and the cells.
+      visibility: the tokens and the cells.
       seen: `[P, T, N]` bool, for derivatives: a cell that a token does not see is taken to stand
         where the token stands, so that the derivative of a function is a number there.
     """
-    if not isinstance(sight.bias, OfPlaces):
-        return None if sight.bias is None else sight.bias.swapaxes(1, 2)
-    position = sight.of_lists(sight.position)[:, None]
+    if not isinstance(visibility.bias, OfPlaces):
+        return None if visibility.bias is None else visibility.bias.swapaxes(1, 2)
+    position = visibility.of_lists(visibility.position)[:, None]
     if seen is not None:
-        position = jnp.where(seen, position, sight.at[..., None])
-    return sight.bias.between(sight.at, position)
+        position = jnp.where(seen, position, visibility.at[..., None])
+    return visibility.bias.between(visibility.at, position)
 
 
-def with_array(sight: Sight) -> Sight:
+def with_array(visibility: Visibility) -> Visibility:
     """Return a sight whose bias, if it has one, is an array `[P, T, H or 1, N]`."""
-    bias = bias_of(sight)
-    return replace(sight, bias=None if bias is None else bias.swapaxes(1, 2))
+    bias = bias_of(visibility)
+    return replace(visibility, bias=None if bias is None else bias.swapaxes(1, 2))
 
 
-class Looks(NamedTuple):
+class QueryBounds(NamedTuple):
     """What decides which cells a query sees, in the numbers that a kernel compares.
 
     The rule of a window becomes the first and the last position that is seen. All arrays are int32
@@ -154,11 +156,16 @@ class Looks(NamedTuple):
         return (owner & self.bit != 0) & (position >= self.first) & (position <= self.last)
 
 
-def looks_of(sight: Sight) -> Looks:
+def query_bounds_of(visibility: Visibility) -> QueryBounds:
     """Return how each token looks, four arrays `[P, T]` int32."""
-    return Looks(
-        first_seen(sight.window, sight.at),
-        last_seen(sight.window, sight.at, causal=sight.causal, visible_until=sight.visible_until),
-        sight.word,
-        jax.lax.bitcast_convert_type(sight.bit, jnp.int32),
+    return QueryBounds(
+        first_seen(visibility.window, visibility.at),
+        last_seen(
+            visibility.window,
+            visibility.at,
+            causal=visibility.causal,
+            visible_until=visibility.visible_until,
+        ),
+        visibility.word,
+        jax.lax.bitcast_convert_type(visibility.bit, jnp.int32),
     )

@@ -38,31 +38,33 @@ class Options:
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-class Sums(NamedTuple):
-    """A softmax over some cells before its division, for queries from `packed`.
+class OnlineSoftmax(NamedTuple):
+    """A softmax over some cells before its division, for queries from `group_queries`.
 
-    The dtype is that of `sums_dtype`.
+    The dtype is that of `softmax_dtype`.
 
-    highest: `[P, K, X]`, the highest logit; low, but finite, where nothing is seen.
-    total: `[P, K, X]`, the sum of exp(logit - highest).
+    max_logit: `[P, K, X]`, the highest logit; low, but finite, where nothing is seen.
+    denom: `[P, K, X]`, the sum of exp(logit - highest).
     out: `[P, K, X, Dv]`, the values, each times its exp(logit - highest), added up.
     """
 
-    highest: jax.Array
-    total: jax.Array
+    max_logit: jax.Array
+    denom: jax.Array
     out: jax.Array
 
-    def plus(self, highest: jax.Array, total: jax.Array, out: jax.Array) -> "Sums":
+    def merge_block(
+        self, max_logit: jax.Array, denom: jax.Array, out: jax.Array
+    ) -> "OnlineSoftmax":
         """Return the sums over these cells and others.
 
-        `highest` is the highest logit of both, by which `total` and `out` of the others were
-        weighed. Shapes are those of `Sums`.
+        `max_logit` is the highest logit of both, by which `denom` and `out` of the others were
+        weighed. Shapes are those of `OnlineSoftmax`.
         """
-        down = jnp.exp(self.highest - highest)
-        return Sums(highest, self.total * down + total, self.out * down[..., None] + out)
+        down = jnp.exp(self.max_logit - max_logit)
+        return OnlineSoftmax(max_logit, self.denom * down + denom, self.out * down[..., None] + out)
 
 
-def sums_dtype(q: jax.Array) -> jnp.dtype:
+def softmax_dtype(q: jax.Array) -> jnp.dtype:
     """Return the dtype of logits and sums: float32, or float64 for queries `[...]` of float64."""
     return jnp.promote_types(q.dtype, jnp.float32)
 
@@ -78,7 +80,7 @@ def masked(logits: jax.Array, mask: jax.Array, bias: jax.Array | None = None) ->
     return jnp.where(mask, jnp.maximum(logits, LOWEST / 2), LOWEST)
 
 
-def seen_alone(sums: Sums, sees: jax.Array) -> Sums:
+def zero_unseen(sums: OnlineSoftmax, sees: jax.Array) -> OnlineSoftmax:
     """Set the sums of a token that sees nothing to those over no cells; `sees` is `[P, T]` bool.
 
     Such a token may have sums of hidden cells, since the highest of its logits is then the lowest
@@ -86,76 +88,78 @@ def seen_alone(sums: Sums, sees: jax.Array) -> Sums:
     cell is so much higher that nothing is left of hidden ones.) And a kernel that never came to the
     token has left any numbers there.
     """
-    return _kept(sums, jnp.tile(sees, sums.total.shape[2] // sees.shape[1])[:, None])
+    return _kept(sums, jnp.tile(sees, sums.denom.shape[2] // sees.shape[1])[:, None])
 
 
-def unhidden_alone(sums: Sums) -> Sums:
+def nan_unless_hidden(sums: OnlineSoftmax) -> OnlineSoftmax:
     """Set the sums of a query to those over no cells where a bias hides all that its token sees.
 
     Its highest logit is then the lowest one, and that of a query that sees a cell is not: see
     `masked`.
     """
-    return _kept(sums, sums.highest != LOWEST)
+    return _kept(sums, sums.max_logit != LOWEST)
 
 
-def _kept(sums: Sums, sees: jax.Array) -> Sums:
+def _kept(sums: OnlineSoftmax, sees: jax.Array) -> OnlineSoftmax:
     """Set the sums of queries that see nothing to those over no cells.
 
     `sees` is `[P, K or 1, X]` bool.
     """
-    return Sums(
-        jnp.where(sees, sums.highest, LOWEST),
-        jnp.where(sees, sums.total, 0.0),
+    return OnlineSoftmax(
+        jnp.where(sees, sums.max_logit, LOWEST),
+        jnp.where(sees, sums.denom, 0.0),
         jnp.where(sees[..., None], sums.out, 0.0),
     )
 
 
-def nothing(q: jax.Array, value_dim: int) -> Sums:
+def nothing(q: jax.Array, value_dim: int) -> OnlineSoftmax:
     """Return the sums over no cells, for packed queries `[P, K, X, D]`; Dv is `value_dim`."""
-    zero = jnp.zeros_like(q[..., 0], sums_dtype(q))  # split on a mesh as queries are
+    zero = jnp.zeros_like(q[..., 0], softmax_dtype(q))  # split on a mesh as queries are
     out = jnp.broadcast_to(zero[..., None], (*zero.shape, value_dim))
-    return Sums(zero + LOWEST, zero, out)
+    return OnlineSoftmax(zero + LOWEST, zero, out)
 
 
-def joined(a: Sums, b: Sums) -> Sums:
+def merge_softmax(a: OnlineSoftmax, b: OnlineSoftmax) -> OnlineSoftmax:
     """Return the open softmax over the cells of two."""
-    highest = jax.lax.stop_gradient(jnp.maximum(a.highest, b.highest))
-    down = jnp.exp(b.highest - highest)
-    return a.plus(highest, b.total * down, b.out * down[..., None])
+    highest = jax.lax.stop_gradient(jnp.maximum(a.max_logit, b.max_logit))
+    down = jnp.exp(b.max_logit - highest)
+    return a.merge_block(highest, b.denom * down, b.out * down[..., None])
 
 
-def joined_over(sums: Sums, axes: tuple[str, ...]) -> Sums:
+def joined_over(sums: OnlineSoftmax, axes: tuple[str, ...]) -> OnlineSoftmax:
     """Return the open softmax over the cells of all devices along axes of a mesh.
 
     It costs one small message.
     """
     if not axes:
         return sums
-    mine = [sums.highest[..., None], sums.total[..., None], sums.out]
+    mine = [sums.max_logit[..., None], sums.denom[..., None], sums.out]
     parts = jax.lax.all_gather(jnp.concatenate(mine, axis=-1), axes)  # [n, P, K, X, Dv + 2]
     highest = jax.lax.stop_gradient(jnp.max(parts[..., 0], axis=0, keepdims=True))
     down = jnp.exp(parts[..., 0] - highest)
     out = jnp.sum(parts[..., 2:] * down[..., None], axis=0)
-    return Sums(highest[0], jnp.sum(parts[..., 1] * down, axis=0), out)
+    return OnlineSoftmax(highest[0], jnp.sum(parts[..., 1] * down, axis=0), out)
 
 
-def with_sinks(sums: Sums, sinks: jax.Array | None) -> Sums:
+def with_sinks(sums: OnlineSoftmax, sinks: jax.Array | None) -> OnlineSoftmax:
     """Add the sinks, `[H]` of floats, if there are any, to the sums over all cells."""
     if sinks is None:
         return sums
-    lists, kv_heads, queries = sums.total.shape
-    heads = sinks.astype(sums.total.dtype).reshape(1, kv_heads, -1, 1)
+    lists, kv_heads, queries = sums.denom.shape
+    heads = sinks.astype(sums.denom.dtype).reshape(1, kv_heads, -1, 1)
     logits = jnp.broadcast_to(heads, (lists, kv_heads, heads.shape[2], queries // heads.shape[2]))
-    logits = logits.reshape(sums.total.shape)
-    return joined(sums, Sums(logits, jnp.ones_like(logits), jnp.zeros_like(sums.out)))
+    logits = logits.reshape(sums.denom.shape)
+    return merge_softmax(
+        sums, OnlineSoftmax(logits, jnp.ones_like(logits), jnp.zeros_like(sums.out))
+    )
 
 
-def closed(sums: Sums) -> jax.Array:
+def normalize(sums: OnlineSoftmax) -> jax.Array:
     """Divide: return `[P, K, X, Dv]`, zeros where nothing is seen."""
-    return sums.out / jnp.where(sums.total == 0.0, 1.0, sums.total)[..., None]
+    return sums.out / jnp.where(sums.denom == 0.0, 1.0, sums.denom)[..., None]
 
 
-def packed(q: jax.Array, kv_heads: int) -> jax.Array:
+def group_queries(q: jax.Array, kv_heads: int) -> jax.Array:
     """Lay queries out for one product with each key head; `[P, T, H, D]` to `[P, K, G * T, D]`."""
     lists, tokens, _, size = q.shape
     return (
@@ -171,8 +175,8 @@ def by_kv_heads(x: jax.Array, kv_heads: int) -> jax.Array:
     return x.reshape(lists, min(heads, kv_heads), -1, *pairs)
 
 
-def unpacked(out: jax.Array, tokens: int) -> jax.Array:
-    """Undo `packed`; `[P, K, G * T, Dv]` to `[P, T, H, Dv]`, for T `tokens`."""
+def ungroup_queries(out: jax.Array, tokens: int) -> jax.Array:
+    """Undo `group_queries`; `[P, K, G * T, Dv]` to `[P, T, H, Dv]`, for T `tokens`."""
     lists, kv_heads, _, size = out.shape
     out = out.reshape(lists, kv_heads, -1, tokens, size).transpose(0, 3, 1, 2, 4)
     return out.reshape(lists, tokens, -1, size)

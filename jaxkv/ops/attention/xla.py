@@ -7,23 +7,25 @@ key, C cells that are weighed.
 import jax
 import jax.numpy as jnp
 
-from jaxkv.ops.attention.sight import Sight, bias_of, mask_of
+from jaxkv.ops.attention.sight import Visibility, bias_of, mask_of
 from jaxkv.ops.attention.softmax import (
+    OnlineSoftmax,
     Options,
-    Sums,
     by_kv_heads,
+    group_queries,
     masked,
-    packed,
-    seen_alone,
-    sums_dtype,
+    softmax_dtype,
+    zero_unseen,
 )
 from jaxkv.ops.quantised import Stored, decoded, scored, weighed
 
 
-def whole(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
+def whole(
+    q: jax.Array, k: Stored, v: Stored, visibility: Visibility, options: Options
+) -> OnlineSoftmax:
     """Weigh all cells of the streams that take part, see `jaxkv.ops.attention.api`."""
-    k, v = sight.of_lists(k), sight.of_lists(v)
-    return by_mask(q, k, v, mask_of(sight), options, bias_of(sight))
+    k, v = visibility.of_lists(k), visibility.of_lists(v)
+    return by_mask(q, k, v, mask_of(visibility), options, bias_of(visibility))
 
 
 def cleaned(
@@ -33,7 +35,7 @@ def cleaned(
     mask: jax.Array,
     options: Options,
     bias: jax.Array | None = None,
-) -> Sums:
+) -> OnlineSoftmax:
     """Do what `by_mask` does, in a form whose derivatives are safe from what no token sees.
 
     Derivatives multiply keys and values by the zeros of hidden cells, and NaN times zero is NaN. So
@@ -51,7 +53,7 @@ def by_mask(
     mask: jax.Array,
     options: Options,
     bias: jax.Array | None = None,
-) -> Sums:
+) -> OnlineSoftmax:
     """Weigh the cells of each list that its mask shows to it.
 
     Args:
@@ -62,29 +64,29 @@ def by_mask(
       options: scale and softcap.
       bias: `[P, H or 1, T, N]`, what is added to logits, if there is anything.
     """
-    q = packed(options.scaled(q), k.shape[1])
+    q = group_queries(options.scaled(q), k.shape[1])
     logits = _logits(q, k, mask, options, bias)
     highest = jax.lax.stop_gradient(jnp.max(logits, axis=-1))
-    sums = Sums(highest, *_weigh(jnp.exp(logits - highest[..., None]), v))
-    return seen_alone(sums, jnp.any(mask, axis=2))
+    sums = OnlineSoftmax(highest, *_weigh(jnp.exp(logits - highest[..., None]), v))
+    return zero_unseen(sums, jnp.any(mask, axis=2))
 
 
 def added(
-    sums: Sums,
+    sums: OnlineSoftmax,
     q: jax.Array,
     k: Stored,
     v: Stored,
     mask: jax.Array,
     options: Options,
     bias: jax.Array | None = None,
-) -> Sums:
+) -> OnlineSoftmax:
     """Weigh further cells, and add them to sums.
 
-    A token that sees no cell at all gets sums all the same: callers end with `seen_alone`.
+    A token that sees no cell at all gets sums all the same: callers end with `zero_unseen`.
 
     Args:
       sums: over other cells, or `nothing`.
-      q: `[P, K, X, D]`, queries from `packed`, scaled.
+      q: `[P, K, X, D]`, queries from `group_queries`, scaled.
       k: `[P, K, C, D]`, keys.
       v: `[P, K, C, Dv]`, values, all of them finite.
       mask: `[P, T, C]` bool, what each token sees.
@@ -92,15 +94,15 @@ def added(
       bias: `[P, H or 1, T, C]`, what is added to logits, if there is anything.
     """
     logits = _logits(q, k, mask, options, bias)
-    highest = jax.lax.stop_gradient(jnp.maximum(jnp.max(logits, axis=-1), sums.highest))
-    return sums.plus(highest, *_weigh(jnp.exp(logits - highest[..., None]), v))
+    highest = jax.lax.stop_gradient(jnp.maximum(jnp.max(logits, axis=-1), sums.max_logit))
+    return sums.merge_block(highest, *_weigh(jnp.exp(logits - highest[..., None]), v))
 
 
 def _logits(
     q: jax.Array, k: Stored, mask: jax.Array, options: Options, bias: jax.Array | None
 ) -> jax.Array:
-    """Return masked logits `[P, K, X, C]` in `sums_dtype`; arguments as in `added`."""
-    logits = scored(q, k, sums_dtype(q))
+    """Return masked logits `[P, K, X, C]` in `softmax_dtype`; arguments as in `added`."""
+    logits = scored(q, k, softmax_dtype(q))
     by_token = options.capped(logits).reshape(*q.shape[:2], -1, *mask.shape[1:])
     bias = None if bias is None else by_kv_heads(bias, k.shape[1])
     return masked(by_token, mask[:, None, None], bias).reshape(logits.shape)

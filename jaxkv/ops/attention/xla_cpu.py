@@ -11,20 +11,20 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.ops.attention import xla
-from jaxkv.ops.attention.live import live_of
-from jaxkv.ops.attention.sight import Sight, bias_of, mask_of
+from jaxkv.ops.attention.live import find_active_tiles
+from jaxkv.ops.attention.sight import Visibility, bias_of, mask_of
 from jaxkv.ops.attention.softmax import (
+    OnlineSoftmax,
     Options,
-    Sums,
     by_kv_heads,
+    group_queries,
     masked,
-    packed,
-    seen_alone,
-    sums_dtype,
+    softmax_dtype,
+    zero_unseen,
 )
 from jaxkv.ops.attention.xla_tiles import Added, block_by_block, one_by_one
 from jaxkv.ops.quantised import Quantised, Stored
-from jaxkv.ops.stacked import OfLayer
+from jaxkv.ops.stacked import LayerView
 
 FEW = 0.4
 """The share of tiles that are seen, below which reading tiles one by one is faster."""
@@ -60,31 +60,35 @@ EXACT = 1024
 """The most weights that are added up by a product: over more it is less exact than a sum."""
 
 
-def best(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
+def best(
+    q: jax.Array, k: Stored, v: Stored, visibility: Visibility, options: Options
+) -> OnlineSoftmax:
     """Read tiles where few of them are seen, or tokens are many, and else all cells at once.
 
     See `jaxkv.ops.attention.api` for the arguments.
     """
-    if isinstance(k, Quantised | OfLayer) or isinstance(v, Quantised | OfLayer):
-        return tiles(q, k, v, sight, options)
-    if not sight.all_streams or are_large(q, k) or is_narrow(k):
-        return tiles(q, k, v, sight, options)
-    live, mask = live_of(sight), mask_of(sight)
+    if isinstance(k, Quantised | LayerView) or isinstance(v, Quantised | LayerView):
+        return tiles(q, k, v, visibility, options)
+    if not visibility.all_streams or are_large(q, k) or is_narrow(k):
+        return tiles(q, k, v, visibility, options)
+    live, mask = find_active_tiles(visibility), mask_of(visibility)
     if live.tiles.size <= SMALL:
-        return by_mask(q, k, v, mask, options, bias_of(sight))
+        return by_mask(q, k, v, mask, options, bias_of(visibility))
     # The mask and the list of tiles are arguments: inside of a branch, each layer would make them.
     sums = jax.lax.cond(
         live.turns < FEW * live.tiles.size,
         lambda q, live, _: one_by_one(q, k, v, live, options, added),
-        lambda q, _, mask: at_once(q, k, v, mask, options, bias_of(sight)),
-        *(packed(options.scaled(q), k.shape[1]), live, mask),
+        lambda q, _, mask: at_once(q, k, v, mask, options, bias_of(visibility)),
+        *(group_queries(options.scaled(q), k.shape[1]), live, mask),
     )
-    return seen_alone(sums, jnp.any(mask, axis=2))
+    return zero_unseen(sums, jnp.any(mask, axis=2))
 
 
-def tiles(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
+def tiles(
+    q: jax.Array, k: Stored, v: Stored, visibility: Visibility, options: Options
+) -> OnlineSoftmax:
     """Weigh the cells of live tiles, see `jaxkv.ops.attention.xla_tiles`."""
-    return block_by_block(q, k, v, sight, options, form_for(k), pinned=is_narrow(k))
+    return block_by_block(q, k, v, visibility, options, form_for(k), pinned=is_narrow(k))
 
 
 def form_for(k: Stored) -> Added:
@@ -95,12 +99,14 @@ def form_for(k: Stored) -> Added:
     return xla.added if isinstance(k, Quantised) else added
 
 
-def whole(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
+def whole(
+    q: jax.Array, k: Stored, v: Stored, visibility: Visibility, options: Options
+) -> OnlineSoftmax:
     """Weigh all cells of the streams that take part, see `jaxkv.ops.attention.api`."""
     if isinstance(k, Quantised) or isinstance(v, Quantised):
-        return xla.whole(q, k, v, sight, options)
-    k, v = sight.of_lists(k), sight.of_lists(v)
-    return by_mask(q, k, v, mask_of(sight), options, bias_of(sight))
+        return xla.whole(q, k, v, visibility, options)
+    k, v = visibility.of_lists(k), visibility.of_lists(v)
+    return by_mask(q, k, v, mask_of(visibility), options, bias_of(visibility))
 
 
 def by_mask(
@@ -110,10 +116,10 @@ def by_mask(
     mask: jax.Array,
     options: Options,
     bias: jax.Array | None = None,
-) -> Sums:
+) -> OnlineSoftmax:
     """Do what `jaxkv.ops.attention.xla.by_mask` does, with the same arguments."""
-    q = packed(options.scaled(q), k.shape[1])
-    return seen_alone(at_once(q, k, v, mask, options, bias), jnp.any(mask, axis=2))
+    q = group_queries(options.scaled(q), k.shape[1])
+    return zero_unseen(at_once(q, k, v, mask, options, bias), jnp.any(mask, axis=2))
 
 
 def at_once(
@@ -123,33 +129,33 @@ def at_once(
     mask: jax.Array,
     options: Options,
     bias: jax.Array | None,
-) -> Sums:
+) -> OnlineSoftmax:
     """Weigh all cells, for queries `[P, K, X, D]`, packed and scaled.
 
-    The other arguments are those of `by_mask`. It leaves `seen_alone` to callers.
+    The other arguments are those of `by_mask`. It leaves `zero_unseen` to callers.
     """
     logits, v = _logits(q, k, mask, options, bias), _in_parts(v, q.shape[2])
     # Maximum, difference and exponential side by side are one fast function of the compiler's.
     # It takes nothing between them, such as a guard against -inf or a maximum of earlier cells.
     highest = jax.lax.stop_gradient(jnp.max(logits, axis=(2, 5), keepdims=True))
-    return Sums(highest.reshape(q.shape[:3]), *_weigh(jnp.exp(logits - highest), v))
+    return OnlineSoftmax(highest.reshape(q.shape[:3]), *_weigh(jnp.exp(logits - highest), v))
 
 
 def added(
-    sums: Sums,
+    sums: OnlineSoftmax,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     mask: jax.Array,
     options: Options,
     bias: jax.Array | None = None,
-) -> Sums:
+) -> OnlineSoftmax:
     """Do what `jaxkv.ops.attention.xla.added` does, with the same arguments."""
     logits, v = _logits(q, k, mask, options, bias), _in_parts(v, q.shape[2])
-    highest = jnp.max(logits, axis=(2, 5)).reshape(sums.highest.shape)
-    highest = jax.lax.stop_gradient(jnp.maximum(highest, sums.highest))
+    highest = jnp.max(logits, axis=(2, 5)).reshape(sums.max_logit.shape)
+    highest = jax.lax.stop_gradient(jnp.maximum(highest, sums.max_logit))
     shape = (*q.shape[:2], 1, -1, mask.shape[1], 1)
-    return sums.plus(highest, *_weigh(jnp.exp(logits - highest.reshape(shape)), v))
+    return sums.merge_block(highest, *_weigh(jnp.exp(logits - highest.reshape(shape)), v))
 
 
 def _logits(
@@ -175,7 +181,7 @@ def are_large(q: jax.Array, k: jax.Array) -> bool:
     Queries are `[P, T, H, D]`, and keys `[S, K, N, D]`.
     """
     lists, tokens, heads, _ = q.shape
-    logits = lists * tokens * heads * k.shape[2] * sums_dtype(q).itemsize
+    logits = lists * tokens * heads * k.shape[2] * softmax_dtype(q).itemsize
     several = tokens >= SEVERAL or (tokens > 1 and k.shape[2] >= HUGE)
     return tokens > LARGE or (several and logits > LOGITS)
 
@@ -204,7 +210,7 @@ def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
     keeps the compiler from exchanging the factors, which would save it the small transpose. With
     many queries there is one part, whose dimension is left out: in a product it doubles the time.
     """
-    dtype = sums_dtype(q)
+    dtype = softmax_dtype(q)
     if q.shape[2] > THIN:
         logits = jnp.einsum("pkxd,pkcd->pkxc", q, k[:, :, 0], preferred_element_type=dtype)
         return logits[:, :, None]

@@ -4,8 +4,8 @@ One product for all tokens of a pool multiplies each token with the cells of all
 that one token alone sees is multiplied with this token only; a tile that several tokens see is
 multiplied with all tokens, once.
 
-These are the tiles of sequences, `Sight.tile` cells each. A loop reads several of them at once,
-which together are a tile of `jaxkv.ops.attention.live`.
+These are the tiles of sequences, `Visibility.tile` cells each. A loop reads several of them at
+once, which together are a tile of `jaxkv.ops.attention.live`.
 
 Letters beside those of the package: M tiles of a list, or of a piece of its cells; C cells of a
 tile; G query heads of a key head, X = G * T queries that share a key.
@@ -18,50 +18,52 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.ops.attention import xla_cpu
-from jaxkv.ops.attention.live import BLOCK, live_of
-from jaxkv.ops.attention.sight import Sight, bias_of, mask_of
+from jaxkv.ops.attention.live import BLOCK, find_active_tiles
+from jaxkv.ops.attention.sight import Visibility, bias_of, mask_of
 from jaxkv.ops.attention.softmax import (
     LOWEST,
+    OnlineSoftmax,
     Options,
-    Sums,
     by_kv_heads,
+    group_queries,
     masked,
     nothing,
-    packed,
-    seen_alone,
-    sums_dtype,
+    softmax_dtype,
+    zero_unseen,
 )
 from jaxkv.ops.attention.xla_tiles import one_by_one
 from jaxkv.ops.quantised import Quantised, Stored, scored, weighed
-from jaxkv.ops.stacked import OfLayer
+from jaxkv.ops.stacked import LayerView
 
 
-def best(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
+def best(
+    q: jax.Array, k: Stored, v: Stored, visibility: Visibility, options: Options
+) -> OnlineSoftmax:
     """Weigh each tile that one token alone sees for this token only, if tokens have such tiles.
 
     Where several tokens see much of a pool, all cells are weighed for all tokens at once. See
     `jaxkv.ops.attention.api` for the arguments.
     """
-    tokens, cells, size = sight.at.shape[1], k.shape[2], sight.tile
-    if size is None or cells % size or not sight.all_streams or not 1 < tokens <= BLOCK:
-        return xla_cpu.best(q, k, v, sight, options)
-    own, shared, sees = parted(sight, size)
-    mine, ours = live_of(own), live_of(shared)
+    tokens, cells, size = visibility.at.shape[1], k.shape[2], visibility.tile
+    if size is None or cells % size or not visibility.all_streams or not 1 < tokens <= BLOCK:
+        return xla_cpu.best(q, k, v, visibility, options)
+    own, shared, sees = parted(visibility, size)
+    mine, ours = find_active_tiles(own), find_active_tiles(shared)
     few = xla_cpu.FEW * mine.tiles.size
-    packed_q = packed(options.scaled(q), k.shape[1])
+    packed_q = group_queries(options.scaled(q), k.shape[1])
     narrow = xla_cpu.is_narrow(k)
     # Keys and values are converted, or cut out of all layers, only for a few tiles at a time.
-    piecewise = narrow or isinstance(k, OfLayer) or isinstance(v, OfLayer)
+    piecewise = narrow or isinstance(k, LayerView) or isinstance(v, LayerView)
     each, mask = partial(added, size), mask_of(own)
 
-    def one_after_another() -> Sums:
+    def one_after_another() -> OnlineSoftmax:
         return one_by_one(packed_q, k, v, mine, options, each, pinned=narrow)
 
-    def side_by_side() -> Sums:
+    def side_by_side() -> OnlineSoftmax:
         none = nothing(packed_q, v.shape[3])
         return each(none, packed_q, k, v, mask, options, bias_of(own))
 
-    def apart() -> Sums:
+    def apart() -> OnlineSoftmax:
         if piecewise:
             sums = one_after_another()
         else:
@@ -69,40 +71,44 @@ def best(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> 
         return one_by_one(packed_q, k, v, ours, options, xla_cpu.form_for(k), sums, pinned=narrow)
 
     if piecewise or isinstance(k, Quantised) or isinstance(v, Quantised) or xla_cpu.are_large(q, k):
-        return seen_alone(apart(), sees)
-    both = mask_of(sight)
+        return zero_unseen(apart(), sees)
+    both = mask_of(visibility)
     sums = jax.lax.cond(
         ours.turns < few,
         apart,
-        lambda: xla_cpu.at_once(packed_q, k, v, both, options, bias_of(sight)),
+        lambda: xla_cpu.at_once(packed_q, k, v, both, options, bias_of(visibility)),
     )
-    return seen_alone(sums, sees)
+    return zero_unseen(sums, sees)
 
 
 @partial(jax.jit, static_argnames="size")
-def parted(sight: Sight, size: int) -> tuple[Sight, Sight, jax.Array]:
+def parted(visibility: Visibility, size: int) -> tuple[Visibility, Visibility, jax.Array]:
     """Return the sight of tiles that one token alone sees, and the sight of all other tiles.
 
     And `[P, T]` bool, which tokens see anything; C is `size`. As with `mask_of`, each layer calls
     this, and the compiler computes it once.
     """
-    mask = mask_of(sight)
+    mask = mask_of(visibility)
     seen = jnp.any(mask.reshape(*mask.shape[:2], -1, size), axis=3)  # [P, T, M]
     alone = jnp.repeat(jnp.sum(seen, axis=1) == 1, size, axis=1)[:, None]
-    own, shared = jnp.where(alone, sight.owners, 0), jnp.where(alone, 0, sight.owners)
-    return replace(sight, owners=own), replace(sight, owners=shared), jnp.any(seen, axis=2)
+    own, shared = jnp.where(alone, visibility.owners, 0), jnp.where(alone, 0, visibility.owners)
+    return (
+        replace(visibility, owners=own),
+        replace(visibility, owners=shared),
+        jnp.any(seen, axis=2),
+    )
 
 
 def added(
     size: int,
-    sums: Sums,
+    sums: OnlineSoftmax,
     q: jax.Array,
     k: Stored,
     v: Stored,
     mask: jax.Array,
     options: Options,
     bias: jax.Array | None = None,
-) -> Sums:
+) -> OnlineSoftmax:
     """Do what `jaxkv.ops.attention.xla.added` does, where one token alone sees cells of a tile.
 
     The first argument is `size`, the C cells of a tile; the others are those of that function, for
@@ -128,25 +134,27 @@ def added(
 
 
 def _joined(
-    sums: Sums, sees: jax.Array, highest: jax.Array, total: jax.Array, out: jax.Array
-) -> Sums:
+    sums: OnlineSoftmax, sees: jax.Array, max_logit: jax.Array, denom: jax.Array, out: jax.Array
+) -> OnlineSoftmax:
     """Add the sums of tiles to those of the tokens that see them, `[P, T, M]` bool.
 
-    `highest` and `total` of tiles are `[P, K, M, G]`, and `out` is `[P, K, M, G, Dv]`. A NaN is
+    `max_logit` and `denom` of tiles are `[P, K, M, G]`, and `out` is `[P, K, M, G, Dv]`. A NaN is
     selected or not, and never multiplied by the zeros of tokens that do not see it.
     """
     lists, tokens, _ = sees.shape
-    packed_shape, kv_heads = sums.highest.shape, highest.shape[1]
-    highest, total = (x.swapaxes(2, 3)[:, :, :, None] for x in (highest, total))  # [P, K, G, 1, M]
+    packed_shape, kv_heads = sums.max_logit.shape, max_logit.shape[1]
+    max_logit, denom = (
+        x.swapaxes(2, 3)[:, :, :, None] for x in (max_logit, denom)
+    )  # [P, K, G, 1, M]
     sees = sees[:, None, None]
-    before = sums.highest.reshape(lists, kv_heads, -1, tokens)
-    top = jnp.maximum(before, jnp.max(jnp.where(sees, highest, LOWEST), axis=4))
-    down = jnp.where(sees, jnp.exp(highest - top[..., None]), 0.0)  # [P, K, G, T, M]
-    whole = jnp.isfinite(total[:, :, :, 0].swapaxes(2, 3))[..., None]
+    before = sums.max_logit.reshape(lists, kv_heads, -1, tokens)
+    top = jnp.maximum(before, jnp.max(jnp.where(sees, max_logit, LOWEST), axis=4))
+    down = jnp.where(sees, jnp.exp(max_logit - top[..., None]), 0.0)  # [P, K, G, T, M]
+    whole = jnp.isfinite(denom[:, :, :, 0].swapaxes(2, 3))[..., None]
     out = jnp.einsum("pkgtm,pkmgd->pkgtd", down, jnp.where(whole, out, 0.0))
-    total = jnp.sum(jnp.where(sees, total * down, 0.0), axis=4)
-    flat = (x.reshape(*packed_shape, *x.shape[4:]) for x in (top, total, out))
-    return sums.plus(*flat)
+    denom = jnp.sum(jnp.where(sees, denom * down, 0.0), axis=4)
+    flat = (x.reshape(*packed_shape, *x.shape[4:]) for x in (top, denom, out))
+    return sums.merge_block(*flat)
 
 
 def _tiled(x: Stored, size: int) -> Stored:
@@ -159,7 +167,7 @@ def _scores(q: jax.Array, k: Stored) -> jax.Array:
 
     The keys come first, as in `jaxkv.ops.attention.xla_cpu`.
     """
-    logits = scored(q, k, sums_dtype(q), keys_first=True)
+    logits = scored(q, k, softmax_dtype(q), keys_first=True)
     return jax.lax.optimization_barrier(logits).swapaxes(3, 4)
 
 

@@ -12,38 +12,48 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.ops.attention import xla
-from jaxkv.ops.attention.live import TILE, Live, in_blocks, item, live_of, of_lists, slice_of
-from jaxkv.ops.attention.sight import Sight
-from jaxkv.ops.attention.softmax import Options, Sums, nothing, packed
+from jaxkv.ops.attention.live import (
+    TILE,
+    ActiveTiles,
+    find_active_tiles,
+    in_blocks,
+    item,
+    of_lists,
+    slice_of,
+)
+from jaxkv.ops.attention.sight import Visibility
+from jaxkv.ops.attention.softmax import OnlineSoftmax, Options, group_queries, nothing
 from jaxkv.ops.quantised import Stored
 from jaxkv.ops.stacked import flat
 
-Added = Callable[..., Sums]
+Added = Callable[..., OnlineSoftmax]
 """A function that adds a tile to the sums over others, see `jaxkv.ops.attention.xla.added`."""
 
 
-def by_tiles(q: jax.Array, k: Stored, v: Stored, sight: Sight, options: Options) -> Sums:
+def by_tiles(
+    q: jax.Array, k: Stored, v: Stored, visibility: Visibility, options: Options
+) -> OnlineSoftmax:
     """Weigh the cells of live tiles, see `jaxkv.ops.attention.api`."""
-    return block_by_block(q, k, v, sight, options, xla.added)
+    return block_by_block(q, k, v, visibility, options, xla.added)
 
 
 def block_by_block(
     q: jax.Array,
     k: Stored,
     v: Stored,
-    sight: Sight,
+    visibility: Visibility,
     options: Options,
     added: Added,
     *,
     pinned: bool = False,
-) -> Sums:
+) -> OnlineSoftmax:
     """Weigh the cells of live tiles, each with `added`, for tokens in blocks.
 
     The other arguments are those of `jaxkv.ops.attention.api.Way`, and `pinned` of `one_by_one`.
     """
-    live = live_of(sight)
-    lists, tokens = sight.at.shape
-    packed_q = packed(options.scaled(in_blocks(q, live.streams.size // lists)), k.shape[1])
+    live = find_active_tiles(visibility)
+    lists, tokens = visibility.at.shape
+    packed_q = group_queries(options.scaled(in_blocks(q, live.streams.size // lists)), k.shape[1])
     sums = one_by_one(packed_q, k, v, live, options, added, pinned=pinned)
     return of_lists(sums, live, lists, tokens)
 
@@ -52,14 +62,14 @@ def one_by_one(
     q: jax.Array,
     k: Stored,
     v: Stored,
-    live: Live,
+    live: ActiveTiles,
     options: Options,
     added: Added,
-    start: Sums | None = None,
+    start: OnlineSoftmax | None = None,
     *,
     pinned: bool = False,
-) -> Sums:
-    """Go over live tiles; leave `seen_alone` to callers.
+) -> OnlineSoftmax:
+    """Go over live tiles; leave `zero_unseen` to callers.
 
     Keys and values are read where they lie, also those of a few streams of many.
 
@@ -80,7 +90,7 @@ def one_by_one(
     size = min(TILE, cells)
     tiles = -(-cells // size)
 
-    def tile(i: jax.Array, carry: tuple[Sums, jax.Array, jax.Array]) -> tuple:
+    def tile(i: jax.Array, carry: tuple[OnlineSoftmax, jax.Array, jax.Array]) -> tuple:
         sums, k, v = carry
         number = item(live.tiles, i)
         block, turn = jax.lax.div(number, jnp.int32(tiles)), jax.lax.rem(number, jnp.int32(tiles))
