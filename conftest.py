@@ -48,8 +48,16 @@ _EXAMPLES: dict[str, Any] = {
 hypothesis.settings.register_profile("change", max_examples=25, derandomize=True, **_EXAMPLES)
 hypothesis.settings.register_profile("nightly", max_examples=500, print_blob=True, **_EXAMPLES)
 
-_ON_THE_CORE = ("loops", "prefix", "sharding", "snapshot", "scans")
-"""Folders of `jaxkv/`."""
+_ON_THE_CORE = (
+    "generation",
+    "speculative",
+    "serving",
+    "prefix_cache",
+    "sharding",
+    "snapshot",
+    "scans",
+)
+"""Names of folders in `jaxkv/`."""
 
 
 def pytest_configure(config: pytest.Config) -> None:

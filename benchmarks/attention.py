@@ -24,9 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import machine, turns
-from jaxkv.ops.attention.api import attend
-from jaxkv.ops.attention.sight import Visibility
+from jaxkv.ops.attention.dispatch import attend
 from jaxkv.ops.attention.softmax import Options
+from jaxkv.ops.attention.visibility import Visibility
 
 SHAPES = {"smollm2": (3, 3, 64, jnp.float32), "8b": (8, 4, 128, jnp.bfloat16)}
 

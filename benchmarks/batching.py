@@ -1,6 +1,6 @@
 """How much does an engine get out of the sequences of a cache? SmolLM2 in float32, best tokens.
 
-Run `python -m benchmarks.batching`. Requests of mixed lengths go through `loops.batching.Engine`
+Run `python -m benchmarks.batching`. Requests of mixed lengths go through `serving.Engine`
 with a stream for each sequence, and are compared with two sides that do the same work per token:
 
 - one by one: each request alone, in a cache of one sequence; 8 requests of the same spread, since
@@ -22,9 +22,9 @@ import numpy as np
 import jaxkv
 import models
 from benchmarks import machine, turns
-from jaxkv import loops
-from jaxkv.loops.batching import Engine, Request
-from jaxkv.loops.sampling import make_sampler
+from jaxkv import generation
+from jaxkv.generation.filters import make_sampler
+from jaxkv.serving.engine import Engine, Request
 from models.compiling import counting
 
 
@@ -59,7 +59,9 @@ def together(model: models.Model, cache: Any, requests: list[Request], *, chunk:
     batch = jaxkv.make_batch([request.prompt for request in requests])
     cache, logits, sequences, *_ = jaxkv.prefill(*run, cache, batch, ubatch_size=chunk, donate=True)
     limit = requests[0].max_new_tokens
-    state, _ = loops.sample_first(sampler, cache, logits, sequences=sequences, max_new_tokens=limit)
+    state, _ = generation.sample_first(
+        sampler, cache, logits, sequences=sequences, max_new_tokens=limit
+    )
     while np.asarray(state.active).any():
         cache, state, _ = jaxkv.decode(
             model.forward, sampler, model.params, cache, state, num_tokens=8, donate=True

@@ -16,9 +16,9 @@ import numpy as np
 import jaxkv
 import models
 from benchmarks import machine, turns
-from jaxkv import loops
+from jaxkv import generation
 
-BEST = loops.sampling.make_sampler()
+BEST = generation.make_sampler()
 
 
 class Side:
@@ -42,7 +42,7 @@ class Side:
 
     def search(self) -> jax.Array:
         """Search for W texts; the first tokens need no step."""
-        _, beams = loops.beam(
+        _, beams = generation.beam(
             self.model.forward,
             self.model.params,
             self.cache,
@@ -60,7 +60,7 @@ class Side:
             BEST,
             self.model.params,
             self.forked,
-            loops.init_decode(self.forked, first),
+            generation.init_decode(self.forked, first),
             num_tokens=self.steps,
         )
         return picked.tokens

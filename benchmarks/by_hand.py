@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxkv
-from jaxkv.ops.attention.api import attention
+from jaxkv.ops.attention.dispatch import attention
 
 Layout = Literal["BNKD", "BKND"]
 

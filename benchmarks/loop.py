@@ -13,9 +13,9 @@ import numpy as np
 import jaxkv
 import models
 from benchmarks import machine, turns
-from jaxkv import loops
+from jaxkv import generation
 
-BEST = loops.sampling.make_sampler()
+BEST = generation.make_sampler()
 
 
 class Side:
@@ -34,7 +34,7 @@ class Side:
     def in_python(self) -> np.ndarray:
         """A call for everything, and a look at each token."""
         table, token, chosen = self.table, np.asarray(self.first), []
-        step = loops.compiled_step(self.model.forward)
+        step = generation.compiled_step(self.model.forward)
         for _ in range(self.tokens):
             cache = jaxkv.merge(table, self.buffers)
             plan = jaxkv.init_batch(cache, jaxkv.make_batch(token[:, None])).check()
@@ -50,7 +50,7 @@ class Side:
 
         def run() -> np.ndarray:
             cache, chosen = jaxkv.merge(self.table, self.buffers), []
-            state = loops.init_decode(cache, self.first)
+            state = generation.init_decode(cache, self.first)
             for _ in range(self.tokens // steps):
                 cache, state, picked = jaxkv.decode(
                     self.model.forward,

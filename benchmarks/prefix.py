@@ -19,8 +19,8 @@ import numpy as np
 import jaxkv
 import models
 from benchmarks import machine, turns
-from jaxkv import prefix
-from jaxkv.loops.batching import Engine, Request
+from jaxkv.serving import prefix_cache
+from jaxkv.serving.engine import Engine, Request
 
 OWN, TEXT = 32, 16
 """The tokens of each prompt's own, and of its text."""
@@ -34,7 +34,7 @@ def make_engine(model: models.Model, *, kept: bool, cells: int, sequences: int) 
     """Make an engine in a pool, with a store that has two sequences more, or without."""
     holders = [sequences, sequences + 1]
     cache = model.make_cache(cells=cells, sequences=sequences + 2)
-    store = prefix.make_prefix_store(cache, store_sequences=holders) if kept else None
+    store = prefix_cache.make_prefix_store(cache, store_sequences=holders) if kept else None
     engine = Engine(
         model.forward, model.params, cache, prefill_chunk=128, sampling_options=(), store=store
     )

@@ -17,15 +17,15 @@ import numpy as np
 import jaxkv
 import models
 from benchmarks import machine, turns
-from jaxkv import loops
+from jaxkv import generation
 
 PASSAGE = (
     "Instructions for the new office: first open the window, then water the plants, then read the "
     "letters on the desk and answer the oldest one before noon. "
 )
 TEXTS = {
-    "a passage again": (PASSAGE * 3, loops.sampling.make_sampler()),
-    "little again": ("It was a cold morning when", loops.sampling.make_sampler(temperature=1.2)),
+    "a passage again": (PASSAGE * 3, generation.make_sampler()),
+    "little again": ("It was a cold morning when", generation.make_sampler(temperature=1.2)),
 }
 
 FORKED = {
@@ -46,7 +46,7 @@ class Side:
         self,
         model: models.Model,
         text: str,
-        sampler: loops.sampling.Sampler,
+        sampler: generation.Sampler,
         tries: int,
         steps: int,
         branches: int = 1,
@@ -59,8 +59,8 @@ class Side:
         self.cache, logits, *_ = jaxkv.prefill(
             model.forward, model.params, cache, jaxkv.make_batch(tokens), donate=True
         )
-        self.state, _ = loops.sample_first(sampler, self.cache, logits)
-        self.draft = loops.prompt_lookup(
+        self.state, _ = generation.sample_first(sampler, self.cache, logits)
+        self.draft = generation.prompt_lookup(
             [tokens], ngram=ngram, num_draft_tokens=tries, num_branches=branches
         )
 
@@ -70,7 +70,7 @@ class Side:
 
     def guessing(self) -> Any:
         """Generate with guesses."""
-        return self._picked(loops.speculate, self.model.forward, self.draft)[3]
+        return self._picked(generation.speculate, self.model.forward, self.draft)[3]
 
     def _picked(self, loop: Any, *first: Any) -> tuple:
         rest = self.model.params, self.cache, self.state
@@ -79,7 +79,7 @@ class Side:
 
 def compare_branches(model: models.Model, args: argparse.Namespace) -> None:
     """Print for each text and number of branches the steps, what they accept, and the cost."""
-    best = loops.sampling.make_sampler()
+    best = generation.make_sampler()
     for name, text in FORKED.items():
         sides = {
             f"{branches} branches": Side(model, text, best, args.tries, args.steps, branches, 1)

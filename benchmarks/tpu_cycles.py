@@ -22,7 +22,7 @@ os.environ.update(
 import jax
 
 from jaxkv.ops.attention import pallas_tpu
-from jaxkv.ops.attention.live import TILE
+from jaxkv.ops.attention.active_tiles import TILE
 from tests.compilers.tpu_kernel import on
 from tests.kernels import GROUPS, QUERIES, attention_shapes, compiled, layers_of_attention
 

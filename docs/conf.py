@@ -35,7 +35,7 @@ nitpick_ignore_regex = [
     # Types that stand in signatures and are not public.
     (
         "py:class",
-        r"jaxkv\.(cache\.MaintenancePlan|spec\.TableSpec|loops\.draft(?:s|_trees)\.\w+|sharding\.broadcasting\.T)",
+        r"jaxkv\.(cache\.MaintenancePlan|spec\.TableSpec|generation\.(speculative|constraints|filters)\.[\w.]+)",
     ),
 ]
 napoleon_attr_annotations = False  # docstrings say shapes and dtypes, which say more

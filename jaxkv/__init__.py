@@ -15,38 +15,16 @@ Letters, in every shape of this library:
   W  words of 32 owners                          P  lists of tokens that share a stream
   E  earlier states that are kept                n  any number, d that of an embedding
 
-Public is what stands here and in the modules `draw`, `hybrid`, `loops`, `ops`, `prefix`, `rope`,
-`sharding`, `snapshot` and `window`; all else may move.
+Public is what stands here and in the modules `draw`, `generation`, `hybrid`, `ops`, `rope`,
+`serving`, `sharding`, `snapshot` and `window`; all else may move. `generation` and `serving` are
+imported where they are first used.
 """
 
-from jaxkv import draw, hybrid, loops, ops, prefix, rope, sharding, snapshot, window
-from jaxkv.batch import Batch, Ubatch, make_batch
-from jaxkv.cache import Cache, KVView, merge, split
-from jaxkv.draw import show
-from jaxkv.hybrid import make_hybrid_cache
-from jaxkv.kv.make import make_kv_cache
-from jaxkv.kv.source import make_cross_attention_cache
-from jaxkv.loops.generation import decode
-from jaxkv.loops.prompts import prefill
-from jaxkv.loops.sources import encode
-from jaxkv.plan import OutOfCellsError, Plan, PlanRefusedError, Reason
-from jaxkv.planning.init import init_batch, init_full
-from jaxkv.planning.source import init_encoder
-from jaxkv.planning.step import plan_step, plan_tokens
-from jaxkv.recurrent.slots import state_write_steps
-from jaxkv.recurrent.table import make_recurrent_cache
-from jaxkv.rope import make_rope, rotate
-from jaxkv.verbs.apply import apply, is_current
-from jaxkv.verbs.ask import (
-    can_resume,
-    can_seq_add,
-    check_invariants,
-    nbytes,
-    num_used_cells,
-    seq_pos_max,
-    seq_pos_min,
-)
-from jaxkv.verbs.edit import (
+from typing import TYPE_CHECKING, Any
+
+from jaxkv import draw, hybrid, ops, rope, sharding, snapshot, window
+from jaxkv.api.apply import apply, is_current
+from jaxkv.api.edits import (
     EditResult,
     clear,
     seq_add,
@@ -56,7 +34,7 @@ from jaxkv.verbs.edit import (
     seq_rm,
     seq_select,
 )
-from jaxkv.verbs.layers import (
+from jaxkv.api.layer import (
     attend,
     num_rollback_states,
     read_kv,
@@ -64,8 +42,31 @@ from jaxkv.verbs.layers import (
     write_kv,
     write_states,
 )
-from jaxkv.verbs.rewind import rewind
-from jaxkv.verbs.tidy import compact, defrag_plan, init_update
+from jaxkv.api.maintenance import compact, defrag_plan, init_update, rewind
+from jaxkv.api.queries import (
+    can_resume,
+    can_seq_add,
+    check_invariants,
+    nbytes,
+    num_used_cells,
+    seq_pos_max,
+    seq_pos_min,
+)
+from jaxkv.batch import Batch, Ubatch, make_batch
+from jaxkv.cache import Cache, KVView, merge, split
+from jaxkv.draw import show
+from jaxkv.hybrid import make_hybrid_cache
+from jaxkv.kv.cross_attention import make_cross_attention_cache
+from jaxkv.kv.make import make_kv_cache
+from jaxkv.plan import OutOfCellsError, Plan, PlanRefusedError, Reason
+from jaxkv.planning.planners import init_batch, init_encoder, init_full, plan_step, plan_tokens
+from jaxkv.recurrent.slots import state_write_steps
+from jaxkv.recurrent.table import make_recurrent_cache
+from jaxkv.rope import make_rope, rotate
+
+if TYPE_CHECKING:
+    from jaxkv import generation, serving
+    from jaxkv.generation import decode, encode, prefill
 
 # Caches: making them, taking them apart.
 __all__ = ["Cache", "merge", "make_hybrid_cache", "make_kv_cache", "make_recurrent_cache"]
@@ -95,4 +96,16 @@ __all__ += ["KVView", "read_kv", "write_kv", "write_states"]
 # Loops.
 __all__ += ["decode", "encode", "prefill"]
 # Modules.
-__all__ += ["draw", "hybrid", "loops", "ops", "prefix", "rope", "sharding", "snapshot", "window"]
+__all__ += ["draw", "generation", "hybrid", "ops", "rope", "serving"]
+__all__ += ["sharding", "snapshot", "window"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what runs a model when it is first asked for: a loop of one's own does without."""
+    import importlib
+
+    if name in ("generation", "serving"):
+        return importlib.import_module(f"jaxkv.{name}")
+    if name in ("decode", "encode", "prefill"):
+        return getattr(importlib.import_module("jaxkv.generation"), name)
+    raise AttributeError(f"module 'jaxkv' has no attribute {name!r}")

@@ -10,17 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.mesh import to_local
-from jaxkv.places import (
-    END,
-    MAX_CELLS,
-    check_bool,
-    check_int32,
-    is_concrete,
-    next_power_of_two,
-    no_slots,
-)
-from jaxkv.stamp import chained, content
+from jaxkv.core.array_utils import is_concrete, next_power_of_two, no_slots
+from jaxkv.core.constants import END, MAX_CELLS
+from jaxkv.core.hashing import chained, content
+from jaxkv.core.partitioning import to_local
+from jaxkv.core.validate import check_bool, check_int32
 
 
 @jax.tree_util.register_dataclass
@@ -96,7 +90,7 @@ class Ubatch:
       cache its `StateSlots`, and for a hybrid one a tuple: what each of its parts chose, None for
       one that sources pass by. In all of them int32 are slots, and uint32 are stamps.
     cell_hashes: `[R, T]` uint32, what tells the content of a token's cell from all others, see
-      `jaxkv.stamp`.
+      `jaxkv.core.hashing`.
     valid: `[R, T]` bool, False for padding.
     more: `[R, T]` bool, whether a later ubatch of the plan has tokens of the token's sequence.
     outputs: `[O]` int32, which of the R * T tokens output logits, in the order of the logits. Some

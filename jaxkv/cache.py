@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import Ubatch
-from jaxkv.mesh import ShardingRules
+from jaxkv.core.partitioning import ShardingRules
 from jaxkv.spec import TableSpec, check_spec
 
 

@@ -24,8 +24,8 @@ from jaxkv.cache import (
     merge,
     split,
 )
-from jaxkv.mesh import ShardingRules
-from jaxkv.places import check_count
+from jaxkv.core.partitioning import ShardingRules
+from jaxkv.core.validate import check_count
 from jaxkv.spec import TableSpec
 
 __all__ = ["make_hybrid_cache", "parts_of"]

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import Ubatch
-from jaxkv.places import NO_SLOT, is_concrete
+from jaxkv.core.array_utils import is_concrete
+from jaxkv.core.constants import NO_SLOT
 
 
 class Reason(IntEnum):
@@ -94,7 +95,7 @@ class Reason(IntEnum):
     EDITED = (
         15,
         "its last tokens were removed or replaced since the state was made, so that the next token "
-        "does not follow them: compute the logits again, and begin anew (loops.sample_first)",
+        "does not follow them: compute the logits again, and begin anew (generation.sample_first)",
     )
 
 

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.places import check_count, check_int32, is_concrete
+from jaxkv.core.array_utils import is_concrete
+from jaxkv.core.validate import check_count, check_int32
 
 
 @dataclass(frozen=True, kw_only=True)

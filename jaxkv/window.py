@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from jaxkv.places import check_count
+from jaxkv.core.validate import check_count
 
 __all__ = ["Window", "chunked", "sliding", "symmetric"]
 

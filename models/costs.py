@@ -9,8 +9,8 @@ import jax
 from jax.sharding import AbstractMesh
 
 import jaxkv
+from jaxkv.core.constants import MAX_CELLS
 from jaxkv.hybrid import parts_of
-from jaxkv.places import MAX_CELLS
 from jaxkv.sharding import DeviceBytes, device_bytes, fit_mesh
 from models.model import Model, name_of, on_mesh
 

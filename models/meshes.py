@@ -9,7 +9,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.mesh import ShardingRules
+from jaxkv.core.partitioning import ShardingRules
 from models.errors import ModelError
 
 

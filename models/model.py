@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxkv
-from jaxkv.mesh import ShardingRules
+from jaxkv.core.partitioning import ShardingRules
 from models.checkpoints.checkpoint import Checkpoint, Tensor
 from models.checkpoints.open import open_checkpoint
 from models.errors import ModelError
@@ -59,7 +59,7 @@ class Model:
     config: sizes and switches, see the family's `Config`.
     params: one plain tree of arrays, or of their shapes. Pass it to `forward`, which keeps none.
     forward: `(params, cache, ubatch) -> cache, logits`, for a ubatch that has been applied. Not
-      compiled: the loops of `jaxkv.loops` compile it, and so does your own.
+      compiled: the loops of `jaxkv.generation` compile it, and so does your own.
     checkpoint: where it all came from.
     family: the module that the model is written in.
     dtype: of the weights.

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv import loops
-from jaxkv.loops.sampling import Sampler, make_sampler
+from jaxkv import generation
+from jaxkv.generation.filters import Sampler, make_sampler
 from models.compiling import compile_all, lower_steps
 from models.model import Model
 from models.room import Streams
@@ -114,7 +114,7 @@ class Run:
         if self.steps:
             # A loop in which no text goes on ends before its first step.
             options = {"max_new_tokens": 0, "sampler": self.options.sampler, "prompts": self.texts}
-            idle = loops.init_decode(cache, np.zeros(len(self.texts), np.int32), **options)
+            idle = generation.init_decode(cache, np.zeros(len(self.texts), np.int32), **options)
             jobs.append(lambda: self.generate(cache, idle, self.draft()))
         done = compile_all(jobs, tell)
         if self.steps:
@@ -124,7 +124,7 @@ class Run:
         used_of(cache)
         return jax.block_until_ready((cache, model.params))[0]
 
-    def feed(self, cache: Any) -> tuple[Any, loops.DecodeState, np.ndarray]:
+    def feed(self, cache: Any) -> tuple[Any, generation.DecodeState, np.ndarray]:
         """Put the prompts into the cache; returns it, and the first token of each text."""
         cache, logits, *_ = jaxkv.prefill(
             self.model.forward,
@@ -138,7 +138,7 @@ class Run:
 
     def begin(
         self, cache: Any, logits: jax.Array, *, limit: int
-    ) -> tuple[Any, loops.DecodeState, np.ndarray]:
+    ) -> tuple[Any, generation.DecodeState, np.ndarray]:
         """Fork each prompt for its samples, and pick their first tokens."""
         samples = self.options.samples
         if samples > 1:
@@ -149,26 +149,32 @@ class Run:
         seeds = (self.options.seed + np.arange(len(self.texts)) % samples) % 2**32
         options = {"max_new_tokens": limit, "seed": seeds, "prompts": self.texts}
         sampler, stop, ids = self.options.sampler, self.stop, np.arange(len(self.texts))
-        state, first = loops.sample_first(sampler, cache, logits, stop, ids, **options)
+        state, first = generation.sample_first(sampler, cache, logits, stop, ids, **options)
         return cache, state, np.asarray(first.tokens)
 
     def draft(self) -> Any:
         """What guesses, None if nothing does."""
         if not self.options.tries:
             return None
-        return loops.prompt_lookup(self.texts, num_draft_tokens=self.options.tries, recent=RECENT)
+        return generation.prompt_lookup(
+            self.texts, num_draft_tokens=self.options.tries, recent=RECENT
+        )
 
-    def generate(self, cache: Any, state: loops.DecodeState, draft: Any) -> tuple:
+    def generate(self, cache: Any, state: generation.DecodeState, draft: Any) -> tuple:
         """Generate the tokens of a dispatch: the cache, the state, the draft and the tokens."""
-        model, more = self.model, {"steps": self.steps, "donate": True}
+        model, more = self.model, {"num_tokens": self.steps, "donate": True}
         rest = self.options.sampler, model.params, cache, state, self.stop
         if draft is None:
             cache, state, picked = jaxkv.decode(model.forward, *rest, **more)
             return cache, state, None, picked
-        return loops.speculate(model.forward, draft, *rest, **more)
+        return generation.speculate(model.forward, draft, *rest, **more)
 
     def go_on(
-        self, cache: Any, state: loops.DecodeState, first: np.ndarray, writers: Sequence[Writer]
+        self,
+        cache: Any,
+        state: generation.DecodeState,
+        first: np.ndarray,
+        writers: Sequence[Writer],
     ) -> tuple[Any, "Tally"]:
         """Generate until every text has ended; an interrupt ends those that have not.
 
@@ -192,7 +198,7 @@ class Run:
         return cache, tally
 
 
-def write(writers: Sequence[Writer], rows: np.ndarray, state: loops.DecodeState) -> int:
+def write(writers: Sequence[Writer], rows: np.ndarray, state: generation.DecodeState) -> int:
     """Give texts their tokens, `[T, n]`, and end those that do not go on; returns how many."""
     taken = 0
     for writer, row, goes_on, reason in zip(

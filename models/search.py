@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 import jaxkv
-from jaxkv import loops
+from jaxkv import generation
 from models.compiling import compile_all, lower_steps
 from models.model import Model
 from models.room import cells_for, make_with_room
@@ -67,7 +67,7 @@ class Search:
         self._ubatch_size = ubatch_size
         stop = np.asarray(sorted(model.stop_tokens), np.int32)
         options = {"num_beams": width, "num_tokens": max_tokens, "stop_tokens": stop}
-        self._search = jax.jit(partial(loops.beam, model.forward, **options), donate_argnums=1)
+        self._search = jax.jit(partial(generation.beam, model.forward, **options), donate_argnums=1)
         self._batches = [jaxkv.make_batch(np.asarray(prompt, np.int32)) for prompt in prompts]
         self._cache = make_with_room(
             model.make_cache, cells=self.cells, sequences=width, ubatch_size=ubatch_size
@@ -108,7 +108,9 @@ class Search:
             took = perf_counter() - middle
             yield self._found(prompt, beams, prompt_seconds=middle - began, seconds=took)
 
-    def _found(self, prompt: Sequence[int], beams: loops.BeamResult, **seconds: float) -> Found:
+    def _found(
+        self, prompt: Sequence[int], beams: generation.BeamResult, **seconds: float
+    ) -> Found:
         model = self._model
         finish = "length" if beams.reason == jaxkv.Reason.OK else "full"
         rules = {"tokenizer": model.tokenizer, "stop_tokens": model.stop_tokens}

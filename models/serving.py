@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jaxkv
-from jaxkv.loops import batching
+from jaxkv import serving
 from models.model import Model
 from models.room import Streams, cells_for, make_with_room
 from models.texts import Finish, Text, check_prompts
@@ -12,13 +12,13 @@ from models.texts import Finish, Text, check_prompts
 CHUNK = 128
 """The most tokens of prompts that are computed at once, where the caller does not say."""
 
-FINISH: dict[batching.FinishReason, Finish] = {
-    batching.FinishReason.STOP: "stop",
-    batching.FinishReason.LENGTH: "length",
-    batching.FinishReason.OUT_OF_CELLS: "full",
-    batching.FinishReason.NO_TOKEN: "no token",
-    batching.FinishReason.NONFINITE_LOGITS: "nonfinite logits",
-    batching.FinishReason.CANCELLED: "interrupted",
+FINISH: dict[serving.FinishReason, Finish] = {
+    serving.FinishReason.STOP: "stop",
+    serving.FinishReason.LENGTH: "length",
+    serving.FinishReason.OUT_OF_CELLS: "full",
+    serving.FinishReason.NO_TOKEN: "no token",
+    serving.FinishReason.NONFINITE_LOGITS: "nonfinite logits",
+    serving.FinishReason.CANCELLED: "interrupted",
 }
 """Why a text ended, in the words of `Text`."""
 
@@ -41,7 +41,7 @@ class Serving:
       model: see `models.load`.
       prompts: their tokens, at least one each.
       sequences: the most that run at once.
-      sampling: options of `loops.sampling.make_sampler`, one number each.
+      sampling: options of `generation.make_sampler`, one number each.
       seed: of the draws of each text, which do not depend on the others.
       max_tokens: the most tokens of a text.
       cells: of each stream, by default what any of the prompts and texts need that may run at once.
@@ -86,7 +86,7 @@ class Serving:
         self.cells, self.nbytes = cells * pools, jaxkv.nbytes(cache)
         self._rules = {"tokenizer": model.tokenizer, "stop_tokens": model.stop_tokens}
         self._prompts, self._ended = prompts, []
-        self._engine = batching.Engine(
+        self._engine = serving.Engine(
             model.forward,
             model.params,
             cache,
@@ -94,10 +94,10 @@ class Serving:
             prefill_chunk=ubatch_size,
             sampling_options=sampling or (),
         )
-        fixed = {"limit": max_tokens, "seed": seed, "sampling": sampling or {}}
+        fixed = {"max_new_tokens": max_tokens, "seed": seed, "sampling": sampling or {}}
         for i, prompt in enumerate(prompts, 1):
             try:
-                self._engine.submit(batching.Request(prompt=prompt, **fixed))
+                self._engine.submit(serving.Request(prompt=prompt, **fixed))
             except ValueError as error:
                 own = max_tokens - 1
                 where = "a stream" if streams == "split" else "the cache"

@@ -4,7 +4,7 @@
 # For readers who want several continuations of one prompt: samples to choose from, a search, or
 # conversations that branch. At the end you will know what forks share and what that saves, how to
 # draw texts that differ, how to go on with the best of them by `seq_select`, and what
-# `loops.beam` finds that taking the best token each time does not.
+# `generation.beam` finds that taking the best token each time does not.
 
 # %%
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ import numpy as np
 
 import jaxkv
 import models
-from jaxkv import loops
+from jaxkv import generation
 from jaxkv.draw import plot
 
 # %% [markdown]
@@ -51,8 +51,8 @@ print(forks)
 
 # %%
 TEMPERATURES = [0.0, 0.7, 1.0, 1.3]
-sampler = loops.sampling.make_sampler(temperature=TEMPERATURES, top_p=0.95)
-state, first = loops.sample_first(
+sampler = generation.make_sampler(temperature=TEMPERATURES, top_p=0.95)
+state, first = generation.sample_first(
     sampler, forks, jnp.repeat(logits, 4, axis=0), sequences=[0, 1, 2, 3], seed=3
 )
 after, state, rest = jaxkv.decode(model.forward, sampler, model.params, forks, state, num_tokens=11)
@@ -127,8 +127,8 @@ ax.figure.set_size_inches(6.4, 3.5)
 # `start` begins texts from tokens that are picked already: the last one of each parent.
 
 # %%
-warm = loops.sampling.make_sampler(temperature=0.8, top_p=0.95)
-state = loops.init_decode(selected, tokens[parents, -1], sampler=warm, seed=5)
+warm = generation.make_sampler(temperature=0.8, top_p=0.95)
+state = generation.init_decode(selected, tokens[parents, -1], sampler=warm, seed=5)
 _, _, more = jaxkv.decode(model.forward, warm, model.params, selected, state, num_tokens=12)
 for parent, row in zip(parents, more.tokens, strict=True):
     text = model.tokenizer.decode([*tokens[parent], *row])
@@ -144,7 +144,7 @@ for parent, row in zip(parents, more.tokens, strict=True):
 # and `seq_select` lets the best go on. `penalty=0.0` ranks texts by probability alone.
 
 # %%
-found, beams = loops.beam(
+found, beams = generation.beam(
     model.forward, model.params, cache, logits, num_beams=4, num_tokens=12, length_penalty=0.0
 )
 greedy = model.tokenizer.decode(tokens[0])
@@ -180,7 +180,7 @@ plt.show()
 # %% [markdown]
 # ## What to try next
 #
-# - Ask for wider beams: `make_cache(cells=512, sequences=16)` and `width=16`.
+# - Ask for wider beams: `make_cache(cells=512, sequences=16)` and `num_beams=16`.
 # - Give the cache a stream for each sequence, `streams=4`: forks then copy keys and values, once.
 # - Make it too small, `cells=40`: the texts for which there is no room end, and `state.reason` says
 #   why.

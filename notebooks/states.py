@@ -313,7 +313,7 @@ assert not ok
 # ## What to try next
 #
 # - Keep one state for long, cheaply: `seq_cp(cache, 0, 3)`, to a text that is not used otherwise.
-# - `loops.speculate` takes back what was guessed wrong: it wants `max_rollback=` as large as
+# - `generation.speculate` takes back what was guessed wrong: it wants `max_rollback=` as large as
 #   `tries`, and says so.
 # - Keep the table alone, and undo with `rewind`: see "Going back" in `docs/design.md`.
 # - A real model: `models.load("ibm-granite/granite-4.0-h-350m")`, with

@@ -61,7 +61,7 @@ picture(cache, "sequence 0, forked twice")
 
 
 # %%
-greedy = jaxkv.loops.sampling.make_sampler()
+greedy = jaxkv.generation.make_sampler()
 
 
 def go_on(cache, words):
@@ -70,7 +70,7 @@ def go_on(cache, words):
     tokens = [model.tokenizer.encode(word) for word in words.values()]
     batch = jaxkv.make_batch(tokens, sequences=sequences)
     cache, logits, *_ = jaxkv.prefill(model.forward, model.params, cache, batch)
-    state, first = jaxkv.loops.sample_first(
+    state, first = jaxkv.generation.sample_first(
         greedy, cache, logits, sequences=sequences, max_new_tokens=5
     )
     cache, _, picked = jaxkv.decode(model.forward, greedy, model.params, cache, state, num_tokens=4)

@@ -180,14 +180,14 @@ ax.set_ylabel("with a window")
 ax.figure.set_size_inches(5.8, 2.2)
 
 # %% [markdown]
-# `loops.slide` closes it: it removes a passage and moves what follows up. But a window then reaches
-# further back into the text, by as many tokens as the passage had. Where those have been let go of,
-# `slide` is refused, and nothing has changed.
+# `generation.slide` closes it: it removes a passage and moves what follows up. But a window then
+# reaches further back into the text, by as many tokens as the passage had. Where those have been
+# let go of, `slide` is refused, and nothing has changed.
 
 # %%
 for name, one in (("windowed", cache), ("full size", full)):
     for drop in (64, 256):
-        slid, ok = jaxkv.loops.context_shift(one, 0, num_keep=600, num_discard=drop)
+        slid, ok = jaxkv.generation.context_shift(one, 0, num_keep=600, num_discard=drop)
         print(f"{name:10} {drop:3} tokens out of the middle: {'done' if ok else 'refused'}")
         assert ok == (one is full or drop == 64)
 

@@ -358,14 +358,16 @@ assert fitted == CELLS
 
 # %% [markdown]
 # Full is an answer: the plan says no, nothing is written over, and the loop decides. The loop of
-# jaxkv for this case is `loops.slide`: it keeps the first tokens, forgets a passage after them, and
-# closes the gap.
+# jaxkv for this case is `generation.slide`: it keeps the first tokens, forgets a passage after
+# them, and closes the gap.
 
 
 # %%
 def slide_when_full(cache):
     if jaxkv.num_used_cells(cache) + CHUNK > CELLS:
-        cache, ok = jaxkv.loops.context_shift(cache, 0, num_keep=4, num_discard=16, donate=True)
+        cache, ok = jaxkv.generation.context_shift(
+            cache, 0, num_keep=4, num_discard=16, donate=True
+        )
         assert ok
     return cache
 
@@ -407,7 +409,7 @@ ax.spines[["top", "right"]].set_visible(False)
 # ## What to try next
 #
 # - Keep no first token: `keep=0` in `slide_when_full`.
-# - Draw tokens in place of the most probable ones: `jaxkv.loops.sampling`, or
+# - Draw tokens in place of the most probable ones: `jaxkv.generation.filters`, or
 #   `jax.random.categorical` with a key in the carry.
 # - Make the cache too small for both texts, `cells=24`, and look at what `ok` does to them.
 # - `jaxkv.decode` is this loop with limits, sampling, log-probabilities and a reason for each text

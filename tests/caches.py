@@ -19,7 +19,7 @@ from jaxkv.batch import part_of
 from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.cells import Cells, Placement
 from jaxkv.kv.mask import visible
-from jaxkv.ops.latent import ValueSlice
+from jaxkv.ops.mla import ValueSlice
 from jaxkv.ops.quantised import Quantised, Stored, decoded
 from jaxkv.window import chunked, sliding, symmetric
 from tests.oracle import Content, Fault, Oracle, Place, Plan, Token

@@ -11,9 +11,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxkv
-from jaxkv.ops.attention.api import attend
-from jaxkv.ops.attention.sight import Visibility
+from jaxkv.ops.attention.dispatch import attend
 from jaxkv.ops.attention.softmax import Options
+from jaxkv.ops.attention.visibility import Visibility
 from jaxkv.ops.quantised import zeros
 from tests import hlo
 

@@ -16,7 +16,9 @@ import jaxkv
 from tests import caches, histories
 
 DATA = Path(__file__).parent / "data" / "mistakes"
-NAMES = vars(jaxkv) | dict(jax=jax, jnp=jnp, np=np, jaxkv=jaxkv, partial=partial)
+NAMES = {name: getattr(jaxkv, name) for name in jaxkv.__all__} | dict(
+    jax=jax, jnp=jnp, np=np, jaxkv=jaxkv, partial=partial
+)
 NAMES |= dict(histories=histories, caches=caches)
 """What expressions may name beside what their test names."""
 

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.ops.attention.sight import Visibility
+from jaxkv.ops.attention.visibility import Visibility
 
 
 def sight_of_mask(mask, streams, count):

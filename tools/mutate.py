@@ -56,18 +56,18 @@ OPTIONS = [
 
 KNOWN_BY = {
     "jaxkv/window.py": "window limits stateful",
-    "jaxkv/stamp.py": "arguments stale rewind refusals batch recurrent",
+    "jaxkv/core/hashing.py": "arguments stale rewind refusals batch recurrent",
     "jaxkv/kv/cells.py": "arguments limits invariants traps streams "
     "copies window shift stale rewind stateful refusals permutation sets every_argument "
     "unwritten_layers",
-    "jaxkv/kv/reuse.py": "window copies stateful every_argument",
+    "jaxkv/kv/eviction.py": "window copies stateful every_argument",
     "jaxkv/kv/slots.py": "arguments limits traps window streams copies refusals rewind "
     "stale stateful recurrent every_argument sharding unwritten_layers prefix",
-    "jaxkv/kv/stripes.py": "striped stateful every_argument",
+    "jaxkv/kv/fill_order.py": "striped stateful every_argument",
     "jaxkv/kv/tiles.py": "tiled stateful every_argument",
-    "jaxkv/kv/source.py": "sources families",
-    "jaxkv/kv/transfer.py": "copies stateful every_argument sharding unwritten_layers",
-    "jaxkv/kv/arrivals.py": "copies stateful every_argument",
+    "jaxkv/kv/cross_attention.py": "sources families",
+    "jaxkv/kv/copy_pooled.py": "copies stateful every_argument sharding unwritten_layers",
+    "jaxkv/kv/allocate.py": "copies stateful every_argument",
     "jaxkv/recurrent/s*.py": "arguments limits copies invariants recurrent stale stateful "
     "every_argument",
     "jaxkv/recurrent/copy.py": "copies recurrent stale stateful every_argument",
@@ -77,7 +77,7 @@ KNOWN_BY = {
 }
 """The core, as patterns of its files, and the tests that know each."""
 
-DOCTESTS = ("jaxkv/verbs", "jaxkv/kv/make.py", "jaxkv/recurrent/table.py", "jaxkv/planning")
+DOCTESTS = ("jaxkv/api", "jaxkv/kv/make.py", "jaxkv/recurrent/table.py", "jaxkv/planning")
 """Examples that go through the whole core."""
 
 

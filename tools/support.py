@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv import loops
+from jaxkv import generation, serving
 from tests import histories
 from tests.caches import GROUPS, HEADS, ROPE, SIZE, SMALL, SPLIT, VOCABULARY, WINDOW
 
@@ -247,8 +247,8 @@ def mapped(trial: Trial) -> str:
 
 
 def begun(trial: Trial, **options: Any) -> tuple[Any, Any]:
-    sampler = loops.sampling.make_sampler()
-    return sampler, loops.sample_first(sampler, trial.cache, trial.logits, **options)[0]
+    sampler = generation.make_sampler()
+    return sampler, generation.sample_first(sampler, trial.cache, trial.logits, **options)[0]
 
 
 def generate(trial: Trial) -> str:
@@ -262,8 +262,8 @@ def generate(trial: Trial) -> str:
 
 def guess(trial: Trial) -> str:
     sampler, state = begun(trial)
-    draft = loops.prompt_lookup([range(1, TOKENS + 1)], num_draft_tokens=2)
-    cache, _, _, made = loops.speculate(
+    draft = generation.prompt_lookup([range(1, TOKENS + 1)], num_draft_tokens=2)
+    cache, _, _, made = generation.speculate(
         trial.forward, draft, sampler, None, trial.cache, state, num_tokens=3
     )
     assert (made.tokens[0] == SAID[1:4]).all()
@@ -281,7 +281,7 @@ def shared(trial: Trial) -> str:
 
 
 def search(trial: Trial) -> str:
-    cache, beams = loops.beam(
+    cache, beams = generation.beam(
         trial.forward, None, trial.cache, trial.logits, num_beams=2, num_tokens=2
     )
     assert (beams.tokens[0] == SAID[:2]).all()
@@ -291,18 +291,18 @@ def search(trial: Trial) -> str:
 
 def slide(trial: Trial) -> str:
     return trial.granted(
-        *loops.context_shift(trial.cache, 0, num_keep=1, num_discard=2), TOKENS - 3
+        *generation.context_shift(trial.cache, 0, num_keep=1, num_discard=2), TOKENS - 3
     )
 
 
 def extend(trial: Trial) -> str:
-    cache, _, ok = loops.self_extend(trial.cache, 0, 0, group=2, width=4)
+    cache, _, ok = generation.self_extend(trial.cache, 0, 0, group=2, width=4)
     return trial.granted(cache, ok, TOKENS // 2 - 1)
 
 
 def requests(trial: Trial) -> str:
-    ask = [loops.batching.Request(prompt=[1, 2, 3], max_new_tokens=2)] * 4
-    results = loops.batching.serve(
+    ask = [serving.Request(prompt=[1, 2, 3], max_new_tokens=2)] * 4
+    results = serving.serve(
         trial.forward, None, trial.empty, ask, prefill_chunk=4, tokens_per_step=2
     )
     assert [result.tokens.tolist() for result in results] == [[4, 5]] * 4
@@ -329,11 +329,11 @@ ROWS: dict[str, Callable[[Trial], str]] = {
     "a cache kept as a checkpoint": checkpoint,
     "`rewind`": back,
     "`decode`": generate,
-    "`loops.speculate`": guess,
-    "`loops.beam`": search,
-    "`loops.slide`": slide,
-    "`loops.extend`": extend,
-    "`loops.batching`": requests,
+    "`generation.speculate`": guess,
+    "`generation.beam`": search,
+    "`generation.slide`": slide,
+    "`generation.extend`": extend,
+    "`serving.Engine`": requests,
 }
 
 

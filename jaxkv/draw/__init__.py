@@ -22,15 +22,15 @@ from typing import Any
 from jaxkv.batch import Batch, Ubatch
 from jaxkv.cache import Cache
 from jaxkv.draw import plot
+from jaxkv.draw.cell_view import CellView, cells_of
 from jaxkv.draw.html import html_of
-from jaxkv.draw.lines import cache_line, fields_line, plan_line, ubatch_line
-from jaxkv.draw.look import CellView, cells_of
+from jaxkv.draw.repr import cache_line, fields_line, plan_line, ubatch_line
 from jaxkv.draw.text import show
 from jaxkv.hybrid import HybridMaintenancePlan, HybridTable
 from jaxkv.kv.buffers import Buffers
+from jaxkv.kv.cross_attention import CrossAttentionTable
 from jaxkv.kv.defrag import DefragPlan
 from jaxkv.kv.shift import ShiftPlan
-from jaxkv.kv.source import CrossAttentionTable
 from jaxkv.kv.table import CellTable
 from jaxkv.plan import Plan
 from jaxkv.recurrent.slots import StateSlots

@@ -3,12 +3,12 @@
 from html import escape
 
 from jaxkv.cache import Cache
+from jaxkv.core.array_utils import is_concrete
+from jaxkv.draw.cell_runs import Run, folded, owners_of, positions_of, single, span
+from jaxkv.draw.cell_view import cells_of, part_names
 from jaxkv.draw.colours import colour_of, text_on
-from jaxkv.draw.lines import cache_line
-from jaxkv.draw.look import cells_of, part_names
-from jaxkv.draw.runs import Run, folded, owners_of, positions_of, single, span
+from jaxkv.draw.repr import cache_line
 from jaxkv.hybrid import parts_of
-from jaxkv.places import is_concrete
 
 CELLS = 32
 """Cells of a stream that are drawn one by one; of more, neighbours that go on from each other."""

@@ -12,17 +12,18 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxkv.api.queries import nbytes as nbytes_of
 from jaxkv.batch import Ubatch, part_of
 from jaxkv.cache import Cache, check_made_for, split
+from jaxkv.core.array_utils import to_host
+from jaxkv.core.constants import EMPTY
+from jaxkv.draw.cell_view import CellView, cells_of, view_of
 from jaxkv.draw.colours import PALETTE, colour_of, text_on
-from jaxkv.draw.lines import human
-from jaxkv.draw.look import CellView, cells_of, view_of
+from jaxkv.draw.repr import human
 from jaxkv.hybrid import HybridTable, parts_of
 from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.mask import visible
 from jaxkv.kv.table import CellTable
-from jaxkv.places import EMPTY, to_host
-from jaxkv.verbs.ask import nbytes as nbytes_of
 
 __all__ = ["cells", "nbytes", "occupancy", "attention_mask"]
 

@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 
 from jaxkv.cache import Cache
-from jaxkv.draw.look import CellView, part_names, values_of, view_of
-from jaxkv.draw.runs import Run, folded, owners_of, positions_of, span
+from jaxkv.core.constants import EMPTY
+from jaxkv.draw.cell_runs import Run, folded, owners_of, positions_of, span
+from jaxkv.draw.cell_view import CellView, part_names, values_of, view_of
 from jaxkv.hybrid import HybridTable
-from jaxkv.places import EMPTY
 from jaxkv.recurrent.states import States
 
 

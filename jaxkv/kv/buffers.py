@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.mesh import (
+from jaxkv.core.array_utils import no_slots
+from jaxkv.core.constants import END
+from jaxkv.core.partitioning import (
     AxisPartition,
     ShardingRules,
     broadcast_from_owner,
@@ -18,10 +20,9 @@ from jaxkv.mesh import (
     shares,
     to_local,
 )
-from jaxkv.ops.latent import Values, ValueSlice
+from jaxkv.ops.layer_stack import LayerView, each_array, flat, part_of_all
+from jaxkv.ops.mla import Values, ValueSlice
 from jaxkv.ops.quantised import Stored, dtype_of, encoded
-from jaxkv.ops.stacked import LayerView, each_array, flat, part_of_all
-from jaxkv.places import END, no_slots
 from jaxkv.rope import NotGiven, Rope
 
 LayerKV = tuple[Stored, Values]

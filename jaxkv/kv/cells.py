@@ -17,9 +17,10 @@ from typing import Literal, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jaxkv.mesh import ShardingRules
-from jaxkv.places import EMPTY, END, divided, end_of, numbers_of
-from jaxkv.stamp import chained, summed
+from jaxkv.core.array_utils import divided, end_of, numbers_of
+from jaxkv.core.constants import EMPTY, END
+from jaxkv.core.hashing import chained, summed
+from jaxkv.core.partitioning import ShardingRules
 from jaxkv.window import Window
 
 T = TypeVar("T")

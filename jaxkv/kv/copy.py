@@ -1,6 +1,6 @@
 """Copying between streams that hold one sequence each: a token keeps its cell, so there is room.
 
-Where sequences share several streams a copy has to look for cells, see `jaxkv.kv.transfer`.
+Where sequences share several streams a copy has to look for cells, see `jaxkv.kv.copy_pooled`.
 """
 
 from dataclasses import replace
@@ -11,6 +11,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from jaxkv.core.array_utils import no_slots
+from jaxkv.core.constants import EMPTY
+from jaxkv.core.hashing import replaced
+from jaxkv.core.partitioning import (
+    AxisPartition,
+    first_of,
+    gather_sharded,
+    map_shards,
+    shares,
+    to_local,
+)
 from jaxkv.kv.buffers import (
     Buffers,
     Cached,
@@ -23,10 +34,7 @@ from jaxkv.kv.buffers import (
 )
 from jaxkv.kv.cells import C, Cells, begun, inherited, known, lacks, within
 from jaxkv.kv.shift import CHUNK
-from jaxkv.mesh import AxisPartition, first_of, gather_sharded, map_shards, shares, to_local
-from jaxkv.ops.stacked import each_array
-from jaxkv.places import EMPTY, no_slots
-from jaxkv.stamp import replaced
+from jaxkv.ops.layer_stack import each_array
 
 
 def copy_between(

@@ -8,16 +8,17 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.cache import MaintenancePlan
+from jaxkv.core.array_utils import numbers_of
+from jaxkv.core.constants import EMPTY
+from jaxkv.core.hashing import mix
+from jaxkv.core.partitioning import AxisPartition
 from jaxkv.kv.buffers import Buffers, Cached, Halves, gather_from_any_device, map_kv, scatter_local
 from jaxkv.kv.cells import C, Cells, free
+from jaxkv.kv.fill_order import cell_of, dealt
 from jaxkv.kv.shift import CHUNK
-from jaxkv.kv.stripes import cell_of, dealt
 from jaxkv.kv.tiles import tile_of
-from jaxkv.mesh import AxisPartition
-from jaxkv.ops.stacked import each_array
-from jaxkv.places import EMPTY, numbers_of
+from jaxkv.ops.layer_stack import each_array
 from jaxkv.spec import TableSpec
-from jaxkv.stamp import mix
 
 
 @jax.tree_util.register_dataclass

@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.cache import Cache, merge
+from jaxkv.core.constants import MAX_CELLS
+from jaxkv.core.validate import check_count, check_shape
 from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.cells import Placement, empty_fields
 from jaxkv.kv.table import CellTable
 from jaxkv.kv.tiles import TILE, check_cells
-from jaxkv.ops.latent import ValueSlice
+from jaxkv.ops.mla import ValueSlice
 from jaxkv.ops.quantised import zeros
-from jaxkv.places import MAX_CELLS, check_count, check_shape
 from jaxkv.rope import NOT_GIVEN, NotGiven, Rope
 from jaxkv.spec import checked_streams
 from jaxkv.window import Window, cells_for
@@ -69,7 +70,7 @@ def make_kv_cache(
         values that are written are zero. Take another dtype to train.
       rope: how keys were rotated when they come in, for all layers or one for each; None where
         keys carry no position. Left out, all works that moves no keys: `seq_add`, `seq_div`,
-        `loops.context_shift` and `loops.self_extend` raise.
+        `generation.context_shift` and `generation.self_extend` raise.
       placement: which cells a ubatch may get: "scattered", any, the lowest first; "contiguous", one
         run of neighbours, which is refused when there is room but no run (see `compact`);
         "striped", any, a few from each of `shards` runs in turn, so that on a mesh that splits

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.batch import Ubatch
+from jaxkv.core.constants import MAX_CELLS
 from jaxkv.kv.cells import Cells, owner_word
 from jaxkv.kv.slots import pools
 from jaxkv.kv.tiles import tile_of
-from jaxkv.ops.attention.sight import Visibility, mask_of
-from jaxkv.places import MAX_CELLS
+from jaxkv.ops.attention.visibility import Visibility, mask_of
 from jaxkv.window import last_seen
 
 

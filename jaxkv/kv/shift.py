@@ -16,6 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.cache import MaintenancePlan
+from jaxkv.core.array_utils import divided, end_of
+from jaxkv.core.constants import EMPTY, END
+from jaxkv.core.partitioning import first_of
 from jaxkv.kv.buffers import Buffers, Halves, gather, map_kv, scatter, stream_cell_axes
 from jaxkv.kv.cells import (
     C,
@@ -31,12 +34,10 @@ from jaxkv.kv.cells import (
     with_owners,
     within,
 )
-from jaxkv.kv.reuse import granted
-from jaxkv.mesh import first_of
+from jaxkv.kv.eviction import granted
+from jaxkv.ops.layer_stack import each_array
 from jaxkv.ops.quantised import Stored
 from jaxkv.ops.rotation import turn
-from jaxkv.ops.stacked import each_array
-from jaxkv.places import EMPTY, END, divided, end_of
 from jaxkv.rope import NotGiven, Rope
 from jaxkv.spec import TableSpec
 

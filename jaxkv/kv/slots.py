@@ -11,14 +11,15 @@ from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch, contents
 from jaxkv.cache import Admission, SequenceStatus
-from jaxkv.kv.by_stream import gathered, on_rows
+from jaxkv.core.array_utils import no_slots
+from jaxkv.core.constants import EMPTY, END, MAX_CELLS
+from jaxkv.core.hashing import chained
 from jaxkv.kv.cells import C, Cells, free, holders, lasts, of_cells, owner_word, stream_hash
-from jaxkv.kv.reuse import evict, evictable, is_context_evicted
-from jaxkv.kv.stripes import cell_of, dealt
+from jaxkv.kv.eviction import evict, evictable, is_context_evicted
+from jaxkv.kv.fill_order import cell_of, dealt
+from jaxkv.kv.sharded import gathered, on_rows
 from jaxkv.kv.tiles import in_tiles
-from jaxkv.places import EMPTY, END, MAX_CELLS, no_slots
 from jaxkv.plan import Reason
-from jaxkv.stamp import chained
 from jaxkv.window import looks_back
 
 

@@ -10,12 +10,12 @@ from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch
 from jaxkv.cache import Admission, CacheTable, KVView, MaintenancePlan, SequenceStatus, check_sizes
-from jaxkv.kv import cells, copy, defrag, reuse, shift, slots, transfer
-from jaxkv.kv.attend import attend, read_kv, write_kv
+from jaxkv.core.partitioning import AxisPartition, ShardingRules
+from jaxkv.kv import cells, copy, copy_pooled, defrag, eviction, shift, slots
 from jaxkv.kv.buffers import Buffers, sizes_of
-from jaxkv.kv.by_stream import endings, map_streams, map_streams_gather
 from jaxkv.kv.cells import Cells
-from jaxkv.mesh import AxisPartition, ShardingRules
+from jaxkv.kv.layer import attend, read_kv, write_kv
+from jaxkv.kv.sharded import endings, map_streams, map_streams_gather
 from jaxkv.rope import NotGiven
 from jaxkv.spec import TableSpec
 
@@ -132,7 +132,7 @@ class CellTable(Cells, CacheTable):
 
     def remove(self, seq: jax.Array, p0: jax.Array, p1: jax.Array) -> tuple[Self, jax.Array]:
         """See `cells.remove`; refused where a sequence could not go on, see `reuse.granted`."""
-        return reuse.granted(self, cells.remove(self, seq, p0, p1), self.evicted_below - 1)
+        return eviction.granted(self, cells.remove(self, seq, p0, p1), self.evicted_below - 1)
 
     def copy(
         self, buffers: Any, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array
@@ -142,15 +142,15 @@ class CellTable(Cells, CacheTable):
             return cells.copy(self, src, dst, p0, p1), None
         if self.sequences_per_stream == 1:
             return copy.copy_between(self, buffers, src, dst, p0, p1)
-        return transfer.execute_copy(self, buffers, transfer.to_copy(self, src, dst, p0, p1))
+        return copy_pooled.execute_copy(self, buffers, copy_pooled.to_copy(self, src, dst, p0, p1))
 
     def can_copy(
         self, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """See `reuse.can_copy`; in groups there must be cells too, see `transfer.to_copy`."""
-        ok, ends = reuse.can_copy(self, src, dst, p0, p1)
+        ok, ends = eviction.can_copy(self, src, dst, p0, p1)
         if self.spec.has_shared_streams:
-            ok &= transfer.to_copy(self, src, dst, p0, p1).need.ok
+            ok &= copy_pooled.to_copy(self, src, dst, p0, p1).need.ok
         return ok, ends
 
     def select(self, buffers: Any, parents: jax.Array, targets: jax.Array) -> tuple[Self, Any]:
@@ -159,13 +159,15 @@ class CellTable(Cells, CacheTable):
             return cells.select(self, parents, targets), None
         if self.sequences_per_stream == 1:
             return copy.select_between(self, buffers, parents, targets)
-        return transfer.execute_copy(self, buffers, transfer.to_select(self, parents, targets))
+        return copy_pooled.execute_copy(
+            self, buffers, copy_pooled.to_select(self, parents, targets)
+        )
 
     def can_select(self, parents: jax.Array, targets: jax.Array) -> jax.Array:
         """Return True, but in groups whether there are cells, see `transfer.to_select`."""
         if not self.spec.has_shared_streams:
             return jnp.array(True)
-        return transfer.to_select(self, parents, targets).need.ok
+        return copy_pooled.to_select(self, parents, targets).need.ok
 
     def keep(self, seq: jax.Array) -> "CellTable":
         """See `cells.keep`."""
@@ -198,7 +200,7 @@ class CellTable(Cells, CacheTable):
 
     def can_resume(self, seq: jax.Array, pos: jax.Array) -> jax.Array:
         """See `reuse.can_resume`."""
-        return reuse.can_resume(self, seq, pos)
+        return eviction.can_resume(self, seq, pos)
 
     def plan_shift(self) -> MaintenancePlan:
         """See `shift.ShiftPlan`."""

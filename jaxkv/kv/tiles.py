@@ -5,7 +5,7 @@ with this one alone. A tile has 64 cells; in a cache of less than four times as 
 power of two that divides N, so that one as small as in an example has tiles too.
 
 These are the tiles of sequences. Those that loops of attention read at once are larger and cut
-without regard to whose they are, see `TILE` in `jaxkv.ops.attention.live`.
+without regard to whose they are, see `TILE` in `jaxkv.ops.attention.active_tiles`.
 
 Here M is the tiles of a stream, and U its sequences, which are counted in it.
 """
@@ -18,9 +18,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.batch import Ubatch
+from jaxkv.core.array_utils import divided
+from jaxkv.core.constants import END
 from jaxkv.kv.cells import WORD, Cells, free, owner_word
-from jaxkv.kv.reuse import evictable
-from jaxkv.places import END, divided
+from jaxkv.kv.eviction import evictable
 
 TILE = 64
 """The most cells of a tile of a sequence."""

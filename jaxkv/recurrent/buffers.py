@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch, own_rows, rows_of, ubatch_partition_specs
-from jaxkv.mesh import broadcast_from_owner, current_mesh, map_shards, shares, to_local
+from jaxkv.core.partitioning import broadcast_from_owner, current_mesh, map_shards, shares, to_local
 from jaxkv.recurrent import slots
 from jaxkv.recurrent.states import States, T
 

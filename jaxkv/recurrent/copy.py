@@ -6,10 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv.places import EMPTY, end_of
+from jaxkv.core.array_utils import end_of
+from jaxkv.core.constants import EMPTY
+from jaxkv.core.hashing import replaced
 from jaxkv.recurrent.buffers import copy_cells
 from jaxkv.recurrent.states import States, T, known, last, occupied, stream_of, with_pairs
-from jaxkv.stamp import replaced
 
 
 def copy(

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.batch import Ubatch, contents
-from jaxkv.places import MAX_CELLS, no_slots
-from jaxkv.places import check_count as checked_count
+from jaxkv.core.array_utils import no_slots
+from jaxkv.core.constants import MAX_CELLS
+from jaxkv.core.validate import check_count as checked_count
 from jaxkv.plan import Reason
 from jaxkv.recurrent.states import States, T, occupied, stream_hash
 

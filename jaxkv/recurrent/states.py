@@ -18,9 +18,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.cache import SequenceStatus
-from jaxkv.mesh import ShardingRules
-from jaxkv.places import EMPTY, END, divided, end_of
-from jaxkv.stamp import chained, summed
+from jaxkv.core.array_utils import divided, end_of
+from jaxkv.core.constants import EMPTY, END
+from jaxkv.core.hashing import chained, summed
+from jaxkv.core.partitioning import ShardingRules
 
 T = TypeVar("T", bound="States")
 

@@ -24,8 +24,9 @@ from jaxkv.cache import (
     check_sizes,
     merge,
 )
-from jaxkv.mesh import ShardingRules
-from jaxkv.places import END, MAX_CELLS, check_count, check_shape
+from jaxkv.core.constants import END, MAX_CELLS
+from jaxkv.core.partitioning import ShardingRules
+from jaxkv.core.validate import check_count, check_shape
 from jaxkv.recurrent import copy, slots, states
 from jaxkv.recurrent.buffers import Buffers, read, within, write
 from jaxkv.recurrent.slots import StateSlots

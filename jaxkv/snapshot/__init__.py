@@ -9,7 +9,7 @@ It needs the package safetensors: `pip install safetensors`. A cache that is spl
 mesh is saved by Orbax instead, see docs/snapshots.md.
 """
 
-from jaxkv.snapshot.loading import Info, inspect, load, load_into
-from jaxkv.snapshot.saving import save, to_bytes
+from jaxkv.snapshot.load import Info, inspect, load, load_into
+from jaxkv.snapshot.save import save, to_bytes
 
 __all__ = ["Info", "inspect", "load", "load_into", "save", "to_bytes"]

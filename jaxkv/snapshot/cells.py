@@ -13,16 +13,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.kv.arrivals import choose, mark_used, room
+from jaxkv.core.array_utils import no_slots, to_host
+from jaxkv.core.constants import EMPTY, END
+from jaxkv.core.hashing import chained
+from jaxkv.core.validate import check_count
+from jaxkv.kv.allocate import choose, mark_used, room
 from jaxkv.kv.buffers import Buffers, gather, scatter
 from jaxkv.kv.cells import WORD, bits, empty_fields, lacks, with_owners
+from jaxkv.kv.cross_attention import as_source_table
 from jaxkv.kv.make import make_kv_cache
 from jaxkv.kv.slots import usable
 from jaxkv.kv.table import CellTable
-from jaxkv.ops.latent import Values, ValueSlice, value_dim
+from jaxkv.ops.layer_stack import each_array
+from jaxkv.ops.mla import Values, ValueSlice, value_dim
 from jaxkv.ops.quantised import Stored, zeros
-from jaxkv.ops.stacked import each_array
-from jaxkv.places import EMPTY, END, check_count, no_slots, to_host
 from jaxkv.plan import OutOfCellsError
 from jaxkv.snapshot.chunks import put_in, taken_out
 from jaxkv.snapshot.parts import (
@@ -39,7 +43,6 @@ from jaxkv.snapshot.parts import (
     names,
     static_fields,
 )
-from jaxkv.stamp import chained
 
 CHUNK = 256
 """Cells that are read or written at a time."""
@@ -331,3 +334,20 @@ def _fill(
 def _part_of_keys(v: Values) -> list[int] | None:
     """Return which numbers of a key are its value, if they are."""
     return [v.first, v.last] if isinstance(v, ValueSlice) else None
+
+
+class SourcePart(CellPart):
+    """A cache for sources, of which a snapshot holds what it does of one of attention."""
+
+    @staticmethod
+    def describe(table: Any, buffers: Any) -> dict[str, Any]:
+        """Return sizes, static fields and ropes; `of_sources` is said by the kind."""
+        found = CellPart.describe(table, buffers)
+        static = {name: x for name, x in found["static"].items() if name != "of_sources"}
+        return found | {"kind": "source", "static": static}
+
+    @staticmethod
+    def make(description: Mapping[str, Any], entries: Entries) -> tuple[Any, Any]:
+        """Make an empty one, with keys and values as large as those that are saved."""
+        table, buffers = CellPart.make(description, entries)
+        return as_source_table(table), buffers

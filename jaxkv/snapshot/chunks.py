@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.places import MAX_CELLS
+from jaxkv.core.constants import MAX_CELLS
 
 Read = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """Read an array at streams and cells."""

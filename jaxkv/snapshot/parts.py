@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxkv.ops.stacked import is_of_layer
+from jaxkv.ops.layer_stack import is_of_layer
 from jaxkv.rope import NotGiven, Rope
 from jaxkv.window import Window
 

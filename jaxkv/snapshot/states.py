@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.places import EMPTY, END, to_host
+from jaxkv.core.array_utils import to_host
+from jaxkv.core.constants import EMPTY, END
+from jaxkv.core.hashing import chained, replaced
 from jaxkv.recurrent.states import empty_fields
 from jaxkv.recurrent.table import StateTable, make_recurrent_cache
 from jaxkv.snapshot.chunks import put_in, taken_out
@@ -28,7 +30,6 @@ from jaxkv.snapshot.parts import (
     expect,
     static_fields,
 )
-from jaxkv.stamp import chained, replaced
 
 CHUNK = 8
 """States that are read or written at a time."""

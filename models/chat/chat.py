@@ -1,16 +1,17 @@
 """Conversations side by side in one cache, as a value, and its edits: each is one verb.
 
 Each conversation has a sequence, and all share the cells of one pool, so a fork copies nothing. The
-other sequences are holders of a store (`jaxkv.prefix`): what was said before a turn is kept there,
-to be gone back to where a window or a state cannot, and for conversations that begin alike.
+other sequences are holders of a store (`jaxkv.serving.prefix_cache`): what was said before a turn
+is kept there, to be gone back to where a window or a state cannot, and for conversations that begin
+alike.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import jaxkv
-from jaxkv import prefix
 from jaxkv.hybrid import parts_of
+from jaxkv.serving import prefix_cache
 from models.chat.conversation import ChatError, Conversation
 
 MAIN = "main"
@@ -49,7 +50,7 @@ class Chat:
     """
 
     cache: jaxkv.Cache
-    store: prefix.PrefixStore
+    store: prefix_cache.PrefixStore
     conversations: Mapping[str, Conversation]
     current: str = MAIN
     computed: int = 0
@@ -107,11 +108,11 @@ def remember(chat: Chat, length: int) -> Chat:
     if not 0 < length <= now.gapless(chat.held):
         return chat
     text = chat.cache, chat.store, now.tokens[:length], now.sequence
-    cache, store, _ = prefix.store_prefix(*text)
+    cache, store, _ = prefix_cache.store_prefix(*text)
     return replace(chat, cache=cache, store=store)
 
 
-def recall(chat: Chat, length: int) -> tuple[Chat, prefix.MissReason]:
+def recall(chat: Chat, length: int) -> tuple[Chat, prefix_cache.MissReason]:
     """Let the current conversation hold what is kept of its first tokens, where that is more.
 
     Returns:
@@ -119,7 +120,7 @@ def recall(chat: Chat, length: int) -> tuple[Chat, prefix.MissReason]:
     """
     now = chat.now
     text = now.tokens[: now.gapless(length) + 1]  # of which the last one is always computed
-    cache, store, found = prefix.fork_prefix(chat.cache, chat.store, text, now.sequence)
+    cache, store, found = prefix_cache.fork_prefix(chat.cache, chat.store, text, now.sequence)
     if (more := found.length - chat.held) <= 0:
         return chat, found.miss
     return replace(chat, cache=cache, store=store, reused=chat.reused + more), found.miss
@@ -131,7 +132,7 @@ def use_instructions(chat: Chat) -> Chat:
     if not now.tokens or not now.frame.keep:
         return chat
     text = chat.cache, chat.store, now.tokens[: now.frame.keep + 1], now.sequence
-    return replace(chat, store=prefix.fork_prefix(*text)[1])  # the fork is not taken
+    return replace(chat, store=prefix_cache.fork_prefix(*text)[1])  # the fork is not taken
 
 
 def fork(chat: Chat, name: str) -> Chat:
@@ -245,12 +246,12 @@ def taken_back(chat: Chat, length: int) -> tuple[Chat, str]:
 
 
 NOT_KEPT = {
-    prefix.MissReason.NONE: "nothing was kept from there",
-    prefix.MissReason.UNKNOWN: "nothing was kept of it",
-    prefix.MissReason.EVICTED: "what was kept from there had to give way",
-    prefix.MissReason.CONTEXT_EVICTED: "so has what was kept",
-    prefix.MissReason.INCOMPLETE: "what was kept has lost a passage",
-    prefix.MissReason.NO_STATE: "no state was kept from there",
+    prefix_cache.MissReason.NONE: "nothing was kept from there",
+    prefix_cache.MissReason.UNKNOWN: "nothing was kept of it",
+    prefix_cache.MissReason.EVICTED: "what was kept from there had to give way",
+    prefix_cache.MissReason.CONTEXT_EVICTED: "so has what was kept",
+    prefix_cache.MissReason.INCOMPLETE: "what was kept has lost a passage",
+    prefix_cache.MissReason.NO_STATE: "no state was kept from there",
 }
 """Why the store has no more of a text, as the end of a sentence; there is one stream, so room."""
 

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 import jaxkv
-from jaxkv import prefix
 from jaxkv.hybrid import parts_of
-from jaxkv.tables import jit_table
+from jaxkv.jit_helpers import jit_table
+from jaxkv.serving import prefix_cache
 from models.chat.chat import Chat, has_states, held_in
 from models.chat.conversation import ChatError, Conversation
 
@@ -34,14 +34,14 @@ def give_way(chat: Chat, tokens: int) -> Chat | None:
         return None
     cache, store = chat.cache, chat.store
     while store.texts:
-        cache, store = prefix.evict(cache, store, cells=prefix.held(cache, store) - 1)
+        cache, store = prefix_cache.evict(cache, store, cells=prefix_cache.held(cache, store) - 1)
         if _left(cache, chat.now.sequence) >= tokens:
             return replace(chat, cache=cache, store=store)
     return None
 
 
 def slide(chat: Chat) -> Chat:
-    """Forget the oldest turns of the current conversation and close the gap: `loops.context_shift`.
+    """Forget the oldest turns of the current conversation; see `generation.context_shift`.
 
     What comes before the first message stays, and of the rest the newer half, from the beginning of
     a turn on where one begins there. The texts of all turns stay in the conversation. What is kept
@@ -64,8 +64,8 @@ def slide(chat: Chat) -> Chat:
         cache, ok = jaxkv.seq_rm(cache, now.sequence, now.frame.keep)
     else:
         drop = cut - start
-        cache, store = prefix.evict(cache, store, cells=0)
-        cache, ok = jaxkv.loops.context_shift(
+        cache, store = prefix_cache.evict(cache, store, cells=0)
+        cache, ok = jaxkv.generation.context_shift(
             cache, now.sequence, num_keep=now.frame.keep, num_discard=drop
         )
     if not ok:

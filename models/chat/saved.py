@@ -11,7 +11,8 @@ from typing import Any, get_args
 import numpy as np
 
 import jaxkv
-from jaxkv import prefix, snapshot
+from jaxkv import snapshot
+from jaxkv.serving import prefix_cache
 from models.chat.chat import Chat
 from models.chat.conversation import ChatError, Conversation, Turn
 from models.errors import brief
@@ -115,7 +116,7 @@ def _taken_in(
         held = {}
         cache = snapshot.load_into(path, chat.cache, sequences=goes, donate=True)
     texts = [
-        prefix.CachedPrompt(holder=holder, tokens=np.asarray(kept[one], np.int32))
+        prefix_cache.CachedPrompt(holder=holder, tokens=np.asarray(kept[one], np.int32))
         for one, holder in held.items()
     ]
     return replace(chat, cache=cache, store=replace(chat.store, texts=tuple(texts), evicted=()))

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv import loops, prefix
-from jaxkv.loops.sampling import Sampler, make_sampler
+from jaxkv import generation
+from jaxkv.generation.filters import Sampler, make_sampler
+from jaxkv.serving import prefix_cache
 from models.chat.chat import (
     MAIN,
     Chat,
@@ -75,7 +76,7 @@ class Speaker:
         Args:
           conversations: how many there may be, forks included.
           cells: tokens that all of them hold together.
-          holders: texts that are kept beside them, see `jaxkv.prefix`.
+          holders: texts that are kept beside them, see `jaxkv.serving.prefix_cache`.
           system: the instructions that a conversation begins with.
 
         Raises:
@@ -95,7 +96,7 @@ class Speaker:
                 "a recurrent state cannot forget what it has seen: leave --on-full slide out."
             )
         first = Conversation(sequence=0, frame=frame, system=system)
-        store = prefix.make_prefix_store(
+        store = prefix_cache.make_prefix_store(
             cache, store_sequences=range(conversations, conversations + holders)
         )
         return Chat(cache=cache, store=store, conversations={MAIN: first})
@@ -110,10 +111,10 @@ class Speaker:
             lowered = _read.lower(forward, params, table, buffers, *blank)
             logits = lowered.out_info[2]
             jobs.append(lowered.compile)
-        idle = loops.init_decode(chat.cache, [0], [0], max_new_tokens=0, sampler=self.sampler)
+        idle = generation.init_decode(chat.cache, [0], [0], max_new_tokens=0, sampler=self.sampler)
         jobs.append(lambda: self._decode(chat.cache, idle)[0])
         cache = compile_all(jobs, tell)[-1]
-        chat = replace(chat, cache=prefix.warm_up(cache, chat.store))
+        chat = replace(chat, cache=prefix_cache.warm_up(cache, chat.store))
         blank = jnp.zeros(logits.shape, logits.dtype, device=self.model.logits_sharding)
         # The small programs, and what edits ask.
         begun = self._begin(cache, blank, chat.now, 0, limit=0), chat.held
@@ -266,16 +267,18 @@ class Speaker:
 
     def _begin(
         self, cache: Any, logits: jax.Array, now: Conversation, attempt: int, *, limit: int
-    ) -> tuple[loops.DecodeState, loops.Sampled]:
+    ) -> tuple[generation.DecodeState, generation.Sampled]:
         """Pick the first token of an answer."""
         seeds = np.array([(self.seed + attempt) % 2**32], np.uint32)
         options = {"max_new_tokens": limit, "seed": seeds}
-        return loops.sample_first(
+        return generation.sample_first(
             self.sampler, cache, logits, self._stop(), [now.sequence], **options
         )
 
-    def _decode(self, cache: Any, state: loops.DecodeState) -> tuple[Any, loops.DecodeState, Any]:
-        model, more = self.model, {"steps": self.steps, "donate": True}
+    def _decode(
+        self, cache: Any, state: generation.DecodeState
+    ) -> tuple[Any, generation.DecodeState, Any]:
+        model, more = self.model, {"num_tokens": self.steps, "donate": True}
         return jaxkv.decode(
             model.forward, self.sampler, model.params, cache, state, self._stop(), **more
         )

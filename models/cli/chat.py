@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import jax
 from jax.sharding import Mesh
 
-from jaxkv.loops.sampling import make_sampler
+from jaxkv.generation.filters import make_sampler
 from models.chat.conversation import ChatError
 from models.chat.speaker import Speaker
 from models.cli.arguments import InputError

@@ -8,7 +8,7 @@ from time import perf_counter
 from typing import Any
 
 import jaxkv
-from jaxkv.loops.sampling import make_sampler
+from jaxkv.generation.filters import make_sampler
 from models.cli.arguments import InputError
 from models.cli.report import note_full, note_interrupted, note_summary, print_json, rate, tokens_of
 from models.cli.screen import Screen, compiling, heading, note, plural, put

@@ -1,6 +1,6 @@
 """Attention written down in NumPy and float64, and arrays for it.
 
-P lists of T tokens look at S streams of N cells, with the arrays of `jaxkv.ops.attention.api`.
+P lists of T tokens look at S streams of N cells, with the arrays of `jaxkv.ops.attention.dispatch`.
 """
 
 from typing import Any, NamedTuple
@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import Partial
 
+from jaxkv.core.typed import typed
+from jaxkv.ops.attention.active_tiles import TILE
 from jaxkv.ops.attention.bias import OfPlaces
-from jaxkv.ops.attention.live import TILE
-from jaxkv.ops.attention.sight import Visibility
 from jaxkv.ops.attention.softmax import Options
-from jaxkv.ops.latent import ValueSlice
+from jaxkv.ops.attention.visibility import Visibility
+from jaxkv.ops.layer_stack import each_array, is_of_layer, part_of_all
+from jaxkv.ops.mla import ValueSlice
 from jaxkv.ops.quantised import decoded, encoded, zeros
-from jaxkv.ops.stacked import each_array, is_of_layer, part_of_all
-from jaxkv.typed import typed
 
 LAYER, LAYERS = 1, 3
 """Of a stacked array of so many layers, the one that is looked at."""

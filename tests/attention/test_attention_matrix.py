@@ -11,12 +11,12 @@ import pytest
 
 import jaxkv
 import models
-from jaxkv.ops.attention import api, attention, softmax, xla_cpu
-from jaxkv.ops.attention.live import BLOCK, TILE
+from jaxkv.ops.attention import attention, dispatch, softmax, xla_cpu
+from jaxkv.ops.attention.active_tiles import BLOCK, TILE
 from jaxkv.ops.attention.reference import reference
-from jaxkv.ops.attention.sight import mask_of
 from jaxkv.ops.attention.softmax import Options
-from jaxkv.ops.latent import ValueSlice
+from jaxkv.ops.attention.visibility import mask_of
+from jaxkv.ops.mla import ValueSlice
 from jaxkv.window import chunked, sliding, symmetric
 from tests.attention.formula import PLAIN, case, formula, visible
 from tests.attention.ways import WAYS, WEIGH, attended
@@ -230,7 +230,7 @@ def test_whole_sums_of_many_weights_are_exact():
 @pytest.mark.parametrize("name", ["tpu", "gpu", "tiles"])
 def test_weigh_open_sums_of_parts_join(name):
     one = case(4, cells=LONG)
-    weigh = {**WEIGH, **api.IMPLEMENTATIONS, "tpu": api.IMPLEMENTATIONS["pallas"]}[name]
+    weigh = {**WEIGH, **dispatch.IMPLEMENTATIONS, "tpu": dispatch.IMPLEMENTATIONS["pallas"]}[name]
 
     @partial(jax.jit, static_argnums=1)
     def part(first, count):
@@ -239,7 +239,7 @@ def test_weigh_open_sums_of_parts_join(name):
         return weigh(one.q, k, v, looks, Options())
 
     sums = softmax.merge_softmax(part(0, TILE + 100), part(TILE + 100, LONG - TILE - 100))
-    got = api.finalize(sums, one.q, Options())
+    got = dispatch.finalize(sums, one.q, Options())
     np.testing.assert_allclose(got, one.wanted(), rtol=1e-5, atol=2e-6)
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv.ops.attention.active_tiles import TILE
 from jaxkv.ops.attention.bias import OfPlaces
-from jaxkv.ops.attention.live import TILE
 from jaxkv.ops.attention.softmax import Options
 from tests.attention.formula import PLAIN, bias_between, case, formula, places, visible
 from tests.attention.ways import WAYS
@@ -116,7 +116,7 @@ def test_vmap_over_biases_and_derivatives_match_each(bias, shared):
     def at_once(weights, *arrays):
         axes = (0, 0, 0, 0, None if shared else 0)
         alone = partial(loss, WAYS["default"])
-        return jnp.sum(jax.vmap(alone, axes)(*arrays, together.sight, weights))
+        return jnp.sum(jax.vmap(alone, axes)(*arrays, together.visibility, weights))
 
     def apart(weights, *arrays):
         own = [weights] * 2 if shared else weights

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 import jaxkv
-from jaxkv.ops.attention.api import attend
-from jaxkv.ops.attention.live import BLOCK, TILE
+from jaxkv.ops.attention.active_tiles import BLOCK, TILE
+from jaxkv.ops.attention.dispatch import attend
 from jaxkv.ops.attention.softmax import Options
 from tests import hlo
 from tests.attention.formula import case

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jaxkv.ops.attention import pallas_gpu, pallas_tpu
-from jaxkv.ops.attention.live import TILE, find_active_tiles
+from jaxkv.ops.attention.active_tiles import TILE, find_active_tiles
 from jaxkv.ops.attention.softmax import Options
 from jaxkv.window import chunked, sliding, symmetric
 from tests.attention.formula import case, visible

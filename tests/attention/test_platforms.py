@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.ops.attention.api import attend
+from jaxkv.ops.attention.dispatch import attend
 from jaxkv.ops.attention.softmax import Options
 from tests.pods import Pod
 from tests.sights import sight_of_mask

@@ -17,10 +17,10 @@ from jax.sharding import AxisType
 import jaxkv
 import models
 from jaxkv import make_batch, snapshot
-from jaxkv.ops.latent import ValueSlice
+from jaxkv.ops.mla import ValueSlice
 from jaxkv.ops.quantised import decoded, encoded, zeros
+from jaxkv.snapshot.assemble import describe
 from jaxkv.snapshot.file import written
-from jaxkv.snapshot.whole import describe
 from tests.attention.formula import MOST, coded, rounded
 from tests.caches import updated
 from tests.cases import in_lanes

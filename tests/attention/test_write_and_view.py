@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv.core.partitioning import WHOLE
 from jaxkv.kv.buffers import copy_run, gather, scatter
-from jaxkv.mesh import WHOLE
 from tests import histories
 from tests.attention.lives import CLOSE, applied, arrays_for, lived_in, seen
 from tests.caches import (

@@ -4,9 +4,9 @@ from functools import partial
 
 import jax
 
-from jaxkv.ops.attention import api, attention, pallas_gpu
-from jaxkv.ops.attention.sight import mask_of
+from jaxkv.ops.attention import attention, dispatch, pallas_gpu
 from jaxkv.ops.attention.softmax import nan_unless_hidden
+from jaxkv.ops.attention.visibility import mask_of
 from tests.attention.formula import PLAIN
 
 
@@ -16,27 +16,27 @@ def on_masks(q, k, v, visibility, options):
 
 
 def closing(weigh):
-    """Do what `api.attend` does around an implementation."""
+    """Do what `dispatch.attend` does around an implementation."""
 
     def attend(q, k, v, visibility, options):
         sums = weigh(q, k, v, visibility, options)
         sums = sums if visibility.bias is None else nan_unless_hidden(sums)
-        return api.finalize(sums, q, options)
+        return dispatch.finalize(sums, q, options)
 
     return attend
 
 
 WEIGH = {
-    "gpu": api.by_platform(
+    "gpu": dispatch.by_platform(
         cuda=pallas_gpu.partial_attention,
         default=partial(pallas_gpu.partial_attention, interpret=True),
     ),
-    "elsewhere": api.best,  # neither a processor nor a kernel
+    "elsewhere": dispatch.best,  # neither a processor nor a kernel
 }
 WAYS = {
-    "default": api.attend,
-    **{name: partial(api.attend, implementation=name) for name in ("tiles", "whole", "xla")},
-    "tpu": partial(api.attend, implementation="pallas"),  # interpreted, as the next one
+    "default": dispatch.attend,
+    **{name: partial(dispatch.attend, implementation=name) for name in ("tiles", "whole", "xla")},
+    "tpu": partial(dispatch.attend, implementation="pallas"),  # interpreted, as the next one
     **{name: closing(weigh) for name, weigh in WEIGH.items()},
     "on masks": on_masks,
 }

@@ -75,7 +75,7 @@ class Machine(RuleBasedStateMachine):
         assert seen() == before
 
     def sharing(self, seq: int) -> set[int]:
-        return set().union(*(oracle.sequences_per_stream(seq) for oracle in self.twin.oracles))
+        return set().union(*(oracle.sharing(seq) for oracle in self.twin.oracles))
 
     # ---------------------------------------------------------------------------------- batches
 
@@ -181,7 +181,7 @@ class Machine(RuleBasedStateMachine):
     @rule(number=ids, p0=edges, p1=edges, by=st.integers(-5, 5), divides=st.booleans())
     def move(self, number: int, p0: int, p1: int, by: int, divides: bool) -> None:
         verb, by = ("seq_div", abs(by) or 2) if divides else ("seq_add", by)
-        with self.only(*self.sequences_per_stream(self.seq(number))):
+        with self.only(*self.sharing(self.seq(number))):
             self.twin.edit(verb, self.seq(number), p0, p1, by)
 
     @rule(how=st.sampled_from(["range", "others", "all"]), number=ids, p0=edges, p1=edges)

@@ -88,7 +88,7 @@ def of_oracle(oracle):
     if isinstance(oracle, Oracle):
         return {place: (c.position, c.owners, c.shift) for place, c in oracle.cells.items()}
     positions = [[state.position for state in states] for states in oracle.states.values()]
-    return positions, oracle.num_used_cells()
+    return positions, oracle.used()
 
 
 def of_table(table):

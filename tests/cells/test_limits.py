@@ -9,8 +9,8 @@ import pytest
 
 import jaxkv
 from jaxkv import make_batch
+from jaxkv.core.hashing import content
 from jaxkv.kv import cells
-from jaxkv.stamp import content
 from tests.caches import GROUPS, SMALL, SPLIT, WIDE, WINDOW, assert_identical, drawn
 
 BIG = 2**31 - 1

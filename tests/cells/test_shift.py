@@ -139,8 +139,8 @@ def test_moves_of_a_cache_without_a_rope_are_refused():
         lambda m: jaxkv.seq_add(m, 0, 0, -1, 1),
         lambda m: jax.jit(jaxkv.seq_div)(m, 0, 0, -1, 2),
         lambda m: jaxkv.can_seq_add(m, 0, 0, -1, 1),
-        lambda m: jaxkv.loops.context_shift(m, 0, num_keep=0, num_discard=1),
-        lambda m: jaxkv.loops.self_extend(m, 0, 0, group=2, width=4),
+        lambda m: jaxkv.generation.context_shift(m, 0, num_keep=0, num_discard=1),
+        lambda m: jaxkv.generation.self_extend(m, 0, 0, group=2, width=4),
     ]
     for move, cache in product(moves, [made, jaxkv.make_hybrid_cache(*parts), loaded(made)]):
         with pytest.raises(ValueError, match="^expected a cache made with rope= to move keys"):

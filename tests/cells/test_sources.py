@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import loops, make_batch
+from jaxkv import generation, make_batch
 from jaxkv.hybrid import parts_of
 from tests.attention.formula import formula
 from tests.caches import assert_identical
@@ -29,7 +29,7 @@ TEXT, CROSS = 0, 1  # layers
 SHAPES = dict.fromkeys(["embedding", "sources"], (VOCABULARY, SIZE))
 SHAPES |= dict.fromkeys(["q0", "k0", "v0", "q1", "k1", "v1"], (SIZE, SIZE))
 WEIGHTS = {n: jax.random.normal(jax.random.key(i), SHAPES[n]) for i, n in enumerate(SHAPES)}
-BEST = loops.sampling.make_sampler()
+BEST = generation.make_sampler()
 
 
 def heads(x):
@@ -160,7 +160,9 @@ def packed(cache):
 
 
 def slid(cache):
-    return loops.context_shift(tell(cache, [[6, 7, 8]], [0])[0], 0, num_keep=1, num_discard=2)[0]
+    return generation.context_shift(tell(cache, [[6, 7, 8]], [0])[0], 0, num_keep=1, num_discard=2)[
+        0
+    ]
 
 
 def gone_back(cache):
@@ -294,7 +296,7 @@ def begun(*texts):
     cache = encode(make(), [A, B], [0, 1])
     ids = [*range(len(texts))]
     cache, logits = tell(cache, texts, ids)
-    return cache, logits, *loops.sample_first(BEST, cache, logits, sequences=ids)
+    return cache, logits, *generation.sample_first(BEST, cache, logits, sequences=ids)
 
 
 def best(source, text, count):
@@ -310,8 +312,8 @@ def test_decode_and_beam_with_sources_say_as_the_formula():
     for q in range(2):
         assert [*first.tokens[q], *picked.tokens[q]] == best(SOURCES[q], [0], 5)
     assert lengths(after)[:2] == [5, 1]
-    options = {"width": 2, "steps": 3, "sequences": [1, 3]}
-    after, beams = loops.beam(forward, WEIGHTS, cache, logits[1:], **options)
+    options = {"num_beams": 2, "num_tokens": 3, "sequences": [1, 3]}
+    after, beams = generation.beam(forward, WEIGHTS, cache, logits[1:], **options)
     assert lengths(after) == [5, 1, 0, 1]
     for tokens, score in zip(beams.tokens.tolist(), beams.scores, strict=True):
         rows = [said(B, [0, *tokens[:i]]) for i in range(3)]
@@ -324,8 +326,10 @@ def test_speculate_branches_leave_other_sources_alone():
     """Sequence 1 has a source and no text; what is made is greedy."""
     cache, logits, state, _ = begun([0, 0])
     token = int(np.argmax(logits))
-    guesses = loops.prompt_lookup([[token, 1, token, 2]], ngram=1, num_branches=2)
-    after, _, _, made = loops.speculate(forward, guesses, BEST, WEIGHTS, cache, state, num_tokens=2)
+    guesses = generation.prompt_lookup([[token, 1, token, 2]], ngram=1, num_branches=2)
+    after, _, _, made = generation.speculate(
+        forward, guesses, BEST, WEIGHTS, cache, state, num_tokens=2
+    )
     assert lengths(after) == [5, 1, 0, 0]
     assert made.tokens[0, :2].tolist() == best(A, [0, 0, token], 2)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import Reason, loops, make_batch
+from jaxkv import Reason, generation, make_batch
 from jaxkv.kv.mask import visibility_of
 from tests.caches import Kind, assert_identical, drawing, drawn, run, think
 from tests.cells.pools import FOUR, ONE, TWO, fed
@@ -121,7 +121,7 @@ def test_beam_in_the_second_of_two_streams_matches_one_stream():
     for kind, ids in ((TWO, [2, 3]), (ONE, [0, 1])):
         prompt = make_batch([1, 2, 3], sequences=ids[0])
         cache, logits, *_ = jaxkv.prefill(forward, None, kind.make(), prompt)
-        _, beams = loops.beam(
+        _, beams = generation.beam(
             forward, None, cache, logits, num_beams=2, num_tokens=3, sequences=ids
         )
         found.append(beams.tokens)
@@ -132,7 +132,7 @@ def test_init_batch_and_beam_of_two_streams_raise():
     with pytest.raises(ValueError, match="must come in rows"):
         jax.eval_shape(lambda t: jaxkv.init_batch(FOUR.make(), make_batch(t)), jnp.ones(2, int))
     beam = partial(
-        loops.beam, forward, None, TWO.make(), jnp.zeros((1, 16)), num_beams=2, num_tokens=3
+        generation.beam, forward, None, TWO.make(), jnp.zeros((1, 16)), num_beams=2, num_tokens=3
     )
     with pytest.raises(ValueError, match=r"one stream of 2 for the beams, .* got \[1, 2\]"):
         beam(sequences=[1, 2])

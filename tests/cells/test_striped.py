@@ -9,7 +9,7 @@ import pytest
 
 import jaxkv
 from jaxkv import sharding
-from jaxkv.kv.stripes import STRIPE, cell_of, dealt
+from jaxkv.kv.fill_order import STRIPE, cell_of, dealt
 from tests.caches import STRIPES, VOCABULARY, run
 from tests.meshes import RULES, mesh_of, placed
 from tests.oracle import Oracle

@@ -13,11 +13,11 @@ import pytest
 
 import jaxkv
 from jaxkv.kv.tiles import TILE, tile_of
-from jaxkv.ops.attention.api import attend
 from jaxkv.ops.attention.bias import checked_bias
-from jaxkv.ops.attention.sight import mask_of
+from jaxkv.ops.attention.dispatch import attend
 from jaxkv.ops.attention.softmax import Options
-from jaxkv.ops.latent import ValueSlice
+from jaxkv.ops.attention.visibility import mask_of
+from jaxkv.ops.mla import ValueSlice
 from jaxkv.ops.quantised import encoded, zeros
 from jaxkv.window import sliding
 from tests import hlo

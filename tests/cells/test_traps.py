@@ -13,8 +13,7 @@ import pytest
 
 import jaxkv
 from jaxkv import Reason, make_batch
-from jaxkv.planning.layout import follows
-from jaxkv.planning.splits import split_known
+from jaxkv.planning.layout import follows, split_known
 from tests.caches import SMALL, assert_identical, drawing, drawn
 from tests.cells.plans import plan_of
 from tests.cells.pools import noisy

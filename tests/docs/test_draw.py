@@ -14,9 +14,9 @@ import pytest
 import jaxkv
 from jaxkv import draw, make_batch
 from jaxkv.draw import plot
+from jaxkv.draw.cell_runs import folded
 from jaxkv.draw.colours import PALETTE
 from jaxkv.draw.html import html_of
-from jaxkv.draw.runs import folded
 from jaxkv.kv.mask import visible
 from tests.caches import Kind, drawn
 
@@ -139,7 +139,7 @@ def test_repr_of_plans_batches_and_states_is_one_line():
     assert repr(refused) == "Plan(refused: sequence 1 OUT_OF_CELLS)"
     assert repr(jax.eval_shape(lambda: plan)) == "Plan(1 ubatch: 1 x 4 tokens; values not known)"
     assert repr(make_batch([1] * 9)) == "Batch(tokens=int32[9], sequences=int32[9], valid=bool[9])"
-    state = jaxkv.loops.init_decode(cache, [5, 7])
+    state = jaxkv.generation.init_decode(cache, [5, 7])
     assert "token=[5, 7]" in repr(state) and "key=key<fry>[2]" in repr(state)
     assert "shift=int32[1,24]" in repr(jaxkv.init_update(cache))
 

@@ -47,7 +47,7 @@ def test_names_page_leads_to_names_that_exist():
     """In each table the last column is jaxkv's: code there begins with a name, or an option."""
     page = (DOCS / "reference" / "names.md").read_text()
     values = {"plan": jaxkv.Plan, "ubatch": jaxkv.Ubatch}
-    functions = filter(inspect.isfunction, vars(jaxkv).values())
+    functions = filter(inspect.isfunction, (getattr(jaxkv, name) for name in jaxkv.__all__))
     options = {name for one in functions for name in inspect.signature(one).parameters}
     codes = re.findall(r"`([^`]+)`", "".join(re.findall(r"^\|.*\| (.*) \|$", page, re.M)))
     assert len(codes) > 80

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import loops, make_batch
+from jaxkv import generation, make_batch
 from tests.caches import VOCABULARY, Kind, think
 from tests.cases import mostly_nightly
 from tests.generation.tiny import CLOSE, assert_sound, ends, load
@@ -100,7 +100,7 @@ def prompted(kind, seq=0):
     return jaxkv.prefill(forward, FREE, kind.make(), make_batch(PROMPT, sequences=seq))[:2]
 
 
-search = partial(loops.beam, forward, FREE, num_beams=WIDTH, num_tokens=STEPS)
+search = partial(generation.beam, forward, FREE, num_beams=WIDTH, num_tokens=STEPS)
 STOPS = [(4, 7, -1), (10, 15, -1), (2, 10, 13)]
 NONE = (-1, -1, -1)
 
@@ -209,7 +209,7 @@ def test_beam_fewer_texts_than_width():
     cache, logits = crowded(5)
     only = np.full((VOCABULARY, VOCABULARY), -np.inf, np.float32)
     only[:9, [6, 9]] = 0
-    run = partial(loops.beam, forward, jnp.asarray(only), cache, logits[0] + only[0])
+    run = partial(generation.beam, forward, jnp.asarray(only), cache, logits[0] + only[0])
     anew = partial(tiny(), params=jnp.asarray(only))
     for stop_tokens, found in [(NONE, 2), ((9, -1, -1), 3)]:
         after, beams = run(
@@ -237,12 +237,12 @@ def test_beam_of_a_model_matches_search_without_cache(name, streams):
     run = model.forward, model.params
     cache, logits, *_ = jaxkv.prefill(*run, make(), make_batch(PROMPT, sequences=2))
     options = dict(num_beams=WIDTH, num_tokens=STEPS, sequences=[2, 0, 3])
-    after, beams = loops.beam(*run, cache, logits, **options)
+    after, beams = generation.beam(*run, cache, logits, **options)
     wanted = searched(anew)
     assert_found(beams, wanted)
     assert_held(after, beams, [2, 0, 3], anew, *run)
     stop_tokens = (wanted[0][0][2], wanted[1][0][3])
-    after, beams = loops.beam(*run, cache, logits, stop_tokens=stop_tokens, **options)
+    after, beams = generation.beam(*run, cache, logits, stop_tokens=stop_tokens, **options)
     assert_found(beams, searched(anew, stop_tokens=stop_tokens))
     held = np.asarray(beams.num_cached)
     assert ends(after, [2, 0, 3]) == np.where(held < 0, -1, len(PROMPT) - 1 + held).tolist()

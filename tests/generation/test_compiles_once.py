@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import loops, make_batch
+from jaxkv import generation, make_batch
 from models.compiling import counting
 from tests.caches import (
     SMALL,
@@ -105,8 +105,8 @@ def chat(i):
     cache, tokens = jax.tree.map(jnp.copy, caches()[i]), [[1, 2, 3], [1, 2, 3, 4]][i % 2]
     batch, donate = make_batch(tokens, sequences=2), i in (1, 2)
     cache, logits, *_ = jaxkv.prefill(THINKER.run, None, cache, batch, ubatch_size=4, donate=donate)
-    sampler = loops.sampling.make_sampler(temperature=1.0 + i)
-    state, _ = loops.sample_first(sampler, cache, logits, [i], [2], seed=i)
+    sampler = generation.make_sampler(temperature=1.0 + i)
+    state, _ = generation.sample_first(sampler, cache, logits, [i], [2], seed=i)
     for _ in range(2):
         cache, state, _ = jaxkv.decode(
             THINKER.run, sampler, None, cache, state, [i], num_tokens=2, donate=donate
@@ -119,17 +119,19 @@ def search_and_slide(i):
     options = dict(
         num_beams=2, num_tokens=3, stop_tokens=[i], sequences=sequences, length_penalty=0.1 * i
     )
-    loops.beam(forward, None, cache, logits, **options)
-    loops.context_shift(cache, sequences[0], num_keep=i % 2, num_discard=1)
-    loops.self_extend(cache, sequences[0], 0, group=2, width=2)
+    generation.beam(forward, None, cache, logits, **options)
+    generation.context_shift(cache, sequences[0], num_keep=i % 2, num_discard=1)
+    generation.self_extend(cache, sequences[0], 0, group=2, width=2)
 
 
 def speculate(i):
     """Other caches, tokens, sequences, seeds, limits and texts to look up."""
     cache = caches()[i]
-    state = loops.init_decode(cache, [i], [i % 2], max_new_tokens=i, seed=i)
-    draft = loops.prompt_lookup([[i, 1, 2]], recent=8)
-    loops.speculate(forward, draft, loops.sampling.make_sampler(), None, cache, state, num_tokens=6)
+    state = generation.init_decode(cache, [i], [i % 2], max_new_tokens=i, seed=i)
+    draft = generation.prompt_lookup([[i, 1, 2]], recent=8)
+    generation.speculate(
+        forward, draft, generation.make_sampler(), None, cache, state, num_tokens=6
+    )
 
 
 LOOPS: dict[str, Callable] = {
@@ -154,7 +156,7 @@ def prompts(kind):
     """Prompts of some ubatches, and several at once; the cache that is warm stays as it was."""
     cache, several = filled(2, 3, kind=kind), kind.streams > 1
     for sequences in [(0,), (0, 1), (0, 1, 2)] if several else [(0,)]:  # more than two tokens
-        warm = loops.warm_up(forward, None, cache, ubatch_size=2, sequences=sequences)
+        warm = generation.warm_up(forward, None, cache, ubatch_size=2, sequences=sequences)
         assert_identical(warm, cache)
     empty = jaxkv.clear(cache)
 
@@ -169,17 +171,17 @@ def prompts(kind):
 
 def longest():
     cache, loop = POOL.make(), THINKER.run
-    sampler = loops.sampling.make_sampler(temperature=0.7, top_p=0.9, repeat_penalty=1.1)
+    sampler = generation.make_sampler(temperature=0.7, top_p=0.9, repeat_penalty=1.1)
 
     def text(length, max_new_tokens=2):
         tokens = list(range(length))
         after, logits, *_ = jaxkv.prefill(loop, None, cache, make_batch(tokens), ubatch_size=4)
         options = dict(max_new_tokens=max_new_tokens, seed=length, prompts=[tokens])
-        state, _ = loops.sample_first(sampler, after, logits, [1], **options)
+        state, _ = generation.sample_first(sampler, after, logits, [1], **options)
         jaxkv.decode(loop, sampler, None, after, state, [1], num_tokens=4)
         jaxkv.seq_rm(after, 0, length // 2)
 
-    loops.warm_up(loop, None, cache, ubatch_size=4, longest=21)
+    generation.warm_up(loop, None, cache, ubatch_size=4, longest=21)
     text(2, max_new_tokens=0)
     return lambda: [text(length) for length in range(1, 22)]
 

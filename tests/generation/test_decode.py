@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import loops, make_batch
-from jaxkv.loops.sampling import constrain, make_sampler
+from jaxkv import generation, make_batch
+from jaxkv.generation.filters import constrain, make_sampler
 from tests.caches import SMALL, SPLIT, VOCABULARY, filled
 from tests.generation.tiny import BEST, assert_sound, ends, forward
 
@@ -30,7 +30,7 @@ COUNTING = constrain(
 
 
 def test_begin_reads_lists_and_asks_nothing_of_empty_texts():
-    state, first = loops.sample_first(
+    state, first = generation.sample_first(
         BEST, filled(2), [[0.0, 2.0, 1.0]], stop_tokens=frozenset([1, 2])
     )
     assert first.tokens.tolist() == [[1]] and not state.active.any()
@@ -39,7 +39,7 @@ def test_begin_reads_lists_and_asks_nothing_of_empty_texts():
         ([0, 1], [0, 1]),
     ):  # sequence 1 has no logits of its own
         logits = jnp.zeros((len(sequences), 5))
-        state, _ = loops.sample_first(
+        state, _ = generation.sample_first(
             BEST, filled(0, 2), logits, sequences=sequences, max_new_tokens=max_new_tokens
         )
         assert state.active.tolist() == [max_new_tokens == 3] * len(sequences)
@@ -50,14 +50,14 @@ def test_begin_pairs_rows_of_logits_with_their_sequences():
     prompts = make_batch([[1, 2], [3]], sequences=[1, 0])
     result = jaxkv.prefill(forward, None, filled(0, 0), prompts)
     assert result.sequences.tolist() == [1, 0] and result.ok
-    state, first = loops.sample_first(BEST, result.cache, result)
+    state, first = generation.sample_first(BEST, result.cache, result)
     assert state.sequence.tolist() == [1, 0]
-    again, _ = loops.sample_first(BEST, result.cache, result.logits[::-1], sequences=[0, 1])
+    again, _ = generation.sample_first(BEST, result.cache, result.logits[::-1], sequences=[0, 1])
     assert again.token.tolist() == state.token.tolist()[::-1]
     with pytest.raises(ValueError, match="of each of 2 rows of logits, got none"):
-        loops.sample_first(BEST, result.cache, result.logits)
+        generation.sample_first(BEST, result.cache, result.logits)
     with pytest.raises(ValueError, match="got the result and sequences"):
-        loops.sample_first(BEST, result.cache, result, sequences=[1, 0])
+        generation.sample_first(BEST, result.cache, result, sequences=[1, 0])
 
 
 @pytest.mark.parametrize("sampler", ["rule", "penalties"])
@@ -69,8 +69,8 @@ def test_start_and_begin_count_the_first_token(sampler):
         sampler = make_sampler(presence_penalty=9.0, frequency_penalty=2.0)
     result = jaxkv.prefill(forward, None, filled(2, 1), make_batch([[3], [4]]))
     cache = result.cache
-    state, first = loops.sample_first(sampler, cache, result, prompts=[[3], [4]])
-    again = loops.init_decode(cache, first.tokens[:, 0], sampler=sampler, prompts=[[3], [4]])
+    state, first = generation.sample_first(sampler, cache, result, prompts=[[3], [4]])
+    again = generation.init_decode(cache, first.tokens[:, 0], sampler=sampler, prompts=[[3], [4]])
     run = partial(decoded, cache, num_tokens=5, sampler=sampler)
     np.testing.assert_array_equal(run(again)[2].tokens, run(state)[2].tokens)
 
@@ -78,11 +78,11 @@ def test_start_and_begin_count_the_first_token(sampler):
 def test_start_draws_are_numbered_by_position():
     sampler = make_sampler(temperature=1.0)
     cache = filled(3, 2)
-    state = loops.init_decode(cache, [1, 2], seed=[7, 8], max_new_tokens=[4, 1])
+    state = generation.init_decode(cache, [1, 2], seed=[7, 8], max_new_tokens=[4, 1])
     assert state.draw_index.tolist() == [4, 3]
     after, state, _ = decoded(cache, state, num_tokens=3, sampler=sampler)
     assert state.draw_index.tolist() == [7, 4]
-    again = loops.init_decode(after, state.token, seed=[7, 8], max_new_tokens=[1, 0])
+    again = generation.init_decode(after, state.token, seed=[7, 8], max_new_tokens=[1, 0])
     assert again.draw_index.tolist() == [7, 4]
     run = partial(decoded, after, num_tokens=3, sampler=sampler)
     np.testing.assert_array_equal(run(again)[2].tokens, run(state)[2].tokens)
@@ -92,7 +92,7 @@ def test_decode_in_pieces_has_logprobs_of_the_model():
     sampler = make_sampler(temperature=3.0, top_k=5, repeat_penalty=1.3, penalty_last_n=4)
     cache, logits, *_ = jaxkv.prefill(forward, None, filled(), make_batch([1, 2, 3]))
     options = dict(seed=3, prompts=[[1, 2, 3]], max_new_tokens=7)
-    state, first = loops.sample_first(sampler, cache, logits, **options)
+    state, first = generation.sample_first(sampler, cache, logits, **options)
     pieces, now, rest = [first], cache, state
     for _ in range(3):
         now, rest, picked = decoded(now, rest, num_tokens=2, sampler=sampler)
@@ -108,7 +108,7 @@ def test_decode_in_pieces_has_logprobs_of_the_model():
 
 def test_decode_ends_by_limit_or_own_stop_token():
     cache = filled(1, 1, 1)
-    state = loops.init_decode(
+    state = generation.init_decode(
         cache, [9, 8, 7], [2, 0, 1], max_new_tokens=[2, 9, 9], sampler=COUNTING
     )
     stop_tokens = [[-1, -1], [4, 2], [-1, 4]]
@@ -127,7 +127,7 @@ def test_decode_full_cache_ends_texts_without_room(kind):
     cells = kind.cells
     counts = (2, cells - 2, 1) if kind is SPLIT else (1, cells - 6, 1)
     cache = filled(*counts, kind=kind)
-    state = loops.init_decode(cache, [1, 2, 3], max_new_tokens=6)
+    state = generation.init_decode(cache, [1, 2, 3], max_new_tokens=6)
     after, state, picked = decoded(cache, state, num_tokens=6)
     made = (picked.tokens >= 0).sum(axis=1).tolist()
     assert made == ([6, 2, 6] if kind is SPLIT else [2, 1, 1])
@@ -135,7 +135,7 @@ def test_decode_full_cache_ends_texts_without_room(kind):
     assert not state.active.any()
     assert_sound(after)
     for seq in range(3):
-        alone = loops.init_decode(cache, [seq + 1], [seq], max_new_tokens=made[seq])
+        alone = generation.init_decode(cache, [seq + 1], [seq], max_new_tokens=made[seq])
         _, _, text = decoded(cache, alone, num_tokens=6)
         assert text.tokens[0].tolist() == picked.tokens[seq].tolist()
         np.testing.assert_allclose(text.logprobs[0], picked.logprobs[seq], atol=1e-5)

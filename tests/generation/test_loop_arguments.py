@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import loops, make_batch, prefix
-from jaxkv.loops.batching import Constraint, Engine, Request
-from jaxkv.loops.sampling import constrain, make_sampler
+from jaxkv import generation, make_batch
+from jaxkv.generation.filters import constrain, make_sampler
+from jaxkv.serving import prefix_cache
+from jaxkv.serving.engine import Constraint, Engine, Request
 from tests import caches
 from tests.caches import Kind, filled
 from tests.generation.tiny import BEST, forward, load, other, parity
@@ -24,12 +25,12 @@ PAIR = Kind("pair", cells=8, sequences=2)
 
 def donated(cache):
     cache = jax.tree.map(jnp.copy, cache)
-    loops.warm_up(forward, None, cache, ubatch_size=1, donate=True)
+    generation.warm_up(forward, None, cache, ubatch_size=1, donate=True)
     return cache
 
 
 def started(m, tokens=(1, 2), **changes):
-    return replace(loops.init_decode(m, tokens), **changes)
+    return replace(generation.init_decode(m, tokens), **changes)
 
 
 def decode(m, state=None, sampler=BEST, num_tokens=2):
@@ -38,14 +39,14 @@ def decode(m, state=None, sampler=BEST, num_tokens=2):
 
 
 def beam(m, logits=LOGITS[:1], num_beams=2, num_tokens=2, **options):
-    return loops.beam(
+    return generation.beam(
         forward, None, m, logits, num_beams=num_beams, num_tokens=num_tokens, donate=True, **options
     )
 
 
 def speculate(m, draft, tokens=(1,), model=forward, params=None):
-    state = loops.init_decode(m, tokens)
-    return loops.speculate(model, draft, BEST, params, m, state, num_tokens=1, donate=True)
+    state = generation.init_decode(m, tokens)
+    return generation.speculate(model, draft, BEST, params, m, state, num_tokens=1, donate=True)
 
 
 def prefill(m, model):
@@ -53,11 +54,13 @@ def prefill(m, model):
 
 
 def context_shift(m, seq=0, **options):
-    return loops.context_shift(m, seq, **dict(num_keep=0, num_discard=1, donate=True) | options)
+    return generation.context_shift(
+        m, seq, **dict(num_keep=0, num_discard=1, donate=True) | options
+    )
 
 
 def self_extend(m, done=0, **options):
-    return loops.self_extend(m, 0, done, **dict(group=2, width=4, donate=True) | options)
+    return generation.self_extend(m, 0, done, **dict(group=2, width=4, donate=True) | options)
 
 
 def states():
@@ -65,11 +68,11 @@ def states():
 
 
 def draft(m, **options):
-    return loops.draft_model(forward, None, m, **options)
+    return generation.draft_model(forward, None, m, **options)
 
 
 def branches(m, texts):
-    return speculate(m, loops.prompt_lookup([[1]] * texts, num_branches=2), [1] * texts)
+    return speculate(m, generation.prompt_lookup([[1]] * texts, num_branches=2), [1] * texts)
 
 
 def answering(change):
@@ -97,7 +100,7 @@ def engine(cache=None, **options):
 
 def store(cache=None, store_sequences=(2, 3), **options):
     cache = POOL.make() if cache is None else cache
-    return prefix.make_prefix_store(cache, store_sequences=store_sequences, **options)
+    return prefix_cache.make_prefix_store(cache, store_sequences=store_sequences, **options)
 
 
 @pytest.fixture(scope="module")
@@ -115,13 +118,13 @@ def test_speculate_too_few_states_raises():
     cache = load("granite_hybrid").make_cache(cells=16, sequences=2, max_rollback=2)
     wanted = "to keep 3 earlier states or more, .* with max_rollback=2: make it with max_rollback=3"
     with pytest.raises(ValueError, match=f"wanted the cache {wanted}"):
-        speculate(cache, loops.prompt_lookup([[1]]))
+        speculate(cache, generation.prompt_lookup([[1]]))
     with pytest.raises(ValueError, match=f"wanted the draft's cache {wanted}"):
-        loops.draft_model(forward, None, cache)
+        generation.draft_model(forward, None, cache)
     with pytest.raises(
         ValueError, match="attention alone for num_branches=2, since a state belongs"
     ):
-        speculate(cache, loops.prompt_lookup([[1]], num_draft_tokens=2, num_branches=2))
+        speculate(cache, generation.prompt_lookup([[1]], num_draft_tokens=2, num_branches=2))
 
 
 def test_submit_bad_request_raises():

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import loops, make_batch, prefix
-from jaxkv.loops.drawing import Sampler
+from jaxkv import generation, make_batch
+from jaxkv.generation.sampler import Sampler
 from jaxkv.ops.attention.bias import checked_bias
+from jaxkv.serving import prefix_cache
 from tests.caches import SPLIT, VOCABULARY, assert_identical, filled
 from tests.cases import in_lanes
 from tests.generation.tiny import BEST, buffers_of, ends, forward, load
@@ -27,24 +28,24 @@ def prefilled(cache, **options):
 
 
 def decoded(cache, **options):
-    state = loops.init_decode(cache, [3], max_new_tokens=2)
+    state = generation.init_decode(cache, [3], max_new_tokens=2)
     cache, state, picked = jaxkv.decode(forward, BEST, None, cache, state, num_tokens=3, **options)
     return cache, picked, state.remaining
 
 
 def speculated(cache, **options):
     draft, state = (
-        loops.prompt_lookup([[1, 2, 1, 2]], recent=8),
-        loops.init_decode(cache, [1], max_new_tokens=5),
+        generation.prompt_lookup([[1, 2, 1, 2]], recent=8),
+        generation.init_decode(cache, [1], max_new_tokens=5),
     )
-    run = partial(loops.speculate, forward, draft, BEST, None)
+    run = partial(generation.speculate, forward, draft, BEST, None)
     cache, state, _, made = run(cache, state, num_tokens=6, **options)
     return cache, made, state.remaining
 
 
 def searched(cache, **options):
     options |= dict(num_beams=2, num_tokens=3, stop_tokens=[4])
-    return loops.beam(forward, None, cache, LOGITS, **options)
+    return generation.beam(forward, None, cache, LOGITS, **options)
 
 
 def held(cache, tokens, seq):
@@ -54,8 +55,8 @@ def held(cache, tokens, seq):
 @pytest.fixture(scope="module")
 def kept():
     cache = held(SPLIT.make(), TEXT, 0)
-    store = prefix.make_prefix_store(cache, store_sequences=[1])
-    return prefix.store_prefix(cache, store, TEXT, 0)[:2]
+    store = prefix_cache.make_prefix_store(cache, store_sequences=[1])
+    return prefix_cache.store_prefix(cache, store, TEXT, 0)[:2]
 
 
 LOOPS = {"prefill": prefilled, "decode": decoded, "speculate": speculated, "beam": searched}
@@ -79,14 +80,14 @@ def test_loop_donated_cache_same_result(loop):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("verb", ["reuse", "remember"])
+@pytest.mark.parametrize("verb", ["fork_prefix", "store_prefix"])
 def test_store_donated_cache_same_result(verb, kept):
     cache, store = kept
     cache = held(cache, [4, 5], 2)
-    cases = {"reuse": ([*TEXT, 4], 0), "remember": ([4, 5], 2)}
+    cases = {"fork_prefix": ([*TEXT, 4], 0), "store_prefix": ([4, 5], 2)}
 
     def call(cache, **options):
-        return getattr(prefix, verb)(cache, store, *cases[verb], **options)[0]
+        return getattr(prefix_cache, verb)(cache, store, *cases[verb], **options)[0]
 
     assert_gives_up(call, cache)
 
@@ -113,7 +114,10 @@ def test_loop_in_jit_same_result_without_host(loop):
 EDITS = {  # what is done to a text of 5 tokens after a state was made, and whether that can go on
     "nothing": (lambda cache: cache, True),
     "another text is removed": (lambda cache: jaxkv.seq_rm(cache, 1)[0], True),
-    "it slid": (lambda cache: loops.context_shift(cache, 0, num_keep=1, num_discard=2)[0], True),
+    "it slid": (
+        lambda cache: generation.context_shift(cache, 0, num_keep=1, num_discard=2)[0],
+        True,
+    ),
     "its end is removed": (lambda cache: jaxkv.seq_rm(cache, 0, 4)[0], False),
     "it is removed": (lambda cache: jaxkv.seq_rm(cache, 0)[0], False),
     "its end is told anew": (lambda cache: held(jaxkv.seq_rm(cache, 0, 4)[0], [9], 0), False),
@@ -125,13 +129,13 @@ EDITS = {  # what is done to a text of 5 tokens after a state was made, and whet
 def test_state_from_before_an_edit_ends_its_text(edit):
     """A token that does not follow what the sequence holds is not put there."""
     change, goes_on = EDITS[edit]
-    cache, state = filled(5, 2), loops.init_decode(filled(5, 2), [3, 3])
+    cache, state = filled(5, 2), generation.init_decode(filled(5, 2), [3, 3])
     cache = jaxkv.apply(change(cache), jaxkv.init_update(change(cache)))
-    draft = loops.prompt_lookup([[1, 2, 1], [1, 2, 1]], recent=8)
+    draft = generation.prompt_lookup([[1, 2, 1], [1, 2, 1]], recent=8)
     after, now, _ = jaxkv.decode(forward, BEST, None, cache, state, num_tokens=1)
     assert (now.reason[0] == jaxkv.Reason.EDITED) != goes_on
     assert ends(after, [0]) == [position + goes_on for position in ends(cache, [0])]
-    _, other, *_ = loops.speculate(forward, draft, BEST, None, cache, state, num_tokens=1)
+    _, other, *_ = generation.speculate(forward, draft, BEST, None, cache, state, num_tokens=1)
     assert other.reason.tolist() == now.reason.tolist()
     _, again, _ = jaxkv.decode(forward, BEST, None, after, now, num_tokens=1)
     assert again.reason.tolist() == now.reason.tolist()
@@ -147,14 +151,14 @@ def test_prefill_in_jit_refused_returns_cache():
 
 @pytest.mark.core
 def test_speculate_in_scan_carries_all_that_it_returns():
-    cache, state = filled(4), loops.init_decode(filled(4), [1])
+    cache, state = filled(4), generation.init_decode(filled(4), [1])
 
     def turn(carry, _):
         cache, state, draft = carry
-        *carry, made = loops.speculate(forward, draft, BEST, None, cache, state, num_tokens=3)
+        *carry, made = generation.speculate(forward, draft, BEST, None, cache, state, num_tokens=3)
         return tuple(carry), made.tokens[0]
 
-    begun = cache, state, loops.prompt_lookup([[1, 2, 1, 2]], recent=8)
+    begun = cache, state, generation.prompt_lookup([[1, 2, 1, 2]], recent=8)
     (after, _, _), tokens = jax.lax.scan(turn, begun, length=2)
     for made in tokens:
         cache, state, wanted = jaxkv.decode(forward, BEST, None, cache, state, num_tokens=3)
@@ -195,14 +199,14 @@ def of_equal_fields(count, bases, name, method):
         yield i, jax.tree_util.register_dataclass(made, ["x"], [])(jnp.float32(0))
 
 
-DRAFT = loops.prompt_lookup(
+DRAFT = generation.prompt_lookup(
     [[1]]
 )  # made while a program is traced it would be a part of that program
 LOOPS_OF_SAMPLERS = {
-    "begin": lambda m, s, _: loops.sample_first(s, m, LOGITS, sequences=[0])[1].tokens,
+    "begin": lambda m, s, _: generation.sample_first(s, m, LOGITS, sequences=[0])[1].tokens,
     "decode": lambda m, s, state: jaxkv.decode(forward, s, None, m, state, num_tokens=1)[2].tokens,
     "speculate": lambda m, s, state: (
-        loops.speculate(forward, DRAFT, s, None, m, state, num_tokens=1)[3].tokens
+        generation.speculate(forward, DRAFT, s, None, m, state, num_tokens=1)[3].tokens
     ),
 }
 
@@ -215,7 +219,7 @@ def test_samplers_of_equal_fields_share_no_program(loop):
     and 50 MB each, so that only `sample_first` is compiled and run.
     """
     cache = filled(3, kind=SPLIT)
-    state = loops.init_decode(cache, [1])
+    state = generation.init_decode(cache, [1])
     asked = []
 
     def only(_, i, logits, state):

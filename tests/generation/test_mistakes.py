@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxkv
-from jaxkv import loops, make_batch
+from jaxkv import generation, make_batch, serving
 from tests.mistakes import assert_raises, mistakes
 
 W = jnp.eye(8)
@@ -43,8 +43,8 @@ def stale():
 
 def beside_an_engine():
     cache = make()
-    engine = loops.batching.Engine(model(), W, cache)
-    engine.submit(loops.batching.Request(prompt=[1], max_new_tokens=2))
+    engine = serving.Engine(model(), W, cache)
+    engine.submit(serving.Request(prompt=[1], max_new_tokens=2))
     engine.step()
     return run(cache=cache)
 
@@ -52,14 +52,14 @@ def beside_an_engine():
 def drafted():
     narrow, warm = (
         model(end=lambda m, x, _: (m, x[:, :5])),
-        loops.sampling.make_sampler(temperature=1),
+        generation.make_sampler(temperature=1),
     )
     cache = run().cache
     draft, state = (
-        loops.draft_model(narrow, W, cache, batch_size=2),
-        loops.init_decode(cache, [1, 2]),
+        generation.draft_model(narrow, W, cache, batch_size=2),
+        generation.init_decode(cache, [1, 2]),
     )
-    return loops.speculate(model(), draft, warm, W, cache, state, num_tokens=2)
+    return generation.speculate(model(), draft, warm, W, cache, state, num_tokens=2)
 
 
 @pytest.mark.parametrize(("call", "outcome"), mistakes("newcomers"))

@@ -13,8 +13,9 @@ import jaxkv
 import models.generate
 import models.search
 import models.serving
-from jaxkv import loops, make_batch, prefix, snapshot
+from jaxkv import generation, make_batch, snapshot
 from jaxkv.ops.attention import attention
+from jaxkv.serving import prefix_cache
 from tests.generation.tiny import BEST, by_table
 from tests.mistakes import DATA, NAMES, assert_raises, mistakes
 
@@ -40,7 +41,7 @@ def with_source():
 
 
 def store():
-    return prefix.make_prefix_store(prompted(), store_sequences=[1])
+    return prefix_cache.make_prefix_store(prompted(), store_sequences=[1])
 
 
 def attended(rows, cells=3):
@@ -50,20 +51,21 @@ def attended(rows, cells=3):
 
 def decode(m, texts=NONE, stop_tokens=()):
     return jaxkv.decode(
-        *MODEL[:1], BEST, MODEL[1], m, loops.init_decode(m, texts), stop_tokens, num_tokens=2
+        *MODEL[:1], BEST, MODEL[1], m, generation.init_decode(m, texts), stop_tokens, num_tokens=2
     )[2]
 
 
 def speculate(m):
-    draft, state = loops.prompt_lookup([]), loops.init_decode(m, NONE)
-    return loops.speculate(by_table, draft, BEST, MODEL[1], m, state, num_tokens=2)[3]
+    draft, state = generation.prompt_lookup([]), generation.init_decode(m, NONE)
+    return generation.speculate(by_table, draft, BEST, MODEL[1], m, state, num_tokens=2)[3]
 
 
 def beam(m, logits, width=1):
-    return loops.beam(*MODEL, m, logits, num_beams=width, num_tokens=1)
+    return generation.beam(*MODEL, m, logits, num_beams=width, num_tokens=1)
 
 
-OTHERS = """attend check_invariants clear rewind held init_full init_update is_current
+OTHERS = """attend check_invariants clear constrain draw rewind held init_full init_update
+is_current
 make_rope make_cross_attention_cache merge nbytes num_rollback_states read_kv read_states save show
 split compiled_step state_write_steps num_used_cells warm_up write_kv write_states"""
 # These are given no lists, or what a call above has made
@@ -81,7 +83,7 @@ def test_calls_of_nothing_give_nothing_or_one_sentence(call, outcome):
 
 def test_calls_of_nothing_are_all_that_are_public():
     """Their headings are the names of what is called."""
-    modules = jaxkv, loops, prefix, snapshot
+    modules = jaxkv, generation, prefix_cache, snapshot
     public = {
         (name, getattr(one, name)) for one in modules for name in one.__all__ if name[0].islower()
     }

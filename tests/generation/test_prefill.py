@@ -10,8 +10,8 @@ import pytest
 
 import jaxkv
 import models
-from jaxkv import loops, make_batch
-from jaxkv.loops import programs
+from jaxkv import generation, make_batch
+from jaxkv.core import compile_cache
 from tests.caches import assert_identical, filled
 from tests.cases import mostly_nightly
 from tests.generation.tiny import BEST, DATA, forward
@@ -51,20 +51,20 @@ def collected_soon():
 @pytest.mark.core
 def test_program_dies_with_its_function(collected_soon):
     _, wanted, *_ = jaxkv.prefill(forward, None, filled(4), make_batch([1, 2]))
-    before = len(programs._kept)
+    before = len(compile_cache._kept)
     shifted, others = Shifted(), [lambda *args: forward(*args), partial(forward)]
     shifted.by = 1
     others.append(jax.jit(others[0]))
     for one in (*others, shifted.run):
         cache, logits, *_ = jaxkv.prefill(one, None, filled(4), make_batch([1, 2]))
         np.testing.assert_allclose(logits, wanted + (one == shifted.run), atol=1e-5)
-    jaxkv.decode(shifted.run, BEST, None, cache, loops.init_decode(cache, [1]), num_tokens=1)
+    jaxkv.decode(shifted.run, BEST, None, cache, generation.init_decode(cache, [1]), num_tokens=1)
     dead = [weakref.ref(each) for each in (shifted, *others)]
-    assert len(programs._kept) == before + 5  # for a prompt of each, and a loop
+    assert len(compile_cache._kept) == before + 5  # for a prompt of each, and a loop
     del shifted, others, one
     gc.collect()
     assert [ref() for ref in dead] == [None] * 4
-    assert len(programs._kept) == before
+    assert len(compile_cache._kept) == before
 
 
 @pytest.mark.core
@@ -79,7 +79,7 @@ def test_weights_of_a_model_die_with_it(name, collected_soon):
 
 
 def test_step_of_dead_function_raises():
-    step = loops.compiled_step(lambda *args: forward(*args))
+    step = generation.compiled_step(lambda *args: forward(*args))
     (ubatch,) = jaxkv.init_batch(filled(4), make_batch([1])).ubatches
     with pytest.raises(ReferenceError, match="is gone: keep it"):
         step(None, *jaxkv.split(filled(4)), ubatch)

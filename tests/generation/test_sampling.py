@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from jaxkv.loops.drawing import adjust_logits
-from jaxkv.loops.sampling import OPTIONS, constrain, draw, make_sampler
-from jaxkv.loops.thresholds import keep_best
+from jaxkv.generation.filters import OPTIONS, constrain, draw, keep_best, make_sampler
+from jaxkv.generation.sampler import adjust_logits
 from tests.generation.tiny import other, parity
 
 pytestmark = pytest.mark.core

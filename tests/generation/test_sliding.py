@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import loops, make_batch
-from jaxkv.loops.sampling import make_sampler
+from jaxkv import generation, make_batch
+from jaxkv.generation.filters import make_sampler
 from tests.caches import (
     HEADS,
     LAYERS,
@@ -72,7 +72,7 @@ def test_slide_equals_the_verbs_by_hand(kind):
     """The last one leaves nothing to move."""
     cache = told(3, 8, kind=kind)
     for keep, drop in ((1, 3), (0, 2), (2, 5), (7, 1)):
-        after, ok = loops.context_shift(cache, 1, num_keep=keep, num_discard=drop)
+        after, ok = generation.context_shift(cache, 1, num_keep=keep, num_discard=drop)
         assert ok
         assert_identical(after, slid_by_hand(cache, 1, keep, drop))
         assert jaxkv.seq_pos_max(after, [0, 1]).tolist() == [2, 7 - drop]
@@ -83,7 +83,7 @@ def test_slide_equals_the_verbs_by_hand(kind):
 @core
 def test_slide_puts_keys_where_they_would_have_been_written():
     """Those of the first layer, which nothing but token and position make."""
-    after, ok = loops.context_shift(filled(8, kind=POOL), 0, num_keep=2, num_discard=4)
+    after, ok = generation.context_shift(filled(8, kind=POOL), 0, num_keep=2, num_discard=4)
     fresh, _ = run(POOL.make(), make_batch([1, 2, 7, 8]))
     moved, wanted = (np.asarray(jaxkv.split(each)[1].k[0]) for each in (after, fresh))
     assert ok and drawing(after) == "0{0} 1{0} . . . . 2{0} 3{0}"
@@ -93,7 +93,7 @@ def test_slide_puts_keys_where_they_would_have_been_written():
 def test_slide_short_sequence_changes_nothing():
     cache = jaxkv.seq_add(told(3, 8), 0, 0, -1, 2).cache
     for keep, drop in ((1, 8), (8, 1), (0, 9), (0, 2**31 - 1)):
-        after, ok = loops.context_shift(cache, 1, num_keep=keep, num_discard=drop)
+        after, ok = generation.context_shift(cache, 1, num_keep=keep, num_discard=drop)
         assert not ok, (keep, drop)
         assert_identical(after, cache)
 
@@ -101,7 +101,7 @@ def test_slide_short_sequence_changes_nothing():
 def test_slide_cells_that_another_sequence_shares_are_not_moved():
     for first, last, ok in ((0, 2, True), (0, 5, True), (0, 6, False), (6, 8, False)):
         shared = jaxkv.seq_cp(told(8), 0, 2, first, last).cache
-        after, found = loops.context_shift(shared, 0, num_keep=2, num_discard=3)
+        after, found = generation.context_shift(shared, 0, num_keep=2, num_discard=3)
         assert found == ok, (first, last)
         assert_identical(after, slid_by_hand(shared, 0, 2, 3) if ok else shared)
         assert drawing(jaxkv.seq_keep(after, 2)) == drawing(jaxkv.seq_keep(shared, 2))
@@ -112,7 +112,7 @@ def test_slide_does_not_show_what_a_window_let_go_of():
     kind = Kind("window", cells=8, sequences=2, windows=(jaxkv.window.sliding(5),))
     cache = told(16, kind=kind)
     for keep, drop, wanted in ((2, 12, False), (0, 16, True), (2, 4, True)):
-        after, ok = loops.context_shift(cache, 0, num_keep=keep, num_discard=drop)
+        after, ok = generation.context_shift(cache, 0, num_keep=keep, num_discard=drop)
         assert ok.item() is wanted
         if not ok:
             assert_identical(after, cache)
@@ -121,7 +121,7 @@ def test_slide_does_not_show_what_a_window_let_go_of():
 
 def test_slide_wrong_traced_numbers_change_nothing():
     slide = jax.jit(
-        lambda cache, *args: loops.context_shift(
+        lambda cache, *args: generation.context_shift(
             cache, args[0], num_keep=args[1], num_discard=args[2]
         )
     )
@@ -131,17 +131,17 @@ def test_slide_wrong_traced_numbers_change_nothing():
         assert not ok, args
         assert_identical(after, cache)
     assert_identical(
-        slide(cache, 1, 2, 3), loops.context_shift(cache, 1, num_keep=2, num_discard=3)
+        slide(cache, 1, 2, 3), generation.context_shift(cache, 1, num_keep=2, num_discard=3)
     )
 
 
 def test_slide_donated_is_the_same_and_deletes():
     cache = jax.tree.map(jnp.copy, told(8))
-    same, ok = loops.context_shift(cache, 0, num_keep=8, num_discard=1, donate=True)
+    same, ok = generation.context_shift(cache, 0, num_keep=8, num_discard=1, donate=True)
     assert not ok and not cache.buffers.k[0].is_deleted()
-    after, ok = loops.context_shift(cache, 0, num_keep=2, num_discard=3, donate=True)
+    after, ok = generation.context_shift(cache, 0, num_keep=2, num_discard=3, donate=True)
     assert ok and cache.buffers.k[0].is_deleted()
-    assert_identical(after, loops.context_shift(told(8), 0, num_keep=2, num_discard=3)[0])
+    assert_identical(after, generation.context_shift(told(8), 0, num_keep=2, num_discard=3)[0])
 
 
 def flat(params, cache, ubatch):
@@ -161,24 +161,24 @@ def test_draws_do_not_repeat_where_positions_come_again(tidy, drafted):
     sampler = make_sampler(temperature=1.0)
     kind, batch = Kind("endless", cells=24, sequences=1), make_batch([1, 2, 3, 4])
     cache, logits, *_ = jaxkv.prefill(flat, None, kind.make(), batch)
-    begin, _ = loops.sample_first(sampler, cache, logits, seed=3)
-    draft = loops.prompt_lookup([[]], ngram=7, recent=8)  # it guesses nothing
+    begin, _ = generation.sample_first(sampler, cache, logits, seed=3)
+    draft = generation.prompt_lookup([[]], ngram=7, recent=8)  # it guesses nothing
 
     def text(drafted, tidied, cache=cache, state=begin, draft=draft):
         pieces, done = [], jnp.int32(0)
         for _ in range(4):
             if drafted:
-                cache, state, draft, picked = loops.speculate(
+                cache, state, draft, picked = generation.speculate(
                     flat, draft, sampler, None, cache, state, num_tokens=4
                 )
             else:
                 cache, state, picked = jaxkv.decode(flat, sampler, None, cache, state, num_tokens=4)
             pieces.append(picked.tokens)
             if tidied and tidy == "slide":
-                cache, ok = loops.context_shift(cache, 0, num_keep=2, num_discard=4)
+                cache, ok = generation.context_shift(cache, 0, num_keep=2, num_discard=4)
                 assert ok
             elif tidied:
-                cache, done, ok = loops.self_extend(cache, 0, done, group=2, width=4)
+                cache, done, ok = generation.self_extend(cache, 0, done, group=2, width=4)
                 assert ok
         return np.concatenate(pieces, axis=1).tolist()
 
@@ -188,20 +188,20 @@ def test_draws_do_not_repeat_where_positions_come_again(tidy, drafted):
 @pytest.mark.parametrize(("group", "width"), [(2, 4), (4, 4), (3, 6), (1, 2)])
 def test_extend_equals_the_verbs_by_hand(group, width):
     cache = told(3, 16)
-    after, done, ok = loops.self_extend(cache, 1, 0, group=group, width=width)
+    after, done, ok = generation.self_extend(cache, 1, 0, group=group, width=width)
     wanted, expected = extended_by_hand(cache, 1, 0, group, width)
     assert ok and done == expected
     assert_identical(after, wanted)
     assert jaxkv.num_used_cells(after) == 19
     assert_sound(after)
-    again, same, ok = loops.self_extend(after, 1, done, group=group, width=width)
+    again, same, ok = generation.self_extend(after, 1, done, group=group, width=width)
     assert ok and same == done
     assert_identical(again, after)
     assert jaxkv.init_batch(again, one_more(sequences=1), ubatch_size=4).ok
 
 
 def test_extend_that_cannot_be_changes_nothing():
-    extend = partial(loops.self_extend, group=2, width=4)
+    extend = partial(generation.self_extend, group=2, width=4)
     cache = told(3, 8)
     pending = jaxkv.seq_add(cache, 0, 0, -1, 2).cache
     shared = jaxkv.seq_cp(cache, 1, 2, 7, 8).cache

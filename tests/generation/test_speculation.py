@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import loops, make_batch
-from jaxkv.loops import trees
-from jaxkv.loops.sampling import constrain, make_sampler
+from jaxkv import generation, make_batch
+from jaxkv.generation.filters import constrain, make_sampler
+from jaxkv.generation.speculative import token_tree
 from tests.caches import SMALL, SPLIT, VOCABULARY, Kind, filled
 from tests.cases import mostly_nightly
 from tests.generation.tiny import (
@@ -33,7 +33,7 @@ def plainly(cache, state, stop_tokens=(), *, num_tokens, sampler=BEST):
 
 
 def guessing(draft, cache, state, stop_tokens=(), *, num_tokens, sampler=BEST):
-    return loops.speculate(
+    return generation.speculate(
         forward, draft, sampler, None, cache, state, stop_tokens, num_tokens=num_tokens
     )
 
@@ -44,15 +44,15 @@ def guessing(draft, cache, state, stop_tokens=(), *, num_tokens, sampler=BEST):
     meta_fields=["num_draft_tokens"],
 )
 @dataclass(frozen=True)
-class Known(loops.Drafter):
-    """Guesses the tokens that it was made with."""
+class Known(generation.Drafter):
+    """Proposes the tokens that it was made with."""
 
     tokens: jax.Array
     start: jax.Array
     num_draft_tokens: int = 3
 
     @property
-    def texts(self):
+    def batch_size(self):
         return len(self.start)
 
     @classmethod
@@ -62,19 +62,19 @@ class Known(loops.Drafter):
             tokens = jnp.where(jnp.arange(tokens.shape[1])[None] % 3 == 2, 0, tokens)
         return cls(jnp.pad(tokens, [(0, 0), (0, 3)]), jnp.zeros(len(tokens), jnp.int32))
 
-    def guess(self, sampler, state, active, at):
+    def propose(self, sampler, state, active, at):
         where = self.start[:, None] + jnp.arange(3)[None]
         tokens = jnp.take_along_axis(self.tokens, where, axis=1)
         valid = active[:, None] & (tokens >= 0)
-        return self, loops.DraftTokens(tokens, jnp.cumprod(valid, axis=1) > 0, None)
+        return self, generation.DraftTokens(tokens, jnp.cumprod(valid, axis=1) > 0, None)
 
-    def follow(self, sequences, at, fed, taken):
+    def update(self, sequences, at, fed, taken):
         return replace(self, start=self.start + taken)
 
 
 def test_nodes_of_branches_that_begin_alike_are_shared():
     tokens = jnp.array([[[5, 6, 7], [5, 6, 8], [5, 9, 7]]])
-    nodes = trees.nodes_of(loops.DraftTokens(tokens, jnp.ones(tokens.shape, bool), None))
+    nodes = token_tree.nodes_of(generation.DraftTokens(tokens, jnp.ones(tokens.shape, bool), None))
     np.testing.assert_array_equal(nodes.first[0], [[1, 1, 1], [0, 0, 1], [0, 1, 1]])
     np.testing.assert_array_equal(nodes.owns[0, 0], [[1, 1, 1], [1, 1, 0], [1, 0, 0]])
 
@@ -87,7 +87,7 @@ def test_speculate_ends_texts_as_decode_does(kind):
     prompts = jaxkv.prefill(forward, None, kind.make(), make_batch([[1, 2, 1], [3]]))
     cache = prompts.cache
     for max_new_tokens in ([9, 2], [3, 9], [9, 9]):
-        state, _ = loops.sample_first(BEST, cache, prompts, max_new_tokens=max_new_tokens)
+        state, _ = generation.sample_first(BEST, cache, prompts, max_new_tokens=max_new_tokens)
         _, _, free = plainly(cache, state, [-1], num_tokens=8)
         for stop_tokens in ([-1], [int(free.tokens[0, 2])]):
             after, ended, wanted = plainly(cache, state, stop_tokens, num_tokens=8)
@@ -97,7 +97,7 @@ def test_speculate_ends_texts_as_decode_does(kind):
                 pieces.append(made)
             found = [sum(both, []) for both in zip(*map(texts, pieces), strict=True)]
             assert found == texts(wanted)
-            for name in ("reason", "active", "left"):
+            for name in ("reason", "active", "remaining"):
                 assert getattr(at, name).tolist() == getattr(ended, name).tolist()
             assert ends(now, [0, 1]) == ends(after, [0, 1])
 
@@ -108,9 +108,9 @@ def test_speculate_sampler_follows_only_accepted_tokens():
     odd = dict(allowed=lambda s: jnp.arange(VOCABULARY) % 2 == s, advance=lambda s, t: 1 - t % 2)
     rule = constrain(length_penalty, first=0, **odd)
     cache, logits, ids, *_ = jaxkv.prefill(forward, None, SMALL.make(), make_batch(prompts))
-    state, _ = loops.sample_first(rule, cache, logits, sequences=ids, prompts=prompts)
+    state, _ = generation.sample_first(rule, cache, logits, sequences=ids, prompts=prompts)
     _, ended, wanted = plainly(cache, state, num_tokens=2, sampler=rule)
-    draft = loops.prompt_lookup(prompts, ngram=1)
+    draft = generation.prompt_lookup(prompts, ngram=1)
     _, now, _, made = guessing(draft, cache, state, num_tokens=2, sampler=rule)
     assert texts(made) == texts(wanted)
     jax.tree.map(np.testing.assert_array_equal, now.sampler_state, ended.sampler_state)
@@ -118,9 +118,9 @@ def test_speculate_sampler_follows_only_accepted_tokens():
 
 def test_speculate_texts_in_any_sequences():
     cache = filled(2, 2, 2)
-    state = loops.init_decode(cache, [1, 5, 3], [2, 0, 1], max_new_tokens=[4, 0, 4])
+    state = generation.init_decode(cache, [1, 5, 3], [2, 0, 1], max_new_tokens=[4, 0, 4])
     after, _, wanted = plainly(cache, state, num_tokens=4)
-    own = loops.draft_model(forward, None, cache, batch_size=3, num_draft_tokens=2)
+    own = generation.draft_model(forward, None, cache, batch_size=3, num_draft_tokens=2)
     found, _, _, made = guessing(own, cache, state, num_tokens=4)
     assert texts(made) == texts(wanted) and texts(made)[1] == []
     assert made.num_model_steps.tolist()[1] == 0
@@ -134,9 +134,9 @@ def test_speculate_nan_logit_of_hidden_token_ends_text(num_branches):
     hiding = constrain(BEST, first=0, **rule)
     cache = jaxkv.make_kv_cache(layers=1, cells=64, kv_heads=1, head_dim=1, sequences=4)
     cache, logits, *_ = jaxkv.prefill(by_table, params, cache, make_batch(prompt))
-    state, _ = loops.sample_first(hiding, cache, logits)
-    draft = loops.prompt_lookup([prompt], num_branches=num_branches, ngram=1)
-    made = loops.speculate(by_table, draft, hiding, params, cache, state, num_tokens=6)[3]
+    state, _ = generation.sample_first(hiding, cache, logits)
+    draft = generation.prompt_lookup([prompt], num_branches=num_branches, ngram=1)
+    made = generation.speculate(by_table, draft, hiding, params, cache, state, num_tokens=6)[3]
     assert made.tokens[0].tolist() == [3, -1, -1, -1, -1, -1]
 
 
@@ -152,15 +152,17 @@ def test_speculate_draws_have_chances_of_the_model(kind, temperature):
     found = np.zeros((4, 4, 4))
     for seed in range(rounds):
         ids = np.arange(0, each * count, each)
-        state = loops.init_decode(cache, [0] * count, ids, seed=seed, max_new_tokens=3)
+        state = generation.init_decode(cache, [0] * count, ids, seed=seed, max_new_tokens=3)
         if kind == "lookup":
-            draft = loops.prompt_lookup(
+            draft = generation.prompt_lookup(
                 [[0, 1, 2, 0, 1, 3]] * count, ngram=1, num_draft_tokens=2, recent=8
             )
         else:
-            make = loops.tree_draft_model if kind == "tree" else loops.draft_model
+            make = generation.tree_draft_model if kind == "tree" else generation.draft_model
             draft = make(by_table, CHANCES[1], cache, batch_size=count, num_draft_tokens=2)
-        made = loops.speculate(by_table, draft, sampler, CHANCES[0], cache, state, num_tokens=3)[3]
+        made = generation.speculate(
+            by_table, draft, sampler, CHANCES[0], cache, state, num_tokens=3
+        )[3]
         np.add.at(found, tuple(np.asarray(made.tokens).T), 1)
         assert 0 < made.num_accepted.sum() < made.num_drafted.sum()
     assert_chances(found, count * rounds, temperature)
@@ -170,7 +172,7 @@ def test_speculate_draws_have_chances_of_the_model(kind, temperature):
 def test_speculate_lookup_draws_what_decode_draws(num_branches, ngram):
     """With nothing to look up; and a tree leaves every draw as it is, followed where it may be."""
     sampler, cache = make_sampler(temperature=1.0), table_cache(64, each=num_branches)
-    state = loops.init_decode(
+    state = generation.init_decode(
         cache, [0] * 64, np.arange(0, 64 * num_branches, num_branches), seed=3, max_new_tokens=8
     )
     wanted = jaxkv.decode(by_table, sampler, CHANCES[0], cache, state, num_tokens=8)[2]
@@ -178,8 +180,8 @@ def test_speculate_lookup_draws_what_decode_draws(num_branches, ngram):
         [0, 1, 2, 0, 1, 3],
         dict(num_draft_tokens=2, recent=16, num_branches=num_branches),
     )
-    draft = loops.prompt_lookup([text] * 64, ngram=ngram, **options)
-    made = loops.speculate(by_table, draft, sampler, CHANCES[0], cache, state, num_tokens=8)[3]
+    draft = generation.prompt_lookup([text] * 64, ngram=ngram, **options)
+    made = generation.speculate(by_table, draft, sampler, CHANCES[0], cache, state, num_tokens=8)[3]
     assert texts(made) == texts(wanted)
     assert (
         made.num_accepted.sum() < made.num_drafted.sum()
@@ -191,7 +193,7 @@ def test_speculate_lookup_draws_what_decode_draws(num_branches, ngram):
 def test_speculate_guess_that_ends_a_text_is_accepted():
     """Of one step that feeds three right guesses, each in turn a stop token."""
     cache = filled(3)
-    state = loops.init_decode(cache, [1])
+    state = generation.init_decode(cache, [1])
     _, _, free = plainly(cache, state, num_tokens=3)
     tokens = free.tokens[0].tolist()
     for stop_tokens in tokens:
@@ -206,9 +208,9 @@ def test_speculate_guess_that_ends_a_text_is_accepted():
 @pytest.mark.parametrize("held", [(), (1,), (2, 4)], ids=["empty", "short", "other sequence"])
 def test_draft_model_of_another_text_guesses_nothing(held):
     cache = filled(4)
-    state = loops.init_decode(cache, [1])
+    state = generation.init_decode(cache, [1])
     wanted = plainly(cache, state, num_tokens=4)[2]
-    draft = loops.draft_model(forward, None, filled(*held))
+    draft = generation.draft_model(forward, None, filled(*held))
     made = guessing(draft, cache, state, num_tokens=4)[3]
     assert texts(made) == texts(wanted)
     assert made.num_drafted.tolist() == [0] and made.num_model_steps.tolist() == [4]
@@ -222,8 +224,8 @@ def half_right(params, cache, ubatch):
 
 def test_draft_model_goes_on_where_a_text_pauses():
     cache = filled(2, 3, kind=Kind("roomy", cells=48, sequences=2))
-    draft = loops.draft_model(half_right, None, cache, batch_size=2, num_draft_tokens=3)
-    state = loops.init_decode(cache, [1, 5])
+    draft = generation.draft_model(half_right, None, cache, batch_size=2, num_draft_tokens=3)
+    state = generation.init_decode(cache, [1, 5])
     plain = plainly(cache, state, num_tokens=16)[2]
     pieces, turns = [], 0
     for _ in range(4):

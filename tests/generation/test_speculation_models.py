@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import loops, make_batch
+from jaxkv import generation, make_batch
 from tests.generation.tiny import BEST, assert_sound, ends, load, texts
 
 pytestmark = pytest.mark.nightly
@@ -28,10 +28,10 @@ def prefilled(model, prompts, *, ids=None, params=None, **options):
 def begun(model, prompts, *, ids=None, **options):
     cache, logits = prefilled(model, prompts, ids=ids, **options)
     options = dict(max_new_tokens=24, sequences=[*(ids or range(len(prompts)))], prompts=prompts)
-    return cache, loops.sample_first(BEST, cache, logits, **options)[0]
+    return cache, generation.sample_first(BEST, cache, logits, **options)[0]
 
 
-def drafting(model, prompts, *, noise=0.0, make=loops.draft_model, **options):
+def drafting(model, prompts, *, noise=0.0, make=generation.draft_model, **options):
     """A draft by a model whose weights are nearly those of another: it is right now and then."""
     rng = np.random.default_rng(0)
 
@@ -47,7 +47,7 @@ def assert_says_the_same(model, draft, cache, state, *, atol=2e-4):
     """Texts, states and caches after 24 tokens are those of `decode`; returns all four."""
     run = dict(cache=cache, state=state, num_tokens=24)
     after, ended, wanted = jaxkv.decode(model.forward, BEST, model.params, **run)
-    found, now, draft, made = loops.speculate(model.forward, draft, BEST, model.params, **run)
+    found, now, draft, made = generation.speculate(model.forward, draft, BEST, model.params, **run)
     assert texts(made) == texts(wanted)
     np.testing.assert_allclose(made.logprobs, wanted.logprobs, atol=atol)
     assert now.token.tolist() == ended.token.tolist()
@@ -83,7 +83,7 @@ def test_speculate_of_a_model_says_what_decode_says(name, kind, pools):
     cells, streams = (40 * count, 1) if pools == "pool" else (40, count)
     cache, state = begun(model, EIGHT, cells=cells, streams=streams, max_rollback=4)
     if kind == "lookup":
-        draft = loops.prompt_lookup(EIGHT)
+        draft = generation.prompt_lookup(EIGHT)
     else:
         draft = drafting(model, EIGHT, noise=0.02 * (kind == "another"), max_rollback=4)
     found, after, made = assert_says_the_same(model, draft, cache, state)
@@ -104,12 +104,12 @@ def test_tree_says_what_decode_says_in_fewer_steps(name, streams, ids, kind):
     model, six = load(name), dict(cells=160, sequences=6)
     cache, state = begun(model, BRANCHING, ids=ids, streams=streams, **six)
     if kind == "lookup":
-        tree, most = loops.prompt_lookup(BRANCHING, ngram=1, num_branches=3), 24 + 24
+        tree, most = generation.prompt_lookup(BRANCHING, ngram=1, num_branches=3), 24 + 24
     else:
         draft = partial(drafting, model, BRANCHING, noise=0.4, ids=ids, **six)
         _, _, chain = assert_says_the_same(model, draft(), cache, state)
         most = chain.num_model_steps.sum()
-        tree = draft(make=partial(loops.tree_draft_model, num_branches=3))
+        tree = draft(make=partial(generation.tree_draft_model, num_branches=3))
     _, _, made = assert_says_the_same(model, tree, cache, state)
     assert made.num_model_steps.sum() < most
 
@@ -124,8 +124,8 @@ def test_tree_full_cache_leaves_other_sequences_alone():
     run = dict(cache=cache, state=state, num_tokens=24)
     _, ended, wanted = jaxkv.decode(forward, BEST, params, **run)
     assert wanted.tokens.min() < 0  # it ends early
-    draft = loops.prompt_lookup(BRANCHING, ngram=1, num_branches=3)
-    found, now, _, made = loops.speculate(forward, draft, BEST, params, **run)
+    draft = generation.prompt_lookup(BRANCHING, ngram=1, num_branches=3)
+    found, now, _, made = generation.speculate(forward, draft, BEST, params, **run)
     assert now.reason.tolist() == ended.reason.tolist() and made.num_accepted.sum() > 0
     for got, whole in zip(texts(made), texts(wanted), strict=True):  # who gets the last cells
         assert got[: len(whole)] == whole[: len(got)]

@@ -10,7 +10,7 @@ import numpy as np
 import jaxkv
 import models
 from jaxkv import make_batch
-from jaxkv.loops.sampling import make_sampler
+from jaxkv.generation.filters import make_sampler
 from tests.caches import think
 
 DATA = Path(__file__).parent.parent / "data"

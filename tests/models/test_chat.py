@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxkv
-from jaxkv.loops.sampling import make_sampler
+from jaxkv.generation.filters import make_sampler
 from models.chat import chat as edits
 from models.chat.conversation import ChatError
 from models.chat.room import cells_of, slide

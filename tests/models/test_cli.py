@@ -18,8 +18,7 @@ import jax
 import pytest
 
 import jaxkv
-from jaxkv import snapshot
-from jaxkv.loops import batching
+from jaxkv import serving, snapshot
 from models.chat import chat as edits
 from models.chat.saved import save
 from models.chat.speaker import Speaker
@@ -147,7 +146,7 @@ def test_main_closed_streams_read_and_write_nothing(files, monkeypatch):
 
 
 def test_finish_has_a_word_for_every_end_of_an_engine():
-    assert set(FINISH) == set(batching.FinishReason) and set(FINISH.values()) == set(
+    assert set(FINISH) == set(serving.FinishReason) and set(FINISH.values()) == set(
         get_args(Finish)
     )
 

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 import jaxkv
 import models
-from jaxkv import loops, make_batch
+from jaxkv import generation, make_batch
 from tests.cases import in_lanes
 from tests.models.tiny_files import DATA, config_at
 
@@ -191,8 +191,8 @@ def test_beam_matches_generate_of_transformers(name):
     batch = make_batch(record.sources, sequences=[0, 1])
     cache = jaxkv.encode(model.encoder, model.params, cache, batch)
     cache, logits, *_ = prefill(model, cache, [[0]], [0])
-    one = partial(loops.beam, model.forward, model.params)
-    _, beams = one(cache, logits, width=3, steps=8, sequences=[0, 2, 3])
+    one = partial(generation.beam, model.forward, model.params)
+    _, beams = one(cache, logits, num_beams=3, num_tokens=8, sequences=[0, 2, 3])
     np.testing.assert_array_equal(beams.tokens[0], run["beam"][1:])
     np.testing.assert_allclose(beams.scores[0], run["score"], atol=1e-4)
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import jaxkv
 from jaxkv import make_batch
-from jaxkv.places import NO_SLOT, next_power_of_two
-from jaxkv.planning.layout import layout
-from jaxkv.planning.splits import equal_split, sequence_split, simple_split
+from jaxkv.core.array_utils import next_power_of_two
+from jaxkv.core.constants import NO_SLOT
+from jaxkv.planning.layout import equal_split, layout, sequence_split, simple_split
 from tests.caches import SMALL, SPLIT, drawn
 
 SPLITS = [simple_split, equal_split, sequence_split]

@@ -10,7 +10,7 @@ import pytest
 import jaxkv
 import models
 from jaxkv import Reason
-from jaxkv.planning.step import plan_next
+from jaxkv.planning.planners import plan_next
 from tests.caches import SMALL, SPLIT, WINDOW, assert_identical, drawn, filled
 from tests.histories import make, tell
 

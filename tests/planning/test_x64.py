@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import loops, make_batch
+from jaxkv import generation, make_batch, serving
 from tests.attention.lives import applied, arrays_for, lived_in, seen
 from tests.caches import SMALL, STRIPES, TILES, TWO_SPLIT, WINDOW, assert_identical
 from tests.cases import mostly_nightly
@@ -92,31 +92,33 @@ def test_loops_x64_keep_dtypes_and_pick_the_same(draft, wide):
     empty = jaxkv.make_kv_cache(rope=None, **sizes)
     cache, logits, ids, *_ = jaxkv.prefill(forward, params, empty, make_batch(prompts))
 
-    make_sampler = loops.sampling.make_sampler
+    make_sampler = generation.make_sampler
     sampler = make_sampler(temperature=[0.7, 0.0], top_p=0.9, top_k=5, repeat_penalty=1.1)
-    state, _ = loops.sample_first(
+    state, _ = generation.sample_first(
         sampler, cache, logits, [0], ids, max_new_tokens=9, seed=2, prompts=prompts
     )
     _, after, picked = jaxkv.decode(forward, sampler, params, cache, state, [0], num_tokens=8)
     assert dtypes(after) == dtypes(state) and {*dtypes(picked)} == numbers
 
-    state, _ = loops.sample_first(make_sampler(), cache, logits, sequences=ids, max_new_tokens=9)
+    state, _ = generation.sample_first(
+        make_sampler(), cache, logits, sequences=ids, max_new_tokens=9
+    )
     rest = make_sampler(), params, cache, state
     picked = jaxkv.decode(forward, *rest, num_tokens=8)[2]
-    guesses = loops.prompt_lookup(prompts, ngram=1)
+    guesses = generation.prompt_lookup(prompts, ngram=1)
     if draft == "model":
-        guesses = loops.draft_model(forward, params, cache, batch_size=2)
-    made = loops.speculate(forward, guesses, *rest, num_tokens=8)[3]
+        guesses = generation.draft_model(forward, params, cache, batch_size=2)
+    made = generation.speculate(forward, guesses, *rest, num_tokens=8)[3]
     assert {*dtypes(made)} == numbers
     np.testing.assert_array_equal(made.tokens[:, :8], picked.tokens)
 
-    _, beams = loops.beam(
+    _, beams = generation.beam(
         forward, params, cache, logits[0], num_beams=2, num_tokens=4, stop_tokens=[0]
     )
     assert beams.tokens.dtype == np.int32 and beams.scores.dtype == np.float32
-    slid, ok = loops.context_shift(cache, 0, num_keep=1, num_discard=1)
-    grouped, _, grew = loops.self_extend(cache, 0, 0, group=2, width=2)
+    slid, ok = generation.context_shift(cache, 0, num_keep=1, num_discard=1)
+    grouped, _, grew = generation.self_extend(cache, 0, 0, group=2, width=2)
     assert ok and grew and dtypes(slid) == dtypes(grouped) == dtypes(cache)
-    request = loops.batching.Request(prompt=prompts[1], max_new_tokens=5)
-    (result,) = loops.batching.serve(forward, params, empty, [request], prefill_chunk=8)
+    request = serving.Request(prompt=prompts[1], max_new_tokens=5)
+    (result,) = serving.serve(forward, params, empty, [request], prefill_chunk=8)
     assert len(result.tokens) == 5

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv import loops, make_batch, prefix
-from jaxkv.loops.batching import Constraint, Engine, FinishReason, Request
-from jaxkv.loops.sampling import OPTIONS, FilterSampler, constrain
-from jaxkv.prefix import MissReason
+from jaxkv import generation, make_batch
+from jaxkv.generation.filters import OPTIONS, FilterSampler, constrain
+from jaxkv.serving import prefix_cache
+from jaxkv.serving.engine import Constraint, Engine, FinishReason, Request
+from jaxkv.serving.prefix_cache import MissReason
 from tests.caches import VOCABULARY, Kind
 from tests.generation.tiny import assert_sound, forward
 
@@ -82,7 +83,9 @@ def alone(request, *, model=forward, params=None, cache=None, stop_tokens=STOP, 
     """A text by the loops themselves, in a cache of its own: tokens, log-probabilities, reason."""
     cache = ALONE.make() if cache is None else cache
     stop_tokens = np.array(
-        [*stop_tokens, *request.stop] + [-1] * (2 - len(stop_tokens) - len(request.stop)), np.int32
+        [*stop_tokens, *request.stop_tokens]
+        + [-1] * (2 - len(stop_tokens) - len(request.stop_tokens)),
+        np.int32,
     )
     # Filters that are there and off: one program for all requests.
     filters = {
@@ -102,7 +105,7 @@ def alone(request, *, model=forward, params=None, cache=None, stop_tokens=STOP, 
     options = dict(
         max_new_tokens=request.max_new_tokens, seed=[request.seed], sequences=[0], prompts=recent
     )
-    state, first = loops.sample_first(sampler, cache, logits[:1], stop_tokens, **options)
+    state, first = generation.sample_first(sampler, cache, logits[:1], stop_tokens, **options)
     _, state, rest = jaxkv.decode(model, sampler, params, cache, state, stop_tokens, num_tokens=40)
     tokens, logprobs = (
         np.concatenate([np.asarray(a)[0], np.asarray(b)[0]])
@@ -123,7 +126,7 @@ def assert_as_alone(results, requests, **options):
 
 def engine_of(kind, holders=None, *, model=forward, cells=None, **options):
     cache = kind.make()
-    store = holders and prefix.make_prefix_store(cache, store_sequences=holders, cells=cells)
+    store = holders and prefix_cache.make_prefix_store(cache, store_sequences=holders, cells=cells)
     options = dict(stop_tokens=STOP, prefill_chunk=8, tokens_per_step=4, store=store) | options
     return Engine(model, None, cache, **options)
 
@@ -157,7 +160,7 @@ def placed(engine):
 
 
 def assert_only_kept(engine):
-    held = prefix.held(engine.cache, engine.store) if engine.store else 0
+    held = prefix_cache.held(engine.cache, engine.store) if engine.store else 0
     assert jaxkv.num_used_cells(engine.cache) == held and not engine.busy
     assert_sound(engine.cache)
 
@@ -183,25 +186,29 @@ class Server:
     """A cache with a store, and how many tokens it was told."""
 
     cache: Any
-    store: prefix.PrefixStore
+    store: prefix_cache.PrefixStore
     computed: int = 0
     tell: Any = field(default=told)
 
     def ask(self, tokens, seq=0):
         """Reuse what there is of a prompt and compute the rest."""
-        self.cache, self.store, found = prefix.fork_prefix(self.cache, self.store, tokens, seq)
+        self.cache, self.store, found = prefix_cache.fork_prefix(
+            self.cache, self.store, tokens, seq
+        )
         self.go_on(tokens[found.length :], seq)
         return found
 
     def found(self, tokens):
-        return prefix.fork_prefix(self.cache, self.store, tokens, 0)[2]
+        return prefix_cache.fork_prefix(self.cache, self.store, tokens, 0)[2]
 
     def go_on(self, tokens, seq=0):
         self.cache = self.tell(self.cache, tokens, seq)
         self.computed += len(tokens)
 
     def remember(self, tokens, seq=0):
-        self.cache, self.store, miss = prefix.store_prefix(self.cache, self.store, tokens, seq)
+        self.cache, self.store, miss = prefix_cache.store_prefix(
+            self.cache, self.store, tokens, seq
+        )
         return miss
 
     def forget(self, seq=0):
@@ -209,7 +216,7 @@ class Server:
 
     @property
     def held(self):
-        return prefix.held(self.cache, self.store)
+        return prefix_cache.held(self.cache, self.store)
 
     @property
     def texts(self):
@@ -218,7 +225,9 @@ class Server:
 
 def serving(cache, holders, *texts, cells=None, **options):
     server = Server(
-        cache, prefix.make_prefix_store(cache, store_sequences=holders, cells=cells), **options
+        cache,
+        prefix_cache.make_prefix_store(cache, store_sequences=holders, cells=cells),
+        **options,
     )
     for text in texts:
         server.ask(text)

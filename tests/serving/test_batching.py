@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import prefix
-from jaxkv.loops.batching import Engine, FinishReason, Request, serve
+from jaxkv.serving import prefix_cache
+from jaxkv.serving.engine import Engine, FinishReason, Request, serve
 from models.compiling import counting
 from tests.caches import Kind
 from tests.cases import mostly_nightly
@@ -273,7 +273,7 @@ def test_engine_contiguous_closes_gaps(monkeypatch):
     close_gaps, closed = engine._runner.close_gaps, []
     patch = monkeypatch.setattr
     patch(engine._runner, "close_gaps", lambda: closed.append(close_gaps()) or closed[-1])
-    patch(engine._schedule, "put_back", lambda text: pytest.fail("a text gave way"))
+    patch(engine._schedule, "preempt", lambda text: pytest.fail("a text gave way"))
     assert_as_alone(run(engine, requests), requests)
     assert closed and all(closed)
     assert_only_kept(engine)
@@ -295,7 +295,7 @@ def test_engine_64_requests_of_a_model_are_as_alone(name, streams, reserve, hold
     requests = begun_alike(mixed(64, most=40), most=40)
     cells = 40 * max(10 // streams // 2, 2)
     cache = model.make_cache(cells=cells, sequences=10, streams=streams, ubatch_size=16)
-    store = holders and prefix.make_prefix_store(cache, store_sequences=holders)
+    store = holders and prefix_cache.make_prefix_store(cache, store_sequences=holders)
     options = dict(
         stop_tokens=STOP, prefill_chunk=16, tokens_per_step=8, reserve=reserve, store=store
     )

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxkv import prefix
-from jaxkv.loops.batching import Engine, Request
-from jaxkv.prefix import MissReason
+from jaxkv.serving import prefix_cache
+from jaxkv.serving.engine import Engine, Request
+from jaxkv.serving.prefix_cache import MissReason
 from tests.cases import mostly_nightly
 from tests.generation.tiny import forward, load
 from tests.serving.servers import (
@@ -174,7 +174,7 @@ class Counting:
     def __init__(self, name, *, holders, **sizes):
         self.model, self.computed = load(name), 0
         cache = self.model.make_cache(ubatch_size=64, **sizes)
-        store = prefix.make_prefix_store(cache, store_sequences=holders)
+        store = prefix_cache.make_prefix_store(cache, store_sequences=holders)
         options = dict(store=store, prefill_chunk=64, tokens_per_step=4)
         self.engine = Engine(self.forward, self.model.params, cache, **options)
 
@@ -218,5 +218,5 @@ LEARN = [("mamba2", MissReason.NO_STATE), ("gemma3", MissReason.CONTEXT_EVICTED)
 def test_engine_store_learns_where_prompts_part(name, miss):
     engine = Counting(name, sequences=4, holders=[1, 2, 3], cells=2400).engine
     common = tokens(200)
-    found = [ask(engine, [*common, i, *tokens(500, i)]).found for i in range(3)]
+    found = [ask(engine, [*common, i, *tokens(500, i)]).prefix_hit for i in range(3)]
     assert found == [(0, MissReason.UNKNOWN), (0, miss), (200, MissReason.NONE)]

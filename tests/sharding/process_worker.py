@@ -22,12 +22,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxkv
-from jaxkv import loops, make_batch, sharding
-from jaxkv.loops.batching import Engine, Request
+from jaxkv import generation, make_batch, sharding
+from jaxkv.serving.engine import Engine, Request
 from tests.pods import placed
 from tests.sharding import tiny
 
-SAMPLER = loops.sampling.make_sampler(temperature=0.7)
+SAMPLER = generation.make_sampler(temperature=0.7)
 HEARTBEAT = 10
 """Seconds without a sign of life after which a process counts as dead."""
 
@@ -117,11 +117,11 @@ def story(name: str, cache: Any, params: Any) -> Iterator[tuple[str, Any, Any]]:
     cache, logits = told(cache, *texts, sequences=ids)
     yield "prompts", cache, logits
 
-    state, first = loops.sample_first(SAMPLER, cache, logits, sequences=ids, max_new_tokens=7)
+    state, first = generation.sample_first(SAMPLER, cache, logits, sequences=ids, max_new_tokens=7)
     decode = partial(jaxkv.decode, forward, SAMPLER)
-    cache, state, picked = decode(params, cache, state, steps=3)
+    cache, state, picked = decode(params, cache, state, num_tokens=3)
     yield "decoded", cache, (first, picked, state.active, state.reason)
-    inside, _, picked = jax.jit(partial(decode, steps=2))(params, cache, state)
+    inside, _, picked = jax.jit(partial(decode, num_tokens=2))(params, cache, state)
     yield "decoded in a program of the caller's", inside, picked
 
     past, _ = jaxkv.split(cache)
@@ -224,7 +224,9 @@ def global_batches() -> None:
         tokens = np.arange(8, dtype=np.int32).reshape(4, 2)
         where = NamedSharding(mesh, P("data"))
         split = jax.make_array_from_callback(tokens.shape, where, lambda index: tokens[index])
-        assert not jaxkv.places.is_concrete(split) and not jaxkv.places.is_traced(split)
+        assert not jaxkv.core.array_utils.is_concrete(
+            split
+        ) and not jaxkv.core.array_utils.is_traced(split)
         some = np.array([True, False, True, True])
         cache = planned(planned(cache, make_batch(split)), make_batch(split).keep_sequences(some))
     alone = planned(planned(alone, make_batch(tokens)), make_batch(tokens).keep_sequences(some))
@@ -236,7 +238,7 @@ def killed(who: int) -> None:
     with jax.set_mesh(mesh_of("tensor")):
         forward, prompt = tiny.model_of("aa"), make_batch([1, 2, 3])
         cache, logits, *_ = jaxkv.prefill(forward, params(), placed(make("tensor")), prompt)
-        begun, _ = loops.sample_first(SAMPLER, cache, logits)
+        begun, _ = generation.sample_first(SAMPLER, cache, logits)
         for turn in range(10**6):
             _, _, picked = jaxkv.decode(forward, SAMPLER, params(), cache, begun, num_tokens=8)
             np.asarray(picked.tokens)

@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkv
 import models
+from jaxkv.core.partitioning import ShardingRules
 from jaxkv.hybrid import parts_of
 from jaxkv.kv.cells import Cells
-from jaxkv.mesh import ShardingRules
 from models.cli.arguments import InputError, parser
 from models.cli.main import main
 from models.families.caches import Attends, make_cache
@@ -178,10 +178,10 @@ def run(model):
     cache = model.make_cache(cells=64, sequences=2, streams=2, ubatch_size=8)
     prompts = jaxkv.make_batch([[5, 6, 7, 8, 9, 10, 11], [12, 13, 14]])
     cache, logits, *_ = jaxkv.prefill(model.forward, model.params, cache, prompts, ubatch_size=8)
-    state = jaxkv.loops.init_decode(
+    state = jaxkv.generation.init_decode(
         cache, jnp.argmax(logits, -1).astype(jnp.int32), max_new_tokens=8
     )
-    greedy = jaxkv.loops.sampling.make_sampler()
+    greedy = jaxkv.generation.make_sampler()
     _, _, picked = jaxkv.decode(model.forward, greedy, model.params, cache, state, num_tokens=8)
     return np.asarray(logits), np.asarray(picked.tokens)
 

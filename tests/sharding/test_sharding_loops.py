@@ -5,8 +5,9 @@ import pytest
 from jax.sharding import AxisType
 
 import jaxkv
-from jaxkv import loops, prefix
-from jaxkv.loops.batching import Engine, Request
+from jaxkv import generation
+from jaxkv.serving import prefix_cache
+from jaxkv.serving.engine import Engine, Request
 from models.compiling import counting
 from tests.meshes import placed
 from tests.sharding.tiny import KINDS, assert_close, make, model_of, params, whole
@@ -19,8 +20,8 @@ pytestmark = pytest.mark.nightly
 
 
 def after_a_warm_up(forward, params, cache):
-    cache = loops.warm_up(forward, params, cache, ubatch_size=4, longest=6)
-    cache = loops.warm_up(forward, params, cache, ubatch_size=4, donate=True)
+    cache = generation.warm_up(forward, params, cache, ubatch_size=4, longest=6)
+    cache = generation.warm_up(forward, params, cache, ubatch_size=4, donate=True)
     logits = []
     with counting(traces=True) as compiled:
         for seq, prompt in enumerate([[1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [11, 12]]):
@@ -34,32 +35,32 @@ def after_a_warm_up(forward, params, cache):
 def after_beams_and_slides(forward, params, cache):
     batch = jaxkv.make_batch([[1, 2, 3, 1, 2], [4, 5, 6, 4, 5]], sequences=[0, 2])
     cache, logits, *_ = jaxkv.prefill(forward, params, cache, batch)
-    search = {"width": 2, "steps": 2, "sequences": [0, 1]}
-    searched, beams = loops.beam(forward, params, cache, logits[:1], **search)
-    slid, ok = loops.context_shift(cache, 2, num_keep=1, num_discard=2)
-    extended, done, well = loops.self_extend(cache, 0, 0, group=2, width=4)
+    search = {"num_beams": 2, "num_tokens": 2, "sequences": [0, 1]}
+    searched, beams = generation.beam(forward, params, cache, logits[:1], **search)
+    slid, ok = generation.context_shift(cache, 2, num_keep=1, num_discard=2)
+    extended, done, well = generation.self_extend(cache, 0, 0, group=2, width=4)
     assert ok and well
     return beams.tokens, beams.num_cached, done, searched, slid, extended
 
 
 def after_a_store(forward, params, cache):
     """Logits after a prefix that another stream may hold, and what a store tells of it."""
-    store = prefix.make_prefix_store(cache, store_sequences=HOLDERS)
+    store = prefix_cache.make_prefix_store(cache, store_sequences=HOLDERS)
     batch = jaxkv.make_batch([1, 2, 3, 4])
     cache, *_ = jaxkv.prefill(forward, params, cache, batch)
-    cache, store, miss = prefix.store_prefix(cache, store, [1, 2, 3, 4], 0)
-    seen = [miss, prefix.held(cache, store)]
+    cache, store, miss = prefix_cache.store_prefix(cache, store, [1, 2, 3, 4], 0)
+    seen = [miss, prefix_cache.held(cache, store)]
     for seq in (0, 2):
-        cache, store, found = prefix.fork_prefix(cache, store, [1, 2, 3, 4, 5, 6], seq)
+        cache, store, found = prefix_cache.fork_prefix(cache, store, [1, 2, 3, 4, 5, 6], seq)
         batch = jaxkv.make_batch([5, 6], sequences=seq)
         cache, logits, *_ = jaxkv.prefill(forward, params, cache, batch)
         seen += [found, logits]
-    cache, store = prefix.evict(cache, store, cells=0)
+    cache, store = prefix_cache.evict(cache, store, cells=0)
     return [*seen, jaxkv.num_used_cells(cache)]
 
 
 def after_requests(forward, params, cache):
-    store = prefix.make_prefix_store(cache, store_sequences=HOLDERS)
+    store = prefix_cache.make_prefix_store(cache, store_sequences=HOLDERS)
     engine = Engine(
         forward, params, cache, prefill_chunk=8, tokens_per_step=2, sampling_options=(), store=store
     )

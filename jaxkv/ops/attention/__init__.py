@@ -1,5 +1,5 @@
 """Softmax attention over pools of cells."""
 
-from jaxkv.ops.attention.api import Implementation, attention
+from jaxkv.ops.attention.dispatch import Implementation, attention
 
 __all__ = ["Implementation", "attention"]

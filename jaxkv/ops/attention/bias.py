@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.places import is_concrete
-from jaxkv.typed import Typed, typed
+from jaxkv.core.array_utils import is_concrete
+from jaxkv.core.typed import Typed, typed
 
 Function = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """What is added to a logit: a function of the position of a token, that of a cell, and the number

@@ -11,7 +11,6 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from jaxkv.ops.attention.sight import Visibility, bias_of, mask_of
 from jaxkv.ops.attention.softmax import (
     LOWEST,
     OnlineSoftmax,
@@ -20,6 +19,7 @@ from jaxkv.ops.attention.softmax import (
     group_queries,
     softmax_dtype,
 )
+from jaxkv.ops.attention.visibility import Visibility, bias_of, mask_of
 from jaxkv.ops.quantised import Quantised, Stored, decoded
 
 
@@ -28,7 +28,7 @@ def xla(
 ) -> OnlineSoftmax:
     """Call `jax.nn.dot_product_attention` in the wider dtype of queries and buffers.
 
-    Quantised buffers are decoded first, all cells of the layer. See `jaxkv.ops.attention.api`.
+    Quantised buffers are decoded first, all cells of the layer. See `jaxkv.ops.attention.dispatch`.
     """
     k, v = decoded(visibility.of_lists(k)), decoded(visibility.of_lists(v))
     dtype = jnp.result_type(q, k, v)
@@ -38,7 +38,7 @@ def xla(
 def cudnn(
     q: jax.Array, k: Stored, v: Stored, visibility: Visibility, options: Options
 ) -> OnlineSoftmax:
-    """Call `jax.nn.dot_product_attention` with cuDNN's kernel, see `jaxkv.ops.attention.api`.
+    """Call `jax.nn.dot_product_attention` with cuDNN's kernel, see `jaxkv.ops.attention.dispatch`.
 
     Raises:
       ValueError: for other dtypes than float16 and bfloat16, or where the dtype of the queries is

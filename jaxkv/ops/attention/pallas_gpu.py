@@ -1,10 +1,10 @@
 """Live tiles of cells, each read once for all queries that look at it: a kernel for NVIDIA's GPUs.
 
-A block of tokens has a list of the tiles in which it sees anything, see `jaxkv.ops.attention.live`.
-The list is dealt to several programs, so that one text keeps all multiprocessors busy. Each program
-goes over its tiles with a softmax of its own, and a second kernel joins these (flash-decoding).
-Which cells a token sees is found in the kernel: the rule of a window becomes the first and the last
-position seen.
+A block of tokens has a list of the tiles in which it sees anything, see
+`jaxkv.ops.attention.active_tiles`. The list is dealt to several programs, so that one text keeps
+all multiprocessors busy. Each program goes over its tiles with a softmax of its own, and a second
+kernel joins these (flash-decoding). Which cells a token sees is found in the kernel: the rule of a
+window becomes the first and the last position seen.
 
 A block has no more queries than a program has registers for. The blocks of a list run side by side,
 so that a tile which one block has read lies in the cache for the others.
@@ -30,11 +30,16 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from jaxkv.ops.attention.live import find_active_tiles, in_blocks, of_lists, query_bounds_in_blocks
-from jaxkv.ops.attention.sight import QueryBounds, Visibility
+from jaxkv.ops.attention.active_tiles import (
+    find_active_tiles,
+    in_blocks,
+    of_lists,
+    query_bounds_in_blocks,
+)
 from jaxkv.ops.attention.softmax import LOWEST, OnlineSoftmax, Options, group_queries
+from jaxkv.ops.attention.visibility import QueryBounds, Visibility
+from jaxkv.ops.layer_stack import flat
 from jaxkv.ops.quantised import SHARING, Stored, has_one_scale, parts
-from jaxkv.ops.stacked import flat
 
 DTYPES = (jnp.float32, jnp.bfloat16)
 """Dtypes that the kernel computes with."""
@@ -141,7 +146,7 @@ def partial_attention(
     cut: Cut | None = None,
     interpret: bool = False,
 ) -> OnlineSoftmax:
-    """Weigh the cells of live tiles, see `jaxkv.ops.attention.api`.
+    """Weigh the cells of live tiles, see `jaxkv.ops.attention.dispatch`.
 
     Args:
       q: `[P, T, H, D]`, queries.

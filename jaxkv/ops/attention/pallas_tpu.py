@@ -1,9 +1,10 @@
 """Live tiles of cells, each read once for all queries that look at it: a kernel for TPUs.
 
 The kernel goes over a list of pairs: a block of tokens, and a tile in which the block sees
-anything, see `jaxkv.ops.attention.live`. While a pair is computed, the keys and values of the next
-pair are fetched, several heads at once; nothing else of the buffers is read. Which cells a token
-sees is found in the kernel: the rule of a window becomes the first and the last position seen.
+anything, see `jaxkv.ops.attention.active_tiles`. While a pair is computed, the keys and values of
+the next pair are fetched, several heads at once; nothing else of the buffers is read. Which cells a
+token sees is found in the kernel: the rule of a window becomes the first and the last position
+seen.
 
 Buffers are not moved. The compiler for TPUs lays an array out in lines of 128 lanes. Where the head
 size is a multiple of that, the numbers of a cell fill whole lines. For other head sizes the lanes
@@ -26,14 +27,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxkv.ops.attention.live import (
+from jaxkv.ops.attention.active_tiles import (
     TILE,
     find_active_tiles,
     in_blocks,
     of_lists,
     query_bounds_in_blocks,
 )
-from jaxkv.ops.attention.sight import QueryBounds, Visibility
 from jaxkv.ops.attention.softmax import (
     LOWEST,
     OnlineSoftmax,
@@ -42,8 +42,9 @@ from jaxkv.ops.attention.softmax import (
     masked,
     softmax_dtype,
 )
+from jaxkv.ops.attention.visibility import QueryBounds, Visibility
+from jaxkv.ops.layer_stack import flat
 from jaxkv.ops.quantised import SHARING, Stored, has_one_scale, parts
-from jaxkv.ops.stacked import flat
 
 DTYPES = (jnp.float32, jnp.bfloat16)
 """Dtypes that a TPU computes with."""
@@ -87,7 +88,7 @@ def partial_attention(
     *,
     interpret: bool = False,
 ) -> OnlineSoftmax:
-    """Weigh the cells of live tiles, see `jaxkv.ops.attention.api`.
+    """Weigh the cells of live tiles, see `jaxkv.ops.attention.dispatch`.
 
     Args:
       q: `[P, T, H, D]`, queries.

@@ -1,6 +1,6 @@
 """What JAX's transformations make of an implementation: derivatives, and batches of caches.
 
-The arrays of an implementation are those of `jaxkv.ops.attention.api.Way`.
+The arrays of an implementation are those of `jaxkv.ops.attention.dispatch.Way`.
 """
 
 from collections.abc import Callable
@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from jaxkv.ops.attention.bias import OfPlaces
-from jaxkv.ops.attention.sight import Visibility, with_array
 from jaxkv.ops.attention.softmax import OnlineSoftmax, Options
+from jaxkv.ops.attention.visibility import Visibility, with_array
 from jaxkv.ops.quantised import Stored
 
 

@@ -7,7 +7,6 @@ key, C cells that are weighed.
 import jax
 import jax.numpy as jnp
 
-from jaxkv.ops.attention.sight import Visibility, bias_of, mask_of
 from jaxkv.ops.attention.softmax import (
     OnlineSoftmax,
     Options,
@@ -17,13 +16,14 @@ from jaxkv.ops.attention.softmax import (
     softmax_dtype,
     zero_unseen,
 )
+from jaxkv.ops.attention.visibility import Visibility, bias_of, mask_of
 from jaxkv.ops.quantised import Stored, decoded, scored, weighed
 
 
 def whole(
     q: jax.Array, k: Stored, v: Stored, visibility: Visibility, options: Options
 ) -> OnlineSoftmax:
-    """Weigh all cells of the streams that take part, see `jaxkv.ops.attention.api`."""
+    """Weigh all cells of the streams that take part, see `jaxkv.ops.attention.dispatch`."""
     k, v = visibility.of_lists(k), visibility.of_lists(v)
     return by_mask(q, k, v, mask_of(visibility), options, bias_of(visibility))
 

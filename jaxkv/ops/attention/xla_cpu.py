@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.ops.attention import xla
-from jaxkv.ops.attention.live import find_active_tiles
-from jaxkv.ops.attention.sight import Visibility, bias_of, mask_of
+from jaxkv.ops.attention.active_tiles import find_active_tiles
 from jaxkv.ops.attention.softmax import (
     OnlineSoftmax,
     Options,
@@ -22,9 +21,10 @@ from jaxkv.ops.attention.softmax import (
     softmax_dtype,
     zero_unseen,
 )
+from jaxkv.ops.attention.visibility import Visibility, bias_of, mask_of
 from jaxkv.ops.attention.xla_tiles import Added, block_by_block, one_by_one
+from jaxkv.ops.layer_stack import LayerView
 from jaxkv.ops.quantised import Quantised, Stored
-from jaxkv.ops.stacked import LayerView
 
 FEW = 0.4
 """The share of tiles that are seen, below which reading tiles one by one is faster."""
@@ -65,7 +65,7 @@ def best(
 ) -> OnlineSoftmax:
     """Read tiles where few of them are seen, or tokens are many, and else all cells at once.
 
-    See `jaxkv.ops.attention.api` for the arguments.
+    See `jaxkv.ops.attention.dispatch` for the arguments.
     """
     if isinstance(k, Quantised | LayerView) or isinstance(v, Quantised | LayerView):
         return tiles(q, k, v, visibility, options)
@@ -102,7 +102,7 @@ def form_for(k: Stored) -> Added:
 def whole(
     q: jax.Array, k: Stored, v: Stored, visibility: Visibility, options: Options
 ) -> OnlineSoftmax:
-    """Weigh all cells of the streams that take part, see `jaxkv.ops.attention.api`."""
+    """Weigh all cells of the streams that take part, see `jaxkv.ops.attention.dispatch`."""
     if isinstance(k, Quantised) or isinstance(v, Quantised):
         return xla.whole(q, k, v, visibility, options)
     k, v = visibility.of_lists(k), visibility.of_lists(v)

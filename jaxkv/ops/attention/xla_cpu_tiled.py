@@ -5,7 +5,7 @@ that one token alone sees is multiplied with this token only; a tile that severa
 multiplied with all tokens, once.
 
 These are the tiles of sequences, `Visibility.tile` cells each. A loop reads several of them at
-once, which together are a tile of `jaxkv.ops.attention.live`.
+once, which together are a tile of `jaxkv.ops.attention.active_tiles`.
 
 Letters beside those of the package: M tiles of a list, or of a piece of its cells; C cells of a
 tile; G query heads of a key head, X = G * T queries that share a key.
@@ -18,8 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.ops.attention import xla_cpu
-from jaxkv.ops.attention.live import BLOCK, find_active_tiles
-from jaxkv.ops.attention.sight import Visibility, bias_of, mask_of
+from jaxkv.ops.attention.active_tiles import BLOCK, find_active_tiles
 from jaxkv.ops.attention.softmax import (
     LOWEST,
     OnlineSoftmax,
@@ -31,9 +30,10 @@ from jaxkv.ops.attention.softmax import (
     softmax_dtype,
     zero_unseen,
 )
+from jaxkv.ops.attention.visibility import Visibility, bias_of, mask_of
 from jaxkv.ops.attention.xla_tiles import one_by_one
+from jaxkv.ops.layer_stack import LayerView
 from jaxkv.ops.quantised import Quantised, Stored, scored, weighed
-from jaxkv.ops.stacked import LayerView
 
 
 def best(
@@ -42,7 +42,7 @@ def best(
     """Weigh each tile that one token alone sees for this token only, if tokens have such tiles.
 
     Where several tokens see much of a pool, all cells are weighed for all tokens at once. See
-    `jaxkv.ops.attention.api` for the arguments.
+    `jaxkv.ops.attention.dispatch` for the arguments.
     """
     tokens, cells, size = visibility.at.shape[1], k.shape[2], visibility.tile
     if size is None or cells % size or not visibility.all_streams or not 1 < tokens <= BLOCK:

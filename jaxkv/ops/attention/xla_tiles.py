@@ -1,6 +1,6 @@
 """Live tiles one after another, in a loop with a running softmax.
 
-The time of a step grows with the tiles that are seen, see `jaxkv.ops.attention.live`.
+The time of a step grows with the tiles that are seen, see `jaxkv.ops.attention.active_tiles`.
 
 Letters beside those of the package: b blocks of a list, t tokens of a block, G query heads of a key
 head, X = G * t queries of a block that share a key.
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.ops.attention import xla
-from jaxkv.ops.attention.live import (
+from jaxkv.ops.attention.active_tiles import (
     TILE,
     ActiveTiles,
     find_active_tiles,
@@ -21,10 +21,10 @@ from jaxkv.ops.attention.live import (
     of_lists,
     slice_of,
 )
-from jaxkv.ops.attention.sight import Visibility
 from jaxkv.ops.attention.softmax import OnlineSoftmax, Options, group_queries, nothing
+from jaxkv.ops.attention.visibility import Visibility
+from jaxkv.ops.layer_stack import flat
 from jaxkv.ops.quantised import Stored
-from jaxkv.ops.stacked import flat
 
 Added = Callable[..., OnlineSoftmax]
 """A function that adds a tile to the sums over others, see `jaxkv.ops.attention.xla.added`."""
@@ -33,7 +33,7 @@ Added = Callable[..., OnlineSoftmax]
 def by_tiles(
     q: jax.Array, k: Stored, v: Stored, visibility: Visibility, options: Options
 ) -> OnlineSoftmax:
-    """Weigh the cells of live tiles, see `jaxkv.ops.attention.api`."""
+    """Weigh the cells of live tiles, see `jaxkv.ops.attention.dispatch`."""
     return block_by_block(q, k, v, visibility, options, xla.added)
 
 
@@ -49,7 +49,8 @@ def block_by_block(
 ) -> OnlineSoftmax:
     """Weigh the cells of live tiles, each with `added`, for tokens in blocks.
 
-    The other arguments are those of `jaxkv.ops.attention.api.Way`, and `pinned` of `one_by_one`.
+    The other arguments are those of `jaxkv.ops.attention.dispatch.Way`, and `pinned` of
+    `one_by_one`.
     """
     live = find_active_tiles(visibility)
     lists, tokens = visibility.at.shape

@@ -1,0 +1,138 @@
+"""The only commit: carrying out a ubatch, an update or a defrag."""
+
+from functools import reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.batch import Ubatch, by_row, mask_slots, placed_rows
+from jaxkv.cache import Cache, CacheTable, MaintenancePlan, check_made_for, merge, split
+from jaxkv.core.array_utils import is_traced
+from jaxkv.jit_helpers import jit_table
+from jaxkv.plan import Plan
+from jaxkv.spec import check_spec
+
+
+def apply(cache: Cache, plan: Ubatch | Plan | MaintenancePlan, *, donate: bool = False) -> Cache:
+    """Commit a ubatch or a plan: the only function that carries one out.
+
+    Args:
+      cache: any cache.
+      plan: a ubatch of a plan, a plan of a single ubatch, or the plan of an update or a defrag.
+      donate: give up the buffers of the cache to one that is updated or defragmented, outside
+        of `jit`. Otherwise they are copied, since the cache passed in stays as it is.
+
+    Returns:
+      The cache after it. A ubatch enters the table; `attend` and `write_states` write its buffers.
+      If the plan was refused, or is stale, the cache as it was, bit for bit. `is_current` tells
+      when a plan is stale.
+
+    Raises:
+      TypeError: when it is no plan.
+      ValueError: when the plan has several ubatches, since the model must run between them, or was
+        made for a cache of other sizes or of another kind.
+
+    Examples:
+      >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
+      >>> plan = init_batch(cache, make_batch([1, 2]))
+      >>> once = apply(cache, plan)
+      >>> twice = apply(once, plan)
+      >>> num_used_cells(cache).item(), num_used_cells(once).item(), num_used_cells(twice).item()
+      (0, 2, 2)
+
+    llama.cpp: `llama_memory_context_i::apply`.
+    """
+    table, buffers = split(cache)
+    plan = _checked(plan, table)
+    if isinstance(plan, Ubatch):
+        return merge(_occupy(table, plan), buffers)
+    if not is_traced(plan, table) and plan.is_empty:
+        return cache
+    return (_commit_donated if donate else _commit)(plan, table, buffers)
+
+
+def is_current(cache: Cache, plan: Ubatch | Plan | MaintenancePlan) -> jax.Array:
+    """Return whether applying a plan now would carry it out; `[]` bool.
+
+    A ubatch is stale after an edit of a stream that it has tokens in, after another ubatch there,
+    and once it has been applied itself; one of a refused plan was never current. The plan of an
+    update is stale where keys are owed other rotations than it was made for, that of a defrag where
+    other cells are empty: in any stream, and in any part of a hybrid cache.
+
+    Args:
+      cache: any cache.
+      plan: what `apply` takes.
+
+    Raises:
+      TypeError: when it is no plan.
+      ValueError: as `apply` does.
+
+    Examples:
+      >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2, rope=None)
+      >>> (ubatch,) = init_batch(cache, make_batch([1, 2])).ubatches
+      >>> is_current(cache, ubatch).item(), is_current(apply(cache, ubatch), ubatch).item()
+      (True, False)
+
+      A defrag does not mind an edit that empties no cell:
+
+      >>> cache, _ = seq_rm(apply(cache, ubatch), 0, 0, 1)
+      >>> moves = defrag_plan(cache)
+      >>> is_current(seq_add(cache, 0, 1, -1, 3).cache, moves).item()
+      True
+      >>> is_current(clear(cache), moves).item()
+      False
+    """
+    table, _ = split(cache)
+    return _is_current(table, _checked(plan, table))
+
+
+def _checked(plan: Any, table: CacheTable) -> Ubatch | MaintenancePlan:
+    """Return a plan, a single ubatch as itself, or raise as `apply` says."""
+    if isinstance(plan, Plan):
+        if len(plan.ubatches) != 1:
+            raise ValueError(
+                f"a plan of {len(plan.ubatches)} ubatches cannot be applied at once, since the "
+                f"model runs between them: apply each of plan.ubatches in its turn"
+            )
+        (plan,) = plan.ubatches
+    if isinstance(plan, Ubatch):
+        check_made_for(table, plan)
+    elif isinstance(plan, MaintenancePlan):
+        check_spec(plan.spec, table.spec, "a plan that was made")
+    else:
+        raise TypeError(f"wanted a ubatch or a plan, got {type(plan)}")
+    return plan
+
+
+@jit_table
+def _is_current(table: Any, plan: Ubatch | MaintenancePlan) -> jax.Array:
+    """Return what `is_current` says of a plan for a table; `[]` bool."""
+    return plan.is_current(table) if isinstance(plan, MaintenancePlan) else _is_next(table, plan)
+
+
+def _is_next(table: Any, ubatch: Ubatch) -> jax.Array:
+    """Return whether the digests of the streams it has tokens in are those of its plan; `[]`."""
+    placed = placed_rows(ubatch)
+    same = jax.tree.map(lambda now, then: now == then, table.stream_hash(), ubatch.hash_before)
+    current = reduce(
+        jnp.logical_and,
+        [by_row(one, ubatch.row_stream, ubatch.row_is_sequence) for one in jax.tree.leaves(same)],
+    )
+    # One question to all rows, where two would be two messages on a mesh: 1 is current, 2 is stale.
+    return jnp.max(jnp.where(placed, jnp.where(current, 1, 2), 0)) == 1
+
+
+@jit_table
+def _occupy(table: Any, ubatch: Ubatch) -> Any:
+    """Mark the slots of a ubatch as taken, if it is not stale."""
+    return table.occupy(mask_slots(_is_next(table, ubatch), ubatch))
+
+
+def _committed(plan: MaintenancePlan, table: Any, buffers: Any) -> Cache:
+    """Carry out the plan of an update or a defrag, if it is not stale."""
+    return merge(*plan.commit(table, buffers, plan.is_current(table)))
+
+
+_commit = jit_table(_committed)
+_commit_donated = jit_table(_committed, donate_argnames="buffers")

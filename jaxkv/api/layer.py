@@ -1,0 +1,342 @@
+"""What a model calls in its layers, for a ubatch that has been applied."""
+
+import operator
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.batch import Ubatch
+from jaxkv.cache import Cache, KVView, check_made_for, merge, split
+from jaxkv.core.array_utils import is_traced
+from jaxkv.core.donation import names_donated
+from jaxkv.core.validate import check_int32
+from jaxkv.kv.buffers import Buffers
+from jaxkv.ops.attention.bias import Bias
+from jaxkv.ops.attention.dispatch import Implementation
+
+
+@names_donated
+def attend(
+    cache: Cache,
+    layer: int | jax.Array,
+    ubatch: Ubatch,
+    q: jax.Array,
+    k: jax.Array | None = None,
+    v: jax.Array | None = None,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+    bias: Bias | None = None,
+    causal: bool = True,
+    visible_until: jax.Array | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Cache, jax.Array]:
+    """Write the keys and values of a ubatch into a layer and attend over what its tokens see.
+
+    Args:
+      cache: a cache that the ubatch has been applied to.
+      layer: 0 to L - 1, static; of a stacked cache it may be traced, see `make_kv_cache`.
+      ubatch: the tokens. Those that the table does not hold (padding, a refused plan) are written
+        nowhere.
+      q: `[R, T, H, D]`, queries, rotated by the layer's rope.
+      k: `[R, T, K, D]`, keys, rotated by the layer's rope. Without keys and values the tokens look
+        at what the layer holds and nothing is written, as for layers that share those of another.
+      v: `[R, T, K, Dv]`, values; left out where they are a part of the keys (`value_dim` of
+        `make_kv_cache`).
+      scale: what the products of queries and keys are multiplied by; by default 1 / sqrt(D).
+      softcap: what those products stay below: c * tanh(x / c) (Gemma 2).
+      sinks: `[H]`, a logit of each head that takes its share of the attention and gives nothing.
+      bias: what is added to products that are scaled and capped, before the softmax; see below.
+      causal: False lets tokens see those that come after them; of windows only a symmetric one
+        limits that. A token that would see one of a later ubatch of its plan gets NaN: plan with a
+        larger `ubatch_size`.
+      visible_until: `[R, T]` int32, the last position that each token sees; by default its own. It
+        may lie after the token, as for images and prefixes, or before it, and may be traced. A
+        token gets NaN where its ubatch ends before that position. A window reaches back from the
+        token's own position as ever, and a symmetric one ahead no further than without it.
+      implementation: how attention is computed, "tiles", "whole", "pallas", "xla" or "cudnn",
+        see `jaxkv.ops.attention.dispatch`; None leaves it to jaxkv.
+
+    Returns:
+      The cache with the keys and values written, and `[R, T, H, Dv]`, in the dtype of `q`. A token
+      that sees nothing gets zeros, and so does one of a refused plan. A token that sees a key or
+      value that is not finite in the buffers' dtype gets NaN, and no other token does. A stale
+      ubatch, whose stream was edited since it was planned or applied, is written nowhere and gets
+      NaN, and so does one that was never applied. A layer that was not written after an `apply`
+      gives NaN to all tokens of the stream, until the cache goes back to a table from before
+      that `apply` (`rewind`) or all tokens of the stream are removed.
+
+    A bias is a function of the position of a token, that of a cell and the number of a query head.
+    The three are int32 of four dimensions, `[P, H, T, N]` where not 1, and broadcast together; so
+    does the result, floats. It is called where logits are computed, so that no array of all tokens
+    and cells is held, and gets the present positions, so that it follows `seq_add`. It is
+    static and hashed: define it once. Weights are its leaves and not closed over:
+    `jax.tree_util.Partial(function, params)`, or a dataclass that is a pytree. A bias may also be
+    an array of floats, `[R, T, H, N]` where not 1, for the cells of each row's stream as `read_kv`
+    numbers them. Both have derivatives. A number below -1.7e38 counts as -1.7e38. Where it is -inf,
+    a bias hides a cell from a head; where it is NaN or inf, the head of a token that sees the
+    cell gets NaN.
+
+    Raises:
+      ValueError: when shapes do not fit the cache, the layer is none of it, the ubatch was planned
+        of a cache of another spec, the buffers were donated, the implementation cannot do it,
+        `softcap` is not above 0, or `visible_until` comes with `causal=False`; or it is a ubatch of
+        `init_encoder`, and the layer is of the text.
+      TypeError: when a plan is passed and no ubatch, a list and no array, or an array that is not
+        of floats; when the layer is no integer that is known while tracing, though the cache is
+        not stacked, or `causal` no such bool; when a bias is not of floats, or closes over what is
+        traced.
+
+    Examples:
+      Two tokens; the second one sees both, and a ubatch that was never applied sees NaN:
+
+      >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=1)
+      >>> (ubatch,) = init_batch(cache, make_batch([1, 2])).ubatches
+      >>> q, v = jnp.zeros((1, 2, 1, 1)), jnp.array([2.0, 4.0]).reshape(1, 2, 1, 1)
+      >>> after, out = attend(apply(cache, ubatch), 0, ubatch, q, q, v)
+      >>> out[0, :, 0, 0], after.buffers.v[0][0, 0, :, 0]
+      (Array([2., 3.], dtype=float32), Array([2., 4., 0., 0.], dtype=float32))
+      >>> attend(cache, 0, ubatch, q, q, v)[1][0, :, 0, 0]
+      Array([nan, nan], dtype=float32)
+
+      Another layer of the model looks at the same keys and values, with queries of its own:
+
+      >>> attend(after, 0, ubatch, q + 1)[1][0, :, 0, 0]
+      Array([2., 3.], dtype=float32)
+
+      A bias that falls by log 3 a position, and two tokens that see each other:
+
+      >>> def nearer(query, key, head):
+      ...     return (key - query) * math.log(3.0)
+      >>> attend(after, 0, ubatch, q, bias=nearer)[1][0, :, 0, 0]
+      Array([2. , 3.5], dtype=float32)
+      >>> attend(after, 0, ubatch, q, visible_until=jnp.array([[1, 1]]))[1][0, :, 0, 0]
+      Array([3., 3.], dtype=float32)
+
+    llama.cpp: `cpy_k`, `cpy_v` and `build_attn`; its only bias is ALiBi, `f_max_alibi_bias`.
+    """
+    options = {"scale": scale, "softcap": softcap, "sinks": sinks, "bias": bias}
+    visibility = {"causal": causal, "visible_until": visible_until}
+    table, buffers = split(cache)
+    check_made_for(table, ubatch)
+    number = _numbered(buffers, layer)
+    table, buffers, out = table.attend(
+        buffers, number, ubatch, q, k, v, implementation=implementation, **options, **visibility
+    )
+    return replace(cache, table=table, buffers=buffers), out
+
+
+@names_donated
+def write_kv(
+    cache: Cache, layer: int | jax.Array, ubatch: Ubatch, k: jax.Array, v: jax.Array | None = None
+) -> Cache:
+    """Write the keys and values of a ubatch into a layer, and attend to nothing.
+
+    With `read_kv` and attention of the caller's own it does what `attend` does.
+
+    Args:
+      cache: a cache that the ubatch has been applied to.
+      layer: 0 to L - 1, static; of a stacked cache it may be traced, see `make_kv_cache`.
+      ubatch: the tokens. Those that the table does not hold (padding, a refused plan) are written
+        nowhere, and nothing of a stale ubatch is.
+      k: `[R, T, K, D]`, keys, rotated by the layer's rope.
+      v: `[R, T, K, Dv]`, values, unless they are a part of the keys.
+
+    Returns:
+      The cache with the keys and values written. Of a head whose key or value is not finite in the
+      buffers' dtype, the value is stored as zero and the key as NaN.
+
+    Raises:
+      ValueError: as `attend` does.
+      TypeError: as `attend` does.
+
+    Examples:
+      >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=1)
+      >>> (ubatch,) = init_batch(cache, make_batch([1, 2])).ubatches
+      >>> k, v = jnp.ones((1, 2, 1, 1)), jnp.array([2.0, jnp.inf]).reshape(1, 2, 1, 1)
+      >>> cache = write_kv(apply(cache, ubatch), 0, ubatch, k, v)
+      >>> cache.buffers.k[0][0, 0, :, 0], cache.buffers.v[0][0, 0, :, 0]
+      (Array([ 1., nan,  0.,  0.], dtype=float32), Array([2., 0., 0., 0.], dtype=float32))
+
+    llama.cpp: `cpy_k` and `cpy_v`.
+    """
+    table, buffers = split(cache)
+    check_made_for(table, ubatch)
+    table, buffers = table.write_kv(buffers, _numbered(buffers, layer), ubatch, k, v)
+    return replace(cache, table=table, buffers=buffers)
+
+
+@names_donated
+def read_kv(
+    cache: Cache,
+    layer: int | jax.Array,
+    ubatch: Ubatch,
+    *,
+    causal: bool = True,
+    visible_until: jax.Array | None = None,
+) -> KVView:
+    """Return what the tokens of a ubatch see of a layer, for attention of the caller's own.
+
+    Keys and values are those of whole streams, as they lie in the buffers, so that holes, forks and
+    windows are the mask's business. Tokens come as P lists of T: rows of one stream are one list.
+    Queries and positions of the ubatch are brought into lists by `x.reshape(*mask.shape[:2], ...)`.
+
+    Args:
+      cache: a cache that the ubatch has been applied to, and whose layer has been written.
+      layer: 0 to L - 1, static; of a stacked cache it may be traced, see `make_kv_cache`.
+      ubatch: the tokens that look.
+      causal: False lets tokens see those that come after them.
+      visible_until: `[R, T]` int32, the last position that each token sees, see `attend`.
+
+    Returns:
+      `(k, v, mask, positions)`: `[P, K, N, D]`, `[P, K, N, Dv]`, `[P, T, N]` bool and `[P, N]`
+      int32, the position of each cell, -1 of an empty one. Quantised ones are decoded, to float32.
+      Values are finite. A key that no token
+      sees may be anything, NaN too: hide it by a choice (`jnp.where`) and not by a product or a
+      sum; and where derivatives are wanted, put zeros in its place before the product. A token
+      that was not finite has a NaN key. Padding and a refused plan see nothing; tokens of a stale
+      ubatch see all cells, and NaN in each. Where `attend` gives NaN for another reason, all keys
+      of the list are NaN.
+
+    Raises:
+      ValueError: as `attend` does.
+      TypeError: as `attend` does.
+
+    Examples:
+      Two sequences of one pool are one list. What `attend` does is `ops.attention.attention` of it:
+
+      >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=1, sequences=2)
+      >>> (ubatch,) = init_batch(cache, make_batch([[1, 2], [3, 4]])).ubatches
+      >>> x = jnp.arange(4.0).reshape(1, 4, 1, 1)
+      >>> cache, out = attend(apply(cache, ubatch), 0, ubatch, x, x, x)
+      >>> k, v, mask, positions = read_kv(cache, 0, ubatch)
+      >>> positions, mask.astype(int)[0].tolist()
+      (Array([[0, 1, 0, 1]], dtype=int32), [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]])
+      >>> bool(jnp.allclose(ops.attention.attention(x, k, v, mask), out))
+      True
+
+    llama.cpp: `get_k`, `get_v` and `build_attn_inp_kq_mask`.
+    """
+    table, buffers = split(cache)
+    check_made_for(table, ubatch)
+    return table.read_kv(
+        buffers, _numbered(buffers, layer), ubatch, causal=causal, visible_until=visible_until
+    )
+
+
+@names_donated
+def read_states(cache: Cache, layer: int, ubatch: Ubatch) -> dict[str, jax.Array]:
+    """Read the states that the rows of a ubatch go on from.
+
+    Args:
+      cache: a cache that the ubatch has been applied to, and whose layer it has not written yet.
+      layer: 0 to L - 1, static.
+      ubatch: the tokens, a row for each sequence.
+
+    Returns:
+      By name, `[R, ...]`, the state of each row's sequence before the first token of the ubatch.
+      Zeros where the sequence had none, and for a row that the table did not take in (padding, a
+      refused plan). NaN, or the lowest integer, where the state must not be used: for a stale
+      ubatch, and where the layer never wrote the state or has written over it.
+
+    Raises:
+      ValueError: when the layer is none of the cache, the ubatch was planned for a cache of another
+        spec, the buffers were donated, or it is a ubatch of `init_encoder`.
+      TypeError: when it is no ubatch, the layer is no integer that is known while tracing, or the
+        cache keeps no states.
+
+    Examples:
+      >>> cache = make_recurrent_cache(layers=2, states={"x": ((3,), jnp.bfloat16)}, sequences=4)
+      >>> plan = init_batch(cache, make_batch([[1, 2], [3, 4]]))
+      >>> read_states(apply(cache, plan), 1, plan.ubatches[0])["x"].shape
+      (2, 3)
+
+    llama.cpp: `build_rs`.
+    """
+    table, buffers = split(cache)
+    check_made_for(table, ubatch)
+    return table.read_states(buffers, _known(layer), ubatch)
+
+
+@names_donated
+def write_states(
+    cache: Cache, layer: int, ubatch: Ubatch, states: Mapping[str, jax.Array]
+) -> Cache:
+    """Write the states that the rows of a ubatch leave, after `read_states` of the same layer.
+
+    Args:
+      cache: a cache that the ubatch has been applied to.
+      layer: 0 to L - 1, static.
+      ubatch: the tokens. A row that the table did not take in (padding, a refused plan) is written
+        nowhere, and nothing of a stale ubatch is.
+      states: by name, `[R, E + 1, ...]`, the states after the last E + 1 valid tokens of each row,
+        the oldest first: after so many tokens as `state_write_steps(ubatch, E + 1)` says.
+        Where that is 0 the state is older than the ubatch, and not written. `[R, ...]` will do
+        where E is 0. Fewer than E + 1 are refused: the table lists what a ubatch leaves, so it must
+        be there.
+
+    Returns:
+      The cache with the states written. A layer takes in the states of a ubatch once: written
+      again, they change nothing.
+
+    Raises:
+      ValueError: as `read_states` does, and when names or shapes are not those of the cache.
+      TypeError: as `read_states` does, and when `states` is no mapping.
+
+    Examples:
+      >>> cache = make_recurrent_cache(layers=1, states={"x": ((), jnp.float32)}, sequences=2)
+      >>> plan = init_batch(cache, make_batch([[1, 2], [3, 4]]))
+      >>> ubatch = plan.ubatches[0]
+      >>> cache = write_states(apply(cache, plan), 0, ubatch, {"x": jnp.array([5.0, 6.0])})
+      >>> plan = init_batch(cache, make_batch([7], sequences=1))
+      >>> read_states(apply(cache, plan), 0, plan.ubatches[0])["x"]
+      Array([6.], dtype=float32)
+
+    llama.cpp: the copies to `r_l` and `s_l` that a model's graph makes.
+    """
+    table, buffers = split(cache)
+    check_made_for(table, ubatch)
+    return merge(*table.write_states(buffers, _known(layer), ubatch, states))
+
+
+def num_rollback_states(cache: Cache, layer: int) -> int:
+    """Return how many states a layer keeps before the current one: E, a static integer.
+
+    Raises:
+      ValueError: when the layer is none of the cache.
+      TypeError: when the layer is no integer, or the cache keeps no states.
+
+    Examples:
+      >>> num_rollback_states(
+      ...     make_recurrent_cache(layers=1, states={"x": ((), jnp.int32)}, max_rollback=3), 0
+      ... )
+      3
+
+    llama.cpp: `n_rs_seq`.
+    """
+    return split(cache)[0].max_rollback(_known(layer))
+
+
+def _numbered(buffers: Any, layer: Any) -> Any:
+    """Return the number of a layer; it may be traced, `[]` int32, if one array holds all layers."""
+    if not (isinstance(buffers, Buffers) and buffers.stacked and is_traced(layer)):
+        return _known(layer)
+    if jnp.shape(layer):
+        raise ValueError(f"wanted the number of one layer, [], got {jnp.shape(layer)}")
+    return check_int32(layer, "a layer", low=0, high=buffers.layers - 1)
+
+
+def _known(layer: Any) -> int:
+    """Return the number of a layer, which must be known while tracing."""
+    try:
+        return operator.index(layer)
+    except TypeError:
+        raise TypeError(
+            f"wanted a layer as an integer that is known while tracing, got {layer!r}: each layer "
+            f"has arrays of its own, so go over the layers in Python, or make the cache with "
+            f"make_kv_cache(stacked=True), which a hybrid one cannot be"
+        ) from None

@@ -1,0 +1,177 @@
+"""Rotations that keys are owed, gaps between cells, room for a batch, and earlier tables."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.api.apply import apply
+from jaxkv.batch import Batch
+from jaxkv.cache import Cache, CacheTable, MaintenancePlan, merge, split
+from jaxkv.core.validate import check_count
+from jaxkv.jit_helpers import jit_table
+from jaxkv.plan import Plan
+from jaxkv.planning.planners import init_batch
+from jaxkv.spec import check_spec
+
+
+def init_update(cache: Cache) -> MaintenancePlan:
+    """Plan what is pending: the rotation of every key that was moved.
+
+    Returns:
+      A plan for `apply`. Its `pending`, `[]` int32, says how many keys will be rotated; when it
+      is 0 applying costs nothing. A stale one changes nothing, see `is_current`.
+
+    Examples:
+      >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2, rope=make_rope(2))
+      >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
+      >>> cache, ok = seq_add(cache, 0, 1, -1, 4)
+      >>> init_update(cache).pending.item()
+      2
+
+    llama.cpp: `llama_memory_i::init_update`, the K-shift.
+    """
+    table, _ = split(cache)
+    return _update(table)
+
+
+def defrag_plan(cache: Cache, *, max_moves: int | None = None) -> MaintenancePlan:
+    """Plan the moves that bring all used cells to the front.
+
+    In tiled placement whole tiles move, those with any used cell to the front, and gaps within
+    them stay: they are for the next tokens of the sequence whose tile it is.
+
+    Args:
+      cache: any cache.
+      max_moves: the most runs of cells to move in each stream, for doing it bit by bit; None for
+        all. In tiled placement the last tile is always moved whole. Repeated until nothing is left
+        to move, any number of at least 1 ends in the same order.
+
+    Returns:
+      A plan for `apply`. Its `pending`, `[]` int32, says how many cells will move. Of keys and
+      values it has runs of `source`, `destination` and `length`, the highest cells first. A stale
+      one changes nothing, see `is_current`.
+
+    Raises:
+      ValueError: when `max_moves` is below 1.
+
+    Examples:
+      >>> cache = make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2)
+      >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3, 4, 5])))
+      >>> cache, _ = seq_rm(cache, 0, 1, 3)
+      >>> plan = defrag_plan(cache)
+      >>> [x[0, 0].item() for x in (plan.source, plan.destination, plan.length)]
+      [3, 1, 2]
+      >>> print(show(apply(cache, plan)))
+      owner    0 0 0 . . .
+      position 0 3 4 . . .
+
+    llama.cpp: `defrag`, as it was until it was removed.
+    """
+    if max_moves is not None:
+        max_moves = check_count(max_moves, "max_moves")
+    table, _ = split(cache)
+    return _defrag(table, max_moves=max_moves)
+
+
+def compact(
+    cache: Cache, batch: Batch, *, ubatch_size: int | None = None, donate: bool = False
+) -> tuple[Cache, Plan, bool]:
+    """Do what can be done so that a batch fits: rotate what is pending, then close the gaps.
+
+    Nothing is forgotten. Where room is lacking still, the caller must remove something.
+
+    Args:
+      cache: any cache.
+      batch: the batch that is wanted.
+      ubatch_size: the most tokens that are computed at once, see `init_batch`.
+      donate: give up the buffers of the cache passed in, see `apply`.
+
+    Returns:
+      The cache, the plan of the batch in it, and whether the batch fits now and did not before.
+
+    Raises:
+      jax.errors.TracerBoolConversionError: inside of `jit`, since it decides by what it finds.
+
+    Examples:
+      >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2, placement="contiguous")
+      >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
+      >>> cache, _ = seq_rm(cache, 0, 0, 1)
+      >>> batch = make_batch([4, 5])
+      >>> init_batch(cache, batch).ok.item()
+      False
+      >>> cache, plan, helped = compact(cache, batch)
+      >>> plan.ok.item(), helped
+      (True, True)
+    """
+    plan = before = init_batch(cache, batch, ubatch_size=ubatch_size)
+    for tidy in (init_update, defrag_plan):
+        if not plan.ok:
+            cache = apply(cache, tidy(cache), donate=donate)
+            plan = init_batch(cache, batch, ubatch_size=ubatch_size)
+    return cache, plan, bool(plan.ok and not before.ok)
+
+
+@jit_table
+def _update(table: Any) -> MaintenancePlan:
+    """Return the plan of `init_update`."""
+    return table.plan_shift()
+
+
+@jit_table(static_argnames="max_moves")
+def _defrag(table: Any, *, max_moves: int | None) -> MaintenancePlan:
+    """Return the plan of `defrag_plan`."""
+    return table.plan_defrag(max_moves)
+
+
+def rewind(table: Any, cache: Cache) -> tuple[Cache, jax.Array]:
+    """Return to an earlier table, with the buffers of a later cache: undo what was applied since.
+
+    Exact when the buffers still hold what the old table knew: since then the table was edited, and
+    ubatches went into cells that were empty in it. It is refused where a cell that the old table
+    uses was written over (by a ubatch, a copy between streams or a defrag, into a cell freed since)
+    or rotated (by an update). Plans that were made meanwhile are stale: plan again. The table knows
+    the tokens, and not the model: cells of the same tokens that other weights, or other arguments
+    of `attend`, have filled since are taken for the old ones.
+
+    Args:
+      table: the table of the earlier cache, `split(cache)[0]`. It must not have been donated:
+        donate the buffers alone, and join inside of the step.
+      cache: the later cache.
+
+    Returns:
+      The cache as it was, and `ok`, `[]` bool: False if it was refused, and then the cache is the
+      later one, unchanged.
+
+    Raises:
+      TypeError: when the first argument is no table.
+      ValueError: when it is one of a cache of other sizes or of another kind.
+
+    Examples:
+      >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
+      >>> table, _ = split(cache)
+      >>> later = apply(cache, init_batch(cache, make_batch([1, 2])))
+      >>> cache, ok = rewind(table, later)
+      >>> num_used_cells(cache).item(), ok.item()
+      (0, True)
+
+      What was written over cannot come back:
+
+      >>> table, _ = split(later)
+      >>> other = apply(clear(later), init_batch(clear(later), make_batch([3])))
+      >>> rewind(table, other)[1].item()
+      False
+    """
+    now, buffers = split(cache)
+    if not isinstance(table, CacheTable):
+        raise TypeError(f"wanted the table of an earlier cache, got {type(table)}")
+    check_spec(table.spec, now.spec, "a table")
+    then, ok = _rewind(now, table)
+    return merge(then, buffers), ok
+
+
+@jit_table
+def _rewind(now: Any, then: Any) -> tuple[Any, jax.Array]:
+    """Return the table of `then` if it can be returned to, else of `now`; and `ok`, `[]` bool."""
+    back, ok = now.rewind(then)
+    return jax.tree.map(lambda new, old: jnp.where(ok, new, old), back, now), ok

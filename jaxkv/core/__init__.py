@@ -1,0 +1,1 @@
+"""Constants, checks and helpers that know nothing of caches."""

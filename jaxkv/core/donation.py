@@ -1,0 +1,45 @@
+"""Caches whose arrays were donated: told from others, and named where they are used again."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+
+from jaxkv.core.array_utils import is_traced
+
+T = TypeVar("T")
+A = ParamSpec("A")
+
+
+def is_donated(*trees: Any) -> bool:
+    """Return whether the array of a leaf was given up to a program."""
+    leaves = jax.tree.leaves(trees)
+    return any(isinstance(x, jax.Array) and not is_traced(x) and x.is_deleted() for x in leaves)
+
+
+def check_there(*trees: Any, what: str = "a cache") -> None:
+    """Raise a ValueError if the array of a leaf was donated; `what` is the name of the whole."""
+    if is_donated(*trees):
+        raise ValueError(
+            f"wanted {what} with its buffers, got one whose buffers were donated: go on with the "
+            f"cache that the step or loop returned, or do not donate them"
+        ) from None
+
+
+def names_donated(fun: Callable[A, T]) -> Callable[A, T]:
+    """Make a function of caches raise the ValueError of `check_there` for one that was donated.
+
+    JAX raises first, and says that an array was deleted, neither which nor why. Arguments are
+    looked at only then, so a call that succeeds costs nothing more.
+    """
+
+    @wraps(fun)
+    def called(*args: A.args, **kwargs: A.kwargs) -> T:
+        try:
+            return fun(*args, **kwargs)
+        except (RuntimeError, ValueError):  # of a program that runs at once it is a ValueError
+            check_there([x for x in (*args, *kwargs.values()) if not isinstance(x, jax.Array)])
+            raise
+
+    return called

@@ -1,0 +1,134 @@
+"""Checks of arguments: integers within bounds, flags, and shapes that XLA can hold."""
+
+import math
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.core.array_utils import is_concrete
+from jaxkv.core.constants import END
+
+
+def check_count(value: Any, name: str, *, low: int = 1, high: int = END) -> int:
+    """Return a number of things that a caller passed, checked; by default int32 holds it.
+
+    >>> check_count(2.5, "layers")
+    Traceback (most recent call last):
+    ...
+    TypeError: wanted an integer for layers, got 2.5
+    """
+    try:
+        if isinstance(value, bool | np.bool_):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"wanted an integer for {name}, got {value!r}") from None
+    if number < low:
+        raise ValueError(f"wanted {name} of at least {low}, got {number}")
+    if number > high:
+        raise ValueError(f"wanted {name} of at most {high}, got {number}")
+    return number
+
+
+def check_shape(shape: tuple[int, ...], name: str) -> None:
+    """Refuse an array of 2**60 numbers or more: XLA ends the process where int64 overflows.
+
+    >>> check_shape((2**31, 2**31), "keys")
+    Traceback (most recent call last):
+    ...
+    ValueError: wanted fewer than 2**60 numbers of keys, got the shape (2147483648, 2147483648)
+    """
+    if math.prod(shape) >= 1 << 60:
+        raise ValueError(f"wanted fewer than 2**60 numbers of {name}, got the shape {shape}")
+
+
+def check_int32(
+    value: Any, name: str, *, low: int = -END, high: int = END, advice: str = ""
+) -> Any:
+    """Return int32 of integers that a caller passed, checked before they are cast.
+
+    Args:
+      value: an integer, or an array or list of them, of any integer dtype.
+      name: what the message calls it.
+      low: the lowest integer that is allowed.
+      high: the highest.
+      advice: what the message ends with.
+
+    Returns:
+      int32, NumPy for what the host knows. Traced integers outside of the bounds become the bound
+      less or plus one where int32 has it, so that they never turn into another valid integer.
+
+    Raises:
+      TypeError: when they are no integers.
+      ValueError: when a known one is out of bounds.
+
+    >>> check_int32(np.uint32(2**32 - 1), "seq", high=3)
+    Traceback (most recent call last):
+    ...
+    ValueError: wanted seq from -2147483647 to 3, got 4294967295
+    >>> check_int32([0, 1.5], "positions")
+    Traceback (most recent call last):
+    ...
+    TypeError: wanted integers for positions, got float64: cast them
+    """
+    if type(value) is int and low <= value <= high:  # what callers mostly pass, answered at once
+        return np.int32(value)
+    known = is_concrete(value)
+    array = np.asarray(value) if known else jnp.asarray(value)
+    if array.size == 0:
+        return np.zeros(array.shape, np.int32)
+    large = False  # of more than 64 bits
+    if isinstance(array, np.ndarray) and array.dtype == object:
+        large = all(isinstance(one, int) for one in array.flat)
+    if not large and not jnp.issubdtype(array.dtype, jnp.integer):
+        what = "encode texts by a tokenizer" if array.dtype.kind == "U" else "cast them"
+        raise TypeError(f"wanted integers for {name}, got {array.dtype}: {what}")
+    if not isinstance(array, np.ndarray):
+        return _narrowed(array, low, high)
+    wrong = array[(array < low) | (array > high)]
+    if wrong.size:
+        raise ValueError(f"wanted {name} from {low} to {high}, got {wrong.reshape(-1)[0]}{advice}")
+    return value.astype(jnp.int32) if isinstance(value, jax.Array) else array.astype(np.int32)
+
+
+def check_bool(value: Any, name: str, *, or_integers: bool = True) -> Any:
+    """Return bool of flags that a caller passed, keeping device arrays where they are.
+
+    Args:
+      value: bools, or an array or list of them.
+      name: what the message calls them.
+      or_integers: whether known integers 0 and 1 will do, as in the masks of tokenizers. Not for
+        flags that could be taken for a list of indices.
+
+    Raises:
+      TypeError: when they are no flags.
+
+    >>> check_bool([1, 0], "valid")
+    array([ True, False])
+    >>> check_bool([1, 0], "outputs", or_integers=False)
+    Traceback (most recent call last):
+    ...
+    TypeError: wanted bool for outputs, got int64: one for each, and not indices
+    """
+    array = value if isinstance(value, jax.Array) else np.asarray(value)
+    binary = or_integers and is_concrete(array) and np.issubdtype(array.dtype, np.integer)
+    if binary and not np.all((np.asarray(array) == 0) | (np.asarray(array) == 1)):
+        binary = False
+    if array.size and array.dtype != bool and not binary:
+        advice = "" if or_integers else ": one for each, and not indices"
+        raise TypeError(f"wanted bool for {name}, got {array.dtype}{advice}")
+    return array.astype(bool)
+
+
+def _narrowed(value: jax.Array, low: int, high: int) -> jax.Array:
+    """Cast traced integers of any shape; one beyond int32 is brought just out of the bounds."""
+    span = jnp.iinfo(value.dtype)
+    int32 = np.iinfo(np.int32)
+    if span.max > int32.max:
+        value = jnp.minimum(value, min(high + 1, int32.max))
+    if span.min < int32.min:
+        value = jnp.maximum(value, max(low - 1, int32.min))
+    return value.astype(jnp.int32)

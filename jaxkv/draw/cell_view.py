@@ -1,0 +1,144 @@
+"""What stands in the cells of a cache, as NumPy arrays: all that a picture needs."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxkv.api.arguments import check_known
+from jaxkv.cache import Cache, split
+from jaxkv.core.array_utils import is_traced, to_host
+from jaxkv.core.constants import EMPTY
+from jaxkv.hybrid import HybridTable
+from jaxkv.kv.cells import WORD, Cells
+from jaxkv.recurrent.states import States
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CellView:
+    """What stands in the cells of a cache; NumPy arrays that no edit changes.
+
+    position: `[S, N]` int32, position of the token in a cell, or of the token that its state stands
+      after; -1 where the cell is empty.
+    words: `[S, W, N]` uint32, one bit for each sequence of the stream that owns the cell.
+    shift: `[S, N]` int32, by how many positions the key has yet to be rotated; 0 for states.
+    sequences: Q. Sequence q lives in stream q // (Q // S).
+    """
+
+    position: np.ndarray  # [S, N]
+    words: np.ndarray  # [S, W, N]
+    shift: np.ndarray  # [S, N]
+    sequences: int
+
+    @property
+    def sequences_per_stream(self) -> int:
+        """Q // S, the number of sequences that share a stream."""
+        return self.sequences // len(self.position)
+
+    @property
+    def owner(self) -> np.ndarray:
+        """The lowest sequence that owns each cell, `[S, N]` int32; -1 for an empty cell."""
+        found = np.full(self.position.shape, -1, np.int32)
+        for i in reversed(range(self.words.shape[1])):
+            word = self.words[:, i]
+            lowest = np.bitwise_count((word & (~word + np.uint32(1))) - np.uint32(1))
+            found = np.where(word, WORD * i + lowest.astype(np.int32), found)
+        first = np.arange(len(found), dtype=np.int32)[:, None] * np.int32(self.sequences_per_stream)
+        return np.where(found < 0, np.int32(-1), found + first)
+
+    @property
+    def owners(self) -> np.ndarray:
+        """How many sequences own each cell, `[S, N]` int32."""
+        return np.bitwise_count(self.words).sum(axis=1, dtype=np.int32)
+
+    def held(self, seq: int) -> np.ndarray:
+        """Return the positions that a sequence holds, cell by cell of its stream.
+
+        Returns:
+          `[N]` int32, -1 where the sequence does not own the cell.
+
+        Raises:
+          ValueError: when there is no such sequence.
+        """
+        if not 0 <= seq < self.sequences:
+            raise ValueError(f"wanted a sequence from 0 to {self.sequences - 1}, got {seq}")
+        stream, local = divmod(seq, self.sequences_per_stream)
+        owns = (self.words[stream, local // WORD] >> np.uint32(local % WORD)) & np.uint32(1)
+        return np.where(owns, self.position[stream], np.int32(EMPTY))
+
+
+def cells_of(cache: Cache) -> CellView:
+    """Return what stands in the cells of a cache, to draw or to count it.
+
+    Args:
+      cache: one of cells or of states; of a hybrid one each part, `hybrid.parts_of`. Of one that
+        is split over processes each must call this.
+
+    Raises:
+      TypeError: when it is hybrid, or has no values: inside a transformation, or shapes alone.
+      ValueError: when it was donated, or is a batch of caches, as `vmap` makes them.
+
+    Examples:
+      >>> cache = make_kv_cache(layers=1, cells=5, kv_heads=1, head_dim=2, sequences=3)
+      >>> cache = apply(cache, init_batch(cache, make_batch([[1, 2], [3]])))
+      >>> view = draw.cells_of(seq_cp(cache, 0, 2).cache)
+      >>> view.position.tolist(), view.owner.tolist(), view.owners.tolist()
+      ([[0, 1, 0, -1, -1]], [[0, 0, 1, -1, -1]], [[2, 2, 1, 0, 0]])
+      >>> view.held(2).tolist()
+      [0, 1, -1, -1, -1]
+    """
+    return view_of(values_of(cache))
+
+
+def values_of(cache: Cache) -> Any:
+    """Return the table of a cache with NumPy arrays; the errors are those of `cells_of`."""
+    table, _ = split(cache)
+    if is_traced(table):
+        raise TypeError(
+            "wanted a cache whose values are known, got a traced one: draw it outside of jit, or "
+            "by jax.debug.callback"
+        )
+    check_known(table)
+    return to_host(table)
+
+
+def part_names(table: Any) -> list[str]:
+    """Return what the parts of a hybrid table are called; of any other none."""
+    if not isinstance(table, HybridTable):
+        return []
+    return [
+        f"part {i}, layers {', '.join(map(str, layers))}" for i, layers in enumerate(table.layers)
+    ]
+
+
+def view_of(table: Any) -> CellView:
+    """Return what stands in the cells of a table whose arrays are NumPy ones."""
+    arrays: dict[str, Any]
+    match table:
+        case Cells():
+            arrays = {"position": table.position, "words": table.owners, "shift": table.shift}
+        case States():
+            arrays = _arrays_of_states(table)
+        case HybridTable():
+            raise TypeError(
+                "wanted a cache of one kind, got a hybrid one: look at each of "
+                "jaxkv.hybrid.parts_of(cache)"
+            )
+        case _:
+            raise TypeError(f"wanted a cache of cells or of states, got {type(table).__name__}")
+    return CellView(**arrays, sequences=table.sequences)
+
+
+def _arrays_of_states(states: States) -> dict[str, np.ndarray]:
+    """Return for each cell what the pairs of a table say of it."""
+    cells = (states.streams, states.num_cells)
+    position = np.full(cells, EMPTY, np.int32)
+    words = np.zeros(
+        (states.streams, -(-states.sequences_per_stream // WORD), states.num_cells), np.uint32
+    )
+    for seq, pair in np.argwhere(states.position != EMPTY):
+        stream, local = divmod(int(seq), states.sequences_per_stream)
+        cell = states.cell[seq, pair]
+        position[stream, cell] = states.position[seq, pair]
+        words[stream, local // WORD, cell] |= np.uint32(1 << local % WORD)
+    return {"position": position, "words": words, "shift": np.zeros(cells, np.int32)}

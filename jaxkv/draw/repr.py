@@ -1,0 +1,207 @@
+"""Caches, plans and batches in one line: their `repr`, which nothing may make fail."""
+
+from collections.abc import Callable
+from dataclasses import fields
+from functools import wraps
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.api.queries import nbytes
+from jaxkv.batch import Ubatch
+from jaxkv.cache import Cache
+from jaxkv.core.array_utils import is_concrete, is_traced
+from jaxkv.core.constants import EMPTY
+from jaxkv.core.donation import is_donated
+from jaxkv.hybrid import HybridTable
+from jaxkv.kv.table import CellTable
+from jaxkv.ops.quantised import Quantised
+from jaxkv.plan import Plan, Reason
+from jaxkv.recurrent.states import States
+from jaxkv.spec import TableSpec
+
+FEW = 8
+"""The most numbers of an array that a line shows."""
+
+
+def never_fails(line: Callable[[Any], str]) -> Callable[[Any], str]:
+    """Make a `repr` of pytrees, whose leaves may be anything, fall back to the types of leaves.
+
+    Debuggers and messages of errors call it in the middle of things, where another error would hide
+    the one that matters.
+    """
+
+    @wraps(line)
+    def safe(self: Any) -> str:
+        try:
+            return line(self)
+        except Exception:
+            leaves = jax.tree.leaves(self)
+            types = ", ".join(sorted({type(leaf).__name__ for leaf in leaves})) or "nothing"
+            return f"{type(self).__name__}(leaves of {types})"
+
+    return safe
+
+
+@never_fails
+def cache_line(cache: Cache) -> str:
+    """Return the kind and sizes of a cache, and how many of its cells are used.
+
+    Where that is not known, it says why: the cache is traced, consists of shapes alone, was
+    donated, or is split over processes.
+    """
+    return f"Cache({_sizes(cache.table, cache.buffers)}: {_content(cache)})"
+
+
+@never_fails
+def plan_line(plan: Plan) -> str:
+    """Return what a plan decided: the ubatches to compute, or which sequences were refused."""
+    shapes = ", ".join("{} x {}".format(*one.valid.shape) for one in plan.ubatches)
+    ubatches = f"{len(plan.ubatches)} ubatch{'es' * (len(plan.ubatches) != 1)}: {shapes} tokens"
+    if (ok := _value(plan.ok)) is None:
+        return f"Plan({ubatches}; {'traced' if is_traced(plan) else 'values not known'})"
+    if ok:
+        return f"Plan(ok, {ubatches})"
+    reason, fits = _value(plan.reason), _value(plan.fits)
+    assert reason is not None and fits is not None
+    refused = [(seq, Reason(code).name) for seq, code in enumerate(reason) if code != Reason.OK]
+    shown = [f"sequence {seq} {name}" for seq, name in refused[:FEW]]
+    more = [f"{len(refused) - FEW} more"] if len(refused) > FEW else []
+    return f"Plan(refused: {', '.join(shown + more)})"
+
+
+@never_fails
+def ubatch_line(ubatch: Ubatch) -> str:
+    """Return the sizes of a ubatch, and which sequences it has tokens of."""
+    rows, tokens = ubatch.valid.shape
+    valid, sequences = _value(ubatch.valid), _value(ubatch.sequences)
+    if valid is None or sequences is None:
+        known = "traced" if is_traced(ubatch) else "values not known"
+    else:
+        if (others := _value(ubatch.shared_with)) is not None:
+            sequences = np.concatenate([sequences[..., None], others], axis=-1)
+        there = np.unique(sequences[valid])
+        there = there[there >= 0].tolist()
+        known = f"{valid.sum()} valid"
+        known += f" of sequences {there}" if len(there) <= FEW else f" of {len(there)} sequences"
+    return f"Ubatch({ubatch.spec.kind}, rows={rows}, tokens={tokens}: {known})"
+
+
+@never_fails
+def fields_line(value: Any) -> str:
+    """Return the fields of a dataclass: numbers where they are few, else dtypes and shapes."""
+    pairs = ((one.name, getattr(value, one.name)) for one in fields(value))
+    shown = [f"{name}={_brief(x)}" for name, x in pairs if x is not None]
+    return f"{type(value).__name__}({', '.join(shown)})"
+
+
+def _sizes(table: Any, buffers: Any) -> str:
+    """Return the kind and sizes of a cache; shapes are read from the end, for `vmap` adds axes."""
+    size = f"{_dtypes(buffers)}, {human(nbytes((table, buffers)))}"
+    match table:
+        case CellTable():
+            heads = {one.shape[-3] for one in buffers.k}
+            sizes: dict[str, Any] = {
+                "layers": buffers.layers,
+                "cells": table.position.shape[-1],
+                "sequences": table.evicted_below.shape[-1],
+                "streams": table.position.shape[-2],
+                "kv_heads": heads.pop() if len(heads) == 1 else sorted(heads),
+            }
+            if table.window is not None:
+                sizes["window"] = f"{table.window.rule}({table.window.width})"
+            if table.placement != "scattered":
+                sizes["placement"] = table.placement
+            kind, extra = table.spec.kind, table.position.shape[:-2]
+        case States():
+            sizes = {
+                "layers": len(buffers),
+                "cells": table.cell_hash.shape[-1],
+                "sequences": table.position.shape[-2],
+                "streams": table.cell_hash.shape[-2],
+                "max_rollback": table.position.shape[-1] - 1,
+            }
+            kind, extra = "recurrent", table.position.shape[:-2]
+        case HybridTable():
+            parts = zip(table.parts, buffers, strict=True)
+            inner = " + ".join(f"({_sizes(part, own)})" for part, own in parts)
+            return f"hybrid of {inner}, {human(nbytes((table, buffers)))}"
+        case _:
+            return f"{type(table).__name__}, {size}"
+    if sizes["streams"] == 1:
+        del sizes["streams"]
+    if extra:
+        sizes["batch"] = extra
+    return ", ".join([kind, *(f"{name}={n}" for name, n in sizes.items()), size])
+
+
+def _dtypes(buffers: Any) -> str:
+    leaves = jax.tree.leaves(buffers, is_leaf=lambda x: isinstance(x, Quantised))
+    return " and ".join(sorted({np.dtype(leaf.dtype).name for leaf in leaves}))
+
+
+def _content(cache: Cache) -> str:
+    """Return how many cells are used, or why that is not known."""
+    if is_traced(cache):
+        return "traced"
+    if is_donated(cache.table):
+        return "donated"
+    lost = ", buffers donated" if is_donated(cache.buffers) else ""
+    parts = cache.table.parts if isinstance(cache.table, HybridTable) else (cache.table,)
+    counts = [_used(part) for part in parts]
+    if not all(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(cache.table)):
+        return "shapes alone"
+    if any(count is None for count in counts):
+        return "split over processes" + lost
+    return " + ".join(map(str, counts)) + " used" + lost
+
+
+def _used(table: Any) -> int | None:
+    """Return how many cells are used, over all streams; None where that is not known."""
+    if isinstance(table, States):
+        position, cell = _value(table.position), _value(table.cell)
+        if position is None or cell is None:
+            return None
+        pairs, (streams, cells) = position.shape[-2:], table.cell_hash.shape[-2:]
+        first = np.arange(pairs[0]) // (pairs[0] // streams) * cells
+        numbers = np.where(position == EMPTY, -1, cell + first[:, None])
+        return sum(len({*row} - {-1}) for row in numbers.reshape(-1, pairs[0] * pairs[1]).tolist())
+    position = _value(table.position)
+    return None if position is None else int((position != EMPTY).sum())
+
+
+def _brief(value: Any) -> str:
+    """Return a field in few characters."""
+    if isinstance(value, TableSpec):
+        return value.kind
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        known = _value(value)
+        if known is not None and known.size <= FEW:
+            return str(known.tolist())
+        return f"{value.dtype}[{','.join(map(str, value.shape))}]" + " traced" * is_traced(value)
+    if isinstance(value, tuple | list) and len(value) > 2:
+        briefs = list(map(_brief, value))
+        return f"{len(value)} x {briefs[0]}" if len(set(briefs)) == 1 else f"{len(value)} values"
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_brief, value))})"
+    text = repr(value)
+    return text if len(text) <= 40 else type(value).__name__
+
+
+def _value(x: Any) -> np.ndarray | None:
+    """Return an array as a NumPy one; None where this process cannot look at its numbers."""
+    if isinstance(x, np.ndarray | np.generic):
+        return np.asarray(x)
+    if not isinstance(x, jax.Array) or not is_concrete(x) or x.is_deleted():
+        return None
+    return None if jnp.issubdtype(x.dtype, jax.dtypes.extended) else np.asarray(x)
+
+
+def human(count: int) -> str:
+    """Return a number of bytes in the largest unit that it has one of."""
+    size, units = float(count), ["bytes", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{count} bytes" if units[0] == "bytes" else f"{size:.1f} {units[0]}"

@@ -1,0 +1,370 @@
+"""Beam search: the most probable texts after a prompt, looked for side by side on the device.
+
+In this file W is the width of a search, the number of its beams, and n the most tokens of a text.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.api.edits import seq_rm, seq_select
+from jaxkv.cache import Cache, merge, split
+from jaxkv.core.array_utils import is_concrete, is_traced
+from jaxkv.core.compile_cache import cached_program
+from jaxkv.core.validate import check_count, check_int32
+from jaxkv.generation.model_step import Forward, donatable_buffers, run_model_step
+from jaxkv.generation.padding import listed
+from jaxkv.generation.sample_step import check_begun
+from jaxkv.generation.sampler import are_broken
+from jaxkv.generation.state import ends
+from jaxkv.jit_helpers import replicated
+from jaxkv.plan import Reason
+from jaxkv.planning.planners import plan_next
+from jaxkv.spec import TableSpec, check_once, within_streams
+
+
+class Texts(NamedTuple):
+    """W texts: their tokens, scores and lengths as in `BeamResult`."""
+
+    tokens: jax.Array  # [W, n]
+    scores: jax.Array  # [W]
+    lengths: jax.Array  # [W]
+
+
+class Search(NamedTuple):
+    """How far a search has come.
+
+    living: the texts that go on, all of one length, in the order of their scores.
+    ended: the best of those that ended, in the order of their ranks.
+    length: `[]` int32, of a text that goes on.
+    reason: `[]` int32, see `BeamResult`.
+    """
+
+    living: Texts
+    ended: Texts
+    length: jax.Array
+    reason: jax.Array
+
+
+def begun(num_beams: int, num_tokens: int) -> Search:
+    """Return a search that has one text, of no tokens."""
+    none = Texts(
+        tokens=jnp.full((num_beams, num_tokens), -1, jnp.int32),
+        scores=jnp.full(num_beams, -jnp.inf, jnp.float32),
+        lengths=jnp.zeros(num_beams, jnp.int32),
+    )
+    living = none._replace(scores=none.scores.at[0].set(0))
+    return Search(living, none, jnp.int32(0), jnp.int32(Reason.OK))
+
+
+def exist(texts: Texts) -> jax.Array:
+    """Return which texts exist, `[W]` bool."""
+    return texts.scores != -jnp.inf
+
+
+def _ranks(texts: Texts, length_penalty: jax.Array) -> jax.Array:
+    """Return what texts are ranked by, `[W]` float32."""
+    return texts.scores / jnp.maximum(texts.lengths, 1).astype(jnp.float32) ** length_penalty
+
+
+def best(first: Texts, second: Texts, length_penalty: jax.Array) -> Texts:
+    """Return the W best of 2 * W texts by rank; among equals the first. The penalty is `[]`."""
+    both = jax.tree.map(lambda *parts: jnp.concatenate(parts), first, second)
+    _, index = jax.lax.top_k(_ranks(both, length_penalty), first.scores.size)
+    return jax.tree.map(lambda x: x[index], both)
+
+
+def goes_on(search: Search, length_penalty: jax.Array) -> jax.Array:
+    """Return whether a text that goes on may still be among the best; `[]` bool.
+
+    No score rises. Its rank is highest at the greatest length, or, with a penalty below 0, now.
+    """
+    living, steps = search.living, search.living.tokens.shape[1]
+    length = jnp.where(length_penalty >= 0, steps, search.length)
+    reach = _ranks(living._replace(lengths=jnp.full_like(living.lengths, length)), length_penalty)
+    beaten = reach <= jnp.min(_ranks(search.ended, length_penalty))
+    more = (search.length < steps) & (search.reason == Reason.OK)
+    return more & jnp.any(exist(living) & ~beaten)
+
+
+def choose(
+    search: Search, logits: jax.Array, stop_tokens: jax.Array, length_penalty: jax.Array
+) -> tuple[jax.Array, Search]:
+    """Continue the living texts by one token, with the logits of each, `[W, V]`.
+
+    Returns:
+      `[W]` int32, for each text that lives now the one that it continues; and the search. Where
+      the logits of a living text are broken, the search is as it was, with that as its reason.
+    """
+    living, width = search.living, search.living.scores.size
+    logits = logits.astype(jnp.float32)
+    broken = jnp.any(exist(living) & are_broken(logits))
+    logprobs = jax.nn.log_softmax(logits)
+    # If no token is allowed, log_softmax is NaN; -inf ends the text.
+    logprobs = jnp.where(exist(living)[:, None] & (logits > -jnp.inf), logprobs, -jnp.inf)
+    scores = living.scores[:, None] + logprobs
+    # Of one text no more than these can be wanted: W that go on, and those that end.
+    size = min(width + stop_tokens.size, scores.shape[1])
+    scores, token = (x.reshape(-1) for x in jax.lax.top_k(scores, size))
+    ended = jnp.any(token[:, None] == stop_tokens[None], axis=1)
+
+    def grown(order: jax.Array, scores: jax.Array) -> tuple[jax.Array, Texts]:
+        index = jax.lax.top_k(order, width)[1]
+        scores, there = scores[index], scores[index] != -jnp.inf
+        # An empty beam keeps its own sequence as parent, so nothing is copied.
+        parents = jnp.where(there, index // size, jnp.arange(width)).astype(jnp.int32)
+        new = jnp.where(there, token[index], -1)
+        tokens = living.tokens[parents].at[:, search.length].set(new)
+        return parents, Texts(tokens, scores, jnp.where(there, search.length + 1, 0))
+
+    going = jnp.where(ended, -jnp.inf, scores)
+    parents, living_now = grown(going, going)
+    _, ended_now = grown(scores, jnp.where(ended, scores, -jnp.inf))
+    kept = best(search.ended, ended_now, length_penalty)
+    grown_search = Search(living_now, kept, search.length + 1, search.reason)
+    reason = jnp.int32(Reason.NONFINITE_LOGITS)
+    return jax.tree.map(
+        partial(jnp.where, broken),
+        (jnp.arange(width, dtype=jnp.int32), search._replace(reason=reason)),
+        (parents, grown_search),
+    )
+
+
+class BeamResult(NamedTuple):
+    """The W best texts that a search has found, the best one first.
+
+    tokens: `[W, n]` int32, -1 where a text has ended.
+    scores: `[W]` float32, the logarithm of the probability of each text after the prompt, which is
+      the sum over its tokens; -inf where fewer texts were found.
+    lengths: `[W]` int32, the tokens of each text, its stop token included.
+    num_cached: `[W]` int32, how many tokens of a text its sequence holds after the prompt; -1 where
+      the sequence holds nothing, not even the prompt.
+    reason: `[]` int32, a `Reason`: why the cache refused a step, or NONFINITE_LOGITS of a beam,
+      either of which ended the search; else OK.
+    """
+
+    tokens: jax.Array
+    scores: jax.Array
+    lengths: jax.Array
+    num_cached: jax.Array
+    reason: jax.Array
+
+
+def beam(
+    forward: Forward,
+    params: Any,
+    cache: Cache,
+    logits: Any,
+    *,
+    num_beams: int,
+    num_tokens: int,
+    stop_tokens: Any = (),
+    sequences: Any = None,
+    length_penalty: Any = 1.0,
+    donate: bool = False,
+) -> tuple[Cache, BeamResult]:
+    """Search for the W most probable texts of up to n tokens after a prompt.
+
+    A step continues each beam with each token of the vocabulary. Of these W * V candidates:
+
+    - the W best by score that do not end with a stop token are the beams of the next step;
+    - those that do end with one, and are among the W best of all candidates, are ended texts. Of
+      all ended texts the W best by rank are kept, where the rank is
+      `score / length ** length_penalty`.
+
+    Among equals the one of the better beam comes first, then that of the lower token. A token whose
+    logit is -inf continues nothing. The search ends after n tokens, when the cache refuses a step,
+    or as soon as no beam can reach a higher rank than W ended texts have, whatever its tokens. The
+    beams of the last step and the ended texts are ranked together, so that the result is that of a
+    search which never ends early.
+
+    Args:
+      forward: see `prefill`.
+      params: whatever the model wants.
+      cache: the cache after the prompt, which stands in the first of `sequences`.
+      logits: `[V]` or `[1, V]`, those of the last token of the prompt.
+      num_beams: W, static. A step is one token for each of W sequences.
+      num_tokens: n, the most tokens of a text, static.
+      stop_tokens: `[n]` int32, the tokens that end a text; -1 pads.
+      sequences: `[W]` int32, where the beams stand; by default 0 to W - 1. What the others but the
+        first one hold is forgotten. Where sequences share several streams, all are of one stream.
+      length_penalty: how much length counts in a rank: 0 for not at all, more for longer texts.
+      donate: give up the buffers of the cache passed in, see `prefill`.
+
+    Returns:
+      The cache and the texts. Sequence i holds the prompt and the first tokens of the i-th text,
+      as many as `held` says: all but the last one of a text that did not end, and of one that ended
+      what it shares with a beam of the last step. To go on from a text, feed its other tokens. A
+      state cannot go back so far where it is not kept, nor a window where it let go of what is seen
+      there, and then the sequence is empty.
+
+    Raises:
+      ValueError: when the logits are not those of one token; when there are not W sequences, or one
+        is known and comes twice or is none of the cache; when they are not known to be of one
+        stream though sequences share several; when `num_beams` or `num_tokens` is below 1; when the
+        penalty is not one number; when a known cache holds no prompt in the first sequence; or when
+        the cache was donated. It is raised before anything runs.
+
+    Examples:
+      A model that says the next number, or less likely the one after it; 3 ends a text, and length
+      does not count:
+
+      >>> def forward(params, cache, ubatch):
+      ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
+      ...     cache, _ = attend(cache, 0, ubatch, x, x, x)
+      ...     says = 2 * jnp.roll(x, 1, axis=-1) + jnp.roll(x, 2, axis=-1)
+      ...     return cache, says.reshape(-1, 4)[ubatch.outputs]
+      >>> cache = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4, sequences=2)
+      >>> cache, logits, *_ = prefill(forward, jnp.eye(4), cache, make_batch([0]))
+      >>> cache, beams = generation.beam(
+      ...     forward,
+      ...     jnp.eye(4),
+      ...     cache,
+      ...     logits,
+      ...     num_beams=2,
+      ...     num_tokens=3,
+      ...     stop_tokens=[3],
+      ...     length_penalty=0.0,
+      ... )
+      >>> beams.tokens.tolist(), beams.lengths.tolist()
+      ([[1, 2, 3], [1, 3, -1]], [3, 2])
+      >>> beams.num_cached.tolist(), seq_pos_max(cache, [0, 1]).tolist()
+      ([2, 1], [2, 1])
+
+    Hugging Face: `generate(num_beams=W, length_penalty=length_penalty, early_stopping="never")`,
+    whose `sequences_scores` are ranks. llama.cpp: none; it had `llama_beam_search` once.
+    """
+    num_beams, num_tokens = (
+        check_count(num_beams, "num_beams"),
+        check_count(num_tokens, "num_tokens"),
+    )
+    logits, stop_tokens = _row(logits), check_int32(listed(stop_tokens), "stop_tokens")
+    if np.ndim(stop_tokens) != 1:
+        raise ValueError(f"wanted stop tokens [n], got the shape {np.shape(stop_tokens)}")
+    sequences = _checked(split(cache)[0].spec, sequences, num_beams)
+    if np.ndim(length_penalty) or (is_concrete(length_penalty) and not np.isfinite(length_penalty)):
+        raise ValueError(f"wanted one finite number for length_penalty, got {length_penalty}")
+    length_penalty = jnp.asarray(length_penalty, jnp.float32)
+    args = logits, stop_tokens, sequences, length_penalty
+    if is_traced(params, cache, args):
+        return _search(forward, params, cache, *args, num_tokens=num_tokens)
+    check_begun(split(cache)[0], sequences[:1], np.ones(1, bool))
+    table, buffers = donatable_buffers(cache, donate)
+    search = cached_program(_searching, forward)
+    table, buffers, beams = search(params, table, buffers, *args, num_tokens=num_tokens)
+    return merge(table, buffers), beams
+
+
+def _row(logits: Any) -> Any:
+    """Return logits as a row, `[1, V]`."""
+    shape = np.shape(logits)
+    if len(shape) not in (1, 2) or shape[:-1] not in ((), (1,)) or not shape[-1]:
+        raise ValueError(f"wanted logits [V] or [1, V], those of one token, got {list(shape)}")
+    logits = jnp.asarray(logits)
+    if not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise ValueError(f"wanted logits of floats, got {logits.dtype}")
+    return logits.reshape(1, -1)
+
+
+def _checked(spec: TableSpec, sequences: Any, num_beams: int) -> Any:
+    """Return the sequences of the beams, `[W]` int32, or raise."""
+    if num_beams > spec.sequences:
+        raise ValueError(
+            f"wanted num_beams of at most {spec.sequences}, a sequence for each beam, "
+            f"got {num_beams}"
+        )
+    ids = np.arange(num_beams, dtype=np.int32) if sequences is None else sequences
+    ids = spec.sequence_ids(ids)
+    if np.shape(ids) != (num_beams,):
+        raise ValueError(f"wanted sequences [{num_beams}], one for each beam, got {np.shape(ids)}")
+    check_once(ids)
+    if spec.has_shared_streams and not within_streams(spec, ids[:1], ids):
+        got = np.asarray(ids).tolist() if is_concrete(ids) else "traced ones"
+        raise ValueError(
+            f"wanted sequences of one stream of {spec.sequences_per_stream} for the beams, "
+            f"since another may lack the cells for a copy, got {got}: pass sequences="
+        )
+    return ids
+
+
+def _searching(forward: Callable[[], Forward]) -> Any:
+    @partial(jax.jit, static_argnames="num_tokens", donate_argnames="buffers")
+    def search(params: Any, table: Any, buffers: Any, *args: Any, num_tokens: int) -> tuple:
+        cache = merge(table, buffers)
+        cache, beams = _search(forward(), params, cache, *args, num_tokens=num_tokens)
+        return *split(cache), beams
+
+    return search
+
+
+def _search(
+    forward: Forward,
+    params: Any,
+    cache: Cache,
+    logits: jax.Array,
+    stop_tokens: jax.Array,
+    sequences: jax.Array,
+    length_penalty: jax.Array,
+    *,
+    num_tokens: int,
+) -> tuple[Cache, BeamResult]:
+    """Do what `beam` says, as a part of the program that is being traced.
+
+    The logits are `[1, V]`, the sequences `[W]` int32, and the penalty is `[]` float32.
+    """
+    sequences = jnp.asarray(sequences)
+    begins = ends(split(cache)[0])[sequences[0]] + 1
+    rows = jnp.arange(sequences.size, dtype=jnp.int32)
+    cache, _ = seq_select(cache, sequences[jnp.zeros_like(rows)], sequences)
+
+    def body(carry: tuple[Cache, Search]) -> tuple[Cache, Search]:
+        cache, search = carry
+        table, _ = split(cache)
+        token = search.living.tokens[:, search.length - 1]
+        plan = plan_next(table, token[:, None], sequences, exist(search.living)[:, None])
+        cache, logits = run_model_step(forward, params, cache, plan.ubatches[0])
+        parents, chosen = choose(search, logits, stop_tokens, length_penalty)
+        cache, _ = seq_select(cache, sequences[jnp.where(plan.ok, parents, rows)], sequences)
+        refused = search._replace(reason=jnp.max(plan.reason[sequences]))
+        return cache, jax.tree.map(partial(jnp.where, plan.ok), chosen, refused)
+
+    first = begun(rows.size, num_tokens)
+    logits = jnp.broadcast_to(logits, (rows.size, logits.shape[1]))
+    _, search = choose(first, logits, stop_tokens, length_penalty)
+    cache, search = jax.lax.while_loop(
+        lambda carry: goes_on(carry[1], length_penalty), body, (cache, search)
+    )
+    found = best(search.ended, search.living, length_penalty)
+    cache, held = _settled(cache, search, found, sequences, begins)
+    return cache, replicated(split(cache)[0], BeamResult(*found, held, search.reason))
+
+
+def _settled(
+    cache: Cache, search: Search, found: Texts, sequences: jax.Array, begins: jax.Array
+) -> tuple[Cache, jax.Array]:
+    """Let each sequence hold as much of its text as the cache still holds.
+
+    Args:
+      cache: the cache after the search.
+      search: how it ended.
+      found: the W best texts.
+      sequences: `[W]` int32, where the beams stand.
+      begins: `[]` int32, the position of the first token after the prompt.
+
+    Returns:
+      The cache; and `[W]` int32, see `BeamResult.num_cached`.
+    """
+    place = jnp.arange(found.tokens.shape[1])[None]
+    fed = place < jnp.minimum(found.lengths, search.length - 1)[:, None]
+    same = found.tokens[:, None] == search.living.tokens[None]  # [W, W, n]
+    shared = jnp.sum(jnp.cumprod(same & fed[:, None], axis=2), axis=2, dtype=jnp.int32)
+    held = jnp.max(shared, axis=1)
+    cache, _ = seq_select(cache, sequences[jnp.argmax(shared, axis=1)], sequences)
+    # A state that is not kept is not cut back to; a window may have let go of what is seen there.
+    cache, cut = seq_rm(cache, sequences, begins + held)
+    cache, _ = seq_rm(cache, sequences, 0, jnp.where(cut, 0, -1))  # from 0 to 0 is nothing
+    return cache, jnp.where(cut, held, -1)

@@ -1,0 +1,245 @@
+"""Rules that say which tokens may come next, such as a grammar: for all texts, or for some."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.core.array_utils import is_concrete
+from jaxkv.generation.padding import chosen
+from jaxkv.generation.sampler import Sampler, as_sampler
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Constraint:
+    """What tokens may come next, for the requests of an engine that have a state of it.
+
+    first: a state of one text, a tree of arrays; those of all requests have its shapes.
+    allowed: `(state) -> [V]` bool, the tokens that may come next.
+    advance: `(state, token) -> state`. Pass the same functions every time: others are another
+      program.
+
+    Several rules are one whose state says which: `allowed=lambda state: tables[state]`, where the
+    tables of all grammars lie one behind another, and a request begins where its own does.
+    """
+
+    first: Any
+    allowed: Callable[[Any], jax.Array]
+    advance: Callable[[Any, jax.Array], Any]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ConstrainedSampler(Sampler):
+    """A sampler that is shown only the tokens that a rule allows; `constrain` makes one.
+
+    sampler: of what is allowed.
+    first: a tree of arrays, the state of the rule when a text begins; or, where `bound` is given,
+      `[T, ...]`, the states of T texts, whose tokens so far they know.
+    bound: `[T]` bool, the texts that the rule is for; None for all.
+    allowed: see `Constraint`, static.
+    advance: see `Constraint`, static.
+    """
+
+    sampler: Sampler
+    first: Any
+    bound: Any
+    allowed: Callable[[Any], jax.Array] = field(metadata={"static": True})
+    advance: Callable[[Any, jax.Array], Any] = field(metadata={"static": True})
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the sampler of what is allowed does."""
+        return self.sampler.is_random
+
+    def init(self, prompts: Any) -> Any:
+        """Return the states of the rule, which prompts are no part of, and of the sampler."""
+        if self.bound is not None:
+            return self.first, self.sampler.init(prompts)
+        count = len(prompts)
+        first = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))), self.first)
+        return first, self.sampler.init(prompts)
+
+    def adjust(self, logits: jax.Array, state: Any) -> jax.Array:
+        """Hide what is not allowed of logits, `[T, V]` float32, then adjust the rest."""
+        rule, rest = state
+        allowed = jax.vmap(self.allowed)(rule)
+        if allowed.shape != logits.shape:
+            raise ValueError(
+                f"wanted bool {logits.shape[1:]} from allowed, got {allowed.shape[1:]}"
+            )
+        if self.bound is not None:
+            allowed |= ~self.bound[:, None]
+        return self.sampler.adjust(jnp.where(allowed, logits, -jnp.inf), rest)
+
+    def update(self, state: Any, tokens: jax.Array) -> Any:
+        """Advance the rule and the sampler by tokens, `[T]`; the rule stays where there is none."""
+        rule, rest = state
+        advanced = jax.vmap(self.advance)(rule, jnp.maximum(tokens, 0))
+        rule = chosen(tokens >= 0, advanced, rule)
+        return rule, self.sampler.update(rest, tokens)
+
+
+def constrain(
+    sampler: Sampler,
+    *,
+    first: Any,
+    allowed: Callable[[Any], jax.Array],
+    advance: Callable[[Any, jax.Array], Any],
+) -> ConstrainedSampler:
+    """Let a sampler choose only among tokens that a rule allows, such as a grammar.
+
+    The rule is two pure functions of one text, so that the tables of a grammar library, or a call
+    of it (`jax.pure_callback`), can be plugged in. A text that is allowed no token ends.
+
+    All texts are computed together, so both functions are called for those that have ended, too,
+    and `advance` with tokens that are not picked: those of guesses that do not hold, or 0 where no
+    token is allowed. What they return there is dropped, but a matcher that raises must not do so.
+
+    Args:
+      sampler: of what is allowed.
+      first: the state of the rule when a text begins, a tree of arrays; prompts are no part of it.
+      allowed: `(state) -> [V]` bool, the tokens that may come next.
+      advance: `(state, token) -> state`. Pass the same functions every time: others are another
+        program.
+
+    Returns:
+      The sampler.
+
+    Raises:
+      TypeError: when it is no sampler, or `allowed` or `advance` are no functions.
+      ValueError: when `first` has no array, `allowed` gives no `[V]` bool, or `advance` a state of
+        other shapes or dtypes.
+
+    Examples:
+      Tokens that rise:
+
+      >>> rising = generation.constrain(
+      ...     generation.make_sampler(),
+      ...     first=jnp.int32(-1),
+      ...     allowed=lambda last: jnp.arange(4) > last,
+      ...     advance=lambda last, token: token,
+      ... )
+      >>> state = rising.init(np.zeros((1, 0), np.int32))
+      >>> state = rising.update(state, jnp.array([1]))
+      >>> rising.adjust(jnp.zeros((1, 4)), state).tolist()
+      [[-inf, -inf, 0.0, 0.0]]
+
+      The same, asked of a library on the host:
+
+      >>> def allowed(last):
+      ...     mask = jax.ShapeDtypeStruct((4,), bool)
+      ...     ask = lambda last: np.arange(4) > last
+      ...     return jax.pure_callback(ask, mask, last, vmap_method="sequential")
+      >>> asking = generation.constrain(
+      ...     generation.make_sampler(),
+      ...     first=jnp.int32(-1),
+      ...     allowed=allowed,
+      ...     advance=lambda last, token: token,
+      ... )
+      >>> asking.adjust(jnp.zeros((1, 4)), state).tolist()
+      [[-inf, -inf, 0.0, 0.0]]
+    """
+    rule = checked_rule(Constraint(first=first, allowed=allowed, advance=advance))
+    return ConstrainedSampler(
+        sampler=as_sampler(sampler),
+        first=rule.first,
+        bound=None,
+        allowed=rule.allowed,
+        advance=rule.advance,
+    )
+
+
+def checked_rule(constraint: Constraint) -> Constraint:
+    """Return a rule with its first state as NumPy arrays.
+
+    Raises:
+      TypeError: when it is no rule, or its functions are none.
+      ValueError: when `first` has no array, `allowed` gives no `[V]` bool, or `advance` a state of
+        other shapes or dtypes.
+
+    >>> rule = Constraint(
+    ...     first=0, allowed=lambda s: jnp.arange(4) > s, advance=lambda s, token: token > 0
+    ... )
+    >>> checked_rule(rule)
+    Traceback (most recent call last):
+    ...
+    ValueError: wanted the shapes and dtypes of first from advance, 'int32[]', got 'bool[]'
+    """
+    if not isinstance(constraint, Constraint):
+        raise TypeError(f"wanted a Rule, got {type(constraint)}")
+    for name in ("allowed", "advance"):
+        if not callable(getattr(constraint, name)):
+            raise TypeError(f"wanted a function {name}, got {type(getattr(constraint, name))}")
+    first = jax.tree.map(_array, constraint.first)
+    if not jax.tree.leaves(first):
+        raise ValueError("wanted at least one array in first, got none: make it a 0, say")
+    allowed = jax.eval_shape(constraint.allowed, first)
+    if getattr(allowed, "ndim", None) != 1 or allowed.dtype != bool:
+        raise ValueError(f"wanted [V] bool from allowed, got {_shapes(allowed)!r}")
+    after = jax.eval_shape(constraint.advance, first, np.int32(0))
+    if _shapes(after) != _shapes(first):
+        raise ValueError(
+            f"wanted the shapes and dtypes of first from advance, {_shapes(first)!r}, got "
+            f"{_shapes(after)!r}"
+        )
+    return Constraint(first=first, allowed=constraint.allowed, advance=constraint.advance)
+
+
+def checked_state(constraint: Constraint | None, state: Any) -> Any:
+    """Return the state that a request begins with as NumPy arrays; None for a request without one.
+
+    Raises:
+      ValueError: when there is no rule, or the state has other shapes or dtypes than its first.
+    """
+    if state is None:
+        return None
+    if constraint is None:
+        raise ValueError(
+            "wanted no constraint_state without a constraint: make the engine with constraint="
+        )
+    state = jax.tree.map(_array, state)
+    if _shapes(state) != _shapes(constraint.first):
+        raise ValueError(
+            f"wanted a constraint_state with the shapes and dtypes of the first state of the "
+            f"constraint, {_shapes(constraint.first)!r}, got {_shapes(state)!r}"
+        )
+    return state
+
+
+def ruled(constraint: Constraint, sampler: Sampler, states: Sequence[Any]) -> ConstrainedSampler:
+    """Return the sampler of T texts with their states; None is a text that the rule is not for.
+
+    Tokens that rise, in the first of two texts:
+
+    >>> rule = Constraint(
+    ...     first=-1,
+    ...     allowed=lambda last: jnp.arange(4) > last,
+    ...     advance=lambda last, token: token,
+    ... )
+    >>> sampler = ruled(checked_rule(rule), generation.make_sampler(), [np.int32(1), None])
+    >>> state = sampler.init(np.zeros((2, 0), np.int32))
+    >>> sampler.adjust(jnp.zeros((2, 4)), state).tolist()
+    [[-inf, -inf, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]
+    """
+    filled = [constraint.first if state is None else state for state in states]
+    return ConstrainedSampler(
+        sampler=sampler,
+        first=jax.tree.map(lambda *leaves: np.stack(leaves), *filled),
+        bound=np.array([state is not None for state in states]),
+        allowed=constraint.allowed,
+        advance=constraint.advance,
+    )
+
+
+def _array(x: Any) -> Any:
+    """Return an array of JAX's dtypes, a NumPy one where it is known."""
+    return np.asarray(jnp.asarray(x)) if is_concrete(x) else jnp.asarray(x)
+
+
+def _shapes(tree: Any) -> Any:
+    """Return a tree with the dtype and shape of each array."""
+    return jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)

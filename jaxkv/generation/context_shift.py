@@ -1,0 +1,217 @@
+"""Texts longer than a cache: forget a passage and close the gap, or let tokens share positions.
+
+Both move keys that stand in the cache already, and rotate them. Those of all layers but the first
+were computed when more was seen, or when it stood further away, and stay what they were.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.api.apply import apply
+from jaxkv.api.arguments import Ids, sequence
+from jaxkv.cache import Cache, MaintenancePlan, merge, split
+from jaxkv.core.constants import END
+from jaxkv.core.donation import check_there
+from jaxkv.core.validate import check_count, check_int32
+from jaxkv.jit_helpers import jit_table
+from jaxkv.spec import TableSpec
+
+
+def context_shift(
+    cache: Cache, seq: Ids, *, num_keep: Ids, num_discard: Ids, donate: bool = False
+) -> tuple[Cache, jax.Array]:
+    """Forget a passage of a sequence and close the gap, for a text that never ends.
+
+    The first `num_keep` tokens stay where they are, often a system prompt, or the few that
+    attention rests on. The next `num_discard` are forgotten, and all that follow move up and are
+    rotated: the three verbs `seq_rm`, `seq_add` and `init_update` in one.
+
+    Args:
+      cache: a cache without recurrent states.
+      seq: `[]` int, the sequence.
+      num_keep: `[]` int, the tokens at its beginning that stay.
+      num_discard: `[]` int, how many are forgotten after them.
+      donate: give up the buffers of the cache passed in, see `apply`. Otherwise they are copied.
+
+    Returns:
+      The cache, and `ok`, `[]` bool. When it is False nothing has changed: the sequence has fewer
+      than `num_keep + num_discard` positions, another one shares a cell that would move, or a
+      window that has let go of the first tokens would see them again.
+
+    Raises:
+      ValueError: when the cache has recurrent states or was made without `rope=`, `num_keep`
+        is known and below 0, `num_discard` is known and below 1, one of them is several numbers,
+        the sequence is known and is none of the cache, or the cache was donated.
+
+    Examples:
+      >>> cache = make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2, rope=make_rope(2))
+      >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3, 4, 5, 6])))
+      >>> cache, ok = generation.context_shift(cache, 0, num_keep=1, num_discard=3)
+      >>> print(show(cache))
+      owner    0 . . . 0 0
+      position 0 . . . 1 2
+      >>> ok.item(), init_batch(cache, make_batch([7, 8])).ok.item()
+      (True, True)
+
+    llama.cpp: the context shift of its programs, `n_keep` and `n_discard`.
+    """
+    table, buffers = split(cache)
+    _check_cells(table.spec, "a state cannot forget what it has seen")
+    table.check_moves(buffers)
+    check_there(cache)
+    bounds = _one(num_keep, "num_keep", low=0), _one(num_discard, "num_discard", low=1)
+    table, plan, ok = _slid(table, sequence(table, seq), *bounds)
+    return apply(merge(table, buffers), plan, donate=donate), ok
+
+
+def self_extend(
+    cache: Cache, seq: Ids, done: Ids, *, group: int, width: int, donate: bool = False
+) -> tuple[Cache, jax.Array, jax.Array]:
+    """Let `group` neighbours share a position, so that a text is longer than positions reach.
+
+    Every `width` ungrouped tokens are moved onto `width // group` positions; the tokens after them
+    move up. Attention between far tokens then knows their distance roughly, and between near ones
+    exactly.
+
+    Args:
+      cache: a cache without recurrent states.
+      seq: `[]` int, the sequence. Its next token still stands one past its last position.
+      done: `[]` int, the positions of tokens that are grouped already: 0 at first, and then what
+        this function returned.
+      group: how many tokens share a position.
+      width: how many tokens are grouped at once, a multiple of `group`.
+      donate: give up the buffers of the cache passed in, see `apply`. Otherwise they are copied.
+
+    Returns:
+      The cache; `done` for the next call, `[]` int32; and `ok`, `[]` bool, which is True, too,
+      where there is nothing to group yet. When it is False nothing has changed: another sequence
+      shares a cell that would move, `done` is not what was returned before or the sequence was cut
+      below it, positions would reach 2**31 - 1 on the way, or a window has let go of tokens that
+      the next one would see again.
+
+      No cell becomes free. Tokens that share a position see each other, and are cut (`seq_rm`),
+      moved and copied together; `can_seq_add` says False from then on, since it asks for one token
+      a position.
+
+    Raises:
+      ValueError: when the cache has recurrent states or was made without `rope=`, `group`
+        or `width` is below 1 or above 2**31 - 1, `width` is no multiple of `group`, `done` is
+        several numbers, the sequence is known and is none of the cache, or the cache was donated.
+
+    Examples:
+      >>> cache = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=2, rope=make_rope(2))
+      >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3, 4, 5])))
+      >>> cache, done, ok = generation.self_extend(cache, 0, 0, group=2, width=4)
+      >>> print(show(cache))
+      owner    0 0 0 0 0 . . .
+      position 0 0 1 1 2 . . .
+      >>> done.item(), ok.item()
+      (2, True)
+
+    llama.cpp: self-extend, `--grp-attn-n` and `--grp-attn-w`.
+    """
+    table, buffers = split(cache)
+    _check_cells(table.spec, "a state does not know where the tokens that it has seen stood")
+    group, width = check_count(group, "group"), check_count(width, "width")
+    if width % group:
+        raise ValueError(f"wanted a width that is a multiple of group={group}, got {width}")
+    table.check_moves(buffers)
+    check_there(cache)
+    args = _one(done, "done"), jnp.int32(group), jnp.int32(width)
+    table, plan, now, ok = _extended(table, sequence(table, seq), *args)
+    return apply(merge(table, buffers), plan, donate=donate), now, ok
+
+
+def _one(value: Any, name: str, low: int = -END) -> Any:
+    """Return a number of tokens as `[]` int32, checked."""
+    if np.ndim(value):
+        raise ValueError(f"wanted one integer for {name}, got the shape {np.shape(value)}")
+    return check_int32(value, name, low=low)
+
+
+def _check_cells(spec: TableSpec, why: str) -> None:
+    """Raise unless a cache is made of cells alone."""
+    kinds = [part.kind for part in spec.parts or (spec,)]
+    if spec.max_rollback is not None:
+        what = f"kind {spec.kind!r}" + (f" ({', '.join(kinds)})" if spec.parts else "")
+        raise ValueError(f"wanted a cache of attention alone, got {what}: {why}")
+
+
+@jit_table
+def _slid(
+    table: Any, seq: jax.Array, num_keep: jax.Array, num_discard: jax.Array
+) -> tuple[Any, MaintenancePlan, jax.Array]:
+    """Do what `context_shift` says to a table, of `[]` int32 each.
+
+    Returns:
+      The table, what its keys are owed, and `ok`, `[]` bool.
+    """
+    there = table.last(seq) + 1
+    ok = (num_keep >= 0) & (num_discard >= 1) & (num_discard <= there - num_keep)
+    moves = jnp.where(ok, num_keep + num_discard, 0)
+    ok &= _owns_alone(table, seq, moves)
+    cut, removed = table.remove(seq, num_keep, moves)
+    closed, moved = cut.add(seq, moves, jnp.int32(END), -num_discard, num_keep)
+    ok &= removed & moved  # not where a window that let go of the first tokens would see them again
+    return *_if(ok, closed, table), ok
+
+
+@jit_table
+def _extended(
+    table: Any, seq: jax.Array, done: jax.Array, group: jax.Array, width: jax.Array
+) -> tuple[Any, MaintenancePlan, jax.Array, jax.Array]:
+    """Do what `self_extend` says to a table, of `[]` int32 each.
+
+    Returns:
+      The table, what its keys are owed, the next `done`, `[]` int32, and `ok`, `[]` bool.
+    """
+    there = table.last(seq) + 1
+    short = jax.lax.div(width, group)
+    end = jnp.int32(END)
+
+    def one_more(carry: tuple[Any, jax.Array, jax.Array, jax.Array]) -> tuple:
+        table, done, there, ok = carry
+        # Moved back to their original positions first, so that groups start at multiples of
+        # `group`.
+        lift = done * (group - 1)
+        first, last = done + lift, done + lift + width
+        lifted, one = table.add(seq, done, end, lift)
+        divided, other = lifted.divide(seq, first, last, group)
+        closed, third = divided.add(seq, last, end, short - width - lift, first + short)
+        return closed, done + short, there + short - width, ok & one & other & third
+
+    known = (done >= 0) & (done <= there) & (jax.lax.rem(done, short) == 0)
+    ok = known & (there <= jax.lax.div(end, group))
+    ok &= (there - width < done) | _owns_alone(table, seq, done)
+    more = (table, jnp.where(ok, done, there), there, ok)
+    grouped, now, _, ok = jax.lax.while_loop(
+        lambda now: (now[2] - width >= now[1]) & now[3], one_more, more
+    )
+    return *_if(ok, grouped, table), jnp.where(ok, now, done), ok
+
+
+def _owns_alone(table: Any, seq: jax.Array, start: jax.Array) -> jax.Array:
+    """Return whether a sequence shares none of its cells from a position on; `[]` bool.
+
+    Compares the cells freed by removing them with those freed when no other sequence exists: they
+    differ if a cell is shared.
+    """
+
+    def freed(table: Any) -> jax.Array:
+        end, _ = table.remove(seq, jnp.int32(0), start)
+        rest, _ = end.remove(seq, jnp.int32(0), jnp.int32(END))
+        return end.num_used_cells() - rest.num_used_cells()
+
+    return freed(table) == freed(table.keep(seq))
+
+
+def _if(ok: jax.Array, new: Any, old: Any) -> tuple[Any, MaintenancePlan]:
+    """Return the new table, and what its keys are owed; the old and nothing unless `ok`, `[]`."""
+    table = jax.tree.map(lambda one, other: jnp.where(ok, one, other), new, old)
+    # Refused: plan the update of an empty table, so that keys already owed a rotation stay as they
+    # are.
+    plan = jax.tree.map(lambda one, other: jnp.where(ok, one, other), new, new.clear()).plan_shift()
+    return table, plan

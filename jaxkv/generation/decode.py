@@ -1,0 +1,156 @@
+"""Generating: one token after another for each of several texts, in a loop on the device."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.cache import Cache, merge, split
+from jaxkv.core.array_utils import is_traced
+from jaxkv.core.compile_cache import cached_program
+from jaxkv.core.typed import Typed, typed
+from jaxkv.core.validate import check_count
+from jaxkv.generation.model_step import Forward, donatable_buffers, run_model_step
+from jaxkv.generation.sample_step import Sampled, advance, nothing_picked, stops
+from jaxkv.generation.sampler import Sampler
+from jaxkv.generation.state import DecodeState, check_sampler_state, checked, followed, going_on
+from jaxkv.jit_helpers import replicated
+from jaxkv.planning.planners import plan_next
+
+
+def decode(
+    forward: Forward,
+    sampler: Sampler,
+    params: Any,
+    cache: Cache,
+    state: DecodeState,
+    stop_tokens: Any = (),
+    *,
+    num_tokens: int,
+    donate: bool = False,
+) -> tuple[Cache, DecodeState, Sampled]:
+    """Generate up to `num_tokens` tokens for each text, in one loop on the device.
+
+    Each text ends by itself: with its stop token, which is not put into the cache; when as many
+    tokens are picked as its limit allows; when no token is allowed, or its logits are NaN; or when
+    the cache refuses its next token, which `reason` then names: nothing is overwritten, and the
+    others go on.
+
+    Args:
+      forward: see `prefill`.
+      sampler: what adjusts logits before a token is drawn, see `jaxkv.generation.filters`; the same
+        one that the state was started with, though its numbers may change.
+      params: whatever the model wants.
+      cache: the cache after the prompts.
+      state: how far each text has come; `generation.init_decode` or `generation.sample_first` makes
+        the first.
+      stop_tokens: `[n]` int32, the tokens that end a text, or `[T, n]` for each its own; -1 pads.
+      num_tokens: the most tokens to generate for each text, static.
+      donate: give up the buffers of the cache passed in, see `prefill`.
+
+    Returns:
+      The cache, how far each text has come now, and the tokens that were picked with the
+      logarithms of their probabilities.
+
+    Raises:
+      ValueError: when the arrays of the state differ in length, a sequence comes twice or is none
+        of the cache, as far as that is known while tracing; when it was started with another kind
+        of sampler; when `num_tokens` is below 1; or when the cache was donated. It is raised before
+        anything runs.
+      TypeError: when it is given something else than a sampler or a state.
+
+    Examples:
+      A model that says the next number; 3 ends a text, and sequence 1 may say no more than two:
+
+      >>> def forward(params, cache, ubatch):
+      ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
+      ...     cache, _ = attend(cache, 0, ubatch, x, x, x)
+      ...     return cache, jnp.roll(x, 1, axis=-1).reshape(-1, 4)[ubatch.outputs]
+      >>> cache = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4, sequences=2)
+      >>> sampler = generation.make_sampler()
+      >>> state = generation.init_decode(cache, [1, 3], max_new_tokens=[9, 2])
+      >>> cache, state, picked = decode(
+      ...     forward, sampler, jnp.eye(4), cache, state, [3], num_tokens=3
+      ... )
+      >>> picked.tokens.tolist(), state.active.tolist(), seq_pos_max(cache, [0, 1]).tolist()
+      ([[2, 3, -1], [0, 1, -1]], [False, False], [1, 1])
+    """
+    num_tokens = check_count(num_tokens, "num_tokens")
+    state = checked(split(cache)[0].spec, state)
+    check_sampler_state(sampler, state)
+    if not state.token.shape[0]:
+        return cache, state, nothing_picked(0, num_tokens)
+    stop_tokens = stops(stop_tokens, state.token.shape[0])
+    if is_traced(sampler, params, cache, state, stop_tokens):
+        return _decode(forward, sampler, params, cache, state, stop_tokens, num_tokens)
+    table, buffers = donatable_buffers(cache, donate)
+    loop = cached_program(_decoding, forward)
+    args = typed(sampler), params, table, buffers, state, stop_tokens
+    table, buffers, now, picked = loop(*args, num_tokens=num_tokens)
+    # The sequences stay those that were passed in: to look at a result is to wait for it.
+    return merge(table, buffers), replace(now, sequence=state.sequence), picked
+
+
+def _decoding(forward: Callable[[], Forward]) -> Any:
+    @partial(jax.jit, static_argnames="num_tokens", donate_argnames="buffers")
+    def loop(
+        sampler: Typed[Sampler],
+        params: Any,
+        table: Any,
+        buffers: Any,
+        state: DecodeState,
+        stop_tokens: jax.Array,
+        *,
+        num_tokens: int,
+    ) -> tuple:
+        cache = merge(table, buffers)
+        cache, *rest = _decode(
+            forward(), sampler.value, params, cache, state, stop_tokens, num_tokens
+        )
+        return *split(cache), *rest
+
+    return loop
+
+
+def _decode(
+    forward: Forward,
+    sampler: Sampler,
+    params: Any,
+    cache: Cache,
+    state: DecodeState,
+    stop_tokens: Any,
+    num_tokens: int,
+) -> tuple[Cache, DecodeState, Sampled]:
+    """Do what `decode` says, as a part of the program that is being traced."""
+
+    def goes_on(carry: tuple) -> jax.Array:
+        _, state, _, i = carry
+        return (i < num_tokens) & jnp.any(state.active)
+
+    def body(carry: tuple) -> tuple:
+        cache, state, picked, i = carry
+        table, _ = split(cache)
+        plan = plan_next(table, state.token[:, None], state.sequence, state.active[:, None])
+        cache, logits = run_model_step(forward, params, cache, plan.ubatches[0])
+        active = state.active & plan.ok
+        state, token, logprob = advance(sampler, logits, state, stop_tokens, active)
+        new = Sampled(token, logprob)
+        picked = jax.tree.map(lambda all_, one: all_.at[:, i].set(one), picked, new)
+        # A refused step has changed nothing: the texts that it was refused for end, and the others
+        # take it again.
+        refused = state.active & ~plan.ok & ~plan.fits[state.sequence]
+        state = replace(
+            state,
+            active=state.active & ~refused,
+            reason=jnp.where(refused, plan.reason[state.sequence], state.reason),
+        )
+        return cache, state, picked, i + plan.ok
+
+    state = going_on(split(cache)[0], jax.tree.map(jnp.asarray, state))
+    begun = cache, state, nothing_picked(state.token.shape[0], num_tokens), jnp.int32(0)
+    cache, state, picked, _ = jax.lax.while_loop(goes_on, body, begun)
+    table, _ = split(cache)
+    return cache, *replicated(table, (followed(table, state), picked))

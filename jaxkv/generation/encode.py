@@ -1,0 +1,106 @@
+"""Running an encoder: what it reads is written into a cache once, for decoders to look at."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+
+from jaxkv.api.apply import apply
+from jaxkv.batch import Batch, Ubatch
+from jaxkv.cache import Cache, merge, split
+from jaxkv.core.array_utils import is_concrete, is_traced
+from jaxkv.core.compile_cache import cached_program
+from jaxkv.generation.model_step import donatable_buffers
+from jaxkv.planning.planners import init_encoder
+
+Encoder = Callable[[Any, Any, Ubatch], Any]
+"""`(params, cache, ubatch) -> cache`, for a ubatch of sources that has been applied."""
+
+
+def encode(
+    encoder: Encoder,
+    params: Any,
+    cache: Cache,
+    batch: Batch,
+    *,
+    donate: bool = False,
+) -> Any:
+    """Run an encoder over the sources of sequences, and keep what their texts will look at.
+
+    Args:
+      encoder: `(params, cache, ubatch) -> cache`, called for a ubatch of sources that has been
+        applied. It computes all tokens of `ubatch` at once, and writes keys and values of them for
+        each layer that looks at sources (`write_kv`). It is compiled and kept as `forward` of
+        `prefill` is.
+      params: whatever the model wants.
+      cache: a hybrid cache with a part of `make_cross_attention_cache`.
+      batch: the sources, see `init_encoder`.
+      donate: give up the buffers of the cache passed in, see `prefill`.
+
+    Returns:
+      The cache with the sources of those sequences. Where the plan is traced, the cache and `ok`,
+      `[]` bool: when it is False the cache is the one passed in, bit for bit.
+
+    Raises:
+      PlanRefusedError: when there is no room, or a sequence has a source already.
+      TypeError: when the cache has no part for sources.
+      ValueError: when `encoder` gives back something else than a cache that it has written, or the
+        cache was donated.
+
+    Examples:
+      An encoder whose tokens do not even see each other, and a decoder that repeats its source:
+
+      >>> def encoder(params, cache, ubatch):
+      ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
+      ...     return write_kv(cache, 1, ubatch, x, x)
+      >>> def forward(params, cache, ubatch):
+      ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
+      ...     cache, _ = attend(cache, 0, ubatch, x, x, x)
+      ...     cache, x = attend(cache, 1, ubatch, x)
+      ...     return cache, x.reshape(-1, 4)[ubatch.outputs]
+      >>> sizes = dict(layers=1, kv_heads=1, head_dim=4, sequences=2)
+      >>> text, sources = (
+      ...     make_kv_cache(cells=8, **sizes),
+      ...     make_cross_attention_cache(cells=8, **sizes),
+      ... )
+      >>> cache = make_hybrid_cache((text, (0,)), (sources, (1,)))
+      >>> cache = encode(encoder, jnp.eye(4), cache, make_batch([[2, 2, 2], [3]]))
+      >>> cache, logits, *_ = prefill(forward, jnp.eye(4), cache, make_batch([[0], [0, 1]]))
+      >>> jnp.argmax(logits, axis=-1).tolist()
+      [2, 3]
+
+    llama.cpp: `llama_encode`.
+    """
+    plan = init_encoder(cache, batch)
+    (ubatch,), known = plan.ubatches, is_concrete(plan.ok)
+    if known:
+        plan.check()
+    if known and not is_traced(params, cache, batch):
+        run = cached_program(_encoding, encoder)
+        return merge(*run(params, *donatable_buffers(cache, donate), ubatch))
+    cache = _encoded(encoder, params, cache, ubatch)
+    return cache if known else (cache, plan.ok)
+
+
+def _encoded(encoder: Encoder, params: Any, cache: Cache, ubatch: Ubatch) -> Cache:
+    """Apply a ubatch of sources and run an encoder over it."""
+    cache = apply(cache, ubatch)
+    after = encoder(params, cache, ubatch)
+    if not isinstance(after, Cache):
+        raise ValueError(f"wanted a cache from encoder, got {type(after)}")
+    pairs = zip(*(jax.tree.leaves(split(one)[1]) for one in (cache, after)), strict=False)
+    if all(old is new for old, new in pairs):
+        raise ValueError(
+            "encoder gave back the cache it was given, with nothing written: it must return the "
+            "cache that write of its last layer returned"
+        )
+    return after
+
+
+def _encoding(encoder: Callable[[], Encoder]) -> Any:
+    @partial(jax.jit, donate_argnames="buffers")
+    def run(params: Any, table: Any, buffers: Any, ubatch: Ubatch) -> tuple:
+        return split(_encoded(encoder(), params, merge(table, buffers), ubatch))
+
+    return run

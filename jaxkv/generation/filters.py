@@ -1,0 +1,277 @@
+"""What may come next: samplers adjust logits, and a loop draws from what they leave.
+
+A sampler is a tree of arrays, an argument of compiled programs: a new temperature is no new
+program. Its arrays are for all texts, `[]`, or one for each, `[T]`. What it remembers of the texts,
+such as the tokens that are repeated, is a state that travels in the `DecodeState`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.core.array_utils import is_concrete
+from jaxkv.core.validate import check_count, check_int32
+from jaxkv.generation.constraints import ConstrainedSampler, constrain
+from jaxkv.generation.padding import newest
+from jaxkv.generation.sampler import Sampler, draw
+
+__all__ = ["OPTIONS", "ConstrainedSampler", "FilterSampler", "SamplingOption", "Sampler"]
+__all__ += ["constrain", "draw", "make_sampler"]
+
+
+class SamplingOption(NamedTuple):
+    """A number that `make_sampler` takes.
+
+    neutral: the number that does nothing.
+    dtype: of its array.
+    is_valid: which numbers, finite in that dtype, are in its range.
+    range_text: the range in words.
+    """
+
+    neutral: float
+    dtype: Any
+    is_valid: Callable[[Any], Any]
+    range_text: str
+
+
+OPTIONS = {
+    "temperature": SamplingOption(0.0, np.float32, lambda x: x >= 0, "at least 0 and finite"),
+    "top_k": SamplingOption(0, np.int32, lambda x: x >= 0, "at least 0"),
+    "top_p": SamplingOption(1.0, np.float32, lambda x: (x > 0) & (x <= 1), "above 0 and at most 1"),
+    "min_p": SamplingOption(0.0, np.float32, lambda x: (x >= 0) & (x <= 1), "from 0 to 1"),
+    "repeat_penalty": SamplingOption(1.0, np.float32, lambda x: x > 0, "above 0 and finite"),
+    "frequency_penalty": SamplingOption(0.0, np.float32, lambda x: x == x, "finite"),
+    "presence_penalty": SamplingOption(0.0, np.float32, lambda x: x == x, "finite"),
+}
+"""All that `make_sampler` takes beside `last_n`, in the order of its arguments."""
+
+EVERY = np.iinfo(np.int32).max
+"""More tokens than any vocabulary has."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FilterSampler(Sampler):
+    """What `make_sampler` makes; a filter that is None is left out.
+
+    temperature: `[]` or `[T]` float32, what logits are divided by; 0 keeps only the best token.
+    top_k: `[]` or `[T]` int32, only the k best tokens may be drawn; 0 for all.
+    top_p: `[]` or `[T]` float32, only the best tokens with this much probability together.
+    min_p: `[]` or `[T]` float32, only tokens with this share of the best token's probability.
+    repeat_penalty: `[]` or `[T]` float32, what logits of recent tokens are divided by, or
+      multiplied where they are negative.
+    frequency_penalty: `[]` or `[T]` float32, what is taken from the logit of a recent token each
+      time that it came.
+    presence_penalty: `[]` or `[T]` float32, what is taken from the logit of a recent token once.
+    penalty_last_n: how many tokens are recent, static.
+    """
+
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    min_p: Any
+    repeat_penalty: Any
+    frequency_penalty: Any
+    presence_penalty: Any
+    penalty_last_n: int = field(metadata={"static": True})
+
+    @property
+    def is_random(self) -> bool:
+        """Whether there is a temperature."""
+        return self.temperature is not None
+
+    @property
+    def _penalises(self) -> bool:
+        penalties = self.repeat_penalty, self.frequency_penalty, self.presence_penalty
+        return any(one is not None for one in penalties)
+
+    def init(self, prompts: Any) -> Any:
+        """Return the recent tokens, `[T, last_n]` int32, -1 where there were fewer.
+
+        Raises:
+          ValueError: when there are numbers for another number of texts.
+        """
+        for name in OPTIONS:
+            shape = np.shape(getattr(self, name))
+            if shape not in ((), (len(prompts),)):
+                raise ValueError(
+                    f"wanted {name} [] or [{len(prompts)}], one for each text, got {shape}"
+                )
+        if not self._penalises:
+            return ()
+        return newest(prompts, self.penalty_last_n)
+
+    def adjust(self, logits: jax.Array, state: Any) -> jax.Array:
+        """Take penalties off, filter, and divide by the temperature, in llama.cpp's order.
+
+        The logits are `[T, V]` float32, before and after.
+        """
+        if self._penalises:
+            logits = self._penalised(logits, state)
+        if not self.is_random:
+            return logits
+        # A filter leaves the texts alone whose number turns it off, whatever their logits are.
+        if self.top_k is not None:
+            wanted = jnp.where(self.top_k > 0, self.top_k, EVERY)
+            kept = keep_best(logits, jnp.ones_like(logits, jnp.int32), wanted)
+            logits = _left(logits, kept | _column(self.top_k == 0))
+        if self.top_p is not None:
+            wanted = jnp.where(self.top_p < 1, self.top_p, jnp.inf)
+            kept = keep_best(logits, jax.nn.softmax(logits), wanted)
+            logits = _left(logits, kept | _column(self.top_p == 1))
+        best = jnp.max(logits, axis=1, keepdims=True)
+        best = jnp.where(best == -jnp.inf, 0, best)  # where no token is allowed
+        if self.min_p is not None:
+            kept = logits >= best + _column(jnp.log(self.min_p))
+            logits = _left(logits, kept | _column(self.min_p == 0))
+        temperature = _column(self.temperature)
+        alone = jnp.arange(logits.shape[1])[None] == jnp.argmax(logits, axis=1, keepdims=True)
+        alone = _left(jnp.zeros_like(logits), alone & (logits != -jnp.inf))
+        cooled = (logits - best) / jnp.where(temperature > 0, temperature, 1)
+        # What was hidden stays so: divided by a number that is very large it would be NaN.
+        cooled = _left(cooled, logits != -jnp.inf)
+        return jnp.where(temperature > 0, cooled, alone)
+
+    def update(self, state: Any, tokens: jax.Array) -> Any:
+        """Let the oldest of the recent tokens go, and take in `tokens`, `[T]` int32."""
+        if not self._penalises:
+            return state
+        return jnp.concatenate([state[:, 1:], tokens[:, None]], axis=1)
+
+    def _penalised(self, logits: jax.Array, recent: jax.Array) -> jax.Array:
+        """Return logits, `[T, V]` float32, less the penalties of tokens, `[T, last_n]` int32."""
+        rows = jnp.arange(recent.shape[0])[:, None]
+        where = jnp.where(recent < 0, logits.shape[1], recent)
+        times = jnp.zeros(logits.shape, jnp.float32).at[rows, where].add(1, mode="drop")
+        if self.repeat_penalty is not None:
+            repeat = _column(self.repeat_penalty)
+            weaker = jnp.where(logits > 0, logits / repeat, logits * repeat)
+            logits = jnp.where(times > 0, weaker, logits)
+        if self.frequency_penalty is not None:
+            logits = logits - times * _column(self.frequency_penalty)
+        if self.presence_penalty is not None:
+            logits = logits - (times > 0) * _column(self.presence_penalty)
+        return logits
+
+
+def make_sampler(
+    *,
+    temperature: Any = OPTIONS["temperature"].neutral,
+    top_k: Any = OPTIONS["top_k"].neutral,
+    top_p: Any = OPTIONS["top_p"].neutral,
+    min_p: Any = OPTIONS["min_p"].neutral,
+    repeat_penalty: Any = OPTIONS["repeat_penalty"].neutral,
+    frequency_penalty: Any = OPTIONS["frequency_penalty"].neutral,
+    presence_penalty: Any = OPTIONS["presence_penalty"].neutral,
+    penalty_last_n: int = 64,
+) -> FilterSampler:
+    """Make a sampler of the usual filters.
+
+    Args:
+      temperature: what logits are divided by; 0 always takes the best token.
+      top_k: only the k best tokens may be drawn; 0 for all.
+      top_p: only the best tokens may be drawn that have this much probability together.
+      min_p: only tokens may be drawn that have this share of the best token's probability.
+      repeat_penalty: what logits of recent tokens are divided by, multiplied where negative.
+      frequency_penalty: what a recent token's logit loses each time that it came.
+      presence_penalty: what a recent token's logit loses for having come.
+      penalty_last_n: how many tokens of a text and its prompt are recent, static.
+
+    Each but `penalty_last_n` may be a list or an array `[T]`, a number for each text. What is
+    traced is not checked, and never left out.
+
+    Returns:
+      The sampler. Penalties come first; then top-k, top-p and min-p, each on what the one before it
+      left; and the temperature last, as in llama.cpp. Tokens as good as the last one that is kept
+      are kept too.
+
+    Raises:
+      ValueError: when a number is out of its range, as float32 or int32.
+      TypeError: when it is none.
+
+    Examples:
+      >>> sampler = make_sampler(temperature=0.7, top_k=2)
+      >>> sampler.adjust(jnp.array([[0.0, 0.7, 1.4]]), ()).round(3).tolist()
+      [[-inf, -1.0, 0.0]]
+      >>> make_sampler(temperature=[0, 1]).adjust(jnp.zeros((2, 3)), ()).tolist()
+      [[0.0, -inf, -inf], [0.0, 0.0, 0.0]]
+
+    llama.cpp: `llama_sampler_chain_default` with the samplers of these names.
+    """
+    numbers = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repeat_penalty": repeat_penalty,
+        "frequency_penalty": frequency_penalty,
+        "presence_penalty": presence_penalty,
+    }
+    made = {name: _option(name, value) for name, value in numbers.items()}
+    return FilterSampler(**made, penalty_last_n=check_count(penalty_last_n, "penalty_last_n"))
+
+
+def _option(name: str, value: Any) -> Any:
+    """Return the array of an option, `[]` or `[T]`; None where it does nothing for any text."""
+    off, dtype, right, span = OPTIONS[name]
+    if dtype == np.int32:
+        array = check_int32(value, name, low=0)
+    else:
+        array = np.asarray(value) if is_concrete(value) else jnp.asarray(value)
+        if not (jnp.issubdtype(array.dtype, jnp.number) and jnp.isrealobj(array)):
+            raise TypeError(f"wanted numbers for {name}, got {value!r}")
+        with np.errstate(over="ignore"):
+            array = array.astype(dtype)
+    known = is_concrete(array)
+    if array.ndim > 1 or (known and not np.all(right(array) & np.isfinite(array))):
+        raise ValueError(f"{name} must be {span}, one number or one a text, got {value}")
+    return None if known and np.all(array == off) else array
+
+
+def _left(logits: jax.Array, stays: jax.Array) -> jax.Array:
+    """Return logits, `[T, V]`, where they stay, `[T, V]` bool; -inf elsewhere."""
+    return jnp.where(stays, logits, -jnp.inf)
+
+
+def _column(value: Any) -> jax.Array:
+    """Return a number for each text, `[T]`, as a column `[T, 1]`; the one of all as `[1, 1]`."""
+    return jnp.asarray(value).reshape(-1, 1)
+
+
+def keep_best(logits: jax.Array, weights: jax.Array, wanted: jax.Array) -> jax.Array:
+    """Return which logits are among the best that weigh enough together.
+
+    Args:
+      logits: `[T, V]` float32.
+      weights: `[T, V]`, at least 0: ones to count, probabilities to add up.
+      wanted: `[T]`, what the best must weigh together at least; all are kept where they cannot.
+
+    Returns:
+      `[T, V]` bool. Equal logits are kept together.
+
+    >>> logits = jnp.array([[0.5, -1.0, 2.0, 0.5]])
+    >>> keep_best(logits, jnp.ones((1, 4)), jnp.array([2.0])).tolist()
+    [[True, False, True, True]]
+    """
+    rank = _rising(logits)
+    top = jnp.uint32(1 << 31)
+
+    def bit(i: jax.Array, threshold: jax.Array) -> jax.Array:
+        higher = threshold | (top >> i.astype(jnp.uint32))
+        weight = jnp.sum(jnp.where(rank >= higher[:, None], weights, 0), axis=1)
+        return jnp.where(weight >= wanted, higher, threshold)
+
+    threshold = jax.lax.fori_loop(0, 32, bit, jnp.zeros(rank.shape[0], jnp.uint32))
+    return rank >= threshold[:, None]
+
+
+def _rising(x: jax.Array) -> jax.Array:
+    """Return uint32, the shape of `x`, that are in the order of floats."""
+    x = jnp.where(x == 0, 0, x.astype(jnp.float32))  # of the two zeros the positive one
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    top = jnp.uint32(1 << 31)
+    return jnp.where(bits & top, ~bits, bits | top)

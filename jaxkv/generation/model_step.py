@@ -1,0 +1,124 @@
+"""What a model is to a loop: one function, called for a ubatch that the loop has applied."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.api.apply import apply
+from jaxkv.batch import Ubatch
+from jaxkv.cache import Cache, merge, split
+from jaxkv.core.compile_cache import cached_program
+from jaxkv.core.donation import check_there
+from jaxkv.hybrid import parts_of
+
+Forward = Callable[[Any, Any, Ubatch], tuple[Any, jax.Array]]
+"""`(params, cache, ubatch) -> cache, logits [O, V]`, for a ubatch that has been applied."""
+
+
+def compiled_step(forward: Forward) -> Any:
+    """Return the program that `prefill` runs for each ubatch: for loops of the caller's in Python.
+
+    Args:
+      forward: see `prefill`.
+
+    Returns:
+      What `jax.jit` gives for `(params, table, buffers, ubatch) -> table, buffers, logits`, the
+      table and buffers being those of `split`. It applies the ubatch, and donates the buffers. Its
+      `lower` is for compiling ahead, and for asking what it would take. It lives as long as
+      `forward`.
+
+    Examples:
+      >>> def forward(params, cache, ubatch):
+      ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
+      ...     cache, x = attend(cache, 0, ubatch, x, x, x)
+      ...     return cache, x.reshape(-1, 4)[ubatch.outputs] @ params.T
+      >>> cache = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4)
+      >>> ubatch, ok = plan_step(cache, jnp.array([3]), jnp.array([0]), jnp.array([True]))
+      >>> table, buffers, logits = compiled_step(forward)(jnp.eye(4), *split(cache), ubatch)
+      >>> num_used_cells(merge(table, buffers)).item()
+      1
+    """
+    return cached_program(_stepping, forward)
+
+
+def run_model_step(
+    forward: Forward, params: Any, cache: Cache, ubatch: Ubatch
+) -> tuple[Cache, jax.Array]:
+    """Apply a ubatch and run a model over it; return the cache, and the logits, `[O, V]`."""
+    cache = apply(cache, ubatch)
+    given = forward(params, cache, ubatch)
+    if not isinstance(given, tuple) or len(given) != 2 or not isinstance(given[0], Cache):
+        what = type(given)
+        if isinstance(given, tuple):
+            what = f"({', '.join(type(one).__name__ for one in given)})"
+        elif isinstance(given, jax.Array):
+            what = f"an array of shape {given.shape}"
+        raise ValueError(
+            f"wanted a pair from forward, cache and logits, got {what}: end it with `return "
+            f"cache, logits`"
+        )
+    after, logits = given
+    old, new = (jax.tree.leaves(split(one)[1]) for one in (cache, after))
+    if old and all(a is b for a, b in zip(old, new, strict=False)):
+        raise ValueError(
+            "forward gave back the cache it was given, with nothing written: it must return the "
+            "cache that attend (or write_states) of its last layer returned"
+        )
+    _check_layers(cache, after)
+    shape, rows = np.shape(logits), ubatch.outputs.shape[0]
+    if len(shape) != 2 or shape[0] != rows or not shape[1]:
+        raise ValueError(
+            f"wanted logits [O, V] from forward, a row for each of the {rows} ubatch.outputs, got "
+            f"{shape}: flatten the rows of the last layer, and take x.reshape(-1, width)"
+            f"[ubatch.outputs]"
+        )
+    if not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise ValueError(f"wanted logits of floats from forward, got {logits.dtype}: cast them")
+    return after, logits
+
+
+def _check_layers(before: Cache, after: Cache) -> None:
+    """Raise unless keys were written in each layer that is known to keep those of a text."""
+    pairs = zip(parts_of(before), parts_of(after), strict=True)
+    every = getattr(before.table, "layers", None)
+    for i, (old, new) in enumerate(pairs):
+        if old.table.spec.kind != "attention" or old.buffers.stacked:
+            continue
+        first, last = ([jax.tree.leaves(k)[0] for k in one.buffers.k] for one in (old, new))
+        left = [n for n, (a, b) in enumerate(zip(first, last, strict=True)) if a is b]
+        if left:
+            layers = [every[i][n] for n in left] if every else left
+            raise ValueError(
+                f"wanted keys from forward in each layer of the cache, got none in layers "
+                f"{layers}: call attend once for each layer, with its number"
+            )
+
+
+def _stepping(forward: Callable[[], Forward]) -> Any:
+    @partial(jax.jit, donate_argnames="buffers")
+    def step(params: Any, table: Any, buffers: Any, ubatch: Ubatch) -> tuple:
+        cache, logits = run_model_step(forward(), params, merge(table, buffers), ubatch)
+        return *split(cache), logits
+
+    return step
+
+
+def donatable_buffers(cache: Cache, donate: bool) -> tuple[Any, Any]:
+    """Return a table, and buffers that a program may have: those of the cache, or copies.
+
+    Raises:
+      ValueError: when the buffers were given up before.
+    """
+    table, buffers = split(cache)
+    check_there(buffers)
+    return table, buffers if donate else copied(buffers)
+
+
+@jax.jit
+def copied(tree: Any) -> Any:
+    """Copy arrays, so that the copies may be donated."""
+    return jax.tree.map(jnp.copy, tree)

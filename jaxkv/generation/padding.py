@@ -1,0 +1,55 @@
+"""Rows of several texts: tokens at their ends, and a choice for each text."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.core.array_utils import is_concrete
+from jaxkv.core.validate import check_int32
+
+
+def newest(tokens: Any, length: int) -> Any:
+    """Return the last tokens of rows, `[T, n]` to `[T, length]`; -1 in front where there are fewer.
+
+    >>> newest(np.array([[1, 2, 3]]), 2).tolist(), newest(np.array([[1]]), 2).tolist()
+    ([[2, 3]], [[-1, 1]])
+    """
+    recent = tokens[:, max(tokens.shape[1] - length, 0) :]
+    xp = np if is_concrete(recent) else jnp
+    return xp.pad(recent, [(0, 0), (length - recent.shape[1], 0)], constant_values=-1)
+
+
+def padded(prompts: Sequence[Any], most: int | None = None) -> Any:
+    """Return the tokens of texts as rows of one length, `[T, n]` int32, -1 in front of them.
+
+    Args:
+      prompts: `[T, n]`, or a list of lists.
+      most: n; by default the length of the longest prompt.
+    """
+    if getattr(prompts, "ndim", 0) == 2:
+        rows = check_int32(prompts, "prompts")
+    else:
+        lists = [check_int32(prompt, "prompts") for prompt in prompts]
+        if any(one.ndim != 1 for one in lists):
+            raise ValueError(f"wanted a list of tokens for each text, got {prompts}")
+        longest = max((len(one) for one in lists), default=0)
+        lists = [np.pad(one, (longest - len(one), 0), constant_values=-1) for one in lists]
+        rows = np.stack(lists) if lists else np.zeros((0, 0), np.int32)
+    return rows if most is None else newest(rows, most)
+
+
+def listed(stop_tokens: Any) -> Any:
+    """Return stop tokens that were passed as a set as a list, others as they are."""
+    return sorted(stop_tokens) if isinstance(stop_tokens, (set, frozenset)) else stop_tokens
+
+
+def chosen(which: jax.Array, new: Any, old: Any) -> Any:
+    """Return what is new for some texts, `[T]` bool, and old for others; trees of `[T, ...]`."""
+
+    def choose(new: jax.Array, old: jax.Array) -> jax.Array:
+        return jnp.where(which.reshape(-1, *[1] * (jnp.ndim(old) - 1)), new, old)
+
+    return jax.tree.map(choose, new, old)

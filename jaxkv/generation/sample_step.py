@@ -1,0 +1,237 @@
+"""Picking tokens: the first of each text, and one more in a loop."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.cache import Cache, split
+from jaxkv.core.array_utils import is_traced
+from jaxkv.core.typed import Typed, typed
+from jaxkv.core.validate import check_int32
+from jaxkv.generation.padding import chosen, listed
+from jaxkv.generation.prefill import PrefillResult
+from jaxkv.generation.sampler import Sampler, adjust_logits, are_broken, as_sampler, draw, draw_key
+from jaxkv.generation.state import DecodeState, ends, resume
+from jaxkv.jit_helpers import jit_table
+from jaxkv.plan import Reason
+
+
+class Sampled(NamedTuple):
+    """The tokens that were picked in n steps.
+
+    tokens: `[T, n]` int32, -1 where a text had ended.
+    logprobs: `[T, n]` float32, the logarithms of their probabilities by the model alone, before a
+      sampler adjusted anything; 0 where a text had ended, so that their sum is that of the text.
+      NaN where logits hold NaN or +inf, which ends a text without a token.
+    """
+
+    tokens: jax.Array
+    logprobs: jax.Array
+
+
+def sample_first(
+    sampler: Sampler,
+    cache: Cache,
+    logits: PrefillResult | jax.Array,
+    stop_tokens: Any = (),
+    sequences: Any = None,
+    *,
+    max_new_tokens: Any = None,
+    seed: Any = 0,
+    prompts: Sequence[Any] | None = None,
+) -> tuple[DecodeState, Sampled]:
+    """Pick the first token of each text from the logits of its prompt.
+
+    Args:
+      sampler: what adjusts logits, see `jaxkv.generation.filters`.
+      cache: the cache after the prompts.
+      logits: what `prefill` returned, or `[T, V]`, a row for each text: those of the last token of
+        its prompt, so that several texts of one prompt have that row each (`jnp.repeat`).
+      stop_tokens: the tokens that end a text, see `decode`.
+      sequences: `[T]` int32, where each text stands. What `prefill` returned says it; a single text
+        stands in sequence 0 by default.
+      max_new_tokens: `[]` or `[T]` int32, how many tokens of each may be picked, this one included.
+      seed: see `init_decode`.
+      prompts: see `init_decode`.
+
+    Returns:
+      The state for `decode`, and the first tokens, `[T, 1]`.
+
+    Raises:
+      ValueError: as `init_decode` does; when the logits are no `[T, V]`; when rows of several texts
+        come without their sequences, or more rows than there are sequences, as those of a traced
+        `prefill` are, whose first rows alone count; or when a known cache holds nothing in the
+        sequence of a text.
+      TypeError: as `init_decode` does.
+
+    Examples:
+      Two texts of one prompt, the second one a fork; 2 ends a text:
+
+      >>> cache = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4, sequences=2)
+      >>> cache = apply(cache, init_batch(cache, make_batch([1])))
+      >>> cache, ok = seq_cp(cache, 0, 1)
+      >>> logits = jnp.array([[0.0, 2.0, 1.0, 1.5]])
+      >>> sampler = generation.make_sampler(temperature=1.0)
+      >>> both = jnp.repeat(logits, 2, axis=0)
+      >>> state, first = generation.sample_first(
+      ...     sampler, cache, both, [2], sequences=[0, 1], seed=5
+      ... )
+      >>> first.tokens.tolist(), state.active.tolist()
+      ([[2], [1]], [False, True])
+    """
+    if isinstance(logits, PrefillResult):
+        if sequences is not None:
+            raise ValueError(
+                "expected the result of prefill, or logits and their sequences, got the result and "
+                "sequences; pass result.logits to pair them otherwise"
+            )
+        sequences, logits = logits.sequences, logits.logits
+    logits = jnp.asarray(logits)
+    if logits.ndim != 2 or not logits.shape[1] or not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise ValueError(f"wanted logits [T, V] of floats, got {logits.dtype} {list(logits.shape)}")
+    most = split(cache)[0].spec.sequences
+    if logits.shape[0] > most:
+        raise ValueError(
+            f"wanted logits of at most {most} texts, a sequence each, got {logits.shape[0]} rows: "
+            f"prefill pads them inside of jit, so pass logits[:T]"
+        )
+    if sequences is None and logits.shape[0] > 1:
+        raise ValueError(
+            f"expected the sequence of each of {logits.shape[0]} rows of logits, got none; pass "
+            f"what prefill returned in place of its logits, or sequences="
+        )
+    none = np.zeros(logits.shape[0], np.int32)
+    options = {
+        "max_new_tokens": max_new_tokens,
+        "sampler": as_sampler(sampler),
+        "seed": seed,
+        "prompts": prompts,
+    }
+    state = resume(cache, none, sequences, **options)
+    check_begun(split(cache)[0], state.sequence, state.active)
+    return pick_first(split(cache)[0], sampler, logits, stops(stop_tokens, len(none)), state)
+
+
+def nothing_picked(texts: int, num_tokens: int) -> Sampled:
+    """Return what loops fill in: -1 for tokens that were not picked, `[T, num_tokens]`."""
+    shape = texts, num_tokens
+    return Sampled(jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32))
+
+
+def check_begun(table: Any, sequences: Any, active: Any) -> None:
+    """Raise if a text that goes on has a sequence without a prompt, where that is known.
+
+    Args:
+      table: of the cache.
+      sequences: `[T]` int32, where the texts stand.
+      active: `[T]` bool, those that go on.
+    """
+    if is_traced(table, sequences, active):
+        return
+    empty = np.asarray(active & (_ends(table)[sequences] < 0))
+    if empty.any():
+        raise ValueError(
+            f"wanted the prompt of each text in its sequence, got nothing in sequence "
+            f"{np.asarray(sequences)[empty][0]}: pass sequences=, where the texts stand"
+        )
+
+
+_ends = jit_table(ends)
+
+
+def pick_first(
+    table: Any, sampler: Sampler, logits: jax.Array, stop_tokens: Any, state: DecodeState
+) -> tuple[DecodeState, Sampled]:
+    """Pick the first token of each text of a state that has none; see `sample_first`."""
+    return _pick_first(table, typed(sampler), logits, stop_tokens, state)
+
+
+@jit_table
+def _pick_first(
+    table: Any,
+    sampler: Typed[Sampler],
+    logits: jax.Array,
+    stop_tokens: jax.Array,
+    state: DecodeState,
+) -> tuple[DecodeState, Sampled]:
+    """Do what `pick_first` says."""
+    del table  # by which the mesh is known
+    # Where the token of a started text would stand, there stands the one that is picked here.
+    state = replace(state, draw_index=state.draw_index - 1)
+    state, token, logprob = advance(sampler.value, logits, state, stop_tokens, state.remaining > 0)
+    return state, Sampled(token[:, None], logprob[:, None])
+
+
+def advance(
+    sampler: Sampler,
+    logits: jax.Array,
+    state: DecodeState,
+    stop_tokens: jax.Array,
+    active: jax.Array,
+) -> tuple[DecodeState, jax.Array, jax.Array]:
+    """Pick one more token for the texts that go on, and end those that it ends.
+
+    Args:
+      sampler: what adjusts the logits.
+      logits: `[T, V]`.
+      state: how far the texts have come.
+      stop_tokens: `[T or 1, n]` int32, the tokens that end a text.
+      active: `[T]` bool, the texts that one is picked for; the others stay as they are.
+
+    Returns:
+      The state, the tokens, `[T]` int32, and their logarithms of probability, `[T]` float32.
+    """
+    logits = logits.astype(jnp.float32)
+    adjusted = adjust_logits(sampler, logits, state.sampler_state)
+    token = draw(sampler, adjusted, draw_key(state.key, state.draw_index))
+    picked = active & (token >= 0)
+    followed = sampler.update(state.sampler_state, token)
+    left = state.remaining - picked
+    ended = jnp.any(token[:, None] == stop_tokens, axis=1) | (left <= 0) | (token < 0)
+    state = replace(
+        state,
+        token=jnp.where(picked, token, state.token),
+        active=state.active & ~(active & ended),
+        remaining=left,
+        reason=reason_after(logits, active, state.reason),
+        draw_index=state.draw_index + picked,
+        sampler_state=chosen(picked, followed, state.sampler_state),
+    )
+    return state, jnp.where(picked, token, -1), logprob_of(logits, token, active)
+
+
+def logprob_of(logits: jax.Array, tokens: jax.Array, active: jax.Array) -> jax.Array:
+    """Return the logarithms of the probability of tokens, `[T]`; 0 for texts that have ended.
+
+    NaN for a text that goes on where its logits are broken.
+    """
+    own = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[:, None], axis=1)[:, 0]
+    # Less the largest first: of large logits a sum in float32 would lose what they differ by.
+    largest = jnp.max(logits, axis=1)
+    largest = jnp.where(jnp.isfinite(largest), largest, 0)
+    every = jnp.log(jnp.sum(jnp.exp(logits - largest[:, None]), axis=1))
+    logprob = jnp.where(tokens >= 0, own - largest - every, 0)
+    return jnp.where(active, jnp.where(are_broken(logits), jnp.nan, logprob), 0)
+
+
+def reason_after(logits: jax.Array, active: jax.Array, reason: jax.Array) -> jax.Array:
+    """Return the reasons of texts, `[T]`: NONFINITE_LOGITS for an active one with broken logits."""
+    return jnp.where(active & are_broken(logits), Reason.NONFINITE_LOGITS, reason)
+
+
+def stops(stop_tokens: Any, count: int) -> Any:
+    """Return the tokens that end each of T texts, `[T or 1, n]` int32; a set will do.
+
+    Raises:
+      ValueError: when they are neither `[n]` nor `[T, n]`.
+    """
+    stop_tokens = check_int32(listed(stop_tokens), "stop_tokens")
+    if np.ndim(stop_tokens) == 1:
+        return stop_tokens[None]
+    if np.ndim(stop_tokens) != 2 or stop_tokens.shape[0] not in (1, count):
+        raise ValueError(f"wanted stop tokens [n] or [{count}, n], got {np.shape(stop_tokens)}")
+    return stop_tokens

@@ -1,0 +1,103 @@
+"""What a sampler is to a loop, which draws from the logits that it leaves."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+class Sampler:
+    """Adjusts logits; make one with `make_sampler` or `constrain`, or write a subclass.
+
+    A subclass is a registered dataclass (`jax.tree_util.register_dataclass`). It says what it does
+    in three methods, all pure: of T texts at once, and the same for each text whatever the others
+    are.
+    """
+
+    @property
+    def is_random(self) -> bool:
+        """Whether a token is drawn from what is left; if not, the best one is taken."""
+        return True
+
+    def init(self, prompts: Any) -> Any:
+        """Return the state of T texts.
+
+        Args:
+          prompts: `[T, n]` int32, the ends of their prompts, as far as they are known; -1 pads, and
+            comes first.
+
+        Returns:
+          A tree of arrays `[T, ...]`; by default nothing.
+        """
+        del prompts
+        return ()
+
+    def adjust(self, logits: jax.Array, state: Any) -> jax.Array:
+        """Return what is drawn from, `[T, V]`: logits, -inf for a token that may not come.
+
+        Args:
+          logits: `[T, V]` float32.
+          state: of the texts.
+        """
+        del state
+        return logits
+
+    def update(self, state: Any, tokens: jax.Array) -> Any:
+        """Return the state after one more token of each text, `[T]` int32; -1 where none came.
+
+        Loops drop what it returns for a text that no token is picked for.
+        """
+        del tokens
+        return state
+
+
+def as_sampler(sampler: Any) -> Sampler:
+    """Return a sampler, or raise a TypeError when it is none."""
+    if not isinstance(sampler, Sampler):
+        raise TypeError(f"wanted a sampler, such as generation.make_sampler(), got {type(sampler)}")
+    return sampler
+
+
+def adjust_logits(sampler: Sampler, logits: jax.Array, state: Any) -> jax.Array:
+    """Return what a sampler leaves of logits, `[T, V]`; NaN for a text whose logits are broken.
+
+    A filter could hide a NaN, and the text would go on with what its model has no answer to.
+    """
+    return jnp.where(are_broken(logits)[:, None], jnp.nan, sampler.adjust(logits, state))
+
+
+def are_broken(logits: jax.Array) -> jax.Array:
+    """Return for which texts logits, `[..., V]`, hold NaN or +inf; `[...]` bool."""
+    return jnp.any(jnp.isnan(logits) | (logits == jnp.inf), axis=-1)
+
+
+def draw_key(key: jax.Array, numbers: jax.Array, use: int = 0) -> jax.Array:
+    """Return the keys, `[T]`, of draws by their numbers: of tokens 0, acceptance 1, guesses 2."""
+    keys = jax.vmap(jax.random.fold_in)(key, numbers)
+    return keys if use == 0 else jax.vmap(jax.random.fold_in, (0, None))(keys, use)
+
+
+def draw(sampler: Sampler, adjusted: jax.Array, keys: jax.Array) -> jax.Array:
+    """Draw a token of each text.
+
+    Args:
+      sampler: what adjusted the logits.
+      adjusted: `[T, V]` float32.
+      keys: `[T]`, a key of `jax.random` for each draw.
+
+    Returns:
+      `[T]` int32, -1 where no token is allowed, and where one is NaN.
+
+    >>> keys = jax.random.split(jax.random.key(0), 3)
+    >>> best = generation.make_sampler()
+    >>> logits = jnp.array([[0.1, 0.7], [-jnp.inf, -jnp.inf], [0.1, jnp.nan]])
+    >>> generation.draw(best, logits, keys).tolist()
+    [1, -1, -1]
+    """
+    if sampler.is_random:
+        # Noise belongs to a token and not to its rank, so that two which change places by rounding
+        # do not change the draw.
+        noise = jax.vmap(lambda key: jax.random.gumbel(key, adjusted.shape[1:]))(keys)
+        adjusted = adjusted + noise
+    token = jnp.argmax(adjusted, axis=1).astype(jnp.int32)
+    return jnp.where(jnp.max(adjusted, axis=1) > -jnp.inf, token, -1)

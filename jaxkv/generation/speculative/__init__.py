@@ -1,0 +1,1 @@
+"""Several tokens for each step of the model: drafters, and the loop that verifies drafts."""

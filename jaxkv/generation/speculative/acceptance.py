@@ -1,0 +1,199 @@
+"""Which guesses hold, and what is picked where they do not: of logits alone, without a cache."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.generation.padding import chosen
+from jaxkv.generation.sample_step import logprob_of
+from jaxkv.generation.sampler import Sampler, adjust_logits, draw, draw_key
+from jaxkv.generation.speculative.drafters import DraftTokens
+from jaxkv.generation.state import DecodeState
+
+
+def verify(
+    sampler: Sampler,
+    logits: jax.Array,
+    draft: DraftTokens,
+    state: DecodeState,
+    ok: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
+    """Pick a token at each place, as far as what was guessed before it holds.
+
+    Args:
+      sampler: what adjusts the logits.
+      logits: `[T, n + 1, V]` float32.
+      draft: of n tokens.
+      state: how far the texts have come.
+      ok: `[T]` bool, the texts that go on.
+
+    Returns:
+      The tokens, `[T, n + 1]` int32; the logarithms of their probability; which of them hold, bool;
+      and the state of the sampler after those.
+    """
+    places = logits.shape[1]
+    more = [(0, 0), (0, 1)]
+    valid = jnp.pad(draft.valid, more)
+    guesses = jnp.pad(draft.tokens, more)
+    drawn_from = draft.adjusted
+    if drawn_from is not None:
+        drawn_from = jnp.moveaxis(jnp.pad(drawn_from, [*more, (0, 0)]), 1, 0)
+
+    def place(carry: tuple, one: tuple) -> tuple:
+        holds, adjusting = carry
+        i, logits, guessed, valid, drawn_from = one
+        adjusted = adjust_logits(sampler, logits, adjusting)
+        if sampler.is_random:
+            number = state.draw_index + i
+            keys = draw_key(state.key, number, 1)
+            accepted, rest = _compared(adjusted, guessed, drawn_from, keys)
+            adjusted = jnp.where(valid[:, None], rest, adjusted)
+            token = draw(sampler, adjusted, draw_key(state.key, number, 0))
+            token = jnp.where(valid & accepted, guessed, token)
+        else:
+            token = draw(sampler, adjusted, state.key)
+        adjusting = chosen(holds & (token >= 0), sampler.update(adjusting, token), adjusting)
+        found = token, logprob_of(logits, token, holds), holds
+        return (holds & valid & (token == guessed), adjusting), found
+
+    turns = jnp.arange(places, dtype=jnp.int32)
+    by_place = (jnp.moveaxis(x, 1, 0) for x in (logits, guesses, valid))
+    begun = ok, state.sampler_state
+    (_, adjusting), found = jax.lax.scan(place, begun, (turns, *by_place, drawn_from))
+    tokens, logprobs, holds = (jnp.moveaxis(x, 0, 1) for x in found)
+    return tokens, logprobs, holds, adjusting
+
+
+def verify_branches(
+    sampler: Sampler,
+    logits: jax.Array,
+    draft: DraftTokens,
+    state: DecodeState,
+    ok: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array, Any, jax.Array]:
+    """Pick a token at each place, as far as a branch of the guess offers it.
+
+    Where branches were not drawn, each token is picked as it would be without a guess, and if a
+    branch offers it, that one is followed: drawn texts are those of a plain loop. Branches that
+    were drawn are asked one after another, see `_first_to_hold`.
+
+    Args:
+      sampler: what adjusts the logits.
+      logits: `[T, 1 + k * n, V]` float32: after the last token, and after each token of a branch,
+        those that an earlier branch has too left out.
+      draft: of tokens `[T, k, n]`.
+      state: how far the texts have come.
+      ok: `[T]` bool, the texts that go on.
+
+    Returns:
+      What `verify` does; and the branch that was followed, `[T]` int32.
+    """
+    length = draft.tokens.shape[2]
+    pad = [(0, 0), (0, 0), (0, 1)]
+    offers = (jnp.moveaxis(jnp.pad(x, pad), 2, 0) for x in (draft.tokens, draft.valid))
+    drawn_from = draft.adjusted
+    if drawn_from is not None:
+        drawn_from = jnp.moveaxis(jnp.pad(drawn_from, [*pad, (0, 0)]), 2, 0)
+
+    def place(carry: tuple, one: tuple) -> tuple:
+        holds, alive, adjusting = carry
+        i, offered, valid, drawn_from = one
+        # Of branches that begin alike, the first one was computed.
+        branch = jnp.argmax(alive, axis=1).astype(jnp.int32)
+        node = jnp.where(i == 0, 0, branch * length + i)
+        here = jnp.take_along_axis(logits, node[:, None, None], axis=1)[:, 0]
+        adjusted = adjust_logits(sampler, here, adjusting)
+        number = state.draw_index + i
+        if drawn_from is None or not sampler.is_random:
+            token = draw(sampler, adjusted, draw_key(state.key, number))
+        else:
+            q = jnp.take_along_axis(drawn_from, branch[:, None, None], axis=1)[:, 0]
+            keys = draw_key(state.key, number, 1)
+            held, rest = _first_to_hold(adjusted, offered, alive & valid, q, keys)
+            token = draw(sampler, rest, draw_key(state.key, number, 0))
+            token = jnp.where(held >= 0, held, token)
+        adjusting = chosen(holds & (token >= 0), sampler.update(adjusting, token), adjusting)
+        found = token, logprob_of(here, token, holds), holds
+        follows = alive & valid & (offered == token[:, None])
+        holds &= jnp.any(follows, axis=1)
+        return (holds, jnp.where(holds[:, None], follows, alive), adjusting), found
+
+    begun = ok, jnp.ones(draft.tokens.shape[:2], bool), state.sampler_state
+    turns = jnp.arange(length + 1, dtype=jnp.int32)
+    (_, alive, adjusting), found = jax.lax.scan(place, begun, (turns, *offers, drawn_from))
+    tokens, logprobs, holds = (jnp.moveaxis(x, 0, 1) for x in found)
+    return tokens, logprobs, holds, adjusting, jnp.argmax(alive, axis=1).astype(jnp.int32)
+
+
+def _first_to_hold(
+    adjusted: jax.Array,
+    offered: jax.Array,
+    asked: jax.Array,
+    drawn_from: jax.Array,
+    keys: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Return the first of several guesses that holds, `[T]` int32, -1 if none does; and the rest.
+
+    Each is compared as a single one is. Where it does not hold, the next one is compared with what
+    is left of both: max(p - q, 0) of what the model says, and of what was drawn from all but that
+    token, since it was drawn without replacement (Jeon et al., 2024, arXiv:2402.14160).
+
+    Args:
+      adjusted: `[T, V]` float32, the logits of the model.
+      offered: `[T, k]` int32, the guesses.
+      asked: `[T, k]` bool, those that are there.
+      drawn_from: `[T, V]` float32, the logits that they were drawn from.
+      keys: `[T]`, folded for each guess.
+
+    Returns:
+      The token; and the logits to draw from where none holds, `[T, V]`.
+    """
+    p, q = jax.nn.softmax(adjusted, axis=1), jax.nn.softmax(drawn_from, axis=1)
+    held = jnp.full(asked.shape[0], -1, jnp.int32)
+    for i in range(asked.shape[1]):
+        guessed = offered[:, i]
+        own = partial(jnp.take_along_axis, indices=guessed[:, None], axis=1)
+        chance = jax.vmap(lambda key, i=i: jax.random.uniform(jax.random.fold_in(key, i)))(keys)
+        asks = asked[:, i] & (held < 0)
+        holds = asks & (chance * own(q)[:, 0] < own(p)[:, 0])
+        held = jnp.where(holds, guessed, held)
+        fails = (asks & ~holds)[:, None]
+        one = jax.nn.one_hot(guessed, q.shape[1], dtype=bool)
+        p, q = (
+            jnp.where(fails, _normal(rest, x), x)
+            for rest, x in ((jnp.maximum(p - q, 0), p), (jnp.where(one, 0, q), q))
+        )
+    some = jnp.max(adjusted, axis=1, keepdims=True) > -jnp.inf
+    return held, jnp.where(some, jnp.log(p), adjusted)
+
+
+def _normal(rest: jax.Array, whole: jax.Array) -> jax.Array:
+    """Return what is left of a distribution, `[T, V]`, its sum 1; the whole where nothing is."""
+    total = jnp.sum(rest, axis=1, keepdims=True)
+    return jnp.where(total > 0, rest / jnp.where(total > 0, total, 1), whole)
+
+
+def _compared(
+    adjusted: jax.Array, guessed: jax.Array, drawn_from: jax.Array | None, keys: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return whether guesses hold, `[T]` bool, and the logits to draw from where not, `[T, V]`.
+
+    `adjusted` is `[T, V]`, the logits of the model; `drawn_from` is `[T, V]`, those of the draft,
+    or None where guesses were not drawn; `guessed` is `[T]` int32, and `keys` are `[T]`.
+
+    A guess that was drawn with probability q is accepted with min(1, p / q). What is drawn in its
+    place has the distribution max(p - q, 0), so that the token has p altogether.
+    """
+    p = jax.nn.softmax(adjusted, axis=1)
+    if drawn_from is None:
+        q = jax.nn.one_hot(guessed, p.shape[1], dtype=p.dtype)
+    else:
+        q = jax.nn.softmax(drawn_from, axis=1)
+    own = partial(jnp.take_along_axis, indices=guessed[:, None], axis=1)
+    chance = jax.vmap(lambda key: jax.random.uniform(key))(keys)
+    accepted = chance * own(q)[:, 0] < own(p)[:, 0]
+    rest = jnp.maximum(p - q, 0)
+    some = jnp.any(rest > 0, axis=1, keepdims=True)  # equal but for rounding, they leave nothing
+    return accepted, jnp.where(some, jnp.log(rest), adjusted)

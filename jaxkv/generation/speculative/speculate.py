@@ -1,0 +1,453 @@
+"""Speculating: several guessed tokens are checked in one step, and those that hold are kept.
+
+The texts are those of `decode`: with the best token taken they are the same, but for rounding where
+two tokens are as good; drawn, they have the same distribution. A guess is accepted by comparing two
+distributions (Leviathan, Kalman and Matias, 2023, arXiv:2211.17192).
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.api.edits import seq_rm
+from jaxkv.cache import Cache, merge, split
+from jaxkv.core.array_utils import is_traced
+from jaxkv.core.compile_cache import cached_program
+from jaxkv.core.typed import Typed, typed
+from jaxkv.core.validate import check_count
+from jaxkv.generation.model_step import Forward, donatable_buffers, run_model_step
+from jaxkv.generation.sample_step import nothing_picked, stops
+from jaxkv.generation.sampler import Sampler
+from jaxkv.generation.speculative import token_tree
+from jaxkv.generation.speculative.acceptance import verify, verify_branches
+from jaxkv.generation.speculative.drafters import Drafter, DraftTokens, check_rollback
+from jaxkv.generation.state import (
+    DecodeState,
+    check_sampler_state,
+    checked,
+    ends,
+    followed,
+    going_on,
+)
+from jaxkv.jit_helpers import replicated
+from jaxkv.plan import Plan, Reason
+from jaxkv.planning.planners import plan_next
+
+
+class SpeculateResult(NamedTuple):
+    """The tokens that were picked, and how the guesses went.
+
+    tokens: `[T, n]` int32, see `Sampled`.
+    logprobs: `[T, n]` float32, see `Sampled`.
+    num_model_steps: `[T]` int32, the steps of the model that a text took part in, one that the
+      cache refused among them.
+    num_drafted: `[T]` int32, the tokens that were guessed.
+    num_accepted: `[T]` int32, those of them that held, one that ended the text included.
+    """
+
+    tokens: jax.Array
+    logprobs: jax.Array
+    num_model_steps: jax.Array
+    num_drafted: jax.Array
+    num_accepted: jax.Array
+
+
+class _Setup(NamedTuple):
+    """What stays the same over a whole loop; see `speculate`.
+
+    forward: the model.
+    sampler: what adjusts its logits.
+    params: whatever it wants.
+    stop_tokens: `[T or 1, n]` int32, the tokens that end a text.
+    sequences: `[T, k]` int32, those of branches, see `trees`; None if there is a single one.
+    """
+
+    forward: Forward
+    sampler: Sampler
+    params: Any
+    stop_tokens: jax.Array
+    sequences: jax.Array | None = None  # [T, k], those of branches, if there are several
+
+
+class _Progress(NamedTuple):
+    """How far a loop has come.
+
+    cache: of the model.
+    state: how far the texts have come.
+    draft: what guesses.
+    made: what was picked.
+    at: `[T]` int32, the position of each text's last token, which is in no cache yet.
+    drafting: `[T]` bool, the texts that guesses are still made for.
+    """
+
+    cache: Cache
+    state: DecodeState
+    draft: Drafter
+    made: SpeculateResult
+    at: jax.Array
+    drafting: jax.Array
+
+
+class _Turn(NamedTuple):
+    """What came of one step, for T texts.
+
+    tokens: `[T, n + 1]` int32, the tokens that were picked, as far as `picked` says.
+    logprobs: `[T, n + 1]` float32.
+    picked: `[T]` int32, how many.
+    accepted: `[T]` int32, how many of them had been guessed.
+    state: how far the texts have come.
+    drafting: `[T]` bool, the texts that guesses are still made for.
+    """
+
+    tokens: jax.Array
+    logprobs: jax.Array
+    picked: jax.Array
+    accepted: jax.Array
+    state: DecodeState
+    drafting: jax.Array
+
+
+def speculate(
+    forward: Forward,
+    draft: Drafter,
+    sampler: Sampler,
+    params: Any,
+    cache: Cache,
+    state: DecodeState,
+    stop_tokens: Any = (),
+    *,
+    num_tokens: int,
+    donate: bool = False,
+) -> tuple[Cache, DecodeState, Drafter, SpeculateResult]:
+    """Generate as `decode` does, checking what a draft guesses several tokens at a time.
+
+    A text goes on alone where its guess does not find room, and a step in which nothing is guessed
+    is one token wide.
+
+    Several branches of a guess are one ubatch. Each takes a sequence for the step, the text's own
+    or another one of its stream that holds nothing; where too few are free, fewer branches are
+    tried.
+
+    Args:
+      forward: see `prefill`.
+      draft: what guesses, of `prompt_lookup`, `draft_model`, `tree_draft_model` or a `Drafter` of
+        your own.
+      sampler: see `decode`.
+      params: whatever the model wants.
+      cache: the cache after the prompts. One that keeps states must keep as many earlier ones as
+        the draft tries, and cannot branch.
+      state: how far each text has come, see `decode`.
+      stop_tokens: the tokens that end a text, see `decode`.
+      num_tokens: the most tokens to generate for each text, static.
+      donate: give up the buffers of the cache passed in, see `prefill`. Those of a draft are
+        copied once a call.
+
+    Returns:
+      The cache, how far each text has come now, the draft to go on with, and the tokens that were
+      picked. Tokens that were guessed wrong are in no cache.
+
+    Raises:
+      ValueError: as `decode` does; when the cache keeps too few states to take back a guess; when
+        the draft has several branches, and the cache keeps states, has fewer sequences than there
+        are branches of all texts, or a stream for each; or when the cache of a draft was donated,
+        or has another number of sequences.
+      TypeError: when it is given something else than a draft, a sampler or a state.
+
+    Examples:
+      A model that says 1, 2, 3, 1, 2, 3 and so on; nine tokens take three steps:
+
+      >>> def forward(params, cache, ubatch):
+      ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
+      ...     cache, _ = attend(cache, 0, ubatch, x, x, x)
+      ...     return cache, jnp.roll(x, 1, axis=-1).reshape(-1, 3)[ubatch.outputs]
+      >>> cache = make_kv_cache(layers=1, cells=32, kv_heads=1, head_dim=3)
+      >>> cache, logits, *_ = prefill(forward, jnp.eye(3), cache, make_batch([0, 1, 2, 0]))
+      >>> sampler = generation.make_sampler()
+      >>> state, _ = generation.sample_first(sampler, cache, logits)
+      >>> draft = generation.prompt_lookup([[0, 1, 2, 0]])
+      >>> cache, state, draft, made = generation.speculate(
+      ...     forward, draft, sampler, jnp.eye(3), cache, state, num_tokens=9
+      ... )
+      >>> made.tokens.tolist(), made.num_model_steps.item(), made.num_accepted.item()
+      ([[2, 0, 1, 2, 0, 1, 2, 0, 1]], 3, 6)
+
+    llama.cpp: `examples/speculative` and `examples/prompt_lookup`.
+    """
+    num_tokens = check_count(num_tokens, "num_tokens")
+    if not isinstance(draft, Drafter):
+        raise TypeError(
+            f"wanted a draft, such as generation.prompt_lookup(prompts), got {type(draft)}"
+        )
+    check_rollback(cache, draft.num_draft_tokens, "the cache")
+    token_tree.check_branches(split(cache)[0].spec, draft.batch_size, draft.num_branches, "a cache")
+    state = checked(split(cache)[0].spec, state)
+    check_sampler_state(sampler, state)
+    texts = state.token.shape[0]
+    if draft.batch_size != texts:
+        raise ValueError(f"wanted a draft of {texts} texts, got one of {draft.batch_size}")
+    draft.check(cache)
+    if not texts:
+        return cache, state, draft, _nothing_made(0, num_tokens)
+    stop_tokens = stops(stop_tokens, texts)
+    fixed = params, stop_tokens
+    if is_traced(sampler, draft, cache, state, fixed):
+        return _speculate(_Setup(forward, sampler, *fixed), draft, cache, state, num_tokens)
+    table, buffers = donatable_buffers(cache, donate)
+    loop = cached_program(_speculating, forward)
+    args = typed((draft, sampler)), fixed, table, buffers, state
+    table, buffers, now, draft, made = loop(*args, num_tokens=num_tokens)
+    # The sequences stay those that were passed in: to look at a result is to wait for it.
+    return merge(table, buffers), replace(now, sequence=state.sequence), draft, made
+
+
+def _speculating(forward: Callable[[], Forward]) -> Any:
+    @partial(jax.jit, static_argnames="num_tokens", donate_argnames="buffers")
+    def loop(
+        by: Typed[tuple[Drafter, Sampler]],
+        fixed: tuple,
+        table: Any,
+        buffers: Any,
+        state: DecodeState,
+        *,
+        num_tokens: int,
+    ) -> tuple:
+        draft, sampler = by.value
+        setup = _Setup(forward(), sampler, *fixed)
+        cache, *rest = _speculate(setup, draft, merge(table, buffers), state, num_tokens)
+        return *split(cache), *rest
+
+    return loop
+
+
+def _speculate(
+    setup: _Setup, draft: Drafter, cache: Cache, state: DecodeState, num_tokens: int
+) -> tuple[Cache, DecodeState, Drafter, SpeculateResult]:
+    """Do what `speculate` says, as a part of the program that is being traced."""
+    texts, tries = state.token.shape[0], draft.num_draft_tokens
+    if draft.num_branches > 1:
+        table, _ = split(cache)
+        sequences = token_tree.branch_sequences(table, state.sequence, draft.num_branches)
+        setup = setup._replace(sequences=sequences)
+
+    def goes_on(now: _Progress) -> jax.Array:
+        return jnp.any(now.state.active & (_made(now.made) < num_tokens))
+
+    def body(now: _Progress) -> _Progress:
+        made, done = now.made, _made(now.made)
+        active = now.state.active & (done < num_tokens)
+        wanted = active & now.drafting
+        draft, guess = now.draft.propose(setup.sampler, now.state, wanted, now.at)
+        # One token more than is guessed may be picked.
+        room = jnp.minimum(num_tokens - done, now.state.remaining) - 1
+        may = wanted[:, None] & (jnp.arange(tries, dtype=jnp.int32)[None] < room[:, None])
+        if setup.sequences is None:
+            guess = guess._replace(valid=guess.valid & may)
+            after, tried = guess.tokens, jnp.sum(guess.valid, axis=1, dtype=jnp.int32)
+            cache, turn = _take_turn(setup, guess, active, now)
+        else:
+            known = setup.sequences < split(now.cache)[0].spec.sequences
+            guess = guess._replace(valid=guess.valid & may[:, None] & known[..., None])
+            tried = jnp.sum(token_tree.nodes_of(guess).first, axis=(1, 2), dtype=jnp.int32)
+            cache, turn = _take_turn(setup, guess, active, now)
+            after = turn.tokens[:, :-1]
+        fed = jnp.concatenate([now.state.token[:, None], after], axis=1)
+        tried = jnp.where(turn.picked > 0, tried, 0)
+        # The log-probability that names the end has no token.
+        broken = active & (turn.state.reason == Reason.NONFINITE_LOGITS)
+        return _Progress(
+            cache=cache,
+            state=turn.state,
+            draft=draft.update(now.state.sequence, now.at, fed, turn.picked),
+            made=SpeculateResult(
+                tokens=_appended(made.tokens, done, turn.tokens, turn.picked),
+                logprobs=_appended(made.logprobs, done, turn.logprobs, turn.picked + broken),
+                num_model_steps=made.num_model_steps + active,
+                num_drafted=made.num_drafted + tried,
+                num_accepted=made.num_accepted + turn.accepted,
+            ),
+            at=now.at + turn.picked,
+            drafting=turn.drafting,
+        )
+
+    made = _nothing_made(texts, num_tokens)
+    state, draft = jax.tree.map(jnp.asarray, (state, draft))
+    state = going_on(split(cache)[0], state)
+    at = ends(split(cache)[0])[state.sequence] + 1
+    begun = _Progress(cache, state, draft, made, at, jnp.ones(texts, bool))
+    now = jax.lax.while_loop(goes_on, body, begun)
+    table, _ = split(now.cache)
+    state, made = replicated(table, (followed(table, now.state), now.made))
+    return now.cache, state, now.draft, made
+
+
+def _nothing_made(texts: int, num_tokens: int) -> SpeculateResult:
+    none = jnp.zeros(texts, jnp.int32)
+    return SpeculateResult(
+        *nothing_picked(texts, num_tokens),
+        num_model_steps=none,
+        num_drafted=none,
+        num_accepted=none,
+    )
+
+
+def _made(made: SpeculateResult) -> jax.Array:
+    """Return how many tokens of each text were picked, `[T]` int32."""
+    return jnp.sum(made.tokens >= 0, axis=1, dtype=jnp.int32)
+
+
+def _appended(rows: jax.Array, start: jax.Array, new: jax.Array, picked: jax.Array) -> jax.Array:
+    """Write the first of some numbers, `[T, n]`, behind those that each text has.
+
+    A row of `rows`, `[T, steps]`, has `init_decode` numbers and gets `picked` more, `[T]` int32
+    each.
+    """
+    turn = jnp.arange(new.shape[1], dtype=jnp.int32)[None]
+    where = jnp.where(turn < picked[:, None], start[:, None] + turn, rows.shape[1])
+    return rows.at[jnp.arange(rows.shape[0])[:, None], where].set(new, mode="drop")
+
+
+def _take_turn(
+    setup: _Setup, draft: DraftTokens, active: jax.Array, now: _Progress
+) -> tuple[Cache, _Turn]:
+    """Take one step for the active texts: as wide as the guess, or one token wide if there is none.
+
+    Each width is a loop that runs once or not at all: a branch would copy the cache. `active` is
+    `[T]` bool; `DraftTokens` and `_Turn` say the shapes of the rest.
+    """
+    texts, tries = draft.tokens.shape[0], draft.tokens.shape[-1]
+    begun = _Turn(
+        tokens=jnp.zeros((texts, tries + 1), jnp.int32),
+        logprobs=jnp.zeros((texts, tries + 1), jnp.float32),
+        picked=jnp.zeros(texts, jnp.int32),
+        accepted=jnp.zeros(texts, jnp.int32),
+        state=now.state,
+        drafting=now.drafting,
+    )
+    narrow = ~jnp.any(draft.valid)
+    alone = draft if setup.sequences is None else jax.tree.map(lambda x: x[:, 0], draft)
+
+    def step(width: int, carry: tuple) -> tuple:
+        part = draft if width else jax.tree.map(lambda x: x[:, :0], alone)
+        cache, turn = _step(setup, part, active, now._replace(cache=carry[0]))
+        more = [(0, 0), (0, tries - width)]
+        tokens, logprobs = (jnp.pad(x, more) for x in (turn.tokens, turn.logprobs))
+        return cache, turn._replace(tokens=tokens, logprobs=logprobs), jnp.array(False)
+
+    carry = now.cache, begun, narrow
+    carry = jax.lax.while_loop(lambda carry: carry[2], partial(step, 0), carry)
+    carry = *carry[:2], ~narrow
+    cache, turn, _ = jax.lax.while_loop(lambda carry: carry[2], partial(step, tries), carry)
+    return cache, turn
+
+
+def _step(
+    setup: _Setup, draft: DraftTokens, active: jax.Array, now: _Progress
+) -> tuple[Cache, _Turn]:
+    """Feed the last token of each active text, `[T]` bool, and a guess, and keep what holds."""
+    state = now.state
+    guessed = jnp.any(draft.valid, axis=tuple(range(1, draft.valid.ndim)))
+    feed = _fed if draft.tokens.ndim == 2 else _fed_branches
+    cache, plan, ok, picks, draft = feed(setup, draft, active, now)
+    tokens, logprobs, held, adjusting = picks
+    width = tokens.shape[1]
+    stopped = jnp.any(tokens[:, :, None] == setup.stop_tokens[:, None], axis=2) | (tokens < 0)
+    turn = jnp.arange(width, dtype=jnp.int32)[None]
+    ended = jnp.min(jnp.where(stopped & held, turn, width), axis=1)
+    held &= turn <= ended[:, None]
+    picked = jnp.sum(held & (tokens >= 0), axis=1, dtype=jnp.int32)
+    broken = jnp.any(held & jnp.isnan(logprobs), axis=1)
+    as_guessed = held[:, :-1] & draft.valid & (tokens[:, :-1] == draft.tokens)
+    last = jnp.take_along_axis(tokens, jnp.maximum(picked - 1, 0)[:, None], axis=1)[:, 0]
+    left = state.remaining - picked
+
+    # Rejected guesses are removed. A text with no allowed token keeps the token it fed.
+    if width > 1:
+        kept = now.at + jnp.maximum(picked, 1)
+        cut = jnp.where(ok, kept, 0), jnp.where(ok, -1, 0)  # from 0 to 0 is nothing
+        cache, _ = seq_rm(cache, state.sequence, *cut)
+    # A refused step has changed nothing. A text that it was refused for does without guesses from
+    # now on, or ends if it had none.
+    refused = active & ~plan.ok & ~plan.fits[state.sequence]
+    dead = refused & ~guessed
+    state = replace(
+        state,
+        token=jnp.where(picked > 0, last, state.token),
+        active=state.active & ~(ok & ((ended < width) | (left <= 0))) & ~dead,
+        remaining=left,
+        reason=jnp.where(
+            dead,
+            plan.reason[state.sequence],
+            jnp.where(broken, Reason.NONFINITE_LOGITS, state.reason),
+        ),
+        draw_index=state.draw_index + picked,
+        sampler_state=adjusting,
+    )
+    return cache, _Turn(
+        tokens=tokens,
+        logprobs=logprobs,
+        picked=picked,
+        accepted=jnp.sum(as_guessed, axis=1, dtype=jnp.int32),
+        state=state,
+        drafting=now.drafting & ~(refused & guessed),
+    )
+
+
+def _fed(
+    setup: _Setup, draft: DraftTokens, active: jax.Array, now: _Progress
+) -> tuple[Cache, Plan, jax.Array, tuple, DraftTokens]:
+    """Feed the last token of each active text, `[T]` bool, and a guess, `[T, n]`.
+
+    Returns:
+      The cache; the plan; which texts go on, `[T]` bool; what `verify` says; and the guess.
+    """
+    table, state = split(now.cache)[0], now.state
+    fed = jnp.concatenate([state.token[:, None], draft.tokens], axis=1)
+    valid = jnp.concatenate([active[:, None], draft.valid], axis=1)
+    plan = plan_next(table, fed, state.sequence, valid)
+    cache, logits = run_model_step(setup.forward, setup.params, now.cache, plan.ubatches[0])
+    logits = logits.reshape(*fed.shape, -1).astype(jnp.float32)
+    _check_vocabulary(draft, logits)
+    ok = active & plan.ok
+    return cache, plan, ok, verify(setup.sampler, logits, draft, state, ok), draft
+
+
+def _check_vocabulary(draft: DraftTokens, logits: jax.Array) -> None:
+    """Raise unless what a guess was drawn from, if it was, is as wide as the logits."""
+    if draft.adjusted is not None and draft.adjusted.shape[-1] != logits.shape[-1]:
+        raise ValueError(
+            f"expected a draft of {logits.shape[-1]} tokens, the vocabulary of the model, got one "
+            f"of {draft.adjusted.shape[-1]}; take a draft model with that vocabulary, or lookup"
+        )
+
+
+def _fed_branches(
+    setup: _Setup, draft: DraftTokens, active: jax.Array, now: _Progress
+) -> tuple[Cache, Plan, jax.Array, tuple, DraftTokens]:
+    """Feed the last token of each active text, `[T]` bool, and `[T, k, n]` guesses; keep a branch.
+
+    Returns:
+      What `_fed` does, of the branch that was followed.
+    """
+    (table, buffers), state, sequences = split(now.cache), now.state, setup.sequences
+    assert sequences is not None
+    table = token_tree.fork(table, sequences, state.sequence)
+    plan = token_tree.plan_tree(table, state.token, draft, active, sequences)
+    cache = merge(table, buffers)
+    cache, logits = run_model_step(setup.forward, setup.params, cache, plan.ubatches[0])
+    logits = logits.reshape(state.token.shape[0], -1, logits.shape[1]).astype(jnp.float32)
+    _check_vocabulary(draft, logits)
+    ok = active & plan.ok
+    *found, branch = verify_branches(setup.sampler, logits, draft, state, ok)
+    table, buffers = split(cache)
+    own = jnp.argmax(sequences == state.sequence[:, None], axis=1).astype(jnp.int32)
+    followed = jnp.where(ok, branch, own)
+    cache = merge(token_tree.keep(table, state.sequence, sequences, followed), buffers)
+    tokens, valid = (
+        jnp.take_along_axis(x, branch[:, None, None], axis=1)[:, 0]
+        for x in (draft.tokens, draft.valid)
+    )
+    return cache, plan, ok, tuple(found), DraftTokens(tokens, valid, None)

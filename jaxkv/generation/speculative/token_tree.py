@@ -1,0 +1,173 @@
+"""Trees of guesses: several branches after one token, in one ubatch, of which one is kept.
+
+Each branch is a sequence that is forked for one step: the text's own, and others of its stream that
+hold nothing. A token that branches begin with alike is guessed once and belongs to all of them. A
+guess has k branches of n tokens.
+"""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.batch import make_batch
+from jaxkv.core.array_utils import divided
+from jaxkv.core.constants import NO_SLOT
+from jaxkv.generation.speculative.drafters import DraftTokens
+from jaxkv.jit_helpers import jit_table
+from jaxkv.plan import Plan
+from jaxkv.planning.checks import members_of
+from jaxkv.planning.layout import turn_in_sequence
+from jaxkv.planning.placement import plan_single_ubatch
+from jaxkv.spec import TableSpec
+
+
+class Nodes(NamedTuple):
+    """What the branches of T texts have in common.
+
+    owns: `[T, k, n, k]` bool, whether a token of a branch is one of another branch too: both have
+      the same tokens up to it.
+    first: `[T, k, n]` bool, the tokens that no earlier branch has, each of which is computed.
+    """
+
+    owns: jax.Array
+    first: jax.Array
+
+
+def check_branches(spec: TableSpec, texts: int, num_branches: int, what: str) -> None:
+    """Raise a ValueError unless a cache can hold the branches of so many texts.
+
+    Raises:
+      ValueError: when it keeps states, or has too few sequences.
+    """
+    if num_branches == 1:
+        return
+    if spec.max_rollback is not None:
+        raise ValueError(
+            f"wanted {what} of attention alone for num_branches={num_branches}, since a state "
+            f"belongs to one text, got {spec.kind}: propose with num_branches=1"
+        )
+    if texts * num_branches > spec.sequences or spec.streams == spec.sequences:
+        raise ValueError(
+            f"wanted {what} with a sequence for each of {num_branches} branches of {texts} texts, "
+            f"in the stream of the text, got {spec.sequences} sequences in {spec.streams} streams: "
+            f"make it with sequences={texts * num_branches} or more"
+        )
+
+
+def branch_sequences(table: Any, sequences: jax.Array, num_branches: int) -> jax.Array:
+    """Find a sequence for each branch: the text's own, and others of its stream that hold nothing.
+
+    Args:
+      table: of the cache.
+      sequences: `[T]` int32, those of the texts.
+      num_branches: k, how many are wanted.
+
+    Returns:
+      `[T, k]` int32, the lowest first; Q where none is left.
+    """
+    spec, count = table.spec, table.spec.sequences
+    size = count // spec.streams
+    free = (~table.holding()).at[sequences].set(False).reshape(spec.streams, size)
+    stream, _ = divided(sequences, size)
+    beside = stream[:, None] == stream[None]
+    ahead = jnp.sum(jnp.tril(beside, -1), axis=1, dtype=jnp.int32)
+    turn = ahead[:, None] * (num_branches - 1) + jnp.arange(num_branches - 1, dtype=jnp.int32)[None]
+    # The free ones of each stream come first, in their order.
+    order = jnp.argsort(~free, axis=1, stable=True).astype(jnp.int32)[stream]
+    left = turn < jnp.sum(free, axis=1, dtype=jnp.int32)[stream][:, None]
+    found = jnp.take_along_axis(order, jnp.minimum(turn, size - 1), axis=1)
+    found = jnp.where(left, stream[:, None] * size + found, count)
+    return jnp.sort(jnp.concatenate([sequences[:, None], found], axis=1), axis=1)
+
+
+def nodes_of(draft: DraftTokens) -> Nodes:
+    """Find what the branches of a guess begin with alike; its tokens are `[T, k, n]`."""
+    tokens, valid = (jnp.moveaxis(x, 1, 2) for x in (draft.tokens, draft.valid))
+    both = valid[..., None] & valid[..., None, :] & (tokens[..., None] == tokens[..., None, :])
+    owns = jnp.moveaxis(jnp.cumprod(both, axis=1) > 0, 1, 2)
+    branch = jnp.arange(owns.shape[1])
+    earlier = (branch[None] < branch[:, None])[None, :, None]
+    return Nodes(owns=owns, first=draft.valid & ~jnp.any(owns & earlier, axis=3))
+
+
+@jit_table
+def fork(table: Any, sequences: jax.Array, own: jax.Array) -> Any:
+    """Give the branches, `[T, k]` int32, what their texts hold, whose sequences are `[T]` int32."""
+    parents = jnp.broadcast_to(own[:, None], sequences.shape).reshape(-1)
+    targets = jnp.where(sequences == own[:, None], table.spec.sequences, sequences)
+    return table.select(None, parents, targets.reshape(-1))[0]
+
+
+@jit_table
+def plan_tree(
+    table: Any, token: jax.Array, draft: DraftTokens, active: jax.Array, sequences: jax.Array
+) -> Plan:
+    """Plan the last token of each text, and the branches after it.
+
+    Args:
+      table: with the branches forked.
+      token: `[T]` int32, the last tokens.
+      draft: of tokens `[T, k, n]`, of which those of a branch without a sequence are not valid.
+      active: `[T]` bool, the texts that go on.
+      sequences: `[T, k]` int32, those of the branches, the lowest first; Q for none.
+
+    Returns:
+      A plan of one ubatch, whose outputs are `[T, 1 + k * n]`: the last token, and the branches one
+      after another. Those of tokens that an earlier branch has too mean nothing.
+    """
+    texts, branches, length = draft.tokens.shape
+    nodes = nodes_of(draft)
+    ids = jnp.where(sequences < table.spec.sequences, sequences, -1)
+    sets = jnp.where(nodes.owns, ids[:, None, None], -1).reshape(texts, -1, branches)
+    flat = make_batch(
+        jnp.concatenate([token[:, None], draft.tokens.reshape(texts, -1)], axis=1).reshape(-1),
+        sequences=jnp.concatenate([ids[:, None], sets], axis=1).reshape(-1, branches),
+        valid=jnp.concatenate([active[:, None], nodes.first.reshape(texts, -1)], axis=1).reshape(
+            -1
+        ),
+        outputs=jnp.ones(texts * (1 + branches * length), bool),
+    )
+    index = _rows_of(table.spec, texts, branches, length)
+    plan = plan_single_ubatch(
+        table, flat, turn_in_sequence(*members_of(flat)), index, outputs=index.size
+    )
+    (ubatch,) = plan.ubatches
+    turn = jnp.arange(flat.valid.size, dtype=jnp.int32)
+    place = jnp.arange(index.size, dtype=jnp.int32)
+    where = jnp.zeros_like(turn).at[ubatch.output_index].set(place, mode="drop")
+    order = jnp.where(flat.valid, turn, NO_SLOT)
+    return replace(plan, ubatches=(replace(ubatch, outputs=where, output_index=order),))
+
+
+def _rows_of(spec: TableSpec, texts: int, num_branches: int, length: int) -> jax.Array:
+    """Lay the trees of all texts out: as one row, or one for each branch, the token in the first.
+
+    Where a row holds one sequence, a token stands in that of the lowest of its sequences. Indices
+    are int32, `[1, T * (1 + k * n)]`, or `[T * k, 1 + n]` with NO_SLOT for padding.
+    """
+    index = jnp.arange(texts * (1 + num_branches * length), dtype=jnp.int32)
+    if not spec.single_sequence_rows:
+        return index[None]
+    index = index.reshape(texts, -1)
+    rows = index[:, 1:].reshape(texts, num_branches, length)
+    trunk = jnp.full((texts, num_branches, 1), NO_SLOT, jnp.int32).at[:, 0, 0].set(index[:, 0])
+    return jnp.concatenate([trunk, rows], axis=2).reshape(texts * num_branches, -1)
+
+
+@jit_table
+def keep(table: Any, own: jax.Array, sequences: jax.Array, branch: jax.Array) -> Any:
+    """Let each text have what one of its branches holds, and forget the others.
+
+    Args:
+      table: of the cache.
+      own: `[T]` int32, the sequences of the texts.
+      sequences: `[T, k]` int32, those of the branches; Q for none.
+      branch: `[T]` int32, the branch that is kept.
+    """
+    parents = jnp.take_along_axis(sequences, branch[:, None], axis=1)[:, 0]
+    table, _ = table.select(None, parents, own)
+    others = jnp.where(sequences == own[:, None], table.spec.sequences, sequences).reshape(-1)
+    none, end = jnp.int32(0), jnp.int32(-1)
+    return jax.lax.scan(lambda now, seq: (now.remove(seq, none, end)[0], None), table, others)[0]

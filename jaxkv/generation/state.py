@@ -1,0 +1,269 @@
+"""How far texts have come in a generation, and how a generation begins."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.cache import Cache, split
+from jaxkv.core.array_utils import is_concrete
+from jaxkv.core.constants import END
+from jaxkv.core.validate import check_bool, check_int32
+from jaxkv.draw.repr import fields_line
+from jaxkv.generation.filters import make_sampler
+from jaxkv.generation.padding import padded
+from jaxkv.generation.sampler import Sampler, as_sampler
+from jaxkv.jit_helpers import jit_table
+from jaxkv.plan import Reason
+from jaxkv.spec import TableSpec, check_once
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DecodeState:
+    """How far T texts have come, each a sequence of a cache.
+
+    `init_decode` and `sample_first` make it.
+
+    Positions are not stored here: they are those of the cache.
+
+    token: `[T]` int32, the token that was picked last and is not in the cache yet.
+    sequence: `[T]` int32, the sequence of each text, each at most once.
+    active: `[T]` bool, the texts that go on.
+    remaining: `[T]` int32, how many more tokens of a text may be picked.
+    reason: `[T]` int32, a `Reason`: why the cache refused a text's token, NONFINITE_LOGITS, or
+      EDITED, each of which ended it; else OK.
+    key: `[T]`, the random key of each text; each draw folds a number of its own into it.
+    draw_index: `[T]` int32, the number of the next draw. It begins as the position of the token
+      that is drawn, and counts tokens from then on, so that no draw repeats where positions come
+      again.
+    follows: `[T]` uint32, what tells the token of the cache that `token` comes after from others.
+    sampler_state: the state of the sampler.
+    """
+
+    token: jax.Array  # [T]
+    sequence: jax.Array  # [T]
+    active: jax.Array  # [T]
+    remaining: jax.Array  # [T]
+    reason: jax.Array  # [T]
+    key: jax.Array  # [T]
+    draw_index: jax.Array  # [T]
+    follows: jax.Array  # [T]
+    sampler_state: Any
+
+    def __repr__(self) -> str:
+        return fields_line(self)
+
+
+def init_decode(
+    cache: Cache,
+    tokens: Any,
+    sequences: Any = None,
+    *,
+    max_new_tokens: Any = None,
+    sampler: Sampler | None = None,
+    seed: Any = 0,
+    prompts: Sequence[Any] | None = None,
+) -> DecodeState:
+    """Start texts whose first tokens have been picked already; `sample_first` picks them too.
+
+    Args:
+      cache: the cache after the prompts.
+      tokens: `[T]` int32, the first tokens, which are not in the cache yet.
+      sequences: `[T]` int32, where each text stands; by default 0, 1, 2 and so on.
+      max_new_tokens: `[]` or `[T]` int32, how many more tokens of each may be picked; by default
+        any number.
+      sampler: what will adjust logits, see `jaxkv.generation.filters`; by default the best token is
+        taken.
+      seed: `[]` or `[T]` int, of all draws. One for all is folded with the sequence, so that equal
+        prompts go on differently; one for each text is all that its draws depend on, beside the
+        position where it starts.
+      prompts: `[T, n]` int32, or a list of lists: the tokens of each text before these, which the
+        penalties of a sampler count. -1 pads an array, in front.
+
+    Returns:
+      The state for `decode` and the other loops.
+
+    Raises:
+      ValueError: when shapes differ, a token or a limit is known and below 0, a sequence is known
+        and comes twice or is none, there are not as many prompts as texts, or the sampler has
+        numbers for another number of texts.
+      TypeError: when tokens, sequences, limits or seeds are no integers, or the sampler is none.
+
+    Examples:
+      >>> cache = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4, sequences=2)
+      >>> state = generation.init_decode(cache, [5, 7], max_new_tokens=[1, 9])
+      >>> state.sequence.tolist(), state.remaining.tolist()
+      ([0, 1], [1, 9])
+    """
+    sampler = make_sampler() if sampler is None else as_sampler(sampler)
+    state = resume(
+        cache,
+        tokens,
+        sequences,
+        max_new_tokens=max_new_tokens,
+        sampler=sampler,
+        seed=seed,
+        prompts=prompts,
+    )
+    return replace(state, sampler_state=sampler.update(state.sampler_state, state.token))
+
+
+def resume(
+    cache: Cache,
+    tokens: Any,
+    sequences: Any,
+    *,
+    max_new_tokens: Any,
+    sampler: Sampler,
+    seed: Any,
+    prompts: Sequence[Any] | None,
+) -> DecodeState:
+    """Return the state of texts whose tokens a sampler knows already; see `init_decode`."""
+    table, _ = split(cache)
+    tokens = check_int32(tokens, "tokens", low=0)
+    if np.ndim(tokens) != 1:
+        raise ValueError(f"wanted tokens [T], got the shape {np.shape(tokens)}")
+    count = tokens.shape[0]
+    ids = table.spec.sequence_ids(np.arange(count) if sequences is None else sequences)
+    if np.shape(ids) != (count,):
+        raise ValueError(f"wanted sequences [{count}], one for each token, got {np.shape(ids)}")
+    left = _each(END if max_new_tokens is None else max_new_tokens, count, "limit")
+    key, draw, follows = _draws(table, _seed(seed, count), ids)
+    state = DecodeState(
+        token=tokens,
+        sequence=ids,
+        active=left > 0,
+        remaining=left,
+        reason=jnp.full(count, Reason.OK, jnp.int32),
+        key=key,
+        draw_index=draw,
+        follows=follows,
+        sampler_state=sampler.init(_of_all(prompts, count)),
+    )
+    state = checked(table.spec, state)
+    return jax.tree.map(jnp.asarray, state)
+
+
+def ends(table: Any) -> jax.Array:
+    """Return the last position of every sequence, `[Q]` int32; -1 if it holds none."""
+    return table.sequence_status(jnp.ones(table.spec.sequences, bool)).last
+
+
+def going_on(table: Any, state: DecodeState) -> DecodeState:
+    """Return a state whose texts have ended, as EDITED, where the table ends otherwise.
+
+    A text that slid or was moved ends with the same token as before.
+    """
+    _, same = table.endings(state.sequence, state.follows)
+    edited = state.active & ~same
+    reason = jnp.where(edited, Reason.EDITED, state.reason)
+    return replace(state, active=state.active & ~edited, reason=reason)
+
+
+def followed(table: Any, state: DecodeState) -> DecodeState:
+    """Return a state whose tokens come after the last ones of a table."""
+    edited = state.reason == Reason.EDITED
+    follows, _ = table.endings(state.sequence, state.follows)
+    follows = jnp.where(edited, state.follows, follows)
+    return replace(state, follows=follows)
+
+
+def check_sampler_state(sampler: Any, state: DecodeState) -> None:
+    """Raise unless it is a sampler, and remembers what a state was started with.
+
+    Raises:
+      TypeError: when it is no sampler.
+      ValueError: when the state was started with another kind of sampler, or it has numbers for
+        another number of texts.
+    """
+    fresh = as_sampler(sampler).init(np.zeros((state.token.shape[0], 0), np.int32))
+    wanted, got = (
+        jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), one)
+        for one in (fresh, state.sampler_state)
+    )
+    if wanted != got:
+        raise ValueError(
+            f"wanted a state that was started with this sampler, which remembers {wanted}, got one "
+            f"that remembers {got}: pass sampler= to generation.init_decode, or begin with "
+            f"generation.sample_first"
+        )
+
+
+def checked(spec: TableSpec, state: DecodeState) -> DecodeState:
+    """Return the state with its fields as arrays; raise if a field is invalid."""
+    if not isinstance(state, DecodeState):
+        raise TypeError(f"wanted a state, jaxkv.generation.init_decode makes it, got {type(state)}")
+    state = DecodeState(
+        token=check_int32(state.token, "token"),
+        sequence=spec.sequence_ids(state.sequence),
+        active=check_bool(state.active, "active"),
+        remaining=check_int32(state.remaining, "remaining"),
+        reason=check_int32(state.reason, "reason"),
+        key=state.key,
+        draw_index=check_int32(state.draw_index, "draw_index"),
+        follows=state.follows,
+        sampler_state=state.sampler_state,
+    )
+    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(state)]
+    if len(shapes[0]) != 1 or any(shape[:1] != shapes[0] for shape in shapes):
+        raise ValueError(
+            f"wanted token, sequence, active and all else of a state of one length [T], got "
+            f"{', '.join(map(str, shapes))}"
+        )
+    check_once(state.sequence)
+    return state
+
+
+def _of_all(prompts: Sequence[Any] | None, count: int) -> Any:
+    """Return the prompts of T texts as rows, `[T, n]` int32; without any, `[T, 0]`."""
+    if prompts is None:
+        return np.zeros((count, 0), np.int32)
+    if len(prompts) != count:
+        raise ValueError(f"wanted the prompts of {count} texts, got {len(prompts)}")
+    return padded(prompts)
+
+
+def _each(value: Any, count: int, name: str) -> Any:
+    """Return a number for each text, `[T]` int32, from one for all or one each."""
+    value = check_int32(value, name, low=0)
+    if np.shape(value) not in ((), (count,)):
+        raise ValueError(f"wanted {name} [] or [{count}], got {np.shape(value)}")
+    xp = np if is_concrete(value) else jnp
+    return xp.broadcast_to(value, (count,))
+
+
+def _seed(seed: Any, count: int) -> Any:
+    """Return a seed for all texts, `[]`, or one for each, `[T]`, checked; uint32 if known."""
+    if np.shape(seed) not in ((), (count,)):
+        raise ValueError(f"wanted a seed [] or [{count}], got {np.shape(seed)}")
+    if not is_concrete(seed):
+        return seed
+    if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
+        raise TypeError(
+            "wanted integers for seed, got a key of jax.random: pass the number that it is made of"
+        )
+    array = np.asarray(seed)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"wanted integers for seed, got {array.dtype}")
+    wrong = array[(array < 0) | (array >= 2**32)]
+    if wrong.size:
+        raise ValueError(f"seed must be from 0 to {2**32 - 1}, got {wrong[0]}")
+    return array.astype(np.uint32)
+
+
+@jit_table
+def _draws(table: Any, seed: jax.Array, ids: jax.Array) -> tuple[jax.Array, ...]:
+    """Return the key of each text, the position of what is picked next, and what it follows.
+
+    The seed is `[]` or `[T]`, `ids`, the sequences, are `[T]` int32, and the three arrays `[T]`.
+    """
+    if jnp.ndim(seed):
+        keys = jax.vmap(jax.random.key)(seed)
+    else:
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), ids)
+    follows, _ = table.endings(ids, jnp.zeros(ids.shape, jnp.uint32))
+    return keys, ends(table)[ids] + 2, follows

@@ -1,0 +1,107 @@
+"""Programs over tables: compiled, and on a mesh laid out as caches are."""
+
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any
+
+import jax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from jaxkv.batch import Ubatch, ubatch_partition_specs
+from jaxkv.cache import Cache, CacheTable, MaintenancePlan
+from jaxkv.core.donation import names_donated
+from jaxkv.core.partitioning import ShardingRules, current_mesh, of_type
+
+
+def jit_table(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """Compile a function of tables, as `jax.jit` does with the same options.
+
+    On a mesh, what it returns is pinned: tables to the devices of their streams, rows of a ubatch
+    beside them, and all else whole on each device, so that every process can read it. Unpinned, a
+    compiler may split the table of a loop in ways of its own.
+
+    Raises:
+      ValueError: when an argument was donated before, or a table is that of a batch of caches.
+    """
+    if fun is None:
+        return partial(jit_table, **options)
+
+    @partial(jax.jit, **options)
+    @wraps(fun)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        tables = [x for x in _nodes((args, kwargs)) if isinstance(x, CacheTable)]
+        check_single(*tables)
+        rules = next((table.sharding_rules for table in tables), None)
+        mesh = current_mesh(rules)
+        if rules is None or mesh is None:
+            return fun(*args, **kwargs)
+
+        def pinned(*args: Any, **kwargs: Any) -> Any:
+            out = fun(*args, **kwargs)
+            return jax.lax.with_sharding_constraint(out, _specs(out, rules, mesh))
+
+        if AxisType.Explicit not in mesh.axis_types:
+            return pinned(*args, **kwargs)
+        # Where shardings are types, each operation would have to say where its outcome lies.
+        types = (AxisType.Auto,) * len(mesh.axis_names)
+        with jax.sharding.use_abstract_mesh(mesh.update(axis_types=types)):
+            out = jax.eval_shape(partial(fun, **kwargs), *jax.tree.map(_anywhere, args))
+        where = jax.tree.map(lambda spec: of_type(spec, mesh), _specs(out, rules, mesh))
+        return jax.sharding.auto_axes(pinned, out_sharding=where)(*args, **kwargs)
+
+    return names_donated(run)
+
+
+def check_single(*tables: CacheTable) -> None:
+    """Raise a ValueError if one is the table of a batch of caches."""
+    if any(table.is_batch for table in tables):
+        raise ValueError(
+            "wanted one cache, got a batch of them: go over it with jax.vmap, or take each by "
+            "itself, such as jax.tree.map(lambda x: x[0], cache)"
+        )
+
+
+def replicated(table: CacheTable, answers: Any) -> Any:
+    """Return answers whole on each device of a table's mesh, so that every process can read them.
+
+    For programs that do not pin what they return: a compiler may split it in ways of its own.
+    """
+    mesh = current_mesh(table.sharding_rules)
+    if mesh is None:
+        return answers
+    if AxisType.Explicit in mesh.axis_types:
+        answers = jax.tree.map(lambda x: jax.sharding.reshard(x, P()), answers)
+    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, P()), answers)
+
+
+def _specs(out: Any, sharding_rules: ShardingRules, mesh: Any) -> Any:
+    """Return how axes of a mesh split what a program returns."""
+
+    def of(x: Any) -> Any:
+        match x:
+            case Cache():
+                table, buffers = x.table.partition_specs(x.buffers, mesh)
+                return Cache(table=table, buffers=buffers)
+            case CacheTable():
+                return x.partition_specs(None, mesh)[0]
+            case Ubatch():
+                streams = sharding_rules.split(mesh, streams=x.spec.streams)["streams"]
+                return ubatch_partition_specs(x, streams)
+            case MaintenancePlan():
+                return P(sharding_rules.split(mesh, streams=x.spec.streams)["streams"])
+        return P()
+
+    return jax.tree.map(of, out, is_leaf=_is_node)
+
+
+def _nodes(tree: Any) -> list[Any]:
+    return jax.tree.leaves(tree, is_leaf=_is_node)
+
+
+def _is_node(x: Any) -> bool:
+    return isinstance(x, Cache | CacheTable | Ubatch | MaintenancePlan)
+
+
+def _anywhere(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(jax.numpy.shape(x), jax.numpy.result_type(x))

@@ -1,0 +1,81 @@
+"""Cells for tokens that come with their keys: copied from another stream, or loaded.
+
+Each stream gets some, in turn. They take cells as the tokens of a ubatch do, but tiled, tiles that
+are all empty first, for any sequence; and are marked in the table all at once.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.core.hashing import replaced
+from jaxkv.kv.cells import C, Cells, begun, lacks
+from jaxkv.kv.eviction import evict
+from jaxkv.kv.slots import in_turn, longest_run
+from jaxkv.kv.tiles import whole_first
+
+
+def room(cells: Cells, open_cells: jax.Array) -> jax.Array:
+    """Return how many tokens of each stream find cells, `[S]` int32, of those open, `[S, N]`."""
+    if cells.placement == "contiguous":
+        return longest_run(open_cells)
+    return jnp.sum(open_cells, axis=1, dtype=jnp.int32)
+
+
+def choose(cells: Cells, open_cells: jax.Array, wanted: jax.Array) -> jax.Array:
+    """Choose cells for the first `wanted` tokens of each stream, in their turn.
+
+    Args:
+      cells: the table.
+      open_cells: `[S, N]` bool, the cells that may be taken.
+      wanted: `[S]` int32, how many tokens each stream gets.
+
+    Returns:
+      `[S, N]` int32, the cell of each turn, past the last cell if it gets none.
+    """
+    turn = 1 + jnp.arange(cells.num_cells, dtype=jnp.int32)
+
+    def of_stream(open_cells: jax.Array, position: jax.Array, total: jax.Array) -> jax.Array:
+        if cells.placement != "tiled":
+            return in_turn(cells, open_cells, position, turn, total)[0]
+        order = whole_first(open_cells)
+        nth, _ = in_turn(cells, open_cells[order], position[order], turn, total)
+        return order.at[nth].get(mode="fill", fill_value=cells.num_cells)
+
+    return jax.vmap(of_stream)(open_cells, cells.position, wanted)
+
+
+def mark_used(cells: C, slots: jax.Array, arriving: C, lacking: jax.Array) -> C:
+    """Mark slots, `[S, N]`, as taken; those past the last cell are none.
+
+    Args:
+      cells: the table.
+      slots: `[S, N]` int32, the cell of each turn.
+      arriving: a table of what comes, in turn: positions, owners, shifts and contents, and stamps
+        that tell apart what is written.
+      lacking: `[S, L]` bool, the layers that lack some of what comes.
+    """
+    gets = jnp.any(slots < cells.num_cells, axis=1)[:, None]
+    marks = begun(cells.history, lacking | lacks(cells))
+    stream = jnp.arange(cells.streams, dtype=jnp.int32)[:, None]
+    if cells.window is not None:
+        nothing = jnp.zeros(cells.position.shape, bool)
+        cells = evict(cells, nothing.at[stream, slots].set(True, mode="drop"))
+
+    def taken(field: jax.Array, value: jax.Array) -> jax.Array:
+        return field.at[stream, slots].set(value, mode="drop", unique_indices=True)
+
+    # Other bytes in the same place: stamped anew, for a table that knew what stood there.
+    there = cells.cell_hash.at[stream, slots].get(mode="fill", fill_value=0)
+    words = range(cells.owners.shape[1])
+    owners = [taken(cells.owners[:, w], arriving.owners[:, w]) for w in words]
+    return replace(
+        cells,
+        position=taken(cells.position, arriving.position),
+        owners=jnp.stack(owners, axis=1),
+        shift=taken(cells.shift, arriving.shift),
+        cell_hash=taken(cells.cell_hash, replaced(there, arriving.cell_hash)),
+        content=taken(cells.content, arriving.content),
+        **{name: jnp.where(gets, new, getattr(cells, name)) for name, new in marks.items()},
+    )

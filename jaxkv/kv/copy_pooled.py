@@ -1,0 +1,283 @@
+"""Copying between streams that several sequences share: cells are chosen there, then filled.
+
+A copy takes cells as a ubatch does, of those that are left once the targets have let go of what
+they held. Cells that are copied are never taken, also where they have no owner afterwards: so they
+can be read and written a few at a time, and sequences may change places.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any, Generic, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from jaxkv.core.array_utils import divided, end_of, no_slots
+from jaxkv.core.partitioning import AxisPartition, gather_sharded, map_shards, shares, to_local
+from jaxkv.kv.allocate import choose, mark_used, room
+from jaxkv.kv.buffers import (
+    Buffers,
+    Cached,
+    Halves,
+    gather_from_any_device,
+    map_kv,
+    scatter_local,
+    stream_cell_axes,
+)
+from jaxkv.kv.cells import (
+    C,
+    Cells,
+    bits,
+    clear,
+    each,
+    inherited,
+    known,
+    lacks,
+    owned_by,
+    owner_word,
+    select,
+    with_owners,
+    within,
+)
+from jaxkv.kv.cells import copy as share
+from jaxkv.kv.sharded import map_streams
+from jaxkv.kv.shift import CHUNK
+from jaxkv.kv.slots import usable
+from jaxkv.ops.layer_stack import each_array
+
+
+class CopyDemand(NamedTuple):
+    """What copies between streams take.
+
+    wanted: `[S]` int32, the cells that they want of each stream.
+    found: `[S]` int32, those that there are for them.
+    """
+
+    wanted: jax.Array
+    found: jax.Array
+
+    @property
+    def ok(self) -> jax.Array:
+        """Whether no stream lacks cells; `[]` bool."""
+        return jnp.all(self.wanted <= self.found)
+
+
+class Transfer(NamedTuple, Generic[C]):
+    """What sequences get, in their own stream and from others.
+
+    Each stream gets the first `wanted` of N cells in turn.
+
+    left: the table once the targets own what they share, and have let go of all else.
+    arriving: a table of copies, in turn: positions, shifts, stamps and contents as they were, and
+      the owners that they will have.
+    origin: `[S, N]` int32, the cell that is copied, numbered through all streams.
+    slots: `[S, N]` int32, the cell that it goes to.
+    need: how many cells are wanted of each stream, and how many there are.
+    """
+
+    left: C
+    arriving: C
+    origin: jax.Array  # [S, N]
+    slots: jax.Array  # [S, N]
+    need: CopyDemand
+
+
+def to_copy(
+    cells: C, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
+) -> Transfer[C]:
+    """Plan what `seq_cp` says: share within a stream, and replace what is held in others.
+
+    Args:
+      cells: the table.
+      src: `[]` int32, the sequence that is copied.
+      dst: `[]` or `[n]` int32, the targets; `src` itself stays as it is.
+      start: first position of the range.
+      stop: one past the last.
+    """
+    dst = jnp.atleast_1d(dst)
+    parents = jnp.broadcast_to(src, dst.shape)
+    apart = _apart(cells, parents, dst)
+    left = share(cells, src, jnp.where(apart, cells.sequences, dst), start, stop)
+    return _transfer(cells, left, parents, dst, apart, start, stop)
+
+
+def to_select(cells: C, parents: jax.Array, targets: jax.Array) -> Transfer[C]:
+    """Plan what `seq_select` says.
+
+    Args:
+      cells: the table.
+      parents: `[n]` int32, sequences.
+      targets: `[n]` int32, each at most once; one that is no sequence is left out.
+    """
+    apart = _apart(cells, parents, targets)
+    left = select(cells, parents, jnp.where(apart, cells.sequences, targets))
+    everything = jnp.int32(0), jnp.int32(-1)
+    return _transfer(cells, left, parents, targets, apart, *everything)
+
+
+def execute_copy(cells: C, buffers: Buffers, transfer: Transfer[C]) -> tuple[C, Buffers]:
+    """Do what was planned, in the table and the buffers; nothing where cells are lacking.
+
+    A stream that gets copies lacks afterwards, in each layer, what those that they come from lack.
+    """
+    left, arriving, origin, slots, need = transfer
+    gets = need.ok & (jnp.arange(cells.num_cells)[None] < need.wanted[:, None])
+    slots = jnp.where(gets, slots, no_slots(slots))
+    source, _ = divided(origin, cells.num_cells)
+    comes = (source[..., None] == jnp.arange(cells.streams)[None, None]) & gets[..., None]
+    comes = jnp.any(comes, axis=1)  # [S, S], from the second to the first
+    lacking = jnp.any(comes[..., None] & lacks(cells)[None], axis=1)
+    filled = map_streams(left, mark_used, slots, arriving, lacking)
+    filled = jax.tree.map(lambda new, old: jnp.where(need.ok, new, old), filled, cells)
+    args = origin, slots, jnp.where(need.ok, need.wanted, 0)
+    return filled, map_kv(cells.sharding_rules, buffers, _fill, *args, by_stream=2)
+
+
+def _fill(
+    split: Halves, origin: jax.Array, slots: jax.Array, wanted: jax.Array, arrays: Any
+) -> Any:
+    """Copy keys and values, the first `wanted` of each stream, `[S]`, a chunk at a time.
+
+    Which cells those are is known where the streams are that get them, and sent along.
+    """
+    ends = jnp.cumsum(wanted)
+    by_streams, size = stream_cell_axes(split).streams, slots.shape[1]
+
+    def chunk(i: jax.Array, arrays: Any) -> Any:
+        number = i * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)
+        stream = jnp.searchsorted(ends, number, side="right").astype(jnp.int32)
+        stream = jnp.minimum(stream, wanted.size - 1)
+        turn = number - (ends - wanted)[stream]
+        slot = jnp.where(
+            number < ends[-1], gather_sharded(slots, by_streams, stream, turn), no_slots(number)
+        )
+        source = divided(gather_sharded(origin, by_streams, stream, turn), size)
+
+        def copied(x: Cached, how: AxisPartition) -> Cached:
+            return scatter_local(how, x, stream, slot, gather_from_any_device(how, x, *source))
+
+        return each_array(copied, arrays, split)
+
+    return jax.lax.fori_loop(jnp.int32(0), -(-ends[-1] // CHUNK), chunk, arrays)
+
+
+def _apart(cells: Cells, parents: jax.Array, targets: jax.Array) -> jax.Array:
+    """Return which of the targets lie in other streams than their parents; `[n]` bool."""
+    (theirs, *_), (ours, *_) = owner_word(cells, parents), owner_word(cells, targets)
+    return known(cells, parents) & known(cells, targets) & (theirs != ours)
+
+
+def _transfer(
+    cells: C,
+    left: C,
+    parents: jax.Array,
+    targets: jax.Array,
+    apart: jax.Array,
+    start: jax.Array,
+    stop: jax.Array,
+) -> Transfer[C]:
+    """Plan copies of a range of parents, `[n]`, for those targets, `[n]`, that lie apart, `[n]`.
+
+    `left` is the table after all that happens within streams.
+    """
+
+    def all_of(ids: jax.Array) -> jax.Array:
+        ids = jnp.where(apart, ids, cells.sequences)
+        return jax.lax.reduce_or(jax.vmap(partial(bits, cells))(ids), axes=(0,))  # [S, W]
+
+    marks = jax.vmap(lambda seq: inherited(cells, seq, start, stop))(parents)
+    left = replace(
+        with_owners(left, left.owners & ~all_of(targets)[..., None]),
+        evicted_below=left.evicted_below.at[jnp.where(apart, targets, cells.sequences)].set(
+            marks, mode="drop"
+        ),
+    )
+    copied = owned_by(cells, all_of(parents)) & within(cells, start, stop)
+    # Targets of one stream with one parent share a copy: the first of them gets it for all.
+    home_of, *_ = owner_word(cells, targets)
+    like = apart[:, None] & apart[None] & (home_of[:, None] == home_of[None])
+    like &= parents[:, None] == parents[None]
+    axes = shares(cells.sharding_rules, streams=cells.streams).streams
+    run = map_shards(
+        cells.sharding_rules,
+        partial(_queue, axes),
+        (*(P(axes),) * 3, *(P(),) * 5),
+        P(axes),
+    )
+    arriving, origin, slots, *need = run(
+        cells, left, usable(left) & ~copied, parents, targets, like, start, stop
+    )
+    return Transfer(left, arriving, origin, slots, CopyDemand(*need))
+
+
+def _queue(
+    axes: tuple[str, ...],
+    cells: C,
+    left: C,
+    open_cells: jax.Array,
+    parents: jax.Array,
+    targets: jax.Array,
+    like: jax.Array,
+    start: jax.Array,
+    stop: jax.Array,
+) -> tuple[C, jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Line up copies for some streams, and choose cells for them.
+
+    What a parent holds is known where its stream is, and told to all devices: a line of the table.
+
+    Args:
+      axes: those that split the streams.
+      cells: the table as it was.
+      left: the table that the copies go to.
+      open_cells: `[S, N]` bool, the cells that they may take.
+      parents: `[n]` int32, the sequences that are copied.
+      targets: `[n]` int32.
+      like: `[n, n]` bool, which of the targets share a copy.
+      start: first position of the range that is copied.
+      stop: one past the last.
+
+    Returns:
+      `arriving`, `origin` and `slots` of a `Transfer`, and both fields of its `need`.
+    """
+    (streams, words, bits_of), (theirs, word, bit) = (
+        owner_word(cells, targets),
+        owner_word(cells, parents),
+    )
+    here = jnp.arange(cells.owners.shape[1])[None] == words[:, None]
+    owner = jnp.where(here, jnp.uint32(1) << bits_of[:, None], 0)  # [n, W]
+    first = jnp.any(like, axis=1) & (jnp.argmax(like, axis=1) == jnp.arange(targets.size))
+    index = jnp.arange(cells.num_cells, dtype=jnp.int32)
+
+    def add(i: jax.Array, queue: tuple[C, jax.Array, jax.Array]) -> tuple:
+        """Let the cells of a parent follow those that its target's stream gets already."""
+        arriving, origin, wanted = queue
+        line = [cells.position, cells.owners, cells.shift, cells.cell_hash, cells.content]
+        line = [gather_sharded(field, axes, theirs[i]) for field in line]
+        position, owners, shift, stamp, content = line
+        mine = (owners[word[i]] >> bit[i]) & 1 == 1
+        mine &= (position >= jnp.maximum(start, 0)) & (position < end_of(stop))
+        count = jnp.cumsum(mine, dtype=jnp.int32)
+        stream, is_own = to_local(streams[i], axes, cells.streams)
+        turn = index - wanted[stream]
+        these = is_own & (turn >= 0) & (turn < count[-1])
+        cell = jnp.searchsorted(count, turn + 1).astype(jnp.int32)
+        whose = jax.lax.reduce_or(jnp.where(like[i][:, None], owner, 0), axes=(0,))
+
+        def put(field: jax.Array, value: jax.Array) -> jax.Array:
+            return field.at[stream].set(jnp.where(these, value, field[stream]))
+
+        arriving = replace(
+            arriving,
+            position=put(arriving.position, position[cell]),
+            owners=put(arriving.owners, whose[:, None]),
+            shift=put(arriving.shift, shift[cell]),
+            cell_hash=put(arriving.cell_hash, stamp[cell]),
+            content=put(arriving.content, content[cell]),
+        )
+        origin = put(origin, theirs[i] * cells.num_cells + cell)
+        return arriving, origin, wanted.at[stream].add(jnp.where(is_own, count[-1], 0))
+
+    none = jnp.zeros_like(cells.position), jnp.zeros(cells.streams, jnp.int32)
+    arriving, origin, wanted = each(first, add, (clear(left), *none))
+    return arriving, origin, choose(left, open_cells, wanted), wanted, room(left, open_cells)

@@ -1,0 +1,272 @@
+"""Cache for sources: what an encoder read for a sequence, for all tokens of its text to look at.
+
+A source is written once, whole, and then only looked at. Its cells have positions of their own, 0
+and so on, which no verb of positions reaches: a text may be cut, moved and slid, and its source
+stays. What copies or forgets a sequence takes its source along.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple, NoReturn, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.batch import Ubatch
+from jaxkv.cache import Cache, KVView, merge, split
+from jaxkv.core.array_utils import end_of, no_slots
+from jaxkv.core.constants import EMPTY
+from jaxkv.kv.buffers import Buffers
+from jaxkv.kv.make import make_kv_cache
+from jaxkv.kv.table import CellTable
+from jaxkv.spec import TableSpec, changes_of
+
+
+class CrossAttentionSlots(NamedTuple):
+    """What a part for sources has as slots of a ubatch of text: who looks.
+
+    looks: `[R, T]` int32, 0 for a token that looks; past the last cell for padding and for a
+      refused plan, which see nothing.
+    """
+
+    looks: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CrossAttentionTable(CellTable):
+    """The table of a cache for sources: that of attention, but what asks about a text passes by.
+
+    Sources go in as a batch does (`init_encoder`). A ubatch of text is a reader: it takes no cells,
+    and each of its tokens sees all cells of its sequence. Arrays have the shapes that `CacheTable`
+    says.
+
+    of_sources: True, static. JAX compares the fields of dataclasses and not their types, so that
+      without it a program compiled for a `CellTable` could be found for this one.
+    """
+
+    of_sources: bool = field(default=True, metadata={"static": True})
+
+    @property
+    def spec(self) -> TableSpec:
+        """What is fixed when the cache is made."""
+        return replace(super().spec, kind="source")
+
+    def can_allocate(
+        self, lengths: np.ndarray, at_once: int, num_shared_cells: np.ndarray
+    ) -> np.ndarray:
+        """Return that texts of any length can be held, `[S]` bool: they take no cells here."""
+        del lengths, at_once, num_shared_cells
+        return np.ones(self.streams, bool)
+
+    def slots_when_skipped(self, ubatch: Ubatch) -> CrossAttentionSlots:
+        """Return that all tokens of a text look."""
+        looks = no_slots(ubatch.positions)
+        return CrossAttentionSlots(jnp.where(ubatch.valid, 0, looks))
+
+    def occupy(self, ubatch: Ubatch) -> Self:
+        """Mark the slots of a source; a text has none."""
+        return self if isinstance(ubatch.slots, CrossAttentionSlots) else super().occupy(ubatch)
+
+    def stream_hash_after(self, ubatch: Ubatch, occupied: Any) -> jax.Array:
+        """Return the digest, `[S]` uint32; text changes nothing here."""
+        if isinstance(ubatch.slots, CrossAttentionSlots):
+            return ubatch.hash_before
+        return super().stream_hash_after(ubatch, occupied)
+
+    def remove(self, seq: jax.Array, p0: jax.Array, p1: jax.Array) -> tuple[Self, jax.Array]:
+        """Forget a source where all of its text is forgotten; a part of a text leaves it alone."""
+        return super().remove(seq, p0, jnp.where((p0 <= 0) & (p1 < 0), -1, 0))
+
+    def copy(
+        self, buffers: Any, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array
+    ) -> tuple[Self, Any]:
+        """Give the targets the source in place of their own, whatever range of the text it is."""
+        return self.select(buffers, *self._forked(src, dst, p0, p1))
+
+    def can_copy(
+        self, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return whether `copy` can; the ends are those of no text, -1."""
+        ok = self.can_select(*self._forked(src, dst, p0, p1))
+        return ok, jnp.full(jnp.atleast_1d(dst).shape, EMPTY)
+
+    def _forked(
+        self, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return the parents and targets of a copy, `[n]`; a target of Q where nothing changes."""
+        targets = jnp.atleast_1d(dst)
+        parent = jnp.where(jnp.maximum(p0, 0) < end_of(p1), src, -1)  # none for an empty range
+        return changes_of(self.spec, jnp.broadcast_to(parent, targets.shape), targets)
+
+    def add(
+        self,
+        seq: jax.Array,
+        p0: jax.Array,
+        p1: jax.Array,
+        delta: jax.Array,
+        gap: jax.Array | None = None,
+    ) -> tuple["CrossAttentionTable", jax.Array]:
+        """Return the table as it is: the positions of a text move, and not those of its source."""
+        del seq, p0, p1, delta, gap
+        return self, jnp.array(True)
+
+    def can_add(self, seq: jax.Array, p0: jax.Array, p1: jax.Array, delta: jax.Array) -> jax.Array:
+        """Return True, `[]` bool, since nothing moves."""
+        del seq, p0, p1, delta
+        return jnp.array(True)
+
+    def divide(
+        self, seq: jax.Array, p0: jax.Array, p1: jax.Array, divisor: jax.Array
+    ) -> tuple["CrossAttentionTable", jax.Array]:
+        """Return the table as it is, see `add`."""
+        del seq, p0, p1, divisor
+        return self, jnp.array(True)
+
+    def can_resume(self, seq: jax.Array, pos: jax.Array) -> jax.Array:
+        """Return True, `[]` bool: a source is there for every position."""
+        del seq, pos
+        return jnp.array(True)
+
+    def attend(
+        self,
+        buffers: Buffers,
+        layer: int,
+        ubatch: Ubatch,
+        q: jax.Array,
+        k: jax.Array | None = None,
+        v: jax.Array | None = None,
+        *,
+        visible_until: jax.Array | None = None,
+        **options: Any,
+    ) -> tuple[Self, Buffers, jax.Array]:
+        """Look at the sources, all of them; a ubatch of sources attends as `jaxkv.attend` says."""
+        if not isinstance(ubatch.slots, CrossAttentionSlots):
+            return super().attend(
+                buffers, layer, ubatch, q, k, v, visible_until=visible_until, **options
+            )
+        if k is not None or v is not None:
+            _refuse_to_write()
+        _check_until(visible_until)
+        return super().attend(
+            buffers, layer, _as_it_looks(ubatch), q, None, None, **options | {"causal": False}
+        )
+
+    def write_kv(
+        self, buffers: Buffers, layer: int, ubatch: Ubatch, *new: jax.Array
+    ) -> tuple[Self, Buffers]:
+        """Write the keys and values of sources."""
+        if isinstance(ubatch.slots, CrossAttentionSlots):
+            _refuse_to_write()
+        return super().write_kv(buffers, layer, ubatch, *new)
+
+    def read_kv(self, buffers: Buffers, layer: int, ubatch: Ubatch, **options: Any) -> KVView:
+        """Return the sources, all of which are seen."""
+        if not isinstance(ubatch.slots, CrossAttentionSlots):
+            return super().read_kv(buffers, layer, ubatch, **options)
+        _check_until(options.get("visible_until"))
+        return super().read_kv(buffers, layer, _as_it_looks(ubatch), causal=False)
+
+
+def make_cross_attention_cache(
+    *,
+    layers: int,
+    cells: int,
+    kv_heads: int | Sequence[int],
+    head_dim: int | Sequence[int],
+    value_dim: int | Sequence[int] | None = None,
+    sequences: int = 1,
+    streams: int = 1,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+) -> Cache:
+    """Make an empty cache for sources: the part of a hybrid one for cross-attention.
+
+    An encoder reads the source of a sequence once, and its keys and values are written for each
+    layer (`init_encoder`, `encode`). From then on every token of the text of that sequence sees all
+    of it, whatever its position. A sequence that has no source sees zeros there.
+
+    Forks (`seq_cp`, `seq_select`) have the source of what they go on from, in place of their own,
+    whatever range of the text is copied unless it is empty; within a stream it is shared. `seq_rm`
+    of a whole sequence, of a range that begins at 0 and has no end, forgets its source; a range
+    with an end, `seq_add` and `seq_div` leave it alone.
+    `seq_pos_min` and `seq_pos_max` tell of the text.
+
+    Args:
+      layers: the layers that look at a source.
+      cells: N, the tokens of sources that fit into each stream.
+      kv_heads: K, see `make_kv_cache`.
+      head_dim: D, likewise.
+      value_dim: Dv, likewise.
+      sequences: Q, the sequences that may be told apart, as many as in the other parts.
+      streams: S, likewise.
+      dtype: of keys and values, see `make_kv_cache`.
+
+    Returns:
+      The cache, all cells empty. `make_hybrid_cache` takes it beside the cache of the text.
+
+    Raises:
+      TypeError: as `make_kv_cache` does.
+      ValueError: as `make_kv_cache` does.
+
+    Examples:
+      Layer 0 is the self-attention of a decoder's only layer, and layer 1 its cross-attention:
+
+      >>> sizes = dict(layers=1, kv_heads=1, head_dim=2, sequences=2)
+      >>> text, sources = (
+      ...     make_kv_cache(cells=8, **sizes),
+      ...     make_cross_attention_cache(cells=6, **sizes),
+      ... )
+      >>> cache = make_hybrid_cache((text, (0,)), (sources, (1,)))
+      >>> cache = apply(cache, init_encoder(cache, make_batch([[7, 8, 9], [5]])))
+      >>> cache = apply(cache, init_batch(cache, make_batch([0, 3])))
+      >>> print(show(seq_cp(cache, 0, 1).cache))
+      part 0, layers 0
+      owner    + + . . . . . .
+      position 0 1 . . . . . .
+      part 1, layers 1
+      owner    + + + . . .
+      position 0 1 2 . . .
+
+    llama.cpp: `llama_cross`, which has the outputs of one encoder pass and no keys.
+    """
+    table, buffers = split(
+        make_kv_cache(
+            layers=layers,
+            cells=cells,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            sequences=sequences,
+            streams=streams,
+            dtype=dtype,
+            rope=None,  # no verb of positions reaches a source
+        )
+    )
+    return merge(as_source_table(table), buffers)
+
+
+def as_source_table(table: CellTable) -> CrossAttentionTable:
+    """Return a table of cells as one for sources."""
+    return CrossAttentionTable(**{one.name: getattr(table, one.name) for one in fields(table)})
+
+
+def _as_it_looks(ubatch: Ubatch) -> Ubatch:
+    """Return a reader as attention knows ubatches.
+
+    Sequences that share a token own the same source, or the plan was refused: one looks for all.
+    """
+    no_more = jnp.zeros_like(ubatch.more)  # the source is whole, however the text is cut
+    return replace(ubatch, slots=ubatch.slots.looks, shared_with=None, more=no_more)
+
+
+def _check_until(visible_until: Any) -> None:
+    if visible_until is not None:
+        raise ValueError("wanted no visible_until for a source, all of which is seen: leave it out")
+
+
+def _refuse_to_write() -> NoReturn:
+    raise ValueError(
+        "wanted queries alone for a layer of sources, which a text only looks at: keys and values "
+        "are written for the ubatch of init_encoder"
+    )

@@ -1,0 +1,172 @@
+"""Windows: which cells no next token sees, taking them, and what can be resumed after that."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.core.array_utils import divided, end_of
+from jaxkv.core.constants import EMPTY
+from jaxkv.kv.cells import (
+    WORD,
+    C,
+    Cells,
+    each,
+    free,
+    held,
+    holders,
+    inherited,
+    known,
+    lasts,
+    owner_word,
+    spread,
+    with_owners,
+)
+from jaxkv.window import first_seen
+
+
+def evictable(cells: Cells) -> jax.Array:
+    """Return which used cells no next token of any owner sees; `[S, N]` bool."""
+    if cells.window is None:
+        return jnp.zeros(cells.position.shape, bool)
+    if cells.sequences_per_stream == 1:
+        end = jnp.maximum(jnp.max(cells.position, axis=1), cells.evicted_below - 1)
+        return ~free(cells) & (cells.position < first_seen(cells.window, end + 1)[:, None])
+
+    marks = cells.evicted_below.reshape(cells.streams, -1)
+
+    def look(local: jax.Array, seen: jax.Array) -> jax.Array:
+        mine, _ = _held_side_by_side(cells, local)
+        end = jnp.maximum(jnp.max(mine, axis=1), marks[:, local] - 1)
+        return seen | ((mine != EMPTY) & (mine >= first_seen(cells.window, end + 1)[:, None]))
+
+    unseen = jnp.zeros(cells.position.shape, bool)
+    return ~free(cells) & ~each(_locals(cells, ~free(cells)), look, unseen)
+
+
+def evict(cells: C, taken: jax.Array) -> C:
+    """Take hidden cells from their owners, `[S, N]` bool, and what lies before them too.
+
+    What an owner keeps is dense from then on, and `evicted_below` says where it begins. Free cells
+    may be among those taken: they have no position and no owner.
+    """
+    if cells.sequences_per_stream == 1:
+        end = jnp.max(jnp.where(taken, cells.position, EMPTY), axis=1)
+        cells = replace(cells, evicted_below=jnp.maximum(cells.evicted_below, end + 1))
+        gone = (cells.position < cells.evicted_below[:, None]) & (end > EMPTY)[:, None]
+        return with_owners(cells, jnp.where(gone[:, None], 0, cells.owners))
+
+    def evict_owner(local: jax.Array, cells: C) -> C:
+        mine, words = _held_side_by_side(cells, local)
+        marks = cells.evicted_below.reshape(cells.streams, -1)
+        lost = jnp.max(jnp.where(taken, mine, EMPTY), axis=1)
+        end = jnp.maximum(marks[:, local], lost + 1)
+        # In another stream that sequence may lose nothing now.
+        gone = (mine != EMPTY) & (mine < end[:, None]) & (lost > EMPTY)[:, None]
+        owners = cells.owners & ~(words[None, :, None] & spread(gone))
+        marks = marks.at[:, local].set(end).reshape(-1)
+        return replace(cells, owners=owners, evicted_below=marks)
+
+    cells = each(_locals(cells, taken), evict_owner, cells)
+    return with_owners(cells, cells.owners)
+
+
+def _locals(cells: Cells, where: jax.Array) -> jax.Array:
+    """Return which sequences of their streams own one of some cells, `[S, N]`, in any; `[Q / S]`.
+
+    The first ones of all streams are looked at together, then the second ones, and so on.
+    """
+    return jnp.any(holders(cells, where).reshape(cells.streams, -1), axis=0)
+
+
+def _held_side_by_side(cells: Cells, local: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the positions that the same sequence of each stream holds, by its number there.
+
+    Returns:
+      `[S, N]` int32, EMPTY where it does not own the cell; and its bit, in `[W]` uint32.
+    """
+    word, bit = divided(local, WORD)
+    own = jax.lax.dynamic_index_in_dim(cells.owners, word, axis=1, keepdims=False)
+    bit = jnp.uint32(1) << bit.astype(jnp.uint32)
+    words = jnp.where(jnp.arange(cells.owners.shape[1]) == word, bit, 0)
+    return jnp.where(own & bit != 0, cells.position, EMPTY), words
+
+
+def can_resume(cells: Cells, seq: jax.Array, pos: jax.Array) -> jax.Array:
+    """Return whether a sequence cut at a position goes on there and sees all it should; `[]` bool.
+
+    One that is empty can go on anywhere.
+    """
+    positions, mark = held(cells, seq), cells.evicted_below[seq]
+    highest = jnp.max(positions)
+    left = jnp.max(jnp.where(positions < pos, positions, EMPTY))
+    cut = jnp.minimum(mark, jnp.maximum(pos, 0))
+    goes_on = _goes_on(cells, cut, left, (highest < mark - 1) & (cut == mark))
+    next_one = jnp.maximum(left, cut - 1) + 1
+    return known(cells, seq) & (pos >= 0) & goes_on & ((next_one == 0) | (next_one == pos))
+
+
+def granted(cells: C, edited: C, tip: jax.Array) -> tuple[C, jax.Array]:
+    """Return the edited table, or the old one if a sequence could not go on after the edit.
+
+    A sequence can where its next token sees nothing of what a window took. Where that token stands
+    must be certain: behind a token that is held, or behind the last one that was taken.
+
+    Args:
+      cells: the table before the edit.
+      edited: the table after it.
+      tip: `[Q]` int32, where the edit brought position `evicted_below - 1`.
+
+    Returns:
+      The table, and `ok`, `[]` bool.
+    """
+    if cells.window is None:
+        return edited, jnp.array(True)
+    everyone = jnp.ones(cells.sequences, bool)
+    before, after = lasts(cells, everyone), lasts(edited, everyone)
+    mark, moved = cells.evicted_below, edited.evicted_below
+    same = (before == after) & (mark == moved)
+    ok = jnp.all(same | _goes_on(cells, moved, after, (before < mark - 1) & (tip == moved - 1)))
+    return jax.tree.map(lambda new, old: jnp.where(ok, new, old), edited, cells), ok
+
+
+def can_copy(
+    cells: Cells, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return whether targets, `[n]`, could go on after a copy, `[]` bool; and their ends, `[n]`."""
+    dst = jnp.atleast_1d(dst)
+    positions, marks = held(cells, src), cells.evicted_below
+    copied = (positions >= jnp.maximum(start, 0)) & (positions < end_of(stop))
+    highest = jnp.max(jnp.where(copied, positions, EMPTY))
+    mark = inherited(cells, src, start, stop)
+    certain = (jnp.max(positions) < marks[src] - 1) & (mark == marks[src])
+
+    (theirs, *_), (ours, *_) = owner_word(cells, src), owner_word(cells, dst)
+    replaced = theirs != ours
+    own_mark = jnp.where(replaced, 0, marks[dst])
+    own_last = jnp.where(replaced, EMPTY, jax.vmap(lambda seq: jnp.max(held(cells, seq)))(dst))
+    end, below = jnp.maximum(own_last, highest), jnp.maximum(own_mark, mark)
+    certain = jnp.where(mark >= own_mark, certain, own_last < own_mark - 1)
+    untouched = ~known(cells, dst) | ~known(cells, src) | (dst == src)
+    same = (end == own_last) & (below == own_mark)
+    ok = jnp.all(untouched | same | _goes_on(cells, below, end, certain))
+    ok |= cells.window is None
+    return ok, jnp.maximum(end, below - 1)
+
+
+def _goes_on(cells: Cells, mark: jax.Array, end: jax.Array, certain: jax.Array) -> jax.Array:
+    """Return whether sequences can go on; bool, the arguments are of one shape.
+
+    Args:
+      cells: of whose window.
+      mark: int32, one past the highest position that a window may have taken.
+      end: int32, the highest position that is held, EMPTY if none is.
+      certain: bool, whether there was a token right before the mark.
+    """
+    complete = mark <= first_seen(cells.window, jnp.maximum(end, mark - 1) + 1)
+    return (mark == 0) | (complete & ((end >= mark - 1) | certain))
+
+
+def is_context_evicted(cells: Cells, position: jax.Array) -> jax.Array:
+    """Return which sequences would miss something with a token at a position; both `[Q]`."""
+    return cells.evicted_below > first_seen(cells.window, position)

@@ -1,0 +1,54 @@
+"""In which order the cells of a stream are taken: by their numbers, or in stripes.
+
+On a mesh that splits cells, each device holds a share of neighbours. Taken by their numbers, those
+of a short text would lie on the first device alone. In stripes, shares are taken from in turn, a
+few neighbours at a time: at most 64, and a power of two that divides the share. The cell that is
+taken first has rank 0.
+"""
+
+from math import gcd
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.core.array_utils import divided
+
+STRIPE = 64
+"""The most neighbouring cells that are taken before those of the next share."""
+
+
+def dealt(x: jax.Array, shards: int) -> jax.Array:
+    """Bring what there is for each cell, `[..., N]`, into the order in which cells are taken.
+
+    >>> dealt(jnp.arange(16), 2)
+    Array([ 0,  1,  8,  9,  2,  3, 10, 11,  4,  5, 12, 13,  6,  7, 14, 15],      dtype=int32)
+    """
+    stripe, turns = _stripes(x.shape[-1], shards)
+    rest = x.shape[:-1]
+    return x.reshape(*rest, shards, turns, stripe).swapaxes(-3, -2).reshape(x.shape)
+
+
+def cell_of(rank: jax.Array, cells: int, shards: int) -> jax.Array:
+    """Return the cells of ranks, `[...]` int32; one past the last of N `cells` stays past it.
+
+    >>> cell_of(jnp.array([2, 4, 15, 16]), 16, 2)
+    Array([ 8,  2, 15, 16], dtype=int32)
+    """
+    if shards == 1:
+        return rank
+    stripe, turns = _stripes(cells, shards)
+    block, inside = divided(rank, stripe)
+    turn, shard = divided(block, shards)
+    return jnp.where(rank < cells, (shard * turns + turn) * stripe + inside, rank)
+
+
+def _stripes(cells: int, shards: int) -> tuple[int, int]:
+    """Return the cells of a stripe, and how many stripes each share has.
+
+    A stripe is smaller where a share has no multiple of it, or fewer than four.
+    """
+    share = cells // shards
+    stripe = gcd(STRIPE, share)
+    while stripe > 1 and 4 * stripe > share:
+        stripe //= 2
+    return stripe, share // stripe

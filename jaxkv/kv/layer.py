@@ -1,0 +1,443 @@
+"""What a layer asks of an attention cache: write its keys and values, look at them, attend."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from jaxkv.batch import Ubatch, own_rows, rows_of, ubatch_partition_specs
+from jaxkv.cache import KVView
+from jaxkv.core.array_utils import is_traced
+from jaxkv.core.partitioning import (
+    AxisPartition,
+    broadcast_from_owner,
+    current_mesh,
+    first_of,
+    gather_sharded,
+    map_shards,
+    shares,
+)
+from jaxkv.core.validate import check_int32
+from jaxkv.kv import slots
+from jaxkv.kv.buffers import (
+    Buffers,
+    LayerKV,
+    axes_of_queries,
+    layer_partition_specs,
+    own_cells,
+    sizes_of,
+    store,
+)
+from jaxkv.kv.cells import C, Cells
+from jaxkv.kv.mask import blind, visibility_of
+from jaxkv.ops.attention import dispatch as attention
+from jaxkv.ops.attention.bias import Bias, BiasOfLists, OfPlaces, checked_bias
+from jaxkv.ops.attention.dispatch import Implementation
+from jaxkv.ops.attention.softmax import Options, joined_over
+from jaxkv.ops.attention.visibility import Visibility, mask_of
+from jaxkv.ops.layer_stack import LayerView, of_streams
+from jaxkv.ops.mla import ValueSlice
+from jaxkv.ops.quantised import decoded, parts
+
+
+def attend(
+    table: C,
+    buffers: Buffers,
+    layer: int | jax.Array,
+    ubatch: Ubatch,
+    q: jax.Array,
+    k: jax.Array | None,
+    v: jax.Array | None,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+    bias: Bias | None = None,
+    causal: bool = True,
+    visible_until: jax.Array | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[C, Buffers, jax.Array]:
+    """Write the keys and values of a ubatch, if it brings any, and attend; see `jaxkv.attend`.
+
+    Tokens of a stale ubatch are written nowhere and get NaN, and so do those that look at a layer
+    which lacks tokens of their stream.
+    """
+    layer_kv = _layer_of(buffers, layer)
+    new = () if k is None and v is None else _checked(ubatch, layer_kv, k, v)
+    _check_array("q", q)
+    if sinks is not None:
+        _check_array("sinks", sinks)
+    heads, size = layer_kv[0].shape[1], layer_kv[0].shape[3]
+    if (
+        q.ndim != 4
+        or (*q.shape[:2], q.shape[3]) != (*ubatch.valid.shape, size)
+        or q.shape[2] % heads
+        or not q.shape[2]
+    ):
+        raise ValueError(
+            f"wanted q [R, T, H, D] of {(*ubatch.valid.shape, 'H', size)}, H a multiple of "
+            f"{heads}, got {q.shape}: tokens come before heads"
+        )
+    options = Options(scale=scale, softcap=softcap, sinks=sinks)
+    added = checked_bias(bias, (*q.shape[:3], layer_kv[0].shape[2]))
+    visible_until = _checked_until(visible_until, ubatch, causal)
+    arrays = new, q, options, added, visible_until
+    mark = table.written[:, layer]
+    mark, layer_kv, out = _attended(table, ubatch, layer_kv, mark, *arrays, causal, implementation)
+    if not new:
+        return table, buffers, out
+    return _marked(table, layer, mark), buffers.with_layer(layer, *layer_kv), out
+
+
+def write_kv(
+    table: C,
+    buffers: Buffers,
+    layer: int | jax.Array,
+    ubatch: Ubatch,
+    k: jax.Array,
+    v: jax.Array | None,
+) -> tuple[C, Buffers]:
+    """Write the keys and values of a ubatch, see `jaxkv.write_kv`."""
+    layer_kv = _layer_of(buffers, layer)
+    mark, layer_kv = _written(
+        table, ubatch, layer_kv, table.written[:, layer], _checked(ubatch, layer_kv, k, v)
+    )
+    return _marked(table, layer, mark), buffers.with_layer(layer, *layer_kv)
+
+
+def read_kv(
+    table: Cells,
+    buffers: Buffers,
+    layer: int | jax.Array,
+    ubatch: Ubatch,
+    *,
+    causal: bool = True,
+    visible_until: jax.Array | None = None,
+) -> KVView:
+    """Return what the tokens of a ubatch see, see `jaxkv.read_kv`."""
+    visible_until = _checked_until(visible_until, ubatch, causal)
+    layer_kv = _layer_of(buffers, layer)
+    return _viewed(table, ubatch, layer_kv, table.written[:, layer], visible_until, causal)
+
+
+def _marked(table: C, layer: int | jax.Array, mark: jax.Array) -> C:
+    """Return the table with the histories that a layer holds now, `[S]` uint32."""
+    here = jnp.arange(table.written.shape[1]) == layer  # nowhere for a traced one that is no layer
+    return replace(table, written=jnp.where(here, mark[:, None], table.written))
+
+
+def _layer_of(buffers: Buffers, layer: int | jax.Array) -> LayerKV:
+    """Return the keys `[S, K, N, D]` and values `[S, K, N, Dv]` of a layer, see `Held`."""
+    if not is_traced(layer) and not 0 <= layer < buffers.layers:
+        raise ValueError(
+            f"wanted a layer from 0 to {buffers.layers - 1}, got {layer}: make the cache with "
+            f"layers= of the model"
+        )
+    return buffers.layer(layer)
+
+
+def _check_array(name: str, x: Any) -> None:
+    if not isinstance(x, jax.Array | np.ndarray):
+        raise TypeError(f"wanted an array for {name}, got {type(x)}")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"wanted floats for {name}, got {x.dtype}: cast them")
+
+
+def _checked(ubatch: Ubatch, layer_kv: LayerKV, k: Any, v: Any) -> tuple[jax.Array, ...]:
+    """Return the keys and values of a ubatch, `[R, T, K, D]` and `[R, T, K, Dv]`.
+
+    Keys alone where values are a part of them.
+    """
+    keys, values = layer_kv
+    if isinstance(values, ValueSlice):
+        if v is not None:
+            raise TypeError(
+                f"wanted keys alone, whose numbers {values.first} to {values.last - 1} are the "
+                f"values of this cache, got values too: leave v out"
+            )
+        given = (("k", "D", k, keys),)
+    else:
+        if (k is None) != (v is None):
+            alone = "keys" if v is None else "values"
+            raise TypeError(
+                f"wanted keys and values, or none of them to look alone, got {alone} alone"
+            )
+        given = (("k", "D", k, keys), ("v", "Dv", v, values))
+    for name, size, new, old in given:
+        _check_array(name, new)
+        wanted = (*ubatch.valid.shape, old.shape[1], old.shape[3])
+        if new.shape != wanted:
+            raise ValueError(
+                f"wanted {name} [R, T, K, {size}] of {wanted}, got {new.shape}: tokens come before "
+                f"heads, whose sizes are those of make_kv_cache"
+            )
+    return tuple(new for _, _, new, _ in given)
+
+
+def _checked_until(visible_until: Any, ubatch: Ubatch, causal: bool) -> jax.Array | None:
+    """Return the last position that each token sees, `[R, T]` int32."""
+    if not isinstance(causal, bool | np.bool_):
+        raise TypeError(f"wanted causal as True or False, known while tracing, got {causal!r}")
+    if visible_until is None:
+        return None
+    if not causal:
+        raise ValueError(
+            "wanted visible_until or causal=False, got both: with the latter tokens see all that "
+            "comes after them, so leave one of them out"
+        )
+    visible_until = jnp.asarray(check_int32(visible_until, "visible_until"))
+    if visible_until.shape != ubatch.valid.shape:
+        raise ValueError(
+            f"wanted visible_until [R, T] of {ubatch.valid.shape}, the last position that each "
+            f"token sees, got {visible_until.shape}"
+        )
+    return visible_until
+
+
+def _put(
+    split: AxisPartition,
+    layer_kv: LayerKV,
+    ubatch: Ubatch,
+    where: jax.Array,
+    new: tuple[jax.Array, ...],
+) -> LayerKV:
+    """Write into a device's share what falls into it of some keys and values, if there are any.
+
+    `where` is `[R, T]` int32, the slots, and `new` what `_checked` returns, or nothing.
+    """
+    if not new:
+        return layer_kv
+    if split.cells:
+        first = first_of(split.cells, layer_kv[0].shape[2])
+        where = own_cells(where, first, layer_kv[0].shape[2])
+    return store(*layer_kv, ubatch.row_stream, where, *new)
+
+
+def _sight_in_share(
+    split: AxisPartition,
+    table: Cells,
+    ubatch: Ubatch,
+    layer_kv: LayerKV,
+    causal: bool,
+    visible_until: jax.Array | None,
+) -> Visibility:
+    """Return what decides which of the cells in a device's share the tokens of a ubatch see.
+
+    `visible_until` is `[R, T]` int32, see `visibility_of`.
+    """
+    visibility, count = (
+        visibility_of(table, ubatch, causal=causal, visible_until=visible_until),
+        layer_kv[0].shape[2],
+    )
+    return visibility.of_cells(first_of(split.cells, count), count) if split.cells else visibility
+
+
+def _committed(table: Cells, ubatch: Ubatch, layer_kv: LayerKV) -> tuple[jax.Array, jax.Array]:
+    """Return the slots, `[R, T]` int32, and which rows are current, `[R]`: none of no layer."""
+    where, current = slots.committed_slots(table, ubatch)
+    keys, _ = parts(layer_kv[0])
+    return where, current & jnp.all(keys.is_there) if isinstance(keys, LayerView) else current
+
+
+def _on_all(flags: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Return which flags, of any shape, are True on all devices along some axes; bool."""
+    return jax.lax.pmin(flags.astype(jnp.int32), axes) == 1 if axes else flags
+
+
+@jax.jit
+def _written(
+    table: Cells, ubatch: Ubatch, layer_kv: LayerKV, mark: jax.Array, new: tuple[jax.Array, ...]
+) -> tuple[jax.Array, LayerKV]:
+    """Write into a layer: on a mesh each device what falls into its share.
+
+    `mark` is `[S]` uint32, the histories that the layer holds, and `new` what `_checked` returns.
+    """
+    split = shares(table.sharding_rules, **sizes_of(layer_kv[0]))
+
+    def of_share(
+        table: Cells, ubatch: Ubatch, layer_kv: LayerKV, mark: jax.Array, new: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, LayerKV]:
+        ubatch = own_rows(ubatch, split.streams, table.streams)
+        where, _ = slots.committed_slots(table, ubatch)
+        mark = slots.written_after(table, ubatch, where, mark)
+        return mark, _put(split, layer_kv, ubatch, where, new)
+
+    of_new = P(rows_of(ubatch, split.streams), None, split.kv_heads)
+    of_held = layer_partition_specs(split, layer_kv)
+    streams = P(split.streams)
+    in_specs = (streams, ubatch_partition_specs(ubatch, split.streams), of_held, streams, of_new)
+    run = map_shards(table.sharding_rules, of_share, in_specs, (streams, of_held))
+    return run(table, ubatch, layer_kv, mark, new)
+
+
+@partial(jax.jit, static_argnames="causal")
+def _viewed(
+    table: Cells,
+    ubatch: Ubatch,
+    layer_kv: LayerKV,
+    mark: jax.Array,
+    visible_until: jax.Array | None,
+    causal: bool,
+) -> KVView:
+    """Return the keys and values of each list's stream; all NaN, and seen, if it was edited.
+
+    All NaN, too, where a token of the list would see what the layer or the ubatch lacks.
+
+    `mark` is as for `_written` and `visible_until` `[R, T]` int32, see `visibility_of`; `KVView`
+    has the shapes of what is returned.
+    """
+    split = shares(table.sharding_rules, **sizes_of(layer_kv[0]))
+    rows = rows_of(ubatch, split.streams)
+    apart = () if rows else split.streams
+
+    def of_share(
+        table: Cells,
+        ubatch: Ubatch,
+        layer_kv: LayerKV,
+        mark: jax.Array,
+        visible_until: jax.Array | None,
+    ) -> tuple[jax.Array, ...]:
+        mine = own_rows(ubatch, split.streams, table.streams)
+        visibility = _sight_in_share(split, table, mine, layer_kv, causal, visible_until)
+        _, current = _committed(table, mine, layer_kv)
+        whole = current & slots.readable(table, mine, mark)
+        if (ahead := blind(table, mine, causal=causal, visible_until=visible_until)) is not None:
+            whole &= ~jnp.any(ahead, axis=1)
+        mask = mask_of(visibility)
+        if apart:  # each row is a list, and all devices have all of them
+            mask = broadcast_from_owner(mask.reshape(*ubatch.valid.shape, -1), apart)
+            lists = partial(gather_sharded, axes=apart, index=ubatch.row_stream)
+            layer_kv, positions = jax.tree.map(
+                lists, (of_streams(layer_kv, None), visibility.position)
+            )
+        else:
+            layer_kv, positions = visibility.of_lists((layer_kv, visibility.position))
+        flags = _on_all(jnp.stack([current, whole]), apart).reshape(2, mask.shape[0], -1)
+        current, whole = jnp.all(flags, axis=2)[..., None, None]
+        keys, values = decoded(layer_kv[0]), layer_kv[1]
+        values = values.of(keys) if isinstance(values, ValueSlice) else decoded(values)
+        keys = jnp.where(whole[..., None], keys, jnp.nan)
+        return keys, values, mask | ~current, positions
+
+    of_heads = P(rows, split.kv_heads, split.cells)
+    out_specs = of_heads, of_heads, P(rows, None, split.cells), P(rows, split.cells)
+    of_held = layer_partition_specs(split, layer_kv)
+    streams = P(split.streams)
+    in_specs = streams, ubatch_partition_specs(ubatch, split.streams), of_held, streams, P(rows)
+    run = map_shards(table.sharding_rules, of_share, in_specs, out_specs)
+    return KVView(*run(table, ubatch, layer_kv, mark, visible_until))
+
+
+@partial(jax.jit, static_argnames=("causal", "implementation"))
+def _attended(
+    table: Cells,
+    ubatch: Ubatch,
+    layer_kv: LayerKV,
+    mark: jax.Array,
+    new: tuple[jax.Array, ...],
+    q: jax.Array,
+    options: Options,
+    bias: BiasOfLists | None,
+    visible_until: jax.Array | None,
+    causal: bool,
+    implementation: Implementation | None,
+) -> tuple[jax.Array, tuple[Any, ...], jax.Array]:
+    """Write into a layer, if there is anything new, and attend.
+
+    It is traced and lowered once for all layers.
+
+    On a mesh each device writes what falls into its share, and weighs the cells that it holds. Rows
+    in the order of sequences lie where their streams do; other rows are looked at by all devices.
+    What was weighed of the same rows is joined by one small message.
+
+    Args:
+      table: the table.
+      ubatch: the tokens.
+      layer_kv: the keys and values of the layer.
+      mark: `[S]` uint32, the histories that the layer holds, see `Cells`.
+      new: what `_checked` returns, or nothing.
+      q: `[R, T, H, D]`, queries.
+      options: of the softmax.
+      bias: `[R, T, H or 1, N]`, or `OfPlaces`.
+      visible_until: `[R, T]` int32, see `visibility_of`.
+      causal: likewise.
+      implementation: see `jaxkv.attend`.
+
+    Returns:
+      The histories that the layer holds then, its keys and values, or nothing if nothing was new;
+      and `[R, T, H, Dv]`.
+    """
+    split = shares(table.sharding_rules, **sizes_of(layer_kv[0]))
+    heads = axes_of_queries(
+        table.sharding_rules, current_mesh(table.sharding_rules), *layer_kv, q.shape[2]
+    )
+    rows = rows_of(ubatch, split.streams)
+    apart = () if rows else split.streams
+    if split.cells and implementation in ("xla", "cudnn"):
+        raise ValueError(
+            f"{implementation!r} does not join what devices weigh of cells that are split: leave "
+            f"the implementation to jaxkv"
+        )
+
+    def of_share(
+        table: Cells,
+        ubatch: Ubatch,
+        layer_kv: LayerKV,
+        mark: jax.Array,
+        new: tuple[jax.Array, ...],
+        q: jax.Array,
+        options: Options,
+        bias: BiasOfLists | None,
+        visible_until: jax.Array | None,
+    ) -> tuple[jax.Array, tuple[Any, ...], jax.Array]:
+        ubatch = own_rows(ubatch, split.streams, table.streams)
+        where, current = _committed(table, ubatch, layer_kv)
+        if new:
+            mark = slots.written_after(table, ubatch, where, mark)
+        current = (current & slots.readable(table, ubatch, mark))[:, None]
+        if (ahead := blind(table, ubatch, causal=causal, visible_until=visible_until)) is not None:
+            current &= ~ahead
+        visibility = _sight_in_share(split, table, ubatch, layer_kv, causal, visible_until)
+        if isinstance(bias, jax.Array):
+            bias = bias.reshape(*visibility.at.shape, *bias.shape[2:])
+        visibility = replace(visibility, bias=bias)
+        layer_kv = _put(split, layer_kv, ubatch, where, new)
+        lists = q.reshape(*visibility.at.shape, *q.shape[2:])
+        sums = attention.partial_attention(lists, *layer_kv, visibility, options, implementation)
+        sums = joined_over(sums, (*split.cells, *apart))
+        out = attention.finalize(sums, lists, options).reshape(*q.shape[:3], -1)
+        current = _on_all(current, apart)
+        out = jnp.where(current[..., None, None], out, jnp.nan)
+        return mark, (layer_kv if new else ()), out
+
+    of_new, of_queries = P(rows, None, split.kv_heads), P(rows, None, heads)
+    of_held = layer_partition_specs(split, layer_kv)
+    in_specs = (
+        P(split.streams),
+        ubatch_partition_specs(ubatch, split.streams),
+        of_held,
+        P(split.streams),
+        of_new,
+        of_queries,
+        P(heads),
+        _specs_of_bias(bias, rows, heads, split.cells),
+        P(rows),
+    )
+    out_specs = P(split.streams), (of_held if new else ()), of_queries
+    run = map_shards(table.sharding_rules, of_share, in_specs, out_specs)
+    return run(table, ubatch, layer_kv, mark, new, q, options, bias, visible_until)
+
+
+def _specs_of_bias(
+    bias: BiasOfLists | None, rows: tuple[str, ...], heads: tuple[str, ...], cells: tuple[str, ...]
+) -> Any:
+    """Return how a bias is split: as rows, query heads and cells are, and never what it weighs."""
+    if isinstance(bias, OfPlaces):
+        return replace(bias, function=P(), heads=P(heads))
+    if bias is None:
+        return None
+    return P(rows, None, heads if bias.shape[2] > 1 else (), cells)

@@ -1,0 +1,123 @@
+"""Work on a table of cells, done where its streams lie: on a mesh each device does its own.
+
+Left to a compiler, a look-up by a stream that it does not know would bring the whole table to every
+device. Without a mesh these functions add nothing.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from jaxkv.batch import Ubatch, own_rows, rows_of, ubatch_partition_specs
+from jaxkv.core.constants import EMPTY
+from jaxkv.core.partitioning import broadcast_from_owner, map_shards, shares, to_local
+from jaxkv.kv.cells import Cells, known, owner_word
+
+T = TypeVar("T")
+
+
+def map_streams(cells: Cells, work: Callable[..., Any], *args: Any) -> Any:
+    """Do work on each stream by itself.
+
+    Args:
+      cells: the table.
+      work: is given the streams of a device, and what the arguments have for these.
+      args: `[S, ...]` or `[Q, ...]`, or trees of such arrays.
+
+    Returns:
+      What comes of it, `[S, ...]` or `[Q, ...]`, where the streams are.
+    """
+    streams = P(shares(cells.sharding_rules, streams=cells.streams).streams)
+    return map_shards(cells.sharding_rules, work, streams, streams)(cells, *args)
+
+
+def map_streams_gather(cells: Cells, work: Callable[..., T], *args: jax.Array) -> T:
+    """Do work on each stream by itself, and tell all devices what came of it in one message.
+
+    Args:
+      cells: the table.
+      work: see `map_streams`; returns arrays of int32 or bool, all of one shape.
+      args: `[S, ...]` or `[Q, ...]`.
+    """
+    axes = shares(cells.sharding_rules, streams=cells.streams).streams
+
+    def of_share(*args: Any) -> T:
+        return gathered(work(*args), axes)
+
+    return map_shards(cells.sharding_rules, of_share, P(axes), P())(cells, *args)
+
+
+def endings(cells: Cells, sequences: jax.Array, contents: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return what the last cells of some sequences hold.
+
+    Args:
+      cells: the table.
+      sequences: `[T]` int32.
+      contents: `[T]` uint32, one asked about for each sequence.
+
+    Returns:
+      The content of a cell at the last position, `[T]` uint32, 0 if there is none; and whether one
+      of those cells (`seq_div` may bring two to a position) has the content that was asked about,
+      `[T]` bool. On all devices.
+    """
+    axes = shares(cells.sharding_rules, streams=cells.streams).streams
+    does = known(cells, sequences)
+
+    def of_share(
+        cells: Cells, sequences: jax.Array, does: jax.Array, contents: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        stream, word, bit = owner_word(cells, sequences)
+        stream, mine = to_local(stream, axes, cells.streams)
+        owns = (cells.owners[stream, word] >> bit[:, None]) & 1 == 1
+        at = jnp.where(owns & (does & mine)[:, None], cells.position[stream], EMPTY)
+        last, held = jnp.max(at, axis=1), cells.content[stream]
+        found = jnp.take_along_axis(held, jnp.argmax(at, axis=1)[:, None], axis=1)[:, 0]
+        same = (at == last[:, None]) & (held == contents[:, None])
+        found = jnp.where(last >= 0, found, 0)
+        same = mine & jnp.where(last >= 0, jnp.any(same, axis=1), contents == 0)
+        return broadcast_from_owner(found, axes), broadcast_from_owner(same, axes)
+
+    run = map_shards(cells.sharding_rules, of_share, (P(axes), P(), P(), P()), P())
+    return run(cells, jnp.where(does, sequences, 0), does, contents)
+
+
+def on_rows(
+    cells: Cells, ubatch: Ubatch, work: Callable[[Cells, Ubatch, tuple, tuple], Any], out_specs: Any
+) -> Any:
+    """Do work on the rows of a ubatch where their streams lie.
+
+    Args:
+      cells: the table.
+      ubatch: its rows.
+      work: is given the streams of a device, and their rows alone where rows are in the order of
+        sequences, or else all rows, of which those of other streams are padding; and the axes
+        that split the rows, and those along which devices have other padding.
+      out_specs: how what it returns is split, made of the axes of the streams.
+    """
+    axes = shares(cells.sharding_rules, streams=cells.streams).streams
+    rows = rows_of(ubatch, axes)
+    apart = () if rows else axes
+
+    def of_share(cells: Cells, ubatch: Ubatch) -> Any:
+        return work(cells, own_rows(ubatch, axes, cells.streams), rows, apart)
+
+    run = map_shards(
+        cells.sharding_rules,
+        of_share,
+        (P(axes), ubatch_partition_specs(ubatch, axes)),
+        out_specs(axes),
+    )
+    return run(cells, ubatch)
+
+
+def gathered(found: T, axes: tuple[str, ...]) -> T:
+    """Return what devices along some axes found, int32 or bool of one shape, one after another."""
+    if not axes:
+        return found
+    leaves, form = jax.tree.flatten(found)
+    packed = jnp.stack([x.astype(jnp.int32) for x in leaves], axis=-1)
+    packed = jax.lax.all_gather(packed, axes, tiled=True)
+    return form.unflatten([packed[..., i].astype(x.dtype) for i, x in enumerate(leaves)])

@@ -1,0 +1,193 @@
+"""The tiles of cells in which anything is seen: what a loop over tiles, or a kernel, goes over.
+
+A pool may be large and mostly empty, full of the tokens of other sequences, or one of many streams
+of which few take part. So cells are looked at in tiles, and tokens in blocks. The list of the pairs
+of a block and a tile with anything to see is an array: when it changes, nothing is compiled anew.
+
+These are the tiles that are read at once. The tiles that a sequence may have for itself are smaller
+and say where tokens go, see `jaxkv.kv.tiles`; attention knows only their size, `Visibility.tile`.
+
+Letters beside those of the package: b blocks of a list, t tokens of a block, M pairs of a block and
+a tile, G query heads of a key head, X = G * t queries of a block that share a key.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.ops.attention.softmax import OnlineSoftmax, zero_unseen
+from jaxkv.ops.attention.visibility import Visibility, bias_of, mask_of, query_bounds_of
+
+TILE = 512
+"""Cells of a tile: large enough that a product with them outweighs a turn of the loop."""
+
+BLOCK = 256
+"""The most tokens of a block, which read a tile together: most blocks of a long prompt see only the
+tiles before their own."""
+
+MASK = 1 << 22
+"""The most pairs of a token and a cell whose mask is held for all layers: 4 MB."""
+
+
+class ActiveTiles(NamedTuple):
+    """What the loop goes over, for P lists of tokens in b equal blocks of t.
+
+    mask: `[P * b, t, N]` bool, what each token sees. Where a mask would be large, or there is a
+      bias, it is the sight of the blocks, from which a turn makes the mask of its tile.
+    sees: `[P * b, t]` bool, whether a token sees anything.
+    streams: `[P * b]` int32, the stream of each block.
+    tiles: `[M]` int32, numbers of all pairs: that of the block times the tiles of a stream, plus
+      that of the tile. The pairs in which anything is seen come first, block after block.
+    starts: `[P * b + 1]` int32, where in `tiles` the seen tiles of each block start, and in the end
+      how many are seen in all.
+    """
+
+    mask: jax.Array | Visibility
+    sees: jax.Array
+    streams: jax.Array
+    tiles: jax.Array
+    starts: jax.Array
+
+    @property
+    def turns(self) -> jax.Array:
+        """How many tiles are seen, of all blocks together; int32."""
+        return self.starts[-1]
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of a block, t."""
+        return self.sees.shape[1]
+
+    def of_tile(
+        self, block: jax.Array, first: jax.Array, size: int
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Return what a block sees of `size` cells from `first` on, and the bias for them.
+
+        `block` and `first` are int32 numbers. The result is `[1, t, size]` bool, and
+        `[1, H or 1, t, size]` or None.
+        """
+        zero = jnp.zeros_like(first)
+        if not isinstance(self.mask, Visibility):
+            return slice_of(self.mask, (block, zero, first), (1, self.tokens, size)), None
+        visibility, stream = self.mask, item(self.streams, block)
+        words = visibility.owners.shape[1]
+
+        def of_block(x: jax.Array) -> jax.Array:
+            if x.ndim == 2:
+                return slice_of(x, (block, zero), (1, self.tokens))
+            return slice_of(x, (block, zero, zero, first), (1, self.tokens, x.shape[2], size))
+
+        part = replace(
+            visibility.of_tokens(of_block),
+            position=slice_of(visibility.position, (stream, first), (1, size)),
+            owners=slice_of(visibility.owners, (stream, zero, first), (1, words, size)),
+            all_streams=True,
+        )
+        return mask_of(part), bias_of(part)
+
+
+@partial(jax.jit, static_argnames=("most", "size"))
+def find_active_tiles(visibility: Visibility, most: int = BLOCK, size: int = TILE) -> ActiveTiles:
+    """List the tiles of `size` cells that are seen, by blocks of `most` tokens or less.
+
+    As with `mask_of`, each layer calls this, and the compiler computes it once.
+    """
+    lists, tokens = visibility.at.shape
+    cells = visibility.position.shape[1]
+    blocks, size = -(-tokens // most), min(size, cells)
+    tiles = -(-cells // size)
+    if lists * tokens * cells > MASK:
+        mask = _in_blocks(visibility, blocks)
+        seen, sees = _seen_by_token(mask)
+    else:
+        mask = in_blocks(mask_of(visibility), blocks)
+        seen, sees = jnp.any(mask, axis=1), jnp.any(mask, axis=2)
+        mask = mask if visibility.bias is None else _in_blocks(visibility, blocks)
+    seen = jnp.pad(seen, [(0, 0), (0, tiles * size - cells)])
+    seen = jnp.any(seen.reshape(-1, tiles, size), axis=2)
+    live = jnp.argsort(~seen.reshape(-1), stable=True).astype(jnp.int32)  # the seen ones come first
+    streams = jnp.repeat(visibility.streams, blocks, total_repeat_length=lists * blocks)
+    ends = jnp.cumsum(jnp.sum(seen, axis=1, dtype=jnp.int32))
+    return ActiveTiles(mask, sees, streams, live, jnp.pad(ends, (1, 0)))
+
+
+def _in_blocks(visibility: Visibility, blocks: int) -> Visibility:
+    """Return the sight of P * b lists of t tokens, the blocks of P lists; b is `blocks`."""
+    lists = visibility.streams.size * blocks
+    return replace(
+        visibility.of_tokens(partial(in_blocks, blocks=blocks)),
+        streams=jnp.repeat(visibility.streams, blocks, total_repeat_length=lists),
+        all_streams=visibility.all_streams and blocks == 1,
+    )
+
+
+def _seen_by_token(visibility: Visibility) -> tuple[jax.Array, jax.Array]:
+    """Return which cells each list sees, `[P, N]` bool, and which tokens see any, `[P, T]` bool.
+
+    It goes token by token, so that no mask of all pairs is held.
+    """
+    visibility = replace(visibility, bias=None)
+
+    def of_token(i: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def one(x: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(x, i, 1, axis=1)
+
+        mask, (seen, sees) = mask_of(visibility.of_tokens(one))[:, 0], found
+        any_of_it = jnp.any(mask, axis=1, keepdims=True)
+        return seen | mask, jax.lax.dynamic_update_slice_in_dim(sees, any_of_it, i, axis=1)
+
+    shape = visibility.at.shape
+    none = jnp.zeros((shape[0], visibility.position.shape[1]), bool), jnp.zeros(shape, bool)
+    return jax.lax.fori_loop(jnp.int32(0), jnp.int32(shape[1]), of_token, none)
+
+
+def query_bounds_in_blocks(visibility: Visibility, blocks: int, queries: int) -> jax.Array:
+    """Return what decides which cells the queries of blocks see, `[P * b, X, 4]` int32.
+
+    The four numbers are those of `QueryBounds`; b is `blocks` and G is `queries`.
+    """
+    looks = jnp.stack(query_bounds_of(visibility), axis=-1)
+    return jnp.tile(in_blocks(looks, blocks), (1, queries, 1))
+
+
+# No index is negative here. An index that could be would add three instructions to every layer.
+slice_of = partial(jax.lax.dynamic_slice, allow_negative_indices=False)
+
+
+def item(x: jax.Array, i: jax.Array) -> jax.Array:
+    """Return the number `x[i]` of `[n]`, for an int32 index that is not negative."""
+    return slice_of(x, (i,), (1,))[0]
+
+
+def in_blocks(x: jax.Array, blocks: int) -> jax.Array:
+    """Cut lists of tokens into b `blocks` of equal size; `[P, T, ...]` to `[P * b, t, ...]`.
+
+    The last block is filled up with zeros: tokens that see nothing.
+    """
+    if blocks == 1:
+        return x
+    size = -(-x.shape[1] // blocks)
+    x = jnp.pad(x, [(0, 0), (0, blocks * size - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
+    return x.reshape(-1, size, *x.shape[2:])
+
+
+def of_lists(sums: OnlineSoftmax, live: ActiveTiles, lists: int, tokens: int) -> OnlineSoftmax:
+    """Return the sums of P `lists` of T `tokens` from the sums of their P * b blocks."""
+    sums = jax.tree.map(lambda x: _of_lists(x, lists, tokens, live.tokens), sums)
+    return zero_unseen(sums, live.sees.reshape(lists, -1)[:, :tokens])
+
+
+def _of_lists(x: jax.Array, lists: int, tokens: int, size: int) -> jax.Array:
+    """Undo `in_blocks` for packed sums; `[P * b, K, X, ...]` to `[P, K, G * T, ...]`.
+
+    P is `lists`, T is `tokens` and t is `size`.
+    """
+    if x.shape[0] == lists:
+        return x
+    kv_heads, rest = x.shape[1], x.shape[3:]
+    x = jnp.moveaxis(x.reshape(lists, -1, kv_heads, x.shape[2] // size, size, *rest), 1, 3)
+    x = x.reshape(*x.shape[:3], -1, *rest)[:, :, :, :tokens]  # [P, K, G, T, ...]
+    return x.reshape(lists, kv_heads, -1, *rest)

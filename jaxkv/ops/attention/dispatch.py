@@ -1,0 +1,309 @@
+"""Attention over streams of cells: the table of its implementations, and what runs one of them."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.ops.attention import (
+    jax_nn,
+    pallas_gpu,
+    pallas_tpu,
+    xla,
+    xla_cpu,
+    xla_cpu_tiled,
+    xla_tiles,
+)
+from jaxkv.ops.attention.active_tiles import TILE
+from jaxkv.ops.attention.softmax import (
+    OnlineSoftmax,
+    Options,
+    nan_unless_hidden,
+    normalize,
+    ungroup_queries,
+    with_sinks,
+)
+from jaxkv.ops.attention.transforms import derived_by, folded
+from jaxkv.ops.attention.visibility import Visibility, bias_of, mask_of
+from jaxkv.ops.mla import Values, ValueSlice
+from jaxkv.ops.quantised import Stored
+
+Implementation = Literal["tiles", "whole", "pallas", "xla", "cudnn"]
+"""The implementations that a caller may ask for.
+
+tiles: reads only the tiles in which a token sees a cell, see `jaxkv.ops.attention.xla_tiles`.
+whole: weighs all cells in one product, for where a loop costs more than reading them.
+pallas: a kernel that reads the same tiles, once for all queries of a stream: on TPUs that of
+  `jaxkv.ops.attention.pallas_tpu`, on NVIDIA's GPUs that of `jaxkv.ops.attention.pallas_gpu`.
+  On other platforms the kernel for TPUs is interpreted, which is slow and meant for tests.
+xla: `jax.nn.dot_product_attention`.
+cudnn: `jax.nn.dot_product_attention` with the kernel of NVIDIA's library, for float16 and bfloat16.
+"""
+
+AttentionFn = Callable[[jax.Array, Stored, Stored, Visibility, Options], OnlineSoftmax]
+"""An implementation: a function of queries, keys, values, a sight and options.
+
+q: `[P, T, H, D]` floats, queries of P lists of tokens. Query head h reads key/value head
+  h // (H / K).
+k: `[S, K, N, D]`, keys of all streams; a key that no token may see holds anything, also a NaN.
+v: `[S, K, N, Dv]`, values, all of them finite.
+sight: what decides which cells each token sees, and what is added to their logits; from it an
+  implementation makes what it needs. A cell that a bias hides has the lowest logit, see `masked`.
+options: scale and softcap. Sinks are added afterwards, when all cells have been weighed.
+
+It returns a softmax that is still open, so that it can be joined with that over other cells.
+"""
+
+MAX_LOGIT_BYTES = 1 << 28
+"""The most bytes of logits, of all cells, that may be held at once: 256 MB."""
+
+
+def best(
+    q: jax.Array, k: Stored, v: Stored, visibility: Visibility, options: Options
+) -> OnlineSoftmax:
+    """Choose by shapes, where there is no kernel.
+
+    Where the length of a loop depends on the data, its turns wait for the host or for each other,
+    which takes longer than reading cells that no token sees. So all cells are read at once, unless
+    their logits would be more bytes than their keys and values, as those of a prompt are, or more
+    than `HELD`. A compiler holds the logits where a list has several tokens.
+    """
+    logits = q.shape[1] * q.shape[2] * jnp.dtype(jnp.float32).itemsize  # bytes a cell
+    read = k.shape[1] * (k.shape[3] + v.shape[3]) * k.dtype.itemsize
+    held = q.shape[0] * logits * k.shape[2] if q.shape[1] > 1 else 0
+    way = xla.whole if logits <= read and held <= MAX_LOGIT_BYTES else xla_tiles.by_tiles
+    return way(q, k, v, visibility, options)
+
+
+def best_for_tpu(
+    q: jax.Array, k: Stored, v: Stored, visibility: Visibility, options: Options
+) -> OnlineSoftmax:
+    """Run the kernel where it takes the arrays; `docs/kernels.md` gives the reasons.
+
+    Streams of one tile each, with a token each, are the exception: there is nothing to skip and
+    nothing to share, and one product for all streams costs less than a turn for each stream.
+    """
+    lists, tokens = visibility.at.shape
+    small = lists > 1 and tokens == 1 and k.shape[2] <= TILE
+    way = (
+        best
+        if small or not pallas_tpu.can_attend(q, k, v, visibility)
+        else pallas_tpu.partial_attention
+    )
+    return way(q, k, v, visibility, options)
+
+
+def kernel_for_cuda(
+    q: jax.Array, k: Stored, v: Stored, visibility: Visibility, options: Options
+) -> OnlineSoftmax:
+    """Run the kernel where it takes the arrays.
+
+    JAX traces it for other platforms too, which never run it; so it raises no errors.
+    """
+    way = pallas_gpu.partial_attention if pallas_gpu.can_attend(q, k, v, visibility) else best
+    return way(q, k, v, visibility, options)
+
+
+def best_for_cuda(
+    q: jax.Array, k: Stored, v: Stored, visibility: Visibility, options: Options
+) -> OnlineSoftmax:
+    """Run the kernel where the GPU is known to be good for it."""
+    way = kernel_for_cuda if pallas_gpu.is_fast() else best
+    return way(q, k, v, visibility, options)
+
+
+def by_platform(**ways: Callable[..., OnlineSoftmax]) -> Callable[..., OnlineSoftmax]:
+    """Make one implementation of several, `ways` by platform: chosen when a program is lowered.
+
+    What decides what is seen, `seen`, may be a sight or a mask, as the implementations take it.
+    """
+
+    def partial_attention(
+        q: jax.Array, k: Stored, v: Stored, seen: Any, options: Options
+    ) -> OnlineSoftmax:
+        with_options = {name: partial(way, options=options) for name, way in ways.items()}
+        return jax.lax.platform_dependent(q, k, v, seen, **with_options)
+
+    return partial_attention
+
+
+def with_derivatives(**ways: AttentionFn) -> AttentionFn:
+    """Make an implementation with derivatives and batches, from one for each platform."""
+
+    def plain(
+        q: jax.Array, k: Stored, v: Stored, visibility: Visibility, options: Options
+    ) -> OnlineSoftmax:
+        k, v, mask = visibility.of_lists(k), visibility.of_lists(v), mask_of(visibility)
+        return xla.cleaned(q, k, v, mask, options, bias_of(visibility, mask))
+
+    return derived_by(plain, folded(by_platform(**ways)))
+
+
+IMPLEMENTATIONS: dict[Implementation | None, AttentionFn] = {
+    None: with_derivatives(
+        cpu=xla_cpu_tiled.best, tpu=best_for_tpu, cuda=best_for_cuda, default=best
+    ),
+    "tiles": with_derivatives(cpu=xla_cpu.tiles, default=xla_tiles.by_tiles),
+    "whole": with_derivatives(cpu=xla_cpu.whole, default=xla.whole),
+    "pallas": with_derivatives(
+        tpu=pallas_tpu.partial_attention,
+        cuda=kernel_for_cuda,
+        default=partial(pallas_tpu.partial_attention, interpret=True),
+    ),
+    "xla": jax_nn.xla,
+    "cudnn": jax_nn.cudnn,
+}
+
+
+@partial(jax.jit, static_argnames="implementation")
+def attend(
+    q: jax.Array,
+    k: Stored,
+    v: Stored,
+    visibility: Visibility,
+    options: Options,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Attend from lists of tokens to the cells of their streams.
+
+    Only tests and benchmarks call it. The layers of a model go through `jaxkv.kv.layer`, whose
+    `_attended` is traced and lowered once for all layers, and calls `partial_attention` and
+    `finalize` itself.
+
+    Args:
+      q: `[P, T, H, D]` floats, queries.
+      k: `[S, K, N, D]`, keys.
+      v: `[S, K, N, Dv]`, values.
+      visibility: what decides which cells each token sees.
+      options: scale, softcap and sinks.
+      implementation: which; None leaves it to jaxkv.
+
+    Returns:
+      `[P, T, H, Dv]` in the dtype of `q`; zeros for a token that sees nothing. Derivatives are
+      safe from what no token sees. Those of jaxkv's own implementations are derivatives of the
+      plain formula, in both modes.
+
+    Raises:
+      ValueError: when there is no such implementation, or it cannot do what is asked for.
+      RuntimeError: by JAX, when cuDNN is wanted where there is none.
+    """
+    return finalize(partial_attention(q, k, v, visibility, options, implementation), q, options)
+
+
+def partial_attention(
+    q: jax.Array,
+    k: Stored,
+    v: Values,
+    visibility: Visibility,
+    options: Options,
+    implementation: Implementation | None,
+) -> OnlineSoftmax:
+    """Do the part of `attend` that reads keys and values; its softmax is still open.
+
+    The arguments are those of `attend`. Latent values are numbers of the keys: then whole keys are
+    weighed, so that no part of them is copied.
+    """
+    if isinstance(v, ValueSlice):
+        sums = partial_attention(q, k, k, visibility, options, implementation)
+        return sums._replace(out=v.of(sums.out))
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"wanted an implementation of {get_args(Implementation)}, got {implementation!r}"
+        )
+    if visibility.bias is not None and implementation in ("pallas", "cudnn"):
+        raise ValueError(
+            f"{implementation!r} adds no bias: leave the implementation to jaxkv, or take 'tiles', "
+            f"'whole' or 'xla'"
+        )
+    check(q, k, v, options)
+    sums = IMPLEMENTATIONS[implementation](q, k, v, visibility, options)
+    return sums if visibility.bias is None else nan_unless_hidden(sums)
+
+
+def finalize(sums: OnlineSoftmax, q: jax.Array, options: Options) -> jax.Array:
+    """Close the softmax over all cells, of queries `[P, T, H, D]`.
+
+    Returns `[P, T, H, Dv]` in the dtype of `q`.
+    """
+    return ungroup_queries(normalize(with_sinks(sums, options.sinks)), q.shape[1]).astype(q.dtype)
+
+
+_by_mask = derived_by(xla.cleaned, by_platform(cpu=xla_cpu.by_mask, default=xla.by_mask))
+
+
+@partial(jax.jit, static_argnames=("scale", "softcap"))
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+) -> jax.Array:
+    """Attend from every token to the cells that a mask shows to it, on plain arrays.
+
+    Args:
+      q: `[R, T, H, D]` floats, queries. Query head h reads key/value head h // (H / K).
+      k: `[R, K, N, D]`, keys, for each row of tokens its own.
+      v: `[R, K, N, Dv]`, values. All of them must be finite, also those that no token sees.
+      mask: `[R, T, N]` bool, which cells each token sees.
+      scale: what the products of queries and keys are multiplied by; by default 1 / sqrt(D).
+      softcap: c, which bounds those products: each becomes c * tanh(x / c).
+      sinks: `[H]`, a logit of each head that takes its share of the attention and gives nothing.
+
+    Returns:
+      `[R, T, H, Dv]` in the dtype of `q`; sums and softmax in float32, or float64 for such queries.
+      A token that sees nothing gets zeros. A hidden key may hold anything; a token that sees a NaN
+      key gets NaN. Derivatives are safe from keys that no token sees.
+
+    Raises:
+      ValueError: when H is not a multiple of K, shapes do not fit together, or `softcap` is not
+        above 0 and finite.
+      TypeError: when the queries are not floats.
+
+    Examples:
+      Two equal keys share the attention; a hidden one gets none, whatever it holds:
+
+      >>> q, v = jnp.ones((1, 1, 1, 1)), jnp.array([2.0, 4.0, 6.0]).reshape(1, 1, 3, 1)
+      >>> k = jnp.array([1.0, 1.0, jnp.nan]).reshape(1, 1, 3, 1)
+      >>> attention(q, k, v, jnp.array([[[True, True, False]]]))[0, 0, 0]
+      Array([3.], dtype=float32)
+      >>> attention(q, k, v, jnp.array([[[False, False, False]]]))[0, 0, 0]
+      Array([0.], dtype=float32)
+    """
+    options = Options(scale=scale, softcap=softcap, sinks=sinks)
+    check(q, k, v, options)
+    wanted = (*q.shape[:2], k.shape[2])
+    if k.shape[0] != q.shape[0] or mask.shape != wanted:
+        raise ValueError(f"wanted a mask {wanted}, and k for as many rows, got {mask.shape}")
+    if 0 in (*q.shape, *k.shape, *v.shape):
+        return jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype)
+    return finalize(_by_mask(q, k, v, mask, options), q, options)
+
+
+def check(q: jax.Array, k: Stored, v: Stored, options: Options) -> None:
+    """Raise unless queries, keys, values and options fit together.
+
+    Shapes are those of `attend` or `attention`. The numbers of lists, streams and rows are not
+    compared.
+    """
+    heads, size = q.shape[2:]
+    if not jnp.issubdtype(q.dtype, jnp.floating):
+        raise TypeError(f"wanted q of floats, in whose dtype the result is, got {q.dtype}")
+    cap = options.softcap
+    if cap is not None and not 0 < cap < math.inf:
+        raise ValueError(f"wanted a finite softcap above 0, or None for no bound, got {cap}")
+    if heads % max(k.shape[1], 1) or k.shape[:3] != v.shape[:3] or k.shape[3] != size:
+        raise ValueError(
+            f"wanted q [R, T, H, D], k [R, K, N, D] and v [R, K, N, Dv] with H a multiple of K, "
+            f"got {q.shape}, {k.shape} and {v.shape}"
+        )
+    if options.sinks is not None and options.sinks.shape != (heads,):
+        raise ValueError(
+            f"wanted sinks {(heads,)}, one for each query head, got {options.sinks.shape}"
+        )

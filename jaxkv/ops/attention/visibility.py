@@ -1,0 +1,171 @@
+"""What decides which cells each token sees, and what is added to the logits of these cells.
+
+Implementations that want a mask, or a bias of all pairs, make it from this.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.ops.attention.bias import BiasOfLists, OfPlaces
+from jaxkv.ops.layer_stack import of_streams
+from jaxkv.window import Window, first_seen, last_seen, sees
+
+Tree = TypeVar("Tree")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Visibility:
+    """Positions and owners of the cells of S streams, and of P lists of T tokens that look.
+
+    A token sees the cells of its stream that have its owner, up to its own position, as far back as
+    the window reaches. A sight is small; an implementation makes a mask of it only if it needs one.
+
+    position: `[S, N]` int32, the position of each cell.
+    owners: `[S, W, N]` uint32, one bit for each sequence that owns the cell.
+    streams: `[P]` int32, the stream of each list of tokens.
+    at: `[P, T]` int32, the position of each token.
+    word: `[P, T]` int32, in which of the W words the token's owner stands.
+    bit: `[P, T]` uint32, the bit of that word, set; 0 for padding, which sees nothing.
+    window: how far back tokens look, static.
+    causal: False lets tokens see what comes after them too, static.
+    all_streams: whether P is S and list p is that of stream p, static. Shapes alone cannot tell.
+    visible_until: `[P, T]` int32, the last position that each token sees; None for the token's own.
+    bias: what is added to logits, `[P, T, H or 1, N]` or a function; None for nothing.
+    tile: the cells of a tile of a sequence, where sequences have tiles for themselves as far as
+      there is room, static; None where they have none. It does not change what is seen, only which
+      way of computing is fast.
+    """
+
+    position: jax.Array  # [S, N]
+    owners: jax.Array  # [S, W, N]
+    streams: jax.Array  # [P]
+    at: jax.Array  # [P, T]
+    word: jax.Array  # [P, T]
+    bit: jax.Array  # [P, T]
+    window: Window | None = field(metadata={"static": True})
+    causal: bool = field(metadata={"static": True})
+    all_streams: bool = field(metadata={"static": True})
+    visible_until: jax.Array | None = None  # [P, T]
+    bias: BiasOfLists | None = None
+    tile: int | None = field(default=None, metadata={"static": True})
+
+    def of_cells(self, first: jax.Array, count: int) -> "Visibility":
+        """Return the sight of `count` cells from `first` on, an int32 number."""
+
+        def cut(x: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(x, first, count, axis=-1)
+
+        return replace(
+            self,
+            position=cut(self.position),
+            owners=cut(self.owners),
+            bias=cut(self.bias) if isinstance(self.bias, jax.Array) else self.bias,
+        )
+
+    def of_tokens(self, cut: Callable[[jax.Array], jax.Array]) -> "Visibility":
+        """Return the sight of other tokens; `cut` takes them out of arrays `[P, T, ...]`."""
+        return replace(
+            self,
+            at=cut(self.at),
+            word=cut(self.word),
+            bit=cut(self.bit),
+            visible_until=None if self.visible_until is None else cut(self.visible_until),
+            bias=cut(self.bias) if isinstance(self.bias, jax.Array) else self.bias,
+        )
+
+    def of_lists(self, x: Tree) -> Tree:
+        """Return the part of each list's stream, `[P, ...]`, of arrays `[S, ...]`."""
+        return of_streams(x, None if self.all_streams else self.streams)
+
+
+@jax.jit
+def mask_of(visibility: Visibility) -> jax.Array:
+    """Return which cells of its stream each token sees; `[P, T, N]` bool.
+
+    Each layer calls this; the compiler computes it once for all layers that share a sight.
+
+    llama.cpp: `set_input_kq_mask`.
+    """
+    owners = visibility.of_lists(visibility.owners)  # [P, W, N]
+    owner = owners[:, 0][:, None]
+    for w in range(1, owners.shape[1]):  # a choice among few words, where a gather would be stored
+        owner = jnp.where((visibility.word == w)[..., None], owners[:, w][:, None], owner)
+    owned = owner & visibility.bit[..., None] != 0
+    position = visibility.of_lists(visibility.position)[:, None]
+    visible_until = (
+        None if visibility.visible_until is None else visibility.visible_until[..., None]
+    )
+    at = visibility.at[..., None]
+    return owned & sees(
+        visibility.window, at, position, causal=visibility.causal, visible_until=visible_until
+    )
+
+
+def bias_of(visibility: Visibility, seen: jax.Array | None = None) -> jax.Array | None:
+    """Return what is added to the logits of all pairs, `[P, H or 1, T, N]`; None for nothing.
+
+    Args:
+      visibility: the tokens and the cells.
+      seen: `[P, T, N]` bool, for derivatives: a cell that a token does not see is taken to stand
+        where the token stands, so that the derivative of a function is a number there.
+    """
+    if not isinstance(visibility.bias, OfPlaces):
+        return None if visibility.bias is None else visibility.bias.swapaxes(1, 2)
+    position = visibility.of_lists(visibility.position)[:, None]
+    if seen is not None:
+        position = jnp.where(seen, position, visibility.at[..., None])
+    return visibility.bias.between(visibility.at, position)
+
+
+def with_array(visibility: Visibility) -> Visibility:
+    """Return a sight whose bias, if it has one, is an array `[P, T, H or 1, N]`."""
+    bias = bias_of(visibility)
+    return replace(visibility, bias=None if bias is None else bias.swapaxes(1, 2))
+
+
+class QueryBounds(NamedTuple):
+    """What decides which cells a query sees, in the numbers that a kernel compares.
+
+    The rule of a window becomes the first and the last position that is seen. All arrays are int32
+    and of one shape: `[P, T]` for tokens, `[X, 1]` for the X queries of a kernel.
+
+    first: the first position that the query sees.
+    last: the last position.
+    word: in which word its owner stands.
+    bit: the bit of that word, set; 0 for padding.
+    """
+
+    first: jax.Array
+    last: jax.Array
+    word: jax.Array
+    bit: jax.Array
+
+    def sees(self, position: jax.Array, owners: Sequence[jax.Array]) -> jax.Array:
+        """Return which cells are seen, bool, given int32 positions and W words of owners.
+
+        All arrays broadcast together: `[X, 1]` and `[1, C]`, for C cells, give `[X, C]`.
+        """
+        owner = owners[0]
+        for w, others in enumerate(owners[1:], 1):
+            owner = jnp.where(self.word == w, others, owner)
+        return (owner & self.bit != 0) & (position >= self.first) & (position <= self.last)
+
+
+def query_bounds_of(visibility: Visibility) -> QueryBounds:
+    """Return how each token looks, four arrays `[P, T]` int32."""
+    return QueryBounds(
+        first_seen(visibility.window, visibility.at),
+        last_seen(
+            visibility.window,
+            visibility.at,
+            causal=visibility.causal,
+            visible_until=visibility.visible_until,
+        ),
+        visibility.word,
+        jax.lax.bitcast_convert_type(visibility.bit, jnp.int32),
+    )

@@ -1,0 +1,293 @@
+"""What can be wrong with a batch before cells are chosen for it.
+
+A member is a token with one of its sequences. A batch of B tokens has `[M]` members: its tokens, or
+where tokens may have n - 1 others B * n, token by token, of which those that are not there count as
+padding.
+
+The sequences of a token share all that comes before it: in the table they own the very same cells,
+and in the batch the same token comes before it in each. Sets of sequences can only shrink from one
+token to the next, so what a batch brings for the sequences of a first token is a tree.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.batch import Batch
+from jaxkv.core.array_utils import divided, is_concrete
+from jaxkv.core.constants import END
+from jaxkv.jit_helpers import jit_table
+from jaxkv.plan import Reason
+from jaxkv.spec import TableSpec
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PlanBuilder:
+    """A plan in the making: what was found out about the batch, and the table so far.
+
+    table: with the ubatches placed so far in it.
+    batch: flat, with all positions and outputs.
+    reason, expected, found: see `Plan`; what was found before cells were chosen.
+    late: `[Q]` int32, the `reason`, or the one that came up while cells were chosen.
+    wanted, left: `[Q]` int32, the cells that each asks for, and those that there are for it.
+    together: `[Q]` bool, the sequences that are sure to be placed if they come without the others.
+    """
+
+    table: Any
+    batch: Batch
+    reason: jax.Array
+    expected: jax.Array
+    actual: jax.Array
+    late: jax.Array
+    wanted: jax.Array
+    left: jax.Array
+    together: jax.Array
+
+
+@jit_table
+def check(table: Any, batch: Batch, ranks: tuple[jax.Array, jax.Array]) -> PlanBuilder:
+    """Look for everything that can be wrong before cells are chosen.
+
+    Args:
+      table: of any cache.
+      batch: the tokens, flat.
+      ranks: `[M]` int32 each, see `layout.turn_in_sequence`; of the members of the batch.
+    """
+    count = table.spec.sequences
+    members, valid = members_of(batch)
+    known = (members >= 0) & (members < count)
+    foreign = jnp.any(valid & ~known)
+    valid = valid & known
+    batch = replace(batch, valid=any_of(valid, batch))
+    ids = jnp.where(valid, members, count)
+    wanted = jnp.zeros(count, jnp.int32).at[ids].add(1, mode="drop")
+    here = wanted > 0
+    last, missing, pending = table.sequence_status(here)
+    batch = _complete(batch, ids, ranks[0], wanted, last)
+    apart = None if batch.shared_with is None else unlike_members(table, ids, ranks, batch)
+    reason, expected, found = _faults(batch, ids, valid, ranks, last, apart)
+    for code, at_fault in ((Reason.SHIFT_PENDING, pending), (Reason.CONTEXT_EVICTED, missing)):
+        at_fault = here & at_fault & (reason == Reason.OK)
+        reason = jnp.where(at_fault, code, reason)
+        found = jnp.where(at_fault & (code == Reason.CONTEXT_EVICTED), last + 1, found)
+    reason = jnp.where(foreign & (reason == Reason.OK), Reason.UNKNOWN_SEQUENCE, reason)
+
+    # Sequences already refused do not count against capacity. One refused for room is told how many
+    # cells were left.
+    if batch.shared_with is None:
+        fits, together, left = table.find_fitting(jnp.where(reason == Reason.OK, wanted, 0))
+    else:
+        root, wanted = num_required_cells(ids, ranks[0], reason == Reason.OK, batch)
+        wanted, *room = wanted[root], *table.find_fitting(wanted)
+        fits, together, left = (one[root] for one in room)
+    reason = jnp.where(fits, reason, Reason.OUT_OF_CELLS)
+    return PlanBuilder(
+        table=table,
+        batch=batch,
+        reason=reason,
+        expected=jnp.where(fits, expected, wanted),
+        actual=jnp.where(fits, found, left),
+        late=reason,
+        wanted=wanted,
+        left=left,
+        together=together,
+    )
+
+
+def _complete(
+    batch: Batch, ids: jax.Array, ranks: jax.Array, wanted: jax.Array, last: jax.Array
+) -> Batch:
+    """Fill in what was left open: positions after the last, outputs of the last tokens.
+
+    Args:
+      batch: the tokens, flat.
+      ids: `[M]` int32, the sequence of each member, Q for one that is not there.
+      ranks: `[M]` int32, the turn of each member in its sequence.
+      wanted: `[Q]` int32, how many tokens each sequence brings.
+      last: `[Q]` int32, the position that it goes on after.
+    """
+    positions, outputs = batch.positions, batch.outputs
+    if positions is None:
+        positions = last.at[ids].get(mode="fill", fill_value=-1) + 1 + ranks
+        positions = first_of(positions, batch)
+    if outputs is None:
+        outputs = ranks + 1 == wanted.at[ids].get(mode="fill", fill_value=0)
+        outputs = any_of(outputs, batch)
+    return replace(batch, positions=positions, outputs=outputs & batch.valid)
+
+
+def _faults(
+    batch: Batch,
+    ids: jax.Array,
+    valid: jax.Array,
+    numbers: tuple[jax.Array, jax.Array],
+    last: jax.Array,
+    apart: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Check tokens and positions, and that the sequences of a token share what is before it.
+
+    Args:
+      batch: the tokens, flat.
+      ids: `[M]` int32, the sequence of each member, Q for one that is not there.
+      valid: `[M]` bool, the members that are there.
+      numbers: `[M]` int32 each, see `layout.turn_in_sequence`.
+      last: `[Q]` int32, the position that each sequence goes on after.
+      apart: `[M]` bool, see `unlike_members`; None where each token has one sequence.
+
+    Returns:
+      For each sequence, `[Q]` int32 each, a `Reason`, and what was expected and found at its first
+      fault: positions, or where sequences have diverged another one of the token, and its position.
+    """
+    ranks, before = numbers
+    position = per_member(batch.positions, batch)
+    after = last.at[ids].get(mode="fill", fill_value=-1)
+    previous = jnp.where(ranks == 0, after, position[before])
+    anywhere = (ranks == 0) & (after < 0) & (position >= 0)  # an empty sequence starts anywhere
+    right = ~valid | ((anywhere | (position == previous + 1)) & (position < END))
+    negative = jnp.zeros_like(valid)
+    if batch.tokens is not None:
+        negative = valid & (per_member(batch.tokens, batch) < 0)
+    right &= ~negative
+    reason = jnp.select(
+        [right, negative, ranks == 0, position == previous, position < previous],
+        [
+            Reason.OK,
+            Reason.NEGATIVE_TOKEN,
+            Reason.NOT_CONTIGUOUS,
+            Reason.DUPLICATE_POSITION,
+            Reason.DECREASING_POSITION,
+        ],
+        Reason.POSITION_GAP,
+    ).astype(jnp.int32)
+    wanted = previous + 1
+    if apart is not None:
+        right, reason = right & ~apart, jnp.where(apart, Reason.DIVERGED, reason)
+        wanted = jnp.where(apart, per_member(batch.sequences, batch), wanted)
+    count, end = last.shape[0], ids.shape[0]
+    # The first token at fault speaks for its sequence.
+    index = jnp.where(right, end, jnp.arange(end, dtype=jnp.int32))
+    worst = jnp.full(count, end, jnp.int32).at[ids].min(index, mode="drop")
+    answer = ((reason, Reason.OK), (wanted, 0), (position, 0))
+    reason, expected, found = (x.at[worst].get(mode="fill", fill_value=fill) for x, fill in answer)
+    return reason, expected, found
+
+
+def check_sets(spec: TableSpec, batch: Batch) -> None:
+    """Raise unless a cache may have the tokens of several sequences in a batch.
+
+    Raises:
+      ValueError: when it keeps states; or when a known set has an id that is none, or sequences of
+        several streams.
+    """
+    if batch.shared_with is None:
+        return
+    if spec.max_rollback is not None:
+        raise ValueError(
+            f"wanted tokens of one sequence each, since a state belongs to one text, got a batch "
+            f"with tokens of several for a cache of kind {spec.kind!r}: compute the token once "
+            f"and fork (seq_cp)"
+        )
+    if not is_concrete(batch):
+        return
+    members, valid = (np.asarray(x).reshape(*batch.valid.shape, -1) for x in members_of(batch))
+    spec.sequence_ids(members[valid])
+    stream = members // spec.sequences_per_stream
+    apart = valid & (stream != stream[..., :1])
+    if apart.any():
+        ids = members[apart.any(axis=-1)][0]
+        raise ValueError(
+            f"wanted the sequences of a token in one stream, got {ids[ids >= 0].tolist()}: give "
+            f"each stream a token of its own"
+        )
+
+
+def members_of(batch: Batch) -> tuple[Any, Any]:
+    """Return the sequence of each member, and whether it is there; both `[M]`, or `[R, T * n]`."""
+    if batch.shared_with is None:
+        return batch.sequences, batch.valid
+    xp = np if is_concrete(batch) else jnp
+    # The lowest one is meant to be there; if it is none of the cache, that is found out.
+    more = xp.pad(
+        batch.shared_with >= 0, [*((0, 0),) * batch.valid.ndim, (1, 0)], constant_values=True
+    )
+    ids = xp.concatenate([batch.sequences[..., None], batch.shared_with], axis=-1)
+    there = xp.asarray(batch.valid)[..., None] & more
+    shape = (*batch.valid.shape[:-1], -1)
+    return ids.reshape(shape), there.reshape(shape)
+
+
+def per_member(x: jax.Array, batch: Batch) -> jax.Array:
+    """Return for each member what there is for its token, `[B]` to `[M]`."""
+    return x if batch.shared_with is None else jnp.repeat(x, batch.shared_with.shape[-1] + 1)
+
+
+def any_of(x: jax.Array, batch: Batch) -> jax.Array:
+    """Return whether something holds for a member of each token, `[M]` to `[B]`."""
+    return x if batch.shared_with is None else jnp.any(x.reshape(batch.valid.shape[0], -1), axis=1)
+
+
+def first_of(x: jax.Array, batch: Batch) -> jax.Array:
+    """Return what there is for the first member of each token, `[M]` to `[B]`."""
+    return x if batch.shared_with is None else x.reshape(batch.valid.shape[0], -1)[:, 0]
+
+
+def unlike_members(
+    table: Any, ids: jax.Array, ranks: tuple[jax.Array, jax.Array], batch: Batch
+) -> jax.Array:
+    """Return the members whose sequence does not share all that comes before with the first one.
+
+    Args:
+      table: of the cache.
+      ids: `[M]` int32, the sequence of each member, Q for one that is not there.
+      ranks: of the members, see `layout.turn_in_sequence`.
+      batch: the tokens.
+
+    Returns:
+      `[M]` bool.
+    """
+    spec, count = table.spec, table.spec.sequences
+    turn, before, ids = (x.reshape(batch.valid.shape[0], -1) for x in (*ranks, ids))
+    begins = turn == 0
+    token, _ = divided(before, ids.shape[1])
+    token = jnp.where(begins, -1, token)
+    first = jnp.broadcast_to(ids[:, :1], ids.shape)
+    own = jnp.arange(count, dtype=jnp.int32)
+    partner = own.at[jnp.where(begins, ids, count)].set(first, mode="drop")
+    (there, number), (here, mine) = (divided(x, spec.sequences_per_stream) for x in (partner, own))
+    same = (there == here) & table.owns_same_cells(jnp.where(there == here, number, mine))
+    alike = (token == token[:, :1]) & (~begins | same.at[ids].get(mode="fill", fill_value=True))
+    return ((ids < count) & ~alike).reshape(-1)
+
+
+def num_required_cells(
+    ids: jax.Array, turn: jax.Array, fits: jax.Array, batch: Batch
+) -> tuple[jax.Array, jax.Array]:
+    """Count the tokens that each sequence brings, those that it shares with others once.
+
+    Sequences that share a token find room together or not at all, so the lowest of them asks for
+    all.
+
+    Args:
+      ids: `[M]` int32, the sequence of each member, Q for one that is not there.
+      turn: `[M]` int32, the turn of each member in its sequence.
+      fits: `[Q]` bool, the sequences that count.
+      batch: the tokens.
+
+    Returns:
+      For each sequence the one that asks for it, `[Q]` int32; and how many tokens each asks for,
+      `[Q]` int32.
+    """
+    count = fits.shape[0]
+    ids, turn = (x.reshape(batch.valid.shape[0], -1) for x in (ids, turn))
+    ids = jnp.where(fits.at[ids].get(mode="fill", fill_value=False), ids, count)
+    lowest = jnp.min(ids, axis=1)
+    root = jnp.arange(count, dtype=jnp.int32)
+    root = root.at[jnp.where(turn == 0, ids, count)].set(
+        jnp.broadcast_to(lowest[:, None], ids.shape), mode="drop"
+    )
+    asks = root.at[lowest].get(mode="fill", fill_value=count)
+    return root, jnp.zeros(count, jnp.int32).at[asks].add(1, mode="drop")

@@ -1,0 +1,175 @@
+"""Choosing a cell for every token of a ubatch, and the verdict on a whole batch."""
+
+from dataclasses import replace
+from functools import reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.batch import Batch, Ubatch, by_row, mask_slots
+from jaxkv.core.array_utils import divided, numbers_of
+from jaxkv.core.constants import NO_SLOT
+from jaxkv.core.hashing import content, mix, token_hashes
+from jaxkv.jit_helpers import jit_table
+from jaxkv.plan import Plan, Reason
+from jaxkv.planning.checks import PlanBuilder, check
+from jaxkv.planning.layout import in_rows
+from jaxkv.spec import TableSpec
+
+
+@jit_table(static_argnames="outputs")
+def plan_single_ubatch(
+    table: Any,
+    batch: Batch,
+    ranks: tuple,
+    index: jax.Array,
+    more: jax.Array | None = None,
+    *,
+    outputs: int,
+) -> Plan:
+    """Plan a batch that is one ubatch.
+
+    Args:
+      table: of any cache.
+      batch: the tokens, flat.
+      ranks: see `layout.turn_in_sequence`; of the members of the batch, see `sets`.
+      index: `[R, T]` int32, which token stands where, NO_SLOT for padding.
+      more: `[Q]` bool, the sequences that go on in a later ubatch; None for none.
+      outputs: O, static.
+    """
+    builder, ubatch = place(check(table, batch, ranks), index, more, outputs=outputs)
+    plan = finish_plan(builder)
+    return replace(plan, ubatches=(mask_slots(plan.ok, ubatch),))
+
+
+@jit_table(static_argnames="outputs")
+def place(
+    builder: PlanBuilder, index: jax.Array, more: jax.Array | None = None, *, outputs: int
+) -> tuple[PlanBuilder, Ubatch]:
+    """Choose cells for a ubatch and put it into the table of the plan; see `plan_single_ubatch`."""
+    table, batch = builder.table, builder.batch
+    index, mixed = _arranged(table.spec, batch, index)
+    more = jnp.zeros(table.spec.sequences, bool) if more is None else more
+    ubatch = _lay_out(table, batch, index, more, outputs)
+    slots, fault = table.choose_slots(ubatch)
+    ubatch = replace(ubatch, slots=slots)
+    occupied = table.occupy(ubatch)
+    after = table.stream_hash_after(ubatch, occupied)
+    ids = jnp.where(ubatch.valid, ubatch.sequences, builder.late.size)
+    fault = jnp.where(jnp.all(builder.reason == Reason.OK), fault, Reason.OK)
+    late = builder.late.at[ids].max(fault, mode="drop")
+    if ubatch.shared_with is not None:
+        there = ubatch.valid[..., None] & (ubatch.shared_with >= 0)
+        ids = jnp.where(there, ubatch.shared_with, builder.late.size)
+        late = late.at[ids].max(jnp.where(there, fault[..., None], Reason.OK), mode="drop")
+    late = jnp.where(mixed, Reason.MIXED_ROW, late)
+    return replace(builder, table=occupied, late=late), replace(ubatch, hash_after=after)
+
+
+@jit_table
+def finish_plan(builder: PlanBuilder) -> Plan:
+    """Return what came of a plan; the ubatches are put in by the caller."""
+    reason, late = builder.late, builder.late != builder.reason
+    ok = jnp.all(reason == Reason.OK)
+    # Sequences that find cells, but perhaps no run of them once the others are left out.
+    apart = ~ok & (reason == Reason.OK) & ~builder.together
+    reason = jnp.where(apart, Reason.FRAGMENTED, reason)
+    return Plan(
+        ubatches=(),
+        ok=ok,
+        reason=reason,
+        fits=reason == Reason.OK,
+        expected=jnp.where(late | apart, builder.wanted, builder.expected),
+        actual=jnp.where(late | apart, builder.left, builder.actual),
+    )
+
+
+def _arranged(spec: TableSpec, batch: Batch, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Bring the rows of a ubatch into the order of their sequences, where all may take part.
+
+    Returns:
+      The index, `[R, T]` int32; and `[Q]` bool, the sequences that have no row of their own though
+      each needs one. The plan is refused for them.
+    """
+    count = spec.sequences
+    none, index = jnp.zeros(count, bool), jnp.asarray(index)
+    if not spec.single_sequence_rows:
+        return index, none
+    part = in_rows(batch, index)
+    row = _row_sequence(part)
+    there = jnp.where(row < 0, count, row)
+    ids = jnp.where(part.valid, part.sequences, count)
+    mixed = none.at[ids].max(part.sequences != row[:, None], mode="drop")
+    mixed |= jnp.zeros(count, jnp.int32).at[there].add(1, mode="drop") > 1
+    if index.shape[0] == count:
+        rows = jnp.arange(count, dtype=jnp.int32)
+        turn = jnp.full(count, count, jnp.int32).at[there].set(rows, mode="drop")
+        index = index.at[turn].get(mode="fill", fill_value=NO_SLOT)
+    return index, mixed
+
+
+def _row_sequence(part: Batch) -> jax.Array:
+    """Return the sequence of each row, `[R]` int32; -1 if it has no token."""
+    return jnp.max(jnp.where(part.valid, part.sequences, -1), axis=1)
+
+
+def _lay_out(table: Any, batch: Batch, index: jax.Array, more: jax.Array, outputs: int) -> Ubatch:
+    """Lay the tokens of one ubatch out in rows, `[R, T]`; it has no slots yet."""
+    spec, part = table.spec, in_rows(batch, index)
+    in_order = spec.single_sequence_rows and index.shape[0] == spec.sequences
+    if not spec.single_sequence_rows:
+        row = jnp.zeros(index.shape[0], jnp.int32)
+    elif in_order:
+        row = jnp.arange(spec.sequences, dtype=jnp.int32)
+    else:
+        row = jnp.maximum(_row_sequence(part), 0)
+    stream, _ = divided(row, spec.sequences_per_stream)
+    before = table.stream_hash()
+    pick, order = _outputs(part, index, outputs)
+    return Ubatch(
+        tokens=part.tokens,
+        embeddings=part.embeddings,
+        positions=part.positions,
+        sequences=part.sequences,
+        row_stream=stream,
+        row_sequence=row,
+        slots=None,
+        cell_hashes=token_hashes(
+            content(part.tokens, part.embeddings, part.extra),
+            part.positions,
+            part.sequences,
+            part.valid,
+            _context(before, stream, in_order),
+        ),
+        valid=part.valid,
+        more=part.valid & more.at[part.sequences].get(mode="fill", fill_value=False),
+        outputs=pick,
+        output_index=order,
+        hash_before=before,
+        hash_after=before,
+        spec=spec,
+        row_is_sequence=in_order,
+        shared_with=part.shared_with,
+        extra=part.extra,
+    )
+
+
+def _context(digests: Any, stream: jax.Array, in_order: bool) -> jax.Array:
+    """Return one number of what each row goes on from, over all parts; `[R]` uint32.
+
+    `digests` is `[S]` uint32, or a tuple of such; `stream` is `[R]` int32.
+    """
+    leaves = jax.tree.leaves(digests)
+    return reduce(jnp.add, [by_row(mix(digest), stream, in_order) for digest in leaves])
+
+
+def _outputs(part: Batch, index: jax.Array, outputs: int) -> tuple[jax.Array, jax.Array]:
+    """Return which tokens of a ubatch output logits, and the batch index of each; `[O]` int32."""
+    order = jnp.where(part.outputs & part.valid, index, NO_SLOT).reshape(-1)
+    tokens = order.shape[0]
+    if outputs >= tokens:  # any of them may be an output: none has to be picked
+        return jnp.arange(tokens, dtype=jnp.int32), order
+    pick = numbers_of(order != NO_SLOT, outputs)
+    order = order.at[pick].get(mode="fill", fill_value=NO_SLOT)
+    return jnp.minimum(pick, tokens - 1), order

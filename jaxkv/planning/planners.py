@@ -1,0 +1,386 @@
+"""The planners: batches, encoder outputs, one token for each sequence, and shapes alone."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.batch import Batch, Ubatch, make_batch, mask_slots
+from jaxkv.cache import Cache, split
+from jaxkv.core.array_utils import is_concrete, next_power_of_two
+from jaxkv.core.constants import NO_SLOT
+from jaxkv.core.validate import check_bool, check_count, check_int32
+from jaxkv.jit_helpers import jit_table
+from jaxkv.plan import Plan, Reason
+from jaxkv.planning.checks import check, members_of
+from jaxkv.planning.layout import FEW, SplitBy, layout, layout_whole, tokens_first, turn_in_sequence
+from jaxkv.planning.placement import finish_plan, place, plan_single_ubatch
+from jaxkv.spec import TableSpec, check_once
+
+UBATCH_SIZE = 512
+"""Tokens that are computed at once where neither the caller nor the cache says otherwise."""
+
+
+def init_batch(
+    cache: Cache, batch: Batch, *, ubatch_size: int | None = None, split_by: SplitBy | None = None
+) -> Plan:
+    """Plan where the tokens of a batch go. Looks at the table only, and changes nothing.
+
+    The batch is checked first: each sequence goes on one past its last position (one that is empty
+    may start anywhere), without gaps, duplicates or steps back. Then every token finds a cell, or
+    none does.
+
+    Args:
+      cache: any cache.
+      batch: the tokens, `make_batch` makes it. Traced, it must fit one ubatch or come in rows.
+      ubatch_size: the most tokens that are computed at once, by default what the cache was sized
+        for, or 512. What is left over at the end is padded to a power of two, so that few shapes
+        are ever compiled.
+      split_by: how the batch is cut into ubatches: "simple", in the order that tokens come, the
+        default where rows may hold tokens of several sequences; "equal", as many tokens of several
+        sequences, the default where they may not; or "sequence", one sequence at a time.
+
+    Returns:
+      A `Plan`. Whether it is carried out is a value, `plan.ok`; `plan.check()` raises instead.
+
+    Raises:
+      TypeError: when it is no batch.
+      ValueError: when a sequence id is known and is none of the cache, when nothing is in the
+        batch, when a traced batch is longer than `ubatch_size` or lacks the rows that the cache
+        needs, when `ubatch_size` is more than the cache was sized for, or when there is no such
+        `split_by`.
+
+    Examples:
+      >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2, sequences=2)
+      >>> plan = init_batch(cache, make_batch([[1, 2, 3], [4, 5]]))
+      >>> plan.ok.item(), plan.fits.tolist()
+      (False, [False, True])
+
+      The batch does not fit, but the shorter prompt alone does:
+
+      >>> batch = make_batch([[1, 2, 3], [4, 5]]).keep_sequences(plan.fits)
+      >>> cache = apply(cache, init_batch(cache, batch))
+      >>> seq_pos_max(cache, [0, 1]).tolist()
+      [-1, 1]
+
+    llama.cpp: `llama_memory_i::init_batch`.
+    """
+    table, _ = split(cache)
+    if not isinstance(batch, Batch):
+        raise TypeError(f"wanted a batch, got {type(batch)}: make_batch(tokens) makes one")
+    flat, parts, outputs = layout(
+        table.spec, batch, checked_size(table.spec, ubatch_size), split_by
+    )
+    ranks = turn_in_sequence(*members_of(flat))
+    if len(parts) == 1:
+        return plan_single_ubatch(table, flat, ranks, parts[0], outputs=outputs)
+    # One program for each shape of a ubatch, however many there are and in whatever order.
+    builder = check(table, flat, ranks)
+    ubatches = []
+    for part, more in zip(parts, _more(table.spec, flat, parts), strict=True):
+        builder, ubatch = place(builder, part, more, outputs=outputs)
+        ubatches.append(ubatch)
+    plan = finish_plan(builder)
+    return replace(plan, ubatches=tuple(_drop_unless(table, plan.ok, one) for one in ubatches))
+
+
+def init_full(cache: Cache, *, ubatch_size: int | None = None, outputs: int | None = None) -> Plan:
+    """Plan the largest ubatch of a full cache, as shapes: for compiling ahead and counting bytes.
+
+    Nothing is allocated, and `cache` may be shapes itself (`jax.eval_shape`).
+
+    Args:
+      cache: any cache, or its shapes.
+      ubatch_size: the most tokens that will be computed at once, see `init_batch`.
+      outputs: the most tokens of a ubatch that output logits, by default one for each sequence.
+
+    Returns:
+      A plan of one ubatch whose arrays are `jax.ShapeDtypeStruct`.
+
+    Raises:
+      TypeError: when `ubatch_size` or `outputs` is no integer.
+      ValueError: when one is below 1, or `ubatch_size` is more than the cache was sized for.
+
+    Examples:
+      >>> make = lambda: make_kv_cache(layers=2, cells=4096, kv_heads=8, head_dim=128, sequences=4)
+      >>> cache = jax.eval_shape(make)
+      >>> plan = init_full(cache, ubatch_size=256)
+      >>> compiled = jax.jit(apply).lower(cache, plan.ubatches[0]).compile()
+      >>> init_full(cache).ubatches[0].tokens.shape  # by default
+      (1, 512)
+      >>> init_full(cache, outputs=20).ubatches[0].outputs.shape  # a power of two
+      (32,)
+
+    llama.cpp: `llama_memory_i::init_full`.
+    """
+    table, _ = split(cache)
+    spec = table.spec
+    wanted = spec.sequences if outputs is None else check_count(outputs, "outputs")
+    rows = spec.sequences if spec.single_sequence_rows else 1
+    tokens = max(checked_size(spec, ubatch_size) // rows, 1)
+    index = np.full((rows, tokens), NO_SLOT, np.int32)
+    flat = make_batch(np.zeros(index.size, np.int32))
+    ranks = turn_in_sequence(flat.sequences, flat.valid)
+    plan = partial(plan_single_ubatch, index=index, outputs=next_power_of_two(max(wanted, FEW)))
+    return jax.eval_shape(lambda table: plan(table, flat, ranks), table)
+
+
+def _more(spec: TableSpec, flat: Batch, parts: list[np.ndarray]) -> list[np.ndarray]:
+    """Return for each ubatch which sequences go on in a later one, `[Q]` bool each.
+
+    `parts` are indices into the flat batch, see `layout`.
+    """
+    later, found = np.zeros(spec.sequences, bool), []
+    for part in reversed(parts):
+        found.append(later.copy())
+        later[flat.sequences[part[part != NO_SLOT]]] = True
+    return found[::-1]
+
+
+def checked_size(spec: TableSpec, ubatch_size: int | None) -> int:
+    """Return how many tokens are computed at once, as the caller or the cache wants it."""
+    if ubatch_size is None:
+        return UBATCH_SIZE if spec.ubatch_size is None else spec.ubatch_size
+    ubatch_size = check_count(ubatch_size, "ubatch_size")
+    if spec.ubatch_size is not None and ubatch_size > spec.ubatch_size:
+        raise ValueError(
+            f"the cache was sized for ubatches of {spec.ubatch_size} tokens, got "
+            f"ubatch_size={ubatch_size}: make it with ubatch_size={ubatch_size}, or plan smaller "
+            f"ones"
+        )
+    return ubatch_size
+
+
+@jit_table
+def _drop_unless(table: Any, ok: jax.Array, ubatch: Ubatch) -> Ubatch:
+    """Do what `mask_slots` says, on the mesh of a table."""
+    del table
+    return mask_slots(ok, ubatch)
+
+
+def plan_step(
+    cache: Cache, tokens: jax.Array, sequences: jax.Array, valid: jax.Array
+) -> tuple[Ubatch, jax.Array]:
+    """Plan one more token for each of several sequences.
+
+    Args:
+      cache: any cache.
+      tokens: `[T]` int32, one for each sequence.
+      sequences: `[T]` int32, the sequences, each at most once.
+      valid: `[T]` bool, the sequences that go on; the others are padding.
+
+    Returns:
+      A ubatch whose outputs are all T tokens in this order, and `ok`, `[]` bool. When it is False
+      the ubatch changes nothing: there is no room for all of them, a sequence comes twice, keys are
+      not rotated yet, or a window has given up what a token would see. `init_batch(...).check()`
+      says which.
+
+    Raises:
+      ValueError: when the shapes differ, or a sequence is known and comes twice or is none.
+      TypeError: when tokens or sequences are no integers, or `valid` no bools.
+
+    Examples:
+      >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2, sequences=2)
+      >>> ubatch, ok = plan_step(cache, jnp.array([7, 8]), jnp.arange(2), jnp.array([True, True]))
+      >>> ok.item(), ubatch.slots.tolist(), ubatch.outputs.tolist()
+      (True, [[0, 1]], [0, 1])
+    """
+    shapes = [np.shape(x) for x in (tokens, sequences, valid)]
+    if len(set(shapes)) > 1 or len(shapes[0]) != 1:
+        raise ValueError(
+            f"wanted tokens, sequences and valid of one shape [T], got {shapes[0]}, {shapes[1]} "
+            f"and {shapes[2]}"
+        )
+    tokens, valid = check_int32(tokens, "tokens"), check_bool(valid, "valid")
+    return plan_tokens(cache, tokens[:, None], sequences, valid[:, None])
+
+
+def plan_tokens(
+    cache: Cache, tokens: jax.Array, sequences: jax.Array, valid: jax.Array
+) -> tuple[Ubatch, jax.Array]:
+    """Plan some more tokens for each of several sequences, all of which output logits.
+
+    Args:
+      cache: any cache.
+      tokens: `[T, n]` int32, n for each sequence.
+      sequences: `[T]` int32, the sequences, each at most once.
+      valid: `[T, n]` bool, the tokens that are there; the others are padding, wherever they stand.
+
+    Returns:
+      A ubatch whose outputs are all T * n tokens in this order, so that its logits are `[T, n, V]`
+      when they are reshaped; and `ok`, `[]` bool, see `plan_step`.
+
+    Raises:
+      ValueError: when the shapes differ, or a sequence is known and comes twice or is none.
+      TypeError: when tokens or sequences are no integers, or `valid` no bools.
+
+    Examples:
+      Three tokens for sequence 1, and one for sequence 0:
+
+      >>> cache = make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2, sequences=2)
+      >>> tokens, valid = jnp.array([[7, 8, 9], [5, 0, 0]]), jnp.array([[1, 1, 1], [1, 0, 0]])
+      >>> ubatch, ok = plan_tokens(cache, tokens, jnp.array([1, 0]), valid)
+      >>> print(show(apply(cache, ubatch)))
+      owner    1 1 1 0 . .
+      position 0 1 2 0 . .
+    """
+    table, _ = split(cache)
+    plan = plan_next(table, *checked_next(table.spec, tokens, sequences, valid))
+    return plan.ubatches[0], plan.ok
+
+
+@jit_table
+def plan_next(table: Any, tokens: Any, sequences: Any, valid: Any) -> Plan:
+    """Return the plan of `plan_tokens`; one that comes twice is refused as DUPLICATE_POSITION."""
+    spec, (count, length) = table.spec, np.shape(valid)
+    flat = make_batch(
+        tokens.reshape(-1),
+        sequences=jnp.broadcast_to(sequences[:, None], (count, length)).reshape(-1),
+        valid=valid.reshape(-1),
+        outputs=valid.reshape(-1),
+    )
+    index, where = _rows_of(spec, sequences, valid)
+    plan = plan_single_ubatch(table, flat, _ranks(valid), index, outputs=count * length)
+    goes_on = jnp.where(jnp.any(valid, axis=1), sequences, spec.sequences)
+    twice = jnp.zeros(spec.sequences, jnp.int32).at[goes_on].add(1, mode="drop") > 1
+    once = ~jnp.any(twice)
+    order = jnp.where(flat.valid, jnp.arange(count * length, dtype=jnp.int32), NO_SLOT)
+    ubatch = replace(plan.ubatches[0], outputs=where.reshape(-1), output_index=order)
+    reason = jnp.where(twice, Reason.DUPLICATE_POSITION, plan.reason)
+    return replace(
+        plan,
+        ubatches=(mask_slots(once, ubatch),),
+        ok=plan.ok & once,
+        reason=reason,
+        fits=reason == Reason.OK,
+    )
+
+
+def checked_next(spec: TableSpec, tokens: Any, sequences: Any, valid: Any) -> tuple[Any, Any, Any]:
+    """Return what `plan_tokens` is given as int32 and bool, or raise."""
+    tokens, valid = check_int32(tokens, "tokens"), check_bool(valid, "valid")
+    shapes = [np.shape(x) for x in (tokens, sequences, valid)]
+    if len(shapes[0]) != 2 or shapes != [shapes[0], shapes[0][:1], shapes[0]]:
+        raise ValueError(
+            f"wanted tokens and valid of one shape [T, n], and sequences [T], got {shapes[0]}, "
+            f"{shapes[2]} and {shapes[1]}"
+        )
+    if 0 in shapes[0]:
+        raise ValueError(f"wanted a token at least, got tokens of the shape {shapes[0]}")
+    if is_concrete(sequences, valid):
+        ids = np.asarray(sequences)[np.any(np.asarray(valid), axis=1)]
+        spec.sequence_ids(ids)
+        check_once(ids)
+    return tokens, check_int32(sequences, "sequences"), valid
+
+
+def _ranks(valid: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return what `layout.turn_in_sequence` does for tokens `[T, n]` of rows; `[T * n]` each.
+
+    No two rows are of one sequence: such a plan is refused, whatever its ranks.
+    """
+    index = jnp.arange(valid.size, dtype=jnp.int32).reshape(valid.shape)
+    ranks = jnp.cumsum(valid, axis=1, dtype=jnp.int32) - valid
+    latest = jax.lax.cummax(jnp.where(valid, index, -1), axis=1)
+    before = jnp.where(ranks == 0, index, jnp.roll(latest, 1, axis=1))
+    return ranks.reshape(-1), before.reshape(-1)
+
+
+def _rows_of(spec: TableSpec, ids: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Lay out `[T, n]` tokens: the index of the ubatch, and where each token stands in it.
+
+    The index is `[T, n]` int32, or one row of all; the places are `[T, n]` int32. `ids` is `[T]`.
+    """
+    count, length = valid.shape
+    index = jnp.arange(count * length, dtype=jnp.int32).reshape(count, length)
+    if not spec.single_sequence_rows:
+        return index.reshape(1, -1), index
+    row = jnp.arange(count, dtype=jnp.int32)
+    if count == spec.sequences:  # row r is that of sequence r
+        row = ids
+    if length == 1:
+        return index, row[:, None]
+    first = tokens_first(valid)
+    where = row[:, None] * length + jnp.argsort(first, axis=1).astype(jnp.int32)
+    return index[:, :1] + first, where
+
+
+def init_encoder(cache: Cache, batch: Batch) -> Plan:
+    """Plan where the sources of sequences go. Looks at the table only, and changes nothing.
+
+    A source comes whole, since its tokens see each other: all of the batch is one ubatch, however
+    long, with a row for each sequence. Its tokens stand at 0 and so on, apart from the positions of
+    the text.
+
+    Args:
+      cache: a hybrid cache with a part of `make_cross_attention_cache`.
+      batch: the tokens, or embeddings such as frames of sound, that the encoder reads, `make_batch`
+        makes it; for sequences that have no source yet. Traced, it keeps its rows; a
+        list of tokens is one row, which a cache that needs a row for each sequence refuses.
+
+    Returns:
+      A `Plan` of one ubatch. `apply` takes it in; `write_kv` then writes the keys and values of
+      each layer that looks at sources, as `encode` does. The text is not touched. A sequence that
+      has a source is refused, `Reason.ENCODER_ALREADY_WRITTEN`.
+
+    Raises:
+      TypeError: when it is no batch, or the cache has no part for sources.
+      ValueError: when the batch says positions, a token of it belongs to several sequences, a
+        sequence id is known and is none of the cache, or nothing is in the batch.
+
+    Examples:
+      >>> sizes = dict(layers=1, kv_heads=1, head_dim=1)
+      >>> text = make_kv_cache(cells=4, **sizes)
+      >>> sources = make_cross_attention_cache(cells=4, **sizes)
+      >>> cache = make_hybrid_cache((text, (0,)), (sources, (1,)))
+      >>> (ubatch,) = init_encoder(cache, make_batch([7, 8, 9])).ubatches
+      >>> k, v = jnp.zeros((1, 4, 1, 1)), jnp.array([2.0, 4.0, 6.0, 0.0]).reshape(1, 4, 1, 1)
+      >>> cache = write_kv(apply(cache, ubatch), 1, ubatch, k, v)
+
+      Two tokens of the text, each of which sees the whole source:
+
+      >>> (ubatch,) = init_batch(cache, make_batch([0, 3])).ubatches
+      >>> attend(apply(cache, ubatch), 1, ubatch, jnp.zeros((1, 2, 1, 1)))[1][0, :, 0, 0]
+      Array([4., 4.], dtype=float32)
+
+      It is written once:
+
+      >>> init_encoder(cache, make_batch([5])).check()
+      Traceback (most recent call last):
+      ...
+      jaxkv.plan.PlanRefusedError: the batch was refused, and nothing was changed.
+      sequence 0: ENCODER_ALREADY_WRITTEN, it has a source of 3 tokens already, and one is written
+        once: forget \
+the sequence (seq_rm), which takes its source along
+
+    llama.cpp: `llama_encode`.
+    """
+    table = split(cache)[0].as_encoder_table()
+    if not isinstance(batch, Batch):
+        raise TypeError(f"wanted a batch, got {type(batch)}: make_batch(tokens) makes one")
+    if batch.shared_with is not None:
+        raise ValueError(
+            "wanted tokens of one sequence each in a source, got some of several: encode it for "
+            "one of them, and fork that (seq_cp)"
+        )
+    if batch.positions is not None:
+        raise ValueError(
+            "wanted no positions for a source, whose tokens stand at 0 and so on: leave them out"
+        )
+    xp = np if is_concrete(batch) else jnp
+    flat, index = layout_whole(table.spec, replace(batch, outputs=xp.zeros_like(batch.valid)))
+    ranks = turn_in_sequence(flat.sequences, flat.valid)
+    return _planned(table, replace(flat, positions=ranks[0]), ranks, index)
+
+
+@jit_table
+def _planned(table: Any, batch: Batch, ranks: tuple, index: jax.Array) -> Plan:
+    """Plan a batch whose sequences must be empty; arguments as of `plan_single_ubatch`."""
+    plan = plan_single_ubatch(table, batch, ranks, index, outputs=FEW)
+    reason = jnp.where(
+        plan.reason == Reason.NOT_CONTIGUOUS, Reason.ENCODER_ALREADY_WRITTEN, plan.reason
+    )
+    return replace(plan, reason=reason)

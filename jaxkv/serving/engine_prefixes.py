@@ -1,0 +1,174 @@
+"""What an engine keeps for prompts that begin alike: a store, beside the cache of its runner."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxkv.api.queries import num_used_cells
+from jaxkv.cache import split
+from jaxkv.jit_helpers import jit_table
+from jaxkv.serving.model_runner import ModelRunner
+from jaxkv.serving.prefill_chunks import PASS
+from jaxkv.serving.prefix_cache.matching import common_prefix_length, longest_match
+from jaxkv.serving.prefix_cache.operations import evict_one, fork, held, store_prefix, warm_up
+from jaxkv.serving.prefix_cache.store import CachedPrompt, PrefixHit, PrefixStore, touched
+from jaxkv.serving.request import NOTHING, RequestState
+
+
+class PrefixMatch(NamedTuple):
+    """What a text can go on from.
+
+    source: what is held of it; None if nothing is.
+    found: how far.
+    """
+
+    source: CachedPrompt | None
+    found: PrefixHit
+
+
+class EnginePrefixes:
+    """Forks prompts out of a store, and remembers in it what others may begin with.
+
+    All is decided by tokens and by what the table says; a text that is let go of is computed anew.
+
+    Args:
+      runner: its cache goes with the store.
+      store: None where nothing is kept, and then nothing here does anything.
+
+    Raises:
+      ValueError: when the store was made for another cache, leaves no sequence to requests, or the
+        cache holds something that is not the store's.
+      TypeError: when it is no store.
+    """
+
+    def __init__(self, runner: ModelRunner, store: PrefixStore | None):
+        self._runner, self.store = runner, store
+        table, _ = split(runner.cache)
+        kept = 0 if store is None else held(runner.cache, store)
+        if occupied := int(num_used_cells(runner.cache)) - kept:
+            raise ValueError(
+                f"wanted an empty cache, got one with {occupied} cells in use: clear(cache)"
+            )
+        if store and len(store.store_sequences) == table.spec.sequences:
+            raise ValueError(
+                f"wanted a store that leaves sequences to requests, got one with all "
+                f"{table.spec.sequences} as holders: pass fewer, or make a cache with more"
+            )
+        shapes = jax.eval_shape(table.num_shared_cells)
+        self.nothing = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+        self._sharing = table.spec.sequences_per_stream
+
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """The sequences that no request gets."""
+        return self.store.store_sequences if self.store else ()
+
+    def lengths(self, stream: int) -> dict[int, int]:
+        """Return the tokens that each holder of a stream holds."""
+        return {text.holder: text.tokens.size for text in self._texts_in(stream)}
+
+    @property
+    def now(self) -> tuple[Any, PrefixStore | None]:
+        """The cache and the store, to come back to while no buffer was copied or written."""
+        return self._runner.cache, self.store
+
+    def rewind(self, then: tuple[Any, PrefixStore | None]) -> None:
+        """Take what `now` was back."""
+        self._runner.cache, self.store = then
+
+    def num_shared_cells(self) -> Any:
+        """Return what `CacheTable.num_shared_cells` says, on the host; nothing without a store."""
+        if self.store is None:
+            return self.nothing
+        return jax.device_get(_spared(split(self._runner.cache)[0]))
+
+    def warm_up(self) -> None:
+        """Compile all that the rest needs."""
+        if self.store:
+            self.num_shared_cells()
+            self._runner.cache = warm_up(self._runner.cache, self.store, donate=True)
+
+    def match(
+        self, text: RequestState, others: Sequence[RequestState], sequence: int
+    ) -> PrefixMatch | None:
+        """Return what a text can go on from; None if it had better wait, for there is more soon.
+
+        What others have of it already is remembered. And where a text parts from one that is known
+        but cannot go on there, it will be remembered itself, so that the next one can.
+
+        Args:
+          text: the first that waits.
+          others: those with sequences.
+          sequence: one that it may get.
+        """
+        if self.store is None:
+            return PrefixMatch(None, NOTHING)
+        tokens = text.all_tokens()
+        match = PrefixMatch(*longest_match(*self._pair(), tokens, sequence))
+        shared = [
+            (common_prefix_length(one.all_tokens(), tokens[:-1]), one.num_cached_tokens, one)
+            for one in others
+        ]
+        most, _, other = max(shared, key=lambda one: one[:2], default=(0, 0, text))
+        if most - match.found.length > PASS:
+            if not other.runs and other.num_computed_tokens < most:
+                other.branch_points.add(most)
+                return None
+            self.store_prefix(other, min(most, other.num_cached_tokens))
+            match = PrefixMatch(*longest_match(*self._pair(), tokens, sequence))
+        known = [common_prefix_length(one.tokens, tokens[:-1]) for one in self._texts]
+        furthest = max([most, *known])
+        text.branch_points = {furthest} if furthest - match.found.length > PASS else set()
+        return match
+
+    def is_near(self, match: PrefixMatch, sequence: int) -> bool:
+        """Return whether it stands in the stream of a sequence, so that a fork is no copy."""
+        source = match.source
+        return source is not None and source.holder // self._sharing == sequence // self._sharing
+
+    def fork(self, match: PrefixMatch, sequence: int) -> PrefixHit:
+        """Let a sequence have what was found; return how far, which is 0 if a copy has no room."""
+        if match.source is None:
+            return match.found
+        self._runner.cache, self.store, found = fork(*self._pair(), *match, sequence, donate=True)
+        return found
+
+    def store_prefix(self, text: RequestState, length: int) -> None:
+        """Keep the first tokens of a text, if there are any and they can be gone on with."""
+        if self.store is None or not length:
+            return
+        tokens = text.all_tokens()[:length]
+        self._runner.cache, self.store, _ = store_prefix(
+            *self._pair(), tokens, text.sequence, donate=True
+        )
+
+    def leave(self, text: RequestState) -> None:
+        """Keep a text that ends; what it began with was in use until now, and is not what goes."""
+        if self.store and text.source:
+            self.store = touched(self.store, text.source)
+        self.store_prefix(text, text.num_cached_tokens)
+
+    def evict_one(self, stream: int) -> bool:
+        """Let go of the least recently used text of a stream; return whether there was one."""
+        texts = self._texts_in(stream)
+        if texts:
+            self._runner.cache, self.store = evict_one(*self._pair(), texts[0])
+        return bool(texts)
+
+    @property
+    def _texts(self) -> tuple[CachedPrompt, ...]:
+        return self.store.texts if self.store else ()
+
+    def _texts_in(self, stream: int) -> list[CachedPrompt]:
+        return [text for text in self._texts if text.holder // self._sharing == stream]
+
+    def _pair(self) -> tuple[Any, PrefixStore]:
+        assert self.store is not None
+        return self._runner.cache, self.store
+
+
+@jit_table
+def _spared(table: Any) -> Any:
+    return table.num_shared_cells()

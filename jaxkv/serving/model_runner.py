@@ -1,0 +1,189 @@
+"""What an engine computes: programs over its cache, each with a row for every sequence.
+
+All that is known of texts is on the host, and is sent along with each call; the device holds the
+cache and nothing else. So no program depends on which request is in which sequence.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxkv.api.apply import apply
+from jaxkv.api.edits import seq_rm
+from jaxkv.api.maintenance import defrag_plan
+from jaxkv.cache import Cache, merge, split
+from jaxkv.core.donation import is_donated
+from jaxkv.core.validate import check_int32
+from jaxkv.generation.constraints import ruled
+from jaxkv.generation.decode import decode
+from jaxkv.generation.filters import Sampler
+from jaxkv.generation.model_step import Forward
+from jaxkv.generation.padding import listed
+from jaxkv.generation.sample_step import Sampled, pick_first
+from jaxkv.generation.state import DecodeState, resume
+from jaxkv.serving.prefill_chunks import Chunk, Part, chunk_program, cut, empty_chunk, shapes_of
+from jaxkv.serving.request import EngineConfig, Request, RequestState, sampler_of, sampling_levels
+
+
+class RunnerOutput(NamedTuple):
+    """What came of a call, by sequence, on the host.
+
+    picked: `[Q, n]`, the tokens that were generated; n is 0 where none could be.
+    reasons: `[Q]` int32, a `Reason` for each sequence that was refused a cell, or whose logits are
+      broken.
+    rule_states: a tree of arrays `[Q, ...]`, what the rule has come to; nothing where there is no
+      rule or no token.
+    """
+
+    picked: Sampled
+    reasons: Any  # [Q]
+    rule_states: Any
+
+
+class ModelRunner:
+    """Computes chunks of prompts and tokens of texts over a cache that it owns.
+
+    Args:
+      forward: see `prefill`.
+      params: whatever the model wants.
+      cache: given up; `runner.cache` is the current cache.
+      stop_tokens: `[n]` int32, the tokens that end every text.
+      limits: what requests may ask for.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        params: Any,
+        cache: Cache,
+        *,
+        stop_tokens: Any,
+        limits: EngineConfig,
+    ):
+        self._forward, self._weights, self.cache = forward, params, cache
+        self._facts, self._limits = split(cache)[0].spec, limits
+        self._shapes = shapes_of(self._facts, limits.prefill_chunk)
+        self._stop = np.ravel(check_int32(listed(stop_tokens), "stop_tokens", low=0))
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether the buffers are there, which a program that was cut short may have taken."""
+        return not is_donated(split(self.cache)[1])
+
+    def warm_up(self) -> None:
+        """Run every program once, with nothing to do."""
+        logits = [self._compute(empty_chunk(shape))[0] for shape in self._shapes]
+        for sampling in sampling_levels(self._limits.sampling_options):
+            like = Request(prompt=np.zeros(1, np.int32), max_new_tokens=2, sampling=sampling)
+            nothing = [RequestState(id=-1, request=like, tokens=[0], sequence=0)]
+            self._pick(nothing, logits[0], turns=0)
+            self.generate(nothing, turns=0)
+        self.remove([])
+        jax.block_until_ready(split(self.cache)[1])
+
+    def run_chunk(self, texts: Sequence[RequestState]) -> tuple[list[int], RunnerOutput]:
+        """Cut the next chunk from the prompts of texts, in their order, and compute it.
+
+        Returns:
+          How many tokens of each text went in, and the first tokens of the texts whose prompts end
+          with them. Where one was refused, nothing went in.
+        """
+        parts = [
+            Part(text.sequence, text.all_tokens()[text.num_computed_tokens : text.goal])
+            for text in texts
+        ]
+        chunk, counts = cut(self._facts, self._shapes, parts)
+        logits, plan = self._compute(chunk)
+        ready = [
+            text
+            for text, n in zip(texts, counts, strict=True)
+            if text.num_computed_tokens + n == text.num_required_tokens
+        ]
+        none = np.zeros((self._facts.sequences, 0), np.int32)
+        nothing = RunnerOutput(Sampled._make([none] * 2), None, ())
+        first = self._pick(ready, logits, turns=1) if ready else nothing
+        (ok, reasons), first = jax.device_get((plan, first))
+        if ok and ready:  # else what is picked is dropped
+            return counts, first
+        return counts if ok else [0] * len(counts), first._replace(reasons=reasons)
+
+    def generate(self, texts: Sequence[RequestState], turns: int) -> RunnerOutput:
+        """Generate at most so many tokens of texts."""
+        sampler, stop, options = self._options(texts, turns)
+        tokens = np.zeros(self._facts.sequences, np.int32)
+        for text in texts:
+            tokens[text.sequence] = text.tokens[-1]
+        state = resume(self.cache, tokens, None, sampler=sampler, **options)
+        self.cache, state, picked = decode(
+            self._forward,
+            sampler,
+            self._weights,
+            self.cache,
+            state,
+            stop,
+            num_tokens=self._limits.tokens_per_step,
+            donate=True,
+        )
+        return jax.device_get(RunnerOutput(picked, state.reason, self._rule_states(state)))
+
+    def remove(self, sequences: Sequence[int]) -> None:
+        """Forget all tokens of some sequences; one program, whichever they are."""
+        rows = np.arange(self._facts.sequences, dtype=np.int32)
+        ends = np.where(np.isin(rows, sequences), np.int32(-1), np.int32(0))
+        self.cache, _ = seq_rm(self.cache, rows, np.zeros_like(rows), ends)
+
+    def close_gaps(self) -> bool:
+        """Bring cells together; return whether there was a gap."""
+        plan = defrag_plan(self.cache)
+        if plan.is_empty:
+            return False
+        self.cache = apply(self.cache, plan, donate=True)
+        return True
+
+    def stops_of(self, text: RequestState) -> list[int]:
+        """Return the tokens that end a text."""
+        return [*self._stop.tolist(), *np.asarray(text.request.stop_tokens).tolist()]
+
+    def _compute(self, chunk: Chunk) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """Compute a chunk; the logits `[Q, V]`, and whether it had room, with the reasons."""
+        program = chunk_program(self._forward)
+        table, buffers, logits, plan = program(self._weights, *split(self.cache), chunk)
+        self.cache = merge(table, buffers)
+        return logits, plan
+
+    def _pick(self, texts: Sequence[RequestState], logits: jax.Array, turns: int) -> RunnerOutput:
+        """Pick the first token of texts, of logits `[Q, V]`."""
+        sampler, stop, options = self._options(texts, turns)
+        none = np.zeros(self._facts.sequences, np.int32)
+        state = resume(self.cache, none, None, sampler=sampler, **options)
+        state, picked = pick_first(split(self.cache)[0], sampler, logits, stop, state)
+        return RunnerOutput(picked, state.reason, self._rule_states(state))
+
+    def _rule_states(self, state: DecodeState) -> Any:
+        """Return what the rule has come to, `[Q, ...]`; nothing without a rule."""
+        return state.sampler_state[0] if self._limits.constraint else ()
+
+    def _options(
+        self, texts: Sequence[RequestState], turns: int
+    ) -> tuple[Sampler, np.ndarray, dict[str, Any]]:
+        """Return the sampler, the stop tokens, `[Q, n]` int32, and options, `[Q, ...]` each."""
+        rows, last_n = self._facts.sequences, self._limits.penalty_last_n
+        requests: list[Request | None] = [None] * rows
+        states: list[Any] = [None] * rows
+        stop = np.full((rows, len(self._stop) + self._limits.max_stop_tokens), -1, np.int32)
+        limit, seed = np.zeros(rows, np.int32), np.zeros(rows, np.uint32)
+        recent = np.full((rows, last_n), -1, np.int32)
+        for text in texts:
+            row, own, last = text.sequence, self.stops_of(text), text.last_tokens(last_n)
+            requests[row], states[row] = text.request, text.constraint_state
+            stop[row, : len(own)] = own
+            limit[row], seed[row] = min(text.remaining, turns), text.request.seed
+            recent[row, last_n - len(last) :] = last
+        sampler = sampler_of(
+            requests, sampling_options=self._limits.sampling_options, penalty_last_n=last_n
+        )
+        if self._limits.constraint:
+            sampler = ruled(self._limits.constraint, sampler, states)
+        return sampler, stop, {"max_new_tokens": limit, "seed": seed, "prompts": recent}

@@ -1,0 +1,180 @@
+"""Parts of waiting prompts that are computed at once: in few shapes, in one program for each."""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.batch import make_batch
+from jaxkv.cache import merge, split
+from jaxkv.core.compile_cache import cached_program
+from jaxkv.generation.model_step import Forward, run_model_step
+from jaxkv.planning.layout import turn_in_sequence
+from jaxkv.planning.placement import plan_single_ubatch
+from jaxkv.spec import TableSpec
+
+SMALLEST = 8
+"""Tokens of the shortest row that is compiled: fewer cost as much."""
+
+PASS = 24
+"""Tokens whose computation takes about as long as one read of the weights."""
+
+
+class Shape(NamedTuple):
+    """R rows of T tokens."""
+
+    rows: int
+    tokens: int
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Chunk:
+    """Parts of prompts, in rows `[R, T]`.
+
+    tokens: `[R, T]` int32.
+    sequences: `[R, T]` int32.
+    valid: `[R, T]` bool; tokens come first in a row, and padding after them.
+    ends: `[R, T]` bool, the tokens that are the last of their prompt.
+    """
+
+    tokens: np.ndarray  # [R, T]
+    sequences: np.ndarray  # [R, T]
+    valid: np.ndarray  # [R, T]
+    ends: np.ndarray  # [R, T]
+
+
+class Part(NamedTuple):
+    """What is left of a prompt: the sequence that it goes to, and `[n]` int32, its tokens."""
+
+    sequence: int
+    tokens: np.ndarray
+
+
+def shapes_of(spec: TableSpec, size: int) -> list[Shape]:
+    """Return the shapes that chunks of at most `size` tokens have in a cache.
+
+    Where a row holds tokens of any sequence, one row of several lengths. Where it holds those of
+    one, a long row, or more and shorter ones.
+
+    >>> cache = make_kv_cache(layers=1, cells=9, kv_heads=1, head_dim=2, sequences=3, streams=3)
+    >>> [tuple(shape) for shape in shapes_of(cache.table.spec, 32)]
+    [(1, 8), (1, 16), (1, 24), (1, 32), (2, 16), (3, 8)]
+    """
+    steps = [n << i for i in range(size.bit_length()) for n in (SMALLEST, SMALLEST * 3 // 2)]
+    lengths = [*sorted(n for n in steps if n < size and n % SMALLEST == 0), size]
+    shapes = [Shape(1, length) for length in lengths]
+    if spec.single_sequence_rows:
+        counts = {min(2 << n, spec.sequences) for n in range(spec.sequences.bit_length())}
+        for count in sorted(counts - {1}):
+            fitting = [length for length in lengths if count * length <= size]
+            shapes += [Shape(count, length) for length in fitting[-1:]]
+    return shapes
+
+
+@functools.cache
+def _least(lengths: tuple[int, ...], count: int) -> int:
+    """Return what tokens of one prompt cost at least, in rows of these lengths, one a chunk.
+
+    >>> [_least((8, 64), n) - PASS for n in (5, 8, 9, 64)]
+    [8, 8, 40, 64]
+    """
+    whole, rest = divmod(count, lengths[-1])
+    cost = whole * (PASS + lengths[-1])
+    if not rest:
+        return cost
+    return cost + min(PASS + n + _least(lengths, max(rest - n, 0)) for n in lengths)
+
+
+def cut(spec: TableSpec, shapes: Sequence[Shape], parts: Sequence[Part]) -> tuple[Chunk, list[int]]:
+    """Cut the next chunk from prompts, in their order.
+
+    Returns:
+      The chunk, in the shape with the lowest cost for itself and the rest, which is counted prompt
+      by prompt; and how many tokens of each part are in it.
+    """
+
+    def taken(shape: Shape) -> list[int]:
+        if spec.single_sequence_rows:
+            return [min(len(part.tokens), shape.tokens) for part in parts[: shape.rows]]
+        lengths = [len(part.tokens) for part in parts]
+        return np.diff(np.minimum(np.cumsum(lengths), shape.tokens), prepend=0).tolist()
+
+    def cost(shape: Shape) -> int:
+        rest = [len(part.tokens) for part in parts]
+        for i, n in enumerate(taken(shape)):
+            rest[i] -= n
+        if not spec.single_sequence_rows:
+            rest = [sum(rest)]
+        here = PASS + shape.rows * shape.tokens
+        return here + sum(_least(lengths, count) for count in rest)
+
+    lengths = tuple(shape.tokens for shape in shapes if shape.rows == 1)
+    shape = min(shapes, key=cost)
+    counts = taken(shape)
+    chunk = empty_chunk(shape)
+    place = 0
+    for row, (part, n) in enumerate(zip(parts, counts, strict=False)):
+        where = (row, slice(n)) if spec.single_sequence_rows else (0, slice(place, place + n))
+        chunk.tokens[where] = part.tokens[:n]
+        chunk.sequences[where] = part.sequence
+        chunk.valid[where] = True
+        if n and n == len(part.tokens):
+            chunk.ends[where[0], where[1].stop - 1] = True
+        place += n
+    return chunk, counts + [0] * (len(parts) - len(counts))
+
+
+def empty_chunk(shape: Shape) -> Chunk:
+    """Return a chunk that is all padding."""
+    return Chunk(
+        tokens=np.zeros(shape, np.int32),
+        sequences=np.zeros(shape, np.int32),
+        valid=np.zeros(shape, bool),
+        ends=np.zeros(shape, bool),
+    )
+
+
+def chunk_program(forward: Forward) -> Any:
+    """Return the program that computes a chunk; it lives as long as `forward`.
+
+    Returns:
+      What `jax.jit` gives for `(params, table, buffers, chunk) -> table, buffers, logits,
+      (ok, reason)`, the buffers donated. The logits are `[Q, V]`, those after the prompt of each
+      sequence that ends in the chunk. When `ok`, `[]` bool, is False nothing was changed, and
+      `reason`, `[Q]` int32, says why.
+    """
+    return cached_program(_chunk_program, forward)
+
+
+def _chunk_program(forward: Callable[[], Forward]) -> Any:
+    @partial(jax.jit, donate_argnames="buffers")
+    def run(params: Any, table: Any, buffers: Any, chunk: Chunk) -> tuple:
+        count, shape = table.spec.sequences, chunk.valid.shape
+        batch = make_batch(
+            chunk.tokens.reshape(-1),
+            sequences=chunk.sequences.reshape(-1),
+            valid=chunk.valid.reshape(-1),
+            outputs=chunk.ends.reshape(-1),
+        )
+        index = jnp.arange(chunk.valid.size, dtype=jnp.int32).reshape(shape)
+        most = min(shape[0] if table.spec.single_sequence_rows else count, chunk.valid.size)
+        ranks = turn_in_sequence(batch.sequences, batch.valid)
+        held, ended = (
+            jnp.zeros(count, bool).at[batch.sequences].max(which, mode="drop")
+            for which in (batch.valid, batch.outputs)
+        )
+        plan = plan_single_ubatch(table, batch, ranks, index, held & ~ended, outputs=most)
+        ubatch = plan.ubatches[0]
+        cache, logits = run_model_step(forward(), params, merge(table, buffers), ubatch)
+        whose = batch.sequences.at[ubatch.output_index].get(mode="fill", fill_value=count)
+        of_each = jnp.zeros((count, logits.shape[1]), logits.dtype)
+        of_each = of_each.at[whose].set(logits, mode="drop")
+        return *split(cache), of_each, (plan.ok, plan.reason)
+
+    return run

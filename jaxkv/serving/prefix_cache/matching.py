@@ -1,0 +1,161 @@
+"""How far a prompt agrees with a text that is held, and how far it can go on from there."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.cache import Cache, split
+from jaxkv.core.constants import EMPTY, END
+from jaxkv.core.hashing import chained, content
+from jaxkv.hybrid import HybridTable
+from jaxkv.jit_helpers import jit_table
+from jaxkv.kv.cells import Cells, held, owner_word
+from jaxkv.recurrent.states import States, stream_of
+from jaxkv.serving.prefix_cache.store import (
+    CachedPrompt,
+    MissReason,
+    PrefixHit,
+    PrefixStore,
+    beside,
+)
+
+BLOCK = 1024
+"""Positions that are asked about at once, so that texts of all lengths share a program."""
+
+
+def longest_match(
+    cache: Cache, store: PrefixStore, tokens: np.ndarray, seq: int
+) -> tuple[CachedPrompt | None, PrefixHit]:
+    """Return the text that a prompt can go on from furthest, and how far; None for none."""
+    own = beside(store, seq)
+    agreeing = [
+        (common_prefix_length(text.tokens, tokens[:-1]), text) for text in reversed(store.texts)
+    ]
+    agreeing = [(common, text) for common, text in agreeing if common]
+    agreeing.sort(key=lambda one: (one[0], one[1].holder in own), reverse=True)
+    source, best, miss = None, 0, MissReason.UNKNOWN
+    for i, (common, text) in enumerate(agreeing):
+        if common <= best:
+            break
+        there, why = resumable(cache, text.holder, text.tokens[:common])
+        miss = why if i == 0 else miss  # of the one that agrees furthest
+        if (furthest := int(np.flatnonzero(there)[-1])) > best:
+            source, best = text, furthest
+    most = agreeing[0][0] if agreeing else 0
+    if best == most > 0:
+        miss = MissReason.NONE
+    once = max((common_prefix_length(text, tokens[:-1]) for text in store.evicted), default=0)
+    if once > most:
+        miss = MissReason.EVICTED
+    return source, PrefixHit(best, miss)
+
+
+def common_prefix_length(one: np.ndarray, other: np.ndarray) -> int:
+    """Return how many tokens two texts begin with alike."""
+    size = min(one.size, other.size)
+    apart = np.flatnonzero(one[:size] != other[:size])
+    return int(apart[0]) if apart.size else size
+
+
+def resumable(cache: Cache, seq: int, tokens: np.ndarray) -> tuple[np.ndarray, MissReason]:
+    """Return where a sequence can go on from `n` tokens, and why it cannot after the last one.
+
+    Returns:
+      `[n + 1]` bool, True for 0, where nothing is needed.
+    """
+    last = tokens.size
+    starts = np.arange(0, last + 1, BLOCK, dtype=np.int32)
+    padded = np.pad(tokens, (0, starts[-1] + BLOCK - last))
+    all_parts, miss = np.ones(last + 1, bool), MissReason.NONE
+    for table in _tables(split(cache)[0]):
+        blocks, total = [], jnp.uint32(0)
+        for start in starts:
+            *block, total = _can_go_on(
+                table, np.int32(seq), padded[start : start + BLOCK], start, total
+            )
+            blocks.append(block)
+        there, whole, same = (
+            np.concatenate(x)[: last + 1] for x in zip(*jax.device_get(blocks), strict=True)
+        )
+        same = np.logical_and.accumulate(np.append(True, same[:last]))
+        reasons = [
+            (
+                there,
+                MissReason.CONTEXT_EVICTED
+                if table.spec.max_rollback is None
+                else MissReason.NO_STATE,
+            ),
+            (whole, MissReason.INCOMPLETE),
+            (same, MissReason.OTHER_TEXT),
+        ]
+        for can, reason in reasons:
+            miss = reason if miss is MissReason.NONE and not can[last] else miss
+            all_parts &= can
+    return all_parts, miss
+
+
+def _tables(table: Any) -> Iterator[Any]:
+    """Yield the tables of the parts of a cache."""
+    yield from table.parts if isinstance(table, HybridTable) else [table]
+
+
+@jit_table
+def _can_go_on(
+    table: Any, seq: jax.Array, tokens: jax.Array, start: jax.Array, before: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Return at which positions of a block a sequence can go on.
+
+    Args:
+      table: of a part.
+      seq: `[]` int32, the sequence.
+      tokens: `[BLOCK]` int32, those that should stand at the positions.
+      start: `[]` int32, the first position.
+      before: `[]` uint32, the sum of the contents of all tokens before it.
+
+    Returns:
+      Where it can go on as `can_resume` says, up to where it holds all, and where it holds no
+      other token; `[BLOCK]` bool each. And the sum of the contents up to the end of the block.
+    """
+    positions = start + jnp.arange(BLOCK, dtype=jnp.int32)
+    holds = positions <= table.last(seq) + 1
+    there = jax.vmap(table.can_resume, in_axes=(None, 0))(seq, positions)
+    there = (positions == 0) | (holds & there)
+    wanted = chained(content(tokens, None), positions)
+    total = before + jnp.cumsum(wanted, dtype=jnp.uint32)
+    if isinstance(table, States):
+        place = stream_of(table, seq), table.cell[seq]
+        same = _same(table.position[seq] - start, table.content[place], total)
+        return there, jnp.ones_like(there), same, total[-1]
+    stream, *_ = owner_word(table, seq)
+    same = _same(held(table, seq) - start, table.content[stream], wanted)
+    return there, _whole(table, seq, positions), same, total[-1]
+
+
+def _same(index: jax.Array, found: jax.Array, wanted: jax.Array) -> jax.Array:
+    """Return at which positions of a block no other content was found; `[BLOCK]` bool.
+
+    Args:
+      index: `[n]` int32, where in the block each content was found; outside of it none is there.
+      found: `[n]` uint32, the contents.
+      wanted: `[BLOCK]` uint32, those that should be found.
+    """
+    here = (index >= 0) & (index < BLOCK)
+    other = here & (found != wanted.at[index].get(mode="fill", fill_value=0))
+    return jnp.ones(BLOCK, bool).at[jnp.where(other, index, BLOCK)].set(False, mode="drop")
+
+
+def _whole(cells: Cells, seq: jax.Array, positions: jax.Array) -> jax.Array:
+    """Return whether a sequence holds a token that was not moved at each position below others.
+
+    What a window took is left out. `positions` is `[n]` int32, and so is the answer in bool.
+    """
+    mark, (stream, *_) = cells.evicted_below[seq], owner_word(cells, seq)
+    there = jnp.where(cells.shift[stream] == 0, held(cells, seq), EMPTY)
+    there = jnp.sort(jnp.where(there < mark, END, there))
+    first = jnp.concatenate([jnp.ones(1, bool), there[1:] != there[:-1]])
+    below = jnp.cumsum(first, dtype=jnp.int32)[jnp.searchsorted(there, positions) - 1]
+    below = jnp.where(jnp.searchsorted(there, positions) == 0, 0, below)
+    return below == jnp.maximum(positions - mark, 0)

@@ -1,0 +1,169 @@
+"""Scheduling, on the host: which request has which sequence, which wait, and which gives way."""
+
+from bisect import insort
+from typing import Any
+
+import numpy as np
+
+from jaxkv.cache import CacheTable
+from jaxkv.serving.engine_prefixes import EnginePrefixes, PrefixMatch
+from jaxkv.serving.request import EngineConfig, RequestState
+
+
+class Scheduler:
+    """Gives the sequences of a cache to requests, first come first served.
+
+    Args:
+      table: the table of the cache, of which only sizes are looked at.
+      limits: of the engine.
+      reserve: whether the cells of a request's prompt and limit are promised to it.
+      prefixes: what is kept in the other sequences, and gives way to requests.
+    """
+
+    def __init__(
+        self, table: CacheTable, *, limits: EngineConfig, reserve: bool, prefixes: EnginePrefixes
+    ):
+        self._table, self._steps, self.reserves = table, limits.tokens_per_step, reserve
+        self._prefixes = prefixes
+        self._sharing = table.spec.sequences_per_stream
+        self._at_once = max(limits.prefill_chunk, self._sharing)
+        self._waiting: list[RequestState] = []
+        self._stuck: RequestState | None = None  # there was no room for it, and none has come free
+        self._placed: list[RequestState | None] = [None] * table.spec.sequences
+
+    @property
+    def all(self) -> list[RequestState]:
+        """The requests that wait or have a sequence."""
+        return [*self._waiting, *filter(None, self._placed)]
+
+    @property
+    def any_waits(self) -> bool:
+        """Whether a request waits for a sequence."""
+        return bool(self._waiting)
+
+    @property
+    def prefilling(self) -> list[RequestState]:
+        """The texts whose prompts are not in the cache yet, the oldest first."""
+        return _by_age([text for text in self._placed if text and not text.runs])
+
+    @property
+    def running(self) -> list[RequestState]:
+        """The texts that tokens are generated for."""
+        return [text for text in self._placed if text and text.runs]
+
+    def stream_of(self, text: RequestState) -> int:
+        """Return the stream that a text has its cells in."""
+        return text.sequence // self._sharing
+
+    def beside(self, stream: int) -> list[RequestState]:
+        """Return the texts in a stream, the oldest first."""
+        first = stream * self._sharing
+        return _by_age([*filter(None, self._placed[first : first + self._sharing])])
+
+    def add(self, text: RequestState) -> None:
+        """Let a request wait for its turn.
+
+        Raises:
+          ValueError: when the cache would never have the cells for it.
+        """
+        request = text.request
+        wanted = text.max_cached_tokens if self.reserves else len(request.prompt)
+        if not self._holds({0: wanted}, self._prefixes.nothing)[0]:
+            limit = (
+                f" and a limit of {request.max_new_tokens} less the last" if self.reserves else ""
+            )
+            raise ValueError(
+                f"wanted cells for {wanted} tokens, of a prompt of {len(request.prompt)}{limit}, "
+                f"which this cache never has: ask for less, or make a larger one"
+            )
+        self._waiting.append(text)
+
+    def admit(self) -> None:
+        """Give waiting requests sequences, in their order, as long as there is room."""
+        for stream in range(self._table.spec.streams):  # those that run come before what is kept
+            while not self._has_room(stream) and self._prefixes.evict_one(stream):
+                pass
+        while self._waiting and self._waiting[0] is not self._stuck:
+            text, free = self._waiting[0], self._free()
+            if not free:
+                return
+            match = self._prefixes.match(text, [*filter(None, self._placed)], free[0])
+            if match is None:  # it waits for another
+                return
+            if not self._place(text, free, match):
+                self._stuck = text
+                return
+            self._waiting.pop(0)
+
+    def remove_request(self, text: RequestState) -> None:
+        """Forget a request, wherever it is."""
+        self._stuck = None
+        if text.sequence >= 0:
+            self._placed[text.sequence], text.sequence = None, -1
+        else:
+            self._waiting.remove(text)
+
+    def preempt(self, text: RequestState) -> None:
+        """Let a text that has a sequence wait again, before the requests that came after it."""
+        self.remove_request(text)
+        insort(self._waiting, text, key=lambda text: text.id)
+
+    def _free(self) -> list[int]:
+        """Return a sequence of each stream that has one for a request."""
+        free = [q for q, text in enumerate(self._placed) if not text]
+        free = [q for q in free if q not in self._prefixes.holders]
+        return [*{q // self._sharing: q for q in reversed(free)}.values()][::-1]
+
+    def _place(self, text: RequestState, free: list[int], match: PrefixMatch) -> bool:
+        """Give a text one of some sequences, if there is room beside what runs.
+
+        What is kept gives way only if there is no stream with room as it is. The stream of what the
+        text begins with comes first, since a fork there takes no cells.
+        """
+        free = sorted(free, key=lambda sequence: not self._prefixes.is_near(match, sequence))
+        return any(
+            self._takes(text, sequence, match, gives_way)
+            for gives_way in (False, True)
+            for sequence in free
+        )
+
+    def _takes(
+        self, text: RequestState, sequence: int, match: PrefixMatch, gives_way: bool
+    ) -> bool:
+        """Give a text a sequence if there is room in its stream; else nothing is changed."""
+        then, near = self._prefixes.now, self._prefixes.is_near(match, sequence)
+        self._placed[sequence], text.sequence = text, sequence
+        found = self._prefixes.fork(match, sequence) if near else match.found
+        while not self._has_room(self.stream_of(text)):
+            if not (gives_way and self._prefixes.evict_one(self.stream_of(text))):
+                self._prefixes.rewind(then)
+                self._placed[sequence], text.sequence = None, -1
+                return False
+        text.begin(match.source, found if near else self._prefixes.fork(match, sequence))
+        return True
+
+    def _has_room(self, stream: int) -> bool:
+        """Return whether what is in a stream has the cells that it needs."""
+        beside = self.beside(stream)
+        kept = self._prefixes.lengths(stream)
+        if not kept and len(beside) < 2:
+            return True  # alone it has what there is, which is enough for its prompt
+        lengths = {one.sequence: self._needs(one) for one in beside}
+        return bool(self._holds(lengths | kept, self._prefixes.num_shared_cells())[stream])
+
+    def _needs(self, text: RequestState) -> int:
+        """Return the cells that are counted for a text: all that it may take, or those of soon."""
+        if self.reserves:
+            return text.max_cached_tokens
+        soon = len(text.request.prompt) + len(text.tokens) + self._steps
+        return min(soon, text.max_cached_tokens)
+
+    def _holds(self, lengths: dict[int, int], num_shared_cells: Any) -> np.ndarray:
+        """Return whether texts of so many tokens, by sequence, fit; by stream, `[S]` bool."""
+        tokens = np.zeros(len(self._placed), np.int64)
+        tokens[[*lengths]] = [*lengths.values()]
+        return self._table.can_allocate(tokens, self._at_once, num_shared_cells)
+
+
+def _by_age(texts: list[RequestState]) -> list[RequestState]:
+    return sorted(texts, key=lambda text: text.id)

@@ -1,0 +1,189 @@
+"""What a cache costs on each device of a mesh, told before anything is there."""
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from jaxkv.cache import Cache, split
+from jaxkv.core.partitioning import ShardingRules
+from jaxkv.core.validate import check_count
+from jaxkv.hybrid import parts_of
+from jaxkv.kv.buffers import Buffers, axes_of_queries, sizes_of
+from jaxkv.kv.cells import Cells
+from jaxkv.ops.mla import value_dim
+from jaxkv.sharding.make import shardings
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceBytes:
+    """What a cache costs on each device of a mesh.
+
+    devices: how many there are.
+    table: bytes of the table on a device.
+    buffers: bytes of keys, values and states on a device.
+    params: bytes of a model's weights on a device; 0 if none were given.
+    sent: bytes that attention brings to a device in a step of one token for each sequence.
+    whole: streams and heads that no axis splits though the rules name one. States are not looked
+      at.
+    uneven: for each part that keeps a short text on a few of the devices that split its cells, how
+      to spread it.
+    """
+
+    devices: int
+    table: int
+    buffers: int
+    params: int
+    sent: int
+    whole: tuple[str, ...]
+    uneven: tuple[str, ...]
+
+    @property
+    def total(self) -> int:
+        """All bytes on a device."""
+        return self.table + self.buffers + self.params
+
+    def check(self, room: int) -> "DeviceBytes":
+        """Raise a ValueError if it takes more than `room` bytes on a device; else return it."""
+        if self.total > room:
+            raise ValueError(
+                f"wanted at most {room:,} bytes on each of {self.devices} devices, got "
+                f"{self.total:,}: take more devices, fewer cells, or another split\n{self}"
+            )
+        return self
+
+    def __str__(self) -> str:
+        rows = [
+            ("table", self.table),
+            ("buffers", self.buffers),
+            ("weights", self.params),
+            ("in all", self.total),
+            ("sent in a step", self.sent),
+        ]
+        lines = [f"{name:<16}{number:>20,} bytes" for name, number in rows]
+        head = "on the device" if self.devices == 1 else f"on each of {self.devices} devices"
+        return "\n".join([head, *lines, *self.whole, *self.uneven])
+
+
+def device_bytes(
+    cache: Cache,
+    mesh: Mesh | AbstractMesh,
+    sharding_rules: ShardingRules,
+    *,
+    heads: int | None = None,
+    params: Any = None,
+) -> DeviceBytes:
+    """Return what a cache costs on each device, before anything is there.
+
+    Args:
+      cache: any cache, or its shapes.
+      mesh: the mesh, or an abstract one of devices that are not at hand.
+      sharding_rules: which of its axes split what.
+      heads: H, the query heads, on which it depends what is sent; by default as many as keys have,
+        and a multiple of them.
+      params: the weights of a model, or their shapes, with the shardings they will have. Those
+        without one are counted whole.
+
+    Raises:
+      ValueError: see `shardings`; or when `heads` is no multiple of the heads of keys.
+
+    Examples:
+      >>> mesh = jax.make_mesh((2, 2), ("data", "tensor"))
+      >>> make = lambda: make_kv_cache(
+      ...     layers=2, cells=1024, kv_heads=4, head_dim=64, sequences=8, streams=8
+      ... )
+      >>> print(sharding.device_bytes(jax.eval_shape(make), mesh, sharding.ShardingRules()))
+      on each of 4 devices
+      table                         82,000 bytes
+      buffers                    8,388,608 bytes
+      weights                            0 bytes
+      in all                     8,470,608 bytes
+      sent in a step                     0 bytes
+
+      Where cells are split, it tells whether all devices hold as much of a short text:
+
+      >>> make = lambda: make_kv_cache(layers=2, cells=1024, kv_heads=1, head_dim=64)
+      >>> rules = sharding.ShardingRules(cells=("data", "tensor"))
+      >>> print(*sharding.device_bytes(jax.eval_shape(make), mesh, rules).uneven)
+      scattered cells are split unevenly by data, tensor: take placement='striped', shards=4
+    """
+    of_keys = {k.shape[1] for k in keys_of(cache)}
+    if heads is not None and any(check_count(heads, "heads") % one for one in of_keys):
+        raise ValueError(f"wanted heads a multiple of kv_heads {sorted(of_keys)}, got {heads}")
+    halves = zip(split(cache), split(shardings(cache, mesh, sharding_rules)), strict=True)
+    table, buffers = (
+        sum(map(_share, jax.tree.leaves(half), jax.tree.leaves(where))) for half, where in halves
+    )
+    parts = parts_of(cache)
+    return DeviceBytes(
+        devices=mesh.size,
+        table=table,
+        buffers=buffers,
+        params=sum(_share(x, getattr(x, "sharding", None)) for x in jax.tree.leaves(params)),
+        sent=sum(_sent(part, mesh, sharding_rules, heads) for part in parts),
+        whole=tuple(
+            dict.fromkeys(line for part in parts for line in _whole(part, mesh, sharding_rules))
+        ),
+        uneven=tuple(
+            dict.fromkeys(line for part in parts for line in _uneven(part, mesh, sharding_rules))
+        ),
+    )
+
+
+def keys_of(cache: Cache) -> list[Any]:
+    """Return the keys of all layers that attend, `[S, K, N, D]`; `[S * L, K, N, D]` if stacked."""
+    return [
+        x for part in parts_of(cache) if isinstance(part.buffers, Buffers) for x in part.buffers.k
+    ]
+
+
+def _share(x: Any, where: Any) -> int:
+    """Return the bytes of an array that lie on each device."""
+    shape = x.shape if where is None else where.shard_shape(x.shape)
+    return prod(shape) * np.dtype(x.dtype).itemsize
+
+
+def _sent(part: Cache, mesh: Any, sharding_rules: ShardingRules, heads: int | None) -> int:
+    """Return what attention brings to a device: the open softmax of all that hold the cells."""
+    if not isinstance(part.buffers, Buffers):
+        return 0
+
+    def of_layer(k: Any, v: Any) -> int:
+        split = sharding_rules.split(mesh, **sizes_of(k, part.buffers.depth))
+        shards = {name: prod(mesh.shape[axis] for axis in axes) for name, axes in split.items()}
+        if shards["cells"] == 1:
+            return 0
+        rows, queries = part.table.spec.sequences // shards["streams"], heads or k.shape[1]
+        axes = axes_of_queries(sharding_rules, mesh, k, v, queries, part.buffers.depth)
+        queries //= prod(mesh.shape[axis] for axis in axes)
+        return shards["cells"] * rows * queries * (value_dim(v) + 2) * 4
+
+    return sum(part.buffers.of_each(of_layer))
+
+
+def _whole(part: Cache, mesh: Any, sharding_rules: ShardingRules) -> list[str]:
+    """Say what no axis splits though the rules name one."""
+    sizes = [("streams", part.table.spec.streams)]
+    sizes += [("kv_heads", k.shape[1]) for k in keys_of(part)]
+    return [
+        f"{name} ({size}) are not split by {', '.join(sharding_rules.present(mesh, name))}"
+        for name, size in sizes
+        if sharding_rules.present(mesh, name)
+        and not sharding_rules.split(mesh, **{name: size})[name]
+    ]
+
+
+def _uneven(part: Cache, mesh: Any, sharding_rules: ShardingRules) -> list[str]:
+    """Say what to do where a short text lies on some of the devices that split cells alone."""
+    axes, devices = sharding_rules.present(mesh, "cells"), sharding_rules.devices(mesh, "cells")
+    if not isinstance(part.table, Cells) or part.table.shards % devices == 0:
+        return []
+    placement, shards = part.table.placement, part.table.shards
+    cells = f"cells in {shards} shards" if placement == "striped" else f"{placement} cells"
+    return [
+        f"{cells} are split unevenly by {', '.join(axes)}: take placement='striped', "
+        f"shards={devices}"
+    ]

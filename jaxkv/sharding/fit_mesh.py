@@ -1,0 +1,88 @@
+"""A mesh that fits the heads of a cache, made of one with more devices than there are heads."""
+
+from math import gcd
+from typing import Literal, get_args
+
+from jax.sharding import AbstractMesh, Mesh
+
+from jaxkv.cache import Cache
+from jaxkv.core.partitioning import ShardingRules
+from jaxkv.sharding.device_bytes import keys_of
+
+Surplus = Literal["cells", "replicate", "refuse"]
+"""What devices do that are more than there are heads: hold cells, hold copies, or be refused."""
+
+
+def fit_mesh(
+    cache: Cache,
+    mesh: Mesh | AbstractMesh,
+    sharding_rules: ShardingRules,
+    *,
+    surplus: Surplus = "cells",
+) -> tuple[Mesh | AbstractMesh, ShardingRules]:
+    """Return a mesh and rules that fit the heads of a cache, where an axis has too many devices.
+
+    Args:
+      cache: any cache, or its shapes.
+      mesh: the mesh, or an abstract one of devices that are not at hand.
+      sharding_rules: which of its axes split what; heads are split by one axis.
+      surplus: what becomes of devices that are more than there are heads: "cells", they hold cells
+        of the same heads, so the cache must have a number of cells that they divide, and be
+        striped with as many `shards` if all are to hold as much, see `make_kv_cache`; "replicate",
+        they hold copies; or "refuse".
+
+    Returns:
+      The mesh with that axis cut in two, of which the second is named "cells" or "copies", and the
+      rules for it. Both unchanged where the devices divide the heads, and where no layer has more
+      than one head, whose cells an axis of their own may split. States are not looked at.
+
+    Raises:
+      ValueError: when the heads do not fit and `surplus` is "refuse", several axes split them, or
+        the mesh has an axis of the new one's name; or when there is no such `surplus`.
+
+    Examples:
+      Two heads on four devices:
+
+      >>> mesh = jax.make_mesh((4,), ("tensor",))
+      >>> make = lambda: make_kv_cache(layers=1, cells=64, kv_heads=2, head_dim=4)
+      >>> mesh, rules = sharding.fit_mesh(jax.eval_shape(make), mesh, sharding.ShardingRules())
+      >>> dict(mesh.shape), rules.cells
+      ({'tensor': 2, 'cells': 2}, 'cells')
+    """
+    if surplus not in get_args(Surplus):
+        raise ValueError(f"wanted a surplus of {get_args(Surplus)}, got {surplus!r}")
+    axes = sharding_rules.present(mesh, "kv_heads")
+    heads = {x.shape[1] for x in keys_of(cache)} - {1}
+    devices = sharding_rules.devices(mesh, "kv_heads")
+    fit = gcd(devices, *heads)
+    if not heads or fit == devices:
+        return mesh, sharding_rules
+    if surplus == "refuse":
+        raise ValueError(
+            f"wanted numbers of kv_heads that {devices} devices divide ({', '.join(axes)}), got "
+            f"{sorted(heads)}: take an axis of {fit}, or surplus='cells'"
+        )
+    if len(axes) != 1:
+        raise ValueError(f"wanted one axis for kv_heads, got {', '.join(axes)}: make them one")
+    name = {"cells": "cells", "replicate": "copies"}[surplus]
+    if name in mesh.axis_names:
+        raise ValueError(
+            f"wanted no axis named {name!r} yet, got a mesh of {dict(mesh.shape)}: take "
+            f"{axes[0]}={fit} and {name}={mesh.shape[name] * devices // fit}"
+        )
+    place = mesh.axis_names.index(axes[0])
+    shape, names, types = [*mesh.shape.values()], [*mesh.axis_names], [*mesh.axis_types]
+    shape[place : place + 1] = fit, devices // fit
+    names.insert(place + 1, name)
+    types.insert(place + 1, types[place])
+    if isinstance(mesh, Mesh):
+        finer = Mesh(mesh.devices.reshape(shape), tuple(names), axis_types=tuple(types))
+    else:
+        finer = AbstractMesh(tuple(shape), tuple(names), axis_types=tuple(types))
+    if surplus == "replicate":
+        return finer, sharding_rules
+    cells = tuple(dict.fromkeys((*sharding_rules.axes("cells"), name)))
+    cells = cells[0] if len(cells) == 1 else cells
+    return finer, ShardingRules(
+        streams=sharding_rules.streams, kv_heads=sharding_rules.kv_heads, cells=cells
+    )

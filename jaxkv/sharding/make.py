@@ -1,0 +1,140 @@
+"""Caches made on a mesh: where each array lies, meshes that fit, processes in sync."""
+
+from collections.abc import Callable
+from typing import Any
+from zlib import crc32
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxkv.api.arguments import check_known
+from jaxkv.cache import Cache, merge, split
+from jaxkv.core.array_utils import is_concrete, to_host
+from jaxkv.core.partitioning import ShardingRules
+
+
+def shardings(cache: Cache, mesh: Mesh | AbstractMesh, sharding_rules: ShardingRules) -> Cache:
+    """Return where each array of a cache lies on a mesh.
+
+    Args:
+      cache: any cache, or its shapes.
+      mesh: the mesh.
+      sharding_rules: which of its axes split what.
+
+    Returns:
+      A tree like the cache with a `NamedSharding` for each array; its tables know the rules.
+
+    Raises:
+      ValueError: when streams or cells are more than one, and no multiple of the devices that they
+        are split over. Heads that the devices do not divide are whole on each.
+
+    Examples:
+      >>> mesh = jax.make_mesh((2, 2), ("data", "tensor"))
+      >>> make = lambda: make_kv_cache(
+      ...     layers=1, cells=8, kv_heads=2, head_dim=4, sequences=4, streams=4
+      ... )
+      >>> where = sharding.shardings(jax.eval_shape(make), mesh, sharding.ShardingRules())
+      >>> [*where.buffers.k[0].spec], [*where.table.position.spec]
+      (['data', 'tensor', None], ['data'])
+    """
+    table, buffers = split(cache)
+    specs = table.with_sharding_rules(sharding_rules).partition_specs(buffers, mesh)
+    where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=_is_spec)
+    return Cache(table=where[0], buffers=where[1])
+
+
+def shapes(
+    make: Callable[[], Cache], mesh: Mesh | AbstractMesh, sharding_rules: ShardingRules
+) -> Cache:
+    """Return the shapes of a cache on a mesh, each with its sharding; nothing is allocated.
+
+    They are what `init_full` plans for, what a step is lowered and compiled for, and the target
+    that Orbax restores a cache to.
+
+    Args:
+      make: makes the cache, of sizes that are known.
+      mesh: the mesh.
+      sharding_rules: which of its axes split what.
+    """
+    cache = jax.eval_shape(make)
+    where = shardings(cache, mesh, sharding_rules)
+    table, buffers = split(cache)
+
+    def placed(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return jax.tree.map(placed, merge(table.with_sharding_rules(sharding_rules), buffers), where)
+
+
+def make_sharded(
+    make: Callable[[], Cache], mesh: Mesh, sharding_rules: ShardingRules | None = None
+) -> Cache:
+    """Make a cache on a mesh, each device its own share: no array is first made whole somewhere.
+
+    Args:
+      make: makes the cache, such as `lambda: make_kv_cache(...)`.
+      mesh: the mesh.
+      sharding_rules: which of its axes split what, by default `ShardingRules()`.
+
+    Returns:
+      The cache. Planning a batch, and all that reads or writes its buffers, wants the mesh at
+      hand, `jax.set_mesh(mesh)`; edits and questions do not.
+
+    Raises:
+      ValueError: see `shardings`.
+
+    Examples:
+      >>> mesh = jax.make_mesh((2, 2), ("data", "tensor"))
+      >>> sizes = dict(layers=1, cells=8, kv_heads=2, head_dim=4, sequences=2, streams=2)
+      >>> cache = sharding.make_sharded(lambda: make_kv_cache(**sizes), mesh)
+      >>> cache.buffers.k[0].shape, cache.buffers.k[0].addressable_shards[0].data.shape
+      ((2, 2, 8, 4), (1, 1, 8, 4))
+    """
+    sharding_rules = ShardingRules() if sharding_rules is None else sharding_rules
+
+    def made() -> Cache:
+        table, buffers = split(make())
+        return merge(table.with_sharding_rules(sharding_rules), buffers)
+
+    where = shardings(jax.eval_shape(make), mesh, sharding_rules)
+    return jax.jit(made, out_shardings=where)()
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, P)
+
+
+def assert_in_sync(cache: Cache, batch: Any = None) -> None:
+    """Raise unless all processes hold the same table and were given the same batch.
+
+    JAX never compares what it calls replicated: processes that were given different batches plan
+    and compute on, each by its own. Every process must call this, outside of `jit`.
+
+    Args:
+      cache: any cache.
+      batch: a tree of arrays and numbers that every process was given, such as a `Batch`. Arrays
+        that are split over processes are left out.
+
+    Raises:
+      RuntimeError: in every process, when they differ; it names the processes.
+      TypeError: when the cache is traced, or shapes alone.
+      ValueError: when the table was donated, or is that of a batch of caches.
+
+    Examples:
+      >>> mesh = jax.make_mesh((2, 2), ("data", "tensor"))
+      >>> sizes = dict(layers=1, cells=8, kv_heads=2, head_dim=4, sequences=2, streams=2)
+      >>> sharding.assert_in_sync(sharding.make_sharded(lambda: make_kv_cache(**sizes), mesh))
+    """
+    table, _ = split(cache)
+    check_known(table)
+    seen = jax.tree.leaves((to_host(table), batch))
+    data = b"".join(np.asarray(x).tobytes() for x in seen if is_concrete(x))
+    found = np.ravel(multihost_utils.process_allgather(np.uint32(crc32(data))))
+    if wrong := np.flatnonzero(found != found[0]).tolist():
+        raise RuntimeError(
+            f"expected the table and batch of process 0, got others in processes {wrong}; give "
+            f"every process the same, as jax.experimental.multihost_utils.broadcast_one_to_all does"
+        )

@@ -1,0 +1,191 @@
+"""Caches of any kind as the parts that a snapshot knows, and the names of what it holds.
+
+Names are the paths of a cache's tree: `table.position`, `buffers.k.0`; in a hybrid cache
+`table.parts.0.position`, `buffers.0.k.1`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxkv.api.arguments import check_known
+from jaxkv.cache import Cache, merge, split
+from jaxkv.core.array_utils import is_concrete
+from jaxkv.core.validate import check_int32
+from jaxkv.hybrid import HybridTable, make_hybrid_cache, parts_of
+from jaxkv.snapshot.cells import CellPart, SourcePart
+from jaxkv.snapshot.file import File
+from jaxkv.snapshot.parts import Part, decoded, encoded, names
+from jaxkv.snapshot.states import StatePart
+from jaxkv.spec import check_once
+
+KINDS: dict[str, type[Part]] = {
+    "attention": CellPart,
+    "recurrent": StatePart,
+    "source": SourcePart,
+}
+"""By the kind that a spec names."""
+
+
+class Named(NamedTuple):
+    """A part of a cache, and where it stands in a snapshot.
+
+    part: how its kind is saved.
+    cache: the part as a cache of its own.
+    table: what the names of its table begin with.
+    buffers: what those of its buffers begin with.
+    """
+
+    part: type[Part]
+    cache: Cache
+    table: str
+    buffers: str
+
+
+def parts(cache: Cache) -> list[Named]:
+    """Return the parts of a cache, which is its only one if it is no hybrid."""
+    if not isinstance(cache.table, HybridTable):
+        return [Named(KINDS[cache.table.spec.kind], cache, "table.", "buffers.")]
+    return [
+        Named(KINDS[one.table.spec.kind], one, f"table.parts.{i}.", f"buffers.{i}.")
+        for i, one in enumerate(parts_of(cache))
+    ]
+
+
+def describe(cache: Cache) -> dict[str, Any]:
+    """Return what is fixed when a cache is made, as JSON holds it."""
+    found = [one.part.describe(*split(one.cache)) for one in parts(cache)]
+    if not isinstance(cache.table, HybridTable):
+        return found[0]
+    return {"kind": "hybrid", "layers": encoded(cache.table.layers), "parts": found}
+
+
+def make(file: File) -> Cache:
+    """Make the cache that a snapshot describes, empty."""
+    description = file.description["cache"]
+    if description["kind"] != "hybrid":
+        return merge(*_made(file, description, "buffers."))
+    pairs = [_made(file, one, f"buffers.{i}.") for i, one in enumerate(description["parts"])]
+    layers = decoded(description["layers"])
+    return make_hybrid_cache(*zip([merge(*pair) for pair in pairs], layers, strict=True))
+
+
+def shapes(file: File) -> Cache:
+    """Return the cache that a snapshot describes, of shapes alone.
+
+    Raises:
+      ValueError: when no cache is like that, its arrays are others, the sequences are none of it,
+        or JAX would make its arrays of other dtypes.
+    """
+    check_dtypes(file)
+    try:
+        cache = jax.eval_shape(partial(make, file))
+        _check_arrays(file, cache)
+        return cache
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise ValueError(
+            f"wanted a snapshot that describes a cache, got one that does not "
+            f"({type(error).__name__}: {error}): it was not written by jaxkv.snapshot"
+        ) from None
+
+
+def _check_arrays(file: File, cache: Cache) -> None:
+    """Raise a ValueError unless a file has the arrays of a cache, and texts of its sequences."""
+    saved, tokens = file.description["sequences"], file.description["tokens"]
+    check_once(cache.table.spec.sequence_ids(saved))
+    for text in tokens:
+        check_int32([] if text is None else text, "tokens")
+    wanted: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
+    for part, own, table, buffers in parts(cache):
+        (count,) = file.arrays[f"{table}cell"][1]
+        forms, held = part.forms(*split(own), count, len(saved))
+        pairs = zip(jax.tree.leaves(names(held, buffers)), jax.tree.leaves(held), strict=True)
+        for name, form in [*((table + name, form) for name, form in forms.items()), *pairs]:
+            wanted[name] = form.dtype, form.shape
+    if len(tokens) != len(saved) or wanted != file.arrays:
+        odd = sorted(set(wanted.items()) ^ set(file.arrays.items()), key=str)
+        raise ValueError(f"other arrays than those of the cache, {_short(odd[:2])}")
+
+
+def assembled(cache: Cache, pairs: list[tuple[Any, Any]]) -> Cache:
+    """Return a cache with other tables and buffers in its parts."""
+    if not isinstance(cache.table, HybridTable):
+        return merge(*pairs[0])
+    tables, buffers = zip(*pairs, strict=True)
+    return merge(replace(cache.table, parts=tables), buffers)
+
+
+def check_dtypes(file: File) -> None:
+    """Raise a ValueError unless JAX makes arrays of the dtypes of a file as they are.
+
+    Without 64 bits it makes those of half the size, and says so nowhere.
+    """
+    for name, (dtype, _) in file.arrays.items():
+        if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+            raise ValueError(
+                f"wanted {name} of {dtype} as saved, got a JAX without 64 bits: set "
+                f'jax_enable_x64, as by jax.config.update("jax_enable_x64", True)'
+            )
+
+
+def check_saveable(cache: Cache) -> None:
+    """Raise unless this is one cache, on one device, its values known.
+
+    Raises:
+      TypeError: when it is no cache, or shapes alone.
+      ValueError: when it is traced, split over a mesh, donated, or a batch of caches.
+    """
+    table, buffers = split(cache)
+    if table.sharding_rules is not None or not is_concrete(cache):
+        found = (
+            f"one with {table.sharding_rules}"
+            if table.sharding_rules
+            else "one that is traced or split"
+        )
+        raise ValueError(
+            f"wanted a cache on one device, outside of jit, got {found}: one on a mesh is saved "
+            f"and restored by Orbax, see docs/snapshots.md"
+        )
+    check_known(table, buffers)
+
+
+def check_fits(saved: Cache, cache: Cache) -> None:
+    """Raise a ValueError, by name, unless what was saved of one cache fits into another."""
+    mine, theirs = parts(cache), parts(saved)
+    kinds = [[one.cache.table.spec.kind for one in found] for found in (mine, theirs)]
+    _same("kind", cache.table.spec.kind, saved.table.spec.kind)
+    _same("kinds of parts", *kinds)
+    if isinstance(cache.table, HybridTable):
+        _same("layers of parts", cache.table.layers, saved.table.layers)
+    for i, (one, other) in enumerate(zip(mine, theirs, strict=True)):
+        where = f" in part {i}" if len(mine) > 1 else ""
+        wanted = one.part.features(*split(one.cache))
+        found = one.part.features(*split(other.cache))
+        for name in wanted:
+            _same(name + where, wanted[name], found.get(name))
+
+
+def _same(name: str, wanted: Any, found: Any) -> None:
+    if wanted != found:
+        raise ValueError(
+            f"wanted a snapshot of a cache with the {name} of this one, {_short(wanted)}, got one "
+            f"with {_short(found)}; nothing was changed"
+        )
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) < 200 else f"{text[:120]} ... {text[-60:]}"
+
+
+def _made(file: File, description: Mapping[str, Any], prefix: str) -> tuple[Any, Any]:
+    entries = {
+        name.removeprefix(prefix): entry
+        for name, entry in file.arrays.items()
+        if name.startswith(prefix)
+    }
+    return KINDS[description["kind"]].make(description, entries)

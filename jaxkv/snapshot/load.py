@@ -1,0 +1,257 @@
+"""Loading a snapshot: a cache of its own, or sequences of one that is there."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.cache import Cache, split
+from jaxkv.snapshot.assemble import assembled, check_fits, check_saveable, make, parts, shapes
+from jaxkv.snapshot.file import VERSION, File, Source, as_json, opened
+from jaxkv.snapshot.parts import SequenceMap
+from jaxkv.spec import check_once
+
+
+@dataclass(frozen=True, kw_only=True)
+class Info:
+    """What a snapshot says of itself.
+
+    version: of the format.
+    sequences: those that were saved, by the ids that they had.
+    tokens: by sequence, the tokens that were saved with it.
+    model: what the model was called; None if that was not said.
+    notes: what else was saved with it; None if nothing was.
+    cache: what `load` makes, as shapes: `nbytes` tells how large it is, and its `table.spec` how
+      it was made.
+    arrays: by name, the dtype and shape of each array of the file.
+    """
+
+    version: int
+    sequences: tuple[int, ...]
+    tokens: dict[int, list[int]]
+    model: Any
+    notes: Any
+    cache: Cache
+    arrays: dict[str, tuple[str, tuple[int, ...]]]
+
+
+def inspect(source: Source) -> Info:
+    """Return what a snapshot says of itself, without reading what it holds.
+
+    Args:
+      source: the path of a file, or bytes.
+
+    Raises:
+      FileNotFoundError: when there is no such file.
+      ValueError: when it is no snapshot, of another version, cut short, or its description is
+        damaged; or it holds 64-bit numbers that this JAX does not have. Damage elsewhere shows when
+        it is loaded.
+
+    Examples:
+      >>> cache = make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2, sequences=2)
+      >>> (ubatch,) = init_batch(cache, make_batch([[1, 2, 3], [4, 5]])).ubatches
+      >>> keys = jnp.ones((*ubatch.valid.shape, 1, 2))
+      >>> cache = write_kv(apply(cache, ubatch), 0, ubatch, keys, keys)
+      >>> data = snapshot.to_bytes(cache, tokens={1: [4, 5]}, notes={"names": ["a", "b"]})
+      >>> info = snapshot.inspect(data)
+      >>> info.sequences, info.tokens, info.notes, info.arrays["buffers.k.0"]
+      ((0, 1), {1: [4, 5]}, {'names': ['a', 'b']}, ('float32', (5, 1, 2)))
+      >>> info.cache.table.spec.kind, nbytes(info.cache) == nbytes(cache)
+      ('attention', True)
+    """
+    with opened(source) as file:
+        said, cache = file.description, shapes(file)
+        pairs = zip(said["sequences"], said["tokens"], strict=True)
+        return Info(
+            version=VERSION,
+            sequences=tuple(said["sequences"]),
+            tokens={seq: tokens for seq, tokens in pairs if tokens is not None},
+            model=said["model"],
+            notes=said.get("notes"),  # files of this version from before there were notes lack them
+            cache=cache,
+            arrays={name: (dtype.name, shape) for name, (dtype, shape) in file.arrays.items()},
+        )
+
+
+def load(source: Source, *, model: Any = None) -> Cache:
+    """Make the cache that was saved: as large, each token in the cell that it had.
+
+    It goes on as the cache that was saved, bit for bit. Its stamps are new, so plans that were
+    made for that one are stale. Sequences that were not saved are empty.
+
+    Args:
+      source: the path of a file, or bytes.
+      model: what the model is called. If the snapshot says so too, it must be the same.
+
+    Raises:
+      FileNotFoundError: when there is no such file.
+      TypeError: when `model` is nothing that JSON holds.
+      ValueError: when it is no snapshot, of another version, damaged, of another model, or of
+        64-bit numbers that this JAX does not have.
+
+    Examples:
+      >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
+      >>> (ubatch,) = init_batch(cache, make_batch([1, 2, 3])).ubatches
+      >>> keys = jnp.ones((*ubatch.valid.shape, 1, 2))
+      >>> cache = write_kv(apply(cache, ubatch), 0, ubatch, keys, keys)
+      >>> cache, _ = seq_rm(cache, 0, 1, 2)
+      >>> data = snapshot.to_bytes(cache, model={"name": "tiny", "layers": 1})
+      >>> print(show(snapshot.load(data)))
+      owner    0 . 0 .
+      position 0 . 2 .
+
+      >>> snapshot.load(data[:-1])
+      Traceback (most recent call last):
+      ...
+      ValueError: wanted a snapshot, got what cannot be read as safetensors (...): it is damaged, \
+cut short, or something else
+
+    llama.cpp: `llama_state_load_file`, `llama_state_set_data`.
+    """
+    with opened(source) as file:
+        saved = _checked(file, model)
+        ids = file.description["sequences"]
+        moves = SequenceMap([*range(len(ids))], ids, ids)
+        return _restored(file, saved, make(file), moves, fresh=False)
+
+
+def load_into(
+    source: Source,
+    cache: Cache,
+    *,
+    sequences: int | Sequence[int] | Mapping[int, int] | None = None,
+    model: Any = None,
+    donate: bool = False,
+) -> Cache:
+    """Give sequences of a cache what was saved, in place of what they hold.
+
+    The cache may have other sizes, streams and placement than the one that was saved; it chooses
+    cells as for a batch, but in tiled placement empty tiles first, in the order of what was saved,
+    so that texts that were mixed stay mixed. A saved sequence that holds nothing leaves its target
+    empty, and sequences that shared cells share them again where they meet in a stream. Of states
+    the newest are taken where it keeps fewer. The other sequences stay as they are; what is hidden
+    by a window may be taken, as ever.
+
+    Args:
+      source: the path of a file, or bytes.
+      cache: any cache on one device, of the same layers, heads, dtypes, states, ropes and
+        windows.
+      sequences: where the saved sequences go, one or several in their order; or by saved sequence,
+        which leaves the others out. By default where they were.
+      model: what the model is called. If the snapshot says so too, it must be the same.
+      donate: give up the buffers of the cache passed in. Otherwise they are copied, since that
+        stays as it is.
+
+    Returns:
+      The next cache. All plans of the streams that were changed are stale.
+
+    Raises:
+      FileNotFoundError: when there is no such file.
+      OutOfCellsError: a ValueError, when a stream lacks the cells, or where they must be neighbours
+        a run of them.
+      TypeError: when `model` is nothing that JSON holds, or the cache is shapes alone.
+      ValueError: when it is no snapshot, of another version, damaged, of another model, of a cache
+        that does not fit, or of 64-bit numbers that this JAX does not have; when the cache is
+        traced, split over a mesh, donated or a batch of caches; or an id is none, or comes twice.
+        Nothing is changed by it.
+
+    Examples:
+      >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
+      >>> (ubatch,) = init_batch(cache, make_batch([1, 2])).ubatches
+      >>> keys = jnp.ones((*ubatch.valid.shape, 1, 2))
+      >>> cache = write_kv(apply(cache, ubatch), 0, ubatch, keys, keys)
+      >>> data = snapshot.to_bytes(cache)
+      >>> other = make_kv_cache(layers=1, cells=5, kv_heads=1, head_dim=2, sequences=3)
+      >>> other = apply(other, init_batch(other, make_batch([[3], [4, 5]])))
+      >>> print(show(snapshot.load_into(data, other, sequences=[2])))
+      owner    0 1 1 2 2
+      position 0 0 1 0 1
+
+      Sequence 0 lets go of what it holds, and there is room for the two cells:
+
+      >>> print(show(snapshot.load_into(data, other, sequences=[0])))
+      owner    0 1 1 0 .
+      position 0 0 1 1 .
+
+      >>> narrow = make_kv_cache(layers=1, cells=5, kv_heads=1, head_dim=1)
+      >>> snapshot.load_into(data, narrow)
+      Traceback (most recent call last):
+      ...
+      ValueError: wanted a snapshot of a cache with the head_dim of this one, [1], got one with \
+[2]; nothing was changed
+
+    llama.cpp: `llama_state_seq_load_file`, `llama_state_seq_set_data`.
+    """
+    check_saveable(cache)
+    with opened(source) as file:
+        saved = _checked(file, model)
+        check_fits(saved, cache)
+        moves = _moves(file.description["sequences"], cache, sequences)
+        return _restored(file, saved, cache, moves, fresh=True, donate=donate)
+
+
+def _checked(file: File, model: Any) -> Cache:
+    """Return the shapes of what was saved, if the model is not known to be another one."""
+    known = file.description["model"]
+    if model is not None and known is not None and as_json(model, "model") != known:
+        raise ValueError(
+            f"wanted a snapshot of the model {model!r}, got one of {known!r}: what is held was "
+            f"computed by another model; compute it again"
+        )
+    return shapes(file)
+
+
+def _moves(
+    saved: list[int], cache: Cache, sequences: int | Sequence[int] | Mapping[int, int] | None
+) -> SequenceMap:
+    """Return which saved sequences go where."""
+    spec, goes = split(cache)[0].spec, {seq: seq for seq in saved}
+    if isinstance(sequences, Mapping):
+        if not set(sequences) <= set(saved):
+            raise ValueError(f"wanted some of the saved sequences {saved}, got {sorted(sequences)}")
+        goes = dict(sequences)
+    elif sequences is not None:
+        targets = np.atleast_1d(spec.sequence_ids(sequences)).tolist()
+        if len(targets) != len(saved):
+            raise ValueError(
+                f"wanted a target for each of the saved sequences {saved}, got {targets}: "
+                f"pass as many, or a mapping of those that are wanted"
+            )
+        goes = dict(zip(saved, targets, strict=True))
+    new = spec.sequence_ids([*goes.values()])
+    check_once(new)
+    return SequenceMap([saved.index(seq) for seq in goes], [*goes], np.asarray(new).tolist())
+
+
+def _restored(
+    file: File, saved: Cache, cache: Cache, moves: SequenceMap, *, fresh: bool, donate: bool = True
+) -> Cache:
+    """Return a cache that has taken in what was saved, which is compared before."""
+    file.check()
+    for part, own, table, _ in parts(saved):
+        part.check(own.table, lambda name, at=table: file[at + name], file.description["sequences"])
+    pairs = [*zip(parts(cache), parts(saved), strict=True)]
+    places = [
+        own.part.place(
+            own.cache.table,
+            other.cache.table,
+            lambda name, own=own: file[own.table + name],
+            moves,
+            file.seed,
+            fresh,
+        )
+        for own, other in pairs
+    ]
+    found = []
+    for (own, _), placed in zip(pairs, places, strict=True):
+
+        def fill(array: Any, name: str, own: Any = own, placed: Any = placed) -> Any:
+            return own.part.write(array, placed, file[name])
+
+        buffers = own.cache.buffers
+        buffers = buffers if donate else jax.tree.map(jnp.copy, buffers)
+        found.append((placed.table, own.part.filled(buffers, own.buffers, fill)))
+    return assembled(cache, found)

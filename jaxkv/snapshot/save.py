@@ -1,0 +1,139 @@
+"""Saving a cache: what its sequences own, into a file or bytes."""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxkv.cache import Cache, split
+from jaxkv.core.validate import check_int32
+from jaxkv.snapshot import file
+from jaxkv.snapshot.assemble import check_saveable, describe, parts
+from jaxkv.snapshot.parts import names
+from jaxkv.spec import check_once
+
+
+def save(
+    path: str | os.PathLike,
+    cache: Cache,
+    *,
+    sequences: int | Sequence[int] | None = None,
+    tokens: Mapping[int, Sequence[int]] | None = None,
+    model: Any = None,
+    notes: Any = None,
+) -> None:
+    """Write a cache, or some of its sequences, into a file.
+
+    The file holds live cells alone, and is there whole or not at all: it is written beside the path
+    and renamed. Rotations that are owed, kept states and what windows took are in it; which cells
+    were empty, and the stamps, are not.
+
+    Args:
+      path: of the file, which is replaced if it is there; of a link, what it leads to.
+      cache: any cache on one device.
+      sequences: the sequence to save, or several, each once; by default all, empty ones too.
+      tokens: by sequence, the tokens that it was told, for those that go on from the file: the
+        cache itself does not know them. `inspect` returns them.
+      model: what names the model that computed all this, anything that JSON holds. `load` and
+        `load_into` compare it with theirs.
+      notes: what else goes along, anything that JSON holds. `inspect` returns it.
+
+    Raises:
+      ImportError: when the package safetensors is missing.
+      OSError: when it cannot be written, as on a disk that is full, or a folder or a device has
+        that path. What was there before is there still.
+      TypeError: when `model` or `notes` is nothing that JSON holds, ids or tokens are no integers,
+        or the cache is shapes alone.
+      ValueError: when the cache is traced, split over a mesh, donated or a batch of caches, an
+        id is none of it or comes twice, or tokens are no list or of a sequence that is not saved.
+
+    Examples:
+      >>> import tempfile
+      >>> cache = make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2, sequences=2)
+      >>> (ubatch,) = init_batch(cache, make_batch([[1, 2, 3], [4, 5]])).ubatches
+      >>> keys = jnp.ones((*ubatch.valid.shape, 1, 2))
+      >>> cache = write_kv(apply(cache, ubatch), 0, ubatch, keys, keys)
+      >>> path = tempfile.mkdtemp() + "/chat.safetensors"
+      >>> snapshot.save(path, cache, sequences=[1], tokens={1: [4, 5]}, model="tiny")
+      >>> print(show(snapshot.load(path)))
+      owner    . . . 1 1 .
+      position . . . 0 1 .
+
+    llama.cpp: `llama_state_save_file`, `llama_state_seq_save_file`.
+    """
+    file.write(path, *_content(cache, sequences, tokens, model, notes))
+
+
+def to_bytes(
+    cache: Cache,
+    *,
+    sequences: int | Sequence[int] | None = None,
+    tokens: Mapping[int, Sequence[int]] | None = None,
+    model: Any = None,
+    notes: Any = None,
+) -> bytes:
+    """Return the bytes of the file that `save` writes, for the same arguments.
+
+    Examples:
+      >>> cache = make_kv_cache(layers=1, cells=600, kv_heads=1, head_dim=2)
+      >>> (ubatch,) = init_batch(cache, make_batch([1, 2])).ubatches
+      >>> keys = jnp.ones((*ubatch.valid.shape, 1, 2))
+      >>> data = snapshot.to_bytes(write_kv(apply(cache, ubatch), 0, ubatch, keys, keys))
+      >>> num_used_cells(snapshot.load(data)).item(), len(data) < nbytes(cache)
+      (2, True)
+
+    llama.cpp: `llama_state_get_data`, `llama_state_seq_get_data`.
+    """
+    return file.written(*_content(cache, sequences, tokens, model, notes))
+
+
+def _content(
+    cache: Cache,
+    sequences: int | Sequence[int] | None,
+    tokens: Mapping[int, Sequence[int]] | None,
+    model: Any,
+    notes: Any,
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Return the description and the arrays of a snapshot, by name, as `Part.take` finds them."""
+    check_saveable(cache)
+    spec = split(cache)[0].spec
+    ids = np.arange(spec.sequences) if sequences is None else spec.sequence_ids(sequences)
+    check_once(ids)
+    saved = np.atleast_1d(ids).tolist()
+    texts = {} if tokens is None else tokens
+    if not isinstance(texts, Mapping):
+        raise TypeError(f"wanted tokens by sequence, such as {{0: [1, 2]}}, got {type(texts)}")
+    known = {int(spec.sequence_ids(seq)): _listed(text, seq) for seq, text in texts.items()}
+    if not set(known) <= set(saved):
+        raise ValueError(
+            f"wanted tokens of the saved sequences {saved}, got some of "
+            f"{sorted(set(known) - set(saved))}"
+        )
+    said = {"model": file.as_json(model, "model"), "notes": file.as_json(notes, "notes")}
+
+    arrays: dict[str, np.ndarray] = {}
+    for part, own, table, buffers in parts(cache):
+        found, held = part.take(*split(own), saved)
+        arrays.update({table + name: array for name, array in found.items()})
+        arrays.update(
+            zip(jax.tree.leaves(names(held, buffers)), jax.tree.leaves(held), strict=True)
+        )
+    description = {
+        "cache": describe(cache),
+        "sequences": saved,
+        "tokens": [known.get(seq) for seq in saved],
+        **said,
+    }
+    return description, arrays
+
+
+def _listed(text: Any, seq: int) -> list[int]:
+    """Return the tokens of a sequence as a list."""
+    found = np.asarray(check_int32(text, "tokens"))
+    if found.ndim != 1:
+        raise ValueError(
+            f"wanted [n] tokens of sequence {seq}, got {list(found.shape)}: pass a list of integers"
+        )
+    return found.tolist()

@@ -1,1 +1,0 @@
-"""What is done to any cache: edits, questions, and plans carried out."""
