@@ -59,12 +59,12 @@ def together(model: models.Model, cache: Any, requests: list[Request], *, chunk:
     batch = jaxkv.make_batch([request.prompt for request in requests])
     cache, logits, sequences, *_ = jaxkv.prefill(*run, cache, batch, ubatch_size=chunk, donate=True)
     limit = requests[0].max_new_tokens
-    state, _ = generation.sample_first(
-        sampler, cache, logits, sequences=sequences, max_new_tokens=limit
-    )
+    state = generation.init_decode(
+        cache, logits=logits, sampler=sampler, sequences=sequences, max_new_tokens=limit
+    ).state
     while np.asarray(state.active).any():
-        cache, state, _ = jaxkv.decode(
-            model.forward, sampler, model.params, cache, state, num_tokens=8, donate=True
+        cache, state, *_ = jaxkv.decode(
+            model.forward, model.params, cache, state, num_tokens=8, donate=True, sampler=sampler
         )
     return jaxkv.clear(cache)
 

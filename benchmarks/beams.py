@@ -42,7 +42,7 @@ class Side:
 
     def search(self) -> jax.Array:
         """Search for W texts; the first tokens need no step."""
-        _, beams = generation.beam(
+        beams = generation.beam(
             self.model.forward,
             self.model.params,
             self.cache,
@@ -55,13 +55,13 @@ class Side:
     def decode(self) -> jax.Array:
         """Decode W texts, with other first tokens."""
         first = jax.lax.top_k(self.logits[0], self.width)[1]
-        _, _, picked = jaxkv.decode(
+        picked = jaxkv.decode(
             self.model.forward,
-            BEST,
             self.model.params,
             self.forked,
-            generation.init_decode(self.forked, first),
+            generation.init_decode(self.forked, tokens=first).state,
             num_tokens=self.steps,
+            sampler=BEST,
         )
         return picked.tokens
 

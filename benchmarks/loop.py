@@ -50,16 +50,16 @@ class Side:
 
         def run() -> np.ndarray:
             cache, chosen = jaxkv.merge(self.table, self.buffers), []
-            state = generation.init_decode(cache, self.first)
+            state = generation.init_decode(cache, tokens=self.first).state
             for _ in range(self.tokens // steps):
-                cache, state, picked = jaxkv.decode(
+                cache, state, *_ = picked = jaxkv.decode(
                     self.model.forward,
-                    BEST,
                     self.model.params,
                     cache,
                     state,
                     num_tokens=steps,
                     donate=True,
+                    sampler=BEST,
                 )
                 chosen.append(np.asarray(picked.tokens))
             self.buffers = jaxkv.split(cache)[1]

@@ -59,22 +59,22 @@ class Side:
         self.cache, logits, *_ = jaxkv.prefill(
             model.forward, model.params, cache, jaxkv.make_batch(tokens), donate=True
         )
-        self.state, _ = generation.sample_first(sampler, self.cache, logits)
+        self.state = generation.init_decode(self.cache, logits=logits, sampler=sampler).state
         self.draft = generation.prompt_lookup(
             [tokens], ngram=ngram, num_draft_tokens=tries, num_branches=branches
         )
 
     def plainly(self) -> jax.Array:
         """Generate a token a step."""
-        return self._picked(jaxkv.decode, self.model.forward)[2].tokens
+        return self._sampled(jaxkv.decode).tokens
 
     def guessing(self) -> Any:
         """Generate with guesses."""
-        return self._picked(generation.speculate, self.model.forward, self.draft)[3]
+        return self._sampled(generation.speculate, drafter=self.draft)
 
-    def _picked(self, loop: Any, *first: Any) -> tuple:
-        rest = self.model.params, self.cache, self.state
-        return loop(*first, self.sampler, *rest, num_tokens=self.steps)
+    def _sampled(self, loop: Any, **options: Any) -> generation.DecodeResult:
+        args = self.model.forward, self.model.params, self.cache, self.state
+        return loop(*args, num_tokens=self.steps, sampler=self.sampler, **options)
 
 
 def compare_branches(model: models.Model, args: argparse.Namespace) -> None:

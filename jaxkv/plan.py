@@ -95,7 +95,7 @@ class Reason(IntEnum):
     EDITED = (
         15,
         "its last tokens were removed or replaced since the state was made, so that the next token "
-        "does not follow them: compute the logits again, and begin anew (generation.sample_first)",
+        "does not follow them: compute the logits again, and begin anew (generation.init_decode)",
     )
 
 

@@ -114,17 +114,19 @@ class Run:
         if self.steps:
             # A loop in which no text goes on ends before its first step.
             options = {"max_new_tokens": 0, "sampler": self.options.sampler, "prompts": self.texts}
-            idle = generation.init_decode(cache, np.zeros(len(self.texts), np.int32), **options)
+            idle = generation.init_decode(
+                cache, tokens=np.zeros(len(self.texts), np.int32), **options
+            ).state
             jobs.append(lambda: self.generate(cache, idle, self.draft()))
         done = compile_all(jobs, tell)
         if self.steps:
-            cache = done[-1][0]
+            cache = done[-1].cache
         # Run the small programs once, on zero logits and an empty cache.
-        cache, _, _ = self.begin(cache, blank, limit=0)
+        cache = self.begin(cache, blank, limit=0).cache
         used_of(cache)
         return jax.block_until_ready((cache, model.params))[0]
 
-    def feed(self, cache: Any) -> tuple[Any, generation.DecodeState, np.ndarray]:
+    def feed(self, cache: Any) -> generation.DecodeResult:
         """Put the prompts into the cache; returns it, and the first token of each text."""
         cache, logits, *_ = jaxkv.prefill(
             self.model.forward,
@@ -136,9 +138,7 @@ class Run:
         )
         return self.begin(cache, logits, limit=self.options.max_tokens)
 
-    def begin(
-        self, cache: Any, logits: jax.Array, *, limit: int
-    ) -> tuple[Any, generation.DecodeState, np.ndarray]:
+    def begin(self, cache: Any, logits: jax.Array, *, limit: int) -> generation.DecodeResult:
         """Fork each prompt for its samples, and pick their first tokens."""
         samples = self.options.samples
         if samples > 1:
@@ -149,8 +149,9 @@ class Run:
         seeds = (self.options.seed + np.arange(len(self.texts)) % samples) % 2**32
         options = {"max_new_tokens": limit, "seed": seeds, "prompts": self.texts}
         sampler, stop, ids = self.options.sampler, self.stop, np.arange(len(self.texts))
-        state, first = generation.sample_first(sampler, cache, logits, stop, ids, **options)
-        return cache, state, np.asarray(first.tokens)
+        return generation.init_decode(
+            cache, logits=logits, sampler=sampler, stop_tokens=stop, sequences=ids, **options
+        )
 
     def draft(self) -> Any:
         """What guesses, None if nothing does."""
@@ -160,14 +161,15 @@ class Run:
             self.texts, num_draft_tokens=self.options.tries, recent=RECENT
         )
 
-    def generate(self, cache: Any, state: generation.DecodeState, draft: Any) -> tuple:
-        """Generate the tokens of a dispatch: the cache, the state, the draft and the tokens."""
-        model, more = self.model, {"num_tokens": self.steps, "donate": True}
-        rest = self.options.sampler, model.params, cache, state, self.stop
+    def generate(
+        self, cache: Any, state: generation.DecodeState, draft: Any
+    ) -> generation.DecodeResult:
+        """Generate the tokens of a dispatch."""
+        args = self.model.forward, self.model.params, cache, state
+        options = {"sampler": self.options.sampler, "stop_tokens": self.stop, "donate": True}
         if draft is None:
-            cache, state, picked = jaxkv.decode(model.forward, *rest, **more)
-            return cache, state, None, picked
-        return generation.speculate(model.forward, draft, *rest, **more)
+            return jaxkv.decode(*args, num_tokens=self.steps, **options)
+        return generation.speculate(*args, drafter=draft, num_tokens=self.steps, **options)
 
     def go_on(
         self,
@@ -185,11 +187,12 @@ class Run:
         try:
             write(writers, first, state)
             while any(writer.finish is None for writer in writers):
-                cache, state, draft, picked = self.generate(cache, state, draft)
+                out = self.generate(cache, state, draft)
+                cache, state, draft = out.cache, out.state, out.drafter
                 if draft is not None:
-                    tally.tried += int(np.asarray(picked.num_drafted).sum())
-                    tally.accepted += int(np.asarray(picked.num_accepted).sum())
-                tally.decoded += write(writers, np.asarray(picked.tokens), state)
+                    tally.tried += int(np.asarray(out.num_drafted).sum())
+                    tally.accepted += int(np.asarray(out.num_accepted).sum())
+                tally.decoded += write(writers, np.asarray(out.tokens), state)
         except KeyboardInterrupt:
             tally.interrupted = True
             for writer in writers:

@@ -103,8 +103,8 @@ class Search:
             )
             jax.block_until_ready(logits)
             middle = perf_counter()
-            self._cache, beams = self._search(self._model.params, cache, logits)
-            beams = jax.device_get(beams)
+            self._cache, *rest = self._search(self._model.params, cache, logits)
+            beams = generation.BeamResult(self._cache, *jax.device_get(rest))
             took = perf_counter() - middle
             yield self._found(prompt, beams, prompt_seconds=middle - began, seconds=took)
 

@@ -52,10 +52,12 @@ print(forks)
 # %%
 TEMPERATURES = [0.0, 0.7, 1.0, 1.3]
 sampler = generation.make_sampler(temperature=TEMPERATURES, top_p=0.95)
-state, first = generation.sample_first(
-    sampler, forks, jnp.repeat(logits, 4, axis=0), sequences=[0, 1, 2, 3], seed=3
+_, state, *_ = first = generation.init_decode(
+    forks, logits=jnp.repeat(logits, 4, axis=0), sampler=sampler, sequences=[0, 1, 2, 3], seed=3
 )
-after, state, rest = jaxkv.decode(model.forward, sampler, model.params, forks, state, num_tokens=11)
+after, state, *_ = rest = jaxkv.decode(
+    model.forward, model.params, forks, state, num_tokens=11, sampler=sampler
+)
 
 tokens = np.concatenate([first.tokens, rest.tokens], axis=1)
 for temperature, row in zip(TEMPERATURES, tokens, strict=True):
@@ -128,8 +130,8 @@ ax.figure.set_size_inches(6.4, 3.5)
 
 # %%
 warm = generation.make_sampler(temperature=0.8, top_p=0.95)
-state = generation.init_decode(selected, tokens[parents, -1], sampler=warm, seed=5)
-_, _, more = jaxkv.decode(model.forward, warm, model.params, selected, state, num_tokens=12)
+state = generation.init_decode(selected, tokens=tokens[parents, -1], sampler=warm, seed=5).state
+more = jaxkv.decode(model.forward, model.params, selected, state, num_tokens=12, sampler=warm)
 for parent, row in zip(parents, more.tokens, strict=True):
     text = model.tokenizer.decode([*tokens[parent], *row])
     print(f"from {parent}: …{text}")
@@ -144,7 +146,7 @@ for parent, row in zip(parents, more.tokens, strict=True):
 # and `seq_select` lets the best go on. `penalty=0.0` ranks texts by probability alone.
 
 # %%
-found, beams = generation.beam(
+found, *_ = beams = generation.beam(
     model.forward, model.params, cache, logits, num_beams=4, num_tokens=12, length_penalty=0.0
 )
 greedy = model.tokenizer.decode(tokens[0])

@@ -41,9 +41,11 @@ cache = model.make_cache(cells=256, sequences=2)
 batch = jaxkv.make_batch(prompts)
 cache, logits, sequences, *_ = jaxkv.prefill(model.forward, model.params, cache, batch)
 best = generation.make_sampler()  # the most probable token each time
-state, first = generation.sample_first(best, cache, logits, sequences=sequences)
+_, state, *_ = first = generation.init_decode(
+    cache, logits=logits, sampler=best, sequences=sequences
+)
 
-_, _, plain = jaxkv.decode(model.forward, best, model.params, cache, state, num_tokens=STEPS)
+plain = jaxkv.decode(model.forward, model.params, cache, state, num_tokens=STEPS, sampler=best)
 for row in plain.tokens:
     print(repr(tokenizer.decode(row)))
 
@@ -97,7 +99,7 @@ class Noted(Drafter):
 
 
 def noted(draft):
-    none = jnp.zeros((draft.texts, STEPS), jnp.int32)
+    none = jnp.zeros((draft.batch_size, STEPS), jnp.int32)
     return Noted(
         draft=draft, guessed=none, taken=none, turn=jnp.int32(0), tries=draft.num_draft_tokens
     )
@@ -105,11 +107,17 @@ def noted(draft):
 
 def speculate(draft):
     """Generate from where the prompts end; the cache, the notes, and what was made."""
-    cache_after, _, notes, made = generation.speculate(
-        model.forward, noted(draft), best, model.params, cache, state, num_tokens=STEPS
+    made = generation.speculate(
+        model.forward,
+        model.params,
+        cache,
+        state,
+        drafter=noted(draft),
+        num_tokens=STEPS,
+        sampler=best,
     )
     assert np.array_equal(made.tokens, plain.tokens)
-    return cache_after, notes, made
+    return made.cache, made.drafter, made
 
 
 cache_after, notes, by_lookup = speculate(

@@ -70,10 +70,12 @@ def go_on(cache, words):
     tokens = [model.tokenizer.encode(word) for word in words.values()]
     batch = jaxkv.make_batch(tokens, sequences=sequences)
     cache, logits, *_ = jaxkv.prefill(model.forward, model.params, cache, batch)
-    state, first = jaxkv.generation.sample_first(
-        greedy, cache, logits, sequences=sequences, max_new_tokens=5
+    _, state, *_ = first = jaxkv.generation.init_decode(
+        cache, logits=logits, sampler=greedy, sequences=sequences, max_new_tokens=5
     )
-    cache, _, picked = jaxkv.decode(model.forward, greedy, model.params, cache, state, num_tokens=4)
+    cache, _, *_ = picked = jaxkv.decode(
+        model.forward, model.params, cache, state, num_tokens=4, sampler=greedy
+    )
     made = np.concatenate([first.tokens, picked.tokens], axis=1)
     for seq, row in zip(sequences, made, strict=True):
         print(f"sequence {seq} |{words[seq]}|{model.tokenizer.decode(row)}")

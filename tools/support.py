@@ -248,13 +248,15 @@ def mapped(trial: Trial) -> str:
 
 def begun(trial: Trial, **options: Any) -> tuple[Any, Any]:
     sampler = generation.make_sampler()
-    return sampler, generation.sample_first(sampler, trial.cache, trial.logits, **options)[0]
+    return sampler, generation.init_decode(
+        trial.cache, logits=trial.logits, sampler=sampler, **options
+    ).state
 
 
 def generate(trial: Trial) -> str:
     sampler, state = begun(trial)
-    cache, state, picked = jaxkv.decode(
-        trial.forward, sampler, None, trial.cache, state, num_tokens=3
+    cache, state, *_ = picked = jaxkv.decode(
+        trial.forward, None, trial.cache, state, num_tokens=3, sampler=sampler
     )
     assert (picked.tokens[0] == SAID[1:4]).all()
     return trial.goes_on(cache, TOKENS + 2)
@@ -263,8 +265,8 @@ def generate(trial: Trial) -> str:
 def guess(trial: Trial) -> str:
     sampler, state = begun(trial)
     draft = generation.prompt_lookup([range(1, TOKENS + 1)], num_draft_tokens=2)
-    cache, _, _, made = generation.speculate(
-        trial.forward, draft, sampler, None, trial.cache, state, num_tokens=3
+    cache, _, *_ = made = generation.speculate(
+        trial.forward, None, trial.cache, state, drafter=draft, num_tokens=3, sampler=sampler
     )
     assert (made.tokens[0] == SAID[1:4]).all()
     return trial.goes_on(cache, TOKENS + 2)
@@ -281,7 +283,7 @@ def shared(trial: Trial) -> str:
 
 
 def search(trial: Trial) -> str:
-    cache, beams = generation.beam(
+    cache, *_ = beams = generation.beam(
         trial.forward, None, trial.cache, trial.logits, num_beams=2, num_tokens=2
     )
     assert (beams.tokens[0] == SAID[:2]).all()

@@ -1,26 +1,27 @@
 """Loops that run a model over a cache, and the samplers that choose tokens in them."""
 
-from jaxkv.generation.beam import BeamResult, beam
+from jaxkv.generation.beam import beam
 from jaxkv.generation.constraints import Constraint
 from jaxkv.generation.context_shift import context_shift, self_extend
 from jaxkv.generation.decode import decode
 from jaxkv.generation.encode import encode
 from jaxkv.generation.filters import OPTIONS, constrain, make_sampler
 from jaxkv.generation.model_step import compiled_step
-from jaxkv.generation.prefill import PrefillResult, prefill, warm_up
-from jaxkv.generation.sample_step import Sampled, sample_first
+from jaxkv.generation.prefill import prefill, warm_up
+from jaxkv.generation.results import BeamResult, DecodeResult, PrefillResult
+from jaxkv.generation.sample_step import init_decode
 from jaxkv.generation.sampler import Sampler, draw
 from jaxkv.generation.speculative.drafters import Drafter, DraftTokens, draft_model, prompt_lookup
-from jaxkv.generation.speculative.speculate import SpeculateResult, speculate
+from jaxkv.generation.speculative.speculate import speculate
 from jaxkv.generation.speculative.tree_drafter import tree_draft_model
-from jaxkv.generation.state import DecodeState, init_decode
+from jaxkv.generation.state import DecodeState
 
 # Loops, and their states and results.
-__all__ = ["DecodeState", "PrefillResult", "Sampled", "compiled_step", "decode", "encode"]
-__all__ += ["init_decode", "prefill", "sample_first", "warm_up"]
+__all__ = ["DecodeResult", "DecodeState", "PrefillResult", "compiled_step", "decode", "encode"]
+__all__ += ["init_decode", "prefill", "warm_up"]
 __all__ += ["BeamResult", "beam", "context_shift", "self_extend"]
 # Drafts.
-__all__ += ["Drafter", "DraftTokens", "SpeculateResult", "draft_model", "prompt_lookup"]
+__all__ += ["Drafter", "DraftTokens", "draft_model", "prompt_lookup"]
 __all__ += ["speculate", "tree_draft_model"]
 # Samplers.
 __all__ += ["OPTIONS", "Constraint", "Sampler", "constrain", "draw", "make_sampler"]

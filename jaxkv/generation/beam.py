@@ -18,6 +18,7 @@ from jaxkv.core.compile_cache import cached_program
 from jaxkv.core.validate import check_count, check_int32
 from jaxkv.generation.model_step import Forward, donatable_buffers, run_model_step
 from jaxkv.generation.padding import listed
+from jaxkv.generation.results import BeamResult
 from jaxkv.generation.sample_step import check_begun
 from jaxkv.generation.sampler import are_broken
 from jaxkv.generation.state import ends
@@ -134,26 +135,6 @@ def choose(
     )
 
 
-class BeamResult(NamedTuple):
-    """The W best texts that a search has found, the best one first.
-
-    tokens: `[W, n]` int32, -1 where a text has ended.
-    scores: `[W]` float32, the logarithm of the probability of each text after the prompt, which is
-      the sum over its tokens; -inf where fewer texts were found.
-    lengths: `[W]` int32, the tokens of each text, its stop token included.
-    num_cached: `[W]` int32, how many tokens of a text its sequence holds after the prompt; -1 where
-      the sequence holds nothing, not even the prompt.
-    reason: `[]` int32, a `Reason`: why the cache refused a step, or NONFINITE_LOGITS of a beam,
-      either of which ended the search; else OK.
-    """
-
-    tokens: jax.Array
-    scores: jax.Array
-    lengths: jax.Array
-    num_cached: jax.Array
-    reason: jax.Array
-
-
 def beam(
     forward: Forward,
     params: Any,
@@ -166,7 +147,7 @@ def beam(
     sequences: Any = None,
     length_penalty: Any = 1.0,
     donate: bool = False,
-) -> tuple[Cache, BeamResult]:
+) -> BeamResult:
     """Search for the W most probable texts of up to n tokens after a prompt.
 
     A step continues each beam with each token of the vocabulary. Of these W * V candidates:
@@ -197,10 +178,10 @@ def beam(
 
     Returns:
       The cache and the texts. Sequence i holds the prompt and the first tokens of the i-th text,
-      as many as `held` says: all but the last one of a text that did not end, and of one that ended
-      what it shares with a beam of the last step. To go on from a text, feed its other tokens. A
-      state cannot go back so far where it is not kept, nor a window where it let go of what is seen
-      there, and then the sequence is empty.
+      as many as `num_cached` says: all but the last one of a text that did not end, and of one that
+      ended what it shares with a beam of the last step. To go on from a text, feed its other
+      tokens. A state cannot go back so far where it is not kept, nor a window where it let go of
+      what is seen there, and then the sequence is empty.
 
     Raises:
       ValueError: when the logits are not those of one token; when there are not W sequences, or one
@@ -220,7 +201,7 @@ def beam(
       ...     return cache, says.reshape(-1, 4)[ubatch.outputs]
       >>> cache = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4, sequences=2)
       >>> cache, logits, *_ = prefill(forward, jnp.eye(4), cache, make_batch([0]))
-      >>> cache, beams = generation.beam(
+      >>> beams = generation.beam(
       ...     forward,
       ...     jnp.eye(4),
       ...     cache,
@@ -232,7 +213,7 @@ def beam(
       ... )
       >>> beams.tokens.tolist(), beams.lengths.tolist()
       ([[1, 2, 3], [1, 3, -1]], [3, 2])
-      >>> beams.num_cached.tolist(), seq_pos_max(cache, [0, 1]).tolist()
+      >>> beams.num_cached.tolist(), seq_pos_max(beams.cache, [0, 1]).tolist()
       ([2, 1], [2, 1])
 
     Hugging Face: `generate(num_beams=W, length_penalty=length_penalty, early_stopping="never")`,
@@ -251,12 +232,13 @@ def beam(
     length_penalty = jnp.asarray(length_penalty, jnp.float32)
     args = logits, stop_tokens, sequences, length_penalty
     if is_traced(params, cache, args):
-        return _search(forward, params, cache, *args, num_tokens=num_tokens)
+        cache, found = _search(forward, params, cache, *args, num_tokens=num_tokens)
+        return BeamResult(cache, *found)
     check_begun(split(cache)[0], sequences[:1], np.ones(1, bool))
     table, buffers = donatable_buffers(cache, donate)
     search = cached_program(_searching, forward)
-    table, buffers, beams = search(params, table, buffers, *args, num_tokens=num_tokens)
-    return merge(table, buffers), beams
+    table, buffers, found = search(params, table, buffers, *args, num_tokens=num_tokens)
+    return BeamResult(merge(table, buffers), *found)
 
 
 def _row(logits: Any) -> Any:
@@ -295,8 +277,8 @@ def _searching(forward: Callable[[], Forward]) -> Any:
     @partial(jax.jit, static_argnames="num_tokens", donate_argnames="buffers")
     def search(params: Any, table: Any, buffers: Any, *args: Any, num_tokens: int) -> tuple:
         cache = merge(table, buffers)
-        cache, beams = _search(forward(), params, cache, *args, num_tokens=num_tokens)
-        return *split(cache), beams
+        cache, found = _search(forward(), params, cache, *args, num_tokens=num_tokens)
+        return *split(cache), found
 
     return search
 
@@ -311,8 +293,10 @@ def _search(
     length_penalty: jax.Array,
     *,
     num_tokens: int,
-) -> tuple[Cache, BeamResult]:
+) -> tuple[Cache, tuple]:
     """Do what `beam` says, as a part of the program that is being traced.
+
+    Returns the cache, and the further fields of `BeamResult`.
 
     The logits are `[1, V]`, the sequences `[W]` int32, and the penalty is `[]` float32.
     """
@@ -340,7 +324,7 @@ def _search(
     )
     found = best(search.ended, search.living, length_penalty)
     cache, held = _settled(cache, search, found, sequences, begins)
-    return cache, replicated(split(cache)[0], BeamResult(*found, held, search.reason))
+    return cache, replicated(split(cache)[0], (*found, held, search.reason))
 
 
 def _settled(

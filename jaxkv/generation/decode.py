@@ -14,6 +14,7 @@ from jaxkv.core.compile_cache import cached_program
 from jaxkv.core.typed import Typed, typed
 from jaxkv.core.validate import check_count
 from jaxkv.generation.model_step import Forward, donatable_buffers, run_model_step
+from jaxkv.generation.results import DecodeResult
 from jaxkv.generation.sample_step import Sampled, advance, nothing_picked, stops
 from jaxkv.generation.sampler import Sampler
 from jaxkv.generation.state import DecodeState, check_sampler_state, checked, followed, going_on
@@ -23,15 +24,15 @@ from jaxkv.planning.planners import plan_next
 
 def decode(
     forward: Forward,
-    sampler: Sampler,
     params: Any,
     cache: Cache,
     state: DecodeState,
-    stop_tokens: Any = (),
     *,
     num_tokens: int,
+    sampler: Sampler | None = None,
+    stop_tokens: Any = (),
     donate: bool = False,
-) -> tuple[Cache, DecodeState, Sampled]:
+) -> DecodeResult:
     """Generate up to `num_tokens` tokens for each text, in one loop on the device.
 
     Each text ends by itself: with its stop token, which is not put into the cache; when as many
@@ -41,19 +42,18 @@ def decode(
 
     Args:
       forward: see `prefill`.
-      sampler: what adjusts logits before a token is drawn, see `jaxkv.generation.filters`; the same
-        one that the state was started with, though its numbers may change.
       params: whatever the model wants.
       cache: the cache after the prompts.
-      state: how far each text has come; `generation.init_decode` or `generation.sample_first` makes
-        the first.
-      stop_tokens: `[n]` int32, the tokens that end a text, or `[T, n]` for each its own; -1 pads.
+      state: how far each text has come; `generation.init_decode` makes the first.
       num_tokens: the most tokens to generate for each text, static.
+      sampler: of `make_sampler` or one of your own, the same kind that the state was started with,
+        though its numbers may change; by default the most probable token is taken.
+      stop_tokens: `[n]` int32, the tokens that end a text, or `[T, n]` for each its own; -1 pads.
       donate: give up the buffers of the cache passed in, see `prefill`.
 
     Returns:
-      The cache, how far each text has come now, and the tokens that were picked with the
-      logarithms of their probabilities.
+      The cache, the state to continue from, and the tokens that were sampled with the logarithms
+      of their probabilities.
 
     Raises:
       ValueError: when the arrays of the state differ in length, a sequence comes twice or is none
@@ -70,28 +70,28 @@ def decode(
       ...     cache, _ = attend(cache, 0, ubatch, x, x, x)
       ...     return cache, jnp.roll(x, 1, axis=-1).reshape(-1, 4)[ubatch.outputs]
       >>> cache = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4, sequences=2)
-      >>> sampler = generation.make_sampler()
-      >>> state = generation.init_decode(cache, [1, 3], max_new_tokens=[9, 2])
-      >>> cache, state, picked = decode(
-      ...     forward, sampler, jnp.eye(4), cache, state, [3], num_tokens=3
-      ... )
-      >>> picked.tokens.tolist(), state.active.tolist(), seq_pos_max(cache, [0, 1]).tolist()
-      ([[2, 3, -1], [0, 1, -1]], [False, False], [1, 1])
+      >>> state = generation.init_decode(cache, tokens=[1, 3], max_new_tokens=[9, 2]).state
+      >>> out = decode(forward, jnp.eye(4), cache, state, num_tokens=3, stop_tokens=[3])
+      >>> out.lists(), out.state.active.tolist(), seq_pos_max(out.cache, [0, 1]).tolist()
+      ([[2, 3], [0, 1]], [False, False], [1, 1])
     """
     num_tokens = check_count(num_tokens, "num_tokens")
     state = checked(split(cache)[0].spec, state)
-    check_sampler_state(sampler, state)
+    sampler = check_sampler_state(sampler, state)
     if not state.token.shape[0]:
-        return cache, state, nothing_picked(0, num_tokens)
+        return DecodeResult(cache, state, *nothing_picked(0, num_tokens))
     stop_tokens = stops(stop_tokens, state.token.shape[0])
     if is_traced(sampler, params, cache, state, stop_tokens):
-        return _decode(forward, sampler, params, cache, state, stop_tokens, num_tokens)
+        cache, state, made = _decode(
+            forward, sampler, params, cache, state, stop_tokens, num_tokens
+        )
+        return DecodeResult(cache, state, *made)
     table, buffers = donatable_buffers(cache, donate)
     loop = cached_program(_decoding, forward)
     args = typed(sampler), params, table, buffers, state, stop_tokens
     table, buffers, now, picked = loop(*args, num_tokens=num_tokens)
     # The sequences stay those that were passed in: to look at a result is to wait for it.
-    return merge(table, buffers), replace(now, sequence=state.sequence), picked
+    return DecodeResult(merge(table, buffers), replace(now, sequence=state.sequence), *picked)
 
 
 def _decoding(forward: Callable[[], Forward]) -> Any:

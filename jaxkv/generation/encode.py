@@ -7,11 +7,12 @@ from typing import Any
 import jax
 
 from jaxkv.api.apply import apply
-from jaxkv.batch import Batch, Ubatch
+from jaxkv.batch import Batch, Ubatch, make_batch
 from jaxkv.cache import Cache, merge, split
 from jaxkv.core.array_utils import is_concrete, is_traced
 from jaxkv.core.compile_cache import cached_program
 from jaxkv.generation.model_step import donatable_buffers
+from jaxkv.generation.results import PrefillResult
 from jaxkv.planning.planners import init_encoder
 
 Encoder = Callable[[Any, Any, Ubatch], Any]
@@ -22,10 +23,10 @@ def encode(
     encoder: Encoder,
     params: Any,
     cache: Cache,
-    batch: Batch,
+    batch: Any,
     *,
     donate: bool = False,
-) -> Any:
+) -> PrefillResult:
     """Run an encoder over the sources of sequences, and keep what their texts will look at.
 
     Args:
@@ -35,12 +36,12 @@ def encode(
         `prefill` is.
       params: whatever the model wants.
       cache: a hybrid cache with a part of `make_cross_attention_cache`.
-      batch: the sources, see `init_encoder`.
+      batch: the sources, see `init_encoder`; a `Batch`, or what `make_batch` makes one of.
       donate: give up the buffers of the cache passed in, see `prefill`.
 
     Returns:
-      The cache with the sources of those sequences. Where the plan is traced, the cache and `ok`,
-      `[]` bool: when it is False the cache is the one passed in, bit for bit.
+      The cache with the sources of those sequences, without logits. Where the plan is traced and
+      `ok` is False, the cache is the one passed in, bit for bit.
 
     Raises:
       PlanRefusedError: when there is no room, or a sequence has a source already.
@@ -65,22 +66,25 @@ def encode(
       ...     make_cross_attention_cache(cells=8, **sizes),
       ... )
       >>> cache = make_hybrid_cache((text, (0,)), (sources, (1,)))
-      >>> cache = encode(encoder, jnp.eye(4), cache, make_batch([[2, 2, 2], [3]]))
-      >>> cache, logits, *_ = prefill(forward, jnp.eye(4), cache, make_batch([[0], [0, 1]]))
+      >>> cache = encode(encoder, jnp.eye(4), cache, [[2, 2, 2], [3]]).cache
+      >>> cache, logits, *_ = prefill(forward, jnp.eye(4), cache, [[0], [0, 1]])
       >>> jnp.argmax(logits, axis=-1).tolist()
       [2, 3]
 
     llama.cpp: `llama_encode`.
     """
+    if not isinstance(batch, Batch):
+        batch = make_batch(batch)
     plan = init_encoder(cache, batch)
     (ubatch,), known = plan.ubatches, is_concrete(plan.ok)
     if known:
         plan.check()
     if known and not is_traced(params, cache, batch):
         run = cached_program(_encoding, encoder)
-        return merge(*run(params, *donatable_buffers(cache, donate), ubatch))
-    cache = _encoded(encoder, params, cache, ubatch)
-    return cache if known else (cache, plan.ok)
+        cache = merge(*run(params, *donatable_buffers(cache, donate), ubatch))
+    else:
+        cache = _encoded(encoder, params, cache, ubatch)
+    return PrefillResult(cache, None, None, plan.ok, plan.reason)
 
 
 def _encoded(encoder: Encoder, params: Any, cache: Cache, ubatch: Ubatch) -> Cache:

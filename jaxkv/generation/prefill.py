@@ -6,9 +6,8 @@ its table, which may be gone back to.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -19,32 +18,16 @@ from jaxkv.core.array_utils import is_concrete, is_traced, next_power_of_two
 from jaxkv.core.constants import NO_SLOT
 from jaxkv.core.validate import check_count
 from jaxkv.generation.model_step import Forward, compiled_step, donatable_buffers, run_model_step
+from jaxkv.generation.results import PrefillResult
 from jaxkv.plan import Plan
 from jaxkv.planning.planners import checked_size, init_batch
-
-
-class PrefillResult(NamedTuple):
-    """What `prefill` returns.
-
-    cache: the cache after the batch.
-    logits: `[n, V]`, those of the output tokens, in the order of the batch.
-    sequences: `[n]` int32, the sequence of each row of logits; of several, the lowest.
-    ok: `[]` bool, whether the batch was computed. Outside of a transformation a refusal is raised.
-    reason: `[Q]` int32, a `Reason` for each sequence, see `Plan`.
-    """
-
-    cache: Cache
-    logits: jax.Array
-    sequences: jax.Array
-    ok: jax.Array
-    reason: jax.Array
 
 
 def prefill(
     forward: Forward,
     params: Any,
     cache: Cache,
-    batch: Batch,
+    batch: Any,
     *,
     ubatch_size: int | None = None,
     plan: Plan | None = None,
@@ -59,7 +42,8 @@ def prefill(
         method of the same object counts as the same, a new lambda does not.
       params: whatever the model wants.
       cache: a cache with room for the batch.
-      batch: the tokens, `make_batch` makes it.
+      batch: the tokens: a `Batch`, or what `make_batch` makes one of, such as a list of tokens for
+        each sequence.
       ubatch_size: the most tokens that are computed at once, see `init_batch`.
       plan: what `init_batch` has planned for this batch in this cache, where that is known
         already; it is not planned again.
@@ -81,7 +65,7 @@ def prefill(
       ValueError: when `forward` gives back something else than a cache that it has written and
         logits `[O, V]`; when the plan is stale, has another number of tokens than the batch, or
         comes with a `ubatch_size`; or when the cache was donated.
-      TypeError: when `plan` is no plan, or the batch that comes with one is no batch.
+      TypeError: when `plan` is no plan, or the batch is none and has no tokens.
 
     Examples:
       A model of one layer, whose tokens look at those before them:
@@ -91,7 +75,7 @@ def prefill(
       ...     cache, x = attend(cache, 0, ubatch, x, x, x)
       ...     return cache, x.reshape(-1, 4)[ubatch.outputs] @ params.T
       >>> cache = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4)
-      >>> cache, logits, *_ = prefill(forward, jnp.eye(4), cache, make_batch([1, 2, 3]))
+      >>> cache, logits, *_ = prefill(forward, jnp.eye(4), cache, [1, 2, 3])
       >>> logits.shape, num_used_cells(cache).item()
       ((1, 4), 3)
 
@@ -106,6 +90,8 @@ def prefill(
 
     llama.cpp: `llama_decode`.
     """
+    if not isinstance(batch, Batch):
+        batch = make_batch(batch)
     if plan is None:
         plan = init_batch(cache, batch, ubatch_size=ubatch_size)
     else:
@@ -138,12 +124,10 @@ def _sequences_of(ubatch: Ubatch) -> Any:
     return xp.where(order == NO_SLOT, -1, sequences.reshape(-1)[outputs])
 
 
-def _check_planned(cache: Cache, batch: Any, ubatch_size: int | None, plan: Any) -> None:
+def _check_planned(cache: Cache, batch: Batch, ubatch_size: int | None, plan: Any) -> None:
     """Raise unless a plan is of this cache, and of as many tokens as the batch has."""
     if not isinstance(plan, Plan):
         raise TypeError(f"wanted a plan, init_batch makes it, got {type(plan)}")
-    if not isinstance(batch, Batch):
-        raise TypeError(f"wanted a batch, make_batch makes it, got {type(batch)}")
     if ubatch_size is not None:
         raise ValueError("wanted a plan or a ubatch_size, got both: the plan is cut already")
     if is_concrete(batch, plan) and plan.ok:

@@ -12,8 +12,9 @@ from jaxkv.cache import Cache, split
 from jaxkv.core.array_utils import is_traced
 from jaxkv.core.typed import Typed, typed
 from jaxkv.core.validate import check_int32
+from jaxkv.generation.filters import make_sampler
 from jaxkv.generation.padding import chosen, listed
-from jaxkv.generation.prefill import PrefillResult
+from jaxkv.generation.results import DecodeResult, PrefillResult
 from jaxkv.generation.sampler import Sampler, adjust_logits, are_broken, as_sampler, draw, draw_key
 from jaxkv.generation.state import DecodeState, ends, resume
 from jaxkv.jit_helpers import jit_table
@@ -21,52 +22,56 @@ from jaxkv.plan import Reason
 
 
 class Sampled(NamedTuple):
-    """The tokens that were picked in n steps.
-
-    tokens: `[T, n]` int32, -1 where a text had ended.
-    logprobs: `[T, n]` float32, the logarithms of their probabilities by the model alone, before a
-      sampler adjusted anything; 0 where a text had ended, so that their sum is that of the text.
-      NaN where logits hold NaN or +inf, which ends a text without a token.
-    """
+    """Tokens and logarithms of their probabilities, as in `DecodeResult`."""
 
     tokens: jax.Array
     logprobs: jax.Array
 
 
-def sample_first(
-    sampler: Sampler,
+def init_decode(
     cache: Cache,
-    logits: PrefillResult | jax.Array,
-    stop_tokens: Any = (),
-    sequences: Any = None,
     *,
+    logits: PrefillResult | jax.Array | None = None,
+    tokens: Any = None,
+    sequences: Any = None,
+    sampler: Sampler | None = None,
+    stop_tokens: Any = (),
     max_new_tokens: Any = None,
     seed: Any = 0,
     prompts: Sequence[Any] | None = None,
-) -> tuple[DecodeState, Sampled]:
-    """Pick the first token of each text from the logits of its prompt.
+) -> DecodeResult:
+    """Start texts after their prompts: sample the first token of each, or take the one given.
 
     Args:
-      sampler: what adjusts logits, see `jaxkv.generation.filters`.
       cache: the cache after the prompts.
       logits: what `prefill` returned, or `[T, V]`, a row for each text: those of the last token of
         its prompt, so that several texts of one prompt have that row each (`jnp.repeat`).
-      stop_tokens: the tokens that end a text, see `decode`.
-      sequences: `[T]` int32, where each text stands. What `prefill` returned says it; a single text
-        stands in sequence 0 by default.
-      max_new_tokens: `[]` or `[T]` int32, how many tokens of each may be picked, this one included.
-      seed: see `init_decode`.
-      prompts: see `init_decode`.
+      tokens: `[T]` int32, in place of logits: first tokens that were sampled elsewhere. They are
+        not in the cache yet.
+      sequences: `[T]` int32, where each text stands. What `prefill` returned says it; a single row
+        of logits stands in sequence 0 by default, and tokens in 0, 1, 2 and so on.
+      sampler: of `make_sampler` or one of your own; by default the most probable token is taken.
+      stop_tokens: the tokens that end a text, see `decode`; of no effect on given tokens.
+      max_new_tokens: `[]` or `[T]` int32, how many tokens of each may be sampled, the first one
+        included where it is sampled here; by default any number.
+      seed: `[]` or `[T]` int, of all draws. One for all is folded with the sequence, so that equal
+        prompts go on differently; one for each text is all that its draws depend on, beside the
+        position where it starts.
+      prompts: `[T, n]` int32, or a list of lists: the tokens of each text before these, which the
+        penalties of a sampler count. -1 pads an array, in front.
 
     Returns:
-      The state for `decode`, and the first tokens, `[T, 1]`.
+      The cache as it was, the state for `decode`, and the first tokens, `[T, 1]`; None for tokens
+      that were given.
 
     Raises:
-      ValueError: as `init_decode` does; when the logits are no `[T, V]`; when rows of several texts
-        come without their sequences, or more rows than there are sequences, as those of a traced
-        `prefill` are, whose first rows alone count; or when a known cache holds nothing in the
-        sequence of a text.
-      TypeError: as `init_decode` does.
+      ValueError: unless logits or tokens are given, and not both; when the logits are no `[T, V]`,
+        or rows of several texts come without their sequences, or more rows than there are
+        sequences, as those of a traced `prefill` are, whose first rows alone count; when a known
+        cache holds nothing in the sequence of a row; when shapes differ, a token or a limit is
+        known and below 0, a sequence is known and comes twice or is none, there are not as many
+        prompts as texts, or the sampler has numbers for another number of texts.
+      TypeError: when tokens, sequences, limits or seeds are no integers, or the sampler is none.
 
     Examples:
       Two texts of one prompt, the second one a fork; 2 ends a text:
@@ -75,14 +80,33 @@ def sample_first(
       >>> cache = apply(cache, init_batch(cache, make_batch([1])))
       >>> cache, ok = seq_cp(cache, 0, 1)
       >>> logits = jnp.array([[0.0, 2.0, 1.0, 1.5]])
-      >>> sampler = generation.make_sampler(temperature=1.0)
-      >>> both = jnp.repeat(logits, 2, axis=0)
-      >>> state, first = generation.sample_first(
-      ...     sampler, cache, both, [2], sequences=[0, 1], seed=5
+      >>> out = generation.init_decode(
+      ...     cache,
+      ...     logits=jnp.repeat(logits, 2, axis=0),
+      ...     sequences=[0, 1],
+      ...     sampler=generation.make_sampler(temperature=1.0),
+      ...     stop_tokens=[2],
+      ...     seed=5,
       ... )
-      >>> first.tokens.tolist(), state.active.tolist()
+      >>> out.tokens.tolist(), out.state.active.tolist()
       ([[2], [1]], [False, True])
+
+      Tokens that were sampled elsewhere:
+
+      >>> state = generation.init_decode(cache, tokens=[5, 7], max_new_tokens=[1, 9]).state
+      >>> state.sequence.tolist(), state.remaining.tolist()
+      ([0, 1], [1, 9])
     """
+    if (logits is None) == (tokens is None):
+        got = "neither" if logits is None else "both"
+        raise ValueError(f"expected logits= or tokens=, got {got}; pass the logits of prefill")
+    sampler = make_sampler() if sampler is None else as_sampler(sampler)
+    options = {"max_new_tokens": max_new_tokens, "sampler": sampler, "seed": seed}
+    options["prompts"] = prompts
+    if tokens is not None:
+        state = resume(cache, tokens, sequences, **options)
+        known = sampler.update(state.sampler_state, state.token)
+        return DecodeResult(cache, replace(state, sampler_state=known), None, None)
     if isinstance(logits, PrefillResult):
         if sequences is not None:
             raise ValueError(
@@ -105,15 +129,12 @@ def sample_first(
             f"what prefill returned in place of its logits, or sequences="
         )
     none = np.zeros(logits.shape[0], np.int32)
-    options = {
-        "max_new_tokens": max_new_tokens,
-        "sampler": as_sampler(sampler),
-        "seed": seed,
-        "prompts": prompts,
-    }
     state = resume(cache, none, sequences, **options)
     check_begun(split(cache)[0], state.sequence, state.active)
-    return pick_first(split(cache)[0], sampler, logits, stops(stop_tokens, len(none)), state)
+    table, _ = split(cache)
+    return DecodeResult(
+        cache, *pick_first(table, sampler, logits, stops(stop_tokens, len(none)), state)
+    )
 
 
 def nothing_picked(texts: int, num_tokens: int) -> Sampled:
@@ -145,8 +166,11 @@ _ends = jit_table(ends)
 
 def pick_first(
     table: Any, sampler: Sampler, logits: jax.Array, stop_tokens: Any, state: DecodeState
-) -> tuple[DecodeState, Sampled]:
-    """Pick the first token of each text of a state that has none; see `sample_first`."""
+) -> tuple[DecodeState, jax.Array, jax.Array]:
+    """Sample the first token of each text of a state that has none; see `init_decode`.
+
+    Returns the state, tokens and logarithms of probability, `[T, 1]`.
+    """
     return _pick_first(table, typed(sampler), logits, stop_tokens, state)
 
 
@@ -157,13 +181,13 @@ def _pick_first(
     logits: jax.Array,
     stop_tokens: jax.Array,
     state: DecodeState,
-) -> tuple[DecodeState, Sampled]:
+) -> tuple[DecodeState, jax.Array, jax.Array]:
     """Do what `pick_first` says."""
     del table  # by which the mesh is known
     # Where the token of a started text would stand, there stands the one that is picked here.
     state = replace(state, draw_index=state.draw_index - 1)
     state, token, logprob = advance(sampler.value, logits, state, stop_tokens, state.remaining > 0)
-    return state, Sampled(token[:, None], logprob[:, None])
+    return state, token[:, None], logprob[:, None]
 
 
 def advance(

@@ -26,7 +26,7 @@ from jaxkv.spec import TableSpec, check_once
 class DecodeState:
     """How far T texts have come, each a sequence of a cache.
 
-    `init_decode` and `sample_first` make it.
+    `init_decode` makes it.
 
     Positions are not stored here: they are those of the cache.
 
@@ -58,60 +58,6 @@ class DecodeState:
         return fields_line(self)
 
 
-def init_decode(
-    cache: Cache,
-    tokens: Any,
-    sequences: Any = None,
-    *,
-    max_new_tokens: Any = None,
-    sampler: Sampler | None = None,
-    seed: Any = 0,
-    prompts: Sequence[Any] | None = None,
-) -> DecodeState:
-    """Start texts whose first tokens have been picked already; `sample_first` picks them too.
-
-    Args:
-      cache: the cache after the prompts.
-      tokens: `[T]` int32, the first tokens, which are not in the cache yet.
-      sequences: `[T]` int32, where each text stands; by default 0, 1, 2 and so on.
-      max_new_tokens: `[]` or `[T]` int32, how many more tokens of each may be picked; by default
-        any number.
-      sampler: what will adjust logits, see `jaxkv.generation.filters`; by default the best token is
-        taken.
-      seed: `[]` or `[T]` int, of all draws. One for all is folded with the sequence, so that equal
-        prompts go on differently; one for each text is all that its draws depend on, beside the
-        position where it starts.
-      prompts: `[T, n]` int32, or a list of lists: the tokens of each text before these, which the
-        penalties of a sampler count. -1 pads an array, in front.
-
-    Returns:
-      The state for `decode` and the other loops.
-
-    Raises:
-      ValueError: when shapes differ, a token or a limit is known and below 0, a sequence is known
-        and comes twice or is none, there are not as many prompts as texts, or the sampler has
-        numbers for another number of texts.
-      TypeError: when tokens, sequences, limits or seeds are no integers, or the sampler is none.
-
-    Examples:
-      >>> cache = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4, sequences=2)
-      >>> state = generation.init_decode(cache, [5, 7], max_new_tokens=[1, 9])
-      >>> state.sequence.tolist(), state.remaining.tolist()
-      ([0, 1], [1, 9])
-    """
-    sampler = make_sampler() if sampler is None else as_sampler(sampler)
-    state = resume(
-        cache,
-        tokens,
-        sequences,
-        max_new_tokens=max_new_tokens,
-        sampler=sampler,
-        seed=seed,
-        prompts=prompts,
-    )
-    return replace(state, sampler_state=sampler.update(state.sampler_state, state.token))
-
-
 def resume(
     cache: Cache,
     tokens: Any,
@@ -122,7 +68,7 @@ def resume(
     seed: Any,
     prompts: Sequence[Any] | None,
 ) -> DecodeState:
-    """Return the state of texts whose tokens a sampler knows already; see `init_decode`."""
+    """Return the state of texts whose last tokens the sampler state counts; see `init_decode`."""
     table, _ = split(cache)
     tokens = check_int32(tokens, "tokens", low=0)
     if np.ndim(tokens) != 1:
@@ -172,15 +118,16 @@ def followed(table: Any, state: DecodeState) -> DecodeState:
     return replace(state, follows=follows)
 
 
-def check_sampler_state(sampler: Any, state: DecodeState) -> None:
-    """Raise unless it is a sampler, and remembers what a state was started with.
+def check_sampler_state(sampler: Any, state: DecodeState) -> Sampler:
+    """Return the sampler, the default one for None; raise unless the state was started with it.
 
     Raises:
       TypeError: when it is no sampler.
       ValueError: when the state was started with another kind of sampler, or it has numbers for
         another number of texts.
     """
-    fresh = as_sampler(sampler).init(np.zeros((state.token.shape[0], 0), np.int32))
+    sampler = make_sampler() if sampler is None else as_sampler(sampler)
+    fresh = sampler.init(np.zeros((state.token.shape[0], 0), np.int32))
     wanted, got = (
         jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), one)
         for one in (fresh, state.sampler_state)
@@ -188,9 +135,10 @@ def check_sampler_state(sampler: Any, state: DecodeState) -> None:
     if wanted != got:
         raise ValueError(
             f"wanted a state that was started with this sampler, which remembers {wanted}, got one "
-            f"that remembers {got}: pass sampler= to generation.init_decode, or begin with "
-            f"generation.sample_first"
+            f"that remembers {got}: pass the same sampler= to "
+            f"generation.init_decode"
         )
+    return sampler
 
 
 def checked(spec: TableSpec, state: DecodeState) -> DecodeState:

@@ -116,16 +116,17 @@ class ModelRunner:
         for text in texts:
             tokens[text.sequence] = text.tokens[-1]
         state = resume(self.cache, tokens, None, sampler=sampler, **options)
-        self.cache, state, picked = decode(
+        self.cache, state, *sampled = decode(
             self._forward,
-            sampler,
             self._weights,
             self.cache,
             state,
-            stop,
             num_tokens=self._limits.tokens_per_step,
+            sampler=sampler,
+            stop_tokens=stop,
             donate=True,
         )
+        picked = Sampled(*sampled[:2])
         return jax.device_get(RunnerOutput(picked, state.reason, self._rule_states(state)))
 
     def remove(self, sequences: Sequence[int]) -> None:
@@ -158,8 +159,8 @@ class ModelRunner:
         sampler, stop, options = self._options(texts, turns)
         none = np.zeros(self._facts.sequences, np.int32)
         state = resume(self.cache, none, None, sampler=sampler, **options)
-        state, picked = pick_first(split(self.cache)[0], sampler, logits, stop, state)
-        return RunnerOutput(picked, state.reason, self._rule_states(state))
+        state, *picked = pick_first(split(self.cache)[0], sampler, logits, stop, state)
+        return RunnerOutput(Sampled(*picked), state.reason, self._rule_states(state))
 
     def _rule_states(self, state: DecodeState) -> Any:
         """Return what the rule has come to, `[Q, ...]`; nothing without a rule."""

@@ -111,8 +111,10 @@ class Speaker:
             lowered = _read.lower(forward, params, table, buffers, *blank)
             logits = lowered.out_info[2]
             jobs.append(lowered.compile)
-        idle = generation.init_decode(chat.cache, [0], [0], max_new_tokens=0, sampler=self.sampler)
-        jobs.append(lambda: self._decode(chat.cache, idle)[0])
+        idle = generation.init_decode(
+            chat.cache, tokens=[0], sequences=[0], max_new_tokens=0, sampler=self.sampler
+        ).state
+        jobs.append(lambda: self._decode(chat.cache, idle).cache)
         cache = compile_all(jobs, tell)[-1]
         chat = replace(chat, cache=prefix_cache.warm_up(cache, chat.store))
         blank = jnp.zeros(logits.shape, logits.dtype, device=self.model.logits_sharding)
@@ -223,9 +225,10 @@ class Speaker:
         model, cache, held = self.model, chat.cache, chat.held
         rules = model.tokenizer, model.stop_tokens, self.max_tokens
         writer = Writer(0, *rules, lambda which, text, ended: on_text(text))
-        state, picked = self._begin(cache, logits, chat.now, attempt, limit=self.max_tokens)
+        out = self._begin(cache, logits, chat.now, attempt, limit=self.max_tokens)
         while True:
-            row = np.asarray(picked.tokens)[0]
+            cache, state = out.cache, out.state
+            row = np.asarray(out.tokens)[0]
             chat = spend(chat, made=writer.write(row[row >= 0]))
             chat = chat.going_on(chat.now.answered(writer.tokens, "", "interrupted"), cache)
             if writer.finish is None and stopped():
@@ -244,7 +247,7 @@ class Speaker:
                     )
             if writer.finish is not None:
                 break
-            cache, state, picked = self._decode(cache, state)
+            out = self._decode(cache, state)
         answered = chat.now.answered(writer.tokens, "".join(writer.pieces), writer.finish)
         chat = chat.going_on(answered, cache)
         # The last token was picked and not computed, unless it is a stop token.
@@ -267,20 +270,29 @@ class Speaker:
 
     def _begin(
         self, cache: Any, logits: jax.Array, now: Conversation, attempt: int, *, limit: int
-    ) -> tuple[generation.DecodeState, generation.Sampled]:
+    ) -> generation.DecodeResult:
         """Pick the first token of an answer."""
         seeds = np.array([(self.seed + attempt) % 2**32], np.uint32)
         options = {"max_new_tokens": limit, "seed": seeds}
-        return generation.sample_first(
-            self.sampler, cache, logits, self._stop(), [now.sequence], **options
+        return generation.init_decode(
+            cache,
+            logits=logits,
+            sampler=self.sampler,
+            stop_tokens=self._stop(),
+            sequences=[now.sequence],
+            **options,
         )
 
-    def _decode(
-        self, cache: Any, state: generation.DecodeState
-    ) -> tuple[Any, generation.DecodeState, Any]:
+    def _decode(self, cache: Any, state: generation.DecodeState) -> generation.DecodeResult:
         model, more = self.model, {"num_tokens": self.steps, "donate": True}
         return jaxkv.decode(
-            model.forward, self.sampler, model.params, cache, state, self._stop(), **more
+            model.forward,
+            model.params,
+            cache,
+            state,
+            **more,
+            sampler=self.sampler,
+            stop_tokens=self._stop(),
         )
 
     def _stop(self) -> Sequence[int]:

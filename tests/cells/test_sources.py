@@ -85,7 +85,7 @@ ABC = [TEXTS[name] for name in "abc"]
 
 
 def encode(cache, lists, sequences):
-    return jaxkv.encode(encoder, WEIGHTS, cache, make_batch(lists, sequences=sequences))
+    return jaxkv.encode(encoder, WEIGHTS, cache, make_batch(lists, sequences=sequences)).cache
 
 
 def tell(cache, lists, sequences):
@@ -134,7 +134,7 @@ def test_encode_and_prefill_see_all_of_their_source():
 
     @jax.jit
     def traced(cache, source, text):
-        cache, ok = jaxkv.encode(encoder, WEIGHTS, cache, make_batch(source, sequences=1))
+        cache, _, _, ok, _ = jaxkv.encode(encoder, WEIGHTS, cache, make_batch(source, sequences=1))
         _, logits, _, there, _ = jaxkv.prefill(
             forward, WEIGHTS, cache, make_batch(text, sequences=1)
         )
@@ -296,7 +296,8 @@ def begun(*texts):
     cache = encode(make(), [A, B], [0, 1])
     ids = [*range(len(texts))]
     cache, logits = tell(cache, texts, ids)
-    return cache, logits, *generation.sample_first(BEST, cache, logits, sequences=ids)
+    first = generation.init_decode(cache, logits=logits, sampler=BEST, sequences=ids)
+    return cache, logits, first.state, first
 
 
 def best(source, text, count):
@@ -308,12 +309,12 @@ def best(source, text, count):
 @core
 def test_decode_and_beam_with_sources_say_as_the_formula():
     cache, logits, state, first = begun([0], [0])
-    after, _, picked = jaxkv.decode(forward, BEST, WEIGHTS, cache, state, num_tokens=4)
+    after, _, *_ = picked = jaxkv.decode(forward, WEIGHTS, cache, state, num_tokens=4, sampler=BEST)
     for q in range(2):
         assert [*first.tokens[q], *picked.tokens[q]] == best(SOURCES[q], [0], 5)
     assert lengths(after)[:2] == [5, 1]
     options = {"num_beams": 2, "num_tokens": 3, "sequences": [1, 3]}
-    after, beams = generation.beam(forward, WEIGHTS, cache, logits[1:], **options)
+    after, *_ = beams = generation.beam(forward, WEIGHTS, cache, logits[1:], **options)
     assert lengths(after) == [5, 1, 0, 1]
     for tokens, score in zip(beams.tokens.tolist(), beams.scores, strict=True):
         rows = [said(B, [0, *tokens[:i]]) for i in range(3)]
@@ -327,8 +328,8 @@ def test_speculate_branches_leave_other_sources_alone():
     cache, logits, state, _ = begun([0, 0])
     token = int(np.argmax(logits))
     guesses = generation.prompt_lookup([[token, 1, token, 2]], ngram=1, num_branches=2)
-    after, _, _, made = generation.speculate(
-        forward, guesses, BEST, WEIGHTS, cache, state, num_tokens=2
+    after, _, *_ = made = generation.speculate(
+        forward, WEIGHTS, cache, state, drafter=guesses, num_tokens=2, sampler=BEST
     )
     assert lengths(after) == [5, 1, 0, 0]
     assert made.tokens[0, :2].tolist() == best(A, [0, 0, token], 2)

@@ -121,7 +121,7 @@ def test_beam_in_the_second_of_two_streams_matches_one_stream():
     for kind, ids in ((TWO, [2, 3]), (ONE, [0, 1])):
         prompt = make_batch([1, 2, 3], sequences=ids[0])
         cache, logits, *_ = jaxkv.prefill(forward, None, kind.make(), prompt)
-        _, beams = generation.beam(
+        beams = generation.beam(
             forward, None, cache, logits, num_beams=2, num_tokens=3, sequences=ids
         )
         found.append(beams.tokens)

@@ -139,7 +139,7 @@ def test_repr_of_plans_batches_and_states_is_one_line():
     assert repr(refused) == "Plan(refused: sequence 1 OUT_OF_CELLS)"
     assert repr(jax.eval_shape(lambda: plan)) == "Plan(1 ubatch: 1 x 4 tokens; values not known)"
     assert repr(make_batch([1] * 9)) == "Batch(tokens=int32[9], sequences=int32[9], valid=bool[9])"
-    state = jaxkv.generation.init_decode(cache, [5, 7])
+    state = jaxkv.generation.init_decode(cache, tokens=[5, 7]).state
     assert "token=[5, 7]" in repr(state) and "key=key<fry>[2]" in repr(state)
     assert "shift=int32[1,24]" in repr(jaxkv.init_update(cache))
 

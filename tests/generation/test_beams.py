@@ -110,7 +110,7 @@ def test_beam_matches_search_without_cache(kind):
     cache, logits = prompted(kind)
     for length_penalty, number in ((1.0, 0), (0.0, 1), (3.0, 2), (-1.0, 0), (0.0, 2), (1.0, 2)):
         stop_tokens = STOPS[number]
-        after, beams = search(
+        after, *_ = beams = search(
             cache, logits[0], stop_tokens=stop_tokens, length_penalty=length_penalty
         )
         assert_found(
@@ -147,7 +147,7 @@ def test_beam_leaves_texts_in_its_own_sequences(kind):
     cache, logits = prompted(kind, seq=3)
     batch = make_batch([[1, 2], [5, 6, 7], [4]], sequences=[0, 1, 2])
     cache = jaxkv.prefill(forward, FREE, cache, batch)[0]
-    after, beams = search(cache, logits, stop_tokens=STOPS[0], sequences=[3, 1, 4])
+    after, *_ = beams = search(cache, logits, stop_tokens=STOPS[0], sequences=[3, 1, 4])
     assert_found(beams, searched(tiny(), stop_tokens=STOPS[0]))
     assert ends(after, [0, 2]) == [1, 0]
     ended = np.isin(beams.tokens, [4, 7]).any(axis=1)
@@ -167,7 +167,7 @@ def crowded(left):
 
 def test_beam_full_cache_ends_search():
     for num_tokens in range(STEPS - 1):
-        after, beams = search(*crowded(num_tokens * WIDTH), stop_tokens=NONE)
+        after, *_ = beams = search(*crowded(num_tokens * WIDTH), stop_tokens=NONE)
         assert beams.reason == jaxkv.Reason.OUT_OF_CELLS
         assert beams.lengths.tolist() == [num_tokens + 1] * WIDTH and set(
             beams.num_cached.tolist()
@@ -179,7 +179,7 @@ def test_beam_full_cache_ends_search():
 
 def test_beam_ends_once_nothing_better_can_come():
     for length_penalty, reason in ((0.0, "OK"), (-1.0, "OK"), (1.0, "OUT_OF_CELLS")):
-        after, beams = search(*crowded(0), stop_tokens=STOPS[2], length_penalty=length_penalty)
+        after, *_ = beams = search(*crowded(0), stop_tokens=STOPS[2], length_penalty=length_penalty)
         assert beams.reason == jaxkv.Reason[reason], length_penalty
         assert_found(
             beams,
@@ -194,7 +194,7 @@ def test_beam_text_that_left_the_window_is_not_held():
     gone = 0
     for stop_tokens in range(VOCABULARY):
         cache, logits = prompted(kind)
-        after, beams = search(
+        after, *_ = beams = search(
             cache, logits, num_beams=2, num_tokens=7, stop_tokens=[stop_tokens], length_penalty=0.0
         )
         held = np.asarray(beams.num_cached)
@@ -212,7 +212,7 @@ def test_beam_fewer_texts_than_width():
     run = partial(generation.beam, forward, jnp.asarray(only), cache, logits[0] + only[0])
     anew = partial(tiny(), params=jnp.asarray(only))
     for stop_tokens, found in [(NONE, 2), ((9, -1, -1), 3)]:
-        after, beams = run(
+        after, *_ = beams = run(
             num_beams=WIDTH, num_tokens=STEPS, stop_tokens=stop_tokens, length_penalty=0.0
         )
         wanted = searched(anew, stop_tokens=stop_tokens, length_penalty=0.0)
@@ -237,12 +237,12 @@ def test_beam_of_a_model_matches_search_without_cache(name, streams):
     run = model.forward, model.params
     cache, logits, *_ = jaxkv.prefill(*run, make(), make_batch(PROMPT, sequences=2))
     options = dict(num_beams=WIDTH, num_tokens=STEPS, sequences=[2, 0, 3])
-    after, beams = generation.beam(*run, cache, logits, **options)
+    after, *_ = beams = generation.beam(*run, cache, logits, **options)
     wanted = searched(anew)
     assert_found(beams, wanted)
     assert_held(after, beams, [2, 0, 3], anew, *run)
     stop_tokens = (wanted[0][0][2], wanted[1][0][3])
-    after, beams = generation.beam(*run, cache, logits, stop_tokens=stop_tokens, **options)
+    after, *_ = beams = generation.beam(*run, cache, logits, stop_tokens=stop_tokens, **options)
     assert_found(beams, searched(anew, stop_tokens=stop_tokens))
     held = np.asarray(beams.num_cached)
     assert ends(after, [2, 0, 3]) == np.where(held < 0, -1, len(PROMPT) - 1 + held).tolist()

@@ -106,10 +106,19 @@ def chat(i):
     batch, donate = make_batch(tokens, sequences=2), i in (1, 2)
     cache, logits, *_ = jaxkv.prefill(THINKER.run, None, cache, batch, ubatch_size=4, donate=donate)
     sampler = generation.make_sampler(temperature=1.0 + i)
-    state, _ = generation.sample_first(sampler, cache, logits, [i], [2], seed=i)
+    state = generation.init_decode(
+        cache, logits=logits, sampler=sampler, stop_tokens=[i], sequences=[2], seed=i
+    ).state
     for _ in range(2):
-        cache, state, _ = jaxkv.decode(
-            THINKER.run, sampler, None, cache, state, [i], num_tokens=2, donate=donate
+        cache, state, *_ = jaxkv.decode(
+            THINKER.run,
+            None,
+            cache,
+            state,
+            num_tokens=2,
+            donate=donate,
+            sampler=sampler,
+            stop_tokens=[i],
         )
 
 
@@ -127,10 +136,12 @@ def search_and_slide(i):
 def speculate(i):
     """Other caches, tokens, sequences, seeds, limits and texts to look up."""
     cache = caches()[i]
-    state = generation.init_decode(cache, [i], [i % 2], max_new_tokens=i, seed=i)
+    state = generation.init_decode(
+        cache, tokens=[i], sequences=[i % 2], max_new_tokens=i, seed=i
+    ).state
     draft = generation.prompt_lookup([[i, 1, 2]], recent=8)
     generation.speculate(
-        forward, draft, generation.make_sampler(), None, cache, state, num_tokens=6
+        forward, None, cache, state, drafter=draft, num_tokens=6, sampler=generation.make_sampler()
     )
 
 
@@ -177,8 +188,10 @@ def longest():
         tokens = list(range(length))
         after, logits, *_ = jaxkv.prefill(loop, None, cache, make_batch(tokens), ubatch_size=4)
         options = dict(max_new_tokens=max_new_tokens, seed=length, prompts=[tokens])
-        state, _ = generation.sample_first(sampler, after, logits, [1], **options)
-        jaxkv.decode(loop, sampler, None, after, state, [1], num_tokens=4)
+        state = generation.init_decode(
+            after, logits=logits, sampler=sampler, stop_tokens=[1], **options
+        ).state
+        jaxkv.decode(loop, None, after, state, num_tokens=4, sampler=sampler, stop_tokens=[1])
         jaxkv.seq_rm(after, 0, length // 2)
 
     generation.warm_up(loop, None, cache, ubatch_size=4, longest=21)

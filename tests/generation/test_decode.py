@@ -17,7 +17,9 @@ pytestmark = pytest.mark.core
 
 
 def decoded(cache, state, stop_tokens=(), *, num_tokens, sampler=BEST):
-    return jaxkv.decode(forward, sampler, None, cache, state, stop_tokens, num_tokens=num_tokens)
+    return jaxkv.decode(
+        forward, None, cache, state, num_tokens=num_tokens, sampler=sampler, stop_tokens=stop_tokens
+    )
 
 
 # Says 1, 2, 3 and so on.
@@ -30,8 +32,8 @@ COUNTING = constrain(
 
 
 def test_begin_reads_lists_and_asks_nothing_of_empty_texts():
-    state, first = generation.sample_first(
-        BEST, filled(2), [[0.0, 2.0, 1.0]], stop_tokens=frozenset([1, 2])
+    _, state, *_ = first = generation.init_decode(
+        filled(2), logits=[[0.0, 2.0, 1.0]], sampler=BEST, stop_tokens=frozenset([1, 2])
     )
     assert first.tokens.tolist() == [[1]] and not state.active.any()
     for sequences, max_new_tokens in (
@@ -39,9 +41,13 @@ def test_begin_reads_lists_and_asks_nothing_of_empty_texts():
         ([0, 1], [0, 1]),
     ):  # sequence 1 has no logits of its own
         logits = jnp.zeros((len(sequences), 5))
-        state, _ = generation.sample_first(
-            BEST, filled(0, 2), logits, sequences=sequences, max_new_tokens=max_new_tokens
-        )
+        state = generation.init_decode(
+            filled(0, 2),
+            logits=logits,
+            sampler=BEST,
+            sequences=sequences,
+            max_new_tokens=max_new_tokens,
+        ).state
         assert state.active.tolist() == [max_new_tokens == 3] * len(sequences)
 
 
@@ -50,14 +56,16 @@ def test_begin_pairs_rows_of_logits_with_their_sequences():
     prompts = make_batch([[1, 2], [3]], sequences=[1, 0])
     result = jaxkv.prefill(forward, None, filled(0, 0), prompts)
     assert result.sequences.tolist() == [1, 0] and result.ok
-    state, first = generation.sample_first(BEST, result.cache, result)
+    _, state, *_ = first = generation.init_decode(result.cache, logits=result, sampler=BEST)
     assert state.sequence.tolist() == [1, 0]
-    again, _ = generation.sample_first(BEST, result.cache, result.logits[::-1], sequences=[0, 1])
+    again = generation.init_decode(
+        result.cache, logits=result.logits[::-1], sampler=BEST, sequences=[0, 1]
+    ).state
     assert again.token.tolist() == state.token.tolist()[::-1]
     with pytest.raises(ValueError, match="of each of 2 rows of logits, got none"):
-        generation.sample_first(BEST, result.cache, result.logits)
+        generation.init_decode(result.cache, logits=result.logits, sampler=BEST)
     with pytest.raises(ValueError, match="got the result and sequences"):
-        generation.sample_first(BEST, result.cache, result, sequences=[1, 0])
+        generation.init_decode(result.cache, logits=result, sampler=BEST, sequences=[1, 0])
 
 
 @pytest.mark.parametrize("sampler", ["rule", "penalties"])
@@ -69,35 +77,41 @@ def test_start_and_begin_count_the_first_token(sampler):
         sampler = make_sampler(presence_penalty=9.0, frequency_penalty=2.0)
     result = jaxkv.prefill(forward, None, filled(2, 1), make_batch([[3], [4]]))
     cache = result.cache
-    state, first = generation.sample_first(sampler, cache, result, prompts=[[3], [4]])
-    again = generation.init_decode(cache, first.tokens[:, 0], sampler=sampler, prompts=[[3], [4]])
+    _, state, *_ = first = generation.init_decode(
+        cache, logits=result, sampler=sampler, prompts=[[3], [4]]
+    )
+    again = generation.init_decode(
+        cache, tokens=first.tokens[:, 0], sampler=sampler, prompts=[[3], [4]]
+    ).state
     run = partial(decoded, cache, num_tokens=5, sampler=sampler)
-    np.testing.assert_array_equal(run(again)[2].tokens, run(state)[2].tokens)
+    np.testing.assert_array_equal(run(again).tokens, run(state).tokens)
 
 
 def test_start_draws_are_numbered_by_position():
     sampler = make_sampler(temperature=1.0)
     cache = filled(3, 2)
-    state = generation.init_decode(cache, [1, 2], seed=[7, 8], max_new_tokens=[4, 1])
+    state = generation.init_decode(cache, tokens=[1, 2], seed=[7, 8], max_new_tokens=[4, 1]).state
     assert state.draw_index.tolist() == [4, 3]
-    after, state, _ = decoded(cache, state, num_tokens=3, sampler=sampler)
+    after, state, *_ = decoded(cache, state, num_tokens=3, sampler=sampler)
     assert state.draw_index.tolist() == [7, 4]
-    again = generation.init_decode(after, state.token, seed=[7, 8], max_new_tokens=[1, 0])
+    again = generation.init_decode(
+        after, tokens=state.token, seed=[7, 8], max_new_tokens=[1, 0]
+    ).state
     assert again.draw_index.tolist() == [7, 4]
     run = partial(decoded, after, num_tokens=3, sampler=sampler)
-    np.testing.assert_array_equal(run(again)[2].tokens, run(state)[2].tokens)
+    np.testing.assert_array_equal(run(again).tokens, run(state).tokens)
 
 
 def test_decode_in_pieces_has_logprobs_of_the_model():
     sampler = make_sampler(temperature=3.0, top_k=5, repeat_penalty=1.3, penalty_last_n=4)
     cache, logits, *_ = jaxkv.prefill(forward, None, filled(), make_batch([1, 2, 3]))
     options = dict(seed=3, prompts=[[1, 2, 3]], max_new_tokens=7)
-    state, first = generation.sample_first(sampler, cache, logits, **options)
-    pieces, now, rest = [first], cache, state
+    _, state, *_ = first = generation.init_decode(cache, logits=logits, sampler=sampler, **options)
+    pieces, now, rest = [first[2:4]], cache, state
     for _ in range(3):
-        now, rest, picked = decoded(now, rest, num_tokens=2, sampler=sampler)
-        pieces.append(picked)
-    _, _, whole = decoded(cache, state, num_tokens=6, sampler=sampler)
+        now, rest, *_ = picked = decoded(now, rest, num_tokens=2, sampler=sampler)
+        pieces.append(picked[2:4])
+    whole = decoded(cache, state, num_tokens=6, sampler=sampler)
     text, logprobs = (np.concatenate(one, axis=1)[0] for one in zip(*pieces, strict=True))
     np.testing.assert_array_equal(text[1:], whole.tokens[0])
     batch = make_batch([1, 2, 3, *text.tolist()], outputs=np.ones(len(text) + 3, bool))
@@ -109,12 +123,14 @@ def test_decode_in_pieces_has_logprobs_of_the_model():
 def test_decode_ends_by_limit_or_own_stop_token():
     cache = filled(1, 1, 1)
     state = generation.init_decode(
-        cache, [9, 8, 7], [2, 0, 1], max_new_tokens=[2, 9, 9], sampler=COUNTING
-    )
+        cache, tokens=[9, 8, 7], sequences=[2, 0, 1], max_new_tokens=[2, 9, 9], sampler=COUNTING
+    ).state
     stop_tokens = [[-1, -1], [4, 2], [-1, 4]]
     none = [-1] * 3
     for wanted in ([[1, 2, -1], [1, 2, -1], [1, 2, 3]], [none, none, [4, -1, -1]], [none] * 3):
-        cache, state, picked = decoded(cache, state, stop_tokens, num_tokens=3, sampler=COUNTING)
+        cache, state, *_ = picked = decoded(
+            cache, state, stop_tokens, num_tokens=3, sampler=COUNTING
+        )
         assert picked.tokens.tolist() == wanted
     assert ends(cache, [2, 0, 1]) == [2, 2, 4]
     assert not state.active.any() and not state.reason.any()
@@ -127,15 +143,17 @@ def test_decode_full_cache_ends_texts_without_room(kind):
     cells = kind.cells
     counts = (2, cells - 2, 1) if kind is SPLIT else (1, cells - 6, 1)
     cache = filled(*counts, kind=kind)
-    state = generation.init_decode(cache, [1, 2, 3], max_new_tokens=6)
-    after, state, picked = decoded(cache, state, num_tokens=6)
+    state = generation.init_decode(cache, tokens=[1, 2, 3], max_new_tokens=6).state
+    after, state, *_ = picked = decoded(cache, state, num_tokens=6)
     made = (picked.tokens >= 0).sum(axis=1).tolist()
     assert made == ([6, 2, 6] if kind is SPLIT else [2, 1, 1])
     assert state.reason.tolist() == ([0, 1, 0] if kind is SPLIT else [1, 1, 1])  # OUT_OF_CELLS
     assert not state.active.any()
     assert_sound(after)
     for seq in range(3):
-        alone = generation.init_decode(cache, [seq + 1], [seq], max_new_tokens=made[seq])
-        _, _, text = decoded(cache, alone, num_tokens=6)
+        alone = generation.init_decode(
+            cache, tokens=[seq + 1], sequences=[seq], max_new_tokens=made[seq]
+        ).state
+        text = decoded(cache, alone, num_tokens=6)
         assert text.tokens[0].tolist() == picked.tokens[seq].tolist()
         np.testing.assert_allclose(text.logprobs[0], picked.logprobs[seq], atol=1e-5)

@@ -26,7 +26,7 @@ def test_logprobs_large_logits_are_exact():
     cache, _ = prompted(1, 2)
     for more in (0.0, 1e3, 4e6, -4e6):
         logits = jnp.array([[0.0, 0.5, 1.0, 1.5]]) + more
-        _, picked = generation.sample_first(BEST, cache, logits)
+        _, _, *_ = picked = generation.init_decode(cache, logits=logits, sampler=BEST)
         assert picked.logprobs[0, 0] == pytest.approx(1.5 - np.log(np.exp([0, 0.5, 1, 1.5]).sum()))
 
 
@@ -37,7 +37,9 @@ def test_begin_broken_logits_end_the_text_by_name(sampler, wrong):
     cache, _ = prompted(1, 2)
     logits = jnp.array([[0.0, wrong, 1.0, 2.0], [0.0, -jnp.inf, 1.0, 2.0]])
     forked = jaxkv.seq_cp(cache, 0, 1).cache
-    state, picked = generation.sample_first(sampler, forked, logits, sequences=[0, 1])
+    _, state, *_ = picked = generation.init_decode(
+        forked, logits=logits, sampler=sampler, sequences=[0, 1]
+    )
     assert state.reason.tolist() == [Reason.NONFINITE_LOGITS, Reason.OK]
     assert state.active.tolist() == [False, True]
     assert picked.tokens[0, 0] == -1 and picked.tokens[1, 0] in (0, 2, 3)
@@ -55,16 +57,18 @@ def test_loops_broken_logits_end_the_text_by_name(wrong):
         return cache, table[ubatch.tokens.reshape(-1)[ubatch.outputs]]
 
     cache, logits = prompted(0)
-    state, _ = generation.sample_first(BEST, cache, logits)
-    _, after, picked = jaxkv.decode(forward, BEST, None, cache, state, num_tokens=5)
+    state = generation.init_decode(cache, logits=logits, sampler=BEST).state
+    _, after, *_ = picked = jaxkv.decode(forward, None, cache, state, num_tokens=5, sampler=BEST)
     draft = generation.prompt_lookup([[0]], ngram=1)
-    made = generation.speculate(forward, draft, BEST, None, cache, state, num_tokens=5)
-    for state, found in ((after, picked), (made[1], made[3])):
+    made = generation.speculate(
+        forward, None, cache, state, drafter=draft, num_tokens=5, sampler=BEST
+    )
+    for state, found in ((after, picked), (made.state, made)):
         assert found.tokens[0].tolist() == [2, 3, -1, -1, -1]
         assert np.isnan(found.logprobs[0]).tolist()[:3] == [False, False, True]
         assert state.reason[0] == Reason.NONFINITE_LOGITS and not state.active[0]
 
-    _, beams = generation.beam(forward, None, cache, logits, num_beams=2, num_tokens=5)
+    beams = generation.beam(forward, None, cache, logits, num_beams=2, num_tokens=5)
     assert beams.reason == Reason.NONFINITE_LOGITS
     assert beams.tokens[0].tolist() == [1, 2, 3, -1, -1] and np.isfinite(beams.scores[0])
     asked = [Request(prompt=[0], max_new_tokens=9), Request(prompt=[0, 3], max_new_tokens=9)]

@@ -30,12 +30,14 @@ def donated(cache):
 
 
 def started(m, tokens=(1, 2), **changes):
-    return replace(generation.init_decode(m, tokens), **changes)
+    return replace(generation.init_decode(m, tokens=tokens).state, **changes)
 
 
 def decode(m, state=None, sampler=BEST, num_tokens=2):
     state = started(m) if state is None else state
-    return jaxkv.decode(forward, sampler, None, m, state, num_tokens=num_tokens, donate=True)
+    return jaxkv.decode(
+        forward, None, m, state, num_tokens=num_tokens, donate=True, sampler=sampler
+    )
 
 
 def beam(m, logits=LOGITS[:1], num_beams=2, num_tokens=2, **options):
@@ -45,8 +47,10 @@ def beam(m, logits=LOGITS[:1], num_beams=2, num_tokens=2, **options):
 
 
 def speculate(m, draft, tokens=(1,), model=forward, params=None):
-    state = generation.init_decode(m, tokens)
-    return generation.speculate(model, draft, BEST, params, m, state, num_tokens=1, donate=True)
+    state = generation.init_decode(m, tokens=tokens).state
+    return generation.speculate(
+        model, params, m, state, drafter=draft, num_tokens=1, donate=True, sampler=BEST
+    )
 
 
 def prefill(m, model):

@@ -28,24 +28,28 @@ def prefilled(cache, **options):
 
 
 def decoded(cache, **options):
-    state = generation.init_decode(cache, [3], max_new_tokens=2)
-    cache, state, picked = jaxkv.decode(forward, BEST, None, cache, state, num_tokens=3, **options)
-    return cache, picked, state.remaining
+    state = generation.init_decode(cache, tokens=[3], max_new_tokens=2).state
+    cache, state, *_ = picked = jaxkv.decode(
+        forward, None, cache, state, num_tokens=3, **options, sampler=BEST
+    )
+    return cache, picked[2:4], state.remaining
 
 
 def speculated(cache, **options):
     draft, state = (
         generation.prompt_lookup([[1, 2, 1, 2]], recent=8),
-        generation.init_decode(cache, [1], max_new_tokens=5),
+        generation.init_decode(cache, tokens=[1], max_new_tokens=5).state,
     )
-    run = partial(generation.speculate, forward, draft, BEST, None)
-    cache, state, _, made = run(cache, state, num_tokens=6, **options)
-    return cache, made, state.remaining
+    out = generation.speculate(
+        forward, None, cache, state, drafter=draft, num_tokens=6, sampler=BEST, **options
+    )
+    return out.cache, out[2:7], out.state.remaining
 
 
 def searched(cache, **options):
     options |= dict(num_beams=2, num_tokens=3, stop_tokens=[4])
-    return generation.beam(forward, None, cache, LOGITS, **options)
+    cache, *found = generation.beam(forward, None, cache, LOGITS, **options)
+    return cache, found
 
 
 def held(cache, tokens, seq):
@@ -129,15 +133,17 @@ EDITS = {  # what is done to a text of 5 tokens after a state was made, and whet
 def test_state_from_before_an_edit_ends_its_text(edit):
     """A token that does not follow what the sequence holds is not put there."""
     change, goes_on = EDITS[edit]
-    cache, state = filled(5, 2), generation.init_decode(filled(5, 2), [3, 3])
+    cache, state = filled(5, 2), generation.init_decode(filled(5, 2), tokens=[3, 3]).state
     cache = jaxkv.apply(change(cache), jaxkv.init_update(change(cache)))
     draft = generation.prompt_lookup([[1, 2, 1], [1, 2, 1]], recent=8)
-    after, now, _ = jaxkv.decode(forward, BEST, None, cache, state, num_tokens=1)
+    after, now, *_ = jaxkv.decode(forward, None, cache, state, num_tokens=1, sampler=BEST)
     assert (now.reason[0] == jaxkv.Reason.EDITED) != goes_on
     assert ends(after, [0]) == [position + goes_on for position in ends(cache, [0])]
-    _, other, *_ = generation.speculate(forward, draft, BEST, None, cache, state, num_tokens=1)
+    _, other, *_ = generation.speculate(
+        forward, None, cache, state, drafter=draft, num_tokens=1, sampler=BEST
+    )
     assert other.reason.tolist() == now.reason.tolist()
-    _, again, _ = jaxkv.decode(forward, BEST, None, after, now, num_tokens=1)
+    _, again, *_ = jaxkv.decode(forward, None, after, now, num_tokens=1, sampler=BEST)
     assert again.reason.tolist() == now.reason.tolist()
 
 
@@ -151,17 +157,21 @@ def test_prefill_in_jit_refused_returns_cache():
 
 @pytest.mark.core
 def test_speculate_in_scan_carries_all_that_it_returns():
-    cache, state = filled(4), generation.init_decode(filled(4), [1])
+    cache, state = filled(4), generation.init_decode(filled(4), tokens=[1]).state
 
     def turn(carry, _):
         cache, state, draft = carry
-        *carry, made = generation.speculate(forward, draft, BEST, None, cache, state, num_tokens=3)
-        return tuple(carry), made.tokens[0]
+        made = generation.speculate(
+            forward, None, cache, state, drafter=draft, num_tokens=3, sampler=BEST
+        )
+        return (made.cache, made.state, made.drafter), made.tokens[0]
 
     begun = cache, state, generation.prompt_lookup([[1, 2, 1, 2]], recent=8)
     (after, _, _), tokens = jax.lax.scan(turn, begun, length=2)
     for made in tokens:
-        cache, state, wanted = jaxkv.decode(forward, BEST, None, cache, state, num_tokens=3)
+        cache, state, *_ = wanted = jaxkv.decode(
+            forward, None, cache, state, num_tokens=3, sampler=BEST
+        )
         assert made.tolist() == wanted.tokens[0].tolist()
     assert ends(after, [0]) == ends(cache, [0])
 
@@ -203,10 +213,14 @@ DRAFT = generation.prompt_lookup(
     [[1]]
 )  # made while a program is traced it would be a part of that program
 LOOPS_OF_SAMPLERS = {
-    "begin": lambda m, s, _: generation.sample_first(s, m, LOGITS, sequences=[0])[1].tokens,
-    "decode": lambda m, s, state: jaxkv.decode(forward, s, None, m, state, num_tokens=1)[2].tokens,
+    "begin": lambda m, s, _: (
+        generation.init_decode(m, logits=LOGITS, sampler=s, sequences=[0]).tokens
+    ),
+    "decode": lambda m, s, state: (
+        jaxkv.decode(forward, None, m, state, num_tokens=1, sampler=s).tokens
+    ),
     "speculate": lambda m, s, state: (
-        generation.speculate(forward, DRAFT, s, None, m, state, num_tokens=1)[3].tokens
+        generation.speculate(forward, None, m, state, drafter=DRAFT, num_tokens=1, sampler=s).tokens
     ),
 }
 
@@ -216,10 +230,10 @@ def test_samplers_of_equal_fields_share_no_program(loop):
     """JAX compares the fields of dataclasses and not their types, and takes some for others.
 
     It does so where it looks for what was traced, and programs of `decode` and `speculate` take 30
-    and 50 MB each, so that only `sample_first` is compiled and run.
+    and 50 MB each, so that only `init_decode` is compiled and run.
     """
     cache = filled(3, kind=SPLIT)
-    state = generation.init_decode(cache, [1])
+    state = generation.init_decode(cache, tokens=[1]).state
     asked = []
 
     def only(_, i, logits, state):

@@ -57,9 +57,9 @@ def drafted():
     cache = run().cache
     draft, state = (
         generation.draft_model(narrow, W, cache, batch_size=2),
-        generation.init_decode(cache, [1, 2]),
+        generation.init_decode(cache, tokens=[1, 2]).state,
     )
-    return generation.speculate(model(), draft, warm, W, cache, state, num_tokens=2)
+    return generation.speculate(model(), W, cache, state, drafter=draft, num_tokens=2, sampler=warm)
 
 
 @pytest.mark.parametrize(("call", "outcome"), mistakes("newcomers"))

@@ -51,13 +51,19 @@ def attended(rows, cells=3):
 
 def decode(m, texts=NONE, stop_tokens=()):
     return jaxkv.decode(
-        *MODEL[:1], BEST, MODEL[1], m, generation.init_decode(m, texts), stop_tokens, num_tokens=2
-    )[2]
+        *MODEL,
+        m,
+        generation.init_decode(m, tokens=texts).state,
+        num_tokens=2,
+        stop_tokens=stop_tokens,
+    )[2:4]
 
 
 def speculate(m):
-    draft, state = generation.prompt_lookup([]), generation.init_decode(m, NONE)
-    return generation.speculate(by_table, draft, BEST, MODEL[1], m, state, num_tokens=2)[3]
+    draft, state = generation.prompt_lookup([]), generation.init_decode(m, tokens=NONE).state
+    return generation.speculate(
+        by_table, MODEL[1], m, state, drafter=draft, num_tokens=2, sampler=BEST
+    )[2:7]
 
 
 def beam(m, logits, width=1):

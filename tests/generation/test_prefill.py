@@ -58,7 +58,14 @@ def test_program_dies_with_its_function(collected_soon):
     for one in (*others, shifted.run):
         cache, logits, *_ = jaxkv.prefill(one, None, filled(4), make_batch([1, 2]))
         np.testing.assert_allclose(logits, wanted + (one == shifted.run), atol=1e-5)
-    jaxkv.decode(shifted.run, BEST, None, cache, generation.init_decode(cache, [1]), num_tokens=1)
+    jaxkv.decode(
+        shifted.run,
+        None,
+        cache,
+        generation.init_decode(cache, tokens=[1]).state,
+        num_tokens=1,
+        sampler=BEST,
+    )
     dead = [weakref.ref(each) for each in (shifted, *others)]
     assert len(compile_cache._kept) == before + 5  # for a prompt of each, and a loop
     del shifted, others, one

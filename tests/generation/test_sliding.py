@@ -161,18 +161,21 @@ def test_draws_do_not_repeat_where_positions_come_again(tidy, drafted):
     sampler = make_sampler(temperature=1.0)
     kind, batch = Kind("endless", cells=24, sequences=1), make_batch([1, 2, 3, 4])
     cache, logits, *_ = jaxkv.prefill(flat, None, kind.make(), batch)
-    begin, _ = generation.sample_first(sampler, cache, logits, seed=3)
+    begin = generation.init_decode(cache, logits=logits, sampler=sampler, seed=3).state
     draft = generation.prompt_lookup([[]], ngram=7, recent=8)  # it guesses nothing
 
     def text(drafted, tidied, cache=cache, state=begin, draft=draft):
         pieces, done = [], jnp.int32(0)
         for _ in range(4):
             if drafted:
-                cache, state, draft, picked = generation.speculate(
-                    flat, draft, sampler, None, cache, state, num_tokens=4
+                cache, state, *_ = picked = generation.speculate(
+                    flat, None, cache, state, drafter=draft, num_tokens=4, sampler=sampler
                 )
+                draft = picked.drafter
             else:
-                cache, state, picked = jaxkv.decode(flat, sampler, None, cache, state, num_tokens=4)
+                cache, state, *_ = picked = jaxkv.decode(
+                    flat, None, cache, state, num_tokens=4, sampler=sampler
+                )
             pieces.append(picked.tokens)
             if tidied and tidy == "slide":
                 cache, ok = generation.context_shift(cache, 0, num_keep=2, num_discard=4)

@@ -29,13 +29,24 @@ pytestmark = pytest.mark.core
 
 
 def plainly(cache, state, stop_tokens=(), *, num_tokens, sampler=BEST):
-    return jaxkv.decode(forward, sampler, None, cache, state, stop_tokens, num_tokens=num_tokens)
+    out = jaxkv.decode(
+        forward, None, cache, state, num_tokens=num_tokens, sampler=sampler, stop_tokens=stop_tokens
+    )
+    return out.cache, out.state, out
 
 
 def guessing(draft, cache, state, stop_tokens=(), *, num_tokens, sampler=BEST):
-    return generation.speculate(
-        forward, draft, sampler, None, cache, state, stop_tokens, num_tokens=num_tokens
+    out = generation.speculate(
+        forward,
+        None,
+        cache,
+        state,
+        drafter=draft,
+        num_tokens=num_tokens,
+        sampler=sampler,
+        stop_tokens=stop_tokens,
     )
+    return out.cache, out.state, out.drafter, out
 
 
 @partial(
@@ -87,7 +98,9 @@ def test_speculate_ends_texts_as_decode_does(kind):
     prompts = jaxkv.prefill(forward, None, kind.make(), make_batch([[1, 2, 1], [3]]))
     cache = prompts.cache
     for max_new_tokens in ([9, 2], [3, 9], [9, 9]):
-        state, _ = generation.sample_first(BEST, cache, prompts, max_new_tokens=max_new_tokens)
+        state = generation.init_decode(
+            cache, logits=prompts, sampler=BEST, max_new_tokens=max_new_tokens
+        ).state
         _, _, free = plainly(cache, state, [-1], num_tokens=8)
         for stop_tokens in ([-1], [int(free.tokens[0, 2])]):
             after, ended, wanted = plainly(cache, state, stop_tokens, num_tokens=8)
@@ -108,7 +121,9 @@ def test_speculate_sampler_follows_only_accepted_tokens():
     odd = dict(allowed=lambda s: jnp.arange(VOCABULARY) % 2 == s, advance=lambda s, t: 1 - t % 2)
     rule = constrain(length_penalty, first=0, **odd)
     cache, logits, ids, *_ = jaxkv.prefill(forward, None, SMALL.make(), make_batch(prompts))
-    state, _ = generation.sample_first(rule, cache, logits, sequences=ids, prompts=prompts)
+    state = generation.init_decode(
+        cache, logits=logits, sampler=rule, sequences=ids, prompts=prompts
+    ).state
     _, ended, wanted = plainly(cache, state, num_tokens=2, sampler=rule)
     draft = generation.prompt_lookup(prompts, ngram=1)
     _, now, _, made = guessing(draft, cache, state, num_tokens=2, sampler=rule)
@@ -118,7 +133,9 @@ def test_speculate_sampler_follows_only_accepted_tokens():
 
 def test_speculate_texts_in_any_sequences():
     cache = filled(2, 2, 2)
-    state = generation.init_decode(cache, [1, 5, 3], [2, 0, 1], max_new_tokens=[4, 0, 4])
+    state = generation.init_decode(
+        cache, tokens=[1, 5, 3], sequences=[2, 0, 1], max_new_tokens=[4, 0, 4]
+    ).state
     after, _, wanted = plainly(cache, state, num_tokens=4)
     own = generation.draft_model(forward, None, cache, batch_size=3, num_draft_tokens=2)
     found, _, _, made = guessing(own, cache, state, num_tokens=4)
@@ -134,9 +151,11 @@ def test_speculate_nan_logit_of_hidden_token_ends_text(num_branches):
     hiding = constrain(BEST, first=0, **rule)
     cache = jaxkv.make_kv_cache(layers=1, cells=64, kv_heads=1, head_dim=1, sequences=4)
     cache, logits, *_ = jaxkv.prefill(by_table, params, cache, make_batch(prompt))
-    state, _ = generation.sample_first(hiding, cache, logits)
+    state = generation.init_decode(cache, logits=logits, sampler=hiding).state
     draft = generation.prompt_lookup([prompt], num_branches=num_branches, ngram=1)
-    made = generation.speculate(by_table, draft, hiding, params, cache, state, num_tokens=6)[3]
+    made = generation.speculate(
+        by_table, params, cache, state, drafter=draft, num_tokens=6, sampler=hiding
+    )
     assert made.tokens[0].tolist() == [3, -1, -1, -1, -1, -1]
 
 
@@ -152,7 +171,9 @@ def test_speculate_draws_have_chances_of_the_model(kind, temperature):
     found = np.zeros((4, 4, 4))
     for seed in range(rounds):
         ids = np.arange(0, each * count, each)
-        state = generation.init_decode(cache, [0] * count, ids, seed=seed, max_new_tokens=3)
+        state = generation.init_decode(
+            cache, tokens=[0] * count, sequences=ids, seed=seed, max_new_tokens=3
+        ).state
         if kind == "lookup":
             draft = generation.prompt_lookup(
                 [[0, 1, 2, 0, 1, 3]] * count, ngram=1, num_draft_tokens=2, recent=8
@@ -161,8 +182,8 @@ def test_speculate_draws_have_chances_of_the_model(kind, temperature):
             make = generation.tree_draft_model if kind == "tree" else generation.draft_model
             draft = make(by_table, CHANCES[1], cache, batch_size=count, num_draft_tokens=2)
         made = generation.speculate(
-            by_table, draft, sampler, CHANCES[0], cache, state, num_tokens=3
-        )[3]
+            by_table, CHANCES[0], cache, state, drafter=draft, num_tokens=3, sampler=sampler
+        )
         np.add.at(found, tuple(np.asarray(made.tokens).T), 1)
         assert 0 < made.num_accepted.sum() < made.num_drafted.sum()
     assert_chances(found, count * rounds, temperature)
@@ -173,15 +194,21 @@ def test_speculate_lookup_draws_what_decode_draws(num_branches, ngram):
     """With nothing to look up; and a tree leaves every draw as it is, followed where it may be."""
     sampler, cache = make_sampler(temperature=1.0), table_cache(64, each=num_branches)
     state = generation.init_decode(
-        cache, [0] * 64, np.arange(0, 64 * num_branches, num_branches), seed=3, max_new_tokens=8
-    )
-    wanted = jaxkv.decode(by_table, sampler, CHANCES[0], cache, state, num_tokens=8)[2]
+        cache,
+        tokens=[0] * 64,
+        sequences=np.arange(0, 64 * num_branches, num_branches),
+        seed=3,
+        max_new_tokens=8,
+    ).state
+    wanted = jaxkv.decode(by_table, CHANCES[0], cache, state, num_tokens=8, sampler=sampler)
     text, options = (
         [0, 1, 2, 0, 1, 3],
         dict(num_draft_tokens=2, recent=16, num_branches=num_branches),
     )
     draft = generation.prompt_lookup([text] * 64, ngram=ngram, **options)
-    made = generation.speculate(by_table, draft, sampler, CHANCES[0], cache, state, num_tokens=8)[3]
+    made = generation.speculate(
+        by_table, CHANCES[0], cache, state, drafter=draft, num_tokens=8, sampler=sampler
+    )
     assert texts(made) == texts(wanted)
     assert (
         made.num_accepted.sum() < made.num_drafted.sum()
@@ -193,7 +220,7 @@ def test_speculate_lookup_draws_what_decode_draws(num_branches, ngram):
 def test_speculate_guess_that_ends_a_text_is_accepted():
     """Of one step that feeds three right guesses, each in turn a stop token."""
     cache = filled(3)
-    state = generation.init_decode(cache, [1])
+    state = generation.init_decode(cache, tokens=[1]).state
     _, _, free = plainly(cache, state, num_tokens=3)
     tokens = free.tokens[0].tolist()
     for stop_tokens in tokens:
@@ -208,7 +235,7 @@ def test_speculate_guess_that_ends_a_text_is_accepted():
 @pytest.mark.parametrize("held", [(), (1,), (2, 4)], ids=["empty", "short", "other sequence"])
 def test_draft_model_of_another_text_guesses_nothing(held):
     cache = filled(4)
-    state = generation.init_decode(cache, [1])
+    state = generation.init_decode(cache, tokens=[1]).state
     wanted = plainly(cache, state, num_tokens=4)[2]
     draft = generation.draft_model(forward, None, filled(*held))
     made = guessing(draft, cache, state, num_tokens=4)[3]
@@ -225,7 +252,7 @@ def half_right(params, cache, ubatch):
 def test_draft_model_goes_on_where_a_text_pauses():
     cache = filled(2, 3, kind=Kind("roomy", cells=48, sequences=2))
     draft = generation.draft_model(half_right, None, cache, batch_size=2, num_draft_tokens=3)
-    state = generation.init_decode(cache, [1, 5])
+    state = generation.init_decode(cache, tokens=[1, 5]).state
     plain = plainly(cache, state, num_tokens=16)[2]
     pieces, turns = [], 0
     for _ in range(4):

@@ -28,7 +28,7 @@ def prefilled(model, prompts, *, ids=None, params=None, **options):
 def begun(model, prompts, *, ids=None, **options):
     cache, logits = prefilled(model, prompts, ids=ids, **options)
     options = dict(max_new_tokens=24, sequences=[*(ids or range(len(prompts)))], prompts=prompts)
-    return cache, generation.sample_first(BEST, cache, logits, **options)[0]
+    return cache, generation.init_decode(cache, logits=logits, sampler=BEST, **options).state
 
 
 def drafting(model, prompts, *, noise=0.0, make=generation.draft_model, **options):
@@ -46,8 +46,9 @@ def drafting(model, prompts, *, noise=0.0, make=generation.draft_model, **option
 def assert_says_the_same(model, draft, cache, state, *, atol=2e-4):
     """Texts, states and caches after 24 tokens are those of `decode`; returns all four."""
     run = dict(cache=cache, state=state, num_tokens=24)
-    after, ended, wanted = jaxkv.decode(model.forward, BEST, model.params, **run)
-    found, now, draft, made = generation.speculate(model.forward, draft, BEST, model.params, **run)
+    after, ended, *_ = wanted = jaxkv.decode(model.forward, model.params, **run)
+    found, now, *_ = made = generation.speculate(model.forward, model.params, drafter=draft, **run)
+    draft = made.drafter
     assert texts(made) == texts(wanted)
     np.testing.assert_allclose(made.logprobs, wanted.logprobs, atol=atol)
     assert now.token.tolist() == ended.token.tolist()
@@ -122,10 +123,10 @@ def test_tree_full_cache_leaves_other_sequences_alone():
     kept = make_batch([[1], [2], [3]], sequences=[2, 4, 5])
     cache, *_ = jaxkv.prefill(forward, params, cache, kept)
     run = dict(cache=cache, state=state, num_tokens=24)
-    _, ended, wanted = jaxkv.decode(forward, BEST, params, **run)
+    _, ended, *_ = wanted = jaxkv.decode(forward, params, **run)
     assert wanted.tokens.min() < 0  # it ends early
     draft = generation.prompt_lookup(BRANCHING, ngram=1, num_branches=3)
-    found, now, _, made = generation.speculate(forward, draft, BEST, params, **run)
+    found, now, *_ = made = generation.speculate(forward, params, drafter=draft, **run)
     assert now.reason.tolist() == ended.reason.tolist() and made.num_accepted.sum() > 0
     for got, whole in zip(texts(made), texts(wanted), strict=True):  # who gets the last cells
         assert got[: len(whole)] == whole[: len(got)]

@@ -103,7 +103,7 @@ def follow(record, cache, which, way):
     sequences = [SEQUENCES[i] for i in which]
     if record.sources:
         batch = make_batch([record.sources[i] for i in which], sequences=sequences)
-        cache = jaxkv.encode(model.encoder, model.params, cache, batch)
+        cache = jaxkv.encode(model.encoder, model.params, cache, batch).cache
     prompts = [record.tokens[i][: len(record.tokens[i]) - steps] for i in which]
     cache, found, *_ = prefill(model, cache, prompts, sequences, ubatch_size=way.ubatch_size)
     known = [record.logits[i][: len(prompt)] for i, prompt in zip(which, prompts, strict=True)]
@@ -189,10 +189,10 @@ def test_beam_matches_generate_of_transformers(name):
     model = record.model
     cache = model.make_cache(cells=96, source_cells=56, sequences=4)
     batch = make_batch(record.sources, sequences=[0, 1])
-    cache = jaxkv.encode(model.encoder, model.params, cache, batch)
+    cache = jaxkv.encode(model.encoder, model.params, cache, batch).cache
     cache, logits, *_ = prefill(model, cache, [[0]], [0])
     one = partial(generation.beam, model.forward, model.params)
-    _, beams = one(cache, logits, num_beams=3, num_tokens=8, sequences=[0, 2, 3])
+    beams = one(cache, logits, num_beams=3, num_tokens=8, sequences=[0, 2, 3])
     np.testing.assert_array_equal(beams.tokens[0], run["beam"][1:])
     np.testing.assert_allclose(beams.scores[0], run["score"], atol=1e-4)
 

@@ -94,25 +94,34 @@ def test_loops_x64_keep_dtypes_and_pick_the_same(draft, wide):
 
     make_sampler = generation.make_sampler
     sampler = make_sampler(temperature=[0.7, 0.0], top_p=0.9, top_k=5, repeat_penalty=1.1)
-    state, _ = generation.sample_first(
-        sampler, cache, logits, [0], ids, max_new_tokens=9, seed=2, prompts=prompts
+    state = generation.init_decode(
+        cache,
+        logits=logits,
+        sampler=sampler,
+        stop_tokens=[0],
+        sequences=ids,
+        max_new_tokens=9,
+        seed=2,
+        prompts=prompts,
+    ).state
+    _, after, *_ = picked = jaxkv.decode(
+        forward, params, cache, state, num_tokens=8, sampler=sampler, stop_tokens=[0]
     )
-    _, after, picked = jaxkv.decode(forward, sampler, params, cache, state, [0], num_tokens=8)
-    assert dtypes(after) == dtypes(state) and {*dtypes(picked)} == numbers
+    assert dtypes(after) == dtypes(state) and {*dtypes(picked[2:4])} == numbers
 
-    state, _ = generation.sample_first(
-        make_sampler(), cache, logits, sequences=ids, max_new_tokens=9
-    )
-    rest = make_sampler(), params, cache, state
-    picked = jaxkv.decode(forward, *rest, num_tokens=8)[2]
+    state = generation.init_decode(
+        cache, logits=logits, sampler=make_sampler(), sequences=ids, max_new_tokens=9
+    ).state
+    rest = params, cache, state
+    picked = jaxkv.decode(forward, *rest, num_tokens=8)
     guesses = generation.prompt_lookup(prompts, ngram=1)
     if draft == "model":
         guesses = generation.draft_model(forward, params, cache, batch_size=2)
-    made = generation.speculate(forward, guesses, *rest, num_tokens=8)[3]
-    assert {*dtypes(made)} == numbers
+    made = generation.speculate(forward, *rest, drafter=guesses, num_tokens=8)
+    assert {*dtypes(made[2:7])} == numbers
     np.testing.assert_array_equal(made.tokens[:, :8], picked.tokens)
 
-    _, beams = generation.beam(
+    beams = generation.beam(
         forward, params, cache, logits[0], num_beams=2, num_tokens=4, stop_tokens=[0]
     )
     assert beams.tokens.dtype == np.int32 and beams.scores.dtype == np.float32

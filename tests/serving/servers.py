@@ -105,8 +105,12 @@ def alone(request, *, model=forward, params=None, cache=None, stop_tokens=STOP, 
     options = dict(
         max_new_tokens=request.max_new_tokens, seed=[request.seed], sequences=[0], prompts=recent
     )
-    state, first = generation.sample_first(sampler, cache, logits[:1], stop_tokens, **options)
-    _, state, rest = jaxkv.decode(model, sampler, params, cache, state, stop_tokens, num_tokens=40)
+    _, state, *_ = first = generation.init_decode(
+        cache, logits=logits[:1], sampler=sampler, stop_tokens=stop_tokens, **options
+    )
+    _, state, *_ = rest = jaxkv.decode(
+        model, params, cache, state, num_tokens=40, sampler=sampler, stop_tokens=stop_tokens
+    )
     tokens, logprobs = (
         np.concatenate([np.asarray(a)[0], np.asarray(b)[0]])
         for a, b in zip(first, rest, strict=True)

@@ -117,12 +117,15 @@ def story(name: str, cache: Any, params: Any) -> Iterator[tuple[str, Any, Any]]:
     cache, logits = told(cache, *texts, sequences=ids)
     yield "prompts", cache, logits
 
-    state, first = generation.sample_first(SAMPLER, cache, logits, sequences=ids, max_new_tokens=7)
-    decode = partial(jaxkv.decode, forward, SAMPLER)
-    cache, state, picked = decode(params, cache, state, num_tokens=3)
-    yield "decoded", cache, (first, picked, state.active, state.reason)
-    inside, _, picked = jax.jit(partial(decode, num_tokens=2))(params, cache, state)
-    yield "decoded in a program of the caller's", inside, picked
+    _, state, *_ = first = generation.init_decode(
+        cache, logits=logits, sampler=SAMPLER, sequences=ids, max_new_tokens=7
+    )
+    decode = partial(jaxkv.decode, forward, sampler=SAMPLER)
+    out = decode(params, cache, state, num_tokens=3)
+    cache, state = out.cache, out.state
+    yield "decoded", cache, (first[2:4], out[2:4], state.active, state.reason)
+    out = jax.jit(partial(decode, num_tokens=2))(params, cache, state)
+    yield "decoded in a program of the caller's", out.cache, out[2:4]
 
     past, _ = jaxkv.split(cache)
     full = [1] * (sizes["cells"] * 5 // 8)  # more than half of a stream
@@ -238,9 +241,9 @@ def killed(who: int) -> None:
     with jax.set_mesh(mesh_of("tensor")):
         forward, prompt = tiny.model_of("aa"), make_batch([1, 2, 3])
         cache, logits, *_ = jaxkv.prefill(forward, params(), placed(make("tensor")), prompt)
-        begun, _ = generation.sample_first(SAMPLER, cache, logits)
+        begun = generation.init_decode(cache, logits=logits, sampler=SAMPLER).state
         for turn in range(10**6):
-            _, _, picked = jaxkv.decode(forward, SAMPLER, params(), cache, begun, num_tokens=8)
+            picked = jaxkv.decode(forward, params(), cache, begun, num_tokens=8, sampler=SAMPLER)
             np.asarray(picked.tokens)
             if turn == 2 and jax.process_index() == who:
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -179,10 +179,10 @@ def run(model):
     prompts = jaxkv.make_batch([[5, 6, 7, 8, 9, 10, 11], [12, 13, 14]])
     cache, logits, *_ = jaxkv.prefill(model.forward, model.params, cache, prompts, ubatch_size=8)
     state = jaxkv.generation.init_decode(
-        cache, jnp.argmax(logits, -1).astype(jnp.int32), max_new_tokens=8
-    )
+        cache, tokens=jnp.argmax(logits, -1).astype(jnp.int32), max_new_tokens=8
+    ).state
     greedy = jaxkv.generation.make_sampler()
-    _, _, picked = jaxkv.decode(model.forward, greedy, model.params, cache, state, num_tokens=8)
+    picked = jaxkv.decode(model.forward, model.params, cache, state, num_tokens=8, sampler=greedy)
     return np.asarray(logits), np.asarray(picked.tokens)
 
 

@@ -36,7 +36,7 @@ def after_beams_and_slides(forward, params, cache):
     batch = jaxkv.make_batch([[1, 2, 3, 1, 2], [4, 5, 6, 4, 5]], sequences=[0, 2])
     cache, logits, *_ = jaxkv.prefill(forward, params, cache, batch)
     search = {"num_beams": 2, "num_tokens": 2, "sequences": [0, 1]}
-    searched, beams = generation.beam(forward, params, cache, logits[:1], **search)
+    searched, *_ = beams = generation.beam(forward, params, cache, logits[:1], **search)
     slid, ok = generation.context_shift(cache, 2, num_keep=1, num_discard=2)
     extended, done, well = generation.self_extend(cache, 0, 0, group=2, width=4)
     assert ok and well

@@ -20,6 +20,7 @@ from jaxkv.core.compile_cache import cached_program
 from jaxkv.core.typed import Typed, typed
 from jaxkv.core.validate import check_count
 from jaxkv.generation.model_step import Forward, donatable_buffers, run_model_step
+from jaxkv.generation.results import DecodeResult
 from jaxkv.generation.sample_step import nothing_picked, stops
 from jaxkv.generation.sampler import Sampler
 from jaxkv.generation.speculative import token_tree
@@ -38,16 +39,8 @@ from jaxkv.plan import Plan, Reason
 from jaxkv.planning.planners import plan_next
 
 
-class SpeculateResult(NamedTuple):
-    """The tokens that were picked, and how the guesses went.
-
-    tokens: `[T, n]` int32, see `Sampled`.
-    logprobs: `[T, n]` float32, see `Sampled`.
-    num_model_steps: `[T]` int32, the steps of the model that a text took part in, one that the
-      cache refused among them.
-    num_drafted: `[T]` int32, the tokens that were guessed.
-    num_accepted: `[T]` int32, those of them that held, one that ended the text included.
-    """
+class _Drafted(NamedTuple):
+    """The tokens so far, and how many were drafted; see `DecodeResult`."""
 
     tokens: jax.Array
     logprobs: jax.Array
@@ -87,7 +80,7 @@ class _Progress(NamedTuple):
     cache: Cache
     state: DecodeState
     draft: Drafter
-    made: SpeculateResult
+    made: _Drafted
     at: jax.Array
     drafting: jax.Array
 
@@ -113,17 +106,17 @@ class _Turn(NamedTuple):
 
 def speculate(
     forward: Forward,
-    draft: Drafter,
-    sampler: Sampler,
     params: Any,
     cache: Cache,
     state: DecodeState,
-    stop_tokens: Any = (),
     *,
+    drafter: Drafter,
     num_tokens: int,
+    sampler: Sampler | None = None,
+    stop_tokens: Any = (),
     donate: bool = False,
-) -> tuple[Cache, DecodeState, Drafter, SpeculateResult]:
-    """Generate as `decode` does, checking what a draft guesses several tokens at a time.
+) -> DecodeResult:
+    """Generate as `decode` does, verifying several drafted tokens in each step of the model.
 
     A text goes on alone where its guess does not find room, and a step in which nothing is guessed
     is one token wide.
@@ -134,21 +127,20 @@ def speculate(
 
     Args:
       forward: see `prefill`.
-      draft: what guesses, of `prompt_lookup`, `draft_model`, `tree_draft_model` or a `Drafter` of
-        your own.
-      sampler: see `decode`.
       params: whatever the model wants.
       cache: the cache after the prompts. One that keeps states must keep as many earlier ones as
         the draft tries, and cannot branch.
       state: how far each text has come, see `decode`.
-      stop_tokens: the tokens that end a text, see `decode`.
+      drafter: of `prompt_lookup`, `draft_model`, `tree_draft_model`, or a `Drafter` of your own.
       num_tokens: the most tokens to generate for each text, static.
+      sampler: see `decode`.
+      stop_tokens: the tokens that end a text, see `decode`.
       donate: give up the buffers of the cache passed in, see `prefill`. Those of a draft are
         copied once a call.
 
     Returns:
-      The cache, how far each text has come now, the draft to go on with, and the tokens that were
-      picked. Tokens that were guessed wrong are in no cache.
+      The cache, the state and the drafter to continue with, and the tokens that were sampled.
+      Tokens that were drafted and rejected are in no cache.
 
     Raises:
       ValueError: as `decode` does; when the cache keeps too few states to take back a guess; when
@@ -166,18 +158,17 @@ def speculate(
       ...     return cache, jnp.roll(x, 1, axis=-1).reshape(-1, 3)[ubatch.outputs]
       >>> cache = make_kv_cache(layers=1, cells=32, kv_heads=1, head_dim=3)
       >>> cache, logits, *_ = prefill(forward, jnp.eye(3), cache, make_batch([0, 1, 2, 0]))
-      >>> sampler = generation.make_sampler()
-      >>> state, _ = generation.sample_first(sampler, cache, logits)
-      >>> draft = generation.prompt_lookup([[0, 1, 2, 0]])
-      >>> cache, state, draft, made = generation.speculate(
-      ...     forward, draft, sampler, jnp.eye(3), cache, state, num_tokens=9
+      >>> state = generation.init_decode(cache, logits=logits).state
+      >>> drafter = generation.prompt_lookup([[0, 1, 2, 0]])
+      >>> out = generation.speculate(
+      ...     forward, jnp.eye(3), cache, state, drafter=drafter, num_tokens=9
       ... )
-      >>> made.tokens.tolist(), made.num_model_steps.item(), made.num_accepted.item()
+      >>> out.tokens.tolist(), out.num_model_steps.item(), out.num_accepted.item()
       ([[2, 0, 1, 2, 0, 1, 2, 0, 1]], 3, 6)
 
     llama.cpp: `examples/speculative` and `examples/prompt_lookup`.
     """
-    num_tokens = check_count(num_tokens, "num_tokens")
+    num_tokens, draft = check_count(num_tokens, "num_tokens"), drafter
     if not isinstance(draft, Drafter):
         raise TypeError(
             f"wanted a draft, such as generation.prompt_lookup(prompts), got {type(draft)}"
@@ -185,23 +176,26 @@ def speculate(
     check_rollback(cache, draft.num_draft_tokens, "the cache")
     token_tree.check_branches(split(cache)[0].spec, draft.batch_size, draft.num_branches, "a cache")
     state = checked(split(cache)[0].spec, state)
-    check_sampler_state(sampler, state)
+    sampler = check_sampler_state(sampler, state)
     texts = state.token.shape[0]
     if draft.batch_size != texts:
         raise ValueError(f"wanted a draft of {texts} texts, got one of {draft.batch_size}")
     draft.check(cache)
     if not texts:
-        return cache, state, draft, _nothing_made(0, num_tokens)
+        return DecodeResult(cache, state, *_nothing_made(0, num_tokens), drafter=draft)
     stop_tokens = stops(stop_tokens, texts)
     fixed = params, stop_tokens
     if is_traced(sampler, draft, cache, state, fixed):
-        return _speculate(_Setup(forward, sampler, *fixed), draft, cache, state, num_tokens)
+        setup = _Setup(forward, sampler, *fixed)
+        cache, state, draft, made = _speculate(setup, draft, cache, state, num_tokens)
+        return DecodeResult(cache, state, *made, drafter=draft)
     table, buffers = donatable_buffers(cache, donate)
     loop = cached_program(_speculating, forward)
     args = typed((draft, sampler)), fixed, table, buffers, state
     table, buffers, now, draft, made = loop(*args, num_tokens=num_tokens)
     # The sequences stay those that were passed in: to look at a result is to wait for it.
-    return merge(table, buffers), replace(now, sequence=state.sequence), draft, made
+    now = replace(now, sequence=state.sequence)
+    return DecodeResult(merge(table, buffers), now, *made, drafter=draft)
 
 
 def _speculating(forward: Callable[[], Forward]) -> Any:
@@ -225,7 +219,7 @@ def _speculating(forward: Callable[[], Forward]) -> Any:
 
 def _speculate(
     setup: _Setup, draft: Drafter, cache: Cache, state: DecodeState, num_tokens: int
-) -> tuple[Cache, DecodeState, Drafter, SpeculateResult]:
+) -> tuple[Cache, DecodeState, Drafter, _Drafted]:
     """Do what `speculate` says, as a part of the program that is being traced."""
     texts, tries = state.token.shape[0], draft.num_draft_tokens
     if draft.num_branches > 1:
@@ -262,7 +256,7 @@ def _speculate(
             cache=cache,
             state=turn.state,
             draft=draft.update(now.state.sequence, now.at, fed, turn.picked),
-            made=SpeculateResult(
+            made=_Drafted(
                 tokens=_appended(made.tokens, done, turn.tokens, turn.picked),
                 logprobs=_appended(made.logprobs, done, turn.logprobs, turn.picked + broken),
                 num_model_steps=made.num_model_steps + active,
@@ -284,9 +278,9 @@ def _speculate(
     return now.cache, state, now.draft, made
 
 
-def _nothing_made(texts: int, num_tokens: int) -> SpeculateResult:
+def _nothing_made(texts: int, num_tokens: int) -> _Drafted:
     none = jnp.zeros(texts, jnp.int32)
-    return SpeculateResult(
+    return _Drafted(
         *nothing_picked(texts, num_tokens),
         num_model_steps=none,
         num_drafted=none,
@@ -294,7 +288,7 @@ def _nothing_made(texts: int, num_tokens: int) -> SpeculateResult:
     )
 
 
-def _made(made: SpeculateResult) -> jax.Array:
+def _made(made: _Drafted) -> jax.Array:
     """Return how many tokens of each text were picked, `[T]` int32."""
     return jnp.sum(made.tokens >= 0, axis=1, dtype=jnp.int32)
 
