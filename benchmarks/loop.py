@@ -52,7 +52,7 @@ class Side:
             cache, chosen = jaxkv.merge(self.table, self.buffers), []
             state = generation.init_decode(cache, tokens=self.first).state
             for _ in range(self.tokens // steps):
-                cache, state, *_ = picked = jaxkv.decode(
+                picked = jaxkv.decode(
                     self.model.forward,
                     self.model.params,
                     cache,
@@ -61,6 +61,7 @@ class Side:
                     donate=True,
                     sampler=BEST,
                 )
+                cache, state = picked.cache, picked.state
                 chosen.append(np.asarray(picked.tokens))
             self.buffers = jaxkv.split(cache)[1]
             return np.concatenate(chosen, 1)

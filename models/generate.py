@@ -95,11 +95,11 @@ def generate_texts(
         compile_seconds, warm = perf_counter() - began, compiled()
 
         began = perf_counter()
-        cache, state, first = run.feed(cache)
+        first = run.feed(cache)
         prompt_seconds = perf_counter() - began
 
         began = perf_counter()
-        cache, tally = run.go_on(cache, state, first, writers)
+        cache, tally = run.go_on(first, writers)
         decode_seconds = perf_counter() - began
 
         used = used_of(cache)

@@ -172,11 +172,7 @@ class Run:
         return generation.speculate(*args, drafter=draft, num_tokens=self.steps, **options)
 
     def go_on(
-        self,
-        cache: Any,
-        state: generation.DecodeState,
-        first: np.ndarray,
-        writers: Sequence[Writer],
+        self, first: generation.DecodeResult, writers: Sequence[Writer]
     ) -> tuple[Any, "Tally"]:
         """Generate until every text has ended; an interrupt ends those that have not.
 
@@ -184,8 +180,9 @@ class Run:
           The cache, and what was generated after the first tokens.
         """
         draft, tally = self.draft(), Tally()
+        cache, state = first.cache, first.state
         try:
-            write(writers, first, state)
+            write(writers, np.asarray(first.tokens), state)
             while any(writer.finish is None for writer in writers):
                 out = self.generate(cache, state, draft)
                 cache, state, draft = out.cache, out.state, out.drafter

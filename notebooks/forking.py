@@ -52,12 +52,12 @@ print(forks)
 # %%
 TEMPERATURES = [0.0, 0.7, 1.0, 1.3]
 sampler = generation.make_sampler(temperature=TEMPERATURES, top_p=0.95)
-_, state, *_ = first = generation.init_decode(
+first = generation.init_decode(
     forks, logits=jnp.repeat(logits, 4, axis=0), sampler=sampler, sequences=[0, 1, 2, 3], seed=3
 )
-after, state, *_ = rest = jaxkv.decode(
-    model.forward, model.params, forks, state, num_tokens=11, sampler=sampler
-)
+state = first.state
+rest = jaxkv.decode(model.forward, model.params, forks, state, num_tokens=11, sampler=sampler)
+after, state = rest.cache, rest.state
 
 tokens = np.concatenate([first.tokens, rest.tokens], axis=1)
 for temperature, row in zip(TEMPERATURES, tokens, strict=True):
@@ -146,9 +146,10 @@ for parent, row in zip(parents, more.tokens, strict=True):
 # and `seq_select` lets the best go on. `penalty=0.0` ranks texts by probability alone.
 
 # %%
-found, *_ = beams = generation.beam(
+beams = generation.beam(
     model.forward, model.params, cache, logits, num_beams=4, num_tokens=12, length_penalty=0.0
 )
+found = beams.cache
 greedy = model.tokenizer.decode(tokens[0])
 print(f"greedy {total[0]:6.1f} …{greedy}")
 for score, row in zip(beams.scores, beams.tokens, strict=True):

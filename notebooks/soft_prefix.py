@@ -143,12 +143,10 @@ def generate(prefix):
         cache, ok = jaxkv.seq_cp(cache, 0, [1, 2, 3])
     batch = jaxkv.make_batch([tokenizer.encode(text) for text in BEGINNINGS])
     cache, logits, sequences, *_ = jaxkv.prefill(model.forward, model.params, cache, batch)
-    _, state, *_ = first = generation.init_decode(
-        cache, logits=logits, sampler=best, sequences=sequences
-    )
-    cache, _, *_ = more = jaxkv.decode(
-        model.forward, model.params, cache, state, num_tokens=9, sampler=best
-    )
+    first = generation.init_decode(cache, logits=logits, sampler=best, sequences=sequences)
+    state = first.state
+    more = jaxkv.decode(model.forward, model.params, cache, state, num_tokens=9, sampler=best)
+    cache = more.cache
     tokens = np.concatenate([first.tokens, more.tokens], axis=1)
     return [tokenizer.decode(row) for row in tokens], cache
 

@@ -41,9 +41,8 @@ cache = model.make_cache(cells=256, sequences=2)
 batch = jaxkv.make_batch(prompts)
 cache, logits, sequences, *_ = jaxkv.prefill(model.forward, model.params, cache, batch)
 best = generation.make_sampler()  # the most probable token each time
-_, state, *_ = first = generation.init_decode(
-    cache, logits=logits, sampler=best, sequences=sequences
-)
+first = generation.init_decode(cache, logits=logits, sampler=best, sequences=sequences)
+state = first.state
 
 plain = jaxkv.decode(model.forward, model.params, cache, state, num_tokens=STEPS, sampler=best)
 for row in plain.tokens:

@@ -70,12 +70,12 @@ def go_on(cache, words):
     tokens = [model.tokenizer.encode(word) for word in words.values()]
     batch = jaxkv.make_batch(tokens, sequences=sequences)
     cache, logits, *_ = jaxkv.prefill(model.forward, model.params, cache, batch)
-    _, state, *_ = first = jaxkv.generation.init_decode(
+    first = jaxkv.generation.init_decode(
         cache, logits=logits, sampler=greedy, sequences=sequences, max_new_tokens=5
     )
-    cache, _, *_ = picked = jaxkv.decode(
-        model.forward, model.params, cache, state, num_tokens=4, sampler=greedy
-    )
+    state = first.state
+    picked = jaxkv.decode(model.forward, model.params, cache, state, num_tokens=4, sampler=greedy)
+    cache = picked.cache
     made = np.concatenate([first.tokens, picked.tokens], axis=1)
     for seq, row in zip(sequences, made, strict=True):
         print(f"sequence {seq} |{words[seq]}|{model.tokenizer.decode(row)}")

@@ -56,7 +56,7 @@ def test_begin_pairs_rows_of_logits_with_their_sequences():
     prompts = make_batch([[1, 2], [3]], sequences=[1, 0])
     result = jaxkv.prefill(forward, None, filled(0, 0), prompts)
     assert result.sequences.tolist() == [1, 0] and result.ok
-    _, state, *_ = first = generation.init_decode(result.cache, logits=result, sampler=BEST)
+    state = generation.init_decode(result.cache, logits=result, sampler=BEST).state
     assert state.sequence.tolist() == [1, 0]
     again = generation.init_decode(
         result.cache, logits=result.logits[::-1], sampler=BEST, sequences=[0, 1]
