@@ -28,7 +28,7 @@ def attention_alone(tokens: int, cells: int) -> tuple[Callable, tuple]:
 
     def step(cache: object, token: jax.Array) -> tuple:
         everyone = jnp.arange(tokens, dtype=jnp.int32)
-        ubatch, _ = jaxkv.plan_step(cache, token, everyone, jnp.ones(tokens, bool))
+        ubatch = jaxkv.plan_step(cache, token, sequences=everyone).ubatch
         cache, x = jaxkv.apply(cache, ubatch), jnp.ones((*ubatch.valid.shape, HEADS, HEAD_DIM))
         for layer in range(LAYERS):
             k, v = x[:, :, :KV_HEADS], x[:, :, KV_HEADS : 2 * KV_HEADS]
@@ -45,7 +45,7 @@ def whole_model(name: str, tokens: int, cells: int) -> tuple[Callable, tuple]:
 
     def step(params: object, cache: object, token: jax.Array) -> tuple:
         everyone = jnp.arange(tokens, dtype=jnp.int32)
-        ubatch, _ = jaxkv.plan_step(cache, token, everyone, jnp.ones(tokens, bool))
+        ubatch = jaxkv.plan_step(cache, token, sequences=everyone).ubatch
         return model.forward(params, jaxkv.apply(cache, ubatch), ubatch)
 
     cache = jax.eval_shape(lambda: model.make_cache(cells=cells, sequences=tokens))

@@ -41,7 +41,7 @@ def main() -> None:
 def planned_step(cache: Any, tokens: jax.Array) -> Any:
     """Plan one token for each of the first sequences, and run the layers."""
     ids, there = jnp.arange(len(tokens)), jnp.ones(len(tokens), bool)
-    ubatch, _ = jaxkv.plan_step(cache, tokens, ids, there)
+    ubatch = jaxkv.plan_step(cache, tokens, sequences=ids, active=there).ubatch
     return bytes_of.step(cache, ubatch)
 
 

@@ -40,7 +40,8 @@ def jaxkv_step(model: models.Model, prompts: np.ndarray, *, cells: int, split: b
     @partial(jax.jit, donate_argnames="buffers")
     def step(params: Any, table: Any, buffers: Any, token: jax.Array) -> tuple:
         cache = jaxkv.merge(table, buffers)
-        ubatch, ok = jaxkv.plan_step(cache, token, everyone, jnp.ones(batch, bool))
+        plan = jaxkv.plan_step(cache, token, sequences=everyone)
+        ubatch, ok = plan.ubatch, plan.ok
         cache, logits = model.forward(params, jaxkv.apply(cache, ubatch), ubatch)
         return jaxkv.split(cache)[1], jnp.argmax(logits, axis=-1).astype(jnp.int32), ok
 

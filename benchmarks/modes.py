@@ -62,7 +62,8 @@ class Case:
         def step(params: Any, table: Any, buffers: Any, token: jax.Array) -> tuple:
             cache = jaxkv.merge(table, buffers)
             valid = jnp.ones(token.shape, bool)
-            ubatch, ok = jaxkv.plan_step(cache, token, self.active, valid)
+            plan = jaxkv.plan_step(cache, token, sequences=self.active, active=valid)
+            ubatch, ok = plan.ubatch, plan.ok
             cache, logits = model.forward(params, jaxkv.apply(cache, ubatch), ubatch)
             return jaxkv.split(cache)[1], jnp.argmax(logits, axis=-1).astype(jnp.int32), ok
 

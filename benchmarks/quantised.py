@@ -53,7 +53,7 @@ def side_of(dtype: str, batch: int, cells: int, layers: int) -> tuple[Callable[[
     def step(table: object, buffers: object, q: jax.Array, k: jax.Array) -> tuple:
         cache = jaxkv.merge(table, buffers)
         every = jnp.arange(batch)
-        ubatch, _ = jaxkv.plan_step(cache, every, every, jnp.ones(batch, bool))
+        ubatch = jaxkv.plan_step(cache, every, sequences=every).ubatch
         cache = jaxkv.apply(cache, ubatch)
         for layer in range(layers):
             cache, out = jaxkv.attend(cache, layer, ubatch, q, k, k)

@@ -67,7 +67,7 @@ def layer(product: Any, ubatch: Any, cache: Any, x: jax.Array, w: Any, number: A
 def step(product: Any, params: Any, table: Any, buffers: Any, token: jax.Array) -> tuple:
     """Plan, apply, and run all layers: in a scan where they are stacked."""
     cache, everyone = jaxkv.merge(table, buffers), jnp.arange(len(token), dtype=jnp.int32)
-    ubatch, _ = jaxkv.plan_step(cache, token, everyone, jnp.ones(len(token), bool))
+    ubatch = jaxkv.plan_step(cache, token, sequences=everyone).ubatch
     of_layer = partial(layer, product, ubatch)
     carry = jaxkv.apply(cache, ubatch), jnp.ones((*ubatch.valid.shape, WIDTH))
     if buffers.stacked:

@@ -72,7 +72,7 @@ def side(params: list, batch: int, cells: int, pool: bool, implementation: str |
     @partial(jax.jit, donate_argnames="buffers")
     def step(params: list, table: Any, buffers: Any, token: jax.Array) -> tuple:
         cache = jaxkv.merge(table, buffers)
-        ubatch, _ = jaxkv.plan_step(cache, token, everyone, jnp.ones(batch, bool))
+        ubatch = jaxkv.plan_step(cache, token, sequences=everyone).ubatch
         x = jnp.ones((*ubatch.valid.shape, WIDTH), "bfloat16")
         cache, x = forward(params, jaxkv.apply(cache, ubatch), ubatch, x, attend)
         return jaxkv.split(cache)[1], x

@@ -30,7 +30,8 @@ SEQUENCES = 64
 def step(table, buffers, tokens, valid):
     """Plan a token for each sequence and apply it."""
     cache, sequences = jaxkv.merge(table, buffers), jnp.arange(SEQUENCES)
-    ubatch, ok = jaxkv.plan_step(cache, tokens, sequences, valid)
+    plan = jaxkv.plan_step(cache, tokens, sequences=sequences, active=valid)
+    ubatch, ok = plan.ubatch, plan.ok
     return jaxkv.apply(cache, ubatch).table, ubatch, ok
 
 

@@ -59,7 +59,7 @@ from jaxkv.hybrid import make_hybrid_cache
 from jaxkv.kv.cross_attention import make_cross_attention_cache
 from jaxkv.kv.make import make_kv_cache
 from jaxkv.plan import OutOfCellsError, Plan, PlanRefusedError, Reason
-from jaxkv.planning.planners import init_batch, init_encoder, init_full, plan_step, plan_tokens
+from jaxkv.planning.planners import init_batch, init_encoder, init_full, plan_step
 from jaxkv.recurrent.slots import state_write_steps
 from jaxkv.recurrent.table import make_recurrent_cache
 from jaxkv.rope import make_rope, rotate
@@ -73,7 +73,7 @@ __all__ = ["Cache", "merge", "make_hybrid_cache", "make_kv_cache", "make_recurre
 __all__ += ["make_cross_attention_cache", "split"]
 # Batches and plans.
 __all__ += ["Batch", "Plan", "Reason", "PlanRefusedError", "Ubatch"]
-__all__ += ["init_batch", "init_full", "init_encoder", "make_batch", "plan_step", "plan_tokens"]
+__all__ += ["init_batch", "init_full", "init_encoder", "make_batch", "plan_step"]
 # Carrying plans out.
 __all__ += ["apply", "defrag_plan", "rewind", "init_update", "is_current", "compact"]
 # Edits of sequences.

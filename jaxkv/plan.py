@@ -132,6 +132,20 @@ class Plan:
     expected: jax.Array  # [Q]
     actual: jax.Array  # [Q]
 
+    @property
+    def ubatch(self) -> Ubatch:
+        """The only ubatch of a plan, as `plan_step` makes it.
+
+        Raises:
+          ValueError: when there are several.
+        """
+        if len(self.ubatches) != 1:
+            raise ValueError(
+                f"expected a plan of one ubatch, got {len(self.ubatches)}; take each of "
+                f"plan.ubatches"
+            )
+        return self.ubatches[0]
+
     def check(self) -> "Plan":
         """Return the plan if it will be carried out, else raise and say what to do.
 

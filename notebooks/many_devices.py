@@ -53,7 +53,8 @@ def cached_program(model, cache):
 
     def step(params, cache, tokens):
         texts = jnp.arange(4)
-        ubatch, ok = jaxkv.plan_step(cache, tokens, texts, texts >= 0)
+        plan = jaxkv.plan_step(cache, tokens, sequences=texts, active=texts >= 0)
+        ubatch = plan.ubatch
         cache, logits = model.forward(params, jaxkv.apply(cache, ubatch), ubatch)
         return cache, jnp.argmax(logits, axis=-1).astype(jnp.int32)
 

@@ -212,7 +212,7 @@ print(f"{moved} cells have another token; every token has the codes that it had:
 # %%
 back = cache
 for by in (8, -8):
-    back, ok = jaxkv.seq_add(back, 0, 0, -1, by)
+    back, ok = jaxkv.seq_add(back, 0, 0, -1, delta=by)
     back = jaxkv.apply(back, jaxkv.init_update(back))
 for name, before, after in zip(
     ("keys", "values"), by_position(cache), by_position(back), strict=True

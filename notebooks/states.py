@@ -176,7 +176,7 @@ ax.spines[["top", "right"]].set_visible(False)
 @jax.jit
 def step(params, cache, tokens, going):
     """Feed a token to each of the four texts that go on; the depth that is said after it."""
-    ubatch, _ = jaxkv.plan_step(cache, tokens, jnp.arange(4), going)
+    ubatch = jaxkv.plan_step(cache, tokens, active=going).ubatch
     cache, logits = forward(params, jaxkv.apply(cache, ubatch), ubatch)
     return cache, jnp.argmax(logits, axis=-1)
 

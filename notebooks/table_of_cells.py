@@ -116,10 +116,10 @@ picture(cache, "cells are taken again, the lowest first")
 # cell that others share would have moved for them too: it has one position.)
 
 # %%
-cache = jaxkv.seq_keep(cache, 2)
+cache = jaxkv.seq_keep(cache, 2).cache
 cache, ok = jaxkv.seq_rm(cache, 2, 1, 3)
 assert ok
-cache, ok = jaxkv.seq_add(cache, 2, 3, -1, -2)
+cache, ok = jaxkv.seq_add(cache, 2, 3, -1, delta=-2)
 print(jaxkv.show(cache))
 
 word = jaxkv.make_batch(model.tokenizer.encode(" It"), sequences=2)

@@ -81,7 +81,8 @@ def loop(params, cache, token, active, attend=jaxkv.attend):
 
     def body(carry):
         cache, made, active, count = carry
-        ubatch, ok = jaxkv.plan_step(cache, made[:, count - 1], texts, active)
+        plan = jaxkv.plan_step(cache, made[:, count - 1], sequences=texts, active=active)
+        ubatch, ok = plan.ubatch, plan.ok
         cache, logits = forward(params, jaxkv.apply(cache, ubatch), ubatch, attend)
         active &= ok
         token = jnp.where(active, jnp.argmax(logits, axis=-1), -1)
@@ -137,7 +138,7 @@ def attend_by_hand(cache, layer, ubatch, q, k, v):
     return cache, jax.nn.dot_product_attention(q, keys, values, mask=mask[:, None])
 
 
-alone, one = jaxkv.seq_keep(prefilled, 0), jnp.array([True, False])
+alone, one = jaxkv.seq_keep(prefilled, 0).cache, jnp.array([True, False])
 _, made = generate(model.params, alone, first, one, attend=attend_by_hand)
 assert texts_of(made)[0] == texts_of(right)[0]
 print("one text: ", repr(texts_of(made)[0]))
@@ -153,7 +154,7 @@ print("two texts:", texts_of(made))
 # Here is what the first two tokens see. A cell that is seen has the colour of the text in it.
 
 # %%
-ubatch, _ = jaxkv.plan_step(prefilled, first, jnp.arange(2), both)
+ubatch = jaxkv.plan_step(prefilled, first, active=both).ubatch
 applied = jaxkv.apply(prefilled, ubatch)
 owner = jaxkv.draw.cells_of(applied).owner[0]
 by_hand = np.arange(owner.size) <= np.asarray(ubatch.positions)[0, :, None]
@@ -198,7 +199,7 @@ def whole_text(params, tokens):
     compiled += 1
     cache = cache_of(cells=tokens.size)
     there = jnp.ones((1, tokens.size), bool)
-    ubatch, _ = jaxkv.plan_tokens(cache, tokens[None], jnp.arange(1), there)
+    ubatch = jaxkv.plan_step(cache, tokens[None], active=there).ubatch
     _, logits = forward(params, jaxkv.apply(cache, ubatch), ubatch)
     return logits[-1]
 
@@ -206,7 +207,7 @@ def whole_text(params, tokens):
 def step(params, cache, token):
     global compiled
     compiled += 1
-    ubatch, _ = jaxkv.plan_step(cache, token, jnp.arange(1), jnp.array([True]))
+    ubatch = jaxkv.plan_step(cache, token).ubatch
     cache, logits = forward(params, jaxkv.apply(cache, ubatch), ubatch)
     return cache, logits[0]
 
@@ -336,7 +337,8 @@ def read(params, cache, tokens, is_ring):
     oldest = jaxkv.seq_pos_max(cache, 0) + 1 + CHUNK - CELLS
     cache, _ = jaxkv.seq_rm(cache, 0, 0, jnp.where(is_ring, jnp.maximum(oldest, 0), 0))
     there = jnp.ones((1, CHUNK), bool)
-    ubatch, ok = jaxkv.plan_tokens(cache, tokens[None], jnp.arange(1), there)
+    plan = jaxkv.plan_step(cache, tokens[None], active=there)
+    ubatch, ok = plan.ubatch, plan.ok
     cache, logits = forward(params, jaxkv.apply(cache, ubatch), ubatch)
     return cache, jax.nn.log_softmax(logits), ok
 

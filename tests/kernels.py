@@ -109,7 +109,8 @@ def of_a_step(platform, of, dtype, size=128):
 
     def step(cache, tokens, q, k, v):
         valid = jnp.ones(FORKS, bool)
-        ubatch, ok = jaxkv.plan_step(cache, tokens, jnp.arange(FORKS), valid)
+        plan = jaxkv.plan_step(cache, tokens, active=valid)
+        ubatch, ok = plan.ubatch, plan.ok
         cache = jaxkv.apply(cache, ubatch)
         for layer in range(LAYERS):
             cache, q = jaxkv.attend(cache, layer, ubatch, q, k, v)

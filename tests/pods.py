@@ -108,7 +108,8 @@ class Pod:
         return cache, x.reshape(-1, self.width)[ubatch.outputs] @ params["embed"].T
 
     def step(self, params, cache, tokens, valid):
-        ubatch, ok = jaxkv.plan_step(cache, tokens, jnp.arange(len(tokens)), valid)
+        plan = jaxkv.plan_step(cache, tokens, active=valid)
+        ubatch, ok = plan.ubatch, plan.ok
         cache = jaxkv.apply(cache, ubatch)
         return *self.forward(params, cache, ubatch), ok
 

@@ -261,7 +261,7 @@ class Twin:
         """Return to the table of a past on both sides, if both find that it can be."""
         cache, oracles = past
         before = self.cache
-        self.cache, ok = jaxkv.rewind(jaxkv.split(cache)[0], before)
+        self.cache, ok = jaxkv.rewind(before, to=jaxkv.split(cache)[0])
         pairs = [*zip(self.oracles, oracles, strict=True)]
         can = {oracle.can_return_to(then) for oracle, then in pairs}  # None: it cannot tell
         assert not ok or False not in can

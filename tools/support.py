@@ -189,18 +189,18 @@ def select(trial: Trial) -> str:
 def keep(trial: Trial) -> str:
     dst = trial.other(True) or trial.other(False)
     cache, _ = trial.told(trial.cache, [9], dst)
-    cache = jaxkv.seq_keep(cache, 0)
+    cache = jaxkv.seq_keep(cache, 0).cache
     assert jaxkv.seq_pos_max(cache, dst) == -1
     return trial.goes_on(cache, TOKENS - 1)
 
 
 def move(trial: Trial) -> str:
-    cache, ok = jaxkv.seq_add(trial.cache, 0, 0, -1, 5)
+    cache, ok = jaxkv.seq_add(trial.cache, 0, 0, -1, delta=5)
     return trial.granted(jaxkv.apply(cache, jaxkv.init_update(cache)), ok, TOKENS + 4)
 
 
 def divide(trial: Trial) -> str:
-    cache, ok = jaxkv.seq_div(trial.cache, 0, 0, -1, 2)
+    cache, ok = jaxkv.seq_div(trial.cache, 0, 0, -1, divisor=2)
     return trial.granted(jaxkv.apply(cache, jaxkv.init_update(cache)), ok, (TOKENS - 1) // 2)
 
 
@@ -221,7 +221,7 @@ def checkpoint(trial: Trial) -> str:
 def back(trial: Trial) -> str:
     table, _ = jaxkv.split(trial.cache)
     later, _ = trial.told(trial.cache, [8])
-    cache, ok = jaxkv.rewind(table, later)
+    cache, ok = jaxkv.rewind(later, to=table)
     if not ok:
         raise Refused("ok is False")
     return trial.goes_on(cache, TOKENS - 1)
@@ -230,10 +230,9 @@ def back(trial: Trial) -> str:
 def traced(trial: Trial) -> str:
     @jax.jit
     def program(cache: Any) -> Any:
-        args = jnp.array([7]), jnp.arange(1), jnp.ones(1, bool)
-        ubatch, ok = jaxkv.plan_step(cache, *args)
-        cache, _ = trial.forward(None, jaxkv.apply(cache, ubatch), ubatch)
-        return cache, ok
+        plan = jaxkv.plan_step(cache, jnp.array([7]))
+        cache, _ = trial.forward(None, jaxkv.apply(cache, plan), plan.ubatch)
+        return cache, plan.ok
 
     cache, ok = program(trial.cache)
     return trial.goes_on(cache, TOKENS) if ok else NONE

@@ -78,7 +78,7 @@ def is_current(cache: Cache, plan: Ubatch | Plan | MaintenancePlan) -> jax.Array
 
       >>> cache, _ = seq_rm(apply(cache, ubatch), 0, 0, 1)
       >>> moves = defrag_plan(cache)
-      >>> is_current(seq_add(cache, 0, 1, -1, 3).cache, moves).item()
+      >>> is_current(seq_add(cache, 0, 1, -1, delta=3).cache, moves).item()
       True
       >>> is_current(clear(cache), moves).item()
       False

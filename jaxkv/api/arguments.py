@@ -23,8 +23,10 @@ def position(value: Ids, name: str) -> Any:
     return _single(check_int32(value, name), name)
 
 
-def bounds(p0: Ids, p1: Ids) -> tuple[Any, Any]:
-    """Return the bounds of a range of positions as int32, `[]` or `[n]`; -1 leaves one open.
+def bounds(p0: Ids, p1: Ids | None) -> tuple[Any, Any]:
+    """Return the bounds of a range of positions as int32, `[]` or `[n]`.
+
+    -1 is the lowest position of `p0`, and the end of the sequence of `p1`, as None is.
 
     Raises:
       TypeError: when one is no integer.
@@ -34,13 +36,14 @@ def bounds(p0: Ids, p1: Ids) -> tuple[Any, Any]:
         ": positions are counted from the beginning, and the last n tokens of a sequence begin at "
         "seq_pos_max(cache, seq) + 1 - n"
     )
+    p1 = -1 if p1 is None else p1
     p0, p1 = (
         check_int32(one, name, low=-1, advice=advice) for one, name in ((p0, "p0"), (p1, "p1"))
     )
     return p0, p1
 
 
-def single_bounds(p0: Ids, p1: Ids) -> tuple[Any, Any]:
+def single_bounds(p0: Ids, p1: Ids | None) -> tuple[Any, Any]:
     """Return the bounds of one range as `[]` int32, see `bounds`."""
     p0, p1 = bounds(p0, p1)
     return _single(p0, "p0"), _single(p1, "p1")

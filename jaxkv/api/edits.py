@@ -3,9 +3,9 @@
 *Ids.* An id is an integer from 0 to Q - 1, of any integer dtype. One that is known and is none
 raises ValueError; a traced one that is none changes nothing.
 
-*Ranges.* Positions p0 to p1 - 1: a p0 of -1 means 0, a p1 of -1 no end, and a p1 of 0 an empty
-range. They are counted from the beginning: one that is known and below -1 raises ValueError, and a
-traced one is as -1.
+*Ranges.* Positions p0 to p1 - 1: a p0 of -1 means 0, a p1 of None or -1 no end, and a p1 of 0 an
+empty range. They are counted from the beginning: one that is known and below -1 raises ValueError,
+and a traced one is as -1.
 
 *Refusals.* An edit is granted or changes nothing, and `ok` says which: all that it touches is
 there, and every sequence can go on where it ends (`can_resume`), in all parts of the cache.
@@ -39,7 +39,7 @@ class EditResult(NamedTuple):
     ok: jax.Array
 
 
-def seq_rm(cache: Cache, seq: Ids, p0: Ids = -1, p1: Ids = -1) -> EditResult:
+def seq_rm(cache: Cache, seq: Ids | None = None, p0: Ids = 0, p1: Ids | None = None) -> EditResult:
     """Forget the positions p0 to p1 - 1 of one sequence, of all, or of each of several.
 
     A whole sequence can always go, and without a window, or before it has taken a cell, any range.
@@ -50,9 +50,9 @@ def seq_rm(cache: Cache, seq: Ids, p0: Ids = -1, p1: Ids = -1) -> EditResult:
 
     Args:
       cache: any cache.
-      seq: `[]` or `[n]` int, a sequence id, or -1 for every sequence.
+      seq: `[]` or `[n]` int, a sequence id; None or -1 for every sequence.
       p0: `[]` or `[n]` int, the first position to forget; -1 is 0.
-      p1: `[]` or `[n]` int, one past the last; -1 is no end.
+      p1: `[]` or `[n]` int, one past the last; None or -1 is no end.
 
     Returns:
       The next cache, and `ok`, bool, `[]` or `[n]`. Several cuts are made one after another. A
@@ -90,7 +90,7 @@ def seq_rm(cache: Cache, seq: Ids, p0: Ids = -1, p1: Ids = -1) -> EditResult:
     llama.cpp: `llama_memory_seq_rm`.
     """
     table, buffers = split(cache)
-    ids = table.spec.sequence_ids(seq, lowest=-1)
+    ids = table.spec.sequence_ids(-1 if seq is None else seq, lowest=-1)
     cuts = ids, *bounds(p0, p1)
     axes = [np.shape(one) for one in cuts]
     if len(set(axes) - {()}) > 1 or max(map(len, axes)) > 1:
@@ -100,7 +100,13 @@ def seq_rm(cache: Cache, seq: Ids, p0: Ids = -1, p1: Ids = -1) -> EditResult:
 
 
 def seq_cp(
-    cache: Cache, src: Ids, dst: Ids, p0: Ids = -1, p1: Ids = -1, *, donate: bool = False
+    cache: Cache,
+    src: Ids,
+    dst: Ids,
+    p0: Ids = 0,
+    p1: Ids | None = None,
+    *,
+    donate: bool = False,
 ) -> EditResult:
     """Let one or more sequences have what another holds: fork a conversation.
 
@@ -219,7 +225,7 @@ def seq_select(cache: Cache, parents: Ids, sequences: Ids, *, donate: bool = Fal
     return EditResult(*selected(table, buffers, *ids))
 
 
-def seq_keep(cache: Cache, seq: Ids) -> Cache:
+def seq_keep(cache: Cache, seq: Ids) -> EditResult:
     """Forget every sequence but one.
 
     Args:
@@ -227,21 +233,21 @@ def seq_keep(cache: Cache, seq: Ids) -> Cache:
       seq: `[]` int, the sequence that stays.
 
     Returns:
-      The next cache. Cells that it shared are its own.
+      The next cache, and `ok`, True. Cells that the sequence shared are its own.
 
     Examples:
       >>> cache = make_kv_cache(layers=1, cells=6, sequences=2, kv_heads=1, head_dim=2)
       >>> cache = apply(cache, init_batch(cache, make_batch([[1, 2], [3]])))
-      >>> seq_pos_max(seq_keep(cache, 1), [0, 1]).tolist()
+      >>> seq_pos_max(seq_keep(cache, 1).cache, [0, 1]).tolist()
       [-1, 0]
 
     llama.cpp: `llama_memory_seq_keep`.
     """
     table, buffers = split(cache)
-    return merge(_keep(table, sequence(table, seq)), buffers)
+    return EditResult(merge(_keep(table, sequence(table, seq)), buffers), jnp.array(True))
 
 
-def seq_add(cache: Cache, seq: Ids, p0: Ids, p1: Ids, delta: Ids) -> EditResult:
+def seq_add(cache: Cache, seq: Ids, p0: Ids, p1: Ids | None, *, delta: Ids) -> EditResult:
     """Move a range of a sequence by some positions; its keys are rotated later, all at once.
 
     The next batch that would see a moved key is refused until `apply(cache, init_update(cache))`
@@ -269,7 +275,7 @@ def seq_add(cache: Cache, seq: Ids, p0: Ids, p1: Ids, delta: Ids) -> EditResult:
       >>> cache = make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2, rope=make_rope(2))
       >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3, 4, 5])))
       >>> cache, _ = seq_rm(cache, 0, 1, 3)
-      >>> cache, ok = seq_add(cache, 0, 3, -1, -2)
+      >>> cache, ok = seq_add(cache, 0, 3, -1, delta=-2)
       >>> print(show(cache))
       owner    0 . .  0  0 .
       position 0 . .  1  2 .
@@ -289,7 +295,7 @@ def seq_add(cache: Cache, seq: Ids, p0: Ids, p1: Ids, delta: Ids) -> EditResult:
     return EditResult(merge(table, buffers), ok)
 
 
-def seq_div(cache: Cache, seq: Ids, p0: Ids, p1: Ids, divisor: Ids) -> EditResult:
+def seq_div(cache: Cache, seq: Ids, p0: Ids, p1: Ids | None, *, divisor: Ids) -> EditResult:
     """Divide the positions of a range of a sequence, rounding down; keys are rotated later.
 
     Args:
@@ -310,7 +316,7 @@ def seq_div(cache: Cache, seq: Ids, p0: Ids, p1: Ids, divisor: Ids) -> EditResul
     Examples:
       >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2, rope=make_rope(2))
       >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3, 4])))
-      >>> print(show(seq_div(cache, 0, 0, -1, 2).cache))
+      >>> print(show(seq_div(cache, 0, 0, -1, divisor=2).cache))
       owner    0  0  0  0
       position 0  0  1  1
       owed     0 -1 -1 -2

@@ -1,16 +1,17 @@
 """Rotations that keys are owed, gaps between cells, room for a batch, and earlier tables."""
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxkv.api.apply import apply
+from jaxkv.api.edits import EditResult
 from jaxkv.batch import Batch
 from jaxkv.cache import Cache, CacheTable, MaintenancePlan, merge, split
 from jaxkv.core.validate import check_count
 from jaxkv.jit_helpers import jit_table
-from jaxkv.plan import Plan
 from jaxkv.planning.planners import init_batch
 from jaxkv.spec import check_spec
 
@@ -25,7 +26,7 @@ def init_update(cache: Cache) -> MaintenancePlan:
     Examples:
       >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2, rope=make_rope(2))
       >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
-      >>> cache, ok = seq_add(cache, 0, 1, -1, 4)
+      >>> cache, ok = seq_add(cache, 0, 1, -1, delta=4)
       >>> init_update(cache).pending.item()
       2
 
@@ -75,41 +76,51 @@ def defrag_plan(cache: Cache, *, max_moves: int | None = None) -> MaintenancePla
 
 
 def compact(
-    cache: Cache, batch: Batch, *, ubatch_size: int | None = None, donate: bool = False
-) -> tuple[Cache, Plan, bool]:
-    """Do what can be done so that a batch fits: rotate what is pending, then close the gaps.
+    cache: Cache,
+    *,
+    batch: Batch | None = None,
+    ubatch_size: int | None = None,
+    max_moves: int | None = None,
+    donate: bool = False,
+) -> EditResult:
+    """Rotate the keys of shifted cells, then close the gaps between cells.
 
-    Nothing is forgotten. Where room is lacking still, the caller must remove something.
+    With a batch, only what is needed for the batch to fit: nothing, the rotation, or both. No token
+    is removed.
 
     Args:
       cache: any cache.
-      batch: the batch that is wanted.
+      batch: tokens that are to fit; None to do both.
       ubatch_size: the most tokens that are computed at once, see `init_batch`.
+      max_moves: the most runs of cells that are moved, see `defrag_plan`.
       donate: give up the buffers of the cache passed in, see `apply`.
 
     Returns:
-      The cache, the plan of the batch in it, and whether the batch fits now and did not before.
+      The cache, and whether the batch fits in it, `[]` bool; True without a batch.
 
     Raises:
-      jax.errors.TracerBoolConversionError: inside of `jit`, since it decides by what it finds.
+      jax.errors.TracerBoolConversionError: inside of `jit` with a batch, since it decides by what
+        it finds.
 
     Examples:
       >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2, placement="contiguous")
       >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
       >>> cache, _ = seq_rm(cache, 0, 0, 1)
       >>> batch = make_batch([4, 5])
-      >>> init_batch(cache, batch).ok.item()
-      False
-      >>> cache, plan, helped = compact(cache, batch)
-      >>> plan.ok.item(), helped
-      (True, True)
+      >>> init_batch(cache, batch).ok.item(), compact(cache, batch=batch).ok.item()
+      (False, True)
     """
-    plan = before = init_batch(cache, batch, ubatch_size=ubatch_size)
-    for tidy in (init_update, defrag_plan):
-        if not plan.ok:
-            cache = apply(cache, tidy(cache), donate=donate)
-            plan = init_batch(cache, batch, ubatch_size=ubatch_size)
-    return cache, plan, bool(plan.ok and not before.ok)
+    ok = jnp.asarray(batch is None)
+    for tidy in (init_update, partial(defrag_plan, max_moves=max_moves)):
+        if batch is not None:
+            ok = init_batch(cache, batch, ubatch_size=ubatch_size).ok
+            if ok:
+                break
+        cache = apply(cache, tidy(cache), donate=donate)
+    else:
+        if batch is not None:
+            ok = init_batch(cache, batch, ubatch_size=ubatch_size).ok
+    return EditResult(cache, ok)
 
 
 @jit_table
@@ -124,7 +135,7 @@ def _defrag(table: Any, *, max_moves: int | None) -> MaintenancePlan:
     return table.plan_defrag(max_moves)
 
 
-def rewind(table: Any, cache: Cache) -> tuple[Cache, jax.Array]:
+def rewind(cache: Cache, *, to: Any) -> EditResult:
     """Return to an earlier table, with the buffers of a later cache: undo what was applied since.
 
     Exact when the buffers still hold what the old table knew: since then the table was edited, and
@@ -135,23 +146,23 @@ def rewind(table: Any, cache: Cache) -> tuple[Cache, jax.Array]:
     of `attend`, have filled since are taken for the old ones.
 
     Args:
-      table: the table of the earlier cache, `split(cache)[0]`. It must not have been donated:
-        donate the buffers alone, and join inside of the step.
       cache: the later cache.
+      to: the table of the earlier one, `cache.table`. It must not have been donated: donate the
+        buffers alone, and merge inside of the step.
 
     Returns:
       The cache as it was, and `ok`, `[]` bool: False if it was refused, and then the cache is the
       later one, unchanged.
 
     Raises:
-      TypeError: when the first argument is no table.
+      TypeError: when `to` is no table.
       ValueError: when it is one of a cache of other sizes or of another kind.
 
     Examples:
       >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
       >>> table, _ = split(cache)
       >>> later = apply(cache, init_batch(cache, make_batch([1, 2])))
-      >>> cache, ok = rewind(table, later)
+      >>> cache, ok = rewind(later, to=table)
       >>> num_used_cells(cache).item(), ok.item()
       (0, True)
 
@@ -159,15 +170,15 @@ def rewind(table: Any, cache: Cache) -> tuple[Cache, jax.Array]:
 
       >>> table, _ = split(later)
       >>> other = apply(clear(later), init_batch(clear(later), make_batch([3])))
-      >>> rewind(table, other)[1].item()
+      >>> rewind(other, to=table).ok.item()
       False
     """
     now, buffers = split(cache)
-    if not isinstance(table, CacheTable):
-        raise TypeError(f"wanted the table of an earlier cache, got {type(table)}")
-    check_spec(table.spec, now.spec, "a table")
-    then, ok = _rewind(now, table)
-    return merge(then, buffers), ok
+    if not isinstance(to, CacheTable):
+        raise TypeError(f"wanted the table of an earlier cache, got {type(to)}")
+    check_spec(to.spec, now.spec, "a table")
+    then, ok = _rewind(now, to)
+    return EditResult(merge(then, buffers), ok)
 
 
 @jit_table

@@ -105,7 +105,7 @@ def can_seq_add(cache: Cache, seq: Ids, p0: Ids, p1: Ids, delta: Ids) -> jax.Arr
       >>> fork, _ = seq_rm(fork, 0, 0, 2)
       >>> can_seq_add(fork, 0, 2, -1, -2).item()  # sequence 1 still has tokens at 0 and 1
       False
-      >>> can_seq_add(seq_keep(fork, 0), 0, 2, -1, -2).item()
+      >>> can_seq_add(seq_keep(fork, 0).cache, 0, 2, -1, -2).item()
       True
     """
     table, buffers = split(cache)

@@ -16,7 +16,7 @@ from jaxkv.cache import Cache, merge, split
 from jaxkv.core.array_utils import is_concrete, is_traced
 from jaxkv.core.compile_cache import cached_program
 from jaxkv.core.validate import check_count, check_int32
-from jaxkv.generation.model_step import Forward, donatable_buffers, run_model_step
+from jaxkv.generation.model_step import Forward, donatable_buffers, model_step
 from jaxkv.generation.padding import listed
 from jaxkv.generation.results import BeamResult
 from jaxkv.generation.sample_step import check_begun
@@ -310,7 +310,7 @@ def _search(
         table, _ = split(cache)
         token = search.living.tokens[:, search.length - 1]
         plan = plan_next(table, token[:, None], sequences, exist(search.living)[:, None])
-        cache, logits = run_model_step(forward, params, cache, plan.ubatches[0])
+        cache, logits = model_step(forward, params, cache, plan.ubatches[0])
         parents, chosen = choose(search, logits, stop_tokens, length_penalty)
         cache, _ = seq_select(cache, sequences[jnp.where(plan.ok, parents, rows)], sequences)
         refused = search._replace(reason=jnp.max(plan.reason[sequences]))

@@ -13,7 +13,7 @@ from jaxkv.core.array_utils import is_traced
 from jaxkv.core.compile_cache import cached_program
 from jaxkv.core.typed import Typed, typed
 from jaxkv.core.validate import check_count
-from jaxkv.generation.model_step import Forward, donatable_buffers, run_model_step
+from jaxkv.generation.model_step import Forward, donatable_buffers, model_step
 from jaxkv.generation.results import DecodeResult
 from jaxkv.generation.sample_step import Sampled, advance, nothing_picked, stops
 from jaxkv.generation.sampler import Sampler
@@ -134,7 +134,7 @@ def _decode(
         cache, state, picked, i = carry
         table, _ = split(cache)
         plan = plan_next(table, state.token[:, None], state.sequence, state.active[:, None])
-        cache, logits = run_model_step(forward, params, cache, plan.ubatches[0])
+        cache, logits = model_step(forward, params, cache, plan.ubatches[0])
         active = state.active & plan.ok
         state, token, logprob = advance(sampler, logits, state, stop_tokens, active)
         new = Sampled(token, logprob)

@@ -37,7 +37,8 @@ def compiled_step(forward: Forward) -> Any:
       ...     cache, x = attend(cache, 0, ubatch, x, x, x)
       ...     return cache, x.reshape(-1, 4)[ubatch.outputs] @ params.T
       >>> cache = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4)
-      >>> ubatch, ok = plan_step(cache, jnp.array([3]), jnp.array([0]), jnp.array([True]))
+      >>> plan = plan_step(cache, jnp.array([3]))
+      ... ubatch, ok = plan.ubatch, plan.ok
       >>> table, buffers, logits = compiled_step(forward)(jnp.eye(4), *split(cache), ubatch)
       >>> num_used_cells(merge(table, buffers)).item()
       1
@@ -45,7 +46,7 @@ def compiled_step(forward: Forward) -> Any:
     return cached_program(_stepping, forward)
 
 
-def run_model_step(
+def model_step(
     forward: Forward, params: Any, cache: Cache, ubatch: Ubatch
 ) -> tuple[Cache, jax.Array]:
     """Apply a ubatch and run a model over it; return the cache, and the logits, `[O, V]`."""
@@ -101,7 +102,7 @@ def _check_layers(before: Cache, after: Cache) -> None:
 def _stepping(forward: Callable[[], Forward]) -> Any:
     @partial(jax.jit, donate_argnames="buffers")
     def step(params: Any, table: Any, buffers: Any, ubatch: Ubatch) -> tuple:
-        cache, logits = run_model_step(forward(), params, merge(table, buffers), ubatch)
+        cache, logits = model_step(forward(), params, merge(table, buffers), ubatch)
         return *split(cache), logits
 
     return step

@@ -17,7 +17,7 @@ from jaxkv.cache import Cache, merge, split
 from jaxkv.core.array_utils import is_concrete, is_traced, next_power_of_two
 from jaxkv.core.constants import NO_SLOT
 from jaxkv.core.validate import check_count
-from jaxkv.generation.model_step import Forward, compiled_step, donatable_buffers, run_model_step
+from jaxkv.generation.model_step import Forward, compiled_step, donatable_buffers, model_step
 from jaxkv.generation.results import PrefillResult
 from jaxkv.plan import Plan
 from jaxkv.planning.planners import checked_size, init_batch
@@ -109,7 +109,7 @@ def prefill(
         cache = merge(table, buffers)
     else:
         for ubatch in plan.ubatches:
-            cache, out = run_model_step(forward, params, cache, ubatch)
+            cache, out = model_step(forward, params, cache, ubatch)
             logits.append(out)
     sequences = plan.gather_outputs([_sequences_of(ubatch) for ubatch in plan.ubatches])
     return PrefillResult(cache, plan.gather_outputs(logits), sequences, plan.ok, plan.reason)

@@ -161,80 +161,60 @@ def _drop_unless(table: Any, ok: jax.Array, ubatch: Ubatch) -> Ubatch:
     return mask_slots(ok, ubatch)
 
 
-def plan_step(
-    cache: Cache, tokens: jax.Array, sequences: jax.Array, valid: jax.Array
-) -> tuple[Ubatch, jax.Array]:
-    """Plan one more token for each of several sequences.
+def plan_step(cache: Cache, tokens: Any, *, sequences: Any = None, active: Any = None) -> Plan:
+    """Plan the next tokens of several sequences, all of which output logits.
 
     Args:
       cache: any cache.
-      tokens: `[T]` int32, one for each sequence.
-      sequences: `[T]` int32, the sequences, each at most once.
-      valid: `[T]` bool, the sequences that go on; the others are padding.
+      tokens: `[T]` int32, one for each sequence; or `[T, n]`, n for each.
+      sequences: `[T]` int32, the sequences, each at most once; by default 0, 1, 2 and so on.
+      active: bool, in the shape of the tokens: those that are there. The others are padding,
+        wherever they stand. By default all are there.
 
     Returns:
-      A ubatch whose outputs are all T tokens in this order, and `ok`, `[]` bool. When it is False
-      the ubatch changes nothing: there is no room for all of them, a sequence comes twice, keys are
-      not rotated yet, or a window has given up what a token would see. `init_batch(...).check()`
-      says which.
+      A plan of one ubatch, `plan.ubatch`, whose outputs are all tokens in this order, so that
+      logits can be reshaped to `[T, V]` or `[T, n, V]`. Where `ok` is False, it changes nothing,
+      and `reason` says why of each sequence: no cell is free, a sequence comes twice, keys are not
+      rotated yet, or a window has evicted what a token would attend to.
 
     Raises:
       ValueError: when the shapes differ, or a sequence is known and comes twice or is none.
-      TypeError: when tokens or sequences are no integers, or `valid` no bools.
+      TypeError: when tokens or sequences are no integers, or `active` no bools.
 
     Examples:
-      >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2, sequences=2)
-      >>> ubatch, ok = plan_step(cache, jnp.array([7, 8]), jnp.arange(2), jnp.array([True, True]))
-      >>> ok.item(), ubatch.slots.tolist(), ubatch.outputs.tolist()
+      >>> cache = make_kv_cache(layers=1, cells=3, kv_heads=1, head_dim=2, sequences=2)
+      >>> plan = plan_step(cache, [7, 8])
+      >>> plan.ok.item(), plan.ubatch.slots.tolist(), plan.ubatch.outputs.tolist()
       (True, [[0, 1]], [0, 1])
-    """
-    shapes = [np.shape(x) for x in (tokens, sequences, valid)]
-    if len(set(shapes)) > 1 or len(shapes[0]) != 1:
-        raise ValueError(
-            f"wanted tokens, sequences and valid of one shape [T], got {shapes[0]}, {shapes[1]} "
-            f"and {shapes[2]}"
-        )
-    tokens, valid = check_int32(tokens, "tokens"), check_bool(valid, "valid")
-    return plan_tokens(cache, tokens[:, None], sequences, valid[:, None])
 
+      Three tokens for sequence 1, and one for sequence 0, for which no cell is left:
 
-def plan_tokens(
-    cache: Cache, tokens: jax.Array, sequences: jax.Array, valid: jax.Array
-) -> tuple[Ubatch, jax.Array]:
-    """Plan some more tokens for each of several sequences, all of which output logits.
+      >>> tokens, active = [[7, 8, 9], [5, 0, 0]], [[1, 1, 1], [1, 0, 0]]
+      >>> plan = plan_step(cache, tokens, sequences=[1, 0], active=active)
+      >>> [Reason(reason).name for reason in plan.reason.tolist()]
+      ['OK', 'OUT_OF_CELLS']
 
-    Args:
-      cache: any cache.
-      tokens: `[T, n]` int32, n for each sequence.
-      sequences: `[T]` int32, the sequences, each at most once.
-      valid: `[T, n]` bool, the tokens that are there; the others are padding, wherever they stand.
-
-    Returns:
-      A ubatch whose outputs are all T * n tokens in this order, so that its logits are `[T, n, V]`
-      when they are reshaped; and `ok`, `[]` bool, see `plan_step`.
-
-    Raises:
-      ValueError: when the shapes differ, or a sequence is known and comes twice or is none.
-      TypeError: when tokens or sequences are no integers, or `valid` no bools.
-
-    Examples:
-      Three tokens for sequence 1, and one for sequence 0:
-
-      >>> cache = make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2, sequences=2)
-      >>> tokens, valid = jnp.array([[7, 8, 9], [5, 0, 0]]), jnp.array([[1, 1, 1], [1, 0, 0]])
-      >>> ubatch, ok = plan_tokens(cache, tokens, jnp.array([1, 0]), valid)
-      >>> print(show(apply(cache, ubatch)))
-      owner    1 1 1 0 . .
-      position 0 1 2 0 . .
+    llama.cpp: `llama_batch` of a token for each sequence, and `init_batch`.
     """
     table, _ = split(cache)
-    plan = plan_next(table, *checked_next(table.spec, tokens, sequences, valid))
-    return plan.ubatches[0], plan.ok
+    tokens = check_int32(tokens, "tokens")
+    shape = np.shape(tokens)
+    active = np.ones(shape, bool) if active is None else check_bool(active, "active")
+    sequences = np.arange(*shape[:1]) if sequences is None else sequences
+    shapes = [shape, np.shape(active), np.shape(sequences)]
+    if len(shape) not in (1, 2) or shapes[1:] != [shape, shape[:1]]:
+        raise ValueError(
+            f"wanted tokens [T] or [T, n], active of the same shape and sequences [T], got "
+            f"{shapes[0]}, {shapes[1]} and {shapes[2]}"
+        )
+    if len(shape) == 1:
+        tokens, active = tokens[:, None], active[:, None]
+    return plan_next(table, *checked_next(table.spec, tokens, sequences, active))
 
 
 @jit_table
 def plan_next(table: Any, tokens: Any, sequences: Any, valid: Any) -> Plan:
-    """Return the plan of `plan_tokens`; one that comes twice is refused as DUPLICATE_POSITION."""
+    """Return the plan of `plan_step`; a sequence that comes twice is DUPLICATE_POSITION."""
     spec, (count, length) = table.spec, np.shape(valid)
     flat = make_batch(
         tokens.reshape(-1),
@@ -260,16 +240,9 @@ def plan_next(table: Any, tokens: Any, sequences: Any, valid: Any) -> Plan:
 
 
 def checked_next(spec: TableSpec, tokens: Any, sequences: Any, valid: Any) -> tuple[Any, Any, Any]:
-    """Return what `plan_tokens` is given as int32 and bool, or raise."""
-    tokens, valid = check_int32(tokens, "tokens"), check_bool(valid, "valid")
-    shapes = [np.shape(x) for x in (tokens, sequences, valid)]
-    if len(shapes[0]) != 2 or shapes != [shapes[0], shapes[0][:1], shapes[0]]:
-        raise ValueError(
-            f"wanted tokens and valid of one shape [T, n], and sequences [T], got {shapes[0]}, "
-            f"{shapes[2]} and {shapes[1]}"
-        )
-    if 0 in shapes[0]:
-        raise ValueError(f"wanted a token at least, got tokens of the shape {shapes[0]}")
+    """Return tokens `[T, n]`, sequences `[T]` and `valid` `[T, n]` as int32 and bool, or raise."""
+    if 0 in np.shape(tokens):
+        raise ValueError(f"wanted a token at least, got tokens of the shape {np.shape(tokens)}")
     if is_concrete(sequences, valid):
         ids = np.asarray(sequences)[np.any(np.asarray(valid), axis=1)]
         spec.sequence_ids(ids)

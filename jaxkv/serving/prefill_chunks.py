@@ -13,7 +13,7 @@ import numpy as np
 from jaxkv.batch import make_batch
 from jaxkv.cache import merge, split
 from jaxkv.core.compile_cache import cached_program
-from jaxkv.generation.model_step import Forward, run_model_step
+from jaxkv.generation.model_step import Forward, model_step
 from jaxkv.planning.layout import turn_in_sequence
 from jaxkv.planning.placement import plan_single_ubatch
 from jaxkv.spec import TableSpec
@@ -171,7 +171,7 @@ def _chunk_program(forward: Callable[[], Forward]) -> Any:
         )
         plan = plan_single_ubatch(table, batch, ranks, index, held & ~ended, outputs=most)
         ubatch = plan.ubatches[0]
-        cache, logits = run_model_step(forward(), params, merge(table, buffers), ubatch)
+        cache, logits = model_step(forward(), params, merge(table, buffers), ubatch)
         whose = batch.sequences.at[ubatch.output_index].get(mode="fill", fill_value=count)
         of_each = jnp.zeros((count, logits.shape[1]), logits.dtype)
         of_each = of_each.at[whose].set(logits, mode="drop")

@@ -57,9 +57,12 @@ def test_ops_answer_as_llama_cpp(name, placement, defrag, request):
             batch = jaxkv.make_batch(tokens, **fields, outputs=outputs)
             plan = jaxkv.init_batch(cache, batch, ubatch_size=size)
             if placement == "contiguous":
-                refused = plan.reason
-                cache, plan, helped = jaxkv.compact(cache, batch, **rest)
-                assert not helped or jaxkv.Reason.FRAGMENTED in refused.tolist()
+                before = plan
+                cache, ok = jaxkv.compact(cache, batch=batch, **rest)
+                plan = jaxkv.init_batch(cache, batch, ubatch_size=size)
+                assert ok == plan.ok
+                helped = bool(ok & ~before.ok)
+                assert not helped or jaxkv.Reason.FRAGMENTED in before.reason.tolist()
                 helps += helped
             assert bool(plan.ok) == (step["rc"] == 0), (plan.reason, step["rc"])
             if plan.ok:

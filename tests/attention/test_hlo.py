@@ -111,7 +111,7 @@ def test_step_layers_hash_nothing(name):
 
     def step(cache, tokens, layers):
         there = jnp.ones(sequences, bool)
-        ubatch, _ = jaxkv.plan_step(cache, tokens, jnp.arange(sequences), there)
+        ubatch = jaxkv.plan_step(cache, tokens, active=there).ubatch
         cache, x = jaxkv.apply(cache, ubatch), jnp.ones((*ubatch.valid.shape, 2, 8))
         for layer in range(layers):
             cache, out = of_layer(cache, layer, ubatch, x)

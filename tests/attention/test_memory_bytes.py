@@ -50,7 +50,7 @@ def step(cache, ubatch):
 
 
 def planned(cache):
-    return jaxkv.plan_step(cache, jnp.zeros(1, int), jnp.arange(1), jnp.ones(1, bool))[0]
+    return jaxkv.plan_step(cache, jnp.zeros(1, int)).ubatch
 
 
 def planned_step(cache):
@@ -132,10 +132,10 @@ def test_step_of_single_key_head_copies_no_layer():
 EDITS = {
     "seq_rm": lambda m: jaxkv.seq_rm(m, 0, 1, 5)[0],
     "seq_cp": lambda m: jaxkv.seq_cp(m, 0, [1, 2]).cache,
-    "seq_add": lambda m: jaxkv.seq_add(m, 0, 4, -1, -2).cache,
-    "seq_div": lambda m: jaxkv.seq_div(m, 0, 0, -1, 2).cache,
-    "rewind": lambda m: jaxkv.rewind(jaxkv.split(m)[0], m)[0],
-    "seq_keep": lambda m: jaxkv.seq_keep(m, 1),
+    "seq_add": lambda m: jaxkv.seq_add(m, 0, 4, -1, delta=-2).cache,
+    "seq_div": lambda m: jaxkv.seq_div(m, 0, 0, -1, divisor=2).cache,
+    "rewind": lambda m: jaxkv.rewind(m, to=jaxkv.split(m)[0])[0],
+    "seq_keep": lambda m: jaxkv.seq_keep(m, 1).cache,
     "clear": jaxkv.clear,
 }
 ANSWERS = {

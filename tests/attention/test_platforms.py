@@ -80,7 +80,7 @@ def test_lowered_for_known_gpu_runs_kernel():
 @core
 def test_lowered_elsewhere_last_positions_take_one_pass():
     def plan(cache):
-        return jaxkv.plan_step(cache, jnp.zeros(4, int), jnp.arange(4), jnp.ones(4, bool))
+        return jaxkv.plan_step(cache, jnp.zeros(4, int))
 
     sizes = dict(layers=1, cells=8192, kv_heads=1, head_dim=2, sequences=4)
     cache = jax.eval_shape(partial(jaxkv.make_kv_cache, **sizes))

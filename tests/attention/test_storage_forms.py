@@ -136,7 +136,7 @@ ROUNDED = {"int8": 0.06, "float8_e4m3fn": 0.7}
 VERBS = [
     lambda m: jaxkv.seq_cp(m, 0, [1, 3], 0, 3).cache,
     lambda m: jaxkv.seq_rm(m, 0, 3, -1)[0],
-    lambda m: jaxkv.seq_add(m, 1, 1, -1, 2).cache,
+    lambda m: jaxkv.seq_add(m, 1, 1, -1, delta=2).cache,
     updated,
     lambda m: jaxkv.seq_select(m, [2, 1], [1, 2]).cache,
     lambda m: jaxkv.seq_rm(m, 0)[0],
@@ -288,7 +288,7 @@ def test_attend_nonfinite_head_becomes_nan_key_and_zero_value(form, half, bad, w
     out[0, 0, 4:6, 2:] = wanted[0, 0, 4:6, 2:]
     np.testing.assert_allclose(out, wanted, atol=2e-6)
 
-    moved = jaxkv.seq_add(broken, 1, 0, -1, 3).cache
+    moved = jaxkv.seq_add(broken, 1, 0, -1, delta=3).cache
     keys, values = held(updated(moved))
     assert np.isnan(keys[place][: PART.start]).all() and np.isfinite(values).all()
     assert np.isnan(keys).any(-1).sum() == 1

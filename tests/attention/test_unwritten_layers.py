@@ -67,7 +67,7 @@ def test_layer_that_lacks_tokens_reads_nan_until_it_lacks_none(kind):
     lacking, saw = step(cache, plan(cache, 1), (0,))
     assert gives_nan(saw) == [False, True]
     written, _ = step(cache, plan(cache, 1))  # the same tokens, in other buffers
-    mixed, ok = jaxkv.rewind(jaxkv.split(written)[0], lacking)
+    mixed, ok = jaxkv.rewind(lacking, to=jaxkv.split(written)[0])
     assert ok
     assert gives_nan(step(mixed, plan(mixed, 1))[1]) == [False, True]
     with pytest.raises(ValueError, match="expected every layer to hold all tokens of sequence 0"):
@@ -76,11 +76,11 @@ def test_layer_that_lacks_tokens_reads_nan_until_it_lacks_none(kind):
     assert gives_nan(saw) == [False, True]
 
     for later in (lacking, after):
-        back, ok = jaxkv.rewind(table, later)
+        back, ok = jaxkv.rewind(later, to=table)
         assert ok
         (_, saw), (_, expected) = (step(one, plan(one, 2)) for one in (back, whole))
         jax.tree.map(np.testing.assert_array_equal, saw, expected)
-        again, ok = jaxkv.rewind(jaxkv.split(later)[0], back)
+        again, ok = jaxkv.rewind(back, to=jaxkv.split(later)[0])
         assert ok
         assert gives_nan(step(again, plan(again, 1))[1]) == [False, True]
 
@@ -101,8 +101,8 @@ def test_copy_between_streams_lacks_what_its_source_lacks(kind, copy):
     for cache, expected in ((whole, [False, False]), (lacking, [False, True])):
         copied, ok = copy(cache, *pair)[:2]
         assert np.all(ok)
-        before, _ = jaxkv.rewind(jaxkv.split(cache)[0], copied)
-        again, ok = jaxkv.rewind(jaxkv.split(copied)[0], before)
+        before, _ = jaxkv.rewind(copied, to=jaxkv.split(cache)[0])
+        again, ok = jaxkv.rewind(before, to=jaxkv.split(copied)[0])
         assert ok
         for one in (copied, again):
             assert gives_nan(step(one, plan(one, *first[::-1]))[1]) == expected

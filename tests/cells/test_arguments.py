@@ -114,7 +114,7 @@ IDS = (
 )
 NO_INTEGERS = "1.9", "-0.9", "'1'", "None", "True", "jnp.float32('nan')", "np.float64(1)"
 TAKE_INTEGERS = "seq_rm(small(), {}) | seq_rm(small(), 0, {}) | seq_cp(small(), 0, {})"
-TAKE_INTEGERS += " | seq_add(small(), 0, 0, -1, {}) | seq_div(small(), 0, 0, -1, {})"
+TAKE_INTEGERS += " | seq_add(small(), 0, 0, -1, delta={}) | seq_div(small(), 0, 0, -1, divisor={})"
 TAKE_INTEGERS += " | make_batch([{}]) | make_batch([1], sequences=[{}])"
 USES = "num_used_cells({}) | check_invariants({}) | clear({}) | init_update({}) | defrag_plan({})"
 USES += " | show({}) | seq_pos_max({}, 0) | seq_rm({}, 0) | seq_cp({}, 0, 1).cache"

@@ -80,7 +80,7 @@ def test_seq_cp_rewind_tells_copies_in_the_same_cells_apart():
     cache = fed(TWO, 2, 2)
     one, other = (jaxkv.seq_cp(cache, seq, 3).cache for seq in (0, 1))
     assert drawing(one).split("|")[1] == drawing(other).split("|")[1]
-    assert jaxkv.rewind(one.table, one)[1] and not jaxkv.rewind(one.table, other)[1]
+    assert jaxkv.rewind(one, to=one.table)[1] and not jaxkv.rewind(other, to=one.table)[1]
 
 
 @core

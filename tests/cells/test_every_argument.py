@@ -55,7 +55,7 @@ def every(verb):
     def one(table, buffers, args):
         cache = jaxkv.merge(table, buffers)
         if verb == "seq_keep":
-            return jaxkv.split(jaxkv.seq_keep(cache, *args))[0], True
+            return jaxkv.split(jaxkv.seq_keep(cache, *args).cache)[0], True
         if verb == "seq_select":
             args = args[:2], jnp.array(pairs_of(table.spec.sequences))[args[2]]
         cache, ok = getattr(jaxkv, verb)(cache, *args)

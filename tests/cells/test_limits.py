@@ -40,11 +40,11 @@ def test_seq_add_or_token_to_int32_max_is_refused(make):
     assert not jaxkv.init_batch(cache, make_batch([2])).ok
     for delta in (1, 2, BIG):
         assert not jaxkv.can_seq_add(cache, 0, 0, -1, delta)
-        same, ok = jaxkv.seq_add(cache, 0, 0, -1, delta)
+        same, ok = jaxkv.seq_add(cache, 0, 0, -1, delta=delta)
         assert not ok
         assert_identical(same, cache)
     assert jaxkv.can_seq_add(cache, 0, 9, -1, -5)
-    moved, ok = jaxkv.seq_add(cache, 0, 9, -1, -5)
+    moved, ok = jaxkv.seq_add(cache, 0, 9, -1, delta=-5)
     assert ok and jaxkv.seq_pos_max(moved, 0) == BIG - 6
 
 

@@ -29,7 +29,7 @@ def test_logits_do_not_depend_on_the_order_of_cells():
     cache = jaxkv.seq_cp(filled(4, 3), 0, 2, 0, 3).cache
     for seq in (0, 1):
         cache, _ = jaxkv.seq_rm(cache, seq, 1, 2)
-    cache = jaxkv.seq_add(jaxkv.seq_add(cache, 1, 1, -1, 2).cache, 0, 2, -1, 3).cache
+    cache = jaxkv.seq_add(jaxkv.seq_add(cache, 1, 1, -1, delta=2).cache, 0, 2, -1, delta=3).cache
     order = np.random.default_rng(0).permutation(12)
     other = dealt(cache, order)
     assert not np.array_equal(other.table.position, cache.table.position)

@@ -89,7 +89,7 @@ def test_edits_of_hybrid_change_all_parts_or_none():
     cache, far = twin.cache, 2**31 - 1 - 3  # states stand after positions 4 and 5
     for after in (
         jax.jit(jaxkv.seq_rm)(cache, 0, 3)[0],
-        jaxkv.seq_add(cache, 0, 0, 4, far).cache,
+        jaxkv.seq_add(cache, 0, 0, 4, delta=far).cache,
     ):
         assert_identical(after, cache)
     assert not jaxkv.can_seq_add(cache, 0, 0, 4, far)
@@ -136,7 +136,7 @@ def test_rewind_with_donated_buffers_finds_shared_states():
     for ubatch in plan.ubatches:
         table, buffers = step(table, buffers, ubatch)
     for past in (alone, shared):  # the same cells
-        twin.cache, ok = jaxkv.rewind(past, jaxkv.merge(table, buffers))
+        twin.cache, ok = jaxkv.rewind(jaxkv.merge(table, buffers), to=past)
         assert ok
     assert kept_of(*twin.parts()[:2]) == known
 
@@ -147,7 +147,7 @@ def test_rewind_then_the_same_step_gives_the_same():
         cache = tell(make(3, streams=streams), [1, 2])
         ubatch = planned(cache, [3])
         later, passed = walk(tell(cache, [], others) if others else cache, ubatch)
-        back, ok = jaxkv.rewind(jaxkv.split(cache)[0], later)
+        back, ok = jaxkv.rewind(later, to=jaxkv.split(cache)[0])
         assert ok
         assert_identical(jaxkv.apply(back, ubatch), back)  # what was written since is known: stale
         again, same = walk(back, planned(back, [3]))
@@ -256,7 +256,7 @@ def test_write_states_donated_copies_no_layer():
     cache = jax.eval_shape(partial(jaxkv.make_recurrent_cache, states=states, **sizes))
 
     def one(cache, tokens):
-        ubatch, _ = jaxkv.plan_step(cache, tokens, jnp.array([5, 9]), jnp.array([True, True]))
+        ubatch = jaxkv.plan_step(cache, tokens, sequences=jnp.array([5, 9])).ubatch
         cache = jaxkv.apply(cache, ubatch)
         for layer in range(2):
             x = jaxkv.read_states(cache, layer, ubatch)["x"]
@@ -270,10 +270,12 @@ def test_write_states_donated_copies_no_layer():
         (lambda m: jaxkv.seq_rm(m, 0, 1, 5)[0], layer / 100),
         (lambda m: jaxkv.seq_cp(m, 0, [1, 2]).cache, layer / 100),
         (
-            lambda m: jaxkv.seq_div(jaxkv.seq_add(m, 0, 4, -1, -2).cache, 0, 0, -1, 2).cache,
+            lambda m: (
+                jaxkv.seq_div(jaxkv.seq_add(m, 0, 4, -1, delta=-2).cache, 0, 0, -1, divisor=2).cache
+            ),
             layer / 100,
         ),
-        (lambda m: jaxkv.rewind(jaxkv.split(m)[0], m)[0], layer / 100),
+        (lambda m: jaxkv.rewind(m, to=jaxkv.split(m)[0])[0], layer / 100),
     ):
         compiled = jax.jit(edit, donate_argnums=0).lower(cache, *args).compile()
         assert hlo.temporary_bytes(compiled) < most
@@ -300,7 +302,7 @@ def test_prefill_of_forgotten_tokens_computes_them_anew():
     for forgotten in (
         jaxkv.seq_rm(cache, 0)[0],
         jaxkv.clear(cache),
-        jaxkv.rewind(jaxkv.split(empty)[0], cache)[0],
+        jaxkv.rewind(cache, to=jaxkv.split(empty)[0])[0],
     ):
         again, total = summed(forgotten, 1, 2, weight=1)
         assert total.item() == 3

@@ -25,7 +25,7 @@ def refilled(cache):
 
 def rotated(cache, *deltas):
     for delta in deltas:
-        cache = jaxkv.seq_add(cache, 0, 0, -1, delta).cache
+        cache = jaxkv.seq_add(cache, 0, 0, -1, delta=delta).cache
         cache = jaxkv.apply(cache, jaxkv.init_update(cache))
     return cache
 
@@ -44,7 +44,7 @@ def moved(cache):
         # Both moved the same cells and carried it out, by 5 and by 3: their keys are not the same.
         (lambda cache: rotated(cache, 5), lambda cache: rotated(cache, 3)),
         # Stamps stay after going back: the empty cells of that table were written meanwhile.
-        (None, lambda cache: told(jaxkv.rewind(POOL.make().table, cache)[0], 9, 9, 9)),
+        (None, lambda cache: told(jaxkv.rewind(cache, to=POOL.make().table)[0], 9, 9, 9)),
     ],
     ids=["refilled", "rotated there and back", "moved", "rotated otherwise", "from an empty table"],
 )
@@ -52,7 +52,7 @@ def test_rewind_is_refused_where_cells_were_written_or_rotated(past, change):
     cache = told(POOL.make(), 3, 1, 4)
     table, _ = jaxkv.split(past(cache) if past else cache)
     later = change(cache)
-    back, ok = jaxkv.rewind(table, later)
+    back, ok = jaxkv.rewind(later, to=table)
     assert not ok
     assert_identical(back, later)
 
@@ -63,7 +63,7 @@ def test_rewind_ignores_cells_that_were_empty():
     table, _ = jaxkv.split(cache)
     later, _ = jaxkv.seq_rm(told(cache, 1, 2, 3, 4, seq=1), 1, 0, 2)
     later = jaxkv.apply(later, jaxkv.defrag_plan(later))
-    back, ok = jaxkv.rewind(table, later)
+    back, ok = jaxkv.rewind(later, to=table)
     assert ok
     np.testing.assert_array_equal(back.table.position, table.position)
 
@@ -74,19 +74,21 @@ def test_rewind_twice_knows_what_was_written_between():
     full, _ = jaxkv.split(cache)
     cache, _ = jaxkv.seq_rm(cache, 0, 2)
     cut, _ = jaxkv.split(cache)
-    back, ok = jaxkv.rewind(cut, told(cache, 7))  # in the cell of the 3
-    assert ok and not jaxkv.rewind(full, back)[1]
+    back, ok = jaxkv.rewind(told(cache, 7), to=cut)  # in the cell of the 3
+    assert ok and not jaxkv.rewind(back, to=full)[1]
 
 
 @core
-def test_make_room_says_whether_it_helped():
+def test_compact_says_whether_the_batch_fits():
     cache = drawn(". . 0{0}-2 1{0}-2 2{0}-2 3{0}-2 0{1} 1{1} 2{1} 3{1} 4{1} 5{1}", RUNS)
     wanted = jaxkv.make_batch([1] * 5)
     assert jaxkv.init_batch(cache, wanted).reason[0] == jaxkv.Reason.SHIFT_PENDING
     assert jaxkv.init_batch(cache, jaxkv.make_batch([1], sequences=1)).ok
-    after, plan, helped = jaxkv.compact(cache, wanted)
-    assert plan.ok and helped and jaxkv.init_update(after).pending == 0
-    after, plan, helped = jaxkv.compact(after, wanted)
-    assert plan.ok and not helped  # it fitted before
-    _, plan, helped = jaxkv.compact(after, jaxkv.make_batch([1] * 8))
-    assert not plan.ok and not helped and plan.reason[0] == jaxkv.Reason.OUT_OF_CELLS
+    after, ok = jaxkv.compact(cache, batch=wanted)
+    assert ok and jaxkv.init_batch(after, wanted).ok and jaxkv.init_update(after).pending == 0
+    same, ok = jaxkv.compact(after, batch=wanted)
+    assert ok  # it fitted before
+    assert_identical(same, after)
+    large = jaxkv.make_batch([1] * 8)
+    after, ok = jaxkv.compact(after, batch=large)
+    assert not ok and jaxkv.init_batch(after, large).reason[0] == jaxkv.Reason.OUT_OF_CELLS

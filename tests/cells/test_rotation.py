@@ -37,7 +37,7 @@ def heads(size):
 @jax.jit
 def moved(cache, delta, times=1):
     def once(_, cache):
-        cache = jaxkv.seq_add(cache, 0, 0, -1, delta).cache
+        cache = jaxkv.seq_add(cache, 0, 0, -1, delta=delta).cache
         return jaxkv.apply(cache, jaxkv.init_update(cache))
 
     return jax.lax.fori_loop(0, times, once, cache)

@@ -60,7 +60,7 @@ def test_update_equals_rotating_from_scratch(ropes):
     The attention factor of YaRN is applied once (trap 91).
     """
     cache, raw = rotated(ropes=ropes)
-    moved = jaxkv.seq_add(jaxkv.seq_div(cache, 0, 2, 5, 3).cache, 0, 1, -1, 7).cache
+    moved = jaxkv.seq_add(jaxkv.seq_div(cache, 0, 2, 5, divisor=3).cache, 0, 1, -1, delta=7).cache
     after = updated(moved)
     assert jaxkv.init_update(moved).pending == 5 and not after.table.shift.any()
     stays = np.asarray(moved.table.shift[0, :6] == 0)
@@ -78,7 +78,7 @@ def test_update_equals_rotating_from_scratch(ropes):
 @core
 def test_update_rotates_more_keys_than_a_chunk():
     cache, raw = rotated(cells=700, tokens=600)
-    after = updated(jaxkv.seq_add(cache, 0, 10, -1, 3).cache)
+    after = updated(jaxkv.seq_add(cache, 0, 10, -1, delta=3).cache)
     wanted = turned(raw, after.table.position[0, :600], PLAIN)
     np.testing.assert_allclose(keys_of(after, 0, 600), wanted, atol=3e-4)  # angles up to 600
 
@@ -113,7 +113,7 @@ def added(cache, *args):
         ("0{0} 8{0}+3", lambda m: jaxkv.seq_rm(m, 0, 8)[0], "0{0}"),
         # Trap 15: after a division what is owed is the new position less the old one.
         (
-            "3{0} 4{0} 5{0} 6{0} 7{0}", lambda m: jaxkv.seq_div(m, 0, 4, 8, 2).cache,
+            "3{0} 4{0} 5{0} 6{0} 7{0}", lambda m: jaxkv.seq_div(m, 0, 4, 8, divisor=2).cache,
             "3{0} 2{0}-2 2{0}-3 3{0}-3 3{0}-4",
         ),
         # Trap 16: two cells then share a position, and removing it removes both.
@@ -136,7 +136,7 @@ def test_moves_of_a_cache_without_a_rope_are_refused():
     made, free = jaxkv.make_kv_cache(**sizes), jaxkv.make_kv_cache(**sizes, rope=None)
     parts = (free, (0,)), (made, (1,))
     moves = [
-        lambda m: jaxkv.seq_add(m, 0, 0, -1, 1),
+        lambda m: jaxkv.seq_add(m, 0, 0, -1, delta=1),
         lambda m: jax.jit(jaxkv.seq_div)(m, 0, 0, -1, 2),
         lambda m: jaxkv.can_seq_add(m, 0, 0, -1, 1),
         lambda m: jaxkv.generation.context_shift(m, 0, num_keep=0, num_discard=1),

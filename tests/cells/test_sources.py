@@ -97,7 +97,8 @@ def tell(cache, lists, sequences):
 def ask(cache):
     """What each sequence would say after a token 1."""
     everyone = jnp.arange(Q, dtype=jnp.int32)
-    ubatch, ok = jaxkv.plan_step(cache, jnp.ones_like(everyone), everyone, everyone >= 0)
+    plan = jaxkv.plan_step(cache, jnp.ones_like(everyone), sequences=everyone, active=everyone >= 0)
+    ubatch, ok = plan.ubatch, plan.ok
     return forward(WEIGHTS, jaxkv.apply(cache, ubatch), ubatch)[1], ok
 
 
@@ -166,7 +167,7 @@ def slid(cache):
 
 
 def gone_back(cache):
-    return jaxkv.rewind(jaxkv.split(cache)[0], tell(cache, [[3]], [0])[0])[0]
+    return jaxkv.rewind(tell(cache, [[3]], [0])[0], to=jaxkv.split(cache)[0])[0]
 
 
 def loaded(cache, **options):
@@ -277,7 +278,7 @@ def test_edit_of_a_source_makes_plans_and_tables_stale():
     plan = jaxkv.init_encoder(cache, make_batch([7], sequences=2))
     assert not jaxkv.is_current(tell(cache, [[3]], [2])[0], plan.ubatches[0])
     gone, _ = jaxkv.seq_rm(cache, 1)  # and the cells of its source are written over
-    assert not jaxkv.rewind(jaxkv.split(cache)[0], encode(gone, [[1]], [2]))[1]
+    assert not jaxkv.rewind(encode(gone, [[1]], [2]), to=jaxkv.split(cache)[0])[1]
 
 
 @core

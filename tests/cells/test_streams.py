@@ -84,7 +84,10 @@ def test_plan_step_any_rows_matches_one_stream(kind):
         steps = []
         for one in (ONE, kind):
             cache, active = fed(one, *LENGTHS), np.array(active)
-            ubatch, ok = jaxkv.plan_step(cache, 4 + np.arange(len(ids)), np.array(ids), active)
+            plan = jaxkv.plan_step(
+                cache, 4 + np.arange(len(ids)), sequences=np.array(ids), active=active
+            )
+            ubatch, ok = plan.ubatch, plan.ok
             assert ok
             cache, logits = think(cache, ubatch)
             steps.append([*logits[active].ravel(), *jaxkv.seq_pos_max(cache, [0, 1, 2, 3])])

@@ -175,7 +175,7 @@ def test_plan_step_tiled_holds_less_than_the_keys_of_a_pool():
 
     def step(cache, q, x):
         ids = jnp.arange(8)
-        ubatch, _ = jaxkv.plan_step(cache, ids, ids, jnp.ones(8, bool))
+        ubatch = jaxkv.plan_step(cache, ids, sequences=ids).ubatch
         return jaxkv.attend(jaxkv.apply(cache, ubatch), 0, ubatch, q, x, x)
 
     q, x = (jax.ShapeDtypeStruct((1, 8, heads, 64), jnp.float32) for heads in (9, 3))

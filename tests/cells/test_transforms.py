@@ -17,14 +17,14 @@ pytestmark = pytest.mark.core
 
 
 def everything(cache, seq, other, p0, p1):
-    moved = jaxkv.seq_add(cache, seq, p0, p1, other + 1).cache
+    moved = jaxkv.seq_add(cache, seq, p0, p1, delta=other + 1).cache
     return {
         "seq_rm": jaxkv.seq_rm(cache, seq, p0, p1),
         "seq_rm of all": jaxkv.seq_rm(cache, -1, p0, p1),
         "seq_cp": jaxkv.seq_cp(cache, seq, other, p0, p1).cache,
-        "seq_keep": jaxkv.seq_keep(cache, seq),
+        "seq_keep": jaxkv.seq_keep(cache, seq).cache,
         "seq_add": moved,
-        "seq_div": jaxkv.seq_div(cache, seq, p0, p1, other + 1).cache,
+        "seq_div": jaxkv.seq_div(cache, seq, p0, p1, divisor=other + 1).cache,
         "clear": jaxkv.clear(cache),
         "seq_pos_min": jaxkv.seq_pos_min(cache, seq),
         "seq_pos_max": jaxkv.seq_pos_max(cache, seq),
@@ -33,7 +33,7 @@ def everything(cache, seq, other, p0, p1):
         "check_invariants": jaxkv.check_invariants(cache),
         "update": jaxkv.apply(moved, jaxkv.init_update(moved)),
         "defrag": jaxkv.apply(cache, jaxkv.defrag_plan(cache)),
-        "rewind": jaxkv.rewind(jaxkv.split(moved)[0], cache),
+        "rewind": jaxkv.rewind(cache, to=jaxkv.split(moved)[0]),
     }
 
 
@@ -64,7 +64,9 @@ def test_verbs_without_jit_equal_calls():
 
 
 def decode(cache, step):
-    ubatch, ok = jaxkv.plan_step(cache, *step)
+    tokens, sequences, active = step
+    plan = jaxkv.plan_step(cache, tokens, sequences=sequences, active=active)
+    ubatch, ok = plan.ubatch, plan.ok
     cache, logits = think(cache, ubatch)
     return cache, (logits, ok, ubatch.slots)
 

@@ -141,5 +141,5 @@ def test_rewind_takes_a_token_from_all_its_sequences():
     cache = drawn("0{0,1} 1{0,1}")
     later = jaxkv.apply(cache, plan_of(cache, 1, sets=[[0, 1]]))
     assert jaxkv.seq_pos_max(later, [0, 1]).tolist() == [2, 2]
-    back, ok = jaxkv.rewind(jaxkv.split(cache)[0], later)
+    back, ok = jaxkv.rewind(later, to=jaxkv.split(cache)[0])
     assert ok and drawing(back) == drawing(cache)

@@ -182,7 +182,7 @@ def test_apply_plan_made_before_marks_changed_is_stale():
 @pytest.mark.parametrize("kind", [POOL, EACH], ids=lambda kind: kind.name)
 def test_marks_never_fall_when_moved_cells_are_taken(kind):
     """A cell that was moved before what was taken already is taken in its turn."""
-    cache = jaxkv.seq_add(in_turn(kind.make(), *[0] * 6), 0, 3, -1, -3).cache
+    cache = jaxkv.seq_add(in_turn(kind.make(), *[0] * 6), 0, 3, -1, delta=-3).cache
     cache = jaxkv.apply(cache, jaxkv.init_update(cache))
     assert sorted(drawing(cache).rstrip(" |").split()) == ["0{0}", "1{0}", "2{0}", "2{0}"]
     assert resumable(cache) == [0, 1, 2, 3]
@@ -214,7 +214,7 @@ def test_rewind_is_refused_once_a_ubatch_took_cells():
     cache = one_by_one(NEAR.make(), 6)
     aborted = jaxkv.apply(cache, plan_of(cache, 2))
     assert drawing(aborted) == "6{0} 7{0} 2{0} 3{0} 4{0} 5{0}"
-    back, ok = jaxkv.rewind(jaxkv.split(cache)[0], aborted)
+    back, ok = jaxkv.rewind(aborted, to=jaxkv.split(cache)[0])
     assert not ok
     assert_identical(back, aborted)
     assert drawing(cache) == "0{0} 1{0} 2{0} 3{0} 4{0} 5{0}" and resumable(cache) == [*range(7)]
@@ -274,7 +274,7 @@ def test_hybrid_begins_where_its_window_begins():
     window, _ = jaxkv.seq_rm(window, 0, 0, 4)
     cache = jaxkv.make_hybrid_cache((full, (0, 1)), (window, (2, 3)))
     assert jaxkv.seq_pos_min(cache, 0) == 4 and jaxkv.seq_pos_max(cache, 0) == 9
-    moved = jaxkv.seq_add(cache, 0, 5, -1, 3).cache
+    moved = jaxkv.seq_add(cache, 0, 5, -1, delta=3).cache
     assert jaxkv.seq_pos_max(moved, 0) == 12
     moved = jaxkv.apply(moved, jaxkv.init_update(moved))
     assert not any(part.shift.any() for part in moved.table.parts)

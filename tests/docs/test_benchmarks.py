@@ -24,7 +24,8 @@ def test_cache_by_hand_gives_the_same_logits(layout):
     ours = model.make_cache(cells=8, sequences=2, streams=2)
     forward = jax.jit(model.forward)
     for position, token in enumerate(np.array([[1, 2], [3, 4], [5, 6]])):
-        ubatch, ok = jaxkv.plan_step(ours, jnp.asarray(token), jnp.arange(2), jnp.ones(2, bool))
+        plan = jaxkv.plan_step(ours, jnp.asarray(token))
+        ubatch, ok = plan.ubatch, plan.ok
         assert ok
         ours, wanted = forward(model.params, jaxkv.apply(ours, ubatch), ubatch)
         step = by_hand.step_ubatch(jnp.asarray(token), jnp.int32(position))

@@ -82,7 +82,7 @@ def forgotten():
 
 
 def moved():
-    return jaxkv.seq_add(pool(), 1, 4, -1, 3).cache
+    return jaxkv.seq_add(pool(), 1, 4, -1, delta=3).cache
 
 
 def test_show_prints_recorded():

@@ -122,7 +122,8 @@ def test_beam_matches_search_without_cache(kind):
 
 @partial(jax.jit, static_argnums=0)
 def fed(forward, params, cache, tokens, sequences):
-    ubatch, ok = jaxkv.plan_step(cache, tokens, sequences, jnp.ones(tokens.shape, bool))
+    plan = jaxkv.plan_step(cache, tokens, sequences=sequences)
+    ubatch, ok = plan.ubatch, plan.ok
     _, logits = forward(params, jaxkv.apply(cache, ubatch), ubatch)
     return logits, ok
 

@@ -45,16 +45,16 @@ def numbers(kind, i):
 VERBS: dict[str, Callable] = {
     "seq_rm": lambda m, seq, other, p0, p1: jaxkv.seq_rm(m, seq, p0, p1),
     "seq_cp": jaxkv.seq_cp,
-    "seq_add": lambda m, seq, other, p0, p1: jaxkv.seq_add(m, seq, p0, p1, 1).cache,
-    "seq_div": lambda m, seq, other, p0, p1: jaxkv.seq_div(m, seq, p0, p1, 2).cache,
-    "seq_keep": lambda m, seq, *_: jaxkv.seq_keep(m, seq),
+    "seq_add": lambda m, seq, other, p0, p1: jaxkv.seq_add(m, seq, p0, p1, delta=1).cache,
+    "seq_div": lambda m, seq, other, p0, p1: jaxkv.seq_div(m, seq, p0, p1, divisor=2).cache,
+    "seq_keep": lambda m, seq, *_: jaxkv.seq_keep(m, seq).cache,
     "seq_pos_min": lambda m, seq, *_: jaxkv.seq_pos_min(m, seq),
     "seq_pos_max": lambda m, seq, *_: jaxkv.seq_pos_max(m, seq),
     "can_resume": lambda m, seq, other, p0, p1: jaxkv.can_resume(m, seq, p0),
     "clear": lambda m, *_: jaxkv.clear(m),
     "used": lambda m, *_: jaxkv.num_used_cells(m),
     "defrag": lambda m, *_: jaxkv.apply(m, jaxkv.defrag_plan(m)),
-    "update": lambda m, seq, other, p0, p1: updated(jaxkv.seq_add(m, seq, p0, p1, 1).cache),
+    "update": lambda m, seq, other, p0, p1: updated(jaxkv.seq_add(m, seq, p0, p1, delta=1).cache),
 }
 
 

@@ -48,7 +48,7 @@ def told(*counts, kind=POOL):
 def slid_by_hand(cache, seq, keep, drop):
     cache, ok = jaxkv.seq_rm(cache, seq, keep, keep + drop)
     assert ok
-    return updated(jaxkv.seq_add(cache, seq, keep + drop, -1, -drop).cache)
+    return updated(jaxkv.seq_add(cache, seq, keep + drop, -1, delta=-drop).cache)
 
 
 def extended_by_hand(cache, seq, done, group, width):
@@ -58,9 +58,11 @@ def extended_by_hand(cache, seq, done, group, width):
         ib = group * done // width
         bd = width // group * (group - 1)
         dd = width // group - ib * bd - width
-        cache = jaxkv.seq_add(cache, seq, done, there, ib * bd).cache
-        cache = jaxkv.seq_div(cache, seq, done + ib * bd, done + ib * bd + width, group).cache
-        cache = jaxkv.seq_add(cache, seq, done + ib * bd + width, there + ib * bd, dd).cache
+        cache = jaxkv.seq_add(cache, seq, done, there, delta=ib * bd).cache
+        cache = jaxkv.seq_div(
+            cache, seq, done + ib * bd, done + ib * bd + width, divisor=group
+        ).cache
+        cache = jaxkv.seq_add(cache, seq, done + ib * bd + width, there + ib * bd, delta=dd).cache
         there, done = there - bd, done + width // group
     return updated(cache), done
 
@@ -91,7 +93,7 @@ def test_slide_puts_keys_where_they_would_have_been_written():
 
 
 def test_slide_short_sequence_changes_nothing():
-    cache = jaxkv.seq_add(told(3, 8), 0, 0, -1, 2).cache
+    cache = jaxkv.seq_add(told(3, 8), 0, 0, -1, delta=2).cache
     for keep, drop in ((1, 8), (8, 1), (0, 9), (0, 2**31 - 1)):
         after, ok = generation.context_shift(cache, 1, num_keep=keep, num_discard=drop)
         assert not ok, (keep, drop)
@@ -104,7 +106,7 @@ def test_slide_cells_that_another_sequence_shares_are_not_moved():
         after, found = generation.context_shift(shared, 0, num_keep=2, num_discard=3)
         assert found == ok, (first, last)
         assert_identical(after, slid_by_hand(shared, 0, 2, 3) if ok else shared)
-        assert drawing(jaxkv.seq_keep(after, 2)) == drawing(jaxkv.seq_keep(shared, 2))
+        assert drawing(jaxkv.seq_keep(after, 2).cache) == drawing(jaxkv.seq_keep(shared, 2).cache)
 
 
 @core
@@ -206,9 +208,9 @@ def test_extend_equals_the_verbs_by_hand(group, width):
 def test_extend_that_cannot_be_changes_nothing():
     extend = partial(generation.self_extend, group=2, width=4)
     cache = told(3, 8)
-    pending = jaxkv.seq_add(cache, 0, 0, -1, 2).cache
+    pending = jaxkv.seq_add(cache, 0, 0, -1, delta=2).cache
     shared = jaxkv.seq_cp(cache, 1, 2, 7, 8).cache
-    far = jaxkv.seq_add(cache, 1, 0, -1, 2**30).cache
+    far = jaxkv.seq_add(cache, 1, 0, -1, delta=2**30).cache
     cases = [(pending, 1, 3), (pending, 1, -2), (pending, 1, 10), (shared, 1, 0), (shared, 2, 0)]
     for cache, seq, done in [*cases, (far, 1, 0), (far, 1, 2**30)]:
         after, now, ok = extend(cache, seq, done)

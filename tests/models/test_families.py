@@ -79,7 +79,8 @@ class Way(NamedTuple):
 def compiled_step(model):
     @jax.jit
     def step(params, cache, token, there):
-        ubatch, ok = jaxkv.plan_step(cache, token, jnp.asarray(SEQUENCES), there)
+        plan = jaxkv.plan_step(cache, token, sequences=jnp.asarray(SEQUENCES), active=there)
+        ubatch, ok = plan.ubatch, plan.ok
         cache, logits = model.forward(params, jaxkv.apply(cache, ubatch), ubatch)
         return cache, logits, ok
 
@@ -212,7 +213,7 @@ def test_deepseek_logits_match_after_fork_and_shift(name):
     cache, _ = jaxkv.seq_rm(cache, 1)
 
     cache, _ = jaxkv.seq_rm(cache, 0, first, last)
-    cache = jaxkv.seq_add(cache, 0, last, -1, first - last).cache
+    cache = jaxkv.seq_add(cache, 0, last, -1, delta=first - last).cache
     cache = jaxkv.apply(cache, jaxkv.init_update(cache))
     cache, logits, *_ = prefill(model, cache, [tokens[prompt:]], [0], ubatch_size=8)
     np.testing.assert_allclose(logits, run["shifted"], **LATENT)

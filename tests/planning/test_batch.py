@@ -183,7 +183,7 @@ def test_extra_and_its_name_are_part_of_the_content():
     batches = [make_batch([1, 2], extra=extra) for extra in extras]
     after = [jaxkv.apply(cache, jaxkv.init_batch(cache, batch)) for batch in batches]
     for one in after:
-        assert [bool(jaxkv.rewind(one.table, other)[1]) for other in after].count(True) == 1
+        assert [bool(jaxkv.rewind(other, to=one.table)[1]) for other in after].count(True) == 1
 
 
 def test_extra_of_64_bits_becomes_32_where_it_fits():

@@ -91,8 +91,8 @@ VERBS = {
     "seq_cp-from": lambda cache, seq: jaxkv.seq_cp(cache, seq, 1).cache,
     "seq_cp-to": lambda cache, seq: jaxkv.seq_cp(cache, 0, seq).cache,
     "seq_keep": jaxkv.seq_keep,
-    "seq_add": lambda cache, seq: jaxkv.seq_add(cache, seq, 0, -1, 3).cache,
-    "seq_div": lambda cache, seq: jaxkv.seq_div(cache, seq, 0, -1, 2).cache,
+    "seq_add": lambda cache, seq: jaxkv.seq_add(cache, seq, 0, -1, delta=3).cache,
+    "seq_div": lambda cache, seq: jaxkv.seq_div(cache, seq, 0, -1, divisor=2).cache,
 }
 
 
@@ -143,7 +143,8 @@ def test_traced_negative_tokens_are_refused_and_padding_is_token_0():
     @jax.jit
     def traced(cache, tokens, valid):
         batch = make_batch(tokens, sequences=jnp.array([0, 1]), valid=valid)
-        step, ok = jaxkv.plan_step(cache, tokens, jnp.array([0, 1]), valid)
+        plan = jaxkv.plan_step(cache, tokens, active=valid)
+        step, ok = plan.ubatch, plan.ok
         return init_batch(cache, batch), step, ok
 
     plan, step, ok = traced(cache, jnp.array([1, -1]), jnp.array([True, True]))

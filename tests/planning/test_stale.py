@@ -77,13 +77,13 @@ def test_rewind_after_another_text_is_refused(kind):
     """Same cells, positions and tokens are held; what came before them, or beside them, differs."""
     texts = (1, 2, 3, 4, 5), (2, 1, 3, 4, 5)
     pasts = [told(kind, told(kind, filled(kind, text), [11]), [12]) for text in texts]
-    pasts = [jaxkv.seq_rm(jaxkv.seq_keep(cache, 0), 0, 0, 5)[0] for cache in pasts]
+    pasts = [jaxkv.seq_rm(jaxkv.seq_keep(cache, 0).cache, 0, 0, 5)[0] for cache in pasts]
     beside = [told(kind, filled(kind), [11, last]) for last in (12, 13)]
     beside = [jaxkv.seq_rm(cache, 0, 6)[0] for cache in beside]
     for one, other in (pasts, beside):
         table, _ = jaxkv.split(one)
-        assert jaxkv.rewind(table, one)[1]
-        back, ok = jaxkv.rewind(table, other)
+        assert jaxkv.rewind(one, to=table)[1]
+        back, ok = jaxkv.rewind(other, to=table)
         assert not ok
         assert_identical(back, other)
 
@@ -97,7 +97,7 @@ def rm(cache, *args):
 
 def moved(cache):
     """A token comes to another position, and the last position stays."""
-    return jaxkv.seq_add(rm(cache, 0, 1, 3), 0, 0, 1, 1).cache
+    return jaxkv.seq_add(rm(cache, 0, 1, 3), 0, 0, 1, delta=1).cache
 
 
 EDITS = {
@@ -110,8 +110,8 @@ EDITS = {
     "lost its middle": lambda cache, kind: rm(cache, 0, 1, 3),
     "moved": lambda cache, kind: moved(cache),
     "rotated": lambda cache, kind: jaxkv.apply(moved(cache), jaxkv.init_update(moved(cache))),
-    "divided": lambda cache, kind: jaxkv.seq_div(cache, 0, 0, 4, 2).cache,
-    "forgotten": lambda cache, kind: jaxkv.seq_keep(cache, 1),
+    "divided": lambda cache, kind: jaxkv.seq_div(cache, 0, 0, 4, divisor=2).cache,
+    "forgotten": lambda cache, kind: jaxkv.seq_keep(cache, 1).cache,
     "cleared": lambda cache, kind: jaxkv.clear(cache),
 }
 """Edits of sequence 0, which ends where it did after most: positions alone do not tell."""
@@ -161,14 +161,14 @@ def test_plan_outlives_an_edit_of_another_stream(kind):
 
 def test_commitment_is_stale_after_an_edit():
     cache, _ = jaxkv.seq_rm(caches.filled(7), 0, 1, 3)
-    moved = jaxkv.seq_add(cache, 0, 3, -1, -2).cache
+    moved = jaxkv.seq_add(cache, 0, 3, -1, delta=-2).cache
     moves, update = jaxkv.defrag_plan(cache), jaxkv.init_update(moved)
     assert jaxkv.is_current(cache, moves) and jaxkv.is_current(moved, update)
     for plan, edited in (
         (moves, caches.run(cache, jaxkv.make_batch([1], sequences=2))[0]),  # a destination
         (moves, rm(cache, 0, 5, -1)),  # a source
         (moves, rm(cache, 0, 0, 1)),  # a cell that would have stayed
-        (update, jaxkv.seq_add(moved, 0, 1, 2, 1).cache),
+        (update, jaxkv.seq_add(moved, 0, 1, 2, delta=1).cache),
         (update, jaxkv.apply(moved, update)),
     ):
         assert not jaxkv.is_current(edited, plan)
@@ -185,12 +185,12 @@ def test_commitment_stale_in_one_part_changes_no_part(window):
     cache = jaxkv.make_hybrid_cache(*parts)
     for text in [range(4)] * 3:  # the window gives up what is hidden
         cache, _ = caches.run(cache, jaxkv.make_batch(text, sequences=0))
-    cache = jaxkv.seq_add(cache, 0, 0, -1, 4).cache
+    cache = jaxkv.seq_add(cache, 0, 0, -1, delta=4).cache
     update = jaxkv.init_update(cache)
     tidied, _ = jaxkv.seq_rm(jaxkv.apply(cache, update), 0, 14, 15)
     moves = jaxkv.defrag_plan(tidied)
     for before, plan, edited in (
-        (cache, update, jaxkv.seq_add(cache, 0, 4, 6, -1).cache),
+        (cache, update, jaxkv.seq_add(cache, 0, 4, 6, delta=-1).cache),
         (tidied, moves, jaxkv.seq_rm(tidied, 0, 4, 6)[0]),
     ):
         assert all(part.pending for part in plan.parts)
@@ -209,7 +209,7 @@ def test_commitment_stale_in_one_stream_changes_no_stream():
     cache = drawn("0{0} 1{0}-1 | 0{1} 1{1}-1", SPLIT)
     update = jaxkv.init_update(cache)
     assert jnp.any(update.shift != 0, axis=1).tolist() == [True, True, False]
-    edited = jaxkv.seq_add(cache, 1, 1, -1, 1).cache
+    edited = jaxkv.seq_add(cache, 1, 1, -1, delta=1).cache
     assert_identical(jaxkv.apply(edited, update), edited)
 
 

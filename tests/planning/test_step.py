@@ -33,7 +33,8 @@ def test_plan_tokens_gives_logits_of_one_by_one(name):
 
     @jax.jit
     def feed(cache, tokens, sequences, valid):
-        ubatch, ok = jaxkv.plan_tokens(cache, tokens, sequences, valid)
+        plan = jaxkv.plan_step(cache, tokens, sequences=sequences, active=valid)
+        ubatch, ok = plan.ubatch, plan.ok
         cache, logits = model.forward(model.params, jaxkv.apply(cache, ubatch), ubatch)
         return cache, logits.reshape(*valid.shape, -1), ok
 
@@ -57,7 +58,8 @@ def test_plan_tokens_gives_logits_of_one_by_one(name):
 def test_plan_tokens_of_states_outputs_each_token_in_its_place(ids):
     cache = make(kept=1)
     tokens = jnp.array([[0, 3, 4], [5, 0, 6], [0, 0, 0]])[: len(ids)]
-    ubatch, ok = jaxkv.plan_tokens(cache, tokens, jnp.array(ids), tokens > 0)
+    plan = jaxkv.plan_step(cache, tokens, sequences=jnp.array(ids), active=tokens > 0)
+    ubatch, ok = plan.ubatch, plan.ok
     told = ubatch.tokens.reshape(-1)[ubatch.outputs].reshape(tokens.shape)
     assert ok and told[tokens > 0].tolist() == tokens[tokens > 0].tolist()
 
@@ -89,7 +91,7 @@ def test_plan_next_tells_which_sequences_fit():
 
 
 def test_plan_step_flags_may_be_integers():
-    steps = [jaxkv.plan_step(SMALL.make(), [5, 6], [0, 1], on) for on in ([1, 0], [True, False])]
+    steps = [jaxkv.plan_step(SMALL.make(), [5, 6], active=on) for on in ([1, 0], [True, False])]
     assert_identical(*steps)
 
 

@@ -40,13 +40,15 @@ def tables_of_life(cache):
     for verb in (
         lambda m: jaxkv.apply(m, jaxkv.init_batch(m, make_batch([[1, 2, 3, 4], [5, 6, 7, 8]]))),
         lambda m: jaxkv.seq_cp(m, 0, [1, 2], 0, 2).cache,
-        lambda m: jaxkv.seq_add(m, 0, 2, -1, 3).cache,
-        lambda m: jaxkv.seq_div(m, 0, 4, -1, 2).cache,
-        lambda m: jaxkv.seq_keep(m, 0),
+        lambda m: jaxkv.seq_add(m, 0, 2, -1, delta=3).cache,
+        lambda m: jaxkv.seq_div(m, 0, 4, -1, divisor=2).cache,
+        lambda m: jaxkv.seq_keep(m, 0).cache,
         lambda m: jaxkv.apply(m, jaxkv.init_update(m)),
         lambda m: jaxkv.apply(m, jaxkv.defrag_plan(m)),
-        lambda m: jaxkv.apply(m, jaxkv.plan_step(m, *map(jnp.array, step))[0]),
-        lambda m: jaxkv.rewind(tables[-2], m)[0],
+        lambda m: jaxkv.apply(
+            m, jaxkv.plan_step(m, step[0], sequences=step[1], active=step[2]).ubatch
+        ),
+        lambda m: jaxkv.rewind(m, to=tables[-2])[0],
         lambda m: jaxkv.seq_rm(m, 0)[0],
         jaxkv.clear,
     ):

@@ -59,7 +59,7 @@ def test_store_keeps_no_text_with_a_hole_or_a_move():
     cache, text = POOL.make(), [1, 2, 3, 4, 5, 6]
     store = prefix_cache.make_prefix_store(cache, store_sequences=[3])
     cache = jaxkv.apply(cache, jaxkv.init_batch(cache, jaxkv.make_batch(text)))
-    for edited, _ in (jaxkv.seq_rm(cache, 0, 2, 4), jaxkv.seq_add(cache, 0, 0, -1, 3)):
+    for edited, _ in (jaxkv.seq_rm(cache, 0, 2, 4), jaxkv.seq_add(cache, 0, 0, -1, delta=3)):
         same, kept, miss = prefix_cache.store_prefix(edited, store, text, 0)
         assert miss is MissReason.INCOMPLETE and not kept.texts
         assert_identical(same, edited)
@@ -114,8 +114,8 @@ def test_store_knows_the_text_that_a_state_has_seen():
         cache = histories.run(cache, jaxkv.make_batch(part, sequences=0))
     for claimed in ([1, 2, 3, 4, 5, 7], [2, 1, 3, 4, 5, 6]):
         assert prefix_cache.store_prefix(cache, store, claimed, 0)[2] is MissReason.OTHER_TEXT
-    moved, _ = jaxkv.seq_add(cache, 0, 0, -1, 1)
-    moved, ok = jaxkv.seq_add(moved, 0, 1, -1, -1)  # back again: what it has seen is the same
+    moved, _ = jaxkv.seq_add(cache, 0, 0, -1, delta=1)
+    moved, ok = jaxkv.seq_add(moved, 0, 1, -1, delta=-1)  # back again: what it has seen is the same
     cache = jaxkv.snapshot.load(jaxkv.snapshot.to_bytes(moved))
     cache, kept, miss = prefix_cache.store_prefix(cache, store, text, 0)
     assert ok and miss is MissReason.NONE

@@ -156,7 +156,7 @@ def test_model_step_on_mesh_sends_sums(name):
     model = models.on_mesh(models.load_shapes(DATA / name), mesh, ShardingRules())
 
     def step(params, cache, tokens):
-        ubatch, _ = jaxkv.plan_step(cache, tokens, jnp.arange(2), jnp.ones(2, bool))
+        ubatch = jaxkv.plan_step(cache, tokens).ubatch
         return model.forward(params, jaxkv.apply(cache, ubatch), ubatch)
 
     cache = model.cache_shapes(cells=64, sequences=2, streams=2, ubatch_size=8)

@@ -77,15 +77,15 @@ def edited(params, cache):
     prompts = jaxkv.make_batch([[1, 2, 3], [4, 5], [6, 7, 8, 9], [10]])
     cache, first, *_ = jaxkv.prefill(forward, params, cache, prompts, ubatch_size=8)
     later, _ = jaxkv.seq_rm(cache, 1)
-    cache, ok = jaxkv.rewind(cache.table, later)
+    cache, ok = jaxkv.rewind(later, to=cache.table)
     cache = jaxkv.seq_cp(jaxkv.seq_cp(cache, 0, 1, 0, 2).cache, 2, 0).cache
     cache, _ = jaxkv.seq_rm(cache, [0, 2], [1, 0], [2, 1])
-    cache = jaxkv.seq_add(cache, 0, 2, -1, -1).cache
+    cache = jaxkv.seq_add(cache, 0, 2, -1, delta=-1).cache
     cache = jaxkv.apply(cache, jaxkv.init_update(cache))
     cache = jaxkv.apply(cache, jaxkv.defrag_plan(cache))
     cache = jaxkv.seq_select(cache, [3, 2], [2, 3]).cache
-    step = jnp.arange(4), jnp.array([3, 1, 0, 2]), jnp.ones(4, bool)
-    ubatch, granted = jaxkv.plan_step(cache, *step)
+    plan = jaxkv.plan_step(cache, jnp.arange(4), sequences=jnp.array([3, 1, 0, 2]))
+    ubatch, granted = plan.ubatch, plan.ok
     assert ok and granted
     return *jax.jit(forward)(params, jaxkv.apply(cache, ubatch), ubatch), first
 

@@ -50,7 +50,7 @@ def attends(implementation=None):
 def tidy(cache, ubatch, q, k):
     cache, _ = jaxkv.attend(cache, 0, ubatch, q, k, k)
     cache, _ = jaxkv.seq_rm(cache, 0, 0, 1)
-    cache = jaxkv.seq_add(cache, 0, 1, -1, -1).cache
+    cache = jaxkv.seq_add(cache, 0, 1, -1, delta=-1).cache
     cache = jaxkv.apply(cache, jaxkv.init_update(cache))
     return jaxkv.apply(cache, jaxkv.defrag_plan(cache)), ()
 

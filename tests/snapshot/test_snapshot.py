@@ -175,7 +175,7 @@ def test_load_makes_earlier_plans_and_tables_stale():
     data = snapshot.to_bytes(cache)
     for loaded in (snapshot.load(data), snapshot.load_into(data, cache)):
         assert not jaxkv.is_current(loaded, ubatch)
-        assert not jaxkv.rewind(jaxkv.split(cache)[0], loaded)[1]
+        assert not jaxkv.rewind(loaded, to=jaxkv.split(cache)[0])[1]
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,7 @@ def of_each_kind():
         batch = jaxkv.make_batch(tokens, sequences=[0, 2])
         cache = jaxkv.apply(cache, jaxkv.init_batch(cache, batch).check())
     cache = jaxkv.apply(cache, jaxkv.init_encoder(cache, jaxkv.make_batch([[6, 7]])).check())
-    cache = jaxkv.seq_add(jaxkv.seq_cp(cache, 0, 1).cache, 2, 0, -1, 2).cache
+    cache = jaxkv.seq_add(jaxkv.seq_cp(cache, 0, 1).cache, 2, 0, -1, delta=2).cache
     return with_numbers(cache), snapshot.to_bytes(with_numbers(cache), sequences=[0, 1, 2])
 
 

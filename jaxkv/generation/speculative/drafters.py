@@ -16,7 +16,7 @@ from jaxkv.api.edits import seq_rm
 from jaxkv.cache import Cache, split
 from jaxkv.core.donation import check_there
 from jaxkv.core.validate import check_count
-from jaxkv.generation.model_step import Forward, run_model_step
+from jaxkv.generation.model_step import Forward, model_step
 from jaxkv.generation.padding import chosen, padded
 from jaxkv.generation.sampler import Sampler, adjust_logits, draw, draw_key
 from jaxkv.generation.state import DecodeState, ends
@@ -250,7 +250,7 @@ class DraftModel(Drafter):
         def step(carry: tuple, tokens: jax.Array, valid: jax.Array, i: jax.Array) -> tuple:
             cache, adjusting, _, going = carry
             plan = plan_next(split(cache)[0], tokens, state.sequence, valid & going[:, None])
-            cache, logits = run_model_step(self.forward, self.params, cache, plan.ubatches[0])
+            cache, logits = model_step(self.forward, self.params, cache, plan.ubatches[0])
             logits = logits.reshape(*tokens.shape, -1)[:, -1].astype(jnp.float32)
             adjusted = adjust_logits(sampler, logits, adjusting)
             token = draw(sampler, adjusted, draw_key(state.key, state.draw_index + i, 2))

@@ -19,7 +19,7 @@ from jaxkv.core.array_utils import is_traced
 from jaxkv.core.compile_cache import cached_program
 from jaxkv.core.typed import Typed, typed
 from jaxkv.core.validate import check_count
-from jaxkv.generation.model_step import Forward, donatable_buffers, run_model_step
+from jaxkv.generation.model_step import Forward, donatable_buffers, model_step
 from jaxkv.generation.results import DecodeResult
 from jaxkv.generation.sample_step import nothing_picked, stops
 from jaxkv.generation.sampler import Sampler
@@ -402,7 +402,7 @@ def _fed(
     fed = jnp.concatenate([state.token[:, None], draft.tokens], axis=1)
     valid = jnp.concatenate([active[:, None], draft.valid], axis=1)
     plan = plan_next(table, fed, state.sequence, valid)
-    cache, logits = run_model_step(setup.forward, setup.params, now.cache, plan.ubatches[0])
+    cache, logits = model_step(setup.forward, setup.params, now.cache, plan.ubatches[0])
     logits = logits.reshape(*fed.shape, -1).astype(jnp.float32)
     _check_vocabulary(draft, logits)
     ok = active & plan.ok
@@ -431,7 +431,7 @@ def _fed_branches(
     table = token_tree.fork(table, sequences, state.sequence)
     plan = token_tree.plan_tree(table, state.token, draft, active, sequences)
     cache = merge(table, buffers)
-    cache, logits = run_model_step(setup.forward, setup.params, cache, plan.ubatches[0])
+    cache, logits = model_step(setup.forward, setup.params, cache, plan.ubatches[0])
     logits = logits.reshape(state.token.shape[0], -1, logits.shape[1]).astype(jnp.float32)
     _check_vocabulary(draft, logits)
     ok = active & plan.ok

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxkv.cache import Cache, merge, split
 from jaxkv.core.validate import check_count
-from jaxkv.generation.model_step import Forward, run_model_step
+from jaxkv.generation.model_step import Forward, model_step
 from jaxkv.generation.sampler import Sampler, adjust_logits, draw, draw_key
 from jaxkv.generation.speculative import token_tree
 from jaxkv.generation.speculative.drafters import DraftModel, DraftTokens, draft_model
@@ -44,7 +44,7 @@ class TreeDraftModel(DraftModel):
         tokens = jnp.stack([self.unfed, state.token], axis=1)
         valid = going[:, None] & jnp.stack([self.unfed >= 0, jnp.ones_like(going)], axis=1)
         plan = plan_next(table, tokens, state.sequence, valid)
-        cache, logits = run_model_step(self.forward, self.params, self.cache, plan.ubatches[0])
+        cache, logits = model_step(self.forward, self.params, self.cache, plan.ubatches[0])
         logits = logits.reshape(*tokens.shape, -1)[:, -1].astype(jnp.float32)
         first = adjust_logits(sampler, logits, state.sampler_state)
         token = self._different(sampler, first, draw_key(state.key, state.draw_index, 2))
@@ -68,7 +68,7 @@ class TreeDraftModel(DraftModel):
             adjusting = follow(adjusting, token)
             fed = token.reshape(-1, 1), sequences.reshape(-1), going.reshape(-1, 1)
             plan = plan_next(split(cache)[0], *fed)
-            cache, logits = run_model_step(self.forward, self.params, cache, plan.ubatches[0])
+            cache, logits = model_step(self.forward, self.params, cache, plan.ubatches[0])
             logits = logits.reshape(*token.shape, -1).astype(jnp.float32)
             adjusted = adjust(logits, adjusting)
             keys = draw_key(state.key, state.draw_index + i, 2)

@@ -240,7 +240,7 @@ def warm_up(cache: Cache, store: PrefixStore, *, donate: bool = False) -> Cache:
     spec, holder = store.spec, store.store_sequences[0]
     others = [seq for seq in range(spec.sequences) if seq not in store.store_sequences]
     resumable(cache, holder, np.zeros(0, np.int32))
-    seq_rm(seq_keep(cache, holder), holder, 0)
+    seq_rm(seq_keep(cache, holder).cache, holder, 0)
     empty = [seq for seq in others if int(seq_pos_max(cache, seq)) < 0]
     stream = holder // spec.sequences_per_stream
     for seq in {one // spec.sequences_per_stream == stream: one for one in empty}.values():
@@ -254,7 +254,7 @@ def _kept(
 ) -> tuple[Cache, PrefixStore, MissReason] | None:
     """Fork a text of a sequence into one of some holders; None if there is no room for it."""
     size = text.tokens.size
-    alone, _ = seq_rm(seq_keep(cache, text.holder), text.holder, size)
+    alone, _ = seq_rm(seq_keep(cache, text.holder).cache, text.holder, size)
     if int(num_used_cells(alone)) > store.cells:
         return None
     taken = {one.holder: one for one in store.texts}
