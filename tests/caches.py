@@ -384,3 +384,11 @@ class Oracles(list[Side]):
                 if fault.reason in stage:
                     faults.setdefault(seq, fault)
         return faults, plans
+
+
+def edit(verb, cache, *args):
+    """Call an edit by its name; the last argument of `seq_add` and `seq_div` is a keyword."""
+    keyword = {"seq_add": "delta", "seq_div": "divisor"}.get(verb)
+    if keyword is None:
+        return getattr(jaxkv, verb)(cache, *args)
+    return getattr(jaxkv, verb)(cache, *args[:-1], **{keyword: args[-1]})

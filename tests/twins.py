@@ -16,6 +16,7 @@ from tests.caches import (
     assert_identical,
     cells_of,
     contents_of,
+    edit,
     parts_of,
     plan_rows,
     sign,
@@ -197,13 +198,14 @@ class Twin:
 
     def both(self, verb: str, *args: Any) -> None:
         """Do what a verb that is never refused says, on both sides."""
-        self.cache = getattr(jaxkv, verb)(self.cache, *args)
+        after = getattr(jaxkv, verb)(self.cache, *args)
+        self.cache = after.cache if isinstance(after, jaxkv.EditResult) else after
         self.granted(self.after(verb, *args))
 
     def edit(self, verb: str, *args: Any) -> bool:
         """Edit both sides, or neither where the cache refuses it for a reason."""
         before, after = self.cache, self.after(verb, *args)
-        self.cache, ok = getattr(jaxkv, verb)(before, *args)
+        self.cache, ok = edit(verb, before, *args)
         if not ok:
             assert_identical(self.cache, before)
             assert after is None or self.may_refuse(after), (verb, args, jaxkv.show(before))

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import jaxkv
+from tests.caches import edit
 from tests.models.golden import check_logits, golden
 
 pytestmark = pytest.mark.nightly
@@ -39,14 +40,11 @@ def test_ops_answer_as_llama_cpp(name, placement, defrag, request):
     cache = model.make_cache(**sizes, streams=streams, placement=placement)
     rest = dict(ubatch_size=size, donate=True)
     for step in script["steps"]:
-        if step["op"] == "seq_rm":
-            cache, ok = jaxkv.seq_rm(cache, *step["args"])
-            assert bool(ok) == step["ret"]
-        elif step["op"] in ("seq_keep", "clear"):
-            cache = getattr(jaxkv, step["op"])(cache, *step["args"])
+        if step["op"] == "clear":
+            cache = jaxkv.clear(cache)
         elif step["op"] != "decode":
-            cache, ok = getattr(jaxkv, step["op"])(cache, *step["args"])
-            assert ok
+            cache, ok = edit(step["op"], cache, *step["args"])
+            assert bool(ok) == (step["ret"] if step["op"] == "seq_rm" else True)
         else:
             cache = jaxkv.apply(cache, jaxkv.init_update(cache), donate=True)
             if defrag:

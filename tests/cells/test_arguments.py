@@ -113,15 +113,20 @@ IDS = (
     "[[0]]",
 )
 NO_INTEGERS = "1.9", "-0.9", "'1'", "None", "True", "jnp.float32('nan')", "np.float64(1)"
-TAKE_INTEGERS = "seq_rm(small(), {}) | seq_rm(small(), 0, {}) | seq_cp(small(), 0, {})"
+TAKE_INTEGERS = "seq_rm(small(), 0, {}) | seq_cp(small(), 0, {})"
 TAKE_INTEGERS += " | seq_add(small(), 0, 0, -1, delta={}) | seq_div(small(), 0, 0, -1, divisor={})"
 TAKE_INTEGERS += " | make_batch([{}]) | make_batch([1], sequences=[{}])"
 USES = "num_used_cells({}) | check_invariants({}) | clear({}) | init_update({}) | defrag_plan({})"
 USES += " | show({}) | seq_pos_max({}, 0) | seq_rm({}, 0) | seq_cp({}, 0, 1).cache"
-USES += " | init_batch({}, make_batch([1])) | plan_step({}, [5], [0], [True])"
+USES += " | init_batch({}, make_batch([1])) | plan_step({}, [5])"
 WRONG_ID = "ValueError: wanted (sequence ids from|one sequence id|seq, p0)"
 PRODUCTS = [
     ("seq_rm(small(), {}) | seq_keep(small(), {})", IDS, WRONG_ID),
+    (
+        "seq_rm(small(), {})",
+        [x for x in NO_INTEGERS if x != "None"],
+        "TypeError: wanted (integers|an integer) for",
+    ),
     (TAKE_INTEGERS, NO_INTEGERS, "TypeError: wanted (integers|an integer) for"),
     (USES, ["donated()"], "ValueError: got one whose buffers were donated: go on with"),
     (USES, ["twice(small)", "twice(states)"], "ValueError: got a batch of them: .*take each"),

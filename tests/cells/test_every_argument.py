@@ -16,7 +16,7 @@ import pytest
 
 import jaxkv
 from tests import histories, twins
-from tests.caches import GROUPS_STRIPES, Kind, cells_of
+from tests.caches import GROUPS_STRIPES, Kind, cells_of, edit
 from tests.oracle import Oracle
 
 RANGES = [*product(range(-1, 5), range(-1, 6))]
@@ -54,11 +54,9 @@ def every(verb):
 
     def one(table, buffers, args):
         cache = jaxkv.merge(table, buffers)
-        if verb == "seq_keep":
-            return jaxkv.split(jaxkv.seq_keep(cache, *args).cache)[0], True
         if verb == "seq_select":
             args = args[:2], jnp.array(pairs_of(table.spec.sequences))[args[2]]
-        cache, ok = getattr(jaxkv, verb)(cache, *args)
+        cache, ok = edit(verb, cache, *args)
         return jaxkv.split(cache)[0], ok
 
     return jax.jit(jax.vmap(one, in_axes=(None, None, 0)))

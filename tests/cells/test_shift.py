@@ -83,8 +83,8 @@ def test_update_rotates_more_keys_than_a_chunk():
     np.testing.assert_allclose(keys_of(after, 0, 600), wanted, atol=3e-4)  # angles up to 600
 
 
-def added(cache, *args):
-    cache, ok = jaxkv.seq_add(cache, 0, *args)
+def added(cache, p0, p1, delta):
+    cache, ok = jaxkv.seq_add(cache, 0, p0, p1, delta=delta)
     assert ok
     return cache
 
@@ -137,7 +137,7 @@ def test_moves_of_a_cache_without_a_rope_are_refused():
     parts = (free, (0,)), (made, (1,))
     moves = [
         lambda m: jaxkv.seq_add(m, 0, 0, -1, delta=1),
-        lambda m: jax.jit(jaxkv.seq_div)(m, 0, 0, -1, 2),
+        lambda m: jax.jit(jaxkv.seq_div)(m, 0, 0, -1, divisor=2),
         lambda m: jaxkv.can_seq_add(m, 0, 0, -1, 1),
         lambda m: jaxkv.generation.context_shift(m, 0, num_keep=0, num_discard=1),
         lambda m: jaxkv.generation.self_extend(m, 0, 0, group=2, width=4),

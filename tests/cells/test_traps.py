@@ -14,7 +14,7 @@ import pytest
 import jaxkv
 from jaxkv import Reason, make_batch
 from jaxkv.planning.layout import follows, split_known
-from tests.caches import SMALL, assert_identical, drawing, drawn
+from tests.caches import SMALL, assert_identical, drawing, drawn, edit
 from tests.cells.plans import plan_of
 from tests.cells.pools import noisy
 
@@ -63,7 +63,7 @@ EDITS = [
 @pytest.mark.parametrize(("verb", "args", "cells", "after"), EDITS)
 def test_edits_leave_drawn_cells_and_all_bytes(verb, args, cells, after):
     before = noisy(cells, SMALL)
-    cache = getattr(jaxkv, verb)(before, *args)
+    cache = edit(verb, before, *args)
     if isinstance(cache, jaxkv.EditResult):
         cache, ok = cache
         assert ok

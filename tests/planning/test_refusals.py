@@ -90,7 +90,7 @@ VERBS = {
     "seq_rm": lambda cache, seq: seq_rm(cache, seq)[0],
     "seq_cp-from": lambda cache, seq: jaxkv.seq_cp(cache, seq, 1).cache,
     "seq_cp-to": lambda cache, seq: jaxkv.seq_cp(cache, 0, seq).cache,
-    "seq_keep": jaxkv.seq_keep,
+    "seq_keep": lambda cache, seq: jaxkv.seq_keep(cache, seq).cache,
     "seq_add": lambda cache, seq: jaxkv.seq_add(cache, seq, 0, -1, delta=3).cache,
     "seq_div": lambda cache, seq: jaxkv.seq_div(cache, seq, 0, -1, divisor=2).cache,
 }
@@ -100,7 +100,7 @@ def test_verbs_of_unknown_ids_raise_or_change_nothing():
     cache = filled(4, 3)
     edited = jax.jit(lambda seq: {name: verb(cache, seq) for name, verb in VERBS.items()})
     for divisor in (0, -1):
-        same, ok = jax.jit(jaxkv.seq_div)(cache, 0, 0, -1, divisor)
+        same, ok = jax.jit(jaxkv.seq_div)(cache, 0, 0, -1, divisor=divisor)
         assert not ok
         assert_identical(same, cache)
     for wrong in (-2, -1, 3, 31, 32, 35, 2**31 - 1):

@@ -27,7 +27,7 @@ def started(kind):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", MODELS)
-def test_plan_tokens_gives_logits_of_one_by_one(name):
+def test_plan_step_gives_logits_of_one_by_one(name):
     """Padding stands before, between and after them; sequences come in any order, or not at all."""
     model = models.load(DATA / name)
 
@@ -55,7 +55,7 @@ def test_plan_tokens_gives_logits_of_one_by_one(name):
 
 @pytest.mark.core
 @pytest.mark.parametrize("ids", [[2, 0], [2, 0, 1]])
-def test_plan_tokens_of_states_outputs_each_token_in_its_place(ids):
+def test_plan_step_of_states_outputs_each_token_in_its_place(ids):
     cache = make(kept=1)
     tokens = jnp.array([[0, 3, 4], [5, 0, 6], [0, 0, 0]])[: len(ids)]
     plan = jaxkv.plan_step(cache, tokens, sequences=jnp.array(ids), active=tokens > 0)
@@ -65,16 +65,16 @@ def test_plan_tokens_of_states_outputs_each_token_in_its_place(ids):
 
 
 @pytest.mark.core
-def test_plan_tokens_refused_changes_nothing():
+def test_plan_step_refused_changes_nothing():
     """Where there is no room, or a traced sequence comes twice."""
     cache = started(SMALL)  # of 12 cells, 3 are free
-    plan = jax.jit(jaxkv.plan_tokens)
+    plan = jax.jit(jaxkv.plan_step)
     tokens, valid = jnp.ones((2, 2), int), jnp.ones((2, 2), bool)
     for ids, there in (([0, 1], valid), ([1, 1], valid.at[:, 1].set(False))):
-        ubatch, ok = plan(cache, tokens, jnp.array(ids), there)
-        assert not ok
-        assert_identical(jaxkv.apply(cache, ubatch), cache)
-    assert plan(cache, tokens, jnp.array([0, 1]), valid.at[0, 0].set(False))[1]
+        planned = plan(cache, tokens, sequences=jnp.array(ids), active=there)
+        assert not planned.ok
+        assert_identical(jaxkv.apply(cache, planned), cache)
+    assert plan(cache, tokens, active=valid.at[0, 0].set(False)).ok
 
 
 @pytest.mark.core
