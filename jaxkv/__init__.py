@@ -54,10 +54,12 @@ from jaxkv.api.queries import (
 )
 from jaxkv.batch import Batch, Ubatch, make_batch
 from jaxkv.cache import Cache, KVView, merge, split
+from jaxkv.cache_spec import CacheSpec
 from jaxkv.draw import show
 from jaxkv.hybrid import make_hybrid_cache
 from jaxkv.kv.cross_attention import make_cross_attention_cache
 from jaxkv.kv.make import make_kv_cache
+from jaxkv.make import make_cache
 from jaxkv.plan import OutOfCellsError, Plan, PlanRefusedError, Reason
 from jaxkv.planning.planners import init_batch, init_encoder, init_full, plan_step
 from jaxkv.recurrent.slots import state_write_steps
@@ -69,7 +71,8 @@ if TYPE_CHECKING:
     from jaxkv.generation import decode, encode, prefill
 
 # Caches: making them, taking them apart.
-__all__ = ["Cache", "merge", "make_hybrid_cache", "make_kv_cache", "make_recurrent_cache"]
+__all__ = ["Cache", "CacheSpec", "make_cache", "merge"]
+__all__ += ["make_hybrid_cache", "make_kv_cache", "make_recurrent_cache"]
 __all__ += ["make_cross_attention_cache", "split"]
 # Batches and plans.
 __all__ += ["Batch", "Plan", "Reason", "PlanRefusedError", "Ubatch"]

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import Ubatch
+from jaxkv.cache_spec import CacheSpec
 from jaxkv.core.partitioning import ShardingRules
 from jaxkv.spec import TableSpec, check_spec
 
@@ -105,6 +106,10 @@ class CacheTable(ABC):
     @abstractmethod
     def spec(self) -> TableSpec:
         """What is fixed when the cache is made."""
+
+    @abstractmethod
+    def cache_spec(self, buffers: Any) -> CacheSpec:
+        """Return what the weights fixed of the cache with these buffers, see `CacheSpec`."""
 
     @property
     @abstractmethod
@@ -376,6 +381,16 @@ class Cache:
 
     table: Any
     buffers: Any
+
+    @property
+    def spec(self) -> CacheSpec:
+        """What the weights fixed of the cache; `make_cache(cache.spec, cells=...)` makes one more.
+
+        >>> cache = make_cache(CacheSpec.attention(layers=2, kv_heads=1, head_dim=4), cells=8)
+        >>> cache.spec
+        CacheSpec.attention(layers=2, kv_heads=1, head_dim=4)
+        """
+        return self.table.cache_spec(self.buffers)
 
 
 def split(cache: Cache) -> tuple[Any, Any]:

@@ -24,8 +24,8 @@ from jaxkv.cache import (
     merge,
     split,
 )
+from jaxkv.cache_spec import CacheSpec
 from jaxkv.core.partitioning import ShardingRules
-from jaxkv.core.validate import check_count
 from jaxkv.spec import TableSpec
 
 __all__ = ["make_hybrid_cache", "parts_of"]
@@ -94,6 +94,11 @@ class HybridTable(CacheTable):
             details=(("layers", self.layers),),
             parts=parts,
         )
+
+    def cache_spec(self, buffers: tuple) -> CacheSpec:
+        """Return what the weights fixed of each part."""
+        parts = zip(self.parts, buffers, self.layers, strict=True)
+        return CacheSpec.hybrid(*((part.cache_spec(own), layers) for part, own, layers in parts))
 
     @property
     def is_batch(self) -> bool:
@@ -459,20 +464,13 @@ def make_hybrid_cache(*parts: tuple[Cache, tuple[int, ...]]) -> Cache:
 
     llama.cpp: `llama_kv_cache_iswa`, `llama_memory_hybrid`.
     """
-    if not parts:
-        raise ValueError("a hybrid cache needs at least one part")
     for pair in parts:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], Cache)):
             raise TypeError(f"wanted pairs of a cache and its layers, got {type(pair)}")
-    caches, layers = zip(*parts, strict=True)
-    layers = tuple(tuple(check_count(layer, "a layer", low=0) for layer in own) for own in layers)
+    # The layers are checked by the spec.
+    whole = CacheSpec.hybrid(*((cache.spec, own) for cache, own in parts))
+    caches, layers = tuple(cache for cache, _ in parts), tuple(own for _, own in whole.parts)
     spec = [cache.table.spec for cache in caches]
-    for own, cache in zip(layers, caches, strict=True):
-        layers_there = cache.table.num_layers(cache.buffers)
-        if len(set(own)) != len(own) or len(own) != layers_there:
-            raise ValueError(
-                f"wanted the numbers of a part's {layers_there} layers, each once, got {own}"
-            )
     for name in ("sequences", "streams"):
         counts = [getattr(fact, name) for fact in spec]
         if len(set(counts)) > 1:
@@ -480,18 +478,6 @@ def make_hybrid_cache(*parts: tuple[Cache, tuple[int, ...]]) -> Cache:
                 f"wanted parts with the same number of {name}, got {counts}: verbs would mean "
                 f"different things in them; make all parts with the same {name}="
             )
-    with_sources = sum(one.has_cross_attention for one in spec)
-    if with_sources > 1 or with_sources == len(spec):
-        raise ValueError(
-            f"wanted one part for sources at most, and one for the text beside it, got "
-            f"{with_sources} of {len(spec)} parts for sources: put all layers that look at a "
-            f"source into one part"
-        )
-    if any(one.has_cross_attention and not one.is_cross_attention for one in spec):
-        raise ValueError(
-            "wanted the cache for sources as a part of its own, got a hybrid cache that has one: "
-            "pass the parts of that (jaxkv.hybrid.parts_of)"
-        )
     rules = [cache.table.sharding_rules for cache in caches]
     if len(set(rules)) > 1:
         raise ValueError(
@@ -500,13 +486,6 @@ def make_hybrid_cache(*parts: tuple[Cache, tuple[int, ...]]) -> Cache:
         )
     tables = tuple(cache.table for cache in caches)
     table = HybridTable(parts=tables, layers=layers, sharding_rules=rules[0])
-    for layer in sorted({layer for own in layers for layer in own}):
-        for verb in ("attend", "states"):
-            if len(table._parts_serving(verb, layer)) > 1:
-                raise ValueError(
-                    f"wanted one part at most whose keys or states a layer uses, got several for "
-                    f"layer {layer}: list it in one of them"
-                )
     return merge(table, tuple(cache.buffers for cache in caches))
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxkv.batch import Ubatch
 from jaxkv.cache import Cache, KVView, merge, split
+from jaxkv.cache_spec import CacheSpec
 from jaxkv.core.array_utils import end_of, no_slots
 from jaxkv.core.constants import EMPTY
 from jaxkv.kv.buffers import Buffers
@@ -52,6 +53,10 @@ class CrossAttentionTable(CellTable):
     def spec(self) -> TableSpec:
         """What is fixed when the cache is made."""
         return replace(super().spec, kind="source")
+
+    def cache_spec(self, buffers: Buffers) -> CacheSpec:
+        """Return what the weights fixed of the cache."""
+        return replace(super().cache_spec(buffers), kind="cross_attention")
 
     def can_allocate(
         self, lengths: np.ndarray, at_once: int, num_shared_cells: np.ndarray

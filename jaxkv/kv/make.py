@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.cache import Cache, merge
+from jaxkv.cache_spec import CacheSpec, Ropes
 from jaxkv.core.constants import MAX_CELLS
 from jaxkv.core.validate import check_count, check_shape
 from jaxkv.kv.buffers import Buffers
@@ -16,7 +17,7 @@ from jaxkv.kv.table import CellTable
 from jaxkv.kv.tiles import TILE, check_cells
 from jaxkv.ops.mla import ValueSlice
 from jaxkv.ops.quantised import zeros
-from jaxkv.rope import NOT_GIVEN, NotGiven, Rope
+from jaxkv.rope import NOT_GIVEN
 from jaxkv.spec import checked_streams
 from jaxkv.window import Window, cells_for
 
@@ -34,7 +35,7 @@ def make_kv_cache(
     ubatch_size: int | None = None,
     max_rollback: int | None = None,
     dtype: jax.typing.DTypeLike = jnp.float32,
-    rope: Rope | tuple[Rope | None, ...] | NotGiven | None = NOT_GIVEN,
+    rope: Ropes = NOT_GIVEN,
     placement: Placement = "scattered",
     shards: int | None = None,
     stacked: bool = False,
@@ -175,12 +176,11 @@ def make_kv_cache(
     llama.cpp: `llama_kv_cache`, with `kv_unified` for one stream, `n_swa` for the window, and
     `type_k` and `type_v` for the dtype.
     """
-    layers, sequences = check_count(layers, "layers"), check_count(sequences, "sequences")
+    spec = CacheSpec.attention(layers, kv_heads, head_dim, value_dim, window, rope)
+    layers, sequences = spec.layers, check_count(sequences, "sequences")
     streams = checked_streams(streams, sequences)
     shards = _checked_shards(placement, shards)
     _check_dtype(dtype)
-    if window is not None and not isinstance(window, Window):
-        raise TypeError(f"wanted a window, such as jaxkv.window.sliding(128), got {window!r}")
     if cells is None:
         if window is None:
             raise ValueError("a cache without a window needs to be told its cells: pass cells=")
@@ -199,29 +199,12 @@ def make_kv_cache(
             "cells are counted from ubatch_size and rollback, or given: pass cells alone, or leave "
             "it out"
         )
-    heads = _per_layer(kv_heads, layers, "kv_heads")
-    keys = _per_layer(head_dim, layers, "head_dim")
-    values = keys if value_dim is None else _values_per_layer(value_dim, keys, dtype)
-    ropes = rope if isinstance(rope, tuple) else (rope,) * layers
-    if len(ropes) != layers:
-        raise ValueError(f"wanted one rope for all layers or {layers}, one each, got {len(ropes)}")
-    sizes = [2 * len(one.frequencies) if isinstance(one, Rope) else 0 for one in ropes]
-    for one, turned, size in zip(ropes, sizes, keys, strict=True):
-        if not isinstance(one, Rope | NotGiven | None):
-            raise TypeError(
-                f"wanted a rope, such as make_rope(head_dim, base=10000.0), got {one!r}"
-            )
-        if turned > size:
-            raise ValueError(
-                f"wanted a rope of {size // 2} pairs at most for keys of {size}, got one of "
-                f"{turned // 2}: make it for the head, make_rope({size})"
-            )
-    for turned, value in zip(sizes, values, strict=True):
-        if isinstance(value, ValueSlice) and value.first < turned:
-            raise ValueError(
-                f"wanted values after the {turned} numbers of a key that its rope turns, got "
-                f"numbers {value.first} to {value.last - 1}: put those that are rotated first"
-            )
+    heads, keys, values, ropes = map(spec.per_layer, ("kv_heads", "head_dim", "value_dim", "rope"))
+    if jnp.dtype(dtype).itemsize == 1 and any(isinstance(value, ValueSlice) for value in values):
+        raise ValueError(
+            f"expected a dtype of 16 bits or more where values are a part of the keys, got "
+            f"{jnp.dtype(dtype)}; take bfloat16"
+        )
     cells = check_count(cells, "cells of a stream", high=MAX_CELLS - 1)
     if cells % shards:
         raise ValueError(
@@ -285,32 +268,6 @@ def _check_dtype(wanted: jax.typing.DTypeLike) -> None:
         )
 
 
-def _values_per_layer(
-    value: Any, keys: tuple[int, ...], dtype: jax.typing.DTypeLike
-) -> tuple[int | ValueSlice, ...]:
-    """Return the size of values for each layer, or which numbers of a key they are."""
-
-    def latent(part: slice, key: int) -> ValueSlice:
-        ends = range(*part.indices(key))
-        if part.step not in (None, 1) or not 0 < len(ends) < key:
-            raise ValueError(
-                f"wanted values as neighbouring numbers of a key of {key}, some and not all, got "
-                f"{part}: give keys a number more where they are all of it"
-            )
-        if jnp.dtype(dtype).itemsize == 1:
-            raise ValueError(
-                f"wanted a dtype of 16 bits or more where values are a part of the keys, got "
-                f"{jnp.dtype(dtype)}"
-            )
-        return ValueSlice(ends.start, ends.stop)
-
-    given = _for_each(value, len(keys), "value_dim")
-    return tuple(
-        latent(one, key) if isinstance(one, slice) else check_count(one, "value_dim")
-        for one, key in zip(given, keys, strict=True)
-    )
-
-
 def _checked_shards(placement: Placement, shards: int | None) -> int:
     """Return among how many shards a placement deals cells, 1 for those that do not."""
     if placement not in get_args(Placement):
@@ -328,16 +285,3 @@ def _checked_shards(placement: Placement, shards: int | None) -> int:
             f"shards out, or take that placement"
         )
     return 1
-
-
-def _per_layer(value: int | Sequence[int], layers: int, name: str) -> tuple[int, ...]:
-    """Return a size for each layer, from one for all or one for each."""
-    return tuple(check_count(size, name) for size in _for_each(value, layers, name))
-
-
-def _for_each(value: Any, layers: int, name: str) -> tuple[Any, ...]:
-    """Return what a caller gave for each layer, from one for all or one for each."""
-    given = tuple(value) if isinstance(value, Sequence) else (value,) * layers
-    if len(given) != layers:
-        raise ValueError(f"wanted {name} for all layers or {layers}, one each, got {len(given)}")
-    return given

@@ -10,12 +10,14 @@ from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch
 from jaxkv.cache import Admission, CacheTable, KVView, MaintenancePlan, SequenceStatus, check_sizes
+from jaxkv.cache_spec import CacheSpec
 from jaxkv.core.partitioning import AxisPartition, ShardingRules
 from jaxkv.kv import cells, copy, copy_pooled, defrag, eviction, shift, slots
 from jaxkv.kv.buffers import Buffers, sizes_of
 from jaxkv.kv.cells import Cells
 from jaxkv.kv.layer import attend, read_kv, write_kv
 from jaxkv.kv.sharded import endings, map_streams, map_streams_gather
+from jaxkv.ops.mla import Values, ValueSlice
 from jaxkv.rope import NotGiven
 from jaxkv.spec import TableSpec
 
@@ -41,6 +43,12 @@ class CellTable(Cells, CacheTable):
                 ("shards", self.shards),
             ),
         )
+
+    def cache_spec(self, buffers: Buffers) -> CacheSpec:
+        """Return what the weights fixed of the cache."""
+        ends = buffers.of_each(lambda k, v: (k.shape[-3], k.shape[-1], _value_dim(v)))
+        heads, keys, values = zip(*ends, strict=True)
+        return CacheSpec.attention(len(ends), heads, keys, values, self.window, buffers.ropes)
 
     def with_sharding_rules(self, sharding_rules: ShardingRules | None) -> "CellTable":
         """Return the table with other rules."""
@@ -238,3 +246,8 @@ class CellTable(Cells, CacheTable):
     def read_kv(self, buffers: Buffers, layer: int, ubatch: Ubatch, **options: Any) -> KVView:
         """See `attend.read_kv`."""
         return read_kv(self, buffers, layer, ubatch, **options)
+
+
+def _value_dim(v: Values) -> int | ValueSlice:
+    """Return the numbers of a value, or which of those of its key they are."""
+    return v if isinstance(v, ValueSlice) else v.shape[-1]

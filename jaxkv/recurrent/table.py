@@ -5,7 +5,7 @@ cannot be seen any more cannot be forgotten either, so this cache keeps earlier 
 to, exactly to the token, and refuses where it has none.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from jaxkv.cache import (
     check_sizes,
     merge,
 )
+from jaxkv.cache_spec import CacheSpec
 from jaxkv.core.constants import END, MAX_CELLS
 from jaxkv.core.partitioning import ShardingRules
 from jaxkv.core.validate import check_count, check_shape
@@ -80,6 +81,13 @@ class StateTable(States, CacheTable):
             max_rollback=self.earlier,
             details=(("layers", self.holds.shape[0]),),
         )
+
+    def cache_spec(self, buffers: Buffers) -> CacheSpec:
+        """Return what the weights fixed of the cache."""
+        leading = self.cell_hash.ndim
+        states = {name: (x.shape[leading:], x.dtype) for name, x in buffers[0].items()}
+        splits = {name: (dimension, parts) for name, dimension, parts in self.shard_dims}
+        return CacheSpec.recurrent(len(buffers), states, splits)
 
     def with_sharding_rules(self, sharding_rules: ShardingRules | None) -> "StateTable":
         """Return the table with other rules."""
@@ -389,53 +397,23 @@ def make_recurrent_cache(
 
     llama.cpp: `llama_memory_recurrent`, with `n_rs_seq` for `max_rollback`.
     """
-    layers, sequences = check_count(layers, "layers"), check_count(sequences, "sequences")
+    spec = CacheSpec.recurrent(layers, states, shard_dims)
+    layers, sequences = spec.layers, check_count(sequences, "sequences")
     max_rollback = check_count(max_rollback, "max_rollback", low=0)
     streams = checked_streams(streams, sequences)
-    if not isinstance(states, Mapping):
-        raise TypeError(f"wanted states as a mapping of names to (shape, dtype), got {states!r}")
-    if not states:
-        raise ValueError("a recurrent cache needs at least one state")
     cells = check_count(
         sequences // streams * (max_rollback + 1), "states of a stream", high=MAX_CELLS - 1
     )
-    shapes = {name: _shape(name, state) for name, state in states.items()}
-    for name, state in shapes.items():
-        check_shape((streams, cells, *state.shape), f"the state {name}")
+    for name, shape, _ in spec.states:
+        check_shape((streams, cells, *shape), f"the state {name}")
     fields = empty_fields(
         layers=layers, sequences=sequences, streams=streams, max_rollback=max_rollback
     )
-    table = StateTable(**fields, shard_dims=_splits(shapes, shard_dims or {}))
+    table = StateTable(**fields, shard_dims=spec.shard_dims)
 
     def layer() -> dict[str, jax.Array]:
         return {
-            name: jnp.zeros((*table.cell_hash.shape, *state.shape), state.dtype)
-            for name, state in shapes.items()
+            name: jnp.zeros((streams, cells, *shape), dtype) for name, shape, dtype in spec.states
         }
 
     return merge(table, tuple(layer() for _ in range(layers)))
-
-
-def _splits(
-    shapes: Mapping[str, jax.ShapeDtypeStruct], splits: Mapping[str, tuple[int, int]]
-) -> tuple[tuple[str, int, int], ...]:
-    """Return the splits of states by name, dimension and parts, checked."""
-    for name, (dimension, parts) in splits.items():
-        sizes = shapes[name].shape if name in shapes else ()
-        if not 0 <= dimension < len(sizes) or sizes[dimension] % check_count(parts, "parts"):
-            raise ValueError(
-                f"wanted for a split a dimension of a state and parts that divide it, of "
-                f"{ {one: shape.shape for one, shape in shapes.items()} }, got {name!r}: "
-                f"{(dimension, parts)}"
-            )
-    return tuple((name, *splits[name]) for name in sorted(splits))
-
-
-def _shape(name: str, state: Any) -> jax.ShapeDtypeStruct:
-    if hasattr(state, "shape"):
-        return state
-    if not isinstance(state, tuple) or len(state) != 2 or not isinstance(state[0], Sequence):
-        raise TypeError(f"wanted (shape, dtype) for the state {name}, got {state!r}")
-    shape, dtype = state
-    sizes = tuple(check_count(size, f"each size of the state {name}", low=0) for size in shape)
-    return jax.ShapeDtypeStruct(sizes, dtype)

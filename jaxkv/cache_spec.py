@@ -1,0 +1,440 @@
+"""What the weights of a model fix of its cache: layers, heads, windows, ropes and states."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.core.validate import check_count
+from jaxkv.ops.mla import ValueSlice
+from jaxkv.rope import NOT_GIVEN, NotGiven, Rope
+from jaxkv.window import Window
+
+Ropes = Rope | NotGiven | tuple[Rope | NotGiven | None, ...] | None
+"""How keys turn with position: one rope for all layers, or one for each."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class CacheSpec:
+    """What the weights of a model fix of its cache. Frozen, hashable, no arrays.
+
+    Made by `attention`, `recurrent`, `cross_attention` and `hybrid`; `make_cache` takes it, and
+    `Cache.spec` is that of a cache. Specs are equal where their caches have the same layers,
+    however that was written. A size that all layers share is stored as one number, another one as
+    a tuple of one for each.
+
+    kind: "attention", "recurrent", "cross_attention" or "hybrid".
+    layers: L; of a hybrid one more than the highest number of a layer.
+    kv_heads: K, the key/value heads.
+    head_dim: D, the numbers of a key.
+    value_dim: Dv, the numbers of a value, or which of those of its key they are, a `ValueSlice`.
+    window: how far back tokens look, None for everything.
+    rope: how keys were rotated when they come in; `NotGiven` where that was not said.
+    states: for each state its name, shape and dtype, ordered by name.
+    shard_dims: for each state that a mesh may split the name, the dimension and its parts.
+    parts: of a hybrid the specs of its parts, each with the numbers of its layers.
+
+    llama.cpp: `llama_hparams`.
+    """
+
+    kind: Literal["attention", "recurrent", "cross_attention", "hybrid"]
+    layers: int
+    kv_heads: int | tuple[int, ...] | None = None
+    head_dim: int | tuple[int, ...] | None = None
+    value_dim: int | ValueSlice | tuple[int | ValueSlice, ...] | None = None
+    window: Window | None = None
+    rope: Ropes = NOT_GIVEN
+    states: tuple[tuple[str, tuple[int, ...], Any], ...] = ()
+    shard_dims: tuple[tuple[str, int, int], ...] = ()
+    parts: tuple[tuple["CacheSpec", tuple[int, ...]], ...] = ()
+
+    @staticmethod
+    def attention(
+        layers: int,
+        kv_heads: int | Sequence[int],
+        head_dim: int | Sequence[int],
+        value_dim: Any = None,
+        window: Window | None = None,
+        rope: Ropes = NOT_GIVEN,
+    ) -> "CacheSpec":
+        """Return the spec of layers that attend to the text.
+
+        Args:
+          layers: L, the attention layers.
+          kv_heads: K, the key/value heads, of all layers or one number for each.
+          head_dim: D, the numbers of a key, likewise.
+          value_dim: Dv, the numbers of a value, likewise; by default D. A slice, where values are
+            some of the numbers of their keys, as in latent attention (MLA): they take no bytes,
+            and models give keys alone. The slice leaves out at least one number of the key, and
+            all that its rope turns, which come first.
+          window: how far back tokens look, see `jaxkv.window`. None for everything.
+          rope: how keys were rotated when they come in, for all layers or a tuple of one for each;
+            None where keys carry no position. Left out, all works that moves no keys: `seq_add`,
+            `seq_div`, `generation.context_shift` and `generation.self_extend` raise.
+
+        Raises:
+          TypeError: when a count is no integer, or a window or a rope is something else.
+          ValueError: when a count is below 1 or above 2**31 - 1, or sizes and ropes do not fit the
+            layers or each other.
+
+        Examples:
+          >>> CacheSpec.attention(layers=2, kv_heads=3, head_dim=64, window=window.sliding(128))
+          CacheSpec.attention(layers=2, kv_heads=3, head_dim=64, window=sliding(128))
+
+          Latent attention, whose values are the last 8 of 12 numbers:
+
+          >>> CacheSpec.attention(layers=2, kv_heads=1, head_dim=12, value_dim=slice(4, None))
+          CacheSpec.attention(layers=2, kv_heads=1, head_dim=12, value_dim=slice(4, 12))
+
+        llama.cpp: `n_layer`, `n_head_kv`, `n_embd_head_k`, `n_embd_head_v`, `n_swa`.
+        """
+        layers = check_count(layers, "layers")
+        heads = _sizes(kv_heads, layers, "kv_heads")
+        keys = _sizes(head_dim, layers, "head_dim")
+        values = keys if value_dim is None else _values(value_dim, keys)
+        if window is not None and not isinstance(window, Window):
+            raise TypeError(
+                f"expected a window or None, got {window!r}; make one, as jaxkv.window.sliding(128)"
+            )
+        ropes = rope if isinstance(rope, tuple) else (rope,) * layers
+        if len(ropes) != layers:
+            raise ValueError(
+                f"expected one rope for all layers or {layers}, one each, got {len(ropes)}; leave "
+                f"None for a layer whose keys do not turn"
+            )
+        for one, key, value in zip(ropes, keys, values, strict=True):
+            _check_rope(one, key, value)
+        return CacheSpec(
+            kind="attention",
+            layers=layers,
+            kv_heads=_one_if_alike(heads),
+            head_dim=_one_if_alike(keys),
+            value_dim=_one_if_alike(values),
+            window=window,
+            rope=_one_if_alike(ropes),
+        )
+
+    @staticmethod
+    def recurrent(
+        layers: int,
+        states: Mapping[str, Any],
+        shard_dims: Mapping[str, tuple[int, int]] | None = None,
+    ) -> "CacheSpec":
+        """Return the spec of layers that go on from a state.
+
+        Args:
+          layers: L, the recurrent layers.
+          states: by name, the shape and dtype of one sequence's state in one layer, as a
+            `jax.ShapeDtypeStruct` or a pair `(shape, dtype)`.
+          shard_dims: by name, the dimension of a state that a mesh may split, and the parts that
+            it has, such as (0, heads). Others are whole on each device of a stream.
+
+        Raises:
+          TypeError: when a count is no integer, or `states` no mapping of names to shapes and
+            dtypes.
+          ValueError: when there are no states, a count is out of its range, or a split is of none
+            of the states or does not divide it.
+
+        Examples:
+          >>> CacheSpec.recurrent(layers=2, states={"x": ((4, 8), "float32")})
+          CacheSpec.recurrent(layers=2, states={'x': ((4, 8), 'float32')})
+
+        llama.cpp: `n_embd_r`, `n_embd_s`.
+        """
+        layers = check_count(layers, "layers")
+        if not isinstance(states, Mapping):
+            raise TypeError(
+                f"expected states as a mapping of names to (shape, dtype), got {states!r}; name "
+                f"each state"
+            )
+        if not states:
+            raise ValueError("expected at least one state, got none; name those of a layer")
+        shapes = {name: _shape(name, states[name]) for name in sorted(states)}
+        return CacheSpec(
+            kind="recurrent",
+            layers=layers,
+            states=tuple((name, x.shape, jnp.dtype(x.dtype)) for name, x in shapes.items()),
+            shard_dims=_checked_splits(shapes, shard_dims or {}),
+        )
+
+    @staticmethod
+    def cross_attention(
+        layers: int,
+        kv_heads: int | Sequence[int],
+        head_dim: int | Sequence[int],
+        value_dim: int | Sequence[int] | None = None,
+    ) -> "CacheSpec":
+        """Return the spec of layers that look at what an encoder read: a part of a hybrid.
+
+        An encoder reads the source of a sequence once, and its keys and values are written for each
+        layer (`init_encoder`, `encode`). From then on every token of the text of that sequence sees
+        all of it, whatever its position. A sequence that has no source sees zeros there.
+
+        Forks (`seq_cp`, `seq_select`) have the source of what they go on from, in place of their
+        own, whatever range of the text is copied unless it is empty; within a stream it is shared.
+        `seq_rm` of a whole sequence, of a range that begins at 0 and has no end, forgets its
+        source; a range with an end, `seq_add` and `seq_div` leave it alone. `seq_pos_min` and
+        `seq_pos_max` tell of the text.
+
+        Args:
+          layers: L, the layers that look at a source.
+          kv_heads: K, see `attention`.
+          head_dim: D, likewise.
+          value_dim: Dv, likewise.
+
+        Raises:
+          TypeError: when a count is no integer.
+          ValueError: when a count is out of its range, or sizes do not fit the layers.
+
+        Examples:
+          Layer 0 is the self-attention of a decoder's only layer, and layer 1 its cross-attention:
+
+          >>> sizes = dict(layers=1, kv_heads=1, head_dim=2)
+          >>> text, source = CacheSpec.attention(**sizes), CacheSpec.cross_attention(**sizes)
+          >>> spec = CacheSpec.hybrid((text, [0]), (source, [1]))
+          >>> cache = make_cache(spec, cells=(8, 6), sequences=2)
+          >>> cache = apply(cache, init_encoder(cache, make_batch([[7, 8, 9], [5]])))
+          >>> cache = apply(cache, init_batch(cache, make_batch([0, 3])))
+          >>> print(show(seq_cp(cache, 0, 1).cache))
+          part 0, layers 0
+          owner    + + . . . . . .
+          position 0 1 . . . . . .
+          part 1, layers 1
+          owner    + + + . . .
+          position 0 1 2 . . .
+
+        llama.cpp: `llama_cross`, which has the outputs of one encoder pass and no keys.
+        """
+        layers = check_count(layers, "layers")
+        keys = _sizes(head_dim, layers, "head_dim")
+        return CacheSpec(
+            kind="cross_attention",
+            layers=layers,
+            kv_heads=_one_if_alike(_sizes(kv_heads, layers, "kv_heads")),
+            head_dim=_one_if_alike(keys),
+            value_dim=_one_if_alike(
+                keys if value_dim is None else _sizes(value_dim, layers, "value_dim")
+            ),
+            rope=None,  # no verb of positions reaches a source
+        )
+
+    @staticmethod
+    def hybrid(*parts: tuple["CacheSpec", Sequence[int]]) -> "CacheSpec":
+        """Return the spec of several caches that step together, each for some layers of a model.
+
+        Args:
+          parts: pairs of a spec and the numbers of the model's layers that it serves, in its own
+            order, as many as it has. A layer that attends beside a recurrence is in both.
+
+        Raises:
+          TypeError: when an argument is not such a pair.
+          ValueError: when there are no parts, a part is not given as many different layers as it
+            has, a layer is given to several parts that keep keys, or to several that keep states,
+            or there is no part beside one of `cross_attention`, or several of them.
+
+        Examples:
+          Layers 0, 1, 3 and 4 look back 4 positions, and layers 2 and 5 at everything:
+
+          >>> sizes = dict(kv_heads=1, head_dim=2)
+          >>> near = CacheSpec.attention(layers=4, window=window.sliding(4), **sizes)
+          >>> far = CacheSpec.attention(layers=2, **sizes)
+          >>> cache = make_cache(
+          ...     CacheSpec.hybrid((near, [0, 1, 3, 4]), (far, [2, 5])),
+          ...     cells=(None, 64),
+          ...     sequences=2,
+          ... )
+          >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
+          >>> [num_used_cells(part).item() for part in hybrid.parts_of(cache)]
+          [3, 3]
+
+        llama.cpp: `llama_kv_cache_iswa`, `llama_memory_hybrid`.
+        """
+        if not parts:
+            raise ValueError("expected at least one part, got none; pass (spec, layers) pairs")
+        checked = tuple(_checked_part(pair) for pair in parts)
+        specs = [spec for spec, _ in checked]
+        of_sources = sum(spec._has_sources for spec in specs)
+        if of_sources > 1 or of_sources == len(specs):
+            raise ValueError(
+                f"expected one part for sources at most, and one for the text beside it, got "
+                f"{of_sources} of {len(specs)} parts for sources; put all layers that look at a "
+                f"source into one part"
+            )
+        if any(spec.kind == "hybrid" and spec._has_sources for spec in specs):
+            raise ValueError(
+                "expected the part for sources as a part of its own, got a hybrid that has one; "
+                "pass the parts of that"
+            )
+        numbers = sorted({number for _, own in checked for number in own})
+        made = CacheSpec(kind="hybrid", layers=1 + numbers[-1], parts=checked)
+        for number in numbers:
+            kept = made._kept(number)
+            if len(kept) > len(set(kept)):
+                raise ValueError(
+                    f"expected one part at most whose keys or states a layer uses, got several "
+                    f"for layer {number}; list it in one of them"
+                )
+        return made
+
+    def per_layer(self, name: str) -> tuple[Any, ...]:
+        """Return a field that all layers share, or that each has its own of, for each layer.
+
+        >>> CacheSpec.attention(layers=3, kv_heads=2, head_dim=8).per_layer("kv_heads")
+        (2, 2, 2)
+        """
+        value = getattr(self, name)
+        return value if isinstance(value, tuple) else (value,) * self.layers
+
+    @property
+    def _has_sources(self) -> bool:
+        """Whether it is about sources, or a part of it is."""
+        return self.kind == "cross_attention" or any(one._has_sources for one, _ in self.parts)
+
+    def _kept(self, number: int) -> list[str]:
+        """Return "keys" and "states", once for each part that keeps them for a layer."""
+        if self.kind != "hybrid":
+            return ["states" if self.kind == "recurrent" else "keys"]
+        owners = [(one, own.index(number)) for one, own in self.parts if number in own]
+        return [kept for one, inner in owners for kept in one._kept(inner)]
+
+    def __repr__(self) -> str:
+        if self.kind == "hybrid":
+            return f"CacheSpec.hybrid({', '.join(map(repr, self.parts))})"
+        shown: dict[str, Any] = {"layers": self.layers}
+        if self.kind == "recurrent":
+            shown["states"] = {name: (shape, dtype.name) for name, shape, dtype in self.states}
+            if self.shard_dims:
+                shown["shard_dims"] = {name: tuple(split) for name, *split in self.shard_dims}
+        else:
+            shown |= {"kv_heads": self.kv_heads, "head_dim": self.head_dim}
+            if self.value_dim != self.head_dim:
+                shown["value_dim"] = self.value_dim
+            if self.window is not None:
+                shown["window"] = self.window
+            if self.kind == "attention" and self.rope != NOT_GIVEN:
+                shown["rope"] = self.rope
+        fields = (f"{name}={_shown(value)}" for name, value in shown.items())
+        return f"CacheSpec.{self.kind}({', '.join(fields)})"
+
+
+def _shown(value: Any) -> str:
+    """Return how a field is printed; a rope by its pairs and how fast the slowest turns."""
+    if isinstance(value, tuple) and any(isinstance(x, Rope | ValueSlice) for x in value):
+        return f"({', '.join(map(_shown, value))},)"
+    if isinstance(value, Rope):
+        slowest = min(value.frequencies, default=0.0)
+        return f"<Rope of {len(value.frequencies)} pairs, slowest {slowest:.3g}>"
+    if isinstance(value, ValueSlice):
+        return f"slice({value.first}, {value.last})"
+    if isinstance(value, Window):
+        return f"{value.rule}({value.width})"
+    return repr(value)
+
+
+def _one_if_alike(values: tuple[Any, ...]) -> Any:
+    """Return what all layers share, or the values of each."""
+    return values[0] if all(value == values[0] for value in values) else values
+
+
+def _for_each(value: Any, layers: int, name: str) -> tuple[Any, ...]:
+    """Return what a caller gave for each layer, from one for all or one for each."""
+    given = tuple(value) if isinstance(value, Sequence) else (value,) * layers
+    if len(given) != layers:
+        raise ValueError(
+            f"expected {name} for all layers or {layers}, one each, got {len(given)}; pass one "
+            f"number if all are alike"
+        )
+    return given
+
+
+def _sizes(value: Any, layers: int, name: str) -> tuple[int, ...]:
+    """Return a size for each layer, from one for all or one for each."""
+    return tuple(check_count(size, name) for size in _for_each(value, layers, name))
+
+
+def _values(value: Any, keys: tuple[int, ...]) -> tuple[int | ValueSlice, ...]:
+    """Return the size of values for each layer, or which numbers of a key they are."""
+
+    def latent(part: slice, key: int) -> ValueSlice:
+        ends = range(*part.indices(key))
+        if part.step not in (None, 1) or not 0 < len(ends) < key:
+            raise ValueError(
+                f"expected values as neighbouring numbers of a key of {key}, some and not all, got "
+                f"{part}; give keys a number more where they are all of it"
+            )
+        return ValueSlice(ends.start, ends.stop)
+
+    def checked(one: Any, key: int) -> int | ValueSlice:
+        if isinstance(one, ValueSlice):
+            one = slice(one.first, one.last)
+        return latent(one, key) if isinstance(one, slice) else check_count(one, "value_dim")
+
+    given = _for_each(value, len(keys), "value_dim")
+    return tuple(checked(one, key) for one, key in zip(given, keys, strict=True))
+
+
+def _check_rope(rope: Any, key: int, value: int | ValueSlice) -> None:
+    """Raise unless a rope fits the keys of a layer, and leaves their values alone."""
+    if not isinstance(rope, Rope | NotGiven | None):
+        raise TypeError(
+            f"expected a rope or None, got {rope!r}; make one, as make_rope(head_dim, base=10000.0)"
+        )
+    turned = 2 * len(rope.frequencies) if isinstance(rope, Rope) else 0
+    if turned > key:
+        raise ValueError(
+            f"expected a rope of {key // 2} pairs at most for keys of {key}, got one of "
+            f"{turned // 2}; make it for the head, make_rope({key})"
+        )
+    if isinstance(value, ValueSlice) and value.first < turned:
+        raise ValueError(
+            f"expected values after the {turned} numbers of a key that its rope turns, got numbers "
+            f"{value.first} to {value.last - 1}; put those that are rotated first"
+        )
+
+
+def _shape(name: str, state: Any) -> Any:
+    """Return the shape and dtype of a state."""
+    if hasattr(state, "shape"):
+        return state
+    if not isinstance(state, tuple) or len(state) != 2 or not isinstance(state[0], Sequence):
+        raise TypeError(
+            f"expected (shape, dtype) for the state {name}, got {state!r}; write ((), dtype) for "
+            f"a single number"
+        )
+    shape, dtype = state
+    sizes = tuple(check_count(size, f"each size of the state {name}", low=0) for size in shape)
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def _checked_splits(
+    shapes: Mapping[str, Any], splits: Mapping[str, tuple[int, int]]
+) -> tuple[tuple[str, int, int], ...]:
+    """Return the splits of states by name, dimension and parts, checked."""
+    for name, (dimension, parts) in splits.items():
+        sizes = shapes[name].shape if name in shapes else ()
+        if not 0 <= dimension < len(sizes) or sizes[dimension] % check_count(parts, "parts"):
+            raise ValueError(
+                f"expected for a split a dimension of a state and parts that divide it, of "
+                f"{ {one: shape.shape for one, shape in shapes.items()} }, got {name!r}: "
+                f"{(dimension, parts)}; leave out what no mesh splits"
+            )
+    return tuple((name, *splits[name]) for name in sorted(splits))
+
+
+def _checked_part(pair: Any) -> tuple[CacheSpec, tuple[int, ...]]:
+    """Return a part of a hybrid and the numbers of its layers."""
+    if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], CacheSpec)):
+        raise TypeError(
+            f"expected pairs of a CacheSpec and its layers, got {type(pair)}; write "
+            f"CacheSpec.hybrid((spec, [0, 1]), ...)"
+        )
+    spec, layers = pair
+    own = tuple(check_count(layer, "a layer", low=0) for layer in layers)
+    if len(set(own)) != len(own) or len(own) != spec.layers:
+        raise ValueError(
+            f"expected the numbers of a part's {spec.layers} layers, each once, got {own}; number "
+            f"them as the model does"
+        )
+    return spec, own
