@@ -68,7 +68,7 @@ from jaxkv.rope import make_rope, rotate
 
 if TYPE_CHECKING:
     from jaxkv import generation, serving
-    from jaxkv.generation import decode, encode, prefill
+    from jaxkv.generation import beam, decode, encode, generate, prefill, speculate, warm_up
 
 # Caches: making them, taking them apart.
 __all__ = ["Cache", "CacheSpec", "make_cache", "merge"]
@@ -97,7 +97,7 @@ __all__ += [
 ]
 __all__ += ["KVView", "read_kv", "write_kv", "write_states"]
 # Loops.
-__all__ += ["decode", "encode", "prefill"]
+__all__ += ["beam", "decode", "encode", "generate", "prefill", "speculate", "warm_up"]
 # Modules.
 __all__ += ["draw", "generation", "hybrid", "ops", "rope", "serving"]
 __all__ += ["sharding", "snapshot", "window"]
@@ -109,6 +109,6 @@ def __getattr__(name: str) -> Any:
 
     if name in ("generation", "serving"):
         return importlib.import_module(f"jaxkv.{name}")
-    if name in ("decode", "encode", "prefill"):
+    if name in __all__:
         return getattr(importlib.import_module("jaxkv.generation"), name)
     raise AttributeError(f"module 'jaxkv' has no attribute {name!r}")

@@ -6,7 +6,8 @@ from jaxkv.generation.context_shift import context_shift, self_extend
 from jaxkv.generation.decode import decode
 from jaxkv.generation.encode import encode
 from jaxkv.generation.filters import OPTIONS, constrain, make_sampler
-from jaxkv.generation.model_step import compiled_step
+from jaxkv.generation.generate import generate
+from jaxkv.generation.model_step import compiled_step, model_step
 from jaxkv.generation.prefill import prefill, warm_up
 from jaxkv.generation.results import BeamResult, DecodeResult, PrefillResult
 from jaxkv.generation.sample_step import init_decode
@@ -18,6 +19,7 @@ from jaxkv.generation.state import DecodeState
 
 # Loops, and their states and results.
 __all__ = ["DecodeResult", "DecodeState", "PrefillResult", "compiled_step", "decode", "encode"]
+__all__ += ["generate", "model_step"]
 __all__ += ["init_decode", "prefill", "warm_up"]
 __all__ += ["BeamResult", "beam", "context_shift", "self_extend"]
 # Drafts.

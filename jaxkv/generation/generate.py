@@ -1,0 +1,186 @@
+"""From prompts to texts in one call: `prefill`, `init_decode` and `decode` in a row."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.api.edits import seq_cp
+from jaxkv.batch import make_batch
+from jaxkv.cache import Cache
+from jaxkv.cache_spec import CacheSpec
+from jaxkv.core.validate import check_count, check_int32
+from jaxkv.generation.decode import decode
+from jaxkv.generation.model_step import Forward
+from jaxkv.generation.prefill import prefill
+from jaxkv.generation.results import DecodeResult
+from jaxkv.generation.sample_step import init_decode
+from jaxkv.generation.sampler import Sampler
+from jaxkv.generation.speculative.drafters import Drafter
+from jaxkv.generation.speculative.speculate import speculate
+from jaxkv.make import make_cache
+from jaxkv.plan import OutOfCellsError
+
+ROUND = 64
+"""Cells of a stream are a multiple of it, so that prompts of nearly one length share programs."""
+
+
+def generate(
+    forward: Forward,
+    params: Any,
+    prompts: Sequence[Any],
+    *,
+    spec: CacheSpec | None = None,
+    cache: Cache | None = None,
+    max_new_tokens: int = 128,
+    stop_tokens: Any = (),
+    sampler: Sampler | None = None,
+    seed: Any = 0,
+    num_samples: int = 1,
+    drafter: Drafter | None = None,
+    on_tokens: Callable[[int, list[int]], Any] | None = None,
+    tokens_per_call: int = 16,
+) -> DecodeResult:
+    """Generate texts after prompts.
+
+    It returns what `prefill`, `init_decode` and `decode` (`speculate` with a drafter) return when
+    they are called in a row. Text `i * num_samples + j`, in the sequence of that number, is sample
+    j of prompt i.
+
+    Args:
+      forward: see `prefill`; pass the same function every time, since programs are kept by it.
+      params: model parameters, any pytree.
+      prompts: a list of tokens for each prompt, none empty.
+      spec: of the cache to make, with a stream for each text and cells for its prompt and
+        `max_new_tokens`.
+      cache: a cache to continue from, in place of `spec`: the prompts follow what its first
+        sequences hold. It is left as it is, and copied once.
+      max_new_tokens: the most tokens to sample for each text.
+      stop_tokens: the tokens that end a text, see `decode`.
+      sampler: of `make_sampler` or one of your own; by default the most probable token is taken.
+      seed: of all draws, see `init_decode`.
+      num_samples: how many texts to sample after each prompt, which is computed once.
+      drafter: drafts several tokens for each step of the model, see `speculate`; of all texts.
+      on_tokens: called with the number of a text and its new tokens, as soon as they are on the
+        host. The result is the same.
+      tokens_per_call: with `on_tokens`, the most tokens of a text between two calls.
+
+    Returns:
+      Cache, state, and tokens and logarithms of their probabilities, `[T, max_new_tokens]`; a text
+      that has ended is padded, and `lists()` leaves the padding out.
+
+    Raises:
+      PlanRefusedError: when the prompts do not fit in `cache`; its subclass OutOfCellsError when
+        the samples do not.
+      ValueError: unless a spec or a cache is given, and not both; when there is no prompt, or a
+        prompt has no token; and as in `decode`.
+      TypeError: when tokens are no integers.
+
+    Examples:
+      A model that says the next number; 3 ends a text:
+
+      >>> def forward(params, cache, ubatch):
+      ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
+      ...     cache, _ = attend(cache, 0, ubatch, x, x, x)
+      ...     return cache, jnp.roll(x, 1, axis=-1).reshape(-1, 4)[ubatch.outputs]
+      >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=4)
+      >>> out = generate(
+      ...     forward, jnp.eye(4), [[0, 1], [3]], spec=spec, max_new_tokens=5, stop_tokens=[3]
+      ... )
+      >>> out.lists(), out.tokens.shape
+      ([[2, 3], [0, 1, 2, 3]], (2, 5))
+
+    llama.cpp: `examples/batched`. Hugging Face: `generate`.
+    """
+    max_new_tokens = check_count(max_new_tokens, "max_new_tokens")
+    num_samples = check_count(num_samples, "num_samples")
+    tokens_per_call = check_count(tokens_per_call, "tokens_per_call")
+    lists = _lists(prompts)
+    count = len(lists) * num_samples
+    if (spec is None) == (cache is None):
+        got = "neither" if spec is None else "both"
+        raise ValueError(f"expected spec= or cache=, got {got}; pass the spec of the model's cache")
+    own = cache is None
+    if cache is None:
+        drafted = 0 if drafter is None else drafter.num_draft_tokens
+        cells = max(map(len, lists)) + max_new_tokens + drafted
+        cells = -(-cells // ROUND) * ROUND
+        sizes = {"sequences": count, "streams": count, "max_rollback": drafted or None}
+        cache = make_cache(spec, cells=cells, **sizes)
+
+    first = range(0, count, num_samples)
+    batch = make_batch(lists, sequences=[*first])
+    result = prefill(forward, params, cache, batch, donate=own)
+    cache, logits = result.cache, result.logits
+    if num_samples > 1:
+        for source in first:
+            copies = np.arange(source + 1, source + num_samples)
+            cache, ok = seq_cp(cache, source, copies, donate=True)
+            if not jnp.all(ok):
+                raise OutOfCellsError(
+                    f"expected cells for {num_samples} samples of prompt {source // num_samples}, "
+                    f"got too few in their streams; make a cache with more cells"
+                )
+        logits = jnp.repeat(logits, num_samples, axis=0)
+    out = init_decode(
+        cache,
+        logits=logits,
+        sequences=np.arange(count),
+        sampler=sampler,
+        stop_tokens=stop_tokens,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        prompts=[tokens for tokens in lists for _ in range(num_samples)],
+    )
+    parts, left = [_tell(out, on_tokens)], max_new_tokens - 1
+    while left and bool(jnp.any(out.state.active)):
+        size = left if on_tokens is None else min(tokens_per_call, left)
+        options = {"num_tokens": size, "sampler": sampler, "stop_tokens": stop_tokens}
+        args = forward, params, out.cache, out.state
+        if drafter is None:
+            out = decode(*args, **options, donate=True)
+        else:
+            out = speculate(*args, drafter=drafter, **options, donate=True)
+            drafter = out.drafter
+        parts.append(_tell(out, on_tokens))
+        left -= size
+    return _joined(parts, left)._replace(cache=out.cache, state=out.state, drafter=drafter)
+
+
+def _lists(prompts: Any) -> list[np.ndarray]:
+    """Return the tokens of each prompt, `[n]` int32, or raise."""
+    lists = [np.asarray(check_int32(one, "the tokens of a prompt", low=0)) for one in prompts]
+    if not lists or any(one.ndim != 1 or not one.size for one in lists):
+        raise ValueError(
+            f"expected a list of at least one token for each prompt, got {prompts!r}; a single "
+            f"prompt is [tokens]"
+        )
+    return lists
+
+
+def _tell(out: DecodeResult, on_tokens: Callable[[int, list[int]], Any] | None) -> DecodeResult:
+    """Call `on_tokens` for each text that has new tokens; return the result."""
+    if on_tokens is not None:
+        for text, tokens in enumerate(out.lists()):
+            if tokens:
+                on_tokens(text, tokens)
+    return out
+
+
+def _joined(parts: list[DecodeResult], left: int) -> DecodeResult:
+    """Return the tokens of several calls as those of one, padded by the tokens that were `left`."""
+    pad = [(0, 0), (0, left)]
+    counts = [
+        None if parts[-1][i] is None else sum(part[i] for part in parts if part[i] is not None)
+        for i in (4, 5, 6)
+    ]
+    return parts[-1]._replace(
+        tokens=jnp.pad(
+            jnp.concatenate([part.tokens for part in parts], axis=1), pad, constant_values=-1
+        ),
+        logprobs=jnp.pad(jnp.concatenate([part.logprobs for part in parts], axis=1), pad),
+        num_model_steps=counts[0],
+        num_drafted=counts[1],
+        num_accepted=counts[2],
+    )

@@ -1,0 +1,112 @@
+"""`generate` is `prefill`, `init_decode` and `decode` in a row."""
+
+import jax
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import generation
+from tests.caches import assert_identical
+from tests.generation.tiny import by_table
+from tests.mistakes import assert_raises, mistakes
+
+SPEC = jaxkv.CacheSpec.attention(layers=1, kv_heads=1, head_dim=1)
+TABLE = jax.nn.softmax(2 * jax.random.normal(jax.random.key(0), (16, 16)))
+PROMPTS = [[1, 2, 3], [4], [5, 6]]
+WARM = generation.make_sampler(temperature=1.0)
+generate = jaxkv.generate
+
+
+def run(prompts=PROMPTS, **options):
+    options = dict(spec=SPEC, max_new_tokens=9, stop_tokens=[7]) | options
+    if "cache" in options:
+        options.pop("spec")
+    return jaxkv.generate(by_table, TABLE, prompts, **options)
+
+
+def in_a_row(cache, prompts=PROMPTS, sampler=WARM, seed=3):
+    cache, logits, ids, *_ = jaxkv.prefill(by_table, TABLE, cache, prompts)
+    first = generation.init_decode(
+        cache,
+        logits=logits,
+        sequences=ids,
+        sampler=sampler,
+        stop_tokens=[7],
+        max_new_tokens=9,
+        seed=seed,
+        prompts=prompts,
+    )
+    rest = jaxkv.decode(
+        by_table, TABLE, cache, first.state, num_tokens=8, sampler=sampler, stop_tokens=[7]
+    )
+    return rest, np.concatenate([first.tokens, rest.tokens], axis=1)
+
+
+def test_generate_equals_calls_in_a_row():
+    cache = jaxkv.make_cache(SPEC, cells=64, sequences=3, streams=3)
+    rest, tokens = in_a_row(cache)
+    out = run(sampler=WARM, seed=3)
+    np.testing.assert_array_equal(out.tokens, tokens)
+    assert_identical(out.cache.table, rest.cache.table)
+    assert out.finish_reason.tolist() == rest.finish_reason.tolist()
+
+
+@pytest.mark.core
+def test_generate_on_tokens_streams_same_texts():
+    heard = {text: [] for text in range(3)}
+    calls = []
+
+    def on_tokens(text, tokens):
+        calls.append(len(tokens))
+        heard[text] += tokens
+
+    wanted = run(sampler=WARM)
+    out = run(sampler=WARM, on_tokens=on_tokens, tokens_per_call=3)
+    assert [*heard.values()] == out.lists() == wanted.lists()
+    assert max(calls) == 3 and out.tokens.shape == wanted.tokens.shape == (3, 9)
+    np.testing.assert_allclose(out.logprobs, wanted.logprobs, atol=1e-6)
+
+
+@pytest.mark.core
+def test_generate_samples_fork_their_prompt():
+    out = run(PROMPTS[:2], sampler=WARM, num_samples=2, seed=[1, 2, 1, 5])
+    alone = [
+        run([PROMPTS[i]], sampler=WARM, seed=[seed]).lists()[0] for i, seed in ((0, 2), (1, 5))
+    ]
+    assert [out.lists()[1], out.lists()[3]] == alone
+
+
+@pytest.mark.core
+def test_generate_continues_cache_and_leaves_it():
+    cache, *_ = jaxkv.prefill(
+        by_table, TABLE, jaxkv.make_cache(SPEC, cells=64, sequences=4), [[8, 9], [8]]
+    )
+    before = jax.tree.map(np.array, cache)
+    out = run(PROMPTS[:2], cache=cache)
+    assert out.lists() == run(PROMPTS[:2]).lists()  # the model reads the last token alone
+    assert_identical(cache, before)
+    made = [len(tokens) for tokens in out.lists()]
+    ends = [2 + 3 + made[0] - 2, 1 + 1 + made[1] - 2]  # the last token is in no cell
+    assert jaxkv.seq_pos_max(out.cache, [0, 1]).tolist() == ends
+
+
+@pytest.mark.core
+def test_generate_drafter_same_texts():
+    drafter = generation.prompt_lookup(PROMPTS, ngram=1)
+    out = run(drafter=drafter)
+    assert out.lists() == run().lists()
+    assert out.num_drafted.shape == out.num_accepted.shape == (3,)
+
+
+@pytest.mark.core
+def test_generate_full_cache_ends_texts_by_name():
+    out = run(cache=jaxkv.make_cache(SPEC, cells=8, sequences=3), stop_tokens=())
+    reasons = [jaxkv.Reason(reason).name for reason in out.finish_reason.tolist()]
+    assert set(reasons) == {"OUT_OF_CELLS"}
+    with pytest.raises(jaxkv.PlanRefusedError, match="OUT_OF_CELLS"):
+        run(cache=jaxkv.make_cache(SPEC, cells=4, sequences=3))
+
+
+@pytest.mark.parametrize(("call", "outcome"), mistakes("generate"))
+def test_generate_bad_argument_raises(call, outcome):
+    assert_raises(call, outcome, globals())
