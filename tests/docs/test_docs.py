@@ -55,8 +55,12 @@ def test_readme_prints_outputs_of_real_weights(smollm2, monkeypatch):
     assert printed(code, {}) == text
 
 
-def test_readme_names_files_that_exist():
-    named = re.findall(r"`((?:\w+/)*\w+\.(?:py|md))`", (ROOT / "README.md").read_text())
+def test_readme_has_at_most_120_lines():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def test_contributing_names_files_that_exist():
+    named = re.findall(r"`((?:\w+/)*[a-z_]+\.(?:py|md))`", (ROOT / "CONTRIBUTING.md").read_text())
     assert len(named) > 10
     for name in named:
         assert (ROOT / name).exists() or (ROOT / "jaxkv" / name).exists(), name
