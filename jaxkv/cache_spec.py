@@ -322,7 +322,7 @@ class CacheSpec:
 def _shown(value: Any) -> str:
     """Return how a field is printed; a rope by its pairs and how fast the slowest turns."""
     if isinstance(value, tuple) and any(isinstance(x, Rope | ValueSlice) for x in value):
-        return f"({', '.join(map(_shown, value))},)"
+        return f"({', '.join(map(_shown, value))})"
     if isinstance(value, Rope):
         slowest = min(value.frequencies, default=0.0)
         return f"<Rope of {len(value.frequencies)} pairs, slowest {slowest:.3g}>"

@@ -209,6 +209,7 @@ def _made(spec: CacheSpec, pools: Mapping[str, int], options: Mapping[str, Any])
             raise ValueError(
                 f"expected one {name} for a cache without parts, got {value}; pass a single one"
             )
+    placement, shards = _placed(options["placement"])
     if spec.kind == "recurrent":
         return make_recurrent_cache(
             layers=spec.layers,
@@ -217,7 +218,6 @@ def _made(spec: CacheSpec, pools: Mapping[str, int], options: Mapping[str, Any])
             max_rollback=0 if options["max_rollback"] is None else options["max_rollback"],
             **pools,
         )
-    placement, shards = _placed(options["placement"])
     sizes: dict[str, Any] = dict(
         layers=spec.layers,
         kv_heads=spec.kv_heads,
@@ -226,9 +226,7 @@ def _made(spec: CacheSpec, pools: Mapping[str, int], options: Mapping[str, Any])
         dtype=options["dtype"],
         **pools,
     )
-    if options["cells"] is None and spec.window is None:
-        what = "sources" if spec.kind == "cross_attention" else "layers that see the whole text"
-        raise ValueError(f"expected a number of cells for {what}, got None; pass cells=")
+    _check_cells(spec, options["cells"])
     if spec.kind == "cross_attention":
         return make_cross_attention_cache(cells=options["cells"], **sizes)
     return make_kv_cache(
@@ -240,6 +238,13 @@ def _made(spec: CacheSpec, pools: Mapping[str, int], options: Mapping[str, Any])
         stacked=options["stacked"],
         **sizes,
     )
+
+
+def _check_cells(spec: CacheSpec, cells: Any) -> None:
+    """Raise where cells are left out that nothing else tells."""
+    if cells is None and spec.window is None:
+        what = "sources" if spec.kind == "cross_attention" else "layers that see the whole text"
+        raise ValueError(f"expected a number of cells for {what}, got None; pass cells=")
 
 
 def _split(spec: CacheSpec, options: Mapping[str, Any]) -> list[dict[str, Any]]:
