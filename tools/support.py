@@ -297,7 +297,7 @@ def slide(trial: Trial) -> str:
 
 
 def extend(trial: Trial) -> str:
-    cache, _, ok = generation.self_extend(trial.cache, 0, 0, group=2, width=4)
+    cache, ok, _ = generation.self_extend(trial.cache, 0, 0, group=2, width=4)
     return trial.granted(cache, ok, TOKENS // 2 - 1)
 
 

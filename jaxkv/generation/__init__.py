@@ -2,7 +2,7 @@
 
 from jaxkv.generation.beam import beam
 from jaxkv.generation.constraints import Constraint
-from jaxkv.generation.context_shift import context_shift, self_extend
+from jaxkv.generation.context_shift import SelfExtendResult, context_shift, self_extend
 from jaxkv.generation.decode import decode
 from jaxkv.generation.encode import encode
 from jaxkv.generation.filters import OPTIONS, constrain, make_sampler
@@ -21,7 +21,7 @@ from jaxkv.generation.state import DecodeState
 __all__ = ["DecodeResult", "DecodeState", "PrefillResult", "compiled_step", "decode", "encode"]
 __all__ += ["generate", "model_step"]
 __all__ += ["init_decode", "prefill", "warm_up"]
-__all__ += ["BeamResult", "beam", "context_shift", "self_extend"]
+__all__ += ["BeamResult", "SelfExtendResult", "beam", "context_shift", "self_extend"]
 # Drafts.
 __all__ += ["Drafter", "DraftTokens", "draft_model", "prompt_lookup"]
 __all__ += ["speculate", "tree_draft_model"]

@@ -4,7 +4,7 @@ Both move keys that stand in the cache already, and rotate them. Those of all la
 were computed when more was seen, or when it stood further away, and stay what they were.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxkv.api.apply import apply
 from jaxkv.api.arguments import Ids, sequence
+from jaxkv.api.edits import EditResult
 from jaxkv.cache import Cache, MaintenancePlan, merge, split
 from jaxkv.core.constants import END
 from jaxkv.core.donation import check_there
@@ -22,7 +23,7 @@ from jaxkv.spec import TableSpec
 
 def context_shift(
     cache: Cache, seq: Ids, *, num_keep: Ids, num_discard: Ids, donate: bool = False
-) -> tuple[Cache, jax.Array]:
+) -> EditResult:
     """Forget a passage of a sequence and close the gap, for a text that never ends.
 
     The first `num_keep` tokens stay where they are, often a system prompt, or the few that
@@ -64,12 +65,25 @@ def context_shift(
     check_there(cache)
     bounds = _one(num_keep, "num_keep", low=0), _one(num_discard, "num_discard", low=1)
     table, plan, ok = _slid(table, sequence(table, seq), *bounds)
-    return apply(merge(table, buffers), plan, donate=donate), ok
+    return EditResult(apply(merge(table, buffers), plan, donate=donate), ok)
+
+
+class SelfExtendResult(NamedTuple):
+    """What `self_extend` returns.
+
+    cache: the next cache.
+    ok: `[]` bool, False where nothing was changed.
+    grouped: `[]` int32, the positions of tokens that are grouped now, for the next call.
+    """
+
+    cache: Cache
+    ok: jax.Array
+    grouped: jax.Array
 
 
 def self_extend(
-    cache: Cache, seq: Ids, done: Ids, *, group: int, width: int, donate: bool = False
-) -> tuple[Cache, jax.Array, jax.Array]:
+    cache: Cache, seq: Ids, grouped: Ids, *, group: int, width: int, donate: bool = False
+) -> SelfExtendResult:
     """Let `group` neighbours share a position, so that a text is longer than positions reach.
 
     Every `width` ungrouped tokens are moved onto `width // group` positions; the tokens after them
@@ -79,16 +93,16 @@ def self_extend(
     Args:
       cache: a cache without recurrent states.
       seq: `[]` int, the sequence. Its next token still stands one past its last position.
-      done: `[]` int, the positions of tokens that are grouped already: 0 at first, and then what
-        this function returned.
+      grouped: `[]` int, the positions of tokens that are grouped already: 0 at first, and then
+        what this function returned.
       group: how many tokens share a position.
       width: how many tokens are grouped at once, a multiple of `group`.
       donate: give up the buffers of the cache passed in, see `apply`. Otherwise they are copied.
 
     Returns:
-      The cache; `done` for the next call, `[]` int32; and `ok`, `[]` bool, which is True, too,
-      where there is nothing to group yet. When it is False nothing has changed: another sequence
-      shares a cell that would move, `done` is not what was returned before or the sequence was cut
+      The cache, `ok`, which is True, too, where there is nothing to group yet, and `grouped` for
+      the next call. When `ok` is False nothing has changed: another sequence shares a cell that
+      would move, `grouped` is not what was returned before or the sequence was cut
       below it, positions would reach 2**31 - 1 on the way, or a window has let go of tokens that
       the next one would see again.
 
@@ -98,17 +112,17 @@ def self_extend(
 
     Raises:
       ValueError: when the cache has recurrent states or was made without `rope=`, `group`
-        or `width` is below 1 or above 2**31 - 1, `width` is no multiple of `group`, `done` is
+        or `width` is below 1 or above 2**31 - 1, `width` is no multiple of `group`, `grouped` is
         several numbers, the sequence is known and is none of the cache, or the cache was donated.
 
     Examples:
       >>> cache = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=2, rope=make_rope(2))
       >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3, 4, 5])))
-      >>> cache, done, ok = generation.self_extend(cache, 0, 0, group=2, width=4)
+      >>> cache, ok, grouped = generation.self_extend(cache, 0, 0, group=2, width=4)
       >>> print(show(cache))
       owner    0 0 0 0 0 . . .
       position 0 0 1 1 2 . . .
-      >>> done.item(), ok.item()
+      >>> grouped.item(), ok.item()
       (2, True)
 
     llama.cpp: self-extend, `--grp-attn-n` and `--grp-attn-w`.
@@ -120,9 +134,9 @@ def self_extend(
         raise ValueError(f"wanted a width that is a multiple of group={group}, got {width}")
     table.check_moves(buffers)
     check_there(cache)
-    args = _one(done, "done"), jnp.int32(group), jnp.int32(width)
+    args = _one(grouped, "grouped"), jnp.int32(group), jnp.int32(width)
     table, plan, now, ok = _extended(table, sequence(table, seq), *args)
-    return apply(merge(table, buffers), plan, donate=donate), now, ok
+    return SelfExtendResult(apply(merge(table, buffers), plan, donate=donate), ok, now)
 
 
 def _one(value: Any, name: str, low: int = -END) -> Any:

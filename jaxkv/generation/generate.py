@@ -98,16 +98,16 @@ def generate(
     tokens_per_call = check_count(tokens_per_call, "tokens_per_call")
     lists = _lists(prompts)
     count = len(lists) * num_samples
-    if (spec is None) == (cache is None):
-        got = "neither" if spec is None else "both"
-        raise ValueError(f"expected spec= or cache=, got {got}; pass the spec of the model's cache")
     own = cache is None
-    if cache is None:
+    if spec is not None and cache is None:
         drafted = 0 if drafter is None else drafter.num_draft_tokens
         cells = max(map(len, lists)) + max_new_tokens + drafted
         cells = -(-cells // ROUND) * ROUND
         sizes = {"sequences": count, "streams": count, "max_rollback": drafted or None}
         cache = make_cache(spec, cells=cells, **sizes)
+    elif spec is not None or cache is None:
+        got = "neither" if spec is None else "both"
+        raise ValueError(f"expected spec= or cache=, got {got}; pass the spec of the model's cache")
 
     first = range(0, count, num_samples)
     batch = make_batch(lists, sequences=[*first])
@@ -171,16 +171,16 @@ def _tell(out: DecodeResult, on_tokens: Callable[[int, list[int]], Any] | None) 
 def _joined(parts: list[DecodeResult], left: int) -> DecodeResult:
     """Return the tokens of several calls as those of one, padded by the tokens that were `left`."""
     pad = [(0, 0), (0, left)]
-    counts = [
-        None if parts[-1][i] is None else sum(part[i] for part in parts if part[i] is not None)
-        for i in (4, 5, 6)
-    ]
-    return parts[-1]._replace(
-        tokens=jnp.pad(
-            jnp.concatenate([part.tokens for part in parts], axis=1), pad, constant_values=-1
-        ),
-        logprobs=jnp.pad(jnp.concatenate([part.logprobs for part in parts], axis=1), pad),
-        num_model_steps=counts[0],
-        num_drafted=counts[1],
-        num_accepted=counts[2],
+    tokens = jnp.concatenate([part.tokens for part in parts], axis=1)
+    logprobs = jnp.concatenate([part.logprobs for part in parts], axis=1)
+    out = parts[-1]._replace(
+        tokens=jnp.pad(tokens, pad, constant_values=-1), logprobs=jnp.pad(logprobs, pad)
+    )
+    drafted = [part for part in parts if part.num_drafted is not None]
+    if not drafted:
+        return out
+    return out._replace(
+        num_model_steps=sum(part.num_model_steps for part in drafted),
+        num_drafted=sum(part.num_drafted for part in drafted),
+        num_accepted=sum(part.num_accepted for part in drafted),
     )

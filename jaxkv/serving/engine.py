@@ -246,6 +246,39 @@ which this cache never has: ask for less, or make a larger one
             while self._done:
                 yield self._done.pop(0)
 
+    def stream(self) -> Iterator[tuple[int, list[int], FinishReason | None]]:
+        """Step until nothing is left to do, and yield tokens as they are generated.
+
+        Requests may be submitted and cancelled between two items.
+
+        Yields:
+          The id of a request, its new tokens, and None; a reason in the last item of a request,
+          whose tokens may be none.
+
+        Examples:
+          >>> def forward(params, cache, ubatch):
+          ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
+          ...     cache, _ = attend(cache, 0, ubatch, x, x, x)
+          ...     return cache, jnp.roll(x, 1, axis=-1).reshape(-1, 4)[ubatch.outputs]
+          >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=4)
+          >>> cache = make_cache(spec, cells=16, sequences=2)
+          >>> engine = serving.Engine(forward, jnp.eye(4), cache, tokens_per_step=2)
+          >>> engine.submit(serving.Request(prompt=[0], max_new_tokens=4))
+          0
+          >>> for request_id, tokens, reason in engine.stream():
+          ...     print(request_id, tokens, reason and reason.name)
+          0 [1, 2, 3] None
+          0 [0] LENGTH
+        """
+        sent: dict[int, int] = {}
+        while self.busy:
+            for result in self.step():
+                yield result.id, result.tokens[sent.pop(result.id, 0) :].tolist(), result.reason
+            for text in list(self._schedule.all):
+                if new := text.tokens[sent.get(text.id, 0) :]:
+                    sent[text.id] = len(text.tokens)
+                    yield text.id, list(map(int, new)), None
+
     def step(self) -> list[RequestOutput]:
         """Compute a chunk of prompts, then some tokens of each text that runs; return what ended.
 

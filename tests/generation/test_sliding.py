@@ -183,7 +183,7 @@ def test_draws_do_not_repeat_where_positions_come_again(tidy, drafted):
                 cache, ok = generation.context_shift(cache, 0, num_keep=2, num_discard=4)
                 assert ok
             elif tidied:
-                cache, done, ok = generation.self_extend(cache, 0, done, group=2, width=4)
+                cache, ok, done = generation.self_extend(cache, 0, done, group=2, width=4)
                 assert ok
         return np.concatenate(pieces, axis=1).tolist()
 
@@ -193,13 +193,13 @@ def test_draws_do_not_repeat_where_positions_come_again(tidy, drafted):
 @pytest.mark.parametrize(("group", "width"), [(2, 4), (4, 4), (3, 6), (1, 2)])
 def test_extend_equals_the_verbs_by_hand(group, width):
     cache = told(3, 16)
-    after, done, ok = generation.self_extend(cache, 1, 0, group=group, width=width)
+    after, ok, done = generation.self_extend(cache, 1, 0, group=group, width=width)
     wanted, expected = extended_by_hand(cache, 1, 0, group, width)
     assert ok and done == expected
     assert_identical(after, wanted)
     assert jaxkv.num_used_cells(after) == 19
     assert_sound(after)
-    again, same, ok = generation.self_extend(after, 1, done, group=group, width=width)
+    again, ok, same = generation.self_extend(after, 1, done, group=group, width=width)
     assert ok and same == done
     assert_identical(again, after)
     assert jaxkv.init_batch(again, one_more(sequences=1), ubatch_size=4).ok
@@ -213,12 +213,12 @@ def test_extend_that_cannot_be_changes_nothing():
     far = jaxkv.seq_add(cache, 1, 0, -1, delta=2**30).cache
     cases = [(pending, 1, 3), (pending, 1, -2), (pending, 1, 10), (shared, 1, 0), (shared, 2, 0)]
     for cache, seq, done in [*cases, (far, 1, 0), (far, 1, 2**30)]:
-        after, now, ok = extend(cache, seq, done)
+        after, ok, now = extend(cache, seq, done)
         assert not ok and now == done, (seq, done)
         assert_identical(after, cache)
     prefix = jaxkv.seq_cp(told(3, 8), 1, 2, 0, 2).cache
-    assert extend(prefix, 1, 2)[2] and not extend(prefix, 1, 0)[2]
+    assert extend(prefix, 1, 2).ok and not extend(prefix, 1, 0).ok
     short = jaxkv.seq_cp(told(3), 0, 2).cache
-    after, now, ok = extend(short, 0, 0)
+    after, ok, now = extend(short, 0, 0)
     assert ok and now == 0  # there is nothing to group yet, so sharing is no hindrance
     assert_identical(after, short)

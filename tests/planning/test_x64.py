@@ -128,7 +128,7 @@ def test_loops_x64_keep_dtypes_and_pick_the_same(draft, wide):
     )
     assert beams.tokens.dtype == np.int32 and beams.scores.dtype == np.float32
     slid, ok = generation.context_shift(cache, 0, num_keep=1, num_discard=1)
-    grouped, _, grew = generation.self_extend(cache, 0, 0, group=2, width=2)
+    grouped, grew, _ = generation.self_extend(cache, 0, 0, group=2, width=2)
     assert ok and grew and dtypes(slid) == dtypes(grouped) == dtypes(cache)
     request = serving.Request(prompt=prompts[1], max_new_tokens=5)
     (result,) = serving.serve(forward, params, empty, [request], prefill_chunk=8)

@@ -38,7 +38,7 @@ def after_beams_and_slides(forward, params, cache):
     search = {"num_beams": 2, "num_tokens": 2, "sequences": [0, 1]}
     searched, *_ = beams = generation.beam(forward, params, cache, logits[:1], **search)
     slid, ok = generation.context_shift(cache, 2, num_keep=1, num_discard=2)
-    extended, done, well = generation.self_extend(cache, 0, 0, group=2, width=4)
+    extended, well, done = generation.self_extend(cache, 0, 0, group=2, width=4)
     assert ok and well
     return beams.tokens, beams.num_cached, done, searched, slid, extended
 
