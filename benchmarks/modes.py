@@ -114,7 +114,7 @@ def main() -> None:
         cells = of * n // streams
         return partial(Case, model, lengths, active, streams=streams, cells=cells, **options)
 
-    striped = partial(case, full[:1], [0], 1, placement="striped", shards=4)
+    striped = partial(case, full[:1], [0], 1, placement="striped:4")
     busy = partial(case, full, range(8), grown=n // 4)
     forks = partial(busy, shared=7 * n // 8, grown=n // 16)
 

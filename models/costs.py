@@ -73,7 +73,7 @@ def costs_of(model: Model, **sizes: Any) -> Costs:
 
     Args:
       model: see `models.load_shapes` and `models.on_mesh`.
-      sizes: of the cache, see `models.families.caches.make_cache`.
+      sizes: of the cache, see `Model.make_cache`.
 
     Raises:
       ValueError: when a mesh cannot split the sizes, or they do not go together.

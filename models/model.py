@@ -30,7 +30,7 @@ from models.families import (
     recurrent_gemma,
     t5,
 )
-from models.families.caches import attending, make_cache
+from models.families.caches import attending, options_of, spec_of
 from models.meshes import WHOLE
 from models.text.tokenizer import Tokenizer
 
@@ -99,43 +99,54 @@ class Model:
         """The tokens that end a text."""
         return self.checkpoint.stop_tokens
 
-    def make_cache(self, *, cells: int | None = None, dtype: Any = None, **options: Any) -> Any:
+    @property
+    def cache_spec(self) -> jaxkv.CacheSpec:
+        """What the weights fix of its caches, for `jaxkv.make_cache`.
+
+        That makes what `make_cache` makes, if it is told the `dtype` of other weights than float32,
+        and the `mesh`, `sharding_rules` and `placement` of weights on a mesh.
+        """
+        return self._spec(self._dtype(None))
+
+    def make_cache(self, *, dtype: Any = None, **options: Any) -> jaxkv.Cache:
         """Make an empty cache for this model.
 
         Args:
-          cells: tokens that fit, over all sequences together or, in streams, for each of them. May
-            be left out where nothing grows with the text: in models whose layers are recurrent or
-            attend to a window.
           dtype: of what is stored, by default `cache_dtype`, or that of the weights. Of 8 bits,
             such as "int8", are keys and values alone; states stay in that of the weights.
-          options: `sequences`, `streams`, `max_rollback` and more in
-            `models.families.caches.make_cache`; `placement` and more in `jaxkv.make_kv_cache`.
-            On a mesh that splits cells they are striped, unless you choose another placement.
+          options: `cells`, `source_cells`, `max_rollback` and `full_windows`, see
+            `models.families.caches.options_of`; `sequences`, `streams` and more in
+            `jaxkv.make_cache`. On a mesh that splits cells they are striped, unless you choose
+            another placement.
         """
-        make = self._maker(cells, dtype, options)
-        if self.mesh is None:
-            return make()
-        return jaxkv.sharding.make_sharded(make, self.mesh, self.rules)
+        return self._maker(dtype, options)(
+            mesh=self.mesh, sharding_rules=None if self.mesh is None else self.rules
+        )
 
-    def cache_shapes(self, *, cells: int | None = None, dtype: Any = None, **options: Any) -> Any:
+    def cache_shapes(self, *, dtype: Any = None, **options: Any) -> jaxkv.Cache:
         """Return the shapes of what `make_cache` makes; on a mesh each has its sharding."""
-        make = self._maker(cells, dtype, options)
+        make = self._maker(dtype, options)
         if self.mesh is None:
             return jax.eval_shape(make)
         return jaxkv.sharding.shapes(make, self.mesh, self.rules)
 
-    def _maker(
-        self, cells: int | None, dtype: Any, options: dict[str, Any]
-    ) -> Callable[[], jaxkv.Cache]:
-        dtype = dtype or self.cache_dtype or self.dtype
+    def _dtype(self, dtype: Any) -> Any:
+        """Return the dtype of what caches store, given what a caller said."""
+        return dtype or self.cache_dtype or self.dtype
+
+    def _spec(self, dtype: Any) -> jaxkv.CacheSpec:
         # Keys and values of 8 bits have scales, and states have none.
         of_states = self.dtype if jnp.dtype(dtype).itemsize == 1 else dtype
-        layers = self.family.layers_of(self.config, of_states)
+        return spec_of(self.family.layers_of(self.config, of_states))
+
+    def _maker(self, dtype: Any, options: dict[str, Any]) -> Callable[..., jaxkv.Cache]:
+        dtype = self._dtype(dtype)
+        spec = self._spec(dtype)
         if self.mesh is not None and "placement" not in options:
             shards = self.rules.devices(self.mesh, "cells")
-            if shards > 1 and attending(layers):
-                options = {"placement": "striped", "shards": shards, **options}
-        return partial(make_cache, layers, cells=cells, dtype=dtype, **options)
+            if shards > 1 and "attention" in {spec.kind, *(part.kind for part, _ in spec.parts)}:
+                options = {"placement": f"striped:{shards}", **options}
+        return partial(jaxkv.make_cache, spec, dtype=dtype, **options_of(spec, **options))
 
     @property
     def logits_sharding(self) -> NamedSharding | None:

@@ -11,7 +11,7 @@ import jaxkv
 import models
 from models.checkpoints.open import open_checkpoint
 from models.costs import abstract_mesh, costs_of
-from models.meshes import RULES
+from models.meshes import RULES, make_mesh
 from tests.models.tiny_files import DATA, config_at
 
 LINEAR = {"rope_type": "linear", "factor": 2.0}
@@ -99,6 +99,34 @@ def bytes_of(name, **options):
     return jaxkv.nbytes(jaxkv.split(cache)[1]), len(jaxkv.hybrid.parts_of(cache))
 
 
+FAMILIES = sorted(path.parent.name for path in DATA.glob("*/config.json"))
+
+
+def identical(one, other):
+    return jax.tree.structure(one) == jax.tree.structure(other) and all(
+        (x.shape, x.dtype, x.sharding) == (y.shape, y.dtype, y.sharding)
+        for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_make_cache_of_spec_is_what_model_makes(name):
+    model = models.load_shapes(DATA / name)
+    for sizes in (dict(cells=512), dict(cells=16, sequences=4, streams=2, max_rollback=2)):
+        cache = model.make_cache(**sizes)
+        assert identical(jaxkv.make_cache(model.cache_spec, **sizes), cache)
+        assert cache.spec == model.cache_spec
+    half, sizes = models.load_shapes(DATA / name, dtype=jnp.bfloat16), dict(cells=16, sequences=2)
+    cache = jaxkv.make_cache(half.cache_spec, dtype=half.dtype, **sizes)
+    assert identical(cache, half.make_cache(**sizes))
+    mesh = make_mesh({"data": 2, "tensor": 2})
+    model = models.on_mesh(model, mesh, RULES)
+    sizes = dict(cells=16, sequences=4, streams=2)
+    cache = jaxkv.make_cache(model.cache_spec, **sizes, mesh=mesh, sharding_rules=RULES)
+    assert identical(cache, model.make_cache(**sizes))
+    assert cache.spec == model.cache_spec
+
+
 WINDOWED = [("mistral_window", 2, 1), ("qwen2_window", 1, 2), ("gemma3", 3, 2)]
 
 
@@ -118,7 +146,7 @@ def test_make_cache_of_states_needs_no_cells():
         bytes_of("mamba2", sequences=2, max_rollback=3)[0] == 4 * bytes_of("mamba2", sequences=2)[0]
     )
     assert bytes_of("recurrent_gemma", sequences=2)
-    with pytest.raises(ValueError, match="told its cells"):
+    with pytest.raises(ValueError, match="pass cells="):
         bytes_of("granite_hybrid", sequences=2)
 
 
