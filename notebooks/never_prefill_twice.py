@@ -205,12 +205,12 @@ for front in ("", "Today is Monday.\n", "Anna lives in Paris and likes to sing.\
 # %%
 path = Path(tempfile.mkdtemp()) / "texts.safetensors"
 texts = {one.holder: one.tokens.tolist() for one in keeping.store.texts}
-snapshot.save(path, keeping.cache, sequences=[*texts], tokens=texts, model="SmolLM2")
+snapshot.save(keeping.cache, path=path, sequences=[*texts], tokens=texts, model_id="SmolLM2")
 
 cache = make_cache()
 store = prefix_cache.make_prefix_store(cache, store_sequences=HOLDERS)
 saved = snapshot.inspect(path).tokens.values()
-cache = snapshot.load_into(path, cache, sequences=range(len(saved)), model="SmolLM2")
+cache = snapshot.load(path, into=cache, sequences=range(len(saved)), model_id="SmolLM2")
 for sequence, tokens in enumerate(saved):
     cache, store, _ = prefix_cache.store_prefix(cache, store, tokens, sequence)
 cache, _ = jaxkv.seq_rm(cache, range(len(saved)))

@@ -55,7 +55,7 @@ def inspect(source: Source) -> Info:
       >>> (ubatch,) = init_batch(cache, make_batch([[1, 2, 3], [4, 5]])).ubatches
       >>> keys = jnp.ones((*ubatch.valid.shape, 1, 2))
       >>> cache = write_kv(apply(cache, ubatch), 0, ubatch, keys, keys)
-      >>> data = snapshot.to_bytes(cache, tokens={1: [4, 5]}, notes={"names": ["a", "b"]})
+      >>> data = snapshot.save(cache, tokens={1: [4, 5]}, notes={"names": ["a", "b"]})
       >>> info = snapshot.inspect(data)
       >>> info.sequences, info.tokens, info.notes, info.arrays["buffers.k.0"]
       ((0, 1), {1: [4, 5]}, {'names': ['a', 'b']}, ('float32', (5, 1, 2)))
@@ -76,21 +76,47 @@ def inspect(source: Source) -> Info:
         )
 
 
-def load(source: Source, *, model: Any = None) -> Cache:
-    """Make the cache that was saved: as large, each token in the cell that it had.
+def load(
+    source: Source,
+    *,
+    into: Cache | None = None,
+    sequences: int | Sequence[int] | Mapping[int, int] | None = None,
+    model_id: Any = None,
+    donate: bool = False,
+) -> Cache:
+    """Make the cache that was saved, or put its sequences into another cache.
 
-    It goes on as the cache that was saved, bit for bit. Its stamps are new, so plans that were
-    made for that one are stale. Sequences that were not saved are empty.
+    The cache that is made is as large as the saved one, with each token in the cell that it had. It
+    continues as that one did, bit for bit. Hashes of its cells are new, so plans that were made for
+    that one are stale. Sequences that were not saved are empty.
+
+    With `into`, saved sequences replace what sequences of that cache hold. It may have other
+    sizes, streams and placement than the saved one. Cells are chosen as for a batch, but in tiled
+    placement empty tiles first, in the order of what was saved. A saved sequence that is empty
+    leaves its target empty, and sequences that shared cells share them again where they meet in a
+    stream. Of states the newest are taken where it keeps fewer. Other sequences stay as they are;
+    cells that are hidden by a window may be taken.
 
     Args:
       source: the path of a file, or bytes.
-      model: what the model is called. If the snapshot says so too, it must be the same.
+      into: any cache on one device, of the same layers, heads, dtypes, states, ropes and windows.
+      sequences: with `into`, where the saved sequences go, one or several in their order; or by
+        saved sequence, which leaves the others out. By default where they were.
+      model_id: what the model is called. If the snapshot says so too, it must be the same.
+      donate: with `into`, give up its buffers. Otherwise they are copied, since it stays as it is.
+
+    Returns:
+      The cache. With `into`, all plans of the streams that were changed are stale.
 
     Raises:
       FileNotFoundError: when there is no such file.
-      TypeError: when `model` is nothing that JSON holds.
-      ValueError: when it is no snapshot, of another version, damaged, of another model, or of
-        64-bit numbers that this JAX does not have.
+      OutOfCellsError: a ValueError, when a stream of `into` lacks the cells, or where they must be
+        neighbours a run of them.
+      TypeError: when `model_id` is nothing that JSON holds, or `into` is shapes alone.
+      ValueError: when it is no snapshot, of another version, damaged, of another model, of a cache
+        that does not fit `into`, or of 64-bit numbers that this JAX does not have; when `into` is
+        traced, split over a mesh, donated or a batch of caches; when an id is none, or comes twice;
+        or when `sequences` come without `into`. Nothing is changed by it.
 
     Examples:
       >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
@@ -98,7 +124,7 @@ def load(source: Source, *, model: Any = None) -> Cache:
       >>> keys = jnp.ones((*ubatch.valid.shape, 1, 2))
       >>> cache = write_kv(apply(cache, ubatch), 0, ubatch, keys, keys)
       >>> cache, _ = seq_rm(cache, 0, 1, 2)
-      >>> data = snapshot.to_bytes(cache, model={"name": "tiny", "layers": 1})
+      >>> data = snapshot.save(cache, model_id={"name": "tiny", "layers": 1})
       >>> print(show(snapshot.load(data)))
       owner    0 . 0 .
       position 0 . 2 .
@@ -109,94 +135,47 @@ def load(source: Source, *, model: Any = None) -> Cache:
       ValueError: wanted a snapshot, got what cannot be read as safetensors (...): it is damaged, \
 cut short, or something else
 
-    llama.cpp: `llama_state_load_file`, `llama_state_set_data`.
-    """
-    with opened(source) as file:
-        saved = _checked(file, model)
-        ids = file.description["sequences"]
-        moves = SequenceMap([*range(len(ids))], ids, ids)
-        return _restored(file, saved, make(file), moves, fresh=False)
+      Into sequence 2 of another cache, and into sequence 0, whose cells are then free:
 
-
-def load_into(
-    source: Source,
-    cache: Cache,
-    *,
-    sequences: int | Sequence[int] | Mapping[int, int] | None = None,
-    model: Any = None,
-    donate: bool = False,
-) -> Cache:
-    """Give sequences of a cache what was saved, in place of what they hold.
-
-    The cache may have other sizes, streams and placement than the one that was saved; it chooses
-    cells as for a batch, but in tiled placement empty tiles first, in the order of what was saved,
-    so that texts that were mixed stay mixed. A saved sequence that holds nothing leaves its target
-    empty, and sequences that shared cells share them again where they meet in a stream. Of states
-    the newest are taken where it keeps fewer. The other sequences stay as they are; what is hidden
-    by a window may be taken, as ever.
-
-    Args:
-      source: the path of a file, or bytes.
-      cache: any cache on one device, of the same layers, heads, dtypes, states, ropes and
-        windows.
-      sequences: where the saved sequences go, one or several in their order; or by saved sequence,
-        which leaves the others out. By default where they were.
-      model: what the model is called. If the snapshot says so too, it must be the same.
-      donate: give up the buffers of the cache passed in. Otherwise they are copied, since that
-        stays as it is.
-
-    Returns:
-      The next cache. All plans of the streams that were changed are stale.
-
-    Raises:
-      FileNotFoundError: when there is no such file.
-      OutOfCellsError: a ValueError, when a stream lacks the cells, or where they must be neighbours
-        a run of them.
-      TypeError: when `model` is nothing that JSON holds, or the cache is shapes alone.
-      ValueError: when it is no snapshot, of another version, damaged, of another model, of a cache
-        that does not fit, or of 64-bit numbers that this JAX does not have; when the cache is
-        traced, split over a mesh, donated or a batch of caches; or an id is none, or comes twice.
-        Nothing is changed by it.
-
-    Examples:
-      >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
-      >>> (ubatch,) = init_batch(cache, make_batch([1, 2])).ubatches
-      >>> keys = jnp.ones((*ubatch.valid.shape, 1, 2))
-      >>> cache = write_kv(apply(cache, ubatch), 0, ubatch, keys, keys)
-      >>> data = snapshot.to_bytes(cache)
       >>> other = make_kv_cache(layers=1, cells=5, kv_heads=1, head_dim=2, sequences=3)
       >>> other = apply(other, init_batch(other, make_batch([[3], [4, 5]])))
-      >>> print(show(snapshot.load_into(data, other, sequences=[2])))
+      >>> print(show(snapshot.load(data, into=other, sequences=[2])))
       owner    0 1 1 2 2
-      position 0 0 1 0 1
-
-      Sequence 0 lets go of what it holds, and there is room for the two cells:
-
-      >>> print(show(snapshot.load_into(data, other, sequences=[0])))
+      position 0 0 1 0 2
+      >>> print(show(snapshot.load(data, into=other, sequences=[0])))
       owner    0 1 1 0 .
-      position 0 0 1 1 .
+      position 0 0 1 2 .
 
-      >>> narrow = make_kv_cache(layers=1, cells=5, kv_heads=1, head_dim=1)
-      >>> snapshot.load_into(data, narrow)
+      >>> snapshot.load(data, into=make_kv_cache(layers=1, cells=5, kv_heads=1, head_dim=1))
       Traceback (most recent call last):
       ...
       ValueError: wanted a snapshot of a cache with the head_dim of this one, [1], got one with \
 [2]; nothing was changed
 
-    llama.cpp: `llama_state_seq_load_file`, `llama_state_seq_set_data`.
+    llama.cpp: `llama_state_load_file`, `llama_state_set_data`, `llama_state_seq_load_file`,
+    `llama_state_seq_set_data`.
     """
-    check_saveable(cache)
+    if into is None and sequences is not None:
+        raise ValueError(
+            f"expected into= with sequences=, got {sequences!r} alone; pass the cache to load into"
+        )
+    if into is not None:
+        check_saveable(into)
     with opened(source) as file:
-        saved = _checked(file, model)
-        check_fits(saved, cache)
-        moves = _moves(file.description["sequences"], cache, sequences)
-        return _restored(file, saved, cache, moves, fresh=True, donate=donate)
+        saved = _checked(file, model_id)
+        ids = file.description["sequences"]
+        if into is None:
+            moves = SequenceMap([*range(len(ids))], ids, ids)
+            return _restored(file, saved, make(file), moves, fresh=False)
+        check_fits(saved, into)
+        moves = _moves(ids, into, sequences)
+        return _restored(file, saved, into, moves, fresh=True, donate=donate)
 
 
 def _checked(file: File, model: Any) -> Cache:
     """Return the shapes of what was saved, if the model is not known to be another one."""
     known = file.description["model"]
-    if model is not None and known is not None and as_json(model, "model") != known:
+    if model is not None and known is not None and as_json(model, "model_id") != known:
         raise ValueError(
             f"wanted a snapshot of the model {model!r}, got one of {known!r}: what is held was "
             f"computed by another model; compute it again"

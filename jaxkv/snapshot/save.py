@@ -16,14 +16,14 @@ from jaxkv.spec import check_once
 
 
 def save(
-    path: str | os.PathLike,
     cache: Cache,
     *,
+    path: str | os.PathLike | None = None,
     sequences: int | Sequence[int] | None = None,
     tokens: Mapping[int, Sequence[int]] | None = None,
-    model: Any = None,
+    model_id: Any = None,
     notes: Any = None,
-) -> None:
+) -> bytes | None:
     """Write a cache, or some of its sequences, into a file.
 
     The file holds live cells alone, and is there whole or not at all: it is written beside the path
@@ -31,21 +31,25 @@ def save(
     were empty, and the stamps, are not.
 
     Args:
-      path: of the file, which is replaced if it is there; of a link, what it leads to.
       cache: any cache on one device.
+      path: of the file, which is replaced if it is there; of a link, what it leads to. None for
+        its bytes.
       sequences: the sequence to save, or several, each once; by default all, empty ones too.
       tokens: by sequence, the tokens that it was told, for those that go on from the file: the
         cache itself does not know them. `inspect` returns them.
-      model: what names the model that computed all this, anything that JSON holds. `load` and
-        `load_into` compare it with theirs.
+      model_id: what names the model that computed all this, anything that JSON holds. `load`
+        compares it with its own.
       notes: what else goes along, anything that JSON holds. `inspect` returns it.
+
+    Returns:
+      The bytes of the file; None where it was written to a path.
 
     Raises:
       ImportError: when the package safetensors is missing.
       OSError: when it cannot be written, as on a disk that is full, or a folder or a device has
         that path. What was there before is there still.
-      TypeError: when `model` or `notes` is nothing that JSON holds, ids or tokens are no integers,
-        or the cache is shapes alone.
+      TypeError: when `model_id` or `notes` is nothing that JSON holds, ids or tokens are no
+        integers, or the cache is shapes alone.
       ValueError: when the cache is traced, split over a mesh, donated or a batch of caches, an
         id is none of it or comes twice, or tokens are no list or of a sequence that is not saved.
 
@@ -56,37 +60,21 @@ def save(
       >>> keys = jnp.ones((*ubatch.valid.shape, 1, 2))
       >>> cache = write_kv(apply(cache, ubatch), 0, ubatch, keys, keys)
       >>> path = tempfile.mkdtemp() + "/chat.safetensors"
-      >>> snapshot.save(path, cache, sequences=[1], tokens={1: [4, 5]}, model="tiny")
+      >>> snapshot.save(cache, path=path, sequences=[1], tokens={1: [4, 5]}, model_id="tiny")
       >>> print(show(snapshot.load(path)))
       owner    . . . 1 1 .
       position . . . 0 1 .
+      >>> num_used_cells(snapshot.load(snapshot.save(cache))).item()
+      5
 
-    llama.cpp: `llama_state_save_file`, `llama_state_seq_save_file`.
+    llama.cpp: `llama_state_save_file`, `llama_state_seq_save_file`, `llama_state_get_data`,
+    `llama_state_seq_get_data`.
     """
-    file.write(path, *_content(cache, sequences, tokens, model, notes))
-
-
-def to_bytes(
-    cache: Cache,
-    *,
-    sequences: int | Sequence[int] | None = None,
-    tokens: Mapping[int, Sequence[int]] | None = None,
-    model: Any = None,
-    notes: Any = None,
-) -> bytes:
-    """Return the bytes of the file that `save` writes, for the same arguments.
-
-    Examples:
-      >>> cache = make_kv_cache(layers=1, cells=600, kv_heads=1, head_dim=2)
-      >>> (ubatch,) = init_batch(cache, make_batch([1, 2])).ubatches
-      >>> keys = jnp.ones((*ubatch.valid.shape, 1, 2))
-      >>> data = snapshot.to_bytes(write_kv(apply(cache, ubatch), 0, ubatch, keys, keys))
-      >>> num_used_cells(snapshot.load(data)).item(), len(data) < nbytes(cache)
-      (2, True)
-
-    llama.cpp: `llama_state_get_data`, `llama_state_seq_get_data`.
-    """
-    return file.written(*_content(cache, sequences, tokens, model, notes))
+    content = _content(cache, sequences, tokens, model_id, notes)
+    if path is None:
+        return file.written(*content)
+    file.write(path, *content)
+    return None
 
 
 def _content(
@@ -111,7 +99,7 @@ def _content(
             f"wanted tokens of the saved sequences {saved}, got some of "
             f"{sorted(set(known) - set(saved))}"
         )
-    said = {"model": file.as_json(model, "model"), "notes": file.as_json(notes, "notes")}
+    said = {"model": file.as_json(model, "model_id"), "notes": file.as_json(notes, "notes")}
 
     arrays: dict[str, np.ndarray] = {}
     for part, own, table, buffers in parts(cache):

@@ -42,11 +42,11 @@ def save(path: str | os.PathLike, chat: Chat, model: Model) -> None:
     }
     try:
         snapshot.save(
-            path,
             chat.cache,
+            path=path,
             sequences=[*tokens, *kept],
             tokens=tokens | kept,
-            model=fingerprint(model),
+            model_id=fingerprint(model),
             notes=notes,
         )
     except (OSError, ValueError) as error:  # the latter for a name that no file can have
@@ -111,10 +111,10 @@ def _taken_in(
     latest = [*kept][-len(chat.store.store_sequences) :]
     held = dict(zip(latest, chat.store.store_sequences, strict=False))
     try:
-        cache = snapshot.load_into(path, chat.cache, sequences=goes | held, donate=True)
+        cache = snapshot.load(path, into=chat.cache, sequences=goes | held, donate=True)
     except jaxkv.OutOfCellsError:
         held = {}
-        cache = snapshot.load_into(path, chat.cache, sequences=goes, donate=True)
+        cache = snapshot.load(path, into=chat.cache, sequences=goes, donate=True)
     texts = [
         prefix_cache.CachedPrompt(holder=holder, tokens=np.asarray(kept[one], np.int32))
         for one, holder in held.items()

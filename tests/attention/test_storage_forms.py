@@ -186,7 +186,7 @@ def test_snapshot_storage_form_goes_on_as_plain_cache(name):
     """Also where a cache of other sizes takes it in; files do not know of stacked layers."""
     form = FORMS[name]
     cache = told(make(**form, streams=2), form, [[1, 2, 3], [4, 5], [6, 7]], (1, 2, 0))
-    data, plain = snapshot.to_bytes(cache), snapshot.to_bytes(plain_of(cache))
+    data, plain = snapshot.save(cache), snapshot.save(plain_of(cache))
     if "dtype" in form:
         found = snapshot.inspect(data).arrays["buffers.k.0.codes"]
         assert found == (form["dtype"], (7, HEADS, SIZE))
@@ -194,15 +194,15 @@ def test_snapshot_storage_form_goes_on_as_plain_cache(name):
     assert not loaded.buffers.stacked
     assert_alike(loaded, plain_of(cache))
     latent = "value_dim" in form
-    plain = snapshot.load_into(plain, make(**({"value_dim": 4} if latent else {}), cells=20))
+    plain = snapshot.load(plain, into=make(**({"value_dim": 4} if latent else {}), cells=20))
     for other in ({**form, "stacked": False}, form):
-        loaded = snapshot.load_into(data, make(**other, cells=20))
+        loaded = snapshot.load(data, into=make(**other, cells=20))
         assert_alike(loaded, plain)
     told(loaded, form)
     wrong = [{"value_dim": 4}, {"value_dim": slice(4, 7)}] if latent else [{"dtype": "bfloat16"}]
     for options in wrong:
         with pytest.raises(ValueError, match="value_dim|values in keys|the dtype of this one"):
-            snapshot.load_into(data, make(**options, cells=20))
+            snapshot.load(data, into=make(**options, cells=20))
 
 
 def test_snapshot_codes_without_scales_raises():

@@ -71,7 +71,7 @@ def test_layer_that_lacks_tokens_reads_nan_until_it_lacks_none(kind):
     assert ok
     assert gives_nan(step(mixed, plan(mixed, 1))[1]) == [False, True]
     with pytest.raises(ValueError, match="expected every layer to hold all tokens of sequence 0"):
-        snapshot.to_bytes(lacking)
+        snapshot.save(lacking)
     after, saw = step(lacking, plan(lacking, 1))  # what is written later does not bring them
     assert gives_nan(saw) == [False, True]
 
@@ -85,8 +85,8 @@ def test_layer_that_lacks_tokens_reads_nan_until_it_lacks_none(kind):
         assert gives_nan(step(again, plan(again, 1))[1]) == [False, True]
 
     empty = jaxkv.clear(after)
-    none, data = snapshot.to_bytes(empty), snapshot.to_bytes(whole)
-    for one in (empty, snapshot.load(none), snapshot.load_into(data, empty)):
+    none, data = snapshot.save(empty), snapshot.save(whole)
+    for one in (empty, snapshot.load(none), snapshot.load(data, into=empty)):
         assert gives_nan(step(one, plan(one, 2))[1]) == [False, False]
 
 

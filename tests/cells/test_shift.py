@@ -149,4 +149,4 @@ def test_moves_of_a_cache_without_a_rope_are_refused():
 
 
 def loaded(cache):
-    return jaxkv.snapshot.load(jaxkv.snapshot.to_bytes(cache))
+    return jaxkv.snapshot.load(jaxkv.snapshot.save(cache))

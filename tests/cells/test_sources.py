@@ -171,9 +171,9 @@ def gone_back(cache):
 
 
 def loaded(cache, **options):
-    data = jaxkv.snapshot.to_bytes(cache)
+    data = jaxkv.snapshot.save(cache)
     if options:
-        return jaxkv.snapshot.load_into(data, cache, **options)
+        return jaxkv.snapshot.load(data, into=cache, **options)
     return jaxkv.snapshot.load(data)
 
 

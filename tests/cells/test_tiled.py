@@ -50,8 +50,8 @@ def test_load_into_tiled_takes_whole_tiles():
     """What was mixed stays so, and of what lay apart one begins where another ends."""
     cache = drawn("0{3}", TILES)
     for saved in ("0{0} 0{1} 1{0} 1{1} 2{0} 2{1}", "0{0} 1{0} 2{0} 0{1} 1{1} 2{1}"):
-        data = jaxkv.snapshot.to_bytes(drawn(saved, SCATTERED), sequences=[0, 1])
-        loaded = jaxkv.snapshot.load_into(data, cache, sequences=[0, 1])
+        data = jaxkv.snapshot.save(drawn(saved, SCATTERED), sequences=[0, 1])
+        loaded = jaxkv.snapshot.load(data, into=cache, sequences=[0, 1])
         assert drawing(loaded) == "0{3} . . . " + saved
 
 

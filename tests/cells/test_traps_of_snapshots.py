@@ -18,7 +18,7 @@ from tests.histories import states_of
 def test_load_into_empties_targets_of_empty_sequences():
     """Trap 76: in llama.cpp attention keeps what the target held, and its states go."""
     cache = histories.told(kept=1, counts=(3, 2, 0), kinds="ar").cache
-    loaded = snapshot.load_into(snapshot.to_bytes(cache, sequences=2), cache, sequences=0)
+    loaded = snapshot.load(snapshot.save(cache, sequences=2), into=cache, sequences=0)
     attention, states = jaxkv.hybrid.parts_of(loaded)
     for part in (attention, states, loaded):
         assert jaxkv.seq_pos_max(part, [0, 1, 2]).tolist() == [-1, 1, -1]
@@ -29,8 +29,8 @@ def test_sequences_past_the_last_cannot_be_used_or_saved():
     cache = SMALL.make()
     for use in (
         lambda: jaxkv.init_batch(cache, make_batch([1], sequences=3)),
-        lambda: snapshot.to_bytes(cache, sequences=3),
-        lambda: snapshot.load_into(snapshot.to_bytes(cache), cache, sequences={0: 3}),
+        lambda: snapshot.save(cache, sequences=3),
+        lambda: snapshot.load(snapshot.save(cache), into=cache, sequences={0: 3}),
     ):
         with pytest.raises(ValueError, match="wanted sequence ids from 0 to 2, got 3"):
             use()
@@ -41,26 +41,26 @@ def test_load_into_refused_leaves_the_cache():
     """Trap 78: llama.cpp refuses other streams, too, and has emptied its cells by then."""
     cache = jax.tree.map(jax.numpy.copy, told(4, 3))
     before = drawing(cache)
-    bfloats = snapshot.to_bytes(replace(SMALL, dtype="bfloat16").make())
-    crowded = snapshot.to_bytes(drawn(" ".join(f"{i}{{2}}" for i in range(12))), sequences=2)
+    bfloats = snapshot.save(replace(SMALL, dtype="bfloat16").make())
+    crowded = snapshot.save(drawn(" ".join(f"{i}{{2}}" for i in range(12))), sequences=2)
     for data, message in ((bfloats, "the dtype of this one"), (crowded, "wanted 12 cells")):
         with pytest.raises(ValueError, match=message):
-            snapshot.load_into(data, cache, sequences={2: 2}, donate=True)
+            snapshot.load(data, into=cache, sequences={2: 2}, donate=True)
         assert drawing(cache) == before and plan_of(cache, 1).ok
-    split = snapshot.to_bytes(drawn("0{0} 1{0} | 0{1} | 4{2}", SPLIT))
-    assert jaxkv.seq_pos_max(snapshot.load_into(split, cache), [0, 1, 2]).tolist() == [1, 0, 4]
+    split = snapshot.save(drawn("0{0} 1{0} | 0{1} | 4{2}", SPLIT))
+    assert jaxkv.seq_pos_max(snapshot.load(split, into=cache), [0, 1, 2]).tolist() == [1, 0, 4]
 
 
 @pytest.mark.core
 def test_load_into_holes_goes_on_alike():
     """Trap 82; and a second snapshot leaves the first as it was (trap 81)."""
     cache = told(4, 3)
-    data = snapshot.to_bytes(cache, sequences=1)
+    data = snapshot.save(cache, sequences=1)
     holed = cache
     for seq, start, stop in ((1, -1, -1), (0, 1, 2), (0, 3, 4)):
         holed, _ = jaxkv.seq_rm(holed, seq, start, stop)
-    snapshot.to_bytes(holed)
-    loaded = snapshot.load_into(data, holed)
+    snapshot.save(holed)
+    loaded = snapshot.load(data, into=holed)
     assert drawing(loaded) == "0{0} 0{1} 2{0} 1{1} 2{1}"
     np.testing.assert_allclose(tell(loaded, [9], 1)[1], tell(cache, [9], 1)[1], rtol=1e-5)
 
@@ -69,7 +69,7 @@ def test_load_into_holes_goes_on_alike():
 def test_load_without_logits_computes_the_last_token_again():
     """Trap 83: of states, one before the last token must have been kept."""
     cache = histories.tell(histories.make(3), [1, 2, 3])
-    loaded, ok = jaxkv.seq_rm(snapshot.load(snapshot.to_bytes(cache)), 0, 2)
+    loaded, ok = jaxkv.seq_rm(snapshot.load(snapshot.save(cache)), 0, 2)
     assert ok
     assert states_of(histories.tell(loaded, [3])) == states_of(cache)
 
@@ -78,12 +78,12 @@ def test_load_without_logits_computes_the_last_token_again():
 def test_load_into_rolled_back_cache_goes_on_alike():
     """Trap 84: whatever the target holds, its kept states included."""
     cache = histories.told(kept=3, counts=(8, 2)).cache
-    data = snapshot.to_bytes(cache, sequences=0)
+    data = snapshot.save(cache, sequences=0)
     target, ok = jaxkv.seq_rm(cache, 0, 6)
     assert ok
     target = histories.tell(target, [70, 71], [72])
     for seq in (0, 2):
-        loaded = snapshot.load_into(data, target, sequences=seq)
+        loaded = snapshot.load(data, into=target, sequences=seq)
         assert states_of(loaded, seq) == states_of(cache)
         rows = [[50] if seq == one else [] for one in range(3)]
         after = histories.tell(loaded, *rows)

@@ -71,7 +71,7 @@ def beam(m, logits, width=1):
 
 
 OTHERS = """attend check_invariants clear constrain draw rewind held init_full init_update
-is_current
+is_current generate model_step
 make_rope make_cross_attention_cache merge nbytes num_rollback_states read_kv read_states save show
 split compiled_step state_write_steps num_used_cells warm_up write_kv write_states"""
 # These are given no lists, or what a call above has made

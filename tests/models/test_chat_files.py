@@ -58,7 +58,7 @@ def test_load_other_files_raises_and_changes_nothing(speaker, twice, tmp_path):
     refused("does not fit: .* start with more --cells", chat=narrow)
     other = replace(speaker.model, dtype=jnp.dtype("bfloat16"))
     refused("is of another model, llama float32", model=other)
-    snapshot.save(tmp_path / "plain", chat.cache, model=fingerprint(speaker.model))
+    snapshot.save(chat.cache, path=tmp_path / "plain", model_id=fingerprint(speaker.model))
     refused("is a snapshot and no chat", path=tmp_path / "plain")
     data = path.read_bytes()
     (tmp_path / "cut").write_bytes(data[:-9])
@@ -81,6 +81,8 @@ def test_load_notes_that_lie_raises(speaker, twice, tmp_path):
     for i, one in enumerate([*(ONE | lie for lie in LIES), {}, None]):
         notes = NOTES | {"conversations": {"main": one}}
         tokens, mark = {0: [1, 2, 3]}, fingerprint(speaker.model)
-        snapshot.save(tmp_path / f"{i}", twice.cache, tokens=tokens, model=mark, notes=notes)
+        snapshot.save(
+            twice.cache, path=tmp_path / f"{i}", tokens=tokens, model_id=mark, notes=notes
+        )
         with pytest.raises(ChatError, match="cannot be loaded"):
             load(tmp_path / f"{i}", twice, speaker.model)

@@ -64,7 +64,7 @@ def write_snapshots(folder):
     cache = jaxkv.make_kv_cache(window=jaxkv.window.sliding(4), **sizes)
     cache = jaxkv.apply(cache, jaxkv.init_batch(cache, jaxkv.make_batch([1, 2])))
     path = folder / "window.safetensors"
-    snapshot.save(path, with_numbers(cache))
+    snapshot.save(with_numbers(cache), path=path)
     data = path.read_bytes()
     (folder / "bent_table").write_bytes(data.replace(b"sequences", b"sequencez"))
     (folder / "bent_head").write_bytes(data.replace(b"jaxkv.snapshot", b"jaxkv/snapshot"))
@@ -79,7 +79,7 @@ def write_chat(folder):
     save(path := folder / "chat.safetensors", chat, speaker.model)
     info = snapshot.inspect(path)
     lies = {**info.notes, "conversations": {"main": {"sequence": 0}}}
-    snapshot.save(folder / "lies", snapshot.load(path), tokens=info.tokens, notes=lies)
+    snapshot.save(snapshot.load(path), path=folder / "lies", tokens=info.tokens, notes=lies)
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def test_store_knows_the_text_that_a_state_has_seen():
         assert prefix_cache.store_prefix(cache, store, claimed, 0)[2] is MissReason.OTHER_TEXT
     moved, _ = jaxkv.seq_add(cache, 0, 0, -1, delta=1)
     moved, ok = jaxkv.seq_add(moved, 0, 1, -1, delta=-1)  # back again: what it has seen is the same
-    cache = jaxkv.snapshot.load(jaxkv.snapshot.to_bytes(moved))
+    cache = jaxkv.snapshot.load(jaxkv.snapshot.save(moved))
     cache, kept, miss = prefix_cache.store_prefix(cache, store, text, 0)
     assert ok and miss is MissReason.NONE
     assert prefix_cache.fork_prefix(cache, kept, [*text, 7], 1)[2] == (6, MissReason.NONE)

@@ -136,18 +136,18 @@ KINDS = [GROUPS, caches.WIDE, caches.WINDOW, FULL[1]]
 )
 def test_load_returns_the_saved_cache(kind, tmp_path):
     cache = scattered(kind, 0)
-    snapshot.save(tmp_path / "all", cache)
+    snapshot.save(cache, path=tmp_path / "all")
     loaded = snapshot.load(tmp_path / "all")
     assert jax.tree.structure(loaded) == jax.tree.structure(cache)
     assert_same_cache(loaded, cache)
-    assert_same_cache(snapshot.load(snapshot.to_bytes(cache)), cache)
+    assert_same_cache(snapshot.load(snapshot.save(cache)), cache)
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("name", mostly_nightly(STATES, few=["hybrid in groups"]))
 def test_load_of_states_goes_on_as_the_saved_cache(name):
     cache, kinds = lived(name), STATES[name]["kinds"]
-    loaded = snapshot.load(snapshot.to_bytes(cache))
+    loaded = snapshot.load(snapshot.save(cache))
     assert_same_cache(loaded, cache)
     for seq in range(3):
         try:
@@ -161,7 +161,7 @@ def test_load_of_states_goes_on_as_the_saved_cache(name):
 def test_load_of_states_never_written_holds_none():
     cache = jaxkv.make_recurrent_cache(layers=2, states=histories.STATES, sequences=2)
     cache = jaxkv.apply(cache, jaxkv.init_batch(cache, jaxkv.make_batch([1])))
-    loaded = snapshot.load(snapshot.to_bytes(cache))
+    loaded = snapshot.load(snapshot.save(cache))
     assert loaded.table.cell.tolist() == cache.table.cell.tolist()
     assert not (loaded.table.holds == loaded.table.cell_hash[None])[:, 0, 0].any()
     plan = jaxkv.init_batch(loaded, jaxkv.make_batch([3]))
@@ -172,8 +172,8 @@ def test_load_of_states_never_written_holds_none():
 def test_load_makes_earlier_plans_and_tables_stale():
     cache = drawn("0{0} 1{0} 0{1}")
     (ubatch,) = jaxkv.init_batch(cache, jaxkv.make_batch([1])).ubatches
-    data = snapshot.to_bytes(cache)
-    for loaded in (snapshot.load(data), snapshot.load_into(data, cache)):
+    data = snapshot.save(cache)
+    for loaded in (snapshot.load(data), snapshot.load(data, into=cache)):
         assert not jaxkv.is_current(loaded, ubatch)
         assert not jaxkv.rewind(loaded, to=jaxkv.split(cache)[0])[1]
 
@@ -188,24 +188,24 @@ def test_load_makes_earlier_plans_and_tables_stale():
     ],
 )
 def test_load_into_takes_cells_and_leaves_others(saved, sequences, target, moves, wanted):
-    data = snapshot.to_bytes(drawn(saved), sequences=sequences)
-    assert drawing(snapshot.load_into(data, drawn(target), sequences=moves)) == wanted
+    data = snapshot.save(drawn(saved), sequences=sequences)
+    assert drawing(snapshot.load(data, into=drawn(target), sequences=moves)) == wanted
 
 
 def test_load_into_contiguous_needs_a_run():
-    data = snapshot.to_bytes(drawn("0{0} 1{0} 2{0}"), sequences=[0])
+    data = snapshot.save(drawn("0{0} 1{0} 2{0}"), sequences=[0])
     target = drawn("0{1} . . 0{2} . . 1{2} . 2{2} . 3{2} .", RUNS)
     with pytest.raises(jaxkv.OutOfCellsError, match=r"wanted 3 cells of stream 0 .* got 2"):
-        snapshot.load_into(data, target)
-    loaded = snapshot.load_into(data, target, sequences=[1])
+        snapshot.load(data, into=target)
+    loaded = snapshot.load(data, into=target, sequences=[1])
     assert drawing(loaded).startswith("0{1} 1{1} 2{1} 0{2}")
 
 
 @pytest.mark.core
 def test_load_into_takes_cells_hidden_by_a_window():
     window = Kind("", cells=6, sequences=2, windows=(jaxkv.window.sliding(2),))
-    data = snapshot.to_bytes(drawn("0{0} 1{0}", window), sequences=[0])
-    loaded = snapshot.load_into(data, drawn("0{1} 1{1} 2{1} 3{1} 4{1}", window))
+    data = snapshot.save(drawn("0{0} 1{0}", window), sequences=[0])
+    loaded = snapshot.load(data, into=drawn("0{1} 1{1} 2{1} 3{1} 4{1}", window))
     assert drawing(loaded) == "1{0} 1{1} 2{1} 3{1} 4{1} 0{0}"
     assert loaded.table.evicted_below.tolist() == [0, 1]
 
@@ -217,7 +217,7 @@ DTYPES = ["bfloat16", "float8_e4m3", "float16", "float8_e4m3fn", "float8_e5m2"]
 def test_load_returns_every_bit_of_a_dtype(dtype):
     kind = Kind("", cells=2, sequences=1, dtype=dtype)
     cache = with_numbers(drawn("0{0} 1{0}", kind))
-    loaded = snapshot.load(snapshot.to_bytes(cache))
+    loaded = snapshot.load(snapshot.save(cache))
     assert loaded.buffers.k[0].dtype == dtype
     assert_identical(loaded.buffers, cache.buffers)
 
@@ -232,7 +232,7 @@ def test_load_returns_states_of_any_dtype_and_name():
     draw = partial(np.random.default_rng(0).integers, 0, 2)
     buffers = jax.tree.map(lambda x: jnp.asarray(draw(x.shape), x.dtype), buffers)
     cache = jaxkv.merge(table, buffers)
-    loaded = snapshot.load(snapshot.to_bytes(cache))
+    loaded = snapshot.load(snapshot.save(cache))
     assert_identical(loaded.buffers, cache.buffers)
 
 
@@ -251,8 +251,8 @@ def test_load_into_another_layout_moves_all_of_a_sequence(source, target):
         rng = random.Random(seed)
         pairs = zip(rng.sample(range(4), 4), rng.sample(range(4), 4), strict=True)
         moves = dict([*pairs][: rng.randrange(5)])
-        data = snapshot.to_bytes(cache, sequences=[*moves])
-        loaded = snapshot.load_into(data, other, sequences=[*moves.values()])
+        data = snapshot.save(cache, sequences=[*moves])
+        loaded = snapshot.load(data, into=other, sequences=[*moves.values()])
         assert_sound(loaded)
         for old, new in moves.items():
             assert belongings(loaded, new) == belongings(cache, old)
@@ -275,7 +275,7 @@ def test_load_into_another_layout_takes_newest_states(seed, streams, kept, name)
     other = {"sequences": 4, "streams": streams, "kept": kept, "cells": 40}
     dirty = run(histories.Twin(**{**options, **other}).cache, kinds, 3, 2)
     goes = [2, 0, 1, 3][: histories.Twin(**options).sequences]
-    loaded = snapshot.load_into(snapshot.to_bytes(cache), dirty, sequences=goes)
+    loaded = snapshot.load(snapshot.save(cache), into=dirty, sequences=goes)
     assert_sound(loaded)
     for old, new in {0: 2, 1: 0, 2: 1}.items():
         assert belongings(loaded, new) == belongings(cache, old, kept + 1)

@@ -42,7 +42,7 @@ def saved():
     )
     batch = jaxkv.make_batch([[1] * 30, [2] * 20])
     cache = with_numbers(jaxkv.apply(cache, jaxkv.init_batch(cache, batch)))
-    return cache, snapshot.to_bytes(cache, tokens={0: [1] * 30}, model={"name": "tiny"})
+    return cache, snapshot.save(cache, tokens={0: [1] * 30}, model_id={"name": "tiny"})
 
 
 def described(data, change):
@@ -55,7 +55,7 @@ def described(data, change):
 
 def check_refused(cache, data, words):
     """Refused in one line, in every way that a file is loaded, in no more room than it takes."""
-    for load in (snapshot.load, lambda data: snapshot.load_into(data, cache)):
+    for load in (snapshot.load, lambda data: snapshot.load(data, into=cache)):
         tracemalloc.start()
         try:
             with pytest.raises(ValueError, match=words) as caught:
@@ -98,18 +98,18 @@ def test_load_into_donates_where_nothing_is_refused(saved):
     damaged = bytes([*data[:-1], data[-1] ^ 1])
     assert snapshot.inspect(damaged).model == {"name": "tiny"}
     with pytest.raises(ValueError, match="checksum .* the snapshot is damaged"):
-        snapshot.load_into(damaged, cache, donate=True)
+        snapshot.load(damaged, into=cache, donate=True)
     full = drawn(" ".join(f"{i}{{0}}" for i in range(12)))
     with pytest.raises(jaxkv.OutOfCellsError):
-        snapshot.load_into(snapshot.to_bytes(full, sequences=[0]), full, sequences=[1], donate=True)
+        snapshot.load(snapshot.save(full, sequences=[0]), into=full, sequences=[1], donate=True)
     assert not any(x.is_deleted() for x in jax.tree.leaves((cache, full)))
-    kept = snapshot.load_into(snapshot.to_bytes(full, sequences=0), full, sequences=0, donate=True)
+    kept = snapshot.load(snapshot.save(full, sequences=0), into=full, sequences=0, donate=True)
     assert full.buffers.k[0].is_deleted() and jaxkv.num_used_cells(kept) == 12
 
 
 def test_save_is_read_by_safetensors(tmp_path):
     cache = with_numbers(drawn("0{0} 1{0} . 0{1}"))
-    snapshot.save(tmp_path / "cache", cache)
+    snapshot.save(cache, path=tmp_path / "cache")
     arrays = safetensors.numpy.load_file(tmp_path / "cache")
     assert arrays["table.position"].tolist() == [0, 1, 0]
     wanted = np.asarray(cache.buffers.v[1])[0].swapaxes(0, 1)[[0, 1, 3]]
@@ -132,20 +132,20 @@ def hybrid(layers=(0, 1), **changes):
 
 def test_load_compares_models_where_both_are_known():
     cache = make()
-    data, unnamed = snapshot.to_bytes(cache, model=("a", 1)), snapshot.to_bytes(cache)
+    data, unnamed = snapshot.save(cache, model_id=("a", 1)), snapshot.save(cache)
     for model in (None, ["a", 1], ("a", 1)):
-        snapshot.load(data, model=model)
-        snapshot.load_into(unnamed, cache, model=model)
-    for load in (snapshot.load, lambda *args, **names: snapshot.load_into(*args, cache, **names)):
+        snapshot.load(data, model_id=model)
+        snapshot.load(unnamed, into=cache, model_id=model)
+    for load in (snapshot.load, lambda *args, **names: snapshot.load(*args, into=cache, **names)):
         with pytest.raises(ValueError, match="wanted a snapshot of the model 'b', got one of"):
-            load(data, model="b")
-    for named in (partial(snapshot.to_bytes, cache), partial(snapshot.load, data)):
-        with pytest.raises(TypeError, match="wanted model that JSON holds"):
-            named(model=object())
+            load(data, model_id="b")
+    for named in (partial(snapshot.save, cache), partial(snapshot.load, data)):
+        with pytest.raises(TypeError, match="wanted model_id that JSON holds"):
+            named(model_id=object())
 
 
 def test_inspect_reads_files_from_before_notes():
-    data = snapshot.to_bytes(make(), model="old")
+    data = snapshot.save(make(), model_id="old")
     with opened(data) as file:
         said = {name: file.description[name] for name in ("cache", "sequences", "tokens", "model")}
         data = written(said, {name: file[name] for name in file.arrays})
@@ -180,7 +180,7 @@ def of_each_kind():
         cache = jaxkv.apply(cache, jaxkv.init_batch(cache, batch).check())
     cache = jaxkv.apply(cache, jaxkv.init_encoder(cache, jaxkv.make_batch([[6, 7]])).check())
     cache = jaxkv.seq_add(jaxkv.seq_cp(cache, 0, 1).cache, 2, 0, -1, delta=2).cache
-    return with_numbers(cache), snapshot.to_bytes(with_numbers(cache), sequences=[0, 1, 2])
+    return with_numbers(cache), snapshot.save(with_numbers(cache), sequences=[0, 1, 2])
 
 
 VALUES = [-(2**31), -1, 0, 4, 2**31 - 1]
@@ -203,11 +203,11 @@ def test_load_of_changed_content_raises_or_is_what_the_file_says(part):
             assert str(error).startswith("expected ") and "\n" not in str(error)
             if name not in refused:
                 with pytest.raises(ValueError, match="expected "):
-                    snapshot.load_into(there, cache, donate=True)
+                    snapshot.load(there, into=cache, donate=True)
             refused.add(name)
             continue
         assert not any(map(int, jaxkv.check_invariants(loaded).values())), (name, i, value)
-        with opened(snapshot.to_bytes(loaded, sequences=[0, 1, 2])) as one, opened(there) as other:
+        with opened(snapshot.save(loaded, sequences=[0, 1, 2])) as one, opened(there) as other:
             assert all(np.array_equal(one[n], other[n]) for n in arrays), (name, i, value)
     assert refused == {name for name in arrays if not name.endswith(("written", "content"))}
     assert_identical(cache, before)
@@ -216,17 +216,17 @@ def test_load_of_changed_content_raises_or_is_what_the_file_says(part):
 def test_load_of_content_that_no_cache_has_raises():
     cache, data = of_each_kind()
     for changes, message in json.loads((DATA / "snapshots_refused.json").read_text()):
-        for load in (snapshot.load, partial(snapshot.load_into, cache=cache)):
+        for load in (snapshot.load, partial(snapshot.load, into=cache)):
             with pytest.raises(ValueError, match=message):
                 load(resigned(data, changes))
 
 
 def into(cache, saved, **options):
-    return snapshot.load_into(snapshot.to_bytes(saved), cache, **options)
+    return snapshot.load(snapshot.save(saved), into=cache, **options)
 
 
 def save(cache=None, **options):
-    snapshot.save("/nowhere/file", make() if cache is None else cache, **options)
+    snapshot.save(make() if cache is None else cache, path="/nowhere/file", **options)
 
 
 def on_a_mesh():
@@ -243,7 +243,7 @@ def test_snapshot_of_cache_without_values_raises():
     cache = hybrid()
     gone = jax.tree.map(jnp.copy, cache)
     jax.tree.map(lambda x: x.delete(), gone.buffers)
-    for use in (snapshot.to_bytes, partial(snapshot.load_into, snapshot.to_bytes(cache))):
+    for use in (snapshot.save, lambda one: snapshot.load(snapshot.save(cache), into=one)):
         for one, exception, match in [
             (jax.tree.map(lambda x: jnp.stack([x, x]), cache), ValueError, "a batch of them"),
             (gone, ValueError, "whose buffers were donated"),
@@ -256,9 +256,9 @@ def test_snapshot_of_cache_without_values_raises():
 def test_load_of_64_bits_needs_x64():
     with jax.enable_x64(True):
         cache = make(dtype="float64")
-        data = snapshot.to_bytes(cache)
+        data = snapshot.save(cache)
         assert_identical(snapshot.load(data), cache)
-    for use in (snapshot.load, partial(snapshot.load_into, cache=make()), snapshot.inspect):
+    for use in (snapshot.load, partial(snapshot.load, into=make()), snapshot.inspect):
         with pytest.raises(ValueError, match="buffers.k.0 of float64 as saved, got a JAX without"):
             use(data)
 
@@ -267,7 +267,7 @@ def test_save_follows_links_and_leaves_devices(tmp_path):
     target, link, pipe = (tmp_path / name for name in ("target", "link", "pipe"))
     link.symlink_to(target)
     for name in ("first", "second"):
-        snapshot.save(link, make(), model=name)
+        snapshot.save(make(), path=link, model_id=name)
         assert snapshot.inspect(target).model == name
     os.mkfifo(pipe)
     for use in (partial(snapshot.save, cache=make()), snapshot.load, snapshot.inspect):
@@ -279,12 +279,12 @@ def test_save_follows_links_and_leaves_devices(tmp_path):
 
 def test_save_on_full_disk_leaves_the_old_file(tmp_path):
     path = tmp_path / "file"
-    snapshot.save(path, make(), model="old")
+    snapshot.save(make(), path=path, model_id="old")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
     try:
         with pytest.raises(OSError, match=f"{path} cannot be written"):
-            snapshot.save(path, make(), model="new")
+            snapshot.save(make(), path=path, model_id="new")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert snapshot.inspect(path).model == "old" and [*tmp_path.iterdir()] == [path]
@@ -293,4 +293,4 @@ def test_save_on_full_disk_leaves_the_old_file(tmp_path):
 def test_save_without_safetensors_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)  # how Python notes what is not there
     with pytest.raises(ImportError, match="got none: pip install safetensors"):
-        snapshot.to_bytes(make())
+        snapshot.save(make())
