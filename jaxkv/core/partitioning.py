@@ -37,7 +37,7 @@ class ShardingRules:
 
     streams: splits the streams of tables and buffers.
     kv_heads: splits the heads of keys and values, query heads that look at one latent, what states
-      are made of (`splits` of `make_recurrent_cache`), and the weights of a model.
+      are made of (`shard_dims` of `CacheSpec.recurrent`), and the weights of a model.
     cells: splits the cells of each stream, whose table stays whole.
     """
 

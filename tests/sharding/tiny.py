@@ -29,7 +29,7 @@ def make(layers, *, sequences=4, streams=1, **attention):
             options = {"cells": 16, "kv_heads": 2, "head_dim": 4, "rope": None, **attention}
             part = jaxkv.make_kv_cache(layers=len(own), **options, **sizes)
         else:
-            states = {"states": {"x": ((4,), jnp.float32)}, "splits": {"x": (0, 4)}}
+            states = {"states": {"x": ((4,), jnp.float32)}, "shard_dims": {"x": (0, 4)}}
             part = jaxkv.make_recurrent_cache(layers=len(own), max_rollback=1, **states, **sizes)
         parts.append((part, tuple(own)))
     return parts[0][0] if len(parts) == 1 else jaxkv.make_hybrid_cache(*parts)
