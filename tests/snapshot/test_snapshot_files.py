@@ -270,7 +270,7 @@ def test_save_follows_links_and_leaves_devices(tmp_path):
         snapshot.save(make(), path=link, model_id=name)
         assert snapshot.inspect(target).model == name
     os.mkfifo(pipe)
-    for use in (partial(snapshot.save, cache=make()), snapshot.load, snapshot.inspect):
+    for use in (lambda path: snapshot.save(make(), path=path), snapshot.load, snapshot.inspect):
         for path in (pipe, tmp_path):
             with pytest.raises(OSError, match=f"wanted the path of a file, got {path}, a folder"):
                 use(path)
