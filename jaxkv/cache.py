@@ -10,9 +10,9 @@ subclass of `CacheTable`, which lists what verbs, plans and loops ask of one.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,8 @@ from jaxkv.batch import Ubatch
 from jaxkv.cache_spec import CacheSpec
 from jaxkv.core.partitioning import ShardingRules
 from jaxkv.spec import TableSpec, check_spec
+
+R = TypeVar("R")
 
 
 class SequenceStatus(NamedTuple):
@@ -96,10 +98,22 @@ class MaintenancePlan(ABC):
         """Carry the plan out if `ok`, `[]` bool; else return both as they are."""
 
 
+def assignable(method: Callable[..., R]) -> Callable[..., R]:
+    """Let subclasses assign a function of the table to a method, as in `first = cells.first`.
+
+    Type checkers then compare what it returns alone. `tests/cells/test_contract.py` compares the
+    names of its arguments.
+    """
+    return method
+
+
 class CacheTable(ABC):
     """The table of a cache: what verbs, plans and loops ask of it.
 
-    Ids, positions and bounds are int32 arrays. An id that is no sequence changes nothing.
+    Ids and positions are int32 arrays, `[]` unless another shape is given. An id that is no
+    sequence changes nothing. Ranges of positions are `start` to `stop` - 1: a negative start means
+    0, a negative stop no end, and a stop of 0 an empty range. `ok`, `[]` bool, is False where an
+    edit was refused, and then nothing is changed.
     """
 
     @property
@@ -143,18 +157,22 @@ class CacheTable(ABC):
         del buffers
 
     @abstractmethod
+    @assignable
     def stream_hash(self) -> Any:
         """Return a number of each stream's content, `[S]` uint32; a tuple of them in a hybrid."""
 
     @abstractmethod
+    @assignable
     def first(self, seq: jax.Array) -> jax.Array:
         """Return the smallest position of a sequence, `[]` int32; -1 if it holds none."""
 
     @abstractmethod
+    @assignable
     def last(self, seq: jax.Array) -> jax.Array:
         """Return the largest position of a sequence, `[]` int32; -1 if it holds none."""
 
     @abstractmethod
+    @assignable
     def endings(self, sequences: jax.Array, contents: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return what tells the last token of each sequence from others, and whether it is so.
 
@@ -167,17 +185,21 @@ class CacheTable(ABC):
         return self.sequence_status(jnp.ones(self.spec.sequences, bool)).last >= 0
 
     @abstractmethod
+    @assignable
     def num_used_cells(self) -> jax.Array:
         """Return how many cells are in use, `[]` int32."""
 
     @abstractmethod
+    @assignable
     def sequence_status(self, present: jax.Array) -> SequenceStatus:
         """Return what holds of the sequences in a batch, `[Q]` bool."""
 
     @abstractmethod
+    @assignable
     def find_fitting(self, wanted: jax.Array) -> Admission:
         """Return which sequences find room for the tokens that they bring, `[Q]` int32."""
 
+    @assignable
     def owns_same_cells(self, partner: jax.Array) -> jax.Array:
         """Return whether sequences own the very same cells as others of their stream, `[Q]` bool.
 
@@ -190,6 +212,7 @@ class CacheTable(ABC):
         raise TypeError(f"wanted a cache of attention alone, got kind {self.spec.kind!r}")
 
     @abstractmethod
+    @assignable
     def num_shared_cells(self) -> Any:
         """Return how many cells sharing spares in each stream, `[S]` int32; a tuple in a hybrid.
 
@@ -197,6 +220,7 @@ class CacheTable(ABC):
         """
 
     @abstractmethod
+    @assignable
     def can_allocate(self, lengths: np.ndarray, at_once: int, num_shared_cells: Any) -> np.ndarray:
         """Return which streams have cells for such texts side by side, whatever comes first.
 
@@ -212,6 +236,7 @@ class CacheTable(ABC):
         """
 
     @abstractmethod
+    @assignable
     def choose_slots(self, ubatch: Ubatch) -> tuple[Any, jax.Array]:
         """Return where tokens go; and a `Reason` for each one, `[R, T]`."""
 
@@ -231,6 +256,7 @@ class CacheTable(ABC):
         )
 
     @abstractmethod
+    @assignable
     def occupy(self, ubatch: Ubatch) -> Self:
         """Mark the slots of a ubatch as taken by its tokens."""
 
@@ -240,30 +266,34 @@ class CacheTable(ABC):
         return occupied.stream_hash()
 
     @abstractmethod
-    def remove(self, seq: jax.Array, p0: jax.Array, p1: jax.Array) -> tuple[Self, jax.Array]:
-        """Do what `seq_rm` says; return the table, and `ok`, `[]` bool."""
+    @assignable
+    def remove(self, seq: jax.Array, start: jax.Array, stop: jax.Array) -> tuple[Self, jax.Array]:
+        """Forget a range of a sequence, or of all for -1; return the table, and `ok`."""
 
     @abstractmethod
+    @assignable
     def copy(
-        self, buffers: Any, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array
+        self, buffers: Any, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
     ) -> tuple[Self, Any]:
-        """Do what `seq_cp` says, where `can_copy` says that it can be done.
+        """Let sequences, `[]` or `[n]`, have a range of another, where `can_copy` grants it.
 
         Buffers are None where all is known to stay within streams: then none is touched.
         """
 
     @abstractmethod
+    @assignable
     def can_copy(
-        self, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array
+        self, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Return whether `seq_cp` is granted, `[]` bool; and the ends of its targets after it.
+        """Return whether `copy` is granted, `[]` bool; and the ends of its targets after it.
 
         The ends are positions, `[n]` int32, -1 for a target that would be empty.
         """
 
     @abstractmethod
+    @assignable
     def select(self, buffers: Any, parents: jax.Array, targets: jax.Array) -> tuple[Self, Any]:
-        """Do what `seq_select` says, where `can_select` says that it can be done.
+        """Let targets have what their parents held, all at once, where `can_select` grants it.
 
         Both are `[n]`, and a target of Q is left out. Buffers are None where all is known to stay
         within streams: then none is touched.
@@ -271,44 +301,52 @@ class CacheTable(ABC):
 
     @abstractmethod
     def can_select(self, parents: jax.Array, targets: jax.Array) -> jax.Array:
-        """Return whether `seq_select` is granted, `[]` bool."""
+        """Return whether `select` is granted, `[]` bool."""
 
     @abstractmethod
+    @assignable
     def keep(self, seq: jax.Array) -> Self:
-        """Do what `seq_keep` says."""
+        """Forget every sequence but one."""
 
     @abstractmethod
-    def clear(self) -> Self:
-        """Do what `clear` says."""
+    @assignable
+    def clear(self) -> Any:  # Self, but pyright takes no function of the table alone for that
+        """Forget everything."""
 
     @abstractmethod
+    @assignable
     def add(
         self,
         seq: jax.Array,
-        p0: jax.Array,
-        p1: jax.Array,
+        start: jax.Array,
+        stop: jax.Array,
         delta: jax.Array,
         gap: jax.Array | None = None,
     ) -> tuple[Self, jax.Array]:
-        """Do what `seq_add` says; return the table, and `ok`, `[]` bool.
+        """Move a range of a sequence by `delta`; return the table, and `ok`.
 
-        `gap`, `[]` int32, is the lowest position from which nothing stands up to the range, taken
+        `gap` is the lowest position from which nothing stands up to the range, taken
         by a window or not; None where that is not known.
         """
 
     @abstractmethod
-    def can_add(self, seq: jax.Array, p0: jax.Array, p1: jax.Array, delta: jax.Array) -> jax.Array:
-        """Return what `can_seq_add` says, `[]` bool."""
+    @assignable
+    def can_add(
+        self, seq: jax.Array, start: jax.Array, stop: jax.Array, delta: jax.Array
+    ) -> jax.Array:
+        """Return whether `add` leaves every sequence one token a position, `[]` bool."""
 
     @abstractmethod
+    @assignable
     def divide(
-        self, seq: jax.Array, p0: jax.Array, p1: jax.Array, divisor: jax.Array
+        self, seq: jax.Array, start: jax.Array, stop: jax.Array, divisor: jax.Array
     ) -> tuple[Self, jax.Array]:
-        """Do what `seq_div` says; return the table, and `ok`, `[]` bool."""
+        """Divide the positions of a range of a sequence, rounding down; the table, and `ok`."""
 
     @abstractmethod
+    @assignable
     def can_resume(self, seq: jax.Array, pos: jax.Array) -> jax.Array:
-        """Return what `can_resume` says, `[]` bool."""
+        """Return whether a sequence goes on at a position when it is cut there, `[]` bool."""
 
     @abstractmethod
     def plan_shift(self) -> MaintenancePlan:
@@ -319,6 +357,7 @@ class CacheTable(ABC):
         """Return the plan of the moves that close the gaps."""
 
     @abstractmethod
+    @assignable
     def rewind(self, old: Any) -> tuple[Self, jax.Array]:
         """Return an older table that knows what was written since; and `ok`, `[]` bool.
 
@@ -326,6 +365,7 @@ class CacheTable(ABC):
         """
 
     @abstractmethod
+    @assignable
     def faults(self) -> dict[str, jax.Array]:
         """Return how often each invariant is broken, by name; `[]` int32 each."""
 
@@ -334,35 +374,58 @@ class CacheTable(ABC):
         del verb, layer
         return False
 
-    def attend(self, buffers: Any, layer: int, ubatch: Ubatch, *args: Any, **options: Any) -> Any:
-        """Do what `attend` says; return the table, the buffers, and the output."""
-        del buffers, layer, ubatch, args, options
+    @assignable
+    def attend(
+        self,
+        buffers: Any,
+        layer: int,
+        ubatch: Ubatch,
+        q: jax.Array,
+        k: jax.Array | None = None,
+        v: jax.Array | None = None,
+        **options: Any,
+    ) -> tuple[Self, Any, jax.Array]:
+        """Write keys `[R, T, K, D]` and values `[R, T, K, Dv]` into a layer, if any; and attend.
+
+        Queries are `[R, T, H, D]`. Options are those of `jaxkv.attend`. Returned are the
+        table, the buffers, and `[R, T, H, Dv]`.
+        """
+        del buffers, layer, ubatch, q, k, v, options
         raise TypeError(f"wanted a cache with attention layers, got kind {self.spec.kind!r}")
 
-    def write_kv(self, buffers: Any, layer: int, ubatch: Ubatch, *new: jax.Array) -> Any:
-        """Do what `write_kv` says; return the table, and the buffers."""
-        del buffers, layer, ubatch, new
+    @assignable
+    def write_kv(
+        self,
+        buffers: Any,
+        layer: int,
+        ubatch: Ubatch,
+        k: jax.Array,
+        v: jax.Array | None = None,
+    ) -> tuple[Self, Any]:
+        """Write keys `[R, T, K, D]` and values `[R, T, K, Dv]` into a layer."""
+        del buffers, layer, ubatch, k, v
         raise TypeError(f"wanted a cache with attention layers, got kind {self.spec.kind!r}")
 
+    @assignable
     def read_kv(self, buffers: Any, layer: int, ubatch: Ubatch, **options: Any) -> KVView:
-        """Return what `read_kv` says."""
+        """Return what the tokens of a ubatch see of a layer; options as in `jaxkv.read_kv`."""
         del buffers, layer, ubatch, options
         raise TypeError(f"wanted a cache with attention layers, got kind {self.spec.kind!r}")
 
     def read_states(self, buffers: Any, layer: int, ubatch: Ubatch) -> dict[str, jax.Array]:
-        """Return what `read_states` says."""
+        """Return by name the states that rows go on from, `[R, ...]`."""
         del buffers, layer, ubatch
         raise TypeError(f"wanted a cache with recurrent layers, got kind {self.spec.kind!r}")
 
     def write_states(
         self, buffers: Any, layer: int, ubatch: Ubatch, states: Mapping[str, jax.Array]
     ) -> tuple[Self, Any]:
-        """Do what `write_states` says; return the table, and the buffers."""
+        """Write the states that rows leave, by name `[R, E + 1, ...]`, the oldest first."""
         del buffers, layer, ubatch, states
         raise TypeError(f"wanted a cache with recurrent layers, got kind {self.spec.kind!r}")
 
     def max_rollback(self, layer: int) -> int:
-        """Return what `num_rollback_states` says."""
+        """Return E, how many states a layer keeps before the current one."""
         del layer
         raise TypeError(f"wanted a cache with recurrent layers, got kind {self.spec.kind!r}")
 

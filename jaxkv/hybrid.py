@@ -246,10 +246,10 @@ class HybridTable(CacheTable):
         )
 
     def remove(
-        self, seq: jax.Array, p0: jax.Array, p1: jax.Array
+        self, seq: jax.Array, start: jax.Array, stop: jax.Array
     ) -> tuple["HybridTable", jax.Array]:
         """Cut all parts, or none."""
-        return self._all_or_none([part.remove(seq, p0, p1) for part in self.parts])
+        return self._all_or_none([part.remove(seq, start, stop) for part in self.parts])
 
     def _all_or_none(self, answers: list[tuple[Any, jax.Array]]) -> tuple["HybridTable", jax.Array]:
         """Return the table with what each part answered, if all of them are ok; and whether.
@@ -265,19 +265,21 @@ class HybridTable(CacheTable):
         return jax.tree.map(lambda new, old: jnp.where(ok, new, old), changed, self), ok
 
     def copy(
-        self, buffers: Any, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array
+        self, buffers: Any, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
     ) -> tuple["HybridTable", Any]:
         """Copy in all parts; within a stream there are no buffers to copy."""
         own = (None,) * len(self.parts) if buffers is None else buffers
         pairs = zip(self.parts, own, strict=True)
-        table, copied = self.with_parts([part.copy(one, src, dst, p0, p1) for part, one in pairs])
+        table, copied = self.with_parts(
+            [part.copy(one, src, dst, start, stop) for part, one in pairs]
+        )
         return table, None if buffers is None else copied
 
     def can_copy(
-        self, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array
+        self, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Return whether every part can, and all would end alike; and their ends."""
-        found = [(part, *part.can_copy(src, dst, p0, p1)) for part in self.parts]
+        found = [(part, *part.can_copy(src, dst, start, stop)) for part in self.parts]
         ends = [end for part, _, end in found if self._goes_into(part)]
         alike = _all([end == ends[0] for end in ends])
         return _all([ok for _, ok, _ in found]) & jnp.all(alike), ends[0]
@@ -306,23 +308,25 @@ class HybridTable(CacheTable):
     def add(
         self,
         seq: jax.Array,
-        p0: jax.Array,
-        p1: jax.Array,
+        start: jax.Array,
+        stop: jax.Array,
         delta: jax.Array,
         gap: jax.Array | None = None,
     ) -> tuple["HybridTable", jax.Array]:
         """Move in all parts, or none."""
-        return self._all_or_none([part.add(seq, p0, p1, delta, gap) for part in self.parts])
+        return self._all_or_none([part.add(seq, start, stop, delta, gap) for part in self.parts])
 
-    def can_add(self, seq: jax.Array, p0: jax.Array, p1: jax.Array, delta: jax.Array) -> jax.Array:
+    def can_add(
+        self, seq: jax.Array, start: jax.Array, stop: jax.Array, delta: jax.Array
+    ) -> jax.Array:
         """Return whether every part can."""
-        return _all([part.can_add(seq, p0, p1, delta) for part in self.parts])
+        return _all([part.can_add(seq, start, stop, delta) for part in self.parts])
 
     def divide(
-        self, seq: jax.Array, p0: jax.Array, p1: jax.Array, divisor: jax.Array
+        self, seq: jax.Array, start: jax.Array, stop: jax.Array, divisor: jax.Array
     ) -> tuple["HybridTable", jax.Array]:
         """Divide in all parts, or none."""
-        return self._all_or_none([part.divide(seq, p0, p1, divisor) for part in self.parts])
+        return self._all_or_none([part.divide(seq, start, stop, divisor) for part in self.parts])
 
     def can_resume(self, seq: jax.Array, pos: jax.Array) -> jax.Array:
         """Return whether every part can."""
@@ -359,20 +363,32 @@ class HybridTable(CacheTable):
         return bool(self._parts_serving(verb, layer))
 
     def attend(
-        self, buffers: tuple, layer: int, ubatch: Ubatch, *args: Any, **options: Any
+        self,
+        buffers: tuple,
+        layer: int,
+        ubatch: Ubatch,
+        q: jax.Array,
+        k: jax.Array | None = None,
+        v: jax.Array | None = None,
+        **options: Any,
     ) -> tuple["HybridTable", tuple, jax.Array]:
         """Attend in the part that serves the layer."""
         i, inner = self._part_serving("attend", layer)
-        found = self.parts[i].attend(buffers[i], inner, part_of(ubatch, i), *args, **options)
+        found = self.parts[i].attend(buffers[i], inner, part_of(ubatch, i), q, k, v, **options)
         part, own, out = found
         return replace(self, parts=_put(self.parts, i, part)), _put(buffers, i, own), out
 
     def write_kv(
-        self, buffers: tuple, layer: int, ubatch: Ubatch, *new: jax.Array
+        self,
+        buffers: tuple,
+        layer: int,
+        ubatch: Ubatch,
+        k: jax.Array,
+        v: jax.Array | None = None,
     ) -> tuple["HybridTable", tuple]:
         """Write into the part that serves the layer."""
         i, inner = self._part_serving("attend", layer)
-        part, own = self.parts[i].write_kv(buffers[i], inner, part_of(ubatch, i), *new)
+        part, own = self.parts[i].write_kv(buffers[i], inner, part_of(ubatch, i), k, v)
         return replace(self, parts=_put(self.parts, i, part)), _put(buffers, i, own)
 
     def read_kv(self, buffers: tuple, layer: int, ubatch: Ubatch, **options: Any) -> KVView:

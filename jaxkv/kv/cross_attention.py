@@ -80,53 +80,55 @@ class CrossAttentionTable(CellTable):
             return ubatch.hash_before
         return super().stream_hash_after(ubatch, occupied)
 
-    def remove(self, seq: jax.Array, p0: jax.Array, p1: jax.Array) -> tuple[Self, jax.Array]:
+    def remove(self, seq: jax.Array, start: jax.Array, stop: jax.Array) -> tuple[Self, jax.Array]:
         """Forget a source where all of its text is forgotten; a part of a text leaves it alone."""
-        return super().remove(seq, p0, jnp.where((p0 <= 0) & (p1 < 0), -1, 0))
+        return super().remove(seq, start, jnp.where((start <= 0) & (stop < 0), -1, 0))
 
     def copy(
-        self, buffers: Any, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array
+        self, buffers: Any, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
     ) -> tuple[Self, Any]:
         """Give the targets the source in place of their own, whatever range of the text it is."""
-        return self.select(buffers, *self._forked(src, dst, p0, p1))
+        return self.select(buffers, *self._forked(src, dst, start, stop))
 
     def can_copy(
-        self, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array
+        self, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Return whether `copy` can; the ends are those of no text, -1."""
-        ok = self.can_select(*self._forked(src, dst, p0, p1))
+        ok = self.can_select(*self._forked(src, dst, start, stop))
         return ok, jnp.full(jnp.atleast_1d(dst).shape, EMPTY)
 
     def _forked(
-        self, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array
+        self, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Return the parents and targets of a copy, `[n]`; a target of Q where nothing changes."""
         targets = jnp.atleast_1d(dst)
-        parent = jnp.where(jnp.maximum(p0, 0) < end_of(p1), src, -1)  # none for an empty range
+        parent = jnp.where(jnp.maximum(start, 0) < end_of(stop), src, -1)  # none for an empty range
         return changes_of(self.spec, jnp.broadcast_to(parent, targets.shape), targets)
 
     def add(
         self,
         seq: jax.Array,
-        p0: jax.Array,
-        p1: jax.Array,
+        start: jax.Array,
+        stop: jax.Array,
         delta: jax.Array,
         gap: jax.Array | None = None,
     ) -> tuple["CrossAttentionTable", jax.Array]:
         """Return the table as it is: the positions of a text move, and not those of its source."""
-        del seq, p0, p1, delta, gap
+        del seq, start, stop, delta, gap
         return self, jnp.array(True)
 
-    def can_add(self, seq: jax.Array, p0: jax.Array, p1: jax.Array, delta: jax.Array) -> jax.Array:
+    def can_add(
+        self, seq: jax.Array, start: jax.Array, stop: jax.Array, delta: jax.Array
+    ) -> jax.Array:
         """Return True, `[]` bool, since nothing moves."""
-        del seq, p0, p1, delta
+        del seq, start, stop, delta
         return jnp.array(True)
 
     def divide(
-        self, seq: jax.Array, p0: jax.Array, p1: jax.Array, divisor: jax.Array
+        self, seq: jax.Array, start: jax.Array, stop: jax.Array, divisor: jax.Array
     ) -> tuple["CrossAttentionTable", jax.Array]:
         """Return the table as it is, see `add`."""
-        del seq, p0, p1, divisor
+        del seq, start, stop, divisor
         return self, jnp.array(True)
 
     def can_resume(self, seq: jax.Array, pos: jax.Array) -> jax.Array:
@@ -159,12 +161,17 @@ class CrossAttentionTable(CellTable):
         )
 
     def write_kv(
-        self, buffers: Buffers, layer: int, ubatch: Ubatch, *new: jax.Array
+        self,
+        buffers: Buffers,
+        layer: int,
+        ubatch: Ubatch,
+        k: jax.Array,
+        v: jax.Array | None = None,
     ) -> tuple[Self, Buffers]:
         """Write the keys and values of sources."""
         if isinstance(ubatch.slots, CrossAttentionSlots):
             _refuse_to_write()
-        return super().write_kv(buffers, layer, ubatch, *new)
+        return super().write_kv(buffers, layer, ubatch, k, v)
 
     def read_kv(self, buffers: Buffers, layer: int, ubatch: Ubatch, **options: Any) -> KVView:
         """Return the sources, all of which are seen."""

@@ -5,18 +5,16 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch
-from jaxkv.cache import Admission, CacheTable, KVView, MaintenancePlan, SequenceStatus, check_sizes
+from jaxkv.cache import Admission, CacheTable, MaintenancePlan, SequenceStatus, check_sizes
 from jaxkv.cache_spec import CacheSpec
 from jaxkv.core.partitioning import AxisPartition, ShardingRules
-from jaxkv.kv import cells, copy, copy_pooled, defrag, eviction, shift, slots
+from jaxkv.kv import cells, copy, copy_pooled, defrag, eviction, layer, sharded, shift, slots
 from jaxkv.kv.buffers import Buffers, sizes_of
 from jaxkv.kv.cells import Cells
-from jaxkv.kv.layer import attend, read_kv, write_kv
-from jaxkv.kv.sharded import endings, map_streams, map_streams_gather
+from jaxkv.kv.sharded import map_streams, map_streams_gather
 from jaxkv.ops.mla import Values, ValueSlice
 from jaxkv.rope import NotGiven
 from jaxkv.spec import TableSpec
@@ -26,6 +24,26 @@ from jaxkv.spec import TableSpec
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CellTable(Cells, CacheTable):
     """The table of an attention cache: `Cells`, and what verbs, plans and loops ask of them."""
+
+    first = cells.first
+    last = cells.last
+    endings = sharded.endings
+    num_used_cells = cells.num_used_cells
+    num_shared_cells = cells.num_shared_cells
+    can_allocate = slots.can_allocate
+    choose_slots = slots.choose_slots
+    occupy = slots.occupy
+    keep = cells.keep
+    clear = cells.clear
+    add = shift.add
+    can_add = shift.can_add
+    divide = shift.divide
+    can_resume = eviction.can_resume
+    rewind = cells.rewind
+    faults = cells.faults
+    attend = layer.attend
+    write_kv = layer.write_kv
+    read_kv = layer.read_kv
 
     @property
     def spec(self) -> TableSpec:
@@ -83,86 +101,54 @@ class CellTable(Cells, CacheTable):
             )
 
     def stream_hash(self) -> jax.Array:
-        """See `cells.stream_hash`."""
+        """Hash each stream on the device where it lies, `[S]` uint32."""
         return map_streams(self, cells.stream_hash)
 
-    def first(self, seq: jax.Array) -> jax.Array:
-        """See `cells.first`."""
-        return cells.first(self, seq)
-
-    def last(self, seq: jax.Array) -> jax.Array:
-        """See `cells.last`."""
-        return cells.last(self, seq)
-
-    def endings(self, sequences: jax.Array, contents: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """See `by_stream.endings`."""
-        return endings(self, sequences, contents)
-
-    def num_used_cells(self) -> jax.Array:
-        """See `cells.num_used_cells`."""
-        return cells.num_used_cells(self)
-
     def sequence_status(self, present: jax.Array) -> SequenceStatus:
-        """See `slots.sequence_status`."""
+        """Ask each stream on the device where it lies, and tell all devices."""
         return map_streams_gather(self, slots.sequence_status, present)
 
     def find_fitting(self, wanted: jax.Array) -> Admission:
-        """See `slots.find_fitting`."""
+        """Ask each stream on the device where it lies, and tell all devices."""
         return map_streams_gather(self, slots.find_fitting, wanted)
 
     def owns_same_cells(self, partner: jax.Array) -> jax.Array:
-        """See `cells.owns_same_cells`."""
+        """Ask each stream on the device where it lies, and tell all devices; `[Q]` bool."""
         return map_streams_gather(self, cells.owns_same_cells, partner)
 
-    def num_shared_cells(self) -> jax.Array:
-        """See `cells.num_shared_cells`."""
-        return cells.num_shared_cells(self)
-
-    def can_allocate(
-        self, lengths: np.ndarray, at_once: int, num_shared_cells: np.ndarray
-    ) -> np.ndarray:
-        """See `slots.can_allocate`."""
-        return slots.can_allocate(self, lengths, at_once, num_shared_cells)
-
-    def choose_slots(self, ubatch: Ubatch) -> tuple[jax.Array, jax.Array]:
-        """See `slots.choose_slots`."""
-        return slots.choose_slots(self, ubatch)
-
-    def occupy(self, ubatch: Ubatch) -> Self:
-        """See `slots.occupy`."""
-        return slots.occupy(self, ubatch)
-
     def stream_hash_after(self, ubatch: Ubatch, occupied: Any) -> jax.Array:
-        """See `slots.stream_hash_after`; a window may take more cells than the ubatch does."""
+        """Hash the cells of a ubatch alone, unless a window may have taken others too."""
         if self.window is not None:
             return occupied.stream_hash()
         return slots.stream_hash_after(self, ubatch)
 
-    def remove(self, seq: jax.Array, p0: jax.Array, p1: jax.Array) -> tuple[Self, jax.Array]:
-        """See `cells.remove`; refused where a sequence could not go on, see `reuse.granted`."""
-        return eviction.granted(self, cells.remove(self, seq, p0, p1), self.evicted_below - 1)
+    def remove(self, seq: jax.Array, start: jax.Array, stop: jax.Array) -> tuple[Self, jax.Array]:
+        """Forget a range; refused where a sequence could not go on after that."""
+        return eviction.granted(self, cells.remove(self, seq, start, stop), self.evicted_below - 1)
 
     def copy(
-        self, buffers: Any, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array
+        self, buffers: Any, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
     ) -> tuple["CellTable", Any]:
-        """See `cells.copy` within a stream; between streams `copy`, and in groups `transfer`."""
+        """Share cells within a stream; between streams copy them, into free cells where Q > S."""
         if buffers is None:
-            return cells.copy(self, src, dst, p0, p1), None
+            return cells.copy(self, src, dst, start, stop), None
         if self.sequences_per_stream == 1:
-            return copy.copy_between(self, buffers, src, dst, p0, p1)
-        return copy_pooled.execute_copy(self, buffers, copy_pooled.to_copy(self, src, dst, p0, p1))
+            return copy.copy_between(self, buffers, src, dst, start, stop)
+        return copy_pooled.execute_copy(
+            self, buffers, copy_pooled.to_copy(self, src, dst, start, stop)
+        )
 
     def can_copy(
-        self, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array
+        self, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """See `reuse.can_copy`; in groups there must be cells too, see `transfer.to_copy`."""
-        ok, ends = eviction.can_copy(self, src, dst, p0, p1)
+        """Return whether targets could go on and find the cells that they need; and their ends."""
+        ok, ends = eviction.can_copy(self, src, dst, start, stop)
         if self.spec.has_shared_streams:
-            ok &= copy_pooled.to_copy(self, src, dst, p0, p1).need.ok
+            ok &= copy_pooled.to_copy(self, src, dst, start, stop).need.ok
         return ok, ends
 
     def select(self, buffers: Any, parents: jax.Array, targets: jax.Array) -> tuple[Self, Any]:
-        """See `cells.select` within a stream; between streams `copy`, and in groups `transfer`."""
+        """Share cells within a stream; between streams copy them, into free cells where Q > S."""
         if buffers is None:
             return cells.select(self, parents, targets), None
         if self.sequences_per_stream == 1:
@@ -172,80 +158,23 @@ class CellTable(Cells, CacheTable):
         )
 
     def can_select(self, parents: jax.Array, targets: jax.Array) -> jax.Array:
-        """Return True, but in groups whether there are cells, see `transfer.to_select`."""
+        """Return whether targets find the cells that they need, `[]` bool."""
         if not self.spec.has_shared_streams:
             return jnp.array(True)
         return copy_pooled.to_select(self, parents, targets).need.ok
 
-    def keep(self, seq: jax.Array) -> "CellTable":
-        """See `cells.keep`."""
-        return cells.keep(self, seq)
-
-    def clear(self) -> "CellTable":
-        """See `cells.clear`."""
-        return cells.clear(self)
-
-    def add(
-        self,
-        seq: jax.Array,
-        p0: jax.Array,
-        p1: jax.Array,
-        delta: jax.Array,
-        gap: jax.Array | None = None,
-    ) -> tuple["CellTable", jax.Array]:
-        """See `shift.add`."""
-        return shift.add(self, seq, p0, p1, delta, gap)
-
-    def can_add(self, seq: jax.Array, p0: jax.Array, p1: jax.Array, delta: jax.Array) -> jax.Array:
-        """See `shift.can_add`."""
-        return shift.can_add(self, seq, p0, p1, delta)
-
-    def divide(
-        self, seq: jax.Array, p0: jax.Array, p1: jax.Array, divisor: jax.Array
-    ) -> tuple["CellTable", jax.Array]:
-        """See `shift.divide`."""
-        return shift.divide(self, seq, p0, p1, divisor)
-
-    def can_resume(self, seq: jax.Array, pos: jax.Array) -> jax.Array:
-        """See `reuse.can_resume`."""
-        return eviction.can_resume(self, seq, pos)
-
     def plan_shift(self) -> MaintenancePlan:
-        """See `shift.ShiftPlan`."""
+        """Return the plan of the rotations that keys are owed, with the spec of this cache."""
         return shift.ShiftPlan(shift=self.shift, spec=self.spec)
 
     def plan_defrag(self, max_moves: int | None) -> MaintenancePlan:
-        """See `defrag.plan_moves`."""
+        """Return the plan of the moves that close the gaps, with the spec of this cache."""
         return defrag.plan_moves(self, max_moves, self.spec)
-
-    def rewind(self, old: "CellTable") -> tuple["CellTable", jax.Array]:
-        """See `cells.rewind`."""
-        return cells.rewind(self, old)
-
-    def faults(self) -> dict[str, jax.Array]:
-        """See `cells.faults`."""
-        return cells.faults(self)
 
     def serves(self, verb: str, layer: int) -> bool:
         """Return whether it is `attend`, which every layer knows."""
         del layer
         return verb == "attend"
-
-    def attend(
-        self, buffers: Buffers, layer: int, ubatch: Ubatch, *args: Any, **options: Any
-    ) -> tuple[Self, Buffers, jax.Array]:
-        """See `attend.attend`."""
-        return attend(self, buffers, layer, ubatch, *args, **options)
-
-    def write_kv(
-        self, buffers: Buffers, layer: int, ubatch: Ubatch, *new: jax.Array
-    ) -> tuple[Self, Buffers]:
-        """See `attend.write_kv`."""
-        return write_kv(self, buffers, layer, ubatch, *new)
-
-    def read_kv(self, buffers: Buffers, layer: int, ubatch: Ubatch, **options: Any) -> KVView:
-        """See `attend.read_kv`."""
-        return read_kv(self, buffers, layer, ubatch, **options)
 
 
 def _value_dim(v: Values) -> int | ValueSlice:

@@ -251,7 +251,12 @@ def clear(states: T) -> T:
 
 
 def add(
-    states: T, seq: jax.Array, start: jax.Array, stop: jax.Array, delta: jax.Array
+    states: T,
+    seq: jax.Array,
+    start: jax.Array,
+    stop: jax.Array,
+    delta: jax.Array,
+    gap: jax.Array | None = None,
 ) -> tuple[T, jax.Array]:
     """Move the positions of a sequence in a range by `delta`, `[]` int32, those of its states too.
 
@@ -259,6 +264,7 @@ def add(
     bool, is False: what a state has seen stays in it. An earlier state is dropped when it no longer
     stands before all later ones: then there is no end that could be cut off to return to it.
     """
+    del gap  # of windows, and none takes a state
     ok = can_add(states, seq, start, stop, delta)
     moves = _moves(states, seq, start, stop) & ok
     return _moved(states, states.position + delta, moves, jnp.array(False)), ok

@@ -20,7 +20,6 @@ from jaxkv.cache import (
     Cache,
     CacheTable,
     MaintenancePlan,
-    SequenceStatus,
     check_sizes,
     merge,
 )
@@ -28,9 +27,9 @@ from jaxkv.cache_spec import CacheSpec
 from jaxkv.core.constants import END, MAX_CELLS
 from jaxkv.core.partitioning import ShardingRules
 from jaxkv.core.validate import check_count, check_shape
-from jaxkv.recurrent import copy, slots, states
+from jaxkv.recurrent import copy as copies
+from jaxkv.recurrent import slots, states
 from jaxkv.recurrent.buffers import Buffers, read, within, write
-from jaxkv.recurrent.slots import StateSlots
 from jaxkv.recurrent.states import States, empty_fields
 from jaxkv.spec import TableSpec, checked_streams
 
@@ -68,6 +67,27 @@ class StateTable(States, CacheTable):
 
     Arrays have the shapes that `CacheTable` says.
     """
+
+    stream_hash = states.stream_hash
+    first = states.first
+    last = states.last
+    endings = states.endings
+    num_used_cells = states.num_used_cells
+    sequence_status = states.sequence_status
+    choose_slots = slots.choose_slots
+    occupy = slots.occupy
+    remove = states.remove
+    copy = copies.copy
+    can_copy = copies.can_copy
+    select = copies.select
+    keep = states.keep
+    clear = states.clear
+    add = states.add
+    can_add = states.can_add
+    divide = states.divide
+    can_resume = states.can_resume
+    rewind = states.rewind
+    faults = states.faults
 
     @property
     def spec(self) -> TableSpec:
@@ -114,30 +134,6 @@ class StateTable(States, CacheTable):
         """Raise unless states have the streams and the cells of the table."""
         check_sizes(self, *next(iter(buffers[0].values())).shape[:2])
 
-    def stream_hash(self) -> jax.Array:
-        """See `states.stream_hash`."""
-        return states.stream_hash(self)
-
-    def first(self, seq: jax.Array) -> jax.Array:
-        """See `states.first`."""
-        return states.first(self, seq)
-
-    def last(self, seq: jax.Array) -> jax.Array:
-        """See `states.last`."""
-        return states.last(self, seq)
-
-    def endings(self, sequences: jax.Array, contents: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """See `states.endings`."""
-        return states.endings(self, sequences, contents)
-
-    def num_used_cells(self) -> jax.Array:
-        """See `states.num_used_cells`."""
-        return states.num_used_cells(self)
-
-    def sequence_status(self, present: jax.Array) -> SequenceStatus:
-        """See `states.sequence_status`."""
-        return states.sequence_status(self, present)
-
     def find_fitting(self, wanted: jax.Array) -> Admission:
         """Return that there is room: a sequence lets go of as many states as it gets."""
         all_fit = wanted >= 0
@@ -154,76 +150,10 @@ class StateTable(States, CacheTable):
         del lengths, at_once, num_shared_cells
         return np.ones(self.streams, bool)
 
-    def choose_slots(self, ubatch: Ubatch) -> tuple[StateSlots, jax.Array]:
-        """See `slots.choose_slots`."""
-        return slots.choose_slots(self, ubatch)
-
-    def occupy(self, ubatch: Ubatch) -> "StateTable":
-        """See `slots.occupy`."""
-        return slots.occupy(self, ubatch)
-
-    def remove(
-        self, seq: jax.Array, p0: jax.Array, p1: jax.Array
-    ) -> tuple["StateTable", jax.Array]:
-        """See `states.remove`."""
-        return states.remove(self, seq, p0, p1)
-
-    def copy(
-        self, buffers: Any, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array
-    ) -> tuple["StateTable", Any]:
-        """See `copy.copy`."""
-        return copy.copy(self, buffers, src, dst, p0, p1)
-
-    def can_copy(
-        self, src: jax.Array, dst: jax.Array, p0: jax.Array, p1: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """See `copy.can_copy`."""
-        return copy.can_copy(self, src, dst, p0, p1)
-
-    def select(
-        self, buffers: Any, parents: jax.Array, targets: jax.Array
-    ) -> tuple["StateTable", Any]:
-        """See `copy.select`."""
-        return copy.select(self, buffers, parents, targets)
-
     def can_select(self, parents: jax.Array, targets: jax.Array) -> jax.Array:
         """Return True, `[]` bool: targets let go of as many states as they get."""
         del parents, targets
         return jnp.array(True)
-
-    def keep(self, seq: jax.Array) -> "StateTable":
-        """See `states.keep`."""
-        return states.keep(self, seq)
-
-    def clear(self) -> "StateTable":
-        """See `states.clear`."""
-        return states.clear(self)
-
-    def add(
-        self,
-        seq: jax.Array,
-        p0: jax.Array,
-        p1: jax.Array,
-        delta: jax.Array,
-        gap: jax.Array | None = None,
-    ) -> tuple["StateTable", jax.Array]:
-        """See `states.add`; no window takes a state."""
-        del gap
-        return states.add(self, seq, p0, p1, delta)
-
-    def can_add(self, seq: jax.Array, p0: jax.Array, p1: jax.Array, delta: jax.Array) -> jax.Array:
-        """See `states.can_add`."""
-        return states.can_add(self, seq, p0, p1, delta)
-
-    def divide(
-        self, seq: jax.Array, p0: jax.Array, p1: jax.Array, divisor: jax.Array
-    ) -> tuple["StateTable", jax.Array]:
-        """See `states.divide`."""
-        return states.divide(self, seq, p0, p1, divisor)
-
-    def can_resume(self, seq: jax.Array, pos: jax.Array) -> jax.Array:
-        """See `states.can_resume`."""
-        return states.can_resume(self, seq, pos)
 
     def plan_shift(self) -> MaintenancePlan:
         """Return a plan of nothing: no key is owed a rotation."""
@@ -233,14 +163,6 @@ class StateTable(States, CacheTable):
         """Return a plan of nothing: there are no gaps to close."""
         del max_moves
         return EmptyPlan(spec=self.spec)
-
-    def rewind(self, old: "StateTable") -> tuple["StateTable", jax.Array]:
-        """See `states.rewind`."""
-        return states.rewind(self, old)
-
-    def faults(self) -> dict[str, jax.Array]:
-        """See `states.faults`."""
-        return states.faults(self)
 
     def serves(self, verb: str, layer: int) -> bool:
         """Return whether it is about states, which every layer goes on from."""

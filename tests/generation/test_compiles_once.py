@@ -93,7 +93,8 @@ def plan(i):
         made = jaxkv.init_batch(cache, make_batch(range(len(ids)), sequences=ids), ubatch_size=4)
         made.gather_outputs([think(cache, ubatch)[1] for ubatch in made.ubatches])
     ids, tokens = np.arange(3), np.arange(3) + i
-    think(cache, step(cache, tokens, (ids + i) % 3, ids != i)[0])
+    plan = step(cache, tokens, sequences=(ids + i) % 3, active=ids != i)
+    think(cache, plan.ubatch)
 
 
 def ubatches(i):

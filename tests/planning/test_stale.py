@@ -238,7 +238,7 @@ def test_plan_for_another_cache_raises():
             (jaxkv.is_current, one, ubatch),
             (jaxkv.attend, one, 0, ubatch, x, x, x),
             (jaxkv.read_states, one, 0, ubatch),
-            (jaxkv.rewind, other.table, one),
+            (lambda cache, table: jaxkv.rewind(cache, to=table), one, other.table),
         ):
             with pytest.raises(ValueError, match="for this cache, .* got one for .*: plan again"):
                 verb(*args)

@@ -113,7 +113,7 @@ def alone(request, *, model=forward, params=None, cache=None, stop_tokens=STOP, 
     )
     tokens, logprobs = (
         np.concatenate([np.asarray(a)[0], np.asarray(b)[0]])
-        for a, b in zip(first, rest, strict=True)
+        for a, b in zip(first[2:4], rest[2:4], strict=True)
     )
     logprobs, tokens = logprobs[tokens >= 0], tokens[tokens >= 0]
     reason = FinishReason.STOP if tokens[-1] in stop_tokens else FinishReason.LENGTH

@@ -1,0 +1,37 @@
+"""Each kind of table has all that `CacheTable` asks for, with the names of its arguments."""
+
+import inspect
+
+import pytest
+
+from jaxkv.cache import CacheTable
+from jaxkv.hybrid import HybridTable
+from jaxkv.kv.cross_attention import CrossAttentionTable
+from jaxkv.kv.table import CellTable
+from jaxkv.recurrent.table import StateTable
+
+KINDS = CellTable, CrossAttentionTable, StateTable, HybridTable
+BY_NAME = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD
+METHODS = [
+    name for name, one in vars(CacheTable).items() if inspect.isfunction(one) and name[0] != "_"
+]
+
+
+def arguments(method):
+    """The names of a method's arguments, but for the table itself and options given by name."""
+    first, *others = inspect.signature(method).parameters.values()
+    assert first.name in ("self", "table", "cells", "states")
+    return [one.name for one in others if one.kind not in BY_NAME]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_methods_have_the_arguments_of_the_contract(kind):
+    wanted = {name: arguments(getattr(CacheTable, name)) for name in METHODS}
+    assert {name: arguments(getattr(kind, name)) for name in METHODS} == wanted
+
+
+def test_table_without_a_method_names_it_when_made():
+    for name in CacheTable.__abstractmethods__:
+        lacking = type("Lacking", (StateTable,), {name: getattr(CacheTable, name)})
+        with pytest.raises(TypeError, match=rf"Lacking .*\b{name}\b"):
+            lacking()

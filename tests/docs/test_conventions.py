@@ -1,0 +1,75 @@
+"""Public functions are called and answer in one way; every exception is named here."""
+
+import inspect
+import types
+
+import pytest
+
+import jaxkv
+from jaxkv.serving import prefix_cache
+
+MODULES = [
+    jaxkv,
+    jaxkv.draw,
+    jaxkv.draw.plot,
+    jaxkv.generation,
+    jaxkv.hybrid,
+    jaxkv.serving,
+    prefix_cache,
+    jaxkv.sharding,
+    jaxkv.snapshot,
+    jaxkv.window,
+]
+PUBLIC = {
+    id(thing): (f"{module.__name__}.{name}".removeprefix("jaxkv."), thing)
+    for module in reversed(MODULES)
+    for name in module.__all__
+    if not isinstance(thing := getattr(module, name), types.ModuleType)
+}
+FUNCTIONS = {name: thing for name, thing in PUBLIC.values() if inspect.isfunction(thing)}
+MANY_POSITIONALS = {"attend"}  # cache, layer, ubatch, q, k, v
+PLAIN_TUPLES = {
+    "attend",  # as a model returns it: the cache and the output
+    "generation.model_step",  # the cache and the logits, what a model returns
+    "hybrid.parts_of",  # any number of caches
+    "serving.prefix_cache.evict",
+    "serving.prefix_cache.fork_prefix",
+    "serving.prefix_cache.store_prefix",
+    "sharding.fit_mesh",  # a mesh and its rules
+    "split",
+}
+
+
+def positionals(function):
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return [
+        name
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind in kinds
+    ]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_cache_is_argument_1_or_3(name):
+    """After `forward` and `params` it is the third one."""
+    found = positionals(FUNCTIONS[name])
+    if "cache" in found:
+        assert found.index("cache") == (2 if "params" in found else 0)
+
+
+def test_positional_arguments_are_at_most_5():
+    many = {name for name, one in FUNCTIONS.items() if len(positionals(one)) > 5}
+    assert many == MANY_POSITIONALS
+
+
+def test_several_results_have_names():
+    plain = {
+        name
+        for name, one in FUNCTIONS.items()
+        if str(inspect.signature(one).return_annotation).startswith("tuple")
+    }
+    assert plain == PLAIN_TUPLES
+
+
+def test_public_names_are_few():
+    assert len(PUBLIC) <= 121  # a smaller bound is a better one
