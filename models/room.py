@@ -100,4 +100,4 @@ def limits(devices: int) -> Iterator[int]:
         if most != resource.RLIM_INFINITY:
             yield most
     with contextlib.suppress(ValueError, OSError):  # "max" where a container has no limit
-        yield int(Path("/sys/fs/cgroup/cache.max").read_text())
+        yield int(Path("/sys/fs/cgroup/memory.max").read_text())
