@@ -2,11 +2,16 @@
 
 All parts or none: a batch, a cut or a ubatch that one part refuses changes none of them. The parts
 may be of any kind. What is known of them here is `jaxkv.cache.CacheTable`, nothing else.
+
+Most methods of `HybridTable` call the same method of each part and put together what the parts
+return: `_ask` and `_make` build such a method from the one of `CacheTable` and a rule. `_in_layer`
+builds those that only the part of one layer knows.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import partial, reduce, wraps
+from inspect import signature
 from typing import Any
 
 import jax
@@ -14,16 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import Ubatch, part_of
-from jaxkv.cache import (
-    Admission,
-    Cache,
-    CacheTable,
-    KVView,
-    MaintenancePlan,
-    SequenceStatus,
-    merge,
-    split,
-)
+from jaxkv.cache import Admission, Cache, CacheTable, MaintenancePlan, SequenceStatus, merge, split
 from jaxkv.cache_spec import CacheSpec
 from jaxkv.core.partitioning import ShardingRules
 from jaxkv.spec import TableSpec
@@ -31,6 +27,121 @@ from jaxkv.spec import TableSpec
 __all__ = ["make_hybrid_cache", "parts_of"]
 
 Layers = tuple[tuple[int, ...], ...]
+
+OWN = "buffers", "num_shared_cells"
+"""Arguments that have an item for each part, unless None; the others are the same for all."""
+
+# Rules for arrays of one shape, one a part: elementwise.
+_all = partial(reduce, jnp.logical_and)
+_any = partial(reduce, jnp.logical_or)
+_sum = partial(reduce, jnp.add)
+_largest = partial(reduce, jnp.maximum)
+_smallest = partial(reduce, jnp.minimum)
+
+
+def _latest(firsts: list[jax.Array]) -> jax.Array:
+    """Return where the text of all parts begins, `[]` int32; -1 if one is empty."""
+    return jnp.where(_smallest(firsts) < 0, -1, _largest(firsts))
+
+
+def _fits_all(found: list[Admission]) -> Admission:
+    """Return what fits in all parts: each orders the sequences alike, so it fits together."""
+    fits, together, left = zip(*found, strict=True)
+    return Admission(fits=_all(fits), together=_all(together), left=_smallest(left))
+
+
+def _tables(table: "HybridTable", parts: list[Any]) -> "HybridTable":
+    """Return the table of other parts."""
+    return replace(table, parts=tuple(parts))
+
+
+def _beside(table: "HybridTable", pairs: list[tuple[Any, Any]]) -> tuple["HybridTable", Any]:
+    """Return the table and the buffers of pairs of both; None where parts were given none."""
+    parts, buffers = zip(*pairs, strict=True)
+    return replace(table, parts=parts), None if buffers[0] is None else buffers
+
+
+def _all_or_none(
+    table: "HybridTable", answers: list[tuple[Any, jax.Array]]
+) -> tuple["HybridTable", jax.Array]:
+    """Return the table of parts that are all ok, or the one before; and `ok`, `[]` bool.
+
+    It is refused, too, where the text of a sequence would end in one part before it does in
+    another.
+    """
+    parts, granted = zip(*answers, strict=True)
+    changed = replace(table, parts=parts)
+    present = jnp.ones(table.spec.sequences, bool)
+    apart = changed.sequence_status(present).missing & ~table.sequence_status(present).missing
+    ok = _all(granted) & ~jnp.any(apart)
+    return jax.tree.map(lambda new, old: jnp.where(ok, new, old), changed, table), ok
+
+
+def _ends_alike(
+    table: "HybridTable", answers: list[tuple[jax.Array, jax.Array]]
+) -> tuple[jax.Array, jax.Array]:
+    """Return whether all parts grant a copy and the text ends alike in them; and the ends."""
+    granted, ends = zip(*answers, strict=True)
+    pairs = zip(table.parts, ends, strict=True)
+    ends = [end for part, end in pairs if table._goes_into(part)]
+    return _all(granted) & jnp.all(_all([end == ends[0] for end in ends])), ends[0]
+
+
+def _plans(table: "HybridTable", plans: list[MaintenancePlan]) -> "HybridMaintenancePlan":
+    """Return the plans of all parts as one."""
+    return HybridMaintenancePlan(parts=tuple(plans), spec=table.spec)
+
+
+def _make(
+    method: Callable[..., Any], rule: Callable[..., Any], which: str = "parts"
+) -> Callable[..., Any]:
+    """Return a method that calls that of each part: `rule(table, returned)` of what they return.
+
+    `method` is that of `CacheTable`, and `which` names the list of the parts that are called.
+    """
+    own = {i for i, name in enumerate(signature(method).parameters, -1) if name in OWN}
+
+    def call(table: "HybridTable", *args: Any) -> Any:
+        parts = getattr(table, which)
+        given = [
+            arg if i in own and arg is not None else (arg,) * len(parts)
+            for i, arg in enumerate(args)
+        ]
+        calls = zip(parts, *given, strict=True)
+        return rule(table, [getattr(part, method.__name__)(*those) for part, *those in calls])
+
+    return wraps(method, updated=())(call)  # what would be updated says that it is abstract
+
+
+def _ask(
+    method: Callable[..., Any], rule: Callable[..., Any], which: str = "parts"
+) -> Callable[..., Any]:
+    """Return a method as `_make` does, by a rule of what is returned alone."""
+    return _make(method, lambda _, returned: rule(returned), which)
+
+
+def _in_layer(method: Callable[..., Any], verb: str, *, writes: bool) -> Callable[..., Any]:
+    """Return a method that calls that of the part which serves a layer for a verb.
+
+    One that writes returns a table and buffers first, which are put beside those of other parts.
+    """
+
+    def call(
+        table: "HybridTable", buffers: tuple, layer: int, ubatch: Ubatch, *args: Any, **options: Any
+    ) -> Any:
+        i, inner = table._part_serving(verb, layer)
+        work = getattr(table.parts[i], method.__name__)
+        found = work(buffers[i], inner, part_of(ubatch, i), *args, **options)
+        if not writes:
+            return found
+        part, own, *out = found
+        return replace(table, parts=_put(table.parts, i, part)), _put(buffers, i, own), *out
+
+    return wraps(method, updated=())(call)
+
+
+def _put(parts: tuple, i: int, part: Any) -> tuple:
+    return (*parts[:i], part, *parts[i + 1 :])
 
 
 @jax.tree_util.register_dataclass
@@ -48,7 +159,7 @@ class HybridMaintenancePlan(MaintenancePlan):
     @property
     def pending(self) -> jax.Array:
         """How many keys are rotated, or cells moved, over all parts; `[]` int32."""
-        return reduce(jnp.add, [part.pending for part in self.parts])
+        return _sum([part.pending for part in self.parts])
 
     def is_current(self, table: "HybridTable") -> jax.Array:
         """Return whether each part is as its plan found it; `[]` bool."""
@@ -60,7 +171,7 @@ class HybridMaintenancePlan(MaintenancePlan):
     ) -> tuple["HybridTable", tuple]:
         """Carry the plans of all parts out, or none."""
         parts = zip(self.parts, table.parts, buffers, strict=True)
-        return table.with_parts([plan.commit(part, own, ok) for plan, part, own in parts])
+        return _beside(table, [plan.commit(part, own, ok) for plan, part, own in parts])
 
 
 @jax.tree_util.register_dataclass
@@ -77,6 +188,37 @@ class HybridTable(CacheTable):
     parts: tuple[Any, ...]
     layers: Layers = field(metadata={"static": True})
     sharding_rules: ShardingRules | None = field(default=None, metadata={"static": True})
+
+    stream_hash = _ask(CacheTable.stream_hash, tuple)
+    num_shared_cells = _ask(CacheTable.num_shared_cells, tuple)
+    num_used_cells = _ask(CacheTable.num_used_cells, _sum)
+    holding = _ask(CacheTable.holding, _any)
+    owns_same_cells = _ask(CacheTable.owns_same_cells, _all)
+    can_allocate = _ask(CacheTable.can_allocate, partial(np.all, axis=0))
+    can_select = _ask(CacheTable.can_select, _all)
+    can_add = _ask(CacheTable.can_add, _all)
+    can_resume = _ask(CacheTable.can_resume, _all)
+    first = _ask(CacheTable.first, _latest, "_planned")
+    last = _ask(CacheTable.last, _smallest, "_planned")
+    find_fitting = _ask(CacheTable.find_fitting, _fits_all, "_planned")
+
+    keep = _make(CacheTable.keep, _tables)
+    clear = _make(CacheTable.clear, _tables)
+    remove = _make(CacheTable.remove, _all_or_none)
+    add = _make(CacheTable.add, _all_or_none)
+    divide = _make(CacheTable.divide, _all_or_none)
+    copy = _make(CacheTable.copy, _beside)
+    can_copy = _make(CacheTable.can_copy, _ends_alike)
+    select = _make(CacheTable.select, _beside)
+    partition_specs = _make(CacheTable.partition_specs, _beside)
+    plan_shift = _make(CacheTable.plan_shift, _plans)
+    plan_defrag = _make(CacheTable.plan_defrag, _plans)
+
+    attend = _in_layer(CacheTable.attend, "attend", writes=True)
+    write_kv = _in_layer(CacheTable.write_kv, "attend", writes=True)
+    read_kv = _in_layer(CacheTable.read_kv, "attend", writes=False)
+    read_states = _in_layer(CacheTable.read_states, "states", writes=False)
+    write_states = _in_layer(CacheTable.write_states, "states", writes=True)
 
     @property
     def spec(self) -> TableSpec:
@@ -110,11 +252,6 @@ class HybridTable(CacheTable):
         parts = tuple(part.with_sharding_rules(sharding_rules) for part in self.parts)
         return replace(self, parts=parts, sharding_rules=sharding_rules)
 
-    def partition_specs(self, buffers: tuple | None, mesh: Any) -> tuple[Any, tuple]:
-        """Return those of each part."""
-        pairs = zip(self.parts, buffers or (None,) * len(self.parts), strict=True)
-        return self.with_parts([part.partition_specs(own, mesh) for part, own in pairs])
-
     def num_layers(self, buffers: tuple) -> int:
         """Return one more than the highest layer that a part serves."""
         del buffers
@@ -127,22 +264,13 @@ class HybridTable(CacheTable):
                 f"expected the buffers of {len(self.parts)} parts, got {len(buffers)}: join the "
                 f"table and the buffers of one cache"
             )
-        for part, one in zip(self.parts, buffers, strict=True):
-            part.check_buffers(one)
-
-    def with_parts(self, pairs: list[tuple[Any, Any]]) -> tuple["HybridTable", tuple]:
-        """Return the table and the buffers, given those of each part."""
-        tables, buffers = zip(*pairs, strict=True)
-        return replace(self, parts=tables), buffers
+        for part, own in zip(self.parts, buffers, strict=True):
+            part.check_buffers(own)
 
     def check_moves(self, buffers: tuple) -> None:
         """Raise unless every part can."""
         for part, own in zip(self.parts, buffers, strict=True):
             part.check_moves(own)
-
-    def stream_hash(self) -> tuple:
-        """Return the digests of each part."""
-        return tuple(part.stream_hash() for part in self.parts)
 
     def as_encoder_table(self) -> "HybridTable":
         """Return the table as it answers where sources are planned."""
@@ -159,27 +287,10 @@ class HybridTable(CacheTable):
         """The parts that what is planned goes into."""
         return [part for part in self.parts if self._goes_into(part)]
 
-    def first(self, seq: jax.Array) -> jax.Array:
-        """Return where the text of all parts begins: the largest first one; -1 if one is empty."""
-        found = [part.first(seq) for part in self._planned]
-        return jnp.where(_smallest(found) < 0, -1, _largest(found))
-
-    def last(self, seq: jax.Array) -> jax.Array:
-        """Return the largest position that all parts hold of a text; `[]` int32."""
-        return _smallest([part.last(seq) for part in self._planned])
-
     def endings(self, sequences: jax.Array, contents: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Ask a part of attention, whose cells tell tokens apart, or if there is none, any part."""
         parts = sorted(self._planned, key=lambda part: part.spec.kind != "attention")
         return parts[0].endings(sequences, contents)
-
-    def holding(self) -> jax.Array:
-        """Return which sequences hold anything in any part; `[Q]` bool."""
-        return _any([part.holding() for part in self.parts])
-
-    def num_used_cells(self) -> jax.Array:
-        """Return how many cells are in use, over all parts; `[]` int32."""
-        return reduce(jnp.add, [part.num_used_cells() for part in self.parts])
 
     def sequence_status(self, present: jax.Array) -> SequenceStatus:
         """Return what holds in any part; sequences whose parts end apart miss something too."""
@@ -191,30 +302,6 @@ class HybridTable(CacheTable):
             missing=apart | _any([one.missing for one in found]),
             pending=_any([one.pending for one in found]),
         )
-
-    def find_fitting(self, wanted: jax.Array) -> Admission:
-        """Return what fits in all parts: each orders the sequences alike, so it fits together."""
-        found = [part.find_fitting(wanted) for part in self._planned]
-        return Admission(
-            fits=_all([one.fits for one in found]),
-            together=_all([one.together for one in found]),
-            left=_smallest([one.left for one in found]),
-        )
-
-    def owns_same_cells(self, partner: jax.Array) -> jax.Array:
-        """Return whether they own the very same cells in every part; `[Q]` bool."""
-        return _all([part.owns_same_cells(partner) for part in self.parts])
-
-    def num_shared_cells(self) -> tuple:
-        """Return what is spared in each part."""
-        return tuple(part.num_shared_cells() for part in self.parts)
-
-    def can_allocate(
-        self, lengths: np.ndarray, at_once: int, num_shared_cells: tuple
-    ) -> np.ndarray:
-        """Return which streams have the cells in every part; `[S]` bool."""
-        parts = zip(self.parts, num_shared_cells, strict=True)
-        return np.all([part.can_allocate(lengths, at_once, own) for part, own in parts], axis=0)
 
     def choose_slots(self, ubatch: Ubatch) -> tuple[tuple, jax.Array]:
         """Return what each part chooses, and the highest `Reason` of each token, `[R, T]` int32."""
@@ -245,110 +332,11 @@ class HybridTable(CacheTable):
             )
         )
 
-    def remove(
-        self, seq: jax.Array, start: jax.Array, stop: jax.Array
-    ) -> tuple["HybridTable", jax.Array]:
-        """Cut all parts, or none."""
-        return self._all_or_none([part.remove(seq, start, stop) for part in self.parts])
-
-    def _all_or_none(self, answers: list[tuple[Any, jax.Array]]) -> tuple["HybridTable", jax.Array]:
-        """Return the table with what each part answered, if all of them are ok; and whether.
-
-        It is refused, too, where the text of a sequence would end in one part before it does in
-        another.
-        """
-        parts, granted = zip(*answers, strict=True)
-        changed = replace(self, parts=parts)
-        present = jnp.ones(self.spec.sequences, bool)
-        apart = changed.sequence_status(present).missing & ~self.sequence_status(present).missing
-        ok = _all([*granted]) & ~jnp.any(apart)
-        return jax.tree.map(lambda new, old: jnp.where(ok, new, old), changed, self), ok
-
-    def copy(
-        self, buffers: Any, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
-    ) -> tuple["HybridTable", Any]:
-        """Copy in all parts; within a stream there are no buffers to copy."""
-        own = (None,) * len(self.parts) if buffers is None else buffers
-        pairs = zip(self.parts, own, strict=True)
-        table, copied = self.with_parts(
-            [part.copy(one, src, dst, start, stop) for part, one in pairs]
-        )
-        return table, None if buffers is None else copied
-
-    def can_copy(
-        self, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """Return whether every part can, and all would end alike; and their ends."""
-        found = [(part, *part.can_copy(src, dst, start, stop)) for part in self.parts]
-        ends = [end for part, _, end in found if self._goes_into(part)]
-        alike = _all([end == ends[0] for end in ends])
-        return _all([ok for _, ok, _ in found]) & jnp.all(alike), ends[0]
-
-    def select(
-        self, buffers: Any, parents: jax.Array, targets: jax.Array
-    ) -> tuple["HybridTable", Any]:
-        """Select in all parts; within a stream there are no buffers to copy."""
-        own = (None,) * len(self.parts) if buffers is None else buffers
-        pairs = zip(self.parts, own, strict=True)
-        table, copied = self.with_parts([part.select(one, parents, targets) for part, one in pairs])
-        return table, None if buffers is None else copied
-
-    def can_select(self, parents: jax.Array, targets: jax.Array) -> jax.Array:
-        """Return whether every part can."""
-        return _all([part.can_select(parents, targets) for part in self.parts])
-
-    def keep(self, seq: jax.Array) -> "HybridTable":
-        """Keep one sequence in each part."""
-        return replace(self, parts=tuple(part.keep(seq) for part in self.parts))
-
-    def clear(self) -> "HybridTable":
-        """Clear each part."""
-        return replace(self, parts=tuple(part.clear() for part in self.parts))
-
-    def add(
-        self,
-        seq: jax.Array,
-        start: jax.Array,
-        stop: jax.Array,
-        delta: jax.Array,
-        gap: jax.Array | None = None,
-    ) -> tuple["HybridTable", jax.Array]:
-        """Move in all parts, or none."""
-        return self._all_or_none([part.add(seq, start, stop, delta, gap) for part in self.parts])
-
-    def can_add(
-        self, seq: jax.Array, start: jax.Array, stop: jax.Array, delta: jax.Array
-    ) -> jax.Array:
-        """Return whether every part can."""
-        return _all([part.can_add(seq, start, stop, delta) for part in self.parts])
-
-    def divide(
-        self, seq: jax.Array, start: jax.Array, stop: jax.Array, divisor: jax.Array
-    ) -> tuple["HybridTable", jax.Array]:
-        """Divide in all parts, or none."""
-        return self._all_or_none([part.divide(seq, start, stop, divisor) for part in self.parts])
-
-    def can_resume(self, seq: jax.Array, pos: jax.Array) -> jax.Array:
-        """Return whether every part can."""
-        return _all([part.can_resume(seq, pos) for part in self.parts])
-
-    def plan_shift(self) -> MaintenancePlan:
-        """Return the plans of each part."""
-        return HybridMaintenancePlan(
-            parts=tuple(part.plan_shift() for part in self.parts), spec=self.spec
-        )
-
-    def plan_defrag(self, max_moves: int | None) -> MaintenancePlan:
-        """Return the plans of each part."""
-        return HybridMaintenancePlan(
-            parts=tuple(part.plan_defrag(max_moves) for part in self.parts), spec=self.spec
-        )
-
     def rewind(self, old: "HybridTable") -> tuple["HybridTable", jax.Array]:
         """Go back in all parts, or none."""
         pairs = zip(self.parts, old.parts, strict=True)
         parts, granted = zip(*(part.rewind(was) for part, was in pairs), strict=True)
-        return replace(old, parts=parts), _all([*granted])
+        return replace(old, parts=parts), _all(granted)
 
     def faults(self) -> dict[str, jax.Array]:
         """Return the faults of each part."""
@@ -361,53 +349,6 @@ class HybridTable(CacheTable):
     def serves(self, verb: str, layer: int) -> bool:
         """Return whether a part does."""
         return bool(self._parts_serving(verb, layer))
-
-    def attend(
-        self,
-        buffers: tuple,
-        layer: int,
-        ubatch: Ubatch,
-        q: jax.Array,
-        k: jax.Array | None = None,
-        v: jax.Array | None = None,
-        **options: Any,
-    ) -> tuple["HybridTable", tuple, jax.Array]:
-        """Attend in the part that serves the layer."""
-        i, inner = self._part_serving("attend", layer)
-        found = self.parts[i].attend(buffers[i], inner, part_of(ubatch, i), q, k, v, **options)
-        part, own, out = found
-        return replace(self, parts=_put(self.parts, i, part)), _put(buffers, i, own), out
-
-    def write_kv(
-        self,
-        buffers: tuple,
-        layer: int,
-        ubatch: Ubatch,
-        k: jax.Array,
-        v: jax.Array | None = None,
-    ) -> tuple["HybridTable", tuple]:
-        """Write into the part that serves the layer."""
-        i, inner = self._part_serving("attend", layer)
-        part, own = self.parts[i].write_kv(buffers[i], inner, part_of(ubatch, i), k, v)
-        return replace(self, parts=_put(self.parts, i, part)), _put(buffers, i, own)
-
-    def read_kv(self, buffers: tuple, layer: int, ubatch: Ubatch, **options: Any) -> KVView:
-        """Look at the part that serves the layer."""
-        i, inner = self._part_serving("attend", layer)
-        return self.parts[i].read_kv(buffers[i], inner, part_of(ubatch, i), **options)
-
-    def read_states(self, buffers: tuple, layer: int, ubatch: Ubatch) -> dict[str, jax.Array]:
-        """Read from the part that serves the layer."""
-        i, inner = self._part_serving("states", layer)
-        return self.parts[i].read_states(buffers[i], inner, part_of(ubatch, i))
-
-    def write_states(
-        self, buffers: tuple, layer: int, ubatch: Ubatch, states: Mapping[str, jax.Array]
-    ) -> tuple["HybridTable", tuple]:
-        """Write into the part that serves the layer."""
-        i, inner = self._part_serving("states", layer)
-        part, own = self.parts[i].write_states(buffers[i], inner, part_of(ubatch, i), states)
-        return replace(self, parts=_put(self.parts, i, part)), _put(buffers, i, own)
 
     def max_rollback(self, layer: int) -> int:
         """Return that of the part that serves the layer."""
@@ -516,27 +457,3 @@ def parts_of(cache: Cache) -> tuple[Cache, ...]:
     if not isinstance(table, HybridTable):
         return (cache,)
     return tuple(merge(*pair) for pair in zip(table.parts, buffers, strict=True))
-
-
-def _put(parts: tuple, i: int, part: Any) -> tuple:
-    return (*parts[:i], part, *parts[i + 1 :])
-
-
-def _all(answers: list[jax.Array]) -> jax.Array:
-    """Return where all of some bools are True, elementwise; all have one shape."""
-    return reduce(jnp.logical_and, answers)
-
-
-def _any(answers: list[jax.Array]) -> jax.Array:
-    """Return where one of some bools is True, elementwise; all have one shape."""
-    return reduce(jnp.logical_or, answers)
-
-
-def _largest(answers: list[jax.Array]) -> jax.Array:
-    """Return the largest of some int32, elementwise; all have one shape."""
-    return reduce(jnp.maximum, answers)
-
-
-def _smallest(answers: list[jax.Array]) -> jax.Array:
-    """Return the smallest of some int32, elementwise; all have one shape."""
-    return reduce(jnp.minimum, answers)
