@@ -101,14 +101,14 @@ def _make(
     """
     own = {i for i, name in enumerate(signature(method).parameters, -1) if name in OWN}
 
-    def call(table: "HybridTable", *args: Any) -> Any:
+    def call(table: "HybridTable", *args: Any, **options: Any) -> Any:
         parts = getattr(table, which)
         given = [
             arg if i in own and arg is not None else (arg,) * len(parts)
             for i, arg in enumerate(args)
         ]
-        calls = zip(parts, *given, strict=True)
-        return rule(table, [getattr(part, method.__name__)(*those) for part, *those in calls])
+        calls = zip([getattr(part, method.__name__) for part in parts], *given, strict=True)
+        return rule(table, [ask(*those, **options) for ask, *those in calls])
 
     return wraps(method, updated=())(call)  # what would be updated says that it is abstract
 

@@ -53,6 +53,20 @@ def jit_table(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
     return names_donated(run)
 
 
+def jit_method(method: Callable[..., Any], **options: Any) -> Any:
+    """Compile a method of `CacheTable` as `jit_table` does: that of the kind of each table.
+
+    Args:
+      method: such as `CacheTable.remove`, whose name is looked up in the table that is passed.
+      options: of `jax.jit`.
+    """
+
+    def call(table: CacheTable, *args: Any, **kwargs: Any) -> Any:
+        return getattr(table, method.__name__)(*args, **kwargs)
+
+    return jit_table(wraps(method, updated=())(call), **options)
+
+
 def check_single(*tables: CacheTable) -> None:
     """Raise a ValueError if one is the table of a batch of caches."""
     if any(table.is_batch for table in tables):

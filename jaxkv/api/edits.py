@@ -21,10 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.api.arguments import Ids, bounds, pairs, position, sequence, single_bounds
-from jaxkv.cache import Cache, merge, split
+from jaxkv.cache import Cache, CacheTable, merge, split
 from jaxkv.core.array_utils import is_concrete
 from jaxkv.core.validate import check_count
-from jaxkv.jit_helpers import jit_table
+from jaxkv.jit_helpers import jit_method, jit_table
 from jaxkv.spec import changes_of, within_streams
 
 
@@ -95,7 +95,7 @@ def seq_rm(cache: Cache, seq: Ids | None = None, p0: Ids = 0, p1: Ids | None = N
     axes = [np.shape(one) for one in cuts]
     if len(set(axes) - {()}) > 1 or max(map(len, axes)) > 1:
         raise ValueError(f"wanted seq, p0 and p1 of one shape [n], or [], got {axes}")
-    table, ok = _rm(table, *cuts)
+    table, ok = _remove(table, *cuts)
     return EditResult(merge(table, buffers), ok)
 
 
@@ -173,9 +173,9 @@ def seq_cp(
     ids = sequence(table, src), spec.sequence_ids(dst)
     args = *ids, *single_bounds(p0, p1)
     if within_streams(spec, *ids):
-        table, ok = _cp(table, *args)
-        return EditResult(merge(table, buffers), ok)
-    return EditResult(*(_cp_buffers_donated if donate else _cp_buffers)(table, buffers, *args))
+        changed, ok = _copy(table, None, *args)
+        return EditResult(merge(changed.table, buffers), ok)
+    return EditResult(*(_copy_donated if donate else _copy)(table, buffers, *args))
 
 
 def seq_select(cache: Cache, parents: Ids, sequences: Ids, *, donate: bool = False) -> EditResult:
@@ -328,7 +328,7 @@ def seq_div(cache: Cache, seq: Ids, p0: Ids, p1: Ids | None, *, divisor: Ids) ->
     table, buffers = split(cache)
     table.check_moves(buffers)
     args = sequence(table, seq), *single_bounds(p0, p1), position(divisor, "divisor")
-    table, ok = _div(table, *args)
+    table, ok = _divide(table, *args)
     return EditResult(merge(table, buffers), ok)
 
 
@@ -347,50 +347,45 @@ def clear(cache: Cache) -> Cache:
     return merge(_clear(table), buffers)
 
 
+_keep = jit_method(CacheTable.keep)
+_add = jit_method(CacheTable.add)
+_divide = jit_method(CacheTable.divide)
+_clear = jit_method(CacheTable.clear)
+
+
 @jit_table
-def _rm(table: Any, *cuts: jax.Array) -> tuple[Any, jax.Array]:
-    """Do what `seq_rm` says of `seq`, `p0` and `p1`, `[]` or `[n]` int32; `ok` has their shape."""
+def _remove(table: Any, *cuts: jax.Array) -> tuple[Any, jax.Array]:
+    """Forget ranges one after another: `seq`, `start`, `stop` and `ok` are `[]` or `[n]`."""
     all_cuts = jnp.broadcast_arrays(*cuts)
     if all_cuts[0].ndim == 0:
         return table.remove(*all_cuts)
     return jax.lax.scan(lambda table, cut: table.remove(*cut), table, all_cuts)
 
 
-@jit_table
-def _cp(table: Any, *args: jax.Array) -> tuple[Any, jax.Array]:
-    """Do what `seq_cp` says within streams, of arguments as `CacheTable.copy` has them."""
-    table, _, ok = _copied_if_ok(table, None, *args)
-    return table, ok
-
-
-def _copied(table: Any, buffers: Any, *args: jax.Array) -> tuple[Cache, jax.Array]:
-    """Do what `seq_cp` says between streams, of arguments as `CacheTable.copy` has them."""
-    table, buffers, ok = _copied_if_ok(table, buffers, *args)
-    return merge(table, buffers), ok
-
-
-def _copied_if_ok(
+def _copied(
     table: Any, buffers: Any, src: jax.Array, dst: jax.Array, *bounds: jax.Array
-) -> tuple[Any, Any, jax.Array]:
-    """Return what `CacheTable.copy` does to a table and buffers, both as they were if it cannot."""
+) -> tuple[Cache, jax.Array]:
+    """Return a cache after `CacheTable.copy`, as it was if that is refused; and `ok`, `[]` bool."""
     ok, _ = table.can_copy(src, dst, *bounds)
-    return *table.copy(buffers, src, jnp.where(ok, dst, table.spec.sequences), *bounds), ok
+    dst = jnp.where(ok, dst, table.spec.sequences)
+    table, buffers = table.copy(buffers, src, dst, *bounds)
+    return Cache(table=table, buffers=buffers), ok
 
 
-_cp_buffers = jit_table(_copied)
-_cp_buffers_donated = jit_table(_copied, donate_argnames="buffers")
+_copy = jit_table(_copied)
+_copy_donated = jit_table(_copied, donate_argnames="buffers")
 
 
 @jit_table
 def _select(table: Any, parents: jax.Array, ids: jax.Array) -> Any:
-    """Do what `seq_select` says within streams, of `[n]` int32 each."""
+    """Return the table after `CacheTable.select` of `[n]` int32 each, within streams."""
     return table.select(None, *changes_of(table.spec, parents, ids))[0]
 
 
 def _selected(
     table: Any, buffers: Any, parents: jax.Array, ids: jax.Array
 ) -> tuple[Cache, jax.Array]:
-    """Do what `seq_select` says between streams, of `[n]` int32 each."""
+    """Return a cache after `CacheTable.select`, as it was if that is refused; and `ok`."""
     parents, ids = changes_of(table.spec, parents, ids)
     ok = table.can_select(parents, ids)
     ids = jnp.where(ok, ids, table.spec.sequences)
@@ -399,27 +394,3 @@ def _selected(
 
 _select_buffers = jit_table(_selected)
 _select_buffers_donated = jit_table(_selected, donate_argnames="buffers")
-
-
-@jit_table
-def _keep(table: Any, seq: jax.Array) -> Any:
-    """Do what `seq_keep` says of a sequence, `[]` int32."""
-    return table.keep(seq)
-
-
-@jit_table
-def _add(table: Any, *args: jax.Array) -> tuple[Any, jax.Array]:
-    """Do what `seq_add` says of its arguments, `[]` int32 each; the table, and `ok`."""
-    return table.add(*args)
-
-
-@jit_table
-def _div(table: Any, *args: jax.Array) -> tuple[Any, jax.Array]:
-    """Do what `seq_div` says of its arguments, `[]` int32 each; the table, and `ok`."""
-    return table.divide(*args)
-
-
-@jit_table
-def _clear(table: Any) -> Any:
-    """Do what `clear` says."""
-    return table.clear()

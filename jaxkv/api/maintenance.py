@@ -11,7 +11,7 @@ from jaxkv.api.edits import EditResult
 from jaxkv.batch import Batch
 from jaxkv.cache import Cache, CacheTable, MaintenancePlan, merge, split
 from jaxkv.core.validate import check_count
-from jaxkv.jit_helpers import jit_table
+from jaxkv.jit_helpers import jit_method, jit_table
 from jaxkv.planning.planners import init_batch
 from jaxkv.spec import check_spec
 
@@ -33,7 +33,7 @@ def init_update(cache: Cache) -> MaintenancePlan:
     llama.cpp: `llama_memory_i::init_update`, the K-shift.
     """
     table, _ = split(cache)
-    return _update(table)
+    return _plan_shift(table)
 
 
 def defrag_plan(cache: Cache, *, max_moves: int | None = None) -> MaintenancePlan:
@@ -72,7 +72,7 @@ def defrag_plan(cache: Cache, *, max_moves: int | None = None) -> MaintenancePla
     if max_moves is not None:
         max_moves = check_count(max_moves, "max_moves")
     table, _ = split(cache)
-    return _defrag(table, max_moves=max_moves)
+    return _plan_defrag(table, max_moves=max_moves)
 
 
 def compact(
@@ -123,16 +123,8 @@ def compact(
     return EditResult(cache, ok)
 
 
-@jit_table
-def _update(table: Any) -> MaintenancePlan:
-    """Return the plan of `init_update`."""
-    return table.plan_shift()
-
-
-@jit_table(static_argnames="max_moves")
-def _defrag(table: Any, *, max_moves: int | None) -> MaintenancePlan:
-    """Return the plan of `defrag_plan`."""
-    return table.plan_defrag(max_moves)
+_plan_shift = jit_method(CacheTable.plan_shift)
+_plan_defrag = jit_method(CacheTable.plan_defrag, static_argnames="max_moves")
 
 
 def rewind(cache: Cache, *, to: Any) -> EditResult:

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.api.arguments import Ids, position, sequence, single_bounds
-from jaxkv.cache import Cache, split
-from jaxkv.jit_helpers import jit_table
+from jaxkv.cache import Cache, CacheTable, split
+from jaxkv.jit_helpers import jit_method, jit_table
 
 
 def seq_pos_min(cache: Cache, seq: Ids) -> jax.Array:
@@ -167,6 +167,12 @@ def check_invariants(cache: Cache) -> dict[str, jax.Array]:
     return _faults(table)
 
 
+_used = jit_method(CacheTable.num_used_cells)
+_can_add = jit_method(CacheTable.can_add)
+_can_resume = jit_method(CacheTable.can_resume)
+_faults = jit_method(CacheTable.faults)
+
+
 @jit_table
 def _first(table: Any, seq: jax.Array) -> jax.Array:
     """Return the first position of each sequence, int32, the shape of `seq`."""
@@ -177,27 +183,3 @@ def _first(table: Any, seq: jax.Array) -> jax.Array:
 def _last(table: Any, seq: jax.Array) -> jax.Array:
     """Return the last position of each sequence, int32, the shape of `seq`."""
     return jax.lax.map(table.last, jnp.ravel(seq)).reshape(seq.shape)
-
-
-@jit_table
-def _used(table: Any) -> jax.Array:
-    """Return how many cells are in use, `[]` int32."""
-    return table.num_used_cells()
-
-
-@jit_table
-def _can_add(table: Any, *args: jax.Array) -> jax.Array:
-    """Return what `can_seq_add` says of its arguments, `[]` int32 each; `[]` bool."""
-    return table.can_add(*args)
-
-
-@jit_table
-def _can_resume(table: Any, seq: jax.Array, pos: jax.Array) -> jax.Array:
-    """Return what `can_resume` says of its arguments, `[]` int32 each; `[]` bool."""
-    return table.can_resume(seq, pos)
-
-
-@jit_table
-def _faults(table: Any) -> dict[str, jax.Array]:
-    """Return how often each invariant is broken, by name; `[]` int32 each."""
-    return table.faults()
