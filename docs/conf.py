@@ -32,10 +32,12 @@ nitpicky = True
 nitpick_ignore_regex = [
     ("py:obj", ".*"),
     ("py:.*", r"(jax|np|numpy|collections|os|typing)\..*"),
+    ("py:class", r".*tuple\[.*"),  # Sphinx does not read the dots of a tuple of any length
     # Types that stand in signatures and are not public.
     (
         "py:class",
-        r"jaxkv\.(cache\.MaintenancePlan|spec\.TableSpec|generation\.(speculative|constraints|filters)\.[\w.]+)",
+        r"jaxkv\.(cache\.MaintenancePlan|ops\.mla\.ValueSlice|spec\.TableSpec"
+        r"|generation\.(speculative|constraints|filters)\.[\w.]+)",
     ),
 ]
 napoleon_attr_annotations = False  # docstrings say shapes and dtypes, which say more

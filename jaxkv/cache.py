@@ -249,7 +249,7 @@ class CacheTable(ABC):
         del ubatch
 
     def as_encoder_table(self) -> Self:
-        """Return the table as it answers where sources are planned, see `init_encoder`."""
+        """Return the table as it answers where `init_encoder` plans sources."""
         raise TypeError(
             f"wanted a hybrid cache with a part for sources, make_cross_attention_cache, got kind "
             f"{self.spec.kind!r}"
@@ -261,7 +261,7 @@ class CacheTable(ABC):
         """Mark the slots of a ubatch as taken by its tokens."""
 
     def stream_hash_after(self, ubatch: Ubatch, occupied: Any) -> Any:
-        """Return the digest of the table that a ubatch has occupied, see `occupy`."""
+        """Return the `stream_hash` of the table that `occupy` returned for a ubatch."""
         del ubatch
         return occupied.stream_hash()
 
@@ -325,8 +325,8 @@ class CacheTable(ABC):
     ) -> tuple[Self, jax.Array]:
         """Move a range of a sequence by `delta`; return the table, and `ok`.
 
-        `gap` is the lowest position from which nothing stands up to the range, taken
-        by a window or not; None where that is not known.
+        `gap` is the lowest position from which nothing stands up to the range, taken by a window
+        or not; None where that is not known.
         """
 
     @abstractmethod

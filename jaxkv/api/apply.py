@@ -107,7 +107,7 @@ def _checked(plan: Any, table: CacheTable) -> Ubatch | MaintenancePlan:
 
 @jit_table
 def _is_current(table: Any, plan: Ubatch | MaintenancePlan) -> jax.Array:
-    """Return what `is_current` says of a plan for a table; `[]` bool."""
+    """Return whether a table is as the plan found it; `[]` bool."""
     return plan.is_current(table) if isinstance(plan, MaintenancePlan) else _is_next(table, plan)
 
 

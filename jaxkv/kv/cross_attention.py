@@ -127,7 +127,7 @@ class CrossAttentionTable(CellTable):
     def divide(
         self, seq: jax.Array, start: jax.Array, stop: jax.Array, divisor: jax.Array
     ) -> tuple["CrossAttentionTable", jax.Array]:
-        """Return the table as it is, see `add`."""
+        """Return the table as it is: positions of a source are not divided."""
         del seq, start, stop, divisor
         return self, jnp.array(True)
 

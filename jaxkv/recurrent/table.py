@@ -170,14 +170,14 @@ class StateTable(States, CacheTable):
         return verb == "states"
 
     def read_states(self, buffers: Buffers, layer: int, ubatch: Ubatch) -> dict[str, jax.Array]:
-        """See `jaxkv.read_states`."""
+        """Return by name the states that rows go on from, `[R, ...]`, of a layer in range."""
         self._check_layer(layer)
         return read(self, layer, ubatch, buffers[layer])
 
     def write_states(
         self, buffers: Buffers, layer: int, ubatch: Ubatch, states: Mapping[str, jax.Array]
     ) -> tuple["StateTable", Buffers]:
-        """See `jaxkv.write_states`."""
+        """Check states, `[R, E + 1, ...]`, or `[R, ...]` where E is 0; and write them."""
         self._check_layer(layer)
         old = buffers[layer]
         if not isinstance(states, Mapping):
