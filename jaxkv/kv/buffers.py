@@ -20,7 +20,7 @@ from jaxkv.core.partitioning import (
     shares,
     to_local,
 )
-from jaxkv.ops.layer_stack import LayerView, each_array, flat, part_of_all
+from jaxkv.ops.layer_stack import LayerView, each_array, flatten_layers, part_of_all
 from jaxkv.ops.mla import Values, ValueSlice
 from jaxkv.ops.quantised import Stored, dtype_of, encoded
 from jaxkv.rope import NotGiven, Rope
@@ -360,7 +360,7 @@ def copy_run(
     shape, zero = (1, array.shape[1], size, array.shape[3]), jnp.zeros_like(first)
 
     def run_of(stream: jax.Array) -> jax.Array:
-        held, number, _ = flat(array, stream)
+        held, number, _ = flatten_layers(array, stream)
         return jax.lax.dynamic_slice(held, (number, zero, first, zero), shape)
 
     if split.streams:
@@ -378,7 +378,7 @@ def copy_run(
         return _by_choice(array, dst, first + jnp.arange(size), run[0].swapaxes(0, 1))
 
     def in_one_piece(array: Cached, run: jax.Array, dst: jax.Array, first: jax.Array) -> Cached:
-        held, number, _ = flat(array, dst)
+        held, number, _ = flatten_layers(array, dst)
         held = jax.lax.dynamic_update_slice(held, run, (number, zero, first, zero))
         return _with_all(array, held)
 

@@ -89,7 +89,7 @@ def of_streams(stored: Any, streams: jax.Array | None) -> Any:
     return each_array(one, stored)
 
 
-def flat(stored: Any, streams: jax.Array) -> tuple[Any, jax.Array, int]:
+def flatten_layers(stored: Any, streams: jax.Array) -> tuple[Any, jax.Array, int]:
     """Return the arrays that a loop or a kernel reads, and where streams lie in them.
 
     Args:

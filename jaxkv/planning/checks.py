@@ -68,7 +68,9 @@ def check(table: Any, batch: Batch, ranks: tuple[jax.Array, jax.Array]) -> PlanB
     here = wanted > 0
     last, missing, pending = table.sequence_status(here)
     batch = _complete(batch, ids, ranks[0], wanted, last)
-    apart = None if batch.shared_with is None else unlike_members(table, ids, ranks, batch)
+    apart = (
+        None if batch.shared_with is None else members_with_other_history(table, ids, ranks, batch)
+    )
     reason, expected, found = _faults(batch, ids, valid, ranks, last, apart)
     for code, at_fault in ((Reason.SHIFT_PENDING, pending), (Reason.CONTEXT_EVICTED, missing)):
         at_fault = here & at_fault & (reason == Reason.OK)
@@ -136,7 +138,7 @@ def _faults(
       valid: `[M]` bool, the members that are there.
       numbers: `[M]` int32 each, see `layout.turn_in_sequence`.
       last: `[Q]` int32, the position that each sequence goes on after.
-      apart: `[M]` bool, see `unlike_members`; None where each token has one sequence.
+      apart: `[M]` bool, see `members_with_other_history`; None where each token has one sequence.
 
     Returns:
       For each sequence, `[Q]` int32 each, a `Reason`, and what was expected and found at its first
@@ -235,7 +237,7 @@ def first_of(x: jax.Array, batch: Batch) -> jax.Array:
     return x if batch.shared_with is None else x.reshape(batch.valid.shape[0], -1)[:, 0]
 
 
-def unlike_members(
+def members_with_other_history(
     table: Any, ids: jax.Array, ranks: tuple[jax.Array, jax.Array], batch: Batch
 ) -> jax.Array:
     """Return the members whose sequence does not share all that comes before with the first one.

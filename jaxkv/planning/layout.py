@@ -82,7 +82,7 @@ def _layout_known(
     """Lay out a batch whose values are known; returns what `layout` does."""
     batch, there = _known(spec, batch)
     named = batch.sequences[there]
-    after = None if batch.shared_with is None else follows(named, batch.shared_with[there])
+    after = None if batch.shared_with is None else preceding_tokens(named, batch.shared_with[there])
     parts = split_known(split_by, named, ubatch_size, after)
     parts = [_few_rows(part, spec) for part in parts]
     if batch.outputs is None:
@@ -99,7 +99,7 @@ def _layout_known(
     )
 
 
-def layout_whole(spec: TableSpec, batch: Batch) -> tuple[Batch, Any]:
+def layout_single_ubatch(spec: TableSpec, batch: Batch) -> tuple[Batch, Any]:
     """Lay a batch out as one ubatch, however long, for what must not be cut.
 
     Args:
@@ -204,10 +204,10 @@ def turn_in_sequence(sequences: Any, valid: Any) -> tuple[Any, Any]:
     return ranks[back], before[back]
 
 
-def follows(sequences: np.ndarray, others: np.ndarray) -> np.ndarray:
+def preceding_tokens(sequences: np.ndarray, others: np.ndarray) -> np.ndarray:
     """Return the token that each token of several sequences follows, `[B]` int32; -1 for none.
 
-    >>> follows(np.array([0, 0, 1]), np.array([[1], [-1], [-1]]))
+    >>> preceding_tokens(np.array([0, 0, 1]), np.array([[1], [-1], [-1]]))
     array([-1,  0,  0], dtype=int32)
     """
     ids = np.concatenate([sequences[:, None], others], axis=1)

@@ -16,7 +16,14 @@ from jaxkv.core.validate import check_bool, check_count, check_int32
 from jaxkv.jit_helpers import jit_table
 from jaxkv.plan import Plan, Reason
 from jaxkv.planning.checks import check, members_of
-from jaxkv.planning.layout import FEW, SplitBy, layout, layout_whole, tokens_first, turn_in_sequence
+from jaxkv.planning.layout import (
+    FEW,
+    SplitBy,
+    layout,
+    layout_single_ubatch,
+    tokens_first,
+    turn_in_sequence,
+)
 from jaxkv.planning.placement import finish_plan, place, plan_single_ubatch
 from jaxkv.spec import TableSpec, check_once
 
@@ -344,7 +351,9 @@ the sequence (seq_rm), which takes its source along
             "wanted no positions for a source, whose tokens stand at 0 and so on: leave them out"
         )
     xp = np if is_concrete(batch) else jnp
-    flat, index = layout_whole(table.spec, replace(batch, outputs=xp.zeros_like(batch.valid)))
+    flat, index = layout_single_ubatch(
+        table.spec, replace(batch, outputs=xp.zeros_like(batch.valid))
+    )
     ranks = turn_in_sequence(flat.sequences, flat.valid)
     return _planned(table, replace(flat, positions=ranks[0]), ranks, index)
 

@@ -10,7 +10,7 @@ from jaxkv.core.array_utils import end_of
 from jaxkv.core.constants import EMPTY
 from jaxkv.core.hashing import replaced
 from jaxkv.recurrent.buffers import copy_cells
-from jaxkv.recurrent.states import States, T, known, last, occupied, stream_of, with_pairs
+from jaxkv.recurrent.states import States, T, drop_pairs, known, last, occupied, stream_of
 
 
 def copy(
@@ -33,7 +33,7 @@ def copy(
       stop: one past the last.
     """
     end = _end(states, src, start, stop)
-    fork = with_pairs(states, states.position <= end)
+    fork = drop_pairs(states, states.position <= end)
     dst = jnp.atleast_1d(dst)
     does = known(states, src) & _replaced(states, src, dst, end)
     dst = jnp.where(does & known(states, dst), dst, states.sequences)

@@ -221,7 +221,7 @@ def remove(states: T, seq: jax.Array, start: jax.Array, stop: jax.Array) -> tupl
       nothing changed.
     """
     stays, ok = _cut(states, seq, start, stop)
-    return with_pairs(states, stays | ~ok), ok
+    return drop_pairs(states, stays | ~ok), ok
 
 
 def _cut(
@@ -242,12 +242,12 @@ def _cut(
 def keep(states: T, seq: jax.Array) -> T:
     """Forget every sequence but one; an integer that is none changes nothing."""
     stays = (jnp.arange(states.sequences) == seq) | ~known(states, seq)
-    return with_pairs(states, stays[:, None])
+    return drop_pairs(states, stays[:, None])
 
 
 def clear(states: T) -> T:
     """Forget everything."""
-    return with_pairs(states, jnp.array(False))
+    return drop_pairs(states, jnp.array(False))
 
 
 def add(
@@ -317,7 +317,7 @@ def _moved(states: T, position: jax.Array, moves: jax.Array, drop: jax.Array) ->
     position = jnp.where(moves, position, states.position)
     later = jax.lax.cummin(jnp.where(held, position, END), axis=1, reverse=True)
     later = jnp.pad(later[:, 1:], [(0, 0), (0, 1)], constant_values=END)
-    return with_pairs(replace(states, position=position), ~drop & (position < later))
+    return drop_pairs(replace(states, position=position), ~drop & (position < later))
 
 
 def rewind(states: T, old: T) -> tuple[T, jax.Array]:
@@ -352,7 +352,7 @@ def faults(states: States) -> dict[str, jax.Array]:
     return {name: jnp.sum(where, dtype=jnp.int32) for name, where in wrong.items()}
 
 
-def with_pairs(states: T, stays: jax.Array) -> T:
+def drop_pairs(states: T, stays: jax.Array) -> T:
     """Drop pairs that do not stay, and close up towards the current one.
 
     `stays` is bool, in a shape that broadcasts to `[Q, E + 1]`.

@@ -24,7 +24,7 @@ from jaxkv.generation.padding import listed
 from jaxkv.generation.sample_step import Sampled, pick_first
 from jaxkv.generation.state import DecodeState, resume
 from jaxkv.serving.prefill_chunks import Chunk, Part, chunk_program, cut, empty_chunk, shapes_of
-from jaxkv.serving.request import EngineConfig, Request, RequestState, sampler_of, sampling_levels
+from jaxkv.serving.request import EngineConfig, Request, RequestState, sampler_of, sampler_variants
 
 
 class RunnerOutput(NamedTuple):
@@ -75,7 +75,7 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Run every program once, with nothing to do."""
         logits = [self._compute(empty_chunk(shape))[0] for shape in self._shapes]
-        for sampling in sampling_levels(self._limits.sampling_options):
+        for sampling in sampler_variants(self._limits.sampling_options):
             like = Request(prompt=np.zeros(1, np.int32), max_new_tokens=2, sampling=sampling)
             nothing = [RequestState(id=-1, request=like, tokens=[0], sequence=0)]
             self._pick(nothing, logits[0], turns=0)

@@ -337,7 +337,7 @@ def sampler_of(
     return FilterSampler(**fields, penalty_last_n=penalty_last_n)
 
 
-def sampling_levels(sampling_options: frozenset[str]) -> list[dict[str, Any]]:
+def sampler_variants(sampling_options: frozenset[str]) -> list[dict[str, Any]]:
     """Return sampling options of requests that, one after another, take every kind of sampler."""
     levels: list[dict[str, Any]] = [{}]
     if "temperature" in sampling_options:

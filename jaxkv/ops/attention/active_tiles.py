@@ -72,7 +72,7 @@ class ActiveTiles(NamedTuple):
         zero = jnp.zeros_like(first)
         if not isinstance(self.mask, Visibility):
             return slice_of(self.mask, (block, zero, first), (1, self.tokens, size)), None
-        visibility, stream = self.mask, item(self.streams, block)
+        visibility, stream = self.mask, scalar_at(self.streams, block)
         words = visibility.owners.shape[1]
 
         def of_block(x: jax.Array) -> jax.Array:
@@ -157,7 +157,7 @@ def query_bounds_in_blocks(visibility: Visibility, blocks: int, queries: int) ->
 slice_of = partial(jax.lax.dynamic_slice, allow_negative_indices=False)
 
 
-def item(x: jax.Array, i: jax.Array) -> jax.Array:
+def scalar_at(x: jax.Array, i: jax.Array) -> jax.Array:
     """Return the number `x[i]` of `[n]`, for an int32 index that is not negative."""
     return slice_of(x, (i,), (1,))[0]
 

@@ -38,7 +38,7 @@ from jaxkv.ops.attention.active_tiles import (
 )
 from jaxkv.ops.attention.softmax import LOWEST, OnlineSoftmax, Options, group_queries
 from jaxkv.ops.attention.visibility import QueryBounds, Visibility
-from jaxkv.ops.layer_stack import flat
+from jaxkv.ops.layer_stack import flatten_layers
 from jaxkv.ops.quantised import SHARING, Stored, has_one_scale, parts
 
 DTYPES = (jnp.float32, jnp.bfloat16)
@@ -174,7 +174,7 @@ def partial_attention(
     live = find_active_tiles(visibility, cut.queries // queries, cut.cells)
     blocks = live.streams.size // visibility.streams.size
     packed_q = group_queries(options.scaled(in_blocks(q, blocks)), kv_heads)
-    (k, v), streams, layers = flat((k, v), live.streams)
+    (k, v), streams, layers = flatten_layers((k, v), live.streams)
     arrays = (
         live.tiles,
         live.starts,

@@ -43,7 +43,7 @@ from jaxkv.ops.attention.softmax import (
     softmax_dtype,
 )
 from jaxkv.ops.attention.visibility import QueryBounds, Visibility
-from jaxkv.ops.layer_stack import flat
+from jaxkv.ops.layer_stack import flatten_layers
 from jaxkv.ops.quantised import SHARING, Stored, has_one_scale, parts
 
 DTYPES = (jnp.float32, jnp.bfloat16)
@@ -117,7 +117,7 @@ def partial_attention(
     tiles = -(-cells // size)
     packed_q = group_queries(options.scaled(in_blocks(q, blocks)), kv_heads)
     heads = _heads_at_once(packed_q, k, v)
-    (k, v), streams, layers = flat((k, v), live.streams)
+    (k, v), streams, layers = flatten_layers((k, v), live.streams)
     owners = jax.lax.bitcast_convert_type(visibility.owners, jnp.int32)
 
     def at(where: Callable[..., tuple]) -> Callable[..., tuple]:

@@ -69,7 +69,7 @@ def best(
     """
     if isinstance(k, Quantised | LayerView) or isinstance(v, Quantised | LayerView):
         return tiles(q, k, v, visibility, options)
-    if not visibility.all_streams or are_large(q, k) or is_narrow(k):
+    if not visibility.all_streams or are_large(q, k) or upcasts_by_tile(k):
         return tiles(q, k, v, visibility, options)
     live, mask = find_active_tiles(visibility), mask_of(visibility)
     if live.tiles.size <= SMALL:
@@ -88,7 +88,7 @@ def tiles(
     q: jax.Array, k: Stored, v: Stored, visibility: Visibility, options: Options
 ) -> OnlineSoftmax:
     """Weigh the cells of live tiles, see `jaxkv.ops.attention.xla_tiles`."""
-    return block_by_block(q, k, v, visibility, options, form_for(k), pinned=is_narrow(k))
+    return block_by_block(q, k, v, visibility, options, form_for(k), pinned=upcasts_by_tile(k))
 
 
 def form_for(k: Stored) -> Added:
@@ -186,7 +186,7 @@ def are_large(q: jax.Array, k: jax.Array) -> bool:
     return tokens > LARGE or (several and logits > LOGITS)
 
 
-def is_narrow(k: Stored) -> bool:
+def upcasts_by_tile(k: Stored) -> bool:
     """Return whether products first convert keys `[S, K, N, D]` to float32: done tile by tile."""
     return k.dtype.itemsize < 4
 

@@ -51,7 +51,7 @@ def best(
     mine, ours = find_active_tiles(own), find_active_tiles(shared)
     few = xla_cpu.FEW * mine.tiles.size
     packed_q = group_queries(options.scaled(q), k.shape[1])
-    narrow = xla_cpu.is_narrow(k)
+    narrow = xla_cpu.upcasts_by_tile(k)
     # Keys and values are converted, or cut out of all layers, only for a few tiles at a time.
     piecewise = narrow or isinstance(k, LayerView) or isinstance(v, LayerView)
     each, mask = partial(added, size), mask_of(own)

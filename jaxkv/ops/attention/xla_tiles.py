@@ -17,13 +17,13 @@ from jaxkv.ops.attention.active_tiles import (
     ActiveTiles,
     find_active_tiles,
     in_blocks,
-    item,
     of_lists,
+    scalar_at,
     slice_of,
 )
 from jaxkv.ops.attention.softmax import OnlineSoftmax, Options, group_queries, nothing
 from jaxkv.ops.attention.visibility import Visibility
-from jaxkv.ops.layer_stack import flat
+from jaxkv.ops.layer_stack import flatten_layers
 from jaxkv.ops.quantised import Stored
 
 Added = Callable[..., OnlineSoftmax]
@@ -87,19 +87,19 @@ def one_by_one(
         as converting it.
     """
     kv_heads, cells = k.shape[1:3]
-    (k, v), streams, _ = flat((k, v), live.streams)
+    (k, v), streams, _ = flatten_layers((k, v), live.streams)
     size = min(TILE, cells)
     tiles = -(-cells // size)
 
     def tile(i: jax.Array, carry: tuple[OnlineSoftmax, jax.Array, jax.Array]) -> tuple:
         sums, k, v = carry
-        number = item(live.tiles, i)
+        number = scalar_at(live.tiles, i)
         block, turn = jax.lax.div(number, jnp.int32(tiles)), jax.lax.rem(number, jnp.int32(tiles))
         first = jnp.minimum(turn * size, cells - size)  # the last may overlap the one before
         zero = jnp.zeros_like(first)
 
         def cut(x: Stored) -> Stored:
-            start = (item(streams, block), zero, first, zero)
+            start = (scalar_at(streams, block), zero, first, zero)
             shape = (1, kv_heads, size)
             return jax.tree.map(lambda y: slice_of(y, start, (*shape, y.shape[3])), x)
 
