@@ -38,8 +38,8 @@ def compiled_step(forward: Forward) -> Any:
       ...     return cache, x.reshape(-1, 4)[ubatch.outputs] @ params.T
       >>> cache = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4)
       >>> plan = plan_step(cache, jnp.array([3]))
-      ... ubatch, ok = plan.ubatch, plan.ok
-      >>> table, buffers, logits = compiled_step(forward)(jnp.eye(4), *split(cache), ubatch)
+      >>> step = generation.compiled_step(forward)
+      >>> table, buffers, logits = step(jnp.eye(4), *split(cache), plan.ubatch)
       >>> num_used_cells(merge(table, buffers)).item()
       1
     """
