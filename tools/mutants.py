@@ -100,7 +100,7 @@ def sample(every: list[Mutant], sources: dict[str, str], seed: int) -> list[Muta
     order = {}
     for mutant in every:
         key = mutant.key(sources[mutant.file])
-        order[mutant] = hashlib.sha256(repr((seed, key, seen[key])).encode()).stream_hash()
+        order[mutant] = hashlib.sha256(repr((seed, key, seen[key])).encode()).digest()
         seen[key] += 1
     return sorted(every, key=order.__getitem__)
 
