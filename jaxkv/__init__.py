@@ -20,6 +20,7 @@ Public is what stands here and in the modules `draw`, `generation`, `hybrid`, `o
 imported where they are first used.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from jaxkv import draw, hybrid, ops, rope, sharding, snapshot, window
@@ -105,10 +106,8 @@ __all__ += ["sharding", "snapshot", "window"]
 
 def __getattr__(name: str) -> Any:
     """Import what runs a model when it is first asked for: a loop of one's own does without."""
-    import importlib
-
+    if name not in __all__:
+        raise AttributeError(f"module 'jaxkv' has no attribute {name!r}")
     if name in ("generation", "serving"):
-        return importlib.import_module(f"jaxkv.{name}")
-    if name in __all__:
-        return getattr(importlib.import_module("jaxkv.generation"), name)
-    raise AttributeError(f"module 'jaxkv' has no attribute {name!r}")
+        return import_module(f"jaxkv.{name}")
+    return getattr(import_module("jaxkv.generation"), name)

@@ -110,16 +110,19 @@ def compact(
       >>> init_batch(cache, batch).ok.item(), compact(cache, batch=batch).ok.item()
       (False, True)
     """
-    ok = jnp.asarray(batch is None)
+
+    def fits(cache: Cache) -> jax.Array:
+        return (
+            jnp.array(True)
+            if batch is None
+            else init_batch(cache, batch, ubatch_size=ubatch_size).ok
+        )
+
+    ok = fits(cache)
     for tidy in (init_update, partial(defrag_plan, max_moves=max_moves)):
-        if batch is not None:
-            ok = init_batch(cache, batch, ubatch_size=ubatch_size).ok
-            if ok:
-                break
-        cache = apply(cache, tidy(cache), donate=donate)
-    else:
-        if batch is not None:
-            ok = init_batch(cache, batch, ubatch_size=ubatch_size).ok
+        if batch is None or not ok:
+            cache = apply(cache, tidy(cache), donate=donate)
+            ok = fits(cache)
     return EditResult(cache, ok)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.api.edits import seq_cp
+from jaxkv.api.edits import seq_select
 from jaxkv.batch import make_batch
 from jaxkv.cache import Cache
 from jaxkv.cache_spec import CacheSpec
@@ -22,6 +22,10 @@ from jaxkv.generation.speculative.speculate import speculate
 from jaxkv.make import make_cache
 from jaxkv.plan import OutOfCellsError
 
+ROWS = {"tokens": -1, "logprobs": 0}
+"""Fields of a result with a number for each token, and the number that pads them."""
+COUNTS = ("num_model_steps", "num_drafted", "num_accepted")
+"""Fields of a result with a count for each text."""
 ROUND = 64
 """Cells of a stream are a multiple of it, so that prompts of nearly one length share programs."""
 
@@ -114,14 +118,13 @@ def generate(
     result = prefill(forward, params, cache, batch, donate=own)
     cache, logits = result.cache, result.logits
     if num_samples > 1:
-        for source in first:
-            copies = np.arange(source + 1, source + num_samples)
-            cache, ok = seq_cp(cache, source, copies, donate=True)
-            if not jnp.all(ok):
-                raise OutOfCellsError(
-                    f"expected cells for {num_samples} samples of prompt {source // num_samples}, "
-                    f"got too few in their streams; make a cache with more cells"
-                )
+        parents = np.repeat(first, num_samples)
+        cache, ok = seq_select(cache, parents, np.arange(count), donate=True)
+        if not ok:
+            raise OutOfCellsError(
+                f"expected cells for {num_samples} samples of each prompt, got too few in their "
+                f"streams; make a cache with more cells"
+            )
         logits = jnp.repeat(logits, num_samples, axis=0)
     out = init_decode(
         cache,
@@ -133,7 +136,7 @@ def generate(
         seed=seed,
         prompts=[tokens for tokens in lists for _ in range(num_samples)],
     )
-    parts, left = [_tell(out, on_tokens)], max_new_tokens - 1
+    parts, left = [_told(out, on_tokens)], max_new_tokens - 1
     while left and bool(jnp.any(out.state.active)):
         size = left if on_tokens is None else min(tokens_per_call, left)
         options = {"num_tokens": size, "sampler": sampler, "stop_tokens": stop_tokens}
@@ -143,9 +146,9 @@ def generate(
         else:
             out = speculate(*args, drafter=drafter, **options, donate=True)
             drafter = out.drafter
-        parts.append(_tell(out, on_tokens))
+        parts.append(_told(out, on_tokens))
         left -= size
-    return _joined(parts, left)._replace(cache=out.cache, state=out.state, drafter=drafter)
+    return out._replace(**_joined(parts, left), drafter=drafter)
 
 
 def _lists(prompts: Any) -> list[np.ndarray]:
@@ -159,28 +162,29 @@ def _lists(prompts: Any) -> list[np.ndarray]:
     return lists
 
 
-def _tell(out: DecodeResult, on_tokens: Callable[[int, list[int]], Any] | None) -> DecodeResult:
-    """Call `on_tokens` for each text that has new tokens; return the result."""
+def _told(out: DecodeResult, on_tokens: Callable[[int, list[int]], Any] | None) -> dict[str, Any]:
+    """Call `on_tokens` for each text that has new tokens; return what was sampled, by field.
+
+    Caches are left out: those of earlier calls, and of their drafters, are not kept.
+    """
     if on_tokens is not None:
         for text, tokens in enumerate(out.lists()):
             if tokens:
                 on_tokens(text, tokens)
-    return out
+    return {name: getattr(out, name) for name in (*ROWS, *COUNTS)}
 
 
-def _joined(parts: list[DecodeResult], left: int) -> DecodeResult:
-    """Return the tokens of several calls as those of one, padded by the tokens that were `left`."""
-    pad = [(0, 0), (0, left)]
-    tokens = jnp.concatenate([part.tokens for part in parts], axis=1)
-    logprobs = jnp.concatenate([part.logprobs for part in parts], axis=1)
-    out = parts[-1]._replace(
-        tokens=jnp.pad(tokens, pad, constant_values=-1), logprobs=jnp.pad(logprobs, pad)
-    )
-    drafted = [part for part in parts if part.num_drafted is not None]
-    if not drafted:
-        return out
-    return out._replace(
-        num_model_steps=sum(part.num_model_steps for part in drafted),
-        num_drafted=sum(part.num_drafted for part in drafted),
-        num_accepted=sum(part.num_accepted for part in drafted),
-    )
+def _joined(parts: list[dict[str, Any]], left: int) -> dict[str, Any]:
+    """Return the fields of several calls as those of one, padded by the tokens that were `left`."""
+    joined: dict[str, Any] = {
+        name: jnp.pad(
+            jnp.concatenate([part[name] for part in parts], axis=1),
+            [(0, 0), (0, left)],
+            constant_values=padding,
+        )
+        for name, padding in ROWS.items()
+    }
+    for name in COUNTS:
+        counts = [part[name] for part in parts if part[name] is not None]
+        joined[name] = sum(counts) if counts else None
+    return joined

@@ -77,6 +77,16 @@ def test_generate_samples_fork_their_prompt():
 
 
 @pytest.mark.core
+def test_generate_samples_replace_what_their_sequences_held():
+    cache = jaxkv.make_cache(SPEC, cells=64, sequences=2)
+    cache, *_ = jaxkv.prefill(by_table, TABLE, cache, jaxkv.make_batch([8, 9, 8], sequences=1))
+    out = run(PROMPTS[:1], cache=cache, num_samples=2)
+    fresh = run(PROMPTS[:1], cache=jaxkv.make_cache(SPEC, cells=64, sequences=2), num_samples=2)
+    assert out.lists() == fresh.lists()
+    assert jaxkv.num_used_cells(out.cache) == jaxkv.num_used_cells(fresh.cache)
+
+
+@pytest.mark.core
 def test_generate_continues_cache_and_leaves_it():
     cache, *_ = jaxkv.prefill(
         by_table, TABLE, jaxkv.make_cache(SPEC, cells=64, sequences=4), [[8, 9], [8]]

@@ -168,34 +168,36 @@ def speculate(
 
     llama.cpp: `examples/speculative` and `examples/prompt_lookup`.
     """
-    num_tokens, draft = check_count(num_tokens, "num_tokens"), drafter
-    if not isinstance(draft, Drafter):
+    num_tokens = check_count(num_tokens, "num_tokens")
+    if not isinstance(drafter, Drafter):
         raise TypeError(
-            f"wanted a draft, such as generation.prompt_lookup(prompts), got {type(draft)}"
+            f"wanted a draft, such as generation.prompt_lookup(prompts), got {type(drafter)}"
         )
-    check_rollback(cache, draft.num_draft_tokens, "the cache")
-    token_tree.check_branches(split(cache)[0].spec, draft.batch_size, draft.num_branches, "a cache")
+    check_rollback(cache, drafter.num_draft_tokens, "the cache")
+    token_tree.check_branches(
+        split(cache)[0].spec, drafter.batch_size, drafter.num_branches, "a cache"
+    )
     state = checked(split(cache)[0].spec, state)
     sampler = check_sampler_state(sampler, state)
     texts = state.token.shape[0]
-    if draft.batch_size != texts:
-        raise ValueError(f"wanted a draft of {texts} texts, got one of {draft.batch_size}")
-    draft.check(cache)
+    if drafter.batch_size != texts:
+        raise ValueError(f"wanted a draft of {texts} texts, got one of {drafter.batch_size}")
+    drafter.check(cache)
     if not texts:
-        return DecodeResult(cache, state, *_nothing_made(0, num_tokens), drafter=draft)
+        return DecodeResult(cache, state, *_nothing_made(0, num_tokens), drafter=drafter)
     stop_tokens = stops(stop_tokens, texts)
     fixed = params, stop_tokens
-    if is_traced(sampler, draft, cache, state, fixed):
+    if is_traced(sampler, drafter, cache, state, fixed):
         setup = _Setup(forward, sampler, *fixed)
-        cache, state, draft, made = _speculate(setup, draft, cache, state, num_tokens)
-        return DecodeResult(cache, state, *made, drafter=draft)
+        cache, state, drafter, made = _speculate(setup, drafter, cache, state, num_tokens)
+        return DecodeResult(cache, state, *made, drafter=drafter)
     table, buffers = donatable_buffers(cache, donate)
     loop = cached_program(_speculating, forward)
-    args = typed((draft, sampler)), fixed, table, buffers, state
-    table, buffers, now, draft, made = loop(*args, num_tokens=num_tokens)
+    args = typed((drafter, sampler)), fixed, table, buffers, state
+    table, buffers, now, drafter, made = loop(*args, num_tokens=num_tokens)
     # The sequences stay those that were passed in: to look at a result is to wait for it.
     now = replace(now, sequence=state.sequence)
-    return DecodeResult(merge(table, buffers), now, *made, drafter=draft)
+    return DecodeResult(merge(table, buffers), now, *made, drafter=drafter)
 
 
 def _speculating(forward: Callable[[], Forward]) -> Any:
