@@ -23,8 +23,8 @@ PARTS = ("trace", "lower", "compile")
 
 def attention_alone(tokens: int, cells: int) -> tuple[Callable, tuple]:
     """Plan, apply, and attend in each layer: a function, and its arguments as shapes."""
-    sizes = {"kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
-    make = partial(jaxkv.make_kv_cache, layers=LAYERS, cells=cells, sequences=tokens, **sizes)
+    spec = jaxkv.CacheSpec.attention(layers=LAYERS, kv_heads=KV_HEADS, head_dim=HEAD_DIM)
+    make = partial(jaxkv.make_cache, spec, cells=cells, sequences=tokens)
 
     def step(cache: object, token: jax.Array) -> tuple:
         everyone = jnp.arange(tokens, dtype=jnp.int32)

@@ -19,7 +19,9 @@ from benchmarks import machine
 
 def gappy(cells: int, layers: int) -> jaxkv.Cache:
     """Make a cache of SmolLM2's shape in which every second cell is empty."""
-    cache = jaxkv.make_kv_cache(layers=layers, cells=cells, kv_heads=3, head_dim=64, sequences=2)
+    cache = jaxkv.make_cache(
+        jaxkv.CacheSpec.attention(layers=layers, kv_heads=3, head_dim=64), cells=cells, sequences=2
+    )
     batch = jaxkv.make_batch(np.zeros(cells, np.int32), sequences=np.arange(cells) % 2)
     for ubatch in jaxkv.init_batch(cache, batch, ubatch_size=512).check().ubatches:
         cache = jaxkv.apply(cache, ubatch)

@@ -24,11 +24,9 @@ DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn")
 
 def side_of(dtype: str, batch: int, cells: int, layers: int) -> tuple[Callable[[], object], int]:
     """Make a step of a token for each sequence in a full cache, and say how many bytes it has."""
-    cache = jaxkv.make_kv_cache(
-        layers=layers,
+    cache = jaxkv.make_cache(
+        jaxkv.CacheSpec.attention(layers=layers, kv_heads=HEADS, head_dim=SIZE),
         cells=cells,
-        kv_heads=HEADS,
-        head_dim=SIZE,
         sequences=batch,
         streams=batch,
         dtype=dtype,

@@ -86,10 +86,14 @@ def side(
     product: Any, params: Any, batch: int, cells: int, used: int, dtype: str, stacked: bool
 ) -> tuple:
     """A step that is repeated, and the seconds of tracing, lowering and compiling it."""
-    cache = jaxkv.make_kv_cache(
-        layers=LAYERS, cells=cells, kv_heads=KV_HEADS, head_dim=HEAD_DIM, sequences=batch,
-        streams=batch, dtype=dtype, stacked=stacked,
-    )  # fmt: skip
+    cache = jaxkv.make_cache(
+        jaxkv.CacheSpec.attention(layers=LAYERS, kv_heads=KV_HEADS, head_dim=HEAD_DIM),
+        cells=cells,
+        sequences=batch,
+        streams=batch,
+        dtype=dtype,
+        stacked=stacked,
+    )
     for seq in range(batch):
         prompt = jaxkv.make_batch([1] * used, sequences=seq)
         for ubatch in jaxkv.init_batch(cache, prompt, ubatch_size=used).check().ubatches:

@@ -58,10 +58,13 @@ def forward(params: list, cache: Any, ubatch: Any, x: jax.Array, attend: Any) ->
 def side(params: list, batch: int, cells: int, pool: bool, implementation: str | None) -> Any:
     """A step that is repeated: the table stays as it is, so that each is the first one."""
     layers, everyone = len(params), jnp.arange(batch, dtype=jnp.int32)
-    cache = jaxkv.make_kv_cache(
-        layers=layers, cells=cells * batch if pool else cells, kv_heads=HEADS, head_dim=SIZE,
-        sequences=batch, streams=1 if pool else batch, dtype="bfloat16",
-    )  # fmt: skip
+    cache = jaxkv.make_cache(
+        jaxkv.CacheSpec.attention(layers=layers, kv_heads=HEADS, head_dim=SIZE),
+        cells=cells * batch if pool else cells,
+        sequences=batch,
+        streams=1 if pool else batch,
+        dtype="bfloat16",
+    )
     for seq in range(batch):
         prompt = jaxkv.make_batch([1] * (cells - 32), sequences=seq)
         for ubatch in jaxkv.init_batch(cache, prompt, ubatch_size=cells).check().ubatches:

@@ -38,10 +38,11 @@ def step(table, buffers, tokens, valid):
 def compiled(chip, cells, devices):
     topology = topologies.get_topology_desc(platform="tpu", topology_name=chip)
     mesh = jax.sharding.Mesh(np.array(topology.devices)[:devices], ("data",))
-    sizes = dict(layers=1, cells=cells, kv_heads=1, head_dim=128, sequences=SEQUENCES)
+    spec = jaxkv.CacheSpec.attention(layers=1, kv_heads=1, head_dim=128)
+    sizes = dict(cells=cells, sequences=SEQUENCES, streams=SEQUENCES)
 
     def make():
-        return jaxkv.make_kv_cache(**sizes, streams=SEQUENCES, dtype=jnp.bfloat16)
+        return jaxkv.make_cache(spec, **sizes, dtype=jnp.bfloat16)
 
     with jax.set_mesh(mesh):
         table, buffers = jaxkv.split(sharding.shapes(make, mesh, sharding.ShardingRules()))

@@ -23,8 +23,8 @@ STREAMS = 8
 
 def filled(cells: int) -> jaxkv.Cache:
     """Make a pool, three quarters full, with as many tokens of each sequence."""
-    sizes = {"kv_heads": 1, "head_dim": 2, "sequences": SEQUENCES}
-    cache = jaxkv.make_kv_cache(layers=1, cells=cells, rope=None, **sizes)
+    spec = jaxkv.CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=None)
+    cache = jaxkv.make_cache(spec, cells=cells, sequences=SEQUENCES)
     batch = jaxkv.make_batch(
         np.zeros(cells * 3 // 4, np.int32), sequences=np.arange(cells * 3 // 4) % SEQUENCES
     )
@@ -35,8 +35,9 @@ def filled(cells: int) -> jaxkv.Cache:
 
 def next_plan(cells: int, window: jaxkv.window.Window | None = None) -> Callable[[], object]:
     """Plan a token for each of some sequences with a stream each."""
-    sizes = {"cells": cells, "sequences": STREAMS, "streams": STREAMS, "window": window}
-    cache = jaxkv.make_kv_cache(layers=1, kv_heads=1, head_dim=2, **sizes)
+    spec = jaxkv.CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, window=window)
+    sizes = {"cells": cells, "sequences": STREAMS, "streams": STREAMS}
+    cache = jaxkv.make_cache(spec, **sizes, max_rollback=cells)
     step, ids, ones = jax.jit(jaxkv.plan_step), jnp.arange(STREAMS), jnp.ones(STREAMS, bool)
     return lambda: step(cache, ids, ids, ones)
 

@@ -15,7 +15,7 @@ Letters, in every shape of this library:
   W  words of 32 owners                          P  lists of tokens that share a stream
   E  earlier states that are kept                n  any number, d that of an embedding
 
-Public is what stands here and in the modules `draw`, `generation`, `hybrid`, `ops`, `rope`,
+Public is what stands here and in the modules `draw`, `generation`, `ops`, `rope`,
 `serving`, `sharding`, `snapshot` and `window`; all else may move. `generation` and `serving` are
 imported where they are first used.
 """
@@ -23,7 +23,7 @@ imported where they are first used.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from jaxkv import draw, hybrid, ops, rope, sharding, snapshot, window
+from jaxkv import draw, ops, rope, sharding, snapshot, window
 from jaxkv.api.apply import apply, is_current
 from jaxkv.api.edits import (
     EditResult,
@@ -57,14 +57,10 @@ from jaxkv.batch import Batch, Ubatch, make_batch
 from jaxkv.cache import Cache, KVView, merge, split
 from jaxkv.cache_spec import CacheSpec
 from jaxkv.draw import show
-from jaxkv.hybrid import make_hybrid_cache
-from jaxkv.kv.cross_attention import make_cross_attention_cache
-from jaxkv.kv.make import make_kv_cache
 from jaxkv.make import make_cache
 from jaxkv.plan import OutOfCellsError, Plan, PlanRefusedError, Reason
 from jaxkv.planning.planners import init_batch, init_encoder, init_full, plan_step
 from jaxkv.recurrent.slots import state_write_steps
-from jaxkv.recurrent.table import make_recurrent_cache
 from jaxkv.rope import make_rope, rotate
 
 if TYPE_CHECKING:
@@ -73,8 +69,7 @@ if TYPE_CHECKING:
 
 # Caches: making them, taking them apart.
 __all__ = ["Cache", "CacheSpec", "make_cache", "merge"]
-__all__ += ["make_hybrid_cache", "make_kv_cache", "make_recurrent_cache"]
-__all__ += ["make_cross_attention_cache", "split"]
+__all__ += ["split"]
 # Batches and plans.
 __all__ += ["Batch", "Plan", "Reason", "PlanRefusedError", "Ubatch"]
 __all__ += ["init_batch", "init_full", "init_encoder", "make_batch", "plan_step"]
@@ -100,7 +95,7 @@ __all__ += ["KVView", "read_kv", "write_kv", "write_states"]
 # Loops.
 __all__ += ["beam", "decode", "encode", "generate", "prefill", "speculate", "warm_up"]
 # Modules.
-__all__ += ["draw", "generation", "hybrid", "ops", "rope", "serving"]
+__all__ += ["draw", "generation", "ops", "rope", "serving"]
 __all__ += ["sharding", "snapshot", "window"]
 
 

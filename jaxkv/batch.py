@@ -184,7 +184,9 @@ def make_batch(
       >>> batch = make_batch([[11, 12], [13], [14]], sequences=[[0, 1], 0, 1])
       >>> batch.sequences.tolist(), batch.shared_with.tolist()
       ([0, 0, 0, 1], [[1], [1], [-1], [-1]])
-      >>> cache = make_kv_cache(layers=1, cells=5, kv_heads=1, head_dim=2, sequences=2)
+      >>> cache = make_cache(
+      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=5, sequences=2
+      ... )
       >>> print(show(apply(cache, init_batch(cache, batch))))
       owner    + + 0 1 .
       position 0 1 2 2 .
@@ -454,7 +456,7 @@ def part_of(ubatch: Ubatch, part: int) -> Ubatch:
     if ubatch.slots[part] is None:
         raise ValueError(
             f"wanted a ubatch of text for part {part}, which is of the text, got one of "
-            f"init_encoder: it goes into the layers of make_cross_attention_cache alone"
+            f"init_encoder: it goes into the layers of CacheSpec.cross_attention alone"
         )
     return replace(
         ubatch,

@@ -144,6 +144,10 @@ class CacheTable(ABC):
         Buffers may be None.
         """
 
+    def with_buffers(self, buffers: Any) -> tuple[tuple["CacheTable", Any], ...]:
+        """Return the parts of a hybrid, each with its buffers; of any other table it alone."""
+        return ((self, buffers),)
+
     @abstractmethod
     def num_layers(self, buffers: Any) -> int:
         """L, the layers that the buffers beside the table are of."""
@@ -251,8 +255,8 @@ class CacheTable(ABC):
     def as_encoder_table(self) -> Self:
         """Return the table as it answers where `init_encoder` plans sources."""
         raise TypeError(
-            f"wanted a hybrid cache with a part for sources, make_cross_attention_cache, got kind "
-            f"{self.spec.kind!r}"
+            f"expected a cache with a part for sources, got kind {self.spec.kind!r}; make one of "
+            f"CacheSpec.hybrid with a part of CacheSpec.cross_attention"
         )
 
     @abstractmethod
@@ -455,6 +459,17 @@ class Cache:
         """
         return self.table.cache_spec(self.buffers)
 
+    @property
+    def parts(self) -> tuple["Cache", ...]:
+        """The parts of a hybrid cache as caches of their own; any other is its one part.
+
+        >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
+        >>> len(cache.parts)
+        1
+        """
+        pairs = self.table.with_buffers(self.buffers)
+        return tuple(Cache(table=table, buffers=buffers) for table, buffers in pairs)
+
 
 def split(cache: Cache) -> tuple[Any, Any]:
     """Take a cache apart into its table and its buffers.
@@ -466,7 +481,9 @@ def split(cache: Cache) -> tuple[Any, Any]:
         returns.
 
     Examples:
-      >>> table, buffers = split(make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2))
+      >>> table, buffers = split(
+      ...     make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
+      ... )
       >>> nbytes(table), nbytes(buffers)
       (96, 64)
     """
@@ -475,7 +492,7 @@ def split(cache: Cache) -> tuple[Any, Any]:
     if isinstance(cache, tuple):
         raise TypeError("wanted a cache, got a tuple (was `cache, ok = seq_rm(...)` not unpacked?)")
     raise TypeError(
-        f"wanted a cache, got {type(cache)}: pass what make_kv_cache or the last call returned, "
+        f"wanted a cache, got {type(cache)}: pass what make_cache or the last call returned, "
         f"in its place among the arguments"
     )
 
@@ -490,7 +507,7 @@ def merge(table: Any, buffers: Any) -> Cache:
       ValueError: when the buffers have other streams or cells than the table.
 
     Examples:
-      >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
+      >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
       >>> table, buffers = split(cache)
       >>> merge(table, jax.tree.map(jnp.ones_like, buffers)).buffers.k[0].sum().item()
       8.0

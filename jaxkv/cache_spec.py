@@ -124,6 +124,30 @@ class CacheSpec:
     ) -> "CacheSpec":
         """Return the spec of layers that go on from a state.
 
+        Their cache has cells for E + 1 states of each sequence, E being the `max_rollback` of
+        `make_cache`, so there is always room. Sequences of one stream share cells after `seq_cp`,
+        and what is shared is never written over: only a sequence's own states make place for its
+        next ones. Between streams, `seq_cp` copies states, once for all targets of a stream.
+
+        Edits and questions that differ from those of an attention cache:
+
+        - `seq_rm` of an end is granted where a kept state stands right before it, or the whole
+          sequence goes, and refused elsewhere: what a state has seen stays in it.
+        - `seq_cp` gives the targets the states of the source as they were at the end of the range,
+          in place of what they had. It is refused where none is kept that stands there.
+        - `seq_add` moves the positions of states, for every sequence of the stream that shares
+          them. It is refused where a position would turn negative.
+        - `seq_div` drops the earlier states of the range, and divides the position of the current
+          one.
+        - `seq_pos_max` is the last position, and `seq_pos_min` the lowest that it can be cut back
+          to.
+
+        A cache is a value, so one that is kept is a checkpoint, and goes on as if nothing had been
+        in between. Donation takes it away: its own, and that of what an edit made of it, which has
+        the same buffers. So let the first step from there not donate, or copy the cache once. To
+        keep one state while all is donated, share it: `seq_cp` to a sequence that is not used
+        otherwise.
+
         Args:
           layers: L, the recurrent layers.
           states: by name, the shape and dtype of one sequence's state in one layer, as a
@@ -141,7 +165,61 @@ class CacheSpec:
           >>> CacheSpec.recurrent(layers=2, states={"x": ((4, 8), "float32")})
           CacheSpec.recurrent(layers=2, states={'x': ((4, 8), 'float32')})
 
-        llama.cpp: `n_embd_r`, `n_embd_s`.
+          A state of two numbers that forgets half of what it had with each token:
+
+          >>> spec = CacheSpec.recurrent(layers=1, states={"x": ((2,), jnp.float32)})
+          >>> cache = make_cache(spec, max_rollback=2)
+          >>> def model(cache, ubatch):
+          ...     x = read_states(cache, 0, ubatch)["x"]
+          ...     after = [x]
+          ...     for t in range(ubatch.tokens.shape[1]):
+          ...         x = jnp.where(ubatch.valid[:, t, None], x / 2 + ubatch.tokens[:, t, None], x)
+          ...         after.append(x)
+          ...     last = state_write_steps(ubatch, num_rollback_states(cache, 0) + 1)
+          ...     x = jnp.take_along_axis(jnp.stack(after, 1), last[..., None], axis=1)
+          ...     return write_states(cache, 0, ubatch, {"x": x})
+          >>> plan = init_batch(cache, make_batch([8, 4, 2, 1]))
+          >>> cache = model(apply(cache, plan), plan.ubatches[0])
+          >>> print(show(cache))
+          sequence 0 1 2 3
+
+          Two tokens can be taken back, and no more:
+
+          >>> [seq_rm(cache, 0, p0).ok.item() for p0 in (0, 1, 2, 3, 4)]
+          [True, False, True, True, True]
+          >>> cache, ok = seq_rm(cache, 0, 2)
+          >>> plan = init_batch(cache, make_batch([0]))
+          >>> read_states(apply(cache, plan), 0, plan.ubatches[0])["x"].tolist()  # 8 / 2 + 4
+          [[8.0, 8.0]]
+
+          Keep the cache, let the sequence go elsewhere, and come back to what was kept:
+
+          >>> def step(cache, ubatch):
+          ...     return model(apply(cache, ubatch), ubatch)
+          >>> def tell(cache, *tokens):
+          ...     return step(cache, init_batch(cache, make_batch(tokens)).check().ubatches[0])
+          >>> checkpoint, once = cache, tell(cache, 6, 3)
+          >>> cache, _ = seq_rm(tell(cache, 5, 5, 5), 0, 4)
+          >>> again = tell(checkpoint, 6, 3)
+          >>> jax.tree.all(jax.tree.map(np.array_equal, again, once))
+          True
+
+          A step that donates is given a copy, or the checkpoint is gone:
+
+          >>> donating = jax.jit(step, donate_argnames="cache")
+          >>> cache = donating(jax.tree.map(jnp.copy, checkpoint), plan.ubatches[0])
+          >>> cache = donating(checkpoint, plan.ubatches[0])
+          >>> checkpoint.buffers[0]["x"].is_deleted()
+          True
+
+          Two streams for four sequences: 1 shares the state of 0, and 2 and 3 share a copy of it:
+
+          >>> cache = make_cache(spec, sequences=4, streams=2)
+          >>> cache = apply(cache, init_batch(cache, make_batch([8])))
+          >>> num_used_cells(seq_cp(cache, 0, [1, 2, 3]).cache).item()
+          2
+
+        llama.cpp: `llama_memory_recurrent`, `n_embd_r`, `n_embd_s`.
         """
         layers = check_count(layers, "layers")
         if not isinstance(states, Mapping):
@@ -246,7 +324,7 @@ class CacheSpec:
           ...     sequences=2,
           ... )
           >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
-          >>> [num_used_cells(part).item() for part in hybrid.parts_of(cache)]
+          >>> [num_used_cells(part).item() for part in cache.parts]
           [3, 3]
 
         llama.cpp: `llama_kv_cache_iswa`, `llama_memory_hybrid`.

@@ -19,12 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import Ubatch, part_of
-from jaxkv.cache import Admission, Cache, CacheTable, MaintenancePlan, SequenceStatus, merge, split
+from jaxkv.cache import Admission, Cache, CacheTable, MaintenancePlan, SequenceStatus, merge
 from jaxkv.cache_spec import CacheSpec
 from jaxkv.core.partitioning import ShardingRules
 from jaxkv.spec import TableSpec
-
-__all__ = ["make_hybrid_cache", "parts_of"]
 
 Layers = tuple[tuple[int, ...], ...]
 
@@ -188,6 +186,10 @@ class HybridTable(CacheTable):
     parts: tuple[Any, ...]
     layers: Layers = field(metadata={"static": True})
     sharding_rules: ShardingRules | None = field(default=None, metadata={"static": True})
+
+    def with_buffers(self, buffers: Any) -> tuple[tuple[CacheTable, Any], ...]:
+        """Return each part with its buffers."""
+        return tuple(zip(self.parts, buffers, strict=True))
 
     stream_hash = _ask(CacheTable.stream_hash, tuple)
     num_shared_cells = _ask(CacheTable.num_shared_cells, tuple)
@@ -390,70 +392,24 @@ class _ForSources(HybridTable):
         return part.spec.is_cross_attention
 
 
-def make_hybrid_cache(*parts: tuple[Cache, tuple[int, ...]]) -> Cache:
-    """Compose caches into one.
+def compose(*parts: tuple[Cache, tuple[int, ...]]) -> Cache:
+    """Return one cache of several that step together.
 
     Args:
-      parts: pairs of a cache and the layers of the model that it serves, in its own order, as many
-        as it has. All are made with the same `sequences` and `streams`, so that a verb means the
-        same in each.
+      parts: pairs of a cache and the layers of the model that it serves, see `CacheSpec.hybrid`.
 
     Raises:
-      TypeError: when an argument is not such a pair.
-      ValueError: when the parts know different numbers of sequences, only some of them share cells,
-        they are on a mesh by different rules, a part is not given as many different layers as it
-        has, a layer is given to several parts that keep keys, or to several that keep states, there
-        are no parts, or no part beside one for sources, or several for sources.
-
-    Examples:
-      Layers 0, 1, 3 and 4 look back 4 positions, and layers 2 and 5 at everything:
-
-      >>> sizes = dict(kv_heads=1, head_dim=2, sequences=2)
-      >>> near = make_kv_cache(layers=4, window=window.sliding(4), ubatch_size=4, **sizes)
-      >>> far = make_kv_cache(layers=2, cells=64, **sizes)
-      >>> cache = make_hybrid_cache((near, (0, 1, 3, 4)), (far, (2, 5)))
-      >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
-      >>> (
-      ...     num_used_cells(cache).item(),
-      ...     [num_used_cells(part).item() for part in hybrid.parts_of(cache)],
-      ... )
-      (6, [3, 3])
-
-    llama.cpp: `llama_kv_cache_iswa`, `llama_memory_hybrid`.
+      ValueError: when the parts differ in their sequences or streams, or as `CacheSpec.hybrid`.
     """
-    for pair in parts:
-        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], Cache)):
-            raise TypeError(f"wanted pairs of a cache and its layers, got {type(pair)}")
-    # The layers are checked by the spec.
     whole = CacheSpec.hybrid(*((cache.spec, own) for cache, own in parts))
     caches, layers = tuple(cache for cache, _ in parts), tuple(own for _, own in whole.parts)
-    spec = [cache.table.spec for cache in caches]
     for name in ("sequences", "streams"):
-        counts = [getattr(fact, name) for fact in spec]
+        counts = [getattr(cache.table.spec, name) for cache in caches]
         if len(set(counts)) > 1:
             raise ValueError(
-                f"wanted parts with the same number of {name}, got {counts}: verbs would mean "
-                f"different things in them; make all parts with the same {name}="
+                f"expected parts with the same number of {name}, got {counts}; make all of them "
+                f"with the same {name}="
             )
-    rules = [cache.table.sharding_rules for cache in caches]
-    if len(set(rules)) > 1:
-        raise ValueError(
-            f"wanted parts that a mesh splits by the same rules, got {rules}: make all of them "
-            f"with jaxkv.sharding.allocate"
-        )
     tables = tuple(cache.table for cache in caches)
-    table = HybridTable(parts=tables, layers=layers, sharding_rules=rules[0])
+    table = HybridTable(parts=tables, layers=layers, sharding_rules=tables[0].sharding_rules)
     return merge(table, tuple(cache.buffers for cache in caches))
-
-
-def parts_of(cache: Cache) -> tuple[Cache, ...]:
-    """Return the parts of a hybrid cache as caches of their own; any other is its one part.
-
-    >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
-    >>> [type(part.table).__name__ for part in hybrid.parts_of(cache)]
-    ['CellTable']
-    """
-    table, buffers = split(cache)
-    if not isinstance(table, HybridTable):
-        return (cache,)
-    return tuple(merge(*pair) for pair in zip(table.parts, buffers, strict=True))

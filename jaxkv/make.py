@@ -8,17 +8,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxkv.cache import Cache
+from jaxkv.cache import Cache, merge
 from jaxkv.cache_spec import CacheSpec
 from jaxkv.core.partitioning import ShardingRules
-from jaxkv.core.validate import check_count
-from jaxkv.hybrid import make_hybrid_cache
-from jaxkv.kv.cross_attention import make_cross_attention_cache
-from jaxkv.kv.make import make_kv_cache
+from jaxkv.hybrid import compose
+from jaxkv.kv.cross_attention import as_source_table
+from jaxkv.kv.make import make_attention_cache, placement_of
 from jaxkv.recurrent.table import make_recurrent_cache
 from jaxkv.sharding.make import make_sharded
-from jaxkv.spec import checked_streams
-from jaxkv.window import cells_for
+from jaxkv.spec import check_pools
 
 ByPart = tuple[Any, ...]
 """One value for each part of a hybrid."""
@@ -177,8 +175,7 @@ def make_cache(
             f"expected a mesh for the sharding_rules, got None with {sharding_rules}; pass mesh= "
             f"too, or neither"
         )
-    sequences = check_count(sequences, "sequences")
-    pools = {"sequences": sequences, "streams": checked_streams(streams, sequences)}
+    pools = check_pools(sequences, streams)
     by_part = {
         "cells": cells,
         "dtype": dtype,
@@ -198,7 +195,7 @@ def make_cache(
 def _made(spec: CacheSpec, pools: Mapping[str, int], options: Mapping[str, Any]) -> Cache:
     """Make a cache for so many sequences and streams."""
     if spec.parts:
-        return make_hybrid_cache(
+        return compose(
             *(
                 (_made(part, pools, own), layers)
                 for (part, layers), own in zip(spec.parts, _split(spec, options), strict=True)
@@ -209,42 +206,17 @@ def _made(spec: CacheSpec, pools: Mapping[str, int], options: Mapping[str, Any])
             raise ValueError(
                 f"expected one {name} for a cache without parts, got {value}; pass a single one"
             )
-    placement, shards = _placed(options["placement"])
-    if spec.kind == "recurrent":
-        return make_recurrent_cache(
-            layers=spec.layers,
-            states={name: (shape, dtype) for name, shape, dtype in spec.states},
-            shard_dims={name: (dimension, parts) for name, dimension, parts in spec.shard_dims},
-            max_rollback=0 if options["max_rollback"] is None else options["max_rollback"],
-            **pools,
-        )
-    sizes: dict[str, Any] = dict(
-        layers=spec.layers,
-        kv_heads=spec.kv_heads,
-        head_dim=spec.head_dim,
-        value_dim=spec.value_dim,
-        dtype=options["dtype"],
-        **pools,
-    )
-    _check_cells(spec, options["cells"])
-    if spec.kind == "cross_attention":
-        return make_cross_attention_cache(cells=options["cells"], **sizes)
-    return make_kv_cache(
-        **_room(spec, pools, options),
-        window=spec.window,
-        rope=spec.rope,
-        placement=placement,
-        shards=shards,
-        stacked=options["stacked"],
-        **sizes,
-    )
-
-
-def _check_cells(spec: CacheSpec, cells: Any) -> None:
-    """Raise where cells are left out that nothing else tells."""
-    if cells is None and spec.window is None:
-        what = "sources" if spec.kind == "cross_attention" else "layers that see the whole text"
-        raise ValueError(f"expected a number of cells for {what}, got None; pass cells=")
+    placement_of(options["placement"])  # raises for one that no layer here would use, too
+    match spec.kind:
+        case "recurrent":
+            max_rollback = 0 if options["max_rollback"] is None else options["max_rollback"]
+            return make_recurrent_cache(spec, max_rollback=max_rollback, **pools)
+        case "cross_attention":
+            of_sources = {**options, "placement": "any", "stacked": False}
+            cache = make_attention_cache(spec, **pools, **of_sources)
+            return merge(as_source_table(cache.table), cache.buffers)
+        case _:
+            return make_attention_cache(spec, **pools, **options)
 
 
 def _split(spec: CacheSpec, options: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -260,36 +232,3 @@ def _split(spec: CacheSpec, options: Mapping[str, Any]) -> list[dict[str, Any]]:
         {name: x[i] if isinstance(x, tuple) else x for name, x in options.items()}
         for i in range(count)
     ]
-
-
-def _placed(placement: Any) -> tuple[Any, int | None]:
-    """Return a placement as tables have it, and among how many shards it deals cells."""
-    if placement == "any":
-        return "scattered", None
-    if placement in ("contiguous", "tiled"):
-        return placement, None
-    name, _, shards = str(placement).partition(":")
-    if name == "striped" and shards.isascii() and shards.isdigit() and int(shards):
-        return name, int(shards)
-    raise ValueError(
-        f"expected a placement of 'any', 'contiguous', 'tiled' or 'striped:n' for n runs of "
-        f"cells, got {placement!r}; write 'striped:8' for eight devices that split cells"
-    )
-
-
-def _room(spec: CacheSpec, pools: Mapping[str, int], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how large a cache is: as many cells, or what its window needs if that is less."""
-    cells = options["cells"]
-    if spec.window is None:
-        return {"cells": cells}
-    rollback = 32 if options["max_rollback"] is None else options["max_rollback"]
-    sized = {
-        "ubatch_size": check_count(options["ubatch_size"], "ubatch_size"),
-        "max_rollback": check_count(rollback, "max_rollback", low=0),
-    }
-    sharing = pools["sequences"] // pools["streams"]
-    if cells is not None and check_count(cells, "cells") <= cells_for(
-        spec.window, **sized, sharing=sharing
-    ):
-        return {"cells": cells}  # the text is shorter than what the window needs
-    return sized

@@ -154,7 +154,7 @@ class Plan:
           TypeError: inside a transformation, where it is not known: look at `ok` there.
 
         Examples:
-          >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
+          >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
           >>> init_batch(cache, make_batch([1, 2, 3, 4, 5])).check()
           Traceback (most recent call last):
           ...

@@ -106,23 +106,24 @@ def changes_of(spec: TableSpec, parents: jax.Array, ids: jax.Array) -> tuple[jax
     return jnp.where(known, parents, 0), jnp.where(counts, targets, count)
 
 
-def checked_streams(streams: Any, sequences: int) -> int:
-    """Return the number of streams that a caller wants for Q sequences.
+def check_pools(sequences: Any, streams: Any) -> dict[str, int]:
+    """Return the sequences and the streams that a caller wants, checked.
 
-    >>> checked_streams(4, 6)
+    >>> check_pools(6, 4)
     Traceback (most recent call last):
     ...
-    ValueError: wanted streams that deal out 6 sequences evenly, one of [1, 2, 3, 6], got 4
+    ValueError: expected streams that deal out 6 sequences evenly, one of [1, 2, 3, 6], got 4
     """
+    sequences = check_count(sequences, "sequences")
     streams = check_count(streams, "streams")
     if sequences % streams:
         low = [n for n in range(1, math.isqrt(sequences) + 1) if sequences % n == 0]
         divisors = sorted({*low, *(sequences // n for n in low)})
         raise ValueError(
-            f"wanted streams that deal out {sequences} sequences evenly, one of {divisors}, got "
+            f"expected streams that deal out {sequences} sequences evenly, one of {divisors}, got "
             f"{streams}"
         )
-    return streams
+    return {"sequences": sequences, "streams": streams}
 
 
 def check_spec(got: TableSpec, wanted: TableSpec, what: str) -> None:

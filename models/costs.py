@@ -10,7 +10,6 @@ from jax.sharding import AbstractMesh
 
 import jaxkv
 from jaxkv.core.constants import MAX_CELLS
-from jaxkv.hybrid import parts_of
 from jaxkv.sharding import DeviceBytes, device_bytes, fit_mesh
 from models.model import Model, name_of, on_mesh
 
@@ -83,7 +82,7 @@ def costs_of(model: Model, **sizes: Any) -> Costs:
         mesh=dict(model.mesh.shape),
         cache={name: sizes.get(name) for name in ("sequences", "streams", "cells")},
         layout=_layout(model, cache),
-        parts=tuple(_part(part, model) for part in parts_of(cache)),
+        parts=tuple(_part(part, model) for part in cache.parts),
         splits=_splits(model, cache),
         whole=whole_bytes(model),
     )
@@ -175,7 +174,7 @@ def _splits(model: Model, cache: jaxkv.Cache) -> dict[str, tuple[str, ...]]:
             for axis in (axes,) if isinstance(axes, str) else axes or ():
                 found[axis][name] = None
 
-    for part in parts_of(cache):
+    for part in cache.parts:
         table, buffers = jaxkv.split(part)
         for array in jax.tree.leaves(buffers):
             if table.spec.kind == "recurrent":

@@ -17,7 +17,7 @@ import optax
 from flax import nnx
 
 import jaxkv
-from jaxkv import draw, hybrid
+from jaxkv import draw
 from models.families import granite_hybrid, mamba2
 from models.families.caches import make_cache
 
@@ -55,7 +55,7 @@ def make(**options):
 
 
 cache = make(cells=64, sequences=4, max_rollback=4)
-states, keys = hybrid.parts_of(cache)
+states, keys = cache.parts
 print(cache)
 print(states)
 print(keys)
@@ -67,7 +67,7 @@ print(keys)
 
 # %%
 for cells in (64, 4096):
-    states, keys = map(jaxkv.nbytes, hybrid.parts_of(make(cells=cells, sequences=4)))
+    states, keys = map(jaxkv.nbytes, make(cells=cells, sequences=4).parts)
     print(f"{cells} tokens: {states:,} bytes of states, {keys:,} of keys and values")
 
 # %% [markdown]
@@ -144,7 +144,7 @@ cache = make(cells=24, sequences=100, streams=100, max_rollback=23)
 (ubatch,) = jaxkv.init_batch(cache, jaxkv.make_batch(tokens), ubatch_size=2400).check().ubatches
 cache, _ = jax.jit(forward)(params, jaxkv.apply(cache, ubatch), ubatch)
 
-states, _ = hybrid.parts_of(cache)
+states, _ = cache.parts
 after = draw.cells_of(states).position  # the token that each cell's state stands after
 _, buffers = jaxkv.split(states)
 kept = np.asarray(buffers[0]["ssm"]).reshape(100, 24, -1)
@@ -194,14 +194,14 @@ def tell(cache, brackets, text=0):
 empty = make(cells=32, sequences=4, max_rollback=4)
 cache, said = tell(empty, "((()(((")
 print(said)
-print(jaxkv.show(hybrid.parts_of(cache)[0]))
+print(jaxkv.show(cache.parts[0]))
 
 # %% [markdown]
 # Seven tokens, at positions 0 to 6, and states after the last five. Who would agree to cut at each
 # position, so that what comes before it stays?
 
 # %%
-for name, part in zip(("states", "keys", "both"), (*hybrid.parts_of(cache), cache), strict=True):
+for name, part in zip(("states", "keys", "both"), (*cache.parts, cache), strict=True):
     print(f"{name:6}", [bool(jaxkv.seq_rm(part, 0, p0)[1]) for p0 in range(8)])
 
 # %% [markdown]
@@ -226,7 +226,7 @@ print("cut at 3:", bool(ok), "- then", said, "as in", same)
 
 def state_of(cache):
     """The states after the last token of text 0, by name."""
-    states, _ = hybrid.parts_of(cache)
+    states, _ = cache.parts
     view = draw.cells_of(states)
     cell = int(np.argmax(np.where(view.owner[0] == 0, view.position[0], -1)))
     return {name: array[0, cell] for name, array in jaxkv.split(states)[1][0].items()}
@@ -247,7 +247,7 @@ for max_rollback in (0, 2, 4, 8):
     (ubatch,) = jaxkv.init_batch(kept, jaxkv.make_batch(tokens[0, :12])).ubatches
     kept, _ = jax.jit(forward)(params, jaxkv.apply(kept, ubatch), ubatch)
     granted.append([bool(jaxkv.seq_rm(kept, 0, p0)[1]) for p0 in range(13)])
-    kib = jaxkv.nbytes(hybrid.parts_of(kept)[0]) / 1024
+    kib = jaxkv.nbytes(kept.parts[0]) / 1024
     labels.append(f"max_rollback={max_rollback}, {kib:.0f} KiB")
 assert [sum(row) - 2 for row in granted] == [0, 2, 4, 8]  # besides nothing, and all
 colours = plt.matplotlib.colors.ListedColormap(["#dddddd", "#009e73"])
@@ -289,14 +289,14 @@ assert here == [4]
 forked, ok = jaxkv.seq_cp(cache, 0, [1, 2])
 print(
     "cells of states in use:",
-    *(int(jaxkv.num_used_cells(hybrid.parts_of(m)[0])) for m in (cache, forked)),
+    *(int(jaxkv.num_used_cells(m.parts[0])) for m in (cache, forked)),
 )
 for text, brackets in enumerate(("((", "))", "()")):
     forked, said = tell(forked, brackets, text)
     print(f"text {text} goes on with {brackets} and is at {said}")
 
 fig, axes = plt.subplots(2, 1, figsize=(7.2, 3.6), layout="constrained")
-for ax, part, name in zip(axes, hybrid.parts_of(forked), ("states", "keys"), strict=True):
+for ax, part, name in zip(axes, forked.parts, ("states", "keys"), strict=True):
     draw.plot.cells(part, ax)
     ax.set_title(name, fontsize=10, loc="right")
 

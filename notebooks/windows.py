@@ -34,7 +34,7 @@ BLUE, ORANGE, GREY = "#0072b2", "#e69f00", "#dddddd"
 model = models.load("gemma3")
 make = partial(model.make_cache, cells=1024, ubatch_size=64)
 cache = make(max_rollback=32)
-windowed, whole = jaxkv.hybrid.parts_of(cache)
+windowed, whole = cache.parts
 print(windowed)
 print(whole)
 
@@ -53,7 +53,7 @@ for start in range(0, len(tokens), 64):
     batch = jaxkv.make_batch(tokens[start : start + 64])
     cache, logits, *_ = jaxkv.prefill(model.forward, model.params, cache, batch, donate=True)
     full, full_logits, *_ = jaxkv.prefill(model.forward, model.params, full, batch, donate=True)
-    for name, part in zip(used, jaxkv.hybrid.parts_of(cache), strict=True):
+    for name, part in zip(used, cache.parts, strict=True):
         used[name].append(int(jaxkv.num_used_cells(part)))
 
 fig, ax = plt.subplots(figsize=(6.0, 2.8), layout="constrained")
@@ -197,6 +197,6 @@ for name, one in (("windowed", cache), ("full size", full)):
 # - Ask for `max_rollback=256`, and look at which positions can be gone back to, and at the bytes.
 # - Put two texts into one cache, `sequences=2`: they share the cells of the window, and what the
 #   next token of either sees never changes.
-# - Look at chunks in place of sliding windows: `jaxkv.make_kv_cache(window=jaxkv.window.chunked(8),
+# - Look at chunks in place of sliding windows: `CacheSpec.attention(window=jaxkv.window.chunked(8),
 #   ...)` and `plot.sight`.
 # - `docs/design.md`, "Windows", has the rules, and what they cost.

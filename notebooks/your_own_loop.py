@@ -186,8 +186,8 @@ text = jnp.array(model.tokenizer.prompt("The quick brown fox jumps over the lazy
 
 
 def cache_of(cells):
-    sizes = dict(layers=2, kv_heads=3, head_dim=64, rope=ROPE)
-    return jaxkv.make_kv_cache(cells=cells, sequences=2, **sizes)
+    spec = jaxkv.CacheSpec.attention(layers=2, kv_heads=3, head_dim=64, rope=ROPE)
+    return jaxkv.make_cache(spec, cells=cells, sequences=2)
 
 
 compiled = 0

@@ -4,6 +4,7 @@ A test of a property is written once and runs over `ALL_KINDS`: a new kind is a 
 """
 
 import functools
+import inspect
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,8 +17,9 @@ import numpy as np
 
 import jaxkv
 from jaxkv.batch import part_of
+from jaxkv.hybrid import compose
 from jaxkv.kv.buffers import Buffers
-from jaxkv.kv.cells import Cells, Placement
+from jaxkv.kv.cells import Cells
 from jaxkv.kv.mask import visible
 from jaxkv.ops.mla import ValueSlice
 from jaxkv.ops.quantised import Quantised, Stored, decoded
@@ -32,6 +34,20 @@ VOCABULARY = 16
 ROPE = jaxkv.make_rope(SIZE, base=100.0)
 
 
+def attention_cache(**sizes: Any) -> Any:
+    """Make a cache of attention layers, with as many cells as are asked for, from one dict."""
+    names = inspect.signature(jaxkv.CacheSpec.attention).parameters
+    spec = jaxkv.CacheSpec.attention(**{n: sizes.pop(n) for n in names if n in sizes})
+    if spec.window and "cells" in sizes:
+        sizes["max_rollback"] = sizes["cells"]
+    return jaxkv.make_cache(spec, **sizes)
+
+
+def recurrent_cache(layers: int, states: Any, shard_dims: Any = None, **sizes: Any) -> Any:
+    """Make a cache of recurrent layers from one dict."""
+    return jaxkv.make_cache(jaxkv.CacheSpec.recurrent(layers, states, shard_dims), **sizes)
+
+
 @dataclass(frozen=True)
 class Kind:
     """A cache under test: its sizes, how it is made, and the oracles that know what it should do.
@@ -44,8 +60,7 @@ class Kind:
     name: str
     cells: int
     sequences: int
-    placement: Placement = "scattered"
-    shards: int | None = None
+    placement: str = "any"
     streams: int = 1
     windows: tuple[jaxkv.window.Window | None, ...] = (None,)
     dtype: str = "float32"
@@ -65,7 +80,7 @@ class Kind:
     def make(self, rope: jaxkv.rope.Rope | None = ROPE) -> Any:
         """Make an empty one. Without a rope an update leaves the signatures of `sign` alone."""
         parts = [
-            jaxkv.make_kv_cache(
+            attention_cache(
                 layers=len(layers),
                 cells=self.cells,
                 kv_heads=HEADS,
@@ -76,7 +91,6 @@ class Kind:
                 window=window,
                 rope=rope,
                 placement=self.placement,
-                shards=self.shards,
                 dtype=self.dtype,
                 stacked=self.stacked,
             )
@@ -84,7 +98,7 @@ class Kind:
         ]
         if len(parts) == 1:
             return parts[0]
-        return jaxkv.make_hybrid_cache(*zip(parts, self.layers, strict=True))
+        return compose(*zip(parts, self.layers, strict=True))
 
     def oracles(self) -> "Oracles":
         return Oracles(
@@ -92,7 +106,7 @@ class Kind:
                 self.cells,
                 self.sequences,
                 contiguous=self.placement == "contiguous",
-                shards=self.shards or 1,
+                shards=int(self.placement.partition(":")[2] or 1),
                 tiled=self.placement == "tiled",
                 streams=self.streams,
                 window=window and (window.rule, window.width),
@@ -116,10 +130,8 @@ GROUPS_WINDOW = replace(GROUPS, name="groups-window", cells=9, windows=(sliding(
 GROUPS_RUNS = Kind(
     "groups-contiguous-full-and-window", 12, 8, "contiguous", streams=4, windows=(None, chunked(4))
 )
-STRIPES = Kind("striped", cells=16, sequences=3, placement="striped", shards=2)
-GROUPS_STRIPES = Kind(
-    "groups-striped-window", 9, 4, "striped", shards=3, streams=2, windows=(sliding(3),)
-)
+STRIPES = Kind("striped", cells=16, sequences=3, placement="striped:2")
+GROUPS_STRIPES = Kind("groups-striped-window", 9, 4, "striped:3", streams=2, windows=(sliding(3),))
 TILES = Kind("tiled", cells=16, sequences=4, placement="tiled")
 GROUPS_TILES = replace(
     TILES, name="groups-tiled-full-and-window", streams=2, windows=(None, sliding(3))

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
+from jaxkv.hybrid import compose
 from jaxkv.recurrent.states import States
 from tests import twins
 from tests.caches import HEADS, SIZE, WIDTH, Kind, Oracles, attend_signed, parts_of, plan_rows
@@ -107,8 +108,11 @@ def tell(cache: Any, *rows: Sequence[int], kinds: str = "rr") -> Any:
 
 def make(kept: int = 0, sequences: int = 3, layers: int = 2, streams: int = 1) -> Any:
     """Make a recurrent cache that fits the model."""
-    return jaxkv.make_recurrent_cache(
-        layers=layers, states=STATES, sequences=sequences, max_rollback=kept, streams=streams
+    return jaxkv.make_cache(
+        jaxkv.CacheSpec.recurrent(layers=layers, states=STATES),
+        sequences=sequences,
+        max_rollback=kept,
+        streams=streams,
     )
 
 
@@ -165,17 +169,20 @@ class StateKind(Kind):
         states = make(self.kept, self.sequences, len(recurrent), self.streams)
         if not attending:
             return states
-        attention = jaxkv.make_kv_cache(
-            layers=len(*attending),
+        attention = jaxkv.make_cache(
+            jaxkv.CacheSpec.attention(
+                layers=len(*attending),
+                kv_heads=HEADS,
+                head_dim=SIZE,
+                window=self.windows[0],
+                rope=rope,
+            ),
             cells=self.cells,
-            kv_heads=HEADS,
-            head_dim=SIZE,
             sequences=self.sequences,
             streams=self.streams,
-            window=self.windows[0],
-            rope=rope,
+            max_rollback=self.cells,
         )
-        return jaxkv.make_hybrid_cache((attention, *attending), (states, recurrent))
+        return compose((attention, *attending), (states, recurrent))
 
     def oracles(self) -> Oracles:
         histories = Histories(self.sequences, self.kept, streams=self.streams)

@@ -16,6 +16,7 @@ from jaxkv.ops.attention.softmax import Options
 from jaxkv.ops.attention.visibility import Visibility
 from jaxkv.ops.quantised import zeros
 from tests import hlo
+from tests.caches import attention_cache
 
 SIZES = (64, 80, 96, 128, 256)
 DTYPES = ("float32", "bfloat16")
@@ -105,7 +106,7 @@ def of_a_step(platform, of, dtype, size=128):
     of_new = "bfloat16" if dtype == "int8" else dtype
 
     sizes = dict(layers=LAYERS, cells=CELLS, kv_heads=GROUPS, head_dim=size, dtype=dtype)
-    make = partial(jaxkv.make_kv_cache, **sizes, sequences=FORKS)
+    make = partial(attention_cache, **sizes, sequences=FORKS)
 
     def step(cache, tokens, q, k, v):
         valid = jnp.ones(FORKS, bool)

@@ -34,7 +34,7 @@ def _kind(name, axes, **options):
 
 
 DATA_CELLS, TENSOR_CELLS = {"data": 2, "cells": 2}, {"tensor": 2, "cells": 2}
-STRIPED = {"placement": "striped", "shards": 2}
+STRIPED = {"placement": "striped:2"}
 KINDS = [
     _kind("all", {"data": 2, **TENSOR_CELLS}, cells=8, streams=4, **STRIPED),
     _kind("data", {"data": 4}, cells=8, streams=4),

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkv
 from jaxkv import sharding
+from tests.caches import attention_cache
 
 LAYERS = 2
 RULES = sharding.ShardingRules(cells="cells")
@@ -57,7 +58,7 @@ class Pod:
         sizes = dict(cells=self.cells, sequences=self.sequences, streams=self.streams)
         sizes |= dict(layers=LAYERS, kv_heads=self.kv_heads, head_dim=self.head_dim)
         rope = jaxkv.make_rope(self.head_dim)
-        return jaxkv.make_kv_cache(**sizes, window=window, dtype=self.dtype, rope=rope)
+        return attention_cache(**sizes, window=window, dtype=self.dtype, rope=rope)
 
     def cache(self):
         return sharding.shapes(self.make, jax.sharding.get_mesh(), RULES)

@@ -55,7 +55,7 @@ class Twin:
         faults = jaxkv.check_invariants(self.cache)
         assert not any(map(int, faults.values())), faults
         ids = [*range(self.kind.sequences)]
-        used = [jaxkv.num_used_cells(part).item() for part in jaxkv.hybrid.parts_of(self.cache)]
+        used = [jaxkv.num_used_cells(part).item() for part in self.cache.parts]
         assert used == [oracle.used() for oracle in self.oracles]
         assert jaxkv.num_used_cells(self.cache).item() == sum(used)
         assert jaxkv.seq_pos_min(self.cache, ids).tolist() == [*map(self.oracles.first, ids)]

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv import generation, serving
+from jaxkv import CacheSpec, generation, serving
 from tests import histories
 from tests.caches import GROUPS, HEADS, ROPE, SIZE, SMALL, SPLIT, VOCABULARY, WINDOW
 
@@ -53,22 +53,18 @@ def columns() -> dict[str, tuple[Callable[[], Any], str]]:
 
 def hybrid() -> Any:
     """Make a cache with a layer of attention and one of states that keeps three."""
-    attention = jaxkv.make_kv_cache(
-        layers=1, cells=32, kv_heads=HEADS, head_dim=SIZE, sequences=3, rope=ROPE
-    )
-    states = jaxkv.make_recurrent_cache(
-        layers=1, states=histories.STATES, sequences=3, max_rollback=3
-    )
-    return jaxkv.make_hybrid_cache((attention, (0,)), (states, (1,)))
+    attention = CacheSpec.attention(layers=1, kv_heads=HEADS, head_dim=SIZE, rope=ROPE)
+    states = CacheSpec.recurrent(layers=1, states=histories.STATES)
+    spec = CacheSpec.hybrid((attention, [0]), (states, [1]))
+    return jaxkv.make_cache(spec, cells=32, sequences=3, max_rollback=3)
 
 
 def with_source() -> Any:
     """Make a cache with a layer of attention, one that looks at sources, and a source."""
-    sizes = dict(layers=1, kv_heads=HEADS, head_dim=SIZE, sequences=3)
-    text = jaxkv.make_kv_cache(cells=32, rope=ROPE, **sizes)
-    cache = jaxkv.make_hybrid_cache(
-        (text, (0,)), (jaxkv.make_cross_attention_cache(cells=8, **sizes), (1,))
-    )
+    sizes = dict(layers=1, kv_heads=HEADS, head_dim=SIZE)
+    text, sources = CacheSpec.attention(**sizes, rope=ROPE), CacheSpec.cross_attention(**sizes)
+    spec = CacheSpec.hybrid((text, [0]), (sources, [1]))
+    cache = jaxkv.make_cache(spec, cells=(32, 8), sequences=3)
     (ubatch,) = jaxkv.init_encoder(cache, jaxkv.make_batch([1, 2, 3])).ubatches
     zeros = jnp.zeros((*ubatch.valid.shape, HEADS, SIZE))
     return jaxkv.write_kv(jaxkv.apply(cache, ubatch), 1, ubatch, zeros, zeros)

@@ -34,7 +34,7 @@ def apply(cache: Cache, plan: Ubatch | Plan | MaintenancePlan, *, donate: bool =
         made for a cache of other sizes or of another kind.
 
     Examples:
-      >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
+      >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
       >>> plan = init_batch(cache, make_batch([1, 2]))
       >>> once = apply(cache, plan)
       >>> twice = apply(once, plan)
@@ -69,7 +69,9 @@ def is_current(cache: Cache, plan: Ubatch | Plan | MaintenancePlan) -> jax.Array
       ValueError: as `apply` does.
 
     Examples:
-      >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2, rope=None)
+      >>> cache = make_cache(
+      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=None), cells=4
+      ... )
       >>> (ubatch,) = init_batch(cache, make_batch([1, 2])).ubatches
       >>> is_current(cache, ubatch).item(), is_current(apply(cache, ubatch), ubatch).item()
       (True, False)

@@ -87,7 +87,7 @@ def check_known(table: Any, buffers: Any = ()) -> None:
       ValueError: when an array was donated, or the table is that of a batch of caches, as `vmap`
         makes them.
 
-    >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
+    >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
     >>> check_known(jax.tree.map(lambda x: x[None], cache.table))
     Traceback (most recent call last):
     ...

@@ -45,7 +45,7 @@ def seq_rm(cache: Cache, seq: Ids | None = None, p0: Ids = 0, p1: Ids | None = N
     A whole sequence can always go, and without a window, or before it has taken a cell, any range.
     Of a text that a window has taken cells from, an end can go where the token that comes in its
     place would see none of these. Where states are kept, an end can go that rollback covers, since
-    a state cannot forget what it has seen. A source (`make_cross_attention_cache`) goes with the
+    a state cannot forget what it has seen. A source (`CacheSpec.cross_attention`) goes with the
     whole of its sequence alone, a range from 0 without an end.
 
     Args:
@@ -62,7 +62,9 @@ def seq_rm(cache: Cache, seq: Ids | None = None, p0: Ids = 0, p1: Ids | None = N
       ValueError: when `seq`, `p0` and `p1` are lists of different lengths, or have more dimensions.
 
     Examples:
-      >>> cache = make_kv_cache(layers=1, cells=6, sequences=2, kv_heads=1, head_dim=2)
+      >>> cache = make_cache(
+      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=6, sequences=2
+      ... )
       >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3, 4])))
       >>> cache, ok = seq_rm(cache, 0, 1, 3)
       >>> print(show(cache))
@@ -113,7 +115,7 @@ def seq_cp(
     Sequences of one stream share its cells: nothing is copied. Keys and values that `dst` held stay
     beside them, so remove first what would stand at the same positions (`seq_rm`); a state takes
     the place of the one that `dst` had. A copy of any range that is not empty also replaces the
-    source of `dst` (`make_cross_attention_cache`), even where `dst` keeps its text. In another
+    source of `dst` (`CacheSpec.cross_attention`), even where `dst` keeps its text. In another
     stream the buffers are copied, and `dst` then holds these alone; several of that stream share
     one copy.
 
@@ -135,7 +137,9 @@ def seq_cp(
       The next cache, and `ok`, `[]` bool. Doing it twice is doing it once.
 
     Examples:
-      >>> cache = make_kv_cache(layers=1, cells=6, sequences=3, kv_heads=1, head_dim=2)
+      >>> cache = make_cache(
+      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=6, sequences=3
+      ... )
       >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
       >>> cache, ok = seq_cp(cache, 0, [1, 2], 0, 2)
       >>> seq_pos_max(cache, [0, 1, 2]).tolist(), num_used_cells(cache).item()
@@ -143,7 +147,9 @@ def seq_cp(
 
       With a stream each:
 
-      >>> cache = make_kv_cache(layers=1, cells=4, sequences=2, streams=2, kv_heads=1, head_dim=2)
+      >>> cache = make_cache(
+      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4, sequences=2, streams=2
+      ... )
       >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
       >>> print(show(seq_cp(cache, 0, 1, 1).cache))
       owner    0 0 0 .
@@ -153,7 +159,9 @@ def seq_cp(
 
       With two streams for four sequences, 0 and 1 share one, and 2 and 3 the other:
 
-      >>> cache = make_kv_cache(layers=1, cells=3, sequences=4, streams=2, kv_heads=1, head_dim=2)
+      >>> cache = make_cache(
+      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=3, sequences=4, streams=2
+      ... )
       >>> cache = apply(cache, init_batch(cache, make_batch([[1, 2], [3, 4]], sequences=[0, 2])))
       >>> print(show(seq_cp(cache, 0, [1, 2, 3], 1).cache))
       owner    0 + .
@@ -202,7 +210,9 @@ def seq_select(cache: Cache, parents: Ids, sequences: Ids, *, donate: bool = Fal
     Examples:
       Sequence 1 had the two best continuations; both go on, and what 0 had is free:
 
-      >>> cache = make_kv_cache(layers=1, cells=6, sequences=2, kv_heads=1, head_dim=2)
+      >>> cache = make_cache(
+      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=6, sequences=2
+      ... )
       >>> cache = apply(cache, init_batch(cache, make_batch([[1, 2], [3, 4, 5]])))
       >>> print(show(seq_select(cache, [1, 1], [0, 1]).cache))
       owner    . . + + + .
@@ -236,7 +246,9 @@ def seq_keep(cache: Cache, seq: Ids) -> EditResult:
       The next cache, and `ok`, True. Cells that the sequence shared are its own.
 
     Examples:
-      >>> cache = make_kv_cache(layers=1, cells=6, sequences=2, kv_heads=1, head_dim=2)
+      >>> cache = make_cache(
+      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=6, sequences=2
+      ... )
       >>> cache = apply(cache, init_batch(cache, make_batch([[1, 2], [3]])))
       >>> seq_pos_max(seq_keep(cache, 1).cache, [0, 1]).tolist()
       [-1, 0]
@@ -272,7 +284,9 @@ def seq_add(cache: Cache, seq: Ids, p0: Ids, p1: Ids | None, *, delta: Ids) -> E
     Examples:
       Forget a passage and close the gap:
 
-      >>> cache = make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2, rope=make_rope(2))
+      >>> cache = make_cache(
+      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=make_rope(2)), cells=6
+      ... )
       >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3, 4, 5])))
       >>> cache, _ = seq_rm(cache, 0, 1, 3)
       >>> cache, ok = seq_add(cache, 0, 3, -1, delta=-2)
@@ -314,7 +328,9 @@ def seq_div(cache: Cache, seq: Ids, p0: Ids, p1: Ids | None, *, divisor: Ids) ->
       ValueError: when the divisor is known and below 1, or the cache was made without `rope=`.
 
     Examples:
-      >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2, rope=make_rope(2))
+      >>> cache = make_cache(
+      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=make_rope(2)), cells=4
+      ... )
       >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3, 4])))
       >>> print(show(seq_div(cache, 0, 0, -1, divisor=2).cache))
       owner    0  0  0  0
@@ -336,7 +352,7 @@ def clear(cache: Cache) -> Cache:
     """Forget everything. The bytes of the buffers stay as they are; no token sees them.
 
     Examples:
-      >>> cache = make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2)
+      >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=6)
       >>> cache = apply(cache, init_batch(cache, make_batch([1, 2])))
       >>> num_used_cells(clear(cache)).item()
       0

@@ -39,14 +39,14 @@ def attend(
 
     Args:
       cache: a cache that the ubatch has been applied to.
-      layer: 0 to L - 1, static; of a stacked cache it may be traced, see `make_kv_cache`.
+      layer: 0 to L - 1, static; of a stacked cache it may be traced, see `make_cache`.
       ubatch: the tokens. Those that the table does not hold (padding, a refused plan) are written
         nowhere.
       q: `[R, T, H, D]`, queries, rotated by the layer's rope.
       k: `[R, T, K, D]`, keys, rotated by the layer's rope. Without keys and values the tokens look
         at what the layer holds and nothing is written, as for layers that share those of another.
       v: `[R, T, K, Dv]`, values; left out where they are a part of the keys (`value_dim` of
-        `make_kv_cache`).
+        `make_cache`).
       scale: what the products of queries and keys are multiplied by; by default 1 / sqrt(D).
       softcap: what those products stay below: c * tanh(x / c) (Gemma 2).
       sinks: `[H]`, a logit of each head that takes its share of the attention and gives nothing.
@@ -94,7 +94,7 @@ def attend(
     Examples:
       Two tokens; the second one sees both, and a ubatch that was never applied sees NaN:
 
-      >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=1)
+      >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=1), cells=4)
       >>> (ubatch,) = init_batch(cache, make_batch([1, 2])).ubatches
       >>> q, v = jnp.zeros((1, 2, 1, 1)), jnp.array([2.0, 4.0]).reshape(1, 2, 1, 1)
       >>> after, out = attend(apply(cache, ubatch), 0, ubatch, q, q, v)
@@ -140,7 +140,7 @@ def write_kv(
 
     Args:
       cache: a cache that the ubatch has been applied to.
-      layer: 0 to L - 1, static; of a stacked cache it may be traced, see `make_kv_cache`.
+      layer: 0 to L - 1, static; of a stacked cache it may be traced, see `make_cache`.
       ubatch: the tokens. Those that the table does not hold (padding, a refused plan) are written
         nowhere, and nothing of a stale ubatch is.
       k: `[R, T, K, D]`, keys, rotated by the layer's rope.
@@ -155,7 +155,7 @@ def write_kv(
       TypeError: as `attend` does.
 
     Examples:
-      >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=1)
+      >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=1), cells=4)
       >>> (ubatch,) = init_batch(cache, make_batch([1, 2])).ubatches
       >>> k, v = jnp.ones((1, 2, 1, 1)), jnp.array([2.0, jnp.inf]).reshape(1, 2, 1, 1)
       >>> cache = write_kv(apply(cache, ubatch), 0, ubatch, k, v)
@@ -187,7 +187,7 @@ def read_kv(
 
     Args:
       cache: a cache that the ubatch has been applied to, and whose layer has been written.
-      layer: 0 to L - 1, static; of a stacked cache it may be traced, see `make_kv_cache`.
+      layer: 0 to L - 1, static; of a stacked cache it may be traced, see `make_cache`.
       ubatch: the tokens that look.
       causal: False lets tokens see those that come after them.
       visible_until: `[R, T]` int32, the last position that each token sees, see `attend`.
@@ -209,7 +209,9 @@ def read_kv(
     Examples:
       Two sequences of one pool are one list. What `attend` does is `ops.attention.attention` of it:
 
-      >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=1, sequences=2)
+      >>> cache = make_cache(
+      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=1), cells=4, sequences=2
+      ... )
       >>> (ubatch,) = init_batch(cache, make_batch([[1, 2], [3, 4]])).ubatches
       >>> x = jnp.arange(4.0).reshape(1, 4, 1, 1)
       >>> cache, out = attend(apply(cache, ubatch), 0, ubatch, x, x, x)
@@ -250,7 +252,9 @@ def read_states(cache: Cache, layer: int, ubatch: Ubatch) -> dict[str, jax.Array
         cache keeps no states.
 
     Examples:
-      >>> cache = make_recurrent_cache(layers=2, states={"x": ((3,), jnp.bfloat16)}, sequences=4)
+      >>> cache = make_cache(
+      ...     CacheSpec.recurrent(layers=2, states={"x": ((3,), jnp.bfloat16)}), sequences=4
+      ... )
       >>> plan = init_batch(cache, make_batch([[1, 2], [3, 4]]))
       >>> read_states(apply(cache, plan), 1, plan.ubatches[0])["x"].shape
       (2, 3)
@@ -288,7 +292,9 @@ def write_states(
       TypeError: as `read_states` does, and when `states` is no mapping.
 
     Examples:
-      >>> cache = make_recurrent_cache(layers=1, states={"x": ((), jnp.float32)}, sequences=2)
+      >>> cache = make_cache(
+      ...     CacheSpec.recurrent(layers=1, states={"x": ((), jnp.float32)}), sequences=2
+      ... )
       >>> plan = init_batch(cache, make_batch([[1, 2], [3, 4]]))
       >>> ubatch = plan.ubatches[0]
       >>> cache = write_states(apply(cache, plan), 0, ubatch, {"x": jnp.array([5.0, 6.0])})
@@ -312,7 +318,10 @@ def num_rollback_states(cache: Cache, layer: int) -> int:
 
     Examples:
       >>> num_rollback_states(
-      ...     make_recurrent_cache(layers=1, states={"x": ((), jnp.int32)}, max_rollback=3), 0
+      ...     make_cache(
+      ...         CacheSpec.recurrent(layers=1, states={"x": ((), jnp.int32)}), max_rollback=3
+      ...     ),
+      ...     0,
       ... )
       3
 
@@ -338,5 +347,5 @@ def _known(layer: Any) -> int:
         raise TypeError(
             f"wanted a layer as an integer that is known while tracing, got {layer!r}: each layer "
             f"has arrays of its own, so go over the layers in Python, or make the cache with "
-            f"make_kv_cache(stacked=True), which a hybrid one cannot be"
+            f"make_cache(stacked=True), which a hybrid one cannot be"
         ) from None

@@ -24,7 +24,9 @@ def init_update(cache: Cache) -> MaintenancePlan:
       is 0 applying costs nothing. A stale one changes nothing, see `is_current`.
 
     Examples:
-      >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2, rope=make_rope(2))
+      >>> cache = make_cache(
+      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=make_rope(2)), cells=4
+      ... )
       >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
       >>> cache, ok = seq_add(cache, 0, 1, -1, delta=4)
       >>> init_update(cache).pending.item()
@@ -57,7 +59,7 @@ def defrag_plan(cache: Cache, *, max_moves: int | None = None) -> MaintenancePla
       ValueError: when `max_moves` is below 1.
 
     Examples:
-      >>> cache = make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2)
+      >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=6)
       >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3, 4, 5])))
       >>> cache, _ = seq_rm(cache, 0, 1, 3)
       >>> plan = defrag_plan(cache)
@@ -103,7 +105,9 @@ def compact(
         it finds.
 
     Examples:
-      >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2, placement="contiguous")
+      >>> cache = make_cache(
+      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4, placement="contiguous"
+      ... )
       >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
       >>> cache, _ = seq_rm(cache, 0, 0, 1)
       >>> batch = make_batch([4, 5])
@@ -154,7 +158,7 @@ def rewind(cache: Cache, *, to: Any) -> EditResult:
       ValueError: when it is one of a cache of other sizes or of another kind.
 
     Examples:
-      >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
+      >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
       >>> table, _ = split(cache)
       >>> later = apply(cache, init_batch(cache, make_batch([1, 2])))
       >>> cache, ok = rewind(later, to=table)

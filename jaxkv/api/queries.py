@@ -29,7 +29,9 @@ def seq_pos_min(cache: Cache, seq: Ids) -> jax.Array:
       ValueError: when an id is known and is none of the cache.
 
     Examples:
-      >>> seq_pos_min(make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2), 0).item()
+      >>> seq_pos_min(
+      ...     make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=6), 0
+      ... ).item()
       -1
 
     llama.cpp: `llama_memory_seq_pos_min`.
@@ -52,7 +54,9 @@ def seq_pos_max(cache: Cache, seq: Ids) -> jax.Array:
       ValueError: when an id is known and is none of the cache.
 
     Examples:
-      >>> cache = make_kv_cache(layers=1, cells=6, sequences=2, kv_heads=1, head_dim=2)
+      >>> cache = make_cache(
+      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=6, sequences=2
+      ... )
       >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
       >>> seq_pos_max(cache, [0, 1]).tolist()
       [2, -1]
@@ -67,10 +71,12 @@ def num_used_cells(cache: Cache) -> jax.Array:
     """Return how many cells hold a token, or a state; `[]` int32.
 
     A cell that several sequences share counts once. In a hybrid cache the cells of all parts are
-    added up, since each holds a token's keys for layers of its own; see `jaxkv.hybrid.parts_of`.
+    added up, since each holds a token's keys for layers of its own; see `Cache.parts`.
 
     Examples:
-      >>> cache = make_kv_cache(layers=1, cells=6, sequences=2, kv_heads=1, head_dim=2)
+      >>> cache = make_cache(
+      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=6, sequences=2
+      ... )
       >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
       >>> num_used_cells(seq_cp(cache, 0, 1).cache).item()
       3
@@ -99,7 +105,9 @@ def can_seq_add(cache: Cache, seq: Ids, p0: Ids, p1: Ids, delta: Ids) -> jax.Arr
       position each, nothing else can go wrong.
 
     Examples:
-      >>> cache = make_kv_cache(layers=1, cells=6, sequences=2, kv_heads=1, head_dim=2, rope=None)
+      >>> cache = make_cache(
+      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=None), cells=6, sequences=2
+      ... )
       >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3, 4])))
       >>> fork, _ = seq_cp(cache, 0, 1)
       >>> fork, _ = seq_rm(fork, 0, 0, 2)
@@ -130,7 +138,7 @@ def can_resume(cache: Cache, seq: Ids, pos: Ids) -> jax.Array:
       `[]` bool. An empty sequence can start anywhere, and any can at 0.
 
     Examples:
-      >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
+      >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
       >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
       >>> [can_resume(cache, 0, pos).item() for pos in (0, 2, 3, 4)]
       [True, True, True, False]
@@ -143,7 +151,9 @@ def nbytes(cache: Any) -> int:
     """Return the bytes of a cache, or of a half of one; also of their shapes alone.
 
     Examples:
-      >>> make = lambda: make_kv_cache(layers=2, cells=4096, kv_heads=8, head_dim=128)
+      >>> make = lambda: make_cache(
+      ...     CacheSpec.attention(layers=2, kv_heads=8, head_dim=128), cells=4096
+      ... )
       >>> nbytes(jax.eval_shape(make)) // 2**20
       64
     """
@@ -159,7 +169,7 @@ def check_invariants(cache: Cache) -> dict[str, jax.Array]:
       are 0 unless a table was made by hand.
 
     Examples:
-      >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
+      >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
       >>> sum(check_invariants(cache).values()).item()
       0
     """

@@ -5,7 +5,9 @@ draws with matplotlib. The line that is the `repr` of a cache, a plan or a batch
 that a notebook displays for a cache, are attached to their classes here.
 
 Examples:
-  >>> cache = make_kv_cache(layers=2, cells=8, kv_heads=1, head_dim=4, sequences=3)
+  >>> cache = make_cache(
+  ...     CacheSpec.attention(layers=2, kv_heads=1, head_dim=4), cells=8, sequences=3
+  ... )
   >>> cache
   Cache(attention, layers=2, cells=8, sequences=3, kv_heads=1, float32, 700 bytes: 0 used)
   >>> plan = init_batch(cache, make_batch([[1, 2, 3], [4] * 9]))

@@ -71,7 +71,7 @@ def cells_of(cache: Cache) -> CellView:
     """Return what stands in the cells of a cache, to draw or to count it.
 
     Args:
-      cache: one of cells or of states; of a hybrid one each part, `hybrid.parts_of`. Of one that
+      cache: one of cells or of states; of a hybrid one each part, `cache.parts`. Of one that
         is split over processes each must call this.
 
     Raises:
@@ -79,7 +79,9 @@ def cells_of(cache: Cache) -> CellView:
       ValueError: when it was donated, or is a batch of caches, as `vmap` makes them.
 
     Examples:
-      >>> cache = make_kv_cache(layers=1, cells=5, kv_heads=1, head_dim=2, sequences=3)
+      >>> cache = make_cache(
+      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=5, sequences=3
+      ... )
       >>> cache = apply(cache, init_batch(cache, make_batch([[1, 2], [3]])))
       >>> view = draw.cells_of(seq_cp(cache, 0, 2).cache)
       >>> view.position.tolist(), view.owner.tolist(), view.owners.tolist()
@@ -121,8 +123,7 @@ def view_of(table: Any) -> CellView:
             arrays = _arrays_of_states(table)
         case HybridTable():
             raise TypeError(
-                "wanted a cache of one kind, got a hybrid one: look at each of "
-                "jaxkv.hybrid.parts_of(cache)"
+                "wanted a cache of one kind, got a hybrid one: look at each of cache.parts"
             )
         case _:
             raise TypeError(f"wanted a cache of cells or of states, got {type(table).__name__}")

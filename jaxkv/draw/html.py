@@ -8,7 +8,6 @@ from jaxkv.draw.cell_runs import Run, folded, owners_of, positions_of, single, s
 from jaxkv.draw.cell_view import cells_of, part_names
 from jaxkv.draw.colours import colour_of, text_on
 from jaxkv.draw.repr import cache_line
-from jaxkv.hybrid import parts_of
 
 CELLS = 32
 """Cells of a stream that are drawn one by one; of more, neighbours that go on from each other."""
@@ -47,7 +46,7 @@ def _parts(cache: Cache) -> str:
         return _cells(cache)
     return "".join(
         f'<div style="{_SMALL};margin-top:6px">{name}</div>{_cells(part)}'
-        for part, name in zip(parts_of(cache), names, strict=True)
+        for part, name in zip(cache.parts, names, strict=True)
     )
 
 

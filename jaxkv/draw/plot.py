@@ -20,7 +20,7 @@ from jaxkv.core.constants import EMPTY
 from jaxkv.draw.cell_view import CellView, cells_of, view_of
 from jaxkv.draw.colours import PALETTE, colour_of, text_on
 from jaxkv.draw.repr import human
-from jaxkv.hybrid import HybridTable, parts_of
+from jaxkv.hybrid import HybridTable
 from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.mask import visible
 from jaxkv.kv.table import CellTable
@@ -46,7 +46,7 @@ def cells(cache: Cache, ax: Any = None) -> Any:
     several sequences share has the colour of the lowest one, and is hatched.
 
     Args:
-      cache: one of cells or of states; of a hybrid one each part, `hybrid.parts_of`.
+      cache: one of cells or of states; of a hybrid one each part, `cache.parts`.
       ax: where to draw.
 
     Raises:
@@ -115,7 +115,7 @@ def occupancy(
     ax = _axes(ax)
     at = np.arange(len(steps) + 1)  # each step is as wide as one, so a single one is seen too
     if caches:
-        views = [[cells_of(part) for part in parts_of(one)] for one in caches]
+        views = [[cells_of(part) for part in one.parts] for one in caches]
         cells = sum(view.position.size for view in views[0]) if cells is None else cells
         counts = np.stack([np.sum([_owned(view) for view in one], axis=0) for one in views], axis=1)
         used = {seq: row.tolist() for seq, row in enumerate(counts) if row.any()}
@@ -215,7 +215,7 @@ def nbytes(cache: Cache, ax: Any = None) -> Any:
       ImportError: when matplotlib is missing.
     """
     ax = _axes(ax)
-    parts = parts_of(cache)
+    parts = cache.parts
     kinds: dict[str, int] = {}
     for i, part in enumerate(parts):
         table, buffers = split(part)

@@ -112,7 +112,7 @@ def _sizes(table: Any, buffers: Any) -> str:
             }
             if table.window is not None:
                 sizes["window"] = f"{table.window.rule}({table.window.width})"
-            if table.placement != "scattered":
+            if table.placement != "any":
                 sizes["placement"] = table.placement
             kind, extra = table.spec.kind, table.position.shape[:-2]
         case States():

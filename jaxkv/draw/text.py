@@ -34,22 +34,28 @@ def show(cache: Cache, *, width: int | None = 100) -> str:
       ValueError: when it was donated, or is a batch of caches, as `vmap` makes them.
 
     Examples:
-      >>> cache = make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2, sequences=12)
+      >>> cache = make_cache(
+      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=6, sequences=12
+      ... )
       >>> batch = make_batch([[1, 2, 3], [4]], sequences=[0, 11])
       >>> cache = apply(cache, init_batch(cache, batch))
       >>> print(show(seq_cp(cache, 0, 5, 0, 1).cache))
       owner    + 0 0 11 . .
       position 0 1 2  0 . .
 
-      >>> cache = make_kv_cache(layers=1, cells=4096, kv_heads=1, head_dim=2, sequences=2)
+      >>> cache = make_cache(
+      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4096, sequences=2
+      ... )
       >>> cache = apply(cache, init_batch(cache, make_batch(np.zeros(300, int))))
       >>> print(show(seq_cp(cache, 0, 1, 0, 40).cache))
       cells    0-39 40-299 300-4095
       owner       +      0        .
       position 0-39 40-299        .
 
-      >>> cache = make_recurrent_cache(
-      ...     layers=1, states={"x": ((), jnp.float32)}, sequences=2, max_rollback=2
+      >>> cache = make_cache(
+      ...     CacheSpec.recurrent(layers=1, states={"x": ((), jnp.float32)}),
+      ...     sequences=2,
+      ...     max_rollback=2,
       ... )
       >>> cache = apply(cache, init_batch(cache, make_batch([[1, 2], [3, 4]])))
       >>> cache = apply(cache, init_batch(cache, make_batch([5, 6])))

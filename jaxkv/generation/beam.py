@@ -199,7 +199,9 @@ def beam(
       ...     cache, _ = attend(cache, 0, ubatch, x, x, x)
       ...     says = 2 * jnp.roll(x, 1, axis=-1) + jnp.roll(x, 2, axis=-1)
       ...     return cache, says.reshape(-1, 4)[ubatch.outputs]
-      >>> cache = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4, sequences=2)
+      >>> cache = make_cache(
+      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=4), cells=8, sequences=2
+      ... )
       >>> cache, logits, *_ = prefill(forward, jnp.eye(4), cache, make_batch([0]))
       >>> beams = generation.beam(
       ...     forward,

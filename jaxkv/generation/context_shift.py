@@ -48,7 +48,9 @@ def context_shift(
         the sequence is known and is none of the cache, or the cache was donated.
 
     Examples:
-      >>> cache = make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2, rope=make_rope(2))
+      >>> cache = make_cache(
+      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=make_rope(2)), cells=6
+      ... )
       >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3, 4, 5, 6])))
       >>> cache, ok = generation.context_shift(cache, 0, num_keep=1, num_discard=3)
       >>> print(show(cache))
@@ -116,7 +118,9 @@ def self_extend(
         several numbers, the sequence is known and is none of the cache, or the cache was donated.
 
     Examples:
-      >>> cache = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=2, rope=make_rope(2))
+      >>> cache = make_cache(
+      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=make_rope(2)), cells=8
+      ... )
       >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3, 4, 5])))
       >>> cache, ok, grouped = generation.self_extend(cache, 0, 0, group=2, width=4)
       >>> print(show(cache))

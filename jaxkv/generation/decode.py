@@ -69,7 +69,9 @@ def decode(
       ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
       ...     cache, _ = attend(cache, 0, ubatch, x, x, x)
       ...     return cache, jnp.roll(x, 1, axis=-1).reshape(-1, 4)[ubatch.outputs]
-      >>> cache = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4, sequences=2)
+      >>> cache = make_cache(
+      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=4), cells=8, sequences=2
+      ... )
       >>> state = generation.init_decode(cache, tokens=[1, 3], max_new_tokens=[9, 2]).state
       >>> out = decode(forward, jnp.eye(4), cache, state, num_tokens=3, stop_tokens=[3])
       >>> out.lists(), out.state.active.tolist(), seq_pos_max(out.cache, [0, 1]).tolist()

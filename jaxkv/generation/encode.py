@@ -35,7 +35,7 @@ def encode(
         each layer that looks at sources (`write_kv`). It is compiled and kept as `forward` of
         `prefill` is.
       params: whatever the model wants.
-      cache: a hybrid cache with a part of `make_cross_attention_cache`.
+      cache: a hybrid cache with a part of `CacheSpec.cross_attention`.
       batch: the sources, see `init_encoder`; a `Batch`, or what `make_batch` makes one of.
       donate: give up the buffers of the cache passed in, see `prefill`.
 
@@ -60,12 +60,10 @@ def encode(
       ...     cache, _ = attend(cache, 0, ubatch, x, x, x)
       ...     cache, x = attend(cache, 1, ubatch, x)
       ...     return cache, x.reshape(-1, 4)[ubatch.outputs]
-      >>> sizes = dict(layers=1, kv_heads=1, head_dim=4, sequences=2)
-      >>> text, sources = (
-      ...     make_kv_cache(cells=8, **sizes),
-      ...     make_cross_attention_cache(cells=8, **sizes),
-      ... )
-      >>> cache = make_hybrid_cache((text, (0,)), (sources, (1,)))
+      >>> sizes = dict(layers=1, kv_heads=1, head_dim=4)
+      >>> text, sources = CacheSpec.attention(**sizes), CacheSpec.cross_attention(**sizes)
+      >>> spec = CacheSpec.hybrid((text, [0]), (sources, [1]))
+      >>> cache = make_cache(spec, cells=8, sequences=2)
       >>> cache = encode(encoder, jnp.eye(4), cache, [[2, 2, 2], [3]]).cache
       >>> cache, logits, *_ = prefill(forward, jnp.eye(4), cache, [[0], [0, 1]])
       >>> jnp.argmax(logits, axis=-1).tolist()

@@ -13,7 +13,6 @@ from jaxkv.batch import Ubatch
 from jaxkv.cache import Cache, merge, split
 from jaxkv.core.compile_cache import cached_program
 from jaxkv.core.donation import check_there
-from jaxkv.hybrid import parts_of
 
 Forward = Callable[[Any, Any, Ubatch], tuple[Any, jax.Array]]
 """`(params, cache, ubatch) -> cache, logits [O, V]`, for a ubatch that has been applied."""
@@ -36,7 +35,7 @@ def compiled_step(forward: Forward) -> Any:
       ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
       ...     cache, x = attend(cache, 0, ubatch, x, x, x)
       ...     return cache, x.reshape(-1, 4)[ubatch.outputs] @ params.T
-      >>> cache = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4)
+      >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=4), cells=8)
       >>> plan = plan_step(cache, jnp.array([3]))
       >>> step = generation.compiled_step(forward)
       >>> table, buffers, logits = step(jnp.eye(4), *split(cache), plan.ubatch)
@@ -84,7 +83,7 @@ def model_step(
 
 def _check_layers(before: Cache, after: Cache) -> None:
     """Raise unless keys were written in each layer that is known to keep those of a text."""
-    pairs = zip(parts_of(before), parts_of(after), strict=True)
+    pairs = zip(before.parts, after.parts, strict=True)
     every = getattr(before.table, "layers", None)
     for i, (old, new) in enumerate(pairs):
         if old.table.spec.kind != "attention" or old.buffers.stacked:

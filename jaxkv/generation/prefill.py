@@ -74,7 +74,7 @@ def prefill(
       ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
       ...     cache, x = attend(cache, 0, ubatch, x, x, x)
       ...     return cache, x.reshape(-1, 4)[ubatch.outputs] @ params.T
-      >>> cache = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4)
+      >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=4), cells=8)
       >>> cache, logits, *_ = prefill(forward, jnp.eye(4), cache, [1, 2, 3])
       >>> logits.shape, num_used_cells(cache).item()
       ((1, 4), 3)
@@ -190,7 +190,7 @@ def warm_up(
       ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
       ...     cache, x = attend(cache, 0, ubatch, x, x, x)
       ...     return cache, x.reshape(-1, 4)[ubatch.outputs] @ params.T
-      >>> cache = make_kv_cache(layers=1, cells=32, kv_heads=1, head_dim=4)
+      >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=4), cells=32)
       >>> cache = warm_up(forward, jnp.eye(4), cache, ubatch_size=8)
       >>> cache, *_ = prefill(forward, jnp.eye(4), cache, make_batch([1, 2, 3]), ubatch_size=8)
       >>> compiled, num_used_cells(cache).item()

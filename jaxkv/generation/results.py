@@ -62,7 +62,7 @@ class DecodeResult(NamedTuple):
     def lists(self) -> list[list[int]]:
         """Return the tokens of each text, without the padding.
 
-        >>> cache = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4)
+        >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=4), cells=8)
         >>> cache = apply(cache, init_batch(cache, make_batch([1])))
         >>> generation.init_decode(cache, logits=jnp.array([[0.0, 2.0]])).lists()
         [[1]]

@@ -76,7 +76,9 @@ def init_decode(
     Examples:
       Two texts of one prompt, the second one a fork; 2 ends a text:
 
-      >>> cache = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4, sequences=2)
+      >>> cache = make_cache(
+      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=4), cells=8, sequences=2
+      ... )
       >>> cache = apply(cache, init_batch(cache, make_batch([1])))
       >>> cache, ok = seq_cp(cache, 0, 1)
       >>> logits = jnp.array([[0.0, 2.0, 1.0, 1.5]])

@@ -32,7 +32,7 @@ WORD = 32
 BLOCK = 128
 """Cells that a CPU compares with all sequences of a word at a time: what its registers hold."""
 
-Placement = Literal["scattered", "contiguous", "striped", "tiled"]
+Placement = Literal["any", "contiguous", "striped", "tiled"]
 """Which cells a ubatch may get: any, by their numbers; one run of neighbours; any, in stripes; any,
 in tiles."""
 

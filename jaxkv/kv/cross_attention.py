@@ -5,7 +5,6 @@ and so on, which no verb of positions reaches: a text may be cut, moved and slid
 stays. What copies or forgets a sequence takes its source along.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, NoReturn, Self
 
@@ -14,12 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import Ubatch
-from jaxkv.cache import Cache, KVView, merge, split
+from jaxkv.cache import KVView
 from jaxkv.cache_spec import CacheSpec
 from jaxkv.core.array_utils import end_of, no_slots
 from jaxkv.core.constants import EMPTY
 from jaxkv.kv.buffers import Buffers
-from jaxkv.kv.make import make_kv_cache
 from jaxkv.kv.table import CellTable
 from jaxkv.spec import TableSpec, changes_of
 
@@ -179,83 +177,6 @@ class CrossAttentionTable(CellTable):
             return super().read_kv(buffers, layer, ubatch, **options)
         _check_until(options.get("visible_until"))
         return super().read_kv(buffers, layer, _as_it_looks(ubatch), causal=False)
-
-
-def make_cross_attention_cache(
-    *,
-    layers: int,
-    cells: int,
-    kv_heads: int | Sequence[int],
-    head_dim: int | Sequence[int],
-    value_dim: int | Sequence[int] | None = None,
-    sequences: int = 1,
-    streams: int = 1,
-    dtype: jax.typing.DTypeLike = jnp.float32,
-) -> Cache:
-    """Make an empty cache for sources: the part of a hybrid one for cross-attention.
-
-    An encoder reads the source of a sequence once, and its keys and values are written for each
-    layer (`init_encoder`, `encode`). From then on every token of the text of that sequence sees all
-    of it, whatever its position. A sequence that has no source sees zeros there.
-
-    Forks (`seq_cp`, `seq_select`) have the source of what they go on from, in place of their own,
-    whatever range of the text is copied unless it is empty; within a stream it is shared. `seq_rm`
-    of a whole sequence, of a range that begins at 0 and has no end, forgets its source; a range
-    with an end, `seq_add` and `seq_div` leave it alone.
-    `seq_pos_min` and `seq_pos_max` tell of the text.
-
-    Args:
-      layers: the layers that look at a source.
-      cells: N, the tokens of sources that fit into each stream.
-      kv_heads: K, see `make_kv_cache`.
-      head_dim: D, likewise.
-      value_dim: Dv, likewise.
-      sequences: Q, the sequences that may be told apart, as many as in the other parts.
-      streams: S, likewise.
-      dtype: of keys and values, see `make_kv_cache`.
-
-    Returns:
-      The cache, all cells empty. `make_hybrid_cache` takes it beside the cache of the text.
-
-    Raises:
-      TypeError: as `make_kv_cache` does.
-      ValueError: as `make_kv_cache` does.
-
-    Examples:
-      Layer 0 is the self-attention of a decoder's only layer, and layer 1 its cross-attention:
-
-      >>> sizes = dict(layers=1, kv_heads=1, head_dim=2, sequences=2)
-      >>> text, sources = (
-      ...     make_kv_cache(cells=8, **sizes),
-      ...     make_cross_attention_cache(cells=6, **sizes),
-      ... )
-      >>> cache = make_hybrid_cache((text, (0,)), (sources, (1,)))
-      >>> cache = apply(cache, init_encoder(cache, make_batch([[7, 8, 9], [5]])))
-      >>> cache = apply(cache, init_batch(cache, make_batch([0, 3])))
-      >>> print(show(seq_cp(cache, 0, 1).cache))
-      part 0, layers 0
-      owner    + + . . . . . .
-      position 0 1 . . . . . .
-      part 1, layers 1
-      owner    + + + . . .
-      position 0 1 2 . . .
-
-    llama.cpp: `llama_cross`, which has the outputs of one encoder pass and no keys.
-    """
-    table, buffers = split(
-        make_kv_cache(
-            layers=layers,
-            cells=cells,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            value_dim=value_dim,
-            sequences=sequences,
-            streams=streams,
-            dtype=dtype,
-            rope=None,  # no verb of positions reaches a source
-        )
-    )
-    return merge(as_source_table(table), buffers)
 
 
 def as_source_table(table: CellTable) -> CrossAttentionTable:

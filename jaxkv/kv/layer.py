@@ -173,7 +173,7 @@ def _checked(ubatch: Ubatch, layer_kv: LayerKV, k: Any, v: Any) -> tuple[jax.Arr
         if new.shape != wanted:
             raise ValueError(
                 f"wanted {name} [R, T, K, {size}] of {wanted}, got {new.shape}: tokens come before "
-                f"heads, whose sizes are those of make_kv_cache"
+                f"heads, whose sizes are those of the spec"
             )
     return tuple(new for _, _, new, _ in given)
 

@@ -61,7 +61,9 @@ def init_batch(
         `split_by`.
 
     Examples:
-      >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2, sequences=2)
+      >>> cache = make_cache(
+      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4, sequences=2
+      ... )
       >>> plan = init_batch(cache, make_batch([[1, 2, 3], [4, 5]]))
       >>> plan.ok.item(), plan.fits.tolist()
       (False, [False, True])
@@ -112,7 +114,9 @@ def init_full(cache: Cache, *, ubatch_size: int | None = None, outputs: int | No
       ValueError: when one is below 1, or `ubatch_size` is more than the cache was sized for.
 
     Examples:
-      >>> make = lambda: make_kv_cache(layers=2, cells=4096, kv_heads=8, head_dim=128, sequences=4)
+      >>> make = lambda: make_cache(
+      ...     CacheSpec.attention(layers=2, kv_heads=8, head_dim=128), cells=4096, sequences=4
+      ... )
       >>> cache = jax.eval_shape(make)
       >>> plan = init_full(cache, ubatch_size=256)
       >>> compiled = jax.jit(apply).lower(cache, plan.ubatches[0]).compile()
@@ -189,7 +193,9 @@ def plan_step(cache: Cache, tokens: Any, *, sequences: Any = None, active: Any =
       TypeError: when tokens or sequences are no integers, or `active` no bools.
 
     Examples:
-      >>> cache = make_kv_cache(layers=1, cells=3, kv_heads=1, head_dim=2, sequences=2)
+      >>> cache = make_cache(
+      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=3, sequences=2
+      ... )
       >>> plan = plan_step(cache, [7, 8])
       >>> plan.ok.item(), plan.ubatch.slots.tolist(), plan.ubatch.outputs.tolist()
       (True, [[0, 1]], [0, 1])
@@ -296,7 +302,7 @@ def init_encoder(cache: Cache, batch: Batch) -> Plan:
     the text.
 
     Args:
-      cache: a hybrid cache with a part of `make_cross_attention_cache`.
+      cache: a hybrid cache with a part of `CacheSpec.cross_attention`.
       batch: the tokens, or embeddings such as frames of sound, that the encoder reads, `make_batch`
         makes it; for sequences that have no source yet. Traced, it keeps its rows; a
         list of tokens is one row, which a cache that needs a row for each sequence refuses.
@@ -313,9 +319,8 @@ def init_encoder(cache: Cache, batch: Batch) -> Plan:
 
     Examples:
       >>> sizes = dict(layers=1, kv_heads=1, head_dim=1)
-      >>> text = make_kv_cache(cells=4, **sizes)
-      >>> sources = make_cross_attention_cache(cells=4, **sizes)
-      >>> cache = make_hybrid_cache((text, (0,)), (sources, (1,)))
+      >>> text, sources = CacheSpec.attention(**sizes), CacheSpec.cross_attention(**sizes)
+      >>> cache = make_cache(CacheSpec.hybrid((text, [0]), (sources, [1])), cells=4)
       >>> (ubatch,) = init_encoder(cache, make_batch([7, 8, 9])).ubatches
       >>> k, v = jnp.zeros((1, 4, 1, 1)), jnp.array([2.0, 4.0, 6.0, 0.0]).reshape(1, 4, 1, 1)
       >>> cache = write_kv(apply(cache, ubatch), 1, ubatch, k, v)

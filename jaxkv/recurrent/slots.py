@@ -164,7 +164,9 @@ def state_write_steps(ubatch: Ubatch, count: int) -> jax.Array:
       ValueError: when `count` is below 1.
 
     Examples:
-      >>> cache = make_recurrent_cache(layers=1, states={"sum": ((), jnp.float32)}, sequences=2)
+      >>> cache = make_cache(
+      ...     CacheSpec.recurrent(layers=1, states={"sum": ((), jnp.float32)}), sequences=2
+      ... )
       >>> plan = init_batch(cache, make_batch([[1, 2, 3], [4]]))
       >>> [state_write_steps(ubatch, 2).tolist() for ubatch in plan.ubatches]
       [[[0, 1], [0, 1]], [[1, 2]]]

@@ -31,7 +31,7 @@ from jaxkv.recurrent import copy as copies
 from jaxkv.recurrent import slots, states
 from jaxkv.recurrent.buffers import Buffers, read, within, write
 from jaxkv.recurrent.states import States, empty_fields
-from jaxkv.spec import TableSpec, checked_streams
+from jaxkv.spec import TableSpec
 
 
 @jax.tree_util.register_dataclass
@@ -210,126 +210,24 @@ class StateTable(States, CacheTable):
 
 
 def make_recurrent_cache(
-    *,
-    layers: int,
-    states: Mapping[str, Any],
-    sequences: int = 1,
-    max_rollback: int = 0,
-    streams: int = 1,
-    shard_dims: Mapping[str, tuple[int, int]] | None = None,
+    spec: CacheSpec, *, sequences: int, streams: int, max_rollback: int
 ) -> Cache:
-    """Make an empty recurrent cache.
-
-    It has cells for E + 1 states of each sequence, so there is always room. Sequences of one stream
-    share cells after `seq_cp`, and what is shared is never written over: only a sequence's own
-    states make place for its next ones. Between streams, `seq_cp` copies states, once for all
-    targets of a stream.
-
-    What its verbs say, where it differs from an attention cache:
-
-    - `seq_rm` of an end is granted where a kept state stands right before it, or the whole sequence
-      goes, and refused elsewhere: what a state has seen stays in it.
-    - `seq_cp` gives the targets the states of the source as they were at the end of the range, in
-      place of what they had. It is refused where none is kept that stands there.
-    - `seq_add` moves the positions of states. It is refused where a position would turn negative.
-    - `seq_div` drops the earlier states of the range, and divides the position of the current one.
-    - `seq_pos_max` is the last position, and `seq_pos_min` the lowest that it can be cut back to.
-
-    A cache is a value, so one that is kept is a checkpoint, and goes on as if nothing had been in
-    between. Donation takes it away: its own, and that of what a verb made of it, which has the same
-    buffers. So let the first step from there not donate, or copy the cache once. To keep one state
-    while all is donated, share it: `seq_cp` to a sequence that is not used otherwise.
+    """Make an empty recurrent cache, with N = Q / S * (E + 1) cells in each of S streams.
 
     Args:
-      layers: L, the recurrent layers.
-      states: by name, the shape and dtype of one sequence's state in one layer, as a
-        `jax.ShapeDtypeStruct` or a pair `(shape, dtype)`.
-      sequences: Q, the sequences that may be told apart.
-      max_rollback: E, how many tokens can be taken back: the states that are kept before the
-        current one.
-      streams: S, a divisor of Q as in `make_kv_cache`, and the same where both are parts of one
-        cache: `seq_add` moves a state for every sequence of the stream that shares it.
-      shard_dims: by name, the dimension of a state that a mesh may split, and the parts that it
-        has, such as (0, heads). Others are whole on each device of a stream, see `jaxkv.sharding`.
-
-    Returns:
-      The cache, with N = Q / S * (E + 1) cells in each of S streams.
-
-    Raises:
-      TypeError: when a count is no integer, or `states` no mapping of names to shapes and dtypes.
-      ValueError: when a count is too small or above 2**31 - 1, a stream has 2**30 states or more, a
-        layer 2**60 numbers of one or more, `streams` does not divide Q, there are no states, or a
-        split is of none of them or does not divide it.
-
-    Examples:
-      A state of two numbers that forgets half of what it had with each token:
-
-      >>> cache = make_recurrent_cache(layers=1, states={"x": ((2,), jnp.float32)}, max_rollback=2)
-      >>> def model(cache, ubatch):
-      ...     x = read_states(cache, 0, ubatch)["x"]
-      ...     after = [x]
-      ...     for t in range(ubatch.tokens.shape[1]):
-      ...         x = jnp.where(ubatch.valid[:, t, None], x / 2 + ubatch.tokens[:, t, None], x)
-      ...         after.append(x)
-      ...     last = state_write_steps(ubatch, num_rollback_states(cache, 0) + 1)
-      ...     x = jnp.take_along_axis(jnp.stack(after, 1), last[..., None], axis=1)
-      ...     return write_states(cache, 0, ubatch, {"x": x})
-      >>> plan = init_batch(cache, make_batch([8, 4, 2, 1]))
-      >>> cache = model(apply(cache, plan), plan.ubatches[0])
-      >>> print(show(cache))
-      sequence 0 1 2 3
-
-      Two tokens can be taken back, and no more:
-
-      >>> [seq_rm(cache, 0, p0)[1].item() for p0 in (0, 1, 2, 3, 4)]
-      [True, False, True, True, True]
-      >>> cache, ok = seq_rm(cache, 0, 2)
-      >>> plan = init_batch(cache, make_batch([0]))
-      >>> read_states(apply(cache, plan), 0, plan.ubatches[0])["x"].tolist()  # 8 / 2 + 4
-      [[8.0, 8.0]]
-
-      Keep the cache, let the sequence go elsewhere, and come back to what was kept:
-
-      >>> def step(cache, ubatch):
-      ...     return model(apply(cache, ubatch), ubatch)
-      >>> def tell(cache, *tokens):
-      ...     return step(cache, init_batch(cache, make_batch(tokens)).check().ubatches[0])
-      >>> checkpoint, once = cache, tell(cache, 6, 3)
-      >>> cache, _ = seq_rm(tell(cache, 5, 5, 5), 0, 4)
-      >>> again = tell(checkpoint, 6, 3)
-      >>> jax.tree.all(jax.tree.map(np.array_equal, again, once))
-      True
-
-      A step that donates is given a copy, or the checkpoint is gone:
-
-      >>> donating = jax.jit(step, donate_argnames="cache")
-      >>> cache = donating(jax.tree.map(jnp.copy, checkpoint), plan.ubatches[0])
-      >>> cache = donating(checkpoint, plan.ubatches[0])
-      >>> checkpoint.buffers[0]["x"].is_deleted()
-      True
-
-      Two streams for four sequences: 1 shares the state of 0, and 2 and 3 share a copy of it:
-
-      >>> cache = make_recurrent_cache(
-      ...     layers=1, states={"x": ((2,), jnp.float32)}, sequences=4, streams=2
-      ... )
-      >>> cache = apply(cache, init_batch(cache, make_batch([8])))
-      >>> num_used_cells(seq_cp(cache, 0, [1, 2, 3]).cache).item()
-      2
-
-    llama.cpp: `llama_memory_recurrent`, with `n_rs_seq` for `max_rollback`.
+      spec: of kind "recurrent".
+      sequences: Q.
+      streams: S, a divisor of Q.
+      max_rollback: E, the states that are kept before the current one.
     """
-    spec = CacheSpec.recurrent(layers, states, shard_dims)
-    layers, sequences = spec.layers, check_count(sequences, "sequences")
     max_rollback = check_count(max_rollback, "max_rollback", low=0)
-    streams = checked_streams(streams, sequences)
     cells = check_count(
         sequences // streams * (max_rollback + 1), "states of a stream", high=MAX_CELLS - 1
     )
     for name, shape, _ in spec.states:
         check_shape((streams, cells, *shape), f"the state {name}")
     fields = empty_fields(
-        layers=layers, sequences=sequences, streams=streams, max_rollback=max_rollback
+        layers=spec.layers, sequences=sequences, streams=streams, max_rollback=max_rollback
     )
     table = StateTable(**fields, shard_dims=spec.shard_dims)
 
@@ -338,4 +236,4 @@ def make_recurrent_cache(
             name: jnp.zeros((streams, cells, *shape), dtype) for name, shape, dtype in spec.states
         }
 
-    return merge(table, tuple(layer() for _ in range(layers)))
+    return merge(table, tuple(layer() for _ in range(spec.layers)))

@@ -91,7 +91,9 @@ class Engine:
       ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
       ...     cache, _ = attend(cache, 0, ubatch, x, x, x)
       ...     return cache, jnp.roll(x, 1, axis=-1).reshape(-1, 4)[ubatch.outputs]
-      >>> cache = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4, sequences=2)
+      >>> cache = make_cache(
+      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=4), cells=8, sequences=2
+      ... )
       >>> engine = serving.Engine(
       ...     forward, jnp.eye(4), cache, stop_tokens=[3], prefill_chunk=8
       ... )

@@ -62,7 +62,9 @@ def shapes_of(spec: TableSpec, size: int) -> list[Shape]:
     Where a row holds tokens of any sequence, one row of several lengths. Where it holds those of
     one, a long row, or more and shorter ones.
 
-    >>> cache = make_kv_cache(layers=1, cells=9, kv_heads=1, head_dim=2, sequences=3, streams=3)
+    >>> cache = make_cache(
+    ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=9, sequences=3, streams=3
+    ... )
     >>> [tuple(shape) for shape in shapes_of(cache.table.spec, 32)]
     [(1, 8), (1, 16), (1, 24), (1, 32), (2, 16), (3, 8)]
     """

@@ -11,7 +11,6 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxkv.cache import Cache, split
 from jaxkv.core.partitioning import ShardingRules
 from jaxkv.core.validate import check_count
-from jaxkv.hybrid import parts_of
 from jaxkv.kv.buffers import Buffers, axes_of_queries, sizes_of
 from jaxkv.kv.cells import Cells
 from jaxkv.ops.mla import value_dim
@@ -92,8 +91,11 @@ def device_bytes(
 
     Examples:
       >>> mesh = jax.make_mesh((2, 2), ("data", "tensor"))
-      >>> make = lambda: make_kv_cache(
-      ...     layers=2, cells=1024, kv_heads=4, head_dim=64, sequences=8, streams=8
+      >>> make = lambda: make_cache(
+      ...     CacheSpec.attention(layers=2, kv_heads=4, head_dim=64),
+      ...     cells=1024,
+      ...     sequences=8,
+      ...     streams=8,
       ... )
       >>> print(sharding.device_bytes(jax.eval_shape(make), mesh, sharding.ShardingRules()))
       on each of 4 devices
@@ -105,10 +107,13 @@ def device_bytes(
 
       Where cells are split, it tells whether all devices hold as much of a short text:
 
-      >>> make = lambda: make_kv_cache(layers=2, cells=1024, kv_heads=1, head_dim=64)
+      >>> make = lambda: make_cache(
+      ...     CacheSpec.attention(layers=2, kv_heads=1, head_dim=64), cells=1024
+      ... )
       >>> rules = sharding.ShardingRules(cells=("data", "tensor"))
       >>> print(*sharding.device_bytes(jax.eval_shape(make), mesh, rules).uneven)
-      scattered cells are split unevenly by data, tensor: take placement='striped', shards=4
+      placement='any' fills the devices unevenly that split cells by data, tensor; take \
+placement='striped:4'
     """
     of_keys = {k.shape[1] for k in keys_of(cache)}
     if heads is not None and any(check_count(heads, "heads") % one for one in of_keys):
@@ -117,7 +122,7 @@ def device_bytes(
     table, buffers = (
         sum(map(_share, jax.tree.leaves(half), jax.tree.leaves(where))) for half, where in halves
     )
-    parts = parts_of(cache)
+    parts = cache.parts
     return DeviceBytes(
         devices=mesh.size,
         table=table,
@@ -135,9 +140,7 @@ def device_bytes(
 
 def keys_of(cache: Cache) -> list[Any]:
     """Return the keys of all layers that attend, `[S, K, N, D]`; `[S * L, K, N, D]` if stacked."""
-    return [
-        x for part in parts_of(cache) if isinstance(part.buffers, Buffers) for x in part.buffers.k
-    ]
+    return [x for part in cache.parts if isinstance(part.buffers, Buffers) for x in part.buffers.k]
 
 
 def _share(x: Any, where: Any) -> int:
@@ -181,9 +184,10 @@ def _uneven(part: Cache, mesh: Any, sharding_rules: ShardingRules) -> list[str]:
     axes, devices = sharding_rules.present(mesh, "cells"), sharding_rules.devices(mesh, "cells")
     if not isinstance(part.table, Cells) or part.table.shards % devices == 0:
         return []
-    placement, shards = part.table.placement, part.table.shards
-    cells = f"cells in {shards} shards" if placement == "striped" else f"{placement} cells"
+    placement = part.table.placement
+    if placement == "striped":
+        placement = f"striped:{part.table.shards}"
     return [
-        f"{cells} are split unevenly by {', '.join(axes)}: take placement='striped', "
-        f"shards={devices}"
+        f"placement={placement!r} fills the devices unevenly that split cells by "
+        f"{', '.join(axes)}; take placement='striped:{devices}'"
     ]

@@ -28,7 +28,7 @@ def fit_mesh(
       sharding_rules: which of its axes split what; heads are split by one axis.
       surplus: what becomes of devices that are more than there are heads: "cells", they hold cells
         of the same heads, so the cache must have a number of cells that they divide, and be
-        striped with as many `shards` if all are to hold as much, see `make_kv_cache`; "replicate",
+        striped in as many runs if all are to hold as much, see `make_cache`; "replicate",
         they hold copies; or "refuse".
 
     Returns:
@@ -44,7 +44,7 @@ def fit_mesh(
       Two heads on four devices:
 
       >>> mesh = jax.make_mesh((4,), ("tensor",))
-      >>> make = lambda: make_kv_cache(layers=1, cells=64, kv_heads=2, head_dim=4)
+      >>> make = lambda: make_cache(CacheSpec.attention(layers=1, kv_heads=2, head_dim=4), cells=64)
       >>> mesh, rules = sharding.fit_mesh(jax.eval_shape(make), mesh, sharding.ShardingRules())
       >>> dict(mesh.shape), rules.cells
       ({'tensor': 2, 'cells': 2}, 'cells')

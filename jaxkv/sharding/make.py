@@ -33,8 +33,8 @@ def shardings(cache: Cache, mesh: Mesh | AbstractMesh, sharding_rules: ShardingR
 
     Examples:
       >>> mesh = jax.make_mesh((2, 2), ("data", "tensor"))
-      >>> make = lambda: make_kv_cache(
-      ...     layers=1, cells=8, kv_heads=2, head_dim=4, sequences=4, streams=4
+      >>> make = lambda: make_cache(
+      ...     CacheSpec.attention(layers=1, kv_heads=2, head_dim=4), cells=8, sequences=4, streams=4
       ... )
       >>> where = sharding.shardings(jax.eval_shape(make), mesh, sharding.ShardingRules())
       >>> [*where.buffers.k[0].spec], [*where.table.position.spec]
@@ -75,7 +75,7 @@ def make_sharded(
     """Make a cache on a mesh, each device its own share: no array is first made whole somewhere.
 
     Args:
-      make: makes the cache, such as `lambda: make_kv_cache(...)`.
+      make: makes the cache, such as `lambda: make_cache(...)`.
       mesh: the mesh.
       sharding_rules: which of its axes split what, by default `ShardingRules()`.
 
@@ -88,8 +88,9 @@ def make_sharded(
 
     Examples:
       >>> mesh = jax.make_mesh((2, 2), ("data", "tensor"))
-      >>> sizes = dict(layers=1, cells=8, kv_heads=2, head_dim=4, sequences=2, streams=2)
-      >>> cache = sharding.make_sharded(lambda: make_kv_cache(**sizes), mesh)
+      >>> spec = CacheSpec.attention(layers=1, kv_heads=2, head_dim=4)
+      >>> make = lambda: make_cache(spec, cells=8, sequences=2, streams=2)
+      >>> cache = sharding.make_sharded(make, mesh)
       >>> cache.buffers.k[0].shape, cache.buffers.k[0].addressable_shards[0].data.shape
       ((2, 2, 8, 4), (1, 1, 8, 4))
     """
@@ -125,8 +126,9 @@ def assert_in_sync(cache: Cache, batch: Any = None) -> None:
 
     Examples:
       >>> mesh = jax.make_mesh((2, 2), ("data", "tensor"))
-      >>> sizes = dict(layers=1, cells=8, kv_heads=2, head_dim=4, sequences=2, streams=2)
-      >>> sharding.assert_in_sync(sharding.make_sharded(lambda: make_kv_cache(**sizes), mesh))
+      >>> spec = CacheSpec.attention(layers=1, kv_heads=2, head_dim=4)
+      >>> cache = make_cache(spec, cells=8, sequences=2, streams=2, mesh=mesh)
+      >>> sharding.assert_in_sync(cache)
     """
     table, _ = split(cache)
     check_known(table)

@@ -16,7 +16,7 @@ from jaxkv.api.arguments import check_known
 from jaxkv.cache import Cache, merge, split
 from jaxkv.core.array_utils import is_concrete
 from jaxkv.core.validate import check_int32
-from jaxkv.hybrid import HybridTable, make_hybrid_cache, parts_of
+from jaxkv.hybrid import HybridTable, compose
 from jaxkv.snapshot.cells import CellPart, SourcePart
 from jaxkv.snapshot.file import File
 from jaxkv.snapshot.parts import Part, decoded, encoded, names
@@ -52,7 +52,7 @@ def parts(cache: Cache) -> list[Named]:
         return [Named(KINDS[cache.table.spec.kind], cache, "table.", "buffers.")]
     return [
         Named(KINDS[one.table.spec.kind], one, f"table.parts.{i}.", f"buffers.{i}.")
-        for i, one in enumerate(parts_of(cache))
+        for i, one in enumerate(cache.parts)
     ]
 
 
@@ -71,7 +71,7 @@ def make(file: File) -> Cache:
         return merge(*_made(file, description, "buffers."))
     pairs = [_made(file, one, f"buffers.{i}.") for i, one in enumerate(description["parts"])]
     layers = decoded(description["layers"])
-    return make_hybrid_cache(*zip([merge(*pair) for pair in pairs], layers, strict=True))
+    return compose(*zip([merge(*pair) for pair in pairs], layers, strict=True))
 
 
 def shapes(file: File) -> Cache:

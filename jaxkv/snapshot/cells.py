@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.cache_spec import CacheSpec
 from jaxkv.core.array_utils import no_slots, to_host
 from jaxkv.core.constants import EMPTY, END
 from jaxkv.core.hashing import chained
@@ -21,7 +22,7 @@ from jaxkv.kv.allocate import choose, mark_used, room
 from jaxkv.kv.buffers import Buffers, gather, scatter
 from jaxkv.kv.cells import WORD, bits, empty_fields, lacks, with_owners
 from jaxkv.kv.cross_attention import as_source_table
-from jaxkv.kv.make import make_kv_cache
+from jaxkv.kv.make import make_attention_cache
 from jaxkv.kv.slots import usable
 from jaxkv.kv.table import CellTable
 from jaxkv.ops.layer_stack import each_array
@@ -43,6 +44,7 @@ from jaxkv.snapshot.parts import (
     names,
     static_fields,
 )
+from jaxkv.spec import check_pools
 
 CHUNK = 256
 """Cells that are read or written at a time."""
@@ -228,25 +230,28 @@ def _words(table: Any, sequences: list[int]) -> np.ndarray:
 def _check_made(
     sizes: dict[str, int], static: dict[str, Any], ropes: Any, latent: Any, form: Callable
 ) -> None:
-    """Raise as `make_kv_cache` does for sizes and static fields that no cache has."""
+    """Raise as `make_cache` does for sizes and static fields that no cache has."""
     layers = range(len(ropes))
     heads, keys = zip(*(form(f"k.{i}")[1][1:] for i in layers), strict=True)
     values = [slice(*latent[i]) if latent[i] else form(f"v.{i}")[1][2] for i in layers]
     placement, shards, size = (static[name] for name in ("placement", "shards", "ubatch_size"))
     if size is not None:
         check_count(size, "ubatch_size")
+    spec = CacheSpec.attention(len(ropes), heads, keys, values, window=static["window"], rope=ropes)
+    if placement == "striped":
+        placement = f"striped:{shards}"
+    elif shards != 1:
+        raise ValueError(f"expected one run of cells, got {shards}")
+    check_pools(sizes["sequences"], sizes["streams"])
     make = partial(
-        make_kv_cache,
+        make_attention_cache,
+        spec,
         **sizes,
-        layers=len(ropes),
-        kv_heads=heads,
-        head_dim=keys,
-        value_dim=values,
-        window=static["window"],
         dtype=form("k.0")[0],
-        rope=ropes,
+        ubatch_size=1,
+        max_rollback=sizes["cells"],
         placement=placement,
-        shards=None if placement != "striped" and shards == 1 else shards,
+        stacked=False,
     )
     jax.eval_shape(make)
 

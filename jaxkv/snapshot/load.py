@@ -51,7 +51,9 @@ def inspect(source: Source) -> Info:
         it is loaded.
 
     Examples:
-      >>> cache = make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2, sequences=2)
+      >>> cache = make_cache(
+      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=6, sequences=2
+      ... )
       >>> (ubatch,) = init_batch(cache, make_batch([[1, 2, 3], [4, 5]])).ubatches
       >>> keys = jnp.ones((*ubatch.valid.shape, 1, 2))
       >>> cache = write_kv(apply(cache, ubatch), 0, ubatch, keys, keys)
@@ -119,7 +121,7 @@ def load(
         or when `sequences` come without `into`. Nothing is changed by it.
 
     Examples:
-      >>> cache = make_kv_cache(layers=1, cells=4, kv_heads=1, head_dim=2)
+      >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
       >>> (ubatch,) = init_batch(cache, make_batch([1, 2, 3])).ubatches
       >>> keys = jnp.ones((*ubatch.valid.shape, 1, 2))
       >>> cache = write_kv(apply(cache, ubatch), 0, ubatch, keys, keys)
@@ -137,7 +139,9 @@ cut short, or something else
 
       Into sequence 2 of another cache, and into sequence 0, whose cells are then free:
 
-      >>> other = make_kv_cache(layers=1, cells=5, kv_heads=1, head_dim=2, sequences=3)
+      >>> other = make_cache(
+      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=5, sequences=3
+      ... )
       >>> other = apply(other, init_batch(other, make_batch([[3], [4, 5]])))
       >>> print(show(snapshot.load(data, into=other, sequences=[2])))
       owner    0 1 1 2 2
@@ -146,7 +150,9 @@ cut short, or something else
       owner    0 1 1 0 .
       position 0 0 1 2 .
 
-      >>> snapshot.load(data, into=make_kv_cache(layers=1, cells=5, kv_heads=1, head_dim=1))
+      >>> snapshot.load(
+      ...     data, into=make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=1), cells=5)
+      ... )
       Traceback (most recent call last):
       ...
       ValueError: wanted a snapshot of a cache with the head_dim of this one, [1], got one with \

@@ -55,7 +55,9 @@ def save(
 
     Examples:
       >>> import tempfile
-      >>> cache = make_kv_cache(layers=1, cells=6, kv_heads=1, head_dim=2, sequences=2)
+      >>> cache = make_cache(
+      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=6, sequences=2
+      ... )
       >>> (ubatch,) = init_batch(cache, make_batch([[1, 2, 3], [4, 5]])).ubatches
       >>> keys = jnp.ones((*ubatch.valid.shape, 1, 2))
       >>> cache = write_kv(apply(cache, ubatch), 0, ubatch, keys, keys)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.cache_spec import CacheSpec
 from jaxkv.core.array_utils import to_host
 from jaxkv.core.constants import EMPTY, END
 from jaxkv.core.hashing import chained, replaced
@@ -30,6 +31,7 @@ from jaxkv.snapshot.parts import (
     expect,
     static_fields,
 )
+from jaxkv.spec import check_pools
 
 CHUNK = 8
 """States that are read or written at a time."""
@@ -70,8 +72,10 @@ class StatePart(Part):
             layer, _, state = name.partition(".")
             layers[int(layer)][state] = jnp.zeros((*table.cell_hash.shape, *shape), dtype)
         states = {name: (x.shape[2:], x.dtype) for name, x in layers[0].items()}
-        shard_dims = {name: dim for name, *dim in static["shard_dims"]}
-        jax.eval_shape(partial(make_recurrent_cache, **sizes, states=states, shard_dims=shard_dims))
+        shard_dims = {name: (dim, parts) for name, dim, parts in static["shard_dims"]}
+        spec = CacheSpec.recurrent(sizes.pop("layers"), states, shard_dims)
+        check_pools(sizes["sequences"], sizes["streams"])
+        jax.eval_shape(partial(make_recurrent_cache, spec, **sizes))
         return table, layers
 
     @staticmethod

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import jaxkv
-from jaxkv.hybrid import parts_of
 from jaxkv.serving import prefix_cache
 from models.chat.conversation import ChatError, Conversation
 
@@ -259,7 +258,7 @@ NOT_KEPT = {
 def _refusals(cache: jaxkv.Cache, sequence: int, end: int) -> list[str]:
     """Say which parts of a cache cannot go back to a position."""
     found = []
-    for part in parts_of(cache):
+    for part in cache.parts:
         if jaxkv.seq_rm(part, sequence, end).ok:
             continue
         if has_states(part):

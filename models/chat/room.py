@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 
 import jaxkv
-from jaxkv.hybrid import parts_of
 from jaxkv.jit_helpers import jit_table
 from jaxkv.serving import prefix_cache
 from models.chat.chat import Chat, has_states, held_in
@@ -20,7 +19,7 @@ def cells_of(cache: jaxkv.Cache) -> tuple[int, int]:
     Layers with a window take their cells again, and a state is one whatever it has seen: those
     parts count only where no other is.
     """
-    grows = [part for part in parts_of(cache) if _grows(part)] or [*parts_of(cache)]
+    grows = [part for part in cache.parts if _grows(part)] or [*cache.parts]
     return max((int(jaxkv.num_used_cells(part)), part.table.num_cells) for part in grows)
 
 

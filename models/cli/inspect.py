@@ -11,7 +11,6 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxkv import nbytes, snapshot
-from jaxkv.hybrid import parts_of
 from models.chat.saved import conversations_in, kept_in, named
 from models.cli.arguments import InputError
 from models.cli.screen import brief, in_units, plain, plural, put
@@ -68,7 +67,7 @@ def of_snapshot(path: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{path} cannot be inspected: {reason(error)}.") from error
     names = {one.sequence: name for name, one in chats.items()}
-    parts = parts_of(info.cache)
+    parts = info.cache.parts
     sizes = {name: _bytes(*array) for name, array in info.arrays.items()}
     held = []
     for i, part in enumerate(parts):

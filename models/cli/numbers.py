@@ -14,7 +14,7 @@ AXES = tuple(axis for field in ("streams", "kv_heads", "cells") for axis in RULE
 
 
 MOST_CELLS = 2**30 - 1
-"""Of a stream, see `jaxkv.make_kv_cache`."""
+"""Of a stream, see `jaxkv.make_cache`."""
 
 MOST_DEVICES = 2**20
 

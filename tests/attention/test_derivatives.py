@@ -14,6 +14,7 @@ from jaxkv.ops.attention.bias import OfPlaces
 from jaxkv.ops.attention.softmax import Options
 from tests.attention.formula import PLAIN, bias_between, case, formula, places, visible
 from tests.attention.ways import WAYS
+from tests.caches import attention_cache
 from tests.cases import in_lanes
 
 core = pytest.mark.core
@@ -137,7 +138,9 @@ QKV = np.random.default_rng(0).normal(size=(3, 1, 4, 2, 4)).astype(np.float32)
 
 
 def told(cache, q, k, v):
-    cache = cache or jaxkv.make_kv_cache(layers=1, cells=8, kv_heads=2, head_dim=4)
+    cache = cache or jaxkv.make_cache(
+        jaxkv.CacheSpec.attention(layers=1, kv_heads=2, head_dim=4), cells=8
+    )
     plan = jaxkv.init_batch(cache, jaxkv.make_batch([1] * q.shape[1]))
     return jaxkv.attend(jaxkv.apply(cache, plan), 0, plan.ubatches[0], q, k, v)
 
@@ -201,7 +204,7 @@ def test_grad_of_jit_checkpoint_and_scan_agree():
 def test_grad_of_latents_beside_a_broken_text_is_finite(implementation):
     """Values that are a part of keys are cleaned with them."""
     sizes = dict(layers=1, cells=4, kv_heads=1, head_dim=4, sequences=2)
-    cache = jaxkv.make_kv_cache(**sizes, value_dim=slice(2, 4))
+    cache = attention_cache(**sizes, value_dim=slice(2, 4))
 
     def told(cache, seq, x):
         (ubatch,) = jaxkv.init_batch(cache, jaxkv.make_batch([1], sequences=seq)).ubatches

@@ -14,8 +14,8 @@ SEQUENCES = 8  # more than any script uses, as in the other golden test, so that
 SCRIPTS = {script["name"]: script for script in golden("ops")}
 
 
-CASES = [(name, "scattered", False) for name in SCRIPTS]
-CASES += [(name, "scattered", True) for name in ("fragmented", "divide", "random_unified_2")]
+CASES = [(name, "any", False) for name in SCRIPTS]
+CASES += [(name, "any", True) for name in ("fragmented", "divide", "random_unified_2")]
 FULL = ("fragmented", "full_then_freed", "random_unified_0")
 CASES += [(name, "contiguous", False) for name in FULL]
 

@@ -16,6 +16,7 @@ from jaxkv.ops.attention.dispatch import attend
 from jaxkv.ops.attention.softmax import Options
 from tests import hlo
 from tests.attention.formula import case
+from tests.caches import attention_cache, recurrent_cache
 
 core = pytest.mark.core
 
@@ -48,7 +49,7 @@ def test_attend_long_prompt_holds_nothing_of_all_pairs():
 def test_attend_latent_step_copies_no_keys(tokens):
     """Neither for the values that are a part of them, nor for a loop over tiles."""
     sizes = {"layers": 1, "cells": 8192, "kv_heads": 1, "head_dim": 576}
-    cache = jax.eval_shape(partial(jaxkv.make_kv_cache, **sizes, value_dim=slice(64, 576)))
+    cache = jax.eval_shape(partial(attention_cache, **sizes, value_dim=slice(64, 576)))
     (ubatch,) = jaxkv.init_full(cache, ubatch_size=tokens).ubatches
     q, k = (jax.ShapeDtypeStruct((1, tokens, n, 576), jnp.float32) for n in (2, 1))
     step = jax.jit(lambda m, u, q, k: jaxkv.attend(m, 0, u, q, k), donate_argnums=0)
@@ -90,8 +91,8 @@ def go_on(cache, layer, ubatch, x):
     return jaxkv.write_states(cache, layer, ubatch, {"sum": state}), x + state[:, None]
 
 
-cells = partial(jaxkv.make_kv_cache, cells=64, kv_heads=2, head_dim=8)
-states = partial(jaxkv.make_recurrent_cache, states={"sum": ((2, 8), jnp.float32)})
+cells = partial(attention_cache, cells=64, kv_heads=2, head_dim=8)
+states = partial(recurrent_cache, states={"sum": ((2, 8), jnp.float32)})
 HASHES = {
     "one sequence": (look, cells, 1),
     "a stream each": (look, partial(cells, streams=3), 3),

@@ -53,10 +53,13 @@ def test_token_cut_off_from_what_it_sees_reads_nan(how, window, streams):
     heads = X[None, :, None]
     wanted = formula(heads, *[heads.swapaxes(1, 2)] * 2, sees[None])[0, :, 0]
     for size in (16, 8, 4):
-        cache = jaxkv.make_kv_cache(
-            layers=1, cells=32, kv_heads=1, head_dim=SIZE, window=window, sequences=2,
+        cache = jaxkv.make_cache(
+            jaxkv.CacheSpec.attention(layers=1, kv_heads=1, head_dim=SIZE, window=window),
+            cells=32,
+            sequences=2,
             streams=streams,
-        )  # fmt: skip
+            max_rollback=32,
+        )
         batch = jaxkv.make_batch(
             embeddings=X, outputs=np.ones(COUNT, bool), extra={"visible_until": IMAGE}, sequences=1
         )

@@ -12,6 +12,7 @@ import pytest
 import jaxkv
 from jaxkv.ops.quantised import dtype_of
 from tests import hlo
+from tests.caches import attention_cache
 from tests.cases import in_lanes
 
 LAYERS, CELLS, HEADS, SIZE, SEQUENCES = 3, 16384, 2, 64, 8
@@ -27,7 +28,7 @@ REWRITTEN = ["bfloat16"] if jax.__version_info__ < (0, 12) else []
 def cache_shapes(dtype="float32", *, streams=1, cells=CELLS, heads=HEADS, **options):
     sizes = dict(layers=LAYERS, cells=cells // streams, kv_heads=heads, head_dim=SIZE)
     options |= dict(sequences=SEQUENCES, streams=streams, rope=ROPE, dtype=dtype)
-    return jax.eval_shape(partial(jaxkv.make_kv_cache, **sizes, **options))
+    return jax.eval_shape(partial(attention_cache, **sizes, **options))
 
 
 def step(cache, ubatch):
@@ -195,8 +196,10 @@ def test_answers_read_no_buffers():
 
 @core
 def test_edits_outside_of_jit_keep_the_same_buffers():
-    cache = jaxkv.make_kv_cache(
-        layers=1, cells=8, kv_heads=1, head_dim=2, rope=None, sequences=SEQUENCES
+    cache = jaxkv.make_cache(
+        jaxkv.CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=None),
+        cells=8,
+        sequences=SEQUENCES,
     )
     for name, edit in EDITS.items():
         assert edit(cache).buffers.k[0] is cache.buffers.k[0], name

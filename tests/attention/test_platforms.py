@@ -11,6 +11,7 @@ import pytest
 import jaxkv
 from jaxkv.ops.attention.dispatch import attend
 from jaxkv.ops.attention.softmax import Options
+from tests.caches import attention_cache
 from tests.pods import Pod
 from tests.sights import sight_of_mask
 
@@ -22,7 +23,7 @@ def step_for(platform, *, tokens=1, size=64, dtype="float32", implementation=Non
     """Writing and attending in a layer, as text; `gpu` is the one that programs are made for."""
 
     sizes = dict(layers=1, cells=8192, kv_heads=2, head_dim=size, dtype=dtype)
-    cache = jax.eval_shape(partial(jaxkv.make_kv_cache, **sizes))
+    cache = jax.eval_shape(partial(attention_cache, **sizes))
     (ubatch,) = jaxkv.init_full(cache, ubatch_size=tokens).ubatches
     q, k = (jax.ShapeDtypeStruct((1, tokens, heads, size), dtype) for heads in (4, 2))
 
@@ -83,7 +84,7 @@ def test_lowered_elsewhere_last_positions_take_one_pass():
         return jaxkv.plan_step(cache, jnp.zeros(4, int))
 
     sizes = dict(layers=1, cells=8192, kv_heads=1, head_dim=2, sequences=4)
-    cache = jax.eval_shape(partial(jaxkv.make_kv_cache, **sizes))
+    cache = jax.eval_shape(partial(attention_cache, **sizes))
     traced = jax.jit(plan).trace(cache)
     a_block, all_cells = "tensor<1x128x32xi32>", "tensor<1x8192x32xi32>"
     for platform in ("cpu", "tpu", "cuda"):

@@ -22,7 +22,7 @@ from jaxkv.ops.quantised import decoded, encoded, zeros
 from jaxkv.snapshot.assemble import describe
 from jaxkv.snapshot.file import written
 from tests.attention.formula import MOST, coded, rounded
-from tests.caches import updated
+from tests.caches import attention_cache, updated
 from tests.cases import in_lanes
 from tests.meshes import mesh_of, placed
 from tests.mistakes import assert_raises, mistakes
@@ -43,14 +43,14 @@ SIZES = {
     "groups": {"streams": 2},
     "window": {"cells": 16, "streams": 4, "window": jaxkv.window.sliding(4)},
     "tiled": {"cells": 32, "placement": "tiled"},
-    "striped": {"streams": 2, "placement": "striped", "shards": 2},
+    "striped": {"streams": 2, "placement": "striped:2"},
 }
 
 
 def make(cells=24, **options):
     rope = jaxkv.make_rope(4, base=100.0)  # of the numbers before PART
     sizes = dict(layers=LAYERS, cells=cells, kv_heads=HEADS, head_dim=SIZE, sequences=4, rope=rope)
-    return jaxkv.make_kv_cache(**sizes, **options)
+    return attention_cache(**sizes, **options)
 
 
 @jax.jit

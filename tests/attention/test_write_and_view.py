@@ -9,6 +9,7 @@ import pytest
 
 import jaxkv
 from jaxkv.core.partitioning import WHOLE
+from jaxkv.hybrid import compose
 from jaxkv.kv.buffers import copy_run, gather, scatter
 from tests import histories
 from tests.attention.lives import CLOSE, applied, arrays_for, lived_in, seen
@@ -23,6 +24,7 @@ from tests.caches import (
     STACKED,
     TILES,
     assert_identical,
+    attention_cache,
 )
 from tests.cases import in_lanes
 from tests.mistakes import assert_raises, mistakes
@@ -67,7 +69,7 @@ def test_write_and_view_stale_ubatch_writes_nothing_and_sees_nan():
 @core
 def test_write_and_view_find_part_of_hybrid_cache():
     states = histories.make(layers=1)
-    cache = jaxkv.make_hybrid_cache((states, [0]), (SMALL.make(), [1, 2]))
+    cache = compose((states, [0]), (SMALL.make(), [1, 2]))
     cache, ubatch = applied(cache, [1])
     q, k, v = arrays_for(ubatch)
     cache = jaxkv.write_kv(cache, 1, ubatch, k, v)
@@ -185,7 +187,7 @@ def test_stacked_cache_takes_traced_layer():
     ("name", "values"),
     [("kv_heads", [1, 2]), ("head_dim", [4, 6]), ("value_dim", [2, 4]), ("rope", (ROPE, None))],
 )
-def test_make_kv_cache_stacked_unlike_layers_raises(name, values):
+def test_make_cache_stacked_unlike_layers_raises(name, values):
     sizes = {"layers": 2, "cells": 4, "kv_heads": 1, "head_dim": 4, "stacked": True}
-    with pytest.raises(ValueError, match=f"wanted the same {name} in all layers for stacked"):
-        jaxkv.make_kv_cache(**(sizes | {name: values}))
+    with pytest.raises(ValueError, match=f"expected the same {name} in all layers for stacked"):
+        attention_cache(**(sizes | {name: values}))

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import make_batch, make_hybrid_cache, make_kv_cache, make_recurrent_cache
-from tests.caches import drawn
+from jaxkv import CacheSpec, make_batch, make_cache
+from jaxkv.hybrid import compose
+from tests.caches import attention_cache, drawn
 from tests.mistakes import assert_raises, mistakes
 
 STATE = {"x": ((), jnp.float32)}
@@ -24,7 +25,7 @@ def small():
 
 @functools.cache
 def states():
-    return make_recurrent_cache(layers=1, states=STATE, sequences=3)
+    return make_cache(CacheSpec.recurrent(layers=1, states=STATE), sequences=3)
 
 
 def lost(tree):
@@ -42,7 +43,7 @@ def donated():
 @functools.cache
 def applied():
     """A cache of one layer with two heads of 4 numbers, and the ubatch of its first token."""
-    cache = make_kv_cache(layers=1, cells=4, kv_heads=2, head_dim=4)
+    cache = make_cache(CacheSpec.attention(layers=1, kv_heads=2, head_dim=4), cells=4)
     plan = jaxkv.init_batch(cache, make_batch([1]))
     return jaxkv.apply(cache, plan), plan.ubatches[0]
 
@@ -60,16 +61,16 @@ HEADS, PLACES = np.ones((1, 3, 2, 4), np.float32), np.zeros((1, 3), np.int32)
 
 def kv(layers=2, cells=8, kv_heads=1, head_dim=4, sequences=3, **options):
     sizes = dict(layers=layers, cells=cells, kv_heads=kv_heads, head_dim=head_dim)
-    return make_kv_cache(**sizes, sequences=sequences, **options)
+    return attention_cache(**sizes, sequences=sequences, **options)
 
 
 def recurrent(states=STATE, layers=1, **options):
-    return make_recurrent_cache(layers=layers, states=states, **options)
+    return make_cache(CacheSpec.recurrent(layers, states), **options)
 
 
 def beside(**options):
     """A fork shares cells in one stream and copies them between several: in both parts alike."""
-    return make_hybrid_cache((kv(), (0, 1)), (recurrent(**options), (2,)))
+    return compose((kv(), (0, 1)), (recurrent(**options), (2,)))
 
 
 def attend(layer=0, q=None, k=None, v=None, **options):
@@ -87,7 +88,7 @@ def states_applied():
 @functools.cache
 def apart():
     """A cache whose parts serve layers 0 and 2, and a ubatch."""
-    cache = make_hybrid_cache((kv(layers=1), (0,)), (kv(layers=1), (2,)))
+    cache = compose((kv(layers=1), (0,)), (kv(layers=1), (2,)))
     return cache, *jaxkv.init_batch(cache, make_batch([1])).ubatches
 
 

@@ -10,15 +10,25 @@ import pytest
 import jaxkv
 from jaxkv import make_batch
 from jaxkv.core.hashing import content
+from jaxkv.hybrid import compose
 from jaxkv.kv import cells
-from tests.caches import GROUPS, SMALL, SPLIT, WIDE, WINDOW, assert_identical, drawn
+from tests.caches import (
+    GROUPS,
+    SMALL,
+    SPLIT,
+    WIDE,
+    WINDOW,
+    assert_identical,
+    attention_cache,
+    drawn,
+)
 
 BIG = 2**31 - 1
 STATES = {"x": ((), jnp.float32)}
 
 
 def states():
-    return jaxkv.make_recurrent_cache(layers=1, states=STATES, sequences=3)
+    return jaxkv.make_cache(jaxkv.CacheSpec.recurrent(layers=1, states=STATES), sequences=3)
 
 
 def test_seq_rm_traced_bounds_and_unsigned_ids():
@@ -48,11 +58,14 @@ def test_seq_add_or_token_to_int32_max_is_refused(make):
     assert ok and jaxkv.seq_pos_max(moved, 0) == BIG - 6
 
 
-def test_make_hybrid_cache_takes_smallest_limits_of_parts():
+def test_hybrid_cache_takes_smallest_limits_of_parts():
     one = dict(layers=1, kv_heads=1, head_dim=4, window=jaxkv.window.sliding(4))
-    parts = [jaxkv.make_kv_cache(**one, ubatch_size=size) for size in (8, 4)]
-    parts += [jaxkv.make_recurrent_cache(layers=1, states=STATES, max_rollback=n) for n in (3, 5)]
-    spec = jaxkv.make_hybrid_cache(*((part, (i,)) for i, part in enumerate(parts))).table.spec
+    parts = [attention_cache(**one, ubatch_size=size) for size in (8, 4)]
+    parts += [
+        jaxkv.make_cache(jaxkv.CacheSpec.recurrent(layers=1, states=STATES), max_rollback=n)
+        for n in (3, 5)
+    ]
+    spec = compose(*((part, (i,)) for i, part in enumerate(parts))).table.spec
     assert (spec.ubatch_size, spec.max_rollback) == (4, 3)
 
 

@@ -1,22 +1,15 @@
-"""`make_cache` makes of a spec what the maker of each kind makes, and caches know their specs."""
+"""`make_cache` makes of a spec what it says, and caches know their specs."""
 
-from functools import partial
-
+import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import (
-    CacheSpec,
-    make_cache,
-    make_cross_attention_cache,
-    make_hybrid_cache,
-    make_kv_cache,
-    make_recurrent_cache,
-    make_rope,
-)
-from tests.caches import assert_identical
+from jaxkv import CacheSpec, make_cache, make_rope
+from jaxkv.hybrid import HybridTable
+from jaxkv.kv.table import CellTable
 from tests.meshes import RULES, mesh_of
 from tests.mistakes import assert_raises, mistakes
 
@@ -39,156 +32,153 @@ HYBRID = CacheSpec.hybrid(
 NESTED = CacheSpec.hybrid((CacheSpec.hybrid((WINDOW, (0, 2)), (RECURRENT, (1, 3))), (0, 1, 2, 3)))
 
 
-SHAPES = dict(kv_heads=(2, 4), head_dim=(8, 4), value_dim=(4, 6), rope=(ROPE, None))
-
-
-def kv(**options):
-    return make_kv_cache(**SIZES | options, **POOLS)
-
-
-def window(**options):
-    return kv(window=NEAR, **options)
-
-
-def states(max_rollback):
-    return make_recurrent_cache(
-        layers=2, states=STATES, shard_dims={"y": (0, 4)}, max_rollback=max_rollback, **POOLS
-    )
-
-
-def sources(cells, dtype="float32"):
-    return make_cross_attention_cache(**SIZES, cells=cells, dtype=dtype, **POOLS)
-
-
-def hybrid(full, near, far, kept):
-    return make_hybrid_cache((full, (0, 4)), (near, (1, 3)), (far, (5, 6)), (kept, (2, 0)))
-
-
-def nested():
-    inner = make_hybrid_cache((window(cells=8), (0, 2)), (states(3), (1, 3)))
-    return make_hybrid_cache((inner, (0, 1, 2, 3)))
-
-
-INT8, HALF = dict(dtype="int8"), dict(dtype=jnp.bfloat16)
-CASES = {
-    "attention": (ATTENTION, dict(cells=16), partial(kv, cells=16, rope=ROPE)),
-    "int8": (ATTENTION, dict(cells=16, **INT8), partial(kv, cells=16, rope=ROPE, **INT8)),
-    "bfloat16": (ATTENTION, dict(cells=16, **HALF), partial(kv, cells=16, rope=ROPE, **HALF)),
+INT8 = dict(dtype="int8")
+APART = dict(
+    cells=(16, None, 8, None),
+    dtype=("int8", "float16", "bfloat16", None),
+    ubatch_size=(1, 4, 1, 1),
+    max_rollback=(0, 2, 0, 3),
+    placement=("striped:4", "contiguous", "any", "any"),
+    stacked=(True, False, False, False),
+)
+LAYER = "float32[2,2,{},8]"
+PLAIN = (16, None, "any", 1, [LAYER.format(16)] * 4)
+NEEDED = (1100, 512, "any", 1, [LAYER.format(1100)] * 4)
+FEW = (16, None, "any", 1, [LAYER.format(16)] * 4)
+CASES = {  # spec, options, and for each part: cells, ubatch_size, placement, stripes, its arrays
+    "attention": (ATTENTION, dict(cells=16), [PLAIN]),
+    "int8": (
+        ATTENTION,
+        dict(cells=16, **INT8),
+        [(16, None, "any", 1, ["int8[2,2,16,8]", "float32[2,2,16,1]"] * 4)],
+    ),
     "stacked": (
         ATTENTION,
-        dict(cells=16, stacked=True),
-        partial(kv, cells=16, rope=ROPE, stacked=True),
+        dict(cells=16, stacked=True, dtype=jnp.bfloat16),
+        [(16, None, "any", 1, ["bfloat16[4,2,16,8]"] * 2)],
     ),
     "contiguous": (
         ATTENTION,
         dict(cells=16, placement="contiguous"),
-        partial(kv, cells=16, rope=ROPE, placement="contiguous"),
+        [(16, None, "contiguous", 1, [LAYER.format(16)] * 4)],
     ),
     "striped": (
         ATTENTION,
         dict(cells=16, placement="striped:4"),
-        partial(kv, cells=16, rope=ROPE, placement="striped", shards=4),
+        [(16, None, "striped", 4, [LAYER.format(16)] * 4)],
     ),
     "tiled": (
         ATTENTION,
         dict(cells=16, placement="tiled"),
-        partial(kv, cells=16, rope=ROPE, placement="tiled"),
+        [(16, None, "tiled", 1, [LAYER.format(16)] * 4)],
     ),
     "shapes of each layer": (
         SHAPED,
         dict(cells=16),
-        partial(
-            kv, kv_heads=(2, 4), head_dim=(8, 4), value_dim=(4, 6), rope=(ROPE, None), cells=16
-        ),
+        [
+            (
+                16,
+                None,
+                "any",
+                1,
+                [f"float32[2,{x}]" for x in ("2,16,8", "4,16,4", "2,16,4", "4,16,6")],
+            )
+        ],
     ),
-    "latent": (
-        LATENT,
-        dict(cells=16, **HALF),
-        partial(kv, kv_heads=1, value_dim=slice(4, 8), rope=ROPE, cells=16, **HALF),
-    ),
-    "window": (WINDOW, {}, window),
-    "window that needs less": (WINDOW, dict(cells=4096), window),
-    "window that needs more": (WINDOW, dict(cells=16), partial(window, cells=16)),
+    "latent": (LATENT, dict(cells=16), [(16, None, "any", 1, ["float32[2,1,16,8]"] * 2)]),
+    "window": (WINDOW, {}, [NEEDED]),
+    "window that needs less": (WINDOW, dict(cells=4096), [NEEDED]),
+    "window that needs more": (WINDOW, dict(cells=16), [FEW]),
     "window of all": (
         WINDOW,
         dict(cells=4096, max_rollback=4096),
-        partial(window, cells=4096),
+        [(4096, None, "any", 1, [LAYER.format(4096)] * 4)],
     ),
     "window by sizes": (
         WINDOW,
         dict(ubatch_size=3, max_rollback=2, placement="striped:4"),
-        partial(window, ubatch_size=3, max_rollback=2, placement="striped", shards=4),
+        [(24, 3, "striped", 4, [LAYER.format(24)] * 4)],
     ),
-    "recurrent": (RECURRENT, {}, partial(states, 0)),
+    "recurrent": (RECURRENT, {}, [(2, ["bfloat16[2,2,3]", "float32[2,2,4,2]"] * 2)]),
     "recurrent with earlier states": (
         RECURRENT,
         dict(cells=16, max_rollback=3),
-        partial(states, 3),
+        [(8, ["bfloat16[2,8,3]", "float32[2,8,4,2]"] * 2)],
     ),
     "hybrid": (
         HYBRID,
         dict(cells=16),
-        lambda: hybrid(kv(cells=16, rope=ROPE), window(cells=16), sources(16), states(0)),
+        [PLAIN, FEW, PLAIN, (2, ["bfloat16[2,2,3]", "float32[2,2,4,2]"] * 2)],
     ),
     "hybrid of parts apart": (
         HYBRID,
-        dict(
-            cells=(16, None, 8, None),
-            dtype=("int8", "float16", "bfloat16", None),
-            ubatch_size=(1, 4, 1, 1),
-            max_rollback=(0, 2, 0, 3),
-            placement=("striped:4", "contiguous", "any", "any"),
-            stacked=(True, False, False, False),
-        ),
-        lambda: hybrid(
-            kv(cells=16, rope=ROPE, dtype="int8", placement="striped", shards=4, stacked=True),
-            window(ubatch_size=4, max_rollback=2, dtype="float16", placement="contiguous"),
-            sources(8, "bfloat16"),
-            states(3),
-        ),
+        APART,
+        [
+            (16, None, "striped", 4, ["int8[4,2,16,8]", "float32[4,2,16,1]"] * 2),
+            (24, 4, "contiguous", 1, ["float16[2,2,24,8]"] * 4),
+            (8, None, "any", 1, ["bfloat16[2,2,8,8]"] * 4),
+            (8, ["bfloat16[2,8,3]", "float32[2,8,4,2]"] * 2),
+        ],
     ),
     "hybrid of a hybrid": (
         NESTED,
         dict(cells=((8, None),), max_rollback=((32, 3),)),
-        nested,
+        [
+            (8, None, "any", 1, [LAYER.format(8)] * 4),
+            (8, ["bfloat16[2,8,3]", "float32[2,8,4,2]"] * 2),
+        ],
     ),
 }
 
 
-def assert_alike(made, wanted):
-    assert jax.tree.structure(made) == jax.tree.structure(wanted)  # static fields too
-    assert type(made.table) is type(wanted.table)
-    assert made.table.spec == wanted.table.spec
-    assert_identical(made, wanted)
+def leaves_of(table, buffers):
+    """The tables of a cache that are no hybrid, each with its buffers."""
+    if not isinstance(table, HybridTable):
+        return [(table, buffers)]
+    pairs = zip(table.parts, buffers, strict=True)
+    return [leaf for pair in pairs for leaf in leaves_of(*pair)]
+
+
+def found(cache):
+    def of(table, buffers):
+        arrays = [f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in jax.tree.leaves(buffers)]
+        if not isinstance(table, CellTable):
+            return table.num_cells, arrays
+        return table.num_cells, table.ubatch_size, table.placement, table.shards, arrays
+
+    return [of(*pair) for pair in leaves_of(cache.table, cache.buffers)]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_make_cache_is_what_maker_of_kind_makes(name):
-    spec, options, old = CASES[name]
-    assert_alike(make_cache(spec, **options, **POOLS), old())
+def test_make_cache_makes_empty_table_and_buffers_of_its_spec(name):
+    spec, options, wanted = CASES[name]
+    cache = make_cache(spec, **options, **POOLS)
+    assert found(cache) == wanted
+    assert all(
+        table.spec.sequences == 4 and table.streams == 2
+        for table, _ in leaves_of(cache.table, cache.buffers)
+    )
+    assert not any(np.any(np.asarray(x, float)) for x in jax.tree.leaves(cache.buffers))
+    assert jaxkv.num_used_cells(cache) == 0
+    assert cache.spec == spec and hash(cache.spec) == hash(spec)
+    assert jax.eval_shape(lambda: cache).spec == spec
+    assert jax.tree.map(lambda x: jnp.stack([x, x]), cache).spec == spec  # a batch of caches
+    again = make_cache(cache.spec, **options, **POOLS)
+    assert jax.tree.structure(again) == jax.tree.structure(cache)  # static fields too
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_make_cache_on_mesh_is_what_make_sharded_makes(name):
-    spec, options, old = CASES[name]
+def test_make_cache_on_mesh_lies_as_its_rules_say(name):
+    spec, options, wanted = CASES[name]
     mesh = mesh_of(data=2, tensor=2, cells=2)
-    for rules in (None, RULES):
+    whole = make_cache(spec, **options, **POOLS)
+    for rules in (jaxkv.sharding.ShardingRules(), RULES):
         made = make_cache(spec, **options, **POOLS, mesh=mesh, sharding_rules=rules)
-        wanted = jaxkv.sharding.make_sharded(old, mesh, rules)
-        assert_alike(made, wanted)
-        pairs = zip(jax.tree.leaves(made), jax.tree.leaves(wanted), strict=True)
-        assert all(one.sharding == other.sharding for one, other in pairs)
-        assert made.spec == spec
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_spec_of_cache_makes_one_like_it(name):
-    spec, options, old = CASES[name]
-    assert old().spec == spec
-    assert hash(old().spec) == hash(spec)
-    assert jax.eval_shape(old).spec == spec
-    assert_alike(make_cache(old().spec, **options, **POOLS), old())
-    assert jax.tree.map(lambda x: jnp.stack([x, x]), old()).spec == spec  # a batch of caches
+        assert found(made) == wanted and made.spec == spec
+        chex.assert_trees_all_equal(made.buffers, whole.buffers)
+        where = jaxkv.sharding.shardings(jax.eval_shape(lambda: whole), mesh, rules)
+        pairs = zip(jax.tree.leaves(made), jax.tree.leaves(where), strict=True)
+        assert all(one.sharding == other for one, other in pairs)
 
 
 def test_specs_are_equal_however_they_are_written():

@@ -15,8 +15,17 @@ import pytest
 
 import jaxkv
 from jaxkv import Reason, make_batch
+from jaxkv.hybrid import compose
 from tests import hlo
-from tests.caches import SMALL, WIDTH, assert_identical, contents_of, plan_rows
+from tests.caches import (
+    SMALL,
+    WIDTH,
+    assert_identical,
+    attention_cache,
+    contents_of,
+    plan_rows,
+    recurrent_cache,
+)
 from tests.cases import in_lanes
 from tests.cells.plans import plan_of
 from tests.histories import (
@@ -253,7 +262,7 @@ def test_write_states_donated_copies_no_layer():
     """A step holds the states of its rows, and never those of all cells; a verb none."""
     sizes = {"layers": 2, "sequences": 64, "max_rollback": 3}
     states = {"x": ((64, 1024), jnp.float32)}
-    cache = jax.eval_shape(partial(jaxkv.make_recurrent_cache, states=states, **sizes))
+    cache = jax.eval_shape(partial(recurrent_cache, states=states, **sizes))
 
     def one(cache, tokens):
         ubatch = jaxkv.plan_step(cache, tokens, sequences=jnp.array([5, 9])).ubatch
@@ -297,7 +306,9 @@ def test_prefill_of_forgotten_tokens_computes_them_anew():
     def summed(cache, *tokens, weight):
         return jaxkv.prefill(adds, jnp.float32(weight), cache, make_batch(tokens))[:2]
 
-    empty = jaxkv.make_recurrent_cache(layers=1, states={"x": ((), jnp.float32)}, sequences=2)
+    empty = jaxkv.make_cache(
+        jaxkv.CacheSpec.recurrent(layers=1, states={"x": ((), jnp.float32)}), sequences=2
+    )
     cache, _ = summed(empty, 1, 2, weight=float("nan"))
     for forgotten in (
         jaxkv.seq_rm(cache, 0)[0],
@@ -313,17 +324,17 @@ def test_prefill_of_forgotten_tokens_computes_them_anew():
 
 
 @core
-def test_make_hybrid_cache_of_hybrids_finds_each_layer():
+def test_compose_hybrids_finds_each_layer():
     sizes = {"cells": 16, "kv_heads": 2, "head_dim": 4, "sequences": 3}
-    full = jaxkv.make_kv_cache(layers=1, **sizes)
-    window = jaxkv.make_kv_cache(layers=1, window=jaxkv.window.sliding(4), **sizes)
-    inner = jaxkv.make_hybrid_cache((full, (0,)), (window, (1,)))
-    cache = jaxkv.make_hybrid_cache((inner, (1, 0)), (make(1, layers=1), (1,)))
+    full = attention_cache(layers=1, **sizes)
+    window = attention_cache(layers=1, window=jaxkv.window.sliding(4), **sizes)
+    inner = compose((full, (0,)), (window, (1,)))
+    cache = compose((inner, (1, 0)), (make(1, layers=1), (1,)))
     assert jaxkv.num_rollback_states(cache, 1) == 1
     cache = tell(cache, [1, 2, 3], [4], kinds="ab")
-    inner, states = jaxkv.hybrid.parts_of(cache)
+    inner, states = cache.parts
     assert kept_of(*jaxkv.split(states))[0][-1] == (2, bytes_of([1, 2, 3], [1]))
-    for part, layer in zip(jaxkv.hybrid.parts_of(inner), (1, 0), strict=True):
+    for part, layer in zip(inner.parts, (1, 0), strict=True):
         assert len(contents_of(jaxkv.split(part)[1], [layer])) == 4
     with pytest.raises(ValueError, match="a layer that one part serves, of .[01], [01]., got 0"):
         jaxkv.num_rollback_states(cache, 0)

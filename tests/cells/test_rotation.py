@@ -11,6 +11,7 @@ import jaxkv
 from jaxkv import make_rope, rotate
 from jaxkv.ops.quantised import decoded
 from jaxkv.rope import yarn
+from tests.caches import attention_cache
 from tests.cases import in_lanes
 
 MAX_CELLS = [0, 10_000, 131_072, 1_000_000, 2**24 + 1, 2**31 - 1000]
@@ -21,7 +22,7 @@ TOKENS = 8
 def written(start, q, k, v, *, rope, dtype="float32"):
     """A cache of a text that begins at a position, and the attention of its tokens."""
     sizes = dict(layers=1, cells=TOKENS, kv_heads=k.shape[1], head_dim=k.shape[2])
-    cache = jaxkv.make_kv_cache(**sizes, rope=rope, dtype=dtype)
+    cache = attention_cache(**sizes, rope=rope, dtype=dtype)
     positions = start + jnp.arange(TOKENS, dtype=jnp.int32)
     batch = jaxkv.make_batch(np.arange(TOKENS), positions=positions)
     (ubatch,) = jaxkv.init_batch(cache, batch).ubatches

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv.hybrid import compose
 from jaxkv.rope import linear, yarn
-from tests.caches import Kind, assert_identical, drawing, drawn, updated
+from tests.caches import Kind, assert_identical, attention_cache, drawing, drawn, updated
 
 core = pytest.mark.core
 PLAIN = jaxkv.make_rope(6, base=100.0)
@@ -32,7 +33,7 @@ rotate = jax.jit(jaxkv.rotate, static_argnames="rope")
 def rotated(*, tokens=6, cells=8, ropes=(PLAIN,)):
     """A cache of tokens 0, 1, 2 ... of sequence 0, and their keys before rotation, `[T, K, D]`."""
     sizes = dict(layers=len(ropes), cells=cells, kv_heads=2, head_dim=6, sequences=2)
-    table, buffers = jaxkv.split(jaxkv.make_kv_cache(**sizes, rope=ropes))
+    table, buffers = jaxkv.split(attention_cache(**sizes, rope=ropes))
     position = jnp.arange(cells, dtype=jnp.int32)
     there = (position < tokens)[None]
     position_of = jnp.where(there, position, table.position)
@@ -133,7 +134,7 @@ def test_seq_add_and_seq_div_move_positions(before, verb, after):
 def test_moves_of_a_cache_without_a_rope_are_refused():
     """Saved or not, and as a part of a hybrid one; `rope=None` is said on purpose."""
     sizes = dict(layers=1, kv_heads=1, head_dim=2, cells=8)
-    made, free = jaxkv.make_kv_cache(**sizes), jaxkv.make_kv_cache(**sizes, rope=None)
+    made, free = attention_cache(**sizes), attention_cache(**sizes, rope=None)
     parts = (free, (0,)), (made, (1,))
     moves = [
         lambda m: jaxkv.seq_add(m, 0, 0, -1, delta=1),
@@ -142,7 +143,7 @@ def test_moves_of_a_cache_without_a_rope_are_refused():
         lambda m: jaxkv.generation.context_shift(m, 0, num_keep=0, num_discard=1),
         lambda m: jaxkv.generation.self_extend(m, 0, 0, group=2, width=4),
     ]
-    for move, cache in product(moves, [made, jaxkv.make_hybrid_cache(*parts), loaded(made)]):
+    for move, cache in product(moves, [made, compose(*parts), loaded(made)]):
         with pytest.raises(ValueError, match="^expected a cache made with rope= to move keys"):
             move(cache)
         move(loaded(free))

@@ -16,7 +16,7 @@ import pytest
 
 import jaxkv
 from jaxkv import generation, make_batch
-from jaxkv.hybrid import parts_of
+from jaxkv.hybrid import compose
 from tests.attention.formula import formula
 from tests.caches import assert_identical
 from tests.cases import in_lanes
@@ -72,11 +72,14 @@ def said(source, text):
     return x @ w["embedding"].T
 
 
+HEADS = dict(layers=1, kv_heads=2, head_dim=SIZE // 2)
+TEXT_SPEC = jaxkv.CacheSpec.attention(**HEADS, rope=None)
+SOURCE_SPEC = jaxkv.CacheSpec.cross_attention(**HEADS)
+BOTH = jaxkv.CacheSpec.hybrid((TEXT_SPEC, [TEXT]), (SOURCE_SPEC, [CROSS]))
+
+
 def make(streams=1):
-    sizes = dict(layers=1, kv_heads=2, head_dim=SIZE // 2, sequences=Q, streams=streams)
-    text = jaxkv.make_kv_cache(cells=32, rope=None, **sizes)
-    sources = jaxkv.make_cross_attention_cache(cells=24, **sizes)
-    return jaxkv.make_hybrid_cache((text, (TEXT,)), (sources, (CROSS,)))
+    return jaxkv.make_cache(BOTH, cells=(32, 24), sequences=Q, streams=streams)
 
 
 A, B, C, D = SOURCES = [[3, 4, 5, 6, 7], [8], [], [9, 2]]
@@ -119,7 +122,7 @@ def check(cache, sources, texts):
 
 
 def lengths(cache):
-    return (jaxkv.seq_pos_max(parts_of(cache)[1], range(Q)) + 1).tolist()
+    return (jaxkv.seq_pos_max(cache.parts[1], range(Q)) + 1).tolist()
 
 
 @functools.cache
@@ -233,7 +236,7 @@ def as_reader(verb, arrays, **options):
 
 
 def part(i):
-    return parts_of(make())[i]
+    return make().parts[i]
 
 
 @pytest.mark.parametrize(("call", "outcome"), mistakes("sources"))
@@ -269,7 +272,7 @@ def test_edit_of_a_source_makes_plans_and_tables_stale():
     q = jnp.ones((*ubatch.valid.shape, 2, SIZE // 2))
     after = jaxkv.apply(cache, ubatch)
     shown, mask = jaxkv.read_kv(after, CROSS, ubatch)[::2]
-    owner = jaxkv.draw.cells_of(parts_of(after)[1]).owner
+    owner = jaxkv.draw.cells_of(after.parts[1]).owner
     assert shown.shape == (1, 2, 24, SIZE // 2) and mask[0, 0].tolist() == (owner[0] == 0).tolist()
     assert not np.isnan(jaxkv.attend(after, CROSS, ubatch, q)[1]).any()
     # Between apply and the last layer: of the source, and of the text.
@@ -339,9 +342,11 @@ def test_speculate_branches_leave_other_sources_alone():
 @core
 def test_sources_beside_states():
     """Rows of one sequence each, though there is one pool."""
-    states = jaxkv.make_recurrent_cache(layers=1, states={"n": ((), jnp.float32)}, sequences=Q)
-    parts = enumerate([*parts_of(make(1)), states])
-    cache = jaxkv.make_hybrid_cache(*((part, (i,)) for i, part in parts))
+    states = jaxkv.make_cache(
+        jaxkv.CacheSpec.recurrent(layers=1, states={"n": ((), jnp.float32)}), sequences=Q
+    )
+    parts = enumerate([*make(1).parts, states])
+    cache = compose(*((part, (i,)) for i, part in parts))
     cache = encode(cache, [A, B], [0, 1])
 
     @jax.jit

@@ -10,14 +10,14 @@ import pytest
 import jaxkv
 from jaxkv import sharding
 from jaxkv.kv.fill_order import STRIPE, cell_of, dealt
-from tests.caches import STRIPES, VOCABULARY, run
+from tests.caches import STRIPES, VOCABULARY, attention_cache, run
 from tests.meshes import RULES, mesh_of, placed
 from tests.oracle import Oracle
 
 core = pytest.mark.core
 SHARDS = 4
-LONG = replace(STRIPES, cells=1024, shards=SHARDS, sequences=2)
-BY_NUMBER = {"placement": "scattered", "shards": None}
+LONG = replace(STRIPES, cells=1024, placement=f"striped:{SHARDS}", sequences=2)
+BY_NUMBER = {"placement": "any"}
 
 
 @pytest.mark.parametrize(("share", "shards"), [(3, 2), (65, 3), (320, 4)])
@@ -59,22 +59,22 @@ def test_run_striped_on_a_mesh_matches_one_device():
     np.testing.assert_allclose(logits, wanted, atol=1e-4)
 
 
-def test_make_kv_cache_rounds_cells_of_a_window_up_to_shards():
+def test_make_cache_rounds_cells_of_a_window_up_to_shards():
     sizes = {"layers": 1, "kv_heads": 1, "head_dim": 2, "window": jaxkv.window.sliding(5)}
     sizes |= {"ubatch_size": 3, "max_rollback": 2}
-    cache = jaxkv.make_kv_cache(placement="striped", shards=4, **sizes)
-    assert cache.table.num_cells == 12 and jaxkv.make_kv_cache(**sizes).table.num_cells == 10
+    cache = attention_cache(placement="striped:4", **sizes)
+    assert cache.table.num_cells == 12 and attention_cache(**sizes).table.num_cells == 10
 
 
-TAKE = "take placement='striped', shards=4"
+UNEVEN = "fills the devices unevenly that split cells by cells; take placement='striped:4'"
 
 
 @pytest.mark.parametrize(
     ("made", "said"),
     [
-        (BY_NUMBER, f"scattered cells are split unevenly by cells: {TAKE}"),
-        ({"shards": 2}, f"cells in 2 shards are split unevenly by cells: {TAKE}"),
-        ({"shards": 8}, ""),
+        (BY_NUMBER, f"placement='any' {UNEVEN}"),
+        ({"placement": "striped:2"}, f"placement='striped:2' {UNEVEN}"),
+        ({"placement": "striped:8"}, ""),
     ],
 )
 def test_layout_tells_whether_devices_hold_alike(made, said):

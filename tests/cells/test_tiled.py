@@ -21,13 +21,13 @@ from jaxkv.ops.mla import ValueSlice
 from jaxkv.ops.quantised import encoded, zeros
 from jaxkv.window import sliding
 from tests import hlo
-from tests.caches import TILES, drawing, drawn
+from tests.caches import TILES, attention_cache, drawing, drawn
 from tests.oracle import _tiles
 from tests.sights import sight_of_mask
 
 core = pytest.mark.core
 K, G, D, T = 2, 2, 8, 4
-SCATTERED = replace(TILES, placement="scattered")
+SCATTERED = replace(TILES, placement="any")
 SINKS = jnp.linspace(-1.0, 1.0, K * G)
 
 
@@ -55,8 +55,8 @@ def test_load_into_tiled_takes_whole_tiles():
         assert drawing(loaded) == "0{3} . . . " + saved
 
 
-def test_make_kv_cache_tiled_cells_are_whole_tiles():
-    make = partial(jaxkv.make_kv_cache, layers=1, kv_heads=1, head_dim=2, placement="tiled")
+def test_make_cache_tiled_cells_are_whole_tiles():
+    make = partial(attention_cache, layers=1, kv_heads=1, head_dim=2, placement="tiled")
     cache = jax.eval_shape(partial(make, window=sliding(5), sequences=2))
     assert cache.table.num_cells % TILE == 0
     for cells in (257, 4100):
@@ -171,7 +171,7 @@ def test_attend_tiled_derivatives_in_vmap_match_those_without():
 def test_plan_step_tiled_holds_less_than_the_keys_of_a_pool():
     """No copy of keys or values, and logits of a token for its tiles alone."""
     sizes = {"layers": 1, "kv_heads": 3, "head_dim": 64, "sequences": 8}
-    make = partial(jaxkv.make_kv_cache, cells=4160, placement="tiled", **sizes)
+    make = partial(attention_cache, cells=4160, placement="tiled", **sizes)
 
     def step(cache, q, x):
         ids = jnp.arange(8)

@@ -81,9 +81,9 @@ def test_seq_pos_min_and_max_skip_holes_and_empty_sequences():
     assert plan_of(cleared, 3, positions=[0, 1, 2]).ok
 
 
-def test_make_kv_cache_cells_are_exact_and_all_usable():
+def test_make_cache_cells_are_exact_and_all_usable():
     """Trap 22, and ollama's edge 07: a batch longer than the cache is refused at once."""
-    cache = jaxkv.make_kv_cache(layers=1, cells=1, kv_heads=1, head_dim=2)
+    cache = jaxkv.make_cache(jaxkv.CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=1)
     refused = plan_of(cache, 2)
     assert (*refused.reason, *refused.expected, *refused.actual) == (Reason.OUT_OF_CELLS, 2, 1)
     cache = jaxkv.apply(cache, plan_of(cache, 1))

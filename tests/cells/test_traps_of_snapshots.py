@@ -19,7 +19,7 @@ def test_load_into_empties_targets_of_empty_sequences():
     """Trap 76: in llama.cpp attention keeps what the target held, and its states go."""
     cache = histories.told(kept=1, counts=(3, 2, 0), kinds="ar").cache
     loaded = snapshot.load(snapshot.save(cache, sequences=2), into=cache, sequences=0)
-    attention, states = jaxkv.hybrid.parts_of(loaded)
+    attention, states = loaded.parts
     for part in (attention, states, loaded):
         assert jaxkv.seq_pos_max(part, [0, 1, 2]).tolist() == [-1, 1, -1]
 

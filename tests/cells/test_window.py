@@ -10,9 +10,10 @@ import pytest
 
 import jaxkv
 from jaxkv import Reason, make_batch
+from jaxkv.hybrid import compose
 from jaxkv.kv.mask import visible
 from jaxkv.window import chunked, sees, sliding, symmetric
-from tests.caches import Kind, assert_identical, drawing, drawn, run
+from tests.caches import Kind, assert_identical, attention_cache, drawing, drawn, run
 from tests.cases import in_lanes
 from tests.cells.plans import NEAR, one_by_one, plan_of, resumable, starts_at
 
@@ -234,15 +235,15 @@ def test_rewind_is_refused_once_a_ubatch_took_cells():
         core=[(chunked(4), 2, 2)],
     ),
 )
-def test_make_kv_cache_sized_by_window_matches_a_large_one(window, streams, each):
+def test_make_cache_sized_by_window_matches_a_large_one(window, streams, each):
     """Cells for window, ubatch and rollback are enough for a text of any length.
 
     It comes in batches of `each` tokens, of which two are taken back.
     """
     sizes = dict(layers=2, kv_heads=2, head_dim=4, sequences=2, streams=streams, window=window)
     sizes["rope"] = jaxkv.make_rope(4, base=100.0)
-    small = jaxkv.make_kv_cache(**sizes, ubatch_size=4, max_rollback=2)
-    large = jaxkv.make_kv_cache(**sizes, cells=96)
+    small = attention_cache(**sizes, ubatch_size=4, max_rollback=2)
+    large = attention_cache(**sizes, cells=96)
     assert small.buffers.k[0].shape[2] == (window.width + 6) * 2 // streams
     rng = np.random.default_rng(0)
     for i in range(32 // each):
@@ -257,7 +258,10 @@ def test_make_kv_cache_sized_by_window_matches_a_large_one(window, streams, each
 
 @core
 def test_init_batch_ubatch_larger_than_sized_for_raises():
-    cache = jaxkv.make_kv_cache(layers=1, kv_heads=1, head_dim=2, window=sliding(4), ubatch_size=8)
+    cache = jaxkv.make_cache(
+        jaxkv.CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, window=sliding(4)),
+        ubatch_size=8,
+    )
     batch = make_batch([1] * 20)
     assert len(jaxkv.init_batch(cache, batch).ubatches) == 3  # the default
     with pytest.raises(ValueError, match="sized for ubatches of 8 tokens, got ubatch_size=16"):
@@ -272,7 +276,7 @@ def test_hybrid_begins_where_its_window_begins():
         drawn(cells, Kind("", cells=10, sequences=1, windows=(one,))) for one in (None, sliding(4))
     )
     window, _ = jaxkv.seq_rm(window, 0, 0, 4)
-    cache = jaxkv.make_hybrid_cache((full, (0, 1)), (window, (2, 3)))
+    cache = compose((full, (0, 1)), (window, (2, 3)))
     assert jaxkv.seq_pos_min(cache, 0) == 4 and jaxkv.seq_pos_max(cache, 0) == 9
     moved = jaxkv.seq_add(cache, 0, 5, -1, delta=3).cache
     assert jaxkv.seq_pos_max(moved, 0) == 12

@@ -13,7 +13,6 @@ MODULES = [
     jaxkv.draw,
     jaxkv.draw.plot,
     jaxkv.generation,
-    jaxkv.hybrid,
     jaxkv.serving,
     prefix_cache,
     jaxkv.sharding,
@@ -31,7 +30,6 @@ MANY_POSITIONALS = {"attend"}  # cache, layer, ubatch, q, k, v
 PLAIN_TUPLES = {
     "attend",  # as a model returns it: the cache and the output
     "generation.model_step",  # the cache and the logits, what a model returns
-    "hybrid.parts_of",  # any number of caches
     "serving.prefix_cache.evict",
     "serving.prefix_cache.fork_prefix",
     "serving.prefix_cache.store_prefix",

@@ -17,6 +17,7 @@ from jaxkv.draw import plot
 from jaxkv.draw.cell_runs import folded
 from jaxkv.draw.colours import PALETTE
 from jaxkv.draw.html import html_of
+from jaxkv.hybrid import compose
 from jaxkv.kv.mask import visible
 from tests.caches import Kind, drawn
 
@@ -47,16 +48,22 @@ def streams():
 
 @functools.cache
 def states():
-    cache = jaxkv.make_recurrent_cache(layers=1, states=STATES, sequences=3, max_rollback=3)
+    cache = jaxkv.make_cache(
+        jaxkv.CacheSpec.recurrent(layers=1, states=STATES), sequences=3, max_rollback=3
+    )
     cache, _ = put(cache, [[1] * 3, [2] * 3], [0, 2])
     return jaxkv.seq_cp(cache, 0, 1).cache
 
 
 @functools.cache
 def hybrid():
-    cells = jaxkv.make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=2, sequences=2)
-    state = jaxkv.make_recurrent_cache(layers=1, states=STATES, sequences=2, max_rollback=1)
-    return put(jaxkv.make_hybrid_cache((cells, (0,)), (state, (1,))), [[1, 2], [3, 4]], [0, 1])[0]
+    cells = jaxkv.make_cache(
+        jaxkv.CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=8, sequences=2
+    )
+    state = jaxkv.make_cache(
+        jaxkv.CacheSpec.recurrent(layers=1, states=STATES), sequences=2, max_rollback=1
+    )
+    return put(compose((cells, (0,)), (state, (1,))), [[1, 2], [3, 4]], [0, 1])[0]
 
 
 ALL = [pool, streams, states, hybrid]
@@ -113,7 +120,7 @@ def batched(cache):
 @over_all
 def test_repr_of_cache_is_one_line(make):
     cache = make()
-    counts = " + ".join(str(jaxkv.num_used_cells(part)) for part in jaxkv.hybrid.parts_of(cache))
+    counts = " + ".join(str(jaxkv.num_used_cells(part)) for part in cache.parts)
     traced = []
     jax.eval_shape(lambda cache: traced.append(cache), cache)
     odd = [jax.tree.map(lambda x, leaf=leaf: leaf, cache) for leaf in (None, "a")]

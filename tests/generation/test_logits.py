@@ -9,6 +9,7 @@ from jaxkv import Reason, generation, make_batch
 from jaxkv.generation.filters import make_sampler
 from jaxkv.serving.engine import serve
 from jaxkv.serving.request import FinishReason, Request
+from tests.caches import attention_cache
 from tests.generation.tiny import by_table
 
 BEST, WARM = make_sampler(), make_sampler(temperature=1.0)
@@ -17,7 +18,7 @@ TABLE = jnp.roll(jnp.eye(4), 1, axis=1) + 0.01
 
 def prompted(*prompt):
     sizes = dict(layers=1, cells=32, kv_heads=1, head_dim=1, sequences=2, streams=2)
-    cache = jaxkv.make_kv_cache(**sizes)
+    cache = attention_cache(**sizes)
     return jaxkv.prefill(by_table, TABLE, cache, make_batch([prompt]))[:2]
 
 

@@ -68,7 +68,9 @@ def self_extend(m, done=0, **options):
 
 
 def states():
-    return jaxkv.make_recurrent_cache(layers=1, states={"x": ((), jnp.float32)}, sequences=2)
+    return jaxkv.make_cache(
+        jaxkv.CacheSpec.recurrent(layers=1, states={"x": ((), jnp.float32)}), sequences=2
+    )
 
 
 def draft(m, **options):

@@ -5,15 +5,14 @@ import pytest
 
 import jaxkv
 from jaxkv import generation, make_batch, serving
+from tests.caches import attention_cache
 from tests.mistakes import assert_raises, mistakes
 
 W = jnp.eye(8)
 
 
 def make(**sizes):
-    return jaxkv.make_kv_cache(
-        **dict(layers=2, cells=16, kv_heads=2, head_dim=4, sequences=2) | sizes
-    )
+    return attention_cache(**dict(layers=2, cells=16, kv_heads=2, head_dim=4, sequences=2) | sizes)
 
 
 def model(q=lambda x: x, k=lambda x: x, layers=(0, 1), end=lambda m, logits, _: (m, logits)):

@@ -13,9 +13,10 @@ import jaxkv
 import models.generate
 import models.search
 import models.serving
-from jaxkv import generation, make_batch, snapshot
+from jaxkv import CacheSpec, generation, make_batch, snapshot
 from jaxkv.ops.attention import attention
 from jaxkv.serving import prefix_cache
+from tests.caches import attention_cache
 from tests.generation.tiny import BEST, by_table
 from tests.mistakes import DATA, NAMES, assert_raises, mistakes
 
@@ -25,7 +26,7 @@ MODEL = by_table, jnp.eye(16)
 
 
 def make(streams=1):
-    return jaxkv.make_kv_cache(cells=16, streams=streams, rope=None, **SIZES)
+    return attention_cache(cells=16, streams=streams, rope=None, **SIZES)
 
 
 @functools.cache
@@ -35,9 +36,10 @@ def prompted():
 
 
 def with_source():
-    return jaxkv.make_hybrid_cache(
-        (make(), (0,)), (jaxkv.make_cross_attention_cache(cells=8, **SIZES), (1,))
-    )
+    sizes = dict(layers=1, kv_heads=1, head_dim=1)
+    parts = CacheSpec.attention(**sizes, rope=None), CacheSpec.cross_attention(**sizes)
+    spec = CacheSpec.hybrid((parts[0], [0]), (parts[1], [1]))
+    return jaxkv.make_cache(spec, cells=(16, 8), sequences=2)
 
 
 def store():
@@ -72,7 +74,7 @@ def beam(m, logits, width=1):
 
 OTHERS = """attend check_invariants clear constrain draw rewind held init_full init_update
 is_current generate model_step
-make_rope make_cross_attention_cache merge nbytes num_rollback_states read_kv read_states save show
+make_rope merge nbytes num_rollback_states read_kv read_states save show
 split compiled_step state_write_steps num_used_cells warm_up write_kv write_states"""
 # These are given no lists, or what a call above has made
 

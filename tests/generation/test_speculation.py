@@ -149,7 +149,9 @@ def test_speculate_nan_logit_of_hidden_token_ends_text(num_branches):
     params = (jnp.roll(jnp.eye(4), 1, axis=1) + 0.01).at[3, 0].set(jnp.nan)
     prompt, rule = [1, 2, 3, 1], dict(allowed=lambda s: jnp.arange(4) > s, advance=lambda s, t: s)
     hiding = constrain(BEST, first=0, **rule)
-    cache = jaxkv.make_kv_cache(layers=1, cells=64, kv_heads=1, head_dim=1, sequences=4)
+    cache = jaxkv.make_cache(
+        jaxkv.CacheSpec.attention(layers=1, kv_heads=1, head_dim=1), cells=64, sequences=4
+    )
     cache, logits, *_ = jaxkv.prefill(by_table, params, cache, make_batch(prompt))
     state = generation.init_decode(cache, logits=logits, sampler=hiding).state
     draft = generation.prompt_lookup([prompt], num_branches=num_branches, ngram=1)

@@ -43,8 +43,11 @@ def other(state, token):
 
 def table_cache(texts, *, each=1):
     """A cache of `by_table` in which each text has a stream of some sequences, and a token."""
-    cache = jaxkv.make_kv_cache(
-        layers=1, cells=16, kv_heads=1, head_dim=1, sequences=each * texts, streams=texts
+    cache = jaxkv.make_cache(
+        jaxkv.CacheSpec.attention(layers=1, kv_heads=1, head_dim=1),
+        cells=16,
+        sequences=each * texts,
+        streams=texts,
     )
     batch = make_batch([[0]] * texts, sequences=np.arange(0, each * texts, each))
     return jaxkv.prefill(by_table, CHANCES[0], cache, batch)[0]

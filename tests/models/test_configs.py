@@ -96,7 +96,7 @@ def test_load_shapes_equals_load(name):
 def bytes_of(name, **options):
     model = models.load_shapes(DATA / name)
     cache = model.cache_shapes(**options)
-    return jaxkv.nbytes(jaxkv.split(cache)[1]), len(jaxkv.hybrid.parts_of(cache))
+    return jaxkv.nbytes(jaxkv.split(cache)[1]), len(cache.parts)
 
 
 FAMILIES = sorted(path.parent.name for path in DATA.glob("*/config.json"))
@@ -152,7 +152,7 @@ def test_make_cache_of_states_needs_no_cells():
 
 def test_make_cache_of_sources_has_cells_of_their_own():
     sizes = models.load_shapes(DATA / "t5_tied").cache_shapes(cells=8, source_cells=16)
-    keys = [part.buffers.k[0].shape for part in jaxkv.hybrid.parts_of(sizes)]
+    keys = [part.buffers.k[0].shape for part in sizes.parts]
     assert keys == [(1, 3, 8, 8), (1, 3, 16, 8)]
 
 

@@ -147,7 +147,9 @@ def extra_of(tokens):
     return {"twice": np.stack([tokens, 2 * tokens], axis=-1).astype(float), "odd": tokens % 2 == 1}
 
 
-STATES = jaxkv.make_recurrent_cache(layers=1, states={"x": ((), jnp.float32)}, sequences=3)
+STATES = jaxkv.make_cache(
+    jaxkv.CacheSpec.recurrent(layers=1, states={"x": ((), jnp.float32)}), sequences=3
+)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +203,7 @@ def test_extra_reaches_prefill_and_its_derivative():
         cache, out = jaxkv.attend(cache, 0, ubatch, x, x, x)
         return cache, out.reshape(-1, 2)[ubatch.outputs]
 
-    cache = jaxkv.make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=2)
+    cache = jaxkv.make_cache(jaxkv.CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=8)
 
     def last(place, size):
         batch = make_batch(np.arange(6), extra={"at": place})

@@ -13,10 +13,21 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.hybrid import parts_of
+from jaxkv.hybrid import compose
 from jaxkv.window import sliding
 from tests import caches
-from tests.caches import HEADS, ROPE, RUNS, SIZE, SMALL, SPLIT, assert_identical, drawn
+from tests.caches import (
+    HEADS,
+    ROPE,
+    RUNS,
+    SIZE,
+    SMALL,
+    SPLIT,
+    assert_identical,
+    attention_cache,
+    drawn,
+    recurrent_cache,
+)
 from tests.histories import StateKind, compute, planned, tell
 
 KINDS = {
@@ -179,10 +190,10 @@ def test_commitment_is_stale_after_an_edit():
 @pytest.mark.parametrize("window", [0, 1])
 def test_commitment_stale_in_one_part_changes_no_part(window):
     """The later edit is one that the other part has nothing of."""
-    make = partial(jaxkv.make_kv_cache, layers=1, kv_heads=HEADS, head_dim=SIZE, rope=ROPE)
+    make = partial(attention_cache, layers=1, kv_heads=HEADS, head_dim=SIZE, rope=ROPE)
     parts = [(make(cells=16), (0,))]
     parts.insert(window, (make(cells=8, window=sliding(3)), (1,)))
-    cache = jaxkv.make_hybrid_cache(*parts)
+    cache = compose(*parts)
     for text in [range(4)] * 3:  # the window gives up what is hidden
         cache, _ = caches.run(cache, jaxkv.make_batch(text, sequences=0))
     cache = jaxkv.seq_add(cache, 0, 0, -1, delta=4).cache
@@ -194,7 +205,7 @@ def test_commitment_stale_in_one_part_changes_no_part(window):
         (tidied, moves, jaxkv.seq_rm(tidied, 0, 4, 6)[0]),
     ):
         assert all(part.pending for part in plan.parts)
-        assert_identical(parts_of(edited)[window], parts_of(before)[window])
+        assert_identical(edited.parts[window], before.parts[window])
         assert_identical(jaxkv.apply(edited, plan), edited)
         assert jaxkv.is_current(before, plan) and not jaxkv.is_current(edited, plan)
 
@@ -215,21 +226,21 @@ def test_commitment_stale_in_one_stream_changes_no_stream():
 
 @pytest.mark.core
 def test_plan_for_another_cache_raises():
-    make = partial(jaxkv.make_kv_cache, layers=2, cells=12, kv_heads=2, head_dim=4, sequences=3)
-    of_states = partial(jaxkv.make_recurrent_cache, layers=2, sequences=3)
+    make = partial(attention_cache, layers=2, cells=12, kv_heads=2, head_dim=4, sequences=3)
+    of_states = partial(recurrent_cache, layers=2, sequences=3)
     of_states = partial(of_states, states={"x": ((2,), "float32")})
-    cache, striped, states = make(), make(placement="striped", shards=2), of_states()
-    hybrid = jaxkv.make_hybrid_cache((cache, (0, 1)))
+    cache, striped, states = make(), make(placement="striped:2"), of_states()
+    hybrid = compose((cache, (0, 1)))
     unlike = make(cells=13), make(sequences=4), make(streams=3), make(window=sliding(3))
     others = *unlike, make(placement="contiguous"), striped, states, hybrid
     x = jnp.zeros((1, 2, 2, 4))
     for one, other in (
         *((cache, other) for other in others),
         *((other, cache) for other in (striped, states, hybrid)),
-        (striped, make(placement="striped", shards=3)),
+        (striped, make(placement="striped:3")),
         (states, of_states(max_rollback=1)),
         (states, hybrid),
-        (hybrid, jaxkv.make_hybrid_cache((cache, (0, 1)), (cache, (2, 3)))),
+        (hybrid, compose((cache, (0, 1)), (cache, (2, 3)))),
     ):
         (ubatch,) = jaxkv.init_full(other, ubatch_size=4).ubatches  # shapes tell the cache too
         update, moves = (jax.eval_shape(f, other) for f in (jaxkv.init_update, jaxkv.defrag_plan))

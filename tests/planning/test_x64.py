@@ -10,7 +10,7 @@ import pytest
 import jaxkv
 from jaxkv import generation, make_batch, serving
 from tests.attention.lives import applied, arrays_for, lived_in, seen
-from tests.caches import SMALL, STRIPES, TILES, TWO_SPLIT, WINDOW, assert_identical
+from tests.caches import SMALL, STRIPES, TILES, TWO_SPLIT, WINDOW, assert_identical, attention_cache
 from tests.cases import mostly_nightly
 from tests.histories import StateKind
 
@@ -91,7 +91,7 @@ def test_loops_x64_keep_dtypes_and_pick_the_same(draft, wide):
     prompts, numbers = [[1, 2, 1, 2], [3, 4, 3]], {np.dtype(np.int32), np.dtype(np.float32)}
     params = jax.random.normal(jax.random.key(0), (12, 8), jnp.float64)
     sizes = dict(layers=1, cells=40, kv_heads=1, head_dim=8, sequences=2, streams=2)
-    empty = jaxkv.make_kv_cache(rope=None, **sizes)
+    empty = attention_cache(rope=None, **sizes)
     cache, logits, ids, *_ = jaxkv.prefill(forward, params, empty, make_batch(prompts))
 
     make_sampler = generation.make_sampler

@@ -170,8 +170,10 @@ def assert_only_kept(engine):
 
 
 def states(max_rollback=0):
-    return jaxkv.make_recurrent_cache(
-        layers=1, states={"x": ((), jnp.float32)}, sequences=6, max_rollback=max_rollback
+    return jaxkv.make_cache(
+        jaxkv.CacheSpec.recurrent(layers=1, states={"x": ((), jnp.float32)}),
+        sequences=6,
+        max_rollback=max_rollback,
     )
 
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 
 import jaxkv
 from jaxkv import generation
+from jaxkv.hybrid import compose
 from jaxkv.serving import prefix_cache
 from jaxkv.serving.prefix_cache import MissReason
 from jaxkv.serving.prefix_cache.matching import common_prefix_length
@@ -29,7 +30,7 @@ STREAMS = Kind("streams", cells=12, sequences=3, streams=3)
 
 
 def hybrid(max_rollback=0):
-    return jaxkv.make_hybrid_cache((POOL.make(), [0, 1]), (states(max_rollback), [2]))
+    return compose((POOL.make(), [0, 1]), (states(max_rollback), [2]))
 
 
 MAKES = {"full": POOL.make, "window": WINDOW.make, "states": states, "hybrid": hybrid}

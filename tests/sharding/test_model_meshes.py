@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 import jaxkv
 import models
 from jaxkv.core.partitioning import ShardingRules
-from jaxkv.hybrid import parts_of
 from jaxkv.kv.cells import Cells
 from models.cli.arguments import InputError, parser
 from models.cli.main import main
@@ -200,7 +199,7 @@ def test_prompts_and_tokens_on_mesh_match_one_device(name, sizes):
     if "cells" in sizes:
         down = model.params["blocks"][0]["feed"]["down"]["weight"]
         assert down.addressable_shards[0].data.size * 4 == down.size
-        tables = [part.table for part in parts_of(model.cache_shapes(cells=64))]
+        tables = [part.table for part in model.cache_shapes(cells=64).parts]
         dealt = [(table.placement, table.shards) for table in tables if isinstance(table, Cells)]
         assert dealt == [("striped", 2)]
     with jax.set_mesh(mesh):

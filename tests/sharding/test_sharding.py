@@ -12,7 +12,7 @@ from jax.tree_util import Partial
 import jaxkv
 from jaxkv import sharding
 from tests.attention.formula import slope
-from tests.caches import Kind, assert_identical
+from tests.caches import Kind, assert_identical, attention_cache
 from tests.cases import in_lanes
 from tests.cells import state_machine
 from tests.cells.test_stateful import run
@@ -150,7 +150,7 @@ def test_derivatives_on_mesh_match_one_device(streams, axes):
 
 # ------------------------------------------------------------------------------------- arguments
 
-make = partial(jaxkv.make_kv_cache, layers=2, cells=16, kv_heads=2, head_dim=4)
+make = partial(attention_cache, layers=2, cells=16, kv_heads=2, head_dim=4)
 
 
 def with_rules():

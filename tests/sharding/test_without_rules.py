@@ -8,6 +8,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxkv
+from tests.caches import attention_cache
 from tests.cases import in_lanes
 from tests.hlo import collectives
 from tests.meshes import mesh_of
@@ -20,7 +21,7 @@ def arguments(streams, dtype="float32"):
     """A cache with some tokens, a ubatch that it has taken in, queries and keys."""
     sizes = dict(layers=1, cells=4096 // streams, kv_heads=KV_HEADS, head_dim=SIZE, sequences=Q)
     rope = jaxkv.make_rope(SIZE)
-    cache = jaxkv.make_kv_cache(**sizes, streams=streams, rope=rope, dtype=dtype)
+    cache = attention_cache(**sizes, streams=streams, rope=rope, dtype=dtype)
     batch = jaxkv.make_batch(np.arange(12).reshape(Q, 3))
     (ubatch,) = jaxkv.init_batch(cache, batch).check().ubatches
     rng, shape = np.random.default_rng(0), ubatch.valid.shape

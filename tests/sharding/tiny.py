@@ -10,9 +10,11 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxkv
+from jaxkv.hybrid import compose
+from tests.caches import attention_cache, recurrent_cache
 
 KINDS = {
-    "striped": ("a", {"placement": "striped", "shards": 2}),
+    "striped": ("a", {"placement": "striped:2"}),
     "groups": ("a", {"streams": 2, "window": jaxkv.window.sliding(6)}),
     "hybrid": ("ar", {"streams": 4}),
 }
@@ -27,12 +29,12 @@ def make(layers, *, sequences=4, streams=1, **attention):
     for kind, own in places.items():
         if kind == "a":
             options = {"cells": 16, "kv_heads": 2, "head_dim": 4, "rope": None, **attention}
-            part = jaxkv.make_kv_cache(layers=len(own), **options, **sizes)
+            part = attention_cache(layers=len(own), **options, **sizes)
         else:
             states = {"states": {"x": ((4,), jnp.float32)}, "shard_dims": {"x": (0, 4)}}
-            part = jaxkv.make_recurrent_cache(layers=len(own), max_rollback=1, **states, **sizes)
+            part = recurrent_cache(layers=len(own), max_rollback=1, **states, **sizes)
         parts.append((part, tuple(own)))
-    return parts[0][0] if len(parts) == 1 else jaxkv.make_hybrid_cache(*parts)
+    return parts[0][0] if len(parts) == 1 else compose(*parts)
 
 
 def params():

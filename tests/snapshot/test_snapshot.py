@@ -33,7 +33,7 @@ STATES = {
 ONE = replace(SMALL, cells=40, sequences=4)
 FULL = [
     replace(ONE, name="pool"),
-    replace(ONE, streams=2, placement="striped", shards=4, name="striped"),
+    replace(ONE, streams=2, placement="striped:4", name="striped"),
     replace(ONE, streams=4, placement="contiguous", name="contiguous"),
 ]
 WINDOWS = [replace(one, windows=(jaxkv.window.sliding(3),)) for one in FULL]
@@ -87,7 +87,7 @@ def belongings(cache, seq, kept=0):
 def unstamped(cache):
     """The tables of a cache without stamps; and which layer lacks tokens or holds which state."""
     fields = []
-    for part in jaxkv.hybrid.parts_of(cache):
+    for part in cache.parts:
         table, _ = jaxkv.split(part)
         if not isinstance(table, Cells):
             live = occupied(table, table.cell)
@@ -159,7 +159,9 @@ def test_load_of_states_goes_on_as_the_saved_cache(name):
 
 @pytest.mark.core
 def test_load_of_states_never_written_holds_none():
-    cache = jaxkv.make_recurrent_cache(layers=2, states=histories.STATES, sequences=2)
+    cache = jaxkv.make_cache(
+        jaxkv.CacheSpec.recurrent(layers=2, states=histories.STATES), sequences=2
+    )
     cache = jaxkv.apply(cache, jaxkv.init_batch(cache, jaxkv.make_batch([1])))
     loaded = snapshot.load(snapshot.save(cache))
     assert loaded.table.cell.tolist() == cache.table.cell.tolist()
@@ -226,7 +228,7 @@ def test_load_returns_every_bit_of_a_dtype(dtype):
 def test_load_returns_states_of_any_dtype_and_name():
     shapes = {"a.b": ((2,), jnp.int8), "c": ((), bool), "d": ((1, 3), jnp.complex64)}
     shapes |= {"e": ((2,), jnp.bfloat16), "0": ((3,), jnp.uint16)}
-    cache = jaxkv.make_recurrent_cache(layers=2, states=shapes, max_rollback=1)
+    cache = jaxkv.make_cache(jaxkv.CacheSpec.recurrent(layers=2, states=shapes), max_rollback=1)
     cache = jaxkv.apply(cache, jaxkv.init_batch(cache, jaxkv.make_batch([1, 2])))
     table, buffers = jaxkv.split(cache)
     draw = partial(np.random.default_rng(0).integers, 0, 2)

@@ -22,9 +22,10 @@ import safetensors.numpy
 
 import jaxkv
 from jaxkv import snapshot
+from jaxkv.hybrid import compose
 from jaxkv.snapshot.file import opened, written
 from tests import histories
-from tests.caches import assert_identical, drawn
+from tests.caches import assert_identical, attention_cache, drawn, recurrent_cache
 from tests.cases import in_lanes
 from tests.mistakes import assert_raises, mistakes
 from tests.models.tiny_files import DATA
@@ -37,8 +38,11 @@ OVERHEAD = 200_000
 @pytest.fixture(scope="module")
 def saved():
     """A cache of bfloat16, 600 kB of which are live, and its file."""
-    cache = jaxkv.make_kv_cache(
-        layers=3, cells=64, kv_heads=8, head_dim=128, dtype=jnp.bfloat16, sequences=2
+    cache = jaxkv.make_cache(
+        jaxkv.CacheSpec.attention(layers=3, kv_heads=8, head_dim=128),
+        cells=64,
+        dtype=jnp.bfloat16,
+        sequences=2,
     )
     batch = jaxkv.make_batch([[1] * 30, [2] * 20])
     cache = with_numbers(jaxkv.apply(cache, jaxkv.init_batch(cache, batch)))
@@ -118,16 +122,16 @@ def test_save_is_read_by_safetensors(tmp_path):
 
 def make(**changes):
     sizes = {"layers": 2, "cells": 8, "kv_heads": 2, "head_dim": 4, "sequences": 2}
-    return jaxkv.make_kv_cache(**{**sizes, **changes})
+    return attention_cache(**{**sizes, **changes})
 
 
 def recurrent(**changes):
     sizes = {"layers": 2, "states": histories.STATES, "sequences": 2}
-    return jaxkv.make_recurrent_cache(**{**sizes, **changes})
+    return recurrent_cache(**{**sizes, **changes})
 
 
 def hybrid(layers=(0, 1), **changes):
-    return jaxkv.make_hybrid_cache((make(**changes), layers), (recurrent(), (2, 3)))
+    return compose((make(**changes), layers), (recurrent(), (2, 3)))
 
 
 def test_load_compares_models_where_both_are_known():
@@ -173,8 +177,9 @@ def of_each_kind():
     sizes = {"sequences": 4, "streams": 2}
     text = make(window=jaxkv.window.sliding(3), rope=None, **sizes)
     states = recurrent(max_rollback=1, **sizes)
-    sources = jaxkv.make_cross_attention_cache(layers=1, cells=6, kv_heads=2, head_dim=4, **sizes)
-    cache = jaxkv.make_hybrid_cache((text, (0, 1)), (states, (2, 3)), (sources, (4,)))
+    spec = jaxkv.CacheSpec.cross_attention(layers=1, kv_heads=2, head_dim=4)
+    sources = jaxkv.make_cache(spec, cells=6, **sizes)
+    cache = compose((text, (0, 1)), (states, (2, 3)), (sources, (4,)))
     for tokens in ([[1], [2]], [[3], [4]], [[5], [6]]):
         batch = jaxkv.make_batch(tokens, sequences=[0, 2])
         cache = jaxkv.apply(cache, jaxkv.init_batch(cache, batch).check())

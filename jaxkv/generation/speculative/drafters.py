@@ -170,7 +170,7 @@ def prompt_lookup(
 
     Examples:
       >>> draft = generation.prompt_lookup([[1, 2, 3, 4, 1]], recent=8)
-      >>> cache = make_kv_cache(layers=1, cells=8, kv_heads=1, head_dim=4)
+      >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=4), cells=8)
       >>> state = generation.init_decode(cache, tokens=[2]).state
       >>> _, guess = draft.propose(None, state, jnp.array([True]), jnp.array([5]))
       >>> guess.tokens.tolist(), guess.valid.tolist()

@@ -156,7 +156,7 @@ def speculate(
       ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
       ...     cache, _ = attend(cache, 0, ubatch, x, x, x)
       ...     return cache, jnp.roll(x, 1, axis=-1).reshape(-1, 3)[ubatch.outputs]
-      >>> cache = make_kv_cache(layers=1, cells=32, kv_heads=1, head_dim=3)
+      >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=3), cells=32)
       >>> cache, logits, *_ = prefill(forward, jnp.eye(3), cache, make_batch([0, 1, 2, 0]))
       >>> state = generation.init_decode(cache, logits=logits).state
       >>> drafter = generation.prompt_lookup([[0, 1, 2, 0]])

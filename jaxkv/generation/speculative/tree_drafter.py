@@ -156,7 +156,9 @@ def tree_draft_model(
       ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
       ...     cache, x = attend(cache, 0, ubatch, x, x, x)
       ...     return cache, x.reshape(-1, 4)[ubatch.outputs] @ params.T
-      >>> cache = make_kv_cache(layers=1, cells=32, kv_heads=1, head_dim=4, sequences=6)
+      >>> cache = make_cache(
+      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=4), cells=32, sequences=6
+      ... )
       >>> draft = generation.tree_draft_model(
       ...     forward, jnp.eye(4), cache, batch_size=2, num_branches=3
       ... )

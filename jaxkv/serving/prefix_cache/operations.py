@@ -53,7 +53,9 @@ def fork_prefix(
       TypeError: when tokens are no integers.
 
     Examples:
-      >>> cache = make_kv_cache(layers=1, cells=64, sequences=3, kv_heads=1, head_dim=2)
+      >>> cache = make_cache(
+      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=64, sequences=3
+      ... )
       >>> store = serving.prefix_cache.make_prefix_store(cache, store_sequences=[2])
       >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
       >>> cache, store, _ = serving.prefix_cache.store_prefix(cache, store, [1, 2, 3], 0)
@@ -124,8 +126,11 @@ def store_prefix(
     Examples:
       A window of two positions, and few cells: the first tokens are gone.
 
-      >>> cache = make_kv_cache(
-      ...     layers=1, cells=5, sequences=2, kv_heads=1, head_dim=2, window=window.sliding(2)
+      >>> cache = make_cache(
+      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, window=window.sliding(2)),
+      ...     cells=5,
+      ...     sequences=2,
+      ...     max_rollback=5,
       ... )
       >>> store = serving.prefix_cache.make_prefix_store(cache, store_sequences=[1])
       >>> for tokens in [[1, 2, 3, 4], [5, 6, 7]]:
@@ -178,7 +183,9 @@ def evict(cache: Cache, store: PrefixStore, *, cells: int) -> tuple[Cache, Prefi
       ValueError: when cells are below 0, and as in `fork_prefix`.
 
     Examples:
-      >>> cache = make_kv_cache(layers=1, cells=64, sequences=2, kv_heads=1, head_dim=2)
+      >>> cache = make_cache(
+      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=64, sequences=2
+      ... )
       >>> store = serving.prefix_cache.make_prefix_store(cache, store_sequences=[1])
       >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
       >>> cache, store, _ = serving.prefix_cache.store_prefix(cache, store, [1, 2, 3], 0)
@@ -231,7 +238,9 @@ def warm_up(cache: Cache, store: PrefixStore, *, donate: bool = False) -> Cache:
       ValueError: as in `fork_prefix`.
 
     Examples:
-      >>> cache = make_kv_cache(layers=1, cells=64, sequences=3, kv_heads=1, head_dim=2)
+      >>> cache = make_cache(
+      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=64, sequences=3
+      ... )
       >>> store = serving.prefix_cache.make_prefix_store(cache, store_sequences=[2])
       >>> num_used_cells(serving.prefix_cache.warm_up(cache, store)).item()
       0

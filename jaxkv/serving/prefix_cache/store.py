@@ -108,7 +108,9 @@ def make_prefix_store(
       TypeError: when ids or cells are no integers.
 
     Examples:
-      >>> cache = make_kv_cache(layers=1, cells=64, sequences=4, kv_heads=1, head_dim=2)
+      >>> cache = make_cache(
+      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=64, sequences=4
+      ... )
       >>> serving.prefix_cache.make_prefix_store(cache, store_sequences=[2, 3], cells=32)
       PrefixStore(0 texts of 0 tokens, 2 sequences, at most 32 cells)
     """
