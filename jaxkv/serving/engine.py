@@ -19,7 +19,7 @@ from jaxkv.generation.model_step import Forward
 from jaxkv.plan import Reason
 from jaxkv.serving.engine_prefixes import EnginePrefixes
 from jaxkv.serving.model_runner import ModelRunner, RunnerOutput
-from jaxkv.serving.prefix_cache import PrefixStore
+from jaxkv.serving.prefix_cache.store import PrefixStore
 from jaxkv.serving.request import (
     FinishReason,
     Request,
@@ -55,7 +55,7 @@ class Engine:
       forward: see `prefill`.
       params: whatever the model wants.
       cache: an empty cache; it is given up, and `engine.cache` is the current cache. The cells
-        of a stream are for all of its sequences. It may hold what the store holds.
+        of a stream are for all of its sequences. It may hold what `prefix_store` holds.
       stop_tokens: `[n]` int32, the tokens that end every text.
       prefill_chunk: the most tokens of prompts that are computed at once. A running text waits for
         one chunk between two tokens at most.
@@ -71,17 +71,19 @@ class Engine:
       constraint: what may come next in the texts whose requests have a `constraint_state`, such as
         a grammar. It is looked at in every step, whichever texts run, and its states go to the host
         and back with each call: keep them small.
-      store: what `prefix_cache.make_prefix_store` made for this cache; from then on `engine.store`.
-        A prompt that begins with a text in it computes only the rest. Each text is remembered when
-        it ends, and where prompts part that begin alike; a prompt waits for one that is on its way
-        in and has more of it. Its texts give way, the least recently used first, before a request
-        waits.
+      prefix_sequences: `[n]` int, sequences of the cache for a `PrefixStore`, which is
+        `engine.prefix_store` then. A prompt that begins with one in it computes only the rest. Each
+        text is stored when it ends, and where prompts part that begin alike; a prompt waits for one
+        that is on its way in and has more of it. The least recently used are evicted before a
+        request waits.
+      prefix_store: in place of `prefix_sequences`, a store that was made for this cache, such as
+        one with a limit of cells, or that of an earlier engine beside its cache.
 
     Raises:
       ValueError: when the cache is not empty, was donated or has a part for sources,
         `prefill_chunk` is more than it was sized for, a number is below 1, there is no such option
         to allow, the rule does not give what it should, or the store was made for another cache or
-        leaves no sequence.
+        leaves no sequence, or was given beside `prefix_sequences`.
       TypeError: when `forward` is no function, the rule none, or the store none.
 
     Examples:
@@ -115,10 +117,12 @@ which this cache never has: ask for less, or make a larger one
       >>> num_used_cells(engine.cache).item()
       0
 
-      With a store a prompt is computed once, but for its last token, which gives the logits:
+      With sequences for prefixes a prompt is computed once, but for its last token, which gives
+      the logits:
 
-      >>> store = serving.prefix_cache.make_prefix_store(cache := engine.cache, store_sequences=[1])
-      >>> engine = serving.Engine(forward, jnp.eye(4), cache, store=store, prefill_chunk=8)
+      >>> engine = serving.Engine(
+      ...     forward, jnp.eye(4), engine.cache, prefix_sequences=[1], prefill_chunk=8
+      ... )
       >>> for _ in range(2):
       ...     _ = engine.submit(request(prompt=[0, 1, 2], max_new_tokens=2))
       ...     print(next(engine.results()).prefix_hit)
@@ -140,7 +144,8 @@ which this cache never has: ask for less, or make a larger one
         penalty_last_n: int = 64,
         max_stop_tokens: int = 4,
         constraint: Constraint | None = None,
-        store: PrefixStore | None = None,
+        prefix_sequences: Iterable[int] | None = None,
+        prefix_store: PrefixStore | None = None,
     ):
         if not callable(forward):
             raise TypeError(f"wanted a function forward, see prefill, got {type(forward)}")
@@ -163,7 +168,14 @@ which this cache never has: ask for less, or make a larger one
         self._runner = ModelRunner(
             forward, params, cache, stop_tokens=stop_tokens, limits=self._limits
         )
-        self._prefixes = EnginePrefixes(self._runner, store)
+        if prefix_sequences is not None:
+            if prefix_store is not None:
+                raise ValueError(
+                    "expected prefix_sequences or a prefix_store, got both; pass the store alone, "
+                    "which has its sequences"
+                )
+            prefix_store = PrefixStore(cache, sequences=prefix_sequences)
+        self._prefixes = EnginePrefixes(self._runner, prefix_store)
         self._schedule = Scheduler(
             table, limits=self._limits, reserve=reserve, prefixes=self._prefixes
         )
@@ -178,7 +190,7 @@ which this cache never has: ask for less, or make a larger one
         return self._runner.cache
 
     @property
-    def store(self) -> PrefixStore | None:
+    def prefix_store(self) -> PrefixStore | None:
         """The store as it is now, beside `engine.cache`; None without one."""
         return self._prefixes.store
 

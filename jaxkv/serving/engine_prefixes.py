@@ -1,7 +1,7 @@
 """What an engine keeps for prompts that begin alike: a store, beside the cache of its runner."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,21 +11,10 @@ from jaxkv.cache import split
 from jaxkv.jit_helpers import jit_table
 from jaxkv.serving.model_runner import ModelRunner
 from jaxkv.serving.prefill_chunks import PASS
-from jaxkv.serving.prefix_cache.matching import common_prefix_length, longest_match
-from jaxkv.serving.prefix_cache.operations import evict_one, fork, held, store_prefix, warm_up
-from jaxkv.serving.prefix_cache.store import CachedPrompt, PrefixHit, PrefixStore, touched
+from jaxkv.serving.prefix_cache.matching import common_prefix_length
+from jaxkv.serving.prefix_cache.prompts import CachedPrompt, PrefixHit, PrefixMatch
+from jaxkv.serving.prefix_cache.store import PrefixStore
 from jaxkv.serving.request import NOTHING, RequestState
-
-
-class PrefixMatch(NamedTuple):
-    """What a text can go on from.
-
-    source: what is held of it; None if nothing is.
-    found: how far.
-    """
-
-    source: CachedPrompt | None
-    found: PrefixHit
 
 
 class EnginePrefixes:
@@ -46,28 +35,33 @@ class EnginePrefixes:
     def __init__(self, runner: ModelRunner, store: PrefixStore | None):
         self._runner, self.store = runner, store
         table, _ = split(runner.cache)
-        kept = 0 if store is None else held(runner.cache, store)
+        if not isinstance(store, PrefixStore | None):
+            raise TypeError(
+                f"expected a PrefixStore, got {type(store).__name__}; make one of the cache, or "
+                f"pass prefix_sequences="
+            )
+        kept = 0 if store is None else store.num_used_cells(runner.cache)
         if occupied := int(num_used_cells(runner.cache)) - kept:
             raise ValueError(
                 f"wanted an empty cache, got one with {occupied} cells in use: clear(cache)"
             )
-        if store and len(store.store_sequences) == table.spec.sequences:
+        if store and len(store.sequences) == table.spec.sequences:
             raise ValueError(
-                f"wanted a store that leaves sequences to requests, got one with all "
-                f"{table.spec.sequences} as holders: pass fewer, or make a cache with more"
+                f"expected a store that leaves sequences to requests, got one with all "
+                f"{table.spec.sequences}; pass fewer, or make a cache with more"
             )
         shapes = jax.eval_shape(table.num_shared_cells)
         self.nothing = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
         self._sharing = table.spec.sequences_per_stream
 
     @property
-    def holders(self) -> tuple[int, ...]:
+    def sequences(self) -> tuple[int, ...]:
         """The sequences that no request gets."""
-        return self.store.store_sequences if self.store else ()
+        return self.store.sequences if self.store else ()
 
     def lengths(self, stream: int) -> dict[int, int]:
-        """Return the tokens that each holder of a stream holds."""
-        return {text.holder: text.tokens.size for text in self._texts_in(stream)}
+        """Return the tokens that each of the store's sequences holds in a stream."""
+        return {text.sequence: text.tokens.size for text in self._texts_in(stream)}
 
     @property
     def now(self) -> tuple[Any, PrefixStore | None]:
@@ -88,7 +82,7 @@ class EnginePrefixes:
         """Compile all that the rest needs."""
         if self.store:
             self.num_shared_cells()
-            self._runner.cache = warm_up(self._runner.cache, self.store, donate=True)
+            self._runner.cache = self.store.warm_up(self._runner.cache, donate=True)
 
     def match(
         self, text: RequestState, others: Sequence[RequestState], sequence: int
@@ -106,67 +100,65 @@ class EnginePrefixes:
         if self.store is None:
             return PrefixMatch(None, NOTHING)
         tokens = text.all_tokens()
-        match = PrefixMatch(*longest_match(*self._pair(), tokens, sequence))
+        match = self.store.longest_match(self._runner.cache, tokens, sequence)
         shared = [
             (common_prefix_length(one.all_tokens(), tokens[:-1]), one.num_cached_tokens, one)
             for one in others
         ]
         most, _, other = max(shared, key=lambda one: one[:2], default=(0, 0, text))
-        if most - match.found.length > PASS:
+        if most - match.hit.length > PASS:
             if not other.runs and other.num_computed_tokens < most:
                 other.branch_points.add(most)
                 return None
             self.store_prefix(other, min(most, other.num_cached_tokens))
-            match = PrefixMatch(*longest_match(*self._pair(), tokens, sequence))
+            match = self.store.longest_match(self._runner.cache, tokens, sequence)
         known = [common_prefix_length(one.tokens, tokens[:-1]) for one in self._texts]
         furthest = max([most, *known])
-        text.branch_points = {furthest} if furthest - match.found.length > PASS else set()
+        text.branch_points = {furthest} if furthest - match.hit.length > PASS else set()
         return match
 
     def is_near(self, match: PrefixMatch, sequence: int) -> bool:
         """Return whether it stands in the stream of a sequence, so that a fork is no copy."""
-        source = match.source
-        return source is not None and source.holder // self._sharing == sequence // self._sharing
+        prompt = match.prompt
+        return prompt is not None and prompt.sequence // self._sharing == sequence // self._sharing
 
     def fork(self, match: PrefixMatch, sequence: int) -> PrefixHit:
         """Let a sequence have what was found; return how far, which is 0 if a copy has no room."""
-        if match.source is None:
-            return match.found
-        self._runner.cache, self.store, found = fork(*self._pair(), *match, sequence, donate=True)
-        return found
+        if self.store is None or match.prompt is None:
+            return match.hit
+        self._runner.cache, self.store, hit = self.store.fork_match(
+            self._runner.cache, match, sequence, donate=True
+        )
+        return hit
 
     def store_prefix(self, text: RequestState, length: int) -> None:
         """Keep the first tokens of a text, if there are any and they can be gone on with."""
         if self.store is None or not length:
             return
         tokens = text.all_tokens()[:length]
-        self._runner.cache, self.store, _ = store_prefix(
-            *self._pair(), tokens, text.sequence, donate=True
+        self._runner.cache, self.store, _ = self.store.store(
+            self._runner.cache, tokens, text.sequence, donate=True
         )
 
     def leave(self, text: RequestState) -> None:
         """Keep a text that ends; what it began with was in use until now, and is not what goes."""
         if self.store and text.source:
-            self.store = touched(self.store, text.source)
+            self.store = self.store.touch(text.source)
         self.store_prefix(text, text.num_cached_tokens)
 
     def evict_one(self, stream: int) -> bool:
         """Let go of the least recently used text of a stream; return whether there was one."""
         texts = self._texts_in(stream)
-        if texts:
-            self._runner.cache, self.store = evict_one(*self._pair(), texts[0])
+        if self.store and texts:
+            self._runner.cache, self.store = self.store.evict_prompt(self._runner.cache, texts[0])
         return bool(texts)
 
     @property
     def _texts(self) -> tuple[CachedPrompt, ...]:
-        return self.store.texts if self.store else ()
+        return self.store.prompts if self.store else ()
 
     def _texts_in(self, stream: int) -> list[CachedPrompt]:
-        return [text for text in self._texts if text.holder // self._sharing == stream]
-
-    def _pair(self) -> tuple[Any, PrefixStore]:
-        assert self.store is not None
-        return self._runner.cache, self.store
+        return [text for text in self._texts if text.sequence // self._sharing == stream]
 
 
 @jit_table

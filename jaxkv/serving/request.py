@@ -12,7 +12,7 @@ from jaxkv.generation.constraints import Constraint, checked_rule, checked_state
 from jaxkv.generation.filters import OPTIONS, FilterSampler, make_sampler
 from jaxkv.generation.padding import listed
 from jaxkv.planning.planners import checked_size
-from jaxkv.serving.prefix_cache.store import CachedPrompt, MissReason, PrefixHit
+from jaxkv.serving.prefix_cache.prompts import CachedPrompt, MissReason, PrefixHit
 from jaxkv.spec import TableSpec
 
 CHUNK = 128

@@ -111,7 +111,7 @@ class Scheduler:
     def _free(self) -> list[int]:
         """Return a sequence of each stream that has one for a request."""
         free = [q for q, text in enumerate(self._placed) if not text]
-        free = [q for q in free if q not in self._prefixes.holders]
+        free = [q for q in free if q not in self._prefixes.sequences]
         return [*{q // self._sharing: q for q in reversed(free)}.values()][::-1]
 
     def _place(self, text: RequestState, free: list[int], match: PrefixMatch) -> bool:
@@ -133,13 +133,13 @@ class Scheduler:
         """Give a text a sequence if there is room in its stream; else nothing is changed."""
         then, near = self._prefixes.now, self._prefixes.is_near(match, sequence)
         self._placed[sequence], text.sequence = text, sequence
-        found = self._prefixes.fork(match, sequence) if near else match.found
+        found = self._prefixes.fork(match, sequence) if near else match.hit
         while not self._has_room(self.stream_of(text)):
             if not (gives_way and self._prefixes.evict_one(self.stream_of(text))):
                 self._prefixes.rewind(then)
                 self._placed[sequence], text.sequence = None, -1
                 return False
-        text.begin(match.source, found if near else self._prefixes.fork(match, sequence))
+        text.begin(match.prompt, found if near else self._prefixes.fork(match, sequence))
         return True
 
     def _has_room(self, stream: int) -> bool:

@@ -1,7 +1,7 @@
 """Conversations side by side in one cache, as a value, and its edits: each is one verb.
 
 Each conversation has a sequence, and all share the cells of one pool, so a fork copies nothing. The
-other sequences are holders of a store (`jaxkv.serving.prefix_cache`): what was said before a turn
+other sequences are those of a store (`jaxkv.serving.PrefixStore`): what was said before a turn
 is kept there, to be gone back to where a window or a state cannot, and for conversations that begin
 alike.
 """
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import jaxkv
-from jaxkv.serving import prefix_cache
+from jaxkv.serving import MissReason, PrefixStore
 from models.chat.conversation import ChatError, Conversation
 
 MAIN = "main"
@@ -49,7 +49,7 @@ class Chat:
     """
 
     cache: jaxkv.Cache
-    store: prefix_cache.PrefixStore
+    store: PrefixStore
     conversations: Mapping[str, Conversation]
     current: str = MAIN
     computed: int = 0
@@ -64,7 +64,7 @@ class Chat:
     @property
     def seats(self) -> int:
         """How many conversations there may be."""
-        return self.cache.table.spec.sequences - len(self.store.store_sequences)
+        return self.cache.table.spec.sequences - len(self.store.sequences)
 
     @property
     def held(self) -> int:
@@ -74,7 +74,7 @@ class Chat:
     @property
     def without_kept(self) -> jaxkv.Cache:
         """The cache without what is kept beside the conversations, to look at."""
-        return jaxkv.seq_rm(self.cache, self.store.store_sequences)[0]
+        return jaxkv.seq_rm(self.cache, self.store.sequences)[0]
 
     def going_on(self, conversation: Conversation, cache: jaxkv.Cache) -> "Chat":
         """Return it with another value of the current conversation, and of the cache."""
@@ -106,12 +106,11 @@ def remember(chat: Chat, length: int) -> Chat:
     now = chat.now
     if not 0 < length <= now.gapless(chat.held):
         return chat
-    text = chat.cache, chat.store, now.tokens[:length], now.sequence
-    cache, store, _ = prefix_cache.store_prefix(*text)
+    cache, store, _ = chat.store.store(chat.cache, now.tokens[:length], now.sequence)
     return replace(chat, cache=cache, store=store)
 
 
-def recall(chat: Chat, length: int) -> tuple[Chat, prefix_cache.MissReason]:
+def recall(chat: Chat, length: int) -> tuple[Chat, MissReason]:
     """Let the current conversation hold what is kept of its first tokens, where that is more.
 
     Returns:
@@ -119,10 +118,10 @@ def recall(chat: Chat, length: int) -> tuple[Chat, prefix_cache.MissReason]:
     """
     now = chat.now
     text = now.tokens[: now.gapless(length) + 1]  # of which the last one is always computed
-    cache, store, found = prefix_cache.fork_prefix(chat.cache, chat.store, text, now.sequence)
-    if (more := found.length - chat.held) <= 0:
-        return chat, found.miss
-    return replace(chat, cache=cache, store=store, reused=chat.reused + more), found.miss
+    cache, store, hit = chat.store.fork(chat.cache, text, now.sequence)
+    if (more := hit.length - chat.held) <= 0:
+        return chat, hit.miss
+    return replace(chat, cache=cache, store=store, reused=chat.reused + more), hit.miss
 
 
 def use_instructions(chat: Chat) -> Chat:
@@ -130,8 +129,9 @@ def use_instructions(chat: Chat) -> Chat:
     now = chat.now
     if not now.tokens or not now.frame.keep:
         return chat
-    text = chat.cache, chat.store, now.tokens[: now.frame.keep + 1], now.sequence
-    return replace(chat, store=prefix_cache.fork_prefix(*text)[1])  # the fork is not taken
+    begins = now.tokens[: now.frame.keep + 1]
+    forked = chat.store.fork(chat.cache, begins, now.sequence)
+    return replace(chat, store=forked.store)  # the fork is not taken
 
 
 def fork(chat: Chat, name: str) -> Chat:
@@ -245,12 +245,12 @@ def taken_back(chat: Chat, length: int) -> tuple[Chat, str]:
 
 
 NOT_KEPT = {
-    prefix_cache.MissReason.NONE: "nothing was kept from there",
-    prefix_cache.MissReason.UNKNOWN: "nothing was kept of it",
-    prefix_cache.MissReason.EVICTED: "what was kept from there had to give way",
-    prefix_cache.MissReason.CONTEXT_EVICTED: "so has what was kept",
-    prefix_cache.MissReason.INCOMPLETE: "what was kept has lost a passage",
-    prefix_cache.MissReason.NO_STATE: "no state was kept from there",
+    MissReason.NONE: "nothing was kept from there",
+    MissReason.UNKNOWN: "nothing was kept of it",
+    MissReason.EVICTED: "what was kept from there had to give way",
+    MissReason.CONTEXT_EVICTED: "so has what was kept",
+    MissReason.INCOMPLETE: "what was kept has lost a passage",
+    MissReason.NO_STATE: "no state was kept from there",
 }
 """Why the store has no more of a text, as the end of a sentence; there is one stream, so room."""
 

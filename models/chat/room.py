@@ -8,7 +8,6 @@ import jax.numpy as jnp
 
 import jaxkv
 from jaxkv.jit_helpers import jit_table
-from jaxkv.serving import prefix_cache
 from models.chat.chat import Chat, has_states, held_in
 from models.chat.conversation import ChatError, Conversation
 
@@ -32,8 +31,8 @@ def give_way(chat: Chat, tokens: int) -> Chat | None:
     if _left(chat.cache, chat.now.sequence) >= tokens:
         return None
     cache, store = chat.cache, chat.store
-    while store.texts:
-        cache, store = prefix_cache.evict(cache, store, cells=prefix_cache.held(cache, store) - 1)
+    while store.prompts:
+        cache, store = store.evict(cache, cells=store.num_used_cells(cache) - 1)
         if _left(cache, chat.now.sequence) >= tokens:
             return replace(chat, cache=cache, store=store)
     return None
@@ -63,7 +62,7 @@ def slide(chat: Chat) -> Chat:
         cache, ok = jaxkv.seq_rm(cache, now.sequence, now.frame.keep)
     else:
         drop = cut - start
-        cache, store = prefix_cache.evict(cache, store, cells=0)
+        cache, store = store.evict(cache, cells=0)
         cache, ok = jaxkv.generation.context_shift(
             cache, now.sequence, num_keep=now.frame.keep, num_discard=drop
         )

@@ -8,11 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any, get_args
 
-import numpy as np
-
 import jaxkv
 from jaxkv import snapshot
-from jaxkv.serving import prefix_cache
 from models.chat.chat import Chat
 from models.chat.conversation import ChatError, Conversation, Turn
 from models.errors import brief
@@ -33,7 +30,7 @@ def save(path: str | os.PathLike, chat: Chat, model: Model) -> None:
     """
     found = chat.conversations
     tokens = {one.sequence: one.tokens for one in found.values()}
-    kept = {text.holder: text.tokens for text in chat.store.texts}
+    kept = {one.sequence: one.tokens for one in chat.store.prompts}
     notes = {
         "kind": KIND,
         "current": chat.current,
@@ -108,18 +105,15 @@ def _taken_in(
       goes: by saved sequence, that of a conversation.
       kept: by saved sequence, the tokens of what was kept, the least recently used first.
     """
-    latest = [*kept][-len(chat.store.store_sequences) :]
-    held = dict(zip(latest, chat.store.store_sequences, strict=False))
+    latest = [*kept][-len(chat.store.sequences) :]
+    held = dict(zip(latest, chat.store.sequences, strict=False))
     try:
         cache = snapshot.load(path, into=chat.cache, sequences=goes | held, donate=True)
     except jaxkv.OutOfCellsError:
         held = {}
         cache = snapshot.load(path, into=chat.cache, sequences=goes, donate=True)
-    texts = [
-        prefix_cache.CachedPrompt(holder=holder, tokens=np.asarray(kept[one], np.int32))
-        for one, holder in held.items()
-    ]
-    return replace(chat, cache=cache, store=replace(chat.store, texts=tuple(texts), evicted=()))
+    store = chat.store.with_prompts({seq: kept[one] for one, seq in held.items()})
+    return replace(chat, cache=cache, store=store)
 
 
 def kept_in(info: snapshot.Info) -> dict[int, list[int]]:

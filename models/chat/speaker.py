@@ -13,7 +13,7 @@ import numpy as np
 import jaxkv
 from jaxkv import generation
 from jaxkv.generation.filters import Sampler, make_sampler
-from jaxkv.serving import prefix_cache
+from jaxkv.serving import PrefixStore
 from models.chat.chat import (
     MAIN,
     Chat,
@@ -76,7 +76,7 @@ class Speaker:
         Args:
           conversations: how many there may be, forks included.
           cells: tokens that all of them hold together.
-          holders: texts that are kept beside them, see `jaxkv.serving.prefix_cache`.
+          holders: texts that are kept beside them, see `jaxkv.serving.PrefixStore`.
           system: the instructions that a conversation begins with.
 
         Raises:
@@ -96,9 +96,7 @@ class Speaker:
                 "a recurrent state cannot forget what it has seen: leave --on-full slide out."
             )
         first = Conversation(sequence=0, frame=frame, system=system)
-        store = prefix_cache.make_prefix_store(
-            cache, store_sequences=range(conversations, conversations + holders)
-        )
+        store = PrefixStore(cache, sequences=range(conversations, conversations + holders))
         return Chat(cache=cache, store=store, conversations={MAIN: first})
 
     def compile(self, chat: Chat, tell: Callable[[int, int], None] | None = None) -> Chat:
@@ -116,7 +114,7 @@ class Speaker:
         ).state
         jobs.append(lambda: self._decode(chat.cache, idle).cache)
         cache = compile_all(jobs, tell)[-1]
-        chat = replace(chat, cache=prefix_cache.warm_up(cache, chat.store))
+        chat = replace(chat, cache=chat.store.warm_up(cache))
         blank = jnp.zeros(logits.shape, logits.dtype, device=self.model.logits_sharding)
         # The small programs, and what edits ask.
         begun = self._begin(cache, blank, chat.now, 0, limit=0), chat.held

@@ -186,7 +186,7 @@ def stats(talk: Talk, rest: str) -> None:
         + f", {chat.now.gap:,} forgotten" * bool(chat.now.gap),
         f"cache: {used:,} of {cells:,} cells used, {megabytes(jaxkv.nbytes(chat.cache))}, "
         f"{len(chat.conversations)} of {plural(chat.seats, 'conversation')}",
-        f"kept: {len(chat.store.texts)} of {plural(len(chat.store.store_sequences), 'text')}, "
+        f"kept: {len(chat.store.prompts)} of {plural(len(chat.store.sequences), 'text')}, "
         f"{plural(kept, 'cell')} more",
         f"computed: {plural(chat.computed, 'token')} in all, and {chat.reused:,} found in what was "
         "kept",

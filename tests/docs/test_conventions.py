@@ -6,7 +6,6 @@ import types
 import pytest
 
 import jaxkv
-from jaxkv.serving import prefix_cache
 
 MODULES = [
     jaxkv,
@@ -14,7 +13,6 @@ MODULES = [
     jaxkv.draw.plot,
     jaxkv.generation,
     jaxkv.serving,
-    prefix_cache,
     jaxkv.sharding,
     jaxkv.snapshot,
     jaxkv.window,
@@ -30,9 +28,6 @@ MANY_POSITIONALS = {"attend"}  # cache, layer, ubatch, q, k, v
 PLAIN_TUPLES = {
     "attend",  # as a model returns it: the cache and the output
     "generation.model_step",  # the cache and the logits, what a model returns
-    "serving.prefix_cache.evict",
-    "serving.prefix_cache.fork_prefix",
-    "serving.prefix_cache.store_prefix",
     "sharding.fit_mesh",  # a mesh and its rules
     "split",
 }

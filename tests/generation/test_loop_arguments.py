@@ -11,7 +11,7 @@ import pytest
 import jaxkv
 from jaxkv import generation, make_batch
 from jaxkv.generation.filters import constrain, make_sampler
-from jaxkv.serving import prefix_cache
+from jaxkv.serving import PrefixStore
 from jaxkv.serving.engine import Constraint, Engine, Request
 from tests import caches
 from tests.caches import Kind, filled
@@ -104,9 +104,9 @@ def engine(cache=None, **options):
     return Engine(forward, None, POOL.make() if cache is None else cache, **options)
 
 
-def store(cache=None, store_sequences=(2, 3), **options):
+def store(cache=None, sequences=(2, 3), **options):
     cache = POOL.make() if cache is None else cache
-    return prefix_cache.make_prefix_store(cache, store_sequences=store_sequences, **options)
+    return PrefixStore(cache, sequences=sequences, **options)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import jaxkv
 from jaxkv import generation, make_batch
 from jaxkv.generation.sampler import Sampler
 from jaxkv.ops.attention.bias import checked_bias
-from jaxkv.serving import prefix_cache
+from jaxkv.serving import PrefixStore
 from tests.caches import SPLIT, VOCABULARY, assert_identical, filled
 from tests.cases import in_lanes
 from tests.generation.tiny import BEST, buffers_of, ends, forward, load
@@ -59,8 +59,8 @@ def held(cache, tokens, seq):
 @pytest.fixture(scope="module")
 def kept():
     cache = held(SPLIT.make(), TEXT, 0)
-    store = prefix_cache.make_prefix_store(cache, store_sequences=[1])
-    return prefix_cache.store_prefix(cache, store, TEXT, 0)[:2]
+    store = PrefixStore(cache, sequences=[1])
+    return store.store(cache, TEXT, 0)[:2]
 
 
 LOOPS = {"prefill": prefilled, "decode": decoded, "speculate": speculated, "beam": searched}
@@ -84,14 +84,14 @@ def test_loop_donated_cache_same_result(loop):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("verb", ["fork_prefix", "store_prefix"])
+@pytest.mark.parametrize("verb", ["fork", "store"])
 def test_store_donated_cache_same_result(verb, kept):
     cache, store = kept
     cache = held(cache, [4, 5], 2)
-    cases = {"fork_prefix": ([*TEXT, 4], 0), "store_prefix": ([4, 5], 2)}
+    cases = {"fork": ([*TEXT, 4], 0), "store": ([4, 5], 2)}
 
     def call(cache, **options):
-        return getattr(prefix_cache, verb)(cache, store, *cases[verb], **options)[0]
+        return getattr(store, verb)(cache, *cases[verb], **options).cache
 
     assert_gives_up(call, cache)
 

@@ -13,9 +13,9 @@ import jaxkv
 import models.generate
 import models.search
 import models.serving
-from jaxkv import CacheSpec, generation, make_batch, snapshot
+from jaxkv import CacheSpec, generation, make_batch, serving, snapshot
 from jaxkv.ops.attention import attention
-from jaxkv.serving import prefix_cache
+from jaxkv.serving import PrefixStore
 from tests.caches import attention_cache
 from tests.generation.tiny import BEST, by_table
 from tests.mistakes import DATA, NAMES, assert_raises, mistakes
@@ -43,7 +43,7 @@ def with_source():
 
 
 def store():
-    return prefix_cache.make_prefix_store(prompted(), store_sequences=[1])
+    return PrefixStore(prompted(), sequences=[1])
 
 
 def attended(rows, cells=3):
@@ -72,7 +72,7 @@ def beam(m, logits, width=1):
     return generation.beam(*MODEL, m, logits, num_beams=width, num_tokens=1)
 
 
-OTHERS = """attend check_invariants clear constrain draw rewind held init_full init_update
+OTHERS = """attend check_invariants clear constrain draw rewind init_full init_update
 is_current generate model_step
 make_rope merge nbytes num_rollback_states read_kv read_states save show
 split compiled_step state_write_steps num_used_cells warm_up write_kv write_states"""
@@ -91,7 +91,7 @@ def test_calls_of_nothing_give_nothing_or_one_sentence(call, outcome):
 
 def test_calls_of_nothing_are_all_that_are_public():
     """Their headings are the names of what is called."""
-    modules = jaxkv, generation, prefix_cache, snapshot
+    modules = jaxkv, generation, serving, snapshot
     public = {
         (name, getattr(one, name)) for one in modules for name in one.__all__ if name[0].islower()
     }

@@ -78,8 +78,7 @@ def test_jitted_loop_learns_the_reason_of_each_sequence():
 
 def test_engine_streams_tokens_and_reuses_prefixes():
     cache = jaxkv.make_cache(SPEC, cells=256, sequences=6)
-    store = serving.prefix_cache.make_prefix_store(cache, store_sequences=[4, 5])
-    options = dict(stop_tokens=[0], prefill_chunk=16, tokens_per_step=4, store=store)
+    options = dict(stop_tokens=[0], prefill_chunk=16, tokens_per_step=4, prefix_sequences=[4, 5])
     engine = serving.Engine(forward, PARAMS, cache, **options)
     prompts = [[1, 2, 3, n] for n in (5, 6, 7)]
     for prompt in prompts:

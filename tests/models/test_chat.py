@@ -117,7 +117,7 @@ def test_slide_shared_or_empty_conversation_raises(speaker, twice):
     slid = slide(copied(twice))
     assert slid.now.gap > 0 and slid.now.turns == twice.now.turns
     assert jaxkv.num_used_cells(slid.cache) == jaxkv.num_used_cells(twice.cache) - slid.now.gap
-    assert twice.store.texts and not slid.store.texts
+    assert twice.store.prompts and not slid.store.prompts
 
 
 @pytest.mark.nightly
@@ -125,7 +125,7 @@ def test_kept_texts_give_way_before_turns_are_forgotten(speaker, twice):
     sliding = replace(speaker, on_full="slide")
 
     def sizes(chat):
-        return [text.tokens.size for text in chat.store.texts]
+        return [text.tokens.size for text in chat.store.prompts]
 
     chat = said(sliding, speaker.begin(conversations=3, cells=CELLS), "b" * 12, "b")
     chat = said(sliding, edits.drop(chat, "main"), "c" * 6, "c")

@@ -28,10 +28,10 @@ def test_load_saved_chat_goes_on_with_nothing_computed(speaker, twice, tmp_path)
     undone, _ = edits.undo(said(speaker, loaded, "3" * 20))
     save(tmp_path / "undone", undone, speaker.model)  # fits into fewer cells and sequences
     few = load(tmp_path / "undone", speaker.begin(conversations=2, cells=32), speaker.model)
-    assert few.now == undone.now and few.held == undone.held and not few.store.texts
+    assert few.now == undone.now and few.held == undone.held and not few.store.prompts
     info = snapshot.inspect(path)
     assert info.model == fingerprint(speaker.model)
-    assert info.sequences == (0, 1, *(text.holder for text in twice.store.texts))
+    assert info.sequences == (0, 1, *(text.sequence for text in twice.store.prompts))
 
 
 def test_fingerprint_other_weights_differ(speaker):

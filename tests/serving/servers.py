@@ -12,9 +12,8 @@ import numpy as np
 import jaxkv
 from jaxkv import generation, make_batch
 from jaxkv.generation.filters import OPTIONS, FilterSampler, constrain
-from jaxkv.serving import prefix_cache
+from jaxkv.serving import MissReason, PrefixStore
 from jaxkv.serving.engine import Constraint, Engine, FinishReason, Request
-from jaxkv.serving.prefix_cache import MissReason
 from tests.caches import VOCABULARY, Kind
 from tests.generation.tiny import assert_sound, forward
 
@@ -130,8 +129,10 @@ def assert_as_alone(results, requests, **options):
 
 def engine_of(kind, holders=None, *, model=forward, cells=None, **options):
     cache = kind.make()
-    store = holders and prefix_cache.make_prefix_store(cache, store_sequences=holders, cells=cells)
-    options = dict(stop_tokens=STOP, prefill_chunk=8, tokens_per_step=4, store=store) | options
+    store = holders and PrefixStore(cache, sequences=holders, cells=cells)
+    options = (
+        dict(stop_tokens=STOP, prefill_chunk=8, tokens_per_step=4, prefix_store=store) | options
+    )
     return Engine(model, None, cache, **options)
 
 
@@ -156,7 +157,7 @@ def ask(engine, prompt, max_new_tokens=1, **options):
 
 
 def kept(engine):
-    return [text.tokens.tolist() for text in engine.store.texts]
+    return [text.tokens.tolist() for text in engine.prefix_store.prompts]
 
 
 def placed(engine):
@@ -164,7 +165,7 @@ def placed(engine):
 
 
 def assert_only_kept(engine):
-    held = prefix_cache.held(engine.cache, engine.store) if engine.store else 0
+    held = engine.prefix_store.num_used_cells(engine.cache) if engine.prefix_store else 0
     assert jaxkv.num_used_cells(engine.cache) == held and not engine.busy
     assert_sound(engine.cache)
 
@@ -192,29 +193,25 @@ class Server:
     """A cache with a store, and how many tokens it was told."""
 
     cache: Any
-    store: prefix_cache.PrefixStore
+    store: PrefixStore
     computed: int = 0
     tell: Any = field(default=told)
 
     def ask(self, tokens, seq=0):
         """Reuse what there is of a prompt and compute the rest."""
-        self.cache, self.store, found = prefix_cache.fork_prefix(
-            self.cache, self.store, tokens, seq
-        )
+        self.cache, self.store, found = self.store.fork(self.cache, tokens, seq)
         self.go_on(tokens[found.length :], seq)
         return found
 
     def found(self, tokens):
-        return prefix_cache.fork_prefix(self.cache, self.store, tokens, 0)[2]
+        return self.store.fork(self.cache, tokens, 0).hit
 
     def go_on(self, tokens, seq=0):
         self.cache = self.tell(self.cache, tokens, seq)
         self.computed += len(tokens)
 
     def remember(self, tokens, seq=0):
-        self.cache, self.store, miss = prefix_cache.store_prefix(
-            self.cache, self.store, tokens, seq
-        )
+        self.cache, self.store, (_, miss) = self.store.store(self.cache, tokens, seq)
         return miss
 
     def forget(self, seq=0):
@@ -222,17 +219,17 @@ class Server:
 
     @property
     def held(self):
-        return prefix_cache.held(self.cache, self.store)
+        return self.store.num_used_cells(self.cache)
 
     @property
     def texts(self):
-        return [text.tokens.tolist() for text in self.store.texts]
+        return [text.tokens.tolist() for text in self.store.prompts]
 
 
 def serving(cache, holders, *texts, cells=None, **options):
     server = Server(
         cache,
-        prefix_cache.make_prefix_store(cache, store_sequences=holders, cells=cells),
+        PrefixStore(cache, sequences=holders, cells=cells),
         **options,
     )
     for text in texts:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.serving import prefix_cache
+from jaxkv.serving import PrefixStore
 from jaxkv.serving.engine import Engine, FinishReason, Request, serve
 from models.compiling import counting
 from tests.caches import Kind
@@ -295,9 +295,9 @@ def test_engine_64_requests_of_a_model_are_as_alone(name, streams, reserve, hold
     requests = begun_alike(mixed(64, most=40), most=40)
     cells = 40 * max(10 // streams // 2, 2)
     cache = model.make_cache(cells=cells, sequences=10, streams=streams, ubatch_size=16)
-    store = holders and prefix_cache.make_prefix_store(cache, store_sequences=holders)
+    store = holders and PrefixStore(cache, sequences=holders)
     options = dict(
-        stop_tokens=STOP, prefill_chunk=16, tokens_per_step=8, reserve=reserve, store=store
+        stop_tokens=STOP, prefill_chunk=16, tokens_per_step=8, reserve=reserve, prefix_store=store
     )
     engine = Engine(model.forward, model.params, cache, **options)
     engine.warm_up()

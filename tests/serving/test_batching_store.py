@@ -4,9 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxkv.serving import prefix_cache
+from jaxkv.serving import MissReason, PrefixStore
 from jaxkv.serving.engine import Engine, Request
-from jaxkv.serving.prefix_cache import MissReason
 from tests.cases import mostly_nightly
 from tests.generation.tiny import forward, load
 from tests.serving.servers import (
@@ -79,7 +78,7 @@ def test_engine_takes_cache_and_store_of_another():
     first, prompt = engine_of(ROOMY, [5]), tokens(20)
     ask(first, prompt)
     options = dict(stop_tokens=STOP, prefill_chunk=8, tokens_per_step=4)
-    second = Engine(forward, None, first.cache, store=first.store, **options)
+    second = Engine(forward, None, first.cache, prefix_store=first.prefix_store, **options)
     assert ask(second, [*prompt, 1]).prefix_hit == (20, MissReason.NONE)
 
 
@@ -174,8 +173,8 @@ class Counting:
     def __init__(self, name, *, holders, **sizes):
         self.model, self.computed = load(name), 0
         cache = self.model.make_cache(ubatch_size=64, **sizes)
-        store = prefix_cache.make_prefix_store(cache, store_sequences=holders)
-        options = dict(store=store, prefill_chunk=64, tokens_per_step=4)
+        store = PrefixStore(cache, sequences=holders)
+        options = dict(prefix_store=store, prefill_chunk=64, tokens_per_step=4)
         self.engine = Engine(self.forward, self.model.params, cache, **options)
 
     def forward(self, params, cache, ubatch):

@@ -14,8 +14,7 @@ from hypothesis import given, settings
 import jaxkv
 from jaxkv import generation
 from jaxkv.hybrid import compose
-from jaxkv.serving import prefix_cache
-from jaxkv.serving.prefix_cache import MissReason
+from jaxkv.serving import MissReason, PrefixStore
 from jaxkv.serving.prefix_cache.matching import common_prefix_length
 from tests import histories
 from tests.caches import GROUPS, Kind, assert_identical, drawing
@@ -51,27 +50,27 @@ def test_reuse_in_a_conversation_computes_each_token_once(kind):
         assert server.remember(text) is MissReason.NONE
         server.forget()  # others may take the sequence until the next turn
     assert server.computed == len(text) == 40
-    assert len(server.store.texts) == 1
+    assert len(server.store.prompts) == 1
     assert jaxkv.num_used_cells(server.cache) == server.held
 
 
 def test_store_keeps_no_text_with_a_hole_or_a_move():
     """Nor gives one: a holder that lost a passage is good as far as that."""
     cache, text = POOL.make(), [1, 2, 3, 4, 5, 6]
-    store = prefix_cache.make_prefix_store(cache, store_sequences=[3])
+    store = PrefixStore(cache, sequences=[3])
     cache = jaxkv.apply(cache, jaxkv.init_batch(cache, jaxkv.make_batch(text)))
     for edited, _ in (jaxkv.seq_rm(cache, 0, 2, 4), jaxkv.seq_add(cache, 0, 0, -1, delta=3)):
-        same, kept, miss = prefix_cache.store_prefix(edited, store, text, 0)
-        assert miss is MissReason.INCOMPLETE and not kept.texts
+        same, kept, (_, miss) = store.store(edited, text, 0)
+        assert miss is MissReason.INCOMPLETE and not kept.prompts
         assert_identical(same, edited)
-    cache, store, miss = prefix_cache.store_prefix(cache, store, text, 0)
+    cache, store, (_, miss) = store.store(cache, text, 0)
     assert miss is MissReason.NONE
     for cut, found in (
         ((2, 4), (2, MissReason.INCOMPLETE)),
         ((0, -1), (0, MissReason.CONTEXT_EVICTED)),
     ):
         cache, _ = jaxkv.seq_rm(cache, 3, *cut)
-        assert prefix_cache.fork_prefix(cache, store, [*text, 7], 1)[2] == found
+        assert store.fork(cache, [*text, 7], 1).hit == found
 
 
 def test_store_knows_the_text_that_a_sequence_holds():
@@ -85,45 +84,45 @@ def test_store_knows_the_text_that_a_sequence_holds():
     slid, ok = generation.context_shift(told(empty, text), 0, num_keep=2, num_discard=2)
     slid = jaxkv.apply(slid, jaxkv.init_update(slid))
     placed = told(empty, text, extra={"place": np.zeros(6)})
-    store = prefix_cache.make_prefix_store(empty, store_sequences=[3])
+    store = PrefixStore(empty, sequences=[3])
     assert ok
     for other, claimed in (
         (slid, [1, 2, 5, 6]),
         (told(empty, [1, 2, 3, 9]), text[:4]),
         (placed, text),
     ):
-        assert prefix_cache.store_prefix(other, store, claimed, 0)[2] is MissReason.OTHER_TEXT
+        assert store.store(other, claimed, 0).hit.miss is MissReason.OTHER_TEXT
     cache, _ = jaxkv.seq_cp(told(told(empty, [9, 9], 1), text), 0, 2)
     cache = jaxkv.apply(jaxkv.seq_rm(cache, 1)[0], jaxkv.defrag_plan(jaxkv.seq_rm(cache, 1)[0]))
-    cache, store, miss = prefix_cache.store_prefix(cache, store, text, 2)
+    cache, store, (_, miss) = store.store(cache, text, 2)
     assert miss is MissReason.NONE
     refilled = told(jaxkv.seq_rm(cache, 3)[0], [1, 2, 9, 4, 5, 6], 3)
     for holding in (refilled, told(empty, [1, 2, 9, 4, 5, 6], 3)):
-        assert prefix_cache.fork_prefix(holding, store, [*text, 7], 1)[2] == (
+        assert store.fork(holding, [*text, 7], 1).hit == (
             2,
             MissReason.OTHER_TEXT,
         )
-    assert prefix_cache.fork_prefix(cache, store, [*text, 7], 1)[2] == (6, MissReason.NONE)
+    assert store.fork(cache, [*text, 7], 1).hit == (6, MissReason.NONE)
 
 
 def test_store_knows_the_text_that_a_state_has_seen():
     """However states were forked, copied between streams, saved or moved."""
     text = [1, 2, 3, 4, 5, 6]
     cache = histories.make(kept=1, streams=3)
-    store = prefix_cache.make_prefix_store(cache, store_sequences=[2])
+    store = PrefixStore(cache, sequences=[2])
     for part in (text[:2], text[2:3], text[3:]):
         cache = histories.run(cache, jaxkv.make_batch(part, sequences=0))
     for claimed in ([1, 2, 3, 4, 5, 7], [2, 1, 3, 4, 5, 6]):
-        assert prefix_cache.store_prefix(cache, store, claimed, 0)[2] is MissReason.OTHER_TEXT
+        assert store.store(cache, claimed, 0).hit.miss is MissReason.OTHER_TEXT
     moved, _ = jaxkv.seq_add(cache, 0, 0, -1, delta=1)
     moved, ok = jaxkv.seq_add(moved, 0, 1, -1, delta=-1)  # back again: what it has seen is the same
     cache = jaxkv.snapshot.load(jaxkv.snapshot.save(moved))
-    cache, kept, miss = prefix_cache.store_prefix(cache, store, text, 0)
+    cache, kept, (_, miss) = store.store(cache, text, 0)
     assert ok and miss is MissReason.NONE
-    assert prefix_cache.fork_prefix(cache, kept, [*text, 7], 1)[2] == (6, MissReason.NONE)
+    assert kept.fork(cache, [*text, 7], 1).hit == (6, MissReason.NONE)
     cache, _ = jaxkv.seq_rm(cache, 2)
     refilled = histories.run(cache, jaxkv.make_batch([9, *text[1:]], sequences=2))
-    assert prefix_cache.fork_prefix(refilled, kept, [*text, 7], 1)[2] == (0, MissReason.OTHER_TEXT)
+    assert kept.fork(refilled, [*text, 7], 1).hit == (0, MissReason.OTHER_TEXT)
 
 
 @pytest.mark.core
@@ -144,7 +143,7 @@ def test_reuse_of_a_state_has_seen_the_prefix():
         return histories.run(cache, jaxkv.make_batch(some, sequences=seq))
 
     cache = histories.make(kept=1, streams=3)
-    server = Server(cache, prefix_cache.make_prefix_store(cache, store_sequences=[2]), tell=tell)
+    server = Server(cache, PrefixStore(cache, sequences=[2]), tell=tell)
     server.ask([1, 2, 3])
     server.remember([1, 2, 3])
     assert server.ask([1, 2, 3], 1) == (2, MissReason.NONE)
@@ -244,7 +243,7 @@ def test_remember_counts_shared_cells_once():
     server.ask([7, 8, 9])
     assert server.remember([7, 8, 9]) is MissReason.NONE
     assert server.texts == [[1, 2, 3, 4, 6], [7, 8, 9]] and server.held == 8
-    server.cache, server.store = prefix_cache.evict(server.cache, server.store, cells=3)
+    server.cache, server.store = server.store.evict(server.cache, cells=3)
     assert server.texts == [[7, 8, 9]]
 
 
@@ -274,7 +273,7 @@ def test_reuse_copy_without_room_is_a_miss():
     server = serving(GROUPS.make(), [1], range(8))
     server.go_on(range(20, 28), seq=3)
     assert server.cache.table.spec.has_shared_streams
-    cache, store, found = prefix_cache.fork_prefix(server.cache, server.store, range(9), 2)
+    cache, store, found = server.store.fork(server.cache, range(9), 2)
     assert found == (0, MissReason.OUT_OF_CELLS) and store is server.store
     assert_identical(cache, server.cache)
     small = serving(GROUPS.make(), [1])
@@ -312,9 +311,7 @@ def test_reuse_random_prompts_matches_computed(kind, data):
     """What is reused is bounded by what was remembered, and every sequence holds its prompt."""
     cache = RANDOM[kind]()
     max_new_tokens = data.draw(st.sampled_from([None, 6, 12]))
-    server = Server(
-        cache, prefix_cache.make_prefix_store(cache, store_sequences=[1, 5], cells=max_new_tokens)
-    )
+    server = Server(cache, PrefixStore(cache, sequences=[1, 5], cells=max_new_tokens))
     for _ in range(data.draw(st.integers(1, 8))):
         text = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=10))
         seq = data.draw(st.sampled_from([0, 4]))
@@ -334,5 +331,5 @@ def test_reuse_random_prompts_matches_computed(kind, data):
         if data.draw(st.booleans()):
             server.remember(text, seq)
         assert server.held <= (max_new_tokens or 1000)
-        assert len({text.holder for text in server.store.texts}) == len(server.texts) <= 2
+        assert len({text.sequence for text in server.store.prompts}) == len(server.texts) <= 2
         assert_sound(server.cache)

@@ -6,7 +6,7 @@ from jax.sharding import AxisType
 
 import jaxkv
 from jaxkv import generation
-from jaxkv.serving import prefix_cache
+from jaxkv.serving import PrefixStore
 from jaxkv.serving.engine import Engine, Request
 from models.compiling import counting
 from tests.meshes import placed
@@ -45,24 +45,30 @@ def after_beams_and_slides(forward, params, cache):
 
 def after_a_store(forward, params, cache):
     """Logits after a prefix that another stream may hold, and what a store tells of it."""
-    store = prefix_cache.make_prefix_store(cache, store_sequences=HOLDERS)
+    store = PrefixStore(cache, sequences=HOLDERS)
     batch = jaxkv.make_batch([1, 2, 3, 4])
     cache, *_ = jaxkv.prefill(forward, params, cache, batch)
-    cache, store, miss = prefix_cache.store_prefix(cache, store, [1, 2, 3, 4], 0)
-    seen = [miss, prefix_cache.held(cache, store)]
+    cache, store, (_, miss) = store.store(cache, [1, 2, 3, 4], 0)
+    seen = [miss, store.num_used_cells(cache)]
     for seq in (0, 2):
-        cache, store, found = prefix_cache.fork_prefix(cache, store, [1, 2, 3, 4, 5, 6], seq)
+        cache, store, found = store.fork(cache, [1, 2, 3, 4, 5, 6], seq)
         batch = jaxkv.make_batch([5, 6], sequences=seq)
         cache, logits, *_ = jaxkv.prefill(forward, params, cache, batch)
         seen += [found, logits]
-    cache, store = prefix_cache.evict(cache, store, cells=0)
+    cache, store = store.evict(cache, cells=0)
     return [*seen, jaxkv.num_used_cells(cache)]
 
 
 def after_requests(forward, params, cache):
-    store = prefix_cache.make_prefix_store(cache, store_sequences=HOLDERS)
+    store = PrefixStore(cache, sequences=HOLDERS)
     engine = Engine(
-        forward, params, cache, prefill_chunk=8, tokens_per_step=2, sampling_options=(), store=store
+        forward,
+        params,
+        cache,
+        prefill_chunk=8,
+        tokens_per_step=2,
+        sampling_options=(),
+        prefix_store=store,
     )
     engine.warm_up()
     found = []

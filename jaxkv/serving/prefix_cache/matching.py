@@ -14,43 +14,10 @@ from jaxkv.hybrid import HybridTable
 from jaxkv.jit_helpers import jit_table
 from jaxkv.kv.cells import Cells, held, owner_word
 from jaxkv.recurrent.states import States, stream_of
-from jaxkv.serving.prefix_cache.store import (
-    CachedPrompt,
-    MissReason,
-    PrefixHit,
-    PrefixStore,
-    beside,
-)
+from jaxkv.serving.prefix_cache.prompts import MissReason
 
 BLOCK = 1024
 """Positions that are asked about at once, so that texts of all lengths share a program."""
-
-
-def longest_match(
-    cache: Cache, store: PrefixStore, tokens: np.ndarray, seq: int
-) -> tuple[CachedPrompt | None, PrefixHit]:
-    """Return the text that a prompt can go on from furthest, and how far; None for none."""
-    own = beside(store, seq)
-    agreeing = [
-        (common_prefix_length(text.tokens, tokens[:-1]), text) for text in reversed(store.texts)
-    ]
-    agreeing = [(common, text) for common, text in agreeing if common]
-    agreeing.sort(key=lambda one: (one[0], one[1].holder in own), reverse=True)
-    source, best, miss = None, 0, MissReason.UNKNOWN
-    for i, (common, text) in enumerate(agreeing):
-        if common <= best:
-            break
-        there, why = resumable(cache, text.holder, text.tokens[:common])
-        miss = why if i == 0 else miss  # of the one that agrees furthest
-        if (furthest := int(np.flatnonzero(there)[-1])) > best:
-            source, best = text, furthest
-    most = agreeing[0][0] if agreeing else 0
-    if best == most > 0:
-        miss = MissReason.NONE
-    once = max((common_prefix_length(text, tokens[:-1]) for text in store.evicted), default=0)
-    if once > most:
-        miss = MissReason.EVICTED
-    return source, PrefixHit(best, miss)
 
 
 def common_prefix_length(one: np.ndarray, other: np.ndarray) -> int:

@@ -1,194 +1,474 @@
-"""Which texts are held, and by which sequences: a value of the host."""
+"""A store of prompts: which sequences of a cache hold them, and forks out of it and into it."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from enum import IntEnum
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from jaxkv.api.arguments import sequence
-from jaxkv.api.queries import seq_pos_max
+from jaxkv.api.edits import seq_cp, seq_keep, seq_rm
+from jaxkv.api.queries import num_used_cells, seq_pos_max
 from jaxkv.cache import Cache, split
 from jaxkv.core.array_utils import is_concrete
 from jaxkv.core.constants import END
 from jaxkv.core.validate import check_count, check_int32
+from jaxkv.jit_helpers import jit_table
+from jaxkv.serving.prefix_cache.matching import common_prefix_length, resumable
+from jaxkv.serving.prefix_cache.prompts import CachedPrompt, MissReason, PrefixHit, PrefixMatch
 from jaxkv.spec import TableSpec, check_once
 
 
-class MissReason(IntEnum):
-    """Why a text was not reused as far as it could be, or not remembered.
-
-    NONE: it was, as far as it agrees with one that is held.
-    UNKNOWN: no text that is held begins with its first token.
-    EVICTED: one that agrees with it further was held, and was let go of for others.
-    CONTEXT_EVICTED: a window has taken cells that its next token would see, or they were removed.
-    NO_STATE: a recurrent cache keeps no state that stands there.
-    OUT_OF_CELLS: it takes more cells than the store may hold, or than a copy finds in its stream.
-    INCOMPLETE: the sequence does not hold a token at each position from 0 on, or some were moved.
-    OTHER_TEXT: the sequence holds tokens that are not the text's, or were computed elsewhere in it.
-    """
-
-    NONE = 0
-    UNKNOWN = 1
-    EVICTED = 2
-    CONTEXT_EVICTED = 3
-    NO_STATE = 4
-    OUT_OF_CELLS = 5
-    INCOMPLETE = 6
-    OTHER_TEXT = 7
-
-
-class PrefixHit(NamedTuple):
-    """What there was of a prompt.
-
-    length: how many of its first tokens the sequence holds now; compute those after them.
-    miss: why it is no more.
-    """
-
-    length: int
-    miss: MissReason
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class CachedPrompt:
-    """A text that is held.
-
-    holder: the sequence that holds it.
-    tokens: `[n]` int32, from position 0 on.
-    """
-
-    holder: int
-    tokens: np.ndarray
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, init=False, repr=False, eq=False)
 class PrefixStore:
-    """Which texts the holders of a cache hold. Each has one, or is empty.
+    """Prompts that are computed once: an immutable value of the host, nothing of it on a device.
 
-    store_sequences: the sequences of the cache that belong to the store.
+    Some sequences of a cache are the store's, and each holds one prompt or nothing. `store` forks a
+    prompt into one of them, and `fork` forks what a prompt begins with out of one. Within a stream
+    nothing is copied, and what several prompts share is held once; between streams it is copied.
+
+    A store belongs to the cache that was returned beside it. Both are values, so an older pair can
+    be gone back to. Only its methods may edit its sequences. `seq_add` moves cells for all their
+    owners, and is refused where a prompt of the store shares them: `evict` first. A token is an
+    integer: give an image, or anything else that the model gets, a number of its own.
+
+    sequences: the sequences of the cache that are the store's.
     cells: the most cells that they may hold, those that they share counted once.
-    texts: what they hold, the least recently used first.
-    evicted: the tokens of texts that were let go of, the latest last; as many as there are holders.
-    spec: of the cache.
+    prompts: what they hold, the least recently used first.
+    evicted: the tokens of prompts that were evicted, the latest last, at most one for each
+      sequence.
+
+    llama.cpp: the common prefix of a slot in its server, `cache_prompt`.
     """
 
-    store_sequences: tuple[int, ...]
+    sequences: tuple[int, ...]
     cells: int
-    spec: TableSpec = field(repr=False)
-    texts: tuple[CachedPrompt, ...] = ()
-    evicted: tuple[np.ndarray, ...] = ()
+    prompts: tuple[CachedPrompt, ...]
+    evicted: tuple[np.ndarray, ...]
+    _spec: TableSpec
+
+    def __init__(self, cache: Cache, *, sequences: Iterable[int], cells: int | None = None):
+        """Make a store that holds nothing.
+
+        Args:
+          cache: any cache; those that come later have its spec.
+          sequences: `[n]` int, the sequences that are the store's from now on. They hold nothing.
+            Where a cache has several streams, take some of each.
+          cells: the most cells that they may hold together; by default no limit but the cache's.
+
+        Raises:
+          ValueError: when there is no sequence, one is none of the cache, comes twice or holds
+            tokens, cells are below 1, or the cache is traced or has a part for sources.
+          TypeError: when ids or cells are no integers.
+
+        Examples:
+          >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
+          >>> cache = make_cache(spec, cells=64, sequences=4)
+          >>> serving.PrefixStore(cache, sequences=[2, 3], cells=32)
+          PrefixStore(0 prompts of 0 tokens, 2 sequences, at most 32 cells)
+        """
+        spec = _spec_of(cache)
+        if spec.has_cross_attention:
+            raise ValueError(
+                "expected a cache without a part for sources, since prompts that begin alike may "
+                "look at other ones, got one with it; fork a sequence of the same source (seq_cp)"
+            )
+        if not isinstance(sequences, np.ndarray | jax.Array):
+            sequences = list(sequences) if isinstance(sequences, Iterable) else sequences
+        ids = np.atleast_1d(spec.sequence_ids(sequences))
+        check_once(ids)
+        if ids.ndim > 1 or not ids.size:
+            raise ValueError(f"expected one sequence or more, got {sequences}; pass some ids")
+        full = ids[np.asarray(seq_pos_max(cache, ids)) >= 0]
+        if full.size:
+            raise ValueError(
+                f"expected sequences that hold nothing, got {full.tolist()} with tokens; remove "
+                f"them (seq_rm), or pass others"
+            )
+        self._set(
+            sequences=tuple(ids.tolist()),
+            cells=END if cells is None else check_count(cells, "cells"),
+            prompts=(),
+            evicted=(),
+            _spec=spec,
+        )
 
     def __repr__(self) -> str:
-        """Return one line: how many texts there are, and their tokens."""
-        tokens = sum(text.tokens.size for text in self.texts)
+        """Return one line: how many prompts there are, and their tokens."""
+        tokens = sum(prompt.tokens.size for prompt in self.prompts)
         limit = f", at most {self.cells} cells" if self.cells < END else ""
         return (
-            f"PrefixStore({len(self.texts)} texts of {tokens} tokens, "
-            f"{len(self.store_sequences)} sequences{limit})"
+            f"PrefixStore({len(self.prompts)} prompts of {tokens} tokens, "
+            f"{len(self.sequences)} sequences{limit})"
         )
 
+    def fork(self, cache: Cache, tokens: Any, seq: Any, *, donate: bool = False) -> "PrefixResult":
+        """Fork the longest prefix of a prompt that is held into a sequence.
 
-def make_prefix_store(
-    cache: Cache, *, store_sequences: Sequence[int], cells: int | None = None
-) -> PrefixStore:
-    """Make a store without a text.
+        The sequence holds the first `hit.length` tokens of the prompt then, whatever it held
+        before: go on with `tokens[hit.length:]`. That is at least one token, since logits are no
+        part of a cache. Of the prompts that are held the one with the most to reuse is forked, in
+        the same stream if it has as much, and becomes the most recently used. How far it can be
+        reused is what `can_resume` says: a window may have lost cells, and a recurrent cache goes
+        on only where it keeps a state.
 
-    Args:
-      cache: any cache; what comes later has its sizes.
-      store_sequences: `[n]` int, the sequences that belong to the store from now on. They hold
-        nothing. Where sequences share several streams, give it some of each: a fork within a stream
-        copies nothing.
-      cells: the most cells that all of them may hold together, those that they share counted once;
-        by default no limit but those of the cache, and `evict` makes room.
+        Args:
+          cache: the cache of the store.
+          tokens: `[n]` int, the whole prompt.
+          seq: `[]` int, the sequence, which is none of the store's.
+          donate: give up the buffers of the cache where they must be copied, see `seq_cp`.
 
-    Raises:
-      ValueError: when there is no holder, one is no sequence of the cache, comes twice or holds
-        tokens, cells are below 1, or the cache is traced or has a part for sources.
-      TypeError: when ids or cells are no integers.
+        Raises:
+          ValueError: when the cache is traced, or has another spec than the store was made for, the
+            sequence is none of it or the store's, or there is no token.
+          TypeError: when tokens are no integers.
 
-    Examples:
-      >>> cache = make_cache(
-      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=64, sequences=4
-      ... )
-      >>> serving.prefix_cache.make_prefix_store(cache, store_sequences=[2, 3], cells=32)
-      PrefixStore(0 texts of 0 tokens, 2 sequences, at most 32 cells)
+        Examples:
+          >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
+          >>> cache = make_cache(spec, cells=64, sequences=3)
+          >>> store = serving.PrefixStore(cache, sequences=[2])
+          >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
+          >>> cache, store, _ = store.store(cache, [1, 2, 3], seq=0)
+          >>> cache, store, hit = store.fork(cache, [1, 2, 9], seq=1)
+          >>> hit.length, hit.miss.name, seq_pos_max(cache, 1).item(), num_used_cells(cache).item()
+          (2, 'NONE', 1, 3)
+
+          The last token is always computed, and nothing may be known of the first:
+
+          >>> store.fork(cache, [1, 2, 3], seq=1).hit
+          PrefixHit(length=2, miss=<MissReason.NONE: 0>)
+          >>> store.fork(cache, [2, 3], seq=1).hit
+          PrefixHit(length=0, miss=<MissReason.UNKNOWN: 1>)
+        """
+        tokens, seq = self._checked(cache, tokens, seq)
+        return self.fork_match(cache, self.longest_match(cache, tokens, seq), seq, donate=donate)
+
+    def store(self, cache: Cache, tokens: Any, seq: Any, *, donate: bool = False) -> "PrefixResult":
+        """Store the first tokens of a sequence, which goes on as it is or may be removed.
+
+        Store a prompt where others will go on from it: at its end, or at the end of what many
+        prompts begin with. A window keeps what is seen from there, and a recurrent cache the states
+        that stand there. A prompt that is held already is not held again, and one that the new one
+        continues gives way to it, unless it can be gone on with where the new one cannot. If no
+        sequence of the store is empty, or it would hold more than its `cells`, the least recently
+        used prompts are evicted. Sequences of the same stream are taken, or where the store has
+        none there, any.
+
+        Args:
+          cache: the cache of the store.
+          tokens: `[n]` int, what the sequence was told from position 0 on, or the beginning of it.
+            A text that slid (`generation.context_shift`) holds other tokens than it was told.
+          seq: `[]` int, the sequence, which is none of the store's.
+          donate: give up the buffers of the cache where they must be copied, see `seq_cp`.
+
+        Returns:
+          With `hit` as of a prompt that is held. If its length is 0, nothing has changed.
+
+        Raises:
+          ValueError: when the sequence does not reach as far as the tokens, and as `fork` does.
+          TypeError: when tokens are no integers.
+
+        Examples:
+          A window of two positions, and few cells: the first tokens are gone.
+
+          >>> spec = CacheSpec.attention(1, 1, 2, window=window.sliding(2))
+          >>> cache = make_cache(spec, cells=5, sequences=2)
+          >>> store = serving.PrefixStore(cache, sequences=[1])
+          >>> for tokens in [[1, 2, 3, 4], [5, 6, 7]]:
+          ...     cache = apply(cache, init_batch(cache, make_batch(tokens)))
+          >>> cache, store, hit = store.store(cache, [1, 2], seq=0)
+          >>> hit.miss.name
+          'CONTEXT_EVICTED'
+          >>> cache, store, hit = store.store(cache, [1, 2, 3, 4, 5, 6, 7], seq=0)
+          >>> hit.length, store.num_used_cells(cache)
+          (7, 5)
+        """
+        tokens, seq = self._checked(cache, tokens, seq)
+        if (end := int(seq_pos_max(cache, seq)) + 1) < tokens.size:
+            raise ValueError(
+                f"expected a sequence that holds these {tokens.size} tokens, got sequence {seq}, "
+                f"which goes on at {end}; compute them first (prefill)"
+            )
+        mine, whole = resumable(cache, seq, tokens)
+        if whole is not MissReason.NONE:
+            return PrefixResult(cache, self, PrefixHit(0, whole))
+        prompt = CachedPrompt(sequence=seq, tokens=tokens)
+        own, others = self._near(seq), self
+        for other in [one for one in self.prompts if one.sequence in own]:
+            common = common_prefix_length(tokens, other.tokens)
+            if common < min(tokens.size, other.tokens.size):
+                continue
+            theirs, _ = resumable(cache, other.sequence, other.tokens)
+            both = slice(0, common + 1)
+            if common == tokens.size and np.all(theirs[both] | ~mine[both]):
+                held = PrefixHit(tokens.size, MissReason.NONE)
+                return PrefixResult(cache, self.touch(other), held)
+            if common == other.tokens.size and np.all(mine[both] | ~theirs[both]):
+                others, own = self._without(other), (other.sequence,)
+                break
+        kept = others._keep(cache, prompt, own, donate)
+        return kept or PrefixResult(cache, self, PrefixHit(0, MissReason.OUT_OF_CELLS))
+
+    def evict(self, cache: Cache, *, cells: int) -> "EvictResult":
+        """Evict the least recently used prompts until the store holds few enough cells.
+
+        Cells that a sequence beside the store shares stay in use for that one.
+
+        Args:
+          cache: the cache of the store.
+          cells: the most cells that it may hold afterwards; 0 for none.
+
+        Raises:
+          ValueError: when cells are below 0, and as `fork` does.
+
+        Examples:
+          >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
+          >>> cache = make_cache(spec, cells=64, sequences=2)
+          >>> store = serving.PrefixStore(cache, sequences=[1])
+          >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
+          >>> cache, store, _ = store.store(cache, [1, 2, 3], seq=0)
+          >>> cache, store = store.evict(cache, cells=0)
+          >>> store.num_used_cells(cache), store.fork(cache, [1, 2, 3], seq=0).hit.miss.name
+          (0, 'EVICTED')
+        """
+        most, store = check_count(cells, "cells", low=0), self
+        self._check_made_for(cache)
+        while store.prompts and store.num_used_cells(cache) > most:
+            cache, store = store.evict_prompt(cache, store.prompts[0])
+        return EvictResult(cache, store)
+
+    def num_used_cells(self, cache: Cache) -> int:
+        """Return how many cells the store holds, those that its prompts share counted once.
+
+        They are counted as `Cache.num_used_cells` counts, over all parts of a hybrid cache. Cells
+        that a sequence beside the store shares are among them.
+
+        Raises:
+          ValueError: when the cache is traced, or has another spec than the store was made for.
+        """
+        self._check_made_for(cache)
+        others = np.setdiff1d(np.arange(self._spec.sequences), self.sequences)
+        only, _ = seq_rm(cache, others)
+        return int(num_used_cells(only))
+
+    def with_prompts(self, prompts: Mapping[int, Any]) -> "PrefixStore":
+        """Return the store with prompts that its sequences hold, such as those of a snapshot.
+
+        Args:
+          prompts: by sequence, `[n]` int, the tokens that it holds, the least recently used first.
+
+        Raises:
+          ValueError: when a sequence is not the store's.
+          TypeError: when tokens are no integers.
+        """
+        if others := set(prompts) - set(self.sequences):
+            raise ValueError(
+                f"expected sequences of the store, some of {self.sequences}, got {sorted(others)}; "
+                f"load the prompts into those"
+            )
+        held = [
+            CachedPrompt(sequence=seq, tokens=np.array(check_int32(tokens, "tokens"), np.int32))
+            for seq, tokens in prompts.items()
+        ]
+        return self._with(prompts=tuple(held), evicted=())
+
+    def warm_up(self, cache: Cache, *, donate: bool = False) -> Cache:
+        """Compile what `fork`, `store` and `evict` need, before the first prompt comes.
+
+        They compile nothing afterwards, whatever the length of a prompt. Call it while a sequence
+        of each stream that is not the store's is empty: where prompts go to another stream, one
+        that holds nothing is copied to it.
+
+        Args:
+          cache: the cache of the store.
+          donate: as `fork` and `store` will be called; then the cache passed in is given up.
+
+        Returns:
+          The cache, which holds what it held.
+
+        Raises:
+          ValueError: as `fork` does.
+
+        Examples:
+          >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
+          >>> cache = make_cache(spec, cells=64, sequences=3)
+          >>> store = serving.PrefixStore(cache, sequences=[2])
+          >>> num_used_cells(store.warm_up(cache)).item()
+          0
+        """
+        self.num_used_cells(cache)
+        own, per_stream = self.sequences[0], self._spec.sequences_per_stream
+        others = [seq for seq in range(self._spec.sequences) if seq not in self.sequences]
+        resumable(cache, own, np.zeros(0, np.int32))
+        seq_rm(seq_keep(cache, own).cache, own, 0)
+        empty = [seq for seq in others if int(seq_pos_max(cache, seq)) < 0]
+        for seq in {one // per_stream == own // per_stream: one for one in empty}.values():
+            _can_copy(cache, own, seq, 0)
+            cache, _ = seq_cp(cache, own, seq, 0, 0, donate=donate)
+        return cache
+
+    def longest_match(self, cache: Cache, tokens: np.ndarray, seq: int) -> PrefixMatch:
+        """Return the prompt that another, `[n]` int32, can go on from furthest, and how far."""
+        own = self._near(seq)
+        agreeing = [
+            (common_prefix_length(one.tokens, tokens[:-1]), one) for one in reversed(self.prompts)
+        ]
+        agreeing = [(common, one) for common, one in agreeing if common]
+        agreeing.sort(key=lambda one: (one[0], one[1].sequence in own), reverse=True)
+        source, best, miss = None, 0, MissReason.UNKNOWN
+        for i, (common, prompt) in enumerate(agreeing):
+            if common <= best:
+                break
+            there, why = resumable(cache, prompt.sequence, prompt.tokens[:common])
+            miss = why if i == 0 else miss  # of the one that agrees furthest
+            if (furthest := int(np.flatnonzero(there)[-1])) > best:
+                source, best = prompt, furthest
+        most = agreeing[0][0] if agreeing else 0
+        if best == most > 0:
+            miss = MissReason.NONE
+        once = max((common_prefix_length(one, tokens[:-1]) for one in self.evicted), default=0)
+        if once > most:
+            miss = MissReason.EVICTED
+        return PrefixMatch(source, PrefixHit(best, miss))
+
+    def fork_match(
+        self, cache: Cache, match: PrefixMatch, seq: int, *, donate: bool
+    ) -> "PrefixResult":
+        """Let a sequence hold what `longest_match` found, in place of what it held."""
+        (source, hit), (cache, _) = match, seq_rm(cache, seq)
+        if source is None:
+            return PrefixResult(cache, self, hit)
+        if not _can_copy(cache, source.sequence, seq, hit.length):
+            return PrefixResult(cache, self, PrefixHit(0, MissReason.OUT_OF_CELLS))
+        cache, _ = seq_cp(cache, source.sequence, seq, 0, hit.length, donate=donate)
+        return PrefixResult(cache, self.touch(source), hit)
+
+    def touch(self, prompt: CachedPrompt) -> "PrefixStore":
+        """Return a store whose most recently used prompt is one of its own, if it is."""
+        if not any(one is prompt for one in self.prompts):
+            return self
+        return self._with(prompts=(*self._without(prompt).prompts, prompt))
+
+    def evict_prompt(self, cache: Cache, prompt: CachedPrompt) -> "EvictResult":
+        """Free the sequence of a prompt, and note that it was there."""
+        cache, _ = seq_rm(cache, prompt.sequence)
+        evicted = (*self.evicted, prompt.tokens)[-len(self.sequences) :]
+        return EvictResult(cache, self._without(prompt)._with(evicted=evicted))
+
+    def _set(self, **fields: Any) -> None:
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+
+    def _with(self, **fields: Any) -> "PrefixStore":
+        """Return a store with other fields."""
+        other = copy.copy(self)
+        other._set(**fields)
+        return other
+
+    def _without(self, prompt: CachedPrompt) -> "PrefixStore":
+        """Return a store without a prompt."""
+        return self._with(prompts=tuple(one for one in self.prompts if one is not prompt))
+
+    def _near(self, seq: int) -> tuple[int, ...]:
+        """Return the store's sequences in the stream of a sequence; all of them if it has none."""
+        per_stream = self._spec.sequences_per_stream
+        near = tuple(one for one in self.sequences if one // per_stream == seq // per_stream)
+        return near or self.sequences
+
+    def _keep(
+        self, cache: Cache, prompt: CachedPrompt, own: tuple[int, ...], donate: bool
+    ) -> "PrefixResult | None":
+        """Fork a prompt of a sequence into one of `own`; None if it does not fit."""
+        size = prompt.tokens.size
+        alone, _ = seq_rm(seq_keep(cache, prompt.sequence).cache, prompt.sequence, size)
+        if int(num_used_cells(alone)) > self.cells:
+            return None
+        store, taken = self, {one.sequence: one for one in self.prompts}
+        free = [seq for seq in own if seq not in taken]
+        seq = free[0] if free else next(seq for seq in taken if seq in own)
+        if not free:
+            cache, store = store.evict_prompt(cache, taken[seq])
+        cache, _ = seq_rm(cache, seq)
+        if not _can_copy(cache, prompt.sequence, seq, size):
+            return None
+        cache, _ = seq_cp(cache, prompt.sequence, seq, 0, size, donate=donate)
+        kept = CachedPrompt(sequence=seq, tokens=prompt.tokens)
+        cache, store = store._with(prompts=(*store.prompts, kept)).evict(cache, cells=self.cells)
+        return PrefixResult(cache, store, PrefixHit(size, MissReason.NONE))
+
+    def _checked(self, cache: Cache, tokens: Any, seq: Any) -> tuple[np.ndarray, int]:
+        """Return tokens as `[n]` int32, and a sequence that is not the store's."""
+        self._check_made_for(cache)
+        seq = int(sequence(split(cache)[0], seq))
+        if seq in self.sequences:
+            raise ValueError(
+                f"expected a sequence beside those of the store, got {seq}; pass one not of "
+                f"{self.sequences}"
+            )
+        tokens = np.array(check_int32(tokens, "tokens"), np.int32)  # a copy, as the store keeps it
+        if tokens.ndim != 1 or not tokens.size:
+            raise ValueError(
+                f"expected tokens [n] of one prompt of at least one token, got the shape "
+                f"{tokens.shape}; pass one list of token ids"
+            )
+        return tokens, seq
+
+    def _check_made_for(self, cache: Cache) -> None:
+        """Raise unless the store was made for a cache of this spec."""
+        if _spec_of(cache) != self._spec:
+            raise ValueError(
+                "expected the cache that the store was made for, or one of its spec, got another; "
+                "make a store for this one, PrefixStore(cache, sequences=...)"
+            )
+
+
+class PrefixResult(NamedTuple):
+    """What `PrefixStore.fork` and `PrefixStore.store` return.
+
+    cache: the next cache.
+    store: the next store.
+    hit: how much of the prompt there was, or is, and why it is no more.
     """
-    spec = _facts(cache)
-    if spec.has_cross_attention:
-        raise ValueError(
-            "wanted a cache without a part for sources, since texts that begin alike may look at "
-            "other ones, got one with it: fork what has the same source (seq_cp)"
-        )
-    ids = np.atleast_1d(spec.sequence_ids(store_sequences))
-    check_once(ids)
-    if ids.ndim > 1 or not ids.size:
-        raise ValueError(f"wanted holders, one sequence or more, got {store_sequences}")
-    full = ids[np.asarray(seq_pos_max(cache, ids)) >= 0]
-    if full.size:
-        raise ValueError(
-            f"wanted holders that hold nothing, got {full.tolist()} with tokens: remove them "
-            f"(seq_rm), or pass others"
-        )
-    most = END if cells is None else check_count(cells, "cells")
-    return PrefixStore(store_sequences=tuple(ids.tolist()), cells=most, spec=spec)
+
+    cache: Cache
+    store: PrefixStore
+    hit: PrefixHit
 
 
-def with_text(store: PrefixStore, text: CachedPrompt) -> PrefixStore:
-    """Return a store with one more text, the most recently used."""
-    return replace(store, texts=(*store.texts, text))
+class EvictResult(NamedTuple):
+    """What `PrefixStore.evict` returns.
+
+    cache: the next cache.
+    store: the next store.
+    """
+
+    cache: Cache
+    store: PrefixStore
 
 
-def touched(store: PrefixStore, text: CachedPrompt) -> PrefixStore:
-    """Return a store whose most recently used text is one of its own; any other changes nothing."""
-    there = any(one is text for one in store.texts)
-    return with_text(without(store, text), text) if there else store
-
-
-def without(store: PrefixStore, text: CachedPrompt) -> PrefixStore:
-    """Return a store without a text."""
-    return replace(store, texts=tuple(one for one in store.texts if one is not text))
-
-
-def beside(store: PrefixStore, seq: int) -> tuple[int, ...]:
-    """Return the holders in the stream of a sequence; all of them if it has none."""
-    sharing = store.spec.sequences_per_stream
-    near = tuple(one for one in store.store_sequences if one // sharing == seq // sharing)
-    return near or store.store_sequences
-
-
-def checked(cache: Cache, store: PrefixStore, tokens: Any, seq: Any) -> tuple[np.ndarray, int]:
-    """Return tokens as `[n]` int32, and a sequence that is no holder."""
-    check_made_for(cache, store)
-    seq = int(sequence(split(cache)[0], seq))
-    if seq in store.store_sequences:
-        raise ValueError(f"wanted a sequence that is no holder of the store, got {seq}")
-    tokens = np.array(check_int32(tokens, "tokens"), np.int32)  # a copy, since the store keeps it
-    if tokens.ndim != 1 or not tokens.size:
-        raise ValueError(
-            f"wanted tokens [n] of one prompt of at least one token, got the shape {tokens.shape}"
-        )
-    return tokens, seq
-
-
-def check_made_for(cache: Cache, store: PrefixStore) -> None:
-    """Raise unless a store was made for a cache of these sizes."""
-    if not isinstance(store, PrefixStore):
-        raise TypeError(f"wanted a store, make_prefix_store makes it, got {type(store)}")
-    if _facts(cache) != store.spec:
-        raise ValueError(
-            "wanted the cache that the store was made for, or one of its sizes, got another: "
-            "make_prefix_store(cache, store_sequences=...)"
-        )
-
-
-def _facts(cache: Cache) -> TableSpec:
-    """Return the spec of a cache whose values are known.
+def _spec_of(cache: Cache) -> TableSpec:
+    """Return the spec of the table of a cache whose values are known.
 
     Raises:
       ValueError: when it is traced.
     """
     table, _ = split(cache)
     if not is_concrete(table):
-        raise ValueError("wanted a cache outside of jit, since a store is a value of the host")
+        raise ValueError(
+            "expected a cache outside of jit, since a store is a value of the host, got a traced "
+            "one; call the store between jitted steps"
+        )
     return table.spec
+
+
+def _can_copy(cache: Cache, src: int, dst: int, stop: int) -> jax.Array:
+    """Return whether `seq_cp` of the first positions would be granted, asked of the table alone."""
+    return _granted(split(cache)[0], *map(np.int32, (src, dst, 0, stop)))
+
+
+@jit_table
+def _granted(table: Any, *args: jax.Array) -> jax.Array:
+    ok, _ = table.can_copy(*args)
+    return ok
