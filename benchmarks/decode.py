@@ -35,15 +35,15 @@ def jaxkv_step(model: models.Model, prompts: np.ndarray, *, cells: int, split: b
     token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     everyone = jnp.arange(batch, dtype=jnp.int32)
     # The table stays that of the prompt, so that each step is the first one after it.
-    table, buffers = jaxkv.split(cache)
+    table, buffers = cache.table, cache.buffers
 
     @partial(jax.jit, donate_argnames="buffers")
     def step(params: Any, table: Any, buffers: Any, token: jax.Array) -> tuple:
-        cache = jaxkv.merge(table, buffers)
+        cache = jaxkv.Cache(table=table, buffers=buffers)
         plan = jaxkv.plan_step(cache, token, sequences=everyone)
         ubatch, ok = plan.ubatch, plan.ok
         cache, logits = model.forward(params, jaxkv.apply(cache, ubatch), ubatch)
-        return jaxkv.split(cache)[1], jnp.argmax(logits, axis=-1).astype(jnp.int32), ok
+        return cache.buffers, jnp.argmax(logits, axis=-1).astype(jnp.int32), ok
 
     def again() -> np.ndarray:
         nonlocal buffers

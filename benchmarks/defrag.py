@@ -68,7 +68,7 @@ def main() -> None:
             if chunk == 1 and turn > 1:  # a thousand plans: once is enough
                 continue
             cache = gappy(args.cells, args.layers)
-            used = int(jaxkv.num_used_cells(cache))
+            used = int(cache.num_used_cells())
             jax.block_until_ready(cache)
             cache, plans, seconds = defragged(cache, chunk)
             assert bool(jnp.all(cache.table.position[0, :used] >= 0)), "a gap is left"

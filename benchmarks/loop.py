@@ -28,7 +28,7 @@ class Side:
         cache, logits, *_ = jaxkv.prefill(
             model.forward, model.params, cache, jaxkv.make_batch(list(prompts)), donate=True
         )
-        self.table, self.buffers = jaxkv.split(cache)
+        self.table, self.buffers = cache.table, cache.buffers
         self.first = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     def in_python(self) -> np.ndarray:
@@ -36,7 +36,7 @@ class Side:
         table, token, chosen = self.table, np.asarray(self.first), []
         step = generation.compiled_step(self.model.forward)
         for _ in range(self.tokens):
-            cache = jaxkv.merge(table, self.buffers)
+            cache = jaxkv.Cache(table=table, buffers=self.buffers)
             plan = jaxkv.init_batch(cache, jaxkv.make_batch(token[:, None])).check()
             table, self.buffers, logits = step(
                 self.model.params, table, self.buffers, plan.ubatches[0]
@@ -49,7 +49,7 @@ class Side:
         """`steps` tokens a dispatch."""
 
         def run() -> np.ndarray:
-            cache, chosen = jaxkv.merge(self.table, self.buffers), []
+            cache, chosen = jaxkv.Cache(table=self.table, buffers=self.buffers), []
             state = generation.init_decode(cache, tokens=self.first).state
             for _ in range(self.tokens // steps):
                 picked = jaxkv.decode(
@@ -63,7 +63,7 @@ class Side:
                 )
                 cache, state = picked.cache, picked.state
                 chosen.append(np.asarray(picked.tokens))
-            self.buffers = jaxkv.split(cache)[1]
+            self.buffers = cache.buffers
             return np.concatenate(chosen, 1)
 
         return run

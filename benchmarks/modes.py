@@ -56,16 +56,16 @@ class Case:
                 cache = fed(cache, [seq] * (length - shared - grown))
         if grown:
             cache = fed(cache, [*range(len(lengths))] * grown)
-        self.table, self.buffers = jaxkv.split(cache)
+        self.table, self.buffers = cache.table, cache.buffers
 
         @partial(jax.jit, donate_argnames="buffers")
         def step(params: Any, table: Any, buffers: Any, token: jax.Array) -> tuple:
-            cache = jaxkv.merge(table, buffers)
+            cache = jaxkv.Cache(table=table, buffers=buffers)
             valid = jnp.ones(token.shape, bool)
             plan = jaxkv.plan_step(cache, token, sequences=self.active, active=valid)
             ubatch, ok = plan.ubatch, plan.ok
             cache, logits = model.forward(params, jaxkv.apply(cache, ubatch), ubatch)
-            return jaxkv.split(cache)[1], jnp.argmax(logits, axis=-1).astype(jnp.int32), ok
+            return cache.buffers, jnp.argmax(logits, axis=-1).astype(jnp.int32), ok
 
         self._step = step
         self.token = jnp.zeros(len(active), jnp.int32)

@@ -16,7 +16,6 @@ from itertools import count
 
 import numpy as np
 
-import jaxkv
 import models
 from benchmarks import machine, turns
 from jaxkv.serving.engine import Engine, Request
@@ -52,7 +51,7 @@ def run(engine: Engine, requests: list[Request]) -> tuple[float, list, int]:
         engine.submit(request)
     while engine.busy:
         results += engine.step()
-        cells = max(cells, int(jaxkv.num_used_cells(engine.cache)))
+        cells = max(cells, int(engine.cache.num_used_cells()))
     return 1e3 * (time.perf_counter() - start), results, cells
 
 

@@ -49,16 +49,16 @@ def side_of(dtype: str, batch: int, cells: int, layers: int) -> tuple[Callable[[
 
     @partial(jax.jit, donate_argnames="buffers")
     def step(table: object, buffers: object, q: jax.Array, k: jax.Array) -> tuple:
-        cache = jaxkv.merge(table, buffers)
+        cache = jaxkv.Cache(table=table, buffers=buffers)
         every = jnp.arange(batch)
         ubatch = jaxkv.plan_step(cache, every, sequences=every).ubatch
         cache = jaxkv.apply(cache, ubatch)
         for layer in range(layers):
             cache, out = jaxkv.attend(cache, layer, ubatch, q, k, k)
             q = q + out * 0.01
-        return jaxkv.split(cache)[1], q
+        return cache.buffers, q
 
-    (table, held), size = jaxkv.split(cache), jaxkv.nbytes(cache.buffers)
+    table, held, size = cache.table, cache.buffers, cache.buffers.nbytes
     q, k = numbers(batch, 1, HEADS * GROUP, 1), numbers(batch, 1, HEADS, 2)
 
     def work() -> object:  # the same cell is written each time, since the table stays as it is

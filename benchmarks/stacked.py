@@ -66,7 +66,10 @@ def layer(product: Any, ubatch: Any, cache: Any, x: jax.Array, w: Any, number: A
 
 def step(product: Any, params: Any, table: Any, buffers: Any, token: jax.Array) -> tuple:
     """Plan, apply, and run all layers: in a scan where they are stacked."""
-    cache, everyone = jaxkv.merge(table, buffers), jnp.arange(len(token), dtype=jnp.int32)
+    cache, everyone = (
+        jaxkv.Cache(table=table, buffers=buffers),
+        jnp.arange(len(token), dtype=jnp.int32),
+    )
     ubatch = jaxkv.plan_step(cache, token, sequences=everyone).ubatch
     of_layer = partial(layer, product, ubatch)
     carry = jaxkv.apply(cache, ubatch), jnp.ones((*ubatch.valid.shape, WIDTH))
@@ -79,7 +82,7 @@ def step(product: Any, params: Any, table: Any, buffers: Any, token: jax.Array) 
     else:
         for number in range(buffers.layers):
             carry = of_layer(*carry, None if params is None else params[number], number)
-    return jaxkv.split(carry[0])[1], carry[1]
+    return carry[0].buffers, carry[1]
 
 
 def side(
@@ -98,7 +101,7 @@ def side(
         prompt = jaxkv.make_batch([1] * used, sequences=seq)
         for ubatch in jaxkv.init_batch(cache, prompt, ubatch_size=used).check().ubatches:
             cache = jaxkv.apply(cache, ubatch)  # the buffers hold zeros: a time is asked for
-    table, buffers = jaxkv.split(cache)
+    table, buffers = cache.table, cache.buffers
     if params is not None and not stacked:
         params = [jax.tree.map(lambda w, i=i: w[i], params) for i in range(LAYERS)]
     token = jnp.ones(batch, jnp.int32)

@@ -69,16 +69,16 @@ def side(params: list, batch: int, cells: int, pool: bool, implementation: str |
         prompt = jaxkv.make_batch([1] * (cells - 32), sequences=seq)
         for ubatch in jaxkv.init_batch(cache, prompt, ubatch_size=cells).check().ubatches:
             cache = jaxkv.apply(cache, ubatch)  # the buffers hold zeros: a time is asked for
-    table, buffers = jaxkv.split(cache)
+    table, buffers = cache.table, cache.buffers
     attend = partial(jaxkv.attend, implementation=implementation)
 
     @partial(jax.jit, donate_argnames="buffers")
     def step(params: list, table: Any, buffers: Any, token: jax.Array) -> tuple:
-        cache = jaxkv.merge(table, buffers)
+        cache = jaxkv.Cache(table=table, buffers=buffers)
         ubatch = jaxkv.plan_step(cache, token, sequences=everyone).ubatch
         x = jnp.ones((*ubatch.valid.shape, WIDTH), "bfloat16")
         cache, x = forward(params, jaxkv.apply(cache, ubatch), ubatch, x, attend)
-        return jaxkv.split(cache)[1], x
+        return cache.buffers, x
 
     def again() -> jax.Array:
         nonlocal buffers

@@ -29,7 +29,7 @@ SEQUENCES = 64
 
 def step(table, buffers, tokens, valid):
     """Plan a token for each sequence and apply it."""
-    cache, sequences = jaxkv.merge(table, buffers), jnp.arange(SEQUENCES)
+    cache, sequences = jaxkv.Cache(table=table, buffers=buffers), jnp.arange(SEQUENCES)
     plan = jaxkv.plan_step(cache, tokens, sequences=sequences, active=valid)
     ubatch, ok = plan.ubatch, plan.ok
     return jaxkv.apply(cache, ubatch).table, ubatch, ok

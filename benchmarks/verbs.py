@@ -33,7 +33,7 @@ def filled(cells: int) -> jaxkv.Cache:
     return cache
 
 
-def next_plan(cells: int, window: jaxkv.window.Window | None = None) -> Callable[[], object]:
+def next_plan(cells: int, window: jaxkv.Window | None = None) -> Callable[[], object]:
     """Plan a token for each of some sequences with a stream each."""
     spec = jaxkv.CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, window=window)
     sizes = {"cells": cells, "sequences": STREAMS, "streams": STREAMS}
@@ -50,7 +50,7 @@ def verbs(cache: jaxkv.Cache) -> dict[str, Callable[[], object]]:
     step = jax.jit(jaxkv.plan_step)
     plan = jaxkv.init_batch(cache, each)
     later = jaxkv.apply(cache, plan)
-    table, _ = jaxkv.split(cache)
+    table = cache.table
     cells = cache.table.num_cells
     middle = cells // SEQUENCES // 2
     return {
@@ -58,17 +58,17 @@ def verbs(cache: jaxkv.Cache) -> dict[str, Callable[[], object]]:
         "init_batch, 512 tokens": lambda: jaxkv.init_batch(cache, prompt),
         "plan_step, a token each": lambda: step(cache, ids, ids, ones),
         "plan_step, a stream each": next_plan(cells),
-        "and a window": next_plan(cells, jaxkv.window.sliding(cells // 8)),
+        "and a window": next_plan(cells, jaxkv.Window.sliding(cells // 8)),
         "apply": lambda: jaxkv.apply(cache, plan),
         "seq_rm": lambda: jaxkv.seq_rm(cache, 3, middle, -1),
         "seq_cp": lambda: jaxkv.seq_cp(cache, 3, 4, 0, middle).cache,
         "seq_keep": lambda: jaxkv.seq_keep(cache, 3),
         "seq_add": lambda: jaxkv.seq_add(cache, 3, middle, -1, delta=5).cache,
         "seq_div": lambda: jaxkv.seq_div(cache, 3, middle, -1, divisor=2).cache,
-        "seq_pos_min": lambda: jaxkv.seq_pos_min(cache, 3),
-        "seq_pos_max": lambda: jaxkv.seq_pos_max(cache, 3),
-        "can_resume": lambda: jaxkv.can_resume(cache, 3, middle),
-        "used": lambda: jaxkv.num_used_cells(cache),
+        "seq_pos_min": lambda: cache.seq_pos_min(3),
+        "seq_pos_max": lambda: cache.seq_pos_max(3),
+        "can_resume": lambda: cache.can_resume(3, middle),
+        "used": lambda: cache.num_used_cells(),
         "clear": lambda: jaxkv.clear(cache),
         "rewind": lambda: jaxkv.rewind(later, to=table),
         "init_update": lambda: jaxkv.init_update(cache),

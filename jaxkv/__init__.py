@@ -15,15 +15,14 @@ Letters, in every shape of this library:
   W  words of 32 owners                          P  lists of tokens that share a stream
   E  earlier states that are kept                n  any number, d that of an embedding
 
-Public is what stands here and in the modules `draw`, `generation`, `ops`, `rope`,
-`serving`, `sharding`, `snapshot` and `window`; all else may move. `generation` and `serving` are
-imported where they are first used.
+Public is what stands here and in the modules `draw`, `generation`, `ops`, `serving`, `sharding` and
+`snapshot`; all else may move. `generation` and `serving` are imported where they are first used.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from jaxkv import draw, ops, rope, sharding, snapshot, window
+from jaxkv import draw, ops, sharding, snapshot
 from jaxkv.api.apply import apply, is_current
 from jaxkv.api.edits import (
     EditResult,
@@ -35,68 +34,40 @@ from jaxkv.api.edits import (
     seq_rm,
     seq_select,
 )
-from jaxkv.api.layer import (
-    attend,
-    num_rollback_states,
-    read_kv,
-    read_states,
-    write_kv,
-    write_states,
-)
+from jaxkv.api.layer import attend, read_kv, read_states, write_kv, write_states
 from jaxkv.api.maintenance import compact, defrag_plan, init_update, rewind
-from jaxkv.api.queries import (
-    can_resume,
-    can_seq_add,
-    check_invariants,
-    nbytes,
-    num_used_cells,
-    seq_pos_max,
-    seq_pos_min,
-)
 from jaxkv.batch import Batch, Ubatch, make_batch
-from jaxkv.cache import Cache, KVView, merge, split
+from jaxkv.cache import Cache
 from jaxkv.cache_spec import CacheSpec
 from jaxkv.draw import show
 from jaxkv.make import make_cache
 from jaxkv.plan import OutOfCellsError, Plan, PlanRefusedError, Reason
 from jaxkv.planning.planners import init_batch, init_encoder, init_full, plan_step
-from jaxkv.recurrent.slots import state_write_steps
-from jaxkv.rope import make_rope, rotate
+from jaxkv.rope import Rope, make_rope
+from jaxkv.window import Window
 
 if TYPE_CHECKING:
     from jaxkv import generation, serving
     from jaxkv.generation import beam, decode, encode, generate, prefill, speculate, warm_up
 
-# Caches: making them, taking them apart.
-__all__ = ["Cache", "CacheSpec", "make_cache", "merge"]
-__all__ += ["split"]
+# Caches.
+__all__ = ["Cache", "CacheSpec", "Rope", "Window", "make_cache", "make_rope"]
+__all__ += ["show"]
 # Batches and plans.
-__all__ += ["Batch", "Plan", "Reason", "PlanRefusedError", "Ubatch"]
-__all__ += ["init_batch", "init_full", "init_encoder", "make_batch", "plan_step"]
+__all__ += ["Batch", "Plan", "PlanRefusedError", "Reason", "Ubatch"]
+__all__ += ["init_batch", "init_encoder", "init_full", "make_batch", "plan_step"]
 # Carrying plans out.
-__all__ += ["apply", "defrag_plan", "rewind", "init_update", "is_current", "compact"]
+__all__ += ["apply", "compact", "defrag_plan", "init_update", "is_current", "rewind"]
 # Edits of sequences.
-__all__ += ["EditResult", "clear", "seq_add", "seq_cp", "seq_div", "seq_keep", "seq_rm"]
-__all__ += ["OutOfCellsError", "seq_select"]
-# Questions.
-__all__ += ["can_resume", "can_seq_add"]
-__all__ += ["check_invariants", "nbytes"]
-__all__ += ["seq_pos_max", "seq_pos_min", "show", "num_used_cells"]
+__all__ += ["EditResult", "OutOfCellsError", "clear", "seq_add", "seq_cp", "seq_div", "seq_keep"]
+__all__ += ["seq_rm", "seq_select"]
 # The side of the model.
-__all__ += [
-    "attend",
-    "make_rope",
-    "read_states",
-    "num_rollback_states",
-    "rotate",
-    "state_write_steps",
-]
-__all__ += ["KVView", "read_kv", "write_kv", "write_states"]
+__all__ += ["attend", "read_kv", "read_states", "write_kv", "write_states"]
 # Loops.
 __all__ += ["beam", "decode", "encode", "generate", "prefill", "speculate", "warm_up"]
 # Modules.
-__all__ += ["draw", "generation", "ops", "rope", "serving"]
-__all__ += ["sharding", "snapshot", "window"]
+__all__ += ["draw", "generation", "ops", "serving"]
+__all__ += ["sharding", "snapshot"]
 
 
 def __getattr__(name: str) -> Any:

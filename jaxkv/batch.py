@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 from jaxkv.core.array_utils import is_concrete, next_power_of_two, no_slots
 from jaxkv.core.constants import END, MAX_CELLS
 from jaxkv.core.hashing import chained, content
-from jaxkv.core.partitioning import to_local
-from jaxkv.core.validate import check_bool, check_int32
+from jaxkv.core.partitioning import Partitioned, ShardingRules, to_local
+from jaxkv.core.validate import check_bool, check_count, check_int32
 
 
 @jax.tree_util.register_dataclass
@@ -76,7 +76,7 @@ class Batch:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Ubatch:
+class Ubatch(Partitioned):
     """The part of a batch that is computed at once: R rows of T tokens, padding included.
 
     tokens: `[R, T]` int32, or None.
@@ -129,6 +129,42 @@ class Ubatch:
     row_is_sequence: bool = field(metadata={"static": True})
     shared_with: jax.Array | None = None  # [R, T, n]
     extra: dict[str, jax.Array] | None = None  # [R, T, ...]
+
+    def state_write_steps(self, count: int) -> jax.Array:
+        """Return how many tokens of its row are consumed after each of the last ones.
+
+        `write_states` takes the states after so many tokens in the last E + 1 places of a row; 0
+        stands for the state that the row began with, and such an entry is not written.
+
+        Args:
+          count: how many of the last tokens, static; E + 1 for `write_states`.
+
+        Returns:
+          `[R, count]` int32, n - count + 1 + i at place i of a row of n valid tokens, or 0 if
+          that is negative.
+
+        Raises:
+          TypeError: when `count` is no integer.
+          ValueError: when `count` is below 1.
+
+        Examples:
+          >>> cache = make_cache(
+          ...     CacheSpec.recurrent(layers=1, states={"sum": ((), jnp.float32)}), sequences=2
+          ... )
+          >>> plan = init_batch(cache, make_batch([[1, 2, 3], [4]]))
+          >>> [ubatch.state_write_steps(2).tolist() for ubatch in plan.ubatches]
+          [[[0, 1], [0, 1]], [[1, 2]]]
+        """
+        count = check_count(count, "count")
+        tokens = jnp.sum(self.valid, axis=1, dtype=jnp.int32)
+        return jnp.maximum(
+            tokens[:, None] - count + 1 + jnp.arange(count, dtype=jnp.int32)[None], 0
+        )
+
+    def partition_by(self, sharding_rules: ShardingRules, mesh: Any) -> Any:
+        """Return a `PartitionSpec` for each array."""
+        streams = sharding_rules.split(mesh, streams=self.spec.streams)["streams"]
+        return ubatch_partition_specs(self, streams)
 
 
 def make_batch(

@@ -1,442 +1,29 @@
-"""What every cache is: a table, and buffers beside it; and what a kind of cache must answer.
+"""A cache: an immutable value of a table and buffers, and the questions that can be asked of it.
 
-The table says which token stands in which cell, and is small. The buffers are all the bytes. A verb
-is compiled over the table alone and puts the same buffers back beside it: compiled over a whole
-cache it would have to copy every buffer, or take the cache away from the caller.
-
-There are four kinds of tables: `CellTable` (attention), `CrossAttentionTable` (what an encoder
-read), `StateTable` (recurrence), and `HybridTable`, several of them that step together. A kind is a
-subclass of `CacheTable`, which lists what verbs, plans and loops ask of one.
+The table says which token stands in which cell, and is small. The buffers are all the bytes. An
+edit is compiled over the table alone and puts the same buffers back beside it: compiled over a
+whole cache it would have to copy every buffer, or take the cache away from the caller.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.batch import Ubatch
 from jaxkv.cache_spec import CacheSpec
-from jaxkv.core.partitioning import ShardingRules
-from jaxkv.spec import TableSpec, check_spec
-
-R = TypeVar("R")
-
-
-class SequenceStatus(NamedTuple):
-    """What a table says of the sequences that a batch brings tokens for.
-
-    last: `[Q]` int32, the position that a sequence goes on after; -1 if it holds none, and for
-      those that were not asked for.
-    missing: `[Q]` bool, whether a token right after it would miss something that it should see.
-    pending: `[Q]` bool, whether a sequence sees a key that is owed a rotation.
-    """
-
-    last: jax.Array
-    missing: jax.Array
-    pending: jax.Array
-
-
-class Admission(NamedTuple):
-    """Which sequences find room for their tokens.
-
-    fits: `[Q]` bool, whether there are cells enough, the sequences that want least first.
-    together: `[Q]` bool, the sequences that are sure to find them if they come without the others.
-    left: `[Q]` int32, the cells that are left when those that fit have theirs.
-    """
-
-    fits: jax.Array
-    together: jax.Array
-    left: jax.Array
-
-
-class KVView(NamedTuple):
-    """What P lists of T tokens see of a layer. It unpacks into k, v, mask and positions.
-
-    Rows of one stream are one list, in their order; with a stream for each sequence, a row is one.
-
-    k: `[P, K, N, D]`, the keys in the cells of each list's stream, in the dtype of the buffers, or
-      float32 where these are quantised.
-    v: `[P, K, N, Dv]`, the values likewise.
-    mask: `[P, T, N]` bool, which cells each token sees.
-    positions: `[P, N]` int32, the position of each cell; -1 where it is empty.
-    """
-
-    k: jax.Array
-    v: jax.Array
-    mask: jax.Array
-    positions: jax.Array
-
-
-class MaintenancePlan(ABC):
-    """The plan of an update or a defrag: what will be done to a table and its buffers.
-
-    spec: of the cache that it was planned for, static.
-    """
-
-    spec: TableSpec
-
-    @property
-    @abstractmethod
-    def pending(self) -> jax.Array:
-        """How many keys will be rotated, or cells moved; `[]` int32."""
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether a plan whose values are known does nothing."""
-        return not self.pending
-
-    @abstractmethod
-    def is_current(self, table: Any) -> jax.Array:
-        """Return whether all that the plan depends on is in a table as it was; `[]` bool."""
-
-    @abstractmethod
-    def commit(self, table: Any, buffers: Any, ok: jax.Array) -> tuple[Any, Any]:
-        """Carry the plan out if `ok`, `[]` bool; else return both as they are."""
-
-
-def assignable(method: Callable[..., R]) -> Callable[..., R]:
-    """Let subclasses assign a function of the table to a method, as in `first = cells.first`.
-
-    Type checkers then compare what it returns alone. `tests/cells/test_contract.py` compares the
-    names of its arguments.
-    """
-    return method
-
-
-class CacheTable(ABC):
-    """The table of a cache: what verbs, plans and loops ask of it.
-
-    Ids and positions are int32 arrays, `[]` unless another shape is given. An id that is no
-    sequence changes nothing. Ranges of positions are `start` to `stop` - 1: a negative start means
-    0, a negative stop no end, and a stop of 0 an empty range. `ok`, `[]` bool, is False where an
-    edit was refused, and then nothing is changed.
-    """
-
-    @property
-    @abstractmethod
-    def spec(self) -> TableSpec:
-        """What is fixed when the cache is made."""
-
-    @abstractmethod
-    def cache_spec(self, buffers: Any) -> CacheSpec:
-        """Return what the weights fixed of the cache with these buffers, see `CacheSpec`."""
-
-    @property
-    @abstractmethod
-    def is_batch(self) -> bool:
-        """Whether these are the tables of several caches side by side, as `vmap` makes them."""
-
-    sharding_rules: ShardingRules | None
-    """Which axes of a mesh split the cache; None where it is on one device."""
-
-    @abstractmethod
-    def with_sharding_rules(self, sharding_rules: ShardingRules | None) -> Self:
-        """Return the table with other rules."""
-
-    @abstractmethod
-    def partition_specs(self, buffers: Any, mesh: Any) -> tuple[Any, Any]:
-        """Return which axes of a mesh split the table, and the buffers: `PartitionSpec`s.
-
-        Buffers may be None.
-        """
-
-    def with_buffers(self, buffers: Any) -> tuple[tuple["CacheTable", Any], ...]:
-        """Return the parts of a hybrid, each with its buffers; of any other table it alone."""
-        return ((self, buffers),)
-
-    @abstractmethod
-    def num_layers(self, buffers: Any) -> int:
-        """L, the layers that the buffers beside the table are of."""
-
-    @abstractmethod
-    def check_buffers(self, buffers: Any) -> None:
-        """Raise unless buffers have the streams and the cells of the table."""
-
-    def check_moves(self, buffers: Any) -> None:
-        """Raise unless the positions of what buffers hold can be changed."""
-        del buffers
-
-    @abstractmethod
-    @assignable
-    def stream_hash(self) -> Any:
-        """Return a number of each stream's content, `[S]` uint32; a tuple of them in a hybrid."""
-
-    @abstractmethod
-    @assignable
-    def first(self, seq: jax.Array) -> jax.Array:
-        """Return the smallest position of a sequence, `[]` int32; -1 if it holds none."""
-
-    @abstractmethod
-    @assignable
-    def last(self, seq: jax.Array) -> jax.Array:
-        """Return the largest position of a sequence, `[]` int32; -1 if it holds none."""
-
-    @abstractmethod
-    @assignable
-    def endings(self, sequences: jax.Array, contents: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return what tells the last token of each sequence from others, and whether it is so.
-
-        `sequences` is `[T]` int32, and `contents`, those asked about, `[T]` uint32; what is
-        returned is `[T]` uint32 and `[T]` bool.
-        """
-
-    def holding(self) -> jax.Array:
-        """Return which sequences hold anything, `[Q]` bool: a text, or a source without one."""
-        return self.sequence_status(jnp.ones(self.spec.sequences, bool)).last >= 0
-
-    @abstractmethod
-    @assignable
-    def num_used_cells(self) -> jax.Array:
-        """Return how many cells are in use, `[]` int32."""
-
-    @abstractmethod
-    @assignable
-    def sequence_status(self, present: jax.Array) -> SequenceStatus:
-        """Return what holds of the sequences in a batch, `[Q]` bool."""
-
-    @abstractmethod
-    @assignable
-    def find_fitting(self, wanted: jax.Array) -> Admission:
-        """Return which sequences find room for the tokens that they bring, `[Q]` int32."""
-
-    @assignable
-    def owns_same_cells(self, partner: jax.Array) -> jax.Array:
-        """Return whether sequences own the very same cells as others of their stream, `[Q]` bool.
-
-        It is asked for tokens of several sequences, which no cache has that keeps states.
-
-        Args:
-          partner: `[Q]` int32, the number of the other one within the stream.
-        """
-        del partner
-        raise TypeError(f"wanted a cache of attention alone, got kind {self.spec.kind!r}")
-
-    @abstractmethod
-    @assignable
-    def num_shared_cells(self) -> Any:
-        """Return how many cells sharing spares in each stream, `[S]` int32; a tuple in a hybrid.
-
-        A cell of n sequences spares n - 1.
-        """
-
-    @abstractmethod
-    @assignable
-    def can_allocate(self, lengths: np.ndarray, at_once: int, num_shared_cells: Any) -> np.ndarray:
-        """Return which streams have cells for such texts side by side, whatever comes first.
-
-        It is asked on the host, and looks at sizes alone.
-
-        Args:
-          lengths: `[Q]` int, how many tokens each sequence will have at most.
-          at_once: the most tokens of a stream that are computed at once.
-          num_shared_cells: what `num_shared_cells` returned of the texts as they are, on the host.
-
-        Returns:
-          `[S]` bool. Where cells must be neighbours they may have to be brought together first.
-        """
-
-    @abstractmethod
-    @assignable
-    def choose_slots(self, ubatch: Ubatch) -> tuple[Any, jax.Array]:
-        """Return where tokens go; and a `Reason` for each one, `[R, T]`."""
-
-    def slots_when_skipped(self, ubatch: Ubatch) -> Any:
-        """Return what a ubatch that goes into other parts of a hybrid cache has as slots here.
-
-        That is None, and then no verb takes the ubatch for this part; where it holds sources,
-        tokens look at them.
-        """
-        del ubatch
-
-    def as_encoder_table(self) -> Self:
-        """Return the table as it answers where `init_encoder` plans sources."""
-        raise TypeError(
-            f"expected a cache with a part for sources, got kind {self.spec.kind!r}; make one of "
-            f"CacheSpec.hybrid with a part of CacheSpec.cross_attention"
-        )
-
-    @abstractmethod
-    @assignable
-    def occupy(self, ubatch: Ubatch) -> Self:
-        """Mark the slots of a ubatch as taken by its tokens."""
-
-    def stream_hash_after(self, ubatch: Ubatch, occupied: Any) -> Any:
-        """Return the `stream_hash` of the table that `occupy` returned for a ubatch."""
-        del ubatch
-        return occupied.stream_hash()
-
-    @abstractmethod
-    @assignable
-    def remove(self, seq: jax.Array, start: jax.Array, stop: jax.Array) -> tuple[Self, jax.Array]:
-        """Forget a range of a sequence, or of all for -1; return the table, and `ok`."""
-
-    @abstractmethod
-    @assignable
-    def copy(
-        self, buffers: Any, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
-    ) -> tuple[Self, Any]:
-        """Let sequences, `[]` or `[n]`, have a range of another, where `can_copy` grants it.
-
-        Buffers are None where all is known to stay within streams: then none is touched.
-        """
-
-    @abstractmethod
-    @assignable
-    def can_copy(
-        self, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """Return whether `copy` is granted, `[]` bool; and the ends of its targets after it.
-
-        The ends are positions, `[n]` int32, -1 for a target that would be empty.
-        """
-
-    @abstractmethod
-    @assignable
-    def select(self, buffers: Any, parents: jax.Array, targets: jax.Array) -> tuple[Self, Any]:
-        """Let targets have what their parents held, all at once, where `can_select` grants it.
-
-        Both are `[n]`, and a target of Q is left out. Buffers are None where all is known to stay
-        within streams: then none is touched.
-        """
-
-    @abstractmethod
-    def can_select(self, parents: jax.Array, targets: jax.Array) -> jax.Array:
-        """Return whether `select` is granted, `[]` bool."""
-
-    @abstractmethod
-    @assignable
-    def keep(self, seq: jax.Array) -> Self:
-        """Forget every sequence but one."""
-
-    @abstractmethod
-    @assignable
-    def clear(self) -> Any:  # Self, but pyright takes no function of the table alone for that
-        """Forget everything."""
-
-    @abstractmethod
-    @assignable
-    def add(
-        self,
-        seq: jax.Array,
-        start: jax.Array,
-        stop: jax.Array,
-        delta: jax.Array,
-        gap: jax.Array | None = None,
-    ) -> tuple[Self, jax.Array]:
-        """Move a range of a sequence by `delta`; return the table, and `ok`.
-
-        `gap` is the lowest position from which nothing stands up to the range, taken by a window
-        or not; None where that is not known.
-        """
-
-    @abstractmethod
-    @assignable
-    def can_add(
-        self, seq: jax.Array, start: jax.Array, stop: jax.Array, delta: jax.Array
-    ) -> jax.Array:
-        """Return whether `add` leaves every sequence one token a position, `[]` bool."""
-
-    @abstractmethod
-    @assignable
-    def divide(
-        self, seq: jax.Array, start: jax.Array, stop: jax.Array, divisor: jax.Array
-    ) -> tuple[Self, jax.Array]:
-        """Divide the positions of a range of a sequence, rounding down; the table, and `ok`."""
-
-    @abstractmethod
-    @assignable
-    def can_resume(self, seq: jax.Array, pos: jax.Array) -> jax.Array:
-        """Return whether a sequence goes on at a position when it is cut there, `[]` bool."""
-
-    @abstractmethod
-    def plan_shift(self) -> MaintenancePlan:
-        """Return the plan of the rotations that keys are owed."""
-
-    @abstractmethod
-    def plan_defrag(self, max_moves: int | None) -> MaintenancePlan:
-        """Return the plan of the moves that close the gaps."""
-
-    @abstractmethod
-    @assignable
-    def rewind(self, old: Any) -> tuple[Self, jax.Array]:
-        """Return an older table that knows what was written since; and `ok`, `[]` bool.
-
-        `ok` is whether all that the older one uses is still in the buffers as it was.
-        """
-
-    @abstractmethod
-    @assignable
-    def faults(self) -> dict[str, jax.Array]:
-        """Return how often each invariant is broken, by name; `[]` int32 each."""
-
-    def serves(self, verb: str, layer: int) -> bool:
-        """Return whether a layer is known to a verb: to "attend", or to those of "states"."""
-        del verb, layer
-        return False
-
-    @assignable
-    def attend(
-        self,
-        buffers: Any,
-        layer: int,
-        ubatch: Ubatch,
-        q: jax.Array,
-        k: jax.Array | None = None,
-        v: jax.Array | None = None,
-        **options: Any,
-    ) -> tuple[Self, Any, jax.Array]:
-        """Write keys `[R, T, K, D]` and values `[R, T, K, Dv]` into a layer, if any; and attend.
-
-        Queries are `[R, T, H, D]`. Options are those of `jaxkv.attend`. Returned are the
-        table, the buffers, and `[R, T, H, Dv]`.
-        """
-        del buffers, layer, ubatch, q, k, v, options
-        raise TypeError(f"wanted a cache with attention layers, got kind {self.spec.kind!r}")
-
-    @assignable
-    def write_kv(
-        self,
-        buffers: Any,
-        layer: int,
-        ubatch: Ubatch,
-        k: jax.Array,
-        v: jax.Array | None = None,
-    ) -> tuple[Self, Any]:
-        """Write keys `[R, T, K, D]` and values `[R, T, K, Dv]` into a layer."""
-        del buffers, layer, ubatch, k, v
-        raise TypeError(f"wanted a cache with attention layers, got kind {self.spec.kind!r}")
-
-    @assignable
-    def read_kv(self, buffers: Any, layer: int, ubatch: Ubatch, **options: Any) -> KVView:
-        """Return what the tokens of a ubatch see of a layer; options as in `jaxkv.read_kv`."""
-        del buffers, layer, ubatch, options
-        raise TypeError(f"wanted a cache with attention layers, got kind {self.spec.kind!r}")
-
-    def read_states(self, buffers: Any, layer: int, ubatch: Ubatch) -> dict[str, jax.Array]:
-        """Return by name the states that rows go on from, `[R, ...]`."""
-        del buffers, layer, ubatch
-        raise TypeError(f"wanted a cache with recurrent layers, got kind {self.spec.kind!r}")
-
-    def write_states(
-        self, buffers: Any, layer: int, ubatch: Ubatch, states: Mapping[str, jax.Array]
-    ) -> tuple[Self, Any]:
-        """Write the states that rows leave, by name `[R, E + 1, ...]`, the oldest first."""
-        del buffers, layer, ubatch, states
-        raise TypeError(f"wanted a cache with recurrent layers, got kind {self.spec.kind!r}")
-
-    def max_rollback(self, layer: int) -> int:
-        """Return E, how many states a layer keeps before the current one."""
-        del layer
-        raise TypeError(f"wanted a cache with recurrent layers, got kind {self.spec.kind!r}")
+from jaxkv.core.array_utils import nbytes
+from jaxkv.core.partitioning import Partitioned, ShardingRules
+from jaxkv.core.validate import check_position, check_single_bounds
+from jaxkv.jit_helpers import jit_method, jit_table
+from jaxkv.table import CacheTable, known_layer
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Cache:
+class Cache(Partitioned):
     """What a model remembers of its sequences: an immutable value, whatever the kind.
 
     table: which token stands in which cell, a `CacheTable`.
@@ -448,6 +35,12 @@ class Cache:
 
     table: Any
     buffers: Any
+
+    to_text: ClassVar[Callable[..., str]]
+    """`jaxkv.show`, which sets it."""
+
+    to_html: ClassVar[Callable[..., str]]
+    """The table that a notebook displays; `jaxkv.draw` sets it."""
 
     @property
     def spec(self) -> CacheSpec:
@@ -470,22 +63,198 @@ class Cache:
         pairs = self.table.with_buffers(self.buffers)
         return tuple(Cache(table=table, buffers=buffers) for table, buffers in pairs)
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the table and the buffers; also of their shapes alone.
+
+        >>> spec = CacheSpec.attention(layers=2, kv_heads=8, head_dim=128)
+        >>> jax.eval_shape(lambda: make_cache(spec, cells=4096)).nbytes // 2**20
+        64
+        """
+        return nbytes(self)
+
+    def seq_pos_min(self, seq: Any = None) -> jax.Array:
+        """Return the smallest position that a sequence holds.
+
+        Args:
+          seq: `[]` or `[n]` int, one sequence id or many; by default all.
+
+        Returns:
+          int32, the shape of `seq`; -1 for a sequence that holds nothing.
+
+        Raises:
+          ValueError: when an id is known and is none of the cache.
+
+        Examples:
+          >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
+          >>> make_cache(spec, cells=6).seq_pos_min(0).item()
+          -1
+
+        llama.cpp: `llama_memory_seq_pos_min`.
+        """
+        return _first(self.table, self._ids(seq))
+
+    def seq_pos_max(self, seq: Any = None) -> jax.Array:
+        """Return the largest position that a sequence holds; its next token comes one after it.
+
+        Args:
+          seq: `[]` or `[n]` int, one sequence id or many; by default all.
+
+        Returns:
+          int32, the shape of `seq`; -1 for a sequence that holds nothing.
+
+        Raises:
+          ValueError: when an id is known and is none of the cache.
+
+        Examples:
+          >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
+          >>> cache = make_cache(spec, cells=6, sequences=2)
+          >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
+          >>> cache.seq_pos_max().tolist(), cache.seq_pos_max(0).item()
+          ([2, -1], 2)
+
+        llama.cpp: `llama_memory_seq_pos_max`.
+        """
+        return _last(self.table, self._ids(seq))
+
+    def num_used_cells(self) -> jax.Array:
+        """Return how many cells hold a token, or a state; `[]` int32.
+
+        A cell that several sequences share counts once. In a hybrid cache the cells of all `parts`
+        are added up, since each holds a token's keys for layers of its own.
+
+        Examples:
+          >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
+          >>> cache = make_cache(spec, cells=6, sequences=2)
+          >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
+          >>> seq_cp(cache, 0, 1).cache.num_used_cells().item()
+          3
+
+        llama.cpp: `llama_kv_cells::get_used`.
+        """
+        return _used(self.table)
+
+    def can_resume(self, seq: Any, pos: Any) -> jax.Array:
+        """Return whether a sequence can go on at a position once all from there on is removed.
+
+        It can where `seq_rm(cache, seq, pos)` is granted and the next token then stands at `pos`: a
+        token there sees all that its window reaches, or a state stands before it. What was removed
+        from the middle of a text is not missed.
+
+        Args:
+          seq: `[]` int, the sequence.
+          pos: `[]` int, where its next token would stand.
+
+        Returns:
+          `[]` bool. An empty sequence can start anywhere, and any can at 0.
+
+        Examples:
+          >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
+          >>> cache = make_cache(spec, cells=4)
+          >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
+          >>> [cache.can_resume(0, pos).item() for pos in (0, 2, 3, 4)]
+          [True, True, True, False]
+        """
+        ids = self.table.spec.sequence_id(seq)
+        return _can_resume(self.table, ids, check_position(pos, "pos"))
+
+    def can_seq_add(self, seq: Any, p0: Any, p1: Any, *, delta: Any) -> jax.Array:
+        """Return whether `seq_add` would leave every sequence one token a position.
+
+        It may not where sequences share cells: these move for every owner, and an owner may hold
+        others at the positions that they come to.
+
+        Args:
+          seq: `[]` int, the sequence.
+          p0: `[]` int, the first position that moves.
+          p1: `[]` int, one past the last.
+          delta: `[]` int, how far they move.
+
+        Returns:
+          `[]` bool; False, too, where a position would reach 2**31 - 1. Of states, which stand at
+          one position each, nothing else can go wrong.
+
+        Examples:
+          >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=None)
+          >>> cache = make_cache(spec, cells=6, sequences=2)
+          >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3, 4])))
+          >>> fork, _ = seq_cp(cache, 0, 1)
+          >>> fork, _ = seq_rm(fork, 0, 0, 2)
+          >>> fork.can_seq_add(0, 2, None, delta=-2).item()  # sequence 1 has tokens at 0 and 1
+          False
+          >>> seq_keep(fork, 0).cache.can_seq_add(0, 2, None, delta=-2).item()
+          True
+        """
+        self.table.check_moves(self.buffers)
+        ids, bounds = self.table.spec.sequence_id(seq), check_single_bounds(p0, p1)
+        return _can_add(self.table, ids, *bounds, check_position(delta, "delta"))
+
+    def num_rollback_states(self, layer: int) -> int:
+        """Return E, how many earlier states the cache keeps for a recurrent layer.
+
+        It is `max_rollback` of `make_cache`; `write_states` takes one state more.
+
+        Raises:
+          TypeError: when the cache has no recurrent layers.
+          ValueError: when the layer is none of the cache.
+
+        Examples:
+          >>> spec = CacheSpec.recurrent(layers=1, states={"x": ((), jnp.int32)})
+          >>> make_cache(spec, max_rollback=3).num_rollback_states(0)
+          3
+
+        llama.cpp: `n_rs_seq`.
+        """
+        return self.table.max_rollback(known_layer(layer))
+
+    def check(self) -> dict[str, jax.Array]:
+        """Return how much is wrong with the table.
+
+        Returns:
+          For each thing that can be wrong, `[]` int32, how many cells or sequences are at fault.
+          All are 0 unless a table was made by hand.
+
+        Examples:
+          >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
+          >>> sum(cache.check().values()).item()
+          0
+        """
+        return _faults(self.table)
+
+    def partition_by(self, sharding_rules: ShardingRules, mesh: Any) -> "Cache":
+        """Return a `PartitionSpec` for each array."""
+        del sharding_rules  # those of the table
+        table, buffers = self.table.partition_specs(self.buffers, mesh)
+        return Cache(table=table, buffers=buffers)
+
+    def _ids(self, seq: Any) -> Any:
+        spec = self.table.spec
+        return spec.sequence_ids(np.arange(spec.sequences) if seq is None else seq)
+
+
+_used = jit_method(CacheTable.num_used_cells)
+_can_add = jit_method(CacheTable.can_add)
+_can_resume = jit_method(CacheTable.can_resume)
+_faults = jit_method(CacheTable.faults)
+
+
+@jit_table
+def _first(table: Any, seq: jax.Array) -> jax.Array:
+    """Return the first position of each sequence, int32, the shape of `seq`."""
+    return jax.lax.map(table.first, jnp.ravel(seq)).reshape(seq.shape)
+
+
+@jit_table
+def _last(table: Any, seq: jax.Array) -> jax.Array:
+    """Return the last position of each sequence, int32, the shape of `seq`."""
+    return jax.lax.map(table.last, jnp.ravel(seq)).reshape(seq.shape)
+
 
 def split(cache: Cache) -> tuple[Any, Any]:
-    """Take a cache apart into its table and its buffers.
-
-    Buffers are what one donates, differentiates and shards; the table is what verbs edit.
+    """Return the table and the buffers of a cache that a caller passed.
 
     Raises:
-      TypeError: when it is given something else than a cache, such as the pair that `seq_rm`
-        returns.
-
-    Examples:
-      >>> table, buffers = split(
-      ...     make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
-      ... )
-      >>> nbytes(table), nbytes(buffers)
-      (96, 64)
+      TypeError: when it is something else, such as the pair that `seq_rm` returns.
     """
     if isinstance(cache, Cache):
         return cache.table, cache.buffers
@@ -505,37 +274,9 @@ def merge(table: Any, buffers: Any) -> Cache:
     Raises:
       TypeError: when the first argument is no table.
       ValueError: when the buffers have other streams or cells than the table.
-
-    Examples:
-      >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
-      >>> table, buffers = split(cache)
-      >>> merge(table, jax.tree.map(jnp.ones_like, buffers)).buffers.k[0].sum().item()
-      8.0
     """
     if not isinstance(table, CacheTable):
         raise TypeError(f"wanted the table of a cache, got {type(table)}")
     if not table.is_batch:
         table.check_buffers(buffers)
     return Cache(table=table, buffers=buffers)
-
-
-def check_sizes(table: Any, streams: int, cells: int) -> None:
-    """Raise unless buffers have the streams S and the cells N of each that their table has."""
-    wanted = table.streams, table.num_cells
-    if (streams, cells) != wanted:
-        raise ValueError(
-            f"expected buffers of {wanted[0]} streams with {wanted[1]} cells, as the table has, "
-            f"got {streams} with {cells}: join the table and the buffers of one cache"
-        )
-
-
-def check_made_for(table: CacheTable, ubatch: Ubatch) -> None:
-    """Raise unless a ubatch was planned for a cache of the same spec.
-
-    Raises:
-      TypeError: when it is no ubatch, such as a plan of several.
-      ValueError: when it was planned for a cache made in another way.
-    """
-    if not isinstance(ubatch, Ubatch):
-        raise TypeError(f"wanted a ubatch, such as plan.ubatches[0], got {type(ubatch)}")
-    check_spec(ubatch.spec, table.spec, "a ubatch that was planned")

@@ -69,7 +69,7 @@ class CacheSpec:
             some of the numbers of their keys, as in latent attention (MLA): they take no bytes,
             and models give keys alone. The slice leaves out at least one number of the key, and
             all that its rope turns, which come first.
-          window: how far back tokens look, see `jaxkv.window`. None for everything.
+          window: how far back tokens look, see `Window`. None for everything.
           rope: how keys were rotated when they come in, for all layers or a tuple of one for each;
             None where keys carry no position. Left out, all works that moves no keys: `seq_add`,
             `seq_div`, `generation.context_shift` and `generation.self_extend` raise.
@@ -80,8 +80,8 @@ class CacheSpec:
             layers or each other.
 
         Examples:
-          >>> CacheSpec.attention(layers=2, kv_heads=3, head_dim=64, window=window.sliding(128))
-          CacheSpec.attention(layers=2, kv_heads=3, head_dim=64, window=sliding(128))
+          >>> CacheSpec.attention(layers=2, kv_heads=3, head_dim=64, window=Window.sliding(128))
+          CacheSpec.attention(layers=2, kv_heads=3, head_dim=64, window=Window.sliding(128))
 
           Latent attention, whose values are the last 8 of 12 numbers:
 
@@ -96,7 +96,7 @@ class CacheSpec:
         values = keys if value_dim is None else _values(value_dim, keys)
         if window is not None and not isinstance(window, Window):
             raise TypeError(
-                f"expected a window or None, got {window!r}; make one, as jaxkv.window.sliding(128)"
+                f"expected a window or None, got {window!r}; make one, as jaxkv.Window.sliding(128)"
             )
         ropes = rope if isinstance(rope, tuple) else (rope,) * layers
         if len(ropes) != layers:
@@ -175,7 +175,7 @@ class CacheSpec:
           ...     for t in range(ubatch.tokens.shape[1]):
           ...         x = jnp.where(ubatch.valid[:, t, None], x / 2 + ubatch.tokens[:, t, None], x)
           ...         after.append(x)
-          ...     last = state_write_steps(ubatch, num_rollback_states(cache, 0) + 1)
+          ...     last = ubatch.state_write_steps(cache.num_rollback_states(0) + 1)
           ...     x = jnp.take_along_axis(jnp.stack(after, 1), last[..., None], axis=1)
           ...     return write_states(cache, 0, ubatch, {"x": x})
           >>> plan = init_batch(cache, make_batch([8, 4, 2, 1]))
@@ -216,7 +216,7 @@ class CacheSpec:
 
           >>> cache = make_cache(spec, sequences=4, streams=2)
           >>> cache = apply(cache, init_batch(cache, make_batch([8])))
-          >>> num_used_cells(seq_cp(cache, 0, [1, 2, 3]).cache).item()
+          >>> seq_cp(cache, 0, [1, 2, 3]).cache.num_used_cells().item()
           2
 
         llama.cpp: `llama_memory_recurrent`, `n_embd_r`, `n_embd_s`.
@@ -316,7 +316,7 @@ class CacheSpec:
           Layers 0, 1, 3 and 4 look back 4 positions, and layers 2 and 5 at everything:
 
           >>> sizes = dict(kv_heads=1, head_dim=2)
-          >>> near = CacheSpec.attention(layers=4, window=window.sliding(4), **sizes)
+          >>> near = CacheSpec.attention(layers=4, window=Window.sliding(4), **sizes)
           >>> far = CacheSpec.attention(layers=2, **sizes)
           >>> cache = make_cache(
           ...     CacheSpec.hybrid((near, [0, 1, 3, 4]), (far, [2, 5])),
@@ -324,7 +324,7 @@ class CacheSpec:
           ...     sequences=2,
           ... )
           >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
-          >>> [num_used_cells(part).item() for part in cache.parts]
+          >>> [part.num_used_cells().item() for part in cache.parts]
           [3, 3]
 
         llama.cpp: `llama_kv_cache_iswa`, `llama_memory_hybrid`.
@@ -406,8 +406,6 @@ def _shown(value: Any) -> str:
         return f"<Rope of {len(value.frequencies)} pairs, slowest {slowest:.3g}>"
     if isinstance(value, ValueSlice):
         return f"slice({value.first}, {value.last})"
-    if isinstance(value, Window):
-        return f"{value.rule}({value.width})"
     return repr(value)
 
 

@@ -19,10 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import Ubatch, part_of
-from jaxkv.cache import Admission, Cache, CacheTable, MaintenancePlan, SequenceStatus, merge
+from jaxkv.cache import Cache, merge
 from jaxkv.cache_spec import CacheSpec
 from jaxkv.core.partitioning import ShardingRules
 from jaxkv.spec import TableSpec
+from jaxkv.table import Admission, CacheTable, MaintenancePlan, SequenceStatus
 
 Layers = tuple[tuple[int, ...], ...]
 

@@ -5,13 +5,13 @@ from functools import partial, wraps
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.batch import Ubatch, ubatch_partition_specs
-from jaxkv.cache import Cache, CacheTable, MaintenancePlan
-from jaxkv.core.donation import names_donated
-from jaxkv.core.partitioning import ShardingRules, current_mesh, of_type
+from jaxkv.core.donation import check_there, names_donated
+from jaxkv.core.partitioning import Partitioned, ShardingRules, current_mesh, of_type
+from jaxkv.table import CacheTable
 
 
 def jit_table(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
@@ -76,6 +76,27 @@ def check_single(*tables: CacheTable) -> None:
         )
 
 
+def check_known(table: Any, buffers: Any = ()) -> None:
+    """Raise unless this is the table of one cache whose arrays have values; the same of buffers.
+
+    Raises:
+      TypeError: when there are shapes alone.
+      ValueError: when an array was donated, or the table is that of a batch of caches, as `vmap`
+        makes them.
+
+    >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
+    >>> check_known(jax.tree.map(lambda x: x[None], cache.table))
+    Traceback (most recent call last):
+    ...
+    ValueError: wanted one cache, got a batch of them: go over it with jax.vmap, or take each by \
+itself, such as jax.tree.map(lambda x: x[0], cache)
+    """
+    if not all(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves((table, buffers))):
+        raise TypeError("wanted a cache with values, got the shapes of one: make it first")
+    check_there(table, buffers)
+    check_single(table)
+
+
 def replicated(table: CacheTable, answers: Any) -> Any:
     """Return answers whole on each device of a table's mesh, so that every process can read them.
 
@@ -90,21 +111,10 @@ def replicated(table: CacheTable, answers: Any) -> Any:
 
 
 def _specs(out: Any, sharding_rules: ShardingRules, mesh: Any) -> Any:
-    """Return how axes of a mesh split what a program returns."""
+    """Return how axes of a mesh split what a program returns; all else is whole on each device."""
 
     def of(x: Any) -> Any:
-        match x:
-            case Cache():
-                table, buffers = x.table.partition_specs(x.buffers, mesh)
-                return Cache(table=table, buffers=buffers)
-            case CacheTable():
-                return x.partition_specs(None, mesh)[0]
-            case Ubatch():
-                streams = sharding_rules.split(mesh, streams=x.spec.streams)["streams"]
-                return ubatch_partition_specs(x, streams)
-            case MaintenancePlan():
-                return P(sharding_rules.split(mesh, streams=x.spec.streams)["streams"])
-        return P()
+        return x.partition_by(sharding_rules, mesh) if isinstance(x, Partitioned) else P()
 
     return jax.tree.map(of, out, is_leaf=_is_node)
 
@@ -114,7 +124,7 @@ def _nodes(tree: Any) -> list[Any]:
 
 
 def _is_node(x: Any) -> bool:
-    return isinstance(x, Cache | CacheTable | Ubatch | MaintenancePlan)
+    return isinstance(x, Partitioned)
 
 
 def _anywhere(x: Any) -> jax.ShapeDtypeStruct:

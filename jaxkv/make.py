@@ -110,19 +110,19 @@ def make_cache(
     Examples:
       >>> spec = CacheSpec.attention(layers=2, kv_heads=3, head_dim=64)
       >>> cache = make_cache(spec, cells=512, sequences=8)
-      >>> cache.buffers.k[0].shape, nbytes(cache)
+      >>> cache.buffers.k[0].shape, cache.nbytes
       ((1, 3, 512, 64), 1583152)
 
       Of 8 bits, with scales:
 
       >>> small = make_cache(spec, cells=512, sequences=8, dtype="int8")
       >>> keys = small.buffers.k[0]
-      >>> keys.dtype, keys.codes.shape, keys.scales.shape, nbytes(small)
+      >>> keys.dtype, keys.codes.shape, keys.scales.shape, small.nbytes
       (dtype('int8'), (1, 3, 512, 64), (1, 3, 512, 1), 428080)
 
       A window of 128 positions, for two sequences with a stream each:
 
-      >>> spec = CacheSpec.attention(2, 3, 64, window=window.sliding(128))
+      >>> spec = CacheSpec.attention(2, 3, 64, window=Window.sliding(128))
       >>> make_cache(spec, sequences=2, streams=2).buffers.k[0].shape
       (2, 3, 672, 64)
 

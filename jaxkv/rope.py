@@ -31,6 +31,170 @@ class Rope:
                 f"and {self.attention_factor}"
             )
 
+    def rotate(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        """Turn queries or keys to their positions.
+
+        Args:
+          x: `[..., H, D]`, H heads (any number) of D numbers.
+          positions: `[...]` int32, the shape of `x` without its last two dimensions.
+
+        Returns:
+          The shape and dtype of `x`; sines and products are computed in float32. Angles are exact
+          to 1e-6 radians at every position.
+
+        Raises:
+          ValueError: when the shapes do not go together, or heads are smaller than the rope.
+          TypeError: when `x` is not of floats, or positions are not integers.
+
+        Examples:
+          A quarter turn of one pair, and the position 0, which leaves everything alone:
+
+          >>> quarter = Rope(frequencies=(math.pi / 2,))
+          >>> x = jnp.array([[1.0, 0.0]])
+          >>> quarter.rotate(x, jnp.array(1)).round(3) + 0.0
+          Array([[0., 1.]], dtype=float32)
+          >>> quarter.rotate(x, jnp.array(0))
+          Array([[1., 0.]], dtype=float32)
+
+        llama.cpp: `ggml_rope_ext`.
+        """
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"wanted queries or keys of floats, got {x.dtype}")
+        if not jnp.issubdtype(jnp.result_type(positions), jnp.integer):
+            raise TypeError(f"expected positions of int32, got {jnp.result_type(positions)}")
+        pairs = len(self.frequencies)
+        if np.shape(positions) != x.shape[:-2]:
+            raise ValueError(
+                f"wanted positions of the shape of x without its heads and their numbers, "
+                f"{x.shape[:-2]} for {x.shape}, got {np.shape(positions)}; a ubatch has tokens or "
+                f"embeddings, and the other is None"
+            )
+        if x.shape[-1] < 2 * pairs:
+            raise ValueError(
+                f"a rope of {pairs} pairs needs heads of {2 * pairs}, got {x.shape[-1]}"
+            )
+        angles = jnp.expand_dims(_angles(positions, self.frequencies), -2)  # [..., 1, pairs]
+        # Both numbers of a pair side by side in a dimension of their own, (a, b) and (b, a): the
+        # compiler makes a short loop of that, and a slow one of halves that are put together again.
+        both = -1 if self.interleaved else -2
+        cos, sin = (self.attention_factor * f(angles) for f in (jnp.cos, jnp.sin))
+        cos, sin = jnp.expand_dims(cos, both), jnp.stack([-sin, sin], axis=both)
+        turned, rest = x[..., : 2 * pairs].astype(jnp.float32), x[..., 2 * pairs :]
+        ab = turned.reshape(*x.shape[:-1], *((pairs, 2) if self.interleaved else (2, pairs)))
+        turned = (ab * cos + jnp.flip(ab, both) * sin).reshape(turned.shape)
+        return jnp.concatenate([turned.astype(x.dtype), rest], axis=-1)
+
+    def linear(self, *, factor: float) -> "Rope":
+        """Stretch positions: `factor` times the context, each position that much closer.
+
+        Raises:
+          ValueError: when the factor is 0.
+
+        >>> make_rope(4, base=100.0).linear(factor=2.0).frequencies
+        (0.5, 0.05)
+
+        llama.cpp: `LLAMA_ROPE_SCALING_TYPE_LINEAR`.
+        """
+        return self.divide([factor] * len(self.frequencies))
+
+    def divide(self, factors: Sequence[float]) -> "Rope":
+        """Divide the frequency of each pair by its own factor, as some checkpoints store them.
+
+        Raises:
+          ValueError: when there is not one factor a pair, or one of them is 0.
+
+        >>> make_rope(4, base=100.0).divide([1.0, 4.0]).frequencies
+        (1.0, 0.025)
+
+        llama.cpp: `rope_freqs`.
+        """
+        if len(factors) != len(self.frequencies):
+            raise ValueError(
+                f"wanted {len(self.frequencies)} factors, one a pair, got {len(factors)}"
+            )
+        if not all(factors):
+            raise ValueError(f"wanted factors that are not 0, got {list(factors)}")
+        pairs = zip(self.frequencies, factors, strict=True)
+        return replace(self, frequencies=tuple(float(f / by) for f, by in pairs))
+
+    def llama3(
+        self, *, factor: float, low_freq_factor: float, high_freq_factor: float, original: int
+    ) -> "Rope":
+        """Stretch slow pairs only, as Llama 3.1 does.
+
+        Pairs that turn more than `high_freq_factor` times over the original context keep their
+        speed, those that turn less than `low_freq_factor` times are slowed by `factor`, and in
+        between the two are blended.
+
+        Args:
+          factor: how much the slow pairs are slowed.
+          low_freq_factor: turns over the original context below which a pair is slow.
+          high_freq_factor: turns above which it is fast.
+          original: positions of the original context.
+
+        The fast pair keeps its speed, and the slow one gets an eighth of it:
+
+        >>> plain = make_rope(4, base=1e8)
+        >>> slowed = plain.llama3(
+        ...     factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original=8192
+        ... )
+        >>> [old / new for old, new in zip(plain.frequencies, slowed.frequencies)]
+        [1.0, 8.0]
+        """
+        frequencies = np.asarray(self.frequencies)
+        turns = original * frequencies / (2 * math.pi)
+        fast = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor)
+        fast = np.clip(fast, 0.0, 1.0)
+        return replace(
+            self, frequencies=tuple((frequencies * (fast + (1 - fast) / factor)).tolist())
+        )
+
+    def yarn(
+        self,
+        *,
+        factor: float,
+        original: int,
+        base: float,
+        beta_fast: float = 32.0,
+        beta_slow: float = 1.0,
+        attention_factor: float | None = None,
+    ) -> "Rope":
+        """Stretch slow pairs and sharpen attention: YaRN (arXiv 2309.00071).
+
+        Args:
+          factor: how much longer the context becomes.
+          original: positions of the original context.
+          base: the base that the plain embedding was made with.
+          beta_fast: turns over the original context above which a pair keeps its speed.
+          beta_slow: turns below which a pair is slowed by `factor`.
+          attention_factor: what queries and keys are multiplied by; by default 0.1 ln(factor) + 1.
+
+        >>> plain = make_rope(4, base=1e6)
+        >>> slowed = plain.yarn(factor=4.0, original=2048, base=1e6)
+        >>> [old / new for old, new in zip(plain.frequencies, slowed.frequencies)]
+        [1.0, 4.0]
+        >>> round(slowed.attention_factor, 4)
+        1.1386
+
+        llama.cpp: `LLAMA_ROPE_SCALING_TYPE_YARN`.
+        """
+        frequencies = np.asarray(self.frequencies)
+        pairs = len(frequencies)
+
+        def pair_of(turns: float) -> float:
+            return pairs * math.log(original / (turns * 2 * math.pi)) / math.log(base)
+
+        low = max(math.floor(pair_of(beta_fast)), 0)
+        high = min(math.ceil(pair_of(beta_slow)), 2 * pairs - 1)
+        slow = np.clip((np.arange(pairs) - low) / max(high - low, 0.001), 0.0, 1.0)
+        if attention_factor is None:
+            attention_factor = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+        return replace(
+            self,
+            frequencies=tuple((frequencies * (1 - slow + slow / factor)).tolist()),
+            attention_factor=attention_factor,
+        )
+
 
 @dataclass(frozen=True)
 class NotGiven:
@@ -63,172 +227,6 @@ def make_rope(size: int, *, base: float = 10000.0, interleaved: bool = False) ->
         raise ValueError(f"wanted a base above 0, got {base}")
     frequencies = tuple(float(base ** (-pair / size)) for pair in range(0, size, 2))
     return Rope(frequencies=frequencies, interleaved=interleaved)
-
-
-def linear(rope: Rope, *, factor: float) -> Rope:
-    """Stretch positions by a factor: `factor` times the context, each position that much closer.
-
-    Raises:
-      ValueError: when the factor is 0.
-
-    >>> linear(make_rope(4, base=100.0), factor=2.0).frequencies
-    (0.5, 0.05)
-
-    llama.cpp: `LLAMA_ROPE_SCALING_TYPE_LINEAR`.
-    """
-    return divide(rope, [factor] * len(rope.frequencies))
-
-
-def divide(rope: Rope, factors: Sequence[float]) -> Rope:
-    """Divide the frequency of each pair by its own factor, as some checkpoints store them.
-
-    Raises:
-      ValueError: when there is not one factor a pair, or one of them is 0.
-
-    >>> divide(make_rope(4, base=100.0), [1.0, 4.0]).frequencies
-    (1.0, 0.025)
-
-    llama.cpp: `rope_freqs`.
-    """
-    if len(factors) != len(rope.frequencies):
-        raise ValueError(f"wanted {len(rope.frequencies)} factors, one a pair, got {len(factors)}")
-    if not all(factors):
-        raise ValueError(f"wanted factors that are not 0, got {list(factors)}")
-    pairs = zip(rope.frequencies, factors, strict=True)
-    return replace(rope, frequencies=tuple(float(f / by) for f, by in pairs))
-
-
-def llama3(
-    rope: Rope, *, factor: float, low_freq_factor: float, high_freq_factor: float, original: int
-) -> Rope:
-    """Stretch slow pairs only, as Llama 3.1 does.
-
-    Pairs that turn more than `high_freq_factor` times over the original context keep their speed,
-    those that turn less than `low_freq_factor` times are slowed by `factor`, and in between the two
-    are blended.
-
-    Args:
-      rope: the plain embedding.
-      factor: how much the slow pairs are slowed.
-      low_freq_factor: turns over the original context below which a pair is slow.
-      high_freq_factor: turns above which it is fast.
-      original: positions of the original context.
-
-    The fast pair keeps its speed, and the slow one gets an eighth of it:
-
-    >>> plain = make_rope(4, base=1e8)
-    >>> slowed = llama3(plain, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original=8192)
-    >>> [old / new for old, new in zip(plain.frequencies, slowed.frequencies)]
-    [1.0, 8.0]
-    """
-    frequencies = np.asarray(rope.frequencies)
-    turns = original * frequencies / (2 * math.pi)
-    fast = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor)
-    fast = np.clip(fast, 0.0, 1.0)
-    return replace(rope, frequencies=tuple((frequencies * (fast + (1 - fast) / factor)).tolist()))
-
-
-def yarn(
-    rope: Rope,
-    *,
-    factor: float,
-    original: int,
-    base: float,
-    beta_fast: float = 32.0,
-    beta_slow: float = 1.0,
-    attention_factor: float | None = None,
-) -> Rope:
-    """Stretch slow pairs and sharpen attention: YaRN (arXiv 2309.00071).
-
-    Args:
-      rope: the plain embedding.
-      factor: how much longer the context becomes.
-      original: positions of the original context.
-      base: the base that the plain embedding was made with.
-      beta_fast: turns over the original context above which a pair keeps its speed.
-      beta_slow: turns below which a pair is slowed by `factor`.
-      attention_factor: what queries and keys are multiplied by; by default 0.1 ln(factor) + 1.
-
-    >>> plain = make_rope(4, base=1e6)
-    >>> slowed = yarn(plain, factor=4.0, original=2048, base=1e6)
-    >>> [old / new for old, new in zip(plain.frequencies, slowed.frequencies)]
-    [1.0, 4.0]
-    >>> round(slowed.attention_factor, 4)
-    1.1386
-
-    llama.cpp: `LLAMA_ROPE_SCALING_TYPE_YARN`.
-    """
-    frequencies = np.asarray(rope.frequencies)
-    pairs = len(frequencies)
-
-    def pair_of(turns: float) -> float:
-        return pairs * math.log(original / (turns * 2 * math.pi)) / math.log(base)
-
-    low = max(math.floor(pair_of(beta_fast)), 0)
-    high = min(math.ceil(pair_of(beta_slow)), 2 * pairs - 1)
-    slow = np.clip((np.arange(pairs) - low) / max(high - low, 0.001), 0.0, 1.0)
-    if attention_factor is None:
-        attention_factor = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
-    return replace(
-        rope,
-        frequencies=tuple((frequencies * (1 - slow + slow / factor)).tolist()),
-        attention_factor=attention_factor,
-    )
-
-
-def rotate(x: jax.Array, positions: jax.Array, rope: Rope | None) -> jax.Array:
-    """Turn queries or keys to their positions.
-
-    Args:
-      x: `[..., H, D]`, H heads (any number) of D numbers.
-      positions: `[...]` int32, the shape of `x` without its last two dimensions.
-      rope: the embedding; None leaves `x` as it is.
-
-    Returns:
-      The shape and dtype of `x`; sines and products are computed in float32. Angles are exact to
-      1e-6 radians at every position.
-
-    Raises:
-      ValueError: when the shapes do not go together, or heads are smaller than the rope.
-      TypeError: when `x` is not of floats, or positions are not integers.
-
-    Examples:
-      A quarter turn of one pair, and the position 0, which leaves everything alone:
-
-      >>> quarter = Rope(frequencies=(math.pi / 2,))
-      >>> x = jnp.array([[1.0, 0.0]])
-      >>> rotate(x, jnp.array(1), quarter).round(3) + 0.0
-      Array([[0., 1.]], dtype=float32)
-      >>> rotate(x, jnp.array(0), quarter)
-      Array([[1., 0.]], dtype=float32)
-
-    llama.cpp: `ggml_rope_ext`.
-    """
-    if rope is None:
-        return x
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"wanted queries or keys of floats, got {x.dtype}")
-    if not jnp.issubdtype(jnp.result_type(positions), jnp.integer):
-        raise TypeError(f"expected positions of int32, got {jnp.result_type(positions)}")
-    pairs = len(rope.frequencies)
-    if np.shape(positions) != x.shape[:-2]:
-        raise ValueError(
-            f"wanted positions of the shape of x without its heads and their numbers, "
-            f"{x.shape[:-2]} for {x.shape}, got {np.shape(positions)}; a ubatch has tokens or "
-            f"embeddings, and the other is None"
-        )
-    if x.shape[-1] < 2 * pairs:
-        raise ValueError(f"a rope of {pairs} pairs needs heads of {2 * pairs}, got {x.shape[-1]}")
-    angles = jnp.expand_dims(_angles(positions, rope.frequencies), -2)  # [..., 1, pairs]
-    # Both numbers of a pair side by side in a dimension of their own, (a, b) and (b, a): the
-    # compiler makes a short loop of that, and a slow one of halves that are put together again.
-    both = -1 if rope.interleaved else -2
-    cos, sin = (rope.attention_factor * f(angles) for f in (jnp.cos, jnp.sin))
-    cos, sin = jnp.expand_dims(cos, both), jnp.stack([-sin, sin], axis=both)
-    turned, rest = x[..., : 2 * pairs].astype(jnp.float32), x[..., 2 * pairs :]
-    ab = turned.reshape(*x.shape[:-1], *((pairs, 2) if rope.interleaved else (2, pairs)))
-    turned = (ab * cos + jnp.flip(ab, both) * sin).reshape(turned.shape)
-    return jnp.concatenate([turned.astype(x.dtype), rest], axis=-1)
 
 
 def _angles(positions: jax.Array, frequencies: tuple[float, ...]) -> jax.Array:

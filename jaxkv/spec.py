@@ -74,6 +74,13 @@ class TableSpec:
             advice="; a cache is made for a fixed number of sequences",
         )
 
+    def sequence_id(self, value: Any, *, lowest: int = 0) -> Any:
+        """Return one sequence id as `[]` int32; see `sequence_ids`."""
+        checked = self.sequence_ids(value, lowest=lowest)
+        if np.ndim(checked):
+            raise ValueError(f"wanted one sequence id, got the shape {np.shape(checked)}")
+        return checked
+
 
 def within_streams(spec: "TableSpec", ids: Any, others: Any) -> bool:
     """Return whether sequences are known to lie in the streams of others, so that all is shared."""

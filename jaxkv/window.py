@@ -11,8 +11,6 @@ import jax.numpy as jnp
 
 from jaxkv.core.validate import check_count
 
-__all__ = ["Window", "chunked", "sliding", "symmetric"]
-
 Rule = Literal["sliding", "chunked", "symmetric"]
 """Where the positions lie that a token sees."""
 
@@ -23,7 +21,7 @@ class Window:
 
     width: W. Looking back, a token sees at most W positions, its own included; with a symmetric
       window W // 2 to each side of its own.
-    constraint: where those positions lie.
+    rule: where those positions lie.
     """
 
     width: int
@@ -34,44 +32,47 @@ class Window:
         if self.rule not in get_args(Rule):
             raise ValueError(f"wanted a window's rule of {get_args(Rule)}, got {self.rule!r}")
 
+    @staticmethod
+    def sliding(width: int) -> "Window":
+        """See the last W positions, the token's own included (Mistral, Gemma).
 
-def sliding(width: int) -> Window:
-    """See the last W positions, the token's own included (Mistral, Gemma).
+        Where attention is not causal, all that come after it are seen too.
 
-    Where attention is not causal, all that come after it are seen too.
+        >>> [sees(Window.sliding(3), jnp.int32(7), jnp.int32(key)).item() for key in (4, 5, 7, 8)]
+        [False, True, True, False]
 
-    >>> [sees(sliding(3), jnp.int32(7), jnp.int32(key)).item() for key in (4, 5, 7, 8)]
-    [False, True, True, False]
+        llama.cpp: `LLAMA_SWA_TYPE_STANDARD`.
+        """
+        return Window(width, "sliding")
 
-    llama.cpp: `LLAMA_SWA_TYPE_STANDARD`.
-    """
-    return Window(width, "sliding")
+    @staticmethod
+    def chunked(width: int) -> "Window":
+        """See what lies in the token's own chunk of W positions, up to itself (Llama 4).
 
+        Where attention is not causal, all that come after it are seen too.
 
-def chunked(width: int) -> Window:
-    """See what lies in the token's own chunk of W positions, up to itself (Llama 4).
+        >>> [sees(Window.chunked(4), jnp.int32(6), jnp.int32(key)).item() for key in (3, 4, 6, 7)]
+        [False, True, True, False]
 
-    Where attention is not causal, all that come after it are seen too.
+        llama.cpp: `LLAMA_SWA_TYPE_CHUNKED`.
+        """
+        return Window(width, "chunked")
 
-    >>> [sees(chunked(4), jnp.int32(6), jnp.int32(key)).item() for key in (3, 4, 6, 7)]
-    [False, True, True, False]
+    @staticmethod
+    def symmetric(width: int) -> "Window":
+        """See W // 2 positions to both sides; those ahead only where attention is not causal.
 
-    llama.cpp: `LLAMA_SWA_TYPE_CHUNKED`.
-    """
-    return Window(width, "chunked")
+        >>> [sees(Window.symmetric(4), jnp.int32(6), jnp.int32(key)).item() for key in (3, 4, 6, 7)]
+        [False, True, True, False]
+        >>> sees(Window.symmetric(4), jnp.int32(6), jnp.int32(8), causal=False).item()
+        True
 
+        llama.cpp: `LLAMA_SWA_TYPE_SYMMETRIC`.
+        """
+        return Window(width, "symmetric")
 
-def symmetric(width: int) -> Window:
-    """See W // 2 positions to both sides; those ahead only where attention is not causal.
-
-    >>> [sees(symmetric(4), jnp.int32(6), jnp.int32(key)).item() for key in (3, 4, 6, 7)]
-    [False, True, True, False]
-    >>> sees(symmetric(4), jnp.int32(6), jnp.int32(8), causal=False).item()
-    True
-
-    llama.cpp: `LLAMA_SWA_TYPE_SYMMETRIC`.
-    """
-    return Window(width, "symmetric")
+    def __repr__(self) -> str:
+        return f"Window.{self.rule}({self.width})"
 
 
 def cells_for(window: Window, *, ubatch_size: int, max_rollback: int, sharing: int) -> int:
@@ -83,7 +84,7 @@ def cells_for(window: Window, *, ubatch_size: int, max_rollback: int, sharing: i
       max_rollback: how many tokens can be taken back though the window is full.
       sharing: how many sequences share the stream.
 
-    >>> cells_for(sliding(512), ubatch_size=64, max_rollback=32, sharing=2)
+    >>> cells_for(Window.sliding(512), ubatch_size=64, max_rollback=32, sharing=2)
     1216
     """
     return (window.width + ubatch_size + max_rollback) * sharing
@@ -92,7 +93,10 @@ def cells_for(window: Window, *, ubatch_size: int, max_rollback: int, sharing: i
 def looks_back(window: Window) -> int:
     """Return how many positions before its own a token sees at most.
 
-    >>> [looks_back(window) for window in (sliding(4), chunked(4), symmetric(4))]
+    >>> [
+    ...     looks_back(window)
+    ...     for window in (Window.sliding(4), Window.chunked(4), Window.symmetric(4))
+    ... ]
     [3, 3, 2]
     """
     return window.width // 2 if window.rule == "symmetric" else window.width - 1
@@ -101,7 +105,10 @@ def looks_back(window: Window) -> int:
 def first_seen(window: Window | None, position: jax.Array) -> jax.Array:
     """Return the lowest position that a token at a position sees; it never falls as that rises.
 
-    >>> [first_seen(window, jnp.int32(6)).item() for window in (None, sliding(3), chunked(4))]
+    >>> [
+    ...     first_seen(window, jnp.int32(6)).item()
+    ...     for window in (None, Window.sliding(3), Window.chunked(4))
+    ... ]
     [0, 4, 4]
     """
     if window is None:
@@ -122,11 +129,14 @@ def last_seen(
 
     With `visible_until` it is that, and not its own; a symmetric window limits it still.
 
-    >>> [last_seen(symmetric(4), jnp.int32(6), causal=causal).item() for causal in (True, False)]
+    >>> [
+    ...     last_seen(Window.symmetric(4), jnp.int32(6), causal=causal).item()
+    ...     for causal in (True, False)
+    ... ]
     [6, 8]
-    >>> last_seen(sliding(4), jnp.int32(6), causal=False).item()
+    >>> last_seen(Window.sliding(4), jnp.int32(6), causal=False).item()
     2147483647
-    >>> last_seen(symmetric(4), jnp.int32(6), visible_until=jnp.int32(9)).item()
+    >>> last_seen(Window.symmetric(4), jnp.int32(6), visible_until=jnp.int32(9)).item()
     8
     """
     if visible_until is not None:

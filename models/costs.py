@@ -175,7 +175,7 @@ def _splits(model: Model, cache: jaxkv.Cache) -> dict[str, tuple[str, ...]]:
                 found[axis][name] = None
 
     for part in cache.parts:
-        table, buffers = jaxkv.split(part)
+        table, buffers = part.table, part.buffers
         for array in jax.tree.leaves(buffers):
             if table.spec.kind == "recurrent":
                 note(array, f"{array.shape[0]:,} streams", "states")
@@ -193,8 +193,8 @@ def _layout(model: Model, cache: Any) -> DeviceBytes:
 
 
 def _part(part: jaxkv.Cache, model: Model) -> Part:
-    table, buffers = jaxkv.split(part)
-    spec, own = table.spec, jaxkv.nbytes(buffers)
+    table, buffers = part.table, part.buffers
+    spec, own = table.spec, part.nbytes - table.nbytes
     recurs = spec.kind == "recurrent"
     units = spec.sequences if recurs else spec.streams * table.num_cells
     return Part(

@@ -118,7 +118,7 @@ def generate_texts(
         accepted=tally.accepted,
         cells=cells * pools,
         used=used,
-        nbytes=jaxkv.nbytes(cache),
+        nbytes=cache.nbytes,
         compiles=compiles,
         interrupted=tally.interrupted,
     )

@@ -69,7 +69,7 @@ def make_with_room(
     except ValueError as error:
         raise ModelError(f"No such cache can be made: {brief(error)}.") from error
     mesh = jax.sharding.get_mesh()
-    rules, devices, wanted = cache.table.sharding_rules, 1, jaxkv.nbytes(cache)
+    rules, devices, wanted = cache.table.sharding_rules, 1, cache.nbytes
     if rules is not None and not mesh.empty:
         devices = mesh.size
         wanted = devices * jaxkv.sharding.device_bytes(cache, mesh, rules).total

@@ -222,4 +222,4 @@ class Tally:
 
 def used_of(cache: Any) -> int:
     """Return the cells in use, of a cache of parts those of the fullest: windows hold fewer."""
-    return max(int(jaxkv.num_used_cells(part)) for part in cache.parts)
+    return max(int(part.num_used_cells()) for part in cache.parts)

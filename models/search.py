@@ -76,7 +76,7 @@ class Search:
             jaxkv.init_batch(self._cache, batch, ubatch_size=ubatch_size).check()
             for batch in self._batches
         ]
-        self.nbytes = jaxkv.nbytes(self._cache)
+        self.nbytes = self._cache.nbytes
 
     def compile(self, tell: Callable[[int, int], None] | None = None) -> None:
         """Compile all that the searches need.

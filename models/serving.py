@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jaxkv
 from jaxkv import serving
 from models.model import Model
 from models.room import Streams, cells_for, make_with_room
@@ -83,7 +82,7 @@ class Serving:
             streams=pools,
             ubatch_size=ubatch_size,
         )
-        self.cells, self.nbytes = cells * pools, jaxkv.nbytes(cache)
+        self.cells, self.nbytes = cells * pools, cache.nbytes
         self._rules = {"tokenizer": model.tokenizer, "stop_tokens": model.stop_tokens}
         self._prompts, self._ended = prompts, []
         self._engine = serving.Engine(

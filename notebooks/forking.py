@@ -29,7 +29,7 @@ prompt = model.tokenizer.prompt(PROMPT)
 
 cache = model.make_cache(cells=96, sequences=4)
 cache, logits, *_ = jaxkv.prefill(model.forward, model.params, cache, jaxkv.make_batch(prompt))
-print(len(prompt), "tokens in", jaxkv.num_used_cells(cache), "cells")
+print(len(prompt), "tokens in", cache.num_used_cells(), "cells")
 
 # %% [markdown]
 # ## Four texts
@@ -40,7 +40,7 @@ print(len(prompt), "tokens in", jaxkv.num_used_cells(cache), "cells")
 # %%
 forks, ok = jaxkv.seq_cp(cache, 0, [1, 2, 3])
 
-assert jaxkv.num_used_cells(forks) == len(prompt)
+assert forks.num_used_cells() == len(prompt)
 assert all(new is old for new, old in zip(forks.buffers.k, cache.buffers.k, strict=True))
 print(forks)
 
@@ -75,8 +75,8 @@ ax.figure.set_size_inches(6.4, 3.5)
 # Four caches of their own would hold the prompt four times. The longer it is, the more that is:
 
 # %%
-together = int(jaxkv.num_used_cells(after))
-apart = int((jaxkv.seq_pos_max(after, [0, 1, 2, 3]) + 1).sum())
+together = int(after.num_used_cells())
+apart = int((after.seq_pos_max([0, 1, 2, 3]) + 1).sum())
 assert together == len(prompt) + 4 * 11 and apart == 4 * (len(prompt) + 11)
 print(f"{together} cells together, {apart} apart")
 
@@ -121,7 +121,7 @@ best, second = np.argsort(-total)[:2]
 parents = [best, best, second, second]
 selected, ok = jaxkv.seq_select(after, parents, [0, 1, 2, 3])
 
-assert jaxkv.num_used_cells(selected) == len(prompt) + 2 * 11
+assert selected.num_used_cells() == len(prompt) + 2 * 11
 ax = plot.cells(selected)
 ax.figure.set_size_inches(6.4, 3.5)
 
@@ -166,7 +166,7 @@ owners = np.zeros((4, len(prompt) + 11), int)
 for text in range(4):
     cells = np.flatnonzero(view.held(text) >= 0)
     owners[text, view.position[0, cells]] = view.owners[0, cells]
-together, apart = int(jaxkv.num_used_cells(found)), int((owners > 0).sum())
+together, apart = int(found.num_used_cells()), int((owners > 0).sum())
 print(f"{together} cells together, {apart} apart")
 assert owners[:, : len(prompt)].min() == 4 and together < len(prompt) + 4 * 11
 

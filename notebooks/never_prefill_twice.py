@@ -144,7 +144,7 @@ keeping.step()
 ax = plot.cells(keeping.cache)
 ax.figure.set_size_inches(8.6, 3.6)
 
-cells, alone = int(jaxkv.num_used_cells(keeping.cache)), sum(len(prompt) for prompt in prompts[:3])
+cells, alone = int(keeping.cache.num_used_cells()), sum(len(prompt) for prompt in prompts[:3])
 print(cells, "cells in use; the three prompts alone would take", alone)
 for result in keeping.results():
     assert result.prefix_hit.length >= len(common)
@@ -230,6 +230,6 @@ print(result.prefix_hit, tokenizer.decode(result.tokens).rstrip())
 # - Submit all six questions at once to an empty engine: five wait for the one with the list.
 # - `streams=5` in `make_cache`, a pool for each sequence: a fork is a copy then, and each pool
 #   holds it.
-# - `models.load("gemma3")`, with windows: ask `jaxkv.can_resume` where a text can be gone on with.
+# - `models.load("gemma3")`, with windows: ask `cache.can_resume` where a text can be gone on with.
 # - In a loop of your own: `fork`, `store` and `evict` of a `PrefixStore`, see the page
 # on   prefixes.

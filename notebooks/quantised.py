@@ -51,7 +51,7 @@ def read(dtype):
 caches, losses = {}, {}
 for dtype in DTYPES:
     caches[dtype], losses[dtype] = read(dtype)
-    size = jaxkv.nbytes(caches[dtype].buffers)
+    size = caches[dtype].buffers.nbytes
     print(f"{dtype:14} {size // 1024:7,} bytes a token, {size / 2**20:5.2f} MiB")
 
 # %% [markdown]
@@ -76,7 +76,7 @@ lost = {dtype: perplexity[dtype] / perplexity["float32"] - 1 for dtype in DTYPES
 
 fig, ax = plt.subplots(figsize=(6.4, 3), layout="constrained")
 for dtype in DTYPES:
-    at = jaxkv.nbytes(caches[dtype].buffers) / 1024, perplexity[dtype]
+    at = caches[dtype].buffers.nbytes / 1024, perplexity[dtype]
     colour = ORANGE if dtype in ("int8", "float8_e4m3fn") else BLUE
     ax.plot(*at, "o", color=colour)
     right = dtype == "float32"
@@ -231,9 +231,9 @@ for name, before, after in zip(
 # has 16 for each:
 
 # %%
-room = jaxkv.nbytes(caches["float32"])
+room = caches["float32"].nbytes
 for dtype in DTYPES:
-    print(f"{dtype:14} {room * 1024 // jaxkv.nbytes(caches[dtype]):5,}")
+    print(f"{dtype:14} {room * 1024 // caches[dtype].nbytes:5,}")
 
 # %% [markdown]
 # ## What to try next

@@ -9,7 +9,6 @@
 import matplotlib.pyplot as plt
 import numpy as np
 
-import jaxkv
 import models
 from jaxkv import draw, serving
 
@@ -78,7 +77,7 @@ def run(reserve):
         tokens.append(
             [len(results[i].tokens) if i in results else len(engine.tokens_of(i)) for i in ids]
         )
-    assert int(jaxkv.num_used_cells(engine.cache)) == 0
+    assert int(engine.cache.num_used_cells()) == 0
     return engine, results, np.array(cells), np.array(tokens)
 
 

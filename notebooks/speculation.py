@@ -239,7 +239,7 @@ assert (steps[1:] <= STEPS).all()
 
 # %%
 for text, prompt in enumerate(prompts):
-    last = int(jaxkv.seq_pos_max(cache_after, text))
+    last = int(cache_after.seq_pos_max(text))
     print(f"text {text}: a prompt of {len(prompt)} tokens and {STEPS} more, last position {last}")
     assert last == len(prompt) + STEPS - 1
 

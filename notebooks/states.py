@@ -67,7 +67,7 @@ print(keys)
 
 # %%
 for cells in (64, 4096):
-    states, keys = map(jaxkv.nbytes, make(cells=cells, sequences=4).parts)
+    states, keys = (part.nbytes for part in make(cells=cells, sequences=4).parts)
     print(f"{cells} tokens: {states:,} bytes of states, {keys:,} of keys and values")
 
 # %% [markdown]
@@ -146,7 +146,7 @@ cache, _ = jax.jit(forward)(params, jaxkv.apply(cache, ubatch), ubatch)
 
 states, _ = cache.parts
 after = draw.cells_of(states).position  # the token that each cell's state stands after
-_, buffers = jaxkv.split(states)
+buffers = states.buffers
 kept = np.asarray(buffers[0]["ssm"]).reshape(100, 24, -1)
 kept = np.take_along_axis(kept, np.argsort(after)[..., None], axis=1)
 kept = np.append(kept, np.ones((100, 24, 1)), axis=2)  # and a constant
@@ -229,7 +229,7 @@ def state_of(cache):
     states, _ = cache.parts
     view = draw.cells_of(states)
     cell = int(np.argmax(np.where(view.owner[0] == 0, view.position[0], -1)))
-    return {name: array[0, cell] for name, array in jaxkv.split(states)[1][0].items()}
+    return {name: array[0, cell] for name, array in states.buffers[0].items()}
 
 
 assert jax.tree.all(jax.tree.map(np.array_equal, state_of(went_on), state_of(never)))
@@ -247,7 +247,7 @@ for max_rollback in (0, 2, 4, 8):
     (ubatch,) = jaxkv.init_batch(kept, jaxkv.make_batch(tokens[0, :12])).ubatches
     kept, _ = jax.jit(forward)(params, jaxkv.apply(kept, ubatch), ubatch)
     granted.append([bool(jaxkv.seq_rm(kept, 0, p0)[1]) for p0 in range(13)])
-    kib = jaxkv.nbytes(kept.parts[0]) / 1024
+    kib = kept.parts[0].nbytes / 1024
     labels.append(f"max_rollback={max_rollback}, {kib:.0f} KiB")
 assert [sum(row) - 2 for row in granted] == [0, 2, 4, 8]  # besides nothing, and all
 colours = plt.matplotlib.colors.ListedColormap(["#dddddd", "#009e73"])
@@ -289,7 +289,7 @@ assert here == [4]
 forked, ok = jaxkv.seq_cp(cache, 0, [1, 2])
 print(
     "cells of states in use:",
-    *(int(jaxkv.num_used_cells(m.parts[0])) for m in (cache, forked)),
+    *(int(m.parts[0].num_used_cells()) for m in (cache, forked)),
 )
 for text, brackets in enumerate(("((", "))", "()")):
     forked, said = tell(forked, brackets, text)
@@ -306,7 +306,7 @@ for ax, part, name in zip(axes, forked.parts, ("states", "keys"), strict=True):
 
 # %%
 same, ok = jaxkv.seq_cp(forked, 0, 3, 0, 2)  # positions 0 and 1; the state after 1 is gone
-print(ok, jaxkv.seq_pos_max(same, 3))
+print(ok, same.seq_pos_max(3))
 assert not ok
 
 # %% [markdown]

@@ -52,7 +52,7 @@ print(jaxkv.show(cache))
 # %%
 before, cache = cache, jaxkv.seq_cp(cache, 0, [2, 3]).cache
 assert cache.buffers.k[0] is before.buffers.k[0]
-assert jaxkv.num_used_cells(cache) == jaxkv.num_used_cells(before)
+assert cache.num_used_cells() == before.num_used_cells()
 picture(cache, "sequence 0, forked twice")
 
 # %% [markdown]
@@ -151,7 +151,7 @@ picture(cache, "used cells come first")
 # %%
 batch = jaxkv.make_batch([[5] * 30, [6] * 20, [7] * 60], sequences=[0, 1, 3])
 plan = jaxkv.init_batch(cache, batch)
-print(f"{48 - jaxkv.num_used_cells(cache)} cells are free; 30, 20 and 60 were asked for")
+print(f"{48 - cache.num_used_cells()} cells are free; 30, 20 and 60 were asked for")
 for seq in (0, 1, 3):
     print(f"sequence {seq}: {'fits' if plan.fits[seq] else 'does not fit'}")
 assert not plan.ok

@@ -54,7 +54,7 @@ for start in range(0, len(tokens), 64):
     cache, logits, *_ = jaxkv.prefill(model.forward, model.params, cache, batch, donate=True)
     full, full_logits, *_ = jaxkv.prefill(model.forward, model.params, full, batch, donate=True)
     for name, part in zip(used, cache.parts, strict=True):
-        used[name].append(int(jaxkv.num_used_cells(part)))
+        used[name].append(int(part.num_used_cells()))
 
 fig, ax = plt.subplots(figsize=(6.0, 2.8), layout="constrained")
 at = 64 * np.arange(1, 15)
@@ -85,7 +85,7 @@ lengths = 1024 * np.arange(1, 33)
 
 def size_of(cells, **options):
     cache = jax.eval_shape(lambda: model.make_cache(cells=int(cells), **options))
-    return jaxkv.nbytes(cache) / 2**20
+    return cache.nbytes / 2**20
 
 
 fig, ax = plt.subplots(figsize=(6.0, 2.8), layout="constrained")
@@ -130,8 +130,8 @@ plt.show()
 length = len(tokens)
 positions = jnp.arange(length + 1)
 resumes = {
-    "windowed": np.asarray(jax.vmap(partial(jaxkv.can_resume, cache, 0))(positions)),
-    "full size": np.asarray(jax.vmap(partial(jaxkv.can_resume, full, 0))(positions)),
+    "windowed": np.asarray(jax.vmap(partial(cache.can_resume, 0))(positions)),
+    "full size": np.asarray(jax.vmap(partial(full.can_resume, 0))(positions)),
 }
 lowest = 1 + int(np.flatnonzero(~resumes["windowed"])[-1])
 assert lowest <= length - 32 and resumes["full size"].all()
@@ -152,7 +152,7 @@ plt.show()
 # %%
 cut, ok = jaxkv.seq_rm(cache, 0, 200)
 print(ok)
-assert not ok and jaxkv.seq_pos_max(cut, 0) == jaxkv.seq_pos_max(cache, 0)
+assert not ok and cut.seq_pos_max(0) == cache.seq_pos_max(0)
 
 # %% [markdown]
 # A short step back is exact. Ten tokens are taken back and computed again:
@@ -197,6 +197,6 @@ for name, one in (("windowed", cache), ("full size", full)):
 # - Ask for `max_rollback=256`, and look at which positions can be gone back to, and at the bytes.
 # - Put two texts into one cache, `sequences=2`: they share the cells of the window, and what the
 #   next token of either sees never changes.
-# - Look at chunks in place of sliding windows: `CacheSpec.attention(window=jaxkv.window.chunked(8),
+# - Look at chunks in place of sliding windows: `CacheSpec.attention(window=jaxkv.Window.chunked(8),
 #   ...)` and `plot.sight`.
 # - `docs/design.md`, "Windows", has the rules, and what they cost.

@@ -46,7 +46,7 @@ def forward(params, cache, ubatch, attend=jaxkv.attend):
         qkv = norm(x, w["attention_norm"]) @ w["attention"]["qkv"]["weight"].reshape(-1, width).T
         qkv = qkv.reshape(rows, length, 3, 5, 64)  # 3 key/value heads: 3 queries, a key, a value
         q, k, v = qkv[..., :3, :].reshape(rows, length, 9, 64), qkv[..., 3, :], qkv[..., 4, :]
-        q, k = (jaxkv.rotate(one, ubatch.positions, ROPE) for one in (q, k))
+        q, k = (ROPE.rotate(one, ubatch.positions) for one in (q, k))
         cache, out = attend(cache, layer, ubatch, q, k, v)
         x = x + out.reshape(rows, length, -1) @ w["attention"]["output"]["weight"].T
         y = norm(x, w["feed_norm"]) @ w["feed"]["gate_up"]["weight"].reshape(-1, width).T
@@ -265,7 +265,7 @@ assert compiled == 1
 
 # %%
 large = cache_of(cells=4096)
-size = jaxkv.nbytes(large)
+size = large.nbytes
 programs, new = {}, {}
 for name, donated in (("kept", ()), ("donated", ("cache",))):
     program = jax.jit(step, donate_argnames=donated)
@@ -305,7 +305,7 @@ except ValueError as error:
 # To keep a cache as a checkpoint, donate from the second step on, or donate a copy of it,
 # `jax.tree.map(jnp.copy, cache)`. The loops of jaxkv make that copy unless they are told
 # `donate=True`. Here the table is given up too; to be able to `rewind`, donate the buffers alone
-# (`jaxkv.split` and `merge`).
+# (`cache.table` and `cache.buffers`).
 
 # %% [markdown]
 # ## Mistake 4: a ring that wraps
@@ -334,7 +334,7 @@ CELLS, CHUNK = 64, 8
 @partial(jax.jit, donate_argnames="cache")
 def read(params, cache, tokens, is_ring):
     """Put 8 tokens in; returns log-probabilities of what follows each, and whether they fit."""
-    oldest = jaxkv.seq_pos_max(cache, 0) + 1 + CHUNK - CELLS
+    oldest = cache.seq_pos_max(0) + 1 + CHUNK - CELLS
     cache, _ = jaxkv.seq_rm(cache, 0, 0, jnp.where(is_ring, jnp.maximum(oldest, 0), 0))
     there = jnp.ones((1, CHUNK), bool)
     plan = jaxkv.plan_step(cache, tokens[None], active=there)
@@ -366,7 +366,7 @@ assert fitted == CELLS
 
 # %%
 def slide_when_full(cache):
-    if jaxkv.num_used_cells(cache) + CHUNK > CELLS:
+    if cache.num_used_cells() + CHUNK > CELLS:
         cache, ok = jaxkv.generation.context_shift(
             cache, 0, num_keep=4, num_discard=16, donate=True
         )

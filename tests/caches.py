@@ -17,13 +17,14 @@ import numpy as np
 
 import jaxkv
 from jaxkv.batch import part_of
+from jaxkv.cache import merge, split
 from jaxkv.hybrid import compose
 from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.cells import Cells
 from jaxkv.kv.mask import visible
 from jaxkv.ops.mla import ValueSlice
 from jaxkv.ops.quantised import Quantised, Stored, decoded
-from jaxkv.window import chunked, sliding, symmetric
+from jaxkv.window import Window
 from tests.oracle import Content, Fault, Oracle, Place, Plan, Token
 from tests.rules import Side
 
@@ -62,7 +63,7 @@ class Kind:
     sequences: int
     placement: str = "any"
     streams: int = 1
-    windows: tuple[jaxkv.window.Window | None, ...] = (None,)
+    windows: tuple[jaxkv.Window | None, ...] = (None,)
     dtype: str = "float32"
     stacked: bool = False
     latent: tuple[int, int] | None = None
@@ -119,22 +120,29 @@ SMALL = Kind("small", cells=12, sequences=3)
 RUNS = replace(SMALL, name="contiguous", placement="contiguous")
 WIDE = Kind("two-owner-words", cells=40, sequences=40)
 SPLIT = Kind("split", cells=8, sequences=3, streams=3)
-WINDOW = replace(SMALL, name="window", windows=(sliding(3),))
-CHUNKS = replace(SPLIT, name="chunks", cells=10, windows=(chunked(4),))
-TWO = Kind("full-and-window", cells=14, sequences=3, windows=(None, sliding(4)))
+WINDOW = replace(SMALL, name="window", windows=(Window.sliding(3),))
+CHUNKS = replace(SPLIT, name="chunks", cells=10, windows=(Window.chunked(4),))
+TWO = Kind("full-and-window", cells=14, sequences=3, windows=(None, Window.sliding(4)))
 TWO_SPLIT = Kind(
-    "full-and-window-split", 10, 3, "contiguous", streams=3, windows=(None, symmetric(5))
+    "full-and-window-split", 10, 3, "contiguous", streams=3, windows=(None, Window.symmetric(5))
 )
 GROUPS = Kind("groups", cells=10, sequences=4, streams=2)
-GROUPS_WINDOW = replace(GROUPS, name="groups-window", cells=9, windows=(sliding(3),))
+GROUPS_WINDOW = replace(GROUPS, name="groups-window", cells=9, windows=(Window.sliding(3),))
 GROUPS_RUNS = Kind(
-    "groups-contiguous-full-and-window", 12, 8, "contiguous", streams=4, windows=(None, chunked(4))
+    "groups-contiguous-full-and-window",
+    12,
+    8,
+    "contiguous",
+    streams=4,
+    windows=(None, Window.chunked(4)),
 )
 STRIPES = Kind("striped", cells=16, sequences=3, placement="striped:2")
-GROUPS_STRIPES = Kind("groups-striped-window", 9, 4, "striped:3", streams=2, windows=(sliding(3),))
+GROUPS_STRIPES = Kind(
+    "groups-striped-window", 9, 4, "striped:3", streams=2, windows=(Window.sliding(3),)
+)
 TILES = Kind("tiled", cells=16, sequences=4, placement="tiled")
 GROUPS_TILES = replace(
-    TILES, name="groups-tiled-full-and-window", streams=2, windows=(None, sliding(3))
+    TILES, name="groups-tiled-full-and-window", streams=2, windows=(None, Window.sliding(3))
 )
 CODES = replace(GROUPS, name="groups-int8", dtype="int8")
 LATENT = replace(GROUPS, name="groups-latent", latent=(1, 4))
@@ -198,7 +206,7 @@ def plan_rows(cache: Any, tokens: Any, valid: Any, positions: Any = None) -> jax
 
 def parts_of(cache: Any) -> list[tuple[Cells, Buffers]]:
     """List the tables and buffers of a cache, whether it is a hybrid one or not."""
-    table, buffers = jaxkv.split(cache)
+    table, buffers = split(cache)
     if not hasattr(table, "parts"):
         return [(table, buffers)]
     return [*zip(table.parts, buffers, strict=True)]
@@ -227,7 +235,7 @@ def think(cache: Any, ubatch: jaxkv.Ubatch) -> tuple[Any, jax.Array]:
         q, k, v = (
             (x @ WEIGHTS[name][layer]).reshape(*ubatch.valid.shape, -1, SIZE) for name in "qkv"
         )
-        q, k = (jaxkv.rotate(heads, ubatch.positions, ROPE) for heads in (q, k))
+        q, k = (ROPE.rotate(heads, ubatch.positions) for heads in (q, k))
         cache, out = jaxkv.attend(cache, layer, ubatch, q, k, v)
         x = jnp.tanh(x + out.reshape(x.shape) @ WEIGHTS["out"][layer])
     x = x.reshape(-1, x.shape[-1])[ubatch.outputs]
@@ -269,7 +277,7 @@ def drawn(cells: str, kind: Kind = SMALL) -> Any:
     A third part, as in `7{0}+5`, is how far the cell has moved since its key was rotated. Streams
     are parted by `|`, and what the drawing leaves out is empty.
     """
-    table, buffers = jaxkv.split(kind.make())
+    table, buffers = split(kind.make())
     position, owners, shift = (np.array(x) for x in (table.position, table.owners, table.shift))
     for stream, line in enumerate(cells.split("|")):
         for index, cell in enumerate(line.split()):
@@ -281,7 +289,7 @@ def drawn(cells: str, kind: Kind = SMALL) -> Any:
                     assert home == stream
                     owners[stream, bit // 32, index] |= np.uint32(1 << bit % 32)
     fields = {"position": position, "owners": owners, "shift": shift}
-    return jaxkv.merge(replace(table, **jax.tree.map(jnp.asarray, fields)), buffers)
+    return merge(replace(table, **jax.tree.map(jnp.asarray, fields)), buffers)
 
 
 def drawing(cache: Any) -> str:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
+from jaxkv.cache import split
 from jaxkv.hybrid import compose
 from jaxkv.recurrent.states import States
 from tests import twins
@@ -70,7 +71,7 @@ def compute(cache: Any, ubatch: jaxkv.Ubatch, kinds: str = "rr") -> tuple[Any, l
                 n: jnp.concatenate([before[n][:, None], jnp.moveaxis(after[n], 0, 1)], axis=1)
                 for n in before
             }
-            last = jaxkv.state_write_steps(ubatch, jaxkv.num_rollback_states(cache, layer) + 1)
+            last = ubatch.state_write_steps(cache.num_rollback_states(layer) + 1)
             written = {
                 "hash": jnp.take_along_axis(states["hash"], last, axis=1),
                 "trace": jnp.take_along_axis(states["trace"], last[..., None], axis=1),
@@ -93,7 +94,7 @@ def run(cache: Any, batch: jaxkv.Batch, *, ubatch_size: int = 4, kinds: str = "r
 
 def planned(cache: Any, *rows: Sequence[int]) -> jaxkv.Ubatch:
     """Plan tokens for sequences 0, 1, 2, at most WIDTH each, that fit; as one ubatch."""
-    sequences = jaxkv.split(cache)[0].spec.sequences
+    sequences = split(cache)[0].spec.sequences
     table = np.zeros((2, sequences, WIDTH), np.int32)
     for seq, row in enumerate(rows):
         table[:, seq, : len(row)] = row, [1] * len(row)
@@ -135,7 +136,7 @@ def kept_of(table: States, buffers: Any) -> dict[int, list[tuple[int, tuple[byte
 
 def states_of(cache: Any, seq: int = 0) -> list[tuple[int, tuple[bytes, ...]]]:
     """List positions and bytes of what a sequence of a cache without attention keeps."""
-    return kept_of(*jaxkv.split(cache))[seq]
+    return kept_of(*split(cache))[seq]
 
 
 def bytes_of(history: Sequence[int], layers: Iterable[int]) -> tuple[bytes, ...]:
@@ -206,7 +207,7 @@ class Twin(twins.Twin):
         *,
         cells: int = 16,
         sequences: int = 3,
-        window: jaxkv.window.Window | None = None,
+        window: jaxkv.Window | None = None,
         **options: int,
     ) -> None:
         sizes = dict(cells=cells, sequences=sequences, windows=(window,))

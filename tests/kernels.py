@@ -52,7 +52,7 @@ def attention_shapes(of, size, dtype, *, streams=1, tokens=FORKS, cells=CELLS):
         at=of((streams, tokens), jnp.int32),
         word=of((streams, tokens), jnp.int32),
         bit=of((streams, tokens), jnp.uint32),
-        window=jaxkv.window.chunked(4096),
+        window=jaxkv.Window.chunked(4096),
         causal=True,
         all_streams=True,
     )

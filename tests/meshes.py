@@ -26,7 +26,7 @@ class OnMesh(Kind):
         return placed(super().make(rope))
 
 
-near = jaxkv.window.sliding(3)
+near = jaxkv.Window.sliding(3)
 
 
 def _kind(name, axes, **options):

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkv
 from jaxkv import sharding
+from jaxkv.cache import merge, split
 from tests.caches import attention_cache
 
 LAYERS = 2
@@ -54,7 +55,7 @@ class Pod:
         return jax.sharding.Mesh(devices[: self.devices].reshape(sizes), names, axis_types=types)
 
     def make(self):
-        window = None if self.window is None else jaxkv.window.sliding(self.window)
+        window = None if self.window is None else jaxkv.Window.sliding(self.window)
         sizes = dict(cells=self.cells, sequences=self.sequences, streams=self.streams)
         sizes |= dict(layers=LAYERS, kv_heads=self.kv_heads, head_dim=self.head_dim)
         rope = jaxkv.make_rope(self.head_dim)
@@ -133,8 +134,8 @@ class Pod:
 
 def placed(cache, rules=RULES):
     """The same cache on the mesh at hand, which several processes may share."""
-    table, buffers = jaxkv.split(cache)
-    cache = jaxkv.merge(table.with_sharding_rules(rules), buffers)
+    table, buffers = split(cache)
+    cache = merge(table.with_sharding_rules(rules), buffers)
     where = sharding.shardings(cache, jax.sharding.get_mesh(), rules)
     return jax.device_put(jax.tree.map(np.asarray, cache), where)
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 import jaxkv
+from jaxkv.cache import split
 from tests.caches import (
     HEADS,
     WIDTH,
@@ -52,14 +53,14 @@ class Twin:
         parts = zip(parts_of(self.cache), self.kind.layers, self.oracles, strict=True)
         for (table, buffers), layers, oracle in parts:
             self.compare_part(table, buffers, layers, oracle)
-        faults = jaxkv.check_invariants(self.cache)
+        faults = self.cache.check()
         assert not any(map(int, faults.values())), faults
         ids = [*range(self.kind.sequences)]
-        used = [jaxkv.num_used_cells(part).item() for part in self.cache.parts]
+        used = [part.num_used_cells().item() for part in self.cache.parts]
         assert used == [oracle.used() for oracle in self.oracles]
-        assert jaxkv.num_used_cells(self.cache).item() == sum(used)
-        assert jaxkv.seq_pos_min(self.cache, ids).tolist() == [*map(self.oracles.first, ids)]
-        assert jaxkv.seq_pos_max(self.cache, ids).tolist() == [*map(self.oracles.last, ids)]
+        assert self.cache.num_used_cells().item() == sum(used)
+        assert self.cache.seq_pos_min(ids).tolist() == [*map(self.oracles.first, ids)]
+        assert self.cache.seq_pos_max(ids).tolist() == [*map(self.oracles.last, ids)]
 
     def compare_part(self, table: Any, buffers: Any, layers: Sequence[int], oracle: Any) -> None:
         """Cells, evictions and contents of a part that attends agree."""
@@ -263,7 +264,7 @@ class Twin:
         """Return to the table of a past on both sides, if both find that it can be."""
         cache, oracles = past
         before = self.cache
-        self.cache, ok = jaxkv.rewind(before, to=jaxkv.split(cache)[0])
+        self.cache, ok = jaxkv.rewind(before, to=split(cache)[0])
         pairs = [*zip(self.oracles, oracles, strict=True)]
         can = {oracle.can_return_to(then) for oracle, then in pairs}  # None: it cannot tell
         assert not ok or False not in can

@@ -111,10 +111,10 @@ class Trial:
 
     def goes_on(self, cache: Any, last: int, seq: int = 0) -> str:
         """Return that it works where a sequence ends at a position, and takes one more token."""
-        assert jaxkv.seq_pos_max(cache, seq).item() == last
-        assert not any(map(int, jaxkv.check_invariants(cache).values()))
+        assert cache.seq_pos_max(seq).item() == last
+        assert not any(map(int, cache.check().values()))
         after, _ = self.told(cache, [7], seq)
-        assert jaxkv.seq_pos_max(after, seq).item() == last + 1
+        assert after.seq_pos_max(seq).item() == last + 1
         return YES
 
     def granted(self, cache: Any, ok: Any, last: int, seq: int = 0) -> str:
@@ -126,7 +126,7 @@ class Trial:
 
     def other(self, same_stream: bool) -> int | None:
         """Find another sequence, of the same stream or of another one."""
-        spec = jaxkv.split(self.cache)[0].spec
+        spec = self.cache.table.spec
         sharing = spec.sequences // spec.streams
         return next(
             (q for q in range(1, spec.sequences) if (q // sharing == 0) == same_stream), None
@@ -160,7 +160,7 @@ def fork(trial: Trial, same_stream: bool = True) -> str:
     if dst is None:
         return NONE
     cache, ok = jaxkv.seq_cp(trial.cache, 0, dst)
-    shared = jaxkv.num_used_cells(cache) == jaxkv.num_used_cells(trial.cache)
+    shared = cache.num_used_cells() == trial.cache.num_used_cells()
     assert shared == same_stream
     return trial.granted(cache, ok, TOKENS - 1, dst)
 
@@ -178,7 +178,7 @@ def select(trial: Trial) -> str:
     dst = trial.other(True) or trial.other(False)
     cache, _ = trial.told(trial.cache, [9], dst)
     cache = jaxkv.seq_select(cache, [dst, 0], [0, dst]).cache
-    assert jaxkv.seq_pos_max(cache, dst) == TOKENS - 1
+    assert cache.seq_pos_max(dst) == TOKENS - 1
     return trial.goes_on(cache, 0)
 
 
@@ -186,7 +186,7 @@ def keep(trial: Trial) -> str:
     dst = trial.other(True) or trial.other(False)
     cache, _ = trial.told(trial.cache, [9], dst)
     cache = jaxkv.seq_keep(cache, 0).cache
-    assert jaxkv.seq_pos_max(cache, dst) == -1
+    assert cache.seq_pos_max(dst) == -1
     return trial.goes_on(cache, TOKENS - 1)
 
 
@@ -215,7 +215,7 @@ def checkpoint(trial: Trial) -> str:
 
 
 def back(trial: Trial) -> str:
-    table, _ = jaxkv.split(trial.cache)
+    table = trial.cache.table
     later, _ = trial.told(trial.cache, [8])
     cache, ok = jaxkv.rewind(later, to=table)
     if not ok:
@@ -273,7 +273,7 @@ def shared(trial: Trial) -> str:
     cache = jaxkv.seq_cp(trial.cache, 0, seq).cache
     batch = jaxkv.make_batch([7], sequences=[[0, seq]])
     cache, *_ = jaxkv.prefill(trial.forward, None, cache, batch)
-    assert jaxkv.seq_pos_max(cache, seq) == TOKENS
+    assert cache.seq_pos_max(seq) == TOKENS
     return trial.goes_on(cache, TOKENS)
 
 
@@ -282,7 +282,7 @@ def search(trial: Trial) -> str:
         trial.forward, None, trial.cache, trial.logits, num_beams=2, num_tokens=2
     )
     assert (beams.tokens[0] == SAID[:2]).all()
-    assert not any(map(int, jaxkv.check_invariants(cache).values()))
+    assert not any(map(int, cache.check().values()))
     return YES
 
 

@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.batch import Ubatch, by_row, mask_slots, placed_rows
-from jaxkv.cache import Cache, CacheTable, MaintenancePlan, check_made_for, merge, split
+from jaxkv.cache import Cache, merge, split
 from jaxkv.core.array_utils import is_traced
 from jaxkv.jit_helpers import jit_table
 from jaxkv.plan import Plan
 from jaxkv.spec import check_spec
+from jaxkv.table import CacheTable, MaintenancePlan, check_made_for
 
 
 def apply(cache: Cache, plan: Ubatch | Plan | MaintenancePlan, *, donate: bool = False) -> Cache:
@@ -38,7 +39,7 @@ def apply(cache: Cache, plan: Ubatch | Plan | MaintenancePlan, *, donate: bool =
       >>> plan = init_batch(cache, make_batch([1, 2]))
       >>> once = apply(cache, plan)
       >>> twice = apply(once, plan)
-      >>> num_used_cells(cache).item(), num_used_cells(once).item(), num_used_cells(twice).item()
+      >>> cache.num_used_cells().item(), once.num_used_cells().item(), twice.num_used_cells().item()
       (0, 2, 2)
 
     llama.cpp: `llama_memory_context_i::apply`.

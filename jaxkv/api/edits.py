@@ -20,12 +20,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.api.arguments import Ids, bounds, pairs, position, sequence, single_bounds
-from jaxkv.cache import Cache, CacheTable, merge, split
+from jaxkv.cache import Cache, merge, split
 from jaxkv.core.array_utils import is_concrete
-from jaxkv.core.validate import check_count
+from jaxkv.core.validate import Ids, check_bounds, check_count, check_position, check_single_bounds
 from jaxkv.jit_helpers import jit_method, jit_table
-from jaxkv.spec import changes_of, within_streams
+from jaxkv.spec import changes_of, check_once, within_streams
+from jaxkv.table import CacheTable
 
 
 class EditResult(NamedTuple):
@@ -73,27 +73,27 @@ def seq_rm(cache: Cache, seq: Ids | None = None, p0: Ids = 0, p1: Ids | None = N
 
       What remains still reaches from 0 to 3: the hole is not noticed.
 
-      >>> seq_pos_min(cache, 0).item(), seq_pos_max(cache, 0).item()
+      >>> cache.seq_pos_min(0).item(), cache.seq_pos_max(0).item()
       (0, 3)
 
       The last token; a p0 of -1 would be the first one:
 
-      >>> shorter, ok = seq_rm(cache, 0, seq_pos_max(cache, 0))
-      >>> seq_pos_max(shorter, 0).item()
+      >>> shorter, ok = seq_rm(cache, 0, cache.seq_pos_max(0))
+      >>> shorter.seq_pos_max(0).item()
       0
 
       A cut for each of two sequences:
 
       >>> cache = apply(cache, init_batch(cache, make_batch([5, 6], sequences=1)))
       >>> cache, ok = seq_rm(cache, [0, 1], [3, 1])
-      >>> seq_pos_max(cache, [0, 1]).tolist(), ok.tolist()
+      >>> cache.seq_pos_max([0, 1]).tolist(), ok.tolist()
       ([0, 0], [True, True])
 
     llama.cpp: `llama_memory_seq_rm`.
     """
     table, buffers = split(cache)
     ids = table.spec.sequence_ids(-1 if seq is None else seq, lowest=-1)
-    cuts = ids, *bounds(p0, p1)
+    cuts = ids, *check_bounds(p0, p1)
     axes = [np.shape(one) for one in cuts]
     if len(set(axes) - {()}) > 1 or max(map(len, axes)) > 1:
         raise ValueError(f"wanted seq, p0 and p1 of one shape [n], or [], got {axes}")
@@ -142,7 +142,7 @@ def seq_cp(
       ... )
       >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
       >>> cache, ok = seq_cp(cache, 0, [1, 2], 0, 2)
-      >>> seq_pos_max(cache, [0, 1, 2]).tolist(), num_used_cells(cache).item()
+      >>> cache.seq_pos_max([0, 1, 2]).tolist(), cache.num_used_cells().item()
       ([2, 1, 1], 3)
 
       With a stream each:
@@ -178,8 +178,8 @@ def seq_cp(
     """
     table, buffers = split(cache)
     spec = table.spec
-    ids = sequence(table, src), spec.sequence_ids(dst)
-    args = *ids, *single_bounds(p0, p1)
+    ids = table.spec.sequence_id(src), spec.sequence_ids(dst)
+    args = *ids, *check_single_bounds(p0, p1)
     if within_streams(spec, *ids):
         changed, ok = _copy(table, None, *args)
         return EditResult(merge(changed.table, buffers), ok)
@@ -220,13 +220,13 @@ def seq_select(cache: Cache, parents: Ids, sequences: Ids, *, donate: bool = Fal
 
       They may change places:
 
-      >>> seq_pos_max(seq_select(cache, [1, 0], [0, 1]).cache, [0, 1]).tolist()
+      >>> seq_select(cache, [1, 0], [0, 1]).cache.seq_pos_max([0, 1]).tolist()
       [2, 1]
 
     llama.cpp: none; its beams were a `llama_memory_seq_cp` and a `llama_memory_seq_rm` for each.
     """
     table, buffers = split(cache)
-    ids = pairs(table, parents, sequences)
+    ids = _pairs(table, parents, sequences)
     if not np.size(ids[1]):
         return EditResult(cache, jnp.array(True))
     if within_streams(table.spec, *ids):
@@ -250,13 +250,13 @@ def seq_keep(cache: Cache, seq: Ids) -> EditResult:
       ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=6, sequences=2
       ... )
       >>> cache = apply(cache, init_batch(cache, make_batch([[1, 2], [3]])))
-      >>> seq_pos_max(seq_keep(cache, 1).cache, [0, 1]).tolist()
+      >>> seq_keep(cache, 1).cache.seq_pos_max([0, 1]).tolist()
       [-1, 0]
 
     llama.cpp: `llama_memory_seq_keep`.
     """
     table, buffers = split(cache)
-    return EditResult(merge(_keep(table, sequence(table, seq)), buffers), jnp.array(True))
+    return EditResult(merge(_keep(table, table.spec.sequence_id(seq)), buffers), jnp.array(True))
 
 
 def seq_add(cache: Cache, seq: Ids, p0: Ids, p1: Ids | None, *, delta: Ids) -> EditResult:
@@ -304,7 +304,7 @@ def seq_add(cache: Cache, seq: Ids, p0: Ids, p1: Ids | None, *, delta: Ids) -> E
     """
     table, buffers = split(cache)
     table.check_moves(buffers)
-    args = sequence(table, seq), *single_bounds(p0, p1), position(delta, "delta")
+    args = table.spec.sequence_id(seq), *check_single_bounds(p0, p1), check_position(delta, "delta")
     table, ok = _add(table, *args)
     return EditResult(merge(table, buffers), ok)
 
@@ -343,7 +343,11 @@ def seq_div(cache: Cache, seq: Ids, p0: Ids, p1: Ids | None, *, divisor: Ids) ->
         check_count(divisor, "divisor")
     table, buffers = split(cache)
     table.check_moves(buffers)
-    args = sequence(table, seq), *single_bounds(p0, p1), position(divisor, "divisor")
+    args = (
+        table.spec.sequence_id(seq),
+        *check_single_bounds(p0, p1),
+        check_position(divisor, "divisor"),
+    )
     table, ok = _divide(table, *args)
     return EditResult(merge(table, buffers), ok)
 
@@ -354,7 +358,7 @@ def clear(cache: Cache) -> Cache:
     Examples:
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=6)
       >>> cache = apply(cache, init_batch(cache, make_batch([1, 2])))
-      >>> num_used_cells(clear(cache)).item()
+      >>> clear(cache).num_used_cells().item()
       0
 
     llama.cpp: `llama_memory_clear`.
@@ -410,3 +414,19 @@ def _selected(
 
 _select_buffers = jit_table(_selected)
 _select_buffers_donated = jit_table(_selected, donate_argnames="buffers")
+
+
+def _pairs(table: Any, parents: Ids, sequences: Ids) -> tuple[Any, Any]:
+    """Return parents and the sequences that go on from them as `[n]` int32.
+
+    Raises:
+      ValueError: when the shapes differ, or a sequence is known and comes twice or is none.
+    """
+    ids = table.spec.sequence_ids(parents), table.spec.sequence_ids(sequences)
+    if np.ndim(ids[0]) != 1 or np.shape(ids[0]) != np.shape(ids[1]):
+        raise ValueError(
+            f"wanted parents and sequences of one shape [n], got {np.shape(ids[0])} and "
+            f"{np.shape(ids[1])}"
+        )
+    check_once(ids[1])
+    return ids

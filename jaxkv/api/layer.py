@@ -1,6 +1,5 @@
 """What a model calls in its layers, for a ubatch that has been applied."""
 
-import operator
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -9,13 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.batch import Ubatch
-from jaxkv.cache import Cache, KVView, check_made_for, merge, split
+from jaxkv.cache import Cache, merge, split
 from jaxkv.core.array_utils import is_traced
 from jaxkv.core.donation import names_donated
 from jaxkv.core.validate import check_int32
 from jaxkv.kv.buffers import Buffers
 from jaxkv.ops.attention.bias import Bias
 from jaxkv.ops.attention.dispatch import Implementation
+from jaxkv.table import KVView, check_made_for, known_layer
 
 
 @names_donated
@@ -263,7 +263,7 @@ def read_states(cache: Cache, layer: int, ubatch: Ubatch) -> dict[str, jax.Array
     """
     table, buffers = split(cache)
     check_made_for(table, ubatch)
-    return table.read_states(buffers, _known(layer), ubatch)
+    return table.read_states(buffers, known_layer(layer), ubatch)
 
 
 @names_donated
@@ -278,7 +278,7 @@ def write_states(
       ubatch: the tokens. A row that the table did not take in (padding, a refused plan) is written
         nowhere, and nothing of a stale ubatch is.
       states: by name, `[R, E + 1, ...]`, the states after the last E + 1 valid tokens of each row,
-        the oldest first: after so many tokens as `state_write_steps(ubatch, E + 1)` says.
+        the oldest first: after so many tokens as `ubatch.state_write_steps(E + 1)` says.
         Where that is 0 the state is older than the ubatch, and not written. `[R, ...]` will do
         where E is 0. Fewer than E + 1 are refused: the table lists what a ubatch leaves, so it must
         be there.
@@ -306,46 +306,13 @@ def write_states(
     """
     table, buffers = split(cache)
     check_made_for(table, ubatch)
-    return merge(*table.write_states(buffers, _known(layer), ubatch, states))
-
-
-def num_rollback_states(cache: Cache, layer: int) -> int:
-    """Return how many states a layer keeps before the current one: E, a static integer.
-
-    Raises:
-      ValueError: when the layer is none of the cache.
-      TypeError: when the layer is no integer, or the cache keeps no states.
-
-    Examples:
-      >>> num_rollback_states(
-      ...     make_cache(
-      ...         CacheSpec.recurrent(layers=1, states={"x": ((), jnp.int32)}), max_rollback=3
-      ...     ),
-      ...     0,
-      ... )
-      3
-
-    llama.cpp: `n_rs_seq`.
-    """
-    return split(cache)[0].max_rollback(_known(layer))
+    return merge(*table.write_states(buffers, known_layer(layer), ubatch, states))
 
 
 def _numbered(buffers: Any, layer: Any) -> Any:
     """Return the number of a layer; it may be traced, `[]` int32, if one array holds all layers."""
     if not (isinstance(buffers, Buffers) and buffers.stacked and is_traced(layer)):
-        return _known(layer)
+        return known_layer(layer)
     if jnp.shape(layer):
         raise ValueError(f"wanted the number of one layer, [], got {jnp.shape(layer)}")
     return check_int32(layer, "a layer", low=0, high=buffers.layers - 1)
-
-
-def _known(layer: Any) -> int:
-    """Return the number of a layer, which must be known while tracing."""
-    try:
-        return operator.index(layer)
-    except TypeError:
-        raise TypeError(
-            f"wanted a layer as an integer that is known while tracing, got {layer!r}: each layer "
-            f"has arrays of its own, so go over the layers in Python, or make the cache with "
-            f"make_cache(stacked=True), which a hybrid one cannot be"
-        ) from None

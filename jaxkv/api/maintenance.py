@@ -9,11 +9,12 @@ import jax.numpy as jnp
 from jaxkv.api.apply import apply
 from jaxkv.api.edits import EditResult
 from jaxkv.batch import Batch
-from jaxkv.cache import Cache, CacheTable, MaintenancePlan, merge, split
+from jaxkv.cache import Cache, merge, split
 from jaxkv.core.validate import check_count
 from jaxkv.jit_helpers import jit_method, jit_table
 from jaxkv.planning.planners import init_batch
 from jaxkv.spec import check_spec
+from jaxkv.table import CacheTable, MaintenancePlan
 
 
 def init_update(cache: Cache) -> MaintenancePlan:
@@ -159,15 +160,15 @@ def rewind(cache: Cache, *, to: Any) -> EditResult:
 
     Examples:
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
-      >>> table, _ = split(cache)
+      >>> table = cache.table
       >>> later = apply(cache, init_batch(cache, make_batch([1, 2])))
       >>> cache, ok = rewind(later, to=table)
-      >>> num_used_cells(cache).item(), ok.item()
+      >>> cache.num_used_cells().item(), ok.item()
       (0, True)
 
       What was written over cannot come back:
 
-      >>> table, _ = split(later)
+      >>> table = later.table
       >>> other = apply(clear(later), init_batch(clear(later), make_batch([3])))
       >>> rewind(other, to=table).ok.item()
       False

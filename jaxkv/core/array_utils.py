@@ -1,10 +1,12 @@
 """Small functions of arrays: indices, and whether values are traced or on the host."""
 
+import math
 from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 
 from jaxkv.core.constants import END, MAX_CELLS
@@ -17,6 +19,12 @@ def no_slots(slots: jax.Array) -> jax.Array:
     do: it writes the last cell.
     """
     return MAX_CELLS + jnp.arange(slots.size, dtype=jnp.int32).reshape(slots.shape)
+
+
+def nbytes(tree: Any) -> int:
+    """Return the bytes of all arrays of a tree, or of their shapes."""
+    leaves = jax.tree.leaves(tree)
+    return sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in leaves)
 
 
 def end_of(stop: jax.Array) -> jax.Array:

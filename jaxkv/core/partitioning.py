@@ -3,6 +3,7 @@
 The mesh is the one at hand, `jax.set_mesh`. A cache without rules knows nothing of this.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from math import prod
@@ -12,6 +13,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+
+
+class Partitioned(ABC):
+    """A value that says how a mesh splits its arrays, see `jaxkv.jit_helpers.jit_table`."""
+
+    @abstractmethod
+    def partition_by(self, sharding_rules: "ShardingRules", mesh: Any) -> Any:
+        """Return the value with a `PartitionSpec` for each array, or one for all of them."""
+
 
 Axis = str | tuple[str, ...] | None
 """An axis of a mesh, several that act as one, or none."""

@@ -11,6 +11,9 @@ import numpy as np
 from jaxkv.core.array_utils import is_concrete
 from jaxkv.core.constants import END
 
+Ids = jax.typing.ArrayLike
+"""Integers of any integer dtype."""
+
 
 def check_count(value: Any, name: str, *, low: int = 1, high: int = END) -> int:
     """Return a number of things that a caller passed, checked; by default int32 holds it.
@@ -92,6 +95,48 @@ def check_int32(
     if wrong.size:
         raise ValueError(f"wanted {name} from {low} to {high}, got {wrong.reshape(-1)[0]}{advice}")
     return value.astype(jnp.int32) if isinstance(value, jax.Array) else array.astype(np.int32)
+
+
+def check_position(value: Ids, name: str) -> Any:
+    """Return one position, or how far one moves, as `[]` int32.
+
+    Raises:
+      TypeError: when it is no integer.
+      ValueError: when it is out of int32's range, or not a single one.
+    """
+    return _single(check_int32(value, name), name)
+
+
+def check_bounds(p0: Ids, p1: Ids | None) -> tuple[Any, Any]:
+    """Return the bounds of a range of positions as int32, `[]` or `[n]`.
+
+    -1 is the lowest position of `p0`, and the end of the sequence of `p1`, as None is.
+
+    Raises:
+      TypeError: when one is no integer.
+      ValueError: when a known one is below -1, which would mean all where the last ones are meant.
+    """
+    advice = (
+        ": positions are counted from the beginning, and the last n tokens of a sequence begin at "
+        "cache.seq_pos_max(seq) + 1 - n"
+    )
+    p1 = -1 if p1 is None else p1
+    p0, p1 = (
+        check_int32(one, name, low=-1, advice=advice) for one, name in ((p0, "p0"), (p1, "p1"))
+    )
+    return p0, p1
+
+
+def check_single_bounds(p0: Ids, p1: Ids | None) -> tuple[Any, Any]:
+    """Return the bounds of one range as `[]` int32, see `check_bounds`."""
+    p0, p1 = check_bounds(p0, p1)
+    return _single(p0, "p0"), _single(p1, "p1")
+
+
+def _single(checked: Any, name: str) -> Any:
+    if np.ndim(checked):
+        raise ValueError(f"wanted one integer for {name}, got the shape {np.shape(checked)}")
+    return checked
 
 
 def check_bool(value: Any, name: str, *, or_integers: bool = True) -> Any:

@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.api.arguments import check_known
 from jaxkv.cache import Cache, split
 from jaxkv.core.array_utils import is_traced, to_host
 from jaxkv.core.constants import EMPTY
 from jaxkv.hybrid import HybridTable
+from jaxkv.jit_helpers import check_known
 from jaxkv.kv.cells import WORD, Cells
 from jaxkv.recurrent.states import States
 

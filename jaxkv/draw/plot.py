@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv.api.queries import nbytes as nbytes_of
 from jaxkv.batch import Ubatch, part_of
-from jaxkv.cache import Cache, check_made_for, split
+from jaxkv.cache import Cache, split
+from jaxkv.core import array_utils
 from jaxkv.core.array_utils import to_host
 from jaxkv.core.constants import EMPTY
 from jaxkv.draw.cell_view import CellView, cells_of, view_of
@@ -24,6 +24,7 @@ from jaxkv.hybrid import HybridTable
 from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.mask import visible
 from jaxkv.kv.table import CellTable
+from jaxkv.table import check_made_for
 
 __all__ = ["cells", "nbytes", "occupancy", "attention_mask"]
 
@@ -98,7 +99,7 @@ def occupancy(
 
     Args:
       steps: caches, whose cells are coloured by the lowest of their owners; or counts, as
-        `jaxkv.num_used_cells` returns them, which cost less to keep than caches.
+        `cache.num_used_cells()` returns them, which cost less to keep than caches.
       cells: how many there are, drawn as a line; by default those of the caches. Of a hybrid
         cache the cells of all parts are added up.
       ax: where to draw.
@@ -111,7 +112,7 @@ def occupancy(
         raise ValueError("wanted caches or counts, one for each step, got none")
     caches = [one for one in steps if isinstance(one, Cache)]
     if caches and len(caches) < len(steps):
-        raise ValueError("wanted caches or counts, got both: pass jaxkv.num_used_cells of each")
+        raise ValueError("wanted caches or counts, got both: pass cache.num_used_cells() of each")
     ax = _axes(ax)
     at = np.arange(len(steps) + 1)  # each step is as wide as one, so a single one is seen too
     if caches:
@@ -220,13 +221,13 @@ def nbytes(cache: Cache, ax: Any = None) -> Any:
     for i, part in enumerate(parts):
         table, buffers = split(part)
         prefix = f"part {i}: " if len(parts) > 1 else ""
-        kinds[f"{prefix}table"] = nbytes_of(table)
+        kinds[f"{prefix}table"] = array_utils.nbytes(table)
         if isinstance(buffers, Buffers):
-            kinds[f"{prefix}keys"] = nbytes_of(buffers.k)
-            kinds[f"{prefix}values"] = nbytes_of(buffers.v)
+            kinds[f"{prefix}keys"] = array_utils.nbytes(buffers.k)
+            kinds[f"{prefix}values"] = array_utils.nbytes(buffers.v)
             continue
         for name in sorted({name for layer in buffers for name in layer}):
-            kinds[f"{prefix}states {name}"] = nbytes_of([one[name] for one in buffers])
+            kinds[f"{prefix}states {name}"] = array_utils.nbytes([one[name] for one in buffers])
     bars = ax.barh(list(kinds), list(kinds.values()), color=PALETTE[4])
     ax.bar_label(bars, [human(n) for n in kinds.values()], padding=3)
     ax.invert_yaxis()

@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.api.queries import nbytes
 from jaxkv.batch import Ubatch
 from jaxkv.cache import Cache
-from jaxkv.core.array_utils import is_concrete, is_traced
+from jaxkv.core.array_utils import is_concrete, is_traced, nbytes
 from jaxkv.core.constants import EMPTY
 from jaxkv.core.donation import is_donated
 from jaxkv.hybrid import HybridTable

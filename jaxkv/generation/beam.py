@@ -215,7 +215,7 @@ def beam(
       ... )
       >>> beams.tokens.tolist(), beams.lengths.tolist()
       ([[1, 2, 3], [1, 3, -1]], [3, 2])
-      >>> beams.num_cached.tolist(), seq_pos_max(beams.cache, [0, 1]).tolist()
+      >>> beams.num_cached.tolist(), beams.cache.seq_pos_max([0, 1]).tolist()
       ([2, 1], [2, 1])
 
     Hugging Face: `generate(num_beams=W, length_penalty=length_penalty, early_stopping="never")`,

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.api.apply import apply
-from jaxkv.api.arguments import Ids, sequence
 from jaxkv.api.edits import EditResult
-from jaxkv.cache import Cache, MaintenancePlan, merge, split
+from jaxkv.cache import Cache, merge, split
 from jaxkv.core.constants import END
 from jaxkv.core.donation import check_there
-from jaxkv.core.validate import check_count, check_int32
+from jaxkv.core.validate import Ids, check_count, check_int32
 from jaxkv.jit_helpers import jit_table
 from jaxkv.spec import TableSpec
+from jaxkv.table import MaintenancePlan
 
 
 def context_shift(
@@ -66,7 +66,7 @@ def context_shift(
     table.check_moves(buffers)
     check_there(cache)
     bounds = _one(num_keep, "num_keep", low=0), _one(num_discard, "num_discard", low=1)
-    table, plan, ok = _slid(table, sequence(table, seq), *bounds)
+    table, plan, ok = _slid(table, table.spec.sequence_id(seq), *bounds)
     return EditResult(apply(merge(table, buffers), plan, donate=donate), ok)
 
 
@@ -139,7 +139,7 @@ def self_extend(
     table.check_moves(buffers)
     check_there(cache)
     args = _one(grouped, "grouped"), jnp.int32(group), jnp.int32(width)
-    table, plan, now, ok = _extended(table, sequence(table, seq), *args)
+    table, plan, now, ok = _extended(table, table.spec.sequence_id(seq), *args)
     return SelfExtendResult(apply(merge(table, buffers), plan, donate=donate), ok, now)
 
 

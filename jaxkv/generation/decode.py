@@ -74,7 +74,7 @@ def decode(
       ... )
       >>> state = generation.init_decode(cache, tokens=[1, 3], max_new_tokens=[9, 2]).state
       >>> out = decode(forward, jnp.eye(4), cache, state, num_tokens=3, stop_tokens=[3])
-      >>> out.lists(), out.state.active.tolist(), seq_pos_max(out.cache, [0, 1]).tolist()
+      >>> out.lists(), out.state.active.tolist(), out.cache.seq_pos_max([0, 1]).tolist()
       ([[2, 3], [0, 1]], [False, False], [1, 1])
     """
     num_tokens = check_count(num_tokens, "num_tokens")

@@ -39,7 +39,7 @@ def compiled_step(forward: Forward) -> Any:
       >>> plan = plan_step(cache, jnp.array([3]))
       >>> step = generation.compiled_step(forward)
       >>> table, buffers, logits = step(jnp.eye(4), *split(cache), plan.ubatch)
-      >>> num_used_cells(merge(table, buffers)).item()
+      >>> merge(table, buffers).num_used_cells().item()
       1
     """
     return cached_program(_stepping, forward)

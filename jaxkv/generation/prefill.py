@@ -76,7 +76,7 @@ def prefill(
       ...     return cache, x.reshape(-1, 4)[ubatch.outputs] @ params.T
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=4), cells=8)
       >>> cache, logits, *_ = prefill(forward, jnp.eye(4), cache, [1, 2, 3])
-      >>> logits.shape, num_used_cells(cache).item()
+      >>> logits.shape, cache.num_used_cells().item()
       ((1, 4), 3)
 
       As a part of the caller's program:
@@ -85,7 +85,7 @@ def prefill(
       ... def feed(params, cache, tokens):
       ...     return prefill(forward, params, cache, make_batch(tokens))
       >>> result = feed(jnp.eye(4), cache, jnp.arange(6))
-      >>> num_used_cells(result.cache).item(), result.ok.item()
+      >>> result.cache.num_used_cells().item(), result.ok.item()
       (3, False)
 
     llama.cpp: `llama_decode`.
@@ -193,7 +193,7 @@ def warm_up(
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=4), cells=32)
       >>> cache = warm_up(forward, jnp.eye(4), cache, ubatch_size=8)
       >>> cache, *_ = prefill(forward, jnp.eye(4), cache, make_batch([1, 2, 3]), ubatch_size=8)
-      >>> compiled, num_used_cells(cache).item()
+      >>> compiled, cache.num_used_cells().item()
       ([(1, 1), (1, 2), (1, 4), (1, 8)], 3)
     """
     if not sequences:

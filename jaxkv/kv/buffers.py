@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.core.array_utils import no_slots
+from jaxkv.core.array_utils import nbytes, no_slots
 from jaxkv.core.constants import END
 from jaxkv.core.partitioning import (
     AxisPartition,
@@ -63,6 +63,11 @@ class Buffers:
     def layers(self) -> int:
         """L."""
         return len(self.ropes)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all layers."""
+        return nbytes(self)
 
     @property
     def depth(self) -> int:

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import Ubatch
-from jaxkv.cache import KVView
 from jaxkv.cache_spec import CacheSpec
 from jaxkv.core.array_utils import end_of, no_slots
 from jaxkv.core.constants import EMPTY
 from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.table import CellTable
 from jaxkv.spec import TableSpec, changes_of
+from jaxkv.table import KVView
 
 
 class CrossAttentionSlots(NamedTuple):

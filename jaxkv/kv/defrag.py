@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv.cache import MaintenancePlan
 from jaxkv.core.array_utils import numbers_of
 from jaxkv.core.constants import EMPTY
 from jaxkv.core.hashing import mix
@@ -19,6 +18,7 @@ from jaxkv.kv.shift import CHUNK
 from jaxkv.kv.tiles import tile_of
 from jaxkv.ops.layer_stack import each_array
 from jaxkv.spec import TableSpec
+from jaxkv.table import MaintenancePlan
 
 
 @jax.tree_util.register_dataclass

@@ -10,7 +10,6 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch, own_rows, rows_of, ubatch_partition_specs
-from jaxkv.cache import KVView
 from jaxkv.core.array_utils import is_traced
 from jaxkv.core.partitioning import (
     AxisPartition,
@@ -42,6 +41,7 @@ from jaxkv.ops.attention.visibility import Visibility, mask_of
 from jaxkv.ops.layer_stack import LayerView, of_streams
 from jaxkv.ops.mla import ValueSlice
 from jaxkv.ops.quantised import decoded, parts
+from jaxkv.table import KVView
 
 
 def attend(

@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv.cache import MaintenancePlan
 from jaxkv.core.array_utils import divided, end_of
 from jaxkv.core.constants import EMPTY, END
 from jaxkv.core.partitioning import first_of
@@ -40,6 +39,7 @@ from jaxkv.ops.quantised import Stored
 from jaxkv.ops.rotation import turn
 from jaxkv.rope import NotGiven, Rope
 from jaxkv.spec import TableSpec
+from jaxkv.table import MaintenancePlan
 
 CHUNK = 256
 """Cells whose keys and values are held at a time while many are rotated or moved."""

@@ -10,7 +10,6 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch, contents
-from jaxkv.cache import Admission, SequenceStatus
 from jaxkv.core.array_utils import no_slots
 from jaxkv.core.constants import EMPTY, END, MAX_CELLS
 from jaxkv.core.hashing import chained
@@ -20,6 +19,7 @@ from jaxkv.kv.fill_order import cell_of, dealt
 from jaxkv.kv.sharded import gathered, on_rows
 from jaxkv.kv.tiles import in_tiles
 from jaxkv.plan import Reason
+from jaxkv.table import Admission, SequenceStatus
 from jaxkv.window import looks_back
 
 

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch
-from jaxkv.cache import Admission, CacheTable, MaintenancePlan, SequenceStatus, check_sizes
 from jaxkv.cache_spec import CacheSpec
 from jaxkv.core.partitioning import AxisPartition, ShardingRules
 from jaxkv.kv import cells, copy, copy_pooled, defrag, eviction, layer, sharded, shift, slots
@@ -18,6 +17,7 @@ from jaxkv.kv.sharded import map_streams, map_streams_gather
 from jaxkv.ops.mla import Values, ValueSlice
 from jaxkv.rope import NotGiven
 from jaxkv.spec import TableSpec
+from jaxkv.table import Admission, CacheTable, MaintenancePlan, SequenceStatus, check_sizes
 
 
 @jax.tree_util.register_dataclass

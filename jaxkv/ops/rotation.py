@@ -25,7 +25,7 @@ from jaxkv.ops.quantised import (
     largest,
     spread,
 )
-from jaxkv.rope import Rope, rotate
+from jaxkv.rope import Rope
 
 WIDTH = np.float32(2**0.5)
 """Of the grid, in units of the last place. Rounding takes each number of a pair half a unit away,
@@ -43,17 +43,17 @@ def turn(keys: Stored, start: jax.Array, stop: jax.Array, rope: Rope) -> Stored:
     """
     rope = replace(rope, attention_factor=1.0)
     if not isinstance(keys, Quantised) and keys.dtype.itemsize > 2:
-        return rotate(keys, stop - start, rope)
-    plain = rotate(decoded(keys).astype(jnp.float32), -start, rope)
+        return rope.rotate(keys, stop - start)
+    plain = rope.rotate(decoded(keys).astype(jnp.float32), -start)
     lengths = _of_pairs(jnp.hypot, jnp.abs(plain), rope)
     if not isinstance(keys, Quantised):
         moved = _on_grid(plain, _unit(lengths, keys.dtype), rope)
-        return rotate(moved, stop, rope).astype(keys.dtype)
+        return rope.rotate(moved, stop).astype(keys.dtype)
     scales = _scales(keys, lengths)
     scale = jnp.broadcast_to(spread(scales, plain.shape[-1]), plain.shape)
     scale = _of_pairs(jnp.maximum, jnp.where(scale > 0, scale, 1), rope)
     moved = _on_grid(plain, scale * _unit(lengths / scale, keys.dtype), rope)
-    codes = codes_of(rotate(moved, stop, rope), scales, keys.dtype)
+    codes = codes_of(rope.rotate(moved, stop), scales, keys.dtype)
     return Quantised(codes=codes, scales=scales)
 
 

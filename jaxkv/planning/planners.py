@@ -72,7 +72,7 @@ def init_batch(
 
       >>> batch = make_batch([[1, 2, 3], [4, 5]]).keep_sequences(plan.fits)
       >>> cache = apply(cache, init_batch(cache, batch))
-      >>> seq_pos_max(cache, [0, 1]).tolist()
+      >>> cache.seq_pos_max([0, 1]).tolist()
       [-1, 1]
 
     llama.cpp: `llama_memory_i::init_batch`.

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jaxkv.batch import Ubatch, contents
 from jaxkv.core.array_utils import no_slots
 from jaxkv.core.constants import MAX_CELLS
-from jaxkv.core.validate import check_count as checked_count
 from jaxkv.plan import Reason
 from jaxkv.recurrent.states import States, T, occupied, stream_hash
 
@@ -45,7 +44,7 @@ def choose_slots(states: States, ubatch: Ubatch) -> tuple[StateSlots, jax.Array]
       one sequence, of which the second would have to wait for the first, are refused by planning.
     """
     placed = jnp.any(ubatch.valid, axis=1)
-    new = placed[:, None] & (state_write_steps(ubatch, states.earlier + 1) > 0)
+    new = placed[:, None] & (ubatch.state_write_steps(states.earlier + 1) > 0)
     cells = jnp.where(new, _lowest_free(states, ubatch, new, placed), no_slots(new))
     cell = states.cell[ubatch.row_sequence, -1]
     source = jnp.where(placed, cell, no_slots(cell))
@@ -145,42 +144,9 @@ def note_written(states: T, layer: int, ubatch: Ubatch, cells: jax.Array) -> T:
     return replace(states, holds=holds)
 
 
-def state_write_steps(ubatch: Ubatch, count: int) -> jax.Array:
-    """Return how many tokens of its row are consumed after each of the last ones.
-
-    What `write_states` wants in the last E + 1 places of a row are the states after so many tokens;
-    0 stands for the state that the row began with, and such an entry is not written.
-
-    Args:
-      ubatch: R rows of tokens; those that are not valid do not count.
-      count: how many of the last tokens, static; E + 1 for `write_states`.
-
-    Returns:
-      `[R, count]` int32, n - count + 1 + i at place i of a row of n valid tokens, or 0 if
-      that is negative.
-
-    Raises:
-      TypeError: when it is no ubatch, or `count` no integer.
-      ValueError: when `count` is below 1.
-
-    Examples:
-      >>> cache = make_cache(
-      ...     CacheSpec.recurrent(layers=1, states={"sum": ((), jnp.float32)}), sequences=2
-      ... )
-      >>> plan = init_batch(cache, make_batch([[1, 2, 3], [4]]))
-      >>> [state_write_steps(ubatch, 2).tolist() for ubatch in plan.ubatches]
-      [[[0, 1], [0, 1]], [[1, 2]]]
-    """
-    if not isinstance(ubatch, Ubatch):
-        raise TypeError(f"wanted a ubatch, such as plan.ubatches[0], got {type(ubatch)}")
-    count = checked_count(count, "count")
-    tokens = jnp.sum(ubatch.valid, axis=1, dtype=jnp.int32)
-    return jnp.maximum(tokens[:, None] - count + 1 + jnp.arange(count, dtype=jnp.int32)[None], 0)
-
-
 def _new_states(states: States, ubatch: Ubatch, placed: jax.Array) -> jax.Array:
     """Return how many states each sequence gets, `[Q]` int32, of rows that are placed, `[R]`."""
-    count = jnp.sum(state_write_steps(ubatch, states.earlier + 1) > 0, axis=1, dtype=jnp.int32)
+    count = jnp.sum(ubatch.state_write_steps(states.earlier + 1) > 0, axis=1, dtype=jnp.int32)
     seq = jnp.where(placed, ubatch.row_sequence, states.sequences)
     return jnp.zeros((states.sequences,), jnp.int32).at[seq].set(count, mode="drop")
 
@@ -188,6 +154,6 @@ def _new_states(states: States, ubatch: Ubatch, placed: jax.Array) -> jax.Array:
 def _after(states: States, ubatch: Ubatch, field: jax.Array) -> jax.Array:
     """Return a field, `[R, T]`, of the tokens that states stand after; `[R, E + 1]`."""
     turn = jnp.cumsum(ubatch.valid, axis=1, dtype=jnp.int32)
-    kept = state_write_steps(ubatch, states.earlier + 1)
+    kept = ubatch.state_write_steps(states.earlier + 1)
     index = jnp.sum(turn[:, None] < kept[..., None], axis=2, dtype=jnp.int32)  # [R, E + 1]
     return jnp.take_along_axis(field, index, axis=1)

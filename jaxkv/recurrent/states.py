@@ -17,11 +17,11 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
-from jaxkv.cache import SequenceStatus
 from jaxkv.core.array_utils import divided, end_of
 from jaxkv.core.constants import EMPTY, END
 from jaxkv.core.hashing import chained, summed
 from jaxkv.core.partitioning import ShardingRules
+from jaxkv.table import SequenceStatus
 
 T = TypeVar("T", bound="States")
 

@@ -15,14 +15,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch
-from jaxkv.cache import (
-    Admission,
-    Cache,
-    CacheTable,
-    MaintenancePlan,
-    check_sizes,
-    merge,
-)
+from jaxkv.cache import Cache, merge
 from jaxkv.cache_spec import CacheSpec
 from jaxkv.core.constants import END, MAX_CELLS
 from jaxkv.core.partitioning import ShardingRules
@@ -32,6 +25,7 @@ from jaxkv.recurrent import slots, states
 from jaxkv.recurrent.buffers import Buffers, read, within, write
 from jaxkv.recurrent.states import States, empty_fields
 from jaxkv.spec import TableSpec
+from jaxkv.table import Admission, CacheTable, MaintenancePlan, check_sizes
 
 
 @jax.tree_util.register_dataclass
@@ -192,7 +186,7 @@ class StateTable(States, CacheTable):
             if state.shape != wanted:
                 raise ValueError(
                     f"wanted {name} [R, E + 1, ...] of {wanted}, got {state.shape}: give the "
-                    f"states after state_write_steps(ubatch, {self.earlier + 1}) tokens"
+                    f"states after ubatch.state_write_steps({self.earlier + 1}) tokens"
                 )
             new[name] = state
         table, new = write(self, layer, ubatch, new, old)

@@ -114,7 +114,7 @@ class Engine:
       ...
       ValueError: wanted cells for 9 tokens, of a prompt of 3 and a limit of 7 less the last, \
 which this cache never has: ask for less, or make a larger one
-      >>> num_used_cells(engine.cache).item()
+      >>> engine.cache.num_used_cells().item()
       0
 
       With sequences for prefixes a prompt is computed once, but for its last token, which gives

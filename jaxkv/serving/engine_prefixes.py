@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv.api.queries import num_used_cells
 from jaxkv.cache import split
 from jaxkv.jit_helpers import jit_table
 from jaxkv.serving.model_runner import ModelRunner
@@ -41,7 +40,7 @@ class EnginePrefixes:
                 f"pass prefix_sequences="
             )
         kept = 0 if store is None else store.num_used_cells(runner.cache)
-        if occupied := int(num_used_cells(runner.cache)) - kept:
+        if occupied := int(runner.cache.num_used_cells()) - kept:
             raise ValueError(
                 f"wanted an empty cache, got one with {occupied} cells in use: clear(cache)"
             )

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.cache import CacheTable
 from jaxkv.serving.engine_prefixes import EnginePrefixes, PrefixMatch
 from jaxkv.serving.request import EngineConfig, RequestState
+from jaxkv.table import CacheTable
 
 
 class Scheduler:

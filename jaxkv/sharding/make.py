@@ -10,10 +10,10 @@ from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.api.arguments import check_known
 from jaxkv.cache import Cache, merge, split
 from jaxkv.core.array_utils import is_concrete, to_host
 from jaxkv.core.partitioning import ShardingRules
+from jaxkv.jit_helpers import check_known
 
 
 def shardings(cache: Cache, mesh: Mesh | AbstractMesh, sharding_rules: ShardingRules) -> Cache:

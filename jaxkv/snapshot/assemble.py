@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxkv.api.arguments import check_known
 from jaxkv.cache import Cache, merge, split
 from jaxkv.core.array_utils import is_concrete
 from jaxkv.core.validate import check_int32
 from jaxkv.hybrid import HybridTable, compose
+from jaxkv.jit_helpers import check_known
 from jaxkv.snapshot.cells import CellPart, SourcePart
 from jaxkv.snapshot.file import File
 from jaxkv.snapshot.parts import Part, decoded, encoded, names

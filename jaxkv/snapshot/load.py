@@ -61,7 +61,7 @@ def inspect(source: Source) -> Info:
       >>> info = snapshot.inspect(data)
       >>> info.sequences, info.tokens, info.notes, info.arrays["buffers.k.0"]
       ((0, 1), {1: [4, 5]}, {'names': ['a', 'b']}, ('float32', (5, 1, 2)))
-      >>> info.cache.table.spec.kind, nbytes(info.cache) == nbytes(cache)
+      >>> info.cache.table.spec.kind, info.cache.nbytes == cache.nbytes
       ('attention', True)
     """
     with opened(source) as file:

@@ -66,7 +66,7 @@ def save(
       >>> print(show(snapshot.load(path)))
       owner    . . . 1 1 .
       position . . . 0 1 .
-      >>> num_used_cells(snapshot.load(snapshot.save(cache))).item()
+      >>> snapshot.load(snapshot.save(cache)).num_used_cells().item()
       5
 
     llama.cpp: `llama_state_save_file`, `llama_state_seq_save_file`, `llama_state_get_data`,

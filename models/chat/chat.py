@@ -95,7 +95,7 @@ def has_states(cache: jaxkv.Cache) -> bool:
 
 def held_in(cache: jaxkv.Cache, sequence: int) -> int:
     """Return how many tokens a sequence holds, what a window let go of included."""
-    return int(jaxkv.seq_pos_max(cache, sequence)) + 1
+    return int(cache.seq_pos_max(sequence)) + 1
 
 
 def remember(chat: Chat, length: int) -> Chat:

@@ -19,7 +19,7 @@ def cells_of(cache: jaxkv.Cache) -> tuple[int, int]:
     parts count only where no other is.
     """
     grows = [part for part in cache.parts if _grows(part)] or [*cache.parts]
-    return max((int(jaxkv.num_used_cells(part)), part.table.num_cells) for part in grows)
+    return max((int(part.num_used_cells()), part.table.num_cells) for part in grows)
 
 
 def give_way(chat: Chat, tokens: int) -> Chat | None:
@@ -104,7 +104,7 @@ def _grows(part: jaxkv.Cache) -> bool:
 
 def _left(cache: jaxkv.Cache, sequence: int) -> int:
     """Return how many more tokens of a sequence find room."""
-    table, _ = jaxkv.split(cache)
+    table = cache.table
     return int(_room(table)[sequence])
 
 

@@ -101,7 +101,7 @@ class Speaker:
 
     def compile(self, chat: Chat, tell: Callable[[int, int], None] | None = None) -> Chat:
         """Compile what answers need; returns the chat, whose buffers are donated on the way."""
-        table, buffers = jaxkv.split(chat.cache)
+        table, buffers = chat.cache.table, chat.cache.buffers
         params, forward = self.model.params, self.model.forward
         jobs: list[Callable[[], Any]] = []
         for width in sorted({min(SHORT, self.ubatch_size), self.ubatch_size}):
@@ -197,7 +197,7 @@ class Speaker:
             where = np.int32(chat.now.sequence), np.int32(count)
             args = model.params, *jaxkv.split(chat.cache), tokens, *where
             table, buffers, logits, ok = _read(model.forward, *args)
-            chat = replace(chat, cache=jaxkv.merge(table, buffers))
+            chat = replace(chat, cache=jaxkv.Cache(table=table, buffers=buffers))
             if ok:
                 chat = spend(replace(chat, computed=chat.computed + count), read=count)
                 read += count
@@ -336,7 +336,7 @@ def _read(
       The table and the buffers; the logits after the last token, `[1, V]`; and `ok`, `[]` bool.
       When that is False nothing was changed, and the logits mean nothing.
     """
-    cache = jaxkv.merge(table, buffers)
+    cache = jaxkv.Cache(table=table, buffers=buffers)
     index = jnp.arange(tokens.shape[0])
     batch = jaxkv.make_batch(
         tokens[None],

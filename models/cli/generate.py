@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-import jaxkv
 from models.cli.arguments import InputError, check_together
 from models.cli.modes import Job, continue_prompts, search_beams, serve_file
 from models.cli.prompts import encode, read_prompts, warn_of_control
@@ -65,10 +64,8 @@ def load_with_progress(args: argparse.Namespace, mesh: Mesh | None) -> Model:
         )
     jax.block_until_ready(model.params)
     kind = f"{model.checkpoint.architecture}, {model.size / 1e6:.1f}M weights in {args.dtype}"
-    note(
-        f"loaded {name} ({kind}, {megabytes(jaxkv.nbytes(model.params))}) "
-        f"in {perf_counter() - began:.1f} s"
-    )
+    size = sum(x.nbytes for x in jax.tree.leaves(model.params))
+    note(f"loaded {name} ({kind}, {megabytes(size)}) in {perf_counter() - began:.1f} s")
     if mesh is not None:
         note_shares(model)
     return model

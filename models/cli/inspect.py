@@ -10,7 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxkv import nbytes, snapshot
+from jaxkv import snapshot
 from models.chat.saved import conversations_in, kept_in, named
 from models.cli.arguments import InputError
 from models.cli.screen import brief, in_units, plain, plural, put
@@ -86,7 +86,7 @@ def of_snapshot(path: Path) -> dict[str, Any]:
             "sequences": spec.sequences,
             "streams": spec.streams,
             "cells": max(part.table.num_cells for part in parts),
-            "bytes": nbytes(info.cache),
+            "bytes": info.cache.nbytes,
         },
         "parts": held,
         "sequences": [

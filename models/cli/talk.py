@@ -184,7 +184,7 @@ def stats(talk: Talk, rest: str) -> None:
         f"{talk.describe()}",
         f"{plural(len(chat.now.tokens), 'token')}, {chat.held:,} of them in the cache"
         + f", {chat.now.gap:,} forgotten" * bool(chat.now.gap),
-        f"cache: {used:,} of {cells:,} cells used, {megabytes(jaxkv.nbytes(chat.cache))}, "
+        f"cache: {used:,} of {cells:,} cells used, {megabytes(chat.cache.nbytes)}, "
         f"{len(chat.conversations)} of {plural(chat.seats, 'conversation')}",
         f"kept: {len(chat.store.prompts)} of {plural(len(chat.store.sequences), 'text')}, "
         f"{plural(kept, 'cell')} more",

@@ -75,7 +75,7 @@ def windows_of(checkpoint: Checkpoint) -> tuple[Window | None, ...]:
     """Returns the window of each layer, None where it sees the whole text."""
     c = checkpoint.config
     slides = [kind == "sliding_attention" for kind in c["layer_types"]]
-    window = jaxkv.window.sliding(c["sliding_window"]) if any(slides) else None
+    window = jaxkv.Window.sliding(c["sliding_window"]) if any(slides) else None
     return tuple(window if one else None for one in slides)
 
 

@@ -130,7 +130,7 @@ class LatentAttention(nnx.Module):
         q = self.query(self.query_norm(self.query_down(x)) if c.query_rank else x)
         q, q_turned = jnp.split(q, [c.straight], axis=-1)
         latent, turned = jnp.split(self.down(x)[:, :, None], [c.rank], axis=-1)  # one key head
-        turn = partial(jaxkv.rotate, positions=ubatch.positions, rope=c.rope)
+        turn = partial(c.rope.rotate, positions=ubatch.positions)
         # What turns comes first: a rope turns the first numbers of a key.
         key = jnp.concatenate([turn(turned), self.norm(latent)], axis=-1)
         q = jnp.einsum("rthd,hdc->rthc", q, self.to_keys[...])

@@ -180,9 +180,10 @@ class Attention(nnx.Module):
         if self.norms:
             q, k = jnp.split(qk, [group], axis=3)
             qk = jnp.concatenate([self.q_norm(q), self.k_norm(k)], axis=3)
-        turned = jaxkv.rotate(
-            qk.reshape(*token, -1, c.head_dim), ubatch.positions, self.rope
-        ).reshape(qk.shape)
+        turned = qk.reshape(*token, -1, c.head_dim)
+        if self.rope:
+            turned = self.rope.rotate(turned, ubatch.positions)
+        turned = turned.reshape(qk.shape)
         q, k = jnp.split(turned, [group], axis=3)
         cache, out = jaxkv.attend(
             cache,

@@ -80,7 +80,7 @@ class ShortConvolution(nnx.Module):
         into, out_of, x = jnp.unstack(self.input(x), axis=-2)
         x = jnp.where(ubatch.valid[..., None], into * x, 0)
         tail = jaxkv.read_states(cache, self.layer, ubatch)["conv"]
-        counts = jaxkv.state_write_steps(ubatch, jaxkv.num_rollback_states(cache, self.layer) + 1)
+        counts = ubatch.state_write_steps(cache.num_rollback_states(self.layer) + 1)
         x, tails = scans.convolve(x, tail, self.conv[...], None, counts)
         cache = jaxkv.write_states(cache, self.layer, ubatch, {"conv": tails})
         return cache, self.output(out_of * x.astype(out_of.dtype))

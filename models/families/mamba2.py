@@ -163,7 +163,7 @@ class Mixer(nnx.Module):
         steps = jnp.where(valid, jnp.clip(steps, *c.limits), 0)
 
         states = jaxkv.read_states(cache, self.layer, ubatch)
-        counts = jaxkv.state_write_steps(ubatch, jaxkv.num_rollback_states(cache, self.layer) + 1)
+        counts = ubatch.state_write_steps(cache.num_rollback_states(self.layer) + 1)
         x, tails = self.conv(x, states["conv"], counts)
         shared, shared_tails = self.shared_conv(shared, states["shared_conv"], counts)
         into, out_of = jnp.split(shared.reshape(*x.shape[:2], c.groups, -1), 2, axis=-1)

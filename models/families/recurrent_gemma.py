@@ -102,7 +102,7 @@ class Recurrence(nnx.Module):
         x = jnp.where(valid, x, 0)
 
         states = jaxkv.read_states(cache, self.layer, ubatch)
-        counts = jaxkv.state_write_steps(ubatch, jaxkv.num_rollback_states(cache, self.layer) + 1)
+        counts = ubatch.state_write_steps(cache.num_rollback_states(self.layer) + 1)
         x, tails = scans.convolve(x, states["conv"], self.conv[...], self.conv_bias[...], counts)
         parts = x.reshape(*x.shape[:2], c.heads, -1)
         gates = jnp.einsum("rthi,hio->rtho", parts, self.gates[...].astype(jnp.float32))
@@ -229,7 +229,7 @@ def layers_of(config: Config, dtype: Any) -> list[Layer]:
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
         rope=config.rope,
-        window=jaxkv.window.sliding(config.window),
+        window=jaxkv.Window.sliding(config.window),
     )
     recurs = Recurs(
         states={

@@ -4,7 +4,6 @@ import math
 from typing import Any
 
 import jaxkv
-from jaxkv import rope as ropes
 from jaxkv.rope import Rope
 from models.checkpoints.checkpoint import Checkpoint
 from models.errors import ModelError
@@ -83,15 +82,14 @@ def _stretched(rope: Rope, kind: str, scaling: dict[str, Any], base: float) -> R
     original = scaling["original_max_position_embeddings"]
     match kind:
         case "linear":
-            return ropes.linear(rope, factor=scaling["factor"])
+            return rope.linear(factor=scaling["factor"])
         case "factors":
-            return ropes.divide(rope, scaling["factors"])
+            return rope.divide(scaling["factors"])
         case "llama3":
             low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
             if low >= high:
                 raise ValueError(f"low_freq_factor is {low} and high_freq_factor {high}")
-            return ropes.llama3(
-                rope,
+            return rope.llama3(
                 factor=scaling["factor"],
                 low_freq_factor=low,
                 high_freq_factor=high,
@@ -103,8 +101,7 @@ def _stretched(rope: Rope, kind: str, scaling: dict[str, Any], base: float) -> R
             if attention_factor is None and sharper and of_all:
                 factor = scaling["factor"]
                 attention_factor = _sharpness(factor, sharper) / _sharpness(factor, of_all)
-            return ropes.yarn(
-                rope,
+            return rope.yarn(
                 factor=scaling["factor"],
                 original=original,
                 base=base,

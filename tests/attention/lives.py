@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
+from jaxkv.cache import merge, split
 from tests.attention.formula import formula
 from tests.caches import HEADS, ROPE, SIZE, drawn
 
@@ -21,13 +22,13 @@ def lived_in(kind):
         other = one + min(1, share - 1)
         both = f"{one},{other}" if share > 1 else one
         lines.append(f"0{{{one}}} . 3{{{one}}} 5{{{both}}} 6{{{other}}} . 1{{{other}}}")
-    table, _ = jaxkv.split(drawn("|".join(lines), replace(kind, latent=None)))
-    _, buffers = jaxkv.split(kind.make(rope=None if kind.latent else ROPE))
+    table, _ = split(drawn("|".join(lines), replace(kind, latent=None)))
+    _, buffers = split(kind.make(rope=None if kind.latent else ROPE))
     rng = np.random.default_rng(1)
     k, v = jax.tree.map(
         lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), (buffers.k, buffers.v)
     )
-    return jaxkv.merge(table, replace(buffers, k=k, v=v))
+    return merge(table, replace(buffers, k=k, v=v))
 
 
 def applied(cache, sequences=(0, 1)):

@@ -17,7 +17,7 @@ from jaxkv.ops.attention.reference import reference
 from jaxkv.ops.attention.softmax import Options
 from jaxkv.ops.attention.visibility import mask_of
 from jaxkv.ops.mla import ValueSlice
-from jaxkv.window import chunked, sliding, symmetric
+from jaxkv.window import Window
 from tests.attention.formula import PLAIN, case, formula, visible
 from tests.attention.ways import WAYS, WEIGH, attended
 from tests.cases import in_lanes
@@ -33,17 +33,18 @@ LONG = 2 * TILE + 40
 
 ALL = Options(scale=0.3, softcap=2.0, sinks=jnp.linspace(-1.0, 1.0, 3))
 OPTIONS = {"other lists": Options(scale=0.3), "all options": ALL, "bias": ALL}
-ONE_KEY_HEAD = {"heads": 3, "groups": 1, "window": chunked(16)}
+ONE_KEY_HEAD = {"heads": 3, "groups": 1, "window": Window.chunked(16)}
 CASES = {
     "plain": {},
     "ahead, large logits": {
-        "cells": TILE, "heads": 2, "factor": 100.0, "causal": False, "window": symmetric(24)
+        "cells": TILE, "heads": 2, "factor": 100.0, "causal": False, "window": Window.symmetric(24)
     },
-    "other lists": {"lists": [2, 0], "window": sliding(20), "visible_until": True},
+    "other lists": {"lists": [2, 0], "window": Window.sliding(20), "visible_until": True},
     "all options": {**ONE_KEY_HEAD, "value_dim": 9},
     "bias": {**ONE_KEY_HEAD, "bias": "function", "visible_until": True},
     "bias array": {
-        "seed": 1, "lists": [2, 0], "bias": "array", "visible_until": True, "window": symmetric(6)
+        "seed": 1, "lists": [2, 0], "bias": "array", "visible_until": True,
+        "window": Window.symmetric(6),
     },
     "few tiles": {"cells": LONG, "holes": 0.7},
     "most tiles": {"cells": LONG, "holes": 0.0},

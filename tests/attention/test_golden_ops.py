@@ -68,12 +68,12 @@ def test_ops_answer_as_llama_cpp(name, placement, defrag, request):
                 for row, record in zip(np.asarray(logits), step["logits"], strict=True):
                     check_logits(row, record, script["sample_ids"], within=3e-2 if gemma else 1e-3)
         ids = np.arange(len(step["pos_max"]))
-        first, last = jaxkv.seq_pos_min(cache, ids), jaxkv.seq_pos_max(cache, ids)
+        first, last = cache.seq_pos_min(ids), cache.seq_pos_max(ids)
         assert last.tolist() == step["pos_max"]
         if gemma:  # with a window it is a matter of choice which cells go first
             needed = np.maximum(np.asarray(last) + 2 - 512, 0)
             assert np.all(first <= np.where(last >= 0, needed, -1))
         else:
             assert first.tolist() == step["pos_min"]
-        assert not any(jax.tree.leaves(jaxkv.check_invariants(cache)))
+        assert not any(jax.tree.leaves(cache.check()))
     assert helps or (name, placement) != ("fragmented", "contiguous")

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.window import sliding, symmetric
+from jaxkv.window import Window
 from tests.attention.formula import formula
 from tests.cases import in_lanes
 
@@ -19,7 +19,7 @@ def model(how, window):
     """A layer whose tokens see ahead; and the positions that each token should see, `[B, B]`."""
     at = np.arange(COUNT)
     last = IMAGE if how == "visible_until" else np.full(COUNT, COUNT - 1)
-    ahead = SIZE // 2 if window == symmetric(SIZE) else COUNT
+    ahead = SIZE // 2 if window == Window.symmetric(SIZE) else COUNT
     last = np.minimum(last, at + ahead)
     first = jaxkv.window.first_seen(window, jnp.arange(COUNT))
     sees = (at >= np.asarray(first)[:, None]) & (at <= last[:, None])
@@ -40,7 +40,7 @@ def model(how, window):
 CASES = [
     (how, window, streams)
     for how in ("visible_until", "causal=False")
-    for window in (None, symmetric(SIZE), sliding(SIZE))
+    for window in (None, Window.symmetric(SIZE), Window.sliding(SIZE))
     for streams in (1, 2)
 ]
 

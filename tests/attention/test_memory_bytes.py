@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxkv
+from jaxkv.cache import split
 from jaxkv.ops.quantised import dtype_of
 from tests import hlo
 from tests.caches import attention_cache
@@ -39,7 +40,7 @@ def step(cache, ubatch):
 
     def of_layer(carry, layer):
         cache, x = carry
-        q = jaxkv.rotate(x, ubatch.positions, ROPE)
+        q = ROPE.rotate(x, ubatch.positions)
         cache, out = jaxkv.attend(cache, layer, ubatch, q, q[:, :, :heads], x[:, :, heads:])
         return (cache, x + out), None
 
@@ -135,18 +136,18 @@ EDITS = {
     "seq_cp": lambda m: jaxkv.seq_cp(m, 0, [1, 2]).cache,
     "seq_add": lambda m: jaxkv.seq_add(m, 0, 4, -1, delta=-2).cache,
     "seq_div": lambda m: jaxkv.seq_div(m, 0, 0, -1, divisor=2).cache,
-    "rewind": lambda m: jaxkv.rewind(m, to=jaxkv.split(m)[0])[0],
+    "rewind": lambda m: jaxkv.rewind(m, to=split(m)[0])[0],
     "seq_keep": lambda m: jaxkv.seq_keep(m, 1).cache,
     "clear": jaxkv.clear,
 }
 ANSWERS = {
-    "seq_pos_min": lambda m: jaxkv.seq_pos_min(m, jnp.arange(SEQUENCES)),
-    "seq_pos_max": lambda m: jaxkv.seq_pos_max(m, jnp.arange(SEQUENCES)),
-    "used": jaxkv.num_used_cells,
-    "can_resume": lambda m: jaxkv.can_resume(m, 0, 3),
+    "seq_pos_min": lambda m: m.seq_pos_min(jnp.arange(SEQUENCES)),
+    "seq_pos_max": lambda m: m.seq_pos_max(jnp.arange(SEQUENCES)),
+    "used": jaxkv.Cache.num_used_cells,
+    "can_resume": lambda m: m.can_resume(0, 3),
     "init_update": jaxkv.init_update,
     "defrag_plan": jaxkv.defrag_plan,
-    "check_invariants": jaxkv.check_invariants,
+    "check": jaxkv.Cache.check,
     "init_batch": lambda m: jaxkv.init_batch(m, jaxkv.make_batch(jnp.zeros(32, jnp.int32))),
 }
 # What moves keys and values, in one stream and between streams.
@@ -188,10 +189,10 @@ def test_answers_read_no_buffers():
         return [answer(cache) for answer in ANSWERS.values()]
 
     compiled = jax.jit(answered).lower(cache_shapes()).compile()
-    table, _ = jaxkv.split(cache_shapes())
-    assert hlo.temporary_bytes(compiled) < 8 * jaxkv.nbytes(table)
+    table, _ = split(cache_shapes())
+    assert hlo.temporary_bytes(compiled) < 8 * table.nbytes
     assert not hlo.large_moves(compiled, LAYER // 2)
-    assert compiled.memory_analysis().argument_size_in_bytes <= jaxkv.nbytes(table)
+    assert compiled.memory_analysis().argument_size_in_bytes <= table.nbytes
 
 
 @core

@@ -17,7 +17,7 @@ import pytest
 from jaxkv.ops.attention import pallas_gpu, pallas_tpu
 from jaxkv.ops.attention.active_tiles import TILE, find_active_tiles
 from jaxkv.ops.attention.softmax import Options
-from jaxkv.window import chunked, sliding, symmetric
+from jaxkv.window import Window
 from tests.attention.formula import case, visible
 from tests.attention.ways import attended
 from tests.cases import in_lanes
@@ -31,11 +31,11 @@ pytestmark = pytest.mark.filterwarnings(
 LONG = 2 * TILE + 40
 KERNELS = ("tpu", "gpu")
 TABLES = [
-    ("tpu", symmetric(64), False),
-    ("gpu", chunked(128), True),
-    ("tpu", sliding(90), True),
-    ("gpu", symmetric(64), False),
-    ("tiles", sliding(90), True),
+    ("tpu", Window.symmetric(64), False),
+    ("gpu", Window.chunked(128), True),
+    ("tpu", Window.sliding(90), True),
+    ("gpu", Window.symmetric(64), False),
+    ("tiles", Window.sliding(90), True),
     *((way, None, causal) for way in (*KERNELS, "tiles") for causal in (True, False)),
 ]
 

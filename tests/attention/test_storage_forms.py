@@ -17,6 +17,7 @@ from jax.sharding import AxisType
 import jaxkv
 import models
 from jaxkv import make_batch, snapshot
+from jaxkv.cache import merge, split
 from jaxkv.ops.mla import ValueSlice
 from jaxkv.ops.quantised import decoded, encoded, zeros
 from jaxkv.snapshot.assemble import describe
@@ -41,7 +42,7 @@ FORMS = {
 SIZES = {
     "one stream": {},
     "groups": {"streams": 2},
-    "window": {"cells": 16, "streams": 4, "window": jaxkv.window.sliding(4)},
+    "window": {"cells": 16, "streams": 4, "window": jaxkv.Window.sliding(4)},
     "tiled": {"cells": 32, "placement": "tiled"},
     "striped": {"streams": 2, "placement": "striped:2"},
 }
@@ -85,10 +86,10 @@ def held(cache):
 
 def plain_of(cache):
     """A cache of float32 on one device that holds the same numbers, each layer apart."""
-    table, buffers = jaxkv.split(cache)
+    table, buffers = split(cache)
     k, v = (tuple(map(jnp.asarray, half)) for half in held(cache))
     table = jax.tree.map(np.asarray, table.with_sharding_rules(None))
-    return jaxkv.merge(table, replace(buffers, k=k, v=v, stacked=False))
+    return merge(table, replace(buffers, k=k, v=v, stacked=False))
 
 
 def arrays_for(ubatch, form, seed=0):
@@ -322,8 +323,8 @@ def test_encoded_matches_numpy(size, dtype):
 def test_nbytes_of_storage_forms():
     int8, latent = make(dtype="int8"), make(value_dim=PART)
     assert "int8, " in repr(int8) and "float32" not in repr(int8)
-    assert jaxkv.nbytes(int8.buffers) == 2 * 2 * HEADS * 24 * (SIZE + 4)
-    assert jaxkv.nbytes(latent.buffers) == 2 * HEADS * 24 * SIZE * 4  # keys alone
+    assert int8.buffers.nbytes == 2 * 2 * HEADS * 24 * (SIZE + 4)
+    assert latent.buffers.nbytes == 2 * HEADS * 24 * SIZE * 4  # keys alone
 
 
 def test_layout_stacked_layers_are_split_as_layers_apart():

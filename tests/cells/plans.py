@@ -12,7 +12,7 @@ from jaxkv import make_batch
 from tests.caches import SMALL, Kind, think
 
 COUNT = 8
-NEAR = Kind("near", cells=6, sequences=3, windows=(jaxkv.window.sliding(4),))
+NEAR = Kind("near", cells=6, sequences=3, windows=(jaxkv.Window.sliding(4),))
 
 
 def plan_of(
@@ -56,7 +56,7 @@ def one_by_one(cache: Any, count: int, seq: int = 0) -> Any:
 
 def resumable(cache: Any, seq: int = 0, visible_until: int = 10) -> list[int]:
     """List the positions at which a token of a sequence would see all that it should."""
-    return [pos for pos in range(visible_until) if jaxkv.can_resume(cache, seq, pos)]
+    return [pos for pos in range(visible_until) if cache.can_resume(seq, pos)]
 
 
 def starts_at(cache: Any, seq: int = 0) -> int:

@@ -5,7 +5,7 @@ import functools
 import jax
 import numpy as np
 
-import jaxkv
+from jaxkv.cache import merge, split
 from tests.caches import Kind, cells_of, drawn, plan_rows, think
 
 ONE = Kind("one-stream", cells=24, sequences=4)
@@ -24,16 +24,14 @@ def fed(kind, *lengths):
 
 def noisy(cells, kind):
     """A cache from a drawing (`drawn`), whose cells all have other keys and values."""
-    table, buffers = jaxkv.split(drawn(cells, kind))
+    table, buffers = split(drawn(cells, kind))
     keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(buffers))))
-    return jaxkv.merge(
-        table, jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape), buffers)
-    )
+    return merge(table, jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape), buffers))
 
 
 def texts_of(cache):
     """For each sequence the position, shift, keys and values of its tokens, sorted."""
-    table, buffers = jaxkv.split(cache)
+    table, buffers = split(cache)
     arrays = [np.asarray(x) for x in (*buffers.k, *buffers.v)]
     texts = [[] for _ in range(table.sequences)]
     for (stream, cell), (position, owners, shift) in cells_of(table).items():

@@ -10,6 +10,7 @@ import pytest
 
 import jaxkv
 from jaxkv import CacheSpec, make_batch, make_cache
+from jaxkv.cache import merge, split
 from jaxkv.hybrid import compose
 from tests.caches import attention_cache, drawn
 from tests.mistakes import assert_raises, mistakes
@@ -94,13 +95,13 @@ def apart():
 
 def on_lost_buffers():
     cache, ubatch = states_applied()
-    table, buffers = jaxkv.split(cache)
-    return jaxkv.read_states(jaxkv.merge(table, lost(buffers)), 0, ubatch)
+    table, buffers = split(cache)
+    return jaxkv.read_states(merge(table, lost(buffers)), 0, ubatch)
 
 
 def joined(make):
     """A table with the buffers of a cache for more sequences, each with a stream."""
-    return jaxkv.merge(make().table, make(sequences=2, streams=2).buffers)
+    return merge(make().table, make(sequences=2, streams=2).buffers)
 
 
 X = np.ones((1, 1, 2, 4), np.float32)
@@ -117,8 +118,8 @@ NO_INTEGERS = "1.9", "-0.9", "'1'", "None", "True", "jnp.float32('nan')", "np.fl
 TAKE_INTEGERS = "seq_rm(small(), 0, {}) | seq_cp(small(), 0, {})"
 TAKE_INTEGERS += " | seq_add(small(), 0, 0, -1, delta={}) | seq_div(small(), 0, 0, -1, divisor={})"
 TAKE_INTEGERS += " | make_batch([{}]) | make_batch([1], sequences=[{}])"
-USES = "num_used_cells({}) | check_invariants({}) | clear({}) | init_update({}) | defrag_plan({})"
-USES += " | show({}) | seq_pos_max({}, 0) | seq_rm({}, 0) | seq_cp({}, 0, 1).cache"
+USES = "{}.num_used_cells() | {}.check() | clear({}) | init_update({}) | defrag_plan({})"
+USES += " | show({}) | {}.seq_pos_max(0) | seq_rm({}, 0) | seq_cp({}, 0, 1).cache"
 USES += " | init_batch({}, make_batch([1])) | plan_step({}, [5])"
 WRONG_ID = "ValueError: wanted (sequence ids from|one sequence id|seq, p0)"
 PRODUCTS = [

@@ -4,11 +4,11 @@ import inspect
 
 import pytest
 
-from jaxkv.cache import CacheTable
 from jaxkv.hybrid import HybridTable
 from jaxkv.kv.cross_attention import CrossAttentionTable
 from jaxkv.kv.table import CellTable
 from jaxkv.recurrent.table import StateTable
+from jaxkv.table import CacheTable
 
 KINDS = CellTable, CrossAttentionTable, StateTable, HybridTable
 BY_NAME = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD

@@ -6,6 +6,7 @@ import jax
 import pytest
 
 import jaxkv
+from jaxkv.cache import split
 from jaxkv.hybrid import compose
 from jaxkv.kv.shift import CHUNK
 from tests.caches import Kind, assert_identical, drawing, drawn
@@ -14,7 +15,7 @@ from tests.cells.pools import FOUR, ONE, TWO, fed, noisy, texts_of
 core = pytest.mark.core
 LONG = Kind("long, two each", cells=600, sequences=6, streams=3)
 RUNS = Kind("contiguous", cells=8, sequences=4, streams=2, placement="contiguous")
-NEAR = Kind("window", cells=6, sequences=4, streams=2, windows=(jaxkv.window.sliding(2),))
+NEAR = Kind("window", cells=6, sequences=4, streams=2, windows=(jaxkv.Window.sliding(2),))
 WIDE = Kind("wide", cells=12, sequences=80, streams=2)
 
 
@@ -25,7 +26,7 @@ def assert_copied(cache, copied, parents, *bounds, merges=False):
     """
     old, new = texts_of(cache), texts_of(copied)
     first, end = bounds or (0, 2**31)
-    sharing = len(old) // jaxkv.split(cache)[0].streams
+    sharing = len(old) // split(cache)[0].streams
     for seq, text in enumerate(new):
         parent = parents.get(seq, seq)
         wanted = old[parent]
@@ -71,9 +72,7 @@ def test_seq_cp_shares_in_a_stream_and_copies_to_others(kind, before, dst, first
     assert drawing(jaxkv.clear(copied)).strip(" |") == ""
     if kind is ONE:
         assert copied.buffers.k[0] is cache.buffers.k[0]
-    assert jaxkv.num_used_cells(jaxkv.seq_cp(copied, 0, dst, first).cache) == jaxkv.num_used_cells(
-        copied
-    )
+    assert jaxkv.seq_cp(copied, 0, dst, first).cache.num_used_cells() == copied.num_used_cells()
 
 
 @core
@@ -99,7 +98,7 @@ def test_seq_cp_more_cells_than_a_chunk():
     for end in (CHUNK + 1, 519):  # the first cell of the second chunk is the last one, or is not
         copied = jaxkv.seq_cp(cache, 0, targets, 3, end).cache
         assert_copied(cache, copied, dict.fromkeys(targets, 0), 3, end)
-        assert jaxkv.num_used_cells(copied) == 520 + (end - 3) * 2
+        assert copied.num_used_cells() == 520 + (end - 3) * 2
 
 
 def refused(cache, *args):
@@ -134,7 +133,7 @@ def test_seq_cp_two_words_of_owners():
     copied = jaxkv.seq_cp(noisy(cells, WIDE), 39, [33, 78, 41]).cache
     assert copied.table.owners.shape[1] == 2
     assert drawing(copied) == "0{0} 1{0} 0{33,39} 1{33,39} | 0{40} 0{79} 1{79} 0{41,78} 1{41,78}"
-    assert jaxkv.seq_pos_max(copied, [0, 33, 39, 40, 41, 78]).tolist() == [1, 1, 1, 0, 1, 1]
+    assert copied.seq_pos_max([0, 33, 39, 40, 41, 78]).tolist() == [1, 1, 1, 0, 1, 1]
 
 
 @core

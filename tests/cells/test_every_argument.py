@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv.cache import merge, split
 from tests import histories, twins
 from tests.caches import GROUPS_STRIPES, Kind, cells_of, edit
 from tests.oracle import Oracle
 
 RANGES = [*product(range(-1, 5), range(-1, 6))]
-WINDOW_SPLIT = Kind("window-split", 7, 2, streams=2, windows=(jaxkv.window.chunked(3),))
+WINDOW_SPLIT = Kind("window-split", 7, 2, streams=2, windows=(jaxkv.Window.chunked(3),))
 TWINS = {
     "window-split": lambda: twins.Twin(WINDOW_SPLIT),
     "groups-striped-window": lambda: twins.Twin(GROUPS_STRIPES),
@@ -53,16 +54,16 @@ def every(verb):
     """Compute a verb for many arguments at once: the tables, and whether each was granted."""
 
     def one(table, buffers, args):
-        cache = jaxkv.merge(table, buffers)
+        cache = merge(table, buffers)
         if verb == "seq_select":
             args = args[:2], jnp.array(pairs_of(table.spec.sequences))[args[2]]
         cache, ok = edit(verb, cache, *args)
-        return jaxkv.split(cache)[0], ok
+        return split(cache)[0], ok
 
     return jax.jit(jax.vmap(one, in_axes=(None, None, 0)))
 
 
-resuming = jax.jit(jax.vmap(jaxkv.can_resume, in_axes=(None, 0, 0)))
+resuming = jax.jit(jax.vmap(jaxkv.Cache.can_resume, in_axes=(None, 0, 0)))
 
 
 def edited(oracle, verb, args):
@@ -140,7 +141,7 @@ def test_verbs_match_oracle_all_small_arguments(name):
         has_lost = any(map(oracle.has_lost, range(oracle.streams)))
         for verb in ("seq_rm", "seq_cp", "seq_keep", "seq_add", "seq_div", "seq_select"):
             rows = arguments(verb, count)
-            tables, granted = jax.device_get(every(verb)(*jaxkv.split(twin.cache), rows))
+            tables, granted = jax.device_get(every(verb)(*split(twin.cache), rows))
             for i, args in enumerate(rows.tolist()):
                 table = jax.tree.map(lambda x, i=i: x[i], tables)
                 after, ok = edited(oracle, verb, args)

@@ -1,22 +1,23 @@
-"""`check_invariants` counts what is wrong with a table by name."""
+"""`Cache.check` counts what is wrong with a table by name."""
 
 from dataclasses import replace
 
 import pytest
 
 import jaxkv
+from jaxkv.cache import merge, split
 from tests import histories
 from tests.caches import SMALL, filled
 
 
 def counted(cache):
-    return {name: int(n) for name, n in jaxkv.check_invariants(cache).items() if n}
+    return {name: int(n) for name, n in cache.check().items() if n}
 
 
 def broken(cache, field, where, value):
-    table, buffers = jaxkv.split(cache)
+    table, buffers = split(cache)
     array = getattr(table, field).at[where].set(value)
-    return jaxkv.merge(replace(table, **{field: array}), buffers)
+    return merge(replace(table, **{field: array}), buffers)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 
 import jaxkv
 from jaxkv import make_batch
+from jaxkv.cache import split
 from jaxkv.core.hashing import content
 from jaxkv.hybrid import compose
 from jaxkv.kv import cells
@@ -49,17 +50,17 @@ def test_seq_add_or_token_to_int32_max_is_refused(make):
     cache = jaxkv.apply(cache, jaxkv.init_batch(cache, make_batch([1], positions=[BIG - 1])))
     assert not jaxkv.init_batch(cache, make_batch([2])).ok
     for delta in (1, 2, BIG):
-        assert not jaxkv.can_seq_add(cache, 0, 0, -1, delta)
+        assert not cache.can_seq_add(0, 0, -1, delta=delta)
         same, ok = jaxkv.seq_add(cache, 0, 0, -1, delta=delta)
         assert not ok
         assert_identical(same, cache)
-    assert jaxkv.can_seq_add(cache, 0, 9, -1, -5)
+    assert cache.can_seq_add(0, 9, -1, delta=-5)
     moved, ok = jaxkv.seq_add(cache, 0, 9, -1, delta=-5)
-    assert ok and jaxkv.seq_pos_max(moved, 0) == BIG - 6
+    assert ok and moved.seq_pos_max(0) == BIG - 6
 
 
 def test_hybrid_cache_takes_smallest_limits_of_parts():
-    one = dict(layers=1, kv_heads=1, head_dim=4, window=jaxkv.window.sliding(4))
+    one = dict(layers=1, kv_heads=1, head_dim=4, window=jaxkv.Window.sliding(4))
     parts = [attention_cache(**one, ubatch_size=size) for size in (8, 4)]
     parts += [
         jaxkv.make_cache(jaxkv.CacheSpec.recurrent(layers=1, states=STATES), max_rollback=n)
@@ -90,7 +91,7 @@ def test_spared_counts_each_owner_of_a_cell_but_one():
     ],
 )
 def test_can_hold_counts_cells_of_each_stream(kind, lengths, at_once, spared, wanted):
-    table, _ = jaxkv.split(kind.make())
+    table, _ = split(kind.make())
     assert table.can_allocate(np.array(lengths), at_once, np.array(spared)).tolist() == wanted
 
 
@@ -99,7 +100,7 @@ def test_can_hold_counts_cells_of_each_stream(kind, lengths, at_once, spared, wa
 def test_inspect_finds_last_positions_in_any_block_size(size, monkeypatch):
     """With blocks of 5 in 12 cells, the last block overlaps the one before it."""
     monkeypatch.setattr(cells, "BLOCK", size)
-    table, _ = jaxkv.split(drawn("0{0} 1{0} 2{0} 3{0} 4{0} . . 0{1} 1{1} 2{1} 0{2}"))
+    table, _ = split(drawn("0{0} 1{0} 2{0} 3{0} 4{0} . . 0{1} 1{1} 2{1} 0{2}"))
     assert table.sequence_status(jnp.ones(3, bool)).last.tolist() == [4, 2, 0]
 
 

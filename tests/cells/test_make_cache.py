@@ -14,7 +14,7 @@ from tests.meshes import RULES, mesh_of
 from tests.mistakes import assert_raises, mistakes
 
 ROPE, FAST = make_rope(4), make_rope(4, base=100.0)
-NEAR = jaxkv.window.sliding(6)
+NEAR = jaxkv.Window.sliding(6)
 HEADS = dict(kv_heads=2, head_dim=8)
 SIZES = dict(layers=2, **HEADS)
 STATES = {"y": ((4, 2), jnp.float32), "x": ((3,), jnp.bfloat16)}
@@ -159,7 +159,7 @@ def test_make_cache_makes_empty_table_and_buffers_of_its_spec(name):
         for table, _ in leaves_of(cache.table, cache.buffers)
     )
     assert not any(np.any(np.asarray(x, float)) for x in jax.tree.leaves(cache.buffers))
-    assert jaxkv.num_used_cells(cache) == 0
+    assert cache.num_used_cells() == 0
     assert cache.spec == spec and hash(cache.spec) == hash(spec)
     assert jax.eval_shape(lambda: cache).spec == spec
     assert jax.tree.map(lambda x: jnp.stack([x, x]), cache).spec == spec  # a batch of caches
@@ -198,7 +198,7 @@ def test_specs_are_equal_however_they_are_written():
 
 def test_specs_print_what_they_were_made_of():
     sizes = "layers=2, kv_heads=2, head_dim=8"
-    assert repr(WINDOW) == f"CacheSpec.attention({sizes}, window=sliding(6))"
+    assert repr(WINDOW) == f"CacheSpec.attention({sizes}, window=Window.sliding(6))"
     assert repr(SHAPED) == (
         "CacheSpec.attention(layers=2, kv_heads=(2, 4), head_dim=(8, 4), value_dim=(4, 6), "
         "rope=(<Rope of 2 pairs, slowest 0.01>, None))"

@@ -12,16 +12,17 @@ import pytest
 
 import jaxkv
 from jaxkv import make_batch
+from jaxkv.cache import merge, split
 from tests.caches import assert_identical, filled, run
 
 
 def dealt(cache, order):
     """Bring the contents of cell `order[i]` to cell i."""
-    table, buffers = jaxkv.split(cache)
+    table, buffers = split(cache)
     per_cell = ("position", "owners", "shift", "cell_hash")
     table = replace(table, **{name: getattr(table, name)[..., order] for name in per_cell})
     buffers = jax.tree.map(lambda x: x[:, :, order], buffers)
-    return jaxkv.merge(table, buffers)
+    return merge(table, buffers)
 
 
 @pytest.mark.core
@@ -42,4 +43,4 @@ def test_logits_do_not_depend_on_the_order_of_cells():
         for one in (other, tidy):
             one, again = run(one, make_batch(tokens, sequences=seq))
             np.testing.assert_allclose(again, logits, rtol=1e-4, atol=1e-5)
-            assert jaxkv.seq_pos_max(one, seq) == jaxkv.seq_pos_max(cache, seq)
+            assert one.seq_pos_max(seq) == cache.seq_pos_max(seq)

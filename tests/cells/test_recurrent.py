@@ -15,6 +15,7 @@ import pytest
 
 import jaxkv
 from jaxkv import Reason, make_batch
+from jaxkv.cache import merge, split
 from jaxkv.hybrid import compose
 from tests import hlo
 from tests.caches import (
@@ -40,7 +41,7 @@ from tests.histories import (
 )
 
 core = pytest.mark.core
-HYBRID = {"kinds": "ra", "window": jaxkv.window.sliding(4)}
+HYBRID = {"kinds": "ra", "window": jaxkv.Window.sliding(4)}
 
 # ---- forks and cuts
 
@@ -58,7 +59,7 @@ def test_seq_cp_traced_to_itself_or_unknown_changes_nothing():
 def test_seq_cp_of_no_state_to_itself_and_another_is_refused():
     cache = told(kept=0, counts=(3, 2)).cache
     copied, ok = jaxkv.seq_cp(cache, 0, [0, 1], 0, 2)
-    assert not ok and jaxkv.can_resume(cache, 0, 0)
+    assert not ok and cache.can_resume(0, 0)
     assert_identical(copied, cache)
 
 
@@ -67,13 +68,13 @@ def test_seq_cp_fork_that_goes_on_leaves_its_origin(kept):
     """Trap 68; and no cell is ever lacking, however all of them share and part again."""
     twin = told(kept=kept, counts=(5, 0, 0))
     twin.edit("seq_cp", 0, [1, 2])
-    assert jaxkv.num_used_cells(twin.cache) == kept + 1
+    assert twin.cache.num_used_cells() == kept + 1
     for turn in range(5):
         twin.edit("seq_cp", turn % 3, [(turn + 1) % 3])
         for seq in (0, 2, 1):
             assert twin.decode([seq] * (4 - turn % 4 // 2 * 2))
             twin.compare()
-    assert jaxkv.num_used_cells(twin.cache) == 3 * (kept + 1)
+    assert twin.cache.num_used_cells() == 3 * (kept + 1)
 
 
 @pytest.mark.parametrize("kept", in_lanes([0, 1, 3], fast=[3]))
@@ -84,7 +85,7 @@ def test_seq_rm_rollback_is_exact_or_refused(kept):
         assert twin.decode([0] * count)
         states = min(kept + 1, states + count)
         for cut in (back, 1):
-            end = jaxkv.seq_pos_max(twin.cache, 0).item() + 1
+            end = twin.cache.seq_pos_max(0).item() + 1
             granted = twin.seq_rm(0, end - cut)
             assert granted == (cut < states)
             states, end = (states - cut, end - cut) if granted else (states, end)
@@ -101,7 +102,7 @@ def test_edits_of_hybrid_change_all_parts_or_none():
         jaxkv.seq_add(cache, 0, 0, 4, delta=far).cache,
     ):
         assert_identical(after, cache)
-    assert not jaxkv.can_seq_add(cache, 0, 0, 4, far)
+    assert not cache.can_seq_add(0, 0, 4, delta=far)
     after, ok = jax.jit(jaxkv.seq_rm)(cache, 0, 5)
     assert ok and twin.seq_rm(0, 5)
     assert_identical(after, twin.cache)
@@ -130,22 +131,22 @@ def test_rewind_after_an_abort_is_exact_or_refused():
 
 @partial(jax.jit, donate_argnames="buffers")
 def step(table, buffers, ubatch):
-    return jaxkv.split(walk(jaxkv.merge(table, buffers), ubatch, "ar")[0])
+    return split(walk(merge(table, buffers), ubatch, "ar")[0])
 
 
 @core
 def test_rewind_with_donated_buffers_finds_shared_states():
     """Trap 71: states that a second sequence holds are never written over."""
     twin = told(kept=1, counts=(3, 0, 0), kinds="ar")
-    alone, _ = jaxkv.split(twin.cache)
+    alone, _ = split(twin.cache)
     twin.edit("seq_cp", 0, [2])
     known = kept_of(*twin.parts()[:2])
-    shared, buffers = jaxkv.split(jax.tree.map(jnp.copy, twin.cache))
+    shared, buffers = split(jax.tree.map(jnp.copy, twin.cache))
     table, (plan, _) = shared, twin.plan([0] * 11, in_parts=True)
     for ubatch in plan.ubatches:
         table, buffers = step(table, buffers, ubatch)
     for past in (alone, shared):  # the same cells
-        twin.cache, ok = jaxkv.rewind(jaxkv.merge(table, buffers), to=past)
+        twin.cache, ok = jaxkv.rewind(merge(table, buffers), to=past)
         assert ok
     assert kept_of(*twin.parts()[:2]) == known
 
@@ -156,7 +157,7 @@ def test_rewind_then_the_same_step_gives_the_same():
         cache = tell(make(3, streams=streams), [1, 2])
         ubatch = planned(cache, [3])
         later, passed = walk(tell(cache, [], others) if others else cache, ubatch)
-        back, ok = jaxkv.rewind(later, to=jaxkv.split(cache)[0])
+        back, ok = jaxkv.rewind(later, to=split(cache)[0])
         assert ok
         assert_identical(jaxkv.apply(back, ubatch), back)  # what was written since is known: stale
         again, same = walk(back, planned(back, [3]))
@@ -186,7 +187,7 @@ def test_a_kept_cache_goes_on_as_if_nothing_came_between():
     assert_identical(says(checkpoint, [50, 51], [60]), wanted)
     forked = jaxkv.seq_cp(checkpoint, 0, 2).cache  # it has the same buffers
     consume(forked, planned(forked, [80]))
-    assert all(x.is_deleted() for x in jax.tree.leaves(jaxkv.split(checkpoint)[1]))
+    assert all(x.is_deleted() for x in jax.tree.leaves(split(checkpoint)[1]))
 
 
 # ---- ubatches
@@ -223,10 +224,10 @@ def test_init_batch_two_rows_of_one_sequence_is_refused():
 
 def test_read_states_of_a_new_sequence_ignores_old_bytes():
     """Trap 94: a fresh state is selected, not multiplied by zero."""
-    table, buffers = jaxkv.split(make(3))
+    table, buffers = split(make(3))
     for number in (np.nan, np.inf):
         poison = [dict(layer, trace=jnp.full_like(layer["trace"], number)) for layer in buffers]
-        cache = tell(jaxkv.merge(table, tuple(poison)), [1, 2, 3])
+        cache = tell(merge(table, tuple(poison)), [1, 2, 3])
         wanted = [(p, bytes_of([1, 2, 3][: p + 1], (0, 1))) for p in range(3)]
         assert states_of(cache) == wanted
 
@@ -237,7 +238,7 @@ def test_steps_to_keep_skips_holes_in_a_row():
     tokens, valid = np.zeros((3, WIDTH), int), np.zeros((3, WIDTH), bool)
     valid[0, [1, 3, 4, 7]] = valid[1, 6] = True
     (ubatch,) = plan_rows(cache, tokens, valid).check().ubatches
-    assert jaxkv.state_write_steps(ubatch, 3).tolist() == [[2, 3, 4], [0, 0, 1], [0, 0, 0]]
+    assert ubatch.state_write_steps(3).tolist() == [[2, 3, 4], [0, 0, 1], [0, 0, 0]]
     table = jaxkv.apply(cache, ubatch).table
     assert table.position.tolist() == [[0, 1, 2, 3], [-1, -1, -1, 0], [-1] * 4]
     stamps = np.asarray(ubatch.cell_hashes)
@@ -284,7 +285,7 @@ def test_write_states_donated_copies_no_layer():
             ),
             layer / 100,
         ),
-        (lambda m: jaxkv.rewind(m, to=jaxkv.split(m)[0])[0], layer / 100),
+        (lambda m: jaxkv.rewind(m, to=split(m)[0])[0], layer / 100),
     ):
         compiled = jax.jit(edit, donate_argnums=0).lower(cache, *args).compile()
         assert hlo.temporary_bytes(compiled) < most
@@ -313,7 +314,7 @@ def test_prefill_of_forgotten_tokens_computes_them_anew():
     for forgotten in (
         jaxkv.seq_rm(cache, 0)[0],
         jaxkv.clear(cache),
-        jaxkv.rewind(cache, to=jaxkv.split(empty)[0])[0],
+        jaxkv.rewind(cache, to=split(empty)[0])[0],
     ):
         again, total = summed(forgotten, 1, 2, weight=1)
         assert total.item() == 3
@@ -327,17 +328,17 @@ def test_prefill_of_forgotten_tokens_computes_them_anew():
 def test_compose_hybrids_finds_each_layer():
     sizes = {"cells": 16, "kv_heads": 2, "head_dim": 4, "sequences": 3}
     full = attention_cache(layers=1, **sizes)
-    window = attention_cache(layers=1, window=jaxkv.window.sliding(4), **sizes)
+    window = attention_cache(layers=1, window=jaxkv.Window.sliding(4), **sizes)
     inner = compose((full, (0,)), (window, (1,)))
     cache = compose((inner, (1, 0)), (make(1, layers=1), (1,)))
-    assert jaxkv.num_rollback_states(cache, 1) == 1
+    assert cache.num_rollback_states(1) == 1
     cache = tell(cache, [1, 2, 3], [4], kinds="ab")
     inner, states = cache.parts
-    assert kept_of(*jaxkv.split(states))[0][-1] == (2, bytes_of([1, 2, 3], [1]))
+    assert kept_of(*split(states))[0][-1] == (2, bytes_of([1, 2, 3], [1]))
     for part, layer in zip(inner.parts, (1, 0), strict=True):
-        assert len(contents_of(jaxkv.split(part)[1], [layer])) == 4
+        assert len(contents_of(split(part)[1], [layer])) == 4
     with pytest.raises(ValueError, match="a layer that one part serves, of .[01], [01]., got 0"):
-        jaxkv.num_rollback_states(cache, 0)
+        cache.num_rollback_states(0)
     assert "part 1, layers 1\nsequence 0 1 2\nsequence 1 . 0\n" in jaxkv.show(cache)
 
 
@@ -353,7 +354,7 @@ def test_write_states_wrong_layer_states_or_shapes_raise():
         for call in (
             lambda layer: jaxkv.read_states(cache, layer, ubatch),
             lambda layer: write(layer=layer),
-            lambda layer: jaxkv.num_rollback_states(cache, layer),
+            lambda layer: cache.num_rollback_states(layer),
         ):
             with pytest.raises(ValueError, match=f"a layer from 0 to 1, got {layer}"):
                 call(layer)
@@ -363,7 +364,7 @@ def test_write_states_wrong_layer_states_or_shapes_raise():
         write(trace=states["trace"][:, 0])
     for count in (1, 3, 5):  # a row of one token leaves one state, and all four are wanted
         some = {n: np.zeros((3, count, *s.shape[2:])) for n, s in states.items()}
-        wanted = rf"of \(3, 4\), got \(3, {count}\): .* after state_write_steps\(ubatch, 4\) tokens"
+        wanted = rf"of \(3, 4\), got \(3, {count}\): .* after ubatch.state_write_steps\(4\) tokens"
         with pytest.raises(ValueError, match=wanted):
             write(**some)
 
@@ -374,7 +375,7 @@ def test_states_of_attention_and_attention_of_states_raise():
     for call in (
         lambda: jaxkv.read_states(cache, 0, ubatch),
         lambda: jaxkv.write_states(cache, 0, ubatch, {}),
-        lambda: jaxkv.num_rollback_states(cache, 0),
+        lambda: cache.num_rollback_states(0),
     ):
         with pytest.raises(TypeError, match="with recurrent layers, got kind 'attention'"):
             call()

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import make_rope, rotate
-from jaxkv.rope import llama3, yarn
+from jaxkv import make_rope
 
 POSITIONS = np.array([[0, 1, 5], [63, 64, 2000]], np.int32)
 
@@ -43,18 +42,17 @@ def test_rotate_is_complex_multiplication(rotated, interleaved):
     frequencies = [10000.0 ** (-2 * i / rotated) for i in range(rotated // 2)]
     for positions, atol in ((POSITIONS, 2e-3), (NEAR, 2e-5)):
         expected = reference(heads(), positions, frequencies, interleaved=interleaved)
-        found = rotate(heads(), positions, rope)
+        found = rope.rotate(heads(), positions)
         np.testing.assert_allclose(found, expected, atol=atol)
         np.testing.assert_array_equal(found[..., rotated:], heads()[..., rotated:])
 
 
 def test_rotate_keeps_dtype_and_traces():
     x, rope = jnp.asarray(heads(), jnp.bfloat16), make_rope(8)
-    out = jax.jit(rotate, static_argnums=2)(x, POSITIONS, rope)
+    out = jax.jit(rope.rotate)(x, POSITIONS)
     assert out.dtype == jnp.bfloat16
-    wide = rotate(x.astype(jnp.float32), POSITIONS, rope)
+    wide = rope.rotate(x.astype(jnp.float32), POSITIONS)
     np.testing.assert_allclose(out.astype(jnp.float32), wide, rtol=1e-2, atol=1e-2)
-    assert rotate(x, POSITIONS, None) is x
 
 
 def test_llama3_stretches_long_wavelengths():
@@ -64,7 +62,7 @@ def test_llama3_stretches_long_wavelengths():
     expected = (1 - smooth) * plain / 8 + smooth * plain
     assert {0, 1} < {*smooth.tolist()}, "the three ranges are not all there"
     options = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original=8192)
-    rope = llama3(make_rope(128, base=500000.0), **options)
+    rope = make_rope(128, base=500000.0).llama3(**options)
     np.testing.assert_allclose(rope.frequencies, expected, rtol=1e-12)
 
 
@@ -88,7 +86,7 @@ def yarn_reference(size, base, factor, original, fast=32.0, slow=1.0):
     [(128, 10000.0, 16.0, 4096), (64, 1e6, 4.0, 32768), (128, 150000.0, 32.0, 4096)],
 )
 def test_yarn_matches_the_paper(size, base, factor, original):
-    rope = yarn(make_rope(size, base=base), factor=factor, original=original, base=base)
+    rope = make_rope(size, base=base).yarn(factor=factor, original=original, base=base)
     expected, turns, plain = yarn_reference(size, base, factor, original)
     np.testing.assert_allclose(rope.frequencies, expected, rtol=1e-10)
     # What the paper itself says of the two ends holds exactly.
@@ -99,9 +97,9 @@ def test_yarn_matches_the_paper(size, base, factor, original):
 
 
 def test_yarn_multiplies_by_attention_factor():
-    rope = yarn(make_rope(8), factor=4.0, original=64, base=10000.0)
-    given = yarn(make_rope(8), factor=4.0, original=64, base=10000.0, attention_factor=0.7)
+    rope = make_rope(8).yarn(factor=4.0, original=64, base=10000.0)
+    given = make_rope(8).yarn(factor=4.0, original=64, base=10000.0, attention_factor=0.7)
     for one, factor in ((rope, 0.1 * math.log(4) + 1), (given, 0.7)):
         expected = reference(heads(), NEAR, rope.frequencies, factor=factor)
-        np.testing.assert_allclose(rotate(heads(), NEAR, one), expected, atol=2e-5)
-    assert yarn(make_rope(8), factor=1.0, original=64, base=10000.0).attention_factor == 1.0
+        np.testing.assert_allclose(one.rotate(heads(), NEAR), expected, atol=2e-5)
+    assert make_rope(8).yarn(factor=1.0, original=64, base=10000.0).attention_factor == 1.0

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import make_rope, rotate
+from jaxkv import make_rope
 from jaxkv.ops.quantised import decoded
-from jaxkv.rope import yarn
 from tests.caches import attention_cache
 from tests.cases import in_lanes
 
@@ -26,7 +25,7 @@ def written(start, q, k, v, *, rope, dtype="float32"):
     positions = start + jnp.arange(TOKENS, dtype=jnp.int32)
     batch = jaxkv.make_batch(np.arange(TOKENS), positions=positions)
     (ubatch,) = jaxkv.init_batch(cache, batch).ubatches
-    q, k = (rotate(x[None], positions[None], rope) for x in (q, k))
+    q, k = (rope.rotate(x[None], positions[None]) for x in (q, k))
     return jaxkv.attend(jaxkv.apply(cache, ubatch), 0, ubatch, q, k, v[None])
 
 
@@ -61,7 +60,7 @@ def test_attend_is_the_same_wherever_a_text_begins():
 ROPES = {
     "halves": make_rope(32),
     "partial neighbours": make_rope(16, interleaved=True),
-    "yarn": yarn(make_rope(32), factor=4.0, original=64, base=1e4),
+    "yarn": make_rope(32).yarn(factor=4.0, original=64, base=1e4),
     "two scales": make_rope(160),
 }
 FORMS = ["bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2"]
@@ -87,6 +86,6 @@ def test_update_500_times_is_as_exact_as_once(dtype, rope):
     errors = {}
     for times in (0, 1, 500):
         positions = 1000 - 2 * times + jnp.arange(TOKENS)
-        wanted = rotate(k, positions, rope)
+        wanted = rope.rotate(k, positions)
         errors[times] = np.linalg.norm(keys_of(moved(cache, -2, times)) - wanted)
     assert 0 < errors[500] < 1.5 * errors[1] and errors[1] < 3.2 * errors[0]

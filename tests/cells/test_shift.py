@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import jax
@@ -10,8 +11,8 @@ import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv.cache import merge, split
 from jaxkv.hybrid import compose
-from jaxkv.rope import linear, yarn
 from tests.caches import Kind, assert_identical, attention_cache, drawing, drawn, updated
 
 core = pytest.mark.core
@@ -22,18 +23,22 @@ ALL = (  # one for each layer; of keys of 6 numbers
     jaxkv.make_rope(6, base=100.0, interleaved=True),
     jaxkv.make_rope(4, base=100.0),
     jaxkv.make_rope(4, base=100.0, interleaved=True),
-    linear(PLAIN, factor=4.0),
-    yarn(PLAIN, factor=4.0, original=64, base=100.0),
+    PLAIN.linear(factor=4.0),
+    PLAIN.yarn(factor=4.0, original=64, base=100.0),
 )
 SHIFT = Kind("shift", cells=8, sequences=2)
-rotate = jax.jit(jaxkv.rotate, static_argnames="rope")
+
+
+@partial(jax.jit, static_argnames="rope")
+def rotate(x, positions, rope):
+    return rope.rotate(x, positions)
 
 
 @functools.cache
 def rotated(*, tokens=6, cells=8, ropes=(PLAIN,)):
     """A cache of tokens 0, 1, 2 ... of sequence 0, and their keys before rotation, `[T, K, D]`."""
     sizes = dict(layers=len(ropes), cells=cells, kv_heads=2, head_dim=6, sequences=2)
-    table, buffers = jaxkv.split(attention_cache(**sizes, rope=ropes))
+    table, buffers = split(attention_cache(**sizes, rope=ropes))
     position = jnp.arange(cells, dtype=jnp.int32)
     there = (position < tokens)[None]
     position_of = jnp.where(there, position, table.position)
@@ -41,11 +46,11 @@ def rotated(*, tokens=6, cells=8, ropes=(PLAIN,)):
     raw = jax.random.normal(jax.random.key(0), (cells, 2, 6))
     keys = tuple(turned(raw, position, rope).transpose(1, 0, 2)[None] for rope in ropes)
     values = (raw.transpose(1, 0, 2)[None],) * len(ropes)
-    return jaxkv.merge(table, replace(buffers, k=keys, v=values)), np.asarray(raw)[:tokens]
+    return merge(table, replace(buffers, k=keys, v=values)), np.asarray(raw)[:tokens]
 
 
 def turned(keys, positions, rope):
-    return keys if rope is None else rotate(keys[None], positions[None], rope)[0]
+    return keys if rope is None else rope.rotate(keys[None], positions[None])[0]
 
 
 def keys_of(cache, layer, count=6):
@@ -139,7 +144,7 @@ def test_moves_of_a_cache_without_a_rope_are_refused():
     moves = [
         lambda m: jaxkv.seq_add(m, 0, 0, -1, delta=1),
         lambda m: jax.jit(jaxkv.seq_div)(m, 0, 0, -1, divisor=2),
-        lambda m: jaxkv.can_seq_add(m, 0, 0, -1, 1),
+        lambda m: m.can_seq_add(0, 0, -1, delta=1),
         lambda m: jaxkv.generation.context_shift(m, 0, num_keep=0, num_discard=1),
         lambda m: jaxkv.generation.self_extend(m, 0, 0, group=2, width=4),
     ]

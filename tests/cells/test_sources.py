@@ -16,6 +16,7 @@ import pytest
 
 import jaxkv
 from jaxkv import generation, make_batch
+from jaxkv.cache import split
 from jaxkv.hybrid import compose
 from tests.attention.formula import formula
 from tests.caches import assert_identical
@@ -117,12 +118,12 @@ def check(cache, sources, texts):
     logits, ok = ask(cache)
     assert ok
     assert_said(logits, sources, [[*text, 1] for text in texts])
-    assert not any(map(int, jaxkv.check_invariants(cache).values()))
+    assert not any(map(int, cache.check().values()))
     assert lengths(cache) == [*map(len, sources)]
 
 
 def lengths(cache):
-    return (jaxkv.seq_pos_max(cache.parts[1], range(Q)) + 1).tolist()
+    return (cache.parts[1].seq_pos_max(range(Q)) + 1).tolist()
 
 
 @functools.cache
@@ -147,8 +148,8 @@ def test_encode_and_prefill_see_all_of_their_source():
     cache = encode(make(), [A, B, D], [0, 1, 3])
     cache, logits = tell(cache, ABC, [0, 1, 2])
     assert_said(logits, SOURCES[:3], ABC)
-    assert jaxkv.seq_pos_max(cache, range(Q)).tolist() == [1, 2, 0, -1]  # of the texts
-    assert jaxkv.num_used_cells(cache).item() == 6 + 8
+    assert cache.seq_pos_max(range(Q)).tolist() == [1, 2, 0, -1]  # of the texts
+    assert cache.num_used_cells().item() == 6 + 8
     logits, ok, there = traced(make(), jnp.array([4, 5, 6]), jnp.array([0, 2]))
     assert ok and there
     assert_said(logits[:1], [[4, 5, 6]], [[0, 2]])
@@ -170,7 +171,7 @@ def slid(cache):
 
 
 def gone_back(cache):
-    return jaxkv.rewind(tell(cache, [[3]], [0])[0], to=jaxkv.split(cache)[0])[0]
+    return jaxkv.rewind(tell(cache, [[3]], [0])[0], to=split(cache)[0])[0]
 
 
 def loaded(cache, **options):
@@ -281,7 +282,7 @@ def test_edit_of_a_source_makes_plans_and_tables_stale():
     plan = jaxkv.init_encoder(cache, make_batch([7], sequences=2))
     assert not jaxkv.is_current(tell(cache, [[3]], [2])[0], plan.ubatches[0])
     gone, _ = jaxkv.seq_rm(cache, 1)  # and the cells of its source are written over
-    assert not jaxkv.rewind(encode(gone, [[1]], [2]), to=jaxkv.split(cache)[0])[1]
+    assert not jaxkv.rewind(encode(gone, [[1]], [2]), to=split(cache)[0])[1]
 
 
 @core
@@ -358,7 +359,7 @@ def test_sources_beside_states():
     plan = jaxkv.init_batch(cache, make_batch([[0, 1], [0, 3]]))
     cache, logits = step(cache, *plan.ubatches)
     assert_said(plan.gather_outputs([logits]), (A, B), ([0, 1], [0, 3]))
-    assert jaxkv.seq_pos_max(cache, range(Q)).tolist() == [1, 1, -1, -1]
+    assert cache.seq_pos_max(range(Q)).tolist() == [1, 1, -1, -1]
 
 
 @core

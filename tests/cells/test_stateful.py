@@ -9,7 +9,7 @@ from tests.caches import ALL_KINDS, CODES, GROUPS_STRIPES, LATENT, SMALL, Kind
 from tests.cells.state_machine import StateVerbs, Verbs
 
 KINDS = {kind.name: kind for kind in [*ALL_KINDS, CODES, LATENT]}
-NEAR = jaxkv.window.sliding(4)
+NEAR = jaxkv.Window.sliding(4)
 WIDE_TILES = Kind(
     "tiled-two-owner-words", cells=24, sequences=40, placement="tiled", windows=(NEAR,)
 )

@@ -61,7 +61,7 @@ def test_run_traced_rows_matches_one_stream(kind):
     sequences = jnp.array([[3, 3], [0, 0], [0, 0], [1, 1]])
     valid = jnp.array([[True, True], [True, False], [False, False], [True, True]])
     after, logits, reason = traced_rows(fed(kind, *LENGTHS), tokens, sequences, valid)
-    assert not reason.any() and jaxkv.seq_pos_max(after, [0, 1, 2, 3]).tolist() == [3, 5, 1, 6]
+    assert not reason.any() and after.seq_pos_max([0, 1, 2, 3]).tolist() == [3, 5, 1, 6]
     batch = make_batch([5, 6, 7, 8, 9], sequences=[3, 3, 0, 1, 1], outputs=np.ones(5, bool))
     np.testing.assert_allclose(logits[:5], run(fed(ONE, *LENGTHS), batch)[1], atol=1e-5)
 
@@ -90,7 +90,7 @@ def test_plan_step_any_rows_matches_one_stream(kind):
             ubatch, ok = plan.ubatch, plan.ok
             assert ok
             cache, logits = think(cache, ubatch)
-            steps.append([*logits[active].ravel(), *jaxkv.seq_pos_max(cache, [0, 1, 2, 3])])
+            steps.append([*logits[active].ravel(), *cache.seq_pos_max([0, 1, 2, 3])])
         np.testing.assert_allclose(*steps, atol=1e-5)
 
 

@@ -60,7 +60,7 @@ def test_run_striped_on_a_mesh_matches_one_device():
 
 
 def test_make_cache_rounds_cells_of_a_window_up_to_shards():
-    sizes = {"layers": 1, "kv_heads": 1, "head_dim": 2, "window": jaxkv.window.sliding(5)}
+    sizes = {"layers": 1, "kv_heads": 1, "head_dim": 2, "window": jaxkv.Window.sliding(5)}
     sizes |= {"ubatch_size": 3, "max_rollback": 2}
     cache = attention_cache(placement="striped:4", **sizes)
     assert cache.table.num_cells == 12 and attention_cache(**sizes).table.num_cells == 10

@@ -19,7 +19,7 @@ from jaxkv.ops.attention.softmax import Options
 from jaxkv.ops.attention.visibility import mask_of
 from jaxkv.ops.mla import ValueSlice
 from jaxkv.ops.quantised import encoded, zeros
-from jaxkv.window import sliding
+from jaxkv.window import Window
 from tests import hlo
 from tests.caches import TILES, attention_cache, drawing, drawn
 from tests.oracle import _tiles
@@ -57,7 +57,7 @@ def test_load_into_tiled_takes_whole_tiles():
 
 def test_make_cache_tiled_cells_are_whole_tiles():
     make = partial(attention_cache, layers=1, kv_heads=1, head_dim=2, placement="tiled")
-    cache = jax.eval_shape(partial(make, window=sliding(5), sequences=2))
+    cache = jax.eval_shape(partial(make, window=Window.sliding(5), sequences=2))
     assert cache.table.num_cells % TILE == 0
     for cells in (257, 4100):
         with pytest.raises(ValueError, match=f"tiles of 64 divide, got {cells}: take"):

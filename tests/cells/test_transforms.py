@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv.cache import split
 from tests.caches import SMALL, assert_identical, filled, think
 from tests.twins import lived_in
 
@@ -26,14 +27,14 @@ def everything(cache, seq, other, p0, p1):
         "seq_add": moved,
         "seq_div": jaxkv.seq_div(cache, seq, p0, p1, divisor=other + 1).cache,
         "clear": jaxkv.clear(cache),
-        "seq_pos_min": jaxkv.seq_pos_min(cache, seq),
-        "seq_pos_max": jaxkv.seq_pos_max(cache, seq),
-        "used": jaxkv.num_used_cells(cache),
-        "can_resume": jaxkv.can_resume(cache, seq, p0),
-        "check_invariants": jaxkv.check_invariants(cache),
+        "seq_pos_min": cache.seq_pos_min(seq),
+        "seq_pos_max": cache.seq_pos_max(seq),
+        "used": cache.num_used_cells(),
+        "can_resume": cache.can_resume(seq, p0),
+        "check_invariants": cache.check(),
         "update": jaxkv.apply(moved, jaxkv.init_update(moved)),
         "defrag": jaxkv.apply(cache, jaxkv.defrag_plan(cache)),
-        "rewind": jaxkv.rewind(cache, to=jaxkv.split(moved)[0]),
+        "rewind": jaxkv.rewind(cache, to=split(moved)[0]),
     }
 
 

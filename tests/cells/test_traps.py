@@ -13,6 +13,7 @@ import pytest
 
 import jaxkv
 from jaxkv import Reason, make_batch
+from jaxkv.cache import split
 from jaxkv.planning.layout import preceding_tokens, split_known
 from tests.caches import SMALL, assert_identical, drawing, drawn, edit
 from tests.cells.plans import plan_of
@@ -67,8 +68,8 @@ def test_edits_leave_drawn_cells_and_all_bytes(verb, args, cells, after):
     if isinstance(cache, jaxkv.EditResult):
         cache, ok = cache
         assert ok
-    assert drawing(cache) == after and jaxkv.num_used_cells(cache) == after.count("{")
-    assert_identical(jaxkv.split(cache)[1], jaxkv.split(before)[1])
+    assert drawing(cache) == after and cache.num_used_cells() == after.count("{")
+    assert_identical(split(cache)[1], split(before)[1])
     assert jaxkv.init_update(cache).pending == after.count("}-")
 
 
@@ -76,8 +77,8 @@ def test_seq_pos_min_and_max_skip_holes_and_empty_sequences():
     """Traps 01, 07 and 18: a cleared cache begins anew."""
     holes, cleared = drawn("0{0} 1{0,1} . 3{0,1} 0{1} 4{0}"), jaxkv.clear(drawn("0{0} 2{1}"))
     for cache, first, last in ((holes, [0, 0, -1], [4, 3, -1]), (cleared, [-1] * 3, [-1] * 3)):
-        assert jaxkv.seq_pos_min(cache, range(3)).tolist() == first
-        assert jaxkv.seq_pos_max(cache, range(3)).tolist() == last
+        assert cache.seq_pos_min(range(3)).tolist() == first
+        assert cache.seq_pos_max(range(3)).tolist() == last
     assert plan_of(cleared, 3, positions=[0, 1, 2]).ok
 
 
@@ -90,7 +91,7 @@ def test_make_cache_cells_are_exact_and_all_usable():
     assert jaxkv.show(cache).split() == ["owner", "0", "position", "0"]
     assert not plan_of(cache, 1).ok
     cache, _ = jaxkv.seq_rm(cache, 0)
-    assert jaxkv.num_used_cells(cache) == 0 and plan_of(cache, 1).ok
+    assert cache.num_used_cells() == 0 and plan_of(cache, 1).ok
 
 
 @pytest.mark.core
@@ -100,7 +101,7 @@ def test_make_batch_without_positions_follows_the_last():
         plan = plan_of(cache, 3, sets=sets)
         (ubatch,) = plan.ubatches
         assert ubatch.positions[ubatch.valid].tolist() == [10, 11, 12]
-        last = jaxkv.seq_pos_max(jaxkv.apply(cache, plan), [0, 1]).tolist()
+        last = jaxkv.apply(cache, plan).seq_pos_max([0, 1]).tolist()
         assert last == [12, 12 if sets else -1]
 
 
@@ -140,6 +141,6 @@ def test_rewind_takes_a_token_from_all_its_sequences():
     """Trap 70: llama.cpp cuts an aborted token back in one of its sequences."""
     cache = drawn("0{0,1} 1{0,1}")
     later = jaxkv.apply(cache, plan_of(cache, 1, sets=[[0, 1]]))
-    assert jaxkv.seq_pos_max(later, [0, 1]).tolist() == [2, 2]
-    back, ok = jaxkv.rewind(later, to=jaxkv.split(cache)[0])
+    assert later.seq_pos_max([0, 1]).tolist() == [2, 2]
+    back, ok = jaxkv.rewind(later, to=split(cache)[0])
     assert ok and drawing(back) == drawing(cache)

@@ -21,7 +21,7 @@ def test_load_into_empties_targets_of_empty_sequences():
     loaded = snapshot.load(snapshot.save(cache, sequences=2), into=cache, sequences=0)
     attention, states = loaded.parts
     for part in (attention, states, loaded):
-        assert jaxkv.seq_pos_max(part, [0, 1, 2]).tolist() == [-1, 1, -1]
+        assert part.seq_pos_max([0, 1, 2]).tolist() == [-1, 1, -1]
 
 
 def test_sequences_past_the_last_cannot_be_used_or_saved():
@@ -48,7 +48,7 @@ def test_load_into_refused_leaves_the_cache():
             snapshot.load(data, into=cache, sequences={2: 2}, donate=True)
         assert drawing(cache) == before and plan_of(cache, 1).ok
     split = snapshot.save(drawn("0{0} 1{0} | 0{1} | 4{2}", SPLIT))
-    assert jaxkv.seq_pos_max(snapshot.load(split, into=cache), [0, 1, 2]).tolist() == [1, 0, 4]
+    assert snapshot.load(split, into=cache).seq_pos_max([0, 1, 2]).tolist() == [1, 0, 4]
 
 
 @pytest.mark.core

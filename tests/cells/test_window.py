@@ -10,9 +10,10 @@ import pytest
 
 import jaxkv
 from jaxkv import Reason, make_batch
+from jaxkv.cache import split
 from jaxkv.hybrid import compose
 from jaxkv.kv.mask import visible
-from jaxkv.window import chunked, sees, sliding, symmetric
+from jaxkv.window import Window, sees
 from tests.caches import Kind, assert_identical, attention_cache, drawing, drawn, run
 from tests.cases import in_lanes
 from tests.cells.plans import NEAR, one_by_one, plan_of, resumable, starts_at
@@ -21,7 +22,7 @@ core = pytest.mark.core
 SIX = "0{0} 1{0} 2{0} 3{0} 4{0} 5{0}"
 MIXED = "2{0} 0{0} 1{0} 3{0} 4{0} 5{0}"
 GROUPS = Kind("groups", cells=6, sequences=4, streams=2, windows=NEAR.windows)
-POOL = Kind("pool", cells=4, sequences=2, windows=(sliding(1),))
+POOL = Kind("pool", cells=4, sequences=2, windows=(Window.sliding(1),))
 EACH = Kind("one-each", cells=4, sequences=2, streams=2, windows=POOL.windows)
 
 
@@ -33,11 +34,11 @@ EACH = Kind("one-each", cells=4, sequences=2, streams=2, windows=POOL.windows)
     [
         (None, True, {5: [0, 1, 2, 3, 4, 5]}),
         (None, False, {5: [*range(12)]}),
-        (sliding(4), True, {5: [2, 3, 4, 5], 2: [0, 1, 2], 11: [8, 9, 10, 11]}),
-        (sliding(1), True, {5: [5], 0: [0]}),
-        (chunked(4), True, {5: [4, 5], 7: [4, 5, 6, 7], 8: [8]}),  # trap 53: they begin anew
-        (symmetric(5), True, {5: [3, 4, 5]}),
-        (symmetric(5), False, {5: [3, 4, 5, 6, 7]}),  # trap 54: it looks ahead
+        (Window.sliding(4), True, {5: [2, 3, 4, 5], 2: [0, 1, 2], 11: [8, 9, 10, 11]}),
+        (Window.sliding(1), True, {5: [5], 0: [0]}),
+        (Window.chunked(4), True, {5: [4, 5], 7: [4, 5, 6, 7], 8: [8]}),  # trap 53: they begin anew
+        (Window.symmetric(5), True, {5: [3, 4, 5]}),
+        (Window.symmetric(5), False, {5: [3, 4, 5, 6, 7]}),  # trap 54: it looks ahead
     ],
     ids=str,
 )
@@ -54,7 +55,7 @@ def test_visible_of_windows(window, causal, seen):
 def test_sees_symmetric_window_at_the_last_position():
     """Nothing overflows."""
     at = np.int32(2**31 - 4) + np.arange(3, dtype=np.int32)
-    assert sees(symmetric(4), at[:, None], at[None], causal=False).all()
+    assert sees(Window.symmetric(4), at[:, None], at[None], causal=False).all()
 
 
 # ---- which cells are taken again
@@ -91,7 +92,7 @@ def test_init_batch_takes_cells_that_no_next_token_sees(cells, count, after, evi
 
 def test_apply_contiguous_takes_a_run_and_leaves_no_hole():
     """Trap 25."""
-    kind = Kind("three", cells=6, sequences=1, windows=(sliding(3),), placement="contiguous")
+    kind = Kind("three", cells=6, sequences=1, windows=(Window.sliding(3),), placement="contiguous")
     cache = drawn(MIXED, kind)
     cache = jaxkv.apply(cache, plan_of(cache, 1))
     assert drawing(cache) == "6{0} . . 3{0} 4{0} 5{0}"
@@ -115,16 +116,16 @@ def test_apply_takes_hidden_cells_of_a_neighbour():
     cache = jaxkv.apply(cache, plan_of(cache, 2, 1))
     assert drawing(cache) == "0{1} 1{1} 2{0} 3{0} 4{0} 5{0}"
     assert resumable(cache) == [0, 5, 6]
-    assert jaxkv.seq_pos_min(cache, [0, 1]).tolist() == [2, 0]
+    assert cache.seq_pos_min([0, 1]).tolist() == [2, 0]
 
 
 @core
 def test_window_of_one_goes_on_though_it_holds_nothing():
-    kind = Kind("one", cells=2, sequences=2, windows=(sliding(1),))
+    kind = Kind("one", cells=2, sequences=2, windows=(Window.sliding(1),))
     cache = one_by_one(kind.make(), 5)
-    assert jaxkv.seq_pos_max(cache, 0) == 4
+    assert cache.seq_pos_max(0) == 4
     other = jaxkv.apply(cache, plan_of(cache, 2, 1))  # takes all that 0 has
-    assert jaxkv.seq_pos_max(other, [0, 1]).tolist() == [-1, 1]
+    assert other.seq_pos_max([0, 1]).tolist() == [-1, 1]
     plan = plan_of(other)
     assert plan.ok and plan.ubatches[0].positions[0, 0] == 5
 
@@ -135,14 +136,14 @@ def test_window_of_one_goes_on_though_it_holds_nothing():
 def test_seq_rm_that_leaves_a_token_to_miss_something_is_refused():
     """Trap 29. llama.cpp answers that all is well, and attention is short."""
     cache = one_by_one(NEAR.make(), 10)
-    assert jaxkv.seq_pos_min(cache, 0) == 4
+    assert cache.seq_pos_min(0) == 4
     for start, mark in ((0, 4), (4, 0)):
         fork = jaxkv.seq_cp(cache, 0, 1, start).cache
         assert fork.table.evicted_below.tolist() == [4, mark, 0]
     short, ok = jaxkv.seq_rm(cache, 0, 8)
-    assert ok and plan_of(short).ok and jaxkv.can_resume(cache, 0, 8)
+    assert ok and plan_of(short).ok and cache.can_resume(0, 8)
     same, ok = jaxkv.seq_rm(cache, 0, 6)
-    assert not ok and not jaxkv.can_resume(cache, 0, 6)
+    assert not ok and not cache.can_resume(0, 6)
     assert_identical(same, cache)
     assert plan_of(jaxkv.seq_rm(cache, 0)[0]).ok
     # What the caller removes is not missed, as in a cache without a window.
@@ -215,7 +216,7 @@ def test_rewind_is_refused_once_a_ubatch_took_cells():
     cache = one_by_one(NEAR.make(), 6)
     aborted = jaxkv.apply(cache, plan_of(cache, 2))
     assert drawing(aborted) == "6{0} 7{0} 2{0} 3{0} 4{0} 5{0}"
-    back, ok = jaxkv.rewind(aborted, to=jaxkv.split(cache)[0])
+    back, ok = jaxkv.rewind(aborted, to=split(cache)[0])
     assert not ok
     assert_identical(back, aborted)
     assert drawing(cache) == "0{0} 1{0} 2{0} 3{0} 4{0} 5{0}" and resumable(cache) == [*range(7)]
@@ -229,10 +230,14 @@ def test_rewind_is_refused_once_a_ubatch_took_cells():
 @pytest.mark.parametrize(
     ("window", "streams", "each"),
     in_lanes(
-        [(window, s, 8) for window in (sliding(4), chunked(4), symmetric(6)) for s in (1, 2)]
-        + [(chunked(4), 2, 2)],
+        [
+            (window, s, 8)
+            for window in (Window.sliding(4), Window.chunked(4), Window.symmetric(6))
+            for s in (1, 2)
+        ]
+        + [(Window.chunked(4), 2, 2)],
         fast=[],
-        core=[(chunked(4), 2, 2)],
+        core=[(Window.chunked(4), 2, 2)],
     ),
 )
 def test_make_cache_sized_by_window_matches_a_large_one(window, streams, each):
@@ -252,14 +257,14 @@ def test_make_cache_sized_by_window_matches_a_large_one(window, streams, each):
         large, other = run(large, batch)
         np.testing.assert_allclose(one, other, atol=1e-5)
         if i % 3 == 2:
-            last = jaxkv.seq_pos_max(large, 1)
+            last = large.seq_pos_max(1)
             small, large = (jaxkv.seq_rm(cache, 1, last - 1)[0] for cache in (small, large))
 
 
 @core
 def test_init_batch_ubatch_larger_than_sized_for_raises():
     cache = jaxkv.make_cache(
-        jaxkv.CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, window=sliding(4)),
+        jaxkv.CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, window=Window.sliding(4)),
         ubatch_size=8,
     )
     batch = make_batch([1] * 20)
@@ -273,12 +278,13 @@ def test_hybrid_begins_where_its_window_begins():
     """Trap 85. The full part holds 0 to 9, the window part 4 to 9; both can be moved."""
     cells = " ".join(f"{i}{{0}}" for i in range(10))
     full, window = (
-        drawn(cells, Kind("", cells=10, sequences=1, windows=(one,))) for one in (None, sliding(4))
+        drawn(cells, Kind("", cells=10, sequences=1, windows=(one,)))
+        for one in (None, Window.sliding(4))
     )
     window, _ = jaxkv.seq_rm(window, 0, 0, 4)
     cache = compose((full, (0, 1)), (window, (2, 3)))
-    assert jaxkv.seq_pos_min(cache, 0) == 4 and jaxkv.seq_pos_max(cache, 0) == 9
+    assert cache.seq_pos_min(0) == 4 and cache.seq_pos_max(0) == 9
     moved = jaxkv.seq_add(cache, 0, 5, -1, delta=3).cache
-    assert jaxkv.seq_pos_max(moved, 0) == 12
+    assert moved.seq_pos_max(0) == 12
     moved = jaxkv.apply(moved, jaxkv.init_update(moved))
     assert not any(part.shift.any() for part in moved.table.parts)

@@ -15,7 +15,6 @@ MODULES = [
     jaxkv.serving,
     jaxkv.sharding,
     jaxkv.snapshot,
-    jaxkv.window,
 ]
 PUBLIC = {
     id(thing): (f"{module.__name__}.{name}".removeprefix("jaxkv."), thing)
@@ -29,7 +28,6 @@ PLAIN_TUPLES = {
     "attend",  # as a model returns it: the cache and the output
     "generation.model_step",  # the cache and the logits, what a model returns
     "sharding.fit_mesh",  # a mesh and its rules
-    "split",
 }
 
 

@@ -120,7 +120,7 @@ def batched(cache):
 @over_all
 def test_repr_of_cache_is_one_line(make):
     cache = make()
-    counts = " + ".join(str(jaxkv.num_used_cells(part)) for part in cache.parts)
+    counts = " + ".join(str(part.num_used_cells()) for part in cache.parts)
     traced = []
     jax.eval_shape(lambda cache: traced.append(cache), cache)
     odd = [jax.tree.map(lambda x, leaf=leaf: leaf, cache) for leaf in (None, "a")]
@@ -240,12 +240,12 @@ def test_plot_legends_name_every_sequence(agg):
 def test_plot_occupancy_and_nbytes_add_up(agg):
     ax = plot.occupancy([POOL.make(), pool()])
     tops = [area.get_paths()[0].vertices[:, 1].max() for area in ax.collections]
-    assert max(tops) == jaxkv.num_used_cells(pool()) and ax.texts[0].get_text() == "24 cells"
+    assert max(tops) == pool().num_used_cells() and ax.texts[0].get_text() == "24 cells"
     bars = plot.nbytes(hybrid()).containers[0]
-    assert sum(bar.get_width() for bar in bars) == jaxkv.nbytes(hybrid())
+    assert sum(bar.get_width() for bar in bars) == hybrid().nbytes
     for steps, message in [
         ([], "got none"),
-        ([pool(), 3], "got both: pass jaxkv.num_used_cells of each"),
+        ([pool(), 3], "got both: pass cache.num_used_cells.. of each"),
     ]:
         with pytest.raises(ValueError, match=message):
             plot.occupancy(steps)

@@ -191,7 +191,7 @@ def test_beam_ends_once_nothing_better_can_come():
 
 def test_beam_text_that_left_the_window_is_not_held():
     """An ended text is cut back to what it shares with the last step; its window went further."""
-    kind = Kind("window", cells=4, sequences=2, streams=2, windows=(jaxkv.window.sliding(3),))
+    kind = Kind("window", cells=4, sequences=2, streams=2, windows=(jaxkv.Window.sliding(3),))
     gone = 0
     for stop_tokens in range(VOCABULARY):
         cache, logits = prompted(kind)

@@ -83,7 +83,7 @@ def test_generate_samples_replace_what_their_sequences_held():
     out = run(PROMPTS[:1], cache=cache, num_samples=2)
     fresh = run(PROMPTS[:1], cache=jaxkv.make_cache(SPEC, cells=64, sequences=2), num_samples=2)
     assert out.lists() == fresh.lists()
-    assert jaxkv.num_used_cells(out.cache) == jaxkv.num_used_cells(fresh.cache)
+    assert out.cache.num_used_cells() == fresh.cache.num_used_cells()
 
 
 @pytest.mark.core
@@ -97,7 +97,7 @@ def test_generate_continues_cache_and_leaves_it():
     assert_identical(cache, before)
     made = [len(tokens) for tokens in out.lists()]
     ends = [2 + 3 + made[0] - 2, 1 + 1 + made[1] - 2]  # the last token is in no cell
-    assert jaxkv.seq_pos_max(out.cache, [0, 1]).tolist() == ends
+    assert out.cache.seq_pos_max([0, 1]).tolist() == ends
 
 
 @pytest.mark.core

@@ -72,10 +72,10 @@ def beam(m, logits, width=1):
     return generation.beam(*MODEL, m, logits, num_beams=width, num_tokens=1)
 
 
-OTHERS = """attend check_invariants clear constrain draw rewind init_full init_update
+OTHERS = """attend clear constrain draw rewind init_full init_update
 is_current generate model_step
-make_rope merge nbytes num_rollback_states read_kv read_states save show
-split compiled_step state_write_steps num_used_cells warm_up write_kv write_states"""
+make_rope read_kv read_states save show
+compiled_step warm_up write_kv write_states"""
 # These are given no lists, or what a call above has made
 
 

@@ -11,6 +11,7 @@ import pytest
 import jaxkv
 import models
 from jaxkv import generation, make_batch
+from jaxkv.cache import split
 from jaxkv.core import compile_cache
 from tests.caches import assert_identical, filled
 from tests.cases import mostly_nightly
@@ -89,4 +90,4 @@ def test_step_of_dead_function_raises():
     step = generation.compiled_step(lambda *args: forward(*args))
     (ubatch,) = jaxkv.init_batch(filled(4), make_batch([1])).ubatches
     with pytest.raises(ReferenceError, match="is gone: keep it"):
-        step(None, *jaxkv.split(filled(4)), ubatch)
+        step(None, *split(filled(4)), ubatch)

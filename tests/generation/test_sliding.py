@@ -10,6 +10,7 @@ import pytest
 
 import jaxkv
 from jaxkv import generation, make_batch
+from jaxkv.cache import split
 from jaxkv.generation.filters import make_sampler
 from tests.caches import (
     HEADS,
@@ -53,7 +54,7 @@ def slid_by_hand(cache, seq, keep, drop):
 
 def extended_by_hand(cache, seq, done, group, width):
     """The loop of llama.cpp's program."""
-    there = jaxkv.seq_pos_max(cache, seq).item() + 1
+    there = cache.seq_pos_max(seq).item() + 1
     while there >= done + width:
         ib = group * done // width
         bd = width // group * (group - 1)
@@ -77,7 +78,7 @@ def test_slide_equals_the_verbs_by_hand(kind):
         after, ok = generation.context_shift(cache, 1, num_keep=keep, num_discard=drop)
         assert ok
         assert_identical(after, slid_by_hand(cache, 1, keep, drop))
-        assert jaxkv.seq_pos_max(after, [0, 1]).tolist() == [2, 7 - drop]
+        assert after.seq_pos_max([0, 1]).tolist() == [2, 7 - drop]
         assert_sound(after)
         assert jaxkv.init_batch(after, one_more(sequences=1), ubatch_size=4).ok
 
@@ -87,7 +88,7 @@ def test_slide_puts_keys_where_they_would_have_been_written():
     """Those of the first layer, which nothing but token and position make."""
     after, ok = generation.context_shift(filled(8, kind=POOL), 0, num_keep=2, num_discard=4)
     fresh, _ = run(POOL.make(), make_batch([1, 2, 7, 8]))
-    moved, wanted = (np.asarray(jaxkv.split(each)[1].k[0]) for each in (after, fresh))
+    moved, wanted = (np.asarray(split(each)[1].k[0]) for each in (after, fresh))
     assert ok and drawing(after) == "0{0} 1{0} . . . . 2{0} 3{0}"
     np.testing.assert_allclose(moved[:, :, [0, 1, 6, 7]], wanted[:, :, :4], atol=1e-5)
 
@@ -111,7 +112,7 @@ def test_slide_cells_that_another_sequence_shares_are_not_moved():
 
 @core
 def test_slide_does_not_show_what_a_window_let_go_of():
-    kind = Kind("window", cells=8, sequences=2, windows=(jaxkv.window.sliding(5),))
+    kind = Kind("window", cells=8, sequences=2, windows=(jaxkv.Window.sliding(5),))
     cache = told(16, kind=kind)
     for keep, drop, wanted in ((2, 12, False), (0, 16, True), (2, 4, True)):
         after, ok = generation.context_shift(cache, 0, num_keep=keep, num_discard=drop)
@@ -197,7 +198,7 @@ def test_extend_equals_the_verbs_by_hand(group, width):
     wanted, expected = extended_by_hand(cache, 1, 0, group, width)
     assert ok and done == expected
     assert_identical(after, wanted)
-    assert jaxkv.num_used_cells(after) == 19
+    assert after.num_used_cells() == 19
     assert_sound(after)
     again, ok, same = generation.self_extend(after, 1, done, group=group, width=width)
     assert ok and same == done

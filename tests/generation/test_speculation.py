@@ -261,7 +261,7 @@ def test_draft_model_goes_on_where_a_text_pauses():
         cache, state, draft, made = guessing(draft, cache, state, num_tokens=4)
         pieces.append(made.tokens)
         turns += made.num_model_steps
-        own = jaxkv.seq_pos_max(draft.cache, [0, 1]) + (draft.unfed >= 0)
+        own = draft.cache.seq_pos_max([0, 1]) + (draft.unfed >= 0)
         assert own.tolist() == ends(cache, [0, 1])
     assert np.concatenate(pieces, axis=1).tolist() == plain.tokens.tolist()
     assert turns.tolist() == [4, 16]

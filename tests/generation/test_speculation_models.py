@@ -9,6 +9,7 @@ import pytest
 
 import jaxkv
 from jaxkv import generation, make_batch
+from jaxkv.cache import split
 from tests.generation.tiny import BEST, assert_sound, ends, load, texts
 
 pytestmark = pytest.mark.nightly
@@ -56,12 +57,12 @@ def assert_says_the_same(model, draft, cache, state, *, atol=2e-4):
         made.num_model_steps + made.num_accepted
     )  # no text ends with a guess: none has a stop token
     assert picked.tolist() == [len(text) for text in texts(made)]
-    every = range(jaxkv.split(cache)[0].spec.sequences)
+    every = range(split(cache)[0].spec.sequences)
     assert ends(found, every) == ends(after, every)  # nothing is left of what was guessed
-    assert jaxkv.num_used_cells(found) == jaxkv.num_used_cells(after)
+    assert found.num_used_cells() == after.num_used_cells()
     assert_sound(found)
     if hasattr(draft, "cache"):  # it may lack one token
-        own = jaxkv.seq_pos_max(draft.cache, state.sequence) + (draft.unfed >= 0)
+        own = draft.cache.seq_pos_max(state.sequence) + (draft.unfed >= 0)
         assert own.tolist() == ends(after, state.sequence)
         assert_sound(draft.cache)
     return found, after, made

@@ -24,7 +24,7 @@ class Layer(nnx.Module):
 
     def __call__(self, cache, ubatch, x):
         q, k, v = jnp.split(self.qkv(x).reshape(*x.shape[:2], 6, 8), 3, axis=2)
-        q, k = (jaxkv.rotate(one, ubatch.positions, ROPE) for one in (q, k))
+        q, k = (ROPE.rotate(one, ubatch.positions) for one in (q, k))
         cache, out = jaxkv.attend(cache, self.number, ubatch, q, k, v)
         return cache, x + self.out(out.reshape(x.shape))
 
@@ -73,7 +73,7 @@ def test_jitted_loop_learns_the_reason_of_each_sequence():
     cache, logits, *_ = jaxkv.prefill(forward, PARAMS, cache, PROMPTS)
     cache, _, reason = run(PARAMS, cache, jnp.argmax(logits, -1))
     assert [jaxkv.Reason(one).name for one in reason.tolist()] == ["OK", "OUT_OF_CELLS"]
-    assert jaxkv.seq_pos_max(cache, [0, 1]).tolist() == [7, 5]
+    assert cache.seq_pos_max([0, 1]).tolist() == [7, 5]
 
 
 def test_engine_streams_tokens_and_reuses_prefixes():
@@ -112,4 +112,4 @@ def test_student_forks_removes_and_looks():
     cache, ok = jaxkv.seq_rm(cache, 0, 1, 3)  # removes two tokens of sequence 0
     assert ok and np.isfinite(logits).all()
     assert jaxkv.show(cache) == "owner    + 1 1 + 0 1 1 . . .\nposition 0 1 2 3 4 4 5 . . ."
-    assert jaxkv.num_used_cells(cache) == 7
+    assert cache.num_used_cells() == 7

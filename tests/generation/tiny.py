@@ -10,6 +10,7 @@ import numpy as np
 import jaxkv
 import models
 from jaxkv import make_batch
+from jaxkv.cache import split
 from jaxkv.generation.filters import make_sampler
 from tests.caches import think
 
@@ -54,11 +55,11 @@ def table_cache(texts, *, each=1):
 
 
 def buffers_of(cache):
-    return jax.tree.leaves(jaxkv.split(cache)[1])
+    return jax.tree.leaves(split(cache)[1])
 
 
 def ends(cache, sequences):
-    return jaxkv.seq_pos_max(cache, sequences).tolist()
+    return cache.seq_pos_max(sequences).tolist()
 
 
 def texts(made):
@@ -66,7 +67,7 @@ def texts(made):
 
 
 def assert_sound(cache):
-    assert not sum(map(int, jaxkv.check_invariants(cache).values()))
+    assert not sum(map(int, cache.check().values()))
 
 
 def assert_chances(found, count, temperature=1.0):

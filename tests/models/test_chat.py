@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import jaxkv
 from jaxkv.generation.filters import make_sampler
 from models.chat import chat as edits
 from models.chat.conversation import ChatError
@@ -36,7 +35,7 @@ def test_chat_computes_each_token_of_turns_and_forks_once(speaker):
     chat = edits.switch(edits.fork(speaker.settle(chat), "b"), "b")
     chat = said(speaker, chat, "Another way", "and on")
     jax.effects_barrier()
-    assert sum(seen) == chat.computed == jaxkv.num_used_cells(chat.cache)
+    assert sum(seen) == chat.computed == chat.cache.num_used_cells()
 
 
 def test_speaker_compile_leaves_nothing_to_compile(speaker):
@@ -54,7 +53,7 @@ def test_undo_leaves_what_was_there_before(speaker, twice):
     assert back.held == len(twice.now.tokens)  # the token that waited was computed, and stays
     assert next_answer(speaker, back) == next_answer(speaker, twice)
     none, _ = edits.undo(edits.undo(back)[0])
-    assert none.now.turns == () == none.now.tokens and jaxkv.num_used_cells(none.without_kept) == 0
+    assert none.now.turns == () == none.now.tokens and none.without_kept.num_used_cells() == 0
     with pytest.raises(ChatError, match="nothing has been said"):
         edits.undo(none)
 
@@ -116,7 +115,7 @@ def test_slide_shared_or_empty_conversation_raises(speaker, twice):
         slide(speaker.begin(conversations=3, cells=CELLS))
     slid = slide(copied(twice))
     assert slid.now.gap > 0 and slid.now.turns == twice.now.turns
-    assert jaxkv.num_used_cells(slid.cache) == jaxkv.num_used_cells(twice.cache) - slid.now.gap
+    assert slid.cache.num_used_cells() == twice.cache.num_used_cells() - slid.now.gap
     assert twice.store.prompts and not slid.store.prompts
 
 

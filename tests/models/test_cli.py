@@ -62,7 +62,7 @@ def files(tmp_path, letters):
 
 def write_snapshots(folder):
     sizes = dict(layers=2, cells=9, kv_heads=1, head_dim=2, dtype="bfloat16")
-    cache = attention_cache(window=jaxkv.window.sliding(4), **sizes)
+    cache = attention_cache(window=jaxkv.Window.sliding(4), **sizes)
     cache = jaxkv.apply(cache, jaxkv.init_batch(cache, jaxkv.make_batch([1, 2])))
     path = folder / "window.safetensors"
     snapshot.save(with_numbers(cache), path=path)

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import jaxkv
 import models
+from jaxkv.cache import split
+from jaxkv.core.array_utils import nbytes
 from models.cli.main import main
 from models.costs import abstract_mesh, costs_of, most_sequences
 from models.meshes import RULES, make_mesh
@@ -37,7 +38,7 @@ def test_plan_bytes_equal_those_of_loaded_model(name, capsys):
     assert main(plan) == 0
     told = json.loads(capsys.readouterr().out)
     model = models.load(DATA / name, mesh=make_mesh(told["mesh"]), rules=RULES)
-    table, buffers = jaxkv.split(model.make_cache(**sizes))
+    table, buffers = split(model.make_cache(**sizes))
     assert told["cache"] == sizes
     assert told["weights"] == sum(x.size for x in jax.tree.leaves(model.params))
     assert told["layout"]["params"] == bytes_on_a_device(model.params)
@@ -53,15 +54,15 @@ def test_costs_of_cache_dtype_equal_those_of_cache():
     sizes = {"sequences": 2, "streams": 2, "cells": 64}
     layout = costs_of(shapes_on("granite_hybrid", {"data": 1}, cache_dtype="int8"), **sizes).layout
     cache = models.load(DATA / "granite_hybrid", cache_dtype="int8").make_cache(**sizes)
-    table, buffers = jaxkv.split(cache)
-    assert (layout.buffers, layout.table) == (jaxkv.nbytes(buffers), jaxkv.nbytes(table))
+    table, buffers = split(cache)
+    assert (layout.buffers, layout.table) == (nbytes(buffers), table.nbytes)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_costs_of_one_sequence_equal_its_own_cache(name):
     costs = costs_of(shapes_on(name, {"data": 1}), cells=600, sequences=1, streams=1)
     shapes = load_shapes(DATA / name).cache_shapes(cells=600)
-    assert costs.a_sequence(600) == jaxkv.nbytes(jaxkv.split(shapes)[1])
+    assert costs.a_sequence(600) == nbytes(shapes.buffers)
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "recurrent_gemma"])

@@ -58,7 +58,7 @@ def test_only_of_plan_fits_is_planned():
     assert plan.fits.tolist() == [True, True, False]
     plan = jaxkv.init_batch(cache, batch.keep_sequences(plan.fits), ubatch_size=4)
     assert plan.ok
-    assert jaxkv.seq_pos_max(jaxkv.apply(cache, plan), [0, 1, 2]).tolist() == [6, 2, -1]
+    assert jaxkv.apply(cache, plan).seq_pos_max([0, 1, 2]).tolist() == [6, 2, -1]
 
 
 # ---------------------------------------------------------------------------------------- cutting

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import Reason, apply, init_batch, make_batch, seq_rm
+from jaxkv import Cache, Reason, apply, init_batch, make_batch, seq_rm
 from tests.caches import RUNS, SMALL, assert_identical, filled, think
 from tests.mistakes import assert_raises, mistakes
 
@@ -114,7 +114,7 @@ def test_verbs_of_unknown_ids_raise_or_change_nothing():
 
 def test_seq_pos_of_unknown_ids_raises_or_is_minus_one():
     cache, ids = filled(4, 3), jnp.array([0, -1, 3, 32, 1])
-    for question, held in ((jaxkv.seq_pos_min, 0), (jaxkv.seq_pos_max, 3)):
+    for question, held in ((Cache.seq_pos_min, 0), (Cache.seq_pos_max, 3)):
         with pytest.raises(ValueError, match="wanted sequence ids from 0 to 2, got 3"):
             question(cache, [0, 3])
         assert jax.jit(question)(cache, ids).tolist()[:4] == [held, -1, -1, -1]
@@ -172,5 +172,5 @@ def test_seq_rm_forgets_largest_position_that_is_accepted():
     cache = SMALL.make()
     assert not init_batch(cache, make_batch([1], positions=[2**31 - 1])).ok
     cache = apply(cache, init_batch(cache, make_batch([1], positions=[2**31 - 2])))
-    assert jaxkv.seq_pos_min(cache, 0).item() == 2**31 - 2
-    assert jaxkv.num_used_cells(seq_rm(cache, 0)[0]).item() == 0
+    assert cache.seq_pos_min(0).item() == 2**31 - 2
+    assert seq_rm(cache, 0)[0].num_used_cells().item() == 0

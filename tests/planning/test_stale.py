@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv.cache import split
 from jaxkv.hybrid import compose
-from jaxkv.window import sliding
+from jaxkv.window import Window
 from tests import caches
 from tests.caches import (
     HEADS,
@@ -92,7 +93,7 @@ def test_rewind_after_another_text_is_refused(kind):
     beside = [told(kind, filled(kind), [11, last]) for last in (12, 13)]
     beside = [jaxkv.seq_rm(cache, 0, 6)[0] for cache in beside]
     for one, other in (pasts, beside):
-        table, _ = jaxkv.split(one)
+        table, _ = split(one)
         assert jaxkv.rewind(one, to=table)[1]
         back, ok = jaxkv.rewind(other, to=table)
         assert not ok
@@ -162,7 +163,7 @@ def test_plan_outlives_an_edit_of_another_stream(kind):
     edited, ok = jaxkv.seq_rm(cache, 1)
     assert ok
     after = written(jaxkv.apply(edited, late), late, layers_of(kind))
-    assert jaxkv.seq_pos_max(after, [0, 1]).tolist() == [6, -1]
+    assert after.seq_pos_max([0, 1]).tolist() == [6, -1]
     first, _ = jaxkv.seq_rm(written(jaxkv.apply(cache, late), late, layers_of(kind)), 1)
     assert_identical(after, first)
 
@@ -192,7 +193,7 @@ def test_commitment_stale_in_one_part_changes_no_part(window):
     """The later edit is one that the other part has nothing of."""
     make = partial(attention_cache, layers=1, kv_heads=HEADS, head_dim=SIZE, rope=ROPE)
     parts = [(make(cells=16), (0,))]
-    parts.insert(window, (make(cells=8, window=sliding(3)), (1,)))
+    parts.insert(window, (make(cells=8, window=Window.sliding(3)), (1,)))
     cache = compose(*parts)
     for text in [range(4)] * 3:  # the window gives up what is hidden
         cache, _ = caches.run(cache, jaxkv.make_batch(text, sequences=0))
@@ -231,7 +232,7 @@ def test_plan_for_another_cache_raises():
     of_states = partial(of_states, states={"x": ((2,), "float32")})
     cache, striped, states = make(), make(placement="striped:2"), of_states()
     hybrid = compose((cache, (0, 1)))
-    unlike = make(cells=13), make(sequences=4), make(streams=3), make(window=sliding(3))
+    unlike = make(cells=13), make(sequences=4), make(streams=3), make(window=Window.sliding(3))
     others = *unlike, make(placement="contiguous"), striped, states, hybrid
     x = jnp.zeros((1, 2, 2, 4))
     for one, other in (

@@ -10,6 +10,7 @@ import pytest
 import jaxkv
 import models
 from jaxkv import Reason
+from jaxkv.cache import split
 from jaxkv.planning.planners import plan_next
 from tests.caches import SMALL, SPLIT, WINDOW, assert_identical, drawn, filled
 from tests.histories import make, tell
@@ -50,7 +51,7 @@ def test_plan_step_gives_logits_of_one_by_one(name):
             np.testing.assert_allclose(together[there, i], logits[there, i], atol=2e-4)
             assert ok and fine
         for one in (cache, alone):
-            assert jaxkv.seq_pos_max(one, sequences).tolist() == [1, 2, -1]
+            assert one.seq_pos_max(sequences).tolist() == [1, 2, -1]
 
 
 @pytest.mark.core
@@ -111,7 +112,7 @@ def test_seq_rm_many_is_one_after_another(kind):
     assert_identical(found, wanted)
     assert ok.tolist() == [True] * 3
     found, _ = jaxkv.seq_rm(cache, [0, 1, 2], 1)
-    assert jaxkv.seq_pos_max(found, [0, 1, 2]).tolist() == [0, 0, 0]
+    assert found.seq_pos_max([0, 1, 2]).tolist() == [0, 0, 0]
 
 
 @pytest.mark.core
@@ -120,7 +121,7 @@ def test_seq_rm_many_refuses_each_by_itself():
     cache = tell(make(kept=1), [1, 2, 3], [4, 5, 6], [7, 8, 9])
     cache, ok = jaxkv.seq_rm(cache, [0, 1, 2], [1, 2, 0])
     assert ok.tolist() == [False, True, True]
-    assert jaxkv.seq_pos_max(cache, [0, 1, 2]).tolist() == [2, 1, -1]
+    assert cache.seq_pos_max([0, 1, 2]).tolist() == [2, 1, -1]
 
 
 @pytest.mark.core
@@ -132,7 +133,7 @@ def test_seq_select_traced_unknown_ids_change_nothing(kind):
     for parents, ids in (([3, -1, 1], [0, 1, 1]), ([0, 0, 2], [3, -1, 2])):
         assert_identical(select(cache, jnp.array(parents), jnp.array(ids)), cache)
     last = select(cache, jnp.array([1, 0, 2]), jnp.array([0, 1, 1]))  # of two the last one counts
-    assert jaxkv.seq_pos_max(last, [0, 1, 2]).tolist() == [1, 3, 3]
+    assert last.seq_pos_max([0, 1, 2]).tolist() == [1, 3, 3]
 
 
 @pytest.mark.core
@@ -141,4 +142,4 @@ def test_seq_select_donate_writes_in_place():
     wanted = jaxkv.seq_select(cache, [1, 0], [0, 1]).cache
     found = jaxkv.seq_select(cache, [1, 0], [0, 1], donate=True).cache
     assert_identical(found, wanted)
-    assert all(x.is_deleted() for x in jax.tree.leaves(jaxkv.split(cache)[1]))
+    assert all(x.is_deleted() for x in jax.tree.leaves(split(cache)[1]))

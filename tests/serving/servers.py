@@ -166,7 +166,7 @@ def placed(engine):
 
 def assert_only_kept(engine):
     held = engine.prefix_store.num_used_cells(engine.cache) if engine.prefix_store else 0
-    assert jaxkv.num_used_cells(engine.cache) == held and not engine.busy
+    assert engine.cache.num_used_cells() == held and not engine.busy
     assert_sound(engine.cache)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv.cache import split
 from jaxkv.serving import PrefixStore
 from jaxkv.serving.engine import Engine, FinishReason, Request, serve
 from models.compiling import counting
@@ -36,7 +37,7 @@ from tests.serving.servers import (
 
 pytestmark = pytest.mark.core
 
-GROUPS_WINDOW = replace(GROUPS, windows=(None, jaxkv.window.sliding(4)))
+GROUPS_WINDOW = replace(GROUPS, windows=(None, jaxkv.Window.sliding(4)))
 RUNS = replace(ROOMY, placement="contiguous")
 
 
@@ -111,11 +112,9 @@ def test_cancel_frees_cells_at_once():
     endless = [Request(prompt=[1] * 6, max_new_tokens=16, tag=i) for i in range(3)]
     ids = [engine.submit(request) for request in endless]
     assert engine.step() == []
-    assert (
-        engine.tokens_of(ids[0]) and jaxkv.num_used_cells(engine.cache) > 0
-    )  # the others have no room
+    assert engine.tokens_of(ids[0]) and engine.cache.num_used_cells() > 0  # the others have no room
     assert engine.cancel(ids[1]) and engine.cancel(ids[0])
-    assert jaxkv.num_used_cells(engine.cache) == 0
+    assert engine.cache.num_used_cells() == 0
     assert not engine.cancel(ids[0])
     results = list(engine.results())
     names = [(one.id, one.reason.name) for one in results]
@@ -125,7 +124,7 @@ def test_cancel_frees_cells_at_once():
     assert results[1].tokens.tolist() == tokens[: len(results[1].tokens)].tolist()
     long = engine.submit(Request(prompt=[1] * 20, max_new_tokens=2))
     assert engine.step() == [] and engine.tokens_of(long) == []
-    assert jaxkv.num_used_cells(engine.cache) == 8
+    assert engine.cache.num_used_cells() == 8
     assert engine.cancel(long)
     assert [one.reason for one in engine.results()] == [FinishReason.CANCELLED]
     assert_only_kept(engine)
@@ -146,7 +145,7 @@ def test_results_not_taken_are_handed_out_later():
     engine = warm(POOL)
     ids = [engine.submit(Request(prompt=[1], max_new_tokens=1)) for _ in range(3)]
     first = next(engine.results())
-    assert engine.busy and jaxkv.num_used_cells(engine.cache) == 0
+    assert engine.busy and engine.cache.num_used_cells() == 0
     assert [first.id, *(result.id for result in engine.results())] == ids
     assert_only_kept(engine)
 
@@ -226,7 +225,7 @@ def test_engine_that_lost_its_cache_raises(moment, monkeypatch):
     ended = engine.submit(Request(prompt=[1], max_new_tokens=9))
     engine.cancel(ended)
     if moment == "donated":
-        jax.tree.map(lambda leaf: leaf.delete(), jaxkv.split(engine.cache)[1])
+        jax.tree.map(lambda leaf: leaf.delete(), split(engine.cache)[1])
     else:
         with monkeypatch.context() as patch, pytest.raises((KeyboardInterrupt, ValueError)):
             if moment == "program":
@@ -250,11 +249,11 @@ def test_engine_that_lost_its_cache_raises(moment, monkeypatch):
 @pytest.mark.parametrize("streams", mostly_nightly([1, 2], few=[2]))
 def test_can_hold_is_exact_for_windows(rule, streams):
     """Where it says that texts fit, none is ever refused; with a cell less, one may be."""
-    windows, at_once, lengths = (jaxkv.window.Window(6, rule),), 4, [20, 17]
+    windows, at_once, lengths = (jaxkv.Window(6, rule),), 4, [20, 17]
     enough = at_once + (3 if rule == "symmetric" else 5) * 2 // streams
     for cells in (enough, enough - 1):
         cache = Kind("", cells=cells, sequences=2, streams=streams, windows=windows).make()
-        holds = jaxkv.split(cache)[0].can_allocate(np.array(lengths), at_once, np.zeros(streams))
+        holds = split(cache)[0].can_allocate(np.array(lengths), at_once, np.zeros(streams))
         assert holds.tolist() == [cells == enough] * streams
         refused = False
         for start in (0, *range(1, 20, 4)):  # so that a later piece begins at the end of a chunk

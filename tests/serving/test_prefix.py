@@ -24,7 +24,7 @@ from tests.histories import bytes_of, states_of
 from tests.serving.servers import Server, serving, states, tokens
 
 POOL = Kind("pool", cells=40, sequences=6)
-WINDOW = replace(POOL, windows=(jaxkv.window.sliding(6),))
+WINDOW = replace(POOL, windows=(jaxkv.Window.sliding(6),))
 STREAMS = Kind("streams", cells=12, sequences=3, streams=3)
 
 
@@ -51,7 +51,7 @@ def test_reuse_in_a_conversation_computes_each_token_once(kind):
         server.forget()  # others may take the sequence until the next turn
     assert server.computed == len(text) == 40
     assert len(server.store.prompts) == 1
-    assert jaxkv.num_used_cells(server.cache) == server.held
+    assert server.cache.num_used_cells() == server.held
 
 
 def test_store_keeps_no_text_with_a_hole_or_a_move():
@@ -134,7 +134,7 @@ def test_reuse_by_5_prompts_holds_common_tokens_once(kind):
         assert server.ask([*common, 20 + seq, 30], seq) == (16, MissReason.NONE)
     assert server.computed == 5 * 2
     cells, each = {"states": (1, 1), "hybrid": (16 + 1, 2 + 1)}.get(kind, (16, 2))
-    assert server.held == cells and jaxkv.num_used_cells(server.cache) == cells + 5 * each
+    assert server.held == cells and server.cache.num_used_cells() == cells + 5 * each
 
 
 @pytest.mark.core
@@ -191,7 +191,7 @@ def test_reuse_finds_what_ollama_finds(case):
 
 @pytest.mark.core
 def test_reuse_needs_what_the_window_of_a_text_shows():
-    kind = Kind("", cells=10, sequences=2, windows=(jaxkv.window.sliding(3),))
+    kind = Kind("", cells=10, sequences=2, windows=(jaxkv.Window.sliding(3),))
     server = serving(kind.make(), [1], range(8))
     server.ask(range(20, 27))  # takes what the window of the holder hides
     server.forget()
@@ -296,7 +296,7 @@ def test_store_is_a_value_with_tokens_of_its_own():
 
 RANDOM = {
     "full": POOL.make,
-    "window": replace(POOL, cells=24, windows=(jaxkv.window.sliding(3),)).make,
+    "window": replace(POOL, cells=24, windows=(jaxkv.Window.sliding(3),)).make,
     "streams": replace(POOL, cells=24, streams=3).make,
     "states": lambda: states(max_rollback=1),
     "hybrid": hybrid,
@@ -326,8 +326,8 @@ def test_reuse_random_prompts_matches_computed(kind, data):
         )
         if kind == "full":
             assert found.length == longest
-        assert jaxkv.seq_pos_max(server.cache, seq) == len(text) - 1
-        assert jaxkv.can_resume(server.cache, seq, len(text))
+        assert server.cache.seq_pos_max(seq) == len(text) - 1
+        assert server.cache.can_resume(seq, len(text))
         if data.draw(st.booleans()):
             server.remember(text, seq)
         assert server.held <= (max_new_tokens or 1000)

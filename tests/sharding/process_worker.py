@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkv
 from jaxkv import generation, make_batch, sharding
+from jaxkv.cache import split
 from jaxkv.serving.engine import Engine, Request
 from tests.pods import placed
 from tests.sharding import tiny
@@ -31,7 +32,7 @@ SAMPLER = generation.make_sampler(temperature=0.7)
 HEARTBEAT = 10
 """Seconds without a sign of life after which a process counts as dead."""
 
-NEAR = jaxkv.window.sliding(4)
+NEAR = jaxkv.Window.sliding(4)
 CASES = {
     "tensor": ("aa", dict(cells=64), dict(tensor=-1, cells=2)),
     "cells": ("aa", dict(cells=64), dict(cells=-1, tensor=2)),
@@ -82,20 +83,20 @@ def of_first(compute: Callable[[], Any]) -> Any:
 
 
 def answers(cache: Any) -> dict[str, Any]:
-    count = jaxkv.split(cache)[0].spec.sequences
+    count = split(cache)[0].spec.sequences
     ids, last = [*range(count)], count - 1
-    faults = jaxkv.check_invariants(cache)
+    faults = cache.check()
     assert not any(map(int, faults.values())), faults
     return {
-        "min": jaxkv.seq_pos_min(cache, ids),
-        "max": jaxkv.seq_pos_max(cache, ids),
-        "used": jaxkv.num_used_cells(cache),
+        "min": cache.seq_pos_min(ids),
+        "max": cache.seq_pos_max(ids),
+        "used": cache.num_used_cells(),
         "rm": jaxkv.seq_rm(cache, 0, 2)[1],
-        "add": jaxkv.can_seq_add(cache, 0, 1, -1, 2),
+        "add": cache.can_seq_add(0, 1, -1, delta=2),
         "cp": jaxkv.seq_cp(cache, 0, [1, last]).ok,
         "select": jaxkv.seq_select(cache, [last, 0], [0, last]).ok,
-        "resume": jaxkv.can_resume(cache, 0, 3),
-        "bytes": jaxkv.nbytes(cache),
+        "resume": cache.can_resume(0, 3),
+        "bytes": cache.nbytes,
         "drawing": jaxkv.show(cache),
     }
 
@@ -103,7 +104,7 @@ def answers(cache: Any) -> dict[str, Any]:
 def story(name: str, cache: Any, params: Any) -> Iterator[tuple[str, Any, Any]]:
     """Lead a cache through loops and every verb: steps, the cache after each, and answers."""
     layers, sizes, _ = CASES[name]
-    forward, last = tiny.model_of(layers), jaxkv.split(cache)[0].spec.sequences - 1
+    forward, last = tiny.model_of(layers), split(cache)[0].spec.sequences - 1
 
     def told(cache: Any, *texts: list[int], sequences: list[int]) -> Any:
         batch = make_batch([*texts], sequences=sequences)
@@ -127,7 +128,7 @@ def story(name: str, cache: Any, params: Any) -> Iterator[tuple[str, Any, Any]]:
     out = jax.jit(partial(decode, num_tokens=2))(params, cache, state)
     yield "decoded in a program of the caller's", out.cache, out[2:4]
 
-    past, _ = jaxkv.split(cache)
+    past, _ = split(cache)
     full = [1] * (sizes["cells"] * 5 // 8)  # more than half of a stream
     for step, verb in {
         "a gap": lambda m: checked(m, make_batch([0, 1], positions=[50, 51])),
@@ -193,7 +194,7 @@ def requests() -> None:
             prompt = [*range(1, 2 + i % 5)]
             engine.submit(Request(prompt=prompt, max_new_tokens=2 + i % 7, seed=i, tag=i, **some))
         results = list(engine.results())
-        assert not jaxkv.num_used_cells(engine.cache) and len(results) == 20
+        assert not engine.cache.num_used_cells() and len(results) == 20
         return [(one.request.tag, one.tokens, one.logprobs, one.reason.name) for one in results]
 
     with jax.set_mesh(mesh_of("hybrid")):

@@ -6,6 +6,7 @@ import pytest
 
 import jaxkv
 from jaxkv import sharding
+from jaxkv.cache import merge, split
 from tests.caches import assert_identical
 from tests.meshes import RULES, mesh_of, placed
 from tests.sharding import tiny
@@ -20,10 +21,10 @@ def make():
 @pytest.mark.nightly
 def test_orbax_restores_hybrid_cache_on_another_mesh(tmp_path):
     rng = np.random.default_rng(0)
-    table, buffers = jaxkv.split(make())
+    table, buffers = split(make())
     buffers = jax.tree.map(lambda x: rng.integers(0, 99, x.shape).astype(x.dtype), buffers)
     batch = jaxkv.make_batch([[1, 2], [3, 4], [5, 6]])
-    cache = jaxkv.merge(table, buffers)
+    cache = merge(table, buffers)
     cache = jaxkv.seq_cp(jaxkv.apply(cache, jaxkv.init_batch(cache, batch)), 0, 3).cache
     path = tmp_path / "cache"
     with ocp.StandardCheckpointer() as checkpointer:
@@ -34,8 +35,8 @@ def test_orbax_restores_hybrid_cache_on_another_mesh(tmp_path):
         shapes = sharding.shapes(make, mesh, RULES)
         restored = checkpointer.restore(path, shapes)
     assert jax.tree.all(jax.tree.map(lambda x, y: x.sharding == y.sharding, restored, shapes))
-    plain = jaxkv.merge(restored.table.with_sharding_rules(None), restored.buffers)
+    plain = merge(restored.table.with_sharding_rules(None), restored.buffers)
     assert_identical(jax.device_get(plain), jax.device_get(cache))
     with jax.set_mesh(mesh):  # and it goes on
         plan = jaxkv.init_batch(restored, jaxkv.make_batch([[7], [8], [9], [10]])).check()
-        assert jaxkv.num_used_cells(jaxkv.apply(restored, plan)) > jaxkv.num_used_cells(cache)
+        assert jaxkv.apply(restored, plan).num_used_cells() > cache.num_used_cells()

@@ -11,6 +11,7 @@ from jax.tree_util import Partial
 
 import jaxkv
 from jaxkv import sharding
+from jaxkv.cache import merge
 from tests.attention.formula import slope
 from tests.caches import Kind, assert_identical, attention_cache
 from tests.cases import in_lanes
@@ -155,7 +156,7 @@ make = partial(attention_cache, layers=2, cells=16, kv_heads=2, head_dim=4)
 
 def with_rules():
     cache = make()
-    return jaxkv.merge(cache.table.with_sharding_rules(RULES), cache.buffers)
+    return merge(cache.table.with_sharding_rules(RULES), cache.buffers)
 
 
 def attend_without_mesh():
@@ -184,7 +185,7 @@ def test_fitted_splits_cells_of_heads_that_do_not_divide():
     mesh = mesh_of(tensor=4)
     whole = sharding.device_bytes(cache, mesh, RULES)
     assert whole.whole == ("kv_heads (6) are not split by tensor",)
-    assert whole.check(whole.total).buffers == jaxkv.nbytes(cache.buffers)
+    assert whole.check(whole.total).buffers == cache.buffers.nbytes
     with pytest.raises(ValueError, match="wanted at most .* on each of 4 devices"):
         whole.check(whole.total - 1)
     finer, rules = sharding.fit_mesh(cache, mesh, RULES)

@@ -56,7 +56,7 @@ def after_a_store(forward, params, cache):
         cache, logits, *_ = jaxkv.prefill(forward, params, cache, batch)
         seen += [found, logits]
     cache, store = store.evict(cache, cells=0)
-    return [*seen, jaxkv.num_used_cells(cache)]
+    return [*seen, cache.num_used_cells()]
 
 
 def after_requests(forward, params, cache):

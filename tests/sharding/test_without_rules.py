@@ -8,6 +8,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxkv
+from jaxkv.cache import merge, split
 from tests.caches import attention_cache
 from tests.cases import in_lanes
 from tests.hlo import collectives
@@ -35,8 +36,8 @@ def placed(mesh, cache, ubatch, q, k):
     def put(tree, *spec):
         return jax.device_put(tree, NamedSharding(mesh, P(*spec)))
 
-    table, buffers = jaxkv.split(cache)
-    cache = jaxkv.merge(put(table), put(buffers, None, "heads"))
+    table, buffers = split(cache)
+    cache = merge(put(table), put(buffers, None, "heads"))
     return cache, put(ubatch), *put((q, k), None, None, "heads")
 
 

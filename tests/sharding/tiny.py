@@ -15,7 +15,7 @@ from tests.caches import attention_cache, recurrent_cache
 
 KINDS = {
     "striped": ("a", {"placement": "striped:2"}),
-    "groups": ("a", {"streams": 2, "window": jaxkv.window.sliding(6)}),
+    "groups": ("a", {"streams": 2, "window": jaxkv.Window.sliding(6)}),
     "hybrid": ("ar", {"streams": 4}),
 }
 """The layers of the model, see `make`, and options of the cache."""
@@ -62,9 +62,7 @@ def model_of(layers):
             before = whole(jaxkv.read_states(cache, layer, ubatch)["x"])
             every = jnp.cumsum(jnp.where(whole(ubatch.valid)[..., None], x, 0), axis=1)
             every = before[:, None] + jnp.pad(every, [(0, 0), (1, 0), (0, 0)])
-            keep = whole(
-                jaxkv.state_write_steps(ubatch, jaxkv.num_rollback_states(cache, layer) + 1)
-            )
+            keep = whole(ubatch.state_write_steps(cache.num_rollback_states(layer) + 1))
             states = jnp.take_along_axis(every, keep[..., None], axis=1)
             cache = jaxkv.write_states(cache, layer, ubatch, {"x": states})
             x = x + every[:, 1:]

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import jaxkv
+from jaxkv.cache import merge, split
 from jaxkv.kv.cells import Cells
 
 
@@ -35,9 +35,9 @@ def with_numbers(cache, seed=0):
             return table
         return replace(table, written=table.history[:, 1:] + 0 * table.written)
 
-    table, buffers = jaxkv.split(cache)
+    table, buffers = split(cache)
     parts = tuple(map(written, getattr(table, "parts", ())))
     table = replace(table, parts=parts) if parts else written(table)
     rng = np.random.default_rng(seed)
     draw = lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype)  # noqa: E731
-    return jaxkv.merge(table, jax.tree.map(draw, buffers))
+    return merge(table, jax.tree.map(draw, buffers))

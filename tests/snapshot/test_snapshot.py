@@ -13,6 +13,7 @@ import pytest
 
 import jaxkv
 from jaxkv import snapshot
+from jaxkv.cache import merge, split
 from jaxkv.kv.cells import Cells, lacks
 from jaxkv.recurrent.states import occupied
 from tests import caches, histories
@@ -25,7 +26,7 @@ STATES = {
     "states": {"kinds": "rr", "kept": 3},
     "states of streams": {"kinds": "rr", "kept": 1, "streams": 3},
     "states in groups": {"kinds": "r", "kept": 2, "sequences": 4, "streams": 2},
-    "hybrid": {"kinds": "ra", "kept": 1, "window": jaxkv.window.sliding(4)},
+    "hybrid": {"kinds": "ra", "kept": 1, "window": jaxkv.Window.sliding(4)},
     "hybrid in groups": {"kinds": "ba", "kept": 1, "sequences": 4, "streams": 2, "cells": 14},
 }
 """Caches with states, as options of `histories.Twin`."""
@@ -36,7 +37,7 @@ FULL = [
     replace(ONE, streams=2, placement="striped:4", name="striped"),
     replace(ONE, streams=4, placement="contiguous", name="contiguous"),
 ]
-WINDOWS = [replace(one, windows=(jaxkv.window.sliding(3),)) for one in FULL]
+WINDOWS = [replace(one, windows=(jaxkv.Window.sliding(3),)) for one in FULL]
 
 
 def scattered(kind, seed):
@@ -53,11 +54,11 @@ def scattered(kind, seed):
             owners = ",".join(str(stream * sharing + seq) for seq in seqs)
             cells.append(f"{p}{{{owners}}}{rng.randint(-1, min(p, 1)):+}" if seqs else ".")
         lines.append(" ".join(cells))
-    table, buffers = jaxkv.split(drawn(" | ".join(lines), kind))
+    table, buffers = split(drawn(" | ".join(lines), kind))
     if kind.windows[0]:
         lost = np.random.default_rng(seed).integers(0, 9, kind.sequences).astype(np.int32)
         table = replace(table, evicted_below=jnp.asarray(lost))
-    return with_numbers(jaxkv.merge(table, buffers), seed)
+    return with_numbers(merge(table, buffers), seed)
 
 
 def belongings(cache, seq, kept=0):
@@ -65,9 +66,9 @@ def belongings(cache, seq, kept=0):
 
     Of its states the newest `kept`, 0 for all. Those are the last part.
     """
-    is_states = jaxkv.split(cache)[0].spec.kind == "recurrent"
+    is_states = split(cache)[0].spec.kind == "recurrent"
     found = []
-    for table, buffers in [jaxkv.split(cache)] if is_states else caches.parts_of(cache):
+    for table, buffers in [split(cache)] if is_states else caches.parts_of(cache):
         if not isinstance(table, Cells):
             found.append(histories.kept_of(table, buffers)[seq][-kept:])
             continue
@@ -88,7 +89,7 @@ def unstamped(cache):
     """The tables of a cache without stamps; and which layer lacks tokens or holds which state."""
     fields = []
     for part in cache.parts:
-        table, _ = jaxkv.split(part)
+        table, _ = split(part)
         if not isinstance(table, Cells):
             live = occupied(table, table.cell)
             held = (table.holds == table.cell_hash[None]) & live[None]
@@ -103,7 +104,7 @@ def unstamped(cache):
 
 def assert_same_cache(loaded, cache):
     assert_identical(unstamped(loaded), unstamped(cache))
-    for seq in range(jaxkv.split(cache)[0].spec.sequences):
+    for seq in range(split(cache)[0].spec.sequences):
         assert belongings(loaded, seq) == belongings(cache, seq)
     assert_sound(loaded)
 
@@ -177,7 +178,7 @@ def test_load_makes_earlier_plans_and_tables_stale():
     data = snapshot.save(cache)
     for loaded in (snapshot.load(data), snapshot.load(data, into=cache)):
         assert not jaxkv.is_current(loaded, ubatch)
-        assert not jaxkv.rewind(loaded, to=jaxkv.split(cache)[0])[1]
+        assert not jaxkv.rewind(loaded, to=split(cache)[0])[1]
 
 
 @pytest.mark.parametrize(
@@ -205,7 +206,7 @@ def test_load_into_contiguous_needs_a_run():
 
 @pytest.mark.core
 def test_load_into_takes_cells_hidden_by_a_window():
-    window = Kind("", cells=6, sequences=2, windows=(jaxkv.window.sliding(2),))
+    window = Kind("", cells=6, sequences=2, windows=(jaxkv.Window.sliding(2),))
     data = snapshot.save(drawn("0{0} 1{0}", window), sequences=[0])
     loaded = snapshot.load(data, into=drawn("0{1} 1{1} 2{1} 3{1} 4{1}", window))
     assert drawing(loaded) == "1{0} 1{1} 2{1} 3{1} 4{1} 0{0}"
@@ -230,10 +231,10 @@ def test_load_returns_states_of_any_dtype_and_name():
     shapes |= {"e": ((2,), jnp.bfloat16), "0": ((3,), jnp.uint16)}
     cache = jaxkv.make_cache(jaxkv.CacheSpec.recurrent(layers=2, states=shapes), max_rollback=1)
     cache = jaxkv.apply(cache, jaxkv.init_batch(cache, jaxkv.make_batch([1, 2])))
-    table, buffers = jaxkv.split(cache)
+    table, buffers = split(cache)
     draw = partial(np.random.default_rng(0).integers, 0, 2)
     buffers = jax.tree.map(lambda x: jnp.asarray(draw(x.shape), x.dtype), buffers)
-    cache = jaxkv.merge(table, buffers)
+    cache = merge(table, buffers)
     loaded = snapshot.load(snapshot.save(cache))
     assert_identical(loaded.buffers, cache.buffers)
 

@@ -22,6 +22,7 @@ import safetensors.numpy
 
 import jaxkv
 from jaxkv import snapshot
+from jaxkv.cache import merge, split
 from jaxkv.hybrid import compose
 from jaxkv.snapshot.file import opened, written
 from tests import histories
@@ -108,7 +109,7 @@ def test_load_into_donates_where_nothing_is_refused(saved):
         snapshot.load(snapshot.save(full, sequences=[0]), into=full, sequences=[1], donate=True)
     assert not any(x.is_deleted() for x in jax.tree.leaves((cache, full)))
     kept = snapshot.load(snapshot.save(full, sequences=0), into=full, sequences=0, donate=True)
-    assert full.buffers.k[0].is_deleted() and jaxkv.num_used_cells(kept) == 12
+    assert full.buffers.k[0].is_deleted() and kept.num_used_cells() == 12
 
 
 def test_save_is_read_by_safetensors(tmp_path):
@@ -175,7 +176,7 @@ def resigned(data, changes):
 def of_each_kind():
     """A hybrid cache with a window, states, shared cells and a source, and its file."""
     sizes = {"sequences": 4, "streams": 2}
-    text = make(window=jaxkv.window.sliding(3), rope=None, **sizes)
+    text = make(window=jaxkv.Window.sliding(3), rope=None, **sizes)
     states = recurrent(max_rollback=1, **sizes)
     spec = jaxkv.CacheSpec.cross_attention(layers=1, kv_heads=2, head_dim=4)
     sources = jaxkv.make_cache(spec, cells=6, **sizes)
@@ -211,7 +212,7 @@ def test_load_of_changed_content_raises_or_is_what_the_file_says(part):
                     snapshot.load(there, into=cache, donate=True)
             refused.add(name)
             continue
-        assert not any(map(int, jaxkv.check_invariants(loaded).values())), (name, i, value)
+        assert not any(map(int, loaded.check().values())), (name, i, value)
         with opened(snapshot.save(loaded, sequences=[0, 1, 2])) as one, opened(there) as other:
             assert all(np.array_equal(one[n], other[n]) for n in arrays), (name, i, value)
     assert refused == {name for name in arrays if not name.endswith(("written", "content"))}
@@ -235,8 +236,8 @@ def save(cache=None, **options):
 
 
 def on_a_mesh():
-    table, buffers = jaxkv.split(make())
-    return jaxkv.merge(table.with_sharding_rules(jaxkv.sharding.ShardingRules()), buffers)
+    table, buffers = split(make())
+    return merge(table.with_sharding_rules(jaxkv.sharding.ShardingRules()), buffers)
 
 
 @pytest.mark.parametrize(("call", "outcome"), mistakes("snapshots"))

@@ -35,7 +35,7 @@ def scan_ssd(
       c: `[R, T, G, M]` floats, what is read from the state.
       state: `[R, H, D, M]` floats, the state before the first token.
       counts: `[R, E + 1]` int32, after how many tokens of its row each wanted state is taken, as
-        `jaxkv.state_write_steps` gives them: the last E tokens one by one.
+        `Ubatch.state_write_steps` gives them: the last E tokens one by one.
       chunk: tokens that are computed at once.
 
     Returns:

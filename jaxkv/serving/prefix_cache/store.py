@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxkv.api.arguments import sequence
 from jaxkv.api.edits import seq_cp, seq_keep, seq_rm
-from jaxkv.api.queries import num_used_cells, seq_pos_max
 from jaxkv.cache import Cache, split
 from jaxkv.core.array_utils import is_concrete
 from jaxkv.core.constants import END
@@ -31,8 +29,8 @@ class PrefixStore:
 
     A store belongs to the cache that was returned beside it. Both are values, so an older pair can
     be gone back to. Only its methods may edit its sequences. `seq_add` moves cells for all their
-    owners, and is refused where a prompt of the store shares them: `evict` first. A token is an
-    integer: give an image, or anything else that the model gets, a number of its own.
+    owners: where `Cache.can_seq_add` says that a prompt of the store shares them, `evict` first. A
+    token is an integer: give an image, or anything else that the model gets, a number of its own.
 
     sequences: the sequences of the cache that are the store's.
     cells: the most cells that they may hold, those that they share counted once.
@@ -81,7 +79,7 @@ class PrefixStore:
         check_once(ids)
         if ids.ndim > 1 or not ids.size:
             raise ValueError(f"expected one sequence or more, got {sequences}; pass some ids")
-        full = ids[np.asarray(seq_pos_max(cache, ids)) >= 0]
+        full = ids[np.asarray(cache.seq_pos_max(ids)) >= 0]
         if full.size:
             raise ValueError(
                 f"expected sequences that hold nothing, got {full.tolist()} with tokens; remove "
@@ -132,7 +130,7 @@ class PrefixStore:
           >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
           >>> cache, store, _ = store.store(cache, [1, 2, 3], seq=0)
           >>> cache, store, hit = store.fork(cache, [1, 2, 9], seq=1)
-          >>> hit.length, hit.miss.name, seq_pos_max(cache, 1).item(), num_used_cells(cache).item()
+          >>> hit.length, hit.miss.name, cache.seq_pos_max(1).item(), cache.num_used_cells().item()
           (2, 'NONE', 1, 3)
 
           The last token is always computed, and nothing may be known of the first:
@@ -173,7 +171,7 @@ class PrefixStore:
         Examples:
           A window of two positions, and few cells: the first tokens are gone.
 
-          >>> spec = CacheSpec.attention(1, 1, 2, window=window.sliding(2))
+          >>> spec = CacheSpec.attention(1, 1, 2, window=Window.sliding(2))
           >>> cache = make_cache(spec, cells=5, sequences=2)
           >>> store = serving.PrefixStore(cache, sequences=[1])
           >>> for tokens in [[1, 2, 3, 4], [5, 6, 7]]:
@@ -186,7 +184,7 @@ class PrefixStore:
           (7, 5)
         """
         tokens, seq = self._checked(cache, tokens, seq)
-        if (end := int(seq_pos_max(cache, seq)) + 1) < tokens.size:
+        if (end := int(cache.seq_pos_max(seq)) + 1) < tokens.size:
             raise ValueError(
                 f"expected a sequence that holds these {tokens.size} tokens, got sequence {seq}, "
                 f"which goes on at {end}; compute them first (prefill)"
@@ -251,7 +249,7 @@ class PrefixStore:
         self._check_made_for(cache)
         others = np.setdiff1d(np.arange(self._spec.sequences), self.sequences)
         only, _ = seq_rm(cache, others)
-        return int(num_used_cells(only))
+        return int(only.num_used_cells())
 
     def with_prompts(self, prompts: Mapping[int, Any]) -> "PrefixStore":
         """Return the store with prompts that its sequences hold, such as those of a snapshot.
@@ -295,7 +293,7 @@ class PrefixStore:
           >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
           >>> cache = make_cache(spec, cells=64, sequences=3)
           >>> store = serving.PrefixStore(cache, sequences=[2])
-          >>> num_used_cells(store.warm_up(cache)).item()
+          >>> store.warm_up(cache).num_used_cells().item()
           0
         """
         self.num_used_cells(cache)
@@ -303,7 +301,7 @@ class PrefixStore:
         others = [seq for seq in range(self._spec.sequences) if seq not in self.sequences]
         resumable(cache, own, np.zeros(0, np.int32))
         seq_rm(seq_keep(cache, own).cache, own, 0)
-        empty = [seq for seq in others if int(seq_pos_max(cache, seq)) < 0]
+        empty = [seq for seq in others if int(cache.seq_pos_max(seq)) < 0]
         for seq in {one // per_stream == own // per_stream: one for one in empty}.values():
             _can_copy(cache, own, seq, 0)
             cache, _ = seq_cp(cache, own, seq, 0, 0, donate=donate)
@@ -383,7 +381,7 @@ class PrefixStore:
         """Fork a prompt of a sequence into one of `own`; None if it does not fit."""
         size = prompt.tokens.size
         alone, _ = seq_rm(seq_keep(cache, prompt.sequence).cache, prompt.sequence, size)
-        if int(num_used_cells(alone)) > self.cells:
+        if int(alone.num_used_cells()) > self.cells:
             return None
         store, taken = self, {one.sequence: one for one in self.prompts}
         free = [seq for seq in own if seq not in taken]
@@ -401,7 +399,7 @@ class PrefixStore:
     def _checked(self, cache: Cache, tokens: Any, seq: Any) -> tuple[np.ndarray, int]:
         """Return tokens as `[n]` int32, and a sequence that is not the store's."""
         self._check_made_for(cache)
-        seq = int(sequence(split(cache)[0], seq))
+        seq = int(split(cache)[0].spec.sequence_id(seq))
         if seq in self.sequences:
             raise ValueError(
                 f"expected a sequence beside those of the store, got {seq}; pass one not of "
