@@ -14,6 +14,7 @@ import jaxkv
 import models
 from benchmarks import machine, turns
 from jaxkv import generation
+from jaxkv.generation.model_step import compiled_step
 
 BEST = generation.make_sampler()
 
@@ -34,7 +35,7 @@ class Side:
     def in_python(self) -> np.ndarray:
         """A call for everything, and a look at each token."""
         table, token, chosen = self.table, np.asarray(self.first), []
-        step = generation.compiled_step(self.model.forward)
+        step = compiled_step(self.model.forward)
         for _ in range(self.tokens):
             cache = jaxkv.Cache(table=table, buffers=self.buffers)
             plan = jaxkv.init_batch(cache, jaxkv.make_batch(token[:, None])).check()

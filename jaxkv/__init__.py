@@ -41,8 +41,8 @@ from jaxkv.cache import Cache
 from jaxkv.cache_spec import CacheSpec
 from jaxkv.draw import show
 from jaxkv.make import make_cache
-from jaxkv.plan import OutOfCellsError, Plan, PlanRefusedError, Reason
-from jaxkv.planning.planners import init_batch, init_encoder, init_full, plan_step
+from jaxkv.plan import Plan, PlanRefusedError, Reason
+from jaxkv.planning.planners import init_batch, init_full, plan_step
 from jaxkv.rope import Rope, make_rope
 from jaxkv.window import Window
 
@@ -55,11 +55,11 @@ __all__ = ["Cache", "CacheSpec", "Rope", "Window", "make_cache", "make_rope"]
 __all__ += ["show"]
 # Batches and plans.
 __all__ += ["Batch", "Plan", "PlanRefusedError", "Reason", "Ubatch"]
-__all__ += ["init_batch", "init_encoder", "init_full", "make_batch", "plan_step"]
+__all__ += ["init_batch", "init_full", "make_batch", "plan_step"]
 # Carrying plans out.
 __all__ += ["apply", "compact", "defrag_plan", "init_update", "is_current", "rewind"]
 # Edits of sequences.
-__all__ += ["EditResult", "OutOfCellsError", "clear", "seq_add", "seq_cp", "seq_div", "seq_keep"]
+__all__ += ["EditResult", "clear", "seq_add", "seq_cp", "seq_div", "seq_keep"]
 __all__ += ["seq_rm", "seq_select"]
 # The side of the model.
 __all__ += ["attend", "read_kv", "read_states", "write_kv", "write_states"]

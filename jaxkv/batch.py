@@ -492,7 +492,7 @@ def part_of(ubatch: Ubatch, part: int) -> Ubatch:
     if ubatch.slots[part] is None:
         raise ValueError(
             f"wanted a ubatch of text for part {part}, which is of the text, got one of "
-            f"init_encoder: it goes into the layers of CacheSpec.cross_attention alone"
+            f"init_batch(encoder=True): it goes into the layers of CacheSpec.cross_attention alone"
         )
     return replace(
         ubatch,

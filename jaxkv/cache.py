@@ -36,6 +36,9 @@ class Cache(Partitioned):
     table: Any
     buffers: Any
 
+    cells: ClassVar[Callable[..., Any]]
+    """`jaxkv.draw.cell_view.cells_of`: what stands in the cells, as NumPy arrays."""
+
     to_text: ClassVar[Callable[..., str]]
     """`jaxkv.show`, which sets it."""
 

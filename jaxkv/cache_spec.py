@@ -247,8 +247,9 @@ class CacheSpec:
         """Return the spec of layers that look at what an encoder read: a part of a hybrid.
 
         An encoder reads the source of a sequence once, and its keys and values are written for each
-        layer (`init_encoder`, `encode`). From then on every token of the text of that sequence sees
-        all of it, whatever its position. A sequence that has no source sees zeros there.
+        layer (`init_batch(encoder=True)`, `encode`). From then on every token of the text of that
+        sequence sees all of it, whatever its position. A sequence that has no source sees zeros
+        there.
 
         Forks (`seq_cp`, `seq_select`) have the source of what they go on from, in place of their
         own, whatever range of the text is copied unless it is empty; within a stream it is shared.
@@ -273,7 +274,7 @@ class CacheSpec:
           >>> text, source = CacheSpec.attention(**sizes), CacheSpec.cross_attention(**sizes)
           >>> spec = CacheSpec.hybrid((text, [0]), (source, [1]))
           >>> cache = make_cache(spec, cells=(8, 6), sequences=2)
-          >>> cache = apply(cache, init_encoder(cache, make_batch([[7, 8, 9], [5]])))
+          >>> cache = apply(cache, init_batch(cache, make_batch([[7, 8, 9], [5]]), encoder=True))
           >>> cache = apply(cache, init_batch(cache, make_batch([0, 3])))
           >>> print(show(seq_cp(cache, 0, 1).cache))
           part 0, layers 0

@@ -100,11 +100,10 @@ class Reason(IntEnum):
 
 
 class PlanRefusedError(RuntimeError):
-    """A plan that was refused was asked to be carried out; the message says what to do."""
+    """A plan that was refused was asked to be carried out, or a snapshot finds too few cells.
 
-
-class OutOfCellsError(PlanRefusedError, ValueError):
-    """A snapshot found too few cells, and nothing was changed."""
+    The message says what to do, and nothing was changed.
+    """
 
 
 @jax.tree_util.register_dataclass

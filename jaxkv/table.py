@@ -265,7 +265,7 @@ class CacheTable(Partitioned):
         del ubatch
 
     def as_encoder_table(self) -> Self:
-        """Return the table as it answers where `init_encoder` plans sources."""
+        """Return the table as it answers where `init_batch(encoder=True)` plans sources."""
         raise TypeError(
             f"expected a cache with a part for sources, got kind {self.spec.kind!r}; make one of "
             f"CacheSpec.hybrid with a part of CacheSpec.cross_attention"

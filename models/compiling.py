@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxkv
-from jaxkv import generation
+from jaxkv.generation.model_step import compiled_step
 
 
 def lower_steps(
@@ -25,7 +25,7 @@ def lower_steps(
     Returns:
       What compiles the programs, for `compile_all`; and for each plan zeros like its logits.
     """
-    step, jobs, blanks = generation.compiled_step(model.forward), [], {}
+    step, jobs, blanks = compiled_step(model.forward), [], {}
     for ubatch in [ubatch for plan in plans for ubatch in plan.ubatches]:
         if _shape(ubatch) not in blanks:
             # jit finds what is compiled here: it keeps what it lowered for equal arguments.

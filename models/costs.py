@@ -10,7 +10,8 @@ from jax.sharding import AbstractMesh
 
 import jaxkv
 from jaxkv.core.constants import MAX_CELLS
-from jaxkv.sharding import DeviceBytes, device_bytes, fit_mesh
+from jaxkv.sharding import device_bytes, fit_mesh
+from jaxkv.sharding.device_bytes import DeviceBytes
 from models.model import Model, name_of, on_mesh
 
 

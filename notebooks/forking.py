@@ -161,7 +161,7 @@ assert beams.scores[0] > total[0]
 # owners. Here are the cells of the four, by position.
 
 # %%
-view = jaxkv.draw.cells_of(found)
+view = found.cells()
 owners = np.zeros((4, len(prompt) + 11), int)
 for text in range(4):
     cells = np.flatnonzero(view.held(text) >= 0)

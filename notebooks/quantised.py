@@ -16,7 +16,6 @@ import numpy as np
 
 import jaxkv
 import models
-from jaxkv import draw
 
 BLUE, ORANGE, GREY = "#0072b2", "#e69f00", "#999999"
 
@@ -188,7 +187,7 @@ np.testing.assert_allclose(codes @ query * scales[:, 0], (codes * scales) @ quer
 # %%
 def by_position(cache):
     """Returns the codes of all layers' keys and values, cells in the order of positions."""
-    positions = np.asarray(draw.cells_of(cache).position[0])
+    positions = np.asarray(cache.cells().position[0])
     order = np.argsort(positions)[(positions < 0).sum() :]  # empty cells have -1
     return [
         np.array([np.asarray(layer.codes[0])[:, order] for layer in layers])
@@ -199,7 +198,7 @@ def by_position(cache):
 cache = caches["int8"]
 cut, _ = jaxkv.seq_rm(cache, 0, 100, 200)
 packed = jaxkv.apply(cut, jaxkv.defrag_plan(cut))
-moved = np.count_nonzero(draw.cells_of(cut).position[0] != draw.cells_of(packed).position[0])
+moved = np.count_nonzero(cut.cells().position[0] != packed.cells().position[0])
 same = all(map(np.array_equal, by_position(cut), by_position(packed)))
 print(f"{moved} cells have another token; every token has the codes that it had: {same}")
 

@@ -72,7 +72,7 @@ def run(reserve):
     results, cells, tokens = {}, [], []
     while engine.busy:
         results |= {result.id: result for result in engine.step()}
-        owner = draw.cells_of(engine.cache).owner
+        owner = engine.cache.cells().owner
         cells.append([int((owner == seq).sum()) for seq in range(SEQUENCES)])
         tokens.append(
             [len(results[i].tokens) if i in results else len(engine.tokens_of(i)) for i in ids]

@@ -145,7 +145,7 @@ cache = make(cells=24, sequences=100, streams=100, max_rollback=23)
 cache, _ = jax.jit(forward)(params, jaxkv.apply(cache, ubatch), ubatch)
 
 states, _ = cache.parts
-after = draw.cells_of(states).position  # the token that each cell's state stands after
+after = states.cells().position  # the token that each cell's state stands after
 buffers = states.buffers
 kept = np.asarray(buffers[0]["ssm"]).reshape(100, 24, -1)
 kept = np.take_along_axis(kept, np.argsort(after)[..., None], axis=1)
@@ -227,7 +227,7 @@ print("cut at 3:", bool(ok), "- then", said, "as in", same)
 def state_of(cache):
     """The states after the last token of text 0, by name."""
     states, _ = cache.parts
-    view = draw.cells_of(states)
+    view = states.cells()
     cell = int(np.argmax(np.where(view.owner[0] == 0, view.position[0], -1)))
     return {name: array[0, cell] for name, array in states.buffers[0].items()}
 

@@ -156,7 +156,7 @@ print("two texts:", texts_of(made))
 # %%
 ubatch = jaxkv.plan_step(prefilled, first, active=both).ubatch
 applied = jaxkv.apply(prefilled, ubatch)
-owner = jaxkv.draw.cells_of(applied).owner[0]
+owner = applied.cells().owner[0]
 by_hand = np.arange(owner.size) <= np.asarray(ubatch.positions)[0, :, None]
 
 fig, (above, below) = plt.subplots(2, 1, figsize=(6.4, 2.8), layout="constrained", sharex=True)

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import jaxkv
 from jaxkv import sharding
 from jaxkv.cache import merge, split
+from jaxkv.sharding.make import shardings
 from tests.caches import attention_cache
 
 LAYERS = 2
@@ -136,7 +137,7 @@ def placed(cache, rules=RULES):
     """The same cache on the mesh at hand, which several processes may share."""
     table, buffers = split(cache)
     cache = merge(table.with_sharding_rules(rules), buffers)
-    where = sharding.shardings(cache, jax.sharding.get_mesh(), rules)
+    where = shardings(cache, jax.sharding.get_mesh(), rules)
     return jax.device_put(jax.tree.map(np.asarray, cache), where)
 
 

@@ -65,7 +65,7 @@ def with_source() -> Any:
     text, sources = CacheSpec.attention(**sizes, rope=ROPE), CacheSpec.cross_attention(**sizes)
     spec = CacheSpec.hybrid((text, [0]), (sources, [1]))
     cache = jaxkv.make_cache(spec, cells=(32, 8), sequences=3)
-    (ubatch,) = jaxkv.init_encoder(cache, jaxkv.make_batch([1, 2, 3])).ubatches
+    (ubatch,) = jaxkv.init_batch(cache, jaxkv.make_batch([1, 2, 3]), encoder=True).ubatches
     zeros = jnp.zeros((*ubatch.valid.shape, HEADS, SIZE))
     return jaxkv.write_kv(jaxkv.apply(cache, ubatch), 1, ubatch, zeros, zeros)
 
@@ -299,10 +299,10 @@ def extend(trial: Trial) -> str:
 
 def requests(trial: Trial) -> str:
     ask = [serving.Request(prompt=[1, 2, 3], max_new_tokens=2)] * 4
-    results = serving.serve(
-        trial.forward, None, trial.empty, ask, prefill_chunk=4, tokens_per_step=2
-    )
-    assert [result.tokens.tolist() for result in results] == [[4, 5]] * 4
+    engine = serving.Engine(trial.forward, None, trial.empty, prefill_chunk=4, tokens_per_step=2)
+    for request in ask:
+        engine.submit(request)
+    assert [result.tokens.tolist() for result in engine.results()] == [[4, 5]] * 4
     return YES
 
 

@@ -85,7 +85,7 @@ def attend(
       ValueError: when shapes do not fit the cache, the layer is none of it, the ubatch was planned
         of a cache of another spec, the buffers were donated, the implementation cannot do it,
         `softcap` is not above 0, or `visible_until` comes with `causal=False`; or it is a ubatch of
-        `init_encoder`, and the layer is of the text.
+        `init_batch(encoder=True)`, and the layer is of the text.
       TypeError: when a plan is passed and no ubatch, a list and no array, or an array that is not
         of floats; when the layer is no integer that is known while tracing, though the cache is
         not stacked, or `causal` no such bool; when a bias is not of floats, or closes over what is
@@ -247,7 +247,7 @@ def read_states(cache: Cache, layer: int, ubatch: Ubatch) -> dict[str, jax.Array
 
     Raises:
       ValueError: when the layer is none of the cache, the ubatch was planned for a cache of another
-        spec, the buffers were donated, or it is a ubatch of `init_encoder`.
+        spec, the buffers were donated, or it is a ubatch of `init_batch(encoder=True)`.
       TypeError: when it is no ubatch, the layer is no integer that is known while tracing, or the
         cache keeps no states.
 

@@ -1,8 +1,8 @@
 """Caches to look at: as text, as a line, as a table in a notebook, and as plots.
 
-`show` draws with characters. `cells_of` returns what stands in the cells as NumPy arrays. `plot`
-draws with matplotlib. The line that is the `repr` of a cache, a plan or a batch, and the table
-that a notebook displays for a cache, are attached to their classes here.
+`show` draws with characters, and `plot` with matplotlib. The line that is the `repr` of a cache, a
+plan or a batch, the table that a notebook displays for a cache, and `Cache.cells`, are attached to
+their classes here.
 
 Examples:
   >>> cache = make_cache(
@@ -24,7 +24,7 @@ from typing import Any
 from jaxkv.batch import Batch, Ubatch
 from jaxkv.cache import Cache
 from jaxkv.draw import plot
-from jaxkv.draw.cell_view import CellView, cells_of
+from jaxkv.draw.cell_view import cells_of
 from jaxkv.draw.html import html_of
 from jaxkv.draw.repr import cache_line, fields_line, plan_line, ubatch_line
 from jaxkv.draw.text import show
@@ -38,7 +38,7 @@ from jaxkv.plan import Plan
 from jaxkv.recurrent.slots import StateSlots
 from jaxkv.recurrent.table import EmptyPlan, StateTable
 
-__all__ = ["CellView", "cells_of", "plot", "show"]
+__all__ = ["plot", "show"]
 
 
 def _attach(line: Callable[[Any], str], *kinds: Any) -> None:
@@ -60,4 +60,7 @@ _attach(
     EmptyPlan,
 )
 _attach(fields_line, CrossAttentionTable, StateSlots, StateTable, ShiftPlan)
+Cache.cells = cells_of
+Cache.to_text = show
+Cache.to_html = html_of
 Cache._repr_html_ = html_of  # type: ignore[attr-defined]  # the name that notebooks look for

@@ -83,7 +83,7 @@ def cells_of(cache: Cache) -> CellView:
       ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=5, sequences=3
       ... )
       >>> cache = apply(cache, init_batch(cache, make_batch([[1, 2], [3]])))
-      >>> view = draw.cells_of(seq_cp(cache, 0, 2).cache)
+      >>> view = seq_cp(cache, 0, 2).cache.cells()
       >>> view.position.tolist(), view.owner.tolist(), view.owners.tolist()
       ([[0, 1, 0, -1, -1]], [[0, 0, 1, -1, -1]], [[2, 2, 1, 0, 0]])
       >>> view.held(2).tolist()

@@ -15,9 +15,14 @@ from jaxkv.generation.sampler import Sampler, as_sampler
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Constraint:
-    """What tokens may come next, for the requests of an engine that have a state of it.
+    """What tokens may come next, such as by a grammar: two pure functions of one text's state.
 
-    first: a state of one text, a tree of arrays; those of all requests have its shapes.
+    So the tables of a grammar library, or a call of it (`jax.pure_callback`), can be plugged in.
+    `constrain` gives it to a sampler, for all texts; an `Engine` takes it for the requests that
+    have a state of it.
+
+    first: the state when a text begins, a tree of arrays; prompts are no part of it. Those of all
+      requests have its shapes.
     allowed: `(state) -> [V]` bool, the tokens that may come next.
     advance: `(state, token) -> state`. Pass the same functions every time: others are another
       program.
@@ -30,11 +35,61 @@ class Constraint:
     allowed: Callable[[Any], jax.Array]
     advance: Callable[[Any, jax.Array], Any]
 
+    def constrain(self, sampler: Sampler) -> "ConstrainedSampler":
+        """Return a sampler that chooses only among tokens that are allowed.
+
+        A text that is allowed no token ends. All texts are computed together, so both functions are
+        called for those that have ended, too, and `advance` with tokens that are not picked: those
+        of guesses that do not hold, or 0 where no token is allowed. What they return there is
+        dropped, but a matcher that raises must not do so.
+
+        Args:
+          sampler: of what is allowed.
+
+        Raises:
+          TypeError: when it is no sampler, or `allowed` or `advance` are no functions.
+          ValueError: when `first` has no array, `allowed` gives no `[V]` bool, or `advance` a state
+            of other shapes or dtypes.
+
+        Examples:
+          Tokens that rise:
+
+          >>> rising = generation.Constraint(
+          ...     first=jnp.int32(-1),
+          ...     allowed=lambda last: jnp.arange(4) > last,
+          ...     advance=lambda last, token: token,
+          ... ).constrain(generation.make_sampler())
+          >>> state = rising.init(np.zeros((1, 0), np.int32))
+          >>> state = rising.update(state, jnp.array([1]))
+          >>> rising.adjust(jnp.zeros((1, 4)), state).tolist()
+          [[-inf, -inf, 0.0, 0.0]]
+
+          The same, asked of a library on the host:
+
+          >>> def allowed(last):
+          ...     mask = jax.ShapeDtypeStruct((4,), bool)
+          ...     ask = lambda last: np.arange(4) > last
+          ...     return jax.pure_callback(ask, mask, last, vmap_method="sequential")
+          >>> asking = generation.Constraint(
+          ...     first=jnp.int32(-1), allowed=allowed, advance=lambda last, token: token
+          ... ).constrain(generation.make_sampler())
+          >>> asking.adjust(jnp.zeros((1, 4)), state).tolist()
+          [[-inf, -inf, 0.0, 0.0]]
+        """
+        rule = checked_rule(self)
+        return ConstrainedSampler(
+            sampler=as_sampler(sampler),
+            first=rule.first,
+            bound=None,
+            allowed=rule.allowed,
+            advance=rule.advance,
+        )
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ConstrainedSampler(Sampler):
-    """A sampler that is shown only the tokens that a rule allows; `constrain` makes one.
+    """A sampler that is shown only the tokens that a rule allows; `Constraint.constrain` makes one.
 
     sampler: of what is allowed.
     first: a tree of arrays, the state of the rule when a text begins; or, where `bound` is given,
@@ -81,76 +136,6 @@ class ConstrainedSampler(Sampler):
         advanced = jax.vmap(self.advance)(rule, jnp.maximum(tokens, 0))
         rule = chosen(tokens >= 0, advanced, rule)
         return rule, self.sampler.update(rest, tokens)
-
-
-def constrain(
-    sampler: Sampler,
-    *,
-    first: Any,
-    allowed: Callable[[Any], jax.Array],
-    advance: Callable[[Any, jax.Array], Any],
-) -> ConstrainedSampler:
-    """Let a sampler choose only among tokens that a rule allows, such as a grammar.
-
-    The rule is two pure functions of one text, so that the tables of a grammar library, or a call
-    of it (`jax.pure_callback`), can be plugged in. A text that is allowed no token ends.
-
-    All texts are computed together, so both functions are called for those that have ended, too,
-    and `advance` with tokens that are not picked: those of guesses that do not hold, or 0 where no
-    token is allowed. What they return there is dropped, but a matcher that raises must not do so.
-
-    Args:
-      sampler: of what is allowed.
-      first: the state of the rule when a text begins, a tree of arrays; prompts are no part of it.
-      allowed: `(state) -> [V]` bool, the tokens that may come next.
-      advance: `(state, token) -> state`. Pass the same functions every time: others are another
-        program.
-
-    Returns:
-      The sampler.
-
-    Raises:
-      TypeError: when it is no sampler, or `allowed` or `advance` are no functions.
-      ValueError: when `first` has no array, `allowed` gives no `[V]` bool, or `advance` a state of
-        other shapes or dtypes.
-
-    Examples:
-      Tokens that rise:
-
-      >>> rising = generation.constrain(
-      ...     generation.make_sampler(),
-      ...     first=jnp.int32(-1),
-      ...     allowed=lambda last: jnp.arange(4) > last,
-      ...     advance=lambda last, token: token,
-      ... )
-      >>> state = rising.init(np.zeros((1, 0), np.int32))
-      >>> state = rising.update(state, jnp.array([1]))
-      >>> rising.adjust(jnp.zeros((1, 4)), state).tolist()
-      [[-inf, -inf, 0.0, 0.0]]
-
-      The same, asked of a library on the host:
-
-      >>> def allowed(last):
-      ...     mask = jax.ShapeDtypeStruct((4,), bool)
-      ...     ask = lambda last: np.arange(4) > last
-      ...     return jax.pure_callback(ask, mask, last, vmap_method="sequential")
-      >>> asking = generation.constrain(
-      ...     generation.make_sampler(),
-      ...     first=jnp.int32(-1),
-      ...     allowed=allowed,
-      ...     advance=lambda last, token: token,
-      ... )
-      >>> asking.adjust(jnp.zeros((1, 4)), state).tolist()
-      [[-inf, -inf, 0.0, 0.0]]
-    """
-    rule = checked_rule(Constraint(first=first, allowed=allowed, advance=advance))
-    return ConstrainedSampler(
-        sampler=as_sampler(sampler),
-        first=rule.first,
-        bound=None,
-        allowed=rule.allowed,
-        advance=rule.advance,
-    )
 
 
 def checked_rule(constraint: Constraint) -> Constraint:

@@ -13,7 +13,7 @@ from jaxkv.core.array_utils import is_concrete, is_traced
 from jaxkv.core.compile_cache import cached_program
 from jaxkv.generation.model_step import donatable_buffers
 from jaxkv.generation.results import PrefillResult
-from jaxkv.planning.planners import init_encoder
+from jaxkv.planning.planners import init_batch
 
 Encoder = Callable[[Any, Any, Ubatch], Any]
 """`(params, cache, ubatch) -> cache`, for a ubatch of sources that has been applied."""
@@ -36,7 +36,7 @@ def encode(
         `prefill` is.
       params: whatever the model wants.
       cache: a hybrid cache with a part of `CacheSpec.cross_attention`.
-      batch: the sources, see `init_encoder`; a `Batch`, or what `make_batch` makes one of.
+      batch: the sources, see `init_batch`; a `Batch`, or what `make_batch` makes one of.
       donate: give up the buffers of the cache passed in, see `prefill`.
 
     Returns:
@@ -73,7 +73,7 @@ def encode(
     """
     if not isinstance(batch, Batch):
         batch = make_batch(batch)
-    plan = init_encoder(cache, batch)
+    plan = init_batch(cache, batch, encoder=True)
     (ubatch,), known = plan.ubatches, is_concrete(plan.ok)
     if known:
         plan.check()

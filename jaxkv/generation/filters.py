@@ -15,12 +15,8 @@ import numpy as np
 
 from jaxkv.core.array_utils import is_concrete
 from jaxkv.core.validate import check_count, check_int32
-from jaxkv.generation.constraints import ConstrainedSampler, constrain
 from jaxkv.generation.padding import newest
-from jaxkv.generation.sampler import Sampler, draw
-
-__all__ = ["OPTIONS", "ConstrainedSampler", "FilterSampler", "SamplingOption", "Sampler"]
-__all__ += ["constrain", "draw", "make_sampler"]
+from jaxkv.generation.sampler import Sampler
 
 
 class SamplingOption(NamedTuple):

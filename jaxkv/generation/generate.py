@@ -20,7 +20,7 @@ from jaxkv.generation.sampler import Sampler
 from jaxkv.generation.speculative.drafters import Drafter
 from jaxkv.generation.speculative.speculate import speculate
 from jaxkv.make import make_cache
-from jaxkv.plan import OutOfCellsError
+from jaxkv.plan import PlanRefusedError
 
 ROWS = {"tokens": -1, "logprobs": 0}
 """Fields of a result with a number for each token, and the number that pads them."""
@@ -75,8 +75,7 @@ def generate(
       that has ended is padded, and `lists()` leaves the padding out.
 
     Raises:
-      PlanRefusedError: when the prompts do not fit in `cache`; its subclass OutOfCellsError when
-        the samples do not.
+      PlanRefusedError: when the prompts, or their samples, do not fit in `cache`.
       ValueError: unless a spec or a cache is given, and not both; when there is no prompt, or a
         prompt has no token; and as in `decode`.
       TypeError: when tokens are no integers.
@@ -121,7 +120,7 @@ def generate(
         parents = np.repeat(first, num_samples)
         cache, ok = seq_select(cache, parents, np.arange(count), donate=True)
         if not ok:
-            raise OutOfCellsError(
+            raise PlanRefusedError(
                 f"expected cells for {num_samples} samples of each prompt, got too few in their "
                 f"streams; make a cache with more cells"
             )

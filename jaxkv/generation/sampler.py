@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 class Sampler:
-    """Adjusts logits; make one with `make_sampler` or `constrain`, or write a subclass.
+    """Adjusts logits; make one with `make_sampler` or `Constraint.constrain`, or write a subclass.
 
     A subclass is a registered dataclass (`jax.tree_util.register_dataclass`). It says what it does
     in three methods, all pure: of T texts at once, and the same for each text whatever the others

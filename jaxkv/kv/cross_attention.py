@@ -37,9 +37,9 @@ class CrossAttentionSlots(NamedTuple):
 class CrossAttentionTable(CellTable):
     """The table of a cache for sources: that of attention, but what asks about a text passes by.
 
-    Sources go in as a batch does (`init_encoder`). A ubatch of text is a reader: it takes no cells,
-    and each of its tokens sees all cells of its sequence. Arrays have the shapes that `CacheTable`
-    says.
+    Sources go in as a batch does (`init_batch(encoder=True)`). A ubatch of text is a reader: it
+    takes no cells, and each of its tokens sees all cells of its sequence. Arrays have the shapes
+    that `CacheTable` says.
 
     of_sources: True, static. JAX compares the fields of dataclasses and not their types, so that
       without it a program compiled for a `CellTable` could be found for this one.
@@ -201,5 +201,5 @@ def _check_until(visible_until: Any) -> None:
 def _refuse_to_write() -> NoReturn:
     raise ValueError(
         "wanted queries alone for a layer of sources, which a text only looks at: keys and values "
-        "are written for the ubatch of init_encoder"
+        "are written for the ubatch of init_batch(encoder=True)"
     )

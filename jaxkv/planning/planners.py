@@ -26,13 +26,19 @@ from jaxkv.planning.layout import (
 )
 from jaxkv.planning.placement import finish_plan, place, plan_single_ubatch
 from jaxkv.spec import TableSpec, check_once
+from jaxkv.table import CacheTable
 
 UBATCH_SIZE = 512
 """Tokens that are computed at once where neither the caller nor the cache says otherwise."""
 
 
 def init_batch(
-    cache: Cache, batch: Batch, *, ubatch_size: int | None = None, split_by: SplitBy | None = None
+    cache: Cache,
+    batch: Batch,
+    *,
+    ubatch_size: int | None = None,
+    split_by: SplitBy | None = None,
+    encoder: bool = False,
 ) -> Plan:
     """Plan where the tokens of a batch go. Looks at the table only, and changes nothing.
 
@@ -49,6 +55,14 @@ def init_batch(
       split_by: how the batch is cut into ubatches: "simple", in the order that tokens come, the
         default where rows may hold tokens of several sequences; "equal", as many tokens of several
         sequences, the default where they may not; or "sequence", one sequence at a time.
+      encoder: plan where the sources of sequences go, for layers of `CacheSpec.cross_attention`:
+        the tokens, or embeddings such as frames of sound, that an encoder reads, for sequences that
+        have no source yet. A source comes whole, since its tokens see each other: all of the batch
+        is one ubatch, however long, with a row for each sequence. Its tokens stand at 0 and so on,
+        apart from the positions of the text. Traced, the batch keeps its rows; a list of tokens is
+        one row, which a cache that needs a row for each sequence refuses. `apply` takes the plan
+        in; `write_kv` then writes the keys and values of each layer that looks at sources, as
+        `encode` does.
 
     Returns:
       A `Plan`. Whether it is carried out is a value, `plan.ok`; `plan.check()` raises instead.
@@ -58,7 +72,8 @@ def init_batch(
       ValueError: when a sequence id is known and is none of the cache, when nothing is in the
         batch, when a traced batch is longer than `ubatch_size` or lacks the rows that the cache
         needs, when `ubatch_size` is more than the cache was sized for, or when there is no such
-        `split_by`.
+        `split_by`; of a source when the batch says positions, or a token of it belongs to several
+        sequences.
 
     Examples:
       >>> cache = make_cache(
@@ -75,11 +90,31 @@ def init_batch(
       >>> cache.seq_pos_max([0, 1]).tolist()
       [-1, 1]
 
-    llama.cpp: `llama_memory_i::init_batch`.
+      A source of three tokens, and two tokens of the text, each of which sees all of it:
+
+      >>> sizes = dict(layers=1, kv_heads=1, head_dim=1)
+      >>> text, sources = CacheSpec.attention(**sizes), CacheSpec.cross_attention(**sizes)
+      >>> cache = make_cache(CacheSpec.hybrid((text, [0]), (sources, [1])), cells=4)
+      >>> (ubatch,) = init_batch(cache, make_batch([7, 8, 9]), encoder=True).ubatches
+      >>> k, v = jnp.zeros((1, 4, 1, 1)), jnp.array([2.0, 4.0, 6.0, 0.0]).reshape(1, 4, 1, 1)
+      >>> cache = write_kv(apply(cache, ubatch), 1, ubatch, k, v)
+      >>> (ubatch,) = init_batch(cache, make_batch([0, 3])).ubatches
+      >>> attend(apply(cache, ubatch), 1, ubatch, jnp.zeros((1, 2, 1, 1)))[1][0, :, 0, 0]
+      Array([4., 4.], dtype=float32)
+
+      It is written once:
+
+      >>> plan = init_batch(cache, make_batch([5]), encoder=True)
+      >>> Reason(plan.reason[0].item()).name
+      'ENCODER_ALREADY_WRITTEN'
+
+    llama.cpp: `llama_memory_i::init_batch`; of sources, `llama_encode`.
     """
     table, _ = split(cache)
     if not isinstance(batch, Batch):
         raise TypeError(f"wanted a batch, got {type(batch)}: make_batch(tokens) makes one")
+    if encoder:
+        return _init_encoder(table, batch)
     flat, parts, outputs = layout(
         table.spec, batch, checked_size(table.spec, ubatch_size), split_by
     )
@@ -294,58 +329,9 @@ def _rows_of(spec: TableSpec, ids: jax.Array, valid: jax.Array) -> tuple[jax.Arr
     return index[:, :1] + first, where
 
 
-def init_encoder(cache: Cache, batch: Batch) -> Plan:
-    """Plan where the sources of sequences go. Looks at the table only, and changes nothing.
-
-    A source comes whole, since its tokens see each other: all of the batch is one ubatch, however
-    long, with a row for each sequence. Its tokens stand at 0 and so on, apart from the positions of
-    the text.
-
-    Args:
-      cache: a hybrid cache with a part of `CacheSpec.cross_attention`.
-      batch: the tokens, or embeddings such as frames of sound, that the encoder reads, `make_batch`
-        makes it; for sequences that have no source yet. Traced, it keeps its rows; a
-        list of tokens is one row, which a cache that needs a row for each sequence refuses.
-
-    Returns:
-      A `Plan` of one ubatch. `apply` takes it in; `write_kv` then writes the keys and values of
-      each layer that looks at sources, as `encode` does. The text is not touched. A sequence that
-      has a source is refused, `Reason.ENCODER_ALREADY_WRITTEN`.
-
-    Raises:
-      TypeError: when it is no batch, or the cache has no part for sources.
-      ValueError: when the batch says positions, a token of it belongs to several sequences, a
-        sequence id is known and is none of the cache, or nothing is in the batch.
-
-    Examples:
-      >>> sizes = dict(layers=1, kv_heads=1, head_dim=1)
-      >>> text, sources = CacheSpec.attention(**sizes), CacheSpec.cross_attention(**sizes)
-      >>> cache = make_cache(CacheSpec.hybrid((text, [0]), (sources, [1])), cells=4)
-      >>> (ubatch,) = init_encoder(cache, make_batch([7, 8, 9])).ubatches
-      >>> k, v = jnp.zeros((1, 4, 1, 1)), jnp.array([2.0, 4.0, 6.0, 0.0]).reshape(1, 4, 1, 1)
-      >>> cache = write_kv(apply(cache, ubatch), 1, ubatch, k, v)
-
-      Two tokens of the text, each of which sees the whole source:
-
-      >>> (ubatch,) = init_batch(cache, make_batch([0, 3])).ubatches
-      >>> attend(apply(cache, ubatch), 1, ubatch, jnp.zeros((1, 2, 1, 1)))[1][0, :, 0, 0]
-      Array([4., 4.], dtype=float32)
-
-      It is written once:
-
-      >>> init_encoder(cache, make_batch([5])).check()
-      Traceback (most recent call last):
-      ...
-      jaxkv.plan.PlanRefusedError: the batch was refused, and nothing was changed.
-      sequence 0: ENCODER_ALREADY_WRITTEN, it has a source of 3 tokens already, and one is written
-        once: forget \
-the sequence (seq_rm), which takes its source along
-
-    llama.cpp: `llama_encode`.
-    """
-    table = split(cache)[0].as_encoder_table()
-    if not isinstance(batch, Batch):
-        raise TypeError(f"wanted a batch, got {type(batch)}: make_batch(tokens) makes one")
+def _init_encoder(table: CacheTable, batch: Batch) -> Plan:
+    """Plan where the sources of sequences go, see `init_batch`."""
+    table = table.as_encoder_table()
     if batch.shared_with is not None:
         raise ValueError(
             "wanted tokens of one sequence each in a source, got some of several: encode it for "

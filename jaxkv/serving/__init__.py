@@ -1,9 +1,8 @@
 """Many requests through one cache: an engine, and prompts whose prefixes are computed once."""
 
-from jaxkv.serving.engine import Engine, serve
+from jaxkv.serving.engine import Engine
 from jaxkv.serving.prefix_cache.prompts import MissReason
 from jaxkv.serving.prefix_cache.store import PrefixStore
 from jaxkv.serving.request import FinishReason, Request, RequestOutput
 
 __all__ = ["Engine", "FinishReason", "MissReason", "PrefixStore", "Request", "RequestOutput"]
-__all__ += ["serve"]

@@ -30,8 +30,6 @@ from jaxkv.serving.request import (
 )
 from jaxkv.serving.scheduler import Scheduler
 
-__all__ = ["Engine", "FinishReason", "Request", "RequestOutput", "Constraint", "serve"]
-
 DEFAULT_OPTIONS = ("temperature", "top_k", "top_p", "min_p")
 """The options that requests may have by default: penalties cost something in every step."""
 
@@ -443,21 +441,3 @@ which this cache never has: ask for less, or make a larger one
         for text, reason in ended:
             self._schedule.remove_request(text)
             self._done.append(text.result(reason))
-
-
-def serve(
-    forward: Forward, params: Any, cache: Cache, requests: Iterable[Request], **options: Any
-) -> Iterator[RequestOutput]:
-    """Run requests through a cache, and yield their results as they end.
-
-    Args:
-      forward: see `prefill`.
-      params: whatever the model wants.
-      cache: an empty cache, which is given up.
-      requests: what is asked; ids are 0, 1, 2 and so on. All are checked before the first runs.
-      options: of `Engine`.
-    """
-    engine = Engine(forward, params, cache, **options)
-    for request in requests:
-        engine.submit(request)
-    return engine.results()

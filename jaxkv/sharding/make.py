@@ -30,15 +30,6 @@ def shardings(cache: Cache, mesh: Mesh | AbstractMesh, sharding_rules: ShardingR
     Raises:
       ValueError: when streams or cells are more than one, and no multiple of the devices that they
         are split over. Heads that the devices do not divide are whole on each.
-
-    Examples:
-      >>> mesh = jax.make_mesh((2, 2), ("data", "tensor"))
-      >>> make = lambda: make_cache(
-      ...     CacheSpec.attention(layers=1, kv_heads=2, head_dim=4), cells=8, sequences=4, streams=4
-      ... )
-      >>> where = sharding.shardings(jax.eval_shape(make), mesh, sharding.ShardingRules())
-      >>> [*where.buffers.k[0].spec], [*where.table.position.spec]
-      (['data', 'tensor', None], ['data'])
     """
     table, buffers = split(cache)
     specs = table.with_sharding_rules(sharding_rules).partition_specs(buffers, mesh)
@@ -85,14 +76,6 @@ def make_sharded(
 
     Raises:
       ValueError: see `shardings`.
-
-    Examples:
-      >>> mesh = jax.make_mesh((2, 2), ("data", "tensor"))
-      >>> spec = CacheSpec.attention(layers=1, kv_heads=2, head_dim=4)
-      >>> make = lambda: make_cache(spec, cells=8, sequences=2, streams=2)
-      >>> cache = sharding.make_sharded(make, mesh)
-      >>> cache.buffers.k[0].shape, cache.buffers.k[0].addressable_shards[0].data.shape
-      ((2, 2, 8, 4), (1, 1, 8, 4))
     """
     sharding_rules = ShardingRules() if sharding_rules is None else sharding_rules
 

@@ -9,7 +9,7 @@ It needs the package safetensors: `pip install safetensors`. A cache that is spl
 mesh is saved by Orbax instead, see docs/snapshots.md.
 """
 
-from jaxkv.snapshot.load import Info, inspect, load
+from jaxkv.snapshot.load import inspect, load
 from jaxkv.snapshot.save import save
 
-__all__ = ["Info", "inspect", "load", "save"]
+__all__ = ["inspect", "load", "save"]

@@ -28,7 +28,7 @@ from jaxkv.kv.table import CellTable
 from jaxkv.ops.layer_stack import each_array
 from jaxkv.ops.mla import Values, ValueSlice, value_dim
 from jaxkv.ops.quantised import Stored, zeros
-from jaxkv.plan import OutOfCellsError
+from jaxkv.plan import PlanRefusedError
 from jaxkv.snapshot.chunks import put_in, taken_out
 from jaxkv.snapshot.parts import (
     Entries,
@@ -176,7 +176,7 @@ class CellPart(Part):
         marks[moves.new] = read("evicted_below")[moves.turn]
         left, open_cells, found = _let_go(table, marks)
         for one in np.flatnonzero(wanted > np.asarray(found)):
-            raise OutOfCellsError(
+            raise PlanRefusedError(
                 f"wanted {wanted[one]} cells of stream {one} for a snapshot, got {found[one]}, and "
                 f"nothing was changed: remove a sequence there (seq_rm), close the gaps where "
                 f"cells must be neighbours (defrag_plan), or make a cache with more cells"

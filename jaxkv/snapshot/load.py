@@ -112,7 +112,7 @@ def load(
 
     Raises:
       FileNotFoundError: when there is no such file.
-      OutOfCellsError: a ValueError, when a stream of `into` lacks the cells, or where they must be
+      PlanRefusedError: when a stream of `into` lacks the cells, or where they must be
         neighbours a run of them.
       TypeError: when `model_id` is nothing that JSON holds, or `into` is shapes alone.
       ValueError: when it is no snapshot, of another version, damaged, of another model, of a cache

@@ -113,7 +113,7 @@ class Part(ABC):
           fresh: whether cells are chosen; else they are those that were saved.
 
         Raises:
-          OutOfCellsError: when cells are lacking.
+          PlanRefusedError: when cells are lacking.
         """
 
     @staticmethod

@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import jaxkv
 from jaxkv import snapshot
+from jaxkv.snapshot.load import Info
 from models.chat.chat import Chat
 from models.chat.conversation import ChatError, Conversation, Turn
 from models.errors import brief
@@ -86,7 +87,7 @@ def load(path: str | os.PathLike, chat: Chat, model: Model) -> Chat:
         chat = _taken_in(path, replace(chat, cache=jaxkv.clear(chat.cache)), goes, kept)
     except OSError as error:
         raise ChatError(f"{path} cannot be read: {error.strerror or error}.") from error
-    except jaxkv.OutOfCellsError as error:
+    except jaxkv.PlanRefusedError as error:
         raise ChatError(f"{path} does not fit: {brief(error)}; start with more --cells.") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ChatError(f"{path} cannot be loaded: {brief(error)}.") from error
@@ -109,14 +110,14 @@ def _taken_in(
     held = dict(zip(latest, chat.store.sequences, strict=False))
     try:
         cache = snapshot.load(path, into=chat.cache, sequences=goes | held, donate=True)
-    except jaxkv.OutOfCellsError:
+    except jaxkv.PlanRefusedError:
         held = {}
         cache = snapshot.load(path, into=chat.cache, sequences=goes, donate=True)
     store = chat.store.with_prompts({seq: kept[one] for one, seq in held.items()})
     return replace(chat, cache=cache, store=store)
 
 
-def kept_in(info: snapshot.Info) -> dict[int, list[int]]:
+def kept_in(info: Info) -> dict[int, list[int]]:
     """Return the tokens that a chat kept beside its conversations, by saved sequence.
 
     Raises:
@@ -130,7 +131,7 @@ def kept_in(info: snapshot.Info) -> dict[int, list[int]]:
     return kept
 
 
-def conversations_in(info: snapshot.Info) -> dict[str, Conversation]:
+def conversations_in(info: Info) -> dict[str, Conversation]:
     """Return the conversations that a snapshot says it holds, by name; none where it is no chat.
 
     Raises:

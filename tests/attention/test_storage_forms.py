@@ -20,6 +20,7 @@ from jaxkv import make_batch, snapshot
 from jaxkv.cache import merge, split
 from jaxkv.ops.mla import ValueSlice
 from jaxkv.ops.quantised import decoded, encoded, zeros
+from jaxkv.sharding.make import shardings
 from jaxkv.snapshot.assemble import describe
 from jaxkv.snapshot.file import written
 from tests.attention.formula import MOST, coded, rounded
@@ -334,7 +335,7 @@ def test_layout_stacked_layers_are_split_as_layers_apart():
         other, mesh, rules
     )
     one = jax.eval_shape(partial(make, stacked=True))  # of one stream, which nothing splits
-    specs = jaxkv.sharding.shardings(one, mesh, rules).buffers.k[0].spec
+    specs = shardings(one, mesh, rules).buffers.k[0].spec
     assert not specs[0] and specs[1] == "tensor"
 
 

@@ -10,6 +10,7 @@ import jaxkv
 from jaxkv import CacheSpec, make_cache, make_rope
 from jaxkv.hybrid import HybridTable
 from jaxkv.kv.table import CellTable
+from jaxkv.sharding.make import shardings
 from tests.meshes import RULES, mesh_of
 from tests.mistakes import assert_raises, mistakes
 
@@ -176,7 +177,7 @@ def test_make_cache_on_mesh_lies_as_its_rules_say(name):
         made = make_cache(spec, **options, **POOLS, mesh=mesh, sharding_rules=rules)
         assert found(made) == wanted and made.spec == spec
         chex.assert_trees_all_equal(made.buffers, whole.buffers)
-        where = jaxkv.sharding.shardings(jax.eval_shape(lambda: whole), mesh, rules)
+        where = shardings(jax.eval_shape(lambda: whole), mesh, rules)
         pairs = zip(jax.tree.leaves(made), jax.tree.leaves(where), strict=True)
         assert all(one.sharding == other for one, other in pairs)
 

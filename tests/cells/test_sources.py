@@ -18,6 +18,7 @@ import jaxkv
 from jaxkv import generation, make_batch
 from jaxkv.cache import split
 from jaxkv.hybrid import compose
+from jaxkv.sharding.make import make_sharded
 from tests.attention.formula import formula
 from tests.caches import assert_identical
 from tests.cases import in_lanes
@@ -201,8 +202,8 @@ def test_edits_move_sources_with_whole_sequences(streams, name):
 def test_init_source_has_a_row_for_each_source():
     """And not one row for all: an encoder compares tokens of a row."""
     batch = make_batch([A, B, D], sequences=[0, 1, 3])
-    (ubatch,) = jaxkv.init_encoder(make(), batch).ubatches
-    traced = jax.jit(lambda cache: jaxkv.init_encoder(cache, batch).ubatches[0])(make())
+    (ubatch,) = jaxkv.init_batch(make(), batch, encoder=True).ubatches
+    traced = jax.jit(lambda cache: jaxkv.init_batch(cache, batch, encoder=True).ubatches[0])(make())
     assert ubatch.valid.shape == (4, 8)
     assert_identical(traced, ubatch)  # the tokens are known there too
     rows = zip(ubatch.sequences, ubatch.valid, strict=True)
@@ -252,7 +253,7 @@ def test_init_source_refused_names_reasons_and_changes_nothing():
         jaxkv.PlanRefusedError, match="ENCODER_ALREADY_WRITTEN, it has a source of 5 tokens"
     ):
         encode(cache, [[1]], [0])
-    plan = jaxkv.init_encoder(cache, make_batch([[1] * 30, [2]], sequences=[2, 0]))
+    plan = jaxkv.init_batch(cache, make_batch([[1] * 30, [2]], sequences=[2, 0]), encoder=True)
     reasons = [jaxkv.Reason(int(one)).name for one in plan.reason]
     assert reasons == ["ENCODER_ALREADY_WRITTEN", "OK", "OUT_OF_CELLS", "OK"]
     assert_identical(jaxkv.apply(cache, plan), cache)
@@ -273,13 +274,13 @@ def test_edit_of_a_source_makes_plans_and_tables_stale():
     q = jnp.ones((*ubatch.valid.shape, 2, SIZE // 2))
     after = jaxkv.apply(cache, ubatch)
     shown, mask = jaxkv.read_kv(after, CROSS, ubatch)[::2]
-    owner = jaxkv.draw.cells_of(after.parts[1]).owner
+    owner = after.parts[1].cells().owner
     assert shown.shape == (1, 2, 24, SIZE // 2) and mask[0, 0].tolist() == (owner[0] == 0).tolist()
     assert not np.isnan(jaxkv.attend(after, CROSS, ubatch, q)[1]).any()
     # Between apply and the last layer: of the source, and of the text.
     for edited in (encode(after, [[7]], [2]), jaxkv.seq_rm(after, 3)[0], jaxkv.clear(after)):
         assert np.isnan(jaxkv.attend(edited, CROSS, ubatch, q)[1]).all()
-    plan = jaxkv.init_encoder(cache, make_batch([7], sequences=2))
+    plan = jaxkv.init_batch(cache, make_batch([7], sequences=2), encoder=True)
     assert not jaxkv.is_current(tell(cache, [[3]], [2])[0], plan.ubatches[0])
     gone, _ = jaxkv.seq_rm(cache, 1)  # and the cells of its source are written over
     assert not jaxkv.rewind(encode(gone, [[1]], [2]), to=split(cache)[0])[1]
@@ -367,6 +368,6 @@ def test_encode_prefill_and_select_on_a_mesh():
     mesh, name = mesh_of(streams=2, cells=2), "change places"
     with jax.set_mesh(mesh):
         rules = jaxkv.sharding.ShardingRules(streams="streams", cells="cells")
-        cache = jaxkv.sharding.make_sharded(partial(make, 2), mesh, rules)
+        cache = make_sharded(partial(make, 2), mesh, rules)
         cache, _ = tell(encode(cache, [A, B, D], [0, 1, 3]), ABC, [0, 1, 2])
         check(edited(cache, name), *EDITS[name][1:])

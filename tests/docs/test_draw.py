@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import draw, make_batch
+from jaxkv import make_batch
 from jaxkv.draw import plot
 from jaxkv.draw.cell_runs import folded
 from jaxkv.draw.colours import PALETTE
@@ -104,10 +104,10 @@ def test_show_prints_recorded():
 @pytest.mark.core
 def test_draw_of_no_cache_with_values_raises():
     for look, error, message in [
-        (lambda: draw.cells_of(hybrid()), TypeError, "got a hybrid one: look at each of"),
+        (lambda: hybrid().cells(), TypeError, "got a hybrid one: look at each of"),
         (lambda: jax.eval_shape(jaxkv.show, pool()), TypeError, "got a traced one"),
         (lambda: jaxkv.show(jax.eval_shape(pool)), TypeError, "got the shapes of one"),
-        (lambda: draw.cells_of(pool()).held(40), ValueError, "from 0 to 39, got 40"),
+        (lambda: pool().cells().held(40), ValueError, "from 0 to 39, got 40"),
     ]:
         with pytest.raises(error, match=message):
             look()
@@ -170,7 +170,7 @@ def test_repr_html_of_long_table_is_folded():
 
 def test_folded_without_neighbours_builds_one_fold():
     """Not every way of folding: that would take long in a large table."""
-    view = replace(draw.cells_of(interleaved()), position=np.arange(300, 0, -1)[None])
+    view = replace(interleaved().cells(), position=np.arange(300, 0, -1)[None])
     asked = []
     folded(view, 0, 50, lambda runs: asked.append(len(runs)) or True)
     assert asked == [1]
@@ -198,7 +198,7 @@ def sequences_in(image):
 
 def test_plot_cells_has_colours_of_owners(agg):
     ax = plot.cells(pool())
-    wanted = draw.cells_of(pool()).owner[0]
+    wanted = pool().cells().owner[0]
     (image,) = ax.images
     drawn = sequences_in(image.get_array()).ravel()[:24]
     np.testing.assert_array_equal(drawn, np.where(wanted < 0, -1, wanted % 7))

@@ -9,7 +9,7 @@ import pytest
 
 import jaxkv
 from jaxkv import generation, make_batch
-from jaxkv.generation.filters import constrain, make_sampler
+from jaxkv.generation import Constraint, make_sampler
 from tests.caches import SMALL, SPLIT, VOCABULARY, filled
 from tests.generation.tiny import BEST, assert_sound, ends, forward
 
@@ -23,12 +23,11 @@ def decoded(cache, state, stop_tokens=(), *, num_tokens, sampler=BEST):
 
 
 # Says 1, 2, 3 and so on.
-COUNTING = constrain(
-    BEST,
+COUNTING = Constraint(
     first=0,
     allowed=lambda count: jnp.arange(VOCABULARY) == count,
     advance=lambda count, token: count + 1,
-)
+).constrain(BEST)
 
 
 def test_begin_reads_lists_and_asks_nothing_of_empty_texts():
@@ -72,7 +71,7 @@ def test_begin_pairs_rows_of_logits_with_their_sequences():
 def test_start_and_begin_count_the_first_token(sampler):
     if sampler == "rule":
         rising = dict(allowed=lambda n: jnp.arange(VOCABULARY) > n, advance=lambda n, token: token)
-        sampler = constrain(BEST, first=-1, **rising)
+        sampler = Constraint(first=-1, **rising).constrain(BEST)
     else:
         sampler = make_sampler(presence_penalty=9.0, frequency_penalty=2.0)
     result = jaxkv.prefill(forward, None, filled(2, 1), make_batch([[3], [4]]))

@@ -7,10 +7,10 @@ import pytest
 import jaxkv
 from jaxkv import Reason, generation, make_batch
 from jaxkv.generation.filters import make_sampler
-from jaxkv.serving.engine import serve
 from jaxkv.serving.request import FinishReason, Request
 from tests.caches import attention_cache
 from tests.generation.tiny import by_table
+from tests.serving.servers import serve
 
 BEST, WARM = make_sampler(), make_sampler(temperature=1.0)
 TABLE = jnp.roll(jnp.eye(4), 1, axis=1) + 0.01

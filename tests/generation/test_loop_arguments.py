@@ -1,7 +1,6 @@
 """Bad arguments of loops, samplers, engines and stores: each raises, and nothing changes."""
 
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ import pytest
 
 import jaxkv
 from jaxkv import generation, make_batch
-from jaxkv.generation.filters import constrain, make_sampler
+from jaxkv.generation.filters import make_sampler
 from jaxkv.serving import PrefixStore
 from jaxkv.serving.engine import Constraint, Engine, Request
 from tests import caches
@@ -93,7 +92,11 @@ class Bare:
         return forward(params, cache, ubatch)
 
 
-ruled = partial(constrain, make_sampler(), first=1, allowed=parity, advance=other)
+def ruled(sampler=None, first=1, allowed=parity, advance=other):
+    rule = Constraint(first=first, allowed=allowed, advance=advance)
+    return rule.constrain(make_sampler() if sampler is None else sampler)
+
+
 traced = jax.jit(lambda **numbers: make_sampler(**numbers))
 RULE = Constraint(
     first=0, allowed=lambda s: jnp.arange(caches.VOCABULARY) > s, advance=lambda s, token: token

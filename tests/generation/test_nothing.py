@@ -46,6 +46,13 @@ def store():
     return PrefixStore(prompted(), sequences=[1])
 
 
+def served(requests):
+    engine = serving.Engine(*MODEL, make())
+    for request in requests:
+        engine.submit(request)
+    return [*engine.results()]
+
+
 def attended(rows, cells=3):
     keys = jnp.zeros((rows, 1, cells, 2))
     return attention(jnp.zeros((rows, 1, 1, 2)), keys, keys, jnp.ones((rows, 1, cells), bool))
@@ -72,10 +79,10 @@ def beam(m, logits, width=1):
     return generation.beam(*MODEL, m, logits, num_beams=width, num_tokens=1)
 
 
-OTHERS = """attend clear constrain draw rewind init_full init_update
+OTHERS = """attend clear rewind init_full init_update
 is_current generate model_step
 make_rope read_kv read_states save show
-compiled_step warm_up write_kv write_states"""
+warm_up write_kv write_states"""
 # These are given no lists, or what a call above has made
 
 

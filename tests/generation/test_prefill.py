@@ -13,6 +13,7 @@ import models
 from jaxkv import generation, make_batch
 from jaxkv.cache import split
 from jaxkv.core import compile_cache
+from jaxkv.generation.model_step import compiled_step
 from tests.caches import assert_identical, filled
 from tests.cases import mostly_nightly
 from tests.generation.tiny import BEST, DATA, forward
@@ -87,7 +88,7 @@ def test_weights_of_a_model_die_with_it(name, collected_soon):
 
 
 def test_step_of_dead_function_raises():
-    step = generation.compiled_step(lambda *args: forward(*args))
+    step = compiled_step(lambda *args: forward(*args))
     (ubatch,) = jaxkv.init_batch(filled(4), make_batch([1])).ubatches
     with pytest.raises(ReferenceError, match="is gone: keep it"):
         step(None, *split(filled(4)), ubatch)

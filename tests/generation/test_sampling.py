@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from jaxkv.generation.filters import OPTIONS, constrain, draw, keep_best, make_sampler
-from jaxkv.generation.sampler import adjust_logits
+from jaxkv.generation import Constraint
+from jaxkv.generation.filters import OPTIONS, keep_best, make_sampler
+from jaxkv.generation.sampler import adjust_logits, draw
 from tests.generation.tiny import other, parity
 
 pytestmark = pytest.mark.core
@@ -154,12 +155,14 @@ def test_constrained_sees_each_text_alone():
     """It is never shown what is no token, and stays where none came."""
     rows = jnp.broadcast_to(LOGITS, (2, 5))
     for allowed, advance in RULES:
-        rule = constrain(make_sampler(), first=jnp.int32(1), allowed=allowed, advance=advance)
+        rule = Constraint(first=jnp.int32(1), allowed=allowed, advance=advance).constrain(
+            make_sampler()
+        )
         state = rule.init(NONE)
         assert pick(rule, rows, keys_of(2), state).tolist() == [3, 3]  # the best odd one
         state = rule.update(state, jnp.array([3, -1]))
         assert pick(rule, rows, keys_of(2), state).tolist() == [0, 3]
     for temperature in (0.0, 1.0):  # nothing is allowed
         sampler = make_sampler(temperature=temperature, top_p=0.9, min_p=0.1)
-        rule = constrain(sampler, first=7, allowed=parity, advance=other)
+        rule = Constraint(first=7, allowed=parity, advance=other).constrain(sampler)
         assert pick(rule, rows, keys_of(2), rule.init(NONE)).tolist() == [-1, -1]

@@ -10,7 +10,7 @@ import pytest
 
 import jaxkv
 from jaxkv import generation, make_batch
-from jaxkv.generation.filters import constrain, make_sampler
+from jaxkv.generation import Constraint, make_sampler
 from jaxkv.generation.speculative import token_tree
 from tests.caches import SMALL, SPLIT, VOCABULARY, Kind, filled
 from tests.cases import mostly_nightly
@@ -119,7 +119,7 @@ def test_speculate_sampler_follows_only_accepted_tokens():
     prompts = [[1, 2, 1, 2], [3, 4, 3, 4]]
     length_penalty = make_sampler(repeat_penalty=1.5, penalty_last_n=6)
     odd = dict(allowed=lambda s: jnp.arange(VOCABULARY) % 2 == s, advance=lambda s, t: 1 - t % 2)
-    rule = constrain(length_penalty, first=0, **odd)
+    rule = Constraint(first=0, **odd).constrain(length_penalty)
     cache, logits, ids, *_ = jaxkv.prefill(forward, None, SMALL.make(), make_batch(prompts))
     state = generation.init_decode(
         cache, logits=logits, sampler=rule, sequences=ids, prompts=prompts
@@ -148,7 +148,7 @@ def test_speculate_texts_in_any_sequences():
 def test_speculate_nan_logit_of_hidden_token_ends_text(num_branches):
     params = (jnp.roll(jnp.eye(4), 1, axis=1) + 0.01).at[3, 0].set(jnp.nan)
     prompt, rule = [1, 2, 3, 1], dict(allowed=lambda s: jnp.arange(4) > s, advance=lambda s, t: s)
-    hiding = constrain(BEST, first=0, **rule)
+    hiding = Constraint(first=0, **rule).constrain(BEST)
     cache = jaxkv.make_cache(
         jaxkv.CacheSpec.attention(layers=1, kv_heads=1, head_dim=1), cells=64, sequences=4
     )
@@ -181,7 +181,7 @@ def test_speculate_draws_have_chances_of_the_model(kind, temperature):
                 [[0, 1, 2, 0, 1, 3]] * count, ngram=1, num_draft_tokens=2, recent=8
             )
         else:
-            make = generation.tree_draft_model if kind == "tree" else generation.draft_model
+            make = partial(generation.draft_model, num_branches=2 if kind == "tree" else 1)
             draft = make(by_table, CHANCES[1], cache, batch_size=count, num_draft_tokens=2)
         made = generation.speculate(
             by_table, CHANCES[0], cache, state, drafter=draft, num_tokens=3, sampler=sampler

@@ -111,7 +111,7 @@ def test_tree_says_what_decode_says_in_fewer_steps(name, streams, ids, kind):
         draft = partial(drafting, model, BRANCHING, noise=0.4, ids=ids, **six)
         _, _, chain = assert_says_the_same(model, draft(), cache, state)
         most = chain.num_model_steps.sum()
-        tree = draft(make=partial(generation.tree_draft_model, num_branches=3))
+        tree = draft(make=partial(generation.draft_model, num_branches=3))
     _, _, made = assert_says_the_same(model, tree, cache, state)
     assert made.num_model_steps.sum() < most
 

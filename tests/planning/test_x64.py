@@ -131,5 +131,7 @@ def test_loops_x64_keep_dtypes_and_pick_the_same(draft, wide):
     grouped, grew, _ = generation.self_extend(cache, 0, 0, group=2, width=2)
     assert ok and grew and dtypes(slid) == dtypes(grouped) == dtypes(cache)
     request = serving.Request(prompt=prompts[1], max_new_tokens=5)
-    (result,) = serving.serve(forward, params, empty, [request], prefill_chunk=8)
+    engine = serving.Engine(forward, params, empty, prefill_chunk=8)
+    engine.submit(request)
+    (result,) = engine.results()
     assert len(result.tokens) == 5

@@ -11,9 +11,10 @@ import numpy as np
 
 import jaxkv
 from jaxkv import generation, make_batch
-from jaxkv.generation.filters import OPTIONS, FilterSampler, constrain
+from jaxkv.generation import Constraint
+from jaxkv.generation.filters import OPTIONS, FilterSampler
 from jaxkv.serving import MissReason, PrefixStore
-from jaxkv.serving.engine import Constraint, Engine, FinishReason, Request
+from jaxkv.serving.engine import Engine, FinishReason, Request
 from tests.caches import VOCABULARY, Kind
 from tests.generation.tiny import assert_sound, forward
 
@@ -94,7 +95,7 @@ def alone(request, *, model=forward, params=None, cache=None, stop_tokens=STOP, 
     sampler = FilterSampler(**filters, penalty_last_n=last_n)
     if request.constraint_state is not None:
         rule = dict(allowed=RULE.allowed, advance=RULE.advance)
-        sampler = constrain(sampler, first=jnp.int32(request.constraint_state), **rule)
+        sampler = Constraint(first=jnp.int32(request.constraint_state), **rule).constrain(sampler)
     tokens, valid = np.zeros((1, 48), np.int32), np.zeros((1, 48), bool)
     tokens[0, : len(request.prompt)], valid[0, : len(request.prompt)] = request.prompt, True
     cache, logits, ok = in_one_piece(model)(params, cache, tokens, valid)
@@ -149,6 +150,14 @@ def run(engine, requests):
     found = {result.id: result for result in engine.results()}
     assert sorted(found) == ids
     return [found[one] for one in ids]
+
+
+def serve(forward, params, cache, requests, **options):
+    """The outputs of requests to an engine, in the order in which they end."""
+    engine = Engine(forward, params, cache, **options)
+    for request in requests:
+        engine.submit(request)
+    return list(engine.results())
 
 
 def ask(engine, prompt, max_new_tokens=1, **options):

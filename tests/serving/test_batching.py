@@ -12,7 +12,7 @@ import pytest
 import jaxkv
 from jaxkv.cache import split
 from jaxkv.serving import PrefixStore
-from jaxkv.serving.engine import Engine, FinishReason, Request, serve
+from jaxkv.serving.engine import Engine, FinishReason, Request
 from models.compiling import counting
 from tests.caches import Kind
 from tests.cases import mostly_nightly
@@ -32,6 +32,7 @@ from tests.serving.servers import (
     engine_of,
     mixed,
     run,
+    serve,
     warm,
 )
 

@@ -15,6 +15,7 @@ import jaxkv
 import models
 from jaxkv.core.partitioning import ShardingRules
 from jaxkv.kv.cells import Cells
+from jaxkv.sharding.make import make_sharded
 from models.cli.arguments import InputError, parser
 from models.cli.main import main
 from models.families.caches import Attends, make_cache
@@ -61,7 +62,7 @@ def test_make_with_room_counts_whole_arrays_on_each_device(axes, kv_heads, sizes
     def allocated(**options):
         layer = Attends(kv_heads=kv_heads, head_dim=8_000, rope=None)
         make = partial(make_cache, [layer], sequences=options.get("streams", 1), **options)
-        return jaxkv.sharding.make_sharded(make, mesh)
+        return make_sharded(make, mesh)
 
     mesh = make_mesh(axes)
     with jax.set_mesh(mesh), pytest.raises(models.ModelError, match=message):

@@ -12,6 +12,7 @@ from jax.tree_util import Partial
 import jaxkv
 from jaxkv import sharding
 from jaxkv.cache import merge
+from jaxkv.sharding.make import make_sharded
 from tests.attention.formula import slope
 from tests.caches import Kind, assert_identical, attention_cache
 from tests.cases import in_lanes
@@ -166,9 +167,7 @@ def attend_without_mesh():
 
 
 def allocate(sharding_rules=RULES, **options):
-    sharding.make_sharded(
-        partial(make, sequences=2, **options), mesh_of(data=2, cells=4), sharding_rules
-    )
+    make_sharded(partial(make, sequences=2, **options), mesh_of(data=2, cells=4), sharding_rules)
 
 
 def layout(**options):

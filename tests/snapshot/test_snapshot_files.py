@@ -105,7 +105,7 @@ def test_load_into_donates_where_nothing_is_refused(saved):
     with pytest.raises(ValueError, match="checksum .* the snapshot is damaged"):
         snapshot.load(damaged, into=cache, donate=True)
     full = drawn(" ".join(f"{i}{{0}}" for i in range(12)))
-    with pytest.raises(jaxkv.OutOfCellsError):
+    with pytest.raises(jaxkv.PlanRefusedError):
         snapshot.load(snapshot.save(full, sequences=[0]), into=full, sequences=[1], donate=True)
     assert not any(x.is_deleted() for x in jax.tree.leaves((cache, full)))
     kept = snapshot.load(snapshot.save(full, sequences=0), into=full, sequences=0, donate=True)
@@ -184,7 +184,9 @@ def of_each_kind():
     for tokens in ([[1], [2]], [[3], [4]], [[5], [6]]):
         batch = jaxkv.make_batch(tokens, sequences=[0, 2])
         cache = jaxkv.apply(cache, jaxkv.init_batch(cache, batch).check())
-    cache = jaxkv.apply(cache, jaxkv.init_encoder(cache, jaxkv.make_batch([[6, 7]])).check())
+    cache = jaxkv.apply(
+        cache, jaxkv.init_batch(cache, jaxkv.make_batch([[6, 7]]), encoder=True).check()
+    )
     cache = jaxkv.seq_add(jaxkv.seq_cp(cache, 0, 1).cache, 2, 0, -1, delta=2).cache
     return with_numbers(cache), snapshot.save(with_numbers(cache), sequences=[0, 1, 2])
 

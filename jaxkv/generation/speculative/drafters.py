@@ -16,7 +16,7 @@ from jaxkv.api.edits import seq_rm
 from jaxkv.cache import Cache, split
 from jaxkv.core.donation import check_there
 from jaxkv.core.validate import check_count
-from jaxkv.generation.model_step import Forward, model_step
+from jaxkv.generation.model_step import model_step
 from jaxkv.generation.padding import chosen, padded
 from jaxkv.generation.sampler import Sampler, adjust_logits, draw, draw_key
 from jaxkv.generation.state import DecodeState, ends
@@ -281,47 +281,6 @@ class DraftModel(Drafter):
         last = jnp.take_along_axis(fed, jnp.maximum(taken - 1, 0)[:, None], axis=1)[:, 0]
         unfed = jnp.where(taken > 0, last, self.unfed)
         return replace(self, cache=cache, unfed=jnp.where(lacking == 1, unfed, -1))
-
-
-def draft_model(
-    forward: Forward, params: Any, cache: Cache, *, batch_size: int = 1, num_draft_tokens: int = 3
-) -> DraftModel:
-    """Guess by a smaller model of the same vocabulary, which has a cache of its own.
-
-    Args:
-      forward: the model, see `prefill`; pass the same function every time.
-      params: whatever it wants.
-      cache: its cache after the same prompts, in the same sequences. One that keeps states must
-        keep `num_draft_tokens` earlier ones.
-      batch_size: T, how many texts there are.
-      num_draft_tokens: the most tokens of a guess, static.
-
-    Returns:
-      The draft, for `speculate`. Where its cache has no room for all texts that go on, they go on
-      without guesses, and so does a text that its cache does not hold as far as the other one;
-      what is done to one cache by hand must be done to the other.
-
-    Raises:
-      ValueError: when a number is below 1, the cache keeps too few states, or it was donated.
-      TypeError: when the model is no function.
-
-    llama.cpp: `examples/speculative`.
-    """
-    num_draft_tokens, batch_size = (
-        check_count(num_draft_tokens, "num_draft_tokens"),
-        check_count(batch_size, "batch_size"),
-    )
-    if not callable(forward):
-        raise TypeError(f"wanted a function, got {type(forward)}")
-    check_rollback(cache, num_draft_tokens, "the draft's cache")
-    check_there(cache, what="the draft's cache")
-    return DraftModel(
-        params=params,
-        cache=cache,
-        unfed=jnp.full(batch_size, -1, jnp.int32),
-        forward=forward,
-        num_draft_tokens=num_draft_tokens,
-    )
 
 
 def check_rollback(cache: Cache, wanted: int, what: str) -> None:

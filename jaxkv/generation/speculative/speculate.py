@@ -131,7 +131,7 @@ def speculate(
       cache: the cache after the prompts. One that keeps states must keep as many earlier ones as
         the draft tries, and cannot branch.
       state: how far each text has come, see `decode`.
-      drafter: of `prompt_lookup`, `draft_model`, `tree_draft_model`, or a `Drafter` of your own.
+      drafter: of `prompt_lookup`, `draft_model`, or a `Drafter` of your own.
       num_tokens: the most tokens to generate for each text, static.
       sampler: see `decode`.
       stop_tokens: the tokens that end a text, see `decode`.

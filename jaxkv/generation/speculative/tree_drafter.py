@@ -1,18 +1,16 @@
 """A model that guesses several ways at once: its best tokens, and how each goes on."""
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxkv.cache import Cache, merge, split
-from jaxkv.core.validate import check_count
-from jaxkv.generation.model_step import Forward, model_step
+from jaxkv.cache import merge, split
+from jaxkv.generation.model_step import model_step
 from jaxkv.generation.sampler import Sampler, adjust_logits, draw, draw_key
 from jaxkv.generation.speculative import token_tree
-from jaxkv.generation.speculative.drafters import DraftModel, DraftTokens, draft_model
+from jaxkv.generation.speculative.drafters import DraftModel, DraftTokens
 from jaxkv.generation.state import DecodeState, ends
 from jaxkv.planning.planners import plan_next
 
@@ -20,7 +18,7 @@ from jaxkv.planning.planners import plan_next
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TreeDraftModel(DraftModel):
-    """What `tree_draft_model` makes. What its methods are given has the shapes that `Drafter` says.
+    """What `draft_model` makes of several branches; shapes are those that `Drafter` says.
 
     guessed: `[T, k, n]` int32, the tokens of the last guess.
     sequences: `[T, k]` int32, those of its branches in the cache of the draft, see `trees`.
@@ -116,66 +114,3 @@ class TreeDraftModel(DraftModel):
         table = token_tree.keep(table, sequences, self.sequences, branch)
         kept = replace(self, cache=merge(table, buffers))
         return super(TreeDraftModel, kept).update(sequences, at, fed, taken)
-
-
-def tree_draft_model(
-    forward: Forward,
-    params: Any,
-    cache: Cache,
-    *,
-    batch_size: int = 1,
-    num_draft_tokens: int = 3,
-    num_branches: int = 2,
-) -> TreeDraftModel:
-    """Guess by a smaller model in several ways: the best tokens it says, and how each goes on.
-
-    Where a model that guesses is often wrong at once, its second guess often is right. It computes
-    as many tokens a step as there are branches, and the model that checks them all of them. Where
-    texts are drawn, branches are too, and the texts keep the distribution of the model.
-
-    Args:
-      forward: see `draft_model`.
-      params: see `draft_model`.
-      cache: see `draft_model`; of attention alone, and with a sequence for each branch.
-      batch_size: T, how many texts there are.
-      num_draft_tokens: the most tokens of a branch, static.
-      num_branches: k, how many first tokens are tried, static.
-
-    Returns:
-      The draft, for `speculate`; see `draft_model`.
-
-    Raises:
-      ValueError: as `draft_model` does; or when the cache keeps states, or has fewer than T * k
-        sequences, or a stream for each.
-      TypeError: when the model is no function.
-
-    Examples:
-      A cache of six sequences has room for two texts of three branches each:
-
-      >>> def forward(params, cache, ubatch):
-      ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
-      ...     cache, x = attend(cache, 0, ubatch, x, x, x)
-      ...     return cache, x.reshape(-1, 4)[ubatch.outputs] @ params.T
-      >>> cache = make_cache(
-      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=4), cells=32, sequences=6
-      ... )
-      >>> draft = generation.tree_draft_model(
-      ...     forward, jnp.eye(4), cache, batch_size=2, num_branches=3
-      ... )
-      >>> draft.guessed.shape
-      (2, 3, 3)
-
-    llama.cpp: `examples/speculative`, with `n_parallel`.
-    """
-    num_branches = check_count(num_branches, "num_branches")
-    alone = draft_model(
-        forward, params, cache, batch_size=batch_size, num_draft_tokens=num_draft_tokens
-    )
-    spec = split(cache)[0].spec
-    token_tree.check_branches(spec, alone.batch_size, num_branches, "the draft's cache")
-    return TreeDraftModel(
-        **{one.name: getattr(alone, one.name) for one in fields(alone)},
-        guessed=jnp.zeros((alone.batch_size, num_branches, alone.num_draft_tokens), jnp.int32),
-        sequences=jnp.full((alone.batch_size, num_branches), spec.sequences, jnp.int32),
-        num_branches=num_branches,
-    )
