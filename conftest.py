@@ -60,7 +60,19 @@ _ON_THE_CORE = (
 """Names of folders in `jaxkv/`."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--check-types",
+        action="store_true",
+        help="check annotations of jaxkv that name shapes (jaxtyping, beartype) at each call",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--check-types"):
+        from tests.typecheck import import_checked
+
+        import_checked()
     gc.set_threshold(50_000, 10, 10)  # tracing makes millions of objects, and little garbage
     if not config.getoption("--hypothesis-profile"):
         nightly = config.option.markexpr == "nightly"

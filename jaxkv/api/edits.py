@@ -14,7 +14,9 @@ An edit that changes a stream makes the ubatches that were planned on that strea
 What it does to the plans of updates and defrags is said in `is_current`.
 """
 
-from typing import Any, NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +24,15 @@ import numpy as np
 
 from jaxkv.cache import Cache, merge, split
 from jaxkv.core.array_utils import is_concrete
-from jaxkv.core.validate import Ids, check_bounds, check_count, check_position, check_single_bounds
+from jaxkv.core.validate import check_bounds, check_count, check_position, check_single_bounds
 from jaxkv.jit_helpers import jit_method, jit_table
 from jaxkv.spec import changes_of, check_once, within_streams
 from jaxkv.table import CacheTable
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, ArrayLike, Bool, Int32, PyTree
+
+    from jaxkv.core.types import Id, Ids
 
 
 class EditResult(NamedTuple):
@@ -36,7 +43,7 @@ class EditResult(NamedTuple):
     """
 
     cache: Cache
-    ok: jax.Array
+    ok: Bool[Array, "*n"]
 
 
 def seq_rm(cache: Cache, seq: Ids | None = None, p0: Ids = 0, p1: Ids | None = None) -> EditResult:
@@ -235,7 +242,7 @@ def seq_select(cache: Cache, parents: Ids, sequences: Ids, *, donate: bool = Fal
     return EditResult(*selected(table, buffers, *ids))
 
 
-def seq_keep(cache: Cache, seq: Ids) -> EditResult:
+def seq_keep(cache: Cache, seq: Id) -> EditResult:
     """Forget every sequence but one.
 
     Args:
@@ -259,7 +266,7 @@ def seq_keep(cache: Cache, seq: Ids) -> EditResult:
     return EditResult(merge(_keep(table, table.spec.sequence_id(seq)), buffers), jnp.array(True))
 
 
-def seq_add(cache: Cache, seq: Ids, p0: Ids, p1: Ids | None, *, delta: Ids) -> EditResult:
+def seq_add(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, delta: Id) -> EditResult:
     """Move a range of a sequence by some positions; its keys are rotated later, all at once.
 
     The next batch that would see a moved key is refused until `apply(cache, init_update(cache))`
@@ -309,7 +316,7 @@ def seq_add(cache: Cache, seq: Ids, p0: Ids, p1: Ids | None, *, delta: Ids) -> E
     return EditResult(merge(table, buffers), ok)
 
 
-def seq_div(cache: Cache, seq: Ids, p0: Ids, p1: Ids | None, *, divisor: Ids) -> EditResult:
+def seq_div(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, divisor: Id) -> EditResult:
     """Divide the positions of a range of a sequence, rounding down; keys are rotated later.
 
     Args:
@@ -374,7 +381,7 @@ _clear = jit_method(CacheTable.clear)
 
 
 @jit_table
-def _remove(table: Any, *cuts: jax.Array) -> tuple[Any, jax.Array]:
+def _remove(table: CacheTable, *cuts: jax.Array) -> tuple[CacheTable, Bool[Array, "*n"]]:
     """Forget ranges one after another: `seq`, `start`, `stop` and `ok` are `[]` or `[n]`."""
     all_cuts = jnp.broadcast_arrays(*cuts)
     if all_cuts[0].ndim == 0:
@@ -383,9 +390,13 @@ def _remove(table: Any, *cuts: jax.Array) -> tuple[Any, jax.Array]:
 
 
 def _copied(
-    table: Any, buffers: Any, src: jax.Array, dst: jax.Array, *bounds: jax.Array
-) -> tuple[Cache, jax.Array]:
-    """Return a cache after `CacheTable.copy`, as it was if that is refused; and `ok`, `[]` bool."""
+    table: CacheTable,
+    buffers: PyTree,
+    src: Int32[Array, ""],
+    dst: Int32[Array, "*n"],
+    *bounds: Int32[Array, ""],
+) -> tuple[Cache, Bool[Array, ""]]:
+    """Return a cache after `CacheTable.copy`, as it was if that is refused; and `ok`."""
     ok, _ = table.can_copy(src, dst, *bounds)
     dst = jnp.where(ok, dst, table.spec.sequences)
     table, buffers = table.copy(buffers, src, dst, *bounds)
@@ -397,14 +408,14 @@ _copy_donated = jit_table(_copied, donate_argnames="buffers")
 
 
 @jit_table
-def _select(table: Any, parents: jax.Array, ids: jax.Array) -> Any:
-    """Return the table after `CacheTable.select` of `[n]` int32 each, within streams."""
+def _select(table: CacheTable, parents: Int32[Array, " n"], ids: Int32[Array, " n"]) -> CacheTable:
+    """Return the table after `CacheTable.select` within streams."""
     return table.select(None, *changes_of(table.spec, parents, ids))[0]
 
 
 def _selected(
-    table: Any, buffers: Any, parents: jax.Array, ids: jax.Array
-) -> tuple[Cache, jax.Array]:
+    table: CacheTable, buffers: PyTree, parents: Int32[Array, " n"], ids: Int32[Array, " n"]
+) -> tuple[Cache, Bool[Array, ""]]:
     """Return a cache after `CacheTable.select`, as it was if that is refused; and `ok`."""
     parents, ids = changes_of(table.spec, parents, ids)
     ok = table.can_select(parents, ids)
@@ -416,8 +427,10 @@ _select_buffers = jit_table(_selected)
 _select_buffers_donated = jit_table(_selected, donate_argnames="buffers")
 
 
-def _pairs(table: Any, parents: Ids, sequences: Ids) -> tuple[Any, Any]:
-    """Return parents and the sequences that go on from them as `[n]` int32.
+def _pairs(
+    table: CacheTable, parents: Ids, sequences: Ids
+) -> tuple[Int32[ArrayLike, " n"], Int32[ArrayLike, " n"]]:
+    """Return parents and the sequences that go on from them.
 
     Raises:
       ValueError: when the shapes differ, or a sequence is known and comes twice or is none.

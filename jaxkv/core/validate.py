@@ -1,8 +1,10 @@
 """Checks of arguments: integers within bounds, flags, and shapes that XLA can hold."""
 
+from __future__ import annotations
+
 import math
 import operator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +13,8 @@ import numpy as np
 from jaxkv.core.array_utils import is_concrete
 from jaxkv.core.constants import END
 
-Ids = jax.typing.ArrayLike
-"""Integers of any integer dtype."""
+if TYPE_CHECKING:
+    from jaxkv.core.types import Id, Ids
 
 
 def check_count(value: Any, name: str, *, low: int = 1, high: int = END) -> int:
@@ -97,7 +99,7 @@ def check_int32(
     return value.astype(jnp.int32) if isinstance(value, jax.Array) else array.astype(np.int32)
 
 
-def check_position(value: Ids, name: str) -> Any:
+def check_position(value: Id, name: str) -> Any:
     """Return one position, or how far one moves, as `[]` int32.
 
     Raises:

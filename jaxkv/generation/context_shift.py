@@ -4,7 +4,9 @@ Both move keys that stand in the cache already, and rotate them. Those of all la
 were computed when more was seen, or when it stood further away, and stay what they were.
 """
 
-from typing import Any, NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +17,17 @@ from jaxkv.api.edits import EditResult
 from jaxkv.cache import Cache, merge, split
 from jaxkv.core.constants import END
 from jaxkv.core.donation import check_there
-from jaxkv.core.validate import Ids, check_count, check_int32
+from jaxkv.core.validate import check_count, check_int32
 from jaxkv.jit_helpers import jit_table
 from jaxkv.spec import TableSpec
 from jaxkv.table import MaintenancePlan
 
+if TYPE_CHECKING:
+    from jaxkv.core.types import Id
+
 
 def context_shift(
-    cache: Cache, seq: Ids, *, num_keep: Ids, num_discard: Ids, donate: bool = False
+    cache: Cache, seq: Id, *, num_keep: Id, num_discard: Id, donate: bool = False
 ) -> EditResult:
     """Forget a passage of a sequence and close the gap, for a text that never ends.
 
@@ -84,7 +89,7 @@ class SelfExtendResult(NamedTuple):
 
 
 def self_extend(
-    cache: Cache, seq: Ids, grouped: Ids, *, group: int, width: int, donate: bool = False
+    cache: Cache, seq: Id, grouped: Id, *, group: int, width: int, donate: bool = False
 ) -> SelfExtendResult:
     """Let `group` neighbours share a position, so that a text is longer than positions reach.
 
