@@ -5,21 +5,29 @@ read), `StateTable` (recurrence), and `HybridTable`, several of them that step t
 subclass of `CacheTable`, which lists what edits, plans and loops ask of one.
 """
 
+from __future__ import annotations
+
 import operator
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, SupportsIndex, TypeVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch
-from jaxkv.cache_spec import CacheSpec
 from jaxkv.core.array_utils import nbytes
-from jaxkv.core.partitioning import Partitioned, ShardingRules
-from jaxkv.spec import TableSpec, check_spec
+from jaxkv.core.partitioning import Partitioned
+from jaxkv.spec import check_spec
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int, Int32, PyTree, Shaped, UInt32
+
+    from jaxkv.cache_spec import CacheSpec
+    from jaxkv.core.partitioning import ShardingRules
+    from jaxkv.core.types import AnyMesh
+    from jaxkv.spec import TableSpec
 
 R = TypeVar("R")
 
@@ -27,28 +35,28 @@ R = TypeVar("R")
 class SequenceStatus(NamedTuple):
     """What a table says of the sequences that a batch brings tokens for.
 
-    last: `[Q]` int32, the position that a sequence goes on after; -1 if it holds none, and for
-      those that were not asked for.
-    missing: `[Q]` bool, whether a token right after it would miss something that it should see.
-    pending: `[Q]` bool, whether a sequence sees a key that is owed a rotation.
+    last: the position that a sequence goes on after; -1 if it holds none, and for those that were
+      not asked for.
+    missing: whether a token right after it would miss something that it should see.
+    pending: whether a sequence sees a key that is owed a rotation.
     """
 
-    last: jax.Array
-    missing: jax.Array
-    pending: jax.Array
+    last: Int32[Array, " Q"]
+    missing: Bool[Array, " Q"]
+    pending: Bool[Array, " Q"]
 
 
 class Admission(NamedTuple):
     """Which sequences find room for their tokens.
 
-    fits: `[Q]` bool, whether there are cells enough, the sequences that want least first.
-    together: `[Q]` bool, the sequences that are sure to find them if they come without the others.
-    left: `[Q]` int32, the cells that are left when those that fit have theirs.
+    fits: whether there are cells enough, the sequences that want least first.
+    together: the sequences that are sure to find them if they come without the others.
+    left: the cells that are left when those that fit have theirs.
     """
 
-    fits: jax.Array
-    together: jax.Array
-    left: jax.Array
+    fits: Bool[Array, " Q"]
+    together: Bool[Array, " Q"]
+    left: Int32[Array, " Q"]
 
 
 class KVView(NamedTuple):
@@ -56,17 +64,17 @@ class KVView(NamedTuple):
 
     Rows of one stream are one list, in their order; with a stream for each sequence, a row is one.
 
-    k: `[P, K, N, D]`, the keys in the cells of each list's stream, in the dtype of the buffers, or
-      float32 where these are quantised.
-    v: `[P, K, N, Dv]`, the values likewise.
-    mask: `[P, T, N]` bool, which cells each token sees.
-    positions: `[P, N]` int32, the position of each cell; -1 where it is empty.
+    k: the keys in the cells of each list's stream, in the dtype of the buffers, or float32 where
+      these are quantised.
+    v: the values likewise.
+    mask: which cells each token sees.
+    positions: the position of each cell; -1 where it is empty.
     """
 
-    k: jax.Array
-    v: jax.Array
-    mask: jax.Array
-    positions: jax.Array
+    k: Float[Array, "P K N D"]
+    v: Float[Array, "P K N Dv"]
+    mask: Bool[Array, "P T N"]
+    positions: Int32[Array, "P N"]
 
 
 class MaintenancePlan(Partitioned):
@@ -79,8 +87,8 @@ class MaintenancePlan(Partitioned):
 
     @property
     @abstractmethod
-    def pending(self) -> jax.Array:
-        """How many keys will be rotated, or cells moved; `[]` int32."""
+    def pending(self) -> Int32[Array, ""]:
+        """How many keys will be rotated, or cells moved."""
 
     @property
     def is_empty(self) -> bool:
@@ -88,14 +96,14 @@ class MaintenancePlan(Partitioned):
         return not self.pending
 
     @abstractmethod
-    def is_current(self, table: Any) -> jax.Array:
-        """Return whether all that the plan depends on is in a table as it was; `[]` bool."""
+    def is_current(self, table: Any) -> Bool[Array, ""]:
+        """Return whether all that the plan depends on is in a table as it was."""
 
     @abstractmethod
-    def commit(self, table: Any, buffers: Any, ok: jax.Array) -> tuple[Any, Any]:
-        """Carry the plan out if `ok`, `[]` bool; else return both as they are."""
+    def commit(self, table: Any, buffers: PyTree, ok: Bool[Array, ""]) -> tuple[Any, PyTree]:
+        """Carry the plan out if `ok`; else return both as they are."""
 
-    def partition_by(self, sharding_rules: ShardingRules, mesh: Any) -> Any:
+    def partition_by(self, sharding_rules: ShardingRules, mesh: AnyMesh) -> P:
         """Return one `PartitionSpec` for all arrays: that of the streams."""
         return P(sharding_rules.split(mesh, streams=self.spec.streams)["streams"])
 
@@ -112,10 +120,9 @@ def assignable(method: Callable[..., R]) -> Callable[..., R]:
 class CacheTable(Partitioned):
     """The table of a cache: what verbs, plans and loops ask of it.
 
-    Ids and positions are int32 arrays, `[]` unless another shape is given. An id that is no
-    sequence changes nothing. Ranges of positions are `start` to `stop` - 1: a negative start means
-    0, a negative stop no end, and a stop of 0 an empty range. `ok`, `[]` bool, is False where an
-    edit was refused, and then nothing is changed.
+    An id that is no sequence changes nothing. Ranges of positions are `start` to `stop` - 1: a
+    negative start means 0, a negative stop no end, and a stop of 0 an empty range. `ok` is False
+    where an edit was refused, and then nothing is changed.
     """
 
     @property
@@ -124,7 +131,7 @@ class CacheTable(Partitioned):
         """What is fixed when the cache is made."""
 
     @abstractmethod
-    def cache_spec(self, buffers: Any) -> CacheSpec:
+    def cache_spec(self, buffers: PyTree) -> CacheSpec:
         """Return what the weights fixed of the cache with these buffers, see `CacheSpec`."""
 
     @property
@@ -140,18 +147,18 @@ class CacheTable(Partitioned):
         """Return the table with other rules."""
 
     @abstractmethod
-    def partition_specs(self, buffers: Any, mesh: Any) -> tuple[Any, Any]:
+    def partition_specs(self, buffers: PyTree, mesh: AnyMesh) -> tuple[Self, PyTree]:
         """Return which axes of a mesh split the table, and the buffers: `PartitionSpec`s.
 
         Buffers may be None.
         """
 
-    def partition_by(self, sharding_rules: ShardingRules, mesh: Any) -> Any:
+    def partition_by(self, sharding_rules: ShardingRules, mesh: AnyMesh) -> Self:
         """Return a `PartitionSpec` for each array."""
         del sharding_rules  # those of the table
         return self.partition_specs(None, mesh)[0]
 
-    def with_buffers(self, buffers: Any) -> tuple[tuple["CacheTable", Any], ...]:
+    def with_buffers(self, buffers: PyTree) -> tuple[tuple[CacheTable, PyTree], ...]:
         """Return the parts of a hybrid, each with its buffers; of any other table it alone."""
         return ((self, buffers),)
 
@@ -161,102 +168,107 @@ class CacheTable(Partitioned):
         return nbytes(self)
 
     @abstractmethod
-    def num_layers(self, buffers: Any) -> int:
+    def num_layers(self, buffers: PyTree) -> int:
         """L, the layers that the buffers beside the table are of."""
 
     @abstractmethod
-    def check_buffers(self, buffers: Any) -> None:
+    def check_buffers(self, buffers: PyTree) -> None:
         """Raise unless buffers have the streams and the cells of the table."""
 
-    def check_moves(self, buffers: Any) -> None:
+    def check_moves(self, buffers: PyTree) -> None:
         """Raise unless the positions of what buffers hold can be changed."""
         del buffers
 
     @abstractmethod
     @assignable
-    def stream_hash(self) -> Any:
-        """Return a number of each stream's content, `[S]` uint32; a tuple of them in a hybrid."""
+    def stream_hash(self) -> PyTree[UInt32[Array, " S"]]:
+        """Return a number of each stream's content; a tuple of them in a hybrid."""
 
     @abstractmethod
     @assignable
-    def first(self, seq: jax.Array) -> jax.Array:
-        """Return the smallest position of a sequence, `[]` int32; -1 if it holds none."""
+    def first(self, seq: Int32[Array, ""]) -> Int32[Array, ""]:
+        """Return the smallest position of a sequence; -1 if it holds none."""
 
     @abstractmethod
     @assignable
-    def last(self, seq: jax.Array) -> jax.Array:
-        """Return the largest position of a sequence, `[]` int32; -1 if it holds none."""
+    def last(self, seq: Int32[Array, ""]) -> Int32[Array, ""]:
+        """Return the largest position of a sequence; -1 if it holds none."""
 
     @abstractmethod
     @assignable
-    def endings(self, sequences: jax.Array, contents: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def endings(
+        self, sequences: Int32[Array, " T"], contents: UInt32[Array, " T"]
+    ) -> tuple[UInt32[Array, " T"], Bool[Array, " T"]]:
         """Return what tells the last token of each sequence from others, and whether it is so.
 
-        `sequences` is `[T]` int32, and `contents`, those asked about, `[T]` uint32; what is
-        returned is `[T]` uint32 and `[T]` bool.
+        `contents` are those asked about.
         """
 
-    def holding(self) -> jax.Array:
-        """Return which sequences hold anything, `[Q]` bool: a text, or a source without one."""
+    def holding(self) -> Bool[Array, " Q"]:
+        """Return which sequences hold anything: a text, or a source without one."""
         return self.sequence_status(jnp.ones(self.spec.sequences, bool)).last >= 0
 
     @abstractmethod
     @assignable
-    def num_used_cells(self) -> jax.Array:
-        """Return how many cells are in use, `[]` int32."""
+    def num_used_cells(self) -> Int32[Array, ""]:
+        """Return how many cells are in use."""
 
     @abstractmethod
     @assignable
-    def sequence_status(self, present: jax.Array) -> SequenceStatus:
-        """Return what holds of the sequences in a batch, `[Q]` bool."""
+    def sequence_status(self, present: Bool[Array, " Q"]) -> SequenceStatus:
+        """Return what holds of the sequences in a batch."""
 
     @abstractmethod
     @assignable
-    def find_fitting(self, wanted: jax.Array) -> Admission:
-        """Return which sequences find room for the tokens that they bring, `[Q]` int32."""
+    def find_fitting(self, wanted: Int32[Array, " Q"]) -> Admission:
+        """Return which sequences find room for so many tokens as they bring."""
 
     @assignable
-    def owns_same_cells(self, partner: jax.Array) -> jax.Array:
-        """Return whether sequences own the very same cells as others of their stream, `[Q]` bool.
+    def owns_same_cells(self, partner: Int32[Array, " Q"]) -> Bool[Array, " Q"]:
+        """Return whether sequences own the very same cells as others of their stream.
 
         It is asked for tokens of several sequences, which no cache has that keeps states.
 
         Args:
-          partner: `[Q]` int32, the number of the other one within the stream.
+          partner: the number of the other one within the stream.
         """
         del partner
         raise TypeError(f"wanted a cache of attention alone, got kind {self.spec.kind!r}")
 
     @abstractmethod
     @assignable
-    def num_shared_cells(self) -> Any:
-        """Return how many cells sharing spares in each stream, `[S]` int32; a tuple in a hybrid.
+    def num_shared_cells(self) -> PyTree[Int32[Array, " S"]]:
+        """Return how many cells sharing spares in each stream; a tuple in a hybrid.
 
         A cell of n sequences spares n - 1.
         """
 
     @abstractmethod
     @assignable
-    def can_allocate(self, lengths: np.ndarray, at_once: int, num_shared_cells: Any) -> np.ndarray:
+    def can_allocate(
+        self,
+        lengths: Int[np.ndarray, " Q"],
+        at_once: int,
+        num_shared_cells: PyTree[Int[np.ndarray, " S"]],
+    ) -> Bool[np.ndarray, " S"]:
         """Return which streams have cells for such texts side by side, whatever comes first.
 
         It is asked on the host, and looks at sizes alone.
 
         Args:
-          lengths: `[Q]` int, how many tokens each sequence will have at most.
+          lengths: how many tokens each sequence will have at most.
           at_once: the most tokens of a stream that are computed at once.
           num_shared_cells: what `num_shared_cells` returned of the texts as they are, on the host.
 
-        Returns:
-          `[S]` bool. Where cells must be neighbours they may have to be brought together first.
+        Where cells must be neighbours they may have to be brought together first.
         """
 
     @abstractmethod
     @assignable
-    def choose_slots(self, ubatch: Ubatch) -> tuple[Any, jax.Array]:
-        """Return where tokens go; and a `Reason` for each one, `[R, T]`."""
+    def choose_slots(self, ubatch: Ubatch) -> tuple[PyTree, Int32[Array, "R T"]]:
+        """Return where tokens go; and a `Reason` for each one."""
 
-    def slots_when_skipped(self, ubatch: Ubatch) -> Any:
+    def slots_when_skipped(self, ubatch: Ubatch) -> PyTree:
         """Return what a ubatch that goes into other parts of a hybrid cache has as slots here.
 
         That is None, and then no verb takes the ubatch for this part; where it holds sources,
@@ -276,22 +288,31 @@ class CacheTable(Partitioned):
     def occupy(self, ubatch: Ubatch) -> Self:
         """Mark the slots of a ubatch as taken by its tokens."""
 
-    def stream_hash_after(self, ubatch: Ubatch, occupied: Any) -> Any:
+    def stream_hash_after(
+        self, ubatch: Ubatch, occupied: CacheTable
+    ) -> PyTree[UInt32[Array, " S"]]:
         """Return the `stream_hash` of the table that `occupy` returned for a ubatch."""
         del ubatch
         return occupied.stream_hash()
 
     @abstractmethod
     @assignable
-    def remove(self, seq: jax.Array, start: jax.Array, stop: jax.Array) -> tuple[Self, jax.Array]:
+    def remove(
+        self, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]
+    ) -> tuple[Self, Bool[Array, ""]]:
         """Forget a range of a sequence, or of all for -1; return the table, and `ok`."""
 
     @abstractmethod
     @assignable
     def copy(
-        self, buffers: Any, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
-    ) -> tuple[Self, Any]:
-        """Let sequences, `[]` or `[n]`, have a range of another, where `can_copy` grants it.
+        self,
+        buffers: PyTree,
+        src: Int32[Array, ""],
+        dst: Int32[Array, "*n"],
+        start: Int32[Array, ""],
+        stop: Int32[Array, ""],
+    ) -> tuple[Self, PyTree]:
+        """Let sequences have a range of another, where `can_copy` grants it.
 
         Buffers are None where all is known to stay within streams: then none is touched.
         """
@@ -299,29 +320,37 @@ class CacheTable(Partitioned):
     @abstractmethod
     @assignable
     def can_copy(
-        self, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """Return whether `copy` is granted, `[]` bool; and the ends of its targets after it.
+        self,
+        src: Int32[Array, ""],
+        dst: Int32[Array, "*n"],
+        start: Int32[Array, ""],
+        stop: Int32[Array, ""],
+    ) -> tuple[Bool[Array, ""], Int32[Array, " n"]]:
+        """Return whether `copy` is granted; and the ends of its targets after it.
 
-        The ends are positions, `[n]` int32, -1 for a target that would be empty.
+        The ends are positions, -1 for a target that would be empty.
         """
 
     @abstractmethod
     @assignable
-    def select(self, buffers: Any, parents: jax.Array, targets: jax.Array) -> tuple[Self, Any]:
+    def select(
+        self, buffers: PyTree, parents: Int32[Array, " n"], targets: Int32[Array, " n"]
+    ) -> tuple[Self, PyTree]:
         """Let targets have what their parents held, all at once, where `can_select` grants it.
 
-        Both are `[n]`, and a target of Q is left out. Buffers are None where all is known to stay
+        A target of Q is left out. Buffers are None where all is known to stay
         within streams: then none is touched.
         """
 
     @abstractmethod
-    def can_select(self, parents: jax.Array, targets: jax.Array) -> jax.Array:
-        """Return whether `select` is granted, `[]` bool."""
+    def can_select(
+        self, parents: Int32[Array, " n"], targets: Int32[Array, " n"]
+    ) -> Bool[Array, ""]:
+        """Return whether `select` is granted."""
 
     @abstractmethod
     @assignable
-    def keep(self, seq: jax.Array) -> Self:
+    def keep(self, seq: Int32[Array, ""]) -> Self:
         """Forget every sequence but one."""
 
     @abstractmethod
@@ -333,12 +362,12 @@ class CacheTable(Partitioned):
     @assignable
     def add(
         self,
-        seq: jax.Array,
-        start: jax.Array,
-        stop: jax.Array,
-        delta: jax.Array,
-        gap: jax.Array | None = None,
-    ) -> tuple[Self, jax.Array]:
+        seq: Int32[Array, ""],
+        start: Int32[Array, ""],
+        stop: Int32[Array, ""],
+        delta: Int32[Array, ""],
+        gap: Int32[Array, ""] | None = None,
+    ) -> tuple[Self, Bool[Array, ""]]:
         """Move a range of a sequence by `delta`; return the table, and `ok`.
 
         `gap` is the lowest position from which nothing stands up to the range, taken by a window
@@ -348,21 +377,29 @@ class CacheTable(Partitioned):
     @abstractmethod
     @assignable
     def can_add(
-        self, seq: jax.Array, start: jax.Array, stop: jax.Array, delta: jax.Array
-    ) -> jax.Array:
-        """Return whether `add` leaves every sequence one token a position, `[]` bool."""
+        self,
+        seq: Int32[Array, ""],
+        start: Int32[Array, ""],
+        stop: Int32[Array, ""],
+        delta: Int32[Array, ""],
+    ) -> Bool[Array, ""]:
+        """Return whether `add` leaves every sequence one token a position."""
 
     @abstractmethod
     @assignable
     def divide(
-        self, seq: jax.Array, start: jax.Array, stop: jax.Array, divisor: jax.Array
-    ) -> tuple[Self, jax.Array]:
+        self,
+        seq: Int32[Array, ""],
+        start: Int32[Array, ""],
+        stop: Int32[Array, ""],
+        divisor: Int32[Array, ""],
+    ) -> tuple[Self, Bool[Array, ""]]:
         """Divide the positions of a range of a sequence, rounding down; the table, and `ok`."""
 
     @abstractmethod
     @assignable
-    def can_resume(self, seq: jax.Array, pos: jax.Array) -> jax.Array:
-        """Return whether a sequence goes on at a position when it is cut there, `[]` bool."""
+    def can_resume(self, seq: Int32[Array, ""], pos: Int32[Array, ""]) -> Bool[Array, ""]:
+        """Return whether a sequence goes on at a position when it is cut there."""
 
     @abstractmethod
     def plan_shift(self) -> MaintenancePlan:
@@ -374,7 +411,7 @@ class CacheTable(Partitioned):
 
     @abstractmethod
     @assignable
-    def rewind(self, old: Any) -> tuple[Self, jax.Array]:
+    def rewind(self, old: CacheTable) -> tuple[Self, Bool[Array, ""]]:
         """Return an older table that knows what was written since; and `ok`, `[]` bool.
 
         `ok` is whether all that the older one uses is still in the buffers as it was.
@@ -382,8 +419,8 @@ class CacheTable(Partitioned):
 
     @abstractmethod
     @assignable
-    def faults(self) -> dict[str, jax.Array]:
-        """Return how often each invariant is broken, by name; `[]` int32 each."""
+    def faults(self) -> dict[str, Int32[Array, ""]]:
+        """Return how often each invariant is broken, by name."""
 
     def serves(self, verb: str, layer: int) -> bool:
         """Return whether a layer is known to a verb: to "attend", or to those of "states"."""
@@ -393,18 +430,17 @@ class CacheTable(Partitioned):
     @assignable
     def attend(
         self,
-        buffers: Any,
+        buffers: PyTree,
         layer: int,
         ubatch: Ubatch,
-        q: jax.Array,
-        k: jax.Array | None = None,
-        v: jax.Array | None = None,
-        **options: Any,
-    ) -> tuple[Self, Any, jax.Array]:
-        """Write keys `[R, T, K, D]` and values `[R, T, K, Dv]` into a layer, if any; and attend.
+        q: Float[Array, "R T H D"],
+        k: Float[Array, "R T K D"] | None = None,
+        v: Float[Array, "R T K Dv"] | None = None,
+        **options: object,
+    ) -> tuple[Self, PyTree, Float[Array, "R T H Dv"]]:
+        """Write keys and values into a layer, if any; and attend.
 
-        Queries are `[R, T, H, D]`. Options are those of `jaxkv.attend`. Returned are the
-        table, the buffers, and `[R, T, H, Dv]`.
+        Options are those of `jaxkv.attend`.
         """
         del buffers, layer, ubatch, q, k, v, options
         raise TypeError(f"wanted a cache with attention layers, got kind {self.spec.kind!r}")
@@ -412,31 +448,37 @@ class CacheTable(Partitioned):
     @assignable
     def write_kv(
         self,
-        buffers: Any,
+        buffers: PyTree,
         layer: int,
         ubatch: Ubatch,
-        k: jax.Array,
-        v: jax.Array | None = None,
-    ) -> tuple[Self, Any]:
-        """Write keys `[R, T, K, D]` and values `[R, T, K, Dv]` into a layer."""
+        k: Float[Array, "R T K D"],
+        v: Float[Array, "R T K Dv"] | None = None,
+    ) -> tuple[Self, PyTree]:
+        """Write keys and values into a layer."""
         del buffers, layer, ubatch, k, v
         raise TypeError(f"wanted a cache with attention layers, got kind {self.spec.kind!r}")
 
     @assignable
-    def read_kv(self, buffers: Any, layer: int, ubatch: Ubatch, **options: Any) -> KVView:
+    def read_kv(self, buffers: PyTree, layer: int, ubatch: Ubatch, **options: object) -> KVView:
         """Return what the tokens of a ubatch see of a layer; options as in `jaxkv.read_kv`."""
         del buffers, layer, ubatch, options
         raise TypeError(f"wanted a cache with attention layers, got kind {self.spec.kind!r}")
 
-    def read_states(self, buffers: Any, layer: int, ubatch: Ubatch) -> dict[str, jax.Array]:
-        """Return by name the states that rows go on from, `[R, ...]`."""
+    def read_states(
+        self, buffers: PyTree, layer: int, ubatch: Ubatch
+    ) -> dict[str, Shaped[Array, "R ..."]]:
+        """Return by name the states that rows go on from."""
         del buffers, layer, ubatch
         raise TypeError(f"wanted a cache with recurrent layers, got kind {self.spec.kind!r}")
 
     def write_states(
-        self, buffers: Any, layer: int, ubatch: Ubatch, states: Mapping[str, jax.Array]
-    ) -> tuple[Self, Any]:
-        """Write the states that rows leave, by name `[R, E + 1, ...]`, the oldest first."""
+        self,
+        buffers: PyTree,
+        layer: int,
+        ubatch: Ubatch,
+        states: Mapping[str, Shaped[Array, "R E+1 ..."]],
+    ) -> tuple[Self, PyTree]:
+        """Write the states that rows leave, by name, the oldest first."""
         del buffers, layer, ubatch, states
         raise TypeError(f"wanted a cache with recurrent layers, got kind {self.spec.kind!r}")
 
@@ -468,7 +510,7 @@ def check_made_for(table: CacheTable, ubatch: Ubatch) -> None:
     check_spec(ubatch.spec, table.spec, "a ubatch that was planned")
 
 
-def known_layer(layer: Any) -> int:
+def known_layer(layer: SupportsIndex) -> int:
     """Return the number of a layer, which must be known while tracing."""
     try:
         return operator.index(layer)
