@@ -1,8 +1,10 @@
 """Programs over tables: compiled, and on a mesh laid out as caches are."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import numpy as np
@@ -13,8 +15,15 @@ from jaxkv.core.donation import check_there, names_donated
 from jaxkv.core.partitioning import Partitioned, ShardingRules, current_mesh, of_type
 from jaxkv.table import CacheTable
 
+if TYPE_CHECKING:
+    from jaxtyping import PyTree
 
-def jit_table(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
+    from jaxkv.core.types import AnyMesh
+
+R = TypeVar("R")
+
+
+def jit_table(fun: Callable[..., R], **options: Any) -> Callable[..., R]:
     """Compile a function of tables, as `jax.jit` does with the same options.
 
     On a mesh, what it returns is pinned: tables to the devices of their streams, rows of a ubatch
@@ -24,12 +33,10 @@ def jit_table(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
     Raises:
       ValueError: when an argument was donated before, or a table is that of a batch of caches.
     """
-    if fun is None:
-        return partial(jit_table, **options)
 
     @partial(jax.jit, **options)
     @wraps(fun)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
         tables = [x for x in _nodes((args, kwargs)) if isinstance(x, CacheTable)]
         check_single(*tables)
         rules = next((table.sharding_rules for table in tables), None)
@@ -37,7 +44,7 @@ def jit_table(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
         if rules is None or mesh is None:
             return fun(*args, **kwargs)
 
-        def pinned(*args: Any, **kwargs: Any) -> Any:
+        def pinned(*args: PyTree, **kwargs: PyTree) -> PyTree:
             out = fun(*args, **kwargs)
             return jax.lax.with_sharding_constraint(out, _specs(out, rules, mesh))
 
@@ -53,7 +60,7 @@ def jit_table(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
     return names_donated(run)
 
 
-def jit_method(method: Callable[..., Any], **options: Any) -> Any:
+def jit_method(method: Callable[..., R], **options: Any) -> Callable[..., R]:
     """Compile a method of `CacheTable` as `jit_table` does: that of the kind of each table.
 
     Args:
@@ -61,7 +68,7 @@ def jit_method(method: Callable[..., Any], **options: Any) -> Any:
       options: of `jax.jit`.
     """
 
-    def call(table: CacheTable, *args: Any, **kwargs: Any) -> Any:
+    def call(table: CacheTable, *args: PyTree, **kwargs: PyTree) -> PyTree:
         return getattr(table, method.__name__)(*args, **kwargs)
 
     return jit_table(wraps(method, updated=())(call), **options)
@@ -76,7 +83,7 @@ def check_single(*tables: CacheTable) -> None:
         )
 
 
-def check_known(table: Any, buffers: Any = ()) -> None:
+def check_known(table: CacheTable, buffers: PyTree = ()) -> None:
     """Raise unless this is the table of one cache whose arrays have values; the same of buffers.
 
     Raises:
@@ -97,7 +104,7 @@ itself, such as jax.tree.map(lambda x: x[0], cache)
     check_single(table)
 
 
-def replicated(table: CacheTable, answers: Any) -> Any:
+def replicated(table: CacheTable, answers: PyTree) -> PyTree:
     """Return answers whole on each device of a table's mesh, so that every process can read them.
 
     For programs that do not pin what they return: a compiler may split it in ways of its own.
@@ -110,22 +117,22 @@ def replicated(table: CacheTable, answers: Any) -> Any:
     return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, P()), answers)
 
 
-def _specs(out: Any, sharding_rules: ShardingRules, mesh: Any) -> Any:
+def _specs(out: PyTree, sharding_rules: ShardingRules, mesh: AnyMesh) -> PyTree:
     """Return how axes of a mesh split what a program returns; all else is whole on each device."""
 
-    def of(x: Any) -> Any:
+    def of(x: object) -> PyTree:
         return x.partition_by(sharding_rules, mesh) if isinstance(x, Partitioned) else P()
 
     return jax.tree.map(of, out, is_leaf=_is_node)
 
 
-def _nodes(tree: Any) -> list[Any]:
+def _nodes(tree: PyTree) -> list[PyTree]:
     return jax.tree.leaves(tree, is_leaf=_is_node)
 
 
-def _is_node(x: Any) -> bool:
+def _is_node(x: object) -> bool:
     return isinstance(x, Partitioned)
 
 
-def _anywhere(x: Any) -> jax.ShapeDtypeStruct:
+def _anywhere(x: PyTree) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jax.numpy.shape(x), jax.numpy.result_type(x))

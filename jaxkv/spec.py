@@ -1,15 +1,22 @@
 """What is fixed when a cache is made, and checks of what is given to it."""
 
-import math
-from dataclasses import dataclass, fields
-from typing import Any
+from __future__ import annotations
 
-import jax
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, SupportsIndex
+
 import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.core.array_utils import is_concrete
 from jaxkv.core.validate import check_count, check_int32
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, ArrayLike, Int32, PyTree
+
+    from jaxkv.core.types import Id, Ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +40,8 @@ class TableSpec:
     single_sequence_rows: bool
     ubatch_size: int | None
     max_rollback: int | None = None
-    details: tuple[tuple[str, Any], ...] = ()
-    parts: tuple["TableSpec", ...] = ()
+    details: tuple[tuple[str, Hashable], ...] = ()
+    parts: tuple[TableSpec, ...] = ()
 
     @property
     def sequences_per_stream(self) -> int:
@@ -59,7 +66,7 @@ class TableSpec:
         """Whether it holds sources, or a part of it does."""
         return self.is_cross_attention or any(part.has_cross_attention for part in self.parts)
 
-    def sequence_ids(self, value: Any, *, lowest: int = 0) -> Any:
+    def sequence_ids(self, value: Ids, *, lowest: int = 0) -> PyTree[Int32[ArrayLike, " ..."]]:
         """Return sequence ids that a caller passed as int32, checked before they are cast.
 
         Raises:
@@ -74,15 +81,15 @@ class TableSpec:
             advice="; a cache is made for a fixed number of sequences",
         )
 
-    def sequence_id(self, value: Any, *, lowest: int = 0) -> Any:
-        """Return one sequence id as `[]` int32; see `sequence_ids`."""
+    def sequence_id(self, value: Id, *, lowest: int = 0) -> PyTree[Int32[ArrayLike, ""]]:
+        """Return one sequence id as int32; see `sequence_ids`."""
         checked = self.sequence_ids(value, lowest=lowest)
         if np.ndim(checked):
             raise ValueError(f"wanted one sequence id, got the shape {np.shape(checked)}")
         return checked
 
 
-def within_streams(spec: "TableSpec", ids: Any, others: Any) -> bool:
+def within_streams(spec: TableSpec, ids: PyTree, others: PyTree) -> bool:
     """Return whether sequences are known to lie in the streams of others, so that all is shared."""
     if spec.streams == 1:
         return True
@@ -92,14 +99,16 @@ def within_streams(spec: "TableSpec", ids: Any, others: Any) -> bool:
     return bool(np.all(one == other))
 
 
-def check_once(ids: Any) -> None:
+def check_once(ids: Ids) -> None:
     """Raise a ValueError if a known sequence id comes twice."""
     if is_concrete(ids) and np.unique(ids).size < np.size(ids):
         raise ValueError(f"wanted each sequence at most once, got {np.asarray(ids).tolist()}")
 
 
-def changes_of(spec: TableSpec, parents: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return parents and targets, `[n]` int32 as given, a target of Q where nothing changes.
+def changes_of(
+    spec: TableSpec, parents: Int32[Array, " n"], ids: Int32[Array, " n"]
+) -> tuple[Int32[Array, " n"], Int32[Array, " n"]]:
+    """Return parents and targets as given, a target of Q where nothing changes.
 
     Nothing does for a sequence that is its own parent, nor where one of the two is no sequence. Of
     a sequence that comes twice, which only a traced one can, the last counts.
@@ -113,7 +122,7 @@ def changes_of(spec: TableSpec, parents: jax.Array, ids: jax.Array) -> tuple[jax
     return jnp.where(known, parents, 0), jnp.where(counts, targets, count)
 
 
-def check_pools(sequences: Any, streams: Any) -> dict[str, int]:
+def check_pools(sequences: SupportsIndex, streams: SupportsIndex) -> dict[str, int]:
     """Return the sequences and the streams that a caller wants, checked.
 
     >>> check_pools(6, 4)
@@ -148,7 +157,7 @@ def check_spec(got: TableSpec, wanted: TableSpec, what: str) -> None:
     raise ValueError(f"wanted {what} for this cache, {mine}, got one for {other}: plan again")
 
 
-def _by_name(spec: TableSpec, of: str = "") -> dict[str, Any]:
+def _by_name(spec: TableSpec, of: str = "") -> dict[str, object]:
     """Return all fields by name, those of parts too."""
     names = [one.name for one in fields(spec) if one.name not in ("details", "parts")]
     pairs = [*((name, getattr(spec, name)) for name in names), *spec.details]

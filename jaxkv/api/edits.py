@@ -110,10 +110,10 @@ def seq_rm(cache: Cache, seq: Ids | None = None, p0: Ids = 0, p1: Ids | None = N
 
 def seq_cp(
     cache: Cache,
-    src: Ids,
+    src: Id,
     dst: Ids,
-    p0: Ids = 0,
-    p1: Ids | None = None,
+    p0: Id = 0,
+    p1: Id | None = None,
     *,
     donate: bool = False,
 ) -> EditResult:

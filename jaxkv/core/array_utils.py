@@ -1,7 +1,9 @@
 """Small functions of arrays: indices, and whether values are traced or on the host."""
 
+from __future__ import annotations
+
 import math
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.core
@@ -11,9 +13,12 @@ from jax.experimental.multihost_utils import process_allgather
 
 from jaxkv.core.constants import END, MAX_CELLS
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Int32, PyTree, Shaped
 
-def no_slots(slots: jax.Array) -> jax.Array:
-    """Return slots past the last cell, each its own, in the shape of `slots`; int32.
+
+def no_slots(slots: Shaped[Array, "*n"]) -> Int32[Array, "*n"]:
+    """Return slots past the last cell, each its own.
 
     Writes in drop mode leave such a token out, and promise that indices are unique. -1 would not
     do: it writes the last cell.
@@ -21,19 +26,19 @@ def no_slots(slots: jax.Array) -> jax.Array:
     return MAX_CELLS + jnp.arange(slots.size, dtype=jnp.int32).reshape(slots.shape)
 
 
-def nbytes(tree: Any) -> int:
+def nbytes(tree: PyTree) -> int:
     """Return the bytes of all arrays of a tree, or of their shapes."""
     leaves = jax.tree.leaves(tree)
     return sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in leaves)
 
 
-def end_of(stop: jax.Array) -> jax.Array:
-    """Return the end of a range of positions, the shape of `stop`: a negative one is open."""
+def end_of(stop: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
+    """Return the end of a range of positions: a negative one is open."""
     return jnp.where(stop < 0, END, stop)
 
 
-def numbers_of(which: jax.Array, count: int) -> jax.Array:
-    """Return the numbers of the first that are true, `[count]` int32; padded with `which.size`.
+def numbers_of(which: Bool[Array, " n"], count: int) -> Int32[Array, " count"]:
+    """Return the numbers of the first that are true; padded with `which.size`.
 
     >>> numbers_of(jnp.array([False, True, True, False]), 3)
     Array([1, 2, 4], dtype=int32)
@@ -41,8 +46,10 @@ def numbers_of(which: jax.Array, count: int) -> jax.Array:
     return jnp.nonzero(which, size=count, fill_value=which.size)[0].astype(jnp.int32)
 
 
-def divided(numbers: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-    """Return quotients and remainders of numbers that are not negative, in their shape and dtype.
+def divided(
+    numbers: Int32[Array, "*n"], size: int
+) -> tuple[Int32[Array, "*n"], Int32[Array, "*n"]]:
+    """Return quotients and remainders of numbers that are not negative.
 
     `//` and `%` see to signs, which takes ten instructions each, in every program.
 
@@ -53,12 +60,12 @@ def divided(numbers: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
     return jax.lax.div(numbers, by), jax.lax.rem(numbers, by)
 
 
-def is_traced(*trees: Any) -> bool:
+def is_traced(*trees: PyTree) -> bool:
     """Return whether some values are inside of a transformation, where nothing can be raised."""
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(trees))
 
 
-def is_concrete(*trees: Any) -> bool:
+def is_concrete(*trees: PyTree) -> bool:
     """Return whether this process can look at values.
 
     It cannot at those inside of a transformation, nor at arrays that are split over processes.
@@ -66,13 +73,13 @@ def is_concrete(*trees: Any) -> bool:
     return all(map(_is_known, jax.tree.leaves(trees)))
 
 
-def to_host(tree: Any) -> Any:
+def to_host(tree: PyTree) -> PyTree:
     """Return arrays as NumPy ones. Every process must call it: split ones are gathered."""
     known = jax.tree.map(lambda x: x if _is_known(x) else process_allgather(x, tiled=True), tree)
     return jax.device_get(known)
 
 
-def _is_known(x: Any) -> bool:
+def _is_known(x: object) -> bool:
     if isinstance(x, jax.core.Tracer):
         return False
     return not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated

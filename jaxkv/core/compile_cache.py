@@ -4,12 +4,14 @@ import types
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TypeVar, cast
 
-_kept: dict[tuple, tuple[list[weakref.ref], Any]] = {}
+P = TypeVar("P")
+
+_kept: dict[tuple, tuple[list[weakref.ref], object]] = {}
 
 
-def cached_program(build: Callable[..., Any], *functions: Callable) -> Any:
+def cached_program(build: Callable[..., P], *functions: Callable) -> P:
     """Build a program for functions, or find the one that was built for the same ones before.
 
     A bound method is a new object each time that it is looked up, so it counts as the same where
@@ -38,10 +40,10 @@ def cached_program(build: Callable[..., Any], *functions: Callable) -> Any:
         # another object.
         deaths = [_watched(one, partial(_forget, key)) for part in parts for one in part]
         _kept[key] = deaths, build(*map(_reference, functions))
-    return _kept[key][1]
+    return cast(P, _kept[key][1])
 
 
-def _watched(one: Any, tell: Callable[[weakref.ref], None]) -> weakref.ref:
+def _watched(one: object, tell: Callable[[weakref.ref], None]) -> weakref.ref:
     try:
         return weakref.ref(one, tell)
     except TypeError:
@@ -51,11 +53,11 @@ def _watched(one: Any, tell: Callable[[weakref.ref], None]) -> weakref.ref:
         ) from None
 
 
-def _reference(function: Callable) -> Callable[[], Any]:
+def _reference(function: Callable) -> Callable[[], Callable]:
     weakly = weakref.WeakMethod if isinstance(function, types.MethodType) else weakref.ref
     reference = weakly(function)
 
-    def found() -> Any:
+    def found() -> Callable:
         if (function := reference()) is None:
             raise ReferenceError("the function that this program was made for is gone: keep it")
         return function

@@ -1,24 +1,29 @@
 """Caches whose arrays were donated: told from others, and named where they are used again."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import jax
 
 from jaxkv.core.array_utils import is_traced
 
+if TYPE_CHECKING:
+    from jaxtyping import PyTree
+
 T = TypeVar("T")
 A = ParamSpec("A")
 
 
-def is_donated(*trees: Any) -> bool:
+def is_donated(*trees: PyTree) -> bool:
     """Return whether the array of a leaf was given up to a program."""
     leaves = jax.tree.leaves(trees)
     return any(isinstance(x, jax.Array) and not is_traced(x) and x.is_deleted() for x in leaves)
 
 
-def check_there(*trees: Any, what: str = "a cache") -> None:
+def check_there(*trees: PyTree, what: str = "a cache") -> None:
     """Raise a ValueError if the array of a leaf was donated; `what` is the name of the whole."""
     if is_donated(*trees):
         raise ValueError(

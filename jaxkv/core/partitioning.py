@@ -3,25 +3,34 @@
 The mesh is the one at hand, `jax.set_mesh`. A cache without rules knows nothing of this.
 """
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Int32, PyTree, Shaped
+
+    from jaxkv.core.types import AnyMesh
 
 
 class Partitioned(ABC):
     """A value that says how a mesh splits its arrays, see `jaxkv.jit_helpers.jit_table`."""
 
     @abstractmethod
-    def partition_by(self, sharding_rules: "ShardingRules", mesh: Any) -> Any:
+    def partition_by(self, sharding_rules: ShardingRules, mesh: AnyMesh) -> PyTree:
         """Return the value with a `PartitionSpec` for each array, or one for all of them."""
 
+
+R = TypeVar("R")
 
 Axis = str | tuple[str, ...] | None
 """An axis of a mesh, several that act as one, or none."""
@@ -56,7 +65,7 @@ class ShardingRules:
     cells: Axis = None
 
     @classmethod
-    def of(cls, sharding_rules: Sequence[tuple[str, Axis]]) -> "ShardingRules":
+    def of(cls, sharding_rules: Sequence[tuple[str, Axis]]) -> ShardingRules:
         """Take what is about caches from a list of logical axes, as MaxText and Flax have them.
 
         Args:
@@ -86,11 +95,11 @@ class ShardingRules:
         axis = getattr(self, name)
         return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
 
-    def split(self, mesh: Any, **sizes: int) -> dict[str, tuple[str, ...]]:
+    def split(self, mesh: AnyMesh, **sizes: int) -> dict[str, tuple[str, ...]]:
         """Return the axes of a mesh that split each of some sizes, none for a size of 1.
 
         Args:
-          mesh: a mesh, or its abstract one.
+          mesh: whose axes.
           sizes: by the name of a field, how many there are.
 
         Raises:
@@ -129,11 +138,11 @@ class ShardingRules:
                 )
         return found
 
-    def present(self, mesh: Any, name: str) -> tuple[str, ...]:
+    def present(self, mesh: AnyMesh, name: str) -> tuple[str, ...]:
         """Return the axes of a mesh with several devices that a field names."""
         return tuple(axis for axis in self.axes(name) if mesh.shape.get(axis, 1) > 1)
 
-    def devices(self, mesh: Any, name: str) -> int:
+    def devices(self, mesh: AnyMesh, name: str) -> int:
         """Return over how many devices a mesh splits what a field names, 1 if it does not."""
         return prod(mesh.shape[axis] for axis in self.present(mesh, name))
 
@@ -175,10 +184,10 @@ def shares(sharding_rules: ShardingRules | None, **sizes: int) -> AxisPartition:
 
 def map_shards(
     sharding_rules: ShardingRules | None,
-    of_share: Callable[..., Any],
-    in_specs: Any,
-    out_specs: Any,
-) -> Callable[..., Any]:
+    of_share: Callable[..., R],
+    in_specs: PyTree[P],
+    out_specs: PyTree[P],
+) -> Callable[..., R]:
     """Make a function of whole arrays out of one that works on a device's share.
 
     Without a mesh it is that one itself.
@@ -196,10 +205,10 @@ def map_shards(
     if AxisType.Explicit not in mesh.axis_types:
         return run
 
-    def declared(*args: Any) -> Any:
+    def declared(*args: PyTree) -> R:
         """Where shardings are types, arguments must come as they are declared."""
 
-        def one(spec: P, arg: Any) -> Any:
+        def one(spec: P, arg: PyTree) -> PyTree:
             return jax.tree.map(lambda x: jax.sharding.reshard(x, of_type(spec, mesh)), arg)
 
         return run(*jax.tree.map(one, in_specs, args, is_leaf=lambda x: isinstance(x, P)))
@@ -207,7 +216,7 @@ def map_shards(
     return declared
 
 
-def of_type(spec: P, mesh: Any) -> P:
+def of_type(spec: P, mesh: AnyMesh) -> P:
     """Return what a type says of a sharding: how the explicit axes of a mesh split, and no others.
 
     >>> kinds = (AxisType.Auto, AxisType.Explicit)
@@ -224,12 +233,14 @@ def of_type(spec: P, mesh: Any) -> P:
     return P(*map(explicit, spec))
 
 
-def first_of(axes: tuple[str, ...], size: int) -> Any:
+def first_of(axes: tuple[str, ...], size: int) -> PyTree[Int32[Array, ""] | int]:
     """Return the number of the first of `size` things in a device's share."""
     return jax.lax.axis_index(axes) * size if axes else 0
 
 
-def to_local(index: jax.Array, axes: tuple[str, ...], count: int) -> tuple[jax.Array, Any]:
+def to_local(
+    index: Int32[Array, "*n"], axes: tuple[str, ...], count: int
+) -> tuple[Int32[Array, "*n"], PyTree[Bool[Array, "*n"] | bool]]:
     """Return numbers as they are counted on a device, and which of them it holds.
 
     It holds `count` of what axes split. Numbers of other devices become 0. Where nothing is
@@ -242,7 +253,12 @@ def to_local(index: jax.Array, axes: tuple[str, ...], count: int) -> tuple[jax.A
     return jnp.where(mine, local, 0), mine
 
 
-def gather_sharded(x: jax.Array, axes: tuple[str, ...], index: jax.Array, *rest: Any) -> jax.Array:
+def gather_sharded(
+    x: Shaped[Array, " ..."],
+    axes: tuple[str, ...],
+    index: Int32[Array, " ..."],
+    *rest: Int32[Array, " ..."] | slice,
+) -> Shaped[Array, " ..."]:
     """Return `x[index, *rest]` of an array whose first dimension axes split, on all devices."""
     local, mine = to_local(index, axes, x.shape[0])
     found = x[(local, *rest)]
@@ -269,7 +285,7 @@ def broadcast_from_owner(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return jax.lax.bitcast_convert_type(jax.lax.psum(bits, axes), x.dtype)
 
 
-def current_mesh(sharding_rules: ShardingRules | None) -> Any:
+def current_mesh(sharding_rules: ShardingRules | None) -> AbstractMesh | None:
     """Return the mesh at hand, if there is one that a cache with these rules is split by."""
     mesh = jax.sharding.get_abstract_mesh()
     # Inside of a caller's own shard_map the cache is a share already.
@@ -278,7 +294,7 @@ def current_mesh(sharding_rules: ShardingRules | None) -> Any:
     )
 
 
-def _wanted(sharding_rules: ShardingRules | None) -> Any:
+def _wanted(sharding_rules: ShardingRules | None) -> AbstractMesh | None:
     """Return the mesh at hand.
 
     Raises:

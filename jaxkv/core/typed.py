@@ -27,7 +27,7 @@ def typed(value: X) -> Typed[X]:
     return Typed(value=value, types=(*_types(jax.tree.structure(value)),))
 
 
-def _types(node: Any) -> Iterator[type]:
+def _types(node: Any) -> Iterator[type]:  # a `PyTreeDef`, which type checkers do not know
     if (data := node.node_data()) is not None:  # None for a leaf
         yield data[0]
         for child in node.children():

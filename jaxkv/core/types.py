@@ -5,8 +5,12 @@ Letters are those of `jaxkv`.
 
 from collections.abc import Sequence
 
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
-from jaxtyping import ArrayLike, Bool, Int
+from jaxtyping import Array, ArrayLike, Bool, Int
+
+AnyArray = Array | np.ndarray
+"""An array, of NumPy where the host knows it."""
 
 Id = Int[ArrayLike, ""]
 """A sequence id, a position, or another single integer."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,12 @@ from jaxkv.core.array_utils import is_concrete
 from jaxkv.core.constants import END
 
 if TYPE_CHECKING:
+    from jaxtyping import ArrayLike, Bool, Int32, PyTree
+
     from jaxkv.core.types import Id, Ids
 
 
-def check_count(value: Any, name: str, *, low: int = 1, high: int = END) -> int:
+def check_count(value: PyTree, name: str, *, low: int = 1, high: int = END) -> int:
     """Return a number of things that a caller passed, checked; by default int32 holds it.
 
     >>> check_count(2.5, "layers")
@@ -51,8 +53,8 @@ def check_shape(shape: tuple[int, ...], name: str) -> None:
 
 
 def check_int32(
-    value: Any, name: str, *, low: int = -END, high: int = END, advice: str = ""
-) -> Any:
+    value: PyTree, name: str, *, low: int = -END, high: int = END, advice: str = ""
+) -> PyTree[Int32[ArrayLike, "*n"]]:
     """Return int32 of integers that a caller passed, checked before they are cast.
 
     Args:
@@ -99,8 +101,8 @@ def check_int32(
     return value.astype(jnp.int32) if isinstance(value, jax.Array) else array.astype(np.int32)
 
 
-def check_position(value: Id, name: str) -> Any:
-    """Return one position, or how far one moves, as `[]` int32.
+def check_position(value: Id, name: str) -> PyTree[Int32[ArrayLike, ""]]:
+    """Return one position, or how far one moves, as int32.
 
     Raises:
       TypeError: when it is no integer.
@@ -109,8 +111,10 @@ def check_position(value: Id, name: str) -> Any:
     return _single(check_int32(value, name), name)
 
 
-def check_bounds(p0: Ids, p1: Ids | None) -> tuple[Any, Any]:
-    """Return the bounds of a range of positions as int32, `[]` or `[n]`.
+def check_bounds(
+    p0: Ids, p1: Ids | None
+) -> tuple[PyTree[Int32[ArrayLike, "*n"]], PyTree[Int32[ArrayLike, "*m"]]]:
+    """Return the bounds of a range of positions as int32.
 
     -1 is the lowest position of `p0`, and the end of the sequence of `p1`, as None is.
 
@@ -129,19 +133,23 @@ def check_bounds(p0: Ids, p1: Ids | None) -> tuple[Any, Any]:
     return p0, p1
 
 
-def check_single_bounds(p0: Ids, p1: Ids | None) -> tuple[Any, Any]:
-    """Return the bounds of one range as `[]` int32, see `check_bounds`."""
+def check_single_bounds(
+    p0: Id, p1: Id | None
+) -> tuple[PyTree[Int32[ArrayLike, ""]], PyTree[Int32[ArrayLike, ""]]]:
+    """Return the bounds of one range, see `check_bounds`."""
     p0, p1 = check_bounds(p0, p1)
     return _single(p0, "p0"), _single(p1, "p1")
 
 
-def _single(checked: Any, name: str) -> Any:
+def _single(checked: PyTree[Int32[ArrayLike, "*n"]], name: str) -> PyTree[Int32[ArrayLike, ""]]:
     if np.ndim(checked):
         raise ValueError(f"wanted one integer for {name}, got the shape {np.shape(checked)}")
     return checked
 
 
-def check_bool(value: Any, name: str, *, or_integers: bool = True) -> Any:
+def check_bool(
+    value: PyTree, name: str, *, or_integers: bool = True
+) -> PyTree[Bool[ArrayLike, "*n"]]:
     """Return bool of flags that a caller passed, keeping device arrays where they are.
 
     Args:

@@ -9,8 +9,10 @@ and in the batch the same token comes before it in each. Sets of sequences can o
 token to the next, so what a batch brings for the sequences of a first token is a tree.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,12 @@ from jaxkv.core.array_utils import divided, is_concrete
 from jaxkv.core.constants import END
 from jaxkv.jit_helpers import jit_table
 from jaxkv.plan import Reason
-from jaxkv.spec import TableSpec
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, ArrayLike, Bool, Int32, PyTree, Shaped
+
+    from jaxkv.spec import TableSpec
+    from jaxkv.table import CacheTable
 
 
 @jax.tree_util.register_dataclass
@@ -32,30 +39,32 @@ class PlanBuilder:
     table: with the ubatches placed so far in it.
     batch: flat, with all positions and outputs.
     reason, expected, found: see `Plan`; what was found before cells were chosen.
-    late: `[Q]` int32, the `reason`, or the one that came up while cells were chosen.
-    wanted, left: `[Q]` int32, the cells that each asks for, and those that there are for it.
-    together: `[Q]` bool, the sequences that are sure to be placed if they come without the others.
+    late: the `reason`, or the one that came up while cells were chosen.
+    wanted, left: the cells that each asks for, and those that there are for it.
+    together: the sequences that are sure to be placed if they come without the others.
     """
 
-    table: Any
+    table: CacheTable
     batch: Batch
-    reason: jax.Array
-    expected: jax.Array
-    actual: jax.Array
-    late: jax.Array
-    wanted: jax.Array
-    left: jax.Array
-    together: jax.Array
+    reason: Int32[Array, " Q"]
+    expected: Int32[Array, " Q"]
+    actual: Int32[Array, " Q"]
+    late: Int32[Array, " Q"]
+    wanted: Int32[Array, " Q"]
+    left: Int32[Array, " Q"]
+    together: Bool[Array, " Q"]
 
 
 @jit_table
-def check(table: Any, batch: Batch, ranks: tuple[jax.Array, jax.Array]) -> PlanBuilder:
+def check(
+    table: CacheTable, batch: Batch, ranks: tuple[Int32[Array, " M"], Int32[Array, " M"]]
+) -> PlanBuilder:
     """Look for everything that can be wrong before cells are chosen.
 
     Args:
       table: of any cache.
       batch: the tokens, flat.
-      ranks: `[M]` int32 each, see `layout.turn_in_sequence`; of the members of the batch.
+      ranks: see `layout.turn_in_sequence`; of the members of the batch.
     """
     count = table.spec.sequences
     members, valid = members_of(batch)
@@ -107,7 +116,7 @@ def _complete(
 
     Args:
       batch: the tokens, flat.
-      ids: `[M]` int32, the sequence of each member, Q for one that is not there.
+      ids: the sequence of each member, Q for one that is not there.
       ranks: `[M]` int32, the turn of each member in its sequence.
       wanted: `[Q]` int32, how many tokens each sequence brings.
       last: `[Q]` int32, the position that it goes on after.
@@ -134,7 +143,7 @@ def _faults(
 
     Args:
       batch: the tokens, flat.
-      ids: `[M]` int32, the sequence of each member, Q for one that is not there.
+      ids: the sequence of each member, Q for one that is not there.
       valid: `[M]` bool, the members that are there.
       numbers: `[M]` int32 each, see `layout.turn_in_sequence`.
       last: `[Q]` int32, the position that each sequence goes on after.
@@ -207,8 +216,10 @@ def check_sets(spec: TableSpec, batch: Batch) -> None:
         )
 
 
-def members_of(batch: Batch) -> tuple[Any, Any]:
-    """Return the sequence of each member, and whether it is there; both `[M]`, or `[R, T * n]`."""
+def members_of(
+    batch: Batch,
+) -> tuple[PyTree[Int32[ArrayLike, "*M"]], PyTree[Bool[ArrayLike, "*M"]]]:
+    """Return the sequence of each member, and whether it is there; of rows `[R, T * n]`."""
     if batch.shared_with is None:
         return batch.sequences, batch.valid
     xp = np if is_concrete(batch) else jnp
@@ -222,34 +233,34 @@ def members_of(batch: Batch) -> tuple[Any, Any]:
     return ids.reshape(shape), there.reshape(shape)
 
 
-def per_member(x: jax.Array, batch: Batch) -> jax.Array:
-    """Return for each member what there is for its token, `[B]` to `[M]`."""
+def per_member(x: Shaped[Array, " B"], batch: Batch) -> Shaped[Array, " M"]:
+    """Return for each member what there is for its token."""
     return x if batch.shared_with is None else jnp.repeat(x, batch.shared_with.shape[-1] + 1)
 
 
-def any_of(x: jax.Array, batch: Batch) -> jax.Array:
-    """Return whether something holds for a member of each token, `[M]` to `[B]`."""
+def any_of(x: Bool[Array, " M"], batch: Batch) -> Bool[Array, " B"]:
+    """Return whether something holds for a member of each token."""
     return x if batch.shared_with is None else jnp.any(x.reshape(batch.valid.shape[0], -1), axis=1)
 
 
-def first_of(x: jax.Array, batch: Batch) -> jax.Array:
-    """Return what there is for the first member of each token, `[M]` to `[B]`."""
+def first_of(x: Shaped[Array, " M"], batch: Batch) -> Shaped[Array, " B"]:
+    """Return what there is for the first member of each token."""
     return x if batch.shared_with is None else x.reshape(batch.valid.shape[0], -1)[:, 0]
 
 
 def members_with_other_history(
-    table: Any, ids: jax.Array, ranks: tuple[jax.Array, jax.Array], batch: Batch
-) -> jax.Array:
+    table: CacheTable,
+    ids: Int32[Array, " M"],
+    ranks: tuple[Int32[Array, " M"], Int32[Array, " M"]],
+    batch: Batch,
+) -> Bool[Array, " M"]:
     """Return the members whose sequence does not share all that comes before with the first one.
 
     Args:
       table: of the cache.
-      ids: `[M]` int32, the sequence of each member, Q for one that is not there.
+      ids: the sequence of each member, Q for one that is not there.
       ranks: of the members, see `layout.turn_in_sequence`.
       batch: the tokens.
-
-    Returns:
-      `[M]` bool.
     """
     spec, count = table.spec, table.spec.sequences
     turn, before, ids = (x.reshape(batch.valid.shape[0], -1) for x in (*ranks, ids))
@@ -274,7 +285,7 @@ def num_required_cells(
     all.
 
     Args:
-      ids: `[M]` int32, the sequence of each member, Q for one that is not there.
+      ids: the sequence of each member, Q for one that is not there.
       turn: `[M]` int32, the turn of each member in its sequence.
       fits: `[Q]` bool, the sequences that count.
       batch: the tokens.

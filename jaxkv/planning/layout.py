@@ -12,9 +12,11 @@ A token of several sequences is dealt with as one of the lowest of them. So toke
 may be listed under two, and nothing is computed before what it follows.
 """
 
+from __future__ import annotations
+
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +28,11 @@ from jaxkv.core.constants import NO_SLOT
 from jaxkv.planning.checks import check_sets, members_of
 from jaxkv.spec import TableSpec
 
+if TYPE_CHECKING:
+    from jaxtyping import ArrayLike, Bool, Int, Int32, PyTree
+
+    from jaxkv.spec import TableSpec
+
 SplitBy = Literal["simple", "equal", "sequence"]
 """The ways to cut a batch."""
 
@@ -35,7 +42,7 @@ FEW = 8
 
 def layout(
     spec: TableSpec, batch: Batch, ubatch_size: int, split_by: SplitBy | None
-) -> tuple[Batch, list[Any], int]:
+) -> tuple[Batch, list[PyTree[Int32[ArrayLike, "R T"]]], int]:
     """Decide which token is computed when; by shapes alone where the batch is traced.
 
     Args:
@@ -78,7 +85,7 @@ def layout(
 
 def _layout_known(
     spec: TableSpec, batch: Batch, ubatch_size: int, split_by: SplitBy
-) -> tuple[Batch, list[np.ndarray], int]:
+) -> tuple[Batch, list[PyTree], int]:
     """Lay out a batch whose values are known; returns what `layout` does."""
     batch, there = _known(spec, batch)
     named = batch.sequences[there]
@@ -99,7 +106,9 @@ def _layout_known(
     )
 
 
-def layout_single_ubatch(spec: TableSpec, batch: Batch) -> tuple[Batch, Any]:
+def layout_single_ubatch(
+    spec: TableSpec, batch: Batch
+) -> tuple[Batch, PyTree[Int32[ArrayLike, "R T"]]]:
     """Lay a batch out as one ubatch, however long, for what must not be cut.
 
     Args:
@@ -179,7 +188,9 @@ def tokens_first(valid: jax.Array) -> jax.Array:
     return jnp.argsort(~valid, axis=1, stable=True).astype(jnp.int32)
 
 
-def turn_in_sequence(sequences: Any, valid: Any) -> tuple[Any, Any]:
+def turn_in_sequence(
+    sequences: PyTree[Int[ArrayLike, "*M"]], valid: PyTree[Bool[ArrayLike, "*M"]]
+) -> tuple[PyTree[Int32[ArrayLike, "*M"]], PyTree[Int32[ArrayLike, "*M"]]]:
     """Return the turn of each token in its sequence, in the order they come.
 
     Args:

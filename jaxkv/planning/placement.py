@@ -1,8 +1,10 @@
 """Choosing a cell for every token of a ubatch, and the verdict on a whole batch."""
 
+from __future__ import annotations
+
 from dataclasses import replace
-from functools import reduce
-from typing import Any
+from functools import partial, reduce
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -15,16 +17,21 @@ from jaxkv.jit_helpers import jit_table
 from jaxkv.plan import Plan, Reason
 from jaxkv.planning.checks import PlanBuilder, check
 from jaxkv.planning.layout import in_rows
-from jaxkv.spec import TableSpec
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Int32, PyTree, UInt32
+
+    from jaxkv.spec import TableSpec
+    from jaxkv.table import CacheTable
 
 
-@jit_table(static_argnames="outputs")
+@partial(jit_table, static_argnames="outputs")
 def plan_single_ubatch(
-    table: Any,
+    table: CacheTable,
     batch: Batch,
-    ranks: tuple,
-    index: jax.Array,
-    more: jax.Array | None = None,
+    ranks: tuple[Int32[Array, " M"], Int32[Array, " M"]],
+    index: Int32[Array, "R T"],
+    more: Bool[Array, " Q"] | None = None,
     *,
     outputs: int,
 ) -> Plan:
@@ -34,8 +41,8 @@ def plan_single_ubatch(
       table: of any cache.
       batch: the tokens, flat.
       ranks: see `layout.turn_in_sequence`; of the members of the batch, see `sets`.
-      index: `[R, T]` int32, which token stands where, NO_SLOT for padding.
-      more: `[Q]` bool, the sequences that go on in a later ubatch; None for none.
+      index: which token stands where, NO_SLOT for padding.
+      more: the sequences that go on in a later ubatch; None for none.
       outputs: O, static.
     """
     builder, ubatch = place(check(table, batch, ranks), index, more, outputs=outputs)
@@ -43,9 +50,13 @@ def plan_single_ubatch(
     return replace(plan, ubatches=(mask_slots(plan.ok, ubatch),))
 
 
-@jit_table(static_argnames="outputs")
+@partial(jit_table, static_argnames="outputs")
 def place(
-    builder: PlanBuilder, index: jax.Array, more: jax.Array | None = None, *, outputs: int
+    builder: PlanBuilder,
+    index: Int32[Array, "R T"],
+    more: Bool[Array, " Q"] | None = None,
+    *,
+    outputs: int,
 ) -> tuple[PlanBuilder, Ubatch]:
     """Choose cells for a ubatch and put it into the table of the plan; see `plan_single_ubatch`."""
     table, batch = builder.table, builder.batch
@@ -85,12 +96,14 @@ def finish_plan(builder: PlanBuilder) -> Plan:
     )
 
 
-def _arranged(spec: TableSpec, batch: Batch, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _arranged(
+    spec: TableSpec, batch: Batch, index: Int32[Array, "R T"]
+) -> tuple[Int32[Array, "R T"], Bool[Array, " Q"]]:
     """Bring the rows of a ubatch into the order of their sequences, where all may take part.
 
     Returns:
-      The index, `[R, T]` int32; and `[Q]` bool, the sequences that have no row of their own though
-      each needs one. The plan is refused for them.
+      The index; and the sequences that have no row of their own though each needs one. The plan is
+      refused for them.
     """
     count = spec.sequences
     none, index = jnp.zeros(count, bool), jnp.asarray(index)
@@ -109,12 +122,18 @@ def _arranged(spec: TableSpec, batch: Batch, index: jax.Array) -> tuple[jax.Arra
     return index, mixed
 
 
-def _row_sequence(part: Batch) -> jax.Array:
-    """Return the sequence of each row, `[R]` int32; -1 if it has no token."""
+def _row_sequence(part: Batch) -> Int32[Array, " R"]:
+    """Return the sequence of each row; -1 if it has no token."""
     return jnp.max(jnp.where(part.valid, part.sequences, -1), axis=1)
 
 
-def _lay_out(table: Any, batch: Batch, index: jax.Array, more: jax.Array, outputs: int) -> Ubatch:
+def _lay_out(
+    table: CacheTable,
+    batch: Batch,
+    index: Int32[Array, "R T"],
+    more: Bool[Array, " Q"],
+    outputs: int,
+) -> Ubatch:
     """Lay the tokens of one ubatch out in rows, `[R, T]`; it has no slots yet."""
     spec, part = table.spec, in_rows(batch, index)
     in_order = spec.single_sequence_rows and index.shape[0] == spec.sequences
@@ -155,7 +174,9 @@ def _lay_out(table: Any, batch: Batch, index: jax.Array, more: jax.Array, output
     )
 
 
-def _context(digests: Any, stream: jax.Array, in_order: bool) -> jax.Array:
+def _context(
+    digests: PyTree[UInt32[Array, " S"]], stream: Int32[Array, " R"], in_order: bool
+) -> UInt32[Array, " R"]:
     """Return one number of what each row goes on from, over all parts; `[R]` uint32.
 
     `digests` is `[S]` uint32, or a tuple of such; `stream` is `[R]` int32.
@@ -164,7 +185,9 @@ def _context(digests: Any, stream: jax.Array, in_order: bool) -> jax.Array:
     return reduce(jnp.add, [by_row(mix(digest), stream, in_order) for digest in leaves])
 
 
-def _outputs(part: Batch, index: jax.Array, outputs: int) -> tuple[jax.Array, jax.Array]:
+def _outputs(
+    part: Batch, index: Int32[Array, "R T"], outputs: int
+) -> tuple[Int32[Array, " O"], Int32[Array, " O"]]:
     """Return which tokens of a ubatch output logits, and the batch index of each; `[O]` int32."""
     order = jnp.where(part.outputs & part.valid, index, NO_SLOT).reshape(-1)
     tokens = order.shape[0]

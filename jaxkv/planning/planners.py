@@ -1,8 +1,10 @@
 """The planners: batches, encoder outputs, one token for each sequence, and shapes alone."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +28,12 @@ from jaxkv.planning.layout import (
 )
 from jaxkv.planning.placement import finish_plan, place, plan_single_ubatch
 from jaxkv.spec import TableSpec, check_once
-from jaxkv.table import CacheTable
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Int32, PyTree
+
+    from jaxkv.core.types import Flags, Ids, Tokens
+    from jaxkv.table import CacheTable
 
 UBATCH_SIZE = 512
 """Tokens that are computed at once where neither the caller nor the cache says otherwise."""
@@ -174,7 +181,7 @@ def init_full(cache: Cache, *, ubatch_size: int | None = None, outputs: int | No
     return jax.eval_shape(lambda table: plan(table, flat, ranks), table)
 
 
-def _more(spec: TableSpec, flat: Batch, parts: list[np.ndarray]) -> list[np.ndarray]:
+def _more(spec: TableSpec, flat: Batch, parts: list[PyTree]) -> list[PyTree]:
     """Return for each ubatch which sequences go on in a later one, `[Q]` bool each.
 
     `parts` are indices into the flat batch, see `layout`.
@@ -201,13 +208,15 @@ def checked_size(spec: TableSpec, ubatch_size: int | None) -> int:
 
 
 @jit_table
-def _drop_unless(table: Any, ok: jax.Array, ubatch: Ubatch) -> Ubatch:
+def _drop_unless(table: CacheTable, ok: Bool[Array, ""], ubatch: Ubatch) -> Ubatch:
     """Do what `mask_slots` says, on the mesh of a table."""
     del table
     return mask_slots(ok, ubatch)
 
 
-def plan_step(cache: Cache, tokens: Any, *, sequences: Any = None, active: Any = None) -> Plan:
+def plan_step(
+    cache: Cache, tokens: Tokens, *, sequences: Ids | None = None, active: Flags | None = None
+) -> Plan:
     """Plan the next tokens of several sequences, all of which output logits.
 
     Args:
@@ -245,23 +254,28 @@ def plan_step(cache: Cache, tokens: Any, *, sequences: Any = None, active: Any =
     llama.cpp: `llama_batch` of a token for each sequence, and `init_batch`.
     """
     table, _ = split(cache)
-    tokens = check_int32(tokens, "tokens")
-    shape = np.shape(tokens)
-    active = np.ones(shape, bool) if active is None else check_bool(active, "active")
+    rows = check_int32(tokens, "tokens")
+    shape = np.shape(rows)
+    valid = np.ones(shape, bool) if active is None else check_bool(active, "active")
     sequences = np.arange(*shape[:1]) if sequences is None else sequences
-    shapes = [shape, np.shape(active), np.shape(sequences)]
+    shapes = [shape, np.shape(valid), np.shape(sequences)]
     if len(shape) not in (1, 2) or shapes[1:] != [shape, shape[:1]]:
         raise ValueError(
             f"wanted tokens [T] or [T, n], active of the same shape and sequences [T], got "
             f"{shapes[0]}, {shapes[1]} and {shapes[2]}"
         )
     if len(shape) == 1:
-        tokens, active = tokens[:, None], active[:, None]
-    return plan_next(table, *checked_next(table.spec, tokens, sequences, active))
+        rows, valid = rows[:, None], valid[:, None]
+    return plan_next(table, *checked_next(table.spec, rows, sequences, valid))
 
 
 @jit_table
-def plan_next(table: Any, tokens: Any, sequences: Any, valid: Any) -> Plan:
+def plan_next(
+    table: CacheTable,
+    tokens: Int32[Array, "T n"],
+    sequences: Int32[Array, " T"],
+    valid: Bool[Array, "T n"],
+) -> Plan:
     """Return the plan of `plan_step`; a sequence that comes twice is DUPLICATE_POSITION."""
     spec, (count, length) = table.spec, np.shape(valid)
     flat = make_batch(
@@ -287,7 +301,9 @@ def plan_next(table: Any, tokens: Any, sequences: Any, valid: Any) -> Plan:
     )
 
 
-def checked_next(spec: TableSpec, tokens: Any, sequences: Any, valid: Any) -> tuple[Any, Any, Any]:
+def checked_next(
+    spec: TableSpec, tokens: PyTree, sequences: Ids, valid: PyTree
+) -> tuple[PyTree, PyTree, PyTree]:
     """Return tokens `[T, n]`, sequences `[T]` and `valid` `[T, n]` as int32 and bool, or raise."""
     if 0 in np.shape(tokens):
         raise ValueError(f"wanted a token at least, got tokens of the shape {np.shape(tokens)}")
@@ -350,7 +366,12 @@ def _init_encoder(table: CacheTable, batch: Batch) -> Plan:
 
 
 @jit_table
-def _planned(table: Any, batch: Batch, ranks: tuple, index: jax.Array) -> Plan:
+def _planned(
+    table: CacheTable,
+    batch: Batch,
+    ranks: tuple[Int32[Array, " M"], Int32[Array, " M"]],
+    index: Int32[Array, "R T"],
+) -> Plan:
     """Plan a batch whose sequences must be empty; arguments as of `plan_single_ubatch`."""
     plan = plan_single_ubatch(table, batch, ranks, index, outputs=FEW)
     reason = jnp.where(
