@@ -1,9 +1,12 @@
 """Tokens that arrive together, and the parts of them that are computed at once."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
 from functools import reduce
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +16,15 @@ from jax.sharding import PartitionSpec as P
 from jaxkv.core.array_utils import is_concrete, next_power_of_two, no_slots
 from jaxkv.core.constants import END, MAX_CELLS
 from jaxkv.core.hashing import chained, content
-from jaxkv.core.partitioning import Partitioned, ShardingRules, to_local
+from jaxkv.core.partitioning import Partitioned, to_local
 from jaxkv.core.validate import check_bool, check_count, check_int32
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, ArrayLike, Bool, Float, Int32, PyTree, Shaped, UInt32
+
+    from jaxkv.core.partitioning import ShardingRules
+    from jaxkv.core.types import AnyMesh, Flags, Ids, Tokens
+    from jaxkv.spec import TableSpec
 
 
 @jax.tree_util.register_dataclass
@@ -24,33 +34,35 @@ class Batch:
 
     Make one with `make_batch`, which checks and fills in what it can.
 
-    tokens: `[B]` int32, or None where embeddings come instead.
-    embeddings: `[B, d]`, or None where tokens come instead.
-    sequences: `[B]` int32, the sequence that each token belongs to; of several, the lowest.
-    positions: `[B]` int32, or None: each token comes after the last one of its sequence.
-    outputs: `[B]` bool, which tokens want logits, or None: the last of each sequence.
-    valid: `[B]` bool, which tokens are really there.
-    shared_with: `[B, n]` int32, the further sequences of each token, a negative number where it has
-      fewer; None where each token belongs to one.
-    extra: `[B, ...]` by name, what else a model is told of each token; None for nothing.
+    Arrays are NumPy's where the host knows them.
+
+    tokens: or None where embeddings come instead.
+    embeddings: or None where tokens come instead.
+    sequences: the sequence that each token belongs to; of several, the lowest.
+    positions: or None: each token comes after the last one of its sequence.
+    outputs: which tokens want logits, or None: the last of each sequence.
+    valid: which tokens are really there.
+    shared_with: the further sequences of each token, a negative number where it has fewer; None
+      where each token belongs to one.
+    extra: by name, what else a model is told of each token; None for nothing.
     """
 
-    tokens: Any  # [B]
-    embeddings: Any  # [B, d]
-    sequences: Any  # [B]
-    positions: Any  # [B]
-    outputs: Any  # [B]
-    valid: Any  # [B]
-    shared_with: Any = None  # [B, n]
-    extra: dict[str, Any] | None = None  # [B, ...]
+    tokens: PyTree[Int32[Array, " B"]]
+    embeddings: PyTree[Float[Array, "B d"]]
+    sequences: PyTree[Int32[Array, " B"]]
+    positions: PyTree[Int32[Array, " B"]]
+    outputs: PyTree[Bool[Array, " B"]]
+    valid: PyTree[Bool[Array, " B"]]
+    shared_with: PyTree[Int32[Array, "B n"]] = None
+    extra: dict[str, PyTree[Shaped[Array, "B ..."]]] | None = None
 
-    def keep_sequences(self, fits: Any) -> "Batch":
+    def keep_sequences(self, fits: Flags) -> Batch:
         """Drop the tokens of some sequences, keeping every shape.
 
         A token of several sequences stays for those of them that stay.
 
         Args:
-          fits: `[Q]` bool, the sequences that stay; `Plan.fits` says which would find room.
+          fits: for each of Q sequences whether it stays; `Plan.fits` says which would find room.
 
         Raises:
           TypeError: when they are no bools.
@@ -79,58 +91,58 @@ class Batch:
 class Ubatch(Partitioned):
     """The part of a batch that is computed at once: R rows of T tokens, padding included.
 
-    tokens: `[R, T]` int32, or None.
-    embeddings: `[R, T, d]`, or None.
-    positions: `[R, T]` int32, the position of each token.
-    sequences: `[R, T]` int32, the sequence of each token; of several, the lowest.
-    row_stream: `[R]` int32, the stream of a row's tokens.
-    row_sequence: `[R]` int32, the sequence of a row, where a row holds one sequence; else 0.
+    tokens: or None.
+    embeddings: or None.
+    positions: the position of each token.
+    sequences: the sequence of each token; of several, the lowest.
+    row_stream: the stream of a row's tokens.
+    row_sequence: the sequence of a row, where a row holds one sequence; else 0.
     slots: `[R, T]` int32, the cell chosen for each token. A token that goes nowhere (padding, or
       any token of a refused plan) has an index past the last cell, each its own. For a recurrent
       cache its `StateSlots`, and for a hybrid one a tuple: what each of its parts chose, None for
       one that sources pass by. In all of them int32 are slots, and uint32 are stamps.
-    cell_hashes: `[R, T]` uint32, what tells the content of a token's cell from all others, see
+    cell_hashes: what tells the content of a token's cell from all others, see
       `jaxkv.core.hashing`.
-    valid: `[R, T]` bool, False for padding.
-    more: `[R, T]` bool, whether a later ubatch of the plan has tokens of the token's sequence.
-    outputs: `[O]` int32, which of the R * T tokens output logits, in the order of the logits. Some
+    valid: False for padding.
+    more: whether a later ubatch of the plan has tokens of the token's sequence.
+    outputs: which of the R * T tokens output logits, in the order of the logits. Some
       only pad, so that few shapes are compiled, and they may come first:
       `Plan.gather_outputs` puts the logits that were asked for in the order of the batch.
-    output_index: `[O]` int32, the batch index of each output; 2**31 - 1 for one that only pads.
-    hash_before: `[S]` uint32, the digest of each stream that the slots were chosen in; a tuple of
+    output_index: the batch index of each output; 2**31 - 1 for one that only pads.
+    hash_before: the digest of each stream that the slots were chosen in; a tuple of
       them for a hybrid cache. Where a stream of the ubatch has another one, the ubatch is stale.
-    hash_after: `[S]` uint32, the digest of each stream once the ubatch is applied.
+    hash_after: the digest of each stream once the ubatch is applied.
     spec: of the cache that it was planned for, static.
     row_is_sequence: whether row r is that of sequence r, and R is Q, static. Shapes alone cannot
       tell.
-    shared_with: `[R, T, n]` int32, the further sequences of each token, see `Batch`; None where
+    shared_with: the further sequences of each token, see `Batch`; None where
       each token belongs to one.
-    extra: `[R, T, ...]` by name, what else a model is told of each token, anything in padding; None
+    extra: by name, what else a model is told of each token, anything in padding; None
       where the batch had nothing.
 
     llama.cpp: `llama_ubatch`.
     """
 
-    tokens: jax.Array | None  # [R, T]
-    embeddings: jax.Array | None  # [R, T, d]
-    positions: jax.Array  # [R, T]
-    sequences: jax.Array  # [R, T]
-    row_stream: jax.Array  # [R]
-    row_sequence: jax.Array  # [R]
-    slots: Any  # [R, T]
-    cell_hashes: jax.Array  # [R, T]
-    valid: jax.Array  # [R, T]
-    more: jax.Array  # [R, T]
-    outputs: jax.Array  # [O]
-    output_index: jax.Array  # [O]
-    hash_before: Any  # [S]
-    hash_after: Any  # [S]
-    spec: Any = field(metadata={"static": True})
+    tokens: Int32[Array, "R T"] | None
+    embeddings: Float[Array, "R T d"] | None
+    positions: Int32[Array, "R T"]
+    sequences: Int32[Array, "R T"]
+    row_stream: Int32[Array, " R"]
+    row_sequence: Int32[Array, " R"]
+    slots: PyTree[Int32[Array, "R T"]]
+    cell_hashes: UInt32[Array, "R T"]
+    valid: Bool[Array, "R T"]
+    more: Bool[Array, "R T"]
+    outputs: Int32[Array, " O"]
+    output_index: Int32[Array, " O"]
+    hash_before: PyTree[UInt32[Array, " S"]]
+    hash_after: PyTree[UInt32[Array, " S"]]
+    spec: TableSpec = field(metadata={"static": True})
     row_is_sequence: bool = field(metadata={"static": True})
-    shared_with: jax.Array | None = None  # [R, T, n]
-    extra: dict[str, jax.Array] | None = None  # [R, T, ...]
+    shared_with: Int32[Array, "R T n"] | None = None
+    extra: dict[str, Shaped[Array, "R T ..."]] | None = None
 
-    def state_write_steps(self, count: int) -> jax.Array:
+    def state_write_steps(self, count: int) -> Int32[Array, "R count"]:
         """Return how many tokens of its row are consumed after each of the last ones.
 
         `write_states` takes the states after so many tokens in the last E + 1 places of a row; 0
@@ -140,7 +152,7 @@ class Ubatch(Partitioned):
           count: how many of the last tokens, static; E + 1 for `write_states`.
 
         Returns:
-          `[R, count]` int32, n - count + 1 + i at place i of a row of n valid tokens, or 0 if
+          n - count + 1 + i at place i of a row of n valid tokens, or 0 if
           that is negative.
 
         Raises:
@@ -161,21 +173,21 @@ class Ubatch(Partitioned):
             tokens[:, None] - count + 1 + jnp.arange(count, dtype=jnp.int32)[None], 0
         )
 
-    def partition_by(self, sharding_rules: ShardingRules, mesh: Any) -> Any:
+    def partition_by(self, sharding_rules: ShardingRules, mesh: AnyMesh) -> Ubatch:
         """Return a `PartitionSpec` for each array."""
         streams = sharding_rules.split(mesh, streams=self.spec.streams)["streams"]
         return ubatch_partition_specs(self, streams)
 
 
 def make_batch(
-    tokens: Any = None,
+    tokens: Tokens = None,
     *,
-    embeddings: Any = None,
-    sequences: Any = None,
-    positions: Any = None,
-    outputs: Any = None,
-    valid: Any = None,
-    extra: Mapping[str, Any] | None = None,
+    embeddings: Float[ArrayLike, "*B d"] | None = None,
+    sequences: PyTree = None,
+    positions: Ids | None = None,
+    outputs: Flags | None = None,
+    valid: PyTree = None,
+    extra: Mapping[str, PyTree] | None = None,
 ) -> Batch:
     """Gather tokens into a batch.
 
@@ -307,7 +319,7 @@ def make_batch(
     return Batch(tokens=tokens, embeddings=embeddings, shared_with=others, extra=told, **fields)
 
 
-def _checked_extra(extra: Any, shape: tuple[int, ...]) -> dict[str, Any]:
+def _checked_extra(extra: object, shape: tuple[int, ...]) -> dict[str, PyTree]:
     """Return what else a model is told, `[B, ...]` or `[R, T, ...]` by name."""
     if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
         raise TypeError(f"wanted extra as arrays by name, got {extra!r}")
@@ -332,7 +344,7 @@ def _checked_extra(extra: Any, shape: tuple[int, ...]) -> dict[str, Any]:
     return found
 
 
-def _narrowed(value: Any, kept: np.dtype, name: str) -> Any:
+def _narrowed(value: PyTree, kept: np.dtype, name: str) -> PyTree:
     """Return integers of 64 bits in what JAX would make of them, if that holds them all."""
     low, high = jnp.iinfo(kept).min, jnp.iinfo(kept).max
     wrong = value[(value < low) | (value > high)]
@@ -344,7 +356,7 @@ def _narrowed(value: Any, kept: np.dtype, name: str) -> Any:
     return value.astype(kept)
 
 
-def _filled_up(sequences: Any) -> Any:
+def _filled_up(sequences: PyTree) -> PyTree:
     """Return a list of ids and lists of ids as an array, -1 where one has fewer; others as is."""
     if not isinstance(sequences, Sequence):
         return sequences
@@ -359,7 +371,7 @@ def _filled_up(sequences: Any) -> Any:
     return np.stack([np.pad(one, (0, most - len(one)), constant_values=-1) for one in sets])
 
 
-def _of_rows(sequences: Any) -> Any:
+def _of_rows(sequences: PyTree) -> PyTree:
     """Return the sequences of rows, unless they are lists of different lengths."""
     try:
         return sequences if isinstance(sequences, jax.Array) else np.asarray(sequences)
@@ -370,7 +382,7 @@ def _of_rows(sequences: Any) -> Any:
         ) from None
 
 
-def _parted(sets: Any) -> tuple[Any, Any]:
+def _parted(sets: PyTree) -> tuple[PyTree, PyTree]:
     """Return the lowest id of each set, `[..., n]`, and the others; None if there are none.
 
     How many others there are is a power of two, so that few shapes are compiled.
@@ -392,25 +404,20 @@ def _parted(sets: Any) -> tuple[Any, Any]:
     return first, np.pad(others[..., :most], room, constant_values=-1)
 
 
-def _lowest_first(sets: Any, xp: Any) -> Any:
+def _lowest_first(sets: PyTree, xp: ModuleType) -> PyTree:
     """Sort sets of ids, `[..., n]`, the lowest first; -1 last, for each that is negative."""
     ids = xp.sort(xp.where(sets < 0, END, sets), axis=-1)
     return xp.where(ids == END, -1, ids)
 
 
-def contents(ubatch: Ubatch) -> jax.Array:
-    """Return hashes of the tokens and of their positions, `[R, T]` uint32."""
+def contents(ubatch: Ubatch) -> UInt32[Array, "R T"]:
+    """Return hashes of the tokens and of their positions."""
     found = content(ubatch.tokens, ubatch.embeddings, ubatch.extra)
     return chained(found, ubatch.positions)
 
 
-def mask_slots(ok: jax.Array, ubatch: Ubatch) -> Ubatch:
-    """Return the ubatch if `ok`, else one with every token sent nowhere.
-
-    Args:
-      ok: `[]` bool.
-      ubatch: the ubatch, of any cache.
-    """
+def mask_slots(ok: Bool[Array, ""], ubatch: Ubatch) -> Ubatch:
+    """Return the ubatch if `ok`, else one with every token sent nowhere."""
 
     def drop(leaf: jax.Array) -> jax.Array:
         return jnp.where(ok, leaf, no_slots(leaf)) if leaf.dtype == jnp.int32 else leaf
@@ -455,8 +462,10 @@ def own_rows(ubatch: Ubatch, axes: tuple[str, ...], count: int) -> Ubatch:
     )
 
 
-def by_row(x: jax.Array, row_stream: jax.Array, in_order: bool) -> jax.Array:
-    """Return what there is of each stream, `[S, ...]`, for the rows of a ubatch, `[R, ...]`.
+def by_row(
+    x: Shaped[Array, "S ..."], row_stream: Int32[Array, " R"], in_order: bool
+) -> Shaped[Array, "R ..."]:
+    """Return what there is of each stream for the rows of a ubatch.
 
     Of rows in the order of sequences it is known which are those of a stream, so that on a mesh
     each device has what its rows ask for.
@@ -473,7 +482,7 @@ def rows_of(ubatch: Ubatch, streams: tuple[str, ...]) -> tuple[str, ...]:
     return streams if ubatch.row_is_sequence else ()
 
 
-def ubatch_partition_specs(ubatch: Ubatch, streams: tuple[str, ...]) -> Any:
+def ubatch_partition_specs(ubatch: Ubatch, streams: tuple[str, ...]) -> Ubatch:
     """Return how axes that split streams split a ubatch: its rows, and the digests of streams."""
     rows = rows_of(ubatch, streams)
     whole = {name: P() for name in ("outputs", "output_index")}

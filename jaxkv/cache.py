@@ -5,9 +5,11 @@ edit is compiled over the table alone and puts the same buffers back beside it: 
 whole cache it would have to copy every buffer, or take the cache away from the caller.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,13 @@ from jaxkv.core.partitioning import Partitioned, ShardingRules
 from jaxkv.core.validate import check_position, check_single_bounds
 from jaxkv.jit_helpers import jit_method, jit_table
 from jaxkv.table import CacheTable, known_layer
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, ArrayLike, Bool, Int32, PyTree
+
+    from jaxkv.cache_spec import CacheSpec
+    from jaxkv.core.partitioning import ShardingRules
+    from jaxkv.core.types import AnyMesh, Id, Ids
 
 
 @jax.tree_util.register_dataclass
@@ -33,10 +42,10 @@ class Cache(Partitioned):
     llama.cpp: `llama_memory_i`.
     """
 
-    table: Any
-    buffers: Any
+    table: Any  # a `CacheTable`; who knows the kind uses its fields
+    buffers: PyTree
 
-    cells: ClassVar[Callable[..., Any]]
+    cells: ClassVar[Callable[..., PyTree]]
     """`jaxkv.draw.cell_view.cells_of`: what stands in the cells, as NumPy arrays."""
 
     to_text: ClassVar[Callable[..., str]]
@@ -56,7 +65,7 @@ class Cache(Partitioned):
         return self.table.cache_spec(self.buffers)
 
     @property
-    def parts(self) -> tuple["Cache", ...]:
+    def parts(self) -> tuple[Cache, ...]:
         """The parts of a hybrid cache as caches of their own; any other is its one part.
 
         >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
@@ -76,14 +85,14 @@ class Cache(Partitioned):
         """
         return nbytes(self)
 
-    def seq_pos_min(self, seq: Any = None) -> jax.Array:
+    def seq_pos_min(self, seq: Ids | None = None) -> Int32[Array, " ..."]:
         """Return the smallest position that a sequence holds.
 
         Args:
-          seq: `[]` or `[n]` int, one sequence id or many; by default all.
+          seq: one sequence id or many; by default all.
 
         Returns:
-          int32, the shape of `seq`; -1 for a sequence that holds nothing.
+          The shape of `seq`; -1 for a sequence that holds nothing.
 
         Raises:
           ValueError: when an id is known and is none of the cache.
@@ -97,14 +106,14 @@ class Cache(Partitioned):
         """
         return _first(self.table, self._ids(seq))
 
-    def seq_pos_max(self, seq: Any = None) -> jax.Array:
+    def seq_pos_max(self, seq: Ids | None = None) -> Int32[Array, " ..."]:
         """Return the largest position that a sequence holds; its next token comes one after it.
 
         Args:
-          seq: `[]` or `[n]` int, one sequence id or many; by default all.
+          seq: one sequence id or many; by default all.
 
         Returns:
-          int32, the shape of `seq`; -1 for a sequence that holds nothing.
+          The shape of `seq`; -1 for a sequence that holds nothing.
 
         Raises:
           ValueError: when an id is known and is none of the cache.
@@ -120,8 +129,8 @@ class Cache(Partitioned):
         """
         return _last(self.table, self._ids(seq))
 
-    def num_used_cells(self) -> jax.Array:
-        """Return how many cells hold a token, or a state; `[]` int32.
+    def num_used_cells(self) -> Int32[Array, ""]:
+        """Return how many cells hold a token, or a state.
 
         A cell that several sequences share counts once. In a hybrid cache the cells of all `parts`
         are added up, since each holds a token's keys for layers of its own.
@@ -137,7 +146,7 @@ class Cache(Partitioned):
         """
         return _used(self.table)
 
-    def can_resume(self, seq: Any, pos: Any) -> jax.Array:
+    def can_resume(self, seq: Id, pos: Id) -> Bool[Array, ""]:
         """Return whether a sequence can go on at a position once all from there on is removed.
 
         It can where `seq_rm(cache, seq, pos)` is granted and the next token then stands at `pos`: a
@@ -145,11 +154,11 @@ class Cache(Partitioned):
         from the middle of a text is not missed.
 
         Args:
-          seq: `[]` int, the sequence.
-          pos: `[]` int, where its next token would stand.
+          seq: the sequence.
+          pos: where its next token would stand.
 
         Returns:
-          `[]` bool. An empty sequence can start anywhere, and any can at 0.
+          An empty sequence can start anywhere, and any can at 0.
 
         Examples:
           >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
@@ -161,20 +170,20 @@ class Cache(Partitioned):
         ids = self.table.spec.sequence_id(seq)
         return _can_resume(self.table, ids, check_position(pos, "pos"))
 
-    def can_seq_add(self, seq: Any, p0: Any, p1: Any, *, delta: Any) -> jax.Array:
+    def can_seq_add(self, seq: Id, p0: Id, p1: Id | None, *, delta: Id) -> Bool[Array, ""]:
         """Return whether `seq_add` would leave every sequence one token a position.
 
         It may not where sequences share cells: these move for every owner, and an owner may hold
         others at the positions that they come to.
 
         Args:
-          seq: `[]` int, the sequence.
-          p0: `[]` int, the first position that moves.
-          p1: `[]` int, one past the last.
-          delta: `[]` int, how far they move.
+          seq: the sequence.
+          p0: the first position that moves.
+          p1: one past the last.
+          delta: how far they move.
 
         Returns:
-          `[]` bool; False, too, where a position would reach 2**31 - 1. Of states, which stand at
+          False, too, where a position would reach 2**31 - 1. Of states, which stand at
           one position each, nothing else can go wrong.
 
         Examples:
@@ -210,11 +219,11 @@ class Cache(Partitioned):
         """
         return self.table.max_rollback(known_layer(layer))
 
-    def check(self) -> dict[str, jax.Array]:
+    def check(self) -> dict[str, Int32[Array, ""]]:
         """Return how much is wrong with the table.
 
         Returns:
-          For each thing that can be wrong, `[]` int32, how many cells or sequences are at fault.
+          For each thing that can be wrong, how many cells or sequences are at fault.
           All are 0 unless a table was made by hand.
 
         Examples:
@@ -224,13 +233,13 @@ class Cache(Partitioned):
         """
         return _faults(self.table)
 
-    def partition_by(self, sharding_rules: ShardingRules, mesh: Any) -> "Cache":
+    def partition_by(self, sharding_rules: ShardingRules, mesh: AnyMesh) -> Cache:
         """Return a `PartitionSpec` for each array."""
         del sharding_rules  # those of the table
         table, buffers = self.table.partition_specs(self.buffers, mesh)
         return Cache(table=table, buffers=buffers)
 
-    def _ids(self, seq: Any) -> Any:
+    def _ids(self, seq: Ids | None) -> PyTree[Int32[ArrayLike, " ..."]]:
         spec = self.table.spec
         return spec.sequence_ids(np.arange(spec.sequences) if seq is None else seq)
 
@@ -242,18 +251,18 @@ _faults = jit_method(CacheTable.faults)
 
 
 @jit_table
-def _first(table: Any, seq: jax.Array) -> jax.Array:
-    """Return the first position of each sequence, int32, the shape of `seq`."""
+def _first(table: CacheTable, seq: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
+    """Return the first position of each sequence."""
     return jax.lax.map(table.first, jnp.ravel(seq)).reshape(seq.shape)
 
 
 @jit_table
-def _last(table: Any, seq: jax.Array) -> jax.Array:
-    """Return the last position of each sequence, int32, the shape of `seq`."""
+def _last(table: CacheTable, seq: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
+    """Return the last position of each sequence."""
     return jax.lax.map(table.last, jnp.ravel(seq)).reshape(seq.shape)
 
 
-def split(cache: Cache) -> tuple[Any, Any]:
+def split(cache: Cache) -> tuple[Any, PyTree]:
     """Return the table and the buffers of a cache that a caller passed.
 
     Raises:
@@ -269,7 +278,7 @@ def split(cache: Cache) -> tuple[Any, Any]:
     )
 
 
-def merge(table: Any, buffers: Any) -> Cache:
+def merge(table: CacheTable, buffers: PyTree) -> Cache:
     """Put a table and buffers together into a cache: the inverse of `split`.
 
     Values in the buffers of an attention cache must be finite, as `attend` leaves them.

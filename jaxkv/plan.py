@@ -1,7 +1,11 @@
 """Plans: values that say what will be done to a cache, before anything is touched."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +15,18 @@ from jaxkv.batch import Ubatch
 from jaxkv.core.array_utils import is_concrete
 from jaxkv.core.constants import NO_SLOT
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Int32, Num
+
+    from jaxkv.batch import Ubatch
+
 
 class Reason(IntEnum):
     """Why a sequence of a batch was refused; OK for one that was not. Each with its advice."""
 
     advice: str
 
-    def __new__(cls, value: int, advice: str = "") -> "Reason":
+    def __new__(cls, value: int, advice: str = "") -> Reason:
         """Make a member of a number and what to do about it."""
         member = int.__new__(cls, value)
         member._value_ = value
@@ -113,23 +122,22 @@ class Plan:
 
     ubatches: the parts to compute, in order, each a `Ubatch` with its slots. The slots of a refused
       plan are all past the last cell: applied and computed, it changes nothing.
-    ok: `[]` bool, whether every token of the batch has a place. All or nothing.
-    reason: `[Q]` int32, a `Reason` for each sequence; OK for one that is not in the batch. Where
-      a traced batch names an unknown sequence, all that would fit have UNKNOWN_SEQUENCE.
-    fits: `[Q]` bool, sequences that would all fit together if they came without the others, the
-      smallest first.
-    expected: `[Q]` int32, what was wanted: a position, or a number of cells where there is no room.
-    actual: `[Q]` int32, what was there instead.
+    ok: whether every token of the batch has a place. All or nothing.
+    reason: a `Reason` for each sequence; OK for one that is not in the batch. Where a traced batch
+      names an unknown sequence, all that would fit have UNKNOWN_SEQUENCE.
+    fits: sequences that would all fit together if they came without the others, the smallest first.
+    expected: what was wanted: a position, or a number of cells where there is no room.
+    actual: what was there instead.
 
     llama.cpp: `llama_memory_context_i`.
     """
 
     ubatches: tuple[Ubatch, ...]
-    ok: jax.Array
-    reason: jax.Array  # [Q]
-    fits: jax.Array  # [Q]
-    expected: jax.Array  # [Q]
-    actual: jax.Array  # [Q]
+    ok: Bool[Array, ""]
+    reason: Int32[Array, " Q"]
+    fits: Bool[Array, " Q"]
+    expected: Int32[Array, " Q"]
+    actual: Int32[Array, " Q"]
 
     @property
     def ubatch(self) -> Ubatch:
@@ -145,7 +153,7 @@ class Plan:
             )
         return self.ubatches[0]
 
-    def check(self) -> "Plan":
+    def check(self) -> Plan:
         """Return the plan if it will be carried out, else raise and say what to do.
 
         Raises:
@@ -174,14 +182,14 @@ plan fewer tokens at once (ubatch_size=)
                 lines.append(f"sequence {seq}: {Reason(code).name}, {advice}")
         raise PlanRefusedError("\n".join(lines))
 
-    def gather_outputs(self, logits: list[jax.Array]) -> jax.Array:
+    def gather_outputs(self, logits: Sequence[Num[Array, "_ V"]]) -> Num[Array, "n V"]:
         """Put the logits of all ubatches in the order of the batch.
 
         Args:
-          logits: for each ubatch, `[O, V]`, those of each of its `outputs`.
+          logits: for each ubatch, those of each of its `outputs`.
 
         Returns:
-          `[n, V]`, of each token of the batch that wanted logits, in the order of the batch.
+          Of each of the n tokens of the batch that wanted logits, in the order of the batch.
           Traced, where n cannot be known, logits that only pad come last.
         """
         order = [ubatch.output_index for ubatch in self.ubatches]

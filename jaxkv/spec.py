@@ -16,8 +16,6 @@ from jaxkv.core.validate import check_count, check_int32
 if TYPE_CHECKING:
     from jaxtyping import Array, ArrayLike, Int32, PyTree
 
-    from jaxkv.core.types import Id, Ids
-
 
 @dataclass(frozen=True, kw_only=True)
 class TableSpec:
@@ -66,7 +64,7 @@ class TableSpec:
         """Whether it holds sources, or a part of it does."""
         return self.is_cross_attention or any(part.has_cross_attention for part in self.parts)
 
-    def sequence_ids(self, value: Ids, *, lowest: int = 0) -> PyTree[Int32[ArrayLike, " ..."]]:
+    def sequence_ids(self, value: PyTree, *, lowest: int = 0) -> PyTree[Int32[ArrayLike, " ..."]]:
         """Return sequence ids that a caller passed as int32, checked before they are cast.
 
         Raises:
@@ -81,7 +79,7 @@ class TableSpec:
             advice="; a cache is made for a fixed number of sequences",
         )
 
-    def sequence_id(self, value: Id, *, lowest: int = 0) -> PyTree[Int32[ArrayLike, ""]]:
+    def sequence_id(self, value: PyTree, *, lowest: int = 0) -> PyTree[Int32[ArrayLike, ""]]:
         """Return one sequence id as int32; see `sequence_ids`."""
         checked = self.sequence_ids(value, lowest=lowest)
         if np.ndim(checked):
@@ -99,7 +97,7 @@ def within_streams(spec: TableSpec, ids: PyTree, others: PyTree) -> bool:
     return bool(np.all(one == other))
 
 
-def check_once(ids: Ids) -> None:
+def check_once(ids: PyTree) -> None:
     """Raise a ValueError if a known sequence id comes twice."""
     if is_concrete(ids) and np.unique(ids).size < np.size(ids):
         raise ValueError(f"wanted each sequence at most once, got {np.asarray(ids).tolist()}")

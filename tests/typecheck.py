@@ -19,7 +19,8 @@ import beartype
 import jaxtyping
 
 ROOT = Path(__file__).parents[1]
-SHAPES = ("Bool[", "Float[", "Inexact[", "Int[", "Int32[", "Key[", "Num[", "Shaped[", "UInt32[")
+DTYPES = "Bool Float Inexact Int Integer Int32 Key Num Shaped UInt32"
+SHAPES = tuple(f"{name}[" for name in DTYPES.split())
 MARK = "_checked_types"
 CHECKED: set[str] = set()
 """Functions whose arguments were checked."""

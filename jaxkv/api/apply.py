@@ -1,7 +1,9 @@
 """The only commit: carrying out a ubatch, an update or a defrag."""
 
+from __future__ import annotations
+
 from functools import reduce
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,9 @@ from jaxkv.jit_helpers import jit_table
 from jaxkv.plan import Plan
 from jaxkv.spec import check_spec
 from jaxkv.table import CacheTable, MaintenancePlan, check_made_for
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, PyTree
 
 
 def apply(cache: Cache, plan: Ubatch | Plan | MaintenancePlan, *, donate: bool = False) -> Cache:
@@ -53,8 +58,8 @@ def apply(cache: Cache, plan: Ubatch | Plan | MaintenancePlan, *, donate: bool =
     return (_commit_donated if donate else _commit)(plan, table, buffers)
 
 
-def is_current(cache: Cache, plan: Ubatch | Plan | MaintenancePlan) -> jax.Array:
-    """Return whether applying a plan now would carry it out; `[]` bool.
+def is_current(cache: Cache, plan: Ubatch | Plan | MaintenancePlan) -> Bool[Array, ""]:
+    """Return whether applying a plan now would carry it out.
 
     A ubatch is stale after an edit of a stream that it has tokens in, after another ubatch there,
     and once it has been applied itself; one of a refused plan was never current. The plan of an
@@ -90,7 +95,7 @@ def is_current(cache: Cache, plan: Ubatch | Plan | MaintenancePlan) -> jax.Array
     return _is_current(table, _checked(plan, table))
 
 
-def _checked(plan: Any, table: CacheTable) -> Ubatch | MaintenancePlan:
+def _checked(plan: object, table: CacheTable) -> Ubatch | MaintenancePlan:
     """Return a plan, a single ubatch as itself, or raise as `apply` says."""
     if isinstance(plan, Plan):
         if len(plan.ubatches) != 1:
@@ -109,13 +114,13 @@ def _checked(plan: Any, table: CacheTable) -> Ubatch | MaintenancePlan:
 
 
 @jit_table
-def _is_current(table: Any, plan: Ubatch | MaintenancePlan) -> jax.Array:
-    """Return whether a table is as the plan found it; `[]` bool."""
+def _is_current(table: CacheTable, plan: Ubatch | MaintenancePlan) -> Bool[Array, ""]:
+    """Return whether a table is as the plan found it."""
     return plan.is_current(table) if isinstance(plan, MaintenancePlan) else _is_next(table, plan)
 
 
-def _is_next(table: Any, ubatch: Ubatch) -> jax.Array:
-    """Return whether the digests of the streams it has tokens in are those of its plan; `[]`."""
+def _is_next(table: CacheTable, ubatch: Ubatch) -> Bool[Array, ""]:
+    """Return whether the digests of the streams it has tokens in are those of its plan."""
     placed = placed_rows(ubatch)
     same = jax.tree.map(lambda now, then: now == then, table.stream_hash(), ubatch.hash_before)
     current = reduce(
@@ -127,12 +132,12 @@ def _is_next(table: Any, ubatch: Ubatch) -> jax.Array:
 
 
 @jit_table
-def _occupy(table: Any, ubatch: Ubatch) -> Any:
+def _occupy(table: CacheTable, ubatch: Ubatch) -> CacheTable:
     """Mark the slots of a ubatch as taken, if it is not stale."""
     return table.occupy(mask_slots(_is_next(table, ubatch), ubatch))
 
 
-def _committed(plan: MaintenancePlan, table: Any, buffers: Any) -> Cache:
+def _committed(plan: MaintenancePlan, table: CacheTable, buffers: PyTree) -> Cache:
     """Carry out the plan of an update or a defrag, if it is not stale."""
     return merge(*plan.commit(table, buffers, plan.is_current(table)))
 

@@ -1,10 +1,11 @@
 """What a model calls in its layers, for a ubatch that has been applied."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
-import jax
 import jax.numpy as jnp
 
 from jaxkv.batch import Ubatch
@@ -13,28 +14,32 @@ from jaxkv.core.array_utils import is_traced
 from jaxkv.core.donation import names_donated
 from jaxkv.core.validate import check_int32
 from jaxkv.kv.buffers import Buffers
-from jaxkv.ops.attention.bias import Bias
-from jaxkv.ops.attention.dispatch import Implementation
 from jaxkv.table import KVView, check_made_for, known_layer
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int32, PyTree, Shaped
+
+    from jaxkv.ops.attention.bias import Bias
+    from jaxkv.ops.attention.dispatch import Implementation
 
 
 @names_donated
 def attend(
     cache: Cache,
-    layer: int | jax.Array,
+    layer: int | Int32[Array, ""],
     ubatch: Ubatch,
-    q: jax.Array,
-    k: jax.Array | None = None,
-    v: jax.Array | None = None,
+    q: Float[Array, "R T H D"],
+    k: Float[Array, "R T K D"] | None = None,
+    v: Float[Array, "R T K Dv"] | None = None,
     *,
     scale: float | None = None,
     softcap: float | None = None,
-    sinks: jax.Array | None = None,
+    sinks: Float[Array, " H"] | None = None,
     bias: Bias | None = None,
     causal: bool = True,
-    visible_until: jax.Array | None = None,
+    visible_until: Int32[Array, "R T"] | None = None,
     implementation: Implementation | None = None,
-) -> tuple[Cache, jax.Array]:
+) -> tuple[Cache, Float[Array, "R T H Dv"]]:
     """Write the keys and values of a ubatch into a layer and attend over what its tokens see.
 
     Args:
@@ -42,19 +47,19 @@ def attend(
       layer: 0 to L - 1, static; of a stacked cache it may be traced, see `make_cache`.
       ubatch: the tokens. Those that the table does not hold (padding, a refused plan) are written
         nowhere.
-      q: `[R, T, H, D]`, queries, rotated by the layer's rope.
-      k: `[R, T, K, D]`, keys, rotated by the layer's rope. Without keys and values the tokens look
+      q: queries, rotated by the layer's rope.
+      k: keys, rotated by the layer's rope. Without keys and values the tokens look
         at what the layer holds and nothing is written, as for layers that share those of another.
-      v: `[R, T, K, Dv]`, values; left out where they are a part of the keys (`value_dim` of
+      v: values; left out where they are a part of the keys (`value_dim` of
         `make_cache`).
       scale: what the products of queries and keys are multiplied by; by default 1 / sqrt(D).
       softcap: what those products stay below: c * tanh(x / c) (Gemma 2).
-      sinks: `[H]`, a logit of each head that takes its share of the attention and gives nothing.
+      sinks: a logit of each head that takes its share of the attention and gives nothing.
       bias: what is added to products that are scaled and capped, before the softmax; see below.
       causal: False lets tokens see those that come after them; of windows only a symmetric one
         limits that. A token that would see one of a later ubatch of its plan gets NaN: plan with a
         larger `ubatch_size`.
-      visible_until: `[R, T]` int32, the last position that each token sees; by default its own. It
+      visible_until: the last position that each token sees; by default its own. It
         may lie after the token, as for images and prefixes, or before it, and may be traced. A
         token gets NaN where its ubatch ends before that position. A window reaches back from the
         token's own position as ever, and a symmetric one ahead no further than without it.
@@ -132,7 +137,11 @@ def attend(
 
 @names_donated
 def write_kv(
-    cache: Cache, layer: int | jax.Array, ubatch: Ubatch, k: jax.Array, v: jax.Array | None = None
+    cache: Cache,
+    layer: int | Int32[Array, ""],
+    ubatch: Ubatch,
+    k: Float[Array, "R T K D"],
+    v: Float[Array, "R T K Dv"] | None = None,
 ) -> Cache:
     """Write the keys and values of a ubatch into a layer, and attend to nothing.
 
@@ -143,8 +152,8 @@ def write_kv(
       layer: 0 to L - 1, static; of a stacked cache it may be traced, see `make_cache`.
       ubatch: the tokens. Those that the table does not hold (padding, a refused plan) are written
         nowhere, and nothing of a stale ubatch is.
-      k: `[R, T, K, D]`, keys, rotated by the layer's rope.
-      v: `[R, T, K, Dv]`, values, unless they are a part of the keys.
+      k: keys, rotated by the layer's rope.
+      v: values, unless they are a part of the keys.
 
     Returns:
       The cache with the keys and values written. Of a head whose key or value is not finite in the
@@ -173,11 +182,11 @@ def write_kv(
 @names_donated
 def read_kv(
     cache: Cache,
-    layer: int | jax.Array,
+    layer: int | Int32[Array, ""],
     ubatch: Ubatch,
     *,
     causal: bool = True,
-    visible_until: jax.Array | None = None,
+    visible_until: Int32[Array, "R T"] | None = None,
 ) -> KVView:
     """Return what the tokens of a ubatch see of a layer, for attention of the caller's own.
 
@@ -190,13 +199,11 @@ def read_kv(
       layer: 0 to L - 1, static; of a stacked cache it may be traced, see `make_cache`.
       ubatch: the tokens that look.
       causal: False lets tokens see those that come after them.
-      visible_until: `[R, T]` int32, the last position that each token sees, see `attend`.
+      visible_until: the last position that each token sees, see `attend`.
 
     Returns:
-      `(k, v, mask, positions)`: `[P, K, N, D]`, `[P, K, N, Dv]`, `[P, T, N]` bool and `[P, N]`
-      int32, the position of each cell, -1 of an empty one. Quantised ones are decoded, to float32.
-      Values are finite. A key that no token
-      sees may be anything, NaN too: hide it by a choice (`jnp.where`) and not by a product or a
+      `(k, v, mask, positions)`, see `KVView`. Values are finite. A key that no token sees may be
+      anything, NaN too: hide it by a choice (`jnp.where`) and not by a product or a
       sum; and where derivatives are wanted, put zeros in its place before the product. A token
       that was not finite has a NaN key. Padding and a refused plan see nothing; tokens of a stale
       ubatch see all cells, and NaN in each. Where `attend` gives NaN for another reason, all keys
@@ -231,7 +238,7 @@ def read_kv(
 
 
 @names_donated
-def read_states(cache: Cache, layer: int, ubatch: Ubatch) -> dict[str, jax.Array]:
+def read_states(cache: Cache, layer: int, ubatch: Ubatch) -> dict[str, Shaped[Array, "R ..."]]:
     """Read the states that the rows of a ubatch go on from.
 
     Args:
@@ -268,7 +275,7 @@ def read_states(cache: Cache, layer: int, ubatch: Ubatch) -> dict[str, jax.Array
 
 @names_donated
 def write_states(
-    cache: Cache, layer: int, ubatch: Ubatch, states: Mapping[str, jax.Array]
+    cache: Cache, layer: int, ubatch: Ubatch, states: Mapping[str, Shaped[Array, "R ..."]]
 ) -> Cache:
     """Write the states that the rows of a ubatch leave, after `read_states` of the same layer.
 
@@ -309,8 +316,8 @@ def write_states(
     return merge(*table.write_states(buffers, known_layer(layer), ubatch, states))
 
 
-def _numbered(buffers: Any, layer: Any) -> Any:
-    """Return the number of a layer; it may be traced, `[]` int32, if one array holds all layers."""
+def _numbered(buffers: PyTree, layer: PyTree[int | Int32[Array, ""]]) -> PyTree:
+    """Return the number of a layer; it may be traced if one array holds all layers."""
     if not (isinstance(buffers, Buffers) and buffers.stacked and is_traced(layer)):
         return known_layer(layer)
     if jnp.shape(layer):

@@ -1,7 +1,9 @@
 """Rotations that keys are owed, gaps between cells, room for a batch, and earlier tables."""
 
+from __future__ import annotations
+
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,11 @@ from jaxkv.jit_helpers import jit_method, jit_table
 from jaxkv.planning.planners import init_batch
 from jaxkv.spec import check_spec
 from jaxkv.table import CacheTable, MaintenancePlan
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool
+
+    from jaxkv.table import CacheTable
 
 
 def init_update(cache: Cache) -> MaintenancePlan:
@@ -116,7 +123,7 @@ def compact(
       (False, True)
     """
 
-    def fits(cache: Cache) -> jax.Array:
+    def fits(cache: Cache) -> Bool[Array, ""]:
         return (
             jnp.array(True)
             if batch is None
@@ -135,7 +142,7 @@ _plan_shift = jit_method(CacheTable.plan_shift)
 _plan_defrag = jit_method(CacheTable.plan_defrag, static_argnames="max_moves")
 
 
-def rewind(cache: Cache, *, to: Any) -> EditResult:
+def rewind(cache: Cache, *, to: CacheTable) -> EditResult:
     """Return to an earlier table, with the buffers of a later cache: undo what was applied since.
 
     Exact when the buffers still hold what the old table knew: since then the table was edited, and
@@ -182,7 +189,7 @@ def rewind(cache: Cache, *, to: Any) -> EditResult:
 
 
 @jit_table
-def _rewind(now: Any, then: Any) -> tuple[Any, jax.Array]:
+def _rewind(now: CacheTable, then: CacheTable) -> tuple[CacheTable, Bool[Array, ""]]:
     """Return the table of `then` if it can be returned to, else of `now`; and `ok`, `[]` bool."""
     back, ok = now.rewind(then)
     return jax.tree.map(lambda new, old: jnp.where(ok, new, old), back, now), ok

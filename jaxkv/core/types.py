@@ -5,20 +5,16 @@ Letters are those of `jaxkv`.
 
 from collections.abc import Sequence
 
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh
-from jaxtyping import Array, ArrayLike, Bool, Int
+from jaxtyping import ArrayLike, Bool, Integer, PyTree
 
-AnyArray = Array | np.ndarray
-"""An array, of NumPy where the host knows it."""
-
-Id = Int[ArrayLike, ""]
+Id = Integer[ArrayLike, ""]
 """A sequence id, a position, or another single integer."""
 
-Ids = Int[ArrayLike, "..."] | Sequence[int]
+Ids = Integer[ArrayLike, "..."] | Sequence[int]
 """One integer or many."""
 
-Tokens = Int[ArrayLike, "..."] | Sequence[int] | Sequence[Sequence[int]]
+Tokens = PyTree[Integer[ArrayLike, "..."] | range]  # None too, an empty tree
 """Token ids: an array, a list, or a list of lists."""
 
 Flags = Bool[ArrayLike, "..."] | Sequence[bool]

@@ -16,8 +16,6 @@ from jaxkv.core.constants import END
 if TYPE_CHECKING:
     from jaxtyping import ArrayLike, Bool, Int32, PyTree
 
-    from jaxkv.core.types import Id, Ids
-
 
 def check_count(value: PyTree, name: str, *, low: int = 1, high: int = END) -> int:
     """Return a number of things that a caller passed, checked; by default int32 holds it.
@@ -101,7 +99,7 @@ def check_int32(
     return value.astype(jnp.int32) if isinstance(value, jax.Array) else array.astype(np.int32)
 
 
-def check_position(value: Id, name: str) -> PyTree[Int32[ArrayLike, ""]]:
+def check_position(value: PyTree, name: str) -> PyTree[Int32[ArrayLike, ""]]:
     """Return one position, or how far one moves, as int32.
 
     Raises:
@@ -112,7 +110,7 @@ def check_position(value: Id, name: str) -> PyTree[Int32[ArrayLike, ""]]:
 
 
 def check_bounds(
-    p0: Ids, p1: Ids | None
+    p0: PyTree, p1: PyTree
 ) -> tuple[PyTree[Int32[ArrayLike, "*n"]], PyTree[Int32[ArrayLike, "*m"]]]:
     """Return the bounds of a range of positions as int32.
 
@@ -134,7 +132,7 @@ def check_bounds(
 
 
 def check_single_bounds(
-    p0: Id, p1: Id | None
+    p0: PyTree, p1: PyTree
 ) -> tuple[PyTree[Int32[ArrayLike, ""]], PyTree[Int32[ArrayLike, ""]]]:
     """Return the bounds of one range, see `check_bounds`."""
     p0, p1 = check_bounds(p0, p1)
