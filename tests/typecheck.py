@@ -34,7 +34,7 @@ def checked(function):
     def call(*args, **kwargs):
         if not told:
             CHECKED.add(f"{function.__module__}.{function.__qualname__}")
-            names = {**vars(jaxtyping), **function.__globals__, **_guarded(function.__module__)}
+            names = {**function.__globals__, **_guarded(function.__module__), "Self": object}
             function.__annotations__ = {
                 name: eval(text, names) if isinstance(text, str) else text
                 for name, text in function.__annotations__.items()
