@@ -54,13 +54,13 @@ for row in plain.tokens:
 # A draft guesses what comes next. The last token and the guess go into the model as one row, in one
 # step, and each place of the row says what comes after it. So the guess holds as far as it says
 # what the model says, and the first place where it does not gives the right token anyway: a step
-# makes from one token to `tries + 1`.
+# makes from one token to `num_draft_tokens + 1`.
 #
-# `lookup` knows the tokens of a text and nothing else. It guesses that what came after the last two
+# `prompt_lookup` knows the tokens of a text and nothing else. It guesses that what came after the last two
 # tokens the last time comes after them again.
 #
-# To see what was accepted where, here is a draft of our own. A draft has two methods: `guess`, and
-# `follow`, which is told what came of the guess. This one asks another draft and takes notes. It
+# To see what was accepted where, here is a draft of our own. A draft has two methods: `propose`,
+# and `update`, which is told what came of the guess. This one asks another draft and takes notes. It
 # is a value like all others, so that the loop can be compiled: arrays, and a new one each turn.
 
 
@@ -74,21 +74,21 @@ class Noted(Drafter):
     guessed: jax.Array
     taken: jax.Array
     turn: jax.Array
-    tries: int = field(metadata={"static": True})
+    num_draft_tokens: int = field(metadata={"static": True})
 
     @property
-    def texts(self):
+    def batch_size(self):
         return self.draft.batch_size
 
     def check(self, cache):
         self.draft.check(cache)
 
-    def guess(self, sampler, state, active, at):
+    def propose(self, sampler, state, active, at):
         draft, guess = self.draft.propose(sampler, state, active, at)
         guessed = self.guessed.at[:, self.turn].set(guess.valid.sum(axis=1))
         return replace(self, draft=draft, guessed=guessed), guess
 
-    def follow(self, sequences, at, fed, taken):
+    def update(self, sequences, at, fed, taken):
         return replace(
             self,
             draft=self.draft.update(sequences, at, fed, taken),
@@ -100,7 +100,11 @@ class Noted(Drafter):
 def noted(draft):
     none = jnp.zeros((draft.batch_size, STEPS), jnp.int32)
     return Noted(
-        draft=draft, guessed=none, taken=none, turn=jnp.int32(0), tries=draft.num_draft_tokens
+        draft=draft,
+        guessed=none,
+        taken=none,
+        turn=jnp.int32(0),
+        num_draft_tokens=draft.num_draft_tokens,
     )
 
 
