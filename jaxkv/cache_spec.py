@@ -1,8 +1,10 @@
 """What the weights of a model fix of its cache: layers, heads, windows, ropes and states."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,14 @@ from jaxkv.window import Window
 
 Ropes = Rope | NotGiven | tuple[Rope | NotGiven | None, ...] | None
 """How keys turn with position: one rope for all layers, or one for each."""
+
+ValueDim = int | slice | ValueSlice
+"""How many numbers a value has, or which of those of its key they are."""
+
+State = jax.ShapeDtypeStruct | tuple[Sequence[int], jax.typing.DTypeLike]
+"""The shape and dtype of a state."""
+
+X = TypeVar("X")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -46,19 +56,19 @@ class CacheSpec:
     value_dim: int | ValueSlice | tuple[int | ValueSlice, ...] | None = None
     window: Window | None = None
     rope: Ropes = NOT_GIVEN
-    states: tuple[tuple[str, tuple[int, ...], Any], ...] = ()
+    states: tuple[tuple[str, tuple[int, ...], jnp.dtype], ...] = ()
     shard_dims: tuple[tuple[str, int, int], ...] = ()
-    parts: tuple[tuple["CacheSpec", tuple[int, ...]], ...] = ()
+    parts: tuple[tuple[CacheSpec, tuple[int, ...]], ...] = ()
 
     @staticmethod
     def attention(
         layers: int,
         kv_heads: int | Sequence[int],
         head_dim: int | Sequence[int],
-        value_dim: Any = None,
+        value_dim: ValueDim | Sequence[ValueDim] | None = None,
         window: Window | None = None,
         rope: Ropes = NOT_GIVEN,
-    ) -> "CacheSpec":
+    ) -> CacheSpec:
         """Return the spec of layers that attend to the text.
 
         Args:
@@ -119,9 +129,9 @@ class CacheSpec:
     @staticmethod
     def recurrent(
         layers: int,
-        states: Mapping[str, Any],
+        states: Mapping[str, State],
         shard_dims: Mapping[str, tuple[int, int]] | None = None,
-    ) -> "CacheSpec":
+    ) -> CacheSpec:
         """Return the spec of layers that go on from a state.
 
         Their cache has cells for E + 1 states of each sequence, E being the `max_rollback` of
@@ -243,7 +253,7 @@ class CacheSpec:
         kv_heads: int | Sequence[int],
         head_dim: int | Sequence[int],
         value_dim: int | Sequence[int] | None = None,
-    ) -> "CacheSpec":
+    ) -> CacheSpec:
         """Return the spec of layers that look at what an encoder read: a part of a hybrid.
 
         An encoder reads the source of a sequence once, and its keys and values are written for each
@@ -300,7 +310,7 @@ class CacheSpec:
         )
 
     @staticmethod
-    def hybrid(*parts: tuple["CacheSpec", Sequence[int]]) -> "CacheSpec":
+    def hybrid(*parts: tuple[CacheSpec, Sequence[int]]) -> CacheSpec:
         """Return the spec of several caches that step together, each for some layers of a model.
 
         Args:
@@ -381,7 +391,7 @@ class CacheSpec:
     def __repr__(self) -> str:
         if self.kind == "hybrid":
             return f"CacheSpec.hybrid({', '.join(map(repr, self.parts))})"
-        shown: dict[str, Any] = {"layers": self.layers}
+        shown: dict[str, object] = {"layers": self.layers}
         if self.kind == "recurrent":
             shown["states"] = {name: (shape, dtype.name) for name, shape, dtype in self.states}
             if self.shard_dims:
@@ -398,7 +408,7 @@ class CacheSpec:
         return f"CacheSpec.{self.kind}({', '.join(fields)})"
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """Return how a field is printed; a rope by its pairs and how fast the slowest turns."""
     if isinstance(value, tuple) and any(isinstance(x, Rope | ValueSlice) for x in value):
         return f"({', '.join(map(_shown, value))})"
@@ -410,12 +420,12 @@ def _shown(value: Any) -> str:
     return repr(value)
 
 
-def _one_if_alike(values: tuple[Any, ...]) -> Any:
+def _one_if_alike(values: tuple[X, ...]) -> X | tuple[X, ...]:
     """Return what all layers share, or the values of each."""
     return values[0] if all(value == values[0] for value in values) else values
 
 
-def _for_each(value: Any, layers: int, name: str) -> tuple[Any, ...]:
+def _for_each(value: object, layers: int, name: str) -> tuple[object, ...]:
     """Return what a caller gave for each layer, from one for all or one for each."""
     given = tuple(value) if isinstance(value, Sequence) else (value,) * layers
     if len(given) != layers:
@@ -426,12 +436,12 @@ def _for_each(value: Any, layers: int, name: str) -> tuple[Any, ...]:
     return given
 
 
-def _sizes(value: Any, layers: int, name: str) -> tuple[int, ...]:
+def _sizes(value: object, layers: int, name: str) -> tuple[int, ...]:
     """Return a size for each layer, from one for all or one for each."""
     return tuple(check_count(size, name) for size in _for_each(value, layers, name))
 
 
-def _values(value: Any, keys: tuple[int, ...]) -> tuple[int | ValueSlice, ...]:
+def _values(value: object, keys: tuple[int, ...]) -> tuple[int | ValueSlice, ...]:
     """Return the size of values for each layer, or which numbers of a key they are."""
 
     def latent(part: slice, key: int) -> ValueSlice:
@@ -443,7 +453,7 @@ def _values(value: Any, keys: tuple[int, ...]) -> tuple[int | ValueSlice, ...]:
             )
         return ValueSlice(ends.start, ends.stop)
 
-    def checked(one: Any, key: int) -> int | ValueSlice:
+    def checked(one: object, key: int) -> int | ValueSlice:
         if isinstance(one, ValueSlice):
             one = slice(one.first, one.last)
         return latent(one, key) if isinstance(one, slice) else check_count(one, "value_dim")
@@ -452,7 +462,7 @@ def _values(value: Any, keys: tuple[int, ...]) -> tuple[int | ValueSlice, ...]:
     return tuple(checked(one, key) for one, key in zip(given, keys, strict=True))
 
 
-def _check_rope(rope: Any, key: int, value: int | ValueSlice) -> None:
+def _check_rope(rope: object, key: int, value: int | ValueSlice) -> None:
     """Raise unless a rope fits the keys of a layer, and leaves their values alone."""
     if not isinstance(rope, Rope | NotGiven | None):
         raise TypeError(
@@ -471,7 +481,7 @@ def _check_rope(rope: Any, key: int, value: int | ValueSlice) -> None:
         )
 
 
-def _shape(name: str, state: Any) -> Any:
+def _shape(name: str, state: Any) -> jax.ShapeDtypeStruct:
     """Return the shape and dtype of a state."""
     if hasattr(state, "shape"):
         return state
@@ -486,7 +496,7 @@ def _shape(name: str, state: Any) -> Any:
 
 
 def _checked_splits(
-    shapes: Mapping[str, Any], splits: Mapping[str, tuple[int, int]]
+    shapes: Mapping[str, jax.ShapeDtypeStruct], splits: Mapping[str, tuple[int, int]]
 ) -> tuple[tuple[str, int, int], ...]:
     """Return the splits of states by name, dimension and parts, checked."""
     for name, (dimension, parts) in splits.items():
@@ -500,7 +510,7 @@ def _checked_splits(
     return tuple((name, *splits[name]) for name in sorted(splits))
 
 
-def _checked_part(pair: Any) -> tuple[CacheSpec, tuple[int, ...]]:
+def _checked_part(pair: object) -> tuple[CacheSpec, tuple[int, ...]]:
     """Return a part of a hybrid and the numbers of its layers."""
     if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], CacheSpec)):
         raise TypeError(

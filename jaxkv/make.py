@@ -1,8 +1,10 @@
 """Making a cache of any kind from its spec, on one device or on a mesh."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,21 +20,23 @@ from jaxkv.recurrent.table import make_recurrent_cache
 from jaxkv.sharding.make import make_sharded
 from jaxkv.spec import check_pools
 
-ByPart = tuple[Any, ...]
-"""One value for each part of a hybrid."""
+X = TypeVar("X")
+
+ByPart: TypeAlias = X | tuple["ByPart[X]", ...]
+"""A value, or one for each part of a hybrid, which may be a hybrid itself."""
 
 
 def make_cache(
     spec: CacheSpec,
     *,
-    cells: int | ByPart | None = None,
+    cells: ByPart[int | None] = None,
     sequences: int = 1,
     streams: int = 1,
-    dtype: jax.typing.DTypeLike | ByPart = jnp.float32,
-    ubatch_size: int | ByPart = 512,
-    max_rollback: int | ByPart | None = None,
-    placement: str | ByPart = "any",
-    stacked: bool | ByPart = False,
+    dtype: ByPart[jax.typing.DTypeLike] = jnp.float32,
+    ubatch_size: ByPart[int] = 512,
+    max_rollback: ByPart[int | None] = None,
+    placement: ByPart[str] = "any",
+    stacked: ByPart[bool] = False,
     mesh: Mesh | None = None,
     sharding_rules: ShardingRules | None = None,
 ) -> Cache:

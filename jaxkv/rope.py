@@ -1,12 +1,17 @@
 """Rotating queries and keys by position, as a value that a model and its cache share."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, ArrayLike, Float, Int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,16 +36,18 @@ class Rope:
                 f"and {self.attention_factor}"
             )
 
-    def rotate(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+    def rotate(
+        self, x: Float[Array | np.ndarray, "*n H D"], positions: Int[ArrayLike, "*n"]
+    ) -> Float[Array, "*n H D"]:
         """Turn queries or keys to their positions.
 
         Args:
-          x: `[..., H, D]`, H heads (any number) of D numbers.
-          positions: `[...]` int32, the shape of `x` without its last two dimensions.
+          x: those of tokens, H heads (any number) of D numbers each.
+          positions: where each token stands.
 
         Returns:
-          The shape and dtype of `x`; sines and products are computed in float32. Angles are exact
-          to 1e-6 radians at every position.
+          The dtype of `x`; sines and products are computed in float32. Angles are exact to 1e-6
+          radians at every position.
 
         Raises:
           ValueError: when the shapes do not go together, or heads are smaller than the rope.
@@ -84,7 +91,7 @@ class Rope:
         turned = (ab * cos + jnp.flip(ab, both) * sin).reshape(turned.shape)
         return jnp.concatenate([turned.astype(x.dtype), rest], axis=-1)
 
-    def linear(self, *, factor: float) -> "Rope":
+    def linear(self, *, factor: float) -> Rope:
         """Stretch positions: `factor` times the context, each position that much closer.
 
         Raises:
@@ -97,7 +104,7 @@ class Rope:
         """
         return self.divide([factor] * len(self.frequencies))
 
-    def divide(self, factors: Sequence[float]) -> "Rope":
+    def divide(self, factors: Sequence[float]) -> Rope:
         """Divide the frequency of each pair by its own factor, as some checkpoints store them.
 
         Raises:
@@ -119,7 +126,7 @@ class Rope:
 
     def llama3(
         self, *, factor: float, low_freq_factor: float, high_freq_factor: float, original: int
-    ) -> "Rope":
+    ) -> Rope:
         """Stretch slow pairs only, as Llama 3.1 does.
 
         Pairs that turn more than `high_freq_factor` times over the original context keep their
@@ -158,7 +165,7 @@ class Rope:
         beta_fast: float = 32.0,
         beta_slow: float = 1.0,
         attention_factor: float | None = None,
-    ) -> "Rope":
+    ) -> Rope:
         """Stretch slow pairs and sharpen attention: YaRN (arXiv 2309.00071).
 
         Args:
@@ -229,10 +236,10 @@ def make_rope(size: int, *, base: float = 10000.0, interleaved: bool = False) ->
     return Rope(frequencies=frequencies, interleaved=interleaved)
 
 
-def _angles(positions: jax.Array, frequencies: tuple[float, ...]) -> jax.Array:
-    """Return the angle of each pair, less whole turns; `[..., pairs]` float32.
-
-    positions: `[...]` int32.
+def _angles(
+    positions: Int[ArrayLike, "*n"], frequencies: tuple[float, ...]
+) -> Float[Array, "*n pairs"]:
+    """Return the angle of each pair, less whole turns, in float32.
 
     A product in float32 is off by the position times 2**-24. So the fraction of a turn at each
     position is a number of 64 bits, known on the host: an integer product of its upper 32 bits

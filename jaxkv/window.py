@@ -3,13 +3,17 @@
 A width W is an integer of at least 1; another raises TypeError or ValueError.
 """
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+from __future__ import annotations
 
-import jax
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
+
 import jax.numpy as jnp
 
 from jaxkv.core.validate import check_count
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Int32
 
 Rule = Literal["sliding", "chunked", "symmetric"]
 """Where the positions lie that a token sees."""
@@ -33,7 +37,7 @@ class Window:
             raise ValueError(f"wanted a window's rule of {get_args(Rule)}, got {self.rule!r}")
 
     @staticmethod
-    def sliding(width: int) -> "Window":
+    def sliding(width: int) -> Window:
         """See the last W positions, the token's own included (Mistral, Gemma).
 
         Where attention is not causal, all that come after it are seen too.
@@ -46,7 +50,7 @@ class Window:
         return Window(width, "sliding")
 
     @staticmethod
-    def chunked(width: int) -> "Window":
+    def chunked(width: int) -> Window:
         """See what lies in the token's own chunk of W positions, up to itself (Llama 4).
 
         Where attention is not causal, all that come after it are seen too.
@@ -59,7 +63,7 @@ class Window:
         return Window(width, "chunked")
 
     @staticmethod
-    def symmetric(width: int) -> "Window":
+    def symmetric(width: int) -> Window:
         """See W // 2 positions to both sides; those ahead only where attention is not causal.
 
         >>> [sees(Window.symmetric(4), jnp.int32(6), jnp.int32(key)).item() for key in (3, 4, 6, 7)]
@@ -102,7 +106,7 @@ def looks_back(window: Window) -> int:
     return window.width // 2 if window.rule == "symmetric" else window.width - 1
 
 
-def first_seen(window: Window | None, position: jax.Array) -> jax.Array:
+def first_seen(window: Window | None, position: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
     """Return the lowest position that a token at a position sees; it never falls as that rises.
 
     >>> [
@@ -120,11 +124,11 @@ def first_seen(window: Window | None, position: jax.Array) -> jax.Array:
 
 def last_seen(
     window: Window | None,
-    position: jax.Array,
+    position: Int32[Array, "*n"],
     *,
     causal: bool = True,
-    visible_until: jax.Array | None = None,
-) -> jax.Array:
+    visible_until: Int32[Array, "*n"] | None = None,
+) -> Int32[Array, "*n"]:
     """Return the highest position that a token at a position sees, if there is a token.
 
     With `visible_until` it is that, and not its own; a symmetric window limits it still.
@@ -152,20 +156,20 @@ def last_seen(
 
 def sees(
     window: Window | None,
-    query: jax.Array,
-    key: jax.Array,
+    query: Int32[Array, "#*n"],
+    key: Int32[Array, "#*n"],
     *,
     causal: bool = True,
-    visible_until: jax.Array | None = None,
-) -> jax.Array:
-    """Return whether a token at position `query` sees one at `key`; the shapes broadcast.
+    visible_until: Int32[Array, "#*n"] | None = None,
+) -> Bool[Array, "*n"]:
+    """Return whether a token at position `query` sees one at `key`.
 
     Args:
       window: how far it sees, None for everything.
-      query: int32, where the token stands that looks.
-      key: int32, where the one stands that is looked at.
+      query: where the token stands that looks.
+      key: where the one stands that is looked at.
       causal: False lets tokens see those that come after them too.
-      visible_until: int32, the last position that it sees, see `last_seen`.
+      visible_until: the last position that it sees, see `last_seen`.
 
     llama.cpp: `llama_hparams::is_masked_swa`.
     """

@@ -1,12 +1,13 @@
 """What a cache costs on each device of a mesh, told before anything is there."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
 
 from jaxkv.cache import Cache, split
 from jaxkv.core.partitioning import ShardingRules
@@ -15,6 +16,14 @@ from jaxkv.kv.buffers import Buffers, axes_of_queries, sizes_of
 from jaxkv.kv.cells import Cells
 from jaxkv.ops.mla import value_dim
 from jaxkv.sharding.make import shardings
+
+if TYPE_CHECKING:
+    from jax.sharding import Sharding
+    from jaxtyping import PyTree
+
+    from jaxkv.core.types import AnyMesh
+    from jaxkv.ops.mla import Values
+    from jaxkv.ops.quantised import Stored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +54,7 @@ class DeviceBytes:
         """All bytes on a device."""
         return self.table + self.buffers + self.params
 
-    def check(self, room: int) -> "DeviceBytes":
+    def check(self, room: int) -> DeviceBytes:
         """Raise a ValueError if it takes more than `room` bytes on a device; else return it."""
         if self.total > room:
             raise ValueError(
@@ -69,11 +78,11 @@ class DeviceBytes:
 
 def device_bytes(
     cache: Cache,
-    mesh: Mesh | AbstractMesh,
+    mesh: AnyMesh,
     sharding_rules: ShardingRules,
     *,
     heads: int | None = None,
-    params: Any = None,
+    params: PyTree = None,
 ) -> DeviceBytes:
     """Return what a cache costs on each device, before anything is there.
 
@@ -138,23 +147,23 @@ placement='striped:4'
     )
 
 
-def keys_of(cache: Cache) -> list[Any]:
+def keys_of(cache: Cache) -> list[Stored]:
     """Return the keys of all layers that attend, `[S, K, N, D]`; `[S * L, K, N, D]` if stacked."""
     return [x for part in cache.parts if isinstance(part.buffers, Buffers) for x in part.buffers.k]
 
 
-def _share(x: Any, where: Any) -> int:
+def _share(x: jax.Array | jax.ShapeDtypeStruct, where: Sharding | None) -> int:
     """Return the bytes of an array that lie on each device."""
     shape = x.shape if where is None else where.shard_shape(x.shape)
     return prod(shape) * np.dtype(x.dtype).itemsize
 
 
-def _sent(part: Cache, mesh: Any, sharding_rules: ShardingRules, heads: int | None) -> int:
+def _sent(part: Cache, mesh: AnyMesh, sharding_rules: ShardingRules, heads: int | None) -> int:
     """Return what attention brings to a device: the open softmax of all that hold the cells."""
     if not isinstance(part.buffers, Buffers):
         return 0
 
-    def of_layer(k: Any, v: Any) -> int:
+    def of_layer(k: Stored, v: Values) -> int:
         split = sharding_rules.split(mesh, **sizes_of(k, part.buffers.depth))
         shards = {name: prod(mesh.shape[axis] for axis in axes) for name, axes in split.items()}
         if shards["cells"] == 1:
@@ -167,7 +176,7 @@ def _sent(part: Cache, mesh: Any, sharding_rules: ShardingRules, heads: int | No
     return sum(part.buffers.of_each(of_layer))
 
 
-def _whole(part: Cache, mesh: Any, sharding_rules: ShardingRules) -> list[str]:
+def _whole(part: Cache, mesh: AnyMesh, sharding_rules: ShardingRules) -> list[str]:
     """Say what no axis splits though the rules name one."""
     sizes = [("streams", part.table.spec.streams)]
     sizes += [("kv_heads", k.shape[1]) for k in keys_of(part)]
@@ -179,7 +188,7 @@ def _whole(part: Cache, mesh: Any, sharding_rules: ShardingRules) -> list[str]:
     ]
 
 
-def _uneven(part: Cache, mesh: Any, sharding_rules: ShardingRules) -> list[str]:
+def _uneven(part: Cache, mesh: AnyMesh, sharding_rules: ShardingRules) -> list[str]:
     """Say what to do where a short text lies on some of the devices that split cells alone."""
     axes, devices = sharding_rules.present(mesh, "cells"), sharding_rules.devices(mesh, "cells")
     if not isinstance(part.table, Cells) or part.table.shards % devices == 0:

@@ -1,7 +1,9 @@
 """A mesh that fits the heads of a cache, made of one with more devices than there are heads."""
 
+from __future__ import annotations
+
 from math import gcd
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from jax.sharding import AbstractMesh, Mesh
 
@@ -9,17 +11,20 @@ from jaxkv.cache import Cache
 from jaxkv.core.partitioning import ShardingRules
 from jaxkv.sharding.device_bytes import keys_of
 
+if TYPE_CHECKING:
+    from jaxkv.core.types import AnyMesh
+
 Surplus = Literal["cells", "replicate", "refuse"]
 """What devices do that are more than there are heads: hold cells, hold copies, or be refused."""
 
 
 def fit_mesh(
     cache: Cache,
-    mesh: Mesh | AbstractMesh,
+    mesh: AnyMesh,
     sharding_rules: ShardingRules,
     *,
     surplus: Surplus = "cells",
-) -> tuple[Mesh | AbstractMesh, ShardingRules]:
+) -> tuple[AnyMesh, ShardingRules]:
     """Return a mesh and rules that fit the heads of a cache, where an axis has too many devices.
 
     Args:

@@ -1,13 +1,15 @@
 """Caches made on a mesh: where each array lies, meshes that fit, processes in sync."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 from zlib import crc32
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.cache import Cache, merge, split
@@ -15,8 +17,13 @@ from jaxkv.core.array_utils import is_concrete, to_host
 from jaxkv.core.partitioning import ShardingRules
 from jaxkv.jit_helpers import check_known
 
+if TYPE_CHECKING:
+    from jaxtyping import PyTree
 
-def shardings(cache: Cache, mesh: Mesh | AbstractMesh, sharding_rules: ShardingRules) -> Cache:
+    from jaxkv.core.types import AnyMesh
+
+
+def shardings(cache: Cache, mesh: AnyMesh, sharding_rules: ShardingRules) -> Cache:
     """Return where each array of a cache lies on a mesh.
 
     Args:
@@ -37,9 +44,7 @@ def shardings(cache: Cache, mesh: Mesh | AbstractMesh, sharding_rules: ShardingR
     return Cache(table=where[0], buffers=where[1])
 
 
-def shapes(
-    make: Callable[[], Cache], mesh: Mesh | AbstractMesh, sharding_rules: ShardingRules
-) -> Cache:
+def shapes(make: Callable[[], Cache], mesh: AnyMesh, sharding_rules: ShardingRules) -> Cache:
     """Return the shapes of a cache on a mesh, each with its sharding; nothing is allocated.
 
     They are what `init_full` plans for, what a step is lowered and compiled for, and the target
@@ -54,7 +59,7 @@ def shapes(
     where = shardings(cache, mesh, sharding_rules)
     table, buffers = split(cache)
 
-    def placed(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    def placed(x: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     return jax.tree.map(placed, merge(table.with_sharding_rules(sharding_rules), buffers), where)
@@ -87,11 +92,11 @@ def make_sharded(
     return jax.jit(made, out_shardings=where)()
 
 
-def _is_spec(x: Any) -> bool:
+def _is_spec(x: object) -> bool:
     return isinstance(x, P)
 
 
-def assert_in_sync(cache: Cache, batch: Any = None) -> None:
+def assert_in_sync(cache: Cache, batch: PyTree = None) -> None:
     """Raise unless all processes hold the same table and were given the same batch.
 
     JAX never compares what it calls replicated: processes that were given different batches plan

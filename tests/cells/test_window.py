@@ -5,6 +5,7 @@ Traps are numbered as in `docs/reference/llama_cpp_traps.md`.
 
 from dataclasses import replace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -54,7 +55,7 @@ def test_visible_of_windows(window, causal, seen):
 
 def test_sees_symmetric_window_at_the_last_position():
     """Nothing overflows."""
-    at = np.int32(2**31 - 4) + np.arange(3, dtype=np.int32)
+    at = jnp.int32(2**31 - 4) + jnp.arange(3, dtype=jnp.int32)
     assert sees(Window.symmetric(4), at[:, None], at[None], causal=False).all()
 
 
