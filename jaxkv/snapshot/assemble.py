@@ -4,10 +4,11 @@ Names are the paths of a cache's tree: `table.position`, `buffers.k.0`; in a hyb
 `table.parts.0.position`, `buffers.0.k.1`.
 """
 
-from collections.abc import Mapping
+from __future__ import annotations
+
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import numpy as np
@@ -22,6 +23,12 @@ from jaxkv.snapshot.file import File
 from jaxkv.snapshot.parts import Part, decoded, encoded, names
 from jaxkv.snapshot.states import StatePart
 from jaxkv.spec import check_once
+
+if TYPE_CHECKING:
+    from jaxtyping import PyTree
+
+    from jaxkv.snapshot.description import HybridDescription, PartDescription
+    from jaxkv.table import CacheTable
 
 KINDS: dict[str, type[Part]] = {
     "attention": CellPart,
@@ -56,7 +63,7 @@ def parts(cache: Cache) -> list[Named]:
     ]
 
 
-def describe(cache: Cache) -> dict[str, Any]:
+def describe(cache: Cache) -> PartDescription | HybridDescription:
     """Return what is fixed when a cache is made, as JSON holds it."""
     found = [one.part.describe(*split(one.cache)) for one in parts(cache)]
     if not isinstance(cache.table, HybridTable):
@@ -111,7 +118,7 @@ def _check_arrays(file: File, cache: Cache) -> None:
         raise ValueError(f"other arrays than those of the cache, {_short(odd[:2])}")
 
 
-def assembled(cache: Cache, pairs: list[tuple[Any, Any]]) -> Cache:
+def assembled(cache: Cache, pairs: list[tuple[CacheTable, PyTree]]) -> Cache:
     """Return a cache with other tables and buffers in its parts."""
     if not isinstance(cache.table, HybridTable):
         return merge(*pairs[0])
@@ -169,7 +176,7 @@ def check_fits(saved: Cache, cache: Cache) -> None:
             _same(name + where, wanted[name], found.get(name))
 
 
-def _same(name: str, wanted: Any, found: Any) -> None:
+def _same(name: str, wanted: object, found: object) -> None:
     if wanted != found:
         raise ValueError(
             f"wanted a snapshot of a cache with the {name} of this one, {_short(wanted)}, got one "
@@ -177,12 +184,12 @@ def _same(name: str, wanted: Any, found: Any) -> None:
         )
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = str(value)
     return text if len(text) < 200 else f"{text[:120]} ... {text[-60:]}"
 
 
-def _made(file: File, description: Mapping[str, Any], prefix: str) -> tuple[Any, Any]:
+def _made(file: File, description: PartDescription, prefix: str) -> tuple[CacheTable, PyTree]:
     entries = {
         name.removeprefix(prefix): entry
         for name, entry in file.arrays.items()

@@ -4,10 +4,12 @@ n is the live cells of a snapshot, in the order of their streams and numbers. A 
 share is there once, and goes into each stream that one of them goes to.
 """
 
-from collections.abc import Callable, Mapping
+from __future__ import annotations
+
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -46,11 +48,19 @@ from jaxkv.snapshot.parts import (
 )
 from jaxkv.spec import check_pools
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, ArrayLike, Bool, Int32, PyTree, UInt32
+
+    from jaxkv.ops.layer_stack import LayerView
+    from jaxkv.rope import NotGiven, Rope
+    from jaxkv.snapshot.description import CellDescription
+    from jaxkv.snapshot.parts import Fill
+
 CHUNK = 256
 """Cells that are read or written at a time."""
 
 
-class CellPart(Part):
+class CellPart(Part[CellTable, Buffers, "CellDescription"]):
     """An attention cache, of whose table a snapshot holds what follows.
 
     position, shift, stream, cell: `[n]` int32, as they were.
@@ -60,7 +70,7 @@ class CellPart(Part):
     """
 
     @staticmethod
-    def describe(table: Any, buffers: Any) -> dict[str, Any]:
+    def describe(table: CellTable, buffers: Buffers) -> CellDescription:
         """Return sizes, static fields and ropes."""
         return {
             "kind": "attention",
@@ -73,7 +83,7 @@ class CellPart(Part):
         }
 
     @staticmethod
-    def make(description: Mapping[str, Any], entries: Entries) -> tuple[Any, Any]:
+    def make(description: CellDescription, entries: Entries) -> tuple[CellTable, Buffers]:
         """Make an empty one, with keys and values as large as those that are saved."""
         ropes = decoded(description["ropes"])
         sizes = {name: description[name] for name in ("cells", "sequences", "streams")}
@@ -97,7 +107,7 @@ class CellPart(Part):
         return table, Buffers(k=k, v=v, ropes=ropes)
 
     @staticmethod
-    def features(table: Any, buffers: Any) -> dict[str, Any]:
+    def features(table: CellTable, buffers: Buffers) -> dict[str, object]:
         """Return layers, sizes of heads, dtypes, window and ropes."""
         dtypes = [x.dtype.name for x in (*buffers.k, *buffers.v) if not isinstance(x, ValueSlice)]
         return {
@@ -112,7 +122,9 @@ class CellPart(Part):
         }
 
     @staticmethod
-    def take(table: Any, buffers: Any, sequences: list[int]) -> tuple[dict[str, np.ndarray], Any]:
+    def take(
+        table: CellTable, buffers: Buffers, sequences: list[int]
+    ) -> tuple[dict[str, np.ndarray], PyTree]:
         """Take out all cells that one of the sequences owns.
 
         Keys and values are `[n, K, ...]`, in a tree like the buffers.
@@ -142,7 +154,9 @@ class CellPart(Part):
         return found, each_array(take, _layers_apart(buffers))
 
     @staticmethod
-    def forms(table: Any, buffers: Any, count: int, saved: int) -> tuple[dict[str, Form], Any]:
+    def forms(
+        table: CellTable, buffers: Buffers, count: int, saved: int
+    ) -> tuple[dict[str, Form], PyTree]:
         """Return the forms of the arrays that the class lists, and of keys and values."""
         each = jax.ShapeDtypeStruct((count,), jnp.int32)
         found: dict[str, Form] = dict.fromkeys(("position", "shift", "stream", "cell"), each)
@@ -153,7 +167,7 @@ class CellPart(Part):
         return found, each_array(lambda x: of(x, each, each), _layers_apart(buffers))
 
     @staticmethod
-    def check(table: Any, read: Read, sequences: list[int]) -> None:
+    def check(table: CellTable, read: Read, sequences: list[int]) -> None:
         """Compare positions, what is owed, owners and marks with those of a table."""
         check_places(read, table.streams, table.num_cells)
         position, shift = (read(name).astype(np.int64) for name in ("position", "shift"))
@@ -168,7 +182,12 @@ class CellPart(Part):
 
     @staticmethod
     def place(
-        table: Any, saved: Any, read: Read, moves: SequenceMap, seed: int, fresh: bool
+        table: CellTable,
+        saved: CellTable,
+        read: Read,
+        moves: SequenceMap,
+        seed: int,
+        fresh: bool,
     ) -> SlotAssignment:
         """Put live cells where a copy between streams would go, or where they were."""
         wanted, origin, owners = _dealt(table, saved, read("stream"), read("owners"), moves)
@@ -197,7 +216,7 @@ class CellPart(Part):
         )
 
     @staticmethod
-    def filled(buffers: Any, prefix: str, fill: Callable[[Any, str], Any]) -> Any:
+    def filled(buffers: Buffers, prefix: str, fill: Fill) -> Buffers:
         """Return the buffers with each layer filled, one after another."""
         called = names(_layers_apart(buffers), prefix)
         for i in range(buffers.layers):
@@ -206,7 +225,9 @@ class CellPart(Part):
         return buffers
 
     @staticmethod
-    def write(array: Any, placed: SlotAssignment, new: np.ndarray) -> Any:
+    def write(
+        array: Array | LayerView, placed: SlotAssignment, new: np.ndarray
+    ) -> Array | LayerView:
         """Write the keys or values of a layer, saved as `[n, K, ...]`."""
         where = placed.streams, placed.cells
         return put_in(array, *where, new, placed.origin, write=scatter, size=CHUNK)
@@ -218,8 +239,8 @@ def _layers_apart(buffers: Buffers) -> Buffers:
     return replace(buffers, k=k, v=v, stacked=False)
 
 
-def _words(table: Any, sequences: list[int]) -> np.ndarray:
-    """Return the bits of some sequences, as words that can be laid over owners; `[S, W]` uint32."""
+def _words(table: CellTable, sequences: list[int]) -> UInt32[np.ndarray, "S W"]:
+    """Return the bits of some sequences, as words that can be laid over owners."""
     found = np.zeros(table.owners.shape[:2], np.uint32)
     for seq in sequences:
         stream, word, bit = _home(table, seq)
@@ -228,12 +249,16 @@ def _words(table: Any, sequences: list[int]) -> np.ndarray:
 
 
 def _check_made(
-    sizes: dict[str, int], static: dict[str, Any], ropes: Any, latent: Any, form: Callable
+    sizes: dict[str, int],
+    static: dict[str, Any],
+    ropes: tuple[Rope | NotGiven | None, ...],
+    latent: list[list[int] | None],
+    form: Callable[[str], tuple[np.dtype, tuple[int, ...]]],
 ) -> None:
     """Raise as `make_cache` does for sizes and static fields that no cache has."""
     layers = range(len(ropes))
     heads, keys = zip(*(form(f"k.{i}")[1][1:] for i in layers), strict=True)
-    values = [slice(*latent[i]) if latent[i] else form(f"v.{i}")[1][2] for i in layers]
+    values = [slice(*x) if (x := latent[i]) else form(f"v.{i}")[1][2] for i in layers]
     placement, shards, size = (static[name] for name in ("placement", "shards", "ubatch_size"))
     if size is not None:
         check_count(size, "ubatch_size")
@@ -256,21 +281,24 @@ def _check_made(
     jax.eval_shape(make)
 
 
-def _home(table: Any, seq: int) -> tuple[int, int, int]:
+def _home(table: CellTable, seq: int) -> tuple[int, int, int]:
     """Return the stream, the word and the bit of a sequence, as `cells.owner_word` does."""
     stream, local = divmod(seq, table.sequences_per_stream)
     return stream, *divmod(local, WORD)
 
 
 def _dealt(
-    table: Any, saved: Any, stream: np.ndarray, owners: np.ndarray, moves: SequenceMap
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    table: CellTable,
+    saved: CellTable,
+    stream: Int32[np.ndarray, " n"],
+    owners: UInt32[np.ndarray, "n X"],
+    moves: SequenceMap,
+) -> tuple[Int32[np.ndarray, " S"], Int32[np.ndarray, "S N"], UInt32[np.ndarray, "S W N"]]:
     """Return what each stream gets, in its turn.
 
     Returns:
-      `[S]` int32, how many cells; and for the first so many of each stream `[S, N]` int32, the cell
-      of the snapshot, n beyond them, and `[S, W, N]` uint32, who owns it. Where more are wanted
-      than a stream has, these are left out.
+      How many cells; and for the first so many of each stream the cell of the snapshot, n beyond
+      them, and who owns it. Where more are wanted than a stream has, these are left out.
     """
     begins = np.searchsorted(stream, np.arange(saved.streams + 1))
     found: dict[tuple[int, int], np.ndarray] = {}
@@ -296,11 +324,13 @@ def _dealt(
 
 
 @jax.jit
-def _let_go(table: Any, marks: jax.Array) -> tuple[Any, jax.Array, jax.Array]:
-    """Let sequences go that have a mark, `[Q]`, the eviction mark that they begin with, not -1.
+def _let_go(
+    table: CellTable, marks: Int32[ArrayLike, " Q"]
+) -> tuple[CellTable, Bool[Array, "S N"], Int32[Array, " S"]]:
+    """Let sequences go that have a mark, the eviction mark that they begin with, not -1.
 
     Returns:
-      The table, its cells that may be taken, `[S, N]` bool, and how many a snapshot finds, `[S]`.
+      The table, its cells that may be taken, and how many a snapshot finds.
     """
     goes = marks != EMPTY
     ids = jnp.where(goes, jnp.arange(table.sequences, dtype=jnp.int32), table.sequences)
@@ -316,20 +346,16 @@ _choose = jax.jit(choose)
 
 @jax.jit
 def _fill(
-    left: Any,
-    slots: jax.Array,
-    position: jax.Array,
-    shift: jax.Array,
-    content: jax.Array,
-    owners: jax.Array,
-    origin: jax.Array,
-    seed: jax.Array,
-) -> Any:
-    """Take cells in, with a stamp for each cell of the file.
-
-    Owners are `[S, W, N]` uint32, contents `[S, N]` uint32, the other fields `[S, N]` int32, and
-    the seed `[]` uint32.
-    """
+    left: CellTable,
+    slots: Int32[Array, "S N"],
+    position: Int32[Array, "S N"],
+    shift: Int32[Array, "S N"],
+    content: UInt32[Array, "S N"],
+    owners: UInt32[Array, "S W N"],
+    origin: Int32[Array, "S N"],
+    seed: UInt32[Array, ""],
+) -> CellTable:
+    """Take cells in, with a stamp for each cell of the file."""
     stamp = chained(jnp.broadcast_to(seed, origin.shape), origin)
     fields = {"position": position, "shift": shift, "content": content, "owners": owners}
     arriving = replace(left, cell_hash=stamp, **fields)
@@ -345,14 +371,14 @@ class SourcePart(CellPart):
     """A cache for sources, of which a snapshot holds what it does of one of attention."""
 
     @staticmethod
-    def describe(table: Any, buffers: Any) -> dict[str, Any]:
+    def describe(table: CellTable, buffers: Buffers) -> CellDescription:
         """Return sizes, static fields and ropes; `of_sources` is said by the kind."""
         found = CellPart.describe(table, buffers)
         static = {name: x for name, x in found["static"].items() if name != "of_sources"}
-        return found | {"kind": "source", "static": static}
+        return {**found, "kind": "source", "static": static}
 
     @staticmethod
-    def make(description: Mapping[str, Any], entries: Entries) -> tuple[Any, Any]:
+    def make(description: CellDescription, entries: Entries) -> tuple[CellTable, Buffers]:
         """Make an empty one, with keys and values as large as those that are saved."""
         table, buffers = CellPart.make(description, entries)
         return as_source_table(table), buffers

@@ -4,25 +4,38 @@ Chunks are of one size, so that a program is compiled once for a buffer, however
 nothing is held beside buffers and host but a chunk.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.core.constants import MAX_CELLS
+from jaxkv.ops.layer_stack import LayerView
 
-Read = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+if TYPE_CHECKING:
+    from jaxtyping import Array, Int, Int32, Shaped
+
+A = TypeVar("A", bound=jax.Array | LayerView)
+
+Read = Callable[[A, jax.Array, jax.Array], jax.Array]
 """Read an array at streams and cells."""
-Write = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+Write = Callable[[A, jax.Array, jax.Array, jax.Array], A]
 """Write it there; a cell past the last one is left out."""
 
 
 def taken_out(
-    array: jax.Array, streams: np.ndarray, cells: np.ndarray, read: Read, size: int
-) -> np.ndarray:
-    """Return what an array of buffers holds for cells, `[n]` each; `[n, ...]` on the host."""
+    array: A,
+    streams: Int32[np.ndarray, " n"],
+    cells: Int32[np.ndarray, " n"],
+    read: Read[A],
+    size: int,
+) -> Shaped[np.ndarray, "n ..."]:
+    """Return what an array of buffers holds for cells, on the host."""
     shape = jax.eval_shape(read, array, streams, cells)
     out = np.empty(shape.shape, shape.dtype)
     for here, where in _chunks(streams, cells, size):
@@ -31,18 +44,15 @@ def taken_out(
 
 
 def put_in(
-    array: jax.Array,
-    streams: np.ndarray,
-    cells: np.ndarray,
-    new: np.ndarray,
-    origin: np.ndarray,
-    write: Write,
+    array: A,
+    streams: Int32[np.ndarray, " m"],
+    cells: Int32[np.ndarray, " m"],
+    new: Shaped[np.ndarray, "n ..."],
+    origin: Int[np.ndarray, " m"],
+    write: Write[A],
     size: int,
-) -> jax.Array:
-    """Put `new[origin]` into cells; the array is donated.
-
-    Streams, cells and `origin` are `[m]` int32, and `new` is `[n, ...]`.
-    """
+) -> A:
+    """Put `new[origin]` into cells; the array is donated."""
     for here, where in _chunks(streams, cells, size):
         chunk = new[origin[here]]
         pad = [(0, size - len(chunk)), *[(0, 0)] * (chunk.ndim - 1)]
@@ -51,11 +61,11 @@ def put_in(
 
 
 def _chunks(
-    streams: np.ndarray, cells: np.ndarray, size: int
-) -> Iterator[tuple[slice, tuple[np.ndarray, np.ndarray]]]:
-    """Deal out cells, `[n]` each; what fills the last chunk up is past the last cell.
+    streams: Int32[np.ndarray, " n"], cells: Int32[np.ndarray, " n"], size: int
+) -> Iterator[tuple[slice, tuple[Int32[np.ndarray, " C"], Int32[np.ndarray, " C"]]]]:
+    """Deal out cells; what fills the last chunk up is past the last cell.
 
-    Yields where a chunk lies among them, and its streams and cells, `[size]` int32 each.
+    Yields where a chunk lies among them, and its streams and cells, C (`size`) each.
     """
     for start in range(0, len(cells), size):
         here = slice(start, start + size)
@@ -65,14 +75,21 @@ def _chunks(
 
 
 @partial(jax.jit, static_argnames="read")
-def _taken(array: jax.Array, streams: jax.Array, cells: jax.Array, *, read: Read) -> jax.Array:
-    """Read what an array holds for a chunk of cells, `[size]` int32 each; `[size, ...]`."""
+def _taken(
+    array: A, streams: Int32[Array, " C"], cells: Int32[Array, " C"], *, read: Read[A]
+) -> Shaped[Array, "C ..."]:
+    """Read what an array holds for a chunk of C cells."""
     return read(array, streams, cells)
 
 
 @partial(jax.jit, static_argnames="write", donate_argnames="array")
 def _put(
-    array: jax.Array, streams: jax.Array, cells: jax.Array, new: jax.Array, *, write: Write
-) -> jax.Array:
-    """Write `[size, ...]` into a chunk of cells, `[size]` int32 each; the array is donated."""
+    array: A,
+    streams: Int32[Array, " C"],
+    cells: Int32[Array, " C"],
+    new: Shaped[Array, "C ..."],
+    *,
+    write: Write[A],
+) -> A:
+    """Write into a chunk of C cells; the array is donated."""
     return write(array, streams, cells, jnp.asarray(new, array.dtype))

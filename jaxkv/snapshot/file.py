@@ -8,19 +8,25 @@ The package safetensors writes a file from arrays that are all there, so saving 
 will hold once. It reads array by array.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 import numpy as np
+
+if TYPE_CHECKING:
+    from jaxkv.snapshot.description import Content, Description, Json
 
 FORMAT = "jaxkv.snapshot"
 VERSION = 2
@@ -42,7 +48,7 @@ class File:
     seed: a number of all that is in the file.
     """
 
-    description: dict[str, Any]
+    description: Description
     arrays: dict[str, tuple[np.dtype, tuple[int, ...]]]
     seed: int
     _read: Callable[[str], np.ndarray]
@@ -79,13 +85,13 @@ class File:
             self[name]
 
 
-def write(path: str | os.PathLike, description: Mapping[str, Any], arrays: Any) -> None:
+def write(path: str | os.PathLike, description: Content, arrays: Mapping[str, np.ndarray]) -> None:
     """Write a snapshot: beside the path, and renamed once it is whole.
 
     Args:
       path: of the file, which is replaced if it is there.
-      description: what JSON holds; "arrays" is added to it.
-      arrays: by name, NumPy arrays.
+      description: what is saved; "arrays" is added to it.
+      arrays: by name.
 
     Raises:
       OSError: when it cannot be written, or a folder or a device has that path. What was there
@@ -107,7 +113,7 @@ def write(path: str | os.PathLike, description: Mapping[str, Any], arrays: Any) 
         Path(beside).unlink(missing_ok=True)
 
 
-def as_json(value: Any, name: str) -> Any:
+def as_json(value: object, name: str) -> Json:
     """Return a value as JSON gives it back.
 
     >>> as_json(("a", 1), "model")
@@ -122,7 +128,7 @@ def as_json(value: Any, name: str) -> Any:
         raise TypeError(f"wanted {name} that JSON holds, got {value!r} ({error})") from None
 
 
-def written(description: Mapping[str, Any], arrays: Any) -> bytes:
+def written(description: Content, arrays: Mapping[str, np.ndarray]) -> bytes:
     """Return the bytes of a file; see `write`."""
     return _safetensors().numpy.save(*_packed(description, arrays))
 
@@ -154,7 +160,7 @@ def opened(source: Source) -> Iterator[File]:
 
 
 def _packed(
-    description: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
+    description: Content, arrays: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     """Return arrays as `_stored` makes them, by name, and the metadata."""
     stored = {name: _stored(array) for name, array in arrays.items()}
@@ -176,7 +182,9 @@ def _stored(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array) if array.dtype.name in _PLAIN else _bytes_of(array)
 
 
-def _described(metadata: Any, names: Any, read: Callable[[str], np.ndarray]) -> File:
+def _described(
+    metadata: dict[str, str] | None, names: Iterable[str], read: Callable[[str], np.ndarray]
+) -> File:
     """Check metadata, and make a file of what they describe."""
     metadata = metadata or {}
     if metadata.get("format") != FORMAT:
@@ -196,7 +204,7 @@ def _described(metadata: Any, names: Any, read: Callable[[str], np.ndarray]) -> 
             f"wanted a description with the checksum {wanted[:12]}, got {found[:12]}: the snapshot "
             f"is damaged"
         )
-    description = json.loads(text)
+    description: Description = json.loads(text)
     entries = description["arrays"]
     if set(names) != set(entries):
         odd = sorted(set(names) ^ set(entries))
@@ -243,7 +251,7 @@ def _settle(path: str) -> None:
 
 
 @contextmanager
-def _refusing(module: Any) -> Iterator[None]:
+def _refusing(module: ModuleType) -> Iterator[None]:
     """Raise a ValueError where safetensors cannot read something."""
     try:
         yield
@@ -254,7 +262,7 @@ def _refusing(module: Any) -> Iterator[None]:
         ) from None
 
 
-def _safetensors() -> Any:
+def _safetensors() -> ModuleType:
     """Import the package, which jaxkv needs for nothing else."""
     try:
         import safetensors

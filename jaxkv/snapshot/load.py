@@ -1,18 +1,35 @@
 """Loading a snapshot: a cache of its own, or sequences of one that is there."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.cache import Cache, split
-from jaxkv.snapshot.assemble import assembled, check_fits, check_saveable, make, parts, shapes
+from jaxkv.snapshot.assemble import (
+    Named,
+    assembled,
+    check_fits,
+    check_saveable,
+    make,
+    parts,
+    shapes,
+)
 from jaxkv.snapshot.file import VERSION, File, Source, as_json, opened
 from jaxkv.snapshot.parts import SequenceMap
 from jaxkv.spec import check_once
+
+if TYPE_CHECKING:
+    from jaxtyping import Array
+
+    from jaxkv.ops.layer_stack import LayerView
+    from jaxkv.snapshot.description import Json
+    from jaxkv.snapshot.parts import SlotAssignment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +49,8 @@ class Info:
     version: int
     sequences: tuple[int, ...]
     tokens: dict[int, list[int]]
-    model: Any
-    notes: Any
+    model: Json
+    notes: Json
     cache: Cache
     arrays: dict[str, tuple[str, tuple[int, ...]]]
 
@@ -83,7 +100,7 @@ def load(
     *,
     into: Cache | None = None,
     sequences: int | Sequence[int] | Mapping[int, int] | None = None,
-    model_id: Any = None,
+    model_id: Json = None,
     donate: bool = False,
 ) -> Cache:
     """Make the cache that was saved, or put its sequences into another cache.
@@ -178,7 +195,7 @@ cut short, or something else
         return _restored(file, saved, into, moves, fresh=True, donate=donate)
 
 
-def _checked(file: File, model: Any) -> Cache:
+def _checked(file: File, model: Json) -> Cache:
     """Return the shapes of what was saved, if the model is not known to be another one."""
     known = file.description["model"]
     if model is not None and known is not None and as_json(model, "model_id") != known:
@@ -233,7 +250,9 @@ def _restored(
     found = []
     for (own, _), placed in zip(pairs, places, strict=True):
 
-        def fill(array: Any, name: str, own: Any = own, placed: Any = placed) -> Any:
+        def fill(
+            array: Array | LayerView, name: str, own: Named = own, placed: SlotAssignment = placed
+        ) -> Array | LayerView:
             return own.part.write(array, placed, file[name])
 
         buffers = own.cache.buffers

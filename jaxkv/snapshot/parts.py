@@ -1,16 +1,31 @@
 """What a snapshot knows of a kind of cache: `Part`, and what has been found for it."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import jax
 import numpy as np
 
 from jaxkv.ops.layer_stack import is_of_layer
 from jaxkv.rope import NotGiven, Rope
+from jaxkv.table import CacheTable
 from jaxkv.window import Window
+
+if TYPE_CHECKING:
+    from jax.tree_util import KeyPath
+    from jaxtyping import Int, Int32, PyTree
+
+    from jaxkv.kv.cells import Cells
+    from jaxkv.recurrent.states import States
+    from jaxkv.snapshot.description import Json
+
+T = TypeVar("T", bound=CacheTable)
+B = TypeVar("B")
+D = TypeVar("D")
 
 Entries = Mapping[str, tuple[np.dtype, tuple[int, ...]]]
 """By name, the dtype and the shape of what a snapshot holds for the buffers of a part."""
@@ -21,6 +36,9 @@ Form = jax.ShapeDtypeStruct
 Read = Callable[[str], np.ndarray]
 """Reads an array of a part by its name."""
 
+Fill = Callable[[Any, str], Any]
+"""Fills an array of buffers with what was saved of it, by its name."""
+
 _VALUES = {"Window": Window, "Rope": Rope, "NotGiven": NotGiven}
 """Values among static fields, by the name that they have in a file."""
 
@@ -30,15 +48,15 @@ class SlotAssignment:
     """Where what is saved goes.
 
     table: the table that has taken it in.
-    streams: `[m]` int32, the stream of each cell that is written.
-    cells: `[m]` int32, the cell.
-    origin: `[m]` int, what is written there, as numbered in the snapshot.
+    streams: the stream of each cell that is written.
+    cells: the cell.
+    origin: what is written there, as numbered in the snapshot.
     """
 
-    table: Any
-    streams: np.ndarray
-    cells: np.ndarray
-    origin: np.ndarray
+    table: CacheTable
+    streams: Int32[np.ndarray, " m"]
+    cells: Int32[np.ndarray, " m"]
+    origin: Int[np.ndarray, " m"]
 
 
 class SequenceMap(NamedTuple):
@@ -54,27 +72,30 @@ class SequenceMap(NamedTuple):
     new: list[int]
 
 
-class Part(ABC):
-    """A kind of cache that is no hybrid one, and how it is saved and restored."""
+class Part(ABC, Generic[T, B, D]):
+    """A kind of cache that is no hybrid one, and how it is saved and restored.
+
+    Its tables are T, its buffers B, and D is what describes them.
+    """
 
     @staticmethod
     @abstractmethod
-    def describe(table: Any, buffers: Any) -> dict[str, Any]:
+    def describe(table: T, buffers: B) -> D:
         """Return what is fixed when such a cache is made, as JSON holds it."""
 
     @staticmethod
     @abstractmethod
-    def make(description: Mapping[str, Any], entries: Entries) -> tuple[Any, Any]:
+    def make(description: D, entries: Entries) -> tuple[T, B]:
         """Return the table and the buffers of an empty cache."""
 
     @staticmethod
     @abstractmethod
-    def features(table: Any, buffers: Any) -> dict[str, Any]:
+    def features(table: T, buffers: B) -> dict[str, object]:
         """Return by name what must be the same in a cache for a snapshot to fit."""
 
     @staticmethod
     @abstractmethod
-    def take(table: Any, buffers: Any, sequences: list[int]) -> tuple[dict[str, np.ndarray], Any]:
+    def take(table: T, buffers: B, sequences: list[int]) -> tuple[dict[str, np.ndarray], PyTree]:
         """Return what the table holds for sequences, by name; and a tree of what buffers hold.
 
         The former has the shapes that the class says; the latter are `[n, ...]`, for n cells.
@@ -82,7 +103,7 @@ class Part(ABC):
 
     @staticmethod
     @abstractmethod
-    def forms(table: Any, buffers: Any, count: int, saved: int) -> tuple[dict[str, Form], Any]:
+    def forms(table: T, buffers: B, count: int, saved: int) -> tuple[dict[str, Form], PyTree]:
         """Return the forms of what `take` returns, of `count` cells and `saved` sequences.
 
         Of the table and the buffers only shapes are read.
@@ -90,7 +111,7 @@ class Part(ABC):
 
     @staticmethod
     @abstractmethod
-    def check(table: Any, read: Read, sequences: list[int]) -> None:
+    def check(table: T, read: Read, sequences: list[int]) -> None:
         """Compare the saved arrays of a table with what a table may hold.
 
         Raises:
@@ -100,7 +121,7 @@ class Part(ABC):
     @staticmethod
     @abstractmethod
     def place(
-        table: Any, saved: Any, read: Read, moves: SequenceMap, seed: int, fresh: bool
+        table: T, saved: T, read: Read, moves: SequenceMap, seed: int, fresh: bool
     ) -> SlotAssignment:
         """Let sequences of a table go, and give them what was saved.
 
@@ -117,7 +138,7 @@ class Part(ABC):
         """
 
     @staticmethod
-    def filled(buffers: Any, prefix: str, fill: Callable[[Any, str], Any]) -> Any:
+    def filled(buffers: B, prefix: str, fill: Fill) -> B:
         """Return the buffers with each array filled, which `fill` does by its name."""
         return jax.tree.map(fill, buffers, names(buffers, prefix))
 
@@ -152,16 +173,16 @@ def check_places(read: Read, streams: int, cells: int) -> None:
     expect(place[1:] > place[:-1], "cell", cell[1:], "after the one before it")
 
 
-def names(buffers: Any, prefix: str) -> Any:
+def names(buffers: PyTree, prefix: str) -> PyTree:
     """Return the name of each array of a part's buffers, as a tree of the same form."""
 
-    def of(path: Any, _: Any) -> str:
+    def of(path: KeyPath, _: object) -> str:
         return prefix + jax.tree_util.keystr(path, simple=True, separator=".")
 
     return jax.tree_util.tree_map_with_path(of, buffers, is_leaf=is_of_layer)
 
 
-def static_fields(table: Any) -> dict[str, Any]:
+def static_fields(table: Cells | States) -> dict[str, Json]:
     """Return the static fields of a table as JSON holds them, without the rules of a mesh."""
     return {
         one.name: encoded(getattr(table, one.name))
@@ -170,7 +191,7 @@ def static_fields(table: Any) -> dict[str, Any]:
     }
 
 
-def encoded(value: Any) -> Any:
+def encoded(value: Any) -> Json:
     """Return a static value as JSON holds it.
 
     >>> encoded((None, Window(4, "sliding")))
@@ -188,7 +209,7 @@ def decoded(value: Any) -> Any:
     """Return the static value that JSON holds, which `encoded` made of it.
 
     >>> decoded([None, {"Window": {"width": 4, "rule": "sliding"}}])
-    (None, Window(width=4, rule='sliding'))
+    (None, Window.sliding(4))
     """
     if isinstance(value, list):
         return tuple(decoded(one) for one in value)

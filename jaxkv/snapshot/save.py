@@ -1,8 +1,10 @@
 """Saving a cache: what its sequences own, into a file or bytes."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -14,6 +16,9 @@ from jaxkv.snapshot.assemble import check_saveable, describe, parts
 from jaxkv.snapshot.parts import names
 from jaxkv.spec import check_once
 
+if TYPE_CHECKING:
+    from jaxkv.snapshot.description import Content, Json
+
 
 def save(
     cache: Cache,
@@ -21,8 +26,8 @@ def save(
     path: str | os.PathLike | None = None,
     sequences: int | Sequence[int] | None = None,
     tokens: Mapping[int, Sequence[int]] | None = None,
-    model_id: Any = None,
-    notes: Any = None,
+    model_id: Json = None,
+    notes: Json = None,
 ) -> bytes | None:
     """Write a cache, or some of its sequences, into a file.
 
@@ -83,9 +88,9 @@ def _content(
     cache: Cache,
     sequences: int | Sequence[int] | None,
     tokens: Mapping[int, Sequence[int]] | None,
-    model: Any,
-    notes: Any,
-) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    model: Json,
+    notes: Json,
+) -> tuple[Content, dict[str, np.ndarray]]:
     """Return the description and the arrays of a snapshot, by name, as `Part.take` finds them."""
     check_saveable(cache)
     spec = split(cache)[0].spec
@@ -101,7 +106,7 @@ def _content(
             f"wanted tokens of the saved sequences {saved}, got some of "
             f"{sorted(set(known) - set(saved))}"
         )
-    said = {"model": file.as_json(model, "model_id"), "notes": file.as_json(notes, "notes")}
+    model, notes = file.as_json(model, "model_id"), file.as_json(notes, "notes")
 
     arrays: dict[str, np.ndarray] = {}
     for part, own, table, buffers in parts(cache):
@@ -110,16 +115,17 @@ def _content(
         arrays.update(
             zip(jax.tree.leaves(names(held, buffers)), jax.tree.leaves(held), strict=True)
         )
-    description = {
+    description: Content = {
         "cache": describe(cache),
         "sequences": saved,
         "tokens": [known.get(seq) for seq in saved],
-        **said,
+        "model": model,
+        "notes": notes,
     }
     return description, arrays
 
 
-def _listed(text: Any, seq: int) -> list[int]:
+def _listed(text: Sequence[int], seq: int) -> list[int]:
     """Return the tokens of a sequence as a list."""
     found = np.asarray(check_int32(text, "tokens"))
     if found.ndim != 1:

@@ -4,9 +4,10 @@ n is the states of a snapshot; sequences that share one have it there once, and 
 that one of them goes to. A cache that keeps fewer states gets the newest ones.
 """
 
-from collections.abc import Mapping
+from __future__ import annotations
+
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -33,11 +34,18 @@ from jaxkv.snapshot.parts import (
 )
 from jaxkv.spec import check_pools
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Int32, PyTree, Shaped
+
+    from jaxkv.recurrent.buffers import Buffers
+    from jaxkv.recurrent.states import States
+    from jaxkv.snapshot.description import StateDescription
+
 CHUNK = 8
 """States that are read or written at a time."""
 
 
-class StatePart(Part):
+class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
     """A recurrent cache, of whose table a snapshot holds what follows.
 
     position: `[q, E + 1]` int32, of each of q saved sequences; EMPTY (-1) if there is no state.
@@ -48,7 +56,7 @@ class StatePart(Part):
     """
 
     @staticmethod
-    def describe(table: Any, buffers: Any) -> dict[str, Any]:
+    def describe(table: StateTable, buffers: Buffers) -> StateDescription:
         """Return sizes and static fields."""
         return {
             "kind": "recurrent",
@@ -60,7 +68,7 @@ class StatePart(Part):
         }
 
     @staticmethod
-    def make(description: Mapping[str, Any], entries: Entries) -> tuple[Any, Any]:
+    def make(description: StateDescription, entries: Entries) -> tuple[StateTable, Buffers]:
         """Make an empty one, with states as large as those that are saved."""
         sizes = {
             one: description[one] for one in ("layers", "sequences", "streams", "max_rollback")
@@ -79,7 +87,7 @@ class StatePart(Part):
         return table, layers
 
     @staticmethod
-    def features(table: Any, buffers: Any) -> dict[str, Any]:
+    def features(table: StateTable, buffers: Buffers) -> dict[str, object]:
         """Return layers, and shapes and dtypes of states."""
         return {
             "layers": len(buffers),
@@ -90,7 +98,9 @@ class StatePart(Part):
         }
 
     @staticmethod
-    def take(table: Any, buffers: Any, sequences: list[int]) -> tuple[dict[str, np.ndarray], Any]:
+    def take(
+        table: StateTable, buffers: Buffers, sequences: list[int]
+    ) -> tuple[dict[str, np.ndarray], PyTree]:
         """Take out all states that one of the sequences keeps.
 
         Those of a layer are `[n, ...]`, by name.
@@ -114,7 +124,9 @@ class StatePart(Part):
         return found, jax.tree.map(take, buffers)
 
     @staticmethod
-    def forms(table: Any, buffers: Any, count: int, saved: int) -> tuple[dict[str, Form], Any]:
+    def forms(
+        table: StateTable, buffers: Buffers, count: int, saved: int
+    ) -> tuple[dict[str, Form], PyTree]:
         """Return the forms of the arrays that the class lists, and of states."""
         each = jax.ShapeDtypeStruct((count,), jnp.int32)
         pairs = jax.ShapeDtypeStruct((saved, table.earlier + 1), jnp.int32)
@@ -124,7 +136,7 @@ class StatePart(Part):
         return found, jax.tree.map(lambda x: jax.eval_shape(_read, x, each, each), buffers)
 
     @staticmethod
-    def check(table: Any, read: Read, sequences: list[int]) -> None:
+    def check(table: StateTable, read: Read, sequences: list[int]) -> None:
         """Compare positions, and which state is there, with those of a table."""
         check_places(read, table.streams, table.num_cells)
         position, state, stream = read("position"), read("state"), read("stream")
@@ -144,7 +156,12 @@ class StatePart(Part):
 
     @staticmethod
     def place(
-        table: Any, saved: Any, read: Read, moves: SequenceMap, seed: int, fresh: bool
+        table: StateTable,
+        saved: StateTable,
+        read: Read,
+        moves: SequenceMap,
+        seed: int,
+        fresh: bool,
     ) -> SlotAssignment:
         """Put states into cells that are free, or where they were; there are always enough."""
         host = jax.tree.map(np.array, to_host(table))
@@ -171,23 +188,26 @@ class StatePart(Part):
         return SlotAssignment(table=table, streams=streams, cells=cells, origin=origin)
 
     @staticmethod
-    def write(array: jax.Array, placed: SlotAssignment, new: np.ndarray) -> jax.Array:
+    def write(array: Array, placed: SlotAssignment, new: np.ndarray) -> Array:
         """Write the states of a layer by one name, saved as `[n, ...]`."""
         where = placed.streams, placed.cells
         return put_in(array, *where, new, placed.origin, write=_write, size=CHUNK)
 
 
 def _newest(
-    pairs: int, position: np.ndarray, state: np.ndarray, turns: list[int]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return what some saved sequences keep, the newest last; both `[m, pairs]` int32."""
+    pairs: int,
+    position: Int32[np.ndarray, "q e"],
+    state: Int32[np.ndarray, "q e"],
+    turns: list[int],
+) -> tuple[Int32[np.ndarray, "m {pairs}"], Int32[np.ndarray, "m {pairs}"]]:
+    """Return what some saved sequences keep, the newest last."""
     lacking = [(0, 0), (max(pairs - position.shape[1], 0), 0)]
     position = np.pad(position[turns, -pairs:], lacking, constant_values=EMPTY)
     return position, np.pad(state[turns, -pairs:], lacking)
 
 
-def _lowest_free(host: Any, streams: np.ndarray) -> np.ndarray:
-    """Return a free cell for each of some streams, `[n]` in order, the lowest ones; int32."""
+def _lowest_free(host: States, streams: Int32[np.ndarray, " n"]) -> Int32[np.ndarray, " n"]:
+    """Return a free cell for each of some streams, in order, the lowest ones."""
     cells = np.zeros(len(streams), np.int32)
     for stream in np.unique(streams):
         taken = host.cell[
@@ -199,11 +219,18 @@ def _lowest_free(host: Any, streams: np.ndarray) -> np.ndarray:
     return cells
 
 
-def _read(array: jax.Array, streams: jax.Array, cells: jax.Array) -> jax.Array:
-    """Read the states, `[S, N, ...]`, of cells, `[m]` int32; zeros past the last; `[m, ...]`."""
+def _read(
+    array: Shaped[Array, "S N *state"], streams: Int32[Array, " m"], cells: Int32[Array, " m"]
+) -> Shaped[Array, " m *state"]:
+    """Read the states of cells; zeros past the last."""
     return array.at[streams, cells].get(mode="fill", fill_value=0)
 
 
-def _write(array: jax.Array, streams: jax.Array, cells: jax.Array, new: jax.Array) -> jax.Array:
-    """Write `[m, ...]` as the states, `[S, N, ...]`, of cells, `[m]` int32; none past the last."""
+def _write(
+    array: Shaped[Array, "S N *state"],
+    streams: Int32[Array, " m"],
+    cells: Int32[Array, " m"],
+    new: Shaped[Array, " m *state"],
+) -> Shaped[Array, "S N *state"]:
+    """Write the states of cells; none past the last."""
     return array.at[streams, cells].set(new, mode="drop", unique_indices=True)
