@@ -19,7 +19,6 @@ Examples:
 """
 
 from collections.abc import Callable
-from typing import Any
 
 from jaxkv.batch import Batch, Ubatch
 from jaxkv.cache import Cache
@@ -41,7 +40,7 @@ from jaxkv.recurrent.table import EmptyPlan, StateTable
 __all__ = ["plot", "show"]
 
 
-def _attach(line: Callable[[Any], str], *kinds: Any) -> None:
+def _attach(line: Callable[..., str], *kinds: type) -> None:
     for kind in kinds:
         kind.__repr__ = line
 

@@ -1,13 +1,19 @@
 """Neighbouring cells that are drawn as one, so a long table is a short line; and words for them."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jaxkv.core.constants import EMPTY
 from jaxkv.draw.cell_view import CellView
 from jaxkv.kv.cells import WORD
+
+if TYPE_CHECKING:
+    from jaxtyping import Int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +97,8 @@ def positions_of(run: Run) -> str:
     return ("~" if run.mixed else "") + span(*run.positions)
 
 
-def _bounds(view: CellView, stream: int) -> np.ndarray:
-    """Return where runs begin, and the number of cells at the end; `[n]` int."""
+def _bounds(view: CellView, stream: int) -> Int[np.ndarray, " n"]:
+    """Return where runs begin, and the number of cells at the end."""
     position, words, shift = view.position[stream], view.words[stream], view.shift[stream]
     empty = position == EMPTY
     follows = np.where(empty[1:], empty[:-1], (position[1:] == position[:-1] + 1) & ~empty[:-1])

@@ -1,7 +1,9 @@
 """What stands in the cells of a cache, as NumPy arrays: all that a picture needs."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,21 +15,26 @@ from jaxkv.jit_helpers import check_known
 from jaxkv.kv.cells import WORD, Cells
 from jaxkv.recurrent.states import States
 
+if TYPE_CHECKING:
+    from jaxtyping import Int32, UInt32
+
+    from jaxkv.table import CacheTable
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CellView:
     """What stands in the cells of a cache; NumPy arrays that no edit changes.
 
-    position: `[S, N]` int32, position of the token in a cell, or of the token that its state stands
-      after; -1 where the cell is empty.
-    words: `[S, W, N]` uint32, one bit for each sequence of the stream that owns the cell.
-    shift: `[S, N]` int32, by how many positions the key has yet to be rotated; 0 for states.
+    position: of the token in a cell, or of the token that its state stands after; -1 where the cell
+      is empty.
+    words: one bit for each sequence of the stream that owns the cell.
+    shift: by how many positions the key has yet to be rotated; 0 for states.
     sequences: Q. Sequence q lives in stream q // (Q // S).
     """
 
-    position: np.ndarray  # [S, N]
-    words: np.ndarray  # [S, W, N]
-    shift: np.ndarray  # [S, N]
+    position: Int32[np.ndarray, "S N"]
+    words: UInt32[np.ndarray, "S W N"]
+    shift: Int32[np.ndarray, "S N"]
     sequences: int
 
     @property
@@ -36,8 +43,8 @@ class CellView:
         return self.sequences // len(self.position)
 
     @property
-    def owner(self) -> np.ndarray:
-        """The lowest sequence that owns each cell, `[S, N]` int32; -1 for an empty cell."""
+    def owner(self) -> Int32[np.ndarray, "S N"]:
+        """The lowest sequence that owns each cell; -1 for an empty cell."""
         found = np.full(self.position.shape, -1, np.int32)
         for i in reversed(range(self.words.shape[1])):
             word = self.words[:, i]
@@ -47,15 +54,15 @@ class CellView:
         return np.where(found < 0, np.int32(-1), found + first)
 
     @property
-    def owners(self) -> np.ndarray:
-        """How many sequences own each cell, `[S, N]` int32."""
+    def owners(self) -> Int32[np.ndarray, "S N"]:
+        """How many sequences own each cell."""
         return np.bitwise_count(self.words).sum(axis=1, dtype=np.int32)
 
-    def held(self, seq: int) -> np.ndarray:
+    def held(self, seq: int) -> Int32[np.ndarray, " N"]:
         """Return the positions that a sequence holds, cell by cell of its stream.
 
         Returns:
-          `[N]` int32, -1 where the sequence does not own the cell.
+          The positions, -1 where the sequence does not own the cell.
 
         Raises:
           ValueError: when there is no such sequence.
@@ -92,7 +99,7 @@ def cells_of(cache: Cache) -> CellView:
     return view_of(values_of(cache))
 
 
-def values_of(cache: Cache) -> Any:
+def values_of(cache: Cache) -> CacheTable:
     """Return the table of a cache with NumPy arrays; the errors are those of `cells_of`."""
     table, _ = split(cache)
     if is_traced(table):
@@ -104,7 +111,7 @@ def values_of(cache: Cache) -> Any:
     return to_host(table)
 
 
-def part_names(table: Any) -> list[str]:
+def part_names(table: CacheTable) -> list[str]:
     """Return what the parts of a hybrid table are called; of any other none."""
     if not isinstance(table, HybridTable):
         return []
@@ -113,12 +120,15 @@ def part_names(table: Any) -> list[str]:
     ]
 
 
-def view_of(table: Any) -> CellView:
+def view_of(table: CacheTable) -> CellView:
     """Return what stands in the cells of a table whose arrays are NumPy ones."""
-    arrays: dict[str, Any]
     match table:
         case Cells():
-            arrays = {"position": table.position, "words": table.owners, "shift": table.shift}
+            arrays = {
+                "position": np.asarray(table.position),
+                "words": np.asarray(table.owners),
+                "shift": np.asarray(table.shift),
+            }
         case States():
             arrays = _arrays_of_states(table)
         case HybridTable():

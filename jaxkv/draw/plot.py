@@ -5,9 +5,12 @@ titles, sizes and files are set on what comes back. Colours are those of sequenc
 that colour-blind readers tell apart; then they come again.
 """
 
+from __future__ import annotations
+
 import importlib
 from collections.abc import Iterable, Sequence
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -26,6 +29,9 @@ from jaxkv.kv.mask import visible
 from jaxkv.kv.table import CellTable
 from jaxkv.table import check_made_for
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 __all__ = ["cells", "nbytes", "occupancy", "attention_mask"]
 
 TEXTS = 160
@@ -39,7 +45,7 @@ FREE = "#ffffff"
 LINE = "#999999"
 
 
-def cells(cache: Cache, ax: Any = None) -> Any:
+def cells(cache: Cache, ax: Axes | None = None) -> Axes:
     """Draw which sequence owns which cell.
 
     A cache of one stream is a grid, the first cell at the top left, line after line. Of several
@@ -93,8 +99,8 @@ def cells(cache: Cache, ax: Any = None) -> Any:
 
 
 def occupancy(
-    steps: Sequence[Cache] | Sequence[int], *, cells: int | None = None, ax: Any = None
-) -> Any:
+    steps: Sequence[Cache] | Sequence[int], *, cells: int | None = None, ax: Axes | None = None
+) -> Axes:
     """Draw how many cells were used, step after step.
 
     Args:
@@ -134,7 +140,7 @@ def occupancy(
         ax.annotate(f"{cells:,} cells", **where, ha="right", va="top")
     ax.set_ylim(bottom=0, top=None if cells is None else cells * 1.05)
     ax.set_xlim(0, len(steps))
-    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.locator_params(axis="x", integer=True)
     ax.set_xlabel("step")
     ax.set_ylabel("cells in use")
     return ax
@@ -147,8 +153,8 @@ def attention_mask(
     part: int = 0,
     causal: bool = True,
     by_position: bool = False,
-    ax: Any = None,
-) -> Any:
+    ax: Axes | None = None,
+) -> Axes:
     """Draw which cells each token of a ubatch sees: the mask of attention.
 
     A line for each token, padding left out, and a column for each cell of its stream. What it sees
@@ -205,7 +211,7 @@ def attention_mask(
     return ax
 
 
-def nbytes(cache: Cache, ax: Any = None) -> Any:
+def nbytes(cache: Cache, ax: Axes | None = None) -> Axes:
     """Draw how many bytes a cache takes, by what they are: table, keys, values or states.
 
     Args:
@@ -243,13 +249,13 @@ def _owned(view: CellView) -> np.ndarray:
     return np.bincount(owner[owner >= 0], minlength=view.sequences)
 
 
-def _axes(ax: Any) -> Any:
+def _axes(ax: Axes | None) -> Axes:
     if ax is not None:
         return ax
     return _matplotlib("pyplot").subplots(layout="constrained")[1]
 
 
-def _matplotlib(module: str) -> Any:
+def _matplotlib(module: str) -> ModuleType:
     """Return a module of matplotlib, imported where it is used: jaxkv itself does without."""
     try:
         return importlib.import_module(f"matplotlib.{module}")
@@ -259,7 +265,7 @@ def _matplotlib(module: str) -> Any:
         ) from error
 
 
-def _lines(x: np.ndarray, across: int, fill: Any) -> np.ndarray:
+def _lines(x: np.ndarray, across: int, fill: int) -> np.ndarray:
     """Cut lines of cells to `across` each; `fill` stands past the last cell."""
     if len(x) > 1:
         return x
@@ -288,7 +294,7 @@ def _by_position(view: CellView, seen: np.ndarray, sequence: np.ndarray) -> np.n
     return marks
 
 
-def _separate(ax: Any, shape: tuple[int, ...]) -> None:
+def _separate(ax: Axes, shape: tuple[int, ...]) -> None:
     """Draw thin lines between the cells of an image."""
     ax.set_xticks(np.arange(-0.5, shape[1]), minor=True)
     ax.set_yticks(np.arange(-0.5, shape[0]), minor=True)
@@ -296,7 +302,7 @@ def _separate(ax: Any, shape: tuple[int, ...]) -> None:
     ax.tick_params(which="minor", length=0)
 
 
-def _hatch(ax: Any, where: np.ndarray) -> None:
+def _hatch(ax: Axes, where: np.ndarray) -> None:
     """Hatch cells of an image, neighbours of a line in one piece."""
     rows, columns = np.nonzero(np.diff(np.pad(where, ((0, 0), (1, 1))), axis=1))
     left, right, top = columns[::2] - 0.5, columns[1::2] - 0.5, rows[::2] - 0.5
@@ -319,7 +325,7 @@ def _labels(sequences: Iterable[int], name: str = "sequence") -> list[tuple[str,
     ]
 
 
-def _legend(ax: Any, labels: list[tuple[str, str]]) -> None:
+def _legend(ax: Axes, labels: list[tuple[str, str]]) -> None:
     """Say beside the picture, where no title is, which colour is what."""
     patch = _matplotlib("patches").Patch
     handles = [

@@ -1,9 +1,11 @@
 """Caches, plans and batches in one line: their `repr`, which nothing may make fail."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import fields
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +23,18 @@ from jaxkv.plan import Plan, Reason
 from jaxkv.recurrent.states import States
 from jaxkv.spec import TableSpec
 
+if TYPE_CHECKING:
+    from jaxtyping import PyTree
+
+    from jaxkv.table import CacheTable
+
+X = TypeVar("X")
+
 FEW = 8
 """The most numbers of an array that a line shows."""
 
 
-def never_fails(line: Callable[[Any], str]) -> Callable[[Any], str]:
+def never_fails(line: Callable[[X], str]) -> Callable[[X], str]:
     """Make a `repr` of pytrees, whose leaves may be anything, fall back to the types of leaves.
 
     Debuggers and messages of errors call it in the middle of things, where another error would hide
@@ -33,7 +42,7 @@ def never_fails(line: Callable[[Any], str]) -> Callable[[Any], str]:
     """
 
     @wraps(line)
-    def safe(self: Any) -> str:
+    def safe(self: X) -> str:
         try:
             return line(self)
         except Exception:
@@ -96,13 +105,13 @@ def fields_line(value: Any) -> str:
     return f"{type(value).__name__}({', '.join(shown)})"
 
 
-def _sizes(table: Any, buffers: Any) -> str:
+def _sizes(table: CacheTable, buffers: PyTree) -> str:
     """Return the kind and sizes of a cache; shapes are read from the end, for `vmap` adds axes."""
     size = f"{_dtypes(buffers)}, {human(nbytes((table, buffers)))}"
     match table:
         case CellTable():
             heads = {one.shape[-3] for one in buffers.k}
-            sizes: dict[str, Any] = {
+            sizes: dict[str, object] = {
                 "layers": buffers.layers,
                 "cells": table.position.shape[-1],
                 "sequences": table.evicted_below.shape[-1],
@@ -136,7 +145,7 @@ def _sizes(table: Any, buffers: Any) -> str:
     return ", ".join([kind, *(f"{name}={n}" for name, n in sizes.items()), size])
 
 
-def _dtypes(buffers: Any) -> str:
+def _dtypes(buffers: PyTree) -> str:
     leaves = jax.tree.leaves(buffers, is_leaf=lambda x: isinstance(x, Quantised))
     return " and ".join(sorted({np.dtype(leaf.dtype).name for leaf in leaves}))
 
@@ -157,7 +166,7 @@ def _content(cache: Cache) -> str:
     return " + ".join(map(str, counts)) + " used" + lost
 
 
-def _used(table: Any) -> int | None:
+def _used(table: CacheTable) -> int | None:
     """Return how many cells are used, over all streams; None where that is not known."""
     if isinstance(table, States):
         position, cell = _value(table.position), _value(table.cell)
@@ -167,6 +176,7 @@ def _used(table: Any) -> int | None:
         first = np.arange(pairs[0]) // (pairs[0] // streams) * cells
         numbers = np.where(position == EMPTY, -1, cell + first[:, None])
         return sum(len({*row} - {-1}) for row in numbers.reshape(-1, pairs[0] * pairs[1]).tolist())
+    assert isinstance(table, CellTable)
     position = _value(table.position)
     return None if position is None else int((position != EMPTY).sum())
 
@@ -189,7 +199,7 @@ def _brief(value: Any) -> str:
     return text if len(text) <= 40 else type(value).__name__
 
 
-def _value(x: Any) -> np.ndarray | None:
+def _value(x: object) -> np.ndarray | None:
     """Return an array as a NumPy one; None where this process cannot look at its numbers."""
     if isinstance(x, np.ndarray | np.generic):
         return np.asarray(x)

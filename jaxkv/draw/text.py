@@ -1,6 +1,8 @@
 """Drawing which token stands in which cell, as text."""
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -10,6 +12,9 @@ from jaxkv.draw.cell_runs import Run, folded, owners_of, positions_of, span
 from jaxkv.draw.cell_view import CellView, part_names, values_of, view_of
 from jaxkv.hybrid import HybridTable
 from jaxkv.recurrent.states import States
+
+if TYPE_CHECKING:
+    from jaxkv.table import CacheTable
 
 
 def show(cache: Cache, *, width: int | None = 100) -> str:
@@ -68,7 +73,7 @@ def show(cache: Cache, *, width: int | None = 100) -> str:
     return _drawn(values_of(cache), width)
 
 
-def _drawn(table: Any, width: int | None) -> str:
+def _drawn(table: CacheTable, width: int | None) -> str:
     if isinstance(table, HybridTable):
         return "\n".join(
             f"{name}\n{_drawn(part, width)}"
