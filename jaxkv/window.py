@@ -124,10 +124,10 @@ def first_seen(window: Window | None, position: Int32[Array, "*n"]) -> Int32[Arr
 
 def last_seen(
     window: Window | None,
-    position: Int32[Array, "*n"],
+    position: Int32[Array, "#*n"],
     *,
     causal: bool = True,
-    visible_until: Int32[Array, "*n"] | None = None,
+    visible_until: Int32[Array, "#*n"] | None = None,
 ) -> Int32[Array, "*n"]:
     """Return the highest position that a token at a position sees, if there is a token.
 
