@@ -45,7 +45,8 @@ def compiled(chip, cells, devices):
         return jaxkv.make_cache(spec, **sizes, dtype=jnp.bfloat16)
 
     with jax.set_mesh(mesh):
-        table, buffers = jaxkv.split(sharding.shapes(make, mesh, sharding.ShardingRules()))
+        cache = sharding.shapes(make, mesh, sharding.ShardingRules())
+        table, buffers = cache.table, cache.buffers
         split = NamedSharding(mesh, P("data"))
         tokens, valid = (
             jax.ShapeDtypeStruct((SEQUENCES,), dtype, sharding=split) for dtype in (jnp.int32, bool)

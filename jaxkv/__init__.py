@@ -20,7 +20,7 @@ Public is what stands here and in the modules `draw`, `generation`, `ops`, `serv
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxkv import draw, ops, sharding, snapshot
 from jaxkv.api.apply import apply, is_current
@@ -70,10 +70,12 @@ __all__ += ["draw", "generation", "ops", "serving"]
 __all__ += ["sharding", "snapshot"]
 
 
-def __getattr__(name: str) -> Any:
-    """Import what runs a model when it is first asked for: a loop of one's own does without."""
-    if name not in __all__:
-        raise AttributeError(f"module 'jaxkv' has no attribute {name!r}")
-    if name in ("generation", "serving"):
-        return import_module(f"jaxkv.{name}")
-    return getattr(import_module("jaxkv.generation"), name)
+if not TYPE_CHECKING:  # type checkers would take every name for one of the library
+
+    def __getattr__(name: str) -> object:
+        """Import what runs a model when it is first asked for: a loop of one's own does without."""
+        if name not in __all__:
+            raise AttributeError(f"module 'jaxkv' has no attribute {name!r}")
+        if name in ("generation", "serving"):
+            return import_module(f"jaxkv.{name}")
+        return getattr(import_module("jaxkv.generation"), name)

@@ -29,7 +29,7 @@ def lower_steps(
     for ubatch in [ubatch for plan in plans for ubatch in plan.ubatches]:
         if _shape(ubatch) not in blanks:
             # jit finds what is compiled here: it keeps what it lowered for equal arguments.
-            lowered = step.lower(model.params, *jaxkv.split(cache), ubatch)
+            lowered = step.lower(model.params, cache.table, cache.buffers, ubatch)
             jobs.append(lowered.compile)
             out = lowered.out_info[2]
             blanks[_shape(ubatch)] = jnp.zeros(out.shape, out.dtype, device=model.logits_sharding)

@@ -56,12 +56,12 @@ for row in plain.tokens:
 # what the model says, and the first place where it does not gives the right token anyway: a step
 # makes from one token to `num_draft_tokens + 1`.
 #
-# `prompt_lookup` knows the tokens of a text and nothing else. It guesses that what came after the last two
-# tokens the last time comes after them again.
+# `prompt_lookup` knows the tokens of a text and nothing else. It guesses that what came after the
+# last two tokens the last time comes after them again.
 #
 # To see what was accepted where, here is a draft of our own. A draft has two methods: `propose`,
-# and `update`, which is told what came of the guess. This one asks another draft and takes notes. It
-# is a value like all others, so that the loop can be compiled: arrays, and a new one each turn.
+# and `update`, which is told what came of the guess. This one asks another draft and takes notes.
+# It is a value like all others, so that the loop can be compiled: arrays, and a new one each turn.
 
 
 # %%
@@ -249,14 +249,15 @@ for text, prompt in enumerate(prompts):
 
 # %% [markdown]
 # A window takes guesses back as well, and so does a recurrent layer, if its cache keeps the states
-# for it: `make_cache(max_rollback=3)` for `tries=3`. With less, `speculate` refuses before anything
-# runs.
+# for it: `make_cache(max_rollback=3)` for `num_draft_tokens=3`. With less, `speculate` refuses
+# before anything runs.
 #
 # ## What to try next
 #
 # - Draw: `make_sampler(temperature=0.8)`. A guess then holds with probability min(1, p / q), where
 #   the model says p and the draft q. The texts have the distribution that they have without
 #   guesses, though no longer the same tokens.
-# - `tries=7` on the rules: fewer steps, and more thrown away in each; `tries=1`: the reverse.
+# - `num_draft_tokens=7` on the rules: fewer steps, and more thrown away in each;
+#   `num_draft_tokens=1`: the reverse.
 # - `ngram=3`: fewer guesses, and better ones.
 # - How long a step with a guess takes on your machine: `python -m benchmarks.speculation`.

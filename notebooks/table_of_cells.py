@@ -165,5 +165,5 @@ assert jaxkv.show(after) == jaxkv.show(cache)
 #   become empty?
 # - Give each sequence a stream of its own, `model.make_cache(cells=48, sequences=4, streams=4)`,
 #   and fork again: now keys are copied, and the picture has a line for each stream.
-# - `plot.sight(cache, ubatch)` draws which cells each token of a ubatch sees.
+# - `plot.attention_mask(cache, ubatch)` draws which cells each token of a ubatch sees.
 # - Write the loop yourself: `your_own_loop`.

@@ -198,5 +198,5 @@ for name, one in (("windowed", cache), ("full size", full)):
 # - Put two texts into one cache, `sequences=2`: they share the cells of the window, and what the
 #   next token of either sees never changes.
 # - Look at chunks in place of sliding windows: `CacheSpec.attention(window=jaxkv.Window.chunked(8),
-#   ...)` and `plot.sight`.
+#   ...)` and `plot.attention_mask`.
 # - `docs/design.md`, "Windows", has the rules, and what they cost.

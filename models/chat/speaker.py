@@ -195,7 +195,7 @@ class Speaker:
             count = min(len(rest), width)
             tokens[:count] = rest[:count]
             where = np.int32(chat.now.sequence), np.int32(count)
-            args = model.params, *jaxkv.split(chat.cache), tokens, *where
+            args = model.params, chat.cache.table, chat.cache.buffers, tokens, *where
             table, buffers, logits, ok = _read(model.forward, *args)
             chat = replace(chat, cache=jaxkv.Cache(table=table, buffers=buffers))
             if ok:
@@ -350,4 +350,4 @@ def _read(
     asked = jnp.argmin(ubatch.output_index)[None]
     ubatch = replace(ubatch, outputs=ubatch.outputs[asked], output_index=ubatch.output_index[asked])
     cache, logits = forward(params, jaxkv.apply(cache, ubatch), ubatch)
-    return *jaxkv.split(cache), logits, plan.ok
+    return cache.table, cache.buffers, logits, plan.ok
