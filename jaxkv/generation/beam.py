@@ -3,9 +3,11 @@
 In this file W is the width of a search, the number of its beams, and n the most tokens of a text.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,13 +29,20 @@ from jaxkv.plan import Reason
 from jaxkv.planning.planners import plan_next
 from jaxkv.spec import TableSpec, check_once, within_streams
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Num, PyTree
+
+    from jaxkv.core.types import Ids
+    from jaxkv.generation.types import StopTokens
+    from jaxkv.table import CacheTable
+
 
 class Texts(NamedTuple):
     """W texts: their tokens, scores and lengths as in `BeamResult`."""
 
-    tokens: jax.Array  # [W, n]
-    scores: jax.Array  # [W]
-    lengths: jax.Array  # [W]
+    tokens: Int32[Array, "W n"]
+    scores: Float[Array, " W"]
+    lengths: Int32[Array, " W"]
 
 
 class Search(NamedTuple):
@@ -41,14 +50,14 @@ class Search(NamedTuple):
 
     living: the texts that go on, all of one length, in the order of their scores.
     ended: the best of those that ended, in the order of their ranks.
-    length: `[]` int32, of a text that goes on.
-    reason: `[]` int32, see `BeamResult`.
+    length: of a text that goes on.
+    reason: see `BeamResult`.
     """
 
     living: Texts
     ended: Texts
-    length: jax.Array
-    reason: jax.Array
+    length: Int32[Array, ""]
+    reason: Int32[Array, ""]
 
 
 def begun(num_beams: int, num_tokens: int) -> Search:
@@ -62,25 +71,25 @@ def begun(num_beams: int, num_tokens: int) -> Search:
     return Search(living, none, jnp.int32(0), jnp.int32(Reason.OK))
 
 
-def exist(texts: Texts) -> jax.Array:
-    """Return which texts exist, `[W]` bool."""
+def exist(texts: Texts) -> Bool[Array, " W"]:
+    """Return which texts exist."""
     return texts.scores != -jnp.inf
 
 
-def _ranks(texts: Texts, length_penalty: jax.Array) -> jax.Array:
-    """Return what texts are ranked by, `[W]` float32."""
+def _ranks(texts: Texts, length_penalty: Float[Array, ""]) -> Float[Array, " W"]:
+    """Return what texts are ranked by, float32."""
     return texts.scores / jnp.maximum(texts.lengths, 1).astype(jnp.float32) ** length_penalty
 
 
-def best(first: Texts, second: Texts, length_penalty: jax.Array) -> Texts:
-    """Return the W best of 2 * W texts by rank; among equals the first. The penalty is `[]`."""
+def best(first: Texts, second: Texts, length_penalty: Float[Array, ""]) -> Texts:
+    """Return the W best of 2 * W texts by rank; among equals the first."""
     both = jax.tree.map(lambda *parts: jnp.concatenate(parts), first, second)
     _, index = jax.lax.top_k(_ranks(both, length_penalty), first.scores.size)
     return jax.tree.map(lambda x: x[index], both)
 
 
-def goes_on(search: Search, length_penalty: jax.Array) -> jax.Array:
-    """Return whether a text that goes on may still be among the best; `[]` bool.
+def goes_on(search: Search, length_penalty: Float[Array, ""]) -> Bool[Array, ""]:
+    """Return whether a text that goes on may still be among the best.
 
     No score rises. Its rank is highest at the greatest length, or, with a penalty below 0, now.
     """
@@ -93,13 +102,16 @@ def goes_on(search: Search, length_penalty: jax.Array) -> jax.Array:
 
 
 def choose(
-    search: Search, logits: jax.Array, stop_tokens: jax.Array, length_penalty: jax.Array
-) -> tuple[jax.Array, Search]:
-    """Continue the living texts by one token, with the logits of each, `[W, V]`.
+    search: Search,
+    logits: Float[Array, "W V"],
+    stop_tokens: Int32[Array | np.ndarray, " n"],
+    length_penalty: Float[Array, ""],
+) -> tuple[Int32[Array, " W"], Search]:
+    """Continue the living texts by one token, with the logits of each.
 
     Returns:
-      `[W]` int32, for each text that lives now the one that it continues; and the search. Where
-      the logits of a living text are broken, the search is as it was, with that as its reason.
+      For each text that lives now the one that it continues; and the search. Where the logits of a
+      living text are broken, the search is as it was, with that as its reason.
     """
     living, width = search.living, search.living.scores.size
     logits = logits.astype(jnp.float32)
@@ -137,15 +149,15 @@ def choose(
 
 def beam(
     forward: Forward,
-    params: Any,
+    params: PyTree,
     cache: Cache,
-    logits: Any,
+    logits: Float[ArrayLike, " V"] | Float[ArrayLike, "1 V"],
     *,
     num_beams: int,
     num_tokens: int,
-    stop_tokens: Any = (),
-    sequences: Any = None,
-    length_penalty: Any = 1.0,
+    stop_tokens: StopTokens = (),
+    sequences: Ids | None = None,
+    length_penalty: Num[ArrayLike, ""] = 1.0,
     donate: bool = False,
 ) -> BeamResult:
     """Search for the W most probable texts of up to n tokens after a prompt.
@@ -167,11 +179,11 @@ def beam(
       forward: see `prefill`.
       params: whatever the model wants.
       cache: the cache after the prompt, which stands in the first of `sequences`.
-      logits: `[V]` or `[1, V]`, those of the last token of the prompt.
+      logits: those of the last token of the prompt.
       num_beams: W, static. A step is one token for each of W sequences.
       num_tokens: n, the most tokens of a text, static.
-      stop_tokens: `[n]` int32, the tokens that end a text; -1 pads.
-      sequences: `[W]` int32, where the beams stand; by default 0 to W - 1. What the others but the
+      stop_tokens: `[n]`, the tokens that end a text; -1 pads.
+      sequences: `[W]`, where the beams stand; by default 0 to W - 1. What the others but the
         first one hold is forgotten. Where sequences share several streams, all are of one stream.
       length_penalty: how much length counts in a rank: 0 for not at all, more for longer texts.
       donate: give up the buffers of the cache passed in, see `prefill`.
@@ -225,37 +237,38 @@ def beam(
         check_count(num_beams, "num_beams"),
         check_count(num_tokens, "num_tokens"),
     )
-    logits, stop_tokens = _row(logits), check_int32(listed(stop_tokens), "stop_tokens")
-    if np.ndim(stop_tokens) != 1:
-        raise ValueError(f"wanted stop tokens [n], got the shape {np.shape(stop_tokens)}")
-    sequences = _checked(split(cache)[0].spec, sequences, num_beams)
+    row, ending = _row(logits), check_int32(listed(stop_tokens), "stop_tokens")
+    if np.ndim(ending) != 1:
+        raise ValueError(f"wanted stop tokens [n], got the shape {np.shape(ending)}")
+    ids = _checked(split(cache)[0].spec, sequences, num_beams)
     if np.ndim(length_penalty) or (is_concrete(length_penalty) and not np.isfinite(length_penalty)):
         raise ValueError(f"wanted one finite number for length_penalty, got {length_penalty}")
-    length_penalty = jnp.asarray(length_penalty, jnp.float32)
-    args = logits, stop_tokens, sequences, length_penalty
+    args = row, ending, ids, jnp.asarray(length_penalty, jnp.float32)
     if is_traced(params, cache, args):
         cache, found = _search(forward, params, cache, *args, num_tokens=num_tokens)
         return BeamResult(cache, *found)
-    check_begun(split(cache)[0], sequences[:1], np.ones(1, bool))
+    check_begun(split(cache)[0], ids[:1], np.ones(1, bool))
     table, buffers = donatable_buffers(cache, donate)
     search = cached_program(_searching, forward)
     table, buffers, found = search(params, table, buffers, *args, num_tokens=num_tokens)
     return BeamResult(merge(table, buffers), *found)
 
 
-def _row(logits: Any) -> Any:
-    """Return logits as a row, `[1, V]`."""
+def _row(logits: Float[ArrayLike, " V"] | Float[ArrayLike, "1 V"]) -> Float[Array, "1 V"]:
+    """Return logits as a row."""
     shape = np.shape(logits)
     if len(shape) not in (1, 2) or shape[:-1] not in ((), (1,)) or not shape[-1]:
         raise ValueError(f"wanted logits [V] or [1, V], those of one token, got {list(shape)}")
-    logits = jnp.asarray(logits)
-    if not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise ValueError(f"wanted logits of floats, got {logits.dtype}")
-    return logits.reshape(1, -1)
+    array = jnp.asarray(logits)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise ValueError(f"wanted logits of floats, got {array.dtype}")
+    return array.reshape(1, -1)
 
 
-def _checked(spec: TableSpec, sequences: Any, num_beams: int) -> Any:
-    """Return the sequences of the beams, `[W]` int32, or raise."""
+def _checked(
+    spec: TableSpec, sequences: Ids | None, num_beams: int
+) -> Int32[Array | np.ndarray, " {num_beams}"]:
+    """Return the sequences of the beams, or raise."""
     if num_beams > spec.sequences:
         raise ValueError(
             f"wanted num_beams of at most {spec.sequences}, a sequence for each beam, "
@@ -275,9 +288,11 @@ def _checked(spec: TableSpec, sequences: Any, num_beams: int) -> Any:
     return ids
 
 
-def _searching(forward: Callable[[], Forward]) -> Any:
+def _searching(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
     @partial(jax.jit, static_argnames="num_tokens", donate_argnames="buffers")
-    def search(params: Any, table: Any, buffers: Any, *args: Any, num_tokens: int) -> tuple:
+    def search(
+        params: PyTree, table: CacheTable, buffers: PyTree, *args: jax.Array, num_tokens: int
+    ) -> tuple:
         cache = merge(table, buffers)
         cache, found = _search(forward(), params, cache, *args, num_tokens=num_tokens)
         return *split(cache), found
@@ -287,20 +302,18 @@ def _searching(forward: Callable[[], Forward]) -> Any:
 
 def _search(
     forward: Forward,
-    params: Any,
+    params: PyTree,
     cache: Cache,
-    logits: jax.Array,
-    stop_tokens: jax.Array,
-    sequences: jax.Array,
-    length_penalty: jax.Array,
+    logits: Float[Array, "1 V"],
+    stop_tokens: Int32[Array | np.ndarray, " n"],
+    sequences: Int32[Array | np.ndarray, " W"],
+    length_penalty: Float[Array, ""],
     *,
     num_tokens: int,
 ) -> tuple[Cache, tuple]:
     """Do what `beam` says, as a part of the program that is being traced.
 
     Returns the cache, and the further fields of `BeamResult`.
-
-    The logits are `[1, V]`, the sequences `[W]` int32, and the penalty is `[]` float32.
     """
     sequences = jnp.asarray(sequences)
     begins = ends(split(cache)[0])[sequences[0]] + 1
@@ -330,19 +343,23 @@ def _search(
 
 
 def _settled(
-    cache: Cache, search: Search, found: Texts, sequences: jax.Array, begins: jax.Array
-) -> tuple[Cache, jax.Array]:
+    cache: Cache,
+    search: Search,
+    found: Texts,
+    sequences: Int32[Array, " W"],
+    begins: Int32[Array, ""],
+) -> tuple[Cache, Int32[Array, " W"]]:
     """Let each sequence hold as much of its text as the cache still holds.
 
     Args:
       cache: the cache after the search.
       search: how it ended.
       found: the W best texts.
-      sequences: `[W]` int32, where the beams stand.
-      begins: `[]` int32, the position of the first token after the prompt.
+      sequences: where the beams stand.
+      begins: the position of the first token after the prompt.
 
     Returns:
-      The cache; and `[W]` int32, see `BeamResult.num_cached`.
+      The cache; and what `BeamResult.num_cached` says.
     """
     place = jnp.arange(found.tokens.shape[1])[None]
     fed = place < jnp.minimum(found.lengths, search.length - 1)[:, None]

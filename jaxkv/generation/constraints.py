@@ -1,8 +1,10 @@
 """Rules that say which tokens may come next, such as a grammar: for all texts, or for some."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,9 @@ import numpy as np
 from jaxkv.core.array_utils import is_concrete
 from jaxkv.generation.padding import chosen
 from jaxkv.generation.sampler import Sampler, as_sampler
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, ArrayLike, Bool, Float, Int, Int32, PyTree
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -23,7 +28,7 @@ class Constraint:
 
     first: the state when a text begins, a tree of arrays; prompts are no part of it. Those of all
       requests have its shapes.
-    allowed: `(state) -> [V]` bool, the tokens that may come next.
+    allowed: the tokens that may come next.
     advance: `(state, token) -> state`. Pass the same functions every time: others are another
       program.
 
@@ -31,11 +36,11 @@ class Constraint:
     tables of all grammars lie one behind another, and a request begins where its own does.
     """
 
-    first: Any
-    allowed: Callable[[Any], jax.Array]
-    advance: Callable[[Any, jax.Array], Any]
+    first: PyTree
+    allowed: Callable[[PyTree], Bool[Array, " V"]]
+    advance: Callable[[PyTree, Int32[Array, ""]], PyTree]
 
-    def constrain(self, sampler: Sampler) -> "ConstrainedSampler":
+    def constrain(self, sampler: Sampler) -> ConstrainedSampler:
         """Return a sampler that chooses only among tokens that are allowed.
 
         A text that is allowed no token ends. All texts are computed together, so both functions are
@@ -94,23 +99,23 @@ class ConstrainedSampler(Sampler):
     sampler: of what is allowed.
     first: a tree of arrays, the state of the rule when a text begins; or, where `bound` is given,
       `[T, ...]`, the states of T texts, whose tokens so far they know.
-    bound: `[T]` bool, the texts that the rule is for; None for all.
+    bound: the texts that the rule is for; None for all.
     allowed: see `Constraint`, static.
     advance: see `Constraint`, static.
     """
 
     sampler: Sampler
-    first: Any
-    bound: Any
-    allowed: Callable[[Any], jax.Array] = field(metadata={"static": True})
-    advance: Callable[[Any, jax.Array], Any] = field(metadata={"static": True})
+    first: PyTree
+    bound: Bool[Array | np.ndarray, " T"] | None
+    allowed: Callable[[PyTree], Bool[Array, " V"]] = field(metadata={"static": True})
+    advance: Callable[[PyTree, Int32[Array, ""]], PyTree] = field(metadata={"static": True})
 
     @property
     def is_random(self) -> bool:
         """Whether the sampler of what is allowed does."""
         return self.sampler.is_random
 
-    def init(self, prompts: Any) -> Any:
+    def init(self, prompts: Int[Array | np.ndarray, "T n"]) -> PyTree:
         """Return the states of the rule, which prompts are no part of, and of the sampler."""
         if self.bound is not None:
             return self.first, self.sampler.init(prompts)
@@ -118,8 +123,8 @@ class ConstrainedSampler(Sampler):
         first = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))), self.first)
         return first, self.sampler.init(prompts)
 
-    def adjust(self, logits: jax.Array, state: Any) -> jax.Array:
-        """Hide what is not allowed of logits, `[T, V]` float32, then adjust the rest."""
+    def adjust(self, logits: Float[Array, "T V"], state: PyTree) -> Float[Array, "T V"]:
+        """Hide what is not allowed of logits, float32, then adjust the rest."""
         rule, rest = state
         allowed = jax.vmap(self.allowed)(rule)
         if allowed.shape != logits.shape:
@@ -130,15 +135,15 @@ class ConstrainedSampler(Sampler):
             allowed |= ~self.bound[:, None]
         return self.sampler.adjust(jnp.where(allowed, logits, -jnp.inf), rest)
 
-    def update(self, state: Any, tokens: jax.Array) -> Any:
-        """Advance the rule and the sampler by tokens, `[T]`; the rule stays where there is none."""
+    def update(self, state: PyTree, tokens: Int32[Array, " T"]) -> PyTree:
+        """Advance the rule and the sampler by tokens; the rule stays where there is none."""
         rule, rest = state
         advanced = jax.vmap(self.advance)(rule, jnp.maximum(tokens, 0))
         rule = chosen(tokens >= 0, advanced, rule)
         return rule, self.sampler.update(rest, tokens)
 
 
-def checked_rule(constraint: Constraint) -> Constraint:
+def checked_rule(constraint: object) -> Constraint:
     """Return a rule with its first state as NumPy arrays.
 
     Raises:
@@ -174,7 +179,7 @@ def checked_rule(constraint: Constraint) -> Constraint:
     return Constraint(first=first, allowed=constraint.allowed, advance=constraint.advance)
 
 
-def checked_state(constraint: Constraint | None, state: Any) -> Any:
+def checked_state(constraint: Constraint | None, state: PyTree) -> PyTree:
     """Return the state that a request begins with as NumPy arrays; None for a request without one.
 
     Raises:
@@ -195,7 +200,7 @@ def checked_state(constraint: Constraint | None, state: Any) -> Any:
     return state
 
 
-def ruled(constraint: Constraint, sampler: Sampler, states: Sequence[Any]) -> ConstrainedSampler:
+def ruled(constraint: Constraint, sampler: Sampler, states: Sequence[PyTree]) -> ConstrainedSampler:
     """Return the sampler of T texts with their states; None is a text that the rule is not for.
 
     Tokens that rise, in the first of two texts:
@@ -220,11 +225,11 @@ def ruled(constraint: Constraint, sampler: Sampler, states: Sequence[Any]) -> Co
     )
 
 
-def _array(x: Any) -> Any:
+def _array(x: ArrayLike) -> Array | np.ndarray:
     """Return an array of JAX's dtypes, a NumPy one where it is known."""
     return np.asarray(jnp.asarray(x)) if is_concrete(x) else jnp.asarray(x)
 
 
-def _shapes(tree: Any) -> Any:
+def _shapes(tree: PyTree) -> PyTree:
     """Return a tree with the dtype and shape of each array."""
     return jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)

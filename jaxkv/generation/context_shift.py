@@ -6,7 +6,7 @@ were computed when more was seen, or when it stood further away, and stay what t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,10 @@ from jaxkv.spec import TableSpec
 from jaxkv.table import MaintenancePlan
 
 if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Int32
+
     from jaxkv.core.types import Id
+    from jaxkv.table import CacheTable
 
 
 def context_shift(
@@ -37,13 +40,13 @@ def context_shift(
 
     Args:
       cache: a cache without recurrent states.
-      seq: `[]` int, the sequence.
-      num_keep: `[]` int, the tokens at its beginning that stay.
-      num_discard: `[]` int, how many are forgotten after them.
+      seq: the sequence.
+      num_keep: the tokens at its beginning that stay.
+      num_discard: how many are forgotten after them.
       donate: give up the buffers of the cache passed in, see `apply`. Otherwise they are copied.
 
     Returns:
-      The cache, and `ok`, `[]` bool. When it is False nothing has changed: the sequence has fewer
+      The cache, and `ok`. When it is False nothing has changed: the sequence has fewer
       than `num_keep + num_discard` positions, another one shares a cell that would move, or a
       window that has let go of the first tokens would see them again.
 
@@ -79,13 +82,13 @@ class SelfExtendResult(NamedTuple):
     """What `self_extend` returns.
 
     cache: the next cache.
-    ok: `[]` bool, False where nothing was changed.
-    grouped: `[]` int32, the positions of tokens that are grouped now, for the next call.
+    ok: False where nothing was changed.
+    grouped: the positions of tokens that are grouped now, for the next call.
     """
 
     cache: Cache
-    ok: jax.Array
-    grouped: jax.Array
+    ok: Bool[Array, ""]
+    grouped: Int32[Array, ""]
 
 
 def self_extend(
@@ -99,9 +102,9 @@ def self_extend(
 
     Args:
       cache: a cache without recurrent states.
-      seq: `[]` int, the sequence. Its next token still stands one past its last position.
-      grouped: `[]` int, the positions of tokens that are grouped already: 0 at first, and then
-        what this function returned.
+      seq: the sequence. Its next token still stands one past its last position.
+      grouped: the positions of tokens that are grouped already: 0 at first, and then what this
+        function returned.
       group: how many tokens share a position.
       width: how many tokens are grouped at once, a multiple of `group`.
       donate: give up the buffers of the cache passed in, see `apply`. Otherwise they are copied.
@@ -148,8 +151,8 @@ def self_extend(
     return SelfExtendResult(apply(merge(table, buffers), plan, donate=donate), ok, now)
 
 
-def _one(value: Any, name: str, low: int = -END) -> Any:
-    """Return a number of tokens as `[]` int32, checked."""
+def _one(value: Id, name: str, low: int = -END) -> Int32[Array | np.ndarray | np.int32, ""]:
+    """Return a number of tokens, checked."""
     if np.ndim(value):
         raise ValueError(f"wanted one integer for {name}, got the shape {np.shape(value)}")
     return check_int32(value, name, low=low)
@@ -165,12 +168,15 @@ def _check_cells(spec: TableSpec, why: str) -> None:
 
 @jit_table
 def _slid(
-    table: Any, seq: jax.Array, num_keep: jax.Array, num_discard: jax.Array
-) -> tuple[Any, MaintenancePlan, jax.Array]:
-    """Do what `context_shift` says to a table, of `[]` int32 each.
+    table: CacheTable,
+    seq: Int32[Array, ""],
+    num_keep: Int32[Array, ""],
+    num_discard: Int32[Array, ""],
+) -> tuple[CacheTable, MaintenancePlan, Bool[Array, ""]]:
+    """Do what `context_shift` says to a table.
 
     Returns:
-      The table, what its keys are owed, and `ok`, `[]` bool.
+      The table, what its keys are owed, and `ok`.
     """
     there = table.last(seq) + 1
     ok = (num_keep >= 0) & (num_discard >= 1) & (num_discard <= there - num_keep)
@@ -184,18 +190,22 @@ def _slid(
 
 @jit_table
 def _extended(
-    table: Any, seq: jax.Array, done: jax.Array, group: jax.Array, width: jax.Array
-) -> tuple[Any, MaintenancePlan, jax.Array, jax.Array]:
-    """Do what `self_extend` says to a table, of `[]` int32 each.
+    table: CacheTable,
+    seq: Int32[Array, ""],
+    done: Int32[Array, ""],
+    group: Int32[Array, ""],
+    width: Int32[Array, ""],
+) -> tuple[CacheTable, MaintenancePlan, Int32[Array, ""], Bool[Array, ""]]:
+    """Do what `self_extend` says to a table.
 
     Returns:
-      The table, what its keys are owed, the next `done`, `[]` int32, and `ok`, `[]` bool.
+      The table, what its keys are owed, the next `done`, and `ok`.
     """
     there = table.last(seq) + 1
     short = jax.lax.div(width, group)
     end = jnp.int32(END)
 
-    def one_more(carry: tuple[Any, jax.Array, jax.Array, jax.Array]) -> tuple:
+    def one_more(carry: tuple[CacheTable, jax.Array, jax.Array, jax.Array]) -> tuple:
         table, done, there, ok = carry
         # Moved back to their original positions first, so that groups start at multiples of
         # `group`.
@@ -216,14 +226,16 @@ def _extended(
     return *_if(ok, grouped, table), jnp.where(ok, now, done), ok
 
 
-def _owns_alone(table: Any, seq: jax.Array, start: jax.Array) -> jax.Array:
-    """Return whether a sequence shares none of its cells from a position on; `[]` bool.
+def _owns_alone(
+    table: CacheTable, seq: Int32[Array, ""], start: Int32[Array, ""]
+) -> Bool[Array, ""]:
+    """Return whether a sequence shares none of its cells from a position on.
 
     Compares the cells freed by removing them with those freed when no other sequence exists: they
     differ if a cell is shared.
     """
 
-    def freed(table: Any) -> jax.Array:
+    def freed(table: CacheTable) -> jax.Array:
         end, _ = table.remove(seq, jnp.int32(0), start)
         rest, _ = end.remove(seq, jnp.int32(0), jnp.int32(END))
         return end.num_used_cells() - rest.num_used_cells()
@@ -231,8 +243,10 @@ def _owns_alone(table: Any, seq: jax.Array, start: jax.Array) -> jax.Array:
     return freed(table) == freed(table.keep(seq))
 
 
-def _if(ok: jax.Array, new: Any, old: Any) -> tuple[Any, MaintenancePlan]:
-    """Return the new table, and what its keys are owed; the old and nothing unless `ok`, `[]`."""
+def _if(
+    ok: Bool[Array, ""], new: CacheTable, old: CacheTable
+) -> tuple[CacheTable, MaintenancePlan]:
+    """Return the new table, and what its keys are owed; the old and nothing unless `ok`."""
     table = jax.tree.map(lambda one, other: jnp.where(ok, one, other), new, old)
     # Refused: plan the update of an empty table, so that keys already owed a rotation stay as they
     # are.

@@ -1,12 +1,15 @@
 """Generating: one token after another for each of several texts, in a loop on the device."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxkv.cache import Cache, merge, split
 from jaxkv.core.array_utils import is_traced
@@ -21,16 +24,22 @@ from jaxkv.generation.state import DecodeState, check_sampler_state, checked, fo
 from jaxkv.jit_helpers import replicated
 from jaxkv.planning.planners import plan_next
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Int32, PyTree
+
+    from jaxkv.generation.types import StopTokens
+    from jaxkv.table import CacheTable
+
 
 def decode(
     forward: Forward,
-    params: Any,
+    params: PyTree,
     cache: Cache,
     state: DecodeState,
     *,
     num_tokens: int,
     sampler: Sampler | None = None,
-    stop_tokens: Any = (),
+    stop_tokens: StopTokens = (),
     donate: bool = False,
 ) -> DecodeResult:
     """Generate up to `num_tokens` tokens for each text, in one loop on the device.
@@ -48,7 +57,7 @@ def decode(
       num_tokens: the most tokens to generate for each text, static.
       sampler: of `make_sampler` or one of your own, the same kind that the state was started with,
         though its numbers may change; by default the most probable token is taken.
-      stop_tokens: `[n]` int32, the tokens that end a text, or `[T, n]` for each its own; -1 pads.
+      stop_tokens: `[n]`, the tokens that end a text, or `[T, n]` for each its own; -1 pads.
       donate: give up the buffers of the cache passed in, see `prefill`.
 
     Returns:
@@ -82,27 +91,25 @@ def decode(
     sampler = check_sampler_state(sampler, state)
     if not state.token.shape[0]:
         return DecodeResult(cache, state, *nothing_picked(0, num_tokens))
-    stop_tokens = stops(stop_tokens, state.token.shape[0])
-    if is_traced(sampler, params, cache, state, stop_tokens):
-        cache, state, made = _decode(
-            forward, sampler, params, cache, state, stop_tokens, num_tokens
-        )
+    ending = stops(stop_tokens, state.token.shape[0])
+    if is_traced(sampler, params, cache, state, ending):
+        cache, state, made = _decode(forward, sampler, params, cache, state, ending, num_tokens)
         return DecodeResult(cache, state, *made)
     table, buffers = donatable_buffers(cache, donate)
     loop = cached_program(_decoding, forward)
-    args = typed(sampler), params, table, buffers, state, stop_tokens
+    args = typed(sampler), params, table, buffers, state, ending
     table, buffers, now, picked = loop(*args, num_tokens=num_tokens)
     # The sequences stay those that were passed in: to look at a result is to wait for it.
     return DecodeResult(merge(table, buffers), replace(now, sequence=state.sequence), *picked)
 
 
-def _decoding(forward: Callable[[], Forward]) -> Any:
+def _decoding(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
     @partial(jax.jit, static_argnames="num_tokens", donate_argnames="buffers")
     def loop(
         sampler: Typed[Sampler],
-        params: Any,
-        table: Any,
-        buffers: Any,
+        params: PyTree,
+        table: CacheTable,
+        buffers: PyTree,
         state: DecodeState,
         stop_tokens: jax.Array,
         *,
@@ -120,10 +127,10 @@ def _decoding(forward: Callable[[], Forward]) -> Any:
 def _decode(
     forward: Forward,
     sampler: Sampler,
-    params: Any,
+    params: PyTree,
     cache: Cache,
     state: DecodeState,
-    stop_tokens: Any,
+    stop_tokens: Int32[Array | np.ndarray, "T n"],
     num_tokens: int,
 ) -> tuple[Cache, DecodeState, Sampled]:
     """Do what `decode` says, as a part of the program that is being traced."""

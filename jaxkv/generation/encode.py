@@ -1,8 +1,10 @@
 """Running an encoder: what it reads is written into a cache once, for decoders to look at."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -15,15 +17,21 @@ from jaxkv.generation.model_step import donatable_buffers
 from jaxkv.generation.results import PrefillResult
 from jaxkv.planning.planners import init_batch
 
-Encoder = Callable[[Any, Any, Ubatch], Any]
+if TYPE_CHECKING:
+    from jaxtyping import PyTree
+
+    from jaxkv.core.types import Tokens
+    from jaxkv.table import CacheTable
+
+Encoder = Callable[[Any, Cache, Ubatch], Cache]
 """`(params, cache, ubatch) -> cache`, for a ubatch of sources that has been applied."""
 
 
 def encode(
     encoder: Encoder,
-    params: Any,
+    params: PyTree,
     cache: Cache,
-    batch: Any,
+    batch: Batch | Tokens,
     *,
     donate: bool = False,
 ) -> PrefillResult:
@@ -85,7 +93,7 @@ def encode(
     return PrefillResult(cache, None, None, plan.ok, plan.reason)
 
 
-def _encoded(encoder: Encoder, params: Any, cache: Cache, ubatch: Ubatch) -> Cache:
+def _encoded(encoder: Encoder, params: PyTree, cache: Cache, ubatch: Ubatch) -> Cache:
     """Apply a ubatch of sources and run an encoder over it."""
     cache = apply(cache, ubatch)
     after = encoder(params, cache, ubatch)
@@ -100,9 +108,9 @@ def _encoded(encoder: Encoder, params: Any, cache: Cache, ubatch: Ubatch) -> Cac
     return after
 
 
-def _encoding(encoder: Callable[[], Encoder]) -> Any:
+def _encoding(encoder: Callable[[], Encoder]) -> jax.stages.Wrapped:
     @partial(jax.jit, donate_argnames="buffers")
-    def run(params: Any, table: Any, buffers: Any, ubatch: Ubatch) -> tuple:
+    def run(params: PyTree, table: CacheTable, buffers: PyTree, ubatch: Ubatch) -> tuple:
         return split(_encoded(encoder(), params, merge(table, buffers), ubatch))
 
     return run

@@ -5,9 +5,11 @@ program. Its arrays are for all texts, `[]`, or one for each, `[T]`. What it rem
 such as the tokens that are repeated, is a state that travels in the `DecodeState`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,11 @@ from jaxkv.core.array_utils import is_concrete
 from jaxkv.core.validate import check_count, check_int32
 from jaxkv.generation.padding import newest
 from jaxkv.generation.sampler import Sampler
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, ArrayLike, Bool, Float, Int, Int32, Num, PyTree, Shaped, UInt32
+
+    from jaxkv.generation.types import Numbers
 
 
 class SamplingOption(NamedTuple):
@@ -29,7 +36,7 @@ class SamplingOption(NamedTuple):
     """
 
     neutral: float
-    dtype: Any
+    dtype: type[np.number]
     is_valid: Callable[[Any], Any]
     range_text: str
 
@@ -54,25 +61,26 @@ EVERY = np.iinfo(np.int32).max
 class FilterSampler(Sampler):
     """What `make_sampler` makes; a filter that is None is left out.
 
-    temperature: `[]` or `[T]` float32, what logits are divided by; 0 keeps only the best token.
-    top_k: `[]` or `[T]` int32, only the k best tokens may be drawn; 0 for all.
-    top_p: `[]` or `[T]` float32, only the best tokens with this much probability together.
-    min_p: `[]` or `[T]` float32, only tokens with this share of the best token's probability.
-    repeat_penalty: `[]` or `[T]` float32, what logits of recent tokens are divided by, or
-      multiplied where they are negative.
-    frequency_penalty: `[]` or `[T]` float32, what is taken from the logit of a recent token each
-      time that it came.
-    presence_penalty: `[]` or `[T]` float32, what is taken from the logit of a recent token once.
+    Numbers are float32, `[]` or `[T]`.
+
+    temperature: what logits are divided by; 0 keeps only the best token.
+    top_k: only the k best tokens may be drawn; 0 for all.
+    top_p: only the best tokens with this much probability together.
+    min_p: only tokens with this share of the best token's probability.
+    repeat_penalty: what logits of recent tokens are divided by, or multiplied where they are
+      negative.
+    frequency_penalty: what is taken from the logit of a recent token each time that it came.
+    presence_penalty: what is taken from the logit of a recent token once.
     penalty_last_n: how many tokens are recent, static.
     """
 
-    temperature: Any
-    top_k: Any
-    top_p: Any
-    min_p: Any
-    repeat_penalty: Any
-    frequency_penalty: Any
-    presence_penalty: Any
+    temperature: Float[Array | np.ndarray, "*n"] | None
+    top_k: Int32[Array | np.ndarray, "*n"] | None
+    top_p: Float[Array | np.ndarray, "*n"] | None
+    min_p: Float[Array | np.ndarray, "*n"] | None
+    repeat_penalty: Float[Array | np.ndarray, "*n"] | None
+    frequency_penalty: Float[Array | np.ndarray, "*n"] | None
+    presence_penalty: Float[Array | np.ndarray, "*n"] | None
     penalty_last_n: int = field(metadata={"static": True})
 
     @property
@@ -85,7 +93,7 @@ class FilterSampler(Sampler):
         penalties = self.repeat_penalty, self.frequency_penalty, self.presence_penalty
         return any(one is not None for one in penalties)
 
-    def init(self, prompts: Any) -> Any:
+    def init(self, prompts: Int[Array | np.ndarray, "T n"]) -> PyTree:
         """Return the recent tokens, `[T, last_n]` int32, -1 where there were fewer.
 
         Raises:
@@ -101,14 +109,14 @@ class FilterSampler(Sampler):
             return ()
         return newest(prompts, self.penalty_last_n)
 
-    def adjust(self, logits: jax.Array, state: Any) -> jax.Array:
+    def adjust(self, logits: Float[Array, "T V"], state: PyTree) -> Float[Array, "T V"]:
         """Take penalties off, filter, and divide by the temperature, in llama.cpp's order.
 
-        The logits are `[T, V]` float32, before and after.
+        The logits are float32, before and after.
         """
         if self._penalises:
             logits = self._penalised(logits, state)
-        if not self.is_random:
+        if self.temperature is None:
             return logits
         # A filter leaves the texts alone whose number turns it off, whatever their logits are.
         if self.top_k is not None:
@@ -132,14 +140,16 @@ class FilterSampler(Sampler):
         cooled = _left(cooled, logits != -jnp.inf)
         return jnp.where(temperature > 0, cooled, alone)
 
-    def update(self, state: Any, tokens: jax.Array) -> Any:
-        """Let the oldest of the recent tokens go, and take in `tokens`, `[T]` int32."""
+    def update(self, state: PyTree, tokens: Int32[Array, " T"]) -> PyTree:
+        """Let the oldest of the recent tokens go, and take in `tokens`."""
         if not self._penalises:
             return state
         return jnp.concatenate([state[:, 1:], tokens[:, None]], axis=1)
 
-    def _penalised(self, logits: jax.Array, recent: jax.Array) -> jax.Array:
-        """Return logits, `[T, V]` float32, less the penalties of tokens, `[T, last_n]` int32."""
+    def _penalised(
+        self, logits: Float[Array, "T V"], recent: Int32[Array | np.ndarray, "T last_n"]
+    ) -> Float[Array, "T V"]:
+        """Return logits, float32, less the penalties of tokens."""
         rows = jnp.arange(recent.shape[0])[:, None]
         where = jnp.where(recent < 0, logits.shape[1], recent)
         times = jnp.zeros(logits.shape, jnp.float32).at[rows, where].add(1, mode="drop")
@@ -156,13 +166,13 @@ class FilterSampler(Sampler):
 
 def make_sampler(
     *,
-    temperature: Any = OPTIONS["temperature"].neutral,
-    top_k: Any = OPTIONS["top_k"].neutral,
-    top_p: Any = OPTIONS["top_p"].neutral,
-    min_p: Any = OPTIONS["min_p"].neutral,
-    repeat_penalty: Any = OPTIONS["repeat_penalty"].neutral,
-    frequency_penalty: Any = OPTIONS["frequency_penalty"].neutral,
-    presence_penalty: Any = OPTIONS["presence_penalty"].neutral,
+    temperature: Numbers = OPTIONS["temperature"].neutral,
+    top_k: Numbers = OPTIONS["top_k"].neutral,
+    top_p: Numbers = OPTIONS["top_p"].neutral,
+    min_p: Numbers = OPTIONS["min_p"].neutral,
+    repeat_penalty: Numbers = OPTIONS["repeat_penalty"].neutral,
+    frequency_penalty: Numbers = OPTIONS["frequency_penalty"].neutral,
+    presence_penalty: Numbers = OPTIONS["presence_penalty"].neutral,
     penalty_last_n: int = 64,
 ) -> FilterSampler:
     """Make a sampler of the usual filters.
@@ -211,7 +221,7 @@ def make_sampler(
     return FilterSampler(**made, penalty_last_n=check_count(penalty_last_n, "penalty_last_n"))
 
 
-def _option(name: str, value: Any) -> Any:
+def _option(name: str, value: object) -> Any:
     """Return the array of an option, `[]` or `[T]`; None where it does nothing for any text."""
     off, dtype, right, span = OPTIONS[name]
     if dtype == np.int32:
@@ -228,26 +238,31 @@ def _option(name: str, value: Any) -> Any:
     return None if known and np.all(array == off) else array
 
 
-def _left(logits: jax.Array, stays: jax.Array) -> jax.Array:
-    """Return logits, `[T, V]`, where they stay, `[T, V]` bool; -inf elsewhere."""
+def _left(logits: Float[Array, "T V"], stays: Bool[Array, "T V"]) -> Float[Array, "T V"]:
+    """Return logits where they stay; -inf elsewhere."""
     return jnp.where(stays, logits, -jnp.inf)
 
 
-def _column(value: Any) -> jax.Array:
-    """Return a number for each text, `[T]`, as a column `[T, 1]`; the one of all as `[1, 1]`."""
+def _column(value: Shaped[ArrayLike, "*n"]) -> Shaped[Array, "m 1"]:
+    """Return a number for each text as a column; the one of all as `[1, 1]`."""
     return jnp.asarray(value).reshape(-1, 1)
 
 
-def keep_best(logits: jax.Array, weights: jax.Array, wanted: jax.Array) -> jax.Array:
+def keep_best(
+    logits: Float[Array | np.ndarray, "T V"],
+    weights: Num[Array | np.ndarray, "T V"],
+    wanted: Num[Array, "*n"],
+) -> Bool[Array, "T V"]:
     """Return which logits are among the best that weigh enough together.
 
     Args:
-      logits: `[T, V]` float32.
-      weights: `[T, V]`, at least 0: ones to count, probabilities to add up.
-      wanted: `[T]`, what the best must weigh together at least; all are kept where they cannot.
+      logits: float32.
+      weights: at least 0: ones to count, probabilities to add up.
+      wanted: what the best must weigh together at least, one for each text or for all; all are kept
+        where they cannot.
 
     Returns:
-      `[T, V]` bool. Equal logits are kept together.
+      Which logits. Equal ones are kept together.
 
     >>> logits = jnp.array([[0.5, -1.0, 2.0, 0.5]])
     >>> keep_best(logits, jnp.ones((1, 4)), jnp.array([2.0])).tolist()
@@ -265,8 +280,8 @@ def keep_best(logits: jax.Array, weights: jax.Array, wanted: jax.Array) -> jax.A
     return rank >= threshold[:, None]
 
 
-def _rising(x: jax.Array) -> jax.Array:
-    """Return uint32, the shape of `x`, that are in the order of floats."""
+def _rising(x: Float[Array | np.ndarray, "*n"]) -> UInt32[Array, "*n"]:
+    """Return integers that are in the order of floats."""
     x = jnp.where(x == 0, 0, x.astype(jnp.float32))  # of the two zeros the positive one
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     top = jnp.uint32(1 << 31)

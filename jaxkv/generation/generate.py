@@ -1,7 +1,9 @@
 """From prompts to texts in one call: `prefill`, `init_decode` and `decode` in a row."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +24,11 @@ from jaxkv.generation.speculative.speculate import speculate
 from jaxkv.make import make_cache
 from jaxkv.plan import PlanRefusedError
 
+if TYPE_CHECKING:
+    from jaxtyping import Int32, PyTree
+
+    from jaxkv.generation.types import Prompts, Seeds, StopTokens
+
 ROWS = {"tokens": -1, "logprobs": 0}
 """Fields of a result with a number for each token, and the number that pads them."""
 COUNTS = ("num_model_steps", "num_drafted", "num_accepted")
@@ -32,18 +39,18 @@ ROUND = 64
 
 def generate(
     forward: Forward,
-    params: Any,
-    prompts: Sequence[Any],
+    params: PyTree,
+    prompts: Prompts,
     *,
     spec: CacheSpec | None = None,
     cache: Cache | None = None,
     max_new_tokens: int = 128,
-    stop_tokens: Any = (),
+    stop_tokens: StopTokens = (),
     sampler: Sampler | None = None,
-    seed: Any = 0,
+    seed: Seeds = 0,
     num_samples: int = 1,
     drafter: Drafter | None = None,
-    on_tokens: Callable[[int, list[int]], Any] | None = None,
+    on_tokens: Callable[[int, list[int]], object] | None = None,
     tokens_per_call: int = 16,
 ) -> DecodeResult:
     """Generate texts after prompts.
@@ -116,6 +123,7 @@ def generate(
     batch = make_batch(lists, sequences=[*first])
     result = prefill(forward, params, cache, batch, donate=own)
     cache, logits = result.cache, result.logits
+    assert logits is not None
     if num_samples > 1:
         parents = np.repeat(first, num_samples)
         cache, ok = seq_select(cache, parents, np.arange(count), donate=True)
@@ -150,8 +158,8 @@ def generate(
     return out._replace(**_joined(parts, left), drafter=drafter)
 
 
-def _lists(prompts: Any) -> list[np.ndarray]:
-    """Return the tokens of each prompt, `[n]` int32, or raise."""
+def _lists(prompts: Prompts) -> list[Int32[np.ndarray, " n"]]:
+    """Return the tokens of each prompt, or raise."""
     lists = [np.asarray(check_int32(one, "the tokens of a prompt", low=0)) for one in prompts]
     if not lists or any(one.ndim != 1 or not one.size for one in lists):
         raise ValueError(
@@ -161,7 +169,9 @@ def _lists(prompts: Any) -> list[np.ndarray]:
     return lists
 
 
-def _told(out: DecodeResult, on_tokens: Callable[[int, list[int]], Any] | None) -> dict[str, Any]:
+def _told(
+    out: DecodeResult, on_tokens: Callable[[int, list[int]], object] | None
+) -> dict[str, Any]:
     """Call `on_tokens` for each text that has new tokens; return what was sampled, by field.
 
     Caches are left out: those of earlier calls, and of their drafters, are not kept.

@@ -1,8 +1,10 @@
 """What a model is to a loop: one function, called for a ubatch that the loop has applied."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +16,18 @@ from jaxkv.cache import Cache, merge, split
 from jaxkv.core.compile_cache import cached_program
 from jaxkv.core.donation import check_there
 
-Forward = Callable[[Any, Any, Ubatch], tuple[Any, jax.Array]]
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, PyTree
+
+    from jaxkv.table import CacheTable
+
+X = TypeVar("X")
+
+Forward = Callable[[Any, Cache, Ubatch], tuple[Cache, jax.Array]]
 """`(params, cache, ubatch) -> cache, logits [O, V]`, for a ubatch that has been applied."""
 
 
-def compiled_step(forward: Forward) -> Any:
+def compiled_step(forward: Forward) -> jax.stages.Wrapped:
     """Return the program that `prefill` runs for each ubatch: for loops of the caller's in Python.
 
     Args:
@@ -37,7 +46,7 @@ def compiled_step(forward: Forward) -> Any:
       ...     return cache, x.reshape(-1, 4)[ubatch.outputs] @ params.T
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=4), cells=8)
       >>> plan = plan_step(cache, jnp.array([3]))
-      >>> step = generation.compiled_step(forward)
+      >>> step = compiled_step(forward)
       >>> table, buffers, logits = step(jnp.eye(4), *split(cache), plan.ubatch)
       >>> merge(table, buffers).num_used_cells().item()
       1
@@ -46,9 +55,9 @@ def compiled_step(forward: Forward) -> Any:
 
 
 def model_step(
-    forward: Forward, params: Any, cache: Cache, ubatch: Ubatch
-) -> tuple[Cache, jax.Array]:
-    """Apply a ubatch and run a model over it; return the cache, and the logits, `[O, V]`."""
+    forward: Forward, params: PyTree, cache: Cache, ubatch: Ubatch
+) -> tuple[Cache, Float[Array, "O V"]]:
+    """Apply a ubatch and run a model over it; return the cache, and the logits."""
     cache = apply(cache, ubatch)
     given = forward(params, cache, ubatch)
     if not isinstance(given, tuple) or len(given) != 2 or not isinstance(given[0], Cache):
@@ -98,16 +107,16 @@ def _check_layers(before: Cache, after: Cache) -> None:
             )
 
 
-def _stepping(forward: Callable[[], Forward]) -> Any:
+def _stepping(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
     @partial(jax.jit, donate_argnames="buffers")
-    def step(params: Any, table: Any, buffers: Any, ubatch: Ubatch) -> tuple:
+    def step(params: PyTree, table: CacheTable, buffers: PyTree, ubatch: Ubatch) -> tuple:
         cache, logits = model_step(forward(), params, merge(table, buffers), ubatch)
         return *split(cache), logits
 
     return step
 
 
-def donatable_buffers(cache: Cache, donate: bool) -> tuple[Any, Any]:
+def donatable_buffers(cache: Cache, donate: bool) -> tuple[CacheTable, PyTree]:
     """Return a table, and buffers that a program may have: those of the cache, or copies.
 
     Raises:
@@ -119,6 +128,6 @@ def donatable_buffers(cache: Cache, donate: bool) -> tuple[Any, Any]:
 
 
 @jax.jit
-def copied(tree: Any) -> Any:
+def copied(tree: X) -> X:
     """Copy arrays, so that the copies may be donated."""
     return jax.tree.map(jnp.copy, tree)

@@ -1,7 +1,8 @@
 """Rows of several texts: tokens at their ends, and a choice for each text."""
 
-from collections.abc import Sequence
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +11,19 @@ import numpy as np
 from jaxkv.core.array_utils import is_concrete
 from jaxkv.core.validate import check_int32
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Int, Int32
 
-def newest(tokens: Any, length: int) -> Any:
-    """Return the last tokens of rows, `[T, n]` to `[T, length]`; -1 in front where there are fewer.
+    from jaxkv.core.types import Tokens
+    from jaxkv.generation.types import Prompts, StopTokens
+
+X = TypeVar("X")
+
+
+def newest(
+    tokens: Int[Array | np.ndarray, "T n"], length: int
+) -> Int[Array | np.ndarray, "T {length}"]:
+    """Return the last tokens of rows; -1 in front where there are fewer.
 
     >>> newest(np.array([[1, 2, 3]]), 2).tolist(), newest(np.array([[1]]), 2).tolist()
     ([[2, 3]], [[-1, 1]])
@@ -22,11 +33,11 @@ def newest(tokens: Any, length: int) -> Any:
     return xp.pad(recent, [(0, 0), (length - recent.shape[1], 0)], constant_values=-1)
 
 
-def padded(prompts: Sequence[Any], most: int | None = None) -> Any:
-    """Return the tokens of texts as rows of one length, `[T, n]` int32, -1 in front of them.
+def padded(prompts: Prompts, most: int | None = None) -> Int32[Array | np.ndarray, "T m"]:
+    """Return the tokens of texts as rows of one length, -1 in front of them.
 
     Args:
-      prompts: `[T, n]`, or a list of lists.
+      prompts: an array, or a list of lists.
       most: n; by default the length of the longest prompt.
     """
     if getattr(prompts, "ndim", 0) == 2:
@@ -41,13 +52,13 @@ def padded(prompts: Sequence[Any], most: int | None = None) -> Any:
     return rows if most is None else newest(rows, most)
 
 
-def listed(stop_tokens: Any) -> Any:
+def listed(stop_tokens: StopTokens) -> Tokens:
     """Return stop tokens that were passed as a set as a list, others as they are."""
     return sorted(stop_tokens) if isinstance(stop_tokens, (set, frozenset)) else stop_tokens
 
 
-def chosen(which: jax.Array, new: Any, old: Any) -> Any:
-    """Return what is new for some texts, `[T]` bool, and old for others; trees of `[T, ...]`."""
+def chosen(which: Bool[Array, " T"], new: X, old: X) -> X:
+    """Return what is new for some texts, and old for others; trees of `[T, ...]`."""
 
     def choose(new: jax.Array, old: jax.Array) -> jax.Array:
         return jnp.where(which.reshape(-1, *[1] * (jnp.ndim(old) - 1)), new, old)

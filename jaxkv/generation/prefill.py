@@ -5,8 +5,10 @@ traced as part of the caller's program. What is donated is always the buffers of
 its table, which may be gone back to.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,12 +24,17 @@ from jaxkv.generation.results import PrefillResult
 from jaxkv.plan import Plan
 from jaxkv.planning.planners import checked_size, init_batch
 
+if TYPE_CHECKING:
+    from jaxtyping import PyTree
+
+    from jaxkv.core.types import Tokens
+
 
 def prefill(
     forward: Forward,
-    params: Any,
+    params: PyTree,
     cache: Cache,
-    batch: Any,
+    batch: Batch | Tokens,
     *,
     ubatch_size: int | None = None,
     plan: Plan | None = None,
@@ -124,7 +131,7 @@ def _sequences_of(ubatch: Ubatch) -> Any:
     return xp.where(order == NO_SLOT, -1, sequences.reshape(-1)[outputs])
 
 
-def _check_planned(cache: Cache, batch: Batch, ubatch_size: int | None, plan: Any) -> None:
+def _check_planned(cache: Cache, batch: Batch, ubatch_size: int | None, plan: object) -> None:
     """Raise unless a plan is of this cache, and of as many tokens as the batch has."""
     if not isinstance(plan, Plan):
         raise TypeError(f"wanted a plan, init_batch makes it, got {type(plan)}")
@@ -142,7 +149,7 @@ def _check_planned(cache: Cache, batch: Batch, ubatch_size: int | None, plan: An
 
 def warm_up(
     forward: Forward,
-    params: Any,
+    params: PyTree,
     cache: Cache,
     *,
     ubatch_size: int | None = None,

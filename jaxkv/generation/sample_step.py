@@ -1,10 +1,12 @@
 """Picking tokens: the first of each text, and one more in a loop."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -20,44 +22,51 @@ from jaxkv.generation.state import DecodeState, ends, resume
 from jaxkv.jit_helpers import jit_table
 from jaxkv.plan import Reason
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, ArrayLike, Bool, Float, Int32
+
+    from jaxkv.core.types import Ids
+    from jaxkv.generation.types import Prompts, Seeds, StopTokens
+    from jaxkv.table import CacheTable
+
 
 class Sampled(NamedTuple):
     """Tokens and logarithms of their probabilities, as in `DecodeResult`."""
 
-    tokens: jax.Array
-    logprobs: jax.Array
+    tokens: Int32[Array, "T n"]
+    logprobs: Float[Array, "T n"]
 
 
 def init_decode(
     cache: Cache,
     *,
-    logits: PrefillResult | jax.Array | None = None,
-    tokens: Any = None,
-    sequences: Any = None,
+    logits: PrefillResult | Float[ArrayLike, "T V"] | Sequence[Sequence[float]] | None = None,
+    tokens: Ids | None = None,
+    sequences: Ids | None = None,
     sampler: Sampler | None = None,
-    stop_tokens: Any = (),
-    max_new_tokens: Any = None,
-    seed: Any = 0,
-    prompts: Sequence[Any] | None = None,
+    stop_tokens: StopTokens = (),
+    max_new_tokens: Ids | None = None,
+    seed: Seeds = 0,
+    prompts: Prompts | None = None,
 ) -> DecodeResult:
     """Start texts after their prompts: sample the first token of each, or take the one given.
 
     Args:
       cache: the cache after the prompts.
-      logits: what `prefill` returned, or `[T, V]`, a row for each text: those of the last token of
-        its prompt, so that several texts of one prompt have that row each (`jnp.repeat`).
-      tokens: `[T]` int32, in place of logits: first tokens that were sampled elsewhere. They are
-        not in the cache yet.
-      sequences: `[T]` int32, where each text stands. What `prefill` returned says it; a single row
+      logits: what `prefill` returned, or a row for each text: those of the last token of its
+        prompt, so that several texts of one prompt have that row each (`jnp.repeat`).
+      tokens: `[T]`, in place of logits: first tokens that were sampled elsewhere. They are not in
+        the cache yet.
+      sequences: `[T]`, where each text stands. What `prefill` returned says it; a single row
         of logits stands in sequence 0 by default, and tokens in 0, 1, 2 and so on.
       sampler: of `make_sampler` or one of your own; by default the most probable token is taken.
       stop_tokens: the tokens that end a text, see `decode`; of no effect on given tokens.
-      max_new_tokens: `[]` or `[T]` int32, how many tokens of each may be sampled, the first one
+      max_new_tokens: `[]` or `[T]`, how many tokens of each may be sampled, the first one
         included where it is sampled here; by default any number.
-      seed: `[]` or `[T]` int, of all draws. One for all is folded with the sequence, so that equal
+      seed: `[]` or `[T]`, of all draws. One for all is folded with the sequence, so that equal
         prompts go on differently; one for each text is all that its draws depend on, beside the
         position where it starts.
-      prompts: `[T, n]` int32, or a list of lists: the tokens of each text before these, which the
+      prompts: an array, or a list of lists: the tokens of each text before these, which the
         penalties of a sampler count. -1 pads an array, in front.
 
     Returns:
@@ -103,10 +112,11 @@ def init_decode(
         got = "neither" if logits is None else "both"
         raise ValueError(f"expected logits= or tokens=, got {got}; pass the logits of prefill")
     sampler = make_sampler() if sampler is None else as_sampler(sampler)
-    options = {"max_new_tokens": max_new_tokens, "sampler": sampler, "seed": seed}
-    options["prompts"] = prompts
+    begin = partial(
+        resume, cache, max_new_tokens=max_new_tokens, sampler=sampler, seed=seed, prompts=prompts
+    )
     if tokens is not None:
-        state = resume(cache, tokens, sequences, **options)
+        state = begin(tokens, sequences)
         known = sampler.update(state.sampler_state, state.token)
         return DecodeResult(cache, replace(state, sampler_state=known), None, None)
     if isinstance(logits, PrefillResult):
@@ -131,7 +141,7 @@ def init_decode(
             f"what prefill returned in place of its logits, or sequences="
         )
     none = np.zeros(logits.shape[0], np.int32)
-    state = resume(cache, none, sequences, **options)
+    state = begin(none, sequences)
     check_begun(split(cache)[0], state.sequence, state.active)
     table, _ = split(cache)
     return DecodeResult(
@@ -145,13 +155,17 @@ def nothing_picked(texts: int, num_tokens: int) -> Sampled:
     return Sampled(jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32))
 
 
-def check_begun(table: Any, sequences: Any, active: Any) -> None:
+def check_begun(
+    table: CacheTable,
+    sequences: Int32[Array | np.ndarray, " T"],
+    active: Bool[Array | np.ndarray, " T"],
+) -> None:
     """Raise if a text that goes on has a sequence without a prompt, where that is known.
 
     Args:
       table: of the cache.
-      sequences: `[T]` int32, where the texts stand.
-      active: `[T]` bool, those that go on.
+      sequences: where the texts stand.
+      active: those that go on.
     """
     if is_traced(table, sequences, active):
         return
@@ -167,23 +181,27 @@ _ends = jit_table(ends)
 
 
 def pick_first(
-    table: Any, sampler: Sampler, logits: jax.Array, stop_tokens: Any, state: DecodeState
-) -> tuple[DecodeState, jax.Array, jax.Array]:
+    table: CacheTable,
+    sampler: Sampler,
+    logits: Float[Array, "T V"],
+    stop_tokens: Int32[Array | np.ndarray, "#T n"],
+    state: DecodeState,
+) -> tuple[DecodeState, Int32[Array, "T 1"], Float[Array, "T 1"]]:
     """Sample the first token of each text of a state that has none; see `init_decode`.
 
-    Returns the state, tokens and logarithms of probability, `[T, 1]`.
+    Returns the state, tokens and logarithms of probability.
     """
     return _pick_first(table, typed(sampler), logits, stop_tokens, state)
 
 
 @jit_table
 def _pick_first(
-    table: Any,
+    table: CacheTable,
     sampler: Typed[Sampler],
-    logits: jax.Array,
-    stop_tokens: jax.Array,
+    logits: Float[Array, "T V"],
+    stop_tokens: Int32[Array, "#T n"],
     state: DecodeState,
-) -> tuple[DecodeState, jax.Array, jax.Array]:
+) -> tuple[DecodeState, Int32[Array, "T 1"], Float[Array, "T 1"]]:
     """Do what `pick_first` says."""
     del table  # by which the mesh is known
     # Where the token of a started text would stand, there stands the one that is picked here.
@@ -194,22 +212,22 @@ def _pick_first(
 
 def advance(
     sampler: Sampler,
-    logits: jax.Array,
+    logits: Float[Array, "T V"],
     state: DecodeState,
-    stop_tokens: jax.Array,
-    active: jax.Array,
-) -> tuple[DecodeState, jax.Array, jax.Array]:
+    stop_tokens: Int32[Array | np.ndarray, "#T n"],
+    active: Bool[Array, " T"],
+) -> tuple[DecodeState, Int32[Array, " T"], Float[Array, " T"]]:
     """Pick one more token for the texts that go on, and end those that it ends.
 
     Args:
       sampler: what adjusts the logits.
-      logits: `[T, V]`.
+      logits: of the texts.
       state: how far the texts have come.
-      stop_tokens: `[T or 1, n]` int32, the tokens that end a text.
-      active: `[T]` bool, the texts that one is picked for; the others stay as they are.
+      stop_tokens: the tokens that end a text.
+      active: the texts that one is picked for; the others stay as they are.
 
     Returns:
-      The state, the tokens, `[T]` int32, and their logarithms of probability, `[T]` float32.
+      The state, the tokens, and their logarithms of probability, float32.
     """
     logits = logits.astype(jnp.float32)
     adjusted = adjust_logits(sampler, logits, state.sampler_state)
@@ -230,8 +248,10 @@ def advance(
     return state, jnp.where(picked, token, -1), logprob_of(logits, token, active)
 
 
-def logprob_of(logits: jax.Array, tokens: jax.Array, active: jax.Array) -> jax.Array:
-    """Return the logarithms of the probability of tokens, `[T]`; 0 for texts that have ended.
+def logprob_of(
+    logits: Float[Array, "T V"], tokens: Int32[Array, " T"], active: Bool[Array, " T"]
+) -> Float[Array, " T"]:
+    """Return the logarithms of the probability of tokens; 0 for texts that have ended.
 
     NaN for a text that goes on where its logits are broken.
     """
@@ -244,20 +264,22 @@ def logprob_of(logits: jax.Array, tokens: jax.Array, active: jax.Array) -> jax.A
     return jnp.where(active, jnp.where(are_broken(logits), jnp.nan, logprob), 0)
 
 
-def reason_after(logits: jax.Array, active: jax.Array, reason: jax.Array) -> jax.Array:
-    """Return the reasons of texts, `[T]`: NONFINITE_LOGITS for an active one with broken logits."""
+def reason_after(
+    logits: Float[Array, "T V"], active: Bool[Array, " T"], reason: Int32[Array, " T"]
+) -> Int32[Array, " T"]:
+    """Return the reasons of texts: NONFINITE_LOGITS for an active one with broken logits."""
     return jnp.where(active & are_broken(logits), Reason.NONFINITE_LOGITS, reason)
 
 
-def stops(stop_tokens: Any, count: int) -> Any:
-    """Return the tokens that end each of T texts, `[T or 1, n]` int32; a set will do.
+def stops(stop_tokens: StopTokens, count: int) -> Int32[Array | np.ndarray, "T n"]:
+    """Return the tokens that end each of T texts, in one row for all or one each; a set will do.
 
     Raises:
       ValueError: when they are neither `[n]` nor `[T, n]`.
     """
-    stop_tokens = check_int32(listed(stop_tokens), "stop_tokens")
-    if np.ndim(stop_tokens) == 1:
-        return stop_tokens[None]
-    if np.ndim(stop_tokens) != 2 or stop_tokens.shape[0] not in (1, count):
-        raise ValueError(f"wanted stop tokens [n] or [{count}, n], got {np.shape(stop_tokens)}")
-    return stop_tokens
+    rows = check_int32(listed(stop_tokens), "stop_tokens")
+    if np.ndim(rows) == 1:
+        return rows[None]
+    if np.ndim(rows) != 2 or rows.shape[0] not in (1, count):
+        raise ValueError(f"wanted stop tokens [n] or [{count}, n], got {np.shape(rows)}")
+    return rows

@@ -1,9 +1,15 @@
 """What a sampler is to a loop, which draws from the logits that it leaves."""
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int, Int32, Key, PyTree
 
 
 class Sampler:
@@ -19,12 +25,11 @@ class Sampler:
         """Whether a token is drawn from what is left; if not, the best one is taken."""
         return True
 
-    def init(self, prompts: Any) -> Any:
+    def init(self, prompts: Int[Array | np.ndarray, "T n"]) -> PyTree:
         """Return the state of T texts.
 
         Args:
-          prompts: `[T, n]` int32, the ends of their prompts, as far as they are known; -1 pads, and
-            comes first.
+          prompts: the ends of their prompts, as far as they are known; -1 pads, and comes first.
 
         Returns:
           A tree of arrays `[T, ...]`; by default nothing.
@@ -32,18 +37,18 @@ class Sampler:
         del prompts
         return ()
 
-    def adjust(self, logits: jax.Array, state: Any) -> jax.Array:
-        """Return what is drawn from, `[T, V]`: logits, -inf for a token that may not come.
+    def adjust(self, logits: Float[Array, "T V"], state: PyTree) -> Float[Array, "T V"]:
+        """Return what is drawn from: logits, -inf for a token that may not come.
 
         Args:
-          logits: `[T, V]` float32.
+          logits: float32.
           state: of the texts.
         """
         del state
         return logits
 
-    def update(self, state: Any, tokens: jax.Array) -> Any:
-        """Return the state after one more token of each text, `[T]` int32; -1 where none came.
+    def update(self, state: PyTree, tokens: Int32[Array, " T"]) -> PyTree:
+        """Return the state after one more token of each text; -1 where none came.
 
         Loops drop what it returns for a text that no token is picked for.
         """
@@ -51,47 +56,51 @@ class Sampler:
         return state
 
 
-def as_sampler(sampler: Any) -> Sampler:
+def as_sampler(sampler: object) -> Sampler:
     """Return a sampler, or raise a TypeError when it is none."""
     if not isinstance(sampler, Sampler):
         raise TypeError(f"wanted a sampler, such as generation.make_sampler(), got {type(sampler)}")
     return sampler
 
 
-def adjust_logits(sampler: Sampler, logits: jax.Array, state: Any) -> jax.Array:
-    """Return what a sampler leaves of logits, `[T, V]`; NaN for a text whose logits are broken.
+def adjust_logits(
+    sampler: Sampler, logits: Float[Array, "T V"], state: PyTree
+) -> Float[Array, "T V"]:
+    """Return what a sampler leaves of logits; NaN for a text whose logits are broken.
 
     A filter could hide a NaN, and the text would go on with what its model has no answer to.
     """
     return jnp.where(are_broken(logits)[:, None], jnp.nan, sampler.adjust(logits, state))
 
 
-def are_broken(logits: jax.Array) -> jax.Array:
-    """Return for which texts logits, `[..., V]`, hold NaN or +inf; `[...]` bool."""
+def are_broken(logits: Float[Array, "*n V"]) -> Bool[Array, "*n"]:
+    """Return for which texts logits hold NaN or +inf."""
     return jnp.any(jnp.isnan(logits) | (logits == jnp.inf), axis=-1)
 
 
-def draw_key(key: jax.Array, numbers: jax.Array, use: int = 0) -> jax.Array:
-    """Return the keys, `[T]`, of draws by their numbers: of tokens 0, acceptance 1, guesses 2."""
+def draw_key(key: Key[Array, " T"], numbers: Int32[Array, " T"], use: int = 0) -> Key[Array, " T"]:
+    """Return the keys of draws by their numbers: of tokens 0, acceptance 1, guesses 2."""
     keys = jax.vmap(jax.random.fold_in)(key, numbers)
     return keys if use == 0 else jax.vmap(jax.random.fold_in, (0, None))(keys, use)
 
 
-def draw(sampler: Sampler, adjusted: jax.Array, keys: jax.Array) -> jax.Array:
+def draw(
+    sampler: Sampler, adjusted: Float[Array, "T V"], keys: Key[Array, " T"]
+) -> Int32[Array, " T"]:
     """Draw a token of each text.
 
     Args:
       sampler: what adjusted the logits.
-      adjusted: `[T, V]` float32.
-      keys: `[T]`, a key of `jax.random` for each draw.
+      adjusted: float32.
+      keys: one for each draw.
 
     Returns:
-      `[T]` int32, -1 where no token is allowed, and where one is NaN.
+      The tokens, -1 where none is allowed, and where a logit is NaN.
 
     >>> keys = jax.random.split(jax.random.key(0), 3)
     >>> best = generation.make_sampler()
     >>> logits = jnp.array([[0.1, 0.7], [-jnp.inf, -jnp.inf], [0.1, jnp.nan]])
-    >>> generation.draw(best, logits, keys).tolist()
+    >>> generation.sampler.draw(best, logits, keys).tolist()
     [1, -1, -1]
     """
     if sampler.is_random:

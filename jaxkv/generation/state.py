@@ -1,8 +1,9 @@
 """How far texts have come in a generation, and how a generation begins."""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,13 @@ from jaxkv.jit_helpers import jit_table
 from jaxkv.plan import Reason
 from jaxkv.spec import TableSpec, check_once
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Int32, Integer, Key, PyTree, UInt32
+
+    from jaxkv.core.types import Ids
+    from jaxkv.generation.types import Prompts, Seeds
+    from jaxkv.table import CacheTable
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -30,29 +38,28 @@ class DecodeState:
 
     Positions are not stored here: they are those of the cache.
 
-    token: `[T]` int32, the token that was picked last and is not in the cache yet.
-    sequence: `[T]` int32, the sequence of each text, each at most once.
-    active: `[T]` bool, the texts that go on.
-    remaining: `[T]` int32, how many more tokens of a text may be picked.
-    reason: `[T]` int32, a `Reason`: why the cache refused a text's token, NONFINITE_LOGITS, or
-      EDITED, each of which ended it; else OK.
-    key: `[T]`, the random key of each text; each draw folds a number of its own into it.
-    draw_index: `[T]` int32, the number of the next draw. It begins as the position of the token
-      that is drawn, and counts tokens from then on, so that no draw repeats where positions come
-      again.
-    follows: `[T]` uint32, what tells the token of the cache that `token` comes after from others.
+    token: the token that was picked last and is not in the cache yet.
+    sequence: the sequence of each text, each at most once.
+    active: the texts that go on.
+    remaining: how many more tokens of a text may be picked.
+    reason: a `Reason`: why the cache refused a text's token, NONFINITE_LOGITS, or EDITED, each of
+      which ended it; else OK.
+    key: the random key of each text; each draw folds a number of its own into it.
+    draw_index: the number of the next draw. It begins as the position of the token that is drawn,
+      and counts tokens from then on, so that no draw repeats where positions come again.
+    follows: what tells the token of the cache that `token` comes after from others.
     sampler_state: the state of the sampler.
     """
 
-    token: jax.Array  # [T]
-    sequence: jax.Array  # [T]
-    active: jax.Array  # [T]
-    remaining: jax.Array  # [T]
-    reason: jax.Array  # [T]
-    key: jax.Array  # [T]
-    draw_index: jax.Array  # [T]
-    follows: jax.Array  # [T]
-    sampler_state: Any
+    token: Int32[Array, " T"]
+    sequence: Int32[Array, " T"]
+    active: Bool[Array, " T"]
+    remaining: Int32[Array, " T"]
+    reason: Int32[Array, " T"]
+    key: Key[Array, " T"]
+    draw_index: Int32[Array, " T"]
+    follows: UInt32[Array, " T"]
+    sampler_state: PyTree
 
     def __repr__(self) -> str:
         return fields_line(self)
@@ -60,27 +67,27 @@ class DecodeState:
 
 def resume(
     cache: Cache,
-    tokens: Any,
-    sequences: Any,
+    tokens: Ids,
+    sequences: Ids | None,
     *,
-    max_new_tokens: Any,
+    max_new_tokens: Ids | None,
     sampler: Sampler,
-    seed: Any,
-    prompts: Sequence[Any] | None,
+    seed: Seeds,
+    prompts: Prompts | None,
 ) -> DecodeState:
     """Return the state of texts whose last tokens the sampler state counts; see `init_decode`."""
     table, _ = split(cache)
-    tokens = check_int32(tokens, "tokens", low=0)
-    if np.ndim(tokens) != 1:
-        raise ValueError(f"wanted tokens [T], got the shape {np.shape(tokens)}")
-    count = tokens.shape[0]
+    token = check_int32(tokens, "tokens", low=0)
+    if np.ndim(token) != 1:
+        raise ValueError(f"wanted tokens [T], got the shape {np.shape(token)}")
+    count = token.shape[0]
     ids = table.spec.sequence_ids(np.arange(count) if sequences is None else sequences)
     if np.shape(ids) != (count,):
         raise ValueError(f"wanted sequences [{count}], one for each token, got {np.shape(ids)}")
     left = _each(END if max_new_tokens is None else max_new_tokens, count, "limit")
     key, draw, follows = _draws(table, _seed(seed, count), ids)
     state = DecodeState(
-        token=tokens,
+        token=token,
         sequence=ids,
         active=left > 0,
         remaining=left,
@@ -94,12 +101,12 @@ def resume(
     return jax.tree.map(jnp.asarray, state)
 
 
-def ends(table: Any) -> jax.Array:
-    """Return the last position of every sequence, `[Q]` int32; -1 if it holds none."""
+def ends(table: CacheTable) -> Int32[Array, " Q"]:
+    """Return the last position of every sequence; -1 if it holds none."""
     return table.sequence_status(jnp.ones(table.spec.sequences, bool)).last
 
 
-def going_on(table: Any, state: DecodeState) -> DecodeState:
+def going_on(table: CacheTable, state: DecodeState) -> DecodeState:
     """Return a state whose texts have ended, as EDITED, where the table ends otherwise.
 
     A text that slid or was moved ends with the same token as before.
@@ -110,7 +117,7 @@ def going_on(table: Any, state: DecodeState) -> DecodeState:
     return replace(state, active=state.active & ~edited, reason=reason)
 
 
-def followed(table: Any, state: DecodeState) -> DecodeState:
+def followed(table: CacheTable, state: DecodeState) -> DecodeState:
     """Return a state whose tokens come after the last ones of a table."""
     edited = state.reason == Reason.EDITED
     follows, _ = table.endings(state.sequence, state.follows)
@@ -118,7 +125,7 @@ def followed(table: Any, state: DecodeState) -> DecodeState:
     return replace(state, follows=follows)
 
 
-def check_sampler_state(sampler: Any, state: DecodeState) -> Sampler:
+def check_sampler_state(sampler: object, state: DecodeState) -> Sampler:
     """Return the sampler, the default one for None; raise unless the state was started with it.
 
     Raises:
@@ -166,8 +173,8 @@ def checked(spec: TableSpec, state: DecodeState) -> DecodeState:
     return state
 
 
-def _of_all(prompts: Sequence[Any] | None, count: int) -> Any:
-    """Return the prompts of T texts as rows, `[T, n]` int32; without any, `[T, 0]`."""
+def _of_all(prompts: Prompts | None, count: int) -> Int32[Array | np.ndarray, "{count} m"]:
+    """Return the prompts of T texts as rows; without any, `[T, 0]`."""
     if prompts is None:
         return np.zeros((count, 0), np.int32)
     if len(prompts) != count:
@@ -175,17 +182,17 @@ def _of_all(prompts: Sequence[Any] | None, count: int) -> Any:
     return padded(prompts)
 
 
-def _each(value: Any, count: int, name: str) -> Any:
+def _each(value: Ids, count: int, name: str) -> Any:
     """Return a number for each text, `[T]` int32, from one for all or one each."""
-    value = check_int32(value, name, low=0)
-    if np.shape(value) not in ((), (count,)):
-        raise ValueError(f"wanted {name} [] or [{count}], got {np.shape(value)}")
-    xp = np if is_concrete(value) else jnp
-    return xp.broadcast_to(value, (count,))
+    checked = check_int32(value, name, low=0)
+    if np.shape(checked) not in ((), (count,)):
+        raise ValueError(f"wanted {name} [] or [{count}], got {np.shape(checked)}")
+    xp = np if is_concrete(checked) else jnp
+    return xp.broadcast_to(checked, (count,))
 
 
-def _seed(seed: Any, count: int) -> Any:
-    """Return a seed for all texts, `[]`, or one for each, `[T]`, checked; uint32 if known."""
+def _seed(seed: Seeds, count: int) -> Seeds:
+    """Return a seed for all texts, or one for each, checked; uint32 if known."""
     if np.shape(seed) not in ((), (count,)):
         raise ValueError(f"wanted a seed [] or [{count}], got {np.shape(seed)}")
     if not is_concrete(seed):
@@ -204,10 +211,12 @@ def _seed(seed: Any, count: int) -> Any:
 
 
 @jit_table
-def _draws(table: Any, seed: jax.Array, ids: jax.Array) -> tuple[jax.Array, ...]:
+def _draws(
+    table: CacheTable, seed: Integer[Array, "*n"], ids: Int32[Array, " T"]
+) -> tuple[Key[Array, " T"], Int32[Array, " T"], UInt32[Array, " T"]]:
     """Return the key of each text, the position of what is picked next, and what it follows.
 
-    The seed is `[]` or `[T]`, `ids`, the sequences, are `[T]` int32, and the three arrays `[T]`.
+    The seed is one for all or one each, and `ids` are the sequences.
     """
     if jnp.ndim(seed):
         keys = jax.vmap(jax.random.key)(seed)

@@ -4,9 +4,11 @@ The host decides and the device computes: who gets which sequence, how many cell
 has ended. Everything that is sent to the device has one of a few shapes.
 """
 
+from __future__ import annotations
+
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -29,6 +31,11 @@ from jaxkv.serving.request import (
     checked_request,
 )
 from jaxkv.serving.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Int32, PyTree
+
+    from jaxkv.generation.types import StopTokens
 
 DEFAULT_OPTIONS = ("temperature", "top_k", "top_p", "min_p")
 """The options that requests may have by default: penalties cost something in every step."""
@@ -54,7 +61,7 @@ class Engine:
       params: whatever the model wants.
       cache: an empty cache; it is given up, and `engine.cache` is the current cache. The cells
         of a stream are for all of its sequences. It may hold what `prefix_store` holds.
-      stop_tokens: `[n]` int32, the tokens that end every text.
+      stop_tokens: `[n]`, the tokens that end every text.
       prefill_chunk: the most tokens of prompts that are computed at once. A running text waits for
         one chunk between two tokens at most.
       tokens_per_step: the most tokens of each text that are generated before the host looks at
@@ -69,7 +76,7 @@ class Engine:
       constraint: what may come next in the texts whose requests have a `constraint_state`, such as
         a grammar. It is looked at in every step, whichever texts run, and its states go to the host
         and back with each call: keep them small.
-      prefix_sequences: `[n]` int, sequences of the cache for a `PrefixStore`, which is
+      prefix_sequences: sequences of the cache for a `PrefixStore`, which is
         `engine.prefix_store` then. A prompt that begins with one in it computes only the rest. Each
         text is stored when it ends, and where prompts part that begin alike; a prompt waits for one
         that is on its way in and has more of it. The least recently used are evicted before a
@@ -131,10 +138,10 @@ which this cache never has: ask for less, or make a larger one
     def __init__(
         self,
         forward: Forward,
-        params: Any,
+        params: PyTree,
         cache: Cache,
         *,
-        stop_tokens: Any = (),
+        stop_tokens: StopTokens = (),
         prefill_chunk: int | None = None,
         tokens_per_step: int = 8,
         reserve: bool = True,
@@ -414,10 +421,12 @@ which this cache never has: ask for less, or make a larger one
         self._end(ended)
         return [text for text in refused if self._schedule.stream_of(text) not in freed]
 
-    def _preempt(self, refused: list[RequestState], reasons: np.ndarray) -> None:
+    def _preempt(
+        self, refused: list[RequestState], reasons: Int32[Array | np.ndarray, " Q"]
+    ) -> None:
         """Let the youngest text of each stream that is full wait; end one that is alone there.
 
-        `reasons` are `[Q]` int32, see `RunnerOutput`.
+        `reasons` are those of `RunnerOutput`.
         """
         if Reason.FRAGMENTED in reasons and self._runner.close_gaps():
             return

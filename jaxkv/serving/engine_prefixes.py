@@ -1,7 +1,9 @@
 """What an engine keeps for prompts that begin alike: a store, beside the cache of its runner."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -14,6 +16,12 @@ from jaxkv.serving.prefix_cache.matching import common_prefix_length
 from jaxkv.serving.prefix_cache.prompts import CachedPrompt, PrefixHit, PrefixMatch
 from jaxkv.serving.prefix_cache.store import PrefixStore
 from jaxkv.serving.request import NOTHING, RequestState
+
+if TYPE_CHECKING:
+    from jaxtyping import PyTree
+
+    from jaxkv.cache import Cache
+    from jaxkv.table import CacheTable
 
 
 class EnginePrefixes:
@@ -63,15 +71,15 @@ class EnginePrefixes:
         return {text.sequence: text.tokens.size for text in self._texts_in(stream)}
 
     @property
-    def now(self) -> tuple[Any, PrefixStore | None]:
+    def now(self) -> tuple[Cache, PrefixStore | None]:
         """The cache and the store, to come back to while no buffer was copied or written."""
         return self._runner.cache, self.store
 
-    def rewind(self, then: tuple[Any, PrefixStore | None]) -> None:
+    def rewind(self, then: tuple[Cache, PrefixStore | None]) -> None:
         """Take what `now` was back."""
         self._runner.cache, self.store = then
 
-    def num_shared_cells(self) -> Any:
+    def num_shared_cells(self) -> PyTree:
         """Return what `CacheTable.num_shared_cells` says, on the host; nothing without a store."""
         if self.store is None:
             return self.nothing
@@ -161,5 +169,5 @@ class EnginePrefixes:
 
 
 @jit_table
-def _spared(table: Any) -> Any:
+def _spared(table: CacheTable) -> PyTree:
     return table.num_shared_cells()

@@ -4,8 +4,10 @@ All that is known of texts is on the host, and is sent along with each call; the
 cache and nothing else. So no program depends on which request is in which sequence.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 import jax
 import numpy as np
@@ -26,20 +28,32 @@ from jaxkv.generation.state import DecodeState, resume
 from jaxkv.serving.prefill_chunks import Chunk, Part, chunk_program, cut, empty_chunk, shapes_of
 from jaxkv.serving.request import EngineConfig, Request, RequestState, sampler_of, sampler_variants
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int32, PyTree, UInt32
+
+    from jaxkv.generation.types import StopTokens
+
 
 class RunnerOutput(NamedTuple):
     """What came of a call, by sequence, on the host.
 
-    picked: `[Q, n]`, the tokens that were generated; n is 0 where none could be.
-    reasons: `[Q]` int32, a `Reason` for each sequence that was refused a cell, or whose logits are
-      broken.
+    picked: the tokens that were generated, by sequence; none where none could be.
+    reasons: a `Reason` for each sequence that was refused a cell, or whose logits are broken.
     rule_states: a tree of arrays `[Q, ...]`, what the rule has come to; nothing where there is no
       rule or no token.
     """
 
     picked: Sampled
-    reasons: Any  # [Q]
-    rule_states: Any
+    reasons: Int32[Array | np.ndarray, " Q"]
+    rule_states: PyTree
+
+
+class _Options(TypedDict):
+    """What `resume` is told of each sequence."""
+
+    max_new_tokens: Int32[np.ndarray, " Q"]
+    seed: UInt32[np.ndarray, " Q"]
+    prompts: Int32[np.ndarray, "Q n"]
 
 
 class ModelRunner:
@@ -49,17 +63,17 @@ class ModelRunner:
       forward: see `prefill`.
       params: whatever the model wants.
       cache: given up; `runner.cache` is the current cache.
-      stop_tokens: `[n]` int32, the tokens that end every text.
+      stop_tokens: `[n]`, the tokens that end every text.
       limits: what requests may ask for.
     """
 
     def __init__(
         self,
         forward: Forward,
-        params: Any,
+        params: PyTree,
         cache: Cache,
         *,
-        stop_tokens: Any,
+        stop_tokens: StopTokens,
         limits: EngineConfig,
     ):
         self._forward, self._weights, self.cache = forward, params, cache
@@ -102,7 +116,7 @@ class ModelRunner:
             if text.num_computed_tokens + n == text.num_required_tokens
         ]
         none = np.zeros((self._facts.sequences, 0), np.int32)
-        nothing = RunnerOutput(Sampled._make([none] * 2), None, ())
+        nothing = RunnerOutput(Sampled._make([none] * 2), np.zeros(len(none), np.int32), ())
         first = self._pick(ready, logits, turns=1) if ready else nothing
         (ok, reasons), first = jax.device_get((plan, first))
         if ok and ready:  # else what is picked is dropped
@@ -126,7 +140,7 @@ class ModelRunner:
             stop_tokens=stop,
             donate=True,
         )
-        picked = Sampled(*sampled[:2])
+        picked = Sampled._make(sampled[:2])
         return jax.device_get(RunnerOutput(picked, state.reason, self._rule_states(state)))
 
     def remove(self, sequences: Sequence[int]) -> None:
@@ -147,32 +161,36 @@ class ModelRunner:
         """Return the tokens that end a text."""
         return [*self._stop.tolist(), *np.asarray(text.request.stop_tokens).tolist()]
 
-    def _compute(self, chunk: Chunk) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """Compute a chunk; the logits `[Q, V]`, and whether it had room, with the reasons."""
+    def _compute(
+        self, chunk: Chunk
+    ) -> tuple[Float[Array, "Q V"], tuple[Bool[Array, ""], Int32[Array, " Q"]]]:
+        """Compute a chunk; the logits, and whether it had room, with the reasons."""
         program = chunk_program(self._forward)
         table, buffers, logits, plan = program(self._weights, *split(self.cache), chunk)
         self.cache = merge(table, buffers)
         return logits, plan
 
-    def _pick(self, texts: Sequence[RequestState], logits: jax.Array, turns: int) -> RunnerOutput:
-        """Pick the first token of texts, of logits `[Q, V]`."""
+    def _pick(
+        self, texts: Sequence[RequestState], logits: Float[Array, "Q V"], turns: int
+    ) -> RunnerOutput:
+        """Pick the first token of texts."""
         sampler, stop, options = self._options(texts, turns)
         none = np.zeros(self._facts.sequences, np.int32)
         state = resume(self.cache, none, None, sampler=sampler, **options)
         state, *picked = pick_first(split(self.cache)[0], sampler, logits, stop, state)
         return RunnerOutput(Sampled(*picked), state.reason, self._rule_states(state))
 
-    def _rule_states(self, state: DecodeState) -> Any:
+    def _rule_states(self, state: DecodeState) -> PyTree:
         """Return what the rule has come to, `[Q, ...]`; nothing without a rule."""
         return state.sampler_state[0] if self._limits.constraint else ()
 
     def _options(
         self, texts: Sequence[RequestState], turns: int
-    ) -> tuple[Sampler, np.ndarray, dict[str, Any]]:
-        """Return the sampler, the stop tokens, `[Q, n]` int32, and options, `[Q, ...]` each."""
+    ) -> tuple[Sampler, Int32[np.ndarray, "Q n"], _Options]:
+        """Return the sampler, the stop tokens, and options."""
         rows, last_n = self._facts.sequences, self._limits.penalty_last_n
         requests: list[Request | None] = [None] * rows
-        states: list[Any] = [None] * rows
+        states: list[PyTree] = [None] * rows
         stop = np.full((rows, len(self._stop) + self._limits.max_stop_tokens), -1, np.int32)
         limit, seed = np.zeros(rows, np.int32), np.zeros(rows, np.uint32)
         recent = np.full((rows, last_n), -1, np.int32)

@@ -1,10 +1,12 @@
 """Parts of waiting prompts that are computed at once: in few shapes, in one program for each."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,11 @@ from jaxkv.generation.model_step import Forward, model_step
 from jaxkv.planning.layout import turn_in_sequence
 from jaxkv.planning.placement import plan_single_ubatch
 from jaxkv.spec import TableSpec
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Int32, PyTree
+
+    from jaxkv.table import CacheTable
 
 SMALLEST = 8
 """Tokens of the shortest row that is compiled: fewer cost as much."""
@@ -35,25 +42,25 @@ class Shape(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Chunk:
-    """Parts of prompts, in rows `[R, T]`.
+    """Parts of prompts, in rows.
 
-    tokens: `[R, T]` int32.
-    sequences: `[R, T]` int32.
-    valid: `[R, T]` bool; tokens come first in a row, and padding after them.
-    ends: `[R, T]` bool, the tokens that are the last of their prompt.
+    tokens: of the prompts.
+    sequences: that of each token.
+    valid: tokens come first in a row, and padding after them.
+    ends: the tokens that are the last of their prompt.
     """
 
-    tokens: np.ndarray  # [R, T]
-    sequences: np.ndarray  # [R, T]
-    valid: np.ndarray  # [R, T]
-    ends: np.ndarray  # [R, T]
+    tokens: Int32[np.ndarray, "R T"]
+    sequences: Int32[np.ndarray, "R T"]
+    valid: Bool[np.ndarray, "R T"]
+    ends: Bool[np.ndarray, "R T"]
 
 
 class Part(NamedTuple):
-    """What is left of a prompt: the sequence that it goes to, and `[n]` int32, its tokens."""
+    """What is left of a prompt: the sequence that it goes to, and its tokens."""
 
     sequence: int
-    tokens: np.ndarray
+    tokens: Int32[np.ndarray, " n"]
 
 
 def shapes_of(spec: TableSpec, size: int) -> list[Shape]:
@@ -142,7 +149,7 @@ def empty_chunk(shape: Shape) -> Chunk:
     )
 
 
-def chunk_program(forward: Forward) -> Any:
+def chunk_program(forward: Forward) -> jax.stages.Wrapped:
     """Return the program that computes a chunk; it lives as long as `forward`.
 
     Returns:
@@ -154,9 +161,9 @@ def chunk_program(forward: Forward) -> Any:
     return cached_program(_chunk_program, forward)
 
 
-def _chunk_program(forward: Callable[[], Forward]) -> Any:
+def _chunk_program(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
     @partial(jax.jit, donate_argnames="buffers")
-    def run(params: Any, table: Any, buffers: Any, chunk: Chunk) -> tuple:
+    def run(params: PyTree, table: CacheTable, buffers: PyTree, chunk: Chunk) -> tuple:
         count, shape = table.spec.sequences, chunk.valid.shape
         batch = make_batch(
             chunk.tokens.reshape(-1),

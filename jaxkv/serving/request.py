@@ -1,9 +1,11 @@
 """What is asked of an engine and what comes of it; and the samplers of texts that run together."""
 
+from __future__ import annotations
+
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,6 +16,11 @@ from jaxkv.generation.padding import listed
 from jaxkv.planning.planners import checked_size
 from jaxkv.serving.prefix_cache.prompts import CachedPrompt, MissReason, PrefixHit
 from jaxkv.spec import TableSpec
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int32, Num, PyTree
+
+    from jaxkv.generation.types import StopTokens
 
 CHUNK = 128
 """The most tokens of prompts that are computed at once, where neither caller nor cache say."""
@@ -56,12 +63,12 @@ class Request:
     tag: anything of the caller's; it comes back with the result.
     """
 
-    prompt: Any  # [n]
+    prompt: Any
     max_new_tokens: int
-    stop_tokens: Sequence[int] = ()
+    stop_tokens: StopTokens = ()
     seed: int = 0
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    constraint_state: Any = None
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    constraint_state: PyTree = None
     tag: Any = None
 
 
@@ -70,8 +77,8 @@ class RequestOutput:
     """What came of a request.
 
     id: what `Engine.submit` returned for it.
-    tokens: `[n]` int32, those that were generated, a stop token among them.
-    logprobs: `[n]` float32, the logarithms of their probabilities by the model alone.
+    tokens: those that were generated, a stop token among them.
+    logprobs: float32, the logarithms of their probabilities by the model alone.
     reason: why the text ended.
     prefix_hit: how much of the prompt there was in the engine's store, and need not be computed,
       with the reason why it is no more. Of a text that gave way, what there was before its first
@@ -80,8 +87,8 @@ class RequestOutput:
     """
 
     id: int
-    tokens: np.ndarray  # [n]
-    logprobs: np.ndarray  # [n]
+    tokens: Int32[np.ndarray, " n"]
+    logprobs: Float[np.ndarray, " n"]
     reason: FinishReason
     prefix_hit: PrefixHit
     request: Request
@@ -113,7 +120,7 @@ class RequestState:
     branch_points: set[int] = field(default_factory=set)
     prefix_hit: PrefixHit = NOTHING
     source: CachedPrompt | None = None
-    constraint_state: Any = None
+    constraint_state: PyTree = None
 
     def __post_init__(self):
         self.constraint_state = self.request.constraint_state
@@ -156,8 +163,8 @@ class RequestState:
         if not self.tokens:
             self.prefix_hit = found
 
-    def all_tokens(self) -> np.ndarray:
-        """Return its tokens, prompt and generated, `[n]` int32."""
+    def all_tokens(self) -> Int32[np.ndarray, " n"]:
+        """Return its tokens, prompt and generated."""
         return np.append(self.request.prompt, np.asarray(self.tokens, np.int32))
 
     def last_tokens(self, count: int) -> list[int]:
@@ -279,7 +286,7 @@ def checked_request(request: Request, limits: EngineConfig) -> Request:
             )
         if np.ndim(value):
             raise ValueError(f"wanted one number for {name}, got the shape {np.shape(value)}")
-    sampling = dict(request.sampling)
+    sampling: dict[str, Any] = dict(request.sampling)
     make_sampler(**sampling)
     seed = check_count(request.seed, "seed", low=0, high=2**32 - 1)
     max_new_tokens = check_count(request.max_new_tokens, "max_new_tokens")
@@ -308,7 +315,7 @@ def sampler_of(
     ...     Request(prompt=[1], max_new_tokens=1, sampling=dict(temperature=t)) for t in (0.7, 0.0)
     ... )
     >>> sampler = sampler_of(
-    ...     [hot, None, best], sampling_options=frozenset(generation.OPTIONS), penalty_last_n=64
+    ...     [hot, None, best], sampling_options=frozenset(OPTIONS), penalty_last_n=64
     ... )
     >>> sampler.temperature.tolist(), sampler.top_k
     ([0.699999988079071, 0.0, 0.0], None)
@@ -337,9 +344,9 @@ def sampler_of(
     return FilterSampler(**fields, penalty_last_n=penalty_last_n)
 
 
-def sampler_variants(sampling_options: frozenset[str]) -> list[dict[str, Any]]:
+def sampler_variants(sampling_options: frozenset[str]) -> list[dict[str, float]]:
     """Return sampling options of requests that, one after another, take every kind of sampler."""
-    levels: list[dict[str, Any]] = [{}]
+    levels: list[dict[str, float]] = [{}]
     if "temperature" in sampling_options:
         levels.append({"temperature": 1.0})
         levels += [
@@ -350,6 +357,6 @@ def sampler_variants(sampling_options: frozenset[str]) -> list[dict[str, Any]]:
     return levels
 
 
-def _ranks(numbers: dict[str, np.ndarray]) -> np.ndarray:
-    """Return the texts that want a filter which ranks the whole vocabulary, `[T]` bool."""
+def _ranks(numbers: dict[str, Num[np.ndarray, " T"]]) -> Bool[np.ndarray, " T"]:
+    """Return the texts that want a filter which ranks the whole vocabulary."""
     return (numbers["top_k"] > 0) | (numbers["top_p"] < 1)

@@ -1,13 +1,18 @@
 """Scheduling, on the host: which request has which sequence, which wait, and which gives way."""
 
+from __future__ import annotations
+
 from bisect import insort
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jaxkv.serving.engine_prefixes import EnginePrefixes, PrefixMatch
 from jaxkv.serving.request import EngineConfig, RequestState
 from jaxkv.table import CacheTable
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, PyTree
 
 
 class Scheduler:
@@ -158,8 +163,8 @@ class Scheduler:
         soon = len(text.request.prompt) + len(text.tokens) + self._steps
         return min(soon, text.max_cached_tokens)
 
-    def _holds(self, lengths: dict[int, int], num_shared_cells: Any) -> np.ndarray:
-        """Return whether texts of so many tokens, by sequence, fit; by stream, `[S]` bool."""
+    def _holds(self, lengths: dict[int, int], num_shared_cells: PyTree) -> Bool[np.ndarray, " S"]:
+        """Return whether texts of so many tokens, by sequence, fit; by stream."""
         tokens = np.zeros(len(self._placed), np.int64)
         tokens[[*lengths]] = [*lengths.values()]
         return self._table.can_allocate(tokens, self._at_once, num_shared_cells)

@@ -1,7 +1,9 @@
 """Which guesses hold, and what is picked where they do not: of logits alone, without a cache."""
 
+from __future__ import annotations
+
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -12,26 +14,29 @@ from jaxkv.generation.sampler import Sampler, adjust_logits, draw, draw_key
 from jaxkv.generation.speculative.drafters import DraftTokens
 from jaxkv.generation.state import DecodeState
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int32, Key, PyTree
+
 
 def verify(
     sampler: Sampler,
-    logits: jax.Array,
+    logits: Float[Array, "T places V"],
     draft: DraftTokens,
     state: DecodeState,
-    ok: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
+    ok: Bool[Array, " T"],
+) -> tuple[Int32[Array, "T places"], Float[Array, "T places"], Bool[Array, "T places"], PyTree]:
     """Pick a token at each place, as far as what was guessed before it holds.
 
     Args:
       sampler: what adjusts the logits.
-      logits: `[T, n + 1, V]` float32.
+      logits: float32, at n + 1 places.
       draft: of n tokens.
       state: how far the texts have come.
-      ok: `[T]` bool, the texts that go on.
+      ok: the texts that go on.
 
     Returns:
-      The tokens, `[T, n + 1]` int32; the logarithms of their probability; which of them hold, bool;
-      and the state of the sampler after those.
+      The tokens; the logarithms of their probability; which of them hold; and the state of the
+      sampler after those.
     """
     places = logits.shape[1]
     more = [(0, 0), (0, 1)]
@@ -68,11 +73,17 @@ def verify(
 
 def verify_branches(
     sampler: Sampler,
-    logits: jax.Array,
+    logits: Float[Array, "T nodes V"],
     draft: DraftTokens,
     state: DecodeState,
-    ok: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array, Any, jax.Array]:
+    ok: Bool[Array, " T"],
+) -> tuple[
+    Int32[Array, "T places"],
+    Float[Array, "T places"],
+    Bool[Array, "T places"],
+    PyTree,
+    Int32[Array, " T"],
+]:
     """Pick a token at each place, as far as a branch of the guess offers it.
 
     Where branches were not drawn, each token is picked as it would be without a guess, and if a
@@ -81,14 +92,14 @@ def verify_branches(
 
     Args:
       sampler: what adjusts the logits.
-      logits: `[T, 1 + k * n, V]` float32: after the last token, and after each token of a branch,
+      logits: float32, at 1 + k * n nodes: after the last token, and after each token of a branch,
         those that an earlier branch has too left out.
       draft: of tokens `[T, k, n]`.
       state: how far the texts have come.
-      ok: `[T]` bool, the texts that go on.
+      ok: the texts that go on.
 
     Returns:
-      What `verify` does; and the branch that was followed, `[T]` int32.
+      What `verify` does; and the branch that was followed.
     """
     length = draft.tokens.shape[2]
     pad = [(0, 0), (0, 0), (0, 1)]
@@ -128,27 +139,27 @@ def verify_branches(
 
 
 def _first_to_hold(
-    adjusted: jax.Array,
-    offered: jax.Array,
-    asked: jax.Array,
-    drawn_from: jax.Array,
-    keys: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """Return the first of several guesses that holds, `[T]` int32, -1 if none does; and the rest.
+    adjusted: Float[Array, "T V"],
+    offered: Int32[Array, "T k"],
+    asked: Bool[Array, "T k"],
+    drawn_from: Float[Array, "T V"],
+    keys: Key[Array, " T"],
+) -> tuple[Int32[Array, " T"], Float[Array, "T V"]]:
+    """Return the first of several guesses that holds, -1 if none does; and the rest.
 
     Each is compared as a single one is. Where it does not hold, the next one is compared with what
     is left of both: max(p - q, 0) of what the model says, and of what was drawn from all but that
     token, since it was drawn without replacement (Jeon et al., 2024, arXiv:2402.14160).
 
     Args:
-      adjusted: `[T, V]` float32, the logits of the model.
-      offered: `[T, k]` int32, the guesses.
-      asked: `[T, k]` bool, those that are there.
-      drawn_from: `[T, V]` float32, the logits that they were drawn from.
-      keys: `[T]`, folded for each guess.
+      adjusted: float32, the logits of the model.
+      offered: the guesses.
+      asked: those that are there.
+      drawn_from: float32, the logits that they were drawn from.
+      keys: folded for each guess.
 
     Returns:
-      The token; and the logits to draw from where none holds, `[T, V]`.
+      The token; and the logits to draw from where none holds.
     """
     p, q = jax.nn.softmax(adjusted, axis=1), jax.nn.softmax(drawn_from, axis=1)
     held = jnp.full(asked.shape[0], -1, jnp.int32)
@@ -169,19 +180,22 @@ def _first_to_hold(
     return held, jnp.where(some, jnp.log(p), adjusted)
 
 
-def _normal(rest: jax.Array, whole: jax.Array) -> jax.Array:
-    """Return what is left of a distribution, `[T, V]`, its sum 1; the whole where nothing is."""
+def _normal(rest: Float[Array, "T V"], whole: Float[Array, "T V"]) -> Float[Array, "T V"]:
+    """Return what is left of a distribution, its sum 1; the whole where nothing is."""
     total = jnp.sum(rest, axis=1, keepdims=True)
     return jnp.where(total > 0, rest / jnp.where(total > 0, total, 1), whole)
 
 
 def _compared(
-    adjusted: jax.Array, guessed: jax.Array, drawn_from: jax.Array | None, keys: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Return whether guesses hold, `[T]` bool, and the logits to draw from where not, `[T, V]`.
+    adjusted: Float[Array, "T V"],
+    guessed: Int32[Array, " T"],
+    drawn_from: Float[Array, "T V"] | None,
+    keys: Key[Array, " T"],
+) -> tuple[Bool[Array, " T"], Float[Array, "T V"]]:
+    """Return whether guesses hold, and the logits to draw from where not.
 
-    `adjusted` is `[T, V]`, the logits of the model; `drawn_from` is `[T, V]`, those of the draft,
-    or None where guesses were not drawn; `guessed` is `[T]` int32, and `keys` are `[T]`.
+    `adjusted` are the logits of the model; `drawn_from` those of the draft, or None where guesses
+    were not drawn.
 
     A guess that was drawn with probability q is accepted with min(1, p / q). What is drawn in its
     place has the distribution max(p - q, 0), so that the token has p altogether.

@@ -1,7 +1,9 @@
 """Making a drafter of a smaller model, which guesses in one way or in several."""
 
+from __future__ import annotations
+
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
@@ -13,10 +15,13 @@ from jaxkv.generation.speculative.drafters import DraftModel, check_rollback
 from jaxkv.generation.speculative.token_tree import check_branches
 from jaxkv.generation.speculative.tree_drafter import TreeDraftModel
 
+if TYPE_CHECKING:
+    from jaxtyping import PyTree
+
 
 def draft_model(
     forward: Forward,
-    params: Any,
+    params: PyTree,
     cache: Cache,
     *,
     batch_size: int = 1,

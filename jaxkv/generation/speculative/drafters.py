@@ -4,10 +4,11 @@ A draft is a pytree: what it knows of the texts, and perhaps a cache of its own.
 each turn gives the next one.
 """
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -16,26 +17,31 @@ from jaxkv.api.edits import seq_rm
 from jaxkv.cache import Cache, split
 from jaxkv.core.donation import check_there
 from jaxkv.core.validate import check_count
-from jaxkv.generation.model_step import model_step
+from jaxkv.generation.model_step import Forward, model_step
 from jaxkv.generation.padding import chosen, padded
 from jaxkv.generation.sampler import Sampler, adjust_logits, draw, draw_key
 from jaxkv.generation.state import DecodeState, ends
 from jaxkv.planning.planners import plan_next
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int32, PyTree
+
+    from jaxkv.generation.types import Prompts
+
 
 class DraftTokens(NamedTuple):
     """What may come next, for T texts.
 
-    tokens: `[T, n]` int32; or `[T, k, n]`, k branches, which may begin alike.
-    valid: in that shape, bool, the tokens that are guessed; where one is not, none after it is.
-    adjusted: `[T, n, V]` or `[T, k, n, V]` float32, the logits that the tokens were drawn from, as
-      a sampler left them, those of branches that begin alike without replacement, the first one
-      first; None where nothing was drawn, and a place offers these tokens and no other.
+    tokens: `[T, n]`; or `[T, k, n]`, k branches, which may begin alike.
+    valid: the tokens that are guessed; where one is not, none after it is.
+    adjusted: float32, the logits that the tokens were drawn from, as a sampler left them, those of
+      branches that begin alike without replacement, the first one first; None where nothing was
+      drawn, and a place offers these tokens and no other.
     """
 
-    tokens: jax.Array
-    valid: jax.Array
-    adjusted: jax.Array | None
+    tokens: Int32[Array, "T *k n"]
+    valid: Bool[Array, "T *k n"]
+    adjusted: Float[Array, "T *k n V"] | None
 
 
 class Drafter(ABC):
@@ -59,28 +65,37 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(
-        self, sampler: Sampler, state: DecodeState, active: jax.Array, at: jax.Array
+        self,
+        sampler: Sampler,
+        state: DecodeState,
+        active: Bool[Array, " T"],
+        at: Int32[Array, " T"],
     ) -> tuple[Self, DraftTokens]:
         """Guess what comes after the last token of each text.
 
         Args:
           sampler: what adjusts logits; so that a model guesses by the same rules.
           state: how far the texts have come.
-          active: `[T]` bool, the texts to guess for.
-          at: `[T]` int32, the position of each text's last token, which is in no cache yet.
+          active: the texts to guess for.
+          at: the position of each text's last token, which is in no cache yet.
         """
 
     @abstractmethod
-    def update(self, sequences: jax.Array, at: jax.Array, fed: jax.Array, taken: jax.Array) -> Self:
+    def update(
+        self,
+        sequences: Int32[Array, " T"],
+        at: Int32[Array, " T"],
+        fed: Int32[Array, "T places"],
+        taken: Int32[Array, " T"],
+    ) -> Self:
         """Take in what came of a guess.
 
         Args:
-          sequences: `[T]` int32.
-          at: `[T]` int32, the position of `fed[:, 0]`.
-          fed: `[T, n + 1]` int32, the last token of each text and the guess after it; of several
-            branches the one that was kept.
-          taken: `[T]` int32, how many of them are in the cache of the text now, 0 for a text that
-            did not go on.
+          sequences: of the texts.
+          at: the position of `fed[:, 0]`.
+          fed: the last token of each text and the n of the guess after it; of several branches the
+            one that was kept.
+          taken: how many of them are in the cache of the text now, 0 for a text that did not go on.
         """
 
 
@@ -89,14 +104,14 @@ class Drafter(ABC):
 class PromptLookup(Drafter):
     """What `prompt_lookup` makes. What its methods are given has the shapes that `Drafter` says.
 
-    recent: `[T, C]` int32, the last tokens of each text, as far as they are in its cache; the
-      newest last, -1 where there were fewer.
+    recent: the last C tokens of each text, as far as they are in its cache; the newest last, -1
+      where there were fewer.
     ngram: how many tokens must occur again, static.
     num_draft_tokens: see `Drafter`, static.
     num_branches: see `Drafter`, static.
     """
 
-    recent: jax.Array  # [T, C]
+    recent: Int32[Array, "T C"]
     ngram: int = field(metadata={"static": True})
     num_draft_tokens: int = field(metadata={"static": True})
     num_branches: int = field(metadata={"static": True})
@@ -107,8 +122,12 @@ class PromptLookup(Drafter):
         return self.recent.shape[0]
 
     def propose(
-        self, sampler: Sampler, state: DecodeState, active: jax.Array, at: jax.Array
-    ) -> tuple["PromptLookup", DraftTokens]:
+        self,
+        sampler: Sampler,
+        state: DecodeState,
+        active: Bool[Array, " T"],
+        at: Int32[Array, " T"],
+    ) -> tuple[PromptLookup, DraftTokens]:
         """Guess that what came after the same tokens before comes again, the last times first."""
         del sampler, at
         text = jnp.concatenate([self.recent, state.token[:, None]], axis=1)
@@ -132,8 +151,12 @@ class PromptLookup(Drafter):
         return self, DraftTokens(jnp.stack(tokens, axis=1), jnp.stack(valid, axis=1), None)
 
     def update(
-        self, sequences: jax.Array, at: jax.Array, fed: jax.Array, taken: jax.Array
-    ) -> "PromptLookup":
+        self,
+        sequences: Int32[Array, " T"],
+        at: Int32[Array, " T"],
+        fed: Int32[Array, "T places"],
+        taken: Int32[Array, " T"],
+    ) -> PromptLookup:
         """Append what is in the cache now."""
         del sequences, at
         text = jnp.concatenate([self.recent, fed], axis=1)
@@ -142,7 +165,7 @@ class PromptLookup(Drafter):
 
 
 def prompt_lookup(
-    prompts: Sequence[Any],
+    prompts: Prompts,
     *,
     ngram: int = 2,
     num_draft_tokens: int = 3,
@@ -155,7 +178,7 @@ def prompt_lookup(
     summaries, code. Where nothing is found, nothing is guessed, and the step is one token wide.
 
     Args:
-      prompts: for each text, `[T, n]` or a list of lists, its tokens so far.
+      prompts: for each text, in an array or a list of lists, its tokens so far.
       ngram: how many tokens must occur again, static.
       num_draft_tokens: the most tokens of a guess, static.
       recent: C, how many of the last tokens are looked through, static.
@@ -172,7 +195,8 @@ def prompt_lookup(
       >>> draft = generation.prompt_lookup([[1, 2, 3, 4, 1]], recent=8)
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=4), cells=8)
       >>> state = generation.init_decode(cache, tokens=[2]).state
-      >>> _, guess = draft.propose(None, state, jnp.array([True]), jnp.array([5]))
+      >>> best = generation.make_sampler()
+      >>> _, guess = draft.propose(best, state, jnp.array([True]), jnp.array([5]))
       >>> guess.tokens.tolist(), guess.valid.tolist()
       ([[3, 4, 1]], [[True, True, True]])
 
@@ -181,7 +205,7 @@ def prompt_lookup(
       >>> draft = generation.prompt_lookup(
       ...     [[1, 2, 3, 1, 2, 4, 1]], num_draft_tokens=2, recent=8, num_branches=2
       ... )
-      >>> draft.propose(None, state, jnp.array([True]), jnp.array([7]))[1].tokens.tolist()
+      >>> draft.propose(best, state, jnp.array([True]), jnp.array([7]))[1].tokens.tolist()
       [[[4, 1], [3, 1]]]
 
     llama.cpp: `examples/prompt_lookup`.
@@ -207,16 +231,16 @@ class DraftModel(Drafter):
 
     params: of the model.
     cache: its own, in which the texts have the sequences that they have in the other one.
-    unfed: `[T]` int32, the one token that the cache still lacks of what the other one holds, -1
-      where it lacks none, or more.
+    unfed: the one token that the cache still lacks of what the other one holds, -1 where it lacks
+      none, or more.
     forward: the model, static.
     num_draft_tokens: see `Drafter`, static.
     """
 
-    params: Any
+    params: PyTree
     cache: Cache
-    unfed: jax.Array  # [T]
-    forward: Callable = field(metadata={"static": True})
+    unfed: Int32[Array, " T"]
+    forward: Forward = field(metadata={"static": True})
     num_draft_tokens: int = field(metadata={"static": True})
 
     @property
@@ -235,8 +259,12 @@ class DraftModel(Drafter):
             )
 
     def propose(
-        self, sampler: Sampler, state: DecodeState, active: jax.Array, at: jax.Array
-    ) -> tuple["DraftModel", DraftTokens]:
+        self,
+        sampler: Sampler,
+        state: DecodeState,
+        active: Bool[Array, " T"],
+        at: Int32[Array, " T"],
+    ) -> tuple[DraftModel, DraftTokens]:
         """Run the model, one token after another; the first step catches up with what it lacks.
 
         A text that its cache does not hold as far as the other one is not guessed for.
@@ -274,7 +302,13 @@ class DraftModel(Drafter):
         adjusted = made[2] if sampler.is_random else None
         return replace(self, cache=carry[0]), DraftTokens(made[0], made[1], adjusted)
 
-    def update(self, sequences: jax.Array, at: jax.Array, fed: jax.Array, taken: jax.Array) -> Self:
+    def update(
+        self,
+        sequences: Int32[Array, " T"],
+        at: Int32[Array, " T"],
+        fed: Int32[Array, "T places"],
+        taken: Int32[Array, " T"],
+    ) -> DraftModel:
         """Remove rejected tokens. If all were accepted, the last one is not in its cache yet."""
         cache, _ = seq_rm(self.cache, sequences, at + taken)
         lacking = at + taken - 1 - ends(split(cache)[0])[sequences]

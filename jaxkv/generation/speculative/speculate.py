@@ -5,10 +5,12 @@ two tokens are as good; drawn, they have the same distribution. A guess is accep
 distributions (Leviathan, Kalman and Matias, 2023, arXiv:2211.17192).
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,15 +40,22 @@ from jaxkv.jit_helpers import replicated
 from jaxkv.plan import Plan, Reason
 from jaxkv.planning.planners import plan_next
 
+if TYPE_CHECKING:
+    import numpy as np
+    from jaxtyping import Array, Bool, Float, Int32, PyTree, Shaped
+
+    from jaxkv.generation.types import StopTokens
+    from jaxkv.table import CacheTable
+
 
 class _Drafted(NamedTuple):
     """The tokens so far, and how many were drafted; see `DecodeResult`."""
 
-    tokens: jax.Array
-    logprobs: jax.Array
-    num_model_steps: jax.Array
-    num_drafted: jax.Array
-    num_accepted: jax.Array
+    tokens: Int32[Array, "T n"]
+    logprobs: Float[Array, "T n"]
+    num_model_steps: Int32[Array, " T"]
+    num_drafted: Int32[Array, " T"]
+    num_accepted: Int32[Array, " T"]
 
 
 class _Setup(NamedTuple):
@@ -55,15 +64,15 @@ class _Setup(NamedTuple):
     forward: the model.
     sampler: what adjusts its logits.
     params: whatever it wants.
-    stop_tokens: `[T or 1, n]` int32, the tokens that end a text.
-    sequences: `[T, k]` int32, those of branches, see `trees`; None if there is a single one.
+    stop_tokens: the tokens that end a text.
+    sequences: those of branches, see `trees`; None if there is a single one.
     """
 
     forward: Forward
     sampler: Sampler
-    params: Any
-    stop_tokens: jax.Array
-    sequences: jax.Array | None = None  # [T, k], those of branches, if there are several
+    params: PyTree
+    stop_tokens: Int32[Array | np.ndarray, "#T n"]
+    sequences: Int32[Array, "T k"] | None = None
 
 
 class _Progress(NamedTuple):
@@ -73,47 +82,47 @@ class _Progress(NamedTuple):
     state: how far the texts have come.
     draft: what guesses.
     made: what was picked.
-    at: `[T]` int32, the position of each text's last token, which is in no cache yet.
-    drafting: `[T]` bool, the texts that guesses are still made for.
+    at: the position of each text's last token, which is in no cache yet.
+    drafting: the texts that guesses are still made for.
     """
 
     cache: Cache
     state: DecodeState
     draft: Drafter
     made: _Drafted
-    at: jax.Array
-    drafting: jax.Array
+    at: Int32[Array, " T"]
+    drafting: Bool[Array, " T"]
 
 
 class _Turn(NamedTuple):
     """What came of one step, for T texts.
 
-    tokens: `[T, n + 1]` int32, the tokens that were picked, as far as `picked` says.
-    logprobs: `[T, n + 1]` float32.
-    picked: `[T]` int32, how many.
-    accepted: `[T]` int32, how many of them had been guessed.
+    tokens: the tokens that were picked at n + 1 places, as far as `picked` says.
+    logprobs: float32, of the tokens.
+    picked: how many.
+    accepted: how many of them had been guessed.
     state: how far the texts have come.
-    drafting: `[T]` bool, the texts that guesses are still made for.
+    drafting: the texts that guesses are still made for.
     """
 
-    tokens: jax.Array
-    logprobs: jax.Array
-    picked: jax.Array
-    accepted: jax.Array
+    tokens: Int32[Array, "T places"]
+    logprobs: Float[Array, "T places"]
+    picked: Int32[Array, " T"]
+    accepted: Int32[Array, " T"]
     state: DecodeState
-    drafting: jax.Array
+    drafting: Bool[Array, " T"]
 
 
 def speculate(
     forward: Forward,
-    params: Any,
+    params: PyTree,
     cache: Cache,
     state: DecodeState,
     *,
     drafter: Drafter,
     num_tokens: int,
     sampler: Sampler | None = None,
-    stop_tokens: Any = (),
+    stop_tokens: StopTokens = (),
     donate: bool = False,
 ) -> DecodeResult:
     """Generate as `decode` does, verifying several drafted tokens in each step of the model.
@@ -185,8 +194,7 @@ def speculate(
     drafter.check(cache)
     if not texts:
         return DecodeResult(cache, state, *_nothing_made(0, num_tokens), drafter=drafter)
-    stop_tokens = stops(stop_tokens, texts)
-    fixed = params, stop_tokens
+    fixed = params, stops(stop_tokens, texts)
     if is_traced(sampler, drafter, cache, state, fixed):
         setup = _Setup(forward, sampler, *fixed)
         cache, state, drafter, made = _speculate(setup, drafter, cache, state, num_tokens)
@@ -200,13 +208,13 @@ def speculate(
     return DecodeResult(merge(table, buffers), now, *made, drafter=drafter)
 
 
-def _speculating(forward: Callable[[], Forward]) -> Any:
+def _speculating(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
     @partial(jax.jit, static_argnames="num_tokens", donate_argnames="buffers")
     def loop(
         by: Typed[tuple[Drafter, Sampler]],
         fixed: tuple,
-        table: Any,
-        buffers: Any,
+        table: CacheTable,
+        buffers: PyTree,
         state: DecodeState,
         *,
         num_tokens: int,
@@ -290,16 +298,20 @@ def _nothing_made(texts: int, num_tokens: int) -> _Drafted:
     )
 
 
-def _made(made: _Drafted) -> jax.Array:
-    """Return how many tokens of each text were picked, `[T]` int32."""
+def _made(made: _Drafted) -> Int32[Array, " T"]:
+    """Return how many tokens of each text were picked."""
     return jnp.sum(made.tokens >= 0, axis=1, dtype=jnp.int32)
 
 
-def _appended(rows: jax.Array, start: jax.Array, new: jax.Array, picked: jax.Array) -> jax.Array:
-    """Write the first of some numbers, `[T, n]`, behind those that each text has.
+def _appended(
+    rows: Shaped[Array, "T steps"],
+    start: Int32[Array, " T"],
+    new: Shaped[Array, "T n"],
+    picked: Int32[Array, " T"],
+) -> Shaped[Array, "T steps"]:
+    """Write the first of some numbers behind those that each text has.
 
-    A row of `rows`, `[T, steps]`, has `init_decode` numbers and gets `picked` more, `[T]` int32
-    each.
+    A row of `rows` has `start` numbers and gets `picked` more.
     """
     turn = jnp.arange(new.shape[1], dtype=jnp.int32)[None]
     where = jnp.where(turn < picked[:, None], start[:, None] + turn, rows.shape[1])
@@ -307,12 +319,11 @@ def _appended(rows: jax.Array, start: jax.Array, new: jax.Array, picked: jax.Arr
 
 
 def _take_turn(
-    setup: _Setup, draft: DraftTokens, active: jax.Array, now: _Progress
+    setup: _Setup, draft: DraftTokens, active: Bool[Array, " T"], now: _Progress
 ) -> tuple[Cache, _Turn]:
     """Take one step for the active texts: as wide as the guess, or one token wide if there is none.
 
-    Each width is a loop that runs once or not at all: a branch would copy the cache. `active` is
-    `[T]` bool; `DraftTokens` and `_Turn` say the shapes of the rest.
+    Each width is a loop that runs once or not at all: a branch would copy the cache.
     """
     texts, tries = draft.tokens.shape[0], draft.tokens.shape[-1]
     begun = _Turn(
@@ -341,9 +352,9 @@ def _take_turn(
 
 
 def _step(
-    setup: _Setup, draft: DraftTokens, active: jax.Array, now: _Progress
+    setup: _Setup, draft: DraftTokens, active: Bool[Array, " T"], now: _Progress
 ) -> tuple[Cache, _Turn]:
-    """Feed the last token of each active text, `[T]` bool, and a guess, and keep what holds."""
+    """Feed the last token of each active text and a guess, and keep what holds."""
     state = now.state
     guessed = jnp.any(draft.valid, axis=tuple(range(1, draft.valid.ndim)))
     feed = _fed if draft.tokens.ndim == 2 else _fed_branches
@@ -393,12 +404,12 @@ def _step(
 
 
 def _fed(
-    setup: _Setup, draft: DraftTokens, active: jax.Array, now: _Progress
-) -> tuple[Cache, Plan, jax.Array, tuple, DraftTokens]:
-    """Feed the last token of each active text, `[T]` bool, and a guess, `[T, n]`.
+    setup: _Setup, draft: DraftTokens, active: Bool[Array, " T"], now: _Progress
+) -> tuple[Cache, Plan, Bool[Array, " T"], tuple, DraftTokens]:
+    """Feed the last token of each active text, and a guess.
 
     Returns:
-      The cache; the plan; which texts go on, `[T]` bool; what `verify` says; and the guess.
+      The cache; the plan; which texts go on; what `verify` says; and the guess.
     """
     table, state = split(now.cache)[0], now.state
     fed = jnp.concatenate([state.token[:, None], draft.tokens], axis=1)
@@ -411,7 +422,7 @@ def _fed(
     return cache, plan, ok, verify(setup.sampler, logits, draft, state, ok), draft
 
 
-def _check_vocabulary(draft: DraftTokens, logits: jax.Array) -> None:
+def _check_vocabulary(draft: DraftTokens, logits: Float[Array, "T n V"]) -> None:
     """Raise unless what a guess was drawn from, if it was, is as wide as the logits."""
     if draft.adjusted is not None and draft.adjusted.shape[-1] != logits.shape[-1]:
         raise ValueError(
@@ -421,9 +432,9 @@ def _check_vocabulary(draft: DraftTokens, logits: jax.Array) -> None:
 
 
 def _fed_branches(
-    setup: _Setup, draft: DraftTokens, active: jax.Array, now: _Progress
-) -> tuple[Cache, Plan, jax.Array, tuple, DraftTokens]:
-    """Feed the last token of each active text, `[T]` bool, and `[T, k, n]` guesses; keep a branch.
+    setup: _Setup, draft: DraftTokens, active: Bool[Array, " T"], now: _Progress
+) -> tuple[Cache, Plan, Bool[Array, " T"], tuple, DraftTokens]:
+    """Feed the last token of each active text, and `[T, k, n]` guesses; keep a branch.
 
     Returns:
       What `_fed` does, of the branch that was followed.

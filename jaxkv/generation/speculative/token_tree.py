@@ -5,8 +5,10 @@ hold nothing. A token that branches begin with alike is guessed once and belongs
 guess has k branches of n tokens.
 """
 
+from __future__ import annotations
+
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,17 +24,22 @@ from jaxkv.planning.layout import turn_in_sequence
 from jaxkv.planning.placement import plan_single_ubatch
 from jaxkv.spec import TableSpec
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Int32
+
+    from jaxkv.table import CacheTable
+
 
 class Nodes(NamedTuple):
     """What the branches of T texts have in common.
 
-    owns: `[T, k, n, k]` bool, whether a token of a branch is one of another branch too: both have
-      the same tokens up to it.
-    first: `[T, k, n]` bool, the tokens that no earlier branch has, each of which is computed.
+    owns: whether a token of a branch is one of another branch too: both have the same tokens up to
+      it.
+    first: the tokens that no earlier branch has, each of which is computed.
     """
 
-    owns: jax.Array
-    first: jax.Array
+    owns: Bool[Array, "T k n k"]
+    first: Bool[Array, "T k n"]
 
 
 def check_branches(spec: TableSpec, texts: int, num_branches: int, what: str) -> None:
@@ -56,16 +63,18 @@ def check_branches(spec: TableSpec, texts: int, num_branches: int, what: str) ->
         )
 
 
-def branch_sequences(table: Any, sequences: jax.Array, num_branches: int) -> jax.Array:
+def branch_sequences(
+    table: CacheTable, sequences: Int32[Array, " T"], num_branches: int
+) -> Int32[Array, "T {num_branches}"]:
     """Find a sequence for each branch: the text's own, and others of its stream that hold nothing.
 
     Args:
       table: of the cache.
-      sequences: `[T]` int32, those of the texts.
-      num_branches: k, how many are wanted.
+      sequences: those of the texts.
+      num_branches: how many are wanted.
 
     Returns:
-      `[T, k]` int32, the lowest first; Q where none is left.
+      The lowest first; Q where none is left.
     """
     spec, count = table.spec, table.spec.sequences
     size = count // spec.streams
@@ -93,8 +102,8 @@ def nodes_of(draft: DraftTokens) -> Nodes:
 
 
 @jit_table
-def fork(table: Any, sequences: jax.Array, own: jax.Array) -> Any:
-    """Give the branches, `[T, k]` int32, what their texts hold, whose sequences are `[T]` int32."""
+def fork(table: CacheTable, sequences: Int32[Array, "T k"], own: Int32[Array, " T"]) -> CacheTable:
+    """Give the branches what their texts hold, which stand in sequences of their `own`."""
     parents = jnp.broadcast_to(own[:, None], sequences.shape).reshape(-1)
     targets = jnp.where(sequences == own[:, None], table.spec.sequences, sequences)
     return table.select(None, parents, targets.reshape(-1))[0]
@@ -102,16 +111,20 @@ def fork(table: Any, sequences: jax.Array, own: jax.Array) -> Any:
 
 @jit_table
 def plan_tree(
-    table: Any, token: jax.Array, draft: DraftTokens, active: jax.Array, sequences: jax.Array
+    table: CacheTable,
+    token: Int32[Array, " T"],
+    draft: DraftTokens,
+    active: Bool[Array, " T"],
+    sequences: Int32[Array, "T k"],
 ) -> Plan:
     """Plan the last token of each text, and the branches after it.
 
     Args:
       table: with the branches forked.
-      token: `[T]` int32, the last tokens.
+      token: the last tokens.
       draft: of tokens `[T, k, n]`, of which those of a branch without a sequence are not valid.
-      active: `[T]` bool, the texts that go on.
-      sequences: `[T, k]` int32, those of the branches, the lowest first; Q for none.
+      active: the texts that go on.
+      sequences: those of the branches, the lowest first; Q for none.
 
     Returns:
       A plan of one ubatch, whose outputs are `[T, 1 + k * n]`: the last token, and the branches one
@@ -141,11 +154,13 @@ def plan_tree(
     return replace(plan, ubatches=(replace(ubatch, outputs=where, output_index=order),))
 
 
-def _rows_of(spec: TableSpec, texts: int, num_branches: int, length: int) -> jax.Array:
+def _rows_of(
+    spec: TableSpec, texts: int, num_branches: int, length: int
+) -> Int32[Array, "rows columns"]:
     """Lay the trees of all texts out: as one row, or one for each branch, the token in the first.
 
     Where a row holds one sequence, a token stands in that of the lowest of its sequences. Indices
-    are int32, `[1, T * (1 + k * n)]`, or `[T * k, 1 + n]` with NO_SLOT for padding.
+    are `[1, T * (1 + k * n)]`, or `[T * k, 1 + n]` with NO_SLOT for padding.
     """
     index = jnp.arange(texts * (1 + num_branches * length), dtype=jnp.int32)
     if not spec.single_sequence_rows:
@@ -157,14 +172,19 @@ def _rows_of(spec: TableSpec, texts: int, num_branches: int, length: int) -> jax
 
 
 @jit_table
-def keep(table: Any, own: jax.Array, sequences: jax.Array, branch: jax.Array) -> Any:
+def keep(
+    table: CacheTable,
+    own: Int32[Array, " T"],
+    sequences: Int32[Array, "T k"],
+    branch: Int32[Array, " T"],
+) -> CacheTable:
     """Let each text have what one of its branches holds, and forget the others.
 
     Args:
       table: of the cache.
-      own: `[T]` int32, the sequences of the texts.
-      sequences: `[T, k]` int32, those of the branches; Q for none.
-      branch: `[T]` int32, the branch that is kept.
+      own: the sequences of the texts.
+      sequences: those of the branches; Q for none.
+      branch: the branch that is kept.
     """
     parents = jnp.take_along_axis(sequences, branch[:, None], axis=1)[:, 0]
     table, _ = table.select(None, parents, own)

@@ -1,7 +1,10 @@
 """A model that guesses several ways at once: its best tokens, and how each goes on."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -14,24 +17,31 @@ from jaxkv.generation.speculative.drafters import DraftModel, DraftTokens
 from jaxkv.generation.state import DecodeState, ends
 from jaxkv.planning.planners import plan_next
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int32, Key
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TreeDraftModel(DraftModel):
     """What `draft_model` makes of several branches; shapes are those that `Drafter` says.
 
-    guessed: `[T, k, n]` int32, the tokens of the last guess.
-    sequences: `[T, k]` int32, those of its branches in the cache of the draft, see `trees`.
+    guessed: the tokens of the last guess.
+    sequences: those of its branches in the cache of the draft, see `trees`.
     num_branches: see `Drafter`, static.
     """
 
-    guessed: jax.Array  # [T, k, n]
-    sequences: jax.Array  # [T, k]
+    guessed: Int32[Array, "T k n"]
+    sequences: Int32[Array, "T k"]
     num_branches: int = field(metadata={"static": True})
 
     def propose(
-        self, sampler: Sampler, state: DecodeState, active: jax.Array, at: jax.Array
-    ) -> tuple["TreeDraftModel", DraftTokens]:
+        self,
+        sampler: Sampler,
+        state: DecodeState,
+        active: Bool[Array, " T"],
+        at: Int32[Array, " T"],
+    ) -> tuple[TreeDraftModel, DraftTokens]:
         """Take the best tokens that the model says, and let it go on from each with the best.
 
         With a sampler that draws, different tokens are drawn, and what comes after each.
@@ -90,8 +100,10 @@ class TreeDraftModel(DraftModel):
         draft = replace(self, cache=carry[0], guessed=tokens, sequences=sequences)
         return draft, DraftTokens(tokens, valid, adjusted if sampler.is_random else None)
 
-    def _different(self, sampler: Sampler, adjusted: jax.Array, keys: jax.Array) -> jax.Array:
-        """Return different tokens of each text, `[T, k]` int32: the best, or drawn one by one."""
+    def _different(
+        self, sampler: Sampler, adjusted: Float[Array, "T V"], keys: Key[Array, " T"]
+    ) -> Int32[Array, "T k"]:
+        """Return different tokens of each text: the best, or drawn one by one."""
         if adjusted.shape[1] < self.num_branches:
             raise ValueError(
                 f"wanted at most as many branches as the {adjusted.shape[1]} tokens of the "
@@ -103,8 +115,12 @@ class TreeDraftModel(DraftModel):
         return jax.lax.top_k(adjusted, self.num_branches)[1].astype(jnp.int32)
 
     def update(
-        self, sequences: jax.Array, at: jax.Array, fed: jax.Array, taken: jax.Array
-    ) -> "TreeDraftModel":
+        self,
+        sequences: Int32[Array, " T"],
+        at: Int32[Array, " T"],
+        fed: Int32[Array, "T places"],
+        taken: Int32[Array, " T"],
+    ) -> DraftModel:
         """Keep the branch that was taken, and go on as with a single one."""
         table, buffers = split(self.cache)
         turn = jnp.arange(1, fed.shape[1], dtype=jnp.int32)

@@ -1,7 +1,9 @@
 """How far a prompt agrees with a text that is held, and how far it can go on from there."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -16,22 +18,30 @@ from jaxkv.kv.cells import Cells, held, owner_word
 from jaxkv.recurrent.states import States, stream_of
 from jaxkv.serving.prefix_cache.prompts import MissReason
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Int32, UInt32
+
+    from jaxkv.kv.table import CellTable
+    from jaxkv.recurrent.table import StateTable
+    from jaxkv.table import CacheTable
+
 BLOCK = 1024
 """Positions that are asked about at once, so that texts of all lengths share a program."""
 
 
-def common_prefix_length(one: np.ndarray, other: np.ndarray) -> int:
+def common_prefix_length(one: Int32[np.ndarray, " n"], other: Int32[np.ndarray, " m"]) -> int:
     """Return how many tokens two texts begin with alike."""
     size = min(one.size, other.size)
     apart = np.flatnonzero(one[:size] != other[:size])
     return int(apart[0]) if apart.size else size
 
 
-def resumable(cache: Cache, seq: int, tokens: np.ndarray) -> tuple[np.ndarray, MissReason]:
+def resumable(
+    cache: Cache, seq: int, tokens: Int32[np.ndarray, " n"]
+) -> tuple[Bool[np.ndarray, " n+1"], MissReason]:
     """Return where a sequence can go on from `n` tokens, and why it cannot after the last one.
 
-    Returns:
-      `[n + 1]` bool, True for 0, where nothing is needed.
+    It can from none of them, where nothing is needed.
     """
     last = tokens.size
     starts = np.arange(0, last + 1, BLOCK, dtype=np.int32)
@@ -64,27 +74,31 @@ def resumable(cache: Cache, seq: int, tokens: np.ndarray) -> tuple[np.ndarray, M
     return all_parts, miss
 
 
-def _tables(table: Any) -> Iterator[Any]:
+def _tables(table: CacheTable) -> Iterator[Any]:
     """Yield the tables of the parts of a cache."""
     yield from table.parts if isinstance(table, HybridTable) else [table]
 
 
 @jit_table
 def _can_go_on(
-    table: Any, seq: jax.Array, tokens: jax.Array, start: jax.Array, before: jax.Array
-) -> tuple[jax.Array, ...]:
+    table: CellTable | StateTable,
+    seq: Int32[Array, ""],
+    tokens: Int32[Array, " block"],
+    start: Int32[Array, ""],
+    before: UInt32[Array, ""],
+) -> tuple[Bool[Array, " block"], Bool[Array, " block"], Bool[Array, " block"], UInt32[Array, ""]]:
     """Return at which positions of a block a sequence can go on.
 
     Args:
       table: of a part.
-      seq: `[]` int32, the sequence.
-      tokens: `[BLOCK]` int32, those that should stand at the positions.
-      start: `[]` int32, the first position.
-      before: `[]` uint32, the sum of the contents of all tokens before it.
+      seq: the sequence.
+      tokens: those that should stand at the positions.
+      start: the first position.
+      before: the sum of the contents of all tokens before it.
 
     Returns:
       Where it can go on as `can_resume` says, up to where it holds all, and where it holds no
-      other token; `[BLOCK]` bool each. And the sum of the contents up to the end of the block.
+      other token. And the sum of the contents up to the end of the block.
     """
     positions = start + jnp.arange(BLOCK, dtype=jnp.int32)
     holds = positions <= table.last(seq) + 1
@@ -101,23 +115,25 @@ def _can_go_on(
     return there, _whole(table, seq, positions), same, total[-1]
 
 
-def _same(index: jax.Array, found: jax.Array, wanted: jax.Array) -> jax.Array:
-    """Return at which positions of a block no other content was found; `[BLOCK]` bool.
+def _same(
+    index: Int32[Array, " n"], found: UInt32[Array, " n"], wanted: UInt32[Array, " block"]
+) -> Bool[Array, " block"]:
+    """Return at which positions of a block no other content was found.
 
     Args:
-      index: `[n]` int32, where in the block each content was found; outside of it none is there.
-      found: `[n]` uint32, the contents.
-      wanted: `[BLOCK]` uint32, those that should be found.
+      index: where in the block each content was found; outside of it none is there.
+      found: the contents.
+      wanted: those that should be found.
     """
     here = (index >= 0) & (index < BLOCK)
     other = here & (found != wanted.at[index].get(mode="fill", fill_value=0))
     return jnp.ones(BLOCK, bool).at[jnp.where(other, index, BLOCK)].set(False, mode="drop")
 
 
-def _whole(cells: Cells, seq: jax.Array, positions: jax.Array) -> jax.Array:
+def _whole(cells: Cells, seq: Int32[Array, ""], positions: Int32[Array, " n"]) -> Bool[Array, " n"]:
     """Return whether a sequence holds a token that was not moved at each position below others.
 
-    What a window took is left out. `positions` is `[n]` int32, and so is the answer in bool.
+    What a window took is left out.
     """
     mark, (stream, *_) = cells.evicted_below[seq], owner_word(cells, seq)
     there = jnp.where(cells.shift[stream] == 0, held(cells, seq), EMPTY)

@@ -1,10 +1,14 @@
 """Prompts that a store holds, and what it says of one that is asked for."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
+    from jaxtyping import Int32
 
 
 class MissReason(IntEnum):
@@ -47,11 +51,11 @@ class CachedPrompt:
     """A prompt that is held.
 
     sequence: the sequence of the store that holds it.
-    tokens: `[n]` int32, from position 0 on.
+    tokens: from position 0 on.
     """
 
     sequence: int
-    tokens: np.ndarray
+    tokens: Int32[np.ndarray, " n"]
 
 
 class PrefixMatch(NamedTuple):

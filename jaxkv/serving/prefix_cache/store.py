@@ -1,9 +1,11 @@
 """A store of prompts: which sequences of a cache hold them, and forks out of it and into it."""
 
+from __future__ import annotations
+
 import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import numpy as np
@@ -17,6 +19,12 @@ from jaxkv.jit_helpers import jit_table
 from jaxkv.serving.prefix_cache.matching import common_prefix_length, resumable
 from jaxkv.serving.prefix_cache.prompts import CachedPrompt, MissReason, PrefixHit, PrefixMatch
 from jaxkv.spec import TableSpec, check_once
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Int32
+
+    from jaxkv.core.types import Id, Ids
+    from jaxkv.table import CacheTable
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
@@ -44,7 +52,7 @@ class PrefixStore:
     sequences: tuple[int, ...]
     cells: int
     prompts: tuple[CachedPrompt, ...]
-    evicted: tuple[np.ndarray, ...]
+    evicted: tuple[Int32[np.ndarray, " n"], ...]
     _spec: TableSpec
 
     def __init__(self, cache: Cache, *, sequences: Iterable[int], cells: int | None = None):
@@ -52,7 +60,7 @@ class PrefixStore:
 
         Args:
           cache: any cache; those that come later have its spec.
-          sequences: `[n]` int, the sequences that are the store's from now on. They hold nothing.
+          sequences: the sequences that are the store's from now on. They hold nothing.
             Where a cache has several streams, take some of each.
           cells: the most cells that they may hold together; by default no limit but the cache's.
 
@@ -102,7 +110,7 @@ class PrefixStore:
             f"{len(self.sequences)} sequences{limit})"
         )
 
-    def fork(self, cache: Cache, tokens: Any, seq: Any, *, donate: bool = False) -> "PrefixResult":
+    def fork(self, cache: Cache, tokens: Ids, seq: Id, *, donate: bool = False) -> PrefixResult:
         """Fork the longest prefix of a prompt that is held into a sequence.
 
         The sequence holds the first `hit.length` tokens of the prompt then, whatever it held
@@ -114,8 +122,8 @@ class PrefixStore:
 
         Args:
           cache: the cache of the store.
-          tokens: `[n]` int, the whole prompt.
-          seq: `[]` int, the sequence, which is none of the store's.
+          tokens: `[n]`, the whole prompt.
+          seq: the sequence, which is none of the store's.
           donate: give up the buffers of the cache where they must be copied, see `seq_cp`.
 
         Raises:
@@ -140,10 +148,10 @@ class PrefixStore:
           >>> store.fork(cache, [2, 3], seq=1).hit
           PrefixHit(length=0, miss=<MissReason.UNKNOWN: 1>)
         """
-        tokens, seq = self._checked(cache, tokens, seq)
-        return self.fork_match(cache, self.longest_match(cache, tokens, seq), seq, donate=donate)
+        text, to = self._checked(cache, tokens, seq)
+        return self.fork_match(cache, self.longest_match(cache, text, to), to, donate=donate)
 
-    def store(self, cache: Cache, tokens: Any, seq: Any, *, donate: bool = False) -> "PrefixResult":
+    def store(self, cache: Cache, tokens: Ids, seq: Id, *, donate: bool = False) -> PrefixResult:
         """Store the first tokens of a sequence, which goes on as it is or may be removed.
 
         Store a prompt where others will go on from it: at its end, or at the end of what many
@@ -156,9 +164,9 @@ class PrefixStore:
 
         Args:
           cache: the cache of the store.
-          tokens: `[n]` int, what the sequence was told from position 0 on, or the beginning of it.
+          tokens: `[n]`, what the sequence was told from position 0 on, or the beginning of it.
             A text that slid (`generation.context_shift`) holds other tokens than it was told.
-          seq: `[]` int, the sequence, which is none of the store's.
+          seq: the sequence, which is none of the store's.
           donate: give up the buffers of the cache where they must be copied, see `seq_cp`.
 
         Returns:
@@ -183,25 +191,25 @@ class PrefixStore:
           >>> hit.length, store.num_used_cells(cache)
           (7, 5)
         """
-        tokens, seq = self._checked(cache, tokens, seq)
-        if (end := int(cache.seq_pos_max(seq)) + 1) < tokens.size:
+        text, source = self._checked(cache, tokens, seq)
+        if (end := int(cache.seq_pos_max(source)) + 1) < text.size:
             raise ValueError(
-                f"expected a sequence that holds these {tokens.size} tokens, got sequence {seq}, "
+                f"expected a sequence that holds these {text.size} tokens, got sequence {source}, "
                 f"which goes on at {end}; compute them first (prefill)"
             )
-        mine, whole = resumable(cache, seq, tokens)
+        mine, whole = resumable(cache, source, text)
         if whole is not MissReason.NONE:
             return PrefixResult(cache, self, PrefixHit(0, whole))
-        prompt = CachedPrompt(sequence=seq, tokens=tokens)
-        own, others = self._near(seq), self
+        prompt = CachedPrompt(sequence=source, tokens=text)
+        own, others = self._near(source), self
         for other in [one for one in self.prompts if one.sequence in own]:
-            common = common_prefix_length(tokens, other.tokens)
-            if common < min(tokens.size, other.tokens.size):
+            common = common_prefix_length(text, other.tokens)
+            if common < min(text.size, other.tokens.size):
                 continue
             theirs, _ = resumable(cache, other.sequence, other.tokens)
             both = slice(0, common + 1)
-            if common == tokens.size and np.all(theirs[both] | ~mine[both]):
-                held = PrefixHit(tokens.size, MissReason.NONE)
+            if common == text.size and np.all(theirs[both] | ~mine[both]):
+                held = PrefixHit(text.size, MissReason.NONE)
                 return PrefixResult(cache, self.touch(other), held)
             if common == other.tokens.size and np.all(mine[both] | ~theirs[both]):
                 others, own = self._without(other), (other.sequence,)
@@ -209,7 +217,7 @@ class PrefixStore:
         kept = others._keep(cache, prompt, own, donate)
         return kept or PrefixResult(cache, self, PrefixHit(0, MissReason.OUT_OF_CELLS))
 
-    def evict(self, cache: Cache, *, cells: int) -> "EvictResult":
+    def evict(self, cache: Cache, *, cells: int) -> EvictResult:
         """Evict the least recently used prompts until the store holds few enough cells.
 
         Cells that a sequence beside the store shares stay in use for that one.
@@ -251,11 +259,11 @@ class PrefixStore:
         only, _ = seq_rm(cache, others)
         return int(only.num_used_cells())
 
-    def with_prompts(self, prompts: Mapping[int, Any]) -> "PrefixStore":
+    def with_prompts(self, prompts: Mapping[int, Ids]) -> PrefixStore:
         """Return the store with prompts that its sequences hold, such as those of a snapshot.
 
         Args:
-          prompts: by sequence, `[n]` int, the tokens that it holds, the least recently used first.
+          prompts: by sequence, `[n]`, the tokens that it holds, the least recently used first.
 
         Raises:
           ValueError: when a sequence is not the store's.
@@ -307,8 +315,8 @@ class PrefixStore:
             cache, _ = seq_cp(cache, own, seq, 0, 0, donate=donate)
         return cache
 
-    def longest_match(self, cache: Cache, tokens: np.ndarray, seq: int) -> PrefixMatch:
-        """Return the prompt that another, `[n]` int32, can go on from furthest, and how far."""
+    def longest_match(self, cache: Cache, tokens: Int32[np.ndarray, " n"], seq: int) -> PrefixMatch:
+        """Return the prompt that another can go on from furthest, and how far."""
         own = self._near(seq)
         agreeing = [
             (common_prefix_length(one.tokens, tokens[:-1]), one) for one in reversed(self.prompts)
@@ -333,7 +341,7 @@ class PrefixStore:
 
     def fork_match(
         self, cache: Cache, match: PrefixMatch, seq: int, *, donate: bool
-    ) -> "PrefixResult":
+    ) -> PrefixResult:
         """Let a sequence hold what `longest_match` found, in place of what it held."""
         (source, hit), (cache, _) = match, seq_rm(cache, seq)
         if source is None:
@@ -343,29 +351,29 @@ class PrefixStore:
         cache, _ = seq_cp(cache, source.sequence, seq, 0, hit.length, donate=donate)
         return PrefixResult(cache, self.touch(source), hit)
 
-    def touch(self, prompt: CachedPrompt) -> "PrefixStore":
+    def touch(self, prompt: CachedPrompt) -> PrefixStore:
         """Return a store whose most recently used prompt is one of its own, if it is."""
         if not any(one is prompt for one in self.prompts):
             return self
         return self._with(prompts=(*self._without(prompt).prompts, prompt))
 
-    def evict_prompt(self, cache: Cache, prompt: CachedPrompt) -> "EvictResult":
+    def evict_prompt(self, cache: Cache, prompt: CachedPrompt) -> EvictResult:
         """Free the sequence of a prompt, and note that it was there."""
         cache, _ = seq_rm(cache, prompt.sequence)
         evicted = (*self.evicted, prompt.tokens)[-len(self.sequences) :]
         return EvictResult(cache, self._without(prompt)._with(evicted=evicted))
 
-    def _set(self, **fields: Any) -> None:
+    def _set(self, **fields: object) -> None:
         for name, value in fields.items():
             object.__setattr__(self, name, value)
 
-    def _with(self, **fields: Any) -> "PrefixStore":
+    def _with(self, **fields: object) -> PrefixStore:
         """Return a store with other fields."""
         other = copy.copy(self)
         other._set(**fields)
         return other
 
-    def _without(self, prompt: CachedPrompt) -> "PrefixStore":
+    def _without(self, prompt: CachedPrompt) -> PrefixStore:
         """Return a store without a prompt."""
         return self._with(prompts=tuple(one for one in self.prompts if one is not prompt))
 
@@ -377,7 +385,7 @@ class PrefixStore:
 
     def _keep(
         self, cache: Cache, prompt: CachedPrompt, own: tuple[int, ...], donate: bool
-    ) -> "PrefixResult | None":
+    ) -> PrefixResult | None:
         """Fork a prompt of a sequence into one of `own`; None if it does not fit."""
         size = prompt.tokens.size
         alone, _ = seq_rm(seq_keep(cache, prompt.sequence).cache, prompt.sequence, size)
@@ -396,22 +404,22 @@ class PrefixStore:
         cache, store = store._with(prompts=(*store.prompts, kept)).evict(cache, cells=self.cells)
         return PrefixResult(cache, store, PrefixHit(size, MissReason.NONE))
 
-    def _checked(self, cache: Cache, tokens: Any, seq: Any) -> tuple[np.ndarray, int]:
-        """Return tokens as `[n]` int32, and a sequence that is not the store's."""
+    def _checked(self, cache: Cache, tokens: Ids, seq: Id) -> tuple[Int32[np.ndarray, " n"], int]:
+        """Return tokens, and a sequence that is not the store's."""
         self._check_made_for(cache)
-        seq = int(split(cache)[0].spec.sequence_id(seq))
-        if seq in self.sequences:
+        one = int(split(cache)[0].spec.sequence_id(seq))
+        if one in self.sequences:
             raise ValueError(
-                f"expected a sequence beside those of the store, got {seq}; pass one not of "
+                f"expected a sequence beside those of the store, got {one}; pass one not of "
                 f"{self.sequences}"
             )
-        tokens = np.array(check_int32(tokens, "tokens"), np.int32)  # a copy, as the store keeps it
-        if tokens.ndim != 1 or not tokens.size:
+        prompt = np.array(check_int32(tokens, "tokens"), np.int32)  # a copy, as the store keeps it
+        if prompt.ndim != 1 or not prompt.size:
             raise ValueError(
                 f"expected tokens [n] of one prompt of at least one token, got the shape "
-                f"{tokens.shape}; pass one list of token ids"
+                f"{prompt.shape}; pass one list of token ids"
             )
-        return tokens, seq
+        return prompt, one
 
     def _check_made_for(self, cache: Cache) -> None:
         """Raise unless the store was made for a cache of this spec."""
@@ -461,12 +469,12 @@ def _spec_of(cache: Cache) -> TableSpec:
     return table.spec
 
 
-def _can_copy(cache: Cache, src: int, dst: int, stop: int) -> jax.Array:
+def _can_copy(cache: Cache, src: int, dst: int, stop: int) -> Bool[Array, ""]:
     """Return whether `seq_cp` of the first positions would be granted, asked of the table alone."""
     return _granted(split(cache)[0], *map(np.int32, (src, dst, 0, stop)))
 
 
 @jit_table
-def _granted(table: Any, *args: jax.Array) -> jax.Array:
+def _granted(table: CacheTable, *args: Int32[Array, ""]) -> Bool[Array, ""]:
     ok, _ = table.can_copy(*args)
     return ok
