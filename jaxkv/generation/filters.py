@@ -61,7 +61,7 @@ EVERY = np.iinfo(np.int32).max
 class FilterSampler(Sampler):
     """What `make_sampler` makes; a filter that is None is left out.
 
-    Numbers are float32, `[]` or `[T]`.
+    Numbers are for all texts, or one for each; floats are float32.
 
     temperature: what logits are divided by; 0 keeps only the best token.
     top_k: only the k best tokens may be drawn; 0 for all.

@@ -19,7 +19,7 @@ from jaxkv.recurrent.states import States, stream_of
 from jaxkv.serving.prefix_cache.prompts import MissReason
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Int32, UInt32
+    from jaxtyping import Array, Bool, Int32, Num, UInt32
 
     from jaxkv.kv.table import CellTable
     from jaxkv.recurrent.table import StateTable
@@ -29,7 +29,7 @@ BLOCK = 1024
 """Positions that are asked about at once, so that texts of all lengths share a program."""
 
 
-def common_prefix_length(one: Int32[np.ndarray, " n"], other: Int32[np.ndarray, " m"]) -> int:
+def common_prefix_length(one: Num[np.ndarray, " n"], other: Num[np.ndarray, " m"]) -> int:
     """Return how many tokens two texts begin with alike."""
     size = min(one.size, other.size)
     apart = np.flatnonzero(one[:size] != other[:size])
