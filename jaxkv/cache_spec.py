@@ -367,15 +367,6 @@ class CacheSpec:
                 )
         return made
 
-    def per_layer(self, name: str) -> tuple[Any, ...]:
-        """Return a field that all layers share, or that each has its own of, for each layer.
-
-        >>> CacheSpec.attention(layers=3, kv_heads=2, head_dim=8).per_layer("kv_heads")
-        (2, 2, 2)
-        """
-        value = getattr(self, name)
-        return value if isinstance(value, tuple) else (value,) * self.layers
-
     @property
     def _has_sources(self) -> bool:
         """Whether it is about sources, or a part of it is."""

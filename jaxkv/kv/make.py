@@ -88,7 +88,7 @@ def _zeros(
 ) -> Buffers:
     """Return buffers of zeros, in one array for all layers or in one for each."""
     names = "kv_heads", "head_dim", "value_dim", "rope"
-    heads, keys, values, ropes = map(spec.per_layer, names)
+    heads, keys, values, ropes = (_per_layer(spec, name) for name in names)
     if jnp.dtype(dtype).itemsize == 1 and any(isinstance(value, ValueSlice) for value in values):
         raise ValueError(
             f"expected a dtype of 16 bits or more where values are a part of the keys, got "
@@ -116,6 +116,12 @@ def _zeros(
         ropes=ropes,
         stacked=stacked,
     )
+
+
+def _per_layer(spec: CacheSpec, name: str) -> tuple[Any, ...]:
+    """Return a field that all layers share, or that each has its own of, for each layer."""
+    value = getattr(spec, name)
+    return value if isinstance(value, tuple) else (value,) * spec.layers
 
 
 def placement_of(placement: Any) -> tuple[Placement, int]:

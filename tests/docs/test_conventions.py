@@ -1,6 +1,7 @@
 """Public functions are called and answer in one way; every exception is named here."""
 
 import inspect
+import re
 import types
 
 import pytest
@@ -63,3 +64,21 @@ def test_several_results_have_names():
 
 def test_public_names_are_few():
     assert len(PUBLIC) <= 70
+
+
+METHODS = {
+    f"{name}.{attribute}": function
+    for name, thing in PUBLIC.values()
+    if inspect.isclass(thing)
+    for attribute, function in vars(thing).items()
+    if inspect.isfunction(function) and not attribute.startswith("_")
+}
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, *METHODS])
+def test_annotations_say_shapes_and_types(name):
+    """An array has its axes, and nothing is left open."""
+    signature = inspect.signature((FUNCTIONS | METHODS)[name])
+    said = [one.annotation for one in signature.parameters.values()]
+    for annotation in [*said, signature.return_annotation]:
+        assert not re.search(r"\bAny\b|jax\.Array|jnp\.ndarray", str(annotation)), annotation
