@@ -4,7 +4,10 @@ Each stream gets some, in turn. They take cells as the tokens of a ubatch do, bu
 are all empty first, for any sequence; and are marked in the table all at once.
 """
 
+from __future__ import annotations
+
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -15,24 +18,29 @@ from jaxkv.kv.eviction import evict
 from jaxkv.kv.slots import in_turn, longest_run
 from jaxkv.kv.tiles import whole_first
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Int32
 
-def room(cells: Cells, open_cells: jax.Array) -> jax.Array:
-    """Return how many tokens of each stream find cells, `[S]` int32, of those open, `[S, N]`."""
+
+def room(cells: Cells, open_cells: Bool[Array, "S N"]) -> Int32[Array, " S"]:
+    """Return how many tokens of each stream find cells, `[S]` int32, of those open."""
     if cells.placement == "contiguous":
         return longest_run(open_cells)
     return jnp.sum(open_cells, axis=1, dtype=jnp.int32)
 
 
-def choose(cells: Cells, open_cells: jax.Array, wanted: jax.Array) -> jax.Array:
+def choose(
+    cells: Cells, open_cells: Bool[Array, "S N"], wanted: Int32[Array, " S"]
+) -> Int32[Array, "S N"]:
     """Choose cells for the first `wanted` tokens of each stream, in their turn.
 
     Args:
       cells: the table.
-      open_cells: `[S, N]` bool, the cells that may be taken.
-      wanted: `[S]` int32, how many tokens each stream gets.
+      open_cells: the cells that may be taken.
+      wanted: how many tokens each stream gets.
 
     Returns:
-      `[S, N]` int32, the cell of each turn, past the last cell if it gets none.
+      The cell of each turn, past the last cell if it gets none.
     """
     turn = 1 + jnp.arange(cells.num_cells, dtype=jnp.int32)
 
@@ -46,15 +54,15 @@ def choose(cells: Cells, open_cells: jax.Array, wanted: jax.Array) -> jax.Array:
     return jax.vmap(of_stream)(open_cells, cells.position, wanted)
 
 
-def mark_used(cells: C, slots: jax.Array, arriving: C, lacking: jax.Array) -> C:
+def mark_used(cells: C, slots: Int32[Array, "S N"], arriving: C, lacking: Bool[Array, "S L"]) -> C:
     """Mark slots, `[S, N]`, as taken; those past the last cell are none.
 
     Args:
       cells: the table.
-      slots: `[S, N]` int32, the cell of each turn.
+      slots: the cell of each turn.
       arriving: a table of what comes, in turn: positions, owners, shifts and contents, and stamps
         that tell apart what is written.
-      lacking: `[S, L]` bool, the layers that lack some of what comes.
+      lacking: the layers that lack some of what comes.
     """
     gets = jnp.any(slots < cells.num_cells, axis=1)[:, None]
     marks = begun(cells.history, lacking | lacks(cells))

@@ -1,9 +1,11 @@
 """The keys and values that lie beside a table of cells: all the bytes of an attention cache."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,13 +27,19 @@ from jaxkv.ops.mla import Values, ValueSlice
 from jaxkv.ops.quantised import Stored, dtype_of, encoded
 from jaxkv.rope import NotGiven, Rope
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int32, Num, PyTree
+
+    from jaxkv.core.types import AnyMesh
+
 LayerKV = tuple[Stored, Values]
 """The keys `[S, K, N, D]` and values `[S, K, N, Dv]` of a layer."""
 
-Cached = Any
+Cached = jax.Array | LayerView
 """Keys or values, codes or scales of a layer: an array `[S, K, N, D]`, or `LayerView`."""
 
 X = TypeVar("X")
+A = TypeVar("A", bound=Cached)
 
 
 @jax.tree_util.register_dataclass
@@ -85,23 +93,23 @@ class Buffers:
         halves = self.k[0], self.v[0]
         return jax.tree.map(lambda x: part_of_all(x, number, self.layers), halves)
 
-    def with_layer(self, number: int | jax.Array, k: Stored, v: Values) -> "Buffers":
+    def with_layer(self, number: int | jax.Array, k: Stored, v: Values) -> Buffers:
         """Return the buffers with other keys and values in a layer, as `layer` returns them."""
         if self.stacked:
             k, v = each_array(lambda x: x.all, (k, v))
             return replace(self, k=(k,), v=(v,))
 
-        def put(old: tuple[Any, ...], new: Any) -> tuple[Any, ...]:
+        def put(old: tuple[X, ...], new: X) -> tuple[X, ...]:
             return (*old[:number], new, *old[number + 1 :])
 
         return replace(self, k=put(self.k, k), v=put(self.v, v))
 
 
-Halves = tuple[tuple[Any, ...], tuple[Any, ...]]
+Halves = tuple[tuple[object, ...], tuple[object, ...]]
 """How the mesh at hand splits the keys and the values of each layer: `Shares` for each array."""
 
 
-def sizes_of(array: Any, depth: int = 1) -> dict[str, int]:
+def sizes_of(array: Stored, depth: int = 1) -> dict[str, int]:
     """Return what of keys or values `[S, K, N, ...]` a mesh may split, by the names of rules.
 
     Those of several layers, `depth` of them, are `[S * L, K, N, ...]`. A device that holds a stream
@@ -111,11 +119,11 @@ def sizes_of(array: Any, depth: int = 1) -> dict[str, int]:
     return {"streams": streams // depth, "kv_heads": kv_heads, "cells": cells}
 
 
-def layer_partition_specs(split: AxisPartition, layer_kv: LayerKV) -> Any:
+def layer_partition_specs(split: AxisPartition, layer_kv: LayerKV) -> PyTree:
     """Return how the arrays of a layer's keys and values are split."""
 
-    def of(x: Any) -> Any:
-        specs: Any = split.partition_spec, P(split.streams)
+    def of(x: Cached) -> PyTree:
+        specs: PyTree = split.partition_spec, P(split.streams)
         return LayerView(*specs) if isinstance(x, LayerView) else split.partition_spec
 
     return each_array(of, layer_kv)
@@ -123,9 +131,9 @@ def layer_partition_specs(split: AxisPartition, layer_kv: LayerKV) -> Any:
 
 def axes_of_queries(
     sharding_rules: ShardingRules | None,
-    mesh: Any,
-    keys: Cached,
-    values: Any,
+    mesh: AnyMesh | None,
+    keys: Stored,
+    values: Values,
     heads: int,
     depth: int = 1,
 ) -> tuple[str, ...]:
@@ -159,8 +167,8 @@ def stream_cell_axes(split: Halves) -> AxisPartition:
 def map_kv(
     sharding_rules: ShardingRules | None,
     buffers: Buffers,
-    change: Callable[..., Any],
-    *args: Any,
+    change: Callable[..., PyTree],
+    *args: PyTree,
     by_stream: int = 0,
 ) -> Buffers:
     """Change keys and values, each device those of its share.
@@ -180,8 +188,8 @@ def map_kv(
     streams = (P(stream_cell_axes(split).streams),) * by_stream
     in_specs = (*streams, *(P(),) * (len(args) - by_stream), specs)
 
-    def one_by_one(*args: Any) -> Any:
-        def of_layer(layer: jax.Array, arrays: Any) -> Any:
+    def one_by_one(*args: PyTree) -> PyTree:
+        def of_layer(layer: jax.Array, arrays: PyTree) -> PyTree:
             held = jax.tree.map(lambda x: part_of_all(x, layer, buffers.layers), arrays)
             return each_array(lambda x: x.all, change(split, *args[:-1], held))
 
@@ -195,10 +203,10 @@ def map_kv(
 def store(
     keys: Stored,
     values: Values,
-    streams: jax.Array,
-    slots: jax.Array,
-    k: jax.Array,
-    v: jax.Array | None = None,
+    streams: Int32[Array, " R"],
+    slots: Int32[Array, "R T"],
+    k: Float[Array, "R T K D"],
+    v: Float[Array, "R T K Dv"] | None = None,
 ) -> tuple[Stored, Values]:
     """Write the keys and values of a ubatch into their cells.
 
@@ -210,10 +218,10 @@ def store(
     Args:
       keys: `[S, K, N, D]`, those of a layer.
       values: `[S, K, N, Dv]`, or `ValueSlice`.
-      streams: `[R]` int32, the stream of each row of tokens.
-      slots: `[R, T]` int32, the cell of each token; a token past the last cell is left out.
-      k: `[R, T, K, D]`, keys, rotated.
-      v: `[R, T, K, Dv]`, values, unless they are latent.
+      streams: the stream of each row of tokens.
+      slots: the cell of each token; a token past the last cell is left out.
+      k: keys, rotated.
+      v: values, unless they are latent.
 
     Returns:
       Keys and values of the layer after it.
@@ -230,7 +238,12 @@ def store(
     return write(keys, streams, slots, k), write(values, streams, slots, v)
 
 
-def write(stored: Stored, streams: jax.Array, slots: jax.Array, new: jax.Array) -> Stored:
+def write(
+    stored: Stored,
+    streams: Int32[Array, "*#n"],
+    slots: Int32[Array, "*#n"],
+    new: Float[Array, "*#n K D"],
+) -> Stored:
     """Write numbers, `[..., K, D]`, as keys or values of cells; the rest is as of `scatter`."""
 
     def one(array: Cached, new: jax.Array) -> Cached:
@@ -240,8 +253,8 @@ def write(stored: Stored, streams: jax.Array, slots: jax.Array, new: jax.Array) 
 
 
 def gather_from_any_device(
-    split: AxisPartition, array: Cached, streams: jax.Array, slots: jax.Array
-) -> jax.Array:
+    split: AxisPartition, array: Cached, streams: Int32[Array, "*#n"], slots: Int32[Array, "*#n"]
+) -> Num[Array, "*#n K D"]:
     """Read the keys or values of cells whichever device holds them; see `gather`.
 
     Args:
@@ -249,18 +262,22 @@ def gather_from_any_device(
       array: a device's share of keys or values.
       streams: int32, the stream of each cell, of all that there are, in a shape that broadcasts to
         that of `slots`.
-      slots: `[...]` int32, the cells likewise.
+      slots: the cells likewise.
 
     Returns:
-      `[..., K, D]`, the same on all devices along the axes of streams and cells.
+      The same on all devices along the axes of streams and cells.
     """
     here = gather(array, *_own(split, array, streams, slots))
     return broadcast_from_owner(here, (*split.streams, *split.cells))
 
 
 def scatter_local(
-    split: AxisPartition, array: Cached, streams: jax.Array, slots: jax.Array, new: jax.Array
-) -> Cached:
+    split: AxisPartition,
+    array: A,
+    streams: Int32[Array, "*#n"],
+    slots: Int32[Array, "*#n"],
+    new: Num[Array, "*#n K D"],
+) -> A:
     """Write keys or values, `[..., K, D]`, into cells that a device holds.
 
     The arguments are as of `gather_from_any_device`, and `new` as of `scatter`.
@@ -283,7 +300,7 @@ def _own(
     return streams, slots
 
 
-def own_cells(slots: jax.Array, first: jax.Array, count: int) -> jax.Array:
+def own_cells(slots: Int32[Array, "*n"], first: jax.Array | int, count: int) -> Int32[Array, "*n"]:
     """Return slots within `count` cells from `first` on, counted from there; nowhere for others.
 
     `slots` and what is returned are `[...]` int32, and `first` is `[]` int32.
@@ -292,13 +309,15 @@ def own_cells(slots: jax.Array, first: jax.Array, count: int) -> jax.Array:
     return jnp.where(mine, slots - first, no_slots(slots))
 
 
-def gather(array: jax.Array | LayerView, streams: jax.Array, slots: jax.Array) -> jax.Array:
+def gather(
+    array: Cached, streams: Int32[Array, "*#n"], slots: Int32[Array, "*#n"]
+) -> Num[Array, "*#n K D"]:
     """Read the keys or values of cells.
 
     Args:
       array: `[S, K, N, D]`, keys or values of a layer; `LayerView` of one of several.
       streams: int32, the stream of each cell, in a shape that broadcasts to that of `slots`.
-      slots: `[...]` int32, the cells.
+      slots: the cells.
 
     Returns:
       `[..., K, D]`; zeros for a cell past the last one.
@@ -323,14 +342,16 @@ def gather(array: jax.Array | LayerView, streams: jax.Array, slots: jax.Array) -
     )
 
 
-def scatter(array: Cached, streams: jax.Array, slots: jax.Array, new: jax.Array) -> Cached:
+def scatter(
+    array: A, streams: Int32[Array, "*#n"], slots: Int32[Array, "*#n"], new: Num[Array, "*#n K D"]
+) -> A:
     """Write keys or values into cells, each cell once; in place where the array is donated.
 
     Args:
       array: `[S, K, N, D]`, keys or values of a layer; `LayerView` of one of several.
       streams: int32, the stream of each cell, in a shape that broadcasts to that of `slots`.
-      slots: `[...]` int32, the cells; one past the last is left out.
-      new: `[..., K, D]`, in the dtype of the array.
+      slots: the cells; one past the last is left out.
+      new: in the dtype of the array.
 
     Returns:
       The array after it.
@@ -344,22 +365,22 @@ def scatter(array: Cached, streams: jax.Array, slots: jax.Array, new: jax.Array)
 def copy_run(
     split: AxisPartition,
     array: Cached,
-    src: jax.Array,
-    dst: jax.Array,
-    first: jax.Array,
+    src: Int32[Array, ""],
+    dst: Int32[Array, ""],
+    first: Int32[Array, ""],
     size: int,
-    end: jax.Array,
+    end: Int32[Array, ""],
 ) -> Cached:
     """Copy `size` neighbouring cells of a stream to the same cells of another.
 
     Args:
       split: how the mesh at hand splits the array.
       array: a device's share of keys or values.
-      src: `[]` int32, the stream that is read, of all that there are.
-      dst: `[]` int32, the stream that is written.
-      first: `[]` int32, the first of the cells, in each share likewise.
+      src: the stream that is read, of all that there are.
+      dst: the stream that is written.
+      first: the first of the cells, in each share likewise.
       size: how many cells.
-      end: `[]` int32, the cell of a share to stop before; it can be within the run only where
+      end: the cell of a share to stop before; it can be within the run only where
         cells are split.
     """
     shape, zero = (1, array.shape[1], size, array.shape[3]), jnp.zeros_like(first)
@@ -393,12 +414,14 @@ def copy_run(
     return jax.lax.platform_dependent(array, run, dst, first, **ways)
 
 
-def _with_all(array: Cached, new: jax.Array) -> Cached:
+def _with_all(array: A, new: PyTree) -> A:
     """Return what is stored with another array, `[S, K, N, D]`.
 
     Where there are several layers it is the array of all, `[S * L, K, N, D]`.
     """
-    return replace(array, all=new) if isinstance(array, LayerView) else new
+    if isinstance(array, LayerView):
+        return replace(array, all=new)
+    return new
 
 
 def _index(array: jax.Array, streams: jax.Array, slots: jax.Array) -> jax.Array:
@@ -407,7 +430,7 @@ def _index(array: jax.Array, streams: jax.Array, slots: jax.Array) -> jax.Array:
     return jnp.broadcast_to(pairs, (*slots.shape, array.shape[1], 2))
 
 
-def _by_index(array: Cached, streams: jax.Array, slots: jax.Array, new: jax.Array) -> Cached:
+def _by_index(array: A, streams: jax.Array, slots: jax.Array, new: jax.Array) -> A:
     """Do what `scatter` says, by an index for each cell and head."""
     if isinstance(array, LayerView):
         return _with_all(array, _by_index(array.all, array.numbers(streams), slots, new))
@@ -428,10 +451,11 @@ def _by_index(array: Cached, streams: jax.Array, slots: jax.Array, new: jax.Arra
         scatter_indices_batching_dims=(by_head,),
     )
     where = _index(array, streams, slots)
-    return jax.lax.scatter(array, where, new, dimensions, unique_indices=True, mode="drop")
+    put = jax.lax.scatter(array, where, new, dimensions, unique_indices=True, mode="drop")
+    return _with_all(array, put)
 
 
-def _by_choice(array: Cached, streams: jax.Array, slots: jax.Array, new: jax.Array) -> Cached:
+def _by_choice(array: A, streams: jax.Array, slots: jax.Array, new: jax.Array) -> A:
     """Do what `scatter` says: go over all cells once, and take what is new where there is any.
 
     Of a layer among several that goes over the cells of all layers.
@@ -443,9 +467,9 @@ def _by_choice(array: Cached, streams: jax.Array, slots: jax.Array, new: jax.Arr
     # What comes of the same array is read before it is written: a branch that is never taken
     # keeps the compiler from reading it in the course of that.
     new = jax.lax.cond(jnp.any(slots < 0), jnp.zeros_like, lambda x: x, new)
-    old = array
+    old = array.all if isinstance(array, LayerView) else array
     if isinstance(array, LayerView):
-        old, layer = array.all, jnp.arange(array.all.shape[0]) % array.layers
+        layer = jnp.arange(array.all.shape[0]) % array.layers
         mine = layer == jnp.repeat(array.layer, array.layers)
         turns = jnp.where(mine[:, None], jnp.repeat(turns, array.layers, axis=0), count)
     new = new.reshape(count, *old.shape[1::2])[jnp.minimum(turns, count - 1)]  # [S, N, K, D]

@@ -9,10 +9,12 @@ negative stop no end, and a stop of 0 an empty range. Ids are `[]` int32; one th
 changes nothing.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,9 @@ from jaxkv.core.constants import EMPTY, END
 from jaxkv.core.hashing import chained, summed
 from jaxkv.core.partitioning import ShardingRules
 from jaxkv.window import Window
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Int32, UInt32
 
 T = TypeVar("T")
 C = TypeVar("C", bound="Cells")
@@ -44,18 +49,18 @@ class Cells:
     Sequence q lives in stream q // (Q // S). A cell has an owner exactly when it has a position,
     and an empty cell owes no rotation.
 
-    position: `[S, N]` int32, position of the token in the cell; EMPTY (-1) if there is none.
-    owners: `[S, W, N]` uint32, one bit for each sequence that owns the cell, 32 to a word.
-    shift: `[S, N]` int32, the position now less the position that the key was rotated for.
-    evicted_below: `[Q]` int32, one past the highest position that window reuse took from the
+    position: position of the token in the cell; EMPTY (-1) if there is none.
+    owners: one bit for each sequence that owns the cell, 32 to a word.
+    shift: the position now less the position that the key was rotated for.
+    evicted_below: one past the highest position that window reuse took from the
       sequence.
-    cell_hash: `[S, N]` uint32, a number for what the buffers hold for the cell, see
+    cell_hash: a number for what the buffers hold for the cell, see
       `jaxkv.cell_hash`. It tells whether that is still what an earlier table knew.
-    content: `[S, N]` uint32, a hash of the cell's token and of the position at which its key was
+    content: a hash of the cell's token and of the position at which its key was
       computed. Copies and moves carry it along, so that it tells which text a sequence holds.
-    history: `[S, 2]` uint32, a number for all that entered the stream, before the last ubatch and
+    history: a number for all that entered the stream, before the last ubatch and
       with it; twice the same where a copy or a snapshot came last.
-    written: `[S, L]` uint32, the history that each layer holds. It is another one where a ubatch
+    written: the history that each layer holds. It is another one where a ubatch
       was applied and the layer was not written.
     placement: which cells a ubatch may get, static.
     shards: among how many runs of equal length cells are dealt, static; 1 unless they are striped.
@@ -64,14 +69,14 @@ class Cells:
     sharding_rules: which axes of a mesh split the cache, static; None where it is on one device.
     """
 
-    position: jax.Array  # [S, N]
-    owners: jax.Array  # [S, W, N]
-    shift: jax.Array  # [S, N]
-    evicted_below: jax.Array  # [Q]
-    cell_hash: jax.Array  # [S, N]
-    content: jax.Array  # [S, N]
-    history: jax.Array  # [S, 2]
-    written: jax.Array  # [S, L]
+    position: Int32[Array, "S N"]
+    owners: UInt32[Array, "S W N"]
+    shift: Int32[Array, "S N"]
+    evicted_below: Int32[Array, " Q"]
+    cell_hash: UInt32[Array, "S N"]
+    content: UInt32[Array, "S N"]
+    history: UInt32[Array, "S 2"]
+    written: UInt32[Array, "S L"]
     placement: Placement = field(metadata={"static": True})
     shards: int = field(metadata={"static": True})
     window: Window | None = field(metadata={"static": True})
@@ -130,7 +135,9 @@ def empty_fields(*, layers: int, cells: int, sequences: int, streams: int) -> di
     }
 
 
-def owner_word(cells: Cells, seq: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def owner_word(
+    cells: Cells, seq: Int32[Array, "*n"]
+) -> tuple[Int32[Array, "*n"], Int32[Array, "*n"], UInt32[Array, "*n"]]:
     """Return where the ownership of a sequence is written: its stream, its word and its bit.
 
     Each has the shape of `seq`; streams and words are int32, bits uint32. An id that is no sequence
@@ -141,36 +148,36 @@ def owner_word(cells: Cells, seq: jax.Array) -> tuple[jax.Array, jax.Array, jax.
     return stream, word, bit.astype(jnp.uint32)
 
 
-def known(cells: Cells, seq: jax.Array) -> jax.Array:
+def known(cells: Cells, seq: Int32[Array, "*n"]) -> Bool[Array, "*n"]:
     """Return whether an integer names a sequence of this table; bool, the shape of `seq`."""
     return (seq >= 0) & (seq < cells.sequences)
 
 
-def held(cells: Cells, seq: jax.Array) -> jax.Array:
+def held(cells: Cells, seq: Int32[Array, ""]) -> Int32[Array, " N"]:
     """Return the positions that one sequence holds, cell by cell of its stream.
 
     Returns:
-      `[N]` int32, the position where the sequence owns the cell, EMPTY elsewhere.
+      The position where the sequence owns the cell, EMPTY elsewhere.
     """
     stream, word, bit = owner_word(cells, seq)
     owns = (cells.owners[stream, word] >> bit) & 1 == 1
     return jnp.where(owns & known(cells, seq), cells.position[stream], EMPTY)
 
 
-def first(cells: Cells, seq: jax.Array) -> jax.Array:
+def first(cells: Cells, seq: Int32[Array, ""]) -> Int32[Array, ""]:
     """Return the smallest position that a sequence holds; `[]` int32, -1 if none."""
     positions = held(cells, seq)
     lowest = jnp.min(jnp.where(positions == EMPTY, END, positions))
     return jnp.where(lowest == END, EMPTY, lowest)
 
 
-def last(cells: Cells, seq: jax.Array) -> jax.Array:
+def last(cells: Cells, seq: Int32[Array, ""]) -> Int32[Array, ""]:
     """Return the largest position that a sequence holds; `[]` int32, -1 if none."""
     return jnp.max(held(cells, seq))
 
 
-def lasts(cells: Cells, asked: jax.Array) -> jax.Array:
-    """Return the largest position that each sequence asked for holds, -1 if none; `[Q]` int32.
+def lasts(cells: Cells, asked: Bool[Array, " Q"]) -> Int32[Array, " Q"]:
+    """Return the largest position that each sequence asked for holds, -1 if none.
 
     Args:
       cells: the table.
@@ -221,27 +228,27 @@ def _lasts_by(size: int, owners: jax.Array, position: jax.Array, asked: jax.Arra
 
 
 def free(cells: Cells) -> jax.Array:
-    """Return which cells are empty; `[S, N]` bool."""
+    """Return which cells are empty; `[S, N]` bool, also on the host."""
     return cells.position == EMPTY
 
 
-def num_used_cells(cells: Cells) -> jax.Array:
-    """Return how many cells hold a token, over all streams; `[]` int32."""
+def num_used_cells(cells: Cells) -> Int32[Array, ""]:
+    """Return how many cells hold a token, over all streams."""
     return jnp.sum(~free(cells), dtype=jnp.int32)
 
 
-def num_shared_cells(cells: Cells) -> jax.Array:
-    """Return how many cells sharing spares in each stream, n - 1 for one of n owners; `[S]`."""
+def num_shared_cells(cells: Cells) -> Int32[Array, " S"]:
+    """Return how many cells sharing spares in each stream, n - 1 for one of n owners."""
     owned = jnp.sum(jax.lax.population_count(cells.owners), axis=(1, 2), dtype=jnp.int32)
     return owned - jnp.sum(~free(cells), axis=1, dtype=jnp.int32)
 
 
-def remove(cells: C, seq: jax.Array, start: jax.Array, stop: jax.Array) -> C:
+def remove(cells: C, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]) -> C:
     """Take one sequence (every sequence if `seq` is -1) off its cells in a range of positions.
 
     Args:
       cells: the table.
-      seq: `[]` int32, a sequence id, or -1. Any other integer changes nothing.
+      seq: a sequence id, or -1. Any other integer changes nothing.
       start: first position of the range.
       stop: one past the last.
 
@@ -260,15 +267,21 @@ def remove(cells: C, seq: jax.Array, start: jax.Array, stop: jax.Array) -> C:
     )
 
 
-def copy(cells: C, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array) -> C:
+def copy(
+    cells: C,
+    src: Int32[Array, ""],
+    dst: Int32[Array, "*n"],
+    start: Int32[Array, ""],
+    stop: Int32[Array, ""],
+) -> C:
     """Make one or more sequences of the same stream owners of another's cells in a range.
 
     What `dst` held before stays its own: a merge, and doing it twice is doing it once.
 
     Args:
       cells: the table.
-      src: `[]` int32, the sequence that owns the cells already.
-      dst: `[]` or `[n]` int32, the sequences that will own them too.
+      src: the sequence that owns the cells already.
+      dst: the sequences that will own them too.
       start: first position of the range.
       stop: one past the last.
     """
@@ -284,19 +297,21 @@ def copy(cells: C, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.A
     )
 
 
-def inherited(cells: Cells, seq: jax.Array, start: jax.Array, stop: jax.Array) -> jax.Array:
-    """Return the eviction mark that a copy of a range of a sequence begins with; `[]` int32."""
+def inherited(
+    cells: Cells, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]
+) -> Int32[Array, ""]:
+    """Return the eviction mark that a copy of a range of a sequence begins with."""
     mark = jnp.minimum(cells.evicted_below[seq], end_of(stop))
     return jnp.where(jnp.maximum(start, 0) < mark, mark, 0)
 
 
-def select(cells: C, parents: jax.Array, targets: jax.Array) -> C:
+def select(cells: C, parents: Int32[Array, " n"], targets: Int32[Array, " n"]) -> C:
     """Give each target the cells of its parent in place of its own, all at once.
 
     Args:
       cells: the table.
-      parents: `[n]` int32, sequences, of the same stream as their targets.
-      targets: `[n]` int32, each at most once; one that is no sequence is left out.
+      parents: sequences, of the same stream as their targets.
+      targets: each at most once; one that is no sequence is left out.
     """
 
     def gain(i: jax.Array, owners: jax.Array) -> jax.Array:
@@ -311,7 +326,7 @@ def select(cells: C, parents: jax.Array, targets: jax.Array) -> C:
     return replace(with_owners(cells, owners), evicted_below=evicted_below)
 
 
-def keep(cells: C, seq: jax.Array) -> C:
+def keep(cells: C, seq: Int32[Array, ""]) -> C:
     """Empty every cell that one sequence does not own, and make it the only owner of the rest."""
     only = with_owners(cells, cells.owners & bits(cells, seq)[..., None])
     only = replace(
@@ -331,7 +346,7 @@ def clear(cells: C) -> C:
     )
 
 
-def each(asked: jax.Array, look: Callable[[jax.Array, T], T], start: T) -> T:
+def each(asked: Bool[Array, " n"], look: Callable[[jax.Array, T], T], start: T) -> T:
     """Fold over the sequences asked for, `[Q]` bool, or the words of them, one after another.
 
     A reduction over all pairs of sequences and cells at once costs a hundred times more in a large
@@ -341,20 +356,20 @@ def each(asked: jax.Array, look: Callable[[jax.Array, T], T], start: T) -> T:
     return jax.lax.fori_loop(0, jnp.sum(asked), lambda i, carry: look(ids[i], carry), start)
 
 
-def holders(cells: Cells, where: jax.Array) -> jax.Array:
-    """Return which sequences own one of some cells, `[S, N]` bool; `[Q]` bool."""
+def holders(cells: Cells, where: Bool[Array, "S N"]) -> Bool[Array, " Q"]:
+    """Return which sequences own one of some cells, `[S, N]` bool."""
     words = [jnp.where(where, cells.owners[:, w], 0) for w in range(cells.owners.shape[1])]
     some = jnp.stack([jax.lax.reduce_or(word, axes=(1,)) for word in words], axis=1)  # [S, W]
     stream, word, bit = owner_word(cells, jnp.arange(cells.sequences))
     return (some[stream, word] >> bit) & 1 == 1
 
 
-def owns_same_cells(cells: Cells, partner: jax.Array) -> jax.Array:
-    """Return whether sequences own the very same cells as others of their stream, `[Q]` bool.
+def owns_same_cells(cells: Cells, partner: Int32[Array, " Q"]) -> Bool[Array, " Q"]:
+    """Return whether sequences own the very same cells as others of their stream.
 
     Args:
       cells: the table.
-      partner: `[Q]` int32, the number of the other one within the stream, its own where none is
+      partner: the number of the other one within the stream, its own where none is
         asked about.
     """
     partner = partner.reshape(cells.streams, cells.sequences_per_stream)
@@ -374,8 +389,8 @@ def owns_same_cells(cells: Cells, partner: jax.Array) -> jax.Array:
     return each(asked, compare, jnp.ones(partner.shape, bool)).reshape(-1)
 
 
-def stream_hash(cells: Cells) -> jax.Array:
-    """Return a number of each stream's content; `[S]` uint32.
+def stream_hash(cells: Cells) -> UInt32[Array, " S"]:
+    """Return a number of each stream's content.
 
     Equal digests, equal table: position, owners, shift and stamp of every cell, and what a window
     took from every sequence. It changes with every edit, and comes back when an edit is undone.
@@ -394,16 +409,20 @@ def stream_hash(cells: Cells) -> jax.Array:
 
 
 def of_cells(
-    index: jax.Array, position: jax.Array, shift: jax.Array, cell_hash: jax.Array, owners: jax.Array
-) -> jax.Array:
-    """Return what cells add to the digest of their stream; uint32, broadcast together.
+    index: Int32[Array, "*#n"],
+    position: Int32[Array, "*#n"],
+    shift: Int32[Array, "*#n"],
+    cell_hash: UInt32[Array, "*#n"],
+    owners: UInt32[Array, "*#n W"],
+) -> UInt32[Array, "*#n"]:
+    """Return what cells add to the digest of their stream.
 
     `owners` has their words along an axis more, the last one.
     """
     return chained(index, position, shift, cell_hash, *jnp.unstack(owners, axis=-1))
 
 
-def rewind(cells: C, old: C) -> tuple[C, jax.Array]:
+def rewind(cells: C, old: C) -> tuple[C, Bool[Array, ""]]:
     """Return an older table that knows what was written since; and `ok`, `[]` bool.
 
     `ok` is whether nothing that the older table uses was written over or moved.
@@ -420,16 +439,18 @@ def rewind(cells: C, old: C) -> tuple[C, jax.Array]:
 
 
 def lacks(cells: Cells) -> jax.Array:
-    """Return which layers lack tokens that their stream holds, `[S, L]` bool."""
+    """Return which layers lack tokens that their stream holds; `[S, L]` bool, also on the host."""
     return (cells.written != cells.history[:, 1:]) & ~free(cells).all(axis=1, keepdims=True)
 
 
-def begun(history: jax.Array, lacking: jax.Array) -> dict[str, jax.Array]:
+def begun(
+    history: UInt32[Array, "S 2"], lacking: Bool[Array, "S L"]
+) -> dict[str, UInt32[Array, "S _"]]:
     """Return the fields `history` and `written` of streams that tokens came to by no ubatch.
 
     Args:
-      history: `[S, 2]` uint32, what it was.
-      lacking: `[S, L]` bool, the layers that lack tokens from now on.
+      history: what it was.
+      lacking: the layers that lack tokens from now on.
     """
     now = chained(history[:, 0], history[:, 1] + 1)[:, None]  # another one than 0 after two zeros
     return {
@@ -438,7 +459,7 @@ def begun(history: jax.Array, lacking: jax.Array) -> dict[str, jax.Array]:
     }
 
 
-def restamped(cells: Cells, where: jax.Array) -> jax.Array:
+def restamped(cells: Cells, where: Bool[Array, "S N"]) -> UInt32[Array, "S N"]:
     """Return the stamps once the keys of some cells, `[S, N]` bool, were rotated as they were owed.
 
     By how much goes into them: two branches that rotate a key differently hold different ones.
@@ -446,7 +467,7 @@ def restamped(cells: Cells, where: jax.Array) -> jax.Array:
     return jnp.where(where, chained(cells.cell_hash, cells.shift), cells.cell_hash)
 
 
-def faults(cells: Cells) -> dict[str, jax.Array]:
+def faults(cells: Cells) -> dict[str, Int32[Array, ""]]:
     """Return how often each invariant of a table is broken, by name; `[]` int32 each."""
     owned = jnp.any(cells.owners != 0, axis=1)
     known_bits = jax.vmap(partial(bits, cells))(jnp.arange(cells.sequences))  # [Q, S, W]
@@ -463,30 +484,30 @@ def faults(cells: Cells) -> dict[str, jax.Array]:
     return {name: jnp.sum(where, dtype=jnp.int32) for name, where in wrong.items()}
 
 
-def bits(cells: Cells, seq: jax.Array) -> jax.Array:
-    """Return one sequence, `[]`, as words that can be laid over `owners`; `[S, W]` uint32."""
+def bits(cells: Cells, seq: Int32[Array, ""]) -> UInt32[Array, "S W"]:
+    """Return one sequence, `[]`, as words that can be laid over `owners`."""
     stream, word, bit = owner_word(cells, seq)
     streams, words, _ = cells.owners.shape
     here = (jnp.arange(streams)[:, None] == stream) & (jnp.arange(words)[None] == word)
     return jnp.where(here & known(cells, seq), jnp.uint32(1) << bit, jnp.uint32(0))
 
 
-def owned_by(cells: Cells, words: jax.Array) -> jax.Array:
-    """Return which cells have an owner among `words`, `[S, W]`; `[S, N]` bool."""
+def owned_by(cells: Cells, words: UInt32[Array, "S W"]) -> Bool[Array, "S N"]:
+    """Return which cells have an owner among `words`, `[S, W]`."""
     return jnp.any(cells.owners & words[..., None] != 0, axis=1)
 
 
-def within(cells: Cells, start: jax.Array, stop: jax.Array) -> jax.Array:
-    """Return which cells hold a position of a range; `[S, N]` bool. Empty cells never do."""
+def within(cells: Cells, start: Int32[Array, ""], stop: Int32[Array, ""]) -> Bool[Array, "S N"]:
+    """Return which cells hold a position of a range. Empty cells never do."""
     return (cells.position >= jnp.maximum(start, 0)) & (cells.position < end_of(stop))
 
 
-def spread(cell: jax.Array) -> jax.Array:
+def spread(cell: Bool[Array, "S N"]) -> UInt32[Array, "S 1 N"]:
     """Turn a bool for each cell into words of all ones or none; `[S, N]` to `[S, 1, N]`."""
     return jnp.where(cell, ~jnp.uint32(0), jnp.uint32(0))[:, None]
 
 
-def with_owners(cells: C, owners: jax.Array) -> C:
+def with_owners(cells: C, owners: UInt32[Array, "S W N"]) -> C:
     """Replace the owners, `[S, W, N]`; a cell with none left is empty and owes nothing."""
     kept = jnp.any(owners != 0, axis=1)
     return replace(

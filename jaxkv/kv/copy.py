@@ -3,9 +3,11 @@
 Where sequences share several streams a copy has to look for cells, see `jaxkv.kv.copy_pooled`.
 """
 
+from __future__ import annotations
+
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -36,9 +38,17 @@ from jaxkv.kv.cells import C, Cells, begun, inherited, known, lacks, within
 from jaxkv.kv.shift import CHUNK
 from jaxkv.ops.layer_stack import each_array
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Int32, PyTree
+
 
 def copy_between(
-    cells: C, buffers: Buffers, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
+    cells: C,
+    buffers: Buffers,
+    src: Int32[Array, ""],
+    dst: Int32[Array, "*n"],
+    start: Int32[Array, ""],
+    stop: Int32[Array, ""],
 ) -> tuple[C, Buffers]:
     """Replace what sequences hold by a range of another's, in the table and the buffers.
 
@@ -48,8 +58,8 @@ def copy_between(
     Args:
       cells: the table, with a stream for each sequence.
       buffers: the buffers beside it.
-      src: `[]` int32, the sequence that is copied.
-      dst: `[]` or `[n]` int32, those that are replaced; `src` itself stays as it is.
+      src: the sequence that is copied.
+      dst: those that are replaced; `src` itself stays as it is.
       start: first position of the range.
       stop: one past the last.
     """
@@ -129,14 +139,14 @@ def _replaced(
 
 
 def _copy_runs(
-    split: Halves, src: jax.Array, targets: jax.Array, counts: jax.Array, arrays: Any
-) -> Any:
+    split: Halves, src: jax.Array, targets: jax.Array, counts: jax.Array, arrays: PyTree
+) -> PyTree:
     """Copy the first `counts` cells, `[n]`, of a stream to those of the targets, `[n]`."""
 
-    def target(i: jax.Array, arrays: Any) -> Any:
+    def target(i: jax.Array, arrays: PyTree) -> PyTree:
         share, size, count = _of_share(split, arrays, counts[i])
 
-        def chunk(j: jax.Array, arrays: Any) -> Any:
+        def chunk(j: jax.Array, arrays: PyTree) -> PyTree:
             first = jnp.minimum(j * size, share - size)  # the last may overlap the one before
 
             def copied(x: Cached, how: AxisPartition) -> Cached:
@@ -150,7 +160,7 @@ def _copy_runs(
 
 
 def select_between(
-    cells: C, buffers: Buffers, parents: jax.Array, targets: jax.Array
+    cells: C, buffers: Buffers, parents: Int32[Array, " n"], targets: Int32[Array, " n"]
 ) -> tuple[C, Buffers]:
     """Replace what each target holds by what its parent does, all at once.
 
@@ -160,8 +170,8 @@ def select_between(
     Args:
       cells: the table, with a stream for each sequence.
       buffers: the buffers beside it.
-      parents: `[n]` int32, the sequences that are copied.
-      targets: `[n]` int32, each at most once; one that is no sequence is left out.
+      parents: the sequences that are copied.
+      targets: each at most once; one that is no sequence is left out.
     """
     does = known(cells, targets)
     targets = jnp.where(does, targets, cells.streams)
@@ -206,12 +216,12 @@ def _select_cells(
     targets: jax.Array,
     does: jax.Array,
     count: jax.Array,
-    arrays: Any,
-) -> Any:
+    arrays: PyTree,
+) -> PyTree:
     """Copy the first `count` cells of streams, `[n]`, to those of targets, `[n]`, where it does."""
     _, size, count = _of_share(split, arrays, count)
 
-    def chunk(i: jax.Array, arrays: Any) -> Any:
+    def chunk(i: jax.Array, arrays: PyTree) -> PyTree:
         slots = jnp.broadcast_to(i * size + jnp.arange(size), (targets.size, size))
         slots = jnp.where(does[:, None] & (slots < count), slots, no_slots(slots))
 
@@ -239,7 +249,7 @@ def _in_chunks(cells: Cells, count: jax.Array) -> jax.Array:
     return jnp.minimum(-(-count // size) * size, cells.num_cells)
 
 
-def _of_share(split: Halves, arrays: Any, count: jax.Array) -> tuple[int, int, jax.Array]:
+def _of_share(split: Halves, arrays: PyTree, count: jax.Array) -> tuple[int, int, jax.Array]:
     """Return the cells of a device's share, those of a chunk, and how many of the first are its.
 
     `count`, the first cells of a stream, and the last of the answers are `[]` int32.

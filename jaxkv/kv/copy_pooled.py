@@ -5,9 +5,11 @@ they held. Cells that are copied are never taken, also where they have no owner 
 can be read and written a few at a time, and sequences may change places.
 """
 
+from __future__ import annotations
+
 from dataclasses import replace
 from functools import partial
-from typing import Any, Generic, NamedTuple
+from typing import TYPE_CHECKING, Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,20 +48,23 @@ from jaxkv.kv.shift import CHUNK
 from jaxkv.kv.slots import usable
 from jaxkv.ops.layer_stack import each_array
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Int32, PyTree
+
 
 class CopyDemand(NamedTuple):
     """What copies between streams take.
 
-    wanted: `[S]` int32, the cells that they want of each stream.
-    found: `[S]` int32, those that there are for them.
+    wanted: the cells that they want of each stream.
+    found: those that there are for them.
     """
 
-    wanted: jax.Array
-    found: jax.Array
+    wanted: Int32[Array, " S"]
+    found: Int32[Array, " S"]
 
     @property
-    def ok(self) -> jax.Array:
-        """Whether no stream lacks cells; `[]` bool."""
+    def ok(self) -> Bool[Array, ""]:
+        """Whether no stream lacks cells."""
         return jnp.all(self.wanted <= self.found)
 
 
@@ -71,15 +76,15 @@ class Transfer(NamedTuple, Generic[C]):
     left: the table once the targets own what they share, and have let go of all else.
     arriving: a table of copies, in turn: positions, shifts, stamps and contents as they were, and
       the owners that they will have.
-    origin: `[S, N]` int32, the cell that is copied, numbered through all streams.
-    slots: `[S, N]` int32, the cell that it goes to.
+    origin: the cell that is copied, numbered through all streams.
+    slots: the cell that it goes to.
     need: how many cells are wanted of each stream, and how many there are.
     """
 
     left: C
     arriving: C
-    origin: jax.Array  # [S, N]
-    slots: jax.Array  # [S, N]
+    origin: Int32[Array, "S N"]
+    slots: Int32[Array, "S N"]
     need: CopyDemand
 
 
@@ -135,8 +140,8 @@ def execute_copy(cells: C, buffers: Buffers, transfer: Transfer[C]) -> tuple[C, 
 
 
 def _fill(
-    split: Halves, origin: jax.Array, slots: jax.Array, wanted: jax.Array, arrays: Any
-) -> Any:
+    split: Halves, origin: jax.Array, slots: jax.Array, wanted: jax.Array, arrays: PyTree
+) -> PyTree:
     """Copy keys and values, the first `wanted` of each stream, `[S]`, a chunk at a time.
 
     Which cells those are is known where the streams are that get them, and sent along.
@@ -144,7 +149,7 @@ def _fill(
     ends = jnp.cumsum(wanted)
     by_streams, size = stream_cell_axes(split).streams, slots.shape[1]
 
-    def chunk(i: jax.Array, arrays: Any) -> Any:
+    def chunk(i: jax.Array, arrays: PyTree) -> PyTree:
         number = i * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)
         stream = jnp.searchsorted(ends, number, side="right").astype(jnp.int32)
         stream = jnp.minimum(stream, wanted.size - 1)

@@ -5,8 +5,10 @@ and so on, which no verb of positions reaches: a text may be cut, moved and slid
 stays. What copies or forgets a sequence takes its source along.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self
 
 import jax
 import jax.numpy as jnp
@@ -21,15 +23,20 @@ from jaxkv.kv.table import CellTable
 from jaxkv.spec import TableSpec, changes_of
 from jaxkv.table import KVView
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int, Int32, UInt32
+
+    from jaxkv.core.types import Tokens
+
 
 class CrossAttentionSlots(NamedTuple):
     """What a part for sources has as slots of a ubatch of text: who looks.
 
-    looks: `[R, T]` int32, 0 for a token that looks; past the last cell for padding and for a
+    looks: 0 for a token that looks; past the last cell for padding and for a
       refused plan, which see nothing.
     """
 
-    looks: jax.Array
+    looks: Int32[Array, "R T"]
 
 
 @jax.tree_util.register_dataclass
@@ -57,8 +64,8 @@ class CrossAttentionTable(CellTable):
         return replace(super().cache_spec(buffers), kind="cross_attention")
 
     def can_allocate(
-        self, lengths: np.ndarray, at_once: int, num_shared_cells: np.ndarray
-    ) -> np.ndarray:
+        self, lengths: Int[np.ndarray, " Q"], at_once: int, num_shared_cells: Int[np.ndarray, " S"]
+    ) -> Bool[np.ndarray, " S"]:
         """Return that texts of any length can be held, `[S]` bool: they take no cells here."""
         del lengths, at_once, num_shared_cells
         return np.ones(self.streams, bool)
@@ -72,25 +79,36 @@ class CrossAttentionTable(CellTable):
         """Mark the slots of a source; a text has none."""
         return self if isinstance(ubatch.slots, CrossAttentionSlots) else super().occupy(ubatch)
 
-    def stream_hash_after(self, ubatch: Ubatch, occupied: Any) -> jax.Array:
+    def stream_hash_after(self, ubatch: Ubatch, occupied: CellTable) -> UInt32[Array, " S"]:
         """Return the digest, `[S]` uint32; text changes nothing here."""
         if isinstance(ubatch.slots, CrossAttentionSlots):
             return ubatch.hash_before
         return super().stream_hash_after(ubatch, occupied)
 
-    def remove(self, seq: jax.Array, start: jax.Array, stop: jax.Array) -> tuple[Self, jax.Array]:
+    def remove(
+        self, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]
+    ) -> tuple[CellTable, Bool[Array, ""]]:
         """Forget a source where all of its text is forgotten; a part of a text leaves it alone."""
         return super().remove(seq, start, jnp.where((start <= 0) & (stop < 0), -1, 0))
 
     def copy(
-        self, buffers: Any, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
-    ) -> tuple[Self, Any]:
+        self,
+        buffers: Buffers | None,
+        src: Int32[Array, ""],
+        dst: Int32[Array, "*n"],
+        start: Int32[Array, ""],
+        stop: Int32[Array, ""],
+    ) -> tuple[CellTable, Buffers | None]:
         """Give the targets the source in place of their own, whatever range of the text it is."""
         return self.select(buffers, *self._forked(src, dst, start, stop))
 
     def can_copy(
-        self, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+        self,
+        src: Int32[Array, ""],
+        dst: Int32[Array, "*n"],
+        start: Int32[Array, ""],
+        stop: Int32[Array, ""],
+    ) -> tuple[Bool[Array, ""], Int32[Array, " m"]]:
         """Return whether `copy` can; the ends are those of no text, -1."""
         ok = self.can_select(*self._forked(src, dst, start, stop))
         return ok, jnp.full(jnp.atleast_1d(dst).shape, EMPTY)
@@ -105,31 +123,39 @@ class CrossAttentionTable(CellTable):
 
     def add(
         self,
-        seq: jax.Array,
-        start: jax.Array,
-        stop: jax.Array,
-        delta: jax.Array,
-        gap: jax.Array | None = None,
-    ) -> tuple["CrossAttentionTable", jax.Array]:
+        seq: Int32[Array, ""],
+        start: Int32[Array, ""],
+        stop: Int32[Array, ""],
+        delta: Int32[Array, ""],
+        gap: Int32[Array, ""] | None = None,
+    ) -> tuple[CrossAttentionTable, Bool[Array, ""]]:
         """Return the table as it is: the positions of a text move, and not those of its source."""
         del seq, start, stop, delta, gap
         return self, jnp.array(True)
 
     def can_add(
-        self, seq: jax.Array, start: jax.Array, stop: jax.Array, delta: jax.Array
-    ) -> jax.Array:
+        self,
+        seq: Int32[Array, ""],
+        start: Int32[Array, ""],
+        stop: Int32[Array, ""],
+        delta: Int32[Array, ""],
+    ) -> Bool[Array, ""]:
         """Return True, `[]` bool, since nothing moves."""
         del seq, start, stop, delta
         return jnp.array(True)
 
     def divide(
-        self, seq: jax.Array, start: jax.Array, stop: jax.Array, divisor: jax.Array
-    ) -> tuple["CrossAttentionTable", jax.Array]:
+        self,
+        seq: Int32[Array, ""],
+        start: Int32[Array, ""],
+        stop: Int32[Array, ""],
+        divisor: Int32[Array, ""],
+    ) -> tuple[CrossAttentionTable, Bool[Array, ""]]:
         """Return the table as it is: positions of a source are not divided."""
         del seq, start, stop, divisor
         return self, jnp.array(True)
 
-    def can_resume(self, seq: jax.Array, pos: jax.Array) -> jax.Array:
+    def can_resume(self, seq: Int32[Array, ""], pos: Int32[Array, ""]) -> Bool[Array, ""]:
         """Return True, `[]` bool: a source is there for every position."""
         del seq, pos
         return jnp.array(True)
@@ -139,13 +165,13 @@ class CrossAttentionTable(CellTable):
         buffers: Buffers,
         layer: int,
         ubatch: Ubatch,
-        q: jax.Array,
-        k: jax.Array | None = None,
-        v: jax.Array | None = None,
+        q: Float[Array, "R T H D"],
+        k: Float[Array, "R T K D"] | None = None,
+        v: Float[Array, "R T K Dv"] | None = None,
         *,
-        visible_until: jax.Array | None = None,
+        visible_until: Tokens | None = None,
         **options: Any,
-    ) -> tuple[Self, Buffers, jax.Array]:
+    ) -> tuple[CellTable, Buffers, Float[Array, "R T H Dv"]]:
         """Look at the sources, all of them; a ubatch of sources attends as `jaxkv.attend` says."""
         if not isinstance(ubatch.slots, CrossAttentionSlots):
             return super().attend(
@@ -163,9 +189,9 @@ class CrossAttentionTable(CellTable):
         buffers: Buffers,
         layer: int,
         ubatch: Ubatch,
-        k: jax.Array,
-        v: jax.Array | None = None,
-    ) -> tuple[Self, Buffers]:
+        k: Float[Array, "R T K D"],
+        v: Float[Array, "R T K Dv"] | None = None,
+    ) -> tuple[CellTable, Buffers]:
         """Write the keys and values of sources."""
         if isinstance(ubatch.slots, CrossAttentionSlots):
             _refuse_to_write()
@@ -193,7 +219,7 @@ def _as_it_looks(ubatch: Ubatch) -> Ubatch:
     return replace(ubatch, slots=ubatch.slots.looks, shared_with=None, more=no_more)
 
 
-def _check_until(visible_until: Any) -> None:
+def _check_until(visible_until: Tokens | None) -> None:
     if visible_until is not None:
         raise ValueError("wanted no visible_until for a source, all of which is seen: leave it out")
 

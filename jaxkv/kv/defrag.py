@@ -1,8 +1,10 @@
 """Closing the gaps between used cells, so that those are used that are taken first."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +22,9 @@ from jaxkv.ops.layer_stack import each_array
 from jaxkv.spec import TableSpec
 from jaxkv.table import MaintenancePlan
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Int32, PyTree
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -29,32 +34,32 @@ class DefragPlan(MaintenancePlan):
     With M = N // 2, the most runs that there can be. Only the first `count` of a stream are
     moves.
 
-    source: `[S, M]` int32, the first cell of a run, those that would be taken last first.
-    destination: `[S, M]` int32, where that cell goes; the rest of the run follows.
-    length: `[S, M]` int32, the cells of the run; 0 beyond the last move.
-    count: `[S]` int32, how many moves there are.
-    free: `[S, N]` bool, which cells were empty when the plan was made. Applied to a table in which
+    source: the first cell of a run, those that would be taken last first.
+    destination: where that cell goes; the rest of the run follows.
+    length: the cells of the run; 0 beyond the last move.
+    count: how many moves there are.
+    free: which cells were empty when the plan was made. Applied to a table in which
       others are, the plan changes nothing.
     spec: of the cache that it was planned for, static.
     """
 
-    source: jax.Array  # [S, M]
-    destination: jax.Array  # [S, M]
-    length: jax.Array  # [S, M]
-    count: jax.Array  # [S]
-    free: jax.Array  # [S, N]
+    source: Int32[Array, "S M"]
+    destination: Int32[Array, "S M"]
+    length: Int32[Array, "S M"]
+    count: Int32[Array, " S"]
+    free: Bool[Array, "S N"]
     spec: TableSpec = field(metadata={"static": True})
 
     @property
-    def pending(self) -> jax.Array:
-        """How many cells move; `[]` int32."""
+    def pending(self) -> Int32[Array, ""]:
+        """How many cells move."""
         return jnp.sum(self.length, dtype=jnp.int32)
 
-    def is_current(self, table: Cells) -> jax.Array:
-        """Return whether the table's gaps are those of the plan; `[]` bool."""
+    def is_current(self, table: Cells) -> Bool[Array, ""]:
+        """Return whether the table's gaps are those of the plan."""
         return jnp.all(self.free == free(table))
 
-    def commit(self, table: C, buffers: Buffers, ok: jax.Array) -> tuple[C, Buffers]:
+    def commit(self, table: C, buffers: Buffers, ok: Bool[Array, ""]) -> tuple[C, Buffers]:
         """Move the cells, if `ok`, `[]` bool."""
         return move_cells(table, buffers, self, ok)
 
@@ -133,7 +138,9 @@ def _tile_by_tile(taken: jax.Array, tile: int) -> tuple[jax.Array, jax.Array]:
     return (cells & leaving[:, None]).reshape(-1), enter.reshape(-1)
 
 
-def move_cells(cells: C, buffers: Buffers, plan: DefragPlan, ok: jax.Array) -> tuple[C, Buffers]:
+def move_cells(
+    cells: C, buffers: Buffers, plan: DefragPlan, ok: Bool[Array, ""]
+) -> tuple[C, Buffers]:
     """Move cells and what the buffers hold for them, a bounded number at a time.
 
     If `ok`, `[]` bool, is False nothing moves.
@@ -165,14 +172,14 @@ def move_cells(cells: C, buffers: Buffers, plan: DefragPlan, ok: jax.Array) -> t
     return cells, buffers
 
 
-def _move(size: int, split: Halves, plan: DefragPlan, chunks: jax.Array, arrays: Any) -> Any:
+def _move(size: int, split: Halves, plan: DefragPlan, chunks: jax.Array, arrays: PyTree) -> PyTree:
     """Move keys and values `[S, K, N, D]`: all are gathered before they are scattered.
 
     Of N cells, `size`, that are split, a chunk is sent to all devices that hold some.
     """
     stream = jnp.arange(len(chunks))[:, None]
 
-    def move(i: jax.Array, arrays: Any) -> Any:
+    def move(i: jax.Array, arrays: PyTree) -> PyTree:
         source, destination = _moves(plan, size, i)
 
         def carried(x: Cached, how: AxisPartition) -> Cached:
@@ -208,7 +215,7 @@ def _taken(field: jax.Array, cell: jax.Array) -> jax.Array:
     return jax.vmap(lambda one, at: one.at[at].get(mode="fill", fill_value=0))(field, cell)
 
 
-def _put(field: jax.Array, cell: jax.Array, value: Any) -> jax.Array:
+def _put(field: jax.Array, cell: jax.Array, value: jax.Array | int) -> jax.Array:
     """Write a field `[S, N]` at cells of each stream, `[S, n]`."""
     put = jax.vmap(lambda one, at, new: one.at[at].set(new, mode="drop", unique_indices=True))
     return put(field, cell, jnp.broadcast_to(jnp.asarray(value, field.dtype), cell.shape))

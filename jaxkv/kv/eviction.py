@@ -1,6 +1,9 @@
 """Windows: which cells no next token sees, taking them, and what can be resumed after that."""
 
+from __future__ import annotations
+
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +27,12 @@ from jaxkv.kv.cells import (
 )
 from jaxkv.window import first_seen
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Int32
 
-def evictable(cells: Cells) -> jax.Array:
-    """Return which used cells no next token of any owner sees; `[S, N]` bool."""
+
+def evictable(cells: Cells) -> Bool[Array, "S N"]:
+    """Return which used cells no next token of any owner sees."""
     if cells.window is None:
         return jnp.zeros(cells.position.shape, bool)
     if cells.sequences_per_stream == 1:
@@ -44,7 +50,7 @@ def evictable(cells: Cells) -> jax.Array:
     return ~free(cells) & ~each(_locals(cells, ~free(cells)), look, unseen)
 
 
-def evict(cells: C, taken: jax.Array) -> C:
+def evict(cells: C, taken: Bool[Array, "S N"]) -> C:
     """Take hidden cells from their owners, `[S, N]` bool, and what lies before them too.
 
     What an owner keeps is dense from then on, and `evicted_below` says where it begins. Free cells
@@ -92,8 +98,8 @@ def _held_side_by_side(cells: Cells, local: jax.Array) -> tuple[jax.Array, jax.A
     return jnp.where(own & bit != 0, cells.position, EMPTY), words
 
 
-def can_resume(cells: Cells, seq: jax.Array, pos: jax.Array) -> jax.Array:
-    """Return whether a sequence cut at a position goes on there and sees all it should; `[]` bool.
+def can_resume(cells: Cells, seq: Int32[Array, ""], pos: Int32[Array, ""]) -> Bool[Array, ""]:
+    """Return whether a sequence cut at a position goes on there and sees all it should.
 
     One that is empty can go on anywhere.
     """
@@ -106,7 +112,7 @@ def can_resume(cells: Cells, seq: jax.Array, pos: jax.Array) -> jax.Array:
     return known(cells, seq) & (pos >= 0) & goes_on & ((next_one == 0) | (next_one == pos))
 
 
-def granted(cells: C, edited: C, tip: jax.Array) -> tuple[C, jax.Array]:
+def granted(cells: C, edited: C, tip: Int32[Array, " Q"]) -> tuple[C, Bool[Array, ""]]:
     """Return the edited table, or the old one if a sequence could not go on after the edit.
 
     A sequence can where its next token sees nothing of what a window took. Where that token stands
@@ -115,7 +121,7 @@ def granted(cells: C, edited: C, tip: jax.Array) -> tuple[C, jax.Array]:
     Args:
       cells: the table before the edit.
       edited: the table after it.
-      tip: `[Q]` int32, where the edit brought position `evicted_below - 1`.
+      tip: where the edit brought position `evicted_below - 1`.
 
     Returns:
       The table, and `ok`, `[]` bool.
@@ -131,8 +137,12 @@ def granted(cells: C, edited: C, tip: jax.Array) -> tuple[C, jax.Array]:
 
 
 def can_copy(
-    cells: Cells, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+    cells: Cells,
+    src: Int32[Array, ""],
+    dst: Int32[Array, "*n"],
+    start: Int32[Array, ""],
+    stop: Int32[Array, ""],
+) -> tuple[Bool[Array, ""], Int32[Array, " m"]]:
     """Return whether targets, `[n]`, could go on after a copy, `[]` bool; and their ends, `[n]`."""
     dst = jnp.atleast_1d(dst)
     positions, marks = held(cells, src), cells.evicted_below
@@ -167,6 +177,6 @@ def _goes_on(cells: Cells, mark: jax.Array, end: jax.Array, certain: jax.Array) 
     return (mark == 0) | (complete & ((end >= mark - 1) | certain))
 
 
-def is_context_evicted(cells: Cells, position: jax.Array) -> jax.Array:
+def is_context_evicted(cells: Cells, position: Int32[Array, " Q"]) -> Bool[Array, " Q"]:
     """Return which sequences would miss something with a token at a position; both `[Q]`."""
     return cells.evicted_below > first_seen(cells.window, position)

@@ -6,18 +6,23 @@ few neighbours at a time: at most 64, and a power of two that divides the share.
 taken first has rank 0.
 """
 
-from math import gcd
+from __future__ import annotations
 
-import jax
+from math import gcd
+from typing import TYPE_CHECKING
+
 import jax.numpy as jnp
 
 from jaxkv.core.array_utils import divided
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Int32, Shaped
 
 STRIPE = 64
 """The most neighbouring cells that are taken before those of the next share."""
 
 
-def dealt(x: jax.Array, shards: int) -> jax.Array:
+def dealt(x: Shaped[Array, "... N"], shards: int) -> Shaped[Array, "... N"]:
     """Bring what there is for each cell, `[..., N]`, into the order in which cells are taken.
 
     >>> dealt(jnp.arange(16), 2)
@@ -28,7 +33,7 @@ def dealt(x: jax.Array, shards: int) -> jax.Array:
     return x.reshape(*rest, shards, turns, stripe).swapaxes(-3, -2).reshape(x.shape)
 
 
-def cell_of(rank: jax.Array, cells: int, shards: int) -> jax.Array:
+def cell_of(rank: Int32[Array, "*n"], cells: int, shards: int) -> Int32[Array, "*n"]:
     """Return the cells of ranks, `[...]` int32; one past the last of N `cells` stays past it.
 
     >>> cell_of(jnp.array([2, 4, 15, 16]), 16, 2)

@@ -1,8 +1,10 @@
 """What a layer asks of an attention cache: write its keys and values, look at them, attend."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -43,24 +45,29 @@ from jaxkv.ops.mla import ValueSlice
 from jaxkv.ops.quantised import decoded, parts
 from jaxkv.table import KVView
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int32, PyTree
+
+    from jaxkv.core.types import Tokens
+
 
 def attend(
     table: C,
     buffers: Buffers,
-    layer: int | jax.Array,
+    layer: int | Int32[Array, ""],
     ubatch: Ubatch,
-    q: jax.Array,
-    k: jax.Array | None,
-    v: jax.Array | None,
+    q: Float[Array | np.ndarray, "R T H D"],
+    k: Float[Array | np.ndarray, "R T K D"] | None,
+    v: Float[Array | np.ndarray, "R T K Dv"] | None,
     *,
     scale: float | None = None,
     softcap: float | None = None,
-    sinks: jax.Array | None = None,
+    sinks: Float[Array | np.ndarray, " H"] | None = None,
     bias: Bias | None = None,
     causal: bool = True,
-    visible_until: jax.Array | None = None,
+    visible_until: Tokens | None = None,
     implementation: Implementation | None = None,
-) -> tuple[C, Buffers, jax.Array]:
+) -> tuple[C, Buffers, Float[Array, "R T H Dv"]]:
     """Write the keys and values of a ubatch, if it brings any, and attend; see `jaxkv.attend`.
 
     Tokens of a stale ubatch are written nowhere and get NaN, and so do those that look at a layer
@@ -96,10 +103,10 @@ def attend(
 def write_kv(
     table: C,
     buffers: Buffers,
-    layer: int | jax.Array,
+    layer: int | Int32[Array, ""],
     ubatch: Ubatch,
-    k: jax.Array,
-    v: jax.Array | None,
+    k: Float[Array | np.ndarray, "R T K D"],
+    v: Float[Array | np.ndarray, "R T K Dv"] | None,
 ) -> tuple[C, Buffers]:
     """Write the keys and values of a ubatch, see `jaxkv.write_kv`."""
     layer_kv = _layer_of(buffers, layer)
@@ -112,11 +119,11 @@ def write_kv(
 def read_kv(
     table: Cells,
     buffers: Buffers,
-    layer: int | jax.Array,
+    layer: int | Int32[Array, ""],
     ubatch: Ubatch,
     *,
     causal: bool = True,
-    visible_until: jax.Array | None = None,
+    visible_until: Tokens | None = None,
 ) -> KVView:
     """Return what the tokens of a ubatch see, see `jaxkv.read_kv`."""
     visible_until = _checked_until(visible_until, ubatch, causal)
@@ -140,14 +147,18 @@ def _layer_of(buffers: Buffers, layer: int | jax.Array) -> LayerKV:
     return buffers.layer(layer)
 
 
-def _check_array(name: str, x: Any) -> None:
+def _check_array(name: str, x: object) -> jax.Array | np.ndarray:
+    """Return an array of floats."""
     if not isinstance(x, jax.Array | np.ndarray):
         raise TypeError(f"wanted an array for {name}, got {type(x)}")
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"wanted floats for {name}, got {x.dtype}: cast them")
+    return x
 
 
-def _checked(ubatch: Ubatch, layer_kv: LayerKV, k: Any, v: Any) -> tuple[jax.Array, ...]:
+def _checked(
+    ubatch: Ubatch, layer_kv: LayerKV, k: object, v: object
+) -> tuple[jax.Array | np.ndarray, ...]:
     """Return the keys and values of a ubatch, `[R, T, K, D]` and `[R, T, K, Dv]`.
 
     Keys alone where values are a part of them.
@@ -167,18 +178,20 @@ def _checked(ubatch: Ubatch, layer_kv: LayerKV, k: Any, v: Any) -> tuple[jax.Arr
                 f"wanted keys and values, or none of them to look alone, got {alone} alone"
             )
         given = (("k", "D", k, keys), ("v", "Dv", v, values))
-    for name, size, new, old in given:
-        _check_array(name, new)
+    checked = ()
+    for name, size, array, old in given:
+        new = _check_array(name, array)
         wanted = (*ubatch.valid.shape, old.shape[1], old.shape[3])
         if new.shape != wanted:
             raise ValueError(
                 f"wanted {name} [R, T, K, {size}] of {wanted}, got {new.shape}: tokens come before "
                 f"heads, whose sizes are those of the spec"
             )
-    return tuple(new for _, _, new, _ in given)
+        checked += (new,)
+    return checked
 
 
-def _checked_until(visible_until: Any, ubatch: Ubatch, causal: bool) -> jax.Array | None:
+def _checked_until(visible_until: Tokens | None, ubatch: Ubatch, causal: bool) -> jax.Array | None:
     """Return the last position that each token sees, `[R, T]` int32."""
     if not isinstance(causal, bool | np.bool_):
         raise TypeError(f"wanted causal as True or False, known while tracing, got {causal!r}")
@@ -250,7 +263,11 @@ def _on_all(flags: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 @jax.jit
 def _written(
-    table: Cells, ubatch: Ubatch, layer_kv: LayerKV, mark: jax.Array, new: tuple[jax.Array, ...]
+    table: Cells,
+    ubatch: Ubatch,
+    layer_kv: LayerKV,
+    mark: jax.Array,
+    new: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, LayerKV]:
     """Write into a layer: on a mesh each device what falls into its share.
 
@@ -259,7 +276,11 @@ def _written(
     split = shares(table.sharding_rules, **sizes_of(layer_kv[0]))
 
     def of_share(
-        table: Cells, ubatch: Ubatch, layer_kv: LayerKV, mark: jax.Array, new: tuple[jax.Array, ...]
+        table: Cells,
+        ubatch: Ubatch,
+        layer_kv: LayerKV,
+        mark: jax.Array,
+        new: tuple[jax.Array, ...],
     ) -> tuple[jax.Array, LayerKV]:
         ubatch = own_rows(ubatch, split.streams, table.streams)
         where, _ = slots.committed_slots(table, ubatch)
@@ -311,14 +332,14 @@ def _viewed(
         if apart:  # each row is a list, and all devices have all of them
             mask = broadcast_from_owner(mask.reshape(*ubatch.valid.shape, -1), apart)
             lists = partial(gather_sharded, axes=apart, index=ubatch.row_stream)
-            layer_kv, positions = jax.tree.map(
+            (keys, values), positions = jax.tree.map(
                 lists, (of_streams(layer_kv, None), visibility.position)
             )
         else:
-            layer_kv, positions = visibility.of_lists((layer_kv, visibility.position))
+            (keys, values), positions = visibility.of_lists((layer_kv, visibility.position))
         flags = _on_all(jnp.stack([current, whole]), apart).reshape(2, mask.shape[0], -1)
         current, whole = jnp.all(flags, axis=2)[..., None, None]
-        keys, values = decoded(layer_kv[0]), layer_kv[1]
+        keys = decoded(keys)
         values = values.of(keys) if isinstance(values, ValueSlice) else decoded(values)
         keys = jnp.where(whole[..., None], keys, jnp.nan)
         return keys, values, mask | ~current, positions
@@ -345,7 +366,7 @@ def _attended(
     visible_until: jax.Array | None,
     causal: bool,
     implementation: Implementation | None,
-) -> tuple[jax.Array, tuple[Any, ...], jax.Array]:
+) -> tuple[jax.Array, tuple[PyTree, ...], jax.Array]:
     """Write into a layer, if there is anything new, and attend.
 
     It is traced and lowered once for all layers.
@@ -393,7 +414,7 @@ def _attended(
         options: Options,
         bias: BiasOfLists | None,
         visible_until: jax.Array | None,
-    ) -> tuple[jax.Array, tuple[Any, ...], jax.Array]:
+    ) -> tuple[jax.Array, tuple[PyTree, ...], jax.Array]:
         ubatch = own_rows(ubatch, split.streams, table.streams)
         where, current = _committed(table, ubatch, layer_kv)
         if new:
@@ -434,7 +455,7 @@ def _attended(
 
 def _specs_of_bias(
     bias: BiasOfLists | None, rows: tuple[str, ...], heads: tuple[str, ...], cells: tuple[str, ...]
-) -> Any:
+) -> OfPlaces | P | None:
     """Return how a bias is split: as rows, query heads and cells are, and never what it weighs."""
     if isinstance(bias, OfPlaces):
         return replace(bias, function=P(), heads=P(heads))

@@ -124,7 +124,7 @@ def _per_layer(spec: CacheSpec, name: str) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,) * spec.layers
 
 
-def placement_of(placement: Any) -> tuple[Placement, int]:
+def placement_of(placement: str) -> tuple[Placement, int]:
     """Return how a table chooses cells, and among how many stripes it deals them."""
     if placement in ("any", "contiguous", "tiled"):
         return placement, 1

@@ -4,7 +4,10 @@ The sequences of a token that has several share all that comes before it, or the
 So what the first of them owns is what all of them do.
 """
 
-import jax
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import jax.numpy as jnp
 
 from jaxkv.batch import Ubatch
@@ -15,9 +18,16 @@ from jaxkv.kv.tiles import tile_of
 from jaxkv.ops.attention.visibility import Visibility, mask_of
 from jaxkv.window import last_seen
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Int32
+
 
 def visibility_of(
-    cells: Cells, ubatch: Ubatch, *, causal: bool = True, visible_until: jax.Array | None = None
+    cells: Cells,
+    ubatch: Ubatch,
+    *,
+    causal: bool = True,
+    visible_until: Int32[Array, "R T"] | None = None,
 ) -> Visibility:
     """Return what decides which cells the tokens of a ubatch see.
 
@@ -33,7 +43,7 @@ def visibility_of(
       cells: the table, with the ubatch applied.
       ubatch: the tokens that look.
       causal: False lets them see what comes after them too.
-      visible_until: `[R, T]` int32, the last position that each token sees; None for its own.
+      visible_until: the last position that each token sees; None for its own.
 
     Raises:
       ValueError: when they may, and a token may belong to several sequences.
@@ -66,9 +76,9 @@ def visibility_of(
 
 
 def blind(
-    cells: Cells, ubatch: Ubatch, *, causal: bool, visible_until: jax.Array | None
-) -> jax.Array | None:
-    """Return which tokens should see one that no ubatch has brought yet, `[R, T]` bool.
+    cells: Cells, ubatch: Ubatch, *, causal: bool, visible_until: Int32[Array, "R T"] | None
+) -> Bool[Array, "R T"] | None:
+    """Return which tokens should see one that no ubatch has brought yet.
 
     With `visible_until`, the ubatch ends before it; without causal attention, the sequence goes on
     in a later ubatch of the plan, within the window.
@@ -77,7 +87,7 @@ def blind(
       cells: the table.
       ubatch: the tokens that look.
       causal: False lets them see what comes after them too.
-      visible_until: `[R, T]` int32, the last position that each token sees; None for its own.
+      visible_until: the last position that each token sees; None for its own.
 
     Returns:
       None where no token sees ahead.
@@ -94,8 +104,12 @@ def blind(
 
 
 def visible(
-    cells: Cells, ubatch: Ubatch, *, causal: bool = True, visible_until: jax.Array | None = None
-) -> jax.Array:
+    cells: Cells,
+    ubatch: Ubatch,
+    *,
+    causal: bool = True,
+    visible_until: Int32[Array, "R T"] | None = None,
+) -> Bool[Array, "R T N"]:
     """Return which cells each token sees, `[R, T, N]` bool; arguments as of `visibility_of`.
 
     llama.cpp: `set_input_kq_mask`.

@@ -4,8 +4,10 @@ Left to a compiler, a look-up by a stream that it does not know would bring the 
 device. Without a mesh these functions add nothing.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +16,19 @@ from jax.sharding import PartitionSpec as P
 from jaxkv.batch import Ubatch, own_rows, rows_of, ubatch_partition_specs
 from jaxkv.core.constants import EMPTY
 from jaxkv.core.partitioning import broadcast_from_owner, map_shards, shares, to_local
-from jaxkv.kv.cells import Cells, known, owner_word
+from jaxkv.kv.cells import C, Cells, known, owner_word
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Int32, PyTree, UInt32
 
 T = TypeVar("T")
+W = TypeVar("W")
+
+Axes = tuple[str, ...]
+"""Axes of a mesh."""
 
 
-def map_streams(cells: Cells, work: Callable[..., Any], *args: Any) -> Any:
+def map_streams(cells: Cells, work: Callable[..., W], *args: PyTree) -> W:
     """Do work on each stream by itself.
 
     Args:
@@ -44,19 +53,21 @@ def map_streams_gather(cells: Cells, work: Callable[..., T], *args: jax.Array) -
     """
     axes = shares(cells.sharding_rules, streams=cells.streams).streams
 
-    def of_share(*args: Any) -> T:
+    def of_share(*args: PyTree) -> T:
         return gathered(work(*args), axes)
 
     return map_shards(cells.sharding_rules, of_share, P(axes), P())(cells, *args)
 
 
-def endings(cells: Cells, sequences: jax.Array, contents: jax.Array) -> tuple[jax.Array, jax.Array]:
+def endings(
+    cells: Cells, sequences: Int32[Array, " T"], contents: UInt32[Array, " T"]
+) -> tuple[UInt32[Array, " T"], Bool[Array, " T"]]:
     """Return what the last cells of some sequences hold.
 
     Args:
       cells: the table.
       sequences: `[T]` int32.
-      contents: `[T]` uint32, one asked about for each sequence.
+      contents: one asked about for each sequence.
 
     Returns:
       The content of a cell at the last position, `[T]` uint32, 0 if there is none; and whether one
@@ -85,8 +96,11 @@ def endings(cells: Cells, sequences: jax.Array, contents: jax.Array) -> tuple[ja
 
 
 def on_rows(
-    cells: Cells, ubatch: Ubatch, work: Callable[[Cells, Ubatch, tuple, tuple], Any], out_specs: Any
-) -> Any:
+    cells: C,
+    ubatch: Ubatch,
+    work: Callable[[C, Ubatch, Axes, Axes], W],
+    out_specs: Callable[[Axes], P],
+) -> W:
     """Do work on the rows of a ubatch where their streams lie.
 
     Args:
@@ -101,7 +115,7 @@ def on_rows(
     rows = rows_of(ubatch, axes)
     apart = () if rows else axes
 
-    def of_share(cells: Cells, ubatch: Ubatch) -> Any:
+    def of_share(cells: C, ubatch: Ubatch) -> W:
         return work(cells, own_rows(ubatch, axes, cells.streams), rows, apart)
 
     run = map_shards(

@@ -7,10 +7,12 @@ to one rotation, and those that cancel to none.
 Ranges and ids are read as in `jaxkv.kv.cells`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +43,9 @@ from jaxkv.rope import NotGiven, Rope
 from jaxkv.spec import TableSpec
 from jaxkv.table import MaintenancePlan
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Int32, PyTree
+
 CHUNK = 256
 """Cells whose keys and values are held at a time while many are rotated or moved."""
 
@@ -50,36 +55,36 @@ CHUNK = 256
 class ShiftPlan(MaintenancePlan):
     """The plan of what is pending: the rotation that each key is owed.
 
-    shift: `[S, N]` int32, the table's notes when the plan was made. Applied to a table whose notes
+    shift: the table's notes when the plan was made. Applied to a table whose notes
       are others, the plan changes nothing.
     spec: of the cache that it was planned for, static.
     """
 
-    shift: jax.Array  # [S, N]
+    shift: Int32[Array, "S N"]
     spec: TableSpec = field(metadata={"static": True})
 
     @property
-    def pending(self) -> jax.Array:
-        """How many keys are rotated; `[]` int32."""
+    def pending(self) -> Int32[Array, ""]:
+        """How many keys are rotated."""
         return jnp.sum(self.shift != 0, dtype=jnp.int32)
 
-    def is_current(self, table: Cells) -> jax.Array:
-        """Return whether the table's notes are those of the plan; `[]` bool."""
+    def is_current(self, table: Cells) -> Bool[Array, ""]:
+        """Return whether the table's notes are those of the plan."""
         return jnp.all(self.shift == table.shift)
 
-    def commit(self, table: C, buffers: Buffers, ok: jax.Array) -> tuple[C, Buffers]:
+    def commit(self, table: C, buffers: Buffers, ok: Bool[Array, ""]) -> tuple[C, Buffers]:
         """Rotate the keys, if `ok`, `[]` bool."""
         return rotate_shifted_keys(table, buffers, ok)
 
 
 def add(
     cells: C,
-    seq: jax.Array,
-    start: jax.Array,
-    stop: jax.Array,
-    delta: jax.Array,
-    gap: jax.Array | None = None,
-) -> tuple[C, jax.Array]:
+    seq: Int32[Array, ""],
+    start: Int32[Array, ""],
+    stop: Int32[Array, ""],
+    delta: Int32[Array, ""],
+    gap: Int32[Array, ""] | None = None,
+) -> tuple[C, Bool[Array, ""]]:
     """Move the cells of a sequence in a range by `delta`, `[]` int32, for every owner.
 
     A cell whose position turns negative is freed. Where a position would reach END, or an owner
@@ -103,9 +108,13 @@ def add(
 
 
 def can_add(
-    cells: Cells, seq: jax.Array, start: jax.Array, stop: jax.Array, delta: jax.Array
-) -> jax.Array:
-    """Return whether a move leaves every owner of the cells one token a position; `[]` bool."""
+    cells: Cells,
+    seq: Int32[Array, ""],
+    start: Int32[Array, ""],
+    stop: Int32[Array, ""],
+    delta: Int32[Array, ""],
+) -> Bool[Array, ""]:
+    """Return whether a move leaves every owner of the cells one token a position."""
     moves = moving(cells, seq, start, stop)
     after = _move(cells, moves, cells.position + delta)
 
@@ -119,8 +128,12 @@ def can_add(
 
 
 def divide(
-    cells: C, seq: jax.Array, start: jax.Array, stop: jax.Array, divisor: jax.Array
-) -> tuple[C, jax.Array]:
+    cells: C,
+    seq: Int32[Array, ""],
+    start: Int32[Array, ""],
+    stop: Int32[Array, ""],
+    divisor: Int32[Array, ""],
+) -> tuple[C, Bool[Array, ""]]:
     """Divide the positions of a sequence in a range, rounding down, for every owner.
 
     Where the divisor, `[]` int32, is below 1, or an owner could not go on (`reuse.granted`),
@@ -140,8 +153,10 @@ def divide(
     return moved, ok & goes_on
 
 
-def moving(cells: Cells, seq: jax.Array, start: jax.Array, stop: jax.Array) -> jax.Array:
-    """Return the cells of a sequence in a range; `[S, N]` bool."""
+def moving(
+    cells: Cells, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]
+) -> Bool[Array, "S N"]:
+    """Return the cells of a sequence in a range."""
     return owned_by(cells, bits(cells, seq)) & within(cells, start, stop)
 
 
@@ -208,7 +223,7 @@ def _move(cells: C, moves: jax.Array, position: jax.Array) -> C:
     return with_owners(moved, jnp.where(stays, moved.owners, 0))
 
 
-def rotate_shifted_keys(cells: C, buffers: Buffers, ok: jax.Array) -> tuple[C, Buffers]:
+def rotate_shifted_keys(cells: C, buffers: Buffers, ok: Bool[Array, ""]) -> tuple[C, Buffers]:
     """Rotate the keys that are owed a rotation, those only, and clear their notes.
 
     If `ok`, `[]` bool, is False nothing is rotated.
@@ -234,8 +249,8 @@ def _rotate(
     split: Halves,
     start: jax.Array,
     by: jax.Array,
-    arrays: Any,
-) -> Any:
+    arrays: PyTree,
+) -> PyTree:
     """Turn the keys of cells by so many positions, `[S, N]`, where that is not 0.
 
     start: `[S, N]` int32, the position that each was rotated for.

@@ -1,8 +1,10 @@
 """Where the tokens of a ubatch go: choose cells for them, then occupy these."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,15 +24,18 @@ from jaxkv.plan import Reason
 from jaxkv.table import Admission, SequenceStatus
 from jaxkv.window import looks_back
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Int, Int32, UInt32
+
 
 class Pools(NamedTuple):
     """Which rows of a ubatch are one list of tokens, that reads its stream once for all of them.
 
-    streams: `[P]` int32, the stream of each list.
+    streams: the stream of each list.
     all_streams: whether list p holds all that the ubatch has for stream p, and P is S.
     """
 
-    streams: jax.Array
+    streams: Int32[Array, " P"]
     all_streams: bool
 
 
@@ -46,7 +51,7 @@ def pools(cells: Cells, ubatch: Ubatch) -> Pools:
     return Pools(ubatch.row_stream, all_streams=False)
 
 
-def sequence_status(cells: Cells, present: jax.Array) -> SequenceStatus:
+def sequence_status(cells: Cells, present: Bool[Array, " Q"]) -> SequenceStatus:
     """Return what holds of the sequences in a batch, `[Q]` bool.
 
     A sequence goes on after the last position that it reached, whether it still holds it or not.
@@ -59,12 +64,12 @@ def sequence_status(cells: Cells, present: jax.Array) -> SequenceStatus:
     )
 
 
-def usable(cells: Cells) -> jax.Array:
-    """Return the cells that a token may get, empty ones and those that none sees; `[S, N]` bool."""
+def usable(cells: Cells) -> Bool[Array, "S N"]:
+    """Return the cells that a token may get, empty ones and those that none sees."""
     return free(cells) | evictable(cells)
 
 
-def find_fitting(cells: Cells, wanted: jax.Array) -> Admission:
+def find_fitting(cells: Cells, wanted: Int32[Array, " Q"]) -> Admission:
     """Return which sequences would find room, those that want least first.
 
     A sequence that asks for little is never refused because of one that asks for much. Where a
@@ -74,7 +79,7 @@ def find_fitting(cells: Cells, wanted: jax.Array) -> Admission:
 
     Args:
       cells: the table.
-      wanted: `[Q]` int32, how many cells each sequence asks for; one that asks for none fits.
+      wanted: how many cells each sequence asks for; one that asks for none fits.
     """
     open_cells = usable(cells)
     room = jnp.sum(open_cells, axis=1, dtype=jnp.int32)  # [S]
@@ -90,8 +95,8 @@ def find_fitting(cells: Cells, wanted: jax.Array) -> Admission:
     return Admission(fits, fits, left)
 
 
-def longest_run(open_cells: jax.Array) -> jax.Array:
-    """Return how many neighbours there are at most among cells, `[S, N]` bool; `[S]` int32."""
+def longest_run(open_cells: Bool[Array, "S N"]) -> Int32[Array, " S"]:
+    """Return how many neighbours there are at most among cells, `[S, N]` bool."""
     here = 1 + jnp.arange(open_cells.shape[1], dtype=jnp.int32)
     here = jnp.broadcast_to(here, open_cells.shape)
     closed = jax.lax.cummax(jnp.where(open_cells, 0, here), axis=1)  # the last one up to each cell
@@ -110,8 +115,11 @@ def _smallest_first(wanted: jax.Array, room: jax.Array) -> jax.Array:
 
 
 def can_allocate(
-    cells: Cells, lengths: np.ndarray, at_once: int, num_shared_cells: np.ndarray
-) -> np.ndarray:
+    cells: Cells,
+    lengths: Int[np.ndarray, " Q"],
+    at_once: int,
+    num_shared_cells: Int[np.ndarray, " S"],
+) -> Bool[np.ndarray, " S"]:
     """Return which streams have cells for texts of these lengths side by side; on the host.
 
     What they share already counts once. A window takes what it needs and no more: what the next
@@ -134,7 +142,7 @@ def can_allocate(
     return needed <= cells.num_cells
 
 
-def choose_slots(cells: Cells, ubatch: Ubatch) -> tuple[jax.Array, jax.Array]:
+def choose_slots(cells: Cells, ubatch: Ubatch) -> tuple[Int32[Array, "R T"], Int32[Array, "R T"]]:
     """Choose a cell for every valid token; change nothing.
 
     Empty cells come first, the lowest of them, or in stripes the next in turn, or in tiles those
@@ -232,16 +240,20 @@ def _first_choice(cells: Cells, open_cells: jax.Array) -> jax.Array:
 
 
 def in_turn(
-    cells: Cells, open_cells: jax.Array, position: jax.Array, turn: jax.Array, total: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+    cells: Cells,
+    open_cells: Bool[Array, " N"],
+    position: Int32[Array, " N"],
+    turn: Int32[Array, " T"],
+    total: Int32[Array, ""],
+) -> tuple[Int32[Array, " T"], Bool[Array, ""]]:
     """Choose cells of a stream for tokens that come in turn.
 
     Args:
       cells: the table, of which only the placement, the shards and the window are looked at.
-      open_cells: `[N]` bool, the cells that may be taken.
-      position: `[N]` int32, the positions in them.
-      turn: `[T]` int32, the turn of each token, from 1 on.
-      total: `[]` int32, how many tokens there are.
+      open_cells: the cells that may be taken.
+      position: the positions in them.
+      turn: the turn of each token, from 1 on.
+      total: how many tokens there are.
 
     Returns:
       `[T]` int32, the cell of each token, past the last cell if it gets none; and `[]` bool,
@@ -337,7 +349,7 @@ def _owners(cells: Cells, ubatch: Ubatch) -> jax.Array:
     return owners
 
 
-def stream_hash_after(cells: Cells, ubatch: Ubatch) -> jax.Array:
+def stream_hash_after(cells: Cells, ubatch: Ubatch) -> UInt32[Array, " S"]:
     """Return the digest once a ubatch has occupied its slots, of a table without a window.
 
     Only its slots change, which are empty: there is no need to look at all cells again.
@@ -368,7 +380,7 @@ def _digest_after(cells: Cells, ubatch: Ubatch) -> jax.Array:
     return ubatch.hash_before + _by_stream(cells, ubatch, change)
 
 
-def committed_slots(cells: Cells, ubatch: Ubatch) -> tuple[jax.Array, jax.Array]:
+def committed_slots(cells: Cells, ubatch: Ubatch) -> tuple[Int32[Array, "R T"], Bool[Array, " R"]]:
     """Return the slots that may be written, and which rows may be read.
 
     Returns:
@@ -384,16 +396,18 @@ def committed_slots(cells: Cells, ubatch: Ubatch) -> tuple[jax.Array, jax.Array]
     return slots, current
 
 
-def written_after(cells: Cells, ubatch: Ubatch, slots: jax.Array, written: jax.Array) -> jax.Array:
-    """Return the histories that a layer holds once it has written a ubatch; `[S]` uint32.
+def written_after(
+    cells: Cells, ubatch: Ubatch, slots: Int32[Array, "R T"], written: UInt32[Array, " S"]
+) -> UInt32[Array, " S"]:
+    """Return the histories that a layer holds once it has written a ubatch.
 
     A layer that lacks tokens which the stream still holds goes on lacking them.
 
     Args:
       cells: the table.
       ubatch: the tokens.
-      slots: `[R, T]` int32, those that are written, see `committed_slots`.
-      written: `[S]` uint32, the histories before.
+      slots: those that are written, see `committed_slots`.
+      written: the histories before.
     """
     count = jnp.sum(slots < cells.num_cells, axis=1, dtype=jnp.int32)
     count = _by_stream(cells, ubatch, count)
@@ -403,13 +417,13 @@ def written_after(cells: Cells, ubatch: Ubatch, slots: jax.Array, written: jax.A
     return jnp.where((count > 0) & whole, now, written)
 
 
-def readable(cells: Cells, ubatch: Ubatch, written: jax.Array) -> jax.Array:
+def readable(cells: Cells, ubatch: Ubatch, written: UInt32[Array, " S"]) -> Bool[Array, " R"]:
     """Return which rows of a ubatch may look at a layer: it holds what the stream does.
 
     Args:
       cells: the table.
       ubatch: the tokens.
-      written: `[S]` uint32, the histories that the layer holds.
+      written: the histories that the layer holds.
 
     Returns:
       `[R]` bool; True for rows that look at nothing.

@@ -1,7 +1,9 @@
 """Attention cache, assembled: the table that verbs know."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,11 @@ from jaxkv.ops.mla import Values, ValueSlice
 from jaxkv.rope import NotGiven
 from jaxkv.spec import TableSpec
 from jaxkv.table import Admission, CacheTable, MaintenancePlan, SequenceStatus, check_sizes
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Int32, PyTree, UInt32
+
+    from jaxkv.core.types import AnyMesh
 
 
 @jax.tree_util.register_dataclass
@@ -68,15 +75,17 @@ class CellTable(Cells, CacheTable):
         heads, keys, values = zip(*ends, strict=True)
         return CacheSpec.attention(len(ends), heads, keys, values, self.window, buffers.ropes)
 
-    def with_sharding_rules(self, sharding_rules: ShardingRules | None) -> "CellTable":
+    def with_sharding_rules(self, sharding_rules: ShardingRules | None) -> CellTable:
         """Return the table with other rules."""
         return replace(self, sharding_rules=sharding_rules)
 
-    def partition_specs(self, buffers: Buffers | None, mesh: Any) -> tuple[Any, Buffers | None]:
+    def partition_specs(
+        self, buffers: Buffers | None, mesh: AnyMesh
+    ) -> tuple[PyTree, Buffers | None]:
         """Return that streams are split, and of the buffers heads and cells too."""
         rules = self.sharding_rules or ShardingRules()
 
-        def of_array(x: Any) -> P:
+        def of_array(x: jax.Array) -> P:
             depth = 1 if buffers is None else buffers.depth
             return AxisPartition(**rules.split(mesh, **sizes_of(x, depth))).partition_spec
 
@@ -100,35 +109,42 @@ class CellTable(Cells, CacheTable):
                 "rope=make_rope(...), or rope=None if keys have no positions"
             )
 
-    def stream_hash(self) -> jax.Array:
-        """Hash each stream on the device where it lies, `[S]` uint32."""
+    def stream_hash(self) -> UInt32[Array, " S"]:
+        """Hash each stream on the device where it lies."""
         return map_streams(self, cells.stream_hash)
 
-    def sequence_status(self, present: jax.Array) -> SequenceStatus:
+    def sequence_status(self, present: Bool[Array, " Q"]) -> SequenceStatus:
         """Ask each stream on the device where it lies, and tell all devices."""
         return map_streams_gather(self, slots.sequence_status, present)
 
-    def find_fitting(self, wanted: jax.Array) -> Admission:
+    def find_fitting(self, wanted: Int32[Array, " Q"]) -> Admission:
         """Ask each stream on the device where it lies, and tell all devices."""
         return map_streams_gather(self, slots.find_fitting, wanted)
 
-    def owns_same_cells(self, partner: jax.Array) -> jax.Array:
-        """Ask each stream on the device where it lies, and tell all devices; `[Q]` bool."""
+    def owns_same_cells(self, partner: Int32[Array, " Q"]) -> Bool[Array, " Q"]:
+        """Ask each stream on the device where it lies, and tell all devices."""
         return map_streams_gather(self, cells.owns_same_cells, partner)
 
-    def stream_hash_after(self, ubatch: Ubatch, occupied: Any) -> jax.Array:
+    def stream_hash_after(self, ubatch: Ubatch, occupied: CellTable) -> UInt32[Array, " S"]:
         """Hash the cells of a ubatch alone, unless a window may have taken others too."""
         if self.window is not None:
             return occupied.stream_hash()
         return slots.stream_hash_after(self, ubatch)
 
-    def remove(self, seq: jax.Array, start: jax.Array, stop: jax.Array) -> tuple[Self, jax.Array]:
+    def remove(
+        self, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]
+    ) -> tuple[CellTable, Bool[Array, ""]]:
         """Forget a range; refused where a sequence could not go on after that."""
         return eviction.granted(self, cells.remove(self, seq, start, stop), self.evicted_below - 1)
 
     def copy(
-        self, buffers: Any, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
-    ) -> tuple["CellTable", Any]:
+        self,
+        buffers: Buffers | None,
+        src: Int32[Array, ""],
+        dst: Int32[Array, "*n"],
+        start: Int32[Array, ""],
+        stop: Int32[Array, ""],
+    ) -> tuple[CellTable, Buffers | None]:
         """Share cells within a stream; between streams copy them, into free cells where Q > S."""
         if buffers is None:
             return cells.copy(self, src, dst, start, stop), None
@@ -139,15 +155,21 @@ class CellTable(Cells, CacheTable):
         )
 
     def can_copy(
-        self, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+        self,
+        src: Int32[Array, ""],
+        dst: Int32[Array, "*n"],
+        start: Int32[Array, ""],
+        stop: Int32[Array, ""],
+    ) -> tuple[Bool[Array, ""], Int32[Array, " n"]]:
         """Return whether targets could go on and find the cells that they need; and their ends."""
         ok, ends = eviction.can_copy(self, src, dst, start, stop)
         if self.spec.has_shared_streams:
             ok &= copy_pooled.to_copy(self, src, dst, start, stop).need.ok
         return ok, ends
 
-    def select(self, buffers: Any, parents: jax.Array, targets: jax.Array) -> tuple[Self, Any]:
+    def select(
+        self, buffers: Buffers | None, parents: Int32[Array, " n"], targets: Int32[Array, " n"]
+    ) -> tuple[CellTable, Buffers | None]:
         """Share cells within a stream; between streams copy them, into free cells where Q > S."""
         if buffers is None:
             return cells.select(self, parents, targets), None
@@ -157,8 +179,10 @@ class CellTable(Cells, CacheTable):
             self, buffers, copy_pooled.to_select(self, parents, targets)
         )
 
-    def can_select(self, parents: jax.Array, targets: jax.Array) -> jax.Array:
-        """Return whether targets find the cells that they need, `[]` bool."""
+    def can_select(
+        self, parents: Int32[Array, " n"], targets: Int32[Array, " n"]
+    ) -> Bool[Array, ""]:
+        """Return whether targets find the cells that they need."""
         if not self.spec.has_shared_streams:
             return jnp.array(True)
         return copy_pooled.to_select(self, parents, targets).need.ok

@@ -10,9 +10,11 @@ without regard to whose they are, see `TILE` in `jaxkv.ops.attention.active_tile
 Here M is the tiles of a stream, and U its sequences, which are counted in it.
 """
 
+from __future__ import annotations
+
 from functools import partial
 from math import gcd
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,9 @@ from jaxkv.core.array_utils import divided
 from jaxkv.core.constants import END
 from jaxkv.kv.cells import WORD, Cells, free, owner_word
 from jaxkv.kv.eviction import evictable
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Int32, UInt32
 
 TILE = 64
 """The most cells of a tile of a sequence."""
@@ -57,7 +62,7 @@ def check_cells(cells: int) -> None:
         )
 
 
-def whole_first(open_cells: jax.Array) -> jax.Array:
+def whole_first(open_cells: Bool[Array, " N"]) -> Int32[Array, " N"]:
     """Return the cells of a stream, `[N]` int32, with those of tiles that are all open first.
 
     Copies take them in this order, for any sequence.
@@ -71,7 +76,7 @@ def whole_first(open_cells: jax.Array) -> jax.Array:
     return cells[jnp.argsort(~whole, stable=True)].reshape(-1)
 
 
-def in_tiles(cells: Cells, ubatch: Ubatch, all_streams: bool) -> jax.Array:
+def in_tiles(cells: Cells, ubatch: Ubatch, all_streams: bool) -> Int32[Array, "R T"]:
     """Choose cells for the tokens of a ubatch, see `choose`.
 
     Args:
@@ -80,7 +85,7 @@ def in_tiles(cells: Cells, ubatch: Ubatch, all_streams: bool) -> jax.Array:
       all_streams: whether its rows are those of each stream in turn; else they may be of any.
 
     Returns:
-      `[R, T]` int32, one past the last cell, N, for a token that gets none.
+      One past the last cell, N, for a token that gets none.
     """
     unseen = None if cells.window is None else evictable(cells)
     pool = Pool(cells.owners, free(cells), unseen, cells.position)
@@ -103,19 +108,21 @@ def in_tiles(cells: Cells, ubatch: Ubatch, all_streams: bool) -> jax.Array:
 class Pool(NamedTuple):
     """The cells of a stream, and what is asked of them.
 
-    owners: `[W, N]` uint32, the owners of each cell.
-    free: `[N]` bool, which cells are empty.
-    hidden: `[N]` bool, which others may be taken; None where none may.
-    position: `[N]` int32, the positions in them.
+    owners: the owners of each cell.
+    free: which cells are empty.
+    hidden: which others may be taken; None where none may.
+    position: the positions in them.
     """
 
-    owners: jax.Array
-    free: jax.Array
-    hidden: jax.Array | None
-    position: jax.Array
+    owners: UInt32[Array, "W N"]
+    free: Bool[Array, " N"]
+    hidden: Bool[Array, " N"] | None
+    position: Int32[Array, " N"]
 
 
-def choose(pool: Pool, sequences: jax.Array, valid: jax.Array, count: int) -> jax.Array:
+def choose(
+    pool: Pool, sequences: Int32[Array, " T"], valid: Bool[Array, " T"], count: int
+) -> Int32[Array, " T"]:
     """Choose a cell for each token of a list, `[T]` int32; one past the last, N, if none is left.
 
     A token takes an empty cell of a tile in which its sequence alone has tokens; else one of a tile
@@ -125,8 +132,8 @@ def choose(pool: Pool, sequences: jax.Array, valid: jax.Array, count: int) -> ja
 
     Args:
       pool: the cells of a stream.
-      sequences: `[T]` int32, the sequence of each token.
-      valid: `[T]` bool, whether there is a token.
+      sequences: the sequence of each token.
+      valid: whether there is a token.
       count: U.
     """
     cells, size = pool.free.size, tile_of(pool.free.size)

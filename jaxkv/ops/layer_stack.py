@@ -4,12 +4,17 @@ Streams and layers are one dimension of that array. So a layer is found among al
 is among all streams, and only what is read is cut out.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Int32, Num, PyTree
 
 
 @jax.tree_util.register_dataclass
@@ -19,12 +24,12 @@ class LayerView:
 
     A layer outside of 0 to L - 1 is written nowhere, and what is read of it must not be used.
 
-    all: `[S * L, K, N, D]`, keys or values of all layers: number s * L + l is stream s of layer l.
-    layer: `[S]` int32, the number of the layer, the same for each stream. It may be traced.
+    all: keys or values of all layers: number s * L + l is stream s of layer l.
+    layer: the number of the layer, the same for each stream. It may be traced.
     """
 
-    all: jax.Array
-    layer: jax.Array
+    all: Num[Array, "S*L K N D"]
+    layer: Int32[Array, " S"]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -42,11 +47,11 @@ class LayerView:
         return self.all.shape[0] // len(self.layer)
 
     @property
-    def is_there(self) -> jax.Array:
-        """Whether there is such a layer; `[S]` bool."""
+    def is_there(self) -> Bool[Array, " S"]:
+        """Whether there is such a layer."""
         return (self.layer >= 0) & (self.layer < self.layers)
 
-    def numbers(self, streams: jax.Array) -> jax.Array:
+    def numbers(self, streams: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
         """Return where streams of this layer lie in `all`; past the end if there is no such layer.
 
         `streams` and the result are `[...]` int32.
@@ -59,28 +64,30 @@ class LayerView:
         return jnp.where(self.is_there, numbers, self.all.shape[0])[streams]
 
 
-def part_of_all(array: jax.Array, layer: int | jax.Array, layers: int) -> LayerView:
+def part_of_all(
+    array: Num[Array, "SL K N D"], layer: int | Int32[Array, ""], layers: int
+) -> LayerView:
     """Return what stands for an int32 `layer` in an array `[S * L, K, N, D]` of L `layers`."""
     return LayerView(array, jnp.full(array.shape[0] // layers, layer, jnp.int32))
 
 
-def is_of_layer(x: Any) -> bool:
+def is_of_layer(x: object) -> bool:
     """Return whether something is an `LayerView`."""
     return isinstance(x, LayerView)
 
 
-def each_array(change: Callable[..., Any], *stored: Any) -> Any:
+def each_array(change: Callable[..., PyTree], *stored: PyTree) -> PyTree:
     """Apply a function to the arrays of trees; an `LayerView` is passed as a whole."""
     return jax.tree.map(change, *stored, is_leaf=is_of_layer)
 
 
-def of_streams(stored: Any, streams: jax.Array | None) -> Any:
+def of_streams(stored: PyTree, streams: Int32[Array, " P"] | None) -> PyTree:
     """Return the parts `[P, ...]` of arrays `[S, ...]`, for streams `[P]` int32, or None for all.
 
     They are copies, except where all streams of a plain array are asked for.
     """
 
-    def one(x: Any) -> jax.Array:
+    def one(x: jax.Array | LayerView) -> jax.Array:
         if isinstance(x, LayerView):
             numbers = x.numbers(jnp.arange(len(x.layer)) if streams is None else streams)
             return x.all.at[numbers].get(mode="clip")
@@ -89,12 +96,14 @@ def of_streams(stored: Any, streams: jax.Array | None) -> Any:
     return each_array(one, stored)
 
 
-def flatten_layers(stored: Any, streams: jax.Array) -> tuple[Any, jax.Array, int]:
+def flatten_layers(
+    stored: PyTree, streams: Int32[Array, "*n"]
+) -> tuple[PyTree, Int32[Array, "*n"], int]:
     """Return the arrays that a loop or a kernel reads, and where streams lie in them.
 
     Args:
       stored: keys and values of a layer, `[S, K, N, D]` or `LayerView`.
-      streams: `[...]` int32, numbers of streams.
+      streams: numbers of streams.
 
     Returns:
       Arrays `[S * L, K, N, D]`; `[...]` int32, where the streams lie in these; and L, which is 1

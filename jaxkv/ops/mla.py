@@ -4,12 +4,18 @@ In latent attention one compressed vector stands for the keys and values of all 
 numbers of a key that are rotated. So a value is a part of its key, and a cache holds only keys.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
 from jaxkv.ops.quantised import Stored
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
 
 
 @jax.tree_util.register_static
@@ -24,14 +30,14 @@ class ValueSlice:
     first: int
     last: int
 
-    def of(self, x: jax.Array) -> jax.Array:
+    def of(self, x: Float[Array, "... D"]) -> Float[Array, "... Dv"]:
         """Return the values of keys `[..., D]`, or the weighted values of weighted keys.
 
         `[..., Dv]`, in the same dtype.
         """
         return x[..., self.first : self.last]
 
-    def marked(self, keys: jax.Array) -> jax.Array:
+    def marked(self, keys: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
         """Return keys `[..., D]` whose values are finite.
 
         A key that is not finite becomes zeros where its value is, and NaN elsewhere.

@@ -12,13 +12,20 @@ Letters beside those of the package: G groups of numbers of a head, each with a 
 queries that share a key; C cells that are weighed.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jaxkv.ops.layer_stack import LayerView
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Num, PyTree
 
 SHARING = 128
 """The most numbers of a head that share a scale."""
@@ -33,12 +40,12 @@ class Quantised:
     of numbers. A head that is not finite in a cell has codes of 0 and scales of NaN there.
 
     codes: `[S, K, N, D]` int8, or a floating dtype of 8 bits.
-    scales: `[S, K, N, G]` float32, for each of G groups the largest absolute number, divided by the
+    scales: for each of G groups the largest absolute number, divided by the
       largest number of the dtype of codes.
     """
 
-    codes: jax.Array
-    scales: jax.Array
+    codes: Num[Array, "S K N D"]
+    scales: Float[Array, "S K N G"]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -51,11 +58,14 @@ class Quantised:
         return self.codes.dtype
 
 
-Stored = jax.Array | Quantised
-"""Keys or values of a layer as they are stored."""
+Numbers = jax.Array | Quantised
+"""Keys or values that are read or written."""
+
+Stored = Numbers | LayerView
+"""Keys or values of a layer as they are stored: `LayerView` where one array holds all layers."""
 
 
-def zeros(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Stored:
+def zeros(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Numbers:
     """Return stored zeros: quantised if the dtype has 8 bits, else an array.
 
     >>> zeros((1, 2, 3, 4), "int8").scales.shape
@@ -82,7 +92,7 @@ def has_one_scale(x: Stored) -> bool:
     return not isinstance(x, Quantised) or x.scales.shape[-1] == 1
 
 
-def spread(scales: jax.Array, size: int) -> jax.Array:
+def spread(scales: Float[Array, "... G"], size: int) -> Float[Array, "... _"]:
     """Return the scale of each number, `[..., D]`, of scales `[..., G]`; D is `size`.
 
     Where one scale is for all numbers, it is returned as it is, `[..., 1]`.
@@ -92,7 +102,7 @@ def spread(scales: jax.Array, size: int) -> jax.Array:
     return jnp.repeat(scales, SHARING, axis=-1)[..., :size]
 
 
-def parts(x: Any) -> tuple[Any, Any]:
+def parts(x: PyTree) -> tuple[PyTree, PyTree]:
     """Return codes and scales, or a plain array and None; of references in kernels too."""
     return (x.codes, x.scales) if isinstance(x, Quantised) else (x, None)
 
@@ -102,7 +112,7 @@ def dtype_of(x: Stored) -> jnp.dtype:
     return x.scales.dtype if isinstance(x, Quantised) else x.dtype
 
 
-def encoded(numbers: jax.Array, like: Stored) -> Stored:
+def encoded(numbers: Float[Array, "... D"], like: Stored) -> Numbers:
     """Return numbers `[..., D]` in the form of what is stored.
 
     Codes are rounded to the nearest, ties to even. No derivative goes through codes and scales.
@@ -128,7 +138,9 @@ def encoded(numbers: jax.Array, like: Stored) -> Stored:
     return Quantised(codes=codes_of(numbers, scales, dtype), scales=scales)
 
 
-def codes_of(numbers: jax.Array, scales: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def codes_of(
+    numbers: Float[Array, "... D"], scales: Float[Array, "... G"], dtype: jnp.dtype
+) -> Num[Array, "... D"]:
     """Return the codes of numbers `[..., D]` by scales `[..., G]`; 0 where a scale is 0 or NaN."""
     by = spread(scales, numbers.shape[-1])
     there = by > 0
@@ -149,7 +161,7 @@ def is_whole(dtype: jnp.dtype) -> bool:
     return jnp.issubdtype(dtype, jnp.integer)
 
 
-def decoded(x: Stored) -> jax.Array:
+def decoded(x: Numbers) -> Float[Array, "... D"]:
     """Return the numbers that are stored, `[..., D]` in the dtype of `dtype_of`.
 
     >>> like = zeros((1,), "int8")
@@ -161,7 +173,9 @@ def decoded(x: Stored) -> jax.Array:
     return x.codes.astype(x.scales.dtype) * spread(x.scales, x.shape[-1])
 
 
-def scored(q: jax.Array, k: Stored, dtype: jnp.dtype, *, keys_first: bool = False) -> jax.Array:
+def scored(
+    q: Float[Array, "... X D"], k: Stored, dtype: jnp.dtype, *, keys_first: bool = False
+) -> Float[Array, "... _ _"]:
     """Multiply queries `[..., X, D]` and keys `[..., C, D]`.
 
     Returns:
@@ -181,7 +195,7 @@ def scored(q: jax.Array, k: Stored, dtype: jnp.dtype, *, keys_first: bool = Fals
     return reduce(jnp.add, [of_group(*group) for group in enumerate(groups_of(k.shape[-1]))])
 
 
-def weighed(weights: jax.Array, v: Stored) -> jax.Array:
+def weighed(weights: Float[Array, "... X C"], v: Stored) -> Float[Array, "... X Dv"]:
     """Multiply weights `[..., X, C]` and values `[..., C, Dv]`.
 
     Returns `[..., X, Dv]` in the dtype of the weights.

@@ -8,16 +8,19 @@ brings them onto the grid, and every later one finds them there again.
 Letters: C cells, K heads of keys, D numbers of a head.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.ops.quantised import (
+    Numbers,
     Quantised,
-    Stored,
     codes_of,
     decoded,
     groups_of,
@@ -27,18 +30,21 @@ from jaxkv.ops.quantised import (
 )
 from jaxkv.rope import Rope
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Int32
+
 WIDTH = np.float32(2**0.5)
 """Of the grid, in units of the last place. Rounding takes each number of a pair half a unit away,
 so the pair by less than half of the grid's width."""
 
 
-def turn(keys: Stored, start: jax.Array, stop: jax.Array, rope: Rope) -> Stored:
+def turn(keys: Numbers, start: Int32[Array, " C"], stop: Int32[Array, " C"], rope: Rope) -> Numbers:
     """Return keys that were rotated for some positions, rotated for others.
 
     Args:
       keys: `[C, K, D]`; they are multiplied by the rope's `attention_factor` already.
-      start: `[C]` int32, the position that each key was rotated for.
-      stop: `[C]` int32, the position that it is rotated for in the result.
+      start: the position that each key was rotated for.
+      stop: the position that it is rotated for in the result.
       rope: the rotary embedding.
     """
     rope = replace(rope, attention_factor=1.0)

@@ -5,8 +5,10 @@ devices for heads divide its parts. Rows in the order of sequences lie where the
 state for another row is sent by the device that holds it to those of all streams.
 """
 
+from __future__ import annotations
+
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,13 @@ from jax.sharding import PartitionSpec as P
 from jaxkv.batch import Ubatch, own_rows, rows_of, ubatch_partition_specs
 from jaxkv.core.partitioning import broadcast_from_owner, current_mesh, map_shards, shares, to_local
 from jaxkv.recurrent import slots
-from jaxkv.recurrent.states import States, T
+from jaxkv.recurrent.states import States
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, PyTree, Shaped
+
+    from jaxkv.core.types import AnyMesh
+    from jaxkv.recurrent.table import StateTable
 
 Buffers = tuple[dict[str, jax.Array], ...]
 """For each layer, by name, the states of all cells, `[S, N, ...]`."""
@@ -25,11 +33,15 @@ Cell = tuple[jax.Array, jax.Array]
 
 
 @partial(jax.jit, static_argnames="layer")
-def read(table: Any, layer: int, ubatch: Ubatch, arrays: dict[str, jax.Array]) -> Any:
+def read(
+    table: StateTable, layer: int, ubatch: Ubatch, arrays: dict[str, Shaped[Array, "S N ..."]]
+) -> dict[str, Shaped[Array, "R ..."]]:
     """Return the states of a layer that the rows of a ubatch go on from; by name, `[R, ...]`."""
     streams, rows, specs = _laid_out(table, ubatch)
 
-    def of_share(table: Any, ubatch: Ubatch, arrays: Any) -> Any:
+    def of_share(
+        table: StateTable, ubatch: Ubatch, arrays: dict[str, jax.Array]
+    ) -> dict[str, jax.Array]:
         ubatch = own_rows(ubatch, streams, table.streams)
         readable = slots.readable(table, layer, ubatch)
         where = (ubatch.row_stream, ubatch.slots.source)
@@ -50,8 +62,12 @@ def read(table: Any, layer: int, ubatch: Ubatch, arrays: dict[str, jax.Array]) -
 
 @partial(jax.jit, static_argnames="layer")
 def write(
-    table: T, layer: int, ubatch: Ubatch, states: dict[str, jax.Array], arrays: Any
-) -> tuple[T, dict[str, jax.Array]]:
+    table: StateTable,
+    layer: int,
+    ubatch: Ubatch,
+    states: dict[str, Shaped[Array, "R _ ..."]],
+    arrays: dict[str, Shaped[Array, "S N ..."]],
+) -> tuple[StateTable, dict[str, Shaped[Array, "S N ..."]]]:
     """Write the states that the rows of a ubatch leave in a layer, by name, `[R, E + 1, ...]`.
 
     Returns:
@@ -59,7 +75,12 @@ def write(
     """
     streams, rows, specs = _laid_out(table, ubatch)
 
-    def of_share(table: T, ubatch: Ubatch, states: Any, arrays: Any) -> Any:
+    def of_share(
+        table: StateTable,
+        ubatch: Ubatch,
+        states: dict[str, jax.Array],
+        arrays: dict[str, jax.Array],
+    ) -> tuple[StateTable, dict[str, jax.Array]]:
         ubatch = own_rows(ubatch, streams, table.streams)
         cells = slots.writable(table, layer, ubatch)
         where = (ubatch.row_stream[:, None], cells)
@@ -76,7 +97,9 @@ def write(
     return run(table, ubatch, states, arrays)
 
 
-def _laid_out(table: Any, ubatch: Ubatch) -> tuple[tuple[str, ...], tuple[str, ...], Any]:
+def _laid_out(
+    table: StateTable, ubatch: Ubatch
+) -> tuple[tuple[str, ...], tuple[str, ...], tuple[PyTree, Ubatch]]:
     """Return the axes that split the streams, those that split the rows, and specs of the two."""
     streams = shares(table.sharding_rules, streams=table.streams).streams
     mesh = current_mesh(table.sharding_rules)
@@ -84,7 +107,7 @@ def _laid_out(table: Any, ubatch: Ubatch) -> tuple[tuple[str, ...], tuple[str, .
     return streams, rows_of(ubatch, streams), (of_table, ubatch_partition_specs(ubatch, streams))
 
 
-def copy_cells(table: Any, buffers: Buffers, source: Cell, target: Cell) -> Buffers:
+def copy_cells(table: States, buffers: Buffers, source: Cell, target: Cell) -> Buffers:
     """Copy states between cells of all streams; all are read before one is written."""
     streams = shares(table.sharding_rules, streams=table.streams).streams
 
@@ -104,7 +127,7 @@ def copy_cells(table: Any, buffers: Buffers, source: Cell, target: Cell) -> Buff
     return run(source, target, buffers)
 
 
-def within(table: States, name: str, mesh: Any = None) -> tuple:
+def within(table: States, name: str, mesh: AnyMesh | None = None) -> tuple:
     """Return which axes of a mesh split each dimension of a state, up to the one that is split.
 
     The mesh is the one at hand unless another one is given.
@@ -119,7 +142,7 @@ def within(table: States, name: str, mesh: Any = None) -> tuple:
     return ()
 
 
-def _unreadable(dtype: Any) -> Any:
+def _unreadable(dtype: jnp.dtype) -> float | int:
     """Return what stands for a state that must not be used: NaN, or the lowest integer."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return jnp.nan

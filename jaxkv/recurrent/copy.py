@@ -1,7 +1,9 @@
 """Giving sequences the states of others: shared within a stream, copied between streams."""
 
+from __future__ import annotations
+
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +14,20 @@ from jaxkv.core.hashing import replaced
 from jaxkv.recurrent.buffers import copy_cells
 from jaxkv.recurrent.states import States, T, drop_pairs, known, last, occupied, stream_of
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Int32
+
+    from jaxkv.recurrent.buffers import Buffers
+
 
 def copy(
-    states: T, buffers: Any, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
-) -> tuple[T, Any]:
+    states: T,
+    buffers: Buffers | None,
+    src: Int32[Array, ""],
+    dst: Int32[Array, "*n"],
+    start: Int32[Array, ""],
+    stop: Int32[Array, ""],
+) -> tuple[T, Buffers | None]:
     """Give sequences the states of another, as it was at the end of a range.
 
     Sequences of one stream share cells from then on, and no buffer is touched. In another stream,
@@ -27,8 +39,8 @@ def copy(
     Args:
       states: the table.
       buffers: for each layer, by name, `[S, N, ...]`; None will do within a stream.
-      src: `[]` int32, the sequence that is copied.
-      dst: `[]` or `[n]` int32, the targets; `src` itself stays as it is.
+      src: the sequence that is copied.
+      dst: the targets; `src` itself stays as it is.
       start: first position of the range.
       stop: one past the last.
     """
@@ -41,8 +53,12 @@ def copy(
 
 
 def can_copy(
-    states: States, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+    states: States,
+    src: Int32[Array, ""],
+    dst: Int32[Array, "*n"],
+    start: Int32[Array, ""],
+    stop: Int32[Array, ""],
+) -> tuple[Bool[Array, ""], Int32[Array, " m"]]:
     """Return whether a state stands at the end of a range, `[]` bool; and the targets' ends, `[n]`.
 
     Where no target gets anything, none is needed.
@@ -66,21 +82,23 @@ def _replaced(states: States, src: jax.Array, dst: jax.Array, end: jax.Array) ->
     return (dst != src) & ((end != EMPTY) | apart)
 
 
-def select(states: T, buffers: Any, parents: jax.Array, targets: jax.Array) -> tuple[T, Any]:
+def select(
+    states: T, buffers: Buffers | None, parents: Int32[Array, " n"], targets: Int32[Array, " n"]
+) -> tuple[T, Buffers | None]:
     """Give each target the states of its parent in place of its own, all at once.
 
     Args:
       states: the table.
       buffers: for each layer, by name, `[S, N, ...]`; None will do within a stream.
-      parents: `[n]` int32, sequences.
-      targets: `[n]` int32, each at most once; one that is no sequence is left out.
+      parents: sequences.
+      targets: each at most once; one that is no sequence is left out.
     """
     return _given(states, buffers, parents, targets, states)
 
 
 def _given(
-    source: States, buffers: Any, src: jax.Array, dst: jax.Array, states: T
-) -> tuple[T, Any]:
+    source: States, buffers: Buffers | None, src: jax.Array, dst: jax.Array, states: T
+) -> tuple[T, Buffers | None]:
     """Give targets, `[n]`, the pairs that sequences `src`, `[n]`, have in a table `source`."""
     position, cell = source.position[src], source.cell[src]
     if buffers is not None:
@@ -94,8 +112,8 @@ def _given(
 
 
 def _copied(
-    states: T, buffers: Any, src: jax.Array, dst: jax.Array, cell: jax.Array
-) -> tuple[T, Any, jax.Array]:
+    states: T, buffers: Buffers, src: jax.Array, dst: jax.Array, cell: jax.Array
+) -> tuple[T, Buffers, jax.Array]:
     """Copy the states of sequences, `[n]` with `[n, E + 1]` cells, where targets lie apart.
 
     All are read before one is written.

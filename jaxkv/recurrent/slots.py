@@ -1,7 +1,10 @@
 """Where the states that a ubatch leaves will be kept: choose cells, then occupy them."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -12,23 +15,26 @@ from jaxkv.core.constants import MAX_CELLS
 from jaxkv.plan import Reason
 from jaxkv.recurrent.states import States, T, occupied, stream_hash
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Int32, UInt32
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StateSlots:
     """The cells chosen for the states of a ubatch; an index past the last cell is nowhere.
 
-    source: `[R]` int32, the cell of the state that a row goes on from; nowhere if it starts afresh.
-    cells: `[R, E + 1]` int32, the cells of the states after the last tokens of a row, oldest first.
-    source_stamp: `[R]` uint32, the stamp of the state in `source`.
+    source: the cell of the state that a row goes on from; nowhere if it starts afresh.
+    cells: the cells of the states after the last tokens of a row, oldest first.
+    source_stamp: the stamp of the state in `source`.
     """
 
-    source: jax.Array  # [R]
-    cells: jax.Array  # [R, E + 1]
-    source_stamp: jax.Array  # [R]
+    source: Int32[Array, " R"]
+    cells: Int32[Array, "R E+1"]
+    source_stamp: UInt32[Array, " R"]
 
 
-def choose_slots(states: States, ubatch: Ubatch) -> tuple[StateSlots, jax.Array]:
+def choose_slots(states: States, ubatch: Ubatch) -> tuple[StateSlots, Int32[Array, "R T"]]:
     """Choose a cell for each state that a ubatch will leave; change nothing.
 
     A row of n tokens leaves the states after its last min(n, E + 1), and its sequence lets go of as
@@ -99,15 +105,15 @@ def occupy(states: T, ubatch: Ubatch) -> T:
     )
 
 
-def current_rows(states: States, ubatch: Ubatch) -> jax.Array:
-    """Return the rows whose stream is as the ubatch left it or without a slot; `[R]` bool."""
+def current_rows(states: States, ubatch: Ubatch) -> Bool[Array, " R"]:
+    """Return the rows whose stream is as the ubatch left it or without a slot."""
     same = (stream_hash(states) == ubatch.hash_after)[ubatch.row_stream]
     return same | (ubatch.slots.cells[:, -1] >= MAX_CELLS)
 
 
 @partial(jax.jit, static_argnames="layer")
-def readable(states: States, layer: int, ubatch: Ubatch) -> jax.Array:
-    """Return the rows whose source can be read, those that start afresh among them; `[R]` bool.
+def readable(states: States, layer: int, ubatch: Ubatch) -> Bool[Array, " R"]:
+    """Return the rows whose source can be read, those that start afresh among them.
 
     Not those of a stale ubatch, nor those whose source a layer never wrote, or has written over:
     computed a second time, a ubatch finds the states that it went on from only if it has not taken
@@ -122,7 +128,7 @@ def readable(states: States, layer: int, ubatch: Ubatch) -> jax.Array:
 
 
 @partial(jax.jit, static_argnames="layer")
-def writable(states: States, layer: int, ubatch: Ubatch) -> jax.Array:
+def writable(states: States, layer: int, ubatch: Ubatch) -> Int32[Array, "R pairs"]:
     """Return the cells that a layer may write, `[R, E + 1]` int32, nowhere for the others.
 
     The states of a stale ubatch are written nowhere, and those that a layer holds already are not
@@ -136,7 +142,7 @@ def writable(states: States, layer: int, ubatch: Ubatch) -> jax.Array:
 
 
 @partial(jax.jit, static_argnames="layer")
-def note_written(states: T, layer: int, ubatch: Ubatch, cells: jax.Array) -> T:
+def note_written(states: T, layer: int, ubatch: Ubatch, cells: Int32[Array, "R pairs"]) -> T:
     """Note that a layer holds the states of a ubatch now; `cells` are those of `writable`."""
     where = (ubatch.row_stream[:, None], cells)
     stamp = states.cell_hash.at[where].get(mode="fill", fill_value=0)

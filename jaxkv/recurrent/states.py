@@ -10,9 +10,11 @@ negative stop no end, and a stop of 0 an empty range. Ids are `[]` int32; one th
 changes nothing.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,9 @@ from jaxkv.core.constants import EMPTY, END
 from jaxkv.core.hashing import chained, summed
 from jaxkv.core.partitioning import ShardingRules
 from jaxkv.table import SequenceStatus
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Int32, UInt32
 
 T = TypeVar("T", bound="States")
 
@@ -34,25 +39,25 @@ class States:
     and the current one last; where there are fewer, empty ones come before them. Positions rise
     from pair to pair.
 
-    position: `[Q, E + 1]` int32, position of the token that a state stands after; EMPTY (-1) if
+    position: position of the token that a state stands after; EMPTY (-1) if
       there is no state.
-    cell: `[Q, E + 1]` int32, the cell of the state in the sequence's stream, which sequences of the
+    cell: the cell of the state in the sequence's stream, which sequences of the
       stream may share; N if there is none.
-    cell_hash: `[S, N]` uint32, the stamp of the token that the state of a cell stands after, see
+    cell_hash: the stamp of the token that the state of a cell stands after, see
       `jaxkv.cell_hash`.
-    content: `[S, N]` uint32, the sum of the hashes of all tokens that the state of a cell has seen,
+    content: the sum of the hashes of all tokens that the state of a cell has seen,
       of each with the position that it had. Copies and moves carry it along, as `Cells.content`.
-    holds: `[L, S, N]` uint32, the stamp of the state that a layer's buffers really hold. The table
+    holds: the stamp of the state that a layer's buffers really hold. The table
       takes a state in before it is computed, and each layer writes it once.
     sharding_rules: which axes of a mesh split the cache, static; None where it is on one device.
     shard_dims: for states that a mesh may split the name, the dimension and its parts, static.
     """
 
-    position: jax.Array  # [Q, E + 1]
-    cell: jax.Array  # [Q, E + 1]
-    cell_hash: jax.Array  # [S, N]
-    content: jax.Array  # [S, N]
-    holds: jax.Array  # [L, S, N]
+    position: Int32[Array, "Q E+1"]
+    cell: Int32[Array, "Q E+1"]
+    cell_hash: UInt32[Array, "S N"]
+    content: UInt32[Array, "S N"]
+    holds: UInt32[Array, "L S N"]
     sharding_rules: ShardingRules | None = field(default=None, metadata={"static": True})
     shard_dims: tuple[tuple[str, int, int], ...] = field(default=(), metadata={"static": True})
 
@@ -112,43 +117,43 @@ def empty_fields(
     }
 
 
-def streams_of(states: States) -> jax.Array:
+def streams_of(states: States) -> Int32[Array, "Q 1"]:
     """Return the stream of each sequence; `[Q, 1]` int32, to go with `cell`."""
     stream, _ = divided(jnp.arange(states.sequences, dtype=jnp.int32), states.sequences_per_stream)
     return stream[:, None]
 
 
-def stream_of(states: States, seq: jax.Array) -> jax.Array:
+def stream_of(states: States, seq: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
     """Return the stream of a sequence, int32, the shape of `seq`; some other where it is none."""
     return divided(seq, states.sequences_per_stream)[0]
 
 
-def known(states: States, seq: jax.Array) -> jax.Array:
+def known(states: States, seq: Int32[Array, "*n"]) -> Bool[Array, "*n"]:
     """Return whether an integer names a sequence of this table; bool, the shape of `seq`."""
     return (seq >= 0) & (seq < states.sequences)
 
 
-def first(states: States, seq: jax.Array) -> jax.Array:
+def first(states: States, seq: Int32[Array, ""]) -> Int32[Array, ""]:
     """Return the lowest position that a sequence can be cut back to, `[]` int32; -1 if none."""
     positions = states.position[seq]
     lowest = jnp.min(jnp.where(positions == EMPTY, END, positions))
     return jnp.where(known(states, seq) & (lowest != END), lowest, EMPTY)
 
 
-def last(states: States, seq: jax.Array) -> jax.Array:
+def last(states: States, seq: Int32[Array, ""]) -> Int32[Array, ""]:
     """Return the position of the current state of a sequence, `[]` int32; -1 if none."""
     return jnp.where(known(states, seq), states.position[seq, -1], EMPTY)
 
 
 def endings(
-    states: States, sequences: jax.Array, contents: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+    states: States, sequences: Int32[Array, " T"], contents: UInt32[Array, " T"]
+) -> tuple[UInt32[Array, " T"], Bool[Array, " T"]]:
     """Return the contents of the current states of some sequences, and whether they are as asked.
 
     Args:
       states: the table.
       sequences: `[T]` int32.
-      contents: `[T]` uint32, one asked about for each sequence.
+      contents: one asked about for each sequence.
 
     Returns:
       `[T]` uint32, 0 where there is no state; and `[T]` bool.
@@ -159,20 +164,20 @@ def endings(
     return found, found == contents
 
 
-def occupied(states: States, cell: jax.Array) -> jax.Array:
-    """Return which cells a table of pairs, `[Q, E + 1]`, names; `[S, N]` bool."""
+def occupied(states: States, cell: Int32[Array, "Q pairs"]) -> Bool[Array, "S N"]:
+    """Return which cells a table of pairs, `[Q, E + 1]`, names."""
     return (
         jnp.zeros(states.cell_hash.shape, bool).at[streams_of(states), cell].set(True, mode="drop")
     )
 
 
-def num_used_cells(states: States) -> jax.Array:
-    """Return how many cells hold a state, shared ones counted once; `[]` int32."""
+def num_used_cells(states: States) -> Int32[Array, ""]:
+    """Return how many cells hold a state, shared ones counted once."""
     return jnp.sum(occupied(states, states.cell), dtype=jnp.int32)
 
 
-def stream_hash(states: States) -> jax.Array:
-    """Return a number of each stream's content; `[S]` uint32.
+def stream_hash(states: States) -> UInt32[Array, " S"]:
+    """Return a number of each stream's content.
 
     Equal digests, equal table: position and cell of every pair, and the stamps of all cells,
     free ones too, so that the same tokens told anew are stamped anew. What the layers have written
@@ -189,21 +194,23 @@ def stream_hash(states: States) -> jax.Array:
     return summed(total, stamp)
 
 
-def sequence_status(states: States, present: jax.Array) -> SequenceStatus:
+def sequence_status(states: States, present: Bool[Array, " Q"]) -> SequenceStatus:
     """Return what holds of the sequences in a batch, `[Q]` bool."""
     nothing = jnp.zeros_like(present)
     last = jnp.where(present, states.position[:, -1], EMPTY)
     return SequenceStatus(last=last, missing=nothing, pending=nothing)
 
 
-def can_resume(states: States, seq: jax.Array, pos: jax.Array) -> jax.Array:
-    """Return whether a state stands before a position, or none is needed; `[]` bool."""
+def can_resume(states: States, seq: Int32[Array, ""], pos: Int32[Array, ""]) -> Bool[Array, ""]:
+    """Return whether a state stands before a position, or none is needed."""
     empty = states.position[seq, -1] == EMPTY
     stands = jnp.any(states.position[seq] == pos - 1) & (pos > 0)
     return known(states, seq) & (pos >= 0) & (empty | stands | (pos == 0))
 
 
-def remove(states: T, seq: jax.Array, start: jax.Array, stop: jax.Array) -> tuple[T, jax.Array]:
+def remove(
+    states: T, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]
+) -> tuple[T, Bool[Array, ""]]:
     """Forget a range of one sequence, of every sequence if `seq` is -1; or refuse.
 
     A range in which the sequence has no token is granted and changes nothing. An end is cut off
@@ -212,7 +219,7 @@ def remove(states: T, seq: jax.Array, start: jax.Array, stop: jax.Array) -> tupl
 
     Args:
       states: the table.
-      seq: `[]` int32, a sequence id, or -1. Any other integer changes nothing.
+      seq: a sequence id, or -1. Any other integer changes nothing.
       start: first position of the range.
       stop: one past the last.
 
@@ -239,7 +246,7 @@ def _cut(
     return stays, jnp.all(~touched | whole | stands)
 
 
-def keep(states: T, seq: jax.Array) -> T:
+def keep(states: T, seq: Int32[Array, ""]) -> T:
     """Forget every sequence but one; an integer that is none changes nothing."""
     stays = (jnp.arange(states.sequences) == seq) | ~known(states, seq)
     return drop_pairs(states, stays[:, None])
@@ -252,12 +259,12 @@ def clear(states: T) -> T:
 
 def add(
     states: T,
-    seq: jax.Array,
-    start: jax.Array,
-    stop: jax.Array,
-    delta: jax.Array,
-    gap: jax.Array | None = None,
-) -> tuple[T, jax.Array]:
+    seq: Int32[Array, ""],
+    start: Int32[Array, ""],
+    stop: Int32[Array, ""],
+    delta: Int32[Array, ""],
+    gap: Int32[Array, ""] | None = None,
+) -> tuple[T, Bool[Array, ""]]:
     """Move the positions of a sequence in a range by `delta`, `[]` int32, those of its states too.
 
     Where a position would reach END, or turn negative, nothing moves, and the second answer, `[]`
@@ -271,9 +278,13 @@ def add(
 
 
 def can_add(
-    states: States, seq: jax.Array, start: jax.Array, stop: jax.Array, delta: jax.Array
-) -> jax.Array:
-    """Return whether all that moves by `delta` stays from 0 on and before END; `[]` bool."""
+    states: States,
+    seq: Int32[Array, ""],
+    start: Int32[Array, ""],
+    stop: Int32[Array, ""],
+    delta: Int32[Array, ""],
+) -> Bool[Array, ""]:
+    """Return whether all that moves by `delta` stays from 0 on and before END."""
     moves = _moves(states, seq, start, stop)
     highest = jnp.max(jnp.where(moves, states.position, EMPTY))
     start = jnp.maximum(start, 0)
@@ -282,8 +293,12 @@ def can_add(
 
 
 def divide(
-    states: T, seq: jax.Array, start: jax.Array, stop: jax.Array, divisor: jax.Array
-) -> tuple[T, jax.Array]:
+    states: T,
+    seq: Int32[Array, ""],
+    start: Int32[Array, ""],
+    stop: Int32[Array, ""],
+    divisor: Int32[Array, ""],
+) -> tuple[T, Bool[Array, ""]]:
     """Divide the positions of a sequence in a range, rounding down.
 
     Several tokens may then share a position, so earlier states in the range cannot be returned to:
@@ -320,7 +335,7 @@ def _moved(states: T, position: jax.Array, moves: jax.Array, drop: jax.Array) ->
     return drop_pairs(replace(states, position=position), ~drop & (position < later))
 
 
-def rewind(states: T, old: T) -> tuple[T, jax.Array]:
+def rewind(states: T, old: T) -> tuple[T, Bool[Array, ""]]:
     """Return an older table that knows what was written since; and `ok`, `[]` bool.
 
     `ok` is whether no cell that the older table uses was given to another state since, or written.
@@ -330,7 +345,7 @@ def rewind(states: T, old: T) -> tuple[T, jax.Array]:
     return back, jnp.all(same | ~occupied(old, old.cell))
 
 
-def faults(states: States) -> dict[str, jax.Array]:
+def faults(states: States) -> dict[str, Int32[Array, ""]]:
     """Return how often each invariant of a table is broken, by name; `[]` int32 each."""
     held, celled = states.position != EMPTY, states.cell < states.num_cells
     rises = states.position[:, 1:] > states.position[:, :-1]

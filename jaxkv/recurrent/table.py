@@ -5,9 +5,11 @@ cannot be seen any more cannot be forgotten either, so this cache keeps earlier 
 to, exactly to the token, and refuses where it has none.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +29,11 @@ from jaxkv.recurrent.states import States, empty_fields
 from jaxkv.spec import TableSpec
 from jaxkv.table import Admission, CacheTable, MaintenancePlan, check_sizes
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Int, Int32, PyTree, Shaped
+
+    from jaxkv.core.types import AnyMesh
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,16 +46,18 @@ class EmptyPlan(MaintenancePlan):
     spec: TableSpec = field(metadata={"static": True})
 
     @property
-    def pending(self) -> jax.Array:
-        """Nothing; `[]` int32."""
+    def pending(self) -> Int32[Array, ""]:
+        """Nothing."""
         return jnp.int32(0)
 
-    def is_current(self, table: Any) -> jax.Array:
-        """Return True: nothing can have changed; `[]` bool."""
+    def is_current(self, table: StateTable) -> Bool[Array, ""]:
+        """Return True: nothing can have changed."""
         del table
         return jnp.array(True)
 
-    def commit(self, table: Any, buffers: Any, ok: jax.Array) -> tuple[Any, Any]:
+    def commit(
+        self, table: StateTable, buffers: Buffers, ok: Bool[Array, ""]
+    ) -> tuple[StateTable, Buffers]:
         """Return both as they are."""
         del ok
         return table, buffers
@@ -103,11 +112,11 @@ class StateTable(States, CacheTable):
         splits = {name: (dimension, parts) for name, dimension, parts in self.shard_dims}
         return CacheSpec.recurrent(len(buffers), states, splits)
 
-    def with_sharding_rules(self, sharding_rules: ShardingRules | None) -> "StateTable":
+    def with_sharding_rules(self, sharding_rules: ShardingRules | None) -> StateTable:
         """Return the table with other rules."""
         return replace(self, sharding_rules=sharding_rules)
 
-    def partition_specs(self, buffers: Buffers | None, mesh: Any) -> tuple[Any, Any]:
+    def partition_specs(self, buffers: Buffers | None, mesh: AnyMesh) -> tuple[PyTree, PyTree]:
         """Return that streams are split, and states by what they are made of."""
         streams = (self.sharding_rules or ShardingRules()).split(mesh, streams=self.streams)[
             "streams"
@@ -128,23 +137,25 @@ class StateTable(States, CacheTable):
         """Raise unless states have the streams and the cells of the table."""
         check_sizes(self, *next(iter(buffers[0].values())).shape[:2])
 
-    def find_fitting(self, wanted: jax.Array) -> Admission:
+    def find_fitting(self, wanted: Int32[Array, " Q"]) -> Admission:
         """Return that there is room: a sequence lets go of as many states as it gets."""
         all_fit = wanted >= 0
         return Admission(all_fit, all_fit, jnp.full_like(wanted, END))
 
-    def num_shared_cells(self) -> jax.Array:
+    def num_shared_cells(self) -> Int32[Array, " S"]:
         """Return zeros, `[S]` int32: each sequence has cells for its states, shared or not."""
         return jnp.zeros(self.streams, jnp.int32)
 
     def can_allocate(
-        self, lengths: np.ndarray, at_once: int, num_shared_cells: np.ndarray
-    ) -> np.ndarray:
+        self, lengths: Int[np.ndarray, " Q"], at_once: int, num_shared_cells: Int[np.ndarray, " S"]
+    ) -> Bool[np.ndarray, " S"]:
         """Return True, `[S]` bool: a state takes the same for a text of any length."""
         del lengths, at_once, num_shared_cells
         return np.ones(self.streams, bool)
 
-    def can_select(self, parents: jax.Array, targets: jax.Array) -> jax.Array:
+    def can_select(
+        self, parents: Int32[Array, " n"], targets: Int32[Array, " n"]
+    ) -> Bool[Array, ""]:
         """Return True, `[]` bool: targets let go of as many states as they get."""
         del parents, targets
         return jnp.array(True)
@@ -163,14 +174,20 @@ class StateTable(States, CacheTable):
         del layer
         return verb == "states"
 
-    def read_states(self, buffers: Buffers, layer: int, ubatch: Ubatch) -> dict[str, jax.Array]:
+    def read_states(
+        self, buffers: Buffers, layer: int, ubatch: Ubatch
+    ) -> dict[str, Shaped[Array, "R ..."]]:
         """Return by name the states that rows go on from, `[R, ...]`, of a layer in range."""
         self._check_layer(layer)
         return read(self, layer, ubatch, buffers[layer])
 
     def write_states(
-        self, buffers: Buffers, layer: int, ubatch: Ubatch, states: Mapping[str, jax.Array]
-    ) -> tuple["StateTable", Buffers]:
+        self,
+        buffers: Buffers,
+        layer: int,
+        ubatch: Ubatch,
+        states: Mapping[str, Shaped[Array, "R ..."]],
+    ) -> tuple[StateTable, Buffers]:
         """Check states, `[R, E + 1, ...]`, or `[R, ...]` where E is 0; and write them."""
         self._check_layer(layer)
         old = buffers[layer]

@@ -11,15 +11,20 @@ Letters beside those of the package: b blocks of a list, t tokens of a block, M 
 a tile, G query heads of a key head, X = G * t queries of a block that share a key.
 """
 
+from __future__ import annotations
+
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxkv.ops.attention.softmax import OnlineSoftmax, zero_unseen
 from jaxkv.ops.attention.visibility import Visibility, bias_of, mask_of, query_bounds_of
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 TILE = 512
 """Cells of a tile: large enough that a product with them outweighs a turn of the loop."""
@@ -37,22 +42,22 @@ class ActiveTiles(NamedTuple):
 
     mask: `[P * b, t, N]` bool, what each token sees. Where a mask would be large, or there is a
       bias, it is the sight of the blocks, from which a turn makes the mask of its tile.
-    sees: `[P * b, t]` bool, whether a token sees anything.
-    streams: `[P * b]` int32, the stream of each block.
-    tiles: `[M]` int32, numbers of all pairs: that of the block times the tiles of a stream, plus
+    sees: whether a token sees anything.
+    streams: the stream of each block.
+    tiles: numbers of all pairs: that of the block times the tiles of a stream, plus
       that of the tile. The pairs in which anything is seen come first, block after block.
-    starts: `[P * b + 1]` int32, where in `tiles` the seen tiles of each block start, and in the end
+    starts: where in `tiles` the seen tiles of each block start, and in the end
       how many are seen in all.
     """
 
     mask: jax.Array | Visibility
-    sees: jax.Array
-    streams: jax.Array
-    tiles: jax.Array
-    starts: jax.Array
+    sees: Bool[Array, "P*b t"]
+    streams: Int32[Array, " P*b"]
+    tiles: Int32[Array, " M"]
+    starts: Int32[Array, " P*b+1"]
 
     @property
-    def turns(self) -> jax.Array:
+    def turns(self) -> Int32[Array, ""]:
         """How many tiles are seen, of all blocks together; int32."""
         return self.starts[-1]
 
@@ -62,8 +67,8 @@ class ActiveTiles(NamedTuple):
         return self.sees.shape[1]
 
     def of_tile(
-        self, block: jax.Array, first: jax.Array, size: int
-    ) -> tuple[jax.Array, jax.Array | None]:
+        self, block: Int32[Array, ""], first: Int32[Array, ""], size: int
+    ) -> tuple[Bool[Array, "1 t C"], Float[Array, "1 _ t C"] | None]:
         """Return what a block sees of `size` cells from `first` on, and the bias for them.
 
         `block` and `first` are int32 numbers. The result is `[1, t, size]` bool, and
@@ -144,8 +149,10 @@ def _seen_by_token(visibility: Visibility) -> tuple[jax.Array, jax.Array]:
     return jax.lax.fori_loop(jnp.int32(0), jnp.int32(shape[1]), of_token, none)
 
 
-def query_bounds_in_blocks(visibility: Visibility, blocks: int, queries: int) -> jax.Array:
-    """Return what decides which cells the queries of blocks see, `[P * b, X, 4]` int32.
+def query_bounds_in_blocks(
+    visibility: Visibility, blocks: int, queries: int
+) -> Int32[Array, "Pb X 4"]:
+    """Return what decides which cells the queries of blocks see.
 
     The four numbers are those of `QueryBounds`; b is `blocks` and G is `queries`.
     """
@@ -157,12 +164,12 @@ def query_bounds_in_blocks(visibility: Visibility, blocks: int, queries: int) ->
 slice_of = partial(jax.lax.dynamic_slice, allow_negative_indices=False)
 
 
-def scalar_at(x: jax.Array, i: jax.Array) -> jax.Array:
+def scalar_at(x: Shaped[Array, " n"], i: Int32[Array, ""]) -> Shaped[Array, ""]:
     """Return the number `x[i]` of `[n]`, for an int32 index that is not negative."""
     return slice_of(x, (i,), (1,))[0]
 
 
-def in_blocks(x: jax.Array, blocks: int) -> jax.Array:
+def in_blocks(x: Shaped[Array, "P T ..."], blocks: int) -> Shaped[Array, "Pb t ..."]:
     """Cut lists of tokens into b `blocks` of equal size; `[P, T, ...]` to `[P * b, t, ...]`.
 
     The last block is filled up with zeros: tokens that see nothing.

@@ -1,8 +1,10 @@
 """What a model adds to the logits of tokens and cells: ALiBi, T5's relative positions."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,9 @@ import numpy as np
 
 from jaxkv.core.array_utils import is_concrete
 from jaxkv.core.typed import Typed, typed
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int32
 
 Function = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """What is added to a logit: a function of the position of a token, that of a cell, and the number
@@ -32,13 +37,15 @@ class OfPlaces:
     """A bias that is computed where it is read.
 
     function: see `Function`; with its types, see `typed`.
-    heads: `[H]` int32, the numbers of the query heads; on a mesh those in the share of a device.
+    heads: the numbers of the query heads; on a mesh those in the share of a device.
     """
 
     function: Typed[Function]
-    heads: jax.Array
+    heads: Int32[Array, " H"]
 
-    def between(self, at: jax.Array, position: jax.Array) -> jax.Array:
+    def between(
+        self, at: Int32[Array, "P T"], position: Int32[Array, "P _ N"]
+    ) -> Float[Array, "P _ T N"]:
         """Return the bias of tokens at `[P, T]` for cells at `[P, T or 1, N]`, both int32.
 
         It is `[P, H or 1, T, N]`.
@@ -53,7 +60,7 @@ BiasOfLists = jax.Array | OfPlaces
 """A bias for lists of tokens: an array `[P, T, H or 1, N]` of floats, or a function of places."""
 
 
-def checked_bias(bias: Any, shape: tuple[int, ...]) -> BiasOfLists | None:
+def checked_bias(bias: object, shape: tuple[int, ...]) -> BiasOfLists | None:
     """Return a bias that a caller passed, for a `shape` of R rows, T tokens, H heads and N cells.
 
     An array is broadcast over rows, tokens and cells, and not over heads: `[R, T, H or 1, N]`.
@@ -79,7 +86,7 @@ def checked_bias(bias: Any, shape: tuple[int, ...]) -> BiasOfLists | None:
     if not callable(bias):
         raise TypeError(f"wanted a bias as a function or as an array, got {type(bias)}")
     is_tree = not jax.tree_util.all_leaves([bias])
-    function: Any = jax.tree.map(jnp.asarray, bias) if is_tree else jax.tree_util.Partial(bias)
+    function = jax.tree.map(jnp.asarray, bias) if is_tree else jax.tree_util.Partial(bias)
     places = ((rows, 1, tokens, 1), (rows, 1, 1, cells), (1, heads, 1, 1))
     arguments = function, *(jax.ShapeDtypeStruct(x, jnp.int32) for x in places)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
@@ -95,7 +102,9 @@ def checked_bias(bias: Any, shape: tuple[int, ...]) -> BiasOfLists | None:
     return OfPlaces(function=typed(function), heads=jnp.arange(heads, dtype=jnp.int32))
 
 
-def _check_fit(letters: str, x: Any, shape: tuple[int, ...]) -> None:
+def _check_fit(
+    letters: str, x: jax.Array | np.ndarray | jax.ShapeDtypeStruct, shape: tuple[int, ...]
+) -> None:
     """Raise unless an array, or a `ShapeDtypeStruct`, is of floats that broadcast to a shape."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"wanted a bias of floats, got {x.dtype}")

@@ -1,12 +1,15 @@
 """Attention over streams of cells: the table of its implementations, and what runs one of them."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxkv.ops.attention import (
     jax_nn,
@@ -30,6 +33,9 @@ from jaxkv.ops.attention.transforms import derived_by, folded
 from jaxkv.ops.attention.visibility import Visibility, bias_of, mask_of
 from jaxkv.ops.mla import Values, ValueSlice
 from jaxkv.ops.quantised import Stored
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Num, PyTree
 
 Implementation = Literal["tiles", "whole", "pallas", "xla", "cudnn"]
 """The implementations that a caller may ask for.
@@ -62,7 +68,7 @@ MAX_LOGIT_BYTES = 1 << 28
 
 
 def best(
-    q: jax.Array, k: Stored, v: Stored, visibility: Visibility, options: Options
+    q: Float[Array, "P T H D"], k: Stored, v: Stored, visibility: Visibility, options: Options
 ) -> OnlineSoftmax:
     """Choose by shapes, where there is no kernel.
 
@@ -79,7 +85,7 @@ def best(
 
 
 def best_for_tpu(
-    q: jax.Array, k: Stored, v: Stored, visibility: Visibility, options: Options
+    q: Float[Array, "P T H D"], k: Stored, v: Stored, visibility: Visibility, options: Options
 ) -> OnlineSoftmax:
     """Run the kernel where it takes the arrays; `docs/kernels.md` gives the reasons.
 
@@ -97,7 +103,7 @@ def best_for_tpu(
 
 
 def kernel_for_cuda(
-    q: jax.Array, k: Stored, v: Stored, visibility: Visibility, options: Options
+    q: Float[Array, "P T H D"], k: Stored, v: Stored, visibility: Visibility, options: Options
 ) -> OnlineSoftmax:
     """Run the kernel where it takes the arrays.
 
@@ -108,7 +114,7 @@ def kernel_for_cuda(
 
 
 def best_for_cuda(
-    q: jax.Array, k: Stored, v: Stored, visibility: Visibility, options: Options
+    q: Float[Array, "P T H D"], k: Stored, v: Stored, visibility: Visibility, options: Options
 ) -> OnlineSoftmax:
     """Run the kernel where the GPU is known to be good for it."""
     way = kernel_for_cuda if pallas_gpu.is_fast() else best
@@ -122,7 +128,7 @@ def by_platform(**ways: Callable[..., OnlineSoftmax]) -> Callable[..., OnlineSof
     """
 
     def partial_attention(
-        q: jax.Array, k: Stored, v: Stored, seen: Any, options: Options
+        q: jax.Array, k: Stored, v: Stored, seen: PyTree, options: Options
     ) -> OnlineSoftmax:
         with_options = {name: partial(way, options=options) for name, way in ways.items()}
         return jax.lax.platform_dependent(q, k, v, seen, **with_options)
@@ -136,8 +142,8 @@ def with_derivatives(**ways: AttentionFn) -> AttentionFn:
     def plain(
         q: jax.Array, k: Stored, v: Stored, visibility: Visibility, options: Options
     ) -> OnlineSoftmax:
-        k, v, mask = visibility.of_lists(k), visibility.of_lists(v), mask_of(visibility)
-        return xla.cleaned(q, k, v, mask, options, bias_of(visibility, mask))
+        of_lists, mask = visibility.of_lists, mask_of(visibility)
+        return xla.cleaned(q, of_lists(k), of_lists(v), mask, options, bias_of(visibility, mask))
 
     return derived_by(plain, folded(by_platform(**ways)))
 
@@ -160,13 +166,13 @@ IMPLEMENTATIONS: dict[Implementation | None, AttentionFn] = {
 
 @partial(jax.jit, static_argnames="implementation")
 def attend(
-    q: jax.Array,
+    q: Float[Array, "P T H D"],
     k: Stored,
-    v: Stored,
+    v: Values,
     visibility: Visibility,
     options: Options,
     implementation: Implementation | None = None,
-) -> jax.Array:
+) -> Float[Array, "P T H Dv"]:
     """Attend from lists of tokens to the cells of their streams.
 
     Only tests and benchmarks call it. The layers of a model go through `jaxkv.kv.layer`, whose
@@ -174,7 +180,7 @@ def attend(
     `finalize` itself.
 
     Args:
-      q: `[P, T, H, D]` floats, queries.
+      q: queries.
       k: `[S, K, N, D]`, keys.
       v: `[S, K, N, Dv]`, values.
       visibility: what decides which cells each token sees.
@@ -194,7 +200,7 @@ def attend(
 
 
 def partial_attention(
-    q: jax.Array,
+    q: Float[Array, "P T H D"],
     k: Stored,
     v: Values,
     visibility: Visibility,
@@ -223,7 +229,9 @@ def partial_attention(
     return sums if visibility.bias is None else nan_unless_hidden(sums)
 
 
-def finalize(sums: OnlineSoftmax, q: jax.Array, options: Options) -> jax.Array:
+def finalize(
+    sums: OnlineSoftmax, q: Float[Array, "P T H D"], options: Options
+) -> Float[Array, "P T H Dv"]:
     """Close the softmax over all cells, of queries `[P, T, H, D]`.
 
     Returns `[P, T, H, Dv]` in the dtype of `q`.
@@ -236,25 +244,25 @@ _by_mask = derived_by(xla.cleaned, by_platform(cpu=xla_cpu.by_mask, default=xla.
 
 @partial(jax.jit, static_argnames=("scale", "softcap"))
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    mask: jax.Array,
+    q: Float[Array, "R T H D"],
+    k: Float[Array, "R K N D"],
+    v: Float[Array, "R K N Dv"],
+    mask: Bool[Array | np.ndarray, "R T N"],
     *,
     scale: float | None = None,
     softcap: float | None = None,
-    sinks: jax.Array | None = None,
-) -> jax.Array:
+    sinks: Float[Array, " H"] | None = None,
+) -> Float[Array, "R T H Dv"]:
     """Attend from every token to the cells that a mask shows to it, on plain arrays.
 
     Args:
-      q: `[R, T, H, D]` floats, queries. Query head h reads key/value head h // (H / K).
-      k: `[R, K, N, D]`, keys, for each row of tokens its own.
-      v: `[R, K, N, Dv]`, values. All of them must be finite, also those that no token sees.
-      mask: `[R, T, N]` bool, which cells each token sees.
+      q: queries. Query head h reads key/value head h // (H / K).
+      k: keys, for each row of tokens its own.
+      v: values. All of them must be finite, also those that no token sees.
+      mask: which cells each token sees.
       scale: what the products of queries and keys are multiplied by; by default 1 / sqrt(D).
       softcap: c, which bounds those products: each becomes c * tanh(x / c).
-      sinks: `[H]`, a logit of each head that takes its share of the attention and gives nothing.
+      sinks: a logit of each head that takes its share of the attention and gives nothing.
 
     Returns:
       `[R, T, H, Dv]` in the dtype of `q`; sums and softmax in float32, or float64 for such queries.
@@ -286,7 +294,7 @@ def attention(
     return finalize(_by_mask(q, k, v, mask, options), q, options)
 
 
-def check(q: jax.Array, k: Stored, v: Stored, options: Options) -> None:
+def check(q: Num[Array, "R T H D"], k: Stored, v: Stored, options: Options) -> None:
     """Raise unless queries, keys, values and options fit together.
 
     Shapes are those of `attend` or `attention`. The numbers of lists, streams and rows are not

@@ -6,7 +6,9 @@ too coarse to join the sums with others, so sinks are refused.
 Beside the letters of the package, G is the query heads of a key head.
 """
 
-from typing import Literal
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +24,12 @@ from jaxkv.ops.attention.softmax import (
 from jaxkv.ops.attention.visibility import Visibility, bias_of, mask_of
 from jaxkv.ops.quantised import Quantised, Stored, decoded
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
 
 def xla(
-    q: jax.Array, k: Stored, v: Stored, visibility: Visibility, options: Options
+    q: Float[Array, "P T H D"], k: Stored, v: Stored, visibility: Visibility, options: Options
 ) -> OnlineSoftmax:
     """Call `jax.nn.dot_product_attention` in the wider dtype of queries and buffers.
 
@@ -36,7 +41,7 @@ def xla(
 
 
 def cudnn(
-    q: jax.Array, k: Stored, v: Stored, visibility: Visibility, options: Options
+    q: Float[Array, "P T H D"], k: Stored, v: Stored, visibility: Visibility, options: Options
 ) -> OnlineSoftmax:
     """Call `jax.nn.dot_product_attention` with cuDNN's kernel, see `jaxkv.ops.attention.dispatch`.
 

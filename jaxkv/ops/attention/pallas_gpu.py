@@ -21,9 +21,11 @@ Codes of quantised buffers are multiplied as they are, and logits and weights by
 would be added where logits are capped.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +42,12 @@ from jaxkv.ops.attention.softmax import LOWEST, OnlineSoftmax, Options, group_qu
 from jaxkv.ops.attention.visibility import QueryBounds, Visibility
 from jaxkv.ops.layer_stack import flatten_layers
 from jaxkv.ops.quantised import SHARING, Stored, has_one_scale, parts
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, PyTree
+
+    Ref = PyTree
+    """Memory that a kernel reads and writes, or `Quantised` of two such."""
 
 DTYPES = (jnp.float32, jnp.bfloat16)
 """Dtypes that the kernel computes with."""
@@ -77,7 +85,7 @@ class Cut(NamedTuple):
     stages: int
 
 
-def cut_of(q: jax.Array, k: Stored, v: Stored) -> Cut:
+def cut_of(q: Float[Array, "P T H D"], k: Stored, v: Stored) -> Cut:
     """Choose by shapes what was fastest on an H100, of what its compiler takes without spilling.
 
     The arguments are those of `partial_attention`.
@@ -109,7 +117,7 @@ def _is_exact(q: jax.Array, k: Stored, v: Stored) -> bool:
     return jnp.float32 in (q.dtype, k.dtype, v.dtype)
 
 
-def can_attend(q: jax.Array, k: Stored, v: Stored, visibility: Visibility) -> bool:
+def can_attend(q: Float[Array, "P T H D"], k: Stored, v: Stored, visibility: Visibility) -> bool:
     """Return whether the kernel takes these dtypes and heads, on this mesh.
 
     The arguments are those of `partial_attention`. The kernel adds no bias. A compiler cannot split
@@ -137,7 +145,7 @@ def is_fast() -> bool:
 
 
 def partial_attention(
-    q: jax.Array,
+    q: Float[Array, "P T H D"],
     k: Stored,
     v: Stored,
     visibility: Visibility,
@@ -149,7 +157,7 @@ def partial_attention(
     """Weigh the cells of live tiles, see `jaxkv.ops.attention.dispatch`.
 
     Args:
-      q: `[P, T, H, D]`, queries.
+      q: queries.
       k: `[S, K, N, D]`, keys.
       v: `[S, K, N, Dv]`, values.
       visibility: what decides which cells each token sees.
@@ -229,14 +237,14 @@ def _call(
     kernel: Callable[..., None],
     *,
     grid: tuple[int, ...],
-    inputs: Any,
+    inputs: Sequence[PyTree],
     outputs: Sequence[jax.ShapeDtypeStruct],
     interpret: bool,
     **options: int,
 ) -> list[jax.Array]:
     """Run a kernel whose programs are each given all arrays, whole."""
 
-    def whole(x: Any) -> pl.BlockSpec:
+    def whole(x: jax.Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
         return pl.BlockSpec(x.shape, lambda *_: (0,) * len(x.shape))
 
     return pl.pallas_call(
@@ -252,18 +260,18 @@ def _call(
 
 
 def _kernel(
-    tiles_of: Any,
-    starts: Any,
-    streams: Any,
-    query_bounds: Any,
-    position: Any,
-    owners: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    max_logit: Any,
-    denom: Any,
-    out: Any,
+    tiles_of: Ref,
+    starts: Ref,
+    streams: Ref,
+    query_bounds: Ref,
+    position: Ref,
+    owners: Ref,
+    q: Ref,
+    k: Ref,
+    v: Ref,
+    max_logit: Ref,
+    denom: Ref,
+    out: Ref,
     *,
     options: Options,
     cut: Cut,
@@ -314,7 +322,9 @@ def _kernel(
         cell = jax.lax.rem(tiles_of[i], tiles) * cut.cells + jnp.arange(cut.cells, dtype=jnp.int32)
         there = cell < cells if cells % cut.cells else None
 
-        def tile(x: Any, number: jax.Array, inside: jax.Array) -> tuple[jax.Array, Any]:
+        def tile(
+            x: Ref, number: jax.Array, inside: jax.Array
+        ) -> tuple[jax.Array, jax.Array | None]:
             """Read keys or values, or codes, `[C, n]`; and scales, `[1, C]`, if there are any."""
             numbers, scales = parts(x)
             where = stream, head, cell[:, None], number[None]
@@ -354,7 +364,12 @@ def _kernel(
 
 
 def _join(
-    highest_of: Any, total_of: Any, out_of: Any, max_logit: Any, denom: Any, out: Any
+    highest_of: Ref,
+    total_of: Ref,
+    out_of: Ref,
+    max_logit: Ref,
+    denom: Ref,
+    out: Ref,
 ) -> None:
     """Join what J programs weighed for a query.
 
@@ -388,7 +403,9 @@ def _filled(count: int, size: int | None = None) -> tuple[jax.Array, jax.Array]:
     return numbers, numbers < count
 
 
-def _load(ref: Any, *where: Any, inside: Any, other: float = 0) -> jax.Array:
+def _load(
+    ref: Ref, *where: jax.Array | int, inside: jax.Array | None, other: float = 0
+) -> jax.Array:
     """Read an array at int32 places `where`, which broadcast together; `other` if not `inside`.
 
     `inside` is bool, of the shape of the places; None if all are inside.

@@ -18,9 +18,11 @@ Codes of quantised buffers are multiplied as they are, and logits and weights by
 lie with cells in the lanes. A bias would be added where logits are capped.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +48,12 @@ from jaxkv.ops.attention.visibility import QueryBounds, Visibility
 from jaxkv.ops.layer_stack import flatten_layers
 from jaxkv.ops.quantised import SHARING, Stored, has_one_scale, parts
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, PyTree
+
+    Ref = PyTree
+    """Memory that a kernel reads and writes, or `Quantised` of two such."""
+
 DTYPES = (jnp.float32, jnp.bfloat16)
 """Dtypes that a TPU computes with."""
 
@@ -65,7 +73,7 @@ PAIRS = 1 << 17
 """The most pairs of a block and a tile: the list of them lies in the scalar cache, of 1 MB."""
 
 
-def can_attend(q: jax.Array, k: Stored, v: Stored, visibility: Visibility) -> bool:
+def can_attend(q: Float[Array, "P T H D"], k: Stored, v: Stored, visibility: Visibility) -> bool:
     """Return whether the kernel takes these dtypes, so many cells and tokens, and this mesh.
 
     The arguments are those of `partial_attention`. The kernel adds no bias. A compiler cannot split
@@ -80,7 +88,7 @@ def can_attend(q: jax.Array, k: Stored, v: Stored, visibility: Visibility) -> bo
 
 
 def partial_attention(
-    q: jax.Array,
+    q: Float[Array, "P T H D"],
     k: Stored,
     v: Stored,
     visibility: Visibility,
@@ -91,7 +99,7 @@ def partial_attention(
     """Weigh the cells of live tiles, see `jaxkv.ops.attention.dispatch`.
 
     Args:
-      q: `[P, T, H, D]`, queries.
+      q: queries.
       k: `[S, K, N, D]`, keys.
       v: `[S, K, N, Dv]`, values.
       visibility: what decides which cells each token sees.
@@ -123,7 +131,7 @@ def partial_attention(
     def at(where: Callable[..., tuple]) -> Callable[..., tuple]:
         """Return an index map: the part of an array that a turn of the grid is given."""
 
-        def of_turn(h: Any, i: Any, pairs: Any, streams: Any) -> tuple:
+        def of_turn(h: jax.Array, i: jax.Array, pairs: Ref, streams: Ref) -> tuple:
             block, tile = _pair(pairs[i], tiles)
             return where(h, block, streams[block], tile)
 
@@ -134,7 +142,7 @@ def partial_attention(
         return pl.BlockSpec(shape, at(lambda h, block, stream, tile: (block, h, 0, 0)))
 
     def of_table(words: int) -> pl.BlockSpec:
-        def where(h: Any, block: Any, stream: Any, tile: Any) -> tuple:
+        def where(h: jax.Array, block: jax.Array, stream: jax.Array, tile: jax.Array) -> tuple:
             pool = stream if layers == 1 else jax.lax.div(stream, jnp.int32(layers))
             return pool, 0, tile
 
@@ -189,17 +197,17 @@ def partial_attention(
 
 
 def _kernel(
-    pairs: Any,
-    streams: Any,
-    query_bounds: Any,
-    position: Any,
-    owners: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    max_logit: Any,
-    denom: Any,
-    out: Any,
+    pairs: Ref,
+    streams: Ref,
+    query_bounds: Ref,
+    position: Ref,
+    owners: Ref,
+    q: Ref,
+    k: Ref,
+    v: Ref,
+    max_logit: Ref,
+    denom: Ref,
+    out: Ref,
     *,
     options: Options,
     cells: int,
@@ -265,18 +273,20 @@ def _kernel(
     out[0] = out[0] * down + _product(weights.astype(values.dtype), values, over, out.dtype)
 
 
-def _first_of(x: jax.Array, axis: int, count: Any) -> jax.Array:
+def _first_of(x: jax.Array, axis: int, count: jax.Array) -> jax.Array:
     """Return `x`, `[h, ...]`, with zeros after the first `count` places along an axis."""
     there = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) < count
     return jnp.where(there, x, jnp.zeros_like(x))
 
 
-def _product(a: jax.Array, b: jax.Array, over: Any, dtype: Any) -> jax.Array:
+def _product(
+    a: jax.Array, b: jax.Array, over: jax.lax.DotDimensionNumbers, dtype: jnp.dtype
+) -> jax.Array:
     """Multiply `[h, X, D or C]` by a tile over some dimensions; `[h, X, C or Dv]` in a dtype."""
     return jax.lax.dot_general(a, b, over, preferred_element_type=dtype)
 
 
-def _pair(number: Any, tiles: int) -> tuple[Any, Any]:
+def _pair(number: jax.Array, tiles: int) -> tuple[jax.Array, jax.Array]:
     """Return the block of tokens and the tile that the number of a pair stands for; all int32."""
     return jax.lax.div(number, jnp.int32(tiles)), jax.lax.rem(number, jnp.int32(tiles))
 

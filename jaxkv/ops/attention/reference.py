@@ -1,14 +1,26 @@
 """Attention as it is written down: what every implementation is compared with."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxkv.ops.attention.softmax import Options
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float
+
 
 def reference(
-    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, options: Options
-) -> jax.Array:
+    q: Float[Array, "P T H D"],
+    k: Float[Array, "P K N D"],
+    v: Float[Array, "P K N Dv"],
+    mask: Bool[Array | np.ndarray, "P T N"],
+    options: Options,
+) -> Float[Array, "P T H Dv"]:
     """Attend in the plainest way: `[P, T, H, Dv]` float32.
 
     The arrays are those of `jaxkv.ops.attention.attention`, for P lists in place of rows.

@@ -4,11 +4,17 @@ Its arrays are packed: the G query heads of a key head and the T tokens of a lis
 queries of one product, so that a key is read once for all of them. C is the cells that are weighed.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Shaped
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
 """The logit of a hidden cell; finite, so that max and exp never meet infinity minus infinity."""
@@ -21,18 +27,18 @@ class Options:
 
     scale: what the products of queries and keys are multiplied by, static; None for 1 / sqrt(D).
     softcap: c, which bounds those products: each becomes c * tanh(x / c); static; None for none.
-    sinks: `[H]`, a logit of each head that takes its share of the attention and gives nothing.
+    sinks: a logit of each head that takes its share of the attention and gives nothing.
     """
 
     scale: float | None = field(default=None, metadata={"static": True})
     softcap: float | None = field(default=None, metadata={"static": True})
-    sinks: jax.Array | None = None
+    sinks: Float[Array | np.ndarray, " H"] | None = None
 
-    def scaled(self, q: jax.Array) -> jax.Array:
+    def scaled(self, q: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
         """Return queries `[..., D]` times the scale, in their own dtype."""
         return q * jnp.asarray(q.shape[-1] ** -0.5 if self.scale is None else self.scale, q.dtype)
 
-    def capped(self, logits: jax.Array) -> jax.Array:
+    def capped(self, logits: Float[Array, "*n"]) -> Float[Array, "*n"]:
         """Return logits `[...]` of floats below the softcap, smoothly, if there is one."""
         cap = self.softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
@@ -43,18 +49,21 @@ class OnlineSoftmax(NamedTuple):
 
     The dtype is that of `softmax_dtype`.
 
-    max_logit: `[P, K, X]`, the highest logit; low, but finite, where nothing is seen.
-    denom: `[P, K, X]`, the sum of exp(logit - highest).
-    out: `[P, K, X, Dv]`, the values, each times its exp(logit - highest), added up.
+    max_logit: the highest logit; low, but finite, where nothing is seen.
+    denom: the sum of exp(logit - highest).
+    out: the values, each times its exp(logit - highest), added up.
     """
 
-    max_logit: jax.Array
-    denom: jax.Array
-    out: jax.Array
+    max_logit: Float[Array, "P K X"]
+    denom: Float[Array, "P K X"]
+    out: Float[Array, "P K X Dv"]
 
     def merge_block(
-        self, max_logit: jax.Array, denom: jax.Array, out: jax.Array
-    ) -> "OnlineSoftmax":
+        self,
+        max_logit: Float[Array, "P K X"],
+        denom: Float[Array, "P K X"],
+        out: Float[Array, "P K X Dv"],
+    ) -> OnlineSoftmax:
         """Return the sums over these cells and others.
 
         `max_logit` is the highest logit of both, by which `denom` and `out` of the others were
@@ -64,12 +73,16 @@ class OnlineSoftmax(NamedTuple):
         return OnlineSoftmax(max_logit, self.denom * down + denom, self.out * down[..., None] + out)
 
 
-def softmax_dtype(q: jax.Array) -> jnp.dtype:
+def softmax_dtype(q: Float[Array, "*_"]) -> jnp.dtype:
     """Return the dtype of logits and sums: float32, or float64 for queries `[...]` of float64."""
     return jnp.promote_types(q.dtype, jnp.float32)
 
 
-def masked(logits: jax.Array, mask: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+def masked(
+    logits: Float[Array, "*#n C"],
+    mask: Bool[Array, "*#n C"],
+    bias: Float[Array, "*#n #C"] | None = None,
+) -> Float[Array, "*#n C"]:
     """Give hidden cells the lowest logit, and others a higher one; a NaN that is seen stays.
 
     A bias is added, if there is one; where it is -inf it hides the cell. The mask is bool, logits
@@ -80,7 +93,7 @@ def masked(logits: jax.Array, mask: jax.Array, bias: jax.Array | None = None) ->
     return jnp.where(mask, jnp.maximum(logits, LOWEST / 2), LOWEST)
 
 
-def zero_unseen(sums: OnlineSoftmax, sees: jax.Array) -> OnlineSoftmax:
+def zero_unseen(sums: OnlineSoftmax, sees: Bool[Array, "P T"]) -> OnlineSoftmax:
     """Set the sums of a token that sees nothing to those over no cells; `sees` is `[P, T]` bool.
 
     Such a token may have sums of hidden cells, since the highest of its logits is then the lowest
@@ -112,7 +125,7 @@ def _kept(sums: OnlineSoftmax, sees: jax.Array) -> OnlineSoftmax:
     )
 
 
-def nothing(q: jax.Array, value_dim: int) -> OnlineSoftmax:
+def nothing(q: Float[Array, "P K X D"], value_dim: int) -> OnlineSoftmax:
     """Return the sums over no cells, for packed queries `[P, K, X, D]`; Dv is `value_dim`."""
     zero = jnp.zeros_like(q[..., 0], softmax_dtype(q))  # split on a mesh as queries are
     out = jnp.broadcast_to(zero[..., None], (*zero.shape, value_dim))
@@ -141,7 +154,7 @@ def joined_over(sums: OnlineSoftmax, axes: tuple[str, ...]) -> OnlineSoftmax:
     return OnlineSoftmax(highest[0], jnp.sum(parts[..., 1] * down, axis=0), out)
 
 
-def with_sinks(sums: OnlineSoftmax, sinks: jax.Array | None) -> OnlineSoftmax:
+def with_sinks(sums: OnlineSoftmax, sinks: Float[Array | np.ndarray, " H"] | None) -> OnlineSoftmax:
     """Add the sinks, `[H]` of floats, if there are any, to the sums over all cells."""
     if sinks is None:
         return sums
@@ -154,12 +167,12 @@ def with_sinks(sums: OnlineSoftmax, sinks: jax.Array | None) -> OnlineSoftmax:
     )
 
 
-def normalize(sums: OnlineSoftmax) -> jax.Array:
+def normalize(sums: OnlineSoftmax) -> Float[Array, "P K X Dv"]:
     """Divide: return `[P, K, X, Dv]`, zeros where nothing is seen."""
     return sums.out / jnp.where(sums.denom == 0.0, 1.0, sums.denom)[..., None]
 
 
-def group_queries(q: jax.Array, kv_heads: int) -> jax.Array:
+def group_queries(q: Shaped[Array, "P T H D"], kv_heads: int) -> Shaped[Array, "P K X D"]:
     """Lay queries out for one product with each key head; `[P, T, H, D]` to `[P, K, G * T, D]`."""
     lists, tokens, _, size = q.shape
     return (
@@ -169,13 +182,13 @@ def group_queries(q: jax.Array, kv_heads: int) -> jax.Array:
     )
 
 
-def by_kv_heads(x: jax.Array, kv_heads: int) -> jax.Array:
+def by_kv_heads(x: Shaped[Array, "P _ T C"], kv_heads: int) -> Shaped[Array, "P _ _ T C"]:
     """Split query heads by their key heads; `[P, H or 1, T, C]` to `[P, K or 1, G or 1, T, C]`."""
     lists, heads, *pairs = x.shape
     return x.reshape(lists, min(heads, kv_heads), -1, *pairs)
 
 
-def ungroup_queries(out: jax.Array, tokens: int) -> jax.Array:
+def ungroup_queries(out: Float[Array, "P K X Dv"], tokens: int) -> Float[Array, "P T H Dv"]:
     """Undo `group_queries`; `[P, K, G * T, Dv]` to `[P, T, H, Dv]`, for T `tokens`."""
     lists, kv_heads, _, size = out.shape
     out = out.reshape(lists, kv_heads, -1, tokens, size).transpose(0, 3, 1, 2, 4)

@@ -3,9 +3,11 @@
 The arrays of an implementation are those of `jaxkv.ops.attention.dispatch.Way`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,9 @@ from jaxkv.ops.attention.bias import OfPlaces
 from jaxkv.ops.attention.softmax import OnlineSoftmax, Options
 from jaxkv.ops.attention.visibility import Visibility, with_array
 from jaxkv.ops.quantised import Stored
+
+if TYPE_CHECKING:
+    from jaxtyping import PyTree
 
 
 def derived_by(
@@ -27,12 +32,12 @@ def derived_by(
     """
 
     def partial_attention(
-        q: jax.Array, k: Stored, v: Stored, seen: Any, options: Options
+        q: jax.Array, k: Stored, v: Stored, seen: PyTree, options: Options
     ) -> OnlineSoftmax:
         # `seen` is an argument, not closed over: where a step is jitted inside of a `grad`, JAX
         # asks for the derivative when the trace of `seen` has ended. A bias is part of `seen`.
         @jax.custom_jvp
-        def forwards(arrays: tuple, seen: Any) -> OnlineSoftmax:
+        def forwards(arrays: tuple, seen: PyTree) -> OnlineSoftmax:
             return way(*arrays, seen, options)
 
         @forwards.defjvp
@@ -59,7 +64,9 @@ def folded(way: Callable[..., OnlineSoftmax]) -> Callable[..., OnlineSoftmax]:
             return way(q, k, v, visibility, options)
 
         @alone.def_vmap
-        def together(size: int, batched: Any, *args: Any) -> tuple[OnlineSoftmax, OnlineSoftmax]:
+        def together(
+            size: int, batched: PyTree, *args: PyTree
+        ) -> tuple[OnlineSoftmax, OnlineSoftmax]:
             def stacked(x: jax.Array, has: bool) -> jax.Array:
                 return x if has else jnp.broadcast_to(x, (size, *x.shape))
 

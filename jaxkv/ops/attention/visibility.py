@@ -3,9 +3,11 @@
 Implementations that want a mask, or a bias of all pairs, make it from this.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,9 @@ import jax.numpy as jnp
 from jaxkv.ops.attention.bias import BiasOfLists, OfPlaces
 from jaxkv.ops.layer_stack import of_streams
 from jaxkv.window import Window, first_seen, last_seen, sees
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int32, PyTree, UInt32
 
 Tree = TypeVar("Tree")
 
@@ -25,36 +30,36 @@ class Visibility:
     A token sees the cells of its stream that have its owner, up to its own position, as far back as
     the window reaches. A sight is small; an implementation makes a mask of it only if it needs one.
 
-    position: `[S, N]` int32, the position of each cell.
-    owners: `[S, W, N]` uint32, one bit for each sequence that owns the cell.
-    streams: `[P]` int32, the stream of each list of tokens.
-    at: `[P, T]` int32, the position of each token.
-    word: `[P, T]` int32, in which of the W words the token's owner stands.
-    bit: `[P, T]` uint32, the bit of that word, set; 0 for padding, which sees nothing.
+    position: the position of each cell.
+    owners: one bit for each sequence that owns the cell.
+    streams: the stream of each list of tokens.
+    at: the position of each token.
+    word: in which of the W words the token's owner stands.
+    bit: the bit of that word, set; 0 for padding, which sees nothing.
     window: how far back tokens look, static.
     causal: False lets tokens see what comes after them too, static.
     all_streams: whether P is S and list p is that of stream p, static. Shapes alone cannot tell.
-    visible_until: `[P, T]` int32, the last position that each token sees; None for the token's own.
+    visible_until: the last position that each token sees; None for the token's own.
     bias: what is added to logits, `[P, T, H or 1, N]` or a function; None for nothing.
     tile: the cells of a tile of a sequence, where sequences have tiles for themselves as far as
       there is room, static; None where they have none. It does not change what is seen, only which
       way of computing is fast.
     """
 
-    position: jax.Array  # [S, N]
-    owners: jax.Array  # [S, W, N]
-    streams: jax.Array  # [P]
-    at: jax.Array  # [P, T]
-    word: jax.Array  # [P, T]
-    bit: jax.Array  # [P, T]
+    position: Int32[Array, "S N"]
+    owners: UInt32[Array, "S W N"]
+    streams: Int32[Array, " P"]
+    at: Int32[Array, "P T"]
+    word: Int32[Array, "P T"]
+    bit: UInt32[Array, "P T"]
     window: Window | None = field(metadata={"static": True})
     causal: bool = field(metadata={"static": True})
     all_streams: bool = field(metadata={"static": True})
-    visible_until: jax.Array | None = None  # [P, T]
+    visible_until: Int32[Array, "P T"] | None = None
     bias: BiasOfLists | None = None
     tile: int | None = field(default=None, metadata={"static": True})
 
-    def of_cells(self, first: jax.Array, count: int) -> "Visibility":
+    def of_cells(self, first: Int32[Array, ""], count: int) -> Visibility:
         """Return the sight of `count` cells from `first` on, an int32 number."""
 
         def cut(x: jax.Array) -> jax.Array:
@@ -67,7 +72,7 @@ class Visibility:
             bias=cut(self.bias) if isinstance(self.bias, jax.Array) else self.bias,
         )
 
-    def of_tokens(self, cut: Callable[[jax.Array], jax.Array]) -> "Visibility":
+    def of_tokens(self, cut: Callable[[jax.Array], jax.Array]) -> Visibility:
         """Return the sight of other tokens; `cut` takes them out of arrays `[P, T, ...]`."""
         return replace(
             self,
@@ -78,14 +83,14 @@ class Visibility:
             bias=cut(self.bias) if isinstance(self.bias, jax.Array) else self.bias,
         )
 
-    def of_lists(self, x: Tree) -> Tree:
+    def of_lists(self, x: PyTree) -> PyTree:
         """Return the part of each list's stream, `[P, ...]`, of arrays `[S, ...]`."""
         return of_streams(x, None if self.all_streams else self.streams)
 
 
 @jax.jit
-def mask_of(visibility: Visibility) -> jax.Array:
-    """Return which cells of its stream each token sees; `[P, T, N]` bool.
+def mask_of(visibility: Visibility) -> Bool[Array, "P T N"]:
+    """Return which cells of its stream each token sees.
 
     Each layer calls this; the compiler computes it once for all layers that share a sight.
 
@@ -106,12 +111,14 @@ def mask_of(visibility: Visibility) -> jax.Array:
     )
 
 
-def bias_of(visibility: Visibility, seen: jax.Array | None = None) -> jax.Array | None:
+def bias_of(
+    visibility: Visibility, seen: Bool[Array, "P T N"] | None = None
+) -> Float[Array, "P _ T N"] | None:
     """Return what is added to the logits of all pairs, `[P, H or 1, T, N]`; None for nothing.
 
     Args:
       visibility: the tokens and the cells.
-      seen: `[P, T, N]` bool, for derivatives: a cell that a token does not see is taken to stand
+      seen: for derivatives: a cell that a token does not see is taken to stand
         where the token stands, so that the derivative of a function is a number there.
     """
     if not isinstance(visibility.bias, OfPlaces):
@@ -140,12 +147,14 @@ class QueryBounds(NamedTuple):
     bit: the bit of that word, set; 0 for padding.
     """
 
-    first: jax.Array
-    last: jax.Array
-    word: jax.Array
-    bit: jax.Array
+    first: Int32[Array, "*_"]
+    last: Int32[Array, "*_"]
+    word: Int32[Array, "*_"]
+    bit: Int32[Array, "*_"]
 
-    def sees(self, position: jax.Array, owners: Sequence[jax.Array]) -> jax.Array:
+    def sees(
+        self, position: Int32[Array, "*#n"], owners: Sequence[Int32[Array, "*#n"]]
+    ) -> Bool[Array, "*_"]:
         """Return which cells are seen, bool, given int32 positions and W words of owners.
 
         All arrays broadcast together: `[X, 1]` and `[1, C]`, for C cells, give `[X, C]`.

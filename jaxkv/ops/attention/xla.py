@@ -4,6 +4,10 @@ Letters beside those of the package: G query heads of a key head, X = G * T quer
 key, C cells that are weighed.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
 
@@ -17,24 +21,27 @@ from jaxkv.ops.attention.softmax import (
     zero_unseen,
 )
 from jaxkv.ops.attention.visibility import Visibility, bias_of, mask_of
-from jaxkv.ops.quantised import Stored, decoded, scored, weighed
+from jaxkv.ops.quantised import Numbers, Stored, decoded, scored, weighed
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float
 
 
 def whole(
-    q: jax.Array, k: Stored, v: Stored, visibility: Visibility, options: Options
+    q: Float[Array, "P T H D"], k: Stored, v: Stored, visibility: Visibility, options: Options
 ) -> OnlineSoftmax:
     """Weigh all cells of the streams that take part, see `jaxkv.ops.attention.dispatch`."""
-    k, v = visibility.of_lists(k), visibility.of_lists(v)
-    return by_mask(q, k, v, mask_of(visibility), options, bias_of(visibility))
+    of_lists, mask = visibility.of_lists, mask_of(visibility)
+    return by_mask(q, of_lists(k), of_lists(v), mask, options, bias_of(visibility))
 
 
 def cleaned(
-    q: jax.Array,
-    k: Stored,
-    v: Stored,
-    mask: jax.Array,
+    q: Float[Array, "P T H D"],
+    k: Numbers,
+    v: Numbers,
+    mask: Bool[Array, "P T N"],
     options: Options,
-    bias: jax.Array | None = None,
+    bias: Float[Array, "P _ T N"] | None = None,
 ) -> OnlineSoftmax:
     """Do what `by_mask` does, in a form whose derivatives are safe from what no token sees.
 
@@ -47,22 +54,22 @@ def cleaned(
 
 
 def by_mask(
-    q: jax.Array,
-    k: Stored,
-    v: Stored,
-    mask: jax.Array,
+    q: Float[Array, "P T H D"],
+    k: Numbers,
+    v: Numbers,
+    mask: Bool[Array, "P T N"],
     options: Options,
-    bias: jax.Array | None = None,
+    bias: Float[Array, "P _ T N"] | None = None,
 ) -> OnlineSoftmax:
     """Weigh the cells of each list that its mask shows to it.
 
     Args:
-      q: `[P, T, H, D]`, queries.
+      q: queries.
       k: `[P, K, N, D]`, keys of the stream of each list.
       v: `[P, K, N, Dv]`, values, all of them finite.
-      mask: `[P, T, N]` bool, what each token sees.
+      mask: what each token sees.
       options: scale and softcap.
-      bias: `[P, H or 1, T, N]`, what is added to logits, if there is anything.
+      bias: what is added to logits, if there is anything.
     """
     q = group_queries(options.scaled(q), k.shape[1])
     logits = _logits(q, k, mask, options, bias)
@@ -73,12 +80,12 @@ def by_mask(
 
 def added(
     sums: OnlineSoftmax,
-    q: jax.Array,
-    k: Stored,
-    v: Stored,
-    mask: jax.Array,
+    q: Float[Array, "P K X D"],
+    k: Numbers,
+    v: Numbers,
+    mask: Bool[Array, "P T C"],
     options: Options,
-    bias: jax.Array | None = None,
+    bias: Float[Array, "P _ T C"] | None = None,
 ) -> OnlineSoftmax:
     """Weigh further cells, and add them to sums.
 
@@ -86,12 +93,12 @@ def added(
 
     Args:
       sums: over other cells, or `nothing`.
-      q: `[P, K, X, D]`, queries from `group_queries`, scaled.
+      q: queries from `group_queries`, scaled.
       k: `[P, K, C, D]`, keys.
       v: `[P, K, C, Dv]`, values, all of them finite.
-      mask: `[P, T, C]` bool, what each token sees.
+      mask: what each token sees.
       options: of which the softcap is looked at.
-      bias: `[P, H or 1, T, C]`, what is added to logits, if there is anything.
+      bias: what is added to logits, if there is anything.
     """
     logits = _logits(q, k, mask, options, bias)
     highest = jax.lax.stop_gradient(jnp.maximum(jnp.max(logits, axis=-1), sums.max_logit))
@@ -99,7 +106,7 @@ def added(
 
 
 def _logits(
-    q: jax.Array, k: Stored, mask: jax.Array, options: Options, bias: jax.Array | None
+    q: jax.Array, k: Numbers, mask: jax.Array, options: Options, bias: jax.Array | None
 ) -> jax.Array:
     """Return masked logits `[P, K, X, C]` in `softmax_dtype`; arguments as in `added`."""
     logits = scored(q, k, softmax_dtype(q))
@@ -108,7 +115,7 @@ def _logits(
     return masked(by_token, mask[:, None, None], bias).reshape(logits.shape)
 
 
-def _weigh(weights: jax.Array, v: Stored) -> tuple[jax.Array, jax.Array]:
+def _weigh(weights: jax.Array, v: Numbers) -> tuple[jax.Array, jax.Array]:
     """Add up weights `[P, K, X, C]`, to `[P, K, X]`, and weighted values, to `[P, K, X, Dv]`."""
     out = weighed(weights, v)
     return jnp.sum(weights, axis=-1), out

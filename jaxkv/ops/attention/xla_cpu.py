@@ -7,6 +7,10 @@ Letters beside those of the package: G query heads of a key head, X = G * T quer
 key, J parts that the cells of a list are cut into, C cells of a part.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
 
@@ -25,6 +29,9 @@ from jaxkv.ops.attention.visibility import Visibility, bias_of, mask_of
 from jaxkv.ops.attention.xla_tiles import Added, block_by_block, one_by_one
 from jaxkv.ops.layer_stack import LayerView
 from jaxkv.ops.quantised import Quantised, Stored
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float
 
 FEW = 0.4
 """The share of tiles that are seen, below which reading tiles one by one is faster."""
@@ -61,7 +68,7 @@ EXACT = 1024
 
 
 def best(
-    q: jax.Array, k: Stored, v: Stored, visibility: Visibility, options: Options
+    q: Float[Array, "P T H D"], k: Stored, v: Stored, visibility: Visibility, options: Options
 ) -> OnlineSoftmax:
     """Read tiles where few of them are seen, or tokens are many, and else all cells at once.
 
@@ -85,7 +92,7 @@ def best(
 
 
 def tiles(
-    q: jax.Array, k: Stored, v: Stored, visibility: Visibility, options: Options
+    q: Float[Array, "P T H D"], k: Stored, v: Stored, visibility: Visibility, options: Options
 ) -> OnlineSoftmax:
     """Weigh the cells of live tiles, see `jaxkv.ops.attention.xla_tiles`."""
     return block_by_block(q, k, v, visibility, options, form_for(k), pinned=upcasts_by_tile(k))
@@ -100,22 +107,22 @@ def form_for(k: Stored) -> Added:
 
 
 def whole(
-    q: jax.Array, k: Stored, v: Stored, visibility: Visibility, options: Options
+    q: Float[Array, "P T H D"], k: Stored, v: Stored, visibility: Visibility, options: Options
 ) -> OnlineSoftmax:
     """Weigh all cells of the streams that take part, see `jaxkv.ops.attention.dispatch`."""
     if isinstance(k, Quantised) or isinstance(v, Quantised):
         return xla.whole(q, k, v, visibility, options)
-    k, v = visibility.of_lists(k), visibility.of_lists(v)
-    return by_mask(q, k, v, mask_of(visibility), options, bias_of(visibility))
+    of_lists, mask = visibility.of_lists, mask_of(visibility)
+    return by_mask(q, of_lists(k), of_lists(v), mask, options, bias_of(visibility))
 
 
 def by_mask(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    mask: jax.Array,
+    q: Float[Array, "P T H D"],
+    k: Float[Array, "P K N D"],
+    v: Float[Array, "P K N Dv"],
+    mask: Bool[Array, "P T N"],
     options: Options,
-    bias: jax.Array | None = None,
+    bias: Float[Array, "P _ T N"] | None = None,
 ) -> OnlineSoftmax:
     """Do what `jaxkv.ops.attention.xla.by_mask` does, with the same arguments."""
     q = group_queries(options.scaled(q), k.shape[1])
@@ -123,12 +130,12 @@ def by_mask(
 
 
 def at_once(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    mask: jax.Array,
+    q: Float[Array, "P K X D"],
+    k: Float[Array, "P K N D"],
+    v: Float[Array, "P K N Dv"],
+    mask: Bool[Array, "P T N"],
     options: Options,
-    bias: jax.Array | None,
+    bias: Float[Array, "P _ T N"] | None,
 ) -> OnlineSoftmax:
     """Weigh all cells, for queries `[P, K, X, D]`, packed and scaled.
 
@@ -143,12 +150,12 @@ def at_once(
 
 def added(
     sums: OnlineSoftmax,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    mask: jax.Array,
+    q: Float[Array, "P K X D"],
+    k: Float[Array, "P K C D"],
+    v: Float[Array, "P K C Dv"],
+    mask: Bool[Array, "P T C"],
     options: Options,
-    bias: jax.Array | None = None,
+    bias: Float[Array, "P _ T C"] | None = None,
 ) -> OnlineSoftmax:
     """Do what `jaxkv.ops.attention.xla.added` does, with the same arguments."""
     logits, v = _logits(q, k, mask, options, bias), _in_parts(v, q.shape[2])
@@ -175,7 +182,7 @@ def _logits(
     return masked(logits, mask, bias)
 
 
-def are_large(q: jax.Array, k: jax.Array) -> bool:
+def are_large(q: Float[Array, "*_"], k: Stored) -> bool:
     """Return whether the logits of all cells would take more time than turns of a loop.
 
     Queries are `[P, T, H, D]`, and keys `[S, K, N, D]`.

@@ -11,8 +11,11 @@ Letters beside those of the package: M tiles of a list, or of a piece of its cel
 tile; G query heads of a key head, X = G * T queries that share a key.
 """
 
+from __future__ import annotations
+
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -35,9 +38,12 @@ from jaxkv.ops.attention.xla_tiles import one_by_one
 from jaxkv.ops.layer_stack import LayerView
 from jaxkv.ops.quantised import Quantised, Stored, scored, weighed
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float
+
 
 def best(
-    q: jax.Array, k: Stored, v: Stored, visibility: Visibility, options: Options
+    q: Float[Array, "P T H D"], k: Stored, v: Stored, visibility: Visibility, options: Options
 ) -> OnlineSoftmax:
     """Weigh each tile that one token alone sees for this token only, if tokens have such tiles.
 
@@ -70,7 +76,12 @@ def best(
             sums = jax.lax.cond(mine.turns < few, one_after_another, side_by_side)
         return one_by_one(packed_q, k, v, ours, options, xla_cpu.form_for(k), sums, pinned=narrow)
 
-    if piecewise or isinstance(k, Quantised) or isinstance(v, Quantised) or xla_cpu.are_large(q, k):
+    if (
+        narrow
+        or isinstance(k, Quantised | LayerView)
+        or isinstance(v, Quantised | LayerView)
+        or xla_cpu.are_large(q, k)
+    ):
         return zero_unseen(apart(), sees)
     both = mask_of(visibility)
     sums = jax.lax.cond(
@@ -82,7 +93,7 @@ def best(
 
 
 @partial(jax.jit, static_argnames="size")
-def parted(visibility: Visibility, size: int) -> tuple[Visibility, Visibility, jax.Array]:
+def parted(visibility: Visibility, size: int) -> tuple[Visibility, Visibility, Bool[Array, "P T"]]:
     """Return the sight of tiles that one token alone sees, and the sight of all other tiles.
 
     And `[P, T]` bool, which tokens see anything; C is `size`. As with `mask_of`, each layer calls
@@ -102,12 +113,12 @@ def parted(visibility: Visibility, size: int) -> tuple[Visibility, Visibility, j
 def added(
     size: int,
     sums: OnlineSoftmax,
-    q: jax.Array,
+    q: Float[Array, "P K X D"],
     k: Stored,
     v: Stored,
-    mask: jax.Array,
+    mask: Bool[Array, "P T C"],
     options: Options,
-    bias: jax.Array | None = None,
+    bias: Float[Array, "P _ T C"] | None = None,
 ) -> OnlineSoftmax:
     """Do what `jaxkv.ops.attention.xla.added` does, where one token alone sees cells of a tile.
 

@@ -6,7 +6,10 @@ Letters beside those of the package: b blocks of a list, t tokens of a block, G 
 head, X = G * t queries of a block that share a key.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -26,19 +29,22 @@ from jaxkv.ops.attention.visibility import Visibility
 from jaxkv.ops.layer_stack import flatten_layers
 from jaxkv.ops.quantised import Stored
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
 Added = Callable[..., OnlineSoftmax]
 """A function that adds a tile to the sums over others, see `jaxkv.ops.attention.xla.added`."""
 
 
 def by_tiles(
-    q: jax.Array, k: Stored, v: Stored, visibility: Visibility, options: Options
+    q: Float[Array, "P T H D"], k: Stored, v: Stored, visibility: Visibility, options: Options
 ) -> OnlineSoftmax:
     """Weigh the cells of live tiles, see `jaxkv.ops.attention.dispatch`."""
     return block_by_block(q, k, v, visibility, options, xla.added)
 
 
 def block_by_block(
-    q: jax.Array,
+    q: Float[Array, "P T H D"],
     k: Stored,
     v: Stored,
     visibility: Visibility,
@@ -60,7 +66,7 @@ def block_by_block(
 
 
 def one_by_one(
-    q: jax.Array,
+    q: Float[Array, "Pb K X D"],
     k: Stored,
     v: Stored,
     live: ActiveTiles,
@@ -75,7 +81,7 @@ def one_by_one(
     Keys and values are read where they lie, also those of a few streams of many.
 
     Args:
-      q: `[P * b, K, X, D]`, queries, packed and scaled.
+      q: queries, packed and scaled.
       k: `[S, K, N, D]`, keys.
       v: `[S, K, N, Dv]`, values.
       live: the tiles.

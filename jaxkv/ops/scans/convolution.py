@@ -3,23 +3,32 @@
 Letters beside those of the package: C channels, F tokens that a filter sees.
 """
 
-from functools import reduce
+from __future__ import annotations
 
-import jax
+from functools import reduce
+from typing import TYPE_CHECKING
+
 import jax.numpy as jnp
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int32
 
 
 def convolve(
-    x: jax.Array, tail: jax.Array, weight: jax.Array, bias: jax.Array | None, counts: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+    x: Float[Array, "R T C"],
+    tail: Float[Array, "R F-1 C"],
+    weight: Float[Array, "F C"],
+    bias: Float[Array, " C"] | None,
+    counts: Int32[Array, "R n"],
+) -> tuple[Float[Array, "R T C"], Float[Array, "R n F-1 C"]]:
     """Convolve each channel over time, causally.
 
     Args:
-      x: `[R, T, C]` floats, finite also where a row is padded.
-      tail: `[R, F - 1, C]` floats, the inputs before the first token.
-      weight: `[F, C]` floats, for the oldest input first.
-      bias: `[C]` floats, or None.
-      counts: `[R, n]` int32, after how many tokens of its row each wanted tail is taken.
+      x: finite also where a row is padded.
+      tail: the inputs before the first token.
+      weight: for the oldest input first.
+      bias: or None.
+      counts: after how many tokens of its row each wanted tail is taken.
 
     Returns:
       The outputs, `[R, T, C]` float32, and the tails, `[R, n, F - 1, C]` in the dtype of `tail`.

@@ -3,20 +3,30 @@
 Beside the letters of the package, C is the numbers of a state.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int32
+
 
 def scan_diagonal(
-    decay: jax.Array, x: jax.Array, state: jax.Array, counts: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+    decay: Float[Array, "R T C"],
+    x: Float[Array, "R T C"],
+    state: Float[Array, "R C"],
+    counts: Int32[Array, "R n"],
+) -> tuple[Float[Array, "R T C"], Float[Array, "R n C"]]:
     """Run `state = decay * state + x` over time, as an associative scan.
 
     Args:
-      decay: `[R, T, C]` float32, 1 where a row is padded.
-      x: `[R, T, C]` float32, 0 where a row is padded.
-      state: `[R, C]` floats, the state before the first token.
-      counts: `[R, n]` int32, after how many tokens of its row each wanted state is taken.
+      decay: 1 where a row is padded.
+      x: 0 where a row is padded.
+      state: the state before the first token.
+      counts: after how many tokens of its row each wanted state is taken.
 
     Returns:
       The state after each token, `[R, T, C]` float32, and the wanted states, `[R, n, C]` float32.

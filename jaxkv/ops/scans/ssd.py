@@ -4,37 +4,44 @@ Letters beside those of the package: G groups of heads, J heads of a group (H = 
 a state for each of the D numbers of a head, t tokens of a chunk.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int32
 
 CHUNK = 64
 """Tokens of a chunk: fewer make more and smaller products, more make more masked scores."""
 
 
 def scan_ssd(
-    x: jax.Array,
-    steps: jax.Array,
-    rate: jax.Array,
-    b: jax.Array,
-    c: jax.Array,
-    state: jax.Array,
-    counts: jax.Array,
+    x: Float[Array, "R T H D"],
+    steps: Float[Array, "R T H"],
+    rate: Float[Array, " H"],
+    b: Float[Array, "R T G M"],
+    c: Float[Array, "R T G M"],
+    state: Float[Array, "R H D M"],
+    counts: Int32[Array, "R n"],
     *,
     chunk: int = CHUNK,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Float[Array, "R T H D"], Float[Array, "R n H D M"]]:
     """Run the recurrence of Mamba-2 over time: `state = exp(step * rate) * state + step * x * b`.
 
     The output of a token is `state @ c`. A chunk of tokens is computed at once, as attention is,
     with decays for weights; from chunk to chunk the state is carried.
 
     Args:
-      x: `[R, T, H, D]` floats, finite also where a row is padded.
-      steps: `[R, T, H]` floats, 0 where a row is padded: such tokens do not change the state.
-      rate: `[H]` floats, below 0.
-      b: `[R, T, G, M]` floats, what goes into the state.
-      c: `[R, T, G, M]` floats, what is read from the state.
-      state: `[R, H, D, M]` floats, the state before the first token.
-      counts: `[R, E + 1]` int32, after how many tokens of its row each wanted state is taken, as
+      x: finite also where a row is padded.
+      steps: 0 where a row is padded: such tokens do not change the state.
+      rate: below 0.
+      b: what goes into the state.
+      c: what is read from the state.
+      state: the state before the first token.
+      counts: after how many tokens of its row each wanted state is taken, as
         `Ubatch.state_write_steps` gives them: the last E tokens one by one.
       chunk: tokens that are computed at once.
 
