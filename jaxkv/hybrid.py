@@ -8,11 +8,13 @@ return: `_ask` and `_make` build such a method from the one of `CacheTable` and 
 builds those that only the part of one layer knows.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce, wraps
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +26,12 @@ from jaxkv.cache_spec import CacheSpec
 from jaxkv.core.partitioning import ShardingRules
 from jaxkv.spec import TableSpec
 from jaxkv.table import Admission, CacheTable, MaintenancePlan, SequenceStatus
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Int32, PyTree, UInt32
+
+
+R = TypeVar("R")
 
 Layers = tuple[tuple[int, ...], ...]
 
@@ -38,8 +46,8 @@ _largest = partial(reduce, jnp.maximum)
 _smallest = partial(reduce, jnp.minimum)
 
 
-def _latest(firsts: list[jax.Array]) -> jax.Array:
-    """Return where the text of all parts begins, `[]` int32; -1 if one is empty."""
+def _latest(firsts: list[Int32[Array, ""]]) -> Int32[Array, ""]:
+    """Return where the text of all parts begins; -1 if one is empty."""
     return jnp.where(_smallest(firsts) < 0, -1, _largest(firsts))
 
 
@@ -49,21 +57,21 @@ def _fits_all(found: list[Admission]) -> Admission:
     return Admission(fits=_all(fits), together=_all(together), left=_smallest(left))
 
 
-def _tables(table: "HybridTable", parts: list[Any]) -> "HybridTable":
+def _tables(table: HybridTable, parts: list[CacheTable]) -> HybridTable:
     """Return the table of other parts."""
     return replace(table, parts=tuple(parts))
 
 
-def _beside(table: "HybridTable", pairs: list[tuple[Any, Any]]) -> tuple["HybridTable", Any]:
+def _beside(table: HybridTable, pairs: list[tuple[PyTree, PyTree]]) -> tuple[HybridTable, PyTree]:
     """Return the table and the buffers of pairs of both; None where parts were given none."""
     parts, buffers = zip(*pairs, strict=True)
     return replace(table, parts=parts), None if buffers[0] is None else buffers
 
 
 def _all_or_none(
-    table: "HybridTable", answers: list[tuple[Any, jax.Array]]
-) -> tuple["HybridTable", jax.Array]:
-    """Return the table of parts that are all ok, or the one before; and `ok`, `[]` bool.
+    table: HybridTable, answers: list[tuple[CacheTable, Bool[Array, ""]]]
+) -> tuple[HybridTable, Bool[Array, ""]]:
+    """Return the table of parts that are all ok, or the one before; and `ok`.
 
     It is refused, too, where the text of a sequence would end in one part before it does in
     another.
@@ -77,7 +85,7 @@ def _all_or_none(
 
 
 def _ends_alike(
-    table: "HybridTable", answers: list[tuple[jax.Array, jax.Array]]
+    table: HybridTable, answers: list[tuple[jax.Array, jax.Array]]
 ) -> tuple[jax.Array, jax.Array]:
     """Return whether all parts grant a copy and the text ends alike in them; and the ends."""
     granted, ends = zip(*answers, strict=True)
@@ -86,21 +94,21 @@ def _ends_alike(
     return _all(granted) & jnp.all(_all([end == ends[0] for end in ends])), ends[0]
 
 
-def _plans(table: "HybridTable", plans: list[MaintenancePlan]) -> "HybridMaintenancePlan":
+def _plans(table: HybridTable, plans: list[MaintenancePlan]) -> HybridMaintenancePlan:
     """Return the plans of all parts as one."""
     return HybridMaintenancePlan(parts=tuple(plans), spec=table.spec)
 
 
 def _make(
-    method: Callable[..., Any], rule: Callable[..., Any], which: str = "parts"
-) -> Callable[..., Any]:
+    method: Callable[..., R], rule: Callable[..., R], which: str = "parts"
+) -> Callable[..., R]:
     """Return a method that calls that of each part: `rule(table, returned)` of what they return.
 
     `method` is that of `CacheTable`, and `which` names the list of the parts that are called.
     """
     own = {i for i, name in enumerate(signature(method).parameters, -1) if name in OWN}
 
-    def call(table: "HybridTable", *args: Any, **options: Any) -> Any:
+    def call(table: HybridTable, *args: PyTree, **options: PyTree) -> R:
         parts = getattr(table, which)
         given = [
             arg if i in own and arg is not None else (arg,) * len(parts)
@@ -113,21 +121,26 @@ def _make(
 
 
 def _ask(
-    method: Callable[..., Any], rule: Callable[..., Any], which: str = "parts"
-) -> Callable[..., Any]:
+    method: Callable[..., R], rule: Callable[..., R], which: str = "parts"
+) -> Callable[..., R]:
     """Return a method as `_make` does, by a rule of what is returned alone."""
     return _make(method, lambda _, returned: rule(returned), which)
 
 
-def _in_layer(method: Callable[..., Any], verb: str, *, writes: bool) -> Callable[..., Any]:
+def _in_layer(method: Callable[..., R], verb: str, *, writes: bool) -> Callable[..., R]:
     """Return a method that calls that of the part which serves a layer for a verb.
 
     One that writes returns a table and buffers first, which are put beside those of other parts.
     """
 
     def call(
-        table: "HybridTable", buffers: tuple, layer: int, ubatch: Ubatch, *args: Any, **options: Any
-    ) -> Any:
+        table: HybridTable,
+        buffers: tuple,
+        layer: int,
+        ubatch: Ubatch,
+        *args: PyTree,
+        **options: PyTree,
+    ) -> PyTree:
         i, inner = table._part_serving(verb, layer)
         work = getattr(table.parts[i], method.__name__)
         found = work(buffers[i], inner, part_of(ubatch, i), *args, **options)
@@ -139,7 +152,7 @@ def _in_layer(method: Callable[..., Any], verb: str, *, writes: bool) -> Callabl
     return wraps(method, updated=())(call)
 
 
-def _put(parts: tuple, i: int, part: Any) -> tuple:
+def _put(parts: tuple[R, ...], i: int, part: R) -> tuple[R, ...]:
     return (*parts[:i], part, *parts[i + 1 :])
 
 
@@ -156,18 +169,18 @@ class HybridMaintenancePlan(MaintenancePlan):
     spec: TableSpec = field(metadata={"static": True})
 
     @property
-    def pending(self) -> jax.Array:
-        """How many keys are rotated, or cells moved, over all parts; `[]` int32."""
+    def pending(self) -> Int32[Array, ""]:
+        """How many keys are rotated, or cells moved, over all parts."""
         return _sum([part.pending for part in self.parts])
 
-    def is_current(self, table: "HybridTable") -> jax.Array:
-        """Return whether each part is as its plan found it; `[]` bool."""
+    def is_current(self, table: HybridTable) -> Bool[Array, ""]:
+        """Return whether each part is as its plan found it."""
         parts = zip(self.parts, table.parts, strict=True)
         return _all([plan.is_current(part) for plan, part in parts])
 
     def commit(
-        self, table: "HybridTable", buffers: tuple, ok: jax.Array
-    ) -> tuple["HybridTable", tuple]:
+        self, table: HybridTable, buffers: tuple, ok: Bool[Array, ""]
+    ) -> tuple[HybridTable, tuple]:
         """Carry the plans of all parts out, or none."""
         parts = zip(self.parts, table.parts, buffers, strict=True)
         return _beside(table, [plan.commit(part, own, ok) for plan, part, own in parts])
@@ -184,11 +197,11 @@ class HybridTable(CacheTable):
     sharding_rules: which axes of a mesh split the cache, those of all parts, static.
     """
 
-    parts: tuple[Any, ...]
+    parts: tuple[CacheTable, ...]
     layers: Layers = field(metadata={"static": True})
     sharding_rules: ShardingRules | None = field(default=None, metadata={"static": True})
 
-    def with_buffers(self, buffers: Any) -> tuple[tuple[CacheTable, Any], ...]:
+    def with_buffers(self, buffers: tuple) -> tuple[tuple[CacheTable, PyTree], ...]:
         """Return each part with its buffers."""
         return tuple(zip(self.parts, buffers, strict=True))
 
@@ -250,7 +263,7 @@ class HybridTable(CacheTable):
         """Whether a part is."""
         return any(part.is_batch for part in self.parts)
 
-    def with_sharding_rules(self, sharding_rules: ShardingRules | None) -> "HybridTable":
+    def with_sharding_rules(self, sharding_rules: ShardingRules | None) -> HybridTable:
         """Return the table with other rules, in each part too."""
         parts = tuple(part.with_sharding_rules(sharding_rules) for part in self.parts)
         return replace(self, parts=parts, sharding_rules=sharding_rules)
@@ -275,7 +288,7 @@ class HybridTable(CacheTable):
         for part, own in zip(self.parts, buffers, strict=True):
             part.check_moves(own)
 
-    def as_encoder_table(self) -> "HybridTable":
+    def as_encoder_table(self) -> HybridTable:
         """Return the table as it answers where sources are planned."""
         if not self.spec.has_cross_attention:
             return super().as_encoder_table()
@@ -290,12 +303,14 @@ class HybridTable(CacheTable):
         """The parts that what is planned goes into."""
         return [part for part in self.parts if self._goes_into(part)]
 
-    def endings(self, sequences: jax.Array, contents: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def endings(
+        self, sequences: Int32[Array, " T"], contents: UInt32[Array, " T"]
+    ) -> tuple[UInt32[Array, " T"], Bool[Array, " T"]]:
         """Ask a part of attention, whose cells tell tokens apart, or if there is none, any part."""
         parts = sorted(self._planned, key=lambda part: part.spec.kind != "attention")
         return parts[0].endings(sequences, contents)
 
-    def sequence_status(self, present: jax.Array) -> SequenceStatus:
+    def sequence_status(self, present: Bool[Array, " Q"]) -> SequenceStatus:
         """Return what holds in any part; sequences whose parts end apart miss something too."""
         found = [part.sequence_status(present) for part in self._planned]
         last = _largest([one.last for one in found])
@@ -306,8 +321,8 @@ class HybridTable(CacheTable):
             pending=_any([one.pending for one in found]),
         )
 
-    def choose_slots(self, ubatch: Ubatch) -> tuple[tuple, jax.Array]:
-        """Return what each part chooses, and the highest `Reason` of each token, `[R, T]` int32."""
+    def choose_slots(self, ubatch: Ubatch) -> tuple[tuple, Int32[Array, "R T"]]:
+        """Return what each part chooses, and the highest `Reason` of each token."""
         slots, faults = [], []
         for part in self.parts:
             if self._goes_into(part):
@@ -318,7 +333,7 @@ class HybridTable(CacheTable):
             slots.append(own)
         return tuple(slots), _largest(faults)
 
-    def occupy(self, ubatch: Ubatch) -> "HybridTable":
+    def occupy(self, ubatch: Ubatch) -> HybridTable:
         """Mark the slots in each part that has some."""
         parts = [
             part if slots is None else part.occupy(part_of(ubatch, i))
@@ -326,7 +341,9 @@ class HybridTable(CacheTable):
         ]
         return replace(self, parts=tuple(parts))
 
-    def stream_hash_after(self, ubatch: Ubatch, occupied: Any) -> tuple:
+    def stream_hash_after(
+        self, ubatch: Ubatch, occupied: HybridTable
+    ) -> tuple[UInt32[Array, " S"], ...]:
         """Return the digests of each part."""
         return tuple(
             digest if slots is None else part.stream_hash_after(part_of(ubatch, i), new)
@@ -335,13 +352,13 @@ class HybridTable(CacheTable):
             )
         )
 
-    def rewind(self, old: "HybridTable") -> tuple["HybridTable", jax.Array]:
+    def rewind(self, old: HybridTable) -> tuple[HybridTable, Bool[Array, ""]]:
         """Go back in all parts, or none."""
         pairs = zip(self.parts, old.parts, strict=True)
         parts, granted = zip(*(part.rewind(was) for part, was in pairs), strict=True)
         return replace(old, parts=parts), _all(granted)
 
-    def faults(self) -> dict[str, jax.Array]:
+    def faults(self) -> dict[str, Int32[Array, ""]]:
         """Return the faults of each part."""
         return {
             f"part {i}: {name}": number

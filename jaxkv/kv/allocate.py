@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def room(cells: Cells, open_cells: Bool[Array, "S N"]) -> Int32[Array, " S"]:
-    """Return how many tokens of each stream find cells, `[S]` int32, of those open."""
+    """Return how many tokens of each stream find cells, of those open."""
     if cells.placement == "contiguous":
         return longest_run(open_cells)
     return jnp.sum(open_cells, axis=1, dtype=jnp.int32)
@@ -55,7 +55,7 @@ def choose(
 
 
 def mark_used(cells: C, slots: Int32[Array, "S N"], arriving: C, lacking: Bool[Array, "S L"]) -> C:
-    """Mark slots, `[S, N]`, as taken; those past the last cell are none.
+    """Mark slots as taken; those past the last cell are none.
 
     Args:
       cells: the table.

@@ -244,7 +244,7 @@ def write(
     slots: Int32[Array, "*#n"],
     new: Float[Array, "*#n K D"],
 ) -> Stored:
-    """Write numbers, `[..., K, D]`, as keys or values of cells; the rest is as of `scatter`."""
+    """Write numbers as keys or values of cells; the rest is as of `scatter`."""
 
     def one(array: Cached, new: jax.Array) -> Cached:
         return scatter(array, streams, slots, new)
@@ -278,7 +278,7 @@ def scatter_local(
     slots: Int32[Array, "*#n"],
     new: Num[Array, "*#n K D"],
 ) -> A:
-    """Write keys or values, `[..., K, D]`, into cells that a device holds.
+    """Write keys or values into cells that a device holds.
 
     The arguments are as of `gather_from_any_device`, and `new` as of `scatter`.
     """
@@ -301,10 +301,7 @@ def _own(
 
 
 def own_cells(slots: Int32[Array, "*n"], first: jax.Array | int, count: int) -> Int32[Array, "*n"]:
-    """Return slots within `count` cells from `first` on, counted from there; nowhere for others.
-
-    `slots` and what is returned are `[...]` int32, and `first` is `[]` int32.
-    """
+    """Return slots within `count` cells from `first` on, counted from there; nowhere for others."""
     mine = (slots >= first) & (slots < first + count)
     return jnp.where(mine, slots - first, no_slots(slots))
 
@@ -320,7 +317,7 @@ def gather(
       slots: the cells.
 
     Returns:
-      `[..., K, D]`; zeros for a cell past the last one.
+      What they hold; zeros for a cell past the last one.
     """
     if isinstance(array, LayerView):
         return gather(array.all, array.numbers(streams), slots)
@@ -380,8 +377,7 @@ def copy_run(
       dst: the stream that is written.
       first: the first of the cells, in each share likewise.
       size: how many cells.
-      end: the cell of a share to stop before; it can be within the run only where
-        cells are split.
+      end: the cell of a share to stop before; it can be within the run only where cells are split.
     """
     shape, zero = (1, array.shape[1], size, array.shape[3]), jnp.zeros_like(first)
 

@@ -26,7 +26,7 @@ from jaxkv.core.partitioning import ShardingRules
 from jaxkv.window import Window
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Int32, UInt32
+    from jaxtyping import Array, Bool, Int, Int32, UInt32
 
 T = TypeVar("T")
 C = TypeVar("C", bound="Cells")
@@ -52,16 +52,15 @@ class Cells:
     position: position of the token in the cell; EMPTY (-1) if there is none.
     owners: one bit for each sequence that owns the cell, 32 to a word.
     shift: the position now less the position that the key was rotated for.
-    evicted_below: one past the highest position that window reuse took from the
-      sequence.
-    cell_hash: a number for what the buffers hold for the cell, see
-      `jaxkv.cell_hash`. It tells whether that is still what an earlier table knew.
-    content: a hash of the cell's token and of the position at which its key was
-      computed. Copies and moves carry it along, so that it tells which text a sequence holds.
-    history: a number for all that entered the stream, before the last ubatch and
-      with it; twice the same where a copy or a snapshot came last.
-    written: the history that each layer holds. It is another one where a ubatch
-      was applied and the layer was not written.
+    evicted_below: one past the highest position that window reuse took from the sequence.
+    cell_hash: a number for what the buffers hold for the cell, see `jaxkv.cell_hash`. It tells
+      whether that is still what an earlier table knew.
+    content: a hash of the cell's token and of the position at which its key was computed. Copies
+      and moves carry it along, so that it tells which text a sequence holds.
+    history: a number for all that entered the stream, before the last ubatch and with it; twice the
+      same where a copy or a snapshot came last.
+    written: the history that each layer holds. It is another one where a ubatch was applied and the
+      layer was not written.
     placement: which cells a ubatch may get, static.
     shards: among how many runs of equal length cells are dealt, static; 1 unless they are striped.
     window: how far back tokens look, static; a cell that no next token sees may be taken.
@@ -136,20 +135,19 @@ def empty_fields(*, layers: int, cells: int, sequences: int, streams: int) -> di
 
 
 def owner_word(
-    cells: Cells, seq: Int32[Array, "*n"]
-) -> tuple[Int32[Array, "*n"], Int32[Array, "*n"], UInt32[Array, "*n"]]:
+    cells: Cells, seq: Int[Array, "*n"]
+) -> tuple[Int[Array, "*n"], Int[Array, "*n"], UInt32[Array, "*n"]]:
     """Return where the ownership of a sequence is written: its stream, its word and its bit.
 
-    Each has the shape of `seq`; streams and words are int32, bits uint32. An id that is no sequence
-    gets some home too, and must be masked.
+    An id that is no sequence gets some home too, and must be masked.
     """
     stream, local = divided(seq, cells.sequences_per_stream)
     word, bit = divided(local, WORD)
     return stream, word, bit.astype(jnp.uint32)
 
 
-def known(cells: Cells, seq: Int32[Array, "*n"]) -> Bool[Array, "*n"]:
-    """Return whether an integer names a sequence of this table; bool, the shape of `seq`."""
+def known(cells: Cells, seq: Int[Array, "*n"]) -> Bool[Array, "*n"]:
+    """Return whether an integer names a sequence of this table."""
     return (seq >= 0) & (seq < cells.sequences)
 
 
@@ -165,14 +163,14 @@ def held(cells: Cells, seq: Int32[Array, ""]) -> Int32[Array, " N"]:
 
 
 def first(cells: Cells, seq: Int32[Array, ""]) -> Int32[Array, ""]:
-    """Return the smallest position that a sequence holds; `[]` int32, -1 if none."""
+    """Return the smallest position that a sequence holds, -1 if none."""
     positions = held(cells, seq)
     lowest = jnp.min(jnp.where(positions == EMPTY, END, positions))
     return jnp.where(lowest == END, EMPTY, lowest)
 
 
 def last(cells: Cells, seq: Int32[Array, ""]) -> Int32[Array, ""]:
-    """Return the largest position that a sequence holds; `[]` int32, -1 if none."""
+    """Return the largest position that a sequence holds, -1 if none."""
     return jnp.max(held(cells, seq))
 
 
@@ -181,7 +179,7 @@ def lasts(cells: Cells, asked: Bool[Array, " Q"]) -> Int32[Array, " Q"]:
 
     Args:
       cells: the table.
-      asked: `[Q]` bool; of others the answer may be -1.
+      asked: of others the answer may be -1.
 
     The sequences of a word lie side by side, so that all are compared with a cell at once: a pass
     for each word with a sequence that was asked for, instead of one for each sequence.
@@ -347,7 +345,7 @@ def clear(cells: C) -> C:
 
 
 def each(asked: Bool[Array, " n"], look: Callable[[jax.Array, T], T], start: T) -> T:
-    """Fold over the sequences asked for, `[Q]` bool, or the words of them, one after another.
+    """Fold over the sequences asked for, or the words of them, one after another.
 
     A reduction over all pairs of sequences and cells at once costs a hundred times more in a large
     table.
@@ -357,7 +355,7 @@ def each(asked: Bool[Array, " n"], look: Callable[[jax.Array, T], T], start: T) 
 
 
 def holders(cells: Cells, where: Bool[Array, "S N"]) -> Bool[Array, " Q"]:
-    """Return which sequences own one of some cells, `[S, N]` bool."""
+    """Return which sequences own one of some cells."""
     words = [jnp.where(where, cells.owners[:, w], 0) for w in range(cells.owners.shape[1])]
     some = jnp.stack([jax.lax.reduce_or(word, axes=(1,)) for word in words], axis=1)  # [S, W]
     stream, word, bit = owner_word(cells, jnp.arange(cells.sequences))
@@ -369,8 +367,7 @@ def owns_same_cells(cells: Cells, partner: Int32[Array, " Q"]) -> Bool[Array, " 
 
     Args:
       cells: the table.
-      partner: the number of the other one within the stream, its own where none is
-        asked about.
+      partner: the number of the other one within the stream, its own where none is asked about.
     """
     partner = partner.reshape(cells.streams, cells.sequences_per_stream)
     own = jnp.arange(cells.sequences_per_stream, dtype=jnp.int32)[None]
@@ -409,7 +406,7 @@ def stream_hash(cells: Cells) -> UInt32[Array, " S"]:
 
 
 def of_cells(
-    index: Int32[Array, "*#n"],
+    index: Int[Array, "*#n"],
     position: Int32[Array, "*#n"],
     shift: Int32[Array, "*#n"],
     cell_hash: UInt32[Array, "*#n"],
@@ -423,7 +420,7 @@ def of_cells(
 
 
 def rewind(cells: C, old: C) -> tuple[C, Bool[Array, ""]]:
-    """Return an older table that knows what was written since; and `ok`, `[]` bool.
+    """Return an older table that knows what was written since; and `ok`.
 
     `ok` is whether nothing that the older table uses was written over or moved.
     """
@@ -460,7 +457,7 @@ def begun(
 
 
 def restamped(cells: Cells, where: Bool[Array, "S N"]) -> UInt32[Array, "S N"]:
-    """Return the stamps once the keys of some cells, `[S, N]` bool, were rotated as they were owed.
+    """Return the stamps once the keys of some cells were rotated as they were owed.
 
     By how much goes into them: two branches that rotate a key differently hold different ones.
     """
@@ -468,7 +465,7 @@ def restamped(cells: Cells, where: Bool[Array, "S N"]) -> UInt32[Array, "S N"]:
 
 
 def faults(cells: Cells) -> dict[str, Int32[Array, ""]]:
-    """Return how often each invariant of a table is broken, by name; `[]` int32 each."""
+    """Return how often each invariant of a table is broken, by name."""
     owned = jnp.any(cells.owners != 0, axis=1)
     known_bits = jax.vmap(partial(bits, cells))(jnp.arange(cells.sequences))  # [Q, S, W]
     unknown = cells.owners & ~jax.lax.reduce_or(known_bits, axes=(0,))[..., None]
@@ -484,8 +481,8 @@ def faults(cells: Cells) -> dict[str, Int32[Array, ""]]:
     return {name: jnp.sum(where, dtype=jnp.int32) for name, where in wrong.items()}
 
 
-def bits(cells: Cells, seq: Int32[Array, ""]) -> UInt32[Array, "S W"]:
-    """Return one sequence, `[]`, as words that can be laid over `owners`."""
+def bits(cells: Cells, seq: Int[Array, ""]) -> UInt32[Array, "S W"]:
+    """Return one sequence as words that can be laid over `owners`."""
     stream, word, bit = owner_word(cells, seq)
     streams, words, _ = cells.owners.shape
     here = (jnp.arange(streams)[:, None] == stream) & (jnp.arange(words)[None] == word)
@@ -493,7 +490,7 @@ def bits(cells: Cells, seq: Int32[Array, ""]) -> UInt32[Array, "S W"]:
 
 
 def owned_by(cells: Cells, words: UInt32[Array, "S W"]) -> Bool[Array, "S N"]:
-    """Return which cells have an owner among `words`, `[S, W]`."""
+    """Return which cells have an owner among `words`."""
     return jnp.any(cells.owners & words[..., None] != 0, axis=1)
 
 
@@ -503,12 +500,12 @@ def within(cells: Cells, start: Int32[Array, ""], stop: Int32[Array, ""]) -> Boo
 
 
 def spread(cell: Bool[Array, "S N"]) -> UInt32[Array, "S 1 N"]:
-    """Turn a bool for each cell into words of all ones or none; `[S, N]` to `[S, 1, N]`."""
+    """Turn a bool for each cell into words of all ones or none."""
     return jnp.where(cell, ~jnp.uint32(0), jnp.uint32(0))[:, None]
 
 
 def with_owners(cells: C, owners: UInt32[Array, "S W N"]) -> C:
-    """Replace the owners, `[S, W, N]`; a cell with none left is empty and owes nothing."""
+    """Replace the owners; a cell with none left is empty and owes nothing."""
     kept = jnp.any(owners != 0, axis=1)
     return replace(
         cells,

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 class CrossAttentionSlots(NamedTuple):
     """What a part for sources has as slots of a ubatch of text: who looks.
 
-    looks: 0 for a token that looks; past the last cell for padding and for a
-      refused plan, which see nothing.
+    looks: 0 for a token that looks; past the last cell for padding and for a refused plan, which
+      see nothing.
     """
 
     looks: Int32[Array, "R T"]
@@ -80,7 +80,7 @@ class CrossAttentionTable(CellTable):
         return self if isinstance(ubatch.slots, CrossAttentionSlots) else super().occupy(ubatch)
 
     def stream_hash_after(self, ubatch: Ubatch, occupied: CellTable) -> UInt32[Array, " S"]:
-        """Return the digest, `[S]` uint32; text changes nothing here."""
+        """Return the digest; text changes nothing here."""
         if isinstance(ubatch.slots, CrossAttentionSlots):
             return ubatch.hash_before
         return super().stream_hash_after(ubatch, occupied)
@@ -140,7 +140,7 @@ class CrossAttentionTable(CellTable):
         stop: Int32[Array, ""],
         delta: Int32[Array, ""],
     ) -> Bool[Array, ""]:
-        """Return True, `[]` bool, since nothing moves."""
+        """Return True, since nothing moves."""
         del seq, start, stop, delta
         return jnp.array(True)
 
@@ -156,7 +156,7 @@ class CrossAttentionTable(CellTable):
         return self, jnp.array(True)
 
     def can_resume(self, seq: Int32[Array, ""], pos: Int32[Array, ""]) -> Bool[Array, ""]:
-        """Return True, `[]` bool: a source is there for every position."""
+        """Return True: a source is there for every position."""
         del seq, pos
         return jnp.array(True)
 

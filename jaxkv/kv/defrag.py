@@ -38,8 +38,8 @@ class DefragPlan(MaintenancePlan):
     destination: where that cell goes; the rest of the run follows.
     length: the cells of the run; 0 beyond the last move.
     count: how many moves there are.
-    free: which cells were empty when the plan was made. Applied to a table in which
-      others are, the plan changes nothing.
+    free: which cells were empty when the plan was made. Applied to a table in which others are, the
+      plan changes nothing.
     spec: of the cache that it was planned for, static.
     """
 
@@ -60,7 +60,7 @@ class DefragPlan(MaintenancePlan):
         return jnp.all(self.free == free(table))
 
     def commit(self, table: C, buffers: Buffers, ok: Bool[Array, ""]) -> tuple[C, Buffers]:
-        """Move the cells, if `ok`, `[]` bool."""
+        """Move the cells, if `ok`."""
         return move_cells(table, buffers, self, ok)
 
 
@@ -143,7 +143,7 @@ def move_cells(
 ) -> tuple[C, Buffers]:
     """Move cells and what the buffers hold for them, a bounded number at a time.
 
-    If `ok`, `[]` bool, is False nothing moves.
+    If `ok` is False nothing moves.
     """
     size = cells.num_cells
     chunks = jnp.where(ok, -(-jnp.sum(plan.length, axis=1) // CHUNK), 0)  # [S]

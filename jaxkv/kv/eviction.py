@@ -51,7 +51,7 @@ def evictable(cells: Cells) -> Bool[Array, "S N"]:
 
 
 def evict(cells: C, taken: Bool[Array, "S N"]) -> C:
-    """Take hidden cells from their owners, `[S, N]` bool, and what lies before them too.
+    """Take hidden cells from their owners, and what lies before them too.
 
     What an owner keeps is dense from then on, and `evicted_below` says where it begins. Free cells
     may be among those taken: they have no position and no owner.
@@ -124,7 +124,7 @@ def granted(cells: C, edited: C, tip: Int32[Array, " Q"]) -> tuple[C, Bool[Array
       tip: where the edit brought position `evicted_below - 1`.
 
     Returns:
-      The table, and `ok`, `[]` bool.
+      The table, and `ok`.
     """
     if cells.window is None:
         return edited, jnp.array(True)
@@ -143,7 +143,7 @@ def can_copy(
     start: Int32[Array, ""],
     stop: Int32[Array, ""],
 ) -> tuple[Bool[Array, ""], Int32[Array, " m"]]:
-    """Return whether targets, `[n]`, could go on after a copy, `[]` bool; and their ends, `[n]`."""
+    """Return whether targets could go on after a copy; and their ends."""
     dst = jnp.atleast_1d(dst)
     positions, marks = held(cells, src), cells.evicted_below
     copied = (positions >= jnp.maximum(start, 0)) & (positions < end_of(stop))
@@ -178,5 +178,5 @@ def _goes_on(cells: Cells, mark: jax.Array, end: jax.Array, certain: jax.Array) 
 
 
 def is_context_evicted(cells: Cells, position: Int32[Array, " Q"]) -> Bool[Array, " Q"]:
-    """Return which sequences would miss something with a token at a position; both `[Q]`."""
+    """Return which sequences would miss something with a token at a position."""
     return cells.evicted_below > first_seen(cells.window, position)

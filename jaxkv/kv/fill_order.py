@@ -23,7 +23,7 @@ STRIPE = 64
 
 
 def dealt(x: Shaped[Array, "... N"], shards: int) -> Shaped[Array, "... N"]:
-    """Bring what there is for each cell, `[..., N]`, into the order in which cells are taken.
+    """Bring what there is for each cell into the order in which cells are taken.
 
     >>> dealt(jnp.arange(16), 2)
     Array([ 0,  1,  8,  9,  2,  3, 10, 11,  4,  5, 12, 13,  6,  7, 14, 15],      dtype=int32)
@@ -34,7 +34,7 @@ def dealt(x: Shaped[Array, "... N"], shards: int) -> Shaped[Array, "... N"]:
 
 
 def cell_of(rank: Int32[Array, "*n"], cells: int, shards: int) -> Int32[Array, "*n"]:
-    """Return the cells of ranks, `[...]` int32; one past the last of N `cells` stays past it.
+    """Return the cells of ranks; one past the last of N `cells` stays past it.
 
     >>> cell_of(jnp.array([2, 4, 15, 16]), 16, 2)
     Array([ 8,  2, 15, 16], dtype=int32)

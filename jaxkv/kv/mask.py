@@ -110,7 +110,7 @@ def visible(
     causal: bool = True,
     visible_until: Int32[Array, "R T"] | None = None,
 ) -> Bool[Array, "R T N"]:
-    """Return which cells each token sees, `[R, T, N]` bool; arguments as of `visibility_of`.
+    """Return which cells each token sees; arguments as of `visibility_of`.
 
     llama.cpp: `set_input_kq_mask`.
     """

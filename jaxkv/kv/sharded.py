@@ -66,13 +66,12 @@ def endings(
 
     Args:
       cells: the table.
-      sequences: `[T]` int32.
+      sequences: their ids.
       contents: one asked about for each sequence.
 
     Returns:
-      The content of a cell at the last position, `[T]` uint32, 0 if there is none; and whether one
-      of those cells (`seq_div` may bring two to a position) has the content that was asked about,
-      `[T]` bool. On all devices.
+      The content of a cell at the last position, 0 if there is none; and whether one of those cells
+      (`seq_div` may bring two to a position) has the content that was asked about. On all devices.
     """
     axes = shares(cells.sharding_rules, streams=cells.streams).streams
     does = known(cells, sequences)

@@ -55,8 +55,8 @@ CHUNK = 256
 class ShiftPlan(MaintenancePlan):
     """The plan of what is pending: the rotation that each key is owed.
 
-    shift: the table's notes when the plan was made. Applied to a table whose notes
-      are others, the plan changes nothing.
+    shift: the table's notes when the plan was made. Applied to a table whose notes are others, the
+      plan changes nothing.
     spec: of the cache that it was planned for, static.
     """
 
@@ -73,7 +73,7 @@ class ShiftPlan(MaintenancePlan):
         return jnp.all(self.shift == table.shift)
 
     def commit(self, table: C, buffers: Buffers, ok: Bool[Array, ""]) -> tuple[C, Buffers]:
-        """Rotate the keys, if `ok`, `[]` bool."""
+        """Rotate the keys, if `ok`."""
         return rotate_shifted_keys(table, buffers, ok)
 
 
@@ -85,14 +85,13 @@ def add(
     delta: Int32[Array, ""],
     gap: Int32[Array, ""] | None = None,
 ) -> tuple[C, Bool[Array, ""]]:
-    """Move the cells of a sequence in a range by `delta`, `[]` int32, for every owner.
+    """Move the cells of a sequence in a range by `delta`, for every owner.
 
     A cell whose position turns negative is freed. Where a position would reach END, or an owner
-    could not go on (`reuse.granted`), nothing moves, and the second answer, `[]` bool, is
-    False.
+    could not go on (`reuse.granted`), nothing moves, and the second answer is False.
 
-    `gap`, `[]` int32, is the lowest position from which nothing stands up to the range, taken by a
-    window or not; None where that is not known.
+    `gap` is the lowest position from which nothing stands up to the range, taken by a window or
+    not; None where that is not known.
     """
     moves = moving(cells, seq, start, stop)
     evicted = _highest_evicted(cells, seq, start, stop)
@@ -136,8 +135,8 @@ def divide(
 ) -> tuple[C, Bool[Array, ""]]:
     """Divide the positions of a sequence in a range, rounding down, for every owner.
 
-    Where the divisor, `[]` int32, is below 1, or an owner could not go on (`reuse.granted`),
-    nothing changes, and the second answer, `[]` bool, is False.
+    Where the divisor is below 1, or an owner could not go on (`reuse.granted`), nothing changes,
+    and the second answer is False.
     """
     ok = divisor >= 1
     moves = moving(cells, seq, start, stop) & ok
@@ -226,7 +225,7 @@ def _move(cells: C, moves: jax.Array, position: jax.Array) -> C:
 def rotate_shifted_keys(cells: C, buffers: Buffers, ok: Bool[Array, ""]) -> tuple[C, Buffers]:
     """Rotate the keys that are owed a rotation, those only, and clear their notes.
 
-    If `ok`, `[]` bool, is False nothing is rotated.
+    If `ok` is False nothing is rotated.
 
     Keys are turned by the difference of positions, so nothing that a rope multiplies by is applied
     a second time. Values carry no position.

@@ -52,7 +52,7 @@ def pools(cells: Cells, ubatch: Ubatch) -> Pools:
 
 
 def sequence_status(cells: Cells, present: Bool[Array, " Q"]) -> SequenceStatus:
-    """Return what holds of the sequences in a batch, `[Q]` bool.
+    """Return what holds of the sequences in a batch.
 
     A sequence goes on after the last position that it reached, whether it still holds it or not.
     """
@@ -96,7 +96,7 @@ def find_fitting(cells: Cells, wanted: Int32[Array, " Q"]) -> Admission:
 
 
 def longest_run(open_cells: Bool[Array, "S N"]) -> Int32[Array, " S"]:
-    """Return how many neighbours there are at most among cells, `[S, N]` bool."""
+    """Return how many neighbours there are at most among cells."""
     here = 1 + jnp.arange(open_cells.shape[1], dtype=jnp.int32)
     here = jnp.broadcast_to(here, open_cells.shape)
     closed = jax.lax.cummax(jnp.where(open_cells, 0, here), axis=1)  # the last one up to each cell
@@ -155,9 +155,9 @@ def choose_slots(cells: Cells, ubatch: Ubatch) -> tuple[Int32[Array, "R T"], Int
       ubatch: the tokens that want a cell; its `slots` are not looked at.
 
     Returns:
-      `[R, T]` int32, a cell for each token; one that gets none (padding, or the ubatch has no
-      place) has an index past the last cell. And `[R, T]` int32, for each token a `Reason`:
-      OUT_OF_CELLS, or FRAGMENTED where there is room but no run.
+      A cell for each token; one that gets none (padding, or the ubatch has no place) has an index
+      past the last cell. And for each token a `Reason`: OUT_OF_CELLS, or FRAGMENTED where there is
+      room but no run.
 
     llama.cpp: `llama_kv_cache::find_slot`.
     """
@@ -256,8 +256,8 @@ def in_turn(
       total: how many tokens there are.
 
     Returns:
-      `[T]` int32, the cell of each token, past the last cell if it gets none; and `[]` bool,
-      whether cells that must be neighbours are enough, if not neighbours.
+      The cell of each token, past the last cell if it gets none; and whether cells that must be
+      neighbours are enough, if not neighbours.
     """
     size, shards = cells.num_cells, cells.shards
     open_cells, position = dealt(open_cells, shards), dealt(position, shards)
@@ -357,9 +357,6 @@ def stream_hash_after(cells: Cells, ubatch: Ubatch) -> UInt32[Array, " S"]:
     Args:
       cells: the table.
       ubatch: with its slots, and the digest of the table as `before`.
-
-    Returns:
-      `[S]` uint32.
     """
     return on_rows(cells, ubatch, lambda cells, ubatch, *_: _digest_after(cells, ubatch), P)
 
@@ -384,10 +381,9 @@ def committed_slots(cells: Cells, ubatch: Ubatch) -> tuple[Int32[Array, "R T"], 
     """Return the slots that may be written, and which rows may be read.
 
     Returns:
-      `[R, T]` int32, a token's slot where the table is as the ubatch left it; past the last cell
-      for padding, a refused plan, and a ubatch that was never applied or whose stream was edited
-      since. And `[R]` bool, False for rows of the latter two: what they would see is not what was
-      planned.
+      A token's slot where the table is as the ubatch left it; past the last cell for padding, a
+      refused plan, and a ubatch that was never applied or whose stream was edited since. And False
+      for rows of the latter two: what they would see is not what was planned.
     """
     placed = ubatch.slots < MAX_CELLS
     stream = ubatch.row_stream
@@ -426,7 +422,7 @@ def readable(cells: Cells, ubatch: Ubatch, written: UInt32[Array, " S"]) -> Bool
       written: the histories that the layer holds.
 
     Returns:
-      `[R]` bool; True for rows that look at nothing.
+      True for rows that look at nothing.
     """
     whole = written == cells.history[:, 1]
     return whole[ubatch.row_stream] | ~jnp.any(ubatch.slots < MAX_CELLS, axis=1)

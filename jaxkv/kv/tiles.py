@@ -63,7 +63,7 @@ def check_cells(cells: int) -> None:
 
 
 def whole_first(open_cells: Bool[Array, " N"]) -> Int32[Array, " N"]:
-    """Return the cells of a stream, `[N]` int32, with those of tiles that are all open first.
+    """Return the cells of a stream, with those of tiles that are all open first.
 
     Copies take them in this order, for any sequence.
 
@@ -123,7 +123,7 @@ class Pool(NamedTuple):
 def choose(
     pool: Pool, sequences: Int32[Array, " T"], valid: Bool[Array, " T"], count: int
 ) -> Int32[Array, " T"]:
-    """Choose a cell for each token of a list, `[T]` int32; one past the last, N, if none is left.
+    """Choose a cell for each token of a list; one past the last, N, if none is left.
 
     A token takes an empty cell of a tile in which its sequence alone has tokens; else one of a tile
     that is all empty, the first of which are for the lowest sequence that needs any; else any other

@@ -54,8 +54,6 @@ class LayerView:
     def numbers(self, streams: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
         """Return where streams of this layer lie in `all`; past the end if there is no such layer.
 
-        `streams` and the result are `[...]` int32.
-
         >>> keys = LayerView(jnp.zeros((6, 1, 4, 8)), jnp.array([2, 2]))
         >>> keys.shape, keys.layers, keys.numbers(jnp.array([1, 0])).tolist()
         ((2, 1, 4, 8), 3, [5, 2])
@@ -67,7 +65,7 @@ class LayerView:
 def part_of_all(
     array: Num[Array, "SL K N D"], layer: int | Int32[Array, ""], layers: int
 ) -> LayerView:
-    """Return what stands for an int32 `layer` in an array `[S * L, K, N, D]` of L `layers`."""
+    """Return what stands for a layer in an array of all, S * L streams; L is `layers`."""
     return LayerView(array, jnp.full(array.shape[0] // layers, layer, jnp.int32))
 
 
@@ -82,7 +80,7 @@ def each_array(change: Callable[..., PyTree], *stored: PyTree) -> PyTree:
 
 
 def of_streams(stored: PyTree, streams: Int32[Array, " P"] | None) -> PyTree:
-    """Return the parts `[P, ...]` of arrays `[S, ...]`, for streams `[P]` int32, or None for all.
+    """Return the parts `[P, ...]` of arrays `[S, ...]`, for streams, or None for all.
 
     They are copies, except where all streams of a plain array are asked for.
     """
@@ -106,8 +104,8 @@ def flatten_layers(
       streams: numbers of streams.
 
     Returns:
-      Arrays `[S * L, K, N, D]`; `[...]` int32, where the streams lie in these; and L, which is 1
-      for arrays of one layer alone.
+      Arrays `[S * L, K, N, D]`; where the streams lie in these; and L, which is 1 for arrays of one
+      layer alone.
     """
     for x in filter(is_of_layer, jax.tree.leaves(stored, is_leaf=is_of_layer)):
         numbers = jnp.minimum(x.numbers(streams), x.all.shape[0] - 1)

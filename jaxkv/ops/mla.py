@@ -31,14 +31,14 @@ class ValueSlice:
     last: int
 
     def of(self, x: Float[Array, "... D"]) -> Float[Array, "... Dv"]:
-        """Return the values of keys `[..., D]`, or the weighted values of weighted keys.
+        """Return the values of keys, or the weighted values of weighted keys.
 
-        `[..., Dv]`, in the same dtype.
+        In the same dtype.
         """
         return x[..., self.first : self.last]
 
     def marked(self, keys: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
-        """Return keys `[..., D]` whose values are finite.
+        """Return keys whose values are finite.
 
         A key that is not finite becomes zeros where its value is, and NaN elsewhere.
 

@@ -40,8 +40,8 @@ class Quantised:
     of numbers. A head that is not finite in a cell has codes of 0 and scales of NaN there.
 
     codes: `[S, K, N, D]` int8, or a floating dtype of 8 bits.
-    scales: for each of G groups the largest absolute number, divided by the
-      largest number of the dtype of codes.
+    scales: for each of G groups the largest absolute number, divided by the largest number of the
+      dtype of codes.
     """
 
     codes: Num[Array, "S K N D"]
@@ -93,9 +93,9 @@ def has_one_scale(x: Stored) -> bool:
 
 
 def spread(scales: Float[Array, "... G"], size: int) -> Float[Array, "... _"]:
-    """Return the scale of each number, `[..., D]`, of scales `[..., G]`; D is `size`.
+    """Return the scale of each number; D is `size`.
 
-    Where one scale is for all numbers, it is returned as it is, `[..., 1]`.
+    Where one scale is for all numbers, it is returned as it is, of size 1.
     """
     if scales.shape[-1] == 1:
         return scales
@@ -113,13 +113,13 @@ def dtype_of(x: Stored) -> jnp.dtype:
 
 
 def encoded(numbers: Float[Array, "... D"], like: Stored) -> Numbers:
-    """Return numbers `[..., D]` in the form of what is stored.
+    """Return numbers in the form of what is stored.
 
     Codes are rounded to the nearest, ties to even. No derivative goes through codes and scales.
 
     Args:
-      numbers: `[..., D]` in the dtype of `dtype_of(like)`. Quantised, a head with a number that is
-        not finite is decoded to NaN alone.
+      numbers: in the dtype of `dtype_of(like)`. Quantised, a head with a number that is not finite
+        is decoded to NaN alone.
       like: gives the form; its shape does not matter.
 
     >>> like = zeros((1,), "int8")
@@ -141,7 +141,7 @@ def encoded(numbers: Float[Array, "... D"], like: Stored) -> Numbers:
 def codes_of(
     numbers: Float[Array, "... D"], scales: Float[Array, "... G"], dtype: jnp.dtype
 ) -> Num[Array, "... D"]:
-    """Return the codes of numbers `[..., D]` by scales `[..., G]`; 0 where a scale is 0 or NaN."""
+    """Return the codes of numbers by scales; 0 where a scale is 0 or NaN."""
     by = spread(scales, numbers.shape[-1])
     there = by > 0
     codes = jnp.where(there, numbers, 0) / jnp.where(there, by, 1)
@@ -162,7 +162,7 @@ def is_whole(dtype: jnp.dtype) -> bool:
 
 
 def decoded(x: Numbers) -> Float[Array, "... D"]:
-    """Return the numbers that are stored, `[..., D]` in the dtype of `dtype_of`.
+    """Return the numbers that are stored, in the dtype of `dtype_of`.
 
     >>> like = zeros((1,), "int8")
     >>> decoded(encoded(jnp.array([127.0, -3.4, jnp.nan]), like)).tolist()
@@ -176,7 +176,7 @@ def decoded(x: Numbers) -> Float[Array, "... D"]:
 def scored(
     q: Float[Array, "... X D"], k: Stored, dtype: jnp.dtype, *, keys_first: bool = False
 ) -> Float[Array, "... _ _"]:
-    """Multiply queries `[..., X, D]` and keys `[..., C, D]`.
+    """Multiply queries and keys `[..., C, D]`.
 
     Returns:
       `[..., X, C]` in a dtype. With `keys_first` keys are the first factor of the product, and the
@@ -196,9 +196,9 @@ def scored(
 
 
 def weighed(weights: Float[Array, "... X C"], v: Stored) -> Float[Array, "... X Dv"]:
-    """Multiply weights `[..., X, C]` and values `[..., C, Dv]`.
+    """Multiply weights and values `[..., C, Dv]`.
 
-    Returns `[..., X, Dv]` in the dtype of the weights.
+    The result has the dtype of the weights.
     """
     codes, scales = parts(v)
     product = partial(jnp.einsum, "...xc,...cd->...xd", preferred_element_type=weights.dtype)

@@ -36,7 +36,7 @@ Cell = tuple[jax.Array, jax.Array]
 def read(
     table: StateTable, layer: int, ubatch: Ubatch, arrays: dict[str, Shaped[Array, "S N ..."]]
 ) -> dict[str, Shaped[Array, "R ..."]]:
-    """Return the states of a layer that the rows of a ubatch go on from; by name, `[R, ...]`."""
+    """Return the states of a layer that the rows of a ubatch go on from, by name."""
     streams, rows, specs = _laid_out(table, ubatch)
 
     def of_share(
@@ -68,7 +68,7 @@ def write(
     states: dict[str, Shaped[Array, "R _ ..."]],
     arrays: dict[str, Shaped[Array, "S N ..."]],
 ) -> tuple[StateTable, dict[str, Shaped[Array, "S N ..."]]]:
-    """Write the states that the rows of a ubatch leave in a layer, by name, `[R, E + 1, ...]`.
+    """Write the states that the rows of a ubatch leave in a layer, by name; E + 1 for each row.
 
     Returns:
       The table, which knows that the layer holds them, and the states of the layer.

@@ -38,7 +38,7 @@ def copy(
 
     Args:
       states: the table.
-      buffers: for each layer, by name, `[S, N, ...]`; None will do within a stream.
+      buffers: None will do within a stream.
       src: the sequence that is copied.
       dst: the targets; `src` itself stays as it is.
       start: first position of the range.
@@ -59,7 +59,7 @@ def can_copy(
     start: Int32[Array, ""],
     stop: Int32[Array, ""],
 ) -> tuple[Bool[Array, ""], Int32[Array, " m"]]:
-    """Return whether a state stands at the end of a range, `[]` bool; and the targets' ends, `[n]`.
+    """Return whether a state stands at the end of a range; and the targets' ends.
 
     Where no target gets anything, none is needed.
     """
@@ -89,7 +89,7 @@ def select(
 
     Args:
       states: the table.
-      buffers: for each layer, by name, `[S, N, ...]`; None will do within a stream.
+      buffers: None will do within a stream.
       parents: sequences.
       targets: each at most once; one that is no sequence is left out.
     """

@@ -46,8 +46,8 @@ def choose_slots(states: States, ubatch: Ubatch) -> tuple[StateSlots, Int32[Arra
       ubatch: the tokens, a row for each sequence; its `slots` are not looked at.
 
     Returns:
-      The slots; and `[R, T]` int32, for each token a `Reason`, OK for all of them. Two rows of
-      one sequence, of which the second would have to wait for the first, are refused by planning.
+      The slots; and for each token a `Reason`, OK for all of them. Two rows of one sequence, of
+      which the second would have to wait for the first, are refused by planning.
     """
     placed = jnp.any(ubatch.valid, axis=1)
     new = placed[:, None] & (ubatch.state_write_steps(states.earlier + 1) > 0)

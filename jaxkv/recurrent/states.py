@@ -39,16 +39,14 @@ class States:
     and the current one last; where there are fewer, empty ones come before them. Positions rise
     from pair to pair.
 
-    position: position of the token that a state stands after; EMPTY (-1) if
-      there is no state.
-    cell: the cell of the state in the sequence's stream, which sequences of the
-      stream may share; N if there is none.
-    cell_hash: the stamp of the token that the state of a cell stands after, see
-      `jaxkv.cell_hash`.
-    content: the sum of the hashes of all tokens that the state of a cell has seen,
-      of each with the position that it had. Copies and moves carry it along, as `Cells.content`.
-    holds: the stamp of the state that a layer's buffers really hold. The table
-      takes a state in before it is computed, and each layer writes it once.
+    position: position of the token that a state stands after; EMPTY (-1) if there is no state.
+    cell: the cell of the state in the sequence's stream, which sequences of the stream may share; N
+      if there is none.
+    cell_hash: the stamp of the token that the state of a cell stands after, see `jaxkv.cell_hash`.
+    content: the sum of the hashes of all tokens that the state of a cell has seen, of each with the
+      position that it had. Copies and moves carry it along, as `Cells.content`.
+    holds: the stamp of the state that a layer's buffers really hold. The table takes a state in
+      before it is computed, and each layer writes it once.
     sharding_rules: which axes of a mesh split the cache, static; None where it is on one device.
     shard_dims: for states that a mesh may split the name, the dimension and its parts, static.
     """
@@ -118,30 +116,30 @@ def empty_fields(
 
 
 def streams_of(states: States) -> Int32[Array, "Q 1"]:
-    """Return the stream of each sequence; `[Q, 1]` int32, to go with `cell`."""
+    """Return the stream of each sequence, to go with `cell`."""
     stream, _ = divided(jnp.arange(states.sequences, dtype=jnp.int32), states.sequences_per_stream)
     return stream[:, None]
 
 
 def stream_of(states: States, seq: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
-    """Return the stream of a sequence, int32, the shape of `seq`; some other where it is none."""
+    """Return the stream of a sequence; some other where it is none."""
     return divided(seq, states.sequences_per_stream)[0]
 
 
 def known(states: States, seq: Int32[Array, "*n"]) -> Bool[Array, "*n"]:
-    """Return whether an integer names a sequence of this table; bool, the shape of `seq`."""
+    """Return whether an integer names a sequence of this table."""
     return (seq >= 0) & (seq < states.sequences)
 
 
 def first(states: States, seq: Int32[Array, ""]) -> Int32[Array, ""]:
-    """Return the lowest position that a sequence can be cut back to, `[]` int32; -1 if none."""
+    """Return the lowest position that a sequence can be cut back to; -1 if none."""
     positions = states.position[seq]
     lowest = jnp.min(jnp.where(positions == EMPTY, END, positions))
     return jnp.where(known(states, seq) & (lowest != END), lowest, EMPTY)
 
 
 def last(states: States, seq: Int32[Array, ""]) -> Int32[Array, ""]:
-    """Return the position of the current state of a sequence, `[]` int32; -1 if none."""
+    """Return the position of the current state of a sequence; -1 if none."""
     return jnp.where(known(states, seq), states.position[seq, -1], EMPTY)
 
 
@@ -152,11 +150,11 @@ def endings(
 
     Args:
       states: the table.
-      sequences: `[T]` int32.
+      sequences: their ids.
       contents: one asked about for each sequence.
 
     Returns:
-      `[T]` uint32, 0 where there is no state; and `[T]` bool.
+      The contents, 0 where there is no state; and whether they are.
     """
     place = stream_of(states, sequences), states.cell[sequences, -1]
     found = states.content.at[place].get(mode="fill", fill_value=0)
@@ -195,7 +193,7 @@ def stream_hash(states: States) -> UInt32[Array, " S"]:
 
 
 def sequence_status(states: States, present: Bool[Array, " Q"]) -> SequenceStatus:
-    """Return what holds of the sequences in a batch, `[Q]` bool."""
+    """Return what holds of the sequences in a batch."""
     nothing = jnp.zeros_like(present)
     last = jnp.where(present, states.position[:, -1], EMPTY)
     return SequenceStatus(last=last, missing=nothing, pending=nothing)
@@ -224,8 +222,7 @@ def remove(
       stop: one past the last.
 
     Returns:
-      The table after it; and `[]` bool, False if one of the sequences had to refuse, and then
-      nothing changed.
+      The table after it; and False if one of the sequences had to refuse, and then nothing changed.
     """
     stays, ok = _cut(states, seq, start, stop)
     return drop_pairs(states, stays | ~ok), ok
@@ -265,11 +262,11 @@ def add(
     delta: Int32[Array, ""],
     gap: Int32[Array, ""] | None = None,
 ) -> tuple[T, Bool[Array, ""]]:
-    """Move the positions of a sequence in a range by `delta`, `[]` int32, those of its states too.
+    """Move the positions of a sequence in a range by `delta`, those of its states too.
 
-    Where a position would reach END, or turn negative, nothing moves, and the second answer, `[]`
-    bool, is False: what a state has seen stays in it. An earlier state is dropped when it no longer
-    stands before all later ones: then there is no end that could be cut off to return to it.
+    Where a position would reach END, or turn negative, nothing moves, and the second answer is
+    False: what a state has seen stays in it. An earlier state is dropped when it no longer stands
+    before all later ones: then there is no end that could be cut off to return to it.
     """
     del gap  # of windows, and none takes a state
     ok = can_add(states, seq, start, stop, delta)
@@ -302,8 +299,7 @@ def divide(
     """Divide the positions of a sequence in a range, rounding down.
 
     Several tokens may then share a position, so earlier states in the range cannot be returned to:
-    they are dropped. A divisor, `[]` int32, below 1 changes nothing, and the second answer, `[]`
-    bool, is False.
+    they are dropped. A divisor below 1 changes nothing, and the second answer is False.
     """
     moves = _moves(states, seq, start, stop) & (divisor > 1)
     earlier = moves & (jnp.arange(states.earlier + 1) < states.earlier)[None]
@@ -336,7 +332,7 @@ def _moved(states: T, position: jax.Array, moves: jax.Array, drop: jax.Array) ->
 
 
 def rewind(states: T, old: T) -> tuple[T, Bool[Array, ""]]:
-    """Return an older table that knows what was written since; and `ok`, `[]` bool.
+    """Return an older table that knows what was written since; and `ok`.
 
     `ok` is whether no cell that the older table uses was given to another state since, or written.
     """
@@ -346,7 +342,7 @@ def rewind(states: T, old: T) -> tuple[T, Bool[Array, ""]]:
 
 
 def faults(states: States) -> dict[str, Int32[Array, ""]]:
-    """Return how often each invariant of a table is broken, by name; `[]` int32 each."""
+    """Return how often each invariant of a table is broken, by name."""
     held, celled = states.position != EMPTY, states.cell < states.num_cells
     rises = states.position[:, 1:] > states.position[:, :-1]
     times = jax.vmap(

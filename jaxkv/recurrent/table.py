@@ -143,7 +143,7 @@ class StateTable(States, CacheTable):
         return Admission(all_fit, all_fit, jnp.full_like(wanted, END))
 
     def num_shared_cells(self) -> Int32[Array, " S"]:
-        """Return zeros, `[S]` int32: each sequence has cells for its states, shared or not."""
+        """Return zeros: each sequence has cells for its states, shared or not."""
         return jnp.zeros(self.streams, jnp.int32)
 
     def can_allocate(
@@ -156,7 +156,7 @@ class StateTable(States, CacheTable):
     def can_select(
         self, parents: Int32[Array, " n"], targets: Int32[Array, " n"]
     ) -> Bool[Array, ""]:
-        """Return True, `[]` bool: targets let go of as many states as they get."""
+        """Return True: targets let go of as many states as they get."""
         del parents, targets
         return jnp.array(True)
 
@@ -177,7 +177,7 @@ class StateTable(States, CacheTable):
     def read_states(
         self, buffers: Buffers, layer: int, ubatch: Ubatch
     ) -> dict[str, Shaped[Array, "R ..."]]:
-        """Return by name the states that rows go on from, `[R, ...]`, of a layer in range."""
+        """Return by name the states that rows go on from, of a layer in range."""
         self._check_layer(layer)
         return read(self, layer, ubatch, buffers[layer])
 

@@ -44,10 +44,10 @@ class ActiveTiles(NamedTuple):
       bias, it is the sight of the blocks, from which a turn makes the mask of its tile.
     sees: whether a token sees anything.
     streams: the stream of each block.
-    tiles: numbers of all pairs: that of the block times the tiles of a stream, plus
-      that of the tile. The pairs in which anything is seen come first, block after block.
-    starts: where in `tiles` the seen tiles of each block start, and in the end
-      how many are seen in all.
+    tiles: numbers of all pairs: that of the block times the tiles of a stream, plus that of the
+      tile. The pairs in which anything is seen come first, block after block.
+    starts: where in `tiles` the seen tiles of each block start, and in the end how many are seen in
+      all.
     """
 
     mask: jax.Array | Visibility
@@ -71,8 +71,7 @@ class ActiveTiles(NamedTuple):
     ) -> tuple[Bool[Array, "1 t C"], Float[Array, "1 _ t C"] | None]:
         """Return what a block sees of `size` cells from `first` on, and the bias for them.
 
-        `block` and `first` are int32 numbers. The result is `[1, t, size]` bool, and
-        `[1, H or 1, t, size]` or None.
+        The bias is of H heads or of one.
         """
         zero = jnp.zeros_like(first)
         if not isinstance(self.mask, Visibility):
@@ -165,12 +164,12 @@ slice_of = partial(jax.lax.dynamic_slice, allow_negative_indices=False)
 
 
 def scalar_at(x: Shaped[Array, " n"], i: Int32[Array, ""]) -> Shaped[Array, ""]:
-    """Return the number `x[i]` of `[n]`, for an int32 index that is not negative."""
+    """Return the number `x[i]`, for an index that is not negative."""
     return slice_of(x, (i,), (1,))[0]
 
 
 def in_blocks(x: Shaped[Array, "P T ..."], blocks: int) -> Shaped[Array, "Pb t ..."]:
-    """Cut lists of tokens into b `blocks` of equal size; `[P, T, ...]` to `[P * b, t, ...]`.
+    """Cut lists of tokens into b `blocks` of equal size.
 
     The last block is filled up with zeros: tokens that see nothing.
     """

@@ -27,7 +27,7 @@ A function is static, and hashed, so one that is made anew is compiled anew. A f
 is a pytree with the weights as leaves: `jax.tree_util.Partial(function, weights)`, or a dataclass.
 """
 
-Bias = Function | jax.Array
+Bias = Function | jax.Array | np.ndarray
 """A function, or an array `[R, T, H, N]` of floats: what is added for cells of a row's stream."""
 
 
@@ -46,9 +46,9 @@ class OfPlaces:
     def between(
         self, at: Int32[Array, "P T"], position: Int32[Array, "P _ N"]
     ) -> Float[Array, "P _ T N"]:
-        """Return the bias of tokens at `[P, T]` for cells at `[P, T or 1, N]`, both int32.
+        """Return the bias of tokens for cells at positions of each list, or of each token.
 
-        It is `[P, H or 1, T, N]`.
+        It is of H heads or of one.
         """
         key = position[:, None]
         added = self.function.value(at[:, None, :, None], key, self.heads[None, :, None, None])

@@ -188,9 +188,9 @@ def attend(
       implementation: which; None leaves it to jaxkv.
 
     Returns:
-      `[P, T, H, Dv]` in the dtype of `q`; zeros for a token that sees nothing. Derivatives are
-      safe from what no token sees. Those of jaxkv's own implementations are derivatives of the
-      plain formula, in both modes.
+      In the dtype of `q`; zeros for a token that sees nothing. Derivatives are safe from what
+      no token sees. Those of jaxkv's own implementations are derivatives of the plain formula, in
+      both modes.
 
     Raises:
       ValueError: when there is no such implementation, or it cannot do what is asked for.
@@ -232,10 +232,7 @@ def partial_attention(
 def finalize(
     sums: OnlineSoftmax, q: Float[Array, "P T H D"], options: Options
 ) -> Float[Array, "P T H Dv"]:
-    """Close the softmax over all cells, of queries `[P, T, H, D]`.
-
-    Returns `[P, T, H, Dv]` in the dtype of `q`.
-    """
+    """Close the softmax over all cells, in the dtype of the queries."""
     return ungroup_queries(normalize(with_sinks(sums, options.sinks)), q.shape[1]).astype(q.dtype)
 
 
@@ -265,9 +262,9 @@ def attention(
       sinks: a logit of each head that takes its share of the attention and gives nothing.
 
     Returns:
-      `[R, T, H, Dv]` in the dtype of `q`; sums and softmax in float32, or float64 for such queries.
-      A token that sees nothing gets zeros. A hidden key may hold anything; a token that sees a NaN
-      key gets NaN. Derivatives are safe from keys that no token sees.
+      In the dtype of `q`; sums and softmax in float32, or float64 for such queries. A token that
+      sees nothing gets zeros. A hidden key may hold anything; a token that sees a NaN key gets NaN.
+      Derivatives are safe from keys that no token sees.
 
     Raises:
       ValueError: when H is not a multiple of K, shapes do not fit together, or `softcap` is not

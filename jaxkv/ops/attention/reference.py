@@ -21,7 +21,7 @@ def reference(
     mask: Bool[Array | np.ndarray, "P T N"],
     options: Options,
 ) -> Float[Array, "P T H Dv"]:
-    """Attend in the plainest way: `[P, T, H, Dv]` float32.
+    """Attend in the plainest way, in float32.
 
     The arrays are those of `jaxkv.ops.attention.attention`, for P lists in place of rows.
     """

@@ -35,11 +35,11 @@ class Options:
     sinks: Float[Array | np.ndarray, " H"] | None = None
 
     def scaled(self, q: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
-        """Return queries `[..., D]` times the scale, in their own dtype."""
+        """Return queries times the scale, in their own dtype."""
         return q * jnp.asarray(q.shape[-1] ** -0.5 if self.scale is None else self.scale, q.dtype)
 
     def capped(self, logits: Float[Array, "*n"]) -> Float[Array, "*n"]:
-        """Return logits `[...]` of floats below the softcap, smoothly, if there is one."""
+        """Return logits below the softcap, smoothly, if there is one."""
         cap = self.softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
@@ -74,7 +74,7 @@ class OnlineSoftmax(NamedTuple):
 
 
 def softmax_dtype(q: Float[Array, "*_"]) -> jnp.dtype:
-    """Return the dtype of logits and sums: float32, or float64 for queries `[...]` of float64."""
+    """Return the dtype of logits and sums: float32, or float64 for queries of float64."""
     return jnp.promote_types(q.dtype, jnp.float32)
 
 
@@ -85,8 +85,8 @@ def masked(
 ) -> Float[Array, "*#n C"]:
     """Give hidden cells the lowest logit, and others a higher one; a NaN that is seen stays.
 
-    A bias is added, if there is one; where it is -inf it hides the cell. The mask is bool, logits
-    and bias are floats, and all broadcast to the result, `[..., C]`.
+    A bias is added, if there is one; where it is -inf it hides the cell. All broadcast to the
+    result.
     """
     if bias is not None:
         logits, mask = logits + bias.astype(logits.dtype), mask & (bias != -jnp.inf)
@@ -94,7 +94,7 @@ def masked(
 
 
 def zero_unseen(sums: OnlineSoftmax, sees: Bool[Array, "P T"]) -> OnlineSoftmax:
-    """Set the sums of a token that sees nothing to those over no cells; `sees` is `[P, T]` bool.
+    """Set the sums of a token that sees nothing to those over no cells.
 
     Such a token may have sums of hidden cells, since the highest of its logits is then the lowest
     one. (Where it sees a cell in a later tile, or in the share of another device, the logit of that
@@ -126,7 +126,7 @@ def _kept(sums: OnlineSoftmax, sees: jax.Array) -> OnlineSoftmax:
 
 
 def nothing(q: Float[Array, "P K X D"], value_dim: int) -> OnlineSoftmax:
-    """Return the sums over no cells, for packed queries `[P, K, X, D]`; Dv is `value_dim`."""
+    """Return the sums over no cells, for packed queries; Dv is `value_dim`."""
     zero = jnp.zeros_like(q[..., 0], softmax_dtype(q))  # split on a mesh as queries are
     out = jnp.broadcast_to(zero[..., None], (*zero.shape, value_dim))
     return OnlineSoftmax(zero + LOWEST, zero, out)
@@ -155,7 +155,7 @@ def joined_over(sums: OnlineSoftmax, axes: tuple[str, ...]) -> OnlineSoftmax:
 
 
 def with_sinks(sums: OnlineSoftmax, sinks: Float[Array | np.ndarray, " H"] | None) -> OnlineSoftmax:
-    """Add the sinks, `[H]` of floats, if there are any, to the sums over all cells."""
+    """Add the sinks, if there are any, to the sums over all cells."""
     if sinks is None:
         return sums
     lists, kv_heads, queries = sums.denom.shape
@@ -168,12 +168,12 @@ def with_sinks(sums: OnlineSoftmax, sinks: Float[Array | np.ndarray, " H"] | Non
 
 
 def normalize(sums: OnlineSoftmax) -> Float[Array, "P K X Dv"]:
-    """Divide: return `[P, K, X, Dv]`, zeros where nothing is seen."""
+    """Divide; zeros where nothing is seen."""
     return sums.out / jnp.where(sums.denom == 0.0, 1.0, sums.denom)[..., None]
 
 
 def group_queries(q: Shaped[Array, "P T H D"], kv_heads: int) -> Shaped[Array, "P K X D"]:
-    """Lay queries out for one product with each key head; `[P, T, H, D]` to `[P, K, G * T, D]`."""
+    """Lay queries out for one product with each key head; X is G * T."""
     lists, tokens, _, size = q.shape
     return (
         q.reshape(lists, tokens, kv_heads, -1, size)
@@ -183,13 +183,13 @@ def group_queries(q: Shaped[Array, "P T H D"], kv_heads: int) -> Shaped[Array, "
 
 
 def by_kv_heads(x: Shaped[Array, "P _ T C"], kv_heads: int) -> Shaped[Array, "P _ _ T C"]:
-    """Split query heads by their key heads; `[P, H or 1, T, C]` to `[P, K or 1, G or 1, T, C]`."""
+    """Split query heads by their key heads; H or 1 to K or 1 and G or 1."""
     lists, heads, *pairs = x.shape
     return x.reshape(lists, min(heads, kv_heads), -1, *pairs)
 
 
 def ungroup_queries(out: Float[Array, "P K X Dv"], tokens: int) -> Float[Array, "P T H Dv"]:
-    """Undo `group_queries`; `[P, K, G * T, Dv]` to `[P, T, H, Dv]`, for T `tokens`."""
+    """Undo `group_queries`, for T `tokens`."""
     lists, kv_heads, _, size = out.shape
     out = out.reshape(lists, kv_heads, -1, tokens, size).transpose(0, 3, 1, 2, 4)
     return out.reshape(lists, tokens, -1, size)

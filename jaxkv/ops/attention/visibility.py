@@ -114,12 +114,12 @@ def mask_of(visibility: Visibility) -> Bool[Array, "P T N"]:
 def bias_of(
     visibility: Visibility, seen: Bool[Array, "P T N"] | None = None
 ) -> Float[Array, "P _ T N"] | None:
-    """Return what is added to the logits of all pairs, `[P, H or 1, T, N]`; None for nothing.
+    """Return what is added to the logits of all pairs, for H heads or for one; None for nothing.
 
     Args:
       visibility: the tokens and the cells.
-      seen: for derivatives: a cell that a token does not see is taken to stand
-        where the token stands, so that the derivative of a function is a number there.
+      seen: for derivatives: a cell that a token does not see is taken to stand where the token
+        stands, so that the derivative of a function is a number there.
     """
     if not isinstance(visibility.bias, OfPlaces):
         return None if visibility.bias is None else visibility.bias.swapaxes(1, 2)

@@ -137,7 +137,7 @@ def at_once(
     options: Options,
     bias: Float[Array, "P _ T N"] | None,
 ) -> OnlineSoftmax:
-    """Weigh all cells, for queries `[P, K, X, D]`, packed and scaled.
+    """Weigh all cells, for queries that are packed and scaled.
 
     The other arguments are those of `by_mask`. It leaves `zero_unseen` to callers.
     """

@@ -96,8 +96,8 @@ def best(
 def parted(visibility: Visibility, size: int) -> tuple[Visibility, Visibility, Bool[Array, "P T"]]:
     """Return the sight of tiles that one token alone sees, and the sight of all other tiles.
 
-    And `[P, T]` bool, which tokens see anything; C is `size`. As with `mask_of`, each layer calls
-    this, and the compiler computes it once.
+    And which tokens see anything; C is `size`. As with `mask_of`, each layer calls this, and the
+    compiler computes it once.
     """
     mask = mask_of(visibility)
     seen = jnp.any(mask.reshape(*mask.shape[:2], -1, size), axis=3)  # [P, T, M]

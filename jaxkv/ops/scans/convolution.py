@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 
 def convolve(
     x: Float[Array, "R T C"],
-    tail: Float[Array, "R F-1 C"],
+    tail: Float[Array, "R before C"],
     weight: Float[Array, "F C"],
     bias: Float[Array, " C"] | None,
     counts: Int32[Array, "R n"],
-) -> tuple[Float[Array, "R T C"], Float[Array, "R n F-1 C"]]:
+) -> tuple[Float[Array, "R T C"], Float[Array, "R n before C"]]:
     """Convolve each channel over time, causally.
 
     Args:
       x: finite also where a row is padded.
-      tail: the inputs before the first token.
+      tail: the F - 1 inputs before the first token.
       weight: for the oldest input first.
       bias: or None.
       counts: after how many tokens of its row each wanted tail is taken.
 
     Returns:
-      The outputs, `[R, T, C]` float32, and the tails, `[R, n, F - 1, C]` in the dtype of `tail`.
+      The outputs, float32, and the tails, in the dtype of `tail`.
 
     Examples:
       >>> x = jnp.arange(1.0, 5.0).reshape(1, 4, 1)

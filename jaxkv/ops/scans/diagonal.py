@@ -29,7 +29,7 @@ def scan_diagonal(
       counts: after how many tokens of its row each wanted state is taken.
 
     Returns:
-      The state after each token, `[R, T, C]` float32, and the wanted states, `[R, n, C]` float32.
+      The state after each token, and the wanted states, both float32.
 
     Examples:
       >>> decay, x = jnp.full((1, 3, 1), 0.5), jnp.ones((1, 3, 1))

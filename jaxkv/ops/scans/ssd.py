@@ -46,7 +46,7 @@ def scan_ssd(
       chunk: tokens that are computed at once.
 
     Returns:
-      The outputs, `[R, T, H, D]` float32, and the wanted states, `[R, E + 1, H, D, M]` float32.
+      The outputs, and the wanted states, both float32.
 
     Examples:
       >>> x, step, one = jnp.ones((1, 3, 1, 1)), jnp.ones((1, 3, 1)), jnp.ones((1, 3, 1, 1))
