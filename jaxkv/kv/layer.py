@@ -202,13 +202,13 @@ def _checked_until(visible_until: Tokens | None, ubatch: Ubatch, causal: bool) -
             "wanted visible_until or causal=False, got both: with the latter tokens see all that "
             "comes after them, so leave one of them out"
         )
-    visible_until = jnp.asarray(check_int32(visible_until, "visible_until"))
-    if visible_until.shape != ubatch.valid.shape:
+    last = jnp.asarray(check_int32(visible_until, "visible_until"))
+    if last.shape != ubatch.valid.shape:
         raise ValueError(
             f"wanted visible_until [R, T] of {ubatch.valid.shape}, the last position that each "
-            f"token sees, got {visible_until.shape}"
+            f"token sees, got {last.shape}"
         )
-    return visible_until
+    return last
 
 
 def _put(
