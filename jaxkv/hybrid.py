@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce, wraps
 from inspect import signature
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -341,7 +341,9 @@ class HybridTable(CacheTable):
         ]
         return replace(self, parts=tuple(parts))
 
-    def stream_hash_after(self, ubatch: Ubatch, occupied: Self) -> tuple[UInt32[Array, " S"], ...]:
+    def stream_hash_after(
+        self, ubatch: Ubatch, occupied: HybridTable
+    ) -> tuple[UInt32[Array, " S"], ...]:
         """Return the digests of each part."""
         return tuple(
             digest if slots is None else part.stream_hash_after(part_of(ubatch, i), new)

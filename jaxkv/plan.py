@@ -16,7 +16,7 @@ from jaxkv.core.array_utils import is_concrete
 from jaxkv.core.constants import NO_SLOT
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Int32, Num
+    from jaxtyping import Array, Bool, Int32, Shaped
 
     from jaxkv.batch import Ubatch
 
@@ -182,14 +182,16 @@ plan fewer tokens at once (ubatch_size=)
                 lines.append(f"sequence {seq}: {Reason(code).name}, {advice}")
         raise PlanRefusedError("\n".join(lines))
 
-    def gather_outputs(self, logits: Sequence[Num[Array, "_ V"]]) -> Num[Array, "n V"]:
+    def gather_outputs(
+        self, logits: Sequence[Shaped[Array | np.ndarray, "*_"]]
+    ) -> Shaped[Array, "*_"]:
         """Put the logits of all ubatches in the order of the batch.
 
         Args:
-          logits: for each ubatch, those of each of its `outputs`.
+          logits: for each ubatch, those of each of its `outputs`, `[O, V]`.
 
         Returns:
-          Of each of the n tokens of the batch that wanted logits, in the order of the batch.
+          `[n, V]`, of each token of the batch that wanted logits, in the order of the batch.
           Traced, where n cannot be known, logits that only pad come last.
         """
         order = [ubatch.output_index for ubatch in self.ubatches]

@@ -288,7 +288,7 @@ class CacheTable(Partitioned):
     def occupy(self, ubatch: Ubatch) -> Self:
         """Mark the slots of a ubatch as taken by its tokens."""
 
-    def stream_hash_after(self, ubatch: Ubatch, occupied: Self) -> PyTree[UInt32[Array, " S"]]:
+    def stream_hash_after(self, ubatch: Ubatch, occupied: Any) -> PyTree[UInt32[Array, " S"]]:
         """Return the `stream_hash` of the table that `occupy` returned for a ubatch."""
         del ubatch
         return occupied.stream_hash()

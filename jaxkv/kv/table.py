@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -125,7 +125,7 @@ class CellTable(Cells, CacheTable):
         """Ask each stream on the device where it lies, and tell all devices."""
         return map_streams_gather(self, cells.owns_same_cells, partner)
 
-    def stream_hash_after(self, ubatch: Ubatch, occupied: Self) -> UInt32[Array, " S"]:
+    def stream_hash_after(self, ubatch: Ubatch, occupied: CellTable) -> UInt32[Array, " S"]:
         """Hash the cells of a ubatch alone, unless a window may have taken others too."""
         if self.window is not None:
             return occupied.stream_hash()
