@@ -28,7 +28,7 @@ from jaxkv.spec import TableSpec
 from jaxkv.table import Admission, CacheTable, MaintenancePlan, SequenceStatus
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Int32, PyTree, UInt32
+    from jaxtyping import Array, Bool, Int, Int32, PyTree, UInt32
 
 
 R = TypeVar("R")
@@ -321,7 +321,7 @@ class HybridTable(CacheTable):
             pending=_any([one.pending for one in found]),
         )
 
-    def choose_slots(self, ubatch: Ubatch) -> tuple[tuple, Int32[Array, "R T"]]:
+    def choose_slots(self, ubatch: Ubatch) -> tuple[tuple, Int[Array, "R T"]]:
         """Return what each part chooses, and the highest `Reason` of each token."""
         slots, faults = [], []
         for part in self.parts:
@@ -341,9 +341,7 @@ class HybridTable(CacheTable):
         ]
         return replace(self, parts=tuple(parts))
 
-    def stream_hash_after(
-        self, ubatch: Ubatch, occupied: HybridTable
-    ) -> tuple[UInt32[Array, " S"], ...]:
+    def stream_hash_after(self, ubatch: Ubatch, occupied: HybridTable) -> tuple:
         """Return the digests of each part."""
         return tuple(
             digest if slots is None else part.stream_hash_after(part_of(ubatch, i), new)

@@ -28,7 +28,7 @@ from jaxkv.ops.quantised import Stored, dtype_of, encoded
 from jaxkv.rope import NotGiven, Rope
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int32, Num, PyTree
+    from jaxtyping import Array, Float, Int, Int32, Num, PyTree
 
     from jaxkv.core.types import AnyMesh
 
@@ -240,8 +240,8 @@ def store(
 
 def write(
     stored: Stored,
-    streams: Int32[Array, "*#n"],
-    slots: Int32[Array, "*#n"],
+    streams: Int[Array, "*#n"],
+    slots: Int[Array, "*#n"],
     new: Float[Array, "*#n K D"],
 ) -> Stored:
     """Write numbers as keys or values of cells; the rest is as of `scatter`."""
@@ -253,7 +253,7 @@ def write(
 
 
 def gather_from_any_device(
-    split: AxisPartition, array: Cached, streams: Int32[Array, "*#n"], slots: Int32[Array, "*#n"]
+    split: AxisPartition, array: Cached, streams: Int[Array, "*#n"], slots: Int[Array, "*#n"]
 ) -> Num[Array, "*#n K D"]:
     """Read the keys or values of cells whichever device holds them; see `gather`.
 
@@ -274,8 +274,8 @@ def gather_from_any_device(
 def scatter_local(
     split: AxisPartition,
     array: A,
-    streams: Int32[Array, "*#n"],
-    slots: Int32[Array, "*#n"],
+    streams: Int[Array, "*#n"],
+    slots: Int[Array, "*#n"],
     new: Num[Array, "*#n K D"],
 ) -> A:
     """Write keys or values into cells that a device holds.
@@ -307,7 +307,7 @@ def own_cells(slots: Int32[Array, "*n"], first: jax.Array | int, count: int) -> 
 
 
 def gather(
-    array: Cached, streams: Int32[Array, "*#n"], slots: Int32[Array, "*#n"]
+    array: Cached, streams: Int[Array, "*#n"], slots: Int[Array, "*#n"]
 ) -> Num[Array, "*#n K D"]:
     """Read the keys or values of cells.
 
@@ -340,7 +340,7 @@ def gather(
 
 
 def scatter(
-    array: A, streams: Int32[Array, "*#n"], slots: Int32[Array, "*#n"], new: Num[Array, "*#n K D"]
+    array: A, streams: Int[Array, "*#n"], slots: Int[Array, "*#n"], new: Num[Array, "*#n K D"]
 ) -> A:
     """Write keys or values into cells, each cell once; in place where the array is donated.
 

@@ -142,7 +142,7 @@ def can_allocate(
     return needed <= cells.num_cells
 
 
-def choose_slots(cells: Cells, ubatch: Ubatch) -> tuple[Int32[Array, "R T"], Int32[Array, "R T"]]:
+def choose_slots(cells: Cells, ubatch: Ubatch) -> tuple[Int32[Array, "R T"], Int[Array, "R T"]]:
     """Choose a cell for every valid token; change nothing.
 
     Empty cells come first, the lowest of them, or in stripes the next in turn, or in tiles those
