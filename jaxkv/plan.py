@@ -16,7 +16,7 @@ from jaxkv.core.array_utils import is_concrete
 from jaxkv.core.constants import NO_SLOT
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Int32, Shaped
+    from jaxtyping import Array, Bool, Int32, PyTree, Shaped
 
     from jaxkv.batch import Ubatch
 
@@ -184,7 +184,7 @@ plan fewer tokens at once (ubatch_size=)
 
     def gather_outputs(
         self, logits: Sequence[Shaped[Array | np.ndarray, "*_"]]
-    ) -> Shaped[Array, "*_"]:
+    ) -> PyTree[Shaped[Array | np.ndarray, "*_"]]:
         """Put the logits of all ubatches in the order of the batch.
 
         Args:
