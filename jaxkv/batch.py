@@ -291,7 +291,7 @@ def make_batch(
     if sequences is None:
         sequences = 0 if len(shape) == 1 else np.indices(shape, np.int32)[0]
     sequences = check_int32(
-        _filled_up(sequences) if len(shape) == 1 else _of_rows(sequences), "sequences"
+        _filled_up(sequences) if len(shape) == 1 else _check_rows(sequences), "sequences"
     )
     others = None
     if np.ndim(sequences) == 0:
@@ -371,7 +371,7 @@ def _filled_up(sequences: PyTree) -> PyTree:
     return np.stack([np.pad(one, (0, most - len(one)), constant_values=-1) for one in sets])
 
 
-def _of_rows(sequences: PyTree) -> PyTree:
+def _check_rows(sequences: PyTree) -> PyTree:
     """Return the sequences of rows, unless they are lists of different lengths."""
     try:
         return sequences if isinstance(sequences, jax.Array) else np.asarray(sequences)

@@ -144,7 +144,7 @@ def check_spec(got: TableSpec, wanted: TableSpec, what: str) -> None:
     """Raise a ValueError unless something was made for a cache of the same spec."""
     if got == wanted:
         return
-    mine, other = _by_name(wanted), _by_name(got)
+    mine, other = _flat_fields(wanted), _flat_fields(got)
     apart = [name for name in mine | other if mine.get(name) != other.get(name)]
     if "kind" in apart:
         apart = ["kind"]
@@ -155,11 +155,11 @@ def check_spec(got: TableSpec, wanted: TableSpec, what: str) -> None:
     raise ValueError(f"wanted {what} for this cache, {mine}, got one for {other}: plan again")
 
 
-def _by_name(spec: TableSpec, of: str = "") -> dict[str, object]:
+def _flat_fields(spec: TableSpec, of: str = "") -> dict[str, object]:
     """Return all fields by name, those of parts too."""
     names = [one.name for one in fields(spec) if one.name not in ("details", "parts")]
     pairs = [*((name, getattr(spec, name)) for name in names), *spec.details]
     named = {of + name: value for name, value in pairs}
     for i, part in enumerate(spec.parts):
-        named |= _by_name(part, f"{of}part {i} ")
+        named |= _flat_fields(part, f"{of}part {i} ")
     return named

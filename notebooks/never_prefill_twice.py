@@ -14,7 +14,6 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 
-import jaxkv
 import models
 from jaxkv import snapshot
 from jaxkv.draw import plot
@@ -60,7 +59,7 @@ def make_cache():
     return model.make_cache(cells=CELLS, sequences=SEQUENCES + len(HOLDERS))
 
 
-def make_engine(cache, prefix_sequences=None):
+def make_engine(cache, **options):
     """An engine that is warm, so that no time below is one of compiling."""
     engine = Engine(
         model.forward,
@@ -70,16 +69,16 @@ def make_engine(cache, prefix_sequences=None):
         prefill_chunk=32,
         tokens_per_step=4,
         sampling_options=(),
-        prefix_sequences=prefix_sequences,
+        **options,
     )
     engine.warm_up()
     return engine
 
 
 cache = make_cache()
-keeping = make_engine(cache, HOLDERS)
+keeping = make_engine(cache, prefix_sequences=HOLDERS)
 plain = make_engine(make_cache())
-print(keeping.store)
+print(keeping.prefix_store)
 
 # %% [markdown]
 # The questions come one after another. `RequestOutput.prefix_hit` says how much of a prompt was
@@ -199,8 +198,8 @@ for front in ("", "Today is Monday.\n", "Anna lives in Paris and likes to sing.\
 # ## Tomorrow
 #
 # A store is a value of the host and is not saved. Its holders are: a snapshot has their cells, and
-# the tokens stand beside them. Another day they are read into sequences of a new cache and
-# remembered there.
+# the tokens stand beside them. Another day they are read into the holders of a new cache, and a
+# store is told what they hold.
 
 # %%
 path = Path(tempfile.mkdtemp()) / "texts.safetensors"
@@ -208,18 +207,15 @@ texts = {one.sequence: one.tokens.tolist() for one in keeping.prefix_store.promp
 snapshot.save(keeping.cache, path=path, sequences=[*texts], tokens=texts, model_id="SmolLM2")
 
 cache = make_cache()
-store = PrefixStore(cache, sequences=HOLDERS)
-saved = snapshot.inspect(path).tokens.values()
-cache = snapshot.load(path, into=cache, sequences=range(len(saved)), model_id="SmolLM2")
-for sequence, tokens in enumerate(saved):
-    cache, store, _ = store.store(cache, tokens, sequence)
-cache, _ = jaxkv.seq_rm(cache, range(len(saved)))
+saved = snapshot.inspect(path).tokens  # by sequence
+store = PrefixStore(cache, sequences=HOLDERS).with_prompts(saved)
+cache = snapshot.load(path, into=cache, sequences=[*saved], model_id="SmolLM2")
 
 cells = store.num_used_cells(cache)
 assert cells == keeping.prefix_store.num_used_cells(keeping.cache)
-print([len(tokens) for tokens in saved], "tokens of texts in", cells, "cells")
+print([len(tokens) for tokens in saved.values()], "tokens of texts in", cells, "cells")
 
-tomorrow = make_engine(cache, store)
+tomorrow = make_engine(cache, prefix_store=store)
 result, _ = ask(tomorrow, prompts[3])
 print(result.prefix_hit, tokenizer.decode(result.tokens).rstrip())
 

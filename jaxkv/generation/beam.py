@@ -18,7 +18,7 @@ from jaxkv.cache import Cache, merge, split
 from jaxkv.core.array_utils import is_concrete, is_traced
 from jaxkv.core.compile_cache import cached_program
 from jaxkv.core.validate import check_count, check_int32
-from jaxkv.generation.model_step import Forward, donatable_buffers, model_step
+from jaxkv.generation.model_step import Forward, model_step, own_or_copied_buffers
 from jaxkv.generation.padding import listed
 from jaxkv.generation.results import BeamResult
 from jaxkv.generation.sample_step import check_begun
@@ -248,7 +248,7 @@ def beam(
         cache, found = _search(forward, params, cache, *args, num_tokens=num_tokens)
         return BeamResult(cache, *found)
     check_begun(split(cache)[0], ids[:1], np.ones(1, bool))
-    table, buffers = donatable_buffers(cache, donate)
+    table, buffers = own_or_copied_buffers(cache, donate)
     search = cached_program(_searching, forward)
     table, buffers, found = search(params, table, buffers, *args, num_tokens=num_tokens)
     return BeamResult(merge(table, buffers), *found)

@@ -14,9 +14,9 @@ import numpy as np
 from jaxkv.cache import Cache, merge, split
 from jaxkv.core.array_utils import is_traced
 from jaxkv.core.compile_cache import cached_program
-from jaxkv.core.typed import Typed, typed
+from jaxkv.core.tree_types import TreeWithTypes, with_types
 from jaxkv.core.validate import check_count
-from jaxkv.generation.model_step import Forward, donatable_buffers, model_step
+from jaxkv.generation.model_step import Forward, model_step, own_or_copied_buffers
 from jaxkv.generation.results import DecodeResult
 from jaxkv.generation.sample_step import Sampled, advance, nothing_picked, stops
 from jaxkv.generation.sampler import Sampler
@@ -95,9 +95,9 @@ def decode(
     if is_traced(sampler, params, cache, state, ending):
         cache, state, made = _decode(forward, sampler, params, cache, state, ending, num_tokens)
         return DecodeResult(cache, state, *made)
-    table, buffers = donatable_buffers(cache, donate)
+    table, buffers = own_or_copied_buffers(cache, donate)
     loop = cached_program(_decoding, forward)
-    args = typed(sampler), params, table, buffers, state, ending
+    args = with_types(sampler), params, table, buffers, state, ending
     table, buffers, now, picked = loop(*args, num_tokens=num_tokens)
     # The sequences stay those that were passed in: to look at a result is to wait for it.
     return DecodeResult(merge(table, buffers), replace(now, sequence=state.sequence), *picked)
@@ -106,7 +106,7 @@ def decode(
 def _decoding(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
     @partial(jax.jit, static_argnames="num_tokens", donate_argnames="buffers")
     def loop(
-        sampler: Typed[Sampler],
+        sampler: TreeWithTypes[Sampler],
         params: PyTree,
         table: CacheTable,
         buffers: PyTree,

@@ -13,7 +13,7 @@ from jaxkv.batch import Batch, Ubatch, make_batch
 from jaxkv.cache import Cache, merge, split
 from jaxkv.core.array_utils import is_concrete, is_traced
 from jaxkv.core.compile_cache import cached_program
-from jaxkv.generation.model_step import donatable_buffers
+from jaxkv.generation.model_step import own_or_copied_buffers
 from jaxkv.generation.results import PrefillResult
 from jaxkv.planning.planners import init_batch
 
@@ -87,7 +87,7 @@ def encode(
         plan.check()
     if known and not is_traced(params, cache, batch):
         run = cached_program(_encoding, encoder)
-        cache = merge(*run(params, *donatable_buffers(cache, donate), ubatch))
+        cache = merge(*run(params, *own_or_copied_buffers(cache, donate), ubatch))
     else:
         cache = _encoded(encoder, params, cache, ubatch)
     return PrefillResult(cache, None, None, plan.ok, plan.reason)

@@ -116,7 +116,7 @@ def _stepping(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
     return step
 
 
-def donatable_buffers(cache: Cache, donate: bool) -> tuple[CacheTable, PyTree]:
+def own_or_copied_buffers(cache: Cache, donate: bool) -> tuple[CacheTable, PyTree]:
     """Return a table, and buffers that a program may have: those of the cache, or copies.
 
     Raises:

@@ -19,7 +19,7 @@ from jaxkv.cache import Cache, merge, split
 from jaxkv.core.array_utils import is_concrete, is_traced, next_power_of_two
 from jaxkv.core.constants import NO_SLOT
 from jaxkv.core.validate import check_count
-from jaxkv.generation.model_step import Forward, compiled_step, donatable_buffers, model_step
+from jaxkv.generation.model_step import Forward, compiled_step, model_step, own_or_copied_buffers
 from jaxkv.generation.results import PrefillResult
 from jaxkv.plan import Plan
 from jaxkv.planning.planners import checked_size, init_batch
@@ -109,7 +109,7 @@ def prefill(
     logits = []
     if known and not is_traced(params, cache, batch):
         step = compiled_step(forward)
-        table, buffers = donatable_buffers(cache, donate)
+        table, buffers = own_or_copied_buffers(cache, donate)
         for ubatch in plan.ubatches:
             table, buffers, out = step(params, table, buffers, ubatch)
             logits.append(out)
@@ -218,7 +218,7 @@ def warm_up(
         for rest in _buckets(most) if length > most else ():  # what is left over at its end
             planned((length - rest) // most * most + rest)
     step = compiled_step(forward)
-    table, buffers = donatable_buffers(cache, donate)
+    table, buffers = own_or_copied_buffers(cache, donate)
     for plan in plans:
         logits = []
         for ubatch in plan.ubatches:

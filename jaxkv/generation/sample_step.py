@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxkv.cache import Cache, split
 from jaxkv.core.array_utils import is_traced
-from jaxkv.core.typed import Typed, typed
+from jaxkv.core.tree_types import TreeWithTypes, with_types
 from jaxkv.core.validate import check_int32
 from jaxkv.generation.filters import make_sampler
 from jaxkv.generation.padding import chosen, listed
@@ -191,13 +191,13 @@ def pick_first(
 
     Returns the state, tokens and logarithms of probability.
     """
-    return _pick_first(table, typed(sampler), logits, stop_tokens, state)
+    return _pick_first(table, with_types(sampler), logits, stop_tokens, state)
 
 
 @jit_table
 def _pick_first(
     table: CacheTable,
-    sampler: Typed[Sampler],
+    sampler: TreeWithTypes[Sampler],
     logits: Float[Array, "T V"],
     stop_tokens: Int32[Array, "#T n"],
     state: DecodeState,

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.core.hashing import replaced
-from jaxkv.kv.cells import C, Cells, begun, lacks
+from jaxkv.kv.cells import C, Cells, lacks, marks_without_ubatch
 from jaxkv.kv.eviction import evict
 from jaxkv.kv.slots import in_turn, longest_run
 from jaxkv.kv.tiles import whole_first
@@ -65,7 +65,7 @@ def mark_used(cells: C, slots: Int32[Array, "S N"], arriving: C, lacking: Bool[A
       lacking: the layers that lack some of what comes.
     """
     gets = jnp.any(slots < cells.num_cells, axis=1)[:, None]
-    marks = begun(cells.history, lacking | lacks(cells))
+    marks = marks_without_ubatch(cells.history, lacking | lacks(cells))
     stream = jnp.arange(cells.streams, dtype=jnp.int32)[:, None]
     if cells.window is not None:
         nothing = jnp.zeros(cells.position.shape, bool)

@@ -440,7 +440,7 @@ def lacks(cells: Cells) -> jax.Array:
     return (cells.written != cells.history[:, 1:]) & ~free(cells).all(axis=1, keepdims=True)
 
 
-def begun(
+def marks_without_ubatch(
     history: UInt32[Array, "S 2"], lacking: Bool[Array, "S L"]
 ) -> dict[str, UInt32[Array, "S _"]]:
     """Return the fields `history` and `written` of streams that tokens came to by no ubatch.

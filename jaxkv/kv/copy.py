@@ -34,7 +34,7 @@ from jaxkv.kv.buffers import (
     scatter_local,
     stream_cell_axes,
 )
-from jaxkv.kv.cells import C, Cells, begun, inherited, known, lacks, within
+from jaxkv.kv.cells import C, Cells, inherited, known, lacks, marks_without_ubatch, within
 from jaxkv.kv.shift import CHUNK
 from jaxkv.ops.layer_stack import each_array
 
@@ -119,7 +119,7 @@ def _replaced(
     does = does & (dst >= 0) & (dst < cells.streams)
     of_dst = jnp.where(does, dst, 0)
     old = cells.cell_hash[of_dst]
-    marks = begun(cells.history[of_dst][None], lacks(source))
+    marks = marks_without_ubatch(cells.history[of_dst][None], lacks(source))
 
     def row(field: jax.Array, value: jax.Array) -> jax.Array:
         return field.at[jnp.where(does, dst, cells.streams)].set(value, mode="drop")
@@ -144,7 +144,7 @@ def _copy_runs(
     """Copy the first `counts` cells, `[n]`, of a stream to those of the targets, `[n]`."""
 
     def target(i: jax.Array, arrays: PyTree) -> PyTree:
-        share, size, count = _of_share(split, arrays, counts[i])
+        share, size, count = _local_cells(split, arrays, counts[i])
 
         def chunk(j: jax.Array, arrays: PyTree) -> PyTree:
             first = jnp.minimum(j * size, share - size)  # the last may overlap the one before
@@ -202,7 +202,7 @@ def _selected(
     old = cells.cell_hash.at[local].get(mode="fill", fill_value=0)
     stamp = jnp.where(index < count, replaced(old, lines.cell_hash), old)
     history = cells.history.at[local].get(mode="fill", fill_value=0)
-    lines = replace(lines, cell_hash=stamp, **begun(history, lacks(lines)))
+    lines = replace(lines, cell_hash=stamp, **marks_without_ubatch(history, lacks(lines)))
 
     def put(field: jax.Array, value: jax.Array) -> jax.Array:
         return field.at[local].set(value, mode="drop")
@@ -219,7 +219,7 @@ def _select_cells(
     arrays: PyTree,
 ) -> PyTree:
     """Copy the first `count` cells of streams, `[n]`, to those of targets, `[n]`, where it does."""
-    _, size, count = _of_share(split, arrays, count)
+    _, size, count = _local_cells(split, arrays, count)
 
     def chunk(i: jax.Array, arrays: PyTree) -> PyTree:
         slots = jnp.broadcast_to(i * size + jnp.arange(size), (targets.size, size))
@@ -249,7 +249,7 @@ def _in_chunks(cells: Cells, count: jax.Array) -> jax.Array:
     return jnp.minimum(-(-count // size) * size, cells.num_cells)
 
 
-def _of_share(split: Halves, arrays: PyTree, count: jax.Array) -> tuple[int, int, jax.Array]:
+def _local_cells(split: Halves, arrays: PyTree, count: jax.Array) -> tuple[int, int, jax.Array]:
     """Return the cells of a device's share, those of a chunk, and how many of the first are its.
 
     `count`, the first cells of a stream, and the last of the answers are `[]` int32.

@@ -129,14 +129,15 @@ placement='striped:4'
         raise ValueError(f"wanted heads a multiple of kv_heads {sorted(of_keys)}, got {heads}")
     halves = zip(split(cache), split(shardings(cache, mesh, sharding_rules)), strict=True)
     table, buffers = (
-        sum(map(_share, jax.tree.leaves(half), jax.tree.leaves(where))) for half, where in halves
+        sum(map(_local_bytes, jax.tree.leaves(half), jax.tree.leaves(where)))
+        for half, where in halves
     )
     parts = cache.parts
     return DeviceBytes(
         devices=mesh.size,
         table=table,
         buffers=buffers,
-        params=sum(_share(x, getattr(x, "sharding", None)) for x in jax.tree.leaves(params)),
+        params=sum(_local_bytes(x, getattr(x, "sharding", None)) for x in jax.tree.leaves(params)),
         sent=sum(_sent(part, mesh, sharding_rules, heads) for part in parts),
         whole=tuple(
             dict.fromkeys(line for part in parts for line in _whole(part, mesh, sharding_rules))
@@ -152,7 +153,7 @@ def keys_of(cache: Cache) -> list[Stored]:
     return [x for part in cache.parts if isinstance(part.buffers, Buffers) for x in part.buffers.k]
 
 
-def _share(x: jax.Array | jax.ShapeDtypeStruct, where: Sharding | None) -> int:
+def _local_bytes(x: jax.Array | jax.ShapeDtypeStruct, where: Sharding | None) -> int:
     """Return the bytes of an array that lie on each device."""
     shape = x.shape if where is None else where.shard_shape(x.shape)
     return prod(shape) * np.dtype(x.dtype).itemsize

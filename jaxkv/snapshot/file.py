@@ -113,10 +113,10 @@ def write(path: str | os.PathLike, description: Content, arrays: Mapping[str, np
         Path(beside).unlink(missing_ok=True)
 
 
-def as_json(value: object, name: str) -> Json:
+def json_round_trip(value: object, name: str) -> Json:
     """Return a value as JSON gives it back.
 
-    >>> as_json(("a", 1), "model")
+    >>> json_round_trip(("a", 1), "model")
     ['a', 1]
 
     Raises:

@@ -20,7 +20,7 @@ from jaxkv.snapshot.assemble import (
     parts,
     shapes,
 )
-from jaxkv.snapshot.file import VERSION, File, Source, as_json, opened
+from jaxkv.snapshot.file import VERSION, File, Source, json_round_trip, opened
 from jaxkv.snapshot.parts import SequenceMap
 from jaxkv.spec import check_once
 
@@ -198,7 +198,7 @@ cut short, or something else
 def _checked(file: File, model: Json) -> Cache:
     """Return the shapes of what was saved, if the model is not known to be another one."""
     known = file.description["model"]
-    if model is not None and known is not None and as_json(model, "model_id") != known:
+    if model is not None and known is not None and json_round_trip(model, "model_id") != known:
         raise ValueError(
             f"wanted a snapshot of the model {model!r}, got one of {known!r}: what is held was "
             f"computed by another model; compute it again"

@@ -106,7 +106,7 @@ def _content(
             f"wanted tokens of the saved sequences {saved}, got some of "
             f"{sorted(set(known) - set(saved))}"
         )
-    model, notes = file.as_json(model, "model_id"), file.as_json(notes, "notes")
+    model, notes = file.json_round_trip(model, "model_id"), file.json_round_trip(notes, "notes")
 
     arrays: dict[str, np.ndarray] = {}
     for part, own, table, buffers in parts(cache):

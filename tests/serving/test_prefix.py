@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 
 import jaxkv
-from jaxkv import generation
+from jaxkv import generation, snapshot
 from jaxkv.hybrid import compose
 from jaxkv.serving import MissReason, PrefixStore
 from jaxkv.serving.prefix_cache.matching import common_prefix_length
 from tests import histories
 from tests.caches import GROUPS, Kind, assert_identical, drawing
 from tests.cases import in_lanes, mostly_nightly
-from tests.generation.tiny import assert_sound
+from tests.generation.tiny import assert_sound, forward
 from tests.histories import bytes_of, states_of
 from tests.serving.servers import Server, serving, states, tokens
 
@@ -333,3 +333,17 @@ def test_reuse_random_prompts_matches_computed(kind, data):
         assert server.held <= (max_new_tokens or 1000)
         assert len({text.sequence for text in server.store.prompts}) == len(server.texts) <= 2
         assert_sound(server.cache)
+
+
+def test_with_prompts_takes_what_a_snapshot_loads():
+    cache = POOL.make()
+    store = PrefixStore(cache, sequences=[2, 3])
+    cache = jaxkv.prefill(forward, None, cache, [1, 2, 3, 4]).cache
+    cache, store, _ = store.store(cache, [1, 2, 3, 4], seq=0)
+    data = snapshot.save(cache, sequences=[2])
+    other = snapshot.load(data, into=POOL.make(), sequences={2: 3})
+    again = PrefixStore(POOL.make(), sequences=[2, 3]).with_prompts({3: [1, 2, 3, 4]})
+    other, again, hit = again.fork(other, [1, 2, 3, 5], seq=1)
+    assert hit == (3, MissReason.NONE) and other.seq_pos_max(1) == 2
+    with pytest.raises(ValueError, match=r"sequences of the store, some of \(2, 3\), got \[1\]"):
+        again.with_prompts({1: [1]})

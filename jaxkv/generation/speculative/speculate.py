@@ -19,9 +19,9 @@ from jaxkv.api.edits import seq_rm
 from jaxkv.cache import Cache, merge, split
 from jaxkv.core.array_utils import is_traced
 from jaxkv.core.compile_cache import cached_program
-from jaxkv.core.typed import Typed, typed
+from jaxkv.core.tree_types import TreeWithTypes, with_types
 from jaxkv.core.validate import check_count
-from jaxkv.generation.model_step import Forward, donatable_buffers, model_step
+from jaxkv.generation.model_step import Forward, model_step, own_or_copied_buffers
 from jaxkv.generation.results import DecodeResult
 from jaxkv.generation.sample_step import nothing_picked, stops
 from jaxkv.generation.sampler import Sampler
@@ -199,9 +199,9 @@ def speculate(
         setup = _Setup(forward, sampler, *fixed)
         cache, state, drafter, made = _speculate(setup, drafter, cache, state, num_tokens)
         return DecodeResult(cache, state, *made, drafter=drafter)
-    table, buffers = donatable_buffers(cache, donate)
+    table, buffers = own_or_copied_buffers(cache, donate)
     loop = cached_program(_speculating, forward)
-    args = typed((drafter, sampler)), fixed, table, buffers, state
+    args = with_types((drafter, sampler)), fixed, table, buffers, state
     table, buffers, now, drafter, made = loop(*args, num_tokens=num_tokens)
     # The sequences stay those that were passed in: to look at a result is to wait for it.
     now = replace(now, sequence=state.sequence)
@@ -211,7 +211,7 @@ def speculate(
 def _speculating(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
     @partial(jax.jit, static_argnames="num_tokens", donate_argnames="buffers")
     def loop(
-        by: Typed[tuple[Drafter, Sampler]],
+        by: TreeWithTypes[tuple[Drafter, Sampler]],
         fixed: tuple,
         table: CacheTable,
         buffers: PyTree,

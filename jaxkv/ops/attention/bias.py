@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.core.array_utils import is_concrete
-from jaxkv.core.typed import Typed, typed
+from jaxkv.core.tree_types import TreeWithTypes, with_types
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32
@@ -36,11 +36,11 @@ Bias = Function | jax.Array | np.ndarray
 class OfPlaces:
     """A bias that is computed where it is read.
 
-    function: see `Function`; with its types, see `typed`.
+    function: see `Function`; with its types, see `with_types`.
     heads: the numbers of the query heads; on a mesh those in the share of a device.
     """
 
-    function: Typed[Function]
+    function: TreeWithTypes[Function]
     heads: Int32[Array, " H"]
 
     def between(
@@ -99,7 +99,7 @@ def checked_bias(bias: object, shape: tuple[int, ...]) -> BiasOfLists | None:
     if len(traced.out_avals) != 1:
         raise TypeError(f"wanted a bias that returns an array, got {len(traced.out_avals)} of them")
     _check_fit("R, H, T, N", traced.out_avals[0], (rows, heads, tokens, cells))
-    return OfPlaces(function=typed(function), heads=jnp.arange(heads, dtype=jnp.int32))
+    return OfPlaces(function=with_types(function), heads=jnp.arange(heads, dtype=jnp.int32))
 
 
 def _check_fit(

@@ -15,16 +15,16 @@ X = TypeVar("X")
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Typed(Generic[X]):
+class TreeWithTypes(Generic[X]):
     """A tree, and the types of its nodes, which are static: two that differ share no program."""
 
     value: X
     types: tuple[type, ...] = field(metadata={"static": True})
 
 
-def typed(value: X) -> Typed[X]:
+def with_types(value: X) -> TreeWithTypes[X]:
     """Return a tree with the types of its nodes."""
-    return Typed(value=value, types=(*_types(jax.tree.structure(value)),))
+    return TreeWithTypes(value=value, types=(*_types(jax.tree.structure(value)),))
 
 
 def _types(node: Any) -> Iterator[type]:  # a `PyTreeDef`, which type checkers do not know
