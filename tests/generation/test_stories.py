@@ -73,7 +73,7 @@ def test_jitted_loop_learns_the_reason_of_each_sequence():
     cache, logits, *_ = jaxkv.prefill(forward, PARAMS, cache, PROMPTS)
     cache, _, reason = run(PARAMS, cache, jnp.argmax(logits, -1))
     assert [jaxkv.Reason(one).name for one in reason.tolist()] == ["OK", "OUT_OF_CELLS"]
-    assert cache.seq_pos_max([0, 1]).tolist() == [7, 5]
+    assert cache.seq_pos_max().tolist() == [7, 5]
 
 
 def test_engine_streams_tokens_and_reuses_prefixes():
@@ -111,5 +111,8 @@ def test_student_forks_removes_and_looks():
     cache, logits, *_ = jaxkv.prefill(forward, PARAMS, cache, [[7], [8, 9]])
     cache, ok = jaxkv.seq_rm(cache, 0, 1, 3)  # removes two tokens of sequence 0
     assert ok and np.isfinite(logits).all()
-    assert jaxkv.show(cache) == "owner    + 1 1 + 0 1 1 . . .\nposition 0 1 2 3 4 4 5 . . ."
-    assert cache.num_used_cells() == 7
+    assert cache.to_text() == "owner    + 1 1 + 0 1 1 . . .\nposition 0 1 2 3 4 4 5 . . ."
+    assert jaxkv.show(cache) == cache.to_text() and "<table" in cache.to_html()
+    assert (
+        cache.num_used_cells() == 7 and cache.nbytes == 2 * 2 * 2 * 10 * 8 * 4 + cache.table.nbytes
+    )
