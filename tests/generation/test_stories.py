@@ -112,7 +112,5 @@ def test_student_forks_removes_and_looks():
     cache, ok = jaxkv.seq_rm(cache, 0, 1, 3)  # removes two tokens of sequence 0
     assert ok and np.isfinite(logits).all()
     assert cache.to_text() == "owner    + 1 1 + 0 1 1 . . .\nposition 0 1 2 3 4 4 5 . . ."
-    assert jaxkv.show(cache) == cache.to_text() and "<table" in cache.to_html()
-    assert (
-        cache.num_used_cells() == 7 and cache.nbytes == 2 * 2 * 2 * 10 * 8 * 4 + cache.table.nbytes
-    )
+    assert jaxkv.show(cache) == cache.to_text() and "7 used" in cache.to_html()
+    assert cache.num_used_cells() == 7 and cache.nbytes - cache.table.nbytes == 2 * 1280
