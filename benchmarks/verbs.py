@@ -39,7 +39,7 @@ def next_plan(cells: int, window: jaxkv.Window | None = None) -> Callable[[], ob
     sizes = {"cells": cells, "sequences": STREAMS, "streams": STREAMS}
     cache = jaxkv.make_cache(spec, **sizes, max_rollback=cells)
     step, ids, ones = jax.jit(jaxkv.plan_step), jnp.arange(STREAMS), jnp.ones(STREAMS, bool)
-    return lambda: step(cache, ids, ids, ones)
+    return lambda: step(cache, ids, sequences=ids, active=ones)
 
 
 def verbs(cache: jaxkv.Cache) -> dict[str, Callable[[], object]]:
@@ -56,7 +56,7 @@ def verbs(cache: jaxkv.Cache) -> dict[str, Callable[[], object]]:
     return {
         "init_batch, a token each": lambda: jaxkv.init_batch(cache, each),
         "init_batch, 512 tokens": lambda: jaxkv.init_batch(cache, prompt),
-        "plan_step, a token each": lambda: step(cache, ids, ids, ones),
+        "plan_step, a token each": lambda: step(cache, ids, sequences=ids, active=ones),
         "plan_step, a stream each": next_plan(cells),
         "and a window": next_plan(cells, jaxkv.Window.sliding(cells // 8)),
         "apply": lambda: jaxkv.apply(cache, plan),

@@ -14,7 +14,7 @@ from jax.experimental.multihost_utils import process_allgather
 from jaxkv.core.constants import END, MAX_CELLS
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Int32, PyTree, Shaped
+    from jaxtyping import Array, Bool, Int, Int32, PyTree, Shaped
 
 
 def no_slots(slots: Shaped[Array, "*n"]) -> Int32[Array, "*n"]:
@@ -46,9 +46,7 @@ def numbers_of(which: Bool[Array, " n"], count: int) -> Int32[Array, " count"]:
     return jnp.nonzero(which, size=count, fill_value=which.size)[0].astype(jnp.int32)
 
 
-def divided(
-    numbers: Int32[Array, "*n"], size: int
-) -> tuple[Int32[Array, "*n"], Int32[Array, "*n"]]:
+def divided(numbers: Int[Array, "*n"], size: int) -> tuple[Int[Array, "*n"], Int[Array, "*n"]]:
     """Return quotients and remainders of numbers that are not negative.
 
     `//` and `%` see to signs, which takes ten instructions each, in every program.

@@ -11,7 +11,7 @@ from jaxtyping import ArrayLike, Bool, Integer, PyTree
 Id = Integer[ArrayLike, ""]
 """A sequence id, a position, or another single integer."""
 
-Ids = Integer[ArrayLike, "..."] | Sequence[int]
+Ids = Integer[ArrayLike, "..."] | Sequence[int] | Sequence[Integer[ArrayLike, ""]]
 """One integer or many."""
 
 Tokens = PyTree[Integer[ArrayLike, "..."] | range]  # None too, an empty tree

@@ -28,7 +28,7 @@ from jaxkv.ops.quantised import Stored, dtype_of, encoded
 from jaxkv.rope import NotGiven, Rope
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int, Int32, Num, PyTree
+    from jaxtyping import Array, Float, Int, Int32, PyTree, Shaped
 
     from jaxkv.core.types import AnyMesh
 
@@ -254,7 +254,7 @@ def write(
 
 def gather_from_any_device(
     split: AxisPartition, array: Cached, streams: Int[Array, "*#n"], slots: Int[Array, "*#n"]
-) -> Num[Array, "*#n K D"]:
+) -> Shaped[Array, "*#n K D"]:
     """Read the keys or values of cells whichever device holds them; see `gather`.
 
     Args:
@@ -276,7 +276,7 @@ def scatter_local(
     array: A,
     streams: Int[Array, "*#n"],
     slots: Int[Array, "*#n"],
-    new: Num[Array, "*#n K D"],
+    new: Shaped[Array, "*#n K D"],
 ) -> A:
     """Write keys or values into cells that a device holds.
 
@@ -308,7 +308,7 @@ def own_cells(slots: Int32[Array, "*n"], first: jax.Array | int, count: int) -> 
 
 def gather(
     array: Cached, streams: Int[Array, "*#n"], slots: Int[Array, "*#n"]
-) -> Num[Array, "*#n K D"]:
+) -> Shaped[Array, "*#n K D"]:
     """Read the keys or values of cells.
 
     Args:
@@ -340,7 +340,7 @@ def gather(
 
 
 def scatter(
-    array: A, streams: Int[Array, "*#n"], slots: Int[Array, "*#n"], new: Num[Array, "*#n K D"]
+    array: A, streams: Int[Array, "*#n"], slots: Int[Array, "*#n"], new: Shaped[Array, "*#n K D"]
 ) -> A:
     """Write keys or values into cells, each cell once; in place where the array is donated.
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import Partial
 
-from jaxkv.core.typed import typed
+from jaxkv.core.tree_types import with_types
 from jaxkv.ops.attention.active_tiles import TILE
 from jaxkv.ops.attention.bias import OfPlaces
 from jaxkv.ops.attention.softmax import Options
@@ -139,7 +139,7 @@ def slope(weights: jax.Array, query: jax.Array, key: jax.Array, head: jax.Array)
 
 
 def places(weights: jax.Array) -> OfPlaces:
-    return OfPlaces(function=typed(Partial(slope, weights)), heads=jnp.arange(len(weights)))
+    return OfPlaces(function=with_types(Partial(slope, weights)), heads=jnp.arange(len(weights)))
 
 
 def visibility(

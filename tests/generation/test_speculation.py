@@ -12,6 +12,7 @@ import jaxkv
 from jaxkv import generation, make_batch
 from jaxkv.generation import Constraint, make_sampler
 from jaxkv.generation.speculative import token_tree
+from jaxkv.generation.speculative.drafters import DraftTokens
 from tests.caches import SMALL, SPLIT, VOCABULARY, Kind, filled
 from tests.cases import mostly_nightly
 from tests.generation.tiny import (
@@ -77,7 +78,7 @@ class Known(generation.Drafter):
         where = self.start[:, None] + jnp.arange(3)[None]
         tokens = jnp.take_along_axis(self.tokens, where, axis=1)
         valid = active[:, None] & (tokens >= 0)
-        return self, generation.DraftTokens(tokens, jnp.cumprod(valid, axis=1) > 0, None)
+        return self, DraftTokens(tokens, jnp.cumprod(valid, axis=1) > 0, None)
 
     def update(self, sequences, at, fed, taken):
         return replace(self, start=self.start + taken)
@@ -85,7 +86,7 @@ class Known(generation.Drafter):
 
 def test_nodes_of_branches_that_begin_alike_are_shared():
     tokens = jnp.array([[[5, 6, 7], [5, 6, 8], [5, 9, 7]]])
-    nodes = token_tree.nodes_of(generation.DraftTokens(tokens, jnp.ones(tokens.shape, bool), None))
+    nodes = token_tree.nodes_of(DraftTokens(tokens, jnp.ones(tokens.shape, bool), None))
     np.testing.assert_array_equal(nodes.first[0], [[1, 1, 1], [0, 0, 1], [0, 1, 1]])
     np.testing.assert_array_equal(nodes.owns[0, 0], [[1, 1, 1], [1, 1, 0], [1, 0, 0]])
 

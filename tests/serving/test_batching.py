@@ -254,7 +254,7 @@ def test_can_hold_is_exact_for_windows(rule, streams):
     enough = at_once + (3 if rule == "symmetric" else 5) * 2 // streams
     for cells in (enough, enough - 1):
         cache = Kind("", cells=cells, sequences=2, streams=streams, windows=windows).make()
-        holds = split(cache)[0].can_allocate(np.array(lengths), at_once, np.zeros(streams))
+        holds = split(cache)[0].can_allocate(np.array(lengths), at_once, np.zeros(streams, int))
         assert holds.tolist() == [cells == enough] * streams
         refused = False
         for start in (0, *range(1, 20, 4)):  # so that a later piece begins at the end of a chunk
