@@ -257,8 +257,8 @@ def plan_step(
     rows = check_int32(tokens, "tokens")
     shape = np.shape(rows)
     valid = np.ones(shape, bool) if active is None else check_bool(active, "active")
-    sequences = np.arange(*shape[:1]) if sequences is None else sequences
-    shapes = [shape, np.shape(valid), np.shape(sequences)]
+    ids: PyTree = np.arange(*shape[:1]) if sequences is None else sequences
+    shapes = [shape, np.shape(valid), np.shape(ids)]
     if len(shape) not in (1, 2) or shapes[1:] != [shape, shape[:1]]:
         raise ValueError(
             f"wanted tokens [T] or [T, n], active of the same shape and sequences [T], got "
@@ -266,7 +266,7 @@ def plan_step(
         )
     if len(shape) == 1:
         rows, valid = rows[:, None], valid[:, None]
-    return plan_next(table, *checked_next(table.spec, rows, sequences, valid))
+    return plan_next(table, *checked_next(table.spec, rows, ids, valid))
 
 
 @jit_table
