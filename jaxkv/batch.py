@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxkv.core.array_utils import is_concrete, next_power_of_two, no_slots
 from jaxkv.core.constants import END, MAX_CELLS
-from jaxkv.core.hashing import chained, content
+from jaxkv.core.hashing import chain_hashes, content
 from jaxkv.core.partitioning import Partitioned, to_local
 from jaxkv.core.validate import check_bool, check_count, check_int32
 
@@ -262,7 +262,7 @@ def make_batch(
     if isinstance(tokens, Sequence) and any(np.ndim(row) == 1 for row in tokens):
         if not all(np.ndim(row) == 1 for row in tokens):
             raise ValueError("wanted tokens as a list or as a list of lists, got both in one")
-        ids = np.arange(len(tokens)) if sequences is None else np.asarray(_filled_up(sequences))
+        ids = np.arange(len(tokens)) if sequences is None else np.asarray(_pad_sets(sequences))
         if ids.ndim not in (1, 2) or ids.shape[0] != len(tokens):
             raise ValueError(
                 f"sequences must have one id, or list of ids, for each of {len(tokens)} lists, got "
@@ -291,14 +291,14 @@ def make_batch(
     if sequences is None:
         sequences = 0 if len(shape) == 1 else np.indices(shape, np.int32)[0]
     sequences = check_int32(
-        _filled_up(sequences) if len(shape) == 1 else _check_rows(sequences), "sequences"
+        _pad_sets(sequences) if len(shape) == 1 else _check_rows(sequences), "sequences"
     )
     others = None
     if np.ndim(sequences) == 0:
         xp = np if is_concrete(sequences) else jnp
         sequences = xp.full(shape, sequences)
     elif sequences.shape[:-1] == shape:
-        sequences, others = _parted(sequences)
+        sequences, others = _split_sets(sequences)
     fields = {
         "sequences": sequences,
         "positions": None if positions is None else check_int32(positions, "positions", high=END),
@@ -315,11 +315,11 @@ def make_batch(
     on_host = isinstance(tokens, np.ndarray) and isinstance(valid, np.ndarray)
     if on_host and np.any(np.asarray(valid) & (np.asarray(tokens) < 0)):
         raise ValueError("wanted tokens of at least 0, got a negative one that is valid")
-    told = None if extra is None else _checked_extra(extra, shape)
+    told = None if extra is None else _check_extra(extra, shape)
     return Batch(tokens=tokens, embeddings=embeddings, shared_with=others, extra=told, **fields)
 
 
-def _checked_extra(extra: object, shape: tuple[int, ...]) -> dict[str, PyTree]:
+def _check_extra(extra: object, shape: tuple[int, ...]) -> dict[str, PyTree]:
     """Return what else a model is told, `[B, ...]` or `[R, T, ...]` by name."""
     if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
         raise TypeError(f"wanted extra as arrays by name, got {extra!r}")
@@ -334,7 +334,7 @@ def _checked_extra(extra: object, shape: tuple[int, ...]) -> dict[str, PyTree]:
             )
         kept = jax.dtypes.canonicalize_dtype(value.dtype)
         if kept != value.dtype and jnp.issubdtype(kept, np.integer):
-            value = _narrowed(value, kept, name)
+            value = _to_32_bits(value, kept, name)
         if value.shape[: len(shape)] != shape:
             raise ValueError(
                 f"extra[{name!r}] must have one entry a token: wanted {shape} and any axes after "
@@ -344,7 +344,7 @@ def _checked_extra(extra: object, shape: tuple[int, ...]) -> dict[str, PyTree]:
     return found
 
 
-def _narrowed(value: PyTree, kept: np.dtype, name: str) -> PyTree:
+def _to_32_bits(value: PyTree, kept: np.dtype, name: str) -> PyTree:
     """Return integers of 64 bits in what JAX would make of them, if that holds them all."""
     low, high = jnp.iinfo(kept).min, jnp.iinfo(kept).max
     wrong = value[(value < low) | (value > high)]
@@ -356,7 +356,7 @@ def _narrowed(value: PyTree, kept: np.dtype, name: str) -> PyTree:
     return value.astype(kept)
 
 
-def _filled_up(sequences: PyTree) -> PyTree:
+def _pad_sets(sequences: PyTree) -> PyTree:
     """Return a list of ids and lists of ids as an array, -1 where one has fewer; others as is."""
     if not isinstance(sequences, Sequence):
         return sequences
@@ -382,7 +382,7 @@ def _check_rows(sequences: PyTree) -> PyTree:
         ) from None
 
 
-def _parted(sets: PyTree) -> tuple[PyTree, PyTree]:
+def _split_sets(sets: PyTree) -> tuple[PyTree, PyTree]:
     """Return the lowest id of each set, `[..., n]`, and the others; None if there are none.
 
     How many others there are is a power of two, so that few shapes are compiled.
@@ -413,7 +413,7 @@ def _lowest_first(sets: PyTree, xp: ModuleType) -> PyTree:
 def contents(ubatch: Ubatch) -> UInt32[Array, "R T"]:
     """Return hashes of the tokens and of their positions."""
     found = content(ubatch.tokens, ubatch.embeddings, ubatch.extra)
-    return chained(found, ubatch.positions)
+    return chain_hashes(found, ubatch.positions)
 
 
 def mask_slots(ok: Bool[Array, ""], ubatch: Ubatch) -> Ubatch:

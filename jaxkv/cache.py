@@ -20,7 +20,7 @@ from jaxkv.core.array_utils import nbytes
 from jaxkv.core.partitioning import Partitioned, ShardingRules
 from jaxkv.core.validate import check_position, check_single_bounds
 from jaxkv.jit_helpers import jit_method, jit_table
-from jaxkv.table import CacheTable, known_layer
+from jaxkv.table import CacheTable, static_layer_number
 
 if TYPE_CHECKING:
     from jaxtyping import Array, ArrayLike, Bool, Int32, PyTree
@@ -217,7 +217,7 @@ class Cache(Partitioned):
 
         llama.cpp: `n_rs_seq`.
         """
-        return self.table.max_rollback(known_layer(layer))
+        return self.table.max_rollback(static_layer_number(layer))
 
     def check(self) -> dict[str, Int32[Array, ""]]:
         """Return how much is wrong with the table.

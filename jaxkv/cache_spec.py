@@ -244,7 +244,7 @@ class CacheSpec:
             kind="recurrent",
             layers=layers,
             states=tuple((name, x.shape, jnp.dtype(x.dtype)) for name, x in shapes.items()),
-            shard_dims=_checked_splits(shapes, shard_dims or {}),
+            shard_dims=_check_splits(shapes, shard_dims or {}),
         )
 
     @staticmethod
@@ -342,7 +342,7 @@ class CacheSpec:
         """
         if not parts:
             raise ValueError("expected at least one part, got none; pass (spec, layers) pairs")
-        checked = tuple(_checked_part(pair) for pair in parts)
+        checked = tuple(_check_part(pair) for pair in parts)
         specs = [spec for spec, _ in checked]
         of_sources = sum(spec._has_sources for spec in specs)
         if of_sources > 1 or of_sources == len(specs):
@@ -395,14 +395,14 @@ class CacheSpec:
                 shown["window"] = self.window
             if self.kind == "attention" and self.rope != NOT_GIVEN:
                 shown["rope"] = self.rope
-        fields = (f"{name}={_shown(value)}" for name, value in shown.items())
+        fields = (f"{name}={_field_text(value)}" for name, value in shown.items())
         return f"CacheSpec.{self.kind}({', '.join(fields)})"
 
 
-def _shown(value: object) -> str:
+def _field_text(value: object) -> str:
     """Return how a field is printed; a rope by its pairs and how fast the slowest turns."""
     if isinstance(value, tuple) and any(isinstance(x, Rope | ValueSlice) for x in value):
-        return f"({', '.join(map(_shown, value))})"
+        return f"({', '.join(map(_field_text, value))})"
     if isinstance(value, Rope):
         slowest = min(value.frequencies, default=0.0)
         return f"<Rope of {len(value.frequencies)} pairs, slowest {slowest:.3g}>"
@@ -486,7 +486,7 @@ def _shape(name: str, state: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
-def _checked_splits(
+def _check_splits(
     shapes: Mapping[str, jax.ShapeDtypeStruct], splits: Mapping[str, tuple[int, int]]
 ) -> tuple[tuple[str, int, int], ...]:
     """Return the splits of states by name, dimension and parts, checked."""
@@ -501,7 +501,7 @@ def _checked_splits(
     return tuple((name, *splits[name]) for name in sorted(splits))
 
 
-def _checked_part(pair: object) -> tuple[CacheSpec, tuple[int, ...]]:
+def _check_part(pair: object) -> tuple[CacheSpec, tuple[int, ...]]:
     """Return a part of a hybrid and the numbers of its layers."""
     if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], CacheSpec)):
         raise TypeError(

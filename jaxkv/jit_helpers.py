@@ -104,7 +104,7 @@ itself, such as jax.tree.map(lambda x: x[0], cache)
     check_single(table)
 
 
-def replicated(table: CacheTable, answers: PyTree) -> PyTree:
+def replicate(table: CacheTable, answers: PyTree) -> PyTree:
     """Return answers whole on each device of a table's mesh, so that every process can read them.
 
     For programs that do not pin what they return: a compiler may split it in ways of its own.

@@ -188,7 +188,7 @@ def make_cache(
         "placement": placement,
         "stacked": stacked,
     }
-    make = partial(_made, spec, pools, by_part)
+    make = partial(_make_from_spec, spec, pools, by_part)
     if mesh is not None:
         return make_sharded(make, mesh, sharding_rules)
     if spec.parts:
@@ -196,12 +196,12 @@ def make_cache(
     return make()
 
 
-def _made(spec: CacheSpec, pools: Mapping[str, int], options: Mapping[str, Any]) -> Cache:
+def _make_from_spec(spec: CacheSpec, pools: Mapping[str, int], options: Mapping[str, Any]) -> Cache:
     """Make a cache for so many sequences and streams."""
     if spec.parts:
         return compose(
             *(
-                (_made(part, pools, own), layers)
+                (_make_from_spec(part, pools, own), layers)
                 for (part, layers), own in zip(spec.parts, _split(spec, options), strict=True)
             )
         )

@@ -508,7 +508,7 @@ def check_made_for(table: CacheTable, ubatch: Ubatch) -> None:
     check_spec(ubatch.spec, table.spec, "a ubatch that was planned")
 
 
-def known_layer(layer: SupportsIndex) -> int:
+def static_layer_number(layer: SupportsIndex) -> int:
     """Return the number of a layer, which must be known while tracing."""
     try:
         return operator.index(layer)

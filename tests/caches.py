@@ -23,7 +23,7 @@ from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.cells import Cells
 from jaxkv.kv.mask import visible
 from jaxkv.ops.mla import ValueSlice
-from jaxkv.ops.quantised import Quantised, Stored, decoded
+from jaxkv.ops.quantised import Quantised, Stored, from_stored
 from jaxkv.window import Window
 from tests.oracle import Content, Fault, Oracle, Place, Plan, Token
 from tests.rules import Side
@@ -350,7 +350,7 @@ def is_latent(buffers: Any) -> bool:
 
 def by_layer(half: Sequence[Stored], depth: int) -> np.ndarray:
     """Keys or values of all layers, `[L, S, K, N, D]`, unrounded; arrays are of `depth` layers."""
-    arrays = [np.rint(decoded(x)) if isinstance(x, Quantised) else np.asarray(x) for x in half]
+    arrays = [np.rint(from_stored(x)) if isinstance(x, Quantised) else np.asarray(x) for x in half]
     arrays = [x.reshape(-1, depth, *x.shape[1:]).swapaxes(0, 1) for x in arrays]
     return np.concatenate(arrays)
 

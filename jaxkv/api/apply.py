@@ -50,7 +50,7 @@ def apply(cache: Cache, plan: Ubatch | Plan | MaintenancePlan, *, donate: bool =
     llama.cpp: `llama_memory_context_i::apply`.
     """
     table, buffers = split(cache)
-    plan = _checked(plan, table)
+    plan = _check_plan(plan, table)
     if isinstance(plan, Ubatch):
         return merge(_occupy(table, plan), buffers)
     if not is_traced(plan, table) and plan.is_empty:
@@ -92,10 +92,10 @@ def is_current(cache: Cache, plan: Ubatch | Plan | MaintenancePlan) -> Bool[Arra
       False
     """
     table, _ = split(cache)
-    return _is_current(table, _checked(plan, table))
+    return _is_current(table, _check_plan(plan, table))
 
 
-def _checked(plan: object, table: CacheTable) -> Ubatch | MaintenancePlan:
+def _check_plan(plan: object, table: CacheTable) -> Ubatch | MaintenancePlan:
     """Return a plan, a single ubatch as itself, or raise as `apply` says."""
     if isinstance(plan, Plan):
         if len(plan.ubatches) != 1:
@@ -137,10 +137,10 @@ def _occupy(table: CacheTable, ubatch: Ubatch) -> CacheTable:
     return table.occupy(mask_slots(_is_next(table, ubatch), ubatch))
 
 
-def _committed(plan: MaintenancePlan, table: CacheTable, buffers: PyTree) -> Cache:
+def _apply_maintenance(plan: MaintenancePlan, table: CacheTable, buffers: PyTree) -> Cache:
     """Carry out the plan of an update or a defrag, if it is not stale."""
     return merge(*plan.commit(table, buffers, plan.is_current(table)))
 
 
-_commit = jit_table(_committed)
-_commit_donated = jit_table(_committed, donate_argnames="buffers")
+_commit = jit_table(_apply_maintenance)
+_commit_donated = jit_table(_apply_maintenance, donate_argnames="buffers")

@@ -389,7 +389,7 @@ def _remove(table: CacheTable, *cuts: jax.Array) -> tuple[CacheTable, Bool[Array
     return jax.lax.scan(lambda table, cut: table.remove(*cut), table, all_cuts)
 
 
-def _copied(
+def _copy_sequences(
     table: CacheTable,
     buffers: PyTree,
     src: Int32[Array, ""],
@@ -403,8 +403,8 @@ def _copied(
     return Cache(table=table, buffers=buffers), ok
 
 
-_copy = jit_table(_copied)
-_copy_donated = jit_table(_copied, donate_argnames="buffers")
+_copy = jit_table(_copy_sequences)
+_copy_donated = jit_table(_copy_sequences, donate_argnames="buffers")
 
 
 @jit_table
@@ -413,7 +413,7 @@ def _select(table: CacheTable, parents: Int32[Array, " n"], ids: Int32[Array, " 
     return table.select(None, *changes_of(table.spec, parents, ids))[0]
 
 
-def _selected(
+def _select_sequences(
     table: CacheTable, buffers: PyTree, parents: Int32[Array, " n"], ids: Int32[Array, " n"]
 ) -> tuple[Cache, Bool[Array, ""]]:
     """Return a cache after `CacheTable.select`, as it was if that is refused; and `ok`."""
@@ -423,8 +423,8 @@ def _selected(
     return merge(*table.select(buffers, parents, ids)), ok
 
 
-_select_buffers = jit_table(_selected)
-_select_buffers_donated = jit_table(_selected, donate_argnames="buffers")
+_select_buffers = jit_table(_select_sequences)
+_select_buffers_donated = jit_table(_select_sequences, donate_argnames="buffers")
 
 
 def _pairs(

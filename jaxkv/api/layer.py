@@ -14,7 +14,7 @@ from jaxkv.core.array_utils import is_traced
 from jaxkv.core.donation import names_donated
 from jaxkv.core.validate import check_int32
 from jaxkv.kv.buffers import Buffers
-from jaxkv.table import KVView, check_made_for, known_layer
+from jaxkv.table import KVView, check_made_for, static_layer_number
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32, PyTree, Shaped
@@ -128,7 +128,7 @@ def attend(
     visibility = {"causal": causal, "visible_until": visible_until}
     table, buffers = split(cache)
     check_made_for(table, ubatch)
-    number = _numbered(buffers, layer)
+    number = _layer_number(buffers, layer)
     table, buffers, out = table.attend(
         buffers, number, ubatch, q, k, v, implementation=implementation, **options, **visibility
     )
@@ -175,7 +175,7 @@ def write_kv(
     """
     table, buffers = split(cache)
     check_made_for(table, ubatch)
-    table, buffers = table.write_kv(buffers, _numbered(buffers, layer), ubatch, k, v)
+    table, buffers = table.write_kv(buffers, _layer_number(buffers, layer), ubatch, k, v)
     return replace(cache, table=table, buffers=buffers)
 
 
@@ -233,7 +233,7 @@ def read_kv(
     table, buffers = split(cache)
     check_made_for(table, ubatch)
     return table.read_kv(
-        buffers, _numbered(buffers, layer), ubatch, causal=causal, visible_until=visible_until
+        buffers, _layer_number(buffers, layer), ubatch, causal=causal, visible_until=visible_until
     )
 
 
@@ -270,7 +270,7 @@ def read_states(cache: Cache, layer: int, ubatch: Ubatch) -> dict[str, Shaped[Ar
     """
     table, buffers = split(cache)
     check_made_for(table, ubatch)
-    return table.read_states(buffers, known_layer(layer), ubatch)
+    return table.read_states(buffers, static_layer_number(layer), ubatch)
 
 
 @names_donated
@@ -313,13 +313,13 @@ def write_states(
     """
     table, buffers = split(cache)
     check_made_for(table, ubatch)
-    return merge(*table.write_states(buffers, known_layer(layer), ubatch, states))
+    return merge(*table.write_states(buffers, static_layer_number(layer), ubatch, states))
 
 
-def _numbered(buffers: PyTree, layer: PyTree[int | Int32[Array, ""]]) -> PyTree:
+def _layer_number(buffers: PyTree, layer: PyTree[int | Int32[Array, ""]]) -> PyTree:
     """Return the number of a layer; it may be traced if one array holds all layers."""
     if not (isinstance(buffers, Buffers) and buffers.stacked and is_traced(layer)):
-        return known_layer(layer)
+        return static_layer_number(layer)
     if jnp.shape(layer):
         raise ValueError(f"wanted the number of one layer, [], got {jnp.shape(layer)}")
     return check_int32(layer, "a layer", low=0, high=buffers.layers - 1)

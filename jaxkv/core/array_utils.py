@@ -46,7 +46,9 @@ def numbers_of(which: Bool[Array, " n"], count: int) -> Int32[Array, " count"]:
     return jnp.nonzero(which, size=count, fill_value=which.size)[0].astype(jnp.int32)
 
 
-def divided(numbers: Int[Array, "*n"], size: int) -> tuple[Int[Array, "*n"], Int[Array, "*n"]]:
+def divmod_nonnegative(
+    numbers: Int[Array, "*n"], size: int
+) -> tuple[Int[Array, "*n"], Int[Array, "*n"]]:
     """Return quotients and remainders of numbers that are not negative.
 
     `//` and `%` see to signs, which takes ten instructions each, in every program.

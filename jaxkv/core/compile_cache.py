@@ -38,12 +38,12 @@ def cached_program(build: Callable[..., P], *functions: Callable) -> P:
     if key not in _kept:
         # The first function that dies removes the program, so an id in a key is never reused by
         # another object.
-        deaths = [_watched(one, partial(_forget, key)) for part in parts for one in part]
+        deaths = [_weak_reference(one, partial(_forget, key)) for part in parts for one in part]
         _kept[key] = deaths, build(*map(_reference, functions))
     return cast(P, _kept[key][1])
 
 
-def _watched(one: object, tell: Callable[[weakref.ref], None]) -> weakref.ref:
+def _weak_reference(one: object, tell: Callable[[weakref.ref], None]) -> weakref.ref:
     try:
         return weakref.ref(one, tell)
     except TypeError:

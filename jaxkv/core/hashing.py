@@ -20,7 +20,7 @@ def mix(value: jax.Array) -> jax.Array:
     return value ^ (value >> 16)
 
 
-def chained(*fields: jax.Array) -> jax.Array:
+def chain_hashes(*fields: jax.Array) -> jax.Array:
     """Make one number of several of 32 bits, elementwise; their order counts. uint32."""
     value = jnp.uint32(0)
     for field in fields:
@@ -28,7 +28,7 @@ def chained(*fields: jax.Array) -> jax.Array:
     return value
 
 
-def replaced(old: jax.Array, new: jax.Array) -> jax.Array:
+def replace_hash(old: jax.Array, new: jax.Array) -> jax.Array:
     """Return the stamps of cells whose content, stamped `old`, is written over by a copy of `new`.
 
     Both go into it: the cell holds other bytes than before, in another place than those copied.
@@ -37,7 +37,7 @@ def replaced(old: jax.Array, new: jax.Array) -> jax.Array:
     return mix(old + mix(new + 1))
 
 
-def summed(*numbers: jax.Array) -> jax.Array:
+def sum_hashes(*numbers: jax.Array) -> jax.Array:
     """Make one number of several that are hashes already, elementwise; uint32.
 
     A digest of little is made of single numbers, which compilers compute again wherever they are
@@ -67,7 +67,7 @@ def content(
         assert embeddings is not None
         found = _of_numbers(embeddings)
     for name, numbers in sorted((extra or {}).items()):
-        found = chained(found, jnp.uint32(crc32(name.encode())), _of_numbers(numbers))
+        found = chain_hashes(found, jnp.uint32(crc32(name.encode())), _of_numbers(numbers))
     return found
 
 
@@ -103,6 +103,6 @@ def token_hashes(
     Returns:
       `[R, T]` uint32.
     """
-    token = chained(contents, positions, sequences)
+    token = chain_hashes(contents, positions, sequences)
     together = jnp.sum(jnp.where(valid, token, 0), dtype=jnp.uint32)
     return mix(token ^ mix(together + mix(context))[:, None])

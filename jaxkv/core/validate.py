@@ -92,7 +92,7 @@ def check_int32(
         what = "encode texts by a tokenizer" if array.dtype.kind == "U" else "cast them"
         raise TypeError(f"wanted integers for {name}, got {array.dtype}: {what}")
     if not isinstance(array, np.ndarray):
-        return _narrowed(array, low, high)
+        return _cast_to_int32(array, low, high)
     wrong = array[(array < low) | (array > high)]
     if wrong.size:
         raise ValueError(f"wanted {name} from {low} to {high}, got {wrong.reshape(-1)[0]}{advice}")
@@ -176,7 +176,7 @@ def check_bool(
     return array.astype(bool)
 
 
-def _narrowed(value: jax.Array, low: int, high: int) -> jax.Array:
+def _cast_to_int32(value: jax.Array, low: int, high: int) -> jax.Array:
     """Cast traced integers of any shape; one beyond int32 is brought just out of the bounds."""
     span = jnp.iinfo(value.dtype)
     int32 = np.iinfo(np.int32)

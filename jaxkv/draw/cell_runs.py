@@ -42,7 +42,7 @@ def single(view: CellView, stream: int) -> list[Run]:
     return [_run(view, stream, i, i + 1, mixed=False) for i in range(view.position.shape[1])]
 
 
-def folded(
+def merge_runs(
     view: CellView, stream: int, most: int, fits: Callable[[list[Run]], bool] = bool
 ) -> list[Run]:
     """Return the cells of a stream in few enough runs.

@@ -4,7 +4,7 @@ from html import escape
 
 from jaxkv.cache import Cache
 from jaxkv.core.array_utils import is_concrete
-from jaxkv.draw.cell_runs import Run, folded, owners_of, positions_of, single, span
+from jaxkv.draw.cell_runs import Run, merge_runs, owners_of, positions_of, single, span
 from jaxkv.draw.cell_view import cells_of, part_names
 from jaxkv.draw.colours import colour_of, text_on
 from jaxkv.draw.repr import cache_line
@@ -58,7 +58,7 @@ def _cells(cache: Cache) -> str:
         if cells <= CELLS:
             runs = single(view, stream)
         else:
-            runs = folded(view, stream, CELLS)
+            runs = merge_runs(view, stream, CELLS)
         name = f'<span style="{_SMALL};margin-right:4px">stream {stream}</span>'
         rows.append(f"<div>{name * (streams > 1)}{''.join(map(_box, runs))}</div>")
     if streams > STREAMS:

@@ -124,7 +124,9 @@ def occupancy(
     if caches:
         views = [[cells_of(part) for part in one.parts] for one in caches]
         cells = sum(view.position.size for view in views[0]) if cells is None else cells
-        counts = np.stack([np.sum([_owned(view) for view in one], axis=0) for one in views], axis=1)
+        counts = np.stack(
+            [np.sum([_cells_per_owner(view) for view in one], axis=0) for one in views], axis=1
+        )
         used = {seq: row.tolist() for seq, row in enumerate(counts) if row.any()}
         if used:
             colours = [colour_of(seq) for seq in used]
@@ -243,7 +245,7 @@ def nbytes(cache: Cache, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def _owned(view: CellView) -> np.ndarray:
+def _cells_per_owner(view: CellView) -> np.ndarray:
     """Return of how many cells each sequence is the lowest owner, `[Q]` int."""
     owner = view.owner
     return np.bincount(owner[owner >= 0], minlength=view.sequences)

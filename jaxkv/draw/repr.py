@@ -158,7 +158,7 @@ def _content(cache: Cache) -> str:
         return "donated"
     lost = ", buffers donated" if is_donated(cache.buffers) else ""
     parts = cache.table.parts if isinstance(cache.table, HybridTable) else (cache.table,)
-    counts = [_used(part) for part in parts]
+    counts = [_num_used_cells(part) for part in parts]
     if not all(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(cache.table)):
         return "shapes alone"
     if any(count is None for count in counts):
@@ -166,7 +166,7 @@ def _content(cache: Cache) -> str:
     return " + ".join(map(str, counts)) + " used" + lost
 
 
-def _used(table: CacheTable) -> int | None:
+def _num_used_cells(table: CacheTable) -> int | None:
     """Return how many cells are used, over all streams; None where that is not known."""
     if isinstance(table, States):
         position, cell = _value(table.position), _value(table.cell)

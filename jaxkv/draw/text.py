@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxkv.cache import Cache
 from jaxkv.core.constants import EMPTY
-from jaxkv.draw.cell_runs import Run, folded, owners_of, positions_of, span
+from jaxkv.draw.cell_runs import Run, merge_runs, owners_of, positions_of, span
 from jaxkv.draw.cell_view import CellView, part_names, values_of, view_of
 from jaxkv.hybrid import HybridTable
 from jaxkv.recurrent.states import States
@@ -70,13 +70,13 @@ def show(cache: Cache, *, width: int | None = 100) -> str:
 
     llama.cpp: the debug drawing of `find_slot`.
     """
-    return _drawn(values_of(cache), width)
+    return _draw_table(values_of(cache), width)
 
 
-def _drawn(table: CacheTable, width: int | None) -> str:
+def _draw_table(table: CacheTable, width: int | None) -> str:
     if isinstance(table, HybridTable):
         return "\n".join(
-            f"{name}\n{_drawn(part, width)}"
+            f"{name}\n{_draw_table(part, width)}"
             for part, name in zip(table.parts, part_names(table), strict=True)
         )
     if isinstance(table, States):
@@ -85,7 +85,7 @@ def _drawn(table: CacheTable, width: int | None) -> str:
     streams = range(len(view.position))
     lines = [_line_of_cells(view, stream) for stream in streams]
     if not _fit(lines, width):
-        lines = [_folded(view, stream, width) for stream in streams]
+        lines = [_stream_lines(view, stream, width) for stream in streams]
     return "\n".join(line for lines_of_stream in lines for line in lines_of_stream)
 
 
@@ -103,7 +103,7 @@ def _line_of_cells(view: CellView, stream: int) -> list[str]:
     return _table({name: np.where(empty, ".", row).tolist() for name, row in columns.items()})
 
 
-def _folded(view: CellView, stream: int, width: int | None) -> list[str]:
+def _stream_lines(view: CellView, stream: int, width: int | None) -> list[str]:
     """Return the lines of a stream, a column for each run of cells."""
 
     def lines(runs: list[Run]) -> list[str]:
@@ -118,7 +118,7 @@ def _folded(view: CellView, stream: int, width: int | None) -> list[str]:
 
     # A column takes two characters at least.
     most = view.position.shape[1] if width is None else width // 2
-    return lines(folded(view, stream, most, lambda runs: _fit([lines(runs)], width)))
+    return lines(merge_runs(view, stream, most, lambda runs: _fit([lines(runs)], width)))
 
 
 def _table(columns: dict[str, list[str]]) -> list[str]:

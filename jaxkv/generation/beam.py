@@ -19,12 +19,12 @@ from jaxkv.core.array_utils import is_concrete, is_traced
 from jaxkv.core.compile_cache import cached_program
 from jaxkv.core.validate import check_count, check_int32
 from jaxkv.generation.model_step import Forward, model_step, own_or_copied_buffers
-from jaxkv.generation.padding import listed
+from jaxkv.generation.padding import stop_tokens_as_list
 from jaxkv.generation.results import BeamResult
 from jaxkv.generation.sample_step import check_begun
 from jaxkv.generation.sampler import are_broken
 from jaxkv.generation.state import ends
-from jaxkv.jit_helpers import replicated
+from jaxkv.jit_helpers import replicate
 from jaxkv.plan import Reason
 from jaxkv.planning.planners import plan_next
 from jaxkv.spec import TableSpec, check_once, within_streams
@@ -60,7 +60,7 @@ class Search(NamedTuple):
     reason: Int32[Array, ""]
 
 
-def begun(num_beams: int, num_tokens: int) -> Search:
+def init_search(num_beams: int, num_tokens: int) -> Search:
     """Return a search that has one text, of no tokens."""
     none = Texts(
         tokens=jnp.full((num_beams, num_tokens), -1, jnp.int32),
@@ -237,10 +237,10 @@ def beam(
         check_count(num_beams, "num_beams"),
         check_count(num_tokens, "num_tokens"),
     )
-    row, ending = _row(logits), check_int32(listed(stop_tokens), "stop_tokens")
+    row, ending = _row(logits), check_int32(stop_tokens_as_list(stop_tokens), "stop_tokens")
     if np.ndim(ending) != 1:
         raise ValueError(f"wanted stop tokens [n], got the shape {np.shape(ending)}")
-    ids = _checked(split(cache)[0].spec, sequences, num_beams)
+    ids = _check_sequences(split(cache)[0].spec, sequences, num_beams)
     if np.ndim(length_penalty) or (is_concrete(length_penalty) and not np.isfinite(length_penalty)):
         raise ValueError(f"wanted one finite number for length_penalty, got {length_penalty}")
     args = row, ending, ids, jnp.asarray(length_penalty, jnp.float32)
@@ -265,7 +265,7 @@ def _row(logits: Float[ArrayLike, " V"] | Float[ArrayLike, "1 V"]) -> Float[Arra
     return array.reshape(1, -1)
 
 
-def _checked(
+def _check_sequences(
     spec: TableSpec, sequences: Ids | None, num_beams: int
 ) -> Int32[Array | np.ndarray, " {num_beams}"]:
     """Return the sequences of the beams, or raise."""
@@ -331,18 +331,18 @@ def _search(
         refused = search._replace(reason=jnp.max(plan.reason[sequences]))
         return cache, jax.tree.map(partial(jnp.where, plan.ok), chosen, refused)
 
-    first = begun(rows.size, num_tokens)
+    first = init_search(rows.size, num_tokens)
     logits = jnp.broadcast_to(logits, (rows.size, logits.shape[1]))
     _, search = choose(first, logits, stop_tokens, length_penalty)
     cache, search = jax.lax.while_loop(
         lambda carry: goes_on(carry[1], length_penalty), body, (cache, search)
     )
     found = best(search.ended, search.living, length_penalty)
-    cache, held = _settled(cache, search, found, sequences, begins)
-    return cache, replicated(split(cache)[0], (*found, held, search.reason))
+    cache, held = _trim_texts(cache, search, found, sequences, begins)
+    return cache, replicate(split(cache)[0], (*found, held, search.reason))
 
 
-def _settled(
+def _trim_texts(
     cache: Cache,
     search: Search,
     found: Texts,

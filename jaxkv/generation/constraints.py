@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.core.array_utils import is_concrete
-from jaxkv.generation.padding import chosen
+from jaxkv.generation.padding import where_text
 from jaxkv.generation.sampler import Sampler, as_sampler
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class Constraint:
           >>> asking.adjust(jnp.zeros((1, 4)), state).tolist()
           [[-inf, -inf, 0.0, 0.0]]
         """
-        rule = checked_rule(self)
+        rule = check_rule(self)
         return ConstrainedSampler(
             sampler=as_sampler(sampler),
             first=rule.first,
@@ -139,11 +139,11 @@ class ConstrainedSampler(Sampler):
         """Advance the rule and the sampler by tokens; the rule stays where there is none."""
         rule, rest = state
         advanced = jax.vmap(self.advance)(rule, jnp.maximum(tokens, 0))
-        rule = chosen(tokens >= 0, advanced, rule)
+        rule = where_text(tokens >= 0, advanced, rule)
         return rule, self.sampler.update(rest, tokens)
 
 
-def checked_rule(constraint: object) -> Constraint:
+def check_rule(constraint: object) -> Constraint:
     """Return a rule with its first state as NumPy arrays.
 
     Raises:
@@ -179,7 +179,7 @@ def checked_rule(constraint: object) -> Constraint:
     return Constraint(first=first, allowed=constraint.allowed, advance=constraint.advance)
 
 
-def checked_state(constraint: Constraint | None, state: PyTree) -> PyTree:
+def check_initial_state(constraint: Constraint | None, state: PyTree) -> PyTree:
     """Return the state that a request begins with as NumPy arrays; None for a request without one.
 
     Raises:
@@ -200,7 +200,9 @@ def checked_state(constraint: Constraint | None, state: PyTree) -> PyTree:
     return state
 
 
-def ruled(constraint: Constraint, sampler: Sampler, states: Sequence[PyTree]) -> ConstrainedSampler:
+def make_constrained_sampler(
+    constraint: Constraint, sampler: Sampler, states: Sequence[PyTree]
+) -> ConstrainedSampler:
     """Return the sampler of T texts with their states; None is a text that the rule is not for.
 
     Tokens that rise, in the first of two texts:

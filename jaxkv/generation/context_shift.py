@@ -147,7 +147,7 @@ def self_extend(
     table.check_moves(buffers)
     check_there(cache)
     args = _one(grouped, "grouped"), jnp.int32(group), jnp.int32(width)
-    table, plan, now, ok = _extended(table, table.spec.sequence_id(seq), *args)
+    table, plan, now, ok = _self_extend_table(table, table.spec.sequence_id(seq), *args)
     return SelfExtendResult(apply(merge(table, buffers), plan, donate=donate), ok, now)
 
 
@@ -189,7 +189,7 @@ def _slid(
 
 
 @jit_table
-def _extended(
+def _self_extend_table(
     table: CacheTable,
     seq: Int32[Array, ""],
     done: Int32[Array, ""],

@@ -18,10 +18,16 @@ from jaxkv.core.tree_types import TreeWithTypes, with_types
 from jaxkv.core.validate import check_count
 from jaxkv.generation.model_step import Forward, model_step, own_or_copied_buffers
 from jaxkv.generation.results import DecodeResult
-from jaxkv.generation.sample_step import Sampled, advance, nothing_picked, stops
+from jaxkv.generation.sample_step import Sampled, advance, empty_samples, stops
 from jaxkv.generation.sampler import Sampler
-from jaxkv.generation.state import DecodeState, check_sampler_state, checked, followed, going_on
-from jaxkv.jit_helpers import replicated
+from jaxkv.generation.state import (
+    DecodeState,
+    check_sampler_state,
+    check_state,
+    going_on,
+    update_positions,
+)
+from jaxkv.jit_helpers import replicate
 from jaxkv.planning.planners import plan_next
 
 if TYPE_CHECKING:
@@ -87,10 +93,10 @@ def decode(
       ([[2, 3], [0, 1]], [False, False], [1, 1])
     """
     num_tokens = check_count(num_tokens, "num_tokens")
-    state = checked(split(cache)[0].spec, state)
+    state = check_state(split(cache)[0].spec, state)
     sampler = check_sampler_state(sampler, state)
     if not state.token.shape[0]:
-        return DecodeResult(cache, state, *nothing_picked(0, num_tokens))
+        return DecodeResult(cache, state, *empty_samples(0, num_tokens))
     ending = stops(stop_tokens, state.token.shape[0])
     if is_traced(sampler, params, cache, state, ending):
         cache, state, made = _decode(forward, sampler, params, cache, state, ending, num_tokens)
@@ -159,7 +165,7 @@ def _decode(
         return cache, state, picked, i + plan.ok
 
     state = going_on(split(cache)[0], jax.tree.map(jnp.asarray, state))
-    begun = cache, state, nothing_picked(state.token.shape[0], num_tokens), jnp.int32(0)
+    begun = cache, state, empty_samples(state.token.shape[0], num_tokens), jnp.int32(0)
     cache, state, picked, _ = jax.lax.while_loop(goes_on, body, begun)
     table, _ = split(cache)
-    return cache, *replicated(table, (followed(table, state), picked))
+    return cache, *replicate(table, (update_positions(table, state), picked))

@@ -89,11 +89,11 @@ def encode(
         run = cached_program(_encoding, encoder)
         cache = merge(*run(params, *own_or_copied_buffers(cache, donate), ubatch))
     else:
-        cache = _encoded(encoder, params, cache, ubatch)
+        cache = _encode_ubatch(encoder, params, cache, ubatch)
     return PrefillResult(cache, None, None, plan.ok, plan.reason)
 
 
-def _encoded(encoder: Encoder, params: PyTree, cache: Cache, ubatch: Ubatch) -> Cache:
+def _encode_ubatch(encoder: Encoder, params: PyTree, cache: Cache, ubatch: Ubatch) -> Cache:
     """Apply a ubatch of sources and run an encoder over it."""
     cache = apply(cache, ubatch)
     after = encoder(params, cache, ubatch)
@@ -111,6 +111,6 @@ def _encoded(encoder: Encoder, params: PyTree, cache: Cache, ubatch: Ubatch) -> 
 def _encoding(encoder: Callable[[], Encoder]) -> jax.stages.Wrapped:
     @partial(jax.jit, donate_argnames="buffers")
     def run(params: PyTree, table: CacheTable, buffers: PyTree, ubatch: Ubatch) -> tuple:
-        return split(_encoded(encoder(), params, merge(table, buffers), ubatch))
+        return split(_encode_ubatch(encoder(), params, merge(table, buffers), ubatch))
 
     return run

@@ -122,22 +122,22 @@ class FilterSampler(Sampler):
         if self.top_k is not None:
             wanted = jnp.where(self.top_k > 0, self.top_k, EVERY)
             kept = keep_best(logits, jnp.ones_like(logits, jnp.int32), wanted)
-            logits = _left(logits, kept | _column(self.top_k == 0))
+            logits = _mask_logits(logits, kept | _column(self.top_k == 0))
         if self.top_p is not None:
             wanted = jnp.where(self.top_p < 1, self.top_p, jnp.inf)
             kept = keep_best(logits, jax.nn.softmax(logits), wanted)
-            logits = _left(logits, kept | _column(self.top_p == 1))
+            logits = _mask_logits(logits, kept | _column(self.top_p == 1))
         best = jnp.max(logits, axis=1, keepdims=True)
         best = jnp.where(best == -jnp.inf, 0, best)  # where no token is allowed
         if self.min_p is not None:
             kept = logits >= best + _column(jnp.log(self.min_p))
-            logits = _left(logits, kept | _column(self.min_p == 0))
+            logits = _mask_logits(logits, kept | _column(self.min_p == 0))
         temperature = _column(self.temperature)
         alone = jnp.arange(logits.shape[1])[None] == jnp.argmax(logits, axis=1, keepdims=True)
-        alone = _left(jnp.zeros_like(logits), alone & (logits != -jnp.inf))
+        alone = _mask_logits(jnp.zeros_like(logits), alone & (logits != -jnp.inf))
         cooled = (logits - best) / jnp.where(temperature > 0, temperature, 1)
         # What was hidden stays so: divided by a number that is very large it would be NaN.
-        cooled = _left(cooled, logits != -jnp.inf)
+        cooled = _mask_logits(cooled, logits != -jnp.inf)
         return jnp.where(temperature > 0, cooled, alone)
 
     def update(self, state: PyTree, tokens: Int32[Array, " T"]) -> PyTree:
@@ -238,7 +238,7 @@ def _option(name: str, value: object) -> Any:
     return None if known and np.all(array == off) else array
 
 
-def _left(logits: Float[Array, "T V"], stays: Bool[Array, "T V"]) -> Float[Array, "T V"]:
+def _mask_logits(logits: Float[Array, "T V"], stays: Bool[Array, "T V"]) -> Float[Array, "T V"]:
     """Return logits where they stay; -inf elsewhere."""
     return jnp.where(stays, logits, -jnp.inf)
 

@@ -143,7 +143,7 @@ def generate(
         seed=seed,
         prompts=[tokens for tokens in lists for _ in range(num_samples)],
     )
-    parts, left = [_told(out, on_tokens)], max_new_tokens - 1
+    parts, left = [_report_tokens(out, on_tokens)], max_new_tokens - 1
     while left and bool(jnp.any(out.state.active)):
         size = left if on_tokens is None else min(tokens_per_call, left)
         options = {"num_tokens": size, "sampler": sampler, "stop_tokens": stop_tokens}
@@ -153,9 +153,9 @@ def generate(
         else:
             out = speculate(*args, drafter=drafter, **options, donate=True)
             drafter = out.drafter
-        parts.append(_told(out, on_tokens))
+        parts.append(_report_tokens(out, on_tokens))
         left -= size
-    return out._replace(**_joined(parts, left), drafter=drafter)
+    return out._replace(**_join_calls(parts, left), drafter=drafter)
 
 
 def _lists(prompts: Prompts) -> list[Int32[np.ndarray, " n"]]:
@@ -169,7 +169,7 @@ def _lists(prompts: Prompts) -> list[Int32[np.ndarray, " n"]]:
     return lists
 
 
-def _told(
+def _report_tokens(
     out: DecodeResult, on_tokens: Callable[[int, list[int]], object] | None
 ) -> dict[str, Any]:
     """Call `on_tokens` for each text that has new tokens; return what was sampled, by field.
@@ -183,7 +183,7 @@ def _told(
     return {name: getattr(out, name) for name in (*ROWS, *COUNTS)}
 
 
-def _joined(parts: list[dict[str, Any]], left: int) -> dict[str, Any]:
+def _join_calls(parts: list[dict[str, Any]], left: int) -> dict[str, Any]:
     """Return the fields of several calls as those of one, padded by the tokens that were `left`."""
     joined: dict[str, Any] = {
         name: jnp.pad(

@@ -124,10 +124,10 @@ def own_or_copied_buffers(cache: Cache, donate: bool) -> tuple[CacheTable, PyTre
     """
     table, buffers = split(cache)
     check_there(buffers)
-    return table, buffers if donate else copied(buffers)
+    return table, buffers if donate else copy_arrays(buffers)
 
 
 @jax.jit
-def copied(tree: X) -> X:
+def copy_arrays(tree: X) -> X:
     """Copy arrays, so that the copies may be donated."""
     return jax.tree.map(jnp.copy, tree)

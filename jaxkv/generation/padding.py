@@ -33,7 +33,7 @@ def newest(
     return xp.pad(recent, [(0, 0), (length - recent.shape[1], 0)], constant_values=-1)
 
 
-def padded(prompts: Prompts, most: int | None = None) -> Int32[Array | np.ndarray, "T m"]:
+def pad_prompts(prompts: Prompts, most: int | None = None) -> Int32[Array | np.ndarray, "T m"]:
     """Return the tokens of texts as rows of one length, -1 in front of them.
 
     Args:
@@ -52,12 +52,12 @@ def padded(prompts: Prompts, most: int | None = None) -> Int32[Array | np.ndarra
     return rows if most is None else newest(rows, most)
 
 
-def listed(stop_tokens: StopTokens) -> Tokens:
+def stop_tokens_as_list(stop_tokens: StopTokens) -> Tokens:
     """Return stop tokens that were passed as a set as a list, others as they are."""
     return sorted(stop_tokens) if isinstance(stop_tokens, (set, frozenset)) else stop_tokens
 
 
-def chosen(which: Bool[Array, " T"], new: X, old: X) -> X:
+def where_text(which: Bool[Array, " T"], new: X, old: X) -> X:
     """Return what is new for some texts, and old for others; trees of `[T, ...]`."""
 
     def choose(new: jax.Array, old: jax.Array) -> jax.Array:

@@ -22,7 +22,7 @@ from jaxkv.core.validate import check_count
 from jaxkv.generation.model_step import Forward, compiled_step, model_step, own_or_copied_buffers
 from jaxkv.generation.results import PrefillResult
 from jaxkv.plan import Plan
-from jaxkv.planning.planners import checked_size, init_batch
+from jaxkv.planning.planners import check_ubatch_size, init_batch
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree
@@ -102,7 +102,7 @@ def prefill(
     if plan is None:
         plan = init_batch(cache, batch, ubatch_size=ubatch_size)
     else:
-        _check_planned(cache, batch, ubatch_size, plan)
+        _check_plan(cache, batch, ubatch_size, plan)
     known = is_concrete(plan.ok)
     if known:
         plan.check()
@@ -131,7 +131,7 @@ def _sequences_of(ubatch: Ubatch) -> Any:
     return xp.where(order == NO_SLOT, -1, sequences.reshape(-1)[outputs])
 
 
-def _check_planned(cache: Cache, batch: Batch, ubatch_size: int | None, plan: object) -> None:
+def _check_plan(cache: Cache, batch: Batch, ubatch_size: int | None, plan: object) -> None:
     """Raise unless a plan is of this cache, and of as many tokens as the batch has."""
     if not isinstance(plan, Plan):
         raise TypeError(f"wanted a plan, init_batch makes it, got {type(plan)}")
@@ -206,7 +206,7 @@ def warm_up(
     if not sequences:
         raise ValueError("wanted at least one sequence to warm up for, got none")
     spec = split(cache)[0].spec
-    most = max(checked_size(spec, ubatch_size) // len(sequences), 1)
+    most = max(check_ubatch_size(spec, ubatch_size) // len(sequences), 1)
     longest = most if longest is None else max(check_count(longest, "longest"), most)
 
     def planned(length: int) -> Plan:

@@ -15,7 +15,7 @@ from jaxkv.core.array_utils import is_traced
 from jaxkv.core.tree_types import TreeWithTypes, with_types
 from jaxkv.core.validate import check_int32
 from jaxkv.generation.filters import make_sampler
-from jaxkv.generation.padding import chosen, listed
+from jaxkv.generation.padding import stop_tokens_as_list, where_text
 from jaxkv.generation.results import DecodeResult, PrefillResult
 from jaxkv.generation.sampler import Sampler, adjust_logits, are_broken, as_sampler, draw, draw_key
 from jaxkv.generation.state import DecodeState, ends, resume
@@ -149,7 +149,7 @@ def init_decode(
     )
 
 
-def nothing_picked(texts: int, num_tokens: int) -> Sampled:
+def empty_samples(texts: int, num_tokens: int) -> Sampled:
     """Return what loops fill in: -1 for tokens that were not picked, `[T, num_tokens]`."""
     shape = texts, num_tokens
     return Sampled(jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32))
@@ -243,7 +243,7 @@ def advance(
         remaining=left,
         reason=reason_after(logits, active, state.reason),
         draw_index=state.draw_index + picked,
-        sampler_state=chosen(picked, followed, state.sampler_state),
+        sampler_state=where_text(picked, followed, state.sampler_state),
     )
     return state, jnp.where(picked, token, -1), logprob_of(logits, token, active)
 
@@ -277,7 +277,7 @@ def stops(stop_tokens: StopTokens, count: int) -> Int32[Array | np.ndarray, "T n
     Raises:
       ValueError: when they are neither `[n]` nor `[T, n]`.
     """
-    rows = check_int32(listed(stop_tokens), "stop_tokens")
+    rows = check_int32(stop_tokens_as_list(stop_tokens), "stop_tokens")
     if np.ndim(rows) == 1:
         return rows[None]
     if np.ndim(rows) != 2 or rows.shape[0] not in (1, count):

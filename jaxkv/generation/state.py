@@ -15,7 +15,7 @@ from jaxkv.core.constants import END
 from jaxkv.core.validate import check_bool, check_int32
 from jaxkv.draw.repr import fields_line
 from jaxkv.generation.filters import make_sampler
-from jaxkv.generation.padding import padded
+from jaxkv.generation.padding import pad_prompts
 from jaxkv.generation.sampler import Sampler, as_sampler
 from jaxkv.jit_helpers import jit_table
 from jaxkv.plan import Reason
@@ -97,7 +97,7 @@ def resume(
         follows=follows,
         sampler_state=sampler.init(_of_all(prompts, count)),
     )
-    state = checked(table.spec, state)
+    state = check_state(table.spec, state)
     return jax.tree.map(jnp.asarray, state)
 
 
@@ -117,7 +117,7 @@ def going_on(table: CacheTable, state: DecodeState) -> DecodeState:
     return replace(state, active=state.active & ~edited, reason=reason)
 
 
-def followed(table: CacheTable, state: DecodeState) -> DecodeState:
+def update_positions(table: CacheTable, state: DecodeState) -> DecodeState:
     """Return a state whose tokens come after the last ones of a table."""
     edited = state.reason == Reason.EDITED
     follows, _ = table.endings(state.sequence, state.follows)
@@ -148,7 +148,7 @@ def check_sampler_state(sampler: object, state: DecodeState) -> Sampler:
     return sampler
 
 
-def checked(spec: TableSpec, state: DecodeState) -> DecodeState:
+def check_state(spec: TableSpec, state: DecodeState) -> DecodeState:
     """Return the state with its fields as arrays; raise if a field is invalid."""
     if not isinstance(state, DecodeState):
         raise TypeError(f"wanted a state, jaxkv.generation.init_decode makes it, got {type(state)}")
@@ -179,7 +179,7 @@ def _of_all(prompts: Prompts | None, count: int) -> Int32[Array | np.ndarray, "{
         return np.zeros((count, 0), np.int32)
     if len(prompts) != count:
         raise ValueError(f"wanted the prompts of {count} texts, got {len(prompts)}")
-    return padded(prompts)
+    return pad_prompts(prompts)
 
 
 def _each(value: Ids, count: int, name: str) -> Any:

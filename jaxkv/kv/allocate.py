@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from jaxkv.core.hashing import replaced
+from jaxkv.core.hashing import replace_hash
 from jaxkv.kv.cells import C, Cells, lacks, marks_without_ubatch
 from jaxkv.kv.eviction import evict
 from jaxkv.kv.slots import in_turn, longest_run
@@ -83,7 +83,7 @@ def mark_used(cells: C, slots: Int32[Array, "S N"], arriving: C, lacking: Bool[A
         position=taken(cells.position, arriving.position),
         owners=jnp.stack(owners, axis=1),
         shift=taken(cells.shift, arriving.shift),
-        cell_hash=taken(cells.cell_hash, replaced(there, arriving.cell_hash)),
+        cell_hash=taken(cells.cell_hash, replace_hash(there, arriving.cell_hash)),
         content=taken(cells.content, arriving.content),
         **{name: jnp.where(gets, new, getattr(cells, name)) for name, new in marks.items()},
     )

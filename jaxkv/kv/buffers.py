@@ -24,7 +24,7 @@ from jaxkv.core.partitioning import (
 )
 from jaxkv.ops.layer_stack import LayerView, each_array, flatten_layers, part_of_all
 from jaxkv.ops.mla import Values, ValueSlice
-from jaxkv.ops.quantised import Stored, dtype_of, encoded
+from jaxkv.ops.quantised import Stored, dtype_of, to_stored
 from jaxkv.rope import NotGiven, Rope
 
 if TYPE_CHECKING:
@@ -249,7 +249,7 @@ def write(
     def one(array: Cached, new: jax.Array) -> Cached:
         return scatter(array, streams, slots, new)
 
-    return each_array(one, stored, encoded(new, stored))
+    return each_array(one, stored, to_stored(new, stored))
 
 
 def gather_from_any_device(

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jaxkv.core.array_utils import divided, end_of, numbers_of
+from jaxkv.core.array_utils import divmod_nonnegative, end_of, numbers_of
 from jaxkv.core.constants import EMPTY, END
-from jaxkv.core.hashing import chained, summed
+from jaxkv.core.hashing import chain_hashes, sum_hashes
 from jaxkv.core.partitioning import ShardingRules
 from jaxkv.window import Window
 
@@ -141,17 +141,17 @@ def owner_word(
 
     An id that is no sequence gets some home too, and must be masked.
     """
-    stream, local = divided(seq, cells.sequences_per_stream)
-    word, bit = divided(local, WORD)
+    stream, local = divmod_nonnegative(seq, cells.sequences_per_stream)
+    word, bit = divmod_nonnegative(local, WORD)
     return stream, word, bit.astype(jnp.uint32)
 
 
-def known(cells: Cells, seq: Int[Array, "*n"]) -> Bool[Array, "*n"]:
+def is_sequence(cells: Cells, seq: Int[Array, "*n"]) -> Bool[Array, "*n"]:
     """Return whether an integer names a sequence of this table."""
     return (seq >= 0) & (seq < cells.sequences)
 
 
-def held(cells: Cells, seq: Int32[Array, ""]) -> Int32[Array, " N"]:
+def sequence_positions(cells: Cells, seq: Int32[Array, ""]) -> Int32[Array, " N"]:
     """Return the positions that one sequence holds, cell by cell of its stream.
 
     Returns:
@@ -159,19 +159,19 @@ def held(cells: Cells, seq: Int32[Array, ""]) -> Int32[Array, " N"]:
     """
     stream, word, bit = owner_word(cells, seq)
     owns = (cells.owners[stream, word] >> bit) & 1 == 1
-    return jnp.where(owns & known(cells, seq), cells.position[stream], EMPTY)
+    return jnp.where(owns & is_sequence(cells, seq), cells.position[stream], EMPTY)
 
 
 def first(cells: Cells, seq: Int32[Array, ""]) -> Int32[Array, ""]:
     """Return the smallest position that a sequence holds, -1 if none."""
-    positions = held(cells, seq)
+    positions = sequence_positions(cells, seq)
     lowest = jnp.min(jnp.where(positions == EMPTY, END, positions))
     return jnp.where(lowest == END, EMPTY, lowest)
 
 
 def last(cells: Cells, seq: Int32[Array, ""]) -> Int32[Array, ""]:
     """Return the largest position that a sequence holds, -1 if none."""
-    return jnp.max(held(cells, seq))
+    return jnp.max(sequence_positions(cells, seq))
 
 
 def lasts(cells: Cells, asked: Bool[Array, " Q"]) -> Int32[Array, " Q"]:
@@ -283,19 +283,19 @@ def copy(
       start: first position of the range.
       stop: one past the last.
     """
-    shared = owned_by(cells, bits(cells, src)) & within(cells, start, stop)
+    shared = is_owned_by(cells, bits(cells, src)) & within(cells, start, stop)
     gained = jax.vmap(partial(bits, cells))(jnp.atleast_1d(dst))  # [n, S, W]
     gained = jax.lax.reduce_or(gained, axes=(0,))
-    missed = jnp.where(known(cells, src), inherited(cells, src, start, stop), 0)
+    missed = jnp.where(is_sequence(cells, src), eviction_mark_of_copy(cells, src, start, stop), 0)
     return replace(
         with_owners(cells, cells.owners | (gained[..., None] & spread(shared))),
         evicted_below=cells.evicted_below.at[
-            jnp.where(known(cells, dst), dst, cells.sequences)
+            jnp.where(is_sequence(cells, dst), dst, cells.sequences)
         ].max(missed, mode="drop"),
     )
 
 
-def inherited(
+def eviction_mark_of_copy(
     cells: Cells, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]
 ) -> Int32[Array, ""]:
     """Return the eviction mark that a copy of a range of a sequence begins with."""
@@ -313,7 +313,7 @@ def select(cells: C, parents: Int32[Array, " n"], targets: Int32[Array, " n"]) -
     """
 
     def gain(i: jax.Array, owners: jax.Array) -> jax.Array:
-        shared = owned_by(cells, bits(cells, parents[i]))
+        shared = is_owned_by(cells, bits(cells, parents[i]))
         return owners | (bits(cells, targets[i])[..., None] & spread(shared))
 
     replaced = jax.lax.reduce_or(jax.vmap(partial(bits, cells))(targets), axes=(0,))  # [S, W]
@@ -330,7 +330,7 @@ def keep(cells: C, seq: Int32[Array, ""]) -> C:
     only = replace(
         only, evicted_below=jnp.where(jnp.arange(cells.sequences) == seq, cells.evicted_below, 0)
     )
-    return jax.tree.map(lambda new, old: jnp.where(known(cells, seq), new, old), only, cells)
+    return jax.tree.map(lambda new, old: jnp.where(is_sequence(cells, seq), new, old), only, cells)
 
 
 def clear(cells: C) -> C:
@@ -373,7 +373,7 @@ def owns_same_cells(cells: Cells, partner: Int32[Array, " Q"]) -> Bool[Array, " 
     own = jnp.arange(cells.sequences_per_stream, dtype=jnp.int32)[None]
 
     def held_by(local: jax.Array) -> jax.Array:
-        word, bit = divided(local, WORD)
+        word, bit = divmod_nonnegative(local, WORD)
         words = jnp.take_along_axis(cells.owners, word[:, None, None], axis=1)[:, 0]
         return (words >> bit.astype(jnp.uint32)[:, None]) & 1
 
@@ -401,8 +401,10 @@ def stream_hash(cells: Cells) -> UInt32[Array, " S"]:
     if cells.window is None:
         return found
     marks = cells.evicted_below.reshape(cells.streams, cells.sequences_per_stream)
-    sequence = chained(jnp.broadcast_to(jnp.arange(cells.sequences_per_stream), marks.shape), marks)
-    return summed(found, jnp.sum(sequence, axis=1, dtype=jnp.uint32))
+    sequence = chain_hashes(
+        jnp.broadcast_to(jnp.arange(cells.sequences_per_stream), marks.shape), marks
+    )
+    return sum_hashes(found, jnp.sum(sequence, axis=1, dtype=jnp.uint32))
 
 
 def of_cells(
@@ -416,7 +418,7 @@ def of_cells(
 
     `owners` has their words along an axis more, the last one.
     """
-    return chained(index, position, shift, cell_hash, *jnp.unstack(owners, axis=-1))
+    return chain_hashes(index, position, shift, cell_hash, *jnp.unstack(owners, axis=-1))
 
 
 def rewind(cells: C, old: C) -> tuple[C, Bool[Array, ""]]:
@@ -449,19 +451,20 @@ def marks_without_ubatch(
       history: what it was.
       lacking: the layers that lack tokens from now on.
     """
-    now = chained(history[:, 0], history[:, 1] + 1)[:, None]  # another one than 0 after two zeros
+    # The sum makes it another one than 0 after two zeros.
+    now = chain_hashes(history[:, 0], history[:, 1] + 1)[:, None]
     return {
         "history": jnp.broadcast_to(now, history.shape),
         "written": jnp.where(lacking, now + 1, now),
     }
 
 
-def restamped(cells: Cells, where: Bool[Array, "S N"]) -> UInt32[Array, "S N"]:
+def hashes_after_rotation(cells: Cells, where: Bool[Array, "S N"]) -> UInt32[Array, "S N"]:
     """Return the stamps once the keys of some cells were rotated as they were owed.
 
     By how much goes into them: two branches that rotate a key differently hold different ones.
     """
-    return jnp.where(where, chained(cells.cell_hash, cells.shift), cells.cell_hash)
+    return jnp.where(where, chain_hashes(cells.cell_hash, cells.shift), cells.cell_hash)
 
 
 def faults(cells: Cells) -> dict[str, Int32[Array, ""]]:
@@ -486,10 +489,10 @@ def bits(cells: Cells, seq: Int[Array, ""]) -> UInt32[Array, "S W"]:
     stream, word, bit = owner_word(cells, seq)
     streams, words, _ = cells.owners.shape
     here = (jnp.arange(streams)[:, None] == stream) & (jnp.arange(words)[None] == word)
-    return jnp.where(here & known(cells, seq), jnp.uint32(1) << bit, jnp.uint32(0))
+    return jnp.where(here & is_sequence(cells, seq), jnp.uint32(1) << bit, jnp.uint32(0))
 
 
-def owned_by(cells: Cells, words: UInt32[Array, "S W"]) -> Bool[Array, "S N"]:
+def is_owned_by(cells: Cells, words: UInt32[Array, "S W"]) -> Bool[Array, "S N"]:
     """Return which cells have an owner among `words`."""
     return jnp.any(cells.owners & words[..., None] != 0, axis=1)
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxkv.core.array_utils import no_slots
 from jaxkv.core.constants import EMPTY
-from jaxkv.core.hashing import replaced
+from jaxkv.core.hashing import replace_hash
 from jaxkv.core.partitioning import (
     AxisPartition,
     first_of,
@@ -34,7 +34,15 @@ from jaxkv.kv.buffers import (
     scatter_local,
     stream_cell_axes,
 )
-from jaxkv.kv.cells import C, Cells, inherited, known, lacks, marks_without_ubatch, within
+from jaxkv.kv.cells import (
+    C,
+    Cells,
+    eviction_mark_of_copy,
+    is_sequence,
+    lacks,
+    marks_without_ubatch,
+    within,
+)
 from jaxkv.kv.shift import CHUNK
 from jaxkv.ops.layer_stack import each_array
 
@@ -66,7 +74,7 @@ def copy_between(
     targets = jnp.atleast_1d(dst)
 
     def into(i: jax.Array, carry: tuple[C, jax.Array]) -> tuple[C, jax.Array]:
-        cells, count = _copied(carry[0], src, targets[i], start, stop)
+        cells, count = _copy_range(carry[0], src, targets[i], start, stop)
         return cells, carry[1].at[i].set(count)
 
     begin = cells, jnp.zeros(targets.size, jnp.int32)
@@ -74,24 +82,24 @@ def copy_between(
     return copied, map_kv(cells.sharding_rules, buffers, _copy_runs, src, targets, counts)
 
 
-def _copied(
+def _copy_range(
     cells: C, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
 ) -> tuple[C, jax.Array]:
     """Copy in the table; return how many cells are copied in the buffers, `[]` int32."""
-    does = known(cells, src) & known(cells, dst) & (src != dst)
+    does = is_sequence(cells, src) & is_sequence(cells, dst) & (src != dst)
     axes = shares(cells.sharding_rules, streams=cells.streams).streams
 
     def of_share(
         cells: C, does: jax.Array, src: jax.Array, dst: jax.Array, *bounds: jax.Array
     ) -> tuple[C, jax.Array]:
         source = jax.tree.map(lambda field: gather_sharded(field, axes, src)[None], cells)
-        return _replaced(cells, source, does, dst - first_of(axes, cells.streams), *bounds)
+        return _replace_range(cells, source, does, dst - first_of(axes, cells.streams), *bounds)
 
     run = map_shards(cells.sharding_rules, of_share, (P(axes), *(P(),) * 5), (P(axes), P()))
     return run(cells, does, src, dst, start, stop)
 
 
-def _replaced(
+def _replace_range(
     cells: C,
     source: C,
     does: jax.Array,
@@ -124,13 +132,15 @@ def _replaced(
     def row(field: jax.Array, value: jax.Array) -> jax.Array:
         return field.at[jnp.where(does, dst, cells.streams)].set(value, mode="drop")
 
-    stamp = replaced(old, source.cell_hash[0])
+    stamp = replace_hash(old, source.cell_hash[0])
     copied = replace(
         cells,
         position=row(cells.position, jnp.where(shared, source.position[0], EMPTY)),
         owners=row(cells.owners, jnp.where(shared[None], source.owners[0], 0)),
         shift=row(cells.shift, jnp.where(shared, source.shift[0], 0)),
-        evicted_below=row(cells.evicted_below, inherited(source, jnp.int32(0), start, stop)),
+        evicted_below=row(
+            cells.evicted_below, eviction_mark_of_copy(source, jnp.int32(0), start, stop)
+        ),
         cell_hash=row(cells.cell_hash, jnp.where(index < count, stamp, old)),
         content=row(cells.content, source.content[0]),
         **{name: row(getattr(cells, name), value[0]) for name, value in marks.items()},
@@ -173,12 +183,15 @@ def select_between(
       parents: the sequences that are copied.
       targets: each at most once; one that is no sequence is left out.
     """
-    does = known(cells, targets)
+    does = is_sequence(cells, targets)
     targets = jnp.where(does, targets, cells.streams)
     source = jnp.where(does, parents, 0)
     axes = shares(cells.sharding_rules, streams=cells.streams).streams
     run = map_shards(
-        cells.sharding_rules, partial(_selected, axes), (P(axes), P(), P(), P()), (P(axes), P())
+        cells.sharding_rules,
+        partial(_replace_streams, axes),
+        (P(axes), P(), P(), P()),
+        (P(axes), P()),
     )
     selected, count = run(cells, source, targets, does)
     return selected, map_kv(
@@ -186,7 +199,7 @@ def select_between(
     )
 
 
-def _selected(
+def _replace_streams(
     axes: tuple[str, ...], cells: C, source: jax.Array, targets: jax.Array, does: jax.Array
 ) -> tuple[C, jax.Array]:
     """Put streams, `[n]`, in the place of targets, if these are among `cells`, where it does.
@@ -200,7 +213,7 @@ def _selected(
     local, mine = to_local(targets, axes, cells.streams)
     local = jnp.where(does & mine, local, cells.streams)
     old = cells.cell_hash.at[local].get(mode="fill", fill_value=0)
-    stamp = jnp.where(index < count, replaced(old, lines.cell_hash), old)
+    stamp = jnp.where(index < count, replace_hash(old, lines.cell_hash), old)
     history = cells.history.at[local].get(mode="fill", fill_value=0)
     lines = replace(lines, cell_hash=stamp, **marks_without_ubatch(history, lacks(lines)))
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.core.array_utils import divided, end_of, no_slots
+from jaxkv.core.array_utils import divmod_nonnegative, end_of, no_slots
 from jaxkv.core.partitioning import AxisPartition, gather_sharded, map_shards, shares, to_local
 from jaxkv.kv.allocate import choose, mark_used, room
 from jaxkv.kv.buffers import (
@@ -33,10 +33,10 @@ from jaxkv.kv.cells import (
     bits,
     clear,
     each,
-    inherited,
-    known,
+    eviction_mark_of_copy,
+    is_owned_by,
+    is_sequence,
     lacks,
-    owned_by,
     owner_word,
     select,
     with_owners,
@@ -129,7 +129,7 @@ def execute_copy(cells: C, buffers: Buffers, transfer: Transfer[C]) -> tuple[C, 
     left, arriving, origin, slots, need = transfer
     gets = need.ok & (jnp.arange(cells.num_cells)[None] < need.wanted[:, None])
     slots = jnp.where(gets, slots, no_slots(slots))
-    source, _ = divided(origin, cells.num_cells)
+    source, _ = divmod_nonnegative(origin, cells.num_cells)
     comes = (source[..., None] == jnp.arange(cells.streams)[None, None]) & gets[..., None]
     comes = jnp.any(comes, axis=1)  # [S, S], from the second to the first
     lacking = jnp.any(comes[..., None] & lacks(cells)[None], axis=1)
@@ -157,7 +157,7 @@ def _fill(
         slot = jnp.where(
             number < ends[-1], gather_sharded(slots, by_streams, stream, turn), no_slots(number)
         )
-        source = divided(gather_sharded(origin, by_streams, stream, turn), size)
+        source = divmod_nonnegative(gather_sharded(origin, by_streams, stream, turn), size)
 
         def copied(x: Cached, how: AxisPartition) -> Cached:
             return scatter_local(how, x, stream, slot, gather_from_any_device(how, x, *source))
@@ -170,7 +170,7 @@ def _fill(
 def _apart(cells: Cells, parents: jax.Array, targets: jax.Array) -> jax.Array:
     """Return which of the targets lie in other streams than their parents; `[n]` bool."""
     (theirs, *_), (ours, *_) = owner_word(cells, parents), owner_word(cells, targets)
-    return known(cells, parents) & known(cells, targets) & (theirs != ours)
+    return is_sequence(cells, parents) & is_sequence(cells, targets) & (theirs != ours)
 
 
 def _transfer(
@@ -191,14 +191,14 @@ def _transfer(
         ids = jnp.where(apart, ids, cells.sequences)
         return jax.lax.reduce_or(jax.vmap(partial(bits, cells))(ids), axes=(0,))  # [S, W]
 
-    marks = jax.vmap(lambda seq: inherited(cells, seq, start, stop))(parents)
+    marks = jax.vmap(lambda seq: eviction_mark_of_copy(cells, seq, start, stop))(parents)
     left = replace(
         with_owners(left, left.owners & ~all_of(targets)[..., None]),
         evicted_below=left.evicted_below.at[jnp.where(apart, targets, cells.sequences)].set(
             marks, mode="drop"
         ),
     )
-    copied = owned_by(cells, all_of(parents)) & within(cells, start, stop)
+    copied = is_owned_by(cells, all_of(parents)) & within(cells, start, stop)
     # Targets of one stream with one parent share a copy: the first of them gets it for all.
     home_of, *_ = owner_word(cells, targets)
     like = apart[:, None] & apart[None] & (home_of[:, None] == home_of[None])

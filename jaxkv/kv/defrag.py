@@ -15,7 +15,7 @@ from jaxkv.core.hashing import mix
 from jaxkv.core.partitioning import AxisPartition
 from jaxkv.kv.buffers import Buffers, Cached, Halves, gather_from_any_device, map_kv, scatter_local
 from jaxkv.kv.cells import C, Cells, free
-from jaxkv.kv.fill_order import cell_of, dealt
+from jaxkv.kv.fill_order import cell_of, to_fill_order
 from jaxkv.kv.shift import CHUNK
 from jaxkv.kv.tiles import tile_of
 from jaxkv.ops.layer_stack import each_array
@@ -92,7 +92,7 @@ def _close(spec: TableSpec, shards: int, tile: int | None, empty: jax.Array) -> 
     """Plan one stream, whose cells may be `empty`, `[N]` bool; the others may move in tiles."""
     size = empty.shape[0]
     most = max(size // 2, 1)
-    rank, taken = jnp.arange(size), dealt(~empty, shards)
+    rank, taken = jnp.arange(size), to_fill_order(~empty, shards)
     used = jnp.sum(taken)
     leave, enter = taken & (rank >= used), ~taken & (rank < used)
     if tile is not None:
@@ -152,19 +152,19 @@ def move_cells(
         source, destination = _moves(plan, size, i)
 
         def moved(field: jax.Array, vacated: int) -> jax.Array:
-            value = _taken(field, source)
+            value = _gather_cells(field, source)
             return _put(_put(field, source, vacated), destination, value)
 
         owners = [moved(cells.owners[:, w], 0) for w in range(cells.owners.shape[1])]
         # The same keys in another place: stamped anew, for a table that knew what stood there.
-        stamp = mix(_taken(cells.cell_hash, source) + 1)
+        stamp = mix(_gather_cells(cells.cell_hash, source) + 1)
         return replace(
             cells,
             position=moved(cells.position, EMPTY),
             owners=jnp.stack(owners, axis=1),
             shift=moved(cells.shift, 0),
             cell_hash=_put(cells.cell_hash, destination, stamp),
-            content=_put(cells.content, destination, _taken(cells.content, source)),
+            content=_put(cells.content, destination, _gather_cells(cells.content, source)),
         )
 
     buffers = map_kv(cells.sharding_rules, buffers, partial(_move, size), plan, chunks, by_stream=2)
@@ -210,7 +210,7 @@ def _moves(plan: DefragPlan, size: int, i: jax.Array) -> tuple[jax.Array, jax.Ar
     return jax.vmap(of_stream)(plan)
 
 
-def _taken(field: jax.Array, cell: jax.Array) -> jax.Array:
+def _gather_cells(field: jax.Array, cell: jax.Array) -> jax.Array:
     """Return a field `[S, N]` at cells of each stream, `[S, n]`; 0 past the last one."""
     return jax.vmap(lambda one, at: one.at[at].get(mode="fill", fill_value=0))(field, cell)
 

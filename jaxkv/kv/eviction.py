@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from jaxkv.core.array_utils import divided, end_of
+from jaxkv.core.array_utils import divmod_nonnegative, end_of
 from jaxkv.core.constants import EMPTY
 from jaxkv.kv.cells import (
     WORD,
     C,
     Cells,
     each,
+    eviction_mark_of_copy,
     free,
-    held,
     holders,
-    inherited,
-    known,
+    is_sequence,
     lasts,
     owner_word,
+    sequence_positions,
     spread,
     with_owners,
 )
@@ -42,7 +42,7 @@ def evictable(cells: Cells) -> Bool[Array, "S N"]:
     marks = cells.evicted_below.reshape(cells.streams, -1)
 
     def look(local: jax.Array, seen: jax.Array) -> jax.Array:
-        mine, _ = _held_side_by_side(cells, local)
+        mine, _ = _positions_by_local_id(cells, local)
         end = jnp.maximum(jnp.max(mine, axis=1), marks[:, local] - 1)
         return seen | ((mine != EMPTY) & (mine >= first_seen(cells.window, end + 1)[:, None]))
 
@@ -63,7 +63,7 @@ def evict(cells: C, taken: Bool[Array, "S N"]) -> C:
         return with_owners(cells, jnp.where(gone[:, None], 0, cells.owners))
 
     def evict_owner(local: jax.Array, cells: C) -> C:
-        mine, words = _held_side_by_side(cells, local)
+        mine, words = _positions_by_local_id(cells, local)
         marks = cells.evicted_below.reshape(cells.streams, -1)
         lost = jnp.max(jnp.where(taken, mine, EMPTY), axis=1)
         end = jnp.maximum(marks[:, local], lost + 1)
@@ -85,13 +85,13 @@ def _locals(cells: Cells, where: jax.Array) -> jax.Array:
     return jnp.any(holders(cells, where).reshape(cells.streams, -1), axis=0)
 
 
-def _held_side_by_side(cells: Cells, local: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _positions_by_local_id(cells: Cells, local: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the positions that the same sequence of each stream holds, by its number there.
 
     Returns:
       `[S, N]` int32, EMPTY where it does not own the cell; and its bit, in `[W]` uint32.
     """
-    word, bit = divided(local, WORD)
+    word, bit = divmod_nonnegative(local, WORD)
     own = jax.lax.dynamic_index_in_dim(cells.owners, word, axis=1, keepdims=False)
     bit = jnp.uint32(1) << bit.astype(jnp.uint32)
     words = jnp.where(jnp.arange(cells.owners.shape[1]) == word, bit, 0)
@@ -103,16 +103,16 @@ def can_resume(cells: Cells, seq: Int32[Array, ""], pos: Int32[Array, ""]) -> Bo
 
     One that is empty can go on anywhere.
     """
-    positions, mark = held(cells, seq), cells.evicted_below[seq]
+    positions, mark = sequence_positions(cells, seq), cells.evicted_below[seq]
     highest = jnp.max(positions)
     left = jnp.max(jnp.where(positions < pos, positions, EMPTY))
     cut = jnp.minimum(mark, jnp.maximum(pos, 0))
     goes_on = _goes_on(cells, cut, left, (highest < mark - 1) & (cut == mark))
     next_one = jnp.maximum(left, cut - 1) + 1
-    return known(cells, seq) & (pos >= 0) & goes_on & ((next_one == 0) | (next_one == pos))
+    return is_sequence(cells, seq) & (pos >= 0) & goes_on & ((next_one == 0) | (next_one == pos))
 
 
-def granted(cells: C, edited: C, tip: Int32[Array, " Q"]) -> tuple[C, Bool[Array, ""]]:
+def accept_edit(cells: C, edited: C, tip: Int32[Array, " Q"]) -> tuple[C, Bool[Array, ""]]:
     """Return the edited table, or the old one if a sequence could not go on after the edit.
 
     A sequence can where its next token sees nothing of what a window took. Where that token stands
@@ -145,19 +145,21 @@ def can_copy(
 ) -> tuple[Bool[Array, ""], Int32[Array, " m"]]:
     """Return whether targets could go on after a copy; and their ends."""
     dst = jnp.atleast_1d(dst)
-    positions, marks = held(cells, src), cells.evicted_below
+    positions, marks = sequence_positions(cells, src), cells.evicted_below
     copied = (positions >= jnp.maximum(start, 0)) & (positions < end_of(stop))
     highest = jnp.max(jnp.where(copied, positions, EMPTY))
-    mark = inherited(cells, src, start, stop)
+    mark = eviction_mark_of_copy(cells, src, start, stop)
     certain = (jnp.max(positions) < marks[src] - 1) & (mark == marks[src])
 
     (theirs, *_), (ours, *_) = owner_word(cells, src), owner_word(cells, dst)
     replaced = theirs != ours
     own_mark = jnp.where(replaced, 0, marks[dst])
-    own_last = jnp.where(replaced, EMPTY, jax.vmap(lambda seq: jnp.max(held(cells, seq)))(dst))
+    own_last = jnp.where(
+        replaced, EMPTY, jax.vmap(lambda seq: jnp.max(sequence_positions(cells, seq)))(dst)
+    )
     end, below = jnp.maximum(own_last, highest), jnp.maximum(own_mark, mark)
     certain = jnp.where(mark >= own_mark, certain, own_last < own_mark - 1)
-    untouched = ~known(cells, dst) | ~known(cells, src) | (dst == src)
+    untouched = ~is_sequence(cells, dst) | ~is_sequence(cells, src) | (dst == src)
     same = (end == own_last) & (below == own_mark)
     ok = jnp.all(untouched | same | _goes_on(cells, below, end, certain))
     ok |= cells.window is None

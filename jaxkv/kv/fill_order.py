@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
-from jaxkv.core.array_utils import divided
+from jaxkv.core.array_utils import divmod_nonnegative
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int32, Shaped
@@ -22,7 +22,7 @@ STRIPE = 64
 """The most neighbouring cells that are taken before those of the next share."""
 
 
-def dealt(x: Shaped[Array, "... N"], shards: int) -> Shaped[Array, "... N"]:
+def to_fill_order(x: Shaped[Array, "... N"], shards: int) -> Shaped[Array, "... N"]:
     """Bring what there is for each cell into the order in which cells are taken.
 
     >>> dealt(jnp.arange(16), 2)
@@ -42,8 +42,8 @@ def cell_of(rank: Int32[Array, "*n"], cells: int, shards: int) -> Int32[Array, "
     if shards == 1:
         return rank
     stripe, turns = _stripes(cells, shards)
-    block, inside = divided(rank, stripe)
-    turn, shard = divided(block, shards)
+    block, inside = divmod_nonnegative(rank, stripe)
+    turn, shard = divmod_nonnegative(block, shards)
     return jnp.where(rank < cells, (shard * turns + turn) * stripe + inside, rank)
 
 

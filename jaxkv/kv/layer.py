@@ -36,13 +36,13 @@ from jaxkv.kv.buffers import (
 from jaxkv.kv.cells import C, Cells
 from jaxkv.kv.mask import blind, visibility_of
 from jaxkv.ops.attention import dispatch as attention
-from jaxkv.ops.attention.bias import Bias, BiasOfLists, OfPlaces, checked_bias
+from jaxkv.ops.attention.bias import Bias, BiasOfLists, OfPlaces, check_bias
 from jaxkv.ops.attention.dispatch import Implementation
-from jaxkv.ops.attention.softmax import Options, joined_over
+from jaxkv.ops.attention.softmax import Options, join_over
 from jaxkv.ops.attention.visibility import Visibility, mask_of
 from jaxkv.ops.layer_stack import LayerView, of_streams
 from jaxkv.ops.mla import ValueSlice
-from jaxkv.ops.quantised import decoded, parts
+from jaxkv.ops.quantised import from_stored, parts
 from jaxkv.table import KVView
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def attend(
     which lacks tokens of their stream.
     """
     layer_kv = _layer_of(buffers, layer)
-    new = () if k is None and v is None else _checked(ubatch, layer_kv, k, v)
+    new = () if k is None and v is None else _check_kv(ubatch, layer_kv, k, v)
     _check_array("q", q)
     if sinks is not None:
         _check_array("sinks", sinks)
@@ -90,14 +90,16 @@ def attend(
             f"{heads}, got {q.shape}: tokens come before heads"
         )
     options = Options(scale=scale, softcap=softcap, sinks=sinks)
-    added = checked_bias(bias, (*q.shape[:3], layer_kv[0].shape[2]))
+    added = check_bias(bias, (*q.shape[:3], layer_kv[0].shape[2]))
     visible_until = _checked_until(visible_until, ubatch, causal)
     arrays = new, q, options, added, visible_until
     mark = table.written[:, layer]
-    mark, layer_kv, out = _attended(table, ubatch, layer_kv, mark, *arrays, causal, implementation)
+    mark, layer_kv, out = _attend_layer(
+        table, ubatch, layer_kv, mark, *arrays, causal, implementation
+    )
     if not new:
         return table, buffers, out
-    return _marked(table, layer, mark), buffers.with_layer(layer, *layer_kv), out
+    return _with_mark(table, layer, mark), buffers.with_layer(layer, *layer_kv), out
 
 
 def write_kv(
@@ -111,9 +113,9 @@ def write_kv(
     """Write the keys and values of a ubatch, see `jaxkv.write_kv`."""
     layer_kv = _layer_of(buffers, layer)
     mark, layer_kv = _written(
-        table, ubatch, layer_kv, table.written[:, layer], _checked(ubatch, layer_kv, k, v)
+        table, ubatch, layer_kv, table.written[:, layer], _check_kv(ubatch, layer_kv, k, v)
     )
-    return _marked(table, layer, mark), buffers.with_layer(layer, *layer_kv)
+    return _with_mark(table, layer, mark), buffers.with_layer(layer, *layer_kv)
 
 
 def read_kv(
@@ -128,10 +130,10 @@ def read_kv(
     """Return what the tokens of a ubatch see, see `jaxkv.read_kv`."""
     visible_until = _checked_until(visible_until, ubatch, causal)
     layer_kv = _layer_of(buffers, layer)
-    return _viewed(table, ubatch, layer_kv, table.written[:, layer], visible_until, causal)
+    return _visible_kv(table, ubatch, layer_kv, table.written[:, layer], visible_until, causal)
 
 
-def _marked(table: C, layer: int | jax.Array, mark: jax.Array) -> C:
+def _with_mark(table: C, layer: int | jax.Array, mark: jax.Array) -> C:
     """Return the table with the histories that a layer holds now, `[S]` uint32."""
     here = jnp.arange(table.written.shape[1]) == layer  # nowhere for a traced one that is no layer
     return replace(table, written=jnp.where(here, mark[:, None], table.written))
@@ -156,7 +158,7 @@ def _check_array(name: str, x: object) -> jax.Array | np.ndarray:
     return x
 
 
-def _checked(
+def _check_kv(
     ubatch: Ubatch, layer_kv: LayerKV, k: object, v: object
 ) -> tuple[jax.Array | np.ndarray, ...]:
     """Return the keys and values of a ubatch, `[R, T, K, D]` and `[R, T, K, Dv]`.
@@ -220,7 +222,7 @@ def _put(
 ) -> LayerKV:
     """Write into a device's share what falls into it of some keys and values, if there are any.
 
-    `where` is `[R, T]` int32, the slots, and `new` what `_checked` returns, or nothing.
+    `where` is `[R, T]` int32, the slots, and `new` what `_check_kv` returns, or nothing.
     """
     if not new:
         return layer_kv
@@ -249,7 +251,7 @@ def _sight_in_share(
     return visibility.of_cells(first_of(split.cells, count), count) if split.cells else visibility
 
 
-def _committed(table: Cells, ubatch: Ubatch, layer_kv: LayerKV) -> tuple[jax.Array, jax.Array]:
+def _slots_to_write(table: Cells, ubatch: Ubatch, layer_kv: LayerKV) -> tuple[jax.Array, jax.Array]:
     """Return the slots, `[R, T]` int32, and which rows are current, `[R]`: none of no layer."""
     where, current = slots.committed_slots(table, ubatch)
     keys, _ = parts(layer_kv[0])
@@ -271,7 +273,7 @@ def _written(
 ) -> tuple[jax.Array, LayerKV]:
     """Write into a layer: on a mesh each device what falls into its share.
 
-    `mark` is `[S]` uint32, the histories that the layer holds, and `new` what `_checked` returns.
+    `mark` is `[S]` uint32, the histories that the layer holds, and `new` what `_check_kv` returns.
     """
     split = shares(table.sharding_rules, **sizes_of(layer_kv[0]))
 
@@ -296,7 +298,7 @@ def _written(
 
 
 @partial(jax.jit, static_argnames="causal")
-def _viewed(
+def _visible_kv(
     table: Cells,
     ubatch: Ubatch,
     layer_kv: LayerKV,
@@ -324,7 +326,7 @@ def _viewed(
     ) -> tuple[jax.Array, ...]:
         mine = own_rows(ubatch, split.streams, table.streams)
         visibility = _sight_in_share(split, table, mine, layer_kv, causal, visible_until)
-        _, current = _committed(table, mine, layer_kv)
+        _, current = _slots_to_write(table, mine, layer_kv)
         whole = current & slots.readable(table, mine, mark)
         if (ahead := blind(table, mine, causal=causal, visible_until=visible_until)) is not None:
             whole &= ~jnp.any(ahead, axis=1)
@@ -339,8 +341,8 @@ def _viewed(
             (keys, values), positions = visibility.of_lists((layer_kv, visibility.position))
         flags = _on_all(jnp.stack([current, whole]), apart).reshape(2, mask.shape[0], -1)
         current, whole = jnp.all(flags, axis=2)[..., None, None]
-        keys = decoded(keys)
-        values = values.of(keys) if isinstance(values, ValueSlice) else decoded(values)
+        keys = from_stored(keys)
+        values = values.of(keys) if isinstance(values, ValueSlice) else from_stored(values)
         keys = jnp.where(whole[..., None], keys, jnp.nan)
         return keys, values, mask | ~current, positions
 
@@ -354,7 +356,7 @@ def _viewed(
 
 
 @partial(jax.jit, static_argnames=("causal", "implementation"))
-def _attended(
+def _attend_layer(
     table: Cells,
     ubatch: Ubatch,
     layer_kv: LayerKV,
@@ -380,7 +382,7 @@ def _attended(
       ubatch: the tokens.
       layer_kv: the keys and values of the layer.
       mark: `[S]` uint32, the histories that the layer holds, see `Cells`.
-      new: what `_checked` returns, or nothing.
+      new: what `_check_kv` returns, or nothing.
       q: `[R, T, H, D]`, queries.
       options: of the softmax.
       bias: `[R, T, H or 1, N]`, or `OfPlaces`.
@@ -416,7 +418,7 @@ def _attended(
         visible_until: jax.Array | None,
     ) -> tuple[jax.Array, tuple[PyTree, ...], jax.Array]:
         ubatch = own_rows(ubatch, split.streams, table.streams)
-        where, current = _committed(table, ubatch, layer_kv)
+        where, current = _slots_to_write(table, ubatch, layer_kv)
         if new:
             mark = slots.written_after(table, ubatch, where, mark)
         current = (current & slots.readable(table, ubatch, mark))[:, None]
@@ -429,7 +431,7 @@ def _attended(
         layer_kv = _put(split, layer_kv, ubatch, where, new)
         lists = q.reshape(*visibility.at.shape, *q.shape[2:])
         sums = attention.partial_attention(lists, *layer_kv, visibility, options, implementation)
-        sums = joined_over(sums, (*split.cells, *apart))
+        sums = join_over(sums, (*split.cells, *apart))
         out = attention.finalize(sums, lists, options).reshape(*q.shape[:3], -1)
         current = _on_all(current, apart)
         out = jnp.where(current[..., None, None], out, jnp.nan)

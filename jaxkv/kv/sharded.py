@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxkv.batch import Ubatch, own_rows, rows_of, ubatch_partition_specs
 from jaxkv.core.constants import EMPTY
 from jaxkv.core.partitioning import broadcast_from_owner, map_shards, shares, to_local
-from jaxkv.kv.cells import C, Cells, known, owner_word
+from jaxkv.kv.cells import C, Cells, is_sequence, owner_word
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int32, PyTree, UInt32
@@ -54,7 +54,7 @@ def map_streams_gather(cells: Cells, work: Callable[..., T], *args: jax.Array) -
     axes = shares(cells.sharding_rules, streams=cells.streams).streams
 
     def of_share(*args: PyTree) -> T:
-        return gathered(work(*args), axes)
+        return gather_over(work(*args), axes)
 
     return map_shards(cells.sharding_rules, of_share, P(axes), P())(cells, *args)
 
@@ -74,7 +74,7 @@ def endings(
       (`seq_div` may bring two to a position) has the content that was asked about. On all devices.
     """
     axes = shares(cells.sharding_rules, streams=cells.streams).streams
-    does = known(cells, sequences)
+    does = is_sequence(cells, sequences)
 
     def of_share(
         cells: Cells, sequences: jax.Array, does: jax.Array, contents: jax.Array
@@ -126,7 +126,7 @@ def on_rows(
     return run(cells, ubatch)
 
 
-def gathered(found: T, axes: tuple[str, ...]) -> T:
+def gather_over(found: T, axes: tuple[str, ...]) -> T:
     """Return what devices along some axes found, int32 or bool of one shape, one after another."""
     if not axes:
         return found

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from jaxkv.core.array_utils import divided, end_of
+from jaxkv.core.array_utils import divmod_nonnegative, end_of
 from jaxkv.core.constants import EMPTY, END
 from jaxkv.core.partitioning import first_of
 from jaxkv.kv.buffers import Buffers, Halves, gather, map_kv, scatter, stream_cell_axes
@@ -26,16 +26,16 @@ from jaxkv.kv.cells import (
     Cells,
     bits,
     each,
-    held,
+    hashes_after_rotation,
     holders,
-    known,
-    owned_by,
+    is_owned_by,
+    is_sequence,
     owner_word,
-    restamped,
+    sequence_positions,
     with_owners,
     within,
 )
-from jaxkv.kv.eviction import granted
+from jaxkv.kv.eviction import accept_edit
 from jaxkv.ops.layer_stack import each_array
 from jaxkv.ops.quantised import Stored
 from jaxkv.ops.rotation import turn
@@ -88,7 +88,7 @@ def add(
     """Move the cells of a sequence in a range by `delta`, for every owner.
 
     A cell whose position turns negative is freed. Where a position would reach END, or an owner
-    could not go on (`reuse.granted`), nothing moves, and the second answer is False.
+    could not go on (`eviction.accept_edit`), nothing moves, and the second answer is False.
 
     `gap` is the lowest position from which nothing stands up to the range, taken by a window or
     not; None where that is not known.
@@ -97,8 +97,8 @@ def add(
     evicted = _highest_evicted(cells, seq, start, stop)
     ok = _in_bounds(cells, moves, evicted, delta)
     below = jnp.maximum(start, 0) if gap is None else jnp.minimum(start, gap)
-    marks, tip = _moved_marks(cells, seq, evicted, below, lambda position: position + delta)
-    moved, goes_on = granted(
+    marks, tip = _move_marks(cells, seq, evicted, below, lambda position: position + delta)
+    moved, goes_on = accept_edit(
         cells,
         _move(replace(cells, evicted_below=marks), moves, cells.position + delta),
         tip,
@@ -118,7 +118,7 @@ def can_add(
     after = _move(cells, moves, cells.position + delta)
 
     def look(seq: jax.Array, ok: jax.Array) -> jax.Array:
-        mine = jnp.sort(held(after, seq))
+        mine = jnp.sort(sequence_positions(after, seq))
         return ok & ~jnp.any((mine[1:] == mine[:-1]) & (mine[1:] != EMPTY))
 
     evicted = _highest_evicted(cells, seq, start, stop)
@@ -135,18 +135,18 @@ def divide(
 ) -> tuple[C, Bool[Array, ""]]:
     """Divide the positions of a sequence in a range, rounding down, for every owner.
 
-    Where the divisor is below 1, or an owner could not go on (`reuse.granted`), nothing changes,
-    and the second answer is False.
+    Where the divisor is below 1, or an owner could not go on (`eviction.accept_edit`), nothing
+    changes, and the second answer is False.
     """
     ok = divisor >= 1
     moves = moving(cells, seq, start, stop) & ok
     divisor = jnp.maximum(divisor, 1)
     evicted = _highest_evicted(cells, seq, start, stop)
     start = jnp.maximum(start, 0)
-    marks, tip = _moved_marks(cells, seq, evicted, start, lambda position: position // divisor)
+    marks, tip = _move_marks(cells, seq, evicted, start, lambda position: position // divisor)
     # No position that moves is negative, so rounding towards 0 is rounding down, at half the cost.
     position = jax.lax.div(cells.position, jnp.full_like(cells.position, divisor))
-    moved, goes_on = granted(
+    moved, goes_on = accept_edit(
         cells, _move(replace(cells, evicted_below=marks), moves, position), tip
     )
     return moved, ok & goes_on
@@ -156,7 +156,7 @@ def moving(
     cells: Cells, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]
 ) -> Bool[Array, "S N"]:
     """Return the cells of a sequence in a range."""
-    return owned_by(cells, bits(cells, seq)) & within(cells, start, stop)
+    return is_owned_by(cells, bits(cells, seq)) & within(cells, start, stop)
 
 
 def _in_bounds(
@@ -178,10 +178,10 @@ def _highest_evicted(
     """
     highest = jnp.minimum(cells.evicted_below, end_of(stop)) - 1
     (stream, *_), (own, *_) = owner_word(cells, jnp.arange(cells.sequences)), owner_word(cells, seq)
-    return highest, known(cells, seq) & (stream == own) & (highest >= jnp.maximum(start, 0))
+    return highest, is_sequence(cells, seq) & (stream == own) & (highest >= jnp.maximum(start, 0))
 
 
-def _moved_marks(
+def _move_marks(
     cells: Cells,
     seq: jax.Array,
     evicted: tuple[jax.Array, jax.Array],
@@ -238,7 +238,7 @@ def rotate_shifted_keys(cells: C, buffers: Buffers, ok: Bool[Array, ""]) -> tupl
     cells = replace(
         cells,
         shift=jnp.where(owed, 0, cells.shift),
-        cell_hash=restamped(cells, owed),
+        cell_hash=hashes_after_rotation(cells, owed),
     )
     return cells, buffers
 
@@ -265,7 +265,7 @@ def _rotate(
     def chunk(i: jax.Array, keys: tuple[Stored, ...]) -> tuple[Stored, ...]:
         number = i * CHUNK + jnp.arange(1, CHUNK + 1, dtype=jnp.int32)
         cell = jnp.searchsorted(count, number).astype(jnp.int32)
-        stream, slot = divided(cell, size)
+        stream, slot = divmod_nonnegative(cell, size)
         begin, turns = (x.at[cell].get(mode="fill", fill_value=0) for x in (start, by))
         # A cell that only fills the chunk up goes past the end, each to a place of its own.
         slot = jnp.where(cell < by.size, slot, size + jnp.arange(CHUNK))

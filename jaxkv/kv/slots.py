@@ -14,11 +14,11 @@ from jax.sharding import PartitionSpec as P
 from jaxkv.batch import Ubatch, contents
 from jaxkv.core.array_utils import no_slots
 from jaxkv.core.constants import EMPTY, END, MAX_CELLS
-from jaxkv.core.hashing import chained
+from jaxkv.core.hashing import chain_hashes
 from jaxkv.kv.cells import C, Cells, free, holders, lasts, of_cells, owner_word, stream_hash
 from jaxkv.kv.eviction import evict, evictable, is_context_evicted
-from jaxkv.kv.fill_order import cell_of, dealt
-from jaxkv.kv.sharded import gathered, on_rows
+from jaxkv.kv.fill_order import cell_of, to_fill_order
+from jaxkv.kv.sharded import gather_over, on_rows
 from jaxkv.kv.tiles import in_tiles
 from jaxkv.plan import Reason
 from jaxkv.table import Admission, SequenceStatus
@@ -189,7 +189,7 @@ def _search(
         split = ubatch.valid & split
         slots, whole = jax.lax.pmin((slots, (~split).astype(jnp.int32)), apart)
         split = whole == 0
-    return gathered((slots, split), rows)
+    return gather_over((slots, split), rows)
 
 
 def _in_turn(cells: Cells, ubatch: Ubatch, all_streams: bool) -> tuple[jax.Array, jax.Array]:
@@ -231,7 +231,7 @@ def _first_choice(cells: Cells, open_cells: jax.Array) -> jax.Array:
       `[S]` int32, a cell in each stream; one past the last where none is open.
     """
     size, shards = cells.num_cells, cells.shards
-    open_cells, position = dealt(open_cells, shards), dealt(cells.position, shards)
+    open_cells, position = to_fill_order(open_cells, shards), to_fill_order(cells.position, shards)
     if cells.window is not None and cells.placement != "contiguous":
         lowest = jnp.min(jnp.where(open_cells, position, END), axis=1)
         open_cells &= position == lowest[:, None]
@@ -260,7 +260,7 @@ def in_turn(
       neighbours are enough, if not neighbours.
     """
     size, shards = cells.num_cells, cells.shards
-    open_cells, position = dealt(open_cells, shards), dealt(position, shards)
+    open_cells, position = to_fill_order(open_cells, shards), to_fill_order(position, shards)
     count = jnp.cumsum(open_cells, dtype=jnp.int32)  # up to and with each cell
     if cells.placement == "contiguous":
         return _run(count, total) + turn - 1, total <= count[-1]
@@ -323,7 +323,7 @@ def _history_after(cells: Cells, ubatch: Ubatch) -> jax.Array:
         for x in (there, jnp.where(there, ubatch.cell_hashes, 0))
     )
     last = cells.history[:, 1]
-    after = jnp.stack([last, chained(last, total)], axis=1)
+    after = jnp.stack([last, chain_hashes(last, total)], axis=1)
     return jnp.where(count[:, None] > 0, after, cells.history)
 
 
@@ -368,7 +368,7 @@ def _digest_after(cells: Cells, ubatch: Ubatch) -> jax.Array:
     owners, none = _owners(cells, ubatch), jnp.zeros_like(slots)
     empty = jnp.full_like(slots, EMPTY), none, stamp, jnp.zeros_like(owners)
     taken = ubatch.positions, none, ubatch.cell_hashes, owners
-    # A sum over the two and not a difference, which each layer would make again: `stamp.summed`.
+    # A sum over the two, not a difference, which each layer would make again: `hashing.sum_hashes`.
     both = (jnp.stack(pair) for pair in zip(empty, taken, strict=True))
     sign = jnp.array([-1, 1]).astype(jnp.uint32)[:, None, None]
     change = sign * of_cells(slots[None], *both)

@@ -135,7 +135,9 @@ class CellTable(Cells, CacheTable):
         self, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]
     ) -> tuple[CellTable, Bool[Array, ""]]:
         """Forget a range; refused where a sequence could not go on after that."""
-        return eviction.granted(self, cells.remove(self, seq, start, stop), self.evicted_below - 1)
+        return eviction.accept_edit(
+            self, cells.remove(self, seq, start, stop), self.evicted_below - 1
+        )
 
     def copy(
         self,

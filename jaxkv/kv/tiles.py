@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.batch import Ubatch
-from jaxkv.core.array_utils import divided
+from jaxkv.core.array_utils import divmod_nonnegative
 from jaxkv.core.constants import END
 from jaxkv.kv.cells import WORD, Cells, free, owner_word
 from jaxkv.kv.eviction import evictable
@@ -147,7 +147,7 @@ def choose(
     left = jnp.sum(flags, axis=1, dtype=jnp.int32)  # the empty cells of each tile
     empty, owner = left == size, _sole_owner(pool.owners, size, count)
     short = jnp.maximum(wanted - jnp.zeros_like(wanted).at[owner].add(left, mode="drop"), 0)
-    heirs = jnp.cumsum(divided(short + (size - 1), size)[0], dtype=jnp.int32)
+    heirs = jnp.cumsum(divmod_nonnegative(short + (size - 1), size)[0], dtype=jnp.int32)
     heir = jnp.searchsorted(heirs, jnp.cumsum(empty, dtype=jnp.int32)).astype(jnp.int32)
     owner = jnp.where(empty, heir, owner)  # and U or more where a tile has no owner
     room = jnp.zeros_like(wanted).at[owner].add(left, mode="drop")

@@ -3,10 +3,10 @@
 A few keys of a large head may be much larger than the others, which would lose their bits to them
 if all had one scale.
 
-`encoded` and `decoded` say what codes mean. Attention multiplies codes as they are, and logits and
-weights by the scales: `scored` and `weighed`, and kernels with `parts`. What copies, cuts, splits
-or counts arrays does so with codes and scales alike, array by array (`jax.tree.map`): both have
-streams, heads and cells first, and a last dimension of their own.
+`to_stored` and `from_stored` say what codes mean. Attention multiplies codes as they are, and
+logits and weights by the scales: `qk_logits` and `weighted_values`, and kernels with `parts`. What
+copies, cuts, splits or counts arrays does so with codes and scales alike, array by array
+(`jax.tree.map`): both have streams, heads and cells first, and a last dimension of their own.
 
 Letters beside those of the package: G groups of numbers of a head, each with a scale of its own; X
 queries that share a key; C cells that are weighed.
@@ -112,7 +112,7 @@ def dtype_of(x: Stored) -> jnp.dtype:
     return x.scales.dtype if isinstance(x, Quantised) else x.dtype
 
 
-def encoded(numbers: Float[Array, "... D"], like: Stored) -> Numbers:
+def to_stored(numbers: Float[Array, "... D"], like: Stored) -> Numbers:
     """Return numbers in the form of what is stored.
 
     Codes are rounded to the nearest, ties to even. No derivative goes through codes and scales.
@@ -161,7 +161,7 @@ def is_whole(dtype: jnp.dtype) -> bool:
     return jnp.issubdtype(dtype, jnp.integer)
 
 
-def decoded(x: Numbers) -> Float[Array, "... D"]:
+def from_stored(x: Numbers) -> Float[Array, "... D"]:
     """Return the numbers that are stored, in the dtype of `dtype_of`.
 
     >>> like = zeros((1,), "int8")
@@ -173,7 +173,7 @@ def decoded(x: Numbers) -> Float[Array, "... D"]:
     return x.codes.astype(x.scales.dtype) * spread(x.scales, x.shape[-1])
 
 
-def scored(
+def qk_logits(
     q: Float[Array, "... X D"], k: Stored, dtype: jnp.dtype, *, keys_first: bool = False
 ) -> Float[Array, "... _ _"]:
     """Multiply queries and keys `[..., C, D]`.
@@ -195,7 +195,7 @@ def scored(
     return reduce(jnp.add, [of_group(*group) for group in enumerate(groups_of(k.shape[-1]))])
 
 
-def weighed(weights: Float[Array, "... X C"], v: Stored) -> Float[Array, "... X Dv"]:
+def weighted_values(weights: Float[Array, "... X C"], v: Stored) -> Float[Array, "... X Dv"]:
     """Multiply weights and values `[..., C, Dv]`.
 
     The result has the dtype of the weights.

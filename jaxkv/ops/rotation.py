@@ -22,7 +22,7 @@ from jaxkv.ops.quantised import (
     Numbers,
     Quantised,
     codes_of,
-    decoded,
+    from_stored,
     groups_of,
     is_whole,
     largest,
@@ -50,7 +50,7 @@ def turn(keys: Numbers, start: Int32[Array, " C"], stop: Int32[Array, " C"], rop
     rope = replace(rope, attention_factor=1.0)
     if not isinstance(keys, Quantised) and keys.dtype.itemsize > 2:
         return rope.rotate(keys, stop - start)
-    plain = rope.rotate(decoded(keys).astype(jnp.float32), -start)
+    plain = rope.rotate(from_stored(keys).astype(jnp.float32), -start)
     lengths = _of_pairs(jnp.hypot, jnp.abs(plain), rope)
     if not isinstance(keys, Quantised):
         moved = _on_grid(plain, _unit(lengths, keys.dtype), rope)

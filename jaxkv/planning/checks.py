@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import Batch
-from jaxkv.core.array_utils import divided, is_concrete
+from jaxkv.core.array_utils import divmod_nonnegative, is_concrete
 from jaxkv.core.constants import END
 from jaxkv.jit_helpers import jit_table
 from jaxkv.plan import Reason
@@ -265,12 +265,14 @@ def members_with_other_history(
     spec, count = table.spec, table.spec.sequences
     turn, before, ids = (x.reshape(batch.valid.shape[0], -1) for x in (*ranks, ids))
     begins = turn == 0
-    token, _ = divided(before, ids.shape[1])
+    token, _ = divmod_nonnegative(before, ids.shape[1])
     token = jnp.where(begins, -1, token)
     first = jnp.broadcast_to(ids[:, :1], ids.shape)
     own = jnp.arange(count, dtype=jnp.int32)
     partner = own.at[jnp.where(begins, ids, count)].set(first, mode="drop")
-    (there, number), (here, mine) = (divided(x, spec.sequences_per_stream) for x in (partner, own))
+    (there, number), (here, mine) = (
+        divmod_nonnegative(x, spec.sequences_per_stream) for x in (partner, own)
+    )
     same = (there == here) & table.owns_same_cells(jnp.where(there == here, number, mine))
     alike = (token == token[:, :1]) & (~begins | same.at[ids].get(mode="fill", fill_value=True))
     return ((ids < count) & ~alike).reshape(-1)

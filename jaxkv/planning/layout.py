@@ -87,7 +87,7 @@ def _layout_known(
     spec: TableSpec, batch: Batch, ubatch_size: int, split_by: SplitBy
 ) -> tuple[Batch, list[PyTree], int]:
     """Lay out a batch whose values are known; returns what `layout` does."""
-    batch, there = _known(spec, batch)
+    batch, there = _flat_batch(spec, batch)
     named = batch.sequences[there]
     after = None if batch.shared_with is None else preceding_tokens(named, batch.shared_with[there])
     parts = split_known(split_by, named, ubatch_size, after)
@@ -122,7 +122,7 @@ def layout_single_ubatch(
     if not is_concrete(batch):
         flat, (index,), _ = layout(spec, batch, batch.valid.size, None)
         return flat, index
-    flat, there = _known(spec, batch)
+    flat, there = _flat_batch(spec, batch)
     rows = sequence_split(flat.sequences[there], next_power_of_two(there.size))
     longest = max(row.shape[1] for row in rows)
     padded = [
@@ -132,7 +132,7 @@ def layout_single_ubatch(
     return _pad(flat, next_power_of_two(flat.valid.size)), _indices(there, part)
 
 
-def _known(spec: TableSpec, batch: Batch) -> tuple[Batch, np.ndarray]:
+def _flat_batch(spec: TableSpec, batch: Batch) -> tuple[Batch, np.ndarray]:
     """Return a batch whose values are known as a flat list, and which tokens of it are there.
 
     The latter are `[n]` integers, the indices of the valid tokens, in their order.
@@ -156,7 +156,7 @@ def _check_some(tokens: int) -> None:
 def _indices(there: np.ndarray, part: np.ndarray) -> np.ndarray:
     """Turn the numbers of a split, which counts tokens that are there, into batch indices.
 
-    `there` is `[n]`, see `_known`; `part` and what is returned are `[R, T]` int32.
+    `there` is `[n]`, see `_flat_batch`; `part` and what is returned are `[R, T]` int32.
     """
     index = np.append(there, NO_SLOT).astype(np.int32)
     return index[np.minimum(part, there.size)]

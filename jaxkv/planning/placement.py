@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.batch import Batch, Ubatch, by_row, mask_slots
-from jaxkv.core.array_utils import divided, numbers_of
+from jaxkv.core.array_utils import divmod_nonnegative, numbers_of
 from jaxkv.core.constants import NO_SLOT
 from jaxkv.core.hashing import content, mix, token_hashes
 from jaxkv.jit_helpers import jit_table
@@ -60,7 +60,7 @@ def place(
 ) -> tuple[PlanBuilder, Ubatch]:
     """Choose cells for a ubatch and put it into the table of the plan; see `plan_single_ubatch`."""
     table, batch = builder.table, builder.batch
-    index, mixed = _arranged(table.spec, batch, index)
+    index, mixed = _order_rows(table.spec, batch, index)
     more = jnp.zeros(table.spec.sequences, bool) if more is None else more
     ubatch = _lay_out(table, batch, index, more, outputs)
     slots, fault = table.choose_slots(ubatch)
@@ -96,7 +96,7 @@ def finish_plan(builder: PlanBuilder) -> Plan:
     )
 
 
-def _arranged(
+def _order_rows(
     spec: TableSpec, batch: Batch, index: Int32[Array, "R T"]
 ) -> tuple[Int32[Array, "R T"], Bool[Array, " Q"]]:
     """Bring the rows of a ubatch into the order of their sequences, where all may take part.
@@ -143,7 +143,7 @@ def _lay_out(
         row = jnp.arange(spec.sequences, dtype=jnp.int32)
     else:
         row = jnp.maximum(_row_sequence(part), 0)
-    stream, _ = divided(row, spec.sequences_per_stream)
+    stream, _ = divmod_nonnegative(row, spec.sequences_per_stream)
     before = table.stream_hash()
     pick, order = _outputs(part, index, outputs)
     return Ubatch(

@@ -123,7 +123,7 @@ def init_batch(
     if encoder:
         return _init_encoder(table, batch)
     flat, parts, outputs = layout(
-        table.spec, batch, checked_size(table.spec, ubatch_size), split_by
+        table.spec, batch, check_ubatch_size(table.spec, ubatch_size), split_by
     )
     ranks = turn_in_sequence(*members_of(flat))
     if len(parts) == 1:
@@ -173,7 +173,7 @@ def init_full(cache: Cache, *, ubatch_size: int | None = None, outputs: int | No
     spec = table.spec
     wanted = spec.sequences if outputs is None else check_count(outputs, "outputs")
     rows = spec.sequences if spec.single_sequence_rows else 1
-    tokens = max(checked_size(spec, ubatch_size) // rows, 1)
+    tokens = max(check_ubatch_size(spec, ubatch_size) // rows, 1)
     index = np.full((rows, tokens), NO_SLOT, np.int32)
     flat = make_batch(np.zeros(index.size, np.int32))
     ranks = turn_in_sequence(flat.sequences, flat.valid)
@@ -193,7 +193,7 @@ def _more(spec: TableSpec, flat: Batch, parts: list[PyTree]) -> list[PyTree]:
     return found[::-1]
 
 
-def checked_size(spec: TableSpec, ubatch_size: int | None) -> int:
+def check_ubatch_size(spec: TableSpec, ubatch_size: int | None) -> int:
     """Return how many tokens are computed at once, as the caller or the cache wants it."""
     if ubatch_size is None:
         return UBATCH_SIZE if spec.ubatch_size is None else spec.ubatch_size
@@ -266,7 +266,7 @@ def plan_step(
         )
     if len(shape) == 1:
         rows, valid = rows[:, None], valid[:, None]
-    return plan_next(table, *checked_next(table.spec, rows, ids, valid))
+    return plan_next(table, *check_next_tokens(table.spec, rows, ids, valid))
 
 
 @jit_table
@@ -301,7 +301,7 @@ def plan_next(
     )
 
 
-def checked_next(
+def check_next_tokens(
     spec: TableSpec, tokens: PyTree, sequences: Ids, valid: PyTree
 ) -> tuple[PyTree, PyTree, PyTree]:
     """Return tokens `[T, n]`, sequences `[T]` and `valid` `[T, n]` as int32 and bool, or raise."""
@@ -362,11 +362,11 @@ def _init_encoder(table: CacheTable, batch: Batch) -> Plan:
         table.spec, replace(batch, outputs=xp.zeros_like(batch.valid))
     )
     ranks = turn_in_sequence(flat.sequences, flat.valid)
-    return _planned(table, replace(flat, positions=ranks[0]), ranks, index)
+    return _plan_empty_sequences(table, replace(flat, positions=ranks[0]), ranks, index)
 
 
 @jit_table
-def _planned(
+def _plan_empty_sequences(
     table: CacheTable,
     batch: Batch,
     ranks: tuple[Int32[Array, " M"], Int32[Array, " M"]],

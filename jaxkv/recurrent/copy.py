@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from jaxkv.core.array_utils import end_of
 from jaxkv.core.constants import EMPTY
-from jaxkv.core.hashing import replaced
+from jaxkv.core.hashing import replace_hash
 from jaxkv.recurrent.buffers import copy_cells
-from jaxkv.recurrent.states import States, T, drop_pairs, known, last, occupied, stream_of
+from jaxkv.recurrent.states import States, T, drop_pairs, is_occupied, is_sequence, last, stream_of
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int32
@@ -47,9 +47,9 @@ def copy(
     end = _end(states, src, start, stop)
     fork = drop_pairs(states, states.position <= end)
     dst = jnp.atleast_1d(dst)
-    does = known(states, src) & _replaced(states, src, dst, end)
-    dst = jnp.where(does & known(states, dst), dst, states.sequences)
-    return _given(fork, buffers, jnp.broadcast_to(src, dst.shape), dst, states)
+    does = is_sequence(states, src) & _is_replaced(states, src, dst, end)
+    dst = jnp.where(does & is_sequence(states, dst), dst, states.sequences)
+    return _give_pairs(fork, buffers, jnp.broadcast_to(src, dst.shape), dst, states)
 
 
 def can_copy(
@@ -64,7 +64,7 @@ def can_copy(
     Where no target gets anything, none is needed.
     """
     end, dst = _end(states, src, start, stop), jnp.atleast_1d(dst)
-    gets = known(states, src) & known(states, dst) & _replaced(states, src, dst, end)
+    gets = is_sequence(states, src) & is_sequence(states, dst) & _is_replaced(states, src, dst, end)
     stands = (end == EMPTY) | jnp.any(states.position[src] == end)
     own = jax.vmap(lambda seq: last(states, seq))(dst)
     return stands | ~jnp.any(gets), jnp.where(gets, end, own)
@@ -76,7 +76,7 @@ def _end(states: States, src: jax.Array, start: jax.Array, stop: jax.Array) -> j
     return jnp.where(start <= end, end, EMPTY)
 
 
-def _replaced(states: States, src: jax.Array, dst: jax.Array, end: jax.Array) -> jax.Array:
+def _is_replaced(states: States, src: jax.Array, dst: jax.Array, end: jax.Array) -> jax.Array:
     """Return which targets, `[n]`, a copy up to a position replaces; `[n]` bool."""
     apart = stream_of(states, dst) != stream_of(states, src)
     return (dst != src) & ((end != EMPTY) | apart)
@@ -93,16 +93,16 @@ def select(
       parents: sequences.
       targets: each at most once; one that is no sequence is left out.
     """
-    return _given(states, buffers, parents, targets, states)
+    return _give_pairs(states, buffers, parents, targets, states)
 
 
-def _given(
+def _give_pairs(
     source: States, buffers: Buffers | None, src: jax.Array, dst: jax.Array, states: T
 ) -> tuple[T, Buffers | None]:
     """Give targets, `[n]`, the pairs that sequences `src`, `[n]`, have in a table `source`."""
     position, cell = source.position[src], source.cell[src]
     if buffers is not None:
-        states, buffers, cell = _copied(states, buffers, src, dst, cell)
+        states, buffers, cell = _copy_states(states, buffers, src, dst, cell)
     states = replace(
         states,
         position=states.position.at[dst].set(position, mode="drop"),
@@ -111,7 +111,7 @@ def _given(
     return states, buffers
 
 
-def _copied(
+def _copy_states(
     states: T, buffers: Buffers, src: jax.Array, dst: jax.Array, cell: jax.Array
 ) -> tuple[T, Buffers, jax.Array]:
     """Copy the states of sequences, `[n]` with `[n, E + 1]` cells, where targets lie apart.
@@ -121,12 +121,12 @@ def _copied(
     Returns:
       The table with the stamps, the buffers, and the cells of each target, `[n, E + 1]`.
     """
-    own, copies = _dealt(states, src, dst, cell)
+    own, copies = _cells_of_targets(states, src, dst, cell)
     there = (stream_of(states, src)[:, None], cell)
     where = (stream_of(states, dst)[:, None], jnp.where(copies, own, states.num_cells))
     source = states.cell_hash.at[there].get(mode="fill", fill_value=0)
     # A place that is written anew: stamped so that a table that knew what stood there notices.
-    stamp = replaced(states.cell_hash.at[where].get(mode="fill", fill_value=0), source)
+    stamp = replace_hash(states.cell_hash.at[where].get(mode="fill", fill_value=0), source)
     held = (
         states.holds.at[:, *there].get(mode="fill", fill_value=0) == source[None]
     )  # [L, n, E + 1]
@@ -142,7 +142,7 @@ def _copied(
     return states, copy_cells(states, buffers, there, where), own
 
 
-def _dealt(
+def _cells_of_targets(
     states: States, src: jax.Array, dst: jax.Array, cell: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return the cells that targets will have, `[n, E + 1]`; and which are copies, in that shape.
@@ -157,14 +157,14 @@ def _dealt(
         own = jnp.where(cell < size, jnp.arange(size, dtype=jnp.int32), size)
         return own, cell < size
     stream, turn = stream_of(states, dst), jnp.arange(src.size, dtype=jnp.int32)
-    apart = known(states, dst) & (stream_of(states, src) != stream)
+    apart = is_sequence(states, dst) & (stream_of(states, src) != stream)
     beside = stream[:, None] == stream[None]
     like = beside & apart[:, None] & apart[None] & (src[:, None] == src[None])
     first = jnp.argmax(like, axis=1)
     copies = (apart & (first == turn))[:, None] & (cell < size)
     kept = states.cell.at[dst].set(jnp.where(apart[:, None], size, cell), mode="drop")
     # The free cells of each stream come first, and each copy takes the next ones.
-    order = jnp.argsort(occupied(states, kept), axis=1, stable=True).astype(jnp.int32)
+    order = jnp.argsort(is_occupied(states, kept), axis=1, stable=True).astype(jnp.int32)
     ahead = beside & (turn[:, None] > turn[None])
     count = jnp.sum(copies, axis=1, dtype=jnp.int32)
     before = jnp.sum(jnp.where(ahead, count[None], 0), axis=1, dtype=jnp.int32)

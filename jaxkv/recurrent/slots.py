@@ -13,7 +13,7 @@ from jaxkv.batch import Ubatch, contents
 from jaxkv.core.array_utils import no_slots
 from jaxkv.core.constants import MAX_CELLS
 from jaxkv.plan import Reason
-from jaxkv.recurrent.states import States, T, occupied, stream_hash
+from jaxkv.recurrent.states import States, T, is_occupied, stream_hash
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int32, UInt32
@@ -67,8 +67,8 @@ def _lowest_free(states: States, ubatch: Ubatch, new: jax.Array, placed: jax.Arr
     """
     steps = _new_states(states, ubatch, placed)[:, None]
     stays = jnp.arange(states.earlier + 1)[None] >= steps  # pairs that are not let go of
-    left = occupied(states, jnp.where(stays, states.cell, states.num_cells))
-    rank = jnp.where(left, 2, jnp.where(occupied(states, states.cell), 1, 0))
+    left = is_occupied(states, jnp.where(stays, states.cell, states.num_cells))
+    rank = jnp.where(left, 2, jnp.where(is_occupied(states, states.cell), 1, 0))
     order = jnp.argsort(rank, axis=1, stable=True).astype(jnp.int32)  # [S, N]
     count = jnp.sum(new, axis=1, dtype=jnp.int32)
     row, stream = jnp.arange(count.size), ubatch.row_stream

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jaxkv.core.array_utils import divided, end_of
+from jaxkv.core.array_utils import divmod_nonnegative, end_of
 from jaxkv.core.constants import EMPTY, END
-from jaxkv.core.hashing import chained, summed
+from jaxkv.core.hashing import chain_hashes, sum_hashes
 from jaxkv.core.partitioning import ShardingRules
 from jaxkv.table import SequenceStatus
 
@@ -117,16 +117,18 @@ def empty_fields(
 
 def streams_of(states: States) -> Int32[Array, "Q 1"]:
     """Return the stream of each sequence, to go with `cell`."""
-    stream, _ = divided(jnp.arange(states.sequences, dtype=jnp.int32), states.sequences_per_stream)
+    stream, _ = divmod_nonnegative(
+        jnp.arange(states.sequences, dtype=jnp.int32), states.sequences_per_stream
+    )
     return stream[:, None]
 
 
 def stream_of(states: States, seq: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
     """Return the stream of a sequence; some other where it is none."""
-    return divided(seq, states.sequences_per_stream)[0]
+    return divmod_nonnegative(seq, states.sequences_per_stream)[0]
 
 
-def known(states: States, seq: Int32[Array, "*n"]) -> Bool[Array, "*n"]:
+def is_sequence(states: States, seq: Int32[Array, "*n"]) -> Bool[Array, "*n"]:
     """Return whether an integer names a sequence of this table."""
     return (seq >= 0) & (seq < states.sequences)
 
@@ -135,12 +137,12 @@ def first(states: States, seq: Int32[Array, ""]) -> Int32[Array, ""]:
     """Return the lowest position that a sequence can be cut back to; -1 if none."""
     positions = states.position[seq]
     lowest = jnp.min(jnp.where(positions == EMPTY, END, positions))
-    return jnp.where(known(states, seq) & (lowest != END), lowest, EMPTY)
+    return jnp.where(is_sequence(states, seq) & (lowest != END), lowest, EMPTY)
 
 
 def last(states: States, seq: Int32[Array, ""]) -> Int32[Array, ""]:
     """Return the position of the current state of a sequence; -1 if none."""
-    return jnp.where(known(states, seq), states.position[seq, -1], EMPTY)
+    return jnp.where(is_sequence(states, seq), states.position[seq, -1], EMPTY)
 
 
 def endings(
@@ -158,11 +160,11 @@ def endings(
     """
     place = stream_of(states, sequences), states.cell[sequences, -1]
     found = states.content.at[place].get(mode="fill", fill_value=0)
-    found = jnp.where(known(states, sequences), found, 0)
+    found = jnp.where(is_sequence(states, sequences), found, 0)
     return found, found == contents
 
 
-def occupied(states: States, cell: Int32[Array, "Q pairs"]) -> Bool[Array, "S N"]:
+def is_occupied(states: States, cell: Int32[Array, "Q pairs"]) -> Bool[Array, "S N"]:
     """Return which cells a table of pairs, `[Q, E + 1]`, names."""
     return (
         jnp.zeros(states.cell_hash.shape, bool).at[streams_of(states), cell].set(True, mode="drop")
@@ -171,7 +173,7 @@ def occupied(states: States, cell: Int32[Array, "Q pairs"]) -> Bool[Array, "S N"
 
 def num_used_cells(states: States) -> Int32[Array, ""]:
     """Return how many cells hold a state, shared ones counted once."""
-    return jnp.sum(occupied(states, states.cell), dtype=jnp.int32)
+    return jnp.sum(is_occupied(states, states.cell), dtype=jnp.int32)
 
 
 def stream_hash(states: States) -> UInt32[Array, " S"]:
@@ -181,15 +183,17 @@ def stream_hash(states: States) -> UInt32[Array, " S"]:
     free ones too, so that the same tokens told anew are stamped anew. What the layers have written
     does not count.
     """
-    _, own = divided(jnp.arange(states.sequences, dtype=jnp.int32), states.sequences_per_stream)
+    _, own = divmod_nonnegative(
+        jnp.arange(states.sequences, dtype=jnp.int32), states.sequences_per_stream
+    )
     pairs = states.earlier + 1
     index = own[:, None] * pairs + jnp.arange(pairs, dtype=jnp.int32)[None]
-    pair = chained(index, states.position, states.cell)
+    pair = chain_hashes(index, states.position, states.cell)
     total = jnp.sum(pair, axis=1, dtype=jnp.uint32)
     cell = jnp.broadcast_to(jnp.arange(states.num_cells, dtype=jnp.int32), states.cell_hash.shape)
-    stamp = jnp.sum(chained(cell, states.cell_hash), axis=1, dtype=jnp.uint32)
+    stamp = jnp.sum(chain_hashes(cell, states.cell_hash), axis=1, dtype=jnp.uint32)
     total = jnp.sum(total.reshape(states.streams, -1), axis=1, dtype=jnp.uint32)
-    return summed(total, stamp)
+    return sum_hashes(total, stamp)
 
 
 def sequence_status(states: States, present: Bool[Array, " Q"]) -> SequenceStatus:
@@ -203,7 +207,7 @@ def can_resume(states: States, seq: Int32[Array, ""], pos: Int32[Array, ""]) -> 
     """Return whether a state stands before a position, or none is needed."""
     empty = states.position[seq, -1] == EMPTY
     stands = jnp.any(states.position[seq] == pos - 1) & (pos > 0)
-    return known(states, seq) & (pos >= 0) & (empty | stands | (pos == 0))
+    return is_sequence(states, seq) & (pos >= 0) & (empty | stands | (pos == 0))
 
 
 def remove(
@@ -245,7 +249,7 @@ def _cut(
 
 def keep(states: T, seq: Int32[Array, ""]) -> T:
     """Forget every sequence but one; an integer that is none changes nothing."""
-    stays = (jnp.arange(states.sequences) == seq) | ~known(states, seq)
+    stays = (jnp.arange(states.sequences) == seq) | ~is_sequence(states, seq)
     return drop_pairs(states, stays[:, None])
 
 
@@ -271,7 +275,7 @@ def add(
     del gap  # of windows, and none takes a state
     ok = can_add(states, seq, start, stop, delta)
     moves = _moves(states, seq, start, stop) & ok
-    return _moved(states, states.position + delta, moves, jnp.array(False)), ok
+    return _move_pairs(states, states.position + delta, moves, jnp.array(False)), ok
 
 
 def can_add(
@@ -304,18 +308,18 @@ def divide(
     moves = _moves(states, seq, start, stop) & (divisor > 1)
     earlier = moves & (jnp.arange(states.earlier + 1) < states.earlier)[None]
     position = states.position // jnp.maximum(divisor, 1)
-    return _moved(states, position, moves, earlier), divisor >= 1
+    return _move_pairs(states, position, moves, earlier), divisor >= 1
 
 
 def _moves(states: States, seq: jax.Array, start: jax.Array, stop: jax.Array) -> jax.Array:
     """Return which pairs move with those of a sequence in a range; `[Q, E + 1]` bool."""
     inside = (states.position >= jnp.maximum(start, 0)) & (states.position < end_of(stop))
     mine = inside & (jnp.arange(states.sequences) == seq)[:, None]
-    cells = occupied(states, jnp.where(mine, states.cell, states.num_cells))
+    cells = is_occupied(states, jnp.where(mine, states.cell, states.num_cells))
     return cells.at[streams_of(states), states.cell].get(mode="fill", fill_value=False)
 
 
-def _moved(states: T, position: jax.Array, moves: jax.Array, drop: jax.Array) -> T:
+def _move_pairs(states: T, position: jax.Array, moves: jax.Array, drop: jax.Array) -> T:
     """Move pairs, drop some of them, and drop those that cannot be returned to any more.
 
     Args:
@@ -338,7 +342,7 @@ def rewind(states: T, old: T) -> tuple[T, Bool[Array, ""]]:
     """
     same = jnp.all(states.holds == old.holds, axis=0) & (states.cell_hash == old.cell_hash)
     back = replace(old, cell_hash=states.cell_hash, holds=states.holds)
-    return back, jnp.all(same | ~occupied(old, old.cell))
+    return back, jnp.all(same | ~is_occupied(old, old.cell))
 
 
 def faults(states: States) -> dict[str, Int32[Array, ""]]:

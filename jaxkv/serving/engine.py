@@ -28,7 +28,7 @@ from jaxkv.serving.request import (
     RequestOutput,
     RequestState,
     check_config,
-    checked_request,
+    check_request,
 )
 from jaxkv.serving.scheduler import Scheduler
 
@@ -219,7 +219,7 @@ which this cache never has: ask for less, or make a larger one
             sampling options are no dict.
         """
         self._check_cache()
-        text = RequestState(id=self._next, request=checked_request(request, self._limits))
+        text = RequestState(id=self._next, request=check_request(request, self._limits))
         self._schedule.add(text)
         self._next += 1
         return text.id

@@ -18,11 +18,11 @@ from jaxkv.api.maintenance import defrag_plan
 from jaxkv.cache import Cache, merge, split
 from jaxkv.core.donation import is_donated
 from jaxkv.core.validate import check_int32
-from jaxkv.generation.constraints import ruled
+from jaxkv.generation.constraints import make_constrained_sampler
 from jaxkv.generation.decode import decode
 from jaxkv.generation.filters import Sampler
 from jaxkv.generation.model_step import Forward
-from jaxkv.generation.padding import listed
+from jaxkv.generation.padding import stop_tokens_as_list
 from jaxkv.generation.sample_step import Sampled, pick_first
 from jaxkv.generation.state import DecodeState, resume
 from jaxkv.serving.prefill_chunks import Chunk, Part, chunk_program, cut, empty_chunk, shapes_of
@@ -79,7 +79,7 @@ class ModelRunner:
         self._forward, self._weights, self.cache = forward, params, cache
         self._facts, self._limits = split(cache)[0].spec, limits
         self._shapes = shapes_of(self._facts, limits.prefill_chunk)
-        self._stop = np.ravel(check_int32(listed(stop_tokens), "stop_tokens", low=0))
+        self._stop = np.ravel(check_int32(stop_tokens_as_list(stop_tokens), "stop_tokens", low=0))
 
     @property
     def has_cache(self) -> bool:
@@ -204,5 +204,5 @@ class ModelRunner:
             requests, sampling_options=self._limits.sampling_options, penalty_last_n=last_n
         )
         if self._limits.constraint:
-            sampler = ruled(self._limits.constraint, sampler, states)
+            sampler = make_constrained_sampler(self._limits.constraint, sampler, states)
         return sampler, stop, {"max_new_tokens": limit, "seed": seed, "prompts": recent}

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxkv.core.validate import check_count, check_int32
-from jaxkv.generation.constraints import Constraint, checked_rule, checked_state
+from jaxkv.generation.constraints import Constraint, check_initial_state, check_rule
 from jaxkv.generation.filters import OPTIONS, FilterSampler, make_sampler
-from jaxkv.generation.padding import listed
-from jaxkv.planning.planners import checked_size
+from jaxkv.generation.padding import stop_tokens_as_list
+from jaxkv.planning.planners import check_ubatch_size
 from jaxkv.serving.prefix_cache.prompts import CachedPrompt, MissReason, PrefixHit
 from jaxkv.spec import TableSpec
 
@@ -221,7 +221,7 @@ def check_config(
         what it should.
       TypeError: when a number is no integer, or the rule is none.
     """
-    most = checked_size(spec, None)
+    most = check_ubatch_size(spec, None)
     if isinstance(sampling_options, str):
         raise TypeError(f"wanted a list of options to allow, got {sampling_options!r}")
     unknown = sorted(set(sampling_options) - set(OPTIONS))
@@ -230,16 +230,16 @@ def check_config(
     return EngineConfig(
         prefill_chunk=min(CHUNK, most)
         if prefill_chunk is None
-        else checked_size(spec, check_count(prefill_chunk, "prefill_chunk")),
+        else check_ubatch_size(spec, check_count(prefill_chunk, "prefill_chunk")),
         tokens_per_step=check_count(tokens_per_step, "tokens_per_step"),
         sampling_options=frozenset(sampling_options),
         penalty_last_n=check_count(penalty_last_n, "penalty_last_n"),
         max_stop_tokens=check_count(max_stop_tokens, "max_stop_tokens", low=0),
-        constraint=None if constraint is None else checked_rule(constraint),
+        constraint=None if constraint is None else check_rule(constraint),
     )
 
 
-def checked_request(request: Request, limits: EngineConfig) -> Request:
+def check_request(request: Request, limits: EngineConfig) -> Request:
     """Return a request with its numbers as int32, or raise and say what was wanted.
 
     Raises:
@@ -266,7 +266,9 @@ def checked_request(request: Request, limits: EngineConfig) -> Request:
     prompt = np.asarray(check_int32(request.prompt, "the tokens of a prompt", low=0))
     if prompt.ndim != 1 or not prompt.size:
         raise ValueError(f"wanted a prompt [n] of at least one token, got the shape {prompt.shape}")
-    stop_tokens = np.asarray(check_int32(listed(request.stop_tokens), "stop_tokens", low=0))
+    stop_tokens = np.asarray(
+        check_int32(stop_tokens_as_list(request.stop_tokens), "stop_tokens", low=0)
+    )
     if stop_tokens.ndim != 1:
         raise ValueError(f"wanted a list of stop tokens [n], got {request.stop_tokens!r}")
     if stop_tokens.size > limits.max_stop_tokens:
@@ -290,7 +292,7 @@ def checked_request(request: Request, limits: EngineConfig) -> Request:
     make_sampler(**sampling)
     seed = check_count(request.seed, "seed", low=0, high=2**32 - 1)
     max_new_tokens = check_count(request.max_new_tokens, "max_new_tokens")
-    state = checked_state(limits.constraint, request.constraint_state)
+    state = check_initial_state(limits.constraint, request.constraint_state)
     return replace(
         request,
         prompt=prompt,

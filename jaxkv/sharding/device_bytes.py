@@ -138,7 +138,7 @@ placement='striped:4'
         table=table,
         buffers=buffers,
         params=sum(_local_bytes(x, getattr(x, "sharding", None)) for x in jax.tree.leaves(params)),
-        sent=sum(_sent(part, mesh, sharding_rules, heads) for part in parts),
+        sent=sum(_softmax_bytes(part, mesh, sharding_rules, heads) for part in parts),
         whole=tuple(
             dict.fromkeys(line for part in parts for line in _whole(part, mesh, sharding_rules))
         ),
@@ -159,7 +159,9 @@ def _local_bytes(x: jax.Array | jax.ShapeDtypeStruct, where: Sharding | None) ->
     return prod(shape) * np.dtype(x.dtype).itemsize
 
 
-def _sent(part: Cache, mesh: AnyMesh, sharding_rules: ShardingRules, heads: int | None) -> int:
+def _softmax_bytes(
+    part: Cache, mesh: AnyMesh, sharding_rules: ShardingRules, heads: int | None
+) -> int:
     """Return what attention brings to a device: the open softmax of all that hold the cells."""
     if not isinstance(part.buffers, Buffers):
         return 0

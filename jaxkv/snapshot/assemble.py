@@ -20,7 +20,7 @@ from jaxkv.hybrid import HybridTable, compose
 from jaxkv.jit_helpers import check_known
 from jaxkv.snapshot.cells import CellPart, SourcePart
 from jaxkv.snapshot.file import File
-from jaxkv.snapshot.parts import Part, decoded, encoded, names
+from jaxkv.snapshot.parts import Part, from_json, names, to_json
 from jaxkv.snapshot.states import StatePart
 from jaxkv.spec import check_once
 
@@ -68,16 +68,16 @@ def describe(cache: Cache) -> PartDescription | HybridDescription:
     found = [one.part.describe(*split(one.cache)) for one in parts(cache)]
     if not isinstance(cache.table, HybridTable):
         return found[0]
-    return {"kind": "hybrid", "layers": encoded(cache.table.layers), "parts": found}
+    return {"kind": "hybrid", "layers": to_json(cache.table.layers), "parts": found}
 
 
 def make(file: File) -> Cache:
     """Make the cache that a snapshot describes, empty."""
     description = file.description["cache"]
     if description["kind"] != "hybrid":
-        return merge(*_made(file, description, "buffers."))
-    pairs = [_made(file, one, f"buffers.{i}.") for i, one in enumerate(description["parts"])]
-    layers = decoded(description["layers"])
+        return merge(*_make_part(file, description, "buffers."))
+    pairs = [_make_part(file, one, f"buffers.{i}.") for i, one in enumerate(description["parts"])]
+    layers = from_json(description["layers"])
     return compose(*zip([merge(*pair) for pair in pairs], layers, strict=True))
 
 
@@ -118,7 +118,7 @@ def _check_arrays(file: File, cache: Cache) -> None:
         raise ValueError(f"other arrays than those of the cache, {_short(odd[:2])}")
 
 
-def assembled(cache: Cache, pairs: list[tuple[CacheTable, PyTree]]) -> Cache:
+def with_parts(cache: Cache, pairs: list[tuple[CacheTable, PyTree]]) -> Cache:
     """Return a cache with other tables and buffers in its parts."""
     if not isinstance(cache.table, HybridTable):
         return merge(*pairs[0])
@@ -189,7 +189,7 @@ def _short(value: object) -> str:
     return text if len(text) < 200 else f"{text[:120]} ... {text[-60:]}"
 
 
-def _made(file: File, description: PartDescription, prefix: str) -> tuple[CacheTable, PyTree]:
+def _make_part(file: File, description: PartDescription, prefix: str) -> tuple[CacheTable, PyTree]:
     entries = {
         name.removeprefix(prefix): entry
         for name, entry in file.arrays.items()

@@ -18,7 +18,7 @@ import numpy as np
 from jaxkv.cache_spec import CacheSpec
 from jaxkv.core.array_utils import no_slots, to_host
 from jaxkv.core.constants import EMPTY, END
-from jaxkv.core.hashing import chained
+from jaxkv.core.hashing import chain_hashes
 from jaxkv.core.validate import check_count
 from jaxkv.kv.allocate import choose, mark_used, room
 from jaxkv.kv.buffers import Buffers, gather, scatter
@@ -31,7 +31,7 @@ from jaxkv.ops.layer_stack import each_array
 from jaxkv.ops.mla import Values, ValueSlice, value_dim
 from jaxkv.ops.quantised import Stored, zeros
 from jaxkv.plan import PlanRefusedError
-from jaxkv.snapshot.chunks import put_in, taken_out
+from jaxkv.snapshot.chunks import put_in, take_cells
 from jaxkv.snapshot.parts import (
     Entries,
     Form,
@@ -40,11 +40,11 @@ from jaxkv.snapshot.parts import (
     SequenceMap,
     SlotAssignment,
     check_places,
-    decoded,
-    encoded,
     expect,
+    from_json,
     names,
     static_fields,
+    to_json,
 )
 from jaxkv.spec import check_pools
 
@@ -78,16 +78,16 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
             "sequences": table.sequences,
             "streams": table.streams,
             "static": static_fields(table),
-            "ropes": encoded(buffers.ropes),
+            "ropes": to_json(buffers.ropes),
             "latent": buffers.of_each(lambda _, v: _part_of_keys(v)),
         }
 
     @staticmethod
     def make(description: CellDescription, entries: Entries) -> tuple[CellTable, Buffers]:
         """Make an empty one, with keys and values as large as those that are saved."""
-        ropes = decoded(description["ropes"])
+        ropes = from_json(description["ropes"])
         sizes = {name: description[name] for name in ("cells", "sequences", "streams")}
-        static = {name: decoded(value) for name, value in description["static"].items()}
+        static = {name: from_json(value) for name, value in description["static"].items()}
 
         def form(name: str) -> tuple[np.dtype, tuple[int, ...]]:
             return entries.get(name) or entries[f"{name}.codes"]
@@ -150,7 +150,7 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
             "owners": owners[stream, :, cell],
             "evicted_below": host.evicted_below[np.array(sequences, int)],
         }
-        take = partial(taken_out, streams=stream, cells=cell, read=gather, size=CHUNK)
+        take = partial(take_cells, streams=stream, cells=cell, read=gather, size=CHUNK)
         return found, each_array(take, _layers_apart(buffers))
 
     @staticmethod
@@ -190,7 +190,7 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
         fresh: bool,
     ) -> SlotAssignment:
         """Put live cells where a copy between streams would go, or where they were."""
-        wanted, origin, owners = _dealt(table, saved, read("stream"), read("owners"), moves)
+        wanted, origin, owners = _assign_cells(table, saved, read("stream"), read("owners"), moves)
         marks = np.full(table.sequences, EMPTY, np.int32)
         marks[moves.new] = read("evicted_below")[moves.turn]
         left, open_cells, found = _let_go(table, marks)
@@ -287,7 +287,7 @@ def _home(table: CellTable, seq: int) -> tuple[int, int, int]:
     return stream, *divmod(local, WORD)
 
 
-def _dealt(
+def _assign_cells(
     table: CellTable,
     saved: CellTable,
     stream: Int32[np.ndarray, " n"],
@@ -356,7 +356,7 @@ def _fill(
     seed: UInt32[Array, ""],
 ) -> CellTable:
     """Take cells in, with a stamp for each cell of the file."""
-    stamp = chained(jnp.broadcast_to(seed, origin.shape), origin)
+    stamp = chain_hashes(jnp.broadcast_to(seed, origin.shape), origin)
     fields = {"position": position, "shift": shift, "content": content, "owners": owners}
     arriving = replace(left, cell_hash=stamp, **fields)
     return mark_used(left, slots, arriving, jnp.zeros(left.written.shape, bool))

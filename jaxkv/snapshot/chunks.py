@@ -28,7 +28,7 @@ Write = Callable[[A, jax.Array, jax.Array, jax.Array], A]
 """Write it there; a cell past the last one is left out."""
 
 
-def taken_out(
+def take_cells(
     array: A,
     streams: Int32[np.ndarray, " n"],
     cells: Int32[np.ndarray, " n"],
@@ -39,7 +39,7 @@ def taken_out(
     shape = jax.eval_shape(read, array, streams, cells)
     out = np.empty(shape.shape, shape.dtype)
     for here, where in _chunks(streams, cells, size):
-        out[here] = np.asarray(_taken(array, *where, read=read))[: out[here].shape[0]]
+        out[here] = np.asarray(_take_chunk(array, *where, read=read))[: out[here].shape[0]]
     return out
 
 
@@ -75,7 +75,7 @@ def _chunks(
 
 
 @partial(jax.jit, static_argnames="read")
-def _taken(
+def _take_chunk(
     array: A, streams: Int32[Array, " C"], cells: Int32[Array, " C"], *, read: Read[A]
 ) -> Shaped[Array, "C ..."]:
     """Read what an array holds for a chunk of C cells."""

@@ -100,7 +100,7 @@ def write(path: str | os.PathLike, description: Content, arrays: Mapping[str, np
     module, path = _safetensors(), _file(path)
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path} cannot be written: there is no folder {path.parent}")
-    stored, metadata = _packed(description, arrays)
+    stored, metadata = _pack(description, arrays)
     handle, beside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     os.close(handle)
     try:
@@ -130,11 +130,11 @@ def json_round_trip(value: object, name: str) -> Json:
 
 def written(description: Content, arrays: Mapping[str, np.ndarray]) -> bytes:
     """Return the bytes of a file; see `write`."""
-    return _safetensors().numpy.save(*_packed(description, arrays))
+    return _safetensors().numpy.save(*_pack(description, arrays))
 
 
 @contextmanager
-def opened(source: Source) -> Iterator[File]:
+def open_file(source: Source) -> Iterator[File]:
     """Open a snapshot.
 
     Raises:
@@ -148,7 +148,9 @@ def opened(source: Source) -> Iterator[File]:
         with _refusing(module):
             arrays = module.numpy.load(data)
         end = 8 + int.from_bytes(data[:8], "little")
-        yield _described(json.loads(data[8:end]).get("__metadata__"), arrays, arrays.__getitem__)
+        yield _file_from_metadata(
+            json.loads(data[8:end]).get("__metadata__"), arrays, arrays.__getitem__
+        )
         return
     path = _file(source)
     if path.stat().st_size == 0:
@@ -156,14 +158,14 @@ def opened(source: Source) -> Iterator[File]:
     with _refusing(module):
         reader = module.safe_open(path, framework="np")
     with reader as file:
-        yield _described(file.metadata(), file.keys(), file.get_tensor)
+        yield _file_from_metadata(file.metadata(), file.keys(), file.get_tensor)
 
 
-def _packed(
+def _pack(
     description: Content, arrays: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Return arrays as `_stored` makes them, by name, and the metadata."""
-    stored = {name: _stored(array) for name, array in arrays.items()}
+    """Return arrays as `_plain_array` makes them, by name, and the metadata."""
+    stored = {name: _plain_array(array) for name, array in arrays.items()}
     entries = {
         name: {
             "dtype": array.dtype.name,
@@ -177,12 +179,12 @@ def _packed(
     return stored, {**metadata, "sha256": hashlib.sha256(text.encode()).hexdigest()}
 
 
-def _stored(array: np.ndarray) -> np.ndarray:
+def _plain_array(array: np.ndarray) -> np.ndarray:
     """Return an array in its own shape; of a dtype that is not plain its bytes, `[n]` uint8."""
     return np.ascontiguousarray(array) if array.dtype.name in _PLAIN else _bytes_of(array)
 
 
-def _described(
+def _file_from_metadata(
     metadata: dict[str, str] | None, names: Iterable[str], read: Callable[[str], np.ndarray]
 ) -> File:
     """Check metadata, and make a file of what they describe."""

@@ -13,14 +13,14 @@ import numpy as np
 from jaxkv.cache import Cache, split
 from jaxkv.snapshot.assemble import (
     Named,
-    assembled,
     check_fits,
     check_saveable,
     make,
     parts,
     shapes,
+    with_parts,
 )
-from jaxkv.snapshot.file import VERSION, File, Source, json_round_trip, opened
+from jaxkv.snapshot.file import VERSION, File, Source, json_round_trip, open_file
 from jaxkv.snapshot.parts import SequenceMap
 from jaxkv.spec import check_once
 
@@ -81,7 +81,7 @@ def inspect(source: Source) -> Info:
       >>> info.cache.table.spec.kind, info.cache.nbytes == cache.nbytes
       ('attention', True)
     """
-    with opened(source) as file:
+    with open_file(source) as file:
         said, cache = file.description, shapes(file)
         pairs = zip(said["sequences"], said["tokens"], strict=True)
         return Info(
@@ -184,18 +184,18 @@ cut short, or something else
         )
     if into is not None:
         check_saveable(into)
-    with opened(source) as file:
-        saved = _checked(file, model_id)
+    with open_file(source) as file:
+        saved = _check_model(file, model_id)
         ids = file.description["sequences"]
         if into is None:
             moves = SequenceMap([*range(len(ids))], ids, ids)
-            return _restored(file, saved, make(file), moves, fresh=False)
+            return _restore(file, saved, make(file), moves, fresh=False)
         check_fits(saved, into)
         moves = _moves(ids, into, sequences)
-        return _restored(file, saved, into, moves, fresh=True, donate=donate)
+        return _restore(file, saved, into, moves, fresh=True, donate=donate)
 
 
-def _checked(file: File, model: Json) -> Cache:
+def _check_model(file: File, model: Json) -> Cache:
     """Return the shapes of what was saved, if the model is not known to be another one."""
     known = file.description["model"]
     if model is not None and known is not None and json_round_trip(model, "model_id") != known:
@@ -228,7 +228,7 @@ def _moves(
     return SequenceMap([saved.index(seq) for seq in goes], [*goes], np.asarray(new).tolist())
 
 
-def _restored(
+def _restore(
     file: File, saved: Cache, cache: Cache, moves: SequenceMap, *, fresh: bool, donate: bool = True
 ) -> Cache:
     """Return a cache that has taken in what was saved, which is compared before."""
@@ -258,4 +258,4 @@ def _restored(
         buffers = own.cache.buffers
         buffers = buffers if donate else jax.tree.map(jnp.copy, buffers)
         found.append((placed.table, own.part.filled(buffers, own.buffers, fill)))
-    return assembled(cache, found)
+    return with_parts(cache, found)

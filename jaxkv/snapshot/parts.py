@@ -185,35 +185,35 @@ def names(buffers: PyTree, prefix: str) -> PyTree:
 def static_fields(table: Cells | States) -> dict[str, Json]:
     """Return the static fields of a table as JSON holds them, without the rules of a mesh."""
     return {
-        one.name: encoded(getattr(table, one.name))
+        one.name: to_json(getattr(table, one.name))
         for one in fields(table)
         if one.metadata.get("static") and one.name != "sharding_rules"
     }
 
 
-def encoded(value: Any) -> Json:
+def to_json(value: Any) -> Json:
     """Return a static value as JSON holds it.
 
     >>> encoded((None, Window(4, "sliding")))
     [None, {'Window': {'width': 4, 'rule': 'sliding'}}]
     """
     if isinstance(value, tuple):
-        return [encoded(one) for one in value]
+        return [to_json(one) for one in value]
     name = type(value).__name__
     if name in _VALUES:
-        return {name: {one.name: encoded(getattr(value, one.name)) for one in fields(value)}}
+        return {name: {one.name: to_json(getattr(value, one.name)) for one in fields(value)}}
     return value
 
 
-def decoded(value: Any) -> Any:
-    """Return the static value that JSON holds, which `encoded` made of it.
+def from_json(value: Any) -> Any:
+    """Return the static value that JSON holds, which `to_json` made of it.
 
     >>> decoded([None, {"Window": {"width": 4, "rule": "sliding"}}])
     (None, Window.sliding(4))
     """
     if isinstance(value, list):
-        return tuple(decoded(one) for one in value)
+        return tuple(from_json(one) for one in value)
     if isinstance(value, dict):
         ((name, found),) = value.items()
-        return _VALUES[name](**{key: decoded(one) for key, one in found.items()})
+        return _VALUES[name](**{key: from_json(one) for key, one in found.items()})
     return value

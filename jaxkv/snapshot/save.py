@@ -100,7 +100,7 @@ def _content(
     texts = {} if tokens is None else tokens
     if not isinstance(texts, Mapping):
         raise TypeError(f"wanted tokens by sequence, such as {{0: [1, 2]}}, got {type(texts)}")
-    known = {int(spec.sequence_ids(seq)): _listed(text, seq) for seq, text in texts.items()}
+    known = {int(spec.sequence_ids(seq)): _token_list(text, seq) for seq, text in texts.items()}
     if not set(known) <= set(saved):
         raise ValueError(
             f"wanted tokens of the saved sequences {saved}, got some of "
@@ -125,7 +125,7 @@ def _content(
     return description, arrays
 
 
-def _listed(text: Sequence[int], seq: int) -> list[int]:
+def _token_list(text: Sequence[int], seq: int) -> list[int]:
     """Return the tokens of a sequence as a list."""
     found = np.asarray(check_int32(text, "tokens"))
     if found.ndim != 1:

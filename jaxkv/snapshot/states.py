@@ -16,10 +16,10 @@ import numpy as np
 from jaxkv.cache_spec import CacheSpec
 from jaxkv.core.array_utils import to_host
 from jaxkv.core.constants import EMPTY, END
-from jaxkv.core.hashing import chained, replaced
+from jaxkv.core.hashing import chain_hashes, replace_hash
 from jaxkv.recurrent.states import empty_fields
 from jaxkv.recurrent.table import StateTable, make_recurrent_cache
-from jaxkv.snapshot.chunks import put_in, taken_out
+from jaxkv.snapshot.chunks import put_in, take_cells
 from jaxkv.snapshot.parts import (
     Entries,
     Form,
@@ -28,8 +28,8 @@ from jaxkv.snapshot.parts import (
     SequenceMap,
     SlotAssignment,
     check_places,
-    decoded,
     expect,
+    from_json,
     static_fields,
 )
 from jaxkv.spec import check_pools
@@ -73,7 +73,7 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
         sizes = {
             one: description[one] for one in ("layers", "sequences", "streams", "max_rollback")
         }
-        static = {name: decoded(value) for name, value in description["static"].items()}
+        static = {name: from_json(value) for name, value in description["static"].items()}
         table = StateTable(**empty_fields(**sizes), **static)
         layers: tuple[dict[str, jax.Array], ...] = tuple({} for _ in range(sizes["layers"]))
         for name, (dtype, (_, *shape)) in entries.items():
@@ -120,7 +120,7 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
             "content": host.content[stream, cell],
             "written": (host.holds == host.cell_hash[None])[:, stream, cell],
         }
-        take = partial(taken_out, streams=stream, cells=cell, read=_read, size=CHUNK)
+        take = partial(take_cells, streams=stream, cells=cell, read=_read, size=CHUNK)
         return found, jax.tree.map(take, buffers)
 
     @staticmethod
@@ -179,8 +179,8 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
         host.cell[new] = where
 
         there = jnp.asarray(host.cell_hash[streams, cells])
-        mark = chained(jnp.full(origin.shape, seed, jnp.uint32), jnp.asarray(origin))
-        stamp = np.asarray(replaced(there, mark))
+        mark = chain_hashes(jnp.full(origin.shape, seed, jnp.uint32), jnp.asarray(origin))
+        stamp = np.asarray(replace_hash(there, mark))
         host.cell_hash[streams, cells] = stamp
         host.content[streams, cells] = read("content")[origin]
         host.holds[:, streams, cells] = np.where(read("written")[:, origin], stamp, 0)

@@ -17,7 +17,7 @@ from jaxkv.ops.attention.softmax import Options
 from jaxkv.ops.attention.visibility import Visibility
 from jaxkv.ops.layer_stack import each_array, is_of_layer, part_of_all
 from jaxkv.ops.mla import ValueSlice
-from jaxkv.ops.quantised import decoded, encoded, zeros
+from jaxkv.ops.quantised import from_stored, to_stored, zeros
 
 LAYER, LAYERS = 1, 3
 """Of a stacked array of so many layers, the one that is looked at."""
@@ -95,7 +95,7 @@ def bias_between(visibility: Visibility) -> Any:
 def numbers(stored: Any) -> jax.Array:
     """Return keys or values of all streams, `[S, K, N, D]`, in whatever form they are stored."""
     one = each_array(lambda x: x.all[LAYER::LAYERS] if is_of_layer(x) else x, stored)
-    return decoded(one)
+    return from_stored(one)
 
 
 def coded(x: Any, dtype: str) -> tuple[np.ndarray, np.ndarray]:
@@ -198,7 +198,7 @@ def case(
         shape = (streams * (LAYERS if stacked else 1), groups, cells, numbers)
         x = jnp.asarray(rng.normal(size=shape), jnp.float32)
         like = zeros((1,), dtype)
-        x = encoded(x, like) if jnp.dtype(dtype).itemsize == 1 else x.astype(dtype)
+        x = to_stored(x, like) if jnp.dtype(dtype).itemsize == 1 else x.astype(dtype)
         return jax.tree.map(lambda y: part_of_all(y, LAYER, LAYERS), x) if stacked else x
 
     k = stored(size)

@@ -9,7 +9,7 @@ import pytest
 
 import jaxkv
 from jaxkv import sharding
-from jaxkv.kv.fill_order import STRIPE, cell_of, dealt
+from jaxkv.kv.fill_order import STRIPE, cell_of, to_fill_order
 from tests.caches import STRIPES, VOCABULARY, attention_cache, run
 from tests.meshes import RULES, mesh_of, placed
 from tests.oracle import Oracle
@@ -23,7 +23,7 @@ BY_NUMBER = {"placement": "any"}
 @pytest.mark.parametrize(("share", "shards"), [(3, 2), (65, 3), (320, 4)])
 def test_dealt_and_cell_of_match_oracle(share, shards):
     cells = share * shards
-    order = dealt(jnp.arange(cells), shards).tolist()
+    order = to_fill_order(jnp.arange(cells), shards).tolist()
     assert order == Oracle(cells, 1, shards=shards).order
     assert cell_of(jnp.arange(cells + 1), cells, shards).tolist() == [*order, cells]
 
@@ -43,7 +43,7 @@ def test_apply_striped_fills_all_shares_alike():
     cache, _ = jaxkv.seq_rm(cache, 0, 64, 320)
     packed = jaxkv.apply(cache, jaxkv.defrag_plan(cache))
     assert used_by_share(packed) == used_by_share(cache) == [128, 100, 64, 64]
-    order = dealt(packed.table.position[0], SHARDS)
+    order = to_fill_order(packed.table.position[0], SHARDS)
     assert (order[:356] >= 0).all() and (order[356:] == -1).all()
 
 

@@ -13,12 +13,12 @@ import pytest
 
 import jaxkv
 from jaxkv.kv.tiles import TILE, tile_of
-from jaxkv.ops.attention.bias import checked_bias
+from jaxkv.ops.attention.bias import check_bias
 from jaxkv.ops.attention.dispatch import attend
 from jaxkv.ops.attention.softmax import Options
 from jaxkv.ops.attention.visibility import mask_of
 from jaxkv.ops.mla import ValueSlice
-from jaxkv.ops.quantised import encoded, zeros
+from jaxkv.ops.quantised import to_stored, zeros
 from jaxkv.window import Window
 from tests import hlo
 from tests.caches import TILES, attention_cache, drawing, drawn
@@ -90,7 +90,7 @@ def case(kind, *, lists=1, cells=2048, size=TILE, seed=0, values=D + 1):
 
 
 def int8(q, k, v, visibility):
-    return q, *(encoded(x, zeros((1, 1, 1, x.shape[3]), "int8")) for x in (k, v)), visibility
+    return q, *(to_stored(x, zeros((1, 1, 1, x.shape[3]), "int8")) for x in (k, v)), visibility
 
 
 def bfloat16(q, k, v, visibility):
@@ -101,7 +101,7 @@ def biased(q, k, v, visibility):
     def slope(query, key, head):
         return -(0.1 ** (head + 1.0)) * abs(query - key)
 
-    bias = checked_bias(slope, (1, T, K * G, k.shape[2]))
+    bias = check_bias(slope, (1, T, K * G, k.shape[2]))
     position = jnp.arange(k.shape[2])[None] % 50
     return q, k, v, replace(visibility, bias=bias, position=position, at=visibility.at + 60)
 

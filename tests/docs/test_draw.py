@@ -14,7 +14,7 @@ import pytest
 import jaxkv
 from jaxkv import make_batch
 from jaxkv.draw import plot
-from jaxkv.draw.cell_runs import folded
+from jaxkv.draw.cell_runs import merge_runs
 from jaxkv.draw.colours import PALETTE
 from jaxkv.draw.html import html_of
 from jaxkv.hybrid import compose
@@ -172,7 +172,7 @@ def test_folded_without_neighbours_builds_one_fold():
     """Not every way of folding: that would take long in a large table."""
     view = replace(interleaved().cells(), position=np.arange(300, 0, -1)[None])
     asked = []
-    folded(view, 0, 50, lambda runs: asked.append(len(runs)) or True)
+    merge_runs(view, 0, 50, lambda runs: asked.append(len(runs)) or True)
     assert asked == [1]
 
 

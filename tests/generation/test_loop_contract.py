@@ -12,7 +12,7 @@ import jaxkv
 from jaxkv import generation, make_batch
 from jaxkv.cache import split
 from jaxkv.generation.sampler import Sampler
-from jaxkv.ops.attention.bias import checked_bias
+from jaxkv.ops.attention.bias import check_bias
 from jaxkv.serving import PrefixStore
 from tests.caches import SPLIT, VOCABULARY, assert_identical, filled
 from tests.cases import in_lanes
@@ -254,5 +254,5 @@ def test_samplers_of_equal_fields_share_no_program(loop):
 def test_biases_of_equal_fields_share_no_program():
     one, other = of_equal_fields(2, (), "__call__", lambda _, i, at, key, head: i * 1.0 * key)
     assert jax.tree.structure(one[1]) == jax.tree.structure(other[1])  # fixed in JAX: do without
-    one, other = (checked_bias(bias, (1, 1, 1, 2)) for _, bias in (one, other))
+    one, other = (check_bias(bias, (1, 1, 1, 2)) for _, bias in (one, other))
     assert jax.tree.structure(one) != jax.tree.structure(other)

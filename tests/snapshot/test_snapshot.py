@@ -15,7 +15,7 @@ import jaxkv
 from jaxkv import snapshot
 from jaxkv.cache import merge, split
 from jaxkv.kv.cells import Cells, lacks
-from jaxkv.recurrent.states import occupied
+from jaxkv.recurrent.states import is_occupied
 from tests import caches, histories
 from tests.caches import GROUPS, RUNS, SMALL, Kind, assert_identical, drawing, drawn
 from tests.cases import in_lanes, mostly_nightly
@@ -91,7 +91,7 @@ def unstamped(cache):
     for part in cache.parts:
         table, _ = split(part)
         if not isinstance(table, Cells):
-            live = occupied(table, table.cell)
+            live = is_occupied(table, table.cell)
             held = (table.holds == table.cell_hash[None]) & live[None]
             table = replace(table, holds=held, content=jnp.where(live, table.content, 0))
         else:

@@ -24,7 +24,7 @@ import jaxkv
 from jaxkv import snapshot
 from jaxkv.cache import merge, split
 from jaxkv.hybrid import compose
-from jaxkv.snapshot.file import opened, written
+from jaxkv.snapshot.file import open_file, written
 from tests import histories
 from tests.caches import assert_identical, attention_cache, drawn, recurrent_cache
 from tests.cases import in_lanes
@@ -151,7 +151,7 @@ def test_load_compares_models_where_both_are_known():
 
 def test_inspect_reads_files_from_before_notes():
     data = snapshot.save(make(), model_id="old")
-    with opened(data) as file:
+    with open_file(data) as file:
         said = {name: file.description[name] for name in ("cache", "sequences", "tokens", "model")}
         data = written(said, {name: file[name] for name in file.arrays})
     assert snapshot.inspect(data).notes is None and snapshot.inspect(data).model == "old"
@@ -160,7 +160,7 @@ def test_inspect_reads_files_from_before_notes():
 
 def resigned(data, changes):
     """A file with other arrays, or values at paths of its description, and right checksums."""
-    with opened(data) as file:
+    with open_file(data) as file:
         arrays = {name: file[name] for name in file.arrays}
     said = {name: value for name, value in file.description.items() if name != "arrays"}
     for path, value in changes.items():
@@ -198,7 +198,7 @@ VALUES = [-(2**31), -1, 0, 4, 2**31 - 1]
 def test_load_of_changed_content_raises_or_is_what_the_file_says(part):
     cache, data = of_each_kind()
     before, refused = jax.tree.map(np.asarray, cache), set()
-    with opened(data) as file:
+    with open_file(data) as file:
         arrays = {n: file[n] for n in file.arrays if n.startswith(f"table.parts.{part}.")}
     places = [(n, i) for n, x in arrays.items() for i in {0, x.size // 2, x.size - 1}]
     for (name, i), value in itertools.product(places, VALUES):
@@ -215,7 +215,10 @@ def test_load_of_changed_content_raises_or_is_what_the_file_says(part):
             refused.add(name)
             continue
         assert not any(map(int, loaded.check().values())), (name, i, value)
-        with opened(snapshot.save(loaded, sequences=[0, 1, 2])) as one, opened(there) as other:
+        with (
+            open_file(snapshot.save(loaded, sequences=[0, 1, 2])) as one,
+            open_file(there) as other,
+        ):
             assert all(np.array_equal(one[n], other[n]) for n in arrays), (name, i, value)
     assert refused == {name for name in arrays if not name.endswith(("written", "content"))}
     assert_identical(cache, before)

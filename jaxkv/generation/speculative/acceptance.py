@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from jaxkv.generation.padding import chosen
+from jaxkv.generation.padding import where_text
 from jaxkv.generation.sample_step import logprob_of
 from jaxkv.generation.sampler import Sampler, adjust_logits, draw, draw_key
 from jaxkv.generation.speculative.drafters import DraftTokens
@@ -53,13 +53,13 @@ def verify(
         if sampler.is_random:
             number = state.draw_index + i
             keys = draw_key(state.key, number, 1)
-            accepted, rest = _compared(adjusted, guessed, drawn_from, keys)
+            accepted, rest = _compare_guesses(adjusted, guessed, drawn_from, keys)
             adjusted = jnp.where(valid[:, None], rest, adjusted)
             token = draw(sampler, adjusted, draw_key(state.key, number, 0))
             token = jnp.where(valid & accepted, guessed, token)
         else:
             token = draw(sampler, adjusted, state.key)
-        adjusting = chosen(holds & (token >= 0), sampler.update(adjusting, token), adjusting)
+        adjusting = where_text(holds & (token >= 0), sampler.update(adjusting, token), adjusting)
         found = token, logprob_of(logits, token, holds), holds
         return (holds & valid & (token == guessed), adjusting), found
 
@@ -125,7 +125,7 @@ def verify_branches(
             held, rest = _first_to_hold(adjusted, offered, alive & valid, q, keys)
             token = draw(sampler, rest, draw_key(state.key, number, 0))
             token = jnp.where(held >= 0, held, token)
-        adjusting = chosen(holds & (token >= 0), sampler.update(adjusting, token), adjusting)
+        adjusting = where_text(holds & (token >= 0), sampler.update(adjusting, token), adjusting)
         found = token, logprob_of(here, token, holds), holds
         follows = alive & valid & (offered == token[:, None])
         holds &= jnp.any(follows, axis=1)
@@ -186,7 +186,7 @@ def _normal(rest: Float[Array, "T V"], whole: Float[Array, "T V"]) -> Float[Arra
     return jnp.where(total > 0, rest / jnp.where(total > 0, total, 1), whole)
 
 
-def _compared(
+def _compare_guesses(
     adjusted: Float[Array, "T V"],
     guessed: Int32[Array, " T"],
     drawn_from: Float[Array, "T V"] | None,

@@ -18,7 +18,7 @@ from jaxkv.cache import Cache, split
 from jaxkv.core.donation import check_there
 from jaxkv.core.validate import check_count
 from jaxkv.generation.model_step import Forward, model_step
-from jaxkv.generation.padding import chosen, padded
+from jaxkv.generation.padding import pad_prompts, where_text
 from jaxkv.generation.sampler import Sampler, adjust_logits, draw, draw_key
 from jaxkv.generation.state import DecodeState, ends
 from jaxkv.planning.planners import plan_next
@@ -218,7 +218,7 @@ def prompt_lookup(
     num_branches = check_count(num_branches, "num_branches")
     if recent <= ngram:
         raise ValueError(f"wanted recent of more than ngram = {ngram} tokens, got {recent}")
-    rows = jnp.asarray(padded(prompts, recent))
+    rows = jnp.asarray(pad_prompts(prompts, recent))
     return PromptLookup(
         recent=rows, ngram=ngram, num_draft_tokens=num_draft_tokens, num_branches=num_branches
     )
@@ -283,7 +283,7 @@ class DraftModel(Drafter):
             adjusted = adjust_logits(sampler, logits, adjusting)
             token = draw(sampler, adjusted, draw_key(state.key, state.draw_index + i, 2))
             going &= plan.ok & (token >= 0)
-            adjusting = chosen(going, sampler.update(adjusting, token), adjusting)
+            adjusting = where_text(going, sampler.update(adjusting, token), adjusting)
             return (cache, adjusting, token, going), (token, going, adjusted)
 
         carry, first = step(carry, tokens, valid, jnp.int32(0))

@@ -23,7 +23,7 @@ from jaxkv.core.tree_types import TreeWithTypes, with_types
 from jaxkv.core.validate import check_count
 from jaxkv.generation.model_step import Forward, model_step, own_or_copied_buffers
 from jaxkv.generation.results import DecodeResult
-from jaxkv.generation.sample_step import nothing_picked, stops
+from jaxkv.generation.sample_step import empty_samples, stops
 from jaxkv.generation.sampler import Sampler
 from jaxkv.generation.speculative import token_tree
 from jaxkv.generation.speculative.acceptance import verify, verify_branches
@@ -31,12 +31,12 @@ from jaxkv.generation.speculative.drafters import Drafter, DraftTokens, check_ro
 from jaxkv.generation.state import (
     DecodeState,
     check_sampler_state,
-    checked,
+    check_state,
     ends,
-    followed,
     going_on,
+    update_positions,
 )
-from jaxkv.jit_helpers import replicated
+from jaxkv.jit_helpers import replicate
 from jaxkv.plan import Plan, Reason
 from jaxkv.planning.planners import plan_next
 
@@ -186,7 +186,7 @@ def speculate(
     token_tree.check_branches(
         split(cache)[0].spec, drafter.batch_size, drafter.num_branches, "a cache"
     )
-    state = checked(split(cache)[0].spec, state)
+    state = check_state(split(cache)[0].spec, state)
     sampler = check_sampler_state(sampler, state)
     texts = state.token.shape[0]
     if drafter.batch_size != texts:
@@ -238,10 +238,10 @@ def _speculate(
         setup = setup._replace(sequences=sequences)
 
     def goes_on(now: _Progress) -> jax.Array:
-        return jnp.any(now.state.active & (_made(now.made) < num_tokens))
+        return jnp.any(now.state.active & (_num_sampled(now.made) < num_tokens))
 
     def body(now: _Progress) -> _Progress:
-        made, done = now.made, _made(now.made)
+        made, done = now.made, _num_sampled(now.made)
         active = now.state.active & (done < num_tokens)
         wanted = active & now.drafting
         draft, guess = now.draft.propose(setup.sampler, now.state, wanted, now.at)
@@ -267,8 +267,8 @@ def _speculate(
             state=turn.state,
             draft=draft.update(now.state.sequence, now.at, fed, turn.picked),
             made=_Drafted(
-                tokens=_appended(made.tokens, done, turn.tokens, turn.picked),
-                logprobs=_appended(made.logprobs, done, turn.logprobs, turn.picked + broken),
+                tokens=_append_rows(made.tokens, done, turn.tokens, turn.picked),
+                logprobs=_append_rows(made.logprobs, done, turn.logprobs, turn.picked + broken),
                 num_model_steps=made.num_model_steps + active,
                 num_drafted=made.num_drafted + tried,
                 num_accepted=made.num_accepted + turn.accepted,
@@ -284,26 +284,26 @@ def _speculate(
     begun = _Progress(cache, state, draft, made, at, jnp.ones(texts, bool))
     now = jax.lax.while_loop(goes_on, body, begun)
     table, _ = split(now.cache)
-    state, made = replicated(table, (followed(table, now.state), now.made))
+    state, made = replicate(table, (update_positions(table, now.state), now.made))
     return now.cache, state, now.draft, made
 
 
 def _nothing_made(texts: int, num_tokens: int) -> _Drafted:
     none = jnp.zeros(texts, jnp.int32)
     return _Drafted(
-        *nothing_picked(texts, num_tokens),
+        *empty_samples(texts, num_tokens),
         num_model_steps=none,
         num_drafted=none,
         num_accepted=none,
     )
 
 
-def _made(made: _Drafted) -> Int32[Array, " T"]:
+def _num_sampled(made: _Drafted) -> Int32[Array, " T"]:
     """Return how many tokens of each text were picked."""
     return jnp.sum(made.tokens >= 0, axis=1, dtype=jnp.int32)
 
 
-def _appended(
+def _append_rows(
     rows: Shaped[Array, "T steps"],
     start: Int32[Array, " T"],
     new: Shaped[Array, "T n"],
@@ -357,7 +357,7 @@ def _step(
     """Feed the last token of each active text and a guess, and keep what holds."""
     state = now.state
     guessed = jnp.any(draft.valid, axis=tuple(range(1, draft.valid.ndim)))
-    feed = _fed if draft.tokens.ndim == 2 else _fed_branches
+    feed = _feed_guess if draft.tokens.ndim == 2 else _feed_branches
     cache, plan, ok, picks, draft = feed(setup, draft, active, now)
     tokens, logprobs, held, adjusting = picks
     width = tokens.shape[1]
@@ -403,7 +403,7 @@ def _step(
     )
 
 
-def _fed(
+def _feed_guess(
     setup: _Setup, draft: DraftTokens, active: Bool[Array, " T"], now: _Progress
 ) -> tuple[Cache, Plan, Bool[Array, " T"], tuple, DraftTokens]:
     """Feed the last token of each active text, and a guess.
@@ -431,13 +431,13 @@ def _check_vocabulary(draft: DraftTokens, logits: Float[Array, "T n V"]) -> None
         )
 
 
-def _fed_branches(
+def _feed_branches(
     setup: _Setup, draft: DraftTokens, active: Bool[Array, " T"], now: _Progress
 ) -> tuple[Cache, Plan, Bool[Array, " T"], tuple, DraftTokens]:
     """Feed the last token of each active text, and `[T, k, n]` guesses; keep a branch.
 
     Returns:
-      What `_fed` does, of the branch that was followed.
+      What `_feed_guess` does, of the branch that was followed.
     """
     (table, buffers), state, sequences = split(now.cache), now.state, setup.sequences
     assert sequences is not None

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.batch import make_batch
-from jaxkv.core.array_utils import divided
+from jaxkv.core.array_utils import divmod_nonnegative
 from jaxkv.core.constants import NO_SLOT
 from jaxkv.generation.speculative.drafters import DraftTokens
 from jaxkv.jit_helpers import jit_table
@@ -79,7 +79,7 @@ def branch_sequences(
     spec, count = table.spec, table.spec.sequences
     size = count // spec.streams
     free = (~table.holding()).at[sequences].set(False).reshape(spec.streams, size)
-    stream, _ = divided(sequences, size)
+    stream, _ = divmod_nonnegative(sequences, size)
     beside = stream[:, None] == stream[None]
     ahead = jnp.sum(jnp.tril(beside, -1), axis=1, dtype=jnp.int32)
     turn = ahead[:, None] * (num_branches - 1) + jnp.arange(num_branches - 1, dtype=jnp.int32)[None]

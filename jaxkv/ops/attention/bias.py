@@ -60,7 +60,7 @@ BiasOfLists = jax.Array | OfPlaces
 """A bias for lists of tokens: an array `[P, T, H or 1, N]` of floats, or a function of places."""
 
 
-def checked_bias(bias: object, shape: tuple[int, ...]) -> BiasOfLists | None:
+def check_bias(bias: object, shape: tuple[int, ...]) -> BiasOfLists | None:
     """Return a bias that a caller passed, for a `shape` of R rows, T tokens, H heads and N cells.
 
     An array is broadcast over rows, tokens and cells, and not over heads: `[R, T, H or 1, N]`.

@@ -29,7 +29,7 @@ from jaxkv.ops.attention.softmax import (
     ungroup_queries,
     with_sinks,
 )
-from jaxkv.ops.attention.transforms import derived_by, folded
+from jaxkv.ops.attention.transforms import fold_vmap, with_derivatives_of
 from jaxkv.ops.attention.visibility import Visibility, bias_of, mask_of
 from jaxkv.ops.mla import Values, ValueSlice
 from jaxkv.ops.quantised import Stored
@@ -57,7 +57,8 @@ q: `[P, T, H, D]` floats, queries of P lists of tokens. Query head h reads key/v
 k: `[S, K, N, D]`, keys of all streams; a key that no token may see holds anything, also a NaN.
 v: `[S, K, N, Dv]`, values, all of them finite.
 sight: what decides which cells each token sees, and what is added to their logits; from it an
-  implementation makes what it needs. A cell that a bias hides has the lowest logit, see `masked`.
+  implementation makes what it needs. A cell that a bias hides has the lowest logit, see
+  `mask_logits`.
 options: scale and softcap. Sinks are added afterwards, when all cells have been weighed.
 
 It returns a softmax that is still open, so that it can be joined with that over other cells.
@@ -143,9 +144,11 @@ def with_derivatives(**ways: AttentionFn) -> AttentionFn:
         q: jax.Array, k: Stored, v: Stored, visibility: Visibility, options: Options
     ) -> OnlineSoftmax:
         of_lists, mask = visibility.of_lists, mask_of(visibility)
-        return xla.cleaned(q, of_lists(k), of_lists(v), mask, options, bias_of(visibility, mask))
+        return xla.by_mask_differentiable(
+            q, of_lists(k), of_lists(v), mask, options, bias_of(visibility, mask)
+        )
 
-    return derived_by(plain, folded(by_platform(**ways)))
+    return with_derivatives_of(plain, fold_vmap(by_platform(**ways)))
 
 
 IMPLEMENTATIONS: dict[Implementation | None, AttentionFn] = {
@@ -176,7 +179,7 @@ def attend(
     """Attend from lists of tokens to the cells of their streams.
 
     Only tests and benchmarks call it. The layers of a model go through `jaxkv.kv.layer`, whose
-    `_attended` is traced and lowered once for all layers, and calls `partial_attention` and
+    `_attend_layer` is traced and lowered once for all layers, and calls `partial_attention` and
     `finalize` itself.
 
     Args:
@@ -236,7 +239,9 @@ def finalize(
     return ungroup_queries(normalize(with_sinks(sums, options.sinks)), q.shape[1]).astype(q.dtype)
 
 
-_by_mask = derived_by(xla.cleaned, by_platform(cpu=xla_cpu.by_mask, default=xla.by_mask))
+_by_mask = with_derivatives_of(
+    xla.by_mask_differentiable, by_platform(cpu=xla_cpu.by_mask, default=xla.by_mask)
+)
 
 
 @partial(jax.jit, static_argnames=("scale", "softcap"))

@@ -22,7 +22,7 @@ from jaxkv.ops.attention.softmax import (
     softmax_dtype,
 )
 from jaxkv.ops.attention.visibility import Visibility, bias_of, mask_of
-from jaxkv.ops.quantised import Quantised, Stored, decoded
+from jaxkv.ops.quantised import Quantised, Stored, from_stored
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -35,7 +35,7 @@ def xla(
 
     Quantised buffers are decoded first, all cells of the layer. See `jaxkv.ops.attention.dispatch`.
     """
-    k, v = decoded(visibility.of_lists(k)), decoded(visibility.of_lists(v))
+    k, v = from_stored(visibility.of_lists(k)), from_stored(visibility.of_lists(v))
     dtype = jnp.result_type(q, k, v)
     return _weigh("xla", q.astype(dtype), k.astype(dtype), v.astype(dtype), visibility, options)
 

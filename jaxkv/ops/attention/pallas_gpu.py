@@ -304,9 +304,9 @@ def _kernel(
     block, part, head = (pl.program_id(i) for i in range(3))
     cells, stream = k.shape[2], streams[block]
     pool = stream if layers == 1 else jax.lax.div(stream, jnp.int32(layers))
-    query, in_query = _filled(q.shape[2], cut.queries)
-    key, in_key = _filled(k.shape[3])
-    value, in_value = _filled(v.shape[3])
+    query, in_query = _padded_range(q.shape[2], cut.queries)
+    key, in_key = _padded_range(k.shape[3])
+    value, in_value = _padded_range(v.shape[3])
     queries = _load(
         q, block, head, query[:, None], key[None], inside=in_query[:, None] & in_key[None]
     )
@@ -376,8 +376,8 @@ def _join(
     The first three are the outputs of `_kernel`; the last three are the same without J.
     """
     where = tuple(pl.program_id(i) for i in range(3))
-    part, there = _filled(out_of.shape[0])
-    value, in_value = _filled(out_of.shape[4])
+    part, there = _padded_range(out_of.shape[0])
+    value, in_value = _padded_range(out_of.shape[4])
     tops = _load(highest_of, part, *where, inside=there, other=LOWEST)
     totals = _load(total_of, part, *where, inside=there)
     both = there[:, None] & in_value[None]
@@ -394,7 +394,7 @@ def _power(count: int) -> int:
     return max(16, 1 << (count - 1).bit_length())
 
 
-def _filled(count: int, size: int | None = None) -> tuple[jax.Array, jax.Array]:
+def _padded_range(count: int, size: int | None = None) -> tuple[jax.Array, jax.Array]:
     """Return numbers from 0 up to a power of two, or `size`, and which are below `count`.
 
     `[n]` int32 and bool.

@@ -41,7 +41,7 @@ from jaxkv.ops.attention.softmax import (
     OnlineSoftmax,
     Options,
     group_queries,
-    masked,
+    mask_logits,
     softmax_dtype,
 )
 from jaxkv.ops.attention.visibility import QueryBounds, Visibility
@@ -262,7 +262,7 @@ def _kernel(
     over = ((2,), (1 if in_lanes[0] else 2,)), ((0,), (0,))
     logits = _product(q[0].astype(dtype), keys[0].astype(dtype), over, out.dtype)  # [h, X, C]
     logits = logits if key_scales is None else logits * key_scales[0]
-    logits = masked(options.capped(logits), seen[None])
+    logits = mask_logits(options.capped(logits), seen[None])
     top = jnp.maximum(max_logit[0], jnp.max(logits, axis=2, keepdims=True))
     down, weights = jnp.exp(max_logit[0] - top), jnp.exp(logits - top)
     max_logit[0] = top

@@ -78,7 +78,7 @@ def softmax_dtype(q: Float[Array, "*_"]) -> jnp.dtype:
     return jnp.promote_types(q.dtype, jnp.float32)
 
 
-def masked(
+def mask_logits(
     logits: Float[Array, "*#n C"],
     mask: Bool[Array, "*#n C"],
     bias: Float[Array, "*#n #C"] | None = None,
@@ -101,19 +101,19 @@ def zero_unseen(sums: OnlineSoftmax, sees: Bool[Array, "P T"]) -> OnlineSoftmax:
     cell is so much higher that nothing is left of hidden ones.) And a kernel that never came to the
     token has left any numbers there.
     """
-    return _kept(sums, jnp.tile(sees, sums.denom.shape[2] // sees.shape[1])[:, None])
+    return _reset_unseen(sums, jnp.tile(sees, sums.denom.shape[2] // sees.shape[1])[:, None])
 
 
 def nan_unless_hidden(sums: OnlineSoftmax) -> OnlineSoftmax:
     """Set the sums of a query to those over no cells where a bias hides all that its token sees.
 
     Its highest logit is then the lowest one, and that of a query that sees a cell is not: see
-    `masked`.
+    `mask_logits`.
     """
-    return _kept(sums, sums.max_logit != LOWEST)
+    return _reset_unseen(sums, sums.max_logit != LOWEST)
 
 
-def _kept(sums: OnlineSoftmax, sees: jax.Array) -> OnlineSoftmax:
+def _reset_unseen(sums: OnlineSoftmax, sees: jax.Array) -> OnlineSoftmax:
     """Set the sums of queries that see nothing to those over no cells.
 
     `sees` is `[P, K or 1, X]` bool.
@@ -139,7 +139,7 @@ def merge_softmax(a: OnlineSoftmax, b: OnlineSoftmax) -> OnlineSoftmax:
     return a.merge_block(highest, b.denom * down, b.out * down[..., None])
 
 
-def joined_over(sums: OnlineSoftmax, axes: tuple[str, ...]) -> OnlineSoftmax:
+def join_over(sums: OnlineSoftmax, axes: tuple[str, ...]) -> OnlineSoftmax:
     """Return the open softmax over the cells of all devices along axes of a mesh.
 
     It costs one small message.

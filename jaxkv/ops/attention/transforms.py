@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from jaxtyping import PyTree
 
 
-def derived_by(
+def with_derivatives_of(
     plain: Callable[..., OnlineSoftmax], way: Callable[..., OnlineSoftmax]
 ) -> Callable[..., OnlineSoftmax]:
     """Give the implementation `way` the derivatives of another, `plain`, in both modes.
@@ -49,7 +49,7 @@ def derived_by(
     return partial_attention
 
 
-def folded(way: Callable[..., OnlineSoftmax]) -> Callable[..., OnlineSoftmax]:
+def fold_vmap(way: Callable[..., OnlineSoftmax]) -> Callable[..., OnlineSoftmax]:
     """Under `vmap`, run an implementation on one cache with the streams of the whole batch.
 
     Else a `cond` whose condition differs within the batch would compute both branches, and a loop

@@ -16,12 +16,12 @@ from jaxkv.ops.attention.softmax import (
     Options,
     by_kv_heads,
     group_queries,
-    masked,
+    mask_logits,
     softmax_dtype,
     zero_unseen,
 )
 from jaxkv.ops.attention.visibility import Visibility, bias_of, mask_of
-from jaxkv.ops.quantised import Numbers, Stored, decoded, scored, weighed
+from jaxkv.ops.quantised import Numbers, Stored, from_stored, qk_logits, weighted_values
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
@@ -35,7 +35,7 @@ def whole(
     return by_mask(q, of_lists(k), of_lists(v), mask, options, bias_of(visibility))
 
 
-def cleaned(
+def by_mask_differentiable(
     q: Float[Array, "P T H D"],
     k: Numbers,
     v: Numbers,
@@ -49,7 +49,7 @@ def cleaned(
     cells that no token of a list sees are set to zero, which takes a copy.
     """
     seen = jnp.any(mask, axis=1)[:, None, :, None]
-    k, v = (jnp.where(seen, decoded(x), 0) for x in (k, v))
+    k, v = (jnp.where(seen, from_stored(x), 0) for x in (k, v))
     return by_mask(q, k, v, mask, options, bias)
 
 
@@ -78,7 +78,7 @@ def by_mask(
     return zero_unseen(sums, jnp.any(mask, axis=2))
 
 
-def added(
+def add_cells(
     sums: OnlineSoftmax,
     q: Float[Array, "P K X D"],
     k: Numbers,
@@ -108,14 +108,14 @@ def added(
 def _logits(
     q: jax.Array, k: Numbers, mask: jax.Array, options: Options, bias: jax.Array | None
 ) -> jax.Array:
-    """Return masked logits `[P, K, X, C]` in `softmax_dtype`; arguments as in `added`."""
-    logits = scored(q, k, softmax_dtype(q))
+    """Return masked logits `[P, K, X, C]` in `softmax_dtype`; arguments as in `add_cells`."""
+    logits = qk_logits(q, k, softmax_dtype(q))
     by_token = options.capped(logits).reshape(*q.shape[:2], -1, *mask.shape[1:])
     bias = None if bias is None else by_kv_heads(bias, k.shape[1])
-    return masked(by_token, mask[:, None, None], bias).reshape(logits.shape)
+    return mask_logits(by_token, mask[:, None, None], bias).reshape(logits.shape)
 
 
 def _weigh(weights: jax.Array, v: Numbers) -> tuple[jax.Array, jax.Array]:
     """Add up weights `[P, K, X, C]`, to `[P, K, X]`, and weighted values, to `[P, K, X, Dv]`."""
-    out = weighed(weights, v)
+    out = weighted_values(weights, v)
     return jnp.sum(weights, axis=-1), out

@@ -21,7 +21,7 @@ from jaxkv.ops.attention.softmax import (
     Options,
     by_kv_heads,
     group_queries,
-    masked,
+    mask_logits,
     softmax_dtype,
     zero_unseen,
 )
@@ -84,7 +84,7 @@ def best(
     # The mask and the list of tiles are arguments: inside of a branch, each layer would make them.
     sums = jax.lax.cond(
         live.turns < FEW * live.tiles.size,
-        lambda q, live, _: one_by_one(q, k, v, live, options, added),
+        lambda q, live, _: one_by_one(q, k, v, live, options, add_cells),
         lambda q, _, mask: at_once(q, k, v, mask, options, bias_of(visibility)),
         *(group_queries(options.scaled(q), k.shape[1]), live, mask),
     )
@@ -103,7 +103,7 @@ def form_for(k: Stored) -> Added:
 
     For quantised keys `[S, K, N, D]` the plain one is faster, since its products convert the codes.
     """
-    return xla.added if isinstance(k, Quantised) else added
+    return xla.add_cells if isinstance(k, Quantised) else add_cells
 
 
 def whole(
@@ -148,7 +148,7 @@ def at_once(
     return OnlineSoftmax(highest.reshape(q.shape[:3]), *_weigh(jnp.exp(logits - highest), v))
 
 
-def added(
+def add_cells(
     sums: OnlineSoftmax,
     q: Float[Array, "P K X D"],
     k: Float[Array, "P K C D"],
@@ -157,7 +157,7 @@ def added(
     options: Options,
     bias: Float[Array, "P _ T C"] | None = None,
 ) -> OnlineSoftmax:
-    """Do what `jaxkv.ops.attention.xla.added` does, with the same arguments."""
+    """Do what `jaxkv.ops.attention.xla.add_cells` does, with the same arguments."""
     logits, v = _logits(q, k, mask, options, bias), _in_parts(v, q.shape[2])
     highest = jnp.max(logits, axis=(2, 5)).reshape(sums.max_logit.shape)
     highest = jax.lax.stop_gradient(jnp.maximum(highest, sums.max_logit))
@@ -179,7 +179,7 @@ def _logits(
     if bias is not None:
         bias = by_kv_heads(bias, k.shape[1])
         bias = bias.reshape(*bias.shape[:4], *k.shape[2:4]).transpose(0, 1, 4, 2, 3, 5)
-    return masked(logits, mask, bias)
+    return mask_logits(logits, mask, bias)
 
 
 def are_large(q: Float[Array, "*_"], k: Stored) -> bool:

@@ -28,7 +28,7 @@ from jaxkv.ops.attention.softmax import (
     Options,
     by_kv_heads,
     group_queries,
-    masked,
+    mask_logits,
     nothing,
     softmax_dtype,
     zero_unseen,
@@ -36,7 +36,7 @@ from jaxkv.ops.attention.softmax import (
 from jaxkv.ops.attention.visibility import Visibility, bias_of, mask_of
 from jaxkv.ops.attention.xla_tiles import one_by_one
 from jaxkv.ops.layer_stack import LayerView
-from jaxkv.ops.quantised import Quantised, Stored, scored, weighed
+from jaxkv.ops.quantised import Quantised, Stored, qk_logits, weighted_values
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
@@ -53,14 +53,14 @@ def best(
     tokens, cells, size = visibility.at.shape[1], k.shape[2], visibility.tile
     if size is None or cells % size or not visibility.all_streams or not 1 < tokens <= BLOCK:
         return xla_cpu.best(q, k, v, visibility, options)
-    own, shared, sees = parted(visibility, size)
+    own, shared, sees = split_tiles(visibility, size)
     mine, ours = find_active_tiles(own), find_active_tiles(shared)
     few = xla_cpu.FEW * mine.tiles.size
     packed_q = group_queries(options.scaled(q), k.shape[1])
     narrow = xla_cpu.upcasts_by_tile(k)
     # Keys and values are converted, or cut out of all layers, only for a few tiles at a time.
     piecewise = narrow or isinstance(k, LayerView) or isinstance(v, LayerView)
-    each, mask = partial(added, size), mask_of(own)
+    each, mask = partial(add_cells, size), mask_of(own)
 
     def one_after_another() -> OnlineSoftmax:
         return one_by_one(packed_q, k, v, mine, options, each, pinned=narrow)
@@ -93,7 +93,9 @@ def best(
 
 
 @partial(jax.jit, static_argnames="size")
-def parted(visibility: Visibility, size: int) -> tuple[Visibility, Visibility, Bool[Array, "P T"]]:
+def split_tiles(
+    visibility: Visibility, size: int
+) -> tuple[Visibility, Visibility, Bool[Array, "P T"]]:
     """Return the sight of tiles that one token alone sees, and the sight of all other tiles.
 
     And which tokens see anything; C is `size`. As with `mask_of`, each layer calls this, and the
@@ -110,7 +112,7 @@ def parted(visibility: Visibility, size: int) -> tuple[Visibility, Visibility, B
     )
 
 
-def added(
+def add_cells(
     size: int,
     sums: OnlineSoftmax,
     q: Float[Array, "P K X D"],
@@ -120,7 +122,7 @@ def added(
     options: Options,
     bias: Float[Array, "P _ T C"] | None = None,
 ) -> OnlineSoftmax:
-    """Do what `jaxkv.ops.attention.xla.added` does, where one token alone sees cells of a tile.
+    """Do what `jaxkv.ops.attention.xla.add_cells` does, where one token alone sees cells of a tile.
 
     The first argument is `size`, the C cells of a tile; the others are those of that function, for
     M * C cells.
@@ -133,18 +135,18 @@ def added(
     pick = partial(jnp.take_along_axis, axis=3, mode="promise_in_bounds")
     by_token = q.reshape(lists, kv_heads, -1, tokens, q.shape[3])
     mine = pick(by_token, token[:, None, None, :, None]).swapaxes(2, 3)  # [P, K, M, G, D]
-    logits = options.capped(_scores(mine, _tiled(k, size)))  # [P, K, M, G, C]
+    logits = options.capped(_scores(mine, _cut_tiles(k, size)))  # [P, K, M, G, C]
     if bias is not None:
         bias = by_kv_heads(bias, kv_heads)
         bias = bias.reshape(*bias.shape[:4], -1, size)  # [P, K, G, T, M, C]
         bias = pick(bias, token[:, None, None, None, :, None])[:, :, :, 0].swapaxes(2, 3)
-    logits = masked(logits, jnp.any(cut, axis=1)[:, None, :, None], bias)
+    logits = mask_logits(logits, jnp.any(cut, axis=1)[:, None, :, None], bias)
     highest = jnp.max(logits, axis=4, keepdims=True)
-    total, out = _weigh(jnp.exp(logits - highest), _tiled(v, size))
-    return _joined(sums, sees, highest[..., 0], total, out)
+    total, out = _weigh(jnp.exp(logits - highest), _cut_tiles(v, size))
+    return _join_tiles(sums, sees, highest[..., 0], total, out)
 
 
-def _joined(
+def _join_tiles(
     sums: OnlineSoftmax, sees: jax.Array, max_logit: jax.Array, denom: jax.Array, out: jax.Array
 ) -> OnlineSoftmax:
     """Add the sums of tiles to those of the tokens that see them, `[P, T, M]` bool.
@@ -168,7 +170,7 @@ def _joined(
     return sums.merge_block(*flat)
 
 
-def _tiled(x: Stored, size: int) -> Stored:
+def _cut_tiles(x: Stored, size: int) -> Stored:
     """Cut keys or values into tiles; `[P, K, M * C, D]` to `[P, K, M, C, D]`, unmoved."""
     return jax.tree.map(lambda y: y.reshape(*y.shape[:2], -1, size, y.shape[3]), x)
 
@@ -178,11 +180,11 @@ def _scores(q: jax.Array, k: Stored) -> jax.Array:
 
     The keys come first, as in `jaxkv.ops.attention.xla_cpu`.
     """
-    logits = scored(q, k, softmax_dtype(q), keys_first=True)
+    logits = qk_logits(q, k, softmax_dtype(q), keys_first=True)
     return jax.lax.optimization_barrier(logits).swapaxes(3, 4)
 
 
 def _weigh(weights: jax.Array, v: Stored) -> tuple[jax.Array, jax.Array]:
     """Add up weights `[P, K, M, G, C]`, to `[P, K, M, G]`, and values, to `[P, K, M, G, Dv]`."""
-    out = weighed(weights, v)
+    out = weighted_values(weights, v)
     return jnp.sum(weights, axis=-1), jax.lax.optimization_barrier(out)

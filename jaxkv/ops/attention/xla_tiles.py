@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
 Added = Callable[..., OnlineSoftmax]
-"""A function that adds a tile to the sums over others, see `jaxkv.ops.attention.xla.added`."""
+"""A function that adds a tile to the sums over others, see `jaxkv.ops.attention.xla.add_cells`."""
 
 
 def by_tiles(
     q: Float[Array, "P T H D"], k: Stored, v: Stored, visibility: Visibility, options: Options
 ) -> OnlineSoftmax:
     """Weigh the cells of live tiles, see `jaxkv.ops.attention.dispatch`."""
-    return block_by_block(q, k, v, visibility, options, xla.added)
+    return block_by_block(q, k, v, visibility, options, xla.add_cells)
 
 
 def block_by_block(
@@ -53,7 +53,7 @@ def block_by_block(
     *,
     pinned: bool = False,
 ) -> OnlineSoftmax:
-    """Weigh the cells of live tiles, each with `added`, for tokens in blocks.
+    """Weigh the cells of live tiles, each with `add_cells`, for tokens in blocks.
 
     The other arguments are those of `jaxkv.ops.attention.dispatch.Way`, and `pinned` of
     `one_by_one`.

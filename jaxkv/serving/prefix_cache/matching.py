@@ -11,10 +11,10 @@ import numpy as np
 
 from jaxkv.cache import Cache, split
 from jaxkv.core.constants import EMPTY, END
-from jaxkv.core.hashing import chained, content
+from jaxkv.core.hashing import chain_hashes, content
 from jaxkv.hybrid import HybridTable
 from jaxkv.jit_helpers import jit_table
-from jaxkv.kv.cells import Cells, held, owner_word
+from jaxkv.kv.cells import Cells, owner_word, sequence_positions
 from jaxkv.recurrent.states import States, stream_of
 from jaxkv.serving.prefix_cache.prompts import MissReason
 
@@ -104,14 +104,14 @@ def _can_go_on(
     holds = positions <= table.last(seq) + 1
     there = jax.vmap(table.can_resume, in_axes=(None, 0))(seq, positions)
     there = (positions == 0) | (holds & there)
-    wanted = chained(content(tokens, None), positions)
+    wanted = chain_hashes(content(tokens, None), positions)
     total = before + jnp.cumsum(wanted, dtype=jnp.uint32)
     if isinstance(table, States):
         place = stream_of(table, seq), table.cell[seq]
         same = _same(table.position[seq] - start, table.content[place], total)
         return there, jnp.ones_like(there), same, total[-1]
     stream, *_ = owner_word(table, seq)
-    same = _same(held(table, seq) - start, table.content[stream], wanted)
+    same = _same(sequence_positions(table, seq) - start, table.content[stream], wanted)
     return there, _whole(table, seq, positions), same, total[-1]
 
 
@@ -136,7 +136,7 @@ def _whole(cells: Cells, seq: Int32[Array, ""], positions: Int32[Array, " n"]) -
     What a window took is left out.
     """
     mark, (stream, *_) = cells.evicted_below[seq], owner_word(cells, seq)
-    there = jnp.where(cells.shift[stream] == 0, held(cells, seq), EMPTY)
+    there = jnp.where(cells.shift[stream] == 0, sequence_positions(cells, seq), EMPTY)
     there = jnp.sort(jnp.where(there < mark, END, there))
     first = jnp.concatenate([jnp.ones(1, bool), there[1:] != there[:-1]])
     below = jnp.cumsum(first, dtype=jnp.int32)[jnp.searchsorted(there, positions) - 1]
