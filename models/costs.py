@@ -89,7 +89,7 @@ def costs_of(model: Model, **sizes: Any) -> Costs:
     )
 
 
-def proposed(model: Model, **sizes: Any) -> Costs | None:
+def costs_on_fitted_mesh(model: Model, **sizes: Any) -> Costs | None:
     """Return what a model takes on the mesh that `jaxkv.sharding.fit_mesh` makes of its own.
 
     Returns:

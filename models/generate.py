@@ -8,7 +8,7 @@ import jaxkv
 from models.compiling import counting
 from models.model import Model
 from models.room import cells_for, make_with_room
-from models.run import Options, Run, used_of
+from models.run import Options, Run, num_used_cells_of_fullest
 from models.texts import OnText, Text, Writer, check_prompts
 
 
@@ -102,7 +102,7 @@ def generate_texts(
         cache, tally = run.go_on(first, writers)
         decode_seconds = perf_counter() - began
 
-        used = used_of(cache)
+        used = num_used_cells_of_fullest(cache)
         compiles = compiled() - warm
     return Generated(
         texts=[

@@ -383,7 +383,7 @@ def _read(shapes: Any, sources: Any, progress: Callable[[int, int], None] | None
 
     def put(wanted: jax.ShapeDtypeStruct, source: Tensor) -> jax.Array:
         nonlocal done
-        array = _placed(source.read(), wanted)
+        array = _place(source.read(), wanted)
         done += 1
         if progress is not None:
             progress(done, total)
@@ -392,7 +392,7 @@ def _read(shapes: Any, sources: Any, progress: Callable[[int, int], None] | None
     return jax.tree.map(put, shapes, sources)
 
 
-def _placed(values: np.ndarray, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+def _place(values: np.ndarray, wanted: jax.ShapeDtypeStruct) -> jax.Array:
     if wanted.sharding is None:
         return jnp.asarray(values, wanted.dtype)
 

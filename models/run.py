@@ -123,7 +123,7 @@ class Run:
             cache = done[-1].cache
         # Run the small programs once, on zero logits and an empty cache.
         cache = self.begin(cache, blank, limit=0).cache
-        used_of(cache)
+        num_used_cells_of_fullest(cache)
         return jax.block_until_ready((cache, model.params))[0]
 
     def feed(self, cache: Any) -> generation.DecodeResult:
@@ -220,6 +220,6 @@ class Tally:
     interrupted: bool = False
 
 
-def used_of(cache: Any) -> int:
+def num_used_cells_of_fullest(cache: Any) -> int:
     """Return the cells in use, of a cache of parts those of the fullest: windows hold fewer."""
     return max(int(part.num_used_cells()) for part in cache.parts)

@@ -69,7 +69,7 @@ class Chat:
     @property
     def held(self) -> int:
         """How many of the tokens of the current conversation need not be computed any more."""
-        return self.now.index(held_in(self.cache, self.now.sequence))
+        return self.now.index(num_held_tokens(self.cache, self.now.sequence))
 
     @property
     def without_kept(self) -> jaxkv.Cache:
@@ -93,7 +93,7 @@ def has_states(cache: jaxkv.Cache) -> bool:
     return cache.table.spec.max_rollback is not None
 
 
-def held_in(cache: jaxkv.Cache, sequence: int) -> int:
+def num_held_tokens(cache: jaxkv.Cache, sequence: int) -> int:
     """Return how many tokens a sequence holds, what a window let go of included."""
     return int(cache.seq_pos_max(sequence)) + 1
 
@@ -195,11 +195,11 @@ def undo(chat: Chat) -> tuple[Chat, str]:
       ChatError: when there is no turn.
     """
     _check_turns(chat)
-    chat, why = taken_back(chat, chat.now.turns[-1].start)
+    chat, why = take_back(chat, chat.now.turns[-1].start)
     return chat.going_on(chat.now.undone(), chat.cache), why
 
 
-def unanswered(chat: Chat) -> tuple[Chat, str]:
+def retract_answer(chat: Chat) -> tuple[Chat, str]:
     """Take the last answer back, for another one: the message is said again by the caller.
 
     What the cache holds of the message stays there, but for its last token, whose logits are the
@@ -212,11 +212,11 @@ def unanswered(chat: Chat) -> tuple[Chat, str]:
       ChatError: when there is no turn.
     """
     _check_turns(chat)
-    chat, why = taken_back(chat, chat.now.turns[-1].asked - 1)
+    chat, why = take_back(chat, chat.now.turns[-1].asked - 1)
     return chat.going_on(chat.now.unanswered(), chat.cache), why
 
 
-def taken_back(chat: Chat, length: int) -> tuple[Chat, str]:
+def take_back(chat: Chat, length: int) -> tuple[Chat, str]:
     """Take the current conversation back to its first tokens in the cache.
 
     Args:
@@ -230,7 +230,7 @@ def taken_back(chat: Chat, length: int) -> tuple[Chat, str]:
     """
     cache, now = chat.cache, chat.now
     end = now.place(length)
-    if held_in(cache, now.sequence) <= end:
+    if num_held_tokens(cache, now.sequence) <= end:
         return chat, ""
     cut, ok = jaxkv.seq_rm(cache, now.sequence, end)
     if ok:
@@ -239,7 +239,7 @@ def taken_back(chat: Chat, length: int) -> tuple[Chat, str]:
     chat, miss = recall(chat, length)
     # What was kept before the turn lacks the token that was picked last, which was not computed
     # yet; and a short message takes no longer than a token.
-    if held_in(chat.cache, now.sequence) >= now.place(now.turns[-1].start) - 1:
+    if num_held_tokens(chat.cache, now.sequence) >= now.place(now.turns[-1].start) - 1:
         return chat, ""
     return chat, f"{' and '.join(_refusals(cache, now.sequence, end))}, and {NOT_KEPT[miss]}"
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 import jaxkv
 from jaxkv.jit_helpers import jit_table
-from models.chat.chat import Chat, has_states, held_in
+from models.chat.chat import Chat, has_states, num_held_tokens
 from models.chat.conversation import ChatError, Conversation
 
 
@@ -28,12 +28,12 @@ def give_way(chat: Chat, tokens: int) -> Chat | None:
     Returns:
       The chat; None where they would not find it, or had it before: nothing is let go of then.
     """
-    if _left(chat.cache, chat.now.sequence) >= tokens:
+    if _num_tokens_left(chat.cache, chat.now.sequence) >= tokens:
         return None
     cache, store = chat.cache, chat.store
     while store.prompts:
         cache, store = store.evict(cache, cells=store.num_used_cells(cache) - 1)
-        if _left(cache, chat.now.sequence) >= tokens:
+        if _num_tokens_left(cache, chat.now.sequence) >= tokens:
             return replace(chat, cache=cache, store=store)
     return None
 
@@ -90,7 +90,7 @@ def cut_of(now: Conversation) -> int:
 def _why_stuck(chat: Chat) -> str:
     """Say why a passage cannot be forgotten."""
     others = [name for name in chat.conversations if name != chat.current]
-    if any(held_in(chat.cache, chat.conversations[name].sequence) for name in others):
+    if any(num_held_tokens(chat.cache, chat.conversations[name].sequence) for name in others):
         return (
             f"the tokens that would move may be shared with {', '.join(others)}: /drop what is not "
             "needed, or /undo."
@@ -102,7 +102,7 @@ def _grows(part: jaxkv.Cache) -> bool:
     return part.table.spec.max_rollback is None and part.table.window is None
 
 
-def _left(cache: jaxkv.Cache, sequence: int) -> int:
+def _num_tokens_left(cache: jaxkv.Cache, sequence: int) -> int:
     """Return how many more tokens of a sequence find room."""
     table = cache.table
     return int(_room(table)[sequence])

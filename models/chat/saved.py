@@ -36,7 +36,7 @@ def save(path: str | os.PathLike, chat: Chat, model: Model) -> None:
         "kind": KIND,
         "current": chat.current,
         "kept": [*kept],
-        "conversations": {name: _described(one) for name, one in found.items()},
+        "conversations": {name: _conversation_json(one) for name, one in found.items()},
     }
     try:
         snapshot.save(
@@ -77,14 +77,15 @@ def load(path: str | os.PathLike, chat: Chat, model: Model) -> Chat:
         known = fingerprint(model)
         if info.model != known:
             raise ChatError(
-                f"{path} is of another model, {named(info.model)}, and this is {named(known)}."
+                f"{path} is of another model, {fingerprint_text(info.model)}, and this is "
+                f"{fingerprint_text(known)}."
             )
         goes = {one.sequence: seat for seat, one in enumerate(found.values())}
-        kept = kept_in(info)
+        kept = kept_tokens(info)
         current = info.notes["current"]
         if current not in found:
             raise ValueError(f"it says that {current} goes on, which is not there")
-        chat = _taken_in(path, replace(chat, cache=jaxkv.clear(chat.cache)), goes, kept)
+        chat = _load_chat(path, replace(chat, cache=jaxkv.clear(chat.cache)), goes, kept)
     except OSError as error:
         raise ChatError(f"{path} cannot be read: {error.strerror or error}.") from error
     except jaxkv.PlanRefusedError as error:
@@ -95,7 +96,7 @@ def load(path: str | os.PathLike, chat: Chat, model: Model) -> Chat:
     return replace(chat, conversations=conversations, current=current)
 
 
-def _taken_in(
+def _load_chat(
     path: str | os.PathLike, chat: Chat, goes: dict[int, int], kept: dict[int, list[int]]
 ) -> Chat:
     """Return an empty chat with what was saved, and what was kept if all of it has room.
@@ -117,7 +118,7 @@ def _taken_in(
     return replace(chat, cache=cache, store=store)
 
 
-def kept_in(info: Info) -> dict[int, list[int]]:
+def kept_tokens(info: Info) -> dict[int, list[int]]:
     """Return the tokens that a chat kept beside its conversations, by saved sequence.
 
     Raises:
@@ -143,14 +144,14 @@ def conversations_in(info: Info) -> dict[str, Conversation]:
     return {name: _conversation(one, info.tokens[one["sequence"]]) for name, one in found.items()}
 
 
-def named(model: Any) -> str:
+def fingerprint_text(model: Any) -> str:
     """Write what a fingerprint says, or whatever else names a model in a snapshot."""
     if isinstance(model, dict):
         return " ".join(str(value) for value in model.values())
     return "one without a name" if model is None else str(model)
 
 
-def _described(one: Conversation) -> dict[str, Any]:
+def _conversation_json(one: Conversation) -> dict[str, Any]:
     """Return what a file says of a conversation; its tokens stand beside its sequence."""
     found = asdict(one)
     del found["tokens"]

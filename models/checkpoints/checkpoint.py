@@ -70,7 +70,7 @@ def join(tensors: Sequence[Tensor], axis: int) -> Tensor:
     )
 
 
-def checked_numbers(values: np.ndarray, name: str, source: str) -> np.ndarray:
+def check_numbers(values: np.ndarray, name: str, source: str) -> np.ndarray:
     """Returns the values of a tensor, which are to be floating-point numbers.
 
     Raises:

@@ -178,7 +178,7 @@ def complete(
     Raises:
         ModelError: when a key is missing, is not what it may be, or does not agree with another.
     """
-    out = {key: value for key, value in _renamed(config).items() if value is not None}
+    out = {key: value for key, value in _with_new_keys(config).items() if value is not None}
     lift_rope(out, source)
     out = _ANY | _FAMILY.get(out["model_type"], {}) | out
     check_config({key: value for key, value in out.items() if value is not None}, source)
@@ -221,7 +221,7 @@ def complete(
     return out
 
 
-def implied(config: Mapping[str, Any], source: str) -> dict[str, tuple[int, ...]]:
+def implied_tensors(config: Mapping[str, Any], source: str) -> dict[str, tuple[int, ...]]:
     """The tensors that tell `complete` what a config leaves out, as the config itself implies them.
 
     For a model of which nothing else is there. What is silent means what it does in the family's
@@ -238,7 +238,7 @@ def implied(config: Mapping[str, Any], source: str) -> dict[str, tuple[int, ...]
             "would tell it; add it."
         )
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (size,)}
-    tied = _scales(config) if family == "t5" else _renamed(config).get("tie_word_embeddings")
+    tied = _scales(config) if family == "t5" else _with_new_keys(config).get("tie_word_embeddings")
     if not (family in _TIED if tied is None else tied):
         shapes["lm_head.weight"] = (size,)
     if family == "qwen2":
@@ -255,7 +255,7 @@ def _scales(config: Mapping[str, Any]) -> bool:
     return config.get("tie_word_embeddings") is not False if scales is None else scales
 
 
-def _renamed(config: Mapping[str, Any]) -> dict[str, Any]:
+def _with_new_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     older = _OLDER.get(config["model_type"], {}).items()
     return dict(config) | {new: config[old] for old, new in older if config.get(old) is not None}
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from models.checkpoints.checkpoint import Checkpoint, Tensor, checked_numbers
-from models.checkpoints.config import complete, implied
+from models.checkpoints.checkpoint import Checkpoint, Tensor, check_numbers
+from models.checkpoints.config import complete, implied_tensors
 from models.checkpoints.keys import check_keys
 from models.errors import ModelError, brief
 from models.json_file import read_json
@@ -51,7 +51,7 @@ def open_folder(folder: Path, *, weights: bool = True) -> Checkpoint:
     if weights:
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
     else:
-        shapes = implied(config, str(folder))
+        shapes = implied_tensors(config, str(folder))
     generation = read_json(folder / "generation_config.json")
     ends = _end_tokens(folder, generation, top, config)
 
@@ -140,7 +140,7 @@ def _read(held: Any, name: str, shard: Path) -> np.ndarray:
             f"{shard} holds {name} in a form that cannot be read ({brief(error)}); give weights in "
             "float32, float16 or bfloat16."
         ) from error
-    return checked_numbers(values, name, str(shard))
+    return check_numbers(values, name, str(shard))
 
 
 def _plain(name: str) -> str:

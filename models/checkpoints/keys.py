@@ -208,13 +208,13 @@ def check_keys(family: str, config: Mapping[str, Any], source: str) -> None:
         if key in same:
             other = config.get(same[key])
             if value != other:
-                raise refused_key(key, f"{brief_json(other)}, as {same[key]}", value, source)
+                raise key_error(key, f"{brief_json(other)}, as {same[key]}", value, source)
         elif key in only:
             if value not in only[key]:
                 wanted = " or ".join(map(brief_json, only[key])) or "left out"
-                raise refused_key(key, wanted, value, source)
+                raise key_error(key, wanted, value, source)
         elif key not in known:
-            raise refused_key(key, "left out", value, source)
+            raise key_error(key, "left out", value, source)
 
 
 def brief_json(value: Any) -> str:
@@ -223,7 +223,7 @@ def brief_json(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def refused_key(key: str, wanted: str, value: Any, source: str) -> ModelError:
+def key_error(key: str, wanted: str, value: Any, source: str) -> ModelError:
     """Make the error for a key that would change the computation."""
     return ModelError(
         f"{source}: expected {key} {wanted}, got {brief_json(value)}; such models are not "

@@ -13,11 +13,11 @@ from models.chat.conversation import ChatError
 from models.chat.speaker import Speaker
 from models.cli.arguments import InputError
 from models.cli.generate import load_with_progress
-from models.cli.interrupts import held_back
+from models.cli.interrupts import defer_interrupts
 from models.cli.sampling import read_sampling
 from models.cli.screen import compiling, note, put
 from models.cli.talk import COMMANDS, Talk
-from models.cli.terminal import Pipe, Source, Terminal, unechoed
+from models.cli.terminal import Pipe, Source, Terminal, hide_keys
 from models.errors import ModelError
 from models.meshes import make_mesh
 
@@ -73,9 +73,9 @@ def talk_on(
     if sys.stdin.isatty() and sys.stdout.isatty():
         note("Enter sends, Alt+Enter begins a line; Ctrl-C ends an answer, Ctrl-D the chat.")
         note("/help lists the commands.")
-        talk.answering = unechoed
+        talk.answering = hide_keys
         terminal = Terminal({word: after(talk, word) for word in COMMANDS})
-        with held_back():  # one Ctrl-C too many must not end the chat
+        with defer_interrupts():  # one Ctrl-C too many must not end the chat
             return converse(talk, terminal)
     return converse(talk, Pipe())
 

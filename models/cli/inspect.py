@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxkv import snapshot
-from models.chat.saved import conversations_in, kept_in, named
+from models.chat.saved import conversations_in, fingerprint_text, kept_tokens
 from models.cli.arguments import InputError
 from models.cli.screen import brief, in_units, plain, plural, put
 from models.costs import abstract_mesh, costs_of, kind_of
@@ -63,7 +63,7 @@ def of_snapshot(path: Path) -> dict[str, Any]:
     try:
         info = snapshot.inspect(path)
         chats = conversations_in(info)
-        kept = kept_in(info) if chats else {}
+        kept = kept_tokens(info) if chats else {}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{path} cannot be inspected: {reason(error)}.") from error
     names = {one.sequence: name for name, one in chats.items()}
@@ -107,7 +107,7 @@ def page_of_snapshot(found: Mapping[str, Any]) -> Iterator[str]:
     """Write what a snapshot says of itself for people."""
     cache = found["cache"]
     yield f"{found['file']}: a snapshot, version {found['version']}, {in_units(found['bytes'])}"
-    yield f"model: {named(found['model'])}"
+    yield f"model: {fingerprint_text(found['model'])}"
     yield (
         f"cache: {plural(cache['sequences'], 'sequence')} in "
         f"{plural(cache['streams'], 'stream')} of {plural(cache['cells'], 'cell')}, "

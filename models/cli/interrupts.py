@@ -14,7 +14,7 @@ from typing import Any
 
 
 @contextmanager
-def noticed() -> Iterator[Callable[[], None]]:
+def watch_interrupts() -> Iterator[Callable[[], None]]:
     """Note an interrupt; gives a function that raises KeyboardInterrupt where there was one."""
     came = False
 
@@ -44,7 +44,7 @@ def noticed() -> Iterator[Callable[[], None]]:
 
 
 @contextmanager
-def held_back() -> Iterator[Callable[[], bool]]:
+def defer_interrupts() -> Iterator[Callable[[], bool]]:
     """Note an interrupt and raise nothing; gives a function that tells whether there was one.
 
     For work that must end between two of its steps, such as one that has donated a cache.

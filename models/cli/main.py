@@ -14,7 +14,7 @@ import jax
 from models.chat.conversation import ChatError
 from models.cli import chat, generate, inspect, plan
 from models.cli.arguments import InputError, parser
-from models.cli.interrupts import noticed
+from models.cli.interrupts import watch_interrupts
 from models.cli.screen import note
 from models.errors import ModelError
 
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     open_streams()
     try:
         args = parser().parse_args(argv)
-        with noticed() as check_interrupt:
+        with watch_interrupts() as check_interrupt:
             status = COMMANDS[args.command](args, check_interrupt)
         sys.stdout.flush()
     except (InputError, ModelError, ChatError) as error:

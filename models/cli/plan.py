@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from models.cli.arguments import InputError
 from models.cli.plan_report import Answer, show, too_large
-from models.costs import Costs, abstract_mesh, costs_of, most_sequences, proposed
+from models.costs import Costs, abstract_mesh, costs_of, costs_on_fitted_mesh, most_sequences
 from models.families.caches import attending
 from models.meshes import RULES
 from models.model import Model, load_shapes, on_mesh
@@ -25,7 +25,7 @@ def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
     model = load_shapes(args.model, dtype=jnp.dtype(args.dtype), cache_dtype=args.cache_dtype)
     model = on_mesh(model, abstract_mesh(args.mesh or {"data": 1}), RULES)
     sizes = read_sizes(args, model)
-    costs = answered(costs_of, model, **sizes)
+    costs = ask_sizes(costs_of, model, **sizes)
     check_interrupt()
     finer, advice = advise(model, costs, sizes)
     length = args.length or length_of(sizes)
@@ -81,7 +81,7 @@ def grows(model: Model) -> bool:
     return any(kept.window is None for kept in attending(layers))
 
 
-def answered(ask: Callable[..., Any], *args: Any, **sizes: Any) -> Any:
+def ask_sizes(ask: Callable[..., Any], *args: Any, **sizes: Any) -> Any:
     """Return what a function answers; sizes that a mesh cannot split are the user's to change."""
     try:
         return ask(*args, **sizes)
@@ -94,7 +94,7 @@ def advise(model: Model, costs: Costs, sizes: dict[str, Any]) -> tuple[Costs | N
     if not any("kv_heads" in line for line in costs.layout.whole):
         return None, ""
     try:
-        finer = proposed(model, **sizes)
+        finer = costs_on_fitted_mesh(model, **sizes)
     except ValueError as error:
         return None, f"no mesh fits the heads: {error}"
     return finer, "" if finer else "an axis named cells splits the cells of a head that is alone"
@@ -103,4 +103,4 @@ def advise(model: Model, costs: Costs, sizes: dict[str, Any]) -> tuple[Costs | N
 def count_sequences(model: Model, sizes: dict[str, Any], *, room: int, length: int | None) -> int:
     """Return how many sequences fit into the room of each device."""
     same = {name: sizes[name] for name in ("streams", "ubatch_size")}
-    return answered(most_sequences, model, room=room, length=length, **same)
+    return ask_sizes(most_sequences, model, room=room, length=length, **same)

@@ -13,7 +13,7 @@ from models.chat.conversation import ChatError, Turn
 from models.chat.room import cells_of, slide
 from models.chat.saved import load, save
 from models.chat.speaker import Speaker
-from models.cli.interrupts import held_back
+from models.cli.interrupts import defer_interrupts
 from models.cli.prompts import warn_of_control
 from models.cli.report import rate
 from models.cli.screen import brief, megabytes, note, plain, plural, progress, put
@@ -62,7 +62,7 @@ class Talk:
     def answer(self, *, attempt: int) -> None:
         """Show an answer to the last message while it is made; an interrupt ends it there."""
         self.attempts[self.chat.current] = attempt
-        with self.answering(), held_back() as came, progress("reading") as read:
+        with self.answering(), defer_interrupts() as came, progress("reading") as read:
             self.chat = self.speaker.answer(
                 self.chat, attempt=attempt, on_read=read, on_text=show, stopped=came
             )
@@ -128,7 +128,7 @@ def retry(talk: Talk, rest: str) -> None:
     """Answer the last message again."""
     _nothing(rest)
     before = talk.chat.now.turns[-1:]
-    talk.chat, why = edits.unanswered(talk.chat)
+    talk.chat, why = edits.retract_answer(talk.chat)
     _note_lost(talk, why)
     again = talk.attempts.get(talk.chat.current, 0) + bool(before[0].answer)
     if talk.speaker.greedy and before[0].finish == "stop":

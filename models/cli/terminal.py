@@ -84,7 +84,7 @@ class Terminal:
 
 
 @contextlib.contextmanager
-def unechoed() -> Iterator[None]:
+def hide_keys() -> Iterator[None]:
     """Show no keys in the middle of an answer, ^C neither; they wait for the next line."""
     try:
         import termios

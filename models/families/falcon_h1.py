@@ -126,7 +126,7 @@ def config_of(checkpoint: Checkpoint) -> Config:
 
 def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
     """Returns where each weight of `FalconH1` comes from."""
-    source = Sources(multiplied(checkpoint, config.mixer))
+    source = Sources(with_multipliers(checkpoint, config.mixer))
 
     def block(layer: str) -> dict:
         attention = f"{layer}.self_attn"
@@ -145,7 +145,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
     }
 
 
-def multiplied(checkpoint: Checkpoint, mixer: mamba2.Sizes) -> Checkpoint:
+def with_multipliers(checkpoint: Checkpoint, mixer: mamba2.Sizes) -> Checkpoint:
     """Returns the checkpoint with its matrices multiplied by what their products are.
 
     A factor may also stand on what goes into a product: there are no biases, so it is the same.

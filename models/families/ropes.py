@@ -39,7 +39,7 @@ def rope_of(checkpoint: Checkpoint) -> Rope:
                 "that rule needs; add it to rope_scaling in its config."
             )
     try:
-        return _stretched(rope, kind, scaling, c["rope_theta"])
+        return _stretch(rope, kind, scaling, c["rope_theta"])
     except ValueError as error:
         raise ModelError(
             f"{checkpoint.source} stretches its positions by {kind!r} in a way that cannot be "
@@ -78,7 +78,7 @@ def _sharpness(factor: float, weight: float) -> float:
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
-def _stretched(rope: Rope, kind: str, scaling: dict[str, Any], base: float) -> Rope:
+def _stretch(rope: Rope, kind: str, scaling: dict[str, Any], base: float) -> Rope:
     original = scaling["original_max_position_embeddings"]
     match kind:
         case "linear":

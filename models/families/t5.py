@@ -124,7 +124,7 @@ class Feed(nnx.Module):
         return self.down(jax.nn.relu(self.up(x)))
 
 
-def feed_of(config: Config, dtype: jnp.dtype, rngs: nnx.Rngs) -> GatedFeed | Feed:
+def make_feed(config: Config, dtype: jnp.dtype, rngs: nnx.Rngs) -> GatedFeed | Feed:
     """Make the feed-forward part of a layer."""
     c = config
     return GatedFeed(c.width, c.hidden, gelu, dtype, rngs) if c.gated else Feed(c, dtype, rngs)
@@ -167,7 +167,7 @@ class EncoderBlock(nnx.Module):
         self.qkv = Linear(c.width, (c.heads, 3 * c.head_dim), dtype, rngs, split=by_head(axis=0))
         self.output = Linear(c.heads * c.head_dim, c.width, dtype, rngs, split=by_head(axis=1))
         self.feed_norm = RMSNorm(c.width, c.eps, dtype)
-        self.feed = feed_of(c, dtype, rngs)
+        self.feed = make_feed(c, dtype, rngs)
 
     def __call__(self, x: jax.Array, added: jax.Array) -> jax.Array:
         """Run the layer on `x`, `[R, T, width]`.
@@ -195,7 +195,7 @@ class Block(nnx.Module):
         self.look_norm = RMSNorm(c.width, c.eps, dtype)
         self.looker = CrossAttention(c, c.layers + layer, dtype, rngs)
         self.feed_norm = RMSNorm(c.width, c.eps, dtype)
-        self.feed = feed_of(c, dtype, rngs)
+        self.feed = make_feed(c, dtype, rngs)
 
     def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
         """Run the layer on `x`, `[R, T, width]`; returns the cache and the next `x`."""

@@ -52,9 +52,9 @@ def frame_of(tokenizer: Tokenizer, instructions: Messages) -> Frame:
     """
     first, then = _MARK + "1", _MARK + "2"
     asked = [*instructions, {"role": "user", "content": first}]
-    before, _, _ = _divided(tokenizer.chat(asked), first)
-    text = tokenizer.chat(_answered(asked, then))
-    between, _, _ = _divided(_divided(text, _MARK + "answer")[2], then)
+    before, _, _ = _split_at(tokenizer.chat(asked), first)
+    text = tokenizer.chat(_with_answer(asked, then))
+    between, _, _ = _split_at(_split_at(text, _MARK + "answer")[2], then)
     # With a letter behind, which is cut off again: spaces at an end may be other tokens there.
     head = tokenizer.prompt(before + "A", special=True)[:-1]
     later = tokenizer.encode(between + "A", special=True)[:-1]
@@ -80,15 +80,15 @@ def tokens_of_turn(tokenizer: Tokenizer, messages: Messages) -> list[int]:
         return tokenizer.prompt(tokenizer.chat(messages), special=True)
     marked = [*messages]
     marked[answers[-1]] = {"role": "assistant", "content": _MARK}
-    return tokenizer.encode(_divided(tokenizer.chat(marked), _MARK)[2], special=True)
+    return tokenizer.encode(_split_at(tokenizer.chat(marked), _MARK)[2], special=True)
 
 
-def _answered(asked: Messages, then: str) -> list[Mapping[str, str]]:
+def _with_answer(asked: Messages, then: str) -> list[Mapping[str, str]]:
     answer = {"role": "assistant", "content": _MARK + "answer"}
     return [*asked, answer, {"role": "user", "content": then}]
 
 
-def _divided(text: str, mark: str) -> tuple[str, str, str]:
+def _split_at(text: str, mark: str) -> tuple[str, str, str]:
     before, found, after = text.partition(mark)
     if not found:
         raise ModelError(

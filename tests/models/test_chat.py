@@ -61,12 +61,12 @@ def test_undo_leaves_what_was_there_before(speaker, twice):
 def test_unanswered_computes_one_token_and_draws_anew(speaker, twice):
     speaker = replace(speaker, sampler=make_sampler(temperature=9.0))
     chat = speaker.answer(speaker.ask(copied(twice), "Three"))
-    again, why = edits.unanswered(chat)
+    again, why = edits.retract_answer(chat)
     assert why == "" and again.held == again.now.turns[-1].asked - 1
     other = speaker.answer(again, attempt=1)
     assert other.spent.read == 1 and len(other.now.turns) == 3
     assert other.now.turns[-1].answer != chat.now.turns[-1].answer
-    same = speaker.answer(edits.unanswered(other)[0], attempt=0)
+    same = speaker.answer(edits.retract_answer(other)[0], attempt=0)
     assert same.now == chat.now
 
 

@@ -27,7 +27,7 @@ def test_undo_goes_back_to_kept_texts_without_computing(name, tmp_path):
     for letter in "1234":
         chat = said(speaker, chat, letter * 150)
     before, answers = chat.computed, [turn.answer for turn in chat.now.turns]
-    chat, why = edits.unanswered(chat)
+    chat, why = edits.retract_answer(chat)
     assert why == "" and chat.held == len(chat.now.tokens) - 1
     chat = speaker.answer(chat)
     assert (chat.spent.read, [turn.answer for turn in chat.now.turns]) == (1, answers)
@@ -70,7 +70,7 @@ def test_undo_window_recomputes_without_what_was_forgotten():
 def test_undo_full_cache_of_states_goes_back_to_kept():
     stateful = Speaker(model=tiny("granite_hybrid"), max_tokens=4, ubatch_size=16)
     chat = said(stateful, stateful.begin(conversations=2, cells=CELLS), "One")
-    again, why = edits.unanswered(said(stateful, copied(chat), "Two"))
+    again, why = edits.retract_answer(said(stateful, copied(chat), "Two"))
     assert why == "" and again.held == chat.held  # a short message is one pass as well
     chat = said(stateful, chat, "2" * 30)
     full = said(stateful, copied(chat), "3" * 30)

@@ -24,7 +24,7 @@ from models.chat.saved import save
 from models.chat.speaker import Speaker
 from models.cli import modes
 from models.cli.arguments import InputError
-from models.cli.interrupts import noticed
+from models.cli.interrupts import watch_interrupts
 from models.cli.main import main
 from models.cli.screen import Screen
 from models.cli.terminal import Pipe
@@ -166,7 +166,7 @@ def test_noticed_raises_an_interrupt_that_python_dropped(capfd):
             signal.raise_signal(signal.SIGINT)
 
     before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt), noticed() as check:
+    with pytest.raises(KeyboardInterrupt), watch_interrupts() as check:
         check()
         Trap()  # it goes at once, and what its end raises is dropped
         check()
@@ -186,7 +186,7 @@ def test_generate_file_interrupted_keeps_texts(command, files, monkeypatch):
     line = shlex.split(f"generate --model letters {options}")
     _, out, _ = command(*line)
     whole = [one["tokens"] for one in objects(out)]
-    monkeypatch.setattr("models.cli.main.noticed", lambda: nullcontext(look))
+    monkeypatch.setattr("models.cli.main.watch_interrupts", lambda: nullcontext(look))
     status, out, err = command(*line)
     ended, running = objects(out)
     assert (status, ended["finish"], running["finish"]) == (130, "length", "interrupted")

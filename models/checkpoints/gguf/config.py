@@ -5,7 +5,7 @@ from typing import Any
 
 from models.checkpoints.gguf import recurrent
 from models.checkpoints.gguf.metadata import Metadata
-from models.checkpoints.keys import brief_json, refused_key
+from models.checkpoints.keys import brief_json, key_error
 from models.kinds import whole
 
 # Config key of Hugging Face -> key of the file, after the architecture's name.
@@ -108,7 +108,7 @@ def config_from_gguf(arch: str, get: Metadata, factors: list | None = None) -> d
     values = get(f"{arch}.attention.value_length")
     if values not in (None, config["head_dim"]):
         wanted = f"{config['head_dim']}, as many numbers as a key has"
-        raise refused_key(f"{arch}.attention.value_length", wanted, values, get.source)
+        raise key_error(f"{arch}.attention.value_length", wanted, values, get.source)
     config["rope_scaling"] = _scaling(arch, get, factors)
     turned = get.checked(f"{arch}.rope.dimension_count", count)
     if turned and config["head_dim"] and turned != config["head_dim"]:
@@ -129,7 +129,7 @@ def _scaling(arch: str, get: Metadata, factors: list | None) -> dict[str, Any] |
         kind = "linear"
     if factors is not None:
         if kind not in (None, "none"):
-            raise refused_key(name, "left out beside rope_freqs.weight", factor, get.source)
+            raise key_error(name, "left out beside rope_freqs.weight", factor, get.source)
         return {"rope_type": "factors", "factors": factors}
     if kind in (None, "none"):
         return None
@@ -158,4 +158,4 @@ def _check(prefix: str, known: Container[str], only: Mapping[str, tuple], get: M
         value = get(key)
         if value not in only.get(name, ()):
             wanted = " or ".join(map(brief_json, only.get(name, ()))) or "left out"
-            raise refused_key(key, wanted, value, get.source)
+            raise key_error(key, wanted, value, get.source)

@@ -16,7 +16,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
 
-from models.checkpoints.checkpoint import Checkpoint, Tensor, checked_numbers
+from models.checkpoints.checkpoint import Checkpoint, Tensor, check_numbers
 from models.checkpoints.config import complete
 from models.checkpoints.gguf import recurrent
 from models.checkpoints.gguf.config import check_tokenizer, config_from_gguf
@@ -76,8 +76,8 @@ def open_gguf(path: Path) -> Checkpoint:
     stored = {tensor.name: tensor for tensor in reader.tensors}
     factors = stored.pop("rope_freqs.weight", None)
     if factors is not None:
-        factors = checked_numbers(np.asarray(factors.data), factors.name, str(path)).tolist()
-    named = _named(path, arch, stored)
+        factors = check_numbers(np.asarray(factors.data), factors.name, str(path)).tolist()
+    named = _plain_names(path, arch, stored)
     config = config_from_gguf(arch, get, factors)
     config["model_type"] = _FAMILIES[arch]
     config = complete(config, {n: _shape(t) for n, t in named.items()}, str(path))
@@ -85,7 +85,7 @@ def open_gguf(path: Path) -> Checkpoint:
         name: _tensor(name, tensor, arch, config, str(path)) for name, tensor in named.items()
     }
     if arch in recurrent.ARCHITECTURES:
-        tensors = recurrent.turned_back(tensors, str(path))
+        tensors = recurrent.to_hugging_face(tensors, str(path))
 
     def load_tokenizer():
         from models.text.from_gguf import tokenizer_from_gguf
@@ -123,7 +123,7 @@ def _reader(path: Path) -> Reader:
     return reader
 
 
-def _named(path: Path, arch: str, stored: dict) -> dict[str, Any]:
+def _plain_names(path: Path, arch: str, stored: dict) -> dict[str, Any]:
     named = {_plain(name, arch): tensor for name, tensor in stored.items()}
     if None in named:
         raise ModelError(
@@ -181,7 +181,7 @@ def _read(tensor: Any, rows: np.ndarray | None, less: float, source: str) -> np.
         raw = raw[rows]  # whole rows, so packed ones can be moved as they are
     if raw.dtype == np.uint8:
         raw = _unpack(raw, kind)
-    raw = checked_numbers(raw, tensor.name, source)
+    raw = check_numbers(raw, tensor.name, source)
     return raw - raw.dtype.type(less) if less else raw
 
 

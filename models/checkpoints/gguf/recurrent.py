@@ -133,7 +133,7 @@ def plain(name: str, arch: str) -> str | None:
     return f"{layers}.{layer}.{_LAYER[arch][part]}" if part in _LAYER[arch] else None
 
 
-def turned_back(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
+def to_hugging_face(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
     """Returns the tensors as Hugging Face has them.
 
     Args:
@@ -152,7 +152,7 @@ def turned_back(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]
                 name = name.removesuffix(".gate")
                 out[name] = join([tensor, tensors[f"{name}.up"]], axis=-2)
             else:
-                out[name] = _turned(name, tensor)
+                out[name] = _tensor_to_hugging_face(name, tensor)
         except (LookupError, ValueError) as error:
             raise ModelError(
                 f"{source} holds {name} in parts or of a shape {tensor.shape} that its kind of "
@@ -161,7 +161,7 @@ def turned_back(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]
     return out
 
 
-def _turned(name: str, tensor: Tensor) -> Tensor:
+def _tensor_to_hugging_face(name: str, tensor: Tensor) -> Tensor:
     if name.endswith(".A_log"):
         flat = tensor.turned(lambda x: x.reshape(-1))
         return Tensor(shape=flat.shape, read=lambda: np.log(-flat.read().astype(np.float32)))
