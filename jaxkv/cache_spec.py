@@ -239,7 +239,7 @@ class CacheSpec:
             )
         if not states:
             raise ValueError("expected at least one state, got none; name those of a layer")
-        shapes = {name: _shape(name, states[name]) for name in sorted(states)}
+        shapes = {name: _state_shape(name, states[name]) for name in sorted(states)}
         return CacheSpec(
             kind="recurrent",
             layers=layers,
@@ -342,8 +342,8 @@ class CacheSpec:
         """
         if not parts:
             raise ValueError("expected at least one part, got none; pass (spec, layers) pairs")
-        checked = tuple(_check_part(pair) for pair in parts)
-        specs = [spec for spec, _ in checked]
+        pairs = tuple(_check_part(pair) for pair in parts)
+        specs = [spec for spec, _ in pairs]
         of_sources = sum(spec._has_sources for spec in specs)
         if of_sources > 1 or of_sources == len(specs):
             raise ValueError(
@@ -356,10 +356,10 @@ class CacheSpec:
                 "expected the part for sources as a part of its own, got a hybrid that has one; "
                 "pass the parts of that"
             )
-        numbers = sorted({number for _, own in checked for number in own})
-        made = CacheSpec(kind="hybrid", layers=1 + numbers[-1], parts=checked)
+        numbers = sorted({number for _, own in pairs for number in own})
+        made = CacheSpec(kind="hybrid", layers=1 + numbers[-1], parts=pairs)
         for number in numbers:
-            kept = made._kept(number)
+            kept = made._arrays_of_layer(number)
             if len(kept) > len(set(kept)):
                 raise ValueError(
                     f"expected one part at most whose keys or states a layer uses, got several "
@@ -372,12 +372,12 @@ class CacheSpec:
         """Whether it is about sources, or a part of it is."""
         return self.kind == "cross_attention" or any(one._has_sources for one, _ in self.parts)
 
-    def _kept(self, number: int) -> list[str]:
+    def _arrays_of_layer(self, number: int) -> list[str]:
         """Return "keys" and "states", once for each part that keeps them for a layer."""
         if self.kind != "hybrid":
             return ["states" if self.kind == "recurrent" else "keys"]
         owners = [(one, own.index(number)) for one, own in self.parts if number in own]
-        return [kept for one, inner in owners for kept in one._kept(inner)]
+        return [kept for one, inner in owners for kept in one._arrays_of_layer(inner)]
 
     def __repr__(self) -> str:
         if self.kind == "hybrid":
@@ -444,13 +444,13 @@ def _values(value: object, keys: tuple[int, ...]) -> tuple[int | ValueSlice, ...
             )
         return ValueSlice(ends.start, ends.stop)
 
-    def checked(one: object, key: int) -> int | ValueSlice:
+    def check_value_dim(one: object, key: int) -> int | ValueSlice:
         if isinstance(one, ValueSlice):
             one = slice(one.first, one.last)
         return latent(one, key) if isinstance(one, slice) else check_count(one, "value_dim")
 
     given = _for_each(value, len(keys), "value_dim")
-    return tuple(checked(one, key) for one, key in zip(given, keys, strict=True))
+    return tuple(check_value_dim(one, key) for one, key in zip(given, keys, strict=True))
 
 
 def _check_rope(rope: object, key: int, value: int | ValueSlice) -> None:
@@ -472,7 +472,7 @@ def _check_rope(rope: object, key: int, value: int | ValueSlice) -> None:
         )
 
 
-def _shape(name: str, state: Any) -> jax.ShapeDtypeStruct:
+def _state_shape(name: str, state: Any) -> jax.ShapeDtypeStruct:
     """Return the shape and dtype of a state."""
     if hasattr(state, "shape"):
         return state

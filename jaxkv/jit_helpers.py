@@ -44,18 +44,18 @@ def jit_table(fun: Callable[..., R], **options: Any) -> Callable[..., R]:
         if rules is None or mesh is None:
             return fun(*args, **kwargs)
 
-        def pinned(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        def constrain_outputs(*args: PyTree, **kwargs: PyTree) -> PyTree:
             out = fun(*args, **kwargs)
             return jax.lax.with_sharding_constraint(out, _specs(out, rules, mesh))
 
         if AxisType.Explicit not in mesh.axis_types:
-            return pinned(*args, **kwargs)
+            return constrain_outputs(*args, **kwargs)
         # Where shardings are types, each operation would have to say where its outcome lies.
         types = (AxisType.Auto,) * len(mesh.axis_names)
         with jax.sharding.use_abstract_mesh(mesh.update(axis_types=types)):
             out = jax.eval_shape(partial(fun, **kwargs), *jax.tree.map(_anywhere, args))
         where = jax.tree.map(lambda spec: of_type(spec, mesh), _specs(out, rules, mesh))
-        return jax.sharding.auto_axes(pinned, out_sharding=where)(*args, **kwargs)
+        return jax.sharding.auto_axes(constrain_outputs, out_sharding=where)(*args, **kwargs)
 
     return names_donated(run)
 

@@ -57,12 +57,12 @@ def _reference(function: Callable) -> Callable[[], Callable]:
     weakly = weakref.WeakMethod if isinstance(function, types.MethodType) else weakref.ref
     reference = weakly(function)
 
-    def found() -> Callable:
+    def live_function() -> Callable:
         if (function := reference()) is None:
             raise ReferenceError("the function that this program was made for is gone: keep it")
         return function
 
-    return found
+    return live_function
 
 
 def _forget(key: tuple, _: weakref.ref) -> None:

@@ -40,11 +40,11 @@ def names_donated(fun: Callable[A, T]) -> Callable[A, T]:
     """
 
     @wraps(fun)
-    def called(*args: A.args, **kwargs: A.kwargs) -> T:
+    def call(*args: A.args, **kwargs: A.kwargs) -> T:
         try:
             return fun(*args, **kwargs)
         except (RuntimeError, ValueError):  # of a program that runs at once it is a ValueError
             check_there([x for x in (*args, *kwargs.values()) if not isinstance(x, jax.Array)])
             raise
 
-    return called
+    return call

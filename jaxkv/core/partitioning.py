@@ -205,7 +205,7 @@ def map_shards(
     if AxisType.Explicit not in mesh.axis_types:
         return run
 
-    def declared(*args: PyTree) -> R:
+    def reshard_arguments(*args: PyTree) -> R:
         """Where shardings are types, arguments must come as they are declared."""
 
         def one(spec: P, arg: PyTree) -> PyTree:
@@ -213,7 +213,7 @@ def map_shards(
 
         return run(*jax.tree.map(one, in_specs, args, is_leaf=lambda x: isinstance(x, P)))
 
-    return declared
+    return reshard_arguments
 
 
 def of_type(spec: P, mesh: AnyMesh) -> P:

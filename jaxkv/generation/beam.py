@@ -125,7 +125,7 @@ def choose(
     scores, token = (x.reshape(-1) for x in jax.lax.top_k(scores, size))
     ended = jnp.any(token[:, None] == stop_tokens[None], axis=1)
 
-    def grown(order: jax.Array, scores: jax.Array) -> tuple[jax.Array, Texts]:
+    def extend_beams(order: jax.Array, scores: jax.Array) -> tuple[jax.Array, Texts]:
         index = jax.lax.top_k(order, width)[1]
         scores, there = scores[index], scores[index] != -jnp.inf
         # An empty beam keeps its own sequence as parent, so nothing is copied.
@@ -135,8 +135,8 @@ def choose(
         return parents, Texts(tokens, scores, jnp.where(there, search.length + 1, 0))
 
     going = jnp.where(ended, -jnp.inf, scores)
-    parents, living_now = grown(going, going)
-    _, ended_now = grown(scores, jnp.where(ended, scores, -jnp.inf))
+    parents, living_now = extend_beams(going, going)
+    _, ended_now = extend_beams(scores, jnp.where(ended, scores, -jnp.inf))
     kept = best(search.ended, ended_now, length_penalty)
     grown_search = Search(living_now, kept, search.length + 1, search.reason)
     reason = jnp.int32(Reason.NONFINITE_LOGITS)

@@ -235,12 +235,12 @@ def _owns_alone(
     differ if a cell is shared.
     """
 
-    def freed(table: CacheTable) -> jax.Array:
+    def num_freed_cells(table: CacheTable) -> jax.Array:
         end, _ = table.remove(seq, jnp.int32(0), start)
         rest, _ = end.remove(seq, jnp.int32(0), jnp.int32(END))
         return end.num_used_cells() - rest.num_used_cells()
 
-    return freed(table) == freed(table.keep(seq))
+    return num_freed_cells(table) == num_freed_cells(table.keep(seq))
 
 
 def _if(

@@ -115,7 +115,7 @@ class FilterSampler(Sampler):
         The logits are float32, before and after.
         """
         if self._penalises:
-            logits = self._penalised(logits, state)
+            logits = self._subtract_penalties(logits, state)
         if self.temperature is None:
             return logits
         # A filter leaves the texts alone whose number turns it off, whatever their logits are.
@@ -146,7 +146,7 @@ class FilterSampler(Sampler):
             return state
         return jnp.concatenate([state[:, 1:], tokens[:, None]], axis=1)
 
-    def _penalised(
+    def _subtract_penalties(
         self, logits: Float[Array, "T V"], recent: Int32[Array | np.ndarray, "T last_n"]
     ) -> Float[Array, "T V"]:
         """Return logits, float32, less the penalties of tokens."""

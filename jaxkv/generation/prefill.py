@@ -209,14 +209,14 @@ def warm_up(
     most = max(check_ubatch_size(spec, ubatch_size) // len(sequences), 1)
     longest = most if longest is None else max(check_count(longest, "longest"), most)
 
-    def planned(length: int) -> Plan:
+    def plan_of_length(length: int) -> Plan:
         batch = make_batch([[0] * length] * len(sequences), sequences=sequences)
         return init_batch(cache, batch, ubatch_size=ubatch_size)
 
-    plans = [planned(length) for length in _buckets(most)]
+    plans = [plan_of_length(length) for length in _buckets(most)]
     for length in _buckets(longest):
         for rest in _buckets(most) if length > most else ():  # what is left over at its end
-            planned((length - rest) // most * most + rest)
+            plan_of_length((length - rest) // most * most + rest)
     step = compiled_step(forward)
     table, buffers = own_or_copied_buffers(cache, donate)
     for plan in plans:

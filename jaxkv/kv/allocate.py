@@ -71,19 +71,19 @@ def mark_used(cells: C, slots: Int32[Array, "S N"], arriving: C, lacking: Bool[A
         nothing = jnp.zeros(cells.position.shape, bool)
         cells = evict(cells, nothing.at[stream, slots].set(True, mode="drop"))
 
-    def taken(field: jax.Array, value: jax.Array) -> jax.Array:
+    def set_slots(field: jax.Array, value: jax.Array) -> jax.Array:
         return field.at[stream, slots].set(value, mode="drop", unique_indices=True)
 
     # Other bytes in the same place: stamped anew, for a table that knew what stood there.
     there = cells.cell_hash.at[stream, slots].get(mode="fill", fill_value=0)
     words = range(cells.owners.shape[1])
-    owners = [taken(cells.owners[:, w], arriving.owners[:, w]) for w in words]
+    owners = [set_slots(cells.owners[:, w], arriving.owners[:, w]) for w in words]
     return replace(
         cells,
-        position=taken(cells.position, arriving.position),
+        position=set_slots(cells.position, arriving.position),
         owners=jnp.stack(owners, axis=1),
-        shift=taken(cells.shift, arriving.shift),
-        cell_hash=taken(cells.cell_hash, replace_hash(there, arriving.cell_hash)),
-        content=taken(cells.content, arriving.content),
+        shift=set_slots(cells.shift, arriving.shift),
+        cell_hash=set_slots(cells.cell_hash, replace_hash(there, arriving.cell_hash)),
+        content=set_slots(cells.content, arriving.content),
         **{name: jnp.where(gets, new, getattr(cells, name)) for name, new in marks.items()},
     )

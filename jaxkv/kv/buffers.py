@@ -227,7 +227,7 @@ def store(
       Keys and values of the layer after it.
     """
     if isinstance(values, ValueSlice):
-        k = values.marked(k.astype(dtype_of(keys)))
+        k = values.nan_unless_finite(k.astype(dtype_of(keys)))
         return write(keys, streams[:, None], slots, k), values
     assert v is not None
     k, v = k.astype(dtype_of(keys)), v.astype(dtype_of(values))
@@ -267,7 +267,7 @@ def gather_from_any_device(
     Returns:
       The same on all devices along the axes of streams and cells.
     """
-    here = gather(array, *_own(split, array, streams, slots))
+    here = gather(array, *_to_local_slots(split, array, streams, slots))
     return broadcast_from_owner(here, (*split.streams, *split.cells))
 
 
@@ -282,10 +282,10 @@ def scatter_local(
 
     The arguments are as of `gather_from_any_device`, and `new` as of `scatter`.
     """
-    return scatter(array, *_own(split, array, streams, slots), new)
+    return scatter(array, *_to_local_slots(split, array, streams, slots), new)
 
 
-def _own(
+def _to_local_slots(
     split: AxisPartition, array: Cached, streams: jax.Array, slots: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return streams and slots as a device counts its own; nowhere for those of others.

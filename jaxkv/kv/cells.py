@@ -372,14 +372,14 @@ def owns_same_cells(cells: Cells, partner: Int32[Array, " Q"]) -> Bool[Array, " 
     partner = partner.reshape(cells.streams, cells.sequences_per_stream)
     own = jnp.arange(cells.sequences_per_stream, dtype=jnp.int32)[None]
 
-    def held_by(local: jax.Array) -> jax.Array:
+    def owner_bits(local: jax.Array) -> jax.Array:
         word, bit = divmod_nonnegative(local, WORD)
         words = jnp.take_along_axis(cells.owners, word[:, None, None], axis=1)[:, 0]
         return (words >> bit.astype(jnp.uint32)[:, None]) & 1
 
     def compare(local: jax.Array, answers: jax.Array) -> jax.Array:
-        mine = held_by(jnp.full(cells.streams, local))
-        same = jnp.all(mine == held_by(partner[:, local]), axis=1)
+        mine = owner_bits(jnp.full(cells.streams, local))
+        same = jnp.all(mine == owner_bits(partner[:, local]), axis=1)
         return answers.at[:, local].set(same)
 
     asked = jnp.any(partner != own, axis=0)

@@ -78,8 +78,8 @@ def copy_between(
         return cells, carry[1].at[i].set(count)
 
     begin = cells, jnp.zeros(targets.size, jnp.int32)
-    copied, counts = jax.lax.fori_loop(jnp.int32(0), jnp.int32(targets.size), into, begin)
-    return copied, map_kv(cells.sharding_rules, buffers, _copy_runs, src, targets, counts)
+    table, counts = jax.lax.fori_loop(jnp.int32(0), jnp.int32(targets.size), into, begin)
+    return table, map_kv(cells.sharding_rules, buffers, _copy_runs, src, targets, counts)
 
 
 def _copy_range(
@@ -133,7 +133,7 @@ def _replace_range(
         return field.at[jnp.where(does, dst, cells.streams)].set(value, mode="drop")
 
     stamp = replace_hash(old, source.cell_hash[0])
-    copied = replace(
+    new = replace(
         cells,
         position=row(cells.position, jnp.where(shared, source.position[0], EMPTY)),
         owners=row(cells.owners, jnp.where(shared[None], source.owners[0], 0)),
@@ -145,7 +145,7 @@ def _replace_range(
         content=row(cells.content, source.content[0]),
         **{name: row(getattr(cells, name), value[0]) for name, value in marks.items()},
     )
-    return copied, count
+    return new, count
 
 
 def _copy_runs(
@@ -153,20 +153,20 @@ def _copy_runs(
 ) -> PyTree:
     """Copy the first `counts` cells, `[n]`, of a stream to those of the targets, `[n]`."""
 
-    def target(i: jax.Array, arrays: PyTree) -> PyTree:
+    def copy_to_target(i: jax.Array, arrays: PyTree) -> PyTree:
         share, size, count = _local_cells(split, arrays, counts[i])
 
         def chunk(j: jax.Array, arrays: PyTree) -> PyTree:
             first = jnp.minimum(j * size, share - size)  # the last may overlap the one before
 
-            def copied(x: Cached, how: AxisPartition) -> Cached:
+            def copy_array(x: Cached, how: AxisPartition) -> Cached:
                 return copy_run(how, x, src, targets[i], first, size, count)
 
-            return each_array(copied, arrays, split)
+            return each_array(copy_array, arrays, split)
 
         return jax.lax.fori_loop(jnp.int32(0), -(-count // size), chunk, arrays)
 
-    return jax.lax.fori_loop(jnp.int32(0), jnp.int32(targets.size), target, arrays)
+    return jax.lax.fori_loop(jnp.int32(0), jnp.int32(targets.size), copy_to_target, arrays)
 
 
 def select_between(
@@ -238,7 +238,7 @@ def _select_cells(
         slots = jnp.broadcast_to(i * size + jnp.arange(size), (targets.size, size))
         slots = jnp.where(does[:, None] & (slots < count), slots, no_slots(slots))
 
-        def copied(x: Cached, how: AxisPartition) -> Cached:
+        def copy_array(x: Cached, how: AxisPartition) -> Cached:
             how = replace(how, cells=())  # a token keeps its cell: each share is copied by itself
             return scatter_local(
                 how,
@@ -248,7 +248,7 @@ def _select_cells(
                 gather_from_any_device(how, x, source[:, None], slots),
             )
 
-        return each_array(copied, arrays, split)
+        return each_array(copy_array, arrays, split)
 
     return jax.lax.fori_loop(jnp.int32(0), -(-count // size), chunk, arrays)
 

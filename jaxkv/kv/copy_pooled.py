@@ -159,10 +159,10 @@ def _fill(
         )
         source = divmod_nonnegative(gather_sharded(origin, by_streams, stream, turn), size)
 
-        def copied(x: Cached, how: AxisPartition) -> Cached:
+        def copy_array(x: Cached, how: AxisPartition) -> Cached:
             return scatter_local(how, x, stream, slot, gather_from_any_device(how, x, *source))
 
-        return each_array(copied, arrays, split)
+        return each_array(copy_array, arrays, split)
 
     return jax.lax.fori_loop(jnp.int32(0), -(-ends[-1] // CHUNK), chunk, arrays)
 
@@ -198,7 +198,7 @@ def _transfer(
             marks, mode="drop"
         ),
     )
-    copied = is_owned_by(cells, all_of(parents)) & within(cells, start, stop)
+    copy_array = is_owned_by(cells, all_of(parents)) & within(cells, start, stop)
     # Targets of one stream with one parent share a copy: the first of them gets it for all.
     home_of, *_ = owner_word(cells, targets)
     like = apart[:, None] & apart[None] & (home_of[:, None] == home_of[None])
@@ -211,7 +211,7 @@ def _transfer(
         P(axes),
     )
     arriving, origin, slots, *need = run(
-        cells, left, usable(left) & ~copied, parents, targets, like, start, stop
+        cells, left, usable(left) & ~copy_array, parents, targets, like, start, stop
     )
     return Transfer(left, arriving, origin, slots, CopyDemand(*need))
 

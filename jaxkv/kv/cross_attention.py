@@ -100,7 +100,7 @@ class CrossAttentionTable(CellTable):
         stop: Int32[Array, ""],
     ) -> tuple[CellTable, Buffers | None]:
         """Give the targets the source in place of their own, whatever range of the text it is."""
-        return self.select(buffers, *self._forked(src, dst, start, stop))
+        return self.select(buffers, *self._parents_of_copy(src, dst, start, stop))
 
     def can_copy(
         self,
@@ -110,10 +110,10 @@ class CrossAttentionTable(CellTable):
         stop: Int32[Array, ""],
     ) -> tuple[Bool[Array, ""], Int32[Array, " m"]]:
         """Return whether `copy` can; the ends are those of no text, -1."""
-        ok = self.can_select(*self._forked(src, dst, start, stop))
+        ok = self.can_select(*self._parents_of_copy(src, dst, start, stop))
         return ok, jnp.full(jnp.atleast_1d(dst).shape, EMPTY)
 
-    def _forked(
+    def _parents_of_copy(
         self, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Return the parents and targets of a copy, `[n]`; a target of Q where nothing changes."""

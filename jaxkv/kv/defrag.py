@@ -148,27 +148,27 @@ def move_cells(
     size = cells.num_cells
     chunks = jnp.where(ok, -(-jnp.sum(plan.length, axis=1) // CHUNK), 0)  # [S]
 
-    def move(i: jax.Array, cells: C) -> C:
+    def move_chunk(i: jax.Array, cells: C) -> C:
         source, destination = _moves(plan, size, i)
 
-        def moved(field: jax.Array, vacated: int) -> jax.Array:
+        def move_field(field: jax.Array, vacated: int) -> jax.Array:
             value = _gather_cells(field, source)
             return _put(_put(field, source, vacated), destination, value)
 
-        owners = [moved(cells.owners[:, w], 0) for w in range(cells.owners.shape[1])]
+        owners = [move_field(cells.owners[:, w], 0) for w in range(cells.owners.shape[1])]
         # The same keys in another place: stamped anew, for a table that knew what stood there.
         stamp = mix(_gather_cells(cells.cell_hash, source) + 1)
         return replace(
             cells,
-            position=moved(cells.position, EMPTY),
+            position=move_field(cells.position, EMPTY),
             owners=jnp.stack(owners, axis=1),
-            shift=moved(cells.shift, 0),
+            shift=move_field(cells.shift, 0),
             cell_hash=_put(cells.cell_hash, destination, stamp),
             content=_put(cells.content, destination, _gather_cells(cells.content, source)),
         )
 
     buffers = map_kv(cells.sharding_rules, buffers, partial(_move, size), plan, chunks, by_stream=2)
-    cells = jax.lax.fori_loop(0, jnp.max(chunks), move, cells)
+    cells = jax.lax.fori_loop(0, jnp.max(chunks), move_chunk, cells)
     return cells, buffers
 
 
@@ -179,18 +179,18 @@ def _move(size: int, split: Halves, plan: DefragPlan, chunks: jax.Array, arrays:
     """
     stream = jnp.arange(len(chunks))[:, None]
 
-    def move(i: jax.Array, arrays: PyTree) -> PyTree:
+    def move_chunk(i: jax.Array, arrays: PyTree) -> PyTree:
         source, destination = _moves(plan, size, i)
 
-        def carried(x: Cached, how: AxisPartition) -> Cached:
+        def move_array(x: Cached, how: AxisPartition) -> Cached:
             how = replace(how, streams=())  # each device moves within its own streams
             return scatter_local(
                 how, x, stream, destination, gather_from_any_device(how, x, stream, source)
             )
 
-        return each_array(carried, arrays, split)
+        return each_array(move_array, arrays, split)
 
-    return jax.lax.fori_loop(0, jnp.max(chunks), move, arrays)
+    return jax.lax.fori_loop(0, jnp.max(chunks), move_chunk, arrays)
 
 
 def _moves(plan: DefragPlan, size: int, i: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -338,14 +338,14 @@ def _owners(cells: Cells, ubatch: Ubatch) -> jax.Array:
     """Return the owners of the cells that tokens get, `[R, T, W]` uint32."""
     words = jnp.arange(cells.owners.shape[1])
 
-    def owned(sequences: jax.Array) -> jax.Array:
+    def owner_bits(sequences: jax.Array) -> jax.Array:
         _, word, bit = owner_word(cells, sequences)
         return jnp.where(words[None, None] == word[..., None], jnp.uint32(1) << bit[..., None], 0)
 
-    owners = owned(ubatch.sequences)
+    owners = owner_bits(ubatch.sequences)
     if ubatch.shared_with is not None:
         for other in jnp.unstack(ubatch.shared_with, axis=-1):
-            owners |= jnp.where(other[..., None] >= 0, owned(jnp.maximum(other, 0)), 0)
+            owners |= jnp.where(other[..., None] >= 0, owner_bits(jnp.maximum(other, 0)), 0)
     return owners
 
 

@@ -37,7 +37,7 @@ class ValueSlice:
         """
         return x[..., self.first : self.last]
 
-    def marked(self, keys: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
+    def nan_unless_finite(self, keys: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
         """Return keys whose values are finite.
 
         A key that is not finite becomes zeros where its value is, and NaN elsewhere.

@@ -46,14 +46,14 @@ def read(
         readable = slots.readable(table, layer, ubatch)
         where = (ubatch.row_stream, ubatch.slots.source)
 
-        def one(array: jax.Array) -> jax.Array:
+        def gather_state(array: jax.Array) -> jax.Array:
             # Filling selects: a cell that holds NaN leaves no trace in a state that begins at zero.
             state = array.at[where].get(mode="fill", fill_value=0)
             usable = readable.reshape(-1, *[1] * (state.ndim - 1))
             state = jnp.where(usable, state, _unreadable(array.dtype))
             return state if rows == streams else broadcast_from_owner(state, streams)
 
-        return jax.tree.map(one, arrays)
+        return jax.tree.map(gather_state, arrays)
 
     held = {name: P(streams, None, *within(table, name)) for name in arrays}
     given = {name: P(rows, *within(table, name)) for name in arrays}
@@ -85,11 +85,12 @@ def write(
         cells = slots.writable(table, layer, ubatch)
         where = (ubatch.row_stream[:, None], cells)
 
-        def one(array: jax.Array, state: jax.Array) -> jax.Array:
+        def put_state(array: jax.Array, state: jax.Array) -> jax.Array:
             new = state.astype(array.dtype)
             return array.at[where].set(new, mode="drop", unique_indices=True)
 
-        return slots.note_written(table, layer, ubatch, cells), jax.tree.map(one, arrays, states)
+        arrays = jax.tree.map(put_state, arrays, states)
+        return slots.note_written(table, layer, ubatch, cells), arrays
 
     held = {name: P(streams, None, *within(table, name)) for name in arrays}
     given = {name: P(rows, None, *within(table, name)) for name in arrays}
@@ -116,11 +117,11 @@ def copy_cells(table: States, buffers: Buffers, source: Cell, target: Cell) -> B
             stream, mine = to_local(cell[0], streams, count)
             return stream, jnp.where(mine, cell[1], table.num_cells)
 
-        def copied(x: jax.Array) -> jax.Array:
+        def copy_state(x: jax.Array) -> jax.Array:
             state = x.at[here(source, len(x))].get(mode="fill", fill_value=0)
             return x.at[here(target, len(x))].set(broadcast_from_owner(state, streams), mode="drop")
 
-        return jax.tree.map(copied, buffers)
+        return jax.tree.map(copy_state, buffers)
 
     held = tuple({name: P(streams, None, *within(table, name)) for name in x} for x in buffers)
     run = map_shards(table.sharding_rules, of_share, (P(), P(), held), held)
@@ -135,8 +136,8 @@ def within(table: States, name: str, mesh: AnyMesh | None = None) -> tuple:
     mesh = current_mesh(table.sharding_rules) if mesh is None else mesh
     if table.sharding_rules is None or mesh is None:
         return ()
-    for one, dimension, parts in table.shard_dims:
-        if one == name:
+    for state, dimension, parts in table.shard_dims:
+        if state == name:
             axes = table.sharding_rules.split(mesh, kv_heads=parts)["kv_heads"]
             return (*[None] * dimension, axes) if axes else ()
     return ()

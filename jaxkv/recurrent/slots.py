@@ -87,7 +87,7 @@ def occupy(states: T, ubatch: Ubatch) -> T:
     shifted = jnp.minimum(pair + steps[:, None], states.earlier)
     seq = jnp.where(new, ubatch.row_sequence[:, None], states.sequences)
 
-    def taken(old: jax.Array, value: jax.Array) -> jax.Array:
+    def shift_and_set(old: jax.Array, value: jax.Array) -> jax.Array:
         old = jnp.take_along_axis(old, shifted, axis=1)
         return old.at[seq, pair].set(value, mode="drop")
 
@@ -98,8 +98,8 @@ def occupy(states: T, ubatch: Ubatch) -> T:
     put = {"mode": "drop", "unique_indices": True}
     return replace(
         states,
-        position=taken(states.position, _after(states, ubatch, ubatch.positions)),
-        cell=taken(states.cell, slots.cells),
+        position=shift_and_set(states.position, _after(states, ubatch, ubatch.positions)),
+        cell=shift_and_set(states.cell, slots.cells),
         cell_hash=states.cell_hash.at[where].set(_after(states, ubatch, ubatch.cell_hashes), **put),
         content=states.content.at[where].set(_after(states, ubatch, content), **put),
     )

@@ -234,7 +234,7 @@ which this cache never has: ask for less, or make a larger one
           ValueError: when there was no such request.
           TypeError: when the id is no integer.
         """
-        text = self._found(request_id)
+        text = self._live_request(request_id)
         if text is None:
             return False
         self._check_cache()
@@ -251,7 +251,7 @@ which this cache never has: ask for less, or make a larger one
           ValueError: when there was no such request.
           TypeError: when the id is no integer.
         """
-        text = self._found(request_id)
+        text = self._live_request(request_id)
         return [] if text is None else list(text.tokens)
 
     def results(self) -> Iterator[RequestOutput]:
@@ -336,7 +336,7 @@ which this cache never has: ask for less, or make a larger one
             self._cut_short = self._runner.cache is not before
             raise
 
-    def _found(self, request_id: int) -> RequestState | None:
+    def _live_request(self, request_id: int) -> RequestState | None:
         """Return a request that waits or runs, None if it has ended."""
         request_id = check_count(request_id, "the id of a request", low=0)
         if request_id >= self._next:

@@ -71,19 +71,19 @@ class EnginePrefixes:
         return {text.sequence: text.tokens.size for text in self._texts_in(stream)}
 
     @property
-    def now(self) -> tuple[Cache, PrefixStore | None]:
+    def cache_and_store(self) -> tuple[Cache, PrefixStore | None]:
         """The cache and the store, to come back to while no buffer was copied or written."""
         return self._runner.cache, self.store
 
     def rewind(self, then: tuple[Cache, PrefixStore | None]) -> None:
-        """Take what `now` was back."""
+        """Take what `cache_and_store` was back."""
         self._runner.cache, self.store = then
 
     def num_shared_cells(self) -> PyTree:
         """Return what `CacheTable.num_shared_cells` says, on the host; nothing without a store."""
         if self.store is None:
             return self.nothing
-        return jax.device_get(_spared(split(self._runner.cache)[0]))
+        return jax.device_get(_count_shared_cells(split(self._runner.cache)[0]))
 
     def warm_up(self) -> None:
         """Compile all that the rest needs."""
@@ -169,5 +169,5 @@ class EnginePrefixes:
 
 
 @jit_table
-def _spared(table: CacheTable) -> PyTree:
+def _count_shared_cells(table: CacheTable) -> PyTree:
     return table.num_shared_cells()

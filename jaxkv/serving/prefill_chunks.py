@@ -108,7 +108,7 @@ def cut(spec: TableSpec, shapes: Sequence[Shape], parts: Sequence[Part]) -> tupl
       by prompt; and how many tokens of each part are in it.
     """
 
-    def taken(shape: Shape) -> list[int]:
+    def chunk_lengths(shape: Shape) -> list[int]:
         if spec.single_sequence_rows:
             return [min(len(part.tokens), shape.tokens) for part in parts[: shape.rows]]
         lengths = [len(part.tokens) for part in parts]
@@ -116,7 +116,7 @@ def cut(spec: TableSpec, shapes: Sequence[Shape], parts: Sequence[Part]) -> tupl
 
     def cost(shape: Shape) -> int:
         rest = [len(part.tokens) for part in parts]
-        for i, n in enumerate(taken(shape)):
+        for i, n in enumerate(chunk_lengths(shape)):
             rest[i] -= n
         if not spec.single_sequence_rows:
             rest = [sum(rest)]
@@ -125,7 +125,7 @@ def cut(spec: TableSpec, shapes: Sequence[Shape], parts: Sequence[Part]) -> tupl
 
     lengths = tuple(shape.tokens for shape in shapes if shape.rows == 1)
     shape = min(shapes, key=cost)
-    counts = taken(shape)
+    counts = chunk_lengths(shape)
     chunk = empty_chunk(shape)
     place = 0
     for row, (part, n) in enumerate(zip(parts, counts, strict=False)):

@@ -136,7 +136,7 @@ class Scheduler:
         self, text: RequestState, sequence: int, match: PrefixMatch, gives_way: bool
     ) -> bool:
         """Give a text a sequence if there is room in its stream; else nothing is changed."""
-        then, near = self._prefixes.now, self._prefixes.is_near(match, sequence)
+        then, near = self._prefixes.cache_and_store, self._prefixes.is_near(match, sequence)
         self._placed[sequence], text.sequence = text, sequence
         found = self._prefixes.fork(match, sequence) if near else match.hit
         while not self._has_room(self.stream_of(text)):

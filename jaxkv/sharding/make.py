@@ -59,10 +59,12 @@ def shapes(make: Callable[[], Cache], mesh: AnyMesh, sharding_rules: ShardingRul
     where = shardings(cache, mesh, sharding_rules)
     table, buffers = split(cache)
 
-    def placed(x: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    def with_sharding(x: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    return jax.tree.map(placed, merge(table.with_sharding_rules(sharding_rules), buffers), where)
+    return jax.tree.map(
+        with_sharding, merge(table.with_sharding_rules(sharding_rules), buffers), where
+    )
 
 
 def make_sharded(
@@ -84,12 +86,12 @@ def make_sharded(
     """
     sharding_rules = ShardingRules() if sharding_rules is None else sharding_rules
 
-    def made() -> Cache:
+    def make_with_rules() -> Cache:
         table, buffers = split(make())
         return merge(table.with_sharding_rules(sharding_rules), buffers)
 
     where = shardings(jax.eval_shape(make), mesh, sharding_rules)
-    return jax.jit(made, out_shardings=where)()
+    return jax.jit(make_with_rules, out_shardings=where)()
 
 
 def _is_spec(x: object) -> bool:

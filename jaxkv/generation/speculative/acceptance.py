@@ -46,7 +46,7 @@ def verify(
     if drawn_from is not None:
         drawn_from = jnp.moveaxis(jnp.pad(drawn_from, [*more, (0, 0)]), 1, 0)
 
-    def place(carry: tuple, one: tuple) -> tuple:
+    def verify_place(carry: tuple, one: tuple) -> tuple:
         holds, adjusting = carry
         i, logits, guessed, valid, drawn_from = one
         adjusted = adjust_logits(sampler, logits, adjusting)
@@ -66,7 +66,7 @@ def verify(
     turns = jnp.arange(places, dtype=jnp.int32)
     by_place = (jnp.moveaxis(x, 1, 0) for x in (logits, guesses, valid))
     begun = ok, state.sampler_state
-    (_, adjusting), found = jax.lax.scan(place, begun, (turns, *by_place, drawn_from))
+    (_, adjusting), found = jax.lax.scan(verify_place, begun, (turns, *by_place, drawn_from))
     tokens, logprobs, holds = (jnp.moveaxis(x, 0, 1) for x in found)
     return tokens, logprobs, holds, adjusting
 
@@ -108,7 +108,7 @@ def verify_branches(
     if drawn_from is not None:
         drawn_from = jnp.moveaxis(jnp.pad(drawn_from, [*pad, (0, 0)]), 2, 0)
 
-    def place(carry: tuple, one: tuple) -> tuple:
+    def verify_place(carry: tuple, one: tuple) -> tuple:
         holds, alive, adjusting = carry
         i, offered, valid, drawn_from = one
         # Of branches that begin alike, the first one was computed.
@@ -133,7 +133,7 @@ def verify_branches(
 
     begun = ok, jnp.ones(draft.tokens.shape[:2], bool), state.sampler_state
     turns = jnp.arange(length + 1, dtype=jnp.int32)
-    (_, alive, adjusting), found = jax.lax.scan(place, begun, (turns, *offers, drawn_from))
+    (_, alive, adjusting), found = jax.lax.scan(verify_place, begun, (turns, *offers, drawn_from))
     tokens, logprobs, holds = (jnp.moveaxis(x, 0, 1) for x in found)
     return tokens, logprobs, holds, adjusting, jnp.argmax(alive, axis=1).astype(jnp.int32)
 

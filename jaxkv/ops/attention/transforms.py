@@ -67,10 +67,10 @@ def fold_vmap(way: Callable[..., OnlineSoftmax]) -> Callable[..., OnlineSoftmax]
         def together(
             size: int, batched: PyTree, *args: PyTree
         ) -> tuple[OnlineSoftmax, OnlineSoftmax]:
-            def stacked(x: jax.Array, has: bool) -> jax.Array:
+            def broadcast_to_batch(x: jax.Array, has: bool) -> jax.Array:
                 return x if has else jnp.broadcast_to(x, (size, *x.shape))
 
-            q, k, v, visibility = jax.tree.map(stacked, args, tuple(batched))
+            q, k, v, visibility = jax.tree.map(broadcast_to_batch, args, tuple(batched))
             first = jnp.arange(size, dtype=visibility.streams.dtype) * visibility.position.shape[1]
             function = None
             if isinstance(visibility.bias, OfPlaces) and not any(jax.tree.leaves(batched[3].bias)):

@@ -148,7 +148,7 @@ class PrefixStore:
           >>> store.fork(cache, [2, 3], seq=1).hit
           PrefixHit(length=0, miss=<MissReason.UNKNOWN: 1>)
         """
-        text, to = self._checked(cache, tokens, seq)
+        text, to = self._check_tokens(cache, tokens, seq)
         return self.fork_match(cache, self.longest_match(cache, text, to), to, donate=donate)
 
     def store(self, cache: Cache, tokens: Ids, seq: Id, *, donate: bool = False) -> PrefixResult:
@@ -191,7 +191,7 @@ class PrefixStore:
           >>> hit.length, store.num_used_cells(cache)
           (7, 5)
         """
-        text, source = self._checked(cache, tokens, seq)
+        text, source = self._check_tokens(cache, tokens, seq)
         if (end := int(cache.seq_pos_max(source)) + 1) < text.size:
             raise ValueError(
                 f"expected a sequence that holds these {text.size} tokens, got sequence {source}, "
@@ -201,7 +201,7 @@ class PrefixStore:
         if whole is not MissReason.NONE:
             return PrefixResult(cache, self, PrefixHit(0, whole))
         prompt = CachedPrompt(sequence=source, tokens=text)
-        own, others = self._near(source), self
+        own, others = self._sequences_in_stream(source), self
         for other in [one for one in self.prompts if one.sequence in own]:
             common = common_prefix_length(text, other.tokens)
             if common < min(text.size, other.tokens.size):
@@ -317,7 +317,7 @@ class PrefixStore:
 
     def longest_match(self, cache: Cache, tokens: Int32[np.ndarray, " n"], seq: int) -> PrefixMatch:
         """Return the prompt that another can go on from furthest, and how far."""
-        own = self._near(seq)
+        own = self._sequences_in_stream(seq)
         agreeing = [
             (common_prefix_length(one.tokens, tokens[:-1]), one) for one in reversed(self.prompts)
         ]
@@ -377,7 +377,7 @@ class PrefixStore:
         """Return a store without a prompt."""
         return self._with(prompts=tuple(one for one in self.prompts if one is not prompt))
 
-    def _near(self, seq: int) -> tuple[int, ...]:
+    def _sequences_in_stream(self, seq: int) -> tuple[int, ...]:
         """Return the store's sequences in the stream of a sequence; all of them if it has none."""
         per_stream = self._spec.sequences_per_stream
         near = tuple(one for one in self.sequences if one // per_stream == seq // per_stream)
@@ -404,7 +404,9 @@ class PrefixStore:
         cache, store = store._with(prompts=(*store.prompts, kept)).evict(cache, cells=self.cells)
         return PrefixResult(cache, store, PrefixHit(size, MissReason.NONE))
 
-    def _checked(self, cache: Cache, tokens: Ids, seq: Id) -> tuple[Int32[np.ndarray, " n"], int]:
+    def _check_tokens(
+        self, cache: Cache, tokens: Ids, seq: Id
+    ) -> tuple[Int32[np.ndarray, " n"], int]:
         """Return tokens, and a sequence that is not the store's."""
         self._check_made_for(cache)
         one = int(split(cache)[0].spec.sequence_id(seq))
@@ -471,10 +473,10 @@ def _spec_of(cache: Cache) -> TableSpec:
 
 def _can_copy(cache: Cache, src: int, dst: int, stop: int) -> Bool[Array, ""]:
     """Return whether `seq_cp` of the first positions would be granted, asked of the table alone."""
-    return _granted(split(cache)[0], *map(np.int32, (src, dst, 0, stop)))
+    return _table_can_copy(split(cache)[0], *map(np.int32, (src, dst, 0, stop)))
 
 
 @jit_table
-def _granted(table: CacheTable, *args: Int32[Array, ""]) -> Bool[Array, ""]:
+def _table_can_copy(table: CacheTable, *args: Int32[Array, ""]) -> Bool[Array, ""]:
     ok, _ = table.can_copy(*args)
     return ok
