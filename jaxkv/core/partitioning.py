@@ -174,7 +174,7 @@ def shares(sharding_rules: ShardingRules | None, **sizes: int) -> AxisPartition:
     Raises:
       ValueError: when a cache has rules and there is no mesh, or a size cannot be split.
     """
-    mesh = _current_mesh(sharding_rules)
+    mesh = _require_mesh(sharding_rules)
     return (
         WHOLE
         if sharding_rules is None or mesh is None
@@ -198,7 +198,7 @@ def map_shards(
       in_specs: how its arguments are split, a tree of `PartitionSpec`, or the beginning of one.
       out_specs: how what it returns is.
     """
-    mesh = _current_mesh(sharding_rules)
+    mesh = _require_mesh(sharding_rules)
     if mesh is None:
         return of_share
     run = jax.shard_map(of_share, in_specs=in_specs, out_specs=out_specs, check_vma=False)
@@ -294,7 +294,7 @@ def current_mesh(sharding_rules: ShardingRules | None) -> AbstractMesh | None:
     )
 
 
-def _current_mesh(sharding_rules: ShardingRules | None) -> AbstractMesh | None:
+def _require_mesh(sharding_rules: ShardingRules | None) -> AbstractMesh | None:
     """Return the mesh at hand.
 
     Raises:

@@ -84,7 +84,7 @@ def resume(
     ids = table.spec.sequence_ids(np.arange(count) if sequences is None else sequences)
     if np.shape(ids) != (count,):
         raise ValueError(f"wanted sequences [{count}], one for each token, got {np.shape(ids)}")
-    left = _each(END if max_new_tokens is None else max_new_tokens, count, "limit")
+    left = _one_per_text(END if max_new_tokens is None else max_new_tokens, count, "limit")
     key, draw, follows = _draws(table, _seed(seed, count), ids)
     state = DecodeState(
         token=token,
@@ -182,7 +182,7 @@ def _of_all(prompts: Prompts | None, count: int) -> Int32[Array | np.ndarray, "{
     return pad_prompts(prompts)
 
 
-def _each(value: Ids, count: int, name: str) -> Any:
+def _one_per_text(value: Ids, count: int, name: str) -> Any:
     """Return a number for each text, `[T]` int32, from one for all or one each."""
     checked = check_int32(value, name, low=0)
     if np.shape(checked) not in ((), (count,)):

@@ -296,11 +296,13 @@ def _to_local_slots(
         streams, mine = to_local(streams, split.streams, array.shape[0])
         slots = jnp.where(jnp.broadcast_to(mine, slots.shape), slots, no_slots(slots))
     if split.cells:
-        slots = own_cells(slots, first_of(split.cells, array.shape[2]), array.shape[2])
+        slots = slots_in_range(slots, first_of(split.cells, array.shape[2]), array.shape[2])
     return streams, slots
 
 
-def own_cells(slots: Int32[Array, "*n"], first: jax.Array | int, count: int) -> Int32[Array, "*n"]:
+def slots_in_range(
+    slots: Int32[Array, "*n"], first: jax.Array | int, count: int
+) -> Int32[Array, "*n"]:
     """Return slots within `count` cells from `first` on, counted from there; nowhere for others."""
     mine = (slots >= first) & (slots < first + count)
     return jnp.where(mine, slots - first, no_slots(slots))

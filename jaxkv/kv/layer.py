@@ -29,8 +29,8 @@ from jaxkv.kv.buffers import (
     LayerKV,
     axes_of_queries,
     layer_partition_specs,
-    own_cells,
     sizes_of,
+    slots_in_range,
     store,
 )
 from jaxkv.kv.cells import C, Cells
@@ -228,7 +228,7 @@ def _put(
         return layer_kv
     if split.cells:
         first = first_of(split.cells, layer_kv[0].shape[2])
-        where = own_cells(where, first, layer_kv[0].shape[2])
+        where = slots_in_range(where, first, layer_kv[0].shape[2])
     return store(*layer_kv, ubatch.row_stream, where, *new)
 
 

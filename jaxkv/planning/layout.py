@@ -330,13 +330,13 @@ def equal_split(
     while left:
         left.sort(key=lambda index: index[0])
         taking = left[:ubatch_size]
-        length = _equal_length(taking, ubatch_size)
+        length = _tokens_per_sequence(taking, ubatch_size)
         while after is not None:
             waiting = set(np.concatenate(left)) - set(np.concatenate([i[:length] for i in taking]))
             ready = [index for index in taking if after[index[0]] not in waiting]
             if len(ready) == len(taking):
                 break
-            taking, length = ready, _equal_length(ready, ubatch_size)
+            taking, length = ready, _tokens_per_sequence(ready, ubatch_size)
         parts.append(_rows([index[:length] for index in taking], ubatch_size))
         taken = {index[0] for index in taking}
         left = [index[length:] if index[0] in taken else index for index in left]
@@ -344,7 +344,7 @@ def equal_split(
     return parts
 
 
-def _equal_length(taking: list[np.ndarray], ubatch_size: int) -> int:
+def _tokens_per_sequence(taking: list[np.ndarray], ubatch_size: int) -> int:
     """Return how many tokens each of some sequences, `[n]` int32 each, gives."""
     return min(ubatch_size // len(taking), min(map(len, taking)))
 

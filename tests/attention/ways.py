@@ -5,7 +5,7 @@ from functools import partial
 import jax
 
 from jaxkv.ops.attention import attention, dispatch, pallas_gpu
-from jaxkv.ops.attention.softmax import nan_unless_hidden
+from jaxkv.ops.attention.softmax import reset_where_bias_hides_all
 from jaxkv.ops.attention.visibility import mask_of
 from tests.attention.formula import PLAIN
 
@@ -20,7 +20,7 @@ def closing(weigh):
 
     def attend(q, k, v, visibility, options):
         sums = weigh(q, k, v, visibility, options)
-        sums = sums if visibility.bias is None else nan_unless_hidden(sums)
+        sums = sums if visibility.bias is None else reset_where_bias_hides_all(sums)
         return dispatch.finalize(sums, q, options)
 
     return attend

@@ -24,8 +24,8 @@ from jaxkv.ops.attention.active_tiles import TILE
 from jaxkv.ops.attention.softmax import (
     OnlineSoftmax,
     Options,
-    nan_unless_hidden,
     normalize,
+    reset_where_bias_hides_all,
     ungroup_queries,
     with_sinks,
 )
@@ -229,7 +229,7 @@ def partial_attention(
         )
     check(q, k, v, options)
     sums = IMPLEMENTATIONS[implementation](q, k, v, visibility, options)
-    return sums if visibility.bias is None else nan_unless_hidden(sums)
+    return sums if visibility.bias is None else reset_where_bias_hides_all(sums)
 
 
 def finalize(

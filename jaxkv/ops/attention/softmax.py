@@ -104,7 +104,7 @@ def zero_unseen(sums: OnlineSoftmax, sees: Bool[Array, "P T"]) -> OnlineSoftmax:
     return _reset_unseen(sums, jnp.tile(sees, sums.denom.shape[2] // sees.shape[1])[:, None])
 
 
-def nan_unless_hidden(sums: OnlineSoftmax) -> OnlineSoftmax:
+def reset_where_bias_hides_all(sums: OnlineSoftmax) -> OnlineSoftmax:
     """Set the sums of a query to those over no cells where a bias hides all that its token sees.
 
     Its highest logit is then the lowest one, and that of a query that sees a cell is not: see
