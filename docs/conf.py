@@ -32,7 +32,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     ("py:obj", ".*"),
     ("py:.*", r"(jax|np|numpy|collections|os|typing)\..*"),
-    ("py:class", r".*tuple\[.*"),  # Sphinx does not read the dots of a tuple of any length
+    ("py:class", r".*(?:tuple|Mapping)\[.*"),  # Sphinx does not read dots, of a shape neither
     # Names in annotations of shapes, and types that stand in signatures and are not public.
     ("py:class", r"\w+"),
     ("py:class", r"jaxkv\.(draw|generation|ops|rope|serving|sharding|snapshot|spec|table)\..*"),
