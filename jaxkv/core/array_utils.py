@@ -53,7 +53,7 @@ def divmod_nonnegative(
 
     `//` and `%` see to signs, which takes ten instructions each, in every program.
 
-    >>> divided(jnp.int32(7), 3)
+    >>> divmod_nonnegative(jnp.int32(7), 3)
     (Array(2, dtype=int32), Array(1, dtype=int32))
     """
     by = jnp.asarray(size, numbers.dtype)

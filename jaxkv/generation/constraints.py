@@ -154,7 +154,7 @@ def check_rule(constraint: object) -> Constraint:
     >>> rule = Constraint(
     ...     first=0, allowed=lambda s: jnp.arange(4) > s, advance=lambda s, token: token > 0
     ... )
-    >>> checked_rule(rule)
+    >>> check_rule(rule)
     Traceback (most recent call last):
     ...
     ValueError: wanted the shapes and dtypes of first from advance, 'int32[]', got 'bool[]'
@@ -212,7 +212,9 @@ def make_constrained_sampler(
     ...     allowed=lambda last: jnp.arange(4) > last,
     ...     advance=lambda last, token: token,
     ... )
-    >>> sampler = ruled(checked_rule(rule), generation.make_sampler(), [np.int32(1), None])
+    >>> sampler = make_constrained_sampler(
+    ...     check_rule(rule), generation.make_sampler(), [np.int32(1), None]
+    ... )
     >>> state = sampler.init(np.zeros((2, 0), np.int32))
     >>> sampler.adjust(jnp.zeros((2, 4)), state).tolist()
     [[-inf, -inf, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]

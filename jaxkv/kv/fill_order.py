@@ -25,7 +25,7 @@ STRIPE = 64
 def to_fill_order(x: Shaped[Array, "... N"], shards: int) -> Shaped[Array, "... N"]:
     """Bring what there is for each cell into the order in which cells are taken.
 
-    >>> dealt(jnp.arange(16), 2)
+    >>> to_fill_order(jnp.arange(16), 2)
     Array([ 0,  1,  8,  9,  2,  3, 10, 11,  4,  5, 12, 13,  6,  7, 14, 15],      dtype=int32)
     """
     stripe, turns = _stripes(x.shape[-1], shards)

@@ -42,7 +42,9 @@ class ValueSlice:
 
         A key that is not finite becomes zeros where its value is, and NaN elsewhere.
 
-        >>> ValueSlice(1, 3).marked(jnp.array([[1.0, 2.0, 3.0], [4.0, jnp.inf, 5.0]])).tolist()
+        >>> ValueSlice(1, 3).nan_unless_finite(
+        ...     jnp.array([[1.0, 2.0, 3.0], [4.0, jnp.inf, 5.0]])
+        ... ).tolist()
         [[1.0, 2.0, 3.0], [nan, 0.0, 0.0]]
         """
         number = jnp.arange(keys.shape[-1])

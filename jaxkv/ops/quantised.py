@@ -123,7 +123,7 @@ def to_stored(numbers: Float[Array, "... D"], like: Stored) -> Numbers:
       like: gives the form; its shape does not matter.
 
     >>> like = zeros((1,), "int8")
-    >>> encoded(jnp.array([[1.0, -2.0, 0.3], [0.0, 0.0, 0.0]]), like).codes.tolist()
+    >>> to_stored(jnp.array([[1.0, -2.0, 0.3], [0.0, 0.0, 0.0]]), like).codes.tolist()
     [[64, -127, 19], [0, 0, 0]]
     """
     if not isinstance(like, Quantised):
@@ -165,7 +165,7 @@ def from_stored(x: Numbers) -> Float[Array, "... D"]:
     """Return the numbers that are stored, in the dtype of `dtype_of`.
 
     >>> like = zeros((1,), "int8")
-    >>> decoded(encoded(jnp.array([127.0, -3.4, jnp.nan]), like)).tolist()
+    >>> from_stored(to_stored(jnp.array([127.0, -3.4, jnp.nan]), like)).tolist()
     [nan, nan, nan]
     """
     if not isinstance(x, Quantised):

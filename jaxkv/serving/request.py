@@ -256,7 +256,7 @@ def check_request(request: Request, limits: EngineConfig) -> Request:
     ...     penalty_last_n=1,
     ...     max_stop_tokens=1,
     ... )
-    >>> checked_request(Request(prompt=[], max_new_tokens=1), limits)
+    >>> check_request(Request(prompt=[], max_new_tokens=1), limits)
     Traceback (most recent call last):
     ...
     ValueError: wanted a prompt [n] of at least one token, got the shape (0,)

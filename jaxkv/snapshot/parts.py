@@ -194,7 +194,7 @@ def static_fields(table: Cells | States) -> dict[str, Json]:
 def to_json(value: Any) -> Json:
     """Return a static value as JSON holds it.
 
-    >>> encoded((None, Window(4, "sliding")))
+    >>> to_json((None, Window(4, "sliding")))
     [None, {'Window': {'width': 4, 'rule': 'sliding'}}]
     """
     if isinstance(value, tuple):
@@ -208,7 +208,7 @@ def to_json(value: Any) -> Json:
 def from_json(value: Any) -> Any:
     """Return the static value that JSON holds, which `to_json` made of it.
 
-    >>> decoded([None, {"Window": {"width": 4, "rule": "sliding"}}])
+    >>> from_json([None, {"Window": {"width": 4, "rule": "sliding"}}])
     (None, Window.sliding(4))
     """
     if isinstance(value, list):

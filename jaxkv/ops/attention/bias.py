@@ -70,9 +70,9 @@ def check_bias(bias: object, shape: tuple[int, ...]) -> BiasOfLists | None:
         arrays that are not among its leaves.
       ValueError: when the bias does not broadcast to the shape.
 
-    >>> checked_bias(jnp.zeros((1, 1, 2, 1)), (3, 5, 2, 8)).shape
+    >>> check_bias(jnp.zeros((1, 1, 2, 1)), (3, 5, 2, 8)).shape
     (3, 5, 2, 8)
-    >>> checked_bias(lambda query, key, head: jnp.ones((1, 3, 5, 8)), (3, 5, 2, 8))
+    >>> check_bias(lambda query, key, head: jnp.ones((1, 3, 5, 8)), (3, 5, 2, 8))
     Traceback (most recent call last):
     ...
     ValueError: wanted a bias that broadcasts to [R, H, T, N] of (3, 2, 5, 8), got (1, 3, 5, 8)
