@@ -25,8 +25,6 @@ from jaxkv.table import CacheTable, static_layer_number
 if TYPE_CHECKING:
     from jaxtyping import Array, ArrayLike, Bool, Int32, PyTree
 
-    from jaxkv.cache_spec import CacheSpec
-    from jaxkv.core.partitioning import ShardingRules
     from jaxkv.core.types import AnyMesh, Id, Ids
 
 

@@ -18,8 +18,6 @@ from jaxkv.core.constants import NO_SLOT
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int32, PyTree, Shaped
 
-    from jaxkv.batch import Ubatch
-
 
 class Reason(IntEnum):
     """Why a sequence of a batch was refused; OK for one that was not. Each with its advice."""

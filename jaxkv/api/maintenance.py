@@ -21,8 +21,6 @@ from jaxkv.table import CacheTable, MaintenancePlan
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool
 
-    from jaxkv.table import CacheTable
-
 
 def init_update(cache: Cache) -> MaintenancePlan:
     """Plan what is pending: the rotation of every key that was moved.

@@ -31,7 +31,6 @@ from jaxkv.spec import TableSpec
 if TYPE_CHECKING:
     from jaxtyping import ArrayLike, Bool, Int, Int32, PyTree
 
-    from jaxkv.spec import TableSpec
 
 SplitBy = Literal["simple", "equal", "sequence"]
 """The ways to cut a batch."""
