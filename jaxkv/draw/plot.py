@@ -227,7 +227,7 @@ def nbytes(cache: Cache, ax: Axes | None = None) -> Axes:
     parts = cache.parts
     kinds: dict[str, int] = {}
     for i, part in enumerate(parts):
-        table, buffers = split(part)
+        table, buffers = part.table, part.buffers
         prefix = f"part {i}: " if len(parts) > 1 else ""
         kinds[f"{prefix}table"] = array_utils.nbytes(table)
         if isinstance(buffers, Buffers):

@@ -247,7 +247,7 @@ def beam(
     if is_traced(params, cache, args):
         cache, found = _search(forward, params, cache, *args, num_tokens=num_tokens)
         return BeamResult(cache, *found)
-    check_begun(split(cache)[0], ids[:1], np.ones(1, bool))
+    check_begun(cache.table, ids[:1], np.ones(1, bool))
     table, buffers = own_or_copied_buffers(cache, donate)
     search = cached_program(_searching, forward)
     table, buffers, found = search(params, table, buffers, *args, num_tokens=num_tokens)
@@ -295,7 +295,7 @@ def _searching(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
     ) -> tuple:
         cache = merge(table, buffers)
         cache, found = _search(forward(), params, cache, *args, num_tokens=num_tokens)
-        return *split(cache), found
+        return cache.table, cache.buffers, found
 
     return search
 
@@ -316,13 +316,13 @@ def _search(
     Returns the cache, and the further fields of `BeamResult`.
     """
     sequences = jnp.asarray(sequences)
-    begins = ends(split(cache)[0])[sequences[0]] + 1
+    begins = ends(cache.table)[sequences[0]] + 1
     rows = jnp.arange(sequences.size, dtype=jnp.int32)
     cache, _ = seq_select(cache, sequences[jnp.zeros_like(rows)], sequences)
 
     def body(carry: tuple[Cache, Search]) -> tuple[Cache, Search]:
         cache, search = carry
-        table, _ = split(cache)
+        table = cache.table
         token = search.living.tokens[:, search.length - 1]
         plan = plan_next(table, token[:, None], sequences, exist(search.living)[:, None])
         cache, logits = model_step(forward, params, cache, plan.ubatches[0])
@@ -339,7 +339,7 @@ def _search(
     )
     found = best(search.ended, search.living, length_penalty)
     cache, held = _trim_texts(cache, search, found, sequences, begins)
-    return cache, replicate(split(cache)[0], (*found, held, search.reason))
+    return cache, replicate(cache.table, (*found, held, search.reason))
 
 
 def _trim_texts(

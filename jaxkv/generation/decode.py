@@ -125,7 +125,7 @@ def _decoding(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
         cache, *rest = _decode(
             forward(), sampler.value, params, cache, state, stop_tokens, num_tokens
         )
-        return *split(cache), *rest
+        return cache.table, cache.buffers, *rest
 
     return loop
 
@@ -147,7 +147,7 @@ def _decode(
 
     def body(carry: tuple) -> tuple:
         cache, state, picked, i = carry
-        table, _ = split(cache)
+        table = cache.table
         plan = plan_next(table, state.token[:, None], state.sequence, state.active[:, None])
         cache, logits = model_step(forward, params, cache, plan.ubatches[0])
         active = state.active & plan.ok
@@ -164,8 +164,8 @@ def _decode(
         )
         return cache, state, picked, i + plan.ok
 
-    state = going_on(split(cache)[0], jax.tree.map(jnp.asarray, state))
+    state = going_on(cache.table, jax.tree.map(jnp.asarray, state))
     begun = cache, state, empty_samples(state.token.shape[0], num_tokens), jnp.int32(0)
     cache, state, picked, _ = jax.lax.while_loop(goes_on, body, begun)
-    table, _ = split(cache)
+    table = cache.table
     return cache, *replicate(table, (update_positions(table, state), picked))

@@ -99,7 +99,7 @@ def _encode_ubatch(encoder: Encoder, params: PyTree, cache: Cache, ubatch: Ubatc
     after = encoder(params, cache, ubatch)
     if not isinstance(after, Cache):
         raise ValueError(f"wanted a cache from encoder, got {type(after)}")
-    pairs = zip(*(jax.tree.leaves(split(one)[1]) for one in (cache, after)), strict=False)
+    pairs = zip(*(jax.tree.leaves(one.buffers) for one in (cache, after)), strict=False)
     if all(old is new for old, new in pairs):
         raise ValueError(
             "encoder gave back the cache it was given, with nothing written: it must return the "
@@ -111,6 +111,7 @@ def _encode_ubatch(encoder: Encoder, params: PyTree, cache: Cache, ubatch: Ubatc
 def _encoding(encoder: Callable[[], Encoder]) -> jax.stages.Wrapped:
     @partial(jax.jit, donate_argnames="buffers")
     def run(params: PyTree, table: CacheTable, buffers: PyTree, ubatch: Ubatch) -> tuple:
-        return split(_encode_ubatch(encoder(), params, merge(table, buffers), ubatch))
+        cache = _encode_ubatch(encoder(), params, merge(table, buffers), ubatch)
+        return cache.table, cache.buffers
 
     return run

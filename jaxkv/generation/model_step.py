@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxkv.api.apply import apply
 from jaxkv.batch import Ubatch
-from jaxkv.cache import Cache, merge, split
+from jaxkv.cache import Cache, merge
 from jaxkv.core.compile_cache import cached_program
 from jaxkv.core.donation import check_there
 
@@ -47,7 +47,7 @@ def compiled_step(forward: Forward) -> jax.stages.Wrapped:
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=4), cells=8)
       >>> plan = plan_step(cache, jnp.array([3]))
       >>> step = compiled_step(forward)
-      >>> table, buffers, logits = step(jnp.eye(4), *split(cache), plan.ubatch)
+      >>> table, buffers, logits = step(jnp.eye(4), cache.table, cache.buffers, plan.ubatch)
       >>> merge(table, buffers).num_used_cells().item()
       1
     """
@@ -71,7 +71,7 @@ def model_step(
             f"cache, logits`"
         )
     after, logits = given
-    old, new = (jax.tree.leaves(split(one)[1]) for one in (cache, after))
+    old, new = (jax.tree.leaves(one.buffers) for one in (cache, after))
     if old and all(a is b for a, b in zip(old, new, strict=False)):
         raise ValueError(
             "forward gave back the cache it was given, with nothing written: it must return the "
@@ -111,7 +111,7 @@ def _stepping(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
     @partial(jax.jit, donate_argnames="buffers")
     def step(params: PyTree, table: CacheTable, buffers: PyTree, ubatch: Ubatch) -> tuple:
         cache, logits = model_step(forward(), params, merge(table, buffers), ubatch)
-        return *split(cache), logits
+        return cache.table, cache.buffers, logits
 
     return step
 
@@ -122,7 +122,7 @@ def own_or_copied_buffers(cache: Cache, donate: bool) -> tuple[CacheTable, PyTre
     Raises:
       ValueError: when the buffers were given up before.
     """
-    table, buffers = split(cache)
+    table, buffers = cache.table, cache.buffers
     check_there(buffers)
     return table, buffers if donate else copy_arrays(buffers)
 

@@ -142,8 +142,8 @@ def init_decode(
         )
     none = np.zeros(logits.shape[0], np.int32)
     state = begin(none, sequences)
-    check_begun(split(cache)[0], state.sequence, state.active)
-    table, _ = split(cache)
+    check_begun(cache.table, state.sequence, state.active)
+    table = cache.table
     return DecodeResult(
         cache, *pick_first(table, sampler, logits, stops(stop_tokens, len(none)), state)
     )

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from jaxkv.cache import split
 from jaxkv.jit_helpers import jit_table
 from jaxkv.serving.model_runner import ModelRunner
 from jaxkv.serving.prefill_chunks import PASS
@@ -41,7 +40,7 @@ class EnginePrefixes:
 
     def __init__(self, runner: ModelRunner, store: PrefixStore | None):
         self._runner, self.store = runner, store
-        table, _ = split(runner.cache)
+        table = runner.cache.table
         if not isinstance(store, PrefixStore | None):
             raise TypeError(
                 f"expected a PrefixStore, got {type(store).__name__}; make one of the cache, or "
@@ -83,7 +82,7 @@ class EnginePrefixes:
         """Return what `CacheTable.num_shared_cells` says, on the host; nothing without a store."""
         if self.store is None:
             return self.nothing
-        return jax.device_get(_count_shared_cells(split(self._runner.cache)[0]))
+        return jax.device_get(_count_shared_cells(self._runner.cache.table))
 
     def warm_up(self) -> None:
         """Compile all that the rest needs."""

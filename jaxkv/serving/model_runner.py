@@ -15,7 +15,7 @@ import numpy as np
 from jaxkv.api.apply import apply
 from jaxkv.api.edits import seq_rm
 from jaxkv.api.maintenance import defrag_plan
-from jaxkv.cache import Cache, merge, split
+from jaxkv.cache import Cache, merge
 from jaxkv.core.donation import is_donated
 from jaxkv.core.validate import check_int32
 from jaxkv.generation.constraints import make_constrained_sampler
@@ -77,14 +77,14 @@ class ModelRunner:
         limits: EngineConfig,
     ):
         self._forward, self._weights, self.cache = forward, params, cache
-        self._facts, self._limits = split(cache)[0].spec, limits
+        self._facts, self._limits = cache.table.spec, limits
         self._shapes = shapes_of(self._facts, limits.prefill_chunk)
         self._stop = np.ravel(check_int32(stop_tokens_as_list(stop_tokens), "stop_tokens", low=0))
 
     @property
     def has_cache(self) -> bool:
         """Whether the buffers are there, which a program that was cut short may have taken."""
-        return not is_donated(split(self.cache)[1])
+        return not is_donated(self.cache.buffers)
 
     def warm_up(self) -> None:
         """Run every program once, with nothing to do."""
@@ -95,7 +95,7 @@ class ModelRunner:
             self._pick(nothing, logits[0], turns=0)
             self.generate(nothing, turns=0)
         self.remove([])
-        jax.block_until_ready(split(self.cache)[1])
+        jax.block_until_ready(self.cache.buffers)
 
     def run_chunk(self, texts: Sequence[RequestState]) -> tuple[list[int], RunnerOutput]:
         """Cut the next chunk from the prompts of texts, in their order, and compute it.
@@ -166,7 +166,9 @@ class ModelRunner:
     ) -> tuple[Float[Array, "Q V"], tuple[Bool[Array, ""], Int32[Array, " Q"]]]:
         """Compute a chunk; the logits, and whether it had room, with the reasons."""
         program = chunk_program(self._forward)
-        table, buffers, logits, plan = program(self._weights, *split(self.cache), chunk)
+        table, buffers, logits, plan = program(
+            self._weights, self.cache.table, self.cache.buffers, chunk
+        )
         self.cache = merge(table, buffers)
         return logits, plan
 
@@ -177,7 +179,7 @@ class ModelRunner:
         sampler, stop, options = self._options(texts, turns)
         none = np.zeros(self._facts.sequences, np.int32)
         state = resume(self.cache, none, None, sampler=sampler, **options)
-        state, *picked = pick_first(split(self.cache)[0], sampler, logits, stop, state)
+        state, *picked = pick_first(self.cache.table, sampler, logits, stop, state)
         return RunnerOutput(Sampled(*picked), state.reason, self._rule_states(state))
 
     def _rule_states(self, state: DecodeState) -> PyTree:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import make_batch
-from jaxkv.cache import merge, split
+from jaxkv.cache import merge
 from jaxkv.core.compile_cache import cached_program
 from jaxkv.generation.model_step import Forward, model_step
 from jaxkv.planning.layout import turn_in_sequence
@@ -184,6 +184,6 @@ def _chunk_program(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
         whose = batch.sequences.at[ubatch.output_index].get(mode="fill", fill_value=count)
         of_each = jnp.zeros((count, logits.shape[1]), logits.dtype)
         of_each = of_each.at[whose].set(logits, mode="drop")
-        return *split(cache), of_each, (plan.ok, plan.reason)
+        return cache.table, cache.buffers, of_each, (plan.ok, plan.reason)
 
     return run

@@ -65,7 +65,7 @@ def parts(cache: Cache) -> list[Named]:
 
 def describe(cache: Cache) -> PartDescription | HybridDescription:
     """Return what is fixed when a cache is made, as JSON holds it."""
-    found = [one.part.describe(*split(one.cache)) for one in parts(cache)]
+    found = [one.part.describe(one.cache.table, one.cache.buffers) for one in parts(cache)]
     if not isinstance(cache.table, HybridTable):
         return found[0]
     return {"kind": "hybrid", "layers": to_json(cache.table.layers), "parts": found}
@@ -109,7 +109,7 @@ def _check_arrays(file: File, cache: Cache) -> None:
     wanted: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
     for part, own, table, buffers in parts(cache):
         (count,) = file.arrays[f"{table}cell"][1]
-        forms, held = part.forms(*split(own), count, len(saved))
+        forms, held = part.forms(own.table, own.buffers, count, len(saved))
         pairs = zip(jax.tree.leaves(names(held, buffers)), jax.tree.leaves(held), strict=True)
         for name, form in [*((table + name, form) for name, form in forms.items()), *pairs]:
             wanted[name] = form.dtype, form.shape
@@ -170,8 +170,8 @@ def check_fits(saved: Cache, cache: Cache) -> None:
         _same("layers of parts", cache.table.layers, saved.table.layers)
     for i, (one, other) in enumerate(zip(mine, theirs, strict=True)):
         where = f" in part {i}" if len(mine) > 1 else ""
-        wanted = one.part.features(*split(one.cache))
-        found = one.part.features(*split(other.cache))
+        wanted = one.part.features(one.cache.table, one.cache.buffers)
+        found = one.part.features(other.cache.table, other.cache.buffers)
         for name in wanted:
             _same(name + where, wanted[name], found.get(name))
 

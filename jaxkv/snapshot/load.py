@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.cache import Cache, split
+from jaxkv.cache import Cache
 from jaxkv.snapshot.assemble import (
     Named,
     check_fits,
@@ -210,7 +210,7 @@ def _moves(
     saved: list[int], cache: Cache, sequences: int | Sequence[int] | Mapping[int, int] | None
 ) -> SequenceMap:
     """Return which saved sequences go where."""
-    spec, goes = split(cache)[0].spec, {seq: seq for seq in saved}
+    spec, goes = cache.table.spec, {seq: seq for seq in saved}
     if isinstance(sequences, Mapping):
         if not set(sequences) <= set(saved):
             raise ValueError(f"wanted some of the saved sequences {saved}, got {sorted(sequences)}")

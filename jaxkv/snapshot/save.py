@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from jaxkv.cache import Cache, split
+from jaxkv.cache import Cache
 from jaxkv.core.validate import check_int32
 from jaxkv.snapshot import file
 from jaxkv.snapshot.assemble import check_saveable, describe, parts
@@ -93,7 +93,7 @@ def _content(
 ) -> tuple[Content, dict[str, np.ndarray]]:
     """Return the description and the arrays of a snapshot, by name, as `Part.take` finds them."""
     check_saveable(cache)
-    spec = split(cache)[0].spec
+    spec = cache.table.spec
     ids = np.arange(spec.sequences) if sequences is None else spec.sequence_ids(sequences)
     check_once(ids)
     saved = np.atleast_1d(ids).tolist()
@@ -110,7 +110,7 @@ def _content(
 
     arrays: dict[str, np.ndarray] = {}
     for part, own, table, buffers in parts(cache):
-        found, held = part.take(*split(own), saved)
+        found, held = part.take(own.table, own.buffers, saved)
         arrays.update({table + name: array for name, array in found.items()})
         arrays.update(
             zip(jax.tree.leaves(names(held, buffers)), jax.tree.leaves(held), strict=True)

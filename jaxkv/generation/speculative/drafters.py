@@ -251,7 +251,7 @@ class DraftModel(Drafter):
     def check(self, cache: Cache) -> None:
         """Raise a ValueError unless its cache is there and has the sequences of the other one."""
         check_there(self.cache, what="the draft's cache")
-        wanted, got = (split(one)[0].spec.sequences for one in (cache, self.cache))
+        wanted, got = (one.table.spec.sequences for one in (cache, self.cache))
         if wanted != got:
             raise ValueError(
                 f"wanted a draft whose cache has the {wanted} sequences of the model's, got one "
@@ -269,7 +269,7 @@ class DraftModel(Drafter):
 
         A text that its cache does not hold as far as the other one is not guessed for.
         """
-        last = ends(split(self.cache)[0])[state.sequence]
+        last = ends(self.cache.table)[state.sequence]
         active = active & (last + 1 + (self.unfed >= 0) == at)
         tokens = jnp.stack([self.unfed, state.token], axis=1)
         valid = active[:, None] & jnp.stack([self.unfed >= 0, jnp.ones_like(active)], axis=1)
@@ -277,7 +277,7 @@ class DraftModel(Drafter):
 
         def step(carry: tuple, tokens: jax.Array, valid: jax.Array, i: jax.Array) -> tuple:
             cache, adjusting, _, going = carry
-            plan = plan_next(split(cache)[0], tokens, state.sequence, valid & going[:, None])
+            plan = plan_next(cache.table, tokens, state.sequence, valid & going[:, None])
             cache, logits = model_step(self.forward, self.params, cache, plan.ubatches[0])
             logits = logits.reshape(*tokens.shape, -1)[:, -1].astype(jnp.float32)
             adjusted = adjust_logits(sampler, logits, adjusting)
@@ -311,7 +311,7 @@ class DraftModel(Drafter):
     ) -> DraftModel:
         """Remove rejected tokens. If all were accepted, the last one is not in its cache yet."""
         cache, _ = seq_rm(self.cache, sequences, at + taken)
-        lacking = at + taken - 1 - ends(split(cache)[0])[sequences]
+        lacking = at + taken - 1 - ends(cache.table)[sequences]
         last = jnp.take_along_axis(fed, jnp.maximum(taken - 1, 0)[:, None], axis=1)[:, 0]
         unfed = jnp.where(taken > 0, last, self.unfed)
         return replace(self, cache=cache, unfed=jnp.where(lacking == 1, unfed, -1))

@@ -222,7 +222,7 @@ def _speculating(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
         draft, sampler = by.value
         setup = _Setup(forward(), sampler, *fixed)
         cache, *rest = _speculate(setup, draft, merge(table, buffers), state, num_tokens)
-        return *split(cache), *rest
+        return cache.table, cache.buffers, *rest
 
     return loop
 
@@ -233,7 +233,7 @@ def _speculate(
     """Do what `speculate` says, as a part of the program that is being traced."""
     texts, tries = state.token.shape[0], draft.num_draft_tokens
     if draft.num_branches > 1:
-        table, _ = split(cache)
+        table = cache.table
         sequences = token_tree.branch_sequences(table, state.sequence, draft.num_branches)
         setup = setup._replace(sequences=sequences)
 
@@ -253,7 +253,7 @@ def _speculate(
             after, tried = guess.tokens, jnp.sum(guess.valid, axis=1, dtype=jnp.int32)
             cache, turn = _take_turn(setup, guess, active, now)
         else:
-            known = setup.sequences < split(now.cache)[0].spec.sequences
+            known = setup.sequences < now.cache.table.spec.sequences
             guess = guess._replace(valid=guess.valid & may[:, None] & known[..., None])
             tried = jnp.sum(token_tree.nodes_of(guess).first, axis=(1, 2), dtype=jnp.int32)
             cache, turn = _take_turn(setup, guess, active, now)
@@ -279,11 +279,11 @@ def _speculate(
 
     made = _nothing_made(texts, num_tokens)
     state, draft = jax.tree.map(jnp.asarray, (state, draft))
-    state = going_on(split(cache)[0], state)
-    at = ends(split(cache)[0])[state.sequence] + 1
+    state = going_on(cache.table, state)
+    at = ends(cache.table)[state.sequence] + 1
     begun = _Progress(cache, state, draft, made, at, jnp.ones(texts, bool))
     now = jax.lax.while_loop(goes_on, body, begun)
-    table, _ = split(now.cache)
+    table = now.cache.table
     state, made = replicate(table, (update_positions(table, now.state), now.made))
     return now.cache, state, now.draft, made
 
@@ -411,7 +411,7 @@ def _feed_guess(
     Returns:
       The cache; the plan; which texts go on; what `verify` says; and the guess.
     """
-    table, state = split(now.cache)[0], now.state
+    table, state = now.cache.table, now.state
     fed = jnp.concatenate([state.token[:, None], draft.tokens], axis=1)
     valid = jnp.concatenate([active[:, None], draft.valid], axis=1)
     plan = plan_next(table, fed, state.sequence, valid)
@@ -439,20 +439,20 @@ def _feed_branches(
     Returns:
       What `_feed_guess` does, of the branch that was followed.
     """
-    (table, buffers), state, sequences = split(now.cache), now.state, setup.sequences
+    state, sequences = now.state, setup.sequences
     assert sequences is not None
-    table = token_tree.fork(table, sequences, state.sequence)
+    table = token_tree.fork(now.cache.table, sequences, state.sequence)
     plan = token_tree.plan_tree(table, state.token, draft, active, sequences)
-    cache = merge(table, buffers)
+    cache = merge(table, now.cache.buffers)
     cache, logits = model_step(setup.forward, setup.params, cache, plan.ubatches[0])
     logits = logits.reshape(state.token.shape[0], -1, logits.shape[1]).astype(jnp.float32)
     _check_vocabulary(draft, logits)
     ok = active & plan.ok
     *found, branch = verify_branches(setup.sampler, logits, draft, state, ok)
-    table, buffers = split(cache)
     own = jnp.argmax(sequences == state.sequence[:, None], axis=1).astype(jnp.int32)
     followed = jnp.where(ok, branch, own)
-    cache = merge(token_tree.keep(table, state.sequence, sequences, followed), buffers)
+    table = token_tree.keep(cache.table, state.sequence, sequences, followed)
+    cache = merge(table, cache.buffers)
     tokens, valid = (
         jnp.take_along_axis(x, branch[:, None, None], axis=1)[:, 0]
         for x in (draft.tokens, draft.valid)

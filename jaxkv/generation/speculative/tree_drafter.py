@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from jaxkv.cache import merge, split
+from jaxkv.cache import merge
 from jaxkv.generation.model_step import model_step
 from jaxkv.generation.sampler import Sampler, adjust_logits, draw, draw_key
 from jaxkv.generation.speculative import token_tree
@@ -46,7 +46,7 @@ class TreeDraftModel(DraftModel):
 
         With a sampler that draws, different tokens are drawn, and what comes after each.
         """
-        table, _ = split(self.cache)
+        table = self.cache.table
         last = ends(table)[state.sequence]
         going = active & (last + 1 + (self.unfed >= 0) == at)
         tokens = jnp.stack([self.unfed, state.token], axis=1)
@@ -58,7 +58,7 @@ class TreeDraftModel(DraftModel):
         token = self._different(sampler, first, draw_key(state.key, state.draw_index, 2))
         best = jnp.take_along_axis(first, token, axis=1)
 
-        table, buffers = split(cache)
+        table, buffers = cache.table, cache.buffers
         sequences = token_tree.branch_sequences(table, state.sequence, self.num_branches)
         cache = merge(token_tree.fork(table, sequences, state.sequence), buffers)
         going = (going & plan.ok)[:, None] & (sequences < table.spec.sequences)
@@ -75,7 +75,7 @@ class TreeDraftModel(DraftModel):
             cache, adjusting, token, going = carry
             adjusting = follow(adjusting, token)
             fed = token.reshape(-1, 1), sequences.reshape(-1), going.reshape(-1, 1)
-            plan = plan_next(split(cache)[0], *fed)
+            plan = plan_next(cache.table, *fed)
             cache, logits = model_step(self.forward, self.params, cache, plan.ubatches[0])
             logits = logits.reshape(*token.shape, -1).astype(jnp.float32)
             adjusted = adjust(logits, adjusting)
@@ -122,7 +122,7 @@ class TreeDraftModel(DraftModel):
         taken: Int32[Array, " T"],
     ) -> DraftModel:
         """Keep the branch that was taken, and go on as with a single one."""
-        table, buffers = split(self.cache)
+        table, buffers = self.cache.table, self.cache.buffers
         turn = jnp.arange(1, fed.shape[1], dtype=jnp.int32)
         same = (self.guessed == fed[:, None, 1:]) | (turn[None] >= taken[:, None])[:, None]
         same = jnp.all(same, axis=2) & (self.sequences < table.spec.sequences)

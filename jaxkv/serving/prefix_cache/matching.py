@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.cache import Cache, split
+from jaxkv.cache import Cache
 from jaxkv.core.constants import EMPTY, END
 from jaxkv.core.hashing import chain_hashes, content
 from jaxkv.hybrid import HybridTable
@@ -47,7 +47,7 @@ def resumable(
     starts = np.arange(0, last + 1, BLOCK, dtype=np.int32)
     padded = np.pad(tokens, (0, starts[-1] + BLOCK - last))
     all_parts, miss = np.ones(last + 1, bool), MissReason.NONE
-    for table in _tables(split(cache)[0]):
+    for table in _tables(cache.table):
         blocks, total = [], jnp.uint32(0)
         for start in starts:
             *block, total = _can_go_on(

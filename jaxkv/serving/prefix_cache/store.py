@@ -409,7 +409,7 @@ class PrefixStore:
     ) -> tuple[Int32[np.ndarray, " n"], int]:
         """Return tokens, and a sequence that is not the store's."""
         self._check_made_for(cache)
-        one = int(split(cache)[0].spec.sequence_id(seq))
+        one = int(cache.table.spec.sequence_id(seq))
         if one in self.sequences:
             raise ValueError(
                 f"expected a sequence beside those of the store, got {one}; pass one not of "
@@ -473,7 +473,7 @@ def _spec_of(cache: Cache) -> TableSpec:
 
 def _can_copy(cache: Cache, src: int, dst: int, stop: int) -> Bool[Array, ""]:
     """Return whether `seq_cp` of the first positions would be granted, asked of the table alone."""
-    return _table_can_copy(split(cache)[0], *map(np.int32, (src, dst, 0, stop)))
+    return _table_can_copy(cache.table, *map(np.int32, (src, dst, 0, stop)))
 
 
 @jit_table
