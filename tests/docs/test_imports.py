@@ -1,6 +1,9 @@
 """Which module may import which: ladders of the packages, and no circles, lazy imports too."""
 
 import ast
+import os
+import subprocess
+import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -72,3 +75,10 @@ def test_imports_of_kinds_stay_apart():
 def test_imports_of_jaxkv_leave_models_out():
     names = {name for _, name in modules("models")}
     assert not [path for path, _ in modules("jaxkv") if imported(path, names)]
+
+
+def test_import_asks_for_no_device():
+    """`jax.distributed.initialize` must come before that, in a pod as in the tests of processes."""
+    packages = "jaxkv, jaxkv.draw, jaxkv.generation, jaxkv.serving, jaxkv.sharding, jaxkv.snapshot"
+    command = [sys.executable, "-c", f"import {packages}, tests.sharding.process_worker"]
+    subprocess.run(command, cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "none"}, check=True)
