@@ -71,8 +71,8 @@ class Batch:
         xp = np if is_concrete(self, fits) else jnp
         fits = xp.asarray(check_bool(fits, "sequences that stay", or_integers=False))
         if xp is np:
-            ids = [one for one in (self.sequences, self.shared_with) if one is not None]
-            highest = max(np.max(one, initial=-1) for one in ids)
+            ids = [array for array in (self.sequences, self.shared_with) if array is not None]
+            highest = max(np.max(array, initial=-1) for array in ids)
             if highest >= fits.size:
                 raise ValueError(
                     f"wanted a bool for each sequence, as plan.fits has, got {fits.size} for a "
@@ -252,8 +252,8 @@ def make_batch(
     llama.cpp: `llama_batch`.
     """
     if (tokens is None) == (embeddings is None):
-        got = "neither" if tokens is None else "both"
-        raise ValueError(f"wanted either tokens or embeddings, got {got}")
+        which = "neither" if tokens is None else "both"
+        raise ValueError(f"wanted either tokens or embeddings, got {which}")
     if isinstance(tokens, str | Mapping | Set | Iterator):
         raise TypeError(
             f"wanted tokens as integers in a list or an array, got {type(tokens)}: encode texts by "
@@ -268,7 +268,9 @@ def make_batch(
                 f"sequences must have one id, or list of ids, for each of {len(tokens)} lists, got "
                 f"{sequences}"
             )
-        if empty := [one for one, row in zip(ids.tolist(), tokens, strict=True) if not len(row)]:
+        if empty := [
+            sequence for sequence, row in zip(ids.tolist(), tokens, strict=True) if not len(row)
+        ]:
             raise ValueError(
                 f"wanted a token at least in each list, got none for sequences {empty}: leave "
                 f"those lists out, and give sequences= for the others"
@@ -315,8 +317,10 @@ def make_batch(
     on_host = isinstance(tokens, np.ndarray) and isinstance(valid, np.ndarray)
     if on_host and np.any(np.asarray(valid) & (np.asarray(tokens) < 0)):
         raise ValueError("wanted tokens of at least 0, got a negative one that is valid")
-    told = None if extra is None else _check_extra(extra, shape)
-    return Batch(tokens=tokens, embeddings=embeddings, shared_with=others, extra=told, **fields)
+    extra_arrays = None if extra is None else _check_extra(extra, shape)
+    return Batch(
+        tokens=tokens, embeddings=embeddings, shared_with=others, extra=extra_arrays, **fields
+    )
 
 
 def _check_extra(extra: object, shape: tuple[int, ...]) -> dict[str, PyTree]:
@@ -361,14 +365,16 @@ def _pad_sets(sequences: PyTree) -> PyTree:
     if not isinstance(sequences, Sequence):
         return sequences
     several = (list, tuple, set, frozenset, np.ndarray)
-    if not any(isinstance(one, several) for one in sequences):
+    if not any(isinstance(entry, several) for entry in sequences):
         return sequences
-    entries = [sorted(one) if isinstance(one, (set, frozenset)) else one for one in sequences]
-    sets = [check_int32(np.atleast_1d(one), "sequences", low=0) for one in entries]
-    if any(not one.size for one in sets):
+    entries = [
+        sorted(entry) if isinstance(entry, (set, frozenset)) else entry for entry in sequences
+    ]
+    sets = [check_int32(np.atleast_1d(entry), "sequences", low=0) for entry in entries]
+    if any(not ids.size for ids in sets):
         raise ValueError(f"wanted a sequence at least in each list of ids, got {sequences}")
-    most = max(map(len, sets))
-    return np.stack([np.pad(one, (0, most - len(one)), constant_values=-1) for one in sets])
+    longest = max(map(len, sets))
+    return np.stack([np.pad(ids, (0, longest - len(ids)), constant_values=-1) for ids in sets])
 
 
 def _check_rows(sequences: PyTree) -> PyTree:
@@ -397,11 +403,11 @@ def _split_sets(sets: PyTree) -> tuple[PyTree, PyTree]:
         raise ValueError(
             f"wanted each sequence of a token once, got {sets[twice.any(axis=-1)][0].tolist()}"
         )
-    most = int((others >= 0).sum(axis=-1).max(initial=0))
-    if not most:
+    num_others = int((others >= 0).sum(axis=-1).max(initial=0))
+    if not num_others:
         return first, None
-    room = [(0, 0)] * (others.ndim - 1) + [(0, next_power_of_two(most) - most)]
-    return first, np.pad(others[..., :most], room, constant_values=-1)
+    room = [(0, 0)] * (others.ndim - 1) + [(0, next_power_of_two(num_others) - num_others)]
+    return first, np.pad(others[..., :num_others], room, constant_values=-1)
 
 
 def _lowest_first(sets: PyTree, xp: ModuleType) -> PyTree:
@@ -446,14 +452,14 @@ def own_rows(ubatch: Ubatch, axes: tuple[str, ...], count: int) -> Ubatch:
     """
     if not axes:
         return ubatch
-    stream, mine = to_local(ubatch.row_stream, axes, count)
+    stream, is_own = to_local(ubatch.row_stream, axes, count)
     return replace(
         ubatch,
         row_stream=stream,
-        valid=ubatch.valid & mine[:, None],
+        valid=ubatch.valid & is_own[:, None],
         slots=jax.tree.map(
             lambda x: (
-                jnp.where(mine.reshape(-1, *[1] * (x.ndim - 1)), x, no_slots(x))
+                jnp.where(is_own.reshape(-1, *[1] * (x.ndim - 1)), x, no_slots(x))
                 if x.dtype == jnp.int32
                 else x
             ),
@@ -487,7 +493,7 @@ def ubatch_partition_specs(ubatch: Ubatch, streams: tuple[str, ...]) -> Ubatch:
     rows = rows_of(ubatch, streams)
     whole = {name: P() for name in ("outputs", "output_index")}
     digests = {name: P(streams) for name in ("hash_before", "hash_after")}
-    names = [one.name for one in fields(ubatch) if not one.metadata.get("static")]
+    names = [f.name for f in fields(ubatch) if not f.metadata.get("static")]
     split = {name: None if getattr(ubatch, name) is None else P(rows) for name in names}
     return replace(ubatch, **split | whole | digests)
 

@@ -114,8 +114,8 @@ class CacheSpec:
                 f"expected one rope for all layers or {layers}, one each, got {len(ropes)}; leave "
                 f"None for a layer whose keys do not turn"
             )
-        for one, key, value in zip(ropes, keys, values, strict=True):
-            _check_rope(one, key, value)
+        for layer_rope, key, value in zip(ropes, keys, values, strict=True):
+            _check_rope(layer_rope, key, value)
         return CacheSpec(
             kind="attention",
             layers=layers,
@@ -356,7 +356,7 @@ class CacheSpec:
                 "expected the part for sources as a part of its own, got a hybrid that has one; "
                 "pass the parts of that"
             )
-        numbers = sorted({number for _, own in pairs for number in own})
+        numbers = sorted({number for _, layers in pairs for number in layers})
         made = CacheSpec(kind="hybrid", layers=1 + numbers[-1], parts=pairs)
         for number in numbers:
             kept = made._arrays_of_layer(number)
@@ -370,14 +370,14 @@ class CacheSpec:
     @property
     def _has_sources(self) -> bool:
         """Whether it is about sources, or a part of it is."""
-        return self.kind == "cross_attention" or any(one._has_sources for one, _ in self.parts)
+        return self.kind == "cross_attention" or any(part._has_sources for part, _ in self.parts)
 
     def _arrays_of_layer(self, number: int) -> list[str]:
         """Return "keys" and "states", once for each part that keeps them for a layer."""
         if self.kind != "hybrid":
             return ["states" if self.kind == "recurrent" else "keys"]
-        owners = [(one, own.index(number)) for one, own in self.parts if number in own]
-        return [kept for one, inner in owners for kept in one._arrays_of_layer(inner)]
+        owners = [(part, layers.index(number)) for part, layers in self.parts if number in layers]
+        return [kept for part, inner in owners for kept in part._arrays_of_layer(inner)]
 
     def __repr__(self) -> str:
         if self.kind == "hybrid":
@@ -418,13 +418,13 @@ def _one_if_alike(values: tuple[X, ...]) -> X | tuple[X, ...]:
 
 def _for_each(value: object, layers: int, name: str) -> tuple[object, ...]:
     """Return what a caller gave for each layer, from one for all or one for each."""
-    given = tuple(value) if isinstance(value, Sequence) else (value,) * layers
-    if len(given) != layers:
+    values = tuple(value) if isinstance(value, Sequence) else (value,) * layers
+    if len(values) != layers:
         raise ValueError(
-            f"expected {name} for all layers or {layers}, one each, got {len(given)}; pass one "
+            f"expected {name} for all layers or {layers}, one each, got {len(values)}; pass one "
             f"number if all are alike"
         )
-    return given
+    return values
 
 
 def _sizes(value: object, layers: int, name: str) -> tuple[int, ...]:
@@ -444,13 +444,13 @@ def _values(value: object, keys: tuple[int, ...]) -> tuple[int | ValueSlice, ...
             )
         return ValueSlice(ends.start, ends.stop)
 
-    def check_value_dim(one: object, key: int) -> int | ValueSlice:
-        if isinstance(one, ValueSlice):
-            one = slice(one.first, one.last)
-        return latent(one, key) if isinstance(one, slice) else check_count(one, "value_dim")
+    def check_value_dim(dim: object, key: int) -> int | ValueSlice:
+        if isinstance(dim, ValueSlice):
+            dim = slice(dim.first, dim.last)
+        return latent(dim, key) if isinstance(dim, slice) else check_count(dim, "value_dim")
 
-    given = _for_each(value, len(keys), "value_dim")
-    return tuple(check_value_dim(one, key) for one, key in zip(given, keys, strict=True))
+    dims = _for_each(value, len(keys), "value_dim")
+    return tuple(check_value_dim(dim, key) for dim, key in zip(dims, keys, strict=True))
 
 
 def _check_rope(rope: object, key: int, value: int | ValueSlice) -> None:
@@ -495,7 +495,7 @@ def _check_splits(
         if not 0 <= dimension < len(sizes) or sizes[dimension] % check_count(parts, "parts"):
             raise ValueError(
                 f"expected for a split a dimension of a state and parts that divide it, of "
-                f"{ {one: shape.shape for one, shape in shapes.items()} }, got {name!r}: "
+                f"{ {state: shape.shape for state, shape in shapes.items()} }, got {name!r}: "
                 f"{(dimension, parts)}; leave out what no mesh splits"
             )
     return tuple((name, *splits[name]) for name in sorted(splits))
@@ -509,10 +509,10 @@ def _check_part(pair: object) -> tuple[CacheSpec, tuple[int, ...]]:
             f"CacheSpec.hybrid((spec, [0, 1]), ...)"
         )
     spec, layers = pair
-    own = tuple(check_count(layer, "a layer", low=0) for layer in layers)
-    if len(set(own)) != len(own) or len(own) != spec.layers:
+    numbers = tuple(check_count(layer, "a layer", low=0) for layer in layers)
+    if len(set(numbers)) != len(numbers) or len(numbers) != spec.layers:
         raise ValueError(
-            f"expected the numbers of a part's {spec.layers} layers, each once, got {own}; number "
-            f"them as the model does"
+            f"expected the numbers of a part's {spec.layers} layers, each once, got {numbers}; "
+            f"number them as the model does"
         )
-    return spec, own
+    return spec, numbers

@@ -53,8 +53,8 @@ def _latest(firsts: list[Int32[Array, ""]]) -> Int32[Array, ""]:
 
 def _fits_all(found: list[Admission]) -> Admission:
     """Return what fits in all parts: each orders the sequences alike, so it fits together."""
-    fits, together, left = zip(*found, strict=True)
-    return Admission(fits=_all(fits), together=_all(together), left=_smallest(left))
+    fits, together, remaining = zip(*found, strict=True)
+    return Admission(fits=_all(fits), together=_all(together), left=_smallest(remaining))
 
 
 def _tables(table: HybridTable, parts: list[CacheTable]) -> HybridTable:
@@ -79,8 +79,8 @@ def _all_or_none(
     parts, granted = zip(*answers, strict=True)
     changed = replace(table, parts=parts)
     present = jnp.ones(table.spec.sequences, bool)
-    apart = changed.sequence_status(present).missing & ~table.sequence_status(present).missing
-    ok = _all(granted) & ~jnp.any(apart)
+    ends_differ = changed.sequence_status(present).missing & ~table.sequence_status(present).missing
+    ok = _all(granted) & ~jnp.any(ends_differ)
     return jax.tree.map(lambda new, old: jnp.where(ok, new, old), changed, table), ok
 
 
@@ -106,15 +106,15 @@ def _make(
 
     `method` is that of `CacheTable`, and `which` names the list of the parts that are called.
     """
-    own = {i for i, name in enumerate(signature(method).parameters, -1) if name in OWN}
+    per_part = {i for i, name in enumerate(signature(method).parameters, -1) if name in OWN}
 
     def call(table: HybridTable, *args: PyTree, **options: PyTree) -> R:
         parts = getattr(table, which)
-        given = [
-            arg if i in own and arg is not None else (arg,) * len(parts)
+        arguments = [
+            arg if i in per_part and arg is not None else (arg,) * len(parts)
             for i, arg in enumerate(args)
         ]
-        calls = zip([getattr(part, method.__name__) for part in parts], *given, strict=True)
+        calls = zip([getattr(part, method.__name__) for part in parts], *arguments, strict=True)
         return rule(table, [ask(*those, **options) for ask, *those in calls])
 
     return wraps(method, updated=())(call)  # what would be updated says that it is abstract
@@ -146,8 +146,8 @@ def _in_layer(method: Callable[..., R], verb: str, *, writes: bool) -> Callable[
         found = work(buffers[i], inner, part_of(ubatch, i), *args, **options)
         if not writes:
             return found
-        part, own, *out = found
-        return replace(table, parts=_put(table.parts, i, part)), _put(buffers, i, own), *out
+        part, arrays, *out = found
+        return replace(table, parts=_put(table.parts, i, part)), _put(buffers, i, arrays), *out
 
     return wraps(method, updated=())(call)
 
@@ -183,7 +183,7 @@ class HybridMaintenancePlan(MaintenancePlan):
     ) -> tuple[HybridTable, tuple]:
         """Carry the plans of all parts out, or none."""
         parts = zip(self.parts, table.parts, buffers, strict=True)
-        return _beside(table, [plan.commit(part, own, ok) for plan, part, own in parts])
+        return _beside(table, [plan.commit(part, arrays, ok) for plan, part, arrays in parts])
 
 
 @jax.tree_util.register_dataclass
@@ -256,7 +256,9 @@ class HybridTable(CacheTable):
     def cache_spec(self, buffers: tuple) -> CacheSpec:
         """Return what the weights fixed of each part."""
         parts = zip(self.parts, buffers, self.layers, strict=True)
-        return CacheSpec.hybrid(*((part.cache_spec(own), layers) for part, own, layers in parts))
+        return CacheSpec.hybrid(
+            *((part.cache_spec(arrays), layers) for part, arrays, layers in parts)
+        )
 
     @property
     def is_batch(self) -> bool:
@@ -280,13 +282,13 @@ class HybridTable(CacheTable):
                 f"expected the buffers of {len(self.parts)} parts, got {len(buffers)}: join the "
                 f"table and the buffers of one cache"
             )
-        for part, own in zip(self.parts, buffers, strict=True):
-            part.check_buffers(own)
+        for part, arrays in zip(self.parts, buffers, strict=True):
+            part.check_buffers(arrays)
 
     def check_moves(self, buffers: tuple) -> None:
         """Raise unless every part can."""
-        for part, own in zip(self.parts, buffers, strict=True):
-            part.check_moves(own)
+        for part, arrays in zip(self.parts, buffers, strict=True):
+            part.check_moves(arrays)
 
     def as_encoder_table(self) -> HybridTable:
         """Return the table as it answers where sources are planned."""
@@ -313,12 +315,12 @@ class HybridTable(CacheTable):
     def sequence_status(self, present: Bool[Array, " Q"]) -> SequenceStatus:
         """Return what holds in any part; sequences whose parts end apart miss something too."""
         found = [part.sequence_status(present) for part in self._planned]
-        last = _largest([one.last for one in found])
-        apart = present & _any([one.last != last for one in found])
+        last = _largest([status.last for status in found])
+        ends_differ = present & _any([status.last != last for status in found])
         return SequenceStatus(
             last=last,
-            missing=apart | _any([one.missing for one in found]),
-            pending=_any([one.pending for one in found]),
+            missing=ends_differ | _any([status.missing for status in found]),
+            pending=_any([status.pending for status in found]),
         )
 
     def choose_slots(self, ubatch: Ubatch) -> tuple[tuple, Int[Array, "R T"]]:
@@ -326,11 +328,11 @@ class HybridTable(CacheTable):
         slots, faults = [], []
         for part in self.parts:
             if self._goes_into(part):
-                own, fault = part.choose_slots(ubatch)
+                part_slots, fault = part.choose_slots(ubatch)
                 faults.append(fault)
             else:
-                own = part.slots_when_skipped(ubatch)
-            slots.append(own)
+                part_slots = part.slots_when_skipped(ubatch)
+            slots.append(part_slots)
         return tuple(slots), _largest(faults)
 
     def occupy(self, ubatch: Ubatch) -> HybridTable:
@@ -385,9 +387,9 @@ class HybridTable(CacheTable):
         """Return the one part that serves a layer, and its own number for it."""
         found = self._parts_serving(verb, layer)
         if len(found) != 1:
-            known = sorted({layer for layers in self.layers for layer in layers})
+            numbers = sorted({layer for layers in self.layers for layer in layers})
             raise ValueError(
-                f"wanted a layer that one part serves, of {known}, got {layer}, which "
+                f"wanted a layer that one part serves, of {numbers}, got {layer}, which "
                 f"{len(found)} do"
             )
         return found[0]
@@ -417,8 +419,11 @@ def compose(*parts: tuple[Cache, tuple[int, ...]]) -> Cache:
     Raises:
       ValueError: when the parts differ in their sequences or streams, or as `CacheSpec.hybrid`.
     """
-    whole = CacheSpec.hybrid(*((cache.spec, own) for cache, own in parts))
-    caches, layers = tuple(cache for cache, _ in parts), tuple(own for _, own in whole.parts)
+    whole = CacheSpec.hybrid(*((cache.spec, numbers) for cache, numbers in parts))
+    caches, layers = (
+        tuple(cache for cache, _ in parts),
+        tuple(numbers for _, numbers in whole.parts),
+    )
     for name in ("sequences", "streams"):
         counts = [getattr(cache.table.spec, name) for cache in caches]
         if len(set(counts)) > 1:

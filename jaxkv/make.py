@@ -201,8 +201,8 @@ def _make_from_spec(spec: CacheSpec, pools: Mapping[str, int], options: Mapping[
     if spec.parts:
         return compose(
             *(
-                (_make_from_spec(part, pools, own), layers)
-                for (part, layers), own in zip(spec.parts, _split(spec, options), strict=True)
+                (_make_from_spec(part, pools, kwargs), layers)
+                for (part, layers), kwargs in zip(spec.parts, _split(spec, options), strict=True)
             )
         )
     for name, value in options.items():

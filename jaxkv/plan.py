@@ -199,7 +199,7 @@ plan fewer tokens at once (ubatch_size=)
         # Most ubatches of a long prompt output nothing; without them, few shapes are ever joined.
         pairs = list(zip(map(np.asarray, order), logits, strict=True))
         some = [pair for pair in pairs if np.any(pair[0] != NO_SLOT)] or pairs[:1]
-        order = np.concatenate([one for one, _ in some])
+        order = np.concatenate([index for index, _ in some])
         take = np.argsort(order, stable=True)[: np.sum(order != NO_SLOT)]
         rows = [row for _, row in some]
         return (rows[0] if len(rows) == 1 else jnp.concatenate(rows))[take]

@@ -81,10 +81,10 @@ class TableSpec:
 
     def sequence_id(self, value: PyTree, *, lowest: int = 0) -> PyTree[Int32[ArrayLike, ""]]:
         """Return one sequence id as int32; see `sequence_ids`."""
-        checked = self.sequence_ids(value, lowest=lowest)
-        if np.ndim(checked):
-            raise ValueError(f"wanted one sequence id, got the shape {np.shape(checked)}")
-        return checked
+        sequence = self.sequence_ids(value, lowest=lowest)
+        if np.ndim(sequence):
+            raise ValueError(f"wanted one sequence id, got the shape {np.shape(sequence)}")
+        return sequence
 
 
 def within_streams(spec: TableSpec, ids: PyTree, others: PyTree) -> bool:
@@ -93,8 +93,8 @@ def within_streams(spec: TableSpec, ids: PyTree, others: PyTree) -> bool:
         return True
     if not is_concrete(ids, others):
         return False
-    one, other = (np.asarray(x) // spec.sequences_per_stream for x in (ids, others))
-    return bool(np.all(one == other))
+    streams, other_streams = (np.asarray(x) // spec.sequences_per_stream for x in (ids, others))
+    return bool(np.all(streams == other_streams))
 
 
 def check_once(ids: PyTree) -> None:
@@ -112,12 +112,12 @@ def changes_of(
     a sequence that comes twice, which only a traced one can, the last counts.
     """
     count = spec.sequences
-    known = (parents >= 0) & (parents < count) & (ids >= 0) & (ids < count)
-    targets = jnp.where(known & (parents != ids), ids, count)
+    is_known = (parents >= 0) & (parents < count) & (ids >= 0) & (ids < count)
+    targets = jnp.where(is_known & (parents != ids), ids, count)
     turn = jnp.arange(ids.size, dtype=jnp.int32)
     last = jnp.full(count, -1, jnp.int32).at[targets].max(turn, mode="drop")
     counts = last.at[targets].get(mode="fill", fill_value=-1) == turn
-    return jnp.where(known, parents, 0), jnp.where(counts, targets, count)
+    return jnp.where(is_known, parents, 0), jnp.where(counts, targets, count)
 
 
 def check_pools(sequences: SupportsIndex, streams: SupportsIndex) -> dict[str, int]:
@@ -144,22 +144,22 @@ def check_spec(got: TableSpec, wanted: TableSpec, what: str) -> None:
     """Raise a ValueError unless something was made for a cache of the same spec."""
     if got == wanted:
         return
-    mine, other = _flat_fields(wanted), _flat_fields(got)
-    apart = [name for name in mine | other if mine.get(name) != other.get(name)]
-    if "kind" in apart:
-        apart = ["kind"]
-    mine, other = (
-        ", ".join(f"{name}={spec[name]}" for name in apart if name in spec)
-        for spec in (mine, other)
+    expected, actual = _flat_fields(wanted), _flat_fields(got)
+    names = [name for name in expected | actual if expected.get(name) != actual.get(name)]
+    if "kind" in names:
+        names = ["kind"]
+    expected, actual = (
+        ", ".join(f"{name}={spec[name]}" for name in names if name in spec)
+        for spec in (expected, actual)
     )
-    raise ValueError(f"wanted {what} for this cache, {mine}, got one for {other}: plan again")
+    raise ValueError(f"wanted {what} for this cache, {expected}, got one for {actual}: plan again")
 
 
 def _flat_fields(spec: TableSpec, of: str = "") -> dict[str, object]:
     """Return all fields by name, those of parts too."""
-    names = [one.name for one in fields(spec) if one.name not in ("details", "parts")]
+    names = [field.name for field in fields(spec) if field.name not in ("details", "parts")]
     pairs = [*((name, getattr(spec, name)) for name in names), *spec.details]
-    named = {of + name: value for name, value in pairs}
+    values = {of + name: value for name, value in pairs}
     for i, part in enumerate(spec.parts):
-        named |= _flat_fields(part, f"{of}part {i} ")
-    return named
+        values |= _flat_fields(part, f"{of}part {i} ")
+    return values

@@ -488,10 +488,10 @@ class CacheTable(Partitioned):
 
 def check_sizes(table: Any, streams: int, cells: int) -> None:
     """Raise unless buffers have the streams S and the cells N of each that their table has."""
-    wanted = table.streams, table.num_cells
-    if (streams, cells) != wanted:
+    sizes = table.streams, table.num_cells
+    if (streams, cells) != sizes:
         raise ValueError(
-            f"expected buffers of {wanted[0]} streams with {wanted[1]} cells, as the table has, "
+            f"expected buffers of {sizes[0]} streams with {sizes[1]} cells, as the table has, "
             f"got {streams} with {cells}: join the table and the buffers of one cache"
         )
 

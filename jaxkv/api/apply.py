@@ -122,10 +122,12 @@ def _is_current(table: CacheTable, plan: Ubatch | MaintenancePlan) -> Bool[Array
 def _is_next(table: CacheTable, ubatch: Ubatch) -> Bool[Array, ""]:
     """Return whether the digests of the streams it has tokens in are those of its plan."""
     placed = placed_rows(ubatch)
-    same = jax.tree.map(lambda now, then: now == then, table.stream_hash(), ubatch.hash_before)
+    same = jax.tree.map(
+        lambda digest, planned: digest == planned, table.stream_hash(), ubatch.hash_before
+    )
     current = reduce(
         jnp.logical_and,
-        [by_row(one, ubatch.row_stream, ubatch.row_is_sequence) for one in jax.tree.leaves(same)],
+        [by_row(leaf, ubatch.row_stream, ubatch.row_is_sequence) for leaf in jax.tree.leaves(same)],
     )
     # One question to all rows, where two would be two messages on a mesh: 1 is current, 2 is stale.
     return jnp.max(jnp.where(placed, jnp.where(current, 1, 2), 0)) == 1

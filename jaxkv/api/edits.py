@@ -101,7 +101,7 @@ def seq_rm(cache: Cache, seq: Ids | None = None, p0: Ids = 0, p1: Ids | None = N
     table, buffers = split(cache)
     ids = table.spec.sequence_ids(-1 if seq is None else seq, lowest=-1)
     cuts = ids, *check_bounds(p0, p1)
-    axes = [np.shape(one) for one in cuts]
+    axes = [np.shape(x) for x in cuts]
     if len(set(axes) - {()}) > 1 or max(map(len, axes)) > 1:
         raise ValueError(f"wanted seq, p0 and p1 of one shape [n], or [], got {axes}")
     table, ok = _remove(table, *cuts)

@@ -178,16 +178,16 @@ def rewind(cache: Cache, *, to: CacheTable) -> EditResult:
       >>> rewind(other, to=table).ok.item()
       False
     """
-    now, buffers = split(cache)
+    table, buffers = split(cache)
     if not isinstance(to, CacheTable):
         raise TypeError(f"wanted the table of an earlier cache, got {type(to)}")
-    check_spec(to.spec, now.spec, "a table")
-    then, ok = _rewind(now, to)
-    return EditResult(merge(then, buffers), ok)
+    check_spec(to.spec, table.spec, "a table")
+    restored, ok = _rewind(table, to)
+    return EditResult(merge(restored, buffers), ok)
 
 
 @jit_table
-def _rewind(now: CacheTable, then: CacheTable) -> tuple[CacheTable, Bool[Array, ""]]:
-    """Return the table of `then` if it can be returned to, else of `now`; and `ok`, `[]` bool."""
-    back, ok = now.rewind(then)
-    return jax.tree.map(lambda new, old: jnp.where(ok, new, old), back, now), ok
+def _rewind(table: CacheTable, earlier: CacheTable) -> tuple[CacheTable, Bool[Array, ""]]:
+    """Return the table `earlier` if it can be returned to, else `table`; and `ok`, `[]` bool."""
+    back, ok = table.rewind(earlier)
+    return jax.tree.map(lambda new, old: jnp.where(ok, new, old), back, table), ok

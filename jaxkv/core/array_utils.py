@@ -75,8 +75,8 @@ def is_concrete(*trees: PyTree) -> bool:
 
 def to_host(tree: PyTree) -> PyTree:
     """Return arrays as NumPy ones. Every process must call it: split ones are gathered."""
-    known = jax.tree.map(lambda x: x if _is_known(x) else process_allgather(x, tiled=True), tree)
-    return jax.device_get(known)
+    arrays = jax.tree.map(lambda x: x if _is_known(x) else process_allgather(x, tiled=True), tree)
+    return jax.device_get(arrays)
 
 
 def _is_known(x: object) -> bool:

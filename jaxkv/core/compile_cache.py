@@ -27,29 +27,33 @@ def cached_program(build: Callable[..., P], *functions: Callable) -> P:
     Raises:
       TypeError: when it is no function, or of a type that cannot be referenced weakly.
     """
-    for one in functions:
-        if not callable(one):
-            raise TypeError(f"wanted a function, got {type(one)}: pass forward first")
+    for function in functions:
+        if not callable(function):
+            raise TypeError(f"wanted a function, got {type(function)}: pass forward first")
     parts = [
-        (one.__func__, one.__self__) if isinstance(one, types.MethodType) else (one,)
-        for one in functions
+        (function.__func__, function.__self__)
+        if isinstance(function, types.MethodType)
+        else (function,)
+        for function in functions
     ]
     key = (build, *(tuple(map(id, part)) for part in parts))
     if key not in _kept:
         # The first function that dies removes the program, so an id in a key is never reused by
         # another object.
-        deaths = [_weak_reference(one, partial(_forget, key)) for part in parts for one in part]
+        deaths = [
+            _weak_reference(referent, partial(_forget, key)) for part in parts for referent in part
+        ]
         _kept[key] = deaths, build(*map(_reference, functions))
     return cast(P, _kept[key][1])
 
 
-def _weak_reference(one: object, tell: Callable[[weakref.ref], None]) -> weakref.ref:
+def _weak_reference(referent: object, tell: Callable[[weakref.ref], None]) -> weakref.ref:
     try:
-        return weakref.ref(one, tell)
+        return weakref.ref(referent, tell)
     except TypeError:
         raise TypeError(
             f"wanted a function, a method or an object that can be referenced weakly, got "
-            f"{type(one)}: wrap it in a function, and pass the same one every time"
+            f"{type(referent)}: wrap it in a function, and pass the same one every time"
         ) from None
 
 

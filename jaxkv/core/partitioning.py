@@ -88,7 +88,7 @@ class ShardingRules:
         if not found:
             names = [name for name, _ in sharding_rules]
             raise ValueError(f"wanted a rule for one of {', '.join(_NAMES)}, got {names}")
-        return cls(**{one.name: found.get(one.name) for one in fields(cls)})
+        return cls(**{field.name: found.get(field.name) for field in fields(cls)})
 
     def axes(self, name: str) -> tuple[str, ...]:
         """Return the axes of a mesh that a field names, as a tuple."""
@@ -121,11 +121,11 @@ class ShardingRules:
         for name, size in sizes.items():
             axes, devices = self.present(mesh, name), self.devices(mesh, name)
             if size > 1 and size % devices and name != "kv_heads":
-                most = -(-size // devices) * devices
+                multiple = -(-size // devices) * devices
                 more = ", and a multiple of it for sequences" if name == "streams" else ""
                 raise ValueError(
                     f"wanted a number of {name} that {devices} devices divide "
-                    f"({', '.join(axes)}), got {size}: take {most}{more}"
+                    f"({', '.join(axes)}), got {size}: take {multiple}{more}"
                 )
             found[name] = axes if size > 1 and size % devices == 0 else ()
         split = [axis for axes in found.values() for axis in axes]
@@ -249,8 +249,8 @@ def to_local(
     if not axes:
         return index, True
     local = index - first_of(axes, count)
-    mine = (local >= 0) & (local < count)
-    return jnp.where(mine, local, 0), mine
+    is_own = (local >= 0) & (local < count)
+    return jnp.where(is_own, local, 0), is_own
 
 
 def gather_sharded(
@@ -260,12 +260,12 @@ def gather_sharded(
     *rest: Int32[Array, " ..."] | slice,
 ) -> Shaped[Array, " ..."]:
     """Return `x[index, *rest]` of an array whose first dimension axes split, on all devices."""
-    local, mine = to_local(index, axes, x.shape[0])
+    local, is_own = to_local(index, axes, x.shape[0])
     found = x[(local, *rest)]
     if not axes:
         return found
-    mine = mine.reshape(mine.shape + (1,) * (found.ndim - mine.ndim))
-    return broadcast_from_owner(jnp.where(mine, found, jnp.zeros_like(found)), axes)
+    is_own = is_own.reshape(is_own.shape + (1,) * (found.ndim - is_own.ndim))
+    return broadcast_from_owner(jnp.where(is_own, found, jnp.zeros_like(found)), axes)
 
 
 def broadcast_from_owner(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:

@@ -81,16 +81,16 @@ def check_int32(
     """
     if type(value) is int and low <= value <= high:  # what callers mostly pass, answered at once
         return np.int32(value)
-    known = is_concrete(value)
-    array = np.asarray(value) if known else jnp.asarray(value)
+    is_known = is_concrete(value)
+    array = np.asarray(value) if is_known else jnp.asarray(value)
     if array.size == 0:
         return np.zeros(array.shape, np.int32)
     large = False  # of more than 64 bits
     if isinstance(array, np.ndarray) and array.dtype == object:
-        large = all(isinstance(one, int) for one in array.flat)
+        large = all(isinstance(element, int) for element in array.flat)
     if not large and not jnp.issubdtype(array.dtype, jnp.integer):
-        what = "encode texts by a tokenizer" if array.dtype.kind == "U" else "cast them"
-        raise TypeError(f"wanted integers for {name}, got {array.dtype}: {what}")
+        remedy = "encode texts by a tokenizer" if array.dtype.kind == "U" else "cast them"
+        raise TypeError(f"wanted integers for {name}, got {array.dtype}: {remedy}")
     if not isinstance(array, np.ndarray):
         return _cast_to_int32(array, low, high)
     wrong = array[(array < low) | (array > high)]
@@ -126,7 +126,7 @@ def check_bounds(
     )
     p1 = -1 if p1 is None else p1
     p0, p1 = (
-        check_int32(one, name, low=-1, advice=advice) for one, name in ((p0, "p0"), (p1, "p1"))
+        check_int32(bound, name, low=-1, advice=advice) for bound, name in ((p0, "p0"), (p1, "p1"))
     )
     return p0, p1
 
@@ -139,10 +139,10 @@ def check_single_bounds(
     return _single(p0, "p0"), _single(p1, "p1")
 
 
-def _single(checked: PyTree[Int32[ArrayLike, "*n"]], name: str) -> PyTree[Int32[ArrayLike, ""]]:
-    if np.ndim(checked):
-        raise ValueError(f"wanted one integer for {name}, got the shape {np.shape(checked)}")
-    return checked
+def _single(value: PyTree[Int32[ArrayLike, "*n"]], name: str) -> PyTree[Int32[ArrayLike, ""]]:
+    if np.ndim(value):
+        raise ValueError(f"wanted one integer for {name}, got the shape {np.shape(value)}")
+    return value
 
 
 def check_bool(

@@ -75,7 +75,7 @@ def mark_used(cells: C, slots: Int32[Array, "S N"], arriving: C, lacking: Bool[A
         return field.at[stream, slots].set(value, mode="drop", unique_indices=True)
 
     # Other bytes in the same place: stamped anew, for a table that knew what stood there.
-    there = cells.cell_hash.at[stream, slots].get(mode="fill", fill_value=0)
+    old_hash = cells.cell_hash.at[stream, slots].get(mode="fill", fill_value=0)
     words = range(cells.owners.shape[1])
     owners = [set_slots(cells.owners[:, w], arriving.owners[:, w]) for w in words]
     return replace(
@@ -83,7 +83,7 @@ def mark_used(cells: C, slots: Int32[Array, "S N"], arriving: C, lacking: Bool[A
         position=set_slots(cells.position, arriving.position),
         owners=jnp.stack(owners, axis=1),
         shift=set_slots(cells.shift, arriving.shift),
-        cell_hash=set_slots(cells.cell_hash, replace_hash(there, arriving.cell_hash)),
+        cell_hash=set_slots(cells.cell_hash, replace_hash(old_hash, arriving.cell_hash)),
         content=set_slots(cells.content, arriving.content),
         **{name: jnp.where(gets, new, getattr(cells, name)) for name, new in marks.items()},
     )

@@ -184,14 +184,14 @@ def map_kv(
       by_stream: how many of the arguments, the first ones, are `[S, ...]` and split likewise.
     """
     split = kv_partitions(sharding_rules, buffers)
-    specs = jax.tree.map(lambda one: one.partition_spec, split)
+    specs = jax.tree.map(lambda partition: partition.partition_spec, split)
     streams = (P(stream_cell_axes(split).streams),) * by_stream
     in_specs = (*streams, *(P(),) * (len(args) - by_stream), specs)
 
     def one_by_one(*args: PyTree) -> PyTree:
         def of_layer(layer: jax.Array, arrays: PyTree) -> PyTree:
-            held = jax.tree.map(lambda x: part_of_all(x, layer, buffers.layers), arrays)
-            return each_array(lambda x: x.all, change(split, *args[:-1], held))
+            layer_kv = jax.tree.map(lambda x: part_of_all(x, layer, buffers.layers), arrays)
+            return each_array(lambda x: x.all, change(split, *args[:-1], layer_kv))
 
         return jax.lax.fori_loop(jnp.int32(0), jnp.int32(buffers.layers), of_layer, args[-1])
 
@@ -293,8 +293,8 @@ def _to_local_slots(
     Both are int32, and keep the shapes that they have in `gather_from_any_device`.
     """
     if split.streams:
-        streams, mine = to_local(streams, split.streams, array.shape[0])
-        slots = jnp.where(jnp.broadcast_to(mine, slots.shape), slots, no_slots(slots))
+        streams, is_own = to_local(streams, split.streams, array.shape[0])
+        slots = jnp.where(jnp.broadcast_to(is_own, slots.shape), slots, no_slots(slots))
     if split.cells:
         slots = slots_in_range(slots, first_of(split.cells, array.shape[2]), array.shape[2])
     return streams, slots
@@ -304,8 +304,8 @@ def slots_in_range(
     slots: Int32[Array, "*n"], first: jax.Array | int, count: int
 ) -> Int32[Array, "*n"]:
     """Return slots within `count` cells from `first` on, counted from there; nowhere for others."""
-    mine = (slots >= first) & (slots < first + count)
-    return jnp.where(mine, slots - first, no_slots(slots))
+    is_within = (slots >= first) & (slots < first + count)
+    return jnp.where(is_within, slots - first, no_slots(slots))
 
 
 def gather(
@@ -384,27 +384,27 @@ def copy_run(
     shape, zero = (1, array.shape[1], size, array.shape[3]), jnp.zeros_like(first)
 
     def run_of(stream: jax.Array) -> jax.Array:
-        held, number, _ = flatten_layers(array, stream)
-        return jax.lax.dynamic_slice(held, (number, zero, first, zero), shape)
+        arrays, number, _ = flatten_layers(array, stream)
+        return jax.lax.dynamic_slice(arrays, (number, zero, first, zero), shape)
 
     if split.streams:
-        src, here = to_local(src, split.streams, array.shape[0])
-        dst, there = to_local(dst, split.streams, array.shape[0])
-        run = broadcast_from_owner(jnp.where(here, run_of(src), 0), split.streams)
-        run = jnp.where(there, run, run_of(dst))  # other devices keep what they have
+        src, has_src = to_local(src, split.streams, array.shape[0])
+        dst, has_dst = to_local(dst, split.streams, array.shape[0])
+        run = broadcast_from_owner(jnp.where(has_src, run_of(src), 0), split.streams)
+        run = jnp.where(has_dst, run, run_of(dst))  # other devices keep what they have
     else:
         run = run_of(src)
     if split.cells:
-        mine = (first + jnp.arange(size) < end)[None, None, :, None]
-        run = jnp.where(mine, run, run_of(dst))
+        is_within = (first + jnp.arange(size) < end)[None, None, :, None]
+        run = jnp.where(is_within, run, run_of(dst))
 
     def by_choice(array: Cached, run: jax.Array, dst: jax.Array, first: jax.Array) -> Cached:
         return _by_choice(array, dst, first + jnp.arange(size), run[0].swapaxes(0, 1))
 
     def in_one_piece(array: Cached, run: jax.Array, dst: jax.Array, first: jax.Array) -> Cached:
-        held, number, _ = flatten_layers(array, dst)
-        held = jax.lax.dynamic_update_slice(held, run, (number, zero, first, zero))
-        return _with_all(array, held)
+        arrays, number, _ = flatten_layers(array, dst)
+        arrays = jax.lax.dynamic_update_slice(arrays, run, (number, zero, first, zero))
+        return _with_all(array, arrays)
 
     if not _is_converted(array.dtype):
         return in_one_piece(array, run, dst, first)
@@ -468,8 +468,8 @@ def _by_choice(array: A, streams: jax.Array, slots: jax.Array, new: jax.Array) -
     old = array.all if isinstance(array, LayerView) else array
     if isinstance(array, LayerView):
         layer = jnp.arange(array.all.shape[0]) % array.layers
-        mine = layer == jnp.repeat(array.layer, array.layers)
-        turns = jnp.where(mine[:, None], jnp.repeat(turns, array.layers, axis=0), count)
+        is_of_layer = layer == jnp.repeat(array.layer, array.layers)
+        turns = jnp.where(is_of_layer[:, None], jnp.repeat(turns, array.layers, axis=0), count)
     new = new.reshape(count, *old.shape[1::2])[jnp.minimum(turns, count - 1)]  # [S, N, K, D]
     return _with_all(array, jnp.where((turns < count)[:, None, :, None], new.swapaxes(1, 2), old))
 

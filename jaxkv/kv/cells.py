@@ -253,8 +253,8 @@ def remove(cells: C, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32
     Returns:
       The table after it. A cell that loses its last owner is empty.
     """
-    mine = jnp.where(seq == -1, ~jnp.uint32(0), bits(cells, seq))
-    gone = mine[..., None] & spread(within(cells, start, stop))
+    seq_bits = jnp.where(seq == -1, ~jnp.uint32(0), bits(cells, seq))
+    gone = seq_bits[..., None] & spread(within(cells, start, stop))
     # What the caller wants to be gone is not missed.
     asked = (seq == -1) | (jnp.arange(cells.sequences) == seq)
     begins = jnp.minimum(cells.evicted_below, jnp.maximum(start, 0))
@@ -370,7 +370,7 @@ def owns_same_cells(cells: Cells, partner: Int32[Array, " Q"]) -> Bool[Array, " 
       partner: the number of the other one within the stream, its own where none is asked about.
     """
     partner = partner.reshape(cells.streams, cells.sequences_per_stream)
-    own = jnp.arange(cells.sequences_per_stream, dtype=jnp.int32)[None]
+    local_ids = jnp.arange(cells.sequences_per_stream, dtype=jnp.int32)[None]
 
     def owner_bits(local: jax.Array) -> jax.Array:
         word, bit = divmod_nonnegative(local, WORD)
@@ -378,11 +378,11 @@ def owns_same_cells(cells: Cells, partner: Int32[Array, " Q"]) -> Bool[Array, " 
         return (words >> bit.astype(jnp.uint32)[:, None]) & 1
 
     def compare(local: jax.Array, answers: jax.Array) -> jax.Array:
-        mine = owner_bits(jnp.full(cells.streams, local))
-        same = jnp.all(mine == owner_bits(partner[:, local]), axis=1)
+        own_bits = owner_bits(jnp.full(cells.streams, local))
+        same = jnp.all(own_bits == owner_bits(partner[:, local]), axis=1)
         return answers.at[:, local].set(same)
 
-    asked = jnp.any(partner != own, axis=0)
+    asked = jnp.any(partner != local_ids, axis=0)
     return each(asked, compare, jnp.ones(partner.shape, bool)).reshape(-1)
 
 
@@ -427,9 +427,9 @@ def rewind(cells: C, old: C) -> tuple[C, Bool[Array, ""]]:
     `ok` is whether nothing that the older table uses was written over or moved.
     """
     ok = jnp.all((cells.cell_hash == old.cell_hash) | free(old))
-    before, now, then = cells.history[:, :1], cells.history[:, 1:], old.history[:, 1:]
-    whole = (cells.written == then) | ~lacks(cells) | (cells.written == before) & (then != now)
-    written = jnp.where(whole, then, cells.written)
+    before, after, past = cells.history[:, :1], cells.history[:, 1:], old.history[:, 1:]
+    whole = (cells.written == past) | ~lacks(cells) | (cells.written == before) & (past != after)
+    written = jnp.where(whole, past, cells.written)
     # The older table may know more than this one, which then cannot tell what is written of it.
     still = jnp.all(free(old) | ~free(cells), axis=1, keepdims=True)
     return replace(
@@ -452,10 +452,10 @@ def marks_without_ubatch(
       lacking: the layers that lack tokens from now on.
     """
     # The sum makes it another one than 0 after two zeros.
-    now = chain_hashes(history[:, 0], history[:, 1] + 1)[:, None]
+    mark = chain_hashes(history[:, 0], history[:, 1] + 1)[:, None]
     return {
-        "history": jnp.broadcast_to(now, history.shape),
-        "written": jnp.where(lacking, now + 1, now),
+        "history": jnp.broadcast_to(mark, history.shape),
+        "written": jnp.where(lacking, mark + 1, mark),
     }
 
 

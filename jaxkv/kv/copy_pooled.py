@@ -102,9 +102,9 @@ def to_copy(
     """
     dst = jnp.atleast_1d(dst)
     parents = jnp.broadcast_to(src, dst.shape)
-    apart = _apart(cells, parents, dst)
-    left = share(cells, src, jnp.where(apart, cells.sequences, dst), start, stop)
-    return _transfer(cells, left, parents, dst, apart, start, stop)
+    is_cross_stream = _apart(cells, parents, dst)
+    base = share(cells, src, jnp.where(is_cross_stream, cells.sequences, dst), start, stop)
+    return _transfer(cells, base, parents, dst, is_cross_stream, start, stop)
 
 
 def to_select(cells: C, parents: jax.Array, targets: jax.Array) -> Transfer[C]:
@@ -115,10 +115,10 @@ def to_select(cells: C, parents: jax.Array, targets: jax.Array) -> Transfer[C]:
       parents: `[n]` int32, sequences.
       targets: `[n]` int32, each at most once; one that is no sequence is left out.
     """
-    apart = _apart(cells, parents, targets)
-    left = select(cells, parents, jnp.where(apart, cells.sequences, targets))
+    is_cross_stream = _apart(cells, parents, targets)
+    base = select(cells, parents, jnp.where(is_cross_stream, cells.sequences, targets))
     everything = jnp.int32(0), jnp.int32(-1)
-    return _transfer(cells, left, parents, targets, apart, *everything)
+    return _transfer(cells, base, parents, targets, is_cross_stream, *everything)
 
 
 def execute_copy(cells: C, buffers: Buffers, transfer: Transfer[C]) -> tuple[C, Buffers]:
@@ -126,34 +126,34 @@ def execute_copy(cells: C, buffers: Buffers, transfer: Transfer[C]) -> tuple[C, 
 
     A stream that gets copies lacks afterwards, in each layer, what those that they come from lack.
     """
-    left, arriving, origin, slots, need = transfer
+    base, arriving, origin, slots, need = transfer
     gets = need.ok & (jnp.arange(cells.num_cells)[None] < need.wanted[:, None])
     slots = jnp.where(gets, slots, no_slots(slots))
     source, _ = divmod_nonnegative(origin, cells.num_cells)
     comes = (source[..., None] == jnp.arange(cells.streams)[None, None]) & gets[..., None]
     comes = jnp.any(comes, axis=1)  # [S, S], from the second to the first
-    lacking = jnp.any(comes[..., None] & lacks(cells)[None], axis=1)
-    filled = map_streams(left, mark_used, slots, arriving, lacking)
+    incomplete = jnp.any(comes[..., None] & lacks(cells)[None], axis=1)
+    filled = map_streams(base, mark_used, slots, arriving, incomplete)
     filled = jax.tree.map(lambda new, old: jnp.where(need.ok, new, old), filled, cells)
     args = origin, slots, jnp.where(need.ok, need.wanted, 0)
     return filled, map_kv(cells.sharding_rules, buffers, _fill, *args, by_stream=2)
 
 
 def _fill(
-    split: Halves, origin: jax.Array, slots: jax.Array, wanted: jax.Array, arrays: PyTree
+    split: Halves, origin: jax.Array, slots: jax.Array, num_copied: jax.Array, arrays: PyTree
 ) -> PyTree:
-    """Copy keys and values, the first `wanted` of each stream, `[S]`, a chunk at a time.
+    """Copy keys and values, the first `num_copied` of each stream, `[S]`, a chunk at a time.
 
     Which cells those are is known where the streams are that get them, and sent along.
     """
-    ends = jnp.cumsum(wanted)
+    ends = jnp.cumsum(num_copied)
     by_streams, size = stream_cell_axes(split).streams, slots.shape[1]
 
     def chunk(i: jax.Array, arrays: PyTree) -> PyTree:
         number = i * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)
         stream = jnp.searchsorted(ends, number, side="right").astype(jnp.int32)
-        stream = jnp.minimum(stream, wanted.size - 1)
-        turn = number - (ends - wanted)[stream]
+        stream = jnp.minimum(stream, num_copied.size - 1)
+        turn = number - (ends - num_copied)[stream]
         slot = jnp.where(
             number < ends[-1], gather_sharded(slots, by_streams, stream, turn), no_slots(number)
         )
@@ -175,33 +175,33 @@ def _apart(cells: Cells, parents: jax.Array, targets: jax.Array) -> jax.Array:
 
 def _transfer(
     cells: C,
-    left: C,
+    base: C,
     parents: jax.Array,
     targets: jax.Array,
-    apart: jax.Array,
+    is_cross_stream: jax.Array,
     start: jax.Array,
     stop: jax.Array,
 ) -> Transfer[C]:
-    """Plan copies of a range of parents, `[n]`, for those targets, `[n]`, that lie apart, `[n]`.
+    """Plan copies of a range of parents, `[n]`, for targets, `[n]`, where `is_cross_stream`, `[n]`.
 
-    `left` is the table after all that happens within streams.
+    `base` is the table after all that happens within streams.
     """
 
     def all_of(ids: jax.Array) -> jax.Array:
-        ids = jnp.where(apart, ids, cells.sequences)
+        ids = jnp.where(is_cross_stream, ids, cells.sequences)
         return jax.lax.reduce_or(jax.vmap(partial(bits, cells))(ids), axes=(0,))  # [S, W]
 
     marks = jax.vmap(lambda seq: eviction_mark_of_copy(cells, seq, start, stop))(parents)
-    left = replace(
-        with_owners(left, left.owners & ~all_of(targets)[..., None]),
-        evicted_below=left.evicted_below.at[jnp.where(apart, targets, cells.sequences)].set(
-            marks, mode="drop"
-        ),
+    base = replace(
+        with_owners(base, base.owners & ~all_of(targets)[..., None]),
+        evicted_below=base.evicted_below.at[
+            jnp.where(is_cross_stream, targets, cells.sequences)
+        ].set(marks, mode="drop"),
     )
     copy_array = is_owned_by(cells, all_of(parents)) & within(cells, start, stop)
     # Targets of one stream with one parent share a copy: the first of them gets it for all.
     home_of, *_ = owner_word(cells, targets)
-    like = apart[:, None] & apart[None] & (home_of[:, None] == home_of[None])
+    like = is_cross_stream[:, None] & is_cross_stream[None] & (home_of[:, None] == home_of[None])
     like &= parents[:, None] == parents[None]
     axes = shares(cells.sharding_rules, streams=cells.streams).streams
     run = map_shards(
@@ -211,15 +211,15 @@ def _transfer(
         P(axes),
     )
     arriving, origin, slots, *need = run(
-        cells, left, usable(left) & ~copy_array, parents, targets, like, start, stop
+        cells, base, usable(base) & ~copy_array, parents, targets, like, start, stop
     )
-    return Transfer(left, arriving, origin, slots, CopyDemand(*need))
+    return Transfer(base, arriving, origin, slots, CopyDemand(*need))
 
 
 def _queue(
     axes: tuple[str, ...],
     cells: C,
-    left: C,
+    base: C,
     open_cells: jax.Array,
     parents: jax.Array,
     targets: jax.Array,
@@ -234,7 +234,7 @@ def _queue(
     Args:
       axes: those that split the streams.
       cells: the table as it was.
-      left: the table that the copies go to.
+      base: the table that the copies go to.
       open_cells: `[S, N]` bool, the cells that they may take.
       parents: `[n]` int32, the sequences that are copied.
       targets: `[n]` int32.
@@ -256,15 +256,15 @@ def _queue(
 
     def add(i: jax.Array, queue: tuple[C, jax.Array, jax.Array]) -> tuple:
         """Let the cells of a parent follow those that its target's stream gets already."""
-        arriving, origin, wanted = queue
+        arriving, origin, num_copied = queue
         line = [cells.position, cells.owners, cells.shift, cells.cell_hash, cells.content]
         line = [gather_sharded(field, axes, theirs[i]) for field in line]
         position, owners, shift, stamp, content = line
-        mine = (owners[word[i]] >> bit[i]) & 1 == 1
-        mine &= (position >= jnp.maximum(start, 0)) & (position < end_of(stop))
-        count = jnp.cumsum(mine, dtype=jnp.int32)
+        is_copied = (owners[word[i]] >> bit[i]) & 1 == 1
+        is_copied &= (position >= jnp.maximum(start, 0)) & (position < end_of(stop))
+        count = jnp.cumsum(is_copied, dtype=jnp.int32)
         stream, is_own = to_local(streams[i], axes, cells.streams)
-        turn = index - wanted[stream]
+        turn = index - num_copied[stream]
         these = is_own & (turn >= 0) & (turn < count[-1])
         cell = jnp.searchsorted(count, turn + 1).astype(jnp.int32)
         whose = jax.lax.reduce_or(jnp.where(like[i][:, None], owner, 0), axes=(0,))
@@ -281,8 +281,14 @@ def _queue(
             content=put(arriving.content, content[cell]),
         )
         origin = put(origin, theirs[i] * cells.num_cells + cell)
-        return arriving, origin, wanted.at[stream].add(jnp.where(is_own, count[-1], 0))
+        return arriving, origin, num_copied.at[stream].add(jnp.where(is_own, count[-1], 0))
 
     none = jnp.zeros_like(cells.position), jnp.zeros(cells.streams, jnp.int32)
-    arriving, origin, wanted = each(first, add, (clear(left), *none))
-    return arriving, origin, choose(left, open_cells, wanted), wanted, room(left, open_cells)
+    arriving, origin, num_copied = each(first, add, (clear(base), *none))
+    return (
+        arriving,
+        origin,
+        choose(base, open_cells, num_copied),
+        num_copied,
+        room(base, open_cells),
+    )

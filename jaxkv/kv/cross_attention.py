@@ -207,7 +207,7 @@ class CrossAttentionTable(CellTable):
 
 def as_source_table(table: CellTable) -> CrossAttentionTable:
     """Return a table of cells as one for sources."""
-    return CrossAttentionTable(**{one.name: getattr(table, one.name) for one in fields(table)})
+    return CrossAttentionTable(**{f.name: getattr(table, f.name) for f in fields(table)})
 
 
 def _as_it_looks(ubatch: Ubatch) -> Ubatch:

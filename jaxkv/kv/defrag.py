@@ -91,15 +91,15 @@ def plan_moves(cells: Cells, max_moves: int | None, spec: TableSpec) -> DefragPl
 def _close(spec: TableSpec, shards: int, tile: int | None, empty: jax.Array) -> DefragPlan:
     """Plan one stream, whose cells may be `empty`, `[N]` bool; the others may move in tiles."""
     size = empty.shape[0]
-    most = max(size // 2, 1)
-    rank, taken = jnp.arange(size), to_fill_order(~empty, shards)
-    used = jnp.sum(taken)
-    leave, enter = taken & (rank >= used), ~taken & (rank < used)
+    max_moves = max(size // 2, 1)
+    rank, is_used = jnp.arange(size), to_fill_order(~empty, shards)
+    used = jnp.sum(is_used)
+    leave, enter = is_used & (rank >= used), ~is_used & (rank < used)
     if tile is not None:
-        leave, enter = _tile_by_tile(taken, tile)
+        leave, enter = _tile_by_tile(is_used, tile)
 
-    source, gap = (cell_of(numbers_of(x, most), size, shards) for x in (leave, enter))
-    pair = jnp.arange(most)
+    source, gap = (cell_of(numbers_of(x, max_moves), size, shards) for x in (leave, enter))
+    pair = jnp.arange(max_moves)
     pairs = jnp.sum(enter)
     # A run goes on where both its source and its destination do, and within a tile.
     goes_on = (jnp.diff(source, prepend=-1) == 1) & (jnp.diff(gap, prepend=-1) == 1) & (pair > 0)
@@ -107,8 +107,8 @@ def _close(spec: TableSpec, shards: int, tile: int | None, empty: jax.Array) -> 
         goes_on &= source % tile > 0
     starts = (pair < pairs) & ~goes_on
     runs = jnp.sum(starts, dtype=jnp.int32)
-    start = numbers_of(starts, most)
-    end = jnp.minimum(jnp.append(start[1:], most), pairs)
+    start = numbers_of(starts, max_moves)
+    end = jnp.minimum(jnp.append(start[1:], max_moves), pairs)
     length = jnp.where(pair < runs, end - start, 0)
     # From the end: what is taken last moves first, so that even a part of the moves shrinks it.
     order = jnp.where(pair < runs, runs - 1 - pair, pair)
@@ -127,12 +127,12 @@ def _close(spec: TableSpec, shards: int, tile: int | None, empty: jax.Array) -> 
     )
 
 
-def _tile_by_tile(taken: jax.Array, tile: int) -> tuple[jax.Array, jax.Array]:
+def _tile_by_tile(is_used: jax.Array, tile: int) -> tuple[jax.Array, jax.Array]:
     """Return which cells are left where whole tiles move, and which are entered; `[N]` bool."""
-    cells = taken.reshape(-1, tile)
-    begun, rank = jnp.any(cells, axis=1), jnp.arange(len(cells))
-    used = jnp.sum(begun)
-    leaving, gaps = begun & (rank >= used), ~begun & (rank < used)
+    cells = is_used.reshape(-1, tile)
+    has_used, rank = jnp.any(cells, axis=1), jnp.arange(len(cells))
+    used = jnp.sum(has_used)
+    leaving, gaps = has_used & (rank >= used), ~has_used & (rank < used)
     leaves = cells.at[numbers_of(leaving, rank.size)].get(mode="fill", fill_value=False)
     enter = jnp.zeros_like(cells).at[numbers_of(gaps, rank.size)].set(leaves, mode="drop")
     return (cells & leaving[:, None]).reshape(-1), enter.reshape(-1)
@@ -201,21 +201,21 @@ def _moves(plan: DefragPlan, size: int, i: jax.Array) -> tuple[jax.Array, jax.Ar
         ends = jnp.cumsum(plan.length)
         run = jnp.searchsorted(ends, turn, side="right")
         inside = turn - (ends - plan.length).at[run].get(mode="fill", fill_value=0)
-        there = turn < ends[-1]
+        is_move = turn < ends[-1]
         past = size + jnp.arange(CHUNK)  # each to a place of its own
         source = plan.source.at[run].get(mode="fill", fill_value=0) + inside
         destination = plan.destination.at[run].get(mode="fill", fill_value=0) + inside
-        return jnp.where(there, source, past), jnp.where(there, destination, past)
+        return jnp.where(is_move, source, past), jnp.where(is_move, destination, past)
 
     return jax.vmap(of_stream)(plan)
 
 
 def _gather_cells(field: jax.Array, cell: jax.Array) -> jax.Array:
     """Return a field `[S, N]` at cells of each stream, `[S, n]`; 0 past the last one."""
-    return jax.vmap(lambda one, at: one.at[at].get(mode="fill", fill_value=0))(field, cell)
+    return jax.vmap(lambda row, at: row.at[at].get(mode="fill", fill_value=0))(field, cell)
 
 
 def _put(field: jax.Array, cell: jax.Array, value: jax.Array | int) -> jax.Array:
     """Write a field `[S, N]` at cells of each stream, `[S, n]`."""
-    put = jax.vmap(lambda one, at, new: one.at[at].set(new, mode="drop", unique_indices=True))
+    put = jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop", unique_indices=True))
     return put(field, cell, jnp.broadcast_to(jnp.asarray(value, field.dtype), cell.shape))

@@ -42,9 +42,11 @@ def evictable(cells: Cells) -> Bool[Array, "S N"]:
     marks = cells.evicted_below.reshape(cells.streams, -1)
 
     def look(local: jax.Array, seen: jax.Array) -> jax.Array:
-        mine, _ = _positions_by_local_id(cells, local)
-        end = jnp.maximum(jnp.max(mine, axis=1), marks[:, local] - 1)
-        return seen | ((mine != EMPTY) & (mine >= first_seen(cells.window, end + 1)[:, None]))
+        positions, _ = _positions_by_local_id(cells, local)
+        end = jnp.maximum(jnp.max(positions, axis=1), marks[:, local] - 1)
+        return seen | (
+            (positions != EMPTY) & (positions >= first_seen(cells.window, end + 1)[:, None])
+        )
 
     unseen = jnp.zeros(cells.position.shape, bool)
     return ~free(cells) & ~each(_locals(cells, ~free(cells)), look, unseen)
@@ -63,12 +65,12 @@ def evict(cells: C, taken: Bool[Array, "S N"]) -> C:
         return with_owners(cells, jnp.where(gone[:, None], 0, cells.owners))
 
     def evict_owner(local: jax.Array, cells: C) -> C:
-        mine, words = _positions_by_local_id(cells, local)
+        positions, words = _positions_by_local_id(cells, local)
         marks = cells.evicted_below.reshape(cells.streams, -1)
-        lost = jnp.max(jnp.where(taken, mine, EMPTY), axis=1)
+        lost = jnp.max(jnp.where(taken, positions, EMPTY), axis=1)
         end = jnp.maximum(marks[:, local], lost + 1)
         # In another stream that sequence may lose nothing now.
-        gone = (mine != EMPTY) & (mine < end[:, None]) & (lost > EMPTY)[:, None]
+        gone = (positions != EMPTY) & (positions < end[:, None]) & (lost > EMPTY)[:, None]
         owners = cells.owners & ~(words[None, :, None] & spread(gone))
         marks = marks.at[:, local].set(end).reshape(-1)
         return replace(cells, owners=owners, evicted_below=marks)
@@ -92,10 +94,10 @@ def _positions_by_local_id(cells: Cells, local: jax.Array) -> tuple[jax.Array, j
       `[S, N]` int32, EMPTY where it does not own the cell; and its bit, in `[W]` uint32.
     """
     word, bit = divmod_nonnegative(local, WORD)
-    own = jax.lax.dynamic_index_in_dim(cells.owners, word, axis=1, keepdims=False)
+    owners = jax.lax.dynamic_index_in_dim(cells.owners, word, axis=1, keepdims=False)
     bit = jnp.uint32(1) << bit.astype(jnp.uint32)
     words = jnp.where(jnp.arange(cells.owners.shape[1]) == word, bit, 0)
-    return jnp.where(own & bit != 0, cells.position, EMPTY), words
+    return jnp.where(owners & bit != 0, cells.position, EMPTY), words
 
 
 def can_resume(cells: Cells, seq: Int32[Array, ""], pos: Int32[Array, ""]) -> Bool[Array, ""]:
@@ -105,10 +107,10 @@ def can_resume(cells: Cells, seq: Int32[Array, ""], pos: Int32[Array, ""]) -> Bo
     """
     positions, mark = sequence_positions(cells, seq), cells.evicted_below[seq]
     highest = jnp.max(positions)
-    left = jnp.max(jnp.where(positions < pos, positions, EMPTY))
+    last_kept = jnp.max(jnp.where(positions < pos, positions, EMPTY))
     cut = jnp.minimum(mark, jnp.maximum(pos, 0))
-    goes_on = _goes_on(cells, cut, left, (highest < mark - 1) & (cut == mark))
-    next_one = jnp.maximum(left, cut - 1) + 1
+    goes_on = _goes_on(cells, cut, last_kept, (highest < mark - 1) & (cut == mark))
+    next_one = jnp.maximum(last_kept, cut - 1) + 1
     return is_sequence(cells, seq) & (pos >= 0) & goes_on & ((next_one == 0) | (next_one == pos))
 
 

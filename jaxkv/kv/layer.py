@@ -172,25 +172,25 @@ def _check_kv(
                 f"wanted keys alone, whose numbers {values.first} to {values.last - 1} are the "
                 f"values of this cache, got values too: leave v out"
             )
-        given = (("k", "D", k, keys),)
+        entries = (("k", "D", k, keys),)
     else:
         if (k is None) != (v is None):
             alone = "keys" if v is None else "values"
             raise TypeError(
                 f"wanted keys and values, or none of them to look alone, got {alone} alone"
             )
-        given = (("k", "D", k, keys), ("v", "Dv", v, values))
-    checked = ()
-    for name, size, array, old in given:
+        entries = (("k", "D", k, keys), ("v", "Dv", v, values))
+    new_kv = ()
+    for name, size, array, old in entries:
         new = _check_array(name, array)
-        wanted = (*ubatch.valid.shape, old.shape[1], old.shape[3])
-        if new.shape != wanted:
+        shape = (*ubatch.valid.shape, old.shape[1], old.shape[3])
+        if new.shape != shape:
             raise ValueError(
-                f"wanted {name} [R, T, K, {size}] of {wanted}, got {new.shape}: tokens come before "
+                f"wanted {name} [R, T, K, {size}] of {shape}, got {new.shape}: tokens come before "
                 f"heads, whose sizes are those of the spec"
             )
-        checked += (new,)
-    return checked
+        new_kv += (new,)
+    return new_kv
 
 
 def _checked_until(visible_until: Tokens | None, ubatch: Ubatch, causal: bool) -> jax.Array | None:
@@ -315,7 +315,7 @@ def _visible_kv(
     """
     split = shares(table.sharding_rules, **sizes_of(layer_kv[0]))
     rows = rows_of(ubatch, split.streams)
-    apart = () if rows else split.streams
+    shared_axes = () if rows else split.streams
 
     def of_share(
         table: Cells,
@@ -324,22 +324,22 @@ def _visible_kv(
         mark: jax.Array,
         visible_until: jax.Array | None,
     ) -> tuple[jax.Array, ...]:
-        mine = own_rows(ubatch, split.streams, table.streams)
-        visibility = _sight_in_share(split, table, mine, layer_kv, causal, visible_until)
-        _, current = _slots_to_write(table, mine, layer_kv)
-        whole = current & slots.readable(table, mine, mark)
-        if (ahead := blind(table, mine, causal=causal, visible_until=visible_until)) is not None:
+        share = own_rows(ubatch, split.streams, table.streams)
+        visibility = _sight_in_share(split, table, share, layer_kv, causal, visible_until)
+        _, current = _slots_to_write(table, share, layer_kv)
+        whole = current & slots.readable(table, share, mark)
+        if (ahead := blind(table, share, causal=causal, visible_until=visible_until)) is not None:
             whole &= ~jnp.any(ahead, axis=1)
         mask = mask_of(visibility)
-        if apart:  # each row is a list, and all devices have all of them
-            mask = broadcast_from_owner(mask.reshape(*ubatch.valid.shape, -1), apart)
-            lists = partial(gather_sharded, axes=apart, index=ubatch.row_stream)
+        if shared_axes:  # each row is a list, and all devices have all of them
+            mask = broadcast_from_owner(mask.reshape(*ubatch.valid.shape, -1), shared_axes)
+            lists = partial(gather_sharded, axes=shared_axes, index=ubatch.row_stream)
             (keys, values), positions = jax.tree.map(
                 lists, (of_streams(layer_kv, None), visibility.position)
             )
         else:
             (keys, values), positions = visibility.of_lists((layer_kv, visibility.position))
-        flags = _on_all(jnp.stack([current, whole]), apart).reshape(2, mask.shape[0], -1)
+        flags = _on_all(jnp.stack([current, whole]), shared_axes).reshape(2, mask.shape[0], -1)
         current, whole = jnp.all(flags, axis=2)[..., None, None]
         keys = from_stored(keys)
         values = values.of(keys) if isinstance(values, ValueSlice) else from_stored(values)
@@ -399,7 +399,7 @@ def _attend_layer(
         table.sharding_rules, current_mesh(table.sharding_rules), *layer_kv, q.shape[2]
     )
     rows = rows_of(ubatch, split.streams)
-    apart = () if rows else split.streams
+    shared_axes = () if rows else split.streams
     if split.cells and implementation in ("xla", "cudnn"):
         raise ValueError(
             f"{implementation!r} does not join what devices weigh of cells that are split: leave "
@@ -431,9 +431,9 @@ def _attend_layer(
         layer_kv = _put(split, layer_kv, ubatch, where, new)
         lists = q.reshape(*visibility.at.shape, *q.shape[2:])
         sums = attention.partial_attention(lists, *layer_kv, visibility, options, implementation)
-        sums = join_over(sums, (*split.cells, *apart))
+        sums = join_over(sums, (*split.cells, *shared_axes))
         out = attention.finalize(sums, lists, options).reshape(*q.shape[:3], -1)
-        current = _on_all(current, apart)
+        current = _on_all(current, shared_axes)
         out = jnp.where(current[..., None, None], out, jnp.nan)
         return mark, (layer_kv if new else ()), out
 

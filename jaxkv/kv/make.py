@@ -50,18 +50,18 @@ def make_attention_cache(
     if spec.window is not None:
         rollback = 32 if max_rollback is None else max_rollback
         counted = check_count(ubatch_size, "ubatch_size")
-        most = cells_for(
+        window_cells = cells_for(
             spec.window,
             ubatch_size=counted,
             max_rollback=check_count(rollback, "max_rollback", low=0),
             sharing=sequences // streams,
         )
         unit = TILE if kind == "tiled" else shards
-        most = -(-most // unit) * unit
-        if cells is not None and check_count(cells, "cells") <= most:
+        window_cells = -(-window_cells // unit) * unit
+        if cells is not None and check_count(cells, "cells") <= window_cells:
             counted = None  # the text is shorter than what the window needs
         else:
-            cells = most
+            cells = window_cells
     if cells is None:
         read = "sources" if spec.kind == "cross_attention" else "layers that see the whole text"
         raise ValueError(f"expected a number of cells for {read}, got None; pass cells=")
@@ -137,13 +137,13 @@ def placement_of(placement: str) -> tuple[Placement, int]:
     )
 
 
-def _check_dtype(wanted: jax.typing.DTypeLike) -> None:
+def _check_dtype(dtype_like: jax.typing.DTypeLike) -> None:
     """Raise a ValueError unless keys and values can be stored in a dtype."""
     try:
-        dtype = jnp.dtype(wanted)
+        dtype = jnp.dtype(dtype_like)
     except TypeError:
         raise TypeError(
-            f"expected a dtype for keys and values, got {wanted!r}; pass one, as jnp.bfloat16"
+            f"expected a dtype for keys and values, got {dtype_like!r}; pass one, as jnp.bfloat16"
         ) from None
     signs = np.array([0.0, -1.0, np.nan])  # what a stored key may have to be
     floating = jnp.issubdtype(dtype, jnp.floating) and np.array_equal(

@@ -80,14 +80,14 @@ def endings(
         cells: Cells, sequences: jax.Array, does: jax.Array, contents: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         stream, word, bit = owner_word(cells, sequences)
-        stream, mine = to_local(stream, axes, cells.streams)
+        stream, is_own = to_local(stream, axes, cells.streams)
         owns = (cells.owners[stream, word] >> bit[:, None]) & 1 == 1
-        at = jnp.where(owns & (does & mine)[:, None], cells.position[stream], EMPTY)
-        last, held = jnp.max(at, axis=1), cells.content[stream]
-        found = jnp.take_along_axis(held, jnp.argmax(at, axis=1)[:, None], axis=1)[:, 0]
-        same = (at == last[:, None]) & (held == contents[:, None])
+        at = jnp.where(owns & (does & is_own)[:, None], cells.position[stream], EMPTY)
+        last, cell_contents = jnp.max(at, axis=1), cells.content[stream]
+        found = jnp.take_along_axis(cell_contents, jnp.argmax(at, axis=1)[:, None], axis=1)[:, 0]
+        same = (at == last[:, None]) & (cell_contents == contents[:, None])
         found = jnp.where(last >= 0, found, 0)
-        same = mine & jnp.where(last >= 0, jnp.any(same, axis=1), contents == 0)
+        same = is_own & jnp.where(last >= 0, jnp.any(same, axis=1), contents == 0)
         return broadcast_from_owner(found, axes), broadcast_from_owner(same, axes)
 
     run = map_shards(cells.sharding_rules, of_share, (P(axes), P(), P(), P()), P())
@@ -112,10 +112,10 @@ def on_rows(
     """
     axes = shares(cells.sharding_rules, streams=cells.streams).streams
     rows = rows_of(ubatch, axes)
-    apart = () if rows else axes
+    shared_axes = () if rows else axes
 
     def of_share(cells: C, ubatch: Ubatch) -> W:
-        return work(cells, own_rows(ubatch, axes, cells.streams), rows, apart)
+        return work(cells, own_rows(ubatch, axes, cells.streams), rows, shared_axes)
 
     run = map_shards(
         cells.sharding_rules,

@@ -118,8 +118,8 @@ def can_add(
     after = _move(cells, moves, cells.position + delta)
 
     def look(seq: jax.Array, ok: jax.Array) -> jax.Array:
-        mine = jnp.sort(sequence_positions(after, seq))
-        return ok & ~jnp.any((mine[1:] == mine[:-1]) & (mine[1:] != EMPTY))
+        positions = jnp.sort(sequence_positions(after, seq))
+        return ok & ~jnp.any((positions[1:] == positions[:-1]) & (positions[1:] != EMPTY))
 
     evicted = _highest_evicted(cells, seq, start, stop)
     ok = _in_bounds(cells, moves, evicted, delta)
@@ -177,8 +177,13 @@ def _highest_evicted(
     Others of the stream may have shared what a window took from them, which moves for all owners.
     """
     highest = jnp.minimum(cells.evicted_below, end_of(stop)) - 1
-    (stream, *_), (own, *_) = owner_word(cells, jnp.arange(cells.sequences)), owner_word(cells, seq)
-    return highest, is_sequence(cells, seq) & (stream == own) & (highest >= jnp.maximum(start, 0))
+    (stream, *_), (own_stream, *_) = (
+        owner_word(cells, jnp.arange(cells.sequences)),
+        owner_word(cells, seq),
+    )
+    return highest, is_sequence(cells, seq) & (stream == own_stream) & (
+        highest >= jnp.maximum(start, 0)
+    )
 
 
 def _move_marks(

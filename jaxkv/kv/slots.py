@@ -88,11 +88,13 @@ def find_fitting(cells: Cells, wanted: Int32[Array, " Q"]) -> Admission:
         room = jnp.broadcast_to(room[:, None], (cells.streams, cells.sequences_per_stream))
         return Admission(all_fit, all_fit, room.reshape(-1))
     fits = _smallest_first(wanted, room)
-    taken = jnp.where(fits, wanted, 0).reshape(cells.streams, -1)
-    left = jnp.repeat(room - jnp.sum(taken, axis=1, dtype=jnp.int32), cells.sequences_per_stream)
+    num_taken = jnp.where(fits, wanted, 0).reshape(cells.streams, -1)
+    remaining = jnp.repeat(
+        room - jnp.sum(num_taken, axis=1, dtype=jnp.int32), cells.sequences_per_stream
+    )
     if cells.placement == "contiguous":
-        return Admission(fits, _smallest_first(wanted, longest_run(open_cells)), left)
-    return Admission(fits, fits, left)
+        return Admission(fits, _smallest_first(wanted, longest_run(open_cells)), remaining)
+    return Admission(fits, fits, remaining)
 
 
 def longest_run(open_cells: Bool[Array, "S N"]) -> Int32[Array, " S"]:
@@ -103,15 +105,15 @@ def longest_run(open_cells: Bool[Array, "S N"]) -> Int32[Array, " S"]:
     return jnp.max(here - closed, axis=1)
 
 
-def _smallest_first(wanted: jax.Array, room: jax.Array) -> jax.Array:
+def _smallest_first(demand: jax.Array, room: jax.Array) -> jax.Array:
     """Return which sequences, `[Q]`, fit into the room of their streams, `[S]`; `[Q]` bool."""
 
-    def of_stream(wanted: jax.Array, room: jax.Array) -> jax.Array:
-        order = jnp.argsort(wanted, stable=True)
-        fits = jnp.cumsum(wanted[order]) <= room
-        return jnp.zeros_like(fits).at[order].set(fits) | (wanted == 0)
+    def of_stream(demand: jax.Array, room: jax.Array) -> jax.Array:
+        order = jnp.argsort(demand, stable=True)
+        fits = jnp.cumsum(demand[order]) <= room
+        return jnp.zeros_like(fits).at[order].set(fits) | (demand == 0)
 
-    return jax.vmap(of_stream)(wanted.reshape(room.size, -1), room).reshape(-1)
+    return jax.vmap(of_stream)(demand.reshape(room.size, -1), room).reshape(-1)
 
 
 def can_allocate(
@@ -161,15 +163,15 @@ def choose_slots(cells: Cells, ubatch: Ubatch) -> tuple[Int32[Array, "R T"], Int
 
     llama.cpp: `llama_kv_cache::find_slot`.
     """
-    slots, apart = on_rows(cells, ubatch, _search, lambda _: P())
-    fault = jnp.where(apart, Reason.FRAGMENTED, Reason.OUT_OF_CELLS)
+    slots, is_fragmented = on_rows(cells, ubatch, _search, lambda _: P())
+    fault = jnp.where(is_fragmented, Reason.FRAGMENTED, Reason.OUT_OF_CELLS)
     unplaced = ubatch.valid & (slots >= cells.num_cells)
     placed = ~jnp.any(unplaced) & ubatch.valid
     return jnp.where(placed, slots, no_slots(slots)), jnp.where(unplaced, fault, Reason.OK)
 
 
 def _search(
-    cells: Cells, ubatch: Ubatch, rows: tuple[str, ...], apart: tuple[str, ...]
+    cells: Cells, ubatch: Ubatch, rows: tuple[str, ...], shared_axes: tuple[str, ...]
 ) -> tuple[jax.Array, jax.Array]:
     """Look for cells among some streams, see `by_stream.on_rows`, and tell all devices.
 
@@ -184,10 +186,10 @@ def _search(
         split = jnp.zeros(slots.shape, bool)
     else:
         slots, split = _in_turn(cells, ubatch, all_streams)
-    if apart:  # the device that holds its stream speaks for a token
+    if shared_axes:  # the device that holds its stream speaks for a token
         slots = jnp.where(ubatch.valid, slots, no_slots(slots))
         split = ubatch.valid & split
-        slots, whole = jax.lax.pmin((slots, (~split).astype(jnp.int32)), apart)
+        slots, whole = jax.lax.pmin((slots, (~split).astype(jnp.int32)), shared_axes)
         split = whole == 0
     return gather_over((slots, split), rows)
 
@@ -317,10 +319,10 @@ def _take(cells: C, ubatch: Ubatch) -> C:
 
 def _history_after(cells: Cells, ubatch: Ubatch) -> jax.Array:
     """Return the histories of streams, `[S, 2]` uint32, once they took a ubatch in."""
-    there = ubatch.slots < cells.num_cells
+    is_placed = ubatch.slots < cells.num_cells
     count, total = (
         _by_stream(cells, ubatch, jnp.sum(x, axis=1, dtype=jnp.uint32))
-        for x in (there, jnp.where(there, ubatch.cell_hashes, 0))
+        for x in (is_placed, jnp.where(is_placed, ubatch.cell_hashes, 0))
     )
     last = cells.history[:, 1]
     after = jnp.stack([last, chain_hashes(last, total)], axis=1)
@@ -344,8 +346,8 @@ def _owners(cells: Cells, ubatch: Ubatch) -> jax.Array:
 
     owners = owner_bits(ubatch.sequences)
     if ubatch.shared_with is not None:
-        for other in jnp.unstack(ubatch.shared_with, axis=-1):
-            owners |= jnp.where(other[..., None] >= 0, owner_bits(jnp.maximum(other, 0)), 0)
+        for sharer in jnp.unstack(ubatch.shared_with, axis=-1):
+            owners |= jnp.where(sharer[..., None] >= 0, owner_bits(jnp.maximum(sharer, 0)), 0)
     return owners
 
 
@@ -367,9 +369,9 @@ def _digest_after(cells: Cells, ubatch: Ubatch) -> jax.Array:
     stamp = cells.cell_hash.at[streams[:, None], slots].get(mode="fill", fill_value=0)
     owners, none = _owners(cells, ubatch), jnp.zeros_like(slots)
     empty = jnp.full_like(slots, EMPTY), none, stamp, jnp.zeros_like(owners)
-    taken = ubatch.positions, none, ubatch.cell_hashes, owners
+    occupied = ubatch.positions, none, ubatch.cell_hashes, owners
     # A sum over the two, not a difference, which each layer would make again: `hashing.sum_hashes`.
-    both = (jnp.stack(pair) for pair in zip(empty, taken, strict=True))
+    both = (jnp.stack(pair) for pair in zip(empty, occupied, strict=True))
     sign = jnp.array([-1, 1]).astype(jnp.uint32)[:, None, None]
     change = sign * of_cells(slots[None], *both)
     change = jnp.where(slots[None] < cells.num_cells, change, 0)
@@ -407,10 +409,10 @@ def written_after(
     """
     count = jnp.sum(slots < cells.num_cells, axis=1, dtype=jnp.int32)
     count = _by_stream(cells, ubatch, count)
-    before, now = cells.history.T
+    before, after = cells.history.T
     alone = jnp.sum(~free(cells), axis=1, dtype=jnp.int32) == count
-    whole = (written == before) | (written == now) | alone
-    return jnp.where((count > 0) & whole, now, written)
+    whole = (written == before) | (written == after) | alone
+    return jnp.where((count > 0) & whole, after, written)
 
 
 def readable(cells: Cells, ubatch: Ubatch, written: UInt32[Array, " S"]) -> Bool[Array, " R"]:

@@ -138,42 +138,42 @@ def choose(
     """
     cells, size = pool.free.size, tile_of(pool.free.size)
     in_turn = jnp.argsort(jnp.where(valid, sequences, count), stable=True)
-    sequence, there = jnp.where(valid, sequences, count)[in_turn], valid[in_turn]
+    sequence, is_valid = jnp.where(valid, sequences, count)[in_turn], valid[in_turn]
     first = jnp.searchsorted(sequence, sequence).astype(jnp.int32)
     turn = jnp.arange(sequence.size, dtype=jnp.int32) - first  # within its sequence
-    wanted = jnp.zeros(count, jnp.int32).at[sequence].add(1, mode="drop")
+    demand = jnp.zeros(count, jnp.int32).at[sequence].add(1, mode="drop")
 
     flags = pool.free.reshape(-1, size)
-    left = jnp.sum(flags, axis=1, dtype=jnp.int32)  # the empty cells of each tile
-    empty, owner = left == size, _sole_owner(pool.owners, size, count)
-    short = jnp.maximum(wanted - jnp.zeros_like(wanted).at[owner].add(left, mode="drop"), 0)
+    num_empty = jnp.sum(flags, axis=1, dtype=jnp.int32)  # the empty cells of each tile
+    empty, owner = num_empty == size, _sole_owner(pool.owners, size, count)
+    short = jnp.maximum(demand - jnp.zeros_like(demand).at[owner].add(num_empty, mode="drop"), 0)
     heirs = jnp.cumsum(divmod_nonnegative(short + (size - 1), size)[0], dtype=jnp.int32)
     heir = jnp.searchsorted(heirs, jnp.cumsum(empty, dtype=jnp.int32)).astype(jnp.int32)
     owner = jnp.where(empty, heir, owner)  # and U or more where a tile has no owner
-    room = jnp.zeros_like(wanted).at[owner].add(left, mode="drop")
+    room = jnp.zeros_like(demand).at[owner].add(num_empty, mode="drop")
 
     # The tiles of each sequence side by side, those that it has begun before the others.
     by_owner = jnp.argsort(2 * owner + empty, stable=True).astype(jnp.int32)
     start = _item(jnp.cumsum(room, dtype=jnp.int32) - room, sequence)
-    own = there & (turn < _item(room, sequence))
-    tile, number = _nth(left[by_owner], start + turn)
-    tile = jnp.where(own, _item(by_owner, tile), left.size)
-    left -= jnp.zeros_like(left).at[tile].add(1, mode="drop")
-    further = jnp.cumsum(there & ~own, dtype=jnp.int32) - 1
-    other, beyond = _nth(left, further)
+    is_own = is_valid & (turn < _item(room, sequence))
+    tile, number = _nth(num_empty[by_owner], start + turn)
+    tile = jnp.where(is_own, _item(by_owner, tile), num_empty.size)
+    num_empty -= jnp.zeros_like(num_empty).at[tile].add(1, mode="drop")
+    further = jnp.cumsum(is_valid & ~is_own, dtype=jnp.int32) - 1
+    other_tile, beyond = _nth(num_empty, further)
     # Of each tile the lowest cells were taken, so what is left of it comes after these.
     total = jnp.sum(flags, axis=1, dtype=jnp.int32)
-    number = jnp.where(own, number, _item(total - left, other) + beyond)
-    tile = jnp.where(own, tile, other)
+    number = jnp.where(is_own, number, _item(total - num_empty, other_tile) + beyond)
+    tile = jnp.where(is_own, tile, other_tile)
 
     before = jnp.cumsum(flags.at[tile].get(mode="fill", fill_value=False), axis=1)
     cell = tile * size + jnp.argmax(before > number[:, None], axis=1).astype(jnp.int32)
     if pool.hidden is not None:
         by_position = jnp.argsort(jnp.where(pool.hidden, pool.position, END), stable=True)
-        nth = further - jnp.sum(left, dtype=jnp.int32)
+        nth = further - jnp.sum(num_empty, dtype=jnp.int32)
         hidden_one = jnp.where(nth < jnp.sum(pool.hidden), _item(by_position, nth), cells)
-        cell = jnp.where(tile == left.size, hidden_one.astype(jnp.int32), cell)
-    cell = jnp.where(there, cell, cells)
+        cell = jnp.where(tile == num_empty.size, hidden_one.astype(jnp.int32), cell)
+    cell = jnp.where(is_valid, cell, cells)
     return jnp.zeros_like(cell).at[in_turn].set(cell, unique_indices=True)
 
 

@@ -131,7 +131,9 @@ def to_stored(numbers: Float[Array, "... D"], like: Stored) -> Numbers:
     numbers, dtype = jax.lax.stop_gradient(numbers), like.codes.dtype
     # Some compilers turn a division by a constant into this product; written so, all agree.
     size = numbers.shape[-1]
-    highest = [jnp.max(jnp.abs(numbers[..., one]), -1, keepdims=True) for one in groups_of(size)]
+    highest = [
+        jnp.max(jnp.abs(numbers[..., group]), -1, keepdims=True) for group in groups_of(size)
+    ]
     scales = jnp.concatenate(highest, axis=-1) * np.float32(1 / largest(dtype))
     # The maximum of a compiler may forget a NaN; a sum does not.
     scales += jnp.sum(numbers - numbers, axis=-1, keepdims=True)
@@ -143,11 +145,11 @@ def codes_of(
 ) -> Num[Array, "... D"]:
     """Return the codes of numbers by scales; 0 where a scale is 0 or NaN."""
     by = spread(scales, numbers.shape[-1])
-    there = by > 0
-    codes = jnp.where(there, numbers, 0) / jnp.where(there, by, 1)
-    most = largest(dtype)
+    is_positive = by > 0
+    codes = jnp.where(is_positive, numbers, 0) / jnp.where(is_positive, by, 1)
+    max_code = largest(dtype)
     # A scale of very small numbers is rounded, so that a code may come out larger than the largest.
-    codes = jnp.clip(jnp.round(codes) if is_whole(dtype) else codes, -most, most)
+    codes = jnp.clip(jnp.round(codes) if is_whole(dtype) else codes, -max_code, max_code)
     return codes.astype(dtype)
 
 
@@ -188,9 +190,9 @@ def qk_logits(
     if scales is None:
         return product(q, codes)
 
-    def of_group(i: int, one: slice) -> jax.Array:
+    def of_group(i: int, group: slice) -> jax.Array:
         scale = scales[..., i : i + 1]  # `[..., C, 1]`: one for a cell, not for each number
-        return product(q[..., one], codes[..., one]) * (scale if keys_first else scale.mT)
+        return product(q[..., group], codes[..., group]) * (scale if keys_first else scale.mT)
 
     return reduce(jnp.add, [of_group(*group) for group in enumerate(groups_of(k.shape[-1]))])
 
@@ -205,7 +207,7 @@ def weighted_values(weights: Float[Array, "... X C"], v: Stored) -> Float[Array,
     if scales is None:
         return product(weights, codes)
     found = [
-        product(weights * scales[..., i : i + 1].mT, codes[..., one])
-        for i, one in enumerate(groups_of(v.shape[-1]))
+        product(weights * scales[..., i : i + 1].mT, codes[..., group])
+        for i, group in enumerate(groups_of(v.shape[-1]))
     ]
     return jnp.concatenate(found, axis=-1)

@@ -100,10 +100,10 @@ def _scales(keys: Quantised, lengths: jax.Array) -> jax.Array:
 
     Scales that give it stay as they are, or each move would round by others.
     """
-    most = largest(keys.dtype)
-    unit = _unit(jnp.float32(most), keys.dtype)
+    max_code = largest(keys.dtype)
+    unit = _unit(jnp.float32(max_code), keys.dtype)
     groups = groups_of(lengths.shape[-1])
-    longest = [jnp.max(lengths[..., one], axis=-1, keepdims=True) for one in groups]
+    longest = [jnp.max(lengths[..., group], axis=-1, keepdims=True) for group in groups]
     longest = jnp.concatenate(longest, axis=-1)
-    fits = longest <= keys.scales * (most + 0.75 * unit)
-    return jnp.where(fits, keys.scales, longest / (most - unit))
+    fits = longest <= keys.scales * (max_code + 0.75 * unit)
+    return jnp.where(fits, keys.scales, longest / (max_code - unit))

@@ -68,19 +68,19 @@ def check(
     """
     count = table.spec.sequences
     members, valid = members_of(batch)
-    known = (members >= 0) & (members < count)
-    foreign = jnp.any(valid & ~known)
-    valid = valid & known
+    is_known = (members >= 0) & (members < count)
+    foreign = jnp.any(valid & ~is_known)
+    valid = valid & is_known
     batch = replace(batch, valid=any_of(valid, batch))
     ids = jnp.where(valid, members, count)
-    wanted = jnp.zeros(count, jnp.int32).at[ids].add(1, mode="drop")
-    here = wanted > 0
+    demand = jnp.zeros(count, jnp.int32).at[ids].add(1, mode="drop")
+    here = demand > 0
     last, missing, pending = table.sequence_status(here)
-    batch = _complete(batch, ids, ranks[0], wanted, last)
-    apart = (
+    batch = _complete(batch, ids, ranks[0], demand, last)
+    has_diverged = (
         None if batch.shared_with is None else members_with_other_history(table, ids, ranks, batch)
     )
-    reason, expected, found = _faults(batch, ids, valid, ranks, last, apart)
+    reason, expected, found = _faults(batch, ids, valid, ranks, last, has_diverged)
     for code, at_fault in ((Reason.SHIFT_PENDING, pending), (Reason.CONTEXT_EVICTED, missing)):
         at_fault = here & at_fault & (reason == Reason.OK)
         reason = jnp.where(at_fault, code, reason)
@@ -90,27 +90,27 @@ def check(
     # Sequences already refused do not count against capacity. One refused for room is told how many
     # cells were left.
     if batch.shared_with is None:
-        fits, together, left = table.find_fitting(jnp.where(reason == Reason.OK, wanted, 0))
+        fits, together, remaining = table.find_fitting(jnp.where(reason == Reason.OK, demand, 0))
     else:
-        root, wanted = num_required_cells(ids, ranks[0], reason == Reason.OK, batch)
-        wanted, *room = wanted[root], *table.find_fitting(wanted)
-        fits, together, left = (one[root] for one in room)
+        root, demand = num_required_cells(ids, ranks[0], reason == Reason.OK, batch)
+        demand, *room = demand[root], *table.find_fitting(demand)
+        fits, together, remaining = (x[root] for x in room)
     reason = jnp.where(fits, reason, Reason.OUT_OF_CELLS)
     return PlanBuilder(
         table=table,
         batch=batch,
         reason=reason,
-        expected=jnp.where(fits, expected, wanted),
-        actual=jnp.where(fits, found, left),
+        expected=jnp.where(fits, expected, demand),
+        actual=jnp.where(fits, found, remaining),
         late=reason,
-        wanted=wanted,
-        left=left,
+        wanted=demand,
+        left=remaining,
         together=together,
     )
 
 
 def _complete(
-    batch: Batch, ids: jax.Array, ranks: jax.Array, wanted: jax.Array, last: jax.Array
+    batch: Batch, ids: jax.Array, ranks: jax.Array, demand: jax.Array, last: jax.Array
 ) -> Batch:
     """Fill in what was left open: positions after the last, outputs of the last tokens.
 
@@ -118,7 +118,7 @@ def _complete(
       batch: the tokens, flat.
       ids: the sequence of each member, Q for one that is not there.
       ranks: `[M]` int32, the turn of each member in its sequence.
-      wanted: `[Q]` int32, how many tokens each sequence brings.
+      demand: `[Q]` int32, how many tokens each sequence brings.
       last: `[Q]` int32, the position that it goes on after.
     """
     positions, outputs = batch.positions, batch.outputs
@@ -126,7 +126,7 @@ def _complete(
         positions = last.at[ids].get(mode="fill", fill_value=-1) + 1 + ranks
         positions = first_of(positions, batch)
     if outputs is None:
-        outputs = ranks + 1 == wanted.at[ids].get(mode="fill", fill_value=0)
+        outputs = ranks + 1 == demand.at[ids].get(mode="fill", fill_value=0)
         outputs = any_of(outputs, batch)
     return replace(batch, positions=positions, outputs=outputs & batch.valid)
 
@@ -137,7 +137,7 @@ def _faults(
     valid: jax.Array,
     numbers: tuple[jax.Array, jax.Array],
     last: jax.Array,
-    apart: jax.Array | None,
+    has_diverged: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Check tokens and positions, and that the sequences of a token share what is before it.
 
@@ -147,7 +147,8 @@ def _faults(
       valid: `[M]` bool, the members that are there.
       numbers: `[M]` int32 each, see `layout.turn_in_sequence`.
       last: `[Q]` int32, the position that each sequence goes on after.
-      apart: `[M]` bool, see `members_with_other_history`; None where each token has one sequence.
+      has_diverged: `[M]` bool, see `members_with_other_history`; None where each token has one
+        sequence.
 
     Returns:
       For each sequence, `[Q]` int32 each, a `Reason`, and what was expected and found at its first
@@ -174,15 +175,15 @@ def _faults(
         ],
         Reason.POSITION_GAP,
     ).astype(jnp.int32)
-    wanted = previous + 1
-    if apart is not None:
-        right, reason = right & ~apart, jnp.where(apart, Reason.DIVERGED, reason)
-        wanted = jnp.where(apart, per_member(batch.sequences, batch), wanted)
+    expected = previous + 1
+    if has_diverged is not None:
+        right, reason = right & ~has_diverged, jnp.where(has_diverged, Reason.DIVERGED, reason)
+        expected = jnp.where(has_diverged, per_member(batch.sequences, batch), expected)
     count, end = last.shape[0], ids.shape[0]
     # The first token at fault speaks for its sequence.
     index = jnp.where(right, end, jnp.arange(end, dtype=jnp.int32))
     worst = jnp.full(count, end, jnp.int32).at[ids].min(index, mode="drop")
-    answer = ((reason, Reason.OK), (wanted, 0), (position, 0))
+    answer = ((reason, Reason.OK), (expected, 0), (position, 0))
     reason, expected, found = (x.at[worst].get(mode="fill", fill_value=fill) for x, fill in answer)
     return reason, expected, found
 
@@ -207,9 +208,9 @@ def check_sets(spec: TableSpec, batch: Batch) -> None:
     members, valid = (np.asarray(x).reshape(*batch.valid.shape, -1) for x in members_of(batch))
     spec.sequence_ids(members[valid])
     stream = members // spec.sequences_per_stream
-    apart = valid & (stream != stream[..., :1])
-    if apart.any():
-        ids = members[apart.any(axis=-1)][0]
+    in_other_stream = valid & (stream != stream[..., :1])
+    if in_other_stream.any():
+        ids = members[in_other_stream.any(axis=-1)][0]
         raise ValueError(
             f"wanted the sequences of a token in one stream, got {ids[ids >= 0].tolist()}: give "
             f"each stream a token of its own"
@@ -228,9 +229,9 @@ def members_of(
         batch.shared_with >= 0, [*((0, 0),) * batch.valid.ndim, (1, 0)], constant_values=True
     )
     ids = xp.concatenate([batch.sequences[..., None], batch.shared_with], axis=-1)
-    there = xp.asarray(batch.valid)[..., None] & more
+    valid = xp.asarray(batch.valid)[..., None] & more
     shape = (*batch.valid.shape[:-1], -1)
-    return ids.reshape(shape), there.reshape(shape)
+    return ids.reshape(shape), valid.reshape(shape)
 
 
 def per_member(x: Shaped[Array, " B"], batch: Batch) -> Shaped[Array, " M"]:
@@ -268,14 +269,16 @@ def members_with_other_history(
     token, _ = divmod_nonnegative(before, ids.shape[1])
     token = jnp.where(begins, -1, token)
     first = jnp.broadcast_to(ids[:, :1], ids.shape)
-    own = jnp.arange(count, dtype=jnp.int32)
-    partner = own.at[jnp.where(begins, ids, count)].set(first, mode="drop")
-    (there, number), (here, mine) = (
-        divmod_nonnegative(x, spec.sequences_per_stream) for x in (partner, own)
+    sequences = jnp.arange(count, dtype=jnp.int32)
+    partner = sequences.at[jnp.where(begins, ids, count)].set(first, mode="drop")
+    (partner_stream, number), (own_stream, own_number) = (
+        divmod_nonnegative(x, spec.sequences_per_stream) for x in (partner, sequences)
     )
-    same = (there == here) & table.owns_same_cells(jnp.where(there == here, number, mine))
-    alike = (token == token[:, :1]) & (~begins | same.at[ids].get(mode="fill", fill_value=True))
-    return ((ids < count) & ~alike).reshape(-1)
+    same = (partner_stream == own_stream) & table.owns_same_cells(
+        jnp.where(partner_stream == own_stream, number, own_number)
+    )
+    matches = (token == token[:, :1]) & (~begins | same.at[ids].get(mode="fill", fill_value=True))
+    return ((ids < count) & ~matches).reshape(-1)
 
 
 def num_required_cells(

@@ -78,30 +78,36 @@ def layout(
             f"{count}; plan it outside of jit, or raise ubatch_size"
         )
     (index,) = simple_split(np.zeros(count, np.int32), ubatch_size)
-    most = index.size if batch.outputs is not None else next_power_of_two(max(spec.sequences, FEW))
-    return _pad(batch, index.size), [index], most
+    num_outputs = (
+        index.size if batch.outputs is not None else next_power_of_two(max(spec.sequences, FEW))
+    )
+    return _pad(batch, index.size), [index], num_outputs
 
 
 def _layout_known(
     spec: TableSpec, batch: Batch, ubatch_size: int, split_by: SplitBy
 ) -> tuple[Batch, list[PyTree], int]:
     """Lay out a batch whose values are known; returns what `layout` does."""
-    batch, there = _flat_batch(spec, batch)
-    named = batch.sequences[there]
-    after = None if batch.shared_with is None else preceding_tokens(named, batch.shared_with[there])
-    parts = split_known(split_by, named, ubatch_size, after)
+    batch, valid_index = _flat_batch(spec, batch)
+    sequences = batch.sequences[valid_index]
+    after = (
+        None
+        if batch.shared_with is None
+        else preceding_tokens(sequences, batch.shared_with[valid_index])
+    )
+    parts = split_known(split_by, sequences, ubatch_size, after)
     parts = [_few_rows(part, spec) for part in parts]
     if batch.outputs is None:
         members, valid = members_of(batch)
-        most = np.unique(members[valid]).size
+        num_outputs = np.unique(members[valid]).size
     else:
-        flags = np.append(batch.outputs[there], False)
-        most = max(flags[np.minimum(part, there.size)].sum() for part in parts)
-    parts = [_indices(there, part) for part in parts]
+        flags = np.append(batch.outputs[valid_index], False)
+        num_outputs = max(flags[np.minimum(part, valid_index.size)].sum() for part in parts)
+    parts = [_indices(valid_index, part) for part in parts]
     return (
         _pad(batch, next_power_of_two(batch.valid.size)),
         parts,
-        next_power_of_two(max(int(most), FEW)),
+        next_power_of_two(max(int(num_outputs), FEW)),
     )
 
 
@@ -121,14 +127,14 @@ def layout_single_ubatch(
     if not is_concrete(batch):
         flat, (index,), _ = layout(spec, batch, batch.valid.size, None)
         return flat, index
-    flat, there = _flat_batch(spec, batch)
-    rows = sequence_split(flat.sequences[there], next_power_of_two(there.size))
+    flat, valid_index = _flat_batch(spec, batch)
+    rows = sequence_split(flat.sequences[valid_index], next_power_of_two(valid_index.size))
     longest = max(row.shape[1] for row in rows)
     padded = [
         np.pad(row, [(0, 0), (0, longest - row.shape[1])], constant_values=NO_SLOT) for row in rows
     ]
     part = _few_rows(np.concatenate(padded), spec)
-    return _pad(flat, next_power_of_two(flat.valid.size)), _indices(there, part)
+    return _pad(flat, next_power_of_two(flat.valid.size)), _indices(valid_index, part)
 
 
 def _flat_batch(spec: TableSpec, batch: Batch) -> tuple[Batch, np.ndarray]:
@@ -138,10 +144,10 @@ def _flat_batch(spec: TableSpec, batch: Batch) -> tuple[Batch, np.ndarray]:
     """
     axes, count = batch.valid.ndim, batch.valid.size
     batch = jax.tree.map(lambda x: np.asarray(x).reshape(count, *x.shape[axes:]), batch)
-    there = np.flatnonzero(batch.valid)
-    _check_some(there.size)
-    spec.sequence_ids(batch.sequences[there])
-    return batch, there
+    valid_index = np.flatnonzero(batch.valid)
+    _check_some(valid_index.size)
+    spec.sequence_ids(batch.sequences[valid_index])
+    return batch, valid_index
 
 
 def _check_some(tokens: int) -> None:
@@ -152,13 +158,13 @@ def _check_some(tokens: int) -> None:
         )
 
 
-def _indices(there: np.ndarray, part: np.ndarray) -> np.ndarray:
+def _indices(valid_index: np.ndarray, part: np.ndarray) -> np.ndarray:
     """Turn the numbers of a split, which counts tokens that are there, into batch indices.
 
-    `there` is `[n]`, see `_flat_batch`; `part` and what is returned are `[R, T]` int32.
+    `valid_index` is `[n]`, see `_flat_batch`; `part` and what is returned are `[R, T]` int32.
     """
-    index = np.append(there, NO_SLOT).astype(np.int32)
-    return index[np.minimum(part, there.size)]
+    index = np.append(valid_index, NO_SLOT).astype(np.int32)
+    return index[np.minimum(part, valid_index.size)]
 
 
 def _few_rows(part: np.ndarray, spec: TableSpec) -> np.ndarray:
@@ -166,10 +172,10 @@ def _few_rows(part: np.ndarray, spec: TableSpec) -> np.ndarray:
 
     `part` and what is returned are `[R, T]` int32, NO_SLOT for padding.
     """
-    wanted = next_power_of_two(len(part))
+    num_rows = next_power_of_two(len(part))
     if spec.single_sequence_rows:
-        wanted = max(min(wanted, spec.sequences), len(part))
-    return np.pad(part, [(0, wanted - len(part)), (0, 0)], constant_values=NO_SLOT)
+        num_rows = max(min(num_rows, spec.sequences), len(part))
+    return np.pad(part, [(0, num_rows - len(part)), (0, 0)], constant_values=NO_SLOT)
 
 
 def _pad(batch: Batch, size: int) -> Batch:
@@ -324,22 +330,22 @@ def equal_split(
 
     llama.cpp: `split_equal`.
     """
-    left = _by_sequence(sequences)
+    rest = _by_sequence(sequences)
     parts = []
-    while left:
-        left.sort(key=lambda index: index[0])
-        taking = left[:ubatch_size]
+    while rest:
+        rest.sort(key=lambda index: index[0])
+        taking = rest[:ubatch_size]
         length = _tokens_per_sequence(taking, ubatch_size)
         while after is not None:
-            waiting = set(np.concatenate(left)) - set(np.concatenate([i[:length] for i in taking]))
+            waiting = set(np.concatenate(rest)) - set(np.concatenate([i[:length] for i in taking]))
             ready = [index for index in taking if after[index[0]] not in waiting]
             if len(ready) == len(taking):
                 break
             taking, length = ready, _tokens_per_sequence(ready, ubatch_size)
         parts.append(_rows([index[:length] for index in taking], ubatch_size))
-        taken = {index[0] for index in taking}
-        left = [index[length:] if index[0] in taken else index for index in left]
-        left = [index for index in left if len(index)]
+        starts = {index[0] for index in taking}
+        rest = [index[length:] if index[0] in starts else index for index in rest]
+        rest = [index for index in rest if len(index)]
     return parts
 
 

@@ -71,9 +71,9 @@ def place(
     fault = jnp.where(jnp.all(builder.reason == Reason.OK), fault, Reason.OK)
     late = builder.late.at[ids].max(fault, mode="drop")
     if ubatch.shared_with is not None:
-        there = ubatch.valid[..., None] & (ubatch.shared_with >= 0)
-        ids = jnp.where(there, ubatch.shared_with, builder.late.size)
-        late = late.at[ids].max(jnp.where(there, fault[..., None], Reason.OK), mode="drop")
+        valid = ubatch.valid[..., None] & (ubatch.shared_with >= 0)
+        ids = jnp.where(valid, ubatch.shared_with, builder.late.size)
+        late = late.at[ids].max(jnp.where(valid, fault[..., None], Reason.OK), mode="drop")
     late = jnp.where(mixed, Reason.MIXED_ROW, late)
     return replace(builder, table=occupied, late=late), replace(ubatch, hash_after=after)
 
@@ -84,15 +84,15 @@ def finish_plan(builder: PlanBuilder) -> Plan:
     reason, late = builder.late, builder.late != builder.reason
     ok = jnp.all(reason == Reason.OK)
     # Sequences that find cells, but perhaps no run of them once the others are left out.
-    apart = ~ok & (reason == Reason.OK) & ~builder.together
-    reason = jnp.where(apart, Reason.FRAGMENTED, reason)
+    is_fragmented = ~ok & (reason == Reason.OK) & ~builder.together
+    reason = jnp.where(is_fragmented, Reason.FRAGMENTED, reason)
     return Plan(
         ubatches=(),
         ok=ok,
         reason=reason,
         fits=reason == Reason.OK,
-        expected=jnp.where(late | apart, builder.wanted, builder.expected),
-        actual=jnp.where(late | apart, builder.left, builder.actual),
+        expected=jnp.where(late | is_fragmented, builder.wanted, builder.expected),
+        actual=jnp.where(late | is_fragmented, builder.left, builder.actual),
     )
 
 
@@ -111,13 +111,13 @@ def _order_rows(
         return index, none
     part = in_rows(batch, index)
     row = _row_sequence(part)
-    there = jnp.where(row < 0, count, row)
+    row_sequence = jnp.where(row < 0, count, row)
     ids = jnp.where(part.valid, part.sequences, count)
     mixed = none.at[ids].max(part.sequences != row[:, None], mode="drop")
-    mixed |= jnp.zeros(count, jnp.int32).at[there].add(1, mode="drop") > 1
+    mixed |= jnp.zeros(count, jnp.int32).at[row_sequence].add(1, mode="drop") > 1
     if index.shape[0] == count:
         rows = jnp.arange(count, dtype=jnp.int32)
-        turn = jnp.full(count, count, jnp.int32).at[there].set(rows, mode="drop")
+        turn = jnp.full(count, count, jnp.int32).at[row_sequence].set(rows, mode="drop")
         index = index.at[turn].get(mode="fill", fill_value=NO_SLOT)
     return index, mixed
 

@@ -135,7 +135,7 @@ def init_batch(
         builder, ubatch = place(builder, part, more, outputs=outputs)
         ubatches.append(ubatch)
     plan = finish_plan(builder)
-    return replace(plan, ubatches=tuple(_drop_unless(table, plan.ok, one) for one in ubatches))
+    return replace(plan, ubatches=tuple(_drop_unless(table, plan.ok, x) for x in ubatches))
 
 
 def init_full(cache: Cache, *, ubatch_size: int | None = None, outputs: int | None = None) -> Plan:
@@ -171,13 +171,15 @@ def init_full(cache: Cache, *, ubatch_size: int | None = None, outputs: int | No
     """
     table, _ = split(cache)
     spec = table.spec
-    wanted = spec.sequences if outputs is None else check_count(outputs, "outputs")
+    num_outputs = spec.sequences if outputs is None else check_count(outputs, "outputs")
     rows = spec.sequences if spec.single_sequence_rows else 1
     tokens = max(check_ubatch_size(spec, ubatch_size) // rows, 1)
     index = np.full((rows, tokens), NO_SLOT, np.int32)
     flat = make_batch(np.zeros(index.size, np.int32))
     ranks = turn_in_sequence(flat.sequences, flat.valid)
-    plan = partial(plan_single_ubatch, index=index, outputs=next_power_of_two(max(wanted, FEW)))
+    plan = partial(
+        plan_single_ubatch, index=index, outputs=next_power_of_two(max(num_outputs, FEW))
+    )
     return jax.eval_shape(lambda table: plan(table, flat, ranks), table)
 
 

@@ -55,9 +55,11 @@ def read(
 
         return jax.tree.map(gather_state, arrays)
 
-    held = {name: P(streams, None, *within(table, name)) for name in arrays}
-    given = {name: P(rows, *within(table, name)) for name in arrays}
-    return map_shards(table.sharding_rules, of_share, (*specs, held), given)(table, ubatch, arrays)
+    array_specs = {name: P(streams, None, *within(table, name)) for name in arrays}
+    state_specs = {name: P(rows, *within(table, name)) for name in arrays}
+    return map_shards(table.sharding_rules, of_share, (*specs, array_specs), state_specs)(
+        table, ubatch, arrays
+    )
 
 
 @partial(jax.jit, static_argnames="layer")
@@ -92,9 +94,11 @@ def write(
         arrays = jax.tree.map(put_state, arrays, states)
         return slots.note_written(table, layer, ubatch, cells), arrays
 
-    held = {name: P(streams, None, *within(table, name)) for name in arrays}
-    given = {name: P(rows, None, *within(table, name)) for name in arrays}
-    run = map_shards(table.sharding_rules, of_share, (*specs, given, held), (specs[0], held))
+    array_specs = {name: P(streams, None, *within(table, name)) for name in arrays}
+    state_specs = {name: P(rows, None, *within(table, name)) for name in arrays}
+    run = map_shards(
+        table.sharding_rules, of_share, (*specs, state_specs, array_specs), (specs[0], array_specs)
+    )
     return run(table, ubatch, states, arrays)
 
 
@@ -114,8 +118,8 @@ def copy_cells(table: States, buffers: Buffers, source: Cell, target: Cell) -> B
 
     def of_share(source: Cell, target: Cell, buffers: Buffers) -> Buffers:
         def here(cell: Cell, count: int) -> Cell:
-            stream, mine = to_local(cell[0], streams, count)
-            return stream, jnp.where(mine, cell[1], table.num_cells)
+            stream, is_own = to_local(cell[0], streams, count)
+            return stream, jnp.where(is_own, cell[1], table.num_cells)
 
         def copy_state(x: jax.Array) -> jax.Array:
             state = x.at[here(source, len(x))].get(mode="fill", fill_value=0)
@@ -123,8 +127,10 @@ def copy_cells(table: States, buffers: Buffers, source: Cell, target: Cell) -> B
 
         return jax.tree.map(copy_state, buffers)
 
-    held = tuple({name: P(streams, None, *within(table, name)) for name in x} for x in buffers)
-    run = map_shards(table.sharding_rules, of_share, (P(), P(), held), held)
+    buffer_specs = tuple(
+        {name: P(streams, None, *within(table, name)) for name in x} for x in buffers
+    )
+    run = map_shards(table.sharding_rules, of_share, (P(), P(), buffer_specs), buffer_specs)
     return run(source, target, buffers)
 
 

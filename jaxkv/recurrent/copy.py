@@ -66,8 +66,8 @@ def can_copy(
     end, dst = _end(states, src, start, stop), jnp.atleast_1d(dst)
     gets = is_sequence(states, src) & is_sequence(states, dst) & _is_replaced(states, src, dst, end)
     stands = (end == EMPTY) | jnp.any(states.position[src] == end)
-    own = jax.vmap(lambda seq: last(states, seq))(dst)
-    return stands | ~jnp.any(gets), jnp.where(gets, end, own)
+    own_end = jax.vmap(lambda seq: last(states, seq))(dst)
+    return stands | ~jnp.any(gets), jnp.where(gets, end, own_end)
 
 
 def _end(states: States, src: jax.Array, start: jax.Array, stop: jax.Array) -> jax.Array:
@@ -78,8 +78,8 @@ def _end(states: States, src: jax.Array, start: jax.Array, stop: jax.Array) -> j
 
 def _is_replaced(states: States, src: jax.Array, dst: jax.Array, end: jax.Array) -> jax.Array:
     """Return which targets, `[n]`, a copy up to a position replaces; `[n]` bool."""
-    apart = stream_of(states, dst) != stream_of(states, src)
-    return (dst != src) & ((end != EMPTY) | apart)
+    is_cross_stream = stream_of(states, dst) != stream_of(states, src)
+    return (dst != src) & ((end != EMPTY) | is_cross_stream)
 
 
 def select(
@@ -121,25 +121,25 @@ def _copy_states(
     Returns:
       The table with the stamps, the buffers, and the cells of each target, `[n, E + 1]`.
     """
-    own, copies = _cells_of_targets(states, src, dst, cell)
-    there = (stream_of(states, src)[:, None], cell)
-    where = (stream_of(states, dst)[:, None], jnp.where(copies, own, states.num_cells))
-    source = states.cell_hash.at[there].get(mode="fill", fill_value=0)
+    cells, copies = _cells_of_targets(states, src, dst, cell)
+    origin = (stream_of(states, src)[:, None], cell)
+    where = (stream_of(states, dst)[:, None], jnp.where(copies, cells, states.num_cells))
+    source = states.cell_hash.at[origin].get(mode="fill", fill_value=0)
     # A place that is written anew: stamped so that a table that knew what stood there notices.
     stamp = replace_hash(states.cell_hash.at[where].get(mode="fill", fill_value=0), source)
-    held = (
-        states.holds.at[:, *there].get(mode="fill", fill_value=0) == source[None]
+    is_written = (
+        states.holds.at[:, *origin].get(mode="fill", fill_value=0) == source[None]
     )  # [L, n, E + 1]
-    holds = jnp.where(held, stamp[None], 0)
+    holds = jnp.where(is_written, stamp[None], 0)
 
-    content = states.content.at[there].get(mode="fill", fill_value=0)
+    content = states.content.at[origin].get(mode="fill", fill_value=0)
     states = replace(
         states,
         cell_hash=states.cell_hash.at[where].set(stamp, mode="drop"),
         content=states.content.at[where].set(content, mode="drop"),
         holds=states.holds.at[:, *where].set(holds, mode="drop"),
     )
-    return states, copy_cells(states, buffers, there, where), own
+    return states, copy_cells(states, buffers, origin, where), cells
 
 
 def _cells_of_targets(
@@ -154,21 +154,21 @@ def _cells_of_targets(
     """
     size = states.num_cells
     if states.sequences_per_stream == 1:  # a target lets go of all cells of its stream
-        own = jnp.where(cell < size, jnp.arange(size, dtype=jnp.int32), size)
-        return own, cell < size
+        cells = jnp.where(cell < size, jnp.arange(size, dtype=jnp.int32), size)
+        return cells, cell < size
     stream, turn = stream_of(states, dst), jnp.arange(src.size, dtype=jnp.int32)
-    apart = is_sequence(states, dst) & (stream_of(states, src) != stream)
+    is_cross_stream = is_sequence(states, dst) & (stream_of(states, src) != stream)
     beside = stream[:, None] == stream[None]
-    like = beside & apart[:, None] & apart[None] & (src[:, None] == src[None])
+    like = beside & is_cross_stream[:, None] & is_cross_stream[None] & (src[:, None] == src[None])
     first = jnp.argmax(like, axis=1)
-    copies = (apart & (first == turn))[:, None] & (cell < size)
-    kept = states.cell.at[dst].set(jnp.where(apart[:, None], size, cell), mode="drop")
+    copies = (is_cross_stream & (first == turn))[:, None] & (cell < size)
+    kept = states.cell.at[dst].set(jnp.where(is_cross_stream[:, None], size, cell), mode="drop")
     # The free cells of each stream come first, and each copy takes the next ones.
     order = jnp.argsort(is_occupied(states, kept), axis=1, stable=True).astype(jnp.int32)
     ahead = beside & (turn[:, None] > turn[None])
     count = jnp.sum(copies, axis=1, dtype=jnp.int32)
     before = jnp.sum(jnp.where(ahead, count[None], 0), axis=1, dtype=jnp.int32)
     place = before[:, None] + jnp.cumsum(copies, axis=1, dtype=jnp.int32) - 1
-    taken = order.at[stream[:, None], place].get(mode="fill", fill_value=size)
-    taken = jnp.where(copies, taken, size)
-    return jnp.where(apart[:, None], taken[first], cell), copies
+    new_cells = order.at[stream[:, None], place].get(mode="fill", fill_value=size)
+    new_cells = jnp.where(copies, new_cells, size)
+    return jnp.where(is_cross_stream[:, None], new_cells[first], cell), copies

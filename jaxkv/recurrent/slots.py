@@ -67,8 +67,8 @@ def _lowest_free(states: States, ubatch: Ubatch, new: jax.Array, placed: jax.Arr
     """
     steps = _new_states(states, ubatch, placed)[:, None]
     stays = jnp.arange(states.earlier + 1)[None] >= steps  # pairs that are not let go of
-    left = is_occupied(states, jnp.where(stays, states.cell, states.num_cells))
-    rank = jnp.where(left, 2, jnp.where(is_occupied(states, states.cell), 1, 0))
+    is_kept = is_occupied(states, jnp.where(stays, states.cell, states.num_cells))
+    rank = jnp.where(is_kept, 2, jnp.where(is_occupied(states, states.cell), 1, 0))
     order = jnp.argsort(rank, axis=1, stable=True).astype(jnp.int32)  # [S, N]
     count = jnp.sum(new, axis=1, dtype=jnp.int32)
     row, stream = jnp.arange(count.size), ubatch.row_stream
@@ -92,8 +92,8 @@ def occupy(states: T, ubatch: Ubatch) -> T:
         return old.at[seq, pair].set(value, mode="drop")
 
     before = states.content.at[ubatch.row_stream, slots.source].get(mode="fill", fill_value=0)
-    told = jnp.where(ubatch.valid, contents(ubatch), 0)
-    content = before[:, None] + jnp.cumsum(told, axis=1, dtype=jnp.uint32)
+    token_contents = jnp.where(ubatch.valid, contents(ubatch), 0)
+    content = before[:, None] + jnp.cumsum(token_contents, axis=1, dtype=jnp.uint32)
     where = (ubatch.row_stream[:, None], slots.cells)
     put = {"mode": "drop", "unique_indices": True}
     return replace(
@@ -120,11 +120,11 @@ def readable(states: States, layer: int, ubatch: Ubatch) -> Bool[Array, " R"]:
     their cells itself.
     """
     source = (ubatch.row_stream, ubatch.slots.source)
-    held = states.holds[layer].at[source].get(mode="fill", fill_value=0)
+    layer_stamp = states.holds[layer].at[source].get(mode="fill", fill_value=0)
     refused = (
         ubatch.slots.source >= MAX_CELLS
     )  # its rows read zeros, as one does that starts afresh
-    return current_rows(states, ubatch) & (refused | (held == ubatch.slots.source_stamp))
+    return current_rows(states, ubatch) & (refused | (layer_stamp == ubatch.slots.source_stamp))
 
 
 @partial(jax.jit, static_argnames="layer")
@@ -136,8 +136,8 @@ def writable(states: States, layer: int, ubatch: Ubatch) -> Int32[Array, "R pair
     """
     where = (ubatch.row_stream[:, None], ubatch.slots.cells)
     stamp = states.cell_hash.at[where].get(mode="fill", fill_value=0)
-    held = states.holds[layer].at[where].get(mode="fill", fill_value=0)
-    writes = current_rows(states, ubatch)[:, None] & (held != stamp)
+    layer_stamp = states.holds[layer].at[where].get(mode="fill", fill_value=0)
+    writes = current_rows(states, ubatch)[:, None] & (layer_stamp != stamp)
     return jnp.where(writes, ubatch.slots.cells, no_slots(ubatch.slots.cells))
 
 

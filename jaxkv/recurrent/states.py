@@ -183,11 +183,11 @@ def stream_hash(states: States) -> UInt32[Array, " S"]:
     free ones too, so that the same tokens told anew are stamped anew. What the layers have written
     does not count.
     """
-    _, own = divmod_nonnegative(
+    _, local_ids = divmod_nonnegative(
         jnp.arange(states.sequences, dtype=jnp.int32), states.sequences_per_stream
     )
     pairs = states.earlier + 1
-    index = own[:, None] * pairs + jnp.arange(pairs, dtype=jnp.int32)[None]
+    index = local_ids[:, None] * pairs + jnp.arange(pairs, dtype=jnp.int32)[None]
     pair = chain_hashes(index, states.position, states.cell)
     total = jnp.sum(pair, axis=1, dtype=jnp.uint32)
     cell = jnp.broadcast_to(jnp.arange(states.num_cells, dtype=jnp.int32), states.cell_hash.shape)
@@ -314,8 +314,8 @@ def divide(
 def _moves(states: States, seq: jax.Array, start: jax.Array, stop: jax.Array) -> jax.Array:
     """Return which pairs move with those of a sequence in a range; `[Q, E + 1]` bool."""
     inside = (states.position >= jnp.maximum(start, 0)) & (states.position < end_of(stop))
-    mine = inside & (jnp.arange(states.sequences) == seq)[:, None]
-    cells = is_occupied(states, jnp.where(mine, states.cell, states.num_cells))
+    is_own = inside & (jnp.arange(states.sequences) == seq)[:, None]
+    cells = is_occupied(states, jnp.where(is_own, states.cell, states.num_cells))
     return cells.at[streams_of(states), states.cell].get(mode="fill", fill_value=False)
 
 
@@ -328,9 +328,9 @@ def _move_pairs(states: T, position: jax.Array, moves: jax.Array, drop: jax.Arra
       moves: `[Q, E + 1]` bool, the pairs that move.
       drop: `[]` or `[Q, E + 1]` bool, the pairs that are dropped.
     """
-    held = states.position != EMPTY
+    is_present = states.position != EMPTY
     position = jnp.where(moves, position, states.position)
-    later = jax.lax.cummin(jnp.where(held, position, END), axis=1, reverse=True)
+    later = jax.lax.cummin(jnp.where(is_present, position, END), axis=1, reverse=True)
     later = jnp.pad(later[:, 1:], [(0, 0), (0, 1)], constant_values=END)
     return drop_pairs(replace(states, position=position), ~drop & (position < later))
 
@@ -347,7 +347,7 @@ def rewind(states: T, old: T) -> tuple[T, Bool[Array, ""]]:
 
 def faults(states: States) -> dict[str, Int32[Array, ""]]:
     """Return how often each invariant of a table is broken, by name."""
-    held, celled = states.position != EMPTY, states.cell < states.num_cells
+    is_present, celled = states.position != EMPTY, states.cell < states.num_cells
     rises = states.position[:, 1:] > states.position[:, :-1]
     times = jax.vmap(
         lambda row: jnp.zeros((states.num_cells,), jnp.int32).at[row].add(1, mode="drop")
@@ -357,12 +357,12 @@ def faults(states: States) -> dict[str, Int32[Array, ""]]:
     same = put.at[where].get(mode="fill", fill_value=EMPTY) == states.position
     wrong = {
         "position below -1": states.position < EMPTY,
-        "position without a cell": held & ~celled,
-        "cell without a position": celled & ~held,
+        "position without a cell": is_present & ~celled,
+        "cell without a position": celled & ~is_present,
         "cell before the first": states.cell < 0,
-        "positions that do not rise": ~rises & held[:, :-1],
+        "positions that do not rise": ~rises & is_present[:, :-1],
         "one cell twice": times(states.cell) > 1,
-        "shared cell with two positions": held & celled & ~same,
+        "shared cell with two positions": is_present & celled & ~same,
     }
     return {name: jnp.sum(where, dtype=jnp.int32) for name, where in wrong.items()}
 

@@ -197,12 +197,12 @@ class StateTable(States, CacheTable):
             raise ValueError(f"wanted the states {sorted(old)}, got {sorted(states)}")
         rows, new = len(ubatch.row_stream), {}
         for name, array in old.items():
-            state, wanted = states[name], (rows, self.earlier + 1, *array.shape[2:])
-            if self.earlier == 0 and state.shape == (rows, *wanted[2:]):
+            state, shape = states[name], (rows, self.earlier + 1, *array.shape[2:])
+            if self.earlier == 0 and state.shape == (rows, *shape[2:]):
                 state = state[:, None]
-            if state.shape != wanted:
+            if state.shape != shape:
                 raise ValueError(
-                    f"wanted {name} [R, E + 1, ...] of {wanted}, got {state.shape}: give the "
+                    f"wanted {name} [R, E + 1, ...] of {shape}, got {state.shape}: give the "
                     f"states after ubatch.state_write_steps({self.earlier + 1}) tokens"
                 )
             new[name] = state

@@ -80,8 +80,8 @@ def best(
     """
     logits = q.shape[1] * q.shape[2] * jnp.dtype(jnp.float32).itemsize  # bytes a cell
     read = k.shape[1] * (k.shape[3] + v.shape[3]) * k.dtype.itemsize
-    held = q.shape[0] * logits * k.shape[2] if q.shape[1] > 1 else 0
-    way = xla.whole if logits <= read and held <= MAX_LOGIT_BYTES else xla_tiles.by_tiles
+    logit_bytes = q.shape[0] * logits * k.shape[2] if q.shape[1] > 1 else 0
+    way = xla.whole if logits <= read and logit_bytes <= MAX_LOGIT_BYTES else xla_tiles.by_tiles
     return way(q, k, v, visibility, options)
 
 
@@ -288,9 +288,9 @@ def attention(
     """
     options = Options(scale=scale, softcap=softcap, sinks=sinks)
     check(q, k, v, options)
-    wanted = (*q.shape[:2], k.shape[2])
-    if k.shape[0] != q.shape[0] or mask.shape != wanted:
-        raise ValueError(f"wanted a mask {wanted}, and k for as many rows, got {mask.shape}")
+    mask_shape = (*q.shape[:2], k.shape[2])
+    if k.shape[0] != q.shape[0] or mask.shape != mask_shape:
+        raise ValueError(f"wanted a mask {mask_shape}, and k for as many rows, got {mask.shape}")
     if 0 in (*q.shape, *k.shape, *v.shape):
         return jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype)
     return finalize(_by_mask(q, k, v, mask, options), q, options)

@@ -125,8 +125,8 @@ def can_attend(q: Float[Array, "P T H D"], k: Stored, v: Stored, visibility: Vis
     """
     split = set(jax.sharding.get_abstract_mesh().axis_types) - {jax.sharding.AxisType.Manual}
     size = max(k.shape[3], v.shape[3])
-    most = 64 if not _is_exact(q, k, v) else 128 if size <= 128 else 16
-    fits = size <= LARGEST and q.shape[2] // k.shape[1] <= most and visibility.bias is None
+    max_group = 64 if not _is_exact(q, k, v) else 128 if size <= 128 else 16
+    fits = size <= LARGEST and q.shape[2] // k.shape[1] <= max_group and visibility.bias is None
     dtypes = q.dtype in DTYPES and k.dtype in STORED and v.dtype in STORED
     return dtypes and fits and not split and has_one_scale(k) and has_one_scale(v)
 
@@ -136,9 +136,9 @@ def is_fast() -> bool:
 
     The GPU is the one that is named (`jax.sharding.AbstractDevice`), else those of this machine.
     """
-    named = jax.sharding.get_abstract_mesh().abstract_device
+    target = jax.sharding.get_abstract_mesh().abstract_device
     try:
-        devices = jax.local_devices(backend="cuda") if named is None else [named]
+        devices = jax.local_devices(backend="cuda") if target is None else [target]
     except RuntimeError:  # there is none
         return False
     return all(any(name in device.device_kind for name in HOPPER) for device in devices)
@@ -320,7 +320,7 @@ def _kernel(
     def turn(i: jax.Array, carry: tuple) -> tuple:
         highest, total, out = carry
         cell = jax.lax.rem(tiles_of[i], tiles) * cut.cells + jnp.arange(cut.cells, dtype=jnp.int32)
-        there = cell < cells if cells % cut.cells else None
+        in_cells = cell < cells if cells % cut.cells else None
 
         def tile(
             x: Ref, number: jax.Array, inside: jax.Array
@@ -328,17 +328,17 @@ def _kernel(
             """Read keys or values, or codes, `[C, n]`; and scales, `[1, C]`, if there are any."""
             numbers, scales = parts(x)
             where = stream, head, cell[:, None], number[None]
-            found = _load(numbers, *where, inside=_places(there, inside, x.shape[3]))
+            found = _load(numbers, *where, inside=_places(in_cells, inside, x.shape[3]))
             if scales is None:
                 return found, None
-            return found, _load(scales, stream, head, cell, 0, inside=there)[None]
+            return found, _load(scales, stream, head, cell, 0, inside=in_cells)[None]
 
         keys, key_scales = tile(k, key, in_key)
         values, scales = tile(v, value, in_value)
-        at = _load(position, pool, cell, inside=there)
-        words = [_load(owners, pool, w, cell, inside=there) for w in range(owners.shape[1])]
+        at = _load(position, pool, cell, inside=in_cells)
+        words = [_load(owners, pool, w, cell, inside=in_cells) for w in range(owners.shape[1])]
         seen = look.sees(at[None], [word[None] for word in words])
-        seen = seen if there is None else seen & there[None]
+        seen = seen if in_cells is None else seen & in_cells[None]
         logits = product(queries, keys.astype(dtype), 1)
         logits = logits if key_scales is None else logits * key_scales
         logits = options.capped(logits)
@@ -376,11 +376,11 @@ def _join(
     The first three are the outputs of `_kernel`; the last three are the same without J.
     """
     where = tuple(pl.program_id(i) for i in range(3))
-    part, there = _padded_range(out_of.shape[0])
+    part, in_part = _padded_range(out_of.shape[0])
     value, in_value = _padded_range(out_of.shape[4])
-    tops = _load(highest_of, part, *where, inside=there, other=LOWEST)
-    totals = _load(total_of, part, *where, inside=there)
-    both = there[:, None] & in_value[None]
+    tops = _load(highest_of, part, *where, inside=in_part, fill=LOWEST)
+    totals = _load(total_of, part, *where, inside=in_part)
+    both = in_part[:, None] & in_value[None]
     outs = _load(out_of, part[:, None], *where, value[None], inside=both)
     top = jnp.max(tops)
     down = jnp.exp(tops - top)
@@ -404,24 +404,24 @@ def _padded_range(count: int, size: int | None = None) -> tuple[jax.Array, jax.A
 
 
 def _load(
-    ref: Ref, *where: jax.Array | int, inside: jax.Array | None, other: float = 0
+    ref: Ref, *where: jax.Array | int, inside: jax.Array | None, fill: float = 0
 ) -> jax.Array:
-    """Read an array at int32 places `where`, which broadcast together; `other` if not `inside`.
+    """Read an array at int32 places `where`, which broadcast together; `fill` if not `inside`.
 
     `inside` is bool, of the shape of the places; None if all are inside.
     """
-    return triton.load(ref.at[where], mask=inside, other=None if inside is None else other)
+    return triton.load(ref.at[where], mask=inside, other=None if inside is None else fill)
 
 
-def _places(there: jax.Array | None, inside: jax.Array, count: int) -> jax.Array | None:
+def _places(in_cells: jax.Array | None, inside: jax.Array, count: int) -> jax.Array | None:
     """Return which places of a tile exist, `[C or 1, n]` bool; None if all do.
 
-    `there` is `[C]` bool for cells, None if all exist. `inside` is `[n]` bool for the numbers of a
-    key or value, of which there are `count`.
+    `in_cells` is `[C]` bool for cells, None if all exist. `inside` is `[n]` bool for the numbers of
+    a key or value, of which there are `count`.
     """
-    if there is None and inside.size == count:
+    if in_cells is None and inside.size == count:
         return None
-    every = jnp.ones((1, 1), bool) if there is None else there[:, None]
+    every = jnp.ones((1, 1), bool) if in_cells is None else in_cells[:, None]
     return every & inside[None]
 
 

@@ -275,8 +275,8 @@ def _kernel(
 
 def _first_of(x: jax.Array, axis: int, count: jax.Array) -> jax.Array:
     """Return `x`, `[h, ...]`, with zeros after the first `count` places along an axis."""
-    there = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) < count
-    return jnp.where(there, x, jnp.zeros_like(x))
+    is_inside = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) < count
+    return jnp.where(is_inside, x, jnp.zeros_like(x))
 
 
 def _product(
@@ -324,5 +324,5 @@ def _heads_at_once(q: jax.Array, k: Stored, v: Stored) -> int:
     size = min(TILE, k.shape[2])
     tiles = 2 * size * (k.shape[3] * k.dtype.itemsize + v.shape[3] * v.dtype.itemsize)
     logits = 4 * size * q.shape[2] * softmax_dtype(q).itemsize
-    most = max(1, VMEM // (tiles + logits))
-    return max(h for h in range(1, min(most, k.shape[1]) + 1) if k.shape[1] % h == 0)
+    max_heads = max(1, VMEM // (tiles + logits))
+    return max(h for h in range(1, min(max_heads, k.shape[1]) + 1) if k.shape[1] % h == 0)

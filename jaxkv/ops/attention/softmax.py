@@ -146,8 +146,8 @@ def join_over(sums: OnlineSoftmax, axes: tuple[str, ...]) -> OnlineSoftmax:
     """
     if not axes:
         return sums
-    mine = [sums.max_logit[..., None], sums.denom[..., None], sums.out]
-    parts = jax.lax.all_gather(jnp.concatenate(mine, axis=-1), axes)  # [n, P, K, X, Dv + 2]
+    own_parts = [sums.max_logit[..., None], sums.denom[..., None], sums.out]
+    parts = jax.lax.all_gather(jnp.concatenate(own_parts, axis=-1), axes)  # [n, P, K, X, Dv + 2]
     highest = jax.lax.stop_gradient(jnp.max(parts[..., 0], axis=0, keepdims=True))
     down = jnp.exp(parts[..., 0] - highest)
     out = jnp.sum(parts[..., 2:] * down[..., None], axis=0)

@@ -53,28 +53,30 @@ def best(
     tokens, cells, size = visibility.at.shape[1], k.shape[2], visibility.tile
     if size is None or cells % size or not visibility.all_streams or not 1 < tokens <= BLOCK:
         return xla_cpu.best(q, k, v, visibility, options)
-    own, shared, sees = split_tiles(visibility, size)
-    mine, ours = find_active_tiles(own), find_active_tiles(shared)
-    few = xla_cpu.FEW * mine.tiles.size
+    lone_sight, shared_sight, sees = split_tiles(visibility, size)
+    lone_tiles, shared_tiles = find_active_tiles(lone_sight), find_active_tiles(shared_sight)
+    few = xla_cpu.FEW * lone_tiles.tiles.size
     packed_q = group_queries(options.scaled(q), k.shape[1])
     narrow = xla_cpu.upcasts_by_tile(k)
     # Keys and values are converted, or cut out of all layers, only for a few tiles at a time.
     piecewise = narrow or isinstance(k, LayerView) or isinstance(v, LayerView)
-    each, mask = partial(add_cells, size), mask_of(own)
+    each, mask = partial(add_cells, size), mask_of(lone_sight)
 
     def one_after_another() -> OnlineSoftmax:
-        return one_by_one(packed_q, k, v, mine, options, each, pinned=narrow)
+        return one_by_one(packed_q, k, v, lone_tiles, options, each, pinned=narrow)
 
     def side_by_side() -> OnlineSoftmax:
         none = nothing(packed_q, v.shape[3])
-        return each(none, packed_q, k, v, mask, options, bias_of(own))
+        return each(none, packed_q, k, v, mask, options, bias_of(lone_sight))
 
     def apart() -> OnlineSoftmax:
         if piecewise:
             sums = one_after_another()
         else:
-            sums = jax.lax.cond(mine.turns < few, one_after_another, side_by_side)
-        return one_by_one(packed_q, k, v, ours, options, xla_cpu.form_for(k), sums, pinned=narrow)
+            sums = jax.lax.cond(lone_tiles.turns < few, one_after_another, side_by_side)
+        return one_by_one(
+            packed_q, k, v, shared_tiles, options, xla_cpu.form_for(k), sums, pinned=narrow
+        )
 
     if (
         narrow
@@ -85,7 +87,7 @@ def best(
         return zero_unseen(apart(), sees)
     both = mask_of(visibility)
     sums = jax.lax.cond(
-        ours.turns < few,
+        shared_tiles.turns < few,
         apart,
         lambda: xla_cpu.at_once(packed_q, k, v, both, options, bias_of(visibility)),
     )
@@ -104,10 +106,13 @@ def split_tiles(
     mask = mask_of(visibility)
     seen = jnp.any(mask.reshape(*mask.shape[:2], -1, size), axis=3)  # [P, T, M]
     alone = jnp.repeat(jnp.sum(seen, axis=1) == 1, size, axis=1)[:, None]
-    own, shared = jnp.where(alone, visibility.owners, 0), jnp.where(alone, 0, visibility.owners)
+    lone_owners, shared_owners = (
+        jnp.where(alone, visibility.owners, 0),
+        jnp.where(alone, 0, visibility.owners),
+    )
     return (
-        replace(visibility, owners=own),
-        replace(visibility, owners=shared),
+        replace(visibility, owners=lone_owners),
+        replace(visibility, owners=shared_owners),
         jnp.any(seen, axis=2),
     )
 
@@ -134,8 +139,8 @@ def add_cells(
     token = jnp.argmax(sees, axis=1)  # [P, M]
     pick = partial(jnp.take_along_axis, axis=3, mode="promise_in_bounds")
     by_token = q.reshape(lists, kv_heads, -1, tokens, q.shape[3])
-    mine = pick(by_token, token[:, None, None, :, None]).swapaxes(2, 3)  # [P, K, M, G, D]
-    logits = options.capped(_scores(mine, _cut_tiles(k, size)))  # [P, K, M, G, C]
+    queries = pick(by_token, token[:, None, None, :, None]).swapaxes(2, 3)  # [P, K, M, G, D]
+    logits = options.capped(_scores(queries, _cut_tiles(k, size)))  # [P, K, M, G, C]
     if bias is not None:
         bias = by_kv_heads(bias, kv_heads)
         bias = bias.reshape(*bias.shape[:4], -1, size)  # [P, K, G, T, M, C]
