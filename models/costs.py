@@ -123,16 +123,16 @@ def most_sequences(
         shapes = model.cache_shapes(sequences=each * streams, streams=streams, cells=whole, **sizes)
         return _layout(model, shapes).total <= room
 
-    most, above = 0, 1
+    num_fitting, above = 0, 1
     while fits(above):
-        most, above = above, 2 * above
-    while above - most > 1:
-        middle = (most + above) // 2
+        num_fitting, above = above, 2 * above
+    while above - num_fitting > 1:
+        middle = (num_fitting + above) // 2
         if fits(middle):
-            most = middle
+            num_fitting = middle
         else:
             above = middle
-    return most * streams
+    return num_fitting * streams
 
 
 def whole_cells(model: Model, tokens: int) -> int:
@@ -195,13 +195,13 @@ def _layout(model: Model, cache: Any) -> DeviceBytes:
 
 def _part(part: jaxkv.Cache, model: Model) -> Part:
     table, buffers = part.table, part.buffers
-    spec, own = table.spec, part.nbytes - table.nbytes
+    spec, num_bytes = table.spec, part.nbytes - table.nbytes
     recurs = spec.kind == "recurrent"
     units = spec.sequences if recurs else spec.streams * table.num_cells
     return Part(
         kind=kind_of(part),
         layers=table.num_layers(buffers),
-        each=own // units,
+        each=num_bytes // units,
         unit="sequence" if recurs else "token",
         kept=None if recurs or table.window is None else units // spec.sequences,
         on_device=device_bytes(part, model.mesh, model.rules).buffers,

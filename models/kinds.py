@@ -42,13 +42,13 @@ def number(lowest: float, highest: float, *, above: bool = False) -> Kind:
     return Kind(words=words, holds=holds)
 
 
-def several(kind: Kind, most: int) -> Kind:
-    """Lists of at most `most` values of a kind, and of at least one."""
+def several(kind: Kind, max_items: int) -> Kind:
+    """Lists of at most `max_items` values of a kind, and of at least one."""
     return Kind(
-        words=f"a list of up to {most}, each {kind.words}",
+        words=f"a list of up to {max_items}, each {kind.words}",
         holds=lambda value: (
             isinstance(value, list | tuple)
-            and 0 < len(value) <= most
+            and 0 < len(value) <= max_items
             and all(map(kind.holds, value))
         ),
     )
@@ -64,11 +64,11 @@ def exactly(kind: Kind, count: int) -> Kind:
     )
 
 
-def either(one: Kind, other: Kind) -> Kind:
+def either(first: Kind, second: Kind) -> Kind:
     """Values of one kind or of another."""
     return Kind(
-        words=f"{one.words}, or {other.words}",
-        holds=lambda value: one.holds(value) or other.holds(value),
+        words=f"{first.words}, or {second.words}",
+        holds=lambda value: first.holds(value) or second.holds(value),
     )
 
 
@@ -86,9 +86,9 @@ def check(value: Any, kind: Kind, name: str, source: str) -> None:
         raise refusal(value, kind.words, name, source)
 
 
-def refusal(value: Any, wanted: str, name: str, source: str) -> ModelError:
+def refusal(value: Any, expected: str, name: str, source: str) -> ModelError:
     """Make the error for a value that is not what was wanted."""
     return ModelError(
-        f"{source} has {name} = {_BRIEF.repr(value)} where {wanted} is wanted; it is damaged or of "
-        "a kind that is not known here, so download it again or give another model."
+        f"{source} has {name} = {_BRIEF.repr(value)} where {expected} is wanted; it is damaged or "
+        "of a kind that is not known here, so download it again or give another model."
     )

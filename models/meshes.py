@@ -81,22 +81,22 @@ def make_mesh(sizes: Mapping[str, int]) -> Mesh:
     Raises:
       ModelError: when there are fewer devices.
     """
-    wanted, there = prod(sizes.values()), jax.devices()
-    if wanted > len(there):
-        kind = there[0].platform
+    num_devices, devices = prod(sizes.values()), jax.devices()
+    if num_devices > len(devices):
+        kind = devices[0].platform
         virtual = (
-            f"set JAX_NUM_CPU_DEVICES={wanted}, or "
-            f"XLA_FLAGS=--xla_force_host_platform_device_count={wanted}, to have virtual ones"
+            f"set JAX_NUM_CPU_DEVICES={num_devices}, or "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={num_devices}, to have virtual ones"
             if kind == "cpu"
             else "give smaller sizes"
         )
         raise ModelError(
             f"A mesh of {' x '.join(f'{name}={size}' for name, size in sizes.items())} takes "
-            f"{wanted} devices and there are {len(there)} ({kind}); {virtual}."
+            f"{num_devices} devices and there are {len(devices)} ({kind}); {virtual}."
         )
     return jax.make_mesh(
         tuple(sizes.values()),
         tuple(sizes),
         axis_types=(AxisType.Auto,) * len(sizes),
-        devices=there[:wanted],
+        devices=devices[:num_devices],
     )

@@ -343,13 +343,13 @@ def name_of(path: Any) -> str:
 
 def _check_layers(checkpoint: Checkpoint) -> None:
     """Refuse a config that leaves layers of the file out, or has more."""
-    config, held = checkpoint.config, checkpoint.layers()
-    wanted = config["num_hidden_layers"]
+    config, num_layers = checkpoint.config, checkpoint.layers()
+    expected = config["num_hidden_layers"]
     # DeepSeek V3 has layers after those that guess further tokens; they are not read.
-    if held not in (wanted, wanted + (config.get("num_nextn_predict_layers") or 0)):
+    if num_layers not in (expected, expected + (config.get("num_nextn_predict_layers") or 0)):
         raise ModelError(
-            f"{checkpoint.source} has tensors of {held} layers where its config says {wanted}; is "
-            "the config that of another model?"
+            f"{checkpoint.source} has tensors of {num_layers} layers where its config says "
+            f"{expected}; is the config that of another model?"
         )
 
 
@@ -367,11 +367,11 @@ def _check_cache(checkpoint: Checkpoint, family: ModuleType, config: Any, dtype:
 def _check_shapes(checkpoint: Checkpoint, shapes: Any, sources: Any) -> None:
     """Compare the shapes in the headers of files with those of the model, before any is read."""
 
-    def check(path: Any, wanted: jax.ShapeDtypeStruct, source: Tensor) -> None:
-        if source.shape != wanted.shape:
+    def check(path: Any, expected: jax.ShapeDtypeStruct, source: Tensor) -> None:
+        if source.shape != expected.shape:
             raise ModelError(
                 f"{checkpoint.source} has {source.shape} for {name_of(path)} where its config says "
-                f"{wanted.shape}; is the config that of another model?"
+                f"{expected.shape}; is the config that of another model?"
             )
 
     jax.tree_util.tree_map_with_path(check, shapes, sources)
@@ -381,9 +381,9 @@ def _read(shapes: Any, sources: Any, progress: Callable[[int, int], None] | None
     """Read weights one after another, each onto its devices before the next."""
     done, total = 0, len(jax.tree.leaves(shapes))
 
-    def put(wanted: jax.ShapeDtypeStruct, source: Tensor) -> jax.Array:
+    def put(form: jax.ShapeDtypeStruct, source: Tensor) -> jax.Array:
         nonlocal done
-        array = _place(source.read(), wanted)
+        array = _place(source.read(), form)
         done += 1
         if progress is not None:
             progress(done, total)
@@ -392,11 +392,11 @@ def _read(shapes: Any, sources: Any, progress: Callable[[int, int], None] | None
     return jax.tree.map(put, shapes, sources)
 
 
-def _place(values: np.ndarray, wanted: jax.ShapeDtypeStruct) -> jax.Array:
-    if wanted.sharding is None:
-        return jnp.asarray(values, wanted.dtype)
+def _place(values: np.ndarray, form: jax.ShapeDtypeStruct) -> jax.Array:
+    if form.sharding is None:
+        return jnp.asarray(values, form.dtype)
 
     def share(index: tuple[slice, ...]) -> np.ndarray:
-        return np.asarray(values[index], wanted.dtype)
+        return np.asarray(values[index], form.dtype)
 
-    return jax.make_array_from_callback(wanted.shape, wanted.sharding, share)
+    return jax.make_array_from_callback(form.shape, form.sharding, share)

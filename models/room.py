@@ -34,11 +34,11 @@ def cells_for(
       1024
     """
     # The last token of a text is never put into the cache.
-    own = max_tokens - 1
+    num_fed = max_tokens - 1
     if streams == "split":
-        needed = max(map(len, prompts)) + own
+        needed = max(map(len, prompts)) + num_fed
     else:
-        needed = sum(len(prompt) + samples * own for prompt in prompts)
+        needed = sum(len(prompt) + samples * num_fed for prompt in prompts)
     return -(-needed // 256) * 256
 
 
@@ -69,16 +69,16 @@ def make_with_room(
     except ValueError as error:
         raise ModelError(f"No such cache can be made: {brief(error)}.") from error
     mesh = jax.sharding.get_mesh()
-    rules, devices, wanted = cache.table.sharding_rules, 1, cache.nbytes
+    rules, devices, num_bytes = cache.table.sharding_rules, 1, cache.nbytes
     if rules is not None and not mesh.empty:
         devices = mesh.size
-        wanted = devices * jaxkv.sharding.device_bytes(cache, mesh, rules).total
-    there = min(limits(devices), default=wanted)
-    if wanted > there:
+        num_bytes = devices * jaxkv.sharding.device_bytes(cache, mesh, rules).total
+    limit = min(limits(devices), default=num_bytes)
+    if num_bytes > limit:
         has = "the device has" if devices == 1 else f"the {devices} devices have"
         raise ModelError(
-            f"A cache of {cells * streams:,} cells takes {wanted / 1e9:,.1f} GB and {has} "
-            f"{there / 1e9:,.1f} GB; ask for fewer tokens or cells."
+            f"A cache of {cells * streams:,} cells takes {num_bytes / 1e9:,.1f} GB and {has} "
+            f"{limit / 1e9:,.1f} GB; ask for fewer tokens or cells."
         )
     return make()
 
@@ -96,8 +96,8 @@ def limits(devices: int) -> Iterator[int]:
     with contextlib.suppress(ImportError):  # not on every system
         import resource
 
-        most, _ = resource.getrlimit(resource.RLIMIT_AS)
-        if most != resource.RLIM_INFINITY:
-            yield most
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if limit != resource.RLIM_INFINITY:
+            yield limit
     with contextlib.suppress(ValueError, OSError):  # "max" where a container has no limit
         yield int(Path("/sys/fs/cgroup/memory.max").read_text())

@@ -200,14 +200,14 @@ class Run:
 
 def write(writers: Sequence[Writer], rows: np.ndarray, state: generation.DecodeState) -> int:
     """Give texts their tokens, `[T, n]`, and end those that do not go on; returns how many."""
-    taken = 0
+    num_taken = 0
     for writer, row, goes_on, reason in zip(
         writers, rows, np.asarray(state.active), np.asarray(state.reason), strict=True
     ):
-        taken += writer.write(row[row >= 0])
+        num_taken += writer.write(row[row >= 0])
         if writer.finish is None and not goes_on:
             writer.end(finish_of(int(reason)))
-    return taken
+    return num_taken
 
 
 @dataclass

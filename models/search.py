@@ -62,7 +62,9 @@ class Search:
         ubatch_size: int = 512,
     ):
         check_prompts(prompts)
-        self.cells = cells or max(cells_for([one], max_tokens, samples=width) for one in prompts)
+        self.cells = cells or max(
+            cells_for([prompt], max_tokens, samples=width) for prompt in prompts
+        )
         self._model, self._prompts = model, prompts
         self._ubatch_size = ubatch_size
         stop = np.asarray(sorted(model.stop_tokens), np.int32)
@@ -114,9 +116,9 @@ class Search:
         model = self._model
         finish = "length" if beams.reason == jaxkv.Reason.OK else "full"
         rules = {"tokenizer": model.tokenizer, "stop_tokens": model.stop_tokens}
-        there = beams.scores != -np.inf
+        exists = beams.scores != -np.inf
         return Found(
-            texts=[Text.of(prompt, row[row >= 0], finish, **rules) for row in beams.tokens[there]],
-            logprobs=(beams.scores[there] / np.maximum(beams.lengths[there], 1)).tolist(),
+            texts=[Text.of(prompt, row[row >= 0], finish, **rules) for row in beams.tokens[exists]],
+            logprobs=(beams.scores[exists] / np.maximum(beams.lengths[exists], 1)).tolist(),
             **seconds,
         )

@@ -98,11 +98,11 @@ class Serving:
             try:
                 self._engine.submit(serving.Request(prompt=prompt, **fixed))
             except ValueError as error:
-                own = max_tokens - 1
+                num_fed = max_tokens - 1
                 where = "a stream" if streams == "split" else "the cache"
                 raise TooLongError(
-                    f"prompt {i} needs {len(prompt) + own} cells ({len(prompt)} of the prompt, "
-                    f"{own} of the text) and {where} has {cells}",
+                    f"prompt {i} needs {len(prompt) + num_fed} cells ({len(prompt)} of the prompt, "
+                    f"{num_fed} of the text) and {where} has {cells}",
                     enough,
                 ) from error
 

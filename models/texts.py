@@ -28,9 +28,9 @@ def check_prompts(prompts: Sequence[Sequence[int]]) -> None:
     """Raise a ValueError unless there are prompts, of at least one token each."""
     short = [i for i, prompt in enumerate(prompts, 1) if not len(prompt)]
     if short or not len(prompts):
-        got = f"none in prompt {short[0]}" if short else "no prompts"
+        problem = f"none in prompt {short[0]}" if short else "no prompts"
         raise ValueError(
-            f"expected prompts of at least one token each, got {got}; leave empty ones out"
+            f"expected prompts of at least one token each, got {problem}; leave empty ones out"
         )
 
 
@@ -105,10 +105,10 @@ class Writer:
         """Take what was generated, up to the end of the text; returns how many tokens that is."""
         if self.finish is not None:
             return 0
-        piece, taken = "", 0
+        piece, num_taken = "", 0
         finish = None
         for token in map(int, tokens):
-            taken += 1
+            num_taken += 1
             if token in self.stop_tokens:
                 finish = "stop"
                 break
@@ -121,7 +121,7 @@ class Writer:
             self.end(finish, piece)
         elif piece:
             self._tell(piece, False)
-        return taken
+        return num_taken
 
     def end(self, finish: Finish, piece: str = "") -> None:
         """End the text, after a last piece of it."""

@@ -43,7 +43,7 @@ def single(view: CellView, stream: int) -> list[Run]:
 
 
 def merge_runs(
-    view: CellView, stream: int, most: int, fits: Callable[[list[Run]], bool] = bool
+    view: CellView, stream: int, max_runs: int, fits: Callable[[list[Run]], bool] = bool
 ) -> list[Run]:
     """Return the cells of a stream in few enough runs.
 
@@ -53,7 +53,7 @@ def merge_runs(
     Args:
       view: what stands in the cells.
       stream: which stream.
-      most: how many runs there may be; more are not even looked at.
+      max_runs: how many runs there may be; more are not even looked at.
       fits: whether so many are few enough; one alone is taken as it is.
     """
     bounds = _bounds(view, stream)
@@ -62,7 +62,7 @@ def merge_runs(
     for longest in [0, *np.unique(sizes)]:  # of those that are put together
         short = sizes <= longest
         begins = np.concatenate([[True], ~(short[:-1] & short[1:])])
-        if begins.sum() > max(most, 1):
+        if begins.sum() > max(max_runs, 1):
             continue
         starts = np.flatnonzero(begins)
         several = np.diff(np.append(starts, sizes.size)) > 1
@@ -102,13 +102,13 @@ def _bounds(view: CellView, stream: int) -> Int[np.ndarray, " n"]:
     position, words, shift = view.position[stream], view.words[stream], view.shift[stream]
     empty = position == EMPTY
     follows = np.where(empty[1:], empty[:-1], (position[1:] == position[:-1] + 1) & ~empty[:-1])
-    alike = np.all(words[:, 1:] == words[:, :-1], axis=0) & (shift[1:] == shift[:-1])
-    return np.concatenate([[0], np.flatnonzero(~(follows & alike)) + 1, [position.size]])
+    equal_cells = np.all(words[:, 1:] == words[:, :-1], axis=0) & (shift[1:] == shift[:-1])
+    return np.concatenate([[0], np.flatnonzero(~(follows & equal_cells)) + 1, [position.size]])
 
 
 def _run(view: CellView, stream: int, start: int, stop: int, *, mixed: bool) -> Run:
     position, shift = view.position[stream, start:stop], view.shift[stream, start:stop]
-    held = position[position != EMPTY]
+    positions = position[position != EMPTY]
     words = np.bitwise_or.reduce(view.words[stream, :, start:stop], axis=1)
     bits = (words[:, None] >> np.arange(WORD, dtype=np.uint32)) & np.uint32(1)
     owners = tuple((np.flatnonzero(bits) + stream * view.sequences_per_stream).tolist())
@@ -116,7 +116,7 @@ def _run(view: CellView, stream: int, start: int, stop: int, *, mixed: bool) -> 
         start=start,
         stop=stop,
         owners=owners,
-        positions=(int(held.min()), int(held.max())) if held.size else None,
+        positions=(int(positions.min()), int(positions.max())) if positions.size else None,
         owed=(int(shift.min()), int(shift.max())),
         shared=not mixed and len(owners) > 1,
         mixed=mixed,

@@ -116,16 +116,20 @@ def occupancy(
     """
     if len(steps) == 0:
         raise ValueError("wanted caches or counts, one for each step, got none")
-    caches = [one for one in steps if isinstance(one, Cache)]
+    caches = [step for step in steps if isinstance(step, Cache)]
     if caches and len(caches) < len(steps):
         raise ValueError("wanted caches or counts, got both: pass cache.num_used_cells() of each")
     ax = _axes(ax)
     at = np.arange(len(steps) + 1)  # each step is as wide as one, so a single one is seen too
     if caches:
-        views = [[cells_of(part) for part in one.parts] for one in caches]
+        views = [[cells_of(part) for part in cache.parts] for cache in caches]
         cells = sum(view.position.size for view in views[0]) if cells is None else cells
         counts = np.stack(
-            [np.sum([_cells_per_owner(view) for view in one], axis=0) for one in views], axis=1
+            [
+                np.sum([_cells_per_owner(view) for view in cache_views], axis=0)
+                for cache_views in views
+            ],
+            axis=1,
         )
         used = {seq: row.tolist() for seq, row in enumerate(counts) if row.any()}
         if used:
@@ -235,7 +239,7 @@ def nbytes(cache: Cache, ax: Axes | None = None) -> Axes:
             kinds[f"{prefix}values"] = array_utils.nbytes(buffers.v)
             continue
         for name in sorted({name for layer in buffers for name in layer}):
-            kinds[f"{prefix}states {name}"] = array_utils.nbytes([one[name] for one in buffers])
+            kinds[f"{prefix}states {name}"] = array_utils.nbytes([layer[name] for layer in buffers])
     bars = ax.barh(list(kinds), list(kinds.values()), color=PALETTE[4])
     ax.bar_label(bars, [human(n) for n in kinds.values()], padding=3)
     ax.invert_yaxis()
@@ -278,7 +282,7 @@ def _lines(x: np.ndarray, across: int, fill: int) -> np.ndarray:
 def _colours(marks: np.ndarray) -> np.ndarray:
     """Return RGB of sequences; -1 is empty, -2 past the last cell and -3 there but not seen."""
     to_rgb = _matplotlib("colors").to_rgb
-    table = np.array([to_rgb(one) for one in (*PALETTE, GREY, FREE, FREE)])
+    table = np.array([to_rgb(colour) for colour in (*PALETTE, GREY, FREE, FREE)])
     return table[np.where(marks < 0, marks, marks % len(PALETTE))]
 
 
@@ -290,9 +294,9 @@ def _by_position(view: CellView, seen: np.ndarray, sequence: np.ndarray) -> np.n
     width = int(view.position.max()) + 1
     marks = np.full((len(seen), width), -1)
     for i, seq in enumerate(sequence):
-        held = view.held(int(seq))
-        there = held != EMPTY
-        marks[i, held[there]] = np.where(seen[i, there], seq, -3)
+        positions = view.held(int(seq))
+        is_present = positions != EMPTY
+        marks[i, positions[is_present]] = np.where(seen[i, is_present], seq, -3)
     return marks
 
 

@@ -66,7 +66,7 @@ def cache_line(cache: Cache) -> str:
 @never_fails
 def plan_line(plan: Plan) -> str:
     """Return what a plan decided: the ubatches to compute, or which sequences were refused."""
-    shapes = ", ".join("{} x {}".format(*one.valid.shape) for one in plan.ubatches)
+    shapes = ", ".join("{} x {}".format(*ubatch.valid.shape) for ubatch in plan.ubatches)
     ubatches = f"{len(plan.ubatches)} ubatch{'es' * (len(plan.ubatches) != 1)}: {shapes} tokens"
     if (ok := _value(plan.ok)) is None:
         return f"Plan({ubatches}; {'traced' if is_traced(plan) else 'values not known'})"
@@ -86,21 +86,21 @@ def ubatch_line(ubatch: Ubatch) -> str:
     rows, tokens = ubatch.valid.shape
     valid, sequences = _value(ubatch.valid), _value(ubatch.sequences)
     if valid is None or sequences is None:
-        known = "traced" if is_traced(ubatch) else "values not known"
+        content = "traced" if is_traced(ubatch) else "values not known"
     else:
         if (others := _value(ubatch.shared_with)) is not None:
             sequences = np.concatenate([sequences[..., None], others], axis=-1)
-        there = np.unique(sequences[valid])
-        there = there[there >= 0].tolist()
-        known = f"{valid.sum()} valid"
-        known += f" of sequences {there}" if len(there) <= FEW else f" of {len(there)} sequences"
-    return f"Ubatch({ubatch.spec.kind}, rows={rows}, tokens={tokens}: {known})"
+        ids = np.unique(sequences[valid])
+        ids = ids[ids >= 0].tolist()
+        content = f"{valid.sum()} valid"
+        content += f" of sequences {ids}" if len(ids) <= FEW else f" of {len(ids)} sequences"
+    return f"Ubatch({ubatch.spec.kind}, rows={rows}, tokens={tokens}: {content})"
 
 
 @never_fails
 def fields_line(value: Any) -> str:
     """Return the fields of a dataclass: numbers where they are few, else dtypes and shapes."""
-    pairs = ((one.name, getattr(value, one.name)) for one in fields(value))
+    pairs = ((field.name, getattr(value, field.name)) for field in fields(value))
     shown = [f"{name}={_brief(x)}" for name, x in pairs if x is not None]
     return f"{type(value).__name__}({', '.join(shown)})"
 
@@ -110,7 +110,7 @@ def _sizes(table: CacheTable, buffers: PyTree) -> str:
     size = f"{_dtypes(buffers)}, {human(nbytes((table, buffers)))}"
     match table:
         case CellTable():
-            heads = {one.shape[-3] for one in buffers.k}
+            heads = {k.shape[-3] for k in buffers.k}
             sizes: dict[str, object] = {
                 "layers": buffers.layers,
                 "cells": table.position.shape[-1],
@@ -134,7 +134,7 @@ def _sizes(table: CacheTable, buffers: PyTree) -> str:
             kind, extra = "recurrent", table.position.shape[:-2]
         case HybridTable():
             parts = zip(table.parts, buffers, strict=True)
-            inner = " + ".join(f"({_sizes(part, own)})" for part, own in parts)
+            inner = " + ".join(f"({_sizes(part, part_buffers)})" for part, part_buffers in parts)
             return f"hybrid of {inner}, {human(nbytes((table, buffers)))}"
         case _:
             return f"{type(table).__name__}, {size}"
@@ -186,9 +186,9 @@ def _brief(value: Any) -> str:
     if isinstance(value, TableSpec):
         return value.kind
     if hasattr(value, "shape") and hasattr(value, "dtype"):
-        known = _value(value)
-        if known is not None and known.size <= FEW:
-            return str(known.tolist())
+        array = _value(value)
+        if array is not None and array.size <= FEW:
+            return str(array.tolist())
         return f"{value.dtype}[{','.join(map(str, value.shape))}]" + " traced" * is_traced(value)
     if isinstance(value, tuple | list) and len(value) > 2:
         briefs = list(map(_brief, value))

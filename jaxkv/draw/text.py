@@ -90,7 +90,7 @@ def _draw_table(table: CacheTable, width: int | None) -> str:
 
 
 def _fit(lines: list[list[str]], width: int | None) -> bool:
-    return width is None or all(len(line) <= width for one in lines for line in one)
+    return width is None or all(len(line) <= width for block in lines for line in block)
 
 
 def _line_of_cells(view: CellView, stream: int) -> list[str]:
@@ -117,8 +117,8 @@ def _stream_lines(view: CellView, stream: int, width: int | None) -> list[str]:
         return _table(columns)
 
     # A column takes two characters at least.
-    most = view.position.shape[1] if width is None else width // 2
-    return lines(merge_runs(view, stream, most, lambda runs: _fit([lines(runs)], width)))
+    max_runs = view.position.shape[1] if width is None else width // 2
+    return lines(merge_runs(view, stream, max_runs, lambda runs: _fit([lines(runs)], width)))
 
 
 def _table(columns: dict[str, list[str]]) -> list[str]:

@@ -127,12 +127,12 @@ def choose(
 
     def extend_beams(order: jax.Array, scores: jax.Array) -> tuple[jax.Array, Texts]:
         index = jax.lax.top_k(order, width)[1]
-        scores, there = scores[index], scores[index] != -jnp.inf
+        scores, is_living = scores[index], scores[index] != -jnp.inf
         # An empty beam keeps its own sequence as parent, so nothing is copied.
-        parents = jnp.where(there, index // size, jnp.arange(width)).astype(jnp.int32)
-        new = jnp.where(there, token[index], -1)
+        parents = jnp.where(is_living, index // size, jnp.arange(width)).astype(jnp.int32)
+        new = jnp.where(is_living, token[index], -1)
         tokens = living.tokens[parents].at[:, search.length].set(new)
-        return parents, Texts(tokens, scores, jnp.where(there, search.length + 1, 0))
+        return parents, Texts(tokens, scores, jnp.where(is_living, search.length + 1, 0))
 
     going = jnp.where(ended, -jnp.inf, scores)
     parents, living_now = extend_beams(going, going)
@@ -280,10 +280,10 @@ def _check_sequences(
         raise ValueError(f"wanted sequences [{num_beams}], one for each beam, got {np.shape(ids)}")
     check_once(ids)
     if spec.has_shared_streams and not within_streams(spec, ids[:1], ids):
-        got = np.asarray(ids).tolist() if is_concrete(ids) else "traced ones"
+        shown_ids = np.asarray(ids).tolist() if is_concrete(ids) else "traced ones"
         raise ValueError(
             f"wanted sequences of one stream of {spec.sequences_per_stream} for the beams, "
-            f"since another may lack the cells for a copy, got {got}: pass sequences="
+            f"since another may lack the cells for a copy, got {shown_ids}: pass sequences="
         )
     return ids
 
@@ -338,8 +338,8 @@ def _search(
         lambda carry: goes_on(carry[1], length_penalty), body, (cache, search)
     )
     found = best(search.ended, search.living, length_penalty)
-    cache, held = _trim_texts(cache, search, found, sequences, begins)
-    return cache, replicate(cache.table, (*found, held, search.reason))
+    cache, num_cached = _trim_texts(cache, search, found, sequences, begins)
+    return cache, replicate(cache.table, (*found, num_cached, search.reason))
 
 
 def _trim_texts(
@@ -365,9 +365,9 @@ def _trim_texts(
     fed = place < jnp.minimum(found.lengths, search.length - 1)[:, None]
     same = found.tokens[:, None] == search.living.tokens[None]  # [W, W, n]
     shared = jnp.sum(jnp.cumprod(same & fed[:, None], axis=2), axis=2, dtype=jnp.int32)
-    held = jnp.max(shared, axis=1)
+    num_shared = jnp.max(shared, axis=1)
     cache, _ = seq_select(cache, sequences[jnp.argmax(shared, axis=1)], sequences)
     # A state that is not kept is not cut back to; a window may have let go of what is seen there.
-    cache, cut = seq_rm(cache, sequences, begins + held)
+    cache, cut = seq_rm(cache, sequences, begins + num_shared)
     cache, _ = seq_rm(cache, sequences, 0, jnp.where(cut, 0, -1))  # from 0 to 0 is nothing
-    return cache, jnp.where(cut, held, -1)
+    return cache, jnp.where(cut, num_shared, -1)

@@ -147,8 +147,8 @@ def self_extend(
     table.check_moves(buffers)
     check_there(cache)
     args = _one(grouped, "grouped"), jnp.int32(group), jnp.int32(width)
-    table, plan, now, ok = _self_extend_table(table, table.spec.sequence_id(seq), *args)
-    return SelfExtendResult(apply(merge(table, buffers), plan, donate=donate), ok, now)
+    table, plan, next_grouped, ok = _self_extend_table(table, table.spec.sequence_id(seq), *args)
+    return SelfExtendResult(apply(merge(table, buffers), plan, donate=donate), ok, next_grouped)
 
 
 def _one(value: Id, name: str, low: int = -END) -> Int32[Array | np.ndarray | np.int32, ""]:
@@ -162,8 +162,8 @@ def _check_cells(spec: TableSpec, why: str) -> None:
     """Raise unless a cache is made of cells alone."""
     kinds = [part.kind for part in spec.parts or (spec,)]
     if spec.max_rollback is not None:
-        what = f"kind {spec.kind!r}" + (f" ({', '.join(kinds)})" if spec.parts else "")
-        raise ValueError(f"wanted a cache of attention alone, got {what}: {why}")
+        description = f"kind {spec.kind!r}" + (f" ({', '.join(kinds)})" if spec.parts else "")
+        raise ValueError(f"wanted a cache of attention alone, got {description}: {why}")
 
 
 @jit_table
@@ -178,8 +178,8 @@ def _slid(
     Returns:
       The table, what its keys are owed, and `ok`.
     """
-    there = table.last(seq) + 1
-    ok = (num_keep >= 0) & (num_discard >= 1) & (num_discard <= there - num_keep)
+    next_position = table.last(seq) + 1
+    ok = (num_keep >= 0) & (num_discard >= 1) & (num_discard <= next_position - num_keep)
     moves = jnp.where(ok, num_keep + num_discard, 0)
     ok &= _owns_alone(table, seq, moves)
     cut, removed = table.remove(seq, num_keep, moves)
@@ -201,29 +201,34 @@ def _self_extend_table(
     Returns:
       The table, what its keys are owed, the next `done`, and `ok`.
     """
-    there = table.last(seq) + 1
+    next_position = table.last(seq) + 1
     short = jax.lax.div(width, group)
     end = jnp.int32(END)
 
     def one_more(carry: tuple[CacheTable, jax.Array, jax.Array, jax.Array]) -> tuple:
-        table, done, there, ok = carry
+        table, done, next_position, ok = carry
         # Moved back to their original positions first, so that groups start at multiples of
         # `group`.
         lift = done * (group - 1)
         first, last = done + lift, done + lift + width
-        lifted, one = table.add(seq, done, end, lift)
-        divided, other = lifted.divide(seq, first, last, group)
-        closed, third = divided.add(seq, last, end, short - width - lift, first + short)
-        return closed, done + short, there + short - width, ok & one & other & third
+        lifted, lift_ok = table.add(seq, done, end, lift)
+        divided, divide_ok = lifted.divide(seq, first, last, group)
+        closed, close_ok = divided.add(seq, last, end, short - width - lift, first + short)
+        return (
+            closed,
+            done + short,
+            next_position + short - width,
+            ok & lift_ok & divide_ok & close_ok,
+        )
 
-    known = (done >= 0) & (done <= there) & (jax.lax.rem(done, short) == 0)
-    ok = known & (there <= jax.lax.div(end, group))
-    ok &= (there - width < done) | _owns_alone(table, seq, done)
-    more = (table, jnp.where(ok, done, there), there, ok)
-    grouped, now, _, ok = jax.lax.while_loop(
-        lambda now: (now[2] - width >= now[1]) & now[3], one_more, more
+    is_valid = (done >= 0) & (done <= next_position) & (jax.lax.rem(done, short) == 0)
+    ok = is_valid & (next_position <= jax.lax.div(end, group))
+    ok &= (next_position - width < done) | _owns_alone(table, seq, done)
+    more = (table, jnp.where(ok, done, next_position), next_position, ok)
+    grouped, new_done, _, ok = jax.lax.while_loop(
+        lambda carry: (carry[2] - width >= carry[1]) & carry[3], one_more, more
     )
-    return *_if(ok, grouped, table), jnp.where(ok, now, done), ok
+    return *_if(ok, grouped, table), jnp.where(ok, new_done, done), ok
 
 
 def _owns_alone(
@@ -247,8 +252,8 @@ def _if(
     ok: Bool[Array, ""], new: CacheTable, old: CacheTable
 ) -> tuple[CacheTable, MaintenancePlan]:
     """Return the new table, and what its keys are owed; the old and nothing unless `ok`."""
-    table = jax.tree.map(lambda one, other: jnp.where(ok, one, other), new, old)
+    table = jax.tree.map(lambda x, y: jnp.where(ok, x, y), new, old)
     # Refused: plan the update of an empty table, so that keys already owed a rotation stay as they
     # are.
-    plan = jax.tree.map(lambda one, other: jnp.where(ok, one, other), new, new.clear()).plan_shift()
+    plan = jax.tree.map(lambda x, y: jnp.where(ok, x, y), new, new.clear()).plan_shift()
     return table, plan

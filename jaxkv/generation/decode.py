@@ -104,9 +104,11 @@ def decode(
     table, buffers = own_or_copied_buffers(cache, donate)
     loop = cached_program(_decoding, forward)
     args = with_types(sampler), params, table, buffers, state, ending
-    table, buffers, now, picked = loop(*args, num_tokens=num_tokens)
+    table, buffers, next_state, samples = loop(*args, num_tokens=num_tokens)
     # The sequences stay those that were passed in: to look at a result is to wait for it.
-    return DecodeResult(merge(table, buffers), replace(now, sequence=state.sequence), *picked)
+    return DecodeResult(
+        merge(table, buffers), replace(next_state, sequence=state.sequence), *samples
+    )
 
 
 def _decoding(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
@@ -146,14 +148,14 @@ def _decode(
         return (i < num_tokens) & jnp.any(state.active)
 
     def body(carry: tuple) -> tuple:
-        cache, state, picked, i = carry
+        cache, state, samples, i = carry
         table = cache.table
         plan = plan_next(table, state.token[:, None], state.sequence, state.active[:, None])
         cache, logits = model_step(forward, params, cache, plan.ubatches[0])
         active = state.active & plan.ok
         state, token, logprob = advance(sampler, logits, state, stop_tokens, active)
         new = Sampled(token, logprob)
-        picked = jax.tree.map(lambda all_, one: all_.at[:, i].set(one), picked, new)
+        samples = jax.tree.map(lambda all_, column: all_.at[:, i].set(column), samples, new)
         # A refused step has changed nothing: the texts that it was refused for end, and the others
         # take it again.
         refused = state.active & ~plan.ok & ~plan.fits[state.sequence]
@@ -162,10 +164,10 @@ def _decode(
             active=state.active & ~refused,
             reason=jnp.where(refused, plan.reason[state.sequence], state.reason),
         )
-        return cache, state, picked, i + plan.ok
+        return cache, state, samples, i + plan.ok
 
     state = going_on(cache.table, jax.tree.map(jnp.asarray, state))
-    begun = cache, state, empty_samples(state.token.shape[0], num_tokens), jnp.int32(0)
-    cache, state, picked, _ = jax.lax.while_loop(goes_on, body, begun)
+    carry = cache, state, empty_samples(state.token.shape[0], num_tokens), jnp.int32(0)
+    cache, state, samples, _ = jax.lax.while_loop(goes_on, body, carry)
     table = cache.table
-    return cache, *replicate(table, (update_positions(table, state), picked))
+    return cache, *replicate(table, (update_positions(table, state), samples))

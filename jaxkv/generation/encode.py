@@ -10,7 +10,7 @@ import jax
 
 from jaxkv.api.apply import apply
 from jaxkv.batch import Batch, Ubatch, make_batch
-from jaxkv.cache import Cache, merge, split
+from jaxkv.cache import Cache, merge
 from jaxkv.core.array_utils import is_concrete, is_traced
 from jaxkv.core.compile_cache import cached_program
 from jaxkv.generation.model_step import own_or_copied_buffers
@@ -82,10 +82,10 @@ def encode(
     if not isinstance(batch, Batch):
         batch = make_batch(batch)
     plan = init_batch(cache, batch, encoder=True)
-    (ubatch,), known = plan.ubatches, is_concrete(plan.ok)
-    if known:
+    (ubatch,), is_known = plan.ubatches, is_concrete(plan.ok)
+    if is_known:
         plan.check()
-    if known and not is_traced(params, cache, batch):
+    if is_known and not is_traced(params, cache, batch):
         run = cached_program(_encoding, encoder)
         cache = merge(*run(params, *own_or_copied_buffers(cache, donate), ubatch))
     else:
@@ -99,7 +99,7 @@ def _encode_ubatch(encoder: Encoder, params: PyTree, cache: Cache, ubatch: Ubatc
     after = encoder(params, cache, ubatch)
     if not isinstance(after, Cache):
         raise ValueError(f"wanted a cache from encoder, got {type(after)}")
-    pairs = zip(*(jax.tree.leaves(one.buffers) for one in (cache, after)), strict=False)
+    pairs = zip(*(jax.tree.leaves(x.buffers) for x in (cache, after)), strict=False)
     if all(old is new for old, new in pairs):
         raise ValueError(
             "encoder gave back the cache it was given, with nothing written: it must return the "

@@ -91,7 +91,7 @@ class FilterSampler(Sampler):
     @property
     def _penalises(self) -> bool:
         penalties = self.repeat_penalty, self.frequency_penalty, self.presence_penalty
-        return any(one is not None for one in penalties)
+        return any(penalty is not None for penalty in penalties)
 
     def init(self, prompts: Int[Array | np.ndarray, "T n"]) -> PyTree:
         """Return the recent tokens, `[T, last_n]` int32, -1 where there were fewer.
@@ -120,12 +120,12 @@ class FilterSampler(Sampler):
             return logits
         # A filter leaves the texts alone whose number turns it off, whatever their logits are.
         if self.top_k is not None:
-            wanted = jnp.where(self.top_k > 0, self.top_k, EVERY)
-            kept = keep_best(logits, jnp.ones_like(logits, jnp.int32), wanted)
+            num_kept = jnp.where(self.top_k > 0, self.top_k, EVERY)
+            kept = keep_best(logits, jnp.ones_like(logits, jnp.int32), num_kept)
             logits = _mask_logits(logits, kept | _column(self.top_k == 0))
         if self.top_p is not None:
-            wanted = jnp.where(self.top_p < 1, self.top_p, jnp.inf)
-            kept = keep_best(logits, jax.nn.softmax(logits), wanted)
+            mass = jnp.where(self.top_p < 1, self.top_p, jnp.inf)
+            kept = keep_best(logits, jax.nn.softmax(logits), mass)
             logits = _mask_logits(logits, kept | _column(self.top_p == 1))
         best = jnp.max(logits, axis=1, keepdims=True)
         best = jnp.where(best == -jnp.inf, 0, best)  # where no token is allowed
@@ -232,10 +232,10 @@ def _option(name: str, value: object) -> Any:
             raise TypeError(f"wanted numbers for {name}, got {value!r}")
         with np.errstate(over="ignore"):
             array = array.astype(dtype)
-    known = is_concrete(array)
-    if array.ndim > 1 or (known and not np.all(right(array) & np.isfinite(array))):
+    is_known = is_concrete(array)
+    if array.ndim > 1 or (is_known and not np.all(right(array) & np.isfinite(array))):
         raise ValueError(f"{name} must be {span}, one number or one a text, got {value}")
-    return None if known and np.all(array == off) else array
+    return None if is_known and np.all(array == off) else array
 
 
 def _mask_logits(logits: Float[Array, "T V"], stays: Bool[Array, "T V"]) -> Float[Array, "T V"]:
@@ -251,15 +251,15 @@ def _column(value: Shaped[ArrayLike, "*n"]) -> Shaped[Array, "m 1"]:
 def keep_best(
     logits: Float[Array | np.ndarray, "T V"],
     weights: Num[Array | np.ndarray, "T V"],
-    wanted: Num[Array, "*n"],
+    min_weight: Num[Array, "*n"],
 ) -> Bool[Array, "T V"]:
     """Return which logits are among the best that weigh enough together.
 
     Args:
       logits: float32.
       weights: at least 0: ones to count, probabilities to add up.
-      wanted: what the best must weigh together at least, one for each text or for all; all are kept
-        where they cannot.
+      min_weight: what the best must weigh together at least, one for each text or for all; all
+        are kept where they cannot.
 
     Returns:
       Which logits. Equal ones are kept together.
@@ -274,7 +274,7 @@ def keep_best(
     def bit(i: jax.Array, threshold: jax.Array) -> jax.Array:
         higher = threshold | (top >> i.astype(jnp.uint32))
         weight = jnp.sum(jnp.where(rank >= higher[:, None], weights, 0), axis=1)
-        return jnp.where(weight >= wanted, higher, threshold)
+        return jnp.where(weight >= min_weight, higher, threshold)
 
     threshold = jax.lax.fori_loop(0, 32, bit, jnp.zeros(rank.shape[0], jnp.uint32))
     return rank >= threshold[:, None]

@@ -108,7 +108,7 @@ def generate(
     tokens_per_call = check_count(tokens_per_call, "tokens_per_call")
     lists = _lists(prompts)
     count = len(lists) * num_samples
-    own = cache is None
+    is_own_cache = cache is None
     if spec is not None and cache is None:
         drafted = 0 if drafter is None else drafter.num_draft_tokens
         cells = max(map(len, lists)) + max_new_tokens + drafted
@@ -116,12 +116,14 @@ def generate(
         sizes = {"sequences": count, "streams": count, "max_rollback": drafted or None}
         cache = make_cache(spec, cells=cells, **sizes)
     elif spec is not None or cache is None:
-        got = "neither" if spec is None else "both"
-        raise ValueError(f"expected spec= or cache=, got {got}; pass the spec of the model's cache")
+        arguments = "neither" if spec is None else "both"
+        raise ValueError(
+            f"expected spec= or cache=, got {arguments}; pass the spec of the model's cache"
+        )
 
     first = range(0, count, num_samples)
     batch = make_batch(lists, sequences=[*first])
-    result = prefill(forward, params, cache, batch, donate=own)
+    result = prefill(forward, params, cache, batch, donate=is_own_cache)
     cache, logits = result.cache, result.logits
     assert logits is not None
     if num_samples > 1:
@@ -143,9 +145,9 @@ def generate(
         seed=seed,
         prompts=[tokens for tokens in lists for _ in range(num_samples)],
     )
-    parts, left = [_report_tokens(out, on_tokens)], max_new_tokens - 1
-    while left and bool(jnp.any(out.state.active)):
-        size = left if on_tokens is None else min(tokens_per_call, left)
+    parts, num_remaining = [_report_tokens(out, on_tokens)], max_new_tokens - 1
+    while num_remaining and bool(jnp.any(out.state.active)):
+        size = num_remaining if on_tokens is None else min(tokens_per_call, num_remaining)
         options = {"num_tokens": size, "sampler": sampler, "stop_tokens": stop_tokens}
         args = forward, params, out.cache, out.state
         if drafter is None:
@@ -154,14 +156,14 @@ def generate(
             out = speculate(*args, drafter=drafter, **options, donate=True)
             drafter = out.drafter
         parts.append(_report_tokens(out, on_tokens))
-        left -= size
-    return out._replace(**_join_calls(parts, left), drafter=drafter)
+        num_remaining -= size
+    return out._replace(**_join_calls(parts, num_remaining), drafter=drafter)
 
 
 def _lists(prompts: Prompts) -> list[Int32[np.ndarray, " n"]]:
     """Return the tokens of each prompt, or raise."""
-    lists = [np.asarray(check_int32(one, "the tokens of a prompt", low=0)) for one in prompts]
-    if not lists or any(one.ndim != 1 or not one.size for one in lists):
+    lists = [np.asarray(check_int32(prompt, "the tokens of a prompt", low=0)) for prompt in prompts]
+    if not lists or any(tokens.ndim != 1 or not tokens.size for tokens in lists):
         raise ValueError(
             f"expected a list of at least one token for each prompt, got {prompts!r}; a single "
             f"prompt is [tokens]"
@@ -183,12 +185,12 @@ def _report_tokens(
     return {name: getattr(out, name) for name in (*ROWS, *COUNTS)}
 
 
-def _join_calls(parts: list[dict[str, Any]], left: int) -> dict[str, Any]:
-    """Return the fields of several calls as those of one, padded by the tokens that were `left`."""
+def _join_calls(parts: list[dict[str, Any]], num_remaining: int) -> dict[str, Any]:
+    """Return the fields of several calls as those of one, padded by `num_remaining` tokens."""
     joined: dict[str, Any] = {
         name: jnp.pad(
             jnp.concatenate([part[name] for part in parts], axis=1),
-            [(0, 0), (0, left)],
+            [(0, 0), (0, num_remaining)],
             constant_values=padding,
         )
         for name, padding in ROWS.items()

@@ -59,19 +59,19 @@ def model_step(
 ) -> tuple[Cache, Float[Array, "O V"]]:
     """Apply a ubatch and run a model over it; return the cache, and the logits."""
     cache = apply(cache, ubatch)
-    given = forward(params, cache, ubatch)
-    if not isinstance(given, tuple) or len(given) != 2 or not isinstance(given[0], Cache):
-        what = type(given)
-        if isinstance(given, tuple):
-            what = f"({', '.join(type(one).__name__ for one in given)})"
-        elif isinstance(given, jax.Array):
-            what = f"an array of shape {given.shape}"
+    output = forward(params, cache, ubatch)
+    if not isinstance(output, tuple) or len(output) != 2 or not isinstance(output[0], Cache):
+        description = type(output)
+        if isinstance(output, tuple):
+            description = f"({', '.join(type(item).__name__ for item in output)})"
+        elif isinstance(output, jax.Array):
+            description = f"an array of shape {output.shape}"
         raise ValueError(
-            f"wanted a pair from forward, cache and logits, got {what}: end it with `return "
+            f"wanted a pair from forward, cache and logits, got {description}: end it with `return "
             f"cache, logits`"
         )
-    after, logits = given
-    old, new = (jax.tree.leaves(one.buffers) for one in (cache, after))
+    after, logits = output
+    old, new = (jax.tree.leaves(x.buffers) for x in (cache, after))
     if old and all(a is b for a, b in zip(old, new, strict=False)):
         raise ValueError(
             "forward gave back the cache it was given, with nothing written: it must return the "
@@ -97,10 +97,10 @@ def _check_layers(before: Cache, after: Cache) -> None:
     for i, (old, new) in enumerate(pairs):
         if old.table.spec.kind != "attention" or old.buffers.stacked:
             continue
-        first, last = ([jax.tree.leaves(k)[0] for k in one.buffers.k] for one in (old, new))
-        left = [n for n, (a, b) in enumerate(zip(first, last, strict=True)) if a is b]
-        if left:
-            layers = [every[i][n] for n in left] if every else left
+        first, last = ([jax.tree.leaves(k)[0] for k in part.buffers.k] for part in (old, new))
+        unwritten = [n for n, (a, b) in enumerate(zip(first, last, strict=True)) if a is b]
+        if unwritten:
+            layers = [every[i][n] for n in unwritten] if every else unwritten
             raise ValueError(
                 f"wanted keys from forward in each layer of the cache, got none in layers "
                 f"{layers}: call attend once for each layer, with its number"

@@ -33,23 +33,25 @@ def newest(
     return xp.pad(recent, [(0, 0), (length - recent.shape[1], 0)], constant_values=-1)
 
 
-def pad_prompts(prompts: Prompts, most: int | None = None) -> Int32[Array | np.ndarray, "T m"]:
+def pad_prompts(
+    prompts: Prompts, max_length: int | None = None
+) -> Int32[Array | np.ndarray, "T m"]:
     """Return the tokens of texts as rows of one length, -1 in front of them.
 
     Args:
       prompts: an array, or a list of lists.
-      most: n; by default the length of the longest prompt.
+      max_length: n; by default the length of the longest prompt.
     """
     if getattr(prompts, "ndim", 0) == 2:
         rows = check_int32(prompts, "prompts")
     else:
         lists = [check_int32(prompt, "prompts") for prompt in prompts]
-        if any(one.ndim != 1 for one in lists):
+        if any(tokens.ndim != 1 for tokens in lists):
             raise ValueError(f"wanted a list of tokens for each text, got {prompts}")
-        longest = max((len(one) for one in lists), default=0)
-        lists = [np.pad(one, (longest - len(one), 0), constant_values=-1) for one in lists]
+        longest = max((len(tokens) for tokens in lists), default=0)
+        lists = [np.pad(tokens, (longest - len(tokens), 0), constant_values=-1) for tokens in lists]
         rows = np.stack(lists) if lists else np.zeros((0, 0), np.int32)
-    return rows if most is None else newest(rows, most)
+    return rows if max_length is None else newest(rows, max_length)
 
 
 def stop_tokens_as_list(stop_tokens: StopTokens) -> Tokens:

@@ -103,11 +103,11 @@ def prefill(
         plan = init_batch(cache, batch, ubatch_size=ubatch_size)
     else:
         _check_plan(cache, batch, ubatch_size, plan)
-    known = is_concrete(plan.ok)
-    if known:
+    is_known = is_concrete(plan.ok)
+    if is_known:
         plan.check()
     logits = []
-    if known and not is_traced(params, cache, batch):
+    if is_known and not is_traced(params, cache, batch):
         step = compiled_step(forward)
         table, buffers = own_or_copied_buffers(cache, donate)
         for ubatch in plan.ubatches:
@@ -138,11 +138,13 @@ def _check_plan(cache: Cache, batch: Batch, ubatch_size: int | None, plan: objec
     if ubatch_size is not None:
         raise ValueError("wanted a plan or a ubatch_size, got both: the plan is cut already")
     if is_concrete(batch, plan) and plan.ok:
-        wanted, got = (
-            sum(int(np.sum(one.valid)) for one in several) for several in ([batch], plan.ubatches)
+        num_tokens, num_planned = (
+            sum(int(np.sum(part.valid)) for part in several) for several in ([batch], plan.ubatches)
         )
-        if wanted != got:
-            raise ValueError(f"wanted a plan of the batch's {wanted} tokens, got one of {got}")
+        if num_tokens != num_planned:
+            raise ValueError(
+                f"wanted a plan of the batch's {num_tokens} tokens, got one of {num_planned}"
+            )
     if not is_traced(cache, plan) and not is_current(cache, plan.ubatches[0]):
         raise ValueError("wanted a plan of this cache as it is, got a stale one: plan again")
 
@@ -206,17 +208,17 @@ def warm_up(
     if not sequences:
         raise ValueError("wanted at least one sequence to warm up for, got none")
     spec = split(cache)[0].spec
-    most = max(check_ubatch_size(spec, ubatch_size) // len(sequences), 1)
-    longest = most if longest is None else max(check_count(longest, "longest"), most)
+    limit = max(check_ubatch_size(spec, ubatch_size) // len(sequences), 1)
+    longest = limit if longest is None else max(check_count(longest, "longest"), limit)
 
     def plan_of_length(length: int) -> Plan:
         batch = make_batch([[0] * length] * len(sequences), sequences=sequences)
         return init_batch(cache, batch, ubatch_size=ubatch_size)
 
-    plans = [plan_of_length(length) for length in _buckets(most)]
+    plans = [plan_of_length(length) for length in _buckets(limit)]
     for length in _buckets(longest):
-        for rest in _buckets(most) if length > most else ():  # what is left over at its end
-            plan_of_length((length - rest) // most * most + rest)
+        for rest in _buckets(limit) if length > limit else ():  # what is left over at its end
+            plan_of_length((length - rest) // limit * limit + rest)
     step = compiled_step(forward)
     table, buffers = own_or_copied_buffers(cache, donate)
     for plan in plans:
@@ -228,6 +230,6 @@ def warm_up(
     return merge(table, buffers) if donate else cache
 
 
-def _buckets(most: int) -> list[int]:
+def _buckets(limit: int) -> list[int]:
     """Return the powers of two below a number, and the number."""
-    return sorted({min(next_power_of_two(length), most) for length in range(1, most + 1)})
+    return sorted({min(next_power_of_two(length), limit) for length in range(1, limit + 1)})

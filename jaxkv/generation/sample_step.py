@@ -109,16 +109,18 @@ def init_decode(
       ([0, 1], [1, 9])
     """
     if (logits is None) == (tokens is None):
-        got = "neither" if logits is None else "both"
-        raise ValueError(f"expected logits= or tokens=, got {got}; pass the logits of prefill")
+        arguments = "neither" if logits is None else "both"
+        raise ValueError(
+            f"expected logits= or tokens=, got {arguments}; pass the logits of prefill"
+        )
     sampler = make_sampler() if sampler is None else as_sampler(sampler)
     begin = partial(
         resume, cache, max_new_tokens=max_new_tokens, sampler=sampler, seed=seed, prompts=prompts
     )
     if tokens is not None:
         state = begin(tokens, sequences)
-        known = sampler.update(state.sampler_state, state.token)
-        return DecodeResult(cache, replace(state, sampler_state=known), None, None)
+        sampler_state = sampler.update(state.sampler_state, state.token)
+        return DecodeResult(cache, replace(state, sampler_state=sampler_state), None, None)
     if isinstance(logits, PrefillResult):
         if sequences is not None:
             raise ValueError(
@@ -129,11 +131,11 @@ def init_decode(
     logits = jnp.asarray(logits)
     if logits.ndim != 2 or not logits.shape[1] or not jnp.issubdtype(logits.dtype, jnp.floating):
         raise ValueError(f"wanted logits [T, V] of floats, got {logits.dtype} {list(logits.shape)}")
-    most = split(cache)[0].spec.sequences
-    if logits.shape[0] > most:
+    num_sequences = split(cache)[0].spec.sequences
+    if logits.shape[0] > num_sequences:
         raise ValueError(
-            f"wanted logits of at most {most} texts, a sequence each, got {logits.shape[0]} rows: "
-            f"prefill pads them inside of jit, so pass logits[:T]"
+            f"wanted logits of at most {num_sequences} texts, a sequence each, got "
+            f"{logits.shape[0]} rows: prefill pads them inside of jit, so pass logits[:T]"
         )
     if sequences is None and logits.shape[0] > 1:
         raise ValueError(
@@ -232,20 +234,20 @@ def advance(
     logits = logits.astype(jnp.float32)
     adjusted = adjust_logits(sampler, logits, state.sampler_state)
     token = draw(sampler, adjusted, draw_key(state.key, state.draw_index))
-    picked = active & (token >= 0)
-    followed = sampler.update(state.sampler_state, token)
-    left = state.remaining - picked
-    ended = jnp.any(token[:, None] == stop_tokens, axis=1) | (left <= 0) | (token < 0)
+    is_sampled = active & (token >= 0)
+    sampler_state = sampler.update(state.sampler_state, token)
+    remaining = state.remaining - is_sampled
+    ended = jnp.any(token[:, None] == stop_tokens, axis=1) | (remaining <= 0) | (token < 0)
     state = replace(
         state,
-        token=jnp.where(picked, token, state.token),
+        token=jnp.where(is_sampled, token, state.token),
         active=state.active & ~(active & ended),
-        remaining=left,
+        remaining=remaining,
         reason=reason_after(logits, active, state.reason),
-        draw_index=state.draw_index + picked,
-        sampler_state=where_text(picked, followed, state.sampler_state),
+        draw_index=state.draw_index + is_sampled,
+        sampler_state=where_text(is_sampled, sampler_state, state.sampler_state),
     )
-    return state, jnp.where(picked, token, -1), logprob_of(logits, token, active)
+    return state, jnp.where(is_sampled, token, -1), logprob_of(logits, token, active)
 
 
 def logprob_of(
@@ -255,12 +257,12 @@ def logprob_of(
 
     NaN for a text that goes on where its logits are broken.
     """
-    own = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[:, None], axis=1)[:, 0]
+    token_logits = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[:, None], axis=1)[:, 0]
     # Less the largest first: of large logits a sum in float32 would lose what they differ by.
     largest = jnp.max(logits, axis=1)
     largest = jnp.where(jnp.isfinite(largest), largest, 0)
     every = jnp.log(jnp.sum(jnp.exp(logits - largest[:, None]), axis=1))
-    logprob = jnp.where(tokens >= 0, own - largest - every, 0)
+    logprob = jnp.where(tokens >= 0, token_logits - largest - every, 0)
     return jnp.where(active, jnp.where(are_broken(logits), jnp.nan, logprob), 0)
 
 

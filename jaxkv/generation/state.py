@@ -84,13 +84,13 @@ def resume(
     ids = table.spec.sequence_ids(np.arange(count) if sequences is None else sequences)
     if np.shape(ids) != (count,):
         raise ValueError(f"wanted sequences [{count}], one for each token, got {np.shape(ids)}")
-    left = _one_per_text(END if max_new_tokens is None else max_new_tokens, count, "limit")
+    remaining = _one_per_text(END if max_new_tokens is None else max_new_tokens, count, "limit")
     key, draw, follows = _draws(table, _seed(seed, count), ids)
     state = DecodeState(
         token=token,
         sequence=ids,
-        active=left > 0,
-        remaining=left,
+        active=remaining > 0,
+        remaining=remaining,
         reason=jnp.full(count, Reason.OK, jnp.int32),
         key=key,
         draw_index=draw,
@@ -135,14 +135,14 @@ def check_sampler_state(sampler: object, state: DecodeState) -> Sampler:
     """
     sampler = make_sampler() if sampler is None else as_sampler(sampler)
     fresh = sampler.init(np.zeros((state.token.shape[0], 0), np.int32))
-    wanted, got = (
-        jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), one)
-        for one in (fresh, state.sampler_state)
+    expected, actual = (
+        jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), sampler_state)
+        for sampler_state in (fresh, state.sampler_state)
     )
-    if wanted != got:
+    if expected != actual:
         raise ValueError(
-            f"wanted a state that was started with this sampler, which remembers {wanted}, got one "
-            f"that remembers {got}: pass the same sampler= to "
+            f"wanted a state that was started with this sampler, which remembers {expected}, got "
+            f"one that remembers {actual}: pass the same sampler= to "
             f"generation.init_decode"
         )
     return sampler
@@ -184,11 +184,11 @@ def _of_all(prompts: Prompts | None, count: int) -> Int32[Array | np.ndarray, "{
 
 def _one_per_text(value: Ids, count: int, name: str) -> Any:
     """Return a number for each text, `[T]` int32, from one for all or one each."""
-    checked = check_int32(value, name, low=0)
-    if np.shape(checked) not in ((), (count,)):
-        raise ValueError(f"wanted {name} [] or [{count}], got {np.shape(checked)}")
-    xp = np if is_concrete(checked) else jnp
-    return xp.broadcast_to(checked, (count,))
+    array = check_int32(value, name, low=0)
+    if np.shape(array) not in ((), (count,)):
+        raise ValueError(f"wanted {name} [] or [{count}], got {np.shape(array)}")
+    xp = np if is_concrete(array) else jnp
+    return xp.broadcast_to(array, (count,))
 
 
 def _seed(seed: Seeds, count: int) -> Seeds:

@@ -401,10 +401,10 @@ which this cache never has: ask for less, or make a larger one
         """
         ended, refused = [], []
         for text in texts:
-            row, picked = text.sequence, outcome.picked
-            new = picked.tokens[row][picked.tokens[row] >= 0].tolist()
+            row, samples = text.sequence, outcome.picked
+            new = samples.tokens[row][samples.tokens[row] >= 0].tolist()
             text.tokens += new
-            text.logprobs += picked.logprobs[row][: len(new)].tolist()
+            text.logprobs += samples.logprobs[row][: len(new)].tolist()
             if text.constraint_state is not None:
                 text.constraint_state = jax.tree.map(lambda x, row=row: x[row], outcome.rule_states)
             if new and new[-1] in self._runner.stops_of(text):

@@ -74,9 +74,9 @@ class EnginePrefixes:
         """The cache and the store, to come back to while no buffer was copied or written."""
         return self._runner.cache, self.store
 
-    def rewind(self, then: tuple[Cache, PrefixStore | None]) -> None:
+    def rewind(self, past: tuple[Cache, PrefixStore | None]) -> None:
         """Take what `cache_and_store` was back."""
-        self._runner.cache, self.store = then
+        self._runner.cache, self.store = past
 
     def num_shared_cells(self) -> PyTree:
         """Return what `CacheTable.num_shared_cells` says, on the host; nothing without a store."""
@@ -108,18 +108,18 @@ class EnginePrefixes:
         tokens = text.all_tokens()
         match = self.store.longest_match(self._runner.cache, tokens, sequence)
         shared = [
-            (common_prefix_length(one.all_tokens(), tokens[:-1]), one.num_cached_tokens, one)
-            for one in others
+            (common_prefix_length(state.all_tokens(), tokens[:-1]), state.num_cached_tokens, state)
+            for state in others
         ]
-        most, _, other = max(shared, key=lambda one: one[:2], default=(0, 0, text))
-        if most - match.hit.length > PASS:
-            if not other.runs and other.num_computed_tokens < most:
-                other.branch_points.add(most)
+        num_shared, _, nearest = max(shared, key=lambda entry: entry[:2], default=(0, 0, text))
+        if num_shared - match.hit.length > PASS:
+            if not nearest.runs and nearest.num_computed_tokens < num_shared:
+                nearest.branch_points.add(num_shared)
                 return None
-            self.store_prefix(other, min(most, other.num_cached_tokens))
+            self.store_prefix(nearest, min(num_shared, nearest.num_cached_tokens))
             match = self.store.longest_match(self._runner.cache, tokens, sequence)
-        known = [common_prefix_length(one.tokens, tokens[:-1]) for one in self._texts]
-        furthest = max([most, *known])
+        lengths = [common_prefix_length(prompt.tokens, tokens[:-1]) for prompt in self._texts]
+        furthest = max([num_shared, *lengths])
         text.branch_points = {furthest} if furthest - match.hit.length > PASS else set()
         return match
 

@@ -140,8 +140,8 @@ class ModelRunner:
             stop_tokens=stop,
             donate=True,
         )
-        picked = Sampled._make(sampled[:2])
-        return jax.device_get(RunnerOutput(picked, state.reason, self._rule_states(state)))
+        samples = Sampled._make(sampled[:2])
+        return jax.device_get(RunnerOutput(samples, state.reason, self._rule_states(state)))
 
     def remove(self, sequences: Sequence[int]) -> None:
         """Forget all tokens of some sequences; one program, whichever they are."""
@@ -179,8 +179,8 @@ class ModelRunner:
         sampler, stop, options = self._options(texts, turns)
         none = np.zeros(self._facts.sequences, np.int32)
         state = resume(self.cache, none, None, sampler=sampler, **options)
-        state, *picked = pick_first(self.cache.table, sampler, logits, stop, state)
-        return RunnerOutput(Sampled(*picked), state.reason, self._rule_states(state))
+        state, *samples = pick_first(self.cache.table, sampler, logits, stop, state)
+        return RunnerOutput(Sampled(*samples), state.reason, self._rule_states(state))
 
     def _rule_states(self, state: DecodeState) -> PyTree:
         """Return what the rule has come to, `[Q, ...]`; nothing without a rule."""
@@ -197,9 +197,9 @@ class ModelRunner:
         limit, seed = np.zeros(rows, np.int32), np.zeros(rows, np.uint32)
         recent = np.full((rows, last_n), -1, np.int32)
         for text in texts:
-            row, own, last = text.sequence, self.stops_of(text), text.last_tokens(last_n)
+            row, stops, last = text.sequence, self.stops_of(text), text.last_tokens(last_n)
             requests[row], states[row] = text.request, text.constraint_state
-            stop[row, : len(own)] = own
+            stop[row, : len(stops)] = stops
             limit[row], seed[row] = min(text.remaining, turns), text.request.seed
             recent[row, last_n - len(last) :] = last
         sampler = sampler_of(

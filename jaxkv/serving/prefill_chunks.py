@@ -172,13 +172,13 @@ def _chunk_program(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
             outputs=chunk.ends.reshape(-1),
         )
         index = jnp.arange(chunk.valid.size, dtype=jnp.int32).reshape(shape)
-        most = min(shape[0] if table.spec.single_sequence_rows else count, chunk.valid.size)
+        num_outputs = min(shape[0] if table.spec.single_sequence_rows else count, chunk.valid.size)
         ranks = turn_in_sequence(batch.sequences, batch.valid)
-        held, ended = (
+        is_fed, ended = (
             jnp.zeros(count, bool).at[batch.sequences].max(which, mode="drop")
             for which in (batch.valid, batch.outputs)
         )
-        plan = plan_single_ubatch(table, batch, ranks, index, held & ~ended, outputs=most)
+        plan = plan_single_ubatch(table, batch, ranks, index, is_fed & ~ended, outputs=num_outputs)
         ubatch = plan.ubatches[0]
         cache, logits = model_step(forward(), params, merge(table, buffers), ubatch)
         whose = batch.sequences.at[ubatch.output_index].get(mode="fill", fill_value=count)

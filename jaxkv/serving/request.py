@@ -141,10 +141,10 @@ class RequestState:
     @property
     def num_cached_tokens(self) -> int:
         """The tokens that are in the cache: the last of a text that runs never is."""
-        held = self.num_computed_tokens
+        num_cached = self.num_computed_tokens
         if self.runs:
-            held = max(held, len(self.request.prompt) + len(self.tokens) - 1)
-        return held
+            num_cached = max(num_cached, len(self.request.prompt) + len(self.tokens) - 1)
+        return num_cached
 
     @property
     def remaining(self) -> int:
@@ -221,14 +221,14 @@ def check_config(
         what it should.
       TypeError: when a number is no integer, or the rule is none.
     """
-    most = check_ubatch_size(spec, None)
+    max_chunk = check_ubatch_size(spec, None)
     if isinstance(sampling_options, str):
         raise TypeError(f"wanted a list of options to allow, got {sampling_options!r}")
     unknown = sorted(set(sampling_options) - set(OPTIONS))
     if unknown:
         raise ValueError(f"wanted options to allow of {', '.join(OPTIONS)}, got {unknown[0]!r}")
     return EngineConfig(
-        prefill_chunk=min(CHUNK, most)
+        prefill_chunk=min(CHUNK, max_chunk)
         if prefill_chunk is None
         else check_ubatch_size(spec, check_count(prefill_chunk, "prefill_chunk")),
         tokens_per_step=check_count(tokens_per_step, "tokens_per_step"),
@@ -324,7 +324,10 @@ def sampler_of(
     """
     numbers = {
         name: np.array(
-            [one.sampling.get(name, option.neutral) if one else option.neutral for one in requests]
+            [
+                request.sampling.get(name, option.neutral) if request else option.neutral
+                for request in requests
+            ]
         )
         for name, option in OPTIONS.items()
     }

@@ -72,13 +72,13 @@ class Scheduler:
           ValueError: when the cache would never have the cells for it.
         """
         request = text.request
-        wanted = text.max_cached_tokens if self.reserves else len(request.prompt)
-        if not self._holds({0: wanted}, self._prefixes.nothing)[0]:
+        length = text.max_cached_tokens if self.reserves else len(request.prompt)
+        if not self._holds({0: length}, self._prefixes.nothing)[0]:
             limit = (
                 f" and a limit of {request.max_new_tokens} less the last" if self.reserves else ""
             )
             raise ValueError(
-                f"wanted cells for {wanted} tokens, of a prompt of {len(request.prompt)}{limit}, "
+                f"wanted cells for {length} tokens, of a prompt of {len(request.prompt)}{limit}, "
                 f"which this cache never has: ask for less, or make a larger one"
             )
         self._waiting.append(text)
@@ -136,12 +136,12 @@ class Scheduler:
         self, text: RequestState, sequence: int, match: PrefixMatch, gives_way: bool
     ) -> bool:
         """Give a text a sequence if there is room in its stream; else nothing is changed."""
-        then, near = self._prefixes.cache_and_store, self._prefixes.is_near(match, sequence)
+        past, near = self._prefixes.cache_and_store, self._prefixes.is_near(match, sequence)
         self._placed[sequence], text.sequence = text, sequence
         found = self._prefixes.fork(match, sequence) if near else match.hit
         while not self._has_room(self.stream_of(text)):
             if not (gives_way and self._prefixes.evict_one(self.stream_of(text))):
-                self._prefixes.rewind(then)
+                self._prefixes.rewind(past)
                 self._placed[sequence], text.sequence = None, -1
                 return False
         text.begin(match.prompt, found if near else self._prefixes.fork(match, sequence))
@@ -153,7 +153,7 @@ class Scheduler:
         kept = self._prefixes.lengths(stream)
         if not kept and len(beside) < 2:
             return True  # alone it has what there is, which is enough for its prompt
-        lengths = {one.sequence: self._needs(one) for one in beside}
+        lengths = {text.sequence: self._needs(text) for text in beside}
         return bool(self._holds(lengths | kept, self._prefixes.num_shared_cells())[stream])
 
     def _needs(self, text: RequestState) -> int:

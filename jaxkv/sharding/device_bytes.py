@@ -125,7 +125,7 @@ def device_bytes(
 placement='striped:4'
     """
     of_keys = {k.shape[1] for k in keys_of(cache)}
-    if heads is not None and any(check_count(heads, "heads") % one for one in of_keys):
+    if heads is not None and any(check_count(heads, "heads") % kv_heads for kv_heads in of_keys):
         raise ValueError(f"wanted heads a multiple of kv_heads {sorted(of_keys)}, got {heads}")
     halves = zip(split(cache), split(shardings(cache, mesh, sharding_rules)), strict=True)
     table, buffers = (

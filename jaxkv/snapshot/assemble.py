@@ -58,14 +58,14 @@ def parts(cache: Cache) -> list[Named]:
     if not isinstance(cache.table, HybridTable):
         return [Named(KINDS[cache.table.spec.kind], cache, "table.", "buffers.")]
     return [
-        Named(KINDS[one.table.spec.kind], one, f"table.parts.{i}.", f"buffers.{i}.")
-        for i, one in enumerate(cache.parts)
+        Named(KINDS[part.table.spec.kind], part, f"table.parts.{i}.", f"buffers.{i}.")
+        for i, part in enumerate(cache.parts)
     ]
 
 
 def describe(cache: Cache) -> PartDescription | HybridDescription:
     """Return what is fixed when a cache is made, as JSON holds it."""
-    found = [one.part.describe(one.cache.table, one.cache.buffers) for one in parts(cache)]
+    found = [entry.part.describe(entry.cache.table, entry.cache.buffers) for entry in parts(cache)]
     if not isinstance(cache.table, HybridTable):
         return found[0]
     return {"kind": "hybrid", "layers": to_json(cache.table.layers), "parts": found}
@@ -76,7 +76,7 @@ def make(file: File) -> Cache:
     description = file.description["cache"]
     if description["kind"] != "hybrid":
         return merge(*_make_part(file, description, "buffers."))
-    pairs = [_make_part(file, one, f"buffers.{i}.") for i, one in enumerate(description["parts"])]
+    pairs = [_make_part(file, part, f"buffers.{i}.") for i, part in enumerate(description["parts"])]
     layers = from_json(description["layers"])
     return compose(*zip([merge(*pair) for pair in pairs], layers, strict=True))
 
@@ -106,15 +106,15 @@ def _check_arrays(file: File, cache: Cache) -> None:
     check_once(cache.table.spec.sequence_ids(saved))
     for text in tokens:
         check_int32([] if text is None else text, "tokens")
-    wanted: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
-    for part, own, table, buffers in parts(cache):
+    expected: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
+    for part, part_cache, table, buffers in parts(cache):
         (count,) = file.arrays[f"{table}cell"][1]
-        forms, held = part.forms(own.table, own.buffers, count, len(saved))
-        pairs = zip(jax.tree.leaves(names(held, buffers)), jax.tree.leaves(held), strict=True)
+        forms, tree = part.forms(part_cache.table, part_cache.buffers, count, len(saved))
+        pairs = zip(jax.tree.leaves(names(tree, buffers)), jax.tree.leaves(tree), strict=True)
         for name, form in [*((table + name, form) for name, form in forms.items()), *pairs]:
-            wanted[name] = form.dtype, form.shape
-    if len(tokens) != len(saved) or wanted != file.arrays:
-        odd = sorted(set(wanted.items()) ^ set(file.arrays.items()), key=str)
+            expected[name] = form.dtype, form.shape
+    if len(tokens) != len(saved) or expected != file.arrays:
+        odd = sorted(set(expected.items()) ^ set(file.arrays.items()), key=str)
         raise ValueError(f"other arrays than those of the cache, {_short(odd[:2])}")
 
 
@@ -162,25 +162,25 @@ def check_saveable(cache: Cache) -> None:
 
 def check_fits(saved: Cache, cache: Cache) -> None:
     """Raise a ValueError, by name, unless what was saved of one cache fits into another."""
-    mine, theirs = parts(cache), parts(saved)
-    kinds = [[one.cache.table.spec.kind for one in found] for found in (mine, theirs)]
+    own_parts, saved_parts = parts(cache), parts(saved)
+    kinds = [[entry.cache.table.spec.kind for entry in found] for found in (own_parts, saved_parts)]
     _same("kind", cache.table.spec.kind, saved.table.spec.kind)
     _same("kinds of parts", *kinds)
     if isinstance(cache.table, HybridTable):
         _same("layers of parts", cache.table.layers, saved.table.layers)
-    for i, (one, other) in enumerate(zip(mine, theirs, strict=True)):
-        where = f" in part {i}" if len(mine) > 1 else ""
-        wanted = one.part.features(one.cache.table, one.cache.buffers)
-        found = one.part.features(other.cache.table, other.cache.buffers)
-        for name in wanted:
-            _same(name + where, wanted[name], found.get(name))
+    for i, (own_entry, saved_entry) in enumerate(zip(own_parts, saved_parts, strict=True)):
+        where = f" in part {i}" if len(own_parts) > 1 else ""
+        expected = own_entry.part.features(own_entry.cache.table, own_entry.cache.buffers)
+        found = own_entry.part.features(saved_entry.cache.table, saved_entry.cache.buffers)
+        for name in expected:
+            _same(name + where, expected[name], found.get(name))
 
 
-def _same(name: str, wanted: object, found: object) -> None:
-    if wanted != found:
+def _same(name: str, expected: object, found: object) -> None:
+    if expected != found:
         raise ValueError(
-            f"wanted a snapshot of a cache with the {name} of this one, {_short(wanted)}, got one "
-            f"with {_short(found)}; nothing was changed"
+            f"wanted a snapshot of a cache with the {name} of this one, {_short(expected)}, got "
+            f"one with {_short(found)}; nothing was changed"
         )
 
 

@@ -174,8 +174,8 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
         expect((position >= 0) & (position < END), "position", position, f"from 0 to {END - 1}")
         was = position - shift
         expect((was >= 0) & (was < END), "shift", shift, "from a position to another")
-        owners, known = read("owners"), _words(table, sequences)[read("stream")]
-        expect(owners & ~known == 0, "owners", owners, "among the saved sequences of the stream")
+        owners, words = read("owners"), _words(table, sequences)[read("stream")]
+        expect(owners & ~words == 0, "owners", owners, "among the saved sequences of the stream")
         expect(np.any(owners != 0, axis=1), "owners", owners[:, 0], "of each cell")
         marks = read("evicted_below")
         expect(marks >= 0, "evicted_below", marks, "of at least 0")
@@ -190,26 +190,27 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
         fresh: bool,
     ) -> SlotAssignment:
         """Put live cells where a copy between streams would go, or where they were."""
-        wanted, origin, owners = _assign_cells(table, saved, read("stream"), read("owners"), moves)
+        demand, origin, owners = _assign_cells(table, saved, read("stream"), read("owners"), moves)
         marks = np.full(table.sequences, EMPTY, np.int32)
         marks[moves.new] = read("evicted_below")[moves.turn]
-        left, open_cells, found = _let_go(table, marks)
-        for one in np.flatnonzero(wanted > np.asarray(found)):
+        rest, open_cells, found = _let_go(table, marks)
+        for stream in np.flatnonzero(demand > np.asarray(found)):
             raise PlanRefusedError(
-                f"wanted {wanted[one]} cells of stream {one} for a snapshot, got {found[one]}, and "
-                f"nothing was changed: remove a sequence there (seq_rm), close the gaps where "
-                f"cells must be neighbours (defrag_plan), or make a cache with more cells"
+                f"wanted {demand[stream]} cells of stream {stream} for a snapshot, got "
+                f"{found[stream]}, and nothing was changed: remove a sequence there (seq_rm), "
+                f"close the gaps where cells must be neighbours (defrag_plan), or make "
+                f"a cache with more cells"
             )
-        turn = np.arange(table.num_cells)[None] < wanted[:, None]
+        turn = np.arange(table.num_cells)[None] < demand[:, None]
 
         def of_origin(name: str) -> np.ndarray:
             field = read(name)
             return np.append(field, np.zeros(1, field.dtype))[origin]
 
-        slots = _choose(left, open_cells, wanted) if fresh else jnp.asarray(of_origin("cell"))
+        slots = _choose(rest, open_cells, demand) if fresh else jnp.asarray(of_origin("cell"))
         slots = np.where(turn, slots, np.asarray(no_slots(slots)))
         fields = of_origin("position"), of_origin("shift"), of_origin("content"), owners
-        table = _fill(left, slots, *fields, origin, np.uint32(seed))
+        table = _fill(rest, slots, *fields, origin, np.uint32(seed))
         streams = np.broadcast_to(np.arange(table.streams, dtype=np.int32)[:, None], turn.shape)
         return SlotAssignment(
             table=table, streams=streams[turn], cells=slots[turn], origin=origin[turn]
@@ -220,8 +221,8 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
         """Return the buffers with each layer filled, one after another."""
         called = names(_layers_apart(buffers), prefix)
         for i in range(buffers.layers):
-            held = each_array(fill, buffers.layer(i), (called.k[i], called.v[i]))
-            buffers = buffers.with_layer(i, *held)
+            arrays = each_array(fill, buffers.layer(i), (called.k[i], called.v[i]))
+            buffers = buffers.with_layer(i, *arrays)
         return buffers
 
     @staticmethod
@@ -304,23 +305,23 @@ def _assign_cells(
     found: dict[tuple[int, int], np.ndarray] = {}
     streams, words, size = table.owners.shape
     for old, new in zip(moves.old, moves.new, strict=True):
-        (source, word, bit), (target, own, own_bit) = _home(saved, old), _home(table, new)
+        (source, word, bit), (target, own_word, own_bit) = _home(saved, old), _home(table, new)
         here = slice(begins[source], begins[source + 1])
-        mine = owners[here, word] >> np.uint32(bit) & np.uint32(1)
-        theirs = found.setdefault((target, source), np.zeros((len(mine), words), np.uint32))
-        theirs[:, own] |= mine << np.uint32(own_bit)
+        own_bits = owners[here, word] >> np.uint32(bit) & np.uint32(1)
+        theirs = found.setdefault((target, source), np.zeros((len(own_bits), words), np.uint32))
+        theirs[:, own_word] |= own_bits << np.uint32(own_bit)
 
-    wanted = np.zeros(streams, np.int32)
+    demand = np.zeros(streams, np.int32)
     origin = np.full((streams, size), len(stream), np.int32)
     owner = np.zeros((streams, words, size), np.uint32)
     for (target, source), theirs in sorted(found.items()):
         used = np.flatnonzero(theirs.any(axis=1))
-        first, last = wanted[target], wanted[target] + len(used)
-        wanted[target] = last
+        first, last = demand[target], demand[target] + len(used)
+        demand[target] = last
         if last <= size:
             origin[target, first:last] = begins[source] + used
             owner[target, :, first:last] = theirs[used].T
-    return wanted, origin, owner
+    return demand, origin, owner
 
 
 @jax.jit
@@ -335,10 +336,10 @@ def _let_go(
     goes = marks != EMPTY
     ids = jnp.where(goes, jnp.arange(table.sequences, dtype=jnp.int32), table.sequences)
     gone = jax.lax.reduce_or(jax.vmap(partial(bits, table))(ids), axes=(0,))
-    left = with_owners(table, table.owners & ~gone[..., None])
-    left = replace(left, evicted_below=jnp.where(goes, marks, left.evicted_below))
-    open_cells = usable(left)
-    return left, open_cells, room(left, open_cells)
+    rest = with_owners(table, table.owners & ~gone[..., None])
+    rest = replace(rest, evicted_below=jnp.where(goes, marks, rest.evicted_below))
+    open_cells = usable(rest)
+    return rest, open_cells, room(rest, open_cells)
 
 
 _choose = jax.jit(choose)
@@ -346,7 +347,7 @@ _choose = jax.jit(choose)
 
 @jax.jit
 def _fill(
-    left: CellTable,
+    rest: CellTable,
     slots: Int32[Array, "S N"],
     position: Int32[Array, "S N"],
     shift: Int32[Array, "S N"],
@@ -358,8 +359,8 @@ def _fill(
     """Take cells in, with a stamp for each cell of the file."""
     stamp = chain_hashes(jnp.broadcast_to(seed, origin.shape), origin)
     fields = {"position": position, "shift": shift, "content": content, "owners": owners}
-    arriving = replace(left, cell_hash=stamp, **fields)
-    return mark_used(left, slots, arriving, jnp.zeros(left.written.shape, bool))
+    arriving = replace(rest, cell_hash=stamp, **fields)
+    return mark_used(rest, slots, arriving, jnp.zeros(rest.written.shape, bool))
 
 
 def _part_of_keys(v: Values) -> list[int] | None:

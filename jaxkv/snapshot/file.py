@@ -67,11 +67,11 @@ class File:
                 f"wanted {name} of {dtype} {shape}, got it stored as {stored.dtype} "
                 f"{stored.shape}: the snapshot is damaged"
             )
-        wanted, found = self.description["arrays"][name]["sha256"], _sha256(stored)
-        if found != wanted:
+        expected, found = self.description["arrays"][name]["sha256"], _sha256(stored)
+        if found != expected:
             raise ValueError(
-                f"wanted {name} with the checksum {wanted[:12]}, got {found[:12]}: the snapshot is "
-                f"damaged"
+                f"wanted {name} with the checksum {expected[:12]}, got {found[:12]}: the snapshot "
+                f"is damaged"
             )
         return _bytes_of(stored).view(dtype).reshape(shape)
 
@@ -200,11 +200,11 @@ def _file_from_metadata(
             f"read it with the jaxkv that wrote it"
         )
     text = metadata.get("description", "")
-    wanted, found = metadata.get("sha256", ""), hashlib.sha256(text.encode()).hexdigest()
-    if wanted != found:
+    expected, found = metadata.get("sha256", ""), hashlib.sha256(text.encode()).hexdigest()
+    if expected != found:
         raise ValueError(
-            f"wanted a description with the checksum {wanted[:12]}, got {found[:12]}: the snapshot "
-            f"is damaged"
+            f"wanted a description with the checksum {expected[:12]}, got {found[:12]}: the "
+            f"snapshot is damaged"
         )
     description: Description = json.loads(text)
     entries = description["arrays"]

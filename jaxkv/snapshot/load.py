@@ -197,10 +197,10 @@ cut short, or something else
 
 def _check_model(file: File, model: Json) -> Cache:
     """Return the shapes of what was saved, if the model is not known to be another one."""
-    known = file.description["model"]
-    if model is not None and known is not None and json_round_trip(model, "model_id") != known:
+    source = file.description["model"]
+    if model is not None and source is not None and json_round_trip(model, "model_id") != source:
         raise ValueError(
-            f"wanted a snapshot of the model {model!r}, got one of {known!r}: what is held was "
+            f"wanted a snapshot of the model {model!r}, got one of {source!r}: what is held was "
             f"computed by another model; compute it again"
         )
     return shapes(file)
@@ -233,29 +233,34 @@ def _restore(
 ) -> Cache:
     """Return a cache that has taken in what was saved, which is compared before."""
     file.check()
-    for part, own, table, _ in parts(saved):
-        part.check(own.table, lambda name, at=table: file[at + name], file.description["sequences"])
+    for part, part_cache, table, _ in parts(saved):
+        part.check(
+            part_cache.table, lambda name, at=table: file[at + name], file.description["sequences"]
+        )
     pairs = [*zip(parts(cache), parts(saved), strict=True)]
     places = [
-        own.part.place(
-            own.cache.table,
-            other.cache.table,
-            lambda name, own=own: file[own.table + name],
+        entry.part.place(
+            entry.cache.table,
+            saved_entry.cache.table,
+            lambda name, entry=entry: file[entry.table + name],
             moves,
             file.seed,
             fresh,
         )
-        for own, other in pairs
+        for entry, saved_entry in pairs
     ]
     found = []
-    for (own, _), placed in zip(pairs, places, strict=True):
+    for (entry, _), placed in zip(pairs, places, strict=True):
 
         def fill(
-            array: Array | LayerView, name: str, own: Named = own, placed: SlotAssignment = placed
+            array: Array | LayerView,
+            name: str,
+            entry: Named = entry,
+            placed: SlotAssignment = placed,
         ) -> Array | LayerView:
-            return own.part.write(array, placed, file[name])
+            return entry.part.write(array, placed, file[name])
 
-        buffers = own.cache.buffers
+        buffers = entry.cache.buffers
         buffers = buffers if donate else jax.tree.map(jnp.copy, buffers)
-        found.append((placed.table, own.part.filled(buffers, own.buffers, fill)))
+        found.append((placed.table, entry.part.filled(buffers, entry.buffers, fill)))
     return with_parts(cache, found)

@@ -185,9 +185,9 @@ def names(buffers: PyTree, prefix: str) -> PyTree:
 def static_fields(table: Cells | States) -> dict[str, Json]:
     """Return the static fields of a table as JSON holds them, without the rules of a mesh."""
     return {
-        one.name: to_json(getattr(table, one.name))
-        for one in fields(table)
-        if one.metadata.get("static") and one.name != "sharding_rules"
+        field.name: to_json(getattr(table, field.name))
+        for field in fields(table)
+        if field.metadata.get("static") and field.name != "sharding_rules"
     }
 
 
@@ -198,10 +198,10 @@ def to_json(value: Any) -> Json:
     [None, {'Window': {'width': 4, 'rule': 'sliding'}}]
     """
     if isinstance(value, tuple):
-        return [to_json(one) for one in value]
+        return [to_json(item) for item in value]
     name = type(value).__name__
     if name in _VALUES:
-        return {name: {one.name: to_json(getattr(value, one.name)) for one in fields(value)}}
+        return {name: {field.name: to_json(getattr(value, field.name)) for field in fields(value)}}
     return value
 
 
@@ -212,8 +212,8 @@ def from_json(value: Any) -> Any:
     (None, Window.sliding(4))
     """
     if isinstance(value, list):
-        return tuple(from_json(one) for one in value)
+        return tuple(from_json(item) for item in value)
     if isinstance(value, dict):
         ((name, found),) = value.items()
-        return _VALUES[name](**{key: from_json(one) for key, one in found.items()})
+        return _VALUES[name](**{key: from_json(item) for key, item in found.items()})
     return value

@@ -100,25 +100,25 @@ def _content(
     texts = {} if tokens is None else tokens
     if not isinstance(texts, Mapping):
         raise TypeError(f"wanted tokens by sequence, such as {{0: [1, 2]}}, got {type(texts)}")
-    known = {int(spec.sequence_ids(seq)): _token_list(text, seq) for seq, text in texts.items()}
-    if not set(known) <= set(saved):
+    lists = {int(spec.sequence_ids(seq)): _token_list(text, seq) for seq, text in texts.items()}
+    if not set(lists) <= set(saved):
         raise ValueError(
             f"wanted tokens of the saved sequences {saved}, got some of "
-            f"{sorted(set(known) - set(saved))}"
+            f"{sorted(set(lists) - set(saved))}"
         )
     model, notes = file.json_round_trip(model, "model_id"), file.json_round_trip(notes, "notes")
 
     arrays: dict[str, np.ndarray] = {}
-    for part, own, table, buffers in parts(cache):
-        found, held = part.take(own.table, own.buffers, saved)
+    for part, part_cache, table, buffers in parts(cache):
+        found, tree = part.take(part_cache.table, part_cache.buffers, saved)
         arrays.update({table + name: array for name, array in found.items()})
         arrays.update(
-            zip(jax.tree.leaves(names(held, buffers)), jax.tree.leaves(held), strict=True)
+            zip(jax.tree.leaves(names(tree, buffers)), jax.tree.leaves(tree), strict=True)
         )
     description: Content = {
         "cache": describe(cache),
         "sequences": saved,
-        "tokens": [known.get(seq) for seq in saved],
+        "tokens": [lists.get(seq) for seq in saved],
         "model": model,
         "notes": notes,
     }

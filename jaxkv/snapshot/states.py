@@ -71,7 +71,7 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
     def make(description: StateDescription, entries: Entries) -> tuple[StateTable, Buffers]:
         """Make an empty one, with states as large as those that are saved."""
         sizes = {
-            one: description[one] for one in ("layers", "sequences", "streams", "max_rollback")
+            name: description[name] for name in ("layers", "sequences", "streams", "max_rollback")
         }
         static = {name: from_json(value) for name, value in description["static"].items()}
         table = StateTable(**empty_fields(**sizes), **static)
@@ -144,8 +144,8 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
         expect((position >= EMPTY) & (position < END), "position", position, f"of -1 to {END - 1}")
         rises = (position[:, 1:] > position[:, :-1]) | ~kept[:, :-1]
         expect(rises, "position", position[:, 1:], "above the one before it")
-        known = (state >= 0) & (state < size)
-        expect(np.where(kept, known, state == size), "state", state, "that has a position")
+        in_range = (state >= 0) & (state < size)
+        expect(np.where(kept, in_range, state == size), "state", state, "that has a position")
         home = np.array(sequences, int)[:, None] // table.sequences_per_stream
         same = np.append(stream, EMPTY)[state] == home
         expect(~kept | same, "state", state, "in the stream of its sequence")
@@ -178,9 +178,9 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
         where[kept] = cells[index.reshape(-1)]
         host.cell[new] = where
 
-        there = jnp.asarray(host.cell_hash[streams, cells])
+        hashes = jnp.asarray(host.cell_hash[streams, cells])
         mark = chain_hashes(jnp.full(origin.shape, seed, jnp.uint32), jnp.asarray(origin))
-        stamp = np.asarray(replace_hash(there, mark))
+        stamp = np.asarray(replace_hash(hashes, mark))
         host.cell_hash[streams, cells] = stamp
         host.content[streams, cells] = read("content")[origin]
         host.holds[:, streams, cells] = np.where(read("written")[:, origin], stamp, 0)
@@ -201,21 +201,21 @@ def _newest(
     turns: list[int],
 ) -> tuple[Int32[np.ndarray, "m {pairs}"], Int32[np.ndarray, "m {pairs}"]]:
     """Return what some saved sequences keep, the newest last."""
-    lacking = [(0, 0), (max(pairs - position.shape[1], 0), 0)]
-    position = np.pad(position[turns, -pairs:], lacking, constant_values=EMPTY)
-    return position, np.pad(state[turns, -pairs:], lacking)
+    padding = [(0, 0), (max(pairs - position.shape[1], 0), 0)]
+    position = np.pad(position[turns, -pairs:], padding, constant_values=EMPTY)
+    return position, np.pad(state[turns, -pairs:], padding)
 
 
 def _lowest_free(host: States, streams: Int32[np.ndarray, " n"]) -> Int32[np.ndarray, " n"]:
     """Return a free cell for each of some streams, in order, the lowest ones."""
     cells = np.zeros(len(streams), np.int32)
     for stream in np.unique(streams):
-        taken = host.cell[
+        used_cells = host.cell[
             stream * host.sequences_per_stream : (stream + 1) * host.sequences_per_stream
         ]
-        open_cells = np.setdiff1d(np.arange(host.num_cells), taken)
-        mine = streams == stream
-        cells[mine] = open_cells[: mine.sum()]
+        open_cells = np.setdiff1d(np.arange(host.num_cells), used_cells)
+        in_stream = streams == stream
+        cells[in_stream] = open_cells[: in_stream.sum()]
     return cells
 
 

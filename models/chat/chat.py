@@ -103,10 +103,12 @@ def remember(chat: Chat, length: int) -> Chat:
 
     Nothing is kept of tokens behind a gap: they were computed when more was seen.
     """
-    now = chat.now
-    if not 0 < length <= now.gapless(chat.held):
+    conversation = chat.now
+    if not 0 < length <= conversation.gapless(chat.held):
         return chat
-    cache, store, _ = chat.store.store(chat.cache, now.tokens[:length], now.sequence)
+    cache, store, _ = chat.store.store(
+        chat.cache, conversation.tokens[:length], conversation.sequence
+    )
     return replace(chat, cache=cache, store=store)
 
 
@@ -116,9 +118,10 @@ def recall(chat: Chat, length: int) -> tuple[Chat, MissReason]:
     Returns:
       The chat; and why it holds no more of them, if it is fewer than `length`.
     """
-    now = chat.now
-    text = now.tokens[: now.gapless(length) + 1]  # of which the last one is always computed
-    cache, store, hit = chat.store.fork(chat.cache, text, now.sequence)
+    conversation = chat.now
+    # Of these the last one is always computed.
+    text = conversation.tokens[: conversation.gapless(length) + 1]
+    cache, store, hit = chat.store.fork(chat.cache, text, conversation.sequence)
     if (more := hit.length - chat.held) <= 0:
         return chat, hit.miss
     return replace(chat, cache=cache, store=store, reused=chat.reused + more), hit.miss
@@ -126,11 +129,11 @@ def recall(chat: Chat, length: int) -> tuple[Chat, MissReason]:
 
 def use_instructions(chat: Chat) -> Chat:
     """Let what conversations begin with be the last thing to give way."""
-    now = chat.now
-    if not now.tokens or not now.frame.keep:
+    conversation = chat.now
+    if not conversation.tokens or not conversation.frame.keep:
         return chat
-    begins = now.tokens[: now.frame.keep + 1]
-    forked = chat.store.fork(chat.cache, begins, now.sequence)
+    begins = conversation.tokens[: conversation.frame.keep + 1]
+    forked = chat.store.fork(chat.cache, begins, conversation.sequence)
     return replace(chat, store=forked.store)  # the fork is not taken
 
 
@@ -144,8 +147,8 @@ def fork(chat: Chat, name: str) -> Chat:
         raise ChatError("a fork needs a name of one word: /fork NAME.")
     if name in chat.conversations:
         raise ChatError(f"there is a conversation {name} already: /switch {name}, or another name.")
-    taken = {one.sequence for one in chat.conversations.values()}
-    free = [seat for seat in range(chat.seats) if seat not in taken]
+    used_seats = {conversation.sequence for conversation in chat.conversations.values()}
+    free = [seat for seat in range(chat.seats) if seat not in used_seats]
     if not free:
         raise ChatError(
             f"there are {chat.seats} conversations, as many as there may be: /drop one, or start "
@@ -179,10 +182,12 @@ def drop(chat: Chat, name: str) -> Chat:
     _check_there(chat, name)
     gone = chat.conversations[name]
     cache, _ = jaxkv.seq_rm(chat.cache, gone.sequence)
-    left = {key: one for key, one in chat.conversations.items() if key != name}
+    conversations = {
+        key: conversation for key, conversation in chat.conversations.items() if key != name
+    }
     if name == chat.current:
-        left = {**chat.conversations, name: replace(gone, tokens=(), turns=(), gap=0)}
-    return replace(chat, cache=cache, conversations=left)
+        conversations = {**chat.conversations, name: replace(gone, tokens=(), turns=(), gap=0)}
+    return replace(chat, cache=cache, conversations=conversations)
 
 
 def undo(chat: Chat) -> tuple[Chat, str]:
@@ -228,20 +233,26 @@ def take_back(chat: Chat, length: int) -> tuple[Chat, str]:
       grants the cut, else what was kept; and why it lost some from before the turn, nothing if it
       did not.
     """
-    cache, now = chat.cache, chat.now
-    end = now.place(length)
-    if num_held_tokens(cache, now.sequence) <= end:
+    cache, conversation = chat.cache, chat.now
+    end = conversation.place(length)
+    if num_held_tokens(cache, conversation.sequence) <= end:
         return chat, ""
-    cut, ok = jaxkv.seq_rm(cache, now.sequence, end)
+    cut, ok = jaxkv.seq_rm(cache, conversation.sequence, end)
     if ok:
         return replace(chat, cache=cut), ""
-    chat = replace(chat, cache=jaxkv.seq_rm(cache, now.sequence)[0])
+    chat = replace(chat, cache=jaxkv.seq_rm(cache, conversation.sequence)[0])
     chat, miss = recall(chat, length)
     # What was kept before the turn lacks the token that was picked last, which was not computed
     # yet; and a short message takes no longer than a token.
-    if num_held_tokens(chat.cache, now.sequence) >= now.place(now.turns[-1].start) - 1:
+    if (
+        num_held_tokens(chat.cache, conversation.sequence)
+        >= conversation.place(conversation.turns[-1].start) - 1
+    ):
         return chat, ""
-    return chat, f"{' and '.join(_refusals(cache, now.sequence, end))}, and {NOT_KEPT[miss]}"
+    return (
+        chat,
+        f"{' and '.join(_refusals(cache, conversation.sequence, end))}, and {NOT_KEPT[miss]}",
+    )
 
 
 NOT_KEPT = {

@@ -49,29 +49,31 @@ def slide(chat: Chat) -> Chat:
       ChatError: when the kind of cache does not allow it, a fork shares what would move, or there
         is nothing to forget. Nothing has changed then.
     """
-    now, cache, store = chat.now, chat.cache, chat.store
+    conversation, cache, store = chat.now, chat.cache, chat.store
     if has_states(cache):
         raise ChatError("a recurrent state cannot forget what it has seen: /drop begins anew.")
-    start, held = now.frame.keep + now.gap, chat.held
-    cut = cut_of(now)
-    if held <= start or cut <= start:
+    start, num_held = conversation.frame.keep + conversation.gap, chat.held
+    cut = cut_of(conversation)
+    if num_held <= start or cut <= start:
         raise ChatError(
             "there is nothing to forget yet: /drop a conversation, or give more --cells."
         )
-    if cut >= held:  # the rest of the message is longer than what is there
-        cache, ok = jaxkv.seq_rm(cache, now.sequence, now.frame.keep)
+    if cut >= num_held:  # the rest of the message is longer than what is there
+        cache, ok = jaxkv.seq_rm(cache, conversation.sequence, conversation.frame.keep)
     else:
         drop = cut - start
         cache, store = store.evict(cache, cells=0)
         cache, ok = jaxkv.generation.context_shift(
-            cache, now.sequence, num_keep=now.frame.keep, num_discard=drop
+            cache, conversation.sequence, num_keep=conversation.frame.keep, num_discard=drop
         )
     if not ok:
         raise ChatError(_why_stuck(chat))
-    return replace(chat, store=store).going_on(replace(now, gap=cut - now.frame.keep), cache)
+    return replace(chat, store=store).going_on(
+        replace(conversation, gap=cut - conversation.frame.keep), cache
+    )
 
 
-def cut_of(now: Conversation) -> int:
+def cut_of(conversation: Conversation) -> int:
     """Return up to which token a conversation is forgotten.
 
     >>> from models.text.turns import Frame
@@ -81,9 +83,9 @@ def cut_of(now: Conversation) -> int:
     >>> cut_of(one), cut_of(replace(one, gap=cut_of(one) - 2)), len(one.tokens)
     (31, 38, 45)
     """
-    first = now.frame.keep + now.gap
-    half = first + -(-(len(now.tokens) - first) // 2)
-    opens = [turn.start + now.frame.closing for turn in now.turns[1:]]
+    first = conversation.frame.keep + conversation.gap
+    half = first + -(-(len(conversation.tokens) - first) // 2)
+    opens = [turn.start + conversation.frame.closing for turn in conversation.turns[1:]]
     return min((place for place in opens if place >= half), default=half)
 
 

@@ -30,13 +30,15 @@ def save(path: str | os.PathLike, chat: Chat, model: Model) -> None:
       ChatError: when the file cannot be written.
     """
     found = chat.conversations
-    tokens = {one.sequence: one.tokens for one in found.values()}
-    kept = {one.sequence: one.tokens for one in chat.store.prompts}
+    tokens = {conversation.sequence: conversation.tokens for conversation in found.values()}
+    kept = {prompt.sequence: prompt.tokens for prompt in chat.store.prompts}
     notes = {
         "kind": KIND,
         "current": chat.current,
         "kept": [*kept],
-        "conversations": {name: _conversation_json(one) for name, one in found.items()},
+        "conversations": {
+            name: _conversation_json(conversation) for name, conversation in found.items()
+        },
     }
     try:
         snapshot.save(
@@ -74,13 +76,13 @@ def load(path: str | os.PathLike, chat: Chat, model: Model) -> Chat:
                 f"{path} holds {len(found)} conversations, and {chat.seats} may be here: start "
                 f"with --conversations {len(found)}."
             )
-        known = fingerprint(model)
-        if info.model != known:
+        own_model = fingerprint(model)
+        if info.model != own_model:
             raise ChatError(
                 f"{path} is of another model, {fingerprint_text(info.model)}, and this is "
-                f"{fingerprint_text(known)}."
+                f"{fingerprint_text(own_model)}."
             )
-        goes = {one.sequence: seat for seat, one in enumerate(found.values())}
+        goes = {conversation.sequence: seat for seat, conversation in enumerate(found.values())}
         kept = kept_tokens(info)
         current = info.notes["current"]
         if current not in found:
@@ -92,7 +94,10 @@ def load(path: str | os.PathLike, chat: Chat, model: Model) -> Chat:
         raise ChatError(f"{path} does not fit: {brief(error)}; start with more --cells.") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ChatError(f"{path} cannot be loaded: {brief(error)}.") from error
-    conversations = {name: replace(one, sequence=i) for i, (name, one) in enumerate(found.items())}
+    conversations = {
+        name: replace(conversation, sequence=i)
+        for i, (name, conversation) in enumerate(found.items())
+    }
     return replace(chat, conversations=conversations, current=current)
 
 
@@ -108,13 +113,13 @@ def _load_chat(
       kept: by saved sequence, the tokens of what was kept, the least recently used first.
     """
     latest = [*kept][-len(chat.store.sequences) :]
-    held = dict(zip(latest, chat.store.sequences, strict=False))
+    places = dict(zip(latest, chat.store.sequences, strict=False))
     try:
-        cache = snapshot.load(path, into=chat.cache, sequences=goes | held, donate=True)
+        cache = snapshot.load(path, into=chat.cache, sequences=goes | places, donate=True)
     except jaxkv.PlanRefusedError:
-        held = {}
+        places = {}
         cache = snapshot.load(path, into=chat.cache, sequences=goes, donate=True)
-    store = chat.store.with_prompts({seq: kept[one] for one, seq in held.items()})
+    store = chat.store.with_prompts({seq: kept[saved_seq] for saved_seq, seq in places.items()})
     return replace(chat, cache=cache, store=store)
 
 
@@ -125,7 +130,7 @@ def kept_tokens(info: Info) -> dict[int, list[int]]:
       KeyError, TypeError, ValueError: when what it says is not what `save` writes.
     """
     kept = {sequence: info.tokens[sequence] for sequence in info.notes["kept"]}
-    spoken = {one["sequence"] for one in info.notes["conversations"].values()}
+    spoken = {entry["sequence"] for entry in info.notes["conversations"].values()}
     numbers = [number for tokens in kept.values() for number in tokens]
     if spoken & {*kept} or not _are_counts(numbers):
         raise ValueError("what it kept is not what /save writes")
@@ -141,7 +146,9 @@ def conversations_in(info: Info) -> dict[str, Conversation]:
     if not isinstance(info.notes, dict) or info.notes.get("kind") != KIND:
         return {}
     found = info.notes["conversations"]
-    return {name: _conversation(one, info.tokens[one["sequence"]]) for name, one in found.items()}
+    return {
+        name: _conversation(entry, info.tokens[entry["sequence"]]) for name, entry in found.items()
+    }
 
 
 def fingerprint_text(model: Any) -> str:
@@ -151,9 +158,9 @@ def fingerprint_text(model: Any) -> str:
     return "one without a name" if model is None else str(model)
 
 
-def _conversation_json(one: Conversation) -> dict[str, Any]:
+def _conversation_json(conversation: Conversation) -> dict[str, Any]:
     """Return what a file says of a conversation; its tokens stand beside its sequence."""
-    found = asdict(one)
+    found = asdict(conversation)
     del found["tokens"]
     return found
 

@@ -117,8 +117,8 @@ class Speaker:
         chat = replace(chat, cache=chat.store.warm_up(cache))
         blank = jnp.zeros(logits.shape, logits.dtype, device=self.model.logits_sharding)
         # The small programs, and what edits ask.
-        begun = self._begin(cache, blank, chat.now, 0, limit=0), chat.held
-        return replace(chat, cache=jax.block_until_ready((chat.cache, begun))[0])
+        outputs = self._begin(cache, blank, chat.now, 0, limit=0), chat.held
+        return replace(chat, cache=jax.block_until_ready((chat.cache, outputs))[0])
 
     def ask(self, chat: Chat, message: str) -> Chat:
         """Return the chat with a new turn in its current conversation, which has no answer yet.
@@ -183,12 +183,12 @@ class Speaker:
             chat, _ = recall(chat, len(chat.now.tokens) - 1)
         total = len(chat.now.tokens) - chat.held
         marks = marks_of(chat)
-        while (held := chat.held) < len(chat.now.tokens):
+        while (num_held := chat.held) < len(chat.now.tokens):
             if stopped():
                 return chat, None
-            rest = chat.now.tokens[held:]
+            rest = chat.now.tokens[num_held:]
             if has_states(chat.cache) or chat.now.gap:
-                ahead = [mark - held for mark in marks if mark > held]
+                ahead = [mark - num_held for mark in marks if mark > num_held]
                 rest = rest[: min(ahead, default=len(rest))]
             width = self.ubatch_size if len(rest) > 2 * SHORT else min(SHORT, self.ubatch_size)
             tokens = np.zeros(width, np.int32)
@@ -202,7 +202,7 @@ class Speaker:
                 chat = spend(replace(chat, computed=chat.computed + count), read=count)
                 read += count
                 for mark in marks:
-                    chat = remember(chat, mark) if held < mark else chat
+                    chat = remember(chat, mark) if num_held < mark else chat
                 if total > self.ubatch_size:
                     on_read(min(read, total), total)
             elif (roomier := self._more_room(chat, count)) is not None:
@@ -220,7 +220,7 @@ class Speaker:
         stopped: Callable[[], bool],
     ) -> Chat:
         """Make an answer from the logits after a message."""
-        model, cache, held = self.model, chat.cache, chat.held
+        model, cache, num_held = self.model, chat.cache, chat.held
         rules = model.tokenizer, model.stop_tokens, self.max_tokens
         writer = Writer(0, *rules, lambda which, text, ended: on_text(text))
         out = self._begin(cache, logits, chat.now, attempt, limit=self.max_tokens)
@@ -249,7 +249,7 @@ class Speaker:
         answered = chat.now.answered(writer.tokens, "".join(writer.pieces), writer.finish)
         chat = chat.going_on(answered, cache)
         # The last token was picked and not computed, unless it is a stop token.
-        return replace(chat, computed=chat.computed + chat.held - held)
+        return replace(chat, computed=chat.computed + chat.held - num_held)
 
     def _more_room(self, chat: Chat, tokens: int) -> Chat | None:
         """Return the chat with room for more tokens; None if there is none to be made.
@@ -267,7 +267,7 @@ class Speaker:
         return spend(found, slid=found.now.gap - chat.now.gap)
 
     def _begin(
-        self, cache: Any, logits: jax.Array, now: Conversation, attempt: int, *, limit: int
+        self, cache: Any, logits: jax.Array, conversation: Conversation, attempt: int, *, limit: int
     ) -> generation.DecodeResult:
         """Pick the first token of an answer."""
         seeds = np.array([(self.seed + attempt) % 2**32], np.uint32)
@@ -277,7 +277,7 @@ class Speaker:
             logits=logits,
             sampler=self.sampler,
             stop_tokens=self._stop(),
-            sequences=[now.sequence],
+            sequences=[conversation.sequence],
             **options,
         )
 
@@ -303,8 +303,12 @@ def marks_of(chat: Chat) -> list[int]:
     From there another conversation, or another answer, goes on. A state can only be kept where a
     pass ends, so there it has to save another pass, later; elsewhere it costs nothing.
     """
-    now, marks, before = chat.now, [], chat.held
-    for mark in [now.frame.keep] if now.gap else [now.frame.keep, len(now.tokens) - 1]:
+    conversation, marks, before = chat.now, [], chat.held
+    for mark in (
+        [conversation.frame.keep]
+        if conversation.gap
+        else [conversation.frame.keep, len(conversation.tokens) - 1]
+    ):
         if mark - before > SHORT * has_states(chat.cache):
             marks.append(mark)
             before = mark

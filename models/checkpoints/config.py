@@ -290,10 +290,10 @@ def _layer_types(config: dict[str, Any]) -> list[str]:
 def _check_agreement(config: dict[str, Any], source: str) -> None:
     """Compare fields with one another, as far as their model uses them."""
     c, family = config, config["model_type"]
-    known = _KINDS_OF.get(family, {_FULL, _SLIDING})
+    kinds = _KINDS_OF.get(family, {_FULL, _SLIDING})
     for kind in c["layer_types"]:
-        if kind not in known:
-            raise refusal(kind, f"one of {', '.join(sorted(known))}", "layer_types", source)
+        if kind not in kinds:
+            raise refusal(kind, f"one of {', '.join(sorted(kinds))}", "layer_types", source)
     if len(c["layer_types"]) != c["num_hidden_layers"]:
         layers = f"one for each of {c['num_hidden_layers']} layers"
         raise refusal(c["layer_types"], layers, "layer_types", source)
@@ -306,8 +306,8 @@ def _check_agreement(config: dict[str, Any], source: str) -> None:
         whole_parts.append(("mamba_n_heads", "mamba_n_groups"))
         inner = c["mamba_n_heads"] * c["mamba_d_head"]
         if c.get("mamba_d_ssm", inner) != inner:
-            wanted = f"mamba_n_heads times mamba_d_head ({inner})"
-            raise refusal(c["mamba_d_ssm"], wanted, "mamba_d_ssm", source)
+            expected = f"mamba_n_heads times mamba_d_head ({inner})"
+            raise refusal(c["mamba_d_ssm"], expected, "mamba_d_ssm", source)
         if c["mamba_rms_norm"] and c["mamba_norm_before_gate"]:
             raise refusal(True, "False, the gate first,", "mamba_norm_before_gate", source)
     elif family == "granitemoehybrid":
@@ -325,8 +325,8 @@ def _check_agreement(config: dict[str, Any], source: str) -> None:
         _check_routing(c, source)
     elif family == "recurrent_gemma":
         if c["head_dim"] * c["num_attention_heads"] != c["hidden_size"]:
-            wanted = "hidden_size divided by num_attention_heads"
-            raise refusal(c["head_dim"], wanted, "head_dim", source)
+            expected = "hidden_size divided by num_attention_heads"
+            raise refusal(c["head_dim"], expected, "head_dim", source)
         c.setdefault("lru_width", c["hidden_size"])
         whole_parts.append(("lru_width", "num_attention_heads"))
     for key, *sizes in _EXPANDS:
@@ -349,11 +349,11 @@ def _check_routing(config: dict[str, Any], source: str) -> None:
     newer = c["model_type"] == "deepseek_v3"
     groups, least = c["n_group"], 2 if newer else 1  # the experts by which a group is ranked
     if experts % groups or experts // groups < least:
-        wanted = f"a divisor of n_routed_experts ({experts}) with {least} or more for each"
-        raise refusal(groups, wanted, "n_group", source)
+        expected = f"a divisor of n_routed_experts ({experts}) with {least} or more for each"
+        raise refusal(groups, expected, "n_group", source)
     if c["topk_group"] > groups:
         raise refusal(c["topk_group"], f"1 to {groups} groups", "topk_group", source)
-    most = c["topk_group"] * (experts // groups)
-    if not 1 <= c["num_experts_per_tok"] <= most:
-        wanted = f"1 to {most} experts"
-        raise refusal(c["num_experts_per_tok"], wanted, "num_experts_per_tok", source)
+    max_chosen = c["topk_group"] * (experts // groups)
+    if not 1 <= c["num_experts_per_tok"] <= max_chosen:
+        expected = f"1 to {max_chosen} experts"
+        raise refusal(c["num_experts_per_tok"], expected, "num_experts_per_tok", source)

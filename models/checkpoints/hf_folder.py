@@ -85,7 +85,7 @@ def _end_tokens(folder: Path, *configs: dict[str, Any]) -> frozenset[int]:
 def _tensors(folder: Path) -> dict[str, Tensor]:
     from safetensors import safe_open
 
-    shards, wanted = _shards(folder)
+    shards, names = _shards(folder)
     tensors: dict[str, Tensor] = {}
     for shard in shards:
         if not shard.is_file():
@@ -95,17 +95,17 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
             )
         try:
             # Held open: a map of the file, of which only what is read takes cache.
-            held = safe_open(shard, framework="numpy")
-            for name in list(held.keys()):  # it has keys but is no mapping
+            reader = safe_open(shard, framework="numpy")
+            for name in list(reader.keys()):  # it has keys but is no mapping
                 tensors[_plain(name)] = Tensor(
-                    shape=tuple(held.get_slice(name).get_shape()),
-                    read=partial(_read, held, name, shard),
+                    shape=tuple(reader.get_slice(name).get_shape()),
+                    read=partial(_read, reader, name, shard),
                 )
         except Exception as error:  # the library raises many kinds
             raise ModelError(
                 f"{shard} cannot be read as safetensors ({brief(error)}); download it again."
             ) from error
-    for name in wanted:
+    for name in names:
         if _plain(name) not in tensors:
             raise ModelError(f"{folder} lists {name} in its index, but no shard holds it.")
     return tensors
@@ -118,8 +118,10 @@ def _shards(folder: Path) -> tuple[list[Path], list[str]]:
         files = list(index.values()) if isinstance(index, dict) else [index]
         for file in files:
             if not isinstance(file, str) or Path(file).name != file:
-                wanted = "the names of files beside it"
-                raise refusal(file, wanted, "weight_map", f"{folder}/model.safetensors.index.json")
+                expected = "the names of files beside it"
+                raise refusal(
+                    file, expected, "weight_map", f"{folder}/model.safetensors.index.json"
+                )
         return [folder / name for name in sorted(set(files))], list(index)
     if (folder / "model.safetensors").is_file():  # others beside it hold the same once more
         return [folder / "model.safetensors"], []
@@ -132,9 +134,9 @@ def _shards(folder: Path) -> tuple[list[Path], list[str]]:
     return shards, []
 
 
-def _read(held: Any, name: str, shard: Path) -> np.ndarray:
+def _read(reader: Any, name: str, shard: Path) -> np.ndarray:
     try:
-        values = held.get_tensor(name)
+        values = reader.get_tensor(name)
     except Exception as error:  # the library raises many kinds, for dtypes that NumPy lacks too
         raise ModelError(
             f"{shard} holds {name} in a form that cannot be read ({brief(error)}); give weights in "

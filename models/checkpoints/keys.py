@@ -199,21 +199,21 @@ def check_keys(family: str, config: Mapping[str, Any], source: str) -> None:
         raise ModelError(
             f"{source} has the model_type {brief_json(family)}; known are {', '.join(_READ)}."
         )
-    known = _EVERY | _READ[family] | _MEANINGLESS | _MEANINGLESS_IN.get(family, set())
+    known_keys = _EVERY | _READ[family] | _MEANINGLESS | _MEANINGLESS_IN.get(family, set())
     only = _ONLY_EVERYWHERE | _ONLY.get(family, {})
     same = _SAME.get(family, {})
     for key, value in config.items():
         if value is None:
             continue
         if key in same:
-            other = config.get(same[key])
-            if value != other:
-                raise key_error(key, f"{brief_json(other)}, as {same[key]}", value, source)
+            same_value = config.get(same[key])
+            if value != same_value:
+                raise key_error(key, f"{brief_json(same_value)}, as {same[key]}", value, source)
         elif key in only:
             if value not in only[key]:
-                wanted = " or ".join(map(brief_json, only[key])) or "left out"
-                raise key_error(key, wanted, value, source)
-        elif key not in known:
+                expected = " or ".join(map(brief_json, only[key])) or "left out"
+                raise key_error(key, expected, value, source)
+        elif key not in known_keys:
             raise key_error(key, "left out", value, source)
 
 
@@ -223,9 +223,9 @@ def brief_json(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def key_error(key: str, wanted: str, value: Any, source: str) -> ModelError:
+def key_error(key: str, expected: str, value: Any, source: str) -> ModelError:
     """Make the error for a key that would change the computation."""
     return ModelError(
-        f"{source}: expected {key} {wanted}, got {brief_json(value)}; such models are not "
+        f"{source}: expected {key} {expected}, got {brief_json(value)}; such models are not "
         "computed, so give another one."
     )

@@ -90,10 +90,10 @@ def _download(name: str, weights: bool) -> Path:
             f"There is no folder {name!r}, and to look for it on the hub the package "
             "huggingface_hub is needed; get it with: pip install huggingface_hub"
         ) from None
-    wanted = ["*.json", "*.jinja", "*.safetensors"] if weights else ["config.json"]
+    patterns = ["*.json", "*.jinja", "*.safetensors"] if weights else ["config.json"]
     unwanted = ["*/*", "consolidated*"]  # the same weights once more, in other forms
     try:
-        return Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=unwanted))
+        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=unwanted))
     except Exception as error:  # the hub's client raises many kinds, its transport more
         raise ModelError(
             f"There is no folder {name!r}, and the hub did not give it either "

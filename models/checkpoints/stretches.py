@@ -43,14 +43,14 @@ def lift_rope(config: dict[str, Any], source: str) -> None:
     said = [(name, key, config[name]) for name, key in _BESIDE.items() if name in config]
     for name in ("rope_parameters", "rope_scaling"):
         rope = config.get(name) or {}
-        said += [(name, *one) for one in _said(config["model_type"], rope, name, source)]
+        said += [(name, *pair) for pair in _said(config["model_type"], rope, name, source)]
     found: dict[str, tuple[str, Any]] = {}
     for name, key, value in said:
-        other, known = found.setdefault(key, (name, value))
-        if known != value:
+        first_name, first_value = found.setdefault(key, (name, value))
+        if first_value != value:
             raise ModelError(
-                f"{source}: expected the same {key} in {other} and {name}, got "
-                f"{brief_json(known)} and {brief_json(value)}; remove the one that is wrong."
+                f"{source}: expected the same {key} in {first_name} and {name}, got "
+                f"{brief_json(first_value)} and {brief_json(value)}; remove the one that is wrong."
             )
     config["rope_scaling"] = None
     config |= {key: value for key, (_, value) in found.items()}

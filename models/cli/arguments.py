@@ -50,22 +50,22 @@ def parser() -> argparse.ArgumentParser:
 
 def add_generate(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the command that makes texts."""
-    one = add_command(
+    command = add_command(
         "generate",
         help="continue texts, or answer messages",
         description="Continue one or more prompts, side by side in one cache. Texts go to stdout, "
         "progress and numbers to stderr.",
         epilog=COMPILING,
     )
-    one.set_defaults(command="generate")
-    add_prompts(one.add_argument)
-    add_model(one.add_argument)
-    add_texts(one.add_argument)
-    add_sampling(one.add_argument)
-    add_cache(one.add_argument)
-    add_dtype(one.add_argument)
+    command.set_defaults(command="generate")
+    add_prompts(command.add_argument)
+    add_model(command.add_argument)
+    add_texts(command.add_argument)
+    add_sampling(command.add_argument)
+    add_cache(command.add_argument)
+    add_dtype(command.add_argument)
     add_devices(
-        one.add_argument,
+        command.add_argument,
         "run on several devices, as data=2,tensor=2 does on four",
         "A processor has one device, or as many as JAX_NUM_CPU_DEVICES says (default: one device)",
     )
@@ -73,7 +73,7 @@ def add_generate(add_command: Callable[..., argparse.ArgumentParser]) -> None:
 
 def add_chat(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the command that talks."""
-    one = add_command(
+    command = add_command(
         "chat",
         help="talk with a model: fork, undo, save and load conversations",
         description="Talk with a model in a terminal, or by a pipe whose lines are messages. Each "
@@ -81,13 +81,13 @@ def add_chat(add_command: Callable[..., argparse.ArgumentParser]) -> None:
         "/switch, /drop, /slide, /show, /stats, /save and /load.",
         epilog=COMPILING,
     )
-    one.set_defaults(command="chat")
-    add_model(one.add_argument)
-    add_conversations(one.add_argument)
-    add_sampling(one.add_argument, temperature=0.8)
-    add_dtype(one.add_argument)
+    command.set_defaults(command="chat")
+    add_model(command.add_argument)
+    add_conversations(command.add_argument)
+    add_sampling(command.add_argument, temperature=0.8)
+    add_dtype(command.add_argument)
     add_devices(
-        one.add_argument,
+        command.add_argument,
         "run on several devices, as tensor=2 does on two",
         "A processor has one device, or as many as JAX_NUM_CPU_DEVICES says (default: one device)",
     )
@@ -95,20 +95,20 @@ def add_chat(add_command: Callable[..., argparse.ArgumentParser]) -> None:
 
 def add_inspect(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the command that tells what a file holds."""
-    one = add_command(
+    command = add_command(
         "inspect",
         help="tell what a snapshot or a checkpoint holds",
         description="Tell what is in a file: a snapshot of a cache, such as a saved chat, a GGUF "
         "file, or a Hugging Face folder. Keys, values and weights are not read.",
     )
-    one.set_defaults(command="inspect")
-    one.add_argument("file", metavar="FILE", help="a snapshot, a .gguf file, or a folder")
-    one.add_argument("--json", action="store_true", help=OBJECT)
+    command.set_defaults(command="inspect")
+    command.add_argument("file", metavar="FILE", help="a snapshot, a .gguf file, or a folder")
+    command.add_argument("--json", action="store_true", help=OBJECT)
 
 
 def add_plan(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the command that tells what a model takes."""
-    one = add_command(
+    command = add_command(
         "plan",
         help="tell what weights and a cache take on each device",
         description="Tell what the weights and the cache of a model take on each device, and how "
@@ -116,12 +116,12 @@ def add_plan(add_command: Callable[..., argparse.ArgumentParser]) -> None:
         "or a hub id, config.json is enough.",
         epilog="It ends with 2 if --room is too little.",
     )
-    one.set_defaults(command="plan")
-    add_model(one.add_argument)
-    add_plan_cache(one.add_argument)
-    add_dtype(one.add_argument)
+    command.set_defaults(command="plan")
+    add_model(command.add_argument)
+    add_plan_cache(command.add_argument)
+    add_dtype(command.add_argument)
     add_devices(
-        one.add_argument,
+        command.add_argument,
         "the devices, as data=32,tensor=8 stands for 256",
         "They need not be there (default: one device)",
     )
@@ -374,14 +374,14 @@ def add_dtype(add: Callable[..., Any]) -> None:
     )
 
 
-def add_devices(add: Callable[..., Any], what: str, there: str) -> None:
+def add_devices(add: Callable[..., Any], purpose: str, note: str) -> None:
     """Add where the model and the cache are, between what devices do and which there are."""
     add(
         "--mesh",
         type=mesh_sizes,
         metavar="NAME=N,...",
-        help=f"{what}: tensor splits weights and key/value heads, data streams, and cells the "
-        f"cells of each stream, and feed-forward parts. {there}",
+        help=f"{purpose}: tensor splits weights and key/value heads, data streams, and cells the "
+        f"cells of each stream, and feed-forward parts. {note}",
     )
 
 

@@ -66,15 +66,15 @@ def of_snapshot(path: Path) -> dict[str, Any]:
         kept = kept_tokens(info) if chats else {}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{path} cannot be inspected: {reason(error)}.") from error
-    names = {one.sequence: name for name, one in chats.items()}
+    names = {chat.sequence: name for name, chat in chats.items()}
     parts = info.cache.parts
     sizes = {name: _bytes(*array) for name, array in info.arrays.items()}
-    held = []
+    entries = []
     for i, part in enumerate(parts):
         prefix = "buffers." if len(parts) == 1 else f"buffers.{i}."
-        own = sum(size for name, size in sizes.items() if name.startswith(prefix))
+        num_bytes = sum(size for name, size in sizes.items() if name.startswith(prefix))
         layers = part.table.num_layers(part.buffers)
-        held.append({"kind": kind_of(part), "layers": layers, "bytes": own})
+        entries.append({"kind": kind_of(part), "layers": layers, "bytes": num_bytes})
     spec = info.cache.table.spec
     return {
         "file": str(path),
@@ -88,7 +88,7 @@ def of_snapshot(path: Path) -> dict[str, Any]:
             "cells": max(part.table.num_cells for part in parts),
             "bytes": info.cache.nbytes,
         },
-        "parts": held,
+        "parts": entries,
         "sequences": [
             {
                 "sequence": seq,
@@ -117,13 +117,13 @@ def page_of_snapshot(found: Mapping[str, Any]) -> Iterator[str]:
     for part in found["parts"]:
         yield f"{part['kind']:<20}{part['layers']:>6}{part['bytes']:>18,}"
     yield f"\n{'sequence':<10}{'tokens':>8}"
-    for one in found["sequences"]:
-        tokens = "" if one["tokens"] is None else f"{one['tokens']:,}"
-        line = f"{one['sequence']:<10}{tokens:>8}"
-        if one["conversation"] is not None:
-            line += f"  {one['conversation']}: {plural(one['turns'], 'turn')}"
-            line += f", the last one: {brief(one['last'])}" if one["turns"] else ""
-        yield line + "  kept, to be gone back to" * one["kept"]
+    for entry in found["sequences"]:
+        tokens = "" if entry["tokens"] is None else f"{entry['tokens']:,}"
+        line = f"{entry['sequence']:<10}{tokens:>8}"
+        if entry["conversation"] is not None:
+            line += f"  {entry['conversation']}: {plural(entry['turns'], 'turn')}"
+            line += f", the last one: {brief(entry['last'])}" if entry["turns"] else ""
+        yield line + "  kept, to be gone back to" * entry["kept"]
 
 
 def of_checkpoint(path: Path) -> dict[str, Any]:

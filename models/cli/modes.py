@@ -145,7 +145,9 @@ def search_beams(job: Job) -> int:
     try:
         search = Search(job.model, job.prompts, width=args.beams, **sizes)
     except jaxkv.PlanRefusedError:
-        needed = [cells_for([one], args.max_tokens, samples=args.beams) for one in job.prompts]
+        needed = [
+            cells_for([prompt], args.max_tokens, samples=args.beams) for prompt in job.prompts
+        ]
         raise InputError(too_long(job, "the cache", max(needed), alone=True)) from None
     found: list[Found] = []
     with counting() as compiled:
@@ -154,24 +156,25 @@ def search_beams(job: Job) -> int:
         warm = compiled()
         note(f"searching with {plural(args.beams, 'beam')} ...")
         try:
-            for i, one in enumerate(search):
-                found.append(one)
+            for i, result in enumerate(search):
+                found.append(result)
                 if args.json:
-                    for text, logprob in zip(one.texts, one.logprobs, strict=True):
+                    for text, logprob in zip(result.texts, result.logprobs, strict=True):
                         print_json(job.written[i], text, logprob=logprob)
                 else:
-                    show_whole(job, i, one.texts[0], first=i == 0)
+                    show_whole(job, i, result.texts[0], first=i == 0)
                 job.check_interrupt()
         except KeyboardInterrupt:
             interrupted = True
             note_interrupted(len(found), count)
         compiles = compiled() - warm
-    best = [one.texts[0] for one in found]
+    best = [result.texts[0] for result in found]
     note_full(best)
     read, made = tokens_of(best)
     parts = [
-        f"prompts: {len(found)} of {count}, {rate(read, sum(one.prompt_seconds for one in found))}",
-        f"generation: {rate(made, sum(one.seconds for one in found))}",
+        f"prompts: {len(found)} of {count}, "
+        f"{rate(read, sum(result.prompt_seconds for result in found))}",
+        f"generation: {rate(made, sum(result.seconds for result in found))}",
         f"cells: {search.cells}",
     ]
     note_summary(parts, search.nbytes, compiles)

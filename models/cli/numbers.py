@@ -26,8 +26,8 @@ def whole(lowest: int, highest: int) -> Callable[[str], int]:
         with contextlib.suppress(ValueError):
             if lowest <= int(text) <= highest:
                 return int(text)
-        wanted = f"a whole number from {lowest} to {highest}"
-        raise argparse.ArgumentTypeError(f"wanted {wanted}, got {brief(text)!r}")
+        expected = f"a whole number from {lowest} to {highest}"
+        raise argparse.ArgumentTypeError(f"wanted {expected}, got {brief(text)!r}")
 
     return read
 
@@ -45,8 +45,8 @@ def mesh_sizes(text: str) -> dict[str, int]:
             )
         sizes[name] = count
     if not sizes.keys() <= set(AXES):
-        wanted = f"axes named {', '.join(AXES)}"
-        raise argparse.ArgumentTypeError(f"wanted {wanted}, got {brief(text)!r}")
+        expected = f"axes named {', '.join(AXES)}"
+        raise argparse.ArgumentTypeError(f"wanted {expected}, got {brief(text)!r}")
     return sizes
 
 
@@ -63,21 +63,21 @@ def bytes_of(text: str) -> int:
         count = float(amount) * (1024 if binary else 1000) ** power
         if 1 <= count < 2**63:
             return int(count)
-    wanted = "a number of bytes from 1 to 2**63 - 1, such as 16GB or 80GiB"
-    raise argparse.ArgumentTypeError(f"wanted {wanted}, got {brief(text)!r}")
+    expected = "a number of bytes from 1 to 2**63 - 1, such as 16GB or 80GiB"
+    raise argparse.ArgumentTypeError(f"wanted {expected}, got {brief(text)!r}")
 
 
 def number(lowest: float, highest: float, *, above: bool = False) -> Callable[[str], float]:
     """Returns what reads finite numbers in a range, which `lowest` is no part of if `above`."""
-    wanted = f"above {lowest}" if above else f"of at least {lowest}"
+    expected = f"above {lowest}" if above else f"of at least {lowest}"
     if highest < math.inf:
-        wanted += f" and at most {highest}"
+        expected += f" and at most {highest}"
 
     def read(text: str) -> float:
         with contextlib.suppress(ValueError):
-            got = float(text)
-            if lowest <= got <= highest and math.isfinite(got) and not (above and got == lowest):
-                return got
-        raise argparse.ArgumentTypeError(f"wanted a number {wanted}, got {brief(text)!r}")
+            x = float(text)
+            if lowest <= x <= highest and math.isfinite(x) and not (above and x == lowest):
+                return x
+        raise argparse.ArgumentTypeError(f"wanted a number {expected}, got {brief(text)!r}")
 
     return read

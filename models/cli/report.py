@@ -57,7 +57,7 @@ def note_shares(model: Model) -> None:
 
 def tokens_of(texts: Sequence[Text]) -> tuple[int, int]:
     """Count the tokens of prompts, and those of the texts after them."""
-    return sum(len(one.prompt_tokens) for one in texts), sum(len(one.tokens) for one in texts)
+    return sum(len(text.prompt_tokens) for text in texts), sum(len(text.tokens) for text in texts)
 
 
 def rate(tokens: int, seconds: float) -> str:

@@ -14,13 +14,13 @@ def read_sampling(args: argparse.Namespace, *, beams: bool = False) -> tuple[dic
       args: with the options of `add_sampling`.
       beams: whether beams are searched for, which draw nothing.
     """
-    given = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
-    options = SAMPLING | given
+    choices = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
+    options = SAMPLING | choices
     seed = options.pop("seed")
     if args.temperature:
         return {"temperature": args.temperature, **options}, seed
-    if given:
-        names = ", ".join("--" + name.replace("_", "-") for name in given)
+    if choices:
+        names = ", ".join("--" + name.replace("_", "-") for name in choices)
         where = "with --beams" if beams else f"at temperature 0: {WARMER}"
         note(f"note: {names} has no effect {where}")
     return {}, seed

@@ -85,14 +85,14 @@ def note(line: str) -> None:
 
 
 @contextlib.contextmanager
-def progress(what: str) -> Iterator[Progress]:
+def progress(label: str) -> Iterator[Progress]:
     """Show how much of something is done: a bar, where there is a terminal."""
     bar = None
 
     def tell(done: int, total: int) -> None:
         nonlocal bar
         if bar is None:  # not before: a model that is not there should give one line and no bar
-            bar = make_bar(what, total)
+            bar = make_bar(label, total)
         bar.update(done - bar.n)
         if done == total:
             bar.close()
@@ -127,11 +127,11 @@ def compiling() -> Iterator[Progress]:
             bar.close()
 
 
-def make_bar(what: str, total: int) -> tqdm:
+def make_bar(label: str, total: int) -> tqdm:
     """Make a bar that disappears when done, shown on terminals only."""
     return tqdm(
         total=total,
-        desc=what,
+        desc=label,
         leave=False,
         disable=not sys.stderr.isatty(),
         bar_format="{desc} {bar:30} {n_fmt} of {total_fmt}, {elapsed}",

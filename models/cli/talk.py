@@ -93,11 +93,13 @@ class Talk:
 
     def describe(self) -> str:
         """Write where the conversation stands."""
-        now = self.chat.now
-        if not now.turns:
+        conversation = self.chat.now
+        if not conversation.turns:
             return f"{self.chat.current}: nothing has been said"
-        last = brief(now.turns[-1].message)
-        return f"{self.chat.current}: {plural(len(now.turns), 'turn')}, the last one: {last}"
+        last = brief(conversation.turns[-1].message)
+        return (
+            f"{self.chat.current}: {plural(len(conversation.turns), 'turn')}, the last one: {last}"
+        )
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,7 @@ def slide_now(talk: Talk, rest: str) -> None:
 def draw(talk: Talk, rest: str) -> None:
     """Draw the cache of the conversations: which token stands in which cell."""
     _nothing(rest)
-    names = {one.sequence: name for name, one in talk.chat.conversations.items()}
+    names = {conversation.sequence: name for name, conversation in talk.chat.conversations.items()}
     width = shutil.get_terminal_size((100, 24)).columns
     put(jaxkv.show(talk.chat.without_kept, width=width) + "\n")
     put("owner " + ", ".join(f"{seq} is {names[seq]}" for seq in sorted(names)) + "\n", flush=True)
@@ -220,7 +222,7 @@ def help_all(talk: Talk, rest: str) -> None:
     """List the commands."""
     del talk
     _nothing(rest)
-    lines = [f"{f'{word} {one.takes}':<16}{one.help}" for word, one in COMMANDS.items()]
+    lines = [f"{f'{word} {command.takes}':<16}{command.help}" for word, command in COMMANDS.items()]
     put("\n".join(lines) + "\n", flush=True)
 
 

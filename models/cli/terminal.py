@@ -115,14 +115,14 @@ class _Commands(Completer):
         word, space, rest = text.partition(" ")
         after = self._words.get(word)
         if not space:
-            found, rest = [one for one in self._words if one.startswith(word)], word
+            found, rest = [name for name in self._words if name.startswith(word)], word
         elif word in self._words and after is None:
             yield from self._files.get_completions(Document(rest), complete_event)
             return
         else:
             found = [name for name in (after() if after else []) if name.startswith(rest)]
-        for one in found:
-            yield Completion(one, start_position=-len(rest))
+        for name in found:
+            yield Completion(name, start_position=-len(rest))
 
 
 def _history() -> History:

@@ -76,7 +76,7 @@ def windows_of(checkpoint: Checkpoint) -> tuple[Window | None, ...]:
     c = checkpoint.config
     slides = [kind == "sliding_attention" for kind in c["layer_types"]]
     window = jaxkv.Window.sliding(c["sliding_window"]) if any(slides) else None
-    return tuple(window if one else None for one in slides)
+    return tuple(window if is_sliding else None for is_sliding in slides)
 
 
 def spec_of(layers: Sequence[Layer]) -> jaxkv.CacheSpec:
@@ -88,8 +88,8 @@ def spec_of(layers: Sequence[Layer]) -> jaxkv.CacheSpec:
     kinds: list[tuple[Kept, list[tuple[int, Kept]]]] = []
     for i, kept in all_kept(layers):
         kind = replace(kept, rope=None) if isinstance(kept, Attends) else kept
-        for other, members in kinds:
-            if kind == other:
+        for group_kind, members in kinds:
+            if kind == group_kind:
                 members.append((i, kept))
                 break
         else:
@@ -103,7 +103,7 @@ def spec_of(layers: Sequence[Layer]) -> jaxkv.CacheSpec:
 
 def _part(kind: Kept, members: Sequence[Kept]) -> jaxkv.CacheSpec:
     if isinstance(kind, Recurs):
-        splits = {name: (one.axis, one.parts) for name, one in kind.splits.items()}
+        splits = {name: (split.axis, split.parts) for name, split in kind.splits.items()}
         return jaxkv.CacheSpec.recurrent(len(members), kind.states, splits)
     if isinstance(kind, CrossAttends):
         return jaxkv.CacheSpec.cross_attention(len(members), kind.kv_heads, kind.head_dim)
@@ -166,9 +166,9 @@ def options_of(
     if source_cells is not None and "cross_attention" not in kinds:
         raise TypeError("no layer of this model looks at a source, so leave out source_cells")
 
-    def of_parts(value: Any, other: Any, where: Callable[[jaxkv.CacheSpec], bool]) -> Any:
+    def of_parts(value: Any, replacement: Any, where: Callable[[jaxkv.CacheSpec], bool]) -> Any:
         """One value for each part, another one where something holds; alone if it is one part."""
-        values = tuple(other if where(part) else value for part in parts)
+        values = tuple(replacement if where(part) else value for part in parts)
         return values if spec.parts else values[0]
 
     return options | {

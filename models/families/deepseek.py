@@ -163,17 +163,17 @@ class Router(nnx.Module):
         # In float32 whatever the weights are: scores are close to one another.
         logits = linear(tokens.astype(jnp.float32), self.weight[...].astype(jnp.float32))
         if r.scores == "softmax":
-            wanted = scores = jax.nn.softmax(logits, axis=-1)
+            ranks = scores = jax.nn.softmax(logits, axis=-1)
         else:
             scores = jax.nn.sigmoid(logits)
-            wanted = scores + self.correction[...][None]
+            ranks = scores + self.correction[...][None]
         if r.groups > 1:
-            has_shared_streams = wanted.reshape(len(tokens), r.groups, -1)
+            has_shared_streams = ranks.reshape(len(tokens), r.groups, -1)
             best, _ = jax.lax.top_k(has_shared_streams, 1 if r.scores == "softmax" else 2)
             _, groups = jax.lax.top_k(jnp.sum(best, axis=-1), r.chosen_groups)
             kept = jnp.any(groups[..., None] == jnp.arange(r.groups)[None, None], axis=1)
-            wanted = jnp.where(kept[..., None], has_shared_streams, -jnp.inf).reshape(wanted.shape)
-        _, chosen = jax.lax.top_k(wanted, r.chosen)
+            ranks = jnp.where(kept[..., None], has_shared_streams, -jnp.inf).reshape(ranks.shape)
+        _, chosen = jax.lax.top_k(ranks, r.chosen)
         share = jnp.take_along_axis(scores, chosen, axis=-1)
         if r.normalised:
             share = share / (jnp.sum(share, axis=-1, keepdims=True) + 1e-20)

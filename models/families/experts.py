@@ -56,7 +56,8 @@ class Experts(nnx.Module):
         share = share.astype(x.dtype)
         if chosen.size <= self.count:  # few tokens: reading the chosen weights alone is less work
             gate, up = (
-                jnp.einsum("nd,nkdh->nkh", tokens, one[...][chosen]) for one in (self.gate, self.up)
+                jnp.einsum("nd,nkdh->nkh", tokens, weight[...][chosen])
+                for weight in (self.gate, self.up)
             )
             out = jnp.einsum(
                 "nkh,nkhd,nk->nd", jax.nn.silu(gate) * up, self.down[...][chosen], share
@@ -66,7 +67,7 @@ class Experts(nnx.Module):
         order = jnp.argsort(chosen.reshape(-1))
         sizes = jnp.bincount(chosen.reshape(-1), length=self.count)
         sent = tokens[order // chosen.shape[1]]
-        gate, up = (jax.lax.ragged_dot(sent, one[...], sizes) for one in (self.gate, self.up))
+        gate, up = (jax.lax.ragged_dot(sent, weight[...], sizes) for weight in (self.gate, self.up))
         out = jax.lax.ragged_dot(jax.nn.silu(gate) * up, self.down[...], sizes)
         out = out * share.reshape(-1)[order][:, None]
         return jnp.zeros_like(tokens).at[order // chosen.shape[1]].add(out).reshape(x.shape)

@@ -225,7 +225,7 @@ def layers_of(config: Config, dtype: Any) -> list[Layer]:
     """Returns what each layer keeps."""
     attends = Attends(kv_heads=config.kv_heads, head_dim=config.head_dim, rope=config.rope)
     mixes = mamba2.recurs(config.mixer, dtype)
-    return [attends if one else mixes for one in config.attends]
+    return [attends if is_attention else mixes for is_attention in config.attends]
 
 
 MODULE = GraniteHybrid

@@ -65,8 +65,8 @@ class Linear(nnx.Module):
         self.weight = matrix(rngs, (*shape, inputs), dtype, split=split)
         self.biased = bias
         if bias:
-            own = split if split.axis < len(shape) else WHOLE
-            self.bias = nnx.Param(jnp.zeros(shape, dtype), split=own)
+            bias_split = split if split.axis < len(shape) else WHOLE
+            self.bias = nnx.Param(jnp.zeros(shape, dtype), split=bias_split)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Map the last dimension, from `inputs` numbers to `outputs`."""
@@ -189,7 +189,7 @@ class Attention(nnx.Module):
             cache,
             self.layer,
             ubatch,
-            *(one.reshape(*token, -1, c.head_dim) for one in (q, k, v)),
+            *(part.reshape(*token, -1, c.head_dim) for part in (q, k, v)),
             scale=self.scale,
             softcap=self.softcap,
             bias=added,

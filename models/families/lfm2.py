@@ -142,7 +142,9 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
 
     def attention(name: str) -> dict:
         tree = source.attention(name, kv_heads=config.kv_heads, bias=False, output="out_proj")
-        return tree | {f"{one}_norm": source.norm(f"{name}.{one}_layernorm") for one in "qk"}
+        return tree | {
+            f"{letter}_norm": source.norm(f"{name}.{letter}_layernorm") for letter in "qk"
+        }
 
     def convolution(name: str) -> dict:
         return {
@@ -182,7 +184,7 @@ def layers_of(config: Config, dtype: Any) -> list[Layer]:
         states={"conv": jax.ShapeDtypeStruct((config.kernel - 1, config.width), dtype)},
         splits={"conv": split_of(config)},
     )
-    return [attends if one else convolves for one in config.attends]
+    return [attends if is_attention else convolves for is_attention in config.attends]
 
 
 MODULE = LFM2

@@ -107,12 +107,12 @@ class Recurrence(nnx.Module):
         parts = x.reshape(*x.shape[:2], c.heads, -1)
         gates = jnp.einsum("rthi,hio->rtho", parts, self.gates[...].astype(jnp.float32))
         gates = jax.nn.sigmoid(gates + self.gates_bias[...].astype(jnp.float32)[None, None])
-        taken, fading = (y.reshape(x.shape) for y in jnp.split(gates, 2, axis=-1))
+        input_gate, fading = (y.reshape(x.shape) for y in jnp.split(gates, 2, axis=-1))
         log = -8 * fading * jax.nn.softplus(self.rate[...]).reshape(1, 1, -1)
         # What comes in is scaled so that the state keeps its size; a text's first token is all of
         # it. Padding adds nothing and lets nothing decay.
         scale = jnp.where(ubatch.positions[..., None] == 0, 1, jnp.sqrt(-jnp.expm1(2 * log)))
-        decay, x = jnp.where(valid, jnp.exp(log), 1), jnp.where(valid, x * taken * scale, 0)
+        decay, x = jnp.where(valid, jnp.exp(log), 1), jnp.where(valid, x * input_gate * scale, 0)
         x, ends = scans.scan_diagonal(decay, x, states["lru"], counts)
         cache = jaxkv.write_states(cache, self.layer, ubatch, {"conv": tails, "lru": ends})
         return cache, self.output(x.astype(gate.dtype) * gelu(gate))
@@ -238,7 +238,7 @@ def layers_of(config: Config, dtype: Any) -> list[Layer]:
         },
         splits={"conv": split_of(config, axis=1), "lru": split_of(config, axis=0)},
     )
-    return [attends if one else recurs for one in config.attends]
+    return [attends if is_attention else recurs for is_attention in config.attends]
 
 
 MODULE = RecurrentGemma

@@ -20,19 +20,19 @@ def rope_of(checkpoint: Checkpoint) -> Rope:
     scaling = dict(c["rope_scaling"] or {"rope_type": "default"})
     scaling.setdefault("original_max_position_embeddings", c.get("max_position_embeddings"))
     kind = scaling["rope_type"]
-    known = {
+    needs = {
         "default": (),
         "linear": ("factor",),
         "factors": ("factors",),
         "llama3": _LLAMA3,
         "yarn": ("factor", "original_max_position_embeddings"),
     }
-    if kind not in known:
+    if kind not in needs:
         raise ModelError(
             f"{checkpoint.source} stretches its positions by {kind!r}; "
             "known are linear, llama3, yarn and factors stored in the file."
         )
-    for name in known[kind]:
+    for name in needs[kind]:
         if scaling.get(name) is None:
             raise ModelError(
                 f"{checkpoint.source} stretches its positions by {kind!r} without {name}, which "

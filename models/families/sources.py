@@ -78,7 +78,7 @@ class Sources:
         output: str = "o_proj",
     ) -> dict[str, dict]:
         """Returns the weights of an `Attention`, as most families name them."""
-        names = (f"{name}.{one}_proj" for one in "qkv")
+        names = (f"{name}.{letter}_proj" for letter in "qkv")
         return {
             "qkv": self.linear(*names, bias=bias, parts=kv_heads, axis=1),
             "output": self.linear(f"{name}.{output}", bias=output_bias),

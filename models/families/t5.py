@@ -266,7 +266,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
     source, heads = Sources(checkpoint), config.heads
 
     def product(name: str, matrices: str) -> dict:
-        names = [f"{name}.{one}" for one in matrices]
+        names = [f"{name}.{letter}" for letter in matrices]
         return source.linear(*names, parts=heads, axis=1)
 
     def feed(name: str) -> dict:

@@ -124,11 +124,11 @@ def _byte_level(
         ) from error
     inner.pre_tokenizer = pre_tokenizers.Sequence(_CUTS[pre]())
     inner.decoder = decoders.ByteLevel()
-    named = list(zip(tokens, types, strict=True))
+    rows = list(zip(tokens, types, strict=True))
     inner.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token, t in named if t == _CONTROL]
+        [AddedToken(token, special=True, normalized=False) for token, t in rows if t == _CONTROL]
     )
-    inner.add_tokens([AddedToken(token, normalized=False) for token, t in named if t == _USER])
+    inner.add_tokens([AddedToken(token, normalized=False) for token, t in rows if t == _USER])
     return inner
 
 

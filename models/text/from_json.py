@@ -121,9 +121,9 @@ def _template(folder: Path, settings: dict[str, Any]) -> str | None:
         return beside.read_text(encoding="utf-8", errors="replace")
     found = settings.get("chat_template")
     if isinstance(found, list):  # several, by name
-        named = (each for each in found if isinstance(each, dict))
+        templates = (each for each in found if isinstance(each, dict))
         found = next(
-            (each.get("template") for each in named if each.get("name") == "default"), None
+            (each.get("template") for each in templates if each.get("name") == "default"), None
         )
     if found is not None and not isinstance(found, str):
         raise refusal(found, "a text, or a list of them by name", "chat_template", str(folder))

@@ -14,9 +14,9 @@ def _byte_letters() -> dict[str, int]:
     beyond the 256 that a byte can hold.
     """
     letters = sorted(ByteLevel.alphabet())
-    own = {letter: ord(letter) for letter in letters if ord(letter) < 256}
-    others = (byte for byte in range(256) if byte not in own.values())
-    return own | {letter: next(others) for letter in letters if letter not in own}
+    codes = {letter: ord(letter) for letter in letters if ord(letter) < 256}
+    others = (byte for byte in range(256) if byte not in codes.values())
+    return codes | {letter: next(others) for letter in letters if letter not in codes}
 
 
 def from_letters(token: str) -> bytes:

@@ -60,8 +60,8 @@ class Tokenizer:
     @property
     def stop_tokens(self) -> frozenset[int]:
         """The ids that end a turn or a text, known by declaration or by name."""
-        named = {self.control[name] for name in _ENDS & self.control.keys()}
-        return frozenset(named if self.eos is None else named | {self.eos})
+        ids = {self.control[name] for name in _ENDS & self.control.keys()}
+        return frozenset(ids if self.eos is None else ids | {self.eos})
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """The ids of a text and nothing else; `prompt` adds what begins a sequence.
@@ -79,8 +79,8 @@ class Tokenizer:
         A chat template may write `bos` itself; it is not put there twice.
         """
         ids = self.encode(text, special=special)
-        wanted = self.add_bos and self.bos is not None and ids[:1] != [self.bos]
-        return [self.bos, *ids] if wanted else ids
+        needs_bos = self.add_bos and self.bos is not None and ids[:1] != [self.bos]
+        return [self.bos, *ids] if needs_bos else ids
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
         """The text of some ids; bytes that are not UTF-8 become replacement characters.

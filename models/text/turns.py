@@ -50,11 +50,11 @@ def frame_of(tokenizer: Tokenizer, instructions: Messages) -> Frame:
     Raises:
       ModelError: when there is no template, or it does not take these messages.
     """
-    first, then = _MARK + "1", _MARK + "2"
+    first, second = _MARK + "1", _MARK + "2"
     asked = [*instructions, {"role": "user", "content": first}]
     before, _, _ = _split_at(tokenizer.chat(asked), first)
-    text = tokenizer.chat(_with_answer(asked, then))
-    between, _, _ = _split_at(_split_at(text, _MARK + "answer")[2], then)
+    text = tokenizer.chat(_with_answer(asked, second))
+    between, _, _ = _split_at(_split_at(text, _MARK + "answer")[2], second)
     # With a letter behind, which is cut off again: spaces at an end may be other tokens there.
     head = tokenizer.prompt(before + "A", special=True)[:-1]
     later = tokenizer.encode(between + "A", special=True)[:-1]
@@ -83,9 +83,9 @@ def tokens_of_turn(tokenizer: Tokenizer, messages: Messages) -> list[int]:
     return tokenizer.encode(_split_at(tokenizer.chat(marked), _MARK)[2], special=True)
 
 
-def _with_answer(asked: Messages, then: str) -> list[Mapping[str, str]]:
+def _with_answer(asked: Messages, message: str) -> list[Mapping[str, str]]:
     answer = {"role": "assistant", "content": _MARK + "answer"}
-    return [*asked, answer, {"role": "user", "content": then}]
+    return [*asked, answer, {"role": "user", "content": message}]
 
 
 def _split_at(text: str, mark: str) -> tuple[str, str, str]:

@@ -46,9 +46,9 @@ def verify(
     if drawn_from is not None:
         drawn_from = jnp.moveaxis(jnp.pad(drawn_from, [*more, (0, 0)]), 1, 0)
 
-    def verify_place(carry: tuple, one: tuple) -> tuple:
+    def verify_place(carry: tuple, place: tuple) -> tuple:
         holds, adjusting = carry
-        i, logits, guessed, valid, drawn_from = one
+        i, logits, guessed, valid, drawn_from = place
         adjusted = adjust_logits(sampler, logits, adjusting)
         if sampler.is_random:
             number = state.draw_index + i
@@ -65,8 +65,8 @@ def verify(
 
     turns = jnp.arange(places, dtype=jnp.int32)
     by_place = (jnp.moveaxis(x, 1, 0) for x in (logits, guesses, valid))
-    begun = ok, state.sampler_state
-    (_, adjusting), found = jax.lax.scan(verify_place, begun, (turns, *by_place, drawn_from))
+    carry = ok, state.sampler_state
+    (_, adjusting), found = jax.lax.scan(verify_place, carry, (turns, *by_place, drawn_from))
     tokens, logprobs, holds = (jnp.moveaxis(x, 0, 1) for x in found)
     return tokens, logprobs, holds, adjusting
 
@@ -108,9 +108,9 @@ def verify_branches(
     if drawn_from is not None:
         drawn_from = jnp.moveaxis(jnp.pad(drawn_from, [*pad, (0, 0)]), 2, 0)
 
-    def verify_place(carry: tuple, one: tuple) -> tuple:
+    def verify_place(carry: tuple, place: tuple) -> tuple:
         holds, alive, adjusting = carry
-        i, offered, valid, drawn_from = one
+        i, offered, valid, drawn_from = place
         # Of branches that begin alike, the first one was computed.
         branch = jnp.argmax(alive, axis=1).astype(jnp.int32)
         node = jnp.where(i == 0, 0, branch * length + i)
@@ -122,18 +122,18 @@ def verify_branches(
         else:
             q = jnp.take_along_axis(drawn_from, branch[:, None, None], axis=1)[:, 0]
             keys = draw_key(state.key, number, 1)
-            held, rest = _first_to_hold(adjusted, offered, alive & valid, q, keys)
+            accepted, rest = _first_to_hold(adjusted, offered, alive & valid, q, keys)
             token = draw(sampler, rest, draw_key(state.key, number, 0))
-            token = jnp.where(held >= 0, held, token)
+            token = jnp.where(accepted >= 0, accepted, token)
         adjusting = where_text(holds & (token >= 0), sampler.update(adjusting, token), adjusting)
         found = token, logprob_of(here, token, holds), holds
         follows = alive & valid & (offered == token[:, None])
         holds &= jnp.any(follows, axis=1)
         return (holds, jnp.where(holds[:, None], follows, alive), adjusting), found
 
-    begun = ok, jnp.ones(draft.tokens.shape[:2], bool), state.sampler_state
+    carry = ok, jnp.ones(draft.tokens.shape[:2], bool), state.sampler_state
     turns = jnp.arange(length + 1, dtype=jnp.int32)
-    (_, alive, adjusting), found = jax.lax.scan(verify_place, begun, (turns, *offers, drawn_from))
+    (_, alive, adjusting), found = jax.lax.scan(verify_place, carry, (turns, *offers, drawn_from))
     tokens, logprobs, holds = (jnp.moveaxis(x, 0, 1) for x in found)
     return tokens, logprobs, holds, adjusting, jnp.argmax(alive, axis=1).astype(jnp.int32)
 
@@ -162,22 +162,22 @@ def _first_to_hold(
       The token; and the logits to draw from where none holds.
     """
     p, q = jax.nn.softmax(adjusted, axis=1), jax.nn.softmax(drawn_from, axis=1)
-    held = jnp.full(asked.shape[0], -1, jnp.int32)
+    accepted = jnp.full(asked.shape[0], -1, jnp.int32)
     for i in range(asked.shape[1]):
         guessed = offered[:, i]
-        own = partial(jnp.take_along_axis, indices=guessed[:, None], axis=1)
+        at_guess = partial(jnp.take_along_axis, indices=guessed[:, None], axis=1)
         chance = jax.vmap(lambda key, i=i: jax.random.uniform(jax.random.fold_in(key, i)))(keys)
-        asks = asked[:, i] & (held < 0)
-        holds = asks & (chance * own(q)[:, 0] < own(p)[:, 0])
-        held = jnp.where(holds, guessed, held)
+        asks = asked[:, i] & (accepted < 0)
+        holds = asks & (chance * at_guess(q)[:, 0] < at_guess(p)[:, 0])
+        accepted = jnp.where(holds, guessed, accepted)
         fails = (asks & ~holds)[:, None]
-        one = jax.nn.one_hot(guessed, q.shape[1], dtype=bool)
+        is_guess = jax.nn.one_hot(guessed, q.shape[1], dtype=bool)
         p, q = (
             jnp.where(fails, _normal(rest, x), x)
-            for rest, x in ((jnp.maximum(p - q, 0), p), (jnp.where(one, 0, q), q))
+            for rest, x in ((jnp.maximum(p - q, 0), p), (jnp.where(is_guess, 0, q), q))
         )
     some = jnp.max(adjusted, axis=1, keepdims=True) > -jnp.inf
-    return held, jnp.where(some, jnp.log(p), adjusted)
+    return accepted, jnp.where(some, jnp.log(p), adjusted)
 
 
 def _normal(rest: Float[Array, "T V"], whole: Float[Array, "T V"]) -> Float[Array, "T V"]:
@@ -205,9 +205,9 @@ def _compare_guesses(
         q = jax.nn.one_hot(guessed, p.shape[1], dtype=p.dtype)
     else:
         q = jax.nn.softmax(drawn_from, axis=1)
-    own = partial(jnp.take_along_axis, indices=guessed[:, None], axis=1)
+    at_guess = partial(jnp.take_along_axis, indices=guessed[:, None], axis=1)
     chance = jax.vmap(lambda key: jax.random.uniform(key))(keys)
-    accepted = chance * own(q)[:, 0] < own(p)[:, 0]
+    accepted = chance * at_guess(q)[:, 0] < at_guess(p)[:, 0]
     rest = jnp.maximum(p - q, 0)
     some = jnp.any(rest > 0, axis=1, keepdims=True)  # equal but for rounding, they leave nothing
     return accepted, jnp.where(some, jnp.log(rest), adjusted)

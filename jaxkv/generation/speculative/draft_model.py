@@ -90,7 +90,7 @@ def draft_model(
     spec = split(cache)[0].spec
     check_branches(spec, batch_size, num_branches, "the draft's cache")
     return TreeDraftModel(
-        **{one.name: getattr(model, one.name) for one in fields(model)},
+        **{field.name: getattr(model, field.name) for field in fields(model)},
         guessed=jnp.zeros((batch_size, num_branches, num_draft_tokens), jnp.int32),
         sequences=jnp.full((batch_size, num_branches), spec.sequences, jnp.int32),
         num_branches=num_branches,

@@ -251,11 +251,11 @@ class DraftModel(Drafter):
     def check(self, cache: Cache) -> None:
         """Raise a ValueError unless its cache is there and has the sequences of the other one."""
         check_there(self.cache, what="the draft's cache")
-        wanted, got = (one.table.spec.sequences for one in (cache, self.cache))
-        if wanted != got:
+        expected, actual = (x.table.spec.sequences for x in (cache, self.cache))
+        if expected != actual:
             raise ValueError(
-                f"wanted a draft whose cache has the {wanted} sequences of the model's, got one "
-                f"of {got}"
+                f"wanted a draft whose cache has the {expected} sequences of the model's, got one "
+                f"of {actual}"
             )
 
     def propose(
@@ -295,7 +295,7 @@ class DraftModel(Drafter):
             again, carry, jnp.arange(1, self.num_draft_tokens, dtype=jnp.int32)
         )
         made = jax.tree.map(
-            lambda one, others: jnp.moveaxis(jnp.concatenate([one[None], others]), 0, 1),
+            lambda x, others: jnp.moveaxis(jnp.concatenate([x[None], others]), 0, 1),
             first,
             rest,
         )
@@ -311,18 +311,18 @@ class DraftModel(Drafter):
     ) -> DraftModel:
         """Remove rejected tokens. If all were accepted, the last one is not in its cache yet."""
         cache, _ = seq_rm(self.cache, sequences, at + taken)
-        lacking = at + taken - 1 - ends(cache.table)[sequences]
+        num_missing = at + taken - 1 - ends(cache.table)[sequences]
         last = jnp.take_along_axis(fed, jnp.maximum(taken - 1, 0)[:, None], axis=1)[:, 0]
         unfed = jnp.where(taken > 0, last, self.unfed)
-        return replace(self, cache=cache, unfed=jnp.where(lacking == 1, unfed, -1))
+        return replace(self, cache=cache, unfed=jnp.where(num_missing == 1, unfed, -1))
 
 
-def check_rollback(cache: Cache, wanted: int, what: str) -> None:
+def check_rollback(cache: Cache, num_states: int, cache_name: str) -> None:
     """Raise a ValueError unless so many tokens can be taken back in every part of a cache."""
     spec = split(cache)[0].spec
-    if spec.max_rollback is not None and spec.max_rollback < wanted:
+    if spec.max_rollback is not None and spec.max_rollback < num_states:
         raise ValueError(
-            f"wanted {what} to keep {wanted} earlier states or more, to take back what was guessed "
-            f"wrong, got {spec.kind} with max_rollback={spec.max_rollback}: make it with "
-            f"max_rollback={wanted}"
+            f"wanted {cache_name} to keep {num_states} earlier states or more, to take back what "
+            f"was guessed wrong, got {spec.kind} with max_rollback={spec.max_rollback}: make it "
+            f"with max_rollback={num_states}"
         )

@@ -202,10 +202,10 @@ def speculate(
     table, buffers = own_or_copied_buffers(cache, donate)
     loop = cached_program(_speculating, forward)
     args = with_types((drafter, sampler)), fixed, table, buffers, state
-    table, buffers, now, drafter, made = loop(*args, num_tokens=num_tokens)
+    table, buffers, next_state, drafter, made = loop(*args, num_tokens=num_tokens)
     # The sequences stay those that were passed in: to look at a result is to wait for it.
-    now = replace(now, sequence=state.sequence)
-    return DecodeResult(merge(table, buffers), now, *made, drafter=drafter)
+    next_state = replace(next_state, sequence=state.sequence)
+    return DecodeResult(merge(table, buffers), next_state, *made, drafter=drafter)
 
 
 def _speculating(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
@@ -237,35 +237,37 @@ def _speculate(
         sequences = token_tree.branch_sequences(table, state.sequence, draft.num_branches)
         setup = setup._replace(sequences=sequences)
 
-    def goes_on(now: _Progress) -> jax.Array:
-        return jnp.any(now.state.active & (_num_sampled(now.made) < num_tokens))
+    def goes_on(progress: _Progress) -> jax.Array:
+        return jnp.any(progress.state.active & (_num_sampled(progress.made) < num_tokens))
 
-    def body(now: _Progress) -> _Progress:
-        made, done = now.made, _num_sampled(now.made)
-        active = now.state.active & (done < num_tokens)
-        wanted = active & now.drafting
-        draft, guess = now.draft.propose(setup.sampler, now.state, wanted, now.at)
+    def body(progress: _Progress) -> _Progress:
+        made, done = progress.made, _num_sampled(progress.made)
+        active = progress.state.active & (done < num_tokens)
+        is_drafting = active & progress.drafting
+        draft, guess = progress.draft.propose(
+            setup.sampler, progress.state, is_drafting, progress.at
+        )
         # One token more than is guessed may be picked.
-        room = jnp.minimum(num_tokens - done, now.state.remaining) - 1
-        may = wanted[:, None] & (jnp.arange(tries, dtype=jnp.int32)[None] < room[:, None])
+        room = jnp.minimum(num_tokens - done, progress.state.remaining) - 1
+        may = is_drafting[:, None] & (jnp.arange(tries, dtype=jnp.int32)[None] < room[:, None])
         if setup.sequences is None:
             guess = guess._replace(valid=guess.valid & may)
             after, tried = guess.tokens, jnp.sum(guess.valid, axis=1, dtype=jnp.int32)
-            cache, turn = _take_turn(setup, guess, active, now)
+            cache, turn = _take_turn(setup, guess, active, progress)
         else:
-            known = setup.sequences < now.cache.table.spec.sequences
-            guess = guess._replace(valid=guess.valid & may[:, None] & known[..., None])
+            is_present = setup.sequences < progress.cache.table.spec.sequences
+            guess = guess._replace(valid=guess.valid & may[:, None] & is_present[..., None])
             tried = jnp.sum(token_tree.nodes_of(guess).first, axis=(1, 2), dtype=jnp.int32)
-            cache, turn = _take_turn(setup, guess, active, now)
+            cache, turn = _take_turn(setup, guess, active, progress)
             after = turn.tokens[:, :-1]
-        fed = jnp.concatenate([now.state.token[:, None], after], axis=1)
+        fed = jnp.concatenate([progress.state.token[:, None], after], axis=1)
         tried = jnp.where(turn.picked > 0, tried, 0)
         # The log-probability that names the end has no token.
         broken = active & (turn.state.reason == Reason.NONFINITE_LOGITS)
         return _Progress(
             cache=cache,
             state=turn.state,
-            draft=draft.update(now.state.sequence, now.at, fed, turn.picked),
+            draft=draft.update(progress.state.sequence, progress.at, fed, turn.picked),
             made=_Drafted(
                 tokens=_append_rows(made.tokens, done, turn.tokens, turn.picked),
                 logprobs=_append_rows(made.logprobs, done, turn.logprobs, turn.picked + broken),
@@ -273,7 +275,7 @@ def _speculate(
                 num_drafted=made.num_drafted + tried,
                 num_accepted=made.num_accepted + turn.accepted,
             ),
-            at=now.at + turn.picked,
+            at=progress.at + turn.picked,
             drafting=turn.drafting,
         )
 
@@ -281,11 +283,11 @@ def _speculate(
     state, draft = jax.tree.map(jnp.asarray, (state, draft))
     state = going_on(cache.table, state)
     at = ends(cache.table)[state.sequence] + 1
-    begun = _Progress(cache, state, draft, made, at, jnp.ones(texts, bool))
-    now = jax.lax.while_loop(goes_on, body, begun)
-    table = now.cache.table
-    state, made = replicate(table, (update_positions(table, now.state), now.made))
-    return now.cache, state, now.draft, made
+    progress = _Progress(cache, state, draft, made, at, jnp.ones(texts, bool))
+    progress = jax.lax.while_loop(goes_on, body, progress)
+    table = progress.cache.table
+    state, made = replicate(table, (update_positions(table, progress.state), progress.made))
+    return progress.cache, state, progress.draft, made
 
 
 def _nothing_made(texts: int, num_tokens: int) -> _Drafted:
@@ -307,44 +309,44 @@ def _append_rows(
     rows: Shaped[Array, "T steps"],
     start: Int32[Array, " T"],
     new: Shaped[Array, "T n"],
-    picked: Int32[Array, " T"],
+    num_new: Int32[Array, " T"],
 ) -> Shaped[Array, "T steps"]:
     """Write the first of some numbers behind those that each text has.
 
-    A row of `rows` has `start` numbers and gets `picked` more.
+    A row of `rows` has `start` numbers and gets `num_new` more.
     """
     turn = jnp.arange(new.shape[1], dtype=jnp.int32)[None]
-    where = jnp.where(turn < picked[:, None], start[:, None] + turn, rows.shape[1])
+    where = jnp.where(turn < num_new[:, None], start[:, None] + turn, rows.shape[1])
     return rows.at[jnp.arange(rows.shape[0])[:, None], where].set(new, mode="drop")
 
 
 def _take_turn(
-    setup: _Setup, draft: DraftTokens, active: Bool[Array, " T"], now: _Progress
+    setup: _Setup, draft: DraftTokens, active: Bool[Array, " T"], progress: _Progress
 ) -> tuple[Cache, _Turn]:
     """Take one step for the active texts: as wide as the guess, or one token wide if there is none.
 
     Each width is a loop that runs once or not at all: a branch would copy the cache.
     """
     texts, tries = draft.tokens.shape[0], draft.tokens.shape[-1]
-    begun = _Turn(
+    empty_turn = _Turn(
         tokens=jnp.zeros((texts, tries + 1), jnp.int32),
         logprobs=jnp.zeros((texts, tries + 1), jnp.float32),
         picked=jnp.zeros(texts, jnp.int32),
         accepted=jnp.zeros(texts, jnp.int32),
-        state=now.state,
-        drafting=now.drafting,
+        state=progress.state,
+        drafting=progress.drafting,
     )
     narrow = ~jnp.any(draft.valid)
     alone = draft if setup.sequences is None else jax.tree.map(lambda x: x[:, 0], draft)
 
     def step(width: int, carry: tuple) -> tuple:
         part = draft if width else jax.tree.map(lambda x: x[:, :0], alone)
-        cache, turn = _step(setup, part, active, now._replace(cache=carry[0]))
+        cache, turn = _step(setup, part, active, progress._replace(cache=carry[0]))
         more = [(0, 0), (0, tries - width)]
         tokens, logprobs = (jnp.pad(x, more) for x in (turn.tokens, turn.logprobs))
         return cache, turn._replace(tokens=tokens, logprobs=logprobs), jnp.array(False)
 
-    carry = now.cache, begun, narrow
+    carry = progress.cache, empty_turn, narrow
     carry = jax.lax.while_loop(lambda carry: carry[2], partial(step, 0), carry)
     carry = *carry[:2], ~narrow
     cache, turn, _ = jax.lax.while_loop(lambda carry: carry[2], partial(step, tries), carry)
@@ -352,28 +354,28 @@ def _take_turn(
 
 
 def _step(
-    setup: _Setup, draft: DraftTokens, active: Bool[Array, " T"], now: _Progress
+    setup: _Setup, draft: DraftTokens, active: Bool[Array, " T"], progress: _Progress
 ) -> tuple[Cache, _Turn]:
     """Feed the last token of each active text and a guess, and keep what holds."""
-    state = now.state
+    state = progress.state
     guessed = jnp.any(draft.valid, axis=tuple(range(1, draft.valid.ndim)))
     feed = _feed_guess if draft.tokens.ndim == 2 else _feed_branches
-    cache, plan, ok, picks, draft = feed(setup, draft, active, now)
-    tokens, logprobs, held, adjusting = picks
+    cache, plan, ok, picks, draft = feed(setup, draft, active, progress)
+    tokens, logprobs, holds, adjusting = picks
     width = tokens.shape[1]
     stopped = jnp.any(tokens[:, :, None] == setup.stop_tokens[:, None], axis=2) | (tokens < 0)
     turn = jnp.arange(width, dtype=jnp.int32)[None]
-    ended = jnp.min(jnp.where(stopped & held, turn, width), axis=1)
-    held &= turn <= ended[:, None]
-    picked = jnp.sum(held & (tokens >= 0), axis=1, dtype=jnp.int32)
-    broken = jnp.any(held & jnp.isnan(logprobs), axis=1)
-    as_guessed = held[:, :-1] & draft.valid & (tokens[:, :-1] == draft.tokens)
-    last = jnp.take_along_axis(tokens, jnp.maximum(picked - 1, 0)[:, None], axis=1)[:, 0]
-    left = state.remaining - picked
+    ended = jnp.min(jnp.where(stopped & holds, turn, width), axis=1)
+    holds &= turn <= ended[:, None]
+    num_picked = jnp.sum(holds & (tokens >= 0), axis=1, dtype=jnp.int32)
+    broken = jnp.any(holds & jnp.isnan(logprobs), axis=1)
+    as_guessed = holds[:, :-1] & draft.valid & (tokens[:, :-1] == draft.tokens)
+    last = jnp.take_along_axis(tokens, jnp.maximum(num_picked - 1, 0)[:, None], axis=1)[:, 0]
+    remaining = state.remaining - num_picked
 
     # Rejected guesses are removed. A text with no allowed token keeps the token it fed.
     if width > 1:
-        kept = now.at + jnp.maximum(picked, 1)
+        kept = progress.at + jnp.maximum(num_picked, 1)
         cut = jnp.where(ok, kept, 0), jnp.where(ok, -1, 0)  # from 0 to 0 is nothing
         cache, _ = seq_rm(cache, state.sequence, *cut)
     # A refused step has changed nothing. A text that it was refused for does without guesses from
@@ -382,40 +384,40 @@ def _step(
     dead = refused & ~guessed
     state = replace(
         state,
-        token=jnp.where(picked > 0, last, state.token),
-        active=state.active & ~(ok & ((ended < width) | (left <= 0))) & ~dead,
-        remaining=left,
+        token=jnp.where(num_picked > 0, last, state.token),
+        active=state.active & ~(ok & ((ended < width) | (remaining <= 0))) & ~dead,
+        remaining=remaining,
         reason=jnp.where(
             dead,
             plan.reason[state.sequence],
             jnp.where(broken, Reason.NONFINITE_LOGITS, state.reason),
         ),
-        draw_index=state.draw_index + picked,
+        draw_index=state.draw_index + num_picked,
         sampler_state=adjusting,
     )
     return cache, _Turn(
         tokens=tokens,
         logprobs=logprobs,
-        picked=picked,
+        picked=num_picked,
         accepted=jnp.sum(as_guessed, axis=1, dtype=jnp.int32),
         state=state,
-        drafting=now.drafting & ~(refused & guessed),
+        drafting=progress.drafting & ~(refused & guessed),
     )
 
 
 def _feed_guess(
-    setup: _Setup, draft: DraftTokens, active: Bool[Array, " T"], now: _Progress
+    setup: _Setup, draft: DraftTokens, active: Bool[Array, " T"], progress: _Progress
 ) -> tuple[Cache, Plan, Bool[Array, " T"], tuple, DraftTokens]:
     """Feed the last token of each active text, and a guess.
 
     Returns:
       The cache; the plan; which texts go on; what `verify` says; and the guess.
     """
-    table, state = now.cache.table, now.state
+    table, state = progress.cache.table, progress.state
     fed = jnp.concatenate([state.token[:, None], draft.tokens], axis=1)
     valid = jnp.concatenate([active[:, None], draft.valid], axis=1)
     plan = plan_next(table, fed, state.sequence, valid)
-    cache, logits = model_step(setup.forward, setup.params, now.cache, plan.ubatches[0])
+    cache, logits = model_step(setup.forward, setup.params, progress.cache, plan.ubatches[0])
     logits = logits.reshape(*fed.shape, -1).astype(jnp.float32)
     _check_vocabulary(draft, logits)
     ok = active & plan.ok
@@ -432,26 +434,26 @@ def _check_vocabulary(draft: DraftTokens, logits: Float[Array, "T n V"]) -> None
 
 
 def _feed_branches(
-    setup: _Setup, draft: DraftTokens, active: Bool[Array, " T"], now: _Progress
+    setup: _Setup, draft: DraftTokens, active: Bool[Array, " T"], progress: _Progress
 ) -> tuple[Cache, Plan, Bool[Array, " T"], tuple, DraftTokens]:
     """Feed the last token of each active text, and `[T, k, n]` guesses; keep a branch.
 
     Returns:
       What `_feed_guess` does, of the branch that was followed.
     """
-    state, sequences = now.state, setup.sequences
+    state, sequences = progress.state, setup.sequences
     assert sequences is not None
-    table = token_tree.fork(now.cache.table, sequences, state.sequence)
+    table = token_tree.fork(progress.cache.table, sequences, state.sequence)
     plan = token_tree.plan_tree(table, state.token, draft, active, sequences)
-    cache = merge(table, now.cache.buffers)
+    cache = merge(table, progress.cache.buffers)
     cache, logits = model_step(setup.forward, setup.params, cache, plan.ubatches[0])
     logits = logits.reshape(state.token.shape[0], -1, logits.shape[1]).astype(jnp.float32)
     _check_vocabulary(draft, logits)
     ok = active & plan.ok
     *found, branch = verify_branches(setup.sampler, logits, draft, state, ok)
-    own = jnp.argmax(sequences == state.sequence[:, None], axis=1).astype(jnp.int32)
-    followed = jnp.where(ok, branch, own)
-    table = token_tree.keep(cache.table, state.sequence, sequences, followed)
+    own_branch = jnp.argmax(sequences == state.sequence[:, None], axis=1).astype(jnp.int32)
+    kept_branch = jnp.where(ok, branch, own_branch)
+    table = token_tree.keep(cache.table, state.sequence, sequences, kept_branch)
     cache = merge(table, cache.buffers)
     tokens, valid = (
         jnp.take_along_axis(x, branch[:, None, None], axis=1)[:, 0]

@@ -42,7 +42,7 @@ class Nodes(NamedTuple):
     first: Bool[Array, "T k n"]
 
 
-def check_branches(spec: TableSpec, texts: int, num_branches: int, what: str) -> None:
+def check_branches(spec: TableSpec, texts: int, num_branches: int, cache_name: str) -> None:
     """Raise a ValueError unless a cache can hold the branches of so many texts.
 
     Raises:
@@ -52,14 +52,14 @@ def check_branches(spec: TableSpec, texts: int, num_branches: int, what: str) ->
         return
     if spec.max_rollback is not None:
         raise ValueError(
-            f"wanted {what} of attention alone for num_branches={num_branches}, since a state "
-            f"belongs to one text, got {spec.kind}: propose with num_branches=1"
+            f"wanted {cache_name} of attention alone for num_branches={num_branches}, since a "
+            f"state belongs to one text, got {spec.kind}: propose with num_branches=1"
         )
     if texts * num_branches > spec.sequences or spec.streams == spec.sequences:
         raise ValueError(
-            f"wanted {what} with a sequence for each of {num_branches} branches of {texts} texts, "
-            f"in the stream of the text, got {spec.sequences} sequences in {spec.streams} streams: "
-            f"make it with sequences={texts * num_branches} or more"
+            f"wanted {cache_name} with a sequence for each of {num_branches} branches of {texts} "
+            f"texts, in the stream of the text, got {spec.sequences} sequences in {spec.streams} "
+            f"streams: make it with sequences={texts * num_branches} or more"
         )
 
 
@@ -85,9 +85,9 @@ def branch_sequences(
     turn = ahead[:, None] * (num_branches - 1) + jnp.arange(num_branches - 1, dtype=jnp.int32)[None]
     # The free ones of each stream come first, in their order.
     order = jnp.argsort(~free, axis=1, stable=True).astype(jnp.int32)[stream]
-    left = turn < jnp.sum(free, axis=1, dtype=jnp.int32)[stream][:, None]
+    is_available = turn < jnp.sum(free, axis=1, dtype=jnp.int32)[stream][:, None]
     found = jnp.take_along_axis(order, jnp.minimum(turn, size - 1), axis=1)
-    found = jnp.where(left, stream[:, None] * size + found, count)
+    found = jnp.where(is_available, stream[:, None] * size + found, count)
     return jnp.sort(jnp.concatenate([sequences[:, None], found], axis=1), axis=1)
 
 
@@ -102,10 +102,12 @@ def nodes_of(draft: DraftTokens) -> Nodes:
 
 
 @jit_table
-def fork(table: CacheTable, sequences: Int32[Array, "T k"], own: Int32[Array, " T"]) -> CacheTable:
-    """Give the branches what their texts hold, which stand in sequences of their `own`."""
-    parents = jnp.broadcast_to(own[:, None], sequences.shape).reshape(-1)
-    targets = jnp.where(sequences == own[:, None], table.spec.sequences, sequences)
+def fork(
+    table: CacheTable, sequences: Int32[Array, "T k"], roots: Int32[Array, " T"]
+) -> CacheTable:
+    """Give the branches what their texts hold, which stand in `roots`."""
+    parents = jnp.broadcast_to(roots[:, None], sequences.shape).reshape(-1)
+    targets = jnp.where(sequences == roots[:, None], table.spec.sequences, sequences)
     return table.select(None, parents, targets.reshape(-1))[0]
 
 
@@ -174,7 +176,7 @@ def _rows_of(
 @jit_table
 def keep(
     table: CacheTable,
-    own: Int32[Array, " T"],
+    roots: Int32[Array, " T"],
     sequences: Int32[Array, "T k"],
     branch: Int32[Array, " T"],
 ) -> CacheTable:
@@ -182,12 +184,12 @@ def keep(
 
     Args:
       table: of the cache.
-      own: the sequences of the texts.
+      roots: the sequences of the texts.
       sequences: those of the branches; Q for none.
       branch: the branch that is kept.
     """
     parents = jnp.take_along_axis(sequences, branch[:, None], axis=1)[:, 0]
-    table, _ = table.select(None, parents, own)
-    others = jnp.where(sequences == own[:, None], table.spec.sequences, sequences).reshape(-1)
+    table, _ = table.select(None, parents, roots)
+    others = jnp.where(sequences == roots[:, None], table.spec.sequences, sequences).reshape(-1)
     none, end = jnp.int32(0), jnp.int32(-1)
-    return jax.lax.scan(lambda now, seq: (now.remove(seq, none, end)[0], None), table, others)[0]
+    return jax.lax.scan(lambda x, seq: (x.remove(seq, none, end)[0], None), table, others)[0]

@@ -67,8 +67,8 @@ class TreeDraftModel(DraftModel):
             lambda x: jnp.repeat(x[:, None], self.num_branches, axis=1), state.sampler_state
         )
         adjust, follow = (
-            jax.vmap(one, in_axes=1, out_axes=1)
-            for one in (partial(adjust_logits, sampler), sampler.update)
+            jax.vmap(function, in_axes=1, out_axes=1)
+            for function in (partial(adjust_logits, sampler), sampler.update)
         )
 
         def again(carry: tuple, i: jax.Array) -> tuple:
@@ -91,10 +91,10 @@ class TreeDraftModel(DraftModel):
         carry, rest = jax.lax.scan(
             again, carry, jnp.arange(1, self.num_draft_tokens, dtype=jnp.int32)
         )
-        begun = token, going, jnp.repeat(first[:, None], self.num_branches, axis=1)
+        first_draft = token, going, jnp.repeat(first[:, None], self.num_branches, axis=1)
         tokens, valid, adjusted = jax.tree.map(
-            lambda one, others: jnp.moveaxis(jnp.concatenate([one[None], others]), 0, 2),
-            begun,
+            lambda x, others: jnp.moveaxis(jnp.concatenate([x[None], others]), 0, 2),
+            first_draft,
             rest,
         )
         draft = replace(self, cache=carry[0], guessed=tokens, sequences=sequences)

@@ -29,11 +29,11 @@ BLOCK = 1024
 """Positions that are asked about at once, so that texts of all lengths share a program."""
 
 
-def common_prefix_length(one: Num[np.ndarray, " n"], other: Num[np.ndarray, " m"]) -> int:
+def common_prefix_length(tokens: Num[np.ndarray, " n"], other_tokens: Num[np.ndarray, " m"]) -> int:
     """Return how many tokens two texts begin with alike."""
-    size = min(one.size, other.size)
-    apart = np.flatnonzero(one[:size] != other[:size])
-    return int(apart[0]) if apart.size else size
+    size = min(tokens.size, other_tokens.size)
+    differences = np.flatnonzero(tokens[:size] != other_tokens[:size])
+    return int(differences[0]) if differences.size else size
 
 
 def resumable(
@@ -54,13 +54,13 @@ def resumable(
                 table, np.int32(seq), padded[start : start + BLOCK], start, total
             )
             blocks.append(block)
-        there, whole, same = (
+        can_resume, whole, same = (
             np.concatenate(x)[: last + 1] for x in zip(*jax.device_get(blocks), strict=True)
         )
         same = np.logical_and.accumulate(np.append(True, same[:last]))
         reasons = [
             (
-                there,
+                can_resume,
                 MissReason.CONTEXT_EVICTED
                 if table.spec.max_rollback is None
                 else MissReason.NO_STATE,
@@ -102,32 +102,32 @@ def _can_go_on(
     """
     positions = start + jnp.arange(BLOCK, dtype=jnp.int32)
     holds = positions <= table.last(seq) + 1
-    there = jax.vmap(table.can_resume, in_axes=(None, 0))(seq, positions)
-    there = (positions == 0) | (holds & there)
-    wanted = chain_hashes(content(tokens, None), positions)
-    total = before + jnp.cumsum(wanted, dtype=jnp.uint32)
+    can_resume = jax.vmap(table.can_resume, in_axes=(None, 0))(seq, positions)
+    can_resume = (positions == 0) | (holds & can_resume)
+    hashes = chain_hashes(content(tokens, None), positions)
+    total = before + jnp.cumsum(hashes, dtype=jnp.uint32)
     if isinstance(table, States):
         place = stream_of(table, seq), table.cell[seq]
         same = _same(table.position[seq] - start, table.content[place], total)
-        return there, jnp.ones_like(there), same, total[-1]
+        return can_resume, jnp.ones_like(can_resume), same, total[-1]
     stream, *_ = owner_word(table, seq)
-    same = _same(sequence_positions(table, seq) - start, table.content[stream], wanted)
-    return there, _whole(table, seq, positions), same, total[-1]
+    same = _same(sequence_positions(table, seq) - start, table.content[stream], hashes)
+    return can_resume, _whole(table, seq, positions), same, total[-1]
 
 
 def _same(
-    index: Int32[Array, " n"], found: UInt32[Array, " n"], wanted: UInt32[Array, " block"]
+    index: Int32[Array, " n"], found: UInt32[Array, " n"], expected: UInt32[Array, " block"]
 ) -> Bool[Array, " block"]:
     """Return at which positions of a block no other content was found.
 
     Args:
       index: where in the block each content was found; outside of it none is there.
       found: the contents.
-      wanted: those that should be found.
+      expected: those that should be found.
     """
     here = (index >= 0) & (index < BLOCK)
-    other = here & (found != wanted.at[index].get(mode="fill", fill_value=0))
-    return jnp.ones(BLOCK, bool).at[jnp.where(other, index, BLOCK)].set(False, mode="drop")
+    differs = here & (found != expected.at[index].get(mode="fill", fill_value=0))
+    return jnp.ones(BLOCK, bool).at[jnp.where(differs, index, BLOCK)].set(False, mode="drop")
 
 
 def _whole(cells: Cells, seq: Int32[Array, ""], positions: Int32[Array, " n"]) -> Bool[Array, " n"]:
@@ -136,9 +136,9 @@ def _whole(cells: Cells, seq: Int32[Array, ""], positions: Int32[Array, " n"]) -
     What a window took is left out.
     """
     mark, (stream, *_) = cells.evicted_below[seq], owner_word(cells, seq)
-    there = jnp.where(cells.shift[stream] == 0, sequence_positions(cells, seq), EMPTY)
-    there = jnp.sort(jnp.where(there < mark, END, there))
-    first = jnp.concatenate([jnp.ones(1, bool), there[1:] != there[:-1]])
-    below = jnp.cumsum(first, dtype=jnp.int32)[jnp.searchsorted(there, positions) - 1]
-    below = jnp.where(jnp.searchsorted(there, positions) == 0, 0, below)
+    own_positions = jnp.where(cells.shift[stream] == 0, sequence_positions(cells, seq), EMPTY)
+    own_positions = jnp.sort(jnp.where(own_positions < mark, END, own_positions))
+    first = jnp.concatenate([jnp.ones(1, bool), own_positions[1:] != own_positions[:-1]])
+    below = jnp.cumsum(first, dtype=jnp.int32)[jnp.searchsorted(own_positions, positions) - 1]
+    below = jnp.where(jnp.searchsorted(own_positions, positions) == 0, 0, below)
     return below == jnp.maximum(positions - mark, 0)

@@ -197,24 +197,24 @@ class PrefixStore:
                 f"expected a sequence that holds these {text.size} tokens, got sequence {source}, "
                 f"which goes on at {end}; compute them first (prefill)"
             )
-        mine, whole = resumable(cache, source, text)
+        resumable_here, whole = resumable(cache, source, text)
         if whole is not MissReason.NONE:
             return PrefixResult(cache, self, PrefixHit(0, whole))
         prompt = CachedPrompt(sequence=source, tokens=text)
-        own, others = self._sequences_in_stream(source), self
-        for other in [one for one in self.prompts if one.sequence in own]:
-            common = common_prefix_length(text, other.tokens)
-            if common < min(text.size, other.tokens.size):
+        sequences, others = self._sequences_in_stream(source), self
+        for past in [past for past in self.prompts if past.sequence in sequences]:
+            common = common_prefix_length(text, past.tokens)
+            if common < min(text.size, past.tokens.size):
                 continue
-            theirs, _ = resumable(cache, other.sequence, other.tokens)
+            resumable_there, _ = resumable(cache, past.sequence, past.tokens)
             both = slice(0, common + 1)
-            if common == text.size and np.all(theirs[both] | ~mine[both]):
-                held = PrefixHit(text.size, MissReason.NONE)
-                return PrefixResult(cache, self.touch(other), held)
-            if common == other.tokens.size and np.all(mine[both] | ~theirs[both]):
-                others, own = self._without(other), (other.sequence,)
+            if common == text.size and np.all(resumable_there[both] | ~resumable_here[both]):
+                hit = PrefixHit(text.size, MissReason.NONE)
+                return PrefixResult(cache, self.touch(past), hit)
+            if common == past.tokens.size and np.all(resumable_here[both] | ~resumable_there[both]):
+                others, sequences = self._without(past), (past.sequence,)
                 break
-        kept = others._keep(cache, prompt, own, donate)
+        kept = others._keep(cache, prompt, sequences, donate)
         return kept or PrefixResult(cache, self, PrefixHit(0, MissReason.OUT_OF_CELLS))
 
     def evict(self, cache: Cache, *, cells: int) -> EvictResult:
@@ -239,9 +239,9 @@ class PrefixStore:
           >>> store.num_used_cells(cache), store.fork(cache, [1, 2, 3], seq=0).hit.miss.name
           (0, 'EVICTED')
         """
-        most, store = check_count(cells, "cells", low=0), self
+        max_cells, store = check_count(cells, "cells", low=0), self
         self._check_made_for(cache)
-        while store.prompts and store.num_used_cells(cache) > most:
+        while store.prompts and store.num_used_cells(cache) > max_cells:
             cache, store = store.evict_prompt(cache, store.prompts[0])
         return EvictResult(cache, store)
 
@@ -274,11 +274,11 @@ class PrefixStore:
                 f"expected sequences of the store, some of {self.sequences}, got {sorted(others)}; "
                 f"load the prompts into those"
             )
-        held = [
+        cached = [
             CachedPrompt(sequence=seq, tokens=np.array(check_int32(tokens, "tokens"), np.int32))
             for seq, tokens in prompts.items()
         ]
-        return self._with(prompts=tuple(held), evicted=())
+        return self._with(prompts=tuple(cached), evicted=())
 
     def warm_up(self, cache: Cache, *, donate: bool = False) -> Cache:
         """Compile what `fork`, `store` and `evict` need, before the first prompt comes.
@@ -305,37 +305,38 @@ class PrefixStore:
           0
         """
         self.num_used_cells(cache)
-        own, per_stream = self.sequences[0], self._spec.sequences_per_stream
+        first_seq, per_stream = self.sequences[0], self._spec.sequences_per_stream
         others = [seq for seq in range(self._spec.sequences) if seq not in self.sequences]
-        resumable(cache, own, np.zeros(0, np.int32))
-        seq_rm(seq_keep(cache, own).cache, own, 0)
+        resumable(cache, first_seq, np.zeros(0, np.int32))
+        seq_rm(seq_keep(cache, first_seq).cache, first_seq, 0)
         empty = [seq for seq in others if int(cache.seq_pos_max(seq)) < 0]
-        for seq in {one // per_stream == own // per_stream: one for one in empty}.values():
-            _can_copy(cache, own, seq, 0)
-            cache, _ = seq_cp(cache, own, seq, 0, 0, donate=donate)
+        for seq in {seq // per_stream == first_seq // per_stream: seq for seq in empty}.values():
+            _can_copy(cache, first_seq, seq, 0)
+            cache, _ = seq_cp(cache, first_seq, seq, 0, 0, donate=donate)
         return cache
 
     def longest_match(self, cache: Cache, tokens: Int32[np.ndarray, " n"], seq: int) -> PrefixMatch:
         """Return the prompt that another can go on from furthest, and how far."""
-        own = self._sequences_in_stream(seq)
+        sequences = self._sequences_in_stream(seq)
         agreeing = [
-            (common_prefix_length(one.tokens, tokens[:-1]), one) for one in reversed(self.prompts)
+            (common_prefix_length(prompt.tokens, tokens[:-1]), prompt)
+            for prompt in reversed(self.prompts)
         ]
-        agreeing = [(common, one) for common, one in agreeing if common]
-        agreeing.sort(key=lambda one: (one[0], one[1].sequence in own), reverse=True)
+        agreeing = [(common, prompt) for common, prompt in agreeing if common]
+        agreeing.sort(key=lambda pair: (pair[0], pair[1].sequence in sequences), reverse=True)
         source, best, miss = None, 0, MissReason.UNKNOWN
         for i, (common, prompt) in enumerate(agreeing):
             if common <= best:
                 break
-            there, why = resumable(cache, prompt.sequence, prompt.tokens[:common])
+            can_resume, why = resumable(cache, prompt.sequence, prompt.tokens[:common])
             miss = why if i == 0 else miss  # of the one that agrees furthest
-            if (furthest := int(np.flatnonzero(there)[-1])) > best:
+            if (furthest := int(np.flatnonzero(can_resume)[-1])) > best:
                 source, best = prompt, furthest
-        most = agreeing[0][0] if agreeing else 0
-        if best == most > 0:
+        longest = agreeing[0][0] if agreeing else 0
+        if best == longest > 0:
             miss = MissReason.NONE
-        once = max((common_prefix_length(one, tokens[:-1]) for one in self.evicted), default=0)
-        if once > most:
+        once = max((common_prefix_length(text, tokens[:-1]) for text in self.evicted), default=0)
+        if once > longest:
             miss = MissReason.EVICTED
         return PrefixMatch(source, PrefixHit(best, miss))
 
@@ -353,7 +354,7 @@ class PrefixStore:
 
     def touch(self, prompt: CachedPrompt) -> PrefixStore:
         """Return a store whose most recently used prompt is one of its own, if it is."""
-        if not any(one is prompt for one in self.prompts):
+        if not any(past is prompt for past in self.prompts):
             return self
         return self._with(prompts=(*self._without(prompt).prompts, prompt))
 
@@ -369,33 +370,35 @@ class PrefixStore:
 
     def _with(self, **fields: object) -> PrefixStore:
         """Return a store with other fields."""
-        other = copy.copy(self)
-        other._set(**fields)
-        return other
+        clone = copy.copy(self)
+        clone._set(**fields)
+        return clone
 
     def _without(self, prompt: CachedPrompt) -> PrefixStore:
         """Return a store without a prompt."""
-        return self._with(prompts=tuple(one for one in self.prompts if one is not prompt))
+        return self._with(prompts=tuple(past for past in self.prompts if past is not prompt))
 
     def _sequences_in_stream(self, seq: int) -> tuple[int, ...]:
         """Return the store's sequences in the stream of a sequence; all of them if it has none."""
         per_stream = self._spec.sequences_per_stream
-        near = tuple(one for one in self.sequences if one // per_stream == seq // per_stream)
+        near = tuple(
+            own_seq for own_seq in self.sequences if own_seq // per_stream == seq // per_stream
+        )
         return near or self.sequences
 
     def _keep(
-        self, cache: Cache, prompt: CachedPrompt, own: tuple[int, ...], donate: bool
+        self, cache: Cache, prompt: CachedPrompt, sequences: tuple[int, ...], donate: bool
     ) -> PrefixResult | None:
-        """Fork a prompt of a sequence into one of `own`; None if it does not fit."""
+        """Fork a prompt of a sequence into one of `sequences`; None if it does not fit."""
         size = prompt.tokens.size
         alone, _ = seq_rm(seq_keep(cache, prompt.sequence).cache, prompt.sequence, size)
         if int(alone.num_used_cells()) > self.cells:
             return None
-        store, taken = self, {one.sequence: one for one in self.prompts}
-        free = [seq for seq in own if seq not in taken]
-        seq = free[0] if free else next(seq for seq in taken if seq in own)
+        store, by_sequence = self, {past.sequence: past for past in self.prompts}
+        free = [seq for seq in sequences if seq not in by_sequence]
+        seq = free[0] if free else next(seq for seq in by_sequence if seq in sequences)
         if not free:
-            cache, store = store.evict_prompt(cache, taken[seq])
+            cache, store = store.evict_prompt(cache, by_sequence[seq])
         cache, _ = seq_rm(cache, seq)
         if not _can_copy(cache, prompt.sequence, seq, size):
             return None
@@ -409,10 +412,10 @@ class PrefixStore:
     ) -> tuple[Int32[np.ndarray, " n"], int]:
         """Return tokens, and a sequence that is not the store's."""
         self._check_made_for(cache)
-        one = int(cache.table.spec.sequence_id(seq))
-        if one in self.sequences:
+        source = int(cache.table.spec.sequence_id(seq))
+        if source in self.sequences:
             raise ValueError(
-                f"expected a sequence beside those of the store, got {one}; pass one not of "
+                f"expected a sequence beside those of the store, got {source}; pass one not of "
                 f"{self.sequences}"
             )
         prompt = np.array(check_int32(tokens, "tokens"), np.int32)  # a copy, as the store keeps it
@@ -421,7 +424,7 @@ class PrefixStore:
                 f"expected tokens [n] of one prompt of at least one token, got the shape "
                 f"{prompt.shape}; pass one list of token ids"
             )
-        return prompt, one
+        return prompt, source
 
     def _check_made_for(self, cache: Cache) -> None:
         """Raise unless the store was made for a cache of this spec."""

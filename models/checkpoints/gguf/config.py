@@ -80,8 +80,8 @@ def config_from_gguf(arch: str, get: Metadata, factors: list | None = None) -> d
     Raises:
         ModelError: when a value that others are computed from is out of its range.
     """
-    known = _READ | _READ_IN.get(arch, set()) | _MEANINGLESS | {"attention.value_length"}
-    _check(f"{arch}.", known, _ONLY, get)  # llama.cpp computes from no other keys
+    known_keys = _READ | _READ_IN.get(arch, set()) | _MEANINGLESS | {"attention.value_length"}
+    _check(f"{arch}.", known_keys, _ONLY, get)  # llama.cpp computes from no other keys
     config = {key: get(f"{arch}.{name}") for key, name in _CONFIG.items()}
     for key in ("bos", "eos"):
         config[f"{key}_token_id"] = get(f"tokenizer.ggml.{key}_token_id")
@@ -107,8 +107,8 @@ def config_from_gguf(arch: str, get: Metadata, factors: list | None = None) -> d
         config |= recurrent.config_from_gguf(arch, get, config)
     values = get(f"{arch}.attention.value_length")
     if values not in (None, config["head_dim"]):
-        wanted = f"{config['head_dim']}, as many numbers as a key has"
-        raise key_error(f"{arch}.attention.value_length", wanted, values, get.source)
+        expected = f"{config['head_dim']}, as many numbers as a key has"
+        raise key_error(f"{arch}.attention.value_length", expected, values, get.source)
     config["rope_scaling"] = _scaling(arch, get, factors)
     turned = get.checked(f"{arch}.rope.dimension_count", count)
     if turned and config["head_dim"] and turned != config["head_dim"]:
@@ -150,12 +150,14 @@ def check_tokenizer(get: Metadata) -> None:
     )
 
 
-def _check(prefix: str, known: Container[str], only: Mapping[str, tuple], get: Metadata) -> None:
+def _check(
+    prefix: str, known_keys: Container[str], only: Mapping[str, tuple], get: Metadata
+) -> None:
     for key in get.keys(prefix):
         name = key.removeprefix(prefix)
-        if name in known:
+        if name in known_keys:
             continue
         value = get(key)
         if value not in only.get(name, ()):
-            wanted = " or ".join(map(brief_json, only.get(name, ()))) or "left out"
-            raise key_error(key, wanted, value, get.source)
+            expected = " or ".join(map(brief_json, only.get(name, ()))) or "left out"
+            raise key_error(key, expected, value, get.source)

@@ -77,12 +77,12 @@ def open_gguf(path: Path) -> Checkpoint:
     factors = stored.pop("rope_freqs.weight", None)
     if factors is not None:
         factors = check_numbers(np.asarray(factors.data), factors.name, str(path)).tolist()
-    named = _plain_names(path, arch, stored)
+    by_name = _plain_names(path, arch, stored)
     config = config_from_gguf(arch, get, factors)
     config["model_type"] = _FAMILIES[arch]
-    config = complete(config, {n: _shape(t) for n, t in named.items()}, str(path))
+    config = complete(config, {n: _shape(t) for n, t in by_name.items()}, str(path))
     tensors = {
-        name: _tensor(name, tensor, arch, config, str(path)) for name, tensor in named.items()
+        name: _tensor(name, tensor, arch, config, str(path)) for name, tensor in by_name.items()
     }
     if arch in recurrent.ARCHITECTURES:
         tensors = recurrent.to_hugging_face(tensors, str(path))
@@ -124,13 +124,13 @@ def _reader(path: Path) -> Reader:
 
 
 def _plain_names(path: Path, arch: str, stored: dict) -> dict[str, Any]:
-    named = {_plain(name, arch): tensor for name, tensor in stored.items()}
-    if None in named:
+    by_name = {_plain(name, arch): tensor for name, tensor in stored.items()}
+    if None in by_name:
         raise ModelError(
-            f"{path} holds a tensor {named[None].name!r}, which the {arch} models read here do "
+            f"{path} holds a tensor {by_name[None].name!r}, which the {arch} models read here do "
             "not have; its kind (a mixture of experts, perhaps) is not supported."
         )
-    return named
+    return by_name
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:
