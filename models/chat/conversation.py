@@ -70,7 +70,7 @@ class Conversation:
           tokens: those of `models.text.turns.tokens_of_turn`.
 
         >>> one = Conversation(sequence=0, frame=Frame(keep=1, closing=0)).ask("Hi", [1, 2, 3])
-        >>> one.tokens, one.num_model_steps[0].init, one.num_model_steps[0].asked
+        >>> one.tokens, one.turns[0].start, one.turns[0].asked
         ((1, 2, 3), 0, 3)
         """
         start = len(self.tokens)
