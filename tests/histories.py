@@ -21,10 +21,7 @@ from tests.caches import HEADS, SIZE, WIDTH, Kind, Oracles, attend_signed, parts
 from tests.oracle import Oracle
 from tests.state_oracle import Histories
 
-STATES = {
-    "hash": ((), jnp.uint32),
-    "trace": jax.ShapeDtypeStruct((2,), jnp.float32),
-}
+STATES = {"hash": ((), jnp.uint32), "trace": jax.ShapeDtypeStruct((2,), jnp.float32)}
 """What each layer remembers: a number that tells all orders of all tokens apart, and a float."""
 
 

@@ -11,13 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import hypothesis.strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests import histories, twins
 from tests.caches import Kind

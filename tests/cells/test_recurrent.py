@@ -29,16 +29,7 @@ from tests.caches import (
 )
 from tests.cases import in_lanes
 from tests.cells.plans import plan_of
-from tests.histories import (
-    bytes_of,
-    kept_of,
-    make,
-    planned,
-    states_of,
-    tell,
-    told,
-    walk,
-)
+from tests.histories import bytes_of, kept_of, make, planned, states_of, tell, told, walk
 
 core = pytest.mark.core
 HYBRID = {"kinds": "ra", "window": jaxkv.Window.sliding(4)}
