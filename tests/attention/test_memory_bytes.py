@@ -220,10 +220,7 @@ def test_answers_read_no_buffers():
 
 @core
 def test_edits_outside_of_jit_keep_the_same_buffers():
-    cache = jaxkv.make_cache(
-        jaxkv.CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=None),
-        cells=8,
-        sequences=SEQUENCES,
-    )
+    sizes = dict(layers=1, cells=8, kv_heads=1, head_dim=2, sequences=SEQUENCES)
+    cache = attention_cache(**sizes, rope=None)
     for name, edit in EDITS.items():
         assert edit(cache).buffers.k[0] is cache.buffers.k[0], name

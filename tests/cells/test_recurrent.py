@@ -31,8 +31,6 @@ from tests.mistakes import assert_raises, mistakes
 core = pytest.mark.core
 HYBRID = {"kinds": "ra", "window": jaxkv.Window.sliding(4)}
 
-# ---- forks and cuts
-
 
 @core
 def test_seq_cp_traced_to_itself_or_unknown_changes_nothing():
@@ -94,9 +92,6 @@ def test_edits_of_hybrid_change_all_parts_or_none():
     after, ok = jax.jit(jaxkv.seq_rm)(cache, 0, 5)
     assert ok and twin.seq_rm(0, 5)
     assert_identical(after, twin.cache)
-
-
-# ---- steps undone, and caches that are kept
 
 
 @core
@@ -178,9 +173,6 @@ def test_a_kept_cache_goes_on_as_if_nothing_came_between():
     assert all(x.is_deleted() for x in jax.tree.leaves(split(checkpoint)[1]))
 
 
-# ---- ubatches
-
-
 def test_read_states_of_an_unapplied_ubatch_is_nan():
     cache = tell(make(3), [1, 2])
     ubatch = planned(cache, [3])
@@ -244,9 +236,6 @@ def test_write_states_passes_gradients():
         return jnp.sum(jaxkv.write_states(cache, 0, ubatch, new).buffers[0]["trace"] ** 2)
 
     np.testing.assert_array_equal(jax.jit(jax.grad(loss))(jnp.ones((1, 2))), [[2.0, 2.0]])
-
-
-# ---- parts and layers
 
 
 @core

@@ -4,17 +4,14 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-import jaxkv
 from jaxkv import sharding
 from jaxkv.kv.fill_order import cell_of, to_fill_order
-from tests.caches import STRIPES, VOCABULARY, run
-from tests.meshes import RULES, mesh_of, placed
+from tests.caches import STRIPES
+from tests.meshes import RULES, mesh_of
 from tests.oracle import Oracle
 
-core = pytest.mark.core
 SHARDS = 4
 LONG = replace(STRIPES, cells=1024, placement=f"striped:{SHARDS}", sequences=2)
 BY_NUMBER = {"placement": "any"}
@@ -26,18 +23,6 @@ def test_dealt_and_cell_of_match_oracle(share, shards):
     order = to_fill_order(jnp.arange(cells), shards).tolist()
     assert order == Oracle(cells, 1, shards=shards).order
     assert cell_of(jnp.arange(cells + 1), cells, shards).tolist() == [*order, cells]
-
-
-@core
-def test_run_striped_on_a_mesh_matches_one_device():
-    kind = replace(LONG, cells=64)
-    batch = jaxkv.make_batch(np.arange(16) % VOCABULARY, outputs=[True] * 16)
-    _, wanted = run(replace(kind, **BY_NUMBER).make(), batch, ubatch_size=16)
-    with jax.set_mesh(mesh_of(cells=SHARDS)):
-        cache, logits = run(placed(kind.make()), batch, ubatch_size=16)
-    shares = [np.asarray(x.data) for x in cache.buffers.k[0].addressable_shards]
-    assert [np.count_nonzero(np.any(x, axis=(0, 1, 3))) for x in shares] == [4] * SHARDS
-    np.testing.assert_allclose(logits, wanted, atol=1e-4)
 
 
 UNEVEN = "fills the devices unevenly that split cells by cells; take placement='striped:4'"
