@@ -39,32 +39,43 @@ def lying_on(devices):
     return lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=where)
 
 
-def attention_shapes(of, size, dtype, tokens):
+def attention_shapes(of, size, dtype, *, streams=1, tokens=FORKS, cells=CELLS):
     """The shapes of queries, keys, values, and a sight of two words of owners and a window.
 
     `of` makes a shape on a device of the compiler's, of its sizes and its dtype. Queries beside
     quantised buffers are bfloat16.
     """
     visibility = Visibility(
-        position=of((1, CELLS), jnp.int32),
-        owners=of((1, 2, CELLS), jnp.uint32),
-        streams=of((1,), jnp.int32),
-        at=of((1, tokens), jnp.int32),
-        word=of((1, tokens), jnp.int32),
-        bit=of((1, tokens), jnp.uint32),
+        position=of((streams, cells), jnp.int32),
+        owners=of((streams, 2, cells), jnp.uint32),
+        streams=of((streams,), jnp.int32),
+        at=of((streams, tokens), jnp.int32),
+        word=of((streams, tokens), jnp.int32),
+        bit=of((streams, tokens), jnp.uint32),
         window=jaxkv.Window.chunked(4096),
         causal=True,
         all_streams=True,
     )
-    form = jax.eval_shape(partial(zeros, (1, GROUPS, CELLS, size), dtype))
+    form = jax.eval_shape(partial(zeros, (streams, GROUPS, cells, size), dtype))
     buffers = jax.tree.map(lambda x: of(x.shape, x.dtype), form)
     of_queries = "bfloat16" if dtype == "int8" else dtype
-    return of((1, tokens, GROUPS * QUERIES, size), of_queries), buffers, buffers, visibility
+    return of((streams, tokens, GROUPS * QUERIES, size), of_queries), buffers, buffers, visibility
 
 
-def works_on(program, size):
+def layers_of_attention(implementation=None, **options):
+    """Attention of some layers that share a sight, each with keys and values of its own."""
+
+    def run(q, buffers, visibility):
+        for k, v in buffers:
+            q = attend(q, k, v, visibility, Options(**options), implementation)
+        return q
+
+    return run
+
+
+def works_on(program, size, cells=CELLS):
     """Name the instructions that give keys or values of a layer: what copies or writes them."""
-    whole = re.compile(rf"\[\d+,{GROUPS},(?:{CELLS},{size}|{size},{CELLS})\]")
+    whole = re.compile(rf"\[\d+,{GROUPS},(?:{cells},{size}|{size},{cells})\]")
     found = []
     for line in program.as_text().splitlines():
         match = re.match(r"\s*(?:ROOT )?%?[\w.-]+ = (\(.*?\)|\S+) ([\w-]+)\(", line)
@@ -78,15 +89,10 @@ def of_attention(platform, of, size, dtype, tokens=FORKS):
 
     What is held is compared with keys of the queries' dtype, since it is queries and sums.
     """
-    q, k, v, visibility = attention_shapes(of, size, dtype, tokens)
-
-    def layers(q, buffers, visibility):
-        """They share a sight, and each has keys and values of its own."""
-        for k, v in buffers:
-            q = attend(q, k, v, visibility, Options(softcap=30.0), None)
-        return q
-
-    program = compiled(platform, layers, q, [(k, v)] * LAYERS, visibility)
+    q, k, v, visibility = attention_shapes(of, size, dtype, tokens=tokens)
+    program = compiled(
+        platform, layers_of_attention(softcap=30.0), q, [(k, v)] * LAYERS, visibility
+    )
     return {
         "kernels": kernels(program),
         "works": works_on(program, size),
