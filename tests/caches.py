@@ -391,15 +391,9 @@ class Oracles(list[Side]):
         plans = [oracle.plan(tokens, **options) for oracle in self]
         # Faults are looked for in this order, in all parts before the next: a sequence refused
         # for one reason never gets to the next, and then no sequence gets cells.
-        of_order = [
-            "NOT_CONTIGUOUS",
-            "POSITION_GAP",
-            "DUPLICATE_POSITION",
-            "DECREASING_POSITION",
-            "DIVERGED",
-        ]
+        of_order = "NOT_CONTIGUOUS POSITION_GAP DUPLICATE_POSITION DECREASING_POSITION DIVERGED"
         faults: dict[int, Fault] = {}
-        for stage in (of_order, ["SHIFT_PENDING"]):
+        for stage in (of_order.split(), ["SHIFT_PENDING"]):
             for seq, fault in (pair for plan in plans for pair in plan.faults.items()):
                 if fault.reason in stage:
                     faults.setdefault(seq, fault)

@@ -17,14 +17,22 @@ from jaxkv.cache import split
 from jaxkv.hybrid import compose
 from jaxkv.recurrent.states import States
 from tests import twins
-from tests.caches import HEADS, SIZE, WIDTH, Kind, Oracles, attend_signed, parts_of, plan_rows
+from tests.caches import (
+    HEADS,
+    SIZE,
+    WIDTH,
+    Kind,
+    Oracles,
+    attend_signed,
+    attention_cache,
+    parts_of,
+    plan_rows,
+    recurrent_cache,
+)
 from tests.oracle import Oracle
 from tests.state_oracle import Histories
 
-STATES = {
-    "hash": ((), jnp.uint32),
-    "trace": jax.ShapeDtypeStruct((2,), jnp.float32),
-}
+STATES = {"hash": ((), jnp.uint32), "trace": jax.ShapeDtypeStruct((2,), jnp.float32)}
 """What each layer remembers: a number that tells all orders of all tokens apart, and a float."""
 
 
@@ -109,12 +117,8 @@ def tell(cache: Any, *rows: Sequence[int], kinds: str = "rr") -> Any:
 
 def make(kept: int = 0, sequences: int = 3, layers: int = 2, streams: int = 1) -> Any:
     """Make a recurrent cache that fits the model."""
-    return jaxkv.make_cache(
-        jaxkv.CacheSpec.recurrent(layers=layers, states=STATES),
-        sequences=sequences,
-        max_rollback=kept,
-        streams=streams,
-    )
+    sizes = dict(sequences=sequences, streams=streams, max_rollback=kept)
+    return recurrent_cache(layers, STATES, **sizes)
 
 
 def kept_of(table: States, buffers: Any) -> dict[int, list[tuple[int, tuple[bytes, ...]]]]:
@@ -170,19 +174,9 @@ class StateKind(Kind):
         states = make(self.kept, self.sequences, len(recurrent), self.streams)
         if not attending:
             return states
-        attention = jaxkv.make_cache(
-            jaxkv.CacheSpec.attention(
-                layers=len(*attending),
-                kv_heads=HEADS,
-                head_dim=SIZE,
-                window=self.windows[0],
-                rope=rope,
-            ),
-            cells=self.cells,
-            sequences=self.sequences,
-            streams=self.streams,
-            max_rollback=self.cells,
-        )
+        sizes = dict(cells=self.cells, sequences=self.sequences, streams=self.streams)
+        sizes |= dict(layers=len(*attending), kv_heads=HEADS, head_dim=SIZE)
+        attention = attention_cache(**sizes, window=self.windows[0], rope=rope)
         return compose((attention, *attending), (states, recurrent))
 
     def oracles(self) -> Oracles:

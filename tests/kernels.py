@@ -111,11 +111,10 @@ def of_a_step(platform, of, dtype, size=128):
     def step(cache, tokens, q, k, v):
         valid = jnp.ones(FORKS, bool)
         plan = jaxkv.plan_step(cache, tokens, active=valid)
-        ubatch, ok = plan.ubatch, plan.ok
-        cache = jaxkv.apply(cache, ubatch)
+        cache = jaxkv.apply(cache, plan)
         for layer in range(LAYERS):
-            cache, q = jaxkv.attend(cache, layer, ubatch, q, k, v)
-        return cache, q, ok
+            cache, q = jaxkv.attend(cache, layer, plan.ubatch, q, k, v)
+        return cache, q, plan.ok
 
     cache = jax.tree.map(lambda x: of(x.shape, x.dtype), jax.eval_shape(make))
     new = [of((1, FORKS, heads, size), of_new) for heads in (GROUPS * QUERIES, GROUPS, GROUPS)]

@@ -428,11 +428,7 @@ class Oracle(Side):
     # ---------------------------------------------------------------------------------- batches
 
     def plan(
-        self,
-        batch: Sequence[Token],
-        *,
-        ubatch_size: int | None,
-        reached: Callable[[int], int],
+        self, batch: Sequence[Token], *, ubatch_size: int | None, reached: Callable[[int], int]
     ) -> Plan:
         """Check a batch, then find a cell for every token or for none.
 

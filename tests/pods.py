@@ -112,9 +112,8 @@ class Pod:
 
     def step(self, params, cache, tokens, valid):
         plan = jaxkv.plan_step(cache, tokens, active=valid)
-        ubatch, ok = plan.ubatch, plan.ok
-        cache = jaxkv.apply(cache, ubatch)
-        return *self.forward(params, cache, ubatch), ok
+        cache = jaxkv.apply(cache, plan)
+        return *self.forward(params, cache, plan.ubatch), plan.ok
 
     def lower_step(self, platform="cpu"):
         """Lower a step of all sequences on the mesh at hand; the cache is donated."""

@@ -25,13 +25,11 @@ class Whole:
         self.tokens: list[Kept] = []
 
     def fork(self) -> "Whole":
-        """Copy it."""
         other = copy.copy(self)
         other.tokens = [Kept(one.position, {*one.owners}, one.content) for one in self.tokens]
         return other
 
     def of(self, seq: int) -> list[Kept]:
-        """The tokens of a sequence."""
         return [token for token in self.tokens if seq in token.owners]
 
     def end(self, seq: int) -> int:
@@ -43,7 +41,6 @@ class Whole:
         return sorted((t.position, t.content) for t in self.of(seq) if t.position >= low)
 
     def append(self, owners: Iterable[int], position: int, content: Any) -> None:
-        """Take a token in."""
         self.tokens.append(Kept(position, {*owners}, content))
 
     def seq_rm(self, seq: int, p0: int = -1, p1: int = -1) -> None:
@@ -54,13 +51,11 @@ class Whole:
         self.tokens = [token for token in self.tokens if token.owners]
 
     def seq_keep(self, seq: int) -> None:
-        """Forget all other sequences."""
         self.tokens = self.of(seq)
         for token in self.tokens:
             token.owners = {seq}
 
     def clear(self) -> None:
-        """Forget everything."""
         self.tokens = []
 
     def seq_cp(self, src: int, dsts: Iterable[int], p0: int = -1, p1: int = -1) -> None:
@@ -98,7 +93,6 @@ class Whole:
         self._move(seq, p0, p1, lambda position: position + delta)
 
     def seq_div(self, seq: int, p0: int, p1: int, divisor: int) -> None:
-        """Divide the positions of a range of a sequence, for all owners."""
         self._move(seq, p0, p1, lambda position: position // divisor)
 
     def _move(self, seq: int, p0: int, p1: int, to: Callable[[int], int]) -> None:

@@ -58,8 +58,7 @@ KNOWN_BY = {
     "jaxkv/window.py": "window limits stateful",
     "jaxkv/core/hashing.py": "arguments stale rewind refusals batch recurrent",
     "jaxkv/kv/cells.py": "arguments limits invariants traps streams "
-    "copies window shift stale rewind stateful refusals permutation sets every_argument "
-    "unwritten_layers",
+    "copies window shift stale rewind stateful refusals sets every_argument unwritten_layers",
     "jaxkv/kv/eviction.py": "window copies stateful every_argument",
     "jaxkv/kv/slots.py": "arguments limits traps window streams copies refusals rewind "
     "stale stateful recurrent every_argument sharding unwritten_layers prefix",

@@ -79,16 +79,12 @@ def visible(visibility: Visibility) -> np.ndarray:
 def bias_between(visibility: Visibility) -> Any:
     """Return the bias of a sight, in a shape that broadcasts to `[P, H, T, N]`."""
     if isinstance(visibility.bias, OfPlaces):
-        at, position = (
-            visibility.at[:, None, :, None],
-            visibility.position[visibility.streams][:, None, None],
-        )
-        position = jnp.where(
-            visible(visibility)[:, None], position, at
-        )  # a number, with a derivative
-        return visibility.bias.function.value(
-            at, position, visibility.bias.heads[None, :, None, None]
-        )
+        at = visibility.at[:, None, :, None]
+        position = visibility.position[visibility.streams][:, None, None]
+        # A number, with a derivative.
+        position = jnp.where(visible(visibility)[:, None], position, at)
+        heads = visibility.bias.heads[None, :, None, None]
+        return visibility.bias.function.value(at, position, heads)
     return 0.0 if visibility.bias is None else visibility.bias.swapaxes(1, 2)
 
 

@@ -95,9 +95,6 @@ def test_attend_bias_and_until_match_formula(kind, form, mode, axes, sequences):
         jax.tree.map(np.testing.assert_array_equal, *views[1:])
 
 
-# ------------------------------------------------------------------------ arguments and programs
-
-
 @core
 def test_attend_bias_function_compiles_once():
     """Other weights, and the same function wrapped anew, are the same program."""

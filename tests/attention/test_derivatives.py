@@ -138,9 +138,7 @@ QKV = np.random.default_rng(0).normal(size=(3, 1, 4, 2, 4)).astype(np.float32)
 
 
 def told(cache, q, k, v):
-    cache = cache or jaxkv.make_cache(
-        jaxkv.CacheSpec.attention(layers=1, kv_heads=2, head_dim=4), cells=8
-    )
+    cache = cache or attention_cache(layers=1, cells=8, kv_heads=2, head_dim=4)
     plan = jaxkv.init_batch(cache, jaxkv.make_batch([1] * q.shape[1]))
     return jaxkv.attend(jaxkv.apply(cache, plan), 0, plan.ubatches[0], q, k, v)
 

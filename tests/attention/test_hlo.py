@@ -18,7 +18,7 @@ from tests import hlo
 from tests.attention.formula import case
 from tests.caches import attention_cache, recurrent_cache
 
-core = pytest.mark.core
+pytestmark = pytest.mark.core
 
 
 def of_attention(implementation=None, **options):
@@ -26,7 +26,6 @@ def of_attention(implementation=None, **options):
     return attend.lower(*arrays, Options(), implementation).compile()
 
 
-@core
 @pytest.mark.parametrize("lists", [[1], [3, 0]])
 def test_attend_reads_streams_that_take_part_in_place(lists):
     """A gather of their keys would hold as many bytes again."""
@@ -35,7 +34,6 @@ def test_attend_reads_streams_that_take_part_in_place(lists):
     assert hlo.temporary_bytes(of_attention("whole", **shapes)) > one_stream / 2  # it can fail
 
 
-@core
 def test_attend_long_prompt_holds_nothing_of_all_pairs():
     """Neither logits nor a bias: less than a byte for each pair, where these have four."""
     program = of_attention(streams=1, tokens=64, cells=8192)
@@ -44,7 +42,6 @@ def test_attend_long_prompt_holds_nothing_of_all_pairs():
     assert hlo.temporary_bytes(program) < 2 * BLOCK * 64 * TILE
 
 
-@core
 @pytest.mark.parametrize("tokens", [1, 12])
 def test_attend_latent_step_copies_no_keys(tokens):
     """Neither for the values that are a part of them, nor for a loop over tiles."""
@@ -57,10 +54,6 @@ def test_attend_latent_step_copies_no_keys(tokens):
     assert hlo.temporary_bytes(program) < 8192 * 576 * 4 // 2
 
 
-# ------------------------------------------------------------------------- what layers share
-
-
-@core
 def test_attend_layers_share_mask_and_list_of_tiles():
     """In the programs that the compiler makes of 1 layer and of 4."""
     arrays = jax.eval_shape(partial(case, streams=1, tokens=8, cells=8 * TILE))
@@ -100,7 +93,6 @@ HASHES = {
 }
 
 
-@core
 @pytest.mark.parametrize("name", HASHES)
 def test_step_layers_hash_nothing(name):
     """What hashes are made of, and nothing else is, does not grow with the number of layers.

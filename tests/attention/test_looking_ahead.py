@@ -7,6 +7,7 @@ import pytest
 import jaxkv
 from jaxkv.window import Window
 from tests.attention.formula import formula
+from tests.caches import attention_cache
 from tests.cases import in_lanes
 
 SIZE, COUNT = 4, 12
@@ -25,11 +26,8 @@ def model(how, window):
     sees = (at >= np.asarray(first)[:, None]) & (at <= last[:, None])
 
     def forward(params, cache, ubatch):
-        options = (
-            {"visible_until": ubatch.extra["visible_until"]}
-            if how == "visible_until"
-            else {"causal": False}
-        )
+        until = ubatch.extra["visible_until"] if how == "visible_until" else None
+        options = dict(visible_until=until, causal=until is not None)
         x = ubatch.embeddings[:, :, None]
         cache, out = jaxkv.attend(cache, 0, ubatch, x, x, x, **options)
         return cache, out.reshape(-1, SIZE)[ubatch.outputs]
@@ -53,13 +51,8 @@ def test_token_cut_off_from_what_it_sees_reads_nan(how, window, streams):
     heads = X[None, :, None]
     wanted = formula(heads, *[heads.swapaxes(1, 2)] * 2, sees[None])[0, :, 0]
     for size in (16, 8, 4):
-        cache = jaxkv.make_cache(
-            jaxkv.CacheSpec.attention(layers=1, kv_heads=1, head_dim=SIZE, window=window),
-            cells=32,
-            sequences=2,
-            streams=streams,
-            max_rollback=32,
-        )
+        sizes = dict(layers=1, cells=32, kv_heads=1, head_dim=SIZE, sequences=2)
+        cache = attention_cache(**sizes, streams=streams, window=window)
         batch = jaxkv.make_batch(
             embeddings=X, outputs=np.ones(COUNT, bool), extra={"visible_until": IMAGE}, sequences=1
         )

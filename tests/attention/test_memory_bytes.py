@@ -13,7 +13,7 @@ import jaxkv
 from jaxkv.cache import split
 from jaxkv.ops.quantised import dtype_of
 from tests import hlo
-from tests.caches import attention_cache
+from tests.caches import attention_cache, recurrent_cache
 from tests.cases import in_lanes
 
 LAYERS, CELLS, HEADS, SIZE, SEQUENCES = 3, 16384, 2, 64, 8
@@ -131,6 +131,29 @@ def test_step_of_single_key_head_copies_no_layer():
     assert moves == [] and copies  # those of what is not donated
 
 
+def step_of_states(cache):
+    ubatch = jaxkv.plan_step(cache, jnp.zeros(2, int), sequences=jnp.array([5, 9])).ubatch
+    cache = jaxkv.apply(cache, ubatch)
+    for layer in range(2):
+        x = jaxkv.read_states(cache, layer, ubatch)["x"]
+        after = jnp.stack([x] * 3 + [x / 2 + ubatch.tokens[..., None]], axis=1)
+        cache = jaxkv.write_states(cache, layer, ubatch, {"x": after})
+    return cache
+
+
+@core
+@pytest.mark.parametrize(("program", "share"), [(step_of_states, 2), (edited, 100)])
+def test_program_of_states_copies_no_layer(program, share):
+    """A step holds the states of its rows, and never those of all cells; a verb none."""
+    sizes = {"layers": 2, "sequences": 64, "max_rollback": 3}
+    states = {"x": ((64, 1024), jnp.float32)}
+    cache = jax.eval_shape(partial(recurrent_cache, states=states, **sizes))
+    compiled = jax.jit(program, donate_argnums=0).lower(cache).compile()
+    layer = 64 * 4 * 64 * 1024 * 4
+    assert hlo.temporary_bytes(compiled) < layer / share
+    assert hlo.large_moves(compiled, layer // 2) == []
+
+
 EDITS = {
     "seq_rm": lambda m: jaxkv.seq_rm(m, 0, 1, 5)[0],
     "seq_cp": lambda m: jaxkv.seq_cp(m, 0, [1, 2]).cache,
@@ -197,10 +220,7 @@ def test_answers_read_no_buffers():
 
 @core
 def test_edits_outside_of_jit_keep_the_same_buffers():
-    cache = jaxkv.make_cache(
-        jaxkv.CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=None),
-        cells=8,
-        sequences=SEQUENCES,
-    )
+    sizes = dict(layers=1, cells=8, kv_heads=1, head_dim=2, sequences=SEQUENCES)
+    cache = attention_cache(**sizes, rope=None)
     for name, edit in EDITS.items():
         assert edit(cache).buffers.k[0] is cache.buffers.k[0], name

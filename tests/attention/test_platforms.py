@@ -15,7 +15,7 @@ from tests.caches import attention_cache
 from tests.pods import Pod
 from tests.sights import sight_of_mask
 
-core = pytest.mark.core
+pytestmark = pytest.mark.core
 
 
 @functools.cache
@@ -37,7 +37,6 @@ def step_for(platform, *, tokens=1, size=64, dtype="float32", implementation=Non
         return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
-@core
 @pytest.mark.parametrize(
     ("implementation", "dtype"), [(None, "float32"), ("tiles", "bfloat16"), ("whole", "float32")]
 )
@@ -49,14 +48,12 @@ def test_lowered_tuning_for_processor_is_in_no_other_program(implementation, dty
             assert "optimization_barrier" not in lowered(platform, tokens=tokens)
 
 
-@core
 def test_lowered_for_gpu_token_reads_all_cells_and_prompt_tiles():
     assert "stablehlo.while" not in step_for("cuda")
     assert "stablehlo.while" in step_for("cuda", tokens=128)
     assert "stablehlo.while" in step_for("cpu")
 
 
-@core
 def test_lowered_for_tpu_runs_kernel():
     for tokens in (1, 128):
         assert "tpu_custom_call" in step_for("tpu", tokens=tokens)
@@ -65,7 +62,6 @@ def test_lowered_for_tpu_runs_kernel():
 
 
 # Said by jax from 0.11 on, about what the kernel is written with.
-@core
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="the GPU that is there is known")
 def test_lowered_for_known_gpu_runs_kernel():
@@ -78,7 +74,6 @@ def test_lowered_for_known_gpu_runs_kernel():
         assert "xla.gpu.triton" not in step_for("cuda", **known, **options)
 
 
-@core
 def test_lowered_elsewhere_last_positions_take_one_pass():
     def plan(cache):
         return jaxkv.plan_step(cache, jnp.zeros(4, int))
@@ -93,14 +88,12 @@ def test_lowered_elsewhere_last_positions_take_one_pass():
         assert (all_cells in text) == (platform != "cpu")
 
 
-@core
 def test_lowered_for_tpu_mesh_shares_run_kernel():
     pod = Pod((("data", 2), ("tensor", 2), ("cells", 2)), streams=8, cells=2048)
     with jax.set_mesh(pod.mesh(np.array(jax.devices()))):
         assert "tpu_custom_call" in pod.lower_step(platform="tpu").as_text()
 
 
-@core
 def test_lowered_for_tpu_small_streams_are_read_at_once():
     """A token of each of several streams."""
     for cells, kernel in ((512, False), (1024, True)):

@@ -296,9 +296,6 @@ def test_attend_nonfinite_head_becomes_nan_key_and_zero_value(form, half, bad, w
     assert np.isnan(keys).any(-1).sum() == 1
 
 
-# ---------------------------------------------------------------------- encoding, and arguments
-
-
 CODES = [("int8", 160), ("float8_e4m3fn", 160), ("int8", 64), ("float8_e4m3fn", 7)]
 
 

@@ -59,10 +59,6 @@ def resumable(cache: Any, seq: int = 0, visible_until: int = 10) -> list[int]:
     return [pos for pos in range(visible_until) if cache.can_resume(seq, pos)]
 
 
-def starts_at(cache: Any, seq: int = 0) -> int:
-    return plan_of(cache, 1, seq).check().ubatches[0].positions[0, 0].item()
-
-
 def _padded(values: Any) -> np.ndarray:
     values = np.asarray(values, np.int32)
     return np.pad(values, [(0, COUNT - len(values)), *[(0, 0)] * (values.ndim - 1)])

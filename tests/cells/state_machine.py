@@ -11,17 +11,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import hypothesis.strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests import histories, twins
 from tests.caches import Kind
-from tests.sets import nearly_right
 
 edges = st.integers(-1, 9)
 ids = st.integers(0, 10**6)
@@ -31,6 +24,33 @@ aheads = st.sampled_from([None, 0, 3])
 
 FEW = [0, 1, 2, 31, 32, 39]
 """Sequences of many: those on both sides of the border between two words of owners."""
+
+
+def tree_of(rng: random.Random, pool: list[int], count: int) -> list[list[int]]:
+    """Sets of a random tree: from one token of a sequence to the next they only shrink."""
+    alive, sets = [set(pool)], []
+    for _ in range(count):
+        own = rng.choice(alive)
+        sets.append(sorted(own, key=lambda _: rng.random()))
+        if len(own) > 1 and rng.random() < 0.4:
+            part = set(rng.sample(sorted(own), rng.randint(1, len(own) - 1)))
+            alive.remove(own)
+            alive += [part, own - part]
+    return sets
+
+
+def nearly_right(
+    twin: twins.Twin, rng: random.Random, pool: list[int], count: int
+) -> list[list[int]]:
+    """Sets of a random tree of sequences that hold the same cells; of some trees not quite."""
+    seq = rng.choice(pool)
+    alike = [
+        other for other in pool if all(one.holds(other) == one.holds(seq) for one in twin.oracles)
+    ]
+    sets = tree_of(rng, alike, count)
+    for _ in range(rng.choice([0, 0, 1, 3])):
+        sets[rng.randrange(count)] = rng.sample(pool, rng.randint(1, min(3, len(pool))))
+    return sets
 
 
 class Machine(RuleBasedStateMachine):
@@ -76,8 +96,6 @@ class Machine(RuleBasedStateMachine):
 
     def sharing(self, seq: int) -> set[int]:
         return set().union(*(oracle.sharing(seq) for oracle in self.twin.oracles))
-
-    # ---------------------------------------------------------------------------------- batches
 
     @rule(many=st.booleans(), numbers=seven, ahead=aheads)
     def decode(self, many: bool, numbers: list[int], ahead: int | None) -> None:
@@ -143,8 +161,6 @@ class Machine(RuleBasedStateMachine):
         for ubatch, part in reversed(steps) if late else steps:
             of_sets = ubatch.shared_with is not None  # these look no further than themselves
             self.twin.step(ubatch, part, ahead if self.looks_ahead and not of_sets else None)
-
-    # ------------------------------------------------------------------------------------ verbs
 
     @rule(number=ids, p0=edges, p1=edges)
     def seq_rm(self, number: int, p0: int, p1: int) -> None:

@@ -12,9 +12,10 @@ import jaxkv
 from jaxkv import CacheSpec, make_batch, make_cache
 from jaxkv.cache import merge, split
 from jaxkv.hybrid import compose
-from tests.caches import attention_cache, drawn
+from tests.caches import GROUPS, attention_cache, drawn
 from tests.mistakes import assert_raises, mistakes
 
+NEAR = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, window=jaxkv.Window.sliding(4))
 STATE = {"x": ((), jnp.float32)}
 
 
@@ -47,6 +48,13 @@ def applied():
     cache = make_cache(CacheSpec.attention(layers=1, kv_heads=2, head_dim=4), cells=4)
     plan = jaxkv.init_batch(cache, make_batch([1]))
     return jaxkv.apply(cache, plan), plan.ubatches[0]
+
+
+def beam_of(sequences):
+    logits = jnp.zeros((1, 16))
+    return jaxkv.generation.beam(
+        None, None, GROUPS.make(), logits, num_beams=2, num_tokens=3, sequences=sequences
+    )
 
 
 @functools.cache
@@ -104,7 +112,8 @@ def joined(make):
     return merge(make().table, make(sequences=2, streams=2).buffers)
 
 
-X = np.ones((1, 1, 2, 4), np.float32)
+X, SEES = np.ones((1, 1, 2, 4), np.float32), np.ones((1, 1, 3), bool)
+KEYS = np.ones((1, 2, 3, 4), np.float32)
 IDS = (
     "2**70",
     "np.uint32(2**32 - 1)",
@@ -121,6 +130,15 @@ TAKE_INTEGERS += " | make_batch([{}]) | make_batch([1], sequences=[{}])"
 USES = "{}.num_used_cells() | {}.check() | clear({}) | init_update({}) | defrag_plan({})"
 USES += " | show({}) | {}.seq_pos_max(0) | seq_rm({}, 0) | seq_cp({}, 0, 1).cache"
 USES += " | init_batch({}, make_batch([1])) | plan_step({}, [5])"
+MOVES = "seq_add({}, 0, 0, -1, delta=1) | jax.jit(seq_div)({}, 0, 0, -1, divisor=2)"
+MOVES += " | {}.can_seq_add(0, 0, -1, delta=1)"
+MOVES += " | generation.context_shift({}, 0, num_keep=0, num_discard=1)"
+MOVES += " | generation.self_extend({}, 0, 0, group=2, width=4)"
+NO_ROPES = (
+    "kv()",
+    "snapshot.load(snapshot.save(kv()))",
+    "compose((kv(rope=None), (0, 1)), (kv(), (2, 3)))",
+)
 WRONG_ID = "ValueError: wanted (sequence ids from|one sequence id|seq, p0)"
 PRODUCTS = [
     ("seq_rm(small(), {}) | seq_keep(small(), {})", IDS, WRONG_ID),
@@ -130,6 +148,7 @@ PRODUCTS = [
         "TypeError: wanted (integers|an integer) for",
     ),
     (TAKE_INTEGERS, NO_INTEGERS, "TypeError: wanted (integers|an integer) for"),
+    (MOVES, NO_ROPES, "ValueError: ^expected a cache made with rope= to move keys"),
     (USES, ["donated()"], "ValueError: got one whose buffers were donated: go on with"),
     (USES, ["twice(small)", "twice(states)"], "ValueError: got a batch of them: .*take each"),
 ]

@@ -12,7 +12,7 @@ from jaxkv.kv.shift import CHUNK
 from tests.caches import Kind, assert_identical, drawing, drawn
 from tests.cells.pools import FOUR, ONE, TWO, fed, noisy, texts_of
 
-core = pytest.mark.core
+pytestmark = pytest.mark.core
 LONG = Kind("long, two each", cells=600, sequences=6, streams=3)
 RUNS = Kind("contiguous", cells=8, sequences=4, streams=2, placement="contiguous")
 NEAR = Kind("window", cells=6, sequences=4, streams=2, windows=(jaxkv.Window.sliding(2),))
@@ -37,7 +37,6 @@ def assert_copied(cache, copied, parents, *bounds, merges=False):
         assert text == wanted, seq
 
 
-@core
 @pytest.mark.parametrize(
     ("kind", "before", "dst", "first", "after"),
     [
@@ -75,7 +74,6 @@ def test_seq_cp_shares_in_a_stream_and_copies_to_others(kind, before, dst, first
     assert jaxkv.seq_cp(copied, 0, dst, first).cache.num_used_cells() == copied.num_used_cells()
 
 
-@core
 def test_seq_cp_rewind_tells_copies_in_the_same_cells_apart():
     cache = fed(TWO, 2, 2)
     one, other = (jaxkv.seq_cp(cache, seq, 3).cache for seq in (0, 1))
@@ -83,16 +81,19 @@ def test_seq_cp_rewind_tells_copies_in_the_same_cells_apart():
     assert jaxkv.rewind(one, to=one.table)[1] and not jaxkv.rewind(other, to=one.table)[1]
 
 
-@core
-def test_seq_cp_donated_is_the_same_and_deletes():
-    wanted, cache = (noisy("0{0} 1{0} | 0{2}", TWO) for _ in range(2))
-    assert_identical(
-        jaxkv.seq_cp(cache, 0, [1, 3], donate=True).cache, jaxkv.seq_cp(wanted, 0, [1, 3]).cache
-    )
-    assert cache.buffers.k[0].is_deleted()
+@pytest.mark.parametrize(
+    ("copy", "kind", "cells", "args"),
+    [
+        (jaxkv.seq_cp, TWO, "0{0} 1{0} | 0{2}", (0, [1, 3])),
+        (jaxkv.seq_select, FOUR, "0{0} 1{0} | 0{1}", ([1, 0], [0, 1])),
+    ],
+)
+def test_copy_donated_is_the_same_and_deletes(copy, kind, cells, args):
+    wanted, cache = (noisy(cells, kind) for _ in range(2))
+    assert_identical(copy(cache, *args, donate=True).cache, copy(wanted, *args).cache)
+    assert all(x.is_deleted() for x in jax.tree.leaves(cache.buffers))
 
 
-@core
 def test_seq_cp_more_cells_than_a_chunk():
     cache, targets = noisy(" ".join(f"{i}{{0}}" for i in range(520)), LONG), [5, 2, 4]
     for end in (CHUNK + 1, 519):  # the first cell of the second chunk is the last one, or is not
@@ -109,7 +110,6 @@ def refused(cache, *args):
     return not any(ok for _, ok in answers)
 
 
-@core
 def test_seq_cp_hybrid_copies_in_all_parts_or_none():
     """The part with a window has cells to take, the other one has not."""
     kinds = replace(NEAR, windows=(None,)), NEAR
@@ -119,7 +119,6 @@ def test_seq_cp_hybrid_copies_in_all_parts_or_none():
     assert refused(cache, 0, [1, 3])
 
 
-@core
 def test_seq_cp_contiguous_is_one_run():
     cache = drawn("0{0} . 1{0} 2{0} . . . . | . 0{2} . . 1{2} . . 2{2}", RUNS)
     copied = jaxkv.seq_cp(cache, 0, 3, 1).cache
@@ -127,7 +126,6 @@ def test_seq_cp_contiguous_is_one_run():
     assert refused(cache, 0, 3)
 
 
-@core
 def test_seq_cp_two_words_of_owners():
     cells = "0{0} 1{0} 0{39} 1{39} | 0{40} 0{79} 1{79}"
     copied = jaxkv.seq_cp(noisy(cells, WIDE), 39, [33, 78, 41]).cache
@@ -136,7 +134,6 @@ def test_seq_cp_two_words_of_owners():
     assert copied.seq_pos_max([0, 33, 39, 40, 41, 78]).tolist() == [1, 1, 1, 0, 1, 1]
 
 
-@core
 @pytest.mark.parametrize("kind", [TWO, FOUR], ids=lambda kind: kind.name)
 def test_seq_select_sequences_change_places(kind):
     """Between streams; what is copied is not taken, though it has no owner any more."""

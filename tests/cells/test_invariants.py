@@ -53,17 +53,11 @@ def test_check_invariants_names_what_is_wrong_with_cells(field, where, value, wr
         ("position", (0, 0), 3, "positions that do not rise"),
         ("position", (0, 0), 4, "positions that do not rise"),
         ("cell", (0, 0), None, "one cell twice"),
+        ("position", (2, 2), 4, "shared cell with two positions"),
     ],
 )
 def test_check_invariants_names_what_is_wrong_with_states(field, where, value, wrong):
-    cache = histories.told(2, [4]).cache  # states after 1, 2 and 3
+    cache = jaxkv.seq_cp(histories.told(2, [4]).cache, 0, 2).cache  # states after 1, 2 and 3
     assert counted(histories.make()) == counted(cache) == {}
     value = cache.table.cell[0, 1] if value is None else value
     assert counted(broken(cache, field, where, value))[wrong] >= 1
-
-
-@pytest.mark.core
-def test_check_invariants_names_a_shared_state_at_two_positions():
-    cache = jaxkv.seq_cp(histories.told(0, [4]).cache, 0, 1).cache
-    wrong = {"shared cell with two positions": 1}
-    assert counted(cache) == {} and counted(broken(cache, "position", (1, 0), 2)) == wrong

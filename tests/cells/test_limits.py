@@ -22,6 +22,7 @@ from tests.caches import (
     assert_identical,
     attention_cache,
     drawn,
+    recurrent_cache,
 )
 
 BIG = 2**31 - 1
@@ -29,7 +30,7 @@ STATES = {"x": ((), jnp.float32)}
 
 
 def states():
-    return jaxkv.make_cache(jaxkv.CacheSpec.recurrent(layers=1, states=STATES), sequences=3)
+    return recurrent_cache(1, STATES, sequences=3)
 
 
 def test_seq_rm_traced_bounds_and_unsigned_ids():
@@ -47,8 +48,11 @@ def test_seq_rm_traced_bounds_and_unsigned_ids():
 def test_seq_add_or_token_to_int32_max_is_refused(make):
     """2**31 - 1 is one past the last position."""
     cache = make()
+    assert not jaxkv.init_batch(cache, make_batch([1], positions=[BIG])).ok
     cache = jaxkv.apply(cache, jaxkv.init_batch(cache, make_batch([1], positions=[BIG - 1])))
+    assert cache.seq_pos_min(0) == BIG - 1
     assert not jaxkv.init_batch(cache, make_batch([2])).ok
+    assert not jaxkv.seq_rm(cache, 0)[0].num_used_cells()
     for delta in (1, 2, BIG):
         assert not cache.can_seq_add(0, 0, -1, delta=delta)
         same, ok = jaxkv.seq_add(cache, 0, 0, -1, delta=delta)
@@ -62,12 +66,10 @@ def test_seq_add_or_token_to_int32_max_is_refused(make):
 def test_hybrid_cache_takes_smallest_limits_of_parts():
     one = dict(layers=1, kv_heads=1, head_dim=4, window=jaxkv.Window.sliding(4))
     parts = [attention_cache(**one, ubatch_size=size) for size in (8, 4)]
-    parts += [
-        jaxkv.make_cache(jaxkv.CacheSpec.recurrent(layers=1, states=STATES), max_rollback=n)
-        for n in (3, 5)
-    ]
-    spec = compose(*((part, (i,)) for i, part in enumerate(parts))).table.spec
-    assert (spec.ubatch_size, spec.max_rollback) == (4, 3)
+    parts += [recurrent_cache(1, STATES, max_rollback=n) for n in (3, 5)]
+    cache = compose(*((part, (i,)) for i, part in enumerate(parts)))
+    assert (cache.table.spec.ubatch_size, cache.table.spec.max_rollback) == (4, 3)
+    assert len(jaxkv.init_batch(cache, make_batch([1] * 8)).ubatches) == 2  # if no size is said
 
 
 def test_spared_counts_each_owner_of_a_cell_but_one():

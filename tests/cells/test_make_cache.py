@@ -33,7 +33,6 @@ HYBRID = CacheSpec.hybrid(
 NESTED = CacheSpec.hybrid((CacheSpec.hybrid((WINDOW, (0, 2)), (RECURRENT, (1, 3))), (0, 1, 2, 3)))
 
 
-INT8 = dict(dtype="int8")
 APART = dict(
     cells=(16, None, 8, None),
     dtype=("int8", "float16", "bfloat16", None),
@@ -42,93 +41,62 @@ APART = dict(
     placement=("striped:4", "contiguous", "any", "any"),
     stacked=(True, False, False, False),
 )
-LAYER = "float32[2,2,{},8]"
-PLAIN = (16, None, "any", 1, [LAYER.format(16)] * 4)
-NEEDED = (1100, 512, "any", 1, [LAYER.format(1100)] * 4)
-FEW = (16, None, "any", 1, [LAYER.format(16)] * 4)
-CASES = {  # spec, options, and for each part: cells, ubatch_size, placement, stripes, its arrays
-    "attention": (ATTENTION, dict(cells=16), [PLAIN]),
-    "int8": (
-        ATTENTION,
-        dict(cells=16, **INT8),
-        [(16, None, "any", 1, ["int8[2,2,16,8]", "float32[2,2,16,1]"] * 4)],
-    ),
-    "stacked": (
-        ATTENTION,
-        dict(cells=16, stacked=True, dtype=jnp.bfloat16),
-        [(16, None, "any", 1, ["bfloat16[4,2,16,8]"] * 2)],
-    ),
-    "contiguous": (
-        ATTENTION,
-        dict(cells=16, placement="contiguous"),
-        [(16, None, "contiguous", 1, [LAYER.format(16)] * 4)],
-    ),
+
+
+def cells(count, arrays=None, *, ubatch_size=None, placement="any", stripes=1):
+    """A part that attends; its arrays are keys and values of two layers, if not said."""
+    arrays = arrays or [f"float32[2,2,{count},8]"] * 4
+    return count, ubatch_size, placement, stripes, arrays
+
+
+def states(count):
+    return count, [f"bfloat16[2,{count},3]", f"float32[2,{count},4,2]"] * 2
+
+
+UNLIKE = [f"float32[2,{sizes}]" for sizes in ("2,16,8", "4,16,4", "2,16,4", "4,16,6")]
+OF_INT8 = ["int8[2,2,16,8]", "float32[2,2,16,1]"] * 4
+STACKED_INT8 = ["int8[4,2,16,8]", "float32[4,2,16,1]"] * 2
+STACKED = dict(stacked=True, dtype=jnp.bfloat16)
+BY_SIZES = dict(ubatch_size=3, max_rollback=2, placement="striped:4")
+SMALLER = dict(cells=((8, None),), max_rollback=((32, 3),))
+CASES = {  # spec, options, and what each part has
+    "attention": (ATTENTION, dict(cells=16), [cells(16)]),
+    "int8": (ATTENTION, dict(cells=16, dtype="int8"), [cells(16, OF_INT8)]),
+    "stacked": (ATTENTION, dict(cells=16) | STACKED, [cells(16, ["bfloat16[4,2,16,8]"] * 2)]),
+    **{
+        name: (ATTENTION, dict(cells=16, placement=name), [cells(16, placement=name)])
+        for name in ("contiguous", "tiled")
+    },
     "striped": (
         ATTENTION,
         dict(cells=16, placement="striped:4"),
-        [(16, None, "striped", 4, [LAYER.format(16)] * 4)],
+        [cells(16, placement="striped", stripes=4)],
     ),
-    "tiled": (
-        ATTENTION,
-        dict(cells=16, placement="tiled"),
-        [(16, None, "tiled", 1, [LAYER.format(16)] * 4)],
-    ),
-    "shapes of each layer": (
-        SHAPED,
-        dict(cells=16),
-        [
-            (
-                16,
-                None,
-                "any",
-                1,
-                [f"float32[2,{x}]" for x in ("2,16,8", "4,16,4", "2,16,4", "4,16,6")],
-            )
-        ],
-    ),
-    "latent": (LATENT, dict(cells=16), [(16, None, "any", 1, ["float32[2,1,16,8]"] * 2)]),
-    "window": (WINDOW, {}, [NEEDED]),
-    "window that needs less": (WINDOW, dict(cells=4096), [NEEDED]),
-    "window that needs more": (WINDOW, dict(cells=16), [FEW]),
-    "window of all": (
-        WINDOW,
-        dict(cells=4096, max_rollback=4096),
-        [(4096, None, "any", 1, [LAYER.format(4096)] * 4)],
-    ),
+    "shapes of each layer": (SHAPED, dict(cells=16), [cells(16, UNLIKE)]),
+    "latent": (LATENT, dict(cells=16), [cells(16, ["float32[2,1,16,8]"] * 2)]),
+    "window": (WINDOW, {}, [cells(1100, ubatch_size=512)]),
+    "window that needs less": (WINDOW, dict(cells=4096), [cells(1100, ubatch_size=512)]),
+    "window that needs more": (WINDOW, dict(cells=16), [cells(16)]),
+    "window of all": (WINDOW, dict(cells=4096, max_rollback=4096), [cells(4096)]),
     "window by sizes": (
         WINDOW,
-        dict(ubatch_size=3, max_rollback=2, placement="striped:4"),
-        [(24, 3, "striped", 4, [LAYER.format(24)] * 4)],
+        BY_SIZES,
+        [cells(24, ubatch_size=3, placement="striped", stripes=4)],
     ),
-    "recurrent": (RECURRENT, {}, [(2, ["bfloat16[2,2,3]", "float32[2,2,4,2]"] * 2)]),
-    "recurrent with earlier states": (
-        RECURRENT,
-        dict(cells=16, max_rollback=3),
-        [(8, ["bfloat16[2,8,3]", "float32[2,8,4,2]"] * 2)],
-    ),
-    "hybrid": (
-        HYBRID,
-        dict(cells=16),
-        [PLAIN, FEW, PLAIN, (2, ["bfloat16[2,2,3]", "float32[2,2,4,2]"] * 2)],
-    ),
+    "recurrent": (RECURRENT, {}, [states(2)]),
+    "recurrent with earlier states": (RECURRENT, dict(cells=16, max_rollback=3), [states(8)]),
+    "hybrid": (HYBRID, dict(cells=16), [cells(16)] * 3 + [states(2)]),
     "hybrid of parts apart": (
         HYBRID,
         APART,
         [
-            (16, None, "striped", 4, ["int8[4,2,16,8]", "float32[4,2,16,1]"] * 2),
-            (24, 4, "contiguous", 1, ["float16[2,2,24,8]"] * 4),
-            (8, None, "any", 1, ["bfloat16[2,2,8,8]"] * 4),
-            (8, ["bfloat16[2,8,3]", "float32[2,8,4,2]"] * 2),
+            cells(16, STACKED_INT8, placement="striped", stripes=4),
+            cells(24, ["float16[2,2,24,8]"] * 4, ubatch_size=4, placement="contiguous"),
+            cells(8, ["bfloat16[2,2,8,8]"] * 4),
+            states(8),
         ],
     ),
-    "hybrid of a hybrid": (
-        NESTED,
-        dict(cells=((8, None),), max_rollback=((32, 3),)),
-        [
-            (8, None, "any", 1, [LAYER.format(8)] * 4),
-            (8, ["bfloat16[2,8,3]", "float32[2,8,4,2]"] * 2),
-        ],
-    ),
+    "hybrid of a hybrid": (NESTED, SMALLER, [cells(8), states(8)]),
 }
 
 
@@ -219,10 +187,3 @@ def test_specs_print_what_they_were_made_of():
 @pytest.mark.parametrize(("call", "outcome"), mistakes("specs"))
 def test_wrong_spec_or_size_raises(call, outcome):
     assert_raises(call, outcome, globals())
-
-
-def test_make_cache_raises_before_any_part_is_made():
-    large = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2**20)
-    spec = CacheSpec.hybrid((large, [0]), (RECURRENT, [1, 2]))
-    with pytest.raises(ValueError, match="max_rollback"):
-        make_cache(spec, cells=2**29, max_rollback=-1)

@@ -17,33 +17,19 @@ import jaxkv
 from jaxkv import Reason, make_batch
 from jaxkv.cache import merge, split
 from jaxkv.hybrid import compose
-from tests import hlo
 from tests.caches import (
-    SMALL,
     WIDTH,
     assert_identical,
     attention_cache,
     contents_of,
     plan_rows,
-    recurrent_cache,
 )
 from tests.cases import in_lanes
-from tests.cells.plans import plan_of
-from tests.histories import (
-    bytes_of,
-    kept_of,
-    make,
-    planned,
-    states_of,
-    tell,
-    told,
-    walk,
-)
+from tests.histories import bytes_of, kept_of, make, planned, states_of, tell, told, walk
+from tests.mistakes import assert_raises, mistakes
 
 core = pytest.mark.core
 HYBRID = {"kinds": "ra", "window": jaxkv.Window.sliding(4)}
-
-# ---- forks and cuts
 
 
 @core
@@ -106,9 +92,6 @@ def test_edits_of_hybrid_change_all_parts_or_none():
     after, ok = jax.jit(jaxkv.seq_rm)(cache, 0, 5)
     assert ok and twin.seq_rm(0, 5)
     assert_identical(after, twin.cache)
-
-
-# ---- steps undone, and caches that are kept
 
 
 @core
@@ -190,9 +173,6 @@ def test_a_kept_cache_goes_on_as_if_nothing_came_between():
     assert all(x.is_deleted() for x in jax.tree.leaves(split(checkpoint)[1]))
 
 
-# ---- ubatches
-
-
 def test_read_states_of_an_unapplied_ubatch_is_nan():
     cache = tell(make(3), [1, 2])
     ubatch = planned(cache, [3])
@@ -259,72 +239,6 @@ def test_write_states_passes_gradients():
 
 
 @core
-def test_write_states_donated_copies_no_layer():
-    """A step holds the states of its rows, and never those of all cells; a verb none."""
-    sizes = {"layers": 2, "sequences": 64, "max_rollback": 3}
-    states = {"x": ((64, 1024), jnp.float32)}
-    cache = jax.eval_shape(partial(recurrent_cache, states=states, **sizes))
-
-    def one(cache, tokens):
-        ubatch = jaxkv.plan_step(cache, tokens, sequences=jnp.array([5, 9])).ubatch
-        cache = jaxkv.apply(cache, ubatch)
-        for layer in range(2):
-            x = jaxkv.read_states(cache, layer, ubatch)["x"]
-            after = jnp.stack([x] * 3 + [x / 2 + ubatch.tokens[..., None]], axis=1)
-            cache = jaxkv.write_states(cache, layer, ubatch, {"x": after})
-        return cache
-
-    layer = 64 * 4 * 64 * 1024 * 4
-    for edit, most, *args in (
-        (one, layer / 2, jnp.zeros(2, jnp.int32)),
-        (lambda m: jaxkv.seq_rm(m, 0, 1, 5)[0], layer / 100),
-        (lambda m: jaxkv.seq_cp(m, 0, [1, 2]).cache, layer / 100),
-        (
-            lambda m: (
-                jaxkv.seq_div(jaxkv.seq_add(m, 0, 4, -1, delta=-2).cache, 0, 0, -1, divisor=2).cache
-            ),
-            layer / 100,
-        ),
-        (lambda m: jaxkv.rewind(m, to=split(m)[0])[0], layer / 100),
-    ):
-        compiled = jax.jit(edit, donate_argnums=0).lower(cache, *args).compile()
-        assert hlo.temporary_bytes(compiled) < most
-        assert hlo.large_moves(compiled, layer // 2) == []
-
-
-def adds(weight, cache, ubatch):
-    """A model whose state is the sum of its tokens, each times a weight."""
-    tokens = jnp.sum(ubatch.tokens * ubatch.valid, axis=1)
-    total = jaxkv.read_states(cache, 0, ubatch)["x"] + weight * tokens
-    logits = jnp.broadcast_to(total[:, None], ubatch.tokens.shape).reshape(-1, 1)
-    return jaxkv.write_states(cache, 0, ubatch, {"x": total}), logits[ubatch.outputs]
-
-
-@core
-def test_prefill_of_forgotten_tokens_computes_them_anew():
-    """States of an earlier run are not those of this one, though all tokens are."""
-
-    def summed(cache, *tokens, weight):
-        return jaxkv.prefill(adds, jnp.float32(weight), cache, make_batch(tokens))[:2]
-
-    empty = jaxkv.make_cache(
-        jaxkv.CacheSpec.recurrent(layers=1, states={"x": ((), jnp.float32)}), sequences=2
-    )
-    cache, _ = summed(empty, 1, 2, weight=float("nan"))
-    for forgotten in (
-        jaxkv.seq_rm(cache, 0)[0],
-        jaxkv.clear(cache),
-        jaxkv.rewind(cache, to=split(empty)[0])[0],
-    ):
-        again, total = summed(forgotten, 1, 2, weight=1)
-        assert total.item() == 3
-        assert summed(again, 3, weight=10)[1].item() == 33
-
-
-# ---- parts and layers
-
-
-@core
 def test_compose_hybrids_finds_each_layer():
     sizes = {"cells": 16, "kv_heads": 2, "head_dim": 4, "sequences": 3}
     full = attention_cache(layers=1, **sizes)
@@ -342,42 +256,15 @@ def test_compose_hybrids_finds_each_layer():
     assert "part 1, layers 1\nsequence 0 1 2\nsequence 1 . 0\n" in jaxkv.show(cache)
 
 
-def test_write_states_wrong_layer_states_or_shapes_raise():
-    cache = make(3)
-    ubatch = planned(cache, [1])
-    states = {n: np.zeros((3, 4, *s.shape[2:])) for n, s in cache.buffers[0].items()}
-
-    def write(layer=0, **changed):
-        jax.eval_shape(lambda: jaxkv.write_states(cache, layer, ubatch, {**states, **changed}))
-
-    for layer in (-1, 2):
-        for call in (
-            lambda layer: jaxkv.read_states(cache, layer, ubatch),
-            lambda layer: write(layer=layer),
-            lambda layer: cache.num_rollback_states(layer),
-        ):
-            with pytest.raises(ValueError, match=f"a layer from 0 to 1, got {layer}"):
-                call(layer)
-    with pytest.raises(ValueError, match=r"wanted the states \['hash', 'trace'\], got .*'more'"):
-        write(more=states["hash"])
-    with pytest.raises(ValueError, match=r"trace \[R, E \+ 1, ...\] of \(3, 4, 2\), got \(3, 2\)"):
-        write(trace=states["trace"][:, 0])
-    for count in (1, 3, 5):  # a row of one token leaves one state, and all four are wanted
-        some = {n: np.zeros((3, count, *s.shape[2:])) for n, s in states.items()}
-        wanted = rf"of \(3, 4\), got \(3, {count}\): .* after ubatch.state_write_steps\(4\) tokens"
-        with pytest.raises(ValueError, match=wanted):
-            write(**some)
+def reads(cache, layer=0):
+    return jaxkv.read_states(cache, layer, planned(cache, [1]))
 
 
-def test_states_of_attention_and_attention_of_states_raise():
-    cache, states = SMALL.make(), make(3)
-    (ubatch,) = plan_of(cache, 1).ubatches
-    for call in (
-        lambda: jaxkv.read_states(cache, 0, ubatch),
-        lambda: jaxkv.write_states(cache, 0, ubatch, {}),
-        lambda: cache.num_rollback_states(0),
-    ):
-        with pytest.raises(TypeError, match="with recurrent layers, got kind 'attention'"):
-            call()
-    with pytest.raises(TypeError, match="with attention layers, got kind 'recurrent'"):
-        jaxkv.attend(states, 0, planned(states, [1]), *[np.zeros((3, 8, 1, 2))] * 3)
+def writes(cache, layer=0, **changed):
+    states = {"hash": np.zeros((3, 4)), "trace": np.zeros((3, 4, 2))}
+    return jaxkv.write_states(cache, layer, planned(cache, [1]), states | changed)
+
+
+@pytest.mark.parametrize(("call", "outcome"), mistakes("states"))
+def test_states_bad_call_raises(call, outcome):
+    assert_raises(call, outcome, globals())

@@ -6,6 +6,7 @@ import pytest
 import jaxkv
 from jaxkv.cache import split
 from tests.caches import Kind, assert_identical, drawn
+from tests.cells.plans import plan_of
 
 core = pytest.mark.core
 POOL = Kind("pool", cells=16, sequences=2)
@@ -13,10 +14,8 @@ RUNS = Kind("contiguous", cells=16, sequences=2, placement="contiguous")
 
 
 def told(cache, *tokens, seq=0):
-    """Apply tokens of a sequence, 4 at most, padded to as many; keys and values stay zero."""
-    padded = np.pad(tokens, (0, 4 - len(tokens)))
-    batch = jaxkv.make_batch(padded, sequences=seq, valid=np.arange(4) < len(tokens))
-    return jaxkv.apply(cache, jaxkv.init_batch(cache, batch, ubatch_size=4).check())
+    """Apply tokens of a sequence; keys and values stay zero."""
+    return jaxkv.apply(cache, plan_of(cache, tokens, seq).check())
 
 
 def refilled(cache):

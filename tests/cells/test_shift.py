@@ -3,7 +3,6 @@
 import functools
 from dataclasses import replace
 from functools import partial
-from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,6 @@ import pytest
 
 import jaxkv
 from jaxkv.cache import merge, split
-from jaxkv.hybrid import compose
 from tests.caches import Kind, assert_identical, attention_cache, drawing, drawn, updated
 
 core = pytest.mark.core
@@ -134,25 +132,3 @@ def test_seq_add_and_seq_div_move_positions(before, verb, after):
     assert moved.buffers.k[0] is cache.buffers.k[0]
     if after == before:  # nothing to do costs nothing
         assert updated(moved) is moved and jaxkv.init_batch(moved, jaxkv.make_batch([1])).ok
-
-
-def test_moves_of_a_cache_without_a_rope_are_refused():
-    """Saved or not, and as a part of a hybrid one; `rope=None` is said on purpose."""
-    sizes = dict(layers=1, kv_heads=1, head_dim=2, cells=8)
-    made, free = attention_cache(**sizes), attention_cache(**sizes, rope=None)
-    parts = (free, (0,)), (made, (1,))
-    moves = [
-        lambda m: jaxkv.seq_add(m, 0, 0, -1, delta=1),
-        lambda m: jax.jit(jaxkv.seq_div)(m, 0, 0, -1, divisor=2),
-        lambda m: m.can_seq_add(0, 0, -1, delta=1),
-        lambda m: jaxkv.generation.context_shift(m, 0, num_keep=0, num_discard=1),
-        lambda m: jaxkv.generation.self_extend(m, 0, 0, group=2, width=4),
-    ]
-    for move, cache in product(moves, [made, compose(*parts), loaded(made)]):
-        with pytest.raises(ValueError, match="^expected a cache made with rope= to move keys"):
-            move(cache)
-        move(loaded(free))
-
-
-def loaded(cache):
-    return jaxkv.snapshot.load(jaxkv.snapshot.save(cache))

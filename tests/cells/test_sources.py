@@ -20,7 +20,7 @@ from jaxkv.cache import split
 from jaxkv.hybrid import compose
 from jaxkv.sharding.make import make_sharded
 from tests.attention.formula import formula
-from tests.caches import assert_identical
+from tests.caches import assert_identical, recurrent_cache
 from tests.cases import in_lanes
 from tests.meshes import mesh_of
 from tests.mistakes import NAMES, assert_raises, mistakes
@@ -103,8 +103,7 @@ def ask(cache):
     """What each sequence would say after a token 1."""
     everyone = jnp.arange(Q, dtype=jnp.int32)
     plan = jaxkv.plan_step(cache, jnp.ones_like(everyone), sequences=everyone, active=everyone >= 0)
-    ubatch, ok = plan.ubatch, plan.ok
-    return forward(WEIGHTS, jaxkv.apply(cache, ubatch), ubatch)[1], ok
+    return forward(WEIGHTS, jaxkv.apply(cache, plan), plan.ubatch)[1], plan.ok
 
 
 def assert_said(logits, sources, texts):
@@ -157,18 +156,14 @@ def test_encode_and_prefill_see_all_of_their_source():
     assert not traced(cache, jnp.array([4, 5, 6]), jnp.array([0, 2]))[1]
 
 
-# ---- edits
-
-
 def packed(cache):
     cache, _ = jaxkv.seq_rm(cache, 0)
     return jaxkv.apply(cache, jaxkv.defrag_plan(cache))
 
 
 def slid(cache):
-    return generation.context_shift(tell(cache, [[6, 7, 8]], [0])[0], 0, num_keep=1, num_discard=2)[
-        0
-    ]
+    cache, _ = tell(cache, [[6, 7, 8]], [0])
+    return generation.context_shift(cache, 0, num_keep=1, num_discard=2)[0]
 
 
 def gone_back(cache):
@@ -219,9 +214,6 @@ def test_tables_of_sources_have_treedefs_of_their_own():
         assert jax.tree.structure(one) != jax.tree.structure(other)
 
 
-# ---- mistakes
-
-
 def encode_by(one):
     return jaxkv.encode(one, WEIGHTS, make(), make_batch([1]))
 
@@ -260,9 +252,6 @@ def test_init_source_refused_names_reasons_and_changes_nothing():
     reader = jaxkv.init_batch(cache, make_batch([1] * 40, sequences=0)).ubatches[0]
     q = jnp.ones((*reader.valid.shape, 2, SIZE // 2))
     assert not jaxkv.attend(cache, CROSS, reader, q)[1].any()  # a refused one sees nothing
-
-
-# ---- plans and loops
 
 
 @core
@@ -344,9 +333,7 @@ def test_speculate_branches_leave_other_sources_alone():
 @core
 def test_sources_beside_states():
     """Rows of one sequence each, though there is one pool."""
-    states = jaxkv.make_cache(
-        jaxkv.CacheSpec.recurrent(layers=1, states={"n": ((), jnp.float32)}), sequences=Q
-    )
+    states = recurrent_cache(1, {"n": ((), jnp.float32)}, sequences=Q)
     parts = enumerate([*make(1).parts, states])
     cache = compose(*((part, (i,)) for i, part in parts))
     cache = encode(cache, [A, B], [0, 1])

@@ -30,8 +30,7 @@ STATES = {
 
 def run(machine, runs, steps):
     run_state_machine_as_test(
-        machine,
-        settings=settings(max_examples=runs, stateful_step_count=steps, derandomize=True),
+        machine, settings=settings(max_examples=runs, stateful_step_count=steps, derandomize=True)
     )
 
 

@@ -1,14 +1,12 @@
 """Rows of sequences that share one stream, share several or have one each: cells and logits."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import Reason, generation, make_batch
+from jaxkv import Reason, make_batch
 from jaxkv.kv.mask import visibility_of
 from tests.caches import Kind, assert_identical, drawing, drawn, run, think
 from tests.cells.pools import FOUR, ONE, TWO, fed
@@ -87,9 +85,8 @@ def test_plan_step_any_rows_matches_one_stream(kind):
             plan = jaxkv.plan_step(
                 cache, 4 + np.arange(len(ids)), sequences=np.array(ids), active=active
             )
-            ubatch, ok = plan.ubatch, plan.ok
-            assert ok
-            cache, logits = think(cache, ubatch)
+            assert plan.ok
+            cache, logits = think(cache, plan.ubatch)
             steps.append([*logits[active].ravel(), *cache.seq_pos_max([0, 1, 2, 3])])
         np.testing.assert_allclose(*steps, atol=1e-5)
 
@@ -112,32 +109,3 @@ def test_sight_reads_a_stream_once_where_all_sequences_have_rows():
         visibility = visibility_of(jaxkv.apply(cache, plan).table, plan.ubatches[0])
         assert visibility.at.shape == shape and visibility.all_streams == (count == 4)
     assert visibility.streams.tolist() == [0, 0]
-
-
-def forward(params, cache, ubatch):
-    return think(cache, ubatch)
-
-
-@pytest.mark.nightly
-def test_beam_in_the_second_of_two_streams_matches_one_stream():
-    found = []
-    for kind, ids in ((TWO, [2, 3]), (ONE, [0, 1])):
-        prompt = make_batch([1, 2, 3], sequences=ids[0])
-        cache, logits, *_ = jaxkv.prefill(forward, None, kind.make(), prompt)
-        beams = generation.beam(
-            forward, None, cache, logits, num_beams=2, num_tokens=3, sequences=ids
-        )
-        found.append(beams.tokens)
-    np.testing.assert_array_equal(*found)
-
-
-def test_init_batch_and_beam_of_two_streams_raise():
-    with pytest.raises(ValueError, match="must come in rows"):
-        jax.eval_shape(lambda t: jaxkv.init_batch(FOUR.make(), make_batch(t)), jnp.ones(2, int))
-    beam = partial(
-        generation.beam, forward, None, TWO.make(), jnp.zeros((1, 16)), num_beams=2, num_tokens=3
-    )
-    with pytest.raises(ValueError, match=r"one stream of 2 for the beams, .* got \[1, 2\]"):
-        beam(sequences=[1, 2])
-    with pytest.raises(ValueError, match="got traced ones"):
-        jax.eval_shape(lambda ids: beam(sequences=ids)[1], jnp.array([2, 3]))

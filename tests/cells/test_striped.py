@@ -4,17 +4,14 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-import jaxkv
 from jaxkv import sharding
-from jaxkv.kv.fill_order import STRIPE, cell_of, to_fill_order
-from tests.caches import STRIPES, VOCABULARY, attention_cache, run
-from tests.meshes import RULES, mesh_of, placed
+from jaxkv.kv.fill_order import cell_of, to_fill_order
+from tests.caches import STRIPES
+from tests.meshes import RULES, mesh_of
 from tests.oracle import Oracle
 
-core = pytest.mark.core
 SHARDS = 4
 LONG = replace(STRIPES, cells=1024, placement=f"striped:{SHARDS}", sequences=2)
 BY_NUMBER = {"placement": "any"}
@@ -26,44 +23,6 @@ def test_dealt_and_cell_of_match_oracle(share, shards):
     order = to_fill_order(jnp.arange(cells), shards).tolist()
     assert order == Oracle(cells, 1, shards=shards).order
     assert cell_of(jnp.arange(cells + 1), cells, shards).tolist() == [*order, cells]
-
-
-def used_by_share(cache):
-    return np.asarray(cache.table.position != -1).reshape(SHARDS, -1).sum(axis=1).tolist()
-
-
-@core
-def test_apply_striped_fills_all_shares_alike():
-    """To a stripe; what comes free is taken again in turn, and a defrag packs in turn."""
-    cache = LONG.make()
-    for count, wanted in ((256, [STRIPE] * 4), (256, [128] * 4), (100, [192, 164, 128, 128])):
-        batch = jaxkv.make_batch([1] * 256, valid=np.arange(256) < count)
-        cache = jaxkv.apply(cache, jaxkv.init_batch(cache, batch, ubatch_size=256).check())
-        assert used_by_share(cache) == wanted
-    cache, _ = jaxkv.seq_rm(cache, 0, 64, 320)
-    packed = jaxkv.apply(cache, jaxkv.defrag_plan(cache))
-    assert used_by_share(packed) == used_by_share(cache) == [128, 100, 64, 64]
-    order = to_fill_order(packed.table.position[0], SHARDS)
-    assert (order[:356] >= 0).all() and (order[356:] == -1).all()
-
-
-@core
-def test_run_striped_on_a_mesh_matches_one_device():
-    kind = replace(LONG, cells=64)
-    batch = jaxkv.make_batch(np.arange(16) % VOCABULARY, outputs=[True] * 16)
-    _, wanted = run(replace(kind, **BY_NUMBER).make(), batch, ubatch_size=16)
-    with jax.set_mesh(mesh_of(cells=SHARDS)):
-        cache, logits = run(placed(kind.make()), batch, ubatch_size=16)
-    shares = [np.asarray(x.data) for x in cache.buffers.k[0].addressable_shards]
-    assert [np.count_nonzero(np.any(x, axis=(0, 1, 3))) for x in shares] == [4] * SHARDS
-    np.testing.assert_allclose(logits, wanted, atol=1e-4)
-
-
-def test_make_cache_rounds_cells_of_a_window_up_to_shards():
-    sizes = {"layers": 1, "kv_heads": 1, "head_dim": 2, "window": jaxkv.Window.sliding(5)}
-    sizes |= {"ubatch_size": 3, "max_rollback": 2}
-    cache = attention_cache(placement="striped:4", **sizes)
-    assert cache.table.num_cells == 12 and attention_cache(**sizes).table.num_cells == 10
 
 
 UNEVEN = "fills the devices unevenly that split cells by cells; take placement='striped:4'"

@@ -37,15 +37,6 @@ def test_tile_of_matches_oracle():
 
 
 @core
-def test_defrag_tiled_in_parts_moves_whole_tiles():
-    """No tile is left half moved: two that are begun would stay so for good."""
-    cache = drawn("0{0} . . . . . . . 0{1} 1{1} 2{1} 3{1} 4{1} . 5{1} 6{1}", TILES)
-    for _ in range(2):
-        cache = jaxkv.apply(cache, jaxkv.defrag_plan(cache, max_moves=1))
-    assert drawing(cache) == "0{0} . . . 4{1} . 5{1} 6{1} 0{1} 1{1} 2{1} 3{1}"
-
-
-@core
 def test_load_into_tiled_takes_whole_tiles():
     """What was mixed stays so, and of what lay apart one begins where another ends."""
     cache = drawn("0{3}", TILES)
@@ -59,11 +50,7 @@ def test_make_cache_tiled_cells_are_whole_tiles():
     make = partial(attention_cache, layers=1, kv_heads=1, head_dim=2, placement="tiled")
     cache = jax.eval_shape(partial(make, window=Window.sliding(5), sequences=2))
     assert cache.table.num_cells % TILE == 0
-    for cells in (257, 4100):
-        with pytest.raises(ValueError, match=f"tiles of 64 divide, got {cells}: take"):
-            jax.eval_shape(partial(make, cells=cells))
-    for cells in (255, 256, 4160):
-        jax.eval_shape(partial(make, cells=cells))
+    jax.eval_shape(partial(make, cells=255))  # too few for tiles of their own
 
 
 def case(kind, *, lists=1, cells=2048, size=TILE, seed=0, values=D + 1):

@@ -4,9 +4,9 @@ Op by op, compiled with traced ids and positions, over a batch of whole caches, 
 table comes out the same bit for bit, and buffers and outputs but for rounding.
 """
 
+import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import jaxkv
@@ -67,9 +67,8 @@ def test_verbs_without_jit_equal_calls():
 def decode(cache, step):
     tokens, sequences, active = step
     plan = jaxkv.plan_step(cache, tokens, sequences=sequences, active=active)
-    ubatch, ok = plan.ubatch, plan.ok
-    cache, logits = think(cache, ubatch)
-    return cache, (logits, ok, ubatch.slots)
+    cache, logits = think(cache, plan.ubatch)
+    return cache, (logits, plan.ok, plan.ubatch.slots)
 
 
 STEPS = (
@@ -77,14 +76,6 @@ STEPS = (
     jnp.array([[0, 1, 2], [2, 0, 1], [1, 2, 0], [0, 1, 2]]),
     jnp.array([[1, 1, 1], [1, 0, 1], [0, 0, 0], [1, 1, 1]], bool),
 )
-
-
-def assert_close(one, other):
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-        if jnp.issubdtype(a.dtype, jnp.floating):
-            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
-        else:
-            np.testing.assert_array_equal(a, b)
 
 
 def test_plan_step_under_scan_and_vmap_equals_a_loop():
@@ -100,6 +91,6 @@ def test_plan_step_under_scan_and_vmap_equals_a_loop():
         for step in zip(*STEPS, strict=True):
             cache, out = decode(cache, step)
             outs.append(out)
-        assert_close(item(together, i), (cache, stacked(outs)))
+        chex.assert_trees_all_close(item(together, i), (cache, stacked(outs)), rtol=1e-4, atol=1e-5)
         granted.append(jnp.stack([ok for _, ok, _ in outs]).tolist())
     assert granted[0] == [True] * 4 and granted[2] == [True, False, True, False]

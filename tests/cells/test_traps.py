@@ -73,15 +73,6 @@ def test_edits_leave_drawn_cells_and_all_bytes(verb, args, cells, after):
     assert jaxkv.init_update(cache).pending == after.count("}-")
 
 
-def test_seq_pos_min_and_max_skip_holes_and_empty_sequences():
-    """Traps 01, 07 and 18: a cleared cache begins anew."""
-    holes, cleared = drawn("0{0} 1{0,1} . 3{0,1} 0{1} 4{0}"), jaxkv.clear(drawn("0{0} 2{1}"))
-    for cache, first, last in ((holes, [0, 0, -1], [4, 3, -1]), (cleared, [-1] * 3, [-1] * 3)):
-        assert cache.seq_pos_min(range(3)).tolist() == first
-        assert cache.seq_pos_max(range(3)).tolist() == last
-    assert plan_of(cleared, 3, positions=[0, 1, 2]).ok
-
-
 def test_make_cache_cells_are_exact_and_all_usable():
     """Trap 22, and ollama's edge 07: a batch longer than the cache is refused at once."""
     cache = jaxkv.make_cache(jaxkv.CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=1)
@@ -92,17 +83,6 @@ def test_make_cache_cells_are_exact_and_all_usable():
     assert not plan_of(cache, 1).ok
     cache, _ = jaxkv.seq_rm(cache, 0)
     assert cache.num_used_cells() == 0 and plan_of(cache, 1).ok
-
-
-@pytest.mark.core
-def test_make_batch_without_positions_follows_the_last():
-    """Trap 44: of each sequence of a token."""
-    for cache, sets in ((drawn("8{0} 9{0}"), None), (drawn("8{0,1} 9{0,1}"), [[0, 1]] * 3)):
-        plan = plan_of(cache, 3, sets=sets)
-        (ubatch,) = plan.ubatches
-        assert ubatch.positions[ubatch.valid].tolist() == [10, 11, 12]
-        last = jaxkv.apply(cache, plan).seq_pos_max([0, 1]).tolist()
-        assert last == [12, 12 if sets else -1]
 
 
 def test_split_by_keeps_order_of_tokens_with_several_sequences():

@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import make_batch, snapshot
+from jaxkv import snapshot
 from tests import histories
 from tests.caches import SMALL, SPLIT, drawing, drawn
 from tests.cells.plans import plan_of, tell, told
 from tests.histories import states_of
 
+pytestmark = pytest.mark.core
 
-@pytest.mark.core
+
 def test_load_into_empties_targets_of_empty_sequences():
     """Trap 76: in llama.cpp attention keeps what the target held, and its states go."""
     cache = histories.told(kept=1, counts=(3, 2, 0), kinds="ar").cache
@@ -24,19 +25,6 @@ def test_load_into_empties_targets_of_empty_sequences():
         assert part.seq_pos_max([0, 1, 2]).tolist() == [-1, 1, -1]
 
 
-def test_sequences_past_the_last_cannot_be_used_or_saved():
-    """Trap 77: llama.cpp decodes them, and drops them when it saves."""
-    cache = SMALL.make()
-    for use in (
-        lambda: jaxkv.init_batch(cache, make_batch([1], sequences=3)),
-        lambda: snapshot.save(cache, sequences=3),
-        lambda: snapshot.load(snapshot.save(cache), into=cache, sequences={0: 3}),
-    ):
-        with pytest.raises(ValueError, match="wanted sequence ids from 0 to 2, got 3"):
-            use()
-
-
-@pytest.mark.core
 def test_load_into_refused_leaves_the_cache():
     """Trap 78: llama.cpp refuses other streams, too, and has emptied its cells by then."""
     cache = jax.tree.map(jax.numpy.copy, told(4, 3))
@@ -51,7 +39,6 @@ def test_load_into_refused_leaves_the_cache():
     assert snapshot.load(split, into=cache).seq_pos_max([0, 1, 2]).tolist() == [1, 0, 4]
 
 
-@pytest.mark.core
 def test_load_into_holes_goes_on_alike():
     """Trap 82; and a second snapshot leaves the first as it was (trap 81)."""
     cache = told(4, 3)
@@ -65,16 +52,6 @@ def test_load_into_holes_goes_on_alike():
     np.testing.assert_allclose(tell(loaded, [9], 1)[1], tell(cache, [9], 1)[1], rtol=1e-5)
 
 
-@pytest.mark.core
-def test_load_without_logits_computes_the_last_token_again():
-    """Trap 83: of states, one before the last token must have been kept."""
-    cache = histories.tell(histories.make(3), [1, 2, 3])
-    loaded, ok = jaxkv.seq_rm(snapshot.load(snapshot.save(cache)), 0, 2)
-    assert ok
-    assert states_of(histories.tell(loaded, [3])) == states_of(cache)
-
-
-@pytest.mark.core
 def test_load_into_rolled_back_cache_goes_on_alike():
     """Trap 84: whatever the target holds, its kept states included."""
     cache = histories.told(kept=3, counts=(8, 2)).cache

@@ -14,16 +14,13 @@ from jaxkv import make_batch
 from jaxkv.core.array_utils import next_power_of_two
 from jaxkv.core.constants import NO_SLOT
 from jaxkv.planning.layout import equal_split, layout, sequence_split, simple_split
-from tests.caches import SMALL, SPLIT, drawn
+from tests.caches import SMALL, SPLIT, attention_cache, drawn, recurrent_cache
 
 SPLITS = [simple_split, equal_split, sequence_split]
 
 
 def started():
     return drawn("0{0} 1{0} 2{0} 3{0}")
-
-
-# --------------------------------------------------------------------------------------- making
 
 
 @pytest.mark.parametrize(
@@ -40,28 +37,6 @@ def test_make_batch_fills_in_sequences(tokens, sequences, wanted):
     assert batch.tokens.dtype == batch.sequences.dtype == np.int32
     assert isinstance(batch.tokens, np.ndarray)
     assert isinstance(make_batch(jnp.asarray(batch.tokens)).tokens, jax.Array)
-
-
-@pytest.mark.core
-def test_make_batch_embeddings_replace_tokens():
-    batch = make_batch(embeddings=np.ones((3, 8), np.float32))
-    assert batch.tokens is None and batch.valid.shape == (3,)
-    (ubatch,) = jaxkv.init_batch(started(), batch, ubatch_size=4).ubatches
-    assert ubatch.tokens is None and ubatch.embeddings.shape == (1, 4, 8)
-
-
-@pytest.mark.core
-def test_only_of_plan_fits_is_planned():
-    cache = drawn(" ".join(f"{i}{{0}}" for i in range(7)))
-    batch = make_batch([[1, 2, 3], [4, 5, 6, 7]], sequences=[1, 2])
-    plan = jaxkv.init_batch(cache, batch, ubatch_size=4)
-    assert plan.fits.tolist() == [True, True, False]
-    plan = jaxkv.init_batch(cache, batch.keep_sequences(plan.fits), ubatch_size=4)
-    assert plan.ok
-    assert jaxkv.apply(cache, plan).seq_pos_max([0, 1, 2]).tolist() == [6, 2, -1]
-
-
-# ---------------------------------------------------------------------------------------- cutting
 
 
 @pytest.mark.parametrize("split_by", SPLITS, ids=lambda f: f.__name__)
@@ -104,9 +79,6 @@ def test_layout_pads_to_buckets_and_never_past_the_sequences():
         assert ubatch.tokens.shape == (3, tokens)
 
 
-# ------------------------------------------------------------------------------- collecting again
-
-
 @pytest.mark.parametrize(
     "split_by", ["simple", "sequence", pytest.param("equal", marks=pytest.mark.core)]
 )
@@ -139,17 +111,12 @@ def test_init_batch_traced_list_has_room_for_every_output():
     assert chosen(SMALL.make(), tokens, None)[:1].tolist() == [10]
 
 
-# ------------------------------------------------------------------------------------------ extra
-
-
 def extra_of(tokens):
     tokens = np.asarray(tokens)
     return {"twice": np.stack([tokens, 2 * tokens], axis=-1).astype(float), "odd": tokens % 2 == 1}
 
 
-STATES = jaxkv.make_cache(
-    jaxkv.CacheSpec.recurrent(layers=1, states={"x": ((), jnp.float32)}), sequences=3
-)
+STATES = recurrent_cache(1, {"x": ((), jnp.float32)}, sequences=3)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +170,7 @@ def test_extra_reaches_prefill_and_its_derivative():
         cache, out = jaxkv.attend(cache, 0, ubatch, x, x, x)
         return cache, out.reshape(-1, 2)[ubatch.outputs]
 
-    cache = jaxkv.make_cache(jaxkv.CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=8)
+    cache = attention_cache(layers=1, cells=8, kv_heads=1, head_dim=2)
 
     def last(place, size):
         batch = make_batch(np.arange(6), extra={"at": place})

@@ -10,7 +10,7 @@ import pytest
 
 import jaxkv
 from jaxkv import Cache, Reason, apply, init_batch, make_batch, seq_rm
-from tests.caches import RUNS, SMALL, assert_identical, filled, think
+from tests.caches import RUNS, assert_identical, filled, think
 from tests.mistakes import assert_raises, mistakes
 
 FAULTS = {
@@ -83,9 +83,6 @@ def test_missing_run_of_any_ubatch_refuses_the_batch(free, size, sequences, want
     assert_unchanged_by(cache, plan)
 
 
-# -------------------------------------------------------------------------------------- bad ids
-
-
 VERBS = {
     "seq_rm": lambda cache, seq: seq_rm(cache, seq)[0],
     "seq_cp-from": lambda cache, seq: jaxkv.seq_cp(cache, seq, 1).cache,
@@ -144,8 +141,7 @@ def test_traced_negative_tokens_are_refused_and_padding_is_token_0():
     def traced(cache, tokens, valid):
         batch = make_batch(tokens, sequences=jnp.array([0, 1]), valid=valid)
         plan = jaxkv.plan_step(cache, tokens, active=valid)
-        step, ok = plan.ubatch, plan.ok
-        return init_batch(cache, batch), step, ok
+        return init_batch(cache, batch), plan.ubatch, plan.ok
 
     plan, step, ok = traced(cache, jnp.array([1, -1]), jnp.array([True, True]))
     assert plan.reason.tolist() == [Reason.OK, Reason.NEGATIVE_TOKEN, Reason.OK]
@@ -165,12 +161,3 @@ def eleven(cache, tokens=(7,) * 11, size=4):
 @pytest.mark.parametrize(("call", "outcome"), mistakes("planning"))
 def test_what_cannot_be_planned_or_applied_raises(call, outcome):
     assert_raises(call, outcome, globals() | {"m": filled(1)})
-
-
-def test_seq_rm_forgets_largest_position_that_is_accepted():
-    """One more ends open ranges, so it can be no position."""
-    cache = SMALL.make()
-    assert not init_batch(cache, make_batch([1], positions=[2**31 - 1])).ok
-    cache = apply(cache, init_batch(cache, make_batch([1], positions=[2**31 - 2])))
-    assert cache.seq_pos_min(0).item() == 2**31 - 2
-    assert seq_rm(cache, 0)[0].num_used_cells().item() == 0

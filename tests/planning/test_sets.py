@@ -36,9 +36,6 @@ def batch_of(sets, tokens=None):
     return make_batch(tokens, sequences=jnp.asarray(table), valid=there, outputs=[True] * 8)
 
 
-# ---- batches
-
-
 def test_make_batch_sequences_of_a_token_in_any_form():
     """Sorted, the lowest of them apart; how many others there are is a power of two."""
     array = [[0, 1, -1], [-1, 0, -1], [3, 2, 1]]
@@ -71,9 +68,6 @@ def test_batch_only_keeps_a_token_for_those_that_stay():
             assert rest.sequences.tolist() == first
             assert rest.shared_with.tolist() == [[2, -1], [-1, -1], [-1, -1], [-1, -1]]
             assert rest.valid.tolist() == [seq >= 0 for seq in first]
-
-
-# ---- plans
 
 
 PARTED = "0{0,1} 1{0} 1{1}"
@@ -138,9 +132,6 @@ def test_init_batch_traced_sets_match_known_ones():
     ):
         refused = plan(kind.make(), wrong)
         assert not refused.ok and refused.reason[seq] == reason
-
-
-# ---- what is read
 
 
 @core

@@ -64,9 +64,6 @@ def same(one, other):
     return all(map(np.array_equal, jax.tree.leaves(one), jax.tree.leaves(other)))
 
 
-# ------------------------------------------------------------------------------ rivals and texts
-
-
 @pytest.mark.core
 @pytest.mark.parametrize("kind", ["pool", "contiguous", "recurrent", "hybrid of streams"])
 def test_ubatch_of_another_text_writes_nothing(kind):
@@ -98,9 +95,6 @@ def test_rewind_after_another_text_is_refused(kind):
         back, ok = jaxkv.rewind(other, to=table)
         assert not ok
         assert_identical(back, other)
-
-
-# ------------------------------------------------------------------------ before an edit and after
 
 
 def rm(cache, *args):
@@ -166,9 +160,6 @@ def test_plan_outlives_an_edit_of_another_stream(kind):
     assert after.seq_pos_max([0, 1]).tolist() == [6, -1]
     first, _ = jaxkv.seq_rm(written(jaxkv.apply(cache, late), late, layers_of(kind)), 1)
     assert_identical(after, first)
-
-
-# ----------------------------------------------------------------------------------- commitments
 
 
 def test_commitment_is_stale_after_an_edit():

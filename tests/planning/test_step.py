@@ -10,7 +10,6 @@ import pytest
 import jaxkv
 import models
 from jaxkv import Reason
-from jaxkv.cache import split
 from jaxkv.planning.planners import plan_next
 from tests.caches import SMALL, SPLIT, WINDOW, assert_identical, drawn, filled
 from tests.histories import make, tell
@@ -23,9 +22,6 @@ def started(kind):
     return filled(3, 2, 4, kind=kind)
 
 
-# ------------------------------------------------------------------------------- the next tokens
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", MODELS)
 def test_plan_step_gives_logits_of_one_by_one(name):
@@ -35,9 +31,8 @@ def test_plan_step_gives_logits_of_one_by_one(name):
     @jax.jit
     def feed(cache, tokens, sequences, valid):
         plan = jaxkv.plan_step(cache, tokens, sequences=sequences, active=valid)
-        ubatch, ok = plan.ubatch, plan.ok
-        cache, logits = model.forward(model.params, jaxkv.apply(cache, ubatch), ubatch)
-        return cache, logits.reshape(*valid.shape, -1), ok
+        cache, logits = model.forward(model.params, jaxkv.apply(cache, plan), plan.ubatch)
+        return cache, logits.reshape(*valid.shape, -1), plan.ok
 
     tokens = np.array([[7, 3, 9, 5], [2, 8, 4, 6], [1, 1, 1, 1]])
     valid = np.array([[0, 1, 0, 1], [1, 1, 1, 0], [0, 0, 0, 0]], bool)
@@ -60,9 +55,8 @@ def test_plan_step_of_states_outputs_each_token_in_its_place(ids):
     cache = make(kept=1)
     tokens = jnp.array([[0, 3, 4], [5, 0, 6], [0, 0, 0]])[: len(ids)]
     plan = jaxkv.plan_step(cache, tokens, sequences=jnp.array(ids), active=tokens > 0)
-    ubatch, ok = plan.ubatch, plan.ok
-    told = ubatch.tokens.reshape(-1)[ubatch.outputs].reshape(tokens.shape)
-    assert ok and told[tokens > 0].tolist() == tokens[tokens > 0].tolist()
+    told = plan.ubatch.tokens.reshape(-1)[plan.ubatch.outputs].reshape(tokens.shape)
+    assert plan.ok and told[tokens > 0].tolist() == tokens[tokens > 0].tolist()
 
 
 @pytest.mark.core
@@ -94,9 +88,6 @@ def test_plan_next_tells_which_sequences_fit():
 def test_plan_step_flags_may_be_integers():
     steps = [jaxkv.plan_step(SMALL.make(), [5, 6], active=on) for on in ([1, 0], [True, False])]
     assert_identical(*steps)
-
-
-# --------------------------------------------------------------------- many cuts, many parents
 
 
 @pytest.mark.parametrize(
@@ -134,12 +125,3 @@ def test_seq_select_traced_unknown_ids_change_nothing(kind):
         assert_identical(select(cache, jnp.array(parents), jnp.array(ids)), cache)
     last = select(cache, jnp.array([1, 0, 2]), jnp.array([0, 1, 1]))  # of two the last one counts
     assert last.seq_pos_max([0, 1, 2]).tolist() == [1, 3, 3]
-
-
-@pytest.mark.core
-def test_seq_select_donate_writes_in_place():
-    cache = jax.tree.map(jnp.copy, started(SPLIT))
-    wanted = jaxkv.seq_select(cache, [1, 0], [0, 1]).cache
-    found = jaxkv.seq_select(cache, [1, 0], [0, 1], donate=True).cache
-    assert_identical(found, wanted)
-    assert all(x.is_deleted() for x in jax.tree.leaves(split(cache)[1]))

@@ -1,6 +1,7 @@
 """With JAX's 64 bits enabled, as gradient checks want it, dtypes stay as they are."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,8 @@ from tests.attention.lives import applied, arrays_for, lived_in, seen
 from tests.caches import SMALL, STRIPES, TILES, TWO_SPLIT, WINDOW, assert_identical, attention_cache
 from tests.cases import mostly_nightly
 from tests.histories import StateKind
+
+pytestmark = pytest.mark.core
 
 
 @pytest.fixture
@@ -36,7 +39,6 @@ CACHES = {
 def tables_of_life(cache):
     """The table after each edit; dtypes never change."""
     given, tables = dtypes(cache), []
-    step = [7, 8], [2, 1], [True, True]
     for verb in (
         lambda m: jaxkv.apply(m, jaxkv.init_batch(m, make_batch([[1, 2, 3, 4], [5, 6, 7, 8]]))),
         lambda m: jaxkv.seq_cp(m, 0, [1, 2], 0, 2).cache,
@@ -45,9 +47,7 @@ def tables_of_life(cache):
         lambda m: jaxkv.seq_keep(m, 0).cache,
         lambda m: jaxkv.apply(m, jaxkv.init_update(m)),
         lambda m: jaxkv.apply(m, jaxkv.defrag_plan(m)),
-        lambda m: jaxkv.apply(
-            m, jaxkv.plan_step(m, step[0], sequences=step[1], active=step[2]).ubatch
-        ),
+        lambda m: jaxkv.apply(m, jaxkv.plan_step(m, [7, 8], sequences=[2, 1], active=[1, 1])),
         lambda m: jaxkv.rewind(m, to=tables[-2])[0],
         lambda m: jaxkv.seq_rm(m, 0)[0],
         jaxkv.clear,
@@ -58,7 +58,6 @@ def tables_of_life(cache):
     return tables
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("name", mostly_nightly(CACHES, few=["striped", "states"]))
 def test_verbs_x64_keep_dtypes_and_tables(name):
     with jax.enable_x64(True):
@@ -67,7 +66,6 @@ def test_verbs_x64_keep_dtypes_and_tables(name):
         assert_identical(one, other)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("implementation", [None, "tiles", "xla"])
 def test_attend_x64_sums_in_float64(implementation, wide):
     """All but JAX's own attention, which rounds its weights."""
@@ -85,7 +83,6 @@ def forward(params, cache, ubatch):
     return cache, out.reshape(-1, 8)[ubatch.outputs] @ params.T
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("draft", mostly_nightly(["lookup", "model"], few=["lookup"]))
 def test_loops_x64_keep_dtypes_and_pick_the_same(draft, wide):
     prompts, numbers = [[1, 2, 1, 2], [3, 4, 3]], {np.dtype(np.int32), np.dtype(np.float32)}
@@ -96,25 +93,14 @@ def test_loops_x64_keep_dtypes_and_pick_the_same(draft, wide):
 
     make_sampler = generation.make_sampler
     sampler = make_sampler(temperature=[0.7, 0.0], top_p=0.9, top_k=5, repeat_penalty=1.1)
-    state = generation.init_decode(
-        cache,
-        logits=logits,
-        sampler=sampler,
-        stop_tokens=[0],
-        sequences=ids,
-        max_new_tokens=9,
-        seed=2,
-        prompts=prompts,
-    ).state
+    begin = partial(generation.init_decode, cache, logits=logits, sequences=ids, max_new_tokens=9)
+    state = begin(sampler=sampler, stop_tokens=[0], seed=2, prompts=prompts).state
     _, after, *_ = picked = jaxkv.decode(
         forward, params, cache, state, num_tokens=8, sampler=sampler, stop_tokens=[0]
     )
     assert dtypes(after) == dtypes(state) and {*dtypes(picked[2:4])} == numbers
 
-    state = generation.init_decode(
-        cache, logits=logits, sampler=make_sampler(), sequences=ids, max_new_tokens=9
-    ).state
-    rest = params, cache, state
+    rest = params, cache, begin(sampler=make_sampler()).state
     picked = jaxkv.decode(forward, *rest, num_tokens=8)
     guesses = generation.prompt_lookup(prompts, ngram=1)
     if draft == "model":
