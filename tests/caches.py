@@ -212,15 +212,15 @@ def parts_of(cache: Any) -> list[tuple[Cells, Buffers]]:
     return [*zip(table.parts, buffers, strict=True)]
 
 
-def _weights() -> dict[str, jax.Array]:
-    """Make the weights of `think`, always the same."""
+def _weights() -> dict[str, np.ndarray]:
+    """Make the weights of `think`, always the same; of NumPy, so that no device is asked yet."""
     rng, width, narrow = np.random.default_rng(0), 2 * HEADS * SIZE, HEADS * SIZE
     shapes = {"embedding": (VOCABULARY, width)}
     sizes = {"q": width, "k": narrow, "v": narrow, "out": width}
     shapes |= {name: (LAYERS, width, size) for name, size in sizes.items()}
     drawn = {name: rng.normal(size=shape) / shape[-2] ** 0.5 for name, shape in shapes.items()}
     drawn["embedding"] *= 4
-    return {name: jnp.asarray(x, jnp.float32) for name, x in drawn.items()}
+    return {name: x.astype(np.float32) for name, x in drawn.items()}
 
 
 WEIGHTS = _weights()
@@ -230,7 +230,7 @@ WEIGHTS = _weights()
 def think(cache: Any, ubatch: jaxkv.Ubatch) -> tuple[Any, jax.Array]:
     """Run a real if tiny transformer over a ubatch; the cache, and logits `[O, V]`."""
     cache = jaxkv.apply(cache, ubatch)
-    x = WEIGHTS["embedding"][ubatch.tokens]
+    x = jnp.asarray(WEIGHTS["embedding"])[ubatch.tokens]
     for layer in range(LAYERS):
         q, k, v = (
             (x @ WEIGHTS[name][layer]).reshape(*ubatch.valid.shape, -1, SIZE) for name in "qkv"
