@@ -15,9 +15,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 def marks_of(wheel, wanted):
     """The marks of tests that are skipped where a compiler's wheel is missing."""
     missing = importlib.util.find_spec(wheel) is None
-    skip = pytest.mark.skipif(
-        missing, reason=f"the compiler is not installed: pip install {wanted}"
-    )
+    why = f"the compiler is not installed: pip install {wanted}"
+    skip = pytest.mark.skipif(missing, reason=why)
     return [pytest.mark.nightly, pytest.mark.timeout(900), skip]
 
 
@@ -27,14 +26,9 @@ def tell(name, found):
 
 def asked(module):
     """What a module prints, a line of JSON for each name; it is asked once."""
-    found = subprocess.run(
-        [sys.executable, "-m", module],
-        cwd=ROOT,
-        env={**os.environ, "XLA_FLAGS": ""},
-        capture_output=True,
-        text=True,
-        timeout=800,
-    )
+    options = dict(cwd=ROOT, env={**os.environ, "XLA_FLAGS": ""}, timeout=800)
+    command = [sys.executable, "-m", module]
+    found = subprocess.run(command, capture_output=True, text=True, **options)
     assert found.returncode == 0, found.stderr[-2000:]
     lines = [json.loads(line) for line in found.stdout.splitlines() if line.startswith("{")]
     return {line["name"]: line for line in lines}

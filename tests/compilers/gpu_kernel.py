@@ -26,31 +26,7 @@ DUMP = Path(os.environ["XLA_FLAGS"].split("=")[-1])
 
 # What XLA is told of an H100, in the form of its GpuTargetConfigProto; figures as NVIDIA's driver
 # reports them.
-H100 = """
-gpu_device_info {
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  shared_memory_per_block: 49152
-  shared_memory_per_core: 233472
-  threads_per_core_limit: 2048
-  core_count: 132
-  fpus_per_core: 128
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  memory_bandwidth: 3352320000000
-  l2_cache_size: 52428800
-  clock_rate_ghz: 1.98
-  device_memory_size: 84942979072
-  shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 minor: 0 }
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 10 patch: 0 }
-device_description_str: "NVIDIA H100 80GB HBM3"
-"""
+H100 = (Path(__file__).parents[1] / "data" / "h100.txt").read_text()
 NAMED = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu"))
 TOKENS = {"float32": (1, FORKS), "bfloat16": (1, 8, FORKS)}  # so that all sizes of blocks occur
 TOKENS["int8"] = TOKENS["bfloat16"]

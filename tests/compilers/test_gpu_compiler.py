@@ -20,7 +20,6 @@ def kernels():
 
 @pytest.mark.parametrize(("dtype", "size"), CASES)
 def test_kernel_reads_in_place_and_spills_nothing(kernels, dtype, size):
-    """Nothing else takes keys and values; less than a hundredth of 32 layers is held."""
     found = {name: x for name, x in kernels.items() if name.startswith(f"{dtype} {size} ")}
     for name, x in found.items():
         print(name, "registers and spilled bytes:", x["assembled"])
@@ -33,7 +32,6 @@ def test_kernel_reads_in_place_and_spills_nothing(kernels, dtype, size):
 
 @pytest.mark.parametrize("dtype", [*DTYPES, "int8"])
 def test_step_writes_in_place_and_runs_the_kernel(kernels, dtype):
-    """It holds less than a hundredth of 32 layers, so nothing as large as a layer is copied."""
     found = kernels[f"{dtype} step"]
     assert found["kernels"] == KERNELS * LAYERS
     assert set(found["works"]) <= {"fusion", "scatter"}  # the write

@@ -74,7 +74,6 @@ def test_attend_over_many_cells_holds_two_hundredths(steps, name, ubatch):
 @over_chips
 @pytest.mark.parametrize(("dtype", "size"), CASES)
 def test_kernel_reads_keys_and_values_in_place(kernels, chip, dtype, size):
-    """Nothing else than the kernel takes them; less than a hundredth of 32 layers is held."""
     found = kernels[f"{chip} {dtype} {size}"]
     assert found["kernels"] == LAYERS and not found["works"]
     assert found["temporaries"] < 0.01 * 32 * 2 * found["keys"]

@@ -8,14 +8,7 @@ import pytest
 
 import jaxkv
 
-MODULES = [
-    jaxkv,
-    jaxkv.draw,
-    jaxkv.generation,
-    jaxkv.serving,
-    jaxkv.sharding,
-    jaxkv.snapshot,
-]
+MODULES = [jaxkv, jaxkv.draw, jaxkv.generation, jaxkv.serving, jaxkv.sharding, jaxkv.snapshot]
 PUBLIC = {
     id(thing): (f"{module.__name__}.{name}".removeprefix("jaxkv."), thing)
     for module in reversed(MODULES)
@@ -33,11 +26,8 @@ PLAIN_TUPLES = {
 
 def positionals(function):
     kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    return [
-        name
-        for name, parameter in inspect.signature(function).parameters.items()
-        if parameter.kind in kinds
-    ]
+    parameters = inspect.signature(function).parameters.items()
+    return [name for name, parameter in parameters if parameter.kind in kinds]
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -54,12 +44,8 @@ def test_positional_arguments_are_at_most_5():
 
 
 def test_several_results_have_names():
-    plain = {
-        name
-        for name, one in FUNCTIONS.items()
-        if str(inspect.signature(one).return_annotation).startswith("tuple")
-    }
-    assert plain == PLAIN_TUPLES
+    said = {name: inspect.signature(one).return_annotation for name, one in FUNCTIONS.items()}
+    assert {name for name, one in said.items() if str(one).startswith("tuple")} == PLAIN_TUPLES
 
 
 def test_public_names_are_few():
@@ -77,7 +63,6 @@ METHODS = {
 
 @pytest.mark.parametrize("name", [*FUNCTIONS, *METHODS])
 def test_annotations_say_shapes_and_types(name):
-    """An array has its axes, and nothing is left open."""
     signature = inspect.signature((FUNCTIONS | METHODS)[name])
     said = [one.annotation for one in signature.parameters.values()]
     for text in filter(lambda one: isinstance(one, str), [*said, signature.return_annotation]):

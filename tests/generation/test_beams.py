@@ -22,6 +22,9 @@ SPLIT = Kind("split", cells=16, sequences=5, streams=5)
 PROMPT = (7, 3, 11, 5)
 WIDTH, STEPS = 3, 5
 name = attrgetter("name")
+FREE = jnp.zeros((VOCABULARY, VOCABULARY))
+STOPS = [(4, 7, -1), (10, 15, -1), (2, 10, 13)]
+NONE = (-1, -1, -1)
 
 
 def forward(params, cache, ubatch):
@@ -29,9 +32,6 @@ def forward(params, cache, ubatch):
     cache, logits = think(cache, ubatch)
     token = ubatch.tokens.reshape(-1)[ubatch.outputs]
     return cache, jnp.roll(logits, 5, axis=1) / 8 + params[token]
-
-
-FREE = jnp.zeros((VOCABULARY, VOCABULARY))
 
 
 def computed_anew(forward, params, make):
@@ -59,14 +59,12 @@ def tiny():
     return computed_anew(forward, FREE, Kind("", cells=16, sequences=WIDTH, streams=WIDTH).make)
 
 
-def searched(
-    logits_after, *, num_beams=WIDTH, num_tokens=STEPS, stop_tokens=(), length_penalty=1.0
-):
+def searched(logits_after, *, num_tokens=STEPS, stop_tokens=(), length_penalty=1.0):
     """Do what the docstring of `beam` says, to the end: pairs of a text and its score."""
 
-    def rank(one):
-        text, score = one
-        return score / len(text) ** length_penalty
+    def best(texts):
+        ranked = sorted(texts, key=lambda one: -one[1] / len(one[0]) ** length_penalty)
+        return ranked[:WIDTH]
 
     living, ended = [((), np.float32(0))], []
     for _ in range(num_tokens):
@@ -81,10 +79,9 @@ def searched(
             if logits[row, token] > -np.inf
         ]
         candidates.sort(key=lambda one: -one[1])
-        ended += [one for one in candidates[:num_beams] if one[0][-1] in stop_tokens]
-        ended = sorted(ended, key=rank, reverse=True)[:num_beams]
-        living = [one for one in candidates if one[0][-1] not in stop_tokens][:num_beams]
-    return sorted(ended + living, key=rank, reverse=True)[:num_beams]
+        ended = best(ended + [one for one in candidates[:WIDTH] if one[0][-1] in stop_tokens])
+        living = [one for one in candidates if one[0][-1] not in stop_tokens][:WIDTH]
+    return best(ended + living)
 
 
 def assert_found(beams, wanted):
@@ -101,21 +98,15 @@ def prompted(kind, seq=0):
 
 
 search = partial(generation.beam, forward, FREE, num_beams=WIDTH, num_tokens=STEPS)
-STOPS = [(4, 7, -1), (10, 15, -1), (2, 10, 13)]
-NONE = (-1, -1, -1)
 
 
 @pytest.mark.parametrize("kind", mostly_nightly([POOL, SPLIT], few=[POOL]), ids=name)
 def test_beam_matches_search_without_cache(kind):
     cache, logits = prompted(kind)
     for length_penalty, number in ((1.0, 0), (0.0, 1), (3.0, 2), (-1.0, 0), (0.0, 2), (1.0, 2)):
-        stop_tokens = STOPS[number]
-        after, *_ = beams = search(
-            cache, logits[0], stop_tokens=stop_tokens, length_penalty=length_penalty
-        )
-        assert_found(
-            beams, searched(tiny(), stop_tokens=stop_tokens, length_penalty=length_penalty)
-        )
+        options = dict(stop_tokens=STOPS[number], length_penalty=length_penalty)
+        after, *_ = beams = search(cache, logits[0], **options)
+        assert_found(beams, searched(tiny(), **options))
         assert beams.reason == jaxkv.Reason.OK
         assert_sound(after)
 
@@ -152,11 +143,8 @@ def test_beam_leaves_texts_in_its_own_sequences(kind):
     assert_found(beams, searched(tiny(), stop_tokens=STOPS[0]))
     assert ends(after, [0, 2]) == [1, 0]
     ended = np.isin(beams.tokens, [4, 7]).any(axis=1)
-    assert (
-        ended.any()
-        and (beams.num_cached[~ended] == STEPS - 1).all()
-        and min(beams.num_cached) < STEPS - 1
-    )
+    assert ended.any() and (beams.num_cached[~ended] == STEPS - 1).all()
+    assert min(beams.num_cached) < STEPS - 1
     assert_held(after, beams, [3, 1, 4], tiny())
 
 
@@ -170,9 +158,8 @@ def test_beam_full_cache_ends_search():
     for num_tokens in range(STEPS - 1):
         after, *_ = beams = search(*crowded(num_tokens * WIDTH), stop_tokens=NONE)
         assert beams.reason == jaxkv.Reason.OUT_OF_CELLS
-        assert beams.lengths.tolist() == [num_tokens + 1] * WIDTH and set(
-            beams.num_cached.tolist()
-        ) == {num_tokens}
+        assert beams.lengths.tolist() == [num_tokens + 1] * WIDTH
+        assert set(beams.num_cached.tolist()) == {num_tokens}
         assert_found(beams, searched(tiny(), num_tokens=num_tokens + 1))
         assert_sound(after)
         assert_held(jaxkv.seq_rm(after, 4)[0], beams, [0, 1, 2], tiny())
@@ -180,24 +167,19 @@ def test_beam_full_cache_ends_search():
 
 def test_beam_ends_once_nothing_better_can_come():
     for length_penalty, reason in ((0.0, "OK"), (-1.0, "OK"), (1.0, "OUT_OF_CELLS")):
-        after, *_ = beams = search(*crowded(0), stop_tokens=STOPS[2], length_penalty=length_penalty)
+        options = dict(stop_tokens=STOPS[2], length_penalty=length_penalty)
+        after, *_ = beams = search(*crowded(0), **options)
         assert beams.reason == jaxkv.Reason[reason], length_penalty
-        assert_found(
-            beams,
-            searched(tiny(), stop_tokens=STOPS[2], length_penalty=length_penalty, num_tokens=1),
-        )
+        assert_found(beams, searched(tiny(), num_tokens=1, **options))
         assert ends(after, [0, 1, 2]) == [len(PROMPT) - 1] * WIDTH
 
 
 def test_beam_text_that_left_the_window_is_not_held():
     """An ended text is cut back to what it shares with the last step; its window went further."""
     kind = Kind("window", cells=4, sequences=2, streams=2, windows=(jaxkv.Window.sliding(3),))
-    gone = 0
-    for stop_tokens in range(VOCABULARY):
-        cache, logits = prompted(kind)
-        after, *_ = beams = search(
-            cache, logits, num_beams=2, num_tokens=7, stop_tokens=[stop_tokens], length_penalty=0.0
-        )
+    gone, options = 0, dict(num_beams=2, num_tokens=7, length_penalty=0.0)
+    for stop in range(VOCABULARY):
+        after, *_ = beams = search(*prompted(kind), stop_tokens=[stop], **options)
         held = np.asarray(beams.num_cached)
         assert ends(after, [0, 1]) == np.where(held < 0, -1, len(PROMPT) + held - 1).tolist()
         gone += (held < 0).sum()
@@ -213,10 +195,9 @@ def test_beam_fewer_texts_than_width():
     run = partial(generation.beam, forward, jnp.asarray(only), cache, logits[0] + only[0])
     anew = partial(tiny(), params=jnp.asarray(only))
     for stop_tokens, found in [(NONE, 2), ((9, -1, -1), 3)]:
-        after, *_ = beams = run(
-            num_beams=WIDTH, num_tokens=STEPS, stop_tokens=stop_tokens, length_penalty=0.0
-        )
-        wanted = searched(anew, stop_tokens=stop_tokens, length_penalty=0.0)
+        options = dict(stop_tokens=stop_tokens, length_penalty=0.0)
+        after, *_ = beams = run(num_beams=WIDTH, num_tokens=STEPS, **options)
+        wanted = searched(anew, **options)
         none = [((), -np.inf)] * (WIDTH - found)
         assert len(wanted) == found
         assert_found(beams, wanted + none)

@@ -12,20 +12,10 @@ import pytest
 import jaxkv
 from jaxkv import generation, make_batch
 from models.compiling import counting
-from tests.caches import (
-    SMALL,
-    SPLIT,
-    TWO,
-    VOCABULARY,
-    WIDE,
-    Kind,
-    assert_identical,
-    filled,
-    think,
-    updated,
-)
+from tests import caches as kinds
+from tests.caches import SMALL, SPLIT, Kind, assert_identical, filled, think, updated
 from tests.cases import mostly_nightly
-from tests.generation.tiny import forward
+from tests.generation.tiny import begun, forward, speculated
 from tests.twins import lived_in
 
 pytestmark = pytest.mark.core
@@ -99,51 +89,34 @@ def plan(i):
 
 def ubatches(i):
     batch = make_batch([1] * (12, 15, 11, 16)[i], sequences=i)
-    jaxkv.prefill(forward, None, WIDE.make(), batch, ubatch_size=4)
+    jaxkv.prefill(forward, None, kinds.WIDE.make(), batch, ubatch_size=4)
 
 
 def chat(i):
     cache, tokens = jax.tree.map(jnp.copy, caches()[i]), [[1, 2, 3], [1, 2, 3, 4]][i % 2]
     batch, donate = make_batch(tokens, sequences=2), i in (1, 2)
     cache, logits, *_ = jaxkv.prefill(THINKER.run, None, cache, batch, ubatch_size=4, donate=donate)
-    sampler = generation.make_sampler(temperature=1.0 + i)
-    state = generation.init_decode(
-        cache, logits=logits, sampler=sampler, stop_tokens=[i], sequences=[2], seed=i
-    ).state
+    picking = dict(sampler=generation.make_sampler(temperature=1.0 + i), stop_tokens=[i])
+    state = begun(cache, logits=logits, sequences=[2], seed=i, **picking)
     for _ in range(2):
-        cache, state, *_ = jaxkv.decode(
-            THINKER.run,
-            None,
-            cache,
-            state,
-            num_tokens=2,
-            donate=donate,
-            sampler=sampler,
-            stop_tokens=[i],
-        )
+        options = dict(num_tokens=2, donate=donate, **picking)
+        cache, state, *_ = jaxkv.decode(THINKER.run, None, cache, state, **options)
 
 
 def search_and_slide(i):
     cache, sequences = caches()[i], [[0, 2], [1, 0], [0, 1], [0, 2]][i]
-    logits = jnp.arange(VOCABULARY)[None] * jnp.float32(i + 1)
-    options = dict(
-        num_beams=2, num_tokens=3, stop_tokens=[i], sequences=sequences, length_penalty=0.1 * i
-    )
-    generation.beam(forward, None, cache, logits, **options)
+    logits = jnp.arange(kinds.VOCABULARY)[None] * jnp.float32(i + 1)
+    options = dict(stop_tokens=[i], sequences=sequences, length_penalty=0.1 * i)
+    generation.beam(forward, None, cache, logits, num_beams=2, num_tokens=3, **options)
     generation.context_shift(cache, sequences[0], num_keep=i % 2, num_discard=1)
     generation.self_extend(cache, sequences[0], 0, group=2, width=2)
 
 
 def speculate(i):
-    """Other caches, tokens, sequences, seeds, limits and texts to look up."""
     cache = caches()[i]
-    state = generation.init_decode(
-        cache, tokens=[i], sequences=[i % 2], max_new_tokens=i, seed=i
-    ).state
+    state = begun(cache, tokens=[i], sequences=[i % 2], max_new_tokens=i, seed=i)
     draft = generation.prompt_lookup([[i, 1, 2]], recent=8)
-    generation.speculate(
-        forward, None, cache, state, drafter=draft, num_tokens=6, sampler=generation.make_sampler()
-    )
+    speculated(draft, cache, state, num_tokens=6, sampler=generation.make_sampler())
 
 
 LOOPS: dict[str, Callable] = {
@@ -184,15 +157,14 @@ def prompts(kind):
 def longest():
     cache, loop = POOL.make(), THINKER.run
     sampler = generation.make_sampler(temperature=0.7, top_p=0.9, repeat_penalty=1.1)
+    picking = dict(sampler=sampler, stop_tokens=[1])
 
     def text(length, max_new_tokens=2):
         tokens = list(range(length))
         after, logits, *_ = jaxkv.prefill(loop, None, cache, make_batch(tokens), ubatch_size=4)
         options = dict(max_new_tokens=max_new_tokens, seed=length, prompts=[tokens])
-        state = generation.init_decode(
-            after, logits=logits, sampler=sampler, stop_tokens=[1], **options
-        ).state
-        jaxkv.decode(loop, None, after, state, num_tokens=4, sampler=sampler, stop_tokens=[1])
+        state = begun(after, logits=logits, **options, **picking)
+        jaxkv.decode(loop, None, after, state, num_tokens=4, **picking)
         jaxkv.seq_rm(after, 0, length // 2)
 
     generation.warm_up(loop, None, cache, ubatch_size=4, longest=21)
@@ -202,7 +174,7 @@ def longest():
 
 WARMED: dict[str, Callable] = {
     "prompts-streams": partial(prompts, SPLIT),
-    "prompts-hybrid": partial(prompts, TWO),
+    "prompts-hybrid": partial(prompts, kinds.TWO),
     "longest": longest,
 }
 

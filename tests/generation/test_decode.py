@@ -11,15 +11,9 @@ import jaxkv
 from jaxkv import generation, make_batch
 from jaxkv.generation import Constraint, make_sampler
 from tests.caches import SMALL, SPLIT, VOCABULARY, filled
-from tests.generation.tiny import BEST, assert_sound, ends, forward
+from tests.generation.tiny import BEST, assert_sound, begun, decoded, ends, forward
 
 pytestmark = pytest.mark.core
-
-
-def decoded(cache, state, stop_tokens=(), *, num_tokens, sampler=BEST):
-    return jaxkv.decode(
-        forward, None, cache, state, num_tokens=num_tokens, sampler=sampler, stop_tokens=stop_tokens
-    )
 
 
 # Says 1, 2, 3 and so on.
@@ -31,40 +25,23 @@ COUNTING = Constraint(
 
 
 def test_begin_reads_lists_and_asks_nothing_of_empty_texts():
-    _, state, *_ = first = generation.init_decode(
-        filled(2), logits=[[0.0, 2.0, 1.0]], sampler=BEST, stop_tokens=frozenset([1, 2])
-    )
-    assert first.tokens.tolist() == [[1]] and not state.active.any()
-    for sequences, max_new_tokens in (
-        ([1], 3),
-        ([0, 1], [0, 1]),
-    ):  # sequence 1 has no logits of its own
-        logits = jnp.zeros((len(sequences), 5))
-        state = generation.init_decode(
-            filled(0, 2),
-            logits=logits,
-            sampler=BEST,
-            sequences=sequences,
-            max_new_tokens=max_new_tokens,
-        ).state
-        assert state.active.tolist() == [max_new_tokens == 3] * len(sequences)
+    stops = dict(sampler=BEST, stop_tokens=frozenset([1, 2]))
+    first = generation.init_decode(filled(2), logits=[[0.0, 2.0, 1.0]], **stops)
+    assert first.tokens.tolist() == [[1]] and not first.state.active.any()
+    for ids, limit in (([1], 3), ([0, 1], [0, 1])):  # sequence 1 has no logits of its own
+        options = dict(logits=jnp.zeros((len(ids), 5)), sampler=BEST, max_new_tokens=limit)
+        state = begun(filled(0, 2), sequences=ids, **options)
+        assert state.active.tolist() == [limit == 3] * len(ids)
 
 
 def test_begin_pairs_rows_of_logits_with_their_sequences():
-    """A batch may name its sequences in any order."""
     prompts = make_batch([[1, 2], [3]], sequences=[1, 0])
     result = jaxkv.prefill(forward, None, filled(0, 0), prompts)
     assert result.sequences.tolist() == [1, 0] and result.ok
-    state = generation.init_decode(result.cache, logits=result, sampler=BEST).state
+    run = partial(begun, result.cache, sampler=BEST)
+    state, again = run(logits=result), run(logits=result.logits[::-1], sequences=[0, 1])
     assert state.sequence.tolist() == [1, 0]
-    again = generation.init_decode(
-        result.cache, logits=result.logits[::-1], sampler=BEST, sequences=[0, 1]
-    ).state
     assert again.token.tolist() == state.token.tolist()[::-1]
-    with pytest.raises(ValueError, match="of each of 2 rows of logits, got none"):
-        generation.init_decode(result.cache, logits=result.logits, sampler=BEST)
-    with pytest.raises(ValueError, match="got the result and sequences"):
-        generation.init_decode(result.cache, logits=result, sampler=BEST, sequences=[1, 0])
 
 
 @pytest.mark.parametrize("sampler", ["rule", "penalties"])
@@ -75,27 +52,21 @@ def test_start_and_begin_count_the_first_token(sampler):
     else:
         sampler = make_sampler(presence_penalty=9.0, frequency_penalty=2.0)
     result = jaxkv.prefill(forward, None, filled(2, 1), make_batch([[3], [4]]))
-    cache = result.cache
-    _, state, *_ = first = generation.init_decode(
-        cache, logits=result, sampler=sampler, prompts=[[3], [4]]
-    )
-    again = generation.init_decode(
-        cache, tokens=first.tokens[:, 0], sampler=sampler, prompts=[[3], [4]]
-    ).state
-    run = partial(decoded, cache, num_tokens=5, sampler=sampler)
-    np.testing.assert_array_equal(run(again).tokens, run(state).tokens)
+    options = dict(sampler=sampler, prompts=[[3], [4]])
+    first = generation.init_decode(result.cache, logits=result, **options)
+    again = begun(result.cache, tokens=first.tokens[:, 0], **options)
+    run = partial(decoded, result.cache, num_tokens=5, sampler=sampler)
+    np.testing.assert_array_equal(run(again).tokens, run(first.state).tokens)
 
 
 def test_start_draws_are_numbered_by_position():
     sampler = make_sampler(temperature=1.0)
     cache = filled(3, 2)
-    state = generation.init_decode(cache, tokens=[1, 2], seed=[7, 8], max_new_tokens=[4, 1]).state
+    state = begun(cache, tokens=[1, 2], seed=[7, 8], max_new_tokens=[4, 1])
     assert state.draw_index.tolist() == [4, 3]
     after, state, *_ = decoded(cache, state, num_tokens=3, sampler=sampler)
     assert state.draw_index.tolist() == [7, 4]
-    again = generation.init_decode(
-        after, tokens=state.token, seed=[7, 8], max_new_tokens=[1, 0]
-    ).state
+    again = begun(after, tokens=state.token, seed=[7, 8], max_new_tokens=[1, 0])
     assert again.draw_index.tolist() == [7, 4]
     run = partial(decoded, after, num_tokens=3, sampler=sampler)
     np.testing.assert_array_equal(run(again).tokens, run(state).tokens)
@@ -121,15 +92,12 @@ def test_decode_in_pieces_has_logprobs_of_the_model():
 
 def test_decode_ends_by_limit_or_own_stop_token():
     cache = filled(1, 1, 1)
-    state = generation.init_decode(
-        cache, tokens=[9, 8, 7], sequences=[2, 0, 1], max_new_tokens=[2, 9, 9], sampler=COUNTING
-    ).state
-    stop_tokens = [[-1, -1], [4, 2], [-1, 4]]
+    options = dict(sequences=[2, 0, 1], max_new_tokens=[2, 9, 9], sampler=COUNTING)
+    state = begun(cache, tokens=[9, 8, 7], **options)
+    run = dict(stop_tokens=[[-1, -1], [4, 2], [-1, 4]], num_tokens=3, sampler=COUNTING)
     none = [-1] * 3
     for wanted in ([[1, 2, -1], [1, 2, -1], [1, 2, 3]], [none, none, [4, -1, -1]], [none] * 3):
-        cache, state, *_ = picked = decoded(
-            cache, state, stop_tokens, num_tokens=3, sampler=COUNTING
-        )
+        cache, state, *_ = picked = decoded(cache, state, **run)
         assert picked.tokens.tolist() == wanted
     assert ends(cache, [2, 0, 1]) == [2, 2, 4]
     assert not state.active.any() and not state.reason.any()
@@ -142,7 +110,7 @@ def test_decode_full_cache_ends_texts_without_room(kind):
     cells = kind.cells
     counts = (2, cells - 2, 1) if kind is SPLIT else (1, cells - 6, 1)
     cache = filled(*counts, kind=kind)
-    state = generation.init_decode(cache, tokens=[1, 2, 3], max_new_tokens=6).state
+    state = begun(cache, tokens=[1, 2, 3], max_new_tokens=6)
     after, state, *_ = picked = decoded(cache, state, num_tokens=6)
     made = (picked.tokens >= 0).sum(axis=1).tolist()
     assert made == ([6, 2, 6] if kind is SPLIT else [2, 1, 1])
@@ -150,9 +118,7 @@ def test_decode_full_cache_ends_texts_without_room(kind):
     assert not state.active.any()
     assert_sound(after)
     for seq in range(3):
-        alone = generation.init_decode(
-            cache, tokens=[seq + 1], sequences=[seq], max_new_tokens=made[seq]
-        ).state
+        alone = begun(cache, tokens=[seq + 1], sequences=[seq], max_new_tokens=made[seq])
         text = decoded(cache, alone, num_tokens=6)
         assert text.tokens[0].tolist() == picked.tokens[seq].tolist()
         np.testing.assert_allclose(text.logprobs[0], picked.logprobs[seq], atol=1e-5)

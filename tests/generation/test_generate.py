@@ -8,6 +8,7 @@ import jaxkv
 from jaxkv import generation
 from tests.caches import assert_identical
 from tests.generation.tiny import by_table
+from tests.meshes import mesh_of
 from tests.mistakes import assert_raises, mistakes
 
 SPEC = jaxkv.CacheSpec.attention(layers=1, kv_heads=1, head_dim=1)
@@ -24,29 +25,15 @@ def run(prompts=PROMPTS, **options):
     return jaxkv.generate(by_table, TABLE, prompts, **options)
 
 
-def in_a_row(cache, prompts=PROMPTS, sampler=WARM, seed=3):
-    cache, logits, ids, *_ = jaxkv.prefill(by_table, TABLE, cache, prompts)
-    first = generation.init_decode(
-        cache,
-        logits=logits,
-        sequences=ids,
-        sampler=sampler,
-        stop_tokens=[7],
-        max_new_tokens=9,
-        seed=seed,
-        prompts=prompts,
-    )
-    rest = jaxkv.decode(
-        by_table, TABLE, cache, first.state, num_tokens=8, sampler=sampler, stop_tokens=[7]
-    )
-    return rest, np.concatenate([first.tokens, rest.tokens], axis=1)
-
-
 def test_generate_equals_calls_in_a_row():
     cache = jaxkv.make_cache(SPEC, cells=64, sequences=3, streams=3)
-    rest, tokens = in_a_row(cache)
+    cache, logits, ids, *_ = jaxkv.prefill(by_table, TABLE, cache, PROMPTS)
+    picking = dict(sampler=WARM, stop_tokens=[7])
+    options = dict(sequences=ids, max_new_tokens=9, seed=3, prompts=PROMPTS, **picking)
+    first = generation.init_decode(cache, logits=logits, **options)
+    rest = jaxkv.decode(by_table, TABLE, cache, first.state, num_tokens=8, **picking)
     out = run(sampler=WARM, seed=3)
-    np.testing.assert_array_equal(out.tokens, tokens)
+    np.testing.assert_array_equal(out.tokens, np.concatenate([first.tokens, rest.tokens], axis=1))
     assert_identical(out.cache.table, rest.cache.table)
     assert out.finish_reason.tolist() == rest.finish_reason.tolist()
 
@@ -70,10 +57,8 @@ def test_generate_on_tokens_streams_same_texts():
 @pytest.mark.core
 def test_generate_samples_fork_their_prompt():
     out = run(PROMPTS[:2], sampler=WARM, num_samples=2, seed=[1, 2, 1, 5])
-    alone = [
-        run([PROMPTS[i]], sampler=WARM, seed=[seed]).lists()[0] for i, seed in ((0, 2), (1, 5))
-    ]
-    assert [out.lists()[1], out.lists()[3]] == alone
+    for row, i, seed in ((1, 0, 2), (3, 1, 5)):
+        assert run([PROMPTS[i]], sampler=WARM, seed=[seed]).lists() == [out.lists()[row]]
 
 
 @pytest.mark.core
@@ -88,9 +73,8 @@ def test_generate_samples_replace_what_their_sequences_held():
 
 @pytest.mark.core
 def test_generate_continues_cache_and_leaves_it():
-    cache, *_ = jaxkv.prefill(
-        by_table, TABLE, jaxkv.make_cache(SPEC, cells=64, sequences=4), [[8, 9], [8]]
-    )
+    cache = jaxkv.make_cache(SPEC, cells=64, sequences=4)
+    cache, *_ = jaxkv.prefill(by_table, TABLE, cache, [[8, 9], [8]])
     before = jax.tree.map(np.array, cache)
     out = run(PROMPTS[:2], cache=cache)
     assert out.lists() == run(PROMPTS[:2]).lists()  # the model reads the last token alone
@@ -102,8 +86,7 @@ def test_generate_continues_cache_and_leaves_it():
 
 @pytest.mark.core
 def test_generate_drafter_same_texts():
-    drafter = generation.prompt_lookup(PROMPTS, ngram=1)
-    out = run(drafter=drafter)
+    out = run(drafter=generation.prompt_lookup(PROMPTS, ngram=1))
     assert out.lists() == run().lists()
     assert out.num_drafted.shape == out.num_accepted.shape == (3,)
 
@@ -115,6 +98,16 @@ def test_generate_full_cache_ends_texts_by_name():
     assert set(reasons) == {"OUT_OF_CELLS"}
     with pytest.raises(jaxkv.PlanRefusedError, match="OUT_OF_CELLS"):
         run(cache=jaxkv.make_cache(SPEC, cells=4, sequences=3))
+
+
+@pytest.mark.core
+def test_generate_on_mesh_same_texts():
+    prompts, mesh = [*PROMPTS, [9]], mesh_of(data=2)
+    with jax.set_mesh(mesh):
+        cache = jaxkv.make_cache(SPEC, cells=64, sequences=4, streams=2, mesh=mesh)
+        out = run(prompts, cache=cache)
+    assert out.cache.buffers.k[0].addressable_shards[0].data.shape == (1, 1, 64, 1)
+    assert out.lists() == run(prompts).lists()
 
 
 @pytest.mark.parametrize(("call", "outcome"), mistakes("generate"))

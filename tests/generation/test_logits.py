@@ -9,10 +9,10 @@ from jaxkv import Reason, generation, make_batch
 from jaxkv.generation.filters import make_sampler
 from jaxkv.serving.request import FinishReason, Request
 from tests.caches import attention_cache
-from tests.generation.tiny import by_table
+from tests.generation.tiny import BEST, begun, by_table
 from tests.serving.servers import serve
 
-BEST, WARM = make_sampler(), make_sampler(temperature=1.0)
+WARM = make_sampler(temperature=1.0)
 TABLE = jnp.roll(jnp.eye(4), 1, axis=1) + 0.01
 
 
@@ -23,26 +23,23 @@ def prompted(*prompt):
 
 
 def test_logprobs_large_logits_are_exact():
-    """All steps of 0.5 are exact in float32."""
     cache, _ = prompted(1, 2)
     for more in (0.0, 1e3, 4e6, -4e6):
         logits = jnp.array([[0.0, 0.5, 1.0, 1.5]]) + more
-        _, _, *_ = picked = generation.init_decode(cache, logits=logits, sampler=BEST)
+        picked = generation.init_decode(cache, logits=logits, sampler=BEST)
         assert picked.logprobs[0, 0] == pytest.approx(1.5 - np.log(np.exp([0, 0.5, 1, 1.5]).sum()))
 
 
 @pytest.mark.parametrize("wrong", [jnp.nan, jnp.inf])
 @pytest.mark.parametrize("sampler", [BEST, WARM], ids=["best", "drawn"])
 def test_begin_broken_logits_end_the_text_by_name(sampler, wrong):
-    """A logit of -inf only forbids a token."""
     cache, _ = prompted(1, 2)
     logits = jnp.array([[0.0, wrong, 1.0, 2.0], [0.0, -jnp.inf, 1.0, 2.0]])
     forked = jaxkv.seq_cp(cache, 0, 1).cache
-    _, state, *_ = picked = generation.init_decode(
-        forked, logits=logits, sampler=sampler, sequences=[0, 1]
-    )
-    assert state.reason.tolist() == [Reason.NONFINITE_LOGITS, Reason.OK]
-    assert state.active.tolist() == [False, True]
+    options = dict(logits=logits, sampler=sampler, sequences=[0, 1])
+    picked = generation.init_decode(forked, **options)
+    assert picked.state.reason.tolist() == [Reason.NONFINITE_LOGITS, Reason.OK]
+    assert picked.state.active.tolist() == [False, True]
     assert picked.tokens[0, 0] == -1 and picked.tokens[1, 0] in (0, 2, 3)
     assert np.isnan(picked.logprobs).tolist() == [[True], [False]]
 
@@ -58,16 +55,14 @@ def test_loops_broken_logits_end_the_text_by_name(wrong):
         return cache, table[ubatch.tokens.reshape(-1)[ubatch.outputs]]
 
     cache, logits = prompted(0)
-    state = generation.init_decode(cache, logits=logits, sampler=BEST).state
-    _, after, *_ = picked = jaxkv.decode(forward, None, cache, state, num_tokens=5, sampler=BEST)
+    run = forward, None, cache, begun(cache, logits=logits, sampler=BEST)
+    options = dict(num_tokens=5, sampler=BEST)
     draft = generation.prompt_lookup([[0]], ngram=1)
-    made = generation.speculate(
-        forward, None, cache, state, drafter=draft, num_tokens=5, sampler=BEST
-    )
-    for state, found in ((after, picked), (made.state, made)):
+    made = generation.speculate(*run, drafter=draft, **options)
+    for found in (jaxkv.decode(*run, **options), made):
         assert found.tokens[0].tolist() == [2, 3, -1, -1, -1]
         assert np.isnan(found.logprobs[0]).tolist()[:3] == [False, False, True]
-        assert state.reason[0] == Reason.NONFINITE_LOGITS and not state.active[0]
+        assert found.state.reason[0] == Reason.NONFINITE_LOGITS and not found.state.active[0]
 
     beams = generation.beam(forward, None, cache, logits, num_beams=2, num_tokens=5)
     assert beams.reason == Reason.NONFINITE_LOGITS

@@ -1,4 +1,7 @@
-"""Bad arguments of loops, samplers, engines and stores: each raises, and nothing changes."""
+"""Bad arguments of loops, samplers, engines and stores, and what newcomers get wrong.
+
+Each raises a sentence, and nothing changes.
+"""
 
 from dataclasses import replace
 
@@ -14,12 +17,15 @@ from jaxkv.serving import PrefixStore
 from jaxkv.serving.engine import Constraint, Engine, Request
 from tests import caches
 from tests.caches import Kind, filled
-from tests.generation.tiny import BEST, forward, load, other, parity
+from tests.generation import tiny
+from tests.generation.tiny import begun, decoded, forward, other, parity, speculated
 from tests.mistakes import assert_raises, mistakes
 
 LOGITS, NONE = np.zeros((2, 8), np.float32), np.zeros((2, 0), np.int32)
 POOL = Kind("pool", cells=24, sequences=4)
 PAIR = Kind("pair", cells=8, sequences=2)
+KEPT = dict(cells=16, sequences=2, max_rollback=2)
+W = jnp.eye(8)
 
 
 def donated(cache):
@@ -29,27 +35,21 @@ def donated(cache):
 
 
 def started(m, tokens=(1, 2), **changes):
-    return replace(generation.init_decode(m, tokens=tokens).state, **changes)
+    return replace(begun(m, tokens=tokens), **changes)
 
 
-def decode(m, state=None, sampler=BEST, num_tokens=2):
-    state = started(m) if state is None else state
-    return jaxkv.decode(
-        forward, None, m, state, num_tokens=num_tokens, donate=True, sampler=sampler
-    )
+def decode(m, state=None, **options):
+    options = dict(num_tokens=2, donate=True) | options
+    return decoded(m, started(m) if state is None else state, **options)
 
 
-def beam(m, logits=LOGITS[:1], num_beams=2, num_tokens=2, **options):
-    return generation.beam(
-        forward, None, m, logits, num_beams=num_beams, num_tokens=num_tokens, donate=True, **options
-    )
+def beam(m, logits=LOGITS[:1], **options):
+    options = dict(num_beams=2, num_tokens=2, donate=True) | options
+    return generation.beam(forward, None, m, logits, **options)
 
 
-def speculate(m, draft, tokens=(1,), model=forward, params=None):
-    state = generation.init_decode(m, tokens=tokens).state
-    return generation.speculate(
-        model, params, m, state, drafter=draft, num_tokens=1, donate=True, sampler=BEST
-    )
+def speculate(m, draft, tokens=(1,)):
+    return speculated(draft, m, begun(m, tokens=tokens), num_tokens=1, donate=True)
 
 
 def prefill(m, model):
@@ -57,9 +57,8 @@ def prefill(m, model):
 
 
 def context_shift(m, seq=0, **options):
-    return generation.context_shift(
-        m, seq, **dict(num_keep=0, num_discard=1, donate=True) | options
-    )
+    options = dict(num_keep=0, num_discard=1, donate=True) | options
+    return generation.context_shift(m, seq, **options)
 
 
 def self_extend(m, done=0, **options):
@@ -67,9 +66,7 @@ def self_extend(m, done=0, **options):
 
 
 def states():
-    return jaxkv.make_cache(
-        jaxkv.CacheSpec.recurrent(layers=1, states={"x": ((), jnp.float32)}), sequences=2
-    )
+    return caches.recurrent_cache(layers=1, states={"x": ((), jnp.float32)}, sequences=2)
 
 
 def draft(m, **options):
@@ -119,21 +116,58 @@ def cache():
 
 @pytest.mark.parametrize(("call", "outcome"), mistakes("loops"))
 def test_loop_bad_argument_raises(call, outcome, cache):
-    assert_raises(call, outcome, globals() | {"m": cache})
+    assert_raises(call, outcome, vars(tiny) | globals() | {"m": cache})
     assert not any(x.is_deleted() for x in jax.tree.leaves(cache))
 
 
-def test_speculate_too_few_states_raises():
-    cache = load("granite_hybrid").make_cache(cells=16, sequences=2, max_rollback=2)
-    wanted = "to keep 3 earlier states or more, .* with max_rollback=2: make it with max_rollback=3"
-    with pytest.raises(ValueError, match=f"wanted the cache {wanted}"):
-        speculate(cache, generation.prompt_lookup([[1]]))
-    with pytest.raises(ValueError, match=f"wanted the draft's cache {wanted}"):
-        generation.draft_model(forward, None, cache)
-    with pytest.raises(
-        ValueError, match="attention alone for num_branches=2, since a state belongs"
-    ):
-        speculate(cache, generation.prompt_lookup([[1]], num_draft_tokens=2, num_branches=2))
+def make(**sizes):
+    sizes = dict(layers=2, cells=16, kv_heads=2, head_dim=4, sequences=2) | sizes
+    return caches.attention_cache(**sizes)
+
+
+def model(q=lambda x: x, k=lambda x: x, layers=(0, 1), end=lambda m, logits, _: (m, logits)):
+    """A model of two layers, in which one thing is changed."""
+
+    def forward(params, cache, ubatch):
+        old, x = cache, jnp.take(params, ubatch.tokens, axis=0)
+        for layer in layers:
+            h = x.reshape(*x.shape[:2], 2, 4)
+            cache, out = jaxkv.attend(cache, layer, ubatch, q(h), k(h), h)
+            x = x + out.reshape(x.shape)
+        return end(cache, x.reshape(-1, 8)[ubatch.outputs] @ params.T, old)
+
+    return forward
+
+
+def run(batch=None, cache=None, plan=None, **changes):
+    cache, batch = cache or make(), batch or make_batch([[1, 2, 3], [4]])
+    return jaxkv.prefill(model(**changes), W, cache, batch, plan=plan)
+
+
+def stale():
+    cache, batch = make(), make_batch([1])
+    plan = jaxkv.init_batch(cache, batch)
+    return run(batch, jaxkv.apply(cache, plan), plan)
+
+
+def beside_an_engine():
+    cache = make()
+    engine = Engine(model(), W, cache)
+    engine.submit(Request(prompt=[1], max_new_tokens=2))
+    engine.step()
+    return run(cache=cache)
+
+
+def drafted():
+    cache, narrow = run().cache, model(end=lambda m, x, _: (m, x[:, :5]))
+    draft = generation.draft_model(narrow, W, cache, batch_size=2)
+    options = dict(drafter=draft, num_tokens=2, sampler=make_sampler(temperature=1))
+    return generation.speculate(model(), W, cache, begun(cache, tokens=[1, 2]), **options)
+
+
+@pytest.mark.parametrize(("call", "outcome"), mistakes("newcomers"))
+def test_newcomers_mistake_raises_a_sentence(call, outcome):
+    assert_raises(call, outcome, globals())
 
 
 def test_submit_bad_request_raises():

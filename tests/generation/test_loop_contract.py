@@ -16,7 +16,8 @@ from jaxkv.ops.attention.bias import check_bias
 from jaxkv.serving import PrefixStore
 from tests.caches import SPLIT, VOCABULARY, assert_identical, filled
 from tests.cases import in_lanes
-from tests.generation.tiny import BEST, buffers_of, ends, forward, load
+from tests.generation import tiny
+from tests.generation.tiny import begun, buffers_of, ends, forward, load
 
 LOGITS = jnp.sin(jnp.arange(VOCABULARY, dtype=jnp.float32))[None]
 BATCH = make_batch([1, 2, 3, 4, 5, 6])
@@ -29,21 +30,15 @@ def prefilled(cache, **options):
 
 
 def decoded(cache, **options):
-    state = generation.init_decode(cache, tokens=[3], max_new_tokens=2).state
-    cache, state, *_ = picked = jaxkv.decode(
-        forward, None, cache, state, num_tokens=3, **options, sampler=BEST
-    )
-    return cache, picked[2:4], state.remaining
+    state = begun(cache, tokens=[3], max_new_tokens=2)
+    out = tiny.decoded(cache, state, num_tokens=3, **options)
+    return out.cache, out[2:4], out.state.remaining
 
 
 def speculated(cache, **options):
-    draft, state = (
-        generation.prompt_lookup([[1, 2, 1, 2]], recent=8),
-        generation.init_decode(cache, tokens=[1], max_new_tokens=5).state,
-    )
-    out = generation.speculate(
-        forward, None, cache, state, drafter=draft, num_tokens=6, sampler=BEST, **options
-    )
+    draft = generation.prompt_lookup([[1, 2, 1, 2]], recent=8)
+    state = begun(cache, tokens=[1], max_new_tokens=5)
+    out = tiny.speculated(draft, cache, state, num_tokens=6, **options)
     return out.cache, out[2:7], out.state.remaining
 
 
@@ -51,6 +46,10 @@ def searched(cache, **options):
     options |= dict(num_beams=2, num_tokens=3, stop_tokens=[4])
     cache, *found = generation.beam(forward, None, cache, LOGITS, **options)
     return cache, found
+
+
+def slid(cache, **options):
+    return generation.context_shift(cache, 0, num_keep=1, num_discard=2, **options)
 
 
 def held(cache, tokens, seq):
@@ -65,6 +64,7 @@ def kept():
 
 
 LOOPS = {"prefill": prefilled, "decode": decoded, "speculate": speculated, "beam": searched}
+GIVE_UP = LOOPS | {"slide": slid}
 
 
 def assert_gives_up(call, cache):
@@ -79,9 +79,9 @@ def assert_gives_up(call, cache):
         call(given)
 
 
-@pytest.mark.parametrize("loop", in_lanes(LOOPS, fast=["prefill"], core=[*LOOPS][1:]))
+@pytest.mark.parametrize("loop", in_lanes(GIVE_UP, fast=["prefill", "slide"], core=[*LOOPS][1:]))
 def test_loop_donated_cache_same_result(loop):
-    assert_gives_up(LOOPS[loop], filled(2, 1))
+    assert_gives_up(GIVE_UP[loop], filled(4, 1))
 
 
 @pytest.mark.core
@@ -119,10 +119,7 @@ def test_loop_in_jit_same_result_without_host(loop):
 EDITS = {  # what is done to a text of 5 tokens after a state was made, and whether that can go on
     "nothing": (lambda cache: cache, True),
     "another text is removed": (lambda cache: jaxkv.seq_rm(cache, 1)[0], True),
-    "it slid": (
-        lambda cache: generation.context_shift(cache, 0, num_keep=1, num_discard=2)[0],
-        True,
-    ),
+    "it slid": (lambda cache: slid(cache)[0], True),
     "its end is removed": (lambda cache: jaxkv.seq_rm(cache, 0, 4)[0], False),
     "it is removed": (lambda cache: jaxkv.seq_rm(cache, 0)[0], False),
     "its end is told anew": (lambda cache: held(jaxkv.seq_rm(cache, 0, 4)[0], [9], 0), False),
@@ -132,20 +129,16 @@ EDITS = {  # what is done to a text of 5 tokens after a state was made, and whet
 @pytest.mark.core
 @pytest.mark.parametrize("edit", EDITS)
 def test_state_from_before_an_edit_ends_its_text(edit):
-    """A token that does not follow what the sequence holds is not put there."""
     change, goes_on = EDITS[edit]
-    cache, state = filled(5, 2), generation.init_decode(filled(5, 2), tokens=[3, 3]).state
+    cache, state = filled(5, 2), begun(filled(5, 2), tokens=[3, 3])
     cache = jaxkv.apply(change(cache), jaxkv.init_update(change(cache)))
     draft = generation.prompt_lookup([[1, 2, 1], [1, 2, 1]], recent=8)
-    after, now, *_ = jaxkv.decode(forward, None, cache, state, num_tokens=1, sampler=BEST)
+    after, now, *_ = tiny.decoded(cache, state, num_tokens=1)
     assert (now.reason[0] == jaxkv.Reason.EDITED) != goes_on
     assert ends(after, [0]) == [position + goes_on for position in ends(cache, [0])]
-    _, other, *_ = generation.speculate(
-        forward, None, cache, state, drafter=draft, num_tokens=1, sampler=BEST
-    )
-    assert other.reason.tolist() == now.reason.tolist()
-    _, again, *_ = jaxkv.decode(forward, None, after, now, num_tokens=1, sampler=BEST)
-    assert again.reason.tolist() == now.reason.tolist()
+    other = tiny.speculated(draft, cache, state, num_tokens=1).state
+    again = tiny.decoded(after, now, num_tokens=1).state
+    assert other.reason.tolist() == again.reason.tolist() == now.reason.tolist()
 
 
 @pytest.mark.core
@@ -158,21 +151,17 @@ def test_prefill_in_jit_refused_returns_cache():
 
 @pytest.mark.core
 def test_speculate_in_scan_carries_all_that_it_returns():
-    cache, state = filled(4), generation.init_decode(filled(4), tokens=[1]).state
+    cache, state = filled(4), begun(filled(4), tokens=[1])
 
     def turn(carry, _):
         cache, state, draft = carry
-        made = generation.speculate(
-            forward, None, cache, state, drafter=draft, num_tokens=3, sampler=BEST
-        )
+        made = tiny.speculated(draft, cache, state, num_tokens=3)
         return (made.cache, made.state, made.drafter), made.tokens[0]
 
-    begun = cache, state, generation.prompt_lookup([[1, 2, 1, 2]], recent=8)
-    (after, _, _), tokens = jax.lax.scan(turn, begun, length=2)
+    first = cache, state, generation.prompt_lookup([[1, 2, 1, 2]], recent=8)
+    (after, _, _), tokens = jax.lax.scan(turn, first, length=2)
     for made in tokens:
-        cache, state, *_ = wanted = jaxkv.decode(
-            forward, None, cache, state, num_tokens=3, sampler=BEST
-        )
+        cache, state, *_ = wanted = tiny.decoded(cache, state, num_tokens=3)
         assert made.tolist() == wanted.tokens[0].tolist()
     assert ends(after, [0]) == ends(cache, [0])
 
@@ -210,41 +199,28 @@ def of_equal_fields(count, bases, name, method):
         yield i, jax.tree_util.register_dataclass(made, ["x"], [])(jnp.float32(0))
 
 
-DRAFT = generation.prompt_lookup(
-    [[1]]
-)  # made while a program is traced it would be a part of that program
+DRAFT = generation.prompt_lookup([[1]])  # one made while a program is traced is a part of it
 LOOPS_OF_SAMPLERS = {
-    "begin": lambda m, s, _: (
-        generation.init_decode(m, logits=LOGITS, sampler=s, sequences=[0]).tokens
-    ),
-    "decode": lambda m, s, state: (
-        jaxkv.decode(forward, None, m, state, num_tokens=1, sampler=s).tokens
-    ),
-    "speculate": lambda m, s, state: (
-        generation.speculate(forward, None, m, state, drafter=DRAFT, num_tokens=1, sampler=s).tokens
-    ),
+    "begin": lambda m, state, **s: generation.init_decode(m, logits=LOGITS, sequences=[0], **s),
+    "decode": partial(tiny.decoded, num_tokens=1),
+    "speculate": partial(tiny.speculated, DRAFT, num_tokens=1),
 }
 
 
 @pytest.mark.parametrize("loop", in_lanes(LOOPS_OF_SAMPLERS, fast=[], core=["begin"]))
 def test_samplers_of_equal_fields_share_no_program(loop):
-    """JAX compares the fields of dataclasses and not their types, and takes some for others.
-
-    It does so where it looks for what was traced, and programs of `decode` and `speculate` take 30
-    and 50 MB each, so that only `init_decode` is compiled and run.
-    """
+    """JAX compares their fields and not their types; only `begin` runs: others take 50 MB each."""
     cache = filled(3, kind=SPLIT)
-    state = generation.init_decode(cache, tokens=[1]).state
-    asked = []
+    state, asked = begun(cache, tokens=[1]), []
 
     def only(_, i, logits, state):
         asked.append(i)
         return jnp.full_like(logits, -jnp.inf).at[:, i % 16].set(0)
 
     for i, sampler in of_equal_fields(60, (Sampler,), "adjust", only):
-        run = partial(LOOPS_OF_SAMPLERS[loop], cache, sampler, state)
+        run = partial(LOOPS_OF_SAMPLERS[loop], cache, state, sampler=sampler)
         if loop == "begin":
-            assert run()[0, 0] == i % 16
+            assert run().tokens[0, 0] == i % 16
         else:
             jax.eval_shape(run)
         assert set(asked) == {i}

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,16 +18,16 @@ from jaxkv import CacheSpec, generation, make_batch, serving, snapshot
 from jaxkv.ops.attention import attention
 from jaxkv.serving import PrefixStore
 from tests.caches import attention_cache
-from tests.generation.tiny import BEST, by_table
+from tests.generation.tiny import BEST, begun, by_table
 from tests.mistakes import DATA, NAMES, assert_raises, mistakes
 
 NONE, FLAGS, EMPTY = np.zeros(0, np.int32), np.zeros(0, bool), make_batch([])
-SIZES = dict(layers=1, kv_heads=1, head_dim=1, sequences=2)
+SIZES = dict(layers=1, kv_heads=1, head_dim=1, rope=None)
+make = partial(attention_cache, cells=16, sequences=2, **SIZES)
 MODEL = by_table, jnp.eye(16)
-
-
-def make(streams=1):
-    return attention_cache(cells=16, streams=streams, rope=None, **SIZES)
+# These are given no lists, or what a call above has made.
+OTHERS = """attend clear rewind init_full init_update is_current generate model_step make_rope
+read_kv read_states save show warm_up write_kv write_states"""
 
 
 @functools.cache
@@ -36,9 +37,8 @@ def prompted():
 
 
 def with_source():
-    sizes = dict(layers=1, kv_heads=1, head_dim=1)
-    parts = CacheSpec.attention(**sizes, rope=None), CacheSpec.cross_attention(**sizes)
-    spec = CacheSpec.hybrid((parts[0], [0]), (parts[1], [1]))
+    source = CacheSpec.cross_attention(layers=1, kv_heads=1, head_dim=1)
+    spec = CacheSpec.hybrid((CacheSpec.attention(**SIZES), [0]), (source, [1]))
     return jaxkv.make_cache(spec, cells=(16, 8), sequences=2)
 
 
@@ -59,31 +59,17 @@ def attended(rows, cells=3):
 
 
 def decode(m, texts=NONE, stop_tokens=()):
-    return jaxkv.decode(
-        *MODEL,
-        m,
-        generation.init_decode(m, tokens=texts).state,
-        num_tokens=2,
-        stop_tokens=stop_tokens,
-    )[2:4]
+    options = dict(num_tokens=2, stop_tokens=stop_tokens)
+    return jaxkv.decode(*MODEL, m, begun(m, tokens=texts), **options)[2:4]
 
 
 def speculate(m):
-    draft, state = generation.prompt_lookup([]), generation.init_decode(m, tokens=NONE).state
-    return generation.speculate(
-        by_table, MODEL[1], m, state, drafter=draft, num_tokens=2, sampler=BEST
-    )[2:7]
+    options = dict(drafter=generation.prompt_lookup([]), num_tokens=2, sampler=BEST)
+    return generation.speculate(*MODEL, m, begun(m, tokens=NONE), **options)[2:7]
 
 
 def beam(m, logits, width=1):
     return generation.beam(*MODEL, m, logits, num_beams=width, num_tokens=1)
-
-
-OTHERS = """attend clear rewind init_full init_update
-is_current generate model_step
-make_rope read_kv read_states save show
-warm_up write_kv write_states"""
-# These are given no lists, or what a call above has made
 
 
 @pytest.mark.parametrize(("call", "outcome"), mistakes("nothing"))

@@ -10,13 +10,13 @@ import pytest
 
 import jaxkv
 import models
-from jaxkv import generation, make_batch
+from jaxkv import make_batch
 from jaxkv.cache import split
 from jaxkv.core import compile_cache
 from jaxkv.generation.model_step import compiled_step
 from tests.caches import assert_identical, filled
 from tests.cases import mostly_nightly
-from tests.generation.tiny import BEST, DATA, forward
+from tests.generation.tiny import BEST, DATA, begun, forward
 from tests.mistakes import assert_raises, mistakes
 
 MODELS = ["llama_tied", "mamba2", "granite_hybrid", "recurrent_gemma"]
@@ -60,14 +60,9 @@ def test_program_dies_with_its_function(collected_soon):
     for one in (*others, shifted.run):
         cache, logits, *_ = jaxkv.prefill(one, None, filled(4), make_batch([1, 2]))
         np.testing.assert_allclose(logits, wanted + (one == shifted.run), atol=1e-5)
-    jaxkv.decode(
-        shifted.run,
-        None,
-        cache,
-        generation.init_decode(cache, tokens=[1]).state,
-        num_tokens=1,
-        sampler=BEST,
-    )
+    state = begun(cache, tokens=[1])
+    jaxkv.decode(shifted.run, None, cache, state, num_tokens=1, sampler=BEST)
+    del state
     dead = [weakref.ref(each) for each in (shifted, *others)]
     assert len(compile_cache._kept) == before + 5  # for a prompt of each, and a loop
     del shifted, others, one

@@ -16,6 +16,18 @@ pytestmark = pytest.mark.core
 
 LOGITS = jnp.log(jnp.array([0.4, 0.05, 0.3, 0.15, 0.1]))  # best first: 0, 2, 3, 4, 1
 NONE = np.zeros((2, 0), np.int32)
+ALLOWED = [
+    ({"top_k": 1}, {0}),
+    ({"top_k": 3}, {0, 2, 3}),
+    ({"top_k": 99}, {0, 1, 2, 3, 4}),
+    ({"top_p": 0.35}, {0}),  # the best alone has enough
+    ({"top_p": 0.6}, {0, 2}),
+    ({"top_p": 0.86}, {0, 2, 3, 4}),
+    ({"min_p": 0.5}, {0, 2}),
+    ({"min_p": 1.0}, {0}),
+    ({"top_k": 2, "top_p": 0.5}, {0}),  # of 0.4 and 0.3 the best has more than half
+    ({"top_k": 3, "min_p": 0.3, "temperature": 5.0}, {0, 2, 3}),
+]
 
 
 @jax.jit
@@ -47,20 +59,6 @@ def test_draws_have_probabilities_at_any_temperature():
     for temperature in (1.0, 0.3, 3.0):
         wanted = jax.nn.softmax(LOGITS / temperature)
         np.testing.assert_allclose(draws(temperature=temperature), wanted, atol=0.015)
-
-
-ALLOWED = [
-    ({"top_k": 1}, {0}),
-    ({"top_k": 3}, {0, 2, 3}),
-    ({"top_k": 99}, {0, 1, 2, 3, 4}),
-    ({"top_p": 0.35}, {0}),  # the best alone has enough
-    ({"top_p": 0.6}, {0, 2}),
-    ({"top_p": 0.86}, {0, 2, 3, 4}),
-    ({"min_p": 0.5}, {0, 2}),
-    ({"min_p": 1.0}, {0}),
-    ({"top_k": 2, "top_p": 0.5}, {0}),  # of 0.4 and 0.3 the best has more than half
-    ({"top_k": 3, "min_p": 0.3, "temperature": 5.0}, {0, 2, 3}),
-]
 
 
 def test_filters_leave_exactly():
@@ -129,7 +127,6 @@ def test_filters_hide_at_any_temperature():
 
 @pytest.mark.parametrize("odd", [jnp.inf, jnp.nan])
 def test_filters_turned_off_for_one_text_leave_it_alone(odd):
-    """Beside texts with other filters, and with logits that are infinite or NaN."""
     logits = jnp.array([[0.0, odd, 2.0, 3.0, 1.0]] * 2)
     both = make_sampler(temperature=[0, 1], top_k=[0, 2], top_p=[1, 0.9], min_p=[0, 0.1])
     token = draw(both, adjust_logits(both, logits, ()), keys_of(2))
@@ -155,9 +152,8 @@ def test_constrained_sees_each_text_alone():
     """It is never shown what is no token, and stays where none came."""
     rows = jnp.broadcast_to(LOGITS, (2, 5))
     for allowed, advance in RULES:
-        rule = Constraint(first=jnp.int32(1), allowed=allowed, advance=advance).constrain(
-            make_sampler()
-        )
+        rule = Constraint(first=jnp.int32(1), allowed=allowed, advance=advance)
+        rule = rule.constrain(make_sampler())
         state = rule.init(NONE)
         assert pick(rule, rows, keys_of(2), state).tolist() == [3, 3]  # the best odd one
         state = rule.update(state, jnp.array([3, -1]))

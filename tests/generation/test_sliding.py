@@ -12,26 +12,16 @@ import jaxkv
 from jaxkv import generation, make_batch
 from jaxkv.cache import split
 from jaxkv.generation.filters import make_sampler
-from tests.caches import (
-    HEADS,
-    LAYERS,
-    SIZE,
-    SPLIT,
-    TWO,
-    Kind,
-    assert_identical,
-    drawing,
-    filled,
-    run,
-    updated,
-)
+from tests import caches
+from tests.caches import SPLIT, TWO, Kind, assert_identical, drawing, filled, run, updated
 from tests.cases import mostly_nightly
-from tests.generation.tiny import assert_sound
+from tests.generation.tiny import assert_sound, begun
 from tests.snapshot.saved import with_numbers
 
 POOL = Kind("pool", cells=24, sequences=3)
 core = pytest.mark.core
 one_more = partial(make_batch, [1] * 4, valid=np.arange(4) < 1)
+WAYS = [("slide", False), ("extend", True), ("slide", True), ("extend", False)]
 
 
 @functools.cache
@@ -60,10 +50,9 @@ def extended_by_hand(cache, seq, done, group, width):
         bd = width // group * (group - 1)
         dd = width // group - ib * bd - width
         cache = jaxkv.seq_add(cache, seq, done, there, delta=ib * bd).cache
-        cache = jaxkv.seq_div(
-            cache, seq, done + ib * bd, done + ib * bd + width, divisor=group
-        ).cache
-        cache = jaxkv.seq_add(cache, seq, done + ib * bd + width, there + ib * bd, delta=dd).cache
+        first, last = done + ib * bd, done + ib * bd + width
+        cache = jaxkv.seq_div(cache, seq, first, last, divisor=group).cache
+        cache = jaxkv.seq_add(cache, seq, last, there + ib * bd, delta=dd).cache
         there, done = there - bd, done + width // group
     return updated(cache), done
 
@@ -72,7 +61,6 @@ def extended_by_hand(cache, seq, done, group, width):
     "kind", [POOL, *(pytest.param(kind, marks=core) for kind in (TWO, SPLIT))], ids=lambda k: k.name
 )
 def test_slide_equals_the_verbs_by_hand(kind):
-    """The last one leaves nothing to move."""
     cache = told(3, 8, kind=kind)
     for keep, drop in ((1, 3), (0, 2), (2, 5), (7, 1)):
         after, ok = generation.context_shift(cache, 1, num_keep=keep, num_discard=drop)
@@ -94,11 +82,13 @@ def test_slide_puts_keys_where_they_would_have_been_written():
 
 
 def test_slide_short_sequence_changes_nothing():
-    cache = jaxkv.seq_add(told(3, 8), 0, 0, -1, delta=2).cache
+    cache = jax.tree.map(jnp.copy, jaxkv.seq_add(told(3, 8), 0, 0, -1, delta=2).cache)
     for keep, drop in ((1, 8), (8, 1), (0, 9), (0, 2**31 - 1)):
-        after, ok = generation.context_shift(cache, 1, num_keep=keep, num_discard=drop)
-        assert not ok, (keep, drop)
-        assert_identical(after, cache)
+        for donate in (False, True):
+            options = dict(num_keep=keep, num_discard=drop, donate=donate)
+            after, ok = generation.context_shift(cache, 1, **options)
+            assert not ok, options
+            assert_identical(after, cache)  # which is not given up
 
 
 def test_slide_cells_that_another_sequence_shares_are_not_moved():
@@ -123,62 +113,42 @@ def test_slide_does_not_show_what_a_window_let_go_of():
 
 
 def test_slide_wrong_traced_numbers_change_nothing():
-    slide = jax.jit(
-        lambda cache, *args: generation.context_shift(
-            cache, args[0], num_keep=args[1], num_discard=args[2]
-        )
-    )
-    cache = told(3, 8)
+    def slid(cache, seq, keep, drop):
+        return generation.context_shift(cache, seq, num_keep=keep, num_discard=drop)
+
+    slide, cache = jax.jit(slid), told(3, 8)
     for args in ((1, -1, 3), (1, 2, 0), (1, 2, -2), (9, 0, 1), (2, 0, 1), (1, 2**31 - 1, 2)):
         after, ok = slide(cache, *args)
         assert not ok, args
         assert_identical(after, cache)
-    assert_identical(
-        slide(cache, 1, 2, 3), generation.context_shift(cache, 1, num_keep=2, num_discard=3)
-    )
-
-
-def test_slide_donated_is_the_same_and_deletes():
-    cache = jax.tree.map(jnp.copy, told(8))
-    same, ok = generation.context_shift(cache, 0, num_keep=8, num_discard=1, donate=True)
-    assert not ok and not cache.buffers.k[0].is_deleted()
-    after, ok = generation.context_shift(cache, 0, num_keep=2, num_discard=3, donate=True)
-    assert ok and cache.buffers.k[0].is_deleted()
-    assert_identical(after, generation.context_shift(told(8), 0, num_keep=2, num_discard=3)[0])
+    assert_identical(slide(cache, 1, 2, 3), slid(cache, 1, 2, 3))
 
 
 def flat(params, cache, ubatch):
-    cache, x = jaxkv.apply(cache, ubatch), jnp.zeros((*ubatch.valid.shape, HEADS, SIZE))
-    for layer in range(LAYERS):
+    cache, x = jaxkv.apply(cache, ubatch), jnp.zeros((*ubatch.valid.shape, 2, caches.SIZE))
+    for layer in range(caches.LAYERS):
         cache = jaxkv.write_kv(cache, layer, ubatch, x, x)
     return cache, jnp.zeros((*ubatch.outputs.shape, 16))
-
-
-WAYS = [("slide", False), ("extend", True), ("slide", True), ("extend", False)]
 
 
 @core
 @pytest.mark.parametrize(("tidy", "drafted"), mostly_nightly(WAYS, few=WAYS[:2]))
 def test_draws_do_not_repeat_where_positions_come_again(tidy, drafted):
-    """A text that is tidied up between its turns is that of a cache that is not."""
     sampler = make_sampler(temperature=1.0)
     kind, batch = Kind("endless", cells=24, sequences=1), make_batch([1, 2, 3, 4])
     cache, logits, *_ = jaxkv.prefill(flat, None, kind.make(), batch)
-    begin = generation.init_decode(cache, logits=logits, sampler=sampler, seed=3).state
+    begin = begun(cache, logits=logits, sampler=sampler, seed=3)
     draft = generation.prompt_lookup([[]], ngram=7, recent=8)  # it guesses nothing
 
     def text(drafted, tidied, cache=cache, state=begin, draft=draft):
-        pieces, done = [], jnp.int32(0)
+        pieces, done, options = [], jnp.int32(0), dict(num_tokens=4, sampler=sampler)
         for _ in range(4):
             if drafted:
-                cache, state, *_ = picked = generation.speculate(
-                    flat, None, cache, state, drafter=draft, num_tokens=4, sampler=sampler
-                )
+                picked = generation.speculate(flat, None, cache, state, drafter=draft, **options)
                 draft = picked.drafter
             else:
-                cache, state, *_ = picked = jaxkv.decode(
-                    flat, None, cache, state, num_tokens=4, sampler=sampler
-                )
+                picked = jaxkv.decode(flat, None, cache, state, **options)
+            cache, state = picked.cache, picked.state
             pieces.append(picked.tokens)
             if tidied and tidy == "slide":
                 cache, ok = generation.context_shift(cache, 0, num_keep=2, num_discard=4)

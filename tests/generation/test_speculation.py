@@ -13,41 +13,13 @@ from jaxkv import generation, make_batch
 from jaxkv.generation import Constraint, make_sampler
 from jaxkv.generation.speculative import token_tree
 from jaxkv.generation.speculative.drafters import DraftTokens
-from tests.caches import SMALL, SPLIT, VOCABULARY, Kind, filled
+from tests.caches import SMALL, SPLIT, VOCABULARY, Kind, attention_cache, filled
 from tests.cases import mostly_nightly
-from tests.generation.tiny import (
-    BEST,
-    CHANCES,
-    assert_chances,
-    by_table,
-    ends,
-    forward,
-    table_cache,
-    texts,
-)
+from tests.generation import tiny
+from tests.generation.tiny import BEST, begun, by_table, decoded, ends, forward, speculated, texts
 
 pytestmark = pytest.mark.core
-
-
-def plainly(cache, state, stop_tokens=(), *, num_tokens, sampler=BEST):
-    out = jaxkv.decode(
-        forward, None, cache, state, num_tokens=num_tokens, sampler=sampler, stop_tokens=stop_tokens
-    )
-    return out.cache, out.state, out
-
-
-def guessing(draft, cache, state, stop_tokens=(), *, num_tokens, sampler=BEST):
-    out = generation.speculate(
-        forward,
-        None,
-        cache,
-        state,
-        drafter=draft,
-        num_tokens=num_tokens,
-        sampler=sampler,
-        stop_tokens=stop_tokens,
-    )
-    return out.cache, out.state, out.drafter, out
+WAYS_TO_DRAW = [("lookup", 1.0), ("model", 0.6), ("tree", 1.0)]
 
 
 @partial(
@@ -57,8 +29,6 @@ def guessing(draft, cache, state, stop_tokens=(), *, num_tokens, sampler=BEST):
 )
 @dataclass(frozen=True)
 class Known(generation.Drafter):
-    """Proposes the tokens that it was made with."""
-
     tokens: jax.Array
     start: jax.Array
     num_draft_tokens: int = 3
@@ -95,25 +65,22 @@ def test_nodes_of_branches_that_begin_alike_are_shared():
     "kind", mostly_nightly([SMALL, SPLIT], few=[SPLIT]), ids=["pool", "streams"]
 )
 def test_speculate_ends_texts_as_decode_does(kind):
-    """By stop tokens, limits and full caches, within a guess too, in calls of some steps."""
     prompts = jaxkv.prefill(forward, None, kind.make(), make_batch([[1, 2, 1], [3]]))
     cache = prompts.cache
     for max_new_tokens in ([9, 2], [3, 9], [9, 9]):
-        state = generation.init_decode(
-            cache, logits=prompts, sampler=BEST, max_new_tokens=max_new_tokens
-        ).state
-        _, _, free = plainly(cache, state, [-1], num_tokens=8)
+        state = begun(cache, logits=prompts, sampler=BEST, max_new_tokens=max_new_tokens)
+        free = decoded(cache, state, [-1], num_tokens=8)
         for stop_tokens in ([-1], [int(free.tokens[0, 2])]):
-            after, ended, wanted = plainly(cache, state, stop_tokens, num_tokens=8)
-            now, at, draft, pieces = cache, state, Known.make(free.tokens), []
-            for num_tokens in (4, 4):
-                now, at, draft, made = guessing(draft, now, at, stop_tokens, num_tokens=num_tokens)
-                pieces.append(made)
+            wanted = decoded(cache, state, stop_tokens, num_tokens=8)
+            pieces = [speculated(Known.make(free.tokens), cache, state, stop_tokens, num_tokens=4)]
+            before = pieces[0].drafter, pieces[0].cache, pieces[0].state
+            pieces.append(speculated(*before, stop_tokens, num_tokens=4))
             found = [sum(both, []) for both in zip(*map(texts, pieces), strict=True)]
             assert found == texts(wanted)
             for name in ("reason", "active", "remaining"):
-                assert getattr(at, name).tolist() == getattr(ended, name).tolist()
-            assert ends(now, [0, 1]) == ends(after, [0, 1])
+                now, then = (getattr(out.state, name).tolist() for out in (pieces[1], wanted))
+                assert now == then
+            assert ends(pieces[1].cache, [0, 1]) == ends(wanted.cache, [0, 1])
 
 
 def test_speculate_sampler_follows_only_accepted_tokens():
@@ -122,27 +89,24 @@ def test_speculate_sampler_follows_only_accepted_tokens():
     odd = dict(allowed=lambda s: jnp.arange(VOCABULARY) % 2 == s, advance=lambda s, t: 1 - t % 2)
     rule = Constraint(first=0, **odd).constrain(length_penalty)
     cache, logits, ids, *_ = jaxkv.prefill(forward, None, SMALL.make(), make_batch(prompts))
-    state = generation.init_decode(
-        cache, logits=logits, sampler=rule, sequences=ids, prompts=prompts
-    ).state
-    _, ended, wanted = plainly(cache, state, num_tokens=2, sampler=rule)
+    state = begun(cache, logits=logits, sampler=rule, sequences=ids, prompts=prompts)
+    wanted = decoded(cache, state, num_tokens=2, sampler=rule)
     draft = generation.prompt_lookup(prompts, ngram=1)
-    _, now, _, made = guessing(draft, cache, state, num_tokens=2, sampler=rule)
+    made = speculated(draft, cache, state, num_tokens=2, sampler=rule)
     assert texts(made) == texts(wanted)
-    jax.tree.map(np.testing.assert_array_equal, now.sampler_state, ended.sampler_state)
+    seen = made.state.sampler_state, wanted.state.sampler_state
+    jax.tree.map(np.testing.assert_array_equal, *seen)
 
 
 def test_speculate_texts_in_any_sequences():
     cache = filled(2, 2, 2)
-    state = generation.init_decode(
-        cache, tokens=[1, 5, 3], sequences=[2, 0, 1], max_new_tokens=[4, 0, 4]
-    ).state
-    after, _, wanted = plainly(cache, state, num_tokens=4)
+    state = begun(cache, tokens=[1, 5, 3], sequences=[2, 0, 1], max_new_tokens=[4, 0, 4])
+    wanted = decoded(cache, state, num_tokens=4)
     own = generation.draft_model(forward, None, cache, batch_size=3, num_draft_tokens=2)
-    found, _, _, made = guessing(own, cache, state, num_tokens=4)
+    made = speculated(own, cache, state, num_tokens=4)
     assert texts(made) == texts(wanted) and texts(made)[1] == []
     assert made.num_model_steps.tolist()[1] == 0
-    assert ends(found, [0, 1, 2]) == ends(after, [0, 1, 2])
+    assert ends(made.cache, [0, 1, 2]) == ends(wanted.cache, [0, 1, 2])
 
 
 @pytest.mark.parametrize("num_branches", mostly_nightly([1, 2], few=[1]))
@@ -150,19 +114,13 @@ def test_speculate_nan_logit_of_hidden_token_ends_text(num_branches):
     params = (jnp.roll(jnp.eye(4), 1, axis=1) + 0.01).at[3, 0].set(jnp.nan)
     prompt, rule = [1, 2, 3, 1], dict(allowed=lambda s: jnp.arange(4) > s, advance=lambda s, t: s)
     hiding = Constraint(first=0, **rule).constrain(BEST)
-    cache = jaxkv.make_cache(
-        jaxkv.CacheSpec.attention(layers=1, kv_heads=1, head_dim=1), cells=64, sequences=4
-    )
+    cache = attention_cache(layers=1, kv_heads=1, head_dim=1, cells=64, sequences=4)
     cache, logits, *_ = jaxkv.prefill(by_table, params, cache, make_batch(prompt))
-    state = generation.init_decode(cache, logits=logits, sampler=hiding).state
+    state = begun(cache, logits=logits, sampler=hiding)
     draft = generation.prompt_lookup([prompt], num_branches=num_branches, ngram=1)
-    made = generation.speculate(
-        by_table, params, cache, state, drafter=draft, num_tokens=6, sampler=hiding
-    )
+    options = dict(drafter=draft, num_tokens=6, sampler=hiding)
+    made = generation.speculate(by_table, params, cache, state, **options)
     assert made.tokens[0].tolist() == [3, -1, -1, -1, -1, -1]
-
-
-WAYS_TO_DRAW = [("lookup", 1.0), ("model", 0.6), ("tree", 1.0)]
 
 
 @pytest.mark.parametrize(
@@ -170,78 +128,57 @@ WAYS_TO_DRAW = [("lookup", 1.0), ("model", 0.6), ("tree", 1.0)]
 )
 def test_speculate_draws_have_chances_of_the_model(kind, temperature):
     count, rounds, each = 256, 16, 1 + (kind == "tree")
-    sampler, cache = make_sampler(temperature=temperature), table_cache(count, each=each)
+    sampler, cache = make_sampler(temperature=temperature), tiny.table_cache(count, each=each)
     found = np.zeros((4, 4, 4))
     for seed in range(rounds):
-        ids = np.arange(0, each * count, each)
-        state = generation.init_decode(
-            cache, tokens=[0] * count, sequences=ids, seed=seed, max_new_tokens=3
-        ).state
+        begin = dict(sequences=np.arange(0, each * count, each), seed=seed, max_new_tokens=3)
+        state = begun(cache, tokens=[0] * count, **begin)
         if kind == "lookup":
-            draft = generation.prompt_lookup(
-                [[0, 1, 2, 0, 1, 3]] * count, ngram=1, num_draft_tokens=2, recent=8
-            )
+            options = dict(ngram=1, num_draft_tokens=2, recent=8)
+            draft = generation.prompt_lookup([[0, 1, 2, 0, 1, 3]] * count, **options)
         else:
-            make = partial(generation.draft_model, num_branches=2 if kind == "tree" else 1)
-            draft = make(by_table, CHANCES[1], cache, batch_size=count, num_draft_tokens=2)
-        made = generation.speculate(
-            by_table, CHANCES[0], cache, state, drafter=draft, num_tokens=3, sampler=sampler
-        )
+            options = dict(num_branches=each, batch_size=count, num_draft_tokens=2)
+            draft = generation.draft_model(by_table, tiny.CHANCES[1], cache, **options)
+        run = dict(drafter=draft, num_tokens=3, sampler=sampler)
+        made = generation.speculate(by_table, tiny.CHANCES[0], cache, state, **run)
         np.add.at(found, tuple(np.asarray(made.tokens).T), 1)
         assert 0 < made.num_accepted.sum() < made.num_drafted.sum()
-    assert_chances(found, count * rounds, temperature)
+    tiny.assert_chances(found, count * rounds, temperature)
 
 
 @pytest.mark.parametrize(("num_branches", "ngram"), [(1, 9), (2, 1)])
 def test_speculate_lookup_draws_what_decode_draws(num_branches, ngram):
     """With nothing to look up; and a tree leaves every draw as it is, followed where it may be."""
-    sampler, cache = make_sampler(temperature=1.0), table_cache(64, each=num_branches)
-    state = generation.init_decode(
-        cache,
-        tokens=[0] * 64,
-        sequences=np.arange(0, 64 * num_branches, num_branches),
-        seed=3,
-        max_new_tokens=8,
-    ).state
-    wanted = jaxkv.decode(by_table, CHANCES[0], cache, state, num_tokens=8, sampler=sampler)
-    text, options = (
-        [0, 1, 2, 0, 1, 3],
-        dict(num_draft_tokens=2, recent=16, num_branches=num_branches),
-    )
-    draft = generation.prompt_lookup([text] * 64, ngram=ngram, **options)
-    made = generation.speculate(
-        by_table, CHANCES[0], cache, state, drafter=draft, num_tokens=8, sampler=sampler
-    )
+    sampler, cache = make_sampler(temperature=1.0), tiny.table_cache(64, each=num_branches)
+    ids = np.arange(0, 64 * num_branches, num_branches)
+    state = begun(cache, tokens=[0] * 64, sequences=ids, seed=3, max_new_tokens=8)
+    run = by_table, tiny.CHANCES[0], cache, state
+    wanted = jaxkv.decode(*run, num_tokens=8, sampler=sampler)
+    options = dict(ngram=ngram, num_draft_tokens=2, recent=16, num_branches=num_branches)
+    draft = generation.prompt_lookup([[0, 1, 2, 0, 1, 3]] * 64, **options)
+    made = generation.speculate(*run, drafter=draft, num_tokens=8, sampler=sampler)
     assert texts(made) == texts(wanted)
-    assert (
-        made.num_accepted.sum() < made.num_drafted.sum()
-        if num_branches == 2
-        else not made.num_drafted.any()
-    )
+    wrong = made.num_drafted.sum() - made.num_accepted.sum()
+    assert wrong > 0 if num_branches == 2 else not made.num_drafted.any()
 
 
 def test_speculate_guess_that_ends_a_text_is_accepted():
-    """Of one step that feeds three right guesses, each in turn a stop token."""
     cache = filled(3)
-    state = generation.init_decode(cache, tokens=[1]).state
-    _, _, free = plainly(cache, state, num_tokens=3)
-    tokens = free.tokens[0].tolist()
-    for stop_tokens in tokens:
-        draft = Known.make(free.tokens, wrong=False)
-        made = guessing(draft, cache, state, [stop_tokens], num_tokens=4)[3]
+    state = begun(cache, tokens=[1])
+    free = decoded(cache, state, num_tokens=3).tokens
+    for stop in (tokens := free[0].tolist()):
+        made = speculated(Known.make(free, wrong=False), cache, state, [stop], num_tokens=4)
         assert made.num_model_steps.tolist() == [1] and made.num_drafted.tolist() == [3]
-        assert (
-            made.num_accepted.tolist() == [tokens.index(stop_tokens) + 1] == [len(texts(made)[0])]
-        )
+        assert made.num_accepted.tolist() == [tokens.index(stop) + 1] == [len(texts(made)[0])]
 
 
 @pytest.mark.parametrize("held", [(), (1,), (2, 4)], ids=["empty", "short", "other sequence"])
 def test_draft_model_of_another_text_guesses_nothing(held):
     cache = filled(4)
-    state = generation.init_decode(cache, tokens=[1]).state
-    wanted = plainly(cache, state, num_tokens=4)[2]
+    state = begun(cache, tokens=[1])
+    wanted = decoded(cache, state, num_tokens=4)
     draft = generation.draft_model(forward, None, filled(*held))
-    made = guessing(draft, cache, state, num_tokens=4)[3]
+    made = speculated(draft, cache, state, num_tokens=4)
     assert texts(made) == texts(wanted)
     assert made.num_drafted.tolist() == [0] and made.num_model_steps.tolist() == [4]
 
@@ -255,11 +192,12 @@ def half_right(params, cache, ubatch):
 def test_draft_model_goes_on_where_a_text_pauses():
     cache = filled(2, 3, kind=Kind("roomy", cells=48, sequences=2))
     draft = generation.draft_model(half_right, None, cache, batch_size=2, num_draft_tokens=3)
-    state = generation.init_decode(cache, tokens=[1, 5]).state
-    plain = plainly(cache, state, num_tokens=16)[2]
+    state = begun(cache, tokens=[1, 5])
+    plain = decoded(cache, state, num_tokens=16)
     pieces, turns = [], 0
     for _ in range(4):
-        cache, state, draft, made = guessing(draft, cache, state, num_tokens=4)
+        made = speculated(draft, cache, state, num_tokens=4)
+        cache, state, draft = made.cache, made.state, made.drafter
         pieces.append(made.tokens)
         turns += made.num_model_steps
         own = draft.cache.seq_pos_max([0, 1]) + (draft.unfed >= 0)

@@ -10,7 +10,7 @@ import pytest
 import jaxkv
 from jaxkv import generation, make_batch
 from jaxkv.cache import split
-from tests.generation.tiny import BEST, assert_sound, ends, load, texts
+from tests.generation.tiny import BEST, assert_sound, begun, ends, load, texts
 
 pytestmark = pytest.mark.nightly
 
@@ -22,14 +22,14 @@ BRANCHING = [[7, 3, 11, 5, 7, 3, 9, 5, 7, 3], [2, 9, 13, 2, 9, 4, 2, 9]]
 
 def prefilled(model, prompts, *, ids=None, params=None, **options):
     cache = model.make_cache(**{"sequences": len(prompts), "cells": 1024} | options)
-    batch = make_batch(prompts, sequences=[*(ids or range(len(prompts)))])
+    batch = make_batch(prompts, sequences=ids or [*range(len(prompts))])
     return jaxkv.prefill(model.forward, params or model.params, cache, batch)[:2]
 
 
-def begun(model, prompts, *, ids=None, **options):
+def prompted(model, prompts, *, ids=None, **options):
     cache, logits = prefilled(model, prompts, ids=ids, **options)
-    options = dict(max_new_tokens=24, sequences=[*(ids or range(len(prompts)))], prompts=prompts)
-    return cache, generation.init_decode(cache, logits=logits, sampler=BEST, **options).state
+    options = dict(max_new_tokens=24, sequences=ids or [*range(len(prompts))], prompts=prompts)
+    return cache, begun(cache, logits=logits, sampler=BEST, **options)
 
 
 def drafting(model, prompts, *, noise=0.0, make=generation.draft_model, **options):
@@ -53,9 +53,7 @@ def assert_says_the_same(model, draft, cache, state, *, atol=2e-4):
     assert texts(made) == texts(wanted)
     np.testing.assert_allclose(made.logprobs, wanted.logprobs, atol=atol)
     assert now.token.tolist() == ended.token.tolist()
-    picked = (
-        made.num_model_steps + made.num_accepted
-    )  # no text ends with a guess: none has a stop token
+    picked = made.num_model_steps + made.num_accepted  # none has a stop token, to end with a guess
     assert picked.tolist() == [len(text) for text in texts(made)]
     every = range(split(cache)[0].spec.sequences)
     assert ends(found, every) == ends(after, every)  # nothing is left of what was guessed
@@ -80,19 +78,17 @@ def assert_says_the_same(model, draft, cache, state, *, atol=2e-4):
     ],
 )
 def test_speculate_of_a_model_says_what_decode_says(name, kind, pools):
-    """Eight texts; then the cache goes on as if nothing had been guessed."""
     model, count = load(name), len(EIGHT)
     cells, streams = (40 * count, 1) if pools == "pool" else (40, count)
-    cache, state = begun(model, EIGHT, cells=cells, streams=streams, max_rollback=4)
+    cache, state = prompted(model, EIGHT, cells=cells, streams=streams, max_rollback=4)
     if kind == "lookup":
         draft = generation.prompt_lookup(EIGHT)
     else:
         draft = drafting(model, EIGHT, noise=0.02 * (kind == "another"), max_rollback=4)
     found, after, made = assert_says_the_same(model, draft, cache, state)
     if kind == "itself":
-        assert (made.num_accepted >= made.num_drafted - 1).all() and (
-            made.num_model_steps <= 7
-        ).all()
+        assert (made.num_accepted >= made.num_drafted - 1).all()
+        assert (made.num_model_steps <= 7).all()
     step = partial(jaxkv.prefill, model.forward, model.params, batch=make_batch([[1]] * count))
     np.testing.assert_allclose(step(cache=found)[1], step(cache=after)[1], atol=2e-4)
 
@@ -104,7 +100,7 @@ def test_speculate_of_a_model_says_what_decode_says(name, kind, pools):
 )
 def test_tree_says_what_decode_says_in_fewer_steps(name, streams, ids, kind):
     model, six = load(name), dict(cells=160, sequences=6)
-    cache, state = begun(model, BRANCHING, ids=ids, streams=streams, **six)
+    cache, state = prompted(model, BRANCHING, ids=ids, streams=streams, **six)
     if kind == "lookup":
         tree, most = generation.prompt_lookup(BRANCHING, ngram=1, num_branches=3), 24 + 24
     else:
@@ -120,7 +116,7 @@ def test_tree_full_cache_leaves_other_sequences_alone():
     """Of three branches there is room for two; and the cells end in the middle of a guess."""
     model = load("llama_tied")
     forward, params = model.forward, model.params
-    cache, state = begun(model, BRANCHING, cells=45, sequences=6)
+    cache, state = prompted(model, BRANCHING, cells=45, sequences=6)
     kept = make_batch([[1], [2], [3]], sequences=[2, 4, 5])
     cache, *_ = jaxkv.prefill(forward, params, cache, kept)
     run = dict(cache=cache, state=state, num_tokens=24)

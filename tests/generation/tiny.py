@@ -9,10 +9,10 @@ import numpy as np
 
 import jaxkv
 import models
-from jaxkv import make_batch
+from jaxkv import generation, make_batch
 from jaxkv.cache import split
 from jaxkv.generation.filters import make_sampler
-from tests.caches import think
+from tests.caches import attention_cache, think
 
 DATA = Path(__file__).parent.parent / "data"
 BEST = make_sampler()
@@ -34,6 +34,20 @@ def by_table(params, cache, ubatch):
     return cache, jnp.log(params)[ubatch.tokens.reshape(-1)[ubatch.outputs]]
 
 
+def begun(cache, **options):
+    return generation.init_decode(cache, **options).state
+
+
+def decoded(cache, state, stop_tokens=(), *, num_tokens, sampler=BEST, **options):
+    options |= dict(num_tokens=num_tokens, sampler=sampler, stop_tokens=stop_tokens)
+    return jaxkv.decode(forward, None, cache, state, **options)
+
+
+def speculated(drafter, cache, state, stop_tokens=(), *, num_tokens, sampler=BEST, **options):
+    options |= dict(num_tokens=num_tokens, sampler=sampler, stop_tokens=stop_tokens)
+    return generation.speculate(forward, None, cache, state, drafter=drafter, **options)
+
+
 def parity(state):
     return jnp.arange(5) % 2 == state
 
@@ -44,12 +58,8 @@ def other(state, token):
 
 def table_cache(texts, *, each=1):
     """A cache of `by_table` in which each text has a stream of some sequences, and a token."""
-    cache = jaxkv.make_cache(
-        jaxkv.CacheSpec.attention(layers=1, kv_heads=1, head_dim=1),
-        cells=16,
-        sequences=each * texts,
-        streams=texts,
-    )
+    sizes = dict(cells=16, sequences=each * texts, streams=texts)
+    cache = attention_cache(layers=1, kv_heads=1, head_dim=1, **sizes)
     batch = make_batch([[0]] * texts, sequences=np.arange(0, each * texts, each))
     return jaxkv.prefill(by_table, CHANCES[0], cache, batch)[0]
 

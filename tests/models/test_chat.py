@@ -75,11 +75,7 @@ def test_talk_refused_command_leaves_chat_as_it_was(speaker):
     for line, message in json.loads((DATA / "chat_lines.json").read_text()):
         with pytest.raises(ChatError, match=message) if message else nullcontext():
             talk.take(line)
-    assert len(talk.chat.now.turns) == 2 and [*talk.chat.conversations] == [
-        "main",
-        "b",
-        "c",
-    ]
+    assert len(talk.chat.now.turns) == 2 and [*talk.chat.conversations] == ["main", "b", "c"]
 
 
 @pytest.mark.nightly

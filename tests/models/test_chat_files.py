@@ -81,8 +81,7 @@ def test_load_notes_that_lie_raises(speaker, twice, tmp_path):
     for i, one in enumerate([*(ONE | lie for lie in LIES), {}, None]):
         notes = NOTES | {"conversations": {"main": one}}
         tokens, mark = {0: [1, 2, 3]}, fingerprint(speaker.model)
-        snapshot.save(
-            twice.cache, path=tmp_path / f"{i}", tokens=tokens, model_id=mark, notes=notes
-        )
+        beside = dict(tokens=tokens, model_id=mark, notes=notes)
+        snapshot.save(twice.cache, path=tmp_path / f"{i}", **beside)
         with pytest.raises(ChatError, match="cannot be loaded"):
             load(tmp_path / f"{i}", twice, speaker.model)

@@ -15,19 +15,8 @@ from safetensors.numpy import load_file, save_file
 import models
 from models.checkpoints.open import open_checkpoint
 from models.errors import ModelError
-from tests.models.tiny_files import (
-    CONFIG,
-    DATA,
-    FIELDS,
-    HIDDEN,
-    Q4_0,
-    Q8_0,
-    VOCAB,
-    config_at,
-    tiny_tensors,
-    write_folder,
-    write_gguf,
-)
+from tests.models import tiny_files
+from tests.models.tiny_files import CONFIG, DATA, HIDDEN, tiny_tensors, write_folder, write_gguf
 
 
 def same(one, other):
@@ -50,7 +39,9 @@ def test_open_checkpoint_folder_and_gguf_are_equal(tmp_path, dtype):
     assert file.config["attention_bias"] and not file.config["tie_word_embeddings"]
 
 
-@pytest.mark.parametrize(("arch", "kind"), [("llama", Q8_0), ("llama", Q4_0), ("qwen2", None)])
+@pytest.mark.parametrize(
+    ("arch", "kind"), [("llama", tiny_files.Q8_0), ("llama", tiny_files.Q4_0), ("qwen2", None)]
+)
 def test_gguf_rows_are_put_back_in_order(tmp_path, arch, kind):
     tensors = tiny_tensors()
     file = open_checkpoint(write_gguf(tmp_path / "tiny.gguf", tensors, arch, kind))
@@ -71,7 +62,7 @@ def test_gguf_gemma_norms_lose_their_one(tmp_path):
         "blk.0.attn_q_norm": ("model.layers.0.self_attn.q_norm", 2.0),
     }
     stored = {f"{name}.weight": np.full(HIDDEN, 3.0, np.float32) for name in known}
-    stored["token_embd.weight"] = np.full((VOCAB, HIDDEN), 3.0, np.float32)
+    stored["token_embd.weight"] = np.full((tiny_files.VOCAB, HIDDEN), 3.0, np.float32)
     slides = {"gemma3.attention.sliding_window": 16}
     slides |= {"gemma3.attention.sliding_window_pattern": [True, False]}
     file = open_checkpoint(write_gguf(tmp_path / "tiny.gguf", stored, "gemma3", fields=slides))
@@ -149,7 +140,7 @@ def test_config_rope_scaling_of_gguf(tmp_path, fields, factors, scaling):
 MEANINGLESS = {"vocab_size", "pooling_type", "tensor_data_layout", "rope.scaling.finetuned"}
 KEYS = [getattr(gguf.Keys, part) for part in ("LLM", "Attention", "Rope", "SSM", "ShortConv")]
 KEYS = [key for keys in KEYS for key in vars(keys).values() if str(key).startswith("{arch}.")]
-FORM = FIELDS | {"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0}
+FORM = tiny_files.FIELDS | {"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0}
 GEMMA = {"sliding_window": 5, "sliding_window_pattern": 2, "key_length": 8}
 FORMS = {
     "llama": FORM,
@@ -185,11 +176,12 @@ def test_gguf_key_is_read_or_refused_or_means_nothing(tmp_path, arch):
 )
 def test_tensor_without_effect_is_left_out(tmp_path, name, extra):
     tensors = load_file(DATA / name / "model.safetensors") | {extra: np.ones(4, np.float32)}
-    save_file(tensors, config_at(tmp_path, name) / "model.safetensors")
+    save_file(tensors, tiny_files.config_at(tmp_path, name) / "model.safetensors")
     models.load(tmp_path)
 
 
 UP = "model.layers.1.mlp.up_proj"
+WHOLE = (f"{UP}.weight", "model.norm.weight")
 
 
 @pytest.mark.parametrize(
@@ -202,10 +194,7 @@ UP = "model.layers.1.mlp.up_proj"
 def test_tensor_that_is_not_read_or_has_no_scale_is_refused(tmp_path, write, names):
     tensors = {name: x for name, x in tiny_tensors().items() if not name.endswith(".bias")}
     unread = [({name: np.ones(4, np.float32)}, r"reads, got .* of shape \(4,\)") for name in names]
-    ints = [
-        {name: np.ones_like(tensors[name], np.int8)}
-        for name in (f"{UP}.weight", "model.norm.weight")
-    ]
+    ints = [{name: np.ones_like(tensors[name], np.int8)} for name in WHOLE]
     ints = [(more, "expected floating-point numbers in .*, got int8") for more in ints]
     for more, message in unread + ints:
         with pytest.raises(ModelError, match=message):

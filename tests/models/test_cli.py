@@ -83,14 +83,11 @@ def write_chat(folder):
     snapshot.save(snapshot.load(path), path=folder / "lies", tokens=info.tokens, notes=lies)
 
 
-@pytest.mark.parametrize(
-    "name",
-    in_lanes(
-        sorted(file.stem for file in (DATA / "cli").glob("*.txt")),
-        fast=["errors", "plan"],
-        core=["chat", "errors_of_models", "generate", "inspect"],
-    ),
-)
+CORE = ["chat", "errors_of_models", "generate", "inspect"]
+RECORDED = sorted(file.stem for file in (DATA / "cli").glob("*.txt"))
+
+
+@pytest.mark.parametrize("name", in_lanes(RECORDED, fast=["errors", "plan"], core=CORE))
 def test_command_line_prints_recorded(name, command, files, monkeypatch):
     monkeypatch.setattr("models.cli.plan.limits", lambda devices: iter([10**9, 300_000]))
     if name == "inspect_chat":
@@ -147,9 +144,8 @@ def test_main_closed_streams_read_and_write_nothing(files, monkeypatch):
 
 
 def test_finish_has_a_word_for_every_end_of_an_engine():
-    assert set(FINISH) == set(serving.FinishReason) and set(FINISH.values()) == set(
-        get_args(Finish)
-    )
+    assert set(FINISH) == set(serving.FinishReason)
+    assert set(FINISH.values()) == set(get_args(Finish))
 
 
 def test_screen_shows_first_text_live_and_others_after_it(capsys):

@@ -135,6 +135,7 @@ WHOLE = Way(16, steps=False)  # one program
 SMALL = dict.fromkeys(LLAMAS, dict(cells=128, ubatch_size=20, max_rollback=4))
 SMALL["gemma3"] = dict(cells=96, ubatch_size=16, max_rollback=4)
 SMALL |= dict.fromkeys(["t5_gated", "t5_tied"], dict(cells=96, source_cells=56))
+FAST = ("llama_tied", Way(20))
 CORE = ["deepseek_v2_groups", "gemma3", "t5_tied", "recurrent_gemma"]
 CORE = [(name, WHOLE) for name in [*CORE, "granite_hybrid_experts_rope", "lfm2"]]
 NIGHTLY = [
@@ -154,9 +155,6 @@ NIGHTLY = [
 
 def name_of(value):
     return value if isinstance(value, str) else f"{value.ubatch_size}x{value.streams}"
-
-
-FAST = ("llama_tied", Way(20))
 
 
 @pytest.mark.parametrize(

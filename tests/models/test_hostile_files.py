@@ -40,6 +40,8 @@ SENTENCEPIECE = METADATA | {
     "tokenizer.ggml.scores": [-1.0] * 260,
 }
 GROWTH = 2**31
+SEEDS = [(range(8), False), (range(8, 60), False), (range(60, 360), True)]
+LANES = in_lanes(SEEDS, fast=SEEDS[:1], core=SEEDS[1:2])
 """Bytes that the process may grow by in one case; what was built of bad sizes took 3 GB."""
 
 
@@ -127,12 +129,7 @@ def test_load_of_untouched_files_is_a_model(tmp_path):
     assert outcome(write_folder(tmp_path / "folder", TENSORS), True) == "model"
 
 
-SEEDS = [(range(8), False), (range(8, 60), False), (range(60, 360), True)]
-
-
-@pytest.mark.parametrize(
-    ("seeds", "deep"), in_lanes(SEEDS, fast=SEEDS[:1], core=SEEDS[1:2]), ids=str
-)
+@pytest.mark.parametrize(("seeds", "deep"), LANES, ids=str)
 @pytest.mark.parametrize("case", [config_case, metadata_case, gguf_case, safetensors_case])
 def test_load_of_damaged_file_is_a_sentence_or_a_model(case, seeds, deep, tmp_path):
     found = Counter()

@@ -25,9 +25,8 @@ def shapes_on(name, axes, **options):
 
 
 def bytes_on_a_device(tree):
-    return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
-    )
+    shapes = [(x.sharding.shard_shape(x.shape), x.dtype) for x in jax.tree.leaves(tree)]
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
 
 
 @pytest.mark.parametrize("name", in_lanes(NAMES, fast=NAMES[:1], core=NAMES[1:2]))

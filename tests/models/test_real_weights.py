@@ -31,7 +31,6 @@ def test_smollm2_generates_recorded_tokens(smollm2):
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["smollm2", "gemma3"])
 def test_texts_have_recorded_logits_and_tokens(request, name):
-    """In ubatches of 64; the longest prompts take cells that a window has left."""
     model = request.getfixturevalue(name)
     for record in golden("models")[name]:
         tokens, greedy = record["tokens"] + record["greedy"], np.array(record["greedy"])

@@ -18,6 +18,7 @@ ARCHITECTURES = {
     "falcon_h1": gguf.MODEL_ARCH.FALCON_H1,
 }
 FIELDS = json.loads((DATA / "fields_of_gguf.json").read_text())
+NAMES = ["mamba2", "granite_hybrid", "granite_hybrid_experts_rope", "lfm2", "falcon_h1"]
 """A key of a file after the architecture's name, and those of configs."""
 
 
@@ -100,9 +101,6 @@ def write_gguf(path, checkpoint):
             tensors.append((where, np.ascontiguousarray(values), None))
     metadata = {f"{called}.{key}": value for key, value in fields_of(config).items()}
     return written(path, called, metadata, tensors)
-
-
-NAMES = ["mamba2", "granite_hybrid", "granite_hybrid_experts_rope", "lfm2", "falcon_h1"]
 
 
 @pytest.mark.parametrize("name", NAMES)

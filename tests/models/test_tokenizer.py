@@ -29,6 +29,13 @@ HARD = [
     "鍵と値 ключ מפתח",
     "a\x00b\x7f",
 ]
+REFUSED = [
+    (None, "no chat template"),
+    ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+    ("{{ messages.append(1) }}", "does not take these messages"),
+    ("{{ messages.__class__.__mro__ }}", "does not take these messages"),
+    ("{% if %}", "does not take these messages"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -231,15 +238,6 @@ def test_chat_template_functions():
     )
     said = chatting(template).chat([{"role": "user", "content": "é<"}], tools=3)
     assert said == f'<b>    "é<"\n<e>3{datetime.now().year}True'
-
-
-REFUSED = [
-    (None, "no chat template"),
-    ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-    ("{{ messages.append(1) }}", "does not take these messages"),
-    ("{{ messages.__class__.__mro__ }}", "does not take these messages"),
-    ("{% if %}", "does not take these messages"),
-]
 
 
 def test_chat_refused_templates_raise():

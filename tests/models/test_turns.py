@@ -39,13 +39,10 @@ TEMPLATES = {
     "{% else %} {{ m.content }}<|im_end|>{% endif %}{% endfor %}",
 }
 BRIEF = ({"role": "system", "content": "Be brief."},)
+FRAMES = [(name, ()) for name in TEMPLATES] + [("chatml", BRIEF), ("folded", BRIEF)]
 
 
-@pytest.mark.parametrize(
-    ("name", "system"),
-    [(name, ()) for name in TEMPLATES] + [("chatml", BRIEF), ("folded", BRIEF)],
-    ids=str,
-)
+@pytest.mark.parametrize(("name", "system"), FRAMES, ids=str)
 def test_frame_of_without_first_turn_is_a_conversation(tokenizer, name, system):
     tokenizer = replace(tokenizer, template=TEMPLATES[name])
     frame = frame_of(tokenizer, system)

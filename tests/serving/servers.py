@@ -15,7 +15,7 @@ from jaxkv.generation import Constraint
 from jaxkv.generation.filters import OPTIONS, FilterSampler
 from jaxkv.serving import MissReason, PrefixStore
 from jaxkv.serving.engine import Engine, FinishReason, Request
-from tests.caches import VOCABULARY, Kind
+from tests.caches import VOCABULARY, Kind, recurrent_cache
 from tests.generation.tiny import assert_sound, forward
 
 POOL = Kind("pool", cells=24, sequences=4)
@@ -44,16 +44,10 @@ def mixed(count, *, seed=0, most=12):
         sampling = dict(temperature=rng.choice([0.8, 1.5])) if i % 2 else {}
         if i % 4 == 3:
             sampling |= dict(top_k=5, top_p=0.9, min_p=0.05)
-        made.append(
-            Request(
-                prompt=[rng.randrange(VOCABULARY) for _ in range(length)],
-                max_new_tokens=rng.randint(1, most - length),
-                stop_tokens=[rng.randrange(VOCABULARY)] if i % 3 == 0 else (),
-                seed=i,
-                sampling=sampling,
-                tag=i,
-            )
-        )
+        prompt = [rng.randrange(VOCABULARY) for _ in range(length)]
+        options = dict(max_new_tokens=rng.randint(1, most - length), sampling=sampling)
+        options["stop_tokens"] = [rng.randrange(VOCABULARY)] if i % 3 == 0 else ()
+        made.append(Request(prompt=prompt, seed=i, tag=i, **options))
     return made
 
 
@@ -71,10 +65,8 @@ def in_one_piece(model):
 
     @jax.jit
     def fed(params, cache, tokens, valid):
-        cache, logits, _, ok, _ = jaxkv.prefill(
-            model, params, cache, make_batch(tokens, valid=valid)
-        )
-        return cache, logits, ok
+        found = jaxkv.prefill(model, params, cache, make_batch(tokens, valid=valid))
+        return found.cache, found.logits, found.ok
 
     return fed
 
@@ -82,11 +74,8 @@ def in_one_piece(model):
 def alone(request, *, model=forward, params=None, cache=None, stop_tokens=STOP, last_n=64):
     """A text by the loops themselves, in a cache of its own: tokens, log-probabilities, reason."""
     cache = ALONE.make() if cache is None else cache
-    stop_tokens = np.array(
-        [*stop_tokens, *request.stop_tokens]
-        + [-1] * (2 - len(stop_tokens) - len(request.stop_tokens)),
-        np.int32,
-    )
+    stop_tokens = [*stop_tokens, *request.stop_tokens]
+    stop_tokens = np.array(stop_tokens + [-1] * (2 - len(stop_tokens)), np.int32)
     # Filters that are there and off: one program for all requests.
     filters = {
         name: option.dtype(request.sampling.get(name, option.neutral))
@@ -102,19 +91,13 @@ def alone(request, *, model=forward, params=None, cache=None, stop_tokens=STOP, 
     assert ok
     recent = np.full((1, 64), -1)
     recent[0, 64 - len(request.prompt) :] = request.prompt
-    options = dict(
-        max_new_tokens=request.max_new_tokens, seed=[request.seed], sequences=[0], prompts=recent
-    )
-    _, state, *_ = first = generation.init_decode(
-        cache, logits=logits[:1], sampler=sampler, stop_tokens=stop_tokens, **options
-    )
-    _, state, *_ = rest = jaxkv.decode(
-        model, params, cache, state, num_tokens=40, sampler=sampler, stop_tokens=stop_tokens
-    )
-    tokens, logprobs = (
-        np.concatenate([np.asarray(a)[0], np.asarray(b)[0]])
-        for a, b in zip(first[2:4], rest[2:4], strict=True)
-    )
+    picking = dict(sampler=sampler, stop_tokens=stop_tokens)
+    options = dict(max_new_tokens=request.max_new_tokens, seed=[request.seed], sequences=[0])
+    options |= dict(logits=logits[:1], prompts=recent)
+    first = generation.init_decode(cache, **options, **picking)
+    rest = jaxkv.decode(model, params, cache, first.state, num_tokens=40, **picking)
+    tokens = np.concatenate([first.tokens[0], rest.tokens[0]])
+    logprobs = np.concatenate([first.logprobs[0], rest.logprobs[0]])
     logprobs, tokens = logprobs[tokens >= 0], tokens[tokens >= 0]
     reason = FinishReason.STOP if tokens[-1] in stop_tokens else FinishReason.LENGTH
     return tokens, logprobs, reason
@@ -131,10 +114,8 @@ def assert_as_alone(results, requests, **options):
 def engine_of(kind, holders=None, *, model=forward, cells=None, **options):
     cache = kind.make()
     store = holders and PrefixStore(cache, sequences=holders, cells=cells)
-    options = (
-        dict(stop_tokens=STOP, prefill_chunk=8, tokens_per_step=4, prefix_store=store) | options
-    )
-    return Engine(model, None, cache, **options)
+    options = dict(stop_tokens=STOP, prefill_chunk=8, tokens_per_step=4) | options
+    return Engine(model, None, cache, prefix_store=store, **options)
 
 
 @functools.cache
@@ -180,11 +161,8 @@ def assert_only_kept(engine):
 
 
 def states(max_rollback=0):
-    return jaxkv.make_cache(
-        jaxkv.CacheSpec.recurrent(layers=1, states={"x": ((), jnp.float32)}),
-        sequences=6,
-        max_rollback=max_rollback,
-    )
+    sizes = dict(sequences=6, max_rollback=max_rollback)
+    return recurrent_cache(layers=1, states={"x": ((), jnp.float32)}, **sizes)
 
 
 def told(cache, tokens, seq):
@@ -236,11 +214,7 @@ class Server:
 
 
 def serving(cache, holders, *texts, cells=None, **options):
-    server = Server(
-        cache,
-        PrefixStore(cache, sequences=holders, cells=cells),
-        **options,
-    )
+    server = Server(cache, PrefixStore(cache, sequences=holders, cells=cells), **options)
     for text in texts:
         server.ask(text)
         assert server.remember(text) is MissReason.NONE

@@ -11,48 +11,28 @@ import pytest
 
 import jaxkv
 from jaxkv.cache import split
-from jaxkv.serving import PrefixStore
 from jaxkv.serving.engine import Engine, FinishReason, Request
 from models.compiling import counting
 from tests.caches import Kind
 from tests.cases import mostly_nightly
 from tests.generation.tiny import forward, load
-from tests.serving.servers import (
-    ALONE,
-    GROUPS,
-    POOL,
-    ROOMY,
-    RULE,
-    STOP,
-    STREAMS,
-    alone,
-    assert_as_alone,
-    assert_only_kept,
-    begun_alike,
-    engine_of,
-    mixed,
-    run,
-    serve,
-    warm,
-)
+from tests.serving import servers
+from tests.serving.servers import POOL, STREAMS, alone, assert_as_alone, assert_only_kept, run, warm
 
 pytestmark = pytest.mark.core
 
-GROUPS_WINDOW = replace(GROUPS, windows=(None, jaxkv.Window.sliding(4)))
-RUNS = replace(ROOMY, placement="contiguous")
+GROUPS_WINDOW = replace(servers.GROUPS, windows=(None, jaxkv.Window.sliding(4)))
+RUNS = replace(servers.ROOMY, placement="contiguous")
+CACHES = [(POOL, None), (STREAMS, None), (GROUPS_WINDOW, (5,)), (RUNS, (5,))]
 
 
 @pytest.mark.parametrize(
     ("kind", "holders"),
-    mostly_nightly(
-        [(POOL, None), (STREAMS, None), (GROUPS_WINDOW, (5,)), (RUNS, (5,))],
-        few=[(GROUPS_WINDOW, (5,))],
-    ),
+    mostly_nightly(CACHES, few=CACHES[2:3]),
     ids=["pool", "streams", "store-groups-window", "store-contiguous"],
 )
 def test_engine_texts_are_as_each_alone(kind, holders):
-    """With few cells, requests that come while others run, and not a program after the warm-up."""
-    requests = begun_alike(mixed(20), most=20) if holders else mixed(20)
+    requests = servers.begun_alike(servers.mixed(20), most=20) if holders else servers.mixed(20)
     engine, waiting, results = warm(kind, holders=holders), list(requests), []
     with counting() as compiled:
         for _ in range(8):
@@ -63,27 +43,20 @@ def test_engine_texts_are_as_each_alone(kind, holders):
                 engine.submit(waiting.pop(0))
         assert compiled() == 0 or kind is RUNS  # what closes gaps is compiled when it is needed
     results.sort(key=lambda result: result.id)
-    assert_as_alone(results, requests, cache=replace(ALONE, windows=kind.windows).make())
+    assert_as_alone(results, requests, cache=replace(servers.ALONE, windows=kind.windows).make())
     assert_only_kept(engine)
     assert {result.reason for result in results} == {FinishReason.STOP, FinishReason.LENGTH}
     assert not holders or sum(result.prefix_hit.length for result in results) > 20
 
 
 def test_engine_texts_that_give_way_are_as_each_alone():
-    """Without reservations the youngest wait again, and no text is another, with a rule or not.
-
-    Together the texts that have begun take more cells than there are, so some gave way.
-    """
-    hot = dict(temperature=1.5)
-    requests = [
-        Request(prompt=[i, 3], max_new_tokens=18, seed=i, sampling=hot, tag=i) for i in range(6)
-    ]
-    requests = [replace(one, constraint_state=i) for i, one in enumerate(requests[:3])] + requests[
-        3:
-    ]
-    requests += mixed(10, seed=1)
-    requests[-3:] = [replace(one, constraint_state=1) for one in requests[-3:]]
-    engine = warm(POOL, reserve=False, constraint=RULE)
+    """Without reservations the youngest wait again, where those that run take all cells."""
+    long = dict(max_new_tokens=18, sampling=dict(temperature=1.5))
+    requests = [Request(prompt=[i, 3], seed=i, tag=i, **long) for i in range(6)]
+    requests += servers.mixed(10, seed=1)
+    for i, state in {0: 0, 1: 1, 2: 2, 13: 1, 14: 1, 15: 1}.items():
+        requests[i] = replace(requests[i], constraint_state=state)
+    engine = warm(POOL, reserve=False, constraint=servers.RULE)
     most, results = 0, []
     with counting() as compiled:
         for request in requests:
@@ -98,11 +71,10 @@ def test_engine_texts_that_give_way_are_as_each_alone():
 
 
 def test_engine_without_reservations_fills_a_stream():
-    engine = engine_of(STREAMS, reserve=False)
+    engine = servers.engine_of(STREAMS, reserve=False)
     (result,) = run(engine, [Request(prompt=[1, 2, 3], max_new_tokens=99)])
-    assert (
-        result.reason == FinishReason.OUT_OF_CELLS and len(result.tokens) == STREAMS.cells - 3 + 1
-    )
+    assert result.reason == FinishReason.OUT_OF_CELLS
+    assert len(result.tokens) == STREAMS.cells - 3 + 1
     wanted, _, _ = alone(replace(result.request, max_new_tokens=len(result.tokens)))
     assert result.tokens.tolist() == wanted.tolist()
     assert_only_kept(engine)
@@ -132,7 +104,7 @@ def test_cancel_frees_cells_at_once():
 
 
 def test_engine_running_texts_get_a_token_per_chunk():
-    engine = engine_of(STREAMS)
+    engine = servers.engine_of(STREAMS)
     short = engine.submit(Request(prompt=[1], max_new_tokens=11))
     engine.step()
     before = len(engine.tokens_of(short))
@@ -151,6 +123,17 @@ def test_results_not_taken_are_handed_out_later():
     assert_only_kept(engine)
 
 
+def test_stream_gives_pieces_of_all_texts_and_their_ends():
+    engine, requests, ended = warm(POOL), servers.mixed(6), []
+    pieces = {engine.submit(one): [] for one in requests}
+    for number, tokens, reason in engine.stream():
+        pieces[number].append(tokens)
+        ended += [number] if reason is not None else []
+    for one, said in zip(requests, pieces.values(), strict=True):
+        assert sum(said, []) == alone(one)[0].tolist()
+    assert sorted(ended) == [*pieces] and max(map(len, pieces.values())) > 1
+
+
 def test_submit_copies_options_and_prompt():
     engine, options, prompt = warm(POOL), {"temperature": 0.0}, np.array([1, 2, 3])
     engine.submit(Request(prompt=prompt, max_new_tokens=6, sampling=options))
@@ -163,9 +146,11 @@ def test_submit_copies_options_and_prompt():
 
 def test_serve_penalties_count_prompts():
     options = dict(repeat_penalty=1.6, presence_penalty=0.5)
-    requests = [replace(one, sampling=options) for one in mixed(6, seed=3)]
-    more = dict(stop_tokens=STOP, prefill_chunk=8, sampling_options=options, penalty_last_n=4)
-    for result in serve(forward, None, POOL.make(), requests, **more):
+    requests = [replace(one, sampling=options) for one in servers.mixed(6, seed=3)]
+    more = dict(
+        stop_tokens=servers.STOP, prefill_chunk=8, sampling_options=options, penalty_last_n=4
+    )
+    for result in servers.serve(forward, None, POOL.make(), requests, **more):
         tokens, _, _ = alone(requests[result.id], last_n=4)
         assert result.tokens.tolist() == tokens.tolist()
 
@@ -175,9 +160,8 @@ def test_serve_no_allowed_token_ends_text():
         cache, logits = forward(params, cache, ubatch)
         return cache, jnp.full_like(logits, -jnp.inf)
 
-    (result,) = serve(
-        mute, None, POOL.make(), [Request(prompt=[1, 2], max_new_tokens=3)], prefill_chunk=8
-    )
+    request = Request(prompt=[1, 2], max_new_tokens=3)
+    (result,) = servers.serve(mute, None, POOL.make(), [request], prefill_chunk=8)
     assert result.reason == FinishReason.NO_TOKEN and result.tokens.size == 0
 
 
@@ -200,7 +184,7 @@ class Broken:
 
 def test_engine_error_while_tracing_changes_nothing():
     model = Broken()
-    engine = engine_of(POOL, model=model.forward)
+    engine = servers.engine_of(POOL, model=model.forward)
     request = Request(prompt=[1, 2], max_new_tokens=5)
     engine.submit(request)
     model.traced = True
@@ -217,8 +201,7 @@ BROKEN = Broken()
 
 @pytest.mark.parametrize("moment", ["program", "fetched", "donated"])
 def test_engine_that_lost_its_cache_raises(moment, monkeypatch):
-    """Cut short while a program runs, or while its results are fetched; or donated elsewhere."""
-    engine = engine_of(POOL, model=BROKEN.forward, stop_tokens=())
+    engine = servers.engine_of(POOL, model=BROKEN.forward, stop_tokens=())
     engine.submit(Request(prompt=[1, 2], max_new_tokens=1))
     long = engine.submit(Request(prompt=[1, 2], max_new_tokens=9))
     next(engine.results())
@@ -268,7 +251,7 @@ def test_can_hold_is_exact_for_windows(rule, streams):
 
 
 def test_engine_contiguous_closes_gaps(monkeypatch):
-    requests = mixed(24, seed=4)
+    requests = servers.mixed(24, seed=4)
     engine = warm(replace(POOL, placement="contiguous"))
     close_gaps, closed = engine._runner.close_gaps, []
     patch = monkeypatch.setattr
@@ -292,14 +275,11 @@ def test_engine_contiguous_closes_gaps(monkeypatch):
 )
 def test_engine_64_requests_of_a_model_are_as_alone(name, streams, reserve, holders):
     model = load(name)
-    requests = begun_alike(mixed(64, most=40), most=40)
+    requests = servers.begun_alike(servers.mixed(64, most=40), most=40)
     cells = 40 * max(10 // streams // 2, 2)
     cache = model.make_cache(cells=cells, sequences=10, streams=streams, ubatch_size=16)
-    store = holders and PrefixStore(cache, sequences=holders)
-    options = dict(
-        stop_tokens=STOP, prefill_chunk=16, tokens_per_step=8, reserve=reserve, prefix_store=store
-    )
-    engine = Engine(model.forward, model.params, cache, **options)
+    options = dict(stop_tokens=servers.STOP, prefill_chunk=16, tokens_per_step=8, reserve=reserve)
+    engine = Engine(model.forward, model.params, cache, prefix_sequences=holders, **options)
     engine.warm_up()
     with counting() as compiled:
         results = run(engine, requests)

@@ -8,22 +8,11 @@ from jaxkv.serving import MissReason, PrefixStore
 from jaxkv.serving.engine import Engine, Request
 from tests.cases import mostly_nightly
 from tests.generation.tiny import forward, load
-from tests.serving.servers import (
-    GROUPS,
-    POOL,
-    ROOMY,
-    STOP,
-    ask,
-    assert_as_alone,
-    assert_only_kept,
-    engine_of,
-    kept,
-    placed,
-    run,
-    tokens,
-)
+from tests.serving import servers
+from tests.serving.servers import GROUPS, POOL, ROOMY, ask, engine_of, kept, placed, tokens
 
 pytestmark = pytest.mark.core
+LEARN = [("mamba2", MissReason.NO_STATE), ("gemma3", MissReason.CONTEXT_EVICTED)]
 
 
 def test_engine_store_reuses_text_that_ended():
@@ -35,8 +24,8 @@ def test_engine_store_reuses_text_that_ended():
     again = ask(engine, [*text, 1, 2])
     assert again.prefix_hit == (len(text) - 1, MissReason.NONE)
     assert ask(engine, prompt).prefix_hit == (7, MissReason.NONE)  # its last token gives the logits
-    assert_as_alone([again], [again.request])
-    assert_only_kept(engine)
+    servers.assert_as_alone([again], [again.request])
+    servers.assert_only_kept(engine)
 
 
 def test_engine_store_reuses_text_that_runs():
@@ -49,7 +38,7 @@ def test_engine_store_reuses_text_that_runs():
     other = engine.submit(Request(prompt=[*common, 2], max_new_tokens=2))
     found = {result.id: result.prefix_hit for result in engine.results()}
     assert found[other] == (30, MissReason.NONE)
-    assert_only_kept(engine)
+    servers.assert_only_kept(engine)
 
 
 def test_engine_store_prompt_waits_where_that_saves_time():
@@ -62,7 +51,7 @@ def test_engine_store_prompt_waits_where_that_saves_time():
         assert placed(engine) == (1 if waits else 3)
         found = [result.prefix_hit.length for result in engine.results()]
         assert sorted(found) == ([0, shared, shared] if waits else [0, 0, 0])
-        assert_only_kept(engine)
+        servers.assert_only_kept(engine)
 
 
 def test_engine_store_keeps_what_a_cancelled_prompt_computed():
@@ -77,7 +66,7 @@ def test_engine_store_keeps_what_a_cancelled_prompt_computed():
 def test_engine_takes_cache_and_store_of_another():
     first, prompt = engine_of(ROOMY, [5]), tokens(20)
     ask(first, prompt)
-    options = dict(stop_tokens=STOP, prefill_chunk=8, tokens_per_step=4)
+    options = dict(stop_tokens=servers.STOP, prefill_chunk=8, tokens_per_step=4)
     second = Engine(forward, None, first.cache, prefix_store=first.prefix_store, **options)
     assert ask(second, [*prompt, 1]).prefix_hit == (20, MissReason.NONE)
 
@@ -90,23 +79,19 @@ def test_engine_store_gives_way_to_a_request_and_no_sooner():
     engine.submit(Request(prompt=tokens(4, 3), max_new_tokens=5))  # the 8 cells that are left
     engine._schedule.admit()
     assert placed(engine) == 1 and len(kept(engine)) == 2
-    engine.submit(
-        Request(prompt=tokens(8, 4), max_new_tokens=9)
-    )  # all that the first does not need
+    rest = Request(prompt=tokens(8, 4), max_new_tokens=9)  # all that the first does not need
+    engine.submit(rest)
     engine._schedule.admit()
     assert placed(engine) == 2 and not kept(engine)
     results = list(engine.results())
-    assert_as_alone(results, [result.request for result in results])
+    servers.assert_as_alone(results, [result.request for result in results])
     text = kept(engine)[-1]
-    assert ask(engine, [*text, 1], max_new_tokens=POOL.cells - len(text)).prefix_hit == (
-        len(text),
-        MissReason.NONE,
-    )
-    assert_only_kept(engine)
+    last = ask(engine, [*text, 1], max_new_tokens=POOL.cells - len(text))
+    assert last.prefix_hit == (len(text), MissReason.NONE)
+    servers.assert_only_kept(engine)
 
 
 def test_engine_store_keeps_what_a_request_cannot_use():
-    """It waits for a text that runs; meanwhile the store keeps what it has."""
     engine = engine_of(ROOMY, [5])
     ask(engine, tokens(10, 1))
     engine.submit(Request(prompt=tokens(20, 2), max_new_tokens=30, sampling=dict(temperature=9.0)))
@@ -118,7 +103,6 @@ def test_engine_store_keeps_what_a_request_cannot_use():
 
 
 def test_engine_store_promises_shared_cells_once():
-    """Three texts of 15 tokens, of which 12 are common, run beside each other in 24 cells."""
     engine, common = engine_of(POOL, [3], stop_tokens=()), tokens(12)
     ask(engine, common)
     for last in (1, 2, 3):
@@ -126,7 +110,7 @@ def test_engine_store_promises_shared_cells_once():
     engine._schedule.admit()
     assert placed(engine) == 3
     assert [result.prefix_hit.length for result in engine.results()] == [12] * 3
-    assert_only_kept(engine)
+    servers.assert_only_kept(engine)
 
 
 def test_engine_store_gives_way_before_any_text():
@@ -149,12 +133,12 @@ def test_engine_store_copies_between_streams():
     first = ask(engine, [*common, 1], max_new_tokens=3)
     assert first.prefix_hit.length == 0 and len(kept(engine)) == 1
     requests = [Request(prompt=[*common, i], max_new_tokens=6) for i in range(2, 6)]
-    results = run(engine, requests)
+    results = servers.run(engine, requests)
     assert [result.prefix_hit.length for result in results] == [30] * 4
-    assert_as_alone(results, requests, stop_tokens=())
-    assert_only_kept(engine)
+    servers.assert_as_alone(results, requests, stop_tokens=())
+    servers.assert_only_kept(engine)
     ask(engine, tokens(10, 3), max_new_tokens=38)  # all of a stream
-    assert_only_kept(engine)
+    servers.assert_only_kept(engine)
 
 
 def test_engine_store_prefers_the_stream_of_the_text():
@@ -166,7 +150,7 @@ def test_engine_store_prefers_the_stream_of_the_text():
     engine.step()
     assert [q for q, one in enumerate(engine._schedule._placed) if one and one.id == other] == [1]
     assert len(list(engine.results())) == 2
-    assert_only_kept(engine)
+    servers.assert_only_kept(engine)
 
 
 class Counting:
@@ -194,9 +178,8 @@ def test_engine_store_computes_common_tokens_once(name):
     counted, common = Counting(name, sequences=10, holders=[8, 9], cells=cells), tokens(512)
     engine = counted.engine
     for i in range(64):
-        engine.submit(
-            Request(prompt=[*common, i, *tokens(own - 1, i)], max_new_tokens=max_new_tokens)
-        )
+        prompt = [*common, i, *tokens(own - 1, i)]
+        engine.submit(Request(prompt=prompt, max_new_tokens=max_new_tokens))
     beside, results = 0, []
     while engine.busy:
         results += engine.step()
@@ -207,10 +190,7 @@ def test_engine_store_computes_common_tokens_once(name):
     assert counted.computed == 512 + 64 * (own + max_new_tokens - 1)
     text = [*results[-1].request.prompt, *results[-1].tokens.tolist()]
     assert ask(engine, [*text, 1, 2]).prefix_hit == (len(text) - 1, MissReason.NONE)
-    assert_only_kept(engine)
-
-
-LEARN = [("mamba2", MissReason.NO_STATE), ("gemma3", MissReason.CONTEXT_EVICTED)]
+    servers.assert_only_kept(engine)
 
 
 @pytest.mark.parametrize(("name", "miss"), mostly_nightly(LEARN, few=LEARN[:1]))

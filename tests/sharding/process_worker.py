@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 import jaxkv
 from jaxkv import generation, make_batch, sharding
 from jaxkv.cache import split
+from jaxkv.core import array_utils
 from jaxkv.serving.engine import Engine, Request
 from tests.pods import placed
 from tests.sharding import tiny
@@ -77,9 +78,6 @@ def of_first(compute: Callable[[], Any]) -> Any:
     while not ready.exists():
         time.sleep(0.1)
     return pickle.loads(file.read_bytes())
-
-
-# ------------------------------------------------------------------------------- verbs and loops
 
 
 def answers(cache: Any) -> dict[str, Any]:
@@ -180,9 +178,6 @@ def verbs(name: str) -> None:
     tiny.assert_close(together, alone, name)
 
 
-# ------------------------------------------------------------------------------- other scenarios
-
-
 def requests() -> None:
     """Requests have the same results in all processes, and as in one alone."""
 
@@ -228,9 +223,7 @@ def global_batches() -> None:
         tokens = np.arange(8, dtype=np.int32).reshape(4, 2)
         where = NamedSharding(mesh, P("data"))
         split = jax.make_array_from_callback(tokens.shape, where, lambda index: tokens[index])
-        assert not jaxkv.core.array_utils.is_concrete(
-            split
-        ) and not jaxkv.core.array_utils.is_traced(split)
+        assert not array_utils.is_concrete(split) and not array_utils.is_traced(split)
         some = np.array([True, False, True, True])
         cache = planned(planned(cache, make_batch(split)), make_batch(split).keep_sequences(some))
     alone = planned(planned(alone, make_batch(tokens)), make_batch(tokens).keep_sequences(some))

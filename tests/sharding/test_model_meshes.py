@@ -22,6 +22,7 @@ from models.families.caches import Attends, make_cache
 from models.meshes import RULES, WHOLE, Split, make_mesh
 from models.room import make_with_room
 from tests.cases import in_lanes
+from tests.generation.tiny import begun
 from tests.hlo import collectives
 
 DATA = Path(__file__).parent.parent / "data"
@@ -30,12 +31,11 @@ FAMILIES = (
     *("granite_hybrid", "granite_hybrid_experts", "lfm2", "falcon_h1"),
 )
 TENSOR, DATA_TENSOR = {"tensor": 2}, {"data": 2, "tensor": 2}
+ALL = jax.sharding.AbstractMesh((2, 2, 4), ("data", "tensor", "cells"))
+NOTHING, CELLS_ALONE = ShardingRules(kv_heads=None), ShardingRules(kv_heads=None, cells="cells")
 over_families = pytest.mark.parametrize(
     "name", in_lanes(FAMILIES, fast=["llama_tied"], core=["granite_hybrid_experts", "deepseek_v3"])
 )
-
-
-# -------------------------------------------------------------------------- arguments, and splits
 
 
 def test_mesh_argument_is_read_as_axes_and_sizes():
@@ -69,10 +69,6 @@ def test_make_with_room_counts_whole_arrays_on_each_device(axes, kv_heads, sizes
         make_with_room(allocated, **sizes)
 
 
-ALL = jax.sharding.AbstractMesh((2, 2, 4), ("data", "tensor", "cells"))
-NOTHING, CELLS_ALONE = ShardingRules(kv_heads=None), ShardingRules(kv_heads=None, cells="cells")
-
-
 @pytest.mark.parametrize(
     ("parts", "with_cells", "rules", "axes", "why"),
     [
@@ -92,9 +88,6 @@ def test_split_takes_axes_that_divide_its_parts(parts, with_cells, rules, axes, 
     assert split.over(ALL, rules).spec == (P(None, axes) if axes else P())
     assert split.why_whole(ALL, rules) == why
     assert WHOLE.why_whole(ALL, RULES) == "every device needs all of it"
-
-
-# --------------------------------------------------------------------------------------- weights
 
 
 @over_families
@@ -123,20 +116,6 @@ def test_load_on_mesh_gives_each_device_its_share(name, tmp_path):
     assert shapes.whole_weights() == whole
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"vocab_size": None}, "without vocab_size"),
-        ({"model_type": "bert"}, 'model_type "bert"; known are deepseek_v2'),
-    ],
-)
-def test_load_shapes_of_too_little_config_raises(config, message, tmp_path):
-    known = json.loads((DATA / "llama_tied" / "config.json").read_text()) | config
-    (tmp_path / "config.json").write_text(json.dumps(known))
-    with pytest.raises(models.ModelError, match=message):
-        models.load_shapes(tmp_path)
-
-
 def test_whole_weights_say_why_they_are_whole():
     model = models.on_mesh(models.load_shapes(DATA / "gemma3"), make_mesh(TENSOR), ShardingRules())
     whole, heads = model.whole_weights(), "1 key/value head, which 2 devices do not divide"
@@ -144,9 +123,6 @@ def test_whole_weights_say_why_they_are_whole():
     assert "blocks.0.feed.down.weight" not in whole and "vocabulary.head" not in whole
     with pytest.raises(ValueError, match="got one without"):
         models.load_shapes(DATA / "gemma3").whole_weights()
-
-
-# ----------------------------------------------------------------------------------------- steps
 
 
 @pytest.mark.parametrize("name", in_lanes(FAMILIES, fast=[], core=["llama_tied", "gemma3"]))
@@ -171,18 +147,12 @@ def test_model_step_on_mesh_sends_sums(name):
     assert len(sent) <= 2 * layers + 1 and len(sent) == exact.get(name, len(sent))
 
 
-# --------------------------------------------------------------------------------- whole models
-
-
 def run(model):
     cache = model.make_cache(cells=64, sequences=2, streams=2, ubatch_size=8)
     prompts = jaxkv.make_batch([[5, 6, 7, 8, 9, 10, 11], [12, 13, 14]])
     cache, logits, *_ = jaxkv.prefill(model.forward, model.params, cache, prompts, ubatch_size=8)
-    state = jaxkv.generation.init_decode(
-        cache, tokens=jnp.argmax(logits, -1).astype(jnp.int32), max_new_tokens=8
-    ).state
-    greedy = jaxkv.generation.make_sampler()
-    picked = jaxkv.decode(model.forward, model.params, cache, state, num_tokens=8, sampler=greedy)
+    state = begun(cache, tokens=jnp.argmax(logits, -1).astype(jnp.int32), max_new_tokens=8)
+    picked = jaxkv.decode(model.forward, model.params, cache, state, num_tokens=8)
     return np.asarray(logits), np.asarray(picked.tokens)
 
 

@@ -18,7 +18,7 @@ from tests.caches import Kind, assert_identical, attention_cache
 from tests.cases import in_lanes
 from tests.cells import state_machine
 from tests.cells.test_stateful import run
-from tests.meshes import KINDS, RULES, mesh_of, near, placed
+from tests.meshes import DATA_CELLS, KINDS, RULES, mesh_of, near, placed
 from tests.mistakes import assert_raises, mistakes
 from tests.sharding import tiny
 from tests.sharding.tiny import assert_close
@@ -43,15 +43,9 @@ class StateVerbs(state_machine.StateVerbs):
 
 
 STATES = {
-    "recurrent": ({"kinds": "rr", "kept": 1, "sequences": 4, "streams": 4}, {"data": 4}),
-    "hybrid": (
-        {"kinds": "ar", "kept": 2, "sequences": 4, "streams": 2, "cells": 12},
-        {"data": 2, "tensor": 2},
-    ),
-    "hybrid with a window": (
-        {"kinds": "rb", "kept": 1, "sequences": 4, "streams": 4, "cells": 8, "window": near},
-        {"data": 2, "cells": 2},
-    ),
+    "recurrent": (dict(kinds="rr", kept=1, streams=4), dict(data=4)),
+    "hybrid": (dict(kinds="ar", kept=2, streams=2, cells=12), dict(data=2, tensor=2)),
+    "hybrid with a window": (dict(kinds="rb", kept=1, streams=4, cells=8, window=near), DATA_CELLS),
 }
 
 
@@ -61,10 +55,8 @@ STATES = {
 def test_random_verbs_of_states_on_mesh_match_oracle(name):
     options, axes = STATES[name]
     with jax.set_mesh(mesh_of(**axes)):
-        run(lambda: StateVerbs(options), runs=6, steps=30)
+        run(lambda: StateVerbs(dict(sequences=4) | options), runs=6, steps=30)
 
-
-# --------------------------------------------------------------------------- against one device
 
 MODES = [
     (AxisType.Explicit, 2, {"data": 2, "tensor": 2, "cells": 2}),
@@ -117,14 +109,10 @@ def test_init_batch_one_stream_each_device_same_slots():
         assert_identical(jaxkv.init_batch(placed(cache), batch).ubatches[0], wanted)
 
 
-@pytest.mark.parametrize(
-    ("streams", "axes"),
-    [
-        pytest.param(4, {"data": 2, "tensor": 2, "cells": 2}, marks=pytest.mark.core),
-        pytest.param(1, {"cells": 4}, marks=pytest.mark.nightly),
-    ],
-    ids=str,
-)
+SPLITS = [(4, {"data": 2, "tensor": 2, "cells": 2}), (1, {"cells": 4})]
+
+
+@pytest.mark.parametrize(("streams", "axes"), in_lanes(SPLITS, fast=[], core=SPLITS[:1]), ids=str)
 def test_derivatives_on_mesh_match_one_device(streams, axes):
     """By queries, keys, values, sinks, and a bias: that of the first layer has weights."""
 
@@ -149,8 +137,6 @@ def test_derivatives_on_mesh_match_one_device(streams, axes):
     assert all(np.abs(x).max() > 0.1 for x in jax.tree.leaves(wanted[1]))
     assert_close(found, wanted, atol=1e-5)
 
-
-# ------------------------------------------------------------------------------------- arguments
 
 make = partial(attention_cache, layers=2, cells=16, kv_heads=2, head_dim=4)
 

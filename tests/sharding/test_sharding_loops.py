@@ -61,15 +61,8 @@ def after_a_store(forward, params, cache):
 
 def after_requests(forward, params, cache):
     store = PrefixStore(cache, sequences=HOLDERS)
-    engine = Engine(
-        forward,
-        params,
-        cache,
-        prefill_chunk=8,
-        tokens_per_step=2,
-        sampling_options=(),
-        prefix_store=store,
-    )
+    options = dict(prefill_chunk=8, tokens_per_step=2, sampling_options=())
+    engine = Engine(forward, params, cache, prefix_store=store, **options)
     engine.warm_up()
     found = []
     with counting() as compiled:

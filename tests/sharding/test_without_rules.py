@@ -70,7 +70,6 @@ CASES = [
     ("run", "streams", "mode", "dtype"), in_lanes(CASES, fast=[], core=CASES[:1])
 )
 def test_program_with_split_heads_sends_nothing(run, streams, mode, dtype):
-    """And gives what it gives on one device."""
     plain = arguments(streams, dtype)
     wanted, mesh = run(*plain), mesh_of(mode, heads=4)
     sharded = placed(mesh, *plain)

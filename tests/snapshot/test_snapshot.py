@@ -38,6 +38,9 @@ FULL = [
     replace(ONE, streams=4, placement="contiguous", name="contiguous"),
 ]
 WINDOWS = [replace(one, windows=(jaxkv.Window.sliding(3),)) for one in FULL]
+KINDS = [GROUPS, caches.WIDE, caches.WINDOW, FULL[1]]
+DTYPES = ["bfloat16", "float8_e4m3", "float16", "float8_e4m3fn", "float8_e5m2"]
+LAYOUTS = [(*one, name) for one in [(0, 1, 0), (1, 4, 2), (2, 1, 2), (0, 4, 0)] for name in STATES]
 
 
 def scattered(kind, seed):
@@ -129,9 +132,6 @@ def lived(name, seed=0):
     return twin.cache
 
 
-KINDS = [GROUPS, caches.WIDE, caches.WINDOW, FULL[1]]
-
-
 @pytest.mark.parametrize(
     "kind", in_lanes(KINDS, fast=KINDS[:1], core=KINDS[1:]), ids=lambda kind: kind.name
 )
@@ -160,9 +160,7 @@ def test_load_of_states_goes_on_as_the_saved_cache(name):
 
 @pytest.mark.core
 def test_load_of_states_never_written_holds_none():
-    cache = jaxkv.make_cache(
-        jaxkv.CacheSpec.recurrent(layers=2, states=histories.STATES), sequences=2
-    )
+    cache = caches.recurrent_cache(layers=2, states=histories.STATES, sequences=2)
     cache = jaxkv.apply(cache, jaxkv.init_batch(cache, jaxkv.make_batch([1])))
     loaded = snapshot.load(snapshot.save(cache))
     assert loaded.table.cell.tolist() == cache.table.cell.tolist()
@@ -213,9 +211,6 @@ def test_load_into_takes_cells_hidden_by_a_window():
     assert loaded.table.evicted_below.tolist() == [0, 1]
 
 
-DTYPES = ["bfloat16", "float8_e4m3", "float16", "float8_e4m3fn", "float8_e5m2"]
-
-
 @pytest.mark.parametrize("dtype", in_lanes(DTYPES, fast=DTYPES[:1], core=DTYPES[1:]))
 def test_load_returns_every_bit_of_a_dtype(dtype):
     kind = Kind("", cells=2, sequences=1, dtype=dtype)
@@ -264,13 +259,9 @@ def test_load_into_another_layout_moves_all_of_a_sequence(source, target):
                 assert belongings(loaded, seq) == belongings(other, seq)
 
 
-LAYOUTS = [(*one, name) for one in [(0, 1, 0), (1, 4, 2), (2, 1, 2), (0, 4, 0)] for name in STATES]
-
-
 @pytest.mark.core
 @pytest.mark.parametrize(
-    ("seed", "streams", "kept", "name"),
-    mostly_nightly(LAYOUTS, few=[(1, 4, 2, "states")]),
+    ("seed", "streams", "kept", "name"), mostly_nightly(LAYOUTS, few=[(1, 4, 2, "states")])
 )
 def test_load_into_another_layout_takes_newest_states(seed, streams, kept, name):
     options = STATES[name]
