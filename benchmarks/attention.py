@@ -25,7 +25,7 @@ import numpy as np
 
 from benchmarks import machine, turns
 from jaxkv.ops.attention.dispatch import attend
-from jaxkv.ops.attention.softmax import Options
+from jaxkv.ops.attention.softmax import AttentionOptions
 from jaxkv.ops.attention.visibility import Visibility
 
 SHAPES = {"smollm2": (3, 3, 64, jnp.float32), "8b": (8, 4, 128, jnp.bfloat16)}
@@ -114,7 +114,7 @@ def sides_of(
     arrays = jax.tree.map(lambda x: jnp.asarray(x, dtype), (q, k, v))
     turned = (arrays[0], *jax.tree.map(lambda x: x.swapaxes(1, 2) + 0, arrays[1:]))
     # The sight is no constant: the compiler would leave out what a cache has to do.
-    ours = (*arrays, visibility, Options())
+    ours = (*arrays, visibility, AttentionOptions())
     sides: dict[str, Callable[[], object]] = {
         name: partial(layers_of(form, layers), *(ours if name.startswith("jaxkv") else turned))
         for name, form in forms.items()

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.core.array_utils import is_concrete, next_power_of_two, no_slots
+from jaxkv.core.array_utils import is_concrete, next_power_of_two, out_of_range_slots
 from jaxkv.core.constants import END, MAX_CELLS
-from jaxkv.core.hashing import chain_hashes, content
-from jaxkv.core.partitioning import Partitioned, to_local
+from jaxkv.core.hashing import chain_hashes, hash_contents
+from jaxkv.core.partitioning import Partitioned, to_local_index
 from jaxkv.core.validate import check_bool, check_count, check_int32
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class Batch:
         if self.shared_with is None:
             return replace(self, valid=self.valid & fits[self.sequences])
         sets = xp.concatenate([self.sequences[..., None], self.shared_with], axis=-1)
-        sets = _lowest_first(xp.where((sets >= 0) & fits[sets], sets, -1), xp)
+        sets = _sort_ids_lowest_first(xp.where((sets >= 0) & fits[sets], sets, -1), xp)
         valid = self.valid & (sets[..., 0] >= 0)
         return replace(self, sequences=sets[..., 0], shared_with=sets[..., 1:], valid=valid)
 
@@ -262,7 +262,11 @@ def make_batch(
     if isinstance(tokens, Sequence) and any(np.ndim(row) == 1 for row in tokens):
         if not all(np.ndim(row) == 1 for row in tokens):
             raise ValueError("wanted tokens as a list or as a list of lists, got both in one")
-        ids = np.arange(len(tokens)) if sequences is None else np.asarray(_pad_sets(sequences))
+        ids = (
+            np.arange(len(tokens))
+            if sequences is None
+            else np.asarray(_pad_sequence_sets(sequences))
+        )
         if ids.ndim not in (1, 2) or ids.shape[0] != len(tokens):
             raise ValueError(
                 f"sequences must have one id, or list of ids, for each of {len(tokens)} lists, got "
@@ -293,14 +297,15 @@ def make_batch(
     if sequences is None:
         sequences = 0 if len(shape) == 1 else np.indices(shape, np.int32)[0]
     sequences = check_int32(
-        _pad_sets(sequences) if len(shape) == 1 else _check_rows(sequences), "sequences"
+        _pad_sequence_sets(sequences) if len(shape) == 1 else _check_row_sequences(sequences),
+        "sequences",
     )
     others = None
     if np.ndim(sequences) == 0:
         xp = np if is_concrete(sequences) else jnp
         sequences = xp.full(shape, sequences)
     elif sequences.shape[:-1] == shape:
-        sequences, others = _split_sets(sequences)
+        sequences, others = _split_lowest_sequence(sequences)
     fields = {
         "sequences": sequences,
         "positions": None if positions is None else check_int32(positions, "positions", high=END),
@@ -360,7 +365,7 @@ def _to_32_bits(value: PyTree, kept: np.dtype, name: str) -> PyTree:
     return value.astype(kept)
 
 
-def _pad_sets(sequences: PyTree) -> PyTree:
+def _pad_sequence_sets(sequences: PyTree) -> PyTree:
     """Return a list of ids and lists of ids as an array, -1 where one has fewer; others as is."""
     if not isinstance(sequences, Sequence):
         return sequences
@@ -377,7 +382,7 @@ def _pad_sets(sequences: PyTree) -> PyTree:
     return np.stack([np.pad(ids, (0, longest - len(ids)), constant_values=-1) for ids in sets])
 
 
-def _check_rows(sequences: PyTree) -> PyTree:
+def _check_row_sequences(sequences: PyTree) -> PyTree:
     """Return the sequences of rows, unless they are lists of different lengths."""
     try:
         return sequences if isinstance(sequences, jax.Array) else np.asarray(sequences)
@@ -388,15 +393,15 @@ def _check_rows(sequences: PyTree) -> PyTree:
         ) from None
 
 
-def _split_sets(sets: PyTree) -> tuple[PyTree, PyTree]:
+def _split_lowest_sequence(sets: PyTree) -> tuple[PyTree, PyTree]:
     """Return the lowest id of each set, `[..., n]`, and the others; None if there are none.
 
     How many others there are is a power of two, so that few shapes are compiled.
     """
     if not isinstance(sets, np.ndarray):
-        sets = _lowest_first(sets, jnp)
+        sets = _sort_ids_lowest_first(sets, jnp)
         return sets[..., 0], sets[..., 1:] if sets.shape[-1] > 1 else None
-    sets = _lowest_first(sets, np)
+    sets = _sort_ids_lowest_first(sets, np)
     first, others = sets[..., 0], sets[..., 1:]
     twice = (others >= 0) & (others == sets[..., :-1])
     if twice.any():
@@ -410,25 +415,25 @@ def _split_sets(sets: PyTree) -> tuple[PyTree, PyTree]:
     return first, np.pad(others[..., :num_others], room, constant_values=-1)
 
 
-def _lowest_first(sets: PyTree, xp: ModuleType) -> PyTree:
+def _sort_ids_lowest_first(sets: PyTree, xp: ModuleType) -> PyTree:
     """Sort sets of ids, `[..., n]`, the lowest first; -1 last, for each that is negative."""
     ids = xp.sort(xp.where(sets < 0, END, sets), axis=-1)
     return xp.where(ids == END, -1, ids)
 
 
-def contents(ubatch: Ubatch) -> UInt32[Array, "R T"]:
+def hash_tokens(ubatch: Ubatch) -> UInt32[Array, "R T"]:
     """Return hashes of the tokens and of their positions."""
-    found = content(ubatch.tokens, ubatch.embeddings, ubatch.extra)
+    found = hash_contents(ubatch.tokens, ubatch.embeddings, ubatch.extra)
     return chain_hashes(found, ubatch.positions)
 
 
 def mask_slots(ok: Bool[Array, ""], ubatch: Ubatch) -> Ubatch:
     """Return the ubatch if `ok`, else one with every token sent nowhere."""
 
-    def drop(leaf: jax.Array) -> jax.Array:
-        return jnp.where(ok, leaf, no_slots(leaf)) if leaf.dtype == jnp.int32 else leaf
+    def mask_leaf(leaf: jax.Array) -> jax.Array:
+        return jnp.where(ok, leaf, out_of_range_slots(leaf)) if leaf.dtype == jnp.int32 else leaf
 
-    return replace(ubatch, slots=jax.tree.map(drop, ubatch.slots))
+    return replace(ubatch, slots=jax.tree.map(mask_leaf, ubatch.slots))
 
 
 def placed_rows(ubatch: Ubatch) -> jax.Array:
@@ -445,21 +450,21 @@ def placed_rows(ubatch: Ubatch) -> jax.Array:
     return reduce(jnp.logical_or, answers)
 
 
-def own_rows(ubatch: Ubatch, axes: tuple[str, ...], count: int) -> Ubatch:
+def mask_rows_of_other_devices(ubatch: Ubatch, axes: tuple[str, ...], count: int) -> Ubatch:
     """Return a ubatch as a device sees it that holds `count` of the streams that axes split.
 
     Streams are counted from its first one on, and rows of others are padding.
     """
     if not axes:
         return ubatch
-    stream, is_own = to_local(ubatch.row_stream, axes, count)
+    stream, is_own = to_local_index(ubatch.row_stream, axes, count)
     return replace(
         ubatch,
         row_stream=stream,
         valid=ubatch.valid & is_own[:, None],
         slots=jax.tree.map(
             lambda x: (
-                jnp.where(is_own.reshape(-1, *[1] * (x.ndim - 1)), x, no_slots(x))
+                jnp.where(is_own.reshape(-1, *[1] * (x.ndim - 1)), x, out_of_range_slots(x))
                 if x.dtype == jnp.int32
                 else x
             ),
@@ -468,7 +473,7 @@ def own_rows(ubatch: Ubatch, axes: tuple[str, ...], count: int) -> Ubatch:
     )
 
 
-def by_row(
+def expand_streams_to_rows(
     x: Shaped[Array, "S ..."], row_stream: Int32[Array, " R"], in_order: bool
 ) -> Shaped[Array, "R ..."]:
     """Return what there is of each stream for the rows of a ubatch.
@@ -483,14 +488,14 @@ def by_row(
     return x.reshape(rows, *x.shape[2:])
 
 
-def rows_of(ubatch: Ubatch, streams: tuple[str, ...]) -> tuple[str, ...]:
+def row_mesh_axes(ubatch: Ubatch, streams: tuple[str, ...]) -> tuple[str, ...]:
     """Return the axes that split the rows of a ubatch: those of streams, if it is in order."""
     return streams if ubatch.row_is_sequence else ()
 
 
 def ubatch_partition_specs(ubatch: Ubatch, streams: tuple[str, ...]) -> Ubatch:
     """Return how axes that split streams split a ubatch: its rows, and the digests of streams."""
-    rows = rows_of(ubatch, streams)
+    rows = row_mesh_axes(ubatch, streams)
     whole = {name: P() for name in ("outputs", "output_index")}
     digests = {name: P(streams) for name in ("hash_before", "hash_after")}
     names = [f.name for f in fields(ubatch) if not f.metadata.get("static")]
@@ -498,7 +503,7 @@ def ubatch_partition_specs(ubatch: Ubatch, streams: tuple[str, ...]) -> Ubatch:
     return replace(ubatch, **split | whole | digests)
 
 
-def part_of(ubatch: Ubatch, part: int) -> Ubatch:
+def ubatch_of_part(ubatch: Ubatch, part: int) -> Ubatch:
     """Return a ubatch of a hybrid cache as one of its parts sees it.
 
     Raises:

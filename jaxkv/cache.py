@@ -44,7 +44,7 @@ class Cache(Partitioned):
     buffers: PyTree
 
     cells: ClassVar[Callable[..., PyTree]]
-    """`jaxkv.draw.cell_view.cells_of`: what stands in the cells, as NumPy arrays."""
+    """`jaxkv.draw.cell_view.view_cells`: what stands in the cells, as NumPy arrays."""
 
     to_text: ClassVar[Callable[..., str]]
     """`jaxkv.show`, which sets it."""
@@ -70,7 +70,7 @@ class Cache(Partitioned):
         >>> len(cache.parts)
         1
         """
-        pairs = self.table.with_buffers(self.buffers)
+        pairs = self.table.pair_parts_with_buffers(self.buffers)
         return tuple(Cache(table=table, buffers=buffers) for table, buffers in pairs)
 
     @property
@@ -102,7 +102,7 @@ class Cache(Partitioned):
 
         llama.cpp: `llama_memory_seq_pos_min`.
         """
-        return _first(self.table, self._ids(seq))
+        return _seq_pos_min(self.table, self._check_sequence_ids(seq))
 
     def seq_pos_max(self, seq: Ids | None = None) -> Int32[Array, " ..."]:
         """Return the largest position that a sequence holds; its next token comes one after it.
@@ -125,7 +125,7 @@ class Cache(Partitioned):
 
         llama.cpp: `llama_memory_seq_pos_max`.
         """
-        return _last(self.table, self._ids(seq))
+        return _seq_pos_max(self.table, self._check_sequence_ids(seq))
 
     def num_used_cells(self) -> Int32[Array, ""]:
         """Return how many cells hold a token, or a state.
@@ -195,7 +195,7 @@ class Cache(Partitioned):
           >>> seq_keep(fork, 0).cache.can_seq_add(0, 2, None, delta=-2).item()
           True
         """
-        self.table.check_moves(self.buffers)
+        self.table.check_can_shift(self.buffers)
         ids, bounds = self.table.spec.sequence_id(seq), check_single_bounds(p0, p1)
         return _can_add(self.table, ids, *bounds, check_position(delta, "delta"))
 
@@ -237,27 +237,27 @@ class Cache(Partitioned):
         table, buffers = self.table.partition_specs(self.buffers, mesh)
         return Cache(table=table, buffers=buffers)
 
-    def _ids(self, seq: Ids | None) -> PyTree[Int32[ArrayLike, " ..."]]:
+    def _check_sequence_ids(self, seq: Ids | None) -> PyTree[Int32[ArrayLike, " ..."]]:
         spec = self.table.spec
         return spec.sequence_ids(np.arange(spec.sequences) if seq is None else seq)
 
 
 _used = jit_method(CacheTable.num_used_cells)
-_can_add = jit_method(CacheTable.can_add)
+_can_add = jit_method(CacheTable.can_seq_add)
 _can_resume = jit_method(CacheTable.can_resume)
-_faults = jit_method(CacheTable.faults)
+_faults = jit_method(CacheTable.count_broken_invariants)
 
 
 @jit_table
-def _first(table: CacheTable, seq: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
+def _seq_pos_min(table: CacheTable, seq: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
     """Return the first position of each sequence."""
-    return jax.lax.map(table.first, jnp.ravel(seq)).reshape(seq.shape)
+    return jax.lax.map(table.seq_pos_min, jnp.ravel(seq)).reshape(seq.shape)
 
 
 @jit_table
-def _last(table: CacheTable, seq: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
+def _seq_pos_max(table: CacheTable, seq: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
     """Return the last position of each sequence."""
-    return jax.lax.map(table.last, jnp.ravel(seq)).reshape(seq.shape)
+    return jax.lax.map(table.seq_pos_max, jnp.ravel(seq)).reshape(seq.shape)
 
 
 def split(cache: Cache) -> tuple[Any, PyTree]:

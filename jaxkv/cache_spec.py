@@ -101,9 +101,9 @@ class CacheSpec:
         llama.cpp: `n_layer`, `n_head_kv`, `n_embd_head_k`, `n_embd_head_v`, `n_swa`.
         """
         layers = check_count(layers, "layers")
-        heads = _sizes(kv_heads, layers, "kv_heads")
-        keys = _sizes(head_dim, layers, "head_dim")
-        values = keys if value_dim is None else _values(value_dim, keys)
+        heads = _check_layer_sizes(kv_heads, layers, "kv_heads")
+        keys = _check_layer_sizes(head_dim, layers, "head_dim")
+        values = keys if value_dim is None else _check_value_dims(value_dim, keys)
         if window is not None and not isinstance(window, Window):
             raise TypeError(
                 f"expected a window or None, got {window!r}; make one, as jaxkv.Window.sliding(128)"
@@ -119,11 +119,11 @@ class CacheSpec:
         return CacheSpec(
             kind="attention",
             layers=layers,
-            kv_heads=_one_if_alike(heads),
-            head_dim=_one_if_alike(keys),
-            value_dim=_one_if_alike(values),
+            kv_heads=_collapse_if_equal(heads),
+            head_dim=_collapse_if_equal(keys),
+            value_dim=_collapse_if_equal(values),
             window=window,
-            rope=_one_if_alike(ropes),
+            rope=_collapse_if_equal(ropes),
         )
 
     @staticmethod
@@ -244,7 +244,7 @@ class CacheSpec:
             kind="recurrent",
             layers=layers,
             states=tuple((name, x.shape, jnp.dtype(x.dtype)) for name, x in shapes.items()),
-            shard_dims=_check_splits(shapes, shard_dims or {}),
+            shard_dims=_check_shard_dims(shapes, shard_dims or {}),
         )
 
     @staticmethod
@@ -297,14 +297,14 @@ class CacheSpec:
         llama.cpp: `llama_cross`, which has the outputs of one encoder pass and no keys.
         """
         layers = check_count(layers, "layers")
-        keys = _sizes(head_dim, layers, "head_dim")
+        keys = _check_layer_sizes(head_dim, layers, "head_dim")
         return CacheSpec(
             kind="cross_attention",
             layers=layers,
-            kv_heads=_one_if_alike(_sizes(kv_heads, layers, "kv_heads")),
-            head_dim=_one_if_alike(keys),
-            value_dim=_one_if_alike(
-                keys if value_dim is None else _sizes(value_dim, layers, "value_dim")
+            kv_heads=_collapse_if_equal(_check_layer_sizes(kv_heads, layers, "kv_heads")),
+            head_dim=_collapse_if_equal(keys),
+            value_dim=_collapse_if_equal(
+                keys if value_dim is None else _check_layer_sizes(value_dim, layers, "value_dim")
             ),
             rope=None,  # no verb of positions reaches a source
         )
@@ -344,14 +344,14 @@ class CacheSpec:
             raise ValueError("expected at least one part, got none; pass (spec, layers) pairs")
         pairs = tuple(_check_part(pair) for pair in parts)
         specs = [spec for spec, _ in pairs]
-        of_sources = sum(spec._has_sources for spec in specs)
+        of_sources = sum(spec._has_cross_attention for spec in specs)
         if of_sources > 1 or of_sources == len(specs):
             raise ValueError(
                 f"expected one part for sources at most, and one for the text beside it, got "
                 f"{of_sources} of {len(specs)} parts for sources; put all layers that look at a "
                 f"source into one part"
             )
-        if any(spec.kind == "hybrid" and spec._has_sources for spec in specs):
+        if any(spec.kind == "hybrid" and spec._has_cross_attention for spec in specs):
             raise ValueError(
                 "expected the part for sources as a part of its own, got a hybrid that has one; "
                 "pass the parts of that"
@@ -359,7 +359,7 @@ class CacheSpec:
         numbers = sorted({number for _, layers in pairs for number in layers})
         made = CacheSpec(kind="hybrid", layers=1 + numbers[-1], parts=pairs)
         for number in numbers:
-            kept = made._arrays_of_layer(number)
+            kept = made._array_kinds_of_layer(number)
             if len(kept) > len(set(kept)):
                 raise ValueError(
                     f"expected one part at most whose keys or states a layer uses, got several "
@@ -368,16 +368,18 @@ class CacheSpec:
         return made
 
     @property
-    def _has_sources(self) -> bool:
+    def _has_cross_attention(self) -> bool:
         """Whether it is about sources, or a part of it is."""
-        return self.kind == "cross_attention" or any(part._has_sources for part, _ in self.parts)
+        return self.kind == "cross_attention" or any(
+            part._has_cross_attention for part, _ in self.parts
+        )
 
-    def _arrays_of_layer(self, number: int) -> list[str]:
+    def _array_kinds_of_layer(self, number: int) -> list[str]:
         """Return "keys" and "states", once for each part that keeps them for a layer."""
         if self.kind != "hybrid":
             return ["states" if self.kind == "recurrent" else "keys"]
         owners = [(part, layers.index(number)) for part, layers in self.parts if number in layers]
-        return [kept for part, inner in owners for kept in part._arrays_of_layer(inner)]
+        return [kept for part, inner in owners for kept in part._array_kinds_of_layer(inner)]
 
     def __repr__(self) -> str:
         if self.kind == "hybrid":
@@ -411,12 +413,12 @@ def _field_text(value: object) -> str:
     return repr(value)
 
 
-def _one_if_alike(values: tuple[X, ...]) -> X | tuple[X, ...]:
+def _collapse_if_equal(values: tuple[X, ...]) -> X | tuple[X, ...]:
     """Return what all layers share, or the values of each."""
     return values[0] if all(value == values[0] for value in values) else values
 
 
-def _for_each(value: object, layers: int, name: str) -> tuple[object, ...]:
+def _broadcast_to_layers(value: object, layers: int, name: str) -> tuple[object, ...]:
     """Return what a caller gave for each layer, from one for all or one for each."""
     values = tuple(value) if isinstance(value, Sequence) else (value,) * layers
     if len(values) != layers:
@@ -427,15 +429,15 @@ def _for_each(value: object, layers: int, name: str) -> tuple[object, ...]:
     return values
 
 
-def _sizes(value: object, layers: int, name: str) -> tuple[int, ...]:
+def _check_layer_sizes(value: object, layers: int, name: str) -> tuple[int, ...]:
     """Return a size for each layer, from one for all or one for each."""
-    return tuple(check_count(size, name) for size in _for_each(value, layers, name))
+    return tuple(check_count(size, name) for size in _broadcast_to_layers(value, layers, name))
 
 
-def _values(value: object, keys: tuple[int, ...]) -> tuple[int | ValueSlice, ...]:
+def _check_value_dims(value: object, keys: tuple[int, ...]) -> tuple[int | ValueSlice, ...]:
     """Return the size of values for each layer, or which numbers of a key they are."""
 
-    def latent(part: slice, key: int) -> ValueSlice:
+    def make_value_slice(part: slice, key: int) -> ValueSlice:
         ends = range(*part.indices(key))
         if part.step not in (None, 1) or not 0 < len(ends) < key:
             raise ValueError(
@@ -447,9 +449,11 @@ def _values(value: object, keys: tuple[int, ...]) -> tuple[int | ValueSlice, ...
     def check_value_dim(dim: object, key: int) -> int | ValueSlice:
         if isinstance(dim, ValueSlice):
             dim = slice(dim.first, dim.last)
-        return latent(dim, key) if isinstance(dim, slice) else check_count(dim, "value_dim")
+        return (
+            make_value_slice(dim, key) if isinstance(dim, slice) else check_count(dim, "value_dim")
+        )
 
-    dims = _for_each(value, len(keys), "value_dim")
+    dims = _broadcast_to_layers(value, len(keys), "value_dim")
     return tuple(check_value_dim(dim, key) for dim, key in zip(dims, keys, strict=True))
 
 
@@ -486,7 +490,7 @@ def _state_shape(name: str, state: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
-def _check_splits(
+def _check_shard_dims(
     shapes: Mapping[str, jax.ShapeDtypeStruct], splits: Mapping[str, tuple[int, int]]
 ) -> tuple[tuple[str, int, int], ...]:
     """Return the splits of states by name, dimension and parts, checked."""

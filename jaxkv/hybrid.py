@@ -4,8 +4,8 @@ All parts or none: a batch, a cut or a ubatch that one part refuses changes none
 may be of any kind. What is known of them here is `jaxkv.cache.CacheTable`, nothing else.
 
 Most methods of `HybridTable` call the same method of each part and put together what the parts
-return: `_ask` and `_make` build such a method from the one of `CacheTable` and a rule. `_in_layer`
-builds those that only the part of one layer knows.
+return: `_make_parts_query` and `_make_parts_method` build such a method from that of `CacheTable`
+and a rule. `_make_layer_method` builds those that only the part of one layer knows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.batch import Ubatch, part_of
+from jaxkv.batch import Ubatch, ubatch_of_part
 from jaxkv.cache import Cache, merge
 from jaxkv.cache_spec import CacheSpec
 from jaxkv.core.partitioning import ShardingRules
@@ -46,29 +46,31 @@ _largest = partial(reduce, jnp.maximum)
 _smallest = partial(reduce, jnp.minimum)
 
 
-def _latest(firsts: list[Int32[Array, ""]]) -> Int32[Array, ""]:
+def _combine_first_positions(firsts: list[Int32[Array, ""]]) -> Int32[Array, ""]:
     """Return where the text of all parts begins; -1 if one is empty."""
     return jnp.where(_smallest(firsts) < 0, -1, _largest(firsts))
 
 
-def _fits_all(found: list[Admission]) -> Admission:
+def _combine_admissions(found: list[Admission]) -> Admission:
     """Return what fits in all parts: each orders the sequences alike, so it fits together."""
     fits, together, remaining = zip(*found, strict=True)
     return Admission(fits=_all(fits), together=_all(together), left=_smallest(remaining))
 
 
-def _tables(table: HybridTable, parts: list[CacheTable]) -> HybridTable:
+def _with_part_tables(table: HybridTable, parts: list[CacheTable]) -> HybridTable:
     """Return the table of other parts."""
     return replace(table, parts=tuple(parts))
 
 
-def _beside(table: HybridTable, pairs: list[tuple[PyTree, PyTree]]) -> tuple[HybridTable, PyTree]:
+def _combine_parts_and_buffers(
+    table: HybridTable, pairs: list[tuple[PyTree, PyTree]]
+) -> tuple[HybridTable, PyTree]:
     """Return the table and the buffers of pairs of both; None where parts were given none."""
     parts, buffers = zip(*pairs, strict=True)
     return replace(table, parts=parts), None if buffers[0] is None else buffers
 
 
-def _all_or_none(
+def _commit_if_all_ok(
     table: HybridTable, answers: list[tuple[CacheTable, Bool[Array, ""]]]
 ) -> tuple[HybridTable, Bool[Array, ""]]:
     """Return the table of parts that are all ok, or the one before; and `ok`.
@@ -84,22 +86,22 @@ def _all_or_none(
     return jax.tree.map(lambda new, old: jnp.where(ok, new, old), changed, table), ok
 
 
-def _ends_alike(
+def _combine_copy_answers(
     table: HybridTable, answers: list[tuple[jax.Array, jax.Array]]
 ) -> tuple[jax.Array, jax.Array]:
     """Return whether all parts grant a copy and the text ends alike in them; and the ends."""
     granted, ends = zip(*answers, strict=True)
     pairs = zip(table.parts, ends, strict=True)
-    ends = [end for part, end in pairs if table._goes_into(part)]
+    ends = [end for part, end in pairs if table._is_planned_part(part)]
     return _all(granted) & jnp.all(_all([end == ends[0] for end in ends])), ends[0]
 
 
-def _plans(table: HybridTable, plans: list[MaintenancePlan]) -> HybridMaintenancePlan:
+def _combine_plans(table: HybridTable, plans: list[MaintenancePlan]) -> HybridMaintenancePlan:
     """Return the plans of all parts as one."""
     return HybridMaintenancePlan(parts=tuple(plans), spec=table.spec)
 
 
-def _make(
+def _make_parts_method(
     method: Callable[..., R], rule: Callable[..., R], which: str = "parts"
 ) -> Callable[..., R]:
     """Return a method that calls that of each part: `rule(table, returned)` of what they return.
@@ -120,14 +122,14 @@ def _make(
     return wraps(method, updated=())(call)  # what would be updated says that it is abstract
 
 
-def _ask(
+def _make_parts_query(
     method: Callable[..., R], rule: Callable[..., R], which: str = "parts"
 ) -> Callable[..., R]:
-    """Return a method as `_make` does, by a rule of what is returned alone."""
-    return _make(method, lambda _, returned: rule(returned), which)
+    """Return a method as `_make_parts_method` does, by a rule of what is returned alone."""
+    return _make_parts_method(method, lambda _, returned: rule(returned), which)
 
 
-def _in_layer(method: Callable[..., R], verb: str, *, writes: bool) -> Callable[..., R]:
+def _make_layer_method(method: Callable[..., R], verb: str, *, writes: bool) -> Callable[..., R]:
     """Return a method that calls that of the part which serves a layer for a verb.
 
     One that writes returns a table and buffers first, which are put beside those of other parts.
@@ -143,16 +145,20 @@ def _in_layer(method: Callable[..., R], verb: str, *, writes: bool) -> Callable[
     ) -> PyTree:
         i, inner = table._part_serving(verb, layer)
         work = getattr(table.parts[i], method.__name__)
-        found = work(buffers[i], inner, part_of(ubatch, i), *args, **options)
+        found = work(buffers[i], inner, ubatch_of_part(ubatch, i), *args, **options)
         if not writes:
             return found
         part, arrays, *out = found
-        return replace(table, parts=_put(table.parts, i, part)), _put(buffers, i, arrays), *out
+        return (
+            replace(table, parts=_replace_part(table.parts, i, part)),
+            _replace_part(buffers, i, arrays),
+            *out,
+        )
 
     return wraps(method, updated=())(call)
 
 
-def _put(parts: tuple[R, ...], i: int, part: R) -> tuple[R, ...]:
+def _replace_part(parts: tuple[R, ...], i: int, part: R) -> tuple[R, ...]:
     return (*parts[:i], part, *parts[i + 1 :])
 
 
@@ -183,7 +189,9 @@ class HybridMaintenancePlan(MaintenancePlan):
     ) -> tuple[HybridTable, tuple]:
         """Carry the plans of all parts out, or none."""
         parts = zip(self.parts, table.parts, buffers, strict=True)
-        return _beside(table, [plan.commit(part, arrays, ok) for plan, part, arrays in parts])
+        return _combine_parts_and_buffers(
+            table, [plan.commit(part, arrays, ok) for plan, part, arrays in parts]
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -201,40 +209,44 @@ class HybridTable(CacheTable):
     layers: Layers = field(metadata={"static": True})
     sharding_rules: ShardingRules | None = field(default=None, metadata={"static": True})
 
-    def with_buffers(self, buffers: tuple) -> tuple[tuple[CacheTable, PyTree], ...]:
+    def pair_parts_with_buffers(self, buffers: tuple) -> tuple[tuple[CacheTable, PyTree], ...]:
         """Return each part with its buffers."""
         return tuple(zip(self.parts, buffers, strict=True))
 
-    stream_hash = _ask(CacheTable.stream_hash, tuple)
-    num_shared_cells = _ask(CacheTable.num_shared_cells, tuple)
-    num_used_cells = _ask(CacheTable.num_used_cells, _sum)
-    holding = _ask(CacheTable.holding, _any)
-    owns_same_cells = _ask(CacheTable.owns_same_cells, _all)
-    can_allocate = _ask(CacheTable.can_allocate, partial(np.all, axis=0))
-    can_select = _ask(CacheTable.can_select, _all)
-    can_add = _ask(CacheTable.can_add, _all)
-    can_resume = _ask(CacheTable.can_resume, _all)
-    first = _ask(CacheTable.first, _latest, "_planned")
-    last = _ask(CacheTable.last, _smallest, "_planned")
-    find_fitting = _ask(CacheTable.find_fitting, _fits_all, "_planned")
+    stream_hash = _make_parts_query(CacheTable.stream_hash, tuple)
+    num_cells_saved_by_sharing = _make_parts_query(CacheTable.num_cells_saved_by_sharing, tuple)
+    num_used_cells = _make_parts_query(CacheTable.num_used_cells, _sum)
+    nonempty_sequences = _make_parts_query(CacheTable.nonempty_sequences, _any)
+    owns_same_cells = _make_parts_query(CacheTable.owns_same_cells, _all)
+    can_allocate = _make_parts_query(CacheTable.can_allocate, partial(np.all, axis=0))
+    can_seq_select = _make_parts_query(CacheTable.can_seq_select, _all)
+    can_seq_add = _make_parts_query(CacheTable.can_seq_add, _all)
+    can_resume = _make_parts_query(CacheTable.can_resume, _all)
+    seq_pos_min = _make_parts_query(
+        CacheTable.seq_pos_min, _combine_first_positions, "_planned_parts"
+    )
+    seq_pos_max = _make_parts_query(CacheTable.seq_pos_max, _smallest, "_planned_parts")
+    find_fitting_sequences = _make_parts_query(
+        CacheTable.find_fitting_sequences, _combine_admissions, "_planned_parts"
+    )
 
-    keep = _make(CacheTable.keep, _tables)
-    clear = _make(CacheTable.clear, _tables)
-    remove = _make(CacheTable.remove, _all_or_none)
-    add = _make(CacheTable.add, _all_or_none)
-    divide = _make(CacheTable.divide, _all_or_none)
-    copy = _make(CacheTable.copy, _beside)
-    can_copy = _make(CacheTable.can_copy, _ends_alike)
-    select = _make(CacheTable.select, _beside)
-    partition_specs = _make(CacheTable.partition_specs, _beside)
-    plan_shift = _make(CacheTable.plan_shift, _plans)
-    plan_defrag = _make(CacheTable.plan_defrag, _plans)
+    seq_keep = _make_parts_method(CacheTable.seq_keep, _with_part_tables)
+    clear = _make_parts_method(CacheTable.clear, _with_part_tables)
+    seq_rm = _make_parts_method(CacheTable.seq_rm, _commit_if_all_ok)
+    seq_add = _make_parts_method(CacheTable.seq_add, _commit_if_all_ok)
+    seq_div = _make_parts_method(CacheTable.seq_div, _commit_if_all_ok)
+    seq_cp = _make_parts_method(CacheTable.seq_cp, _combine_parts_and_buffers)
+    can_seq_cp = _make_parts_method(CacheTable.can_seq_cp, _combine_copy_answers)
+    seq_select = _make_parts_method(CacheTable.seq_select, _combine_parts_and_buffers)
+    partition_specs = _make_parts_method(CacheTable.partition_specs, _combine_parts_and_buffers)
+    plan_shift = _make_parts_method(CacheTable.plan_shift, _combine_plans)
+    plan_defrag = _make_parts_method(CacheTable.plan_defrag, _combine_plans)
 
-    attend = _in_layer(CacheTable.attend, "attend", writes=True)
-    write_kv = _in_layer(CacheTable.write_kv, "attend", writes=True)
-    read_kv = _in_layer(CacheTable.read_kv, "attend", writes=False)
-    read_states = _in_layer(CacheTable.read_states, "states", writes=False)
-    write_states = _in_layer(CacheTable.write_states, "states", writes=True)
+    attend = _make_layer_method(CacheTable.attend, "attend", writes=True)
+    write_kv = _make_layer_method(CacheTable.write_kv, "attend", writes=True)
+    read_kv = _make_layer_method(CacheTable.read_kv, "attend", writes=False)
+    read_states = _make_layer_method(CacheTable.read_states, "states", writes=False)
+    write_states = _make_layer_method(CacheTable.write_states, "states", writes=True)
 
     @property
     def spec(self) -> TableSpec:
@@ -285,36 +297,38 @@ class HybridTable(CacheTable):
         for part, arrays in zip(self.parts, buffers, strict=True):
             part.check_buffers(arrays)
 
-    def check_moves(self, buffers: tuple) -> None:
+    def check_can_shift(self, buffers: tuple) -> None:
         """Raise unless every part can."""
         for part, arrays in zip(self.parts, buffers, strict=True):
-            part.check_moves(arrays)
+            part.check_can_shift(arrays)
 
     def as_encoder_table(self) -> HybridTable:
         """Return the table as it answers where sources are planned."""
         if not self.spec.has_cross_attention:
             return super().as_encoder_table()
-        return _ForSources(parts=self.parts, layers=self.layers, sharding_rules=self.sharding_rules)
+        return _EncoderHybridTable(
+            parts=self.parts, layers=self.layers, sharding_rules=self.sharding_rules
+        )
 
-    def _goes_into(self, part: CacheTable) -> bool:
+    def _is_planned_part(self, part: CacheTable) -> bool:
         """Return whether what is planned goes into a part."""
         return not part.spec.is_cross_attention
 
     @property
-    def _planned(self) -> list[CacheTable]:
+    def _planned_parts(self) -> list[CacheTable]:
         """The parts that what is planned goes into."""
-        return [part for part in self.parts if self._goes_into(part)]
+        return [part for part in self.parts if self._is_planned_part(part)]
 
-    def endings(
+    def compare_last_tokens(
         self, sequences: Int32[Array, " T"], contents: UInt32[Array, " T"]
     ) -> tuple[UInt32[Array, " T"], Bool[Array, " T"]]:
         """Ask a part of attention, whose cells tell tokens apart, or if there is none, any part."""
-        parts = sorted(self._planned, key=lambda part: part.spec.kind != "attention")
-        return parts[0].endings(sequences, contents)
+        parts = sorted(self._planned_parts, key=lambda part: part.spec.kind != "attention")
+        return parts[0].compare_last_tokens(sequences, contents)
 
     def sequence_status(self, present: Bool[Array, " Q"]) -> SequenceStatus:
         """Return what holds in any part; sequences whose parts end apart miss something too."""
-        found = [part.sequence_status(present) for part in self._planned]
+        found = [part.sequence_status(present) for part in self._planned_parts]
         last = _largest([status.last for status in found])
         ends_differ = present & _any([status.last != last for status in found])
         return SequenceStatus(
@@ -327,7 +341,7 @@ class HybridTable(CacheTable):
         """Return what each part chooses, and the highest `Reason` of each token."""
         slots, faults = [], []
         for part in self.parts:
-            if self._goes_into(part):
+            if self._is_planned_part(part):
                 part_slots, fault = part.choose_slots(ubatch)
                 faults.append(fault)
             else:
@@ -338,7 +352,7 @@ class HybridTable(CacheTable):
     def occupy(self, ubatch: Ubatch) -> HybridTable:
         """Mark the slots in each part that has some."""
         parts = [
-            part if slots is None else part.occupy(part_of(ubatch, i))
+            part if slots is None else part.occupy(ubatch_of_part(ubatch, i))
             for i, (part, slots) in enumerate(zip(self.parts, ubatch.slots, strict=True))
         ]
         return replace(self, parts=tuple(parts))
@@ -346,7 +360,7 @@ class HybridTable(CacheTable):
     def stream_hash_after(self, ubatch: Ubatch, occupied: HybridTable) -> tuple:
         """Return the digests of each part."""
         return tuple(
-            digest if slots is None else part.stream_hash_after(part_of(ubatch, i), new)
+            digest if slots is None else part.stream_hash_after(ubatch_of_part(ubatch, i), new)
             for i, (part, new, slots, digest) in enumerate(
                 zip(self.parts, occupied.parts, ubatch.slots, ubatch.hash_before, strict=True)
             )
@@ -358,15 +372,15 @@ class HybridTable(CacheTable):
         parts, granted = zip(*(part.rewind(was) for part, was in pairs), strict=True)
         return replace(old, parts=parts), _all(granted)
 
-    def faults(self) -> dict[str, Int32[Array, ""]]:
+    def count_broken_invariants(self) -> dict[str, Int32[Array, ""]]:
         """Return the faults of each part."""
         return {
             f"part {i}: {name}": number
             for i, part in enumerate(self.parts)
-            for name, number in part.faults().items()
+            for name, number in part.count_broken_invariants().items()
         }
 
-    def serves(self, verb: str, layer: int) -> bool:
+    def can_serve_layer(self, verb: str, layer: int) -> bool:
         """Return whether a part does."""
         return bool(self._parts_serving(verb, layer))
 
@@ -380,7 +394,7 @@ class HybridTable(CacheTable):
         return [
             (i, layers.index(layer))
             for i, (part, layers) in enumerate(zip(self.parts, self.layers, strict=True))
-            if layer in layers and part.serves(verb, layers.index(layer))
+            if layer in layers and part.can_serve_layer(verb, layers.index(layer))
         ]
 
     def _part_serving(self, verb: str, layer: int) -> tuple[int, int]:
@@ -397,7 +411,7 @@ class HybridTable(CacheTable):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _ForSources(HybridTable):
+class _EncoderHybridTable(HybridTable):
     """The table as it answers where sources are planned; no cache has it.
 
     of_sources: True, static, see `CrossAttentionTable`.
@@ -405,12 +419,12 @@ class _ForSources(HybridTable):
 
     of_sources: bool = field(default=True, metadata={"static": True})
 
-    def _goes_into(self, part: CacheTable) -> bool:
+    def _is_planned_part(self, part: CacheTable) -> bool:
         """Return whether what is planned goes into a part."""
         return part.spec.is_cross_attention
 
 
-def compose(*parts: tuple[Cache, tuple[int, ...]]) -> Cache:
+def compose_hybrid_cache(*parts: tuple[Cache, tuple[int, ...]]) -> Cache:
     """Return one cache of several that step together.
 
     Args:

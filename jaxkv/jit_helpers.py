@@ -11,8 +11,8 @@ import numpy as np
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.core.donation import check_there, names_donated
-from jaxkv.core.partitioning import Partitioned, ShardingRules, current_mesh, of_type
+from jaxkv.core.donation import check_not_donated, explain_donation_errors
+from jaxkv.core.partitioning import Partitioned, ShardingRules, current_mesh, keep_explicit_axes
 from jaxkv.table import CacheTable
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ def jit_table(fun: Callable[..., R], **options: Any) -> Callable[..., R]:
     @partial(jax.jit, **options)
     @wraps(fun)
     def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        tables = [x for x in _nodes((args, kwargs)) if isinstance(x, CacheTable)]
-        check_single(*tables)
+        tables = [x for x in _partitioned_leaves((args, kwargs)) if isinstance(x, CacheTable)]
+        check_not_batched(*tables)
         rules = next((table.sharding_rules for table in tables), None)
         mesh = current_mesh(rules)
         if rules is None or mesh is None:
@@ -46,25 +46,29 @@ def jit_table(fun: Callable[..., R], **options: Any) -> Callable[..., R]:
 
         def constrain_outputs(*args: PyTree, **kwargs: PyTree) -> PyTree:
             out = fun(*args, **kwargs)
-            return jax.lax.with_sharding_constraint(out, _specs(out, rules, mesh))
+            return jax.lax.with_sharding_constraint(out, _output_partition_specs(out, rules, mesh))
 
         if AxisType.Explicit not in mesh.axis_types:
             return constrain_outputs(*args, **kwargs)
         # Where shardings are types, each operation would have to say where its outcome lies.
         types = (AxisType.Auto,) * len(mesh.axis_names)
         with jax.sharding.use_abstract_mesh(mesh.update(axis_types=types)):
-            out = jax.eval_shape(partial(fun, **kwargs), *jax.tree.map(_anywhere, args))
-        where = jax.tree.map(lambda spec: of_type(spec, mesh), _specs(out, rules, mesh))
+            out = jax.eval_shape(
+                partial(fun, **kwargs), *jax.tree.map(_shape_without_sharding, args)
+            )
+        where = jax.tree.map(
+            lambda spec: keep_explicit_axes(spec, mesh), _output_partition_specs(out, rules, mesh)
+        )
         return jax.sharding.auto_axes(constrain_outputs, out_sharding=where)(*args, **kwargs)
 
-    return names_donated(run)
+    return explain_donation_errors(run)
 
 
 def jit_method(method: Callable[..., R], **options: Any) -> Callable[..., R]:
     """Compile a method of `CacheTable` as `jit_table` does: that of the kind of each table.
 
     Args:
-      method: such as `CacheTable.remove`, whose name is looked up in the table that is passed.
+      method: such as `CacheTable.seq_rm`, whose name is looked up in the table that is passed.
       options: of `jax.jit`.
     """
 
@@ -74,7 +78,7 @@ def jit_method(method: Callable[..., R], **options: Any) -> Callable[..., R]:
     return jit_table(wraps(method, updated=())(call), **options)
 
 
-def check_single(*tables: CacheTable) -> None:
+def check_not_batched(*tables: CacheTable) -> None:
     """Raise a ValueError if one is the table of a batch of caches."""
     if any(table.is_batch for table in tables):
         raise ValueError(
@@ -83,7 +87,7 @@ def check_single(*tables: CacheTable) -> None:
         )
 
 
-def check_known(table: CacheTable, buffers: PyTree = ()) -> None:
+def check_concrete_cache(table: CacheTable, buffers: PyTree = ()) -> None:
     """Raise unless this is the table of one cache whose arrays have values; the same of buffers.
 
     Raises:
@@ -92,7 +96,7 @@ def check_known(table: CacheTable, buffers: PyTree = ()) -> None:
         makes them.
 
     >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
-    >>> check_known(jax.tree.map(lambda x: x[None], cache.table))
+    >>> check_concrete_cache(jax.tree.map(lambda x: x[None], cache.table))
     Traceback (most recent call last):
     ...
     ValueError: wanted one cache, got a batch of them: go over it with jax.vmap, or take each by \
@@ -100,8 +104,8 @@ itself, such as jax.tree.map(lambda x: x[0], cache)
     """
     if not all(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves((table, buffers))):
         raise TypeError("wanted a cache with values, got the shapes of one: make it first")
-    check_there(table, buffers)
-    check_single(table)
+    check_not_donated(table, buffers)
+    check_not_batched(table)
 
 
 def replicate(table: CacheTable, answers: PyTree) -> PyTree:
@@ -117,22 +121,22 @@ def replicate(table: CacheTable, answers: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, P()), answers)
 
 
-def _specs(out: PyTree, sharding_rules: ShardingRules, mesh: AnyMesh) -> PyTree:
+def _output_partition_specs(out: PyTree, sharding_rules: ShardingRules, mesh: AnyMesh) -> PyTree:
     """Return how axes of a mesh split what a program returns; all else is whole on each device."""
 
-    def of(x: object) -> PyTree:
+    def spec_of_output(x: object) -> PyTree:
         return x.partition_by(sharding_rules, mesh) if isinstance(x, Partitioned) else P()
 
-    return jax.tree.map(of, out, is_leaf=_is_node)
+    return jax.tree.map(spec_of_output, out, is_leaf=_is_partitioned)
 
 
-def _nodes(tree: PyTree) -> list[PyTree]:
-    return jax.tree.leaves(tree, is_leaf=_is_node)
+def _partitioned_leaves(tree: PyTree) -> list[PyTree]:
+    return jax.tree.leaves(tree, is_leaf=_is_partitioned)
 
 
-def _is_node(x: object) -> bool:
+def _is_partitioned(x: object) -> bool:
     return isinstance(x, Partitioned)
 
 
-def _anywhere(x: PyTree) -> jax.ShapeDtypeStruct:
+def _shape_without_sharding(x: PyTree) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jax.numpy.shape(x), jax.numpy.result_type(x))

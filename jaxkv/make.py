@@ -13,12 +13,12 @@ from jax.sharding import Mesh
 from jaxkv.cache import Cache, merge
 from jaxkv.cache_spec import CacheSpec
 from jaxkv.core.partitioning import ShardingRules
-from jaxkv.hybrid import compose
+from jaxkv.hybrid import compose_hybrid_cache
 from jaxkv.kv.cross_attention import as_source_table
-from jaxkv.kv.make import make_attention_cache, placement_of
+from jaxkv.kv.make import make_attention_cache, parse_placement
 from jaxkv.recurrent.table import make_recurrent_cache
 from jaxkv.sharding.make import make_sharded
-from jaxkv.spec import check_pools
+from jaxkv.spec import check_sequences_and_streams
 
 X = TypeVar("X")
 
@@ -179,7 +179,7 @@ def make_cache(
             f"expected a mesh for the sharding_rules, got None with {sharding_rules}; pass mesh= "
             f"too, or neither"
         )
-    pools = check_pools(sequences, streams)
+    pools = check_sequences_and_streams(sequences, streams)
     by_part = {
         "cells": cells,
         "dtype": dtype,
@@ -199,10 +199,12 @@ def make_cache(
 def _make_from_spec(spec: CacheSpec, pools: Mapping[str, int], options: Mapping[str, Any]) -> Cache:
     """Make a cache for so many sequences and streams."""
     if spec.parts:
-        return compose(
+        return compose_hybrid_cache(
             *(
                 (_make_from_spec(part, pools, kwargs), layers)
-                for (part, layers), kwargs in zip(spec.parts, _split(spec, options), strict=True)
+                for (part, layers), kwargs in zip(
+                    spec.parts, _split_options(spec, options), strict=True
+                )
             )
         )
     for name, value in options.items():
@@ -210,7 +212,7 @@ def _make_from_spec(spec: CacheSpec, pools: Mapping[str, int], options: Mapping[
             raise ValueError(
                 f"expected one {name} for a cache without parts, got {value}; pass a single one"
             )
-    placement_of(options["placement"])  # raises for one that no layer here would use, too
+    parse_placement(options["placement"])  # raises for one that no layer here would use, too
     match spec.kind:
         case "recurrent":
             max_rollback = 0 if options["max_rollback"] is None else options["max_rollback"]
@@ -223,7 +225,7 @@ def _make_from_spec(spec: CacheSpec, pools: Mapping[str, int], options: Mapping[
             return make_attention_cache(spec, **pools, **options)
 
 
-def _split(spec: CacheSpec, options: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _split_options(spec: CacheSpec, options: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the options of each part of a hybrid."""
     count = len(spec.parts)
     for name, value in options.items():

@@ -87,7 +87,7 @@ class TableSpec:
         return sequence
 
 
-def within_streams(spec: TableSpec, ids: PyTree, others: PyTree) -> bool:
+def are_in_same_streams(spec: TableSpec, ids: PyTree, others: PyTree) -> bool:
     """Return whether sequences are known to lie in the streams of others, so that all is shared."""
     if spec.streams == 1:
         return True
@@ -97,13 +97,13 @@ def within_streams(spec: TableSpec, ids: PyTree, others: PyTree) -> bool:
     return bool(np.all(streams == other_streams))
 
 
-def check_once(ids: PyTree) -> None:
+def check_distinct(ids: PyTree) -> None:
     """Raise a ValueError if a known sequence id comes twice."""
     if is_concrete(ids) and np.unique(ids).size < np.size(ids):
         raise ValueError(f"wanted each sequence at most once, got {np.asarray(ids).tolist()}")
 
 
-def changes_of(
+def mask_unchanged_targets(
     spec: TableSpec, parents: Int32[Array, " n"], ids: Int32[Array, " n"]
 ) -> tuple[Int32[Array, " n"], Int32[Array, " n"]]:
     """Return parents and targets as given, a target of Q where nothing changes.
@@ -120,10 +120,10 @@ def changes_of(
     return jnp.where(is_known, parents, 0), jnp.where(counts, targets, count)
 
 
-def check_pools(sequences: SupportsIndex, streams: SupportsIndex) -> dict[str, int]:
+def check_sequences_and_streams(sequences: SupportsIndex, streams: SupportsIndex) -> dict[str, int]:
     """Return the sequences and the streams that a caller wants, checked.
 
-    >>> check_pools(6, 4)
+    >>> check_sequences_and_streams(6, 4)
     Traceback (most recent call last):
     ...
     ValueError: expected streams that deal out 6 sequences evenly, one of [1, 2, 3, 6], got 4

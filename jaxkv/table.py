@@ -109,7 +109,7 @@ class MaintenancePlan(Partitioned):
 
 
 def assignable(method: Callable[..., R]) -> Callable[..., R]:
-    """Let subclasses assign a function of the table to a method, as in `first = cells.first`.
+    """Let subclasses assign a function to a method, as in `seq_pos_min = cells.seq_pos_min`.
 
     Type checkers then compare what it returns alone. `tests/cells/test_contract.py` compares the
     names of its arguments.
@@ -158,7 +158,7 @@ class CacheTable(Partitioned):
         del sharding_rules  # those of the table
         return self.partition_specs(None, mesh)[0]
 
-    def with_buffers(self, buffers: PyTree) -> tuple[tuple[CacheTable, PyTree], ...]:
+    def pair_parts_with_buffers(self, buffers: PyTree) -> tuple[tuple[CacheTable, PyTree], ...]:
         """Return the parts of a hybrid, each with its buffers; of any other table it alone."""
         return ((self, buffers),)
 
@@ -175,7 +175,7 @@ class CacheTable(Partitioned):
     def check_buffers(self, buffers: PyTree) -> None:
         """Raise unless buffers have the streams and the cells of the table."""
 
-    def check_moves(self, buffers: PyTree) -> None:
+    def check_can_shift(self, buffers: PyTree) -> None:
         """Raise unless the positions of what buffers hold can be changed."""
         del buffers
 
@@ -186,17 +186,17 @@ class CacheTable(Partitioned):
 
     @abstractmethod
     @assignable
-    def first(self, seq: Int32[Array, ""]) -> Int32[Array, ""]:
+    def seq_pos_min(self, seq: Int32[Array, ""]) -> Int32[Array, ""]:
         """Return the smallest position of a sequence; -1 if it holds none."""
 
     @abstractmethod
     @assignable
-    def last(self, seq: Int32[Array, ""]) -> Int32[Array, ""]:
+    def seq_pos_max(self, seq: Int32[Array, ""]) -> Int32[Array, ""]:
         """Return the largest position of a sequence; -1 if it holds none."""
 
     @abstractmethod
     @assignable
-    def endings(
+    def compare_last_tokens(
         self, sequences: Int32[Array, " T"], contents: UInt32[Array, " T"]
     ) -> tuple[UInt32[Array, " T"], Bool[Array, " T"]]:
         """Return what tells the last token of each sequence from others, and whether it is so.
@@ -204,7 +204,7 @@ class CacheTable(Partitioned):
         `contents` are those asked about.
         """
 
-    def holding(self) -> Bool[Array, " Q"]:
+    def nonempty_sequences(self) -> Bool[Array, " Q"]:
         """Return which sequences hold anything: a text, or a source without one."""
         return self.sequence_status(jnp.ones(self.spec.sequences, bool)).last >= 0
 
@@ -220,7 +220,7 @@ class CacheTable(Partitioned):
 
     @abstractmethod
     @assignable
-    def find_fitting(self, wanted: Int32[Array, " Q"]) -> Admission:
+    def find_fitting_sequences(self, wanted: Int32[Array, " Q"]) -> Admission:
         """Return which sequences find room for so many tokens as they bring."""
 
     @assignable
@@ -237,7 +237,7 @@ class CacheTable(Partitioned):
 
     @abstractmethod
     @assignable
-    def num_shared_cells(self) -> PyTree[Int32[Array, " S"]]:
+    def num_cells_saved_by_sharing(self) -> PyTree[Int32[Array, " S"]]:
         """Return how many cells sharing spares in each stream; a tuple in a hybrid.
 
         A cell of n sequences spares n - 1.
@@ -295,14 +295,14 @@ class CacheTable(Partitioned):
 
     @abstractmethod
     @assignable
-    def remove(
+    def seq_rm(
         self, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]
     ) -> tuple[Self, Bool[Array, ""]]:
         """Forget a range of a sequence, or of all for -1; return the table, and `ok`."""
 
     @abstractmethod
     @assignable
-    def copy(
+    def seq_cp(
         self,
         buffers: PyTree,
         src: Int32[Array, ""],
@@ -317,7 +317,7 @@ class CacheTable(Partitioned):
 
     @abstractmethod
     @assignable
-    def can_copy(
+    def can_seq_cp(
         self,
         src: Int32[Array, ""],
         dst: Int32[Array, "*n"],
@@ -331,7 +331,7 @@ class CacheTable(Partitioned):
 
     @abstractmethod
     @assignable
-    def select(
+    def seq_select(
         self, buffers: PyTree, parents: Int32[Array, " n"], targets: Int32[Array, " n"]
     ) -> tuple[Self, PyTree]:
         """Let targets have what their parents held, all at once, where `can_select` grants it.
@@ -341,14 +341,14 @@ class CacheTable(Partitioned):
         """
 
     @abstractmethod
-    def can_select(
+    def can_seq_select(
         self, parents: Int32[Array, " n"], targets: Int32[Array, " n"]
     ) -> Bool[Array, ""]:
         """Return whether `select` is granted."""
 
     @abstractmethod
     @assignable
-    def keep(self, seq: Int32[Array, ""]) -> Self:
+    def seq_keep(self, seq: Int32[Array, ""]) -> Self:
         """Forget every sequence but one."""
 
     @abstractmethod
@@ -358,7 +358,7 @@ class CacheTable(Partitioned):
 
     @abstractmethod
     @assignable
-    def add(
+    def seq_add(
         self,
         seq: Int32[Array, ""],
         start: Int32[Array, ""],
@@ -374,7 +374,7 @@ class CacheTable(Partitioned):
 
     @abstractmethod
     @assignable
-    def can_add(
+    def can_seq_add(
         self,
         seq: Int32[Array, ""],
         start: Int32[Array, ""],
@@ -385,7 +385,7 @@ class CacheTable(Partitioned):
 
     @abstractmethod
     @assignable
-    def divide(
+    def seq_div(
         self,
         seq: Int32[Array, ""],
         start: Int32[Array, ""],
@@ -417,10 +417,10 @@ class CacheTable(Partitioned):
 
     @abstractmethod
     @assignable
-    def faults(self) -> dict[str, Int32[Array, ""]]:
+    def count_broken_invariants(self) -> dict[str, Int32[Array, ""]]:
         """Return how often each invariant is broken, by name."""
 
-    def serves(self, verb: str, layer: int) -> bool:
+    def can_serve_layer(self, verb: str, layer: int) -> bool:
         """Return whether a layer is known to a verb: to "attend", or to those of "states"."""
         del verb, layer
         return False

@@ -42,7 +42,10 @@ class Window:
 
         Where attention is not causal, all that come after it are seen too.
 
-        >>> [sees(Window.sliding(3), jnp.int32(7), jnp.int32(key)).item() for key in (4, 5, 7, 8)]
+        >>> [
+        ...     can_see(Window.sliding(3), jnp.int32(7), jnp.int32(key)).item()
+        ...     for key in (4, 5, 7, 8)
+        ... ]
         [False, True, True, False]
 
         llama.cpp: `LLAMA_SWA_TYPE_STANDARD`.
@@ -55,7 +58,10 @@ class Window:
 
         Where attention is not causal, all that come after it are seen too.
 
-        >>> [sees(Window.chunked(4), jnp.int32(6), jnp.int32(key)).item() for key in (3, 4, 6, 7)]
+        >>> [
+        ...     can_see(Window.chunked(4), jnp.int32(6), jnp.int32(key)).item()
+        ...     for key in (3, 4, 6, 7)
+        ... ]
         [False, True, True, False]
 
         llama.cpp: `LLAMA_SWA_TYPE_CHUNKED`.
@@ -66,9 +72,12 @@ class Window:
     def symmetric(width: int) -> Window:
         """See W // 2 positions to both sides; those ahead only where attention is not causal.
 
-        >>> [sees(Window.symmetric(4), jnp.int32(6), jnp.int32(key)).item() for key in (3, 4, 6, 7)]
+        >>> [
+        ...     can_see(Window.symmetric(4), jnp.int32(6), jnp.int32(key)).item()
+        ...     for key in (3, 4, 6, 7)
+        ... ]
         [False, True, True, False]
-        >>> sees(Window.symmetric(4), jnp.int32(6), jnp.int32(8), causal=False).item()
+        >>> can_see(Window.symmetric(4), jnp.int32(6), jnp.int32(8), causal=False).item()
         True
 
         llama.cpp: `LLAMA_SWA_TYPE_SYMMETRIC`.
@@ -79,7 +88,9 @@ class Window:
         return f"Window.{self.rule}({self.width})"
 
 
-def cells_for(window: Window, *, ubatch_size: int, max_rollback: int, sharing: int) -> int:
+def num_cells_for_window(
+    window: Window, *, ubatch_size: int, max_rollback: int, sharing: int
+) -> int:
     """Return how many cells of a stream serve a text of any length.
 
     Args:
@@ -88,17 +99,17 @@ def cells_for(window: Window, *, ubatch_size: int, max_rollback: int, sharing: i
       max_rollback: how many tokens can be taken back though the window is full.
       sharing: how many sequences share the stream.
 
-    >>> cells_for(Window.sliding(512), ubatch_size=64, max_rollback=32, sharing=2)
+    >>> num_cells_for_window(Window.sliding(512), ubatch_size=64, max_rollback=32, sharing=2)
     1216
     """
     return (window.width + ubatch_size + max_rollback) * sharing
 
 
-def looks_back(window: Window) -> int:
+def max_lookback(window: Window) -> int:
     """Return how many positions before its own a token sees at most.
 
     >>> [
-    ...     looks_back(window)
+    ...     max_lookback(window)
     ...     for window in (Window.sliding(4), Window.chunked(4), Window.symmetric(4))
     ... ]
     [3, 3, 2]
@@ -119,7 +130,7 @@ def first_seen(window: Window | None, position: Int32[Array, "*n"]) -> Int32[Arr
         return jnp.zeros_like(position)
     if window.rule == "chunked":
         return position // window.width * window.width
-    return jnp.maximum(position - looks_back(window), 0)
+    return jnp.maximum(position - max_lookback(window), 0)
 
 
 def last_seen(
@@ -154,7 +165,7 @@ def last_seen(
     return jnp.full_like(position, highest)
 
 
-def sees(
+def can_see(
     window: Window | None,
     query: Int32[Array, "#*n"],
     key: Int32[Array, "#*n"],

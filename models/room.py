@@ -28,7 +28,10 @@ def cells_for(
     it is not, the samples of a prompt share its cells.
 
     Examples:
-      >>> cells_for([[1, 2, 3], [4, 5]], 128), cells_for([[1, 2, 3], [4, 5]], 128, "split")
+      >>> (
+      ...     cells_for([[1, 2, 3], [4, 5]], 128),
+      ...     cells_for([[1, 2, 3], [4, 5]], 128, "split"),
+      ... )
       (512, 256)
       >>> cells_for([[1] * 500], 128, samples=4)
       1024

@@ -32,7 +32,7 @@ class Options:
       before; 0 for none.
     max_tokens: the most tokens to generate for each text.
     cells: of the cache, of each stream where it is split; by default what the prompts and texts
-      need, see `cells_for`.
+      need, see `num_cells_for_window`.
     ubatch_size: the most tokens of a prompt that are computed at once.
     streams: "unified", one pool of cells for all texts, or "split", a stream for each.
     steps_per_dispatch: tokens of each text that are generated before the host looks at them.

@@ -164,8 +164,8 @@ assert beams.scores[0] > total[0]
 view = found.cells()
 owners = np.zeros((4, len(prompt) + 11), int)
 for text in range(4):
-    cells = np.flatnonzero(view.held(text) >= 0)
-    owners[text, view.position[0, cells]] = view.owners[0, cells]
+    cells = np.flatnonzero(view.sequence_positions(text) >= 0)
+    owners[text, view.position[0, cells]] = view.num_owners[0, cells]
 together, apart = int(found.num_used_cells()), int((owners > 0).sum())
 print(f"{together} cells together, {apart} apart")
 assert owners[:, : len(prompt)].min() == 4 and together < len(prompt) + 4 * 11

@@ -182,7 +182,7 @@ assert after[1].startswith(" sour, said the owl.")
 # %%
 fig, ax = plt.subplots(figsize=(7.2, 2.4), layout="constrained")
 draw.plot.cells(cache, ax)
-owners = cache.cells().owners
+owners = cache.cells().num_owners
 assert (owners == 4).sum() == len(words)
 
 # %% [markdown]

@@ -16,14 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv.batch import part_of
+from jaxkv.batch import ubatch_of_part
 from jaxkv.cache import merge, split
-from jaxkv.hybrid import compose
+from jaxkv.hybrid import compose_hybrid_cache
 from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.cells import Cells
-from jaxkv.kv.mask import visible
+from jaxkv.kv.mask import visible_cells_mask
 from jaxkv.ops.mla import ValueSlice
-from jaxkv.ops.quantised import Quantised, Stored, from_stored
+from jaxkv.ops.quantised import Quantised, Stored, dequantise
 from jaxkv.window import Window
 from tests.oracle import Content, Fault, Oracle, Place, Plan, Token
 from tests.rules import Side
@@ -99,7 +99,7 @@ class Kind:
         ]
         if len(parts) == 1:
             return parts[0]
-        return compose(*zip(parts, self.layers, strict=True))
+        return compose_hybrid_cache(*zip(parts, self.layers, strict=True))
 
     def oracles(self) -> "Oracles":
         return Oracles(
@@ -173,9 +173,9 @@ def sign(
         cache, seen = attend_signed(cache, layer, ubatch, visible_until)
         saw.append(seen)
     parts = [table for table, _ in parts_of(cache)]
-    own = [ubatch] if len(parts) == 1 else [part_of(ubatch, i) for i in range(len(parts))]
+    own = [ubatch] if len(parts) == 1 else [ubatch_of_part(ubatch, i) for i in range(len(parts))]
     masks = [
-        visible(table, one, visible_until=visible_until)
+        visible_cells_mask(table, one, visible_until=visible_until)
         for table, one in zip(parts, own, strict=True)
     ]
     return cache, masks, saw
@@ -330,9 +330,9 @@ def cells_of(table: Cells) -> dict[Place, tuple[int, set[int], int]]:
 
 def contents_of(buffers: Buffers, layers: Sequence[int]) -> dict[Place, Content]:
     """Read the signatures beside the cells, the same in every layer, head, key and value."""
-    k = by_layer(buffers.k, buffers.depth)  # [L, S, K, N, D]
+    k = by_layer(buffers.k, buffers.layers_per_array)  # [L, S, K, N, D]
     if not is_latent(buffers):
-        np.testing.assert_array_equal(by_layer(buffers.v, buffers.depth), -k)
+        np.testing.assert_array_equal(by_layer(buffers.v, buffers.layers_per_array), -k)
     written = k[0, :, 0, :, 0] > 0  # [S, N]
     label = np.array(layers)[:, None] * HEADS + np.arange(HEADS)  # [L, K]
     np.testing.assert_array_equal(k[..., 3], label[:, None, :, None] * written[:, None])
@@ -350,7 +350,7 @@ def is_latent(buffers: Any) -> bool:
 
 def by_layer(half: Sequence[Stored], depth: int) -> np.ndarray:
     """Keys or values of all layers, `[L, S, K, N, D]`, unrounded; arrays are of `depth` layers."""
-    arrays = [np.rint(from_stored(x)) if isinstance(x, Quantised) else np.asarray(x) for x in half]
+    arrays = [np.rint(dequantise(x)) if isinstance(x, Quantised) else np.asarray(x) for x in half]
     arrays = [x.reshape(-1, depth, *x.shape[1:]).swapaxes(0, 1) for x in arrays]
     return np.concatenate(arrays)
 

@@ -14,7 +14,7 @@ import numpy as np
 
 import jaxkv
 from jaxkv.cache import split
-from jaxkv.hybrid import compose
+from jaxkv.hybrid import compose_hybrid_cache
 from jaxkv.recurrent.states import States
 from tests import twins
 from tests.caches import (
@@ -177,7 +177,7 @@ class StateKind(Kind):
         sizes = dict(cells=self.cells, sequences=self.sequences, streams=self.streams)
         sizes |= dict(layers=len(*attending), kv_heads=HEADS, head_dim=SIZE)
         attention = attention_cache(**sizes, window=self.windows[0], rope=rope)
-        return compose((attention, *attending), (states, recurrent))
+        return compose_hybrid_cache((attention, *attending), (states, recurrent))
 
     def oracles(self) -> Oracles:
         histories = Histories(self.sequences, self.kept, streams=self.streams)

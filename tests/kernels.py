@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkv
 from jaxkv.ops.attention.dispatch import attend
-from jaxkv.ops.attention.softmax import Options
+from jaxkv.ops.attention.softmax import AttentionOptions
 from jaxkv.ops.attention.visibility import Visibility
-from jaxkv.ops.quantised import zeros
+from jaxkv.ops.quantised import make_stored_zeros
 from tests import hlo
 from tests.caches import attention_cache
 
@@ -56,7 +56,7 @@ def attention_shapes(of, size, dtype, *, streams=1, tokens=FORKS, cells=CELLS):
         causal=True,
         all_streams=True,
     )
-    form = jax.eval_shape(partial(zeros, (streams, GROUPS, cells, size), dtype))
+    form = jax.eval_shape(partial(make_stored_zeros, (streams, GROUPS, cells, size), dtype))
     buffers = jax.tree.map(lambda x: of(x.shape, x.dtype), form)
     of_queries = "bfloat16" if dtype == "int8" else dtype
     return of((streams, tokens, GROUPS * QUERIES, size), of_queries), buffers, buffers, visibility
@@ -67,7 +67,7 @@ def layers_of_attention(implementation=None, **options):
 
     def run(q, buffers, visibility):
         for k, v in buffers:
-            q = attend(q, k, v, visibility, Options(**options), implementation)
+            q = attend(q, k, v, visibility, AttentionOptions(**options), implementation)
         return q
 
     return run

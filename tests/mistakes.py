@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.hybrid import compose
+from jaxkv.hybrid import compose_hybrid_cache
 from tests import caches, histories
 
 DATA = Path(__file__).parent / "data" / "mistakes"
 NAMES = {name: getattr(jaxkv, name) for name in jaxkv.__all__} | dict(
     jax=jax, jnp=jnp, np=np, jaxkv=jaxkv, partial=partial
 )
-NAMES |= dict(histories=histories, caches=caches, compose=compose)
+NAMES |= dict(histories=histories, caches=caches, compose=compose_hybrid_cache)
 """What expressions may name beside what their test names."""
 
 

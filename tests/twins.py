@@ -75,8 +75,8 @@ class Twin:
     ) -> tuple[jaxkv.Plan, list[list[Part]]]:
         """Plan new tokens, of a sequence or several each, on both sides; the answers are the same.
 
-        `in_parts` is whether they are cut in ubatches of 4, if not as `in_rows` says. Returned are
-        the plan, and for each of its ubatches what the oracles would do.
+        `in_parts` is whether they are cut in ubatches of 4, if not as `gather_rows` says. Returned
+        are the plan, and for each of its ubatches what the oracles would do.
         """
         in_parts = not self.in_rows if in_parts is None else in_parts
         tokens = self.batch(sequences, positions)

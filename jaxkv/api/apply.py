@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from jaxkv.batch import Ubatch, by_row, mask_slots, placed_rows
+from jaxkv.batch import Ubatch, expand_streams_to_rows, mask_slots, placed_rows
 from jaxkv.cache import Cache, merge, split
 from jaxkv.core.array_utils import is_traced
 from jaxkv.jit_helpers import jit_table
@@ -116,10 +116,14 @@ def _check_plan(plan: object, table: CacheTable) -> Ubatch | MaintenancePlan:
 @jit_table
 def _is_current(table: CacheTable, plan: Ubatch | MaintenancePlan) -> Bool[Array, ""]:
     """Return whether a table is as the plan found it."""
-    return plan.is_current(table) if isinstance(plan, MaintenancePlan) else _is_next(table, plan)
+    return (
+        plan.is_current(table)
+        if isinstance(plan, MaintenancePlan)
+        else _is_ubatch_current(table, plan)
+    )
 
 
-def _is_next(table: CacheTable, ubatch: Ubatch) -> Bool[Array, ""]:
+def _is_ubatch_current(table: CacheTable, ubatch: Ubatch) -> Bool[Array, ""]:
     """Return whether the digests of the streams it has tokens in are those of its plan."""
     placed = placed_rows(ubatch)
     same = jax.tree.map(
@@ -127,7 +131,10 @@ def _is_next(table: CacheTable, ubatch: Ubatch) -> Bool[Array, ""]:
     )
     current = reduce(
         jnp.logical_and,
-        [by_row(leaf, ubatch.row_stream, ubatch.row_is_sequence) for leaf in jax.tree.leaves(same)],
+        [
+            expand_streams_to_rows(leaf, ubatch.row_stream, ubatch.row_is_sequence)
+            for leaf in jax.tree.leaves(same)
+        ],
     )
     # One question to all rows, where two would be two messages on a mesh: 1 is current, 2 is stale.
     return jnp.max(jnp.where(placed, jnp.where(current, 1, 2), 0)) == 1
@@ -136,7 +143,7 @@ def _is_next(table: CacheTable, ubatch: Ubatch) -> Bool[Array, ""]:
 @jit_table
 def _occupy(table: CacheTable, ubatch: Ubatch) -> CacheTable:
     """Mark the slots of a ubatch as taken, if it is not stale."""
-    return table.occupy(mask_slots(_is_next(table, ubatch), ubatch))
+    return table.occupy(mask_slots(_is_ubatch_current(table, ubatch), ubatch))
 
 
 def _apply_maintenance(plan: MaintenancePlan, table: CacheTable, buffers: PyTree) -> Cache:

@@ -26,7 +26,7 @@ from jaxkv.cache import Cache, merge, split
 from jaxkv.core.array_utils import is_concrete
 from jaxkv.core.validate import check_bounds, check_count, check_position, check_single_bounds
 from jaxkv.jit_helpers import jit_method, jit_table
-from jaxkv.spec import changes_of, check_once, within_streams
+from jaxkv.spec import are_in_same_streams, check_distinct, mask_unchanged_targets
 from jaxkv.table import CacheTable
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def seq_rm(cache: Cache, seq: Ids | None = None, p0: Ids = 0, p1: Ids | None = N
     axes = [np.shape(x) for x in cuts]
     if len(set(axes) - {()}) > 1 or max(map(len, axes)) > 1:
         raise ValueError(f"wanted seq, p0 and p1 of one shape [n], or [], got {axes}")
-    table, ok = _remove(table, *cuts)
+    table, ok = _remove_ranges(table, *cuts)
     return EditResult(merge(table, buffers), ok)
 
 
@@ -187,7 +187,7 @@ def seq_cp(
     spec = table.spec
     ids = table.spec.sequence_id(src), spec.sequence_ids(dst)
     args = *ids, *check_single_bounds(p0, p1)
-    if within_streams(spec, *ids):
+    if are_in_same_streams(spec, *ids):
         changed, ok = _copy(table, None, *args)
         return EditResult(merge(changed.table, buffers), ok)
     return EditResult(*(_copy_donated if donate else _copy)(table, buffers, *args))
@@ -233,11 +233,11 @@ def seq_select(cache: Cache, parents: Ids, sequences: Ids, *, donate: bool = Fal
     llama.cpp: none; its beams were a `llama_memory_seq_cp` and a `llama_memory_seq_rm` for each.
     """
     table, buffers = split(cache)
-    ids = _pairs(table, parents, sequences)
+    ids = _check_parents(table, parents, sequences)
     if not np.size(ids[1]):
         return EditResult(cache, jnp.array(True))
-    if within_streams(table.spec, *ids):
-        return EditResult(merge(_select(table, *ids), buffers), jnp.array(True))
+    if are_in_same_streams(table.spec, *ids):
+        return EditResult(merge(_select_within_streams(table, *ids), buffers), jnp.array(True))
     selected = _select_buffers_donated if donate else _select_buffers
     return EditResult(*selected(table, buffers, *ids))
 
@@ -310,7 +310,7 @@ def seq_add(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, delta: Id) -> EditR
     llama.cpp: `llama_memory_seq_add`.
     """
     table, buffers = split(cache)
-    table.check_moves(buffers)
+    table.check_can_shift(buffers)
     args = table.spec.sequence_id(seq), *check_single_bounds(p0, p1), check_position(delta, "delta")
     table, ok = _add(table, *args)
     return EditResult(merge(table, buffers), ok)
@@ -349,7 +349,7 @@ def seq_div(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, divisor: Id) -> Edi
     if is_concrete(divisor):
         check_count(divisor, "divisor")
     table, buffers = split(cache)
-    table.check_moves(buffers)
+    table.check_can_shift(buffers)
     args = (
         table.spec.sequence_id(seq),
         *check_single_bounds(p0, p1),
@@ -374,19 +374,19 @@ def clear(cache: Cache) -> Cache:
     return merge(_clear(table), buffers)
 
 
-_keep = jit_method(CacheTable.keep)
-_add = jit_method(CacheTable.add)
-_divide = jit_method(CacheTable.divide)
+_keep = jit_method(CacheTable.seq_keep)
+_add = jit_method(CacheTable.seq_add)
+_divide = jit_method(CacheTable.seq_div)
 _clear = jit_method(CacheTable.clear)
 
 
 @jit_table
-def _remove(table: CacheTable, *cuts: jax.Array) -> tuple[CacheTable, Bool[Array, "*n"]]:
+def _remove_ranges(table: CacheTable, *cuts: jax.Array) -> tuple[CacheTable, Bool[Array, "*n"]]:
     """Forget ranges one after another: `seq`, `start`, `stop` and `ok` are `[]` or `[n]`."""
     all_cuts = jnp.broadcast_arrays(*cuts)
     if all_cuts[0].ndim == 0:
-        return table.remove(*all_cuts)
-    return jax.lax.scan(lambda table, cut: table.remove(*cut), table, all_cuts)
+        return table.seq_rm(*all_cuts)
+    return jax.lax.scan(lambda table, cut: table.seq_rm(*cut), table, all_cuts)
 
 
 def _copy_sequences(
@@ -396,10 +396,10 @@ def _copy_sequences(
     dst: Int32[Array, "*n"],
     *bounds: Int32[Array, ""],
 ) -> tuple[Cache, Bool[Array, ""]]:
-    """Return a cache after `CacheTable.copy`, as it was if that is refused; and `ok`."""
-    ok, _ = table.can_copy(src, dst, *bounds)
+    """Return a cache after `CacheTable.seq_cp`, as it was if that is refused; and `ok`."""
+    ok, _ = table.can_seq_cp(src, dst, *bounds)
     dst = jnp.where(ok, dst, table.spec.sequences)
-    table, buffers = table.copy(buffers, src, dst, *bounds)
+    table, buffers = table.seq_cp(buffers, src, dst, *bounds)
     return Cache(table=table, buffers=buffers), ok
 
 
@@ -408,26 +408,28 @@ _copy_donated = jit_table(_copy_sequences, donate_argnames="buffers")
 
 
 @jit_table
-def _select(table: CacheTable, parents: Int32[Array, " n"], ids: Int32[Array, " n"]) -> CacheTable:
-    """Return the table after `CacheTable.select` within streams."""
-    return table.select(None, *changes_of(table.spec, parents, ids))[0]
+def _select_within_streams(
+    table: CacheTable, parents: Int32[Array, " n"], ids: Int32[Array, " n"]
+) -> CacheTable:
+    """Return the table after `CacheTable.seq_select` within streams."""
+    return table.seq_select(None, *mask_unchanged_targets(table.spec, parents, ids))[0]
 
 
 def _select_sequences(
     table: CacheTable, buffers: PyTree, parents: Int32[Array, " n"], ids: Int32[Array, " n"]
 ) -> tuple[Cache, Bool[Array, ""]]:
-    """Return a cache after `CacheTable.select`, as it was if that is refused; and `ok`."""
-    parents, ids = changes_of(table.spec, parents, ids)
-    ok = table.can_select(parents, ids)
+    """Return a cache after `CacheTable.seq_select`, as it was if that is refused; and `ok`."""
+    parents, ids = mask_unchanged_targets(table.spec, parents, ids)
+    ok = table.can_seq_select(parents, ids)
     ids = jnp.where(ok, ids, table.spec.sequences)
-    return merge(*table.select(buffers, parents, ids)), ok
+    return merge(*table.seq_select(buffers, parents, ids)), ok
 
 
 _select_buffers = jit_table(_select_sequences)
 _select_buffers_donated = jit_table(_select_sequences, donate_argnames="buffers")
 
 
-def _pairs(
+def _check_parents(
     table: CacheTable, parents: Ids, sequences: Ids
 ) -> tuple[Int32[ArrayLike, " n"], Int32[ArrayLike, " n"]]:
     """Return parents and the sequences that go on from them.
@@ -441,5 +443,5 @@ def _pairs(
             f"wanted parents and sequences of one shape [n], got {np.shape(ids[0])} and "
             f"{np.shape(ids[1])}"
         )
-    check_once(ids[1])
+    check_distinct(ids[1])
     return ids

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxkv.batch import Ubatch
 from jaxkv.cache import Cache, merge, split
 from jaxkv.core.array_utils import is_traced
-from jaxkv.core.donation import names_donated
+from jaxkv.core.donation import explain_donation_errors
 from jaxkv.core.validate import check_int32
 from jaxkv.kv.buffers import Buffers
 from jaxkv.table import KVView, check_made_for, static_layer_number
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from jaxkv.ops.attention.dispatch import Implementation
 
 
-@names_donated
+@explain_donation_errors
 def attend(
     cache: Cache,
     layer: int | Int32[Array, ""],
@@ -135,7 +135,7 @@ def attend(
     return replace(cache, table=table, buffers=buffers), out
 
 
-@names_donated
+@explain_donation_errors
 def write_kv(
     cache: Cache,
     layer: int | Int32[Array, ""],
@@ -179,7 +179,7 @@ def write_kv(
     return replace(cache, table=table, buffers=buffers)
 
 
-@names_donated
+@explain_donation_errors
 def read_kv(
     cache: Cache,
     layer: int | Int32[Array, ""],
@@ -237,7 +237,7 @@ def read_kv(
     )
 
 
-@names_donated
+@explain_donation_errors
 def read_states(cache: Cache, layer: int, ubatch: Ubatch) -> dict[str, Shaped[Array, "R ..."]]:
     """Read the states that the rows of a ubatch go on from.
 
@@ -273,7 +273,7 @@ def read_states(cache: Cache, layer: int, ubatch: Ubatch) -> dict[str, Shaped[Ar
     return table.read_states(buffers, static_layer_number(layer), ubatch)
 
 
-@names_donated
+@explain_donation_errors
 def write_states(
     cache: Cache, layer: int, ubatch: Ubatch, states: Mapping[str, Shaped[Array, "R ..."]]
 ) -> Cache:

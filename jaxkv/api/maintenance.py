@@ -121,18 +121,18 @@ def compact(
       (False, True)
     """
 
-    def fits(cache: Cache) -> Bool[Array, ""]:
+    def can_plan_batch(cache: Cache) -> Bool[Array, ""]:
         return (
             jnp.array(True)
             if batch is None
             else init_batch(cache, batch, ubatch_size=ubatch_size).ok
         )
 
-    ok = fits(cache)
+    ok = can_plan_batch(cache)
     for tidy in (init_update, partial(defrag_plan, max_moves=max_moves)):
         if batch is None or not ok:
             cache = apply(cache, tidy(cache), donate=donate)
-            ok = fits(cache)
+            ok = can_plan_batch(cache)
     return EditResult(cache, ok)
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int, Int32, PyTree, Shaped
 
 
-def no_slots(slots: Shaped[Array, "*n"]) -> Int32[Array, "*n"]:
+def out_of_range_slots(slots: Shaped[Array, "*n"]) -> Int32[Array, "*n"]:
     """Return slots past the last cell, each its own.
 
     Writes in drop mode leave such a token out, and promise that indices are unique. -1 would not
@@ -32,15 +32,15 @@ def nbytes(tree: PyTree) -> int:
     return sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in leaves)
 
 
-def end_of(stop: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
+def resolve_range_end(stop: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
     """Return the end of a range of positions: a negative one is open."""
     return jnp.where(stop < 0, END, stop)
 
 
-def numbers_of(which: Bool[Array, " n"], count: int) -> Int32[Array, " count"]:
+def indices_of_true(which: Bool[Array, " n"], count: int) -> Int32[Array, " count"]:
     """Return the numbers of the first that are true; padded with `which.size`.
 
-    >>> numbers_of(jnp.array([False, True, True, False]), 3)
+    >>> indices_of_true(jnp.array([False, True, True, False]), 3)
     Array([1, 2, 4], dtype=int32)
     """
     return jnp.nonzero(which, size=count, fill_value=which.size)[0].astype(jnp.int32)

@@ -41,9 +41,11 @@ def cached_program(build: Callable[..., P], *functions: Callable) -> P:
         # The first function that dies removes the program, so an id in a key is never reused by
         # another object.
         deaths = [
-            _weak_reference(referent, partial(_forget, key)) for part in parts for referent in part
+            _weak_reference(referent, partial(_drop_program, key))
+            for part in parts
+            for referent in part
         ]
-        _kept[key] = deaths, build(*map(_reference, functions))
+        _kept[key] = deaths, build(*map(_make_live_getter, functions))
     return cast(P, _kept[key][1])
 
 
@@ -57,7 +59,7 @@ def _weak_reference(referent: object, tell: Callable[[weakref.ref], None]) -> we
         ) from None
 
 
-def _reference(function: Callable) -> Callable[[], Callable]:
+def _make_live_getter(function: Callable) -> Callable[[], Callable]:
     weakly = weakref.WeakMethod if isinstance(function, types.MethodType) else weakref.ref
     reference = weakly(function)
 
@@ -69,5 +71,5 @@ def _reference(function: Callable) -> Callable[[], Callable]:
     return live_function
 
 
-def _forget(key: tuple, _: weakref.ref) -> None:
+def _drop_program(key: tuple, _: weakref.ref) -> None:
     _kept.pop(key, None)

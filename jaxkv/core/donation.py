@@ -23,7 +23,7 @@ def is_donated(*trees: PyTree) -> bool:
     return any(isinstance(x, jax.Array) and not is_traced(x) and x.is_deleted() for x in leaves)
 
 
-def check_there(*trees: PyTree, what: str = "a cache") -> None:
+def check_not_donated(*trees: PyTree, what: str = "a cache") -> None:
     """Raise a ValueError if the array of a leaf was donated; `what` is the name of the whole."""
     if is_donated(*trees):
         raise ValueError(
@@ -32,8 +32,8 @@ def check_there(*trees: PyTree, what: str = "a cache") -> None:
         ) from None
 
 
-def names_donated(fun: Callable[A, T]) -> Callable[A, T]:
-    """Make a function of caches raise the ValueError of `check_there` for one that was donated.
+def explain_donation_errors(fun: Callable[A, T]) -> Callable[A, T]:
+    """Make a function of caches raise the ValueError of `check_not_donated` for a donated one.
 
     JAX raises first, and says that an array was deleted, neither which nor why. Arguments are
     looked at only then, so a call that succeeds costs nothing more.
@@ -44,7 +44,9 @@ def names_donated(fun: Callable[A, T]) -> Callable[A, T]:
         try:
             return fun(*args, **kwargs)
         except (RuntimeError, ValueError):  # of a program that runs at once it is a ValueError
-            check_there([x for x in (*args, *kwargs.values()) if not isinstance(x, jax.Array)])
+            check_not_donated(
+                [x for x in (*args, *kwargs.values()) if not isinstance(x, jax.Array)]
+            )
             raise
 
     return call

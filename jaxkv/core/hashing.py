@@ -28,7 +28,7 @@ def chain_hashes(*fields: jax.Array) -> jax.Array:
     return value
 
 
-def replace_hash(old: jax.Array, new: jax.Array) -> jax.Array:
+def hash_overwritten_cells(old: jax.Array, new: jax.Array) -> jax.Array:
     """Return the stamps of cells whose content, stamped `old`, is written over by a copy of `new`.
 
     Both go into it: the cell holds other bytes than before, in another place than those copied.
@@ -46,7 +46,7 @@ def sum_hashes(*numbers: jax.Array) -> jax.Array:
     return jnp.sum(mix(jnp.stack(numbers)), axis=0, dtype=jnp.uint32)
 
 
-def content(
+def hash_contents(
     tokens: jax.Array | None,
     embeddings: jax.Array | None,
     extra: Mapping[str, jax.Array] | None = None,
@@ -65,13 +65,13 @@ def content(
         found = mix(tokens.astype(jnp.uint32))
     else:
         assert embeddings is not None
-        found = _of_numbers(embeddings)
+        found = _hash_numbers(embeddings)
     for name, numbers in sorted((extra or {}).items()):
-        found = chain_hashes(found, jnp.uint32(crc32(name.encode())), _of_numbers(numbers))
+        found = chain_hashes(found, jnp.uint32(crc32(name.encode())), _hash_numbers(numbers))
     return found
 
 
-def _of_numbers(numbers: jax.Array) -> jax.Array:
+def _hash_numbers(numbers: jax.Array) -> jax.Array:
     """Make a number of those of each token, `[R, T, ...]`; `[R, T]` uint32."""
     numbers = jax.lax.stop_gradient(numbers)
     if numbers.dtype.itemsize < 4:
@@ -94,7 +94,7 @@ def token_hashes(
     """Make the stamps of tokens that are written together.
 
     Args:
-      contents: `[R, T]` uint32, see `content`.
+      contents: `[R, T]` uint32, see `hash_contents`.
       positions: `[R, T]` int32.
       sequences: `[R, T]` int32.
       valid: `[R, T]` bool, the tokens that are there.

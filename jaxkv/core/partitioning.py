@@ -168,7 +168,7 @@ WHOLE = AxisPartition()
 """Nothing is split."""
 
 
-def shares(sharding_rules: ShardingRules | None, **sizes: int) -> AxisPartition:
+def make_axis_partition(sharding_rules: ShardingRules | None, **sizes: int) -> AxisPartition:
     """Return how the mesh at hand splits what has these sizes.
 
     Raises:
@@ -208,37 +208,41 @@ def map_shards(
     def reshard_arguments(*args: PyTree) -> R:
         """Where shardings are types, arguments must come as they are declared."""
 
-        def one(spec: P, arg: PyTree) -> PyTree:
-            return jax.tree.map(lambda x: jax.sharding.reshard(x, of_type(spec, mesh)), arg)
+        def reshard_argument(spec: P, arg: PyTree) -> PyTree:
+            return jax.tree.map(
+                lambda x: jax.sharding.reshard(x, keep_explicit_axes(spec, mesh)), arg
+            )
 
-        return run(*jax.tree.map(one, in_specs, args, is_leaf=lambda x: isinstance(x, P)))
+        return run(
+            *jax.tree.map(reshard_argument, in_specs, args, is_leaf=lambda x: isinstance(x, P))
+        )
 
     return reshard_arguments
 
 
-def of_type(spec: P, mesh: AnyMesh) -> P:
+def keep_explicit_axes(spec: P, mesh: AnyMesh) -> P:
     """Return what a type says of a sharding: how the explicit axes of a mesh split, and no others.
 
     >>> kinds = (AxisType.Auto, AxisType.Explicit)
     >>> mesh = jax.sharding.AbstractMesh((2, 2), ("data", "tensor"), axis_types=kinds)
-    >>> of_type(P("data", ("data", "tensor"), None), mesh) == P(None, "tensor", None)
+    >>> keep_explicit_axes(P("data", ("data", "tensor"), None), mesh) == P(None, "tensor", None)
     True
     """
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
 
-    def explicit(axes: Axis) -> Axis:
+    def select_explicit(axes: Axis) -> Axis:
         names = (axes,) if isinstance(axes, str) else axes or ()
         return tuple(name for name in names if types[name] == AxisType.Explicit) or None
 
-    return P(*map(explicit, spec))
+    return P(*map(select_explicit, spec))
 
 
-def first_of(axes: tuple[str, ...], size: int) -> PyTree[Int32[Array, ""] | int]:
+def first_local_index(axes: tuple[str, ...], size: int) -> PyTree[Int32[Array, ""] | int]:
     """Return the number of the first of `size` things in a device's share."""
     return jax.lax.axis_index(axes) * size if axes else 0
 
 
-def to_local(
+def to_local_index(
     index: Int32[Array, "*n"], axes: tuple[str, ...], count: int
 ) -> tuple[Int32[Array, "*n"], PyTree[Bool[Array, "*n"] | bool]]:
     """Return numbers as they are counted on a device, and which of them it holds.
@@ -248,7 +252,7 @@ def to_local(
     """
     if not axes:
         return index, True
-    local = index - first_of(axes, count)
+    local = index - first_local_index(axes, count)
     is_own = (local >= 0) & (local < count)
     return jnp.where(is_own, local, 0), is_own
 
@@ -260,7 +264,7 @@ def gather_sharded(
     *rest: Int32[Array, " ..."] | slice,
 ) -> Shaped[Array, " ..."]:
     """Return `x[index, *rest]` of an array whose first dimension axes split, on all devices."""
-    local, is_own = to_local(index, axes, x.shape[0])
+    local, is_own = to_local_index(index, axes, x.shape[0])
     found = x[(local, *rest)]
     if not axes:
         return found

@@ -22,13 +22,15 @@ class TreeWithTypes(Generic[X]):
     types: tuple[type, ...] = field(metadata={"static": True})
 
 
-def with_types(value: X) -> TreeWithTypes[X]:
+def attach_node_types(value: X) -> TreeWithTypes[X]:
     """Return a tree with the types of its nodes."""
-    return TreeWithTypes(value=value, types=(*_types(jax.tree.structure(value)),))
+    return TreeWithTypes(value=value, types=(*_iterate_node_types(jax.tree.structure(value)),))
 
 
-def _types(node: Any) -> Iterator[type]:  # a `PyTreeDef`, which type checkers do not know
+def _iterate_node_types(
+    node: Any,
+) -> Iterator[type]:  # a `PyTreeDef`, which type checkers do not know
     if (data := node.node_data()) is not None:  # None for a leaf
         yield data[0]
         for child in node.children():
-            yield from _types(child)
+            yield from _iterate_node_types(child)

@@ -106,7 +106,7 @@ def check_position(value: PyTree, name: str) -> PyTree[Int32[ArrayLike, ""]]:
       TypeError: when it is no integer.
       ValueError: when it is out of int32's range, or not a single one.
     """
-    return _single(check_int32(value, name), name)
+    return _check_scalar(check_int32(value, name), name)
 
 
 def check_bounds(
@@ -136,10 +136,10 @@ def check_single_bounds(
 ) -> tuple[PyTree[Int32[ArrayLike, ""]], PyTree[Int32[ArrayLike, ""]]]:
     """Return the bounds of one range, see `check_bounds`."""
     p0, p1 = check_bounds(p0, p1)
-    return _single(p0, "p0"), _single(p1, "p1")
+    return _check_scalar(p0, "p0"), _check_scalar(p1, "p1")
 
 
-def _single(value: PyTree[Int32[ArrayLike, "*n"]], name: str) -> PyTree[Int32[ArrayLike, ""]]:
+def _check_scalar(value: PyTree[Int32[ArrayLike, "*n"]], name: str) -> PyTree[Int32[ArrayLike, ""]]:
     if np.ndim(value):
         raise ValueError(f"wanted one integer for {name}, got the shape {np.shape(value)}")
     return value

@@ -23,9 +23,9 @@ from collections.abc import Callable
 from jaxkv.batch import Batch, Ubatch
 from jaxkv.cache import Cache
 from jaxkv.draw import plot
-from jaxkv.draw.cell_view import cells_of
+from jaxkv.draw.cell_view import view_cells
 from jaxkv.draw.html import html_of
-from jaxkv.draw.repr import cache_line, fields_line, plan_line, ubatch_line
+from jaxkv.draw.repr import cache_repr, fields_repr, plan_repr, ubatch_repr
 from jaxkv.draw.text import show
 from jaxkv.hybrid import HybridMaintenancePlan, HybridTable
 from jaxkv.kv.buffers import Buffers
@@ -40,16 +40,16 @@ from jaxkv.recurrent.table import EmptyPlan, StateTable
 __all__ = ["plot", "show"]
 
 
-def _attach(line: Callable[..., str], *kinds: type) -> None:
+def _attach_repr(line: Callable[..., str], *kinds: type) -> None:
     for kind in kinds:
         kind.__repr__ = line
 
 
-_attach(cache_line, Cache)
-_attach(plan_line, Plan)
-_attach(ubatch_line, Ubatch)
-_attach(
-    fields_line,
+_attach_repr(cache_repr, Cache)
+_attach_repr(plan_repr, Plan)
+_attach_repr(ubatch_repr, Ubatch)
+_attach_repr(
+    fields_repr,
     Batch,
     Buffers,
     CellTable,
@@ -58,8 +58,8 @@ _attach(
     HybridTable,
     EmptyPlan,
 )
-_attach(fields_line, CrossAttentionTable, StateSlots, StateTable, ShiftPlan)
-Cache.cells = cells_of
+_attach_repr(fields_repr, CrossAttentionTable, StateSlots, StateTable, ShiftPlan)
+Cache.cells = view_cells
 Cache.to_text = show
 Cache.to_html = html_of
 Cache._repr_html_ = html_of  # type: ignore[attr-defined]  # the name that notebooks look for

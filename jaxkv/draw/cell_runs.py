@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class CellRun:
     """Cells `start` to `stop` - 1 of a stream.
 
     owners: the sequences that own one of the cells, or several of them.
@@ -37,14 +37,14 @@ class Run:
     mixed: bool
 
 
-def single(view: CellView, stream: int) -> list[Run]:
+def single_cell_runs(view: CellView, stream: int) -> list[CellRun]:
     """Return each cell of a stream as a run of its own."""
-    return [_run(view, stream, i, i + 1, mixed=False) for i in range(view.position.shape[1])]
+    return [_make_run(view, stream, i, i + 1, mixed=False) for i in range(view.position.shape[1])]
 
 
 def merge_runs(
-    view: CellView, stream: int, max_runs: int, fits: Callable[[list[Run]], bool] = bool
-) -> list[Run]:
+    view: CellView, stream: int, max_runs: int, fits: Callable[[list[CellRun]], bool] = bool
+) -> list[CellRun]:
     """Return the cells of a stream in few enough runs.
 
     Neighbours that go on from each other are one run. Where these are still too many, neighbouring
@@ -56,9 +56,9 @@ def merge_runs(
       max_runs: how many runs there may be; more are not even looked at.
       fits: whether so many are few enough; one alone is taken as it is.
     """
-    bounds = _bounds(view, stream)
+    bounds = _find_run_bounds(view, stream)
     sizes = np.diff(bounds)
-    runs: list[Run] = []
+    runs: list[CellRun] = []
     for longest in [0, *np.unique(sizes)]:  # of those that are put together
         short = sizes <= longest
         begins = np.concatenate([[True], ~(short[:-1] & short[1:])])
@@ -68,7 +68,7 @@ def merge_runs(
         several = np.diff(np.append(starts, sizes.size)) > 1
         edges = np.append(bounds[:-1][begins], bounds[-1])
         runs = [
-            _run(view, stream, int(start), int(stop), mixed=bool(mixed))
+            _make_run(view, stream, int(start), int(stop), mixed=bool(mixed))
             for start, stop, mixed in zip(edges[:-1], edges[1:], several, strict=True)
         ]
         if fits(runs):
@@ -76,12 +76,12 @@ def merge_runs(
     return runs
 
 
-def span(first: int, last: int) -> str:
+def format_range(first: int, last: int) -> str:
     """Return a range of numbers as text, both ends included."""
     return str(first) if first == last else f"{first}..{last}" if first < 0 else f"{first}-{last}"
 
 
-def owners_of(run: Run) -> str:
+def format_owners(run: CellRun) -> str:
     """Return who owns the cells of a run: `.` for none, `+` for several that share each."""
     if run.shared:
         return "+"
@@ -90,14 +90,14 @@ def owners_of(run: Run) -> str:
     return ("~" if run.mixed else "") + names or "."
 
 
-def positions_of(run: Run) -> str:
+def format_positions(run: CellRun) -> str:
     """Return the positions in the cells of a run; `.` where they are empty."""
     if run.positions is None:
         return "."
-    return ("~" if run.mixed else "") + span(*run.positions)
+    return ("~" if run.mixed else "") + format_range(*run.positions)
 
 
-def _bounds(view: CellView, stream: int) -> Int[np.ndarray, " n"]:
+def _find_run_bounds(view: CellView, stream: int) -> Int[np.ndarray, " n"]:
     """Return where runs begin, and the number of cells at the end."""
     position, words, shift = view.position[stream], view.words[stream], view.shift[stream]
     empty = position == EMPTY
@@ -106,13 +106,13 @@ def _bounds(view: CellView, stream: int) -> Int[np.ndarray, " n"]:
     return np.concatenate([[0], np.flatnonzero(~(follows & equal_cells)) + 1, [position.size]])
 
 
-def _run(view: CellView, stream: int, start: int, stop: int, *, mixed: bool) -> Run:
+def _make_run(view: CellView, stream: int, start: int, stop: int, *, mixed: bool) -> CellRun:
     position, shift = view.position[stream, start:stop], view.shift[stream, start:stop]
     positions = position[position != EMPTY]
     words = np.bitwise_or.reduce(view.words[stream, :, start:stop], axis=1)
     bits = (words[:, None] >> np.arange(WORD, dtype=np.uint32)) & np.uint32(1)
     owners = tuple((np.flatnonzero(bits) + stream * view.sequences_per_stream).tolist())
-    return Run(
+    return CellRun(
         start=start,
         stop=stop,
         owners=owners,

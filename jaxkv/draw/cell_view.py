@@ -11,7 +11,7 @@ from jaxkv.cache import Cache, split
 from jaxkv.core.array_utils import is_traced, to_host
 from jaxkv.core.constants import EMPTY
 from jaxkv.hybrid import HybridTable
-from jaxkv.jit_helpers import check_known
+from jaxkv.jit_helpers import check_concrete_cache
 from jaxkv.kv.cells import WORD, Cells
 from jaxkv.recurrent.states import States
 
@@ -54,11 +54,11 @@ class CellView:
         return np.where(found < 0, np.int32(-1), found + first)
 
     @property
-    def owners(self) -> Int32[np.ndarray, "S N"]:
+    def num_owners(self) -> Int32[np.ndarray, "S N"]:
         """How many sequences own each cell."""
         return np.bitwise_count(self.words).sum(axis=1, dtype=np.int32)
 
-    def held(self, seq: int) -> Int32[np.ndarray, " N"]:
+    def sequence_positions(self, seq: int) -> Int32[np.ndarray, " N"]:
         """Return the positions that a sequence holds, cell by cell of its stream.
 
         Returns:
@@ -74,7 +74,7 @@ class CellView:
         return np.where(owns, self.position[stream], np.int32(EMPTY))
 
 
-def cells_of(cache: Cache) -> CellView:
+def view_cells(cache: Cache) -> CellView:
     """Return what stands in the cells of a cache, to draw or to count it.
 
     Args:
@@ -91,23 +91,23 @@ def cells_of(cache: Cache) -> CellView:
       ... )
       >>> cache = apply(cache, init_batch(cache, make_batch([[1, 2], [3]])))
       >>> view = seq_cp(cache, 0, 2).cache.cells()
-      >>> view.position.tolist(), view.owner.tolist(), view.owners.tolist()
+      >>> view.position.tolist(), view.owner.tolist(), view.num_owners.tolist()
       ([[0, 1, 0, -1, -1]], [[0, 0, 1, -1, -1]], [[2, 2, 1, 0, 0]])
-      >>> view.held(2).tolist()
+      >>> view.sequence_positions(2).tolist()
       [0, 1, -1, -1, -1]
     """
-    return view_of(values_of(cache))
+    return make_cell_view(fetch_table(cache))
 
 
-def values_of(cache: Cache) -> CacheTable:
-    """Return the table of a cache with NumPy arrays; the errors are those of `cells_of`."""
+def fetch_table(cache: Cache) -> CacheTable:
+    """Return the table of a cache with NumPy arrays; the errors are those of `view_cells`."""
     table, _ = split(cache)
     if is_traced(table):
         raise TypeError(
             "wanted a cache whose values are known, got a traced one: draw it outside of jit, or "
             "by jax.debug.callback"
         )
-    check_known(table)
+    check_concrete_cache(table)
     return to_host(table)
 
 
@@ -120,7 +120,7 @@ def part_names(table: CacheTable) -> list[str]:
     ]
 
 
-def view_of(table: CacheTable) -> CellView:
+def make_cell_view(table: CacheTable) -> CellView:
     """Return what stands in the cells of a table whose arrays are NumPy ones."""
     match table:
         case Cells():

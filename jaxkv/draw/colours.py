@@ -11,6 +11,6 @@ def colour_of(seq: int) -> str:
     return PALETTE[seq % len(PALETTE)]
 
 
-def text_on(colour: str) -> str:
+def text_colour_on(colour: str) -> str:
     """Return the colour of text that is read on a colour of the palette."""
     return "#ffffff" if colour == DARK else "#000000"

@@ -4,10 +4,17 @@ from html import escape
 
 from jaxkv.cache import Cache
 from jaxkv.core.array_utils import is_concrete
-from jaxkv.draw.cell_runs import Run, merge_runs, owners_of, positions_of, single, span
-from jaxkv.draw.cell_view import cells_of, part_names
-from jaxkv.draw.colours import colour_of, text_on
-from jaxkv.draw.repr import cache_line
+from jaxkv.draw.cell_runs import (
+    CellRun,
+    format_owners,
+    format_positions,
+    format_range,
+    merge_runs,
+    single_cell_runs,
+)
+from jaxkv.draw.cell_view import part_names, view_cells
+from jaxkv.draw.colours import colour_of, text_colour_on
+from jaxkv.draw.repr import cache_repr
 
 CELLS = 32
 """Cells of a stream that are drawn one by one; of more, neighbours that go on from each other."""
@@ -30,64 +37,65 @@ def html_of(cache: Cache) -> str:
     colour of ours take that of the page, so that dark pages are read too. A cache whose values are
     not known, or that is none any more (a pytree is made of anything), is its line alone.
     """
-    line = f'<div style="margin:4px 0"><code>{escape(cache_line(cache))}</code></div>'
+    line = f'<div style="margin:4px 0"><code>{escape(cache_repr(cache))}</code></div>'
     try:
-        drawn = _parts(cache)
+        drawn = _render_parts(cache)
     except Exception:  # traced, donated, a batch of caches, not even arrays: the line says so
         drawn = ""
     return line + drawn
 
 
-def _parts(cache: Cache) -> str:
+def _render_parts(cache: Cache) -> str:
     if not is_concrete(cache.table):
         return ""
     names = part_names(cache.table)
     if not names:
-        return _cells(cache)
+        return _render_cells(cache)
     return "".join(
-        f'<div style="{_SMALL};margin-top:6px">{name}</div>{_cells(part)}'
+        f'<div style="{_SMALL};margin-top:6px">{name}</div>{_render_cells(part)}'
         for part, name in zip(cache.parts, names, strict=True)
     )
 
 
-def _cells(cache: Cache) -> str:
-    view = cells_of(cache)
+def _render_cells(cache: Cache) -> str:
+    view = view_cells(cache)
     streams, cells = view.position.shape
     rows = []
     for stream in range(min(streams, STREAMS)):
         if cells <= CELLS:
-            runs = single(view, stream)
+            runs = single_cell_runs(view, stream)
         else:
             runs = merge_runs(view, stream, CELLS)
         name = f'<span style="{_SMALL};margin-right:4px">stream {stream}</span>'
-        rows.append(f"<div>{name * (streams > 1)}{''.join(map(_box, runs))}</div>")
+        rows.append(f"<div>{name * (streams > 1)}{''.join(map(_render_run, runs))}</div>")
     if streams > STREAMS:
         rows.append(f'<div style="{_SMALL}">and {streams - STREAMS} more streams</div>')
     return f'<div style="line-height:1.25;font-size:90%">{"".join(rows)}</div>'
 
 
-def _box(run: Run) -> str:
+def _render_run(run: CellRun) -> str:
     """Return a run of cells as a box: the owner, the positions, and what is owed below."""
     empty = run.positions is None
     fill = "transparent" if empty or run.mixed else colour_of(run.owners[0])
-    text = "inherit" if fill == "transparent" else text_on(fill)
+    text = "inherit" if fill == "transparent" else text_colour_on(fill)
     style = _BOX.format(
         border="rgba(128,128,128,.5)" if empty or not run.mixed else "currentColor",
         background=fill,
         text=text,
     )
     few = run.shared and len(run.owners) <= 3
-    owners = ",".join(map(str, run.owners)) if few else owners_of(run)
-    lines = [owners, positions_of(run)]
+    owners = ",".join(map(str, run.owners)) if few else format_owners(run)
+    lines = [owners, format_positions(run)]
     if empty:
         lines = ["·", "" if run.stop - run.start == 1 else f"{run.stop - run.start:,} free"]
     if run.owed != (0, 0):
-        lines.append(f"owed {span(*run.owed)}")
+        lines.append(f"owed {format_range(*run.owed)}")
     small = "".join(f'<div style="font-size:80%">{line or "&nbsp;"}</div>' for line in lines[1:])
-    return f'<div title="{_hint(run)}" style="{style}"><b>{lines[0]}</b>{small}{_bar(run)}</div>'
+    content = f"<b>{lines[0]}</b>{small}{_render_owner_bar(run)}"
+    return f'<div title="{_tooltip_text(run)}" style="{style}">{content}</div>'
 
 
-def _bar(run: Run) -> str:
+def _render_owner_bar(run: CellRun) -> str:
     """Return the colours of several owners side by side; nothing for one alone."""
     if len(run.owners) < 2:
         return ""
@@ -98,7 +106,7 @@ def _bar(run: Run) -> str:
     return f'<div style="display:flex;height:7px;min-width:1.4em;{edge}">{parts}</div>'
 
 
-def _hint(run: Run) -> str:
+def _tooltip_text(run: CellRun) -> str:
     """Return what is shown where the mouse rests."""
     cells = (
         f"cell {run.start}" if run.stop - run.start == 1 else f"cells {run.start} to {run.stop - 1}"
@@ -107,4 +115,4 @@ def _hint(run: Run) -> str:
         return f"{cells}: empty"
     owners = ", ".join(map(str, run.owners[:16])) + ", …" * (len(run.owners) > 16)
     several = "s" * (len(run.owners) > 1)
-    return f"{cells}: sequence{several} {owners}, position {span(*run.positions)}"
+    return f"{cells}: sequence{several} {owners}, position {format_range(*run.positions)}"

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from jaxkv.batch import Ubatch, part_of
+from jaxkv.batch import Ubatch, ubatch_of_part
 from jaxkv.cache import Cache, split
 from jaxkv.core import array_utils
 from jaxkv.core.array_utils import to_host
 from jaxkv.core.constants import EMPTY
-from jaxkv.draw.cell_view import CellView, cells_of, view_of
-from jaxkv.draw.colours import PALETTE, colour_of, text_on
-from jaxkv.draw.repr import human
+from jaxkv.draw.cell_view import CellView, make_cell_view, view_cells
+from jaxkv.draw.colours import PALETTE, colour_of, text_colour_on
+from jaxkv.draw.repr import format_bytes
 from jaxkv.hybrid import HybridTable
 from jaxkv.kv.buffers import Buffers
-from jaxkv.kv.mask import visible
+from jaxkv.kv.mask import visible_cells_mask
 from jaxkv.kv.table import CellTable
 from jaxkv.table import check_made_for
 
@@ -60,29 +60,31 @@ def cells(cache: Cache, ax: Axes | None = None) -> Axes:
       ImportError: when matplotlib is missing.
       TypeError, ValueError: see `jaxkv.draw.cells_of`.
     """
-    view = cells_of(cache)
-    ax = _axes(ax)
+    view = view_cells(cache)
+    ax = _ensure_axes(ax)
     streams, count = view.position.shape
     across = (
         count if streams > 1 else min(count, max(16, 1 << int((2 * count) ** 0.5).bit_length() - 1))
     )
     position, owner, shared = (
-        _lines(x, across, fill)
-        for x, fill in ((view.position, -2), (view.owner, -2), (view.owners > 1, False))
+        _wrap_cells(x, across, fill)
+        for x, fill in ((view.position, -2), (view.owner, -2), (view.num_owners > 1, False))
     )
     sequences = np.unique(owner[owner >= 0]).tolist()
-    ax.imshow(_colours(owner), aspect="equal" if streams == 1 else "auto", interpolation="none")
+    ax.imshow(
+        _marks_to_rgb(owner), aspect="equal" if streams == 1 else "auto", interpolation="none"
+    )
     if view.position.size <= TEXTS and across <= ACROSS:
-        _separate(ax, owner.shape)
+        _draw_grid_lines(ax, owner.shape)
         for (row, column), at in np.ndenumerate(position):
             if at >= 0:
-                colour = text_on(colour_of(int(owner[row, column])))
+                colour = text_colour_on(colour_of(int(owner[row, column])))
                 box = {"facecolor": colour_of(int(owner[row, column])), "pad": 1, "lw": 0}
                 ax.text(
                     column, row, at, ha="center", va="center", color=colour, fontsize=8, bbox=box
                 )
-    _hatch(ax, shared)
-    labels = _labels(sequences)
+    _hatch_cells(ax, shared)
+    labels = _colour_labels(sequences)
     if shared.any():
         labels.append(("shared", "shared"))
     if (owner == -1).any():
@@ -91,10 +93,12 @@ def cells(cache: Cache, ax: Axes | None = None) -> Axes:
     ax.set_xlabel("cell" if len(owner) == streams else f"cell, {across} a line")
     if streams > 1:
         ax.set_ylabel("stream")
-        ax.set_yticks(_ticks(streams))
+        ax.set_yticks(_choose_ticks(streams))
     else:
         ax.set_ylabel("from cell")
-        ax.set_yticks(_ticks(len(owner)), [str(row * across) for row in _ticks(len(owner))])
+        ax.set_yticks(
+            _choose_ticks(len(owner)), [str(row * across) for row in _choose_ticks(len(owner))]
+        )
     return ax
 
 
@@ -119,10 +123,10 @@ def occupancy(
     caches = [step for step in steps if isinstance(step, Cache)]
     if caches and len(caches) < len(steps):
         raise ValueError("wanted caches or counts, got both: pass cache.num_used_cells() of each")
-    ax = _axes(ax)
+    ax = _ensure_axes(ax)
     at = np.arange(len(steps) + 1)  # each step is as wide as one, so a single one is seen too
     if caches:
-        views = [[cells_of(part) for part in cache.parts] for cache in caches]
+        views = [[view_cells(part) for part in cache.parts] for cache in caches]
         cells = sum(view.position.size for view in views[0]) if cells is None else cells
         counts = np.stack(
             [
@@ -136,7 +140,7 @@ def occupancy(
             colours = [colour_of(seq) for seq in used]
             heights = [[*counts, counts[-1]] for counts in used.values()]
             ax.stackplot(at, *heights, colors=colours, step="post")
-        _legend(ax, _labels(used))
+        _legend(ax, _colour_labels(used))
     else:
         counts = np.asarray(to_host([*steps, steps[-1]]))
         ax.fill_between(at, counts, color=PALETTE[1], step="post")
@@ -184,13 +188,13 @@ def attention_mask(
     table, _ = split(cache)
     check_made_for(table, ubatch)
     if isinstance(table, HybridTable):
-        table, ubatch = table.parts[part], part_of(ubatch, part)
+        table, ubatch = table.parts[part], ubatch_of_part(ubatch, part)
     if not isinstance(table, CellTable) or table.spec.is_cross_attention:
         raise TypeError(
             f"wanted a cache, or a part, of attention, got kind {table.spec.kind!r}: states see "
             f"all that came before, and a text all of its source"
         )
-    seen = jax.jit(visible, static_argnames="causal")(table, ubatch, causal=causal)
+    seen = jax.jit(visible_cells_mask, static_argnames="causal")(table, ubatch, causal=causal)
     table, ubatch, seen = to_host((table, ubatch, seen))
     valid = ubatch.valid
     stream = np.broadcast_to(ubatch.row_stream[:, None], valid.shape)
@@ -198,21 +202,21 @@ def attention_mask(
     stamps = table.cell_hash[stream[placed], ubatch.slots[placed]]
     if not np.array_equal(stamps, ubatch.cell_hashes[placed]):
         raise ValueError("wanted a cache that the ubatch was applied to: apply(cache, ubatch)")
-    view = view_of(table)
+    view = make_cell_view(table)
     tokens = seen, stream, ubatch.sequences, ubatch.positions
     seen, stream, sequence, at = (np.asarray(x)[valid] for x in tokens)
     marks = np.where(seen, sequence[:, None], np.where(view.position[stream] == EMPTY, -1, -3))
     if by_position:
-        marks = _by_position(view, seen, sequence)
-    ax = _axes(ax)
-    ax.imshow(_colours(marks), aspect="auto", interpolation="none")
+        marks = _marks_by_position(view, seen, sequence)
+    ax = _ensure_axes(ax)
+    ax.imshow(_marks_to_rgb(marks), aspect="auto", interpolation="none")
     if marks.size <= 40 * 64:
-        _separate(ax, marks.shape)
-    ticks = _ticks(len(marks))
+        _draw_grid_lines(ax, marks.shape)
+    ticks = _choose_ticks(len(marks))
     ax.set_yticks(ticks, [f"{sequence[i]} : {at[i]}" for i in ticks])
     ax.set_ylabel("token, sequence : position")
     ax.set_xlabel("position" if by_position else "cell of its stream")
-    labels = _labels(np.unique(sequence).tolist(), "seen by sequence")
+    labels = _colour_labels(np.unique(sequence).tolist(), "seen by sequence")
     _legend(ax, [*labels, (GREY, "not seen"), (FREE, "not held" if by_position else "empty")])
     return ax
 
@@ -227,7 +231,7 @@ def nbytes(cache: Cache, ax: Axes | None = None) -> Axes:
     Raises:
       ImportError: when matplotlib is missing.
     """
-    ax = _axes(ax)
+    ax = _ensure_axes(ax)
     parts = cache.parts
     kinds: dict[str, int] = {}
     for i, part in enumerate(parts):
@@ -241,7 +245,7 @@ def nbytes(cache: Cache, ax: Axes | None = None) -> Axes:
         for name in sorted({name for layer in buffers for name in layer}):
             kinds[f"{prefix}states {name}"] = array_utils.nbytes([layer[name] for layer in buffers])
     bars = ax.barh(list(kinds), list(kinds.values()), color=PALETTE[4])
-    ax.bar_label(bars, [human(n) for n in kinds.values()], padding=3)
+    ax.bar_label(bars, [format_bytes(n) for n in kinds.values()], padding=3)
     ax.invert_yaxis()
     ax.margins(x=0.2)
     ax.set_xticks([])
@@ -255,13 +259,13 @@ def _cells_per_owner(view: CellView) -> np.ndarray:
     return np.bincount(owner[owner >= 0], minlength=view.sequences)
 
 
-def _axes(ax: Axes | None) -> Axes:
+def _ensure_axes(ax: Axes | None) -> Axes:
     if ax is not None:
         return ax
-    return _matplotlib("pyplot").subplots(layout="constrained")[1]
+    return _import_matplotlib("pyplot").subplots(layout="constrained")[1]
 
 
-def _matplotlib(module: str) -> ModuleType:
+def _import_matplotlib(module: str) -> ModuleType:
     """Return a module of matplotlib, imported where it is used: jaxkv itself does without."""
     try:
         return importlib.import_module(f"matplotlib.{module}")
@@ -271,7 +275,7 @@ def _matplotlib(module: str) -> ModuleType:
         ) from error
 
 
-def _lines(x: np.ndarray, across: int, fill: int) -> np.ndarray:
+def _wrap_cells(x: np.ndarray, across: int, fill: int) -> np.ndarray:
     """Cut lines of cells to `across` each; `fill` stands past the last cell."""
     if len(x) > 1:
         return x
@@ -279,28 +283,29 @@ def _lines(x: np.ndarray, across: int, fill: int) -> np.ndarray:
     return np.pad(x[0], (0, missing), constant_values=fill).reshape(-1, across)
 
 
-def _colours(marks: np.ndarray) -> np.ndarray:
+def _marks_to_rgb(marks: np.ndarray) -> np.ndarray:
     """Return RGB of sequences; -1 is empty, -2 past the last cell and -3 there but not seen."""
-    to_rgb = _matplotlib("colors").to_rgb
+    to_rgb = _import_matplotlib("colors").to_rgb
     table = np.array([to_rgb(colour) for colour in (*PALETTE, GREY, FREE, FREE)])
     return table[np.where(marks < 0, marks, marks % len(PALETTE))]
 
 
-def _by_position(view: CellView, seen: np.ndarray, sequence: np.ndarray) -> np.ndarray:
+def _marks_by_position(view: CellView, seen: np.ndarray, sequence: np.ndarray) -> np.ndarray:
     """Return marks of the positions that the sequence of each token holds, from 0 to the last.
 
-    `seen` is `[T, N]` bool, `sequence` `[T]` int32, and the marks are `[T, n]`, see `_colours`.
+    `seen` is `[T, N]` bool, `sequence` `[T]` int32, and the marks are `[T, n]`, see
+    `_marks_to_rgb`.
     """
     width = int(view.position.max()) + 1
     marks = np.full((len(seen), width), -1)
     for i, seq in enumerate(sequence):
-        positions = view.held(int(seq))
+        positions = view.sequence_positions(int(seq))
         is_present = positions != EMPTY
         marks[i, positions[is_present]] = np.where(seen[i, is_present], seq, -3)
     return marks
 
 
-def _separate(ax: Axes, shape: tuple[int, ...]) -> None:
+def _draw_grid_lines(ax: Axes, shape: tuple[int, ...]) -> None:
     """Draw thin lines between the cells of an image."""
     ax.set_xticks(np.arange(-0.5, shape[1]), minor=True)
     ax.set_yticks(np.arange(-0.5, shape[0]), minor=True)
@@ -308,19 +313,19 @@ def _separate(ax: Axes, shape: tuple[int, ...]) -> None:
     ax.tick_params(which="minor", length=0)
 
 
-def _hatch(ax: Axes, where: np.ndarray) -> None:
+def _hatch_cells(ax: Axes, where: np.ndarray) -> None:
     """Hatch cells of an image, neighbours of a line in one piece."""
     rows, columns = np.nonzero(np.diff(np.pad(where, ((0, 0), (1, 1))), axis=1))
     left, right, top = columns[::2] - 0.5, columns[1::2] - 0.5, rows[::2] - 0.5
     x, y = [left, right, right, left], [top, top, top + 1, top + 1]
     pieces = np.stack([np.stack(x, axis=1), np.stack(y, axis=1)], axis=2)  # [n, 4, 2]
     # One artist for all: a long table has thousands.
-    polygons = _matplotlib("collections").PolyCollection
+    polygons = _import_matplotlib("collections").PolyCollection
     hatched = polygons(pieces, facecolor="none", edgecolor="black", hatch="////", lw=0, alpha=0.6)
     ax.add_collection(hatched, autolim=False)
 
 
-def _labels(sequences: Iterable[int], name: str = "sequence") -> list[tuple[str, str]]:
+def _colour_labels(sequences: Iterable[int], name: str = "sequence") -> list[tuple[str, str]]:
     """Return each colour that stands for sequences, in rising order, with two of them by number."""
     found: dict[str, list[int]] = {}
     for seq in sequences:
@@ -333,7 +338,7 @@ def _labels(sequences: Iterable[int], name: str = "sequence") -> list[tuple[str,
 
 def _legend(ax: Axes, labels: list[tuple[str, str]]) -> None:
     """Say beside the picture, where no title is, which colour is what."""
-    patch = _matplotlib("patches").Patch
+    patch = _import_matplotlib("patches").Patch
     handles = [
         patch(facecolor=FREE, edgecolor="black", hatch="////", label=name)
         if colour == "shared"
@@ -352,7 +357,7 @@ def _legend(ax: Axes, labels: list[tuple[str, str]]) -> None:
         )
 
 
-def _ticks(count: int) -> list[int]:
+def _choose_ticks(count: int) -> list[int]:
     """Return which of so many lines are labelled: all, or about eight."""
     step = 1 if count <= 12 else -(-count // 8)
     return list(range(0, count, step))

@@ -34,7 +34,7 @@ FEW = 8
 """The most numbers of an array that a line shows."""
 
 
-def never_fails(line: Callable[[X], str]) -> Callable[[X], str]:
+def with_fallback_repr(line: Callable[[X], str]) -> Callable[[X], str]:
     """Make a `repr` of pytrees, whose leaves may be anything, fall back to the types of leaves.
 
     Debuggers and messages of errors call it in the middle of things, where another error would hide
@@ -42,7 +42,7 @@ def never_fails(line: Callable[[X], str]) -> Callable[[X], str]:
     """
 
     @wraps(line)
-    def safe(self: X) -> str:
+    def safe_repr(self: X) -> str:
         try:
             return line(self)
         except Exception:
@@ -50,29 +50,29 @@ def never_fails(line: Callable[[X], str]) -> Callable[[X], str]:
             types = ", ".join(sorted({type(leaf).__name__ for leaf in leaves})) or "nothing"
             return f"{type(self).__name__}(leaves of {types})"
 
-    return safe
+    return safe_repr
 
 
-@never_fails
-def cache_line(cache: Cache) -> str:
+@with_fallback_repr
+def cache_repr(cache: Cache) -> str:
     """Return the kind and sizes of a cache, and how many of its cells are used.
 
     Where that is not known, it says why: the cache is traced, consists of shapes alone, was
     donated, or is split over processes.
     """
-    return f"Cache({_sizes(cache.table, cache.buffers)}: {_content(cache)})"
+    return f"Cache({_format_sizes(cache.table, cache.buffers)}: {_format_usage(cache)})"
 
 
-@never_fails
-def plan_line(plan: Plan) -> str:
+@with_fallback_repr
+def plan_repr(plan: Plan) -> str:
     """Return what a plan decided: the ubatches to compute, or which sequences were refused."""
     shapes = ", ".join("{} x {}".format(*ubatch.valid.shape) for ubatch in plan.ubatches)
     ubatches = f"{len(plan.ubatches)} ubatch{'es' * (len(plan.ubatches) != 1)}: {shapes} tokens"
-    if (ok := _value(plan.ok)) is None:
+    if (ok := _to_numpy_or_none(plan.ok)) is None:
         return f"Plan({ubatches}; {'traced' if is_traced(plan) else 'values not known'})"
     if ok:
         return f"Plan(ok, {ubatches})"
-    reason, fits = _value(plan.reason), _value(plan.fits)
+    reason, fits = _to_numpy_or_none(plan.reason), _to_numpy_or_none(plan.fits)
     assert reason is not None and fits is not None
     refused = [(seq, Reason(code).name) for seq, code in enumerate(reason) if code != Reason.OK]
     shown = [f"sequence {seq} {name}" for seq, name in refused[:FEW]]
@@ -80,15 +80,15 @@ def plan_line(plan: Plan) -> str:
     return f"Plan(refused: {', '.join(shown + more)})"
 
 
-@never_fails
-def ubatch_line(ubatch: Ubatch) -> str:
+@with_fallback_repr
+def ubatch_repr(ubatch: Ubatch) -> str:
     """Return the sizes of a ubatch, and which sequences it has tokens of."""
     rows, tokens = ubatch.valid.shape
-    valid, sequences = _value(ubatch.valid), _value(ubatch.sequences)
+    valid, sequences = _to_numpy_or_none(ubatch.valid), _to_numpy_or_none(ubatch.sequences)
     if valid is None or sequences is None:
         content = "traced" if is_traced(ubatch) else "values not known"
     else:
-        if (others := _value(ubatch.shared_with)) is not None:
+        if (others := _to_numpy_or_none(ubatch.shared_with)) is not None:
             sequences = np.concatenate([sequences[..., None], others], axis=-1)
         ids = np.unique(sequences[valid])
         ids = ids[ids >= 0].tolist()
@@ -97,17 +97,17 @@ def ubatch_line(ubatch: Ubatch) -> str:
     return f"Ubatch({ubatch.spec.kind}, rows={rows}, tokens={tokens}: {content})"
 
 
-@never_fails
-def fields_line(value: Any) -> str:
+@with_fallback_repr
+def fields_repr(value: Any) -> str:
     """Return the fields of a dataclass: numbers where they are few, else dtypes and shapes."""
     pairs = ((field.name, getattr(value, field.name)) for field in fields(value))
-    shown = [f"{name}={_brief(x)}" for name, x in pairs if x is not None]
+    shown = [f"{name}={_format_field(x)}" for name, x in pairs if x is not None]
     return f"{type(value).__name__}({', '.join(shown)})"
 
 
-def _sizes(table: CacheTable, buffers: PyTree) -> str:
+def _format_sizes(table: CacheTable, buffers: PyTree) -> str:
     """Return the kind and sizes of a cache; shapes are read from the end, for `vmap` adds axes."""
-    size = f"{_dtypes(buffers)}, {human(nbytes((table, buffers)))}"
+    size = f"{_format_dtypes(buffers)}, {format_bytes(nbytes((table, buffers)))}"
     match table:
         case CellTable():
             heads = {k.shape[-3] for k in buffers.k}
@@ -134,8 +134,10 @@ def _sizes(table: CacheTable, buffers: PyTree) -> str:
             kind, extra = "recurrent", table.position.shape[:-2]
         case HybridTable():
             parts = zip(table.parts, buffers, strict=True)
-            inner = " + ".join(f"({_sizes(part, part_buffers)})" for part, part_buffers in parts)
-            return f"hybrid of {inner}, {human(nbytes((table, buffers)))}"
+            inner = " + ".join(
+                f"({_format_sizes(part, part_buffers)})" for part, part_buffers in parts
+            )
+            return f"hybrid of {inner}, {format_bytes(nbytes((table, buffers)))}"
         case _:
             return f"{type(table).__name__}, {size}"
     if sizes["streams"] == 1:
@@ -145,12 +147,12 @@ def _sizes(table: CacheTable, buffers: PyTree) -> str:
     return ", ".join([kind, *(f"{name}={n}" for name, n in sizes.items()), size])
 
 
-def _dtypes(buffers: PyTree) -> str:
+def _format_dtypes(buffers: PyTree) -> str:
     leaves = jax.tree.leaves(buffers, is_leaf=lambda x: isinstance(x, Quantised))
     return " and ".join(sorted({np.dtype(leaf.dtype).name for leaf in leaves}))
 
 
-def _content(cache: Cache) -> str:
+def _format_usage(cache: Cache) -> str:
     """Return how many cells are used, or why that is not known."""
     if is_traced(cache):
         return "traced"
@@ -169,7 +171,7 @@ def _content(cache: Cache) -> str:
 def _num_used_cells(table: CacheTable) -> int | None:
     """Return how many cells are used, over all streams; None where that is not known."""
     if isinstance(table, States):
-        position, cell = _value(table.position), _value(table.cell)
+        position, cell = _to_numpy_or_none(table.position), _to_numpy_or_none(table.cell)
         if position is None or cell is None:
             return None
         pairs, (streams, cells) = position.shape[-2:], table.cell_hash.shape[-2:]
@@ -177,29 +179,29 @@ def _num_used_cells(table: CacheTable) -> int | None:
         numbers = np.where(position == EMPTY, -1, cell + first[:, None])
         return sum(len({*row} - {-1}) for row in numbers.reshape(-1, pairs[0] * pairs[1]).tolist())
     assert isinstance(table, CellTable)
-    position = _value(table.position)
+    position = _to_numpy_or_none(table.position)
     return None if position is None else int((position != EMPTY).sum())
 
 
-def _brief(value: Any) -> str:
+def _format_field(value: Any) -> str:
     """Return a field in few characters."""
     if isinstance(value, TableSpec):
         return value.kind
     if hasattr(value, "shape") and hasattr(value, "dtype"):
-        array = _value(value)
+        array = _to_numpy_or_none(value)
         if array is not None and array.size <= FEW:
             return str(array.tolist())
         return f"{value.dtype}[{','.join(map(str, value.shape))}]" + " traced" * is_traced(value)
     if isinstance(value, tuple | list) and len(value) > 2:
-        briefs = list(map(_brief, value))
+        briefs = list(map(_format_field, value))
         return f"{len(value)} x {briefs[0]}" if len(set(briefs)) == 1 else f"{len(value)} values"
     if isinstance(value, tuple | list):
-        return f"({', '.join(map(_brief, value))})"
+        return f"({', '.join(map(_format_field, value))})"
     text = repr(value)
     return text if len(text) <= 40 else type(value).__name__
 
 
-def _value(x: object) -> np.ndarray | None:
+def _to_numpy_or_none(x: object) -> np.ndarray | None:
     """Return an array as a NumPy one; None where this process cannot look at its numbers."""
     if isinstance(x, np.ndarray | np.generic):
         return np.asarray(x)
@@ -208,7 +210,7 @@ def _value(x: object) -> np.ndarray | None:
     return None if jnp.issubdtype(x.dtype, jax.dtypes.extended) else np.asarray(x)
 
 
-def human(count: int) -> str:
+def format_bytes(count: int) -> str:
     """Return a number of bytes in the largest unit that it has one of."""
     size, units = float(count), ["bytes", "KiB", "MiB", "GiB", "TiB"]
     while size >= 1024 and len(units) > 1:

@@ -8,8 +8,8 @@ import numpy as np
 
 from jaxkv.cache import Cache
 from jaxkv.core.constants import EMPTY
-from jaxkv.draw.cell_runs import Run, merge_runs, owners_of, positions_of, span
-from jaxkv.draw.cell_view import CellView, part_names, values_of, view_of
+from jaxkv.draw.cell_runs import CellRun, format_owners, format_positions, format_range, merge_runs
+from jaxkv.draw.cell_view import CellView, fetch_table, make_cell_view, part_names
 from jaxkv.hybrid import HybridTable
 from jaxkv.recurrent.states import States
 
@@ -70,7 +70,7 @@ def show(cache: Cache, *, width: int | None = 100) -> str:
 
     llama.cpp: the debug drawing of `find_slot`.
     """
-    return _draw_table(values_of(cache), width)
+    return _draw_table(fetch_table(cache), width)
 
 
 def _draw_table(table: CacheTable, width: int | None) -> str:
@@ -80,54 +80,60 @@ def _draw_table(table: CacheTable, width: int | None) -> str:
             for part, name in zip(table.parts, part_names(table), strict=True)
         )
     if isinstance(table, States):
-        return "\n".join(_lines_of_states(table, width))
-    view = view_of(table)
+        return "\n".join(_format_states(table, width))
+    view = make_cell_view(table)
     streams = range(len(view.position))
-    lines = [_line_of_cells(view, stream) for stream in streams]
-    if not _fit(lines, width):
-        lines = [_stream_lines(view, stream, width) for stream in streams]
+    lines = [_format_cells(view, stream) for stream in streams]
+    if not _fits_width(lines, width):
+        lines = [_format_stream(view, stream, width) for stream in streams]
     return "\n".join(line for lines_of_stream in lines for line in lines_of_stream)
 
 
-def _fit(lines: list[list[str]], width: int | None) -> bool:
+def _fits_width(lines: list[list[str]], width: int | None) -> bool:
     return width is None or all(len(line) <= width for block in lines for line in block)
 
 
-def _line_of_cells(view: CellView, stream: int) -> list[str]:
+def _format_cells(view: CellView, stream: int) -> list[str]:
     """Return the lines of a stream, a column for each cell."""
     empty = view.position[stream] == EMPTY
-    mark = np.where(view.owners[stream] > 1, "+", view.owner[stream].astype(str))
+    mark = np.where(view.num_owners[stream] > 1, "+", view.owner[stream].astype(str))
     columns = {"owner": mark, "position": view.position[stream].astype(str)}
     if view.shift[stream].any():
         columns["owed"] = view.shift[stream].astype(str)
-    return _table({name: np.where(empty, ".", row).tolist() for name, row in columns.items()})
+    return _align_columns(
+        {name: np.where(empty, ".", row).tolist() for name, row in columns.items()}
+    )
 
 
-def _stream_lines(view: CellView, stream: int, width: int | None) -> list[str]:
+def _format_stream(view: CellView, stream: int, width: int | None) -> list[str]:
     """Return the lines of a stream, a column for each run of cells."""
 
-    def lines(runs: list[Run]) -> list[str]:
+    def format_runs(runs: list[CellRun]) -> list[str]:
         columns = {
-            "cells": [span(run.start, run.stop - 1) for run in runs],
-            "owner": [owners_of(run) for run in runs],
-            "position": [positions_of(run) for run in runs],
+            "cells": [format_range(run.start, run.stop - 1) for run in runs],
+            "owner": [format_owners(run) for run in runs],
+            "position": [format_positions(run) for run in runs],
         }
         if view.shift[stream].any():
-            columns["owed"] = ["." if run.positions is None else span(*run.owed) for run in runs]
-        return _table(columns)
+            columns["owed"] = [
+                "." if run.positions is None else format_range(*run.owed) for run in runs
+            ]
+        return _align_columns(columns)
 
     # A column takes two characters at least.
     max_runs = view.position.shape[1] if width is None else width // 2
-    return lines(merge_runs(view, stream, max_runs, lambda runs: _fit([lines(runs)], width)))
+    return format_runs(
+        merge_runs(view, stream, max_runs, lambda runs: _fits_width([format_runs(runs)], width))
+    )
 
 
-def _table(columns: dict[str, list[str]]) -> list[str]:
+def _align_columns(columns: dict[str, list[str]]) -> list[str]:
     """Return a line for each name, its entries below each other."""
     width = [max(map(len, column)) for column in zip(*columns.values(), strict=True)]
     return [" ".join([name.ljust(8), *map(str.rjust, row, width)]) for name, row in columns.items()]
 
 
-def _lines_of_states(table: States, width: int | None) -> list[str]:
+def _format_states(table: States, width: int | None) -> list[str]:
     position = table.position
     marks = np.where(position == EMPTY, ".", position.astype(str))
     ids = [f"sequence {seq}" for seq in range(table.sequences)]
@@ -135,15 +141,15 @@ def _lines_of_states(table: States, width: int | None) -> list[str]:
     rows = [" ".join(map(str.rjust, row, widths)) for row in marks]
     names = [name.ljust(len(ids[-1])) for name in ids]
 
-    def lines(rows: list[str]) -> list[str]:
+    def prepend_names(rows: list[str]) -> list[str]:
         return [f"{name} {row}" for name, row in zip(names, rows, strict=True)]
 
-    if not _fit([lines(rows)], width):
-        rows = [_runs_of_states(row[row != EMPTY]) for row in position]
-    return lines(rows)
+    if not _fits_width([prepend_names(rows)], width):
+        rows = [_format_state_positions(row[row != EMPTY]) for row in position]
+    return prepend_names(rows)
 
 
-def _runs_of_states(positions: np.ndarray) -> str:
+def _format_state_positions(positions: np.ndarray) -> str:
     """Return the positions of the states of a sequence, neighbours as one."""
     runs = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1)
-    return " ".join(span(run[0], run[-1]) for run in runs if run.size) or "."
+    return " ".join(format_range(run[0], run[-1]) for run in runs if run.size) or "."

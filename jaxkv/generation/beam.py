@@ -21,13 +21,13 @@ from jaxkv.core.validate import check_count, check_int32
 from jaxkv.generation.model_step import Forward, model_step, own_or_copied_buffers
 from jaxkv.generation.padding import stop_tokens_as_list
 from jaxkv.generation.results import BeamResult
-from jaxkv.generation.sample_step import check_begun
-from jaxkv.generation.sampler import are_broken
-from jaxkv.generation.state import ends
+from jaxkv.generation.sample_step import check_prompts_present
+from jaxkv.generation.sampler import has_invalid_logits
+from jaxkv.generation.state import last_positions
 from jaxkv.jit_helpers import replicate
 from jaxkv.plan import Reason
 from jaxkv.planning.planners import plan_next
-from jaxkv.spec import TableSpec, check_once, within_streams
+from jaxkv.spec import TableSpec, are_in_same_streams, check_distinct
 
 if TYPE_CHECKING:
     from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Num, PyTree
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from jaxkv.table import CacheTable
 
 
-class Texts(NamedTuple):
+class BeamTexts(NamedTuple):
     """W texts: their tokens, scores and lengths as in `BeamResult`."""
 
     tokens: Int32[Array, "W n"]
@@ -45,7 +45,7 @@ class Texts(NamedTuple):
     lengths: Int32[Array, " W"]
 
 
-class Search(NamedTuple):
+class BeamSearch(NamedTuple):
     """How far a search has come.
 
     living: the texts that go on, all of one length, in the order of their scores.
@@ -54,59 +54,63 @@ class Search(NamedTuple):
     reason: see `BeamResult`.
     """
 
-    living: Texts
-    ended: Texts
+    living: BeamTexts
+    ended: BeamTexts
     length: Int32[Array, ""]
     reason: Int32[Array, ""]
 
 
-def init_search(num_beams: int, num_tokens: int) -> Search:
+def init_search(num_beams: int, num_tokens: int) -> BeamSearch:
     """Return a search that has one text, of no tokens."""
-    none = Texts(
+    none = BeamTexts(
         tokens=jnp.full((num_beams, num_tokens), -1, jnp.int32),
         scores=jnp.full(num_beams, -jnp.inf, jnp.float32),
         lengths=jnp.zeros(num_beams, jnp.int32),
     )
     living = none._replace(scores=none.scores.at[0].set(0))
-    return Search(living, none, jnp.int32(0), jnp.int32(Reason.OK))
+    return BeamSearch(living, none, jnp.int32(0), jnp.int32(Reason.OK))
 
 
-def exist(texts: Texts) -> Bool[Array, " W"]:
+def is_filled(texts: BeamTexts) -> Bool[Array, " W"]:
     """Return which texts exist."""
     return texts.scores != -jnp.inf
 
 
-def _ranks(texts: Texts, length_penalty: Float[Array, ""]) -> Float[Array, " W"]:
+def _normalised_scores(texts: BeamTexts, length_penalty: Float[Array, ""]) -> Float[Array, " W"]:
     """Return what texts are ranked by, float32."""
     return texts.scores / jnp.maximum(texts.lengths, 1).astype(jnp.float32) ** length_penalty
 
 
-def best(first: Texts, second: Texts, length_penalty: Float[Array, ""]) -> Texts:
+def select_best_texts(
+    first: BeamTexts, second: BeamTexts, length_penalty: Float[Array, ""]
+) -> BeamTexts:
     """Return the W best of 2 * W texts by rank; among equals the first."""
     both = jax.tree.map(lambda *parts: jnp.concatenate(parts), first, second)
-    _, index = jax.lax.top_k(_ranks(both, length_penalty), first.scores.size)
+    _, index = jax.lax.top_k(_normalised_scores(both, length_penalty), first.scores.size)
     return jax.tree.map(lambda x: x[index], both)
 
 
-def goes_on(search: Search, length_penalty: Float[Array, ""]) -> Bool[Array, ""]:
+def can_improve(search: BeamSearch, length_penalty: Float[Array, ""]) -> Bool[Array, ""]:
     """Return whether a text that goes on may still be among the best.
 
     No score rises. Its rank is highest at the greatest length, or, with a penalty below 0, now.
     """
     living, steps = search.living, search.living.tokens.shape[1]
     length = jnp.where(length_penalty >= 0, steps, search.length)
-    reach = _ranks(living._replace(lengths=jnp.full_like(living.lengths, length)), length_penalty)
-    beaten = reach <= jnp.min(_ranks(search.ended, length_penalty))
+    reach = _normalised_scores(
+        living._replace(lengths=jnp.full_like(living.lengths, length)), length_penalty
+    )
+    beaten = reach <= jnp.min(_normalised_scores(search.ended, length_penalty))
     more = (search.length < steps) & (search.reason == Reason.OK)
-    return more & jnp.any(exist(living) & ~beaten)
+    return more & jnp.any(is_filled(living) & ~beaten)
 
 
-def choose(
-    search: Search,
+def advance_search(
+    search: BeamSearch,
     logits: Float[Array, "W V"],
     stop_tokens: Int32[Array | np.ndarray, " n"],
     length_penalty: Float[Array, ""],
-) -> tuple[Int32[Array, " W"], Search]:
+) -> tuple[Int32[Array, " W"], BeamSearch]:
     """Continue the living texts by one token, with the logits of each.
 
     Returns:
@@ -115,30 +119,30 @@ def choose(
     """
     living, width = search.living, search.living.scores.size
     logits = logits.astype(jnp.float32)
-    broken = jnp.any(exist(living) & are_broken(logits))
+    broken = jnp.any(is_filled(living) & has_invalid_logits(logits))
     logprobs = jax.nn.log_softmax(logits)
     # If no token is allowed, log_softmax is NaN; -inf ends the text.
-    logprobs = jnp.where(exist(living)[:, None] & (logits > -jnp.inf), logprobs, -jnp.inf)
+    logprobs = jnp.where(is_filled(living)[:, None] & (logits > -jnp.inf), logprobs, -jnp.inf)
     scores = living.scores[:, None] + logprobs
     # Of one text no more than these can be wanted: W that go on, and those that end.
     size = min(width + stop_tokens.size, scores.shape[1])
     scores, token = (x.reshape(-1) for x in jax.lax.top_k(scores, size))
     ended = jnp.any(token[:, None] == stop_tokens[None], axis=1)
 
-    def extend_beams(order: jax.Array, scores: jax.Array) -> tuple[jax.Array, Texts]:
+    def extend_beams(order: jax.Array, scores: jax.Array) -> tuple[jax.Array, BeamTexts]:
         index = jax.lax.top_k(order, width)[1]
         scores, is_living = scores[index], scores[index] != -jnp.inf
         # An empty beam keeps its own sequence as parent, so nothing is copied.
         parents = jnp.where(is_living, index // size, jnp.arange(width)).astype(jnp.int32)
         new = jnp.where(is_living, token[index], -1)
         tokens = living.tokens[parents].at[:, search.length].set(new)
-        return parents, Texts(tokens, scores, jnp.where(is_living, search.length + 1, 0))
+        return parents, BeamTexts(tokens, scores, jnp.where(is_living, search.length + 1, 0))
 
     going = jnp.where(ended, -jnp.inf, scores)
     parents, living_now = extend_beams(going, going)
     _, ended_now = extend_beams(scores, jnp.where(ended, scores, -jnp.inf))
-    kept = best(search.ended, ended_now, length_penalty)
-    grown_search = Search(living_now, kept, search.length + 1, search.reason)
+    kept = select_best_texts(search.ended, ended_now, length_penalty)
+    grown_search = BeamSearch(living_now, kept, search.length + 1, search.reason)
     reason = jnp.int32(Reason.NONFINITE_LOGITS)
     return jax.tree.map(
         partial(jnp.where, broken),
@@ -237,7 +241,10 @@ def beam(
         check_count(num_beams, "num_beams"),
         check_count(num_tokens, "num_tokens"),
     )
-    row, ending = _row(logits), check_int32(stop_tokens_as_list(stop_tokens), "stop_tokens")
+    row, ending = (
+        _logits_as_row(logits),
+        check_int32(stop_tokens_as_list(stop_tokens), "stop_tokens"),
+    )
     if np.ndim(ending) != 1:
         raise ValueError(f"wanted stop tokens [n], got the shape {np.shape(ending)}")
     ids = _check_sequences(split(cache)[0].spec, sequences, num_beams)
@@ -245,16 +252,16 @@ def beam(
         raise ValueError(f"wanted one finite number for length_penalty, got {length_penalty}")
     args = row, ending, ids, jnp.asarray(length_penalty, jnp.float32)
     if is_traced(params, cache, args):
-        cache, found = _search(forward, params, cache, *args, num_tokens=num_tokens)
+        cache, found = _run_search(forward, params, cache, *args, num_tokens=num_tokens)
         return BeamResult(cache, *found)
-    check_begun(cache.table, ids[:1], np.ones(1, bool))
+    check_prompts_present(cache.table, ids[:1], np.ones(1, bool))
     table, buffers = own_or_copied_buffers(cache, donate)
-    search = cached_program(_searching, forward)
+    search = cached_program(_build_search_program, forward)
     table, buffers, found = search(params, table, buffers, *args, num_tokens=num_tokens)
     return BeamResult(merge(table, buffers), *found)
 
 
-def _row(logits: Float[ArrayLike, " V"] | Float[ArrayLike, "1 V"]) -> Float[Array, "1 V"]:
+def _logits_as_row(logits: Float[ArrayLike, " V"] | Float[ArrayLike, "1 V"]) -> Float[Array, "1 V"]:
     """Return logits as a row."""
     shape = np.shape(logits)
     if len(shape) not in (1, 2) or shape[:-1] not in ((), (1,)) or not shape[-1]:
@@ -278,8 +285,8 @@ def _check_sequences(
     ids = spec.sequence_ids(ids)
     if np.shape(ids) != (num_beams,):
         raise ValueError(f"wanted sequences [{num_beams}], one for each beam, got {np.shape(ids)}")
-    check_once(ids)
-    if spec.has_shared_streams and not within_streams(spec, ids[:1], ids):
+    check_distinct(ids)
+    if spec.has_shared_streams and not are_in_same_streams(spec, ids[:1], ids):
         shown_ids = np.asarray(ids).tolist() if is_concrete(ids) else "traced ones"
         raise ValueError(
             f"wanted sequences of one stream of {spec.sequences_per_stream} for the beams, "
@@ -288,19 +295,19 @@ def _check_sequences(
     return ids
 
 
-def _searching(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
+def _build_search_program(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
     @partial(jax.jit, static_argnames="num_tokens", donate_argnames="buffers")
     def search(
         params: PyTree, table: CacheTable, buffers: PyTree, *args: jax.Array, num_tokens: int
     ) -> tuple:
         cache = merge(table, buffers)
-        cache, found = _search(forward(), params, cache, *args, num_tokens=num_tokens)
+        cache, found = _run_search(forward(), params, cache, *args, num_tokens=num_tokens)
         return cache.table, cache.buffers, found
 
     return search
 
 
-def _search(
+def _run_search(
     forward: Forward,
     params: PyTree,
     cache: Cache,
@@ -316,36 +323,36 @@ def _search(
     Returns the cache, and the further fields of `BeamResult`.
     """
     sequences = jnp.asarray(sequences)
-    begins = ends(cache.table)[sequences[0]] + 1
+    begins = last_positions(cache.table)[sequences[0]] + 1
     rows = jnp.arange(sequences.size, dtype=jnp.int32)
     cache, _ = seq_select(cache, sequences[jnp.zeros_like(rows)], sequences)
 
-    def body(carry: tuple[Cache, Search]) -> tuple[Cache, Search]:
+    def body(carry: tuple[Cache, BeamSearch]) -> tuple[Cache, BeamSearch]:
         cache, search = carry
         table = cache.table
         token = search.living.tokens[:, search.length - 1]
-        plan = plan_next(table, token[:, None], sequences, exist(search.living)[:, None])
+        plan = plan_next(table, token[:, None], sequences, is_filled(search.living)[:, None])
         cache, logits = model_step(forward, params, cache, plan.ubatches[0])
-        parents, chosen = choose(search, logits, stop_tokens, length_penalty)
+        parents, chosen = advance_search(search, logits, stop_tokens, length_penalty)
         cache, _ = seq_select(cache, sequences[jnp.where(plan.ok, parents, rows)], sequences)
         refused = search._replace(reason=jnp.max(plan.reason[sequences]))
         return cache, jax.tree.map(partial(jnp.where, plan.ok), chosen, refused)
 
     first = init_search(rows.size, num_tokens)
     logits = jnp.broadcast_to(logits, (rows.size, logits.shape[1]))
-    _, search = choose(first, logits, stop_tokens, length_penalty)
+    _, search = advance_search(first, logits, stop_tokens, length_penalty)
     cache, search = jax.lax.while_loop(
-        lambda carry: goes_on(carry[1], length_penalty), body, (cache, search)
+        lambda carry: can_improve(carry[1], length_penalty), body, (cache, search)
     )
-    found = best(search.ended, search.living, length_penalty)
-    cache, num_cached = _trim_texts(cache, search, found, sequences, begins)
+    found = select_best_texts(search.ended, search.living, length_penalty)
+    cache, num_cached = _trim_sequences(cache, search, found, sequences, begins)
     return cache, replicate(cache.table, (*found, num_cached, search.reason))
 
 
-def _trim_texts(
+def _trim_sequences(
     cache: Cache,
-    search: Search,
-    found: Texts,
+    search: BeamSearch,
+    found: BeamTexts,
     sequences: Int32[Array, " W"],
     begins: Int32[Array, ""],
 ) -> tuple[Cache, Int32[Array, " W"]]:

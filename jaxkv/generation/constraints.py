@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.core.array_utils import is_concrete
-from jaxkv.generation.padding import where_text
-from jaxkv.generation.sampler import Sampler, as_sampler
+from jaxkv.generation.padding import select_per_text
+from jaxkv.generation.sampler import Sampler, check_sampler
 
 if TYPE_CHECKING:
     from jaxtyping import Array, ArrayLike, Bool, Float, Int, Int32, PyTree
@@ -81,9 +81,9 @@ class Constraint:
           >>> asking.adjust(jnp.zeros((1, 4)), state).tolist()
           [[-inf, -inf, 0.0, 0.0]]
         """
-        rule = check_rule(self)
+        rule = check_constraint(self)
         return ConstrainedSampler(
-            sampler=as_sampler(sampler),
+            sampler=check_sampler(sampler),
             first=rule.first,
             bound=None,
             allowed=rule.allowed,
@@ -139,11 +139,11 @@ class ConstrainedSampler(Sampler):
         """Advance the rule and the sampler by tokens; the rule stays where there is none."""
         rule, rest = state
         advanced = jax.vmap(self.advance)(rule, jnp.maximum(tokens, 0))
-        rule = where_text(tokens >= 0, advanced, rule)
+        rule = select_per_text(tokens >= 0, advanced, rule)
         return rule, self.sampler.update(rest, tokens)
 
 
-def check_rule(constraint: object) -> Constraint:
+def check_constraint(constraint: object) -> Constraint:
     """Return a rule with its first state as NumPy arrays.
 
     Raises:
@@ -154,7 +154,7 @@ def check_rule(constraint: object) -> Constraint:
     >>> rule = Constraint(
     ...     first=0, allowed=lambda s: jnp.arange(4) > s, advance=lambda s, token: token > 0
     ... )
-    >>> check_rule(rule)
+    >>> check_constraint(rule)
     Traceback (most recent call last):
     ...
     ValueError: wanted the shapes and dtypes of first from advance, 'int32[]', got 'bool[]'
@@ -164,17 +164,17 @@ def check_rule(constraint: object) -> Constraint:
     for name in ("allowed", "advance"):
         if not callable(getattr(constraint, name)):
             raise TypeError(f"wanted a function {name}, got {type(getattr(constraint, name))}")
-    first = jax.tree.map(_array, constraint.first)
+    first = jax.tree.map(_to_jax_dtype, constraint.first)
     if not jax.tree.leaves(first):
         raise ValueError("wanted at least one array in first, got none: make it a 0, say")
     allowed = jax.eval_shape(constraint.allowed, first)
     if getattr(allowed, "ndim", None) != 1 or allowed.dtype != bool:
-        raise ValueError(f"wanted [V] bool from allowed, got {_shapes(allowed)!r}")
+        raise ValueError(f"wanted [V] bool from allowed, got {_describe_shapes(allowed)!r}")
     after = jax.eval_shape(constraint.advance, first, np.int32(0))
-    if _shapes(after) != _shapes(first):
+    if _describe_shapes(after) != _describe_shapes(first):
         raise ValueError(
-            f"wanted the shapes and dtypes of first from advance, {_shapes(first)!r}, got "
-            f"{_shapes(after)!r}"
+            f"wanted the shapes and dtypes of first from advance, {_describe_shapes(first)!r}, got "
+            f"{_describe_shapes(after)!r}"
         )
     return Constraint(first=first, allowed=constraint.allowed, advance=constraint.advance)
 
@@ -191,11 +191,11 @@ def check_initial_state(constraint: Constraint | None, state: PyTree) -> PyTree:
         raise ValueError(
             "wanted no constraint_state without a constraint: make the engine with constraint="
         )
-    state = jax.tree.map(_array, state)
-    if _shapes(state) != _shapes(constraint.first):
+    state = jax.tree.map(_to_jax_dtype, state)
+    if _describe_shapes(state) != _describe_shapes(constraint.first):
         raise ValueError(
             f"wanted a constraint_state with the shapes and dtypes of the first state of the "
-            f"constraint, {_shapes(constraint.first)!r}, got {_shapes(state)!r}"
+            f"constraint, {_describe_shapes(constraint.first)!r}, got {_describe_shapes(state)!r}"
         )
     return state
 
@@ -213,7 +213,7 @@ def make_constrained_sampler(
     ...     advance=lambda last, token: token,
     ... )
     >>> sampler = make_constrained_sampler(
-    ...     check_rule(rule), generation.make_sampler(), [np.int32(1), None]
+    ...     check_constraint(rule), generation.make_sampler(), [np.int32(1), None]
     ... )
     >>> state = sampler.init(np.zeros((2, 0), np.int32))
     >>> sampler.adjust(jnp.zeros((2, 4)), state).tolist()
@@ -229,11 +229,11 @@ def make_constrained_sampler(
     )
 
 
-def _array(x: ArrayLike) -> Array | np.ndarray:
+def _to_jax_dtype(x: ArrayLike) -> Array | np.ndarray:
     """Return an array of JAX's dtypes, a NumPy one where it is known."""
     return np.asarray(jnp.asarray(x)) if is_concrete(x) else jnp.asarray(x)
 
 
-def _shapes(tree: PyTree) -> PyTree:
+def _describe_shapes(tree: PyTree) -> PyTree:
     """Return a tree with the dtype and shape of each array."""
     return jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)

@@ -16,7 +16,7 @@ from jaxkv.api.apply import apply
 from jaxkv.api.edits import EditResult
 from jaxkv.cache import Cache, merge, split
 from jaxkv.core.constants import END
-from jaxkv.core.donation import check_there
+from jaxkv.core.donation import check_not_donated
 from jaxkv.core.validate import check_count, check_int32
 from jaxkv.jit_helpers import jit_table
 from jaxkv.spec import TableSpec
@@ -70,11 +70,14 @@ def context_shift(
     llama.cpp: the context shift of its programs, `n_keep` and `n_discard`.
     """
     table, buffers = split(cache)
-    _check_cells(table.spec, "a state cannot forget what it has seen")
-    table.check_moves(buffers)
-    check_there(cache)
-    bounds = _one(num_keep, "num_keep", low=0), _one(num_discard, "num_discard", low=1)
-    table, plan, ok = _slid(table, table.spec.sequence_id(seq), *bounds)
+    _check_attention_only(table.spec, "a state cannot forget what it has seen")
+    table.check_can_shift(buffers)
+    check_not_donated(cache)
+    bounds = (
+        _check_token_count(num_keep, "num_keep", low=0),
+        _check_token_count(num_discard, "num_discard", low=1),
+    )
+    table, plan, ok = _context_shift_table(table, table.spec.sequence_id(seq), *bounds)
     return EditResult(apply(merge(table, buffers), plan, donate=donate), ok)
 
 
@@ -140,25 +143,29 @@ def self_extend(
     llama.cpp: self-extend, `--grp-attn-n` and `--grp-attn-w`.
     """
     table, buffers = split(cache)
-    _check_cells(table.spec, "a state does not know where the tokens that it has seen stood")
+    _check_attention_only(
+        table.spec, "a state does not know where the tokens that it has seen stood"
+    )
     group, width = check_count(group, "group"), check_count(width, "width")
     if width % group:
         raise ValueError(f"wanted a width that is a multiple of group={group}, got {width}")
-    table.check_moves(buffers)
-    check_there(cache)
-    args = _one(grouped, "grouped"), jnp.int32(group), jnp.int32(width)
+    table.check_can_shift(buffers)
+    check_not_donated(cache)
+    args = _check_token_count(grouped, "grouped"), jnp.int32(group), jnp.int32(width)
     table, plan, next_grouped, ok = _self_extend_table(table, table.spec.sequence_id(seq), *args)
     return SelfExtendResult(apply(merge(table, buffers), plan, donate=donate), ok, next_grouped)
 
 
-def _one(value: Id, name: str, low: int = -END) -> Int32[Array | np.ndarray | np.int32, ""]:
+def _check_token_count(
+    value: Id, name: str, low: int = -END
+) -> Int32[Array | np.ndarray | np.int32, ""]:
     """Return a number of tokens, checked."""
     if np.ndim(value):
         raise ValueError(f"wanted one integer for {name}, got the shape {np.shape(value)}")
     return check_int32(value, name, low=low)
 
 
-def _check_cells(spec: TableSpec, why: str) -> None:
+def _check_attention_only(spec: TableSpec, why: str) -> None:
     """Raise unless a cache is made of cells alone."""
     kinds = [part.kind for part in spec.parts or (spec,)]
     if spec.max_rollback is not None:
@@ -167,7 +174,7 @@ def _check_cells(spec: TableSpec, why: str) -> None:
 
 
 @jit_table
-def _slid(
+def _context_shift_table(
     table: CacheTable,
     seq: Int32[Array, ""],
     num_keep: Int32[Array, ""],
@@ -178,14 +185,14 @@ def _slid(
     Returns:
       The table, what its keys are owed, and `ok`.
     """
-    next_position = table.last(seq) + 1
+    next_position = table.seq_pos_max(seq) + 1
     ok = (num_keep >= 0) & (num_discard >= 1) & (num_discard <= next_position - num_keep)
     moves = jnp.where(ok, num_keep + num_discard, 0)
-    ok &= _owns_alone(table, seq, moves)
-    cut, removed = table.remove(seq, num_keep, moves)
-    closed, moved = cut.add(seq, moves, jnp.int32(END), -num_discard, num_keep)
+    ok &= _has_unshared_cells(table, seq, moves)
+    cut, removed = table.seq_rm(seq, num_keep, moves)
+    closed, moved = cut.seq_add(seq, moves, jnp.int32(END), -num_discard, num_keep)
     ok &= removed & moved  # not where a window that let go of the first tokens would see them again
-    return *_if(ok, closed, table), ok
+    return *_select_table_and_plan(ok, closed, table), ok
 
 
 @jit_table
@@ -201,19 +208,19 @@ def _self_extend_table(
     Returns:
       The table, what its keys are owed, the next `done`, and `ok`.
     """
-    next_position = table.last(seq) + 1
+    next_position = table.seq_pos_max(seq) + 1
     short = jax.lax.div(width, group)
     end = jnp.int32(END)
 
-    def one_more(carry: tuple[CacheTable, jax.Array, jax.Array, jax.Array]) -> tuple:
+    def group_once(carry: tuple[CacheTable, jax.Array, jax.Array, jax.Array]) -> tuple:
         table, done, next_position, ok = carry
         # Moved back to their original positions first, so that groups start at multiples of
         # `group`.
         lift = done * (group - 1)
         first, last = done + lift, done + lift + width
-        lifted, lift_ok = table.add(seq, done, end, lift)
-        divided, divide_ok = lifted.divide(seq, first, last, group)
-        closed, close_ok = divided.add(seq, last, end, short - width - lift, first + short)
+        lifted, lift_ok = table.seq_add(seq, done, end, lift)
+        divided, divide_ok = lifted.seq_div(seq, first, last, group)
+        closed, close_ok = divided.seq_add(seq, last, end, short - width - lift, first + short)
         return (
             closed,
             done + short,
@@ -223,15 +230,15 @@ def _self_extend_table(
 
     is_valid = (done >= 0) & (done <= next_position) & (jax.lax.rem(done, short) == 0)
     ok = is_valid & (next_position <= jax.lax.div(end, group))
-    ok &= (next_position - width < done) | _owns_alone(table, seq, done)
+    ok &= (next_position - width < done) | _has_unshared_cells(table, seq, done)
     more = (table, jnp.where(ok, done, next_position), next_position, ok)
     grouped, new_done, _, ok = jax.lax.while_loop(
-        lambda carry: (carry[2] - width >= carry[1]) & carry[3], one_more, more
+        lambda carry: (carry[2] - width >= carry[1]) & carry[3], group_once, more
     )
-    return *_if(ok, grouped, table), jnp.where(ok, new_done, done), ok
+    return *_select_table_and_plan(ok, grouped, table), jnp.where(ok, new_done, done), ok
 
 
-def _owns_alone(
+def _has_unshared_cells(
     table: CacheTable, seq: Int32[Array, ""], start: Int32[Array, ""]
 ) -> Bool[Array, ""]:
     """Return whether a sequence shares none of its cells from a position on.
@@ -241,14 +248,14 @@ def _owns_alone(
     """
 
     def num_freed_cells(table: CacheTable) -> jax.Array:
-        end, _ = table.remove(seq, jnp.int32(0), start)
-        rest, _ = end.remove(seq, jnp.int32(0), jnp.int32(END))
+        end, _ = table.seq_rm(seq, jnp.int32(0), start)
+        rest, _ = end.seq_rm(seq, jnp.int32(0), jnp.int32(END))
         return end.num_used_cells() - rest.num_used_cells()
 
-    return num_freed_cells(table) == num_freed_cells(table.keep(seq))
+    return num_freed_cells(table) == num_freed_cells(table.seq_keep(seq))
 
 
-def _if(
+def _select_table_and_plan(
     ok: Bool[Array, ""], new: CacheTable, old: CacheTable
 ) -> tuple[CacheTable, MaintenancePlan]:
     """Return the new table, and what its keys are owed; the old and nothing unless `ok`."""

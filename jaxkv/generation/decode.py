@@ -14,18 +14,23 @@ import numpy as np
 from jaxkv.cache import Cache, merge, split
 from jaxkv.core.array_utils import is_traced
 from jaxkv.core.compile_cache import cached_program
-from jaxkv.core.tree_types import TreeWithTypes, with_types
+from jaxkv.core.tree_types import TreeWithTypes, attach_node_types
 from jaxkv.core.validate import check_count
 from jaxkv.generation.model_step import Forward, model_step, own_or_copied_buffers
 from jaxkv.generation.results import DecodeResult
-from jaxkv.generation.sample_step import Sampled, advance, empty_samples, stops
+from jaxkv.generation.sample_step import (
+    SampledTokens,
+    check_stop_tokens,
+    empty_samples,
+    sample_next_tokens,
+)
 from jaxkv.generation.sampler import Sampler
 from jaxkv.generation.state import (
     DecodeState,
     check_sampler_state,
     check_state,
-    going_on,
-    update_positions,
+    end_edited_texts,
+    update_last_token_hashes,
 )
 from jaxkv.jit_helpers import replicate
 from jaxkv.planning.planners import plan_next
@@ -97,13 +102,13 @@ def decode(
     sampler = check_sampler_state(sampler, state)
     if not state.token.shape[0]:
         return DecodeResult(cache, state, *empty_samples(0, num_tokens))
-    ending = stops(stop_tokens, state.token.shape[0])
+    ending = check_stop_tokens(stop_tokens, state.token.shape[0])
     if is_traced(sampler, params, cache, state, ending):
         cache, state, made = _decode(forward, sampler, params, cache, state, ending, num_tokens)
         return DecodeResult(cache, state, *made)
     table, buffers = own_or_copied_buffers(cache, donate)
-    loop = cached_program(_decoding, forward)
-    args = with_types(sampler), params, table, buffers, state, ending
+    loop = cached_program(_build_decode_program, forward)
+    args = attach_node_types(sampler), params, table, buffers, state, ending
     table, buffers, next_state, samples = loop(*args, num_tokens=num_tokens)
     # The sequences stay those that were passed in: to look at a result is to wait for it.
     return DecodeResult(
@@ -111,7 +116,7 @@ def decode(
     )
 
 
-def _decoding(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
+def _build_decode_program(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
     @partial(jax.jit, static_argnames="num_tokens", donate_argnames="buffers")
     def loop(
         sampler: TreeWithTypes[Sampler],
@@ -140,10 +145,10 @@ def _decode(
     state: DecodeState,
     stop_tokens: Int32[Array | np.ndarray, "T n"],
     num_tokens: int,
-) -> tuple[Cache, DecodeState, Sampled]:
+) -> tuple[Cache, DecodeState, SampledTokens]:
     """Do what `decode` says, as a part of the program that is being traced."""
 
-    def goes_on(carry: tuple) -> jax.Array:
+    def should_continue(carry: tuple) -> jax.Array:
         _, state, _, i = carry
         return (i < num_tokens) & jnp.any(state.active)
 
@@ -153,8 +158,8 @@ def _decode(
         plan = plan_next(table, state.token[:, None], state.sequence, state.active[:, None])
         cache, logits = model_step(forward, params, cache, plan.ubatches[0])
         active = state.active & plan.ok
-        state, token, logprob = advance(sampler, logits, state, stop_tokens, active)
-        new = Sampled(token, logprob)
+        state, token, logprob = sample_next_tokens(sampler, logits, state, stop_tokens, active)
+        new = SampledTokens(token, logprob)
         samples = jax.tree.map(lambda all_, column: all_.at[:, i].set(column), samples, new)
         # A refused step has changed nothing: the texts that it was refused for end, and the others
         # take it again.
@@ -166,8 +171,8 @@ def _decode(
         )
         return cache, state, samples, i + plan.ok
 
-    state = going_on(cache.table, jax.tree.map(jnp.asarray, state))
+    state = end_edited_texts(cache.table, jax.tree.map(jnp.asarray, state))
     carry = cache, state, empty_samples(state.token.shape[0], num_tokens), jnp.int32(0)
-    cache, state, samples, _ = jax.lax.while_loop(goes_on, body, carry)
+    cache, state, samples, _ = jax.lax.while_loop(should_continue, body, carry)
     table = cache.table
-    return cache, *replicate(table, (update_positions(table, state), samples))
+    return cache, *replicate(table, (update_last_token_hashes(table, state), samples))

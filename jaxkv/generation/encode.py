@@ -86,7 +86,7 @@ def encode(
     if is_known:
         plan.check()
     if is_known and not is_traced(params, cache, batch):
-        run = cached_program(_encoding, encoder)
+        run = cached_program(_build_encode_program, encoder)
         cache = merge(*run(params, *own_or_copied_buffers(cache, donate), ubatch))
     else:
         cache = _encode_ubatch(encoder, params, cache, ubatch)
@@ -108,7 +108,7 @@ def _encode_ubatch(encoder: Encoder, params: PyTree, cache: Cache, ubatch: Ubatc
     return after
 
 
-def _encoding(encoder: Callable[[], Encoder]) -> jax.stages.Wrapped:
+def _build_encode_program(encoder: Callable[[], Encoder]) -> jax.stages.Wrapped:
     @partial(jax.jit, donate_argnames="buffers")
     def run(params: PyTree, table: CacheTable, buffers: PyTree, ubatch: Ubatch) -> tuple:
         cache = _encode_ubatch(encoder(), params, merge(table, buffers), ubatch)

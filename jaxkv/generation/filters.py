@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxkv.core.array_utils import is_concrete
 from jaxkv.core.validate import check_count, check_int32
-from jaxkv.generation.padding import newest
+from jaxkv.generation.padding import take_last_tokens
 from jaxkv.generation.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class FilterSampler(Sampler):
         return self.temperature is not None
 
     @property
-    def _penalises(self) -> bool:
+    def _has_penalty(self) -> bool:
         penalties = self.repeat_penalty, self.frequency_penalty, self.presence_penalty
         return any(penalty is not None for penalty in penalties)
 
@@ -105,34 +105,34 @@ class FilterSampler(Sampler):
                 raise ValueError(
                     f"wanted {name} [] or [{len(prompts)}], one for each text, got {shape}"
                 )
-        if not self._penalises:
+        if not self._has_penalty:
             return ()
-        return newest(prompts, self.penalty_last_n)
+        return take_last_tokens(prompts, self.penalty_last_n)
 
     def adjust(self, logits: Float[Array, "T V"], state: PyTree) -> Float[Array, "T V"]:
         """Take penalties off, filter, and divide by the temperature, in llama.cpp's order.
 
         The logits are float32, before and after.
         """
-        if self._penalises:
+        if self._has_penalty:
             logits = self._subtract_penalties(logits, state)
         if self.temperature is None:
             return logits
         # A filter leaves the texts alone whose number turns it off, whatever their logits are.
         if self.top_k is not None:
             num_kept = jnp.where(self.top_k > 0, self.top_k, EVERY)
-            kept = keep_best(logits, jnp.ones_like(logits, jnp.int32), num_kept)
-            logits = _mask_logits(logits, kept | _column(self.top_k == 0))
+            kept = is_among_best(logits, jnp.ones_like(logits, jnp.int32), num_kept)
+            logits = _mask_logits(logits, kept | _as_column(self.top_k == 0))
         if self.top_p is not None:
             mass = jnp.where(self.top_p < 1, self.top_p, jnp.inf)
-            kept = keep_best(logits, jax.nn.softmax(logits), mass)
-            logits = _mask_logits(logits, kept | _column(self.top_p == 1))
+            kept = is_among_best(logits, jax.nn.softmax(logits), mass)
+            logits = _mask_logits(logits, kept | _as_column(self.top_p == 1))
         best = jnp.max(logits, axis=1, keepdims=True)
         best = jnp.where(best == -jnp.inf, 0, best)  # where no token is allowed
         if self.min_p is not None:
-            kept = logits >= best + _column(jnp.log(self.min_p))
-            logits = _mask_logits(logits, kept | _column(self.min_p == 0))
-        temperature = _column(self.temperature)
+            kept = logits >= best + _as_column(jnp.log(self.min_p))
+            logits = _mask_logits(logits, kept | _as_column(self.min_p == 0))
+        temperature = _as_column(self.temperature)
         alone = jnp.arange(logits.shape[1])[None] == jnp.argmax(logits, axis=1, keepdims=True)
         alone = _mask_logits(jnp.zeros_like(logits), alone & (logits != -jnp.inf))
         cooled = (logits - best) / jnp.where(temperature > 0, temperature, 1)
@@ -142,7 +142,7 @@ class FilterSampler(Sampler):
 
     def update(self, state: PyTree, tokens: Int32[Array, " T"]) -> PyTree:
         """Let the oldest of the recent tokens go, and take in `tokens`."""
-        if not self._penalises:
+        if not self._has_penalty:
             return state
         return jnp.concatenate([state[:, 1:], tokens[:, None]], axis=1)
 
@@ -154,13 +154,13 @@ class FilterSampler(Sampler):
         where = jnp.where(recent < 0, logits.shape[1], recent)
         times = jnp.zeros(logits.shape, jnp.float32).at[rows, where].add(1, mode="drop")
         if self.repeat_penalty is not None:
-            repeat = _column(self.repeat_penalty)
+            repeat = _as_column(self.repeat_penalty)
             weaker = jnp.where(logits > 0, logits / repeat, logits * repeat)
             logits = jnp.where(times > 0, weaker, logits)
         if self.frequency_penalty is not None:
-            logits = logits - times * _column(self.frequency_penalty)
+            logits = logits - times * _as_column(self.frequency_penalty)
         if self.presence_penalty is not None:
-            logits = logits - (times > 0) * _column(self.presence_penalty)
+            logits = logits - (times > 0) * _as_column(self.presence_penalty)
         return logits
 
 
@@ -217,11 +217,11 @@ def make_sampler(
         "frequency_penalty": frequency_penalty,
         "presence_penalty": presence_penalty,
     }
-    made = {name: _option(name, value) for name, value in numbers.items()}
+    made = {name: _check_option(name, value) for name, value in numbers.items()}
     return FilterSampler(**made, penalty_last_n=check_count(penalty_last_n, "penalty_last_n"))
 
 
-def _option(name: str, value: object) -> Any:
+def _check_option(name: str, value: object) -> Any:
     """Return the array of an option, `[]` or `[T]`; None where it does nothing for any text."""
     off, dtype, right, span = OPTIONS[name]
     if dtype == np.int32:
@@ -243,12 +243,12 @@ def _mask_logits(logits: Float[Array, "T V"], stays: Bool[Array, "T V"]) -> Floa
     return jnp.where(stays, logits, -jnp.inf)
 
 
-def _column(value: Shaped[ArrayLike, "*n"]) -> Shaped[Array, "m 1"]:
+def _as_column(value: Shaped[ArrayLike, "*n"]) -> Shaped[Array, "m 1"]:
     """Return a number for each text as a column; the one of all as `[1, 1]`."""
     return jnp.asarray(value).reshape(-1, 1)
 
 
-def keep_best(
+def is_among_best(
     logits: Float[Array | np.ndarray, "T V"],
     weights: Num[Array | np.ndarray, "T V"],
     min_weight: Num[Array, "*n"],
@@ -265,22 +265,22 @@ def keep_best(
       Which logits. Equal ones are kept together.
 
     >>> logits = jnp.array([[0.5, -1.0, 2.0, 0.5]])
-    >>> keep_best(logits, jnp.ones((1, 4)), jnp.array([2.0])).tolist()
+    >>> is_among_best(logits, jnp.ones((1, 4)), jnp.array([2.0])).tolist()
     [[True, False, True, True]]
     """
-    rank = _rising(logits)
+    rank = _to_ordered_integers(logits)
     top = jnp.uint32(1 << 31)
 
-    def bit(i: jax.Array, threshold: jax.Array) -> jax.Array:
+    def decide_threshold_bit(i: jax.Array, threshold: jax.Array) -> jax.Array:
         higher = threshold | (top >> i.astype(jnp.uint32))
         weight = jnp.sum(jnp.where(rank >= higher[:, None], weights, 0), axis=1)
         return jnp.where(weight >= min_weight, higher, threshold)
 
-    threshold = jax.lax.fori_loop(0, 32, bit, jnp.zeros(rank.shape[0], jnp.uint32))
+    threshold = jax.lax.fori_loop(0, 32, decide_threshold_bit, jnp.zeros(rank.shape[0], jnp.uint32))
     return rank >= threshold[:, None]
 
 
-def _rising(x: Float[Array | np.ndarray, "*n"]) -> UInt32[Array, "*n"]:
+def _to_ordered_integers(x: Float[Array | np.ndarray, "*n"]) -> UInt32[Array, "*n"]:
     """Return integers that are in the order of floats."""
     x = jnp.where(x == 0, 0, x.astype(jnp.float32))  # of the two zeros the positive one
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)

@@ -106,7 +106,7 @@ def generate(
     max_new_tokens = check_count(max_new_tokens, "max_new_tokens")
     num_samples = check_count(num_samples, "num_samples")
     tokens_per_call = check_count(tokens_per_call, "tokens_per_call")
-    lists = _lists(prompts)
+    lists = _check_prompts(prompts)
     count = len(lists) * num_samples
     is_own_cache = cache is None
     if spec is not None and cache is None:
@@ -160,7 +160,7 @@ def generate(
     return out._replace(**_join_calls(parts, num_remaining), drafter=drafter)
 
 
-def _lists(prompts: Prompts) -> list[Int32[np.ndarray, " n"]]:
+def _check_prompts(prompts: Prompts) -> list[Int32[np.ndarray, " n"]]:
     """Return the tokens of each prompt, or raise."""
     lists = [np.asarray(check_int32(prompt, "the tokens of a prompt", low=0)) for prompt in prompts]
     if not lists or any(tokens.ndim != 1 or not tokens.size for tokens in lists):

@@ -14,7 +14,7 @@ from jaxkv.api.apply import apply
 from jaxkv.batch import Ubatch
 from jaxkv.cache import Cache, merge
 from jaxkv.core.compile_cache import cached_program
-from jaxkv.core.donation import check_there
+from jaxkv.core.donation import check_not_donated
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, PyTree
@@ -51,7 +51,7 @@ def compiled_step(forward: Forward) -> jax.stages.Wrapped:
       >>> merge(table, buffers).num_used_cells().item()
       1
     """
-    return cached_program(_stepping, forward)
+    return cached_program(_build_step_program, forward)
 
 
 def model_step(
@@ -77,7 +77,7 @@ def model_step(
             "forward gave back the cache it was given, with nothing written: it must return the "
             "cache that attend (or write_states) of its last layer returned"
         )
-    _check_layers(cache, after)
+    _check_written_layers(cache, after)
     shape, rows = np.shape(logits), ubatch.outputs.shape[0]
     if len(shape) != 2 or shape[0] != rows or not shape[1]:
         raise ValueError(
@@ -90,7 +90,7 @@ def model_step(
     return after, logits
 
 
-def _check_layers(before: Cache, after: Cache) -> None:
+def _check_written_layers(before: Cache, after: Cache) -> None:
     """Raise unless keys were written in each layer that is known to keep those of a text."""
     pairs = zip(before.parts, after.parts, strict=True)
     every = getattr(before.table, "layers", None)
@@ -107,7 +107,7 @@ def _check_layers(before: Cache, after: Cache) -> None:
             )
 
 
-def _stepping(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
+def _build_step_program(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
     @partial(jax.jit, donate_argnames="buffers")
     def step(params: PyTree, table: CacheTable, buffers: PyTree, ubatch: Ubatch) -> tuple:
         cache, logits = model_step(forward(), params, merge(table, buffers), ubatch)
@@ -123,7 +123,7 @@ def own_or_copied_buffers(cache: Cache, donate: bool) -> tuple[CacheTable, PyTre
       ValueError: when the buffers were given up before.
     """
     table, buffers = cache.table, cache.buffers
-    check_there(buffers)
+    check_not_donated(buffers)
     return table, buffers if donate else copy_arrays(buffers)
 
 

@@ -20,12 +20,15 @@ if TYPE_CHECKING:
 X = TypeVar("X")
 
 
-def newest(
+def take_last_tokens(
     tokens: Int[Array | np.ndarray, "T n"], length: int
 ) -> Int[Array | np.ndarray, "T {length}"]:
     """Return the last tokens of rows; -1 in front where there are fewer.
 
-    >>> newest(np.array([[1, 2, 3]]), 2).tolist(), newest(np.array([[1]]), 2).tolist()
+    >>> (
+    ...     take_last_tokens(np.array([[1, 2, 3]]), 2).tolist(),
+    ...     take_last_tokens(np.array([[1]]), 2).tolist(),
+    ... )
     ([[2, 3]], [[-1, 1]])
     """
     recent = tokens[:, max(tokens.shape[1] - length, 0) :]
@@ -51,7 +54,7 @@ def pad_prompts(
         longest = max((len(tokens) for tokens in lists), default=0)
         lists = [np.pad(tokens, (longest - len(tokens), 0), constant_values=-1) for tokens in lists]
         rows = np.stack(lists) if lists else np.zeros((0, 0), np.int32)
-    return rows if max_length is None else newest(rows, max_length)
+    return rows if max_length is None else take_last_tokens(rows, max_length)
 
 
 def stop_tokens_as_list(stop_tokens: StopTokens) -> Tokens:
@@ -59,7 +62,7 @@ def stop_tokens_as_list(stop_tokens: StopTokens) -> Tokens:
     return sorted(stop_tokens) if isinstance(stop_tokens, (set, frozenset)) else stop_tokens
 
 
-def where_text(which: Bool[Array, " T"], new: X, old: X) -> X:
+def select_per_text(which: Bool[Array, " T"], new: X, old: X) -> X:
     """Return what is new for some texts, and old for others; trees of `[T, ...]`."""
 
     def choose(new: jax.Array, old: jax.Array) -> jax.Array:

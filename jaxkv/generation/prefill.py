@@ -118,11 +118,11 @@ def prefill(
         for ubatch in plan.ubatches:
             cache, out = model_step(forward, params, cache, ubatch)
             logits.append(out)
-    sequences = plan.gather_outputs([_sequences_of(ubatch) for ubatch in plan.ubatches])
+    sequences = plan.gather_outputs([_sequences_of_outputs(ubatch) for ubatch in plan.ubatches])
     return PrefillResult(cache, plan.gather_outputs(logits), sequences, plan.ok, plan.reason)
 
 
-def _sequences_of(ubatch: Ubatch) -> Any:
+def _sequences_of_outputs(ubatch: Ubatch) -> Any:
     """Return the sequence of each output of a ubatch, `[O]` int32; -1 where one only pads."""
     xp = np if is_concrete(ubatch.sequences, ubatch.outputs, ubatch.output_index) else jnp
     sequences, outputs, order = map(
@@ -215,9 +215,11 @@ def warm_up(
         batch = make_batch([[0] * length] * len(sequences), sequences=sequences)
         return init_batch(cache, batch, ubatch_size=ubatch_size)
 
-    plans = [plan_of_length(length) for length in _buckets(limit)]
-    for length in _buckets(longest):
-        for rest in _buckets(limit) if length > limit else ():  # what is left over at its end
+    plans = [plan_of_length(length) for length in _bucket_lengths(limit)]
+    for length in _bucket_lengths(longest):
+        for rest in (
+            _bucket_lengths(limit) if length > limit else ()
+        ):  # what is left over at its end
             plan_of_length((length - rest) // limit * limit + rest)
     step = compiled_step(forward)
     table, buffers = own_or_copied_buffers(cache, donate)
@@ -230,6 +232,6 @@ def warm_up(
     return merge(table, buffers) if donate else cache
 
 
-def _buckets(limit: int) -> list[int]:
+def _bucket_lengths(limit: int) -> list[int]:
     """Return the powers of two below a number, and the number."""
     return sorted({min(next_power_of_two(length), limit) for length in range(1, limit + 1)})

@@ -12,13 +12,20 @@ import numpy as np
 
 from jaxkv.cache import Cache, split
 from jaxkv.core.array_utils import is_traced
-from jaxkv.core.tree_types import TreeWithTypes, with_types
+from jaxkv.core.tree_types import TreeWithTypes, attach_node_types
 from jaxkv.core.validate import check_int32
 from jaxkv.generation.filters import make_sampler
-from jaxkv.generation.padding import stop_tokens_as_list, where_text
+from jaxkv.generation.padding import select_per_text, stop_tokens_as_list
 from jaxkv.generation.results import DecodeResult, PrefillResult
-from jaxkv.generation.sampler import Sampler, adjust_logits, are_broken, as_sampler, draw, draw_key
-from jaxkv.generation.state import DecodeState, ends, resume
+from jaxkv.generation.sampler import (
+    Sampler,
+    adjust_logits,
+    check_sampler,
+    has_invalid_logits,
+    make_draw_keys,
+    sample_tokens,
+)
+from jaxkv.generation.state import DecodeState, last_positions, make_decode_state
 from jaxkv.jit_helpers import jit_table
 from jaxkv.plan import Reason
 
@@ -30,7 +37,7 @@ if TYPE_CHECKING:
     from jaxkv.table import CacheTable
 
 
-class Sampled(NamedTuple):
+class SampledTokens(NamedTuple):
     """Tokens and logarithms of their probabilities, as in `DecodeResult`."""
 
     tokens: Int32[Array, "T n"]
@@ -113,9 +120,14 @@ def init_decode(
         raise ValueError(
             f"expected logits= or tokens=, got {arguments}; pass the logits of prefill"
         )
-    sampler = make_sampler() if sampler is None else as_sampler(sampler)
+    sampler = make_sampler() if sampler is None else check_sampler(sampler)
     begin = partial(
-        resume, cache, max_new_tokens=max_new_tokens, sampler=sampler, seed=seed, prompts=prompts
+        make_decode_state,
+        cache,
+        max_new_tokens=max_new_tokens,
+        sampler=sampler,
+        seed=seed,
+        prompts=prompts,
     )
     if tokens is not None:
         state = begin(tokens, sequences)
@@ -144,20 +156,23 @@ def init_decode(
         )
     none = np.zeros(logits.shape[0], np.int32)
     state = begin(none, sequences)
-    check_begun(cache.table, state.sequence, state.active)
+    check_prompts_present(cache.table, state.sequence, state.active)
     table = cache.table
     return DecodeResult(
-        cache, *pick_first(table, sampler, logits, stops(stop_tokens, len(none)), state)
+        cache,
+        *sample_first_tokens(
+            table, sampler, logits, check_stop_tokens(stop_tokens, len(none)), state
+        ),
     )
 
 
-def empty_samples(texts: int, num_tokens: int) -> Sampled:
+def empty_samples(texts: int, num_tokens: int) -> SampledTokens:
     """Return what loops fill in: -1 for tokens that were not picked, `[T, num_tokens]`."""
     shape = texts, num_tokens
-    return Sampled(jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32))
+    return SampledTokens(jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32))
 
 
-def check_begun(
+def check_prompts_present(
     table: CacheTable,
     sequences: Int32[Array | np.ndarray, " T"],
     active: Bool[Array | np.ndarray, " T"],
@@ -179,10 +194,10 @@ def check_begun(
         )
 
 
-_ends = jit_table(ends)
+_ends = jit_table(last_positions)
 
 
-def pick_first(
+def sample_first_tokens(
     table: CacheTable,
     sampler: Sampler,
     logits: Float[Array, "T V"],
@@ -193,26 +208,28 @@ def pick_first(
 
     Returns the state, tokens and logarithms of probability.
     """
-    return _pick_first(table, with_types(sampler), logits, stop_tokens, state)
+    return _sample_first_tokens(table, attach_node_types(sampler), logits, stop_tokens, state)
 
 
 @jit_table
-def _pick_first(
+def _sample_first_tokens(
     table: CacheTable,
     sampler: TreeWithTypes[Sampler],
     logits: Float[Array, "T V"],
     stop_tokens: Int32[Array, "#T n"],
     state: DecodeState,
 ) -> tuple[DecodeState, Int32[Array, "T 1"], Float[Array, "T 1"]]:
-    """Do what `pick_first` says."""
+    """Do what `sample_first_tokens` says."""
     del table  # by which the mesh is known
     # Where the token of a started text would stand, there stands the one that is picked here.
     state = replace(state, draw_index=state.draw_index - 1)
-    state, token, logprob = advance(sampler.value, logits, state, stop_tokens, state.remaining > 0)
+    state, token, logprob = sample_next_tokens(
+        sampler.value, logits, state, stop_tokens, state.remaining > 0
+    )
     return state, token[:, None], logprob[:, None]
 
 
-def advance(
+def sample_next_tokens(
     sampler: Sampler,
     logits: Float[Array, "T V"],
     state: DecodeState,
@@ -233,7 +250,7 @@ def advance(
     """
     logits = logits.astype(jnp.float32)
     adjusted = adjust_logits(sampler, logits, state.sampler_state)
-    token = draw(sampler, adjusted, draw_key(state.key, state.draw_index))
+    token = sample_tokens(sampler, adjusted, make_draw_keys(state.key, state.draw_index))
     is_sampled = active & (token >= 0)
     sampler_state = sampler.update(state.sampler_state, token)
     remaining = state.remaining - is_sampled
@@ -243,9 +260,9 @@ def advance(
         token=jnp.where(is_sampled, token, state.token),
         active=state.active & ~(active & ended),
         remaining=remaining,
-        reason=reason_after(logits, active, state.reason),
+        reason=mark_nonfinite_logits(logits, active, state.reason),
         draw_index=state.draw_index + is_sampled,
-        sampler_state=where_text(is_sampled, sampler_state, state.sampler_state),
+        sampler_state=select_per_text(is_sampled, sampler_state, state.sampler_state),
     )
     return state, jnp.where(is_sampled, token, -1), logprob_of(logits, token, active)
 
@@ -263,17 +280,17 @@ def logprob_of(
     largest = jnp.where(jnp.isfinite(largest), largest, 0)
     every = jnp.log(jnp.sum(jnp.exp(logits - largest[:, None]), axis=1))
     logprob = jnp.where(tokens >= 0, token_logits - largest - every, 0)
-    return jnp.where(active, jnp.where(are_broken(logits), jnp.nan, logprob), 0)
+    return jnp.where(active, jnp.where(has_invalid_logits(logits), jnp.nan, logprob), 0)
 
 
-def reason_after(
+def mark_nonfinite_logits(
     logits: Float[Array, "T V"], active: Bool[Array, " T"], reason: Int32[Array, " T"]
 ) -> Int32[Array, " T"]:
     """Return the reasons of texts: NONFINITE_LOGITS for an active one with broken logits."""
-    return jnp.where(active & are_broken(logits), Reason.NONFINITE_LOGITS, reason)
+    return jnp.where(active & has_invalid_logits(logits), Reason.NONFINITE_LOGITS, reason)
 
 
-def stops(stop_tokens: StopTokens, count: int) -> Int32[Array | np.ndarray, "T n"]:
+def check_stop_tokens(stop_tokens: StopTokens, count: int) -> Int32[Array | np.ndarray, "T n"]:
     """Return the tokens that end each of T texts, in one row for all or one each; a set will do.
 
     Raises:

@@ -56,7 +56,7 @@ class Sampler:
         return state
 
 
-def as_sampler(sampler: object) -> Sampler:
+def check_sampler(sampler: object) -> Sampler:
     """Return a sampler, or raise a TypeError when it is none."""
     if not isinstance(sampler, Sampler):
         raise TypeError(f"wanted a sampler, such as generation.make_sampler(), got {type(sampler)}")
@@ -70,21 +70,23 @@ def adjust_logits(
 
     A filter could hide a NaN, and the text would go on with what its model has no answer to.
     """
-    return jnp.where(are_broken(logits)[:, None], jnp.nan, sampler.adjust(logits, state))
+    return jnp.where(has_invalid_logits(logits)[:, None], jnp.nan, sampler.adjust(logits, state))
 
 
-def are_broken(logits: Float[Array, "*n V"]) -> Bool[Array, "*n"]:
+def has_invalid_logits(logits: Float[Array, "*n V"]) -> Bool[Array, "*n"]:
     """Return for which texts logits hold NaN or +inf."""
     return jnp.any(jnp.isnan(logits) | (logits == jnp.inf), axis=-1)
 
 
-def draw_key(key: Key[Array, " T"], numbers: Int32[Array, " T"], use: int = 0) -> Key[Array, " T"]:
+def make_draw_keys(
+    key: Key[Array, " T"], numbers: Int32[Array, " T"], use: int = 0
+) -> Key[Array, " T"]:
     """Return the keys of draws by their numbers: of tokens 0, acceptance 1, guesses 2."""
     keys = jax.vmap(jax.random.fold_in)(key, numbers)
     return keys if use == 0 else jax.vmap(jax.random.fold_in, (0, None))(keys, use)
 
 
-def draw(
+def sample_tokens(
     sampler: Sampler, adjusted: Float[Array, "T V"], keys: Key[Array, " T"]
 ) -> Int32[Array, " T"]:
     """Draw a token of each text.

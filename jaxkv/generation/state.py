@@ -13,13 +13,13 @@ from jaxkv.cache import Cache, split
 from jaxkv.core.array_utils import is_concrete
 from jaxkv.core.constants import END
 from jaxkv.core.validate import check_bool, check_int32
-from jaxkv.draw.repr import fields_line
+from jaxkv.draw.repr import fields_repr
 from jaxkv.generation.filters import make_sampler
 from jaxkv.generation.padding import pad_prompts
-from jaxkv.generation.sampler import Sampler, as_sampler
+from jaxkv.generation.sampler import Sampler, check_sampler
 from jaxkv.jit_helpers import jit_table
 from jaxkv.plan import Reason
-from jaxkv.spec import TableSpec, check_once
+from jaxkv.spec import TableSpec, check_distinct
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int32, Integer, Key, PyTree, UInt32
@@ -62,10 +62,10 @@ class DecodeState:
     sampler_state: PyTree
 
     def __repr__(self) -> str:
-        return fields_line(self)
+        return fields_repr(self)
 
 
-def resume(
+def make_decode_state(
     cache: Cache,
     tokens: Ids,
     sequences: Ids | None,
@@ -84,8 +84,10 @@ def resume(
     ids = table.spec.sequence_ids(np.arange(count) if sequences is None else sequences)
     if np.shape(ids) != (count,):
         raise ValueError(f"wanted sequences [{count}], one for each token, got {np.shape(ids)}")
-    remaining = _one_per_text(END if max_new_tokens is None else max_new_tokens, count, "limit")
-    key, draw, follows = _draws(table, _seed(seed, count), ids)
+    remaining = _broadcast_to_texts(
+        END if max_new_tokens is None else max_new_tokens, count, "limit"
+    )
+    key, draw, follows = _init_draw_state(table, _check_seed(seed, count), ids)
     state = DecodeState(
         token=token,
         sequence=ids,
@@ -95,32 +97,32 @@ def resume(
         key=key,
         draw_index=draw,
         follows=follows,
-        sampler_state=sampler.init(_of_all(prompts, count)),
+        sampler_state=sampler.init(_prompts_as_rows(prompts, count)),
     )
     state = check_state(table.spec, state)
     return jax.tree.map(jnp.asarray, state)
 
 
-def ends(table: CacheTable) -> Int32[Array, " Q"]:
+def last_positions(table: CacheTable) -> Int32[Array, " Q"]:
     """Return the last position of every sequence; -1 if it holds none."""
     return table.sequence_status(jnp.ones(table.spec.sequences, bool)).last
 
 
-def going_on(table: CacheTable, state: DecodeState) -> DecodeState:
+def end_edited_texts(table: CacheTable, state: DecodeState) -> DecodeState:
     """Return a state whose texts have ended, as EDITED, where the table ends otherwise.
 
     A text that slid or was moved ends with the same token as before.
     """
-    _, same = table.endings(state.sequence, state.follows)
+    _, same = table.compare_last_tokens(state.sequence, state.follows)
     edited = state.active & ~same
     reason = jnp.where(edited, Reason.EDITED, state.reason)
     return replace(state, active=state.active & ~edited, reason=reason)
 
 
-def update_positions(table: CacheTable, state: DecodeState) -> DecodeState:
+def update_last_token_hashes(table: CacheTable, state: DecodeState) -> DecodeState:
     """Return a state whose tokens come after the last ones of a table."""
     edited = state.reason == Reason.EDITED
-    follows, _ = table.endings(state.sequence, state.follows)
+    follows, _ = table.compare_last_tokens(state.sequence, state.follows)
     follows = jnp.where(edited, state.follows, follows)
     return replace(state, follows=follows)
 
@@ -133,7 +135,7 @@ def check_sampler_state(sampler: object, state: DecodeState) -> Sampler:
       ValueError: when the state was started with another kind of sampler, or it has numbers for
         another number of texts.
     """
-    sampler = make_sampler() if sampler is None else as_sampler(sampler)
+    sampler = make_sampler() if sampler is None else check_sampler(sampler)
     fresh = sampler.init(np.zeros((state.token.shape[0], 0), np.int32))
     expected, actual = (
         jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), sampler_state)
@@ -169,11 +171,11 @@ def check_state(spec: TableSpec, state: DecodeState) -> DecodeState:
             f"wanted token, sequence, active and all else of a state of one length [T], got "
             f"{', '.join(map(str, shapes))}"
         )
-    check_once(state.sequence)
+    check_distinct(state.sequence)
     return state
 
 
-def _of_all(prompts: Prompts | None, count: int) -> Int32[Array | np.ndarray, "{count} m"]:
+def _prompts_as_rows(prompts: Prompts | None, count: int) -> Int32[Array | np.ndarray, "{count} m"]:
     """Return the prompts of T texts as rows; without any, `[T, 0]`."""
     if prompts is None:
         return np.zeros((count, 0), np.int32)
@@ -182,7 +184,7 @@ def _of_all(prompts: Prompts | None, count: int) -> Int32[Array | np.ndarray, "{
     return pad_prompts(prompts)
 
 
-def _one_per_text(value: Ids, count: int, name: str) -> Any:
+def _broadcast_to_texts(value: Ids, count: int, name: str) -> Any:
     """Return a number for each text, `[T]` int32, from one for all or one each."""
     array = check_int32(value, name, low=0)
     if np.shape(array) not in ((), (count,)):
@@ -191,7 +193,7 @@ def _one_per_text(value: Ids, count: int, name: str) -> Any:
     return xp.broadcast_to(array, (count,))
 
 
-def _seed(seed: Seeds, count: int) -> Seeds:
+def _check_seed(seed: Seeds, count: int) -> Seeds:
     """Return a seed for all texts, or one for each, checked; uint32 if known."""
     if np.shape(seed) not in ((), (count,)):
         raise ValueError(f"wanted a seed [] or [{count}], got {np.shape(seed)}")
@@ -211,7 +213,7 @@ def _seed(seed: Seeds, count: int) -> Seeds:
 
 
 @jit_table
-def _draws(
+def _init_draw_state(
     table: CacheTable, seed: Integer[Array, "*n"], ids: Int32[Array, " T"]
 ) -> tuple[Key[Array, " T"], Int32[Array, " T"], UInt32[Array, " T"]]:
     """Return the key of each text, the position of what is picked next, and what it follows.
@@ -222,5 +224,5 @@ def _draws(
         keys = jax.vmap(jax.random.key)(seed)
     else:
         keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), ids)
-    follows, _ = table.endings(ids, jnp.zeros(ids.shape, jnp.uint32))
-    return keys, ends(table)[ids] + 2, follows
+    follows, _ = table.compare_last_tokens(ids, jnp.zeros(ids.shape, jnp.uint32))
+    return keys, last_positions(table)[ids] + 2, follows

@@ -12,24 +12,24 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from jaxkv.core.hashing import replace_hash
-from jaxkv.kv.cells import C, Cells, lacks, marks_without_ubatch
-from jaxkv.kv.eviction import evict
-from jaxkv.kv.slots import in_turn, longest_run
-from jaxkv.kv.tiles import whole_first
+from jaxkv.core.hashing import hash_overwritten_cells
+from jaxkv.kv.cells import C, Cells, advance_history_fields, is_layer_incomplete
+from jaxkv.kv.eviction import evict_cells
+from jaxkv.kv.slots import choose_in_stream, longest_run
+from jaxkv.kv.tiles import order_open_tiles_first
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int32
 
 
-def room(cells: Cells, open_cells: Bool[Array, "S N"]) -> Int32[Array, " S"]:
+def num_fitting_tokens(cells: Cells, open_cells: Bool[Array, "S N"]) -> Int32[Array, " S"]:
     """Return how many tokens of each stream find cells, of those open."""
     if cells.placement == "contiguous":
         return longest_run(open_cells)
     return jnp.sum(open_cells, axis=1, dtype=jnp.int32)
 
 
-def choose(
+def choose_cells(
     cells: Cells, open_cells: Bool[Array, "S N"], wanted: Int32[Array, " S"]
 ) -> Int32[Array, "S N"]:
     """Choose cells for the first `wanted` tokens of each stream, in their turn.
@@ -44,14 +44,16 @@ def choose(
     """
     turn = 1 + jnp.arange(cells.num_cells, dtype=jnp.int32)
 
-    def of_stream(open_cells: jax.Array, position: jax.Array, total: jax.Array) -> jax.Array:
+    def choose_for_stream(
+        open_cells: jax.Array, position: jax.Array, total: jax.Array
+    ) -> jax.Array:
         if cells.placement != "tiled":
-            return in_turn(cells, open_cells, position, turn, total)[0]
-        order = whole_first(open_cells)
-        nth, _ = in_turn(cells, open_cells[order], position[order], turn, total)
+            return choose_in_stream(cells, open_cells, position, turn, total)[0]
+        order = order_open_tiles_first(open_cells)
+        nth, _ = choose_in_stream(cells, open_cells[order], position[order], turn, total)
         return order.at[nth].get(mode="fill", fill_value=cells.num_cells)
 
-    return jax.vmap(of_stream)(open_cells, cells.position, wanted)
+    return jax.vmap(choose_for_stream)(open_cells, cells.position, wanted)
 
 
 def mark_used(cells: C, slots: Int32[Array, "S N"], arriving: C, lacking: Bool[Array, "S L"]) -> C:
@@ -65,11 +67,11 @@ def mark_used(cells: C, slots: Int32[Array, "S N"], arriving: C, lacking: Bool[A
       lacking: the layers that lack some of what comes.
     """
     gets = jnp.any(slots < cells.num_cells, axis=1)[:, None]
-    marks = marks_without_ubatch(cells.history, lacking | lacks(cells))
+    marks = advance_history_fields(cells.history, lacking | is_layer_incomplete(cells))
     stream = jnp.arange(cells.streams, dtype=jnp.int32)[:, None]
     if cells.window is not None:
         nothing = jnp.zeros(cells.position.shape, bool)
-        cells = evict(cells, nothing.at[stream, slots].set(True, mode="drop"))
+        cells = evict_cells(cells, nothing.at[stream, slots].set(True, mode="drop"))
 
     def set_slots(field: jax.Array, value: jax.Array) -> jax.Array:
         return field.at[stream, slots].set(value, mode="drop", unique_indices=True)
@@ -83,7 +85,7 @@ def mark_used(cells: C, slots: Int32[Array, "S N"], arriving: C, lacking: Bool[A
         position=set_slots(cells.position, arriving.position),
         owners=jnp.stack(owners, axis=1),
         shift=set_slots(cells.shift, arriving.shift),
-        cell_hash=set_slots(cells.cell_hash, replace_hash(old_hash, arriving.cell_hash)),
+        cell_hash=set_slots(cells.cell_hash, hash_overwritten_cells(old_hash, arriving.cell_hash)),
         content=set_slots(cells.content, arriving.content),
         **{name: jnp.where(gets, new, getattr(cells, name)) for name, new in marks.items()},
     )

@@ -11,20 +11,20 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.core.array_utils import nbytes, no_slots
+from jaxkv.core.array_utils import nbytes, out_of_range_slots
 from jaxkv.core.constants import END
 from jaxkv.core.partitioning import (
     AxisPartition,
     ShardingRules,
     broadcast_from_owner,
-    first_of,
+    first_local_index,
+    make_axis_partition,
     map_shards,
-    shares,
-    to_local,
+    to_local_index,
 )
-from jaxkv.ops.layer_stack import LayerView, each_array, flatten_layers, part_of_all
+from jaxkv.ops.layer_stack import LayerView, flatten_layers, make_layer_view, map_arrays
 from jaxkv.ops.mla import Values, ValueSlice
-from jaxkv.ops.quantised import Stored, dtype_of, to_stored
+from jaxkv.ops.quantised import Stored, dequantised_dtype, quantise_like
 from jaxkv.rope import NotGiven, Rope
 
 if TYPE_CHECKING:
@@ -78,25 +78,25 @@ class Buffers:
         return nbytes(self)
 
     @property
-    def depth(self) -> int:
+    def layers_per_array(self) -> int:
         """How many layers an array is of."""
         return self.layers if self.stacked else 1
 
-    def of_each(self, of_layer: Callable[[Stored, Values], X]) -> list[X]:
+    def map_layers(self, of_layer: Callable[[Stored, Values], X]) -> list[X]:
         """Return what is known of each layer by the arrays that it is held in: sizes, dtypes."""
-        return [of_layer(k, v) for k, v in zip(self.k, self.v, strict=True)] * self.depth
+        return [of_layer(k, v) for k, v in zip(self.k, self.v, strict=True)] * self.layers_per_array
 
     def layer(self, number: int | jax.Array) -> LayerKV:
         """Return the keys and the values of a layer, see `Held`; stacked, as `LayerView`."""
         if not self.stacked:
             return self.k[number], self.v[number]
         halves = self.k[0], self.v[0]
-        return jax.tree.map(lambda x: part_of_all(x, number, self.layers), halves)
+        return jax.tree.map(lambda x: make_layer_view(x, number, self.layers), halves)
 
     def with_layer(self, number: int | jax.Array, k: Stored, v: Values) -> Buffers:
         """Return the buffers with other keys and values in a layer, as `layer` returns them."""
         if self.stacked:
-            k, v = each_array(lambda x: x.all, (k, v))
+            k, v = map_arrays(lambda x: x.all, (k, v))
             return replace(self, k=(k,), v=(v,))
 
         def put(old: tuple[X, ...], new: X) -> tuple[X, ...]:
@@ -109,7 +109,7 @@ Halves = tuple[tuple[object, ...], tuple[object, ...]]
 """How the mesh at hand splits the keys and the values of each layer: `Shares` for each array."""
 
 
-def sizes_of(array: Stored, depth: int = 1) -> dict[str, int]:
+def shardable_sizes(array: Stored, depth: int = 1) -> dict[str, int]:
     """Return what of keys or values `[S, K, N, ...]` a mesh may split, by the names of rules.
 
     Those of several layers, `depth` of them, are `[S * L, K, N, ...]`. A device that holds a stream
@@ -122,11 +122,11 @@ def sizes_of(array: Stored, depth: int = 1) -> dict[str, int]:
 def layer_partition_specs(split: AxisPartition, layer_kv: LayerKV) -> PyTree:
     """Return how the arrays of a layer's keys and values are split."""
 
-    def of(x: Cached) -> PyTree:
+    def spec_of_array(x: Cached) -> PyTree:
         specs: PyTree = split.partition_spec, P(split.streams)
         return LayerView(*specs) if isinstance(x, LayerView) else split.partition_spec
 
-    return each_array(of, layer_kv)
+    return map_arrays(spec_of_array, layer_kv)
 
 
 def axes_of_queries(
@@ -142,11 +142,11 @@ def axes_of_queries(
     A latent is one head, which is whole on each device, and all query heads look at it. So they are
     split by themselves, unless the same axis splits something else. Those of a single plain head
     stay whole: a model has them from the weights of that head, which are whole too, and would have
-    to send what is split between. None without a mesh. `depth` is as for `sizes_of`.
+    to send what is split between. None without a mesh. `depth` is as for `shardable_sizes`.
     """
     if sharding_rules is None or mesh is None:
         return ()
-    split = sharding_rules.split(mesh, **sizes_of(keys, depth))
+    split = sharding_rules.split(mesh, **shardable_sizes(keys, depth))
     if not isinstance(values, ValueSlice) or keys.shape[1] > 1:
         return split["kv_heads"]
     axes = sharding_rules.split(mesh, kv_heads=heads)["kv_heads"]
@@ -155,8 +155,10 @@ def axes_of_queries(
 
 def kv_partitions(sharding_rules: ShardingRules | None, buffers: Buffers) -> Halves:
     """Return how the mesh at hand splits the keys and the values of each layer."""
-    halves, depth = (buffers.k, buffers.v), buffers.depth
-    return jax.tree.map(lambda x: shares(sharding_rules, **sizes_of(x, depth)), halves)
+    halves, depth = (buffers.k, buffers.v), buffers.layers_per_array
+    return jax.tree.map(
+        lambda x: make_axis_partition(sharding_rules, **shardable_sizes(x, depth)), halves
+    )
 
 
 def stream_cell_axes(split: Halves) -> AxisPartition:
@@ -188,19 +190,19 @@ def map_kv(
     streams = (P(stream_cell_axes(split).streams),) * by_stream
     in_specs = (*streams, *(P(),) * (len(args) - by_stream), specs)
 
-    def one_by_one(*args: PyTree) -> PyTree:
+    def change_layers_in_turn(*args: PyTree) -> PyTree:
         def of_layer(layer: jax.Array, arrays: PyTree) -> PyTree:
-            layer_kv = jax.tree.map(lambda x: part_of_all(x, layer, buffers.layers), arrays)
-            return each_array(lambda x: x.all, change(split, *args[:-1], layer_kv))
+            layer_kv = jax.tree.map(lambda x: make_layer_view(x, layer, buffers.layers), arrays)
+            return map_arrays(lambda x: x.all, change(split, *args[:-1], layer_kv))
 
         return jax.lax.fori_loop(jnp.int32(0), jnp.int32(buffers.layers), of_layer, args[-1])
 
-    of_share = one_by_one if buffers.stacked else partial(change, split)
+    of_share = change_layers_in_turn if buffers.stacked else partial(change, split)
     k, v = map_shards(sharding_rules, of_share, in_specs, specs)(*args, (buffers.k, buffers.v))
     return replace(buffers, k=k, v=v)
 
 
-def store(
+def write_keys_and_values(
     keys: Stored,
     values: Values,
     streams: Int32[Array, " R"],
@@ -227,18 +229,18 @@ def store(
       Keys and values of the layer after it.
     """
     if isinstance(values, ValueSlice):
-        k = values.nan_unless_finite(k.astype(dtype_of(keys)))
-        return write(keys, streams[:, None], slots, k), values
+        k = values.nan_unless_finite(k.astype(dequantised_dtype(keys)))
+        return write_cells(keys, streams[:, None], slots, k), values
     assert v is not None
-    k, v = k.astype(dtype_of(keys)), v.astype(dtype_of(values))
+    k, v = k.astype(dequantised_dtype(keys)), v.astype(dequantised_dtype(values))
     # What is not finite, less itself, is NaN, and all else 0: a sum, where `all` would take more.
     finite = jnp.isfinite(sum(jnp.sum(x - x, axis=3, keepdims=True) for x in (k, v)))
     k, v = jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)
     streams = streams[:, None]
-    return write(keys, streams, slots, k), write(values, streams, slots, v)
+    return write_cells(keys, streams, slots, k), write_cells(values, streams, slots, v)
 
 
-def write(
+def write_cells(
     stored: Stored,
     streams: Int[Array, "*#n"],
     slots: Int[Array, "*#n"],
@@ -246,10 +248,10 @@ def write(
 ) -> Stored:
     """Write numbers as keys or values of cells; the rest is as of `scatter`."""
 
-    def one(array: Cached, new: jax.Array) -> Cached:
+    def scatter_array(array: Cached, new: jax.Array) -> Cached:
         return scatter(array, streams, slots, new)
 
-    return each_array(one, stored, to_stored(new, stored))
+    return map_arrays(scatter_array, stored, quantise_like(new, stored))
 
 
 def gather_from_any_device(
@@ -293,19 +295,21 @@ def _to_local_slots(
     Both are int32, and keep the shapes that they have in `gather_from_any_device`.
     """
     if split.streams:
-        streams, is_own = to_local(streams, split.streams, array.shape[0])
-        slots = jnp.where(jnp.broadcast_to(is_own, slots.shape), slots, no_slots(slots))
+        streams, is_own = to_local_index(streams, split.streams, array.shape[0])
+        slots = jnp.where(jnp.broadcast_to(is_own, slots.shape), slots, out_of_range_slots(slots))
     if split.cells:
-        slots = slots_in_range(slots, first_of(split.cells, array.shape[2]), array.shape[2])
+        slots = offset_slots_into_range(
+            slots, first_local_index(split.cells, array.shape[2]), array.shape[2]
+        )
     return streams, slots
 
 
-def slots_in_range(
+def offset_slots_into_range(
     slots: Int32[Array, "*n"], first: jax.Array | int, count: int
 ) -> Int32[Array, "*n"]:
     """Return slots within `count` cells from `first` on, counted from there; nowhere for others."""
     is_within = (slots >= first) & (slots < first + count)
-    return jnp.where(is_within, slots - first, no_slots(slots))
+    return jnp.where(is_within, slots - first, out_of_range_slots(slots))
 
 
 def gather(
@@ -322,7 +326,7 @@ def gather(
       What they hold; zeros for a cell past the last one.
     """
     if isinstance(array, LayerView):
-        return gather(array.all, array.numbers(streams), slots)
+        return gather(array.all, array.stream_indices(streams), slots)
     by_head = slots.ndim  # the axis of heads, in indices and in what is read
     dimensions = jax.lax.GatherDimensionNumbers(
         offset_dims=(by_head + 1,),
@@ -333,7 +337,7 @@ def gather(
     )
     return jax.lax.gather(
         array,
-        _index(array, streams, slots),
+        _scatter_index(array, streams, slots),
         dimensions,
         slice_sizes=(1, 1, 1, array.shape[3]),
         mode="fill",
@@ -355,13 +359,13 @@ def scatter(
     Returns:
       The array after it.
     """
-    if not _is_converted(array.dtype):
-        return _by_index(array, streams, slots, new)
-    ways = {"cpu": _by_choice, "default": _by_index}
+    if not _is_upcast_by_cpu_write(array.dtype):
+        return _scatter_by_index(array, streams, slots, new)
+    ways = {"cpu": _scatter_by_select, "default": _scatter_by_index}
     return jax.lax.platform_dependent(array, streams, slots, new, **ways)
 
 
-def copy_run(
+def copy_cell_run(
     split: AxisPartition,
     array: Cached,
     src: Int32[Array, ""],
@@ -383,36 +387,36 @@ def copy_run(
     """
     shape, zero = (1, array.shape[1], size, array.shape[3]), jnp.zeros_like(first)
 
-    def run_of(stream: jax.Array) -> jax.Array:
+    def read_run(stream: jax.Array) -> jax.Array:
         arrays, number, _ = flatten_layers(array, stream)
         return jax.lax.dynamic_slice(arrays, (number, zero, first, zero), shape)
 
     if split.streams:
-        src, has_src = to_local(src, split.streams, array.shape[0])
-        dst, has_dst = to_local(dst, split.streams, array.shape[0])
-        run = broadcast_from_owner(jnp.where(has_src, run_of(src), 0), split.streams)
-        run = jnp.where(has_dst, run, run_of(dst))  # other devices keep what they have
+        src, has_src = to_local_index(src, split.streams, array.shape[0])
+        dst, has_dst = to_local_index(dst, split.streams, array.shape[0])
+        run = broadcast_from_owner(jnp.where(has_src, read_run(src), 0), split.streams)
+        run = jnp.where(has_dst, run, read_run(dst))  # other devices keep what they have
     else:
-        run = run_of(src)
+        run = read_run(src)
     if split.cells:
         is_within = (first + jnp.arange(size) < end)[None, None, :, None]
-        run = jnp.where(is_within, run, run_of(dst))
+        run = jnp.where(is_within, run, read_run(dst))
 
-    def by_choice(array: Cached, run: jax.Array, dst: jax.Array, first: jax.Array) -> Cached:
-        return _by_choice(array, dst, first + jnp.arange(size), run[0].swapaxes(0, 1))
+    def write_by_select(array: Cached, run: jax.Array, dst: jax.Array, first: jax.Array) -> Cached:
+        return _scatter_by_select(array, dst, first + jnp.arange(size), run[0].swapaxes(0, 1))
 
-    def in_one_piece(array: Cached, run: jax.Array, dst: jax.Array, first: jax.Array) -> Cached:
+    def write_as_slice(array: Cached, run: jax.Array, dst: jax.Array, first: jax.Array) -> Cached:
         arrays, number, _ = flatten_layers(array, dst)
         arrays = jax.lax.dynamic_update_slice(arrays, run, (number, zero, first, zero))
-        return _with_all(array, arrays)
+        return _replace_array(array, arrays)
 
-    if not _is_converted(array.dtype):
-        return in_one_piece(array, run, dst, first)
-    ways = {"cpu": by_choice, "default": in_one_piece}
+    if not _is_upcast_by_cpu_write(array.dtype):
+        return write_as_slice(array, run, dst, first)
+    ways = {"cpu": write_by_select, "default": write_as_slice}
     return jax.lax.platform_dependent(array, run, dst, first, **ways)
 
 
-def _with_all(array: A, new: PyTree) -> A:
+def _replace_array(array: A, new: PyTree) -> A:
     """Return what is stored with another array, `[S, K, N, D]`.
 
     Where there are several layers it is the array of all, `[S * L, K, N, D]`.
@@ -422,16 +426,18 @@ def _with_all(array: A, new: PyTree) -> A:
     return new
 
 
-def _index(array: jax.Array, streams: jax.Array, slots: jax.Array) -> jax.Array:
+def _scatter_index(array: jax.Array, streams: jax.Array, slots: jax.Array) -> jax.Array:
     """Return the stream and the cell of each token, for each head alike; `[..., K, 2]` int32."""
     pairs = jnp.stack(jnp.broadcast_arrays(streams, slots), axis=-1)[..., None, :]
     return jnp.broadcast_to(pairs, (*slots.shape, array.shape[1], 2))
 
 
-def _by_index(array: A, streams: jax.Array, slots: jax.Array, new: jax.Array) -> A:
+def _scatter_by_index(array: A, streams: jax.Array, slots: jax.Array, new: jax.Array) -> A:
     """Do what `scatter` says, by an index for each cell and head."""
     if isinstance(array, LayerView):
-        return _with_all(array, _by_index(array.all, array.numbers(streams), slots, new))
+        return _replace_array(
+            array, _scatter_by_index(array.all, array.stream_indices(streams), slots, new)
+        )
     if new.size == new.shape[-1]:
         # A write of one head of one cell becomes an update of a slice, which the compiler does
         # twice: in place, and in a copy of the array for attention to read. A second one, which is
@@ -448,12 +454,12 @@ def _by_index(array: A, streams: jax.Array, slots: jax.Array, new: jax.Array) ->
         operand_batching_dims=(1,),
         scatter_indices_batching_dims=(by_head,),
     )
-    where = _index(array, streams, slots)
+    where = _scatter_index(array, streams, slots)
     put = jax.lax.scatter(array, where, new, dimensions, unique_indices=True, mode="drop")
-    return _with_all(array, put)
+    return _replace_array(array, put)
 
 
-def _by_choice(array: A, streams: jax.Array, slots: jax.Array, new: jax.Array) -> A:
+def _scatter_by_select(array: A, streams: jax.Array, slots: jax.Array, new: jax.Array) -> A:
     """Do what `scatter` says: go over all cells once, and take what is new where there is any.
 
     Of a layer among several that goes over the cells of all layers.
@@ -471,10 +477,12 @@ def _by_choice(array: A, streams: jax.Array, slots: jax.Array, new: jax.Array) -
         is_of_layer = layer == jnp.repeat(array.layer, array.layers)
         turns = jnp.where(is_of_layer[:, None], jnp.repeat(turns, array.layers, axis=0), count)
     new = new.reshape(count, *old.shape[1::2])[jnp.minimum(turns, count - 1)]  # [S, N, K, D]
-    return _with_all(array, jnp.where((turns < count)[:, None, :, None], new.swapaxes(1, 2), old))
+    return _replace_array(
+        array, jnp.where((turns < count)[:, None, :, None], new.swapaxes(1, 2), old)
+    )
 
 
-def _is_converted(dtype: jnp.dtype) -> bool:
+def _is_upcast_by_cpu_write(dtype: jnp.dtype) -> bool:
     """Return whether a processor's compiler would convert a whole array to write a part of it.
 
     That of jax 0.10 does so with bfloat16 and floating dtypes of less, to float32 and back.

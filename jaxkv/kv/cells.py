@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jaxkv.core.array_utils import divmod_nonnegative, end_of, numbers_of
+from jaxkv.core.array_utils import divmod_nonnegative, indices_of_true, resolve_range_end
 from jaxkv.core.constants import EMPTY, END
 from jaxkv.core.hashing import chain_hashes, sum_hashes
 from jaxkv.core.partitioning import ShardingRules
@@ -134,7 +134,7 @@ def empty_fields(*, layers: int, cells: int, sequences: int, streams: int) -> di
     }
 
 
-def owner_word(
+def locate_owner_bit(
     cells: Cells, seq: Int[Array, "*n"]
 ) -> tuple[Int[Array, "*n"], Int[Array, "*n"], UInt32[Array, "*n"]]:
     """Return where the ownership of a sequence is written: its stream, its word and its bit.
@@ -157,24 +157,24 @@ def sequence_positions(cells: Cells, seq: Int32[Array, ""]) -> Int32[Array, " N"
     Returns:
       The position where the sequence owns the cell, EMPTY elsewhere.
     """
-    stream, word, bit = owner_word(cells, seq)
+    stream, word, bit = locate_owner_bit(cells, seq)
     owns = (cells.owners[stream, word] >> bit) & 1 == 1
     return jnp.where(owns & is_sequence(cells, seq), cells.position[stream], EMPTY)
 
 
-def first(cells: Cells, seq: Int32[Array, ""]) -> Int32[Array, ""]:
+def seq_pos_min(cells: Cells, seq: Int32[Array, ""]) -> Int32[Array, ""]:
     """Return the smallest position that a sequence holds, -1 if none."""
     positions = sequence_positions(cells, seq)
     lowest = jnp.min(jnp.where(positions == EMPTY, END, positions))
     return jnp.where(lowest == END, EMPTY, lowest)
 
 
-def last(cells: Cells, seq: Int32[Array, ""]) -> Int32[Array, ""]:
+def seq_pos_max(cells: Cells, seq: Int32[Array, ""]) -> Int32[Array, ""]:
     """Return the largest position that a sequence holds, -1 if none."""
     return jnp.max(sequence_positions(cells, seq))
 
 
-def lasts(cells: Cells, asked: Bool[Array, " Q"]) -> Int32[Array, " Q"]:
+def last_positions(cells: Cells, asked: Bool[Array, " Q"]) -> Int32[Array, " Q"]:
     """Return the largest position that each sequence asked for holds, -1 if none.
 
     Args:
@@ -195,13 +195,15 @@ def lasts(cells: Cells, asked: Bool[Array, " Q"]) -> Int32[Array, " Q"]:
         cells.owners,
         cells.position,
         asked,
-        cpu=partial(_lasts_by, min(BLOCK, cells.num_cells)),
-        default=partial(_lasts_by, cells.num_cells),
+        cpu=partial(_last_positions_by_chunk, min(BLOCK, cells.num_cells)),
+        default=partial(_last_positions_by_chunk, cells.num_cells),
     )
     return found.reshape(streams, -1)[:, : cells.sequences_per_stream].reshape(-1)
 
 
-def _lasts_by(size: int, owners: jax.Array, position: jax.Array, asked: jax.Array) -> jax.Array:
+def _last_positions_by_chunk(
+    size: int, owners: jax.Array, position: jax.Array, asked: jax.Array
+) -> jax.Array:
     """Do it for some words, `[W]` bool, `size` cells at a time; `[S, W, WORD]` int32.
 
     `owners` and `position` are those of `Cells`.
@@ -209,8 +211,8 @@ def _lasts_by(size: int, owners: jax.Array, position: jax.Array, asked: jax.Arra
     streams, words, cells = owners.shape
     bit = jnp.arange(WORD, dtype=jnp.uint32)
 
-    def look(word: jax.Array, found: jax.Array) -> jax.Array:
-        def block(i: jax.Array, highest: jax.Array) -> jax.Array:
+    def update_word(word: jax.Array, found: jax.Array) -> jax.Array:
+        def update_chunk(i: jax.Array, highest: jax.Array) -> jax.Array:
             start = jnp.minimum(i * size, cells - size)  # the last may overlap the one before
             corner = jnp.int32(0), word, start  # all of one type, also with x64
             here = jax.lax.dynamic_slice(owners, corner, (streams, 1, size))[:, 0]
@@ -219,29 +221,29 @@ def _lasts_by(size: int, owners: jax.Array, position: jax.Array, asked: jax.Arra
             return jnp.maximum(highest, jnp.max(jnp.where(owned, at[..., None], EMPTY), axis=1))
 
         turns = jnp.int32(-(-cells // size))
-        highest = jax.lax.fori_loop(jnp.int32(0), turns, block, found[:, word])
+        highest = jax.lax.fori_loop(jnp.int32(0), turns, update_chunk, found[:, word])
         return found.at[:, word].set(highest)
 
-    return each(asked, look, jnp.full((streams, words, WORD), EMPTY, jnp.int32))
+    return fold_over_true(asked, update_word, jnp.full((streams, words, WORD), EMPTY, jnp.int32))
 
 
-def free(cells: Cells) -> jax.Array:
+def is_cell_empty(cells: Cells) -> jax.Array:
     """Return which cells are empty; `[S, N]` bool, also on the host."""
     return cells.position == EMPTY
 
 
 def num_used_cells(cells: Cells) -> Int32[Array, ""]:
     """Return how many cells hold a token, over all streams."""
-    return jnp.sum(~free(cells), dtype=jnp.int32)
+    return jnp.sum(~is_cell_empty(cells), dtype=jnp.int32)
 
 
-def num_shared_cells(cells: Cells) -> Int32[Array, " S"]:
+def num_cells_saved_by_sharing(cells: Cells) -> Int32[Array, " S"]:
     """Return how many cells sharing spares in each stream, n - 1 for one of n owners."""
     owned = jnp.sum(jax.lax.population_count(cells.owners), axis=(1, 2), dtype=jnp.int32)
-    return owned - jnp.sum(~free(cells), axis=1, dtype=jnp.int32)
+    return owned - jnp.sum(~is_cell_empty(cells), axis=1, dtype=jnp.int32)
 
 
-def remove(cells: C, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]) -> C:
+def seq_rm(cells: C, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]) -> C:
     """Take one sequence (every sequence if `seq` is -1) off its cells in a range of positions.
 
     Args:
@@ -253,19 +255,19 @@ def remove(cells: C, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32
     Returns:
       The table after it. A cell that loses its last owner is empty.
     """
-    seq_bits = jnp.where(seq == -1, ~jnp.uint32(0), bits(cells, seq))
-    gone = seq_bits[..., None] & spread(within(cells, start, stop))
+    seq_bits = jnp.where(seq == -1, ~jnp.uint32(0), sequence_bits(cells, seq))
+    gone = seq_bits[..., None] & to_word_mask(is_in_range(cells, start, stop))
     # What the caller wants to be gone is not missed.
     asked = (seq == -1) | (jnp.arange(cells.sequences) == seq)
     begins = jnp.minimum(cells.evicted_below, jnp.maximum(start, 0))
-    all_of_it = asked & (end_of(stop) >= cells.evicted_below)
+    all_of_it = asked & (resolve_range_end(stop) >= cells.evicted_below)
     return replace(
         with_owners(cells, cells.owners & ~gone),
         evicted_below=jnp.where(all_of_it, begins, cells.evicted_below),
     )
 
 
-def copy(
+def seq_cp(
     cells: C,
     src: Int32[Array, ""],
     dst: Int32[Array, "*n"],
@@ -283,12 +285,12 @@ def copy(
       start: first position of the range.
       stop: one past the last.
     """
-    shared = is_owned_by(cells, bits(cells, src)) & within(cells, start, stop)
-    gained = jax.vmap(partial(bits, cells))(jnp.atleast_1d(dst))  # [n, S, W]
+    shared = is_owned_by(cells, sequence_bits(cells, src)) & is_in_range(cells, start, stop)
+    gained = jax.vmap(partial(sequence_bits, cells))(jnp.atleast_1d(dst))  # [n, S, W]
     gained = jax.lax.reduce_or(gained, axes=(0,))
     missed = jnp.where(is_sequence(cells, src), eviction_mark_of_copy(cells, src, start, stop), 0)
     return replace(
-        with_owners(cells, cells.owners | (gained[..., None] & spread(shared))),
+        with_owners(cells, cells.owners | (gained[..., None] & to_word_mask(shared))),
         evicted_below=cells.evicted_below.at[
             jnp.where(is_sequence(cells, dst), dst, cells.sequences)
         ].max(missed, mode="drop"),
@@ -299,11 +301,11 @@ def eviction_mark_of_copy(
     cells: Cells, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]
 ) -> Int32[Array, ""]:
     """Return the eviction mark that a copy of a range of a sequence begins with."""
-    mark = jnp.minimum(cells.evicted_below[seq], end_of(stop))
+    mark = jnp.minimum(cells.evicted_below[seq], resolve_range_end(stop))
     return jnp.where(jnp.maximum(start, 0) < mark, mark, 0)
 
 
-def select(cells: C, parents: Int32[Array, " n"], targets: Int32[Array, " n"]) -> C:
+def seq_select(cells: C, parents: Int32[Array, " n"], targets: Int32[Array, " n"]) -> C:
     """Give each target the cells of its parent in place of its own, all at once.
 
     Args:
@@ -312,21 +314,23 @@ def select(cells: C, parents: Int32[Array, " n"], targets: Int32[Array, " n"]) -
       targets: each at most once; one that is no sequence is left out.
     """
 
-    def gain(i: jax.Array, owners: jax.Array) -> jax.Array:
-        shared = is_owned_by(cells, bits(cells, parents[i]))
-        return owners | (bits(cells, targets[i])[..., None] & spread(shared))
+    def add_owner(i: jax.Array, owners: jax.Array) -> jax.Array:
+        shared = is_owned_by(cells, sequence_bits(cells, parents[i]))
+        return owners | (sequence_bits(cells, targets[i])[..., None] & to_word_mask(shared))
 
-    replaced = jax.lax.reduce_or(jax.vmap(partial(bits, cells))(targets), axes=(0,))  # [S, W]
+    replaced = jax.lax.reduce_or(
+        jax.vmap(partial(sequence_bits, cells))(targets), axes=(0,)
+    )  # [S, W]
     others = cells.owners & ~replaced[..., None]
-    owners = jax.lax.fori_loop(0, targets.size, gain, others)
+    owners = jax.lax.fori_loop(0, targets.size, add_owner, others)
     missed = cells.evicted_below[parents]
     evicted_below = cells.evicted_below.at[targets].set(missed, mode="drop")
     return replace(with_owners(cells, owners), evicted_below=evicted_below)
 
 
-def keep(cells: C, seq: Int32[Array, ""]) -> C:
+def seq_keep(cells: C, seq: Int32[Array, ""]) -> C:
     """Empty every cell that one sequence does not own, and make it the only owner of the rest."""
-    only = with_owners(cells, cells.owners & bits(cells, seq)[..., None])
+    only = with_owners(cells, cells.owners & sequence_bits(cells, seq)[..., None])
     only = replace(
         only, evicted_below=jnp.where(jnp.arange(cells.sequences) == seq, cells.evicted_below, 0)
     )
@@ -344,21 +348,21 @@ def clear(cells: C) -> C:
     )
 
 
-def each(asked: Bool[Array, " n"], look: Callable[[jax.Array, T], T], start: T) -> T:
+def fold_over_true(asked: Bool[Array, " n"], look: Callable[[jax.Array, T], T], start: T) -> T:
     """Fold over the sequences asked for, or the words of them, one after another.
 
     A reduction over all pairs of sequences and cells at once costs a hundred times more in a large
     table.
     """
-    ids = numbers_of(asked, asked.size)
+    ids = indices_of_true(asked, asked.size)
     return jax.lax.fori_loop(0, jnp.sum(asked), lambda i, carry: look(ids[i], carry), start)
 
 
-def holders(cells: Cells, where: Bool[Array, "S N"]) -> Bool[Array, " Q"]:
+def sequences_owning_cells(cells: Cells, where: Bool[Array, "S N"]) -> Bool[Array, " Q"]:
     """Return which sequences own one of some cells."""
     words = [jnp.where(where, cells.owners[:, w], 0) for w in range(cells.owners.shape[1])]
     some = jnp.stack([jax.lax.reduce_or(word, axes=(1,)) for word in words], axis=1)  # [S, W]
-    stream, word, bit = owner_word(cells, jnp.arange(cells.sequences))
+    stream, word, bit = locate_owner_bit(cells, jnp.arange(cells.sequences))
     return (some[stream, word] >> bit) & 1 == 1
 
 
@@ -383,7 +387,7 @@ def owns_same_cells(cells: Cells, partner: Int32[Array, " Q"]) -> Bool[Array, " 
         return answers.at[:, local].set(same)
 
     asked = jnp.any(partner != local_ids, axis=0)
-    return each(asked, compare, jnp.ones(partner.shape, bool)).reshape(-1)
+    return fold_over_true(asked, compare, jnp.ones(partner.shape, bool)).reshape(-1)
 
 
 def stream_hash(cells: Cells) -> UInt32[Array, " S"]:
@@ -396,7 +400,7 @@ def stream_hash(cells: Cells) -> UInt32[Array, " S"]:
     """
     index = jnp.broadcast_to(jnp.arange(cells.num_cells), cells.position.shape)
     owners = jnp.moveaxis(cells.owners, 1, -1)
-    cell = of_cells(index, cells.position, cells.shift, cells.cell_hash, owners)
+    cell = hash_cells(index, cells.position, cells.shift, cells.cell_hash, owners)
     found = jnp.sum(cell, axis=1, dtype=jnp.uint32)
     if cells.window is None:
         return found
@@ -407,7 +411,7 @@ def stream_hash(cells: Cells) -> UInt32[Array, " S"]:
     return sum_hashes(found, jnp.sum(sequence, axis=1, dtype=jnp.uint32))
 
 
-def of_cells(
+def hash_cells(
     index: Int[Array, "*#n"],
     position: Int32[Array, "*#n"],
     shift: Int32[Array, "*#n"],
@@ -426,23 +430,29 @@ def rewind(cells: C, old: C) -> tuple[C, Bool[Array, ""]]:
 
     `ok` is whether nothing that the older table uses was written over or moved.
     """
-    ok = jnp.all((cells.cell_hash == old.cell_hash) | free(old))
+    ok = jnp.all((cells.cell_hash == old.cell_hash) | is_cell_empty(old))
     before, after, past = cells.history[:, :1], cells.history[:, 1:], old.history[:, 1:]
-    whole = (cells.written == past) | ~lacks(cells) | (cells.written == before) & (past != after)
+    whole = (
+        (cells.written == past)
+        | ~is_layer_incomplete(cells)
+        | (cells.written == before) & (past != after)
+    )
     written = jnp.where(whole, past, cells.written)
     # The older table may know more than this one, which then cannot tell what is written of it.
-    still = jnp.all(free(old) | ~free(cells), axis=1, keepdims=True)
+    still = jnp.all(is_cell_empty(old) | ~is_cell_empty(cells), axis=1, keepdims=True)
     return replace(
         old, cell_hash=cells.cell_hash, written=jnp.where(still, written, old.written)
     ), ok
 
 
-def lacks(cells: Cells) -> jax.Array:
+def is_layer_incomplete(cells: Cells) -> jax.Array:
     """Return which layers lack tokens that their stream holds; `[S, L]` bool, also on the host."""
-    return (cells.written != cells.history[:, 1:]) & ~free(cells).all(axis=1, keepdims=True)
+    return (cells.written != cells.history[:, 1:]) & ~is_cell_empty(cells).all(
+        axis=1, keepdims=True
+    )
 
 
-def marks_without_ubatch(
+def advance_history_fields(
     history: UInt32[Array, "S 2"], lacking: Bool[Array, "S L"]
 ) -> dict[str, UInt32[Array, "S _"]]:
     """Return the fields `history` and `written` of streams that tokens came to by no ubatch.
@@ -467,26 +477,26 @@ def hashes_after_rotation(cells: Cells, where: Bool[Array, "S N"]) -> UInt32[Arr
     return jnp.where(where, chain_hashes(cells.cell_hash, cells.shift), cells.cell_hash)
 
 
-def faults(cells: Cells) -> dict[str, Int32[Array, ""]]:
+def count_broken_invariants(cells: Cells) -> dict[str, Int32[Array, ""]]:
     """Return how often each invariant of a table is broken, by name."""
     owned = jnp.any(cells.owners != 0, axis=1)
-    known_bits = jax.vmap(partial(bits, cells))(jnp.arange(cells.sequences))  # [Q, S, W]
+    known_bits = jax.vmap(partial(sequence_bits, cells))(jnp.arange(cells.sequences))  # [Q, S, W]
     unknown = cells.owners & ~jax.lax.reduce_or(known_bits, axes=(0,))[..., None]
     wrong = {
         "position below -1": cells.position < EMPTY,
-        "position without an owner": ~free(cells) & ~owned,
-        "owner without a position": free(cells) & owned,
+        "position without an owner": ~is_cell_empty(cells) & ~owned,
+        "owner without a position": is_cell_empty(cells) & owned,
         "owner that is no sequence": unknown != 0,
-        "rotation owed to an empty cell": free(cells) & (cells.shift != 0),
-        "rotated for a negative position": ~free(cells) & (cells.position < cells.shift),
+        "rotation owed to an empty cell": is_cell_empty(cells) & (cells.shift != 0),
+        "rotated for a negative position": ~is_cell_empty(cells) & (cells.position < cells.shift),
         "evicted below a negative position": cells.evicted_below < 0,
     }
     return {name: jnp.sum(where, dtype=jnp.int32) for name, where in wrong.items()}
 
 
-def bits(cells: Cells, seq: Int[Array, ""]) -> UInt32[Array, "S W"]:
+def sequence_bits(cells: Cells, seq: Int[Array, ""]) -> UInt32[Array, "S W"]:
     """Return one sequence as words that can be laid over `owners`."""
-    stream, word, bit = owner_word(cells, seq)
+    stream, word, bit = locate_owner_bit(cells, seq)
     streams, words, _ = cells.owners.shape
     here = (jnp.arange(streams)[:, None] == stream) & (jnp.arange(words)[None] == word)
     return jnp.where(here & is_sequence(cells, seq), jnp.uint32(1) << bit, jnp.uint32(0))
@@ -497,12 +507,14 @@ def is_owned_by(cells: Cells, words: UInt32[Array, "S W"]) -> Bool[Array, "S N"]
     return jnp.any(cells.owners & words[..., None] != 0, axis=1)
 
 
-def within(cells: Cells, start: Int32[Array, ""], stop: Int32[Array, ""]) -> Bool[Array, "S N"]:
+def is_in_range(
+    cells: Cells, start: Int32[Array, ""], stop: Int32[Array, ""]
+) -> Bool[Array, "S N"]:
     """Return which cells hold a position of a range. Empty cells never do."""
-    return (cells.position >= jnp.maximum(start, 0)) & (cells.position < end_of(stop))
+    return (cells.position >= jnp.maximum(start, 0)) & (cells.position < resolve_range_end(stop))
 
 
-def spread(cell: Bool[Array, "S N"]) -> UInt32[Array, "S 1 N"]:
+def to_word_mask(cell: Bool[Array, "S N"]) -> UInt32[Array, "S 1 N"]:
     """Turn a bool for each cell into words of all ones or none."""
     return jnp.where(cell, ~jnp.uint32(0), jnp.uint32(0))[:, None]
 

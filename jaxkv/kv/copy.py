@@ -13,22 +13,22 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.core.array_utils import no_slots
+from jaxkv.core.array_utils import out_of_range_slots
 from jaxkv.core.constants import EMPTY
-from jaxkv.core.hashing import replace_hash
+from jaxkv.core.hashing import hash_overwritten_cells
 from jaxkv.core.partitioning import (
     AxisPartition,
-    first_of,
+    first_local_index,
     gather_sharded,
+    make_axis_partition,
     map_shards,
-    shares,
-    to_local,
+    to_local_index,
 )
 from jaxkv.kv.buffers import (
     Buffers,
     Cached,
     Halves,
-    copy_run,
+    copy_cell_run,
     gather_from_any_device,
     map_kv,
     scatter_local,
@@ -37,20 +37,20 @@ from jaxkv.kv.buffers import (
 from jaxkv.kv.cells import (
     C,
     Cells,
+    advance_history_fields,
     eviction_mark_of_copy,
+    is_in_range,
+    is_layer_incomplete,
     is_sequence,
-    lacks,
-    marks_without_ubatch,
-    within,
 )
 from jaxkv.kv.shift import CHUNK
-from jaxkv.ops.layer_stack import each_array
+from jaxkv.ops.layer_stack import map_arrays
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int32, PyTree
 
 
-def copy_between(
+def copy_between_streams(
     cells: C,
     buffers: Buffers,
     src: Int32[Array, ""],
@@ -73,12 +73,14 @@ def copy_between(
     """
     targets = jnp.atleast_1d(dst)
 
-    def into(i: jax.Array, carry: tuple[C, jax.Array]) -> tuple[C, jax.Array]:
+    def copy_into_target(i: jax.Array, carry: tuple[C, jax.Array]) -> tuple[C, jax.Array]:
         cells, count = _copy_range(carry[0], src, targets[i], start, stop)
         return cells, carry[1].at[i].set(count)
 
     begin = cells, jnp.zeros(targets.size, jnp.int32)
-    table, counts = jax.lax.fori_loop(jnp.int32(0), jnp.int32(targets.size), into, begin)
+    table, counts = jax.lax.fori_loop(
+        jnp.int32(0), jnp.int32(targets.size), copy_into_target, begin
+    )
     return table, map_kv(cells.sharding_rules, buffers, _copy_runs, src, targets, counts)
 
 
@@ -87,15 +89,17 @@ def _copy_range(
 ) -> tuple[C, jax.Array]:
     """Copy in the table; return how many cells are copied in the buffers, `[]` int32."""
     does = is_sequence(cells, src) & is_sequence(cells, dst) & (src != dst)
-    axes = shares(cells.sharding_rules, streams=cells.streams).streams
+    axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
 
-    def of_share(
+    def copy_on_shard(
         cells: C, does: jax.Array, src: jax.Array, dst: jax.Array, *bounds: jax.Array
     ) -> tuple[C, jax.Array]:
         source = jax.tree.map(lambda field: gather_sharded(field, axes, src)[None], cells)
-        return _replace_range(cells, source, does, dst - first_of(axes, cells.streams), *bounds)
+        return _replace_range(
+            cells, source, does, dst - first_local_index(axes, cells.streams), *bounds
+        )
 
-    run = map_shards(cells.sharding_rules, of_share, (P(axes), *(P(),) * 5), (P(axes), P()))
+    run = map_shards(cells.sharding_rules, copy_on_shard, (P(axes), *(P(),) * 5), (P(axes), P()))
     return run(cells, does, src, dst, start, stop)
 
 
@@ -120,19 +124,19 @@ def _replace_range(
     Returns:
       The table; and `[]` int32, how many cells are copied in the buffers.
     """
-    shared = within(source, start, stop)[0]  # [N]
+    shared = is_in_range(source, start, stop)[0]  # [N]
     index = jnp.arange(cells.num_cells, dtype=jnp.int32)
     end = jnp.where(does, jnp.max(jnp.where(shared, index, -1)) + 1, 0)
-    count = _in_chunks(cells, end)
+    count = _round_up_to_chunks(cells, end)
     does = does & (dst >= 0) & (dst < cells.streams)
     of_dst = jnp.where(does, dst, 0)
     old = cells.cell_hash[of_dst]
-    marks = marks_without_ubatch(cells.history[of_dst][None], lacks(source))
+    marks = advance_history_fields(cells.history[of_dst][None], is_layer_incomplete(source))
 
     def row(field: jax.Array, value: jax.Array) -> jax.Array:
         return field.at[jnp.where(does, dst, cells.streams)].set(value, mode="drop")
 
-    stamp = replace_hash(old, source.cell_hash[0])
+    stamp = hash_overwritten_cells(old, source.cell_hash[0])
     new = replace(
         cells,
         position=row(cells.position, jnp.where(shared, source.position[0], EMPTY)),
@@ -154,22 +158,22 @@ def _copy_runs(
     """Copy the first `counts` cells, `[n]`, of a stream to those of the targets, `[n]`."""
 
     def copy_to_target(i: jax.Array, arrays: PyTree) -> PyTree:
-        share, size, count = _local_cells(split, arrays, counts[i])
+        share, size, count = _local_chunk_sizes(split, arrays, counts[i])
 
         def chunk(j: jax.Array, arrays: PyTree) -> PyTree:
             first = jnp.minimum(j * size, share - size)  # the last may overlap the one before
 
             def copy_array(x: Cached, how: AxisPartition) -> Cached:
-                return copy_run(how, x, src, targets[i], first, size, count)
+                return copy_cell_run(how, x, src, targets[i], first, size, count)
 
-            return each_array(copy_array, arrays, split)
+            return map_arrays(copy_array, arrays, split)
 
         return jax.lax.fori_loop(jnp.int32(0), -(-count // size), chunk, arrays)
 
     return jax.lax.fori_loop(jnp.int32(0), jnp.int32(targets.size), copy_to_target, arrays)
 
 
-def select_between(
+def select_between_streams(
     cells: C, buffers: Buffers, parents: Int32[Array, " n"], targets: Int32[Array, " n"]
 ) -> tuple[C, Buffers]:
     """Replace what each target holds by what its parent does, all at once.
@@ -186,7 +190,7 @@ def select_between(
     does = is_sequence(cells, targets)
     targets = jnp.where(does, targets, cells.streams)
     source = jnp.where(does, parents, 0)
-    axes = shares(cells.sharding_rules, streams=cells.streams).streams
+    axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
     run = map_shards(
         cells.sharding_rules,
         partial(_replace_streams, axes),
@@ -209,13 +213,15 @@ def _replace_streams(
     lines = jax.tree.map(lambda field: gather_sharded(field, axes, source), cells)
     index = jnp.arange(cells.num_cells, dtype=jnp.int32)
     used_cells = jnp.where(does[:, None] & (lines.position != EMPTY), index, -1)
-    count = _in_chunks(cells, jnp.max(used_cells) + 1)
-    local, is_own = to_local(targets, axes, cells.streams)
+    count = _round_up_to_chunks(cells, jnp.max(used_cells) + 1)
+    local, is_own = to_local_index(targets, axes, cells.streams)
     local = jnp.where(does & is_own, local, cells.streams)
     old = cells.cell_hash.at[local].get(mode="fill", fill_value=0)
-    stamp = jnp.where(index < count, replace_hash(old, lines.cell_hash), old)
+    stamp = jnp.where(index < count, hash_overwritten_cells(old, lines.cell_hash), old)
     history = cells.history.at[local].get(mode="fill", fill_value=0)
-    lines = replace(lines, cell_hash=stamp, **marks_without_ubatch(history, lacks(lines)))
+    lines = replace(
+        lines, cell_hash=stamp, **advance_history_fields(history, is_layer_incomplete(lines))
+    )
 
     def put(field: jax.Array, value: jax.Array) -> jax.Array:
         return field.at[local].set(value, mode="drop")
@@ -232,11 +238,11 @@ def _select_cells(
     arrays: PyTree,
 ) -> PyTree:
     """Copy the first `count` cells of streams, `[n]`, to those of targets, `[n]`, where it does."""
-    _, size, count = _local_cells(split, arrays, count)
+    _, size, count = _local_chunk_sizes(split, arrays, count)
 
     def chunk(i: jax.Array, arrays: PyTree) -> PyTree:
         slots = jnp.broadcast_to(i * size + jnp.arange(size), (targets.size, size))
-        slots = jnp.where(does[:, None] & (slots < count), slots, no_slots(slots))
+        slots = jnp.where(does[:, None] & (slots < count), slots, out_of_range_slots(slots))
 
         def copy_array(x: Cached, how: AxisPartition) -> Cached:
             how = replace(how, cells=())  # a token keeps its cell: each share is copied by itself
@@ -248,12 +254,12 @@ def _select_cells(
                 gather_from_any_device(how, x, source[:, None], slots),
             )
 
-        return each_array(copy_array, arrays, split)
+        return map_arrays(copy_array, arrays, split)
 
     return jax.lax.fori_loop(jnp.int32(0), -(-count // size), chunk, arrays)
 
 
-def _in_chunks(cells: Cells, count: jax.Array) -> jax.Array:
+def _round_up_to_chunks(cells: Cells, count: jax.Array) -> jax.Array:
     """Return how many cells are copied where `count` have to be: whole chunks, to the last cell.
 
     Both are `[]` int32.
@@ -262,11 +268,13 @@ def _in_chunks(cells: Cells, count: jax.Array) -> jax.Array:
     return jnp.minimum(-(-count // size) * size, cells.num_cells)
 
 
-def _local_cells(split: Halves, arrays: PyTree, count: jax.Array) -> tuple[int, int, jax.Array]:
+def _local_chunk_sizes(
+    split: Halves, arrays: PyTree, count: jax.Array
+) -> tuple[int, int, jax.Array]:
     """Return the cells of a device's share, those of a chunk, and how many of the first are its.
 
     `count`, the first cells of a stream, and the last of the answers are `[]` int32.
     """
     share = arrays[0][0].shape[2]
-    first = first_of(stream_cell_axes(split).cells, share)
+    first = first_local_index(stream_cell_axes(split).cells, share)
     return share, min(CHUNK, share), jnp.clip(count - first, 0, share)

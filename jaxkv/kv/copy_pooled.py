@@ -15,9 +15,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.core.array_utils import divmod_nonnegative, end_of, no_slots
-from jaxkv.core.partitioning import AxisPartition, gather_sharded, map_shards, shares, to_local
-from jaxkv.kv.allocate import choose, mark_used, room
+from jaxkv.core.array_utils import divmod_nonnegative, out_of_range_slots, resolve_range_end
+from jaxkv.core.partitioning import (
+    AxisPartition,
+    gather_sharded,
+    make_axis_partition,
+    map_shards,
+    to_local_index,
+)
+from jaxkv.kv.allocate import choose_cells, mark_used, num_fitting_tokens
 from jaxkv.kv.buffers import (
     Buffers,
     Cached,
@@ -30,23 +36,23 @@ from jaxkv.kv.buffers import (
 from jaxkv.kv.cells import (
     C,
     Cells,
-    bits,
     clear,
-    each,
     eviction_mark_of_copy,
+    fold_over_true,
+    is_in_range,
+    is_layer_incomplete,
     is_owned_by,
     is_sequence,
-    lacks,
-    owner_word,
-    select,
+    locate_owner_bit,
+    seq_select,
+    sequence_bits,
     with_owners,
-    within,
 )
-from jaxkv.kv.cells import copy as share
+from jaxkv.kv.cells import seq_cp as share
 from jaxkv.kv.sharded import map_streams
 from jaxkv.kv.shift import CHUNK
-from jaxkv.kv.slots import usable
-from jaxkv.ops.layer_stack import each_array
+from jaxkv.kv.slots import usable_cells
+from jaxkv.ops.layer_stack import map_arrays
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int32, PyTree
@@ -68,7 +74,7 @@ class CopyDemand(NamedTuple):
         return jnp.all(self.wanted <= self.found)
 
 
-class Transfer(NamedTuple, Generic[C]):
+class CopyPlan(NamedTuple, Generic[C]):
     """What sequences get, in their own stream and from others.
 
     Each stream gets the first `wanted` of N cells in turn.
@@ -88,9 +94,9 @@ class Transfer(NamedTuple, Generic[C]):
     need: CopyDemand
 
 
-def to_copy(
+def plan_copy(
     cells: C, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
-) -> Transfer[C]:
+) -> CopyPlan[C]:
     """Plan what `seq_cp` says: share within a stream, and replace what is held in others.
 
     Args:
@@ -102,12 +108,12 @@ def to_copy(
     """
     dst = jnp.atleast_1d(dst)
     parents = jnp.broadcast_to(src, dst.shape)
-    is_cross_stream = _apart(cells, parents, dst)
+    is_cross_stream = _is_in_other_stream(cells, parents, dst)
     base = share(cells, src, jnp.where(is_cross_stream, cells.sequences, dst), start, stop)
-    return _transfer(cells, base, parents, dst, is_cross_stream, start, stop)
+    return _plan_transfer(cells, base, parents, dst, is_cross_stream, start, stop)
 
 
-def to_select(cells: C, parents: jax.Array, targets: jax.Array) -> Transfer[C]:
+def plan_select(cells: C, parents: jax.Array, targets: jax.Array) -> CopyPlan[C]:
     """Plan what `seq_select` says.
 
     Args:
@@ -115,31 +121,31 @@ def to_select(cells: C, parents: jax.Array, targets: jax.Array) -> Transfer[C]:
       parents: `[n]` int32, sequences.
       targets: `[n]` int32, each at most once; one that is no sequence is left out.
     """
-    is_cross_stream = _apart(cells, parents, targets)
-    base = select(cells, parents, jnp.where(is_cross_stream, cells.sequences, targets))
+    is_cross_stream = _is_in_other_stream(cells, parents, targets)
+    base = seq_select(cells, parents, jnp.where(is_cross_stream, cells.sequences, targets))
     everything = jnp.int32(0), jnp.int32(-1)
-    return _transfer(cells, base, parents, targets, is_cross_stream, *everything)
+    return _plan_transfer(cells, base, parents, targets, is_cross_stream, *everything)
 
 
-def execute_copy(cells: C, buffers: Buffers, transfer: Transfer[C]) -> tuple[C, Buffers]:
+def execute_copy(cells: C, buffers: Buffers, transfer: CopyPlan[C]) -> tuple[C, Buffers]:
     """Do what was planned, in the table and the buffers; nothing where cells are lacking.
 
     A stream that gets copies lacks afterwards, in each layer, what those that they come from lack.
     """
     base, arriving, origin, slots, need = transfer
     gets = need.ok & (jnp.arange(cells.num_cells)[None] < need.wanted[:, None])
-    slots = jnp.where(gets, slots, no_slots(slots))
+    slots = jnp.where(gets, slots, out_of_range_slots(slots))
     source, _ = divmod_nonnegative(origin, cells.num_cells)
     comes = (source[..., None] == jnp.arange(cells.streams)[None, None]) & gets[..., None]
     comes = jnp.any(comes, axis=1)  # [S, S], from the second to the first
-    incomplete = jnp.any(comes[..., None] & lacks(cells)[None], axis=1)
+    incomplete = jnp.any(comes[..., None] & is_layer_incomplete(cells)[None], axis=1)
     filled = map_streams(base, mark_used, slots, arriving, incomplete)
     filled = jax.tree.map(lambda new, old: jnp.where(need.ok, new, old), filled, cells)
     args = origin, slots, jnp.where(need.ok, need.wanted, 0)
-    return filled, map_kv(cells.sharding_rules, buffers, _fill, *args, by_stream=2)
+    return filled, map_kv(cells.sharding_rules, buffers, _copy_planned_cells, *args, by_stream=2)
 
 
-def _fill(
+def _copy_planned_cells(
     split: Halves, origin: jax.Array, slots: jax.Array, num_copied: jax.Array, arrays: PyTree
 ) -> PyTree:
     """Copy keys and values, the first `num_copied` of each stream, `[S]`, a chunk at a time.
@@ -155,25 +161,27 @@ def _fill(
         stream = jnp.minimum(stream, num_copied.size - 1)
         turn = number - (ends - num_copied)[stream]
         slot = jnp.where(
-            number < ends[-1], gather_sharded(slots, by_streams, stream, turn), no_slots(number)
+            number < ends[-1],
+            gather_sharded(slots, by_streams, stream, turn),
+            out_of_range_slots(number),
         )
         source = divmod_nonnegative(gather_sharded(origin, by_streams, stream, turn), size)
 
         def copy_array(x: Cached, how: AxisPartition) -> Cached:
             return scatter_local(how, x, stream, slot, gather_from_any_device(how, x, *source))
 
-        return each_array(copy_array, arrays, split)
+        return map_arrays(copy_array, arrays, split)
 
     return jax.lax.fori_loop(jnp.int32(0), -(-ends[-1] // CHUNK), chunk, arrays)
 
 
-def _apart(cells: Cells, parents: jax.Array, targets: jax.Array) -> jax.Array:
+def _is_in_other_stream(cells: Cells, parents: jax.Array, targets: jax.Array) -> jax.Array:
     """Return which of the targets lie in other streams than their parents; `[n]` bool."""
-    (theirs, *_), (ours, *_) = owner_word(cells, parents), owner_word(cells, targets)
+    (theirs, *_), (ours, *_) = locate_owner_bit(cells, parents), locate_owner_bit(cells, targets)
     return is_sequence(cells, parents) & is_sequence(cells, targets) & (theirs != ours)
 
 
-def _transfer(
+def _plan_transfer(
     cells: C,
     base: C,
     parents: jax.Array,
@@ -181,42 +189,44 @@ def _transfer(
     is_cross_stream: jax.Array,
     start: jax.Array,
     stop: jax.Array,
-) -> Transfer[C]:
+) -> CopyPlan[C]:
     """Plan copies of a range of parents, `[n]`, for targets, `[n]`, where `is_cross_stream`, `[n]`.
 
     `base` is the table after all that happens within streams.
     """
 
-    def all_of(ids: jax.Array) -> jax.Array:
+    def combine_sequence_bits(ids: jax.Array) -> jax.Array:
         ids = jnp.where(is_cross_stream, ids, cells.sequences)
-        return jax.lax.reduce_or(jax.vmap(partial(bits, cells))(ids), axes=(0,))  # [S, W]
+        return jax.lax.reduce_or(jax.vmap(partial(sequence_bits, cells))(ids), axes=(0,))  # [S, W]
 
     marks = jax.vmap(lambda seq: eviction_mark_of_copy(cells, seq, start, stop))(parents)
     base = replace(
-        with_owners(base, base.owners & ~all_of(targets)[..., None]),
+        with_owners(base, base.owners & ~combine_sequence_bits(targets)[..., None]),
         evicted_below=base.evicted_below.at[
             jnp.where(is_cross_stream, targets, cells.sequences)
         ].set(marks, mode="drop"),
     )
-    copy_array = is_owned_by(cells, all_of(parents)) & within(cells, start, stop)
+    copy_array = is_owned_by(cells, combine_sequence_bits(parents)) & is_in_range(
+        cells, start, stop
+    )
     # Targets of one stream with one parent share a copy: the first of them gets it for all.
-    home_of, *_ = owner_word(cells, targets)
+    home_of, *_ = locate_owner_bit(cells, targets)
     like = is_cross_stream[:, None] & is_cross_stream[None] & (home_of[:, None] == home_of[None])
     like &= parents[:, None] == parents[None]
-    axes = shares(cells.sharding_rules, streams=cells.streams).streams
+    axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
     run = map_shards(
         cells.sharding_rules,
-        partial(_queue, axes),
+        partial(_queue_copies, axes),
         (*(P(axes),) * 3, *(P(),) * 5),
         P(axes),
     )
     arriving, origin, slots, *need = run(
-        cells, base, usable(base) & ~copy_array, parents, targets, like, start, stop
+        cells, base, usable_cells(base) & ~copy_array, parents, targets, like, start, stop
     )
-    return Transfer(base, arriving, origin, slots, CopyDemand(*need))
+    return CopyPlan(base, arriving, origin, slots, CopyDemand(*need))
 
 
-def _queue(
+def _queue_copies(
     axes: tuple[str, ...],
     cells: C,
     base: C,
@@ -243,27 +253,27 @@ def _queue(
       stop: one past the last.
 
     Returns:
-      `arriving`, `origin` and `slots` of a `Transfer`, and both fields of its `need`.
+      `arriving`, `origin` and `slots` of a `CopyPlan`, and both fields of its `need`.
     """
     (streams, words, bits_of), (theirs, word, bit) = (
-        owner_word(cells, targets),
-        owner_word(cells, parents),
+        locate_owner_bit(cells, targets),
+        locate_owner_bit(cells, parents),
     )
     here = jnp.arange(cells.owners.shape[1])[None] == words[:, None]
     owner = jnp.where(here, jnp.uint32(1) << bits_of[:, None], 0)  # [n, W]
     first = jnp.any(like, axis=1) & (jnp.argmax(like, axis=1) == jnp.arange(targets.size))
     index = jnp.arange(cells.num_cells, dtype=jnp.int32)
 
-    def add(i: jax.Array, queue: tuple[C, jax.Array, jax.Array]) -> tuple:
+    def queue_parent_cells(i: jax.Array, queue: tuple[C, jax.Array, jax.Array]) -> tuple:
         """Let the cells of a parent follow those that its target's stream gets already."""
         arriving, origin, num_copied = queue
         line = [cells.position, cells.owners, cells.shift, cells.cell_hash, cells.content]
         line = [gather_sharded(field, axes, theirs[i]) for field in line]
         position, owners, shift, stamp, content = line
         is_copied = (owners[word[i]] >> bit[i]) & 1 == 1
-        is_copied &= (position >= jnp.maximum(start, 0)) & (position < end_of(stop))
+        is_copied &= (position >= jnp.maximum(start, 0)) & (position < resolve_range_end(stop))
         count = jnp.cumsum(is_copied, dtype=jnp.int32)
-        stream, is_own = to_local(streams[i], axes, cells.streams)
+        stream, is_own = to_local_index(streams[i], axes, cells.streams)
         turn = index - num_copied[stream]
         these = is_own & (turn >= 0) & (turn < count[-1])
         cell = jnp.searchsorted(count, turn + 1).astype(jnp.int32)
@@ -284,11 +294,11 @@ def _queue(
         return arriving, origin, num_copied.at[stream].add(jnp.where(is_own, count[-1], 0))
 
     none = jnp.zeros_like(cells.position), jnp.zeros(cells.streams, jnp.int32)
-    arriving, origin, num_copied = each(first, add, (clear(base), *none))
+    arriving, origin, num_copied = fold_over_true(first, queue_parent_cells, (clear(base), *none))
     return (
         arriving,
         origin,
-        choose(base, open_cells, num_copied),
+        choose_cells(base, open_cells, num_copied),
         num_copied,
-        room(base, open_cells),
+        num_fitting_tokens(base, open_cells),
     )

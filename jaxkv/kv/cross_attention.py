@@ -16,11 +16,11 @@ import numpy as np
 
 from jaxkv.batch import Ubatch
 from jaxkv.cache_spec import CacheSpec
-from jaxkv.core.array_utils import end_of, no_slots
+from jaxkv.core.array_utils import out_of_range_slots, resolve_range_end
 from jaxkv.core.constants import EMPTY
 from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.table import CellTable
-from jaxkv.spec import TableSpec, changes_of
+from jaxkv.spec import TableSpec, mask_unchanged_targets
 from jaxkv.table import KVView
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class CrossAttentionTable(CellTable):
 
     def slots_when_skipped(self, ubatch: Ubatch) -> CrossAttentionSlots:
         """Return that all tokens of a text look."""
-        looks = no_slots(ubatch.positions)
+        looks = out_of_range_slots(ubatch.positions)
         return CrossAttentionSlots(jnp.where(ubatch.valid, 0, looks))
 
     def occupy(self, ubatch: Ubatch) -> Self:
@@ -85,13 +85,13 @@ class CrossAttentionTable(CellTable):
             return ubatch.hash_before
         return super().stream_hash_after(ubatch, occupied)
 
-    def remove(
+    def seq_rm(
         self, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]
     ) -> tuple[CellTable, Bool[Array, ""]]:
         """Forget a source where all of its text is forgotten; a part of a text leaves it alone."""
-        return super().remove(seq, start, jnp.where((start <= 0) & (stop < 0), -1, 0))
+        return super().seq_rm(seq, start, jnp.where((start <= 0) & (stop < 0), -1, 0))
 
-    def copy(
+    def seq_cp(
         self,
         buffers: Buffers | None,
         src: Int32[Array, ""],
@@ -100,9 +100,9 @@ class CrossAttentionTable(CellTable):
         stop: Int32[Array, ""],
     ) -> tuple[CellTable, Buffers | None]:
         """Give the targets the source in place of their own, whatever range of the text it is."""
-        return self.select(buffers, *self._parents_of_copy(src, dst, start, stop))
+        return self.seq_select(buffers, *self._parents_of_copy(src, dst, start, stop))
 
-    def can_copy(
+    def can_seq_cp(
         self,
         src: Int32[Array, ""],
         dst: Int32[Array, "*n"],
@@ -110,7 +110,7 @@ class CrossAttentionTable(CellTable):
         stop: Int32[Array, ""],
     ) -> tuple[Bool[Array, ""], Int32[Array, " m"]]:
         """Return whether `copy` can; the ends are those of no text, -1."""
-        ok = self.can_select(*self._parents_of_copy(src, dst, start, stop))
+        ok = self.can_seq_select(*self._parents_of_copy(src, dst, start, stop))
         return ok, jnp.full(jnp.atleast_1d(dst).shape, EMPTY)
 
     def _parents_of_copy(
@@ -118,10 +118,12 @@ class CrossAttentionTable(CellTable):
     ) -> tuple[jax.Array, jax.Array]:
         """Return the parents and targets of a copy, `[n]`; a target of Q where nothing changes."""
         targets = jnp.atleast_1d(dst)
-        parent = jnp.where(jnp.maximum(start, 0) < end_of(stop), src, -1)  # none for an empty range
-        return changes_of(self.spec, jnp.broadcast_to(parent, targets.shape), targets)
+        parent = jnp.where(
+            jnp.maximum(start, 0) < resolve_range_end(stop), src, -1
+        )  # none for an empty range
+        return mask_unchanged_targets(self.spec, jnp.broadcast_to(parent, targets.shape), targets)
 
-    def add(
+    def seq_add(
         self,
         seq: Int32[Array, ""],
         start: Int32[Array, ""],
@@ -133,7 +135,7 @@ class CrossAttentionTable(CellTable):
         del seq, start, stop, delta, gap
         return self, jnp.array(True)
 
-    def can_add(
+    def can_seq_add(
         self,
         seq: Int32[Array, ""],
         start: Int32[Array, ""],
@@ -144,7 +146,7 @@ class CrossAttentionTable(CellTable):
         del seq, start, stop, delta
         return jnp.array(True)
 
-    def divide(
+    def seq_div(
         self,
         seq: Int32[Array, ""],
         start: Int32[Array, ""],
@@ -179,9 +181,15 @@ class CrossAttentionTable(CellTable):
             )
         if k is not None or v is not None:
             _refuse_to_write()
-        _check_until(visible_until)
+        _refuse_visible_until(visible_until)
         return super().attend(
-            buffers, layer, _as_it_looks(ubatch), q, None, None, **options | {"causal": False}
+            buffers,
+            layer,
+            _as_attention_ubatch(ubatch),
+            q,
+            None,
+            None,
+            **options | {"causal": False},
         )
 
     def write_kv(
@@ -201,8 +209,8 @@ class CrossAttentionTable(CellTable):
         """Return the sources, all of which are seen."""
         if not isinstance(ubatch.slots, CrossAttentionSlots):
             return super().read_kv(buffers, layer, ubatch, **options)
-        _check_until(options.get("visible_until"))
-        return super().read_kv(buffers, layer, _as_it_looks(ubatch), causal=False)
+        _refuse_visible_until(options.get("visible_until"))
+        return super().read_kv(buffers, layer, _as_attention_ubatch(ubatch), causal=False)
 
 
 def as_source_table(table: CellTable) -> CrossAttentionTable:
@@ -210,7 +218,7 @@ def as_source_table(table: CellTable) -> CrossAttentionTable:
     return CrossAttentionTable(**{f.name: getattr(table, f.name) for f in fields(table)})
 
 
-def _as_it_looks(ubatch: Ubatch) -> Ubatch:
+def _as_attention_ubatch(ubatch: Ubatch) -> Ubatch:
     """Return a reader as attention knows ubatches.
 
     Sequences that share a token own the same source, or the plan was refused: one looks for all.
@@ -219,7 +227,7 @@ def _as_it_looks(ubatch: Ubatch) -> Ubatch:
     return replace(ubatch, slots=ubatch.slots.looks, shared_with=None, more=no_more)
 
 
-def _check_until(visible_until: Tokens | None) -> None:
+def _refuse_visible_until(visible_until: Tokens | None) -> None:
     if visible_until is not None:
         raise ValueError("wanted no visible_until for a source, all of which is seen: leave it out")
 

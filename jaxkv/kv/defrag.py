@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from jaxkv.core.array_utils import numbers_of
+from jaxkv.core.array_utils import indices_of_true
 from jaxkv.core.constants import EMPTY
 from jaxkv.core.hashing import mix
 from jaxkv.core.partitioning import AxisPartition
 from jaxkv.kv.buffers import Buffers, Cached, Halves, gather_from_any_device, map_kv, scatter_local
-from jaxkv.kv.cells import C, Cells, free
-from jaxkv.kv.fill_order import cell_of, to_fill_order
+from jaxkv.kv.cells import C, Cells, is_cell_empty
+from jaxkv.kv.fill_order import cells_at_ranks, to_fill_order
 from jaxkv.kv.shift import CHUNK
-from jaxkv.kv.tiles import tile_of
-from jaxkv.ops.layer_stack import each_array
+from jaxkv.kv.tiles import tile_size
+from jaxkv.ops.layer_stack import map_arrays
 from jaxkv.spec import TableSpec
 from jaxkv.table import MaintenancePlan
 
@@ -57,7 +57,7 @@ class DefragPlan(MaintenancePlan):
 
     def is_current(self, table: Cells) -> Bool[Array, ""]:
         """Return whether the table's gaps are those of the plan."""
-        return jnp.all(self.free == free(table))
+        return jnp.all(self.free == is_cell_empty(table))
 
     def commit(self, table: C, buffers: Buffers, ok: Bool[Array, ""]) -> tuple[C, Buffers]:
         """Move the cells, if `ok`."""
@@ -73,8 +73,8 @@ def plan_moves(cells: Cells, max_moves: int | None, spec: TableSpec) -> DefragPl
     themselves, whole tiles go into those that are empty, gaps included, and no tile is left half
     moved: the one that the last of `max_moves` begins is moved to its end.
     """
-    tile = tile_of(cells.num_cells) if cells.placement == "tiled" else None
-    plan = jax.vmap(partial(_close, spec, cells.shards, tile))(free(cells))
+    tile = tile_size(cells.num_cells) if cells.placement == "tiled" else None
+    plan = jax.vmap(partial(_plan_stream_moves, spec, cells.shards, tile))(is_cell_empty(cells))
     if max_moves is None:
         return plan
     turn = jnp.arange(plan.length.shape[1])[None]
@@ -88,7 +88,9 @@ def plan_moves(cells: Cells, max_moves: int | None, spec: TableSpec) -> DefragPl
     return replace(plan, count=count, length=jnp.where(takes_part, plan.length, 0))
 
 
-def _close(spec: TableSpec, shards: int, tile: int | None, empty: jax.Array) -> DefragPlan:
+def _plan_stream_moves(
+    spec: TableSpec, shards: int, tile: int | None, empty: jax.Array
+) -> DefragPlan:
     """Plan one stream, whose cells may be `empty`, `[N]` bool; the others may move in tiles."""
     size = empty.shape[0]
     max_moves = max(size // 2, 1)
@@ -96,9 +98,11 @@ def _close(spec: TableSpec, shards: int, tile: int | None, empty: jax.Array) -> 
     used = jnp.sum(is_used)
     leave, enter = is_used & (rank >= used), ~is_used & (rank < used)
     if tile is not None:
-        leave, enter = _tile_by_tile(is_used, tile)
+        leave, enter = _find_tile_moves(is_used, tile)
 
-    source, gap = (cell_of(numbers_of(x, max_moves), size, shards) for x in (leave, enter))
+    source, gap = (
+        cells_at_ranks(indices_of_true(x, max_moves), size, shards) for x in (leave, enter)
+    )
     pair = jnp.arange(max_moves)
     pairs = jnp.sum(enter)
     # A run goes on where both its source and its destination do, and within a tile.
@@ -107,19 +111,19 @@ def _close(spec: TableSpec, shards: int, tile: int | None, empty: jax.Array) -> 
         goes_on &= source % tile > 0
     starts = (pair < pairs) & ~goes_on
     runs = jnp.sum(starts, dtype=jnp.int32)
-    start = numbers_of(starts, max_moves)
+    start = indices_of_true(starts, max_moves)
     end = jnp.minimum(jnp.append(start[1:], max_moves), pairs)
     length = jnp.where(pair < runs, end - start, 0)
     # From the end: what is taken last moves first, so that even a part of the moves shrinks it.
     order = jnp.where(pair < runs, runs - 1 - pair, pair)
     start, length = start[order], length[order]
 
-    def at(cells: jax.Array) -> jax.Array:
+    def take_at_run_starts(cells: jax.Array) -> jax.Array:
         return cells.at[start].get(mode="fill", fill_value=size)
 
     return DefragPlan(
-        source=at(source),
-        destination=at(gap),
+        source=take_at_run_starts(source),
+        destination=take_at_run_starts(gap),
         length=length.astype(jnp.int32),
         count=runs,
         free=empty,
@@ -127,14 +131,14 @@ def _close(spec: TableSpec, shards: int, tile: int | None, empty: jax.Array) -> 
     )
 
 
-def _tile_by_tile(is_used: jax.Array, tile: int) -> tuple[jax.Array, jax.Array]:
+def _find_tile_moves(is_used: jax.Array, tile: int) -> tuple[jax.Array, jax.Array]:
     """Return which cells are left where whole tiles move, and which are entered; `[N]` bool."""
     cells = is_used.reshape(-1, tile)
     has_used, rank = jnp.any(cells, axis=1), jnp.arange(len(cells))
     used = jnp.sum(has_used)
     leaving, gaps = has_used & (rank >= used), ~has_used & (rank < used)
-    leaves = cells.at[numbers_of(leaving, rank.size)].get(mode="fill", fill_value=False)
-    enter = jnp.zeros_like(cells).at[numbers_of(gaps, rank.size)].set(leaves, mode="drop")
+    leaves = cells.at[indices_of_true(leaving, rank.size)].get(mode="fill", fill_value=False)
+    enter = jnp.zeros_like(cells).at[indices_of_true(gaps, rank.size)].set(leaves, mode="drop")
     return (cells & leaving[:, None]).reshape(-1), enter.reshape(-1)
 
 
@@ -149,11 +153,11 @@ def move_cells(
     chunks = jnp.where(ok, -(-jnp.sum(plan.length, axis=1) // CHUNK), 0)  # [S]
 
     def move_chunk(i: jax.Array, cells: C) -> C:
-        source, destination = _moves(plan, size, i)
+        source, destination = _list_chunk_moves(plan, size, i)
 
         def move_field(field: jax.Array, vacated: int) -> jax.Array:
             value = _gather_cells(field, source)
-            return _put(_put(field, source, vacated), destination, value)
+            return _scatter_cells(_scatter_cells(field, source, vacated), destination, value)
 
         owners = [move_field(cells.owners[:, w], 0) for w in range(cells.owners.shape[1])]
         # The same keys in another place: stamped anew, for a table that knew what stood there.
@@ -163,16 +167,27 @@ def move_cells(
             position=move_field(cells.position, EMPTY),
             owners=jnp.stack(owners, axis=1),
             shift=move_field(cells.shift, 0),
-            cell_hash=_put(cells.cell_hash, destination, stamp),
-            content=_put(cells.content, destination, _gather_cells(cells.content, source)),
+            cell_hash=_scatter_cells(cells.cell_hash, destination, stamp),
+            content=_scatter_cells(
+                cells.content, destination, _gather_cells(cells.content, source)
+            ),
         )
 
-    buffers = map_kv(cells.sharding_rules, buffers, partial(_move, size), plan, chunks, by_stream=2)
+    buffers = map_kv(
+        cells.sharding_rules,
+        buffers,
+        partial(_move_keys_and_values, size),
+        plan,
+        chunks,
+        by_stream=2,
+    )
     cells = jax.lax.fori_loop(0, jnp.max(chunks), move_chunk, cells)
     return cells, buffers
 
 
-def _move(size: int, split: Halves, plan: DefragPlan, chunks: jax.Array, arrays: PyTree) -> PyTree:
+def _move_keys_and_values(
+    size: int, split: Halves, plan: DefragPlan, chunks: jax.Array, arrays: PyTree
+) -> PyTree:
     """Move keys and values `[S, K, N, D]`: all are gathered before they are scattered.
 
     Of N cells, `size`, that are split, a chunk is sent to all devices that hold some.
@@ -180,7 +195,7 @@ def _move(size: int, split: Halves, plan: DefragPlan, chunks: jax.Array, arrays:
     stream = jnp.arange(len(chunks))[:, None]
 
     def move_chunk(i: jax.Array, arrays: PyTree) -> PyTree:
-        source, destination = _moves(plan, size, i)
+        source, destination = _list_chunk_moves(plan, size, i)
 
         def move_array(x: Cached, how: AxisPartition) -> Cached:
             how = replace(how, streams=())  # each device moves within its own streams
@@ -188,12 +203,12 @@ def _move(size: int, split: Halves, plan: DefragPlan, chunks: jax.Array, arrays:
                 how, x, stream, destination, gather_from_any_device(how, x, stream, source)
             )
 
-        return each_array(move_array, arrays, split)
+        return map_arrays(move_array, arrays, split)
 
     return jax.lax.fori_loop(0, jnp.max(chunks), move_chunk, arrays)
 
 
-def _moves(plan: DefragPlan, size: int, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _list_chunk_moves(plan: DefragPlan, size: int, i: jax.Array) -> tuple[jax.Array, jax.Array]:
     """List CHUNK sources and destinations of each stream from the i-th chunk on, `[S, CHUNK]`."""
     turn = i * CHUNK + jnp.arange(CHUNK)
 
@@ -215,7 +230,7 @@ def _gather_cells(field: jax.Array, cell: jax.Array) -> jax.Array:
     return jax.vmap(lambda row, at: row.at[at].get(mode="fill", fill_value=0))(field, cell)
 
 
-def _put(field: jax.Array, cell: jax.Array, value: jax.Array | int) -> jax.Array:
+def _scatter_cells(field: jax.Array, cell: jax.Array, value: jax.Array | int) -> jax.Array:
     """Write a field `[S, N]` at cells of each stream, `[S, n]`."""
     put = jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop", unique_indices=True))
     return put(field, cell, jnp.broadcast_to(jnp.asarray(value, field.dtype), cell.shape))

@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from jaxkv.core.array_utils import divmod_nonnegative, end_of
+from jaxkv.core.array_utils import divmod_nonnegative, resolve_range_end
 from jaxkv.core.constants import EMPTY
 from jaxkv.kv.cells import (
     WORD,
     C,
     Cells,
-    each,
     eviction_mark_of_copy,
-    free,
-    holders,
+    fold_over_true,
+    is_cell_empty,
     is_sequence,
-    lasts,
-    owner_word,
+    last_positions,
+    locate_owner_bit,
     sequence_positions,
-    spread,
+    sequences_owning_cells,
+    to_word_mask,
     with_owners,
 )
 from jaxkv.window import first_seen
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int32
 
 
-def evictable(cells: Cells) -> Bool[Array, "S N"]:
+def is_evictable(cells: Cells) -> Bool[Array, "S N"]:
     """Return which used cells no next token of any owner sees."""
     if cells.window is None:
         return jnp.zeros(cells.position.shape, bool)
     if cells.sequences_per_stream == 1:
         end = jnp.maximum(jnp.max(cells.position, axis=1), cells.evicted_below - 1)
-        return ~free(cells) & (cells.position < first_seen(cells.window, end + 1)[:, None])
+        return ~is_cell_empty(cells) & (cells.position < first_seen(cells.window, end + 1)[:, None])
 
     marks = cells.evicted_below.reshape(cells.streams, -1)
 
-    def look(local: jax.Array, seen: jax.Array) -> jax.Array:
+    def mark_seen_cells(local: jax.Array, seen: jax.Array) -> jax.Array:
         positions, _ = _positions_by_local_id(cells, local)
         end = jnp.maximum(jnp.max(positions, axis=1), marks[:, local] - 1)
         return seen | (
@@ -49,10 +49,12 @@ def evictable(cells: Cells) -> Bool[Array, "S N"]:
         )
 
     unseen = jnp.zeros(cells.position.shape, bool)
-    return ~free(cells) & ~each(_locals(cells, ~free(cells)), look, unseen)
+    return ~is_cell_empty(cells) & ~fold_over_true(
+        _local_ids_owning(cells, ~is_cell_empty(cells)), mark_seen_cells, unseen
+    )
 
 
-def evict(cells: C, taken: Bool[Array, "S N"]) -> C:
+def evict_cells(cells: C, taken: Bool[Array, "S N"]) -> C:
     """Take hidden cells from their owners, and what lies before them too.
 
     What an owner keeps is dense from then on, and `evicted_below` says where it begins. Free cells
@@ -71,20 +73,20 @@ def evict(cells: C, taken: Bool[Array, "S N"]) -> C:
         end = jnp.maximum(marks[:, local], lost + 1)
         # In another stream that sequence may lose nothing now.
         gone = (positions != EMPTY) & (positions < end[:, None]) & (lost > EMPTY)[:, None]
-        owners = cells.owners & ~(words[None, :, None] & spread(gone))
+        owners = cells.owners & ~(words[None, :, None] & to_word_mask(gone))
         marks = marks.at[:, local].set(end).reshape(-1)
         return replace(cells, owners=owners, evicted_below=marks)
 
-    cells = each(_locals(cells, taken), evict_owner, cells)
+    cells = fold_over_true(_local_ids_owning(cells, taken), evict_owner, cells)
     return with_owners(cells, cells.owners)
 
 
-def _locals(cells: Cells, where: jax.Array) -> jax.Array:
+def _local_ids_owning(cells: Cells, where: jax.Array) -> jax.Array:
     """Return which sequences of their streams own one of some cells, `[S, N]`, in any; `[Q / S]`.
 
     The first ones of all streams are looked at together, then the second ones, and so on.
     """
-    return jnp.any(holders(cells, where).reshape(cells.streams, -1), axis=0)
+    return jnp.any(sequences_owning_cells(cells, where).reshape(cells.streams, -1), axis=0)
 
 
 def _positions_by_local_id(cells: Cells, local: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -109,7 +111,7 @@ def can_resume(cells: Cells, seq: Int32[Array, ""], pos: Int32[Array, ""]) -> Bo
     highest = jnp.max(positions)
     last_kept = jnp.max(jnp.where(positions < pos, positions, EMPTY))
     cut = jnp.minimum(mark, jnp.maximum(pos, 0))
-    goes_on = _goes_on(cells, cut, last_kept, (highest < mark - 1) & (cut == mark))
+    goes_on = _can_go_on(cells, cut, last_kept, (highest < mark - 1) & (cut == mark))
     next_one = jnp.maximum(last_kept, cut - 1) + 1
     return is_sequence(cells, seq) & (pos >= 0) & goes_on & ((next_one == 0) | (next_one == pos))
 
@@ -131,14 +133,14 @@ def accept_edit(cells: C, edited: C, tip: Int32[Array, " Q"]) -> tuple[C, Bool[A
     if cells.window is None:
         return edited, jnp.array(True)
     everyone = jnp.ones(cells.sequences, bool)
-    before, after = lasts(cells, everyone), lasts(edited, everyone)
+    before, after = last_positions(cells, everyone), last_positions(edited, everyone)
     mark, moved = cells.evicted_below, edited.evicted_below
     same = (before == after) & (mark == moved)
-    ok = jnp.all(same | _goes_on(cells, moved, after, (before < mark - 1) & (tip == moved - 1)))
+    ok = jnp.all(same | _can_go_on(cells, moved, after, (before < mark - 1) & (tip == moved - 1)))
     return jax.tree.map(lambda new, old: jnp.where(ok, new, old), edited, cells), ok
 
 
-def can_copy(
+def can_resume_after_copy(
     cells: Cells,
     src: Int32[Array, ""],
     dst: Int32[Array, "*n"],
@@ -148,12 +150,12 @@ def can_copy(
     """Return whether targets could go on after a copy; and their ends."""
     dst = jnp.atleast_1d(dst)
     positions, marks = sequence_positions(cells, src), cells.evicted_below
-    copied = (positions >= jnp.maximum(start, 0)) & (positions < end_of(stop))
+    copied = (positions >= jnp.maximum(start, 0)) & (positions < resolve_range_end(stop))
     highest = jnp.max(jnp.where(copied, positions, EMPTY))
     mark = eviction_mark_of_copy(cells, src, start, stop)
     certain = (jnp.max(positions) < marks[src] - 1) & (mark == marks[src])
 
-    (theirs, *_), (ours, *_) = owner_word(cells, src), owner_word(cells, dst)
+    (theirs, *_), (ours, *_) = locate_owner_bit(cells, src), locate_owner_bit(cells, dst)
     replaced = theirs != ours
     own_mark = jnp.where(replaced, 0, marks[dst])
     own_last = jnp.where(
@@ -163,12 +165,12 @@ def can_copy(
     certain = jnp.where(mark >= own_mark, certain, own_last < own_mark - 1)
     untouched = ~is_sequence(cells, dst) | ~is_sequence(cells, src) | (dst == src)
     same = (end == own_last) & (below == own_mark)
-    ok = jnp.all(untouched | same | _goes_on(cells, below, end, certain))
+    ok = jnp.all(untouched | same | _can_go_on(cells, below, end, certain))
     ok |= cells.window is None
     return ok, jnp.maximum(end, below - 1)
 
 
-def _goes_on(cells: Cells, mark: jax.Array, end: jax.Array, certain: jax.Array) -> jax.Array:
+def _can_go_on(cells: Cells, mark: jax.Array, end: jax.Array, certain: jax.Array) -> jax.Array:
     """Return whether sequences can go on; bool, the arguments are of one shape.
 
     Args:

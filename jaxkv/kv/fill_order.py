@@ -28,26 +28,26 @@ def to_fill_order(x: Shaped[Array, "... N"], shards: int) -> Shaped[Array, "... 
     >>> to_fill_order(jnp.arange(16), 2)
     Array([ 0,  1,  8,  9,  2,  3, 10, 11,  4,  5, 12, 13,  6,  7, 14, 15],      dtype=int32)
     """
-    stripe, turns = _stripes(x.shape[-1], shards)
+    stripe, turns = _stripe_sizes(x.shape[-1], shards)
     rest = x.shape[:-1]
     return x.reshape(*rest, shards, turns, stripe).swapaxes(-3, -2).reshape(x.shape)
 
 
-def cell_of(rank: Int32[Array, "*n"], cells: int, shards: int) -> Int32[Array, "*n"]:
+def cells_at_ranks(rank: Int32[Array, "*n"], cells: int, shards: int) -> Int32[Array, "*n"]:
     """Return the cells of ranks; one past the last of N `cells` stays past it.
 
-    >>> cell_of(jnp.array([2, 4, 15, 16]), 16, 2)
+    >>> cells_at_ranks(jnp.array([2, 4, 15, 16]), 16, 2)
     Array([ 8,  2, 15, 16], dtype=int32)
     """
     if shards == 1:
         return rank
-    stripe, turns = _stripes(cells, shards)
+    stripe, turns = _stripe_sizes(cells, shards)
     block, inside = divmod_nonnegative(rank, stripe)
     turn, shard = divmod_nonnegative(block, shards)
     return jnp.where(rank < cells, (shard * turns + turn) * stripe + inside, rank)
 
 
-def _stripes(cells: int, shards: int) -> tuple[int, int]:
+def _stripe_sizes(cells: int, shards: int) -> tuple[int, int]:
     """Return the cells of a stripe, and how many stripes each share has.
 
     A stripe is smaller where a share has no multiple of it, or fewer than four.

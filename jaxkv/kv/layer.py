@@ -11,16 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.batch import Ubatch, own_rows, rows_of, ubatch_partition_specs
+from jaxkv.batch import Ubatch, mask_rows_of_other_devices, row_mesh_axes, ubatch_partition_specs
 from jaxkv.core.array_utils import is_traced
 from jaxkv.core.partitioning import (
     AxisPartition,
     broadcast_from_owner,
     current_mesh,
-    first_of,
+    first_local_index,
     gather_sharded,
+    make_axis_partition,
     map_shards,
-    shares,
 )
 from jaxkv.core.validate import check_int32
 from jaxkv.kv import slots
@@ -29,20 +29,20 @@ from jaxkv.kv.buffers import (
     LayerKV,
     axes_of_queries,
     layer_partition_specs,
-    sizes_of,
-    slots_in_range,
-    store,
+    offset_slots_into_range,
+    shardable_sizes,
+    write_keys_and_values,
 )
 from jaxkv.kv.cells import C, Cells
-from jaxkv.kv.mask import blind, visibility_of
+from jaxkv.kv.mask import needs_unwritten_tokens, visibility_of
 from jaxkv.ops.attention import dispatch as attention
-from jaxkv.ops.attention.bias import Bias, BiasOfLists, OfPlaces, check_bias
+from jaxkv.ops.attention.bias import Bias, BiasOfLists, PositionBias, check_bias
 from jaxkv.ops.attention.dispatch import Implementation
-from jaxkv.ops.attention.softmax import Options, join_over
-from jaxkv.ops.attention.visibility import Visibility, mask_of
-from jaxkv.ops.layer_stack import LayerView, of_streams
+from jaxkv.ops.attention.softmax import AttentionOptions, merge_over_devices
+from jaxkv.ops.attention.visibility import Visibility, compute_mask
+from jaxkv.ops.layer_stack import LayerView, gather_streams
 from jaxkv.ops.mla import ValueSlice
-from jaxkv.ops.quantised import from_stored, parts
+from jaxkv.ops.quantised import codes_and_scales, dequantise
 from jaxkv.table import KVView
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def attend(
     Tokens of a stale ubatch are written nowhere and get NaN, and so do those that look at a layer
     which lacks tokens of their stream.
     """
-    layer_kv = _layer_of(buffers, layer)
+    layer_kv = _get_layer_kv(buffers, layer)
     new = () if k is None and v is None else _check_kv(ubatch, layer_kv, k, v)
     _check_array("q", q)
     if sinks is not None:
@@ -89,9 +89,9 @@ def attend(
             f"wanted q [R, T, H, D] of {(*ubatch.valid.shape, 'H', size)}, H a multiple of "
             f"{heads}, got {q.shape}: tokens come before heads"
         )
-    options = Options(scale=scale, softcap=softcap, sinks=sinks)
+    options = AttentionOptions(scale=scale, softcap=softcap, sinks=sinks)
     added = check_bias(bias, (*q.shape[:3], layer_kv[0].shape[2]))
-    visible_until = _checked_until(visible_until, ubatch, causal)
+    visible_until = _check_visible_until(visible_until, ubatch, causal)
     arrays = new, q, options, added, visible_until
     mark = table.written[:, layer]
     mark, layer_kv, out = _attend_layer(
@@ -99,7 +99,7 @@ def attend(
     )
     if not new:
         return table, buffers, out
-    return _with_mark(table, layer, mark), buffers.with_layer(layer, *layer_kv), out
+    return _with_layer_history(table, layer, mark), buffers.with_layer(layer, *layer_kv), out
 
 
 def write_kv(
@@ -111,11 +111,11 @@ def write_kv(
     v: Float[Array | np.ndarray, "R T K Dv"] | None,
 ) -> tuple[C, Buffers]:
     """Write the keys and values of a ubatch, see `jaxkv.write_kv`."""
-    layer_kv = _layer_of(buffers, layer)
-    mark, layer_kv = _written(
+    layer_kv = _get_layer_kv(buffers, layer)
+    mark, layer_kv = _write_layer(
         table, ubatch, layer_kv, table.written[:, layer], _check_kv(ubatch, layer_kv, k, v)
     )
-    return _with_mark(table, layer, mark), buffers.with_layer(layer, *layer_kv)
+    return _with_layer_history(table, layer, mark), buffers.with_layer(layer, *layer_kv)
 
 
 def read_kv(
@@ -128,18 +128,18 @@ def read_kv(
     visible_until: Tokens | None = None,
 ) -> KVView:
     """Return what the tokens of a ubatch see, see `jaxkv.read_kv`."""
-    visible_until = _checked_until(visible_until, ubatch, causal)
-    layer_kv = _layer_of(buffers, layer)
+    visible_until = _check_visible_until(visible_until, ubatch, causal)
+    layer_kv = _get_layer_kv(buffers, layer)
     return _visible_kv(table, ubatch, layer_kv, table.written[:, layer], visible_until, causal)
 
 
-def _with_mark(table: C, layer: int | jax.Array, mark: jax.Array) -> C:
+def _with_layer_history(table: C, layer: int | jax.Array, mark: jax.Array) -> C:
     """Return the table with the histories that a layer holds now, `[S]` uint32."""
     here = jnp.arange(table.written.shape[1]) == layer  # nowhere for a traced one that is no layer
     return replace(table, written=jnp.where(here, mark[:, None], table.written))
 
 
-def _layer_of(buffers: Buffers, layer: int | jax.Array) -> LayerKV:
+def _get_layer_kv(buffers: Buffers, layer: int | jax.Array) -> LayerKV:
     """Return the keys `[S, K, N, D]` and values `[S, K, N, Dv]` of a layer, see `Held`."""
     if not is_traced(layer) and not 0 <= layer < buffers.layers:
         raise ValueError(
@@ -193,7 +193,9 @@ def _check_kv(
     return new_kv
 
 
-def _checked_until(visible_until: Tokens | None, ubatch: Ubatch, causal: bool) -> jax.Array | None:
+def _check_visible_until(
+    visible_until: Tokens | None, ubatch: Ubatch, causal: bool
+) -> jax.Array | None:
     """Return the last position that each token sees, `[R, T]` int32."""
     if not isinstance(causal, bool | np.bool_):
         raise TypeError(f"wanted causal as True or False, known while tracing, got {causal!r}")
@@ -213,7 +215,7 @@ def _checked_until(visible_until: Tokens | None, ubatch: Ubatch, causal: bool) -
     return last
 
 
-def _put(
+def _write_local_kv(
     split: AxisPartition,
     layer_kv: LayerKV,
     ubatch: Ubatch,
@@ -227,12 +229,12 @@ def _put(
     if not new:
         return layer_kv
     if split.cells:
-        first = first_of(split.cells, layer_kv[0].shape[2])
-        where = slots_in_range(where, first, layer_kv[0].shape[2])
-    return store(*layer_kv, ubatch.row_stream, where, *new)
+        first = first_local_index(split.cells, layer_kv[0].shape[2])
+        where = offset_slots_into_range(where, first, layer_kv[0].shape[2])
+    return write_keys_and_values(*layer_kv, ubatch.row_stream, where, *new)
 
 
-def _sight_in_share(
+def _local_visibility(
     split: AxisPartition,
     table: Cells,
     ubatch: Ubatch,
@@ -248,23 +250,27 @@ def _sight_in_share(
         visibility_of(table, ubatch, causal=causal, visible_until=visible_until),
         layer_kv[0].shape[2],
     )
-    return visibility.of_cells(first_of(split.cells, count), count) if split.cells else visibility
+    return (
+        visibility.slice_cells(first_local_index(split.cells, count), count)
+        if split.cells
+        else visibility
+    )
 
 
 def _slots_to_write(table: Cells, ubatch: Ubatch, layer_kv: LayerKV) -> tuple[jax.Array, jax.Array]:
     """Return the slots, `[R, T]` int32, and which rows are current, `[R]`: none of no layer."""
     where, current = slots.committed_slots(table, ubatch)
-    keys, _ = parts(layer_kv[0])
-    return where, current & jnp.all(keys.is_there) if isinstance(keys, LayerView) else current
+    keys, _ = codes_and_scales(layer_kv[0])
+    return where, current & jnp.all(keys.is_in_range) if isinstance(keys, LayerView) else current
 
 
-def _on_all(flags: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def _all_over_axes(flags: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Return which flags, of any shape, are True on all devices along some axes; bool."""
     return jax.lax.pmin(flags.astype(jnp.int32), axes) == 1 if axes else flags
 
 
 @jax.jit
-def _written(
+def _write_layer(
     table: Cells,
     ubatch: Ubatch,
     layer_kv: LayerKV,
@@ -275,25 +281,25 @@ def _written(
 
     `mark` is `[S]` uint32, the histories that the layer holds, and `new` what `_check_kv` returns.
     """
-    split = shares(table.sharding_rules, **sizes_of(layer_kv[0]))
+    split = make_axis_partition(table.sharding_rules, **shardable_sizes(layer_kv[0]))
 
-    def of_share(
+    def write_on_shard(
         table: Cells,
         ubatch: Ubatch,
         layer_kv: LayerKV,
         mark: jax.Array,
         new: tuple[jax.Array, ...],
     ) -> tuple[jax.Array, LayerKV]:
-        ubatch = own_rows(ubatch, split.streams, table.streams)
+        ubatch = mask_rows_of_other_devices(ubatch, split.streams, table.streams)
         where, _ = slots.committed_slots(table, ubatch)
-        mark = slots.written_after(table, ubatch, where, mark)
-        return mark, _put(split, layer_kv, ubatch, where, new)
+        mark = slots.layer_history_after(table, ubatch, where, mark)
+        return mark, _write_local_kv(split, layer_kv, ubatch, where, new)
 
-    of_new = P(rows_of(ubatch, split.streams), None, split.kv_heads)
+    of_new = P(row_mesh_axes(ubatch, split.streams), None, split.kv_heads)
     of_held = layer_partition_specs(split, layer_kv)
     streams = P(split.streams)
     in_specs = (streams, ubatch_partition_specs(ubatch, split.streams), of_held, streams, of_new)
-    run = map_shards(table.sharding_rules, of_share, in_specs, (streams, of_held))
+    run = map_shards(table.sharding_rules, write_on_shard, in_specs, (streams, of_held))
     return run(table, ubatch, layer_kv, mark, new)
 
 
@@ -310,39 +316,47 @@ def _visible_kv(
 
     All NaN, too, where a token of the list would see what the layer or the ubatch lacks.
 
-    `mark` is as for `_written` and `visible_until` `[R, T]` int32, see `visibility_of`; `KVView`
-    has the shapes of what is returned.
+    `mark` is as for `_write_layer` and `visible_until` `[R, T]` int32, see `visibility_of`;
+    `KVView` has the shapes of what is returned.
     """
-    split = shares(table.sharding_rules, **sizes_of(layer_kv[0]))
-    rows = rows_of(ubatch, split.streams)
+    split = make_axis_partition(table.sharding_rules, **shardable_sizes(layer_kv[0]))
+    rows = row_mesh_axes(ubatch, split.streams)
     shared_axes = () if rows else split.streams
 
-    def of_share(
+    def read_on_shard(
         table: Cells,
         ubatch: Ubatch,
         layer_kv: LayerKV,
         mark: jax.Array,
         visible_until: jax.Array | None,
     ) -> tuple[jax.Array, ...]:
-        share = own_rows(ubatch, split.streams, table.streams)
-        visibility = _sight_in_share(split, table, share, layer_kv, causal, visible_until)
+        share = mask_rows_of_other_devices(ubatch, split.streams, table.streams)
+        visibility = _local_visibility(split, table, share, layer_kv, causal, visible_until)
         _, current = _slots_to_write(table, share, layer_kv)
-        whole = current & slots.readable(table, share, mark)
-        if (ahead := blind(table, share, causal=causal, visible_until=visible_until)) is not None:
+        whole = current & slots.can_read_layer(table, share, mark)
+        if (
+            ahead := needs_unwritten_tokens(
+                table, share, causal=causal, visible_until=visible_until
+            )
+        ) is not None:
             whole &= ~jnp.any(ahead, axis=1)
-        mask = mask_of(visibility)
+        mask = compute_mask(visibility)
         if shared_axes:  # each row is a list, and all devices have all of them
             mask = broadcast_from_owner(mask.reshape(*ubatch.valid.shape, -1), shared_axes)
             lists = partial(gather_sharded, axes=shared_axes, index=ubatch.row_stream)
             (keys, values), positions = jax.tree.map(
-                lists, (of_streams(layer_kv, None), visibility.position)
+                lists, (gather_streams(layer_kv, None), visibility.position)
             )
         else:
-            (keys, values), positions = visibility.of_lists((layer_kv, visibility.position))
-        flags = _on_all(jnp.stack([current, whole]), shared_axes).reshape(2, mask.shape[0], -1)
+            (keys, values), positions = visibility.gather_list_streams(
+                (layer_kv, visibility.position)
+            )
+        flags = _all_over_axes(jnp.stack([current, whole]), shared_axes).reshape(
+            2, mask.shape[0], -1
+        )
         current, whole = jnp.all(flags, axis=2)[..., None, None]
-        keys = from_stored(keys)
-        values = values.of(keys) if isinstance(values, ValueSlice) else from_stored(values)
+        keys = dequantise(keys)
+        values = values.slice_values(keys) if isinstance(values, ValueSlice) else dequantise(values)
         keys = jnp.where(whole[..., None], keys, jnp.nan)
         return keys, values, mask | ~current, positions
 
@@ -351,7 +365,7 @@ def _visible_kv(
     of_held = layer_partition_specs(split, layer_kv)
     streams = P(split.streams)
     in_specs = streams, ubatch_partition_specs(ubatch, split.streams), of_held, streams, P(rows)
-    run = map_shards(table.sharding_rules, of_share, in_specs, out_specs)
+    run = map_shards(table.sharding_rules, read_on_shard, in_specs, out_specs)
     return KVView(*run(table, ubatch, layer_kv, mark, visible_until))
 
 
@@ -363,7 +377,7 @@ def _attend_layer(
     mark: jax.Array,
     new: tuple[jax.Array, ...],
     q: jax.Array,
-    options: Options,
+    options: AttentionOptions,
     bias: BiasOfLists | None,
     visible_until: jax.Array | None,
     causal: bool,
@@ -385,7 +399,7 @@ def _attend_layer(
       new: what `_check_kv` returns, or nothing.
       q: `[R, T, H, D]`, queries.
       options: of the softmax.
-      bias: `[R, T, H or 1, N]`, or `OfPlaces`.
+      bias: `[R, T, H or 1, N]`, or `PositionBias`.
       visible_until: `[R, T]` int32, see `visibility_of`.
       causal: likewise.
       implementation: see `jaxkv.attend`.
@@ -394,11 +408,11 @@ def _attend_layer(
       The histories that the layer holds then, its keys and values, or nothing if nothing was new;
       and `[R, T, H, Dv]`.
     """
-    split = shares(table.sharding_rules, **sizes_of(layer_kv[0]))
+    split = make_axis_partition(table.sharding_rules, **shardable_sizes(layer_kv[0]))
     heads = axes_of_queries(
         table.sharding_rules, current_mesh(table.sharding_rules), *layer_kv, q.shape[2]
     )
-    rows = rows_of(ubatch, split.streams)
+    rows = row_mesh_axes(ubatch, split.streams)
     shared_axes = () if rows else split.streams
     if split.cells and implementation in ("xla", "cudnn"):
         raise ValueError(
@@ -406,34 +420,38 @@ def _attend_layer(
             f"the implementation to jaxkv"
         )
 
-    def of_share(
+    def attend_on_shard(
         table: Cells,
         ubatch: Ubatch,
         layer_kv: LayerKV,
         mark: jax.Array,
         new: tuple[jax.Array, ...],
         q: jax.Array,
-        options: Options,
+        options: AttentionOptions,
         bias: BiasOfLists | None,
         visible_until: jax.Array | None,
     ) -> tuple[jax.Array, tuple[PyTree, ...], jax.Array]:
-        ubatch = own_rows(ubatch, split.streams, table.streams)
+        ubatch = mask_rows_of_other_devices(ubatch, split.streams, table.streams)
         where, current = _slots_to_write(table, ubatch, layer_kv)
         if new:
-            mark = slots.written_after(table, ubatch, where, mark)
-        current = (current & slots.readable(table, ubatch, mark))[:, None]
-        if (ahead := blind(table, ubatch, causal=causal, visible_until=visible_until)) is not None:
+            mark = slots.layer_history_after(table, ubatch, where, mark)
+        current = (current & slots.can_read_layer(table, ubatch, mark))[:, None]
+        if (
+            ahead := needs_unwritten_tokens(
+                table, ubatch, causal=causal, visible_until=visible_until
+            )
+        ) is not None:
             current &= ~ahead
-        visibility = _sight_in_share(split, table, ubatch, layer_kv, causal, visible_until)
+        visibility = _local_visibility(split, table, ubatch, layer_kv, causal, visible_until)
         if isinstance(bias, jax.Array):
             bias = bias.reshape(*visibility.at.shape, *bias.shape[2:])
         visibility = replace(visibility, bias=bias)
-        layer_kv = _put(split, layer_kv, ubatch, where, new)
+        layer_kv = _write_local_kv(split, layer_kv, ubatch, where, new)
         lists = q.reshape(*visibility.at.shape, *q.shape[2:])
         sums = attention.partial_attention(lists, *layer_kv, visibility, options, implementation)
-        sums = join_over(sums, (*split.cells, *shared_axes))
+        sums = merge_over_devices(sums, (*split.cells, *shared_axes))
         out = attention.finalize(sums, lists, options).reshape(*q.shape[:3], -1)
-        current = _on_all(current, shared_axes)
+        current = _all_over_axes(current, shared_axes)
         out = jnp.where(current[..., None, None], out, jnp.nan)
         return mark, (layer_kv if new else ()), out
 
@@ -451,15 +469,15 @@ def _attend_layer(
         P(rows),
     )
     out_specs = P(split.streams), (of_held if new else ()), of_queries
-    run = map_shards(table.sharding_rules, of_share, in_specs, out_specs)
+    run = map_shards(table.sharding_rules, attend_on_shard, in_specs, out_specs)
     return run(table, ubatch, layer_kv, mark, new, q, options, bias, visible_until)
 
 
 def _specs_of_bias(
     bias: BiasOfLists | None, rows: tuple[str, ...], heads: tuple[str, ...], cells: tuple[str, ...]
-) -> OfPlaces | P | None:
+) -> PositionBias | P | None:
     """Return how a bias is split: as rows, query heads and cells are, and never what it weighs."""
-    if isinstance(bias, OfPlaces):
+    if isinstance(bias, PositionBias):
         return replace(bias, function=P(), heads=P(heads))
     if bias is None:
         return None

@@ -13,10 +13,10 @@ from jaxkv.core.validate import check_count, check_shape
 from jaxkv.kv.buffers import Buffers
 from jaxkv.kv.cells import Placement, empty_fields
 from jaxkv.kv.table import CellTable
-from jaxkv.kv.tiles import TILE, check_cells
+from jaxkv.kv.tiles import TILE, check_tile_multiple
 from jaxkv.ops.mla import ValueSlice
-from jaxkv.ops.quantised import zeros
-from jaxkv.window import cells_for
+from jaxkv.ops.quantised import make_stored_zeros
+from jaxkv.window import num_cells_for_window
 
 
 def make_attention_cache(
@@ -44,13 +44,13 @@ def make_attention_cache(
       placement: "any", "contiguous", "tiled" or "striped:n".
       stacked: whether one array holds all layers.
     """
-    kind, shards = placement_of(placement)
+    kind, shards = parse_placement(placement)
     _check_dtype(dtype)
     counted = None
     if spec.window is not None:
         rollback = 32 if max_rollback is None else max_rollback
         counted = check_count(ubatch_size, "ubatch_size")
-        window_cells = cells_for(
+        window_cells = num_cells_for_window(
             spec.window,
             ubatch_size=counted,
             max_rollback=check_count(rollback, "max_rollback", low=0),
@@ -72,7 +72,7 @@ def make_attention_cache(
             f"{-(-cells // shards) * shards}"
         )
     if kind == "tiled":
-        check_cells(cells)
+        check_tile_multiple(cells)
     table = CellTable(
         **empty_fields(layers=spec.layers, cells=cells, sequences=sequences, streams=streams),
         placement=kind,
@@ -80,10 +80,10 @@ def make_attention_cache(
         window=spec.window,
         ubatch_size=counted,
     )
-    return merge(table, _zeros(spec, streams, cells, dtype, stacked=stacked))
+    return merge(table, _zero_buffers(spec, streams, cells, dtype, stacked=stacked))
 
 
-def _zeros(
+def _zero_buffers(
     spec: CacheSpec, streams: int, cells: int, dtype: jax.typing.DTypeLike, *, stacked: bool
 ) -> Buffers:
     """Return buffers of zeros, in one array for all layers or in one for each."""
@@ -108,9 +108,11 @@ def _zeros(
                 )
         shapes, keys, values = [(streams * spec.layers, heads[0], cells)], keys[:1], values[:1]
     return Buffers(
-        k=tuple(zeros((*shape, n), dtype) for shape, n in zip(shapes, keys, strict=True)),
+        k=tuple(
+            make_stored_zeros((*shape, n), dtype) for shape, n in zip(shapes, keys, strict=True)
+        ),
         v=tuple(
-            n if isinstance(n, ValueSlice) else zeros((*shape, n), dtype)
+            n if isinstance(n, ValueSlice) else make_stored_zeros((*shape, n), dtype)
             for shape, n in zip(shapes, values, strict=True)
         ),
         ropes=ropes,
@@ -124,7 +126,7 @@ def _per_layer(spec: CacheSpec, name: str) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,) * spec.layers
 
 
-def placement_of(placement: str) -> tuple[Placement, int]:
+def parse_placement(placement: str) -> tuple[Placement, int]:
     """Return how a table chooses cells, and among how many stripes it deals them."""
     if placement in ("any", "contiguous", "tiled"):
         return placement, 1

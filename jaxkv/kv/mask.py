@@ -12,10 +12,10 @@ import jax.numpy as jnp
 
 from jaxkv.batch import Ubatch
 from jaxkv.core.constants import MAX_CELLS
-from jaxkv.kv.cells import Cells, owner_word
-from jaxkv.kv.slots import pools
-from jaxkv.kv.tiles import tile_of
-from jaxkv.ops.attention.visibility import Visibility, mask_of
+from jaxkv.kv.cells import Cells, locate_owner_bit
+from jaxkv.kv.slots import group_rows_by_stream
+from jaxkv.kv.tiles import tile_size
+from jaxkv.ops.attention.visibility import Visibility, compute_mask
 from jaxkv.window import last_seen
 
 if TYPE_CHECKING:
@@ -35,9 +35,9 @@ def visibility_of(
     own ubatch because they already stand in the table. With a window, a token sees what lies inside
     of it; see `jaxkv.window` for the rules.
 
-    Rows of one stream are one list of tokens where shapes tell it (see `slots.pools`), so that its
-    keys are read once for all of them. A token without a slot (padding, a refused plan) sees
-    nothing.
+    Rows of one stream are one list of tokens where shapes tell it (see
+    `slots.group_rows_by_stream`), so that its keys are read once for all of them. A token without a
+    slot (padding, a refused plan) sees nothing.
 
     Args:
       cells: the table, with the ubatch applied.
@@ -53,8 +53,8 @@ def visibility_of(
             "wanted causal attention without visible_until, or tokens of one sequence each: "
             "several sequences of a token do not share what comes after it"
         )
-    _, word, bit = owner_word(cells, ubatch.sequences)
-    streams, all_streams = pools(cells, ubatch)
+    _, word, bit = locate_owner_bit(cells, ubatch.sequences)
+    streams, all_streams = group_rows_by_stream(cells, ubatch)
     looks = ubatch.valid & (ubatch.slots < MAX_CELLS)
     bit = jnp.where(looks, jnp.uint32(1) << bit, 0)
     at, word, bit = (x.reshape(streams.size, -1) for x in (ubatch.positions, word, bit))
@@ -71,11 +71,11 @@ def visibility_of(
         causal=causal,
         all_streams=all_streams,
         visible_until=None if visible_until is None else visible_until.reshape(at.shape),
-        tile=tile_of(cells.num_cells) if tiled else None,
+        tile=tile_size(cells.num_cells) if tiled else None,
     )
 
 
-def blind(
+def needs_unwritten_tokens(
     cells: Cells, ubatch: Ubatch, *, causal: bool, visible_until: Int32[Array, "R T"] | None
 ) -> Bool[Array, "R T"] | None:
     """Return which tokens should see one that no ubatch has brought yet.
@@ -103,7 +103,7 @@ def blind(
     return ahead if visible_until is not None else ahead & ubatch.more
 
 
-def visible(
+def visible_cells_mask(
     cells: Cells,
     ubatch: Ubatch,
     *,
@@ -114,5 +114,5 @@ def visible(
 
     llama.cpp: `set_input_kq_mask`.
     """
-    mask = mask_of(visibility_of(cells, ubatch, causal=causal, visible_until=visible_until))
+    mask = compute_mask(visibility_of(cells, ubatch, causal=causal, visible_until=visible_until))
     return mask.reshape(*ubatch.valid.shape, cells.num_cells)

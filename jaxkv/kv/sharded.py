@@ -13,10 +13,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.batch import Ubatch, own_rows, rows_of, ubatch_partition_specs
+from jaxkv.batch import Ubatch, mask_rows_of_other_devices, row_mesh_axes, ubatch_partition_specs
 from jaxkv.core.constants import EMPTY
-from jaxkv.core.partitioning import broadcast_from_owner, map_shards, shares, to_local
-from jaxkv.kv.cells import C, Cells, is_sequence, owner_word
+from jaxkv.core.partitioning import (
+    broadcast_from_owner,
+    make_axis_partition,
+    map_shards,
+    to_local_index,
+)
+from jaxkv.kv.cells import C, Cells, is_sequence, locate_owner_bit
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int32, PyTree, UInt32
@@ -39,7 +44,7 @@ def map_streams(cells: Cells, work: Callable[..., W], *args: PyTree) -> W:
     Returns:
       What comes of it, `[S, ...]` or `[Q, ...]`, where the streams are.
     """
-    streams = P(shares(cells.sharding_rules, streams=cells.streams).streams)
+    streams = P(make_axis_partition(cells.sharding_rules, streams=cells.streams).streams)
     return map_shards(cells.sharding_rules, work, streams, streams)(cells, *args)
 
 
@@ -51,15 +56,15 @@ def map_streams_gather(cells: Cells, work: Callable[..., T], *args: jax.Array) -
       work: see `map_streams`; returns arrays of int32 or bool, all of one shape.
       args: `[S, ...]` or `[Q, ...]`.
     """
-    axes = shares(cells.sharding_rules, streams=cells.streams).streams
+    axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
 
-    def of_share(*args: PyTree) -> T:
-        return gather_over(work(*args), axes)
+    def gather_on_shard(*args: PyTree) -> T:
+        return gather_over_axes(work(*args), axes)
 
-    return map_shards(cells.sharding_rules, of_share, P(axes), P())(cells, *args)
+    return map_shards(cells.sharding_rules, gather_on_shard, P(axes), P())(cells, *args)
 
 
-def endings(
+def compare_last_tokens(
     cells: Cells, sequences: Int32[Array, " T"], contents: UInt32[Array, " T"]
 ) -> tuple[UInt32[Array, " T"], Bool[Array, " T"]]:
     """Return what the last cells of some sequences hold.
@@ -73,14 +78,14 @@ def endings(
       The content of a cell at the last position, 0 if there is none; and whether one of those cells
       (`seq_div` may bring two to a position) has the content that was asked about. On all devices.
     """
-    axes = shares(cells.sharding_rules, streams=cells.streams).streams
+    axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
     does = is_sequence(cells, sequences)
 
-    def of_share(
+    def compare_on_shard(
         cells: Cells, sequences: jax.Array, does: jax.Array, contents: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        stream, word, bit = owner_word(cells, sequences)
-        stream, is_own = to_local(stream, axes, cells.streams)
+        stream, word, bit = locate_owner_bit(cells, sequences)
+        stream, is_own = to_local_index(stream, axes, cells.streams)
         owns = (cells.owners[stream, word] >> bit[:, None]) & 1 == 1
         at = jnp.where(owns & (does & is_own)[:, None], cells.position[stream], EMPTY)
         last, cell_contents = jnp.max(at, axis=1), cells.content[stream]
@@ -90,11 +95,11 @@ def endings(
         same = is_own & jnp.where(last >= 0, jnp.any(same, axis=1), contents == 0)
         return broadcast_from_owner(found, axes), broadcast_from_owner(same, axes)
 
-    run = map_shards(cells.sharding_rules, of_share, (P(axes), P(), P(), P()), P())
+    run = map_shards(cells.sharding_rules, compare_on_shard, (P(axes), P(), P(), P()), P())
     return run(cells, jnp.where(does, sequences, 0), does, contents)
 
 
-def on_rows(
+def map_rows(
     cells: C,
     ubatch: Ubatch,
     work: Callable[[C, Ubatch, Axes, Axes], W],
@@ -110,23 +115,25 @@ def on_rows(
         that split the rows, and those along which devices have other padding.
       out_specs: how what it returns is split, made of the axes of the streams.
     """
-    axes = shares(cells.sharding_rules, streams=cells.streams).streams
-    rows = rows_of(ubatch, axes)
+    axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
+    rows = row_mesh_axes(ubatch, axes)
     shared_axes = () if rows else axes
 
-    def of_share(cells: C, ubatch: Ubatch) -> W:
-        return work(cells, own_rows(ubatch, axes, cells.streams), rows, shared_axes)
+    def work_on_shard(cells: C, ubatch: Ubatch) -> W:
+        return work(
+            cells, mask_rows_of_other_devices(ubatch, axes, cells.streams), rows, shared_axes
+        )
 
     run = map_shards(
         cells.sharding_rules,
-        of_share,
+        work_on_shard,
         (P(axes), ubatch_partition_specs(ubatch, axes)),
         out_specs(axes),
     )
     return run(cells, ubatch)
 
 
-def gather_over(found: T, axes: tuple[str, ...]) -> T:
+def gather_over_axes(found: T, axes: tuple[str, ...]) -> T:
     """Return what devices along some axes found, int32 or bool of one shape, one after another."""
     if not axes:
         return found

@@ -17,28 +17,28 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from jaxkv.core.array_utils import divmod_nonnegative, end_of
+from jaxkv.core.array_utils import divmod_nonnegative, resolve_range_end
 from jaxkv.core.constants import EMPTY, END
-from jaxkv.core.partitioning import first_of
+from jaxkv.core.partitioning import first_local_index
 from jaxkv.kv.buffers import Buffers, Halves, gather, map_kv, scatter, stream_cell_axes
 from jaxkv.kv.cells import (
     C,
     Cells,
-    bits,
-    each,
+    fold_over_true,
     hashes_after_rotation,
-    holders,
+    is_in_range,
     is_owned_by,
     is_sequence,
-    owner_word,
+    locate_owner_bit,
+    sequence_bits,
     sequence_positions,
+    sequences_owning_cells,
     with_owners,
-    within,
 )
 from jaxkv.kv.eviction import accept_edit
-from jaxkv.ops.layer_stack import each_array
+from jaxkv.ops.layer_stack import map_arrays
 from jaxkv.ops.quantised import Stored
-from jaxkv.ops.rotation import turn
+from jaxkv.ops.rotation import rotate_keys
 from jaxkv.rope import NotGiven, Rope
 from jaxkv.spec import TableSpec
 from jaxkv.table import MaintenancePlan
@@ -77,7 +77,7 @@ class ShiftPlan(MaintenancePlan):
         return rotate_shifted_keys(table, buffers, ok)
 
 
-def add(
+def seq_add(
     cells: C,
     seq: Int32[Array, ""],
     start: Int32[Array, ""],
@@ -93,20 +93,20 @@ def add(
     `gap` is the lowest position from which nothing stands up to the range, taken by a window or
     not; None where that is not known.
     """
-    moves = moving(cells, seq, start, stop)
+    moves = sequence_cells_in_range(cells, seq, start, stop)
     evicted = _highest_evicted(cells, seq, start, stop)
     ok = _in_bounds(cells, moves, evicted, delta)
     below = jnp.maximum(start, 0) if gap is None else jnp.minimum(start, gap)
-    marks, tip = _move_marks(cells, seq, evicted, below, lambda position: position + delta)
+    marks, tip = _move_eviction_marks(cells, seq, evicted, below, lambda position: position + delta)
     moved, goes_on = accept_edit(
         cells,
-        _move(replace(cells, evicted_below=marks), moves, cells.position + delta),
+        _move_positions(replace(cells, evicted_below=marks), moves, cells.position + delta),
         tip,
     )
     return jax.tree.map(lambda new, old: jnp.where(ok, new, old), moved, cells), ok & goes_on
 
 
-def can_add(
+def can_seq_add(
     cells: Cells,
     seq: Int32[Array, ""],
     start: Int32[Array, ""],
@@ -114,19 +114,19 @@ def can_add(
     delta: Int32[Array, ""],
 ) -> Bool[Array, ""]:
     """Return whether a move leaves every owner of the cells one token a position."""
-    moves = moving(cells, seq, start, stop)
-    after = _move(cells, moves, cells.position + delta)
+    moves = sequence_cells_in_range(cells, seq, start, stop)
+    after = _move_positions(cells, moves, cells.position + delta)
 
-    def look(seq: jax.Array, ok: jax.Array) -> jax.Array:
+    def check_owner(seq: jax.Array, ok: jax.Array) -> jax.Array:
         positions = jnp.sort(sequence_positions(after, seq))
         return ok & ~jnp.any((positions[1:] == positions[:-1]) & (positions[1:] != EMPTY))
 
     evicted = _highest_evicted(cells, seq, start, stop)
     ok = _in_bounds(cells, moves, evicted, delta)
-    return each(holders(cells, moves), look, ok)
+    return fold_over_true(sequences_owning_cells(cells, moves), check_owner, ok)
 
 
-def divide(
+def seq_div(
     cells: C,
     seq: Int32[Array, ""],
     start: Int32[Array, ""],
@@ -139,24 +139,26 @@ def divide(
     changes, and the second answer is False.
     """
     ok = divisor >= 1
-    moves = moving(cells, seq, start, stop) & ok
+    moves = sequence_cells_in_range(cells, seq, start, stop) & ok
     divisor = jnp.maximum(divisor, 1)
     evicted = _highest_evicted(cells, seq, start, stop)
     start = jnp.maximum(start, 0)
-    marks, tip = _move_marks(cells, seq, evicted, start, lambda position: position // divisor)
+    marks, tip = _move_eviction_marks(
+        cells, seq, evicted, start, lambda position: position // divisor
+    )
     # No position that moves is negative, so rounding towards 0 is rounding down, at half the cost.
     position = jax.lax.div(cells.position, jnp.full_like(cells.position, divisor))
     moved, goes_on = accept_edit(
-        cells, _move(replace(cells, evicted_below=marks), moves, position), tip
+        cells, _move_positions(replace(cells, evicted_below=marks), moves, position), tip
     )
     return moved, ok & goes_on
 
 
-def moving(
+def sequence_cells_in_range(
     cells: Cells, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]
 ) -> Bool[Array, "S N"]:
     """Return the cells of a sequence in a range."""
-    return is_owned_by(cells, bits(cells, seq)) & within(cells, start, stop)
+    return is_owned_by(cells, sequence_bits(cells, seq)) & is_in_range(cells, start, stop)
 
 
 def _in_bounds(
@@ -176,17 +178,17 @@ def _highest_evicted(
 
     Others of the stream may have shared what a window took from them, which moves for all owners.
     """
-    highest = jnp.minimum(cells.evicted_below, end_of(stop)) - 1
+    highest = jnp.minimum(cells.evicted_below, resolve_range_end(stop)) - 1
     (stream, *_), (own_stream, *_) = (
-        owner_word(cells, jnp.arange(cells.sequences)),
-        owner_word(cells, seq),
+        locate_owner_bit(cells, jnp.arange(cells.sequences)),
+        locate_owner_bit(cells, seq),
     )
     return highest, is_sequence(cells, seq) & (stream == own_stream) & (
         highest >= jnp.maximum(start, 0)
     )
 
 
-def _move_marks(
+def _move_eviction_marks(
     cells: Cells,
     seq: jax.Array,
     evicted: tuple[jax.Array, jax.Array],
@@ -216,7 +218,7 @@ def _move_marks(
     return marks, jnp.where(all_move, move(highest), mark - 1)
 
 
-def _move(cells: C, moves: jax.Array, position: jax.Array) -> C:
+def _move_positions(cells: C, moves: jax.Array, position: jax.Array) -> C:
     """Give the cells that move, `[S, N]` bool, new positions, `[S, N]`; a negative one frees it."""
     moved = replace(
         cells,
@@ -239,7 +241,9 @@ def rotate_shifted_keys(cells: C, buffers: Buffers, ok: Bool[Array, ""]) -> tupl
     by = jnp.where(owed, cells.shift, 0)
     ropes = buffers.ropes[: len(buffers.k)]
     start = cells.position - cells.shift
-    buffers = map_kv(cells.sharding_rules, buffers, partial(_rotate, ropes), start, by, by_stream=2)
+    buffers = map_kv(
+        cells.sharding_rules, buffers, partial(_rotate_keys, ropes), start, by, by_stream=2
+    )
     cells = replace(
         cells,
         shift=jnp.where(owed, 0, cells.shift),
@@ -248,7 +252,7 @@ def rotate_shifted_keys(cells: C, buffers: Buffers, ok: Bool[Array, ""]) -> tupl
     return cells, buffers
 
 
-def _rotate(
+def _rotate_keys(
     ropes: tuple[Rope | NotGiven | None, ...],
     split: Halves,
     start: jax.Array,
@@ -262,7 +266,7 @@ def _rotate(
     keys, values = arrays
     axes, size = stream_cell_axes(split).cells, keys[0].shape[2]
     if axes:  # a device turns those that it holds
-        first = first_of(axes, size)
+        first = first_local_index(axes, size)
         start, by = (jax.lax.dynamic_slice_in_dim(x, first, size, axis=1) for x in (start, by))
     start, by = start.reshape(-1), by.reshape(-1)
     count = jnp.cumsum(by != 0, dtype=jnp.int32)  # up to and with each cell
@@ -277,9 +281,9 @@ def _rotate(
         turned = []
         for k, rope in zip(keys, ropes, strict=True):
             if isinstance(rope, Rope):
-                key = each_array(lambda x: gather(x, stream, slot), k)  # [CHUNK, K, D]
-                key = turn(key, begin, begin + turns, rope)
-                k = each_array(lambda x, new: scatter(x, stream, slot, new), k, key)
+                key = map_arrays(lambda x: gather(x, stream, slot), k)  # [CHUNK, K, D]
+                key = rotate_keys(key, begin, begin + turns, rope)
+                k = map_arrays(lambda x, new: scatter(x, stream, slot, new), k, key)
             turned.append(k)
         return tuple(turned)
 

@@ -11,24 +11,33 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.batch import Ubatch, contents
-from jaxkv.core.array_utils import no_slots
+from jaxkv.batch import Ubatch, hash_tokens
+from jaxkv.core.array_utils import out_of_range_slots
 from jaxkv.core.constants import EMPTY, END, MAX_CELLS
 from jaxkv.core.hashing import chain_hashes
-from jaxkv.kv.cells import C, Cells, free, holders, lasts, of_cells, owner_word, stream_hash
-from jaxkv.kv.eviction import evict, evictable, is_context_evicted
-from jaxkv.kv.fill_order import cell_of, to_fill_order
-from jaxkv.kv.sharded import gather_over, on_rows
-from jaxkv.kv.tiles import in_tiles
+from jaxkv.kv.cells import (
+    C,
+    Cells,
+    hash_cells,
+    is_cell_empty,
+    last_positions,
+    locate_owner_bit,
+    sequences_owning_cells,
+    stream_hash,
+)
+from jaxkv.kv.eviction import evict_cells, is_context_evicted, is_evictable
+from jaxkv.kv.fill_order import cells_at_ranks, to_fill_order
+from jaxkv.kv.sharded import gather_over_axes, map_rows
+from jaxkv.kv.tiles import choose_in_tiles
 from jaxkv.plan import Reason
 from jaxkv.table import Admission, SequenceStatus
-from jaxkv.window import looks_back
+from jaxkv.window import max_lookback
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int, Int32, UInt32
 
 
-class Pools(NamedTuple):
+class TokenLists(NamedTuple):
     """Which rows of a ubatch are one list of tokens, that reads its stream once for all of them.
 
     streams: the stream of each list.
@@ -39,7 +48,7 @@ class Pools(NamedTuple):
     all_streams: bool
 
 
-def pools(cells: Cells, ubatch: Ubatch) -> Pools:
+def group_rows_by_stream(cells: Cells, ubatch: Ubatch) -> TokenLists:
     """Return the lists that the rows of a ubatch make.
 
     With one stream all rows are one list. Where each sequence has its row, row r is that of
@@ -47,8 +56,8 @@ def pools(cells: Cells, ubatch: Ubatch) -> Pools:
     not tell which of them share a stream.
     """
     if cells.streams == 1 or ubatch.row_is_sequence:
-        return Pools(jnp.arange(cells.streams, dtype=jnp.int32), all_streams=True)
-    return Pools(ubatch.row_stream, all_streams=False)
+        return TokenLists(jnp.arange(cells.streams, dtype=jnp.int32), all_streams=True)
+    return TokenLists(ubatch.row_stream, all_streams=False)
 
 
 def sequence_status(cells: Cells, present: Bool[Array, " Q"]) -> SequenceStatus:
@@ -56,20 +65,22 @@ def sequence_status(cells: Cells, present: Bool[Array, " Q"]) -> SequenceStatus:
 
     A sequence goes on after the last position that it reached, whether it still holds it or not.
     """
-    last = jnp.where(present, jnp.maximum(lasts(cells, present), cells.evicted_below - 1), EMPTY)
+    last = jnp.where(
+        present, jnp.maximum(last_positions(cells, present), cells.evicted_below - 1), EMPTY
+    )
     return SequenceStatus(
         last=last,
         missing=present & is_context_evicted(cells, last + 1),
-        pending=present & holders(cells, cells.shift != 0),
+        pending=present & sequences_owning_cells(cells, cells.shift != 0),
     )
 
 
-def usable(cells: Cells) -> Bool[Array, "S N"]:
+def usable_cells(cells: Cells) -> Bool[Array, "S N"]:
     """Return the cells that a token may get, empty ones and those that none sees."""
-    return free(cells) | evictable(cells)
+    return is_cell_empty(cells) | is_evictable(cells)
 
 
-def find_fitting(cells: Cells, wanted: Int32[Array, " Q"]) -> Admission:
+def find_fitting_sequences(cells: Cells, wanted: Int32[Array, " Q"]) -> Admission:
     """Return which sequences would find room, those that want least first.
 
     A sequence that asks for little is never refused because of one that asks for much. Where a
@@ -81,19 +92,19 @@ def find_fitting(cells: Cells, wanted: Int32[Array, " Q"]) -> Admission:
       cells: the table.
       wanted: how many cells each sequence asks for; one that asks for none fits.
     """
-    open_cells = usable(cells)
+    open_cells = usable_cells(cells)
     room = jnp.sum(open_cells, axis=1, dtype=jnp.int32)  # [S]
     if cells.window is not None:
         all_fit = wanted >= 0
         room = jnp.broadcast_to(room[:, None], (cells.streams, cells.sequences_per_stream))
         return Admission(all_fit, all_fit, room.reshape(-1))
-    fits = _smallest_first(wanted, room)
+    fits = _fit_smallest_first(wanted, room)
     num_taken = jnp.where(fits, wanted, 0).reshape(cells.streams, -1)
     remaining = jnp.repeat(
         room - jnp.sum(num_taken, axis=1, dtype=jnp.int32), cells.sequences_per_stream
     )
     if cells.placement == "contiguous":
-        return Admission(fits, _smallest_first(wanted, longest_run(open_cells)), remaining)
+        return Admission(fits, _fit_smallest_first(wanted, longest_run(open_cells)), remaining)
     return Admission(fits, fits, remaining)
 
 
@@ -105,7 +116,7 @@ def longest_run(open_cells: Bool[Array, "S N"]) -> Int32[Array, " S"]:
     return jnp.max(here - closed, axis=1)
 
 
-def _smallest_first(demand: jax.Array, room: jax.Array) -> jax.Array:
+def _fit_smallest_first(demand: jax.Array, room: jax.Array) -> jax.Array:
     """Return which sequences, `[Q]`, fit into the room of their streams, `[S]`; `[Q]` bool."""
 
     def of_stream(demand: jax.Array, room: jax.Array) -> jax.Array:
@@ -139,7 +150,7 @@ def can_allocate(
     lengths = np.asarray(lengths, np.int64).reshape(cells.streams, -1)
     needed = lengths.sum(axis=1) - num_shared_cells
     if cells.window is not None:
-        back = np.minimum(lengths, looks_back(cells.window))
+        back = np.minimum(lengths, max_lookback(cells.window))
         needed = np.minimum(needed, back.sum(axis=1) + at_once)
     return needed <= cells.num_cells
 
@@ -148,9 +159,9 @@ def choose_slots(cells: Cells, ubatch: Ubatch) -> tuple[Int32[Array, "R T"], Int
     """Choose a cell for every valid token; change nothing.
 
     Empty cells come first, the lowest of them, or in stripes the next in turn, or in tiles those
-    that `tiles.choose` says; and then hidden ones, the lowest positions first. Where cells must be
-    neighbours, the first run of empty and hidden ones is taken. All tokens of a stream are served
-    together, those of the first of its sequences first.
+    that `tiles.choose_for_list` says; and then hidden ones, the lowest positions first. Where cells
+    must be neighbours, the first run of empty and hidden ones is taken. All tokens of a stream are
+    served together, those of the first of its sequences first.
 
     Args:
       cells: the table, whose `placement` and `shards` say which cells are taken.
@@ -163,14 +174,16 @@ def choose_slots(cells: Cells, ubatch: Ubatch) -> tuple[Int32[Array, "R T"], Int
 
     llama.cpp: `llama_kv_cache::find_slot`.
     """
-    slots, is_fragmented = on_rows(cells, ubatch, _search, lambda _: P())
+    slots, is_fragmented = map_rows(cells, ubatch, _search_cells, lambda _: P())
     fault = jnp.where(is_fragmented, Reason.FRAGMENTED, Reason.OUT_OF_CELLS)
     unplaced = ubatch.valid & (slots >= cells.num_cells)
     placed = ~jnp.any(unplaced) & ubatch.valid
-    return jnp.where(placed, slots, no_slots(slots)), jnp.where(unplaced, fault, Reason.OK)
+    return jnp.where(placed, slots, out_of_range_slots(slots)), jnp.where(
+        unplaced, fault, Reason.OK
+    )
 
 
-def _search(
+def _search_cells(
     cells: Cells, ubatch: Ubatch, rows: tuple[str, ...], shared_axes: tuple[str, ...]
 ) -> tuple[jax.Array, jax.Array]:
     """Look for cells among some streams, see `by_stream.on_rows`, and tell all devices.
@@ -182,27 +195,29 @@ def _search(
     # A device's only stream is a list to attention, but its rows come in any order.
     all_streams = ubatch.row_is_sequence or ubatch.spec.streams == 1
     if cells.placement == "tiled":
-        slots = in_tiles(cells, ubatch, all_streams)
+        slots = choose_in_tiles(cells, ubatch, all_streams)
         split = jnp.zeros(slots.shape, bool)
     else:
-        slots, split = _in_turn(cells, ubatch, all_streams)
+        slots, split = _choose_in_order(cells, ubatch, all_streams)
     if shared_axes:  # the device that holds its stream speaks for a token
-        slots = jnp.where(ubatch.valid, slots, no_slots(slots))
+        slots = jnp.where(ubatch.valid, slots, out_of_range_slots(slots))
         split = ubatch.valid & split
         slots, whole = jax.lax.pmin((slots, (~split).astype(jnp.int32)), shared_axes)
         split = whole == 0
-    return gather_over((slots, split), rows)
+    return gather_over_axes((slots, split), rows)
 
 
-def _in_turn(cells: Cells, ubatch: Ubatch, all_streams: bool) -> tuple[jax.Array, jax.Array]:
+def _choose_in_order(
+    cells: Cells, ubatch: Ubatch, all_streams: bool
+) -> tuple[jax.Array, jax.Array]:
     """Choose cells for the tokens of a ubatch, one after another in a fixed order.
 
     Returns:
-      As `_search`.
+      As `_search_cells`.
     """
-    open_cells = usable(cells)
+    open_cells = usable_cells(cells)
     if all_streams and ubatch.valid.size == cells.streams:
-        slots = _first_choice(cells, open_cells).reshape(ubatch.valid.shape)
+        slots = _choose_single_cell(cells, open_cells).reshape(ubatch.valid.shape)
         return slots, jnp.zeros(slots.shape, bool)
     streams = jnp.arange(cells.streams, dtype=jnp.int32) if all_streams else ubatch.row_stream
     valid = ubatch.valid.reshape(streams.size, -1)
@@ -216,14 +231,14 @@ def _in_turn(cells: Cells, ubatch: Ubatch, all_streams: bool) -> tuple[jax.Array
     position = cells.position
     if not all_streams:
         open_cells, position = open_cells[streams], position[streams]
-    slots, split = jax.vmap(partial(in_turn, cells))(open_cells, position, turn, total)
+    slots, split = jax.vmap(partial(choose_in_stream, cells))(open_cells, position, turn, total)
     slots = slots.reshape(ubatch.valid.shape)
     split = jnp.broadcast_to(split[:, None], (split.size, slots.size // split.size))
     return slots, split.reshape(slots.shape)
 
 
-def _first_choice(cells: Cells, open_cells: jax.Array) -> jax.Array:
-    """Return the cell of a token that is alone in its stream, see `in_turn`, without counting.
+def _choose_single_cell(cells: Cells, open_cells: jax.Array) -> jax.Array:
+    """Return the cell of a token that is alone in its stream, without counting.
 
     Args:
       cells: the table.
@@ -238,10 +253,10 @@ def _first_choice(cells: Cells, open_cells: jax.Array) -> jax.Array:
         lowest = jnp.min(jnp.where(open_cells, position, END), axis=1)
         open_cells &= position == lowest[:, None]
     first = jnp.min(jnp.where(open_cells, jnp.arange(size, dtype=jnp.int32), size), axis=1)
-    return cell_of(first, size, shards)
+    return cells_at_ranks(first, size, shards)
 
 
-def in_turn(
+def choose_in_stream(
     cells: Cells,
     open_cells: Bool[Array, " N"],
     position: Int32[Array, " N"],
@@ -265,17 +280,17 @@ def in_turn(
     open_cells, position = to_fill_order(open_cells, shards), to_fill_order(position, shards)
     count = jnp.cumsum(open_cells, dtype=jnp.int32)  # up to and with each cell
     if cells.placement == "contiguous":
-        return _run(count, total) + turn - 1, total <= count[-1]
+        return _find_first_run(count, total) + turn - 1, total <= count[-1]
     if cells.window is None:
         rank = jnp.searchsorted(count, turn).astype(jnp.int32)
-        return cell_of(rank, size, shards), jnp.array(False)
+        return cells_at_ranks(rank, size, shards), jnp.array(False)
     # An empty cell has the lowest position of all.
     order = jnp.argsort(jnp.where(open_cells, position, END), stable=True).astype(jnp.int32)
-    order = cell_of(jnp.append(order, jnp.int32(size)), size, shards)
+    order = cells_at_ranks(jnp.append(order, jnp.int32(size)), size, shards)
     return order[jnp.where(turn <= count[-1], turn - 1, size)], jnp.array(False)
 
 
-def _run(counts: jax.Array, length: jax.Array) -> jax.Array:
+def _find_first_run(counts: jax.Array, length: jax.Array) -> jax.Array:
     """Return where the first run of usable cells begins, `[]`; past the last cell if there is none.
 
     `counts`, `[N]`, counts the usable cells up to and with each one.
@@ -293,26 +308,26 @@ def occupy(cells: C, ubatch: Ubatch) -> C:
 
     llama.cpp: `llama_kv_cache::apply_ubatch`.
     """
-    return on_rows(cells, ubatch, lambda cells, ubatch, *_: _take(cells, ubatch), P)
+    return map_rows(cells, ubatch, lambda cells, ubatch, *_: _occupy_streams(cells, ubatch), P)
 
 
-def _take(cells: C, ubatch: Ubatch) -> C:
+def _occupy_streams(cells: C, ubatch: Ubatch) -> C:
     """Mark the slots in some streams, see `by_stream.on_rows`."""
     where = (ubatch.row_stream[:, None], ubatch.slots)
     if cells.window is not None:
         nothing = jnp.zeros(cells.position.shape, bool)
-        cells = evict(cells, nothing.at[where].set(True, mode="drop"))
+        cells = evict_cells(cells, nothing.at[where].set(True, mode="drop"))
     words = jnp.arange(cells.owners.shape[1])
     put = {"mode": "drop", "unique_indices": True}
     return replace(
         cells,
         position=cells.position.at[where].set(ubatch.positions, **put),
         owners=cells.owners.at[where[0][..., None], words[None, None], where[1][..., None]].set(
-            _owners(cells, ubatch), **put
+            _owner_words(cells, ubatch), **put
         ),
         shift=cells.shift.at[where].set(0, **put),
         cell_hash=cells.cell_hash.at[where].set(ubatch.cell_hashes, **put),
-        content=cells.content.at[where].set(contents(ubatch), **put),
+        content=cells.content.at[where].set(hash_tokens(ubatch), **put),
         history=_history_after(cells, ubatch),
     )
 
@@ -321,7 +336,7 @@ def _history_after(cells: Cells, ubatch: Ubatch) -> jax.Array:
     """Return the histories of streams, `[S, 2]` uint32, once they took a ubatch in."""
     is_placed = ubatch.slots < cells.num_cells
     count, total = (
-        _by_stream(cells, ubatch, jnp.sum(x, axis=1, dtype=jnp.uint32))
+        _sum_by_stream(cells, ubatch, jnp.sum(x, axis=1, dtype=jnp.uint32))
         for x in (is_placed, jnp.where(is_placed, ubatch.cell_hashes, 0))
     )
     last = cells.history[:, 1]
@@ -329,19 +344,19 @@ def _history_after(cells: Cells, ubatch: Ubatch) -> jax.Array:
     return jnp.where(count[:, None] > 0, after, cells.history)
 
 
-def _by_stream(cells: Cells, ubatch: Ubatch, x: jax.Array) -> jax.Array:
+def _sum_by_stream(cells: Cells, ubatch: Ubatch, x: jax.Array) -> jax.Array:
     """Add up for each stream, `[S]`, what there is of its rows, `[R]`; modulo 2**32 if unsigned."""
     if ubatch.row_is_sequence:
         return jnp.sum(x.reshape(cells.streams, -1), axis=1, dtype=x.dtype)
     return jnp.zeros(cells.streams, x.dtype).at[ubatch.row_stream].add(x)
 
 
-def _owners(cells: Cells, ubatch: Ubatch) -> jax.Array:
+def _owner_words(cells: Cells, ubatch: Ubatch) -> jax.Array:
     """Return the owners of the cells that tokens get, `[R, T, W]` uint32."""
     words = jnp.arange(cells.owners.shape[1])
 
     def owner_bits(sequences: jax.Array) -> jax.Array:
-        _, word, bit = owner_word(cells, sequences)
+        _, word, bit = locate_owner_bit(cells, sequences)
         return jnp.where(words[None, None] == word[..., None], jnp.uint32(1) << bit[..., None], 0)
 
     owners = owner_bits(ubatch.sequences)
@@ -360,23 +375,23 @@ def stream_hash_after(cells: Cells, ubatch: Ubatch) -> UInt32[Array, " S"]:
       cells: the table.
       ubatch: with its slots, and the digest of the table as `before`.
     """
-    return on_rows(cells, ubatch, lambda cells, ubatch, *_: _digest_after(cells, ubatch), P)
+    return map_rows(cells, ubatch, lambda cells, ubatch, *_: _stream_hash_after(cells, ubatch), P)
 
 
-def _digest_after(cells: Cells, ubatch: Ubatch) -> jax.Array:
+def _stream_hash_after(cells: Cells, ubatch: Ubatch) -> jax.Array:
     """Return the digest of some streams after it, `[S]` uint32, see `by_stream.on_rows`."""
     slots, streams = ubatch.slots, ubatch.row_stream
     stamp = cells.cell_hash.at[streams[:, None], slots].get(mode="fill", fill_value=0)
-    owners, none = _owners(cells, ubatch), jnp.zeros_like(slots)
+    owners, none = _owner_words(cells, ubatch), jnp.zeros_like(slots)
     empty = jnp.full_like(slots, EMPTY), none, stamp, jnp.zeros_like(owners)
     occupied = ubatch.positions, none, ubatch.cell_hashes, owners
     # A sum over the two, not a difference, which each layer would make again: `hashing.sum_hashes`.
     both = (jnp.stack(pair) for pair in zip(empty, occupied, strict=True))
     sign = jnp.array([-1, 1]).astype(jnp.uint32)[:, None, None]
-    change = sign * of_cells(slots[None], *both)
+    change = sign * hash_cells(slots[None], *both)
     change = jnp.where(slots[None] < cells.num_cells, change, 0)
     change = jnp.sum(change, axis=(0, 2), dtype=jnp.uint32)
-    return ubatch.hash_before + _by_stream(cells, ubatch, change)
+    return ubatch.hash_before + _sum_by_stream(cells, ubatch, change)
 
 
 def committed_slots(cells: Cells, ubatch: Ubatch) -> tuple[Int32[Array, "R T"], Bool[Array, " R"]]:
@@ -390,11 +405,11 @@ def committed_slots(cells: Cells, ubatch: Ubatch) -> tuple[Int32[Array, "R T"], 
     placed = ubatch.slots < MAX_CELLS
     stream = ubatch.row_stream
     current = (stream_hash(cells) == ubatch.hash_after)[stream] | ~jnp.any(placed, axis=1)
-    slots = jnp.where(placed & current[:, None], ubatch.slots, no_slots(ubatch.slots))
+    slots = jnp.where(placed & current[:, None], ubatch.slots, out_of_range_slots(ubatch.slots))
     return slots, current
 
 
-def written_after(
+def layer_history_after(
     cells: Cells, ubatch: Ubatch, slots: Int32[Array, "R T"], written: UInt32[Array, " S"]
 ) -> UInt32[Array, " S"]:
     """Return the histories that a layer holds once it has written a ubatch.
@@ -408,14 +423,14 @@ def written_after(
       written: the histories before.
     """
     count = jnp.sum(slots < cells.num_cells, axis=1, dtype=jnp.int32)
-    count = _by_stream(cells, ubatch, count)
+    count = _sum_by_stream(cells, ubatch, count)
     before, after = cells.history.T
-    alone = jnp.sum(~free(cells), axis=1, dtype=jnp.int32) == count
+    alone = jnp.sum(~is_cell_empty(cells), axis=1, dtype=jnp.int32) == count
     whole = (written == before) | (written == after) | alone
     return jnp.where((count > 0) & whole, after, written)
 
 
-def readable(cells: Cells, ubatch: Ubatch, written: UInt32[Array, " S"]) -> Bool[Array, " R"]:
+def can_read_layer(cells: Cells, ubatch: Ubatch, written: UInt32[Array, " S"]) -> Bool[Array, " R"]:
     """Return which rows of a ubatch may look at a layer: it holds what the stream does.
 
     Args:

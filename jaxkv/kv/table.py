@@ -13,7 +13,7 @@ from jaxkv.batch import Ubatch
 from jaxkv.cache_spec import CacheSpec
 from jaxkv.core.partitioning import AxisPartition, ShardingRules
 from jaxkv.kv import cells, copy, copy_pooled, defrag, eviction, layer, sharded, shift, slots
-from jaxkv.kv.buffers import Buffers, sizes_of
+from jaxkv.kv.buffers import Buffers, shardable_sizes
 from jaxkv.kv.cells import Cells
 from jaxkv.kv.sharded import map_streams, map_streams_gather
 from jaxkv.ops.mla import Values, ValueSlice
@@ -32,22 +32,22 @@ if TYPE_CHECKING:
 class CellTable(Cells, CacheTable):
     """The table of an attention cache: `Cells`, and what verbs, plans and loops ask of them."""
 
-    first = cells.first
-    last = cells.last
-    endings = sharded.endings
+    seq_pos_min = cells.seq_pos_min
+    seq_pos_max = cells.seq_pos_max
+    compare_last_tokens = sharded.compare_last_tokens
     num_used_cells = cells.num_used_cells
-    num_shared_cells = cells.num_shared_cells
+    num_cells_saved_by_sharing = cells.num_cells_saved_by_sharing
     can_allocate = slots.can_allocate
     choose_slots = slots.choose_slots
     occupy = slots.occupy
-    keep = cells.keep
+    seq_keep = cells.seq_keep
     clear = cells.clear
-    add = shift.add
-    can_add = shift.can_add
-    divide = shift.divide
+    seq_add = shift.seq_add
+    can_seq_add = shift.can_seq_add
+    seq_div = shift.seq_div
     can_resume = eviction.can_resume
     rewind = cells.rewind
-    faults = cells.faults
+    count_broken_invariants = cells.count_broken_invariants
     attend = layer.attend
     write_kv = layer.write_kv
     read_kv = layer.read_kv
@@ -71,7 +71,7 @@ class CellTable(Cells, CacheTable):
 
     def cache_spec(self, buffers: Buffers) -> CacheSpec:
         """Return what the weights fixed of the cache."""
-        ends = buffers.of_each(lambda k, v: (k.shape[-3], k.shape[-1], _value_dim(v)))
+        ends = buffers.map_layers(lambda k, v: (k.shape[-3], k.shape[-1], _value_dim(v)))
         heads, keys, values = zip(*ends, strict=True)
         return CacheSpec.attention(len(ends), heads, keys, values, self.window, buffers.ropes)
 
@@ -85,12 +85,12 @@ class CellTable(Cells, CacheTable):
         """Return that streams are split, and of the buffers heads and cells too."""
         rules = self.sharding_rules or ShardingRules()
 
-        def of_array(x: jax.Array) -> P:
-            depth = 1 if buffers is None else buffers.depth
-            return AxisPartition(**rules.split(mesh, **sizes_of(x, depth))).partition_spec
+        def spec_of_array(x: jax.Array) -> P:
+            depth = 1 if buffers is None else buffers.layers_per_array
+            return AxisPartition(**rules.split(mesh, **shardable_sizes(x, depth))).partition_spec
 
         streams = P(rules.split(mesh, streams=self.streams)["streams"])
-        return jax.tree.map(lambda _: streams, self), jax.tree.map(of_array, buffers)
+        return jax.tree.map(lambda _: streams, self), jax.tree.map(spec_of_array, buffers)
 
     def num_layers(self, buffers: Buffers) -> int:
         """Return L."""
@@ -99,9 +99,9 @@ class CellTable(Cells, CacheTable):
     def check_buffers(self, buffers: Buffers) -> None:
         """Raise unless keys have the streams and the cells of the table."""
         streams, _, size, _ = buffers.k[0].shape
-        check_sizes(self, streams // buffers.depth, size)
+        check_sizes(self, streams // buffers.layers_per_array, size)
 
-    def check_moves(self, buffers: Buffers) -> None:
+    def check_can_shift(self, buffers: Buffers) -> None:
         """Raise unless it is known of all layers how keys turn with position."""
         if any(isinstance(rope, NotGiven) for rope in buffers.ropes):
             raise ValueError(
@@ -117,9 +117,9 @@ class CellTable(Cells, CacheTable):
         """Ask each stream on the device where it lies, and tell all devices."""
         return map_streams_gather(self, slots.sequence_status, present)
 
-    def find_fitting(self, wanted: Int32[Array, " Q"]) -> Admission:
+    def find_fitting_sequences(self, wanted: Int32[Array, " Q"]) -> Admission:
         """Ask each stream on the device where it lies, and tell all devices."""
-        return map_streams_gather(self, slots.find_fitting, wanted)
+        return map_streams_gather(self, slots.find_fitting_sequences, wanted)
 
     def owns_same_cells(self, partner: Int32[Array, " Q"]) -> Bool[Array, " Q"]:
         """Ask each stream on the device where it lies, and tell all devices."""
@@ -131,15 +131,15 @@ class CellTable(Cells, CacheTable):
             return occupied.stream_hash()
         return slots.stream_hash_after(self, ubatch)
 
-    def remove(
+    def seq_rm(
         self, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]
     ) -> tuple[CellTable, Bool[Array, ""]]:
         """Forget a range; refused where a sequence could not go on after that."""
         return eviction.accept_edit(
-            self, cells.remove(self, seq, start, stop), self.evicted_below - 1
+            self, cells.seq_rm(self, seq, start, stop), self.evicted_below - 1
         )
 
-    def copy(
+    def seq_cp(
         self,
         buffers: Buffers | None,
         src: Int32[Array, ""],
@@ -149,14 +149,14 @@ class CellTable(Cells, CacheTable):
     ) -> tuple[CellTable, Buffers | None]:
         """Share cells within a stream; between streams copy them, into free cells where Q > S."""
         if buffers is None:
-            return cells.copy(self, src, dst, start, stop), None
+            return cells.seq_cp(self, src, dst, start, stop), None
         if self.sequences_per_stream == 1:
-            return copy.copy_between(self, buffers, src, dst, start, stop)
+            return copy.copy_between_streams(self, buffers, src, dst, start, stop)
         return copy_pooled.execute_copy(
-            self, buffers, copy_pooled.to_copy(self, src, dst, start, stop)
+            self, buffers, copy_pooled.plan_copy(self, src, dst, start, stop)
         )
 
-    def can_copy(
+    def can_seq_cp(
         self,
         src: Int32[Array, ""],
         dst: Int32[Array, "*n"],
@@ -164,30 +164,30 @@ class CellTable(Cells, CacheTable):
         stop: Int32[Array, ""],
     ) -> tuple[Bool[Array, ""], Int32[Array, " n"]]:
         """Return whether targets could go on and find the cells that they need; and their ends."""
-        ok, ends = eviction.can_copy(self, src, dst, start, stop)
+        ok, ends = eviction.can_resume_after_copy(self, src, dst, start, stop)
         if self.spec.has_shared_streams:
-            ok &= copy_pooled.to_copy(self, src, dst, start, stop).need.ok
+            ok &= copy_pooled.plan_copy(self, src, dst, start, stop).need.ok
         return ok, ends
 
-    def select(
+    def seq_select(
         self, buffers: Buffers | None, parents: Int32[Array, " n"], targets: Int32[Array, " n"]
     ) -> tuple[CellTable, Buffers | None]:
         """Share cells within a stream; between streams copy them, into free cells where Q > S."""
         if buffers is None:
-            return cells.select(self, parents, targets), None
+            return cells.seq_select(self, parents, targets), None
         if self.sequences_per_stream == 1:
-            return copy.select_between(self, buffers, parents, targets)
+            return copy.select_between_streams(self, buffers, parents, targets)
         return copy_pooled.execute_copy(
-            self, buffers, copy_pooled.to_select(self, parents, targets)
+            self, buffers, copy_pooled.plan_select(self, parents, targets)
         )
 
-    def can_select(
+    def can_seq_select(
         self, parents: Int32[Array, " n"], targets: Int32[Array, " n"]
     ) -> Bool[Array, ""]:
         """Return whether targets find the cells that they need."""
         if not self.spec.has_shared_streams:
             return jnp.array(True)
-        return copy_pooled.to_select(self, parents, targets).need.ok
+        return copy_pooled.plan_select(self, parents, targets).need.ok
 
     def plan_shift(self) -> MaintenancePlan:
         """Return the plan of the rotations that keys are owed, with the spec of this cache."""
@@ -197,7 +197,7 @@ class CellTable(Cells, CacheTable):
         """Return the plan of the moves that close the gaps, with the spec of this cache."""
         return defrag.plan_moves(self, max_moves, self.spec)
 
-    def serves(self, verb: str, layer: int) -> bool:
+    def can_serve_layer(self, verb: str, layer: int) -> bool:
         """Return whether it is `attend`, which every layer knows."""
         del layer
         return verb == "attend"

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jaxkv.batch import Ubatch
 from jaxkv.core.array_utils import divmod_nonnegative
 from jaxkv.core.constants import END
-from jaxkv.kv.cells import WORD, Cells, free, owner_word
-from jaxkv.kv.eviction import evictable
+from jaxkv.kv.cells import WORD, Cells, is_cell_empty, locate_owner_bit
+from jaxkv.kv.eviction import is_evictable
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int32, UInt32
@@ -32,10 +32,10 @@ TILE = 64
 """The most cells of a tile of a sequence."""
 
 
-def tile_of(cells: int) -> int:
+def tile_size(cells: int) -> int:
     """Return how many cells a tile has, of streams of N `cells`.
 
-    >>> [tile_of(cells) for cells in (4096, 96, 100, 12, 5)]
+    >>> [tile_size(cells) for cells in (4096, 96, 100, 12, 5)]
     [64, 16, 4, 2, 1]
     """
     size = gcd(TILE, cells)
@@ -44,14 +44,14 @@ def tile_of(cells: int) -> int:
     return size
 
 
-def check_cells(cells: int) -> None:
+def check_tile_multiple(cells: int) -> None:
     """Refuse streams of N `cells` that have room for four tiles of 64, and are not cut into such.
 
     With tiles of a few cells a step holds several times what the keys of a layer take, and costs
     more than in a pool that has none.
 
-    >>> check_cells(100)
-    >>> check_cells(4100)
+    >>> check_tile_multiple(100)
+    >>> check_tile_multiple(4100)
     Traceback (most recent call last):
     ValueError: wanted a number of cells that tiles of 64 divide, got 4100: take 4160
     """
@@ -62,22 +62,22 @@ def check_cells(cells: int) -> None:
         )
 
 
-def whole_first(open_cells: Bool[Array, " N"]) -> Int32[Array, " N"]:
+def order_open_tiles_first(open_cells: Bool[Array, " N"]) -> Int32[Array, " N"]:
     """Return the cells of a stream, with those of tiles that are all open first.
 
     Copies take them in this order, for any sequence.
 
-    >>> whole_first(jnp.array([True, False, False, True, True, True, True, True]))
+    >>> order_open_tiles_first(jnp.array([True, False, False, True, True, True, True, True]))
     Array([4, 5, 6, 7, 0, 1, 2, 3], dtype=int32)
     """
     size = open_cells.size
-    cells = jnp.arange(size, dtype=jnp.int32).reshape(-1, tile_of(size))
+    cells = jnp.arange(size, dtype=jnp.int32).reshape(-1, tile_size(size))
     whole = jnp.all(open_cells.reshape(cells.shape), axis=1)
     return cells[jnp.argsort(~whole, stable=True)].reshape(-1)
 
 
-def in_tiles(cells: Cells, ubatch: Ubatch, all_streams: bool) -> Int32[Array, "R T"]:
-    """Choose cells for the tokens of a ubatch, see `choose`.
+def choose_in_tiles(cells: Cells, ubatch: Ubatch, all_streams: bool) -> Int32[Array, "R T"]:
+    """Choose cells for the tokens of a ubatch, see `choose_for_list`.
 
     Args:
       cells: the table.
@@ -87,9 +87,9 @@ def in_tiles(cells: Cells, ubatch: Ubatch, all_streams: bool) -> Int32[Array, "R
     Returns:
       One past the last cell, N, for a token that gets none.
     """
-    unseen = None if cells.window is None else evictable(cells)
-    pool = Pool(cells.owners, free(cells), unseen, cells.position)
-    _, word, bit = owner_word(cells, ubatch.sequences)
+    unseen = None if cells.window is None else is_evictable(cells)
+    pool = StreamCells(cells.owners, is_cell_empty(cells), unseen, cells.position)
+    _, word, bit = locate_owner_bit(cells, ubatch.sequences)
     sequences, valid = word * WORD + bit.astype(jnp.int32), ubatch.valid
     if all_streams:
         sequences, valid = (x.reshape(cells.streams, -1) for x in (sequences, valid))
@@ -98,14 +98,16 @@ def in_tiles(cells: Cells, ubatch: Ubatch, all_streams: bool) -> Int32[Array, "R
         pool = jax.tree.map(lambda x: x[ubatch.row_stream], pool)
         valid = (beside[..., None] & valid[None]).reshape(len(valid), -1)
         sequences = jnp.broadcast_to(sequences.reshape(1, -1), valid.shape)
-    slots = jax.vmap(partial(choose, count=cells.sequences_per_stream))(pool, sequences, valid)
+    slots = jax.vmap(partial(choose_for_list, count=cells.sequences_per_stream))(
+        pool, sequences, valid
+    )
     if not all_streams:
         rows = jnp.arange(len(slots))
         slots = slots.reshape(len(slots), *ubatch.valid.shape)[rows, rows]
     return slots.reshape(ubatch.valid.shape)
 
 
-class Pool(NamedTuple):
+class StreamCells(NamedTuple):
     """The cells of a stream, and what is asked of them.
 
     owners: the owners of each cell.
@@ -120,8 +122,8 @@ class Pool(NamedTuple):
     position: Int32[Array, " N"]
 
 
-def choose(
-    pool: Pool, sequences: Int32[Array, " T"], valid: Bool[Array, " T"], count: int
+def choose_for_list(
+    pool: StreamCells, sequences: Int32[Array, " T"], valid: Bool[Array, " T"], count: int
 ) -> Int32[Array, " T"]:
     """Choose a cell for each token of a list; one past the last, N, if none is left.
 
@@ -136,7 +138,7 @@ def choose(
       valid: whether there is a token.
       count: U.
     """
-    cells, size = pool.free.size, tile_of(pool.free.size)
+    cells, size = pool.free.size, tile_size(pool.free.size)
     in_turn = jnp.argsort(jnp.where(valid, sequences, count), stable=True)
     sequence, is_valid = jnp.where(valid, sequences, count)[in_turn], valid[in_turn]
     first = jnp.searchsorted(sequence, sequence).astype(jnp.int32)
@@ -154,16 +156,16 @@ def choose(
 
     # The tiles of each sequence side by side, those that it has begun before the others.
     by_owner = jnp.argsort(2 * owner + empty, stable=True).astype(jnp.int32)
-    start = _item(jnp.cumsum(room, dtype=jnp.int32) - room, sequence)
-    is_own = is_valid & (turn < _item(room, sequence))
-    tile, number = _nth(num_empty[by_owner], start + turn)
-    tile = jnp.where(is_own, _item(by_owner, tile), num_empty.size)
+    start = _get_or_zero(jnp.cumsum(room, dtype=jnp.int32) - room, sequence)
+    is_own = is_valid & (turn < _get_or_zero(room, sequence))
+    tile, number = _locate_nth(num_empty[by_owner], start + turn)
+    tile = jnp.where(is_own, _get_or_zero(by_owner, tile), num_empty.size)
     num_empty -= jnp.zeros_like(num_empty).at[tile].add(1, mode="drop")
     further = jnp.cumsum(is_valid & ~is_own, dtype=jnp.int32) - 1
-    other_tile, beyond = _nth(num_empty, further)
+    other_tile, beyond = _locate_nth(num_empty, further)
     # Of each tile the lowest cells were taken, so what is left of it comes after these.
     total = jnp.sum(flags, axis=1, dtype=jnp.int32)
-    number = jnp.where(is_own, number, _item(total - num_empty, other_tile) + beyond)
+    number = jnp.where(is_own, number, _get_or_zero(total - num_empty, other_tile) + beyond)
     tile = jnp.where(is_own, tile, other_tile)
 
     before = jnp.cumsum(flags.at[tile].get(mode="fill", fill_value=False), axis=1)
@@ -171,13 +173,13 @@ def choose(
     if pool.hidden is not None:
         by_position = jnp.argsort(jnp.where(pool.hidden, pool.position, END), stable=True)
         nth = further - jnp.sum(num_empty, dtype=jnp.int32)
-        hidden_one = jnp.where(nth < jnp.sum(pool.hidden), _item(by_position, nth), cells)
+        hidden_one = jnp.where(nth < jnp.sum(pool.hidden), _get_or_zero(by_position, nth), cells)
         cell = jnp.where(tile == num_empty.size, hidden_one.astype(jnp.int32), cell)
     cell = jnp.where(is_valid, cell, cells)
     return jnp.zeros_like(cell).at[in_turn].set(cell, unique_indices=True)
 
 
-def _item(x: jax.Array, index: jax.Array) -> jax.Array:
+def _get_or_zero(x: jax.Array, index: jax.Array) -> jax.Array:
     """Return `x[index]` of `[n]` numbers, in the shape of `index`, and 0 past their end."""
     return x.at[index].get(mode="fill", fill_value=0)
 
@@ -185,7 +187,7 @@ def _item(x: jax.Array, index: jax.Array) -> jax.Array:
 def _sole_owner(owners: jax.Array, size: int, count: int) -> jax.Array:
     """Return the sequence that alone has tokens in each tile, `[M]` int32; else U or more.
 
-    `owners` are those of a `Pool`.
+    `owners` are those of a `StreamCells`.
     """
     words = owners.reshape(owners.shape[0], -1, size)
     words = jax.lax.reduce(words, jnp.uint32(0), jax.lax.bitwise_or, (2,))  # [W, M]
@@ -195,7 +197,7 @@ def _sole_owner(owners: jax.Array, size: int, count: int) -> jax.Array:
     return jnp.where(alone, word * WORD + bit, count)
 
 
-def _nth(counts: jax.Array, n: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _locate_nth(counts: jax.Array, n: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return in which of some groups the nth of all things is, and its number there, from 0 on.
 
     There is none for it past the last thing: then it is one past the last group. `counts`, `[M]`
@@ -203,4 +205,4 @@ def _nth(counts: jax.Array, n: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     ends = jnp.cumsum(counts, dtype=jnp.int32)
     group = jnp.searchsorted(ends, n, side="right").astype(jnp.int32)
-    return group, n - _item(ends - counts, group)
+    return group, n - _get_or_zero(ends - counts, group)

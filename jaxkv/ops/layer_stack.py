@@ -47,51 +47,51 @@ class LayerView:
         return self.all.shape[0] // len(self.layer)
 
     @property
-    def is_there(self) -> Bool[Array, " S"]:
+    def is_in_range(self) -> Bool[Array, " S"]:
         """Whether there is such a layer."""
         return (self.layer >= 0) & (self.layer < self.layers)
 
-    def numbers(self, streams: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
+    def stream_indices(self, streams: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
         """Return where streams of this layer lie in `all`; past the end if there is no such layer.
 
         >>> keys = LayerView(jnp.zeros((6, 1, 4, 8)), jnp.array([2, 2]))
-        >>> keys.shape, keys.layers, keys.numbers(jnp.array([1, 0])).tolist()
+        >>> keys.shape, keys.layers, keys.stream_indices(jnp.array([1, 0])).tolist()
         ((2, 1, 4, 8), 3, [5, 2])
         """
         numbers = jnp.arange(len(self.layer), dtype=jnp.int32) * self.layers + self.layer
-        return jnp.where(self.is_there, numbers, self.all.shape[0])[streams]
+        return jnp.where(self.is_in_range, numbers, self.all.shape[0])[streams]
 
 
-def part_of_all(
+def make_layer_view(
     array: Num[Array, "SL K N D"], layer: int | Int32[Array, ""], layers: int
 ) -> LayerView:
     """Return what stands for a layer in an array of all, S * L streams; L is `layers`."""
     return LayerView(array, jnp.full(array.shape[0] // layers, layer, jnp.int32))
 
 
-def is_of_layer(x: object) -> bool:
+def is_layer_view(x: object) -> bool:
     """Return whether something is an `LayerView`."""
     return isinstance(x, LayerView)
 
 
-def each_array(change: Callable[..., PyTree], *stored: PyTree) -> PyTree:
+def map_arrays(change: Callable[..., PyTree], *stored: PyTree) -> PyTree:
     """Apply a function to the arrays of trees; an `LayerView` is passed as a whole."""
-    return jax.tree.map(change, *stored, is_leaf=is_of_layer)
+    return jax.tree.map(change, *stored, is_leaf=is_layer_view)
 
 
-def of_streams(stored: PyTree, streams: Int32[Array, " P"] | None) -> PyTree:
+def gather_streams(stored: PyTree, streams: Int32[Array, " P"] | None) -> PyTree:
     """Return the parts `[P, ...]` of arrays `[S, ...]`, for streams, or None for all.
 
     They are copies, except where all streams of a plain array are asked for.
     """
 
-    def one(x: jax.Array | LayerView) -> jax.Array:
+    def gather_array(x: jax.Array | LayerView) -> jax.Array:
         if isinstance(x, LayerView):
-            numbers = x.numbers(jnp.arange(len(x.layer)) if streams is None else streams)
+            numbers = x.stream_indices(jnp.arange(len(x.layer)) if streams is None else streams)
             return x.all.at[numbers].get(mode="clip")
         return x if streams is None else x[streams]
 
-    return each_array(one, stored)
+    return map_arrays(gather_array, stored)
 
 
 def flatten_layers(
@@ -107,7 +107,7 @@ def flatten_layers(
       Arrays `[S * L, K, N, D]`; where the streams lie in these; and L, which is 1 for arrays of one
       layer alone.
     """
-    for x in filter(is_of_layer, jax.tree.leaves(stored, is_leaf=is_of_layer)):
-        numbers = jnp.minimum(x.numbers(streams), x.all.shape[0] - 1)
-        return each_array(lambda x: x.all, stored), numbers, x.layers
+    for x in filter(is_layer_view, jax.tree.leaves(stored, is_leaf=is_layer_view)):
+        numbers = jnp.minimum(x.stream_indices(streams), x.all.shape[0] - 1)
+        return map_arrays(lambda x: x.all, stored), numbers, x.layers
     return stored, streams, 1

@@ -30,7 +30,7 @@ class ValueSlice:
     first: int
     last: int
 
-    def of(self, x: Float[Array, "... D"]) -> Float[Array, "... Dv"]:
+    def slice_values(self, x: Float[Array, "... D"]) -> Float[Array, "... Dv"]:
         """Return the values of keys, or the weighted values of weighted keys.
 
         In the same dtype.

@@ -3,10 +3,11 @@
 A few keys of a large head may be much larger than the others, which would lose their bits to them
 if all had one scale.
 
-`to_stored` and `from_stored` say what codes mean. Attention multiplies codes as they are, and
-logits and weights by the scales: `qk_logits` and `weighted_values`, and kernels with `parts`. What
-copies, cuts, splits or counts arrays does so with codes and scales alike, array by array
-(`jax.tree.map`): both have streams, heads and cells first, and a last dimension of their own.
+`quantise_like` and `dequantise` say what codes mean. Attention multiplies codes as they are, and
+logits and weights by the scales: `qk_logits` and `weighted_values`, and kernels with
+`codes_and_scales`. What copies, cuts, splits or counts arrays does so with codes and scales alike,
+array by array (`jax.tree.map`): both have streams, heads and cells first, and a last dimension of
+their own.
 
 Letters beside those of the package: G groups of numbers of a head, each with a scale of its own; X
 queries that share a key; C cells that are weighed.
@@ -65,23 +66,23 @@ Stored = Numbers | LayerView
 """Keys or values of a layer as they are stored: `LayerView` where one array holds all layers."""
 
 
-def zeros(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Numbers:
+def make_stored_zeros(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Numbers:
     """Return stored zeros: quantised if the dtype has 8 bits, else an array.
 
-    >>> zeros((1, 2, 3, 4), "int8").scales.shape
+    >>> make_stored_zeros((1, 2, 3, 4), "int8").scales.shape
     (1, 2, 3, 1)
     """
     numbers = jnp.zeros(shape, dtype)
     if numbers.dtype.itemsize > 1:
         return numbers
-    scales = jnp.zeros((*shape[:-1], len(groups_of(shape[-1]))), jnp.float32)
+    scales = jnp.zeros((*shape[:-1], len(scale_groups(shape[-1]))), jnp.float32)
     return Quantised(codes=numbers, scales=scales)
 
 
-def groups_of(size: int) -> list[slice]:
+def scale_groups(size: int) -> list[slice]:
     """Return which numbers of a head share a scale.
 
-    >>> groups_of(64), groups_of(160)
+    >>> scale_groups(64), scale_groups(160)
     ([slice(0, 64, None)], [slice(0, 128, None), slice(128, 160, None)])
     """
     return [slice(first, min(first + SHARING, size)) for first in range(0, size, SHARING)]
@@ -92,7 +93,7 @@ def has_one_scale(x: Stored) -> bool:
     return not isinstance(x, Quantised) or x.scales.shape[-1] == 1
 
 
-def spread(scales: Float[Array, "... G"], size: int) -> Float[Array, "... _"]:
+def expand_scales(scales: Float[Array, "... G"], size: int) -> Float[Array, "... _"]:
     """Return the scale of each number; D is `size`.
 
     Where one scale is for all numbers, it is returned as it is, of size 1.
@@ -102,28 +103,29 @@ def spread(scales: Float[Array, "... G"], size: int) -> Float[Array, "... _"]:
     return jnp.repeat(scales, SHARING, axis=-1)[..., :size]
 
 
-def parts(x: PyTree) -> tuple[PyTree, PyTree]:
+def codes_and_scales(x: PyTree) -> tuple[PyTree, PyTree]:
     """Return codes and scales, or a plain array and None; of references in kernels too."""
     return (x.codes, x.scales) if isinstance(x, Quantised) else (x, None)
 
 
-def dtype_of(x: Stored) -> jnp.dtype:
+def dequantised_dtype(x: Stored) -> jnp.dtype:
     """Return the dtype of the numbers that are stored: float32 where they are quantised."""
     return x.scales.dtype if isinstance(x, Quantised) else x.dtype
 
 
-def to_stored(numbers: Float[Array, "... D"], like: Stored) -> Numbers:
+def quantise_like(numbers: Float[Array, "... D"], like: Stored) -> Numbers:
     """Return numbers in the form of what is stored.
 
     Codes are rounded to the nearest, ties to even. No derivative goes through codes and scales.
 
     Args:
-      numbers: in the dtype of `dtype_of(like)`. Quantised, a head with a number that is not finite
+      numbers: in the dtype of `dequantised_dtype(like)`. Quantised, a head with a number that is
+      not finite
         is decoded to NaN alone.
       like: gives the form; its shape does not matter.
 
-    >>> like = zeros((1,), "int8")
-    >>> to_stored(jnp.array([[1.0, -2.0, 0.3], [0.0, 0.0, 0.0]]), like).codes.tolist()
+    >>> like = make_stored_zeros((1,), "int8")
+    >>> quantise_like(jnp.array([[1.0, -2.0, 0.3], [0.0, 0.0, 0.0]]), like).codes.tolist()
     [[64, -127, 19], [0, 0, 0]]
     """
     if not isinstance(like, Quantised):
@@ -132,47 +134,47 @@ def to_stored(numbers: Float[Array, "... D"], like: Stored) -> Numbers:
     # Some compilers turn a division by a constant into this product; written so, all agree.
     size = numbers.shape[-1]
     highest = [
-        jnp.max(jnp.abs(numbers[..., group]), -1, keepdims=True) for group in groups_of(size)
+        jnp.max(jnp.abs(numbers[..., group]), -1, keepdims=True) for group in scale_groups(size)
     ]
-    scales = jnp.concatenate(highest, axis=-1) * np.float32(1 / largest(dtype))
+    scales = jnp.concatenate(highest, axis=-1) * np.float32(1 / largest_code(dtype))
     # The maximum of a compiler may forget a NaN; a sum does not.
     scales += jnp.sum(numbers - numbers, axis=-1, keepdims=True)
-    return Quantised(codes=codes_of(numbers, scales, dtype), scales=scales)
+    return Quantised(codes=compute_codes(numbers, scales, dtype), scales=scales)
 
 
-def codes_of(
+def compute_codes(
     numbers: Float[Array, "... D"], scales: Float[Array, "... G"], dtype: jnp.dtype
 ) -> Num[Array, "... D"]:
     """Return the codes of numbers by scales; 0 where a scale is 0 or NaN."""
-    by = spread(scales, numbers.shape[-1])
+    by = expand_scales(scales, numbers.shape[-1])
     is_positive = by > 0
     codes = jnp.where(is_positive, numbers, 0) / jnp.where(is_positive, by, 1)
-    max_code = largest(dtype)
+    max_code = largest_code(dtype)
     # A scale of very small numbers is rounded, so that a code may come out larger than the largest.
-    codes = jnp.clip(jnp.round(codes) if is_whole(dtype) else codes, -max_code, max_code)
+    codes = jnp.clip(jnp.round(codes) if is_integer_dtype(dtype) else codes, -max_code, max_code)
     return codes.astype(dtype)
 
 
-def largest(dtype: jnp.dtype) -> float:
+def largest_code(dtype: jnp.dtype) -> float:
     """Return the largest code of a dtype."""
-    return float((jnp.iinfo if is_whole(dtype) else jnp.finfo)(dtype).max)
+    return float((jnp.iinfo if is_integer_dtype(dtype) else jnp.finfo)(dtype).max)
 
 
-def is_whole(dtype: jnp.dtype) -> bool:
+def is_integer_dtype(dtype: jnp.dtype) -> bool:
     """Return whether codes are integers."""
     return jnp.issubdtype(dtype, jnp.integer)
 
 
-def from_stored(x: Numbers) -> Float[Array, "... D"]:
-    """Return the numbers that are stored, in the dtype of `dtype_of`.
+def dequantise(x: Numbers) -> Float[Array, "... D"]:
+    """Return the numbers that are stored, in the dtype of `dequantised_dtype`.
 
-    >>> like = zeros((1,), "int8")
-    >>> from_stored(to_stored(jnp.array([127.0, -3.4, jnp.nan]), like)).tolist()
+    >>> like = make_stored_zeros((1,), "int8")
+    >>> dequantise(quantise_like(jnp.array([127.0, -3.4, jnp.nan]), like)).tolist()
     [nan, nan, nan]
     """
     if not isinstance(x, Quantised):
         return x
-    return x.codes.astype(x.scales.dtype) * spread(x.scales, x.shape[-1])
+    return x.codes.astype(x.scales.dtype) * expand_scales(x.scales, x.shape[-1])
 
 
 def qk_logits(
@@ -184,7 +186,7 @@ def qk_logits(
       `[..., X, C]` in a dtype. With `keys_first` keys are the first factor of the product, and the
       result is `[..., C, X]`.
     """
-    codes, scales = parts(k)
+    codes, scales = codes_and_scales(k)
     form = "...xd,...cd->...cx" if keys_first else "...xd,...cd->...xc"
     product = partial(jnp.einsum, form, preferred_element_type=dtype)
     if scales is None:
@@ -194,7 +196,7 @@ def qk_logits(
         scale = scales[..., i : i + 1]  # `[..., C, 1]`: one for a cell, not for each number
         return product(q[..., group], codes[..., group]) * (scale if keys_first else scale.mT)
 
-    return reduce(jnp.add, [of_group(*group) for group in enumerate(groups_of(k.shape[-1]))])
+    return reduce(jnp.add, [of_group(*group) for group in enumerate(scale_groups(k.shape[-1]))])
 
 
 def weighted_values(weights: Float[Array, "... X C"], v: Stored) -> Float[Array, "... X Dv"]:
@@ -202,12 +204,12 @@ def weighted_values(weights: Float[Array, "... X C"], v: Stored) -> Float[Array,
 
     The result has the dtype of the weights.
     """
-    codes, scales = parts(v)
+    codes, scales = codes_and_scales(v)
     product = partial(jnp.einsum, "...xc,...cd->...xd", preferred_element_type=weights.dtype)
     if scales is None:
         return product(weights, codes)
     found = [
         product(weights * scales[..., i : i + 1].mT, codes[..., group])
-        for i, group in enumerate(groups_of(v.shape[-1]))
+        for i, group in enumerate(scale_groups(v.shape[-1]))
     ]
     return jnp.concatenate(found, axis=-1)

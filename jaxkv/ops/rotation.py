@@ -21,12 +21,12 @@ import numpy as np
 from jaxkv.ops.quantised import (
     Numbers,
     Quantised,
-    codes_of,
-    from_stored,
-    groups_of,
-    is_whole,
-    largest,
-    spread,
+    compute_codes,
+    dequantise,
+    expand_scales,
+    is_integer_dtype,
+    largest_code,
+    scale_groups,
 )
 from jaxkv.rope import Rope
 
@@ -38,7 +38,9 @@ WIDTH = np.float32(2**0.5)
 so the pair by less than half of the grid's width."""
 
 
-def turn(keys: Numbers, start: Int32[Array, " C"], stop: Int32[Array, " C"], rope: Rope) -> Numbers:
+def rotate_keys(
+    keys: Numbers, start: Int32[Array, " C"], stop: Int32[Array, " C"], rope: Rope
+) -> Numbers:
     """Return keys that were rotated for some positions, rotated for others.
 
     Args:
@@ -50,20 +52,20 @@ def turn(keys: Numbers, start: Int32[Array, " C"], stop: Int32[Array, " C"], rop
     rope = replace(rope, attention_factor=1.0)
     if not isinstance(keys, Quantised) and keys.dtype.itemsize > 2:
         return rope.rotate(keys, stop - start)
-    plain = rope.rotate(from_stored(keys).astype(jnp.float32), -start)
-    lengths = _of_pairs(jnp.hypot, jnp.abs(plain), rope)
+    plain = rope.rotate(dequantise(keys).astype(jnp.float32), -start)
+    lengths = _map_pairs(jnp.hypot, jnp.abs(plain), rope)
     if not isinstance(keys, Quantised):
-        moved = _on_grid(plain, _unit(lengths, keys.dtype), rope)
+        moved = _round_to_grid(plain, _rounding_unit(lengths, keys.dtype), rope)
         return rope.rotate(moved, stop).astype(keys.dtype)
-    scales = _scales(keys, lengths)
-    scale = jnp.broadcast_to(spread(scales, plain.shape[-1]), plain.shape)
-    scale = _of_pairs(jnp.maximum, jnp.where(scale > 0, scale, 1), rope)
-    moved = _on_grid(plain, scale * _unit(lengths / scale, keys.dtype), rope)
-    codes = codes_of(rope.rotate(moved, stop), scales, keys.dtype)
+    scales = _choose_scales(keys, lengths)
+    scale = jnp.broadcast_to(expand_scales(scales, plain.shape[-1]), plain.shape)
+    scale = _map_pairs(jnp.maximum, jnp.where(scale > 0, scale, 1), rope)
+    moved = _round_to_grid(plain, scale * _rounding_unit(lengths / scale, keys.dtype), rope)
+    codes = compute_codes(rope.rotate(moved, stop), scales, keys.dtype)
     return Quantised(codes=codes, scales=scales)
 
 
-def _on_grid(plain: jax.Array, unit: jax.Array, rope: Rope) -> jax.Array:
+def _round_to_grid(plain: jax.Array, unit: jax.Array, rope: Rope) -> jax.Array:
     """Return keys at position 0 with their pairs on the grid; what no pair turns stays.
 
     unit: `[C, K, D]`, the widest unit of the last place that the pair of a number has anywhere.
@@ -73,7 +75,7 @@ def _on_grid(plain: jax.Array, unit: jax.Array, rope: Rope) -> jax.Array:
     return jnp.concatenate([pairs[..., :size], plain[..., size:]], axis=-1)
 
 
-def _of_pairs(
+def _map_pairs(
     combine: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, rope: Rope
 ) -> jax.Array:
     """Return for each number what its pair gives; what no pair turns stays; `[..., D]`."""
@@ -85,9 +87,9 @@ def _of_pairs(
     return jnp.concatenate([both, rest], axis=-1)
 
 
-def _unit(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def _rounding_unit(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Return what a number of such a size, at least 0, is a multiple of in a dtype; float32."""
-    if is_whole(dtype):
+    if is_integer_dtype(dtype):
         return jnp.ones_like(x)
     info = jnp.finfo(dtype)
     bits = jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7F800000  # the exponent alone
@@ -95,14 +97,14 @@ def _unit(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return jnp.maximum(power, np.float32(info.smallest_normal)) * np.float32(info.eps)
 
 
-def _scales(keys: Quantised, lengths: jax.Array) -> jax.Array:
+def _choose_scales(keys: Quantised, lengths: jax.Array) -> jax.Array:
     """Return scales by which the codes of all pairs have room at every position.
 
     Scales that give it stay as they are, or each move would round by others.
     """
-    max_code = largest(keys.dtype)
-    unit = _unit(jnp.float32(max_code), keys.dtype)
-    groups = groups_of(lengths.shape[-1])
+    max_code = largest_code(keys.dtype)
+    unit = _rounding_unit(jnp.float32(max_code), keys.dtype)
+    groups = scale_groups(lengths.shape[-1])
     longest = [jnp.max(lengths[..., group], axis=-1, keepdims=True) for group in groups]
     longest = jnp.concatenate(longest, axis=-1)
     fits = longest <= keys.scales * (max_code + 0.75 * unit)

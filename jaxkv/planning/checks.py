@@ -56,7 +56,7 @@ class PlanBuilder:
 
 
 @jit_table
-def check(
+def check_batch(
     table: CacheTable, batch: Batch, ranks: tuple[Int32[Array, " M"], Int32[Array, " M"]]
 ) -> PlanBuilder:
     """Look for everything that can be wrong before cells are chosen.
@@ -64,23 +64,23 @@ def check(
     Args:
       table: of any cache.
       batch: the tokens, flat.
-      ranks: see `layout.turn_in_sequence`; of the members of the batch.
+      ranks: see `layout.rank_in_sequence`; of the members of the batch.
     """
     count = table.spec.sequences
-    members, valid = members_of(batch)
+    members, valid = token_sequence_pairs(batch)
     is_known = (members >= 0) & (members < count)
     foreign = jnp.any(valid & ~is_known)
     valid = valid & is_known
-    batch = replace(batch, valid=any_of(valid, batch))
+    batch = replace(batch, valid=any_per_token(valid, batch))
     ids = jnp.where(valid, members, count)
     demand = jnp.zeros(count, jnp.int32).at[ids].add(1, mode="drop")
     here = demand > 0
     last, missing, pending = table.sequence_status(here)
-    batch = _complete(batch, ids, ranks[0], demand, last)
+    batch = _fill_in_defaults(batch, ids, ranks[0], demand, last)
     has_diverged = (
         None if batch.shared_with is None else members_with_other_history(table, ids, ranks, batch)
     )
-    reason, expected, found = _faults(batch, ids, valid, ranks, last, has_diverged)
+    reason, expected, found = _find_faults(batch, ids, valid, ranks, last, has_diverged)
     for code, at_fault in ((Reason.SHIFT_PENDING, pending), (Reason.CONTEXT_EVICTED, missing)):
         at_fault = here & at_fault & (reason == Reason.OK)
         reason = jnp.where(at_fault, code, reason)
@@ -90,10 +90,12 @@ def check(
     # Sequences already refused do not count against capacity. One refused for room is told how many
     # cells were left.
     if batch.shared_with is None:
-        fits, together, remaining = table.find_fitting(jnp.where(reason == Reason.OK, demand, 0))
+        fits, together, remaining = table.find_fitting_sequences(
+            jnp.where(reason == Reason.OK, demand, 0)
+        )
     else:
         root, demand = num_required_cells(ids, ranks[0], reason == Reason.OK, batch)
-        demand, *room = demand[root], *table.find_fitting(demand)
+        demand, *room = demand[root], *table.find_fitting_sequences(demand)
         fits, together, remaining = (x[root] for x in room)
     reason = jnp.where(fits, reason, Reason.OUT_OF_CELLS)
     return PlanBuilder(
@@ -109,7 +111,7 @@ def check(
     )
 
 
-def _complete(
+def _fill_in_defaults(
     batch: Batch, ids: jax.Array, ranks: jax.Array, demand: jax.Array, last: jax.Array
 ) -> Batch:
     """Fill in what was left open: positions after the last, outputs of the last tokens.
@@ -124,14 +126,14 @@ def _complete(
     positions, outputs = batch.positions, batch.outputs
     if positions is None:
         positions = last.at[ids].get(mode="fill", fill_value=-1) + 1 + ranks
-        positions = first_of(positions, batch)
+        positions = first_per_token(positions, batch)
     if outputs is None:
         outputs = ranks + 1 == demand.at[ids].get(mode="fill", fill_value=0)
-        outputs = any_of(outputs, batch)
+        outputs = any_per_token(outputs, batch)
     return replace(batch, positions=positions, outputs=outputs & batch.valid)
 
 
-def _faults(
+def _find_faults(
     batch: Batch,
     ids: jax.Array,
     valid: jax.Array,
@@ -145,7 +147,7 @@ def _faults(
       batch: the tokens, flat.
       ids: the sequence of each member, Q for one that is not there.
       valid: `[M]` bool, the members that are there.
-      numbers: `[M]` int32 each, see `layout.turn_in_sequence`.
+      numbers: `[M]` int32 each, see `layout.rank_in_sequence`.
       last: `[Q]` int32, the position that each sequence goes on after.
       has_diverged: `[M]` bool, see `members_with_other_history`; None where each token has one
         sequence.
@@ -155,14 +157,14 @@ def _faults(
       fault: positions, or where sequences have diverged another one of the token, and its position.
     """
     ranks, before = numbers
-    position = per_member(batch.positions, batch)
+    position = repeat_per_sequence(batch.positions, batch)
     after = last.at[ids].get(mode="fill", fill_value=-1)
     previous = jnp.where(ranks == 0, after, position[before])
     anywhere = (ranks == 0) & (after < 0) & (position >= 0)  # an empty sequence starts anywhere
     right = ~valid | ((anywhere | (position == previous + 1)) & (position < END))
     negative = jnp.zeros_like(valid)
     if batch.tokens is not None:
-        negative = valid & (per_member(batch.tokens, batch) < 0)
+        negative = valid & (repeat_per_sequence(batch.tokens, batch) < 0)
     right &= ~negative
     reason = jnp.select(
         [right, negative, ranks == 0, position == previous, position < previous],
@@ -178,7 +180,7 @@ def _faults(
     expected = previous + 1
     if has_diverged is not None:
         right, reason = right & ~has_diverged, jnp.where(has_diverged, Reason.DIVERGED, reason)
-        expected = jnp.where(has_diverged, per_member(batch.sequences, batch), expected)
+        expected = jnp.where(has_diverged, repeat_per_sequence(batch.sequences, batch), expected)
     count, end = last.shape[0], ids.shape[0]
     # The first token at fault speaks for its sequence.
     index = jnp.where(right, end, jnp.arange(end, dtype=jnp.int32))
@@ -188,7 +190,7 @@ def _faults(
     return reason, expected, found
 
 
-def check_sets(spec: TableSpec, batch: Batch) -> None:
+def check_shared_tokens(spec: TableSpec, batch: Batch) -> None:
     """Raise unless a cache may have the tokens of several sequences in a batch.
 
     Raises:
@@ -205,7 +207,9 @@ def check_sets(spec: TableSpec, batch: Batch) -> None:
         )
     if not is_concrete(batch):
         return
-    members, valid = (np.asarray(x).reshape(*batch.valid.shape, -1) for x in members_of(batch))
+    members, valid = (
+        np.asarray(x).reshape(*batch.valid.shape, -1) for x in token_sequence_pairs(batch)
+    )
     spec.sequence_ids(members[valid])
     stream = members // spec.sequences_per_stream
     in_other_stream = valid & (stream != stream[..., :1])
@@ -217,7 +221,7 @@ def check_sets(spec: TableSpec, batch: Batch) -> None:
         )
 
 
-def members_of(
+def token_sequence_pairs(
     batch: Batch,
 ) -> tuple[PyTree[Int32[ArrayLike, "*M"]], PyTree[Bool[ArrayLike, "*M"]]]:
     """Return the sequence of each member, and whether it is there; of rows `[R, T * n]`."""
@@ -234,17 +238,17 @@ def members_of(
     return ids.reshape(shape), valid.reshape(shape)
 
 
-def per_member(x: Shaped[Array, " B"], batch: Batch) -> Shaped[Array, " M"]:
+def repeat_per_sequence(x: Shaped[Array, " B"], batch: Batch) -> Shaped[Array, " M"]:
     """Return for each member what there is for its token."""
     return x if batch.shared_with is None else jnp.repeat(x, batch.shared_with.shape[-1] + 1)
 
 
-def any_of(x: Bool[Array, " M"], batch: Batch) -> Bool[Array, " B"]:
+def any_per_token(x: Bool[Array, " M"], batch: Batch) -> Bool[Array, " B"]:
     """Return whether something holds for a member of each token."""
     return x if batch.shared_with is None else jnp.any(x.reshape(batch.valid.shape[0], -1), axis=1)
 
 
-def first_of(x: Shaped[Array, " M"], batch: Batch) -> Shaped[Array, " B"]:
+def first_per_token(x: Shaped[Array, " M"], batch: Batch) -> Shaped[Array, " B"]:
     """Return what there is for the first member of each token."""
     return x if batch.shared_with is None else x.reshape(batch.valid.shape[0], -1)[:, 0]
 
@@ -260,7 +264,7 @@ def members_with_other_history(
     Args:
       table: of the cache.
       ids: the sequence of each member, Q for one that is not there.
-      ranks: of the members, see `layout.turn_in_sequence`.
+      ranks: of the members, see `layout.rank_in_sequence`.
       batch: the tokens.
     """
     spec, count = table.spec, table.spec.sequences

@@ -1,7 +1,7 @@
 """Which token of a batch is computed when, in rows padded to few shapes.
 
-A batch whose values are known is laid out on the host. A traced one, its `turn_in_sequence`,
-`tokens_first` and `in_rows` are computed on the device.
+A batch whose values are known is laid out on the host. A traced one, its `rank_in_sequence`,
+`order_tokens_first` and `gather_rows` are computed on the device.
 
 Each `..._split` takes the sequence of every token, `[B]`, and the most tokens of a ubatch, and
 returns one index array `[R, T]` for each ubatch: the batch index of each token, NO_SLOT for
@@ -25,7 +25,7 @@ import numpy as np
 from jaxkv.batch import Batch
 from jaxkv.core.array_utils import is_concrete, next_power_of_two
 from jaxkv.core.constants import NO_SLOT
-from jaxkv.planning.checks import check_sets, members_of
+from jaxkv.planning.checks import check_shared_tokens, token_sequence_pairs
 from jaxkv.spec import TableSpec
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ FEW = 8
 """Smallest bucket of outputs: 8 outputs cost what 1 does, and fewer shapes are compiled."""
 
 
-def layout(
+def lay_out_batch(
     spec: TableSpec, batch: Batch, ubatch_size: int, split_by: SplitBy | None
 ) -> tuple[Batch, list[PyTree[Int32[ArrayLike, "R T"]]], int]:
     """Decide which token is computed when; by shapes alone where the batch is traced.
@@ -55,15 +55,15 @@ def layout(
       int32, NO_SLOT for padding; and how many outputs the ubatch with the most of them has, in a
       bucket too.
     """
-    check_sets(spec, batch)
+    check_shared_tokens(spec, batch)
     if split_by is None:
         split_by = "equal" if spec.single_sequence_rows else "simple"
     if is_concrete(batch):
-        return _layout_known(spec, batch, ubatch_size, split_by)
-    _check_some(batch.valid.size)
+        return _lay_out_known_batch(spec, batch, ubatch_size, split_by)
+    _check_nonempty(batch.valid.size)
     if batch.valid.ndim == 2:
         index = jnp.arange(batch.valid.size, dtype=jnp.int32).reshape(batch.valid.shape)
-        index = jnp.take_along_axis(index, tokens_first(batch.valid), axis=1)
+        index = jnp.take_along_axis(index, order_tokens_first(batch.valid), axis=1)
         batch = jax.tree.map(lambda x: x.reshape(index.size, *x.shape[2:]), batch)
         return batch, [index], index.size
     count = batch.valid.shape[0]
@@ -81,13 +81,13 @@ def layout(
     num_outputs = (
         index.size if batch.outputs is not None else next_power_of_two(max(spec.sequences, FEW))
     )
-    return _pad(batch, index.size), [index], num_outputs
+    return _pad_batch(batch, index.size), [index], num_outputs
 
 
-def _layout_known(
+def _lay_out_known_batch(
     spec: TableSpec, batch: Batch, ubatch_size: int, split_by: SplitBy
 ) -> tuple[Batch, list[PyTree], int]:
-    """Lay out a batch whose values are known; returns what `layout` does."""
+    """Lay out a batch whose values are known; returns what `lay_out_batch` does."""
     batch, valid_index = _flat_batch(spec, batch)
     sequences = batch.sequences[valid_index]
     after = (
@@ -95,17 +95,17 @@ def _layout_known(
         if batch.shared_with is None
         else preceding_tokens(sequences, batch.shared_with[valid_index])
     )
-    parts = split_known(split_by, sequences, ubatch_size, after)
-    parts = [_few_rows(part, spec) for part in parts]
+    parts = split_batch(split_by, sequences, ubatch_size, after)
+    parts = [_pad_row_count(part, spec) for part in parts]
     if batch.outputs is None:
-        members, valid = members_of(batch)
+        members, valid = token_sequence_pairs(batch)
         num_outputs = np.unique(members[valid]).size
     else:
         flags = np.append(batch.outputs[valid_index], False)
         num_outputs = max(flags[np.minimum(part, valid_index.size)].sum() for part in parts)
-    parts = [_indices(valid_index, part) for part in parts]
+    parts = [_to_batch_indices(valid_index, part) for part in parts]
     return (
-        _pad(batch, next_power_of_two(batch.valid.size)),
+        _pad_batch(batch, next_power_of_two(batch.valid.size)),
         parts,
         next_power_of_two(max(int(num_outputs), FEW)),
     )
@@ -121,11 +121,11 @@ def layout_single_ubatch(
       batch: the tokens, each of one sequence, and which of them are outputs.
 
     Returns:
-      The flat batch and the indices into it, `[R, T]` int32, as of `layout`: a row for each
+      The flat batch and the indices into it, `[R, T]` int32, as of `lay_out_batch`: a row for each
       sequence, so that no encoder compares tokens of two. Traced, the rows are those of the batch.
     """
     if not is_concrete(batch):
-        flat, (index,), _ = layout(spec, batch, batch.valid.size, None)
+        flat, (index,), _ = lay_out_batch(spec, batch, batch.valid.size, None)
         return flat, index
     flat, valid_index = _flat_batch(spec, batch)
     rows = sequence_split(flat.sequences[valid_index], next_power_of_two(valid_index.size))
@@ -133,8 +133,10 @@ def layout_single_ubatch(
     padded = [
         np.pad(row, [(0, 0), (0, longest - row.shape[1])], constant_values=NO_SLOT) for row in rows
     ]
-    part = _few_rows(np.concatenate(padded), spec)
-    return _pad(flat, next_power_of_two(flat.valid.size)), _indices(valid_index, part)
+    part = _pad_row_count(np.concatenate(padded), spec)
+    return _pad_batch(flat, next_power_of_two(flat.valid.size)), _to_batch_indices(
+        valid_index, part
+    )
 
 
 def _flat_batch(spec: TableSpec, batch: Batch) -> tuple[Batch, np.ndarray]:
@@ -145,12 +147,12 @@ def _flat_batch(spec: TableSpec, batch: Batch) -> tuple[Batch, np.ndarray]:
     axes, count = batch.valid.ndim, batch.valid.size
     batch = jax.tree.map(lambda x: np.asarray(x).reshape(count, *x.shape[axes:]), batch)
     valid_index = np.flatnonzero(batch.valid)
-    _check_some(valid_index.size)
+    _check_nonempty(valid_index.size)
     spec.sequence_ids(batch.sequences[valid_index])
     return batch, valid_index
 
 
-def _check_some(tokens: int) -> None:
+def _check_nonempty(tokens: int) -> None:
     if not tokens:
         raise ValueError(
             "nothing to plan: the batch has no valid token (batch.keep_sequences(plan.fits) has "
@@ -158,7 +160,7 @@ def _check_some(tokens: int) -> None:
         )
 
 
-def _indices(valid_index: np.ndarray, part: np.ndarray) -> np.ndarray:
+def _to_batch_indices(valid_index: np.ndarray, part: np.ndarray) -> np.ndarray:
     """Turn the numbers of a split, which counts tokens that are there, into batch indices.
 
     `valid_index` is `[n]`, see `_flat_batch`; `part` and what is returned are `[R, T]` int32.
@@ -167,7 +169,7 @@ def _indices(valid_index: np.ndarray, part: np.ndarray) -> np.ndarray:
     return index[np.minimum(part, valid_index.size)]
 
 
-def _few_rows(part: np.ndarray, spec: TableSpec) -> np.ndarray:
+def _pad_row_count(part: np.ndarray, spec: TableSpec) -> np.ndarray:
     """Pad the rows of a ubatch to a power of two, or to all sequences, so that few shapes occur.
 
     `part` and what is returned are `[R, T]` int32, NO_SLOT for padding.
@@ -178,14 +180,14 @@ def _few_rows(part: np.ndarray, spec: TableSpec) -> np.ndarray:
     return np.pad(part, [(0, num_rows - len(part)), (0, 0)], constant_values=NO_SLOT)
 
 
-def _pad(batch: Batch, size: int) -> Batch:
+def _pad_batch(batch: Batch, size: int) -> Batch:
     """Pad a flat batch, `[B]` to `[size]`, with tokens that are not valid."""
     xp = np if is_concrete(batch) else jnp
     extra = size - batch.valid.shape[0]
     return jax.tree.map(lambda x: xp.pad(x, [(0, extra)] + [(0, 0)] * (x.ndim - 1)), batch)
 
 
-def tokens_first(valid: jax.Array) -> jax.Array:
+def order_tokens_first(valid: jax.Array) -> jax.Array:
     """Return an order of each row, `[R, T]` int32, that brings padding behind the tokens.
 
     A row of a recurrent cache needs it, wherever its padding came.
@@ -193,7 +195,7 @@ def tokens_first(valid: jax.Array) -> jax.Array:
     return jnp.argsort(~valid, axis=1, stable=True).astype(jnp.int32)
 
 
-def turn_in_sequence(
+def rank_in_sequence(
     sequences: PyTree[Int[ArrayLike, "*M"]], valid: PyTree[Bool[ArrayLike, "*M"]]
 ) -> tuple[PyTree[Int32[ArrayLike, "*M"]], PyTree[Int32[ArrayLike, "*M"]]]:
     """Return the turn of each token in its sequence, in the order they come.
@@ -206,7 +208,7 @@ def turn_in_sequence(
       `[B]` int32, how many tokens of its sequence come before a token; and `[B]`
       int32, the index of the nearest one, the token's own if there is none.
 
-    >>> turn_in_sequence(np.array([7, 8, 7, 7]), np.ones(4, bool))
+    >>> rank_in_sequence(np.array([7, 8, 7, 7]), np.ones(4, bool))
     (array([0, 0, 1, 2], dtype=int32), array([0, 1, 0, 2], dtype=int32))
     """
     xp = np if is_concrete(sequences, valid) else jnp
@@ -228,27 +230,27 @@ def preceding_tokens(sequences: np.ndarray, others: np.ndarray) -> np.ndarray:
     """
     ids = np.concatenate([sequences[:, None], others], axis=1)
     ranks, before = (
-        x.reshape(ids.shape) for x in turn_in_sequence(ids.reshape(-1), ids.reshape(-1) >= 0)
+        x.reshape(ids.shape) for x in rank_in_sequence(ids.reshape(-1), ids.reshape(-1) >= 0)
     )
     return np.where(ranks[:, 0] == 0, -1, before[:, 0] // ids.shape[1]).astype(np.int32)
 
 
-def in_rows(batch: Batch, index: jax.Array) -> Batch:
+def gather_rows(batch: Batch, index: jax.Array) -> Batch:
     """Lay tokens of a flat batch out in rows; `index`, `[R, T]`, is NO_SLOT for padding.
 
     Padding is token 0: that of another text may be one which the vocabulary has not.
     """
 
-    def take(field: jax.Array) -> jax.Array:
+    def gather_field(field: jax.Array) -> jax.Array:
         return field[jnp.minimum(index, field.shape[0] - 1)]
 
-    laid = jax.tree.map(take, batch)
+    laid = jax.tree.map(gather_field, batch)
     valid = laid.valid & (index != NO_SLOT)
     tokens = None if laid.tokens is None else jnp.where(valid, laid.tokens, 0)
     return replace(laid, tokens=tokens, valid=valid)
 
 
-def split_known(
+def split_batch(
     split_by: SplitBy, sequences: np.ndarray, ubatch_size: int, after: np.ndarray | None = None
 ) -> list[np.ndarray]:
     """Cut a batch in the way that is asked for; see `equal_split` for `after`.
@@ -256,7 +258,7 @@ def split_known(
     Raises:
       ValueError: when there is no such way.
 
-    >>> split_known("even", np.array([0, 0]), 1)
+    >>> split_batch("even", np.array([0, 0]), 1)
     Traceback (most recent call last):
     ...
     ValueError: wanted split_by of 'simple', 'equal' or 'sequence', got 'even'
@@ -282,7 +284,7 @@ def simple_split(sequences: np.ndarray, ubatch_size: int) -> list[np.ndarray]:
     """
     index = np.arange(len(sequences), dtype=np.int32)
     starts = range(0, len(sequences), ubatch_size)
-    return [_rows([index[i : i + ubatch_size]], ubatch_size) for i in starts]
+    return [_pad_row_lengths([index[i : i + ubatch_size]], ubatch_size) for i in starts]
 
 
 def sequence_split(sequences: np.ndarray, ubatch_size: int) -> list[np.ndarray]:
@@ -295,9 +297,9 @@ def sequence_split(sequences: np.ndarray, ubatch_size: int) -> list[np.ndarray]:
     llama.cpp: `split_seq`.
     """
     parts = []
-    for index in _by_sequence(sequences):
+    for index in _indices_by_sequence(sequences):
         starts = range(0, len(index), ubatch_size)
-        parts += [_rows([index[i : i + ubatch_size]], ubatch_size) for i in starts]
+        parts += [_pad_row_lengths([index[i : i + ubatch_size]], ubatch_size) for i in starts]
     return parts
 
 
@@ -330,7 +332,7 @@ def equal_split(
 
     llama.cpp: `split_equal`.
     """
-    rest = _by_sequence(sequences)
+    rest = _indices_by_sequence(sequences)
     parts = []
     while rest:
         rest.sort(key=lambda index: index[0])
@@ -342,7 +344,7 @@ def equal_split(
             if len(ready) == len(taking):
                 break
             taking, length = ready, _tokens_per_sequence(ready, ubatch_size)
-        parts.append(_rows([index[:length] for index in taking], ubatch_size))
+        parts.append(_pad_row_lengths([index[:length] for index in taking], ubatch_size))
         starts = {index[0] for index in taking}
         rest = [index[length:] if index[0] in starts else index for index in rest]
         rest = [index for index in rest if len(index)]
@@ -354,13 +356,13 @@ def _tokens_per_sequence(taking: list[np.ndarray], ubatch_size: int) -> int:
     return min(ubatch_size // len(taking), min(map(len, taking)))
 
 
-def _by_sequence(sequences: np.ndarray) -> list[np.ndarray]:
+def _indices_by_sequence(sequences: np.ndarray) -> list[np.ndarray]:
     """List the tokens of each sequence, `[n]` int32, in the order in which sequences appear."""
     _, firsts = np.unique(sequences, return_index=True)
     return [np.flatnonzero(sequences == sequences[i]).astype(np.int32) for i in sorted(firsts)]
 
 
-def _rows(rows: list[np.ndarray], ubatch_size: int) -> np.ndarray:
+def _pad_row_lengths(rows: list[np.ndarray], ubatch_size: int) -> np.ndarray:
     """Pad rows of equal length, `[n]` int32 each, to a bucket; `[R, T]` int32."""
     length = len(rows[0])
     part = np.full((len(rows), min(next_power_of_two(length), ubatch_size)), NO_SLOT, np.int32)

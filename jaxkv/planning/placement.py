@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from jaxkv.batch import Batch, Ubatch, by_row, mask_slots
-from jaxkv.core.array_utils import divmod_nonnegative, numbers_of
+from jaxkv.batch import Batch, Ubatch, expand_streams_to_rows, mask_slots
+from jaxkv.core.array_utils import divmod_nonnegative, indices_of_true
 from jaxkv.core.constants import NO_SLOT
-from jaxkv.core.hashing import content, mix, token_hashes
+from jaxkv.core.hashing import hash_contents, mix, token_hashes
 from jaxkv.jit_helpers import jit_table
 from jaxkv.plan import Plan, Reason
-from jaxkv.planning.checks import PlanBuilder, check
-from jaxkv.planning.layout import in_rows
+from jaxkv.planning.checks import PlanBuilder, check_batch
+from jaxkv.planning.layout import gather_rows
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int32, PyTree, UInt32
@@ -40,18 +40,18 @@ def plan_single_ubatch(
     Args:
       table: of any cache.
       batch: the tokens, flat.
-      ranks: see `layout.turn_in_sequence`; of the members of the batch, see `sets`.
+      ranks: see `layout.rank_in_sequence`; of the members of the batch, see `sets`.
       index: which token stands where, NO_SLOT for padding.
       more: the sequences that go on in a later ubatch; None for none.
       outputs: O, static.
     """
-    builder, ubatch = place(check(table, batch, ranks), index, more, outputs=outputs)
+    builder, ubatch = place_ubatch(check_batch(table, batch, ranks), index, more, outputs=outputs)
     plan = finish_plan(builder)
     return replace(plan, ubatches=(mask_slots(plan.ok, ubatch),))
 
 
 @partial(jit_table, static_argnames="outputs")
-def place(
+def place_ubatch(
     builder: PlanBuilder,
     index: Int32[Array, "R T"],
     more: Bool[Array, " Q"] | None = None,
@@ -62,7 +62,7 @@ def place(
     table, batch = builder.table, builder.batch
     index, mixed = _order_rows(table.spec, batch, index)
     more = jnp.zeros(table.spec.sequences, bool) if more is None else more
-    ubatch = _lay_out(table, batch, index, more, outputs)
+    ubatch = _build_ubatch(table, batch, index, more, outputs)
     slots, fault = table.choose_slots(ubatch)
     ubatch = replace(ubatch, slots=slots)
     occupied = table.occupy(ubatch)
@@ -109,7 +109,7 @@ def _order_rows(
     none, index = jnp.zeros(count, bool), jnp.asarray(index)
     if not spec.single_sequence_rows:
         return index, none
-    part = in_rows(batch, index)
+    part = gather_rows(batch, index)
     row = _row_sequence(part)
     row_sequence = jnp.where(row < 0, count, row)
     ids = jnp.where(part.valid, part.sequences, count)
@@ -127,7 +127,7 @@ def _row_sequence(part: Batch) -> Int32[Array, " R"]:
     return jnp.max(jnp.where(part.valid, part.sequences, -1), axis=1)
 
 
-def _lay_out(
+def _build_ubatch(
     table: CacheTable,
     batch: Batch,
     index: Int32[Array, "R T"],
@@ -135,7 +135,7 @@ def _lay_out(
     outputs: int,
 ) -> Ubatch:
     """Lay the tokens of one ubatch out in rows, `[R, T]`; it has no slots yet."""
-    spec, part = table.spec, in_rows(batch, index)
+    spec, part = table.spec, gather_rows(batch, index)
     in_order = spec.single_sequence_rows and index.shape[0] == spec.sequences
     if not spec.single_sequence_rows:
         row = jnp.zeros(index.shape[0], jnp.int32)
@@ -145,7 +145,7 @@ def _lay_out(
         row = jnp.maximum(_row_sequence(part), 0)
     stream, _ = divmod_nonnegative(row, spec.sequences_per_stream)
     before = table.stream_hash()
-    pick, order = _outputs(part, index, outputs)
+    pick, order = _select_outputs(part, index, outputs)
     return Ubatch(
         tokens=part.tokens,
         embeddings=part.embeddings,
@@ -155,11 +155,11 @@ def _lay_out(
         row_sequence=row,
         slots=None,
         cell_hashes=token_hashes(
-            content(part.tokens, part.embeddings, part.extra),
+            hash_contents(part.tokens, part.embeddings, part.extra),
             part.positions,
             part.sequences,
             part.valid,
-            _context(before, stream, in_order),
+            _hash_row_contexts(before, stream, in_order),
         ),
         valid=part.valid,
         more=part.valid & more.at[part.sequences].get(mode="fill", fill_value=False),
@@ -174,7 +174,7 @@ def _lay_out(
     )
 
 
-def _context(
+def _hash_row_contexts(
     digests: PyTree[UInt32[Array, " S"]], stream: Int32[Array, " R"], in_order: bool
 ) -> UInt32[Array, " R"]:
     """Return one number of what each row goes on from, over all parts; `[R]` uint32.
@@ -182,10 +182,12 @@ def _context(
     `digests` is `[S]` uint32, or a tuple of such; `stream` is `[R]` int32.
     """
     leaves = jax.tree.leaves(digests)
-    return reduce(jnp.add, [by_row(mix(digest), stream, in_order) for digest in leaves])
+    return reduce(
+        jnp.add, [expand_streams_to_rows(mix(digest), stream, in_order) for digest in leaves]
+    )
 
 
-def _outputs(
+def _select_outputs(
     part: Batch, index: Int32[Array, "R T"], outputs: int
 ) -> tuple[Int32[Array, " O"], Int32[Array, " O"]]:
     """Return which tokens of a ubatch output logits, and the batch index of each; `[O]` int32."""
@@ -193,6 +195,6 @@ def _outputs(
     tokens = order.shape[0]
     if outputs >= tokens:  # any of them may be an output: none has to be picked
         return jnp.arange(tokens, dtype=jnp.int32), order
-    pick = numbers_of(order != NO_SLOT, outputs)
+    pick = indices_of_true(order != NO_SLOT, outputs)
     order = order.at[pick].get(mode="fill", fill_value=NO_SLOT)
     return jnp.minimum(pick, tokens - 1), order

@@ -17,17 +17,17 @@ from jaxkv.core.constants import NO_SLOT
 from jaxkv.core.validate import check_bool, check_count, check_int32
 from jaxkv.jit_helpers import jit_table
 from jaxkv.plan import Plan, Reason
-from jaxkv.planning.checks import check, members_of
+from jaxkv.planning.checks import check_batch, token_sequence_pairs
 from jaxkv.planning.layout import (
     FEW,
     SplitBy,
-    layout,
+    lay_out_batch,
     layout_single_ubatch,
-    tokens_first,
-    turn_in_sequence,
+    order_tokens_first,
+    rank_in_sequence,
 )
-from jaxkv.planning.placement import finish_plan, place, plan_single_ubatch
-from jaxkv.spec import TableSpec, check_once
+from jaxkv.planning.placement import finish_plan, place_ubatch, plan_single_ubatch
+from jaxkv.spec import TableSpec, check_distinct
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int32, PyTree
@@ -122,20 +122,20 @@ def init_batch(
         raise TypeError(f"wanted a batch, got {type(batch)}: make_batch(tokens) makes one")
     if encoder:
         return _init_encoder(table, batch)
-    flat, parts, outputs = layout(
+    flat, parts, outputs = lay_out_batch(
         table.spec, batch, check_ubatch_size(table.spec, ubatch_size), split_by
     )
-    ranks = turn_in_sequence(*members_of(flat))
+    ranks = rank_in_sequence(*token_sequence_pairs(flat))
     if len(parts) == 1:
         return plan_single_ubatch(table, flat, ranks, parts[0], outputs=outputs)
     # One program for each shape of a ubatch, however many there are and in whatever order.
-    builder = check(table, flat, ranks)
+    builder = check_batch(table, flat, ranks)
     ubatches = []
-    for part, more in zip(parts, _more(table.spec, flat, parts), strict=True):
-        builder, ubatch = place(builder, part, more, outputs=outputs)
+    for part, more in zip(parts, _sequences_with_more(table.spec, flat, parts), strict=True):
+        builder, ubatch = place_ubatch(builder, part, more, outputs=outputs)
         ubatches.append(ubatch)
     plan = finish_plan(builder)
-    return replace(plan, ubatches=tuple(_drop_unless(table, plan.ok, x) for x in ubatches))
+    return replace(plan, ubatches=tuple(_mask_ubatch_unless(table, plan.ok, x) for x in ubatches))
 
 
 def init_full(cache: Cache, *, ubatch_size: int | None = None, outputs: int | None = None) -> Plan:
@@ -176,17 +176,17 @@ def init_full(cache: Cache, *, ubatch_size: int | None = None, outputs: int | No
     tokens = max(check_ubatch_size(spec, ubatch_size) // rows, 1)
     index = np.full((rows, tokens), NO_SLOT, np.int32)
     flat = make_batch(np.zeros(index.size, np.int32))
-    ranks = turn_in_sequence(flat.sequences, flat.valid)
+    ranks = rank_in_sequence(flat.sequences, flat.valid)
     plan = partial(
         plan_single_ubatch, index=index, outputs=next_power_of_two(max(num_outputs, FEW))
     )
     return jax.eval_shape(lambda table: plan(table, flat, ranks), table)
 
 
-def _more(spec: TableSpec, flat: Batch, parts: list[PyTree]) -> list[PyTree]:
+def _sequences_with_more(spec: TableSpec, flat: Batch, parts: list[PyTree]) -> list[PyTree]:
     """Return for each ubatch which sequences go on in a later one, `[Q]` bool each.
 
-    `parts` are indices into the flat batch, see `layout`.
+    `parts` are indices into the flat batch, see `lay_out_batch`.
     """
     later, found = np.zeros(spec.sequences, bool), []
     for part in reversed(parts):
@@ -210,7 +210,7 @@ def check_ubatch_size(spec: TableSpec, ubatch_size: int | None) -> int:
 
 
 @jit_table
-def _drop_unless(table: CacheTable, ok: Bool[Array, ""], ubatch: Ubatch) -> Ubatch:
+def _mask_ubatch_unless(table: CacheTable, ok: Bool[Array, ""], ubatch: Ubatch) -> Ubatch:
     """Do what `mask_slots` says, on the mesh of a table."""
     del table
     return mask_slots(ok, ubatch)
@@ -286,8 +286,8 @@ def plan_next(
         valid=valid.reshape(-1),
         outputs=valid.reshape(-1),
     )
-    index, where = _rows_of(spec, sequences, valid)
-    plan = plan_single_ubatch(table, flat, _ranks(valid), index, outputs=count * length)
+    index, where = _lay_out_next_tokens(spec, sequences, valid)
+    plan = plan_single_ubatch(table, flat, _rank_in_rows(valid), index, outputs=count * length)
     goes_on = jnp.where(jnp.any(valid, axis=1), sequences, spec.sequences)
     twice = jnp.zeros(spec.sequences, jnp.int32).at[goes_on].add(1, mode="drop") > 1
     once = ~jnp.any(twice)
@@ -312,12 +312,12 @@ def check_next_tokens(
     if is_concrete(sequences, valid):
         ids = np.asarray(sequences)[np.any(np.asarray(valid), axis=1)]
         spec.sequence_ids(ids)
-        check_once(ids)
+        check_distinct(ids)
     return tokens, check_int32(sequences, "sequences"), valid
 
 
-def _ranks(valid: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return what `layout.turn_in_sequence` does for tokens `[T, n]` of rows; `[T * n]` each.
+def _rank_in_rows(valid: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return what `layout.rank_in_sequence` does for tokens `[T, n]` of rows; `[T * n]` each.
 
     No two rows are of one sequence: such a plan is refused, whatever its ranks.
     """
@@ -328,7 +328,9 @@ def _ranks(valid: jax.Array) -> tuple[jax.Array, jax.Array]:
     return ranks.reshape(-1), before.reshape(-1)
 
 
-def _rows_of(spec: TableSpec, ids: jax.Array, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _lay_out_next_tokens(
+    spec: TableSpec, ids: jax.Array, valid: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Lay out `[T, n]` tokens: the index of the ubatch, and where each token stands in it.
 
     The index is `[T, n]` int32, or one row of all; the places are `[T, n]` int32. `ids` is `[T]`.
@@ -342,7 +344,7 @@ def _rows_of(spec: TableSpec, ids: jax.Array, valid: jax.Array) -> tuple[jax.Arr
         row = ids
     if length == 1:
         return index, row[:, None]
-    first = tokens_first(valid)
+    first = order_tokens_first(valid)
     where = row[:, None] * length + jnp.argsort(first, axis=1).astype(jnp.int32)
     return index[:, :1] + first, where
 
@@ -363,7 +365,7 @@ def _init_encoder(table: CacheTable, batch: Batch) -> Plan:
     flat, index = layout_single_ubatch(
         table.spec, replace(batch, outputs=xp.zeros_like(batch.valid))
     )
-    ranks = turn_in_sequence(flat.sequences, flat.valid)
+    ranks = rank_in_sequence(flat.sequences, flat.valid)
     return _plan_empty_sequences(table, replace(flat, positions=ranks[0]), ranks, index)
 
 

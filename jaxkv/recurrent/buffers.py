@@ -14,8 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxkv.batch import Ubatch, own_rows, rows_of, ubatch_partition_specs
-from jaxkv.core.partitioning import broadcast_from_owner, current_mesh, map_shards, shares, to_local
+from jaxkv.batch import Ubatch, mask_rows_of_other_devices, row_mesh_axes, ubatch_partition_specs
+from jaxkv.core.partitioning import (
+    broadcast_from_owner,
+    current_mesh,
+    make_axis_partition,
+    map_shards,
+    to_local_index,
+)
 from jaxkv.recurrent import slots
 from jaxkv.recurrent.states import States
 
@@ -33,37 +39,37 @@ Cell = tuple[jax.Array, jax.Array]
 
 
 @partial(jax.jit, static_argnames="layer")
-def read(
+def read_layer_states(
     table: StateTable, layer: int, ubatch: Ubatch, arrays: dict[str, Shaped[Array, "S N ..."]]
 ) -> dict[str, Shaped[Array, "R ..."]]:
     """Return the states of a layer that the rows of a ubatch go on from, by name."""
-    streams, rows, specs = _laid_out(table, ubatch)
+    streams, rows, specs = _layout_specs(table, ubatch)
 
-    def of_share(
+    def read_on_shard(
         table: StateTable, ubatch: Ubatch, arrays: dict[str, jax.Array]
     ) -> dict[str, jax.Array]:
-        ubatch = own_rows(ubatch, streams, table.streams)
-        readable = slots.readable(table, layer, ubatch)
+        ubatch = mask_rows_of_other_devices(ubatch, streams, table.streams)
+        readable = slots.can_read_source(table, layer, ubatch)
         where = (ubatch.row_stream, ubatch.slots.source)
 
         def gather_state(array: jax.Array) -> jax.Array:
             # Filling selects: a cell that holds NaN leaves no trace in a state that begins at zero.
             state = array.at[where].get(mode="fill", fill_value=0)
             usable = readable.reshape(-1, *[1] * (state.ndim - 1))
-            state = jnp.where(usable, state, _unreadable(array.dtype))
+            state = jnp.where(usable, state, _unreadable_value(array.dtype))
             return state if rows == streams else broadcast_from_owner(state, streams)
 
         return jax.tree.map(gather_state, arrays)
 
-    array_specs = {name: P(streams, None, *within(table, name)) for name in arrays}
-    state_specs = {name: P(rows, *within(table, name)) for name in arrays}
-    return map_shards(table.sharding_rules, of_share, (*specs, array_specs), state_specs)(
+    array_specs = {name: P(streams, None, *state_partition_axes(table, name)) for name in arrays}
+    state_specs = {name: P(rows, *state_partition_axes(table, name)) for name in arrays}
+    return map_shards(table.sharding_rules, read_on_shard, (*specs, array_specs), state_specs)(
         table, ubatch, arrays
     )
 
 
 @partial(jax.jit, static_argnames="layer")
-def write(
+def write_layer_states(
     table: StateTable,
     layer: int,
     ubatch: Ubatch,
@@ -75,16 +81,16 @@ def write(
     Returns:
       The table, which knows that the layer holds them, and the states of the layer.
     """
-    streams, rows, specs = _laid_out(table, ubatch)
+    streams, rows, specs = _layout_specs(table, ubatch)
 
-    def of_share(
+    def write_on_shard(
         table: StateTable,
         ubatch: Ubatch,
         states: dict[str, jax.Array],
         arrays: dict[str, jax.Array],
     ) -> tuple[StateTable, dict[str, jax.Array]]:
-        ubatch = own_rows(ubatch, streams, table.streams)
-        cells = slots.writable(table, layer, ubatch)
+        ubatch = mask_rows_of_other_devices(ubatch, streams, table.streams)
+        cells = slots.writable_cells(table, layer, ubatch)
         where = (ubatch.row_stream[:, None], cells)
 
         def put_state(array: jax.Array, state: jax.Array) -> jax.Array:
@@ -94,47 +100,56 @@ def write(
         arrays = jax.tree.map(put_state, arrays, states)
         return slots.note_written(table, layer, ubatch, cells), arrays
 
-    array_specs = {name: P(streams, None, *within(table, name)) for name in arrays}
-    state_specs = {name: P(rows, None, *within(table, name)) for name in arrays}
+    array_specs = {name: P(streams, None, *state_partition_axes(table, name)) for name in arrays}
+    state_specs = {name: P(rows, None, *state_partition_axes(table, name)) for name in arrays}
     run = map_shards(
-        table.sharding_rules, of_share, (*specs, state_specs, array_specs), (specs[0], array_specs)
+        table.sharding_rules,
+        write_on_shard,
+        (*specs, state_specs, array_specs),
+        (specs[0], array_specs),
     )
     return run(table, ubatch, states, arrays)
 
 
-def _laid_out(
+def _layout_specs(
     table: StateTable, ubatch: Ubatch
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[PyTree, Ubatch]]:
     """Return the axes that split the streams, those that split the rows, and specs of the two."""
-    streams = shares(table.sharding_rules, streams=table.streams).streams
+    streams = make_axis_partition(table.sharding_rules, streams=table.streams).streams
     mesh = current_mesh(table.sharding_rules)
     of_table = P() if mesh is None else table.partition_specs(None, mesh)[0]
-    return streams, rows_of(ubatch, streams), (of_table, ubatch_partition_specs(ubatch, streams))
+    return (
+        streams,
+        row_mesh_axes(ubatch, streams),
+        (of_table, ubatch_partition_specs(ubatch, streams)),
+    )
 
 
 def copy_cells(table: States, buffers: Buffers, source: Cell, target: Cell) -> Buffers:
     """Copy states between cells of all streams; all are read before one is written."""
-    streams = shares(table.sharding_rules, streams=table.streams).streams
+    streams = make_axis_partition(table.sharding_rules, streams=table.streams).streams
 
-    def of_share(source: Cell, target: Cell, buffers: Buffers) -> Buffers:
-        def here(cell: Cell, count: int) -> Cell:
-            stream, is_own = to_local(cell[0], streams, count)
+    def copy_on_shard(source: Cell, target: Cell, buffers: Buffers) -> Buffers:
+        def to_local_cells(cell: Cell, count: int) -> Cell:
+            stream, is_own = to_local_index(cell[0], streams, count)
             return stream, jnp.where(is_own, cell[1], table.num_cells)
 
         def copy_state(x: jax.Array) -> jax.Array:
-            state = x.at[here(source, len(x))].get(mode="fill", fill_value=0)
-            return x.at[here(target, len(x))].set(broadcast_from_owner(state, streams), mode="drop")
+            state = x.at[to_local_cells(source, len(x))].get(mode="fill", fill_value=0)
+            return x.at[to_local_cells(target, len(x))].set(
+                broadcast_from_owner(state, streams), mode="drop"
+            )
 
         return jax.tree.map(copy_state, buffers)
 
     buffer_specs = tuple(
-        {name: P(streams, None, *within(table, name)) for name in x} for x in buffers
+        {name: P(streams, None, *state_partition_axes(table, name)) for name in x} for x in buffers
     )
-    run = map_shards(table.sharding_rules, of_share, (P(), P(), buffer_specs), buffer_specs)
+    run = map_shards(table.sharding_rules, copy_on_shard, (P(), P(), buffer_specs), buffer_specs)
     return run(source, target, buffers)
 
 
-def within(table: States, name: str, mesh: AnyMesh | None = None) -> tuple:
+def state_partition_axes(table: States, name: str, mesh: AnyMesh | None = None) -> tuple:
     """Return which axes of a mesh split each dimension of a state, up to the one that is split.
 
     The mesh is the one at hand unless another one is given.
@@ -149,7 +164,7 @@ def within(table: States, name: str, mesh: AnyMesh | None = None) -> tuple:
     return ()
 
 
-def _unreadable(dtype: jnp.dtype) -> float | int:
+def _unreadable_value(dtype: jnp.dtype) -> float | int:
     """Return what stands for a state that must not be used: NaN, or the lowest integer."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return jnp.nan

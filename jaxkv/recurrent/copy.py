@@ -8,11 +8,19 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from jaxkv.core.array_utils import end_of
+from jaxkv.core.array_utils import resolve_range_end
 from jaxkv.core.constants import EMPTY
-from jaxkv.core.hashing import replace_hash
+from jaxkv.core.hashing import hash_overwritten_cells
 from jaxkv.recurrent.buffers import copy_cells
-from jaxkv.recurrent.states import States, T, drop_pairs, is_occupied, is_sequence, last, stream_of
+from jaxkv.recurrent.states import (
+    States,
+    T,
+    drop_pairs,
+    is_occupied,
+    is_sequence,
+    seq_pos_max,
+    stream_of,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int32
@@ -20,7 +28,7 @@ if TYPE_CHECKING:
     from jaxkv.recurrent.buffers import Buffers
 
 
-def copy(
+def seq_cp(
     states: T,
     buffers: Buffers | None,
     src: Int32[Array, ""],
@@ -32,9 +40,9 @@ def copy(
 
     Sequences of one stream share cells from then on, and no buffer is touched. In another stream,
     targets get copies. What comes before the range is in the states already, so where it begins
-    does not matter. A state stands at its end (`can_copy`). What a target held before is replaced,
-    but if the range holds nothing of the source it stays, as it does in an attention cache; unless
-    it lies in another stream.
+    does not matter. A state stands at its end (`can_seq_cp`). What a target held before is
+    replaced, but if the range holds nothing of the source it stays, as it does in an attention
+    cache; unless it lies in another stream.
 
     Args:
       states: the table.
@@ -44,15 +52,15 @@ def copy(
       start: first position of the range.
       stop: one past the last.
     """
-    end = _end(states, src, start, stop)
+    end = _last_in_range(states, src, start, stop)
     fork = drop_pairs(states, states.position <= end)
     dst = jnp.atleast_1d(dst)
     does = is_sequence(states, src) & _is_replaced(states, src, dst, end)
     dst = jnp.where(does & is_sequence(states, dst), dst, states.sequences)
-    return _give_pairs(fork, buffers, jnp.broadcast_to(src, dst.shape), dst, states)
+    return _assign_states(fork, buffers, jnp.broadcast_to(src, dst.shape), dst, states)
 
 
-def can_copy(
+def can_seq_cp(
     states: States,
     src: Int32[Array, ""],
     dst: Int32[Array, "*n"],
@@ -63,16 +71,19 @@ def can_copy(
 
     Where no target gets anything, none is needed.
     """
-    end, dst = _end(states, src, start, stop), jnp.atleast_1d(dst)
+    end, dst = _last_in_range(states, src, start, stop), jnp.atleast_1d(dst)
     gets = is_sequence(states, src) & is_sequence(states, dst) & _is_replaced(states, src, dst, end)
     stands = (end == EMPTY) | jnp.any(states.position[src] == end)
-    own_end = jax.vmap(lambda seq: last(states, seq))(dst)
+    own_end = jax.vmap(lambda seq: seq_pos_max(states, seq))(dst)
     return stands | ~jnp.any(gets), jnp.where(gets, end, own_end)
 
 
-def _end(states: States, src: jax.Array, start: jax.Array, stop: jax.Array) -> jax.Array:
+def _last_in_range(states: States, src: jax.Array, start: jax.Array, stop: jax.Array) -> jax.Array:
     """Return the last position of a range that a sequence has, `[]` int32; -1 if there is none."""
-    start, end = jnp.maximum(start, 0), jnp.minimum(end_of(stop) - 1, last(states, src))
+    start, end = (
+        jnp.maximum(start, 0),
+        jnp.minimum(resolve_range_end(stop) - 1, seq_pos_max(states, src)),
+    )
     return jnp.where(start <= end, end, EMPTY)
 
 
@@ -82,7 +93,7 @@ def _is_replaced(states: States, src: jax.Array, dst: jax.Array, end: jax.Array)
     return (dst != src) & ((end != EMPTY) | is_cross_stream)
 
 
-def select(
+def seq_select(
     states: T, buffers: Buffers | None, parents: Int32[Array, " n"], targets: Int32[Array, " n"]
 ) -> tuple[T, Buffers | None]:
     """Give each target the states of its parent in place of its own, all at once.
@@ -93,10 +104,10 @@ def select(
       parents: sequences.
       targets: each at most once; one that is no sequence is left out.
     """
-    return _give_pairs(states, buffers, parents, targets, states)
+    return _assign_states(states, buffers, parents, targets, states)
 
 
-def _give_pairs(
+def _assign_states(
     source: States, buffers: Buffers | None, src: jax.Array, dst: jax.Array, states: T
 ) -> tuple[T, Buffers | None]:
     """Give targets, `[n]`, the pairs that sequences `src`, `[n]`, have in a table `source`."""
@@ -126,7 +137,9 @@ def _copy_states(
     where = (stream_of(states, dst)[:, None], jnp.where(copies, cells, states.num_cells))
     source = states.cell_hash.at[origin].get(mode="fill", fill_value=0)
     # A place that is written anew: stamped so that a table that knew what stood there notices.
-    stamp = replace_hash(states.cell_hash.at[where].get(mode="fill", fill_value=0), source)
+    stamp = hash_overwritten_cells(
+        states.cell_hash.at[where].get(mode="fill", fill_value=0), source
+    )
     is_written = (
         states.holds.at[:, *origin].get(mode="fill", fill_value=0) == source[None]
     )  # [L, n, E + 1]

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from jaxkv.batch import Ubatch, contents
-from jaxkv.core.array_utils import no_slots
+from jaxkv.batch import Ubatch, hash_tokens
+from jaxkv.core.array_utils import out_of_range_slots
 from jaxkv.core.constants import MAX_CELLS
 from jaxkv.plan import Reason
 from jaxkv.recurrent.states import States, T, is_occupied, stream_hash
@@ -50,10 +50,10 @@ def choose_slots(states: States, ubatch: Ubatch) -> tuple[StateSlots, Int32[Arra
       which the second would have to wait for the first, are refused by planning.
     """
     placed = jnp.any(ubatch.valid, axis=1)
-    new = placed[:, None] & (ubatch.state_write_steps(states.earlier + 1) > 0)
-    cells = jnp.where(new, _lowest_free(states, ubatch, new, placed), no_slots(new))
+    new = placed[:, None] & (ubatch.state_write_steps(states.num_earlier_states + 1) > 0)
+    cells = jnp.where(new, _lowest_free(states, ubatch, new, placed), out_of_range_slots(new))
     cell = states.cell[ubatch.row_sequence, -1]
-    source = jnp.where(placed, cell, no_slots(cell))
+    source = jnp.where(placed, cell, out_of_range_slots(cell))
     stamp = states.cell_hash.at[ubatch.row_stream, source].get(mode="fill", fill_value=0)
     fits = jnp.full(ubatch.valid.shape, Reason.OK, jnp.int32)
     return StateSlots(source=source, cells=cells, source_stamp=stamp), fits
@@ -65,8 +65,8 @@ def _lowest_free(states: States, ubatch: Ubatch, new: jax.Array, placed: jax.Arr
     `new`, `[R, E + 1]` bool, says which states are new, and `placed`, `[R]` bool, which rows are
     taken in.
     """
-    steps = _new_states(states, ubatch, placed)[:, None]
-    stays = jnp.arange(states.earlier + 1)[None] >= steps  # pairs that are not let go of
+    steps = _num_new_states(states, ubatch, placed)[:, None]
+    stays = jnp.arange(states.num_earlier_states + 1)[None] >= steps  # pairs that are not let go of
     is_kept = is_occupied(states, jnp.where(stays, states.cell, states.num_cells))
     rank = jnp.where(is_kept, 2, jnp.where(is_occupied(states, states.cell), 1, 0))
     order = jnp.argsort(rank, axis=1, stable=True).astype(jnp.int32)  # [S, N]
@@ -82,9 +82,9 @@ def occupy(states: T, ubatch: Ubatch) -> T:
     """Take in the states that a ubatch will leave, where they were planned to go."""
     slots: StateSlots = ubatch.slots
     new = slots.cells < MAX_CELLS
-    steps = _new_states(states, ubatch, new[:, -1])
-    pair = jnp.arange(states.earlier + 1)[None]
-    shifted = jnp.minimum(pair + steps[:, None], states.earlier)
+    steps = _num_new_states(states, ubatch, new[:, -1])
+    pair = jnp.arange(states.num_earlier_states + 1)[None]
+    shifted = jnp.minimum(pair + steps[:, None], states.num_earlier_states)
     seq = jnp.where(new, ubatch.row_sequence[:, None], states.sequences)
 
     def shift_and_set(old: jax.Array, value: jax.Array) -> jax.Array:
@@ -92,16 +92,20 @@ def occupy(states: T, ubatch: Ubatch) -> T:
         return old.at[seq, pair].set(value, mode="drop")
 
     before = states.content.at[ubatch.row_stream, slots.source].get(mode="fill", fill_value=0)
-    token_contents = jnp.where(ubatch.valid, contents(ubatch), 0)
+    token_contents = jnp.where(ubatch.valid, hash_tokens(ubatch), 0)
     content = before[:, None] + jnp.cumsum(token_contents, axis=1, dtype=jnp.uint32)
     where = (ubatch.row_stream[:, None], slots.cells)
     put = {"mode": "drop", "unique_indices": True}
     return replace(
         states,
-        position=shift_and_set(states.position, _after(states, ubatch, ubatch.positions)),
+        position=shift_and_set(
+            states.position, _take_at_kept_states(states, ubatch, ubatch.positions)
+        ),
         cell=shift_and_set(states.cell, slots.cells),
-        cell_hash=states.cell_hash.at[where].set(_after(states, ubatch, ubatch.cell_hashes), **put),
-        content=states.content.at[where].set(_after(states, ubatch, content), **put),
+        cell_hash=states.cell_hash.at[where].set(
+            _take_at_kept_states(states, ubatch, ubatch.cell_hashes), **put
+        ),
+        content=states.content.at[where].set(_take_at_kept_states(states, ubatch, content), **put),
     )
 
 
@@ -112,7 +116,7 @@ def current_rows(states: States, ubatch: Ubatch) -> Bool[Array, " R"]:
 
 
 @partial(jax.jit, static_argnames="layer")
-def readable(states: States, layer: int, ubatch: Ubatch) -> Bool[Array, " R"]:
+def can_read_source(states: States, layer: int, ubatch: Ubatch) -> Bool[Array, " R"]:
     """Return the rows whose source can be read, those that start afresh among them.
 
     Not those of a stale ubatch, nor those whose source a layer never wrote, or has written over:
@@ -128,7 +132,7 @@ def readable(states: States, layer: int, ubatch: Ubatch) -> Bool[Array, " R"]:
 
 
 @partial(jax.jit, static_argnames="layer")
-def writable(states: States, layer: int, ubatch: Ubatch) -> Int32[Array, "R pairs"]:
+def writable_cells(states: States, layer: int, ubatch: Ubatch) -> Int32[Array, "R pairs"]:
     """Return the cells that a layer may write, `[R, E + 1]` int32, nowhere for the others.
 
     The states of a stale ubatch are written nowhere, and those that a layer holds already are not
@@ -138,28 +142,30 @@ def writable(states: States, layer: int, ubatch: Ubatch) -> Int32[Array, "R pair
     stamp = states.cell_hash.at[where].get(mode="fill", fill_value=0)
     layer_stamp = states.holds[layer].at[where].get(mode="fill", fill_value=0)
     writes = current_rows(states, ubatch)[:, None] & (layer_stamp != stamp)
-    return jnp.where(writes, ubatch.slots.cells, no_slots(ubatch.slots.cells))
+    return jnp.where(writes, ubatch.slots.cells, out_of_range_slots(ubatch.slots.cells))
 
 
 @partial(jax.jit, static_argnames="layer")
 def note_written(states: T, layer: int, ubatch: Ubatch, cells: Int32[Array, "R pairs"]) -> T:
-    """Note that a layer holds the states of a ubatch now; `cells` are those of `writable`."""
+    """Note that a layer holds the states of a ubatch now; `cells` are those of `writable_cells`."""
     where = (ubatch.row_stream[:, None], cells)
     stamp = states.cell_hash.at[where].get(mode="fill", fill_value=0)
     holds = states.holds.at[layer, *where].set(stamp, mode="drop", unique_indices=True)
     return replace(states, holds=holds)
 
 
-def _new_states(states: States, ubatch: Ubatch, placed: jax.Array) -> jax.Array:
+def _num_new_states(states: States, ubatch: Ubatch, placed: jax.Array) -> jax.Array:
     """Return how many states each sequence gets, `[Q]` int32, of rows that are placed, `[R]`."""
-    count = jnp.sum(ubatch.state_write_steps(states.earlier + 1) > 0, axis=1, dtype=jnp.int32)
+    count = jnp.sum(
+        ubatch.state_write_steps(states.num_earlier_states + 1) > 0, axis=1, dtype=jnp.int32
+    )
     seq = jnp.where(placed, ubatch.row_sequence, states.sequences)
     return jnp.zeros((states.sequences,), jnp.int32).at[seq].set(count, mode="drop")
 
 
-def _after(states: States, ubatch: Ubatch, field: jax.Array) -> jax.Array:
+def _take_at_kept_states(states: States, ubatch: Ubatch, field: jax.Array) -> jax.Array:
     """Return a field, `[R, T]`, of the tokens that states stand after; `[R, E + 1]`."""
     turn = jnp.cumsum(ubatch.valid, axis=1, dtype=jnp.int32)
-    kept = ubatch.state_write_steps(states.earlier + 1)
+    kept = ubatch.state_write_steps(states.num_earlier_states + 1)
     index = jnp.sum(turn[:, None] < kept[..., None], axis=2, dtype=jnp.int32)  # [R, E + 1]
     return jnp.take_along_axis(field, index, axis=1)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jaxkv.core.array_utils import divmod_nonnegative, end_of
+from jaxkv.core.array_utils import divmod_nonnegative, resolve_range_end
 from jaxkv.core.constants import EMPTY, END
 from jaxkv.core.hashing import chain_hashes, sum_hashes
 from jaxkv.core.partitioning import ShardingRules
@@ -80,7 +80,7 @@ class States:
         return self.sequences // self.streams
 
     @property
-    def earlier(self) -> int:
+    def num_earlier_states(self) -> int:
         """E, how many states are kept beside the current one."""
         return self.position.shape[1] - 1
 
@@ -115,7 +115,7 @@ def empty_fields(
     }
 
 
-def streams_of(states: States) -> Int32[Array, "Q 1"]:
+def streams_of_sequences(states: States) -> Int32[Array, "Q 1"]:
     """Return the stream of each sequence, to go with `cell`."""
     stream, _ = divmod_nonnegative(
         jnp.arange(states.sequences, dtype=jnp.int32), states.sequences_per_stream
@@ -133,19 +133,19 @@ def is_sequence(states: States, seq: Int32[Array, "*n"]) -> Bool[Array, "*n"]:
     return (seq >= 0) & (seq < states.sequences)
 
 
-def first(states: States, seq: Int32[Array, ""]) -> Int32[Array, ""]:
+def seq_pos_min(states: States, seq: Int32[Array, ""]) -> Int32[Array, ""]:
     """Return the lowest position that a sequence can be cut back to; -1 if none."""
     positions = states.position[seq]
     lowest = jnp.min(jnp.where(positions == EMPTY, END, positions))
     return jnp.where(is_sequence(states, seq) & (lowest != END), lowest, EMPTY)
 
 
-def last(states: States, seq: Int32[Array, ""]) -> Int32[Array, ""]:
+def seq_pos_max(states: States, seq: Int32[Array, ""]) -> Int32[Array, ""]:
     """Return the position of the current state of a sequence; -1 if none."""
     return jnp.where(is_sequence(states, seq), states.position[seq, -1], EMPTY)
 
 
-def endings(
+def compare_last_tokens(
     states: States, sequences: Int32[Array, " T"], contents: UInt32[Array, " T"]
 ) -> tuple[UInt32[Array, " T"], Bool[Array, " T"]]:
     """Return the contents of the current states of some sequences, and whether they are as asked.
@@ -167,7 +167,9 @@ def endings(
 def is_occupied(states: States, cell: Int32[Array, "Q pairs"]) -> Bool[Array, "S N"]:
     """Return which cells a table of pairs, `[Q, E + 1]`, names."""
     return (
-        jnp.zeros(states.cell_hash.shape, bool).at[streams_of(states), cell].set(True, mode="drop")
+        jnp.zeros(states.cell_hash.shape, bool)
+        .at[streams_of_sequences(states), cell]
+        .set(True, mode="drop")
     )
 
 
@@ -186,7 +188,7 @@ def stream_hash(states: States) -> UInt32[Array, " S"]:
     _, local_ids = divmod_nonnegative(
         jnp.arange(states.sequences, dtype=jnp.int32), states.sequences_per_stream
     )
-    pairs = states.earlier + 1
+    pairs = states.num_earlier_states + 1
     index = local_ids[:, None] * pairs + jnp.arange(pairs, dtype=jnp.int32)[None]
     pair = chain_hashes(index, states.position, states.cell)
     total = jnp.sum(pair, axis=1, dtype=jnp.uint32)
@@ -210,7 +212,7 @@ def can_resume(states: States, seq: Int32[Array, ""], pos: Int32[Array, ""]) -> 
     return is_sequence(states, seq) & (pos >= 0) & (empty | stands | (pos == 0))
 
 
-def remove(
+def seq_rm(
     states: T, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]
 ) -> tuple[T, Bool[Array, ""]]:
     """Forget a range of one sequence, of every sequence if `seq` is -1; or refuse.
@@ -228,17 +230,17 @@ def remove(
     Returns:
       The table after it; and False if one of the sequences had to refuse, and then nothing changed.
     """
-    stays, ok = _cut(states, seq, start, stop)
+    stays, ok = _find_remaining_states(states, seq, start, stop)
     return drop_pairs(states, stays | ~ok), ok
 
 
-def _cut(
+def _find_remaining_states(
     states: States, seq: jax.Array, start: jax.Array, stop: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return the pairs that stay, `[Q, E + 1]` bool; and `ok`, `[]` bool."""
     asked = (seq == -1) | (jnp.arange(states.sequences) == seq)
     end = jnp.where(asked, states.position[:, -1], EMPTY)
-    start, stop = jnp.maximum(start, 0), end_of(stop)
+    start, stop = jnp.maximum(start, 0), resolve_range_end(stop)
     touched = (start <= end) & (start < stop)  # never where nothing is asked for or held
     cut = touched & (end < stop)
     whole = cut & (start == 0)
@@ -247,7 +249,7 @@ def _cut(
     return stays, jnp.all(~touched | whole | stands)
 
 
-def keep(states: T, seq: Int32[Array, ""]) -> T:
+def seq_keep(states: T, seq: Int32[Array, ""]) -> T:
     """Forget every sequence but one; an integer that is none changes nothing."""
     stays = (jnp.arange(states.sequences) == seq) | ~is_sequence(states, seq)
     return drop_pairs(states, stays[:, None])
@@ -258,7 +260,7 @@ def clear(states: T) -> T:
     return drop_pairs(states, jnp.array(False))
 
 
-def add(
+def seq_add(
     states: T,
     seq: Int32[Array, ""],
     start: Int32[Array, ""],
@@ -273,12 +275,12 @@ def add(
     before all later ones: then there is no end that could be cut off to return to it.
     """
     del gap  # of windows, and none takes a state
-    ok = can_add(states, seq, start, stop, delta)
-    moves = _moves(states, seq, start, stop) & ok
+    ok = can_seq_add(states, seq, start, stop, delta)
+    moves = _find_moving_states(states, seq, start, stop) & ok
     return _move_pairs(states, states.position + delta, moves, jnp.array(False)), ok
 
 
-def can_add(
+def can_seq_add(
     states: States,
     seq: Int32[Array, ""],
     start: Int32[Array, ""],
@@ -286,14 +288,14 @@ def can_add(
     delta: Int32[Array, ""],
 ) -> Bool[Array, ""]:
     """Return whether all that moves by `delta` stays from 0 on and before END."""
-    moves = _moves(states, seq, start, stop)
+    moves = _find_moving_states(states, seq, start, stop)
     highest = jnp.max(jnp.where(moves, states.position, EMPTY))
     start = jnp.maximum(start, 0)
-    some = (start <= last(states, seq)) & (start < end_of(stop))
+    some = (start <= seq_pos_max(states, seq)) & (start < resolve_range_end(stop))
     return ((delta <= 0) | (highest < END - delta)) & (~some | (start + delta >= 0))
 
 
-def divide(
+def seq_div(
     states: T,
     seq: Int32[Array, ""],
     start: Int32[Array, ""],
@@ -305,18 +307,22 @@ def divide(
     Several tokens may then share a position, so earlier states in the range cannot be returned to:
     they are dropped. A divisor below 1 changes nothing, and the second answer is False.
     """
-    moves = _moves(states, seq, start, stop) & (divisor > 1)
-    earlier = moves & (jnp.arange(states.earlier + 1) < states.earlier)[None]
+    moves = _find_moving_states(states, seq, start, stop) & (divisor > 1)
+    earlier = moves & (jnp.arange(states.num_earlier_states + 1) < states.num_earlier_states)[None]
     position = states.position // jnp.maximum(divisor, 1)
     return _move_pairs(states, position, moves, earlier), divisor >= 1
 
 
-def _moves(states: States, seq: jax.Array, start: jax.Array, stop: jax.Array) -> jax.Array:
+def _find_moving_states(
+    states: States, seq: jax.Array, start: jax.Array, stop: jax.Array
+) -> jax.Array:
     """Return which pairs move with those of a sequence in a range; `[Q, E + 1]` bool."""
-    inside = (states.position >= jnp.maximum(start, 0)) & (states.position < end_of(stop))
+    inside = (states.position >= jnp.maximum(start, 0)) & (
+        states.position < resolve_range_end(stop)
+    )
     is_own = inside & (jnp.arange(states.sequences) == seq)[:, None]
     cells = is_occupied(states, jnp.where(is_own, states.cell, states.num_cells))
-    return cells.at[streams_of(states), states.cell].get(mode="fill", fill_value=False)
+    return cells.at[streams_of_sequences(states), states.cell].get(mode="fill", fill_value=False)
 
 
 def _move_pairs(states: T, position: jax.Array, moves: jax.Array, drop: jax.Array) -> T:
@@ -345,14 +351,14 @@ def rewind(states: T, old: T) -> tuple[T, Bool[Array, ""]]:
     return back, jnp.all(same | ~is_occupied(old, old.cell))
 
 
-def faults(states: States) -> dict[str, Int32[Array, ""]]:
+def count_broken_invariants(states: States) -> dict[str, Int32[Array, ""]]:
     """Return how often each invariant of a table is broken, by name."""
     is_present, celled = states.position != EMPTY, states.cell < states.num_cells
     rises = states.position[:, 1:] > states.position[:, :-1]
     times = jax.vmap(
         lambda row: jnp.zeros((states.num_cells,), jnp.int32).at[row].add(1, mode="drop")
     )
-    where = (streams_of(states), states.cell)
+    where = (streams_of_sequences(states), states.cell)
     put = jnp.full(states.cell_hash.shape, EMPTY).at[where].set(states.position, mode="drop")
     same = put.at[where].get(mode="fill", fill_value=EMPTY) == states.position
     wrong = {

@@ -24,7 +24,12 @@ from jaxkv.core.partitioning import ShardingRules
 from jaxkv.core.validate import check_count, check_shape
 from jaxkv.recurrent import copy as copies
 from jaxkv.recurrent import slots, states
-from jaxkv.recurrent.buffers import Buffers, read, within, write
+from jaxkv.recurrent.buffers import (
+    Buffers,
+    read_layer_states,
+    state_partition_axes,
+    write_layer_states,
+)
 from jaxkv.recurrent.states import States, empty_fields
 from jaxkv.spec import TableSpec
 from jaxkv.table import Admission, CacheTable, MaintenancePlan, check_sizes
@@ -72,25 +77,25 @@ class StateTable(States, CacheTable):
     """
 
     stream_hash = states.stream_hash
-    first = states.first
-    last = states.last
-    endings = states.endings
+    seq_pos_min = states.seq_pos_min
+    seq_pos_max = states.seq_pos_max
+    compare_last_tokens = states.compare_last_tokens
     num_used_cells = states.num_used_cells
     sequence_status = states.sequence_status
     choose_slots = slots.choose_slots
     occupy = slots.occupy
-    remove = states.remove
-    copy = copies.copy
-    can_copy = copies.can_copy
-    select = copies.select
-    keep = states.keep
+    seq_rm = states.seq_rm
+    seq_cp = copies.seq_cp
+    can_seq_cp = copies.can_seq_cp
+    seq_select = copies.seq_select
+    seq_keep = states.seq_keep
     clear = states.clear
-    add = states.add
-    can_add = states.can_add
-    divide = states.divide
+    seq_add = states.seq_add
+    can_seq_add = states.can_seq_add
+    seq_div = states.seq_div
     can_resume = states.can_resume
     rewind = states.rewind
-    faults = states.faults
+    count_broken_invariants = states.count_broken_invariants
 
     @property
     def spec(self) -> TableSpec:
@@ -101,7 +106,7 @@ class StateTable(States, CacheTable):
             streams=self.streams,
             single_sequence_rows=True,
             ubatch_size=None,
-            max_rollback=self.earlier,
+            max_rollback=self.num_earlier_states,
             details=(("layers", self.holds.shape[0]),),
         )
 
@@ -125,7 +130,7 @@ class StateTable(States, CacheTable):
         if buffers is None:
             return table, None
         return table, tuple(
-            {name: P(streams, None, *within(self, name, mesh)) for name in layer}
+            {name: P(streams, None, *state_partition_axes(self, name, mesh)) for name in layer}
             for layer in buffers
         )
 
@@ -137,12 +142,12 @@ class StateTable(States, CacheTable):
         """Raise unless states have the streams and the cells of the table."""
         check_sizes(self, *next(iter(buffers[0].values())).shape[:2])
 
-    def find_fitting(self, wanted: Int32[Array, " Q"]) -> Admission:
+    def find_fitting_sequences(self, wanted: Int32[Array, " Q"]) -> Admission:
         """Return that there is room: a sequence lets go of as many states as it gets."""
         all_fit = wanted >= 0
         return Admission(all_fit, all_fit, jnp.full_like(wanted, END))
 
-    def num_shared_cells(self) -> Int32[Array, " S"]:
+    def num_cells_saved_by_sharing(self) -> Int32[Array, " S"]:
         """Return zeros: each sequence has cells for its states, shared or not."""
         return jnp.zeros(self.streams, jnp.int32)
 
@@ -153,7 +158,7 @@ class StateTable(States, CacheTable):
         del lengths, at_once, num_shared_cells
         return np.ones(self.streams, bool)
 
-    def can_select(
+    def can_seq_select(
         self, parents: Int32[Array, " n"], targets: Int32[Array, " n"]
     ) -> Bool[Array, ""]:
         """Return True: targets let go of as many states as they get."""
@@ -169,7 +174,7 @@ class StateTable(States, CacheTable):
         del max_moves
         return EmptyPlan(spec=self.spec)
 
-    def serves(self, verb: str, layer: int) -> bool:
+    def can_serve_layer(self, verb: str, layer: int) -> bool:
         """Return whether it is about states, which every layer goes on from."""
         del layer
         return verb == "states"
@@ -179,7 +184,7 @@ class StateTable(States, CacheTable):
     ) -> dict[str, Shaped[Array, "R ..."]]:
         """Return by name the states that rows go on from, of a layer in range."""
         self._check_layer(layer)
-        return read(self, layer, ubatch, buffers[layer])
+        return read_layer_states(self, layer, ubatch, buffers[layer])
 
     def write_states(
         self,
@@ -197,22 +202,22 @@ class StateTable(States, CacheTable):
             raise ValueError(f"wanted the states {sorted(old)}, got {sorted(states)}")
         rows, new = len(ubatch.row_stream), {}
         for name, array in old.items():
-            state, shape = states[name], (rows, self.earlier + 1, *array.shape[2:])
-            if self.earlier == 0 and state.shape == (rows, *shape[2:]):
+            state, shape = states[name], (rows, self.num_earlier_states + 1, *array.shape[2:])
+            if self.num_earlier_states == 0 and state.shape == (rows, *shape[2:]):
                 state = state[:, None]
             if state.shape != shape:
                 raise ValueError(
                     f"wanted {name} [R, E + 1, ...] of {shape}, got {state.shape}: give the "
-                    f"states after ubatch.state_write_steps({self.earlier + 1}) tokens"
+                    f"states after ubatch.state_write_steps({self.num_earlier_states + 1}) tokens"
                 )
             new[name] = state
-        table, new = write(self, layer, ubatch, new, old)
+        table, new = write_layer_states(self, layer, ubatch, new, old)
         return table, (*buffers[:layer], new, *buffers[layer + 1 :])
 
     def max_rollback(self, layer: int) -> int:
         """Return E, the same for every layer."""
         self._check_layer(layer)
-        return self.earlier
+        return self.num_earlier_states
 
     def _check_layer(self, layer: int) -> None:
         layers = self.holds.shape[0]

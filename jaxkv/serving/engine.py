@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jaxkv.cache import Cache, split
-from jaxkv.core.donation import check_there
+from jaxkv.core.donation import check_not_donated
 from jaxkv.core.validate import check_count
 from jaxkv.generation.constraints import Constraint
 from jaxkv.generation.model_step import Forward
@@ -155,7 +155,7 @@ which this cache never has: ask for less, or make a larger one
         if not callable(forward):
             raise TypeError(f"wanted a function forward, see prefill, got {type(forward)}")
         table, _ = split(cache)
-        check_there(cache)
+        check_not_donated(cache)
         if table.spec.has_cross_attention:
             raise ValueError(
                 "wanted a cache without a part for sources, which requests do not bring, got one "
@@ -202,7 +202,7 @@ which this cache never has: ask for less, or make a larger one
     @property
     def busy(self) -> bool:
         """Whether a request waits or runs, or a result has not been handed out."""
-        return bool(self._done or self._schedule.all)
+        return bool(self._done or self._schedule.all_requests)
 
     def submit(self, request: Request) -> int:
         """Queue a request.
@@ -220,7 +220,7 @@ which this cache never has: ask for less, or make a larger one
         """
         self._check_cache()
         text = RequestState(id=self._next, request=check_request(request, self._limits))
-        self._schedule.add(text)
+        self._schedule.queue_request(text)
         self._next += 1
         return text.id
 
@@ -238,8 +238,8 @@ which this cache never has: ask for less, or make a larger one
         if text is None:
             return False
         self._check_cache()
-        with self._at_risk():
-            self._end([(text, FinishReason.CANCELLED)])
+        with self._note_if_cut_short():
+            self._finish_requests([(text, FinishReason.CANCELLED)])
         return True
 
     def tokens_of(self, request_id: int) -> list[int]:
@@ -261,7 +261,7 @@ which this cache never has: ask for less, or make a larger one
         """
         while self.busy:
             if not self._done:
-                self._advance()
+                self._run_step()
             while self._done:
                 yield self._done.pop(0)
 
@@ -293,7 +293,7 @@ which this cache never has: ask for less, or make a larger one
         while self.busy:
             for result in self.step():
                 yield result.id, result.tokens[sent.pop(result.id, 0) :].tolist(), result.reason
-            for text in list(self._schedule.all):
+            for text in list(self._schedule.all_requests):
                 if new := text.tokens[sent.get(text.id, 0) :]:
                     sent[text.id] = len(text.tokens)
                     yield text.id, list(map(int, new)), None
@@ -303,7 +303,7 @@ which this cache never has: ask for less, or make a larger one
 
         For servers with a loop of their own, which submit and cancel between steps.
         """
-        self._advance()
+        self._run_step()
         done, self._done = self._done, []
         return done
 
@@ -327,7 +327,7 @@ which this cache never has: ask for less, or make a larger one
             )
 
     @contextmanager
-    def _at_risk(self) -> Iterator[None]:
+    def _note_if_cut_short(self) -> Iterator[None]:
         """Note when what is computed is cut short: the cache is another, and the texts are not."""
         before = self._runner.cache
         try:
@@ -341,18 +341,18 @@ which this cache never has: ask for less, or make a larger one
         request_id = check_count(request_id, "the id of a request", low=0)
         if request_id >= self._next:
             raise ValueError(f"wanted an id that submit returned, got {request_id}")
-        return next((text for text in self._schedule.all if text.id == request_id), None)
+        return next((text for text in self._schedule.all_requests if text.id == request_id), None)
 
-    def _advance(self) -> None:
+    def _run_step(self) -> None:
         """Do what one step does; results are kept until they are handed out."""
         self._check_cache()
-        with self._at_risk():
+        with self._note_if_cut_short():
             self._schedule.admit()
-        if feeding := self._schedule.prefilling:
-            with self._at_risk():
+        if feeding := self._schedule.prefilling_texts:
+            with self._note_if_cut_short():
                 self._run_chunk(feeding)
-        if running := self._schedule.running:
-            with self._at_risk():
+        if running := self._schedule.running_texts:
+            with self._note_if_cut_short():
                 self._generate(running)
 
     def _run_chunk(self, texts: list[RequestState]) -> None:
@@ -366,32 +366,32 @@ which this cache never has: ask for less, or make a larger one
             text.num_computed_tokens += n
             if text.num_computed_tokens in text.branch_points:
                 self._prefixes.store_prefix(text, text.num_computed_tokens)
-        ready = [text for text in texts if text.runs]
-        self._take(ready, dict.fromkeys((text.sequence for text in ready), 1), outcome)
+        ready = [text for text in texts if text.is_running]
+        self._append_tokens(ready, dict.fromkeys((text.sequence for text in ready), 1), outcome)
 
     def _generate(self, texts: list[RequestState]) -> None:
         """Generate some tokens of the texts that run."""
-        turns = self._turns(texts)
-        allowed = {text.sequence: min(text.remaining, turns) for text in texts}
+        turns = self._choose_num_tokens(texts)
+        allowed = {text.sequence: min(text.num_remaining_tokens, turns) for text in texts}
         outcome = self._runner.generate(texts, turns)
-        refused = self._take(texts, allowed, outcome)
+        refused = self._append_tokens(texts, allowed, outcome)
         if refused:
             self._preempt(refused, outcome.reasons)
 
-    def _turns(self, running: list[RequestState]) -> int:
+    def _choose_num_tokens(self, running: list[RequestState]) -> int:
         """Return how many tokens to generate before something else is looked at.
 
         One while a prompt is on its way in, since its sequence generates nothing meanwhile; and not
         past the end of a text while requests wait for its sequence.
         """
-        if self._schedule.prefilling:
+        if self._schedule.prefilling_texts:
             return 1
-        lefts = [text.remaining for text in running]
+        lefts = [text.num_remaining_tokens for text in running]
         return min(
-            self._limits.tokens_per_step, min(lefts) if self._schedule.any_waits else max(lefts)
+            self._limits.tokens_per_step, min(lefts) if self._schedule.has_waiting else max(lefts)
         )
 
-    def _take(
+    def _append_tokens(
         self, texts: list[RequestState], allowed: dict[int, int], outcome: RunnerOutput
     ) -> list[RequestState]:
         """Give texts the tokens that were picked, and end those that they end.
@@ -407,9 +407,9 @@ which this cache never has: ask for less, or make a larger one
             text.logprobs += samples.logprobs[row][: len(new)].tolist()
             if text.constraint_state is not None:
                 text.constraint_state = jax.tree.map(lambda x, row=row: x[row], outcome.rule_states)
-            if new and new[-1] in self._runner.stops_of(text):
+            if new and new[-1] in self._runner.stop_tokens_of(text):
                 ended.append((text, FinishReason.STOP))
-            elif text.remaining == 0:
+            elif text.num_remaining_tokens == 0:
                 ended.append((text, FinishReason.LENGTH))
             elif outcome.reasons[row] == Reason.NONFINITE_LOGITS:
                 ended.append((text, FinishReason.NONFINITE_LOGITS))
@@ -418,7 +418,7 @@ which this cache never has: ask for less, or make a larger one
             elif len(new) < allowed[row]:
                 ended.append((text, FinishReason.NO_TOKEN))
         freed = {self._schedule.stream_of(text) for text, _ in ended}
-        self._end(ended)
+        self._finish_requests(ended)
         return [text for text in refused if self._schedule.stream_of(text) not in freed]
 
     def _preempt(
@@ -431,22 +431,22 @@ which this cache never has: ask for less, or make a larger one
         if Reason.FRAGMENTED in reasons and self._runner.close_gaps():
             return
         for stream in {self._schedule.stream_of(text) for text in refused}:
-            *others, youngest = self._schedule.beside(stream)
+            *others, youngest = self._schedule.texts_in_stream(stream)
             if self._prefixes.evict_one(stream):
                 continue
             if others:
-                self._runner.remove([youngest.sequence])
+                self._runner.remove_sequences([youngest.sequence])
                 self._schedule.preempt(youngest)
             else:
-                self._end([(youngest, FinishReason.OUT_OF_CELLS)])
+                self._finish_requests([(youngest, FinishReason.OUT_OF_CELLS)])
 
-    def _end(self, ended: list[tuple[RequestState, FinishReason]]) -> None:
+    def _finish_requests(self, ended: list[tuple[RequestState, FinishReason]]) -> None:
         """Free what texts hold, and keep their results until they are handed out."""
         placed = [text for text, _ in ended if text.sequence >= 0]
         for text in placed:
-            self._prefixes.leave(text)
+            self._prefixes.store_finished_text(text)
         if placed:
-            self._runner.remove([text.sequence for text in placed])
+            self._runner.remove_sequences([text.sequence for text in placed])
         for text, reason in ended:
             self._schedule.remove_request(text)
-            self._done.append(text.result(reason))
+            self._done.append(text.to_output(reason))

@@ -56,7 +56,7 @@ class EnginePrefixes:
                 f"expected a store that leaves sequences to requests, got one with all "
                 f"{table.spec.sequences}; pass fewer, or make a cache with more"
             )
-        shapes = jax.eval_shape(table.num_shared_cells)
+        shapes = jax.eval_shape(table.num_cells_saved_by_sharing)
         self.nothing = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
         self._sharing = table.spec.sequences_per_stream
 
@@ -65,9 +65,9 @@ class EnginePrefixes:
         """The sequences that no request gets."""
         return self.store.sequences if self.store else ()
 
-    def lengths(self, stream: int) -> dict[int, int]:
+    def cached_lengths(self, stream: int) -> dict[int, int]:
         """Return the tokens that each of the store's sequences holds in a stream."""
-        return {text.sequence: text.tokens.size for text in self._texts_in(stream)}
+        return {text.sequence: text.tokens.size for text in self._prompts_in_stream(stream)}
 
     @property
     def cache_and_store(self) -> tuple[Cache, PrefixStore | None]:
@@ -78,19 +78,19 @@ class EnginePrefixes:
         """Take what `cache_and_store` was back."""
         self._runner.cache, self.store = past
 
-    def num_shared_cells(self) -> PyTree:
-        """Return what `CacheTable.num_shared_cells` says, on the host; nothing without a store."""
+    def num_cells_saved_by_sharing(self) -> PyTree:
+        """Return `CacheTable.num_cells_saved_by_sharing` on the host; nothing without a store."""
         if self.store is None:
             return self.nothing
-        return jax.device_get(_count_shared_cells(self._runner.cache.table))
+        return jax.device_get(_num_cells_saved_by_sharing(self._runner.cache.table))
 
     def warm_up(self) -> None:
         """Compile all that the rest needs."""
         if self.store:
-            self.num_shared_cells()
+            self.num_cells_saved_by_sharing()
             self._runner.cache = self.store.warm_up(self._runner.cache, donate=True)
 
-    def match(
+    def find_match(
         self, text: RequestState, others: Sequence[RequestState], sequence: int
     ) -> PrefixMatch | None:
         """Return what a text can go on from; None if it had better wait, for there is more soon.
@@ -113,22 +113,24 @@ class EnginePrefixes:
         ]
         num_shared, _, nearest = max(shared, key=lambda entry: entry[:2], default=(0, 0, text))
         if num_shared - match.hit.length > PASS:
-            if not nearest.runs and nearest.num_computed_tokens < num_shared:
+            if not nearest.is_running and nearest.num_computed_tokens < num_shared:
                 nearest.branch_points.add(num_shared)
                 return None
             self.store_prefix(nearest, min(num_shared, nearest.num_cached_tokens))
             match = self.store.longest_match(self._runner.cache, tokens, sequence)
-        lengths = [common_prefix_length(prompt.tokens, tokens[:-1]) for prompt in self._texts]
+        lengths = [
+            common_prefix_length(prompt.tokens, tokens[:-1]) for prompt in self._stored_prompts
+        ]
         furthest = max([num_shared, *lengths])
         text.branch_points = {furthest} if furthest - match.hit.length > PASS else set()
         return match
 
-    def is_near(self, match: PrefixMatch, sequence: int) -> bool:
+    def is_in_same_stream(self, match: PrefixMatch, sequence: int) -> bool:
         """Return whether it stands in the stream of a sequence, so that a fork is no copy."""
         prompt = match.prompt
         return prompt is not None and prompt.sequence // self._sharing == sequence // self._sharing
 
-    def fork(self, match: PrefixMatch, sequence: int) -> PrefixHit:
+    def fork_prefix(self, match: PrefixMatch, sequence: int) -> PrefixHit:
         """Let a sequence have what was found; return how far, which is 0 if a copy has no room."""
         if self.store is None or match.prompt is None:
             return match.hit
@@ -146,7 +148,7 @@ class EnginePrefixes:
             self._runner.cache, tokens, text.sequence, donate=True
         )
 
-    def leave(self, text: RequestState) -> None:
+    def store_finished_text(self, text: RequestState) -> None:
         """Keep a text that ends; what it began with was in use until now, and is not what goes."""
         if self.store and text.source:
             self.store = self.store.touch(text.source)
@@ -154,19 +156,19 @@ class EnginePrefixes:
 
     def evict_one(self, stream: int) -> bool:
         """Let go of the least recently used text of a stream; return whether there was one."""
-        texts = self._texts_in(stream)
+        texts = self._prompts_in_stream(stream)
         if self.store and texts:
             self._runner.cache, self.store = self.store.evict_prompt(self._runner.cache, texts[0])
         return bool(texts)
 
     @property
-    def _texts(self) -> tuple[CachedPrompt, ...]:
+    def _stored_prompts(self) -> tuple[CachedPrompt, ...]:
         return self.store.prompts if self.store else ()
 
-    def _texts_in(self, stream: int) -> list[CachedPrompt]:
-        return [text for text in self._texts if text.sequence // self._sharing == stream]
+    def _prompts_in_stream(self, stream: int) -> list[CachedPrompt]:
+        return [text for text in self._stored_prompts if text.sequence // self._sharing == stream]
 
 
 @jit_table
-def _count_shared_cells(table: CacheTable) -> PyTree:
-    return table.num_shared_cells()
+def _num_cells_saved_by_sharing(table: CacheTable) -> PyTree:
+    return table.num_cells_saved_by_sharing()

@@ -23,10 +23,23 @@ from jaxkv.generation.decode import decode
 from jaxkv.generation.filters import Sampler
 from jaxkv.generation.model_step import Forward
 from jaxkv.generation.padding import stop_tokens_as_list
-from jaxkv.generation.sample_step import Sampled, pick_first
-from jaxkv.generation.state import DecodeState, resume
-from jaxkv.serving.prefill_chunks import Chunk, Part, chunk_program, cut, empty_chunk, shapes_of
-from jaxkv.serving.request import EngineConfig, Request, RequestState, sampler_of, sampler_variants
+from jaxkv.generation.sample_step import SampledTokens, sample_first_tokens
+from jaxkv.generation.state import DecodeState, make_decode_state
+from jaxkv.serving.prefill_chunks import (
+    Chunk,
+    PromptPart,
+    chunk_program,
+    chunk_shapes,
+    cut_chunk,
+    empty_chunk,
+)
+from jaxkv.serving.request import (
+    EngineConfig,
+    Request,
+    RequestState,
+    make_batch_sampler,
+    sampler_variants,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int32, PyTree, UInt32
@@ -43,13 +56,13 @@ class RunnerOutput(NamedTuple):
       rule or no token.
     """
 
-    picked: Sampled
+    picked: SampledTokens
     reasons: Int32[Array | np.ndarray, " Q"]
     rule_states: PyTree
 
 
-class _Options(TypedDict):
-    """What `resume` is told of each sequence."""
+class _ResumeOptions(TypedDict):
+    """What `make_decode_state` is told of each sequence."""
 
     max_new_tokens: Int32[np.ndarray, " Q"]
     seed: UInt32[np.ndarray, " Q"]
@@ -78,7 +91,7 @@ class ModelRunner:
     ):
         self._forward, self._weights, self.cache = forward, params, cache
         self._facts, self._limits = cache.table.spec, limits
-        self._shapes = shapes_of(self._facts, limits.prefill_chunk)
+        self._shapes = chunk_shapes(self._facts, limits.prefill_chunk)
         self._stop = np.ravel(check_int32(stop_tokens_as_list(stop_tokens), "stop_tokens", low=0))
 
     @property
@@ -88,13 +101,13 @@ class ModelRunner:
 
     def warm_up(self) -> None:
         """Run every program once, with nothing to do."""
-        logits = [self._compute(empty_chunk(shape))[0] for shape in self._shapes]
+        logits = [self._compute_chunk(empty_chunk(shape))[0] for shape in self._shapes]
         for sampling in sampler_variants(self._limits.sampling_options):
             like = Request(prompt=np.zeros(1, np.int32), max_new_tokens=2, sampling=sampling)
             nothing = [RequestState(id=-1, request=like, tokens=[0], sequence=0)]
-            self._pick(nothing, logits[0], turns=0)
+            self._sample_first_tokens(nothing, logits[0], turns=0)
             self.generate(nothing, turns=0)
-        self.remove([])
+        self.remove_sequences([])
         jax.block_until_ready(self.cache.buffers)
 
     def run_chunk(self, texts: Sequence[RequestState]) -> tuple[list[int], RunnerOutput]:
@@ -105,19 +118,21 @@ class ModelRunner:
           with them. Where one was refused, nothing went in.
         """
         parts = [
-            Part(text.sequence, text.all_tokens()[text.num_computed_tokens : text.goal])
+            PromptPart(
+                text.sequence, text.all_tokens()[text.num_computed_tokens : text.prefill_target]
+            )
             for text in texts
         ]
-        chunk, counts = cut(self._facts, self._shapes, parts)
-        logits, plan = self._compute(chunk)
+        chunk, counts = cut_chunk(self._facts, self._shapes, parts)
+        logits, plan = self._compute_chunk(chunk)
         ready = [
             text
             for text, n in zip(texts, counts, strict=True)
             if text.num_computed_tokens + n == text.num_required_tokens
         ]
         none = np.zeros((self._facts.sequences, 0), np.int32)
-        nothing = RunnerOutput(Sampled._make([none] * 2), np.zeros(len(none), np.int32), ())
-        first = self._pick(ready, logits, turns=1) if ready else nothing
+        nothing = RunnerOutput(SampledTokens._make([none] * 2), np.zeros(len(none), np.int32), ())
+        first = self._sample_first_tokens(ready, logits, turns=1) if ready else nothing
         (ok, reasons), first = jax.device_get((plan, first))
         if ok and ready:  # else what is picked is dropped
             return counts, first
@@ -125,11 +140,11 @@ class ModelRunner:
 
     def generate(self, texts: Sequence[RequestState], turns: int) -> RunnerOutput:
         """Generate at most so many tokens of texts."""
-        sampler, stop, options = self._options(texts, turns)
+        sampler, stop, options = self._make_resume_options(texts, turns)
         tokens = np.zeros(self._facts.sequences, np.int32)
         for text in texts:
             tokens[text.sequence] = text.tokens[-1]
-        state = resume(self.cache, tokens, None, sampler=sampler, **options)
+        state = make_decode_state(self.cache, tokens, None, sampler=sampler, **options)
         self.cache, state, *sampled = decode(
             self._forward,
             self._weights,
@@ -140,10 +155,10 @@ class ModelRunner:
             stop_tokens=stop,
             donate=True,
         )
-        samples = Sampled._make(sampled[:2])
-        return jax.device_get(RunnerOutput(samples, state.reason, self._rule_states(state)))
+        samples = SampledTokens._make(sampled[:2])
+        return jax.device_get(RunnerOutput(samples, state.reason, self._constraint_states(state)))
 
-    def remove(self, sequences: Sequence[int]) -> None:
+    def remove_sequences(self, sequences: Sequence[int]) -> None:
         """Forget all tokens of some sequences; one program, whichever they are."""
         rows = np.arange(self._facts.sequences, dtype=np.int32)
         ends = np.where(np.isin(rows, sequences), np.int32(-1), np.int32(0))
@@ -157,11 +172,11 @@ class ModelRunner:
         self.cache = apply(self.cache, plan, donate=True)
         return True
 
-    def stops_of(self, text: RequestState) -> list[int]:
+    def stop_tokens_of(self, text: RequestState) -> list[int]:
         """Return the tokens that end a text."""
         return [*self._stop.tolist(), *np.asarray(text.request.stop_tokens).tolist()]
 
-    def _compute(
+    def _compute_chunk(
         self, chunk: Chunk
     ) -> tuple[Float[Array, "Q V"], tuple[Bool[Array, ""], Int32[Array, " Q"]]]:
         """Compute a chunk; the logits, and whether it had room, with the reasons."""
@@ -172,23 +187,23 @@ class ModelRunner:
         self.cache = merge(table, buffers)
         return logits, plan
 
-    def _pick(
+    def _sample_first_tokens(
         self, texts: Sequence[RequestState], logits: Float[Array, "Q V"], turns: int
     ) -> RunnerOutput:
         """Pick the first token of texts."""
-        sampler, stop, options = self._options(texts, turns)
+        sampler, stop, options = self._make_resume_options(texts, turns)
         none = np.zeros(self._facts.sequences, np.int32)
-        state = resume(self.cache, none, None, sampler=sampler, **options)
-        state, *samples = pick_first(self.cache.table, sampler, logits, stop, state)
-        return RunnerOutput(Sampled(*samples), state.reason, self._rule_states(state))
+        state = make_decode_state(self.cache, none, None, sampler=sampler, **options)
+        state, *samples = sample_first_tokens(self.cache.table, sampler, logits, stop, state)
+        return RunnerOutput(SampledTokens(*samples), state.reason, self._constraint_states(state))
 
-    def _rule_states(self, state: DecodeState) -> PyTree:
+    def _constraint_states(self, state: DecodeState) -> PyTree:
         """Return what the rule has come to, `[Q, ...]`; nothing without a rule."""
         return state.sampler_state[0] if self._limits.constraint else ()
 
-    def _options(
+    def _make_resume_options(
         self, texts: Sequence[RequestState], turns: int
-    ) -> tuple[Sampler, Int32[np.ndarray, "Q n"], _Options]:
+    ) -> tuple[Sampler, Int32[np.ndarray, "Q n"], _ResumeOptions]:
         """Return the sampler, the stop tokens, and options."""
         rows, last_n = self._facts.sequences, self._limits.penalty_last_n
         requests: list[Request | None] = [None] * rows
@@ -197,12 +212,12 @@ class ModelRunner:
         limit, seed = np.zeros(rows, np.int32), np.zeros(rows, np.uint32)
         recent = np.full((rows, last_n), -1, np.int32)
         for text in texts:
-            row, stops, last = text.sequence, self.stops_of(text), text.last_tokens(last_n)
+            row, stops, last = text.sequence, self.stop_tokens_of(text), text.last_tokens(last_n)
             requests[row], states[row] = text.request, text.constraint_state
             stop[row, : len(stops)] = stops
-            limit[row], seed[row] = min(text.remaining, turns), text.request.seed
+            limit[row], seed[row] = min(text.num_remaining_tokens, turns), text.request.seed
             recent[row, last_n - len(last) :] = last
-        sampler = sampler_of(
+        sampler = make_batch_sampler(
             requests, sampling_options=self._limits.sampling_options, penalty_last_n=last_n
         )
         if self._limits.constraint:

@@ -16,7 +16,7 @@ from jaxkv.batch import make_batch
 from jaxkv.cache import merge
 from jaxkv.core.compile_cache import cached_program
 from jaxkv.generation.model_step import Forward, model_step
-from jaxkv.planning.layout import turn_in_sequence
+from jaxkv.planning.layout import rank_in_sequence
 from jaxkv.planning.placement import plan_single_ubatch
 from jaxkv.spec import TableSpec
 
@@ -32,7 +32,7 @@ PASS = 24
 """Tokens whose computation takes about as long as one read of the weights."""
 
 
-class Shape(NamedTuple):
+class ChunkShape(NamedTuple):
     """R rows of T tokens."""
 
     rows: int
@@ -56,14 +56,14 @@ class Chunk:
     ends: Bool[np.ndarray, "R T"]
 
 
-class Part(NamedTuple):
+class PromptPart(NamedTuple):
     """What is left of a prompt: the sequence that it goes to, and its tokens."""
 
     sequence: int
     tokens: Int32[np.ndarray, " n"]
 
 
-def shapes_of(spec: TableSpec, size: int) -> list[Shape]:
+def chunk_shapes(spec: TableSpec, size: int) -> list[ChunkShape]:
     """Return the shapes that chunks of at most `size` tokens have in a cache.
 
     Where a row holds tokens of any sequence, one row of several lengths. Where it holds those of
@@ -72,35 +72,37 @@ def shapes_of(spec: TableSpec, size: int) -> list[Shape]:
     >>> cache = make_cache(
     ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=9, sequences=3, streams=3
     ... )
-    >>> [tuple(shape) for shape in shapes_of(cache.table.spec, 32)]
+    >>> [tuple(shape) for shape in chunk_shapes(cache.table.spec, 32)]
     [(1, 8), (1, 16), (1, 24), (1, 32), (2, 16), (3, 8)]
     """
     steps = [n << i for i in range(size.bit_length()) for n in (SMALLEST, SMALLEST * 3 // 2)]
     lengths = [*sorted(n for n in steps if n < size and n % SMALLEST == 0), size]
-    shapes = [Shape(1, length) for length in lengths]
+    shapes = [ChunkShape(1, length) for length in lengths]
     if spec.single_sequence_rows:
         counts = {min(2 << n, spec.sequences) for n in range(spec.sequences.bit_length())}
         for count in sorted(counts - {1}):
             fitting = [length for length in lengths if count * length <= size]
-            shapes += [Shape(count, length) for length in fitting[-1:]]
+            shapes += [ChunkShape(count, length) for length in fitting[-1:]]
     return shapes
 
 
 @functools.cache
-def _least(lengths: tuple[int, ...], count: int) -> int:
+def _min_prompt_cost(lengths: tuple[int, ...], count: int) -> int:
     """Return what tokens of one prompt cost at least, in rows of these lengths, one a chunk.
 
-    >>> [_least((8, 64), n) - PASS for n in (5, 8, 9, 64)]
+    >>> [_min_prompt_cost((8, 64), n) - PASS for n in (5, 8, 9, 64)]
     [8, 8, 40, 64]
     """
     whole, rest = divmod(count, lengths[-1])
     cost = whole * (PASS + lengths[-1])
     if not rest:
         return cost
-    return cost + min(PASS + n + _least(lengths, max(rest - n, 0)) for n in lengths)
+    return cost + min(PASS + n + _min_prompt_cost(lengths, max(rest - n, 0)) for n in lengths)
 
 
-def cut(spec: TableSpec, shapes: Sequence[Shape], parts: Sequence[Part]) -> tuple[Chunk, list[int]]:
+def cut_chunk(
+    spec: TableSpec, shapes: Sequence[ChunkShape], parts: Sequence[PromptPart]
+) -> tuple[Chunk, list[int]]:
     """Cut the next chunk from prompts, in their order.
 
     Returns:
@@ -108,23 +110,23 @@ def cut(spec: TableSpec, shapes: Sequence[Shape], parts: Sequence[Part]) -> tupl
       by prompt; and how many tokens of each part are in it.
     """
 
-    def chunk_lengths(shape: Shape) -> list[int]:
+    def chunk_lengths(shape: ChunkShape) -> list[int]:
         if spec.single_sequence_rows:
             return [min(len(part.tokens), shape.tokens) for part in parts[: shape.rows]]
         lengths = [len(part.tokens) for part in parts]
         return np.diff(np.minimum(np.cumsum(lengths), shape.tokens), prepend=0).tolist()
 
-    def cost(shape: Shape) -> int:
+    def cost_of_shape(shape: ChunkShape) -> int:
         rest = [len(part.tokens) for part in parts]
         for i, n in enumerate(chunk_lengths(shape)):
             rest[i] -= n
         if not spec.single_sequence_rows:
             rest = [sum(rest)]
         here = PASS + shape.rows * shape.tokens
-        return here + sum(_least(lengths, count) for count in rest)
+        return here + sum(_min_prompt_cost(lengths, count) for count in rest)
 
     lengths = tuple(shape.tokens for shape in shapes if shape.rows == 1)
-    shape = min(shapes, key=cost)
+    shape = min(shapes, key=cost_of_shape)
     counts = chunk_lengths(shape)
     chunk = empty_chunk(shape)
     place = 0
@@ -139,7 +141,7 @@ def cut(spec: TableSpec, shapes: Sequence[Shape], parts: Sequence[Part]) -> tupl
     return chunk, counts + [0] * (len(parts) - len(counts))
 
 
-def empty_chunk(shape: Shape) -> Chunk:
+def empty_chunk(shape: ChunkShape) -> Chunk:
     """Return a chunk that is all padding."""
     return Chunk(
         tokens=np.zeros(shape, np.int32),
@@ -158,10 +160,10 @@ def chunk_program(forward: Forward) -> jax.stages.Wrapped:
       sequence that ends in the chunk. When `ok`, `[]` bool, is False nothing was changed, and
       `reason`, `[Q]` int32, says why.
     """
-    return cached_program(_chunk_program, forward)
+    return cached_program(_build_chunk_program, forward)
 
 
-def _chunk_program(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
+def _build_chunk_program(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
     @partial(jax.jit, donate_argnames="buffers")
     def run(params: PyTree, table: CacheTable, buffers: PyTree, chunk: Chunk) -> tuple:
         count, shape = table.spec.sequences, chunk.valid.shape
@@ -173,7 +175,7 @@ def _chunk_program(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
         )
         index = jnp.arange(chunk.valid.size, dtype=jnp.int32).reshape(shape)
         num_outputs = min(shape[0] if table.spec.single_sequence_rows else count, chunk.valid.size)
-        ranks = turn_in_sequence(batch.sequences, batch.valid)
+        ranks = rank_in_sequence(batch.sequences, batch.valid)
         is_fed, ended = (
             jnp.zeros(count, bool).at[batch.sequences].max(which, mode="drop")
             for which in (batch.valid, batch.outputs)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxkv.core.validate import check_count, check_int32
-from jaxkv.generation.constraints import Constraint, check_initial_state, check_rule
+from jaxkv.generation.constraints import Constraint, check_constraint, check_initial_state
 from jaxkv.generation.filters import OPTIONS, FilterSampler, make_sampler
 from jaxkv.generation.padding import stop_tokens_as_list
 from jaxkv.planning.planners import check_ubatch_size
@@ -126,12 +126,12 @@ class RequestState:
         self.constraint_state = self.request.constraint_state
 
     @property
-    def runs(self) -> bool:
+    def is_running(self) -> bool:
         """Whether it has a sequence, and all of its prompt is in the cache."""
         return self.sequence >= 0 and self.num_computed_tokens >= self.num_required_tokens
 
     @property
-    def goal(self) -> int:
+    def prefill_target(self) -> int:
         """The tokens that are in the cache before anything else is done with it."""
         return min(
             [cut for cut in self.branch_points if cut > self.num_computed_tokens]
@@ -142,12 +142,12 @@ class RequestState:
     def num_cached_tokens(self) -> int:
         """The tokens that are in the cache: the last of a text that runs never is."""
         num_cached = self.num_computed_tokens
-        if self.runs:
+        if self.is_running:
             num_cached = max(num_cached, len(self.request.prompt) + len(self.tokens) - 1)
         return num_cached
 
     @property
-    def remaining(self) -> int:
+    def num_remaining_tokens(self) -> int:
         """How many more tokens may be generated."""
         return self.request.max_new_tokens - len(self.tokens)
 
@@ -156,7 +156,7 @@ class RequestState:
         """The tokens that it puts into the cache at most: its last one never is."""
         return len(self.request.prompt) + self.request.max_new_tokens - 1
 
-    def begin(self, source: CachedPrompt | None, found: PrefixHit) -> None:
+    def begin_from_prefix(self, source: CachedPrompt | None, found: PrefixHit) -> None:
         """Go on from so much of it, of a text in the store."""
         self.source, self.num_computed_tokens = source, found.length
         self.num_required_tokens = len(self.request.prompt) + len(self.tokens)
@@ -171,7 +171,7 @@ class RequestState:
         """Return the last tokens, at most so many."""
         return [*self.request.prompt[-count:].tolist(), *self.tokens[-count:]][-count:]
 
-    def result(self, reason: FinishReason) -> RequestOutput:
+    def to_output(self, reason: FinishReason) -> RequestOutput:
         """Return what has come of it."""
         return RequestOutput(
             id=self.id,
@@ -235,7 +235,7 @@ def check_config(
         sampling_options=frozenset(sampling_options),
         penalty_last_n=check_count(penalty_last_n, "penalty_last_n"),
         max_stop_tokens=check_count(max_stop_tokens, "max_stop_tokens", low=0),
-        constraint=None if constraint is None else check_rule(constraint),
+        constraint=None if constraint is None else check_constraint(constraint),
     )
 
 
@@ -304,7 +304,7 @@ def check_request(request: Request, limits: EngineConfig) -> Request:
     )
 
 
-def sampler_of(
+def make_batch_sampler(
     requests: Sequence[Request | None], *, sampling_options: frozenset[str], penalty_last_n: int
 ) -> FilterSampler:
     """Return the sampler of T texts, a number for each; None is a text that nothing is drawn for.
@@ -316,7 +316,7 @@ def sampler_of(
     >>> hot, best = (
     ...     Request(prompt=[1], max_new_tokens=1, sampling=dict(temperature=t)) for t in (0.7, 0.0)
     ... )
-    >>> sampler = sampler_of(
+    >>> sampler = make_batch_sampler(
     ...     [hot, None, best], sampling_options=frozenset(OPTIONS), penalty_last_n=64
     ... )
     >>> sampler.temperature.tolist(), sampler.top_k
@@ -332,7 +332,7 @@ def sampler_of(
         for name, option in OPTIONS.items()
     }
     draws = np.any(numbers["temperature"] > 0)
-    ranked = np.any((numbers["temperature"] > 0) & _ranks(numbers))
+    ranked = np.any((numbers["temperature"] > 0) & _needs_ranking(numbers))
     on = {
         "temperature": draws,
         "top_k": ranked,
@@ -362,6 +362,6 @@ def sampler_variants(sampling_options: frozenset[str]) -> list[dict[str, float]]
     return levels
 
 
-def _ranks(numbers: dict[str, Num[np.ndarray, " T"]]) -> Bool[np.ndarray, " T"]:
+def _needs_ranking(numbers: dict[str, Num[np.ndarray, " T"]]) -> Bool[np.ndarray, " T"]:
     """Return the texts that want a filter which ranks the whole vocabulary."""
     return (numbers["top_k"] > 0) | (numbers["top_p"] < 1)

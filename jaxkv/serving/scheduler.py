@@ -37,35 +37,35 @@ class Scheduler:
         self._placed: list[RequestState | None] = [None] * table.spec.sequences
 
     @property
-    def all(self) -> list[RequestState]:
+    def all_requests(self) -> list[RequestState]:
         """The requests that wait or have a sequence."""
         return [*self._waiting, *filter(None, self._placed)]
 
     @property
-    def any_waits(self) -> bool:
+    def has_waiting(self) -> bool:
         """Whether a request waits for a sequence."""
         return bool(self._waiting)
 
     @property
-    def prefilling(self) -> list[RequestState]:
+    def prefilling_texts(self) -> list[RequestState]:
         """The texts whose prompts are not in the cache yet, the oldest first."""
-        return _by_age([text for text in self._placed if text and not text.runs])
+        return _sort_by_age([text for text in self._placed if text and not text.is_running])
 
     @property
-    def running(self) -> list[RequestState]:
+    def running_texts(self) -> list[RequestState]:
         """The texts that tokens are generated for."""
-        return [text for text in self._placed if text and text.runs]
+        return [text for text in self._placed if text and text.is_running]
 
     def stream_of(self, text: RequestState) -> int:
         """Return the stream that a text has its cells in."""
         return text.sequence // self._sharing
 
-    def beside(self, stream: int) -> list[RequestState]:
+    def texts_in_stream(self, stream: int) -> list[RequestState]:
         """Return the texts in a stream, the oldest first."""
         first = stream * self._sharing
-        return _by_age([*filter(None, self._placed[first : first + self._sharing])])
+        return _sort_by_age([*filter(None, self._placed[first : first + self._sharing])])
 
-    def add(self, text: RequestState) -> None:
+    def queue_request(self, text: RequestState) -> None:
         """Let a request wait for its turn.
 
         Raises:
@@ -73,7 +73,7 @@ class Scheduler:
         """
         request = text.request
         length = text.max_cached_tokens if self.reserves else len(request.prompt)
-        if not self._holds({0: length}, self._prefixes.nothing)[0]:
+        if not self._can_allocate({0: length}, self._prefixes.nothing)[0]:
             limit = (
                 f" and a limit of {request.max_new_tokens} less the last" if self.reserves else ""
             )
@@ -89,13 +89,13 @@ class Scheduler:
             while not self._has_room(stream) and self._prefixes.evict_one(stream):
                 pass
         while self._waiting and self._waiting[0] is not self._stuck:
-            text, free = self._waiting[0], self._free()
+            text, free = self._waiting[0], self._free_sequences()
             if not free:
                 return
-            match = self._prefixes.match(text, [*filter(None, self._placed)], free[0])
+            match = self._prefixes.find_match(text, [*filter(None, self._placed)], free[0])
             if match is None:  # it waits for another
                 return
-            if not self._place(text, free, match):
+            if not self._assign_sequence(text, free, match):
                 self._stuck = text
                 return
             self._waiting.pop(0)
@@ -113,62 +113,73 @@ class Scheduler:
         self.remove_request(text)
         insort(self._waiting, text, key=lambda text: text.id)
 
-    def _free(self) -> list[int]:
+    def _free_sequences(self) -> list[int]:
         """Return a sequence of each stream that has one for a request."""
         free = [q for q, text in enumerate(self._placed) if not text]
         free = [q for q in free if q not in self._prefixes.sequences]
         return [*{q // self._sharing: q for q in reversed(free)}.values()][::-1]
 
-    def _place(self, text: RequestState, free: list[int], match: PrefixMatch) -> bool:
+    def _assign_sequence(self, text: RequestState, free: list[int], match: PrefixMatch) -> bool:
         """Give a text one of some sequences, if there is room beside what runs.
 
         What is kept gives way only if there is no stream with room as it is. The stream of what the
         text begins with comes first, since a fork there takes no cells.
         """
-        free = sorted(free, key=lambda sequence: not self._prefixes.is_near(match, sequence))
+        free = sorted(
+            free, key=lambda sequence: not self._prefixes.is_in_same_stream(match, sequence)
+        )
         return any(
-            self._takes(text, sequence, match, gives_way)
+            self._try_assign_sequence(text, sequence, match, gives_way)
             for gives_way in (False, True)
             for sequence in free
         )
 
-    def _takes(
+    def _try_assign_sequence(
         self, text: RequestState, sequence: int, match: PrefixMatch, gives_way: bool
     ) -> bool:
         """Give a text a sequence if there is room in its stream; else nothing is changed."""
-        past, near = self._prefixes.cache_and_store, self._prefixes.is_near(match, sequence)
+        past, near = (
+            self._prefixes.cache_and_store,
+            self._prefixes.is_in_same_stream(match, sequence),
+        )
         self._placed[sequence], text.sequence = text, sequence
-        found = self._prefixes.fork(match, sequence) if near else match.hit
+        found = self._prefixes.fork_prefix(match, sequence) if near else match.hit
         while not self._has_room(self.stream_of(text)):
             if not (gives_way and self._prefixes.evict_one(self.stream_of(text))):
                 self._prefixes.rewind(past)
                 self._placed[sequence], text.sequence = None, -1
                 return False
-        text.begin(match.prompt, found if near else self._prefixes.fork(match, sequence))
+        text.begin_from_prefix(
+            match.prompt, found if near else self._prefixes.fork_prefix(match, sequence)
+        )
         return True
 
     def _has_room(self, stream: int) -> bool:
         """Return whether what is in a stream has the cells that it needs."""
-        beside = self.beside(stream)
-        kept = self._prefixes.lengths(stream)
+        beside = self.texts_in_stream(stream)
+        kept = self._prefixes.cached_lengths(stream)
         if not kept and len(beside) < 2:
             return True  # alone it has what there is, which is enough for its prompt
-        lengths = {text.sequence: self._needs(text) for text in beside}
-        return bool(self._holds(lengths | kept, self._prefixes.num_shared_cells())[stream])
+        lengths = {text.sequence: self._num_required_cells(text) for text in beside}
+        return bool(
+            self._can_allocate(lengths | kept, self._prefixes.num_cells_saved_by_sharing())[stream]
+        )
 
-    def _needs(self, text: RequestState) -> int:
+    def _num_required_cells(self, text: RequestState) -> int:
         """Return the cells that are counted for a text: all that it may take, or those of soon."""
         if self.reserves:
             return text.max_cached_tokens
         soon = len(text.request.prompt) + len(text.tokens) + self._steps
         return min(soon, text.max_cached_tokens)
 
-    def _holds(self, lengths: dict[int, int], num_shared_cells: PyTree) -> Bool[np.ndarray, " S"]:
+    def _can_allocate(
+        self, lengths: dict[int, int], num_shared_cells: PyTree
+    ) -> Bool[np.ndarray, " S"]:
         """Return whether texts of so many tokens, by sequence, fit; by stream."""
         tokens = np.zeros(len(self._placed), np.int64)
         tokens[[*lengths]] = [*lengths.values()]
         return self._table.can_allocate(tokens, self._at_once, num_shared_cells)
 
 
-def _by_age(texts: list[RequestState]) -> list[RequestState]:
+def _sort_by_age(texts: list[RequestState]) -> list[RequestState]:
     return sorted(texts, key=lambda text: text.id)

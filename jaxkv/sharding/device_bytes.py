@@ -12,7 +12,7 @@ import numpy as np
 from jaxkv.cache import Cache, split
 from jaxkv.core.partitioning import ShardingRules
 from jaxkv.core.validate import check_count
-from jaxkv.kv.buffers import Buffers, axes_of_queries, sizes_of
+from jaxkv.kv.buffers import Buffers, axes_of_queries, shardable_sizes
 from jaxkv.kv.cells import Cells
 from jaxkv.ops.mla import value_dim
 from jaxkv.sharding.make import shardings
@@ -124,7 +124,7 @@ def device_bytes(
       placement='any' fills the devices unevenly that split cells by data, tensor; take \
 placement='striped:4'
     """
-    of_keys = {k.shape[1] for k in keys_of(cache)}
+    of_keys = {k.shape[1] for k in key_arrays(cache)}
     if heads is not None and any(check_count(heads, "heads") % kv_heads for kv_heads in of_keys):
         raise ValueError(f"wanted heads a multiple of kv_heads {sorted(of_keys)}, got {heads}")
     halves = zip(split(cache), split(shardings(cache, mesh, sharding_rules)), strict=True)
@@ -140,15 +140,19 @@ placement='striped:4'
         params=sum(_local_bytes(x, getattr(x, "sharding", None)) for x in jax.tree.leaves(params)),
         sent=sum(_softmax_bytes(part, mesh, sharding_rules, heads) for part in parts),
         whole=tuple(
-            dict.fromkeys(line for part in parts for line in _whole(part, mesh, sharding_rules))
+            dict.fromkeys(
+                line for part in parts for line in _describe_unsplit(part, mesh, sharding_rules)
+            )
         ),
         uneven=tuple(
-            dict.fromkeys(line for part in parts for line in _uneven(part, mesh, sharding_rules))
+            dict.fromkeys(
+                line for part in parts for line in _describe_uneven_fill(part, mesh, sharding_rules)
+            )
         ),
     )
 
 
-def keys_of(cache: Cache) -> list[Stored]:
+def key_arrays(cache: Cache) -> list[Stored]:
     """Return the keys of all layers that attend, `[S, K, N, D]`; `[S * L, K, N, D]` if stacked."""
     return [x for part in cache.parts if isinstance(part.buffers, Buffers) for x in part.buffers.k]
 
@@ -167,22 +171,22 @@ def _softmax_bytes(
         return 0
 
     def of_layer(k: Stored, v: Values) -> int:
-        split = sharding_rules.split(mesh, **sizes_of(k, part.buffers.depth))
+        split = sharding_rules.split(mesh, **shardable_sizes(k, part.buffers.layers_per_array))
         shards = {name: prod(mesh.shape[axis] for axis in axes) for name, axes in split.items()}
         if shards["cells"] == 1:
             return 0
         rows, queries = part.table.spec.sequences // shards["streams"], heads or k.shape[1]
-        axes = axes_of_queries(sharding_rules, mesh, k, v, queries, part.buffers.depth)
+        axes = axes_of_queries(sharding_rules, mesh, k, v, queries, part.buffers.layers_per_array)
         queries //= prod(mesh.shape[axis] for axis in axes)
         return shards["cells"] * rows * queries * (value_dim(v) + 2) * 4
 
-    return sum(part.buffers.of_each(of_layer))
+    return sum(part.buffers.map_layers(of_layer))
 
 
-def _whole(part: Cache, mesh: AnyMesh, sharding_rules: ShardingRules) -> list[str]:
+def _describe_unsplit(part: Cache, mesh: AnyMesh, sharding_rules: ShardingRules) -> list[str]:
     """Say what no axis splits though the rules name one."""
     sizes = [("streams", part.table.spec.streams)]
-    sizes += [("kv_heads", k.shape[1]) for k in keys_of(part)]
+    sizes += [("kv_heads", k.shape[1]) for k in key_arrays(part)]
     return [
         f"{name} ({size}) are not split by {', '.join(sharding_rules.present(mesh, name))}"
         for name, size in sizes
@@ -191,7 +195,7 @@ def _whole(part: Cache, mesh: AnyMesh, sharding_rules: ShardingRules) -> list[st
     ]
 
 
-def _uneven(part: Cache, mesh: AnyMesh, sharding_rules: ShardingRules) -> list[str]:
+def _describe_uneven_fill(part: Cache, mesh: AnyMesh, sharding_rules: ShardingRules) -> list[str]:
     """Say what to do where a short text lies on some of the devices that split cells alone."""
     axes, devices = sharding_rules.present(mesh, "cells"), sharding_rules.devices(mesh, "cells")
     if not isinstance(part.table, Cells) or part.table.shards % devices == 0:

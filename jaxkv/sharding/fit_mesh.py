@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxkv.cache import Cache
 from jaxkv.core.partitioning import ShardingRules
-from jaxkv.sharding.device_bytes import keys_of
+from jaxkv.sharding.device_bytes import key_arrays
 
 if TYPE_CHECKING:
     from jaxkv.core.types import AnyMesh
@@ -57,7 +57,7 @@ def fit_mesh(
     if surplus not in get_args(Surplus):
         raise ValueError(f"wanted a surplus of {get_args(Surplus)}, got {surplus!r}")
     axes = sharding_rules.present(mesh, "kv_heads")
-    heads = {x.shape[1] for x in keys_of(cache)} - {1}
+    heads = {x.shape[1] for x in key_arrays(cache)} - {1}
     devices = sharding_rules.devices(mesh, "kv_heads")
     fit = gcd(devices, *heads)
     if not heads or fit == devices:

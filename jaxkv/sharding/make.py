@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxkv.cache import Cache, merge, split
 from jaxkv.core.array_utils import is_concrete, to_host
 from jaxkv.core.partitioning import ShardingRules
-from jaxkv.jit_helpers import check_known
+from jaxkv.jit_helpers import check_concrete_cache
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree
@@ -40,7 +40,7 @@ def shardings(cache: Cache, mesh: AnyMesh, sharding_rules: ShardingRules) -> Cac
     """
     table, buffers = split(cache)
     specs = table.with_sharding_rules(sharding_rules).partition_specs(buffers, mesh)
-    where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=_is_spec)
+    where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=_is_partition_spec)
     return Cache(table=where[0], buffers=where[1])
 
 
@@ -94,7 +94,7 @@ def make_sharded(
     return jax.jit(make_with_rules, out_shardings=where)()
 
 
-def _is_spec(x: object) -> bool:
+def _is_partition_spec(x: object) -> bool:
     return isinstance(x, P)
 
 
@@ -121,7 +121,7 @@ def assert_in_sync(cache: Cache, batch: PyTree = None) -> None:
       >>> sharding.assert_in_sync(cache)
     """
     table, _ = split(cache)
-    check_known(table)
+    check_concrete_cache(table)
     seen = jax.tree.leaves((to_host(table), batch))
     data = b"".join(np.asarray(x).tobytes() for x in seen if is_concrete(x))
     found = np.ravel(multihost_utils.process_allgather(np.uint32(crc32(data))))

@@ -16,13 +16,13 @@ import numpy as np
 from jaxkv.cache import Cache, merge, split
 from jaxkv.core.array_utils import is_concrete
 from jaxkv.core.validate import check_int32
-from jaxkv.hybrid import HybridTable, compose
-from jaxkv.jit_helpers import check_known
+from jaxkv.hybrid import HybridTable, compose_hybrid_cache
+from jaxkv.jit_helpers import check_concrete_cache
 from jaxkv.snapshot.cells import CellPart, SourcePart
-from jaxkv.snapshot.file import File
-from jaxkv.snapshot.parts import Part, from_json, names, to_json
+from jaxkv.snapshot.file import SnapshotFile
+from jaxkv.snapshot.parts import Part, buffer_names, from_json, to_json
 from jaxkv.snapshot.states import StatePart
-from jaxkv.spec import check_once
+from jaxkv.spec import check_distinct
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree
@@ -38,7 +38,7 @@ KINDS: dict[str, type[Part]] = {
 """By the kind that a spec names."""
 
 
-class Named(NamedTuple):
+class NamedPart(NamedTuple):
     """A part of a cache, and where it stands in a snapshot.
 
     part: how its kind is saved.
@@ -53,35 +53,37 @@ class Named(NamedTuple):
     buffers: str
 
 
-def parts(cache: Cache) -> list[Named]:
+def name_parts(cache: Cache) -> list[NamedPart]:
     """Return the parts of a cache, which is its only one if it is no hybrid."""
     if not isinstance(cache.table, HybridTable):
-        return [Named(KINDS[cache.table.spec.kind], cache, "table.", "buffers.")]
+        return [NamedPart(KINDS[cache.table.spec.kind], cache, "table.", "buffers.")]
     return [
-        Named(KINDS[part.table.spec.kind], part, f"table.parts.{i}.", f"buffers.{i}.")
+        NamedPart(KINDS[part.table.spec.kind], part, f"table.parts.{i}.", f"buffers.{i}.")
         for i, part in enumerate(cache.parts)
     ]
 
 
 def describe(cache: Cache) -> PartDescription | HybridDescription:
     """Return what is fixed when a cache is made, as JSON holds it."""
-    found = [entry.part.describe(entry.cache.table, entry.cache.buffers) for entry in parts(cache)]
+    found = [
+        entry.part.describe(entry.cache.table, entry.cache.buffers) for entry in name_parts(cache)
+    ]
     if not isinstance(cache.table, HybridTable):
         return found[0]
     return {"kind": "hybrid", "layers": to_json(cache.table.layers), "parts": found}
 
 
-def make(file: File) -> Cache:
+def make_empty_cache(file: SnapshotFile) -> Cache:
     """Make the cache that a snapshot describes, empty."""
     description = file.description["cache"]
     if description["kind"] != "hybrid":
         return merge(*_make_part(file, description, "buffers."))
     pairs = [_make_part(file, part, f"buffers.{i}.") for i, part in enumerate(description["parts"])]
     layers = from_json(description["layers"])
-    return compose(*zip([merge(*pair) for pair in pairs], layers, strict=True))
+    return compose_hybrid_cache(*zip([merge(*pair) for pair in pairs], layers, strict=True))
 
 
-def shapes(file: File) -> Cache:
+def cache_shapes(file: SnapshotFile) -> Cache:
     """Return the cache that a snapshot describes, of shapes alone.
 
     Raises:
@@ -90,7 +92,7 @@ def shapes(file: File) -> Cache:
     """
     check_dtypes(file)
     try:
-        cache = jax.eval_shape(partial(make, file))
+        cache = jax.eval_shape(partial(make_empty_cache, file))
         _check_arrays(file, cache)
         return cache
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -100,22 +102,24 @@ def shapes(file: File) -> Cache:
         ) from None
 
 
-def _check_arrays(file: File, cache: Cache) -> None:
+def _check_arrays(file: SnapshotFile, cache: Cache) -> None:
     """Raise a ValueError unless a file has the arrays of a cache, and texts of its sequences."""
     saved, tokens = file.description["sequences"], file.description["tokens"]
-    check_once(cache.table.spec.sequence_ids(saved))
+    check_distinct(cache.table.spec.sequence_ids(saved))
     for text in tokens:
         check_int32([] if text is None else text, "tokens")
     expected: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
-    for part, part_cache, table, buffers in parts(cache):
+    for part, part_cache, table, buffers in name_parts(cache):
         (count,) = file.arrays[f"{table}cell"][1]
-        forms, tree = part.forms(part_cache.table, part_cache.buffers, count, len(saved))
-        pairs = zip(jax.tree.leaves(names(tree, buffers)), jax.tree.leaves(tree), strict=True)
+        forms, tree = part.saved_shapes(part_cache.table, part_cache.buffers, count, len(saved))
+        pairs = zip(
+            jax.tree.leaves(buffer_names(tree, buffers)), jax.tree.leaves(tree), strict=True
+        )
         for name, form in [*((table + name, form) for name, form in forms.items()), *pairs]:
             expected[name] = form.dtype, form.shape
     if len(tokens) != len(saved) or expected != file.arrays:
         odd = sorted(set(expected.items()) ^ set(file.arrays.items()), key=str)
-        raise ValueError(f"other arrays than those of the cache, {_short(odd[:2])}")
+        raise ValueError(f"other arrays than those of the cache, {_shorten_text(odd[:2])}")
 
 
 def with_parts(cache: Cache, pairs: list[tuple[CacheTable, PyTree]]) -> Cache:
@@ -126,7 +130,7 @@ def with_parts(cache: Cache, pairs: list[tuple[CacheTable, PyTree]]) -> Cache:
     return merge(replace(cache.table, parts=tables), buffers)
 
 
-def check_dtypes(file: File) -> None:
+def check_dtypes(file: SnapshotFile) -> None:
     """Raise a ValueError unless JAX makes arrays of the dtypes of a file as they are.
 
     Without 64 bits it makes those of half the size, and says so nowhere.
@@ -157,42 +161,48 @@ def check_saveable(cache: Cache) -> None:
             f"wanted a cache on one device, outside of jit, got {found}: one on a mesh is saved "
             f"and restored by Orbax, see docs/snapshots.md"
         )
-    check_known(table, buffers)
+    check_concrete_cache(table, buffers)
 
 
 def check_fits(saved: Cache, cache: Cache) -> None:
     """Raise a ValueError, by name, unless what was saved of one cache fits into another."""
-    own_parts, saved_parts = parts(cache), parts(saved)
+    own_parts, saved_parts = name_parts(cache), name_parts(saved)
     kinds = [[entry.cache.table.spec.kind for entry in found] for found in (own_parts, saved_parts)]
-    _same("kind", cache.table.spec.kind, saved.table.spec.kind)
-    _same("kinds of parts", *kinds)
+    _check_same("kind", cache.table.spec.kind, saved.table.spec.kind)
+    _check_same("kinds of parts", *kinds)
     if isinstance(cache.table, HybridTable):
-        _same("layers of parts", cache.table.layers, saved.table.layers)
+        _check_same("layers of parts", cache.table.layers, saved.table.layers)
     for i, (own_entry, saved_entry) in enumerate(zip(own_parts, saved_parts, strict=True)):
         where = f" in part {i}" if len(own_parts) > 1 else ""
-        expected = own_entry.part.features(own_entry.cache.table, own_entry.cache.buffers)
-        found = own_entry.part.features(saved_entry.cache.table, saved_entry.cache.buffers)
+        expected = own_entry.part.compatibility_fields(
+            own_entry.cache.table, own_entry.cache.buffers
+        )
+        found = own_entry.part.compatibility_fields(
+            saved_entry.cache.table, saved_entry.cache.buffers
+        )
         for name in expected:
-            _same(name + where, expected[name], found.get(name))
+            _check_same(name + where, expected[name], found.get(name))
 
 
-def _same(name: str, expected: object, found: object) -> None:
+def _check_same(name: str, expected: object, found: object) -> None:
     if expected != found:
         raise ValueError(
-            f"wanted a snapshot of a cache with the {name} of this one, {_short(expected)}, got "
-            f"one with {_short(found)}; nothing was changed"
+            f"wanted a snapshot of a cache with the {name} of this one, "
+            f"{_shorten_text(expected)}, got one with {_shorten_text(found)}; nothing was changed"
         )
 
 
-def _short(value: object) -> str:
+def _shorten_text(value: object) -> str:
     text = str(value)
     return text if len(text) < 200 else f"{text[:120]} ... {text[-60:]}"
 
 
-def _make_part(file: File, description: PartDescription, prefix: str) -> tuple[CacheTable, PyTree]:
+def _make_part(
+    file: SnapshotFile, description: PartDescription, prefix: str
+) -> tuple[CacheTable, PyTree]:
     entries = {
         name.removeprefix(prefix): entry
         for name, entry in file.arrays.items()
         if name.startswith(prefix)
     }
-    return KINDS[description["kind"]].make(description, entries)
+    return KINDS[description["kind"]].make_empty(description, entries)

@@ -16,22 +16,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.cache_spec import CacheSpec
-from jaxkv.core.array_utils import no_slots, to_host
+from jaxkv.core.array_utils import out_of_range_slots, to_host
 from jaxkv.core.constants import EMPTY, END
 from jaxkv.core.hashing import chain_hashes
 from jaxkv.core.validate import check_count
-from jaxkv.kv.allocate import choose, mark_used, room
+from jaxkv.kv.allocate import choose_cells, mark_used, num_fitting_tokens
 from jaxkv.kv.buffers import Buffers, gather, scatter
-from jaxkv.kv.cells import WORD, bits, empty_fields, lacks, with_owners
+from jaxkv.kv.cells import WORD, empty_fields, is_layer_incomplete, sequence_bits, with_owners
 from jaxkv.kv.cross_attention import as_source_table
 from jaxkv.kv.make import make_attention_cache
-from jaxkv.kv.slots import usable
+from jaxkv.kv.slots import usable_cells
 from jaxkv.kv.table import CellTable
-from jaxkv.ops.layer_stack import each_array
+from jaxkv.ops.layer_stack import map_arrays
 from jaxkv.ops.mla import Values, ValueSlice, value_dim
-from jaxkv.ops.quantised import Stored, zeros
+from jaxkv.ops.quantised import Stored, make_stored_zeros
 from jaxkv.plan import PlanRefusedError
-from jaxkv.snapshot.chunks import put_in, take_cells
+from jaxkv.snapshot.chunks import take_cells, write_cells
 from jaxkv.snapshot.parts import (
     Entries,
     Form,
@@ -39,14 +39,14 @@ from jaxkv.snapshot.parts import (
     Read,
     SequenceMap,
     SlotAssignment,
+    buffer_names,
     check_places,
-    expect,
+    check_values,
     from_json,
-    names,
     static_fields,
     to_json,
 )
-from jaxkv.spec import check_pools
+from jaxkv.spec import check_sequences_and_streams
 
 if TYPE_CHECKING:
     from jaxtyping import Array, ArrayLike, Bool, Int32, PyTree, UInt32
@@ -79,50 +79,50 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
             "streams": table.streams,
             "static": static_fields(table),
             "ropes": to_json(buffers.ropes),
-            "latent": buffers.of_each(lambda _, v: _part_of_keys(v)),
+            "latent": buffers.map_layers(lambda _, v: _value_slice_bounds(v)),
         }
 
     @staticmethod
-    def make(description: CellDescription, entries: Entries) -> tuple[CellTable, Buffers]:
+    def make_empty(description: CellDescription, entries: Entries) -> tuple[CellTable, Buffers]:
         """Make an empty one, with keys and values as large as those that are saved."""
         ropes = from_json(description["ropes"])
         sizes = {name: description[name] for name in ("cells", "sequences", "streams")}
         static = {name: from_json(value) for name, value in description["static"].items()}
 
-        def form(name: str) -> tuple[np.dtype, tuple[int, ...]]:
+        def saved_shape(name: str) -> tuple[np.dtype, tuple[int, ...]]:
             return entries.get(name) or entries[f"{name}.codes"]
 
-        _check_made(sizes, static, ropes, description["latent"], form)
+        _check_cache_sizes(sizes, static, ropes, description["latent"], saved_shape)
         table = CellTable(**empty_fields(layers=len(ropes), **sizes), **static)
 
-        def empty(name: str) -> Stored:
-            dtype, (_, heads, size) = form(name)
-            return zeros((table.streams, heads, table.num_cells, size), dtype)
+        def zeros_as_saved(name: str) -> Stored:
+            dtype, (_, heads, size) = saved_shape(name)
+            return make_stored_zeros((table.streams, heads, table.num_cells, size), dtype)
 
-        k = tuple(empty(f"k.{i}") for i in range(len(ropes)))
+        k = tuple(zeros_as_saved(f"k.{i}") for i in range(len(ropes)))
         v = tuple(
-            ValueSlice(*part) if part else empty(f"v.{i}")
+            ValueSlice(*part) if part else zeros_as_saved(f"v.{i}")
             for i, part in enumerate(description["latent"])
         )
         return table, Buffers(k=k, v=v, ropes=ropes)
 
     @staticmethod
-    def features(table: CellTable, buffers: Buffers) -> dict[str, object]:
+    def compatibility_fields(table: CellTable, buffers: Buffers) -> dict[str, object]:
         """Return layers, sizes of heads, dtypes, window and ropes."""
         dtypes = [x.dtype.name for x in (*buffers.k, *buffers.v) if not isinstance(x, ValueSlice)]
         return {
             "layers": buffers.layers,
-            "kv_heads": buffers.of_each(lambda k, _: k.shape[1]),
-            "head_dim": buffers.of_each(lambda k, _: k.shape[3]),
-            "value_dim": buffers.of_each(lambda _, v: value_dim(v)),
-            "values in keys": buffers.of_each(lambda _, v: _part_of_keys(v)),
+            "kv_heads": buffers.map_layers(lambda k, _: k.shape[1]),
+            "head_dim": buffers.map_layers(lambda k, _: k.shape[3]),
+            "value_dim": buffers.map_layers(lambda _, v: value_dim(v)),
+            "values in keys": buffers.map_layers(lambda _, v: _value_slice_bounds(v)),
             "dtype": dtypes[0] if len(set(dtypes)) == 1 else dtypes,
             "window": table.window,
             **{f"rope of layer {i}": rope for i, rope in enumerate(buffers.ropes)},
         }
 
     @staticmethod
-    def take(
+    def extract_sequences(
         table: CellTable, buffers: Buffers, sequences: list[int]
     ) -> tuple[dict[str, np.ndarray], PyTree]:
         """Take out all cells that one of the sequences owns.
@@ -130,16 +130,16 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
         Keys and values are `[n, K, ...]`, in a tree like the buffers.
         """
         host = to_host(table)
-        missing = lacks(host)
+        missing = is_layer_incomplete(host)
         for seq in sequences:
-            stream, _, _ = _home(host, seq)
+            stream, _, _ = _locate_owner_bit(host, seq)
             if missing[stream].any():
                 raise ValueError(
                     f"expected every layer to hold all tokens of sequence {seq}, got layers "
                     f"{np.flatnonzero(missing[stream]).tolist()} that were not written after an "
                     f"apply; go back to the table before it (rewind)"
                 )
-        owners = host.owners & _words(host, sequences)[..., None]
+        owners = host.owners & _owner_words(host, sequences)[..., None]
         stream, cell = (x.astype(np.int32) for x in np.nonzero(owners.any(axis=1)))
         found = {
             "position": host.position[stream, cell],
@@ -151,10 +151,10 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
             "evicted_below": host.evicted_below[np.array(sequences, int)],
         }
         take = partial(take_cells, streams=stream, cells=cell, read=gather, size=CHUNK)
-        return found, each_array(take, _layers_apart(buffers))
+        return found, map_arrays(take, _unstack_layers(buffers))
 
     @staticmethod
-    def forms(
+    def saved_shapes(
         table: CellTable, buffers: Buffers, count: int, saved: int
     ) -> tuple[dict[str, Form], PyTree]:
         """Return the forms of the arrays that the class lists, and of keys and values."""
@@ -164,24 +164,28 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
         found["owners"] = jax.ShapeDtypeStruct((count, table.owners.shape[1]), jnp.uint32)
         found["evicted_below"] = jax.ShapeDtypeStruct((saved,), jnp.int32)
         of = partial(jax.eval_shape, gather)
-        return found, each_array(lambda x: of(x, each, each), _layers_apart(buffers))
+        return found, map_arrays(lambda x: of(x, each, each), _unstack_layers(buffers))
 
     @staticmethod
-    def check(table: CellTable, read: Read, sequences: list[int]) -> None:
+    def check_saved_table(table: CellTable, read: Read, sequences: list[int]) -> None:
         """Compare positions, what is owed, owners and marks with those of a table."""
         check_places(read, table.streams, table.num_cells)
         position, shift = (read(name).astype(np.int64) for name in ("position", "shift"))
-        expect((position >= 0) & (position < END), "position", position, f"from 0 to {END - 1}")
+        check_values(
+            (position >= 0) & (position < END), "position", position, f"from 0 to {END - 1}"
+        )
         was = position - shift
-        expect((was >= 0) & (was < END), "shift", shift, "from a position to another")
-        owners, words = read("owners"), _words(table, sequences)[read("stream")]
-        expect(owners & ~words == 0, "owners", owners, "among the saved sequences of the stream")
-        expect(np.any(owners != 0, axis=1), "owners", owners[:, 0], "of each cell")
+        check_values((was >= 0) & (was < END), "shift", shift, "from a position to another")
+        owners, words = read("owners"), _owner_words(table, sequences)[read("stream")]
+        check_values(
+            owners & ~words == 0, "owners", owners, "among the saved sequences of the stream"
+        )
+        check_values(np.any(owners != 0, axis=1), "owners", owners[:, 0], "of each cell")
         marks = read("evicted_below")
-        expect(marks >= 0, "evicted_below", marks, "of at least 0")
+        check_values(marks >= 0, "evicted_below", marks, "of at least 0")
 
     @staticmethod
-    def place(
+    def assign_slots(
         table: CellTable,
         saved: CellTable,
         read: Read,
@@ -193,7 +197,7 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
         demand, origin, owners = _assign_cells(table, saved, read("stream"), read("owners"), moves)
         marks = np.full(table.sequences, EMPTY, np.int32)
         marks[moves.new] = read("evicted_below")[moves.turn]
-        rest, open_cells, found = _let_go(table, marks)
+        rest, open_cells, found = _release_sequences(table, marks)
         for stream in np.flatnonzero(demand > np.asarray(found)):
             raise PlanRefusedError(
                 f"wanted {demand[stream]} cells of stream {stream} for a snapshot, got "
@@ -203,53 +207,60 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
             )
         turn = np.arange(table.num_cells)[None] < demand[:, None]
 
-        def of_origin(name: str) -> np.ndarray:
+        def gather_by_origin(name: str) -> np.ndarray:
             field = read(name)
             return np.append(field, np.zeros(1, field.dtype))[origin]
 
-        slots = _choose(rest, open_cells, demand) if fresh else jnp.asarray(of_origin("cell"))
-        slots = np.where(turn, slots, np.asarray(no_slots(slots)))
-        fields = of_origin("position"), of_origin("shift"), of_origin("content"), owners
-        table = _fill(rest, slots, *fields, origin, np.uint32(seed))
+        slots = (
+            _choose(rest, open_cells, demand) if fresh else jnp.asarray(gather_by_origin("cell"))
+        )
+        slots = np.where(turn, slots, np.asarray(out_of_range_slots(slots)))
+        fields = (
+            gather_by_origin("position"),
+            gather_by_origin("shift"),
+            gather_by_origin("content"),
+            owners,
+        )
+        table = _occupy_cells(rest, slots, *fields, origin, np.uint32(seed))
         streams = np.broadcast_to(np.arange(table.streams, dtype=np.int32)[:, None], turn.shape)
         return SlotAssignment(
             table=table, streams=streams[turn], cells=slots[turn], origin=origin[turn]
         )
 
     @staticmethod
-    def filled(buffers: Buffers, prefix: str, fill: Fill) -> Buffers:
+    def fill_buffers(buffers: Buffers, prefix: str, fill: Fill) -> Buffers:
         """Return the buffers with each layer filled, one after another."""
-        called = names(_layers_apart(buffers), prefix)
+        called = buffer_names(_unstack_layers(buffers), prefix)
         for i in range(buffers.layers):
-            arrays = each_array(fill, buffers.layer(i), (called.k[i], called.v[i]))
+            arrays = map_arrays(fill, buffers.layer(i), (called.k[i], called.v[i]))
             buffers = buffers.with_layer(i, *arrays)
         return buffers
 
     @staticmethod
-    def write(
+    def write_array(
         array: Array | LayerView, placed: SlotAssignment, new: np.ndarray
     ) -> Array | LayerView:
         """Write the keys or values of a layer, saved as `[n, K, ...]`."""
         where = placed.streams, placed.cells
-        return put_in(array, *where, new, placed.origin, write=scatter, size=CHUNK)
+        return write_cells(array, *where, new, placed.origin, write=scatter, size=CHUNK)
 
 
-def _layers_apart(buffers: Buffers) -> Buffers:
+def _unstack_layers(buffers: Buffers) -> Buffers:
     """Return the buffers with something for each layer, which is how a file holds them."""
     k, v = zip(*(buffers.layer(i) for i in range(buffers.layers)), strict=True)
     return replace(buffers, k=k, v=v, stacked=False)
 
 
-def _words(table: CellTable, sequences: list[int]) -> UInt32[np.ndarray, "S W"]:
+def _owner_words(table: CellTable, sequences: list[int]) -> UInt32[np.ndarray, "S W"]:
     """Return the bits of some sequences, as words that can be laid over owners."""
     found = np.zeros(table.owners.shape[:2], np.uint32)
     for seq in sequences:
-        stream, word, bit = _home(table, seq)
+        stream, word, bit = _locate_owner_bit(table, seq)
         found[stream, word] |= np.uint32(1 << bit)
     return found
 
 
-def _check_made(
+def _check_cache_sizes(
     sizes: dict[str, int],
     static: dict[str, Any],
     ropes: tuple[Rope | NotGiven | None, ...],
@@ -268,7 +279,7 @@ def _check_made(
         placement = f"striped:{shards}"
     elif shards != 1:
         raise ValueError(f"expected one run of cells, got {shards}")
-    check_pools(sizes["sequences"], sizes["streams"])
+    check_sequences_and_streams(sizes["sequences"], sizes["streams"])
     make = partial(
         make_attention_cache,
         spec,
@@ -282,8 +293,8 @@ def _check_made(
     jax.eval_shape(make)
 
 
-def _home(table: CellTable, seq: int) -> tuple[int, int, int]:
-    """Return the stream, the word and the bit of a sequence, as `cells.owner_word` does."""
+def _locate_owner_bit(table: CellTable, seq: int) -> tuple[int, int, int]:
+    """Return the stream, the word and the bit of a sequence, as `cells.locate_owner_bit` does."""
     stream, local = divmod(seq, table.sequences_per_stream)
     return stream, *divmod(local, WORD)
 
@@ -305,7 +316,10 @@ def _assign_cells(
     found: dict[tuple[int, int], np.ndarray] = {}
     streams, words, size = table.owners.shape
     for old, new in zip(moves.old, moves.new, strict=True):
-        (source, word, bit), (target, own_word, own_bit) = _home(saved, old), _home(table, new)
+        (source, word, bit), (target, own_word, own_bit) = (
+            _locate_owner_bit(saved, old),
+            _locate_owner_bit(table, new),
+        )
         here = slice(begins[source], begins[source + 1])
         own_bits = owners[here, word] >> np.uint32(bit) & np.uint32(1)
         theirs = found.setdefault((target, source), np.zeros((len(own_bits), words), np.uint32))
@@ -325,7 +339,7 @@ def _assign_cells(
 
 
 @jax.jit
-def _let_go(
+def _release_sequences(
     table: CellTable, marks: Int32[ArrayLike, " Q"]
 ) -> tuple[CellTable, Bool[Array, "S N"], Int32[Array, " S"]]:
     """Let sequences go that have a mark, the eviction mark that they begin with, not -1.
@@ -335,18 +349,18 @@ def _let_go(
     """
     goes = marks != EMPTY
     ids = jnp.where(goes, jnp.arange(table.sequences, dtype=jnp.int32), table.sequences)
-    gone = jax.lax.reduce_or(jax.vmap(partial(bits, table))(ids), axes=(0,))
+    gone = jax.lax.reduce_or(jax.vmap(partial(sequence_bits, table))(ids), axes=(0,))
     rest = with_owners(table, table.owners & ~gone[..., None])
     rest = replace(rest, evicted_below=jnp.where(goes, marks, rest.evicted_below))
-    open_cells = usable(rest)
-    return rest, open_cells, room(rest, open_cells)
+    open_cells = usable_cells(rest)
+    return rest, open_cells, num_fitting_tokens(rest, open_cells)
 
 
-_choose = jax.jit(choose)
+_choose = jax.jit(choose_cells)
 
 
 @jax.jit
-def _fill(
+def _occupy_cells(
     rest: CellTable,
     slots: Int32[Array, "S N"],
     position: Int32[Array, "S N"],
@@ -363,7 +377,7 @@ def _fill(
     return mark_used(rest, slots, arriving, jnp.zeros(rest.written.shape, bool))
 
 
-def _part_of_keys(v: Values) -> list[int] | None:
+def _value_slice_bounds(v: Values) -> list[int] | None:
     """Return which numbers of a key are its value, if they are."""
     return [v.first, v.last] if isinstance(v, ValueSlice) else None
 
@@ -379,7 +393,7 @@ class SourcePart(CellPart):
         return {**found, "kind": "source", "static": static}
 
     @staticmethod
-    def make(description: CellDescription, entries: Entries) -> tuple[CellTable, Buffers]:
+    def make_empty(description: CellDescription, entries: Entries) -> tuple[CellTable, Buffers]:
         """Make an empty one, with keys and values as large as those that are saved."""
-        table, buffers = CellPart.make(description, entries)
+        table, buffers = CellPart.make_empty(description, entries)
         return as_source_table(table), buffers

@@ -38,12 +38,12 @@ def take_cells(
     """Return what an array of buffers holds for cells, on the host."""
     shape = jax.eval_shape(read, array, streams, cells)
     out = np.empty(shape.shape, shape.dtype)
-    for here, where in _chunks(streams, cells, size):
+    for here, where in _iterate_chunks(streams, cells, size):
         out[here] = np.asarray(_take_chunk(array, *where, read=read))[: out[here].shape[0]]
     return out
 
 
-def put_in(
+def write_cells(
     array: A,
     streams: Int32[np.ndarray, " m"],
     cells: Int32[np.ndarray, " m"],
@@ -53,14 +53,14 @@ def put_in(
     size: int,
 ) -> A:
     """Put `new[origin]` into cells; the array is donated."""
-    for here, where in _chunks(streams, cells, size):
+    for here, where in _iterate_chunks(streams, cells, size):
         chunk = new[origin[here]]
         pad = [(0, size - len(chunk)), *[(0, 0)] * (chunk.ndim - 1)]
-        array = _put(array, *where, np.pad(chunk, pad), write=write)
+        array = _write_chunk(array, *where, np.pad(chunk, pad), write=write)
     return array
 
 
-def _chunks(
+def _iterate_chunks(
     streams: Int32[np.ndarray, " n"], cells: Int32[np.ndarray, " n"], size: int
 ) -> Iterator[tuple[slice, tuple[Int32[np.ndarray, " C"], Int32[np.ndarray, " C"]]]]:
     """Deal out cells; what fills the last chunk up is past the last cell.
@@ -83,7 +83,7 @@ def _take_chunk(
 
 
 @partial(jax.jit, static_argnames="write", donate_argnames="array")
-def _put(
+def _write_chunk(
     array: A,
     streams: Int32[Array, " C"],
     cells: Int32[Array, " C"],

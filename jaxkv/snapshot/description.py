@@ -78,7 +78,7 @@ class ArrayDescription(TypedDict):
     sha256: str
 
 
-class Content(TypedDict):
+class SnapshotContent(TypedDict):
     """What is saved, but for the arrays.
 
     cache: what is fixed when the cache is made.
@@ -95,7 +95,7 @@ class Content(TypedDict):
     notes: NotRequired[Json]
 
 
-class Description(Content):
+class SnapshotDescription(SnapshotContent):
     """What is saved.
 
     arrays: by name, the arrays of the file.

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 if TYPE_CHECKING:
-    from jaxkv.snapshot.description import Content, Description, Json
+    from jaxkv.snapshot.description import Json, SnapshotContent, SnapshotDescription
 
 FORMAT = "jaxkv.snapshot"
 VERSION = 2
@@ -40,15 +40,15 @@ _PLAIN |= {"float16", "float32", "float64", "complex64"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class File:
+class SnapshotFile:
     """A snapshot that is open, its description checked, its arrays not read yet.
 
-    description: what was saved, as `written` was given it.
+    description: what was saved, as `file_bytes` was given it.
     arrays: by name, the dtype and shape of each array.
     seed: a number of all that is in the file.
     """
 
-    description: Description
+    description: SnapshotDescription
     arrays: dict[str, tuple[np.dtype, tuple[int, ...]]]
     seed: int
     _read: Callable[[str], np.ndarray]
@@ -85,7 +85,9 @@ class File:
             self[name]
 
 
-def write(path: str | os.PathLike, description: Content, arrays: Mapping[str, np.ndarray]) -> None:
+def write_file(
+    path: str | os.PathLike, description: SnapshotContent, arrays: Mapping[str, np.ndarray]
+) -> None:
     """Write a snapshot: beside the path, and renamed once it is whole.
 
     Args:
@@ -97,7 +99,7 @@ def write(path: str | os.PathLike, description: Content, arrays: Mapping[str, np
       OSError: when it cannot be written, or a folder or a device has that path. What was there
         before is there still.
     """
-    module, path = _safetensors(), _file(path)
+    module, path = _import_safetensors(), _resolve_path(path)
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path} cannot be written: there is no folder {path.parent}")
     stored, metadata = _pack(description, arrays)
@@ -105,7 +107,7 @@ def write(path: str | os.PathLike, description: Content, arrays: Mapping[str, np
     os.close(handle)
     try:
         module.numpy.save_file(stored, beside, metadata)
-        _settle(beside)
+        _sync_to_disk(beside)
         os.replace(beside, path)
     except module.SafetensorError as error:  # a disk that is full, for one
         raise OSError(f"{path} cannot be written: {error}") from error
@@ -128,13 +130,13 @@ def json_round_trip(value: object, name: str) -> Json:
         raise TypeError(f"wanted {name} that JSON holds, got {value!r} ({error})") from None
 
 
-def written(description: Content, arrays: Mapping[str, np.ndarray]) -> bytes:
-    """Return the bytes of a file; see `write`."""
-    return _safetensors().numpy.save(*_pack(description, arrays))
+def file_bytes(description: SnapshotContent, arrays: Mapping[str, np.ndarray]) -> bytes:
+    """Return the bytes of a file; see `write_file`."""
+    return _import_safetensors().numpy.save(*_pack(description, arrays))
 
 
 @contextmanager
-def open_file(source: Source) -> Iterator[File]:
+def open_file(source: Source) -> Iterator[SnapshotFile]:
     """Open a snapshot.
 
     Raises:
@@ -142,27 +144,27 @@ def open_file(source: Source) -> Iterator[File]:
       OSError: when it is a folder or a device.
       ValueError: when it is none, of another version, or damaged. No array is read for that.
     """
-    module = _safetensors()
+    module = _import_safetensors()
     if isinstance(source, bytes | bytearray | memoryview):
         data = bytes(source)
-        with _refusing(module):
+        with _translate_read_errors(module):
             arrays = module.numpy.load(data)
         end = 8 + int.from_bytes(data[:8], "little")
         yield _file_from_metadata(
             json.loads(data[8:end]).get("__metadata__"), arrays, arrays.__getitem__
         )
         return
-    path = _file(source)
+    path = _resolve_path(source)
     if path.stat().st_size == 0:
         raise ValueError(f"wanted a snapshot, got the empty file {path}")
-    with _refusing(module):
+    with _translate_read_errors(module):
         reader = module.safe_open(path, framework="np")
     with reader as file:
         yield _file_from_metadata(file.metadata(), file.keys(), file.get_tensor)
 
 
 def _pack(
-    description: Content, arrays: Mapping[str, np.ndarray]
+    description: SnapshotContent, arrays: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     """Return arrays as `_plain_array` makes them, by name, and the metadata."""
     stored = {name: _plain_array(array) for name, array in arrays.items()}
@@ -186,7 +188,7 @@ def _plain_array(array: np.ndarray) -> np.ndarray:
 
 def _file_from_metadata(
     metadata: dict[str, str] | None, names: Iterable[str], read: Callable[[str], np.ndarray]
-) -> File:
+) -> SnapshotFile:
     """Check metadata, and make a file of what they describe."""
     metadata = metadata or {}
     if metadata.get("format") != FORMAT:
@@ -206,7 +208,7 @@ def _file_from_metadata(
             f"wanted a description with the checksum {expected[:12]}, got {found[:12]}: the "
             f"snapshot is damaged"
         )
-    description: Description = json.loads(text)
+    description: SnapshotDescription = json.loads(text)
     entries = description["arrays"]
     if set(names) != set(entries):
         odd = sorted(set(names) ^ set(entries))
@@ -216,10 +218,10 @@ def _file_from_metadata(
     arrays = {
         name: (jnp.dtype(entry["dtype"]), tuple(entry["shape"])) for name, entry in entries.items()
     }
-    return File(description=description, arrays=arrays, seed=int(found[:8], 16), _read=read)
+    return SnapshotFile(description=description, arrays=arrays, seed=int(found[:8], 16), _read=read)
 
 
-def _file(path: str | os.PathLike) -> Path:
+def _resolve_path(path: str | os.PathLike) -> Path:
     """Return where a file is or will be, links followed: a link that is replaced would be lost.
 
     Raises:
@@ -243,7 +245,7 @@ def _bytes_of(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def _settle(path: str) -> None:
+def _sync_to_disk(path: str) -> None:
     """Give a file the rights of any new one, and wait until it is on the disk."""
     mask = os.umask(0)
     os.umask(mask)
@@ -253,7 +255,7 @@ def _settle(path: str) -> None:
 
 
 @contextmanager
-def _refusing(module: ModuleType) -> Iterator[None]:
+def _translate_read_errors(module: ModuleType) -> Iterator[None]:
     """Raise a ValueError where safetensors cannot read something."""
     try:
         yield
@@ -264,7 +266,7 @@ def _refusing(module: ModuleType) -> Iterator[None]:
         ) from None
 
 
-def _safetensors() -> ModuleType:
+def _import_safetensors() -> ModuleType:
     """Import the package, which jaxkv needs for nothing else."""
     try:
         import safetensors

@@ -12,17 +12,17 @@ import numpy as np
 
 from jaxkv.cache import Cache
 from jaxkv.snapshot.assemble import (
-    Named,
+    NamedPart,
+    cache_shapes,
     check_fits,
     check_saveable,
-    make,
-    parts,
-    shapes,
+    make_empty_cache,
+    name_parts,
     with_parts,
 )
-from jaxkv.snapshot.file import VERSION, File, Source, json_round_trip, open_file
+from jaxkv.snapshot.file import VERSION, SnapshotFile, Source, json_round_trip, open_file
 from jaxkv.snapshot.parts import SequenceMap
-from jaxkv.spec import check_once
+from jaxkv.spec import check_distinct
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Info:
+class SnapshotInfo:
     """What a snapshot says of itself.
 
     version: of the format.
@@ -55,7 +55,7 @@ class Info:
     arrays: dict[str, tuple[str, tuple[int, ...]]]
 
 
-def inspect(source: Source) -> Info:
+def inspect(source: Source) -> SnapshotInfo:
     """Return what a snapshot says of itself, without reading what it holds.
 
     Args:
@@ -82,9 +82,9 @@ def inspect(source: Source) -> Info:
       ('attention', True)
     """
     with open_file(source) as file:
-        said, cache = file.description, shapes(file)
+        said, cache = file.description, cache_shapes(file)
         pairs = zip(said["sequences"], said["tokens"], strict=True)
-        return Info(
+        return SnapshotInfo(
             version=VERSION,
             sequences=tuple(said["sequences"]),
             tokens={seq: tokens for seq, tokens in pairs if tokens is not None},
@@ -189,13 +189,13 @@ cut short, or something else
         ids = file.description["sequences"]
         if into is None:
             moves = SequenceMap([*range(len(ids))], ids, ids)
-            return _restore(file, saved, make(file), moves, fresh=False)
+            return _restore(file, saved, make_empty_cache(file), moves, fresh=False)
         check_fits(saved, into)
-        moves = _moves(ids, into, sequences)
+        moves = _map_sequences(ids, into, sequences)
         return _restore(file, saved, into, moves, fresh=True, donate=donate)
 
 
-def _check_model(file: File, model: Json) -> Cache:
+def _check_model(file: SnapshotFile, model: Json) -> Cache:
     """Return the shapes of what was saved, if the model is not known to be another one."""
     source = file.description["model"]
     if model is not None and source is not None and json_round_trip(model, "model_id") != source:
@@ -203,10 +203,10 @@ def _check_model(file: File, model: Json) -> Cache:
             f"wanted a snapshot of the model {model!r}, got one of {source!r}: what is held was "
             f"computed by another model; compute it again"
         )
-    return shapes(file)
+    return cache_shapes(file)
 
 
-def _moves(
+def _map_sequences(
     saved: list[int], cache: Cache, sequences: int | Sequence[int] | Mapping[int, int] | None
 ) -> SequenceMap:
     """Return which saved sequences go where."""
@@ -224,22 +224,28 @@ def _moves(
             )
         goes = dict(zip(saved, targets, strict=True))
     new = spec.sequence_ids([*goes.values()])
-    check_once(new)
+    check_distinct(new)
     return SequenceMap([saved.index(seq) for seq in goes], [*goes], np.asarray(new).tolist())
 
 
 def _restore(
-    file: File, saved: Cache, cache: Cache, moves: SequenceMap, *, fresh: bool, donate: bool = True
+    file: SnapshotFile,
+    saved: Cache,
+    cache: Cache,
+    moves: SequenceMap,
+    *,
+    fresh: bool,
+    donate: bool = True,
 ) -> Cache:
     """Return a cache that has taken in what was saved, which is compared before."""
     file.check()
-    for part, part_cache, table, _ in parts(saved):
-        part.check(
+    for part, part_cache, table, _ in name_parts(saved):
+        part.check_saved_table(
             part_cache.table, lambda name, at=table: file[at + name], file.description["sequences"]
         )
-    pairs = [*zip(parts(cache), parts(saved), strict=True)]
+    pairs = [*zip(name_parts(cache), name_parts(saved), strict=True)]
     places = [
-        entry.part.place(
+        entry.part.assign_slots(
             entry.cache.table,
             saved_entry.cache.table,
             lambda name, entry=entry: file[entry.table + name],
@@ -255,12 +261,12 @@ def _restore(
         def fill(
             array: Array | LayerView,
             name: str,
-            entry: Named = entry,
+            entry: NamedPart = entry,
             placed: SlotAssignment = placed,
         ) -> Array | LayerView:
-            return entry.part.write(array, placed, file[name])
+            return entry.part.write_array(array, placed, file[name])
 
         buffers = entry.cache.buffers
         buffers = buffers if donate else jax.tree.map(jnp.copy, buffers)
-        found.append((placed.table, entry.part.filled(buffers, entry.buffers, fill)))
+        found.append((placed.table, entry.part.fill_buffers(buffers, entry.buffers, fill)))
     return with_parts(cache, found)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from jaxkv.ops.layer_stack import is_of_layer
+from jaxkv.ops.layer_stack import is_layer_view
 from jaxkv.rope import NotGiven, Rope
 from jaxkv.table import CacheTable
 from jaxkv.window import Window
@@ -85,17 +85,19 @@ class Part(ABC, Generic[T, B, D]):
 
     @staticmethod
     @abstractmethod
-    def make(description: D, entries: Entries) -> tuple[T, B]:
+    def make_empty(description: D, entries: Entries) -> tuple[T, B]:
         """Return the table and the buffers of an empty cache."""
 
     @staticmethod
     @abstractmethod
-    def features(table: T, buffers: B) -> dict[str, object]:
+    def compatibility_fields(table: T, buffers: B) -> dict[str, object]:
         """Return by name what must be the same in a cache for a snapshot to fit."""
 
     @staticmethod
     @abstractmethod
-    def take(table: T, buffers: B, sequences: list[int]) -> tuple[dict[str, np.ndarray], PyTree]:
+    def extract_sequences(
+        table: T, buffers: B, sequences: list[int]
+    ) -> tuple[dict[str, np.ndarray], PyTree]:
         """Return what the table holds for sequences, by name; and a tree of what buffers hold.
 
         The former has the shapes that the class says; the latter are `[n, ...]`, for n cells.
@@ -103,7 +105,9 @@ class Part(ABC, Generic[T, B, D]):
 
     @staticmethod
     @abstractmethod
-    def forms(table: T, buffers: B, count: int, saved: int) -> tuple[dict[str, Form], PyTree]:
+    def saved_shapes(
+        table: T, buffers: B, count: int, saved: int
+    ) -> tuple[dict[str, Form], PyTree]:
         """Return the forms of what `take` returns, of `count` cells and `saved` sequences.
 
         Of the table and the buffers only shapes are read.
@@ -111,7 +115,7 @@ class Part(ABC, Generic[T, B, D]):
 
     @staticmethod
     @abstractmethod
-    def check(table: T, read: Read, sequences: list[int]) -> None:
+    def check_saved_table(table: T, read: Read, sequences: list[int]) -> None:
         """Compare the saved arrays of a table with what a table may hold.
 
         Raises:
@@ -120,7 +124,7 @@ class Part(ABC, Generic[T, B, D]):
 
     @staticmethod
     @abstractmethod
-    def place(
+    def assign_slots(
         table: T, saved: T, read: Read, moves: SequenceMap, seed: int, fresh: bool
     ) -> SlotAssignment:
         """Let sequences of a table go, and give them what was saved.
@@ -138,20 +142,20 @@ class Part(ABC, Generic[T, B, D]):
         """
 
     @staticmethod
-    def filled(buffers: B, prefix: str, fill: Fill) -> B:
+    def fill_buffers(buffers: B, prefix: str, fill: Fill) -> B:
         """Return the buffers with each array filled, which `fill` does by its name."""
-        return jax.tree.map(fill, buffers, names(buffers, prefix))
+        return jax.tree.map(fill, buffers, buffer_names(buffers, prefix))
 
     @staticmethod
     @abstractmethod
-    def write(array: Any, placed: SlotAssignment, new: np.ndarray) -> Any:
+    def write_array(array: Any, placed: SlotAssignment, new: np.ndarray) -> Any:
         """Write what was saved of an array of the buffers, `[n, ...]`; the array is donated."""
 
 
-def expect(ok: np.ndarray, name: str, values: np.ndarray, rule: str) -> None:
+def check_values(ok: np.ndarray, name: str, values: np.ndarray, rule: str) -> None:
     """Raise a ValueError with the first of some values that does not follow a rule.
 
-    >>> expect(np.array([True, False]), "cell", np.array([1, 9]), "from 0 to 3")
+    >>> check_values(np.array([True, False]), "cell", np.array([1, 9]), "from 0 to 3")
     Traceback (most recent call last):
     ...
     ValueError: expected cell from 0 to 3, got 9: the snapshot was changed after it was saved, ...
@@ -167,19 +171,19 @@ def expect(ok: np.ndarray, name: str, values: np.ndarray, rule: str) -> None:
 def check_places(read: Read, streams: int, cells: int) -> None:
     """Raise a ValueError unless the saved cells are cells of a table, each once and in order."""
     stream, cell = (read(name).astype(np.int64) for name in ("stream", "cell"))
-    expect((stream >= 0) & (stream < streams), "stream", stream, f"from 0 to {streams - 1}")
-    expect((cell >= 0) & (cell < cells), "cell", cell, f"from 0 to {cells - 1}")
+    check_values((stream >= 0) & (stream < streams), "stream", stream, f"from 0 to {streams - 1}")
+    check_values((cell >= 0) & (cell < cells), "cell", cell, f"from 0 to {cells - 1}")
     place = stream * cells + cell
-    expect(place[1:] > place[:-1], "cell", cell[1:], "after the one before it")
+    check_values(place[1:] > place[:-1], "cell", cell[1:], "after the one before it")
 
 
-def names(buffers: PyTree, prefix: str) -> PyTree:
+def buffer_names(buffers: PyTree, prefix: str) -> PyTree:
     """Return the name of each array of a part's buffers, as a tree of the same form."""
 
-    def of(path: KeyPath, _: object) -> str:
+    def name_of_path(path: KeyPath, _: object) -> str:
         return prefix + jax.tree_util.keystr(path, simple=True, separator=".")
 
-    return jax.tree_util.tree_map_with_path(of, buffers, is_leaf=is_of_layer)
+    return jax.tree_util.tree_map_with_path(name_of_path, buffers, is_leaf=is_layer_view)
 
 
 def static_fields(table: Cells | States) -> dict[str, Json]:

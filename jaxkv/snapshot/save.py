@@ -12,12 +12,12 @@ import numpy as np
 from jaxkv.cache import Cache
 from jaxkv.core.validate import check_int32
 from jaxkv.snapshot import file
-from jaxkv.snapshot.assemble import check_saveable, describe, parts
-from jaxkv.snapshot.parts import names
-from jaxkv.spec import check_once
+from jaxkv.snapshot.assemble import check_saveable, describe, name_parts
+from jaxkv.snapshot.parts import buffer_names
+from jaxkv.spec import check_distinct
 
 if TYPE_CHECKING:
-    from jaxkv.snapshot.description import Content, Json
+    from jaxkv.snapshot.description import Json, SnapshotContent
 
 
 def save(
@@ -77,25 +77,25 @@ def save(
     llama.cpp: `llama_state_save_file`, `llama_state_seq_save_file`, `llama_state_get_data`,
     `llama_state_seq_get_data`.
     """
-    content = _content(cache, sequences, tokens, model_id, notes)
+    content = _collect_content(cache, sequences, tokens, model_id, notes)
     if path is None:
-        return file.written(*content)
-    file.write(path, *content)
+        return file.file_bytes(*content)
+    file.write_file(path, *content)
     return None
 
 
-def _content(
+def _collect_content(
     cache: Cache,
     sequences: int | Sequence[int] | None,
     tokens: Mapping[int, Sequence[int]] | None,
     model: Json,
     notes: Json,
-) -> tuple[Content, dict[str, np.ndarray]]:
-    """Return the description and the arrays of a snapshot, by name, as `Part.take` finds them."""
+) -> tuple[SnapshotContent, dict[str, np.ndarray]]:
+    """Return the description and the arrays of a snapshot, see `Part.extract_sequences`."""
     check_saveable(cache)
     spec = cache.table.spec
     ids = np.arange(spec.sequences) if sequences is None else spec.sequence_ids(sequences)
-    check_once(ids)
+    check_distinct(ids)
     saved = np.atleast_1d(ids).tolist()
     texts = {} if tokens is None else tokens
     if not isinstance(texts, Mapping):
@@ -109,13 +109,13 @@ def _content(
     model, notes = file.json_round_trip(model, "model_id"), file.json_round_trip(notes, "notes")
 
     arrays: dict[str, np.ndarray] = {}
-    for part, part_cache, table, buffers in parts(cache):
-        found, tree = part.take(part_cache.table, part_cache.buffers, saved)
+    for part, part_cache, table, buffers in name_parts(cache):
+        found, tree = part.extract_sequences(part_cache.table, part_cache.buffers, saved)
         arrays.update({table + name: array for name, array in found.items()})
         arrays.update(
-            zip(jax.tree.leaves(names(tree, buffers)), jax.tree.leaves(tree), strict=True)
+            zip(jax.tree.leaves(buffer_names(tree, buffers)), jax.tree.leaves(tree), strict=True)
         )
-    description: Content = {
+    description: SnapshotContent = {
         "cache": describe(cache),
         "sequences": saved,
         "tokens": [lists.get(seq) for seq in saved],

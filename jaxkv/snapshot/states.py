@@ -16,10 +16,10 @@ import numpy as np
 from jaxkv.cache_spec import CacheSpec
 from jaxkv.core.array_utils import to_host
 from jaxkv.core.constants import EMPTY, END
-from jaxkv.core.hashing import chain_hashes, replace_hash
+from jaxkv.core.hashing import chain_hashes, hash_overwritten_cells
 from jaxkv.recurrent.states import empty_fields
 from jaxkv.recurrent.table import StateTable, make_recurrent_cache
-from jaxkv.snapshot.chunks import put_in, take_cells
+from jaxkv.snapshot.chunks import take_cells, write_cells
 from jaxkv.snapshot.parts import (
     Entries,
     Form,
@@ -28,11 +28,11 @@ from jaxkv.snapshot.parts import (
     SequenceMap,
     SlotAssignment,
     check_places,
-    expect,
+    check_values,
     from_json,
     static_fields,
 )
-from jaxkv.spec import check_pools
+from jaxkv.spec import check_sequences_and_streams
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int32, PyTree, Shaped
@@ -63,12 +63,12 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
             "layers": len(buffers),
             "sequences": table.sequences,
             "streams": table.streams,
-            "max_rollback": table.earlier,
+            "max_rollback": table.num_earlier_states,
             "static": static_fields(table),
         }
 
     @staticmethod
-    def make(description: StateDescription, entries: Entries) -> tuple[StateTable, Buffers]:
+    def make_empty(description: StateDescription, entries: Entries) -> tuple[StateTable, Buffers]:
         """Make an empty one, with states as large as those that are saved."""
         sizes = {
             name: description[name] for name in ("layers", "sequences", "streams", "max_rollback")
@@ -82,12 +82,12 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
         states = {name: (x.shape[2:], x.dtype) for name, x in layers[0].items()}
         shard_dims = {name: (dim, parts) for name, dim, parts in static["shard_dims"]}
         spec = CacheSpec.recurrent(sizes.pop("layers"), states, shard_dims)
-        check_pools(sizes["sequences"], sizes["streams"])
+        check_sequences_and_streams(sizes["sequences"], sizes["streams"])
         jax.eval_shape(partial(make_recurrent_cache, spec, **sizes))
         return table, layers
 
     @staticmethod
-    def features(table: StateTable, buffers: Buffers) -> dict[str, object]:
+    def compatibility_fields(table: StateTable, buffers: Buffers) -> dict[str, object]:
         """Return layers, and shapes and dtypes of states."""
         return {
             "layers": len(buffers),
@@ -98,7 +98,7 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
         }
 
     @staticmethod
-    def take(
+    def extract_sequences(
         table: StateTable, buffers: Buffers, sequences: list[int]
     ) -> tuple[dict[str, np.ndarray], PyTree]:
         """Take out all states that one of the sequences keeps.
@@ -120,42 +120,46 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
             "content": host.content[stream, cell],
             "written": (host.holds == host.cell_hash[None])[:, stream, cell],
         }
-        take = partial(take_cells, streams=stream, cells=cell, read=_read, size=CHUNK)
+        take = partial(take_cells, streams=stream, cells=cell, read=_read_states, size=CHUNK)
         return found, jax.tree.map(take, buffers)
 
     @staticmethod
-    def forms(
+    def saved_shapes(
         table: StateTable, buffers: Buffers, count: int, saved: int
     ) -> tuple[dict[str, Form], PyTree]:
         """Return the forms of the arrays that the class lists, and of states."""
         each = jax.ShapeDtypeStruct((count,), jnp.int32)
-        pairs = jax.ShapeDtypeStruct((saved, table.earlier + 1), jnp.int32)
+        pairs = jax.ShapeDtypeStruct((saved, table.num_earlier_states + 1), jnp.int32)
         found = {"position": pairs, "state": pairs, "stream": each, "cell": each}
         found["content"] = jax.ShapeDtypeStruct((count,), jnp.uint32)
         found["written"] = jax.ShapeDtypeStruct((table.holds.shape[0], count), jnp.bool_)
-        return found, jax.tree.map(lambda x: jax.eval_shape(_read, x, each, each), buffers)
+        return found, jax.tree.map(lambda x: jax.eval_shape(_read_states, x, each, each), buffers)
 
     @staticmethod
-    def check(table: StateTable, read: Read, sequences: list[int]) -> None:
+    def check_saved_table(table: StateTable, read: Read, sequences: list[int]) -> None:
         """Compare positions, and which state is there, with those of a table."""
         check_places(read, table.streams, table.num_cells)
         position, state, stream = read("position"), read("state"), read("stream")
         size, kept = len(stream), position != EMPTY
-        expect((position >= EMPTY) & (position < END), "position", position, f"of -1 to {END - 1}")
+        check_values(
+            (position >= EMPTY) & (position < END), "position", position, f"of -1 to {END - 1}"
+        )
         rises = (position[:, 1:] > position[:, :-1]) | ~kept[:, :-1]
-        expect(rises, "position", position[:, 1:], "above the one before it")
+        check_values(rises, "position", position[:, 1:], "above the one before it")
         in_range = (state >= 0) & (state < size)
-        expect(np.where(kept, in_range, state == size), "state", state, "that has a position")
+        check_values(np.where(kept, in_range, state == size), "state", state, "that has a position")
         home = np.array(sequences, int)[:, None] // table.sequences_per_stream
         same = np.append(stream, EMPTY)[state] == home
-        expect(~kept | same, "state", state, "in the stream of its sequence")
+        check_values(~kept | same, "state", state, "in the stream of its sequence")
         stands = np.full(size + 1, EMPTY, np.int32)
         stands[state] = position
-        expect(stands[state] == position, "position", position, "that the state has in all places")
-        expect(stands[:-1] != EMPTY, "state", np.arange(size), "that a sequence keeps")
+        check_values(
+            stands[state] == position, "position", position, "that the state has in all places"
+        )
+        check_values(stands[:-1] != EMPTY, "state", np.arange(size), "that a sequence keeps")
 
     @staticmethod
-    def place(
+    def assign_slots(
         table: StateTable,
         saved: StateTable,
         read: Read,
@@ -165,7 +169,9 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
     ) -> SlotAssignment:
         """Put states into cells that are free, or where they were; there are always enough."""
         host = jax.tree.map(np.array, to_host(table))
-        position, state = _newest(table.earlier + 1, read("position"), read("state"), moves.turn)
+        position, state = _take_newest_states(
+            table.num_earlier_states + 1, read("position"), read("state"), moves.turn
+        )
         new, kept = np.array(moves.new, int), position != EMPTY
         host.position[new], host.cell[new] = position, host.num_cells
 
@@ -180,7 +186,7 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
 
         hashes = jnp.asarray(host.cell_hash[streams, cells])
         mark = chain_hashes(jnp.full(origin.shape, seed, jnp.uint32), jnp.asarray(origin))
-        stamp = np.asarray(replace_hash(hashes, mark))
+        stamp = np.asarray(hash_overwritten_cells(hashes, mark))
         host.cell_hash[streams, cells] = stamp
         host.content[streams, cells] = read("content")[origin]
         host.holds[:, streams, cells] = np.where(read("written")[:, origin], stamp, 0)
@@ -188,13 +194,13 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
         return SlotAssignment(table=table, streams=streams, cells=cells, origin=origin)
 
     @staticmethod
-    def write(array: Array, placed: SlotAssignment, new: np.ndarray) -> Array:
+    def write_array(array: Array, placed: SlotAssignment, new: np.ndarray) -> Array:
         """Write the states of a layer by one name, saved as `[n, ...]`."""
         where = placed.streams, placed.cells
-        return put_in(array, *where, new, placed.origin, write=_write, size=CHUNK)
+        return write_cells(array, *where, new, placed.origin, write=_write_states, size=CHUNK)
 
 
-def _newest(
+def _take_newest_states(
     pairs: int,
     position: Int32[np.ndarray, "q e"],
     state: Int32[np.ndarray, "q e"],
@@ -219,14 +225,14 @@ def _lowest_free(host: States, streams: Int32[np.ndarray, " n"]) -> Int32[np.nda
     return cells
 
 
-def _read(
+def _read_states(
     array: Shaped[Array, "S N *state"], streams: Int32[Array, " m"], cells: Int32[Array, " m"]
 ) -> Shaped[Array, " m *state"]:
     """Read the states of cells; zeros past the last."""
     return array.at[streams, cells].get(mode="fill", fill_value=0)
 
 
-def _write(
+def _write_states(
     array: Shaped[Array, "S N *state"],
     streams: Int32[Array, " m"],
     cells: Int32[Array, " m"],

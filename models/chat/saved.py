@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import jaxkv
 from jaxkv import snapshot
-from jaxkv.snapshot.load import Info
+from jaxkv.snapshot.load import SnapshotInfo
 from models.chat.chat import Chat
 from models.chat.conversation import ChatError, Conversation, Turn
 from models.errors import brief
@@ -123,7 +123,7 @@ def _load_chat(
     return replace(chat, cache=cache, store=store)
 
 
-def kept_tokens(info: Info) -> dict[int, list[int]]:
+def kept_tokens(info: SnapshotInfo) -> dict[int, list[int]]:
     """Return the tokens that a chat kept beside its conversations, by saved sequence.
 
     Raises:
@@ -137,7 +137,7 @@ def kept_tokens(info: Info) -> dict[int, list[int]]:
     return kept
 
 
-def conversations_in(info: Info) -> dict[str, Conversation]:
+def conversations_in(info: SnapshotInfo) -> dict[str, Conversation]:
     """Return the conversations that a snapshot says it holds, by name; none where it is no chat.
 
     Raises:

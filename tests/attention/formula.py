@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import Partial
 
-from jaxkv.core.tree_types import with_types
+from jaxkv.core.tree_types import attach_node_types
 from jaxkv.ops.attention.active_tiles import TILE
-from jaxkv.ops.attention.bias import OfPlaces
-from jaxkv.ops.attention.softmax import Options
+from jaxkv.ops.attention.bias import PositionBias
+from jaxkv.ops.attention.softmax import AttentionOptions
 from jaxkv.ops.attention.visibility import Visibility
-from jaxkv.ops.layer_stack import each_array, is_of_layer, part_of_all
+from jaxkv.ops.layer_stack import is_layer_view, make_layer_view, map_arrays
 from jaxkv.ops.mla import ValueSlice
-from jaxkv.ops.quantised import from_stored, to_stored, zeros
+from jaxkv.ops.quantised import dequantise, make_stored_zeros, quantise_like
 
 LAYER, LAYERS = 1, 3
 """Of a stacked array of so many layers, the one that is looked at."""
@@ -25,11 +25,17 @@ LAYER, LAYERS = 1, 3
 MOST = {"int8": 127, "float8_e4m3fn": 448}
 """The largest code."""
 
-PLAIN = Options()
+PLAIN = AttentionOptions()
 
 
 def formula(
-    q: Any, k: Any, v: Any, mask: Any, options: Options = PLAIN, bias: Any = 0.0, xp: Any = np
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: Any,
+    options: AttentionOptions = PLAIN,
+    bias: Any = 0.0,
+    xp: Any = np,
 ) -> Any:
     """Attend; `[P, T, H, Dv]`, in float64, or with `xp=jax.numpy` in a form with derivatives.
 
@@ -78,7 +84,7 @@ def visible(visibility: Visibility) -> np.ndarray:
 
 def bias_between(visibility: Visibility) -> Any:
     """Return the bias of a sight, in a shape that broadcasts to `[P, H, T, N]`."""
-    if isinstance(visibility.bias, OfPlaces):
+    if isinstance(visibility.bias, PositionBias):
         at = visibility.at[:, None, :, None]
         position = visibility.position[visibility.streams][:, None, None]
         # A number, with a derivative.
@@ -90,8 +96,8 @@ def bias_between(visibility: Visibility) -> Any:
 
 def numbers(stored: Any) -> jax.Array:
     """Return keys or values of all streams, `[S, K, N, D]`, in whatever form they are stored."""
-    one = each_array(lambda x: x.all[LAYER::LAYERS] if is_of_layer(x) else x, stored)
-    return from_stored(one)
+    one = map_arrays(lambda x: x.all[LAYER::LAYERS] if is_layer_view(x) else x, stored)
+    return dequantise(one)
 
 
 def coded(x: Any, dtype: str) -> tuple[np.ndarray, np.ndarray]:
@@ -121,9 +127,9 @@ class Case(NamedTuple):
     v: Any
     visibility: Visibility
 
-    def wanted(self, options: Options = PLAIN) -> np.ndarray:
+    def wanted(self, options: AttentionOptions = PLAIN) -> np.ndarray:
         keys = numbers(self.k)
-        values = self.v.of(keys) if isinstance(self.v, ValueSlice) else numbers(self.v)
+        values = self.v.slice_values(keys) if isinstance(self.v, ValueSlice) else numbers(self.v)
         keys, values = (np.asarray(x)[np.asarray(self.visibility.streams)] for x in (keys, values))
         bias = np.asarray(bias_between(self.visibility), np.float64)
         return formula(self.q, keys, values, visible(self.visibility), options, bias)
@@ -134,8 +140,10 @@ def slope(weights: jax.Array, query: jax.Array, key: jax.Array, head: jax.Array)
     return weights[head] * jnp.log1p((query - key).astype(jnp.float32))
 
 
-def places(weights: jax.Array) -> OfPlaces:
-    return OfPlaces(function=with_types(Partial(slope, weights)), heads=jnp.arange(len(weights)))
+def places(weights: jax.Array) -> PositionBias:
+    return PositionBias(
+        function=attach_node_types(Partial(slope, weights)), heads=jnp.arange(len(weights))
+    )
 
 
 def visibility(
@@ -193,9 +201,9 @@ def case(
     def stored(numbers):
         shape = (streams * (LAYERS if stacked else 1), groups, cells, numbers)
         x = jnp.asarray(rng.normal(size=shape), jnp.float32)
-        like = zeros((1,), dtype)
-        x = to_stored(x, like) if jnp.dtype(dtype).itemsize == 1 else x.astype(dtype)
-        return jax.tree.map(lambda y: part_of_all(y, LAYER, LAYERS), x) if stacked else x
+        like = make_stored_zeros((1,), dtype)
+        x = quantise_like(x, like) if jnp.dtype(dtype).itemsize == 1 else x.astype(dtype)
+        return jax.tree.map(lambda y: make_layer_view(y, LAYER, LAYERS), x) if stacked else x
 
     k = stored(size)
     v = value_dim if isinstance(value_dim, ValueSlice) else stored(value_dim or size)

@@ -14,7 +14,7 @@ import models
 from jaxkv.ops.attention import attention, dispatch, softmax, xla_cpu
 from jaxkv.ops.attention.active_tiles import BLOCK, TILE
 from jaxkv.ops.attention.reference import reference
-from jaxkv.ops.attention.softmax import Options
+from jaxkv.ops.attention.softmax import AttentionOptions
 from jaxkv.ops.mla import ValueSlice
 from jaxkv.window import Window
 from tests.attention.formula import PLAIN, case, formula, visible
@@ -30,8 +30,8 @@ pytestmark = pytest.mark.filterwarnings(
 )
 LONG = 2 * TILE + 40
 
-ALL = Options(scale=0.3, softcap=2.0, sinks=jnp.linspace(-1.0, 1.0, 3))
-OPTIONS = {"other lists": Options(scale=0.3), "all options": ALL, "bias": ALL}
+ALL = AttentionOptions(scale=0.3, softcap=2.0, sinks=jnp.linspace(-1.0, 1.0, 3))
+OPTIONS = {"other lists": AttentionOptions(scale=0.3), "all options": ALL, "bias": ALL}
 ONE_KEY_HEAD = {"heads": 3, "groups": 1, "window": Window.chunked(16)}
 CASES = {
     "plain": {},
@@ -214,7 +214,7 @@ def test_whole_sums_of_many_weights_are_exact():
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(1, 1, n, 2)).astype(np.float32) for n in (heads, cells, cells))
     mask = np.ones((1, 1, cells), bool)
-    total = jax.jit(xla_cpu.by_mask)(q, k, v, mask, Options()).denom[0, 0]
+    total = jax.jit(xla_cpu.attend_by_mask)(q, k, v, mask, AttentionOptions()).denom[0, 0]
     logits = np.einsum("hd,nd->hn", q[0, 0], k[0, 0], dtype=np.float64) / np.sqrt(2)
     wanted = np.exp(logits - logits.max(axis=1, keepdims=True)).sum(axis=1)
     np.testing.assert_allclose(np.asarray(total, np.float64), wanted, rtol=5e-7)
@@ -228,12 +228,12 @@ def test_weigh_open_sums_of_parts_join(name):
 
     @partial(jax.jit, static_argnums=1)
     def part(first, count):
-        looks = one.visibility.of_cells(first, count)
+        looks = one.visibility.slice_cells(first, count)
         k, v = (jax.lax.dynamic_slice_in_dim(x, first, count, 2) for x in one[1:3])
-        return weigh(one.q, k, v, looks, Options())
+        return weigh(one.q, k, v, looks, AttentionOptions())
 
     sums = softmax.merge_softmax(part(0, TILE + 100), part(TILE + 100, LONG - TILE - 100))
-    got = dispatch.finalize(sums, one.q, Options())
+    got = dispatch.finalize(sums, one.q, AttentionOptions())
     np.testing.assert_allclose(got, one.wanted(), rtol=1e-5, atol=2e-6)
 
 

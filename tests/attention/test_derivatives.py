@@ -10,15 +10,15 @@ import pytest
 
 import jaxkv
 from jaxkv.ops.attention.active_tiles import TILE
-from jaxkv.ops.attention.bias import OfPlaces
-from jaxkv.ops.attention.softmax import Options
+from jaxkv.ops.attention.bias import PositionBias
+from jaxkv.ops.attention.softmax import AttentionOptions
 from tests.attention.formula import PLAIN, bias_between, case, formula, places, visible
 from tests.attention.ways import WAYS
 from tests.caches import attention_cache
 from tests.cases import in_lanes
 
 core = pytest.mark.core
-ALL = Options(scale=0.7, softcap=2.0, sinks=jnp.linspace(-1.0, 1.0, 4))
+ALL = AttentionOptions(scale=0.7, softcap=2.0, sinks=jnp.linspace(-1.0, 1.0, 4))
 CASES = {
     "plain": ({}, PLAIN),
     "all options": ({"lists": [2, 0], "value_dim": 9}, ALL),
@@ -34,12 +34,12 @@ def by_formula(q, k, v, visibility, options):
 
 
 def weights_of(bias):
-    return bias.function.value.args[0] if isinstance(bias, OfPlaces) else bias
+    return bias.function.value.args[0] if isinstance(bias, PositionBias) else bias
 
 
 def loss(way, q, k, v, visibility, weights, options=PLAIN):
     """A number whose derivative is another one for each number of the output."""
-    bias = places(weights) if isinstance(visibility.bias, OfPlaces) else weights
+    bias = places(weights) if isinstance(visibility.bias, PositionBias) else weights
     out = way(q, k, v, replace(visibility, bias=bias), options)
     return jnp.sum(jnp.sin(out) * jnp.linspace(1, 2, out.size).reshape(out.shape))
 

@@ -13,7 +13,7 @@ import pytest
 import jaxkv
 from jaxkv.ops.attention.active_tiles import BLOCK, TILE
 from jaxkv.ops.attention.dispatch import attend
-from jaxkv.ops.attention.softmax import Options
+from jaxkv.ops.attention.softmax import AttentionOptions
 from tests import hlo
 from tests.attention.formula import case
 from tests.caches import attention_cache, recurrent_cache
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.core
 
 def of_attention(implementation=None, **options):
     arrays = jax.eval_shape(partial(case, **options))
-    return attend.lower(*arrays, Options(), implementation).compile()
+    return attend.lower(*arrays, AttentionOptions(), implementation).compile()
 
 
 @pytest.mark.parametrize("lists", [[1], [3, 0]])
@@ -60,7 +60,7 @@ def test_attend_layers_share_mask_and_list_of_tiles():
 
     def layers(q, k, v, visibility, count):
         for _ in range(count):
-            q = q + attend(q, k, v, visibility, Options())
+            q = q + attend(q, k, v, visibility, AttentionOptions())
         return q
 
     def made(count):

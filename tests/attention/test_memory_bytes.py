@@ -11,7 +11,7 @@ import pytest
 
 import jaxkv
 from jaxkv.cache import split
-from jaxkv.ops.quantised import dtype_of
+from jaxkv.ops.quantised import dequantised_dtype
 from tests import hlo
 from tests.caches import attention_cache, recurrent_cache
 from tests.cases import in_lanes
@@ -36,7 +36,7 @@ def step(cache, ubatch):
     """What a model does with a cache, and nothing besides; a scan where layers are stacked."""
     cache = jaxkv.apply(cache, ubatch)
     heads = cache.buffers.k[0].shape[1]
-    x = jnp.ones((*ubatch.valid.shape, 2 * heads, SIZE), dtype_of(cache.buffers.k[0]))
+    x = jnp.ones((*ubatch.valid.shape, 2 * heads, SIZE), dequantised_dtype(cache.buffers.k[0]))
 
     def of_layer(carry, layer):
         cache, x = carry

@@ -89,10 +89,10 @@ def test_kernel_turns_to_live_tiles_once_for_all_forks(forks):
     mask[:, :, :length] = True
     mask[0, range(forks), range(last, last + forks)] = True
     seen = sight_of_mask(mask, [0], 1)
-    assert find_active_tiles(seen, pallas_tpu._most(4)).turns == 3
+    assert find_active_tiles(seen, pallas_tpu._max_tokens_per_block(4)).num_active_tiles == 3
     # The kernel for GPUs has smaller tiles, and blocks of 64 queries.
     q, k = (jnp.zeros((1, *shape, 128), jnp.bfloat16) for shape in ((forks, 32), (8, cells)))
-    cut = pallas_gpu.cut_of(q, k, k)
+    cut = pallas_gpu.choose_tiling(q, k, k)
     blocks = -(-4 * forks // cut.queries)
-    turns = find_active_tiles(seen, cut.queries // 4, cut.cells).turns
+    turns = find_active_tiles(seen, cut.queries // 4, cut.cells).num_active_tiles
     assert turns == blocks * (-(-700 // cut.cells) + 1)

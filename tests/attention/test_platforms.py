@@ -10,7 +10,7 @@ import pytest
 
 import jaxkv
 from jaxkv.ops.attention.dispatch import attend
-from jaxkv.ops.attention.softmax import Options
+from jaxkv.ops.attention.softmax import AttentionOptions
 from tests.caches import attention_cache
 from tests.pods import Pod
 from tests.sights import sight_of_mask
@@ -99,5 +99,7 @@ def test_lowered_for_tpu_small_streams_are_read_at_once():
     for cells, kernel in ((512, False), (1024, True)):
         visibility = sight_of_mask(np.zeros((4, 1, cells), bool), range(4), 4)
         q, k = jnp.zeros((4, 1, 2, 8)), jnp.zeros((4, 2, cells, 8))
-        lowered = attend.trace(q, k, k, visibility, Options()).lower(lowering_platforms=("tpu",))
+        lowered = attend.trace(q, k, k, visibility, AttentionOptions()).lower(
+            lowering_platforms=("tpu",)
+        )
         assert ("tpu_custom_call" in lowered.as_text()) == kernel

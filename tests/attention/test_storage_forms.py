@@ -19,10 +19,10 @@ import models
 from jaxkv import make_batch, snapshot
 from jaxkv.cache import merge, split
 from jaxkv.ops.mla import ValueSlice
-from jaxkv.ops.quantised import from_stored, to_stored, zeros
+from jaxkv.ops.quantised import dequantise, make_stored_zeros, quantise_like
 from jaxkv.sharding.make import shardings
 from jaxkv.snapshot.assemble import describe
-from jaxkv.snapshot.file import written
+from jaxkv.snapshot.file import file_bytes
 from tests.attention.formula import MOST, coded, rounded
 from tests.caches import attention_cache, updated
 from tests.cases import in_lanes
@@ -79,8 +79,8 @@ def held(cache):
         if isinstance(half[0], ValueSlice):
             halves.append(halves[0][..., PART])
             continue
-        layers = [np.asarray(from_stored(x), np.float32) for x in half]
-        layers = [x.reshape(-1, cache.buffers.depth, *x.shape[1:]) for x in layers]
+        layers = [np.asarray(dequantise(x), np.float32) for x in half]
+        layers = [x.reshape(-1, cache.buffers.layers_per_array, *x.shape[1:]) for x in layers]
         halves.append(np.concatenate([x.swapaxes(0, 1) for x in layers]))
     return halves
 
@@ -214,7 +214,7 @@ def test_snapshot_codes_without_scales_raises():
     description = {"cache": describe(make(dtype="int8")), "model": None}
     description |= {"sequences": [], "tokens": []}
     with pytest.raises(ValueError, match="a snapshot that describes a cache, .*buffers.k.0.codes"):
-        snapshot.load(written(description, arrays))
+        snapshot.load(file_bytes(description, arrays))
 
 
 @core
@@ -307,12 +307,12 @@ def test_encoded_matches_numpy(size, dtype):
     x *= np.float32(10.0) ** rng.integers(-30, 30, (2, 50, 1))
     x[0, 0], x[0, 1], x[1, 3] = 0, 3e38, -1e-45
     x[0, 2, 0], x[0, 3], x[0, 4, 1] = np.nan, np.nan, -np.inf
-    found = jax.jit(to_stored)(jnp.asarray(x), zeros((1,), dtype))
+    found = jax.jit(quantise_like)(jnp.asarray(x), make_stored_zeros((1,), dtype))
     codes, scales = coded(x, dtype)
     np.testing.assert_array_equal(found.scales, scales)
     np.testing.assert_array_equal(np.asarray(found.codes, np.float32), codes.astype(np.float32))
     assert found.codes.dtype == dtype and found.scales.dtype == jnp.float32
-    read, finite = np.asarray(from_stored(found)), np.isfinite(x).all(-1)
+    read, finite = np.asarray(dequantise(found)), np.isfinite(x).all(-1)
     assert np.isnan(read[0, 2:5]).all()
     error, limit = np.abs(read - x)[finite], np.abs(x).max(-1, keepdims=True)[finite]
     assert (error <= limit * (0.5 / 127 if dtype == "int8" else 1 / 16) * 1.001 + 1e-38).all()

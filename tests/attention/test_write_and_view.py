@@ -9,8 +9,8 @@ import pytest
 
 import jaxkv
 from jaxkv.core.partitioning import WHOLE
-from jaxkv.hybrid import compose
-from jaxkv.kv.buffers import copy_run, gather, scatter
+from jaxkv.hybrid import compose_hybrid_cache
+from jaxkv.kv.buffers import copy_cell_run, gather, scatter
 from tests import histories
 from tests.attention.lives import CLOSE, applied, arrays_for, lived_in, seen
 from tests.caches import (
@@ -67,7 +67,7 @@ def test_write_and_view_stale_ubatch_writes_nothing_and_sees_nan():
 @core
 def test_write_and_view_find_part_of_hybrid_cache():
     states = histories.make(layers=1)
-    cache = compose((states, [0]), (SMALL.make(), [1, 2]))
+    cache = compose_hybrid_cache((states, [0]), (SMALL.make(), [1, 2]))
     cache, ubatch = applied(cache, [1])
     q, k, v = arrays_for(ubatch)
     cache = jaxkv.write_kv(cache, 1, ubatch, k, v)
@@ -106,7 +106,7 @@ def test_scatter_gather_and_copy_run_move_bits(dtype):
         assert_identical(got, jnp.asarray(wanted))
         found = jax.jit(gather)(got, *where)
         assert_identical(found, jnp.where((where[1] < N)[..., None, None], keys, 0))
-    run = jax.jit(partial(copy_run, WHOLE, size=9))
+    run = jax.jit(partial(copy_cell_run, WHOLE, size=9))
     src, dst, first, end = map(jnp.int32, (2, 0, 7, 16))
     wanted = array.at[0, :, 7:16].set(array[2, :, 7:16])
     assert_identical(run(array, src, dst, first, end=end), wanted)

@@ -6,13 +6,14 @@ import jax
 
 from jaxkv.ops.attention import attention, dispatch, pallas_gpu
 from jaxkv.ops.attention.softmax import reset_where_bias_hides_all
-from jaxkv.ops.attention.visibility import mask_of
+from jaxkv.ops.attention.visibility import compute_mask
 from tests.attention.formula import PLAIN
 
 
 def on_masks(q, k, v, visibility, options):
-    arrays = q, visibility.of_lists(k), visibility.of_lists(v), mask_of(visibility)
-    return attention(*arrays, scale=options.scale, softcap=options.softcap, sinks=options.sinks)
+    k, v = (visibility.gather_list_streams(x) for x in (k, v))
+    given = dict(scale=options.scale, softcap=options.softcap, sinks=options.sinks)
+    return attention(q, k, v, compute_mask(visibility), **given)
 
 
 def closing(weigh):
@@ -31,7 +32,7 @@ WEIGH = {
         cuda=pallas_gpu.partial_attention,
         default=partial(pallas_gpu.partial_attention, interpret=True),
     ),
-    "elsewhere": dispatch.best,  # neither a processor nor a kernel
+    "elsewhere": dispatch.attend_by_shapes,  # neither a processor nor a kernel
 }
 WAYS = {
     "default": dispatch.attend,

@@ -11,7 +11,7 @@ import pytest
 import jaxkv
 from jaxkv import CacheSpec, make_batch, make_cache
 from jaxkv.cache import merge, split
-from jaxkv.hybrid import compose
+from jaxkv.hybrid import compose_hybrid_cache
 from tests.caches import GROUPS, attention_cache, drawn
 from tests.mistakes import assert_raises, mistakes
 
@@ -79,7 +79,7 @@ def recurrent(states=STATE, layers=1, **options):
 
 def beside(**options):
     """A fork shares cells in one stream and copies them between several: in both parts alike."""
-    return compose((kv(), (0, 1)), (recurrent(**options), (2,)))
+    return compose_hybrid_cache((kv(), (0, 1)), (recurrent(**options), (2,)))
 
 
 def attend(layer=0, q=None, k=None, v=None, **options):
@@ -97,7 +97,7 @@ def states_applied():
 @functools.cache
 def apart():
     """A cache whose parts serve layers 0 and 2, and a ubatch."""
-    cache = compose((kv(layers=1), (0,)), (kv(layers=1), (2,)))
+    cache = compose_hybrid_cache((kv(layers=1), (0,)), (kv(layers=1), (2,)))
     return cache, *jaxkv.init_batch(cache, make_batch([1])).ubatches
 
 

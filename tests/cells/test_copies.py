@@ -7,7 +7,7 @@ import pytest
 
 import jaxkv
 from jaxkv.cache import split
-from jaxkv.hybrid import compose
+from jaxkv.hybrid import compose_hybrid_cache
 from jaxkv.kv.shift import CHUNK
 from tests.caches import Kind, assert_identical, drawing, drawn
 from tests.cells.pools import FOUR, ONE, TWO, fed, noisy, texts_of
@@ -115,7 +115,7 @@ def test_seq_cp_hybrid_copies_in_all_parts_or_none():
     kinds = replace(NEAR, windows=(None,)), NEAR
     parts = [drawn("0{0} 1{0} 2{0} | 0{2} 1{2} 2{2} 3{2}", kind) for kind in kinds]
     assert [jaxkv.seq_cp(part, 0, [1, 3]).ok.item() for part in parts] == [False, True]
-    cache = compose(*zip(parts, ((0, 1), (2, 3)), strict=True))
+    cache = compose_hybrid_cache(*zip(parts, ((0, 1), (2, 3)), strict=True))
     assert refused(cache, 0, [1, 3])
 
 

@@ -10,8 +10,8 @@ import pytest
 import jaxkv
 from jaxkv import make_batch
 from jaxkv.cache import split
-from jaxkv.core.hashing import content
-from jaxkv.hybrid import compose
+from jaxkv.core.hashing import hash_contents
+from jaxkv.hybrid import compose_hybrid_cache
 from jaxkv.kv import cells
 from tests.caches import (
     GROUPS,
@@ -67,7 +67,7 @@ def test_hybrid_cache_takes_smallest_limits_of_parts():
     one = dict(layers=1, kv_heads=1, head_dim=4, window=jaxkv.Window.sliding(4))
     parts = [attention_cache(**one, ubatch_size=size) for size in (8, 4)]
     parts += [recurrent_cache(1, STATES, max_rollback=n) for n in (3, 5)]
-    cache = compose(*((part, (i,)) for i, part in enumerate(parts)))
+    cache = compose_hybrid_cache(*((part, (i,)) for i, part in enumerate(parts)))
     assert (cache.table.spec.ubatch_size, cache.table.spec.max_rollback) == (4, 3)
     assert len(jaxkv.init_batch(cache, make_batch([1] * 8)).ubatches) == 2  # if no size is said
 
@@ -75,8 +75,8 @@ def test_hybrid_cache_takes_smallest_limits_of_parts():
 def test_spared_counts_each_owner_of_a_cell_but_one():
     """By stream, and in words beside the first; an engine promises cells by it."""
     table = drawn("0{0,1} . 1{0} | 0{3} 1{3,2} 2{2,3}", GROUPS).table
-    assert table.num_shared_cells().tolist() == [1, 2]
-    assert drawn("0{0,1,39} 1{0,39}", WIDE).table.num_shared_cells().tolist() == [3]
+    assert table.num_cells_saved_by_sharing().tolist() == [1, 2]
+    assert drawn("0{0,1,39} 1{0,39}", WIDE).table.num_cells_saved_by_sharing().tolist() == [3]
 
 
 @pytest.mark.parametrize(
@@ -116,5 +116,5 @@ def test_content_depends_on_every_bit_of_an_embedding(dtype):
         other[bit // count] ^= other.dtype.type(1 << bit % count)
     tokens = np.concatenate([[plain, plain[::-1]], flips.view(dtype)])
     with jax.enable_x64(dtype is np.float64):
-        stamps = np.asarray(content(None, jnp.asarray(tokens[None])))
+        stamps = np.asarray(hash_contents(None, jnp.asarray(tokens[None])))
     assert len(set(stamps[0].tolist())) == 2 * count + 2

@@ -16,7 +16,7 @@ import pytest
 import jaxkv
 from jaxkv import Reason, make_batch
 from jaxkv.cache import merge, split
-from jaxkv.hybrid import compose
+from jaxkv.hybrid import compose_hybrid_cache
 from tests.caches import (
     WIDTH,
     assert_identical,
@@ -243,8 +243,8 @@ def test_compose_hybrids_finds_each_layer():
     sizes = {"cells": 16, "kv_heads": 2, "head_dim": 4, "sequences": 3}
     full = attention_cache(layers=1, **sizes)
     window = attention_cache(layers=1, window=jaxkv.Window.sliding(4), **sizes)
-    inner = compose((full, (0,)), (window, (1,)))
-    cache = compose((inner, (1, 0)), (make(1, layers=1), (1,)))
+    inner = compose_hybrid_cache((full, (0,)), (window, (1,)))
+    cache = compose_hybrid_cache((inner, (1, 0)), (make(1, layers=1), (1,)))
     assert cache.num_rollback_states(1) == 1
     cache = tell(cache, [1, 2, 3], [4], kinds="ab")
     inner, states = cache.parts

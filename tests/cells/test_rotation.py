@@ -9,7 +9,7 @@ import pytest
 
 import jaxkv
 from jaxkv import make_rope
-from jaxkv.ops.quantised import from_stored
+from jaxkv.ops.quantised import dequantise
 from tests.caches import attention_cache
 from tests.cases import in_lanes
 
@@ -44,7 +44,7 @@ def moved(cache, delta, times=1):
 
 
 def keys_of(cache):
-    return np.asarray(from_stored(cache.buffers.k[0]), np.float64)[0].transpose(1, 0, 2)
+    return np.asarray(dequantise(cache.buffers.k[0]), np.float64)[0].transpose(1, 0, 2)
 
 
 def test_attend_is_the_same_wherever_a_text_begins():

@@ -17,7 +17,7 @@ import pytest
 import jaxkv
 from jaxkv import generation, make_batch
 from jaxkv.cache import split
-from jaxkv.hybrid import compose
+from jaxkv.hybrid import compose_hybrid_cache
 from jaxkv.sharding.make import make_sharded
 from tests.attention.formula import formula
 from tests.caches import assert_identical, recurrent_cache
@@ -335,7 +335,7 @@ def test_sources_beside_states():
     """Rows of one sequence each, though there is one pool."""
     states = recurrent_cache(1, {"n": ((), jnp.float32)}, sequences=Q)
     parts = enumerate([*make(1).parts, states])
-    cache = compose(*((part, (i,)) for i, part in parts))
+    cache = compose_hybrid_cache(*((part, (i,)) for i, part in parts))
     cache = encode(cache, [A, B], [0, 1])
 
     @jax.jit

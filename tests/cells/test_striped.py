@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxkv import sharding
-from jaxkv.kv.fill_order import cell_of, to_fill_order
+from jaxkv.kv.fill_order import cells_at_ranks, to_fill_order
 from tests.caches import STRIPES
 from tests.meshes import RULES, mesh_of
 from tests.oracle import Oracle
@@ -22,7 +22,7 @@ def test_dealt_and_cell_of_match_oracle(share, shards):
     cells = share * shards
     order = to_fill_order(jnp.arange(cells), shards).tolist()
     assert order == Oracle(cells, 1, shards=shards).order
-    assert cell_of(jnp.arange(cells + 1), cells, shards).tolist() == [*order, cells]
+    assert cells_at_ranks(jnp.arange(cells + 1), cells, shards).tolist() == [*order, cells]
 
 
 UNEVEN = "fills the devices unevenly that split cells by cells; take placement='striped:4'"

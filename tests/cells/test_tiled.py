@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.kv.tiles import TILE, tile_of
+from jaxkv.kv.tiles import TILE, tile_size
 from jaxkv.ops.attention.bias import check_bias
 from jaxkv.ops.attention.dispatch import attend
-from jaxkv.ops.attention.softmax import Options
-from jaxkv.ops.attention.visibility import mask_of
+from jaxkv.ops.attention.softmax import AttentionOptions
+from jaxkv.ops.attention.visibility import compute_mask
 from jaxkv.ops.mla import ValueSlice
-from jaxkv.ops.quantised import to_stored, zeros
+from jaxkv.ops.quantised import make_stored_zeros, quantise_like
 from jaxkv.window import Window
 from tests import hlo
 from tests.caches import TILES, attention_cache, drawing, drawn
@@ -33,7 +33,7 @@ SINKS = jnp.linspace(-1.0, 1.0, K * G)
 
 def test_tile_of_matches_oracle():
     for cells in (*range(1, 300), 1000, 4096, 4160):
-        assert {tile_of(cells)} == {len(tile) for tile in _tiles(cells)}
+        assert {tile_size(cells)} == {len(tile) for tile in _tiles(cells)}
 
 
 @core
@@ -77,7 +77,11 @@ def case(kind, *, lists=1, cells=2048, size=TILE, seed=0, values=D + 1):
 
 
 def int8(q, k, v, visibility):
-    return q, *(to_stored(x, zeros((1, 1, 1, x.shape[3]), "int8")) for x in (k, v)), visibility
+    return (
+        q,
+        *(quantise_like(x, make_stored_zeros((1, 1, 1, x.shape[3]), "int8")) for x in (k, v)),
+        visibility,
+    )
 
 
 def bfloat16(q, k, v, visibility):
@@ -102,7 +106,7 @@ def hidden_by_bias(q, k, v, visibility):
 
 def spoilt(q, k, v, visibility):
     """Keys that are NaN: of all cells that no token sees, and of one that is seen."""
-    mask = np.asarray(mask_of(visibility))[0].any(axis=0)
+    mask = np.asarray(compute_mask(visibility))[0].any(axis=0)
     dirty = ~mask | (np.arange(mask.size) == mask.argmax())
     return q, k.at[:, :, dirty].set(np.nan), v, visibility
 
@@ -127,7 +131,11 @@ KINDS = ("own", "few", "shared", "both", "any", "nothing", "one token")
     ],
 )
 def test_attend_tiled_matches_attention_without_tiles(kinds, sizes, change):
-    options = Options() if sizes or change else Options(scale=0.3, softcap=2.0, sinks=SINKS)
+    options = (
+        AttentionOptions()
+        if sizes or change
+        else AttentionOptions(scale=0.3, softcap=2.0, sinks=SINKS)
+    )
     for kind in kinds:
         q, k, v, visibility = change(*case(kind, **sizes)) if change else case(kind, **sizes)
         got = attend(q, k, v, visibility, options)
@@ -145,7 +153,7 @@ def test_attend_tiled_derivatives_in_vmap_match_those_without():
 
     def derive(tile):
         def loss(q, k, v, visibility):
-            out = attend(q, k, v, replace(visibility, tile=tile), Options(sinks=SINKS))
+            out = attend(q, k, v, replace(visibility, tile=tile), AttentionOptions(sinks=SINKS))
             return jnp.sum(jnp.sin(out)), out
 
         return jax.jit(jax.vmap(jax.grad(loss, argnums=(0, 1, 2), has_aux=True)))(*batch)

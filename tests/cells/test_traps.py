@@ -14,7 +14,7 @@ import pytest
 import jaxkv
 from jaxkv import Reason, make_batch
 from jaxkv.cache import split
-from jaxkv.planning.layout import preceding_tokens, split_known
+from jaxkv.planning.layout import preceding_tokens, split_batch
 from tests.caches import SMALL, assert_identical, drawing, drawn, edit
 from tests.cells.plans import plan_of
 from tests.cells.pools import noisy
@@ -91,7 +91,7 @@ def test_split_by_keeps_order_of_tokens_with_several_sequences():
     others = np.array([[*one[1:], -1, -1][:2] for one in sets])
     lowest = np.array([one[0] for one in sets], np.int32)
     for split_by, size in product(("simple", "equal"), (1, 2, 3, 8)):
-        parts = split_known(split_by, lowest, size, preceding_tokens(lowest, others))
+        parts = split_batch(split_by, lowest, size, preceding_tokens(lowest, others))
         turn = {int(i): n for n, part in enumerate(parts) for i in part[part < len(sets)]}
         assert sorted(turn) == [*range(len(sets))]
         for (i, one), (j, other) in product(enumerate(sets), repeat=2):

@@ -12,8 +12,8 @@ import pytest
 
 import jaxkv
 from jaxkv import Reason, make_batch
-from jaxkv.kv.mask import visible
-from jaxkv.window import Window, sees
+from jaxkv.kv.mask import visible_cells_mask
+from jaxkv.window import Window, can_see
 from tests.caches import Kind, assert_identical, attention_cache, drawing, drawn, run
 from tests.cases import in_lanes
 from tests.cells.plans import NEAR, one_by_one, plan_of, resumable
@@ -48,14 +48,14 @@ def test_visible_of_windows(window, causal, seen):
     (ubatch,) = plan_of(Kind("blank", cells=12, sequences=1).make()).ubatches
     for query, positions in seen.items():
         at = replace(ubatch, positions=0 * ubatch.positions + query)
-        mask = visible(cache.table, at, causal=causal)[0, 0]
+        mask = visible_cells_mask(cache.table, at, causal=causal)[0, 0]
         assert np.flatnonzero(mask).tolist() == positions
 
 
 def test_sees_symmetric_window_at_the_last_position():
     """Nothing overflows."""
     at = jnp.int32(2**31 - 4) + jnp.arange(3, dtype=jnp.int32)
-    assert sees(Window.symmetric(4), at[:, None], at[None], causal=False).all()
+    assert can_see(Window.symmetric(4), at[:, None], at[None], causal=False).all()
 
 
 @pytest.mark.parametrize(

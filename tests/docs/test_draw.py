@@ -17,8 +17,8 @@ from jaxkv.draw import plot
 from jaxkv.draw.cell_runs import merge_runs
 from jaxkv.draw.colours import PALETTE
 from jaxkv.draw.html import html_of
-from jaxkv.hybrid import compose
-from jaxkv.kv.mask import visible
+from jaxkv.hybrid import compose_hybrid_cache
+from jaxkv.kv.mask import visible_cells_mask
 from tests.caches import Kind, attention_cache, drawn, recurrent_cache
 from tests.mistakes import assert_raises, mistakes
 
@@ -58,7 +58,7 @@ def states():
 def hybrid():
     cells = attention_cache(layers=1, kv_heads=1, head_dim=2, cells=8, sequences=2)
     state = recurrent_cache(layers=1, states=STATES, sequences=2, max_rollback=1)
-    return put(compose((cells, (0,)), (state, (1,))), [[1, 2], [3, 4]], [0, 1])[0]
+    return put(compose_hybrid_cache((cells, (0,)), (state, (1,))), [[1, 2], [3, 4]], [0, 1])[0]
 
 
 ALL = [pool, streams, states, hybrid]
@@ -202,7 +202,7 @@ def test_plot_cells_has_colours_of_owners(agg):
 def test_plot_sight_is_the_mask(agg):
     cache, ubatch = put(pool(), [[1, 2], [3]], [2, 1])
     ax = plot.attention_mask(cache, ubatch)
-    mask = np.asarray(visible(cache.table, ubatch))[0, :3]
+    mask = np.asarray(visible_cells_mask(cache.table, ubatch))[0, :3]
     drawn = sequences_in(ax.images[0].get_array())
     np.testing.assert_array_equal(drawn >= 0, mask)
     assert set(drawn[0][mask[0]]) == {2} and set(drawn[2][mask[2]]) == {1}

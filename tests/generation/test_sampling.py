@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 
 from jaxkv.generation import Constraint
-from jaxkv.generation.filters import OPTIONS, keep_best, make_sampler
-from jaxkv.generation.sampler import adjust_logits, draw
+from jaxkv.generation.filters import OPTIONS, is_among_best, make_sampler
+from jaxkv.generation.sampler import adjust_logits, sample_tokens
 from tests.generation.tiny import other, parity
 
 pytestmark = pytest.mark.core
@@ -32,7 +32,7 @@ ALLOWED = [
 
 @jax.jit
 def pick(sampler, logits, keys, state=()):
-    return draw(sampler, sampler.adjust(logits, state), keys)
+    return sample_tokens(sampler, sampler.adjust(logits, state), keys)
 
 
 def keys_of(count):
@@ -45,7 +45,9 @@ def counted(numbers):
     sampler = make_sampler(**numbers)
     logits = jnp.broadcast_to(LOGITS, (20_000, 5))
     state = sampler.init(np.zeros((20_000, 0), np.int32))
-    return jnp.bincount(draw(sampler, sampler.adjust(logits, state), keys_of(20_000)), length=5)
+    return jnp.bincount(
+        sample_tokens(sampler, sampler.adjust(logits, state), keys_of(20_000)), length=5
+    )
 
 
 def draws(**options):
@@ -88,12 +90,12 @@ def test_filters_each_text_has_its_own_numbers():
 def test_keep_best_matches_sort(logits, k, p):
     """Equal ones are kept together, and a share is that of all that are better or as good."""
     row = np.array(logits, np.float32)
-    kept = keep_best(row[None], jnp.ones((1, 7)), jnp.array([float(k)]))[0]
+    kept = is_among_best(row[None], jnp.ones((1, 7)), jnp.array([float(k)]))[0]
     worst = np.sort(row)[::-1][min(k, 7) - 1]
     np.testing.assert_array_equal(kept, row >= worst)
     if np.isfinite(row).any():
         share = np.asarray(jax.nn.softmax(row), np.float64)
-        kept = keep_best(row[None], share[None].astype(np.float32), jnp.array([p]))[0]
+        kept = is_among_best(row[None], share[None].astype(np.float32), jnp.array([p]))[0]
         enough = [x for x in row if share[row >= x].sum() >= p - 1e-6]
         np.testing.assert_array_equal(kept, row >= max(enough))
 
@@ -129,8 +131,8 @@ def test_filters_hide_at_any_temperature():
 def test_filters_turned_off_for_one_text_leave_it_alone(odd):
     logits = jnp.array([[0.0, odd, 2.0, 3.0, 1.0]] * 2)
     both = make_sampler(temperature=[0, 1], top_k=[0, 2], top_p=[1, 0.9], min_p=[0, 0.1])
-    token = draw(both, adjust_logits(both, logits, ()), keys_of(2))
-    alone = draw(make_sampler(), adjust_logits(make_sampler(), logits[:1], ()), keys_of(1))
+    token = sample_tokens(both, adjust_logits(both, logits, ()), keys_of(2))
+    alone = sample_tokens(make_sampler(), adjust_logits(make_sampler(), logits[:1], ()), keys_of(1))
     assert token[0] == alone[0] == -1
 
 

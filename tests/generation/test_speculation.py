@@ -56,7 +56,7 @@ class Known(generation.Drafter):
 
 def test_nodes_of_branches_that_begin_alike_are_shared():
     tokens = jnp.array([[[5, 6, 7], [5, 6, 8], [5, 9, 7]]])
-    nodes = token_tree.nodes_of(DraftTokens(tokens, jnp.ones(tokens.shape, bool), None))
+    nodes = token_tree.find_tree_nodes(DraftTokens(tokens, jnp.ones(tokens.shape, bool), None))
     np.testing.assert_array_equal(nodes.first[0], [[1, 1, 1], [0, 0, 1], [0, 1, 1]])
     np.testing.assert_array_equal(nodes.owns[0, 0], [[1, 1, 1], [1, 1, 0], [1, 0, 0]])
 

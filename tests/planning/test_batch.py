@@ -13,7 +13,7 @@ import jaxkv
 from jaxkv import make_batch
 from jaxkv.core.array_utils import next_power_of_two
 from jaxkv.core.constants import NO_SLOT
-from jaxkv.planning.layout import equal_split, layout, sequence_split, simple_split
+from jaxkv.planning.layout import equal_split, lay_out_batch, sequence_split, simple_split
 from tests.caches import SMALL, SPLIT, attention_cache, drawn, recurrent_cache
 
 SPLITS = [simple_split, equal_split, sequence_split]
@@ -68,11 +68,11 @@ def test_split_takes_every_token_once_in_order(split_by, sequences, size):
 
 def test_layout_pads_to_buckets_and_never_past_the_sequences():
     batch = make_batch(np.ones(20, np.int32), outputs=np.arange(20) == 3)
-    flat, parts, outputs = layout(SMALL.make().table.spec, batch, 512, None)
+    flat, parts, outputs = lay_out_batch(SMALL.make().table.spec, batch, 512, None)
     assert (flat.tokens.shape, [part.shape for part in parts], outputs) == ((32,), [(1, 32)], 8)
     cache = SPLIT.make()
     for prompts, rows in (([[1]], 1), ([[1], [2]], 2), ([[1], [2], [3]], 3)):
-        _, (part,), _ = layout(cache.table.spec, make_batch(prompts), 512, None)
+        _, (part,), _ = lay_out_batch(cache.table.spec, make_batch(prompts), 512, None)
         assert part.shape == (rows, 1)
     for size, tokens in ((2, 1), (7, 2)):
         (ubatch,) = jaxkv.init_full(cache, ubatch_size=size).ubatches

@@ -7,7 +7,7 @@ import pytest
 
 import jaxkv
 from jaxkv import Reason, make_batch
-from jaxkv.kv.mask import visible
+from jaxkv.kv.mask import visible_cells_mask
 from tests.caches import (
     GROUPS,
     HEADS,
@@ -157,12 +157,12 @@ def test_run_trees_after_a_fork_read_as_if_alone(kind, size):
 def test_visible_of_shared_tokens_is_causal():
     (ubatch,) = jaxkv.init_batch(SMALL.make(), batch_of([[0, 1], [0]])).ubatches
     cache = jaxkv.apply(SMALL.make(), ubatch)
-    sees = visible(cache.table, ubatch)[0, :2, :3]
+    sees = visible_cells_mask(cache.table, ubatch)[0, :2, :3]
     assert sees.tolist() == [[True, False, False], [True, True, False]]
     with pytest.raises(
         ValueError, match="wanted causal attention without visible_until, or tokens of one"
     ):
-        visible(cache.table, ubatch, causal=False)
+        visible_cells_mask(cache.table, ubatch, causal=False)
 
 
 @core

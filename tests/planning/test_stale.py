@@ -14,7 +14,7 @@ import pytest
 
 import jaxkv
 from jaxkv.cache import split
-from jaxkv.hybrid import compose
+from jaxkv.hybrid import compose_hybrid_cache
 from jaxkv.window import Window
 from tests import caches
 from tests.caches import (
@@ -185,7 +185,7 @@ def test_commitment_stale_in_one_part_changes_no_part(window):
     make = partial(attention_cache, layers=1, kv_heads=HEADS, head_dim=SIZE, rope=ROPE)
     parts = [(make(cells=16), (0,))]
     parts.insert(window, (make(cells=8, window=Window.sliding(3)), (1,)))
-    cache = compose(*parts)
+    cache = compose_hybrid_cache(*parts)
     for text in [range(4)] * 3:  # the window gives up what is hidden
         cache, _ = caches.run(cache, jaxkv.make_batch(text, sequences=0))
     cache = jaxkv.seq_add(cache, 0, 0, -1, delta=4).cache
@@ -222,7 +222,7 @@ def test_plan_for_another_cache_raises():
     of_states = partial(recurrent_cache, layers=2, sequences=3)
     of_states = partial(of_states, states={"x": ((2,), "float32")})
     cache, striped, states = make(), make(placement="striped:2"), of_states()
-    hybrid = compose((cache, (0, 1)))
+    hybrid = compose_hybrid_cache((cache, (0, 1)))
     unlike = make(cells=13), make(sequences=4), make(streams=3), make(window=Window.sliding(3))
     others = *unlike, make(placement="contiguous"), striped, states, hybrid
     x = jnp.zeros((1, 2, 2, 4))
@@ -232,7 +232,7 @@ def test_plan_for_another_cache_raises():
         (striped, make(placement="striped:3")),
         (states, of_states(max_rollback=1)),
         (states, hybrid),
-        (hybrid, compose((cache, (0, 1)), (cache, (2, 3)))),
+        (hybrid, compose_hybrid_cache((cache, (0, 1)), (cache, (2, 3)))),
     ):
         (ubatch,) = jaxkv.init_full(other, ubatch_size=4).ubatches  # shapes tell the cache too
         update, moves = (jax.eval_shape(f, other) for f in (jaxkv.init_update, jaxkv.defrag_plan))

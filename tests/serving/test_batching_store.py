@@ -123,7 +123,7 @@ def test_engine_store_gives_way_before_any_text():
     while engine.busy:
         engine.step()
         most = max(most, placed(engine))
-        assert not (engine._schedule.any_waits and kept(engine))
+        assert not (engine._schedule.has_waiting and kept(engine))
     assert most == 2
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 
 import jaxkv
 from jaxkv import generation, snapshot
-from jaxkv.hybrid import compose
+from jaxkv.hybrid import compose_hybrid_cache
 from jaxkv.serving import MissReason as Miss
 from jaxkv.serving import PrefixStore
 from jaxkv.serving.prefix_cache.matching import common_prefix_length
@@ -31,7 +31,7 @@ STREAMS = Kind("streams", cells=12, sequences=3, streams=3)
 
 
 def hybrid(max_rollback=0):
-    return compose((POOL.make(), [0, 1]), (states(max_rollback), [2]))
+    return compose_hybrid_cache((POOL.make(), [0, 1]), (states(max_rollback), [2]))
 
 
 MAKES = {"full": POOL.make, "window": WINDOW.make, "states": states, "hybrid": hybrid}

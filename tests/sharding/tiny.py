@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxkv
-from jaxkv.hybrid import compose
+from jaxkv.hybrid import compose_hybrid_cache
 from tests.caches import attention_cache, recurrent_cache
 
 KINDS = {
@@ -34,7 +34,7 @@ def make(layers, *, sequences=4, streams=1, **attention):
             states = {"states": {"x": ((4,), jnp.float32)}, "shard_dims": {"x": (0, 4)}}
             part = recurrent_cache(layers=len(own), max_rollback=1, **states, **sizes)
         parts.append((part, tuple(own)))
-    return parts[0][0] if len(parts) == 1 else compose(*parts)
+    return parts[0][0] if len(parts) == 1 else compose_hybrid_cache(*parts)
 
 
 def params():

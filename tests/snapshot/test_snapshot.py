@@ -14,7 +14,7 @@ import pytest
 import jaxkv
 from jaxkv import snapshot
 from jaxkv.cache import merge, split
-from jaxkv.kv.cells import Cells, lacks
+from jaxkv.kv.cells import Cells, is_layer_incomplete
 from jaxkv.recurrent.states import is_occupied
 from tests import caches, histories
 from tests.caches import GROUPS, RUNS, SMALL, Kind, assert_identical, drawing, drawn
@@ -98,7 +98,7 @@ def unstamped(cache):
             held = (table.holds == table.cell_hash[None]) & live[None]
             table = replace(table, holds=held, content=jnp.where(live, table.content, 0))
         else:
-            lacking = lacks(table).astype(np.uint32)
+            lacking = is_layer_incomplete(table).astype(np.uint32)
             content = jnp.where(table.position < 0, 0, table.content)
             table = replace(table, history=0 * table.history, written=lacking, content=content)
         fields.append(replace(table, cell_hash=0 * table.cell_hash))

@@ -23,8 +23,8 @@ import safetensors.numpy
 import jaxkv
 from jaxkv import snapshot
 from jaxkv.cache import merge, split
-from jaxkv.hybrid import compose
-from jaxkv.snapshot.file import open_file, written
+from jaxkv.hybrid import compose_hybrid_cache
+from jaxkv.snapshot.file import file_bytes, open_file
 from tests import histories
 from tests.caches import assert_identical, attention_cache, drawn, recurrent_cache
 from tests.cases import in_lanes
@@ -127,7 +127,7 @@ def recurrent(**changes):
 
 
 def hybrid(layers=(0, 1), **changes):
-    return compose((make(**changes), layers), (recurrent(), (2, 3)))
+    return compose_hybrid_cache((make(**changes), layers), (recurrent(), (2, 3)))
 
 
 def test_load_compares_models_where_both_are_known():
@@ -148,7 +148,7 @@ def test_inspect_reads_files_from_before_notes():
     data = snapshot.save(make(), model_id="old")
     with open_file(data) as file:
         said = {name: file.description[name] for name in ("cache", "sequences", "tokens", "model")}
-        data = written(said, {name: file[name] for name in file.arrays})
+        data = file_bytes(said, {name: file[name] for name in file.arrays})
     assert snapshot.inspect(data).notes is None and snapshot.inspect(data).model == "old"
     snapshot.load(data)
 
@@ -164,7 +164,7 @@ def resigned(data, changes):
         else:
             *places, last = (int(one) if one.isdigit() else one for one in path.split("."))
             reduce(operator.getitem, places, said)[last] = value
-    return written(said, arrays)
+    return file_bytes(said, arrays)
 
 
 @functools.cache
@@ -175,7 +175,7 @@ def of_each_kind():
     states = recurrent(max_rollback=1, **sizes)
     spec = jaxkv.CacheSpec.cross_attention(layers=1, kv_heads=2, head_dim=4)
     sources = jaxkv.make_cache(spec, cells=6, **sizes)
-    cache = compose((text, (0, 1)), (states, (2, 3)), (sources, (4,)))
+    cache = compose_hybrid_cache((text, (0, 1)), (states, (2, 3)), (sources, (4,)))
     for tokens in ([[1], [2]], [[3], [4]], [[5], [6]]):
         batch = jaxkv.make_batch(tokens, sequences=[0, 2])
         cache = jaxkv.apply(cache, jaxkv.init_batch(cache, batch).check())

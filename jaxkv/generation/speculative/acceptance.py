@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from jaxkv.generation.padding import where_text
+from jaxkv.generation.padding import select_per_text
 from jaxkv.generation.sample_step import logprob_of
-from jaxkv.generation.sampler import Sampler, adjust_logits, draw, draw_key
+from jaxkv.generation.sampler import Sampler, adjust_logits, make_draw_keys, sample_tokens
 from jaxkv.generation.speculative.drafters import DraftTokens
 from jaxkv.generation.state import DecodeState
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int32, Key, PyTree
 
 
-def verify(
+def verify_draft(
     sampler: Sampler,
     logits: Float[Array, "T places V"],
     draft: DraftTokens,
@@ -52,14 +52,16 @@ def verify(
         adjusted = adjust_logits(sampler, logits, adjusting)
         if sampler.is_random:
             number = state.draw_index + i
-            keys = draw_key(state.key, number, 1)
-            accepted, rest = _compare_guesses(adjusted, guessed, drawn_from, keys)
+            keys = make_draw_keys(state.key, number, 1)
+            accepted, rest = _accept_guesses(adjusted, guessed, drawn_from, keys)
             adjusted = jnp.where(valid[:, None], rest, adjusted)
-            token = draw(sampler, adjusted, draw_key(state.key, number, 0))
+            token = sample_tokens(sampler, adjusted, make_draw_keys(state.key, number, 0))
             token = jnp.where(valid & accepted, guessed, token)
         else:
-            token = draw(sampler, adjusted, state.key)
-        adjusting = where_text(holds & (token >= 0), sampler.update(adjusting, token), adjusting)
+            token = sample_tokens(sampler, adjusted, state.key)
+        adjusting = select_per_text(
+            holds & (token >= 0), sampler.update(adjusting, token), adjusting
+        )
         found = token, logprob_of(logits, token, holds), holds
         return (holds & valid & (token == guessed), adjusting), found
 
@@ -88,7 +90,7 @@ def verify_branches(
 
     Where branches were not drawn, each token is picked as it would be without a guess, and if a
     branch offers it, that one is followed: drawn texts are those of a plain loop. Branches that
-    were drawn are asked one after another, see `_first_to_hold`.
+    were drawn are asked one after another, see `_accept_first_guess`.
 
     Args:
       sampler: what adjusts the logits.
@@ -99,7 +101,7 @@ def verify_branches(
       ok: the texts that go on.
 
     Returns:
-      What `verify` does; and the branch that was followed.
+      What `verify_draft` does; and the branch that was followed.
     """
     length = draft.tokens.shape[2]
     pad = [(0, 0), (0, 0), (0, 1)]
@@ -118,14 +120,16 @@ def verify_branches(
         adjusted = adjust_logits(sampler, here, adjusting)
         number = state.draw_index + i
         if drawn_from is None or not sampler.is_random:
-            token = draw(sampler, adjusted, draw_key(state.key, number))
+            token = sample_tokens(sampler, adjusted, make_draw_keys(state.key, number))
         else:
             q = jnp.take_along_axis(drawn_from, branch[:, None, None], axis=1)[:, 0]
-            keys = draw_key(state.key, number, 1)
-            accepted, rest = _first_to_hold(adjusted, offered, alive & valid, q, keys)
-            token = draw(sampler, rest, draw_key(state.key, number, 0))
+            keys = make_draw_keys(state.key, number, 1)
+            accepted, rest = _accept_first_guess(adjusted, offered, alive & valid, q, keys)
+            token = sample_tokens(sampler, rest, make_draw_keys(state.key, number, 0))
             token = jnp.where(accepted >= 0, accepted, token)
-        adjusting = where_text(holds & (token >= 0), sampler.update(adjusting, token), adjusting)
+        adjusting = select_per_text(
+            holds & (token >= 0), sampler.update(adjusting, token), adjusting
+        )
         found = token, logprob_of(here, token, holds), holds
         follows = alive & valid & (offered == token[:, None])
         holds &= jnp.any(follows, axis=1)
@@ -138,7 +142,7 @@ def verify_branches(
     return tokens, logprobs, holds, adjusting, jnp.argmax(alive, axis=1).astype(jnp.int32)
 
 
-def _first_to_hold(
+def _accept_first_guess(
     adjusted: Float[Array, "T V"],
     offered: Int32[Array, "T k"],
     asked: Bool[Array, "T k"],
@@ -173,20 +177,22 @@ def _first_to_hold(
         fails = (asks & ~holds)[:, None]
         is_guess = jax.nn.one_hot(guessed, q.shape[1], dtype=bool)
         p, q = (
-            jnp.where(fails, _normal(rest, x), x)
+            jnp.where(fails, _normalise_residual(rest, x), x)
             for rest, x in ((jnp.maximum(p - q, 0), p), (jnp.where(is_guess, 0, q), q))
         )
     some = jnp.max(adjusted, axis=1, keepdims=True) > -jnp.inf
     return accepted, jnp.where(some, jnp.log(p), adjusted)
 
 
-def _normal(rest: Float[Array, "T V"], whole: Float[Array, "T V"]) -> Float[Array, "T V"]:
+def _normalise_residual(
+    rest: Float[Array, "T V"], whole: Float[Array, "T V"]
+) -> Float[Array, "T V"]:
     """Return what is left of a distribution, its sum 1; the whole where nothing is."""
     total = jnp.sum(rest, axis=1, keepdims=True)
     return jnp.where(total > 0, rest / jnp.where(total > 0, total, 1), whole)
 
 
-def _compare_guesses(
+def _accept_guesses(
     adjusted: Float[Array, "T V"],
     guessed: Int32[Array, " T"],
     drawn_from: Float[Array, "T V"] | None,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 
 from jaxkv.cache import Cache, split
-from jaxkv.core.donation import check_there
+from jaxkv.core.donation import check_not_donated
 from jaxkv.core.validate import check_count
 from jaxkv.generation.model_step import Forward
 from jaxkv.generation.speculative.drafters import DraftModel, check_rollback
@@ -77,7 +77,7 @@ def draft_model(
     if not callable(forward):
         raise TypeError(f"wanted a function, got {type(forward)}")
     check_rollback(cache, num_draft_tokens, "the draft's cache")
-    check_there(cache, what="the draft's cache")
+    check_not_donated(cache, what="the draft's cache")
     model = DraftModel(
         params=params,
         cache=cache,

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 
 from jaxkv.api.edits import seq_rm
 from jaxkv.cache import Cache, split
-from jaxkv.core.donation import check_there
+from jaxkv.core.donation import check_not_donated
 from jaxkv.core.validate import check_count
 from jaxkv.generation.model_step import Forward, model_step
-from jaxkv.generation.padding import pad_prompts, where_text
-from jaxkv.generation.sampler import Sampler, adjust_logits, draw, draw_key
-from jaxkv.generation.state import DecodeState, ends
+from jaxkv.generation.padding import pad_prompts, select_per_text
+from jaxkv.generation.sampler import Sampler, adjust_logits, make_draw_keys, sample_tokens
+from jaxkv.generation.state import DecodeState, last_positions
 from jaxkv.planning.planners import plan_next
 
 if TYPE_CHECKING:
@@ -250,7 +250,7 @@ class DraftModel(Drafter):
 
     def check(self, cache: Cache) -> None:
         """Raise a ValueError unless its cache is there and has the sequences of the other one."""
-        check_there(self.cache, what="the draft's cache")
+        check_not_donated(self.cache, what="the draft's cache")
         expected, actual = (x.table.spec.sequences for x in (cache, self.cache))
         if expected != actual:
             raise ValueError(
@@ -269,7 +269,7 @@ class DraftModel(Drafter):
 
         A text that its cache does not hold as far as the other one is not guessed for.
         """
-        last = ends(self.cache.table)[state.sequence]
+        last = last_positions(self.cache.table)[state.sequence]
         active = active & (last + 1 + (self.unfed >= 0) == at)
         tokens = jnp.stack([self.unfed, state.token], axis=1)
         valid = active[:, None] & jnp.stack([self.unfed >= 0, jnp.ones_like(active)], axis=1)
@@ -281,18 +281,20 @@ class DraftModel(Drafter):
             cache, logits = model_step(self.forward, self.params, cache, plan.ubatches[0])
             logits = logits.reshape(*tokens.shape, -1)[:, -1].astype(jnp.float32)
             adjusted = adjust_logits(sampler, logits, adjusting)
-            token = draw(sampler, adjusted, draw_key(state.key, state.draw_index + i, 2))
+            token = sample_tokens(
+                sampler, adjusted, make_draw_keys(state.key, state.draw_index + i, 2)
+            )
             going &= plan.ok & (token >= 0)
-            adjusting = where_text(going, sampler.update(adjusting, token), adjusting)
+            adjusting = select_per_text(going, sampler.update(adjusting, token), adjusting)
             return (cache, adjusting, token, going), (token, going, adjusted)
 
         carry, first = step(carry, tokens, valid, jnp.int32(0))
 
-        def again(carry: tuple, i: jax.Array) -> tuple:
+        def draft_next_token(carry: tuple, i: jax.Array) -> tuple:
             return step(carry, carry[2][:, None], jnp.ones_like(active)[:, None], i)
 
         carry, rest = jax.lax.scan(
-            again, carry, jnp.arange(1, self.num_draft_tokens, dtype=jnp.int32)
+            draft_next_token, carry, jnp.arange(1, self.num_draft_tokens, dtype=jnp.int32)
         )
         made = jax.tree.map(
             lambda x, others: jnp.moveaxis(jnp.concatenate([x[None], others]), 0, 1),
@@ -311,7 +313,7 @@ class DraftModel(Drafter):
     ) -> DraftModel:
         """Remove rejected tokens. If all were accepted, the last one is not in its cache yet."""
         cache, _ = seq_rm(self.cache, sequences, at + taken)
-        num_missing = at + taken - 1 - ends(cache.table)[sequences]
+        num_missing = at + taken - 1 - last_positions(cache.table)[sequences]
         last = jnp.take_along_axis(fed, jnp.maximum(taken - 1, 0)[:, None], axis=1)[:, 0]
         unfed = jnp.where(taken > 0, last, self.unfed)
         return replace(self, cache=cache, unfed=jnp.where(num_missing == 1, unfed, -1))

@@ -19,22 +19,22 @@ from jaxkv.api.edits import seq_rm
 from jaxkv.cache import Cache, merge, split
 from jaxkv.core.array_utils import is_traced
 from jaxkv.core.compile_cache import cached_program
-from jaxkv.core.tree_types import TreeWithTypes, with_types
+from jaxkv.core.tree_types import TreeWithTypes, attach_node_types
 from jaxkv.core.validate import check_count
 from jaxkv.generation.model_step import Forward, model_step, own_or_copied_buffers
 from jaxkv.generation.results import DecodeResult
-from jaxkv.generation.sample_step import empty_samples, stops
+from jaxkv.generation.sample_step import check_stop_tokens, empty_samples
 from jaxkv.generation.sampler import Sampler
 from jaxkv.generation.speculative import token_tree
-from jaxkv.generation.speculative.acceptance import verify, verify_branches
+from jaxkv.generation.speculative.acceptance import verify_branches, verify_draft
 from jaxkv.generation.speculative.drafters import Drafter, DraftTokens, check_rollback
 from jaxkv.generation.state import (
     DecodeState,
     check_sampler_state,
     check_state,
-    ends,
-    going_on,
-    update_positions,
+    end_edited_texts,
+    last_positions,
+    update_last_token_hashes,
 )
 from jaxkv.jit_helpers import replicate
 from jaxkv.plan import Plan, Reason
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from jaxkv.table import CacheTable
 
 
-class _Drafted(NamedTuple):
+class _DraftedTokens(NamedTuple):
     """The tokens so far, and how many were drafted; see `DecodeResult`."""
 
     tokens: Int32[Array, "T n"]
@@ -89,12 +89,12 @@ class _Progress(NamedTuple):
     cache: Cache
     state: DecodeState
     draft: Drafter
-    made: _Drafted
+    made: _DraftedTokens
     at: Int32[Array, " T"]
     drafting: Bool[Array, " T"]
 
 
-class _Turn(NamedTuple):
+class _StepResult(NamedTuple):
     """What came of one step, for T texts.
 
     tokens: the tokens that were picked at n + 1 places, as far as `picked` says.
@@ -193,22 +193,22 @@ def speculate(
         raise ValueError(f"wanted a draft of {texts} texts, got one of {drafter.batch_size}")
     drafter.check(cache)
     if not texts:
-        return DecodeResult(cache, state, *_nothing_made(0, num_tokens), drafter=drafter)
-    fixed = params, stops(stop_tokens, texts)
+        return DecodeResult(cache, state, *_empty_drafted_tokens(0, num_tokens), drafter=drafter)
+    fixed = params, check_stop_tokens(stop_tokens, texts)
     if is_traced(sampler, drafter, cache, state, fixed):
         setup = _Setup(forward, sampler, *fixed)
         cache, state, drafter, made = _speculate(setup, drafter, cache, state, num_tokens)
         return DecodeResult(cache, state, *made, drafter=drafter)
     table, buffers = own_or_copied_buffers(cache, donate)
-    loop = cached_program(_speculating, forward)
-    args = with_types((drafter, sampler)), fixed, table, buffers, state
+    loop = cached_program(_build_speculate_program, forward)
+    args = attach_node_types((drafter, sampler)), fixed, table, buffers, state
     table, buffers, next_state, drafter, made = loop(*args, num_tokens=num_tokens)
     # The sequences stay those that were passed in: to look at a result is to wait for it.
     next_state = replace(next_state, sequence=state.sequence)
     return DecodeResult(merge(table, buffers), next_state, *made, drafter=drafter)
 
 
-def _speculating(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
+def _build_speculate_program(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
     @partial(jax.jit, static_argnames="num_tokens", donate_argnames="buffers")
     def loop(
         by: TreeWithTypes[tuple[Drafter, Sampler]],
@@ -229,15 +229,15 @@ def _speculating(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
 
 def _speculate(
     setup: _Setup, draft: Drafter, cache: Cache, state: DecodeState, num_tokens: int
-) -> tuple[Cache, DecodeState, Drafter, _Drafted]:
+) -> tuple[Cache, DecodeState, Drafter, _DraftedTokens]:
     """Do what `speculate` says, as a part of the program that is being traced."""
     texts, tries = state.token.shape[0], draft.num_draft_tokens
     if draft.num_branches > 1:
         table = cache.table
-        sequences = token_tree.branch_sequences(table, state.sequence, draft.num_branches)
+        sequences = token_tree.assign_branch_sequences(table, state.sequence, draft.num_branches)
         setup = setup._replace(sequences=sequences)
 
-    def goes_on(progress: _Progress) -> jax.Array:
+    def should_continue(progress: _Progress) -> jax.Array:
         return jnp.any(progress.state.active & (_num_sampled(progress.made) < num_tokens))
 
     def body(progress: _Progress) -> _Progress:
@@ -253,12 +253,12 @@ def _speculate(
         if setup.sequences is None:
             guess = guess._replace(valid=guess.valid & may)
             after, tried = guess.tokens, jnp.sum(guess.valid, axis=1, dtype=jnp.int32)
-            cache, turn = _take_turn(setup, guess, active, progress)
+            cache, turn = _run_draft_width_step(setup, guess, active, progress)
         else:
             is_present = setup.sequences < progress.cache.table.spec.sequences
             guess = guess._replace(valid=guess.valid & may[:, None] & is_present[..., None])
-            tried = jnp.sum(token_tree.nodes_of(guess).first, axis=(1, 2), dtype=jnp.int32)
-            cache, turn = _take_turn(setup, guess, active, progress)
+            tried = jnp.sum(token_tree.find_tree_nodes(guess).first, axis=(1, 2), dtype=jnp.int32)
+            cache, turn = _run_draft_width_step(setup, guess, active, progress)
             after = turn.tokens[:, :-1]
         fed = jnp.concatenate([progress.state.token[:, None], after], axis=1)
         tried = jnp.where(turn.picked > 0, tried, 0)
@@ -268,7 +268,7 @@ def _speculate(
             cache=cache,
             state=turn.state,
             draft=draft.update(progress.state.sequence, progress.at, fed, turn.picked),
-            made=_Drafted(
+            made=_DraftedTokens(
                 tokens=_append_rows(made.tokens, done, turn.tokens, turn.picked),
                 logprobs=_append_rows(made.logprobs, done, turn.logprobs, turn.picked + broken),
                 num_model_steps=made.num_model_steps + active,
@@ -279,20 +279,20 @@ def _speculate(
             drafting=turn.drafting,
         )
 
-    made = _nothing_made(texts, num_tokens)
+    made = _empty_drafted_tokens(texts, num_tokens)
     state, draft = jax.tree.map(jnp.asarray, (state, draft))
-    state = going_on(cache.table, state)
-    at = ends(cache.table)[state.sequence] + 1
+    state = end_edited_texts(cache.table, state)
+    at = last_positions(cache.table)[state.sequence] + 1
     progress = _Progress(cache, state, draft, made, at, jnp.ones(texts, bool))
-    progress = jax.lax.while_loop(goes_on, body, progress)
+    progress = jax.lax.while_loop(should_continue, body, progress)
     table = progress.cache.table
-    state, made = replicate(table, (update_positions(table, progress.state), progress.made))
+    state, made = replicate(table, (update_last_token_hashes(table, progress.state), progress.made))
     return progress.cache, state, progress.draft, made
 
 
-def _nothing_made(texts: int, num_tokens: int) -> _Drafted:
+def _empty_drafted_tokens(texts: int, num_tokens: int) -> _DraftedTokens:
     none = jnp.zeros(texts, jnp.int32)
-    return _Drafted(
+    return _DraftedTokens(
         *empty_samples(texts, num_tokens),
         num_model_steps=none,
         num_drafted=none,
@@ -300,7 +300,7 @@ def _nothing_made(texts: int, num_tokens: int) -> _Drafted:
     )
 
 
-def _num_sampled(made: _Drafted) -> Int32[Array, " T"]:
+def _num_sampled(made: _DraftedTokens) -> Int32[Array, " T"]:
     """Return how many tokens of each text were picked."""
     return jnp.sum(made.tokens >= 0, axis=1, dtype=jnp.int32)
 
@@ -320,15 +320,15 @@ def _append_rows(
     return rows.at[jnp.arange(rows.shape[0])[:, None], where].set(new, mode="drop")
 
 
-def _take_turn(
+def _run_draft_width_step(
     setup: _Setup, draft: DraftTokens, active: Bool[Array, " T"], progress: _Progress
-) -> tuple[Cache, _Turn]:
+) -> tuple[Cache, _StepResult]:
     """Take one step for the active texts: as wide as the guess, or one token wide if there is none.
 
     Each width is a loop that runs once or not at all: a branch would copy the cache.
     """
     texts, tries = draft.tokens.shape[0], draft.tokens.shape[-1]
-    empty_turn = _Turn(
+    empty_turn = _StepResult(
         tokens=jnp.zeros((texts, tries + 1), jnp.int32),
         logprobs=jnp.zeros((texts, tries + 1), jnp.float32),
         picked=jnp.zeros(texts, jnp.int32),
@@ -339,23 +339,25 @@ def _take_turn(
     narrow = ~jnp.any(draft.valid)
     alone = draft if setup.sequences is None else jax.tree.map(lambda x: x[:, 0], draft)
 
-    def step(width: int, carry: tuple) -> tuple:
+    def step_of_width(width: int, carry: tuple) -> tuple:
         part = draft if width else jax.tree.map(lambda x: x[:, :0], alone)
-        cache, turn = _step(setup, part, active, progress._replace(cache=carry[0]))
+        cache, turn = _feed_and_verify(setup, part, active, progress._replace(cache=carry[0]))
         more = [(0, 0), (0, tries - width)]
         tokens, logprobs = (jnp.pad(x, more) for x in (turn.tokens, turn.logprobs))
         return cache, turn._replace(tokens=tokens, logprobs=logprobs), jnp.array(False)
 
     carry = progress.cache, empty_turn, narrow
-    carry = jax.lax.while_loop(lambda carry: carry[2], partial(step, 0), carry)
+    carry = jax.lax.while_loop(lambda carry: carry[2], partial(step_of_width, 0), carry)
     carry = *carry[:2], ~narrow
-    cache, turn, _ = jax.lax.while_loop(lambda carry: carry[2], partial(step, tries), carry)
+    cache, turn, _ = jax.lax.while_loop(
+        lambda carry: carry[2], partial(step_of_width, tries), carry
+    )
     return cache, turn
 
 
-def _step(
+def _feed_and_verify(
     setup: _Setup, draft: DraftTokens, active: Bool[Array, " T"], progress: _Progress
-) -> tuple[Cache, _Turn]:
+) -> tuple[Cache, _StepResult]:
     """Feed the last token of each active text and a guess, and keep what holds."""
     state = progress.state
     guessed = jnp.any(draft.valid, axis=tuple(range(1, draft.valid.ndim)))
@@ -395,7 +397,7 @@ def _step(
         draw_index=state.draw_index + num_picked,
         sampler_state=adjusting,
     )
-    return cache, _Turn(
+    return cache, _StepResult(
         tokens=tokens,
         logprobs=logprobs,
         picked=num_picked,
@@ -411,7 +413,7 @@ def _feed_guess(
     """Feed the last token of each active text, and a guess.
 
     Returns:
-      The cache; the plan; which texts go on; what `verify` says; and the guess.
+      The cache; the plan; which texts go on; what `verify_draft` says; and the guess.
     """
     table, state = progress.cache.table, progress.state
     fed = jnp.concatenate([state.token[:, None], draft.tokens], axis=1)
@@ -421,7 +423,7 @@ def _feed_guess(
     logits = logits.reshape(*fed.shape, -1).astype(jnp.float32)
     _check_vocabulary(draft, logits)
     ok = active & plan.ok
-    return cache, plan, ok, verify(setup.sampler, logits, draft, state, ok), draft
+    return cache, plan, ok, verify_draft(setup.sampler, logits, draft, state, ok), draft
 
 
 def _check_vocabulary(draft: DraftTokens, logits: Float[Array, "T n V"]) -> None:
@@ -443,7 +445,7 @@ def _feed_branches(
     """
     state, sequences = progress.state, setup.sequences
     assert sequences is not None
-    table = token_tree.fork(progress.cache.table, sequences, state.sequence)
+    table = token_tree.fork_branches(progress.cache.table, sequences, state.sequence)
     plan = token_tree.plan_tree(table, state.token, draft, active, sequences)
     cache = merge(table, progress.cache.buffers)
     cache, logits = model_step(setup.forward, setup.params, cache, plan.ubatches[0])
@@ -453,7 +455,7 @@ def _feed_branches(
     *found, branch = verify_branches(setup.sampler, logits, draft, state, ok)
     own_branch = jnp.argmax(sequences == state.sequence[:, None], axis=1).astype(jnp.int32)
     kept_branch = jnp.where(ok, branch, own_branch)
-    table = token_tree.keep(cache.table, state.sequence, sequences, kept_branch)
+    table = token_tree.keep_branch(cache.table, state.sequence, sequences, kept_branch)
     cache = merge(table, cache.buffers)
     tokens, valid = (
         jnp.take_along_axis(x, branch[:, None, None], axis=1)[:, 0]

@@ -19,8 +19,8 @@ from jaxkv.core.constants import NO_SLOT
 from jaxkv.generation.speculative.drafters import DraftTokens
 from jaxkv.jit_helpers import jit_table
 from jaxkv.plan import Plan
-from jaxkv.planning.checks import members_of
-from jaxkv.planning.layout import turn_in_sequence
+from jaxkv.planning.checks import token_sequence_pairs
+from jaxkv.planning.layout import rank_in_sequence
 from jaxkv.planning.placement import plan_single_ubatch
 from jaxkv.spec import TableSpec
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from jaxkv.table import CacheTable
 
 
-class Nodes(NamedTuple):
+class TreeNodes(NamedTuple):
     """What the branches of T texts have in common.
 
     owns: whether a token of a branch is one of another branch too: both have the same tokens up to
@@ -63,7 +63,7 @@ def check_branches(spec: TableSpec, texts: int, num_branches: int, cache_name: s
         )
 
 
-def branch_sequences(
+def assign_branch_sequences(
     table: CacheTable, sequences: Int32[Array, " T"], num_branches: int
 ) -> Int32[Array, "T {num_branches}"]:
     """Find a sequence for each branch: the text's own, and others of its stream that hold nothing.
@@ -78,7 +78,7 @@ def branch_sequences(
     """
     spec, count = table.spec, table.spec.sequences
     size = count // spec.streams
-    free = (~table.holding()).at[sequences].set(False).reshape(spec.streams, size)
+    free = (~table.nonempty_sequences()).at[sequences].set(False).reshape(spec.streams, size)
     stream, _ = divmod_nonnegative(sequences, size)
     beside = stream[:, None] == stream[None]
     ahead = jnp.sum(jnp.tril(beside, -1), axis=1, dtype=jnp.int32)
@@ -91,24 +91,24 @@ def branch_sequences(
     return jnp.sort(jnp.concatenate([sequences[:, None], found], axis=1), axis=1)
 
 
-def nodes_of(draft: DraftTokens) -> Nodes:
+def find_tree_nodes(draft: DraftTokens) -> TreeNodes:
     """Find what the branches of a guess begin with alike; its tokens are `[T, k, n]`."""
     tokens, valid = (jnp.moveaxis(x, 1, 2) for x in (draft.tokens, draft.valid))
     both = valid[..., None] & valid[..., None, :] & (tokens[..., None] == tokens[..., None, :])
     owns = jnp.moveaxis(jnp.cumprod(both, axis=1) > 0, 1, 2)
     branch = jnp.arange(owns.shape[1])
     earlier = (branch[None] < branch[:, None])[None, :, None]
-    return Nodes(owns=owns, first=draft.valid & ~jnp.any(owns & earlier, axis=3))
+    return TreeNodes(owns=owns, first=draft.valid & ~jnp.any(owns & earlier, axis=3))
 
 
 @jit_table
-def fork(
+def fork_branches(
     table: CacheTable, sequences: Int32[Array, "T k"], roots: Int32[Array, " T"]
 ) -> CacheTable:
     """Give the branches what their texts hold, which stand in `roots`."""
     parents = jnp.broadcast_to(roots[:, None], sequences.shape).reshape(-1)
     targets = jnp.where(sequences == roots[:, None], table.spec.sequences, sequences)
-    return table.select(None, parents, targets.reshape(-1))[0]
+    return table.seq_select(None, parents, targets.reshape(-1))[0]
 
 
 @jit_table
@@ -133,7 +133,7 @@ def plan_tree(
       after another. Those of tokens that an earlier branch has too mean nothing.
     """
     texts, branches, length = draft.tokens.shape
-    nodes = nodes_of(draft)
+    nodes = find_tree_nodes(draft)
     ids = jnp.where(sequences < table.spec.sequences, sequences, -1)
     sets = jnp.where(nodes.owns, ids[:, None, None], -1).reshape(texts, -1, branches)
     flat = make_batch(
@@ -144,9 +144,9 @@ def plan_tree(
         ),
         outputs=jnp.ones(texts * (1 + branches * length), bool),
     )
-    index = _rows_of(table.spec, texts, branches, length)
+    index = _lay_out_trees(table.spec, texts, branches, length)
     plan = plan_single_ubatch(
-        table, flat, turn_in_sequence(*members_of(flat)), index, outputs=index.size
+        table, flat, rank_in_sequence(*token_sequence_pairs(flat)), index, outputs=index.size
     )
     (ubatch,) = plan.ubatches
     turn = jnp.arange(flat.valid.size, dtype=jnp.int32)
@@ -156,7 +156,7 @@ def plan_tree(
     return replace(plan, ubatches=(replace(ubatch, outputs=where, output_index=order),))
 
 
-def _rows_of(
+def _lay_out_trees(
     spec: TableSpec, texts: int, num_branches: int, length: int
 ) -> Int32[Array, "rows columns"]:
     """Lay the trees of all texts out: as one row, or one for each branch, the token in the first.
@@ -174,7 +174,7 @@ def _rows_of(
 
 
 @jit_table
-def keep(
+def keep_branch(
     table: CacheTable,
     roots: Int32[Array, " T"],
     sequences: Int32[Array, "T k"],
@@ -189,7 +189,7 @@ def keep(
       branch: the branch that is kept.
     """
     parents = jnp.take_along_axis(sequences, branch[:, None], axis=1)[:, 0]
-    table, _ = table.select(None, parents, roots)
+    table, _ = table.seq_select(None, parents, roots)
     others = jnp.where(sequences == roots[:, None], table.spec.sequences, sequences).reshape(-1)
     none, end = jnp.int32(0), jnp.int32(-1)
-    return jax.lax.scan(lambda x, seq: (x.remove(seq, none, end)[0], None), table, others)[0]
+    return jax.lax.scan(lambda x, seq: (x.seq_rm(seq, none, end)[0], None), table, others)[0]

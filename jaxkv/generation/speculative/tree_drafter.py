@@ -11,10 +11,10 @@ import jax.numpy as jnp
 
 from jaxkv.cache import merge
 from jaxkv.generation.model_step import model_step
-from jaxkv.generation.sampler import Sampler, adjust_logits, draw, draw_key
+from jaxkv.generation.sampler import Sampler, adjust_logits, make_draw_keys, sample_tokens
 from jaxkv.generation.speculative import token_tree
 from jaxkv.generation.speculative.drafters import DraftModel, DraftTokens
-from jaxkv.generation.state import DecodeState, ends
+from jaxkv.generation.state import DecodeState, last_positions
 from jaxkv.planning.planners import plan_next
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class TreeDraftModel(DraftModel):
         With a sampler that draws, different tokens are drawn, and what comes after each.
         """
         table = self.cache.table
-        last = ends(table)[state.sequence]
+        last = last_positions(table)[state.sequence]
         going = active & (last + 1 + (self.unfed >= 0) == at)
         tokens = jnp.stack([self.unfed, state.token], axis=1)
         valid = going[:, None] & jnp.stack([self.unfed >= 0, jnp.ones_like(going)], axis=1)
@@ -55,12 +55,14 @@ class TreeDraftModel(DraftModel):
         cache, logits = model_step(self.forward, self.params, self.cache, plan.ubatches[0])
         logits = logits.reshape(*tokens.shape, -1)[:, -1].astype(jnp.float32)
         first = adjust_logits(sampler, logits, state.sampler_state)
-        token = self._different(sampler, first, draw_key(state.key, state.draw_index, 2))
+        token = self._pick_distinct_tokens(
+            sampler, first, make_draw_keys(state.key, state.draw_index, 2)
+        )
         best = jnp.take_along_axis(first, token, axis=1)
 
         table, buffers = cache.table, cache.buffers
-        sequences = token_tree.branch_sequences(table, state.sequence, self.num_branches)
-        cache = merge(token_tree.fork(table, sequences, state.sequence), buffers)
+        sequences = token_tree.assign_branch_sequences(table, state.sequence, self.num_branches)
+        cache = merge(token_tree.fork_branches(table, sequences, state.sequence), buffers)
         going = (going & plan.ok)[:, None] & (sequences < table.spec.sequences)
         going &= best > -jnp.inf
         adjusting = jax.tree.map(
@@ -71,7 +73,7 @@ class TreeDraftModel(DraftModel):
             for function in (partial(adjust_logits, sampler), sampler.update)
         )
 
-        def again(carry: tuple, i: jax.Array) -> tuple:
+        def draft_next_tokens(carry: tuple, i: jax.Array) -> tuple:
             cache, adjusting, token, going = carry
             adjusting = follow(adjusting, token)
             fed = token.reshape(-1, 1), sequences.reshape(-1), going.reshape(-1, 1)
@@ -79,9 +81,11 @@ class TreeDraftModel(DraftModel):
             cache, logits = model_step(self.forward, self.params, cache, plan.ubatches[0])
             logits = logits.reshape(*token.shape, -1).astype(jnp.float32)
             adjusted = adjust(logits, adjusting)
-            keys = draw_key(state.key, state.draw_index + i, 2)
+            keys = make_draw_keys(state.key, state.draw_index + i, 2)
             keys = jax.vmap(lambda key: jax.vmap(partial(jax.random.fold_in, key))(turns))(keys)
-            token = draw(sampler, adjusted.reshape(-1, adjusted.shape[2]), keys.reshape(-1))
+            token = sample_tokens(
+                sampler, adjusted.reshape(-1, adjusted.shape[2]), keys.reshape(-1)
+            )
             token = token.reshape(going.shape)
             going &= plan.ok & (token >= 0)
             return (cache, adjusting, token, going), (token, going, adjusted)
@@ -89,7 +93,7 @@ class TreeDraftModel(DraftModel):
         turns = jnp.arange(self.num_branches, dtype=jnp.int32)
         carry = cache, adjusting, token, going
         carry, rest = jax.lax.scan(
-            again, carry, jnp.arange(1, self.num_draft_tokens, dtype=jnp.int32)
+            draft_next_tokens, carry, jnp.arange(1, self.num_draft_tokens, dtype=jnp.int32)
         )
         first_draft = token, going, jnp.repeat(first[:, None], self.num_branches, axis=1)
         tokens, valid, adjusted = jax.tree.map(
@@ -100,7 +104,7 @@ class TreeDraftModel(DraftModel):
         draft = replace(self, cache=carry[0], guessed=tokens, sequences=sequences)
         return draft, DraftTokens(tokens, valid, adjusted if sampler.is_random else None)
 
-    def _different(
+    def _pick_distinct_tokens(
         self, sampler: Sampler, adjusted: Float[Array, "T V"], keys: Key[Array, " T"]
     ) -> Int32[Array, "T k"]:
         """Return different tokens of each text: the best, or drawn one by one."""
@@ -127,6 +131,6 @@ class TreeDraftModel(DraftModel):
         same = (self.guessed == fed[:, None, 1:]) | (turn[None] >= taken[:, None])[:, None]
         same = jnp.all(same, axis=2) & (self.sequences < table.spec.sequences)
         branch = jnp.argmax(same, axis=1).astype(jnp.int32)
-        table = token_tree.keep(table, sequences, self.sequences, branch)
+        table = token_tree.keep_branch(table, sequences, self.sequences, branch)
         kept = replace(self, cache=merge(table, buffers))
         return super(TreeDraftModel, kept).update(sequences, at, fed, taken)

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.ops.attention.softmax import OnlineSoftmax, zero_unseen
-from jaxkv.ops.attention.visibility import Visibility, bias_of, mask_of, query_bounds_of
+from jaxkv.ops.attention.visibility import Visibility, compute_bias, compute_mask, query_bounds_of
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int32, Shaped
@@ -41,7 +41,7 @@ class ActiveTiles(NamedTuple):
     """What the loop goes over, for P lists of tokens in b equal blocks of t.
 
     mask: `[P * b, t, N]` bool, what each token sees. Where a mask would be large, or there is a
-      bias, it is the sight of the blocks, from which a turn makes the mask of its tile.
+      bias, it is the visibility of the blocks, from which a turn makes the mask of its tile.
     sees: whether a token sees anything.
     streams: the stream of each block.
     tiles: numbers of all pairs: that of the block times the tiles of a stream, plus that of the
@@ -57,16 +57,16 @@ class ActiveTiles(NamedTuple):
     starts: Int32[Array, " P*b+1"]
 
     @property
-    def turns(self) -> Int32[Array, ""]:
+    def num_active_tiles(self) -> Int32[Array, ""]:
         """How many tiles are seen, of all blocks together; int32."""
         return self.starts[-1]
 
     @property
-    def tokens(self) -> int:
+    def tokens_per_block(self) -> int:
         """The tokens of a block, t."""
         return self.sees.shape[1]
 
-    def of_tile(
+    def mask_and_bias_of_tile(
         self, block: Int32[Array, ""], first: Int32[Array, ""], size: int
     ) -> tuple[Bool[Array, "1 t C"], Float[Array, "1 _ t C"] | None]:
         """Return what a block sees of `size` cells from `first` on, and the bias for them.
@@ -75,41 +75,43 @@ class ActiveTiles(NamedTuple):
         """
         zero = jnp.zeros_like(first)
         if not isinstance(self.mask, Visibility):
-            return slice_of(self.mask, (block, zero, first), (1, self.tokens, size)), None
+            return slice_of(self.mask, (block, zero, first), (1, self.tokens_per_block, size)), None
         visibility, stream = self.mask, scalar_at(self.streams, block)
         words = visibility.owners.shape[1]
 
         def of_block(x: jax.Array) -> jax.Array:
             if x.ndim == 2:
-                return slice_of(x, (block, zero), (1, self.tokens))
-            return slice_of(x, (block, zero, zero, first), (1, self.tokens, x.shape[2], size))
+                return slice_of(x, (block, zero), (1, self.tokens_per_block))
+            return slice_of(
+                x, (block, zero, zero, first), (1, self.tokens_per_block, x.shape[2], size)
+            )
 
         part = replace(
-            visibility.of_tokens(of_block),
+            visibility.slice_tokens(of_block),
             position=slice_of(visibility.position, (stream, first), (1, size)),
             owners=slice_of(visibility.owners, (stream, zero, first), (1, words, size)),
             all_streams=True,
         )
-        return mask_of(part), bias_of(part)
+        return compute_mask(part), compute_bias(part)
 
 
 @partial(jax.jit, static_argnames=("most", "size"))
 def find_active_tiles(visibility: Visibility, most: int = BLOCK, size: int = TILE) -> ActiveTiles:
     """List the tiles of `size` cells that are seen, by blocks of `most` tokens or less.
 
-    As with `mask_of`, each layer calls this, and the compiler computes it once.
+    As with `compute_mask`, each layer calls this, and the compiler computes it once.
     """
     lists, tokens = visibility.at.shape
     cells = visibility.position.shape[1]
     blocks, size = -(-tokens // most), min(size, cells)
     tiles = -(-cells // size)
     if lists * tokens * cells > MASK:
-        mask = _in_blocks(visibility, blocks)
-        seen, sees = _seen_by_token(mask)
+        mask = _split_visibility(visibility, blocks)
+        seen, sees = _find_seen_cells(mask)
     else:
-        mask = in_blocks(mask_of(visibility), blocks)
+        mask = split_into_blocks(compute_mask(visibility), blocks)
         seen, sees = jnp.any(mask, axis=1), jnp.any(mask, axis=2)
-        mask = mask if visibility.bias is None else _in_blocks(visibility, blocks)
+        mask = mask if visibility.bias is None else _split_visibility(visibility, blocks)
     seen = jnp.pad(seen, [(0, 0), (0, tiles * size - cells)])
     seen = jnp.any(seen.reshape(-1, tiles, size), axis=2)
     live = jnp.argsort(~seen.reshape(-1), stable=True).astype(jnp.int32)  # the seen ones come first
@@ -118,17 +120,17 @@ def find_active_tiles(visibility: Visibility, most: int = BLOCK, size: int = TIL
     return ActiveTiles(mask, sees, streams, live, jnp.pad(ends, (1, 0)))
 
 
-def _in_blocks(visibility: Visibility, blocks: int) -> Visibility:
-    """Return the sight of P * b lists of t tokens, the blocks of P lists; b is `blocks`."""
+def _split_visibility(visibility: Visibility, blocks: int) -> Visibility:
+    """Return the `Visibility` of P * b lists of t tokens, the blocks of P lists; b is `blocks`."""
     lists = visibility.streams.size * blocks
     return replace(
-        visibility.of_tokens(partial(in_blocks, blocks=blocks)),
+        visibility.slice_tokens(partial(split_into_blocks, blocks=blocks)),
         streams=jnp.repeat(visibility.streams, blocks, total_repeat_length=lists),
         all_streams=visibility.all_streams and blocks == 1,
     )
 
 
-def _seen_by_token(visibility: Visibility) -> tuple[jax.Array, jax.Array]:
+def _find_seen_cells(visibility: Visibility) -> tuple[jax.Array, jax.Array]:
     """Return which cells each list sees, `[P, N]` bool, and which tokens see any, `[P, T]` bool.
 
     It goes token by token, so that no mask of all pairs is held.
@@ -139,7 +141,7 @@ def _seen_by_token(visibility: Visibility) -> tuple[jax.Array, jax.Array]:
         def one(x: jax.Array) -> jax.Array:
             return jax.lax.dynamic_slice_in_dim(x, i, 1, axis=1)
 
-        mask, (seen, sees) = mask_of(visibility.of_tokens(one))[:, 0], found
+        mask, (seen, sees) = compute_mask(visibility.slice_tokens(one))[:, 0], found
         any_of_it = jnp.any(mask, axis=1, keepdims=True)
         return seen | mask, jax.lax.dynamic_update_slice_in_dim(sees, any_of_it, i, axis=1)
 
@@ -156,7 +158,7 @@ def query_bounds_in_blocks(
     The four numbers are those of `QueryBounds`; b is `blocks` and G is `queries`.
     """
     looks = jnp.stack(query_bounds_of(visibility), axis=-1)
-    return jnp.tile(in_blocks(looks, blocks), (1, queries, 1))
+    return jnp.tile(split_into_blocks(looks, blocks), (1, queries, 1))
 
 
 # No index is negative here. An index that could be would add three instructions to every layer.
@@ -168,7 +170,7 @@ def scalar_at(x: Shaped[Array, " n"], i: Int32[Array, ""]) -> Shaped[Array, ""]:
     return slice_of(x, (i,), (1,))[0]
 
 
-def in_blocks(x: Shaped[Array, "P T ..."], blocks: int) -> Shaped[Array, "Pb t ..."]:
+def split_into_blocks(x: Shaped[Array, "P T ..."], blocks: int) -> Shaped[Array, "Pb t ..."]:
     """Cut lists of tokens into b `blocks` of equal size.
 
     The last block is filled up with zeros: tokens that see nothing.
@@ -180,14 +182,16 @@ def in_blocks(x: Shaped[Array, "P T ..."], blocks: int) -> Shaped[Array, "Pb t .
     return x.reshape(-1, size, *x.shape[2:])
 
 
-def of_lists(sums: OnlineSoftmax, live: ActiveTiles, lists: int, tokens: int) -> OnlineSoftmax:
+def merge_blocks(sums: OnlineSoftmax, live: ActiveTiles, lists: int, tokens: int) -> OnlineSoftmax:
     """Return the sums of P `lists` of T `tokens` from the sums of their P * b blocks."""
-    sums = jax.tree.map(lambda x: _of_lists(x, lists, tokens, live.tokens), sums)
+    sums = jax.tree.map(
+        lambda x: _merge_array_blocks(x, lists, tokens, live.tokens_per_block), sums
+    )
     return zero_unseen(sums, live.sees.reshape(lists, -1)[:, :tokens])
 
 
-def _of_lists(x: jax.Array, lists: int, tokens: int, size: int) -> jax.Array:
-    """Undo `in_blocks` for packed sums; `[P * b, K, X, ...]` to `[P, K, G * T, ...]`.
+def _merge_array_blocks(x: jax.Array, lists: int, tokens: int, size: int) -> jax.Array:
+    """Undo `split_into_blocks` for packed sums; `[P * b, K, X, ...]` to `[P, K, G * T, ...]`.
 
     P is `lists`, T is `tokens` and t is `size`.
     """

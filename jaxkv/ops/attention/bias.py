@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.core.array_utils import is_concrete
-from jaxkv.core.tree_types import TreeWithTypes, with_types
+from jaxkv.core.tree_types import TreeWithTypes, attach_node_types
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32
@@ -33,17 +33,17 @@ Bias = Function | jax.Array | np.ndarray
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
-class OfPlaces:
+class PositionBias:
     """A bias that is computed where it is read.
 
-    function: see `Function`; with its types, see `with_types`.
+    function: see `Function`; with its types, see `attach_node_types`.
     heads: the numbers of the query heads; on a mesh those in the share of a device.
     """
 
     function: TreeWithTypes[Function]
     heads: Int32[Array, " H"]
 
-    def between(
+    def compute_bias(
         self, at: Int32[Array, "P T"], position: Int32[Array, "P _ N"]
     ) -> Float[Array, "P _ T N"]:
         """Return the bias of tokens for cells at positions of each list, or of each token.
@@ -56,7 +56,7 @@ class OfPlaces:
         return jnp.broadcast_to(added, shape)
 
 
-BiasOfLists = jax.Array | OfPlaces
+BiasOfLists = jax.Array | PositionBias
 """A bias for lists of tokens: an array `[P, T, H or 1, N]` of floats, or a function of places."""
 
 
@@ -99,7 +99,9 @@ def check_bias(bias: object, shape: tuple[int, ...]) -> BiasOfLists | None:
     if len(traced.out_avals) != 1:
         raise TypeError(f"wanted a bias that returns an array, got {len(traced.out_avals)} of them")
     _check_fit("R, H, T, N", traced.out_avals[0], (rows, heads, tokens, cells))
-    return OfPlaces(function=with_types(function), heads=jnp.arange(heads, dtype=jnp.int32))
+    return PositionBias(
+        function=attach_node_types(function), heads=jnp.arange(heads, dtype=jnp.int32)
+    )
 
 
 def _check_fit(

@@ -22,15 +22,15 @@ from jaxkv.ops.attention import (
 )
 from jaxkv.ops.attention.active_tiles import TILE
 from jaxkv.ops.attention.softmax import (
+    AttentionOptions,
     OnlineSoftmax,
-    Options,
     normalize,
     reset_where_bias_hides_all,
     ungroup_queries,
     with_sinks,
 )
 from jaxkv.ops.attention.transforms import fold_vmap, with_derivatives_of
-from jaxkv.ops.attention.visibility import Visibility, bias_of, mask_of
+from jaxkv.ops.attention.visibility import Visibility, compute_bias, compute_mask
 from jaxkv.ops.mla import Values, ValueSlice
 from jaxkv.ops.quantised import Stored
 
@@ -49,14 +49,14 @@ xla: `jax.nn.dot_product_attention`.
 cudnn: `jax.nn.dot_product_attention` with the kernel of NVIDIA's library, for float16 and bfloat16.
 """
 
-AttentionFn = Callable[[jax.Array, Stored, Stored, Visibility, Options], OnlineSoftmax]
-"""An implementation: a function of queries, keys, values, a sight and options.
+AttentionFn = Callable[[jax.Array, Stored, Stored, Visibility, AttentionOptions], OnlineSoftmax]
+"""An implementation: a function of queries, keys, values, a `Visibility` and options.
 
 q: `[P, T, H, D]` floats, queries of P lists of tokens. Query head h reads key/value head
   h // (H / K).
 k: `[S, K, N, D]`, keys of all streams; a key that no token may see holds anything, also a NaN.
 v: `[S, K, N, Dv]`, values, all of them finite.
-sight: what decides which cells each token sees, and what is added to their logits; from it an
+visibility: what decides which cells each token sees, and what is added to their logits; from it an
   implementation makes what it needs. A cell that a bias hides has the lowest logit, see
   `mask_logits`.
 options: scale and softcap. Sinks are added afterwards, when all cells have been weighed.
@@ -68,8 +68,12 @@ MAX_LOGIT_BYTES = 1 << 28
 """The most bytes of logits, of all cells, that may be held at once: 256 MB."""
 
 
-def best(
-    q: Float[Array, "P T H D"], k: Stored, v: Stored, visibility: Visibility, options: Options
+def attend_by_shapes(
+    q: Float[Array, "P T H D"],
+    k: Stored,
+    v: Stored,
+    visibility: Visibility,
+    options: AttentionOptions,
 ) -> OnlineSoftmax:
     """Choose by shapes, where there is no kernel.
 
@@ -81,12 +85,20 @@ def best(
     logits = q.shape[1] * q.shape[2] * jnp.dtype(jnp.float32).itemsize  # bytes a cell
     read = k.shape[1] * (k.shape[3] + v.shape[3]) * k.dtype.itemsize
     logit_bytes = q.shape[0] * logits * k.shape[2] if q.shape[1] > 1 else 0
-    way = xla.whole if logits <= read and logit_bytes <= MAX_LOGIT_BYTES else xla_tiles.by_tiles
+    way = (
+        xla.attend_all_cells
+        if logits <= read and logit_bytes <= MAX_LOGIT_BYTES
+        else xla_tiles.attend_by_tiles
+    )
     return way(q, k, v, visibility, options)
 
 
 def best_for_tpu(
-    q: Float[Array, "P T H D"], k: Stored, v: Stored, visibility: Visibility, options: Options
+    q: Float[Array, "P T H D"],
+    k: Stored,
+    v: Stored,
+    visibility: Visibility,
+    options: AttentionOptions,
 ) -> OnlineSoftmax:
     """Run the kernel where it takes the arrays; `docs/kernels.md` gives the reasons.
 
@@ -96,7 +108,7 @@ def best_for_tpu(
     lists, tokens = visibility.at.shape
     small = lists > 1 and tokens == 1 and k.shape[2] <= TILE
     way = (
-        best
+        attend_by_shapes
         if small or not pallas_tpu.can_attend(q, k, v, visibility)
         else pallas_tpu.partial_attention
     )
@@ -104,32 +116,44 @@ def best_for_tpu(
 
 
 def kernel_for_cuda(
-    q: Float[Array, "P T H D"], k: Stored, v: Stored, visibility: Visibility, options: Options
+    q: Float[Array, "P T H D"],
+    k: Stored,
+    v: Stored,
+    visibility: Visibility,
+    options: AttentionOptions,
 ) -> OnlineSoftmax:
     """Run the kernel where it takes the arrays.
 
     JAX traces it for other platforms too, which never run it; so it raises no errors.
     """
-    way = pallas_gpu.partial_attention if pallas_gpu.can_attend(q, k, v, visibility) else best
+    way = (
+        pallas_gpu.partial_attention
+        if pallas_gpu.can_attend(q, k, v, visibility)
+        else attend_by_shapes
+    )
     return way(q, k, v, visibility, options)
 
 
 def best_for_cuda(
-    q: Float[Array, "P T H D"], k: Stored, v: Stored, visibility: Visibility, options: Options
+    q: Float[Array, "P T H D"],
+    k: Stored,
+    v: Stored,
+    visibility: Visibility,
+    options: AttentionOptions,
 ) -> OnlineSoftmax:
     """Run the kernel where the GPU is known to be good for it."""
-    way = kernel_for_cuda if pallas_gpu.is_fast() else best
+    way = kernel_for_cuda if pallas_gpu.is_fast() else attend_by_shapes
     return way(q, k, v, visibility, options)
 
 
 def by_platform(**ways: Callable[..., OnlineSoftmax]) -> Callable[..., OnlineSoftmax]:
     """Make one implementation of several, `ways` by platform: chosen when a program is lowered.
 
-    What decides what is seen, `seen`, may be a sight or a mask, as the implementations take it.
+    What decides what is seen, `seen`, is a `Visibility` or a mask, as the implementations take it.
     """
 
     def partial_attention(
-        q: jax.Array, k: Stored, v: Stored, seen: PyTree, options: Options
+        q: jax.Array, k: Stored, v: Stored, seen: PyTree, options: AttentionOptions
     ) -> OnlineSoftmax:
         with_options = {name: partial(way, options=options) for name, way in ways.items()}
         return jax.lax.platform_dependent(q, k, v, seen, **with_options)
@@ -140,23 +164,26 @@ def by_platform(**ways: Callable[..., OnlineSoftmax]) -> Callable[..., OnlineSof
 def with_derivatives(**ways: AttentionFn) -> AttentionFn:
     """Make an implementation with derivatives and batches, from one for each platform."""
 
-    def plain(
-        q: jax.Array, k: Stored, v: Stored, visibility: Visibility, options: Options
+    def differentiable_attention(
+        q: jax.Array, k: Stored, v: Stored, visibility: Visibility, options: AttentionOptions
     ) -> OnlineSoftmax:
-        of_lists, mask = visibility.of_lists, mask_of(visibility)
-        return xla.by_mask_differentiable(
-            q, of_lists(k), of_lists(v), mask, options, bias_of(visibility, mask)
+        of_lists, mask = visibility.gather_list_streams, compute_mask(visibility)
+        return xla.attend_differentiably(
+            q, of_lists(k), of_lists(v), mask, options, compute_bias(visibility, mask)
         )
 
-    return with_derivatives_of(plain, fold_vmap(by_platform(**ways)))
+    return with_derivatives_of(differentiable_attention, fold_vmap(by_platform(**ways)))
 
 
 IMPLEMENTATIONS: dict[Implementation | None, AttentionFn] = {
     None: with_derivatives(
-        cpu=xla_cpu_tiled.best, tpu=best_for_tpu, cuda=best_for_cuda, default=best
+        cpu=xla_cpu_tiled.attend_by_shapes,
+        tpu=best_for_tpu,
+        cuda=best_for_cuda,
+        default=attend_by_shapes,
     ),
-    "tiles": with_derivatives(cpu=xla_cpu.tiles, default=xla_tiles.by_tiles),
-    "whole": with_derivatives(cpu=xla_cpu.whole, default=xla.whole),
+    "tiles": with_derivatives(cpu=xla_cpu.attend_by_tiles, default=xla_tiles.attend_by_tiles),
+    "whole": with_derivatives(cpu=xla_cpu.attend_all_cells, default=xla.attend_all_cells),
     "pallas": with_derivatives(
         tpu=pallas_tpu.partial_attention,
         cuda=kernel_for_cuda,
@@ -173,7 +200,7 @@ def attend(
     k: Stored,
     v: Values,
     visibility: Visibility,
-    options: Options,
+    options: AttentionOptions,
     implementation: Implementation | None = None,
 ) -> Float[Array, "P T H Dv"]:
     """Attend from lists of tokens to the cells of their streams.
@@ -207,7 +234,7 @@ def partial_attention(
     k: Stored,
     v: Values,
     visibility: Visibility,
-    options: Options,
+    options: AttentionOptions,
     implementation: Implementation | None,
 ) -> OnlineSoftmax:
     """Do the part of `attend` that reads keys and values; its softmax is still open.
@@ -217,7 +244,7 @@ def partial_attention(
     """
     if isinstance(v, ValueSlice):
         sums = partial_attention(q, k, k, visibility, options, implementation)
-        return sums._replace(out=v.of(sums.out))
+        return sums._replace(out=v.slice_values(sums.out))
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"wanted an implementation of {get_args(Implementation)}, got {implementation!r}"
@@ -227,20 +254,20 @@ def partial_attention(
             f"{implementation!r} adds no bias: leave the implementation to jaxkv, or take 'tiles', "
             f"'whole' or 'xla'"
         )
-    check(q, k, v, options)
+    check_attention_arguments(q, k, v, options)
     sums = IMPLEMENTATIONS[implementation](q, k, v, visibility, options)
     return sums if visibility.bias is None else reset_where_bias_hides_all(sums)
 
 
 def finalize(
-    sums: OnlineSoftmax, q: Float[Array, "P T H D"], options: Options
+    sums: OnlineSoftmax, q: Float[Array, "P T H D"], options: AttentionOptions
 ) -> Float[Array, "P T H Dv"]:
     """Close the softmax over all cells, in the dtype of the queries."""
     return ungroup_queries(normalize(with_sinks(sums, options.sinks)), q.shape[1]).astype(q.dtype)
 
 
 _by_mask = with_derivatives_of(
-    xla.by_mask_differentiable, by_platform(cpu=xla_cpu.by_mask, default=xla.by_mask)
+    xla.attend_differentiably, by_platform(cpu=xla_cpu.attend_by_mask, default=xla.attend_by_mask)
 )
 
 
@@ -286,8 +313,8 @@ def attention(
       >>> attention(q, k, v, jnp.array([[[False, False, False]]]))[0, 0, 0]
       Array([0.], dtype=float32)
     """
-    options = Options(scale=scale, softcap=softcap, sinks=sinks)
-    check(q, k, v, options)
+    options = AttentionOptions(scale=scale, softcap=softcap, sinks=sinks)
+    check_attention_arguments(q, k, v, options)
     mask_shape = (*q.shape[:2], k.shape[2])
     if k.shape[0] != q.shape[0] or mask.shape != mask_shape:
         raise ValueError(f"wanted a mask {mask_shape}, and k for as many rows, got {mask.shape}")
@@ -296,7 +323,9 @@ def attention(
     return finalize(_by_mask(q, k, v, mask, options), q, options)
 
 
-def check(q: Num[Array, "R T H D"], k: Stored, v: Stored, options: Options) -> None:
+def check_attention_arguments(
+    q: Num[Array, "R T H D"], k: Stored, v: Stored, options: AttentionOptions
+) -> None:
     """Raise unless queries, keys, values and options fit together.
 
     Shapes are those of `attend` or `attention`. The numbers of lists, streams and rows are not

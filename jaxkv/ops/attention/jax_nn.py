@@ -15,33 +15,46 @@ import jax.numpy as jnp
 
 from jaxkv.ops.attention.softmax import (
     LOWEST,
+    AttentionOptions,
     OnlineSoftmax,
-    Options,
-    by_kv_heads,
+    group_heads,
     group_queries,
     softmax_dtype,
 )
-from jaxkv.ops.attention.visibility import Visibility, bias_of, mask_of
-from jaxkv.ops.quantised import Quantised, Stored, from_stored
+from jaxkv.ops.attention.visibility import Visibility, compute_bias, compute_mask
+from jaxkv.ops.quantised import Quantised, Stored, dequantise
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
 
 def xla(
-    q: Float[Array, "P T H D"], k: Stored, v: Stored, visibility: Visibility, options: Options
+    q: Float[Array, "P T H D"],
+    k: Stored,
+    v: Stored,
+    visibility: Visibility,
+    options: AttentionOptions,
 ) -> OnlineSoftmax:
     """Call `jax.nn.dot_product_attention` in the wider dtype of queries and buffers.
 
     Quantised buffers are decoded first, all cells of the layer. See `jaxkv.ops.attention.dispatch`.
     """
-    k, v = from_stored(visibility.of_lists(k)), from_stored(visibility.of_lists(v))
+    k, v = (
+        dequantise(visibility.gather_list_streams(k)),
+        dequantise(visibility.gather_list_streams(v)),
+    )
     dtype = jnp.result_type(q, k, v)
-    return _weigh("xla", q.astype(dtype), k.astype(dtype), v.astype(dtype), visibility, options)
+    return _call_jax_nn(
+        "xla", q.astype(dtype), k.astype(dtype), v.astype(dtype), visibility, options
+    )
 
 
 def cudnn(
-    q: Float[Array, "P T H D"], k: Stored, v: Stored, visibility: Visibility, options: Options
+    q: Float[Array, "P T H D"],
+    k: Stored,
+    v: Stored,
+    visibility: Visibility,
+    options: AttentionOptions,
 ) -> OnlineSoftmax:
     """Call `jax.nn.dot_product_attention` with cuDNN's kernel, see `jaxkv.ops.attention.dispatch`.
 
@@ -60,24 +73,31 @@ def cudnn(
             f"'cudnn' wants queries, keys and values all of float16 or all of bfloat16, got "
             f"{q.dtype}, {k.dtype} and {v.dtype}: leave the implementation to jaxkv"
         )
-    return _weigh("cudnn", q, visibility.of_lists(k), visibility.of_lists(v), visibility, options)
+    return _call_jax_nn(
+        "cudnn",
+        q,
+        visibility.gather_list_streams(k),
+        visibility.gather_list_streams(v),
+        visibility,
+        options,
+    )
 
 
-def _weigh(
+def _call_jax_nn(
     name: Literal["xla", "cudnn"],
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     visibility: Visibility,
-    options: Options,
+    options: AttentionOptions,
 ) -> OnlineSoftmax:
     """Weigh keys `[P, K, N, D]` and values `[P, K, N, Dv]`, for queries `[P, T, H, D]`."""
     if options.softcap is not None or options.sinks is not None:
         raise ValueError(
             f"{name!r} has neither a softcap nor sinks: leave the implementation to jaxkv"
         )
-    kv_heads, mask = k.shape[1], mask_of(visibility)
-    bias, mask = bias_of(visibility, mask), mask[:, None]  # [P, 1, T, N]
+    kv_heads, mask = k.shape[1], compute_mask(visibility)
+    bias, mask = compute_bias(visibility, mask), mask[:, None]  # [P, 1, T, N]
     if bias is not None:  # what a bias hides, the mask hides, for each head
         mask = mask & (bias != -jnp.inf)
         bias = jnp.where(mask, bias, 0)
@@ -97,7 +117,7 @@ def _weigh(
         return_residual=True,
     )
     some = jnp.any(mask, axis=3).swapaxes(1, 2)  # [P, T, 1 or H]
-    shows = by_kv_heads(mask, kv_heads) & broken[:, :, None, None]
+    shows = group_heads(mask, kv_heads) & broken[:, :, None, None]
     shows = jnp.any(shows, axis=4)  # [P, K, G or 1, T]
     shows = jnp.tile(shows, (1, 1, q.shape[2] // (kv_heads * shows.shape[2]), 1))
     shows = shows.reshape(*shows.shape[:2], -1)  # [P, K, G * T]

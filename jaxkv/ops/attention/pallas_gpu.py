@@ -34,14 +34,14 @@ from jax.experimental.pallas import triton
 
 from jaxkv.ops.attention.active_tiles import (
     find_active_tiles,
-    in_blocks,
-    of_lists,
+    merge_blocks,
     query_bounds_in_blocks,
+    split_into_blocks,
 )
-from jaxkv.ops.attention.softmax import LOWEST, OnlineSoftmax, Options, group_queries
+from jaxkv.ops.attention.softmax import LOWEST, AttentionOptions, OnlineSoftmax, group_queries
 from jaxkv.ops.attention.visibility import QueryBounds, Visibility
 from jaxkv.ops.layer_stack import flatten_layers
-from jaxkv.ops.quantised import SHARING, Stored, has_one_scale, parts
+from jaxkv.ops.quantised import SHARING, Stored, codes_and_scales, has_one_scale
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, PyTree
@@ -68,7 +68,7 @@ On other GPUs the compiler may refuse the kernel: older and smaller ones hold fe
 """
 
 
-class Cut(NamedTuple):
+class KernelTiling(NamedTuple):
     """How the work is cut into programs, all static.
 
     queries: X filled up to a power of two: those that share a key and are computed together.
@@ -85,7 +85,7 @@ class Cut(NamedTuple):
     stages: int
 
 
-def cut_of(q: Float[Array, "P T H D"], k: Stored, v: Stored) -> Cut:
+def choose_tiling(q: Float[Array, "P T H D"], k: Stored, v: Stored) -> KernelTiling:
     """Choose by shapes what was fastest on an H100, of what its compiler takes without spilling.
 
     The arguments are those of `partial_attention`.
@@ -96,7 +96,7 @@ def cut_of(q: Float[Array, "P T H D"], k: Stored, v: Stored) -> Cut:
     if tokens * group <= 16:
         queries, warps, stages = 16, (8 if exact and large else 4), (2 if exact and large else 4)
     elif not exact:
-        queries = min(_power(tokens * group), 64)
+        queries = min(_pad_to_power_of_two(tokens * group), 64)
         warps, stages = (8, 2) if large and queries == 64 else (4, 3)
     elif not large:
         queries, warps, stages = 128, 8, 2
@@ -106,7 +106,7 @@ def cut_of(q: Float[Array, "P T H D"], k: Stored, v: Stored) -> Cut:
     cells = 32 if exact else 64
     tiles = -(-k.shape[2] // cells)
     programs = min(max(1, PROGRAMS // (blocks * k.shape[1])), tiles)
-    return Cut(queries, cells, programs, warps, stages)
+    return KernelTiling(queries, cells, programs, warps, stages)
 
 
 def _is_exact(q: jax.Array, k: Stored, v: Stored) -> bool:
@@ -149,9 +149,9 @@ def partial_attention(
     k: Stored,
     v: Stored,
     visibility: Visibility,
-    options: Options,
+    options: AttentionOptions,
     *,
-    cut: Cut | None = None,
+    cut: KernelTiling | None = None,
     interpret: bool = False,
 ) -> OnlineSoftmax:
     """Weigh the cells of live tiles, see `jaxkv.ops.attention.dispatch`.
@@ -162,7 +162,7 @@ def partial_attention(
       v: `[S, K, N, Dv]`, values.
       visibility: what decides which cells each token sees.
       options: scale and softcap.
-      cut: how the work is cut; None for what `cut_of` returns.
+      cut: how the work is cut; None for what `choose_tiling` returns.
       interpret: run the kernels step by step as plain JAX, on any platform. It is slow.
 
     Raises:
@@ -176,12 +176,12 @@ def partial_attention(
             f"each key head, and on a mesh a cache with rules, got {q.dtype} {q.shape}, "
             f"{k.dtype} {k.shape} and {v.dtype} {v.shape}: leave the implementation to jaxkv"
         )
-    cut = cut_of(q, k, v) if cut is None else cut
+    cut = choose_tiling(q, k, v) if cut is None else cut
     kv_heads, cells = k.shape[1:3]
     queries = q.shape[2] // kv_heads
     live = find_active_tiles(visibility, cut.queries // queries, cut.cells)
     blocks = live.streams.size // visibility.streams.size
-    packed_q = group_queries(options.scaled(in_blocks(q, blocks)), kv_heads)
+    packed_q = group_queries(options.scale_queries(split_into_blocks(q, blocks)), kv_heads)
     (k, v), streams, layers = flatten_layers((k, v), live.streams)
     arrays = (
         live.tiles,
@@ -194,7 +194,7 @@ def partial_attention(
         k,
         v,
     )
-    parts = _call(
+    parts = _call_kernel(
         "jaxkv_attention",
         partial(
             _kernel,
@@ -206,7 +206,7 @@ def partial_attention(
         ),
         grid=(packed_q.shape[0], cut.programs, kv_heads),
         inputs=arrays,
-        outputs=_sums(cut.programs, *packed_q.shape[:3], v.shape[3]),
+        outputs=_softmax_shapes(cut.programs, *packed_q.shape[:3], v.shape[3]),
         interpret=interpret,
         num_warps=cut.warps,
         num_stages=cut.stages,
@@ -214,25 +214,25 @@ def partial_attention(
     if cut.programs == 1:
         sums = [x[0] for x in parts]
     else:
-        sums = _call(
+        sums = _call_kernel(
             "jaxkv_join",
-            _join,
+            _merge_programs,
             grid=packed_q.shape[:3],
             inputs=parts,
-            outputs=_sums(*packed_q.shape[:3], v.shape[3]),
+            outputs=_softmax_shapes(*packed_q.shape[:3], v.shape[3]),
             interpret=interpret,
         )
-    return of_lists(
+    return merge_blocks(
         OnlineSoftmax(*sums), live, *visibility.at.shape
     )  # blocks without a tile hold any numbers
 
 
-def _sums(*shape: int) -> list[jax.ShapeDtypeStruct]:
+def _softmax_shapes(*shape: int) -> list[jax.ShapeDtypeStruct]:
     """Return the float32 arrays of open sums of a shape `[..., X, Dv]`, see `OnlineSoftmax`."""
     return [jax.ShapeDtypeStruct(s, jnp.float32) for s in (shape[:-1], shape[:-1], shape)]
 
 
-def _call(
+def _call_kernel(
     name: str,
     kernel: Callable[..., None],
     *,
@@ -244,14 +244,14 @@ def _call(
 ) -> list[jax.Array]:
     """Run a kernel whose programs are each given all arrays, whole."""
 
-    def whole(x: jax.Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
+    def whole_array_spec(x: jax.Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
         return pl.BlockSpec(x.shape, lambda *_: (0,) * len(x.shape))
 
     return pl.pallas_call(
         kernel,
         grid=grid,
-        in_specs=jax.tree.map(whole, list(inputs)),
-        out_specs=[whole(x) for x in outputs],
+        in_specs=jax.tree.map(whole_array_spec, list(inputs)),
+        out_specs=[whole_array_spec(x) for x in outputs],
         out_shape=outputs,
         compiler_params=triton.CompilerParams(**options),
         interpret=interpret,
@@ -273,8 +273,8 @@ def _kernel(
     denom: Ref,
     out: Ref,
     *,
-    options: Options,
-    cut: Cut,
+    options: AttentionOptions,
+    cut: KernelTiling,
     tiles: int,
     layers: int,
     interpret: bool,
@@ -315,33 +315,33 @@ def _kernel(
     )
     dtype = jnp.promote_types(q.dtype, k.dtype)
     queries = queries.astype(dtype)
-    product = partial(_product, interpret=interpret)
+    product = partial(_multiply_tile, interpret=interpret)
 
-    def turn(i: jax.Array, carry: tuple) -> tuple:
+    def add_tile(i: jax.Array, carry: tuple) -> tuple:
         highest, total, out = carry
         cell = jax.lax.rem(tiles_of[i], tiles) * cut.cells + jnp.arange(cut.cells, dtype=jnp.int32)
         in_cells = cell < cells if cells % cut.cells else None
 
-        def tile(
+        def load_tile(
             x: Ref, number: jax.Array, inside: jax.Array
         ) -> tuple[jax.Array, jax.Array | None]:
             """Read keys or values, or codes, `[C, n]`; and scales, `[1, C]`, if there are any."""
-            numbers, scales = parts(x)
+            numbers, scales = codes_and_scales(x)
             where = stream, head, cell[:, None], number[None]
-            found = _load(numbers, *where, inside=_places(in_cells, inside, x.shape[3]))
+            found = _load(numbers, *where, inside=_tile_bounds_mask(in_cells, inside, x.shape[3]))
             if scales is None:
                 return found, None
             return found, _load(scales, stream, head, cell, 0, inside=in_cells)[None]
 
-        keys, key_scales = tile(k, key, in_key)
-        values, scales = tile(v, value, in_value)
+        keys, key_scales = load_tile(k, key, in_key)
+        values, scales = load_tile(v, value, in_value)
         at = _load(position, pool, cell, inside=in_cells)
         words = [_load(owners, pool, w, cell, inside=in_cells) for w in range(owners.shape[1])]
-        seen = look.sees(at[None], [word[None] for word in words])
+        seen = look.can_see(at[None], [word[None] for word in words])
         seen = seen if in_cells is None else seen & in_cells[None]
         logits = product(queries, keys.astype(dtype), 1)
         logits = logits if key_scales is None else logits * key_scales
-        logits = options.capped(logits)
+        logits = options.cap_logits(logits)
         # The compiler's maximum forgets a NaN, which must be seen; a comparison does not.
         logits = jnp.where(seen, jnp.where(logits < LOWEST / 2, LOWEST / 2, logits), LOWEST)
         top = jnp.maximum(highest, jnp.max(logits, axis=1))
@@ -355,7 +355,7 @@ def _kernel(
     begin, end = (first + jax.lax.div(count * n, cut.programs) for n in (part, part + 1))
     zero = jnp.zeros(query.shape, jnp.float32)
     nothing = zero + LOWEST, zero, jnp.zeros((query.size, value.size), jnp.float32)
-    sums = jax.lax.fori_loop(begin, end, turn, nothing)
+    sums = jax.lax.fori_loop(begin, end, add_tile, nothing)
     where = part, block, head
     triton.store(max_logit.at[*where, query], sums[0], mask=in_query)
     triton.store(denom.at[*where, query], sums[1], mask=in_query)
@@ -363,7 +363,7 @@ def _kernel(
     triton.store(out.at[*where, query[:, None], value[None]], sums[2], mask=both)
 
 
-def _join(
+def _merge_programs(
     highest_of: Ref,
     total_of: Ref,
     out_of: Ref,
@@ -389,7 +389,7 @@ def _join(
     triton.store(out.at[*where, value], jnp.sum(outs * down[:, None], axis=0), mask=in_value)
 
 
-def _power(count: int) -> int:
+def _pad_to_power_of_two(count: int) -> int:
     """Return the next power of two: 16 or more, the least that a matrix unit takes."""
     return max(16, 1 << (count - 1).bit_length())
 
@@ -399,7 +399,7 @@ def _padded_range(count: int, size: int | None = None) -> tuple[jax.Array, jax.A
 
     `[n]` int32 and bool.
     """
-    numbers = jnp.arange(_power(count) if size is None else size, dtype=jnp.int32)
+    numbers = jnp.arange(_pad_to_power_of_two(count) if size is None else size, dtype=jnp.int32)
     return numbers, numbers < count
 
 
@@ -413,7 +413,9 @@ def _load(
     return triton.load(ref.at[where], mask=inside, other=None if inside is None else fill)
 
 
-def _places(in_cells: jax.Array | None, inside: jax.Array, count: int) -> jax.Array | None:
+def _tile_bounds_mask(
+    in_cells: jax.Array | None, inside: jax.Array, count: int
+) -> jax.Array | None:
     """Return which places of a tile exist, `[C or 1, n]` bool; None if all do.
 
     `in_cells` is `[C]` bool for cells, None if all exist. `inside` is `[n]` bool for the numbers of
@@ -425,7 +427,7 @@ def _places(in_cells: jax.Array | None, inside: jax.Array, count: int) -> jax.Ar
     return every & inside[None]
 
 
-def _product(a: jax.Array, b: jax.Array, over: int, *, interpret: bool) -> jax.Array:
+def _multiply_tile(a: jax.Array, b: jax.Array, over: int, *, interpret: bool) -> jax.Array:
     """Multiply `[X, D or C]` by a tile, `[C, D]` or `[C, Dv]`, over its dimension `over`.
 
     The result is `[X, C or Dv]` float32. Three products of 19 bits on the matrix units are as exact

@@ -32,21 +32,21 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxkv.ops.attention.active_tiles import (
     TILE,
     find_active_tiles,
-    in_blocks,
-    of_lists,
+    merge_blocks,
     query_bounds_in_blocks,
+    split_into_blocks,
 )
 from jaxkv.ops.attention.softmax import (
     LOWEST,
+    AttentionOptions,
     OnlineSoftmax,
-    Options,
     group_queries,
     mask_logits,
     softmax_dtype,
 )
 from jaxkv.ops.attention.visibility import QueryBounds, Visibility
 from jaxkv.ops.layer_stack import flatten_layers
-from jaxkv.ops.quantised import SHARING, Stored, has_one_scale, parts
+from jaxkv.ops.quantised import SHARING, Stored, codes_and_scales, has_one_scale
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, PyTree
@@ -81,7 +81,11 @@ def can_attend(q: Float[Array, "P T H D"], k: Stored, v: Stored, visibility: Vis
     """
     split = set(jax.sharding.get_abstract_mesh().axis_types) - {jax.sharding.AxisType.Manual}
     tokens, queries = visibility.at.shape[1], q.shape[2] // k.shape[1]
-    pairs = visibility.at.shape[0] * -(-tokens // _most(queries)) * -(-k.shape[2] // TILE)
+    pairs = (
+        visibility.at.shape[0]
+        * -(-tokens // _max_tokens_per_block(queries))
+        * -(-k.shape[2] // TILE)
+    )
     fits = pairs <= PAIRS and visibility.bias is None
     dtypes = q.dtype in DTYPES and k.dtype in STORED and v.dtype in STORED
     return dtypes and fits and not split and has_one_scale(k) and has_one_scale(v)
@@ -92,7 +96,7 @@ def partial_attention(
     k: Stored,
     v: Stored,
     visibility: Visibility,
-    options: Options,
+    options: AttentionOptions,
     *,
     interpret: bool = False,
 ) -> OnlineSoftmax:
@@ -119,43 +123,47 @@ def partial_attention(
         )
     kv_heads, cells = k.shape[1:3]
     queries = q.shape[2] // kv_heads
-    live = find_active_tiles(visibility, _most(queries))
+    live = find_active_tiles(visibility, _max_tokens_per_block(queries))
     blocks = live.streams.size // visibility.streams.size
     size = min(TILE, cells)
     tiles = -(-cells // size)
-    packed_q = group_queries(options.scaled(in_blocks(q, blocks)), kv_heads)
+    packed_q = group_queries(options.scale_queries(split_into_blocks(q, blocks)), kv_heads)
     heads = _heads_at_once(packed_q, k, v)
     (k, v), streams, layers = flatten_layers((k, v), live.streams)
     owners = jax.lax.bitcast_convert_type(visibility.owners, jnp.int32)
 
-    def at(where: Callable[..., tuple]) -> Callable[..., tuple]:
+    def make_index_map(where: Callable[..., tuple]) -> Callable[..., tuple]:
         """Return an index map: the part of an array that a turn of the grid is given."""
 
-        def of_turn(h: jax.Array, i: jax.Array, pairs: Ref, streams: Ref) -> tuple:
-            block, tile = _pair(pairs[i], tiles)
+        def index_of_grid_step(h: jax.Array, i: jax.Array, pairs: Ref, streams: Ref) -> tuple:
+            block, tile = _split_pair_number(pairs[i], tiles)
             return where(h, block, streams[block], tile)
 
-        return of_turn
+        return index_of_grid_step
 
-    def of_block(numbers: int) -> pl.BlockSpec:
+    def query_block_spec(numbers: int) -> pl.BlockSpec:
         shape = (1, heads, packed_q.shape[2], numbers)
-        return pl.BlockSpec(shape, at(lambda h, block, stream, tile: (block, h, 0, 0)))
+        return pl.BlockSpec(shape, make_index_map(lambda h, block, stream, tile: (block, h, 0, 0)))
 
-    def of_table(words: int) -> pl.BlockSpec:
-        def where(h: jax.Array, block: jax.Array, stream: jax.Array, tile: jax.Array) -> tuple:
+    def table_block_spec(words: int) -> pl.BlockSpec:
+        def tile_index(h: jax.Array, block: jax.Array, stream: jax.Array, tile: jax.Array) -> tuple:
             pool = stream if layers == 1 else jax.lax.div(stream, jnp.int32(layers))
             return pool, 0, tile
 
-        return pl.BlockSpec((1, words, size), at(where))
+        return pl.BlockSpec((1, words, size), make_index_map(tile_index))
 
-    def of_buffers(x: jax.Array) -> pl.BlockSpec:
-        if _in_lanes(x):
+    def buffer_block_spec(x: jax.Array) -> pl.BlockSpec:
+        if _has_cells_in_lanes(x):
             shape = (1, heads, x.shape[3], size)
-            return pl.BlockSpec(shape, at(lambda h, block, stream, tile: (stream, h, 0, tile)))
+            return pl.BlockSpec(
+                shape, make_index_map(lambda h, block, stream, tile: (stream, h, 0, tile))
+            )
         shape = (1, heads, size, x.shape[3])
-        return pl.BlockSpec(shape, at(lambda h, block, stream, tile: (stream, h, tile, 0)))
+        return pl.BlockSpec(
+            shape, make_index_map(lambda h, block, stream, tile: (stream, h, tile, 0))
+        )
 
-    of_looks = at(lambda h, block, stream, tile: (block, 0, 0))
+    of_looks = make_index_map(lambda h, block, stream, tile: (block, 0, 0))
     numbers = (1, 1, v.shape[3])  # the highest logit, the sum of exponentials, weighted values
     highest, total, out = pl.pallas_call(
         partial(
@@ -163,19 +171,19 @@ def partial_attention(
             options=options,
             cells=cells,
             tiles=tiles,
-            in_lanes=(_in_lanes(k), _in_lanes(v)),
+            in_lanes=(_has_cells_in_lanes(k), _has_cells_in_lanes(v)),
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(kv_heads // heads, live.turns),
+            grid=(kv_heads // heads, live.num_active_tiles),
             in_specs=[
                 pl.BlockSpec((1, packed_q.shape[2], 4), of_looks),
-                of_table(1),
-                of_table(owners.shape[1]),
-                of_block(q.shape[3]),
-                *(jax.tree.map(of_buffers, x) for x in (k, v)),
+                table_block_spec(1),
+                table_block_spec(owners.shape[1]),
+                query_block_spec(q.shape[3]),
+                *(jax.tree.map(buffer_block_spec, x) for x in (k, v)),
             ],
-            out_specs=[of_block(n) for n in numbers],
+            out_specs=[query_block_spec(n) for n in numbers],
         ),
         out_shape=[
             jax.ShapeDtypeStruct((*packed_q.shape[:3], n), softmax_dtype(q)) for n in numbers
@@ -190,10 +198,10 @@ def partial_attention(
         visibility.position[:, None],
         owners,
         packed_q,
-        *(jax.tree.map(partial(_where_they_lie, interpret=interpret), x) for x in (k, v)),
+        *(jax.tree.map(partial(_pin_buffers_to_hbm, interpret=interpret), x) for x in (k, v)),
     )
     sums = OnlineSoftmax(highest[..., 0], total[..., 0], out)
-    return of_lists(sums, live, *visibility.at.shape)  # blocks without a pair hold any numbers
+    return merge_blocks(sums, live, *visibility.at.shape)  # blocks without a pair hold any numbers
 
 
 def _kernel(
@@ -209,7 +217,7 @@ def _kernel(
     denom: Ref,
     out: Ref,
     *,
-    options: Options,
+    options: AttentionOptions,
     cells: int,
     tiles: int,
     in_lanes: tuple[bool, bool],
@@ -235,34 +243,34 @@ def _kernel(
       in_lanes: whether cells of keys, and of values, lie in the lanes.
     """
     i = pl.program_id(1)
-    block, tile = _pair(pairs[i], tiles)
+    block, tile = _split_pair_number(pairs[i], tiles)
 
-    @pl.when((i == 0) | (block != _pair(pairs[jnp.maximum(i - 1, 0)], tiles)[0]))
-    def _() -> None:
+    @pl.when((i == 0) | (block != _split_pair_number(pairs[jnp.maximum(i - 1, 0)], tiles)[0]))
+    def reset_sums() -> None:
         max_logit[...] = jnp.full_like(max_logit, LOWEST)
         denom[...] = jnp.zeros_like(denom)
         out[...] = jnp.zeros_like(out)
 
     look = QueryBounds(*(query_bounds[0, :, j : j + 1] for j in range(4)))  # [X, 1]
     words = [owners[0, w : w + 1] for w in range(owners.shape[1])]
-    seen = look.sees(position[0], words)  # [X, C]
-    keys, key_scales = parts(k)
-    values, scales = parts(v)
+    seen = look.can_see(position[0], words)  # [X, C]
+    keys, key_scales = codes_and_scales(k)
+    values, scales = codes_and_scales(v)
     values, scales = values[0], None if scales is None else scales[0]
     axis, size = 2 if in_lanes[1] else 1, position.shape[2]
     if cells % size:  # past the last cell lie any numbers, also values that are NaN
         count = cells - tile * size
         seen &= jax.lax.broadcasted_iota(jnp.int32, (1, size), 1) < count
         if scales is None:
-            values = _first_of(values, axis, count)
+            values = _zero_after(values, axis, count)
         else:
-            scales = _first_of(scales, 2, count)
+            scales = _zero_after(scales, 2, count)
 
     dtype = jnp.promote_types(q.dtype, k.dtype)
     over = ((2,), (1 if in_lanes[0] else 2,)), ((0,), (0,))
-    logits = _product(q[0].astype(dtype), keys[0].astype(dtype), over, out.dtype)  # [h, X, C]
+    logits = _multiply_tile(q[0].astype(dtype), keys[0].astype(dtype), over, out.dtype)  # [h, X, C]
     logits = logits if key_scales is None else logits * key_scales[0]
-    logits = mask_logits(options.capped(logits), seen[None])
+    logits = mask_logits(options.cap_logits(logits), seen[None])
     top = jnp.maximum(max_logit[0], jnp.max(logits, axis=2, keepdims=True))
     down, weights = jnp.exp(max_logit[0] - top), jnp.exp(logits - top)
     max_logit[0] = top
@@ -270,33 +278,33 @@ def _kernel(
     over = ((2,), (axis,)), ((0,), (0,))
     if scales is not None:
         weights, values = weights * scales, values.astype(q.dtype)
-    out[0] = out[0] * down + _product(weights.astype(values.dtype), values, over, out.dtype)
+    out[0] = out[0] * down + _multiply_tile(weights.astype(values.dtype), values, over, out.dtype)
 
 
-def _first_of(x: jax.Array, axis: int, count: jax.Array) -> jax.Array:
+def _zero_after(x: jax.Array, axis: int, count: jax.Array) -> jax.Array:
     """Return `x`, `[h, ...]`, with zeros after the first `count` places along an axis."""
     is_inside = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) < count
     return jnp.where(is_inside, x, jnp.zeros_like(x))
 
 
-def _product(
+def _multiply_tile(
     a: jax.Array, b: jax.Array, over: jax.lax.DotDimensionNumbers, dtype: jnp.dtype
 ) -> jax.Array:
     """Multiply `[h, X, D or C]` by a tile over some dimensions; `[h, X, C or Dv]` in a dtype."""
     return jax.lax.dot_general(a, b, over, preferred_element_type=dtype)
 
 
-def _pair(number: jax.Array, tiles: int) -> tuple[jax.Array, jax.Array]:
+def _split_pair_number(number: jax.Array, tiles: int) -> tuple[jax.Array, jax.Array]:
     """Return the block of tokens and the tile that the number of a pair stands for; all int32."""
     return jax.lax.div(number, jnp.int32(tiles)), jax.lax.rem(number, jnp.int32(tiles))
 
 
-def _most(queries: int) -> int:
+def _max_tokens_per_block(queries: int) -> int:
     """Return the most tokens of a block, where each token has G `queries` of a key head."""
     return max(1, QUERIES // queries)
 
 
-def _in_lanes(x: Stored) -> bool:
+def _has_cells_in_lanes(x: Stored) -> bool:
     """Return whether the compiler lays out buffers `[S, K, N, D]` with cells in the lanes.
 
     So are scales, `[S, K, N, 1]`.
@@ -304,13 +312,13 @@ def _in_lanes(x: Stored) -> bool:
     return x.shape[3] % LANES != 0
 
 
-def _where_they_lie(x: jax.Array, interpret: bool) -> jax.Array:
+def _pin_buffers_to_hbm(x: jax.Array, interpret: bool) -> jax.Array:
     """Return buffers `[S, K, N, D]` as the kernel reads them.
 
     With cells in the lanes they are `[S, K, D, N]`. They stay in the large cache: else the
     compiler would copy small buffers to the fast memory before it writes and reads them.
     """
-    x = x.swapaxes(2, 3) if _in_lanes(x) else x
+    x = x.swapaxes(2, 3) if _has_cells_in_lanes(x) else x
     return x if interpret else pltpu.with_memory_space_constraint(x, pltpu.HBM)
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.ops.attention.softmax import Options
+from jaxkv.ops.attention.softmax import AttentionOptions
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
@@ -19,7 +19,7 @@ def reference(
     k: Float[Array, "P K N D"],
     v: Float[Array, "P K N Dv"],
     mask: Bool[Array | np.ndarray, "P T N"],
-    options: Options,
+    options: AttentionOptions,
 ) -> Float[Array, "P T H Dv"]:
     """Attend in the plainest way, in float32.
 
@@ -27,8 +27,8 @@ def reference(
     """
     heads, cells = q.shape[2], k.shape[2]
     k, v = (jnp.repeat(x.astype(jnp.float32), heads // k.shape[1], axis=1) for x in (k, v))
-    logits = jnp.einsum("pthd,phnd->pthn", options.scaled(q.astype(jnp.float32)), k)
-    logits = jnp.where(mask[:, :, None], options.capped(logits), -jnp.inf)
+    logits = jnp.einsum("pthd,phnd->pthn", options.scale_queries(q.astype(jnp.float32)), k)
+    logits = jnp.where(mask[:, :, None], options.cap_logits(logits), -jnp.inf)
     sinks = jnp.full(heads, -jnp.inf) if options.sinks is None else options.sinks
     sinks = jnp.broadcast_to(sinks, logits.shape[:3])[..., None]
     weights = jax.nn.softmax(jnp.concatenate([logits, sinks], axis=-1))[..., :cells]

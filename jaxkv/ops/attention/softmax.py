@@ -22,7 +22,7 @@ LOWEST = float(jnp.finfo(jnp.float32).min)
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Options:
+class AttentionOptions:
     """What a model's attention asks for beside its arrays.
 
     scale: what the products of queries and keys are multiplied by, static; None for 1 / sqrt(D).
@@ -34,11 +34,11 @@ class Options:
     softcap: float | None = field(default=None, metadata={"static": True})
     sinks: Float[Array | np.ndarray, " H"] | None = None
 
-    def scaled(self, q: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
+    def scale_queries(self, q: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
         """Return queries times the scale, in their own dtype."""
         return q * jnp.asarray(q.shape[-1] ** -0.5 if self.scale is None else self.scale, q.dtype)
 
-    def capped(self, logits: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    def cap_logits(self, logits: Float[Array, "*n"]) -> Float[Array, "*n"]:
         """Return logits below the softcap, smoothly, if there is one."""
         cap = self.softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
@@ -125,7 +125,7 @@ def _reset_unseen(sums: OnlineSoftmax, sees: jax.Array) -> OnlineSoftmax:
     )
 
 
-def nothing(q: Float[Array, "P K X D"], value_dim: int) -> OnlineSoftmax:
+def empty_softmax(q: Float[Array, "P K X D"], value_dim: int) -> OnlineSoftmax:
     """Return the sums over no cells, for packed queries; Dv is `value_dim`."""
     zero = jnp.zeros_like(q[..., 0], softmax_dtype(q))  # split on a mesh as queries are
     out = jnp.broadcast_to(zero[..., None], (*zero.shape, value_dim))
@@ -139,7 +139,7 @@ def merge_softmax(a: OnlineSoftmax, b: OnlineSoftmax) -> OnlineSoftmax:
     return a.merge_block(highest, b.denom * down, b.out * down[..., None])
 
 
-def join_over(sums: OnlineSoftmax, axes: tuple[str, ...]) -> OnlineSoftmax:
+def merge_over_devices(sums: OnlineSoftmax, axes: tuple[str, ...]) -> OnlineSoftmax:
     """Return the open softmax over the cells of all devices along axes of a mesh.
 
     It costs one small message.
@@ -182,7 +182,7 @@ def group_queries(q: Shaped[Array, "P T H D"], kv_heads: int) -> Shaped[Array, "
     )
 
 
-def by_kv_heads(x: Shaped[Array, "P _ T C"], kv_heads: int) -> Shaped[Array, "P _ _ T C"]:
+def group_heads(x: Shaped[Array, "P _ T C"], kv_heads: int) -> Shaped[Array, "P _ _ T C"]:
     """Split query heads by their key heads; H or 1 to K or 1 and G or 1."""
     lists, heads, *pairs = x.shape
     return x.reshape(lists, min(heads, kv_heads), -1, *pairs)

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from jaxkv.ops.attention.bias import OfPlaces
-from jaxkv.ops.attention.softmax import OnlineSoftmax, Options
-from jaxkv.ops.attention.visibility import Visibility, with_array
+from jaxkv.ops.attention.bias import PositionBias
+from jaxkv.ops.attention.softmax import AttentionOptions, OnlineSoftmax
+from jaxkv.ops.attention.visibility import Visibility, with_bias_array
 from jaxkv.ops.quantised import Stored
 
 if TYPE_CHECKING:
@@ -28,23 +28,23 @@ def with_derivatives_of(
     """Give the implementation `way` the derivatives of another, `plain`, in both modes.
 
     A loop whose length depends on the data cannot be run backwards, and what is fast forwards need
-    not be fast backwards. What decides what is seen, `seen`, may be a sight or a mask.
+    not be fast backwards. What decides what is seen, `seen`, may be a `Visibility` or a mask.
     """
 
     def partial_attention(
-        q: jax.Array, k: Stored, v: Stored, seen: PyTree, options: Options
+        q: jax.Array, k: Stored, v: Stored, seen: PyTree, options: AttentionOptions
     ) -> OnlineSoftmax:
         # `seen` is an argument, not closed over: where a step is jitted inside of a `grad`, JAX
         # asks for the derivative when the trace of `seen` has ended. A bias is part of `seen`.
         @jax.custom_jvp
-        def forwards(arrays: tuple, seen: PyTree) -> OnlineSoftmax:
+        def run_forward(arrays: tuple, seen: PyTree) -> OnlineSoftmax:
             return way(*arrays, seen, options)
 
-        @forwards.defjvp
-        def derive(primals: tuple, tangents: tuple) -> tuple[OnlineSoftmax, OnlineSoftmax]:
+        @run_forward.defjvp
+        def compute_jvp(primals: tuple, tangents: tuple) -> tuple[OnlineSoftmax, OnlineSoftmax]:
             return jax.jvp(lambda arrays, seen: plain(*arrays, seen, options), primals, tangents)
 
-        return forwards((q, k, v), seen)
+        return run_forward((q, k, v), seen)
 
     return partial_attention
 
@@ -57,14 +57,16 @@ def fold_vmap(way: Callable[..., OnlineSoftmax]) -> Callable[..., OnlineSoftmax]
     """
 
     def partial_attention(
-        q: jax.Array, k: Stored, v: Stored, visibility: Visibility, options: Options
+        q: jax.Array, k: Stored, v: Stored, visibility: Visibility, options: AttentionOptions
     ) -> OnlineSoftmax:
         @custom_vmap
-        def alone(q: jax.Array, k: Stored, v: Stored, visibility: Visibility) -> OnlineSoftmax:
+        def attend_single(
+            q: jax.Array, k: Stored, v: Stored, visibility: Visibility
+        ) -> OnlineSoftmax:
             return way(q, k, v, visibility, options)
 
-        @alone.def_vmap
-        def together(
+        @attend_single.def_vmap
+        def attend_batch(
             size: int, batched: PyTree, *args: PyTree
         ) -> tuple[OnlineSoftmax, OnlineSoftmax]:
             def broadcast_to_batch(x: jax.Array, has: bool) -> jax.Array:
@@ -73,18 +75,20 @@ def fold_vmap(way: Callable[..., OnlineSoftmax]) -> Callable[..., OnlineSoftmax]
             q, k, v, visibility = jax.tree.map(broadcast_to_batch, args, tuple(batched))
             first = jnp.arange(size, dtype=visibility.streams.dtype) * visibility.position.shape[1]
             function = None
-            if isinstance(visibility.bias, OfPlaces) and not any(jax.tree.leaves(batched[3].bias)):
+            if isinstance(visibility.bias, PositionBias) and not any(
+                jax.tree.leaves(batched[3].bias)
+            ):
                 function, visibility = args[3].bias, replace(visibility, bias=None)
-            elif isinstance(visibility.bias, OfPlaces):  # each cache has weights of its own
-                visibility = jax.vmap(with_array)(visibility)
+            elif isinstance(visibility.bias, PositionBias):  # each cache has weights of its own
+                visibility = jax.vmap(with_bias_array)(visibility)
             visibility = replace(visibility, streams=visibility.streams + first[:, None])
             args = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (q, k, v, visibility))
             if function is not None:
                 args = *args[:3], replace(args[3], bias=function)
-            sums = alone(*args)
+            sums = attend_single(*args)
             sums = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), sums)
             return sums, jax.tree.map(lambda _: True, sums)
 
-        return alone(q, k, v, visibility)
+        return attend_single(q, k, v, visibility)
 
     return partial_attention

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jaxkv.ops.attention.bias import BiasOfLists, OfPlaces
-from jaxkv.ops.layer_stack import of_streams
-from jaxkv.window import Window, first_seen, last_seen, sees
+from jaxkv.ops.attention.bias import BiasOfLists, PositionBias
+from jaxkv.ops.layer_stack import gather_streams
+from jaxkv.window import Window, can_see, first_seen, last_seen
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int32, PyTree, UInt32
@@ -59,7 +59,7 @@ class Visibility:
     bias: BiasOfLists | None = None
     tile: int | None = field(default=None, metadata={"static": True})
 
-    def of_cells(self, first: Int32[Array, ""], count: int) -> Visibility:
+    def slice_cells(self, first: Int32[Array, ""], count: int) -> Visibility:
         """Return the sight of `count` cells from `first` on, an int32 number."""
 
         def cut(x: jax.Array) -> jax.Array:
@@ -72,7 +72,7 @@ class Visibility:
             bias=cut(self.bias) if isinstance(self.bias, jax.Array) else self.bias,
         )
 
-    def of_tokens(self, cut: Callable[[jax.Array], jax.Array]) -> Visibility:
+    def slice_tokens(self, cut: Callable[[jax.Array], jax.Array]) -> Visibility:
         """Return the sight of other tokens; `cut` takes them out of arrays `[P, T, ...]`."""
         return replace(
             self,
@@ -83,35 +83,35 @@ class Visibility:
             bias=cut(self.bias) if isinstance(self.bias, jax.Array) else self.bias,
         )
 
-    def of_lists(self, x: PyTree) -> PyTree:
+    def gather_list_streams(self, x: PyTree) -> PyTree:
         """Return the part of each list's stream, `[P, ...]`, of arrays `[S, ...]`."""
-        return of_streams(x, None if self.all_streams else self.streams)
+        return gather_streams(x, None if self.all_streams else self.streams)
 
 
 @jax.jit
-def mask_of(visibility: Visibility) -> Bool[Array, "P T N"]:
+def compute_mask(visibility: Visibility) -> Bool[Array, "P T N"]:
     """Return which cells of its stream each token sees.
 
     Each layer calls this; the compiler computes it once for all layers that share a sight.
 
     llama.cpp: `set_input_kq_mask`.
     """
-    owners = visibility.of_lists(visibility.owners)  # [P, W, N]
+    owners = visibility.gather_list_streams(visibility.owners)  # [P, W, N]
     owner = owners[:, 0][:, None]
     for w in range(1, owners.shape[1]):  # a choice among few words, where a gather would be stored
         owner = jnp.where((visibility.word == w)[..., None], owners[:, w][:, None], owner)
     owned = owner & visibility.bit[..., None] != 0
-    position = visibility.of_lists(visibility.position)[:, None]
+    position = visibility.gather_list_streams(visibility.position)[:, None]
     visible_until = (
         None if visibility.visible_until is None else visibility.visible_until[..., None]
     )
     at = visibility.at[..., None]
-    return owned & sees(
+    return owned & can_see(
         visibility.window, at, position, causal=visibility.causal, visible_until=visible_until
     )
 
 
-def bias_of(
+def compute_bias(
     visibility: Visibility, seen: Bool[Array, "P T N"] | None = None
 ) -> Float[Array, "P _ T N"] | None:
     """Return what is added to the logits of all pairs, for H heads or for one; None for nothing.
@@ -121,17 +121,17 @@ def bias_of(
       seen: for derivatives: a cell that a token does not see is taken to stand where the token
         stands, so that the derivative of a function is a number there.
     """
-    if not isinstance(visibility.bias, OfPlaces):
+    if not isinstance(visibility.bias, PositionBias):
         return None if visibility.bias is None else visibility.bias.swapaxes(1, 2)
-    position = visibility.of_lists(visibility.position)[:, None]
+    position = visibility.gather_list_streams(visibility.position)[:, None]
     if seen is not None:
         position = jnp.where(seen, position, visibility.at[..., None])
-    return visibility.bias.between(visibility.at, position)
+    return visibility.bias.compute_bias(visibility.at, position)
 
 
-def with_array(visibility: Visibility) -> Visibility:
+def with_bias_array(visibility: Visibility) -> Visibility:
     """Return a sight whose bias, if it has one, is an array `[P, T, H or 1, N]`."""
-    bias = bias_of(visibility)
+    bias = compute_bias(visibility)
     return replace(visibility, bias=None if bias is None else bias.swapaxes(1, 2))
 
 
@@ -152,7 +152,7 @@ class QueryBounds(NamedTuple):
     word: Int32[Array, "*_"]
     bit: Int32[Array, "*_"]
 
-    def sees(
+    def can_see(
         self, position: Int32[Array, "*#n"], owners: Sequence[Int32[Array, "*#n"]]
     ) -> Bool[Array, "*_"]:
         """Return which cells are seen, bool, given int32 positions and W words of owners.

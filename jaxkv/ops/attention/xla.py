@@ -12,53 +12,57 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.ops.attention.softmax import (
+    AttentionOptions,
     OnlineSoftmax,
-    Options,
-    by_kv_heads,
+    group_heads,
     group_queries,
     mask_logits,
     softmax_dtype,
     zero_unseen,
 )
-from jaxkv.ops.attention.visibility import Visibility, bias_of, mask_of
-from jaxkv.ops.quantised import Numbers, Stored, from_stored, qk_logits, weighted_values
+from jaxkv.ops.attention.visibility import Visibility, compute_bias, compute_mask
+from jaxkv.ops.quantised import Numbers, Stored, dequantise, qk_logits, weighted_values
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
 
 
-def whole(
-    q: Float[Array, "P T H D"], k: Stored, v: Stored, visibility: Visibility, options: Options
+def attend_all_cells(
+    q: Float[Array, "P T H D"],
+    k: Stored,
+    v: Stored,
+    visibility: Visibility,
+    options: AttentionOptions,
 ) -> OnlineSoftmax:
     """Weigh all cells of the streams that take part, see `jaxkv.ops.attention.dispatch`."""
-    of_lists, mask = visibility.of_lists, mask_of(visibility)
-    return by_mask(q, of_lists(k), of_lists(v), mask, options, bias_of(visibility))
+    of_lists, mask = visibility.gather_list_streams, compute_mask(visibility)
+    return attend_by_mask(q, of_lists(k), of_lists(v), mask, options, compute_bias(visibility))
 
 
-def by_mask_differentiable(
+def attend_differentiably(
     q: Float[Array, "P T H D"],
     k: Numbers,
     v: Numbers,
     mask: Bool[Array, "P T N"],
-    options: Options,
+    options: AttentionOptions,
     bias: Float[Array, "P _ T N"] | None = None,
 ) -> OnlineSoftmax:
-    """Do what `by_mask` does, in a form whose derivatives are safe from what no token sees.
+    """Do what `attend_by_mask` does, in a form whose derivatives are safe from what no token sees.
 
     Derivatives multiply keys and values by the zeros of hidden cells, and NaN times zero is NaN. So
     cells that no token of a list sees are set to zero, which takes a copy.
     """
     seen = jnp.any(mask, axis=1)[:, None, :, None]
-    k, v = (jnp.where(seen, from_stored(x), 0) for x in (k, v))
-    return by_mask(q, k, v, mask, options, bias)
+    k, v = (jnp.where(seen, dequantise(x), 0) for x in (k, v))
+    return attend_by_mask(q, k, v, mask, options, bias)
 
 
-def by_mask(
+def attend_by_mask(
     q: Float[Array, "P T H D"],
     k: Numbers,
     v: Numbers,
     mask: Bool[Array, "P T N"],
-    options: Options,
+    options: AttentionOptions,
     bias: Float[Array, "P _ T N"] | None = None,
 ) -> OnlineSoftmax:
     """Weigh the cells of each list that its mask shows to it.
@@ -71,10 +75,10 @@ def by_mask(
       options: scale and softcap.
       bias: what is added to logits, if there is anything.
     """
-    q = group_queries(options.scaled(q), k.shape[1])
-    logits = _logits(q, k, mask, options, bias)
+    q = group_queries(options.scale_queries(q), k.shape[1])
+    logits = _masked_logits(q, k, mask, options, bias)
     highest = jax.lax.stop_gradient(jnp.max(logits, axis=-1))
-    sums = OnlineSoftmax(highest, *_weigh(jnp.exp(logits - highest[..., None]), v))
+    sums = OnlineSoftmax(highest, *_sum_weighted_values(jnp.exp(logits - highest[..., None]), v))
     return zero_unseen(sums, jnp.any(mask, axis=2))
 
 
@@ -84,7 +88,7 @@ def add_cells(
     k: Numbers,
     v: Numbers,
     mask: Bool[Array, "P T C"],
-    options: Options,
+    options: AttentionOptions,
     bias: Float[Array, "P _ T C"] | None = None,
 ) -> OnlineSoftmax:
     """Weigh further cells, and add them to sums.
@@ -100,22 +104,22 @@ def add_cells(
       options: of which the softcap is looked at.
       bias: what is added to logits, if there is anything.
     """
-    logits = _logits(q, k, mask, options, bias)
+    logits = _masked_logits(q, k, mask, options, bias)
     highest = jax.lax.stop_gradient(jnp.maximum(jnp.max(logits, axis=-1), sums.max_logit))
-    return sums.merge_block(highest, *_weigh(jnp.exp(logits - highest[..., None]), v))
+    return sums.merge_block(highest, *_sum_weighted_values(jnp.exp(logits - highest[..., None]), v))
 
 
-def _logits(
-    q: jax.Array, k: Numbers, mask: jax.Array, options: Options, bias: jax.Array | None
+def _masked_logits(
+    q: jax.Array, k: Numbers, mask: jax.Array, options: AttentionOptions, bias: jax.Array | None
 ) -> jax.Array:
     """Return masked logits `[P, K, X, C]` in `softmax_dtype`; arguments as in `add_cells`."""
     logits = qk_logits(q, k, softmax_dtype(q))
-    by_token = options.capped(logits).reshape(*q.shape[:2], -1, *mask.shape[1:])
-    bias = None if bias is None else by_kv_heads(bias, k.shape[1])
+    by_token = options.cap_logits(logits).reshape(*q.shape[:2], -1, *mask.shape[1:])
+    bias = None if bias is None else group_heads(bias, k.shape[1])
     return mask_logits(by_token, mask[:, None, None], bias).reshape(logits.shape)
 
 
-def _weigh(weights: jax.Array, v: Numbers) -> tuple[jax.Array, jax.Array]:
+def _sum_weighted_values(weights: jax.Array, v: Numbers) -> tuple[jax.Array, jax.Array]:
     """Add up weights `[P, K, X, C]`, to `[P, K, X]`, and weighted values, to `[P, K, X, Dv]`."""
     out = weighted_values(weights, v)
     return jnp.sum(weights, axis=-1), out

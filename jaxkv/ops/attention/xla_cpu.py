@@ -17,16 +17,16 @@ import jax.numpy as jnp
 from jaxkv.ops.attention import xla
 from jaxkv.ops.attention.active_tiles import find_active_tiles
 from jaxkv.ops.attention.softmax import (
+    AttentionOptions,
     OnlineSoftmax,
-    Options,
-    by_kv_heads,
+    group_heads,
     group_queries,
     mask_logits,
     softmax_dtype,
     zero_unseen,
 )
-from jaxkv.ops.attention.visibility import Visibility, bias_of, mask_of
-from jaxkv.ops.attention.xla_tiles import Added, block_by_block, one_by_one
+from jaxkv.ops.attention.visibility import Visibility, compute_bias, compute_mask
+from jaxkv.ops.attention.xla_tiles import Added, add_tiles_in_turn, attend_in_blocks
 from jaxkv.ops.layer_stack import LayerView
 from jaxkv.ops.quantised import Quantised, Stored
 
@@ -55,7 +55,7 @@ HUGE = 1 << 17
 """Cells of a stream from which on two tokens of a list already count as `SEVERAL`."""
 
 THIN = 32
-"""The most queries of a key head for which cells are cut into parts, see `_in_parts`."""
+"""The most queries of a key head for which cells are cut into parts, see `_split_cells`."""
 
 PRODUCTS = 384
 """Independent products from which on cells are not cut further: enough for all cores."""
@@ -67,38 +67,48 @@ EXACT = 1024
 """The most weights that are added up by a product: over more it is less exact than a sum."""
 
 
-def best(
-    q: Float[Array, "P T H D"], k: Stored, v: Stored, visibility: Visibility, options: Options
+def attend_by_shapes(
+    q: Float[Array, "P T H D"],
+    k: Stored,
+    v: Stored,
+    visibility: Visibility,
+    options: AttentionOptions,
 ) -> OnlineSoftmax:
     """Read tiles where few of them are seen, or tokens are many, and else all cells at once.
 
     See `jaxkv.ops.attention.dispatch` for the arguments.
     """
     if isinstance(k, Quantised | LayerView) or isinstance(v, Quantised | LayerView):
-        return tiles(q, k, v, visibility, options)
-    if not visibility.all_streams or are_large(q, k) or upcasts_by_tile(k):
-        return tiles(q, k, v, visibility, options)
-    live, mask = find_active_tiles(visibility), mask_of(visibility)
+        return attend_by_tiles(q, k, v, visibility, options)
+    if not visibility.all_streams or are_logits_large(q, k) or upcasts_by_tile(k):
+        return attend_by_tiles(q, k, v, visibility, options)
+    live, mask = find_active_tiles(visibility), compute_mask(visibility)
     if live.tiles.size <= SMALL:
-        return by_mask(q, k, v, mask, options, bias_of(visibility))
+        return attend_by_mask(q, k, v, mask, options, compute_bias(visibility))
     # The mask and the list of tiles are arguments: inside of a branch, each layer would make them.
     sums = jax.lax.cond(
-        live.turns < FEW * live.tiles.size,
-        lambda q, live, _: one_by_one(q, k, v, live, options, add_cells),
-        lambda q, _, mask: at_once(q, k, v, mask, options, bias_of(visibility)),
-        *(group_queries(options.scaled(q), k.shape[1]), live, mask),
+        live.num_active_tiles < FEW * live.tiles.size,
+        lambda q, live, _: add_tiles_in_turn(q, k, v, live, options, add_cells),
+        lambda q, _, mask: attend_packed(q, k, v, mask, options, compute_bias(visibility)),
+        *(group_queries(options.scale_queries(q), k.shape[1]), live, mask),
     )
     return zero_unseen(sums, jnp.any(mask, axis=2))
 
 
-def tiles(
-    q: Float[Array, "P T H D"], k: Stored, v: Stored, visibility: Visibility, options: Options
+def attend_by_tiles(
+    q: Float[Array, "P T H D"],
+    k: Stored,
+    v: Stored,
+    visibility: Visibility,
+    options: AttentionOptions,
 ) -> OnlineSoftmax:
     """Weigh the cells of live tiles, see `jaxkv.ops.attention.xla_tiles`."""
-    return block_by_block(q, k, v, visibility, options, form_for(k), pinned=upcasts_by_tile(k))
+    return attend_in_blocks(
+        q, k, v, visibility, options, choose_add_cells(k), pinned=upcasts_by_tile(k)
+    )
 
 
-def form_for(k: Stored) -> Added:
+def choose_add_cells(k: Stored) -> Added:
     """Return the function that adds a tile to others.
 
     For quantised keys `[S, K, N, D]` the plain one is faster, since its products convert the codes.
@@ -106,46 +116,52 @@ def form_for(k: Stored) -> Added:
     return xla.add_cells if isinstance(k, Quantised) else add_cells
 
 
-def whole(
-    q: Float[Array, "P T H D"], k: Stored, v: Stored, visibility: Visibility, options: Options
+def attend_all_cells(
+    q: Float[Array, "P T H D"],
+    k: Stored,
+    v: Stored,
+    visibility: Visibility,
+    options: AttentionOptions,
 ) -> OnlineSoftmax:
     """Weigh all cells of the streams that take part, see `jaxkv.ops.attention.dispatch`."""
     if isinstance(k, Quantised) or isinstance(v, Quantised):
-        return xla.whole(q, k, v, visibility, options)
-    of_lists, mask = visibility.of_lists, mask_of(visibility)
-    return by_mask(q, of_lists(k), of_lists(v), mask, options, bias_of(visibility))
+        return xla.attend_all_cells(q, k, v, visibility, options)
+    of_lists, mask = visibility.gather_list_streams, compute_mask(visibility)
+    return attend_by_mask(q, of_lists(k), of_lists(v), mask, options, compute_bias(visibility))
 
 
-def by_mask(
+def attend_by_mask(
     q: Float[Array, "P T H D"],
     k: Float[Array, "P K N D"],
     v: Float[Array, "P K N Dv"],
     mask: Bool[Array, "P T N"],
-    options: Options,
+    options: AttentionOptions,
     bias: Float[Array, "P _ T N"] | None = None,
 ) -> OnlineSoftmax:
     """Do what `jaxkv.ops.attention.xla.by_mask` does, with the same arguments."""
-    q = group_queries(options.scaled(q), k.shape[1])
-    return zero_unseen(at_once(q, k, v, mask, options, bias), jnp.any(mask, axis=2))
+    q = group_queries(options.scale_queries(q), k.shape[1])
+    return zero_unseen(attend_packed(q, k, v, mask, options, bias), jnp.any(mask, axis=2))
 
 
-def at_once(
+def attend_packed(
     q: Float[Array, "P K X D"],
     k: Float[Array, "P K N D"],
     v: Float[Array, "P K N Dv"],
     mask: Bool[Array, "P T N"],
-    options: Options,
+    options: AttentionOptions,
     bias: Float[Array, "P _ T N"] | None,
 ) -> OnlineSoftmax:
     """Weigh all cells, for queries that are packed and scaled.
 
-    The other arguments are those of `by_mask`. It leaves `zero_unseen` to callers.
+    The other arguments are those of `attend_by_mask`. It leaves `zero_unseen` to callers.
     """
-    logits, v = _logits(q, k, mask, options, bias), _in_parts(v, q.shape[2])
+    logits, v = _masked_logits(q, k, mask, options, bias), _split_cells(v, q.shape[2])
     # Maximum, difference and exponential side by side are one fast function of the compiler's.
     # It takes nothing between them, such as a guard against -inf or a maximum of earlier cells.
     highest = jax.lax.stop_gradient(jnp.max(logits, axis=(2, 5), keepdims=True))
-    return OnlineSoftmax(highest.reshape(q.shape[:3]), *_weigh(jnp.exp(logits - highest), v))
+    return OnlineSoftmax(
+        highest.reshape(q.shape[:3]), *_sum_weighted_values(jnp.exp(logits - highest), v)
+    )
 
 
 def add_cells(
@@ -154,35 +170,39 @@ def add_cells(
     k: Float[Array, "P K C D"],
     v: Float[Array, "P K C Dv"],
     mask: Bool[Array, "P T C"],
-    options: Options,
+    options: AttentionOptions,
     bias: Float[Array, "P _ T C"] | None = None,
 ) -> OnlineSoftmax:
     """Do what `jaxkv.ops.attention.xla.add_cells` does, with the same arguments."""
-    logits, v = _logits(q, k, mask, options, bias), _in_parts(v, q.shape[2])
+    logits, v = _masked_logits(q, k, mask, options, bias), _split_cells(v, q.shape[2])
     highest = jnp.max(logits, axis=(2, 5)).reshape(sums.max_logit.shape)
     highest = jax.lax.stop_gradient(jnp.maximum(highest, sums.max_logit))
     shape = (*q.shape[:2], 1, -1, mask.shape[1], 1)
-    return sums.merge_block(highest, *_weigh(jnp.exp(logits - highest.reshape(shape)), v))
+    return sums.merge_block(
+        highest, *_sum_weighted_values(jnp.exp(logits - highest.reshape(shape)), v)
+    )
 
 
-def _logits(
-    q: jax.Array, k: jax.Array, mask: jax.Array, options: Options, bias: jax.Array | None
+def _masked_logits(
+    q: jax.Array, k: jax.Array, mask: jax.Array, options: AttentionOptions, bias: jax.Array | None
 ) -> jax.Array:
     """Return masked logits, `[P, K, J, G, T, C]`, of queries `[P, K, X, D]`.
 
-    Keys are `[P, K, N, D]`, and mask and bias as in `by_mask`.
+    Keys are `[P, K, N, D]`, and mask and bias as in `attend_by_mask`.
     """
-    k = _in_parts(k, q.shape[2])
+    k = _split_cells(k, q.shape[2])
     lists, tokens, _ = mask.shape
     mask = mask.reshape(lists, 1, 1, tokens, *k.shape[2:4]).transpose(0, 1, 4, 2, 3, 5)
-    logits = options.capped(_scores(q, k)).reshape(*k.shape[:3], -1, tokens, k.shape[3])
+    logits = options.cap_logits(_multiply_queries_keys(q, k)).reshape(
+        *k.shape[:3], -1, tokens, k.shape[3]
+    )
     if bias is not None:
-        bias = by_kv_heads(bias, k.shape[1])
+        bias = group_heads(bias, k.shape[1])
         bias = bias.reshape(*bias.shape[:4], *k.shape[2:4]).transpose(0, 1, 4, 2, 3, 5)
     return mask_logits(logits, mask, bias)
 
 
-def are_large(q: Float[Array, "*_"], k: Stored) -> bool:
+def are_logits_large(q: Float[Array, "*_"], k: Stored) -> bool:
     """Return whether the logits of all cells would take more time than turns of a loop.
 
     Queries are `[P, T, H, D]`, and keys `[S, K, N, D]`.
@@ -198,7 +218,7 @@ def upcasts_by_tile(k: Stored) -> bool:
     return k.dtype.itemsize < 4
 
 
-def _in_parts(x: jax.Array, queries: int) -> jax.Array:
+def _split_cells(x: jax.Array, queries: int) -> jax.Array:
     """Cut keys or values into parts; `[P, K, N, D]` to `[P, K, J, C, D]`, unmoved.
 
     A processor deals whole products to its cores, and a few thin ones keep only one core busy.
@@ -210,7 +230,7 @@ def _in_parts(x: jax.Array, queries: int) -> jax.Array:
     return x.reshape(*x.shape[:2], parts, size, x.shape[3])
 
 
-def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
+def _multiply_queries_keys(q: jax.Array, k: jax.Array) -> jax.Array:
     """Multiply queries `[P, K, X, D]` and keys `[P, K, J, C, D]`; `[P, K, J, X, C]`.
 
     With few queries the keys come first, since the first factor is dealt to the cores. The barrier
@@ -225,7 +245,7 @@ def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(logits).swapaxes(3, 4)
 
 
-def _weigh(weights: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _sum_weighted_values(weights: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Add up weights `[P, K, J, G, T, C]`, to `[P, K, X]`, and weighted values, to `[P, K, X, Dv]`.
 
     Values are `[P, K, J, C, Dv]`. Without the barrier the compiler would make one product of those

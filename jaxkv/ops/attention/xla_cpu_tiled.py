@@ -24,17 +24,17 @@ from jaxkv.ops.attention import xla_cpu
 from jaxkv.ops.attention.active_tiles import BLOCK, find_active_tiles
 from jaxkv.ops.attention.softmax import (
     LOWEST,
+    AttentionOptions,
     OnlineSoftmax,
-    Options,
-    by_kv_heads,
+    empty_softmax,
+    group_heads,
     group_queries,
     mask_logits,
-    nothing,
     softmax_dtype,
     zero_unseen,
 )
-from jaxkv.ops.attention.visibility import Visibility, bias_of, mask_of
-from jaxkv.ops.attention.xla_tiles import one_by_one
+from jaxkv.ops.attention.visibility import Visibility, compute_bias, compute_mask
+from jaxkv.ops.attention.xla_tiles import add_tiles_in_turn
 from jaxkv.ops.layer_stack import LayerView
 from jaxkv.ops.quantised import Quantised, Stored, qk_logits, weighted_values
 
@@ -42,8 +42,12 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
 
 
-def best(
-    q: Float[Array, "P T H D"], k: Stored, v: Stored, visibility: Visibility, options: Options
+def attend_by_shapes(
+    q: Float[Array, "P T H D"],
+    k: Stored,
+    v: Stored,
+    visibility: Visibility,
+    options: AttentionOptions,
 ) -> OnlineSoftmax:
     """Weigh each tile that one token alone sees for this token only, if tokens have such tiles.
 
@@ -52,44 +56,49 @@ def best(
     """
     tokens, cells, size = visibility.at.shape[1], k.shape[2], visibility.tile
     if size is None or cells % size or not visibility.all_streams or not 1 < tokens <= BLOCK:
-        return xla_cpu.best(q, k, v, visibility, options)
-    lone_sight, shared_sight, sees = split_tiles(visibility, size)
-    lone_tiles, shared_tiles = find_active_tiles(lone_sight), find_active_tiles(shared_sight)
+        return xla_cpu.attend_by_shapes(q, k, v, visibility, options)
+    lone_visibility, shared_visibility, sees = split_tiles(visibility, size)
+    lone_tiles, shared_tiles = (
+        find_active_tiles(lone_visibility),
+        find_active_tiles(shared_visibility),
+    )
     few = xla_cpu.FEW * lone_tiles.tiles.size
-    packed_q = group_queries(options.scaled(q), k.shape[1])
+    packed_q = group_queries(options.scale_queries(q), k.shape[1])
     narrow = xla_cpu.upcasts_by_tile(k)
     # Keys and values are converted, or cut out of all layers, only for a few tiles at a time.
     piecewise = narrow or isinstance(k, LayerView) or isinstance(v, LayerView)
-    each, mask = partial(add_cells, size), mask_of(lone_sight)
+    each, mask = partial(add_cells, size), compute_mask(lone_visibility)
 
-    def one_after_another() -> OnlineSoftmax:
-        return one_by_one(packed_q, k, v, lone_tiles, options, each, pinned=narrow)
+    def add_own_tiles_in_turn() -> OnlineSoftmax:
+        return add_tiles_in_turn(packed_q, k, v, lone_tiles, options, each, pinned=narrow)
 
-    def side_by_side() -> OnlineSoftmax:
-        none = nothing(packed_q, v.shape[3])
-        return each(none, packed_q, k, v, mask, options, bias_of(lone_sight))
+    def add_own_tiles_at_once() -> OnlineSoftmax:
+        none = empty_softmax(packed_q, v.shape[3])
+        return each(none, packed_q, k, v, mask, options, compute_bias(lone_visibility))
 
-    def apart() -> OnlineSoftmax:
+    def attend_own_then_shared() -> OnlineSoftmax:
         if piecewise:
-            sums = one_after_another()
+            sums = add_own_tiles_in_turn()
         else:
-            sums = jax.lax.cond(lone_tiles.turns < few, one_after_another, side_by_side)
-        return one_by_one(
-            packed_q, k, v, shared_tiles, options, xla_cpu.form_for(k), sums, pinned=narrow
+            sums = jax.lax.cond(
+                lone_tiles.num_active_tiles < few, add_own_tiles_in_turn, add_own_tiles_at_once
+            )
+        return add_tiles_in_turn(
+            packed_q, k, v, shared_tiles, options, xla_cpu.choose_add_cells(k), sums, pinned=narrow
         )
 
     if (
         narrow
         or isinstance(k, Quantised | LayerView)
         or isinstance(v, Quantised | LayerView)
-        or xla_cpu.are_large(q, k)
+        or xla_cpu.are_logits_large(q, k)
     ):
-        return zero_unseen(apart(), sees)
-    both = mask_of(visibility)
+        return zero_unseen(attend_own_then_shared(), sees)
+    both = compute_mask(visibility)
     sums = jax.lax.cond(
-        shared_tiles.turns < few,
-        apart,
-        lambda: xla_cpu.at_once(packed_q, k, v, both, options, bias_of(visibility)),
+        shared_tiles.num_active_tiles < few,
+        attend_own_then_shared,
+        lambda: xla_cpu.attend_packed(packed_q, k, v, both, options, compute_bias(visibility)),
     )
     return zero_unseen(sums, sees)
 
@@ -98,12 +107,12 @@ def best(
 def split_tiles(
     visibility: Visibility, size: int
 ) -> tuple[Visibility, Visibility, Bool[Array, "P T"]]:
-    """Return the sight of tiles that one token alone sees, and the sight of all other tiles.
+    """Return the visibility of tiles that one token alone sees, and of all other tiles.
 
-    And which tokens see anything; C is `size`. As with `mask_of`, each layer calls this, and the
-    compiler computes it once.
+    And which tokens see anything; C is `size`. As with `compute_mask`, each layer calls this, and
+    the compiler computes it once.
     """
-    mask = mask_of(visibility)
+    mask = compute_mask(visibility)
     seen = jnp.any(mask.reshape(*mask.shape[:2], -1, size), axis=3)  # [P, T, M]
     alone = jnp.repeat(jnp.sum(seen, axis=1) == 1, size, axis=1)[:, None]
     lone_owners, shared_owners = (
@@ -124,7 +133,7 @@ def add_cells(
     k: Stored,
     v: Stored,
     mask: Bool[Array, "P T C"],
-    options: Options,
+    options: AttentionOptions,
     bias: Float[Array, "P _ T C"] | None = None,
 ) -> OnlineSoftmax:
     """Do what `jaxkv.ops.attention.xla.add_cells` does, where one token alone sees cells of a tile.
@@ -140,14 +149,16 @@ def add_cells(
     pick = partial(jnp.take_along_axis, axis=3, mode="promise_in_bounds")
     by_token = q.reshape(lists, kv_heads, -1, tokens, q.shape[3])
     queries = pick(by_token, token[:, None, None, :, None]).swapaxes(2, 3)  # [P, K, M, G, D]
-    logits = options.capped(_scores(queries, _cut_tiles(k, size)))  # [P, K, M, G, C]
+    logits = options.cap_logits(
+        _multiply_queries_keys(queries, _cut_tiles(k, size))
+    )  # [P, K, M, G, C]
     if bias is not None:
-        bias = by_kv_heads(bias, kv_heads)
+        bias = group_heads(bias, kv_heads)
         bias = bias.reshape(*bias.shape[:4], -1, size)  # [P, K, G, T, M, C]
         bias = pick(bias, token[:, None, None, None, :, None])[:, :, :, 0].swapaxes(2, 3)
     logits = mask_logits(logits, jnp.any(cut, axis=1)[:, None, :, None], bias)
     highest = jnp.max(logits, axis=4, keepdims=True)
-    total, out = _weigh(jnp.exp(logits - highest), _cut_tiles(v, size))
+    total, out = _sum_weighted_values(jnp.exp(logits - highest), _cut_tiles(v, size))
     return _join_tiles(sums, sees, highest[..., 0], total, out)
 
 
@@ -180,7 +191,7 @@ def _cut_tiles(x: Stored, size: int) -> Stored:
     return jax.tree.map(lambda y: y.reshape(*y.shape[:2], -1, size, y.shape[3]), x)
 
 
-def _scores(q: jax.Array, k: Stored) -> jax.Array:
+def _multiply_queries_keys(q: jax.Array, k: Stored) -> jax.Array:
     """Multiply queries `[P, K, M, G, D]` and keys `[P, K, M, C, D]` of tiles; `[P, K, M, G, C]`.
 
     The keys come first, as in `jaxkv.ops.attention.xla_cpu`.
@@ -189,7 +200,7 @@ def _scores(q: jax.Array, k: Stored) -> jax.Array:
     return jax.lax.optimization_barrier(logits).swapaxes(3, 4)
 
 
-def _weigh(weights: jax.Array, v: Stored) -> tuple[jax.Array, jax.Array]:
+def _sum_weighted_values(weights: jax.Array, v: Stored) -> tuple[jax.Array, jax.Array]:
     """Add up weights `[P, K, M, G, C]`, to `[P, K, M, G]`, and values, to `[P, K, M, G, Dv]`."""
     out = weighted_values(weights, v)
     return jnp.sum(weights, axis=-1), jax.lax.optimization_barrier(out)

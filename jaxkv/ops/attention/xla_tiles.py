@@ -19,12 +19,17 @@ from jaxkv.ops.attention.active_tiles import (
     TILE,
     ActiveTiles,
     find_active_tiles,
-    in_blocks,
-    of_lists,
+    merge_blocks,
     scalar_at,
     slice_of,
+    split_into_blocks,
 )
-from jaxkv.ops.attention.softmax import OnlineSoftmax, Options, group_queries, nothing
+from jaxkv.ops.attention.softmax import (
+    AttentionOptions,
+    OnlineSoftmax,
+    empty_softmax,
+    group_queries,
+)
 from jaxkv.ops.attention.visibility import Visibility
 from jaxkv.ops.layer_stack import flatten_layers
 from jaxkv.ops.quantised import Stored
@@ -36,19 +41,23 @@ Added = Callable[..., OnlineSoftmax]
 """A function that adds a tile to the sums over others, see `jaxkv.ops.attention.xla.add_cells`."""
 
 
-def by_tiles(
-    q: Float[Array, "P T H D"], k: Stored, v: Stored, visibility: Visibility, options: Options
-) -> OnlineSoftmax:
-    """Weigh the cells of live tiles, see `jaxkv.ops.attention.dispatch`."""
-    return block_by_block(q, k, v, visibility, options, xla.add_cells)
-
-
-def block_by_block(
+def attend_by_tiles(
     q: Float[Array, "P T H D"],
     k: Stored,
     v: Stored,
     visibility: Visibility,
-    options: Options,
+    options: AttentionOptions,
+) -> OnlineSoftmax:
+    """Weigh the cells of live tiles, see `jaxkv.ops.attention.dispatch`."""
+    return attend_in_blocks(q, k, v, visibility, options, xla.add_cells)
+
+
+def attend_in_blocks(
+    q: Float[Array, "P T H D"],
+    k: Stored,
+    v: Stored,
+    visibility: Visibility,
+    options: AttentionOptions,
     added: Added,
     *,
     pinned: bool = False,
@@ -56,21 +65,23 @@ def block_by_block(
     """Weigh the cells of live tiles, each with `add_cells`, for tokens in blocks.
 
     The other arguments are those of `jaxkv.ops.attention.dispatch.Way`, and `pinned` of
-    `one_by_one`.
+    `add_tiles_in_turn`.
     """
     live = find_active_tiles(visibility)
     lists, tokens = visibility.at.shape
-    packed_q = group_queries(options.scaled(in_blocks(q, live.streams.size // lists)), k.shape[1])
-    sums = one_by_one(packed_q, k, v, live, options, added, pinned=pinned)
-    return of_lists(sums, live, lists, tokens)
+    packed_q = group_queries(
+        options.scale_queries(split_into_blocks(q, live.streams.size // lists)), k.shape[1]
+    )
+    sums = add_tiles_in_turn(packed_q, k, v, live, options, added, pinned=pinned)
+    return merge_blocks(sums, live, lists, tokens)
 
 
-def one_by_one(
+def add_tiles_in_turn(
     q: Float[Array, "Pb K X D"],
     k: Stored,
     v: Stored,
     live: ActiveTiles,
-    options: Options,
+    options: AttentionOptions,
     added: Added,
     start: OnlineSoftmax | None = None,
     *,
@@ -97,31 +108,39 @@ def one_by_one(
     size = min(TILE, cells)
     tiles = -(-cells // size)
 
-    def tile(i: jax.Array, carry: tuple[OnlineSoftmax, jax.Array, jax.Array]) -> tuple:
+    def add_tile(i: jax.Array, carry: tuple[OnlineSoftmax, jax.Array, jax.Array]) -> tuple:
         sums, k, v = carry
         number = scalar_at(live.tiles, i)
         block, turn = jax.lax.div(number, jnp.int32(tiles)), jax.lax.rem(number, jnp.int32(tiles))
         first = jnp.minimum(turn * size, cells - size)  # the last may overlap the one before
         zero = jnp.zeros_like(first)
 
-        def cut(x: Stored) -> Stored:
+        def slice_tile(x: Stored) -> Stored:
             start = (scalar_at(streams, block), zero, first, zero)
             shape = (1, kv_heads, size)
             return jax.tree.map(lambda y: slice_of(y, start, (*shape, y.shape[3])), x)
 
-        def mine(x: jax.Array) -> jax.Array:
+        def slice_block(x: jax.Array) -> jax.Array:
             return slice_of(x, (block, *(zero,) * (x.ndim - 1)), (1, *x.shape[1:]))
 
-        def put(x: jax.Array, part: jax.Array) -> jax.Array:
+        def update_block(x: jax.Array, part: jax.Array) -> jax.Array:
             start = (block, *(zero,) * (x.ndim - 1))
             return jax.lax.dynamic_update_slice(x, part, start, allow_negative_indices=False)
 
-        seen, bias = live.of_tile(block, first, size)
+        seen, bias = live.mask_and_bias_of_tile(block, first, size)
         if cells % size:
             seen &= (first + jnp.arange(size) >= turn * size)[None, None]
-        more = added(jax.tree.map(mine, sums), mine(q), cut(k), cut(v), seen, options, bias)
-        sums = jax.tree.map(put, sums, more)
+        more = added(
+            jax.tree.map(slice_block, sums),
+            slice_block(q),
+            slice_tile(k),
+            slice_tile(v),
+            seen,
+            options,
+            bias,
+        )
+        sums = jax.tree.map(update_block, sums, more)
         return (sums, *(jax.lax.optimization_barrier((k, v)) if pinned else (k, v)))
 
-    start = nothing(q, v.shape[3]) if start is None else start
-    return jax.lax.fori_loop(jnp.int32(0), live.turns, tile, (start, k, v))[0]
+    start = empty_softmax(q, v.shape[3]) if start is None else start
+    return jax.lax.fori_loop(jnp.int32(0), live.num_active_tiles, add_tile, (start, k, v))[0]

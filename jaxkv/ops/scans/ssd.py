@@ -81,8 +81,8 @@ def scan_ssd(
         out += jnp.einsum("rtgm,rgjdm->rtgjd", c, state) * jnp.exp(total)[..., None]
         if 0 < kept < length:
             soon = soon[..., None, None]
-            early = _advance(early, x * soon[..., None], logs * soon, b)
-        return (_advance(state, x, logs, b), early), out
+            early = _state_after_chunk(early, x * soon[..., None], logs * soon, b)
+        return (_state_after_chunk(state, x, logs, b), early), out
 
     kept = min(counts.shape[1] - 1, length)
     soon = (jnp.arange(length)[None] < counts[:, :1]).astype(jnp.float32)
@@ -90,16 +90,20 @@ def scan_ssd(
     if length <= chunk:
         carry, out = body(carry, parts)
     else:
-        carry, out = jax.lax.scan(body, carry, tuple(_chunks(part, chunk) for part in parts))
+        carry, out = jax.lax.scan(
+            body, carry, tuple(_split_into_chunks(part, chunk) for part in parts)
+        )
         out = jnp.moveaxis(out, 0, 1).reshape(rows, -1, *out.shape[3:])[:, :length]
     last, early = carry
-    states = _one_by_one(early, x, logs, b, counts[:, -kept - 1 :]) if kept else last[:, None]
+    states = (
+        _states_after_counts(early, x, logs, b, counts[:, -kept - 1 :]) if kept else last[:, None]
+    )
     before = jnp.broadcast_to(state[:, None], (rows, counts.shape[1] - 1 - kept, *state.shape[1:]))
     states = jnp.concatenate([before, states], axis=1)
     return out.reshape(rows, length, heads, size), states.reshape(*counts.shape, heads, size, -1)
 
 
-def _advance(state: jax.Array, x: jax.Array, logs: jax.Array, b: jax.Array) -> jax.Array:
+def _state_after_chunk(state: jax.Array, x: jax.Array, logs: jax.Array, b: jax.Array) -> jax.Array:
     """Return the state after all tokens of a chunk, `[R, G, J, D, M]`, as the state before it.
 
     `x`, times steps, is `[R, t, G, J, D]`; `logs`, those of decays, `[R, t, G, J]`; `b`
@@ -111,12 +115,13 @@ def _advance(state: jax.Array, x: jax.Array, logs: jax.Array, b: jax.Array) -> j
     return jnp.exp(total[:, -1])[..., None, None] * state + added
 
 
-def _one_by_one(
+def _states_after_counts(
     state: jax.Array, x: jax.Array, logs: jax.Array, b: jax.Array, counts: jax.Array
 ) -> jax.Array:
     """Return the states after `counts` tokens, `[R, n, G, J, D, M]`; counts are `[R, n]` int32.
 
-    `state` is that after the first count. The other arrays are those of `_advance`, of T tokens.
+    `state` is that after the first count. The other arrays are those of `_state_after_chunk`, of T
+    tokens.
     """
 
     def body(state: jax.Array, turn: tuple) -> tuple:
@@ -125,7 +130,7 @@ def _one_by_one(
             jnp.take_along_axis(part, at.reshape(-1, *[1] * (part.ndim - 1)), axis=1)
             for part in (x, logs, b)
         )
-        new = _advance(state, x_, logs_, b_)
+        new = _state_after_chunk(state, x_, logs_, b_)
         state = jnp.where(goes.reshape(-1, *[1] * (state.ndim - 1)), new, state)
         return state, state
 
@@ -134,7 +139,7 @@ def _one_by_one(
     return jnp.concatenate([state[:, None], jnp.moveaxis(states, 0, 1)], axis=1)
 
 
-def _chunks(part: jax.Array, chunk: int) -> jax.Array:
+def _split_into_chunks(part: jax.Array, chunk: int) -> jax.Array:
     """Cut `[R, T, ...]` into `[chunks, R, chunk, ...]`, padded with zeros that advance nothing."""
     missing = -part.shape[1] % chunk
     part = jnp.pad(part, [(0, 0), (0, missing)] + [(0, 0)] * (part.ndim - 2))

@@ -11,10 +11,10 @@ import numpy as np
 
 from jaxkv.cache import Cache
 from jaxkv.core.constants import EMPTY, END
-from jaxkv.core.hashing import chain_hashes, content
+from jaxkv.core.hashing import chain_hashes, hash_contents
 from jaxkv.hybrid import HybridTable
 from jaxkv.jit_helpers import jit_table
-from jaxkv.kv.cells import Cells, owner_word, sequence_positions
+from jaxkv.kv.cells import Cells, locate_owner_bit, sequence_positions
 from jaxkv.recurrent.states import States, stream_of
 from jaxkv.serving.prefix_cache.prompts import MissReason
 
@@ -36,7 +36,7 @@ def common_prefix_length(tokens: Num[np.ndarray, " n"], other_tokens: Num[np.nda
     return int(differences[0]) if differences.size else size
 
 
-def resumable(
+def find_resumable_positions(
     cache: Cache, seq: int, tokens: Int32[np.ndarray, " n"]
 ) -> tuple[Bool[np.ndarray, " n+1"], MissReason]:
     """Return where a sequence can go on from `n` tokens, and why it cannot after the last one.
@@ -47,10 +47,10 @@ def resumable(
     starts = np.arange(0, last + 1, BLOCK, dtype=np.int32)
     padded = np.pad(tokens, (0, starts[-1] + BLOCK - last))
     all_parts, miss = np.ones(last + 1, bool), MissReason.NONE
-    for table in _tables(cache.table):
+    for table in _iterate_part_tables(cache.table):
         blocks, total = [], jnp.uint32(0)
         for start in starts:
-            *block, total = _can_go_on(
+            *block, total = _resumable_in_block(
                 table, np.int32(seq), padded[start : start + BLOCK], start, total
             )
             blocks.append(block)
@@ -74,13 +74,13 @@ def resumable(
     return all_parts, miss
 
 
-def _tables(table: CacheTable) -> Iterator[Any]:
+def _iterate_part_tables(table: CacheTable) -> Iterator[Any]:
     """Yield the tables of the parts of a cache."""
     yield from table.parts if isinstance(table, HybridTable) else [table]
 
 
 @jit_table
-def _can_go_on(
+def _resumable_in_block(
     table: CellTable | StateTable,
     seq: Int32[Array, ""],
     tokens: Int32[Array, " block"],
@@ -101,21 +101,21 @@ def _can_go_on(
       other token. And the sum of the contents up to the end of the block.
     """
     positions = start + jnp.arange(BLOCK, dtype=jnp.int32)
-    holds = positions <= table.last(seq) + 1
+    holds = positions <= table.seq_pos_max(seq) + 1
     can_resume = jax.vmap(table.can_resume, in_axes=(None, 0))(seq, positions)
     can_resume = (positions == 0) | (holds & can_resume)
-    hashes = chain_hashes(content(tokens, None), positions)
+    hashes = chain_hashes(hash_contents(tokens, None), positions)
     total = before + jnp.cumsum(hashes, dtype=jnp.uint32)
     if isinstance(table, States):
         place = stream_of(table, seq), table.cell[seq]
-        same = _same(table.position[seq] - start, table.content[place], total)
+        same = _has_same_content(table.position[seq] - start, table.content[place], total)
         return can_resume, jnp.ones_like(can_resume), same, total[-1]
-    stream, *_ = owner_word(table, seq)
-    same = _same(sequence_positions(table, seq) - start, table.content[stream], hashes)
-    return can_resume, _whole(table, seq, positions), same, total[-1]
+    stream, *_ = locate_owner_bit(table, seq)
+    same = _has_same_content(sequence_positions(table, seq) - start, table.content[stream], hashes)
+    return can_resume, _has_unbroken_prefix(table, seq, positions), same, total[-1]
 
 
-def _same(
+def _has_same_content(
     index: Int32[Array, " n"], found: UInt32[Array, " n"], expected: UInt32[Array, " block"]
 ) -> Bool[Array, " block"]:
     """Return at which positions of a block no other content was found.
@@ -130,12 +130,14 @@ def _same(
     return jnp.ones(BLOCK, bool).at[jnp.where(differs, index, BLOCK)].set(False, mode="drop")
 
 
-def _whole(cells: Cells, seq: Int32[Array, ""], positions: Int32[Array, " n"]) -> Bool[Array, " n"]:
+def _has_unbroken_prefix(
+    cells: Cells, seq: Int32[Array, ""], positions: Int32[Array, " n"]
+) -> Bool[Array, " n"]:
     """Return whether a sequence holds a token that was not moved at each position below others.
 
     What a window took is left out.
     """
-    mark, (stream, *_) = cells.evicted_below[seq], owner_word(cells, seq)
+    mark, (stream, *_) = cells.evicted_below[seq], locate_owner_bit(cells, seq)
     own_positions = jnp.where(cells.shift[stream] == 0, sequence_positions(cells, seq), EMPTY)
     own_positions = jnp.sort(jnp.where(own_positions < mark, END, own_positions))
     first = jnp.concatenate([jnp.ones(1, bool), own_positions[1:] != own_positions[:-1]])

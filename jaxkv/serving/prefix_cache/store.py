@@ -16,9 +16,9 @@ from jaxkv.core.array_utils import is_concrete
 from jaxkv.core.constants import END
 from jaxkv.core.validate import check_count, check_int32
 from jaxkv.jit_helpers import jit_table
-from jaxkv.serving.prefix_cache.matching import common_prefix_length, resumable
+from jaxkv.serving.prefix_cache.matching import common_prefix_length, find_resumable_positions
 from jaxkv.serving.prefix_cache.prompts import CachedPrompt, MissReason, PrefixHit, PrefixMatch
-from jaxkv.spec import TableSpec, check_once
+from jaxkv.spec import TableSpec, check_distinct
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int32
@@ -84,7 +84,7 @@ class PrefixStore:
         if not isinstance(sequences, np.ndarray | jax.Array):
             sequences = list(sequences) if isinstance(sequences, Iterable) else sequences
         ids = np.atleast_1d(spec.sequence_ids(sequences))
-        check_once(ids)
+        check_distinct(ids)
         if ids.ndim > 1 or not ids.size:
             raise ValueError(f"expected one sequence or more, got {sequences}; pass some ids")
         full = ids[np.asarray(cache.seq_pos_max(ids)) >= 0]
@@ -93,7 +93,7 @@ class PrefixStore:
                 f"expected sequences that hold nothing, got {full.tolist()} with tokens; remove "
                 f"them (seq_rm), or pass others"
             )
-        self._set(
+        self._set_fields(
             sequences=tuple(ids.tolist()),
             cells=END if cells is None else check_count(cells, "cells"),
             prompts=(),
@@ -197,7 +197,7 @@ class PrefixStore:
                 f"expected a sequence that holds these {text.size} tokens, got sequence {source}, "
                 f"which goes on at {end}; compute them first (prefill)"
             )
-        resumable_here, whole = resumable(cache, source, text)
+        resumable_here, whole = find_resumable_positions(cache, source, text)
         if whole is not MissReason.NONE:
             return PrefixResult(cache, self, PrefixHit(0, whole))
         prompt = CachedPrompt(sequence=source, tokens=text)
@@ -206,15 +206,15 @@ class PrefixStore:
             common = common_prefix_length(text, past.tokens)
             if common < min(text.size, past.tokens.size):
                 continue
-            resumable_there, _ = resumable(cache, past.sequence, past.tokens)
+            resumable_there, _ = find_resumable_positions(cache, past.sequence, past.tokens)
             both = slice(0, common + 1)
             if common == text.size and np.all(resumable_there[both] | ~resumable_here[both]):
                 hit = PrefixHit(text.size, MissReason.NONE)
                 return PrefixResult(cache, self.touch(past), hit)
             if common == past.tokens.size and np.all(resumable_here[both] | ~resumable_there[both]):
-                others, sequences = self._without(past), (past.sequence,)
+                others, sequences = self._without_prompt(past), (past.sequence,)
                 break
-        kept = others._keep(cache, prompt, sequences, donate)
+        kept = others._fork_into_store(cache, prompt, sequences, donate)
         return kept or PrefixResult(cache, self, PrefixHit(0, MissReason.OUT_OF_CELLS))
 
     def evict(self, cache: Cache, *, cells: int) -> EvictResult:
@@ -278,7 +278,7 @@ class PrefixStore:
             CachedPrompt(sequence=seq, tokens=np.array(check_int32(tokens, "tokens"), np.int32))
             for seq, tokens in prompts.items()
         ]
-        return self._with(prompts=tuple(cached), evicted=())
+        return self._replace_fields(prompts=tuple(cached), evicted=())
 
     def warm_up(self, cache: Cache, *, donate: bool = False) -> Cache:
         """Compile what `fork`, `store` and `evict` need, before the first prompt comes.
@@ -307,7 +307,7 @@ class PrefixStore:
         self.num_used_cells(cache)
         first_seq, per_stream = self.sequences[0], self._spec.sequences_per_stream
         others = [seq for seq in range(self._spec.sequences) if seq not in self.sequences]
-        resumable(cache, first_seq, np.zeros(0, np.int32))
+        find_resumable_positions(cache, first_seq, np.zeros(0, np.int32))
         seq_rm(seq_keep(cache, first_seq).cache, first_seq, 0)
         empty = [seq for seq in others if int(cache.seq_pos_max(seq)) < 0]
         for seq in {seq // per_stream == first_seq // per_stream: seq for seq in empty}.values():
@@ -328,7 +328,9 @@ class PrefixStore:
         for i, (common, prompt) in enumerate(agreeing):
             if common <= best:
                 break
-            can_resume, why = resumable(cache, prompt.sequence, prompt.tokens[:common])
+            can_resume, why = find_resumable_positions(
+                cache, prompt.sequence, prompt.tokens[:common]
+            )
             miss = why if i == 0 else miss  # of the one that agrees furthest
             if (furthest := int(np.flatnonzero(can_resume)[-1])) > best:
                 source, best = prompt, furthest
@@ -356,27 +358,29 @@ class PrefixStore:
         """Return a store whose most recently used prompt is one of its own, if it is."""
         if not any(past is prompt for past in self.prompts):
             return self
-        return self._with(prompts=(*self._without(prompt).prompts, prompt))
+        return self._replace_fields(prompts=(*self._without_prompt(prompt).prompts, prompt))
 
     def evict_prompt(self, cache: Cache, prompt: CachedPrompt) -> EvictResult:
         """Free the sequence of a prompt, and note that it was there."""
         cache, _ = seq_rm(cache, prompt.sequence)
         evicted = (*self.evicted, prompt.tokens)[-len(self.sequences) :]
-        return EvictResult(cache, self._without(prompt)._with(evicted=evicted))
+        return EvictResult(cache, self._without_prompt(prompt)._replace_fields(evicted=evicted))
 
-    def _set(self, **fields: object) -> None:
+    def _set_fields(self, **fields: object) -> None:
         for name, value in fields.items():
             object.__setattr__(self, name, value)
 
-    def _with(self, **fields: object) -> PrefixStore:
+    def _replace_fields(self, **fields: object) -> PrefixStore:
         """Return a store with other fields."""
         clone = copy.copy(self)
-        clone._set(**fields)
+        clone._set_fields(**fields)
         return clone
 
-    def _without(self, prompt: CachedPrompt) -> PrefixStore:
+    def _without_prompt(self, prompt: CachedPrompt) -> PrefixStore:
         """Return a store without a prompt."""
-        return self._with(prompts=tuple(past for past in self.prompts if past is not prompt))
+        return self._replace_fields(
+            prompts=tuple(past for past in self.prompts if past is not prompt)
+        )
 
     def _sequences_in_stream(self, seq: int) -> tuple[int, ...]:
         """Return the store's sequences in the stream of a sequence; all of them if it has none."""
@@ -386,7 +390,7 @@ class PrefixStore:
         )
         return near or self.sequences
 
-    def _keep(
+    def _fork_into_store(
         self, cache: Cache, prompt: CachedPrompt, sequences: tuple[int, ...], donate: bool
     ) -> PrefixResult | None:
         """Fork a prompt of a sequence into one of `sequences`; None if it does not fit."""
@@ -404,7 +408,9 @@ class PrefixStore:
             return None
         cache, _ = seq_cp(cache, prompt.sequence, seq, 0, size, donate=donate)
         kept = CachedPrompt(sequence=seq, tokens=prompt.tokens)
-        cache, store = store._with(prompts=(*store.prompts, kept)).evict(cache, cells=self.cells)
+        cache, store = store._replace_fields(prompts=(*store.prompts, kept)).evict(
+            cache, cells=self.cells
+        )
         return PrefixResult(cache, store, PrefixHit(size, MissReason.NONE))
 
     def _check_tokens(
@@ -481,5 +487,5 @@ def _can_copy(cache: Cache, src: int, dst: int, stop: int) -> Bool[Array, ""]:
 
 @jit_table
 def _table_can_copy(table: CacheTable, *args: Int32[Array, ""]) -> Bool[Array, ""]:
-    ok, _ = table.can_copy(*args)
+    ok, _ = table.can_seq_cp(*args)
     return ok
