@@ -70,7 +70,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--check-types"):
-        from tests.typecheck import import_checked
+        from tests.helpers.typecheck import import_checked
 
         import_checked()
     gc.set_threshold(50_000, 10, 10)  # tracing makes millions of objects, and little garbage

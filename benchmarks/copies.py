@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 import jaxkv
 from benchmarks import machine
-from tests import hlo
 from tests.attention import test_memory_bytes as bytes_of
+from tests.helpers import hlo
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ import jax
 from jaxkv.ops.attention import pallas_tpu
 from jaxkv.ops.attention.active_tiles import TILE
 from tests.compilers.tpu_kernel import on
-from tests.kernels import GROUPS, QUERIES, attention_shapes, compiled, layers_of_attention
+from tests.helpers.kernels import GROUPS, QUERIES, attention_shapes, compiled, layers_of_attention
 
 DUMP = Path(os.environ["LIBTPU_INIT_ARGS"].split("=")[-1])
 """Where the compiler writes its schedules."""

@@ -56,23 +56,25 @@ OPTIONS = [
 
 KNOWN_BY = {
     "jaxkv/window.py": "window limits stateful",
-    "jaxkv/core/hashing.py": "arguments stale rewind refusals batch recurrent",
-    "jaxkv/kv/cells.py": "arguments limits invariants traps streams "
-    "copies window shift stale rewind stateful refusals sets every_argument unwritten_layers",
+    "jaxkv/core/hashing.py": "arguments stale_plans rewind plan_reasons batch recurrent",
+    "jaxkv/kv/cells.py": "arguments limits invariants llama_cpp_edge_cases streams copies window "
+    "shift stale_plans rewind stateful plan_reasons sets every_argument unwritten_layers",
     "jaxkv/kv/eviction.py": "window copies stateful every_argument",
-    "jaxkv/kv/slots.py": "arguments limits traps window streams copies refusals rewind "
-    "stale stateful recurrent every_argument sharding unwritten_layers prefix",
+    "jaxkv/kv/slots.py": "arguments limits llama_cpp_edge_cases window streams copies "
+    "plan_reasons rewind stale_plans stateful recurrent every_argument sharding unwritten_layers "
+    "prefix",
     "jaxkv/kv/fill_order.py": "striped stateful every_argument",
     "jaxkv/kv/tiles.py": "tiled stateful every_argument",
     "jaxkv/kv/cross_attention.py": "sources families",
     "jaxkv/kv/copy_pooled.py": "copies stateful every_argument sharding unwritten_layers",
     "jaxkv/kv/allocate.py": "copies stateful every_argument",
-    "jaxkv/recurrent/s*.py": "arguments limits copies invariants recurrent stale stateful "
+    "jaxkv/recurrent/s*.py": "arguments limits copies invariants recurrent stale_plans stateful "
     "every_argument",
-    "jaxkv/recurrent/copy.py": "copies recurrent stale stateful every_argument",
-    "jaxkv/hybrid.py": "arguments limits window recurrent stale refusals stateful sources copies",
-    "jaxkv/planning/*.py": "arguments limits traps refusals batch step sets streams window "
-    "recurrent stale stateful sources every_argument",
+    "jaxkv/recurrent/copy.py": "copies recurrent stale_plans stateful every_argument",
+    "jaxkv/hybrid.py": "arguments limits window recurrent stale_plans plan_reasons stateful "
+    "sources copies",
+    "jaxkv/planning/*.py": "arguments limits llama_cpp_edge_cases plan_reasons batch step sets "
+    "streams window recurrent stale_plans stateful sources every_argument",
 }
 """The core, as patterns of its files, and the tests that know each."""
 

@@ -19,8 +19,8 @@ import numpy as np
 
 import jaxkv
 from jaxkv import CacheSpec, generation, serving
-from tests import histories
-from tests.caches import GROUPS, HEADS, ROPE, SIZE, SMALL, SPLIT, VOCABULARY, WINDOW
+from tests.helpers import edit_sequences
+from tests.helpers.caches import GROUPS, HEADS, ROPE, SIZE, SMALL, SPLIT, VOCABULARY, WINDOW
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "support.md"
 TOKENS = 12
@@ -36,7 +36,7 @@ YES, NONE = "yes", "-"
 
 
 def columns() -> dict[str, tuple[Callable[[], Any], str]]:
-    """List each kind: its name, what makes one, and what its layers are for `histories.compute`."""
+    """List each kind: its name, what makes one, and what layers `edit_sequences.compute` sees."""
     kinds = {
         "one pool": replace(SMALL, cells=32),
         "a stream each": replace(SPLIT, cells=16),
@@ -44,8 +44,8 @@ def columns() -> dict[str, tuple[Callable[[], Any], str]]:
         "window": replace(WINDOW, cells=7),
     }
     made = {name: (kind.make, "aa") for name, kind in kinds.items()}
-    made["states"] = histories.make, "rr"
-    made["states, rollback 3"] = lambda: histories.make(kept=3), "rr"
+    made["states"] = edit_sequences.make, "rr"
+    made["states, rollback 3"] = lambda: edit_sequences.make(kept=3), "rr"
     made["attention and states"] = hybrid, "ar"
     made["text and sources"] = with_source, "as"
     return made
@@ -54,7 +54,7 @@ def columns() -> dict[str, tuple[Callable[[], Any], str]]:
 def hybrid() -> Any:
     """Make a cache with a layer of attention and one of states that keeps three."""
     attention = CacheSpec.attention(layers=1, kv_heads=HEADS, head_dim=SIZE, rope=ROPE)
-    states = CacheSpec.recurrent(layers=1, states=histories.STATES)
+    states = CacheSpec.recurrent(layers=1, states=edit_sequences.STATES)
     spec = CacheSpec.hybrid((attention, [0]), (states, [1]))
     return jaxkv.make_cache(spec, cells=32, sequences=3, max_rollback=3)
 
@@ -75,7 +75,7 @@ def model(layers: str) -> Callable[..., Any]:
     """Make a model that writes every layer and says the number after that of the token."""
 
     def forward(params: Any, cache: Any, ubatch: jaxkv.Ubatch) -> tuple[Any, jax.Array]:
-        cache, _ = histories.compute(cache, ubatch, layers)
+        cache, _ = edit_sequences.compute(cache, ubatch, layers)
         said = (ubatch.tokens.reshape(-1)[ubatch.outputs] + 1) % VOCABULARY
         logits = jax.nn.one_hot(said, VOCABULARY)
         if "s" in layers:  # the source is zeros, and NaN where it must not be looked at

@@ -9,7 +9,7 @@ import numpy as np
 import jaxkv
 from jaxkv.cache import merge, split
 from tests.attention.formula import formula
-from tests.caches import HEADS, ROPE, SIZE, drawn
+from tests.helpers.caches import HEADS, ROPE, SIZE, drawn
 
 CLOSE = dict(rtol=0, atol=2e-6)
 

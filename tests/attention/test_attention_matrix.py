@@ -19,8 +19,8 @@ from jaxkv.ops.mla import ValueSlice
 from jaxkv.window import Window
 from tests.attention.formula import PLAIN, case, formula, visible
 from tests.attention.ways import WAYS, WEIGH, attended
-from tests.cases import in_lanes
-from tests.mistakes import assert_raises, mistakes
+from tests.helpers.mistakes import assert_raises, mistakes
+from tests.helpers.parametrize import in_lanes
 
 DATA = Path(__file__).parent.parent / "data"
 core = pytest.mark.core

@@ -16,10 +16,10 @@ from jax.tree_util import Partial
 import jaxkv
 from models.compiling import counting
 from tests.attention.lives import CLOSE, applied, arrays_for, between, lived_in, seen
-from tests.caches import GROUPS, SMALL, SPLIT, WINDOW, Kind
-from tests.cases import in_lanes
-from tests.meshes import mesh_of, placed
-from tests.mistakes import assert_raises, mistakes
+from tests.helpers.caches import GROUPS, SMALL, SPLIT, WINDOW, Kind
+from tests.helpers.meshes import mesh_of, placed
+from tests.helpers.mistakes import assert_raises, mistakes
+from tests.helpers.parametrize import in_lanes
 
 core = pytest.mark.core
 H, BUCKETS, FARTHEST = 4, 8, 20

@@ -14,8 +14,8 @@ from jaxkv.ops.attention.bias import PositionBias
 from jaxkv.ops.attention.softmax import AttentionOptions
 from tests.attention.formula import PLAIN, bias_between, case, formula, places, visible
 from tests.attention.ways import WAYS
-from tests.caches import attention_cache
-from tests.cases import in_lanes
+from tests.helpers.caches import attention_cache
+from tests.helpers.parametrize import in_lanes
 
 core = pytest.mark.core
 ALL = AttentionOptions(scale=0.7, softcap=2.0, sinks=jnp.linspace(-1.0, 1.0, 4))

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from tests.caches import edit
+from tests.helpers.caches import edit
 from tests.models.golden import check_logits, golden
 
 pytestmark = pytest.mark.nightly

@@ -14,9 +14,9 @@ import jaxkv
 from jaxkv.ops.attention.active_tiles import BLOCK, TILE
 from jaxkv.ops.attention.dispatch import attend
 from jaxkv.ops.attention.softmax import AttentionOptions
-from tests import hlo
 from tests.attention.formula import case
-from tests.caches import attention_cache, recurrent_cache
+from tests.helpers import hlo
+from tests.helpers.caches import attention_cache, recurrent_cache
 
 pytestmark = pytest.mark.core
 

@@ -7,8 +7,8 @@ import pytest
 import jaxkv
 from jaxkv.window import Window
 from tests.attention.formula import formula
-from tests.caches import attention_cache
-from tests.cases import in_lanes
+from tests.helpers.caches import attention_cache
+from tests.helpers.parametrize import in_lanes
 
 SIZE, COUNT = 4, 12
 X = np.random.default_rng(0).normal(size=(COUNT, SIZE)).astype(np.float32)

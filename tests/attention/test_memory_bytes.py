@@ -12,9 +12,9 @@ import pytest
 import jaxkv
 from jaxkv.cache import split
 from jaxkv.ops.quantised import dequantised_dtype
-from tests import hlo
-from tests.caches import attention_cache, recurrent_cache
-from tests.cases import in_lanes
+from tests.helpers import hlo
+from tests.helpers.caches import attention_cache, recurrent_cache
+from tests.helpers.parametrize import in_lanes
 
 LAYERS, CELLS, HEADS, SIZE, SEQUENCES = 3, 16384, 2, 64, 8
 LAYER = CELLS * HEADS * SIZE * 4  # bytes of one layer's keys in float32, 8 MB

@@ -16,8 +16,8 @@ from jaxkv.ops.attention.active_tiles import TILE, find_active_tiles
 from jaxkv.window import Window
 from tests.attention.formula import case, visible
 from tests.attention.ways import attended
-from tests.cases import in_lanes
-from tests.sights import sight_of_mask
+from tests.helpers.parametrize import in_lanes
+from tests.helpers.visibility import sight_of_mask
 
 core = pytest.mark.core
 # Said by jax from 0.11 on, about what the kernel for GPUs is written with.

@@ -11,9 +11,9 @@ import pytest
 import jaxkv
 from jaxkv.ops.attention.dispatch import attend
 from jaxkv.ops.attention.softmax import AttentionOptions
-from tests.caches import attention_cache
-from tests.pods import Pod
-from tests.sights import sight_of_mask
+from tests.helpers.caches import attention_cache
+from tests.helpers.pods import Pod
+from tests.helpers.visibility import sight_of_mask
 
 pytestmark = pytest.mark.core
 

@@ -24,10 +24,10 @@ from jaxkv.sharding.make import shardings
 from jaxkv.snapshot.assemble import describe
 from jaxkv.snapshot.file import file_bytes
 from tests.attention.formula import MOST, coded, rounded
-from tests.caches import attention_cache, updated
-from tests.cases import in_lanes
-from tests.meshes import mesh_of, placed
-from tests.mistakes import assert_raises, mistakes
+from tests.helpers.caches import attention_cache, updated
+from tests.helpers.meshes import mesh_of, placed
+from tests.helpers.mistakes import assert_raises, mistakes
+from tests.helpers.parametrize import in_lanes
 
 DATA = Path(__file__).parent.parent / "data"
 core = pytest.mark.core

@@ -9,7 +9,7 @@ import pytest
 import jaxkv
 from jaxkv import snapshot
 from jaxkv.cache import split
-from tests.caches import (
+from tests.helpers.caches import (
     ALL_KINDS,
     CODES,
     GROUPS,
@@ -23,7 +23,7 @@ from tests.caches import (
     plan_rows,
     sign,
 )
-from tests.cases import in_lanes
+from tests.helpers.parametrize import in_lanes
 
 
 @partial(jax.jit, static_argnames="layers")

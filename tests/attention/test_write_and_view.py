@@ -11,9 +11,9 @@ import jaxkv
 from jaxkv.core.partitioning import WHOLE
 from jaxkv.hybrid import compose_hybrid_cache
 from jaxkv.kv.buffers import copy_cell_run, gather, scatter
-from tests import histories
 from tests.attention.lives import CLOSE, applied, arrays_for, lived_in, seen
-from tests.caches import (
+from tests.helpers import edit_sequences
+from tests.helpers.caches import (
     ALL_KINDS,
     GROUPS_STRIPES,
     HEADS,
@@ -24,8 +24,8 @@ from tests.caches import (
     TILES,
     assert_identical,
 )
-from tests.cases import in_lanes
-from tests.mistakes import assert_raises, mistakes
+from tests.helpers.mistakes import assert_raises, mistakes
+from tests.helpers.parametrize import in_lanes
 
 core = pytest.mark.core
 KINDS = [kind for kind in [*ALL_KINDS, LATENT] if len(kind.windows) == 1]
@@ -66,7 +66,7 @@ def test_write_and_view_stale_ubatch_writes_nothing_and_sees_nan():
 
 @core
 def test_write_and_view_find_part_of_hybrid_cache():
-    states = histories.make(layers=1)
+    states = edit_sequences.make(layers=1)
     cache = compose_hybrid_cache((states, [0]), (SMALL.make(), [1, 2]))
     cache, ubatch = applied(cache, [1])
     q, k, v = arrays_for(ubatch)

@@ -9,7 +9,7 @@ import numpy as np
 
 import jaxkv
 from jaxkv import make_batch
-from tests.caches import SMALL, Kind, think
+from tests.helpers.caches import SMALL, Kind, think
 
 COUNT = 8
 NEAR = Kind("near", cells=6, sequences=3, windows=(jaxkv.Window.sliding(4),))

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from jaxkv.cache import merge, split
-from tests.caches import Kind, cells_of, drawn, plan_rows, think
+from tests.helpers.caches import Kind, cells_of, drawn, plan_rows, think
 
 ONE = Kind("one-stream", cells=24, sequences=4)
 TWO = Kind("two-streams", cells=12, sequences=4, streams=2)

@@ -2,7 +2,7 @@
 
 Every token signs its key and value with its sequence, position, number, layer and head, and every
 state names all tokens that it has seen. So what is in the wrong place, left over or lost is found,
-and so is a wrong mask. See `tests.twins` and `tests.histories`.
+and so is a wrong mask. See `tests.helpers.reference_caches` and `tests.helpers.edit_sequences`.
 """
 
 import random
@@ -13,8 +13,8 @@ from typing import Any
 import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests import histories, twins
-from tests.caches import Kind
+from tests.helpers import edit_sequences, reference_caches
+from tests.helpers.caches import Kind
 
 edges = st.integers(-1, 9)
 ids = st.integers(0, 10**6)
@@ -40,7 +40,7 @@ def tree_of(rng: random.Random, pool: list[int], count: int) -> list[list[int]]:
 
 
 def nearly_right(
-    twin: twins.Twin, rng: random.Random, pool: list[int], count: int
+    twin: reference_caches.Twin, rng: random.Random, pool: list[int], count: int
 ) -> list[list[int]]:
     """Sets of a random tree of sequences that hold the same cells; of some trees not quite."""
     seq = rng.choice(pool)
@@ -65,7 +65,7 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(
         self,
-        twin: twins.Twin,
+        twin: reference_caches.Twin,
         *,
         counts: tuple[int, int] = (1, 7),
         moves: tuple[int, int | None] = (2, None),
@@ -242,11 +242,13 @@ class Verbs(Machine):
     """The machine of a cache that attends alone."""
 
     def __init__(self, kind: Kind, *, in_rows: bool = False, **options: Any) -> None:
-        super().__init__(twins.Twin(kind, in_rows=in_rows), **{"looks_ahead": True} | options)
+        super().__init__(
+            reference_caches.Twin(kind, in_rows=in_rows), **{"looks_ahead": True} | options
+        )
 
 
 class StateVerbs(Machine):
-    """The machine of a cache with states, whose options are those of `histories.Twin`."""
+    """The machine of a cache with states, whose options are those of `edit_sequences.Twin`."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        super().__init__(histories.Twin(**options), parts=True)
+        super().__init__(edit_sequences.Twin(**options), parts=True)

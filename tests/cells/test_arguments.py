@@ -12,8 +12,8 @@ import jaxkv
 from jaxkv import CacheSpec, make_batch, make_cache
 from jaxkv.cache import merge, split
 from jaxkv.hybrid import compose_hybrid_cache
-from tests.caches import GROUPS, attention_cache, drawn
-from tests.mistakes import assert_raises, mistakes
+from tests.helpers.caches import GROUPS, attention_cache, drawn
+from tests.helpers.mistakes import assert_raises, mistakes
 
 NEAR = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, window=jaxkv.Window.sliding(4))
 STATE = {"x": ((), jnp.float32)}

@@ -9,8 +9,8 @@ import jaxkv
 from jaxkv.cache import split
 from jaxkv.hybrid import compose_hybrid_cache
 from jaxkv.kv.shift import CHUNK
-from tests.caches import Kind, assert_identical, drawing, drawn
 from tests.cells.pools import FOUR, ONE, TWO, fed, noisy, texts_of
+from tests.helpers.caches import Kind, assert_identical, drawing, drawn
 
 pytestmark = pytest.mark.core
 LONG = Kind("long, two each", cells=600, sequences=6, streams=3)

@@ -3,8 +3,8 @@
 import pytest
 
 import jaxkv
-from tests.caches import Kind, drawing
 from tests.cells.pools import noisy, texts_of
+from tests.helpers.caches import Kind, drawing
 
 core = pytest.mark.core
 POOL = Kind("pool", cells=24, sequences=2)

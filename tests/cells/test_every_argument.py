@@ -16,17 +16,17 @@ import pytest
 
 import jaxkv
 from jaxkv.cache import merge, split
-from tests import histories, twins
-from tests.caches import GROUPS_STRIPES, Kind, cells_of, edit
-from tests.oracle import Oracle
+from tests.helpers import edit_sequences, reference_caches
+from tests.helpers.caches import GROUPS_STRIPES, Kind, cells_of, edit
+from tests.helpers.reference_cache import Oracle
 
 RANGES = [*product(range(-1, 5), range(-1, 6))]
 WINDOW_SPLIT = Kind("window-split", 7, 2, streams=2, windows=(jaxkv.Window.chunked(3),))
 TWINS = {
-    "window-split": lambda: twins.Twin(WINDOW_SPLIT),
-    "groups-striped-window": lambda: twins.Twin(GROUPS_STRIPES),
-    "states-split": lambda: histories.Twin("r", kept=2, streams=3),
-    "states-groups": lambda: histories.Twin("r", kept=1, sequences=4, streams=2),
+    "window-split": lambda: reference_caches.Twin(WINDOW_SPLIT),
+    "groups-striped-window": lambda: reference_caches.Twin(GROUPS_STRIPES),
+    "states-split": lambda: edit_sequences.Twin("r", kept=2, streams=3),
+    "states-groups": lambda: edit_sequences.Twin("r", kept=1, sequences=4, streams=2),
 }
 
 

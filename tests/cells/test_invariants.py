@@ -6,8 +6,8 @@ import pytest
 
 import jaxkv
 from jaxkv.cache import merge, split
-from tests import histories
-from tests.caches import SMALL, filled
+from tests.helpers import edit_sequences
+from tests.helpers.caches import SMALL, filled
 
 
 def counted(cache):
@@ -57,7 +57,7 @@ def test_check_invariants_names_what_is_wrong_with_cells(field, where, value, wr
     ],
 )
 def test_check_invariants_names_what_is_wrong_with_states(field, where, value, wrong):
-    cache = jaxkv.seq_cp(histories.told(2, [4]).cache, 0, 2).cache  # states after 1, 2 and 3
-    assert counted(histories.make()) == counted(cache) == {}
+    cache = jaxkv.seq_cp(edit_sequences.told(2, [4]).cache, 0, 2).cache  # states after 1, 2 and 3
+    assert counted(edit_sequences.make()) == counted(cache) == {}
     value = cache.table.cell[0, 1] if value is None else value
     assert counted(broken(cache, field, where, value))[wrong] >= 1

@@ -13,7 +13,7 @@ from jaxkv.cache import split
 from jaxkv.core.hashing import hash_contents
 from jaxkv.hybrid import compose_hybrid_cache
 from jaxkv.kv import cells
-from tests.caches import (
+from tests.helpers.caches import (
     GROUPS,
     SMALL,
     SPLIT,

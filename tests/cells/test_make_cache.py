@@ -11,8 +11,8 @@ from jaxkv import CacheSpec, make_cache, make_rope
 from jaxkv.hybrid import HybridTable
 from jaxkv.kv.table import CellTable
 from jaxkv.sharding.make import shardings
-from tests.meshes import RULES, mesh_of
-from tests.mistakes import assert_raises, mistakes
+from tests.helpers.meshes import RULES, mesh_of
+from tests.helpers.mistakes import assert_raises, mistakes
 
 ROPE, FAST = make_rope(4), make_rope(4, base=100.0)
 NEAR = jaxkv.Window.sliding(6)

@@ -1,8 +1,8 @@
 """Recurrent caches, alone and beside attention: forks, cuts, undone steps, and what ubatches do.
 
-Every state names all the tokens that it has seen (`tests.histories`), so that one that is stale, of
-another sequence or half written is seen at once. What verbs do with ranges is compared with oracles
-in `test_every_argument` and `test_stateful`.
+Every state names all the tokens that it has seen (`tests.helpers.edit_sequences`), so that one that
+is stale, of another sequence or half written is seen at once. What verbs do with ranges is compared
+with oracles in `test_every_argument` and `test_stateful`.
 """
 
 from functools import partial
@@ -17,16 +17,25 @@ import jaxkv
 from jaxkv import Reason, make_batch
 from jaxkv.cache import merge, split
 from jaxkv.hybrid import compose_hybrid_cache
-from tests.caches import (
+from tests.helpers.caches import (
     WIDTH,
     assert_identical,
     attention_cache,
     contents_of,
     plan_rows,
 )
-from tests.cases import in_lanes
-from tests.histories import bytes_of, kept_of, make, planned, states_of, tell, told, walk
-from tests.mistakes import assert_raises, mistakes
+from tests.helpers.edit_sequences import (
+    bytes_of,
+    kept_of,
+    make,
+    planned,
+    states_of,
+    tell,
+    told,
+    walk,
+)
+from tests.helpers.mistakes import assert_raises, mistakes
+from tests.helpers.parametrize import in_lanes
 
 core = pytest.mark.core
 HYBRID = {"kinds": "ra", "window": jaxkv.Window.sliding(4)}

@@ -5,8 +5,8 @@ import pytest
 
 import jaxkv
 from jaxkv.cache import split
-from tests.caches import Kind, assert_identical, drawn
 from tests.cells.plans import plan_of
+from tests.helpers.caches import Kind, assert_identical, drawn
 
 core = pytest.mark.core
 POOL = Kind("pool", cells=16, sequences=2)

@@ -10,8 +10,8 @@ import pytest
 import jaxkv
 from jaxkv import make_rope
 from jaxkv.ops.quantised import dequantise
-from tests.caches import attention_cache
-from tests.cases import in_lanes
+from tests.helpers.caches import attention_cache
+from tests.helpers.parametrize import in_lanes
 
 MAX_CELLS = [0, 10_000, 131_072, 1_000_000, 2**24 + 1, 2**31 - 1000]
 TOKENS = 8

@@ -11,7 +11,7 @@ import pytest
 
 import jaxkv
 from jaxkv.cache import merge, split
-from tests.caches import Kind, assert_identical, attention_cache, drawing, drawn, updated
+from tests.helpers.caches import Kind, assert_identical, attention_cache, drawing, drawn, updated
 
 core = pytest.mark.core
 PLAIN = jaxkv.make_rope(6, base=100.0)

@@ -20,10 +20,10 @@ from jaxkv.cache import split
 from jaxkv.hybrid import compose_hybrid_cache
 from jaxkv.sharding.make import make_sharded
 from tests.attention.formula import formula
-from tests.caches import assert_identical, recurrent_cache
-from tests.cases import in_lanes
-from tests.meshes import mesh_of
-from tests.mistakes import NAMES, assert_raises, mistakes
+from tests.helpers.caches import assert_identical, recurrent_cache
+from tests.helpers.meshes import mesh_of
+from tests.helpers.mistakes import NAMES, assert_raises, mistakes
+from tests.helpers.parametrize import in_lanes
 
 core = pytest.mark.core
 SIZE, VOCABULARY, Q = 8, 12, 4

@@ -5,8 +5,8 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 import jaxkv
-from tests.caches import ALL_KINDS, CODES, GROUPS_STRIPES, LATENT, SMALL, Kind
 from tests.cells.state_machine import StateVerbs, Verbs
+from tests.helpers.caches import ALL_KINDS, CODES, GROUPS_STRIPES, LATENT, SMALL, Kind
 
 KINDS = {kind.name: kind for kind in [*ALL_KINDS, CODES, LATENT]}
 NEAR = jaxkv.Window.sliding(4)
@@ -25,7 +25,7 @@ STATES = {
     "both in a layer": {"kinds": "ba", "kept": 1},
     "the current state alone": {"kinds": "ar", "kept": 0},
 }
-"""Caches with states, as options of `histories.Twin`."""
+"""Caches with states, as options of `edit_sequences.Twin`."""
 
 
 def run(machine, runs, steps):

@@ -8,8 +8,8 @@ import pytest
 import jaxkv
 from jaxkv import Reason, make_batch
 from jaxkv.kv.mask import visibility_of
-from tests.caches import Kind, assert_identical, drawing, drawn, run, think
 from tests.cells.pools import FOUR, ONE, TWO, fed
+from tests.helpers.caches import Kind, assert_identical, drawing, drawn, run, think
 
 core = pytest.mark.core
 SHARED = Kind("contiguous", cells=8, sequences=4, streams=2, placement="contiguous")

@@ -8,9 +8,9 @@ import pytest
 
 from jaxkv import sharding
 from jaxkv.kv.fill_order import cells_at_ranks, to_fill_order
-from tests.caches import STRIPES
-from tests.meshes import RULES, mesh_of
-from tests.oracle import Oracle
+from tests.helpers.caches import STRIPES
+from tests.helpers.meshes import RULES, mesh_of
+from tests.helpers.reference_cache import Oracle
 
 SHARDS = 4
 LONG = replace(STRIPES, cells=1024, placement=f"striped:{SHARDS}", sequences=2)

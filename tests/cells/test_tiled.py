@@ -20,10 +20,10 @@ from jaxkv.ops.attention.visibility import compute_mask
 from jaxkv.ops.mla import ValueSlice
 from jaxkv.ops.quantised import make_stored_zeros, quantise_like
 from jaxkv.window import Window
-from tests import hlo
-from tests.caches import TILES, attention_cache, drawing, drawn
-from tests.oracle import _tiles
-from tests.sights import sight_of_mask
+from tests.helpers import hlo
+from tests.helpers.caches import TILES, attention_cache, drawing, drawn
+from tests.helpers.reference_cache import _tiles
+from tests.helpers.visibility import sight_of_mask
 
 core = pytest.mark.core
 K, G, D, T = 2, 2, 8, 4

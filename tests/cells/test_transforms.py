@@ -11,8 +11,8 @@ import pytest
 
 import jaxkv
 from jaxkv.cache import split
-from tests.caches import SMALL, assert_identical, filled, think
-from tests.twins import lived_in
+from tests.helpers.caches import SMALL, assert_identical, filled, think
+from tests.helpers.reference_caches import lived_in
 
 pytestmark = pytest.mark.core
 

@@ -14,9 +14,9 @@ import jaxkv
 from jaxkv import Reason, make_batch
 from jaxkv.kv.mask import visible_cells_mask
 from jaxkv.window import Window, can_see
-from tests.caches import Kind, assert_identical, attention_cache, drawing, drawn, run
-from tests.cases import in_lanes
 from tests.cells.plans import NEAR, one_by_one, plan_of, resumable
+from tests.helpers.caches import Kind, assert_identical, attention_cache, drawing, drawn, run
+from tests.helpers.parametrize import in_lanes
 
 core = pytest.mark.core
 SIX = "0{0} 1{0} 2{0} 3{0} 4{0} 5{0}"

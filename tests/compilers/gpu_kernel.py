@@ -18,8 +18,8 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from tests.compilers.compilers import tell
-from tests.kernels import CASES, DTYPES, FORKS, lying_on, of_a_step, of_attention
-from tests.pods import Pod
+from tests.helpers.kernels import CASES, DTYPES, FORKS, lying_on, of_a_step, of_attention
+from tests.helpers.pods import Pod
 
 DUMP = Path(os.environ["XLA_FLAGS"].split("=")[-1])
 """Where the compiler writes its programs, in the assembler's language."""

@@ -7,7 +7,7 @@ run on a GPU, so that what is held, donated and spilled is known; how long they 
 import pytest
 
 from tests.compilers.compilers import asked, marks_of
-from tests.kernels import CASES, DTYPES, LAYERS
+from tests.helpers.kernels import CASES, DTYPES, LAYERS
 
 pytestmark = marks_of("jax_cuda12_plugin", "'jaxkv[cuda]'")
 KERNELS = 2  # of a layer: what weighs, and what joins

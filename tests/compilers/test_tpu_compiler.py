@@ -7,8 +7,8 @@ what is sent, held and donated is known; how long they take is not.
 import pytest
 
 from tests.compilers.compilers import asked, marks_of
-from tests.kernels import CASES
-from tests.pods import LAYERS, MESSAGES, OF_8B
+from tests.helpers.kernels import CASES
+from tests.helpers.pods import LAYERS, MESSAGES, OF_8B
 
 pytestmark = marks_of("libtpu", "libtpu==0.0.42 fits jax 0.10.2")
 

@@ -10,7 +10,7 @@ os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1")
 from jax.experimental import topologies
 
 from tests.compilers.compilers import tell
-from tests.kernels import CASES, DTYPES, lying_on, of_a_step, of_attention
+from tests.helpers.kernels import CASES, DTYPES, lying_on, of_a_step, of_attention
 
 CHIPS = ("v5e:2x2", "v6e:2x2", "v5p:2x2x1")
 

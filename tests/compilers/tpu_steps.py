@@ -14,9 +14,9 @@ import numpy as np
 from jax.experimental import topologies
 
 from benchmarks.tpu_planning import cost
-from tests import hlo, kernels
 from tests.compilers.compilers import tell
-from tests.pods import LAYERS, OF_8B
+from tests.helpers import hlo, kernels
+from tests.helpers.pods import LAYERS, OF_8B
 
 
 def step(pod):

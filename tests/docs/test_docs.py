@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cases import in_lanes
+from tests.helpers.parametrize import in_lanes
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"(?:<!-- (\w+)[^>]*-->\n)?```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", re.S)

@@ -19,8 +19,8 @@ from jaxkv.draw.colours import PALETTE
 from jaxkv.draw.html import html_of
 from jaxkv.hybrid import compose_hybrid_cache
 from jaxkv.kv.mask import visible_cells_mask
-from tests.caches import Kind, attention_cache, drawn, recurrent_cache
-from tests.mistakes import assert_raises, mistakes
+from tests.helpers.caches import Kind, attention_cache, drawn, recurrent_cache
+from tests.helpers.mistakes import assert_raises, mistakes
 
 STATES = {"x": ((3,), jnp.float32)}
 POOL = Kind("", cells=24, sequences=40)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jaxtyping import Array, Float, Int32, TypeCheckError
 
-from tests.typecheck import checked
+from tests.helpers.typecheck import checked
 
 
 def row_of(x: Float[Array, "R T"], row: Int32[Array, ""]) -> Float[Array, " T"]:

@@ -11,9 +11,9 @@ import pytest
 
 import jaxkv
 from jaxkv import generation, make_batch
-from tests.caches import VOCABULARY, Kind, think
-from tests.cases import mostly_nightly
 from tests.generation.tiny import CLOSE, assert_sound, ends, load
+from tests.helpers.caches import VOCABULARY, Kind, think
+from tests.helpers.parametrize import mostly_nightly
 
 pytestmark = pytest.mark.core
 

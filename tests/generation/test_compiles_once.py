@@ -12,11 +12,11 @@ import pytest
 import jaxkv
 from jaxkv import generation, make_batch
 from models.compiling import counting
-from tests import caches as kinds
-from tests.caches import SMALL, SPLIT, Kind, assert_identical, filled, think, updated
-from tests.cases import mostly_nightly
 from tests.generation.tiny import begun, forward, speculated
-from tests.twins import lived_in
+from tests.helpers import caches as kinds
+from tests.helpers.caches import SMALL, SPLIT, Kind, assert_identical, filled, think, updated
+from tests.helpers.parametrize import mostly_nightly
+from tests.helpers.reference_caches import lived_in
 
 pytestmark = pytest.mark.core
 POOL = Kind("pool", cells=24, sequences=4)

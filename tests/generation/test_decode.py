@@ -10,8 +10,8 @@ import pytest
 import jaxkv
 from jaxkv import generation, make_batch
 from jaxkv.generation import Constraint, make_sampler
-from tests.caches import SMALL, SPLIT, VOCABULARY, filled
 from tests.generation.tiny import BEST, assert_sound, begun, decoded, ends, forward
+from tests.helpers.caches import SMALL, SPLIT, VOCABULARY, filled
 
 pytestmark = pytest.mark.core
 

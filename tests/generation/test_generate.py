@@ -6,10 +6,10 @@ import pytest
 
 import jaxkv
 from jaxkv import generation
-from tests.caches import assert_identical
 from tests.generation.tiny import by_table
-from tests.meshes import mesh_of
-from tests.mistakes import assert_raises, mistakes
+from tests.helpers.caches import assert_identical
+from tests.helpers.meshes import mesh_of
+from tests.helpers.mistakes import assert_raises, mistakes
 
 SPEC = jaxkv.CacheSpec.attention(layers=1, kv_heads=1, head_dim=1)
 TABLE = jax.nn.softmax(2 * jax.random.normal(jax.random.key(0), (16, 16)))

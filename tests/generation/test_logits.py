@@ -8,8 +8,8 @@ import jaxkv
 from jaxkv import Reason, generation, make_batch
 from jaxkv.generation.filters import make_sampler
 from jaxkv.serving.request import FinishReason, Request
-from tests.caches import attention_cache
 from tests.generation.tiny import BEST, begun, by_table
+from tests.helpers.caches import attention_cache
 from tests.serving.servers import serve
 
 WARM = make_sampler(temperature=1.0)

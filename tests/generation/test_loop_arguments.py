@@ -15,11 +15,11 @@ from jaxkv import generation, make_batch
 from jaxkv.generation.filters import make_sampler
 from jaxkv.serving import PrefixStore
 from jaxkv.serving.engine import Constraint, Engine, Request
-from tests import caches
-from tests.caches import Kind, filled
 from tests.generation import tiny
 from tests.generation.tiny import begun, decoded, forward, other, parity, speculated
-from tests.mistakes import assert_raises, mistakes
+from tests.helpers import caches
+from tests.helpers.caches import Kind, filled
+from tests.helpers.mistakes import assert_raises, mistakes
 
 LOGITS, NONE = np.zeros((2, 8), np.float32), np.zeros((2, 0), np.int32)
 POOL = Kind("pool", cells=24, sequences=4)

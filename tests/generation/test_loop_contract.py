@@ -14,10 +14,10 @@ from jaxkv.cache import split
 from jaxkv.generation.sampler import Sampler
 from jaxkv.ops.attention.bias import check_bias
 from jaxkv.serving import PrefixStore
-from tests.caches import SPLIT, VOCABULARY, assert_identical, filled
-from tests.cases import in_lanes
 from tests.generation import tiny
 from tests.generation.tiny import begun, buffers_of, ends, forward, load
+from tests.helpers.caches import SPLIT, VOCABULARY, assert_identical, filled
+from tests.helpers.parametrize import in_lanes
 
 LOGITS = jnp.sin(jnp.arange(VOCABULARY, dtype=jnp.float32))[None]
 BATCH = make_batch([1, 2, 3, 4, 5, 6])

@@ -17,9 +17,9 @@ import models.serving
 from jaxkv import CacheSpec, generation, make_batch, serving, snapshot
 from jaxkv.ops.attention import attention
 from jaxkv.serving import PrefixStore
-from tests.caches import attention_cache
 from tests.generation.tiny import BEST, begun, by_table
-from tests.mistakes import DATA, NAMES, assert_raises, mistakes
+from tests.helpers.caches import attention_cache
+from tests.helpers.mistakes import DATA, NAMES, assert_raises, mistakes
 
 NONE, FLAGS, EMPTY = np.zeros(0, np.int32), np.zeros(0, bool), make_batch([])
 SIZES = dict(layers=1, kv_heads=1, head_dim=1, rope=None)

@@ -14,10 +14,10 @@ from jaxkv import make_batch
 from jaxkv.cache import split
 from jaxkv.core import compile_cache
 from jaxkv.generation.model_step import compiled_step
-from tests.caches import assert_identical, filled
-from tests.cases import mostly_nightly
 from tests.generation.tiny import BEST, DATA, begun, forward
-from tests.mistakes import assert_raises, mistakes
+from tests.helpers.caches import assert_identical, filled
+from tests.helpers.mistakes import assert_raises, mistakes
+from tests.helpers.parametrize import mostly_nightly
 
 MODELS = ["llama_tied", "mamba2", "granite_hybrid", "recurrent_gemma"]
 

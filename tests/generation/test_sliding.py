@@ -12,10 +12,10 @@ import jaxkv
 from jaxkv import generation, make_batch
 from jaxkv.cache import split
 from jaxkv.generation.filters import make_sampler
-from tests import caches
-from tests.caches import SPLIT, TWO, Kind, assert_identical, drawing, filled, run, updated
-from tests.cases import mostly_nightly
 from tests.generation.tiny import assert_sound, begun
+from tests.helpers import caches
+from tests.helpers.caches import SPLIT, TWO, Kind, assert_identical, drawing, filled, run, updated
+from tests.helpers.parametrize import mostly_nightly
 from tests.snapshot.saved import with_numbers
 
 POOL = Kind("pool", cells=24, sequences=3)

@@ -13,10 +13,10 @@ from jaxkv import generation, make_batch
 from jaxkv.generation import Constraint, make_sampler
 from jaxkv.generation.speculative import token_tree
 from jaxkv.generation.speculative.drafters import DraftTokens
-from tests.caches import SMALL, SPLIT, VOCABULARY, Kind, attention_cache, filled
-from tests.cases import mostly_nightly
 from tests.generation import tiny
 from tests.generation.tiny import BEST, begun, by_table, decoded, ends, forward, speculated, texts
+from tests.helpers.caches import SMALL, SPLIT, VOCABULARY, Kind, attention_cache, filled
+from tests.helpers.parametrize import mostly_nightly
 
 pytestmark = pytest.mark.core
 WAYS_TO_DRAW = [("lookup", 1.0), ("model", 0.6), ("tree", 1.0)]

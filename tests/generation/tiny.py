@@ -12,7 +12,7 @@ import models
 from jaxkv import generation, make_batch
 from jaxkv.cache import split
 from jaxkv.generation.filters import make_sampler
-from tests.caches import attention_cache, think
+from tests.helpers.caches import attention_cache, think
 
 DATA = Path(__file__).parent.parent / "data"
 BEST = make_sampler()

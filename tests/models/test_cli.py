@@ -30,8 +30,8 @@ from models.cli.screen import Screen
 from models.cli.terminal import Pipe
 from models.serving import FINISH
 from models.texts import Finish
-from tests.caches import attention_cache
-from tests.cases import in_lanes
+from tests.helpers.caches import attention_cache
+from tests.helpers.parametrize import in_lanes
 from tests.models.command_line import CONFIG, DATA, objects, transcript
 from tests.models.speaking import said, tiny
 from tests.models.tiny_files import tiny_tensors, write_gguf

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 import jaxkv
 import models
 from jaxkv import generation, make_batch
-from tests.cases import in_lanes
+from tests.helpers.parametrize import in_lanes
 from tests.models.tiny_files import DATA, config_at
 
 SEQUENCES = (2, 0, 3)  # of the texts; one of the four stays empty

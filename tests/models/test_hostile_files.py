@@ -15,7 +15,7 @@ import pytest
 
 import jaxkv
 import models
-from tests.cases import in_lanes
+from tests.helpers.parametrize import in_lanes
 from tests.models.tiny_files import DATA, FIELDS, VOCAB, tiny_tensors, write_folder, write_gguf
 from tests.snapshot.saved import changed
 

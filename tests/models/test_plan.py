@@ -14,7 +14,7 @@ from models.cli.main import main
 from models.costs import abstract_mesh, costs_of, most_sequences
 from models.meshes import RULES, make_mesh
 from models.model import load_shapes, on_mesh
-from tests.cases import in_lanes
+from tests.helpers.parametrize import in_lanes
 from tests.models.tiny_files import DATA
 
 NAMES = ["granite_hybrid", "gemma3", "llama_tied", "recurrent_gemma"]

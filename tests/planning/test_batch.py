@@ -14,7 +14,7 @@ from jaxkv import make_batch
 from jaxkv.core.array_utils import next_power_of_two
 from jaxkv.core.constants import NO_SLOT
 from jaxkv.planning.layout import equal_split, lay_out_batch, sequence_split, simple_split
-from tests.caches import SMALL, SPLIT, attention_cache, drawn, recurrent_cache
+from tests.helpers.caches import SMALL, SPLIT, attention_cache, drawn, recurrent_cache
 
 SPLITS = [simple_split, equal_split, sequence_split]
 

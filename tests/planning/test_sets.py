@@ -8,7 +8,7 @@ import pytest
 import jaxkv
 from jaxkv import Reason, make_batch
 from jaxkv.kv.mask import visible_cells_mask
-from tests.caches import (
+from tests.helpers.caches import (
     GROUPS,
     HEADS,
     SIZE,
@@ -20,7 +20,7 @@ from tests.caches import (
     run,
     think,
 )
-from tests.mistakes import assert_raises, mistakes
+from tests.helpers.mistakes import assert_raises, mistakes
 
 core = pytest.mark.core
 

@@ -11,8 +11,8 @@ import jaxkv
 import models
 from jaxkv import Reason
 from jaxkv.planning.planners import plan_next
-from tests.caches import SMALL, SPLIT, WINDOW, assert_identical, drawn, filled
-from tests.histories import make, tell
+from tests.helpers.caches import SMALL, SPLIT, WINDOW, assert_identical, drawn, filled
+from tests.helpers.edit_sequences import make, tell
 
 DATA = Path(__file__).parent.parent / "data"
 MODELS = ("llama_tied", "mamba2", "granite_hybrid", "recurrent_gemma")

@@ -11,9 +11,17 @@ import pytest
 import jaxkv
 from jaxkv import generation, make_batch, serving
 from tests.attention.lives import applied, arrays_for, lived_in, seen
-from tests.caches import SMALL, STRIPES, TILES, TWO_SPLIT, WINDOW, assert_identical, attention_cache
-from tests.cases import mostly_nightly
-from tests.histories import StateKind
+from tests.helpers.caches import (
+    SMALL,
+    STRIPES,
+    TILES,
+    TWO_SPLIT,
+    WINDOW,
+    assert_identical,
+    attention_cache,
+)
+from tests.helpers.edit_sequences import StateKind
+from tests.helpers.parametrize import mostly_nightly
 
 pytestmark = pytest.mark.core
 

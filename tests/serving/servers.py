@@ -15,8 +15,8 @@ from jaxkv.generation import Constraint
 from jaxkv.generation.filters import OPTIONS, FilterSampler
 from jaxkv.serving import MissReason, PrefixStore
 from jaxkv.serving.engine import Engine, FinishReason, Request
-from tests.caches import VOCABULARY, Kind, recurrent_cache
 from tests.generation.tiny import assert_sound, forward
+from tests.helpers.caches import VOCABULARY, Kind, recurrent_cache
 
 POOL = Kind("pool", cells=24, sequences=4)
 STREAMS = Kind("streams", cells=12, sequences=4, streams=4)

@@ -13,9 +13,9 @@ import jaxkv
 from jaxkv.cache import split
 from jaxkv.serving.engine import Engine, FinishReason, Request
 from models.compiling import counting
-from tests.caches import Kind
-from tests.cases import mostly_nightly
 from tests.generation.tiny import forward, load
+from tests.helpers.caches import Kind
+from tests.helpers.parametrize import mostly_nightly
 from tests.serving import servers
 from tests.serving.servers import POOL, STREAMS, alone, assert_as_alone, assert_only_kept, run, warm
 

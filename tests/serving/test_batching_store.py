@@ -6,8 +6,8 @@ import pytest
 
 from jaxkv.serving import MissReason, PrefixStore
 from jaxkv.serving.engine import Engine, Request
-from tests.cases import mostly_nightly
 from tests.generation.tiny import forward, load
+from tests.helpers.parametrize import mostly_nightly
 from tests.serving import servers
 from tests.serving.servers import GROUPS, POOL, ROOMY, ask, engine_of, kept, placed, tokens
 

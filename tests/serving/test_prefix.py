@@ -17,11 +17,11 @@ from jaxkv.hybrid import compose_hybrid_cache
 from jaxkv.serving import MissReason as Miss
 from jaxkv.serving import PrefixStore
 from jaxkv.serving.prefix_cache.matching import common_prefix_length
-from tests import histories
-from tests.caches import GROUPS, Kind, assert_identical, drawing
-from tests.cases import in_lanes, mostly_nightly
 from tests.generation.tiny import assert_sound
-from tests.histories import bytes_of, states_of
+from tests.helpers import edit_sequences
+from tests.helpers.caches import GROUPS, Kind, assert_identical, drawing
+from tests.helpers.edit_sequences import bytes_of, states_of
+from tests.helpers.parametrize import in_lanes, mostly_nightly
 from tests.serving.servers import Server, serving, states, tokens
 from tests.snapshot.saved import with_numbers
 
@@ -99,10 +99,10 @@ def test_store_knows_the_text_that_a_sequence_holds():
 
 def test_store_knows_the_text_that_a_state_has_seen():
     text = [1, 2, 3, 4, 5, 6]
-    cache = histories.make(kept=1, streams=3)
+    cache = edit_sequences.make(kept=1, streams=3)
     store = PrefixStore(cache, sequences=[2])
     for part in (text[:2], text[2:3], text[3:]):
-        cache = histories.run(cache, jaxkv.make_batch(part, sequences=0))
+        cache = edit_sequences.run(cache, jaxkv.make_batch(part, sequences=0))
     for claimed in ([1, 2, 3, 4, 5, 7], [2, 1, 3, 4, 5, 6]):
         assert store.store(cache, claimed, 0).hit.miss is Miss.OTHER_TEXT
     moved, _ = jaxkv.seq_add(cache, 0, 0, -1, delta=1)
@@ -112,7 +112,7 @@ def test_store_knows_the_text_that_a_state_has_seen():
     assert ok and miss is Miss.NONE
     assert kept.fork(cache, [*text, 7], 1).hit == (6, Miss.NONE)
     cache, _ = jaxkv.seq_rm(cache, 2)
-    refilled = histories.run(cache, jaxkv.make_batch([9, *text[1:]], sequences=2))
+    refilled = edit_sequences.run(cache, jaxkv.make_batch([9, *text[1:]], sequences=2))
     assert kept.fork(refilled, [*text, 7], 1).hit == (0, Miss.OTHER_TEXT)
 
 
@@ -131,9 +131,9 @@ def test_reuse_by_5_prompts_holds_common_tokens_once(kind):
 @pytest.mark.core
 def test_reuse_of_a_state_has_seen_the_prefix():
     def tell(cache, some, seq):
-        return histories.run(cache, jaxkv.make_batch(some, sequences=seq))
+        return edit_sequences.run(cache, jaxkv.make_batch(some, sequences=seq))
 
-    cache = histories.make(kept=1, streams=3)
+    cache = edit_sequences.make(kept=1, streams=3)
     server = Server(cache, PrefixStore(cache, sequences=[2]), tell=tell)
     server.ask([1, 2, 3])
     server.remember([1, 2, 3])

@@ -26,7 +26,7 @@ from jaxkv import generation, make_batch, sharding
 from jaxkv.cache import split
 from jaxkv.core import array_utils
 from jaxkv.serving.engine import Engine, Request
-from tests.pods import placed
+from tests.helpers.pods import placed
 from tests.sharding import tiny
 
 SAMPLER = generation.make_sampler(temperature=0.7)

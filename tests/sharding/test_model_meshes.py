@@ -21,9 +21,9 @@ from models.cli.main import main
 from models.families.caches import Attends, make_cache
 from models.meshes import RULES, WHOLE, Split, make_mesh
 from models.room import make_with_room
-from tests.cases import in_lanes
 from tests.generation.tiny import begun
-from tests.hlo import collectives
+from tests.helpers.hlo import collectives
+from tests.helpers.parametrize import in_lanes
 
 DATA = Path(__file__).parent.parent / "data"
 FAMILIES = (

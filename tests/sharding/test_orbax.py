@@ -7,8 +7,8 @@ import pytest
 import jaxkv
 from jaxkv import sharding
 from jaxkv.cache import merge, split
-from tests.caches import assert_identical
-from tests.meshes import RULES, mesh_of, placed
+from tests.helpers.caches import assert_identical
+from tests.helpers.meshes import RULES, mesh_of, placed
 from tests.sharding import tiny
 
 ocp = pytest.importorskip("orbax.checkpoint", reason="the package orbax-checkpoint is missing")

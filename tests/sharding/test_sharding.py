@@ -14,12 +14,12 @@ from jaxkv import sharding
 from jaxkv.cache import merge
 from jaxkv.sharding.make import make_sharded
 from tests.attention.formula import slope
-from tests.caches import Kind, assert_identical, attention_cache
-from tests.cases import in_lanes
 from tests.cells import state_machine
 from tests.cells.test_stateful import run
-from tests.meshes import DATA_CELLS, KINDS, RULES, mesh_of, near, placed
-from tests.mistakes import assert_raises, mistakes
+from tests.helpers.caches import Kind, assert_identical, attention_cache
+from tests.helpers.meshes import DATA_CELLS, KINDS, RULES, mesh_of, near, placed
+from tests.helpers.mistakes import assert_raises, mistakes
+from tests.helpers.parametrize import in_lanes
 from tests.sharding import tiny
 from tests.sharding.tiny import assert_close
 

@@ -11,9 +11,9 @@ import pytest
 
 import jaxkv
 from jaxkv.kv.shift import CHUNK
-from tests import hlo
-from tests.cases import in_lanes
-from tests.pods import LAYERS, MESSAGES, Pod
+from tests.helpers import hlo
+from tests.helpers.parametrize import in_lanes
+from tests.helpers.pods import LAYERS, MESSAGES, Pod
 
 PODS = {
     "groups": Pod((("data", 4),), streams=4),

@@ -9,7 +9,7 @@ from jaxkv import generation
 from jaxkv.serving import PrefixStore
 from jaxkv.serving.engine import Engine, Request
 from models.compiling import counting
-from tests.meshes import placed
+from tests.helpers.meshes import placed
 from tests.sharding.tiny import KINDS, assert_close, make, model_of, params, whole
 
 AXES = {"data": 2, "tensor": 2, "cells": 2}

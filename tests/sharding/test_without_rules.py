@@ -9,10 +9,10 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkv
 from jaxkv.cache import merge, split
-from tests.caches import attention_cache
-from tests.cases import in_lanes
-from tests.hlo import collectives
-from tests.meshes import mesh_of
+from tests.helpers.caches import attention_cache
+from tests.helpers.hlo import collectives
+from tests.helpers.meshes import mesh_of
+from tests.helpers.parametrize import in_lanes
 
 HEADS, KV_HEADS, SIZE, Q = 8, 4, 16, 4
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkv
 from jaxkv.hybrid import compose_hybrid_cache
-from tests.caches import attention_cache, recurrent_cache
+from tests.helpers.caches import attention_cache, recurrent_cache
 
 KINDS = {
     "striped": ("a", {"placement": "striped:2"}),

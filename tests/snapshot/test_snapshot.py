@@ -16,10 +16,10 @@ from jaxkv import snapshot
 from jaxkv.cache import merge, split
 from jaxkv.kv.cells import Cells, is_layer_incomplete
 from jaxkv.recurrent.states import is_occupied
-from tests import caches, histories
-from tests.caches import GROUPS, RUNS, SMALL, Kind, assert_identical, drawing, drawn
-from tests.cases import in_lanes, mostly_nightly
 from tests.generation.tiny import assert_sound
+from tests.helpers import caches, edit_sequences
+from tests.helpers.caches import GROUPS, RUNS, SMALL, Kind, assert_identical, drawing, drawn
+from tests.helpers.parametrize import in_lanes, mostly_nightly
 from tests.snapshot.saved import with_numbers
 
 STATES = {
@@ -29,7 +29,7 @@ STATES = {
     "hybrid": {"kinds": "ra", "kept": 1, "window": jaxkv.Window.sliding(4)},
     "hybrid in groups": {"kinds": "ba", "kept": 1, "sequences": 4, "streams": 2, "cells": 14},
 }
-"""Caches with states, as options of `histories.Twin`."""
+"""Caches with states, as options of `edit_sequences.Twin`."""
 
 ONE = replace(SMALL, cells=40, sequences=4)
 FULL = [
@@ -73,7 +73,7 @@ def belongings(cache, seq, kept=0):
     found = []
     for table, buffers in [split(cache)] if is_states else caches.parts_of(cache):
         if not isinstance(table, Cells):
-            found.append(histories.kept_of(table, buffers)[seq][-kept:])
+            found.append(edit_sequences.kept_of(table, buffers)[seq][-kept:])
             continue
         stream, local = divmod(seq, table.sequences_per_stream)
         owned = np.asarray(table.owners)[stream, local // 32] >> (local % 32) & 1 == 1
@@ -114,12 +114,12 @@ def assert_same_cache(loaded, cache):
 
 def run(cache, kinds, seq, count):
     batch = jaxkv.make_batch([1 + i % 9 for i in range(count)], sequences=seq)
-    return histories.run(cache, batch, kinds=kinds)
+    return edit_sequences.run(cache, batch, kinds=kinds)
 
 
 @functools.cache
 def lived(name, seed=0):
-    rng, twin = random.Random(seed), histories.Twin(**STATES[name])
+    rng, twin = random.Random(seed), edit_sequences.Twin(**STATES[name])
     ids = range(twin.sequences)
     for _ in range(4):
         for seq in rng.sample(ids, 2):
@@ -160,7 +160,7 @@ def test_load_of_states_goes_on_as_the_saved_cache(name):
 
 @pytest.mark.core
 def test_load_of_states_never_written_holds_none():
-    cache = caches.recurrent_cache(layers=2, states=histories.STATES, sequences=2)
+    cache = caches.recurrent_cache(layers=2, states=edit_sequences.STATES, sequences=2)
     cache = jaxkv.apply(cache, jaxkv.init_batch(cache, jaxkv.make_batch([1])))
     loaded = snapshot.load(snapshot.save(cache))
     assert loaded.table.cell.tolist() == cache.table.cell.tolist()
@@ -267,8 +267,8 @@ def test_load_into_another_layout_takes_newest_states(seed, streams, kept, name)
     options = STATES[name]
     cache, kinds = lived(name, seed), options["kinds"]
     other = {"sequences": 4, "streams": streams, "kept": kept, "cells": 40}
-    dirty = run(histories.Twin(**{**options, **other}).cache, kinds, 3, 2)
-    goes = [2, 0, 1, 3][: histories.Twin(**options).sequences]
+    dirty = run(edit_sequences.Twin(**{**options, **other}).cache, kinds, 3, 2)
+    goes = [2, 0, 1, 3][: edit_sequences.Twin(**options).sequences]
     loaded = snapshot.load(snapshot.save(cache), into=dirty, sequences=goes)
     assert_sound(loaded)
     for old, new in {0: 2, 1: 0, 2: 1}.items():

@@ -25,10 +25,10 @@ from jaxkv import snapshot
 from jaxkv.cache import merge, split
 from jaxkv.hybrid import compose_hybrid_cache
 from jaxkv.snapshot.file import file_bytes, open_file
-from tests import histories
-from tests.caches import assert_identical, attention_cache, drawn, recurrent_cache
-from tests.cases import in_lanes
-from tests.mistakes import assert_raises, mistakes
+from tests.helpers import edit_sequences
+from tests.helpers.caches import assert_identical, attention_cache, drawn, recurrent_cache
+from tests.helpers.mistakes import assert_raises, mistakes
+from tests.helpers.parametrize import in_lanes
 from tests.models.tiny_files import DATA
 from tests.snapshot.saved import changed, with_numbers
 
@@ -122,7 +122,7 @@ def make(**changes):
 
 
 def recurrent(**changes):
-    sizes = {"layers": 2, "states": histories.STATES, "sequences": 2}
+    sizes = {"layers": 2, "states": edit_sequences.STATES, "sequences": 2}
     return recurrent_cache(**{**sizes, **changes})
 
 

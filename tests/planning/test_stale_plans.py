@@ -16,8 +16,8 @@ import jaxkv
 from jaxkv.cache import split
 from jaxkv.hybrid import compose_hybrid_cache
 from jaxkv.window import Window
-from tests import caches
-from tests.caches import (
+from tests.helpers import caches
+from tests.helpers.caches import (
     HEADS,
     ROPE,
     RUNS,
@@ -29,7 +29,7 @@ from tests.caches import (
     drawn,
     recurrent_cache,
 )
-from tests.histories import StateKind, compute, planned, tell
+from tests.helpers.edit_sequences import StateKind, compute, planned, tell
 
 KINDS = {
     "pool": SMALL,

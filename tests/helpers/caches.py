@@ -25,8 +25,8 @@ from jaxkv.kv.mask import visible_cells_mask
 from jaxkv.ops.mla import ValueSlice
 from jaxkv.ops.quantised import Quantised, Stored, dequantise
 from jaxkv.window import Window
-from tests.oracle import Content, Fault, Oracle, Place, Plan, Token
-from tests.rules import Side
+from tests.helpers.batch_rules import Side
+from tests.helpers.reference_cache import Content, Fault, Oracle, Place, Plan, Token
 
 LAYERS = 2
 HEADS = 2  # of keys and values; queries have twice as many

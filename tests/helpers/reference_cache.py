@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from tests import rules
-from tests.rules import Fault, Part, Place, Plan, Side, Token, in_range
-from tests.whole import Whole
+from tests.helpers import batch_rules
+from tests.helpers.batch_rules import Fault, Part, Place, Plan, Side, Token, in_range
+from tests.helpers.reference_window import Whole
 
 
 class Content(NamedTuple):
@@ -437,7 +437,7 @@ class Oracle(Side):
         the same. Those that share a token ask together.
         See `Side.faults` and `Side.cut` for the options.
         """
-        batch = rules.numbered(batch, reached)
+        batch = batch_rules.numbered(batch, reached)
         faults = self.faults(batch, reached)
         groups = self._groups(batch, faults)
         asks = Counter(

@@ -16,8 +16,8 @@ import jaxkv
 from jaxkv.cache import split
 from jaxkv.hybrid import compose_hybrid_cache
 from jaxkv.recurrent.states import States
-from tests import twins
-from tests.caches import (
+from tests.helpers import reference_caches
+from tests.helpers.caches import (
     HEADS,
     SIZE,
     WIDTH,
@@ -29,8 +29,8 @@ from tests.caches import (
     plan_rows,
     recurrent_cache,
 )
-from tests.oracle import Oracle
-from tests.state_oracle import Histories
+from tests.helpers.reference_cache import Oracle
+from tests.helpers.reference_states import Histories
 
 STATES = {"hash": ((), jnp.uint32), "trace": jax.ShapeDtypeStruct((2,), jnp.float32)}
 """What each layer remembers: a number that tells all orders of all tokens apart, and a float."""
@@ -188,7 +188,7 @@ class StateKind(Kind):
         return Oracles([attention, histories])
 
 
-class Twin(twins.Twin):
+class Twin(reference_caches.Twin):
     """A cache with states and its oracles.
 
     All tokens of a batch go into one ubatch, `[Q, WIDTH]`, so that little is compiled; or in parts

@@ -15,9 +15,9 @@ import jaxkv
 from jaxkv import Reason, make_batch
 from jaxkv.cache import split
 from jaxkv.planning.layout import preceding_tokens, split_batch
-from tests.caches import SMALL, assert_identical, drawing, drawn, edit
 from tests.cells.plans import plan_of
 from tests.cells.pools import noisy
+from tests.helpers.caches import SMALL, assert_identical, drawing, drawn, edit
 
 ROOT = Path(__file__).parents[2]
 FIVE = "0{0} 1{0} 2{0} 3{0} 4{0}"

@@ -13,7 +13,7 @@ import jaxkv
 from jaxkv import sharding
 from jaxkv.cache import merge, split
 from jaxkv.sharding.make import shardings
-from tests.caches import attention_cache
+from tests.helpers.caches import attention_cache
 
 LAYERS = 2
 RULES = sharding.ShardingRules(cells="cells")

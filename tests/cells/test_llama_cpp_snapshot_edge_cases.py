@@ -8,17 +8,17 @@ import pytest
 
 import jaxkv
 from jaxkv import snapshot
-from tests import histories
-from tests.caches import SMALL, SPLIT, drawing, drawn
 from tests.cells.plans import plan_of, tell, told
-from tests.histories import states_of
+from tests.helpers import edit_sequences
+from tests.helpers.caches import SMALL, SPLIT, drawing, drawn
+from tests.helpers.edit_sequences import states_of
 
 pytestmark = pytest.mark.core
 
 
 def test_load_into_empties_targets_of_empty_sequences():
     """Trap 76: in llama.cpp attention keeps what the target held, and its states go."""
-    cache = histories.told(kept=1, counts=(3, 2, 0), kinds="ar").cache
+    cache = edit_sequences.told(kept=1, counts=(3, 2, 0), kinds="ar").cache
     loaded = snapshot.load(snapshot.save(cache, sequences=2), into=cache, sequences=0)
     attention, states = loaded.parts
     for part in (attention, states, loaded):
@@ -54,14 +54,14 @@ def test_load_into_holes_goes_on_alike():
 
 def test_load_into_rolled_back_cache_goes_on_alike():
     """Trap 84: whatever the target holds, its kept states included."""
-    cache = histories.told(kept=3, counts=(8, 2)).cache
+    cache = edit_sequences.told(kept=3, counts=(8, 2)).cache
     data = snapshot.save(cache, sequences=0)
     target, ok = jaxkv.seq_rm(cache, 0, 6)
     assert ok
-    target = histories.tell(target, [70, 71], [72])
+    target = edit_sequences.tell(target, [70, 71], [72])
     for seq in (0, 2):
         loaded = snapshot.load(data, into=target, sequences=seq)
         assert states_of(loaded, seq) == states_of(cache)
         rows = [[50] if seq == one else [] for one in range(3)]
-        after = histories.tell(loaded, *rows)
-        assert states_of(after, seq) == states_of(histories.tell(cache, [50]))
+        after = edit_sequences.tell(loaded, *rows)
+        assert states_of(after, seq) == states_of(edit_sequences.tell(cache, [50]))

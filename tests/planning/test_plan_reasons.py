@@ -10,8 +10,8 @@ import pytest
 
 import jaxkv
 from jaxkv import Cache, Reason, apply, init_batch, make_batch, seq_rm
-from tests.caches import RUNS, assert_identical, filled, think
-from tests.mistakes import assert_raises, mistakes
+from tests.helpers.caches import RUNS, assert_identical, filled, think
+from tests.helpers.mistakes import assert_raises, mistakes
 
 FAULTS = {
     # name: the batch's sequences, its positions, and which are refused, and how. Sequence 0 holds 5

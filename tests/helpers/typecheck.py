@@ -19,7 +19,7 @@ import beartype
 import jax
 import jaxtyping
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DTYPES = "Bool Float Inexact Int Integer Int32 Key Num Shaped UInt32"
 SHAPES = tuple(f"{name}[" for name in DTYPES.split())
 MARK = "_checked_types"
@@ -102,7 +102,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 def import_checked():
     """Import all of the library with its annotations checked."""
-    sys.modules.setdefault("tests.typecheck", sys.modules[__name__])
+    sys.modules.setdefault("tests.helpers.typecheck", sys.modules[__name__])
     sys.meta_path.insert(0, _Finder())
     package = importlib.import_module("jaxkv")
     for module in pkgutil.walk_packages(package.__path__, "jaxkv."):

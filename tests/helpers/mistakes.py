@@ -14,13 +14,13 @@ import pytest
 
 import jaxkv
 from jaxkv.hybrid import compose_hybrid_cache
-from tests import caches, histories
+from tests.helpers import caches, edit_sequences
 
-DATA = Path(__file__).parent / "data" / "mistakes"
+DATA = Path(__file__).parents[1] / "data" / "mistakes"
 NAMES = {name: getattr(jaxkv, name) for name in jaxkv.__all__} | dict(
     jax=jax, jnp=jnp, np=np, jaxkv=jaxkv, partial=partial
 )
-NAMES |= dict(histories=histories, caches=caches, compose=compose_hybrid_cache)
+NAMES |= dict(edit_sequences=edit_sequences, caches=caches, compose=compose_hybrid_cache)
 """What expressions may name beside what their test names."""
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tests.rules import Part, Plan, Side, Token, in_range, numbered
+from tests.helpers.batch_rules import Part, Plan, Side, Token, in_range, numbered
 
 
 @dataclass(eq=False)

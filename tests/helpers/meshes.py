@@ -7,9 +7,9 @@ import jax
 from jax.sharding import AxisType
 
 import jaxkv
-from tests import caches
-from tests.caches import Kind
-from tests.pods import RULES, placed  # noqa: F401
+from tests.helpers import caches
+from tests.helpers.caches import Kind
+from tests.helpers.pods import RULES, placed  # noqa: F401
 
 
 def mesh_of(mode=AxisType.Auto, **axes):

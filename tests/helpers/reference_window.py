@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tests.rules import in_range
+from tests.helpers.batch_rules import in_range
 
 
 @dataclass(eq=False)

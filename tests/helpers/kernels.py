@@ -15,8 +15,8 @@ from jaxkv.ops.attention.dispatch import attend
 from jaxkv.ops.attention.softmax import AttentionOptions
 from jaxkv.ops.attention.visibility import Visibility
 from jaxkv.ops.quantised import make_stored_zeros
-from tests import hlo
-from tests.caches import attention_cache
+from tests.helpers import hlo
+from tests.helpers.caches import attention_cache
 
 SIZES = (64, 80, 96, 128, 256)
 DTYPES = ("float32", "bfloat16")

@@ -9,7 +9,8 @@ import numpy as np
 
 import jaxkv
 from jaxkv.cache import split
-from tests.caches import (
+from tests.helpers.batch_rules import Fault, Part, Token, numbered
+from tests.helpers.caches import (
     HEADS,
     WIDTH,
     Kind,
@@ -22,8 +23,7 @@ from tests.caches import (
     plan_rows,
     sign,
 )
-from tests.oracle import Oracle
-from tests.rules import Fault, Part, Token, numbered
+from tests.helpers.reference_cache import Oracle
 
 
 class Twin:
