@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv.cache import merge, split
+from jaxkv.cache import merge
 from tests.attention.formula import formula
 from tests.helpers.caches import HEADS, ROPE, SIZE, drawn
 
@@ -22,8 +22,8 @@ def lived_in(kind):
         other = one + min(1, share - 1)
         both = f"{one},{other}" if share > 1 else one
         lines.append(f"0{{{one}}} . 3{{{one}}} 5{{{both}}} 6{{{other}}} . 1{{{other}}}")
-    table, _ = split(drawn("|".join(lines), replace(kind, latent=None)))
-    _, buffers = split(kind.make(rope=None if kind.latent else ROPE))
+    table = drawn("|".join(lines), replace(kind, latent=None)).table
+    buffers = kind.make(rope=None if kind.latent else ROPE).buffers
     rng = np.random.default_rng(1)
     k, v = jax.tree.map(
         lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), (buffers.k, buffers.v)

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import pytest
 
 import jaxkv
-from jaxkv.cache import split
 from jaxkv.ops.quantised import dequantised_dtype
 from tests.helpers import hlo
 from tests.helpers.caches import attention_cache, recurrent_cache
@@ -159,7 +158,7 @@ EDITS = {
     "seq_cp": lambda m: jaxkv.seq_cp(m, 0, [1, 2]).cache,
     "seq_add": lambda m: jaxkv.seq_add(m, 0, 4, -1, delta=-2).cache,
     "seq_div": lambda m: jaxkv.seq_div(m, 0, 0, -1, divisor=2).cache,
-    "rewind": lambda m: jaxkv.rewind(m, to=split(m)[0])[0],
+    "rewind": lambda m: jaxkv.rewind(m, to=m.table)[0],
     "seq_keep": lambda m: jaxkv.seq_keep(m, 1).cache,
     "clear": jaxkv.clear,
 }
@@ -212,7 +211,7 @@ def test_answers_read_no_buffers():
         return [answer(cache) for answer in ANSWERS.values()]
 
     compiled = jax.jit(answered).lower(cache_shapes()).compile()
-    table, _ = split(cache_shapes())
+    table = cache_shapes().table
     assert hlo.temporary_bytes(compiled) < 8 * table.nbytes
     assert not hlo.large_moves(compiled, LAYER // 2)
     assert compiled.memory_analysis().argument_size_in_bytes <= table.nbytes

@@ -17,7 +17,7 @@ from jax.sharding import AxisType
 import jaxkv
 import models
 from jaxkv import make_batch, snapshot
-from jaxkv.cache import merge, split
+from jaxkv.cache import merge
 from jaxkv.ops.mla import ValueSlice
 from jaxkv.ops.quantised import dequantise, make_stored_zeros, quantise_like
 from jaxkv.sharding.make import shardings
@@ -87,7 +87,7 @@ def held(cache):
 
 def plain_of(cache):
     """A cache of float32 on one device that holds the same numbers, each layer apart."""
-    table, buffers = split(cache)
+    table, buffers = cache.table, cache.buffers
     k, v = (tuple(map(jnp.asarray, half)) for half in held(cache))
     table = jax.tree.map(np.asarray, table.with_sharding_rules(None))
     return merge(table, replace(buffers, k=k, v=v, stacked=False))

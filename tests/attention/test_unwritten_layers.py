@@ -8,7 +8,6 @@ import pytest
 
 import jaxkv
 from jaxkv import snapshot
-from jaxkv.cache import split
 from tests.helpers.caches import (
     ALL_KINDS,
     CODES,
@@ -43,7 +42,7 @@ def step(cache, ubatch, layers=(0, 1)):
 
 def plan(cache, *counts):
     """Plan as many next tokens, 2 at most, for each of four sequences, in rows of one shape."""
-    shape = split(cache)[0].spec.sequences, 2
+    shape = cache.table.spec.sequences, 2
     counts = (np.resize(counts, shape[0]) * (np.arange(shape[0]) < 4))[:, None]
     return plan_rows(cache, np.ones(shape, int), np.arange(2) < counts).check().ubatches[0]
 
@@ -63,12 +62,12 @@ few = [SMALL, TWO]
 def test_layer_that_lacks_tokens_reads_nan_until_it_lacks_none(kind):
     cache, saw = step(kind.make(None), plan(kind.make(None), 1, 0))
     assert gives_nan(saw) == [False, False]
-    whole, table = cache, split(cache)[0]
+    whole, table = cache, cache.table
 
     lacking, saw = step(cache, plan(cache, 1), (0,))
     assert gives_nan(saw) == [False, True]
     written, _ = step(cache, plan(cache, 1))  # the same tokens, in other buffers
-    mixed, ok = jaxkv.rewind(lacking, to=split(written)[0])
+    mixed, ok = jaxkv.rewind(lacking, to=written.table)
     assert ok
     assert gives_nan(step(mixed, plan(mixed, 1))[1]) == [False, True]
     with pytest.raises(ValueError, match="expected every layer to hold all tokens of sequence 0"):
@@ -81,7 +80,7 @@ def test_layer_that_lacks_tokens_reads_nan_until_it_lacks_none(kind):
         assert ok
         (_, saw), (_, expected) = (step(one, plan(one, 2)) for one in (back, whole))
         jax.tree.map(np.testing.assert_array_equal, saw, expected)
-        again, ok = jaxkv.rewind(back, to=split(later)[0])
+        again, ok = jaxkv.rewind(back, to=later.table)
         assert ok
         assert gives_nan(step(again, plan(again, 1))[1]) == [False, True]
 
@@ -102,8 +101,8 @@ def test_copy_between_streams_lacks_what_its_source_lacks(kind, copy):
     for cache, expected in ((whole, [False, False]), (lacking, [False, True])):
         copied, ok = copy(cache, *pair)[:2]
         assert np.all(ok)
-        before, _ = jaxkv.rewind(copied, to=split(cache)[0])
-        again, ok = jaxkv.rewind(before, to=split(copied)[0])
+        before, _ = jaxkv.rewind(copied, to=cache.table)
+        again, ok = jaxkv.rewind(before, to=copied.table)
         assert ok
         for one in (copied, again):
             assert gives_nan(step(one, plan(one, *first[::-1]))[1]) == expected

@@ -31,7 +31,7 @@ def noisy(cells, kind):
 
 def texts_of(cache):
     """For each sequence the position, shift, keys and values of its tokens, sorted."""
-    table, buffers = split(cache)
+    table, buffers = cache.table, cache.buffers
     arrays = [np.asarray(x) for x in (*buffers.k, *buffers.v)]
     texts = [[] for _ in range(table.sequences)]
     for (stream, cell), (position, owners, shift) in cells_of(table).items():

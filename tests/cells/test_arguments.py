@@ -10,7 +10,7 @@ import pytest
 
 import jaxkv
 from jaxkv import CacheSpec, make_batch, make_cache
-from jaxkv.cache import merge, split
+from jaxkv.cache import merge
 from jaxkv.hybrid import compose_hybrid_cache
 from tests.helpers.caches import GROUPS, attention_cache, drawn
 from tests.helpers.mistakes import assert_raises, mistakes
@@ -103,7 +103,7 @@ def apart():
 
 def on_lost_buffers():
     cache, ubatch = states_applied()
-    table, buffers = split(cache)
+    table, buffers = cache.table, cache.buffers
     return jaxkv.read_states(merge(table, lost(buffers)), 0, ubatch)
 
 

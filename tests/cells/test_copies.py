@@ -6,7 +6,6 @@ import jax
 import pytest
 
 import jaxkv
-from jaxkv.cache import split
 from jaxkv.hybrid import compose_hybrid_cache
 from jaxkv.kv.shift import CHUNK
 from tests.cells.pools import FOUR, ONE, TWO, fed, noisy, texts_of
@@ -26,7 +25,7 @@ def assert_copied(cache, copied, parents, *bounds, merges=False):
     """
     old, new = texts_of(cache), texts_of(copied)
     first, end = bounds or (0, 2**31)
-    sharing = len(old) // split(cache)[0].streams
+    sharing = len(old) // cache.table.streams
     for seq, text in enumerate(new):
         parent = parents.get(seq, seq)
         wanted = old[parent]

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.cache import merge, split
+from jaxkv.cache import merge
 from tests.helpers import edit_sequences, reference_caches
 from tests.helpers.caches import GROUPS_STRIPES, Kind, cells_of, edit
 from tests.helpers.reference_cache import Oracle
@@ -58,7 +58,7 @@ def every(verb):
         if verb == "seq_select":
             args = args[:2], jnp.array(pairs_of(table.spec.sequences))[args[2]]
         cache, ok = edit(verb, cache, *args)
-        return split(cache)[0], ok
+        return cache.table, ok
 
     return jax.jit(jax.vmap(one, in_axes=(None, None, 0)))
 
@@ -141,7 +141,9 @@ def test_verbs_match_oracle_all_small_arguments(name):
         has_lost = any(map(oracle.has_lost, range(oracle.streams)))
         for verb in ("seq_rm", "seq_cp", "seq_keep", "seq_add", "seq_div", "seq_select"):
             rows = arguments(verb, count)
-            tables, granted = jax.device_get(every(verb)(*split(twin.cache), rows))
+            tables, granted = jax.device_get(
+                every(verb)(twin.cache.table, twin.cache.buffers, rows)
+            )
             for i, args in enumerate(rows.tolist()):
                 table = jax.tree.map(lambda x, i=i: x[i], tables)
                 after, ok = edited(oracle, verb, args)

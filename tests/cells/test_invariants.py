@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 import jaxkv
-from jaxkv.cache import merge, split
+from jaxkv.cache import merge
 from tests.helpers import edit_sequences
 from tests.helpers.caches import SMALL, filled
 
@@ -15,7 +15,7 @@ def counted(cache):
 
 
 def broken(cache, field, where, value):
-    table, buffers = split(cache)
+    table, buffers = cache.table, cache.buffers
     array = getattr(table, field).at[where].set(value)
     return merge(replace(table, **{field: array}), buffers)
 

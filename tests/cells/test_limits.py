@@ -9,7 +9,6 @@ import pytest
 
 import jaxkv
 from jaxkv import make_batch
-from jaxkv.cache import split
 from jaxkv.core.hashing import hash_contents
 from jaxkv.hybrid import compose_hybrid_cache
 from jaxkv.kv import cells
@@ -93,7 +92,7 @@ def test_spared_counts_each_owner_of_a_cell_but_one():
     ],
 )
 def test_can_hold_counts_cells_of_each_stream(kind, lengths, at_once, spared, wanted):
-    table, _ = split(kind.make())
+    table = kind.make().table
     assert table.can_allocate(np.array(lengths), at_once, np.array(spared)).tolist() == wanted
 
 
@@ -102,7 +101,7 @@ def test_can_hold_counts_cells_of_each_stream(kind, lengths, at_once, spared, wa
 def test_inspect_finds_last_positions_in_any_block_size(size, monkeypatch):
     """With blocks of 5 in 12 cells, the last block overlaps the one before it."""
     monkeypatch.setattr(cells, "BLOCK", size)
-    table, _ = split(drawn("0{0} 1{0} 2{0} 3{0} 4{0} . . 0{1} 1{1} 2{1} 0{2}"))
+    table = drawn("0{0} 1{0} 2{0} 3{0} 4{0} . . 0{1} 1{1} 2{1} 0{2}").table
     assert table.sequence_status(jnp.ones(3, bool)).last.tolist() == [4, 2, 0]
 
 

@@ -13,7 +13,6 @@ import pytest
 
 import jaxkv
 from jaxkv import Reason, make_batch
-from jaxkv.cache import split
 from jaxkv.planning.layout import preceding_tokens, split_batch
 from tests.cells.plans import plan_of
 from tests.cells.pools import noisy
@@ -69,7 +68,7 @@ def test_edits_leave_drawn_cells_and_all_bytes(verb, args, cells, after):
         cache, ok = cache
         assert ok
     assert drawing(cache) == after and cache.num_used_cells() == after.count("{")
-    assert_identical(split(cache)[1], split(before)[1])
+    assert_identical(cache.buffers, before.buffers)
     assert jaxkv.init_update(cache).pending == after.count("}-")
 
 
@@ -122,5 +121,5 @@ def test_rewind_takes_a_token_from_all_its_sequences():
     cache = drawn("0{0,1} 1{0,1}")
     later = jaxkv.apply(cache, plan_of(cache, 1, sets=[[0, 1]]))
     assert later.seq_pos_max([0, 1]).tolist() == [2, 2]
-    back, ok = jaxkv.rewind(later, to=split(cache)[0])
+    back, ok = jaxkv.rewind(later, to=cache.table)
     assert ok and drawing(back) == drawing(cache)

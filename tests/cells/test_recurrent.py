@@ -17,13 +17,7 @@ import jaxkv
 from jaxkv import Reason, make_batch
 from jaxkv.cache import merge, split
 from jaxkv.hybrid import compose_hybrid_cache
-from tests.helpers.caches import (
-    WIDTH,
-    assert_identical,
-    attention_cache,
-    contents_of,
-    plan_rows,
-)
+from tests.helpers.caches import WIDTH, assert_identical, attention_cache, contents_of, plan_rows
 from tests.helpers.edit_sequences import (
     bytes_of,
     kept_of,
@@ -130,7 +124,7 @@ def step(table, buffers, ubatch):
 def test_rewind_with_donated_buffers_finds_shared_states():
     """Trap 71: states that a second sequence holds are never written over."""
     twin = told(kept=1, counts=(3, 0, 0), kinds="ar")
-    alone, _ = split(twin.cache)
+    alone = twin.cache.table
     twin.edit("seq_cp", 0, [2])
     known = kept_of(*twin.parts()[:2])
     shared, buffers = split(jax.tree.map(jnp.copy, twin.cache))
@@ -149,7 +143,7 @@ def test_rewind_then_the_same_step_gives_the_same():
         cache = tell(make(3, streams=streams), [1, 2])
         ubatch = planned(cache, [3])
         later, passed = walk(tell(cache, [], others) if others else cache, ubatch)
-        back, ok = jaxkv.rewind(later, to=split(cache)[0])
+        back, ok = jaxkv.rewind(later, to=cache.table)
         assert ok
         assert_identical(jaxkv.apply(back, ubatch), back)  # what was written since is known: stale
         again, same = walk(back, planned(back, [3]))
@@ -179,7 +173,7 @@ def test_a_kept_cache_goes_on_as_if_nothing_came_between():
     assert_identical(says(checkpoint, [50, 51], [60]), wanted)
     forked = jaxkv.seq_cp(checkpoint, 0, 2).cache  # it has the same buffers
     consume(forked, planned(forked, [80]))
-    assert all(x.is_deleted() for x in jax.tree.leaves(split(checkpoint)[1]))
+    assert all(x.is_deleted() for x in jax.tree.leaves(checkpoint.buffers))
 
 
 def test_read_states_of_an_unapplied_ubatch_is_nan():
@@ -257,9 +251,9 @@ def test_compose_hybrids_finds_each_layer():
     assert cache.num_rollback_states(1) == 1
     cache = tell(cache, [1, 2, 3], [4], kinds="ab")
     inner, states = cache.parts
-    assert kept_of(*split(states))[0][-1] == (2, bytes_of([1, 2, 3], [1]))
+    assert kept_of(states.table, states.buffers)[0][-1] == (2, bytes_of([1, 2, 3], [1]))
     for part, layer in zip(inner.parts, (1, 0), strict=True):
-        assert len(contents_of(split(part)[1], [layer])) == 4
+        assert len(contents_of(part.buffers, [layer])) == 4
     with pytest.raises(ValueError, match="a layer that one part serves, of .[01], [01]., got 0"):
         cache.num_rollback_states(0)
     assert "part 1, layers 1\nsequence 0 1 2\nsequence 1 . 0\n" in jaxkv.show(cache)

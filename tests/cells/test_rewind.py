@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.cache import split
 from tests.cells.plans import plan_of
 from tests.helpers.caches import Kind, assert_identical, drawn
 
@@ -50,7 +49,7 @@ def moved(cache):
 )
 def test_rewind_is_refused_where_cells_were_written_or_rotated(past, change):
     cache = told(POOL.make(), 3, 1, 4)
-    table, _ = split(past(cache) if past else cache)
+    table = (past(cache) if past else cache).table
     later = change(cache)
     back, ok = jaxkv.rewind(later, to=table)
     assert not ok
@@ -60,7 +59,7 @@ def test_rewind_is_refused_where_cells_were_written_or_rotated(past, change):
 def test_rewind_ignores_cells_that_were_empty():
     """What a defrag moved into and out of cells that the old table does not use is no harm."""
     cache = told(POOL.make(), 3, 1, 4)
-    table, _ = split(cache)
+    table = cache.table
     later, _ = jaxkv.seq_rm(told(cache, 1, 2, 3, 4, seq=1), 1, 0, 2)
     later = jaxkv.apply(later, jaxkv.defrag_plan(later))
     back, ok = jaxkv.rewind(later, to=table)
@@ -71,9 +70,9 @@ def test_rewind_ignores_cells_that_were_empty():
 def test_rewind_twice_knows_what_was_written_between():
     """A cell that was given up on the way is free in the table between, and was written since."""
     cache = told(POOL.make(), 1, 2, 3)
-    full, _ = split(cache)
+    full = cache.table
     cache, _ = jaxkv.seq_rm(cache, 0, 2)
-    cut, _ = split(cache)
+    cut = cache.table
     back, ok = jaxkv.rewind(told(cache, 7), to=cut)  # in the cell of the 3
     assert ok and not jaxkv.rewind(back, to=full)[1]
 

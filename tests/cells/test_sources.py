@@ -16,7 +16,6 @@ import pytest
 
 import jaxkv
 from jaxkv import generation, make_batch
-from jaxkv.cache import split
 from jaxkv.hybrid import compose_hybrid_cache
 from jaxkv.sharding.make import make_sharded
 from tests.attention.formula import formula
@@ -167,7 +166,7 @@ def slid(cache):
 
 
 def gone_back(cache):
-    return jaxkv.rewind(tell(cache, [[3]], [0])[0], to=split(cache)[0])[0]
+    return jaxkv.rewind(tell(cache, [[3]], [0])[0], to=cache.table)[0]
 
 
 def loaded(cache, **options):
@@ -272,7 +271,7 @@ def test_edit_of_a_source_makes_plans_and_tables_stale():
     plan = jaxkv.init_batch(cache, make_batch([7], sequences=2), encoder=True)
     assert not jaxkv.is_current(tell(cache, [[3]], [2])[0], plan.ubatches[0])
     gone, _ = jaxkv.seq_rm(cache, 1)  # and the cells of its source are written over
-    assert not jaxkv.rewind(encode(gone, [[1]], [2]), to=split(cache)[0])[1]
+    assert not jaxkv.rewind(encode(gone, [[1]], [2]), to=cache.table)[1]
 
 
 @core

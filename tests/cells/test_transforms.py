@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import pytest
 
 import jaxkv
-from jaxkv.cache import split
 from tests.helpers.caches import SMALL, assert_identical, filled, think
 from tests.helpers.reference_caches import lived_in
 
@@ -34,7 +33,7 @@ def everything(cache, seq, other, p0, p1):
         "check_invariants": cache.check(),
         "update": jaxkv.apply(moved, jaxkv.init_update(moved)),
         "defrag": jaxkv.apply(cache, jaxkv.defrag_plan(cache)),
-        "rewind": jaxkv.rewind(cache, to=split(moved)[0]),
+        "rewind": jaxkv.rewind(cache, to=moved.table),
     }
 
 

@@ -10,7 +10,6 @@ import pytest
 
 import jaxkv
 from jaxkv import generation, make_batch
-from jaxkv.cache import split
 from jaxkv.generation.filters import make_sampler
 from tests.generation.tiny import assert_sound, begun
 from tests.helpers import caches
@@ -76,7 +75,7 @@ def test_slide_puts_keys_where_they_would_have_been_written():
     """Those of the first layer, which nothing but token and position make."""
     after, ok = generation.context_shift(filled(8, kind=POOL), 0, num_keep=2, num_discard=4)
     fresh, _ = run(POOL.make(), make_batch([1, 2, 7, 8]))
-    moved, wanted = (np.asarray(split(each)[1].k[0]) for each in (after, fresh))
+    moved, wanted = (np.asarray(each.buffers.k[0]) for each in (after, fresh))
     assert ok and drawing(after) == "0{0} 1{0} . . . . 2{0} 3{0}"
     np.testing.assert_allclose(moved[:, :, [0, 1, 6, 7]], wanted[:, :, :4], atol=1e-5)
 

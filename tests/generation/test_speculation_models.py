@@ -9,7 +9,6 @@ import pytest
 
 import jaxkv
 from jaxkv import generation, make_batch
-from jaxkv.cache import split
 from tests.generation.tiny import BEST, assert_sound, begun, ends, load, texts
 
 pytestmark = pytest.mark.nightly
@@ -55,7 +54,7 @@ def assert_says_the_same(model, draft, cache, state, *, atol=2e-4):
     assert now.token.tolist() == ended.token.tolist()
     picked = made.num_model_steps + made.num_accepted  # none has a stop token, to end with a guess
     assert picked.tolist() == [len(text) for text in texts(made)]
-    every = range(split(cache)[0].spec.sequences)
+    every = range(cache.table.spec.sequences)
     assert ends(found, every) == ends(after, every)  # nothing is left of what was guessed
     assert found.num_used_cells() == after.num_used_cells()
     assert_sound(found)

@@ -10,7 +10,6 @@ import numpy as np
 import jaxkv
 import models
 from jaxkv import generation, make_batch
-from jaxkv.cache import split
 from jaxkv.generation.filters import make_sampler
 from tests.helpers.caches import attention_cache, think
 
@@ -65,7 +64,7 @@ def table_cache(texts, *, each=1):
 
 
 def buffers_of(cache):
-    return jax.tree.leaves(split(cache)[1])
+    return jax.tree.leaves(cache.buffers)
 
 
 def ends(cache, sequences):

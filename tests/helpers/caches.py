@@ -206,7 +206,7 @@ def plan_rows(cache: Any, tokens: Any, valid: Any, positions: Any = None) -> jax
 
 def parts_of(cache: Any) -> list[tuple[Cells, Buffers]]:
     """List the tables and buffers of a cache, whether it is a hybrid one or not."""
-    table, buffers = split(cache)
+    table, buffers = cache.table, cache.buffers
     if not hasattr(table, "parts"):
         return [(table, buffers)]
     return [*zip(table.parts, buffers, strict=True)]

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv.cache import split
 from jaxkv.hybrid import compose_hybrid_cache
 from jaxkv.recurrent.states import States
 from tests.helpers import reference_caches
@@ -102,7 +101,7 @@ def run(cache: Any, batch: jaxkv.Batch, *, ubatch_size: int = 4, kinds: str = "r
 
 def planned(cache: Any, *rows: Sequence[int]) -> jaxkv.Ubatch:
     """Plan tokens for sequences 0, 1, 2, at most WIDTH each, that fit; as one ubatch."""
-    sequences = split(cache)[0].spec.sequences
+    sequences = cache.table.spec.sequences
     table = np.zeros((2, sequences, WIDTH), np.int32)
     for seq, row in enumerate(rows):
         table[:, seq, : len(row)] = row, [1] * len(row)
@@ -140,7 +139,7 @@ def kept_of(table: States, buffers: Any) -> dict[int, list[tuple[int, tuple[byte
 
 def states_of(cache: Any, seq: int = 0) -> list[tuple[int, tuple[bytes, ...]]]:
     """List positions and bytes of what a sequence of a cache without attention keeps."""
-    return kept_of(*split(cache))[seq]
+    return kept_of(cache.table, cache.buffers)[seq]
 
 
 def bytes_of(history: Sequence[int], layers: Iterable[int]) -> tuple[bytes, ...]:

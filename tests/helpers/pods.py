@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkv
 from jaxkv import sharding
-from jaxkv.cache import merge, split
+from jaxkv.cache import merge
 from jaxkv.sharding.make import shardings
 from tests.helpers.caches import attention_cache
 
@@ -134,7 +134,7 @@ class Pod:
 
 def placed(cache, rules=RULES):
     """The same cache on the mesh at hand, which several processes may share."""
-    table, buffers = split(cache)
+    table, buffers = cache.table, cache.buffers
     cache = merge(table.with_sharding_rules(rules), buffers)
     where = shardings(cache, jax.sharding.get_mesh(), rules)
     return jax.device_put(jax.tree.map(np.asarray, cache), where)

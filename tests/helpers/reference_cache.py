@@ -1,11 +1,7 @@
 """The rules of an attention cache in plain Python, for the real one to be compared with.
 
-A cell is an entry of a dict and its owners are a set. Nothing here is packed, padded, cached or
-clever, nothing is shared with `jaxkv` but the names, and no rule is derived from another where it
-can be written down twice. What a verb does can be read here.
-
-One difference remains by necessity: the real cache is a value, and an `Oracle` changes in place.
-`fork` copies it.
+A cell is an entry of a dict, its owners are a set, and nothing is shared with `jaxkv` but the names.
+An `Oracle` changes in place, where the real cache is a value; `fork` copies it.
 """
 
 import copy

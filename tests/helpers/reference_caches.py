@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 import jaxkv
-from jaxkv.cache import split
 from tests.helpers.batch_rules import Fault, Part, Token, numbered
 from tests.helpers.caches import (
     HEADS,
@@ -264,7 +263,7 @@ class Twin:
         """Return to the table of a past on both sides, if both find that it can be."""
         cache, oracles = past
         before = self.cache
-        self.cache, ok = jaxkv.rewind(before, to=split(cache)[0])
+        self.cache, ok = jaxkv.rewind(before, to=cache.table)
         pairs = [*zip(self.oracles, oracles, strict=True)]
         can = {oracle.can_return_to(then) for oracle, then in pairs}  # None: it cannot tell
         assert not ok or False not in can

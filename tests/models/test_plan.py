@@ -53,7 +53,7 @@ def test_costs_of_cache_dtype_equal_those_of_cache():
     sizes = {"sequences": 2, "streams": 2, "cells": 64}
     layout = costs_of(shapes_on("granite_hybrid", {"data": 1}, cache_dtype="int8"), **sizes).layout
     cache = models.load(DATA / "granite_hybrid", cache_dtype="int8").make_cache(**sizes)
-    table, buffers = split(cache)
+    table, buffers = cache.table, cache.buffers
     assert (layout.buffers, layout.table) == (nbytes(buffers), table.nbytes)
 
 

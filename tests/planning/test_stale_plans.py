@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.cache import split
 from jaxkv.hybrid import compose_hybrid_cache
 from jaxkv.window import Window
 from tests.helpers import caches
@@ -90,7 +89,7 @@ def test_rewind_after_another_text_is_refused(kind):
     beside = [told(kind, filled(kind), [11, last]) for last in (12, 13)]
     beside = [jaxkv.seq_rm(cache, 0, 6)[0] for cache in beside]
     for one, other in (pasts, beside):
-        table, _ = split(one)
+        table = one.table
         assert jaxkv.rewind(one, to=table)[1]
         back, ok = jaxkv.rewind(other, to=table)
         assert not ok

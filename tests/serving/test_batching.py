@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.cache import split
 from jaxkv.serving.engine import Engine, FinishReason, Request
 from models.compiling import counting
 from tests.generation.tiny import forward, load
@@ -209,7 +208,7 @@ def test_engine_that_lost_its_cache_raises(moment, monkeypatch):
     ended = engine.submit(Request(prompt=[1], max_new_tokens=9))
     engine.cancel(ended)
     if moment == "donated":
-        jax.tree.map(lambda leaf: leaf.delete(), split(engine.cache)[1])
+        jax.tree.map(lambda leaf: leaf.delete(), engine.cache.buffers)
     else:
         with monkeypatch.context() as patch, pytest.raises((KeyboardInterrupt, ValueError)):
             if moment == "program":
@@ -237,7 +236,7 @@ def test_can_hold_is_exact_for_windows(rule, streams):
     enough = at_once + (3 if rule == "symmetric" else 5) * 2 // streams
     for cells in (enough, enough - 1):
         cache = Kind("", cells=cells, sequences=2, streams=streams, windows=windows).make()
-        holds = split(cache)[0].can_allocate(np.array(lengths), at_once, np.zeros(streams, int))
+        holds = cache.table.can_allocate(np.array(lengths), at_once, np.zeros(streams, int))
         assert holds.tolist() == [cells == enough] * streams
         refused = False
         for start in (0, *range(1, 20, 4)):  # so that a later piece begins at the end of a chunk

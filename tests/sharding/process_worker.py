@@ -23,7 +23,6 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkv
 from jaxkv import generation, make_batch, sharding
-from jaxkv.cache import split
 from jaxkv.core import array_utils
 from jaxkv.serving.engine import Engine, Request
 from tests.helpers.pods import placed
@@ -81,7 +80,7 @@ def of_first(compute: Callable[[], Any]) -> Any:
 
 
 def answers(cache: Any) -> dict[str, Any]:
-    count = split(cache)[0].spec.sequences
+    count = cache.table.spec.sequences
     ids, last = [*range(count)], count - 1
     faults = cache.check()
     assert not any(map(int, faults.values())), faults
@@ -102,7 +101,7 @@ def answers(cache: Any) -> dict[str, Any]:
 def story(name: str, cache: Any, params: Any) -> Iterator[tuple[str, Any, Any]]:
     """Lead a cache through loops and every verb: steps, the cache after each, and answers."""
     layers, sizes, _ = CASES[name]
-    forward, last = tiny.model_of(layers), split(cache)[0].spec.sequences - 1
+    forward, last = tiny.model_of(layers), cache.table.spec.sequences - 1
 
     def told(cache: Any, *texts: list[int], sequences: list[int]) -> Any:
         batch = make_batch([*texts], sequences=sequences)
@@ -126,7 +125,7 @@ def story(name: str, cache: Any, params: Any) -> Iterator[tuple[str, Any, Any]]:
     out = jax.jit(partial(decode, num_tokens=2))(params, cache, state)
     yield "decoded in a program of the caller's", out.cache, out[2:4]
 
-    past, _ = split(cache)
+    past = cache.table
     full = [1] * (sizes["cells"] * 5 // 8)  # more than half of a stream
     for step, verb in {
         "a gap": lambda m: checked(m, make_batch([0, 1], positions=[50, 51])),

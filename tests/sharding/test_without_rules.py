@@ -8,7 +8,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxkv
-from jaxkv.cache import merge, split
+from jaxkv.cache import merge
 from tests.helpers.caches import attention_cache
 from tests.helpers.hlo import collectives
 from tests.helpers.meshes import mesh_of
@@ -36,7 +36,7 @@ def placed(mesh, cache, ubatch, q, k):
     def put(tree, *spec):
         return jax.device_put(tree, NamedSharding(mesh, P(*spec)))
 
-    table, buffers = split(cache)
+    table, buffers = cache.table, cache.buffers
     cache = merge(put(table), put(buffers, None, "heads"))
     return cache, put(ubatch), *put((q, k), None, None, "heads")
 

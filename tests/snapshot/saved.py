@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.cache import merge, split
+from jaxkv.cache import merge
 from jaxkv.kv.cells import Cells
 
 
@@ -35,7 +35,7 @@ def with_numbers(cache, seed=0):
             return table
         return replace(table, written=table.history[:, 1:] + 0 * table.written)
 
-    table, buffers = split(cache)
+    table, buffers = cache.table, cache.buffers
     parts = tuple(map(written, getattr(table, "parts", ())))
     table = replace(table, parts=parts) if parts else written(table)
     rng = np.random.default_rng(seed)

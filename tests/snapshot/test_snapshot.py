@@ -69,7 +69,7 @@ def belongings(cache, seq, kept=0):
 
     Of its states the newest `kept`, 0 for all. Those are the last part.
     """
-    is_states = split(cache)[0].spec.kind == "recurrent"
+    is_states = cache.table.spec.kind == "recurrent"
     found = []
     for table, buffers in [split(cache)] if is_states else caches.parts_of(cache):
         if not isinstance(table, Cells):
@@ -92,7 +92,7 @@ def unstamped(cache):
     """The tables of a cache without stamps; and which layer lacks tokens or holds which state."""
     fields = []
     for part in cache.parts:
-        table, _ = split(part)
+        table = part.table
         if not isinstance(table, Cells):
             live = is_occupied(table, table.cell)
             held = (table.holds == table.cell_hash[None]) & live[None]
@@ -107,7 +107,7 @@ def unstamped(cache):
 
 def assert_same_cache(loaded, cache):
     assert_identical(unstamped(loaded), unstamped(cache))
-    for seq in range(split(cache)[0].spec.sequences):
+    for seq in range(cache.table.spec.sequences):
         assert belongings(loaded, seq) == belongings(cache, seq)
     assert_sound(loaded)
 
@@ -176,7 +176,7 @@ def test_load_makes_earlier_plans_and_tables_stale():
     data = snapshot.save(cache)
     for loaded in (snapshot.load(data), snapshot.load(data, into=cache)):
         assert not jaxkv.is_current(loaded, ubatch)
-        assert not jaxkv.rewind(loaded, to=split(cache)[0])[1]
+        assert not jaxkv.rewind(loaded, to=cache.table)[1]
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_load_returns_states_of_any_dtype_and_name():
     shapes |= {"e": ((2,), jnp.bfloat16), "0": ((3,), jnp.uint16)}
     cache = jaxkv.make_cache(jaxkv.CacheSpec.recurrent(layers=2, states=shapes), max_rollback=1)
     cache = jaxkv.apply(cache, jaxkv.init_batch(cache, jaxkv.make_batch([1, 2])))
-    table, buffers = split(cache)
+    table, buffers = cache.table, cache.buffers
     draw = partial(np.random.default_rng(0).integers, 0, 2)
     buffers = jax.tree.map(lambda x: jnp.asarray(draw(x.shape), x.dtype), buffers)
     cache = merge(table, buffers)
