@@ -83,8 +83,8 @@ class Side:
     def faults(self, batch: Sequence[Token], reached: Callable[[int], int]) -> dict[int, Fault]:
         """Find the first fault of each sequence: what comes next is one past what came before.
 
-        And all sequences of a token hold the same cells, and had the same token before it. `reached`
-        is where each sequence goes on after.
+        And all sequences of a token hold the same cells, and had the same token before it.
+        `reached` is where each sequence goes on after.
         """
         faults: dict[int, Fault] = {}
         before: dict[int, int] = {}

@@ -1,7 +1,7 @@
 """The rules of an attention cache in plain Python, for the real one to be compared with.
 
-A cell is an entry of a dict, its owners are a set, and nothing is shared with `jaxkv` but the names.
-An `Oracle` changes in place, where the real cache is a value; `fork` copies it.
+A cell is an entry of a dict, its owners are a set, and only names are shared with `jaxkv`. An
+`Oracle` changes in place, where the real cache is a value; `fork` copies it.
 """
 
 import copy
