@@ -18,7 +18,7 @@ import numpy as np
 from jaxkv.cache_spec import CacheSpec
 from jaxkv.core.array_utils import nbytes
 from jaxkv.core.partitioning import Partitioned, ShardingRules
-from jaxkv.core.validate import check_position, check_single_bounds
+from jaxkv.core.validate import check_position, check_range
 from jaxkv.jit_helpers import jit_method, jit_table
 from jaxkv.table import CacheTable, static_layer_number
 
@@ -196,7 +196,7 @@ class Cache(Partitioned):
           True
         """
         self.table.check_can_shift(self.buffers)
-        ids, bounds = self.table.spec.sequence_id(seq), check_single_bounds(p0, p1)
+        ids, bounds = self.table.spec.sequence_id(seq), check_range(p0, p1)
         return _can_add(self.table, ids, *bounds, check_position(delta, "delta"))
 
     def num_rollback_states(self, layer: int) -> int:

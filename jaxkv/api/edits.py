@@ -24,7 +24,7 @@ import numpy as np
 
 from jaxkv.cache import Cache, merge, split
 from jaxkv.core.array_utils import is_concrete
-from jaxkv.core.validate import check_bounds, check_count, check_position, check_single_bounds
+from jaxkv.core.validate import check_bounds, check_count, check_position, check_range
 from jaxkv.jit_helpers import jit_method, jit_table
 from jaxkv.spec import are_in_same_streams, check_distinct, mask_unchanged_targets
 from jaxkv.table import CacheTable
@@ -186,7 +186,7 @@ def seq_cp(
     table, buffers = split(cache)
     spec = table.spec
     ids = table.spec.sequence_id(src), spec.sequence_ids(dst)
-    args = *ids, *check_single_bounds(p0, p1)
+    args = *ids, *check_range(p0, p1)
     if are_in_same_streams(spec, *ids):
         changed, ok = _copy(table, None, *args)
         return EditResult(merge(changed.table, buffers), ok)
@@ -311,7 +311,7 @@ def seq_add(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, delta: Id) -> EditR
     """
     table, buffers = split(cache)
     table.check_can_shift(buffers)
-    args = table.spec.sequence_id(seq), *check_single_bounds(p0, p1), check_position(delta, "delta")
+    args = table.spec.sequence_id(seq), *check_range(p0, p1), check_position(delta, "delta")
     table, ok = _add(table, *args)
     return EditResult(merge(table, buffers), ok)
 
@@ -352,7 +352,7 @@ def seq_div(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, divisor: Id) -> Edi
     table.check_can_shift(buffers)
     args = (
         table.spec.sequence_id(seq),
-        *check_single_bounds(p0, p1),
+        *check_range(p0, p1),
         check_position(divisor, "divisor"),
     )
     table, ok = _divide(table, *args)

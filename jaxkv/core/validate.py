@@ -131,7 +131,7 @@ def check_bounds(
     return p0, p1
 
 
-def check_single_bounds(
+def check_range(
     p0: PyTree, p1: PyTree
 ) -> tuple[PyTree[Int32[ArrayLike, ""]], PyTree[Int32[ArrayLike, ""]]]:
     """Return the bounds of one range, see `check_bounds`."""

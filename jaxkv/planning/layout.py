@@ -337,13 +337,13 @@ def equal_split(
     while rest:
         rest.sort(key=lambda index: index[0])
         taking = rest[:ubatch_size]
-        length = _tokens_per_sequence(taking, ubatch_size)
+        length = _num_tokens_from_each(taking, ubatch_size)
         while after is not None:
             waiting = set(np.concatenate(rest)) - set(np.concatenate([i[:length] for i in taking]))
             ready = [index for index in taking if after[index[0]] not in waiting]
             if len(ready) == len(taking):
                 break
-            taking, length = ready, _tokens_per_sequence(ready, ubatch_size)
+            taking, length = ready, _num_tokens_from_each(ready, ubatch_size)
         parts.append(_pad_row_lengths([index[:length] for index in taking], ubatch_size))
         starts = {index[0] for index in taking}
         rest = [index[length:] if index[0] in starts else index for index in rest]
@@ -351,7 +351,7 @@ def equal_split(
     return parts
 
 
-def _tokens_per_sequence(taking: list[np.ndarray], ubatch_size: int) -> int:
+def _num_tokens_from_each(taking: list[np.ndarray], ubatch_size: int) -> int:
     """Return how many tokens each of some sequences, `[n]` int32 each, gives."""
     return min(ubatch_size // len(taking), min(map(len, taking)))
 

@@ -65,7 +65,7 @@ class EnginePrefixes:
         """The sequences that no request gets."""
         return self.store.sequences if self.store else ()
 
-    def cached_lengths(self, stream: int) -> dict[int, int]:
+    def num_stored_tokens(self, stream: int) -> dict[int, int]:
         """Return the tokens that each of the store's sequences holds in a stream."""
         return {text.sequence: text.tokens.size for text in self._prompts_in_stream(stream)}
 

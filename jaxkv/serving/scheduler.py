@@ -157,7 +157,7 @@ class Scheduler:
     def _has_room(self, stream: int) -> bool:
         """Return whether what is in a stream has the cells that it needs."""
         beside = self.texts_in_stream(stream)
-        kept = self._prefixes.cached_lengths(stream)
+        kept = self._prefixes.num_stored_tokens(stream)
         if not kept and len(beside) < 2:
             return True  # alone it has what there is, which is enough for its prompt
         lengths = {text.sequence: self._num_required_cells(text) for text in beside}

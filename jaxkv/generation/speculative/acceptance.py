@@ -90,7 +90,7 @@ def verify_branches(
 
     Where branches were not drawn, each token is picked as it would be without a guess, and if a
     branch offers it, that one is followed: drawn texts are those of a plain loop. Branches that
-    were drawn are asked one after another, see `_accept_first_guess`.
+    were drawn are asked one after another, see `_find_first_accepted`.
 
     Args:
       sampler: what adjusts the logits.
@@ -124,7 +124,7 @@ def verify_branches(
         else:
             q = jnp.take_along_axis(drawn_from, branch[:, None, None], axis=1)[:, 0]
             keys = make_draw_keys(state.key, number, 1)
-            accepted, rest = _accept_first_guess(adjusted, offered, alive & valid, q, keys)
+            accepted, rest = _find_first_accepted(adjusted, offered, alive & valid, q, keys)
             token = sample_tokens(sampler, rest, make_draw_keys(state.key, number, 0))
             token = jnp.where(accepted >= 0, accepted, token)
         adjusting = select_per_text(
@@ -142,7 +142,7 @@ def verify_branches(
     return tokens, logprobs, holds, adjusting, jnp.argmax(alive, axis=1).astype(jnp.int32)
 
 
-def _accept_first_guess(
+def _find_first_accepted(
     adjusted: Float[Array, "T V"],
     offered: Int32[Array, "T k"],
     asked: Bool[Array, "T k"],
