@@ -120,9 +120,11 @@ def main() -> None:
     args = parser.parse_args(mine)
     for checkout in args.checkouts:
         if not Path(checkout, "benchmarks", f"{args.program}.py").is_file():
-            parser.error(f"wanted a checkout that has benchmarks/{args.program}.py, got {checkout}")
+            parser.error(
+                f"expected a checkout that has benchmarks/{args.program}.py, got {checkout}"
+            )
     if wrong := [pair for pair in args.same if "=" not in pair]:
-        parser.error(f"wanted FIRST=OTHERS after --same, got {wrong[0]}")
+        parser.error(f"expected FIRST=OTHERS after --same, got {wrong[0]}")
     same = dict(pair.split("=", 1) for pair in args.same)
     children = [
         started(checkout, args.program, theirs, shown=i == len(args.checkouts) - 1)

@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     args = parser.parse_args()
     if jax.config.jax_compilation_cache_dir:
-        parser.error("wanted no compilation cache: unset JAX_COMPILATION_CACHE_DIR")
+        parser.error("expected no compilation cache: unset JAX_COMPILATION_CACHE_DIR")
     machine.main()
     params = None if args.attention else weights_of(LAYERS)
     for dtype in args.dtype:

@@ -75,7 +75,7 @@ class Batch:
             highest = max(np.max(array, initial=-1) for array in ids)
             if highest >= fits.size:
                 raise ValueError(
-                    f"wanted a bool for each sequence, as plan.fits has, got {fits.size} for a "
+                    f"expected a bool for each sequence, as plan.fits has, got {fits.size} for a "
                     f"batch with sequence {highest}"
                 )
         if self.shared_with is None:
@@ -253,15 +253,15 @@ def make_batch(
     """
     if (tokens is None) == (embeddings is None):
         which = "neither" if tokens is None else "both"
-        raise ValueError(f"wanted either tokens or embeddings, got {which}")
+        raise ValueError(f"expected either tokens or embeddings, got {which}")
     if isinstance(tokens, str | Mapping | Set | Iterator):
         raise TypeError(
-            f"wanted tokens as integers in a list or an array, got {type(tokens)}: encode texts by "
-            f"a tokenizer"
+            f"expected tokens as integers in a list or an array, got {type(tokens)}: encode "
+            "texts by a tokenizer"
         )
     if isinstance(tokens, Sequence) and any(np.ndim(row) == 1 for row in tokens):
         if not all(np.ndim(row) == 1 for row in tokens):
-            raise ValueError("wanted tokens as a list or as a list of lists, got both in one")
+            raise ValueError("expected tokens as a list or as a list of lists, got both in one")
         ids = (
             np.arange(len(tokens))
             if sequences is None
@@ -276,7 +276,7 @@ def make_batch(
             sequence for sequence, row in zip(ids.tolist(), tokens, strict=True) if not len(row)
         ]:
             raise ValueError(
-                f"wanted a token at least in each list, got none for sequences {empty}: leave "
+                f"expected a token at least in each list, got none for sequences {empty}: leave "
                 f"those lists out, and give sequences= for the others"
             )
         sequences = np.repeat(ids, [len(row) for row in tokens], axis=0)
@@ -288,12 +288,12 @@ def make_batch(
         embeddings = embeddings if isinstance(embeddings, jax.Array) else np.asarray(embeddings)
         if not jnp.issubdtype(embeddings.dtype, jnp.floating) or embeddings.ndim < 2:
             raise ValueError(
-                f"wanted embeddings [B, d] or [R, T, d] of floats, got {embeddings.dtype} of shape "
-                f"{embeddings.shape}"
+                f"expected embeddings [B, d] or [R, T, d] of floats, got {embeddings.dtype} of "
+                f"shape {embeddings.shape}"
             )
         shape = embeddings.shape[:-1]
     if len(shape) not in (1, 2):
-        raise ValueError(f"wanted tokens as a list [B] or rows [R, T], got the shape {shape}")
+        raise ValueError(f"expected tokens as a list [B] or rows [R, T], got the shape {shape}")
     if sequences is None:
         sequences = 0 if len(shape) == 1 else np.indices(shape, np.int32)[0]
     sequences = check_int32(
@@ -315,13 +315,13 @@ def make_batch(
     for name, value in fields.items():
         if value is not None and value.shape != shape:
             raise ValueError(
-                f"{name} must have one entry a token: wanted {shape}, got {value.shape}"
+                f"{name} must have one entry a token: expected {shape}, got {value.shape}"
             )
     valid = fields["valid"]
     # Tokens on a device are not looked at: that would wait for them.
     on_host = isinstance(tokens, np.ndarray) and isinstance(valid, np.ndarray)
     if on_host and np.any(np.asarray(valid) & (np.asarray(tokens) < 0)):
-        raise ValueError("wanted tokens of at least 0, got a negative one that is valid")
+        raise ValueError("expected tokens of at least 0, got a negative one that is valid")
     extra_arrays = None if extra is None else _check_extra(extra, shape)
     return Batch(
         tokens=tokens, embeddings=embeddings, shared_with=others, extra=extra_arrays, **fields
@@ -331,7 +331,7 @@ def make_batch(
 def _check_extra(extra: object, shape: tuple[int, ...]) -> dict[str, PyTree]:
     """Return what else a model is told, `[B, ...]` or `[R, T, ...]` by name."""
     if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
-        raise TypeError(f"wanted extra as arrays by name, got {extra!r}")
+        raise TypeError(f"expected extra as arrays by name, got {extra!r}")
     found = {}
     for name, value in extra.items():
         value = value if isinstance(value, jax.Array) else np.asarray(value)
@@ -339,14 +339,14 @@ def _check_extra(extra: object, shape: tuple[int, ...]) -> dict[str, PyTree]:
             jnp.issubdtype(value.dtype, kind) for kind in (np.integer, np.floating, np.bool_)
         ):
             raise TypeError(
-                f"wanted integers, floats or bools for extra[{name!r}], got {value.dtype}"
+                f"expected integers, floats or bools for extra[{name!r}], got {value.dtype}"
             )
         kept = jax.dtypes.canonicalize_dtype(value.dtype)
         if kept != value.dtype and jnp.issubdtype(kept, np.integer):
             value = _to_32_bits(value, kept, name)
         if value.shape[: len(shape)] != shape:
             raise ValueError(
-                f"extra[{name!r}] must have one entry a token: wanted {shape} and any axes after "
+                f"extra[{name!r}] must have one entry a token: expected {shape} and any axes after "
                 f"it, got {value.shape}"
             )
         found[name] = value
@@ -359,7 +359,7 @@ def _to_32_bits(value: PyTree, kept: np.dtype, name: str) -> PyTree:
     wrong = value[(value < low) | (value > high)]
     if wrong.size:
         raise ValueError(
-            f"wanted integers from {low} to {high} for extra[{name!r}], got {wrong[0]}: a JAX "
+            f"expected integers from {low} to {high} for extra[{name!r}], got {wrong[0]}: a JAX "
             f"without 64 bits holds no others"
         )
     return value.astype(kept)
@@ -377,7 +377,7 @@ def _pad_sequence_sets(sequences: PyTree) -> PyTree:
     ]
     sets = [check_int32(np.atleast_1d(entry), "sequences", low=0) for entry in entries]
     if any(not ids.size for ids in sets):
-        raise ValueError(f"wanted a sequence at least in each list of ids, got {sequences}")
+        raise ValueError(f"expected a sequence at least in each list of ids, got {sequences}")
     longest = max(map(len, sets))
     return np.stack([np.pad(ids, (0, longest - len(ids)), constant_values=-1) for ids in sets])
 
@@ -388,7 +388,7 @@ def _check_row_sequences(sequences: PyTree) -> PyTree:
         return sequences if isinstance(sequences, jax.Array) else np.asarray(sequences)
     except ValueError:
         raise ValueError(
-            f"wanted sequences [R, T] of the tokens of rows, or [R, T, n] filled up with -1, got "
+            f"expected sequences [R, T] of the tokens of rows, or [R, T, n] filled up with -1, got "
             f"{sequences}"
         ) from None
 
@@ -406,7 +406,7 @@ def _split_lowest_sequence(sets: PyTree) -> tuple[PyTree, PyTree]:
     twice = (others >= 0) & (others == sets[..., :-1])
     if twice.any():
         raise ValueError(
-            f"wanted each sequence of a token once, got {sets[twice.any(axis=-1)][0].tolist()}"
+            f"expected each sequence of a token once, got {sets[twice.any(axis=-1)][0].tolist()}"
         )
     num_others = int((others >= 0).sum(axis=-1).max(initial=0))
     if not num_others:
@@ -511,7 +511,7 @@ def ubatch_of_part(ubatch: Ubatch, part: int) -> Ubatch:
     """
     if ubatch.slots[part] is None:
         raise ValueError(
-            f"wanted a ubatch of text for part {part}, which is of the text, got one of "
+            f"expected a ubatch of text for part {part}, which is of the text, got one of "
             f"init_batch(encoder=True): it goes into the layers of CacheSpec.cross_attention alone"
         )
     return replace(

@@ -269,9 +269,11 @@ def split(cache: Cache) -> tuple[Any, PyTree]:
     if isinstance(cache, Cache):
         return cache.table, cache.buffers
     if isinstance(cache, tuple):
-        raise TypeError("wanted a cache, got a tuple (was `cache, ok = seq_rm(...)` not unpacked?)")
+        raise TypeError(
+            "expected a cache, got a tuple (was `cache, ok = seq_rm(...)` not unpacked?)"
+        )
     raise TypeError(
-        f"wanted a cache, got {type(cache)}: pass what make_cache or the last call returned, "
+        f"expected a cache, got {type(cache)}: pass what make_cache or the last call returned, "
         f"in its place among the arguments"
     )
 
@@ -286,7 +288,7 @@ def merge(table: CacheTable, buffers: PyTree) -> Cache:
       ValueError: when the buffers have other streams or cells than the table.
     """
     if not isinstance(table, CacheTable):
-        raise TypeError(f"wanted the table of a cache, got {type(table)}")
+        raise TypeError(f"expected the table of a cache, got {type(table)}")
     if not table.is_batch:
         table.check_buffers(buffers)
     return Cache(table=table, buffers=buffers)

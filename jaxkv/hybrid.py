@@ -403,7 +403,7 @@ class HybridTable(CacheTable):
         if len(found) != 1:
             numbers = sorted({layer for layers in self.layers for layer in layers})
             raise ValueError(
-                f"wanted a layer that one part serves, of {numbers}, got {layer}, which "
+                f"expected a layer that one part serves, of {numbers}, got {layer}, which "
                 f"{len(found)} do"
             )
         return found[0]

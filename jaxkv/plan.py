@@ -34,9 +34,9 @@ class Reason(IntEnum):
     OK = 0
     OUT_OF_CELLS = (
         1,
-        "free cells: wanted {expected}, got {actual}: remove a sequence (seq_rm), go on with those "
-        "that fit (batch.keep_sequences(plan.fits)), make a larger cache, or, with a window, plan "
-        "fewer tokens at once (ubatch_size=)",
+        "free cells: expected {expected}, got {actual}: remove a sequence (seq_rm), go on with "
+        "those that fit (batch.keep_sequences(plan.fits)), make a larger cache, or, with a "
+        "window, plan fewer tokens at once (ubatch_size=)",
     )
     NOT_CONTIGUOUS = (
         2,
@@ -124,7 +124,7 @@ class Plan:
     reason: a `Reason` for each sequence; OK for one that is not in the batch. Where a traced batch
       names an unknown sequence, all that would fit have UNKNOWN_SEQUENCE.
     fits: sequences that would all fit together if they came without the others, the smallest first.
-    expected: what was wanted: a position, or a number of cells where there is no room.
+    expected: a position, or a number of cells where there is no room.
     actual: what was there instead.
 
     llama.cpp: `llama_memory_context_i`.
@@ -164,9 +164,9 @@ class Plan:
           Traceback (most recent call last):
           ...
           jaxkv.plan.PlanRefusedError: the batch was refused, and nothing was changed.
-          sequence 0: OUT_OF_CELLS, free cells: wanted 5, got 4: remove a sequence (seq_rm), go on \
-with those that fit (batch.keep_sequences(plan.fits)), make a larger cache, or, with a window, \
-plan fewer tokens at once (ubatch_size=)
+          sequence 0: OUT_OF_CELLS, free cells: expected 5, got 4: remove a sequence (seq_rm), \
+go on with those that fit (batch.keep_sequences(plan.fits)), make a larger cache, or, with a \
+window, plan fewer tokens at once (ubatch_size=)
         """
         if not is_concrete(self.ok):
             raise TypeError("plan.check() raises, which traced code cannot do: use plan.ok there")

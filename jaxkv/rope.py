@@ -32,8 +32,8 @@ class Rope:
     def __post_init__(self):
         if not np.all(np.isfinite((*self.frequencies, self.attention_factor))):
             raise ValueError(
-                f"wanted finite frequencies and a finite attention_factor, got {self.frequencies} "
-                f"and {self.attention_factor}"
+                "expected finite frequencies and a finite attention_factor, got "
+                f"{self.frequencies} and {self.attention_factor}"
             )
 
     def rotate(
@@ -66,13 +66,13 @@ class Rope:
         llama.cpp: `ggml_rope_ext`.
         """
         if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(f"wanted queries or keys of floats, got {x.dtype}")
+            raise TypeError(f"expected queries or keys of floats, got {x.dtype}")
         if not jnp.issubdtype(jnp.result_type(positions), jnp.integer):
             raise TypeError(f"expected positions of int32, got {jnp.result_type(positions)}")
         pairs = len(self.frequencies)
         if np.shape(positions) != x.shape[:-2]:
             raise ValueError(
-                f"wanted positions of the shape of x without its heads and their numbers, "
+                f"expected positions of the shape of x without its heads and their numbers, "
                 f"{x.shape[:-2]} for {x.shape}, got {np.shape(positions)}; a ubatch has tokens or "
                 f"embeddings, and the other is None"
             )
@@ -117,10 +117,10 @@ class Rope:
         """
         if len(factors) != len(self.frequencies):
             raise ValueError(
-                f"wanted {len(self.frequencies)} factors, one a pair, got {len(factors)}"
+                f"expected {len(self.frequencies)} factors, one a pair, got {len(factors)}"
             )
         if not all(factors):
-            raise ValueError(f"wanted factors that are not 0, got {list(factors)}")
+            raise ValueError(f"expected factors that are not 0, got {list(factors)}")
         pairs = zip(self.frequencies, factors, strict=True)
         return replace(self, frequencies=tuple(float(f / by) for f, by in pairs))
 
@@ -229,9 +229,9 @@ def make_rope(size: int, *, base: float = 10000.0, interleaved: bool = False) ->
     llama.cpp: `rope_freq_base`.
     """
     if size % 2 or size < 2:
-        raise ValueError(f"a rotary embedding turns pairs: wanted an even size, got {size}")
+        raise ValueError(f"a rotary embedding turns pairs: expected an even size, got {size}")
     if not base > 0:
-        raise ValueError(f"wanted a base above 0, got {base}")
+        raise ValueError(f"expected a base above 0, got {base}")
     frequencies = tuple(float(base ** (-pair / size)) for pair in range(0, size, 2))
     return Rope(frequencies=frequencies, interleaved=interleaved)
 

@@ -83,7 +83,7 @@ class TableSpec:
         """Return one sequence id as int32; see `sequence_ids`."""
         sequence = self.sequence_ids(value, lowest=lowest)
         if np.ndim(sequence):
-            raise ValueError(f"wanted one sequence id, got the shape {np.shape(sequence)}")
+            raise ValueError(f"expected one sequence id, got the shape {np.shape(sequence)}")
         return sequence
 
 
@@ -100,7 +100,7 @@ def are_in_same_streams(spec: TableSpec, ids: PyTree, others: PyTree) -> bool:
 def check_distinct(ids: PyTree) -> None:
     """Raise a ValueError if a known sequence id comes twice."""
     if is_concrete(ids) and np.unique(ids).size < np.size(ids):
-        raise ValueError(f"wanted each sequence at most once, got {np.asarray(ids).tolist()}")
+        raise ValueError(f"expected each sequence at most once, got {np.asarray(ids).tolist()}")
 
 
 def mask_unchanged_targets(
@@ -140,19 +140,21 @@ def check_sequences_and_streams(sequences: SupportsIndex, streams: SupportsIndex
     return {"sequences": sequences, "streams": streams}
 
 
-def check_spec(got: TableSpec, wanted: TableSpec, what: str) -> None:
-    """Raise a ValueError unless something was made for a cache of the same spec."""
-    if got == wanted:
+def check_spec(spec: TableSpec, expected_spec: TableSpec, name: str) -> None:
+    """Raise a ValueError unless something, called `name`, was made for a cache of the same spec."""
+    if spec == expected_spec:
         return
-    expected, actual = _flat_fields(wanted), _flat_fields(got)
-    names = [name for name in expected | actual if expected.get(name) != actual.get(name)]
-    if "kind" in names:
-        names = ["kind"]
+    expected, actual = _flat_fields(expected_spec), _flat_fields(spec)
+    keys = [key for key in expected | actual if expected.get(key) != actual.get(key)]
+    if "kind" in keys:
+        keys = ["kind"]
     expected, actual = (
-        ", ".join(f"{name}={spec[name]}" for name in names if name in spec)
-        for spec in (expected, actual)
+        ", ".join(f"{key}={found[key]}" for key in keys if key in found)
+        for found in (expected, actual)
     )
-    raise ValueError(f"wanted {what} for this cache, {expected}, got one for {actual}: plan again")
+    raise ValueError(
+        f"expected {name} for this cache, {expected}, got one for {actual}: plan again"
+    )
 
 
 def _flat_fields(spec: TableSpec, of: str = "") -> dict[str, object]:

@@ -220,7 +220,7 @@ class CacheTable(Partitioned):
 
     @abstractmethod
     @assignable
-    def find_fitting_sequences(self, wanted: Int32[Array, " Q"]) -> Admission:
+    def find_fitting_sequences(self, demand: Int32[Array, " Q"]) -> Admission:
         """Return which sequences find room for so many tokens as they bring."""
 
     @assignable
@@ -233,7 +233,7 @@ class CacheTable(Partitioned):
           partner: the number of the other one within the stream.
         """
         del partner
-        raise TypeError(f"wanted a cache of attention alone, got kind {self.spec.kind!r}")
+        raise TypeError(f"expected a cache of attention alone, got kind {self.spec.kind!r}")
 
     @abstractmethod
     @assignable
@@ -441,7 +441,7 @@ class CacheTable(Partitioned):
         Options are those of `jaxkv.attend`.
         """
         del buffers, layer, ubatch, q, k, v, options
-        raise TypeError(f"wanted a cache with attention layers, got kind {self.spec.kind!r}")
+        raise TypeError(f"expected a cache with attention layers, got kind {self.spec.kind!r}")
 
     @assignable
     def write_kv(
@@ -454,20 +454,20 @@ class CacheTable(Partitioned):
     ) -> tuple[Self, PyTree]:
         """Write keys and values into a layer."""
         del buffers, layer, ubatch, k, v
-        raise TypeError(f"wanted a cache with attention layers, got kind {self.spec.kind!r}")
+        raise TypeError(f"expected a cache with attention layers, got kind {self.spec.kind!r}")
 
     @assignable
     def read_kv(self, buffers: PyTree, layer: int, ubatch: Ubatch, **options: object) -> KVView:
         """Return what the tokens of a ubatch see of a layer; options as in `jaxkv.read_kv`."""
         del buffers, layer, ubatch, options
-        raise TypeError(f"wanted a cache with attention layers, got kind {self.spec.kind!r}")
+        raise TypeError(f"expected a cache with attention layers, got kind {self.spec.kind!r}")
 
     def read_states(
         self, buffers: PyTree, layer: int, ubatch: Ubatch
     ) -> dict[str, Shaped[Array, "R ..."]]:
         """Return by name the states that rows go on from."""
         del buffers, layer, ubatch
-        raise TypeError(f"wanted a cache with recurrent layers, got kind {self.spec.kind!r}")
+        raise TypeError(f"expected a cache with recurrent layers, got kind {self.spec.kind!r}")
 
     def write_states(
         self,
@@ -478,12 +478,12 @@ class CacheTable(Partitioned):
     ) -> tuple[Self, PyTree]:
         """Write the states that rows leave, by name, the oldest first."""
         del buffers, layer, ubatch, states
-        raise TypeError(f"wanted a cache with recurrent layers, got kind {self.spec.kind!r}")
+        raise TypeError(f"expected a cache with recurrent layers, got kind {self.spec.kind!r}")
 
     def max_rollback(self, layer: int) -> int:
         """Return E, how many states a layer keeps before the current one."""
         del layer
-        raise TypeError(f"wanted a cache with recurrent layers, got kind {self.spec.kind!r}")
+        raise TypeError(f"expected a cache with recurrent layers, got kind {self.spec.kind!r}")
 
 
 def check_sizes(table: Any, streams: int, cells: int) -> None:
@@ -504,7 +504,7 @@ def check_made_for(table: CacheTable, ubatch: Ubatch) -> None:
       ValueError: when it was planned for a cache made in another way.
     """
     if not isinstance(ubatch, Ubatch):
-        raise TypeError(f"wanted a ubatch, such as plan.ubatches[0], got {type(ubatch)}")
+        raise TypeError(f"expected a ubatch, such as plan.ubatches[0], got {type(ubatch)}")
     check_spec(ubatch.spec, table.spec, "a ubatch that was planned")
 
 
@@ -514,7 +514,7 @@ def static_layer_number(layer: SupportsIndex) -> int:
         return operator.index(layer)
     except TypeError:
         raise TypeError(
-            f"wanted a layer as an integer that is known while tracing, got {layer!r}: each layer "
-            f"has arrays of its own, so go over the layers in Python, or make the cache with "
+            f"expected a layer as an integer that is known while tracing, got {layer!r}: each "
+            "layer has arrays of its own, so go over the layers in Python, or make the cache with "
             f"make_cache(stacked=True), which a hybrid one cannot be"
         ) from None

@@ -159,7 +159,7 @@ class Model:
     def whole_weights(self) -> dict[str, str]:
         """Return the names of the weights that each device of the mesh has whole, and why."""
         if self.mesh is None:
-            raise ValueError("wanted a model on a mesh, got one without: load(..., mesh=mesh)")
+            raise ValueError("expected a model on a mesh, got one without: load(..., mesh=mesh)")
         why = jax.tree.map(
             lambda split: split.why_whole(self.mesh, self.rules) or "",
             splits_of(self.family, self.config),

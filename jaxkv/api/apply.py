@@ -109,7 +109,7 @@ def _check_plan(plan: object, table: CacheTable) -> Ubatch | MaintenancePlan:
     elif isinstance(plan, MaintenancePlan):
         check_spec(plan.spec, table.spec, "a plan that was made")
     else:
-        raise TypeError(f"wanted a ubatch or a plan, got {type(plan)}")
+        raise TypeError(f"expected a ubatch or a plan, got {type(plan)}")
     return plan
 
 

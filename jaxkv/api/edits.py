@@ -103,7 +103,7 @@ def seq_rm(cache: Cache, seq: Ids | None = None, p0: Ids = 0, p1: Ids | None = N
     cuts = ids, *check_bounds(p0, p1)
     axes = [np.shape(x) for x in cuts]
     if len(set(axes) - {()}) > 1 or max(map(len, axes)) > 1:
-        raise ValueError(f"wanted seq, p0 and p1 of one shape [n], or [], got {axes}")
+        raise ValueError(f"expected seq, p0 and p1 of one shape [n], or [], got {axes}")
     table, ok = _remove_ranges(table, *cuts)
     return EditResult(merge(table, buffers), ok)
 
@@ -440,7 +440,7 @@ def _check_parents(
     ids = table.spec.sequence_ids(parents), table.spec.sequence_ids(sequences)
     if np.ndim(ids[0]) != 1 or np.shape(ids[0]) != np.shape(ids[1]):
         raise ValueError(
-            f"wanted parents and sequences of one shape [n], got {np.shape(ids[0])} and "
+            f"expected parents and sequences of one shape [n], got {np.shape(ids[0])} and "
             f"{np.shape(ids[1])}"
         )
     check_distinct(ids[1])

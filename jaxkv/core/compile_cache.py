@@ -29,7 +29,7 @@ def cached_program(build: Callable[..., P], *functions: Callable) -> P:
     """
     for function in functions:
         if not callable(function):
-            raise TypeError(f"wanted a function, got {type(function)}: pass forward first")
+            raise TypeError(f"expected a function, got {type(function)}: pass forward first")
     parts = [
         (function.__func__, function.__self__)
         if isinstance(function, types.MethodType)
@@ -54,7 +54,7 @@ def _weak_reference(referent: object, tell: Callable[[weakref.ref], None]) -> we
         return weakref.ref(referent, tell)
     except TypeError:
         raise TypeError(
-            f"wanted a function, a method or an object that can be referenced weakly, got "
+            f"expected a function, a method or an object that can be referenced weakly, got "
             f"{type(referent)}: wrap it in a function, and pass the same one every time"
         ) from None
 

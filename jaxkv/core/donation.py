@@ -27,7 +27,7 @@ def check_not_donated(*trees: PyTree, what: str = "a cache") -> None:
     """Raise a ValueError if the array of a leaf was donated; `what` is the name of the whole."""
     if is_donated(*trees):
         raise ValueError(
-            f"wanted {what} with its buffers, got one whose buffers were donated: go on with the "
+            f"expected {what} with its buffers, got one whose buffers were donated: go on with the "
             f"cache that the step or loop returned, or do not donate them"
         ) from None
 

@@ -87,7 +87,7 @@ class ShardingRules:
                 found.setdefault(_NAMES[name], tuple(axis) if isinstance(axis, list) else axis)
         if not found:
             names = [name for name, _ in sharding_rules]
-            raise ValueError(f"wanted a rule for one of {', '.join(_NAMES)}, got {names}")
+            raise ValueError(f"expected a rule for one of {', '.join(_NAMES)}, got {names}")
         return cls(**{field.name: found.get(field.name) for field in fields(cls)})
 
     def axes(self, name: str) -> tuple[str, ...]:
@@ -115,7 +115,7 @@ class ShardingRules:
         >>> ShardingRules(cells="tensor").split(mesh, cells=70)
         Traceback (most recent call last):
         ...
-        ValueError: wanted a number of cells that 4 devices divide (tensor), got 70: take 72
+        ValueError: expected a number of cells that 4 devices divide (tensor), got 70: take 72
         """
         found = {}
         for name, size in sizes.items():
@@ -124,7 +124,7 @@ class ShardingRules:
                 multiple = -(-size // devices) * devices
                 more = ", and a multiple of it for sequences" if name == "streams" else ""
                 raise ValueError(
-                    f"wanted a number of {name} that {devices} devices divide "
+                    f"expected a number of {name} that {devices} devices divide "
                     f"({', '.join(axes)}), got {size}: take {multiple}{more}"
                 )
             found[name] = axes if size > 1 and size % devices == 0 else ()
@@ -306,7 +306,7 @@ def _require_mesh(sharding_rules: ShardingRules | None) -> AbstractMesh | None:
     """
     if sharding_rules is not None and jax.sharding.get_abstract_mesh().empty:
         raise ValueError(
-            f"wanted a mesh for a cache with {sharding_rules}, got none: call it inside of "
+            f"expected a mesh for a cache with {sharding_rules}, got none: call it inside of "
             f"`with jax.set_mesh(mesh):`"
         )
     return current_mesh(sharding_rules)

@@ -23,18 +23,18 @@ def check_count(value: PyTree, name: str, *, low: int = 1, high: int = END) -> i
     >>> check_count(2.5, "layers")
     Traceback (most recent call last):
     ...
-    TypeError: wanted an integer for layers, got 2.5
+    TypeError: expected an integer for layers, got 2.5
     """
     try:
         if isinstance(value, bool | np.bool_):
             raise TypeError
         number = operator.index(value)
     except TypeError:
-        raise TypeError(f"wanted an integer for {name}, got {value!r}") from None
+        raise TypeError(f"expected an integer for {name}, got {value!r}") from None
     if number < low:
-        raise ValueError(f"wanted {name} of at least {low}, got {number}")
+        raise ValueError(f"expected {name} of at least {low}, got {number}")
     if number > high:
-        raise ValueError(f"wanted {name} of at most {high}, got {number}")
+        raise ValueError(f"expected {name} of at most {high}, got {number}")
     return number
 
 
@@ -44,10 +44,10 @@ def check_shape(shape: tuple[int, ...], name: str) -> None:
     >>> check_shape((2**31, 2**31), "keys")
     Traceback (most recent call last):
     ...
-    ValueError: wanted fewer than 2**60 numbers of keys, got the shape (2147483648, 2147483648)
+    ValueError: expected fewer than 2**60 numbers of keys, got the shape (2147483648, 2147483648)
     """
     if math.prod(shape) >= 1 << 60:
-        raise ValueError(f"wanted fewer than 2**60 numbers of {name}, got the shape {shape}")
+        raise ValueError(f"expected fewer than 2**60 numbers of {name}, got the shape {shape}")
 
 
 def check_int32(
@@ -73,11 +73,11 @@ def check_int32(
     >>> check_int32(np.uint32(2**32 - 1), "seq", high=3)
     Traceback (most recent call last):
     ...
-    ValueError: wanted seq from -2147483647 to 3, got 4294967295
+    ValueError: expected seq from -2147483647 to 3, got 4294967295
     >>> check_int32([0, 1.5], "positions")
     Traceback (most recent call last):
     ...
-    TypeError: wanted integers for positions, got float64: cast them
+    TypeError: expected integers for positions, got float64: cast them
     """
     if type(value) is int and low <= value <= high:  # what callers mostly pass, answered at once
         return np.int32(value)
@@ -90,12 +90,14 @@ def check_int32(
         large = all(isinstance(element, int) for element in array.flat)
     if not large and not jnp.issubdtype(array.dtype, jnp.integer):
         remedy = "encode texts by a tokenizer" if array.dtype.kind == "U" else "cast them"
-        raise TypeError(f"wanted integers for {name}, got {array.dtype}: {remedy}")
+        raise TypeError(f"expected integers for {name}, got {array.dtype}: {remedy}")
     if not isinstance(array, np.ndarray):
         return _cast_to_int32(array, low, high)
     wrong = array[(array < low) | (array > high)]
     if wrong.size:
-        raise ValueError(f"wanted {name} from {low} to {high}, got {wrong.reshape(-1)[0]}{advice}")
+        raise ValueError(
+            f"expected {name} from {low} to {high}, got {wrong.reshape(-1)[0]}{advice}"
+        )
     return value.astype(jnp.int32) if isinstance(value, jax.Array) else array.astype(np.int32)
 
 
@@ -141,7 +143,7 @@ def check_range(
 
 def _check_scalar(value: PyTree[Int32[ArrayLike, "*n"]], name: str) -> PyTree[Int32[ArrayLike, ""]]:
     if np.ndim(value):
-        raise ValueError(f"wanted one integer for {name}, got the shape {np.shape(value)}")
+        raise ValueError(f"expected one integer for {name}, got the shape {np.shape(value)}")
     return value
 
 
@@ -164,7 +166,7 @@ def check_bool(
     >>> check_bool([1, 0], "outputs", or_integers=False)
     Traceback (most recent call last):
     ...
-    TypeError: wanted bool for outputs, got int64: one for each, and not indices
+    TypeError: expected bool for outputs, got int64: one for each, and not indices
     """
     array = value if isinstance(value, jax.Array) else np.asarray(value)
     binary = or_integers and is_concrete(array) and np.issubdtype(array.dtype, np.integer)
@@ -172,7 +174,7 @@ def check_bool(
         binary = False
     if array.size and array.dtype != bool and not binary:
         advice = "" if or_integers else ": one for each, and not indices"
-        raise TypeError(f"wanted bool for {name}, got {array.dtype}{advice}")
+        raise TypeError(f"expected bool for {name}, got {array.dtype}{advice}")
     return array.astype(bool)
 
 

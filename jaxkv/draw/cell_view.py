@@ -68,7 +68,7 @@ class CellView:
           ValueError: when there is no such sequence.
         """
         if not 0 <= seq < self.sequences:
-            raise ValueError(f"wanted a sequence from 0 to {self.sequences - 1}, got {seq}")
+            raise ValueError(f"expected a sequence from 0 to {self.sequences - 1}, got {seq}")
         stream, local = divmod(seq, self.sequences_per_stream)
         owns = (self.words[stream, local // WORD] >> np.uint32(local % WORD)) & np.uint32(1)
         return np.where(owns, self.position[stream], np.int32(EMPTY))
@@ -104,7 +104,7 @@ def fetch_table(cache: Cache) -> CacheTable:
     table, _ = split(cache)
     if is_traced(table):
         raise TypeError(
-            "wanted a cache whose values are known, got a traced one: draw it outside of jit, or "
+            "expected a cache whose values are known, got a traced one: draw it outside of jit, or "
             "by jax.debug.callback"
         )
     check_concrete_cache(table)
@@ -133,10 +133,10 @@ def make_cell_view(table: CacheTable) -> CellView:
             arrays = _arrays_of_states(table)
         case HybridTable():
             raise TypeError(
-                "wanted a cache of one kind, got a hybrid one: look at each of cache.parts"
+                "expected a cache of one kind, got a hybrid one: look at each of cache.parts"
             )
         case _:
-            raise TypeError(f"wanted a cache of cells or of states, got {type(table).__name__}")
+            raise TypeError(f"expected a cache of cells or of states, got {type(table).__name__}")
     return CellView(**arrays, sequences=table.sequences)
 
 

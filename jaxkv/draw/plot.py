@@ -119,10 +119,10 @@ def occupancy(
       ValueError: when there are no steps, caches and counts among them, or a cache was donated.
     """
     if len(steps) == 0:
-        raise ValueError("wanted caches or counts, one for each step, got none")
+        raise ValueError("expected caches or counts, one for each step, got none")
     caches = [step for step in steps if isinstance(step, Cache)]
     if caches and len(caches) < len(steps):
-        raise ValueError("wanted caches or counts, got both: pass cache.num_used_cells() of each")
+        raise ValueError("expected caches or counts, got both: pass cache.num_used_cells() of each")
     ax = _ensure_axes(ax)
     at = np.arange(len(steps) + 1)  # each step is as wide as one, so a single one is seen too
     if caches:
@@ -191,7 +191,7 @@ def attention_mask(
         table, ubatch = table.parts[part], ubatch_of_part(ubatch, part)
     if not isinstance(table, CellTable) or table.spec.is_cross_attention:
         raise TypeError(
-            f"wanted a cache, or a part, of attention, got kind {table.spec.kind!r}: states see "
+            f"expected a cache, or a part, of attention, got kind {table.spec.kind!r}: states see "
             f"all that came before, and a text all of its source"
         )
     seen = jax.jit(visible_cells_mask, static_argnames="causal")(table, ubatch, causal=causal)
@@ -201,7 +201,7 @@ def attention_mask(
     placed = ubatch.slots < table.num_cells  # none is of a refused plan
     stamps = table.cell_hash[stream[placed], ubatch.slots[placed]]
     if not np.array_equal(stamps, ubatch.cell_hashes[placed]):
-        raise ValueError("wanted a cache that the ubatch was applied to: apply(cache, ubatch)")
+        raise ValueError("expected a cache that the ubatch was applied to: apply(cache, ubatch)")
     view = make_cell_view(table)
     tokens = seen, stream, ubatch.sequences, ubatch.positions
     seen, stream, sequence, at = (np.asarray(x)[valid] for x in tokens)

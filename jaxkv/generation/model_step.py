@@ -67,8 +67,8 @@ def model_step(
         elif isinstance(output, jax.Array):
             description = f"an array of shape {output.shape}"
         raise ValueError(
-            f"wanted a pair from forward, cache and logits, got {description}: end it with `return "
-            f"cache, logits`"
+            f"expected a pair from forward, cache and logits, got {description}: end it with "
+            "`return cache, logits`"
         )
     after, logits = output
     old, new = (jax.tree.leaves(x.buffers) for x in (cache, after))
@@ -81,12 +81,12 @@ def model_step(
     shape, rows = np.shape(logits), ubatch.outputs.shape[0]
     if len(shape) != 2 or shape[0] != rows or not shape[1]:
         raise ValueError(
-            f"wanted logits [O, V] from forward, a row for each of the {rows} ubatch.outputs, got "
-            f"{shape}: flatten the rows of the last layer, and take x.reshape(-1, width)"
+            f"expected logits [O, V] from forward, a row for each of the {rows} ubatch.outputs, "
+            f"got {shape}: flatten the rows of the last layer, and take x.reshape(-1, width)"
             f"[ubatch.outputs]"
         )
     if not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise ValueError(f"wanted logits of floats from forward, got {logits.dtype}: cast them")
+        raise ValueError(f"expected logits of floats from forward, got {logits.dtype}: cast them")
     return after, logits
 
 
@@ -102,7 +102,7 @@ def _check_written_layers(before: Cache, after: Cache) -> None:
         if unwritten:
             layers = [every[i][n] for n in unwritten] if every else unwritten
             raise ValueError(
-                f"wanted keys from forward in each layer of the cache, got none in layers "
+                f"expected keys from forward in each layer of the cache, got none in layers "
                 f"{layers}: call attend once for each layer, with its number"
             )
 

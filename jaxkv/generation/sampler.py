@@ -59,7 +59,9 @@ class Sampler:
 def check_sampler(sampler: object) -> Sampler:
     """Return a sampler, or raise a TypeError when it is none."""
     if not isinstance(sampler, Sampler):
-        raise TypeError(f"wanted a sampler, such as generation.make_sampler(), got {type(sampler)}")
+        raise TypeError(
+            f"expected a sampler, such as generation.make_sampler(), got {type(sampler)}"
+        )
     return sampler
 
 

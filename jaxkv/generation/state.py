@@ -79,11 +79,11 @@ def make_decode_state(
     table, _ = split(cache)
     token = check_int32(tokens, "tokens", low=0)
     if np.ndim(token) != 1:
-        raise ValueError(f"wanted tokens [T], got the shape {np.shape(token)}")
+        raise ValueError(f"expected tokens [T], got the shape {np.shape(token)}")
     count = token.shape[0]
     ids = table.spec.sequence_ids(np.arange(count) if sequences is None else sequences)
     if np.shape(ids) != (count,):
-        raise ValueError(f"wanted sequences [{count}], one for each token, got {np.shape(ids)}")
+        raise ValueError(f"expected sequences [{count}], one for each token, got {np.shape(ids)}")
     remaining = _broadcast_to_texts(
         END if max_new_tokens is None else max_new_tokens, count, "limit"
     )
@@ -143,7 +143,7 @@ def check_sampler_state(sampler: object, state: DecodeState) -> Sampler:
     )
     if expected != actual:
         raise ValueError(
-            f"wanted a state that was started with this sampler, which remembers {expected}, got "
+            f"expected a state that was started with this sampler, which remembers {expected}, got "
             f"one that remembers {actual}: pass the same sampler= to "
             f"generation.init_decode"
         )
@@ -153,7 +153,9 @@ def check_sampler_state(sampler: object, state: DecodeState) -> Sampler:
 def check_state(spec: TableSpec, state: DecodeState) -> DecodeState:
     """Return the state with its fields as arrays; raise if a field is invalid."""
     if not isinstance(state, DecodeState):
-        raise TypeError(f"wanted a state, jaxkv.generation.init_decode makes it, got {type(state)}")
+        raise TypeError(
+            f"expected a state, jaxkv.generation.init_decode makes it, got {type(state)}"
+        )
     state = DecodeState(
         token=check_int32(state.token, "token"),
         sequence=spec.sequence_ids(state.sequence),
@@ -168,7 +170,7 @@ def check_state(spec: TableSpec, state: DecodeState) -> DecodeState:
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(state)]
     if len(shapes[0]) != 1 or any(shape[:1] != shapes[0] for shape in shapes):
         raise ValueError(
-            f"wanted token, sequence, active and all else of a state of one length [T], got "
+            f"expected token, sequence, active and all else of a state of one length [T], got "
             f"{', '.join(map(str, shapes))}"
         )
     check_distinct(state.sequence)
@@ -180,7 +182,7 @@ def _prompts_as_rows(prompts: Prompts | None, count: int) -> Int32[Array | np.nd
     if prompts is None:
         return np.zeros((count, 0), np.int32)
     if len(prompts) != count:
-        raise ValueError(f"wanted the prompts of {count} texts, got {len(prompts)}")
+        raise ValueError(f"expected the prompts of {count} texts, got {len(prompts)}")
     return pad_prompts(prompts)
 
 
@@ -188,7 +190,7 @@ def _broadcast_to_texts(value: Ids, count: int, name: str) -> Any:
     """Return a number for each text, `[T]` int32, from one for all or one each."""
     array = check_int32(value, name, low=0)
     if np.shape(array) not in ((), (count,)):
-        raise ValueError(f"wanted {name} [] or [{count}], got {np.shape(array)}")
+        raise ValueError(f"expected {name} [] or [{count}], got {np.shape(array)}")
     xp = np if is_concrete(array) else jnp
     return xp.broadcast_to(array, (count,))
 
@@ -196,16 +198,17 @@ def _broadcast_to_texts(value: Ids, count: int, name: str) -> Any:
 def _check_seed(seed: Seeds, count: int) -> Seeds:
     """Return a seed for all texts, or one for each, checked; uint32 if known."""
     if np.shape(seed) not in ((), (count,)):
-        raise ValueError(f"wanted a seed [] or [{count}], got {np.shape(seed)}")
+        raise ValueError(f"expected a seed [] or [{count}], got {np.shape(seed)}")
     if not is_concrete(seed):
         return seed
     if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
         raise TypeError(
-            "wanted integers for seed, got a key of jax.random: pass the number that it is made of"
+            "expected integers for seed, got a key of jax.random: pass the number that it is "
+            "made of"
         )
     array = np.asarray(seed)
     if array.dtype.kind not in "iu":
-        raise TypeError(f"wanted integers for seed, got {array.dtype}")
+        raise TypeError(f"expected integers for seed, got {array.dtype}")
     wrong = array[(array < 0) | (array >= 2**32)]
     if wrong.size:
         raise ValueError(f"seed must be from 0 to {2**32 - 1}, got {wrong[0]}")

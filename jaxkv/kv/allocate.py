@@ -30,14 +30,14 @@ def num_fitting_tokens(cells: Cells, open_cells: Bool[Array, "S N"]) -> Int32[Ar
 
 
 def choose_cells(
-    cells: Cells, open_cells: Bool[Array, "S N"], wanted: Int32[Array, " S"]
+    cells: Cells, open_cells: Bool[Array, "S N"], demand: Int32[Array, " S"]
 ) -> Int32[Array, "S N"]:
-    """Choose cells for the first `wanted` tokens of each stream, in their turn.
+    """Choose cells for the first `demand` tokens of each stream, in their turn.
 
     Args:
       cells: the table.
       open_cells: the cells that may be taken.
-      wanted: how many tokens each stream gets.
+      demand: how many tokens each stream gets.
 
     Returns:
       The cell of each turn, past the last cell if it gets none.
@@ -53,7 +53,7 @@ def choose_cells(
         nth, _ = choose_in_stream(cells, open_cells[order], position[order], turn, total)
         return order.at[nth].get(mode="fill", fill_value=cells.num_cells)
 
-    return jax.vmap(choose_for_stream)(open_cells, cells.position, wanted)
+    return jax.vmap(choose_for_stream)(open_cells, cells.position, demand)
 
 
 def mark_used(cells: C, slots: Int32[Array, "S N"], arriving: C, lacking: Bool[Array, "S L"]) -> C:

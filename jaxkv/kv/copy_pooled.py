@@ -61,30 +61,30 @@ if TYPE_CHECKING:
 class CopyDemand(NamedTuple):
     """What copies between streams take.
 
-    wanted: the cells that they want of each stream.
+    demand: the cells that copies need in each stream.
     found: those that there are for them.
     """
 
-    wanted: Int32[Array, " S"]
+    demand: Int32[Array, " S"]
     found: Int32[Array, " S"]
 
     @property
     def ok(self) -> Bool[Array, ""]:
         """Whether no stream lacks cells."""
-        return jnp.all(self.wanted <= self.found)
+        return jnp.all(self.demand <= self.found)
 
 
 class CopyPlan(NamedTuple, Generic[C]):
     """What sequences get, in their own stream and from others.
 
-    Each stream gets the first `wanted` of N cells in turn.
+    Each stream gets the first `demand` of N cells in turn.
 
     left: the table once the targets own what they share, and have let go of all else.
     arriving: a table of copies, in turn: positions, shifts, stamps and contents as they were, and
       the owners that they will have.
     origin: the cell that is copied, numbered through all streams.
     slots: the cell that it goes to.
-    need: how many cells are wanted of each stream, and how many there are.
+    need: how many cells each stream must have, and how many there are.
     """
 
     left: C
@@ -133,7 +133,7 @@ def execute_copy(cells: C, buffers: Buffers, transfer: CopyPlan[C]) -> tuple[C, 
     A stream that gets copies lacks afterwards, in each layer, what those that they come from lack.
     """
     base, arriving, origin, slots, need = transfer
-    gets = need.ok & (jnp.arange(cells.num_cells)[None] < need.wanted[:, None])
+    gets = need.ok & (jnp.arange(cells.num_cells)[None] < need.demand[:, None])
     slots = jnp.where(gets, slots, out_of_range_slots(slots))
     source, _ = divmod_nonnegative(origin, cells.num_cells)
     comes = (source[..., None] == jnp.arange(cells.streams)[None, None]) & gets[..., None]
@@ -141,7 +141,7 @@ def execute_copy(cells: C, buffers: Buffers, transfer: CopyPlan[C]) -> tuple[C, 
     incomplete = jnp.any(comes[..., None] & is_layer_incomplete(cells)[None], axis=1)
     filled = map_streams(base, mark_used, slots, arriving, incomplete)
     filled = jax.tree.map(lambda new, old: jnp.where(need.ok, new, old), filled, cells)
-    args = origin, slots, jnp.where(need.ok, need.wanted, 0)
+    args = origin, slots, jnp.where(need.ok, need.demand, 0)
     return filled, map_kv(cells.sharding_rules, buffers, _copy_planned_cells, *args, by_stream=2)
 
 

@@ -86,7 +86,7 @@ def attend(
         or not q.shape[2]
     ):
         raise ValueError(
-            f"wanted q [R, T, H, D] of {(*ubatch.valid.shape, 'H', size)}, H a multiple of "
+            f"expected q [R, T, H, D] of {(*ubatch.valid.shape, 'H', size)}, H a multiple of "
             f"{heads}, got {q.shape}: tokens come before heads"
         )
     options = AttentionOptions(scale=scale, softcap=softcap, sinks=sinks)
@@ -143,7 +143,7 @@ def _get_layer_kv(buffers: Buffers, layer: int | jax.Array) -> LayerKV:
     """Return the keys `[S, K, N, D]` and values `[S, K, N, Dv]` of a layer, see `Held`."""
     if not is_traced(layer) and not 0 <= layer < buffers.layers:
         raise ValueError(
-            f"wanted a layer from 0 to {buffers.layers - 1}, got {layer}: make the cache with "
+            f"expected a layer from 0 to {buffers.layers - 1}, got {layer}: make the cache with "
             f"layers= of the model"
         )
     return buffers.layer(layer)
@@ -152,9 +152,9 @@ def _get_layer_kv(buffers: Buffers, layer: int | jax.Array) -> LayerKV:
 def _check_array(name: str, x: object) -> jax.Array | np.ndarray:
     """Return an array of floats."""
     if not isinstance(x, jax.Array | np.ndarray):
-        raise TypeError(f"wanted an array for {name}, got {type(x)}")
+        raise TypeError(f"expected an array for {name}, got {type(x)}")
     if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"wanted floats for {name}, got {x.dtype}: cast them")
+        raise TypeError(f"expected floats for {name}, got {x.dtype}: cast them")
     return x
 
 
@@ -169,7 +169,7 @@ def _check_kv(
     if isinstance(values, ValueSlice):
         if v is not None:
             raise TypeError(
-                f"wanted keys alone, whose numbers {values.first} to {values.last - 1} are the "
+                f"expected keys alone, whose numbers {values.first} to {values.last - 1} are the "
                 f"values of this cache, got values too: leave v out"
             )
         entries = (("k", "D", k, keys),)
@@ -177,7 +177,7 @@ def _check_kv(
         if (k is None) != (v is None):
             alone = "keys" if v is None else "values"
             raise TypeError(
-                f"wanted keys and values, or none of them to look alone, got {alone} alone"
+                f"expected keys and values, or none of them to look alone, got {alone} alone"
             )
         entries = (("k", "D", k, keys), ("v", "Dv", v, values))
     new_kv = ()
@@ -186,8 +186,8 @@ def _check_kv(
         shape = (*ubatch.valid.shape, old.shape[1], old.shape[3])
         if new.shape != shape:
             raise ValueError(
-                f"wanted {name} [R, T, K, {size}] of {shape}, got {new.shape}: tokens come before "
-                f"heads, whose sizes are those of the spec"
+                f"expected {name} [R, T, K, {size}] of {shape}, got {new.shape}: tokens come "
+                "before heads, whose sizes are those of the spec"
             )
         new_kv += (new,)
     return new_kv
@@ -198,18 +198,18 @@ def _check_visible_until(
 ) -> jax.Array | None:
     """Return the last position that each token sees, `[R, T]` int32."""
     if not isinstance(causal, bool | np.bool_):
-        raise TypeError(f"wanted causal as True or False, known while tracing, got {causal!r}")
+        raise TypeError(f"expected causal as True or False, known while tracing, got {causal!r}")
     if visible_until is None:
         return None
     if not causal:
         raise ValueError(
-            "wanted visible_until or causal=False, got both: with the latter tokens see all that "
+            "expected visible_until or causal=False, got both: with the latter tokens see all that "
             "comes after them, so leave one of them out"
         )
     last = jnp.asarray(check_int32(visible_until, "visible_until"))
     if last.shape != ubatch.valid.shape:
         raise ValueError(
-            f"wanted visible_until [R, T] of {ubatch.valid.shape}, the last position that each "
+            f"expected visible_until [R, T] of {ubatch.valid.shape}, the last position that each "
             f"token sees, got {last.shape}"
         )
     return last

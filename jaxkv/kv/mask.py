@@ -50,7 +50,7 @@ def visibility_of(
     """
     if ubatch.shared_with is not None and not (causal and visible_until is None):
         raise ValueError(
-            "wanted causal attention without visible_until, or tokens of one sequence each: "
+            "expected causal attention without visible_until, or tokens of one sequence each: "
             "several sequences of a token do not share what comes after it"
         )
     _, word, bit = locate_owner_bit(cells, ubatch.sequences)

@@ -80,7 +80,7 @@ def usable_cells(cells: Cells) -> Bool[Array, "S N"]:
     return is_cell_empty(cells) | is_evictable(cells)
 
 
-def find_fitting_sequences(cells: Cells, wanted: Int32[Array, " Q"]) -> Admission:
+def find_fitting_sequences(cells: Cells, demand: Int32[Array, " Q"]) -> Admission:
     """Return which sequences would find room, those that want least first.
 
     A sequence that asks for little is never refused because of one that asks for much. Where a
@@ -90,21 +90,21 @@ def find_fitting_sequences(cells: Cells, wanted: Int32[Array, " Q"]) -> Admissio
 
     Args:
       cells: the table.
-      wanted: how many cells each sequence asks for; one that asks for none fits.
+      demand: how many cells each sequence asks for; one that asks for none fits.
     """
     open_cells = usable_cells(cells)
     room = jnp.sum(open_cells, axis=1, dtype=jnp.int32)  # [S]
     if cells.window is not None:
-        all_fit = wanted >= 0
+        all_fit = demand >= 0
         room = jnp.broadcast_to(room[:, None], (cells.streams, cells.sequences_per_stream))
         return Admission(all_fit, all_fit, room.reshape(-1))
-    fits = _fit_smallest_first(wanted, room)
-    num_taken = jnp.where(fits, wanted, 0).reshape(cells.streams, -1)
+    fits = _fit_smallest_first(demand, room)
+    num_taken = jnp.where(fits, demand, 0).reshape(cells.streams, -1)
     remaining = jnp.repeat(
         room - jnp.sum(num_taken, axis=1, dtype=jnp.int32), cells.sequences_per_stream
     )
     if cells.placement == "contiguous":
-        return Admission(fits, _fit_smallest_first(wanted, longest_run(open_cells)), remaining)
+        return Admission(fits, _fit_smallest_first(demand, longest_run(open_cells)), remaining)
     return Admission(fits, fits, remaining)
 
 

@@ -117,9 +117,9 @@ class CellTable(Cells, CacheTable):
         """Ask each stream on the device where it lies, and tell all devices."""
         return map_streams_gather(self, slots.sequence_status, present)
 
-    def find_fitting_sequences(self, wanted: Int32[Array, " Q"]) -> Admission:
+    def find_fitting_sequences(self, demand: Int32[Array, " Q"]) -> Admission:
         """Ask each stream on the device where it lies, and tell all devices."""
-        return map_streams_gather(self, slots.find_fitting_sequences, wanted)
+        return map_streams_gather(self, slots.find_fitting_sequences, demand)
 
     def owns_same_cells(self, partner: Int32[Array, " Q"]) -> Bool[Array, " Q"]:
         """Ask each stream on the device where it lies, and tell all devices."""

@@ -40,7 +40,7 @@ class PlanBuilder:
     batch: flat, with all positions and outputs.
     reason, expected, found: see `Plan`; what was found before cells were chosen.
     late: the `reason`, or the one that came up while cells were chosen.
-    wanted, left: the cells that each asks for, and those that there are for it.
+    demand, left: the cells that each asks for, and those that there are for it.
     together: the sequences that are sure to be placed if they come without the others.
     """
 
@@ -50,7 +50,7 @@ class PlanBuilder:
     expected: Int32[Array, " Q"]
     actual: Int32[Array, " Q"]
     late: Int32[Array, " Q"]
-    wanted: Int32[Array, " Q"]
+    demand: Int32[Array, " Q"]
     left: Int32[Array, " Q"]
     together: Bool[Array, " Q"]
 
@@ -105,7 +105,7 @@ def check_batch(
         expected=jnp.where(fits, expected, demand),
         actual=jnp.where(fits, found, remaining),
         late=reason,
-        wanted=demand,
+        demand=demand,
         left=remaining,
         together=together,
     )
@@ -201,7 +201,7 @@ def check_shared_tokens(spec: TableSpec, batch: Batch) -> None:
         return
     if spec.max_rollback is not None:
         raise ValueError(
-            f"wanted tokens of one sequence each, since a state belongs to one text, got a batch "
+            f"expected tokens of one sequence each, since a state belongs to one text, got a batch "
             f"with tokens of several for a cache of kind {spec.kind!r}: compute the token once "
             f"and fork (seq_cp)"
         )
@@ -216,7 +216,7 @@ def check_shared_tokens(spec: TableSpec, batch: Batch) -> None:
     if in_other_stream.any():
         ids = members[in_other_stream.any(axis=-1)][0]
         raise ValueError(
-            f"wanted the sequences of a token in one stream, got {ids[ids >= 0].tolist()}: give "
+            f"expected the sequences of a token in one stream, got {ids[ids >= 0].tolist()}: give "
             f"each stream a token of its own"
         )
 

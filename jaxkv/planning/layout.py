@@ -74,7 +74,7 @@ def lay_out_batch(
         )
     if count > ubatch_size:
         raise ValueError(
-            f"a traced batch must fit one ubatch: wanted at most {ubatch_size} tokens, got "
+            f"a traced batch must fit one ubatch: expected at most {ubatch_size} tokens, got "
             f"{count}; plan it outside of jit, or raise ubatch_size"
         )
     (index,) = simple_split(np.zeros(count, np.int32), ubatch_size)
@@ -261,7 +261,7 @@ def split_batch(
     >>> split_batch("even", np.array([0, 0]), 1)
     Traceback (most recent call last):
     ...
-    ValueError: wanted split_by of 'simple', 'equal' or 'sequence', got 'even'
+    ValueError: expected split_by of 'simple', 'equal' or 'sequence', got 'even'
     """
     ways = {
         "simple": simple_split,
@@ -269,7 +269,7 @@ def split_batch(
         "sequence": sequence_split,
     }
     if split_by not in ways:
-        raise ValueError(f"wanted split_by of 'simple', 'equal' or 'sequence', got {split_by!r}")
+        raise ValueError(f"expected split_by of 'simple', 'equal' or 'sequence', got {split_by!r}")
     return ways[split_by](sequences, ubatch_size)
 
 

@@ -91,7 +91,7 @@ def finish_plan(builder: PlanBuilder) -> Plan:
         ok=ok,
         reason=reason,
         fits=reason == Reason.OK,
-        expected=jnp.where(late | is_fragmented, builder.wanted, builder.expected),
+        expected=jnp.where(late | is_fragmented, builder.demand, builder.expected),
         actual=jnp.where(late | is_fragmented, builder.left, builder.actual),
     )
 

@@ -119,7 +119,7 @@ def init_batch(
     """
     table, _ = split(cache)
     if not isinstance(batch, Batch):
-        raise TypeError(f"wanted a batch, got {type(batch)}: make_batch(tokens) makes one")
+        raise TypeError(f"expected a batch, got {type(batch)}: make_batch(tokens) makes one")
     if encoder:
         return _init_encoder(table, batch)
     flat, parts, outputs = lay_out_batch(
@@ -263,7 +263,7 @@ def plan_step(
     shapes = [shape, np.shape(valid), np.shape(ids)]
     if len(shape) not in (1, 2) or shapes[1:] != [shape, shape[:1]]:
         raise ValueError(
-            f"wanted tokens [T] or [T, n], active of the same shape and sequences [T], got "
+            f"expected tokens [T] or [T, n], active of the same shape and sequences [T], got "
             f"{shapes[0]}, {shapes[1]} and {shapes[2]}"
         )
     if len(shape) == 1:
@@ -308,7 +308,7 @@ def check_next_tokens(
 ) -> tuple[PyTree, PyTree, PyTree]:
     """Return tokens `[T, n]`, sequences `[T]` and `valid` `[T, n]` as int32 and bool, or raise."""
     if 0 in np.shape(tokens):
-        raise ValueError(f"wanted a token at least, got tokens of the shape {np.shape(tokens)}")
+        raise ValueError(f"expected a token at least, got tokens of the shape {np.shape(tokens)}")
     if is_concrete(sequences, valid):
         ids = np.asarray(sequences)[np.any(np.asarray(valid), axis=1)]
         spec.sequence_ids(ids)
@@ -354,12 +354,12 @@ def _init_encoder(table: CacheTable, batch: Batch) -> Plan:
     table = table.as_encoder_table()
     if batch.shared_with is not None:
         raise ValueError(
-            "wanted tokens of one sequence each in a source, got some of several: encode it for "
+            "expected tokens of one sequence each in a source, got some of several: encode it for "
             "one of them, and fork that (seq_cp)"
         )
     if batch.positions is not None:
         raise ValueError(
-            "wanted no positions for a source, whose tokens stand at 0 and so on: leave them out"
+            "expected no positions for a source, whose tokens stand at 0 and so on: leave them out"
         )
     xp = np if is_concrete(batch) else jnp
     flat, index = layout_single_ubatch(

@@ -142,10 +142,10 @@ class StateTable(States, CacheTable):
         """Raise unless states have the streams and the cells of the table."""
         check_sizes(self, *next(iter(buffers[0].values())).shape[:2])
 
-    def find_fitting_sequences(self, wanted: Int32[Array, " Q"]) -> Admission:
+    def find_fitting_sequences(self, demand: Int32[Array, " Q"]) -> Admission:
         """Return that there is room: a sequence lets go of as many states as it gets."""
-        all_fit = wanted >= 0
-        return Admission(all_fit, all_fit, jnp.full_like(wanted, END))
+        all_fit = demand >= 0
+        return Admission(all_fit, all_fit, jnp.full_like(demand, END))
 
     def num_cells_saved_by_sharing(self) -> Int32[Array, " S"]:
         """Return zeros: each sequence has cells for its states, shared or not."""
@@ -197,9 +197,9 @@ class StateTable(States, CacheTable):
         self._check_layer(layer)
         old = buffers[layer]
         if not isinstance(states, Mapping):
-            raise TypeError(f"wanted states by name, a dict of {sorted(old)}, got {type(states)}")
+            raise TypeError(f"expected states by name, a dict of {sorted(old)}, got {type(states)}")
         if set(states) != set(old):
-            raise ValueError(f"wanted the states {sorted(old)}, got {sorted(states)}")
+            raise ValueError(f"expected the states {sorted(old)}, got {sorted(states)}")
         rows, new = len(ubatch.row_stream), {}
         for name, array in old.items():
             state, shape = states[name], (rows, self.num_earlier_states + 1, *array.shape[2:])
@@ -207,7 +207,7 @@ class StateTable(States, CacheTable):
                 state = state[:, None]
             if state.shape != shape:
                 raise ValueError(
-                    f"wanted {name} [R, E + 1, ...] of {shape}, got {state.shape}: give the "
+                    f"expected {name} [R, E + 1, ...] of {shape}, got {state.shape}: give the "
                     f"states after ubatch.state_write_steps({self.num_earlier_states + 1}) tokens"
                 )
             new[name] = state
@@ -222,7 +222,7 @@ class StateTable(States, CacheTable):
     def _check_layer(self, layer: int) -> None:
         layers = self.holds.shape[0]
         if not 0 <= layer < layers:
-            raise ValueError(f"wanted a layer from 0 to {layers - 1}, got {layer}")
+            raise ValueError(f"expected a layer from 0 to {layers - 1}, got {layer}")
 
 
 def make_recurrent_cache(

@@ -117,7 +117,7 @@ class Engine:
       >>> engine.submit(request(prompt=[1, 2, 3], max_new_tokens=7))
       Traceback (most recent call last):
       ...
-      ValueError: wanted cells for 9 tokens, of a prompt of 3 and a limit of 7 less the last, \
+      ValueError: expected cells for 9 tokens, of a prompt of 3 and a limit of 7 less the last, \
 which this cache never has: ask for less, or make a larger one
       >>> engine.cache.num_used_cells().item()
       0
@@ -153,12 +153,12 @@ which this cache never has: ask for less, or make a larger one
         prefix_store: PrefixStore | None = None,
     ):
         if not callable(forward):
-            raise TypeError(f"wanted a function forward, see prefill, got {type(forward)}")
+            raise TypeError(f"expected a function forward, see prefill, got {type(forward)}")
         table, _ = split(cache)
         check_not_donated(cache)
         if table.spec.has_cross_attention:
             raise ValueError(
-                "wanted a cache without a part for sources, which requests do not bring, got one "
+                "expected a cache without a part for sources, which requests do not bring, got one "
                 "with it: encode and decode run texts with sources side by side"
             )
         self._limits = check_config(
@@ -321,7 +321,7 @@ which this cache never has: ask for less, or make a larger one
         """Raise a RuntimeError if the cache is lost."""
         if self._cut_short or not self._runner.has_cache:
             raise RuntimeError(
-                "wanted an engine with its cache, got one that has lost it: a step was cut short "
+                "expected an engine with its cache, got one that has lost it: a step was cut short "
                 "by an error or an interrupt, or engine.cache was donated. Make a new engine with "
                 "a new cache; results() still has what had ended, tokens_of the other tokens"
             )
@@ -340,7 +340,7 @@ which this cache never has: ask for less, or make a larger one
         """Return a request that waits or runs, None if it has ended."""
         request_id = check_count(request_id, "the id of a request", low=0)
         if request_id >= self._next:
-            raise ValueError(f"wanted an id that submit returned, got {request_id}")
+            raise ValueError(f"expected an id that submit returned, got {request_id}")
         return next((text for text in self._schedule.all_requests if text.id == request_id), None)
 
     def _run_step(self) -> None:

@@ -78,7 +78,7 @@ class Scheduler:
                 f" and a limit of {request.max_new_tokens} less the last" if self.reserves else ""
             )
             raise ValueError(
-                f"wanted cells for {length} tokens, of a prompt of {len(request.prompt)}{limit}, "
+                f"expected cells for {length} tokens, of a prompt of {len(request.prompt)}{limit}, "
                 f"which this cache never has: ask for less, or make a larger one"
             )
         self._waiting.append(text)

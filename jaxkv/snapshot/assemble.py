@@ -97,7 +97,7 @@ def cache_shapes(file: SnapshotFile) -> Cache:
         return cache
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise ValueError(
-            f"wanted a snapshot that describes a cache, got one that does not "
+            f"expected a snapshot that describes a cache, got one that does not "
             f"({type(error).__name__}: {error}): it was not written by jaxkv.snapshot"
         ) from None
 
@@ -138,7 +138,7 @@ def check_dtypes(file: SnapshotFile) -> None:
     for name, (dtype, _) in file.arrays.items():
         if jax.dtypes.canonicalize_dtype(dtype) != dtype:
             raise ValueError(
-                f"wanted {name} of {dtype} as saved, got a JAX without 64 bits: set "
+                f"expected {name} of {dtype} as saved, got a JAX without 64 bits: set "
                 f'jax_enable_x64, as by jax.config.update("jax_enable_x64", True)'
             )
 
@@ -158,7 +158,7 @@ def check_saveable(cache: Cache) -> None:
             else "one that is traced or split"
         )
         raise ValueError(
-            f"wanted a cache on one device, outside of jit, got {found}: one on a mesh is saved "
+            f"expected a cache on one device, outside of jit, got {found}: one on a mesh is saved "
             f"and restored by Orbax, see docs/snapshots.md"
         )
     check_concrete_cache(table, buffers)
@@ -187,7 +187,7 @@ def check_fits(saved: Cache, cache: Cache) -> None:
 def _check_same(name: str, expected: object, found: object) -> None:
     if expected != found:
         raise ValueError(
-            f"wanted a snapshot of a cache with the {name} of this one, "
+            f"expected a snapshot of a cache with the {name} of this one, "
             f"{_shorten_text(expected)}, got one with {_shorten_text(found)}; nothing was changed"
         )
 

@@ -64,14 +64,14 @@ class SnapshotFile:
         form = (dtype, shape) if plain else (np.uint8, (math.prod(shape) * dtype.itemsize,))
         if (stored.dtype, stored.shape) != form:
             raise ValueError(
-                f"wanted {name} of {dtype} {shape}, got it stored as {stored.dtype} "
+                f"expected {name} of {dtype} {shape}, got it stored as {stored.dtype} "
                 f"{stored.shape}: the snapshot is damaged"
             )
         expected, found = self.description["arrays"][name]["sha256"], _sha256(stored)
         if found != expected:
             raise ValueError(
-                f"wanted {name} with the checksum {expected[:12]}, got {found[:12]}: the snapshot "
-                f"is damaged"
+                f"expected {name} with the checksum {expected[:12]}, got {found[:12]}: the "
+                "snapshot is damaged"
             )
         return _bytes_of(stored).view(dtype).reshape(shape)
 
@@ -127,7 +127,7 @@ def json_round_trip(value: object, name: str) -> Json:
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError) as error:
-        raise TypeError(f"wanted {name} that JSON holds, got {value!r} ({error})") from None
+        raise TypeError(f"expected {name} that JSON holds, got {value!r} ({error})") from None
 
 
 def file_bytes(description: SnapshotContent, arrays: Mapping[str, np.ndarray]) -> bytes:
@@ -156,7 +156,7 @@ def open_file(source: Source) -> Iterator[SnapshotFile]:
         return
     path = _resolve_path(source)
     if path.stat().st_size == 0:
-        raise ValueError(f"wanted a snapshot, got the empty file {path}")
+        raise ValueError(f"expected a snapshot, got the empty file {path}")
     with _translate_read_errors(module):
         reader = module.safe_open(path, framework="np")
     with reader as file:
@@ -193,19 +193,19 @@ def _file_from_metadata(
     metadata = metadata or {}
     if metadata.get("format") != FORMAT:
         raise ValueError(
-            f"wanted a snapshot, with the format {FORMAT} in its metadata, got "
+            f"expected a snapshot, with the format {FORMAT} in its metadata, got "
             f"{metadata.get('format')}: it was written by something else than jaxkv.snapshot"
         )
     if metadata.get("version") != str(VERSION):
         raise ValueError(
-            f"wanted a snapshot of version {VERSION}, got version {metadata.get('version')}: "
+            f"expected a snapshot of version {VERSION}, got version {metadata.get('version')}: "
             f"read it with the jaxkv that wrote it"
         )
     text = metadata.get("description", "")
     expected, found = metadata.get("sha256", ""), hashlib.sha256(text.encode()).hexdigest()
     if expected != found:
         raise ValueError(
-            f"wanted a description with the checksum {expected[:12]}, got {found[:12]}: the "
+            f"expected a description with the checksum {expected[:12]}, got {found[:12]}: the "
             f"snapshot is damaged"
         )
     description: SnapshotDescription = json.loads(text)
@@ -213,7 +213,8 @@ def _file_from_metadata(
     if set(names) != set(entries):
         odd = sorted(set(names) ^ set(entries))
         raise ValueError(
-            f"wanted the arrays that are described, got others, {odd[:4]}: the snapshot is damaged"
+            f"expected the arrays that are described, got others, {odd[:4]}: the snapshot is "
+            "damaged"
         )
     arrays = {
         name: (jnp.dtype(entry["dtype"]), tuple(entry["shape"])) for name, entry in entries.items()
@@ -230,7 +231,7 @@ def _resolve_path(path: str | os.PathLike) -> Path:
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
         raise OSError(
-            f"wanted the path of a file, got {path}, a folder or a device: give another path"
+            f"expected the path of a file, got {path}, a folder or a device: give another path"
         )
     return path
 
@@ -261,8 +262,8 @@ def _translate_read_errors(module: ModuleType) -> Iterator[None]:
         yield
     except module.SafetensorError as error:
         raise ValueError(
-            f"wanted a snapshot, got what cannot be read as safetensors ({error}): it is damaged, "
-            f"cut short, or something else"
+            f"expected a snapshot, got what cannot be read as safetensors ({error}): it is "
+            "damaged, cut short, or something else"
         ) from None
 
 
@@ -273,6 +274,6 @@ def _import_safetensors() -> ModuleType:
         import safetensors.numpy
     except ImportError:
         raise ImportError(
-            "wanted the package safetensors for a snapshot, got none: pip install safetensors"
+            "expected the package safetensors for a snapshot, got none: pip install safetensors"
         ) from None
     return safetensors

@@ -151,8 +151,8 @@ def load(
       >>> snapshot.load(data[:-1])
       Traceback (most recent call last):
       ...
-      ValueError: wanted a snapshot, got what cannot be read as safetensors (...): it is damaged, \
-cut short, or something else
+      ValueError: expected a snapshot, got what cannot be read as safetensors (...): it is \
+damaged, cut short, or something else
 
       Into sequence 2 of another cache, and into sequence 0, whose cells are then free:
 
@@ -172,7 +172,7 @@ cut short, or something else
       ... )
       Traceback (most recent call last):
       ...
-      ValueError: wanted a snapshot of a cache with the head_dim of this one, [1], got one with \
+      ValueError: expected a snapshot of a cache with the head_dim of this one, [1], got one with \
 [2]; nothing was changed
 
     llama.cpp: `llama_state_load_file`, `llama_state_set_data`, `llama_state_seq_load_file`,
@@ -200,7 +200,7 @@ def _check_model(file: SnapshotFile, model: Json) -> Cache:
     source = file.description["model"]
     if model is not None and source is not None and json_round_trip(model, "model_id") != source:
         raise ValueError(
-            f"wanted a snapshot of the model {model!r}, got one of {source!r}: what is held was "
+            f"expected a snapshot of the model {model!r}, got one of {source!r}: what is held was "
             f"computed by another model; compute it again"
         )
     return cache_shapes(file)
@@ -213,13 +213,15 @@ def _map_sequences(
     spec, goes = cache.table.spec, {seq: seq for seq in saved}
     if isinstance(sequences, Mapping):
         if not set(sequences) <= set(saved):
-            raise ValueError(f"wanted some of the saved sequences {saved}, got {sorted(sequences)}")
+            raise ValueError(
+                f"expected some of the saved sequences {saved}, got {sorted(sequences)}"
+            )
         goes = dict(sequences)
     elif sequences is not None:
         targets = np.atleast_1d(spec.sequence_ids(sequences)).tolist()
         if len(targets) != len(saved):
             raise ValueError(
-                f"wanted a target for each of the saved sequences {saved}, got {targets}: "
+                f"expected a target for each of the saved sequences {saved}, got {targets}: "
                 f"pass as many, or a mapping of those that are wanted"
             )
         goes = dict(zip(saved, targets, strict=True))

@@ -27,7 +27,7 @@ def whole(lowest: int, highest: int) -> Callable[[str], int]:
             if lowest <= int(text) <= highest:
                 return int(text)
         expected = f"a whole number from {lowest} to {highest}"
-        raise argparse.ArgumentTypeError(f"wanted {expected}, got {brief(text)!r}")
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {brief(text)!r}")
 
     return read
 
@@ -40,13 +40,13 @@ def mesh_sizes(text: str) -> dict[str, int]:
         count = int(size) if size.isdecimal() and len(size) < 10 else 0
         if not name.isidentifier() or name in sizes or not 1 <= count <= MOST_DEVICES:
             raise argparse.ArgumentTypeError(
-                f"wanted names with a size from 1 to {MOST_DEVICES}, each once, such as "
+                f"expected names with a size from 1 to {MOST_DEVICES}, each once, such as "
                 f"data=2,tensor=2, got {brief(text)!r}"
             )
         sizes[name] = count
     if not sizes.keys() <= set(AXES):
         expected = f"axes named {', '.join(AXES)}"
-        raise argparse.ArgumentTypeError(f"wanted {expected}, got {brief(text)!r}")
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {brief(text)!r}")
     return sizes
 
 
@@ -64,7 +64,7 @@ def bytes_of(text: str) -> int:
         if 1 <= count < 2**63:
             return int(count)
     expected = "a number of bytes from 1 to 2**63 - 1, such as 16GB or 80GiB"
-    raise argparse.ArgumentTypeError(f"wanted {expected}, got {brief(text)!r}")
+    raise argparse.ArgumentTypeError(f"expected {expected}, got {brief(text)!r}")
 
 
 def number(lowest: float, highest: float, *, above: bool = False) -> Callable[[str], float]:
@@ -78,6 +78,6 @@ def number(lowest: float, highest: float, *, above: bool = False) -> Callable[[s
             x = float(text)
             if lowest <= x <= highest and math.isfinite(x) and not (above and x == lowest):
                 return x
-        raise argparse.ArgumentTypeError(f"wanted a number {expected}, got {brief(text)!r}")
+        raise argparse.ArgumentTypeError(f"expected a number {expected}, got {brief(text)!r}")
 
     return read

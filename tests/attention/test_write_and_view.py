@@ -77,7 +77,7 @@ def test_write_and_view_find_part_of_hybrid_cache():
         jaxkv.read_kv(cache, 0, ubatch)
     states, ubatch = applied(states, [1])
     for call in (partial(jaxkv.write_kv, k=k, v=v), jaxkv.read_kv):
-        with pytest.raises(TypeError, match="wanted a cache with attention layers"):
+        with pytest.raises(TypeError, match="expected a cache with attention layers"):
             call(states, 0, ubatch)
 
 

@@ -139,15 +139,15 @@ NO_ROPES = (
     "snapshot.load(snapshot.save(kv()))",
     "compose((kv(rope=None), (0, 1)), (kv(), (2, 3)))",
 )
-WRONG_ID = "ValueError: wanted (sequence ids from|one sequence id|seq, p0)"
+WRONG_ID = "ValueError: expected (sequence ids from|one sequence id|seq, p0)"
 PRODUCTS = [
     ("seq_rm(small(), {}) | seq_keep(small(), {})", IDS, WRONG_ID),
     (
         "seq_rm(small(), {})",
         [x for x in NO_INTEGERS if x != "None"],
-        "TypeError: wanted (integers|an integer) for",
+        "TypeError: expected (integers|an integer) for",
     ),
-    (TAKE_INTEGERS, NO_INTEGERS, "TypeError: wanted (integers|an integer) for"),
+    (TAKE_INTEGERS, NO_INTEGERS, "TypeError: expected (integers|an integer) for"),
     (MOVES, NO_ROPES, "ValueError: ^expected a cache made with rope= to move keys"),
     (USES, ["donated()"], "ValueError: got one whose buffers were donated: go on with"),
     (USES, ["twice(small)", "twice(states)"], "ValueError: got a batch of them: .*take each"),

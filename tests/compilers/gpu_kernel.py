@@ -48,7 +48,7 @@ def ptxas():
         found = Path(folder) / "nvidia/cuda_nvcc/bin/ptxas"
         if found.exists():
             return found
-    raise FileNotFoundError("wanted ptxas: pip install nvidia-cuda-nvcc-cu12")
+    raise FileNotFoundError("expected ptxas: pip install nvidia-cuda-nvcc-cu12")
 
 
 def assembled():

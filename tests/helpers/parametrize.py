@@ -15,7 +15,7 @@ def in_lanes(cases: Iterable[Any], *, fast: Sequence[Any], core: Sequence[Any] =
     """Return the cases of a test, each in its lane: `nightly` where it is in neither list."""
     cases = list(cases)
     missing = [one for one in [*fast, *core] if one not in cases]
-    assert not missing, f"wanted some of {cases}, got {missing}"
+    assert not missing, f"expected some of {cases}, got {missing}"
     marked = []
     for case in cases:
         mark = pytest.mark.core if case in core else pytest.mark.nightly

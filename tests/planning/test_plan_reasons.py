@@ -112,7 +112,7 @@ def test_verbs_of_unknown_ids_raise_or_change_nothing():
 def test_seq_pos_of_unknown_ids_raises_or_is_minus_one():
     cache, ids = filled(4, 3), jnp.array([0, -1, 3, 32, 1])
     for question, held in ((Cache.seq_pos_min, 0), (Cache.seq_pos_max, 3)):
-        with pytest.raises(ValueError, match="wanted sequence ids from 0 to 2, got 3"):
+        with pytest.raises(ValueError, match="expected sequence ids from 0 to 2, got 3"):
             question(cache, [0, 3])
         assert jax.jit(question)(cache, ids).tolist()[:4] == [held, -1, -1, -1]
 
@@ -126,7 +126,7 @@ def test_init_batch_of_unknown_sequences_raises_or_is_refused():
         return plan, apply(cache, plan)
 
     for wrong in (-1, 3, 99):
-        with pytest.raises(ValueError, match=f"wanted sequence ids from 0 to 2, got {wrong}"):
+        with pytest.raises(ValueError, match=f"expected sequence ids from 0 to 2, got {wrong}"):
             init_batch(cache, make_batch([1, 1], sequences=[0, wrong]))
         plan, after = traced(cache, jnp.array([0, wrong, 1]))
         assert not plan.fits.any() and set(plan.reason.tolist()) == {Reason.UNKNOWN_SEQUENCE}

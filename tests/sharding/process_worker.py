@@ -210,7 +210,7 @@ def disagreement() -> None:
             except (RuntimeError, AssertionError) as error:
                 print(error, flush=True)
             else:
-                raise SystemExit("wanted to be told that processes differ")
+                raise SystemExit("expected to be told that processes differ")
         sharding.assert_in_sync(cache, make_batch([1]))  # nothing is broken by it
 
 

@@ -171,7 +171,7 @@ def test_fitted_splits_cells_of_heads_that_do_not_divide():
     whole = sharding.device_bytes(cache, mesh, RULES)
     assert whole.whole == ("kv_heads (6) are not split by tensor",)
     assert whole.check(whole.total).buffers == cache.buffers.nbytes
-    with pytest.raises(ValueError, match="wanted at most .* on each of 4 devices"):
+    with pytest.raises(ValueError, match="expected at most .* on each of 4 devices"):
         whole.check(whole.total - 1)
     finer, rules = sharding.fit_mesh(cache, mesh, RULES)
     assert dict(finer.shape) == {"tensor": 2, "cells": 2} and rules == RULES

@@ -79,7 +79,7 @@ def test_load_of_damaged_file_raises(seeds, saved, tmp_path):
         damaged = changed(data, random.Random(seed), stops[seed % 2]) + bytes(seed % 3 // 2)
         (path := tmp_path / "damaged").write_bytes(damaged)
         for source in (path, damaged) if damaged != data else ():
-            check_refused(cache, source, "wanted .* got ")
+            check_refused(cache, source, "expected .* got ")
 
 
 def test_load_of_foreign_or_newer_file_raises(saved, tmp_path):
@@ -88,9 +88,9 @@ def test_load_of_foreign_or_newer_file_raises(saved, tmp_path):
     foreign = safetensors.numpy.save({"x": np.zeros(3)})
     check_refused(cache, foreign, "with the format jaxkv.snapshot")
     for content in (b"", b"a", bytes(8), b"GGUF" + bytes(100), b"\xff" * 100):
-        check_refused(cache, content, "wanted a snapshot, got")
+        check_refused(cache, content, "expected a snapshot, got")
         (tmp_path / "foreign").write_bytes(content)
-        check_refused(cache, tmp_path / "foreign", "wanted a snapshot, got")
+        check_refused(cache, tmp_path / "foreign", "expected a snapshot, got")
 
 
 def test_load_into_donates_where_nothing_is_refused(saved):
@@ -137,10 +137,10 @@ def test_load_compares_models_where_both_are_known():
         snapshot.load(data, model_id=model)
         snapshot.load(unnamed, into=cache, model_id=model)
     for load in (snapshot.load, lambda *args, **names: snapshot.load(*args, into=cache, **names)):
-        with pytest.raises(ValueError, match="wanted a snapshot of the model 'b', got one of"):
+        with pytest.raises(ValueError, match="expected a snapshot of the model 'b', got one of"):
             load(data, model_id="b")
     for named in (partial(snapshot.save, cache), partial(snapshot.load, data)):
-        with pytest.raises(TypeError, match="wanted model_id that JSON holds"):
+        with pytest.raises(TypeError, match="expected model_id that JSON holds"):
             named(model_id=object())
 
 
@@ -264,7 +264,7 @@ def test_save_follows_links_and_leaves_devices(tmp_path):
     os.mkfifo(pipe)
     for use in (lambda path: snapshot.save(make(), path=path), snapshot.load, snapshot.inspect):
         for path in (pipe, tmp_path):
-            with pytest.raises(OSError, match=f"wanted the path of a file, got {path}, a folder"):
+            with pytest.raises(OSError, match=f"expected the path of a file, got {path}, a folder"):
                 use(path)
     assert link.is_symlink() and pipe.is_fifo() and len([*tmp_path.iterdir()]) == 3
 

@@ -217,7 +217,7 @@ def prompt_lookup(
     )
     num_branches = check_count(num_branches, "num_branches")
     if recent <= ngram:
-        raise ValueError(f"wanted recent of more than ngram = {ngram} tokens, got {recent}")
+        raise ValueError(f"expected recent of more than ngram = {ngram} tokens, got {recent}")
     rows = jnp.asarray(pad_prompts(prompts, recent))
     return PromptLookup(
         recent=rows, ngram=ngram, num_draft_tokens=num_draft_tokens, num_branches=num_branches
@@ -254,8 +254,8 @@ class DraftModel(Drafter):
         expected, actual = (x.table.spec.sequences for x in (cache, self.cache))
         if expected != actual:
             raise ValueError(
-                f"wanted a draft whose cache has the {expected} sequences of the model's, got one "
-                f"of {actual}"
+                f"expected a draft whose cache has the {expected} sequences of the model's, got "
+                f"one of {actual}"
             )
 
     def propose(
@@ -324,7 +324,7 @@ def check_rollback(cache: Cache, num_states: int, cache_name: str) -> None:
     spec = split(cache)[0].spec
     if spec.max_rollback is not None and spec.max_rollback < num_states:
         raise ValueError(
-            f"wanted {cache_name} to keep {num_states} earlier states or more, to take back what "
+            f"expected {cache_name} to keep {num_states} earlier states or more, to take back what "
             f"was guessed wrong, got {spec.kind} with max_rollback={spec.max_rollback}: make it "
             f"with max_rollback={num_states}"
         )

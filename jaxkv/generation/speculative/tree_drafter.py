@@ -110,7 +110,7 @@ class TreeDraftModel(DraftModel):
         """Return different tokens of each text: the best, or drawn one by one."""
         if adjusted.shape[1] < self.num_branches:
             raise ValueError(
-                f"wanted at most as many branches as the {adjusted.shape[1]} tokens of the "
+                f"expected at most as many branches as the {adjusted.shape[1]} tokens of the "
                 f"vocabulary, got {self.num_branches}"
             )
         if sampler.is_random:  # the highest with such a noise are draws without replacement

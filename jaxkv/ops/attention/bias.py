@@ -75,7 +75,7 @@ def check_bias(bias: object, shape: tuple[int, ...]) -> BiasOfLists | None:
     >>> check_bias(lambda query, key, head: jnp.ones((1, 3, 5, 8)), (3, 5, 2, 8))
     Traceback (most recent call last):
     ...
-    ValueError: wanted a bias that broadcasts to [R, H, T, N] of (3, 2, 5, 8), got (1, 3, 5, 8)
+    ValueError: expected a bias that broadcasts to [R, H, T, N] of (3, 2, 5, 8), got (1, 3, 5, 8)
     """
     if bias is None:
         return None
@@ -84,7 +84,7 @@ def check_bias(bias: object, shape: tuple[int, ...]) -> BiasOfLists | None:
         _check_fit("R, T, H, N", bias, shape)
         return jnp.broadcast_to(bias, (rows, tokens, bias.shape[2], cells))
     if not callable(bias):
-        raise TypeError(f"wanted a bias as a function or as an array, got {type(bias)}")
+        raise TypeError(f"expected a bias as a function or as an array, got {type(bias)}")
     is_tree = not jax.tree_util.all_leaves([bias])
     function = jax.tree.map(jnp.asarray, bias) if is_tree else jax.tree_util.Partial(bias)
     places = ((rows, 1, tokens, 1), (rows, 1, 1, cells), (1, heads, 1, 1))
@@ -93,11 +93,13 @@ def check_bias(bias: object, shape: tuple[int, ...]) -> BiasOfLists | None:
     traced = jax.make_jaxpr(lambda function, *places: function(*places))(*shapes)
     if not is_concrete(traced.consts):
         raise TypeError(
-            "wanted a bias with its weights as leaves, got a function that closes over traced "
+            "expected a bias with its weights as leaves, got a function that closes over traced "
             "arrays: pass jax.tree_util.Partial(function, weights)"
         )
     if len(traced.out_avals) != 1:
-        raise TypeError(f"wanted a bias that returns an array, got {len(traced.out_avals)} of them")
+        raise TypeError(
+            f"expected a bias that returns an array, got {len(traced.out_avals)} of them"
+        )
     _check_fit("R, H, T, N", traced.out_avals[0], (rows, heads, tokens, cells))
     return PositionBias(
         function=attach_node_types(function), heads=jnp.arange(heads, dtype=jnp.int32)
@@ -109,7 +111,9 @@ def _check_fit(
 ) -> None:
     """Raise unless an array, or a `ShapeDtypeStruct`, is of floats that broadcast to a shape."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"wanted a bias of floats, got {x.dtype}")
+        raise TypeError(f"expected a bias of floats, got {x.dtype}")
     fits = all(n in (1, size) for n, size in zip(x.shape, shape, strict=False))
     if len(x.shape) != len(shape) or not fits:
-        raise ValueError(f"wanted a bias that broadcasts to [{letters}] of {shape}, got {x.shape}")
+        raise ValueError(
+            f"expected a bias that broadcasts to [{letters}] of {shape}, got {x.shape}"
+        )

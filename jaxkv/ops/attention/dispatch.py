@@ -247,7 +247,7 @@ def partial_attention(
         return sums._replace(out=v.slice_values(sums.out))
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
-            f"wanted an implementation of {get_args(Implementation)}, got {implementation!r}"
+            f"expected an implementation of {get_args(Implementation)}, got {implementation!r}"
         )
     if visibility.bias is not None and implementation in ("pallas", "cudnn"):
         raise ValueError(
@@ -317,7 +317,7 @@ def attention(
     check_attention_arguments(q, k, v, options)
     mask_shape = (*q.shape[:2], k.shape[2])
     if k.shape[0] != q.shape[0] or mask.shape != mask_shape:
-        raise ValueError(f"wanted a mask {mask_shape}, and k for as many rows, got {mask.shape}")
+        raise ValueError(f"expected a mask {mask_shape}, and k for as many rows, got {mask.shape}")
     if 0 in (*q.shape, *k.shape, *v.shape):
         return jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype)
     return finalize(_by_mask(q, k, v, mask, options), q, options)
@@ -333,16 +333,16 @@ def check_attention_arguments(
     """
     heads, size = q.shape[2:]
     if not jnp.issubdtype(q.dtype, jnp.floating):
-        raise TypeError(f"wanted q of floats, in whose dtype the result is, got {q.dtype}")
+        raise TypeError(f"expected q of floats, in whose dtype the result is, got {q.dtype}")
     cap = options.softcap
     if cap is not None and not 0 < cap < math.inf:
-        raise ValueError(f"wanted a finite softcap above 0, or None for no bound, got {cap}")
+        raise ValueError(f"expected a finite softcap above 0, or None for no bound, got {cap}")
     if heads % max(k.shape[1], 1) or k.shape[:3] != v.shape[:3] or k.shape[3] != size:
         raise ValueError(
-            f"wanted q [R, T, H, D], k [R, K, N, D] and v [R, K, N, Dv] with H a multiple of K, "
+            f"expected q [R, T, H, D], k [R, K, N, D] and v [R, K, N, Dv] with H a multiple of K, "
             f"got {q.shape}, {k.shape} and {v.shape}"
         )
     if options.sinks is not None and options.sinks.shape != (heads,):
         raise ValueError(
-            f"wanted sinks {(heads,)}, one for each query head, got {options.sinks.shape}"
+            f"expected sinks {(heads,)}, one for each query head, got {options.sinks.shape}"
         )
