@@ -310,7 +310,7 @@ class CacheTable(Partitioned):
         start: Int32[Array, ""],
         stop: Int32[Array, ""],
     ) -> tuple[Self, PyTree]:
-        """Let sequences have a range of another, where `can_copy` grants it.
+        """Let sequences have a range of another, where `can_seq_cp` grants it.
 
         Buffers are None where all is known to stay within streams: then none is touched.
         """
@@ -334,7 +334,7 @@ class CacheTable(Partitioned):
     def seq_select(
         self, buffers: PyTree, parents: Int32[Array, " n"], targets: Int32[Array, " n"]
     ) -> tuple[Self, PyTree]:
-        """Let targets have what their parents held, all at once, where `can_select` grants it.
+        """Let targets have what their parents held, all at once, where `can_seq_select` grants it.
 
         A target of Q is left out. Buffers are None where all is known to stay
         within streams: then none is touched.

@@ -87,7 +87,7 @@ class Buffers:
         return [of_layer(k, v) for k, v in zip(self.k, self.v, strict=True)] * self.layers_per_array
 
     def layer(self, number: int | jax.Array) -> LayerKV:
-        """Return the keys and the values of a layer, see `Held`; stacked, as `LayerView`."""
+        """Return the keys and the values of a layer, see `Stored`; stacked, as `LayerView`."""
         if not self.stacked:
             return self.k[number], self.v[number]
         halves = self.k[0], self.v[0]
@@ -106,7 +106,7 @@ class Buffers:
 
 
 Halves = tuple[tuple[object, ...], tuple[object, ...]]
-"""How the mesh at hand splits the keys and the values of each layer: `Shares` for each array."""
+"""How a mesh splits the keys and the values of each layer: an `AxisPartition` for each array."""
 
 
 def shardable_sizes(array: Stored, depth: int = 1) -> dict[str, int]:

@@ -140,7 +140,7 @@ def _with_layer_history(table: C, layer: int | jax.Array, mark: jax.Array) -> C:
 
 
 def _get_layer_kv(buffers: Buffers, layer: int | jax.Array) -> LayerKV:
-    """Return the keys `[S, K, N, D]` and values `[S, K, N, Dv]` of a layer, see `Held`."""
+    """Return the keys `[S, K, N, D]` and values `[S, K, N, Dv]` of a layer, see `Stored`."""
     if not is_traced(layer) and not 0 <= layer < buffers.layers:
         raise ValueError(
             f"expected a layer from 0 to {buffers.layers - 1}, got {layer}: make the cache with "

@@ -186,7 +186,7 @@ def choose_slots(cells: Cells, ubatch: Ubatch) -> tuple[Int32[Array, "R T"], Int
 def _search_cells(
     cells: Cells, ubatch: Ubatch, rows: tuple[str, ...], shared_axes: tuple[str, ...]
 ) -> tuple[jax.Array, jax.Array]:
-    """Look for cells among some streams, see `by_stream.on_rows`, and tell all devices.
+    """Look for cells among some streams, see `sharded.map_rows`, and tell all devices.
 
     Returns:
       `[R, T]` int32, the cell of each token, past the last cell if it gets none; and `[R, T]` bool,
@@ -312,7 +312,7 @@ def occupy(cells: C, ubatch: Ubatch) -> C:
 
 
 def _occupy_streams(cells: C, ubatch: Ubatch) -> C:
-    """Mark the slots in some streams, see `by_stream.on_rows`."""
+    """Mark the slots in some streams, see `sharded.map_rows`."""
     where = (ubatch.row_stream[:, None], ubatch.slots)
     if cells.window is not None:
         nothing = jnp.zeros(cells.position.shape, bool)
@@ -379,7 +379,7 @@ def stream_hash_after(cells: Cells, ubatch: Ubatch) -> UInt32[Array, " S"]:
 
 
 def _stream_hash_after(cells: Cells, ubatch: Ubatch) -> jax.Array:
-    """Return the digest of some streams after it, `[S]` uint32, see `by_stream.on_rows`."""
+    """Return the digest of some streams after it, `[S]` uint32, see `sharded.map_rows`."""
     slots, streams = ubatch.slots, ubatch.row_stream
     stamp = cells.cell_hash.at[streams[:, None], slots].get(mode="fill", fill_value=0)
     owners, none = _owner_words(cells, ubatch), jnp.zeros_like(slots)

@@ -138,7 +138,7 @@ def attend_by_mask(
     options: AttentionOptions,
     bias: Float[Array, "P _ T N"] | None = None,
 ) -> OnlineSoftmax:
-    """Do what `jaxkv.ops.attention.xla.by_mask` does, with the same arguments."""
+    """Do what `jaxkv.ops.attention.xla.attend_by_mask` does, with the same arguments."""
     q = group_queries(options.scale_queries(q), k.shape[1])
     return zero_unseen(attend_packed(q, k, v, mask, options, bias), jnp.any(mask, axis=2))
 
