@@ -54,7 +54,7 @@ def _combine_first_positions(firsts: list[Int32[Array, ""]]) -> Int32[Array, ""]
 def _combine_admissions(found: list[Admission]) -> Admission:
     """Return what fits in all parts: each orders the sequences alike, so it fits together."""
     fits, together, remaining = zip(*found, strict=True)
-    return Admission(fits=_all(fits), together=_all(together), left=_smallest(remaining))
+    return Admission(fits=_all(fits), together=_all(together), num_remaining=_smallest(remaining))
 
 
 def _with_part_tables(table: HybridTable, parts: list[CacheTable]) -> HybridTable:

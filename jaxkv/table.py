@@ -51,12 +51,12 @@ class Admission(NamedTuple):
 
     fits: whether there are cells enough, the sequences that want least first.
     together: the sequences that are sure to find them if they come without the others.
-    left: the cells that are left when those that fit have theirs.
+    num_remaining: the cells that are left when those that fit have theirs.
     """
 
     fits: Bool[Array, " Q"]
     together: Bool[Array, " Q"]
-    left: Int32[Array, " Q"]
+    num_remaining: Int32[Array, " Q"]
 
 
 class KVView(NamedTuple):

@@ -88,11 +88,11 @@ class Noted(Drafter):
         guessed = self.guessed.at[:, self.turn].set(guess.valid.sum(axis=1))
         return replace(self, draft=draft, guessed=guessed), guess
 
-    def update(self, sequences, at, fed, taken):
+    def update(self, sequences, at, fed, num_cached):
         return replace(
             self,
-            draft=self.draft.update(sequences, at, fed, taken),
-            taken=self.taken.at[:, self.turn].set(taken),
+            draft=self.draft.update(sequences, at, fed, num_cached),
+            taken=self.taken.at[:, self.turn].set(num_cached),
             turn=self.turn + 1,
         )
 

@@ -23,11 +23,11 @@ def is_donated(*trees: PyTree) -> bool:
     return any(isinstance(x, jax.Array) and not is_traced(x) and x.is_deleted() for x in leaves)
 
 
-def check_not_donated(*trees: PyTree, what: str = "a cache") -> None:
-    """Raise a ValueError if the array of a leaf was donated; `what` is the name of the whole."""
+def check_not_donated(*trees: PyTree, name: str = "a cache") -> None:
+    """Raise a ValueError if the array of a leaf was donated; `name` is that of the whole."""
     if is_donated(*trees):
         raise ValueError(
-            f"expected {what} with its buffers, got one whose buffers were donated: go on with the "
+            f"expected {name} with its buffers, got one whose buffers were donated: go on with the "
             f"cache that the step or loop returned, or do not donate them"
         ) from None
 

@@ -56,7 +56,9 @@ def choose_cells(
     return jax.vmap(choose_for_stream)(open_cells, cells.position, demand)
 
 
-def mark_used(cells: C, slots: Int32[Array, "S N"], arriving: C, lacking: Bool[Array, "S L"]) -> C:
+def mark_used(
+    cells: C, slots: Int32[Array, "S N"], arriving: C, is_incomplete: Bool[Array, "S L"]
+) -> C:
     """Mark slots as taken; those past the last cell are none.
 
     Args:
@@ -64,10 +66,10 @@ def mark_used(cells: C, slots: Int32[Array, "S N"], arriving: C, lacking: Bool[A
       slots: the cell of each turn.
       arriving: a table of what comes, in turn: positions, owners, shifts and contents, and stamps
         that tell apart what is written.
-      lacking: the layers that lack some of what comes.
+      is_incomplete: the layers that lack some of what comes.
     """
     gets = jnp.any(slots < cells.num_cells, axis=1)[:, None]
-    marks = advance_history_fields(cells.history, lacking | is_layer_incomplete(cells))
+    marks = advance_history_fields(cells.history, is_incomplete | is_layer_incomplete(cells))
     stream = jnp.arange(cells.streams, dtype=jnp.int32)[:, None]
     if cells.window is not None:
         nothing = jnp.zeros(cells.position.shape, bool)

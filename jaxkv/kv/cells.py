@@ -453,19 +453,19 @@ def is_layer_incomplete(cells: Cells) -> jax.Array:
 
 
 def advance_history_fields(
-    history: UInt32[Array, "S 2"], lacking: Bool[Array, "S L"]
+    history: UInt32[Array, "S 2"], is_incomplete: Bool[Array, "S L"]
 ) -> dict[str, UInt32[Array, "S _"]]:
     """Return the fields `history` and `written` of streams that tokens came to by no ubatch.
 
     Args:
       history: what it was.
-      lacking: the layers that lack tokens from now on.
+      is_incomplete: the layers that lack tokens from now on.
     """
     # The sum makes it another one than 0 after two zeros.
     mark = chain_hashes(history[:, 0], history[:, 1] + 1)[:, None]
     return {
         "history": jnp.broadcast_to(mark, history.shape),
-        "written": jnp.where(lacking, mark + 1, mark),
+        "written": jnp.where(is_incomplete, mark + 1, mark),
     }
 
 

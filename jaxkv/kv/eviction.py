@@ -54,14 +54,14 @@ def is_evictable(cells: Cells) -> Bool[Array, "S N"]:
     )
 
 
-def evict_cells(cells: C, taken: Bool[Array, "S N"]) -> C:
+def evict_cells(cells: C, evicted: Bool[Array, "S N"]) -> C:
     """Take hidden cells from their owners, and what lies before them too.
 
     What an owner keeps is dense from then on, and `evicted_below` says where it begins. Free cells
-    may be among those taken: they have no position and no owner.
+    may be among those evicted: they have no position and no owner.
     """
     if cells.sequences_per_stream == 1:
-        end = jnp.max(jnp.where(taken, cells.position, EMPTY), axis=1)
+        end = jnp.max(jnp.where(evicted, cells.position, EMPTY), axis=1)
         cells = replace(cells, evicted_below=jnp.maximum(cells.evicted_below, end + 1))
         gone = (cells.position < cells.evicted_below[:, None]) & (end > EMPTY)[:, None]
         return with_owners(cells, jnp.where(gone[:, None], 0, cells.owners))
@@ -69,7 +69,7 @@ def evict_cells(cells: C, taken: Bool[Array, "S N"]) -> C:
     def evict_owner(local: jax.Array, cells: C) -> C:
         positions, words = _positions_by_local_id(cells, local)
         marks = cells.evicted_below.reshape(cells.streams, -1)
-        lost = jnp.max(jnp.where(taken, positions, EMPTY), axis=1)
+        lost = jnp.max(jnp.where(evicted, positions, EMPTY), axis=1)
         end = jnp.maximum(marks[:, local], lost + 1)
         # In another stream that sequence may lose nothing now.
         gone = (positions != EMPTY) & (positions < end[:, None]) & (lost > EMPTY)[:, None]
@@ -77,7 +77,7 @@ def evict_cells(cells: C, taken: Bool[Array, "S N"]) -> C:
         marks = marks.at[:, local].set(end).reshape(-1)
         return replace(cells, owners=owners, evicted_below=marks)
 
-    cells = fold_over_true(_local_ids_owning(cells, taken), evict_owner, cells)
+    cells = fold_over_true(_local_ids_owning(cells, evicted), evict_owner, cells)
     return with_owners(cells, cells.owners)
 
 

@@ -40,7 +40,7 @@ class PlanBuilder:
     batch: flat, with all positions and outputs.
     reason, expected, found: see `Plan`; what was found before cells were chosen.
     late: the `reason`, or the one that came up while cells were chosen.
-    demand, left: the cells that each asks for, and those that there are for it.
+    demand, available: the cells that each asks for, and those that there are for it.
     together: the sequences that are sure to be placed if they come without the others.
     """
 
@@ -51,7 +51,7 @@ class PlanBuilder:
     actual: Int32[Array, " Q"]
     late: Int32[Array, " Q"]
     demand: Int32[Array, " Q"]
-    left: Int32[Array, " Q"]
+    available: Int32[Array, " Q"]
     together: Bool[Array, " Q"]
 
 
@@ -106,7 +106,7 @@ def check_batch(
         actual=jnp.where(fits, found, remaining),
         late=reason,
         demand=demand,
-        left=remaining,
+        available=remaining,
         together=together,
     )
 

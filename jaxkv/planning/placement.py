@@ -92,7 +92,7 @@ def finish_plan(builder: PlanBuilder) -> Plan:
         reason=reason,
         fits=reason == Reason.OK,
         expected=jnp.where(late | is_fragmented, builder.demand, builder.expected),
-        actual=jnp.where(late | is_fragmented, builder.left, builder.actual),
+        actual=jnp.where(late | is_fragmented, builder.available, builder.actual),
     )
 
 

@@ -401,7 +401,7 @@ which this cache never has: ask for less, or make a larger one
         """
         ended, refused = [], []
         for text in texts:
-            row, samples = text.sequence, outcome.picked
+            row, samples = text.sequence, outcome.samples
             new = samples.tokens[row][samples.tokens[row] >= 0].tolist()
             text.tokens += new
             text.logprobs += samples.logprobs[row][: len(new)].tolist()

@@ -50,13 +50,13 @@ if TYPE_CHECKING:
 class RunnerOutput(NamedTuple):
     """What came of a call, by sequence, on the host.
 
-    picked: the tokens that were generated, by sequence; none where none could be.
+    samples: the tokens that were generated, by sequence; none where none could be.
     reasons: a `Reason` for each sequence that was refused a cell, or whose logits are broken.
     rule_states: a tree of arrays `[Q, ...]`, what the rule has come to; nothing where there is no
       rule or no token.
     """
 
-    picked: SampledTokens
+    samples: SampledTokens
     reasons: Int32[Array | np.ndarray, " Q"]
     rule_states: PyTree
 

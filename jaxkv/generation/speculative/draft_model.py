@@ -77,7 +77,7 @@ def draft_model(
     if not callable(forward):
         raise TypeError(f"expected a function, got {type(forward)}")
     check_rollback(cache, num_draft_tokens, "the draft's cache")
-    check_not_donated(cache, what="the draft's cache")
+    check_not_donated(cache, name="the draft's cache")
     model = DraftModel(
         params=params,
         cache=cache,

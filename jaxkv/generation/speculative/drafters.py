@@ -86,7 +86,7 @@ class Drafter(ABC):
         sequences: Int32[Array, " T"],
         at: Int32[Array, " T"],
         fed: Int32[Array, "T places"],
-        taken: Int32[Array, " T"],
+        num_cached: Int32[Array, " T"],
     ) -> Self:
         """Take in what came of a guess.
 
@@ -95,7 +95,7 @@ class Drafter(ABC):
           at: the position of `fed[:, 0]`.
           fed: the last token of each text and the n of the guess after it; of several branches the
             one that was kept.
-          taken: how many of them are in the cache of the text now, 0 for a text that did not go on.
+          num_cached: how many of them are in the cache of the text now, 0 for a text that ended.
         """
 
 
@@ -155,12 +155,12 @@ class PromptLookup(Drafter):
         sequences: Int32[Array, " T"],
         at: Int32[Array, " T"],
         fed: Int32[Array, "T places"],
-        taken: Int32[Array, " T"],
+        num_cached: Int32[Array, " T"],
     ) -> PromptLookup:
         """Append what is in the cache now."""
         del sequences, at
         text = jnp.concatenate([self.recent, fed], axis=1)
-        index = jnp.arange(self.recent.shape[1])[None] + taken[:, None]
+        index = jnp.arange(self.recent.shape[1])[None] + num_cached[:, None]
         return replace(self, recent=jnp.take_along_axis(text, index, axis=1))
 
 
@@ -250,7 +250,7 @@ class DraftModel(Drafter):
 
     def check(self, cache: Cache) -> None:
         """Raise a ValueError unless its cache is there and has the sequences of the other one."""
-        check_not_donated(self.cache, what="the draft's cache")
+        check_not_donated(self.cache, name="the draft's cache")
         expected, actual = (x.table.spec.sequences for x in (cache, self.cache))
         if expected != actual:
             raise ValueError(
@@ -309,13 +309,13 @@ class DraftModel(Drafter):
         sequences: Int32[Array, " T"],
         at: Int32[Array, " T"],
         fed: Int32[Array, "T places"],
-        taken: Int32[Array, " T"],
+        num_cached: Int32[Array, " T"],
     ) -> DraftModel:
         """Remove rejected tokens. If all were accepted, the last one is not in its cache yet."""
-        cache, _ = seq_rm(self.cache, sequences, at + taken)
-        num_missing = at + taken - 1 - last_positions(cache.table)[sequences]
-        last = jnp.take_along_axis(fed, jnp.maximum(taken - 1, 0)[:, None], axis=1)[:, 0]
-        unfed = jnp.where(taken > 0, last, self.unfed)
+        cache, _ = seq_rm(self.cache, sequences, at + num_cached)
+        num_missing = at + num_cached - 1 - last_positions(cache.table)[sequences]
+        last = jnp.take_along_axis(fed, jnp.maximum(num_cached - 1, 0)[:, None], axis=1)[:, 0]
+        unfed = jnp.where(num_cached > 0, last, self.unfed)
         return replace(self, cache=cache, unfed=jnp.where(num_missing == 1, unfed, -1))
 
 

@@ -97,9 +97,9 @@ class _Progress(NamedTuple):
 class _StepResult(NamedTuple):
     """What came of one step, for T texts.
 
-    tokens: the tokens that were picked at n + 1 places, as far as `picked` says.
+    tokens: the tokens that were picked at n + 1 places, as far as `num_tokens` says.
     logprobs: float32, of the tokens.
-    picked: how many.
+    num_tokens: how many.
     accepted: how many of them had been guessed.
     state: how far the texts have come.
     drafting: the texts that guesses are still made for.
@@ -107,7 +107,7 @@ class _StepResult(NamedTuple):
 
     tokens: Int32[Array, "T places"]
     logprobs: Float[Array, "T places"]
-    picked: Int32[Array, " T"]
+    num_tokens: Int32[Array, " T"]
     accepted: Int32[Array, " T"]
     state: DecodeState
     drafting: Bool[Array, " T"]
@@ -261,21 +261,21 @@ def _speculate(
             cache, turn = _run_draft_width_step(setup, guess, active, progress)
             after = turn.tokens[:, :-1]
         fed = jnp.concatenate([progress.state.token[:, None], after], axis=1)
-        tried = jnp.where(turn.picked > 0, tried, 0)
+        tried = jnp.where(turn.num_tokens > 0, tried, 0)
         # The log-probability that names the end has no token.
         broken = active & (turn.state.reason == Reason.NONFINITE_LOGITS)
         return _Progress(
             cache=cache,
             state=turn.state,
-            draft=draft.update(progress.state.sequence, progress.at, fed, turn.picked),
+            draft=draft.update(progress.state.sequence, progress.at, fed, turn.num_tokens),
             made=_DraftedTokens(
-                tokens=_append_rows(made.tokens, done, turn.tokens, turn.picked),
-                logprobs=_append_rows(made.logprobs, done, turn.logprobs, turn.picked + broken),
+                tokens=_append_rows(made.tokens, done, turn.tokens, turn.num_tokens),
+                logprobs=_append_rows(made.logprobs, done, turn.logprobs, turn.num_tokens + broken),
                 num_model_steps=made.num_model_steps + active,
                 num_drafted=made.num_drafted + tried,
                 num_accepted=made.num_accepted + turn.accepted,
             ),
-            at=progress.at + turn.picked,
+            at=progress.at + turn.num_tokens,
             drafting=turn.drafting,
         )
 
@@ -331,7 +331,7 @@ def _run_draft_width_step(
     empty_turn = _StepResult(
         tokens=jnp.zeros((texts, tries + 1), jnp.int32),
         logprobs=jnp.zeros((texts, tries + 1), jnp.float32),
-        picked=jnp.zeros(texts, jnp.int32),
+        num_tokens=jnp.zeros(texts, jnp.int32),
         accepted=jnp.zeros(texts, jnp.int32),
         state=progress.state,
         drafting=progress.drafting,
@@ -400,7 +400,7 @@ def _feed_and_verify(
     return cache, _StepResult(
         tokens=tokens,
         logprobs=logprobs,
-        picked=num_picked,
+        num_tokens=num_picked,
         accepted=jnp.sum(as_guessed, axis=1, dtype=jnp.int32),
         state=state,
         drafting=progress.drafting & ~(refused & guessed),

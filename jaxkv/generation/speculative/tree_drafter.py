@@ -123,14 +123,14 @@ class TreeDraftModel(DraftModel):
         sequences: Int32[Array, " T"],
         at: Int32[Array, " T"],
         fed: Int32[Array, "T places"],
-        taken: Int32[Array, " T"],
+        num_cached: Int32[Array, " T"],
     ) -> DraftModel:
         """Keep the branch that was taken, and go on as with a single one."""
         table, buffers = self.cache.table, self.cache.buffers
         turn = jnp.arange(1, fed.shape[1], dtype=jnp.int32)
-        same = (self.guessed == fed[:, None, 1:]) | (turn[None] >= taken[:, None])[:, None]
+        same = (self.guessed == fed[:, None, 1:]) | (turn[None] >= num_cached[:, None])[:, None]
         same = jnp.all(same, axis=2) & (self.sequences < table.spec.sequences)
         branch = jnp.argmax(same, axis=1).astype(jnp.int32)
         table = token_tree.keep_branch(table, sequences, self.sequences, branch)
         kept = replace(self, cache=merge(table, buffers))
-        return super(TreeDraftModel, kept).update(sequences, at, fed, taken)
+        return super(TreeDraftModel, kept).update(sequences, at, fed, num_cached)

@@ -95,15 +95,17 @@ class ActiveTiles(NamedTuple):
         return compute_mask(part), compute_bias(part)
 
 
-@partial(jax.jit, static_argnames=("most", "size"))
-def find_active_tiles(visibility: Visibility, most: int = BLOCK, size: int = TILE) -> ActiveTiles:
-    """List the tiles of `size` cells that are seen, by blocks of `most` tokens or less.
+@partial(jax.jit, static_argnames=("max_tokens", "size"))
+def find_active_tiles(
+    visibility: Visibility, max_tokens: int = BLOCK, size: int = TILE
+) -> ActiveTiles:
+    """List the tiles of `size` cells that are seen, by blocks of `max_tokens` tokens or less.
 
     As with `compute_mask`, each layer calls this, and the compiler computes it once.
     """
     lists, tokens = visibility.at.shape
     cells = visibility.position.shape[1]
-    blocks, size = -(-tokens // most), min(size, cells)
+    blocks, size = -(-tokens // max_tokens), min(size, cells)
     tiles = -(-cells // size)
     if lists * tokens * cells > MASK:
         mask = _split_visibility(visibility, blocks)
@@ -138,10 +140,10 @@ def _find_seen_cells(visibility: Visibility) -> tuple[jax.Array, jax.Array]:
     visibility = replace(visibility, bias=None)
 
     def of_token(i: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        def one(x: jax.Array) -> jax.Array:
+        def slice_token(x: jax.Array) -> jax.Array:
             return jax.lax.dynamic_slice_in_dim(x, i, 1, axis=1)
 
-        mask, (seen, sees) = compute_mask(visibility.slice_tokens(one))[:, 0], found
+        mask, (seen, sees) = compute_mask(visibility.slice_tokens(slice_token))[:, 0], found
         any_of_it = jnp.any(mask, axis=1, keepdims=True)
         return seen | mask, jax.lax.dynamic_update_slice_in_dim(sees, any_of_it, i, axis=1)
 
