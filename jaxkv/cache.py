@@ -270,7 +270,8 @@ def split(cache: Cache) -> tuple[Any, PyTree]:
         return cache.table, cache.buffers
     if isinstance(cache, tuple):
         raise TypeError(
-            "expected a cache, got a tuple (was `cache, ok = seq_rm(...)` not unpacked?)"
+            "expected a cache, got a tuple (was `cache, ok = seq_rm(...)` not unpacked?): pass the "
+            "cache in it, `.cache`"
         )
     raise TypeError(
         f"expected a cache, got {type(cache)}: pass what make_cache or the last call returned, "

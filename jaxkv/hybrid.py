@@ -403,8 +403,8 @@ class HybridTable(CacheTable):
         if len(found) != 1:
             numbers = sorted({layer for layers in self.layers for layer in layers})
             raise ValueError(
-                f"expected a layer that one part serves, of {numbers}, got {layer}, which "
-                f"{len(found)} do"
+                f"expected one of the layers {numbers} that a part of the cache serves by "
+                f"{verb}, got {layer}"
             )
         return found[0]
 

@@ -66,7 +66,7 @@ class Reason(IntEnum):
     FRAGMENTED = (
         7,
         "it brings {expected} tokens and enough cells are free, but not in one run: "
-        "cache = apply(cache, defrag_plan(cache)), or compact(cache, batch)",
+        "cache = apply(cache, defrag_plan(cache)), or cache, ok = compact(cache, batch=batch)",
     )
     UNKNOWN_SEQUENCE = (8, "the batch names a sequence that the cache does not have")
     CONTEXT_EVICTED = (
@@ -193,6 +193,11 @@ window, plan fewer tokens at once (ubatch_size=)
           Traced, where n cannot be known, logits that only pad come last.
         """
         order = [ubatch.output_index for ubatch in self.ubatches]
+        if len(logits) != len(order):
+            raise ValueError(
+                f"expected a list of logits [O, V], one of each of the {len(order)} ubatches, got "
+                f"{len(logits)}"
+            )
         if not is_concrete(order):
             take = jnp.argsort(jnp.concatenate(order), stable=True)
             return jnp.concatenate(logits)[take]

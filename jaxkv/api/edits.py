@@ -16,6 +16,7 @@ What it does to the plans of updates and defrags is said in `is_current`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -26,7 +27,7 @@ from jaxkv.cache import Cache, merge, split
 from jaxkv.core.array_utils import is_concrete
 from jaxkv.core.validate import check_bounds, check_count, check_position, check_range
 from jaxkv.jit_helpers import jit_method, jit_table
-from jaxkv.spec import are_in_same_streams, check_distinct, mask_unchanged_targets
+from jaxkv.spec import TableSpec, are_in_same_streams, check_distinct, mask_unchanged_targets
 from jaxkv.table import CacheTable
 
 if TYPE_CHECKING:
@@ -375,18 +376,47 @@ def clear(cache: Cache) -> Cache:
 
 
 _keep = jit_method(CacheTable.seq_keep)
-_add = jit_method(CacheTable.seq_add)
-_divide = jit_method(CacheTable.seq_div)
 _clear = jit_method(CacheTable.clear)
+
+
+def _are_bounds(start: Int32[Array, ""], stop: Int32[Array, ""]) -> Bool[Array, ""]:
+    """Return whether bounds are from -1 on, as those are that the host can look at."""
+    return (start >= -1) & (stop >= -1)
+
+
+def _edit_range(
+    edit: Callable[..., tuple[CacheTable, Bool[Array, ""]]],
+    spec: TableSpec,
+    seq: Int32[Array, ""],
+    *args: Int32[Array, ""],
+) -> tuple[CacheTable, Bool[Array, ""]]:
+    """Edit a range of a sequence; where bounds are wrong that of none, which is refused."""
+    are_bounds = _are_bounds(*args[:2])
+    edited, ok = edit(jnp.where(are_bounds, seq, spec.sequences), *args)
+    return edited, ok & are_bounds
 
 
 @jit_table
 def _remove_ranges(table: CacheTable, *cuts: jax.Array) -> tuple[CacheTable, Bool[Array, "*n"]]:
     """Forget ranges one after another: `seq`, `start`, `stop` and `ok` are `[]` or `[n]`."""
+
+    def remove(table: CacheTable, cut: list) -> tuple[CacheTable, Bool[Array, ""]]:
+        return _edit_range(table.seq_rm, table.spec, *cut)
+
     all_cuts = jnp.broadcast_arrays(*cuts)
     if all_cuts[0].ndim == 0:
-        return table.seq_rm(*all_cuts)
-    return jax.lax.scan(lambda table, cut: table.seq_rm(*cut), table, all_cuts)
+        return remove(table, all_cuts)
+    return jax.lax.scan(remove, table, all_cuts)
+
+
+@jit_table
+def _add(table: CacheTable, *args: jax.Array) -> tuple[CacheTable, Bool[Array, ""]]:
+    return _edit_range(table.seq_add, table.spec, *args)
+
+
+@jit_table
+def _divide(table: CacheTable, *args: jax.Array) -> tuple[CacheTable, Bool[Array, ""]]:
+    return _edit_range(table.seq_div, table.spec, *args)
 
 
 def _copy_sequences(
@@ -398,6 +428,7 @@ def _copy_sequences(
 ) -> tuple[Cache, Bool[Array, ""]]:
     """Return a cache after `CacheTable.seq_cp`, as it was if that is refused; and `ok`."""
     ok, _ = table.can_seq_cp(src, dst, *bounds)
+    ok &= _are_bounds(*bounds)
     dst = jnp.where(ok, dst, table.spec.sequences)
     table, buffers = table.seq_cp(buffers, src, dst, *bounds)
     return Cache(table=table, buffers=buffers), ok

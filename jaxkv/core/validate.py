@@ -82,14 +82,21 @@ def check_int32(
     if type(value) is int and low <= value <= high:  # what callers mostly pass, answered at once
         return np.int32(value)
     is_known = is_concrete(value)
-    array = np.asarray(value) if is_known else jnp.asarray(value)
+    try:
+        array = np.asarray(value) if is_known else jnp.asarray(value)
+    except ValueError:  # by NumPy, of rows that differ
+        raise ValueError(
+            f"expected {name} as an integer or as lists of one length, got {value!r:.60}: pad them"
+        ) from None
     if array.size == 0:
         return np.zeros(array.shape, np.int32)
     large = False  # of more than 64 bits
     if isinstance(array, np.ndarray) and array.dtype == object:
         large = all(isinstance(element, int) for element in array.flat)
     if not large and not jnp.issubdtype(array.dtype, jnp.integer):
-        remedy = "encode texts by a tokenizer" if array.dtype.kind == "U" else "cast them"
+        remedy = "cast them"
+        if array.dtype.kind == "U":
+            remedy = "encode texts by a tokenizer" if "token" in name else f"pass {name} as int"
         raise TypeError(f"expected integers for {name}, got {array.dtype}: {remedy}")
     if not isinstance(array, np.ndarray):
         return _cast_to_int32(array, low, high)

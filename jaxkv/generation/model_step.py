@@ -15,6 +15,7 @@ from jaxkv.batch import Ubatch
 from jaxkv.cache import Cache, merge
 from jaxkv.core.compile_cache import cached_program
 from jaxkv.core.donation import check_not_donated
+from jaxkv.table import check_made_for
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, PyTree
@@ -59,6 +60,7 @@ def model_step(
 ) -> tuple[Cache, Float[Array, "O V"]]:
     """Apply a ubatch and run a model over it; return the cache, and the logits."""
     cache = apply(cache, ubatch)
+    check_made_for(cache.table, ubatch)
     output = forward(params, cache, ubatch)
     if not isinstance(output, tuple) or len(output) != 2 or not isinstance(output[0], Cache):
         description = type(output)

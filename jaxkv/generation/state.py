@@ -85,7 +85,7 @@ def make_decode_state(
     if np.shape(ids) != (count,):
         raise ValueError(f"expected sequences [{count}], one for each token, got {np.shape(ids)}")
     remaining = _broadcast_to_texts(
-        END if max_new_tokens is None else max_new_tokens, count, "limit"
+        END if max_new_tokens is None else max_new_tokens, count, "max_new_tokens"
     )
     key, draw, follows = _init_draw_state(table, _check_seed(seed, count), ids)
     state = DecodeState(

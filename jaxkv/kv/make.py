@@ -46,22 +46,20 @@ def make_attention_cache(
     """
     kind, shards = parse_placement(placement)
     _check_dtype(dtype)
-    counted = None
+    ubatch_size = check_count(ubatch_size, "ubatch_size")
+    rollback = check_count(32 if max_rollback is None else max_rollback, "max_rollback", low=0)
+    window_ubatch_size = None
     if spec.window is not None:
-        rollback = 32 if max_rollback is None else max_rollback
-        counted = check_count(ubatch_size, "ubatch_size")
         window_cells = num_cells_for_window(
             spec.window,
-            ubatch_size=counted,
-            max_rollback=check_count(rollback, "max_rollback", low=0),
+            ubatch_size=ubatch_size,
+            max_rollback=rollback,
             sharing=sequences // streams,
         )
         unit = TILE if kind == "tiled" else shards
         window_cells = -(-window_cells // unit) * unit
-        if cells is not None and check_count(cells, "cells") <= window_cells:
-            counted = None  # the text is shorter than what the window needs
-        else:
-            cells = window_cells
+        if cells is None or check_count(cells, "cells") > window_cells:
+            cells, window_ubatch_size = window_cells, ubatch_size  # else no text needs that many
     if cells is None:
         read = "sources" if spec.kind == "cross_attention" else "layers that see the whole text"
         raise ValueError(f"expected a number of cells for {read}, got None; pass cells=")
@@ -78,7 +76,7 @@ def make_attention_cache(
         placement=kind,
         shards=shards,
         window=spec.window,
-        ubatch_size=counted,
+        ubatch_size=window_ubatch_size,
     )
     return merge(table, _zero_buffers(spec, streams, cells, dtype, stacked=stacked))
 

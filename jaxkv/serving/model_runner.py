@@ -92,7 +92,10 @@ class ModelRunner:
         self._forward, self._weights, self.cache = forward, params, cache
         self._facts, self._limits = cache.table.spec, limits
         self._shapes = chunk_shapes(self._facts, limits.prefill_chunk)
-        self._stop = np.ravel(check_int32(stop_tokens_as_list(stop_tokens), "stop_tokens", low=0))
+        stop = check_int32(stop_tokens_as_list(stop_tokens), "stop_tokens", low=0)
+        if np.ndim(stop) != 1:
+            raise ValueError(f"expected a list of stop tokens [n], got {stop_tokens!r}")
+        self._stop = np.asarray(stop)
 
     @property
     def has_cache(self) -> bool:

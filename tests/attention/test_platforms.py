@@ -95,7 +95,6 @@ def test_lowered_for_tpu_mesh_shares_run_kernel():
 
 
 def test_lowered_for_tpu_small_streams_are_read_at_once():
-    """A token of each of several streams."""
     for cells, kernel in ((512, False), (1024, True)):
         visibility = sight_of_mask(np.zeros((4, 1, cells), bool), range(4), 4)
         q, k = jnp.zeros((4, 1, 2, 8)), jnp.zeros((4, 2, cells, 8))

@@ -1,6 +1,7 @@
 """The edges of what numbers, positions, sequences and bits of stamps may be, where all is well."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ from tests.helpers.caches import (
 )
 
 BIG = 2**31 - 1
+ADD, DIVIDE = partial(jaxkv.seq_add, delta=1), partial(jaxkv.seq_div, divisor=2)
 STATES = {"x": ((), jnp.float32)}
 
 
@@ -32,13 +34,18 @@ def states():
     return recurrent_cache(1, STATES, sequences=3)
 
 
-def test_seq_rm_traced_bounds_and_unsigned_ids():
-    """A bound below -1 is open, and an id out of range is none."""
+def test_edits_traced_bounds_below_minus_one_are_refused():
+    """The last n tokens of a text that has fewer; and an unsigned id out of range is none."""
     cache = drawn("0{0} 1{0} 0{1}")
-    cut = jax.jit(lambda seq, at: jaxkv.seq_rm(cache, seq, at)[0])
-    assert_identical(cut(0, -2), cut(0, -1))
+    for edit in (jaxkv.seq_rm, partial(jaxkv.seq_cp, dst=2), ADD, DIVIDE):
+        changed = jax.jit(lambda bounds, edit=edit: edit(cache, 0, p0=bounds[0], p1=bounds[1]))
+        for bounds in ((-2, -1), (0, -7), (-(2**31) + 1, 1)):
+            same, ok = changed(jnp.array(bounds))
+            assert not ok
+            assert_identical(same, cache)
+    cut = jax.jit(lambda seq: jaxkv.seq_rm(cache, seq)[0])
     for seq in (2**32 - 1, 2**31, 3):
-        assert_identical(cut(jnp.uint32(seq), -1), cache)
+        assert_identical(cut(jnp.uint32(seq)), cache)
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,6 @@ def test_visible_of_windows(window, causal, seen):
 
 
 def test_sees_symmetric_window_at_the_last_position():
-    """Nothing overflows."""
     at = jnp.int32(2**31 - 4) + jnp.arange(3, dtype=jnp.int32)
     assert can_see(Window.symmetric(4), at[:, None], at[None], causal=False).all()
 

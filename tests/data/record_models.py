@@ -60,7 +60,6 @@ def llama(name: str, seed: int) -> torch.nn.Module:
 
 
 def recurrent(name: str, seed: int) -> torch.nn.Module:
-    """Make a recurrent or hybrid model."""
     net = make(name, seed)
     for key, parameter in net.named_parameters():
         if parameter.ndim == 1 or key.endswith("gate_bias"):
@@ -73,7 +72,6 @@ def recurrent(name: str, seed: int) -> torch.nn.Module:
 
 
 def deepseek(name: str, seed: int) -> torch.nn.Module:
-    """Make a model of DeepSeek's kinds."""
     net = make(name, seed)
     for key, values in [*net.named_parameters(), *net.named_buffers()]:
         if key.endswith("e_score_correction_bias"):
@@ -86,7 +84,6 @@ def deepseek(name: str, seed: int) -> torch.nn.Module:
 
 
 def t5(name: str, seed: int, gain: float) -> torch.nn.Module:
-    """Make a T5."""
     net = make(name, seed)
     if not net.config.tie_word_embeddings:
         net.lm_head.weight = torch.nn.Parameter(torch.empty_like(net.shared.weight))

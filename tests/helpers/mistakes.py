@@ -33,7 +33,6 @@ def mistakes(name):
 
 
 def assert_raises(call, outcome, names):
-    """One sentence, in one line."""
     error, _, message = outcome.partition(": ")
     with pytest.raises(getattr(builtins, error), match=message) as raised:
         eval(call, NAMES | names)

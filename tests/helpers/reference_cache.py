@@ -95,7 +95,6 @@ class Oracle(Side):
     # ------------------------------------------------------------------------------- questions
 
     def holds(self, seq: int) -> dict[Place, Cell]:
-        """List the cells of a sequence."""
         return {place: cell for place, cell in self.cells.items() if seq in cell.owners}
 
     def first(self, seq: int) -> int:
