@@ -64,7 +64,8 @@ def seq_rm(cache: Cache, seq: Ids | None = None, p0: Ids = 0, p1: Ids | None = N
 
     Returns:
       The next cache, and `ok`, bool, `[]` or `[n]`. Several cuts are made one after another. A
-      cell is free as soon as its last owner has let go of it.
+      cell is free as soon as its last owner has let go of it. A bound below -1 raises; traced it is
+      refused, as in all edits of ranges.
 
     Raises:
       ValueError: when `seq`, `p0` and `p1` are lists of different lengths, or have more dimensions.
