@@ -104,7 +104,7 @@ def sample_tokens(
     >>> keys = jax.random.split(jax.random.key(0), 3)
     >>> best = generation.make_sampler()
     >>> logits = jnp.array([[0.1, 0.7], [-jnp.inf, -jnp.inf], [0.1, jnp.nan]])
-    >>> generation.sampler.draw(best, logits, keys).tolist()
+    >>> generation.sampler.sample_tokens(best, logits, keys).tolist()
     [1, -1, -1]
     """
     if sampler.is_random:

@@ -62,9 +62,9 @@ def test_load_other_files_raises_and_changes_nothing(speaker, twice, tmp_path):
     refused("is a snapshot and no chat", path=tmp_path / "plain")
     data = path.read_bytes()
     (tmp_path / "cut").write_bytes(data[:-9])
-    refused("cannot be loaded: wanted a snapshot", path=tmp_path / "cut")
+    refused("cannot be loaded: expected a snapshot", path=tmp_path / "cut")
     (tmp_path / "bent").write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
-    refused("cannot be loaded: wanted .* with the checksum", path=tmp_path / "bent")
+    refused("cannot be loaded: expected .* with the checksum", path=tmp_path / "bent")
     assert next_answer(speaker, chat) == next_answer(speaker, twice)
     with pytest.raises(ChatError, match="cannot be written"):
         save(tmp_path / "none" / "chat", chat, speaker.model)
