@@ -45,7 +45,6 @@ def attention_cache(**sizes: Any) -> Any:
 
 
 def recurrent_cache(layers: int, states: Any, shard_dims: Any = None, **sizes: Any) -> Any:
-    """Make a cache of recurrent layers from one dict."""
     return jaxkv.make_cache(jaxkv.CacheSpec.recurrent(layers, states, shard_dims), **sizes)
 
 
