@@ -27,9 +27,8 @@ def attach_node_types(value: X) -> TreeWithTypes[X]:
     return TreeWithTypes(value=value, types=(*_iterate_node_types(jax.tree.structure(value)),))
 
 
-def _iterate_node_types(
-    node: Any,
-) -> Iterator[type]:  # a `PyTreeDef`, which type checkers do not know
+# `node` is a `PyTreeDef`, which type checkers do not know.
+def _iterate_node_types(node: Any) -> Iterator[type]:
     if (data := node.node_data()) is not None:  # None for a leaf
         yield data[0]
         for child in node.children():
