@@ -239,7 +239,8 @@ def seq_select(cache: Cache, parents: Ids, sequences: Ids, *, donate: bool = Fal
     if not np.size(ids[1]):
         return EditResult(cache, jnp.array(True))
     if are_in_same_streams(table.spec, *ids):
-        return EditResult(merge(_select_within_streams(table, *ids), buffers), jnp.array(True))
+        table, ok = _select_within_streams(table, *ids)
+        return EditResult(merge(table, buffers), ok)
     selected = _select_buffers_donated if donate else _select_buffers
     return EditResult(*selected(table, buffers, *ids))
 
@@ -265,7 +266,8 @@ def seq_keep(cache: Cache, seq: Id) -> EditResult:
     llama.cpp: `llama_memory_seq_keep`.
     """
     table, buffers = split(cache)
-    return EditResult(merge(_keep(table, table.spec.sequence_id(seq)), buffers), jnp.array(True))
+    table, ok = _keep(table, table.spec.sequence_id(seq))
+    return EditResult(merge(table, buffers), ok)
 
 
 def seq_add(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, delta: Id) -> EditResult:
@@ -376,7 +378,6 @@ def clear(cache: Cache) -> Cache:
     return merge(_clear(table), buffers)
 
 
-_keep = jit_method(CacheTable.seq_keep)
 _clear = jit_method(CacheTable.clear)
 
 
@@ -440,11 +441,18 @@ _copy_donated = jit_table(_copy_sequences, donate_argnames="buffers")
 
 
 @jit_table
+def _keep(table: CacheTable, seq: Int32[Array, ""]) -> tuple[CacheTable, Bool[Array, ""]]:
+    """Return the table after `CacheTable.seq_keep`; and `ok`, True."""
+    return table.seq_keep(seq), jnp.array(True)
+
+
+@jit_table
 def _select_within_streams(
     table: CacheTable, parents: Int32[Array, " n"], ids: Int32[Array, " n"]
-) -> CacheTable:
-    """Return the table after `CacheTable.seq_select` within streams."""
-    return table.seq_select(None, *mask_unchanged_targets(table.spec, parents, ids))[0]
+) -> tuple[CacheTable, Bool[Array, ""]]:
+    """Return the table after `CacheTable.seq_select` within streams; and `ok`, True."""
+    table, _ = table.seq_select(None, *mask_unchanged_targets(table.spec, parents, ids))
+    return table, jnp.array(True)
 
 
 def _select_sequences(
