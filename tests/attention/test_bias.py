@@ -19,9 +19,10 @@ from tests.attention.lives import CLOSE, applied, arrays_for, between, lived_in,
 from tests.helpers.caches import GROUPS, SMALL, SPLIT, WINDOW, Kind
 from tests.helpers.meshes import mesh_of, placed
 from tests.helpers.mistakes import assert_raises, mistakes
-from tests.helpers.parametrize import in_lanes
+from tests.helpers.parametrize import mostly_nightly
 
-core = pytest.mark.core
+pytestmark = pytest.mark.core
+
 H, BUCKETS, FARTHEST = 4, 8, 20
 
 
@@ -61,7 +62,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("kind", "form", "mode", "axes", "sequences"),
-    in_lanes(CASES, fast=CASES[:1], core=CASES[1:5]),
+    mostly_nightly(CASES, CASES[:5]),
     ids=lambda x: getattr(x, "name", str(x)),
 )
 def test_attend_bias_and_until_match_formula(kind, form, mode, axes, sequences):
@@ -95,7 +96,6 @@ def test_attend_bias_and_until_match_formula(kind, form, mode, axes, sequences):
         jax.tree.map(np.testing.assert_array_equal, *views[1:])
 
 
-@core
 def test_attend_bias_function_compiles_once():
     """Other weights, and the same function wrapped anew, are the same program."""
     cache, ubatch = applied(SMALL.make())

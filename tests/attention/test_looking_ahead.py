@@ -10,6 +10,8 @@ from tests.attention.formula import formula
 from tests.helpers.caches import attention_cache
 from tests.helpers.parametrize import in_lanes
 
+pytestmark = pytest.mark.core
+
 SIZE, COUNT = 4, 12
 X = np.random.default_rng(0).normal(size=(COUNT, SIZE)).astype(np.float32)
 IMAGE = np.arange(COUNT, dtype=np.int32)

@@ -22,7 +22,9 @@ from tests.helpers.caches import (
     plan_rows,
     sign,
 )
-from tests.helpers.parametrize import in_lanes
+from tests.helpers.parametrize import mostly_nightly
+
+pytestmark = pytest.mark.core
 
 
 @partial(jax.jit, static_argnames="layers")
@@ -53,12 +55,10 @@ def gives_nan(saw):
 
 
 KINDS = [*ALL_KINDS, CODES, LATENT]
-few = [SMALL, TWO]
+few = [SMALL, TWO, SPLIT, STACKED, LATENT]
 
 
-@pytest.mark.parametrize(
-    "kind", in_lanes(KINDS, fast=few, core=[SPLIT, STACKED, LATENT]), ids=lambda kind: kind.name
-)
+@pytest.mark.parametrize("kind", mostly_nightly(KINDS, few), ids=lambda kind: kind.name)
 def test_layer_that_lacks_tokens_reads_nan_until_it_lacks_none(kind):
     cache, saw = step(kind.make(None), plan(kind.make(None), 1, 0))
     assert gives_nan(saw) == [False, False]
@@ -108,7 +108,6 @@ def test_copy_between_streams_lacks_what_its_source_lacks(kind, copy):
             assert gives_nan(step(one, plan(one, *first[::-1]))[1]) == expected
 
 
-@pytest.mark.core
 def test_view_of_a_layer_that_lacks_tokens_is_nan():
     cache = SMALL.make()
     ubatch = plan(cache, 1)
@@ -121,7 +120,6 @@ def test_view_of_a_layer_that_lacks_tokens_is_nan():
         assert found.mask[0, 0].sum() == 1  # its own cell
 
 
-@pytest.mark.core
 def test_stream_that_lacks_nothing_goes_on_beside_one_that_does():
     cache, _, _ = sign(SPLIT.make(), plan(SPLIT.make(), 1))
     cache, _ = step(cache, plan(cache, 1, 0, 0), (0,))
@@ -129,7 +127,6 @@ def test_stream_that_lacks_nothing_goes_on_beside_one_that_does():
     assert np.isnan(out).any(axis=(1, 2, 3)).tolist() == [True, False, False]
 
 
-@pytest.mark.core
 def test_copy_brings_nothing_that_its_source_does_not_lack():
     ids = np.arange(GROUPS.sequences)
     whole, _ = step(GROUPS.make(None), plan(GROUPS.make(None), *(ids == 0)))

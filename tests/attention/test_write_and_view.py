@@ -25,18 +25,18 @@ from tests.helpers.caches import (
     assert_identical,
 )
 from tests.helpers.mistakes import assert_raises, mistakes
-from tests.helpers.parametrize import in_lanes
+from tests.helpers.parametrize import mostly_nightly
 
-core = pytest.mark.core
+pytestmark = pytest.mark.core
+
 KINDS = [kind for kind in [*ALL_KINDS, LATENT] if len(kind.windows) == 1]
 
 
 @pytest.mark.parametrize(
     ("kind", "causal"),
-    in_lanes(
+    mostly_nightly(
         [*((kind, True) for kind in KINDS), (SMALL, False), (GROUPS_STRIPES, False)],
-        fast=[(SMALL, True)],
-        core=[(TILES, True), (STACKED, True), (LATENT, True), (GROUPS_STRIPES, False)],
+        [(kind, True) for kind in (SMALL, TILES, STACKED, LATENT)] + [(GROUPS_STRIPES, False)],
     ),
     ids=lambda x: getattr(x, "name", str(x)),
 )
@@ -64,7 +64,6 @@ def test_write_and_view_stale_ubatch_writes_nothing_and_sees_nan():
     assert np.isnan(jaxkv.attend(edited, 0, ubatch, q)[1][np.asarray(ubatch.valid)]).all()
 
 
-@core
 def test_write_and_view_find_part_of_hybrid_cache():
     states = edit_sequences.make(layers=1)
     cache = compose_hybrid_cache((states, [0]), (SMALL.make(), [1, 2]))
@@ -87,7 +86,7 @@ S, N, D = 3, 40, 4
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 
 
-@pytest.mark.parametrize("dtype", in_lanes(DTYPES, fast=["bfloat16"], core=["float32"]))
+@pytest.mark.parametrize("dtype", mostly_nightly(DTYPES, ["bfloat16", "float32"]))
 def test_scatter_gather_and_copy_run_move_bits(dtype):
     rng = np.random.default_rng(0)
     array, many = (jnp.asarray(rng.normal(size=(S, HEADS, N, D)), dtype) for _ in range(2))
@@ -136,7 +135,6 @@ def test_write_and_view_bad_arguments_raise():
     assert np.isfinite(look(STACKED.make(), 1)).all()  # a layer that is known
 
 
-@core
 def test_stacked_cache_takes_traced_layer():
     """A number that is no layer's is written nowhere, and what is read there is NaN."""
     cache, ubatch = applied(lived_in(STACKED))

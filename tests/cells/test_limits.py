@@ -25,6 +25,8 @@ from tests.helpers.caches import (
     recurrent_cache,
 )
 
+pytestmark = pytest.mark.core
+
 BIG = 2**31 - 1
 ADD, DIVIDE = partial(jaxkv.seq_add, delta=1), partial(jaxkv.seq_div, divisor=2)
 STATES = {"x": ((), jnp.float32)}
@@ -48,9 +50,7 @@ def test_edits_traced_bounds_below_minus_one_are_refused():
         assert_identical(cut(jnp.uint32(seq)), cache)
 
 
-@pytest.mark.parametrize(
-    "make", [SMALL.make, pytest.param(states, marks=pytest.mark.core)], ids=["cells", "states"]
-)
+@pytest.mark.parametrize("make", [SMALL.make, states], ids=["cells", "states"])
 def test_seq_add_or_token_to_int32_max_is_refused(make):
     """2**31 - 1 is one past the last position."""
     cache = make()
@@ -103,7 +103,6 @@ def test_can_hold_counts_cells_of_each_stream(kind, lengths, at_once, spared, wa
     assert table.can_allocate(np.array(lengths), at_once, np.array(spared)).tolist() == wanted
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("size", [1, 5, 99])
 def test_inspect_finds_last_positions_in_any_block_size(size, monkeypatch):
     """With blocks of 5 in 12 cells, the last block overlaps the one before it."""

@@ -29,13 +29,13 @@ from tests.helpers.edit_sequences import (
     walk,
 )
 from tests.helpers.mistakes import assert_raises, mistakes
-from tests.helpers.parametrize import in_lanes
+from tests.helpers.parametrize import mostly_nightly
 
-core = pytest.mark.core
+pytestmark = pytest.mark.core
+
 HYBRID = {"kinds": "ra", "window": jaxkv.Window.sliding(4)}
 
 
-@core
 def test_seq_cp_traced_to_itself_or_unknown_changes_nothing():
     """Between streams, where an index that is cut down would write to the last sequence."""
     cache = told(kept=3, counts=(3, 2, 2), streams=3).cache
@@ -44,7 +44,6 @@ def test_seq_cp_traced_to_itself_or_unknown_changes_nothing():
         assert_identical(copied(cache, src, dst).cache, cache)
 
 
-@core
 def test_seq_cp_of_no_state_to_itself_and_another_is_refused():
     cache = told(kept=0, counts=(3, 2)).cache
     copied, ok = jaxkv.seq_cp(cache, 0, [0, 1], 0, 2)
@@ -52,7 +51,7 @@ def test_seq_cp_of_no_state_to_itself_and_another_is_refused():
     assert_identical(copied, cache)
 
 
-@pytest.mark.parametrize("kept", in_lanes([0, 3], fast=[], core=[0]))
+@pytest.mark.parametrize("kept", mostly_nightly([0, 3], [0]))
 def test_seq_cp_fork_that_goes_on_leaves_its_origin(kept):
     """Trap 68; and no cell is ever lacking, however all of them share and part again."""
     twin = told(kept=kept, counts=(5, 0, 0))
@@ -66,7 +65,7 @@ def test_seq_cp_fork_that_goes_on_leaves_its_origin(kept):
     assert twin.cache.num_used_cells() == 3 * (kept + 1)
 
 
-@pytest.mark.parametrize("kept", in_lanes([0, 1, 3], fast=[3]))
+@pytest.mark.parametrize("kept", mostly_nightly([0, 1, 3], [3]))
 def test_seq_rm_rollback_is_exact_or_refused(kept):
     """Traps 62 to 65: after batches of every length, single steps too, and after another cut."""
     twin, states = told(kept=kept, counts=(8,)), kept + 1
@@ -82,7 +81,6 @@ def test_seq_rm_rollback_is_exact_or_refused(kept):
             twin.compare()
 
 
-@core
 def test_edits_of_hybrid_change_all_parts_or_none():
     twin = told(kept=1, counts=(6, 0), kinds="ar")
     cache, far = twin.cache, 2**31 - 1 - 3  # states stand after positions 4 and 5
@@ -97,7 +95,6 @@ def test_edits_of_hybrid_change_all_parts_or_none():
     assert_identical(after, twin.cache)
 
 
-@core
 def test_rewind_after_an_abort_is_exact_or_refused():
     """Traps 71 and 72; and the cache before is a value."""
     twin = told(kept=1, counts=(3, 2, 0), **HYBRID)
@@ -120,7 +117,6 @@ def step(table, buffers, ubatch):
     return split(walk(merge(table, buffers), ubatch, "ar")[0])
 
 
-@core
 def test_rewind_with_donated_buffers_finds_shared_states():
     """Trap 71: states that a second sequence holds are never written over."""
     twin = told(kept=1, counts=(3, 0, 0), kinds="ar")
@@ -157,7 +153,6 @@ def consume(cache, ubatch):
     return walk(cache, ubatch, HYBRID["kinds"])[0]
 
 
-@core
 def test_a_kept_cache_goes_on_as_if_nothing_came_between():
     """Trap 90: no edit of a cache that came of another is seen in that one."""
     says = partial(tell, kinds=HYBRID["kinds"])
@@ -185,7 +180,6 @@ def test_read_states_of_an_unapplied_ubatch_is_nan():
     assert_identical(jaxkv.write_states(cache, 0, ubatch, written), cache)
 
 
-@core
 def test_read_states_of_a_refused_plan_is_zero():
     """Also those of sequences that have a state."""
     cache, tokens = tell(make(3), [1, 2], [3]), np.full((3, WIDTH), 4)
@@ -196,7 +190,6 @@ def test_read_states_of_a_refused_plan_is_zero():
     assert not any(np.any(x[:, 0]) for x in jax.tree.leaves(passed))
 
 
-@core
 def test_init_batch_two_rows_of_one_sequence_is_refused():
     """In a cache of one sequence, where rows name no stream."""
     cache, rows = make(1, sequences=1), jnp.zeros((2, 2), jnp.int32)
@@ -215,7 +208,6 @@ def test_read_states_of_a_new_sequence_ignores_old_bytes():
         assert states_of(cache) == wanted
 
 
-@core
 def test_steps_to_keep_skips_holes_in_a_row():
     cache = make(3)
     tokens, valid = np.zeros((3, WIDTH), int), np.zeros((3, WIDTH), bool)
@@ -228,7 +220,6 @@ def test_steps_to_keep_skips_holes_in_a_row():
     assert np.asarray(table.cell_hash)[0, table.cell[0]].tolist() == stamps[0, :4].tolist()
 
 
-@core
 def test_write_states_passes_gradients():
     (ubatch,) = jaxkv.init_batch(make(0), make_batch([1])).ubatches
     cache = jaxkv.apply(make(0), ubatch)
@@ -241,7 +232,6 @@ def test_write_states_passes_gradients():
     np.testing.assert_array_equal(jax.jit(jax.grad(loss))(jnp.ones((1, 2))), [[2.0, 2.0]])
 
 
-@core
 def test_compose_hybrids_finds_each_layer():
     sizes = {"cells": 16, "kv_heads": 2, "head_dim": 4, "sequences": 3}
     full = attention_cache(layers=1, **sizes)

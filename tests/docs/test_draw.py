@@ -22,6 +22,8 @@ from jaxkv.kv.mask import visible_cells_mask
 from tests.helpers.caches import Kind, attention_cache, drawn, recurrent_cache
 from tests.helpers.mistakes import assert_raises, mistakes
 
+pytestmark = pytest.mark.core
+
 STATES = {"x": ((3,), jnp.float32)}
 POOL = Kind("", cells=24, sequences=40)
 
@@ -96,7 +98,6 @@ def test_show_prints_recorded():
         assert jaxkv.show(cache, width=width) == cache.to_text(width=width) == wanted[:-1], name
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(("call", "outcome"), mistakes("draw"))
 def test_draw_of_no_cache_with_values_raises(call, outcome):
     assert_raises(call, outcome, globals())
@@ -125,7 +126,6 @@ def test_repr_of_cache_is_one_line(make):
         assert line.endswith(end) and "\n" not in line and line.count("(") == line.count(")")
 
 
-@pytest.mark.core
 def test_repr_of_plans_batches_and_states_is_one_line():
     cache = pool()
     plan = jaxkv.init_batch(cache, make_batch([[1], [2, 3]], sequences=[1, 5]))
@@ -198,7 +198,6 @@ def test_plot_cells_has_colours_of_owners(agg):
     assert plot.cells(streams(), given) is given
 
 
-@pytest.mark.core
 def test_plot_sight_is_the_mask(agg):
     cache, ubatch = put(pool(), [[1, 2], [3]], [2, 1])
     ax = plot.attention_mask(cache, ubatch)
@@ -214,7 +213,6 @@ def test_plot_sight_is_the_mask(agg):
         plot.attention_mask(*put(states(), [[1]], [0]))
 
 
-@pytest.mark.core
 def test_plot_legends_name_every_sequence(agg):
     def names(ax):
         return [text.get_text() for text in ax.get_legend().get_texts()]

@@ -11,6 +11,8 @@ from tests.helpers.caches import assert_identical
 from tests.helpers.meshes import mesh_of
 from tests.helpers.mistakes import assert_raises, mistakes
 
+pytestmark = pytest.mark.core
+
 SPEC = jaxkv.CacheSpec.attention(layers=1, kv_heads=1, head_dim=1)
 TABLE = jax.nn.softmax(2 * jax.random.normal(jax.random.key(0), (16, 16)))
 PROMPTS = [[1, 2, 3], [4], [5, 6]]
@@ -38,7 +40,6 @@ def test_generate_equals_calls_in_a_row():
     assert out.finish_reason.tolist() == rest.finish_reason.tolist()
 
 
-@pytest.mark.core
 def test_generate_on_tokens_streams_same_texts():
     heard = {text: [] for text in range(3)}
     calls = []
@@ -54,14 +55,12 @@ def test_generate_on_tokens_streams_same_texts():
     np.testing.assert_allclose(out.logprobs, wanted.logprobs, atol=1e-6)
 
 
-@pytest.mark.core
 def test_generate_samples_fork_their_prompt():
     out = run(PROMPTS[:2], sampler=WARM, num_samples=2, seed=[1, 2, 1, 5])
     for row, i, seed in ((1, 0, 2), (3, 1, 5)):
         assert run([PROMPTS[i]], sampler=WARM, seed=[seed]).lists() == [out.lists()[row]]
 
 
-@pytest.mark.core
 def test_generate_samples_replace_what_their_sequences_held():
     cache = jaxkv.make_cache(SPEC, cells=64, sequences=2)
     cache, *_ = jaxkv.prefill(by_table, TABLE, cache, jaxkv.make_batch([8, 9, 8], sequences=1))
@@ -71,7 +70,6 @@ def test_generate_samples_replace_what_their_sequences_held():
     assert out.cache.num_used_cells() == fresh.cache.num_used_cells()
 
 
-@pytest.mark.core
 def test_generate_continues_cache_and_leaves_it():
     cache = jaxkv.make_cache(SPEC, cells=64, sequences=4)
     cache, *_ = jaxkv.prefill(by_table, TABLE, cache, [[8, 9], [8]])
@@ -84,14 +82,12 @@ def test_generate_continues_cache_and_leaves_it():
     assert out.cache.seq_pos_max([0, 1]).tolist() == ends
 
 
-@pytest.mark.core
 def test_generate_drafter_same_texts():
     out = run(drafter=generation.prompt_lookup(PROMPTS, ngram=1))
     assert out.lists() == run().lists()
     assert out.num_drafted.shape == out.num_accepted.shape == (3,)
 
 
-@pytest.mark.core
 def test_generate_full_cache_ends_texts_by_name():
     out = run(cache=jaxkv.make_cache(SPEC, cells=8, sequences=3), stop_tokens=())
     reasons = [jaxkv.Reason(reason).name for reason in out.finish_reason.tolist()]
@@ -100,7 +96,6 @@ def test_generate_full_cache_ends_texts_by_name():
         run(cache=jaxkv.make_cache(SPEC, cells=4, sequences=3))
 
 
-@pytest.mark.core
 def test_generate_on_mesh_same_texts():
     prompts, mesh = [*PROMPTS, [9]], mesh_of(data=2)
     with jax.set_mesh(mesh):

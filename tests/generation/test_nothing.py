@@ -21,6 +21,8 @@ from tests.generation.tiny import BEST, begun, by_table
 from tests.helpers.caches import attention_cache
 from tests.helpers.mistakes import DATA, NAMES, assert_raises, mistakes
 
+pytestmark = pytest.mark.core
+
 NONE, FLAGS, EMPTY = np.zeros(0, np.int32), np.zeros(0, bool), make_batch([])
 SIZES = dict(layers=1, kv_heads=1, head_dim=1, rope=None)
 make = partial(attention_cache, cells=16, sequences=2, **SIZES)

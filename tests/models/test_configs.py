@@ -15,6 +15,8 @@ from models.costs import abstract_mesh, costs_of
 from models.meshes import RULES, make_mesh
 from tests.models.tiny_files import DATA, config_at
 
+pytestmark = pytest.mark.core
+
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 REFUSED = json.loads((DATA / "configs_refused.json").read_text())
 KEYS = json.loads((DATA / "config_keys.json").read_text())

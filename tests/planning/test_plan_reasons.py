@@ -13,6 +13,8 @@ from jaxkv import Cache, Reason, apply, init_batch, make_batch, seq_rm
 from tests.helpers.caches import RUNS, assert_identical, filled, think
 from tests.helpers.mistakes import assert_raises, mistakes
 
+pytestmark = pytest.mark.core
+
 FAULTS = {
     # name: the batch's sequences, its positions, and which are refused, and how. Sequence 0 holds 5
     # tokens, 1 holds 3 and 2 none; 4 cells are free.
@@ -57,7 +59,6 @@ def test_init_batch_refused_says_why_and_changes_nothing(fault):
         assert {*map(str, numbers)} <= {word.strip(":,") for word in line.split()}, line
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     ("free", "size", "sequences", "wanted"),
     [

@@ -30,6 +30,8 @@ from tests.helpers.caches import (
 )
 from tests.helpers.edit_sequences import StateKind, compute, planned, tell
 
+pytestmark = pytest.mark.core
+
 KINDS = {
     "pool": SMALL,
     "contiguous": RUNS,
@@ -63,7 +65,6 @@ def same(one, other):
     return all(map(np.array_equal, jax.tree.leaves(one), jax.tree.leaves(other)))
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("kind", ["pool", "contiguous", "recurrent", "hybrid of streams"])
 def test_ubatch_of_another_text_writes_nothing(kind):
     """It brings the same tokens to the same positions and cells, or a rival that begins alike."""
@@ -79,7 +80,6 @@ def test_ubatch_of_another_text_writes_nothing(kind):
     assert not same(written(settled, mine, layers_of(kind)), settled)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("kind", ["pool", "recurrent", "hybrid of streams"])
 def test_rewind_after_another_text_is_refused(kind):
     """Same cells, positions and tokens are held; what came before them, or beside them, differs."""
@@ -131,7 +131,7 @@ UNCHANGED = {
 @pytest.mark.parametrize(
     ("kind", "edit"),
     [
-        pytest.param(kind, edit, marks=() if kind == "pool" else pytest.mark.core)
+        (kind, edit)
         for kind in ("pool", "recurrent", "hybrid of streams")
         for edit in EDITS
         if edit not in UNCHANGED.get(kind, ())
@@ -147,7 +147,6 @@ def test_plan_made_before_an_edit_changes_nothing(kind, edit):
     assert_identical(written(after, late, layers_of(kind)), edited)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("kind", ["split", "hybrid of streams"])
 def test_plan_outlives_an_edit_of_another_stream(kind):
     """Carried out before it or after it, the sequence holds the same."""
@@ -177,7 +176,6 @@ def test_commitment_is_stale_after_an_edit():
         assert_identical(jaxkv.apply(edited, plan), edited)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("window", [0, 1])
 def test_commitment_stale_in_one_part_changes_no_part(window):
     """The later edit is one that the other part has nothing of."""
@@ -201,7 +199,6 @@ def test_commitment_stale_in_one_part_changes_no_part(window):
         assert jaxkv.is_current(before, plan) and not jaxkv.is_current(edited, plan)
 
 
-@pytest.mark.core
 def test_commitment_stale_in_one_stream_changes_no_stream():
     cache = drawn("0{0} . 2{0} 3{0} | 0{1} . 2{1} 3{1}", SPLIT)
     moves = jaxkv.defrag_plan(cache)
@@ -215,7 +212,6 @@ def test_commitment_stale_in_one_stream_changes_no_stream():
     assert_identical(jaxkv.apply(edited, update), edited)
 
 
-@pytest.mark.core
 def test_plan_for_another_cache_raises():
     make = partial(attention_cache, layers=2, cells=12, kv_heads=2, head_dim=4, sequences=3)
     of_states = partial(recurrent_cache, layers=2, sequences=3)

@@ -25,6 +25,8 @@ from tests.helpers.parametrize import in_lanes, mostly_nightly
 from tests.serving.servers import Server, serving, states, tokens
 from tests.snapshot.saved import with_numbers
 
+pytestmark = pytest.mark.core
+
 POOL = Kind("pool", cells=40, sequences=6)
 WINDOW = replace(POOL, windows=(jaxkv.Window.sliding(6),))
 STREAMS = Kind("streams", cells=12, sequences=3, streams=3)
@@ -38,7 +40,6 @@ MAKES = {"full": POOL.make, "window": WINDOW.make, "states": states, "hybrid": h
 over_kinds = pytest.mark.parametrize("kind", mostly_nightly(MAKES, few=["hybrid"]))
 
 
-@pytest.mark.core
 @over_kinds
 def test_reuse_in_a_conversation_computes_each_token_once(kind):
     server, text = serving(MAKES[kind](), [3]), []
@@ -116,7 +117,6 @@ def test_store_knows_the_text_that_a_state_has_seen():
     assert kept.fork(refilled, [*text, 7], 1).hit == (0, Miss.OTHER_TEXT)
 
 
-@pytest.mark.core
 @over_kinds
 def test_reuse_by_5_prompts_holds_common_tokens_once(kind):
     common = tokens(16)
@@ -128,7 +128,6 @@ def test_reuse_by_5_prompts_holds_common_tokens_once(kind):
     assert server.held == cells and server.cache.num_used_cells() == cells + 5 * each
 
 
-@pytest.mark.core
 def test_reuse_of_a_state_has_seen_the_prefix():
     def tell(cache, some, seq):
         return edit_sequences.run(cache, jaxkv.make_batch(some, sequences=seq))
@@ -168,7 +167,6 @@ def test_reuse_finds_what_ollama_finds(case):
     assert after is None or server.texts == after
 
 
-@pytest.mark.core
 def test_reuse_needs_what_the_window_of_a_text_shows():
     kind = Kind("", cells=10, sequences=2, windows=(jaxkv.Window.sliding(3),))
     server = serving(kind.make(), [1], range(8))
@@ -179,7 +177,6 @@ def test_reuse_needs_what_the_window_of_a_text_shows():
         assert server.found([*range(8), 50][:asked]) == wanted, asked
 
 
-@pytest.mark.core
 def test_reuse_needs_a_state_that_is_kept():
     server = serving(states(max_rollback=1), [3], range(8))
     for text, wanted in [
@@ -191,7 +188,6 @@ def test_reuse_needs_a_state_that_is_kept():
         assert server.found(text) == wanted
 
 
-@pytest.mark.core
 def test_reuse_in_a_hybrid_needs_all_of_its_parts():
     server = serving(hybrid(), [1, 2], range(8))
     assert server.ask([*range(6), 50]) == (0, Miss.NO_STATE)
@@ -234,7 +230,6 @@ def test_remember_too_long_or_held_text_displaces_nothing():
     assert server.texts == [[10, 11, 12, 13]] and server.held == 4
 
 
-@pytest.mark.core
 def test_remember_in_groups_prefers_holders_of_the_stream():
     server = serving(GROUPS.make(), [1, 3], [1, 2, 3])
     assert server.ask([1, 2, 3, 4], seq=2) == (3, Miss.NONE)  # copied
@@ -244,7 +239,6 @@ def test_remember_in_groups_prefers_holders_of_the_stream():
     assert drawing(server.cache).startswith("0{0,1} 1{0,1} 2{1} 2{0} |")
 
 
-@pytest.mark.core
 def test_reuse_copy_without_room_is_a_miss():
     server = serving(GROUPS.make(), [1], range(8))
     server.go_on(range(20, 28), seq=3)
@@ -279,7 +273,6 @@ RANDOM = {
 }
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("kind", mostly_nightly(RANDOM, few=["full", "hybrid"]))
 @settings(max_examples=20)
 @given(data=st.data())

@@ -28,9 +28,11 @@ from jaxkv.snapshot.file import file_bytes, open_file
 from tests.helpers import edit_sequences
 from tests.helpers.caches import assert_identical, attention_cache, drawn, recurrent_cache
 from tests.helpers.mistakes import assert_raises, mistakes
-from tests.helpers.parametrize import in_lanes
+from tests.helpers.parametrize import mostly_nightly
 from tests.models.tiny_files import DATA
 from tests.snapshot.saved import changed, with_numbers
+
+pytestmark = pytest.mark.core
 
 OVERHEAD = 200_000
 SEEDS = [range(10), range(10, 100), range(1000, 2000)]
@@ -71,7 +73,7 @@ def check_refused(cache, data, words):
         assert peak < room + OVERHEAD
 
 
-@pytest.mark.parametrize("seeds", in_lanes(SEEDS, fast=SEEDS[:1], core=SEEDS[1:2]), ids=str)
+@pytest.mark.parametrize("seeds", mostly_nightly(SEEDS, SEEDS[:2]), ids=str)
 def test_load_of_damaged_file_raises(seeds, saved, tmp_path):
     cache, data = saved
     stops = 8 + int.from_bytes(data[:8], "little"), len(data)  # in the header as often as behind it
