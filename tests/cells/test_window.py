@@ -121,6 +121,13 @@ def test_seq_rm_that_leaves_a_token_to_miss_something_is_refused():
     assert holed.table.evicted_below[0] == 0 and plan_of(holed).ok
 
 
+def test_hybrid_cache_resumes_where_all_parts_do():
+    parts = [replace(NEAR, cells=8, windows=(jaxkv.Window.sliding(size),)) for size in (8, 3)]
+    both = replace(NEAR, cells=8, windows=tuple(kind.windows[0] for kind in parts))
+    ends = [resumable(one_by_one(kind.make(), 12), visible_until=13) for kind in (*parts, both)]
+    assert ends == [[0, 11, 12], [0, *range(6, 13)], [0, 11, 12]]
+
+
 def in_turn(cache, *ids):
     """Apply a token of each sequence."""
     for seq in ids:
