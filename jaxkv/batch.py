@@ -321,7 +321,10 @@ def make_batch(
     # Tokens on a device are not looked at: that would wait for them.
     on_host = isinstance(tokens, np.ndarray) and isinstance(valid, np.ndarray)
     if on_host and np.any(np.asarray(valid) & (np.asarray(tokens) < 0)):
-        raise ValueError("expected tokens of at least 0, got a negative one that is valid")
+        raise ValueError(
+            f"expected valid tokens of at least 0, got {np.min(tokens[valid])}: padding has "
+            "valid=False"
+        )
     extra_arrays = None if extra is None else _check_extra(extra, shape)
     return Batch(
         tokens=tokens, embeddings=embeddings, shared_with=others, extra=extra_arrays, **fields

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
@@ -25,10 +26,16 @@ from jaxkv.table import CacheTable, static_layer_number
 if TYPE_CHECKING:
     from jaxtyping import Array, ArrayLike, Bool, Int32, PyTree
 
+    from jaxkv.batch import Ubatch
     from jaxkv.core.types import AnyMesh, Id, Ids
 
 
-@jax.tree_util.register_dataclass
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["table", "buffers"],
+    meta_fields=[],
+    drop_fields=["written"],
+)
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Cache(Partitioned):
     """What a model remembers of its sequences: an immutable value, whatever the kind.
@@ -36,12 +43,15 @@ class Cache(Partitioned):
     table: which token stands in which cell, a `CacheTable`.
     buffers: the bytes beside it: `Buffers` of keys and values, a tuple of states by layer, or for a
       hybrid cache a tuple of the buffers of its parts.
+    written: a ubatch, and the layers that it has written last. No part of the pytree: where it is
+      lost, a layer that is written twice is not noticed.
 
     llama.cpp: `llama_memory_i`.
     """
 
     table: Any  # a `CacheTable`; who knows the kind uses its fields
     buffers: PyTree
+    written: tuple[Ubatch, frozenset[int]] | None = None
 
     cells: ClassVar[Callable[..., PyTree]]
     """`jaxkv.draw.cell_view.view_cells`: what stands in the cells, as NumPy arrays."""

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.batch import Ubatch
-from jaxkv.core.array_utils import nbytes
+from jaxkv.core.array_utils import is_traced, nbytes
 from jaxkv.core.partitioning import Partitioned
 from jaxkv.spec import check_spec
 
@@ -513,6 +513,8 @@ def static_layer_number(layer: SupportsIndex) -> int:
     try:
         return operator.index(layer)
     except TypeError:
+        if not is_traced(layer):
+            raise TypeError(f"expected an integer for a layer, got {layer!r}") from None
         raise TypeError(
             f"expected a layer as an integer that is known while tracing, got {layer!r}: each "
             "layer has arrays of its own, so go over the layers in Python, or make the cache with "

@@ -32,7 +32,7 @@ class Window:
     rule: Rule
 
     def __post_init__(self):
-        check_count(self.width, "the width of a window, in positions,")
+        check_count(self.width, "the width of a window in positions")
         if self.rule not in get_args(Rule):
             raise ValueError(f"expected a window's rule of {get_args(Rule)}, got {self.rule!r}")
 

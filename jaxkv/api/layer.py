@@ -87,10 +87,11 @@ def attend(
     cell gets NaN.
 
     Raises:
-      ValueError: when shapes do not fit the cache, the layer is none of it, the ubatch was planned
-        of a cache of another spec, the buffers were donated, the implementation cannot do it,
-        `softcap` is not above 0, or `visible_until` comes with `causal=False`; or it is a ubatch of
-        `init_batch(encoder=True)`, and the layer is of the text.
+      ValueError: when shapes do not fit the cache, the layer is none of it, or known to be written
+        by this ubatch before, the ubatch was planned of a cache of another spec, the buffers were
+        donated, the implementation cannot do it, `softcap` is not above 0, or `visible_until` comes
+        with `causal=False`; or it is a ubatch of `init_batch(encoder=True)`, and the layer is of
+        the text.
       TypeError: when a plan is passed and no ubatch, a list and no array, or an array that is not
         of floats; when the layer is no integer that is known while tracing, though the cache is
         not stacked, or `causal` no such bool; when a bias is not of floats, or closes over what is
@@ -132,6 +133,8 @@ def attend(
     table, buffers, out = table.attend(
         buffers, number, ubatch, q, k, v, implementation=implementation, **options, **visibility
     )
+    if k is not None:
+        cache = _record_write(cache, number, ubatch)
     return replace(cache, table=table, buffers=buffers), out
 
 
@@ -175,8 +178,9 @@ def write_kv(
     """
     table, buffers = split(cache)
     check_made_for(table, ubatch)
-    table, buffers = table.write_kv(buffers, _layer_number(buffers, layer), ubatch, k, v)
-    return replace(cache, table=table, buffers=buffers)
+    number = _layer_number(buffers, layer)
+    table, buffers = table.write_kv(buffers, number, ubatch, k, v)
+    return replace(_record_write(cache, number, ubatch), table=table, buffers=buffers)
 
 
 @explain_donation_errors
@@ -314,6 +318,21 @@ def write_states(
     table, buffers = split(cache)
     check_made_for(table, ubatch)
     return merge(*table.write_states(buffers, static_layer_number(layer), ubatch, states))
+
+
+def _record_write(cache: Cache, layer: int | Int32[Array, ""], ubatch: Ubatch) -> Cache:
+    """Return the cache with a note that the ubatch writes a layer; raise if it did so before."""
+    if not isinstance(layer, int):  # traced
+        return cache
+    last, layers = cache.written or (ubatch, frozenset())
+    if last is not ubatch:
+        layers = frozenset()
+    if layer in layers:
+        raise ValueError(
+            f"expected a ubatch to write each layer once, got layer {layer} twice: give each layer "
+            "of the model its own number, and look again with attend(cache, layer, ubatch, q)"
+        )
+    return replace(cache, written=(ubatch, layers | {layer}))
 
 
 def _layer_number(buffers: PyTree, layer: PyTree[int | Int32[Array, ""]]) -> PyTree:

@@ -165,8 +165,8 @@ def _check_prompts(prompts: Prompts) -> list[Int32[np.ndarray, " n"]]:
     lists = [np.asarray(check_int32(prompt, "the tokens of a prompt", low=0)) for prompt in prompts]
     if not lists or any(tokens.ndim != 1 or not tokens.size for tokens in lists):
         raise ValueError(
-            f"expected a list of at least one token for each prompt, got {prompts!r}; a single "
-            f"prompt is [tokens]"
+            f"expected one prompt or more, each a list of one token or more, got {prompts!r}; a "
+            f"single prompt is [tokens]"
         )
     return lists
 
