@@ -1,1 +1,1 @@
-"""Functions over any cache: edits, queries, maintenance, `apply`, and what a model calls."""
+"""Functions over any cache: edits, queries, maintenance, `apply`, and functions that models call."""

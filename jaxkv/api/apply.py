@@ -1,4 +1,4 @@
-"""The only commit: carrying out a ubatch, an update or a defrag."""
+"""Commit a ubatch, an update or a defrag to a cache."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ if TYPE_CHECKING:
 
 
 def apply(cache: Cache, plan: Ubatch | Plan | MaintenancePlan, *, donate: bool = False) -> Cache:
-    """Commit a ubatch or a plan: the only function that carries one out.
+    """Commit a ubatch or a plan. No other function carries out a plan.
+
+    A ubatch changes the table; `attend` and `write_states` then write its buffers. The plan of an
+    update or a defrag changes both.
 
     Args:
       cache: any cache.
-      plan: a ubatch of a plan, a plan of a single ubatch, or the plan of an update or a defrag.
-      donate: give up the buffers of the cache to one that is updated or defragmented, outside
-        of `jit`. Otherwise they are copied, since the cache passed in stays as it is.
+      plan: a ubatch, a plan of one ubatch, or the result of `init_update` or `defrag_plan`.
+      donate: If True, an update or a defrag outside of `jit` reuses the buffers of `cache`, which
+        becomes invalid. If False it copies them.
 
     Returns:
-      The cache after it. A ubatch enters the table; `attend` and `write_states` write its buffers.
-      If the plan was refused, or is stale, the cache as it was, bit for bit. `is_current` tells
-      when a plan is stale.
+      The next cache. If the plan was refused or is stale, `cache` unchanged; see `is_current`.
 
     Raises:
-      TypeError: when it is no plan.
-      ValueError: when the plan has several ubatches, since the model must run between them, or was
-        made for a cache of other sizes or of another kind.
+      TypeError: If `plan` is not a ubatch or a plan.
+      ValueError: If the plan has several ubatches, since the model must run between them.
+      ValueError: If the plan was made for a cache with another spec.
 
     Examples:
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
@@ -59,20 +60,22 @@ def apply(cache: Cache, plan: Ubatch | Plan | MaintenancePlan, *, donate: bool =
 
 
 def is_current(cache: Cache, plan: Ubatch | Plan | MaintenancePlan) -> Bool[Array, ""]:
-    """Return whether applying a plan now would carry it out.
+    """Return whether `apply` would carry out a plan: False if it is stale or was refused.
 
-    A ubatch is stale after an edit of a stream that it has tokens in, after another ubatch there,
-    and once it has been applied itself; one of a refused plan was never current. The plan of an
-    update is stale where keys are owed other rotations than it was made for, that of a defrag where
-    other cells are empty: in any stream, and in any part of a hybrid cache.
+    - A ubatch is stale after any edit of a stream that it has tokens in, and after any `apply`
+      there.
+    - An update is stale if other keys, or the same keys by another angle, must be rotated now.
+    - A defrag is stale if other cells are empty now.
+
+    For updates and defrags all streams count, and all parts of a hybrid cache.
 
     Args:
       cache: any cache.
-      plan: what `apply` takes.
+      plan: as for `apply`.
 
     Raises:
-      TypeError: when it is no plan.
-      ValueError: as `apply` does.
+      TypeError: If `plan` is not a ubatch or a plan.
+      ValueError: As `apply`.
 
     Examples:
       >>> cache = make_cache(
@@ -82,7 +85,7 @@ def is_current(cache: Cache, plan: Ubatch | Plan | MaintenancePlan) -> Bool[Arra
       >>> is_current(cache, ubatch).item(), is_current(apply(cache, ubatch), ubatch).item()
       (True, False)
 
-      A defrag does not mind an edit that empties no cell:
+      A defrag stays current after an edit that empties no cell:
 
       >>> cache, _ = seq_rm(apply(cache, ubatch), 0, 0, 1)
       >>> moves = defrag_plan(cache)
@@ -96,7 +99,7 @@ def is_current(cache: Cache, plan: Ubatch | Plan | MaintenancePlan) -> Bool[Arra
 
 
 def _check_plan(plan: object, table: CacheTable) -> Ubatch | MaintenancePlan:
-    """Return a plan, a single ubatch as itself, or raise as `apply` says."""
+    """Return a plan, or the ubatch of a plan that has one; raise as `apply` documents."""
     if isinstance(plan, Plan):
         if len(plan.ubatches) != 1:
             raise ValueError(
@@ -115,7 +118,7 @@ def _check_plan(plan: object, table: CacheTable) -> Ubatch | MaintenancePlan:
 
 @jit_table
 def _is_current(table: CacheTable, plan: Ubatch | MaintenancePlan) -> Bool[Array, ""]:
-    """Return whether a table is as the plan found it."""
+    """Return whether a plan was made for the present table."""
     return (
         plan.is_current(table)
         if isinstance(plan, MaintenancePlan)
@@ -124,7 +127,7 @@ def _is_current(table: CacheTable, plan: Ubatch | MaintenancePlan) -> Bool[Array
 
 
 def _is_ubatch_current(table: CacheTable, ubatch: Ubatch) -> Bool[Array, ""]:
-    """Return whether the digests of the streams it has tokens in are those of its plan."""
+    """Return whether the streams of a ubatch have the hashes that it was planned for."""
     placed = placed_rows(ubatch)
     same = jax.tree.map(
         lambda digest, planned: digest == planned, table.stream_hash(), ubatch.hash_before
@@ -142,12 +145,12 @@ def _is_ubatch_current(table: CacheTable, ubatch: Ubatch) -> Bool[Array, ""]:
 
 @jit_table
 def _occupy(table: CacheTable, ubatch: Ubatch) -> CacheTable:
-    """Mark the slots of a ubatch as taken, if it is not stale."""
+    """Mark the slots of a ubatch as used, if it is current."""
     return table.occupy(mask_slots(_is_ubatch_current(table, ubatch), ubatch))
 
 
 def _apply_maintenance(plan: MaintenancePlan, table: CacheTable, buffers: PyTree) -> Cache:
-    """Carry out the plan of an update or a defrag, if it is not stale."""
+    """Carry out the plan of an update or a defrag, if it is current."""
     return merge(*plan.commit(table, buffers, plan.is_current(table)))
 
 

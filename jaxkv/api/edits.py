@@ -1,17 +1,16 @@
 """Edits of sequences: remove, copy, keep, shift. Each returns the next cache.
 
-*Ids.* An id is an integer from 0 to Q - 1, of any integer dtype. One that is known and is none
-raises ValueError; a traced one that is none changes nothing.
+*Ids.* A sequence id is an integer from 0 to Q - 1. A concrete id outside of this range raises
+ValueError. A traced one leaves the cache unchanged.
 
-*Ranges.* Positions p0 to p1 - 1: a p0 of -1 means 0, a p1 of None or -1 no end, and a p1 of 0 an
-empty range. They are counted from the beginning: one that is known and below -1 raises ValueError,
-and a traced one is as -1.
+*Ranges.* `p0` to `p1` - 1 are positions. `p0` of -1 is 0, `p1` of None or -1 is no end, and `p1` of
+0 is an empty range. A concrete bound below -1 raises ValueError; with a traced one `ok` is False.
 
-*Refusals.* An edit is granted or changes nothing, and `ok` says which: all that it touches is
-there, and every sequence can go on where it ends (`can_resume`), in all parts of the cache.
+*Refusals.* If `ok` is False the cache is unchanged. This happens if a part of the cache cannot make
+the edit, or if a sequence could not continue from its end afterwards (`Cache.can_resume`).
 
-An edit that changes a stream makes the ubatches that were planned on that stream stale: plan again.
-What it does to the plans of updates and defrags is said in `is_current`.
+An edit of a stream makes all ubatches stale that were planned for that stream. `is_current` lists
+the edits that make other plans stale.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ if TYPE_CHECKING:
 
 
 class EditResult(NamedTuple):
-    """What an edit returns.
+    """Result of an edit.
 
-    cache: the next cache.
-    ok: `[]` or `[n]` bool, False where the edit was refused; then that edit changed nothing.
+    cache: The next cache.
+    ok: False if the edit was refused; `cache` is then unchanged by it. `[n]` for n edits.
     """
 
     cache: Cache
@@ -48,27 +47,29 @@ class EditResult(NamedTuple):
 
 
 def seq_rm(cache: Cache, seq: Ids | None = None, p0: Ids = 0, p1: Ids | None = None) -> EditResult:
-    """Forget the positions p0 to p1 - 1 of one sequence, of all, or of each of several.
+    """Remove a range of positions from one sequence, from several, or from all.
 
-    A whole sequence can always go, and without a window, or before it has taken a cell, any range.
-    Of a text that a window has taken cells from, an end can go where the token that comes in its
-    place would see none of these. Where states are kept, an end can go that rollback covers, since
-    a state cannot forget what it has seen. A source (`CacheSpec.cross_attention`) goes with the
-    whole of its sequence alone, a range from 0 without an end.
+    A whole sequence can always be removed. Otherwise `ok` is False:
+
+    - with a window that has evicted cells, if the next token would attend to an evicted cell,
+    - with recurrent states, if no state is stored right before the range, or tokens follow the
+      range.
+
+    An encoder source (`CacheSpec.cross_attention`) is removed only with its whole sequence.
 
     Args:
       cache: any cache.
-      seq: `[]` or `[n]` int, a sequence id; None or -1 for every sequence.
-      p0: `[]` or `[n]` int, the first position to forget; -1 is 0.
-      p1: `[]` or `[n]` int, one past the last; None or -1 is no end.
+      seq: sequence ids. None or -1 is every sequence.
+      p0: first position to remove. -1 is 0.
+      p1: one past the last position. None or -1 is no end.
 
     Returns:
-      The next cache, and `ok`, bool, `[]` or `[n]`. Several cuts are made one after another. A
-      cell is free as soon as its last owner has let go of it. A bound below -1 raises; traced it is
-      refused, as in all edits of ranges.
+      The next cache, and `ok` of each range. Several ranges are removed in order. A cell is free
+      once its last owner is removed.
 
     Raises:
-      ValueError: when `seq`, `p0` and `p1` are lists of different lengths, or have more dimensions.
+      ValueError: If `seq`, `p0` and `p1` are not scalars or lists of one length, an id is not from
+        0 to Q - 1, or a concrete bound is below -1.
 
     Examples:
       >>> cache = make_cache(
@@ -80,18 +81,18 @@ def seq_rm(cache: Cache, seq: Ids | None = None, p0: Ids = 0, p1: Ids | None = N
       owner    0 . . 0 . .
       position 0 . . 3 . .
 
-      What remains still reaches from 0 to 3: the hole is not noticed.
+      The first and the last position are unchanged by a hole:
 
       >>> cache.seq_pos_min(0).item(), cache.seq_pos_max(0).item()
       (0, 3)
 
-      The last token; a p0 of -1 would be the first one:
+      Remove the last token (a p0 of -1 would remove all):
 
       >>> shorter, ok = seq_rm(cache, 0, cache.seq_pos_max(0))
       >>> shorter.seq_pos_max(0).item()
       0
 
-      A cut for each of two sequences:
+      Remove a range from each of two sequences:
 
       >>> cache = apply(cache, init_batch(cache, make_batch([5, 6], sequences=1)))
       >>> cache, ok = seq_rm(cache, [0, 1], [3, 1])
@@ -119,31 +120,30 @@ def seq_cp(
     *,
     donate: bool = False,
 ) -> EditResult:
-    """Let one or more sequences have what another holds: fork a conversation.
+    """Copy a range of one sequence to others: fork a conversation.
 
-    Sequences of one stream share its cells: nothing is copied. Keys and values that `dst` held stay
-    beside them, so remove first what would stand at the same positions (`seq_rm`); a state takes
-    the place of the one that `dst` had. A copy of any range that is not empty also replaces the
-    source of `dst` (`CacheSpec.cross_attention`), even where `dst` keeps its text. In another
-    stream the buffers are copied, and `dst` then holds these alone; several of that stream share
-    one copy.
+    Within a stream the cells are shared and no buffer is copied. `dst` keeps the cells that it has,
+    so remove those at the same positions first (`seq_rm`). A copy to another stream copies the
+    buffers and replaces all cells of `dst`; several `dst` in one stream share one copy. Recurrent
+    states and the encoder source of `dst` are replaced, unless the range is empty.
 
-    With a stream for each sequence a token keeps its cell, and there is always room. Where
-    sequences share several streams, a copy takes cells of the stream that it goes to as a batch
-    does. It is refused where these are lacking in any stream, where no state is kept that stands at
-    the end of the range, and where the next token of a `dst` would see what a window has taken.
+    With one stream for each sequence a copy always has free cells. `ok` is False:
+
+    - if sequences share several streams, and a stream has too few free cells;
+    - if no recurrent state is stored at the end of the range;
+    - if the next token of a `dst` would attend to an evicted cell.
 
     Args:
       cache: any cache.
-      src: `[]` int, the sequence to share.
-      dst: `[]` or `[n]` int, the sequences that will have its cells too.
-      p0: `[]` int, the first position to share.
-      p1: `[]` int, one past the last.
-      donate: give up the buffers of the cache passed in, which saves a copy of all of them where
-        they must be copied outside of `jit`.
+      src: sequence to copy.
+      dst: sequences that get its cells.
+      p0: first position to copy.
+      p1: one past the last position.
+      donate: If True, a copy between streams outside of `jit` reuses the buffers of `cache`, which
+        becomes invalid. If False it copies all buffers.
 
     Returns:
-      The next cache, and `ok`, `[]` bool. Doing it twice is doing it once.
+      The next cache, and `ok`. Repeating a copy has no effect.
 
     Examples:
       >>> cache = make_cache(
@@ -154,7 +154,7 @@ def seq_cp(
       >>> cache.seq_pos_max([0, 1, 2]).tolist(), cache.num_used_cells().item()
       ([2, 1, 1], 3)
 
-      With a stream each:
+      With one stream for each sequence:
 
       >>> cache = make_cache(
       ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4, sequences=2, streams=2
@@ -166,7 +166,7 @@ def seq_cp(
       owner    . 1 1 .
       position . 1 2 .
 
-      With two streams for four sequences, 0 and 1 share one, and 2 and 3 the other:
+      With two streams, sequences 0 and 1 share the first, and 2 and 3 the second:
 
       >>> cache = make_cache(
       ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=3, sequences=4, streams=2
@@ -178,7 +178,7 @@ def seq_cp(
       owner    + . .
       position 1 . .
 
-      Sequence 2 let go of what it held. Beside it there is no room for two more:
+      The cells of sequence 2 were replaced. A copy to 3 alone needs two free cells in its stream:
 
       >>> seq_cp(cache, 0, 3).ok.item()
       False
@@ -196,28 +196,29 @@ def seq_cp(
 
 
 def seq_select(cache: Cache, parents: Ids, sequences: Ids, *, donate: bool = False) -> EditResult:
-    """Let sequences go on from what others hold, all at once: the step of a beam search.
+    """Replace each sequence by a copy of its parent: the step of a beam search.
 
-    Each sequence lets go of what it held and has what its parent held before. Within a stream that
-    is one edit of the table; what comes from another stream is copied, as in `seq_cp`. Where
-    sequences share several streams, it is refused where cells are lacking for that: those that are
-    copied come free only afterwards, so that sequences of two streams change places where both
-    copies find room beside them.
+    All copies read the cache as it was before the call. Within a stream only the table changes;
+    copies from another stream work as in `seq_cp`. If sequences share several streams, `ok` is
+    False if a stream has too few free cells for the copies. The replaced cells are freed only
+    afterwards.
 
     Args:
       cache: any cache.
-      parents: `[n]` int, what each sequence goes on from; itself too, and one for several.
-      sequences: `[n]` int, the sequences, each at most once. All others stay as they are.
-      donate: give up the buffers of the cache passed in, see `seq_cp`.
+      parents: the sequence that each one is replaced by. Repeats, and the sequence itself, are
+        allowed.
+      sequences: distinct sequences to replace. Others are unchanged.
+      donate: see `seq_cp`.
 
     Returns:
-      The next cache, and `ok`, `[]` bool.
+      The next cache, and `ok`.
 
     Raises:
-      ValueError: when the shapes differ, or a sequence is known and comes twice or is none.
+      ValueError: If the shapes differ, or a concrete id is repeated in `sequences` or is not from 0
+        to Q - 1.
 
     Examples:
-      Sequence 1 had the two best continuations; both go on, and what 0 had is free:
+      Both beams continue from sequence 1; the cells of 0 are free:
 
       >>> cache = make_cache(
       ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=6, sequences=2
@@ -227,7 +228,7 @@ def seq_select(cache: Cache, parents: Ids, sequences: Ids, *, donate: bool = Fal
       owner    . . + + + .
       position . . 0 1 2 .
 
-      They may change places:
+      Two sequences swap:
 
       >>> seq_select(cache, [1, 0], [0, 1]).cache.seq_pos_max([0, 1]).tolist()
       [2, 1]
@@ -246,14 +247,14 @@ def seq_select(cache: Cache, parents: Ids, sequences: Ids, *, donate: bool = Fal
 
 
 def seq_keep(cache: Cache, seq: Id) -> EditResult:
-    """Forget every sequence but one.
+    """Remove all sequences but one.
 
     Args:
       cache: any cache.
-      seq: `[]` int, the sequence that stays.
+      seq: sequence to keep. It becomes the only owner of its cells.
 
     Returns:
-      The next cache, and `ok`, True. Cells that the sequence shared are its own.
+      The next cache, and `ok`, which is True.
 
     Examples:
       >>> cache = make_cache(
@@ -271,29 +272,28 @@ def seq_keep(cache: Cache, seq: Id) -> EditResult:
 
 
 def seq_add(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, delta: Id) -> EditResult:
-    """Move a range of a sequence by some positions; its keys are rotated later, all at once.
+    """Shift the positions of a range of a sequence.
 
-    The next batch that would see a moved key is refused until `apply(cache, init_update(cache))`
-    has rotated it.
+    Keys are rotated later, all at once, by `apply(cache, init_update(cache))`. Before that, a batch
+    that would attend to a shifted key is refused. A cell that several sequences share moves for
+    each of them; `Cache.can_seq_add` returns whether each keeps one token at a position.
 
     Args:
-      cache: any cache.
-      seq: `[]` int, the sequence.
-      p0: `[]` int, the first position that moves.
-      p1: `[]` int, one past the last.
-      delta: `[]` int, how far they move. A position that turns negative is forgotten.
+      cache: any cache with `rope=`.
+      seq: sequence to shift.
+      p0: first position of the range.
+      p1: one past the last position.
+      delta: number added to each position. Tokens whose position becomes negative are removed.
 
     Returns:
-      The next cache, and `ok`, `[]` bool: False where a position would reach 2**31 - 1, a state
-      would have to forget what it has seen, or a next token would see what a window has taken.
-      Positions belong to cells: a cell that is shared moves for every owner, and `can_seq_add` says
-      beforehand whether that leaves each of them one token a position.
+      The next cache, and `ok`: False if a position would reach 2**31 - 1, a recurrent state would
+      get a negative position, or a next token would attend to an evicted cell.
 
     Raises:
-      ValueError: when the cache was made without `rope=`, so that its keys cannot be rotated.
+      ValueError: If the cache was made without `rope=`, so that keys cannot be rotated.
 
     Examples:
-      Forget a passage and close the gap:
+      Remove a passage and close the gap:
 
       >>> cache = make_cache(
       ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=make_rope(2)), cells=6
@@ -321,22 +321,24 @@ def seq_add(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, delta: Id) -> EditR
 
 
 def seq_div(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, divisor: Id) -> EditResult:
-    """Divide the positions of a range of a sequence, rounding down; keys are rotated later.
+    """Divide the positions of a range of a sequence, rounding down.
+
+    Keys are rotated later, see `seq_add`. Several tokens of a sequence may then have the same
+    position; no cell is freed. Of recurrent states only the last one at a position is kept.
 
     Args:
-      cache: any cache.
-      seq: `[]` int, the sequence.
-      p0: `[]` int, the first position that moves.
-      p1: `[]` int, one past the last.
-      divisor: `[]` int, at least 1.
+      cache: any cache with `rope=`.
+      seq: sequence to change.
+      p0: first position of the range.
+      p1: one past the last position.
+      divisor: an integer of at least 1.
 
     Returns:
-      The next cache, and `ok`, `[]` bool: False where a traced divisor is below 1, or a next token
-      would see what a window has taken. Several cells of a sequence may then share a position; none
-      is freed. Of states only the last one at a position is kept.
+      The next cache, and `ok`: False if a traced divisor is below 1, or a next token would attend
+      to an evicted cell.
 
     Raises:
-      ValueError: when the divisor is known and below 1, or the cache was made without `rope=`.
+      ValueError: If a concrete divisor is below 1, or the cache was made without `rope=`.
 
     Examples:
       >>> cache = make_cache(
@@ -348,7 +350,7 @@ def seq_div(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, divisor: Id) -> Edi
       position 0  0  1  1
       owed     0 -1 -1 -2
 
-    llama.cpp: `llama_memory_seq_div`; the keys are owed the new position less the old one.
+    llama.cpp: `llama_memory_seq_div`. `owed` is the new position minus the old one.
     """
     if is_concrete(divisor):
         check_count(divisor, "divisor")
@@ -364,7 +366,7 @@ def seq_div(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, divisor: Id) -> Edi
 
 
 def clear(cache: Cache) -> Cache:
-    """Forget everything. The bytes of the buffers stay as they are; no token sees them.
+    """Remove all sequences. Buffers keep their bytes, which no token attends to.
 
     Examples:
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=6)
@@ -382,7 +384,7 @@ _clear = jit_method(CacheTable.clear)
 
 
 def _are_bounds(start: Int32[Array, ""], stop: Int32[Array, ""]) -> Bool[Array, ""]:
-    """Return whether bounds are from -1 on, as those are that the host can look at."""
+    """Return whether traced bounds are at least -1."""
     return (start >= -1) & (stop >= -1)
 
 
@@ -392,7 +394,7 @@ def _edit_range(
     seq: Int32[Array, ""],
     *args: Int32[Array, ""],
 ) -> tuple[CacheTable, Bool[Array, ""]]:
-    """Edit a range of a sequence; where bounds are wrong that of none, which is refused."""
+    """Edit a range of a sequence; with invalid bounds `ok` is False."""
     are_bounds = _are_bounds(*args[:2])
     edited, ok = edit(jnp.where(are_bounds, seq, spec.sequences), *args)
     return edited, ok & are_bounds
@@ -400,7 +402,7 @@ def _edit_range(
 
 @jit_table
 def _remove_ranges(table: CacheTable, *cuts: jax.Array) -> tuple[CacheTable, Bool[Array, "*n"]]:
-    """Forget ranges one after another: `seq`, `start`, `stop` and `ok` are `[]` or `[n]`."""
+    """Remove ranges in order."""
 
     def remove(table: CacheTable, cut: list) -> tuple[CacheTable, Bool[Array, ""]]:
         return _edit_range(table.seq_rm, table.spec, *cut)
@@ -428,7 +430,7 @@ def _copy_sequences(
     dst: Int32[Array, "*n"],
     *bounds: Int32[Array, ""],
 ) -> tuple[Cache, Bool[Array, ""]]:
-    """Return a cache after `CacheTable.seq_cp`, as it was if that is refused; and `ok`."""
+    """Return the cache after `CacheTable.seq_cp`, unchanged if `ok` is False; and `ok`."""
     ok, _ = table.can_seq_cp(src, dst, *bounds)
     ok &= _are_bounds(*bounds)
     dst = jnp.where(ok, dst, table.spec.sequences)
@@ -442,7 +444,7 @@ _copy_donated = jit_table(_copy_sequences, donate_argnames="buffers")
 
 @jit_table
 def _keep(table: CacheTable, seq: Int32[Array, ""]) -> tuple[CacheTable, Bool[Array, ""]]:
-    """Return the table after `CacheTable.seq_keep`; and `ok`, True."""
+    """Return the table after `CacheTable.seq_keep`, and `ok`, True."""
     return table.seq_keep(seq), jnp.array(True)
 
 
@@ -450,7 +452,7 @@ def _keep(table: CacheTable, seq: Int32[Array, ""]) -> tuple[CacheTable, Bool[Ar
 def _select_within_streams(
     table: CacheTable, parents: Int32[Array, " n"], ids: Int32[Array, " n"]
 ) -> tuple[CacheTable, Bool[Array, ""]]:
-    """Return the table after `CacheTable.seq_select` within streams; and `ok`, True."""
+    """Return the table after `CacheTable.seq_select` within streams, and `ok`, True."""
     table, _ = table.seq_select(None, *mask_unchanged_targets(table.spec, parents, ids))
     return table, jnp.array(True)
 
@@ -458,7 +460,7 @@ def _select_within_streams(
 def _select_sequences(
     table: CacheTable, buffers: PyTree, parents: Int32[Array, " n"], ids: Int32[Array, " n"]
 ) -> tuple[Cache, Bool[Array, ""]]:
-    """Return a cache after `CacheTable.seq_select`, as it was if that is refused; and `ok`."""
+    """Return the cache after `CacheTable.seq_select`, unchanged if `ok` is False; and `ok`."""
     parents, ids = mask_unchanged_targets(table.spec, parents, ids)
     ok = table.can_seq_select(parents, ids)
     ids = jnp.where(ok, ids, table.spec.sequences)
@@ -472,10 +474,10 @@ _select_buffers_donated = jit_table(_select_sequences, donate_argnames="buffers"
 def _check_parents(
     table: CacheTable, parents: Ids, sequences: Ids
 ) -> tuple[Int32[ArrayLike, " n"], Int32[ArrayLike, " n"]]:
-    """Return parents and the sequences that go on from them.
+    """Return parents and targets as int32 ids.
 
     Raises:
-      ValueError: when the shapes differ, or a sequence is known and comes twice or is none.
+      ValueError: If the shapes differ, or a concrete target is repeated or not from 0 to Q - 1.
     """
     ids = table.spec.sequence_ids(parents), table.spec.sequence_ids(sequences)
     if np.ndim(ids[0]) != 1 or np.shape(ids[0]) != np.shape(ids[1]):

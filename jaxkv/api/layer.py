@@ -1,4 +1,4 @@
-"""What a model calls in its layers, for a ubatch that has been applied."""
+"""Functions that a model calls in each layer, for a ubatch that was applied."""
 
 from __future__ import annotations
 
@@ -40,65 +40,64 @@ def attend(
     visible_until: Int32[Array, "R T"] | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Cache, Float[Array, "R T H Dv"]]:
-    """Write the keys and values of a ubatch into a layer and attend over what its tokens see.
+    """Write keys and values of a ubatch into a layer, and attend to the visible cells.
+
+    A token attends to the cells of its sequences at positions up to its own, within the window.
 
     Args:
-      cache: a cache that the ubatch has been applied to.
-      layer: 0 to L - 1, static; of a stacked cache it may be traced, see `make_cache`.
-      ubatch: the tokens. Those that the table does not hold (padding, a refused plan) are written
-        nowhere.
+      cache: a cache that `ubatch` was applied to.
+      layer: 0 to L - 1, static. It may be traced if the cache is stacked, see `make_cache`.
+      ubatch: the tokens. Keys and values of padding and of a refused plan are not written.
       q: queries, rotated by the layer's rope.
-      k: keys, rotated by the layer's rope. Without keys and values the tokens look
-        at what the layer holds and nothing is written, as for layers that share those of another.
-      v: values; left out where they are a part of the keys (`value_dim` of
-        `make_cache`).
-      scale: what the products of queries and keys are multiplied by; by default 1 / sqrt(D).
-      softcap: what those products stay below: c * tanh(x / c) (Gemma 2).
-      sinks: a logit of each head that takes its share of the attention and gives nothing.
-      bias: what is added to products that are scaled and capped, before the softmax; see below.
-      causal: False lets tokens see those that come after them; of windows only a symmetric one
-        limits that. A token that would see one of a later ubatch of its plan gets NaN: plan with a
-        larger `ubatch_size`.
-      visible_until: the last position that each token sees; by default its own. It
-        may lie after the token, as for images and prefixes, or before it, and may be traced. A
-        token gets NaN where its ubatch ends before that position. A window reaches back from the
-        token's own position as ever, and a symmetric one ahead no further than without it.
-      implementation: how attention is computed, "tiles", "whole", "pallas", "xla" or "cudnn",
-        see `jaxkv.ops.attention.dispatch`; None leaves it to jaxkv.
+      k: keys, rotated by the layer's rope. Without `k` and `v` nothing is written, as for layers
+        that share the keys of another layer.
+      v: values. Left out if they are a part of the keys (`value_dim` of `CacheSpec.attention`).
+      scale: factor of the dot products; default 1 / sqrt(D).
+      softcap: c in c * tanh(x / c), applied to scaled products (Gemma 2).
+      sinks: a logit for each head that takes part in the softmax and has no value.
+      bias: added to scaled and capped products, see below.
+      causal: False makes later tokens of the ubatch visible, limited only by a symmetric window. A
+        token gets NaN if its plan has later tokens of its sequence in another ubatch; use a larger
+        `ubatch_size`.
+      visible_until: the last position visible to each token, by default its own; may be traced. It
+        may be after the token (images, prefixes) or before it. A token gets NaN if its ubatch ends
+        before that position. The window is counted from the token's own position.
+      implementation: "tiles", "whole", "pallas", "xla" or "cudnn", see
+        `jaxkv.ops.attention.dispatch`. None selects one for the platform.
 
     Returns:
-      The cache with the keys and values written, and `[R, T, H, Dv]`, in the dtype of `q`. A token
-      that sees nothing gets zeros, and so does one of a refused plan. A token that sees a key or
-      value that is not finite in the buffers' dtype gets NaN, and no other token does. A stale
-      ubatch, whose stream was edited since it was planned or applied, is written nowhere and gets
-      NaN, and so does one that was never applied. A layer that was not written after an `apply`
-      gives NaN to all tokens of the stream, until the cache goes back to a table from before
-      that `apply` (`rewind`) or all tokens of the stream are removed.
+      The cache with keys and values written, and the output in the dtype of `q`. Output rows are:
 
-    A bias is a function of the position of a token, that of a cell and the number of a query head.
-    The three are int32 of four dimensions, `[P, H, T, N]` where not 1, and broadcast together; so
-    does the result, floats. It is called where logits are computed, so that no array of all tokens
-    and cells is held, and gets the present positions, so that it follows `seq_add`. It is
-    static and hashed: define it once. Weights are its leaves and not closed over:
-    `jax.tree_util.Partial(function, params)`, or a dataclass that is a pytree. A bias may also be
-    an array of floats, `[R, T, H, N]` where not 1, for the cells of each row's stream as `read_kv`
-    numbers them. Both have derivatives. A number below -1.7e38 counts as -1.7e38. Where it is -inf,
-    a bias hides a cell from a head; where it is NaN or inf, the head of a token that sees the
-    cell gets NaN.
+      - zeros for padding, for a refused plan, and for a token without visible cells;
+      - NaN for a token that attends to a non-finite key or value; other tokens are unaffected;
+      - NaN for a ubatch that is stale or was not applied, whose keys are not written either;
+      - NaN for all tokens of a stream if the layer was not written after an `apply`, until `rewind`
+        restores a table from before that `apply` or all tokens of the stream are removed.
+
+    A bias is a function `(query_position, cell_position, head) -> logits` of int32 arrays of four
+    dimensions that broadcast to `[P, H, T, N]`. Positions are the present ones, so it follows
+    `seq_add`. It is called tile by tile, and is static and hashed: define it once, with weights as
+    the leaves of a `jax.tree_util.Partial` or of a dataclass that is a pytree. A bias may also be
+    an array of floats that broadcasts to `[R, T, H, N]`, for the cells in the order of `read_kv`.
+    Both are differentiable. Numbers below -1.7e38 count as -1.7e38. A bias of -inf hides a cell
+    from a head; NaN or inf makes the head's output NaN.
 
     Raises:
-      ValueError: when shapes do not fit the cache, the layer is none of it, or known to be written
-        by this ubatch before, the ubatch was planned of a cache of another spec, the buffers were
-        donated, the implementation cannot do it, `softcap` is not above 0, or `visible_until` comes
-        with `causal=False`; or it is a ubatch of `init_batch(encoder=True)`, and the layer is of
-        the text.
-      TypeError: when a plan is passed and no ubatch, a list and no array, or an array that is not
-        of floats; when the layer is no integer that is known while tracing, though the cache is
-        not stacked, or `causal` no such bool; when a bias is not of floats, or closes over what is
-        traced.
+      ValueError: If a shape does not fit the cache, or `layer` is not in `[0, L)`.
+      ValueError: If the ubatch is known to have written this layer before.
+      ValueError: If the ubatch was planned for a cache with another spec, or the buffers were
+        donated.
+      ValueError: If the implementation does not support the arguments, or `softcap` is not above 0.
+      ValueError: If `visible_until` and `causal=False` are both given.
+      ValueError: If the ubatch is one of `init_batch(encoder=True)`, and the layer not
+        cross-attention.
+      TypeError: If a plan is passed as ubatch, or something else than an array of floats as array.
+      TypeError: If `layer` is traced and the cache is not stacked, or `causal` is not a static
+        bool.
+      TypeError: If the bias does not return floats, or closes over traced values.
 
     Examples:
-      Two tokens; the second one sees both, and a ubatch that was never applied sees NaN:
+      The second token attends to both; a ubatch that was not applied gets NaN:
 
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=1), cells=4)
       >>> (ubatch,) = init_batch(cache, make_batch([1, 2])).ubatches
@@ -109,12 +108,12 @@ def attend(
       >>> attend(cache, 0, ubatch, q, q, v)[1][0, :, 0, 0]
       Array([nan, nan], dtype=float32)
 
-      Another layer of the model looks at the same keys and values, with queries of its own:
+      Another layer attends to the same keys and values:
 
       >>> attend(after, 0, ubatch, q + 1)[1][0, :, 0, 0]
       Array([2., 3.], dtype=float32)
 
-      A bias that falls by log 3 a position, and two tokens that see each other:
+      A bias that falls by log 3 a position, and two tokens that attend to each other:
 
       >>> def nearer(query, key, head):
       ...     return (key - query) * math.log(3.0)
@@ -146,25 +145,24 @@ def write_kv(
     k: Float[Array, "R T K D"],
     v: Float[Array, "R T K Dv"] | None = None,
 ) -> Cache:
-    """Write the keys and values of a ubatch into a layer, and attend to nothing.
+    """Write keys and values of a ubatch into a layer, without attention.
 
-    With `read_kv` and attention of the caller's own it does what `attend` does.
+    `write_kv`, `read_kv` and attention of your own do the same as `attend`.
 
     Args:
-      cache: a cache that the ubatch has been applied to.
-      layer: 0 to L - 1, static; of a stacked cache it may be traced, see `make_cache`.
-      ubatch: the tokens. Those that the table does not hold (padding, a refused plan) are written
-        nowhere, and nothing of a stale ubatch is.
+      cache: a cache that `ubatch` was applied to.
+      layer: as for `attend`.
+      ubatch: as for `attend`.
       k: keys, rotated by the layer's rope.
       v: values, unless they are a part of the keys.
 
     Returns:
-      The cache with the keys and values written. Of a head whose key or value is not finite in the
-      buffers' dtype, the value is stored as zero and the key as NaN.
+      The next cache. If a key or value of a head is not finite in the buffers' dtype, the value is
+      stored as zero and the key as NaN.
 
     Raises:
-      ValueError: as `attend` does.
-      TypeError: as `attend` does.
+      ValueError: As `attend`.
+      TypeError: As `attend`.
 
     Examples:
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=1), cells=4)
@@ -192,33 +190,34 @@ def read_kv(
     causal: bool = True,
     visible_until: Int32[Array, "R T"] | None = None,
 ) -> KVView:
-    """Return what the tokens of a ubatch see of a layer, for attention of the caller's own.
+    """Return keys, values and mask of a layer for the tokens of a ubatch.
 
-    Keys and values are those of whole streams, as they lie in the buffers, so that holes, forks and
-    windows are the mask's business. Tokens come as P lists of T: rows of one stream are one list.
-    Queries and positions of the ubatch are brought into lists by `x.reshape(*mask.shape[:2], ...)`.
+    Keys and values are whole streams, as stored. Tokens are P lists of T: rows of one stream are
+    one list. Reshape queries and positions of the ubatch with `x.reshape(*mask.shape[:2], ...)`.
 
     Args:
-      cache: a cache that the ubatch has been applied to, and whose layer has been written.
-      layer: 0 to L - 1, static; of a stacked cache it may be traced, see `make_cache`.
-      ubatch: the tokens that look.
-      causal: False lets tokens see those that come after them.
-      visible_until: the last position that each token sees, see `attend`.
+      cache: a cache that `ubatch` was applied to, and whose layer was written.
+      layer: as for `attend`.
+      ubatch: the tokens that attend.
+      causal: as for `attend`.
+      visible_until: as for `attend`.
 
     Returns:
-      `(k, v, mask, positions)`, see `KVView`. Values are finite. A key that no token sees may be
-      anything, NaN too: hide it by a choice (`jnp.where`) and not by a product or a
-      sum; and where derivatives are wanted, put zeros in its place before the product. A token
-      that was not finite has a NaN key. Padding and a refused plan see nothing; tokens of a stale
-      ubatch see all cells, and NaN in each. Where `attend` gives NaN for another reason, all keys
-      of the list are NaN.
+      `(k, v, mask, positions)`, see `KVView`.
+
+      - Values are finite. Keys that are masked for all tokens may be NaN: mask logits with
+        `jnp.where`, not by a product or a sum. For derivatives, replace these keys by zeros first.
+      - The key of a token that was not finite is NaN.
+      - Padding and a refused plan have an empty mask.
+      - A stale ubatch has a full mask and NaN keys. In the other cases in which `attend` returns
+        NaN, all keys of the list are NaN.
 
     Raises:
-      ValueError: as `attend` does.
-      TypeError: as `attend` does.
+      ValueError: As `attend`.
+      TypeError: As `attend`.
 
     Examples:
-      Two sequences of one pool are one list. What `attend` does is `ops.attention.attention` of it:
+      Two sequences of one stream are one list. `attend` computes `ops.attention.attention` of it:
 
       >>> cache = make_cache(
       ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=1), cells=4, sequences=2
@@ -243,24 +242,26 @@ def read_kv(
 
 @explain_donation_errors
 def read_states(cache: Cache, layer: int, ubatch: Ubatch) -> dict[str, Shaped[Array, "R ..."]]:
-    """Read the states that the rows of a ubatch go on from.
+    """Return the recurrent states that the rows of a ubatch start from.
 
     Args:
-      cache: a cache that the ubatch has been applied to, and whose layer it has not written yet.
+      cache: a cache that `ubatch` was applied to, and whose layer was not written since.
       layer: 0 to L - 1, static.
       ubatch: the tokens, a row for each sequence.
 
     Returns:
-      By name, `[R, ...]`, the state of each row's sequence before the first token of the ubatch.
-      Zeros where the sequence had none, and for a row that the table did not take in (padding, a
-      refused plan). NaN, or the lowest integer, where the state must not be used: for a stale
-      ubatch, and where the layer never wrote the state or has written over it.
+      By name, the state of each row's sequence before the first token of the ubatch.
+
+      - Zeros for a sequence without a state, for padding, and for a refused plan.
+      - NaN (or the lowest integer) for a stale ubatch, and if the layer did not write the state, or
+        has overwritten it.
 
     Raises:
-      ValueError: when the layer is none of the cache, the ubatch was planned for a cache of another
-        spec, the buffers were donated, or it is a ubatch of `init_batch(encoder=True)`.
-      TypeError: when it is no ubatch, the layer is no integer that is known while tracing, or the
-        cache keeps no states.
+      ValueError: If `layer` is not in `[0, L)`, or the buffers were donated.
+      ValueError: If the ubatch was planned for a cache with another spec, or by
+        `init_batch(encoder=True)`.
+      TypeError: If `ubatch` is not a ubatch, `layer` is not a static integer, or the cache has no
+        states.
 
     Examples:
       >>> cache = make_cache(
@@ -281,26 +282,24 @@ def read_states(cache: Cache, layer: int, ubatch: Ubatch) -> dict[str, Shaped[Ar
 def write_states(
     cache: Cache, layer: int, ubatch: Ubatch, states: Mapping[str, Shaped[Array, "R ..."]]
 ) -> Cache:
-    """Write the states that the rows of a ubatch leave, after `read_states` of the same layer.
+    """Write the recurrent states after the last tokens of each row.
 
     Args:
-      cache: a cache that the ubatch has been applied to.
+      cache: a cache that `ubatch` was applied to.
       layer: 0 to L - 1, static.
-      ubatch: the tokens. A row that the table did not take in (padding, a refused plan) is written
-        nowhere, and nothing of a stale ubatch is.
-      states: by name, `[R, E + 1, ...]`, the states after the last E + 1 valid tokens of each row,
-        the oldest first: after so many tokens as `ubatch.state_write_steps(E + 1)` says.
-        Where that is 0 the state is older than the ubatch, and not written. `[R, ...]` will do
-        where E is 0. Fewer than E + 1 are refused: the table lists what a ubatch leaves, so it must
-        be there.
+      ubatch: the tokens. States of padding, of a refused plan and of a stale ubatch are not
+        written.
+      states: by name, the states after each of the last E + 1 valid tokens of a row, the oldest
+        first. `ubatch.state_write_steps(E + 1)` returns the number of tokens before each of them; a
+        state with 0 is older than the ubatch and not written. If E is 0, `[R, ...]` is accepted
+        too.
 
     Returns:
-      The cache with the states written. A layer takes in the states of a ubatch once: written
-      again, they change nothing.
+      The next cache. A layer writes the states of a ubatch once; further writes have no effect.
 
     Raises:
-      ValueError: as `read_states` does, and when names or shapes are not those of the cache.
-      TypeError: as `read_states` does, and when `states` is no mapping.
+      ValueError: As `read_states`, and if names or shapes are not those of the cache.
+      TypeError: As `read_states`, and if `states` is not a mapping.
 
     Examples:
       >>> cache = make_cache(
@@ -321,7 +320,7 @@ def write_states(
 
 
 def _record_write(cache: Cache, layer: int | Int32[Array, ""], ubatch: Ubatch) -> Cache:
-    """Return the cache with a note that the ubatch writes a layer; raise if it did so before."""
+    """Return the cache with a note that the ubatch writes a layer; raise if it did before."""
     if not isinstance(layer, int):  # traced
         return cache
     last, layers = cache.written or (ubatch, frozenset())
@@ -336,7 +335,7 @@ def _record_write(cache: Cache, layer: int | Int32[Array, ""], ubatch: Ubatch) -
 
 
 def _layer_number(buffers: PyTree, layer: PyTree[int | Int32[Array, ""]]) -> PyTree:
-    """Return the number of a layer; it may be traced if one array holds all layers."""
+    """Return a layer number, which may be traced if the layers are stacked."""
     if not (isinstance(buffers, Buffers) and buffers.stacked and is_traced(layer)):
         return static_layer_number(layer)
     if jnp.shape(layer):

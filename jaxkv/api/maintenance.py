@@ -1,4 +1,4 @@
-"""Rotations that keys are owed, gaps between cells, room for a batch, and earlier tables."""
+"""Rotation of shifted keys, defragmentation, and return to earlier tables."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 def init_update(cache: Cache) -> MaintenancePlan:
-    """Plan what is pending: the rotation of every key that was moved.
+    """Plan the rotation of all keys whose positions were shifted.
 
     Returns:
-      A plan for `apply`. Its `pending`, `[]` int32, says how many keys will be rotated; when it
-      is 0 applying costs nothing. A stale one changes nothing, see `is_current`.
+      A plan for `apply`. `pending` is the number of keys to rotate; applying a plan with 0 costs
+      nothing. A stale plan has no effect, see `is_current`.
 
     Examples:
       >>> cache = make_cache(
@@ -45,24 +45,23 @@ def init_update(cache: Cache) -> MaintenancePlan:
 
 
 def defrag_plan(cache: Cache, *, max_moves: int | None = None) -> MaintenancePlan:
-    """Plan the moves that bring all used cells to the front.
+    """Plan the moves that bring all used cells to the front of their stream.
 
-    In tiled placement whole tiles move, those with any used cell to the front, and gaps within
-    them stay: they are for the next tokens of the sequence whose tile it is.
+    In tiled placement whole tiles move. Gaps inside a tile remain, as free cells of the tile's
+    sequence.
 
     Args:
       cache: any cache.
-      max_moves: the most runs of cells to move in each stream, for doing it bit by bit; None for
-        all. In tiled placement the last tile is always moved whole. Repeated until nothing is left
-        to move, any number of at least 1 ends in the same order.
+      max_moves: most runs of cells to move in each stream; None for no limit. In tiled placement
+        the last tile moves whole. Repeated calls reach the same order for every limit.
 
     Returns:
-      A plan for `apply`. Its `pending`, `[]` int32, says how many cells will move. Of keys and
-      values it has runs of `source`, `destination` and `length`, the highest cells first. A stale
-      one changes nothing, see `is_current`.
+      A plan for `apply`. `pending` is the number of cells to move. For keys and values, `source`,
+      `destination` and `length` are runs of cells, from the last one to the first. A stale plan has
+      no effect, see `is_current`.
 
     Raises:
-      ValueError: when `max_moves` is below 1.
+      ValueError: If `max_moves` is below 1.
 
     Examples:
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=6)
@@ -75,7 +74,7 @@ def defrag_plan(cache: Cache, *, max_moves: int | None = None) -> MaintenancePla
       owner    0 0 0 . . .
       position 0 3 4 . . .
 
-    llama.cpp: `defrag`, as it was until it was removed.
+    llama.cpp: `defrag`, since removed.
     """
     if max_moves is not None:
         max_moves = check_count(max_moves, "max_moves")
@@ -93,22 +92,21 @@ def compact(
 ) -> EditResult:
     """Rotate the keys of shifted cells, then close the gaps between cells.
 
-    With a batch, only what is needed for the batch to fit: nothing, the rotation, or both. No token
-    is removed.
+    No token is removed. With a batch, each of the two steps runs only if the batch does not fit
+    yet.
 
     Args:
       cache: any cache.
-      batch: tokens that are to fit; None to do both.
-      ubatch_size: the most tokens that are computed at once, see `init_batch`.
-      max_moves: the most runs of cells that are moved, see `defrag_plan`.
-      donate: give up the buffers of the cache passed in, see `apply`.
+      batch: tokens that must fit; None to run both steps.
+      ubatch_size: see `init_batch`.
+      max_moves: see `defrag_plan`.
+      donate: see `apply`.
 
     Returns:
-      The cache, and whether the batch fits in it, `[]` bool; True without a batch.
+      The next cache, and `ok`: whether the batch fits, True without a batch.
 
     Raises:
-      jax.errors.TracerBoolConversionError: inside of `jit` with a batch, since it decides by what
-        it finds.
+      jax.errors.TracerBoolConversionError: Inside of `jit` with a batch.
 
     Examples:
       >>> cache = make_cache(
@@ -141,27 +139,26 @@ _plan_defrag = jit_method(CacheTable.plan_defrag, static_argnames="max_moves")
 
 
 def rewind(cache: Cache, *, to: CacheTable) -> EditResult:
-    """Return to an earlier table, with the buffers of a later cache: undo what was applied since.
+    """Restore an earlier table with the buffers of a later cache: undo what was applied since.
 
-    Exact when the buffers still hold what the old table knew: since then the table was edited, and
-    ubatches went into cells that were empty in it. It is refused where a cell that the old table
-    uses was written over (by a ubatch, a copy between streams or a defrag, into a cell freed since)
-    or rotated (by an update). Plans that were made meanwhile are stale: plan again. The table knows
-    the tokens, and not the model: cells of the same tokens that other weights, or other arguments
-    of `attend`, have filled since are taken for the old ones.
+    The result is exact. `ok` is False if a cell of the earlier table was overwritten or rotated
+    since: by a ubatch, a copy between streams, a defrag or an update. Plans made in between are
+    stale.
+
+    Cells are compared by the hashes of their tokens. Model parameters are not compared: a cell that
+    was rewritten with the same tokens counts as unchanged.
 
     Args:
       cache: the later cache.
-      to: the table of the earlier one, `cache.table`. It must not have been donated: donate the
-        buffers alone, and merge inside of the step.
+      to: `table` of the earlier cache, not donated. In a step that donates, donate the buffers
+        only.
 
     Returns:
-      The cache as it was, and `ok`, `[]` bool: False if it was refused, and then the cache is the
-      later one, unchanged.
+      The earlier cache, and `ok`. If `ok` is False, `cache` unchanged.
 
     Raises:
-      TypeError: when `to` is no table.
-      ValueError: when it is one of a cache of other sizes or of another kind.
+      TypeError: If `to` is not a table.
+      ValueError: If `to` is the table of a cache with another spec.
 
     Examples:
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
@@ -171,7 +168,7 @@ def rewind(cache: Cache, *, to: CacheTable) -> EditResult:
       >>> cache.num_used_cells().item(), ok.item()
       (0, True)
 
-      What was written over cannot come back:
+      A cell that was overwritten cannot be restored:
 
       >>> table = later.table
       >>> other = apply(clear(later), init_batch(clear(later), make_batch([3])))
@@ -188,6 +185,6 @@ def rewind(cache: Cache, *, to: CacheTable) -> EditResult:
 
 @jit_table
 def _rewind(table: CacheTable, earlier: CacheTable) -> tuple[CacheTable, Bool[Array, ""]]:
-    """Return the table `earlier` if it can be returned to, else `table`; and `ok`, `[]` bool."""
+    """Return the table `earlier` if it can be restored, else `table`; and `ok`."""
     back, ok = table.rewind(earlier)
     return jax.tree.map(lambda new, old: jnp.where(ok, new, old), back, table), ok
