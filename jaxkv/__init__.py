@@ -1,22 +1,21 @@
-"""Key/value caches for JAX, as plain values.
+"""Key/value caches for JAX as immutable values.
 
-A cache is an immutable pytree; everything done to it is a pure function that returns the next one.
-It is a table, which says which token stands in which cell, and buffers of keys and values beside
-it.
+A cache is a pytree of a table, which maps tokens to cells, and of buffers of keys and values. Every
+operation is a pure function that returns the next cache.
 
-Letters, in every shape of this library:
+Letters in array shapes:
 
   S  streams, independent pools of cells         L  layers
   N  cells of a stream                           H  query heads
   B  tokens of a batch                           K  key/value heads
-  R  rows of a ubatch                            D  head size, Dv that of values
+  R  rows of a ubatch                            D  head size, Dv of values
   T  tokens of a row                             O  outputs of a ubatch
   Q  sequences                                   V  vocabulary
   W  words of 32 owners                          P  lists of tokens that share a stream
-  E  earlier states that are kept                n  any number, d that of an embedding
+  E  earlier recurrent states                    n  any number, d size of an embedding
 
-Public is what stands here and in the modules `draw`, `generation`, `ops`, `serving`, `sharding` and
-`snapshot`; all else may move. `generation` and `serving` are imported where they are first used.
+Public names are those of this module and of `draw`, `generation`, `ops`, `serving`, `sharding` and
+`snapshot`. `generation` and `serving` are imported at first use.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Tokens that arrive together, and the parts of them that are computed at once."""
+"""Batches of tokens, and ubatches: the parts of a batch that are computed at once."""
 
 from __future__ import annotations
 
@@ -30,21 +30,19 @@ if TYPE_CHECKING:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Batch:
-    """Tokens that arrive together: a flat list, or rows `[R, T]` ready to be computed.
+    """Tokens to plan, made by `make_batch`: a flat list `[B]`, or rows `[R, T]`.
 
-    Make one with `make_batch`, which checks and fills in what it can.
+    Concrete arrays are NumPy arrays.
 
-    Arrays are NumPy's where the host knows them.
-
-    tokens: or None where embeddings come instead.
-    embeddings: or None where tokens come instead.
-    sequences: the sequence that each token belongs to; of several, the lowest.
-    positions: or None: each token comes after the last one of its sequence.
-    outputs: which tokens want logits, or None: the last of each sequence.
-    valid: which tokens are really there.
-    shared_with: the further sequences of each token, a negative number where it has fewer; None
-      where each token belongs to one.
-    extra: by name, what else a model is told of each token; None for nothing.
+    tokens: None if embeddings are given.
+    embeddings: None if tokens are given.
+    sequences: sequence of each token; the lowest one of several.
+    positions: None for one past the last position of the sequence.
+    outputs: tokens to compute logits for; None for the last one of each sequence.
+    valid: False for padding.
+    shared_with: further sequences of each token, padded with negative numbers; None if each token
+      has one.
+    extra: additional model inputs of each token, by name.
     """
 
     tokens: PyTree[Int32[Array, " B"]]
@@ -57,16 +55,16 @@ class Batch:
     extra: dict[str, PyTree[Shaped[Array, "B ..."]]] | None = None
 
     def keep_sequences(self, fits: Flags) -> Batch:
-        """Drop the tokens of some sequences, keeping every shape.
+        """Mark the tokens of other sequences as padding. Shapes are unchanged.
 
-        A token of several sequences stays for those of them that stay.
+        A token of several sequences stays for those that are kept.
 
         Args:
-          fits: for each of Q sequences whether it stays; `Plan.fits` says which would find room.
+          fits: for each of Q sequences whether it is kept, such as `Plan.fits`.
 
         Raises:
-          TypeError: when they are no bools.
-          ValueError: when a known sequence of the batch has none.
+          TypeError: If `fits` is not bool.
+          ValueError: If a concrete sequence of the batch has no entry in `fits`.
         """
         xp = np if is_concrete(self, fits) else jnp
         fits = xp.asarray(check_bool(fits, "sequences that stay", or_integers=False))
@@ -89,36 +87,31 @@ class Batch:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Ubatch(Partitioned):
-    """The part of a batch that is computed at once: R rows of T tokens, padding included.
+    """Part of a batch that is computed at once: R rows of T tokens, with padding.
 
-    tokens: or None.
-    embeddings: or None.
-    positions: the position of each token.
-    sequences: the sequence of each token; of several, the lowest.
-    row_stream: the stream of a row's tokens.
-    row_sequence: the sequence of a row, where a row holds one sequence; else 0.
-    slots: `[R, T]` int32, the cell chosen for each token. A token that goes nowhere (padding, or
-      any token of a refused plan) has an index past the last cell, each its own. For a recurrent
-      cache its `StateSlots`, and for a hybrid one a tuple: what each of its parts chose, None for
-      one that sources pass by. In all of them int32 are slots, and uint32 are stamps.
-    cell_hashes: what tells the content of a token's cell from all others, see
-      `jaxkv.core.hashing`.
+    tokens: None if the batch has embeddings.
+    embeddings: None if the batch has tokens.
+    positions: position of each token.
+    sequences: sequence of each token; the lowest one of several.
+    row_stream: stream of each row.
+    row_sequence: sequence of each row, if rows have one sequence; else 0.
+    slots: int32 `[R, T]`, the cell of each token. Padding, and all tokens of a refused plan, have
+      distinct indices past the last cell. `StateSlots` of a recurrent cache; for a hybrid cache a
+      tuple with an entry for each part, None for a part that the ubatch does not use. int32 leaves
+      are slots, uint32 leaves are hashes.
+    cell_hashes: hash of the content of each token's cell, see `jaxkv.core.hashing`.
     valid: False for padding.
     more: whether a later ubatch of the plan has tokens of the token's sequence.
-    outputs: which of the R * T tokens output logits, in the order of the logits. Some
-      only pad, so that few shapes are compiled, and they may come first:
-      `Plan.gather_outputs` puts the logits that were asked for in the order of the batch.
-    output_index: the batch index of each output; 2**31 - 1 for one that only pads.
-    hash_before: the digest of each stream that the slots were chosen in; a tuple of
-      them for a hybrid cache. Where a stream of the ubatch has another one, the ubatch is stale.
-    hash_after: the digest of each stream once the ubatch is applied.
-    spec: of the cache that it was planned for, static.
-    row_is_sequence: whether row r is that of sequence r, and R is Q, static. Shapes alone cannot
-      tell.
-    shared_with: the further sequences of each token, see `Batch`; None where
-      each token belongs to one.
-    extra: by name, what else a model is told of each token, anything in padding; None
-      where the batch had nothing.
+    outputs: indices into the R * T tokens to compute logits for. Some are padding, so that few
+      shapes are compiled. `Plan.gather_outputs` sorts logits and removes padding.
+    output_index: batch index of each output; 2**31 - 1 for padding.
+    hash_before: hash of each stream that slots were chosen for; a tuple for a hybrid cache. The
+      ubatch is stale if a stream that it uses has another hash.
+    hash_after: hash of each stream after `apply`.
+    spec: static, of the cache that it was planned for.
+    row_is_sequence: static, whether R is Q and row r is of sequence r.
+    shared_with: further sequences of each token, see `Batch`.
+    extra: additional model inputs of each token, by name; arbitrary values in padding.
 
     llama.cpp: `llama_ubatch`.
     """
@@ -143,21 +136,20 @@ class Ubatch(Partitioned):
     extra: dict[str, Shaped[Array, "R T ..."]] | None = None
 
     def state_write_steps(self, count: int) -> Int32[Array, "R count"]:
-        """Return how many tokens of its row are consumed after each of the last ones.
+        """Return the number of valid tokens up to each of the last ones of a row.
 
-        `write_states` takes the states after so many tokens in the last E + 1 places of a row; 0
-        stands for the state that the row began with, and such an entry is not written.
+        The states after these tokens are the ones that `write_states` takes. 0 is the state before
+        the row; such an entry is not written.
 
         Args:
-          count: how many of the last tokens, static; E + 1 for `write_states`.
+          count: number of last tokens, static; E + 1 for `write_states`.
 
         Returns:
-          n - count + 1 + i at place i of a row of n valid tokens, or 0 if
-          that is negative.
+          max(n - count + 1 + i, 0) at index i for a row of n valid tokens.
 
         Raises:
-          TypeError: when `count` is no integer.
-          ValueError: when `count` is below 1.
+          TypeError: If `count` is not an integer.
+          ValueError: If `count` is below 1.
 
         Examples:
           >>> cache = make_cache(
@@ -189,31 +181,34 @@ def make_batch(
     valid: PyTree = None,
     extra: Mapping[str, PyTree] | None = None,
 ) -> Batch:
-    """Gather tokens into a batch.
+    """Make a batch from tokens.
 
     Args:
-      tokens: `[B]` int32; or a list of lists or an array `[R, T]`, a row for each sequence.
-      embeddings: `[B, d]` or `[R, T, d]`, in place of tokens.
-      sequences: `[B]` int32, or one id for all, by default 0. For a list of lists, one id for each
-        list, by default 0, 1, 2 and so on, which is also the default for the rows of an array. In
-        place of an id, a list of several: a token that stands once and belongs to all of them. An
-        array says the same with one more axis, `[B, n]` or `[R, T, n]`, filled up with -1. So
-        `[[0, 1], [2, 3]]` gives two ids to each list where tokens are a list of lists, and one id
-        to each token where they are an array.
-      positions: `[B]` int32; by default each token follows the last one of its sequence.
-      outputs: `[B]` bool, which tokens output logits; by default the last of each sequence.
-      valid: `[B]` bool; a token that is not valid is padding and goes nowhere.
-      extra: `[B, ...]` or `[R, T, ...]` by name, what else a model is told of each token, such as
-        positions in an image, or a type. It is cut and ordered as tokens are, and stands in
-        `Ubatch.extra`. Of a list of lists it is that of all tokens, list after list. Steps that
-        pick tokens (`plan_step`, `decode` and the other loops) have none.
+      tokens: `[B]` int32; a list of lists, one for each sequence; or an array `[R, T]`, a row for
+        each sequence.
+      embeddings: `[B, d]` or `[R, T, d]` floats, in place of tokens.
+      sequences: sequence ids.
+
+        - `[B]`, or one id for all tokens; default 0.
+        - For a list of lists or rows, one id for each; default 0, 1, 2 and so on.
+        - A list of ids in place of one id, for a token that belongs to all of them. As an array,
+          ids have one more axis, `[B, n]` or `[R, T, n]`, padded with -1.
+
+      positions: `[B]` int32; default one past the last position of the sequence.
+      outputs: `[B]` bool, tokens to compute logits for; default the last one of each sequence.
+      valid: `[B]` bool, False for padding.
+      extra: `[B, ...]` or `[R, T, ...]` by name, additional model inputs of each token, such as
+        positions in an image. For a list of lists, those of all tokens, list after list. They are
+        in `Ubatch.extra`. `plan_step` and the loops have none.
 
     Raises:
-      ValueError: when neither or both of tokens and embeddings are given, shapes differ, one of
-        several lists is empty, a token on the host is negative, a list of ids is empty or has one
-        twice, or an integer does not fit int32, or in extra what JAX makes of its dtype.
-      TypeError: when tokens, sequences or positions are no integers, outputs or valid no bools, or
-        extra has no names, or no arrays of numbers.
+      ValueError: If not exactly one of `tokens` and `embeddings` is given, or shapes differ.
+      ValueError: If one of several lists is empty, or a concrete token is negative.
+      ValueError: If a list of ids is empty or repeats one.
+      ValueError: If an integer does not fit into int32, or into the dtype that JAX gives to
+        `extra`.
+      TypeError: If tokens, sequences or positions are not integers, or outputs or valid not bool.
+      TypeError: If `extra` is not a mapping of names to arrays of numbers.
 
     Examples:
       Two prompts of different lengths, for sequences 0 and 1:
@@ -222,12 +217,12 @@ def make_batch(
       >>> batch.tokens, batch.sequences
       (array([11, 12, 13, 21, 22], dtype=int32), array([0, 0, 0, 1, 1], dtype=int32))
 
-      Tokens that a step has picked, one for each sequence:
+      Sampled tokens, one for each sequence:
 
       >>> make_batch(np.array([[14], [23]])).sequences.tolist()
       [[0], [1]]
 
-      A prompt that two sequences share, and how each goes on. It is computed and stands once:
+      A prompt shared by two sequences, and one more token of each. The prompt is stored once:
 
       >>> batch = make_batch([[11, 12], [13], [14]], sequences=[[0, 1], 0, 1])
       >>> batch.sequences.tolist(), batch.shared_with.tolist()
@@ -239,10 +234,10 @@ def make_batch(
       owner    + + 0 1 .
       position 0 1 2 2 .
 
-      They must share all that comes before such a token, see `Reason.DIVERGED`. A cache that keeps
-      states has no such tokens.
+      The sequences of a shared token must share all tokens before it, see `Reason.DIVERGED`.
+      Recurrent caches accept no shared tokens.
 
-      What else a model is told, here where in an image a token stands:
+      An additional model input, here the position in an image:
 
       >>> batch = make_batch([11, 12], extra={"place": np.array([[0, 0], [0, 1]])})
       >>> (ubatch,) = init_batch(cache, batch).ubatches
@@ -318,7 +313,7 @@ def make_batch(
                 f"{name} must have one entry a token: expected {shape}, got {value.shape}"
             )
     valid = fields["valid"]
-    # Tokens on a device are not looked at: that would wait for them.
+    # Tokens on a device are not checked, since that would wait for the device.
     on_host = isinstance(tokens, np.ndarray) and isinstance(valid, np.ndarray)
     if on_host and np.any(np.asarray(valid) & (np.asarray(tokens) < 0)):
         raise ValueError(
@@ -332,7 +327,7 @@ def make_batch(
 
 
 def _check_extra(extra: object, shape: tuple[int, ...]) -> dict[str, PyTree]:
-    """Return what else a model is told, `[B, ...]` or `[R, T, ...]` by name."""
+    """Return additional model inputs by name, checked."""
     if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
         raise TypeError(f"expected extra as arrays by name, got {extra!r}")
     found = {}
@@ -357,7 +352,7 @@ def _check_extra(extra: object, shape: tuple[int, ...]) -> dict[str, PyTree]:
 
 
 def _to_32_bits(value: PyTree, kept: np.dtype, name: str) -> PyTree:
-    """Return integers of 64 bits in what JAX would make of them, if that holds them all."""
+    """Return 64-bit integers in JAX's dtype; raise if one does not fit."""
     low, high = jnp.iinfo(kept).min, jnp.iinfo(kept).max
     wrong = value[(value < low) | (value > high)]
     if wrong.size:
@@ -369,7 +364,7 @@ def _to_32_bits(value: PyTree, kept: np.dtype, name: str) -> PyTree:
 
 
 def _pad_sequence_sets(sequences: PyTree) -> PyTree:
-    """Return a list of ids and lists of ids as an array, -1 where one has fewer; others as is."""
+    """Return a list of ids and lists of ids as an array padded with -1; return others unchanged."""
     if not isinstance(sequences, Sequence):
         return sequences
     several = (list, tuple, set, frozenset, np.ndarray)
@@ -386,7 +381,7 @@ def _pad_sequence_sets(sequences: PyTree) -> PyTree:
 
 
 def _check_row_sequences(sequences: PyTree) -> PyTree:
-    """Return the sequences of rows, unless they are lists of different lengths."""
+    """Return the sequences of rows as an array; raise for lists of different lengths."""
     try:
         return sequences if isinstance(sequences, jax.Array) else np.asarray(sequences)
     except ValueError:
@@ -397,9 +392,9 @@ def _check_row_sequences(sequences: PyTree) -> PyTree:
 
 
 def _split_lowest_sequence(sets: PyTree) -> tuple[PyTree, PyTree]:
-    """Return the lowest id of each set, `[..., n]`, and the others; None if there are none.
+    """Return the lowest id of each set `[..., n]`, and the others or None.
 
-    How many others there are is a power of two, so that few shapes are compiled.
+    The number of others is padded to a power of two, so that few shapes are compiled.
     """
     if not isinstance(sets, np.ndarray):
         sets = _sort_ids_lowest_first(sets, jnp)
@@ -419,19 +414,19 @@ def _split_lowest_sequence(sets: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def _sort_ids_lowest_first(sets: PyTree, xp: ModuleType) -> PyTree:
-    """Sort sets of ids, `[..., n]`, the lowest first; -1 last, for each that is negative."""
+    """Sort sets of ids `[..., n]`; negative ones become -1 and come last."""
     ids = xp.sort(xp.where(sets < 0, END, sets), axis=-1)
     return xp.where(ids == END, -1, ids)
 
 
 def hash_tokens(ubatch: Ubatch) -> UInt32[Array, "R T"]:
-    """Return hashes of the tokens and of their positions."""
+    """Return hashes of the tokens and their positions."""
     found = hash_contents(ubatch.tokens, ubatch.embeddings, ubatch.extra)
     return chain_hashes(found, ubatch.positions)
 
 
 def mask_slots(ok: Bool[Array, ""], ubatch: Ubatch) -> Ubatch:
-    """Return the ubatch if `ok`, else one with every token sent nowhere."""
+    """Return the ubatch if `ok`, else one with all slots past the last cell."""
 
     def mask_leaf(leaf: jax.Array) -> jax.Array:
         return jnp.where(ok, leaf, out_of_range_slots(leaf)) if leaf.dtype == jnp.int32 else leaf
@@ -440,10 +435,7 @@ def mask_slots(ok: Bool[Array, ""], ubatch: Ubatch) -> Ubatch:
 
 
 def placed_rows(ubatch: Ubatch) -> jax.Array:
-    """Return which rows of a ubatch have a token with a place; `[R]` bool.
-
-    All False if the plan of the ubatch was refused.
-    """
+    """Return which rows have a token with a cell, `[R]` bool; none in a refused plan."""
     count = ubatch.valid.shape[0]
     answers = [
         jnp.any(slots.reshape(count, -1) < MAX_CELLS, axis=1)
@@ -454,9 +446,9 @@ def placed_rows(ubatch: Ubatch) -> jax.Array:
 
 
 def mask_rows_of_other_devices(ubatch: Ubatch, axes: tuple[str, ...], count: int) -> Ubatch:
-    """Return a ubatch as a device sees it that holds `count` of the streams that axes split.
+    """Return the ubatch local to a device, which has `count` of the streams that axes split.
 
-    Streams are counted from its first one on, and rows of others are padding.
+    Streams are renumbered from the device's first one; rows of other devices are padding.
     """
     if not axes:
         return ubatch
@@ -479,10 +471,10 @@ def mask_rows_of_other_devices(ubatch: Ubatch, axes: tuple[str, ...], count: int
 def expand_streams_to_rows(
     x: Shaped[Array, "S ..."], row_stream: Int32[Array, " R"], in_order: bool
 ) -> Shaped[Array, "R ..."]:
-    """Return what there is of each stream for the rows of a ubatch.
+    """Gather the entries of each row's stream.
 
-    Of rows in the order of sequences it is known which are those of a stream, so that on a mesh
-    each device has what its rows ask for.
+    If rows are in the order of sequences, the gather is a broadcast, so that devices of a mesh need
+    no communication.
     """
     if not in_order:
         return x[row_stream]
@@ -492,12 +484,12 @@ def expand_streams_to_rows(
 
 
 def row_mesh_axes(ubatch: Ubatch, streams: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the axes that split the rows of a ubatch: those of streams, if it is in order."""
+    """Return the mesh axes that split rows: those of streams, if `row_is_sequence`."""
     return streams if ubatch.row_is_sequence else ()
 
 
 def ubatch_partition_specs(ubatch: Ubatch, streams: tuple[str, ...]) -> Ubatch:
-    """Return how axes that split streams split a ubatch: its rows, and the digests of streams."""
+    """Return a `PartitionSpec` for each array, given the axes that split streams."""
     rows = row_mesh_axes(ubatch, streams)
     whole = {name: P() for name in ("outputs", "output_index")}
     digests = {name: P(streams) for name in ("hash_before", "hash_after")}
@@ -507,10 +499,10 @@ def ubatch_partition_specs(ubatch: Ubatch, streams: tuple[str, ...]) -> Ubatch:
 
 
 def ubatch_of_part(ubatch: Ubatch, part: int) -> Ubatch:
-    """Return a ubatch of a hybrid cache as one of its parts sees it.
+    """Return the ubatch of one part of a hybrid cache.
 
     Raises:
-      ValueError: when it is of sources, and passes the part by.
+      ValueError: If the ubatch is of an encoder source and does not use the part.
     """
     if ubatch.slots[part] is None:
         raise ValueError(

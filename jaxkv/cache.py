@@ -1,8 +1,7 @@
-"""A cache: an immutable value of a table and buffers, and the questions that can be asked of it.
+"""`Cache`: an immutable value of a table and buffers.
 
-The table says which token stands in which cell, and is small. The buffers are all the bytes. An
-edit is compiled over the table alone and puts the same buffers back beside it: compiled over a
-whole cache it would have to copy every buffer, or take the cache away from the caller.
+The table is small and maps tokens to cells; the buffers have nearly all the bytes. Edits are
+compiled for the table alone, so that outside of `jit` no buffer is copied or donated.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ if TYPE_CHECKING:
 )
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Cache(Partitioned):
-    """What a model remembers of its sequences: an immutable value, whatever the kind.
+    """Immutable KV cache or recurrent-state cache of a set of sequences.
 
-    table: which token stands in which cell, a `CacheTable`.
-    buffers: the bytes beside it: `Buffers` of keys and values, a tuple of states by layer, or for a
-      hybrid cache a tuple of the buffers of its parts.
-    written: a ubatch, and the layers that it has written last. No part of the pytree: where it is
-      lost, a layer that is written twice is not noticed.
+    table: a `CacheTable`, the tokens of each cell.
+    buffers: `Buffers` of keys and values, a tuple of states by layer, or for a hybrid cache a tuple
+      of the buffers of its parts.
+    written: the last ubatch that wrote layers, and their numbers. Not part of the pytree; used to
+      raise if a layer is written twice.
 
     llama.cpp: `llama_memory_i`.
     """
@@ -64,7 +63,7 @@ class Cache(Partitioned):
 
     @property
     def spec(self) -> CacheSpec:
-        """What the weights fixed of the cache; `make_cache(cache.spec, cells=...)` makes one more.
+        """The `CacheSpec` of the cache, to make another with `make_cache(cache.spec, cells=...)`.
 
         >>> cache = make_cache(CacheSpec.attention(layers=2, kv_heads=1, head_dim=4), cells=8)
         >>> cache.spec
@@ -74,7 +73,7 @@ class Cache(Partitioned):
 
     @property
     def parts(self) -> tuple[Cache, ...]:
-        """The parts of a hybrid cache as caches of their own; any other is its one part.
+        """The parts of a hybrid cache as caches; for others the cache itself.
 
         >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
         >>> len(cache.parts)
@@ -85,7 +84,7 @@ class Cache(Partitioned):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the table and the buffers; also of their shapes alone.
+        """Bytes of table and buffers; also for a cache of shapes only.
 
         >>> spec = CacheSpec.attention(layers=2, kv_heads=8, head_dim=128)
         >>> jax.eval_shape(lambda: make_cache(spec, cells=4096)).nbytes // 2**20
@@ -94,16 +93,16 @@ class Cache(Partitioned):
         return nbytes(self)
 
     def seq_pos_min(self, seq: Ids | None = None) -> Int32[Array, " ..."]:
-        """Return the smallest position that a sequence holds.
+        """Return the smallest position of each sequence.
 
         Args:
-          seq: one sequence id or many; by default all.
+          seq: sequence ids; default all.
 
         Returns:
-          The shape of `seq`; -1 for a sequence that holds nothing.
+          The shape of `seq`; -1 for an empty sequence.
 
         Raises:
-          ValueError: when an id is known and is none of the cache.
+          ValueError: If a concrete id is not from 0 to Q - 1.
 
         Examples:
           >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
@@ -115,16 +114,16 @@ class Cache(Partitioned):
         return _seq_pos_min(self.table, self._check_sequence_ids(seq))
 
     def seq_pos_max(self, seq: Ids | None = None) -> Int32[Array, " ..."]:
-        """Return the largest position that a sequence holds; its next token comes one after it.
+        """Return the largest position of each sequence.
 
         Args:
-          seq: one sequence id or many; by default all.
+          seq: sequence ids; default all.
 
         Returns:
-          The shape of `seq`; -1 for a sequence that holds nothing.
+          The shape of `seq`; -1 for an empty sequence.
 
         Raises:
-          ValueError: when an id is known and is none of the cache.
+          ValueError: If a concrete id is not from 0 to Q - 1.
 
         Examples:
           >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
@@ -138,10 +137,10 @@ class Cache(Partitioned):
         return _seq_pos_max(self.table, self._check_sequence_ids(seq))
 
     def num_used_cells(self) -> Int32[Array, ""]:
-        """Return how many cells hold a token, or a state.
+        """Return the number of cells that store a token or a state.
 
-        A cell that several sequences share counts once. In a hybrid cache the cells of all `parts`
-        are added up, since each holds a token's keys for layers of its own.
+        A cell that several sequences share counts once. The cells of all `parts` of a hybrid cache
+        are added.
 
         Examples:
           >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
@@ -155,18 +154,14 @@ class Cache(Partitioned):
         return _used(self.table)
 
     def can_resume(self, seq: Id, pos: Id) -> Bool[Array, ""]:
-        """Return whether a sequence can go on at a position once all from there on is removed.
+        """Return whether a sequence can continue at a position.
 
-        It can where `seq_rm(cache, seq, pos)` is granted and the next token then stands at `pos`: a
-        token there sees all that its window reaches, or a state stands before it. What was removed
-        from the middle of a text is not missed.
+        True if `seq_rm(cache, seq, pos)` returns `ok` and the next token is then at `pos`. Holes
+        left by `seq_rm` do not matter. Every sequence can continue at 0, and an empty one anywhere.
 
         Args:
           seq: the sequence.
-          pos: where its next token would stand.
-
-        Returns:
-          An empty sequence can start anywhere, and any can at 0.
+          pos: position of its next token.
 
         Examples:
           >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
@@ -179,20 +174,19 @@ class Cache(Partitioned):
         return _can_resume(self.table, ids, check_position(pos, "pos"))
 
     def can_seq_add(self, seq: Id, p0: Id, p1: Id | None, *, delta: Id) -> Bool[Array, ""]:
-        """Return whether `seq_add` would leave every sequence one token a position.
+        """Return whether `seq_add` would keep one token at a position in every sequence.
 
-        It may not where sequences share cells: these move for every owner, and an owner may hold
-        others at the positions that they come to.
+        Cells that several sequences share move for all of them, possibly onto positions of other
+        tokens.
 
         Args:
           seq: the sequence.
-          p0: the first position that moves.
-          p1: one past the last.
-          delta: how far they move.
+          p0: first position of the range.
+          p1: one past the last position.
+          delta: number added to each position.
 
         Returns:
-          False, too, where a position would reach 2**31 - 1. Of states, which stand at
-          one position each, nothing else can go wrong.
+          Also False if a position would reach 2**31 - 1.
 
         Examples:
           >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=None)
@@ -210,13 +204,13 @@ class Cache(Partitioned):
         return _can_add(self.table, ids, *bounds, check_position(delta, "delta"))
 
     def num_rollback_states(self, layer: int) -> int:
-        """Return E, how many earlier states the cache keeps for a recurrent layer.
+        """Return E, the number of earlier states stored for a recurrent layer.
 
-        It is `max_rollback` of `make_cache`; `write_states` takes one state more.
+        It is `max_rollback` of `make_cache`. `write_states` takes E + 1 states.
 
         Raises:
-          TypeError: when the cache has no recurrent layers.
-          ValueError: when the layer is none of the cache.
+          TypeError: If the cache has no recurrent layers.
+          ValueError: If the layer is not one of the cache.
 
         Examples:
           >>> spec = CacheSpec.recurrent(layers=1, states={"x": ((), jnp.int32)})
@@ -228,11 +222,11 @@ class Cache(Partitioned):
         return self.table.max_rollback(static_layer_number(layer))
 
     def check(self) -> dict[str, Int32[Array, ""]]:
-        """Return how much is wrong with the table.
+        """Count violated invariants of the table, for debugging.
 
         Returns:
-          For each thing that can be wrong, how many cells or sequences are at fault.
-          All are 0 unless a table was made by hand.
+          For each invariant, the number of cells or sequences that violate it. All are 0 unless a
+          table was made by hand.
 
         Examples:
           >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
@@ -260,21 +254,21 @@ _faults = jit_method(CacheTable.count_broken_invariants)
 
 @jit_table
 def _seq_pos_min(table: CacheTable, seq: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
-    """Return the first position of each sequence."""
+    """Return the smallest position of each sequence."""
     return jax.lax.map(table.seq_pos_min, jnp.ravel(seq)).reshape(seq.shape)
 
 
 @jit_table
 def _seq_pos_max(table: CacheTable, seq: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
-    """Return the last position of each sequence."""
+    """Return the largest position of each sequence."""
     return jax.lax.map(table.seq_pos_max, jnp.ravel(seq)).reshape(seq.shape)
 
 
 def split(cache: Cache) -> tuple[Any, PyTree]:
-    """Return the table and the buffers of a cache that a caller passed.
+    """Return the table and the buffers of a cache passed by a caller.
 
     Raises:
-      TypeError: when it is something else, such as the pair that `seq_rm` returns.
+      TypeError: If it is not a cache, such as the pair that `seq_rm` returns.
     """
     if isinstance(cache, Cache):
         return cache.table, cache.buffers
@@ -290,13 +284,13 @@ def split(cache: Cache) -> tuple[Any, PyTree]:
 
 
 def merge(table: CacheTable, buffers: PyTree) -> Cache:
-    """Put a table and buffers together into a cache: the inverse of `split`.
+    """Make a cache from a table and buffers: the inverse of `split`.
 
-    Values in the buffers of an attention cache must be finite, as `attend` leaves them.
+    Values in the buffers of an attention cache must be finite, as `attend` stores them.
 
     Raises:
-      TypeError: when the first argument is no table.
-      ValueError: when the buffers have other streams or cells than the table.
+      TypeError: If the first argument is not a table.
+      ValueError: If the buffers have other streams or cells than the table.
     """
     if not isinstance(table, CacheTable):
         raise TypeError(f"expected the table of a cache, got {type(table)}")

@@ -1,4 +1,4 @@
-"""What the weights of a model fix of its cache: layers, heads, windows, ropes and states."""
+"""`CacheSpec`: the layers, heads, windows, ropes and states of a model."""
 
 from __future__ import annotations
 
@@ -15,36 +15,35 @@ from jaxkv.rope import NOT_GIVEN, NotGiven, Rope
 from jaxkv.window import Window
 
 Ropes = Rope | NotGiven | tuple[Rope | NotGiven | None, ...] | None
-"""How keys turn with position: one rope for all layers, or one for each."""
+"""Rope of all layers, or of each."""
 
 ValueDim = int | slice | ValueSlice
-"""How many numbers a value has, or which of those of its key they are."""
+"""Size of a value, or its slice of the key."""
 
 State = jax.ShapeDtypeStruct | tuple[Sequence[int], jax.typing.DTypeLike]
-"""The shape and dtype of a state."""
+"""Shape and dtype of a state."""
 
 X = TypeVar("X")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class CacheSpec:
-    """What the weights of a model fix of its cache. Frozen, hashable, no arrays.
+    """Cache layout of a model. Frozen, hashable, without arrays.
 
-    Made by `attention`, `recurrent`, `cross_attention` and `hybrid`; `make_cache` takes it, and
-    `Cache.spec` is that of a cache. Specs are equal where their caches have the same layers,
-    however that was written. A size that all layers share is stored as one number, another one as
-    a tuple of one for each.
+    Made by `attention`, `recurrent`, `cross_attention` and `hybrid`. Specs are equal if their
+    caches have equal layers. A size that all layers share is stored as one number, others as a
+    tuple.
 
     kind: "attention", "recurrent", "cross_attention" or "hybrid".
-    layers: L; of a hybrid one more than the highest number of a layer.
-    kv_heads: K, the key/value heads.
-    head_dim: D, the numbers of a key.
-    value_dim: Dv, the numbers of a value, or which of those of its key they are, a `ValueSlice`.
-    window: how far back tokens look, None for everything.
-    rope: how keys were rotated when they come in; `NotGiven` where that was not said.
-    states: for each state its name, shape and dtype, ordered by name.
-    shard_dims: for each state that a mesh may split the name, the dimension and its parts.
-    parts: of a hybrid the specs of its parts, each with the numbers of its layers.
+    layers: L; for a hybrid one more than the highest layer number.
+    kv_heads: K, key/value heads.
+    head_dim: D, size of a key.
+    value_dim: Dv, size of a value, or a `ValueSlice` of the key.
+    window: None for no limit.
+    rope: rotation of the keys that `attend` is given; `NotGiven` if unknown.
+    states: name, shape and dtype of each state, ordered by name.
+    shard_dims: name, dimension and parts of each state that a mesh may split.
+    parts: specs of the parts of a hybrid, each with its layer numbers.
 
     llama.cpp: `llama_hparams`.
     """
@@ -69,31 +68,31 @@ class CacheSpec:
         window: Window | None = None,
         rope: Ropes = NOT_GIVEN,
     ) -> CacheSpec:
-        """Return the spec of layers that attend to the text.
+        """Return the spec of self-attention layers.
 
         Args:
-          layers: L, the attention layers.
-          kv_heads: K, the key/value heads, of all layers or one number for each.
-          head_dim: D, the numbers of a key, likewise.
-          value_dim: Dv, the numbers of a value, likewise; by default D. A slice, where values are
-            some of the numbers of their keys, as in latent attention (MLA): they take no bytes,
-            and models give keys alone. The slice leaves out at least one number of the key, and
-            all that its rope turns, which come first.
-          window: how far back tokens look, see `Window`. None for everything.
-          rope: how keys were rotated when they come in, for all layers or a tuple of one for each;
-            None where keys carry no position. Left out, all works that moves no keys: `seq_add`,
-            `seq_div`, `generation.context_shift` and `generation.self_extend` raise.
+          layers: L.
+          kv_heads: K, one number or one for each layer.
+          head_dim: D, one number or one for each layer.
+          value_dim: Dv, one number or one for each layer; default D. A slice if values are a part
+            of their keys, as in latent attention (MLA): they are not stored, and models pass keys
+            only. The slice must exclude at least one number of the key, and all numbers that the
+            rope rotates, which come first.
+          window: see `Window`; None for no limit.
+          rope: rotation of the keys that `attend` is given, one or one for each layer; None for
+            keys without positions. If left out, `seq_add`, `seq_div`, `generation.context_shift`
+            and `generation.self_extend` raise.
 
         Raises:
-          TypeError: when a count is no integer, or a window or a rope is something else.
-          ValueError: when a count is below 1 or above 2**31 - 1, or sizes and ropes do not fit the
-            layers or each other.
+          TypeError: If a count is not an integer, `window` not a `Window`, or `rope` not a `Rope`.
+          ValueError: If a count is below 1 or above 2**31 - 1.
+          ValueError: If sizes and ropes do not match the number of layers or each other.
 
         Examples:
           >>> CacheSpec.attention(layers=2, kv_heads=3, head_dim=64, window=Window.sliding(128))
           CacheSpec.attention(layers=2, kv_heads=3, head_dim=64, window=Window.sliding(128))
 
-          Latent attention, whose values are the last 8 of 12 numbers:
+          Latent attention; values are the last 8 of 12 numbers of a key:
 
           >>> CacheSpec.attention(layers=2, kv_heads=1, head_dim=12, value_dim=slice(4, None))
           CacheSpec.attention(layers=2, kv_heads=1, head_dim=12, value_dim=slice(4, 12))
@@ -132,50 +131,44 @@ class CacheSpec:
         states: Mapping[str, State],
         shard_dims: Mapping[str, tuple[int, int]] | None = None,
     ) -> CacheSpec:
-        """Return the spec of layers that go on from a state.
+        """Return the spec of recurrent layers.
 
-        Their cache has cells for E + 1 states of each sequence, E being the `max_rollback` of
-        `make_cache`, so there is always room. Sequences of one stream share cells after `seq_cp`,
-        and what is shared is never written over: only a sequence's own states make place for its
-        next ones. Between streams, `seq_cp` copies states, once for all targets of a stream.
+        The cache has cells for E + 1 states of each sequence (`max_rollback` of `make_cache`), so
+        that a batch always fits. After `seq_cp` sequences of a stream share states, which are never
+        overwritten. Between streams `seq_cp` copies states, once for all targets of a stream.
 
-        Edits and questions that differ from those of an attention cache:
+        Some edits differ from those of attention:
 
-        - `seq_rm` of an end is granted where a kept state stands right before it, or the whole
-          sequence goes, and refused elsewhere: what a state has seen stays in it.
-        - `seq_cp` gives the targets the states of the source as they were at the end of the range,
-          in place of what they had. It is refused where none is kept that stands there.
-        - `seq_add` moves the positions of states, for every sequence of the stream that shares
-          them. It is refused where a position would turn negative.
-        - `seq_div` drops the earlier states of the range, and divides the position of the current
-          one.
-        - `seq_pos_max` is the last position, and `seq_pos_min` the lowest that it can be cut back
-          to.
+        - `seq_rm` requires a stored state right before the range, unless it removes a whole
+          sequence.
+        - `seq_cp` replaces the states of the targets, and requires a stored state at the end of the
+          range.
+        - `seq_add` moves states for all sequences that share them, and not below position 0.
+        - `seq_div` drops earlier states of the range and divides the position of the current one.
+        - `seq_pos_max` is the last position, and `seq_pos_min` the lowest one to roll back to.
 
-        A cache is a value, so one that is kept is a checkpoint, and goes on as if nothing had been
-        in between. Donation takes it away: its own, and that of what an edit made of it, which has
-        the same buffers. So let the first step from there not donate, or copy the cache once. To
-        keep one state while all is donated, share it: `seq_cp` to a sequence that is not used
-        otherwise.
+        A kept cache is a checkpoint, unless its buffers are donated. An edit returns a cache with
+        the same buffers. So do not donate in the first step from a checkpoint, or copy the cache
+        before. To keep one state although steps donate, `seq_cp` it to an unused sequence.
 
         Args:
-          layers: L, the recurrent layers.
-          states: by name, the shape and dtype of one sequence's state in one layer, as a
-            `jax.ShapeDtypeStruct` or a pair `(shape, dtype)`.
-          shard_dims: by name, the dimension of a state that a mesh may split, and the parts that
-            it has, such as (0, heads). Others are whole on each device of a stream.
+          layers: L.
+          states: by name, shape and dtype of one sequence's state in one layer: a
+            `jax.ShapeDtypeStruct` or `(shape, dtype)`.
+          shard_dims: by name, the dimension of a state that a mesh may split, and its number of
+            parts, such as (0, heads). Other states are replicated on the devices of a stream.
 
         Raises:
-          TypeError: when a count is no integer, or `states` no mapping of names to shapes and
+          TypeError: If a count is not an integer, or `states` not a mapping of names to shapes and
             dtypes.
-          ValueError: when there are no states, a count is out of its range, or a split is of none
-            of the states or does not divide it.
+          ValueError: If there are no states, or a count is out of range.
+          ValueError: If `shard_dims` names no state, or the parts do not divide its dimension.
 
         Examples:
           >>> CacheSpec.recurrent(layers=2, states={"x": ((4, 8), "float32")})
           CacheSpec.recurrent(layers=2, states={'x': ((4, 8), 'float32')})
 
-          A state of two numbers that forgets half of what it had with each token:
+          A state of two numbers, halved at each token before the token is added:
 
           >>> spec = CacheSpec.recurrent(layers=1, states={"x": ((2,), jnp.float32)})
           >>> cache = make_cache(spec, max_rollback=2)
@@ -193,7 +186,7 @@ class CacheSpec:
           >>> print(show(cache))
           sequence 0 1 2 3
 
-          Two tokens can be taken back, and no more:
+          The last two tokens can be rolled back:
 
           >>> [seq_rm(cache, 0, p0).ok.item() for p0 in (0, 1, 2, 3, 4)]
           [True, False, True, True, True]
@@ -202,7 +195,7 @@ class CacheSpec:
           >>> read_states(apply(cache, plan), 0, plan.ubatches[0])["x"].tolist()  # 8 / 2 + 4
           [[8.0, 8.0]]
 
-          Keep the cache, let the sequence go elsewhere, and come back to what was kept:
+          Keep the cache as a checkpoint, continue, and return to the checkpoint:
 
           >>> def step(cache, ubatch):
           ...     return model(apply(cache, ubatch), ubatch)
@@ -214,7 +207,7 @@ class CacheSpec:
           >>> jax.tree.all(jax.tree.map(np.array_equal, again, once))
           True
 
-          A step that donates is given a copy, or the checkpoint is gone:
+          A step that donates deletes the checkpoint, unless it is given a copy:
 
           >>> donating = jax.jit(step, donate_argnames="cache")
           >>> cache = donating(jax.tree.map(jnp.copy, checkpoint), plan.ubatches[0])
@@ -222,7 +215,7 @@ class CacheSpec:
           >>> checkpoint.buffers[0]["x"].is_deleted()
           True
 
-          Two streams for four sequences: 1 shares the state of 0, and 2 and 3 share a copy of it:
+          Two streams for four sequences: 1 shares the state of 0; 2 and 3 share a copy:
 
           >>> cache = make_cache(spec, sequences=4, streams=2)
           >>> cache = apply(cache, init_batch(cache, make_batch([8])))
@@ -254,31 +247,28 @@ class CacheSpec:
         head_dim: int | Sequence[int],
         value_dim: int | Sequence[int] | None = None,
     ) -> CacheSpec:
-        """Return the spec of layers that look at what an encoder read: a part of a hybrid.
+        """Return the spec of layers that attend to an encoder source: a part of a hybrid.
 
-        An encoder reads the source of a sequence once, and its keys and values are written for each
-        layer (`init_batch(encoder=True)`, `encode`). From then on every token of the text of that
-        sequence sees all of it, whatever its position. A sequence that has no source sees zeros
-        there.
+        The keys and values of a source are written once (`init_batch(encoder=True)`, `encode`).
+        Each token of the sequence then attends to all of them, regardless of positions. Without a
+        source the output is zeros.
 
-        Forks (`seq_cp`, `seq_select`) have the source of what they go on from, in place of their
-        own, whatever range of the text is copied unless it is empty; within a stream it is shared.
-        `seq_rm` of a whole sequence, of a range that begins at 0 and has no end, forgets its
-        source; a range with an end, `seq_add` and `seq_div` leave it alone. `seq_pos_min` and
-        `seq_pos_max` tell of the text.
+        `seq_cp` and `seq_select` replace the source of the target by that of the parent, unless the
+        range is empty; within a stream it is shared. `seq_rm` removes the source with the whole
+        sequence. Other edits, `seq_pos_min` and `seq_pos_max` do not concern sources.
 
         Args:
-          layers: L, the layers that look at a source.
+          layers: L.
           kv_heads: K, see `attention`.
-          head_dim: D, likewise.
-          value_dim: Dv, likewise.
+          head_dim: D, see `attention`.
+          value_dim: Dv, see `attention`.
 
         Raises:
-          TypeError: when a count is no integer.
-          ValueError: when a count is out of its range, or sizes do not fit the layers.
+          TypeError: If a count is not an integer.
+          ValueError: If a count is out of range, or sizes do not match the number of layers.
 
         Examples:
-          Layer 0 is the self-attention of a decoder's only layer, and layer 1 its cross-attention:
+          Layer 0 is the self-attention of a decoder layer, layer 1 its cross-attention:
 
           >>> sizes = dict(layers=1, kv_heads=1, head_dim=2)
           >>> text, source = CacheSpec.attention(**sizes), CacheSpec.cross_attention(**sizes)
@@ -306,7 +296,7 @@ class CacheSpec:
             value_dim=_collapse_if_equal(
                 keys if value_dim is None else _check_layer_sizes(value_dim, layers, "value_dim")
             ),
-            rope=None,  # no verb of positions reaches a source
+            rope=None,  # positions of a source never change
         )
 
     @staticmethod
@@ -314,17 +304,18 @@ class CacheSpec:
         """Return the spec of several caches that step together, each for some layers of a model.
 
         Args:
-          parts: pairs of a spec and the numbers of the model's layers that it serves, in its own
-            order, as many as it has. A layer that attends beside a recurrence is in both.
+          parts: pairs of a spec and the numbers of the model's layers that use it, in the part's
+            order. A layer with attention and recurrence is in two parts.
 
         Raises:
-          TypeError: when an argument is not such a pair.
-          ValueError: when there are no parts, a part is not given as many different layers as it
-            has, a layer is given to several parts that keep keys, or to several that keep states,
-            or there is no part beside one of `cross_attention`, or several of them.
+          TypeError: If an argument is not such a pair.
+          ValueError: If there are no parts, or a part's layer numbers are repeated or too many or
+            too few.
+          ValueError: If a layer is in several parts with keys, or in several with states.
+          ValueError: If there are several `cross_attention` parts, or only such parts.
 
         Examples:
-          Layers 0, 1, 3 and 4 look back 4 positions, and layers 2 and 5 at everything:
+          Layers 0, 1, 3 and 4 have a window of 4 positions, layers 2 and 5 none:
 
           >>> sizes = dict(kv_heads=1, head_dim=2)
           >>> near = CacheSpec.attention(layers=4, window=Window.sliding(4), **sizes)
@@ -369,13 +360,13 @@ class CacheSpec:
 
     @property
     def _has_cross_attention(self) -> bool:
-        """Whether it is about sources, or a part of it is."""
+        """Whether the spec, or a part of it, is of cross-attention."""
         return self.kind == "cross_attention" or any(
             part._has_cross_attention for part, _ in self.parts
         )
 
     def _array_kinds_of_layer(self, number: int) -> list[str]:
-        """Return "keys" and "states", once for each part that keeps them for a layer."""
+        """Return "keys" and "states", once for each part that stores them for a layer."""
         if self.kind != "hybrid":
             return ["states" if self.kind == "recurrent" else "keys"]
         owners = [(part, layers.index(number)) for part, layers in self.parts if number in layers]
@@ -402,7 +393,7 @@ class CacheSpec:
 
 
 def _field_text(value: object) -> str:
-    """Return how a field is printed; a rope by its pairs and how fast the slowest turns."""
+    """Return the text of a field; for a rope its pairs and slowest frequency."""
     if isinstance(value, tuple) and any(isinstance(x, Rope | ValueSlice) for x in value):
         return f"({', '.join(map(_field_text, value))})"
     if isinstance(value, Rope):
@@ -414,12 +405,12 @@ def _field_text(value: object) -> str:
 
 
 def _collapse_if_equal(values: tuple[X, ...]) -> X | tuple[X, ...]:
-    """Return what all layers share, or the values of each."""
+    """Return one value if all are equal, else all."""
     return values[0] if all(value == values[0] for value in values) else values
 
 
 def _broadcast_to_layers(value: object, layers: int, name: str) -> tuple[object, ...]:
-    """Return what a caller gave for each layer, from one for all or one for each."""
+    """Return one value for each layer."""
     values = tuple(value) if isinstance(value, Sequence) else (value,) * layers
     if len(values) != layers:
         raise ValueError(
@@ -430,12 +421,12 @@ def _broadcast_to_layers(value: object, layers: int, name: str) -> tuple[object,
 
 
 def _check_layer_sizes(value: object, layers: int, name: str) -> tuple[int, ...]:
-    """Return a size for each layer, from one for all or one for each."""
+    """Return a size for each layer, checked."""
     return tuple(check_count(size, name) for size in _broadcast_to_layers(value, layers, name))
 
 
 def _check_value_dims(value: object, keys: tuple[int, ...]) -> tuple[int | ValueSlice, ...]:
-    """Return the size of values for each layer, or which numbers of a key they are."""
+    """Return the size of values, or their slice of the key, for each layer."""
 
     def make_value_slice(part: slice, key: int) -> ValueSlice:
         ends = range(*part.indices(key))
@@ -458,7 +449,7 @@ def _check_value_dims(value: object, keys: tuple[int, ...]) -> tuple[int | Value
 
 
 def _check_rope(rope: object, key: int, value: int | ValueSlice) -> None:
-    """Raise unless a rope fits the keys of a layer, and leaves their values alone."""
+    """Raise unless a rope fits the keys of a layer and does not rotate its values."""
     if not isinstance(rope, Rope | NotGiven | None):
         raise TypeError(
             f"expected a rope or None, got {rope!r}; make one, as make_rope(head_dim, base=10000.0)"
@@ -477,7 +468,7 @@ def _check_rope(rope: object, key: int, value: int | ValueSlice) -> None:
 
 
 def _state_shape(name: str, state: Any) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of a state."""
+    """Return the shape and dtype of a state, checked."""
     if hasattr(state, "shape"):
         return state
     if not isinstance(state, tuple) or len(state) != 2 or not isinstance(state[0], Sequence):
@@ -493,7 +484,7 @@ def _state_shape(name: str, state: Any) -> jax.ShapeDtypeStruct:
 def _check_shard_dims(
     shapes: Mapping[str, jax.ShapeDtypeStruct], splits: Mapping[str, tuple[int, int]]
 ) -> tuple[tuple[str, int, int], ...]:
-    """Return the splits of states by name, dimension and parts, checked."""
+    """Return `shard_dims` as sorted tuples, checked."""
     for name, (dimension, parts) in splits.items():
         sizes = shapes[name].shape if name in shapes else ()
         if not 0 <= dimension < len(sizes) or sizes[dimension] % check_count(parts, "parts"):
@@ -506,7 +497,7 @@ def _check_shard_dims(
 
 
 def _check_part(pair: object) -> tuple[CacheSpec, tuple[int, ...]]:
-    """Return a part of a hybrid and the numbers of its layers."""
+    """Return a part of a hybrid and its layer numbers, checked."""
     if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], CacheSpec)):
         raise TypeError(
             f"expected pairs of a CacheSpec and its layers, got {type(pair)}; write "

@@ -1,4 +1,4 @@
-"""Making a cache of any kind from its spec, on one device or on a mesh."""
+"""`make_cache`: an empty cache of any kind, on one device or on a mesh."""
 
 from __future__ import annotations
 
@@ -42,74 +42,70 @@ def make_cache(
 ) -> Cache:
     """Make an empty cache.
 
-    What is said of one kind of layer alone counts for those, and not for others: so one call will
-    do for all parts of a hybrid. A tuple gives its parts one value each.
+    Options of one kind of layer apply to layers of that kind. For a hybrid spec, a tuple gives one
+    value for each part.
 
     Args:
-      spec: what the weights fix, see `CacheSpec`.
-      cells: N, the tokens that fit into each stream. Layers with a window get what they need for a
-        text of any length if that is less, (W + ubatch_size + max_rollback) * Q / S, and may do
-        without `cells`; so may recurrent layers, which get Q / S * (E + 1). What looks at sources
-        gets N for these.
-      sequences: Q, the sequences that may be told apart.
-      streams: S, a divisor of Q: how many pools of cells there are. Sequence q lives in stream
-        q // (Q // S). A pool gives room to any of its sequences and forks without a copy; with its
-        own stream, S = Q, a sequence costs what it holds itself, however long its neighbours are.
-        Between 1 and Q, as for a pool on each of several devices, a copy from one stream to another
-        may find no room, see `seq_cp`.
-      dtype: of keys and values: a floating one, or int8. Those of 8 bits, int8 and float8_e4m3fn
-        among them, are quantised: each head of a cell has a scale beside its codes, float32, for
-        keys and for values, and one for each 128 numbers where it has more. They take 0.27 times
-        the bytes of float32 at a head of 64. What is written is rounded, and nothing is
-        differentiated through that: derivatives by queries are right, and those by the keys and
-        values that are written are zero. Take another dtype to train. States have the dtypes of
-        the spec.
-      ubatch_size: of a window that gets what it needs: the most tokens that will be computed at
-        once; larger plans are refused.
-      max_rollback: of a window that gets what it needs: how many tokens can be taken back (`seq_rm`
-        of an end) though the window is full, by default 32; with `max_rollback=cells` it gets N,
-        and any position can be gone back to. Of recurrent layers: E, the states that are kept
-        before the current one, by default 0, since each is as large as that.
-      placement: of layers that attend to the text: which cells a ubatch may get: "any", the lowest
-        first; "contiguous", one run of neighbours, which is refused when there is room but no run
-        (see `compact`); "striped:n", any, a few from each of n runs of equal length in turn, so
-        that on a mesh of n devices that split cells a text is spread evenly, where n divides N; or
-        "tiled", any, but first those of tiles of 64 cells that no other sequence uses, while there
-        are any, so that on a processor one pool is about as fast as a stream for each sequence. N
-        is a multiple of 64 then; below 256 cells it may be any number, and tiles have fewer cells,
-        which gains nothing. Placement orders cells and nothing else: any works on any mesh.
-      stacked: of layers that attend to the text: whether one array holds the keys of all layers,
-        and one their values, so that the number of a layer may be traced, as in a scan over
-        layers; see below. All layers must be alike.
-      mesh: devices that each make their share of the cache: no array is first made whole somewhere.
-        Planning a batch, and all that reads or writes buffers, wants the mesh at hand,
-        `jax.set_mesh(mesh)`; edits and questions do not.
-      sharding_rules: which axes of the mesh split what, by default `sharding.ShardingRules()`.
+      spec: layers, heads and windows of the model, see `CacheSpec`.
+      cells: N, cells of each stream. For a window it may be left out, and is at most (W +
+        ubatch_size + max_rollback) * Q / S, which serves sequences of any length. Recurrent layers
+        ignore it and have Q / S * (E + 1). Cross-attention has N cells for encoder sources.
+      sequences: Q, the number of sequence ids.
+      streams: S, a divisor of Q. Sequence q is in stream q // (Q // S). Sequences of one stream
+        share its cells and fork without a copy. With S = Q a sequence attends only to its own
+        stream, so that its cost does not depend on other sequences. With 1 < S < Q, as for a stream
+        on each device, a copy between streams may be refused, see `seq_cp`.
+      dtype: of keys and values: a floating dtype or int8. Dtypes of 8 bits are quantised, with a
+        float32 scale for each head of a cell and each 128 numbers of it: 0.27 times the bytes of
+        float32 at a head size of 64. Derivatives by written keys and values are then zero; use
+        another dtype for training. States have the dtypes of the spec.
+      ubatch_size: largest ubatch that a cache with a window is sized for; larger plans are refused.
+      max_rollback: for a window, the number of last tokens that can always be removed, default 32;
+        `max_rollback=cells` allows any. For recurrent layers E, the number of earlier states
+        stored, default 0; each is as large as the current one.
+      placement: which free cells a ubatch gets; attention layers only, and without effect on
+        results.
+
+        - "any": the first ones.
+        - "contiguous": one run of neighbours. A plan is refused if no run is long enough, see
+          `compact`.
+        - "striped:n": in rotation from n runs of N / n cells, so that n devices that split the
+          cells have equal shares.
+        - "tiled": first those in tiles of 64 cells that no other sequence uses. On a CPU it makes
+          one stream about as fast as a stream for each sequence. N is a multiple of 64, or below
+          256.
+
+      stacked: store the keys of all attention layers in one array, and the values in another, so
+        that a layer number may be traced; see below. All layers must have equal sizes.
+      mesh: devices that each make their share of the cache. Plans, and functions that use buffers,
+        then need `jax.set_mesh(mesh)`; edits and questions do not.
+      sharding_rules: mesh axes for the axes of the cache, default `sharding.ShardingRules()`.
 
     Returns:
-      The cache, all cells empty: for each layer keys `[S, K, N, D]` and values `[S, K, N, Dv]` of
-      `dtype`; or states `[S, Q / S * (E + 1), ...]`.
+      The empty cache: for each layer keys `[S, K, N, D]` and values `[S, K, N, Dv]`, or states `[S,
+      Q / S * (E + 1), ...]`.
 
-    Stacked, a model of many layers is traced and compiled as one layer, and its buffers are the
-    carry of a `jax.lax.scan`, which writes them in place. `attend`, `write_kv` and `read_kv` take a
-    layer as int32 then; one that is out of range and traced is written nowhere and reads NaN. All
-    else is as ever, and files and meshes do not know the difference. The price: outside of `jit` a
-    write copies all layers, and a derivative by the buffers is as large as all of them at each
-    layer. `implementation="xla"`, `"cudnn"` or `"whole"` and `read_kv` copy a layer before
-    they read it, and what jaxkv chooses on a GPU without its kernel may; on a processor tiles alone
-    are read, also where all cells in one product would be faster. Writes go over all layers in
-    bfloat16 and float8 on a processor with jax before 0.12, where float32, float16 or int8 do not;
-    and on a TPU where heads have less than 128 numbers. There are figures in `docs/performance.md`.
+    A stacked cache is made to be the carry of a `jax.lax.scan` over layers, so that one layer is
+    traced and compiled. `attend`, `write_kv` and `read_kv` take an int32 layer; a traced one out of
+    range is not written and reads NaN. Costs, measured in `docs/performance.md`:
+
+    - Outside of `jit` a write copies all layers.
+    - The derivative by the buffers has the size of all layers, for each layer.
+    - `implementation="xla"`, "cudnn" and "whole", and `read_kv`, copy a layer before they read it.
+    - With bfloat16 and float8 on a CPU before jax 0.12, and with heads below 128 on a TPU, a write
+      copies all layers.
 
     Raises:
-      TypeError: when the spec is none, or a count is no integer.
-      ValueError: when a count is below 1 or above 2**31 - 1, a stream has 2**30 cells or states or
-        more, keys, values or states of a layer are 2**60 numbers or more, `streams` does not divide
-        Q, `cells` is missing, there is no such placement, n does not divide N, 64 does not divide
-        an N of tiles that is 256 or more, the dtype is neither a floating one with signs and NaN
-        nor int8, or of 8 bits where values are a part of their keys, the layers of a stacked cache
-        are not alike, a tuple has not one value for each part, or streams, or cells that a mesh
-        splits, are no multiple of its devices. Nothing was made then.
+      TypeError: If `spec` is not a `CacheSpec`, or a count is not an integer.
+      ValueError: If a count is below 1 or above 2**31 - 1, `cells` is missing, or `streams` does
+        not divide Q.
+      ValueError: If a stream has 2**30 cells or more, or a layer 2**60 numbers or more.
+      ValueError: If `placement` is unknown, or N does not fit it.
+      ValueError: If `dtype` is neither floating with signs and NaN nor int8, or of 8 bits and
+        values are a part of their keys.
+      ValueError: If layers of a stacked cache have different sizes, or a tuple has not one value
+        for each part.
+      ValueError: If streams, or cells that a mesh splits, are not a multiple of its devices.
 
     Examples:
       >>> spec = CacheSpec.attention(layers=2, kv_heads=3, head_dim=64)
@@ -117,20 +113,20 @@ def make_cache(
       >>> cache.buffers.k[0].shape, cache.nbytes
       ((1, 3, 512, 64), 1583152)
 
-      Of 8 bits, with scales:
+      Quantised, with scales:
 
       >>> small = make_cache(spec, cells=512, sequences=8, dtype="int8")
       >>> keys = small.buffers.k[0]
       >>> keys.dtype, keys.codes.shape, keys.scales.shape, small.nbytes
       (dtype('int8'), (1, 3, 512, 64), (1, 3, 512, 1), 428080)
 
-      A window of 128 positions, for two sequences with a stream each:
+      A window of 128 positions, with a stream for each of two sequences:
 
       >>> spec = CacheSpec.attention(2, 3, 64, window=Window.sliding(128))
       >>> make_cache(spec, sequences=2, streams=2).buffers.k[0].shape
       (2, 3, 672, 64)
 
-      Two pools for four sequences, of which 0 and 1 share the first:
+      Two streams for four sequences; 0 and 1 share the first:
 
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
       >>> cache = make_cache(spec, cells=4, sequences=4, streams=2)
@@ -141,14 +137,14 @@ def make_cache(
       owner    3 . . .
       position 0 . . .
 
-      Stripes in two runs of four cells, as for two devices: both hold as much of a text.
+      Stripes in two runs of four cells, as for two devices:
 
       >>> cache = make_cache(spec, cells=8, placement="striped:2")
       >>> print(show(apply(cache, init_batch(cache, make_batch([1, 2, 3, 4, 5, 6])))))
       owner    0 0 0 . 0 0 0 .
       position 0 2 4 . 1 3 5 .
 
-      On a mesh, where each device makes half of the streams and half of the heads:
+      A mesh on which each device has half of the streams and half of the heads:
 
       >>> mesh = jax.make_mesh((2, 2), ("data", "tensor"))
       >>> spec = CacheSpec.attention(layers=1, kv_heads=2, head_dim=4)
@@ -156,7 +152,7 @@ def make_cache(
       >>> cache.buffers.k[0].shape, cache.buffers.k[0].addressable_shards[0].data.shape
       ((2, 2, 8, 4), (1, 1, 8, 4))
 
-      States, of which three can be gone back to, beside attention in 8 bits:
+      A hybrid of quantised attention and of recurrent states with three earlier states:
 
       >>> states = CacheSpec.recurrent(layers=1, states={"x": ((2,), "float32")})
       >>> both = CacheSpec.hybrid((spec, [0]), (states, [1]))
@@ -197,7 +193,7 @@ def make_cache(
 
 
 def _make_from_spec(spec: CacheSpec, pools: Mapping[str, int], options: Mapping[str, Any]) -> Cache:
-    """Make a cache for so many sequences and streams."""
+    """Make a cache from the options of `make_cache`, part by part."""
     if spec.parts:
         return compose_hybrid_cache(
             *(

@@ -1,4 +1,4 @@
-"""Plans: values that say what will be done to a cache, before anything is touched."""
+"""Plans: where the tokens of a batch go, decided before the cache changes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 class Reason(IntEnum):
-    """Why a sequence of a batch was refused; OK for one that was not. Each with its advice."""
+    """Why a sequence of a batch was refused; OK if it was not. `advice` is the error text."""
 
     advice: str
 
     def __new__(cls, value: int, advice: str = "") -> Reason:
-        """Make a member of a number and what to do about it."""
+        """Make a member of a number and its advice."""
         member = int.__new__(cls, value)
         member._value_ = value
         member.advice = advice
@@ -107,25 +107,22 @@ class Reason(IntEnum):
 
 
 class PlanRefusedError(RuntimeError):
-    """A plan that was refused was asked to be carried out, or a snapshot finds too few cells.
-
-    The message says what to do, and nothing was changed.
-    """
+    """Raised for a refused plan, or by a snapshot that does not fit. The cache is unchanged."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
-    """Where the tokens of a batch go, or why they are refused.
+    """Where the tokens of a batch go, or why the batch is refused.
 
-    ubatches: the parts to compute, in order, each a `Ubatch` with its slots. The slots of a refused
-      plan are all past the last cell: applied and computed, it changes nothing.
-    ok: whether every token of the batch has a place. All or nothing.
-    reason: a `Reason` for each sequence; OK for one that is not in the batch. Where a traced batch
-      names an unknown sequence, all that would fit have UNKNOWN_SEQUENCE.
-    fits: sequences that would all fit together if they came without the others, the smallest first.
-    expected: a position, or a number of cells where there is no room.
-    actual: what was there instead.
+    ubatches: parts to compute, in order. In a refused plan all slots are past the last cell, so
+      that `apply` and `attend` leave the cache unchanged.
+    ok: whether every token of the batch has a cell.
+    reason: a `Reason` for each sequence; OK for a sequence that is not in the batch. If a traced
+      batch has an unknown sequence id, UNKNOWN_SEQUENCE for all sequences that would fit.
+    fits: sequences that fit together if the others are left out, chosen smallest first.
+    expected: the position, or number of free cells, that the batch needs.
+    actual: the position, or number of free cells, found instead.
 
     llama.cpp: `llama_memory_context_i`.
     """
@@ -139,10 +136,10 @@ class Plan:
 
     @property
     def ubatch(self) -> Ubatch:
-        """The only ubatch of a plan, as `plan_step` makes it.
+        """The only ubatch of a plan, as of `plan_step`.
 
         Raises:
-          ValueError: when there are several.
+          ValueError: If there are several.
         """
         if len(self.ubatches) != 1:
             raise ValueError(
@@ -152,11 +149,11 @@ class Plan:
         return self.ubatches[0]
 
     def check(self) -> Plan:
-        """Return the plan if it will be carried out, else raise and say what to do.
+        """Return the plan, or raise if it was refused.
 
         Raises:
-          PlanRefusedError: when the plan was refused.
-          TypeError: inside a transformation, where it is not known: look at `ok` there.
+          PlanRefusedError: If the plan was refused. The message has the advice for each sequence.
+          TypeError: If the plan is traced; use `ok` there.
 
         Examples:
           >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
@@ -183,14 +180,14 @@ window, plan fewer tokens at once (ubatch_size=)
     def gather_outputs(
         self, logits: Sequence[Shaped[Array | np.ndarray, "*_"]]
     ) -> PyTree[Shaped[Array | np.ndarray, "*_"]]:
-        """Put the logits of all ubatches in the order of the batch.
+        """Concatenate the logits of all ubatches in the order of the batch.
 
         Args:
-          logits: for each ubatch, those of each of its `outputs`, `[O, V]`.
+          logits: `[O, V]` for each ubatch, a row for each of its `outputs`.
 
         Returns:
-          `[n, V]`, of each token of the batch that wanted logits, in the order of the batch.
-          Traced, where n cannot be known, logits that only pad come last.
+          `[n, V]`, a row for each token of the batch with `outputs`. In a traced plan, where n is
+          unknown, rows of padding come last.
         """
         order = [ubatch.output_index for ubatch in self.ubatches]
         if len(logits) != len(order):

@@ -1,4 +1,4 @@
-"""Rotating queries and keys by position, as a value that a model and its cache share."""
+"""Rotary position embeddings, as values that a model and its cache share."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """A rotary embedding: how fast each pair of a head's numbers turns. Hashable, no arrays.
+    """Rotary position embedding. Hashable, without arrays.
 
-    frequencies: radians per position of each pair; two numbers a pair, so a head has at least twice
-      as many. The numbers of a head beyond them are left alone.
-    interleaved: pairs are neighbours (0, 1), (2, 3) ...; else halves (0, n), (1, n + 1) ... with n
-      pairs, as in Hugging Face models.
-    attention_factor: what a rotated query or key is multiplied by (YaRN); 1 for no change.
+    frequencies: radians per position of each pair of numbers. Numbers of a head beyond the pairs
+      are not rotated.
+    interleaved: True for pairs (0, 1), (2, 3) ...; False for (0, n), (1, n + 1) ... with n pairs,
+      as in Hugging Face models.
+    attention_factor: factor of rotated queries and keys (YaRN).
     """
 
     frequencies: tuple[float, ...]
@@ -39,22 +39,22 @@ class Rope:
     def rotate(
         self, x: Float[Array | np.ndarray, "*n H D"], positions: Int[ArrayLike, "*n"]
     ) -> Float[Array, "*n H D"]:
-        """Turn queries or keys to their positions.
+        """Rotate queries or keys to their positions.
 
         Args:
-          x: those of tokens, H heads (any number) of D numbers each.
-          positions: where each token stands.
+          x: queries or keys, H heads (any number) of D numbers.
+          positions: position of each token.
 
         Returns:
-          The dtype of `x`; sines and products are computed in float32. Angles are exact to 1e-6
+          The dtype of `x`. Sines and products are computed in float32. Angles are exact to 1e-6
           radians at every position.
 
         Raises:
-          ValueError: when the shapes do not go together, or heads are smaller than the rope.
-          TypeError: when `x` is not of floats, or positions are not integers.
+          ValueError: If shapes do not match, or heads are smaller than the rope.
+          TypeError: If `x` is not floating, or positions are not integers.
 
         Examples:
-          A quarter turn of one pair, and the position 0, which leaves everything alone:
+          A quarter turn of one pair; position 0 is the identity:
 
           >>> quarter = Rope(frequencies=(math.pi / 2,))
           >>> x = jnp.array([[1.0, 0.0]])
@@ -92,10 +92,10 @@ class Rope:
         return jnp.concatenate([turned.astype(x.dtype), rest], axis=-1)
 
     def linear(self, *, factor: float) -> Rope:
-        """Stretch positions: `factor` times the context, each position that much closer.
+        """Divide all frequencies by `factor`, for a context `factor` times as long.
 
         Raises:
-          ValueError: when the factor is 0.
+          ValueError: If the factor is 0.
 
         >>> make_rope(4, base=100.0).linear(factor=2.0).frequencies
         (0.5, 0.05)
@@ -105,10 +105,10 @@ class Rope:
         return self.divide([factor] * len(self.frequencies))
 
     def divide(self, factors: Sequence[float]) -> Rope:
-        """Divide the frequency of each pair by its own factor, as some checkpoints store them.
+        """Divide the frequency of each pair by a factor, as stored in some checkpoints.
 
         Raises:
-          ValueError: when there is not one factor a pair, or one of them is 0.
+          ValueError: If there is not one factor for each pair, or one of them is 0.
 
         >>> make_rope(4, base=100.0).divide([1.0, 4.0]).frequencies
         (1.0, 0.025)
@@ -127,19 +127,17 @@ class Rope:
     def llama3(
         self, *, factor: float, low_freq_factor: float, high_freq_factor: float, original: int
     ) -> Rope:
-        """Stretch slow pairs only, as Llama 3.1 does.
+        """Scale low frequencies only, as Llama 3.1.
 
-        Pairs that turn more than `high_freq_factor` times over the original context keep their
-        speed, those that turn less than `low_freq_factor` times are slowed by `factor`, and in
-        between the two are blended.
+        Pairs with more than `high_freq_factor` turns over the original context are unchanged. Those
+        with fewer than `low_freq_factor` turns are divided by `factor`. Between the two, both are
+        interpolated.
 
         Args:
-          factor: how much the slow pairs are slowed.
-          low_freq_factor: turns over the original context below which a pair is slow.
-          high_freq_factor: turns above which it is fast.
+          factor: divisor of low frequencies.
+          low_freq_factor: turns below which a frequency is low.
+          high_freq_factor: turns above which it is high.
           original: positions of the original context.
-
-        The fast pair keeps its speed, and the slow one gets an eighth of it:
 
         >>> plain = make_rope(4, base=1e8)
         >>> slowed = plain.llama3(
@@ -166,15 +164,15 @@ class Rope:
         beta_slow: float = 1.0,
         attention_factor: float | None = None,
     ) -> Rope:
-        """Stretch slow pairs and sharpen attention: YaRN (arXiv 2309.00071).
+        """Scale low frequencies and the logits of attention: YaRN (arXiv 2309.00071).
 
         Args:
-          factor: how much longer the context becomes.
+          factor: ratio of the new context to the original one.
           original: positions of the original context.
-          base: the base that the plain embedding was made with.
-          beta_fast: turns over the original context above which a pair keeps its speed.
-          beta_slow: turns below which a pair is slowed by `factor`.
-          attention_factor: what queries and keys are multiplied by; by default 0.1 ln(factor) + 1.
+          base: base of the unscaled embedding.
+          beta_fast: turns over the original context above which a pair is unchanged.
+          beta_slow: turns below which a pair is divided by `factor`.
+          attention_factor: factor of queries and keys; default 0.1 ln(factor) + 1.
 
         >>> plain = make_rope(4, base=1e6)
         >>> slowed = plain.yarn(factor=4.0, original=2048, base=1e6)
@@ -205,22 +203,22 @@ class Rope:
 
 @dataclass(frozen=True)
 class NotGiven:
-    """The rope of a layer whose cache was made without `rope=`: its keys cannot be moved."""
+    """Rope of a cache that was made without `rope=`; its keys cannot be shifted."""
 
 
 NOT_GIVEN = NotGiven()
 
 
 def make_rope(size: int, *, base: float = 10000.0, interleaved: bool = False) -> Rope:
-    """Make the plain rotary embedding.
+    """Make an unscaled rotary embedding.
 
     Args:
-      size: rotated numbers of a head, even; D or less.
-      base: the slowest pair turns by nearly 1 / base radians a position.
-      interleaved: which numbers make a pair, see `Rope`.
+      size: rotated numbers of a head, even, at most D.
+      base: the slowest pair turns by about 1 / base radians per position.
+      interleaved: see `Rope`.
 
     Raises:
-      ValueError: when the size is odd or below 2, or the base is not above 0.
+      ValueError: If `size` is odd or below 2, or `base` is not above 0.
 
     Examples:
       >>> make_rope(4, base=100.0).frequencies
@@ -239,11 +237,11 @@ def make_rope(size: int, *, base: float = 10000.0, interleaved: bool = False) ->
 def _angles(
     positions: Int[ArrayLike, "*n"], frequencies: tuple[float, ...]
 ) -> Float[Array, "*n pairs"]:
-    """Return the angle of each pair, less whole turns, in float32.
+    """Return the angle of each pair, without full turns, in float32.
 
-    A product in float32 is off by the position times 2**-24. So the fraction of a turn at each
-    position is a number of 64 bits, known on the host: an integer product of its upper 32 bits
-    drops whole turns exactly, and the lower ones add at most half a turn.
+    A float32 product has an error of position * 2**-24. The fraction of a turn per position is
+    therefore a 64-bit integer: a product of its upper 32 bits drops full turns exactly, and the
+    lower ones add at most half a turn.
     """
     fractions = [_fraction_of_a_turn(frequency) for frequency in frequencies]
     upper = np.array([f >> 32 for f in fractions], np.uint32).astype(np.int32)
@@ -259,6 +257,6 @@ _INVERSE_OF_TWO_PI = 0x28BE60DB9391054A7F09D5F47D4D3770
 
 
 def _fraction_of_a_turn(frequency: float) -> int:
-    """Return by what fraction of a turn a pair turns at each position, times 2**64."""
+    """Return the fraction of a turn per position, times 2**64."""
     numerator, denominator = frequency.as_integer_ratio()
     return (numerator * _INVERSE_OF_TWO_PI // denominator >> 64) % 2**64

@@ -1,4 +1,4 @@
-"""What is fixed when a cache is made, and checks of what is given to it."""
+"""Static configuration of a table, and checks of arguments against it."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TableSpec:
-    """What is fixed when a cache is made. Hashable; two caches of equal specs share all plans.
+    """Static configuration of a table. Hashable; caches with equal specs accept each other's plans.
 
-    kind: the kind of table: "attention", "source", "recurrent" or "hybrid".
+    kind: "attention", "source" (an encoder's), "recurrent" or "hybrid".
     sequences: Q.
-    streams: S. Sequence q lives in stream q // sharing.
-    single_sequence_rows: whether a row of a ubatch holds tokens of one sequence only.
-    ubatch_size: the most tokens of a ubatch that the cache was sized for; None for any.
-    max_rollback: E, where states are kept: how many of its last tokens a sequence can take back.
-      None where it can take back any, as in attention.
-    details: all else that a plan depends on, pairs of a name and a value.
-    parts: of a hybrid cache, the specs of its parts.
+    streams: S. Sequence q is in stream q // sequences_per_stream.
+    single_sequence_rows: whether a row of a ubatch has tokens of one sequence only.
+    ubatch_size: largest ubatch that the cache was sized for; None for any.
+    max_rollback: E of recurrent states, the number of last tokens that can be removed; None for
+      any.
+    details: further (name, value) pairs that a plan depends on.
+    parts: specs of the parts of a hybrid cache.
     """
 
     kind: str
@@ -43,33 +43,30 @@ class TableSpec:
 
     @property
     def sequences_per_stream(self) -> int:
-        """Q // S, the number of sequences that share a stream."""
+        """Q // S."""
         return self.sequences // self.streams
 
     @property
     def has_shared_streams(self) -> bool:
-        """Whether there are several streams and several sequences in each: 1 < S < Q.
-
-        There alone a copy between streams needs cells that may be lacking.
-        """
+        """Whether 1 < S < Q, so that a copy between streams may lack free cells."""
         return 1 < self.streams < self.sequences
 
     @property
     def is_cross_attention(self) -> bool:
-        """Whether it holds sources, which a text looks at, and not the text."""
+        """Whether the table holds encoder sources."""
         return self.kind == "source"
 
     @property
     def has_cross_attention(self) -> bool:
-        """Whether it holds sources, or a part of it does."""
+        """Whether the table, or a part of it, holds encoder sources."""
         return self.is_cross_attention or any(part.has_cross_attention for part in self.parts)
 
     def sequence_ids(self, value: PyTree, *, lowest: int = 0) -> PyTree[Int32[ArrayLike, " ..."]]:
-        """Return sequence ids that a caller passed as int32, checked before they are cast.
+        """Return sequence ids of a caller as int32.
 
         Raises:
-          TypeError: when they are no integers.
-          ValueError: when a known one is no id of the cache. A traced one that is none stays none.
+          TypeError: If they are not integers.
+          ValueError: If a concrete one is not from `lowest` to Q - 1. Traced ones are not checked.
         """
         return check_int32(
             value,
@@ -88,7 +85,7 @@ class TableSpec:
 
 
 def are_in_same_streams(spec: TableSpec, ids: PyTree, others: PyTree) -> bool:
-    """Return whether sequences are known to lie in the streams of others, so that all is shared."""
+    """Return whether pairs of sequences are known to share a stream."""
     if spec.streams == 1:
         return True
     if not is_concrete(ids, others):
@@ -98,7 +95,7 @@ def are_in_same_streams(spec: TableSpec, ids: PyTree, others: PyTree) -> bool:
 
 
 def check_distinct(ids: PyTree) -> None:
-    """Raise a ValueError if a known sequence id comes twice."""
+    """Raise ValueError if a concrete sequence id is repeated."""
     if is_concrete(ids) and np.unique(ids).size < np.size(ids):
         raise ValueError(f"expected each sequence at most once, got {np.asarray(ids).tolist()}")
 
@@ -106,10 +103,10 @@ def check_distinct(ids: PyTree) -> None:
 def mask_unchanged_targets(
     spec: TableSpec, parents: Int32[Array, " n"], ids: Int32[Array, " n"]
 ) -> tuple[Int32[Array, " n"], Int32[Array, " n"]]:
-    """Return parents and targets as given, a target of Q where nothing changes.
+    """Replace targets that do not change by Q, and unknown parents by 0.
 
-    Nothing does for a sequence that is its own parent, nor where one of the two is no sequence. Of
-    a sequence that comes twice, which only a traced one can, the last counts.
+    A target does not change if it is its own parent, or if one of the two is not a sequence id. If
+    a traced target is repeated, the last one is used.
     """
     count = spec.sequences
     is_known = (parents >= 0) & (parents < count) & (ids >= 0) & (ids < count)
@@ -121,7 +118,7 @@ def mask_unchanged_targets(
 
 
 def check_sequences_and_streams(sequences: SupportsIndex, streams: SupportsIndex) -> dict[str, int]:
-    """Return the sequences and the streams that a caller wants, checked.
+    """Return the numbers of sequences and streams, checked.
 
     >>> check_sequences_and_streams(6, 4)
     Traceback (most recent call last):
@@ -141,7 +138,7 @@ def check_sequences_and_streams(sequences: SupportsIndex, streams: SupportsIndex
 
 
 def check_spec(spec: TableSpec, expected_spec: TableSpec, name: str) -> None:
-    """Raise a ValueError unless something, called `name`, was made for a cache of the same spec."""
+    """Raise ValueError unless `spec`, of something called `name`, is the expected one."""
     if spec == expected_spec:
         return
     expected, actual = _flat_fields(expected_spec), _flat_fields(spec)
@@ -158,7 +155,7 @@ def check_spec(spec: TableSpec, expected_spec: TableSpec, name: str) -> None:
 
 
 def _flat_fields(spec: TableSpec, of: str = "") -> dict[str, object]:
-    """Return all fields by name, those of parts too."""
+    """Return all fields by name, including those of parts."""
     names = [field.name for field in fields(spec) if field.name not in ("details", "parts")]
     pairs = [*((name, getattr(spec, name)) for name in names), *spec.details]
     values = {of + name: value for name, value in pairs}

@@ -1,7 +1,4 @@
-"""Which positions a layer looks back at: all of them, or those inside of a window.
-
-A width W is an integer of at least 1; another raises TypeError or ValueError.
-"""
+"""Attention windows: which earlier positions a layer attends to."""
 
 from __future__ import annotations
 
@@ -16,16 +13,16 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int32
 
 Rule = Literal["sliding", "chunked", "symmetric"]
-"""Where the positions lie that a token sees."""
+"""Shape of a window."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """How far tokens see; hashable. Made by `sliding`, `chunked` and `symmetric`.
+    """Range of positions that a token attends to. Hashable. Made by its static methods.
 
-    width: W. Looking back, a token sees at most W positions, its own included; with a symmetric
-      window W // 2 to each side of its own.
-    rule: where those positions lie.
+    width: W, at least 1. A token attends to at most W positions up to its own; with a symmetric
+      window to W // 2 on each side.
+    rule: "sliding", "chunked" or "symmetric".
     """
 
     width: int
@@ -38,9 +35,9 @@ class Window:
 
     @staticmethod
     def sliding(width: int) -> Window:
-        """See the last W positions, the token's own included (Mistral, Gemma).
+        """Attend to the last W positions, including the token's own (Mistral, Gemma).
 
-        Where attention is not causal, all that come after it are seen too.
+        If attention is not causal, all later tokens are visible too.
 
         >>> [
         ...     can_see(Window.sliding(3), jnp.int32(7), jnp.int32(key)).item()
@@ -54,9 +51,9 @@ class Window:
 
     @staticmethod
     def chunked(width: int) -> Window:
-        """See what lies in the token's own chunk of W positions, up to itself (Llama 4).
+        """Attend to the token's own chunk of W positions, up to the token (Llama 4).
 
-        Where attention is not causal, all that come after it are seen too.
+        If attention is not causal, all later tokens are visible too.
 
         >>> [
         ...     can_see(Window.chunked(4), jnp.int32(6), jnp.int32(key)).item()
@@ -70,7 +67,7 @@ class Window:
 
     @staticmethod
     def symmetric(width: int) -> Window:
-        """See W // 2 positions to both sides; those ahead only where attention is not causal.
+        """Attend to W // 2 positions on each side; to later ones only if not causal.
 
         >>> [
         ...     can_see(Window.symmetric(4), jnp.int32(6), jnp.int32(key)).item()
@@ -91,13 +88,13 @@ class Window:
 def num_cells_for_window(
     window: Window, *, ubatch_size: int, max_rollback: int, sharing: int
 ) -> int:
-    """Return how many cells of a stream serve a text of any length.
+    """Return the number of cells that a stream needs for sequences of any length.
 
     Args:
-      window: how far tokens look back.
-      ubatch_size: the most tokens that are computed at once.
-      max_rollback: how many tokens can be taken back though the window is full.
-      sharing: how many sequences share the stream.
+      window: of the layers.
+      ubatch_size: largest ubatch.
+      max_rollback: number of last tokens that can always be removed.
+      sharing: sequences of the stream.
 
     >>> num_cells_for_window(Window.sliding(512), ubatch_size=64, max_rollback=32, sharing=2)
     1216
@@ -106,7 +103,7 @@ def num_cells_for_window(
 
 
 def max_lookback(window: Window) -> int:
-    """Return how many positions before its own a token sees at most.
+    """Return the largest distance to an earlier position that a token attends to.
 
     >>> [
     ...     max_lookback(window)
@@ -118,7 +115,7 @@ def max_lookback(window: Window) -> int:
 
 
 def first_seen(window: Window | None, position: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
-    """Return the lowest position that a token at a position sees; it never falls as that rises.
+    """Return the lowest position visible from a position; monotonic.
 
     >>> [
     ...     first_seen(window, jnp.int32(6)).item()
@@ -140,9 +137,9 @@ def last_seen(
     causal: bool = True,
     visible_until: Int32[Array, "#*n"] | None = None,
 ) -> Int32[Array, "*n"]:
-    """Return the highest position that a token at a position sees, if there is a token.
+    """Return the highest position visible from a position.
 
-    With `visible_until` it is that, and not its own; a symmetric window limits it still.
+    `visible_until` replaces the token's own position as limit; a symmetric window still applies.
 
     >>> [
     ...     last_seen(Window.symmetric(4), jnp.int32(6), causal=causal).item()
@@ -173,14 +170,14 @@ def can_see(
     causal: bool = True,
     visible_until: Int32[Array, "#*n"] | None = None,
 ) -> Bool[Array, "*n"]:
-    """Return whether a token at position `query` sees one at `key`.
+    """Return whether a token at position `query` attends to one at position `key`.
 
     Args:
-      window: how far it sees, None for everything.
-      query: where the token stands that looks.
-      key: where the one stands that is looked at.
-      causal: False lets tokens see those that come after them too.
-      visible_until: the last position that it sees, see `last_seen`.
+      window: None for no limit.
+      query: position of the token that attends.
+      key: position of the other token.
+      causal: False makes later tokens visible.
+      visible_until: see `last_seen`.
 
     llama.cpp: `llama_hparams::is_masked_swa`.
     """

@@ -1,1 +1,1 @@
-"""Functions over any cache: edits, queries, maintenance, `apply`, and functions that models call."""
+"""Functions over any cache: edits, maintenance, `apply`, and functions that models call."""
