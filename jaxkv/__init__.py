@@ -55,12 +55,12 @@ __all__ += ["show"]
 # Batches and plans.
 __all__ += ["Batch", "Plan", "PlanRefusedError", "Reason", "Ubatch"]
 __all__ += ["init_batch", "init_full", "make_batch", "plan_step"]
-# Carrying plans out.
+# Commits of plans.
 __all__ += ["apply", "compact", "defrag_plan", "init_update", "is_current", "rewind"]
 # Edits of sequences.
 __all__ += ["EditResult", "clear", "seq_add", "seq_cp", "seq_div", "seq_keep"]
 __all__ += ["seq_rm", "seq_select"]
-# The side of the model.
+# Functions for models.
 __all__ += ["attend", "read_kv", "read_states", "write_kv", "write_states"]
 # Loops.
 __all__ += ["beam", "decode", "encode", "generate", "prefill", "speculate", "warm_up"]
@@ -69,10 +69,10 @@ __all__ += ["draw", "generation", "ops", "serving"]
 __all__ += ["sharding", "snapshot"]
 
 
-if not TYPE_CHECKING:  # type checkers would take every name for one of the library
+if not TYPE_CHECKING:  # with it type checkers would accept every name
 
     def __getattr__(name: str) -> object:
-        """Import what runs a model when it is first asked for: a loop of one's own does without."""
+        """Import `generation` and `serving` at their first use."""
         if name not in __all__:
             raise AttributeError(f"module 'jaxkv' has no attribute {name!r}")
         if name in ("generation", "serving"):

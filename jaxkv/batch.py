@@ -315,10 +315,9 @@ def make_batch(
     valid = fields["valid"]
     # Tokens on a device are not checked, since that would wait for the device.
     on_host = isinstance(tokens, np.ndarray) and isinstance(valid, np.ndarray)
-    if on_host and np.any(np.asarray(valid) & (np.asarray(tokens) < 0)):
+    if on_host and (lowest := np.min(np.asarray(tokens), where=valid, initial=0)) < 0:
         raise ValueError(
-            f"expected valid tokens of at least 0, got {np.min(tokens[valid])}: padding has "
-            "valid=False"
+            f"expected valid tokens of at least 0, got {lowest}; padding has valid=False"
         )
     extra_arrays = None if extra is None else _check_extra(extra, shape)
     return Batch(

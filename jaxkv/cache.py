@@ -48,18 +48,18 @@ class Cache(Partitioned):
     llama.cpp: `llama_memory_i`.
     """
 
-    table: Any  # a `CacheTable`; who knows the kind uses its fields
+    table: Any  # a `CacheTable`; code for one kind uses its fields
     buffers: PyTree
     written: tuple[Ubatch, frozenset[int]] | None = None
 
     cells: ClassVar[Callable[..., PyTree]]
-    """`jaxkv.draw.cell_view.view_cells`: what stands in the cells, as NumPy arrays."""
+    """`jaxkv.draw.cell_view.view_cells`: the cells as NumPy arrays."""
 
     to_text: ClassVar[Callable[..., str]]
-    """`jaxkv.show`, which sets it."""
+    """`jaxkv.show`, assigned there."""
 
     to_html: ClassVar[Callable[..., str]]
-    """The table that a notebook displays; `jaxkv.draw` sets it."""
+    """HTML that a notebook displays, assigned by `jaxkv.draw`."""
 
     @property
     def spec(self) -> CacheSpec:
@@ -225,8 +225,7 @@ class Cache(Partitioned):
         """Count violated invariants of the table, for debugging.
 
         Returns:
-          For each invariant, the number of cells or sequences that violate it. All are 0 unless a
-          table was made by hand.
+          For each invariant, the number of cells or sequences that violate it. All are 0 in tables made by jaxkv.
 
         Examples:
           >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
@@ -237,7 +236,7 @@ class Cache(Partitioned):
 
     def partition_by(self, sharding_rules: ShardingRules, mesh: AnyMesh) -> Cache:
         """Return a `PartitionSpec` for each array."""
-        del sharding_rules  # those of the table
+        del sharding_rules  # the table's are used
         table, buffers = self.table.partition_specs(self.buffers, mesh)
         return Cache(table=table, buffers=buffers)
 

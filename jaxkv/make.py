@@ -23,7 +23,7 @@ from jaxkv.spec import check_sequences_and_streams
 X = TypeVar("X")
 
 ByPart: TypeAlias = X | tuple["ByPart[X]", ...]
-"""A value, or one for each part of a hybrid, which may be a hybrid itself."""
+"""A value, or one for each part of a hybrid, possibly nested."""
 
 
 def make_cache(
@@ -188,7 +188,7 @@ def make_cache(
     if mesh is not None:
         return make_sharded(make, mesh, sharding_rules)
     if spec.parts:
-        jax.eval_shape(make)  # raises for any part before one is made
+        jax.eval_shape(make)  # raises for any part before the first is made
     return make()
 
 
@@ -208,7 +208,7 @@ def _make_from_spec(spec: CacheSpec, pools: Mapping[str, int], options: Mapping[
             raise ValueError(
                 f"expected one {name} for a cache without parts, got {value}; pass a single one"
             )
-    parse_placement(options["placement"])  # raises for one that no layer here would use, too
+    parse_placement(options["placement"])  # raises also if no layer here uses it
     match spec.kind:
         case "recurrent":
             max_rollback = 0 if options["max_rollback"] is None else options["max_rollback"]

@@ -198,7 +198,7 @@ window, plan fewer tokens at once (ubatch_size=)
         if not is_concrete(order):
             take = jnp.argsort(jnp.concatenate(order), stable=True)
             return jnp.concatenate(logits)[take]
-        # Most ubatches of a long prompt output nothing; without them, few shapes are ever joined.
+        # Leaving out ubatches without outputs means that few shapes are concatenated.
         pairs = list(zip(map(np.asarray, order), logits, strict=True))
         some = [pair for pair in pairs if np.any(pair[0] != NO_SLOT)] or pairs[:1]
         order = np.concatenate([index for index, _ in some])

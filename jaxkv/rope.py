@@ -81,8 +81,7 @@ class Rope:
                 f"a rope of {pairs} pairs needs heads of {2 * pairs}, got {x.shape[-1]}"
             )
         angles = jnp.expand_dims(_angles(positions, self.frequencies), -2)  # [..., 1, pairs]
-        # Both numbers of a pair side by side in a dimension of their own, (a, b) and (b, a): the
-        # compiler makes a short loop of that, and a slow one of halves that are put together again.
+        # XLA fuses a pair axis of (a, b) and (b, a) into one loop; concatenated halves are slower.
         both = -1 if self.interleaved else -2
         cos, sin = (self.attention_factor * f(angles) for f in (jnp.cos, jnp.sin))
         cos, sin = jnp.expand_dims(cos, both), jnp.stack([-sin, sin], axis=both)
@@ -253,7 +252,7 @@ def _angles(
 
 
 _INVERSE_OF_TWO_PI = 0x28BE60DB9391054A7F09D5F47D4D3770
-"""1 / (2 pi), times 2**128."""
+"""2**128 / (2 pi)."""
 
 
 def _fraction_of_a_turn(frequency: float) -> int:

@@ -85,7 +85,7 @@ class TableSpec:
 
 
 def are_in_same_streams(spec: TableSpec, ids: PyTree, others: PyTree) -> bool:
-    """Return whether pairs of sequences are known to share a stream."""
+    """Return True if all pairs of sequences are concrete and share a stream."""
     if spec.streams == 1:
         return True
     if not is_concrete(ids, others):
