@@ -225,7 +225,8 @@ class Cache(Partitioned):
         """Count violated invariants of the table, for debugging.
 
         Returns:
-          For each invariant, the number of cells or sequences that violate it. All are 0 in tables made by jaxkv.
+          The number of cells or sequences that violate each invariant. All are 0 in tables made by
+          jaxkv.
 
         Examples:
           >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
