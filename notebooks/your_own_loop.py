@@ -415,4 +415,4 @@ ax.spines[["top", "right"]].set_visible(False)
 #   `jax.random.categorical` with a key in the carry.
 # - Make the cache too small for both texts, `cells=24`, and look at what `ok` does to them.
 # - `jaxkv.decode` is this loop with limits, sampling, log-probabilities and a reason for each text
-#   that ends; `docs/loops.md` has it and the others.
+#   that ends; `docs/howto/generate.md` has it and the others.

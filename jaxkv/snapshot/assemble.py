@@ -159,7 +159,7 @@ def check_saveable(cache: Cache) -> None:
         )
         raise ValueError(
             f"expected a cache on one device, outside of jit, got {found}: one on a mesh is saved "
-            f"and restored by Orbax, see docs/snapshots.md"
+            f"and restored by Orbax, see docs/howto/snapshots.md"
         )
     check_concrete_cache(table, buffers)
 

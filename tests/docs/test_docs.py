@@ -30,7 +30,7 @@ PAGES = ["README.md"] + [
     for path in sorted((ROOT / "docs").rglob("*.md"))
     if path.name != "design.md" and "```python" in path.read_text()
 ]
-LONG = ["docs/loops.md", "docs/pods.md"]  # they take as long as all others together
+LONG = ["docs/howto/generate.md", "docs/howto/pods.md"]  # they take as long as all others together
 
 
 @pytest.mark.parametrize(
