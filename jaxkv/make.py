@@ -82,8 +82,8 @@ def make_cache(
       sharding_rules: mesh axes for the axes of the cache, default `sharding.ShardingRules()`.
 
     Returns:
-      The empty cache: for each layer keys `[S, K, N, D]` and values `[S, K, N, Dv]`, or states `[S,
-      Q / S * (E + 1), ...]`.
+      The empty cache: for each layer keys `[S, K, N, D]` and values `[S, K, N, Dv]`, or states
+      `[S, Q / S * (E + 1), ...]`.
 
     A stacked cache is made to be the carry of a `jax.lax.scan` over layers, so that one layer is
     traced and compiled. `attend`, `write_kv` and `read_kv` take an int32 layer; a traced one out of

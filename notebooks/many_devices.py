@@ -240,6 +240,6 @@ for part, count in messages.most_common():
 # - Split cells in place of heads: `{"data": 2, "cells": 2}`, and look which messages come with it.
 # - Fork a text, `jaxkv.seq_cp(split_cache, 0, 1)`, inside of `jax.set_mesh(mesh)`: within a stream
 #   no byte moves. From 0 to 2 it goes from one device to another.
-# - Ask `sharding.layout` about a model of 70 billion weights on 256 chips: `docs/howto/pods.md` does.
+# - Ask `sharding.layout` about a model of 70 billion weights on 256 chips, as `docs/howto/pods.md`.
 # - The command line takes a mesh too: `python -m models generate "Hello" --mesh data=2,tensor=3`,
 #   with `JAX_NUM_CPU_DEVICES=8` in the environment.

@@ -245,5 +245,5 @@ for dtype in DTYPES:
 #   key and two for a value.
 # - Keys lose more than values: which of the two costs the perplexity? `jaxkv.write_kv` and
 #   `jaxkv.read_kv` are attention's two halves, so one of them can be rounded and the other not.
-# - `docs/explanation/cells.md` says what each dtype costs, and `docs/performance.md` what it does to
+# - `docs/explanation/cells.md` says what each dtype costs, `docs/performance.md` what it does to
 #   the time of a step.
