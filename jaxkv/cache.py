@@ -42,8 +42,8 @@ class Cache(Partitioned):
     table: a `CacheTable`, the tokens of each cell.
     buffers: `Buffers` of keys and values, a tuple of states by layer, or for a hybrid cache a tuple
       of the buffers of its parts.
-    written: the last ubatch that wrote layers, and their numbers. Not part of the pytree; used to
-      raise if a layer is written twice.
+    written: while tracing, the last ubatch that wrote layers, and their numbers. Not part of the
+      pytree; used to raise if a layer is written twice.
 
     llama.cpp: `llama_memory_i`.
     """

@@ -320,8 +320,11 @@ def write_states(
 
 
 def _record_write(cache: Cache, layer: int | Int32[Array, ""], ubatch: Ubatch) -> Cache:
-    """Return the cache with a note that the ubatch writes a layer; raise if it did before."""
-    if not isinstance(layer, int):  # traced
+    """Return the cache with a note that the ubatch writes a layer; raise if it did before.
+
+    Only while tracing, where a model step runs; outside a repeated write has no effect.
+    """
+    if not isinstance(layer, int) or not is_traced(cache.table):
         return cache
     last, layers = cache.written or (ubatch, frozenset())
     if last is not ubatch:
