@@ -122,7 +122,7 @@ def advance_search(
     logits = logits.astype(jnp.float32)
     broken = jnp.any(is_filled(living) & has_invalid_logits(logits))
     logprobs = jax.nn.log_softmax(logits)
-    # If no token is allowed, log_softmax is NaN; -inf ends the text.
+    # If no token is allowed, log_softmax is NaN; -inf ends the hypothesis.
     logprobs = jnp.where(is_filled(living)[:, None] & (logits > -jnp.inf), logprobs, -jnp.inf)
     scores = living.scores[:, None] + logprobs
     # Of one hypothesis at most W unfinished extensions are selected, besides its stop tokens.
