@@ -133,7 +133,7 @@ def advance_search(
     def extend_beams(order: jax.Array, scores: jax.Array) -> tuple[jax.Array, BeamTexts]:
         index = jax.lax.top_k(order, width)[1]
         scores, is_living = scores[index], scores[index] != -jnp.inf
-        # An empty beam keeps its own sequence as parent, so nothing is copied.
+        # An empty beam has its own sequence as parent, so that no cell is copied.
         parents = jnp.where(is_living, index // size, jnp.arange(width)).astype(jnp.int32)
         new = jnp.where(is_living, token[index], -1)
         tokens = living.tokens[parents].at[:, search.length].set(new)
@@ -319,10 +319,7 @@ def _run_search(
     *,
     num_tokens: int,
 ) -> tuple[Cache, tuple]:
-    """Run `beam` as a part of the program being traced.
-
-    Returns the cache, and the other fields of `BeamResult`.
-    """
+    """Run `beam` as a part of a program; return the cache and the other fields."""
     sequences = jnp.asarray(sequences)
     begins = last_positions(cache.table)[sequences[0]] + 1
     rows = jnp.arange(sequences.size, dtype=jnp.int32)
@@ -359,8 +356,7 @@ def _trim_sequences(
 ) -> tuple[Cache, Int32[Array, " W"]]:
     """Keep in each sequence the longest available prefix of its hypothesis.
 
-    `begins` is the position of the first token after the prompt. Returns the cache and
-    `BeamResult.num_cached`.
+    `begins` is the position after the prompt. Returns the cache and `BeamResult.num_cached`.
     """
     place = jnp.arange(found.tokens.shape[1])[None]
     fed = place < jnp.minimum(found.lengths, search.length - 1)[:, None]

@@ -175,10 +175,7 @@ def check_constraint(constraint: object) -> Constraint:
 
 
 def check_initial_state(constraint: Constraint | None, state: PyTree) -> PyTree:
-    """Return the constraint state of a request as NumPy arrays; None for None.
-
-    Raise if there is no constraint, or its shapes or dtypes differ from `first`.
-    """
+    """Return the checked constraint state of a request as NumPy arrays; None for None."""
     if state is None:
         return None
     if constraint is None:

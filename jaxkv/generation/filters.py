@@ -27,11 +27,7 @@ if TYPE_CHECKING:
 
 
 class SamplingOption(NamedTuple):
-    """A numeric option of `make_sampler`.
-
-    `neutral` is the value without effect, `is_valid` tests values that are finite in `dtype`, and
-    `range_text` describes them.
-    """
+    """A numeric option of `make_sampler`; `neutral` is its value without effect."""
 
     neutral: float
     dtype: type[np.number]
@@ -83,10 +79,7 @@ class FilterSampler(Sampler):
         return any(penalty is not None for penalty in penalties)
 
     def init(self, prompts: Int[Array | np.ndarray, "T n"]) -> PyTree:
-        """Return the recent tokens, `[T, last_n]` int32, padded in front with -1.
-
-        Raise a ValueError if an option has numbers for another number of sequences.
-        """
+        """Return the recent tokens, `[T, last_n]` int32, padded in front with -1."""
         for name in OPTIONS:
             shape = np.shape(getattr(self, name))
             if shape not in ((), (len(prompts),)):

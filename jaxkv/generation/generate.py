@@ -173,10 +173,7 @@ def _check_prompts(prompts: Prompts) -> list[Int32[np.ndarray, " n"]]:
 def _report_tokens(
     out: DecodeResult, on_tokens: Callable[[int, list[int]], object] | None
 ) -> dict[str, Any]:
-    """Call `on_tokens` for sequences with new tokens; return the fields.
-
-    The cache and the drafter are omitted, so that those of earlier calls are freed.
-    """
+    """Call `on_tokens` for sequences with new tokens; return the fields to join."""
     if on_tokens is not None:
         for text, tokens in enumerate(out.lists()):
             if tokens:

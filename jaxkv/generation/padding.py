@@ -39,11 +39,7 @@ def take_last_tokens(
 def pad_prompts(
     prompts: Prompts, max_length: int | None = None
 ) -> Int32[Array | np.ndarray, "T m"]:
-    """Return prompts as rows of equal length, padded in front with -1.
-
-    `max_length` limits the rows to their last tokens; by default the longest prompt sets the
-    length.
-    """
+    """Return prompts, or their last `max_length` tokens, as rows with -1 in front."""
     if getattr(prompts, "ndim", 0) == 2:
         rows = check_int32(prompts, "prompts")
     else:

@@ -1,7 +1,7 @@
 """Computation of prompts, and compilation ahead of time.
 
-Outside of `jax.jit`, a loop compiles its programs once for each function. Inside, it is traced as
-part of the caller's program. Only buffers are donated. The table stays valid as a checkpoint.
+Outside of `jax.jit`, a loop compiles its programs once for each function. Inside, it is traced into
+the program that calls it. Only buffers are donated. The table stays valid as a checkpoint.
 """
 
 from __future__ import annotations

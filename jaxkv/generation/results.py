@@ -77,8 +77,7 @@ class DecodeResult(NamedTuple):
 class BeamResult(NamedTuple):
     """Result of `beam`: the W best hypotheses, best first.
 
-    cache: The cache after the search. The i-th of its sequences has the first tokens of hypothesis
-      i.
+    cache: The cache after the search. The i-th beam sequence has the first tokens of hypothesis i.
     tokens: The tokens of each hypothesis, -1 after its end.
     scores: float32. Log-probability of all tokens after the prompt; -inf if fewer were found.
     lengths: Number of tokens of each hypothesis, its stop token included.

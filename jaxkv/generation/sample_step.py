@@ -71,7 +71,7 @@ def init_decode(
       max_new_tokens: `[]` or `[T]`. Maximum number of tokens to sample for each sequence, the first
         one included if sampled here. Unlimited by default.
       seed: `[]` or `[T]`. One seed for all is folded with the sequence id, so that equal prompts
-        have different samples. With a seed for each, draws depend only on it and on the start
+        have different samples. With a seed for each, draws depend only on it and the start
         position.
       prompts: An array padded in front with -1, or a list of lists: preceding tokens of each
         sequence, for the penalties of a sampler.
@@ -86,12 +86,10 @@ def init_decode(
       ValueError: If there are more rows than sequences, as in the padded logits of a traced
         `prefill`.
       ValueError: If a concrete cache has no tokens in the sequence of a row of logits.
-      ValueError: If shapes differ, or there is not one prompt for each sequence.
+      ValueError: If shapes differ, or `sampler` or `prompts` is for another number of sequences.
       ValueError: If a concrete token or limit is below 0.
       ValueError: If a concrete sequence is repeated or not in the cache.
-      ValueError: If the sampler has numbers for another number of sequences.
-      TypeError: If tokens, sequences, limits or seeds are not integers, or `sampler` is not a
-        sampler.
+      TypeError: If a number is not an integer, or `sampler` is not a sampler.
 
     Examples:
       Two sequences of one prompt, the second one a fork; 2 is the stop token:
@@ -204,10 +202,7 @@ def sample_first_tokens(
     stop_tokens: Int32[Array | np.ndarray, "#T n"],
     state: DecodeState,
 ) -> tuple[DecodeState, Int32[Array, "T 1"], Float[Array, "T 1"]]:
-    """Sample the first token of each sequence; see `init_decode`.
-
-    Returns the state, the tokens and their log-probabilities.
-    """
+    """Sample first tokens; return the state, the tokens and log-probabilities."""
     return _sample_first_tokens(table, attach_node_types(sampler), logits, stop_tokens, state)
 
 
@@ -238,8 +233,7 @@ def sample_next_tokens(
 ) -> tuple[DecodeState, Int32[Array, " T"], Float[Array, " T"]]:
     """Sample one more token for active sequences, and end those that are complete.
 
-    `logits` are of T sequences; inactive ones are unchanged. Returns the state, the tokens, -1 for
-    none, and their log-probabilities, float32.
+    Returns the state, the tokens, -1 for none, and their log-probabilities, float32.
     """
     logits = logits.astype(jnp.float32)
     adjusted = adjust_logits(sampler, logits, state.sampler_state)
@@ -263,10 +257,7 @@ def sample_next_tokens(
 def logprob_of(
     logits: Float[Array, "T V"], tokens: Int32[Array, " T"], active: Bool[Array, " T"]
 ) -> Float[Array, " T"]:
-    """Return log-probabilities of tokens.
-
-    0 for inactive sequences; NaN for active sequences with non-finite logits.
-    """
+    """Return log-probabilities; 0 if inactive, else NaN for non-finite logits."""
     token_logits = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[:, None], axis=1)[:, 0]
     # The maximum is subtracted first: a float32 sum of large logits would lose their differences.
     largest = jnp.max(logits, axis=1)

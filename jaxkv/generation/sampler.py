@@ -68,10 +68,8 @@ def check_sampler(sampler: object) -> Sampler:
 def adjust_logits(
     sampler: Sampler, logits: Float[Array, "T V"], state: PyTree
 ) -> Float[Array, "T V"]:
-    """Return adjusted logits; NaN for sequences with non-finite logits.
-
-    A filter could mask a NaN, and the sequence would continue from invalid logits.
-    """
+    """Return adjusted logits; NaN for sequences with non-finite logits."""
+    # A filter could mask a NaN, and the sequence would continue from invalid logits.
     return jnp.where(has_invalid_logits(logits)[:, None], jnp.nan, sampler.adjust(logits, state))
 
 
@@ -83,10 +81,7 @@ def has_invalid_logits(logits: Float[Array, "*n V"]) -> Bool[Array, "*n"]:
 def make_draw_keys(
     key: Key[Array, " T"], numbers: Int32[Array, " T"], use: int = 0
 ) -> Key[Array, " T"]:
-    """Return a key for each draw.
-
-    `use` is 0 for tokens, 1 for acceptance, 2 for drafts.
-    """
+    """Return keys of draws; `use` is 0 for tokens, 1 for acceptance, 2 for drafts."""
     keys = jax.vmap(jax.random.fold_in)(key, numbers)
     return keys if use == 0 else jax.vmap(jax.random.fold_in, (0, None))(keys, use)
 

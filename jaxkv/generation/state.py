@@ -107,10 +107,7 @@ def last_positions(table: CacheTable) -> Int32[Array, " Q"]:
 
 
 def end_edited_texts(table: CacheTable, state: DecodeState) -> DecodeState:
-    """End sequences, with reason EDITED, whose last token in the table has changed.
-
-    A context shift or a move of positions does not change the last token.
-    """
+    """End sequences, as EDITED, whose last token changed; shifts do not change it."""
     _, same = table.compare_last_tokens(state.sequence, state.follows)
     edited = state.active & ~same
     reason = jnp.where(edited, Reason.EDITED, state.reason)
@@ -126,10 +123,7 @@ def update_last_token_hashes(table: CacheTable, state: DecodeState) -> DecodeSta
 
 
 def check_sampler_state(sampler: object, state: DecodeState) -> Sampler:
-    """Return the sampler, greedy for None; raise unless `state` is of its kind.
-
-    A number of sequences that differs from that of the options also raises a ValueError.
-    """
+    """Return the sampler, greedy for None; raise unless `state` is of its kind."""
     sampler = make_sampler() if sampler is None else check_sampler(sampler)
     fresh = sampler.init(np.zeros((state.token.shape[0], 0), np.int32))
     expected, actual = (
@@ -214,10 +208,7 @@ def _check_seed(seed: Seeds, count: int) -> Seeds:
 def _init_draw_state(
     table: CacheTable, seed: Integer[Array, "*n"], ids: Int32[Array, " T"]
 ) -> tuple[Key[Array, " T"], Int32[Array, " T"], UInt32[Array, " T"]]:
-    """Return keys, numbers of the next draws and hashes of the last cached tokens.
-
-    `seed` is one for all sequences or one for each; `ids` are the sequences.
-    """
+    """Return keys, numbers of the next draws and hashes of the last cached tokens."""
     if jnp.ndim(seed):
         keys = jax.vmap(jax.random.key)(seed)
     else:

@@ -1,7 +1,4 @@
-"""Engine: many requests in the sequences of one cache, scheduled on the CPU.
-
-Inputs of the device programs have a few fixed shapes.
-"""
+"""Engine: many requests in the sequences of one cache, scheduled on the CPU."""
 
 from __future__ import annotations
 
@@ -84,8 +81,9 @@ class Engine:
 
     Raises:
       ValueError: If the cache is not empty, was donated or has a part for sources.
-      ValueError: If `prefill_chunk` exceeds the ubatch size of the cache.
-      ValueError: If a number is below 1, `max_stop_tokens` below 0, or an option is unknown.
+      ValueError: If a number is below 1, `max_stop_tokens` below 0, or `prefill_chunk` exceeds the
+        ubatch size of the cache.
+      ValueError: If an option is unknown.
       ValueError: If the constraint returns other shapes or dtypes than required.
       ValueError: If the store was made for another cache, leaves no sequence to requests, or is
         given with `prefix_sequences`.

@@ -29,8 +29,7 @@ class EnginePrefixes:
     `runner` has the cache of the store. `store=None` disables it.
 
     Raises:
-      ValueError: If the store is for another cache, leaves no sequence, or the cache has other
-        tokens.
+      ValueError: If the store is for another cache or takes all sequences, or other cells are used.
       TypeError: If `store` is not a store.
     """
 

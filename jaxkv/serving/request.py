@@ -183,10 +183,7 @@ class RequestState:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Limits of requests, which determine the shapes of all programs of an engine.
-
-    Fields are arguments of `Engine`.
-    """
+    """Limits of requests, from arguments of `Engine`; they determine program shapes."""
 
     prefill_chunk: int
     tokens_per_step: int

@@ -62,11 +62,7 @@ class Scheduler:
         return _sort_by_age([*filter(None, self._placed[first : first + self._sharing])])
 
     def queue_request(self, text: RequestState) -> None:
-        """Queue a request.
-
-        Raises:
-          ValueError: If the cache can never have the cells for it.
-        """
+        """Queue a request; raise a ValueError if the cache can never have its cells."""
         request = text.request
         length = text.max_cached_tokens if self.reserves else len(request.prompt)
         if not self._can_allocate({0: length}, self._prefixes.nothing)[0]:

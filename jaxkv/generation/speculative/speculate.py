@@ -399,8 +399,7 @@ def _feed_guess(
 ) -> tuple[Cache, Plan, Bool[Array, " T"], tuple, DraftTokens]:
     """Compute the last token of active sequences, and a draft.
 
-    Returns the cache, the plan, which sequences continue, the result of `verify_draft`, and the
-    draft.
+    Returns the cache, the plan, continuing sequences, results of `verify_draft`, and the draft.
     """
     table, state = progress.cache.table, progress.state
     fed = jnp.concatenate([state.token[:, None], draft.tokens], axis=1)
@@ -425,10 +424,7 @@ def _check_vocabulary(draft: DraftTokens, logits: Float[Array, "T n V"]) -> None
 def _feed_branches(
     setup: _Setup, draft: DraftTokens, active: Bool[Array, " T"], progress: _Progress
 ) -> tuple[Cache, Plan, Bool[Array, " T"], tuple, DraftTokens]:
-    """Compute the last token of active sequences and a draft of branches; keep one.
-
-    Returns the results of `_feed_guess` for the branch that was followed.
-    """
+    """Run `_feed_guess` for a draft of several branches, and keep one of them."""
     state, sequences = progress.state, setup.sequences
     assert sequences is not None
     table = token_tree.fork_branches(progress.cache.table, sequences, state.sequence)

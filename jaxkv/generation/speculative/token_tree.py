@@ -42,10 +42,7 @@ class TreeNodes(NamedTuple):
 
 
 def check_branches(spec: TableSpec, texts: int, num_branches: int, cache_name: str) -> None:
-    """Raise a ValueError unless a cache has sequences for k branches of each sequence.
-
-    Several branches are not possible with recurrent states.
-    """
+    """Raise a ValueError unless a cache can have k branches of each sequence."""
     if num_branches == 1:
         return
     if spec.max_rollback is not None:
@@ -167,10 +164,7 @@ def keep_branch(
     sequences: Int32[Array, "T k"],
     branch: Int32[Array, " T"],
 ) -> CacheTable:
-    """Replace `roots` by their branch number `branch`, and clear the others.
-
-    `sequences` are those of the branches, Q for none.
-    """
+    """Replace each of `roots` by one of its branches, and clear the others."""
     parents = jnp.take_along_axis(sequences, branch[:, None], axis=1)[:, 0]
     table, _ = table.seq_select(None, parents, roots)
     others = jnp.where(sequences == roots[:, None], table.spec.sequences, sequences).reshape(-1)

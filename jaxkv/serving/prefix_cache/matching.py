@@ -39,10 +39,7 @@ def common_prefix_length(tokens: Num[np.ndarray, " n"], other_tokens: Num[np.nda
 def find_resumable_positions(
     cache: Cache, seq: int, tokens: Int32[np.ndarray, " n"]
 ) -> tuple[Bool[np.ndarray, " n+1"], MissReason]:
-    """Return which prefixes of `tokens` a sequence can resume, and why not all.
-
-    The length 0 is always possible.
-    """
+    """Return which prefix lengths a sequence can resume, 0 always, and why not all."""
     last = tokens.size
     starts = np.arange(0, last + 1, BLOCK, dtype=np.int32)
     padded = np.pad(tokens, (0, starts[-1] + BLOCK - last))
@@ -124,10 +121,7 @@ def _has_same_content(
 def _has_unbroken_prefix(
     cells: Cells, seq: Int32[Array, ""], positions: Int32[Array, " n"]
 ) -> Bool[Array, " n"]:
-    """Return whether all tokens before each position are present and not shifted.
-
-    Tokens that a window evicted are ignored.
-    """
+    """Return whether all tokens before each position exist unshifted, or were evicted."""
     mark, (stream, *_) = cells.evicted_below[seq], locate_owner_bit(cells, seq)
     own_positions = jnp.where(cells.shift[stream] == 0, sequence_positions(cells, seq), EMPTY)
     own_positions = jnp.sort(jnp.where(own_positions < mark, END, own_positions))
