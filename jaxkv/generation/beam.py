@@ -1,6 +1,6 @@
-"""Beam search: the most probable texts after a prompt, looked for side by side on the device.
+"""Beam search on the device.
 
-In this file W is the width of a search, the number of its beams, and n the most tokens of a text.
+W is the number of beams, and n the maximum number of tokens of a hypothesis.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class BeamTexts(NamedTuple):
-    """W texts: their tokens, scores and lengths as in `BeamResult`."""
+    """W hypotheses: tokens, scores and lengths as in `BeamResult`."""
 
     tokens: Int32[Array, "W n"]
     scores: Float[Array, " W"]
@@ -46,12 +46,12 @@ class BeamTexts(NamedTuple):
 
 
 class BeamSearch(NamedTuple):
-    """How far a search has come.
+    """State of a search.
 
-    living: the texts that go on, all of one length, in the order of their scores.
-    ended: the best of those that ended, in the order of their ranks.
-    length: of a text that goes on.
-    reason: see `BeamResult`.
+    living: Unfinished hypotheses, all of one length, ordered by score.
+    ended: The best finished hypotheses, ordered by rank.
+    length: Length of the unfinished hypotheses.
+    reason: See `BeamResult`.
     """
 
     living: BeamTexts
@@ -61,7 +61,7 @@ class BeamSearch(NamedTuple):
 
 
 def init_search(num_beams: int, num_tokens: int) -> BeamSearch:
-    """Return a search that has one text, of no tokens."""
+    """Return a search with one empty hypothesis."""
     none = BeamTexts(
         tokens=jnp.full((num_beams, num_tokens), -1, jnp.int32),
         scores=jnp.full(num_beams, -jnp.inf, jnp.float32),
@@ -72,28 +72,29 @@ def init_search(num_beams: int, num_tokens: int) -> BeamSearch:
 
 
 def is_filled(texts: BeamTexts) -> Bool[Array, " W"]:
-    """Return which texts exist."""
+    """Return which hypotheses exist."""
     return texts.scores != -jnp.inf
 
 
 def _normalised_scores(texts: BeamTexts, length_penalty: Float[Array, ""]) -> Float[Array, " W"]:
-    """Return what texts are ranked by, float32."""
+    """Return the ranks of hypotheses, float32: scores normalised by length."""
     return texts.scores / jnp.maximum(texts.lengths, 1).astype(jnp.float32) ** length_penalty
 
 
 def select_best_texts(
     first: BeamTexts, second: BeamTexts, length_penalty: Float[Array, ""]
 ) -> BeamTexts:
-    """Return the W best of 2 * W texts by rank; among equals the first."""
+    """Return the W best of 2 * W hypotheses by rank; ties in their order."""
     both = jax.tree.map(lambda *parts: jnp.concatenate(parts), first, second)
     _, index = jax.lax.top_k(_normalised_scores(both, length_penalty), first.scores.size)
     return jax.tree.map(lambda x: x[index], both)
 
 
 def can_improve(search: BeamSearch, length_penalty: Float[Array, ""]) -> Bool[Array, ""]:
-    """Return whether a text that goes on may still be among the best.
+    """Return whether an unfinished hypothesis may still be among the W best.
 
-    No score rises. Its rank is highest at the greatest length, or, with a penalty below 0, now.
+    Scores never increase. The rank bound uses the greatest length, or the current length for a
+    negative penalty.
     """
     living, steps = search.living, search.living.tokens.shape[1]
     length = jnp.where(length_penalty >= 0, steps, search.length)
@@ -111,20 +112,20 @@ def advance_search(
     stop_tokens: Int32[Array | np.ndarray, " n"],
     length_penalty: Float[Array, ""],
 ) -> tuple[Int32[Array, " W"], BeamSearch]:
-    """Continue the living texts by one token, with the logits of each.
+    """Extend the unfinished hypotheses by one token.
 
     Returns:
-      For each text that lives now the one that it continues; and the search. Where the logits of a
-      living text are broken, the search is as it was, with that as its reason.
+      For each unfinished hypothesis the index of the one that it extends, and the search. If logits
+      of an unfinished hypothesis are non-finite, the search is unchanged except for its reason.
     """
     living, width = search.living, search.living.scores.size
     logits = logits.astype(jnp.float32)
     broken = jnp.any(is_filled(living) & has_invalid_logits(logits))
     logprobs = jax.nn.log_softmax(logits)
-    # If no token is allowed, log_softmax is NaN; -inf ends the text.
+    # If no token is allowed, log_softmax is NaN; -inf ends the hypothesis.
     logprobs = jnp.where(is_filled(living)[:, None] & (logits > -jnp.inf), logprobs, -jnp.inf)
     scores = living.scores[:, None] + logprobs
-    # Of one text no more than these can be wanted: W that go on, and those that end.
+    # Of one hypothesis at most W unfinished extensions are selected, besides its stop tokens.
     size = min(width + stop_tokens.size, scores.shape[1])
     scores, token = (x.reshape(-1) for x in jax.lax.top_k(scores, size))
     ended = jnp.any(token[:, None] == stop_tokens[None], axis=1)
@@ -132,7 +133,7 @@ def advance_search(
     def extend_beams(order: jax.Array, scores: jax.Array) -> tuple[jax.Array, BeamTexts]:
         index = jax.lax.top_k(order, width)[1]
         scores, is_living = scores[index], scores[index] != -jnp.inf
-        # An empty beam keeps its own sequence as parent, so nothing is copied.
+        # An empty beam has its own sequence as parent, so that no cell is copied.
         parents = jnp.where(is_living, index // size, jnp.arange(width)).astype(jnp.int32)
         new = jnp.where(is_living, token[index], -1)
         tokens = living.tokens[parents].at[:, search.length].set(new)
@@ -164,51 +165,49 @@ def beam(
     length_penalty: Num[ArrayLike, ""] = 1.0,
     donate: bool = False,
 ) -> BeamResult:
-    """Search for the W most probable texts of up to n tokens after a prompt.
+    """Search for the W most probable hypotheses of up to n tokens after a prompt.
 
-    A step continues each beam with each token of the vocabulary. Of these W * V candidates:
+    A step extends each beam by each token of the vocabulary. Of these W * V candidates:
 
-    - the W best by score that do not end with a stop token are the beams of the next step;
-    - those that do end with one, and are among the W best of all candidates, are ended texts. Of
-      all ended texts the W best by rank are kept, where the rank is
-      `score / length ** length_penalty`.
+    - the W best by score without a stop token are the next beams;
+    - those among the W best that end with a stop token are finished. The W best of all finished
+      hypotheses by rank, `score / length ** length_penalty`, are kept.
 
-    Among equals the one of the better beam comes first, then that of the lower token. A token whose
-    logit is -inf continues nothing. The search ends after n tokens, when the cache refuses a step,
-    or as soon as no beam can reach a higher rank than W ended texts have, whatever its tokens. The
-    beams of the last step and the ended texts are ranked together, so that the result is that of a
-    search which never ends early.
+    Ties are ordered by beam, then by token. Tokens with a logit of -inf are excluded. The search
+    ends after n tokens, if the plan of a step is refused, or if no beam can exceed the rank of W
+    finished hypotheses. Then beams and finished hypotheses are ranked together. The result equals
+    that of a search without early stopping.
 
     Args:
-      forward: see `prefill`.
-      params: whatever the model wants.
-      cache: the cache after the prompt, which stands in the first of `sequences`.
-      logits: those of the last token of the prompt.
-      num_beams: W, static. A step is one token for each of W sequences.
-      num_tokens: n, the most tokens of a text, static.
-      stop_tokens: `[n]`, the tokens that end a text; -1 pads.
-      sequences: `[W]`, where the beams stand; by default 0 to W - 1. What the others but the
-        first one hold is forgotten. Where sequences share several streams, all are of one stream.
-      length_penalty: how much length counts in a rank: 0 for not at all, more for longer texts.
-      donate: give up the buffers of the cache passed in, see `prefill`.
+      forward: See `prefill`.
+      params: Model parameters, any pytree.
+      cache: The cache after the prompt, which is in the first of `sequences`.
+      logits: Logits of the last token of the prompt.
+      num_beams: W, static. A step computes one token for each of W sequences.
+      num_tokens: n, the maximum number of tokens of a hypothesis, static.
+      stop_tokens: `[n]`. Tokens that end a hypothesis; -1 pads.
+      sequences: `[W]`. The sequences of the beams, 0 to W - 1 by default. Tokens in all but the
+        first one are removed. If sequences share streams, all must be in one stream.
+      length_penalty: Exponent of the length in a rank: 0 ignores the length, higher values prefer
+        longer hypotheses.
+      donate: Reuse the buffers of the input cache, see `prefill`.
 
     Returns:
-      The cache and the texts. Sequence i holds the prompt and the first tokens of the i-th text,
-      as many as `num_cached` says: all but the last one of a text that did not end, and of one that
-      ended what it shares with a beam of the last step. To go on from a text, feed its other
-      tokens. A state cannot go back so far where it is not kept, nor a window where it let go of
-      what is seen there, and then the sequence is empty.
+      The cache and the hypotheses. Sequence i contains the prompt and the first `num_cached` tokens
+      of hypothesis i: all but the last one if unfinished, else those shared with a beam of the last
+      step. To continue a hypothesis, feed its other tokens. A sequence is empty if it needs a state
+      that is not stored, or cells that a window evicted.
 
     Raises:
-      ValueError: when the logits are not those of one token; when there are not W sequences, or one
-        is known and comes twice or is none of the cache; when they are not known to be of one
-        stream though sequences share several; when `num_beams` or `num_tokens` is below 1; when the
-        penalty is not one number; when a known cache holds no prompt in the first sequence; or when
-        the cache was donated. It is raised before anything runs.
+      ValueError: If the logits are not of one token, or `length_penalty` is not one finite number.
+      ValueError: If there are not W sequences, or a concrete one is repeated or not in the cache.
+      ValueError: If sequences share streams, and these are traced or in several streams.
+      ValueError: If `num_beams` or `num_tokens` is below 1.
+      ValueError: If the first sequence of a concrete cache is empty, or the cache was donated.
 
     Examples:
-      A model that says the next number, or less likely the one after it; 3 ends a text, and length
-      does not count:
+      A model that predicts the next number, or less likely the one after it. 3 is the stop token,
+      and the length is ignored:
 
       >>> def forward(params, cache, ubatch):
       ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
@@ -235,7 +234,7 @@ def beam(
       ([2, 1], [2, 1])
 
     Hugging Face: `generate(num_beams=W, length_penalty=length_penalty, early_stopping="never")`,
-    whose `sequences_scores` are ranks. llama.cpp: none; it had `llama_beam_search` once.
+    whose `sequences_scores` are ranks. llama.cpp: none; `llama_beam_search` was removed.
     """
     num_beams, num_tokens = (
         check_count(num_beams, "num_beams"),
@@ -262,7 +261,7 @@ def beam(
 
 
 def _logits_as_row(logits: Float[ArrayLike, " V"] | Float[ArrayLike, "1 V"]) -> Float[Array, "1 V"]:
-    """Return logits as a row."""
+    """Return checked logits as a row."""
     shape = np.shape(logits)
     if len(shape) not in (1, 2) or shape[:-1] not in ((), (1,)) or not shape[-1]:
         raise ValueError(f"expected logits [V] or [1, V], those of one token, got {list(shape)}")
@@ -320,10 +319,7 @@ def _run_search(
     *,
     num_tokens: int,
 ) -> tuple[Cache, tuple]:
-    """Do what `beam` says, as a part of the program that is being traced.
-
-    Returns the cache, and the further fields of `BeamResult`.
-    """
+    """Run `beam` as a part of a program; return the cache and the other fields."""
     sequences = jnp.asarray(sequences)
     begins = last_positions(cache.table)[sequences[0]] + 1
     rows = jnp.arange(sequences.size, dtype=jnp.int32)
@@ -358,17 +354,9 @@ def _trim_sequences(
     sequences: Int32[Array, " W"],
     begins: Int32[Array, ""],
 ) -> tuple[Cache, Int32[Array, " W"]]:
-    """Let each sequence hold as much of its text as the cache still holds.
+    """Keep in each sequence the longest available prefix of its hypothesis.
 
-    Args:
-      cache: the cache after the search.
-      search: how it ended.
-      found: the W best texts.
-      sequences: where the beams stand.
-      begins: the position of the first token after the prompt.
-
-    Returns:
-      The cache; and what `BeamResult.num_cached` says.
+    `begins` is the position after the prompt. Returns the cache and `BeamResult.num_cached`.
     """
     place = jnp.arange(found.tokens.shape[1])[None]
     fed = place < jnp.minimum(found.lengths, search.length - 1)[:, None]
@@ -376,7 +364,7 @@ def _trim_sequences(
     shared = jnp.sum(jnp.cumprod(same & fed[:, None], axis=2), axis=2, dtype=jnp.int32)
     num_shared = jnp.max(shared, axis=1)
     cache, _ = seq_select(cache, sequences[jnp.argmax(shared, axis=1)], sequences)
-    # A state that is not kept is not cut back to; a window may have let go of what is seen there.
+    # `cut` is False if a state is not stored, or if a window evicted cells that are needed there.
     cache, cut = seq_rm(cache, sequences, begins + num_shared)
-    cache, _ = seq_rm(cache, sequences, 0, jnp.where(cut, 0, -1))  # from 0 to 0 is nothing
+    cache, _ = seq_rm(cache, sequences, 0, jnp.where(cut, 0, -1))  # 0 to 0 is an empty range
     return cache, jnp.where(cut, num_shared, -1)

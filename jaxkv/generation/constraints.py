@@ -1,4 +1,4 @@
-"""Rules that say which tokens may come next, such as a grammar: for all texts, or for some."""
+"""Constraints on the next token, such as a grammar, for all sequences or for some."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Constraint:
-    """What tokens may come next, such as by a grammar: two pure functions of one text's state.
+    """Constraint on the next token, such as a grammar, as a state machine.
 
-    So the tables of a grammar library, or a call of it (`jax.pure_callback`), can be plugged in.
-    `constrain` gives it to a sampler, for all texts; an `Engine` takes it for the requests that
-    have a state of it.
+    Tables of a grammar library, or a callback to it (`jax.pure_callback`), can be used. `constrain`
+    applies it to all sequences of a sampler. An `Engine` applies it to requests with a
+    `constraint_state`.
 
-    first: the state when a text begins, a tree of arrays; prompts are no part of it. Those of all
-      requests have its shapes.
-    allowed: the tokens that may come next.
-    advance: `(state, token) -> state`. Pass the same functions every time: others are another
-      program.
+    To use several grammars, concatenate their tables, as in `allowed=lambda state: tables[state]`,
+    and start each request in the first state of its grammar.
 
-    Several rules are one whose state says which: `allowed=lambda state: tables[state]`, where the
-    tables of all grammars lie one behind another, and a request begins where its own does.
+    first: A pytree of arrays, the state before the first generated token; prompts do not change it.
+      States of all requests have its shapes.
+    allowed: Function from a state to the tokens that may come next, pure.
+    advance: Function `(state, token) -> state`, pure. Programs are cached by these functions, so
+      pass the same ones every time.
     """
 
     first: PyTree
@@ -41,23 +41,23 @@ class Constraint:
     advance: Callable[[PyTree, Int32[Array, ""]], PyTree]
 
     def constrain(self, sampler: Sampler) -> ConstrainedSampler:
-        """Return a sampler that chooses only among tokens that are allowed.
+        """Return a sampler that samples only allowed tokens.
 
-        A text that is allowed no token ends. All texts are computed together, so both functions are
-        called for those that have ended, too, and `advance` with tokens that are not picked: those
-        of guesses that do not hold, or 0 where no token is allowed. What they return there is
-        dropped, but a matcher that raises must not do so.
+        A sequence without an allowed token ends. All sequences are computed together. So both
+        functions are also called for ended sequences, and `advance` with tokens that are not
+        sampled: rejected drafts, or 0 if no token is allowed. Their results are discarded there,
+        but callbacks must not raise.
 
         Args:
-          sampler: of what is allowed.
+          sampler: Sampler of the allowed tokens.
 
         Raises:
-          TypeError: when it is no sampler, or `allowed` or `advance` are no functions.
-          ValueError: when `first` has no array, `allowed` gives no `[V]` bool, or `advance` a state
-            of other shapes or dtypes.
+          TypeError: If `sampler` is not a sampler, or `allowed` or `advance` is not a function.
+          ValueError: If `first` has no array, or `allowed` does not return `[V]` bool.
+          ValueError: If `advance` returns a state with other shapes or dtypes.
 
         Examples:
-          Tokens that rise:
+          Increasing tokens:
 
           >>> rising = generation.Constraint(
           ...     first=jnp.int32(-1),
@@ -69,7 +69,7 @@ class Constraint:
           >>> rising.adjust(jnp.zeros((1, 4)), state).tolist()
           [[-inf, -inf, 0.0, 0.0]]
 
-          The same, asked of a library on the host:
+          The same with a callback to the CPU:
 
           >>> def allowed(last):
           ...     mask = jax.ShapeDtypeStruct((4,), bool)
@@ -94,14 +94,14 @@ class Constraint:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ConstrainedSampler(Sampler):
-    """A sampler that is shown only the tokens that a rule allows; `Constraint.constrain` makes one.
+    """Sampler restricted to allowed tokens, made by `Constraint.constrain`.
 
-    sampler: of what is allowed.
-    first: a tree of arrays, the state of the rule when a text begins; or, where `bound` is given,
-      `[T, ...]`, the states of T texts, whose tokens so far they know.
-    bound: the texts that the rule is for; None for all.
-    allowed: see `Constraint`, static.
-    advance: see `Constraint`, static.
+    sampler: Sampler of the allowed tokens.
+    first: A pytree of arrays, the initial state of the constraint. With `bound` it is `[T, ...]`,
+      the states of T sequences after their tokens so far.
+    bound: Sequences that are constrained; None for all.
+    allowed: See `Constraint`, static.
+    advance: See `Constraint`, static.
     """
 
     sampler: Sampler
@@ -112,11 +112,11 @@ class ConstrainedSampler(Sampler):
 
     @property
     def is_random(self) -> bool:
-        """Whether the sampler of what is allowed does."""
+        """Whether the sampler of the allowed tokens is random."""
         return self.sampler.is_random
 
     def init(self, prompts: Int[Array | np.ndarray, "T n"]) -> PyTree:
-        """Return the states of the rule, which prompts are no part of, and of the sampler."""
+        """Return the states of the constraint, independent of prompts, and of the sampler."""
         if self.bound is not None:
             return self.first, self.sampler.init(prompts)
         count = len(prompts)
@@ -124,7 +124,7 @@ class ConstrainedSampler(Sampler):
         return first, self.sampler.init(prompts)
 
     def adjust(self, logits: Float[Array, "T V"], state: PyTree) -> Float[Array, "T V"]:
-        """Hide what is not allowed of logits, float32, then adjust the rest."""
+        """Set float32 logits of disallowed tokens to -inf, then adjust the rest."""
         rule, rest = state
         allowed = jax.vmap(self.allowed)(rule)
         if allowed.shape != logits.shape:
@@ -136,7 +136,7 @@ class ConstrainedSampler(Sampler):
         return self.sampler.adjust(jnp.where(allowed, logits, -jnp.inf), rest)
 
     def update(self, state: PyTree, tokens: Int32[Array, " T"]) -> PyTree:
-        """Advance the rule and the sampler by tokens; the rule stays where there is none."""
+        """Advance both by tokens; the constraint keeps its state if a token is -1."""
         rule, rest = state
         advanced = jax.vmap(self.advance)(rule, jnp.maximum(tokens, 0))
         rule = select_per_text(tokens >= 0, advanced, rule)
@@ -144,12 +144,7 @@ class ConstrainedSampler(Sampler):
 
 
 def check_constraint(constraint: object) -> Constraint:
-    """Return a rule with its first state as NumPy arrays.
-
-    Raises:
-      TypeError: when it is no rule, or its functions are none.
-      ValueError: when `first` has no array, `allowed` gives no `[V]` bool, or `advance` a state of
-        other shapes or dtypes.
+    """Return a constraint with its first state as NumPy arrays. Raise as `constrain`.
 
     >>> rule = Constraint(
     ...     first=0, allowed=lambda s: jnp.arange(4) > s, advance=lambda s, token: token > 0
@@ -180,11 +175,7 @@ def check_constraint(constraint: object) -> Constraint:
 
 
 def check_initial_state(constraint: Constraint | None, state: PyTree) -> PyTree:
-    """Return the state that a request begins with as NumPy arrays; None for a request without one.
-
-    Raises:
-      ValueError: when there is no rule, or the state has other shapes or dtypes than its first.
-    """
+    """Return the checked constraint state of a request as NumPy arrays; None for None."""
     if state is None:
         return None
     if constraint is None:
@@ -203,9 +194,9 @@ def check_initial_state(constraint: Constraint | None, state: PyTree) -> PyTree:
 def make_constrained_sampler(
     constraint: Constraint, sampler: Sampler, states: Sequence[PyTree]
 ) -> ConstrainedSampler:
-    """Return the sampler of T texts with their states; None is a text that the rule is not for.
+    """Return the sampler of T sequences with states, None if unconstrained.
 
-    Tokens that rise, in the first of two texts:
+    Increasing tokens, in the first of two sequences:
 
     >>> rule = Constraint(
     ...     first=-1,
@@ -230,10 +221,10 @@ def make_constrained_sampler(
 
 
 def _to_jax_dtype(x: ArrayLike) -> Array | np.ndarray:
-    """Return an array of JAX's dtypes, a NumPy one where it is known."""
+    """Return an array with a dtype of JAX, as a NumPy array unless traced."""
     return np.asarray(jnp.asarray(x)) if is_concrete(x) else jnp.asarray(x)
 
 
 def _describe_shapes(tree: PyTree) -> PyTree:
-    """Return a tree with the dtype and shape of each array."""
+    """Return the dtype and shape of each array of a tree, as strings."""
     return jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)

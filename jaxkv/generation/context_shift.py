@@ -1,7 +1,7 @@
-"""Texts longer than a cache: forget a passage and close the gap, or let tokens share positions.
+"""Context extension: remove tokens and shift the rest, or share positions.
 
-Both move keys that stand in the cache already, and rotate them. Those of all layers but the first
-were computed when more was seen, or when it stood further away, and stay what they were.
+Both move and rotate cached keys. Keys and values of all layers except the first were computed with
+the earlier context and positions, and are not recomputed.
 """
 
 from __future__ import annotations
@@ -32,28 +32,31 @@ if TYPE_CHECKING:
 def context_shift(
     cache: Cache, seq: Id, *, num_keep: Id, num_discard: Id, donate: bool = False
 ) -> EditResult:
-    """Forget a passage of a sequence and close the gap, for a text that never ends.
+    """Remove tokens of a sequence and shift the following ones to close the gap.
 
-    The first `num_keep` tokens stay where they are, often a system prompt, or the few that
-    attention rests on. The next `num_discard` are forgotten, and all that follow move up and are
-    rotated: the three verbs `seq_rm`, `seq_add` and `init_update` in one.
+    Tokens 0 to `num_keep - 1` stay, such as a system prompt or attention sinks. The next
+    `num_discard` tokens are removed. All later tokens get lower positions, and their keys are
+    rotated. This combines `seq_rm`, `seq_add` and `init_update`.
 
     Args:
-      cache: a cache without recurrent states.
-      seq: the sequence.
-      num_keep: the tokens at its beginning that stay.
-      num_discard: how many are forgotten after them.
-      donate: give up the buffers of the cache passed in, see `apply`. Otherwise they are copied.
+      cache: A cache without recurrent states.
+      seq: The sequence.
+      num_keep: Number of tokens at its beginning that stay.
+      num_discard: Number of tokens to remove after them.
+      donate: Reuse the buffers of the input cache, see `apply`. Otherwise they are copied.
 
     Returns:
-      The cache, and `ok`. When it is False nothing has changed: the sequence has fewer
-      than `num_keep + num_discard` positions, another one shares a cell that would move, or a
-      window that has let go of the first tokens would see them again.
+      The cache and `ok`. If `ok` is False, the cache is unchanged, for one of these reasons:
+
+      - the sequence has fewer than `num_keep + num_discard` positions;
+      - another sequence shares a cell that would move;
+      - evicted first tokens would be in the window again.
 
     Raises:
-      ValueError: when the cache has recurrent states or was made without `rope=`, `num_keep`
-        is known and below 0, `num_discard` is known and below 1, one of them is several numbers,
-        the sequence is known and is none of the cache, or the cache was donated.
+      ValueError: If the cache has recurrent states or was made without `rope=`.
+      ValueError: If `num_keep` or `num_discard` is not one number.
+      ValueError: If a concrete `num_keep` is below 0, or a concrete `num_discard` below 1.
+      ValueError: If `seq` is concrete and not in the cache, or the cache was donated.
 
     Examples:
       >>> cache = make_cache(
@@ -82,11 +85,11 @@ def context_shift(
 
 
 class SelfExtendResult(NamedTuple):
-    """What `self_extend` returns.
+    """Result of `self_extend`.
 
-    cache: the next cache.
-    ok: False where nothing was changed.
-    grouped: the positions of tokens that are grouped now, for the next call.
+    cache: The next cache.
+    ok: False if the call was refused and the cache is unchanged.
+    grouped: Number of grouped positions, for the next call.
     """
 
     cache: Cache
@@ -97,36 +100,38 @@ class SelfExtendResult(NamedTuple):
 def self_extend(
     cache: Cache, seq: Id, grouped: Id, *, group: int, width: int, donate: bool = False
 ) -> SelfExtendResult:
-    """Let `group` neighbours share a position, so that a text is longer than positions reach.
+    """Let `group` neighbouring tokens share a position, to extend the context.
 
-    Every `width` ungrouped tokens are moved onto `width // group` positions; the tokens after them
-    move up. Attention between far tokens then knows their distance roughly, and between near ones
-    exactly.
+    Every `width` ungrouped tokens are moved to `width // group` positions, and later tokens get
+    lower positions. Attention then uses approximate distances to far tokens and exact distances to
+    near ones.
+
+    No cell becomes free. Tokens with equal positions attend to each other, and are removed
+    (`seq_rm`), moved and copied together. `can_seq_add` is False afterwards, since it requires
+    distinct positions.
 
     Args:
-      cache: a cache without recurrent states.
-      seq: the sequence. Its next token still stands one past its last position.
-      grouped: the positions of tokens that are grouped already: 0 at first, and then what this
-        function returned.
-      group: how many tokens share a position.
-      width: how many tokens are grouped at once, a multiple of `group`.
-      donate: give up the buffers of the cache passed in, see `apply`. Otherwise they are copied.
+      cache: A cache without recurrent states.
+      seq: The sequence. Its next token still has its last position plus 1.
+      grouped: Number of grouped positions: 0 at first, then the value of the last call.
+      group: Number of tokens that share a position.
+      width: Number of tokens that are grouped at once, a multiple of `group`.
+      donate: Reuse the buffers of the input cache, see `apply`. Otherwise they are copied.
 
     Returns:
-      The cache, `ok`, which is True, too, where there is nothing to group yet, and `grouped` for
-      the next call. When `ok` is False nothing has changed: another sequence shares a cell that
-      would move, `grouped` is not what was returned before or the sequence was cut
-      below it, positions would reach 2**31 - 1 on the way, or a window has let go of tokens that
-      the next one would see again.
+      The cache, `ok` and `grouped` for the next call. `ok` is also True if no `width` tokens are
+      ungrouped yet. If it is False, the cache is unchanged, for one of these reasons:
 
-      No cell becomes free. Tokens that share a position see each other, and are cut (`seq_rm`),
-      moved and copied together; `can_seq_add` says False from then on, since it asks for one token
-      a position.
+      - another sequence shares a cell that would move;
+      - `grouped` is not the value of the last call, or tokens below it were removed;
+      - an intermediate position would reach 2**31 - 1;
+      - evicted tokens would be in the window of the next token again.
 
     Raises:
-      ValueError: when the cache has recurrent states or was made without `rope=`, `group`
-        or `width` is below 1 or above 2**31 - 1, `width` is no multiple of `group`, `grouped` is
-        several numbers, the sequence is known and is none of the cache, or the cache was donated.
+      ValueError: If the cache has recurrent states or was made without `rope=`.
+      ValueError: If `group` or `width` is not in `[1, 2**31)`, or `width` no multiple of `group`.
+      ValueError: If `grouped` is not one number, or `seq` is concrete and not in the cache.
+      ValueError: If the cache was donated.
 
     Examples:
       >>> cache = make_cache(
@@ -159,14 +164,14 @@ def self_extend(
 def _check_token_count(
     value: Id, name: str, low: int = -END
 ) -> Int32[Array | np.ndarray | np.int32, ""]:
-    """Return a number of tokens, checked."""
+    """Return a single checked integer as int32."""
     if np.ndim(value):
         raise ValueError(f"expected one integer for {name}, got the shape {np.shape(value)}")
     return check_int32(value, name, low=low)
 
 
 def _check_attention_only(spec: TableSpec, why: str) -> None:
-    """Raise unless a cache is made of cells alone."""
+    """Raise unless a cache has no recurrent states."""
     kinds = [part.kind for part in spec.parts or (spec,)]
     if spec.max_rollback is not None:
         description = f"kind {spec.kind!r}" + (f" ({', '.join(kinds)})" if spec.parts else "")
@@ -180,18 +185,14 @@ def _context_shift_table(
     num_keep: Int32[Array, ""],
     num_discard: Int32[Array, ""],
 ) -> tuple[CacheTable, MaintenancePlan, Bool[Array, ""]]:
-    """Do what `context_shift` says to a table.
-
-    Returns:
-      The table, what its keys are owed, and `ok`.
-    """
+    """Return the table after `context_shift`, the plan of its update, and `ok`."""
     next_position = table.seq_pos_max(seq) + 1
     ok = (num_keep >= 0) & (num_discard >= 1) & (num_discard <= next_position - num_keep)
     moves = jnp.where(ok, num_keep + num_discard, 0)
     ok &= _has_unshared_cells(table, seq, moves)
     cut, removed = table.seq_rm(seq, num_keep, moves)
     closed, moved = cut.seq_add(seq, moves, jnp.int32(END), -num_discard, num_keep)
-    ok &= removed & moved  # not where a window that let go of the first tokens would see them again
+    ok &= removed & moved  # False if evicted first tokens would be in the window again
     return *_select_table_and_plan(ok, closed, table), ok
 
 
@@ -203,19 +204,15 @@ def _self_extend_table(
     group: Int32[Array, ""],
     width: Int32[Array, ""],
 ) -> tuple[CacheTable, MaintenancePlan, Int32[Array, ""], Bool[Array, ""]]:
-    """Do what `self_extend` says to a table.
-
-    Returns:
-      The table, what its keys are owed, the next `done`, and `ok`.
-    """
+    """Return the table after `self_extend`, the plan of its update, `done` and `ok`."""
     next_position = table.seq_pos_max(seq) + 1
     short = jax.lax.div(width, group)
     end = jnp.int32(END)
 
     def group_once(carry: tuple[CacheTable, jax.Array, jax.Array, jax.Array]) -> tuple:
         table, done, next_position, ok = carry
-        # Moved back to their original positions first, so that groups start at multiples of
-        # `group`.
+        # Tokens are moved back to their original positions first, so that groups start at multiples
+        # of `group`.
         lift = done * (group - 1)
         first, last = done + lift, done + lift + width
         lifted, lift_ok = table.seq_add(seq, done, end, lift)
@@ -241,10 +238,9 @@ def _self_extend_table(
 def _has_unshared_cells(
     table: CacheTable, seq: Int32[Array, ""], start: Int32[Array, ""]
 ) -> Bool[Array, ""]:
-    """Return whether a sequence shares none of its cells from a position on.
+    """Return whether a sequence shares no cell from a position on.
 
-    Compares the cells freed by removing them with those freed when no other sequence exists: they
-    differ if a cell is shared.
+    The number of cells that their removal frees depends on other sequences only if one is shared.
     """
 
     def num_freed_cells(table: CacheTable) -> jax.Array:
@@ -258,9 +254,8 @@ def _has_unshared_cells(
 def _select_table_and_plan(
     ok: Bool[Array, ""], new: CacheTable, old: CacheTable
 ) -> tuple[CacheTable, MaintenancePlan]:
-    """Return the new table, and what its keys are owed; the old and nothing unless `ok`."""
+    """Return the new table and the plan of its update, or the old and an empty plan."""
     table = jax.tree.map(lambda x, y: jnp.where(ok, x, y), new, old)
-    # Refused: plan the update of an empty table, so that keys already owed a rotation stay as they
-    # are.
+    # If not `ok`, the update of an empty table is planned, so that pending shifts stay pending.
     plan = jax.tree.map(lambda x, y: jnp.where(ok, x, y), new, new.clear()).plan_shift()
     return table, plan

@@ -1,4 +1,4 @@
-"""Generating: one token after another for each of several texts, in a loop on the device."""
+"""Token generation for several sequences, in one loop on the device."""
 
 from __future__ import annotations
 
@@ -53,37 +53,40 @@ def decode(
     stop_tokens: StopTokens = (),
     donate: bool = False,
 ) -> DecodeResult:
-    """Generate up to `num_tokens` tokens for each text, in one loop on the device.
+    """Generate up to `num_tokens` tokens for each sequence, in one device loop.
 
-    Each text ends by itself: with its stop token, which is not put into the cache; when as many
-    tokens are picked as its limit allows; when no token is allowed, or its logits are NaN; or when
-    the cache refuses its next token, which `reason` then names: nothing is overwritten, and the
-    others go on.
+    A sequence ends if:
+
+    - it samples a stop token, which is not written to the cache;
+    - it reaches its limit (`max_new_tokens` of `init_decode`);
+    - no token is allowed, or its logits contain NaN or +inf;
+    - its next token is refused, for example if no cell is free; `reason` is the cause. Existing
+      cells are never overwritten, and other sequences continue.
+
+    Invalid arguments raise before the model runs.
 
     Args:
-      forward: see `prefill`.
-      params: whatever the model wants.
-      cache: the cache after the prompts.
-      state: how far each text has come; `generation.init_decode` makes the first.
-      num_tokens: the most tokens to generate for each text, static.
-      sampler: of `make_sampler` or one of your own, the same kind that the state was started with,
-        though its numbers may change; by default the most probable token is taken.
-      stop_tokens: `[n]`, the tokens that end a text, or `[T, n]` for each its own; -1 pads.
-      donate: give up the buffers of the cache passed in, see `prefill`.
+      forward: See `prefill`.
+      params: Model parameters, any pytree.
+      cache: The cache after the prompts.
+      state: State of each sequence; `generation.init_decode` makes the first.
+      num_tokens: Maximum number of tokens to generate for each sequence, static.
+      sampler: A sampler of the kind that the state was made with; its numbers may change. Greedy by
+        default.
+      stop_tokens: `[n]` for all sequences or `[T, n]`, one row for each; -1 pads.
+      donate: Reuse the buffers of the input cache, see `prefill`.
 
     Returns:
-      The cache, the state to continue from, and the tokens that were sampled with the logarithms
-      of their probabilities.
+      The cache, the state to continue from, and the sampled tokens with their log-probabilities.
 
     Raises:
-      ValueError: when the arrays of the state differ in length, a sequence comes twice or is none
-        of the cache, as far as that is known while tracing; when it was started with another kind
-        of sampler; when `num_tokens` is below 1; or when the cache was donated. It is raised before
-        anything runs.
-      TypeError: when it is given something else than a sampler or a state.
+      ValueError: If the arrays of `state` differ in length, or it is from another kind of sampler.
+      ValueError: If a concrete sequence is repeated or not in the cache.
+      ValueError: If `num_tokens` is below 1, or the cache was donated.
+      TypeError: If `sampler` is not a sampler or `state` is not a state.
 
     Examples:
-      A model that says the next number; 3 ends a text, and sequence 1 may say no more than two:
+      A model that predicts the next number; 3 is the stop token, sequence 1 is limited to two:
 
       >>> def forward(params, cache, ubatch):
       ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
@@ -110,7 +113,7 @@ def decode(
     loop = cached_program(_build_decode_program, forward)
     args = attach_node_types(sampler), params, table, buffers, state, ending
     table, buffers, next_state, samples = loop(*args, num_tokens=num_tokens)
-    # The sequences stay those that were passed in: to look at a result is to wait for it.
+    # Reading the output array of sequences would wait for the program; the input array does not.
     return DecodeResult(
         merge(table, buffers), replace(next_state, sequence=state.sequence), *samples
     )
@@ -146,7 +149,7 @@ def _decode(
     stop_tokens: Int32[Array | np.ndarray, "T n"],
     num_tokens: int,
 ) -> tuple[Cache, DecodeState, SampledTokens]:
-    """Do what `decode` says, as a part of the program that is being traced."""
+    """Run `decode` as a part of the program being traced."""
 
     def should_continue(carry: tuple) -> jax.Array:
         _, state, _, i = carry
@@ -161,8 +164,8 @@ def _decode(
         state, token, logprob = sample_next_tokens(sampler, logits, state, stop_tokens, active)
         new = SampledTokens(token, logprob)
         samples = jax.tree.map(lambda all_, column: all_.at[:, i].set(column), samples, new)
-        # A refused step has changed nothing: the texts that it was refused for end, and the others
-        # take it again.
+        # A refused step leaves the cache unchanged. Sequences that do not fit end, and the others
+        # repeat the step.
         refused = state.active & ~plan.ok & ~plan.fits[state.sequence]
         state = replace(
             state,

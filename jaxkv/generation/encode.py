@@ -1,4 +1,4 @@
-"""Running an encoder: what it reads is written into a cache once, for decoders to look at."""
+"""Encoders, which write the sources of cross-attention to a cache."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from jaxkv.table import CacheTable
 
 Encoder = Callable[[Any, Cache, Ubatch], Cache]
-"""`(params, cache, ubatch) -> cache`, for a ubatch of sources that has been applied."""
+"""`(params, cache, ubatch) -> cache`, for an applied ubatch of encoder sources."""
 
 
 def encode(
@@ -35,30 +35,28 @@ def encode(
     *,
     donate: bool = False,
 ) -> PrefillResult:
-    """Run an encoder over the sources of sequences, and keep what their texts will look at.
+    """Run an encoder and write the cross-attention sources of sequences.
 
     Args:
-      encoder: `(params, cache, ubatch) -> cache`, called for a ubatch of sources that has been
-        applied. It computes all tokens of `ubatch` at once, and writes keys and values of them for
-        each layer that looks at sources (`write_kv`). It is compiled and kept as `forward` of
-        `prefill` is.
-      params: whatever the model wants.
-      cache: a hybrid cache with a part of `CacheSpec.cross_attention`.
-      batch: the sources, see `init_batch`; a `Batch`, or what `make_batch` makes one of.
-      donate: give up the buffers of the cache passed in, see `prefill`.
+      encoder: `(params, cache, ubatch) -> cache`, called with an applied ubatch of sources. It
+        computes all tokens of `ubatch` at once and writes their keys and values for each
+        cross-attention layer (`write_kv`). It is compiled and cached as `forward` in `prefill`.
+      params: Model parameters, any pytree.
+      cache: A hybrid cache with a part of `CacheSpec.cross_attention`.
+      batch: The sources: a `Batch`, or an argument of `make_batch`; see `init_batch`.
+      donate: Reuse the buffers of the input cache, see `prefill`.
 
     Returns:
-      The cache with the sources of those sequences, without logits. Where the plan is traced and
-      `ok` is False, the cache is the one passed in, bit for bit.
+      The cache with the sources, without logits. If the plan is traced and `ok` is False, the cache
+      is the input, bit for bit.
 
     Raises:
-      PlanRefusedError: when there is no room, or a sequence has a source already.
-      TypeError: when the cache has no part for sources.
-      ValueError: when `encoder` gives back something else than a cache that it has written, or the
-        cache was donated.
+      PlanRefusedError: If the sources do not fit, or a sequence has a source already.
+      TypeError: If the cache has no part for sources.
+      ValueError: If `encoder` does not return a written cache, or the cache was donated.
 
     Examples:
-      An encoder whose tokens do not even see each other, and a decoder that repeats its source:
+      An encoder without self-attention, and a decoder that repeats its source:
 
       >>> def encoder(params, cache, ubatch):
       ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
@@ -94,7 +92,7 @@ def encode(
 
 
 def _encode_ubatch(encoder: Encoder, params: PyTree, cache: Cache, ubatch: Ubatch) -> Cache:
-    """Apply a ubatch of sources and run an encoder over it."""
+    """Apply a ubatch of sources and run the encoder."""
     cache = apply(cache, ubatch)
     after = encoder(params, cache, ubatch)
     if not isinstance(after, Cache):

@@ -1,8 +1,8 @@
-"""What may come next: samplers adjust logits, and a loop draws from what they leave.
+"""Filters and penalties of logits.
 
-A sampler is a tree of arrays, an argument of compiled programs: a new temperature is no new
-program. Its arrays are for all texts, `[]`, or one for each, `[T]`. What it remembers of the texts,
-such as the tokens that are repeated, is a state that travels in the `DecodeState`.
+A sampler is a pytree of arrays and an argument of compiled programs, so a new temperature does not
+compile again. Its arrays are for all sequences, `[]`, or for each, `[T]`. Its state, such as recent
+tokens, is a part of `DecodeState`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,7 @@ if TYPE_CHECKING:
 
 
 class SamplingOption(NamedTuple):
-    """A number that `make_sampler` takes.
-
-    neutral: the number that does nothing.
-    dtype: of its array.
-    is_valid: which numbers, finite in that dtype, are in its range.
-    range_text: the range in words.
-    """
+    """A numeric option of `make_sampler`; `neutral` is its value without effect."""
 
     neutral: float
     dtype: type[np.number]
@@ -50,28 +44,19 @@ OPTIONS = {
     "frequency_penalty": SamplingOption(0.0, np.float32, lambda x: x == x, "finite"),
     "presence_penalty": SamplingOption(0.0, np.float32, lambda x: x == x, "finite"),
 }
-"""All that `make_sampler` takes beside `last_n`, in the order of its arguments."""
+"""Options of `make_sampler`, in its order, without `penalty_last_n`."""
 
 EVERY = np.iinfo(np.int32).max
-"""More tokens than any vocabulary has."""
+"""Larger than any vocabulary."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FilterSampler(Sampler):
-    """What `make_sampler` makes; a filter that is None is left out.
+    """Sampler of `make_sampler`; a filter of None is skipped.
 
-    Numbers are for all texts, or one for each; floats are float32.
-
-    temperature: what logits are divided by; 0 keeps only the best token.
-    top_k: only the k best tokens may be drawn; 0 for all.
-    top_p: only the best tokens with this much probability together.
-    min_p: only tokens with this share of the best token's probability.
-    repeat_penalty: what logits of recent tokens are divided by, or multiplied where they are
-      negative.
-    frequency_penalty: what is taken from the logit of a recent token each time that it came.
-    presence_penalty: what is taken from the logit of a recent token once.
-    penalty_last_n: how many tokens are recent, static.
+    Fields are the arguments of `make_sampler`: arrays `[]` or `[T]`, floats as float32.
+    `penalty_last_n` is static.
     """
 
     temperature: Float[Array | np.ndarray, "*n"] | None
@@ -94,11 +79,7 @@ class FilterSampler(Sampler):
         return any(penalty is not None for penalty in penalties)
 
     def init(self, prompts: Int[Array | np.ndarray, "T n"]) -> PyTree:
-        """Return the recent tokens, `[T, last_n]` int32, -1 where there were fewer.
-
-        Raises:
-          ValueError: when there are numbers for another number of texts.
-        """
+        """Return the recent tokens, `[T, last_n]` int32, padded in front with -1."""
         for name in OPTIONS:
             shape = np.shape(getattr(self, name))
             if shape not in ((), (len(prompts),)):
@@ -110,15 +91,12 @@ class FilterSampler(Sampler):
         return take_last_tokens(prompts, self.penalty_last_n)
 
     def adjust(self, logits: Float[Array, "T V"], state: PyTree) -> Float[Array, "T V"]:
-        """Take penalties off, filter, and divide by the temperature, in llama.cpp's order.
-
-        The logits are float32, before and after.
-        """
+        """Apply penalties, filters, then the temperature, to float32 logits."""
         if self._has_penalty:
             logits = self._subtract_penalties(logits, state)
         if self.temperature is None:
             return logits
-        # A filter leaves the texts alone whose number turns it off, whatever their logits are.
+        # A neutral number disables a filter for its sequence, for any logits.
         if self.top_k is not None:
             num_kept = jnp.where(self.top_k > 0, self.top_k, EVERY)
             kept = is_among_best(logits, jnp.ones_like(logits, jnp.int32), num_kept)
@@ -128,7 +106,7 @@ class FilterSampler(Sampler):
             kept = is_among_best(logits, jax.nn.softmax(logits), mass)
             logits = _mask_logits(logits, kept | _as_column(self.top_p == 1))
         best = jnp.max(logits, axis=1, keepdims=True)
-        best = jnp.where(best == -jnp.inf, 0, best)  # where no token is allowed
+        best = jnp.where(best == -jnp.inf, 0, best)  # if no token is allowed
         if self.min_p is not None:
             kept = logits >= best + _as_column(jnp.log(self.min_p))
             logits = _mask_logits(logits, kept | _as_column(self.min_p == 0))
@@ -136,12 +114,12 @@ class FilterSampler(Sampler):
         alone = jnp.arange(logits.shape[1])[None] == jnp.argmax(logits, axis=1, keepdims=True)
         alone = _mask_logits(jnp.zeros_like(logits), alone & (logits != -jnp.inf))
         cooled = (logits - best) / jnp.where(temperature > 0, temperature, 1)
-        # What was hidden stays so: divided by a number that is very large it would be NaN.
+        # Masked logits stay -inf: divided by a very large temperature they would be NaN.
         cooled = _mask_logits(cooled, logits != -jnp.inf)
         return jnp.where(temperature > 0, cooled, alone)
 
     def update(self, state: PyTree, tokens: Int32[Array, " T"]) -> PyTree:
-        """Let the oldest of the recent tokens go, and take in `tokens`."""
+        """Drop the oldest recent token and append `tokens`."""
         if not self._has_penalty:
             return state
         return jnp.concatenate([state[:, 1:], tokens[:, None]], axis=1)
@@ -149,7 +127,7 @@ class FilterSampler(Sampler):
     def _subtract_penalties(
         self, logits: Float[Array, "T V"], recent: Int32[Array | np.ndarray, "T last_n"]
     ) -> Float[Array, "T V"]:
-        """Return logits, float32, less the penalties of tokens."""
+        """Apply the penalties of recent tokens to float32 logits."""
         rows = jnp.arange(recent.shape[0])[:, None]
         where = jnp.where(recent < 0, logits.shape[1], recent)
         times = jnp.zeros(logits.shape, jnp.float32).at[rows, where].add(1, mode="drop")
@@ -175,29 +153,29 @@ def make_sampler(
     presence_penalty: Numbers = OPTIONS["presence_penalty"].neutral,
     penalty_last_n: int = 64,
 ) -> FilterSampler:
-    """Make a sampler of the usual filters.
+    """Make a sampler from filters and penalties.
+
+    Each argument except `penalty_last_n` is one number, or a list or array `[T]` with a number for
+    each sequence. Traced values are not checked, and their filters are never skipped.
 
     Args:
-      temperature: what logits are divided by; 0 always takes the best token.
-      top_k: only the k best tokens may be drawn; 0 for all.
-      top_p: only the best tokens may be drawn that have this much probability together.
-      min_p: only tokens may be drawn that have this share of the best token's probability.
-      repeat_penalty: what logits of recent tokens are divided by, multiplied where negative.
-      frequency_penalty: what a recent token's logit loses each time that it came.
-      presence_penalty: what a recent token's logit loses for having come.
-      penalty_last_n: how many tokens of a text and its prompt are recent, static.
-
-    Each but `penalty_last_n` may be a list or an array `[T]`, a number for each text. What is
-    traced is not checked, and never left out.
+      temperature: Divisor of logits; 0 always takes the best token.
+      top_k: Keep the k best tokens; 0 keeps all.
+      top_p: Keep the best tokens with this total probability.
+      min_p: Keep tokens with at least this fraction of the best token's probability.
+      repeat_penalty: Divisor of positive logits of recent tokens, and factor of negative ones.
+      frequency_penalty: Subtracted from the logit of a recent token for each occurrence.
+      presence_penalty: Subtracted once from the logit of a recent token.
+      penalty_last_n: Number of recent tokens, prompt included, static.
 
     Returns:
-      The sampler. Penalties come first; then top-k, top-p and min-p, each on what the one before it
-      left; and the temperature last, as in llama.cpp. Tokens as good as the last one that is kept
-      are kept too.
+      The sampler. It applies penalties, then top-k, top-p and min-p, each to the result of the
+      previous one, and the temperature last, as llama.cpp does. Ties with the last kept token are
+      kept.
 
     Raises:
-      ValueError: when a number is out of its range, as float32 or int32.
-      TypeError: when it is none.
+      ValueError: If a number is out of its range, as float32 or int32.
+      TypeError: If an argument is not a number.
 
     Examples:
       >>> sampler = make_sampler(temperature=0.7, top_k=2)
@@ -222,7 +200,7 @@ def make_sampler(
 
 
 def _check_option(name: str, value: object) -> Any:
-    """Return the array of an option, `[]` or `[T]`; None where it does nothing for any text."""
+    """Return the array of an option, `[]` or `[T]`; None if neutral for all sequences."""
     off, dtype, right, span = OPTIONS[name]
     if dtype == np.int32:
         array = check_int32(value, name, low=0)
@@ -239,12 +217,12 @@ def _check_option(name: str, value: object) -> Any:
 
 
 def _mask_logits(logits: Float[Array, "T V"], stays: Bool[Array, "T V"]) -> Float[Array, "T V"]:
-    """Return logits where they stay; -inf elsewhere."""
+    """Return logits where `stays` is True, else -inf."""
     return jnp.where(stays, logits, -jnp.inf)
 
 
 def _as_column(value: Shaped[ArrayLike, "*n"]) -> Shaped[Array, "m 1"]:
-    """Return a number for each text as a column; the one of all as `[1, 1]`."""
+    """Return a number for each sequence as a column; one for all as `[1, 1]`."""
     return jnp.asarray(value).reshape(-1, 1)
 
 
@@ -253,16 +231,10 @@ def is_among_best(
     weights: Num[Array | np.ndarray, "T V"],
     min_weight: Num[Array, "*n"],
 ) -> Bool[Array, "T V"]:
-    """Return which logits are among the best that weigh enough together.
+    """Return the fewest best logits with a total weight of at least `min_weight`.
 
-    Args:
-      logits: float32.
-      weights: at least 0: ones to count, probabilities to add up.
-      min_weight: what the best must weigh together at least, one for each text or for all; all
-        are kept where they cannot.
-
-    Returns:
-      Which logits. Equal ones are kept together.
+    `logits` are float32. Ties are kept together. All are kept if their weight is less. Weights are
+    at least 0, such as ones to count or probabilities to sum.
 
     >>> logits = jnp.array([[0.5, -1.0, 2.0, 0.5]])
     >>> is_among_best(logits, jnp.ones((1, 4)), jnp.array([2.0])).tolist()
@@ -281,8 +253,8 @@ def is_among_best(
 
 
 def _to_ordered_integers(x: Float[Array | np.ndarray, "*n"]) -> UInt32[Array, "*n"]:
-    """Return integers that are in the order of floats."""
-    x = jnp.where(x == 0, 0, x.astype(jnp.float32))  # of the two zeros the positive one
+    """Return integers with the order of floats."""
+    x = jnp.where(x == 0, 0, x.astype(jnp.float32))  # -0.0 becomes 0.0
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     top = jnp.uint32(1 << 31)
     return jnp.where(bits & top, ~bits, bits | top)

@@ -1,4 +1,4 @@
-"""From prompts to texts in one call: `prefill`, `init_decode` and `decode` in a row."""
+"""Generation from prompts in one call: `prefill`, `init_decode` and `decode`."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from jaxkv.generation.types import Prompts, Seeds, StopTokens
 
 ROWS = {"tokens": -1, "logprobs": 0}
-"""Fields of a result with a number for each token, and the number that pads them."""
+"""Result fields with a number for each token, and their padding."""
 COUNTS = ("num_model_steps", "num_drafted", "num_accepted")
-"""Fields of a result with a count for each text."""
+"""Result fields with a count for each sequence."""
 ROUND = 64
-"""Cells of a stream are a multiple of it, so that prompts of nearly one length share programs."""
+"""Cells of a stream are a multiple of this: similar lengths share programs."""
 
 
 def generate(
@@ -53,42 +53,41 @@ def generate(
     on_tokens: Callable[[int, list[int]], object] | None = None,
     tokens_per_call: int = 16,
 ) -> DecodeResult:
-    """Generate texts after prompts.
+    """Generate tokens after prompts.
 
-    It returns what `prefill`, `init_decode` and `decode` (`speculate` with a drafter) return when
-    they are called in a row. Text `i * num_samples + j`, in the sequence of that number, is sample
-    j of prompt i.
+    Calls `prefill`, `init_decode` and `decode`, or `speculate` if a drafter is given. Sequence
+    `i * num_samples + j` is sample j of prompt i.
 
     Args:
-      forward: see `prefill`; pass the same function every time, since programs are kept by it.
-      params: model parameters, any pytree.
-      prompts: a list of tokens for each prompt, none empty.
-      spec: of the cache to make, with a stream for each text and cells for its prompt and
-        `max_new_tokens`.
-      cache: a cache to continue from, in place of `spec`: the prompts follow what its first
-        sequences hold. It is left as it is, and copied once.
-      max_new_tokens: the most tokens to sample for each text.
-      stop_tokens: the tokens that end a text, see `decode`.
-      sampler: of `make_sampler` or one of your own; by default the most probable token is taken.
-      seed: of all draws, see `init_decode`.
-      num_samples: how many texts to sample after each prompt, which is computed once.
-      drafter: drafts several tokens for each step of the model, see `speculate`; of all texts.
-      on_tokens: called with the number of a text and its new tokens, as soon as they are on the
-        host. The result is the same.
-      tokens_per_call: with `on_tokens`, the most tokens of a text between two calls.
+      forward: See `prefill`. Compiled programs are cached by this function, so pass the same one.
+      params: Model parameters, any pytree.
+      prompts: A list of tokens for each prompt, each with at least one token.
+      spec: Spec of the cache to make. It has a stream for each sequence, with cells for the longest
+        prompt and `max_new_tokens`.
+      cache: A cache to continue from, instead of `spec`. Prompt i continues sequence
+        `i * num_samples`. The cache stays valid and is copied once.
+      max_new_tokens: Maximum number of tokens to sample for each sequence.
+      stop_tokens: Tokens that end a sequence, see `decode`.
+      sampler: A sampler, such as from `make_sampler`; greedy by default.
+      seed: Seed of the draws, see `init_decode`.
+      num_samples: Number of samples of each prompt. A prompt is computed once.
+      drafter: Drafts several tokens for each model step, for all sequences; see `speculate`.
+      on_tokens: Called as `on_tokens(sequence, tokens)` as soon as tokens are on the CPU. The
+        result does not depend on it.
+      tokens_per_call: Maximum number of tokens of a sequence between two calls of `on_tokens`.
 
     Returns:
-      Cache, state, and tokens and logarithms of their probabilities, `[T, max_new_tokens]`; a text
-      that has ended is padded, and `lists()` leaves the padding out.
+      Cache, state, and tokens with their log-probabilities, `[T, max_new_tokens]`. Rows are padded
+      after the end of a sequence; `lists()` omits the padding.
 
     Raises:
-      PlanRefusedError: when the prompts, or their samples, do not fit in `cache`.
-      ValueError: unless a spec or a cache is given, and not both; when there is no prompt, or a
-        prompt has no token; and as in `decode`.
-      TypeError: when tokens are no integers.
+      PlanRefusedError: If the prompts or their samples do not fit into `cache`.
+      ValueError: If both or neither of `spec` and `cache` are given.
+      ValueError: If there is no prompt or an empty one, and as in `decode`.
+      TypeError: If tokens are not integers.
 
     Examples:
-      A model that says the next number; 3 ends a text:
+      A model that predicts the next number; 3 is the stop token:
 
       >>> def forward(params, cache, ubatch):
       ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
@@ -161,7 +160,7 @@ def generate(
 
 
 def _check_prompts(prompts: Prompts) -> list[Int32[np.ndarray, " n"]]:
-    """Return the tokens of each prompt, or raise."""
+    """Return the tokens of each prompt as arrays, or raise."""
     lists = [np.asarray(check_int32(prompt, "the tokens of a prompt", low=0)) for prompt in prompts]
     if not lists or any(tokens.ndim != 1 or not tokens.size for tokens in lists):
         raise ValueError(
@@ -174,10 +173,7 @@ def _check_prompts(prompts: Prompts) -> list[Int32[np.ndarray, " n"]]:
 def _report_tokens(
     out: DecodeResult, on_tokens: Callable[[int, list[int]], object] | None
 ) -> dict[str, Any]:
-    """Call `on_tokens` for each text that has new tokens; return what was sampled, by field.
-
-    Caches are left out: those of earlier calls, and of their drafters, are not kept.
-    """
+    """Call `on_tokens` for sequences with new tokens; return the fields to join."""
     if on_tokens is not None:
         for text, tokens in enumerate(out.lists()):
             if tokens:
@@ -186,7 +182,7 @@ def _report_tokens(
 
 
 def _join_calls(parts: list[dict[str, Any]], num_remaining: int) -> dict[str, Any]:
-    """Return the fields of several calls as those of one, padded by `num_remaining` tokens."""
+    """Concatenate the fields of several calls, padded by `num_remaining` tokens."""
     joined: dict[str, Any] = {
         name: jnp.pad(
             jnp.concatenate([part[name] for part in parts], axis=1),

@@ -1,4 +1,4 @@
-"""What a model is to a loop: one function, called for a ubatch that the loop has applied."""
+"""One model step: apply a ubatch and call the model."""
 
 from __future__ import annotations
 
@@ -25,20 +25,16 @@ if TYPE_CHECKING:
 X = TypeVar("X")
 
 Forward = Callable[[Any, Cache, Ubatch], tuple[Cache, jax.Array]]
-"""`(params, cache, ubatch) -> cache, logits [O, V]`, for a ubatch that has been applied."""
+"""`(params, cache, ubatch) -> cache, logits [O, V]`, for an applied ubatch."""
 
 
 def compiled_step(forward: Forward) -> jax.stages.Wrapped:
-    """Return the program that `prefill` runs for each ubatch: for loops of the caller's in Python.
-
-    Args:
-      forward: see `prefill`.
+    """Return the compiled step of `prefill`, for loops in Python.
 
     Returns:
-      What `jax.jit` gives for `(params, table, buffers, ubatch) -> table, buffers, logits`, the
-      table and buffers being those of `split`. It applies the ubatch, and donates the buffers. Its
-      `lower` is for compiling ahead, and for asking what it would take. It lives as long as
-      `forward`.
+      The `jax.jit` of `(params, table, buffers, ubatch) -> table, buffers, logits`, cached as long
+      as `forward` lives. It applies the ubatch and donates the buffers. Its `lower` allows to
+      compile ahead of time and to analyse the cost.
 
     Examples:
       >>> def forward(params, cache, ubatch):
@@ -58,7 +54,7 @@ def compiled_step(forward: Forward) -> jax.stages.Wrapped:
 def model_step(
     forward: Forward, params: PyTree, cache: Cache, ubatch: Ubatch
 ) -> tuple[Cache, Float[Array, "O V"]]:
-    """Apply a ubatch and run a model over it; return the cache, and the logits."""
+    """Apply a ubatch and run the model; return the cache and the logits."""
     cache = apply(cache, ubatch)
     check_made_for(cache.table, ubatch)
     output = forward(params, cache, ubatch)
@@ -93,7 +89,7 @@ def model_step(
 
 
 def _check_written_layers(before: Cache, after: Cache) -> None:
-    """Raise unless keys were written in each layer that is known to keep those of a text."""
+    """Raise unless keys were written to each attention layer with separate buffers."""
     pairs = zip(before.parts, after.parts, strict=True)
     every = getattr(before.table, "layers", None)
     for i, (old, new) in enumerate(pairs):
@@ -119,11 +115,7 @@ def _build_step_program(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
 
 
 def own_or_copied_buffers(cache: Cache, donate: bool) -> tuple[CacheTable, PyTree]:
-    """Return a table, and buffers that a program may have: those of the cache, or copies.
-
-    Raises:
-      ValueError: when the buffers were given up before.
-    """
+    """Return the table, and the buffers to donate or copies; raise if donated before."""
     table, buffers = cache.table, cache.buffers
     check_not_donated(buffers)
     return table, buffers if donate else copy_arrays(buffers)
@@ -131,5 +123,5 @@ def own_or_copied_buffers(cache: Cache, donate: bool) -> tuple[CacheTable, PyTre
 
 @jax.jit
 def copy_arrays(tree: X) -> X:
-    """Copy arrays, so that the copies may be donated."""
+    """Copy the arrays of a tree, so that the copies can be donated."""
     return jax.tree.map(jnp.copy, tree)

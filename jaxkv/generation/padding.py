@@ -1,4 +1,4 @@
-"""Rows of several texts: tokens at their ends, and a choice for each text."""
+"""Rows of tokens padded in front, and selection for each sequence."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ X = TypeVar("X")
 def take_last_tokens(
     tokens: Int[Array | np.ndarray, "T n"], length: int
 ) -> Int[Array | np.ndarray, "T {length}"]:
-    """Return the last tokens of rows; -1 in front where there are fewer.
+    """Return the last `length` tokens of each row, padded in front with -1.
 
     >>> (
     ...     take_last_tokens(np.array([[1, 2, 3]]), 2).tolist(),
@@ -39,12 +39,7 @@ def take_last_tokens(
 def pad_prompts(
     prompts: Prompts, max_length: int | None = None
 ) -> Int32[Array | np.ndarray, "T m"]:
-    """Return the tokens of texts as rows of one length, -1 in front of them.
-
-    Args:
-      prompts: an array, or a list of lists.
-      max_length: n; by default the length of the longest prompt.
-    """
+    """Return prompts, or their last `max_length` tokens, as rows with -1 in front."""
     if getattr(prompts, "ndim", 0) == 2:
         rows = check_int32(prompts, "prompts")
     else:
@@ -58,12 +53,12 @@ def pad_prompts(
 
 
 def stop_tokens_as_list(stop_tokens: StopTokens) -> Tokens:
-    """Return stop tokens that were passed as a set as a list, others as they are."""
+    """Return a set of stop tokens as a sorted list; return other values unchanged."""
     return sorted(stop_tokens) if isinstance(stop_tokens, (set, frozenset)) else stop_tokens
 
 
 def select_per_text(which: Bool[Array, " T"], new: X, old: X) -> X:
-    """Return what is new for some texts, and old for others; trees of `[T, ...]`."""
+    """Select leaves `[T, ...]` of `new` where `which` is True, else of `old`."""
 
     def choose(new: jax.Array, old: jax.Array) -> jax.Array:
         return jnp.where(which.reshape(-1, *[1] * (jnp.ndim(old) - 1)), new, old)

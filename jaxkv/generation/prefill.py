@@ -1,8 +1,7 @@
-"""Running prompts through a model, and compiling ahead what they need.
+"""Computation of prompts, and compilation ahead of time.
 
-Called outside of `jax.jit`, a loop compiles itself, once for each function; called inside, it is
-traced as part of the caller's program. What is donated is always the buffers of a cache and never
-its table, which may be gone back to.
+Outside of `jax.jit`, a loop compiles its programs once for each function. Inside, it is traced into
+the program that calls it. Only buffers are donated. The table stays valid as a checkpoint.
 """
 
 from __future__ import annotations
@@ -43,39 +42,35 @@ def prefill(
     """Run a batch through a model, ubatch by ubatch.
 
     Args:
-      forward: `(params, cache, ubatch) -> cache, logits [O, V]`, called for a ubatch that has
-        been applied; one that applies it once more does no harm. It is compiled once for each shape
-        of a ubatch and kept for as long as the function lives, so pass the same one every time: a
-        method of the same object counts as the same, a new lambda does not.
-      params: whatever the model wants.
-      cache: a cache with room for the batch.
-      batch: the tokens: a `Batch`, or what `make_batch` makes one of, such as a list of tokens for
-        each sequence.
-      ubatch_size: the most tokens that are computed at once, see `init_batch`.
-      plan: what `init_batch` has planned for this batch in this cache, where that is known
-        already; it is not planned again.
-      donate: give up the buffers of the cache passed in, whose bytes the returned one then holds.
-        By default they are copied once, since forks and checkpoints share them. The table stays in
-        either case. Inside of `jit` nothing is copied, and what is donated is up to the caller.
+      forward: `(params, cache, ubatch) -> cache, logits [O, V]`, called with an applied ubatch;
+        applying it again has no effect. It is compiled once for each ubatch shape, and cached as
+        long as it lives. Pass the same function every time: a method of the same object is the
+        same, a new lambda is not.
+      params: Model parameters, any pytree.
+      cache: A cache with free cells for the batch.
+      batch: A `Batch`, or an argument of `make_batch`, such as a list of tokens for each sequence.
+      ubatch_size: Maximum number of tokens that are computed at once, see `init_batch`.
+      plan: The plan of this batch in this cache, if `init_batch` was called already.
+      donate: Reuse the buffers of the input cache, which become invalid. By default they are copied
+        once, because forks and checkpoints share them. The table stays valid in both cases. Inside
+        of `jit` this has no effect: donate the arguments of the jitted function.
 
     Returns:
-      The cache after the batch, the logits of its output tokens, and whose they are.
+      The cache after the batch, and the logits of its output tokens with their sequences.
 
-      Inside of `jit` and other transformations a refusal cannot be raised. When `ok` is False
-      there, the cache is the one passed in, bit for bit, and the logits mean nothing. And there
-      the logits are padded to `[O, V]`: the first n rows are those of the n output tokens, so take
-      `logits[:n]`; the sequence of all others is -1.
+      Inside of `jit` and other transformations a refused plan cannot raise. If `ok` is False there,
+      the cache is the input, bit for bit, and the logits are undefined. The logits are padded to
+      `[O, V]`: use `logits[:n]` for n output tokens. The sequence of padding rows is -1.
 
     Raises:
-      PlanRefusedError: when there is no room or the batch is at fault. It is raised before anything
-        runs or is copied, so the cache is still there.
-      ValueError: when `forward` gives back something else than a cache that it has written and
-        logits `[O, V]`; when the plan is stale, has another number of tokens than the batch, or
-        comes with a `ubatch_size`; or when the cache was donated.
-      TypeError: when `plan` is no plan, or the batch is none and has no tokens.
+      PlanRefusedError: If the batch is invalid or does not fit. The input cache stays valid.
+      ValueError: If `forward` does not return a written cache and logits `[O, V]`.
+      ValueError: If `plan` is stale, has another number of tokens, or `ubatch_size` is given too.
+      ValueError: If the cache was donated.
+      TypeError: If `plan` is not a plan, or `batch` is not a batch and has no tokens.
 
     Examples:
-      A model of one layer, whose tokens look at those before them:
+      A model with one attention layer:
 
       >>> def forward(params, cache, ubatch):
       ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
@@ -86,7 +81,7 @@ def prefill(
       >>> logits.shape, cache.num_used_cells().item()
       ((1, 4), 3)
 
-      As a part of the caller's program:
+      Inside of `jit`:
 
       >>> @jax.jit
       ... def feed(params, cache, tokens):
@@ -123,7 +118,7 @@ def prefill(
 
 
 def _sequences_of_outputs(ubatch: Ubatch) -> Any:
-    """Return the sequence of each output of a ubatch, `[O]` int32; -1 where one only pads."""
+    """Return the sequence of each output of a ubatch, `[O]` int32; -1 for padding."""
     xp = np if is_concrete(ubatch.sequences, ubatch.outputs, ubatch.output_index) else jnp
     sequences, outputs, order = map(
         xp.asarray, (ubatch.sequences, ubatch.outputs, ubatch.output_index)
@@ -132,7 +127,7 @@ def _sequences_of_outputs(ubatch: Ubatch) -> Any:
 
 
 def _check_plan(cache: Cache, batch: Batch, ubatch_size: int | None, plan: object) -> None:
-    """Raise unless a plan is of this cache, and of as many tokens as the batch has."""
+    """Raise unless a plan is of this cache and has as many tokens as the batch."""
     if not isinstance(plan, Plan):
         raise TypeError(f"expected a plan, init_batch makes it, got {type(plan)}")
     if ubatch_size is not None:
@@ -159,38 +154,35 @@ def warm_up(
     longest: int | None = None,
     donate: bool = False,
 ) -> Cache:
-    """Compile what prompts of any length need, before the first one comes.
+    """Compile the programs of `prefill` for prompts of any length.
 
-    With `longest`, nothing is compiled by a later `prefill` of one prompt of up to that
-    length, if its last token alone wants logits. Prompts that come together, and other `outputs`,
-    still compile some small programs that plan them and put logits in order; so do prompts of
-    several ubatches without `longest`. A server wants `serving.Engine.warm_up`, after
-    which nothing compiles.
+    With `longest`, a later `prefill` of one prompt of up to that length compiles nothing, if only
+    its last token has logits. Several prompts, other `outputs`, and without `longest` prompts of
+    several ubatches, still compile small programs of planning and ordering.
 
-    `prefill` runs one program for each size of a ubatch, and those are powers of two. Here a ubatch
-    of each size is planned with no slots, as in a refused plan, and run. Other loops compile
-    themselves when they are called with a state in which no text is active.
+    Each power of two up to `ubatch_size` has a program, which is run with a refused ubatch. To
+    compile other loops, call them with a state without active sequences. For servers use
+    `serving.Engine.warm_up`, after which nothing compiles.
 
     Args:
-      forward: see `prefill`; the programs live as long as it does.
-      params: whatever the model wants.
-      cache: the cache that will be used, or one like it.
-      ubatch_size: the most tokens that are computed at once, see `init_batch`.
-      sequences: the sequences of a batch, by default one. Where there are several streams, prompts
-        that come together are rows of one ubatch; and more than 8 have more outputs. Those
-        are programs of their own, so call it for each number of prompts that you expect.
-      longest: the tokens of the longest prompt. Planning is warmed up for all lengths up to it, of
-        prompts that come alone; left out, prompts of several ubatches still compile some small
-        programs when they come.
-      donate: as `prefill` will be called. Otherwise the buffers are copied for as long as this
-        runs, which takes their bytes once more.
+      forward: See `prefill`. The programs are cached as long as it lives.
+      params: Model parameters, any pytree.
+      cache: The cache that will be used, or one with the same shapes.
+      ubatch_size: Maximum number of tokens that are computed at once, see `init_batch`.
+      sequences: Sequences of one batch, by default one. Batches with several streams, or with more
+        than 8 prompts, have programs for each number of prompts: call this for each expected
+        number.
+      longest: Length of the longest prompt. Planning of single prompts is compiled for all lengths
+        up to it.
+      donate: The `donate` of later calls of `prefill`. If False, the buffers are copied during this
+        call and need twice the memory.
 
     Returns:
-      The cache as it was, bit for bit.
+      The cache, unchanged bit for bit.
 
     Raises:
-      ValueError: when there is no sequence, or none of the cache, or `ubatch_size` is more than it
-        was sized for.
+      ValueError: If there is no sequence, or one is not in the cache.
+      ValueError: If `ubatch_size` exceeds that of the cache.
 
     Examples:
       >>> compiled = []
@@ -219,7 +211,7 @@ def warm_up(
     for length in _bucket_lengths(longest):
         for rest in (
             _bucket_lengths(limit) if length > limit else ()
-        ):  # what is left over at its end
+        ):  # the tokens of the last ubatch
             plan_of_length((length - rest) // limit * limit + rest)
     step = compiled_step(forward)
     table, buffers = own_or_copied_buffers(cache, donate)
@@ -233,5 +225,5 @@ def warm_up(
 
 
 def _bucket_lengths(limit: int) -> list[int]:
-    """Return the powers of two below a number, and the number."""
+    """Return the powers of two below `limit`, and `limit`."""
     return sorted({min(next_power_of_two(length), limit) for length in range(1, limit + 1)})

@@ -1,4 +1,4 @@
-"""What the loops return: named tuples of constant length, the cache first."""
+"""Results of the loops: named tuples with the cache first."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class PrefillResult(NamedTuple):
-    """What `prefill` and `encode` return.
+    """Result of `prefill` and `encode`.
 
-    cache: the cache after the batch.
-    logits: those of the output tokens, in the order of the batch; None after `encode`.
-    sequences: the sequence of each row of logits, of several the lowest; None after `encode`.
-    ok: whether the batch was computed. Outside of a transformation a refusal is raised.
-    reason: a `Reason` for each sequence, see `Plan`.
+    cache: The cache after the batch.
+    logits: Logits of the output tokens, in the order of the batch; None after `encode`.
+    sequences: Sequence of each row of logits, the lowest of several; None after `encode`.
+    ok: Whether the batch was computed. Outside of transformations a refused plan raises instead.
+    reason: A `Reason` for each sequence, see `Plan`.
     """
 
     cache: Cache
@@ -33,20 +33,20 @@ class PrefillResult(NamedTuple):
 
 
 class DecodeResult(NamedTuple):
-    """What `generate`, `init_decode`, `decode` and `speculate` return, of T texts and n steps.
+    """Result of generating n tokens for each of T sequences.
 
-    cache: the cache after the tokens.
-    state: how far each text has come; `decode` and `speculate` continue from it.
-    tokens: those that were sampled, -1 where a text had ended; None where `init_decode` was given
-      the tokens.
-    logprobs: float32, the logarithms of their probabilities by the model alone, before a sampler
-      adjusted anything; 0 where a text had ended, so that their sum is that of the text. NaN where
-      logits hold NaN or +inf, which ends a text without a token.
-    num_model_steps: of `speculate`: the steps of the model that a text took part in, a refused one
-      included; else None.
-    num_drafted: of `speculate`: the tokens that were drafted; else None.
-    num_accepted: of `speculate`: those that were accepted, a stop token included; else None.
-    drafter: of `speculate`: the drafter to continue with; else None.
+    Returned by `generate`, `init_decode`, `decode` and `speculate`. The last four fields are set
+    only if a drafter is used.
+
+    cache: The cache after the tokens.
+    state: State of each sequence; `decode` and `speculate` continue from it.
+    tokens: Sampled tokens, -1 after the end of a sequence; None if `init_decode` got them.
+    logprobs: float32. Log-probabilities of the tokens under the unadjusted logits; 0 after the end
+      of a sequence, NaN if it ended at logits with NaN or +inf.
+    num_model_steps: Model steps in which a sequence was active, refused steps included.
+    num_drafted: Number of drafted tokens.
+    num_accepted: Number of accepted tokens, stop tokens included.
+    drafter: The drafter to continue with.
     """
 
     cache: Cache
@@ -60,11 +60,11 @@ class DecodeResult(NamedTuple):
 
     @property
     def finish_reason(self) -> Int32[Array, " T"]:
-        """A `Reason` for each text: OK unless an error or a refusal ended it."""
+        """A `Reason` for each sequence: OK unless an error or a refused plan ended it."""
         return self.state.reason
 
     def lists(self) -> list[list[int]]:
-        """Return the tokens of each text, without the padding.
+        """Return the tokens of each sequence as lists without padding.
 
         >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=4), cells=8)
         >>> cache = apply(cache, init_batch(cache, make_batch([1])))
@@ -75,17 +75,14 @@ class DecodeResult(NamedTuple):
 
 
 class BeamResult(NamedTuple):
-    """The W best texts of `beam`, the best first.
+    """Result of `beam`: the W best hypotheses, best first.
 
-    cache: the cache after the search, with the texts in the sequences of the beams.
-    tokens: -1 where a text has ended.
-    scores: float32, the logarithm of the probability of each text after the prompt, which is the
-      sum over its tokens; -inf where fewer texts were found.
-    lengths: the tokens of each text, its stop token included.
-    num_cached: how many tokens of a text its sequence holds after the prompt; -1 where the sequence
-      holds nothing, not even the prompt.
-    reason: a `Reason`: why the cache refused a step, or NONFINITE_LOGITS of a beam, either of which
-      ended the search; else OK.
+    cache: The cache after the search. The i-th beam sequence has the first tokens of hypothesis i.
+    tokens: The tokens of each hypothesis, -1 after its end.
+    scores: float32. Log-probability of all tokens after the prompt; -inf if fewer were found.
+    lengths: Number of tokens of each hypothesis, its stop token included.
+    num_cached: Number of its tokens in its sequence; -1 if that is empty, without the prompt.
+    reason: A `Reason`: of the refused plan that ended the search, or NONFINITE_LOGITS, or OK.
     """
 
     cache: Cache

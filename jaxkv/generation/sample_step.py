@@ -1,4 +1,4 @@
-"""Picking tokens: the first of each text, and one more in a loop."""
+"""Sampling of the first token of each sequence, and of one more token in a loop."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class SampledTokens(NamedTuple):
-    """Tokens and logarithms of their probabilities, as in `DecodeResult`."""
+    """Tokens and their log-probabilities, as in `DecodeResult`."""
 
     tokens: Int32[Array, "T n"]
     logprobs: Float[Array, "T n"]
@@ -56,41 +56,43 @@ def init_decode(
     seed: Seeds = 0,
     prompts: Prompts | None = None,
 ) -> DecodeResult:
-    """Start texts after their prompts: sample the first token of each, or take the one given.
+    """Start sequences after their prompts with a sampled or given first token.
 
     Args:
-      cache: the cache after the prompts.
-      logits: what `prefill` returned, or a row for each text: those of the last token of its
-        prompt, so that several texts of one prompt have that row each (`jnp.repeat`).
-      tokens: `[T]`, in place of logits: first tokens that were sampled elsewhere. They are not in
+      cache: The cache after the prompts.
+      logits: The result of `prefill`, or `[T, V]` logits of the last prompt token of each sequence.
+        Forks of one prompt have equal rows (`jnp.repeat`).
+      tokens: `[T]`. First tokens that were sampled elsewhere, instead of `logits`. They are not in
         the cache yet.
-      sequences: `[T]`, where each text stands. What `prefill` returned says it; a single row
-        of logits stands in sequence 0 by default, and tokens in 0, 1, 2 and so on.
-      sampler: of `make_sampler` or one of your own; by default the most probable token is taken.
-      stop_tokens: the tokens that end a text, see `decode`; of no effect on given tokens.
-      max_new_tokens: `[]` or `[T]`, how many tokens of each may be sampled, the first one
-        included where it is sampled here; by default any number.
-      seed: `[]` or `[T]`, of all draws. One for all is folded with the sequence, so that equal
-        prompts go on differently; one for each text is all that its draws depend on, beside the
-        position where it starts.
-      prompts: an array, or a list of lists: the tokens of each text before these, which the
-        penalties of a sampler count. -1 pads an array, in front.
+      sequences: `[T]`. The sequence id of each row, unless `logits` is the result of `prefill`. By
+        default 0 for a single row of logits, and 0 to T - 1 for tokens.
+      sampler: A sampler, such as from `make_sampler`; greedy by default.
+      stop_tokens: Tokens that end a sequence, see `decode`; not applied to given tokens.
+      max_new_tokens: `[]` or `[T]`. Maximum number of tokens to sample for each sequence, the first
+        one included if sampled here. Unlimited by default.
+      seed: `[]` or `[T]`. One seed for all is folded with the sequence id, so that equal prompts
+        have different samples. With a seed for each, draws depend only on it and the start
+        position.
+      prompts: An array padded in front with -1, or a list of lists: preceding tokens of each
+        sequence, for the penalties of a sampler.
 
     Returns:
-      The cache as it was, the state for `decode`, and the first tokens, `[T, 1]`; None for tokens
-      that were given.
+      The unchanged cache, the state for `decode`, and the first tokens, `[T, 1]`; None for given
+      tokens.
 
     Raises:
-      ValueError: unless logits or tokens are given, and not both; when the logits are no `[T, V]`,
-        or rows of several texts come without their sequences, or more rows than there are
-        sequences, as those of a traced `prefill` are, whose first rows alone count; when a known
-        cache holds nothing in the sequence of a row; when shapes differ, a token or a limit is
-        known and below 0, a sequence is known and comes twice or is none, there are not as many
-        prompts as texts, or the sampler has numbers for another number of texts.
-      TypeError: when tokens, sequences, limits or seeds are no integers, or the sampler is none.
+      ValueError: If both or neither of `logits` and `tokens` are given.
+      ValueError: If the logits are not `[T, V]`, or several rows have no sequences.
+      ValueError: If there are more rows than sequences, as in the padded logits of a traced
+        `prefill`.
+      ValueError: If a concrete cache has no tokens in the sequence of a row of logits.
+      ValueError: If shapes differ, or `sampler` or `prompts` is for another number of sequences.
+      ValueError: If a concrete token or limit is below 0.
+      ValueError: If a concrete sequence is repeated or not in the cache.
+      TypeError: If a number is not an integer, or `sampler` is not a sampler.
 
     Examples:
-      Two texts of one prompt, the second one a fork; 2 ends a text:
+      Two sequences of one prompt, the second one a fork; 2 is the stop token:
 
       >>> cache = make_cache(
       ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=4), cells=8, sequences=2
@@ -169,7 +171,7 @@ def init_decode(
 
 
 def empty_samples(texts: int, num_tokens: int) -> SampledTokens:
-    """Return what loops fill in: -1 for tokens that were not picked, `[T, num_tokens]`."""
+    """Return results `[T, num_tokens]` before any token: -1 and 0."""
     shape = texts, num_tokens
     return SampledTokens(jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32))
 
@@ -179,13 +181,7 @@ def check_prompts_present(
     sequences: Int32[Array | np.ndarray, " T"],
     active: Bool[Array | np.ndarray, " T"],
 ) -> None:
-    """Raise if a text that goes on has a sequence without a prompt, where that is known.
-
-    Args:
-      table: of the cache.
-      sequences: where the texts stand.
-      active: those that go on.
-    """
+    """Raise if the sequence of an active row is empty, unless traced."""
     if is_traced(table, sequences, active):
         return
     empty = np.asarray(active & (_ends(table)[sequences] < 0))
@@ -206,10 +202,7 @@ def sample_first_tokens(
     stop_tokens: Int32[Array | np.ndarray, "#T n"],
     state: DecodeState,
 ) -> tuple[DecodeState, Int32[Array, "T 1"], Float[Array, "T 1"]]:
-    """Sample the first token of each text of a state that has none; see `init_decode`.
-
-    Returns the state, tokens and logarithms of probability.
-    """
+    """Sample first tokens; return the state, the tokens and log-probabilities."""
     return _sample_first_tokens(table, attach_node_types(sampler), logits, stop_tokens, state)
 
 
@@ -221,9 +214,9 @@ def _sample_first_tokens(
     stop_tokens: Int32[Array, "#T n"],
     state: DecodeState,
 ) -> tuple[DecodeState, Int32[Array, "T 1"], Float[Array, "T 1"]]:
-    """Do what `sample_first_tokens` says."""
-    del table  # by which the mesh is known
-    # Where the token of a started text would stand, there stands the one that is picked here.
+    """Run `sample_first_tokens` under `jit_table`."""
+    del table  # `jit_table` reads its mesh
+    # The sampled token has the position of `state.token`, one before that of the next draw.
     state = replace(state, draw_index=state.draw_index - 1)
     state, token, logprob = sample_next_tokens(
         sampler.value, logits, state, stop_tokens, state.remaining > 0
@@ -238,17 +231,9 @@ def sample_next_tokens(
     stop_tokens: Int32[Array | np.ndarray, "#T n"],
     active: Bool[Array, " T"],
 ) -> tuple[DecodeState, Int32[Array, " T"], Float[Array, " T"]]:
-    """Pick one more token for the texts that go on, and end those that it ends.
+    """Sample one more token for active sequences, and end those that are complete.
 
-    Args:
-      sampler: what adjusts the logits.
-      logits: of the texts.
-      state: how far the texts have come.
-      stop_tokens: the tokens that end a text.
-      active: the texts that one is picked for; the others stay as they are.
-
-    Returns:
-      The state, the tokens, and their logarithms of probability, float32.
+    Returns the state, the tokens, -1 for none, and their log-probabilities, float32.
     """
     logits = logits.astype(jnp.float32)
     adjusted = adjust_logits(sampler, logits, state.sampler_state)
@@ -272,12 +257,9 @@ def sample_next_tokens(
 def logprob_of(
     logits: Float[Array, "T V"], tokens: Int32[Array, " T"], active: Bool[Array, " T"]
 ) -> Float[Array, " T"]:
-    """Return the logarithms of the probability of tokens; 0 for texts that have ended.
-
-    NaN for a text that goes on where its logits are broken.
-    """
+    """Return log-probabilities; 0 if inactive, else NaN for non-finite logits."""
     token_logits = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[:, None], axis=1)[:, 0]
-    # Less the largest first: of large logits a sum in float32 would lose what they differ by.
+    # The maximum is subtracted first: a float32 sum of large logits would lose their differences.
     largest = jnp.max(logits, axis=1)
     largest = jnp.where(jnp.isfinite(largest), largest, 0)
     every = jnp.log(jnp.sum(jnp.exp(logits - largest[:, None]), axis=1))
@@ -288,16 +270,12 @@ def logprob_of(
 def mark_nonfinite_logits(
     logits: Float[Array, "T V"], active: Bool[Array, " T"], reason: Int32[Array, " T"]
 ) -> Int32[Array, " T"]:
-    """Return the reasons of texts: NONFINITE_LOGITS for an active one with broken logits."""
+    """Set the reason of active sequences with non-finite logits to NONFINITE_LOGITS."""
     return jnp.where(active & has_invalid_logits(logits), Reason.NONFINITE_LOGITS, reason)
 
 
 def check_stop_tokens(stop_tokens: StopTokens, count: int) -> Int32[Array | np.ndarray, "T n"]:
-    """Return the tokens that end each of T texts, in one row for all or one each; a set will do.
-
-    Raises:
-      ValueError: when they are neither `[n]` nor `[T, n]`.
-    """
+    """Return stop tokens as `[1, n]` or `[T, n]`; raise if they have another shape."""
     rows = check_int32(stop_tokens_as_list(stop_tokens), "stop_tokens")
     if np.ndim(rows) == 1:
         return rows[None]

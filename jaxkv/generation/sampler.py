@@ -1,4 +1,4 @@
-"""What a sampler is to a loop, which draws from the logits that it leaves."""
+"""Base class of samplers, and the functions of loops that draw tokens."""
 
 from __future__ import annotations
 
@@ -13,51 +13,51 @@ if TYPE_CHECKING:
 
 
 class Sampler:
-    """Adjusts logits; make one with `make_sampler` or `Constraint.constrain`, or write a subclass.
+    """Adjusts logits before a token is drawn.
 
-    A subclass is a registered dataclass (`jax.tree_util.register_dataclass`). It says what it does
-    in three methods, all pure: of T texts at once, and the same for each text whatever the others
-    are.
+    Make one with `make_sampler` or `Constraint.constrain`, or write a subclass. A subclass is a
+    registered dataclass (`jax.tree_util.register_dataclass`) with three pure methods. They compute
+    T sequences at once, and each sequence independently of the others.
     """
 
     @property
     def is_random(self) -> bool:
-        """Whether a token is drawn from what is left; if not, the best one is taken."""
+        """Whether tokens are drawn at random; if False, the best token is taken."""
         return True
 
     def init(self, prompts: Int[Array | np.ndarray, "T n"]) -> PyTree:
-        """Return the state of T texts.
+        """Return the state of T sequences.
 
         Args:
-          prompts: the ends of their prompts, as far as they are known; -1 pads, and comes first.
+          prompts: The last known tokens of their prompts; -1 pads, in front.
 
         Returns:
-          A tree of arrays `[T, ...]`; by default nothing.
+          A tree of arrays `[T, ...]`; empty by default.
         """
         del prompts
         return ()
 
     def adjust(self, logits: Float[Array, "T V"], state: PyTree) -> Float[Array, "T V"]:
-        """Return what is drawn from: logits, -inf for a token that may not come.
+        """Return the adjusted logits, -inf for tokens that are not allowed.
 
         Args:
-          logits: float32.
-          state: of the texts.
+          logits: float32. Logits of the model.
+          state: State of the sequences.
         """
         del state
         return logits
 
     def update(self, state: PyTree, tokens: Int32[Array, " T"]) -> PyTree:
-        """Return the state after one more token of each text; -1 where none came.
+        """Return the state after one more token of each sequence; -1 for none.
 
-        Loops drop what it returns for a text that no token is picked for.
+        Loops discard the new state of sequences that sample no token.
         """
         del tokens
         return state
 
 
 def check_sampler(sampler: object) -> Sampler:
-    """Return a sampler, or raise a TypeError when it is none."""
+    """Return a sampler, or raise a TypeError if it is not one."""
     if not isinstance(sampler, Sampler):
         raise TypeError(
             f"expected a sampler, such as generation.make_sampler(), got {type(sampler)}"
@@ -68,22 +68,20 @@ def check_sampler(sampler: object) -> Sampler:
 def adjust_logits(
     sampler: Sampler, logits: Float[Array, "T V"], state: PyTree
 ) -> Float[Array, "T V"]:
-    """Return what a sampler leaves of logits; NaN for a text whose logits are broken.
-
-    A filter could hide a NaN, and the text would go on with what its model has no answer to.
-    """
+    """Return adjusted logits; NaN for sequences with non-finite logits."""
+    # A filter could mask a NaN, and the sequence would continue from invalid logits.
     return jnp.where(has_invalid_logits(logits)[:, None], jnp.nan, sampler.adjust(logits, state))
 
 
 def has_invalid_logits(logits: Float[Array, "*n V"]) -> Bool[Array, "*n"]:
-    """Return for which texts logits hold NaN or +inf."""
+    """Return which rows of logits contain NaN or +inf."""
     return jnp.any(jnp.isnan(logits) | (logits == jnp.inf), axis=-1)
 
 
 def make_draw_keys(
     key: Key[Array, " T"], numbers: Int32[Array, " T"], use: int = 0
 ) -> Key[Array, " T"]:
-    """Return the keys of draws by their numbers: of tokens 0, acceptance 1, guesses 2."""
+    """Return keys of draws; `use` is 0 for tokens, 1 for acceptance, 2 for drafts."""
     keys = jax.vmap(jax.random.fold_in)(key, numbers)
     return keys if use == 0 else jax.vmap(jax.random.fold_in, (0, None))(keys, use)
 
@@ -91,15 +89,9 @@ def make_draw_keys(
 def sample_tokens(
     sampler: Sampler, adjusted: Float[Array, "T V"], keys: Key[Array, " T"]
 ) -> Int32[Array, " T"]:
-    """Draw a token of each text.
+    """Sample a token for each sequence from adjusted logits, float32.
 
-    Args:
-      sampler: what adjusted the logits.
-      adjusted: float32.
-      keys: one for each draw.
-
-    Returns:
-      The tokens, -1 where none is allowed, and where a logit is NaN.
+    Returns -1 if no token is allowed or a logit is NaN.
 
     >>> keys = jax.random.split(jax.random.key(0), 3)
     >>> best = generation.make_sampler()
@@ -108,8 +100,8 @@ def sample_tokens(
     [1, -1, -1]
     """
     if sampler.is_random:
-        # Noise belongs to a token and not to its rank, so that two which change places by rounding
-        # do not change the draw.
+        # Noise is drawn for each token, not for each rank, so a rounding error that swaps two ranks
+        # does not change the draw.
         noise = jax.vmap(lambda key: jax.random.gumbel(key, adjusted.shape[1:]))(keys)
         adjusted = adjusted + noise
     token = jnp.argmax(adjusted, axis=1).astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""How far texts have come in a generation, and how a generation begins."""
+"""State of sequences during generation."""
 
 from __future__ import annotations
 
@@ -32,23 +32,21 @@ if TYPE_CHECKING:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DecodeState:
-    """How far T texts have come, each a sequence of a cache.
+    """State of T sequences during generation, made by `init_decode`.
 
-    `init_decode` makes it.
+    Positions are not stored here; the cache contains them.
 
-    Positions are not stored here: they are those of the cache.
-
-    token: the token that was picked last and is not in the cache yet.
-    sequence: the sequence of each text, each at most once.
-    active: the texts that go on.
-    remaining: how many more tokens of a text may be picked.
-    reason: a `Reason`: why the cache refused a text's token, NONFINITE_LOGITS, or EDITED, each of
-      which ended it; else OK.
-    key: the random key of each text; each draw folds a number of its own into it.
-    draw_index: the number of the next draw. It begins as the position of the token that is drawn,
-      and counts tokens from then on, so that no draw repeats where positions come again.
-    follows: what tells the token of the cache that `token` comes after from others.
-    sampler_state: the state of the sampler.
+    token: The last sampled token, not in the cache yet.
+    sequence: The sequence id of each row, without repetition.
+    active: Sequences that have not ended.
+    remaining: How many more tokens may be sampled.
+    reason: A `Reason`: OK, or why a sequence ended: the reason of a refused plan, NONFINITE_LOGITS
+      or EDITED.
+    key: Random key of each sequence. Each draw folds its number into it.
+    draw_index: Number of the next draw. It starts as the position of the drawn token and then
+      counts tokens, so that no number is repeated if positions are reused.
+    follows: Hash of the last token in the cache, before `token`. It detects edits.
+    sampler_state: State of the sampler.
     """
 
     token: Int32[Array, " T"]
@@ -75,7 +73,7 @@ def make_decode_state(
     seed: Seeds,
     prompts: Prompts | None,
 ) -> DecodeState:
-    """Return the state of texts whose last tokens the sampler state counts; see `init_decode`."""
+    """Return the initial state of sequences; the sampler counts `prompts` only."""
     table, _ = split(cache)
     token = check_int32(tokens, "tokens", low=0)
     if np.ndim(token) != 1:
@@ -104,15 +102,12 @@ def make_decode_state(
 
 
 def last_positions(table: CacheTable) -> Int32[Array, " Q"]:
-    """Return the last position of every sequence; -1 if it holds none."""
+    """Return the last position of each sequence; -1 if empty."""
     return table.sequence_status(jnp.ones(table.spec.sequences, bool)).last
 
 
 def end_edited_texts(table: CacheTable, state: DecodeState) -> DecodeState:
-    """Return a state whose texts have ended, as EDITED, where the table ends otherwise.
-
-    A text that slid or was moved ends with the same token as before.
-    """
+    """End sequences, as EDITED, whose last token changed; shifts do not change it."""
     _, same = table.compare_last_tokens(state.sequence, state.follows)
     edited = state.active & ~same
     reason = jnp.where(edited, Reason.EDITED, state.reason)
@@ -120,7 +115,7 @@ def end_edited_texts(table: CacheTable, state: DecodeState) -> DecodeState:
 
 
 def update_last_token_hashes(table: CacheTable, state: DecodeState) -> DecodeState:
-    """Return a state whose tokens come after the last ones of a table."""
+    """Update `follows` from the table, except for sequences that ended as EDITED."""
     edited = state.reason == Reason.EDITED
     follows, _ = table.compare_last_tokens(state.sequence, state.follows)
     follows = jnp.where(edited, state.follows, follows)
@@ -128,13 +123,7 @@ def update_last_token_hashes(table: CacheTable, state: DecodeState) -> DecodeSta
 
 
 def check_sampler_state(sampler: object, state: DecodeState) -> Sampler:
-    """Return the sampler, the default one for None; raise unless the state was started with it.
-
-    Raises:
-      TypeError: when it is no sampler.
-      ValueError: when the state was started with another kind of sampler, or it has numbers for
-        another number of texts.
-    """
+    """Return the sampler, greedy for None; raise unless `state` is of its kind."""
     sampler = make_sampler() if sampler is None else check_sampler(sampler)
     fresh = sampler.init(np.zeros((state.token.shape[0], 0), np.int32))
     expected, actual = (
@@ -178,7 +167,7 @@ def check_state(spec: TableSpec, state: DecodeState) -> DecodeState:
 
 
 def _prompts_as_rows(prompts: Prompts | None, count: int) -> Int32[Array | np.ndarray, "{count} m"]:
-    """Return the prompts of T texts as rows; without any, `[T, 0]`."""
+    """Return the prompts of T sequences as rows; `[T, 0]` for None."""
     if prompts is None:
         return np.zeros((count, 0), np.int32)
     if len(prompts) != count:
@@ -187,7 +176,7 @@ def _prompts_as_rows(prompts: Prompts | None, count: int) -> Int32[Array | np.nd
 
 
 def _broadcast_to_texts(value: Ids, count: int, name: str) -> Any:
-    """Return a number for each text, `[T]` int32, from one for all or one each."""
+    """Broadcast a number for all sequences or one for each to `[T]` int32."""
     array = check_int32(value, name, low=0)
     if np.shape(array) not in ((), (count,)):
         raise ValueError(f"expected {name} [] or [{count}], got {np.shape(array)}")
@@ -196,7 +185,7 @@ def _broadcast_to_texts(value: Ids, count: int, name: str) -> Any:
 
 
 def _check_seed(seed: Seeds, count: int) -> Seeds:
-    """Return a seed for all texts, or one for each, checked; uint32 if known."""
+    """Return a checked seed for all sequences or one for each, as uint32 if known."""
     if np.shape(seed) not in ((), (count,)):
         raise ValueError(f"expected a seed [] or [{count}], got {np.shape(seed)}")
     if not is_concrete(seed):
@@ -219,10 +208,7 @@ def _check_seed(seed: Seeds, count: int) -> Seeds:
 def _init_draw_state(
     table: CacheTable, seed: Integer[Array, "*n"], ids: Int32[Array, " T"]
 ) -> tuple[Key[Array, " T"], Int32[Array, " T"], UInt32[Array, " T"]]:
-    """Return the key of each text, the position of what is picked next, and what it follows.
-
-    The seed is one for all or one each, and `ids` are the sequences.
-    """
+    """Return keys, numbers of the next draws and hashes of the last cached tokens."""
     if jnp.ndim(seed):
         keys = jax.vmap(jax.random.key)(seed)
     else:

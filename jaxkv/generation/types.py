@@ -1,6 +1,6 @@
-"""Types of what loops are given. Type checkers and the tests import this module, and nothing else.
+"""Types of loop arguments, for type checkers and tests only.
 
-Letters are those of `jaxkv`; here T counts texts, and n the tokens of one.
+Letters are those of `jaxkv`; here T counts sequences, and n the tokens of one sequence.
 """
 
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ from jaxtyping import Array, ArrayLike, Integer, Num
 from jaxkv.core.types import Ids, Tokens
 
 Prompts = Integer[Array | np.ndarray, "T n"] | Sequence[Ids]
-"""The tokens of each text: an array, or a list of lists or of arrays."""
+"""The tokens of each sequence: an array, or a list of lists or of arrays."""
 
 StopTokens = Tokens | set[int] | frozenset[int]
-"""The tokens that end texts, of all or of each."""
+"""Tokens that end a sequence, for all sequences or for each."""
 
 Seeds = Integer[ArrayLike, "..."] | Sequence[int]
-"""One seed for all texts, or one for each."""
+"""One seed for all sequences, or one for each."""
 
 Numbers = Num[ArrayLike, "..."] | Sequence[float]
-"""One number for all texts, or one for each."""
+"""One number for all sequences, or one for each."""

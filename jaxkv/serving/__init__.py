@@ -1,4 +1,4 @@
-"""Many requests through one cache: an engine, and prompts whose prefixes are computed once."""
+"""Serving: an engine for many requests, and a cache of prompt prefixes."""
 
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.prefix_cache.prompts import MissReason

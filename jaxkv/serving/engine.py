@@ -1,8 +1,4 @@
-"""Requests of mixed lengths through the sequences of one cache: an engine for a server.
-
-The host decides and the device computes: who gets which sequence, how many cells are promised, what
-has ended. Everything that is sent to the device has one of a few shapes.
-"""
+"""Engine: many requests in the sequences of one cache, scheduled on the CPU."""
 
 from __future__ import annotations
 
@@ -38,61 +34,63 @@ if TYPE_CHECKING:
     from jaxkv.generation.types import StopTokens
 
 DEFAULT_OPTIONS = ("temperature", "top_k", "top_p", "min_p")
-"""The options that requests may have by default: penalties cost something in every step."""
+"""Options that requests may have by default; penalties add work to each step."""
 
 
 class Engine:
-    """Runs requests through the Q sequences of a cache, more of them than there are sequences.
+    """Runs many requests in the Q sequences of a cache.
 
-    A request waits for a sequence and for cells, first come first served. Its prompt goes in by
-    chunks, between which the texts that run already go on. Each text equals the one its request
-    would give alone.
+    A request waits for a sequence and cells, first come, first served. Prompts are computed in
+    chunks, between which running requests continue. The tokens of a request do not depend on other
+    requests.
 
-    The engine owns the cache: its buffers are donated from step to step. It is no thread, and not
-    to be called from several at once: `submit` and `cancel` between two steps.
+    The engine owns the cache and donates its buffers in each step. It is not thread-safe: call
+    `submit` and `cancel` between steps.
 
-    An error of `forward` while it is traced, where nothing was computed, leaves the engine as it
-    was. An error or interrupt later takes its cache: texts and cells may not belong together any
-    more. Then whatever needs the cache raises a RuntimeError, `results` once it has handed out
-    what had ended. `tokens_of` still has the tokens of the others; they go on in a new engine.
+    If `forward` raises while it is traced, before any computation, the engine is unchanged. A later
+    error or interrupt loses the cache. Then methods that need it raise a RuntimeError; `results`
+    yields finished results first. `tokens_of` still returns the tokens of other requests, to
+    continue them in a new engine.
 
     Args:
-      forward: see `prefill`.
-      params: whatever the model wants.
-      cache: an empty cache; it is given up, and `engine.cache` is the current cache. The cells
-        of a stream are for all of its sequences. It may hold what `prefix_store` holds.
-      stop_tokens: `[n]`, the tokens that end every text.
-      prefill_chunk: the most tokens of prompts that are computed at once. A running text waits for
-        one chunk between two tokens at most.
-      tokens_per_step: the most tokens of each text that are generated before the host looks at
+      forward: See `prefill`.
+      params: Model parameters, any pytree.
+      cache: A cache without tokens outside of `prefix_store`. It is donated; `engine.cache` is the
+        current cache. Sequences of a stream share its cells.
+      stop_tokens: `[n]`. Tokens that end every request.
+      prefill_chunk: Maximum number of prompt tokens that are computed at once. A running request
+        waits for at most one chunk between two tokens.
+      tokens_per_step: Maximum number of tokens of a request that are generated before the CPU reads
         them.
-      reserve: whether a request is let in only when the cells for its prompt and limit are promised
-        to no other. Otherwise it is let in when there is room for now, and where cells run out the
-        youngest text gives way: it waits again, and is computed anew.
-      sampling_options: the sampling options that requests may have, see
-        `generation.make_sampler`. Penalties must be asked for.
-      penalty_last_n: how many tokens penalties count.
-      max_stop_tokens: the most stop tokens that a request may have of its own.
-      constraint: what may come next in the texts whose requests have a `constraint_state`, such as
-        a grammar. It is looked at in every step, whichever texts run, and its states go to the host
-        and back with each call: keep them small.
-      prefix_sequences: sequences of the cache for a `PrefixStore`, which is
-        `engine.prefix_store` then. A prompt that begins with one in it computes only the rest. Each
-        text is stored when it ends, and where prompts part that begin alike; a prompt waits for one
-        that is on its way in and has more of it. The least recently used are evicted before a
-        request waits.
-      prefix_store: in place of `prefix_sequences`, a store that was made for this cache, such as
-        one with a limit of cells, or that of an earlier engine beside its cache.
+      reserve: If True, a request starts only after cells for its prompt and `max_new_tokens` are
+        reserved. If False, it starts as soon as its prompt fits; when cells run out, the youngest
+        request is preempted and recomputed later.
+      sampling_options: Options of `generation.make_sampler` that requests may have, by default
+        without penalties.
+      penalty_last_n: Number of recent tokens for penalties.
+      max_stop_tokens: Maximum number of stop tokens of a request.
+      constraint: Constraint, such as a grammar, of requests with a `constraint_state`. It is
+        evaluated in every step, for any requests. Its states are copied to the CPU and back in each
+        call, so keep them small.
+      prefix_sequences: Sequences for a new `PrefixStore`, `engine.prefix_store`. Prompts with a
+        stored prefix compute only the rest. Requests are stored when they end, and where prompts
+        with a common prefix diverge. A request waits while another one computes a longer prefix of
+        it. The least recently used prompts are evicted before a request waits for cells.
+      prefix_store: A store for this cache, instead of `prefix_sequences`, such as one with a limit
+        of cells, or of an earlier engine with its cache.
 
     Raises:
-      ValueError: when the cache is not empty, was donated or has a part for sources,
-        `prefill_chunk` is more than it was sized for, a number is below 1, there is no such option
-        to allow, the rule does not give what it should, or the store was made for another cache or
-        leaves no sequence, or was given beside `prefix_sequences`.
-      TypeError: when `forward` is no function, the rule none, or the store none.
+      ValueError: If the cache is not empty, was donated or has a part for sources.
+      ValueError: If a number is below 1, `max_stop_tokens` below 0, or `prefill_chunk` exceeds the
+        ubatch size of the cache.
+      ValueError: If an option is unknown.
+      ValueError: If the constraint returns other shapes or dtypes than required.
+      ValueError: If the store was made for another cache, leaves no sequence to requests, or is
+        given with `prefix_sequences`.
+      TypeError: If `forward`, `constraint` or `prefix_store` has another type.
 
     Examples:
-      A model that says the next number; 3 ends a text:
+      A model that predicts the next number; 3 is the stop token:
 
       >>> def forward(params, cache, ubatch):
       ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
@@ -112,7 +110,7 @@ class Engine:
       2 [1] LENGTH
       1 [0, 1, 2, 3] STOP
 
-      What can never fit is refused at once, and nothing is left of what has ended:
+      A request that can never fit raises, and ended requests use no cells:
 
       >>> engine.submit(request(prompt=[1, 2, 3], max_new_tokens=7))
       Traceback (most recent call last):
@@ -122,7 +120,7 @@ which this cache never has: ask for less, or make a larger one
       >>> engine.cache.num_used_cells().item()
       0
 
-      With sequences for prefixes a prompt is computed once, but for its last token, which gives
+      With prefix sequences a repeated prompt is computed only from its last token on, which gives
       the logits:
 
       >>> engine = serving.Engine(
@@ -190,33 +188,35 @@ which this cache never has: ask for less, or make a larger one
 
     @property
     def cache(self) -> Cache:
-        """The cache as it is now; the next step takes its buffers."""
+        """The current cache; the next step donates its buffers."""
         self._check_cache()
         return self._runner.cache
 
     @property
     def prefix_store(self) -> PrefixStore | None:
-        """The store as it is now, beside `engine.cache`; None without one."""
+        """The current store of `engine.cache`; None without one."""
         return self._prefixes.store
 
     @property
     def busy(self) -> bool:
-        """Whether a request waits or runs, or a result has not been handed out."""
+        """Whether a request waits or runs, or a result was not returned yet."""
         return bool(self._done or self._schedule.all_requests)
 
     def submit(self, request: Request) -> int:
         """Queue a request.
 
         Returns:
-          Its id, counted up from 0.
+          Its id, counted from 0.
 
         Raises:
-          ValueError: when the prompt is empty, a number is out of its range, a sampling option is
-            not allowed, the state of the rule is of other shapes than its first, or the cache
-            would never have the cells: with reservations for prompt and limit, without them for the
-            prompt.
-          TypeError: when it is no request, tokens, the limit or the seed are no integers, or the
-            sampling options are no dict.
+          ValueError: If the prompt is empty, a number is out of its range, there are too many stop
+            tokens, or a sampling option is not allowed.
+          ValueError: If `constraint_state` has other shapes or dtypes than `Constraint.first`, or
+            there is no constraint.
+          ValueError: If the cache can never have the cells: for the prompt, with `reserve` also for
+            the limit.
+          TypeError: If `request` is not a request, its numbers are not integers, or `sampling` is
+            not a dict.
         """
         self._check_cache()
         text = RequestState(id=self._next, request=check_request(request, self._limits))
@@ -225,14 +225,14 @@ which this cache never has: ask for less, or make a larger one
         return text.id
 
     def cancel(self, request_id: int) -> bool:
-        """End a request now; its cells are free at once, and its result has what there is so far.
+        """End a request now, and free its cells; its result has the tokens so far.
 
         Returns:
           Whether it was still waiting or running.
 
         Raises:
-          ValueError: when there was no such request.
-          TypeError: when the id is no integer.
+          ValueError: If there was no such request.
+          TypeError: If the id is not an integer.
         """
         text = self._live_request(request_id)
         if text is None:
@@ -243,19 +243,19 @@ which this cache never has: ask for less, or make a larger one
         return True
 
     def tokens_of(self, request_id: int) -> list[int]:
-        """Return the tokens generated so far for a request that waits or runs.
+        """Return the tokens generated so far for a waiting or running request.
 
-        One that has ended has none here; its result has them.
+        The list is empty for an ended request.
 
         Raises:
-          ValueError: when there was no such request.
-          TypeError: when the id is no integer.
+          ValueError: If there was no such request.
+          TypeError: If the id is not an integer.
         """
         text = self._live_request(request_id)
         return [] if text is None else list(text.tokens)
 
     def results(self) -> Iterator[RequestOutput]:
-        """Step until nothing is left to do, and yield results as they come.
+        """Run steps until all requests have ended, and yield their results.
 
         Requests may be submitted and cancelled between two results.
         """
@@ -266,13 +266,13 @@ which this cache never has: ask for less, or make a larger one
                 yield self._done.pop(0)
 
     def stream(self) -> Iterator[tuple[int, list[int], FinishReason | None]]:
-        """Step until nothing is left to do, and yield tokens as they are generated.
+        """Run steps until all requests have ended, and yield tokens as they are generated.
 
         Requests may be submitted and cancelled between two items.
 
         Yields:
-          The id of a request, its new tokens, and None; a reason in the last item of a request,
-          whose tokens may be none.
+          The id of a request, its new tokens, and None. The last item of a request has a reason
+          instead of None, and may have no tokens.
 
         Examples:
           >>> def forward(params, cache, ubatch):
@@ -299,19 +299,18 @@ which this cache never has: ask for less, or make a larger one
                     yield text.id, list(map(int, new)), None
 
     def step(self) -> list[RequestOutput]:
-        """Compute a chunk of prompts, then some tokens of each text that runs; return what ended.
+        """Compute a chunk of prompts, then tokens of running requests; return results.
 
-        For servers with a loop of their own, which submit and cancel between steps.
+        For servers with their own loop, which submit and cancel between steps.
         """
         self._run_step()
         done, self._done = self._done, []
         return done
 
     def warm_up(self) -> None:
-        """Compile everything that any requests need, before the first one comes.
+        """Compile all programs before the first request.
 
-        Only where cells must be neighbours (`placement="contiguous"`), what brings them together is
-        compiled when it is needed.
+        Only defragmentation (`placement="contiguous"`) is compiled when it is needed.
         """
         self._check_cache()
         self._runner.warm_up()
@@ -328,7 +327,7 @@ which this cache never has: ask for less, or make a larger one
 
     @contextmanager
     def _note_if_cut_short(self) -> Iterator[None]:
-        """Note when what is computed is cut short: the cache is another, and the texts are not."""
+        """Mark the engine as failed if an error occurs after the cache was replaced."""
         before = self._runner.cache
         try:
             yield
@@ -337,14 +336,14 @@ which this cache never has: ask for less, or make a larger one
             raise
 
     def _live_request(self, request_id: int) -> RequestState | None:
-        """Return a request that waits or runs, None if it has ended."""
+        """Return a request that waits or runs; None if it has ended."""
         request_id = check_count(request_id, "the id of a request", low=0)
         if request_id >= self._next:
             raise ValueError(f"expected an id that submit returned, got {request_id}")
         return next((text for text in self._schedule.all_requests if text.id == request_id), None)
 
     def _run_step(self) -> None:
-        """Do what one step does; results are kept until they are handed out."""
+        """Run one step; results stay in `_done`."""
         self._check_cache()
         with self._note_if_cut_short():
             self._schedule.admit()
@@ -356,7 +355,7 @@ which this cache never has: ask for less, or make a larger one
                 self._generate(running)
 
     def _run_chunk(self, texts: list[RequestState]) -> None:
-        """Compute a chunk of the prompts of texts, and take the first token of those that end."""
+        """Compute a chunk of prompts, and append the first token of complete ones."""
         counts, outcome = self._runner.run_chunk(texts)
         if not any(counts):
             refused = [text for text in texts if outcome.reasons[text.sequence]]
@@ -370,7 +369,7 @@ which this cache never has: ask for less, or make a larger one
         self._append_tokens(ready, dict.fromkeys((text.sequence for text in ready), 1), outcome)
 
     def _generate(self, texts: list[RequestState]) -> None:
-        """Generate some tokens of the texts that run."""
+        """Generate tokens of running requests."""
         turns = self._choose_num_tokens(texts)
         allowed = {text.sequence: min(text.num_remaining_tokens, turns) for text in texts}
         outcome = self._runner.generate(texts, turns)
@@ -379,10 +378,10 @@ which this cache never has: ask for less, or make a larger one
             self._preempt(refused, outcome.reasons)
 
     def _choose_num_tokens(self, running: list[RequestState]) -> int:
-        """Return how many tokens to generate before something else is looked at.
+        """Return the number of tokens to generate in this step.
 
-        One while a prompt is on its way in, since its sequence generates nothing meanwhile; and not
-        past the end of a text while requests wait for its sequence.
+        One while a prompt is computed, since its sequence generates nothing meanwhile. While
+        requests wait, not more than the first running one needs to end.
         """
         if self._schedule.prefilling_texts:
             return 1
@@ -394,10 +393,9 @@ which this cache never has: ask for less, or make a larger one
     def _append_tokens(
         self, texts: list[RequestState], allowed: dict[int, int], outcome: RunnerOutput
     ) -> list[RequestState]:
-        """Give texts the tokens that were picked, and end those that they end.
+        """Append sampled tokens to requests, and end those that are complete.
 
-        Returns:
-          The texts that were refused a cell, where none has come free since.
+        Returns the requests without a free cell, except in streams where one was freed since.
         """
         ended, refused = [], []
         for text in texts:
@@ -424,9 +422,10 @@ which this cache never has: ask for less, or make a larger one
     def _preempt(
         self, refused: list[RequestState], reasons: Int32[Array | np.ndarray, " Q"]
     ) -> None:
-        """Let the youngest text of each stream that is full wait; end one that is alone there.
+        """Preempt the youngest request of each full stream; end one that is alone there.
 
-        `reasons` are those of `RunnerOutput`.
+        A fragmented cache is defragmented first, and stored prompts are evicted first. `reasons`
+        are those of `RunnerOutput`.
         """
         if Reason.FRAGMENTED in reasons and self._runner.close_gaps():
             return
@@ -441,7 +440,7 @@ which this cache never has: ask for less, or make a larger one
                 self._finish_requests([(youngest, FinishReason.OUT_OF_CELLS)])
 
     def _finish_requests(self, ended: list[tuple[RequestState, FinishReason]]) -> None:
-        """Free what texts hold, and keep their results until they are handed out."""
+        """Store and remove the tokens of ended requests, and queue their results."""
         placed = [text for text, _ in ended if text.sequence >= 0]
         for text in placed:
             self._prefixes.store_finished_text(text)

@@ -1,4 +1,4 @@
-"""What an engine keeps for prompts that begin alike: a store, beside the cache of its runner."""
+"""Prefixes of an engine: a store for the cache of its runner."""
 
 from __future__ import annotations
 
@@ -24,18 +24,13 @@ if TYPE_CHECKING:
 
 
 class EnginePrefixes:
-    """Forks prompts out of a store, and remembers in it what others may begin with.
+    """Forks prompts from a store, and stores prefixes that requests may share.
 
-    All is decided by tokens and by what the table says; a text that is let go of is computed anew.
-
-    Args:
-      runner: its cache goes with the store.
-      store: None where nothing is kept, and then nothing here does anything.
+    `runner` has the cache of the store. `store=None` disables it.
 
     Raises:
-      ValueError: when the store was made for another cache, leaves no sequence to requests, or the
-        cache holds something that is not the store's.
-      TypeError: when it is no store.
+      ValueError: If the store is for another cache or takes all sequences, or other cells are used.
+      TypeError: If `store` is not a store.
     """
 
     def __init__(self, runner: ModelRunner, store: PrefixStore | None):
@@ -62,30 +57,30 @@ class EnginePrefixes:
 
     @property
     def sequences(self) -> tuple[int, ...]:
-        """The sequences that no request gets."""
+        """The sequences of the store, which requests cannot use."""
         return self.store.sequences if self.store else ()
 
     def num_stored_tokens(self, stream: int) -> dict[int, int]:
-        """Return the tokens that each of the store's sequences holds in a stream."""
+        """Return the number of tokens of each stored prompt in a stream, by sequence."""
         return {text.sequence: text.tokens.size for text in self._prompts_in_stream(stream)}
 
     @property
     def cache_and_store(self) -> tuple[Cache, PrefixStore | None]:
-        """The cache and the store, to come back to while no buffer was copied or written."""
+        """The cache and the store, for `rewind` while no buffer is copied or written."""
         return self._runner.cache, self.store
 
     def rewind(self, past: tuple[Cache, PrefixStore | None]) -> None:
-        """Take what `cache_and_store` was back."""
+        """Restore an earlier value of `cache_and_store`."""
         self._runner.cache, self.store = past
 
     def num_cells_saved_by_sharing(self) -> PyTree:
-        """Return `CacheTable.num_cells_saved_by_sharing` on the host; nothing without a store."""
+        """Return `CacheTable.num_cells_saved_by_sharing` on the CPU; 0 without a store."""
         if self.store is None:
             return self.nothing
         return jax.device_get(_num_cells_saved_by_sharing(self._runner.cache.table))
 
     def warm_up(self) -> None:
-        """Compile all that the rest needs."""
+        """Compile the programs of all methods."""
         if self.store:
             self.num_cells_saved_by_sharing()
             self._runner.cache = self.store.warm_up(self._runner.cache, donate=True)
@@ -93,15 +88,10 @@ class EnginePrefixes:
     def find_match(
         self, text: RequestState, others: Sequence[RequestState], sequence: int
     ) -> PrefixMatch | None:
-        """Return what a text can go on from; None if it had better wait, for there is more soon.
+        """Return the stored prefix to resume `text` from; None to wait for a longer one.
 
-        What others have of it already is remembered. And where a text parts from one that is known
-        but cannot go on there, it will be remembered itself, so that the next one can.
-
-        Args:
-          text: the first that waits.
-          others: those with sequences.
-          sequence: one that it may get.
+        A longer prefix that one of `others` has computed is stored first. If a longer common prefix
+        cannot be resumed, its length becomes a branch point of `text`.
         """
         if self.store is None:
             return PrefixMatch(None, NOTHING)
@@ -126,12 +116,12 @@ class EnginePrefixes:
         return match
 
     def is_in_same_stream(self, match: PrefixMatch, sequence: int) -> bool:
-        """Return whether it stands in the stream of a sequence, so that a fork is no copy."""
+        """Return whether a match is in the stream of a sequence, so forks copy nothing."""
         prompt = match.prompt
         return prompt is not None and prompt.sequence // self._sharing == sequence // self._sharing
 
     def fork_prefix(self, match: PrefixMatch, sequence: int) -> PrefixHit:
-        """Let a sequence have what was found; return how far, which is 0 if a copy has no room."""
+        """Fork a match into a sequence; return the hit, of length 0 if it does not fit."""
         if self.store is None or match.prompt is None:
             return match.hit
         self._runner.cache, self.store, hit = self.store.fork_match(
@@ -140,7 +130,7 @@ class EnginePrefixes:
         return hit
 
     def store_prefix(self, text: RequestState, length: int) -> None:
-        """Keep the first tokens of a text, if there are any and they can be gone on with."""
+        """Store the first `length` tokens of a request, if any and if they can be resumed."""
         if self.store is None or not length:
             return
         tokens = text.all_tokens()[:length]
@@ -149,13 +139,13 @@ class EnginePrefixes:
         )
 
     def store_finished_text(self, text: RequestState) -> None:
-        """Keep a text that ends; what it began with was in use until now, and is not what goes."""
+        """Store a request that ends; first mark its source as recently used, to keep it."""
         if self.store and text.source:
             self.store = self.store.touch(text.source)
         self.store_prefix(text, text.num_cached_tokens)
 
     def evict_one(self, stream: int) -> bool:
-        """Let go of the least recently used text of a stream; return whether there was one."""
+        """Evict the least recently used prompt of a stream; return whether there was one."""
         texts = self._prompts_in_stream(stream)
         if self.store and texts:
             self._runner.cache, self.store = self.store.evict_prompt(self._runner.cache, texts[0])

@@ -1,7 +1,7 @@
-"""What an engine computes: programs over its cache, each with a row for every sequence.
+"""Programs of an engine over its cache, each with a row for every sequence.
 
-All that is known of texts is on the host, and is sent along with each call; the device holds the
-cache and nothing else. So no program depends on which request is in which sequence.
+The state of requests is on the CPU and passed with each call; only the cache is on the device. So
+programs do not depend on the assignment of requests to sequences.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ if TYPE_CHECKING:
 
 
 class RunnerOutput(NamedTuple):
-    """What came of a call, by sequence, on the host.
+    """Result of a call, by sequence, on the CPU.
 
-    samples: the tokens that were generated, by sequence; none where none could be.
-    reasons: a `Reason` for each sequence that was refused a cell, or whose logits are broken.
-    rule_states: a tree of arrays `[Q, ...]`, what the rule has come to; nothing where there is no
-      rule or no token.
+    samples: Generated tokens; none if no token could be generated.
+    reasons: A `Reason` for each sequence: of a refused token, NONFINITE_LOGITS or OK.
+    rule_states: A pytree of arrays `[Q, ...]`, the states of the constraint; empty without a
+      constraint or a token.
     """
 
     samples: SampledTokens
@@ -62,7 +62,7 @@ class RunnerOutput(NamedTuple):
 
 
 class _ResumeOptions(TypedDict):
-    """What `make_decode_state` is told of each sequence."""
+    """Arguments of `make_decode_state` for each sequence."""
 
     max_new_tokens: Int32[np.ndarray, " Q"]
     seed: UInt32[np.ndarray, " Q"]
@@ -70,14 +70,9 @@ class _ResumeOptions(TypedDict):
 
 
 class ModelRunner:
-    """Computes chunks of prompts and tokens of texts over a cache that it owns.
+    """Computes chunks of prompts and generates tokens with a cache that it owns.
 
-    Args:
-      forward: see `prefill`.
-      params: whatever the model wants.
-      cache: given up; `runner.cache` is the current cache.
-      stop_tokens: `[n]`, the tokens that end every text.
-      limits: what requests may ask for.
+    The arguments are those of `Engine`. The input cache is donated; `runner.cache` is current.
     """
 
     def __init__(
@@ -99,11 +94,11 @@ class ModelRunner:
 
     @property
     def has_cache(self) -> bool:
-        """Whether the buffers are there, which a program that was cut short may have taken."""
+        """Whether the buffers are valid; an interrupted program may have donated them."""
         return not is_donated(self.cache.buffers)
 
     def warm_up(self) -> None:
-        """Run every program once, with nothing to do."""
+        """Run every program once, without tokens."""
         logits = [self._compute_chunk(empty_chunk(shape))[0] for shape in self._shapes]
         for sampling in sampler_variants(self._limits.sampling_options):
             like = Request(prompt=np.zeros(1, np.int32), max_new_tokens=2, sampling=sampling)
@@ -114,11 +109,10 @@ class ModelRunner:
         jax.block_until_ready(self.cache.buffers)
 
     def run_chunk(self, texts: Sequence[RequestState]) -> tuple[list[int], RunnerOutput]:
-        """Cut the next chunk from the prompts of texts, in their order, and compute it.
+        """Compute the next chunk of the prompts of requests, in their order.
 
-        Returns:
-          How many tokens of each text went in, and the first tokens of the texts whose prompts end
-          with them. Where one was refused, nothing went in.
+        Returns the number of computed tokens of each request, all 0 if the plan was refused, and
+        the first tokens of requests whose prompts end in the chunk.
         """
         parts = [
             PromptPart(
@@ -137,12 +131,12 @@ class ModelRunner:
         nothing = RunnerOutput(SampledTokens._make([none] * 2), np.zeros(len(none), np.int32), ())
         first = self._sample_first_tokens(ready, logits, turns=1) if ready else nothing
         (ok, reasons), first = jax.device_get((plan, first))
-        if ok and ready:  # else what is picked is dropped
+        if ok and ready:  # otherwise the samples are discarded
             return counts, first
         return counts if ok else [0] * len(counts), first._replace(reasons=reasons)
 
     def generate(self, texts: Sequence[RequestState], turns: int) -> RunnerOutput:
-        """Generate at most so many tokens of texts."""
+        """Generate at most `turns` tokens for each request."""
         sampler, stop, options = self._make_resume_options(texts, turns)
         tokens = np.zeros(self._facts.sequences, np.int32)
         for text in texts:
@@ -162,13 +156,13 @@ class ModelRunner:
         return jax.device_get(RunnerOutput(samples, state.reason, self._constraint_states(state)))
 
     def remove_sequences(self, sequences: Sequence[int]) -> None:
-        """Forget all tokens of some sequences; one program, whichever they are."""
+        """Remove all tokens of sequences, with one program for any of them."""
         rows = np.arange(self._facts.sequences, dtype=np.int32)
         ends = np.where(np.isin(rows, sequences), np.int32(-1), np.int32(0))
         self.cache, _ = seq_rm(self.cache, rows, np.zeros_like(rows), ends)
 
     def close_gaps(self) -> bool:
-        """Bring cells together; return whether there was a gap."""
+        """Defragment the cache; return whether there was a gap."""
         plan = defrag_plan(self.cache)
         if plan.is_empty:
             return False
@@ -176,13 +170,13 @@ class ModelRunner:
         return True
 
     def stop_tokens_of(self, text: RequestState) -> list[int]:
-        """Return the tokens that end a text."""
+        """Return the tokens that end a request."""
         return [*self._stop.tolist(), *np.asarray(text.request.stop_tokens).tolist()]
 
     def _compute_chunk(
         self, chunk: Chunk
     ) -> tuple[Float[Array, "Q V"], tuple[Bool[Array, ""], Int32[Array, " Q"]]]:
-        """Compute a chunk; the logits, and whether it had room, with the reasons."""
+        """Compute a chunk; return the logits, and `ok` and the reasons of its plan."""
         program = chunk_program(self._forward)
         table, buffers, logits, plan = program(
             self._weights, self.cache.table, self.cache.buffers, chunk
@@ -193,7 +187,7 @@ class ModelRunner:
     def _sample_first_tokens(
         self, texts: Sequence[RequestState], logits: Float[Array, "Q V"], turns: int
     ) -> RunnerOutput:
-        """Pick the first token of texts."""
+        """Sample the first token of each request."""
         sampler, stop, options = self._make_resume_options(texts, turns)
         none = np.zeros(self._facts.sequences, np.int32)
         state = make_decode_state(self.cache, none, None, sampler=sampler, **options)
@@ -201,13 +195,13 @@ class ModelRunner:
         return RunnerOutput(SampledTokens(*samples), state.reason, self._constraint_states(state))
 
     def _constraint_states(self, state: DecodeState) -> PyTree:
-        """Return what the rule has come to, `[Q, ...]`; nothing without a rule."""
+        """Return the states of the constraint, `[Q, ...]`; empty without a constraint."""
         return state.sampler_state[0] if self._limits.constraint else ()
 
     def _make_resume_options(
         self, texts: Sequence[RequestState], turns: int
     ) -> tuple[Sampler, Int32[np.ndarray, "Q n"], _ResumeOptions]:
-        """Return the sampler, the stop tokens, and options."""
+        """Return the sampler, the stop tokens, and options of `make_decode_state`."""
         rows, last_n = self._facts.sequences, self._limits.penalty_last_n
         requests: list[Request | None] = [None] * rows
         states: list[PyTree] = [None] * rows

@@ -1,4 +1,4 @@
-"""Parts of waiting prompts that are computed at once: in few shapes, in one program for each."""
+"""Chunks of waiting prompts, in few shapes with one program for each."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from jaxkv.table import CacheTable
 
 SMALLEST = 8
-"""Tokens of the shortest row that is compiled: fewer cost as much."""
+"""Tokens of the shortest row that is compiled; shorter rows cost the same."""
 
 PASS = 24
-"""Tokens whose computation takes about as long as one read of the weights."""
+"""Number of tokens whose computation takes about as long as reading the params."""
 
 
 class ChunkShape(NamedTuple):
@@ -44,10 +44,10 @@ class ChunkShape(NamedTuple):
 class Chunk:
     """Parts of prompts, in rows.
 
-    tokens: of the prompts.
-    sequences: that of each token.
-    valid: tokens come first in a row, and padding after them.
-    ends: the tokens that are the last of their prompt.
+    tokens: Tokens of the prompts.
+    sequences: The sequence of each token.
+    valid: False for padding, at the end of a row.
+    ends: Which tokens are the last of their prompt.
     """
 
     tokens: Int32[np.ndarray, "R T"]
@@ -57,17 +57,16 @@ class Chunk:
 
 
 class PromptPart(NamedTuple):
-    """What is left of a prompt: the sequence that it goes to, and its tokens."""
+    """The remaining tokens of a prompt, and its sequence."""
 
     sequence: int
     tokens: Int32[np.ndarray, " n"]
 
 
 def chunk_shapes(spec: TableSpec, size: int) -> list[ChunkShape]:
-    """Return the shapes that chunks of at most `size` tokens have in a cache.
+    """Return the shapes of chunks of at most `size` tokens in a cache.
 
-    Where a row holds tokens of any sequence, one row of several lengths. Where it holds those of
-    one, a long row, or more and shorter ones.
+    One row of several lengths, and several shorter rows if each row has one sequence.
 
     >>> cache = make_cache(
     ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=9, sequences=3, streams=3
@@ -88,7 +87,7 @@ def chunk_shapes(spec: TableSpec, size: int) -> list[ChunkShape]:
 
 @functools.cache
 def _min_prompt_cost(lengths: tuple[int, ...], count: int) -> int:
-    """Return what tokens of one prompt cost at least, in rows of these lengths, one a chunk.
+    """Return the minimum cost of `count` tokens of a prompt in chunks of `lengths`.
 
     >>> [_min_prompt_cost((8, 64), n) - PASS for n in (5, 8, 9, 64)]
     [8, 8, 40, 64]
@@ -103,11 +102,10 @@ def _min_prompt_cost(lengths: tuple[int, ...], count: int) -> int:
 def cut_chunk(
     spec: TableSpec, shapes: Sequence[ChunkShape], parts: Sequence[PromptPart]
 ) -> tuple[Chunk, list[int]]:
-    """Cut the next chunk from prompts, in their order.
+    """Take the next chunk from prompts, in their order.
 
-    Returns:
-      The chunk, in the shape with the lowest cost for itself and the rest, which is counted prompt
-      by prompt; and how many tokens of each part are in it.
+    Returns the chunk, and its number of tokens of each part. Its shape has the lowest cost for
+    itself and the remaining tokens, which are counted prompt by prompt.
     """
 
     def chunk_lengths(shape: ChunkShape) -> list[int]:
@@ -142,7 +140,7 @@ def cut_chunk(
 
 
 def empty_chunk(shape: ChunkShape) -> Chunk:
-    """Return a chunk that is all padding."""
+    """Return a chunk of padding."""
     return Chunk(
         tokens=np.zeros(shape, np.int32),
         sequences=np.zeros(shape, np.int32),
@@ -152,13 +150,11 @@ def empty_chunk(shape: ChunkShape) -> Chunk:
 
 
 def chunk_program(forward: Forward) -> jax.stages.Wrapped:
-    """Return the program that computes a chunk; it lives as long as `forward`.
+    """Return the program that computes a chunk, cached as long as `forward` lives.
 
-    Returns:
-      What `jax.jit` gives for `(params, table, buffers, chunk) -> table, buffers, logits,
-      (ok, reason)`, the buffers donated. The logits are `[Q, V]`, those after the prompt of each
-      sequence that ends in the chunk. When `ok`, `[]` bool, is False nothing was changed, and
-      `reason`, `[Q]` int32, says why.
+    It is the `jax.jit` of `(params, table, buffers, chunk) -> table, buffers, logits, (ok, reason)`
+    and donates the buffers. The logits, `[Q, V]`, are of each sequence whose prompt ends in the
+    chunk. If `ok` is False, nothing was changed, and `reason`, `[Q]` int32, is the cause.
     """
     return cached_program(_build_chunk_program, forward)
 

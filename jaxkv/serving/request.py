@@ -1,4 +1,4 @@
-"""What is asked of an engine and what comes of it; and the samplers of texts that run together."""
+"""Requests of an engine and their results; samplers of running requests."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
     from jaxkv.generation.types import StopTokens
 
 CHUNK = 128
-"""The most tokens of prompts that are computed at once, where neither caller nor cache say."""
+"""Default maximum number of prompt tokens that are computed at once."""
 
 NOTHING = PrefixHit(0, MissReason.UNKNOWN)
-"""What there is of a prompt where nothing is held."""
+"""The hit of a prompt without a store."""
 
 
 class FinishReason(Enum):
-    """Why a text ended.
+    """Why a request ended.
 
-    STOP: its last token is one of its stop tokens.
-    LENGTH: it has as many tokens as its limit.
-    OUT_OF_CELLS: no cell is left and no other text can give way. Never with reservations.
-    NO_TOKEN: no token was allowed to come next.
-    NONFINITE_LOGITS: its logits hold NaN or +inf.
-    CANCELLED: it was cancelled.
+    STOP: Its last token is a stop token.
+    LENGTH: It has `max_new_tokens` tokens.
+    OUT_OF_CELLS: No cell is free, and no other request can be preempted. Impossible with `reserve`.
+    NO_TOKEN: No token was allowed.
+    NONFINITE_LOGITS: Its logits contain NaN or +inf.
+    CANCELLED: It was cancelled.
     """
 
     STOP = "stop"
@@ -50,17 +50,16 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Request:
-    """A prompt to be continued, and how.
+    """A prompt and the options of its generation.
 
-    prompt: `[n]` int32, its tokens, at least one.
-    max_new_tokens: the most tokens to generate, at least 1.
-    stop_tokens: tokens that end the text, beside those of the engine.
-    seed: of its draws, all that they depend on beside the position.
-    sampling: options of `generation.make_sampler`, one number each; without any the best token
-      is taken.
-    constraint_state: what the engine's `Constraint` begins with after the prompt; None for a text
-      that the rule is not for.
-    tag: anything of the caller's; it comes back with the result.
+    prompt: `[n]` int32. Its tokens, at least one.
+    max_new_tokens: Maximum number of tokens to generate, at least 1.
+    stop_tokens: Tokens that end the request, in addition to those of the engine.
+    seed: Seed of its draws, which depend only on it and on the position.
+    sampling: Options of `generation.make_sampler`, one number for each; greedy by default.
+    constraint_state: State of the engine's `Constraint` after the prompt; None for an unconstrained
+      request.
+    tag: Any value, returned with the result.
     """
 
     prompt: Any
@@ -74,16 +73,15 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RequestOutput:
-    """What came of a request.
+    """Result of a request.
 
-    id: what `Engine.submit` returned for it.
-    tokens: those that were generated, a stop token among them.
-    logprobs: float32, the logarithms of their probabilities by the model alone.
-    reason: why the text ended.
-    prefix_hit: how much of the prompt there was in the engine's store, and need not be computed,
-      with the reason why it is no more. Of a text that gave way, what there was before its first
-      token.
-    request: what was asked.
+    id: The id that `Engine.submit` returned.
+    tokens: The generated tokens, stop token included.
+    logprobs: float32. Their log-probabilities under the unadjusted logits.
+    reason: Why the request ended.
+    prefix_hit: Length of the stored prefix that was not computed, as found before the first token,
+      and why it was not longer.
+    request: The request.
     """
 
     id: int
@@ -98,16 +96,16 @@ class RequestOutput:
 class RequestState:
     """A request that waits or runs.
 
-    id: of the request; a lower one is older.
-    tokens: those that were generated.
-    logprobs: one for each of them.
-    sequence: where its text stands; -1 while it waits.
-    num_computed_tokens: the tokens that are in the cache, as long as it does not run.
-    num_required_tokens: the tokens that must be in the cache before it runs.
-    branch_points: how many of its tokens others begin with, so that it will be remembered there.
-    prefix_hit: what there was of it in the store before its first token.
-    source: the text there that it went on from; None for none.
-    constraint_state: what the engine's rule has come to after these tokens; None without a rule.
+    id: Id of the request; a lower one is older.
+    tokens: The generated tokens.
+    logprobs: Their log-probabilities.
+    sequence: Its sequence; -1 while it waits.
+    num_computed_tokens: Number of tokens in the cache, until it runs.
+    num_required_tokens: Number of tokens that must be in the cache before it runs.
+    branch_points: Lengths of its prefixes that other requests share, which will be stored.
+    prefix_hit: The prefix that was in the store before its first token.
+    source: The stored prompt that it was resumed from; None if there was none.
+    constraint_state: State of the engine's constraint after these tokens; None without one.
     """
 
     id: int
@@ -132,7 +130,7 @@ class RequestState:
 
     @property
     def prefill_target(self) -> int:
-        """The tokens that are in the cache before anything else is done with it."""
+        """Number of tokens to compute before a prefix is stored or it runs."""
         return min(
             [cut for cut in self.branch_points if cut > self.num_computed_tokens]
             + [self.num_required_tokens]
@@ -140,7 +138,7 @@ class RequestState:
 
     @property
     def num_cached_tokens(self) -> int:
-        """The tokens that are in the cache: the last of a text that runs never is."""
+        """Number of tokens in the cache, without the last token of a running request."""
         num_cached = self.num_computed_tokens
         if self.is_running:
             num_cached = max(num_cached, len(self.request.prompt) + len(self.tokens) - 1)
@@ -153,26 +151,26 @@ class RequestState:
 
     @property
     def max_cached_tokens(self) -> int:
-        """The tokens that it puts into the cache at most: its last one never is."""
+        """Maximum number of tokens in the cache; its last token is never written."""
         return len(self.request.prompt) + self.request.max_new_tokens - 1
 
     def begin_from_prefix(self, source: CachedPrompt | None, found: PrefixHit) -> None:
-        """Go on from so much of it, of a text in the store."""
+        """Start after `found.length` tokens that were forked from a stored prompt."""
         self.source, self.num_computed_tokens = source, found.length
         self.num_required_tokens = len(self.request.prompt) + len(self.tokens)
         if not self.tokens:
             self.prefix_hit = found
 
     def all_tokens(self) -> Int32[np.ndarray, " n"]:
-        """Return its tokens, prompt and generated."""
+        """Return the tokens of the prompt and the generated tokens."""
         return np.append(self.request.prompt, np.asarray(self.tokens, np.int32))
 
     def last_tokens(self, count: int) -> list[int]:
-        """Return the last tokens, at most so many."""
+        """Return at most `count` of the last tokens."""
         return [*self.request.prompt[-count:].tolist(), *self.tokens[-count:]][-count:]
 
     def to_output(self, reason: FinishReason) -> RequestOutput:
-        """Return what has come of it."""
+        """Return the result of the request."""
         return RequestOutput(
             id=self.id,
             tokens=np.asarray(self.tokens, np.int32),
@@ -185,15 +183,7 @@ class RequestState:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """What requests may ask of an engine; the shapes of all that it computes depend on it.
-
-    prefill_chunk: the most tokens of prompts that are computed at once.
-    tokens_per_step: the most tokens of a text that are generated at once.
-    sampling_options: the sampling options that requests may have.
-    penalty_last_n: how many tokens penalties count.
-    max_stop_tokens: the most stop tokens of a request's own.
-    constraint: what some of them may say.
-    """
+    """Limits of requests, from arguments of `Engine`; they determine program shapes."""
 
     prefill_chunk: int
     tokens_per_step: int
@@ -213,14 +203,7 @@ def check_config(
     max_stop_tokens: int,
     constraint: Constraint | None,
 ) -> EngineConfig:
-    """Return the limits of an engine for a cache.
-
-    Raises:
-      ValueError: when `prefill_chunk` is more than the cache was sized for, a number is below 1
-        (`max_stop_tokens` below 0), there is no such option to allow, or the rule does not give
-        what it should.
-      TypeError: when a number is no integer, or the rule is none.
-    """
+    """Return the limits of an engine for a cache, checked; see `Engine`."""
     max_chunk = check_ubatch_size(spec, None)
     if isinstance(sampling_options, str):
         raise TypeError(f"expected a list of options to allow, got {sampling_options!r}")
@@ -240,14 +223,7 @@ def check_config(
 
 
 def check_request(request: Request, limits: EngineConfig) -> Request:
-    """Return a request with its numbers as int32, or raise and say what was wanted.
-
-    Raises:
-      TypeError: when it is no request, tokens, the limit or the seed are no integers, or the
-        sampling options are no dict.
-      ValueError: when the prompt is empty, a number is out of its range, there are too many stop
-        tokens, an option is unknown, not allowed, or not one number, or the state of the rule has
-        other shapes or dtypes than its first, or there is no rule.
+    """Return a request with its numbers as int32; raise as `Engine.submit`.
 
     >>> limits = EngineConfig(
     ...     prefill_chunk=8,
@@ -309,11 +285,11 @@ def check_request(request: Request, limits: EngineConfig) -> Request:
 def make_batch_sampler(
     requests: Sequence[Request | None], *, sampling_options: frozenset[str], penalty_last_n: int
 ) -> FilterSampler:
-    """Return the sampler of T texts, a number for each; None is a text that nothing is drawn for.
+    """Return the sampler of T requests; None for a row without a request.
 
-    A filter is present if any text needs it, in three combinations only, so that few programs are
-    compiled. What a filter does to a text does not depend on that: it is off where its number says
-    so.
+    Filters are present if any request needs them, in three combinations only, to limit the number
+    of programs. The result of a request does not depend on that, since neutral numbers have no
+    effect.
 
     >>> hot, best = (
     ...     Request(prompt=[1], max_new_tokens=1, sampling=dict(temperature=t)) for t in (0.7, 0.0)
@@ -352,7 +328,7 @@ def make_batch_sampler(
 
 
 def sampler_variants(sampling_options: frozenset[str]) -> list[dict[str, float]]:
-    """Return sampling options of requests that, one after another, take every kind of sampler."""
+    """Return sampling options that lead to each combination of filters."""
     levels: list[dict[str, float]] = [{}]
     if "temperature" in sampling_options:
         levels.append({"temperature": 1.0})
@@ -365,5 +341,5 @@ def sampler_variants(sampling_options: frozenset[str]) -> list[dict[str, float]]
 
 
 def _needs_ranking(numbers: dict[str, Num[np.ndarray, " T"]]) -> Bool[np.ndarray, " T"]:
-    """Return the texts that want a filter which ranks the whole vocabulary."""
+    """Return which requests need a filter that ranks the whole vocabulary."""
     return (numbers["top_k"] > 0) | (numbers["top_p"] < 1)

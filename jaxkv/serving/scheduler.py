@@ -1,4 +1,4 @@
-"""Scheduling, on the host: which request has which sequence, which wait, and which gives way."""
+"""Request scheduler (CPU side): assigns sequences, queues and preempts requests."""
 
 from __future__ import annotations
 
@@ -16,13 +16,9 @@ if TYPE_CHECKING:
 
 
 class Scheduler:
-    """Gives the sequences of a cache to requests, first come first served.
+    """Assigns the sequences of a cache to requests, first come, first served.
 
-    Args:
-      table: the table of the cache, of which only sizes are looked at.
-      limits: of the engine.
-      reserve: whether the cells of a request's prompt and limit are promised to it.
-      prefixes: what is kept in the other sequences, and gives way to requests.
+    Of the table only sizes are used. Prompts in `prefixes` are evicted for requests.
     """
 
     def __init__(
@@ -33,7 +29,7 @@ class Scheduler:
         self._sharing = table.spec.sequences_per_stream
         self._at_once = max(limits.prefill_chunk, self._sharing)
         self._waiting: list[RequestState] = []
-        self._stuck: RequestState | None = None  # there was no room for it, and none has come free
+        self._stuck: RequestState | None = None  # did not fit, and no cell was freed since
         self._placed: list[RequestState | None] = [None] * table.spec.sequences
 
     @property
@@ -48,29 +44,25 @@ class Scheduler:
 
     @property
     def prefilling_texts(self) -> list[RequestState]:
-        """The texts whose prompts are not in the cache yet, the oldest first."""
+        """The requests with a sequence and an incomplete prompt, oldest first."""
         return _sort_by_age([text for text in self._placed if text and not text.is_running])
 
     @property
     def running_texts(self) -> list[RequestState]:
-        """The texts that tokens are generated for."""
+        """The requests that generate tokens."""
         return [text for text in self._placed if text and text.is_running]
 
     def stream_of(self, text: RequestState) -> int:
-        """Return the stream that a text has its cells in."""
+        """Return the stream of a request's sequence."""
         return text.sequence // self._sharing
 
     def texts_in_stream(self, stream: int) -> list[RequestState]:
-        """Return the texts in a stream, the oldest first."""
+        """Return the requests in a stream, oldest first."""
         first = stream * self._sharing
         return _sort_by_age([*filter(None, self._placed[first : first + self._sharing])])
 
     def queue_request(self, text: RequestState) -> None:
-        """Let a request wait for its turn.
-
-        Raises:
-          ValueError: when the cache would never have the cells for it.
-        """
+        """Queue a request; raise a ValueError if the cache can never have its cells."""
         request = text.request
         length = text.max_cached_tokens if self.reserves else len(request.prompt)
         if not self._can_allocate({0: length}, self._prefixes.nothing)[0]:
@@ -84,8 +76,8 @@ class Scheduler:
         self._waiting.append(text)
 
     def admit(self) -> None:
-        """Give waiting requests sequences, in their order, as long as there is room."""
-        for stream in range(self._table.spec.streams):  # those that run come before what is kept
+        """Assign sequences to waiting requests, in their order, as long as they fit."""
+        for stream in range(self._table.spec.streams):  # running requests need cells first
             while not self._has_room(stream) and self._prefixes.evict_one(stream):
                 pass
         while self._waiting and self._waiting[0] is not self._stuck:
@@ -93,7 +85,7 @@ class Scheduler:
             if not free:
                 return
             match = self._prefixes.find_match(text, [*filter(None, self._placed)], free[0])
-            if match is None:  # it waits for another
+            if match is None:  # it waits for another request
                 return
             if not self._assign_sequence(text, free, match):
                 self._stuck = text
@@ -101,7 +93,7 @@ class Scheduler:
             self._waiting.pop(0)
 
     def remove_request(self, text: RequestState) -> None:
-        """Forget a request, wherever it is."""
+        """Remove a request that waits or has a sequence."""
         self._stuck = None
         if text.sequence >= 0:
             self._placed[text.sequence], text.sequence = None, -1
@@ -109,21 +101,21 @@ class Scheduler:
             self._waiting.remove(text)
 
     def preempt(self, text: RequestState) -> None:
-        """Let a text that has a sequence wait again, before the requests that came after it."""
+        """Move a request with a sequence back to the queue, before younger requests."""
         self.remove_request(text)
         insort(self._waiting, text, key=lambda text: text.id)
 
     def _free_sequences(self) -> list[int]:
-        """Return a sequence of each stream that has one for a request."""
+        """Return one free sequence of each stream that has one."""
         free = [q for q, text in enumerate(self._placed) if not text]
         free = [q for q in free if q not in self._prefixes.sequences]
         return [*{q // self._sharing: q for q in reversed(free)}.values()][::-1]
 
     def _assign_sequence(self, text: RequestState, free: list[int], match: PrefixMatch) -> bool:
-        """Give a text one of some sequences, if there is room beside what runs.
+        """Assign a free sequence to a request if its cells fit next to running requests.
 
-        What is kept gives way only if there is no stream with room as it is. The stream of what the
-        text begins with comes first, since a fork there takes no cells.
+        Prompts are evicted only if no stream has enough cells otherwise. The stream of the match is
+        tried first, since a fork in it needs no cells.
         """
         free = sorted(
             free, key=lambda sequence: not self._prefixes.is_in_same_stream(match, sequence)
@@ -137,7 +129,7 @@ class Scheduler:
     def _try_assign_sequence(
         self, text: RequestState, sequence: int, match: PrefixMatch, gives_way: bool
     ) -> bool:
-        """Give a text a sequence if there is room in its stream; else nothing is changed."""
+        """Assign a sequence if the request fits in its stream; return whether it did."""
         past, near = (
             self._prefixes.cache_and_store,
             self._prefixes.is_in_same_stream(match, sequence),
@@ -155,18 +147,18 @@ class Scheduler:
         return True
 
     def _has_room(self, stream: int) -> bool:
-        """Return whether what is in a stream has the cells that it needs."""
+        """Return whether the requests and stored prompts of a stream have enough cells."""
         beside = self.texts_in_stream(stream)
         kept = self._prefixes.num_stored_tokens(stream)
         if not kept and len(beside) < 2:
-            return True  # alone it has what there is, which is enough for its prompt
+            return True  # a single request fits, as checked when queued
         lengths = {text.sequence: self._num_required_cells(text) for text in beside}
         return bool(
             self._can_allocate(lengths | kept, self._prefixes.num_cells_saved_by_sharing())[stream]
         )
 
     def _num_required_cells(self, text: RequestState) -> int:
-        """Return the cells that are counted for a text: all that it may take, or those of soon."""
+        """Return the number of cells of a request: its maximum, or those of the next step."""
         if self.reserves:
             return text.max_cached_tokens
         soon = len(text.request.prompt) + len(text.tokens) + self._steps
@@ -175,7 +167,7 @@ class Scheduler:
     def _can_allocate(
         self, lengths: dict[int, int], num_shared_cells: PyTree
     ) -> Bool[np.ndarray, " S"]:
-        """Return whether texts of so many tokens, by sequence, fit; by stream."""
+        """Return which streams have cells for `lengths`, tokens by sequence."""
         tokens = np.zeros(len(self._placed), np.int64)
         tokens[[*lengths]] = [*lengths.values()]
         return self._table.can_allocate(tokens, self._at_once, num_shared_cells)

@@ -1,1 +1,1 @@
-"""Several tokens for each step of the model: drafters, and the loop that verifies drafts."""
+"""Speculative decoding: drafters, and the loop that verifies drafts."""

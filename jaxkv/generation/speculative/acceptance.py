@@ -1,4 +1,4 @@
-"""Which guesses hold, and what is picked where they do not: of logits alone, without a cache."""
+"""Acceptance of draft tokens, and sampling of their replacements, from logits."""
 
 from __future__ import annotations
 
@@ -25,18 +25,10 @@ def verify_draft(
     state: DecodeState,
     ok: Bool[Array, " T"],
 ) -> tuple[Int32[Array, "T places"], Float[Array, "T places"], Bool[Array, "T places"], PyTree]:
-    """Pick a token at each place, as far as what was guessed before it holds.
+    """Sample a token at each place, as far as the draft is accepted.
 
-    Args:
-      sampler: what adjusts the logits.
-      logits: float32, at n + 1 places.
-      draft: of n tokens.
-      state: how far the texts have come.
-      ok: the texts that go on.
-
-    Returns:
-      The tokens; the logarithms of their probability; which of them hold; and the state of the
-      sampler after those.
+    `draft` has n tokens, and `logits`, float32, n + 1 places. Returns the tokens, their
+    log-probabilities, which of them follow accepted tokens only, and the sampler state after those.
     """
     places = logits.shape[1]
     more = [(0, 0), (0, 1)]
@@ -86,22 +78,14 @@ def verify_branches(
     PyTree,
     Int32[Array, " T"],
 ]:
-    """Pick a token at each place, as far as a branch of the guess offers it.
+    """Sample a token at each place, and follow a branch that offers it.
 
-    Where branches were not drawn, each token is picked as it would be without a guess, and if a
-    branch offers it, that one is followed: drawn texts are those of a plain loop. Branches that
-    were drawn are asked one after another, see `_find_first_accepted`.
+    If branches were not drawn, tokens are sampled as without a draft, so samples equal those of
+    `decode`. Branches that were drawn are tested in order, see `_find_first_accepted`.
 
-    Args:
-      sampler: what adjusts the logits.
-      logits: float32, at 1 + k * n nodes: after the last token, and after each token of a branch,
-        those that an earlier branch has too left out.
-      draft: of tokens `[T, k, n]`.
-      state: how far the texts have come.
-      ok: the texts that go on.
-
-    Returns:
-      What `verify_draft` does; and the branch that was followed.
+    `draft` has tokens `[T, k, n]`. `logits`, float32, have 1 + k * n nodes: the last token, then
+    each branch. They are undefined at tokens of an earlier branch. Returns the results of
+    `verify_draft`, and the branch that was followed.
     """
     length = draft.tokens.shape[2]
     pad = [(0, 0), (0, 0), (0, 1)]
@@ -113,7 +97,7 @@ def verify_branches(
     def verify_place(carry: tuple, place: tuple) -> tuple:
         holds, alive, adjusting = carry
         i, offered, valid, drawn_from = place
-        # Of branches that begin alike, the first one was computed.
+        # Tokens that branches share were computed for the first of them.
         branch = jnp.argmax(alive, axis=1).astype(jnp.int32)
         node = jnp.where(i == 0, 0, branch * length + i)
         here = jnp.take_along_axis(logits, node[:, None, None], axis=1)[:, 0]
@@ -149,21 +133,15 @@ def _find_first_accepted(
     drawn_from: Float[Array, "T V"],
     keys: Key[Array, " T"],
 ) -> tuple[Int32[Array, " T"], Float[Array, "T V"]]:
-    """Return the first of several guesses that holds, -1 if none does; and the rest.
+    """Return the first accepted token of several branches, and residual logits.
 
-    Each is compared as a single one is. Where it does not hold, the next one is compared with what
-    is left of both: max(p - q, 0) of what the model says, and of what was drawn from all but that
-    token, since it was drawn without replacement (Jeon et al., 2024, arXiv:2402.14160).
+    Each is tested like a single draft token. After a rejection, p becomes max(p - q, 0), and the
+    token is removed from q, since it was drawn without replacement (Jeon et al., 2024,
+    arXiv:2402.14160).
 
-    Args:
-      adjusted: float32, the logits of the model.
-      offered: the guesses.
-      asked: those that are there.
-      drawn_from: float32, the logits that they were drawn from.
-      keys: folded for each guess.
-
-    Returns:
-      The token; and the logits to draw from where none holds.
+    p is the softmax of `adjusted`, the logits of the model, and q of `drawn_from`, those of the
+    draft. The keys are folded for each branch. If none is accepted, the token is -1, and the
+    residual logits are for a draw.
     """
     p, q = jax.nn.softmax(adjusted, axis=1), jax.nn.softmax(drawn_from, axis=1)
     accepted = jnp.full(asked.shape[0], -1, jnp.int32)
@@ -187,7 +165,7 @@ def _find_first_accepted(
 def _normalise_residual(
     rest: Float[Array, "T V"], whole: Float[Array, "T V"]
 ) -> Float[Array, "T V"]:
-    """Return what is left of a distribution, its sum 1; the whole where nothing is."""
+    """Return residual probabilities with sum 1; `whole` if all are 0."""
     total = jnp.sum(rest, axis=1, keepdims=True)
     return jnp.where(total > 0, rest / jnp.where(total > 0, total, 1), whole)
 
@@ -198,13 +176,11 @@ def _accept_guesses(
     drawn_from: Float[Array, "T V"] | None,
     keys: Key[Array, " T"],
 ) -> tuple[Bool[Array, " T"], Float[Array, "T V"]]:
-    """Return whether guesses hold, and the logits to draw from where not.
+    """Return whether draft tokens are accepted, and the logits to draw from if not.
 
-    `adjusted` are the logits of the model; `drawn_from` those of the draft, or None where guesses
-    were not drawn.
-
-    A guess that was drawn with probability q is accepted with min(1, p / q). What is drawn in its
-    place has the distribution max(p - q, 0), so that the token has p altogether.
+    A token drawn with probability q is accepted with probability min(1, p / q). Its replacement is
+    drawn from max(p - q, 0), so the result has the distribution p. Without `drawn_from`, the token
+    was not drawn, and q is 1.
     """
     p = jax.nn.softmax(adjusted, axis=1)
     if drawn_from is None:
@@ -215,5 +191,5 @@ def _accept_guesses(
     chance = jax.vmap(lambda key: jax.random.uniform(key))(keys)
     accepted = chance * at_guess(q)[:, 0] < at_guess(p)[:, 0]
     rest = jnp.maximum(p - q, 0)
-    some = jnp.any(rest > 0, axis=1, keepdims=True)  # equal but for rounding, they leave nothing
+    some = jnp.any(rest > 0, axis=1, keepdims=True)  # if p equals q, rounding aside, all are 0
     return accepted, jnp.where(some, jnp.log(rest), adjusted)

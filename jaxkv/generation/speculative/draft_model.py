@@ -1,4 +1,4 @@
-"""Making a drafter of a smaller model, which guesses in one way or in several."""
+"""Drafter from a smaller model, with one branch or several."""
 
 from __future__ import annotations
 
@@ -28,36 +28,36 @@ def draft_model(
     num_draft_tokens: int = 3,
     num_branches: int = 1,
 ) -> DraftModel:
-    """Guess by a smaller model of the same vocabulary, which has a cache of its own.
+    """Make a drafter from a smaller model with the same vocabulary and its own cache.
 
-    Several branches begin with the best tokens that it says, and each goes on from there: where a
-    model that guesses is often wrong at once, its second guess often is right. It computes as many
-    tokens a step as there are branches, and the model that checks them all of them. Where texts are
-    drawn, branches are too, and the texts keep the distribution of the model.
+    With several branches, each starts with one of the k best first tokens. This helps if the first
+    draft token is often wrong and the second best right. A draft step computes one token for each
+    branch, and the verifying model computes all branches. With a random sampler, branches are
+    drawn, and the samples keep the distribution of the model.
 
     Args:
-      forward: the model, see `prefill`; pass the same function every time.
-      params: its parameters, any pytree.
-      cache: its cache after the same prompts, in the same sequences. One that keeps states must
-        keep `num_draft_tokens` earlier ones; for several branches it is of attention alone, with a
-        sequence for each branch.
-      batch_size: T, how many texts there are.
-      num_draft_tokens: the most tokens of a guess, static.
-      num_branches: k, how many first tokens are tried, static.
+      forward: The draft model, see `prefill`; pass the same function every time.
+      params: Its parameters, any pytree.
+      cache: Its cache after the same prompts, in the same sequences. Recurrent states need a
+        `max_rollback` of at least `num_draft_tokens`. Several branches need a cache without
+        recurrent states, and a sequence for each branch.
+      batch_size: T, the number of sequences.
+      num_draft_tokens: Maximum number of tokens of a draft, static.
+      num_branches: k, the number of first tokens, static.
 
     Returns:
-      The drafter, for `speculate`. Where its cache has no room for all texts that go on, they go on
-      without guesses, and so does a text that its cache does not hold as far as the other one;
-      what is done to one cache by hand must be done to the other.
+      The drafter, for `speculate`. If its cache has no free cells for all active sequences, they
+      continue without drafts. So does a sequence with another length in its cache: repeat edits of
+      one cache in the other.
 
     Raises:
-      ValueError: when a number is below 1, the cache keeps too few states, or it was donated; of
-        several branches when it keeps states, or has fewer than T * k sequences, or a stream for
-        each.
-      TypeError: when the model is no function.
+      ValueError: If a number is below 1, the cache stores too few states, or it was donated.
+      ValueError: If there are several branches, and the cache has recurrent states, fewer than
+        `T * k` sequences, or a stream for each sequence.
+      TypeError: If `forward` is not a function.
 
     Examples:
-      A cache of six sequences has room for two texts of three branches each:
+      Two sequences with three branches need six sequences of the cache:
 
       >>> def forward(params, cache, ubatch):
       ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]

@@ -1,7 +1,6 @@
-"""Drafts: cheap guesses at what a model will say next, for `speculate` to check several at once.
+"""Drafters, which draft the next tokens of sequences for `speculate` to verify.
 
-A draft is a pytree: what it knows of the texts, and perhaps a cache of its own. It is a value;
-each turn gives the next one.
+A drafter is an immutable pytree; each step returns the next one.
 """
 
 from __future__ import annotations
@@ -30,13 +29,12 @@ if TYPE_CHECKING:
 
 
 class DraftTokens(NamedTuple):
-    """What may come next, for T texts.
+    """Draft tokens of T sequences.
 
-    tokens: `[T, n]`; or `[T, k, n]`, k branches, which may begin alike.
-    valid: the tokens that are guessed; where one is not, none after it is.
-    adjusted: float32, the logits that the tokens were drawn from, as a sampler left them, those of
-      branches that begin alike without replacement, the first one first; None where nothing was
-      drawn, and a place offers these tokens and no other.
+    tokens: `[T, n]`, or `[T, k, n]` for k branches, which may share their first tokens.
+    valid: Which tokens are drafted. Tokens after an invalid one are invalid.
+    adjusted: float32. Adjusted logits that the tokens were drawn from; None if they were not drawn.
+      Branches that share tokens drew the next one without replacement, in their order.
     """
 
     tokens: Int32[Array, "T *k n"]
@@ -45,10 +43,10 @@ class DraftTokens(NamedTuple):
 
 
 class Drafter(ABC):
-    """Guesses tokens; `prompt_lookup` and `draft_model` make two kinds, and subclasses are others.
+    """Base class of drafters, such as those of `prompt_lookup` and `draft_model`.
 
-    num_draft_tokens: n, the most tokens of a guess, static.
-    num_branches: k, how many ways each guess offers to go on, static; by default 1.
+    num_draft_tokens: n, the maximum number of tokens of a draft, static.
+    num_branches: k, the number of branches of a draft, static; 1 by default.
     """
 
     num_draft_tokens: int
@@ -57,10 +55,10 @@ class Drafter(ABC):
     @property
     @abstractmethod
     def batch_size(self) -> int:
-        """T, how many texts it guesses for."""
+        """T, the number of sequences."""
 
     def check(self, cache: Cache) -> None:
-        """Raise a ValueError unless it can guess for texts of a cache; by default it can."""
+        """Raise a ValueError if drafts for this cache are impossible; by default never."""
         del cache
 
     @abstractmethod
@@ -71,13 +69,13 @@ class Drafter(ABC):
         active: Bool[Array, " T"],
         at: Int32[Array, " T"],
     ) -> tuple[Self, DraftTokens]:
-        """Guess what comes after the last token of each text.
+        """Draft tokens after the last token of each sequence.
 
         Args:
-          sampler: what adjusts logits; so that a model guesses by the same rules.
-          state: how far the texts have come.
-          active: the texts to guess for.
-          at: the position of each text's last token, which is in no cache yet.
+          sampler: Adjusts the logits of a draft model like those of the model.
+          state: State of the sequences.
+          active: Sequences that get a draft.
+          at: Position of the last token of each sequence, which is in no cache yet.
         """
 
     @abstractmethod
@@ -88,27 +86,25 @@ class Drafter(ABC):
         fed: Int32[Array, "T places"],
         num_cached: Int32[Array, " T"],
     ) -> Self:
-        """Take in what came of a guess.
+        """Return the drafter after a step of the verifying model.
 
         Args:
-          sequences: of the texts.
-          at: the position of `fed[:, 0]`.
-          fed: the last token of each text and the n of the guess after it; of several branches the
-            one that was kept.
-          num_cached: how many of them are in the cache of the text now, 0 for a text that ended.
+          sequences: Ids of the sequences.
+          at: Position of `fed[:, 0]`.
+          fed: The last token of each sequence and n draft tokens, those of the followed branch.
+          num_cached: How many of them are in the cache now, 0 for a sequence that ended.
         """
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PromptLookup(Drafter):
-    """What `prompt_lookup` makes. What its methods are given has the shapes that `Drafter` says.
+    """Drafter of `prompt_lookup`.
 
-    recent: the last C tokens of each text, as far as they are in its cache; the newest last, -1
-      where there were fewer.
-    ngram: how many tokens must occur again, static.
-    num_draft_tokens: see `Drafter`, static.
-    num_branches: see `Drafter`, static.
+    recent: The last C cached tokens of each sequence, padded in front with -1.
+    ngram: Number of tokens that must occur again, static.
+    num_draft_tokens: See `Drafter`, static.
+    num_branches: See `Drafter`, static.
     """
 
     recent: Int32[Array, "T C"]
@@ -118,7 +114,7 @@ class PromptLookup(Drafter):
 
     @property
     def batch_size(self) -> int:
-        """T, how many texts it guesses for."""
+        """T, the number of sequences."""
         return self.recent.shape[0]
 
     def propose(
@@ -128,12 +124,12 @@ class PromptLookup(Drafter):
         active: Bool[Array, " T"],
         at: Int32[Array, " T"],
     ) -> tuple[PromptLookup, DraftTokens]:
-        """Guess that what came after the same tokens before comes again, the last times first."""
+        """Draft the tokens that followed the last occurrences of the last `ngram` tokens."""
         del sampler, at
         text = jnp.concatenate([self.recent, state.token[:, None]], axis=1)
         length, n = text.shape[1], self.ngram
         pad = jnp.pad(text, [(0, 0), (0, self.num_draft_tokens)], constant_values=-1)
-        # A place where the last n tokens occur: all of them are there, and one comes after them.
+        # Places where the last n tokens occur, without padding, and one more token after them.
         same = [text[:, i : length - n + i] == text[:, length - n + i, None] for i in range(n)]
         found = jnp.all(jnp.stack(same), axis=0) & (text[:, : length - n] >= 0)
         tokens, valid = [], []
@@ -143,7 +139,7 @@ class PromptLookup(Drafter):
             after = jnp.maximum(place, 0)[:, None] + n + jnp.arange(self.num_draft_tokens)[None]
             tokens.append(jnp.take_along_axis(pad, after, axis=1))
             valid.append((active & (place >= 0))[:, None] & (tokens[-1] >= 0))
-            if self.num_branches > 1:  # the next one is a place where something else came
+            if self.num_branches > 1:  # search the next place with another continuation
                 came = [pad[:, n + i : length + i] for i in range(self.num_draft_tokens)]
                 found &= jnp.any(jnp.stack(came, axis=2) != tokens[-1][:, None], axis=2)
         if self.num_branches == 1:
@@ -157,7 +153,7 @@ class PromptLookup(Drafter):
         fed: Int32[Array, "T places"],
         num_cached: Int32[Array, " T"],
     ) -> PromptLookup:
-        """Append what is in the cache now."""
+        """Append the tokens that are in the cache now."""
         del sequences, at
         text = jnp.concatenate([self.recent, fed], axis=1)
         index = jnp.arange(self.recent.shape[1])[None] + num_cached[:, None]
@@ -172,24 +168,21 @@ def prompt_lookup(
     recent: int = 512,
     num_branches: int = 1,
 ) -> PromptLookup:
-    """Guess by looking up where the last tokens of a text occurred before.
+    """Make a drafter for `speculate` from earlier occurrences of the last tokens.
 
-    It costs next to nothing and helps where texts repeat themselves or their prompts: edits,
-    summaries, code. Where nothing is found, nothing is guessed, and the step is one token wide.
+    It costs little, and helps if outputs repeat themselves or their prompts, as in edits, summaries
+    and code. Without an occurrence there is no draft, and the step computes one token.
 
     Args:
-      prompts: for each text, in an array or a list of lists, its tokens so far.
-      ngram: how many tokens must occur again, static.
-      num_draft_tokens: the most tokens of a guess, static.
-      recent: C, how many of the last tokens are looked through, static.
-      num_branches: in how many ways a guess may go on, static: what came the last time, and the
-        last times before when something else came.
-
-    Returns:
-      The draft, for `speculate`.
+      prompts: The tokens of each sequence so far, an array or a list of lists.
+      ngram: Number of tokens that must occur again, static.
+      num_draft_tokens: Maximum number of tokens of a draft, static.
+      recent: C, the number of last tokens that are searched, static.
+      num_branches: Maximum number of branches, static: distinct continuations of the last
+        occurrences.
 
     Raises:
-      ValueError: when a number is below 1, or `recent` is no more than `ngram`.
+      ValueError: If a number is below 1, or `recent` is not greater than `ngram`.
 
     Examples:
       >>> draft = generation.prompt_lookup([[1, 2, 3, 4, 1]], recent=8)
@@ -200,7 +193,7 @@ def prompt_lookup(
       >>> guess.tokens.tolist(), guess.valid.tolist()
       ([[3, 4, 1]], [[True, True, True]])
 
-      Two branches, since 1, 2 went on in two ways:
+      Two branches, since 1, 2 has two continuations:
 
       >>> draft = generation.prompt_lookup(
       ...     [[1, 2, 3, 1, 2, 4, 1]], num_draft_tokens=2, recent=8, num_branches=2
@@ -227,14 +220,13 @@ def prompt_lookup(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DraftModel(Drafter):
-    """What `draft_model` makes. What its methods are given has the shapes that `Drafter` says.
+    """Drafter of `draft_model` with one branch.
 
-    params: of the model.
-    cache: its own, in which the texts have the sequences that they have in the other one.
-    unfed: the one token that the cache still lacks of what the other one holds, -1 where it lacks
-      none, or more.
-    forward: the model, static.
-    num_draft_tokens: see `Drafter`, static.
+    params: Parameters of the draft model.
+    cache: Its cache, with the same sequences as the cache of the model.
+    unfed: The single token that its cache lacks; -1 if it lacks none, or more.
+    forward: The draft model, static.
+    num_draft_tokens: See `Drafter`, static.
     """
 
     params: PyTree
@@ -245,11 +237,11 @@ class DraftModel(Drafter):
 
     @property
     def batch_size(self) -> int:
-        """T, as it was made for."""
+        """T, the number of sequences."""
         return self.unfed.shape[0]
 
     def check(self, cache: Cache) -> None:
-        """Raise a ValueError unless its cache is there and has the sequences of the other one."""
+        """Raise a ValueError if its cache was donated or has another number of sequences."""
         check_not_donated(self.cache, name="the draft's cache")
         expected, actual = (x.table.spec.sequences for x in (cache, self.cache))
         if expected != actual:
@@ -265,9 +257,9 @@ class DraftModel(Drafter):
         active: Bool[Array, " T"],
         at: Int32[Array, " T"],
     ) -> tuple[DraftModel, DraftTokens]:
-        """Run the model, one token after another; the first step catches up with what it lacks.
+        """Run the draft model token by token; the first step also feeds `unfed`.
 
-        A text that its cache does not hold as far as the other one is not guessed for.
+        A sequence with another length in its cache gets no draft.
         """
         last = last_positions(self.cache.table)[state.sequence]
         active = active & (last + 1 + (self.unfed >= 0) == at)
@@ -311,7 +303,7 @@ class DraftModel(Drafter):
         fed: Int32[Array, "T places"],
         num_cached: Int32[Array, " T"],
     ) -> DraftModel:
-        """Remove rejected tokens. If all were accepted, the last one is not in its cache yet."""
+        """Remove rejected tokens. If all were accepted, the last one becomes `unfed`."""
         cache, _ = seq_rm(self.cache, sequences, at + num_cached)
         num_missing = at + num_cached - 1 - last_positions(cache.table)[sequences]
         last = jnp.take_along_axis(fed, jnp.maximum(num_cached - 1, 0)[:, None], axis=1)[:, 0]
@@ -320,7 +312,7 @@ class DraftModel(Drafter):
 
 
 def check_rollback(cache: Cache, num_states: int, cache_name: str) -> None:
-    """Raise a ValueError unless so many tokens can be taken back in every part of a cache."""
+    """Raise a ValueError unless a cache can roll back `num_states` tokens."""
     spec = split(cache)[0].spec
     if spec.max_rollback is not None and spec.max_rollback < num_states:
         raise ValueError(

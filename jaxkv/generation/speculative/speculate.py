@@ -1,8 +1,8 @@
-"""Speculating: several guessed tokens are checked in one step, and those that hold are kept.
+"""Speculative decoding: draft tokens are verified in one model step.
 
-The texts are those of `decode`: with the best token taken they are the same, but for rounding where
-two tokens are as good; drawn, they have the same distribution. A guess is accepted by comparing two
-distributions (Leviathan, Kalman and Matias, 2023, arXiv:2211.17192).
+Greedy samples equal those of `decode`, except for rounding at ties. Random samples have the same
+distribution: draft tokens are accepted by comparing two distributions (Leviathan, Kalman and
+Matias, 2023, arXiv:2211.17192).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 class _DraftedTokens(NamedTuple):
-    """The tokens so far, and how many were drafted; see `DecodeResult`."""
+    """Sampled tokens and counts so far, as in `DecodeResult`."""
 
     tokens: Int32[Array, "T n"]
     logprobs: Float[Array, "T n"]
@@ -59,13 +59,9 @@ class _DraftedTokens(NamedTuple):
 
 
 class _Setup(NamedTuple):
-    """What stays the same over a whole loop; see `speculate`.
+    """Constants of a loop, see `speculate`.
 
-    forward: the model.
-    sampler: what adjusts its logits.
-    params: whatever it wants.
-    stop_tokens: the tokens that end a text.
-    sequences: those of branches, see `trees`; None if there is a single one.
+    `sequences` are those of the branches, see `token_tree`; None for a single branch.
     """
 
     forward: Forward
@@ -76,14 +72,10 @@ class _Setup(NamedTuple):
 
 
 class _Progress(NamedTuple):
-    """How far a loop has come.
+    """State of a loop, with the sampled tokens in `made`.
 
-    cache: of the model.
-    state: how far the texts have come.
-    draft: what guesses.
-    made: what was picked.
-    at: the position of each text's last token, which is in no cache yet.
-    drafting: the texts that guesses are still made for.
+    at: Position of the last token of each sequence, which is in no cache yet.
+    drafting: Sequences that still get drafts.
     """
 
     cache: Cache
@@ -95,14 +87,12 @@ class _Progress(NamedTuple):
 
 
 class _StepResult(NamedTuple):
-    """What came of one step, for T texts.
+    """Result of one step, for T sequences.
 
-    tokens: the tokens that were picked at n + 1 places, as far as `num_tokens` says.
-    logprobs: float32, of the tokens.
-    num_tokens: how many.
-    accepted: how many of them had been guessed.
-    state: how far the texts have come.
-    drafting: the texts that guesses are still made for.
+    tokens: Sampled tokens at n + 1 places, of which the first `num_tokens` count.
+    logprobs: float32. Their log-probabilities.
+    accepted: How many of them were drafted.
+    drafting: Sequences that still get drafts.
     """
 
     tokens: Int32[Array, "T places"]
@@ -125,41 +115,41 @@ def speculate(
     stop_tokens: StopTokens = (),
     donate: bool = False,
 ) -> DecodeResult:
-    """Generate as `decode` does, verifying several drafted tokens in each step of the model.
+    """Generate like `decode`, verifying several draft tokens in each model step.
 
-    A text goes on alone where its guess does not find room, and a step in which nothing is guessed
-    is one token wide.
+    A sequence without free cells for its draft continues without drafts. A step without drafts
+    computes one token for each sequence.
 
-    Several branches of a guess are one ubatch. Each takes a sequence for the step, the text's own
-    or another one of its stream that holds nothing; where too few are free, fewer branches are
-    tried.
+    Several branches are computed in one ubatch. Each uses a sequence during the step: the sequence
+    itself, or an empty one of its stream. If too few are empty, fewer branches are used.
 
     Args:
-      forward: see `prefill`.
-      params: whatever the model wants.
-      cache: the cache after the prompts. One that keeps states must keep as many earlier ones as
-        the draft tries, and cannot branch.
-      state: how far each text has come, see `decode`.
-      drafter: of `prompt_lookup`, `draft_model`, or a `Drafter` of your own.
-      num_tokens: the most tokens to generate for each text, static.
-      sampler: see `decode`.
-      stop_tokens: the tokens that end a text, see `decode`.
-      donate: give up the buffers of the cache passed in, see `prefill`. Those of a draft are
-        copied once a call.
+      forward: See `prefill`.
+      params: Model parameters, any pytree.
+      cache: The cache after the prompts. Recurrent states need a `max_rollback` of at least
+        `num_draft_tokens`, and allow a single branch only.
+      state: State of each sequence, see `decode`.
+      drafter: From `prompt_lookup` or `draft_model`, or another `Drafter`.
+      num_tokens: Maximum number of tokens to generate for each sequence, static.
+      sampler: See `decode`.
+      stop_tokens: Tokens that end a sequence, see `decode`.
+      donate: Reuse the buffers of the input cache, see `prefill`. Those of a drafter are copied in
+        each call.
 
     Returns:
-      The cache, the state and the drafter to continue with, and the tokens that were sampled.
-      Tokens that were drafted and rejected are in no cache.
+      The cache, the state and the drafter to continue with, and the sampled tokens. Rejected tokens
+      are in no cache.
 
     Raises:
-      ValueError: as `decode` does; when the cache keeps too few states to take back a guess; when
-        the draft has several branches, and the cache keeps states, has fewer sequences than there
-        are branches of all texts, or a stream for each; or when the cache of a draft was donated,
-        or has another number of sequences.
-      TypeError: when it is given something else than a draft, a sampler or a state.
+      ValueError: If the cache stores too few states to roll back a draft, and as in `decode`.
+      ValueError: If there are several branches, and the cache has recurrent states, too few
+        sequences for all branches, or a stream for each sequence.
+      ValueError: If the drafter is for another number of sequences or another vocabulary.
+      ValueError: If the cache of the drafter was donated, or has another number of sequences.
+      TypeError: If `drafter`, `sampler` or `state` has another type.
 
     Examples:
-      A model that says 1, 2, 3, 1, 2, 3 and so on; nine tokens take three steps:
+      A model that counts modulo 3; nine tokens take three steps:
 
       >>> def forward(params, cache, ubatch):
       ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
@@ -203,7 +193,7 @@ def speculate(
     loop = cached_program(_build_speculate_program, forward)
     args = attach_node_types((drafter, sampler)), fixed, table, buffers, state
     table, buffers, next_state, drafter, made = loop(*args, num_tokens=num_tokens)
-    # The sequences stay those that were passed in: to look at a result is to wait for it.
+    # Reading the output array of sequences would wait for the program; the input array does not.
     next_state = replace(next_state, sequence=state.sequence)
     return DecodeResult(merge(table, buffers), next_state, *made, drafter=drafter)
 
@@ -230,7 +220,7 @@ def _build_speculate_program(forward: Callable[[], Forward]) -> jax.stages.Wrapp
 def _speculate(
     setup: _Setup, draft: Drafter, cache: Cache, state: DecodeState, num_tokens: int
 ) -> tuple[Cache, DecodeState, Drafter, _DraftedTokens]:
-    """Do what `speculate` says, as a part of the program that is being traced."""
+    """Run `speculate` as a part of the program being traced."""
     texts, tries = state.token.shape[0], draft.num_draft_tokens
     if draft.num_branches > 1:
         table = cache.table
@@ -247,7 +237,7 @@ def _speculate(
         draft, guess = progress.draft.propose(
             setup.sampler, progress.state, is_drafting, progress.at
         )
-        # One token more than is guessed may be picked.
+        # A step samples one more token than the draft has.
         room = jnp.minimum(num_tokens - done, progress.state.remaining) - 1
         may = is_drafting[:, None] & (jnp.arange(tries, dtype=jnp.int32)[None] < room[:, None])
         if setup.sequences is None:
@@ -262,7 +252,7 @@ def _speculate(
             after = turn.tokens[:, :-1]
         fed = jnp.concatenate([progress.state.token[:, None], after], axis=1)
         tried = jnp.where(turn.num_tokens > 0, tried, 0)
-        # The log-probability that names the end has no token.
+        # The NaN log-probability of an ended sequence has no token.
         broken = active & (turn.state.reason == Reason.NONFINITE_LOGITS)
         return _Progress(
             cache=cache,
@@ -301,7 +291,7 @@ def _empty_drafted_tokens(texts: int, num_tokens: int) -> _DraftedTokens:
 
 
 def _num_sampled(made: _DraftedTokens) -> Int32[Array, " T"]:
-    """Return how many tokens of each text were picked."""
+    """Return the number of sampled tokens of each sequence."""
     return jnp.sum(made.tokens >= 0, axis=1, dtype=jnp.int32)
 
 
@@ -311,10 +301,7 @@ def _append_rows(
     new: Shaped[Array, "T n"],
     num_new: Int32[Array, " T"],
 ) -> Shaped[Array, "T steps"]:
-    """Write the first of some numbers behind those that each text has.
-
-    A row of `rows` has `start` numbers and gets `num_new` more.
-    """
+    """Write the first `num_new` values of `new` to each row, from `start` on."""
     turn = jnp.arange(new.shape[1], dtype=jnp.int32)[None]
     where = jnp.where(turn < num_new[:, None], start[:, None] + turn, rows.shape[1])
     return rows.at[jnp.arange(rows.shape[0])[:, None], where].set(new, mode="drop")
@@ -323,9 +310,9 @@ def _append_rows(
 def _run_draft_width_step(
     setup: _Setup, draft: DraftTokens, active: Bool[Array, " T"], progress: _Progress
 ) -> tuple[Cache, _StepResult]:
-    """Take one step for the active texts: as wide as the guess, or one token wide if there is none.
+    """Run one step of active sequences, one token wide if there is no draft.
 
-    Each width is a loop that runs once or not at all: a branch would copy the cache.
+    Each width is a loop of zero or one iterations, since `lax.cond` would copy the cache.
     """
     texts, tries = draft.tokens.shape[0], draft.tokens.shape[-1]
     empty_turn = _StepResult(
@@ -358,7 +345,7 @@ def _run_draft_width_step(
 def _feed_and_verify(
     setup: _Setup, draft: DraftTokens, active: Bool[Array, " T"], progress: _Progress
 ) -> tuple[Cache, _StepResult]:
-    """Feed the last token of each active text and a guess, and keep what holds."""
+    """Compute the last token of active sequences and a draft; keep accepted tokens."""
     state = progress.state
     guessed = jnp.any(draft.valid, axis=tuple(range(1, draft.valid.ndim)))
     feed = _feed_guess if draft.tokens.ndim == 2 else _feed_branches
@@ -375,13 +362,13 @@ def _feed_and_verify(
     last = jnp.take_along_axis(tokens, jnp.maximum(num_picked - 1, 0)[:, None], axis=1)[:, 0]
     remaining = state.remaining - num_picked
 
-    # Rejected guesses are removed. A text with no allowed token keeps the token it fed.
+    # Rejected draft tokens are removed. A sequence without an allowed token keeps its last token.
     if width > 1:
         kept = progress.at + jnp.maximum(num_picked, 1)
-        cut = jnp.where(ok, kept, 0), jnp.where(ok, -1, 0)  # from 0 to 0 is nothing
+        cut = jnp.where(ok, kept, 0), jnp.where(ok, -1, 0)  # 0 to 0 is an empty range
         cache, _ = seq_rm(cache, state.sequence, *cut)
-    # A refused step has changed nothing. A text that it was refused for does without guesses from
-    # now on, or ends if it had none.
+    # A refused step leaves the cache unchanged. A sequence that did not fit gets no more drafts, or
+    # ends if it had none.
     refused = active & ~plan.ok & ~plan.fits[state.sequence]
     dead = refused & ~guessed
     state = replace(
@@ -410,10 +397,9 @@ def _feed_and_verify(
 def _feed_guess(
     setup: _Setup, draft: DraftTokens, active: Bool[Array, " T"], progress: _Progress
 ) -> tuple[Cache, Plan, Bool[Array, " T"], tuple, DraftTokens]:
-    """Feed the last token of each active text, and a guess.
+    """Compute the last token of active sequences, and a draft.
 
-    Returns:
-      The cache; the plan; which texts go on; what `verify_draft` says; and the guess.
+    Returns the cache, the plan, continuing sequences, results of `verify_draft`, and the draft.
     """
     table, state = progress.cache.table, progress.state
     fed = jnp.concatenate([state.token[:, None], draft.tokens], axis=1)
@@ -427,7 +413,7 @@ def _feed_guess(
 
 
 def _check_vocabulary(draft: DraftTokens, logits: Float[Array, "T n V"]) -> None:
-    """Raise unless what a guess was drawn from, if it was, is as wide as the logits."""
+    """Raise unless a drawn draft has the vocabulary of the logits."""
     if draft.adjusted is not None and draft.adjusted.shape[-1] != logits.shape[-1]:
         raise ValueError(
             f"expected a draft of {logits.shape[-1]} tokens, the vocabulary of the model, got one "
@@ -438,11 +424,7 @@ def _check_vocabulary(draft: DraftTokens, logits: Float[Array, "T n V"]) -> None
 def _feed_branches(
     setup: _Setup, draft: DraftTokens, active: Bool[Array, " T"], progress: _Progress
 ) -> tuple[Cache, Plan, Bool[Array, " T"], tuple, DraftTokens]:
-    """Feed the last token of each active text, and `[T, k, n]` guesses; keep a branch.
-
-    Returns:
-      What `_feed_guess` does, of the branch that was followed.
-    """
+    """Run `_feed_guess` for a draft of several branches, and keep one of them."""
     state, sequences = progress.state, setup.sequences
     assert sequences is not None
     table = token_tree.fork_branches(progress.cache.table, sequences, state.sequence)

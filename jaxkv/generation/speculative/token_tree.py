@@ -1,8 +1,8 @@
-"""Trees of guesses: several branches after one token, in one ubatch, of which one is kept.
+"""Trees of draft tokens: several branches after one token, in one ubatch.
 
-Each branch is a sequence that is forked for one step: the text's own, and others of its stream that
-hold nothing. A token that branches begin with alike is guessed once and belongs to all of them. A
-guess has k branches of n tokens.
+Each branch is a sequence that is forked for one step: the sequence itself, and empty ones of its
+stream. Tokens that branches share are computed once and belong to all of them. There are k branches
+of n tokens, and one of them is kept.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ if TYPE_CHECKING:
 
 
 class TreeNodes(NamedTuple):
-    """What the branches of T texts have in common.
+    """Shared tokens in the branches of T sequences.
 
-    owns: whether a token of a branch is one of another branch too: both have the same tokens up to
-      it.
-    first: the tokens that no earlier branch has, each of which is computed.
+    owns: Whether a token of a branch belongs to another branch: both have equal tokens up to it.
+    first: Tokens that are in no earlier branch, which are computed.
     """
 
     owns: Bool[Array, "T k n k"]
@@ -43,11 +42,7 @@ class TreeNodes(NamedTuple):
 
 
 def check_branches(spec: TableSpec, texts: int, num_branches: int, cache_name: str) -> None:
-    """Raise a ValueError unless a cache can hold the branches of so many texts.
-
-    Raises:
-      ValueError: when it keeps states, or has too few sequences.
-    """
+    """Raise a ValueError unless a cache can have k branches of each sequence."""
     if num_branches == 1:
         return
     if spec.max_rollback is not None:
@@ -66,15 +61,9 @@ def check_branches(spec: TableSpec, texts: int, num_branches: int, cache_name: s
 def assign_branch_sequences(
     table: CacheTable, sequences: Int32[Array, " T"], num_branches: int
 ) -> Int32[Array, "T {num_branches}"]:
-    """Find a sequence for each branch: the text's own, and others of its stream that hold nothing.
+    """Return the sequences of branches, in ascending order, Q if too few are free.
 
-    Args:
-      table: of the cache.
-      sequences: those of the texts.
-      num_branches: how many are wanted.
-
-    Returns:
-      The lowest first; Q where none is left.
+    A branch has the sequence itself, or an empty one of its stream.
     """
     spec, count = table.spec, table.spec.sequences
     size = count // spec.streams
@@ -83,7 +72,7 @@ def assign_branch_sequences(
     beside = stream[:, None] == stream[None]
     ahead = jnp.sum(jnp.tril(beside, -1), axis=1, dtype=jnp.int32)
     turn = ahead[:, None] * (num_branches - 1) + jnp.arange(num_branches - 1, dtype=jnp.int32)[None]
-    # The free ones of each stream come first, in their order.
+    # Free sequences of each stream are first, in ascending order.
     order = jnp.argsort(~free, axis=1, stable=True).astype(jnp.int32)[stream]
     is_available = turn < jnp.sum(free, axis=1, dtype=jnp.int32)[stream][:, None]
     found = jnp.take_along_axis(order, jnp.minimum(turn, size - 1), axis=1)
@@ -92,7 +81,7 @@ def assign_branch_sequences(
 
 
 def find_tree_nodes(draft: DraftTokens) -> TreeNodes:
-    """Find what the branches of a guess begin with alike; its tokens are `[T, k, n]`."""
+    """Find the tokens that branches share, of tokens `[T, k, n]`."""
     tokens, valid = (jnp.moveaxis(x, 1, 2) for x in (draft.tokens, draft.valid))
     both = valid[..., None] & valid[..., None, :] & (tokens[..., None] == tokens[..., None, :])
     owns = jnp.moveaxis(jnp.cumprod(both, axis=1) > 0, 1, 2)
@@ -105,7 +94,7 @@ def find_tree_nodes(draft: DraftTokens) -> TreeNodes:
 def fork_branches(
     table: CacheTable, sequences: Int32[Array, "T k"], roots: Int32[Array, " T"]
 ) -> CacheTable:
-    """Give the branches what their texts hold, which stand in `roots`."""
+    """Fork the sequences `roots` into those of their branches."""
     parents = jnp.broadcast_to(roots[:, None], sequences.shape).reshape(-1)
     targets = jnp.where(sequences == roots[:, None], table.spec.sequences, sequences)
     return table.seq_select(None, parents, targets.reshape(-1))[0]
@@ -119,18 +108,12 @@ def plan_tree(
     active: Bool[Array, " T"],
     sequences: Int32[Array, "T k"],
 ) -> Plan:
-    """Plan the last token of each text, and the branches after it.
+    """Plan the last token of each active sequence, and the branches after it.
 
-    Args:
-      table: with the branches forked.
-      token: the last tokens.
-      draft: of tokens `[T, k, n]`, of which those of a branch without a sequence are not valid.
-      active: the texts that go on.
-      sequences: those of the branches, the lowest first; Q for none.
-
-    Returns:
-      A plan of one ubatch, whose outputs are `[T, 1 + k * n]`: the last token, and the branches one
-      after another. Those of tokens that an earlier branch has too mean nothing.
+    `table` has the branches forked; their `sequences` ascend, Q for none. Draft tokens `[T, k, n]`
+    of branches without a sequence are not valid. Returns a plan of one ubatch. Its outputs are
+    `[T, 1 + k * n]`: the last token, then branch by branch. Those of tokens in an earlier branch
+    are undefined.
     """
     texts, branches, length = draft.tokens.shape
     nodes = find_tree_nodes(draft)
@@ -159,10 +142,11 @@ def plan_tree(
 def _lay_out_trees(
     spec: TableSpec, texts: int, num_branches: int, length: int
 ) -> Int32[Array, "rows columns"]:
-    """Lay the trees of all texts out: as one row, or one for each branch, the token in the first.
+    """Return the indices of tokens in rows: one row, or one for each branch.
 
-    Where a row holds one sequence, a token stands in that of the lowest of its sequences. Indices
-    are `[1, T * (1 + k * n)]`, or `[T * k, 1 + n]` with NO_SLOT for padding.
+    The row of the first branch starts with the last token. If a row has one sequence, a token is in
+    the row of the lowest of its sequences. Indices are `[1, T * (1 + k * n)]`, or `[T * k, 1 + n]`
+    padded with NO_SLOT.
     """
     index = jnp.arange(texts * (1 + num_branches * length), dtype=jnp.int32)
     if not spec.single_sequence_rows:
@@ -180,14 +164,7 @@ def keep_branch(
     sequences: Int32[Array, "T k"],
     branch: Int32[Array, " T"],
 ) -> CacheTable:
-    """Let each text have what one of its branches holds, and forget the others.
-
-    Args:
-      table: of the cache.
-      roots: the sequences of the texts.
-      sequences: those of the branches; Q for none.
-      branch: the branch that is kept.
-    """
+    """Replace each of `roots` by one of its branches, and clear the others."""
     parents = jnp.take_along_axis(sequences, branch[:, None], axis=1)[:, 0]
     table, _ = table.seq_select(None, parents, roots)
     others = jnp.where(sequences == roots[:, None], table.spec.sequences, sequences).reshape(-1)

@@ -1,4 +1,4 @@
-"""A model that guesses several ways at once: its best tokens, and how each goes on."""
+"""Drafter from a smaller model with several branches."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TreeDraftModel(DraftModel):
-    """What `draft_model` makes of several branches; shapes are those that `Drafter` says.
+    """Drafter of `draft_model` with several branches.
 
-    guessed: the tokens of the last guess.
-    sequences: those of its branches in the cache of the draft, see `trees`.
-    num_branches: see `Drafter`, static.
+    guessed: Tokens of the last draft.
+    sequences: Sequences of its branches in the cache of the draft model, see `token_tree`.
+    num_branches: See `Drafter`, static.
     """
 
     guessed: Int32[Array, "T k n"]
@@ -42,9 +42,9 @@ class TreeDraftModel(DraftModel):
         active: Bool[Array, " T"],
         at: Int32[Array, " T"],
     ) -> tuple[TreeDraftModel, DraftTokens]:
-        """Take the best tokens that the model says, and let it go on from each with the best.
+        """Draft branches from the best next tokens, each continued by its best tokens.
 
-        With a sampler that draws, different tokens are drawn, and what comes after each.
+        A random sampler draws distinct first tokens, and then each continuation.
         """
         table = self.cache.table
         last = last_positions(table)[state.sequence]
@@ -107,13 +107,13 @@ class TreeDraftModel(DraftModel):
     def _pick_distinct_tokens(
         self, sampler: Sampler, adjusted: Float[Array, "T V"], keys: Key[Array, " T"]
     ) -> Int32[Array, "T k"]:
-        """Return different tokens of each text: the best, or drawn one by one."""
+        """Return k distinct tokens: the best, or drawn without replacement."""
         if adjusted.shape[1] < self.num_branches:
             raise ValueError(
                 f"expected at most as many branches as the {adjusted.shape[1]} tokens of the "
                 f"vocabulary, got {self.num_branches}"
             )
-        if sampler.is_random:  # the highest with such a noise are draws without replacement
+        if sampler.is_random:  # the top k with Gumbel noise are k draws without replacement
             noise = jax.vmap(lambda key: jax.random.gumbel(key, adjusted.shape[1:]))(keys)
             adjusted = adjusted + noise
         return jax.lax.top_k(adjusted, self.num_branches)[1].astype(jnp.int32)
@@ -125,7 +125,7 @@ class TreeDraftModel(DraftModel):
         fed: Int32[Array, "T places"],
         num_cached: Int32[Array, " T"],
     ) -> DraftModel:
-        """Keep the branch that was taken, and go on as with a single one."""
+        """Keep the accepted branch, and update as with a single one."""
         table, buffers = self.cache.table, self.cache.buffers
         turn = jnp.arange(1, fed.shape[1], dtype=jnp.int32)
         same = (self.guessed == fed[:, None, 1:]) | (turn[None] >= num_cached[:, None])[:, None]

@@ -1,1 +1,1 @@
-"""Prompts that are computed once: a store of them, and what a prompt has in common with it."""
+"""Prefix cache: a store of prompts, and the search for common prefixes."""

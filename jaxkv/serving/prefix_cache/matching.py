@@ -1,4 +1,4 @@
-"""How far a prompt agrees with a text that is held, and how far it can go on from there."""
+"""Length of the prefix that a prompt and a sequence share and that can be resumed."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from jaxkv.table import CacheTable
 
 BLOCK = 1024
-"""Positions that are asked about at once, so that texts of all lengths share a program."""
+"""Positions of one call of a program, so that all prompt lengths share a program."""
 
 
 def common_prefix_length(tokens: Num[np.ndarray, " n"], other_tokens: Num[np.ndarray, " m"]) -> int:
-    """Return how many tokens two texts begin with alike."""
+    """Return the length of the common prefix of two lists of tokens."""
     size = min(tokens.size, other_tokens.size)
     differences = np.flatnonzero(tokens[:size] != other_tokens[:size])
     return int(differences[0]) if differences.size else size
@@ -39,10 +39,7 @@ def common_prefix_length(tokens: Num[np.ndarray, " n"], other_tokens: Num[np.nda
 def find_resumable_positions(
     cache: Cache, seq: int, tokens: Int32[np.ndarray, " n"]
 ) -> tuple[Bool[np.ndarray, " n+1"], MissReason]:
-    """Return where a sequence can go on from `n` tokens, and why it cannot after the last one.
-
-    It can from none of them, where nothing is needed.
-    """
+    """Return which prefix lengths a sequence can resume, 0 always, and why not all."""
     last = tokens.size
     starts = np.arange(0, last + 1, BLOCK, dtype=np.int32)
     padded = np.pad(tokens, (0, starts[-1] + BLOCK - last))
@@ -87,18 +84,12 @@ def _resumable_in_block(
     start: Int32[Array, ""],
     before: UInt32[Array, ""],
 ) -> tuple[Bool[Array, " block"], Bool[Array, " block"], Bool[Array, " block"], UInt32[Array, ""]]:
-    """Return at which positions of a block a sequence can go on.
+    """Return at which positions of a block a sequence can be resumed.
 
-    Args:
-      table: of a part.
-      seq: the sequence.
-      tokens: those that should stand at the positions.
-      start: the first position.
-      before: the sum of the contents of all tokens before it.
-
-    Returns:
-      Where it can go on as `can_resume` says, up to where it holds all, and where it holds no
-      other token. And the sum of the contents up to the end of the block.
+    `tokens` are expected from position `start` on, and `before` is the sum of the hashes before it.
+    Returns three masks, and the sum of the hashes up to the end of the block. The masks are True
+    where `can_resume` is, where all earlier tokens are present, and where no other token is
+    present.
     """
     positions = start + jnp.arange(BLOCK, dtype=jnp.int32)
     holds = positions <= table.seq_pos_max(seq) + 1
@@ -118,12 +109,9 @@ def _resumable_in_block(
 def _has_same_content(
     index: Int32[Array, " n"], found: UInt32[Array, " n"], expected: UInt32[Array, " block"]
 ) -> Bool[Array, " block"]:
-    """Return at which positions of a block no other content was found.
+    """Return at which positions of a block no hash differs from the expected one.
 
-    Args:
-      index: where in the block each content was found; outside of it none is there.
-      found: the contents.
-      expected: those that should be found.
+    `index` is the offset of each found hash in the block; others are ignored.
     """
     here = (index >= 0) & (index < BLOCK)
     differs = here & (found != expected.at[index].get(mode="fill", fill_value=0))
@@ -133,10 +121,7 @@ def _has_same_content(
 def _has_unbroken_prefix(
     cells: Cells, seq: Int32[Array, ""], positions: Int32[Array, " n"]
 ) -> Bool[Array, " n"]:
-    """Return whether a sequence holds a token that was not moved at each position below others.
-
-    What a window took is left out.
-    """
+    """Return whether all tokens before each position exist unshifted, or were evicted."""
     mark, (stream, *_) = cells.evicted_below[seq], locate_owner_bit(cells, seq)
     own_positions = jnp.where(cells.shift[stream] == 0, sequence_positions(cells, seq), EMPTY)
     own_positions = jnp.sort(jnp.where(own_positions < mark, END, own_positions))

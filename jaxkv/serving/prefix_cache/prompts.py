@@ -1,4 +1,4 @@
-"""Prompts that a store holds, and what it says of one that is asked for."""
+"""Stored prompts, and results of a search in a store."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ if TYPE_CHECKING:
 
 
 class MissReason(IntEnum):
-    """Why a prompt was not forked as far as it could be, or not stored.
+    """Why a prompt was not forked further, or not stored.
 
-    NONE: it was, as far as it agrees with one that is held.
-    UNKNOWN: no prompt that is held begins with its first token.
-    EVICTED: one that agrees with it further was held, and was evicted for others.
-    CONTEXT_EVICTED: a window has taken cells that its next token would see, or they were removed.
-    NO_STATE: a recurrent cache keeps no state that stands there.
-    OUT_OF_CELLS: it takes more cells than the store may hold, or than a copy finds in its stream.
-    INCOMPLETE: the sequence does not hold a token at each position from 0 on, or some were moved.
-    OTHER_TEXT: the sequence holds other tokens than the prompt, or computed elsewhere in it.
+    NONE: It was forked as far as it agrees with a stored prompt, or it was stored.
+    UNKNOWN: No stored prompt starts with its first token.
+    EVICTED: A prompt with a longer common prefix was evicted.
+    CONTEXT_EVICTED: A window evicted cells that its next token attends to, or they were removed.
+    NO_STATE: A recurrent cache has no state at that position.
+    OUT_OF_CELLS: It needs more cells than the store may use, or than are free for a copy.
+    INCOMPLETE: The sequence lacks a token at a position from 0 on, or tokens were shifted.
+    OTHER_TEXT: The sequence has other tokens, or computed them at other positions.
     """
 
     NONE = 0
@@ -35,11 +35,10 @@ class MissReason(IntEnum):
 
 
 class PrefixHit(NamedTuple):
-    """How much of a prompt there was, or is.
+    """Length of a prompt prefix that was forked or stored.
 
-    length: how many of its first tokens the sequence holds after `fork`, or the store after
-      `store`.
-    miss: why it is no more.
+    length: Number of tokens that are in the sequence after `fork`, or in the store after `store`.
+    miss: Why it is not longer.
     """
 
     length: int
@@ -48,10 +47,10 @@ class PrefixHit(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CachedPrompt:
-    """A prompt that is held.
+    """A stored prompt.
 
-    sequence: the sequence of the store that holds it.
-    tokens: from position 0 on.
+    sequence: The sequence of the store that contains it.
+    tokens: Its tokens from position 0 on.
     """
 
     sequence: int
@@ -59,10 +58,10 @@ class CachedPrompt:
 
 
 class PrefixMatch(NamedTuple):
-    """What a prompt can go on from.
+    """The stored prompt with the longest resumable prefix.
 
-    prompt: one that is held; None if none is that it can go on from.
-    hit: how far.
+    prompt: The stored prompt; None if no prompt matches.
+    hit: Length of the prefix.
     """
 
     prompt: CachedPrompt | None

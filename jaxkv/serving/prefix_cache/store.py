@@ -1,4 +1,4 @@
-"""A store of prompts: which sequences of a cache hold them, and forks out of it and into it."""
+"""Prefix store: prompts in sequences of a cache, and forks from and to them."""
 
 from __future__ import annotations
 
@@ -29,22 +29,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class PrefixStore:
-    """Prompts that are computed once: an immutable value of the host, nothing of it on a device.
+    """Immutable index, on the CPU, of prompts in some sequences of a cache.
 
-    Some sequences of a cache are the store's, and each holds one prompt or nothing. `store` forks a
-    prompt into one of them, and `fork` forks what a prompt begins with out of one. Within a stream
-    nothing is copied, and what several prompts share is held once; between streams it is copied.
+    Each sequence of the store contains one prompt or is empty. `store` forks a prompt into one of
+    them, and `fork` forks a prefix into another sequence. Within a stream forks copy no cells, and
+    prompts share the cells of common prefixes. Between streams cells are copied.
 
-    A store belongs to the cache that was returned beside it. Both are values, so an older pair can
-    be gone back to. Only its methods may edit its sequences. `seq_add` moves cells for all their
-    owners: where `Cache.can_seq_add` says that a prompt of the store shares them, `evict` first. A
-    token is an integer: give an image, or anything else that the model gets, a number of its own.
+    A store belongs to the cache of the same result, and earlier pairs can be restored. Only its
+    methods may edit its sequences. `seq_add` moves cells for all owners: if `Cache.can_seq_add` is
+    False since a stored prompt shares them, call `evict` first. Tokens are integers: assign an id
+    to each image or other model input.
 
-    sequences: the sequences of the cache that are the store's.
-    cells: the most cells that they may hold, those that they share counted once.
-    prompts: what they hold, the least recently used first.
-    evicted: the tokens of prompts that were evicted, the latest last, at most one for each
-      sequence.
+    sequences: The sequences of the store.
+    cells: Maximum number of cells of the store; shared cells count once.
+    prompts: The stored prompts, least recently used first.
+    evicted: Tokens of evicted prompts, latest last, at most one for each sequence.
 
     llama.cpp: the common prefix of a slot in its server, `cache_prompt`.
     """
@@ -56,18 +55,18 @@ class PrefixStore:
     _spec: TableSpec
 
     def __init__(self, cache: Cache, *, sequences: Iterable[int], cells: int | None = None):
-        """Make a store that holds nothing.
+        """Make an empty store.
 
         Args:
-          cache: any cache; those that come later have its spec.
-          sequences: the sequences that are the store's from now on. They hold nothing.
-            Where a cache has several streams, take some of each.
-          cells: the most cells that they may hold together; by default no limit but the cache's.
+          cache: Any cache. Later calls require caches of the same spec.
+          sequences: Empty sequences to reserve for the store. If the cache has several streams,
+            take some of each.
+          cells: Maximum number of cells of the store; unlimited by default.
 
         Raises:
-          ValueError: when there is no sequence, one is none of the cache, comes twice or holds
-            tokens, cells are below 1, or the cache is traced or has a part for sources.
-          TypeError: when ids or cells are no integers.
+          ValueError: If there is no sequence, or one is not in the cache, repeated or not empty.
+          ValueError: If `cells` is below 1, or the cache is traced or has a part for sources.
+          TypeError: If ids or cells are not integers.
 
         Examples:
           >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
@@ -102,7 +101,7 @@ class PrefixStore:
         )
 
     def __repr__(self) -> str:
-        """Return one line: how many prompts there are, and their tokens."""
+        """Return the number of prompts, their tokens, and the limits, in one line."""
         tokens = sum(prompt.tokens.size for prompt in self.prompts)
         limit = f", at most {self.cells} cells" if self.cells < END else ""
         return (
@@ -111,25 +110,24 @@ class PrefixStore:
         )
 
     def fork(self, cache: Cache, tokens: Ids, seq: Id, *, donate: bool = False) -> PrefixResult:
-        """Fork the longest prefix of a prompt that is held into a sequence.
+        """Fork the longest stored prefix of a prompt into a sequence.
 
-        The sequence holds the first `hit.length` tokens of the prompt then, whatever it held
-        before: go on with `tokens[hit.length:]`. That is at least one token, since logits are no
-        part of a cache. Of the prompts that are held the one with the most to reuse is forked, in
-        the same stream if it has as much, and becomes the most recently used. How far it can be
-        reused is what `can_resume` says: a window may have lost cells, and a recurrent cache goes
-        on only where it keeps a state.
+        Afterwards the sequence contains the first `hit.length` tokens of the prompt only; compute
+        `tokens[hit.length:]` next. At least one token remains, since logits are not stored. The
+        prompt with the longest resumable prefix is forked (see `can_resume`), if possible from the
+        same stream, and becomes the most recently used. A window may have evicted cells, and a
+        recurrent cache can resume only at stored states.
 
         Args:
-          cache: the cache of the store.
-          tokens: `[n]`, the whole prompt.
-          seq: the sequence, which is none of the store's.
-          donate: give up the buffers of the cache where they must be copied, see `seq_cp`.
+          cache: The cache of the store.
+          tokens: `[n]`. The whole prompt.
+          seq: A sequence that is not in the store.
+          donate: Donate the buffers of the cache if cells must be copied, see `seq_cp`.
 
         Raises:
-          ValueError: when the cache is traced, or has another spec than the store was made for, the
-            sequence is none of it or the store's, or there is no token.
-          TypeError: when tokens are no integers.
+          ValueError: If the cache is traced, or has another spec than the store.
+          ValueError: If there is no token, or `seq` is not in the cache or is in the store.
+          TypeError: If tokens are not integers.
 
         Examples:
           >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
@@ -141,7 +139,7 @@ class PrefixStore:
           >>> hit.length, hit.miss.name, cache.seq_pos_max(1).item(), cache.num_used_cells().item()
           (2, 'NONE', 1, 3)
 
-          The last token is always computed, and nothing may be known of the first:
+          The last token is always computed, and the first may be unknown:
 
           >>> store.fork(cache, [1, 2, 3], seq=1).hit
           PrefixHit(length=2, miss=<MissReason.NONE: 0>)
@@ -152,32 +150,34 @@ class PrefixStore:
         return self.fork_match(cache, self.longest_match(cache, text, to), to, donate=donate)
 
     def store(self, cache: Cache, tokens: Ids, seq: Id, *, donate: bool = False) -> PrefixResult:
-        """Store the first tokens of a sequence, which goes on as it is or may be removed.
+        """Store the first tokens of a sequence, which is unchanged.
 
-        Store a prompt where others will go on from it: at its end, or at the end of what many
-        prompts begin with. A window keeps what is seen from there, and a recurrent cache the states
-        that stand there. A prompt that is held already is not held again, and one that the new one
-        continues gives way to it, unless it can be gone on with where the new one cannot. If no
-        sequence of the store is empty, or it would hold more than its `cells`, the least recently
-        used prompts are evicted. Sequences of the same stream are taken, or where the store has
-        none there, any.
+        Store a prompt where other prompts will diverge: at its end, or at the end of a common
+        prefix. A window keeps the cells in the window there, and a recurrent cache the states
+        there.
+
+        A prompt that is stored already is not stored again. A stored prompt that the new one
+        extends is replaced, unless it can be resumed at a position where the new one cannot. If no
+        sequence of the store is empty, or its `cells` are exceeded, the least recently used prompts
+        are evicted. A sequence in the stream of `seq` is used, or any if the store has none there.
 
         Args:
-          cache: the cache of the store.
-          tokens: `[n]`, what the sequence was told from position 0 on, or the beginning of it.
-            A text that slid (`generation.context_shift`) holds other tokens than it was told.
-          seq: the sequence, which is none of the store's.
-          donate: give up the buffers of the cache where they must be copied, see `seq_cp`.
+          cache: The cache of the store.
+          tokens: `[n]`. The tokens of the sequence from position 0 on, or the first of them. After
+            `generation.context_shift` a sequence has other tokens than were computed.
+          seq: A sequence that is not in the store.
+          donate: Donate the buffers of the cache if cells must be copied, see `seq_cp`.
 
         Returns:
-          With `hit` as of a prompt that is held. If its length is 0, nothing has changed.
+          The cache, the store, and a `hit` with the number of stored tokens. If it is 0, nothing
+          was changed.
 
         Raises:
-          ValueError: when the sequence does not reach as far as the tokens, and as `fork` does.
-          TypeError: when tokens are no integers.
+          ValueError: If the sequence has fewer positions than tokens, and as in `fork`.
+          TypeError: If tokens are not integers.
 
         Examples:
-          A window of two positions, and few cells: the first tokens are gone.
+          With a window of two positions and few cells, the first tokens are evicted:
 
           >>> spec = CacheSpec.attention(1, 1, 2, window=Window.sliding(2))
           >>> cache = make_cache(spec, cells=5, sequences=2)
@@ -218,16 +218,16 @@ class PrefixStore:
         return kept or PrefixResult(cache, self, PrefixHit(0, MissReason.OUT_OF_CELLS))
 
     def evict(self, cache: Cache, *, cells: int) -> EvictResult:
-        """Evict the least recently used prompts until the store holds few enough cells.
+        """Evict the least recently used prompts until the store has few enough cells.
 
-        Cells that a sequence beside the store shares stay in use for that one.
+        Cells that are shared with sequences outside of the store stay in use.
 
         Args:
-          cache: the cache of the store.
-          cells: the most cells that it may hold afterwards; 0 for none.
+          cache: The cache of the store.
+          cells: Maximum number of cells afterwards; 0 evicts all prompts.
 
         Raises:
-          ValueError: when cells are below 0, and as `fork` does.
+          ValueError: If `cells` is below 0, and as in `fork`.
 
         Examples:
           >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
@@ -246,13 +246,13 @@ class PrefixStore:
         return EvictResult(cache, store)
 
     def num_used_cells(self, cache: Cache) -> int:
-        """Return how many cells the store holds, those that its prompts share counted once.
+        """Return the number of cells of the store; shared cells count once.
 
-        They are counted as `Cache.num_used_cells` counts, over all parts of a hybrid cache. Cells
-        that a sequence beside the store shares are among them.
+        Includes all parts of a hybrid cache, as `Cache.num_used_cells`, and cells that are shared
+        with sequences outside of the store.
 
         Raises:
-          ValueError: when the cache is traced, or has another spec than the store was made for.
+          ValueError: If the cache is traced, or has another spec than the store.
         """
         self._check_made_for(cache)
         others = np.setdiff1d(np.arange(self._spec.sequences), self.sequences)
@@ -260,14 +260,14 @@ class PrefixStore:
         return int(only.num_used_cells())
 
     def with_prompts(self, prompts: Mapping[int, Ids]) -> PrefixStore:
-        """Return the store with prompts that its sequences hold, such as those of a snapshot.
+        """Return the store with other prompts, such as those of a snapshot.
 
         Args:
-          prompts: by sequence, `[n]`, the tokens that it holds, the least recently used first.
+          prompts: Tokens `[n]` that each sequence contains, by sequence, least recently used first.
 
         Raises:
-          ValueError: when a sequence is not the store's.
-          TypeError: when tokens are no integers.
+          ValueError: If a sequence is not in the store.
+          TypeError: If tokens are not integers.
         """
         if others := set(prompts) - set(self.sequences):
             raise ValueError(
@@ -281,21 +281,21 @@ class PrefixStore:
         return self._replace_fields(prompts=tuple(cached), evicted=())
 
     def warm_up(self, cache: Cache, *, donate: bool = False) -> Cache:
-        """Compile what `fork`, `store` and `evict` need, before the first prompt comes.
+        """Compile the programs of `fork`, `store` and `evict`, for all prompt lengths.
 
-        They compile nothing afterwards, whatever the length of a prompt. Call it while a sequence
-        of each stream that is not the store's is empty: where prompts go to another stream, one
-        that holds nothing is copied to it.
+        Requires an empty sequence outside of the store in each stream: a copy to another stream is
+        compiled with an empty sequence.
 
         Args:
-          cache: the cache of the store.
-          donate: as `fork` and `store` will be called; then the cache passed in is given up.
+          cache: The cache of the store.
+          donate: The `donate` of later calls of `fork` and `store`. If True, the input cache
+            becomes invalid.
 
         Returns:
-          The cache, which holds what it held.
+          The cache, with unchanged contents.
 
         Raises:
-          ValueError: as `fork` does.
+          ValueError: As in `fork`.
 
         Examples:
           >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
@@ -316,7 +316,7 @@ class PrefixStore:
         return cache
 
     def longest_match(self, cache: Cache, tokens: Int32[np.ndarray, " n"], seq: int) -> PrefixMatch:
-        """Return the prompt that another can go on from furthest, and how far."""
+        """Return the stored prompt with the longest resumable prefix, and its length."""
         sequences = self._sequences_in_stream(seq)
         agreeing = [
             (common_prefix_length(prompt.tokens, tokens[:-1]), prompt)
@@ -331,7 +331,7 @@ class PrefixStore:
             can_resume, why = find_resumable_positions(
                 cache, prompt.sequence, prompt.tokens[:common]
             )
-            miss = why if i == 0 else miss  # of the one that agrees furthest
+            miss = why if i == 0 else miss  # of the longest common prefix
             if (furthest := int(np.flatnonzero(can_resume)[-1])) > best:
                 source, best = prompt, furthest
         longest = agreeing[0][0] if agreeing else 0
@@ -345,7 +345,7 @@ class PrefixStore:
     def fork_match(
         self, cache: Cache, match: PrefixMatch, seq: int, *, donate: bool
     ) -> PrefixResult:
-        """Let a sequence hold what `longest_match` found, in place of what it held."""
+        """Replace the tokens of a sequence by the prefix that `longest_match` found."""
         (source, hit), (cache, _) = match, seq_rm(cache, seq)
         if source is None:
             return PrefixResult(cache, self, hit)
@@ -355,13 +355,13 @@ class PrefixStore:
         return PrefixResult(cache, self.touch(source), hit)
 
     def touch(self, prompt: CachedPrompt) -> PrefixStore:
-        """Return a store whose most recently used prompt is one of its own, if it is."""
+        """Return a store with this prompt as the most recently used, if it is stored."""
         if not any(past is prompt for past in self.prompts):
             return self
         return self._replace_fields(prompts=(*self._without_prompt(prompt).prompts, prompt))
 
     def evict_prompt(self, cache: Cache, prompt: CachedPrompt) -> EvictResult:
-        """Free the sequence of a prompt, and note that it was there."""
+        """Empty the sequence of a prompt, and add the prompt to `evicted`."""
         cache, _ = seq_rm(cache, prompt.sequence)
         evicted = (*self.evicted, prompt.tokens)[-len(self.sequences) :]
         return EvictResult(cache, self._without_prompt(prompt)._replace_fields(evicted=evicted))
@@ -383,7 +383,7 @@ class PrefixStore:
         )
 
     def _sequences_in_stream(self, seq: int) -> tuple[int, ...]:
-        """Return the store's sequences in the stream of a sequence; all of them if it has none."""
+        """Return the sequences of the store in the stream of `seq`, or all if it has none."""
         per_stream = self._spec.sequences_per_stream
         near = tuple(
             own_seq for own_seq in self.sequences if own_seq // per_stream == seq // per_stream
@@ -393,7 +393,7 @@ class PrefixStore:
     def _fork_into_store(
         self, cache: Cache, prompt: CachedPrompt, sequences: tuple[int, ...], donate: bool
     ) -> PrefixResult | None:
-        """Fork a prompt of a sequence into one of `sequences`; None if it does not fit."""
+        """Fork a prompt into one of `sequences`; return None if it does not fit."""
         size = prompt.tokens.size
         alone, _ = seq_rm(seq_keep(cache, prompt.sequence).cache, prompt.sequence, size)
         if int(alone.num_used_cells()) > self.cells:
@@ -416,7 +416,7 @@ class PrefixStore:
     def _check_tokens(
         self, cache: Cache, tokens: Ids, seq: Id
     ) -> tuple[Int32[np.ndarray, " n"], int]:
-        """Return tokens, and a sequence that is not the store's."""
+        """Return checked tokens, and a sequence that is not in the store."""
         self._check_made_for(cache)
         source = int(cache.table.spec.sequence_id(seq))
         if source in self.sequences:
@@ -424,7 +424,7 @@ class PrefixStore:
                 f"expected a sequence beside those of the store, got {source}; pass one not of "
                 f"{self.sequences}"
             )
-        prompt = np.array(check_int32(tokens, "tokens"), np.int32)  # a copy, as the store keeps it
+        prompt = np.array(check_int32(tokens, "tokens"), np.int32)  # copied, as the store keeps it
         if prompt.ndim != 1 or not prompt.size:
             raise ValueError(
                 f"expected tokens [n] of one prompt of at least one token, got the shape "
@@ -442,11 +442,11 @@ class PrefixStore:
 
 
 class PrefixResult(NamedTuple):
-    """What `PrefixStore.fork` and `PrefixStore.store` return.
+    """Result of `PrefixStore.fork` and `PrefixStore.store`.
 
-    cache: the next cache.
-    store: the next store.
-    hit: how much of the prompt there was, or is, and why it is no more.
+    cache: The next cache.
+    store: The next store.
+    hit: How many tokens were forked or stored, and why not more.
     """
 
     cache: Cache
@@ -455,10 +455,10 @@ class PrefixResult(NamedTuple):
 
 
 class EvictResult(NamedTuple):
-    """What `PrefixStore.evict` returns.
+    """Result of `PrefixStore.evict`.
 
-    cache: the next cache.
-    store: the next store.
+    cache: The next cache.
+    store: The next store.
     """
 
     cache: Cache
@@ -466,11 +466,7 @@ class EvictResult(NamedTuple):
 
 
 def _spec_of(cache: Cache) -> TableSpec:
-    """Return the spec of the table of a cache whose values are known.
-
-    Raises:
-      ValueError: when it is traced.
-    """
+    """Return the spec of a cache; raise a ValueError if it is traced."""
     table, _ = split(cache)
     if not is_concrete(table):
         raise ValueError(
@@ -481,7 +477,7 @@ def _spec_of(cache: Cache) -> TableSpec:
 
 
 def _can_copy(cache: Cache, src: int, dst: int, stop: int) -> Bool[Array, ""]:
-    """Return whether `seq_cp` of the first positions would be granted, asked of the table alone."""
+    """Return whether the table allows `seq_cp` of positions below `stop`."""
     return _table_can_copy(cache.table, *map(np.int32, (src, dst, 0, stop)))
 
 
