@@ -90,7 +90,7 @@ class MaintenancePlan(Partitioned):
 
     @property
     def is_empty(self) -> bool:
-        """Whether a plan with concrete values changes no cell."""
+        """Whether `pending` is 0; the plan must have concrete values."""
         return not self.pending
 
     @abstractmethod

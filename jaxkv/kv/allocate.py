@@ -1,7 +1,6 @@
-"""Cells for tokens that come with their keys: copied from another stream, or loaded.
+"""Cells for tokens that arrive with their keys: copied from another stream, or loaded.
 
-Each stream gets some, in turn. They take cells as the tokens of a ubatch do, but tiled, tiles that
-are all empty first, for any sequence; and are marked in the table all at once.
+They take cells as the tokens of a ubatch do. With tiles, empty tiles come first, for any sequence.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def num_fitting_tokens(cells: Cells, open_cells: Bool[Array, "S N"]) -> Int32[Array, " S"]:
-    """Return how many tokens of each stream find cells, of those open."""
+    """Return the number of tokens of each stream that fit into open cells."""
     if cells.placement == "contiguous":
         return longest_run(open_cells)
     return jnp.sum(open_cells, axis=1, dtype=jnp.int32)
@@ -32,15 +31,15 @@ def num_fitting_tokens(cells: Cells, open_cells: Bool[Array, "S N"]) -> Int32[Ar
 def choose_cells(
     cells: Cells, open_cells: Bool[Array, "S N"], demand: Int32[Array, " S"]
 ) -> Int32[Array, "S N"]:
-    """Choose cells for the first `demand` tokens of each stream, in their turn.
+    """Choose cells for the first `demand` tokens of each stream.
 
     Args:
-      cells: the table.
-      open_cells: the cells that may be taken.
-      demand: how many tokens each stream gets.
+      cells: Table.
+      open_cells: Cells that may be used.
+      demand: Number of tokens of each stream.
 
     Returns:
-      The cell of each turn, past the last cell if it gets none.
+      The slot of each turn, past the last cell if it has none.
     """
     turn = 1 + jnp.arange(cells.num_cells, dtype=jnp.int32)
 
@@ -59,14 +58,14 @@ def choose_cells(
 def mark_used(
     cells: C, slots: Int32[Array, "S N"], arriving: C, is_incomplete: Bool[Array, "S L"]
 ) -> C:
-    """Mark slots as taken; those past the last cell are none.
+    """Store arriving tokens in slots; slots past the last cell are skipped.
 
     Args:
-      cells: the table.
-      slots: the cell of each turn.
-      arriving: a table of what comes, in turn: positions, owners, shifts and contents, and stamps
-        that tell apart what is written.
-      is_incomplete: the layers that lack some of what comes.
+      cells: Table.
+      slots: Slot of each turn.
+      arriving: Table of the tokens, by turn: positions, owners, shifts, contents, and hashes of the
+        keys and values.
+      is_incomplete: Layers that lack some of the tokens.
     """
     gets = jnp.any(slots < cells.num_cells, axis=1)[:, None]
     marks = advance_history_fields(cells.history, is_incomplete | is_layer_incomplete(cells))
@@ -78,7 +77,7 @@ def mark_used(
     def set_slots(field: jax.Array, value: jax.Array) -> jax.Array:
         return field.at[stream, slots].set(value, mode="drop", unique_indices=True)
 
-    # Other bytes in the same place: stamped anew, for a table that knew what stood there.
+    # The cell has new keys and values, so an older table must find another hash.
     old_hash = cells.cell_hash.at[stream, slots].get(mode="fill", fill_value=0)
     words = range(cells.owners.shape[1])
     owners = [set_slots(cells.owners[:, w], arriving.owners[:, w]) for w in words]
