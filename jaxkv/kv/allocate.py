@@ -1,4 +1,4 @@
-"""Cells for tokens that arrive with their keys: copied from another stream, or loaded.
+"""Cells for tokens with keys: copied from another stream, or loaded.
 
 They take cells as the tokens of a ubatch do. With tiles, empty tiles come first, for any sequence.
 """
@@ -31,16 +31,7 @@ def num_fitting_tokens(cells: Cells, open_cells: Bool[Array, "S N"]) -> Int32[Ar
 def choose_cells(
     cells: Cells, open_cells: Bool[Array, "S N"], demand: Int32[Array, " S"]
 ) -> Int32[Array, "S N"]:
-    """Choose cells for the first `demand` tokens of each stream.
-
-    Args:
-      cells: Table.
-      open_cells: Cells that may be used.
-      demand: Number of tokens of each stream.
-
-    Returns:
-      The slot of each turn, past the last cell if it has none.
-    """
+    """Return slots for the first `demand` tokens of each stream; N for others."""
     turn = 1 + jnp.arange(cells.num_cells, dtype=jnp.int32)
 
     def choose_for_stream(
@@ -58,14 +49,10 @@ def choose_cells(
 def mark_used(
     cells: C, slots: Int32[Array, "S N"], arriving: C, is_incomplete: Bool[Array, "S L"]
 ) -> C:
-    """Store arriving tokens in slots; slots past the last cell are skipped.
+    """Store the tokens of `arriving`, by turn, in slots; skip slots past the end.
 
-    Args:
-      cells: Table.
-      slots: Slot of each turn.
-      arriving: Table of the tokens, by turn: positions, owners, shifts, contents, and hashes of the
-        keys and values.
-      is_incomplete: Layers that lack some of the tokens.
+    `is_incomplete` are the layers that lack some of these tokens. The hashes in `arriving` identify
+    their keys and values.
     """
     gets = jnp.any(slots < cells.num_cells, axis=1)[:, None]
     marks = advance_history_fields(cells.history, is_incomplete | is_layer_incomplete(cells))

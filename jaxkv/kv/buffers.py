@@ -177,8 +177,8 @@ def map_kv(
     Args:
       sharding_rules: Rules of the cache.
       buffers: Keys and values of all layers.
-      change: Called with the `Halves`, `args`, and the device's `(k, v)` of all layers, or of a
-        single layer if stacked. Returns the new `(k, v)`.
+      change: Maps `Halves`, `args` and the device's `(k, v)` to new `(k, v)`, of all layers or, if
+        stacked, of one.
       args: Arguments of `change`, replicated.
       by_stream: Number of leading `args` that are `[S, ...]` and split by streams.
     """
@@ -207,19 +207,11 @@ def write_keys_and_values(
     k: Float[Array, "R T K D"],
     v: Float[Array, "R T K Dv"] | None = None,
 ) -> tuple[Stored, Values]:
-    """Write the keys and values of a ubatch into its cells.
+    """Write the keys and values of a ubatch into a layer; skip slots past the end.
 
     Stored values are always finite, so a masked cell contributes 0. If a head's key or value is not
     finite in the dtype of the buffers (float32 if quantised), its value is stored as 0 and its key
     as NaN. Tokens that attend to this cell get NaN; other tokens are unaffected.
-
-    Args:
-      keys: `[S, K, N, D]`, keys of a layer.
-      values: `[S, K, N, Dv]`, values of the layer, or `ValueSlice`.
-      streams: Stream of each row.
-      slots: Slot of each token; a token past the last cell is skipped.
-      k: Rotated keys.
-      v: Values; unused with `ValueSlice`.
     """
     if isinstance(values, ValueSlice):
         k = values.nan_unless_finite(k.astype(dequantised_dtype(keys)))
@@ -250,16 +242,10 @@ def write_cells(
 def gather_from_any_device(
     split: AxisPartition, array: Cached, streams: Int[Array, "*#n"], slots: Int[Array, "*#n"]
 ) -> Shaped[Array, "*#n K D"]:
-    """Read the keys or values of cells on any device; see `gather`.
+    """Read keys or values at global streams and slots; see `gather`.
 
-    Args:
-      split: How the current mesh splits the array.
-      array: The device's share of keys or values.
-      streams: int32, global stream of each cell, broadcast to the shape of `slots`.
-      slots: Global slot of each cell.
-
-    Returns:
-      The same array on all devices along the axes of streams and cells.
+    `array` is the device's share, split as in `split`. The result is equal on all devices along the
+    axes of streams and cells.
     """
     here = gather(array, *_to_local_slots(split, array, streams, slots))
     return broadcast_from_owner(here, (*split.streams, *split.cells))
@@ -304,12 +290,9 @@ def offset_slots_into_range(
 def gather(
     array: Cached, streams: Int[Array, "*#n"], slots: Int[Array, "*#n"]
 ) -> Shaped[Array, "*#n K D"]:
-    """Read the keys or values of cells; zeros past the last cell.
+    """Read keys or values of a layer, `[S, K, N, D]`; zeros past the last cell.
 
-    Args:
-      array: `[S, K, N, D]`, keys or values of a layer, or a `LayerView`.
-      streams: int32, stream of each cell, broadcast to the shape of `slots`.
-      slots: Slot of each cell.
+    `streams` are broadcast to the shape of `slots`.
     """
     if isinstance(array, LayerView):
         return gather(array.all, array.stream_indices(streams), slots)
@@ -334,13 +317,11 @@ def gather(
 def scatter(
     array: A, streams: Int[Array, "*#n"], slots: Int[Array, "*#n"], new: Shaped[Array, "*#n K D"]
 ) -> A:
-    """Write keys or values into distinct cells; in place if the array is donated.
+    """Write keys or values into distinct cells of a layer, `[S, K, N, D]`.
 
-    Args:
-      array: `[S, K, N, D]`, keys or values of a layer, or a `LayerView`.
-      streams: int32, stream of each cell, broadcast to the shape of `slots`.
-      slots: Slot of each cell; a slot past the last cell is skipped.
-      new: In the dtype of the array.
+    The write is in place if the array is donated.
+    `streams` are broadcast to the shape of `slots`; slots past the last cell are skipped. `new` has
+    the dtype of the array.
     """
     if not _is_upcast_by_cpu_write(array.dtype):
         return _scatter_by_index(array, streams, slots, new)
@@ -357,16 +338,10 @@ def copy_cell_run(
     size: int,
     end: Int32[Array, ""],
 ) -> Cached:
-    """Copy `size` contiguous cells of a stream to the same cells of another.
+    """Copy `size` contiguous cells from stream `src` to the same cells of stream `dst`.
 
-    Args:
-      split: How the current mesh splits the array.
-      array: The device's share of keys or values.
-      src: Global number of the stream to read.
-      dst: Global number of the stream to write.
-      first: First cell, as an index of the device's share.
-      size: Number of cells.
-      end: Cell of the share to stop before; less than `first + size` only if cells are split.
+    `array` is the device's share, split as in `split`. Streams are global; `first` is an index of
+    the share. Cells from `end` on are unchanged; this matters only if cells are split.
     """
     shape, zero = (1, array.shape[1], size, array.shape[3]), jnp.zeros_like(first)
 

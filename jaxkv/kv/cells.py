@@ -163,8 +163,8 @@ def seq_pos_max(cells: Cells, seq: Int32[Array, ""]) -> Int32[Array, ""]:
 def last_positions(cells: Cells, asked: Bool[Array, " Q"]) -> Int32[Array, " Q"]:
     """Return the largest position of each sequence in `asked`, -1 if it has none.
 
-    For other sequences the result may be -1. Each word with a sequence in `asked` needs one pass
-    over its cells, which compares each cell with all sequences of the word.
+    For other sequences the result may be -1. One pass over the cells serves all sequences of a
+    word.
     """
     if cells.sequences_per_stream == 1:
         return jnp.max(cells.position, axis=1)
@@ -276,12 +276,9 @@ def eviction_mark_of_copy(
 
 
 def seq_select(cells: C, parents: Int32[Array, " n"], targets: Int32[Array, " n"]) -> C:
-    """Replace the cells of each target by those of its parent, for all targets at once.
+    """Replace the cells of all targets at once by those of their parents.
 
-    Args:
-      cells: Table.
-      parents: Sequences of the same stream as their targets.
-      targets: Each at most once; an id of Q or more is skipped.
+    Parents and targets are of the same stream. Targets are distinct; an id of Q or more is skipped.
     """
 
     def add_owner(i: jax.Array, owners: jax.Array) -> jax.Array:
@@ -339,10 +336,7 @@ def sequences_owning_cells(cells: Cells, where: Bool[Array, "S N"]) -> Bool[Arra
 def owns_same_cells(cells: Cells, partner: Int32[Array, " Q"]) -> Bool[Array, " Q"]:
     """Return whether each sequence owns exactly the cells of its partner.
 
-    Args:
-      cells: Table.
-      partner: Number of the other sequence within the stream; its own number to skip the
-        comparison.
+    `partner` is a number within the stream; a sequence's own number skips the comparison.
     """
     partner = partner.reshape(cells.streams, cells.sequences_per_stream)
     local_ids = jnp.arange(cells.sequences_per_stream, dtype=jnp.int32)[None]
@@ -364,10 +358,8 @@ def owns_same_cells(cells: Cells, partner: Int32[Array, " Q"]) -> Bool[Array, " 
 def stream_hash(cells: Cells) -> UInt32[Array, " S"]:
     """Return a hash of each stream's content.
 
-    It covers position, owners, shift and hash of each cell, and the eviction mark of each sequence;
-    equal hashes mean equal tables. An edit changes it, and undoing the edit restores it. Without a
-    window it is a sum over cells, so the next hash follows from the present one and the changed
-    cells.
+    It covers position, owners, shift and hash of each cell, and the eviction marks. Undoing an edit
+    restores it. Without a window it is a sum over cells, so changed cells suffice to update it.
     """
     index = jnp.broadcast_to(jnp.arange(cells.num_cells), cells.position.shape)
     owners = jnp.moveaxis(cells.owners, 1, -1)
@@ -425,9 +417,7 @@ def advance_history_fields(
 ) -> dict[str, UInt32[Array, "S _"]]:
     """Return `history` and `written` after tokens were added without a ubatch.
 
-    Args:
-      history: `history` before.
-      is_incomplete: Layers that lack tokens afterwards.
+    `is_incomplete` are the layers that lack tokens afterwards.
     """
     # The sum makes the mark differ from 0 after two zeros.
     mark = chain_hashes(history[:, 0], history[:, 1] + 1)[:, None]

@@ -31,18 +31,10 @@ def visibility_of(
 ) -> Visibility:
     """Return the inputs of the attention mask for the tokens of a ubatch.
 
-    The mask depends on the table only. Empty cells have no owner. Tokens attend to each other
-    within a ubatch, because the table contains the ubatch already. A window limits the positions,
-    see `jaxkv.window`. A token without a slot (padding, a refused plan) attends to no cell.
-
-    Rows of one stream form one list of tokens if `slots.group_rows_by_stream` groups them. Its keys
-    are then read once for all of them.
-
-    Args:
-      cells: Table, with the ubatch applied.
-      ubatch: Query tokens.
-      causal: If False, tokens also attend to later positions.
-      visible_until: Last position that each token attends to; None for its own.
+    The table must contain the ubatch. Empty cells have no owner, so no token attends to them. A
+    token without a slot (padding, a refused plan) attends to no cell. `causal` and `visible_until`
+    are those of `jaxkv.attend`. Rows of one stream form one list of tokens if
+    `slots.group_rows_by_stream` groups them; its keys are then read once.
 
     Raises:
       ValueError: If attention is not causal or `visible_until` is given, and a token may belong to
@@ -78,19 +70,11 @@ def visibility_of(
 def needs_unwritten_tokens(
     cells: Cells, ubatch: Ubatch, *, causal: bool, visible_until: Int32[Array, "R T"] | None
 ) -> Bool[Array, "R T"] | None:
-    """Return which tokens attend to a token that no ubatch has written yet.
+    """Return which tokens attend to a token that is not written yet.
 
     With `visible_until`, such a token's last position is after the end of the ubatch. Without
     causal attention, its sequence continues in a later ubatch of the plan, within the window.
-
-    Args:
-      cells: Table.
-      ubatch: Query tokens.
-      causal: If False, tokens also attend to later positions.
-      visible_until: Last position that each token attends to; None for its own.
-
-    Returns:
-      None if no token attends to later positions.
+    Returns None if no token attends to later positions.
     """
     if causal and visible_until is None:
         return None

@@ -34,27 +34,19 @@ Axes = tuple[str, ...]
 
 
 def map_streams(cells: Cells, work: Callable[..., W], *args: PyTree) -> W:
-    """Map a function over streams.
+    """Map `work` over streams; its results are split like the streams.
 
-    Args:
-      cells: Table.
-      work: Called with the device's streams, and its part of `args`.
-      args: `[S, ...]` or `[Q, ...]`, or trees of such arrays.
-
-    Returns:
-      Results of `work`, `[S, ...]` or `[Q, ...]`, split like the streams.
+    `work` is called with the device's streams and its part of `args`, which are `[S, ...]` or
+    `[Q, ...]`, or trees of such arrays.
     """
     streams = P(make_axis_partition(cells.sharding_rules, streams=cells.streams).streams)
     return map_shards(cells.sharding_rules, work, streams, streams)(cells, *args)
 
 
 def map_streams_gather(cells: Cells, work: Callable[..., T], *args: jax.Array) -> T:
-    """Map a function over streams, and all-gather its results with one collective.
+    """Map `work` over streams, and all-gather its results with one collective.
 
-    Args:
-      cells: Table.
-      work: See `map_streams`; returns int32 or bool arrays of equal shapes.
-      args: `[S, ...]` or `[Q, ...]`.
+    `work` returns int32 or bool arrays of equal shapes.
     """
     axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
 
@@ -69,14 +61,8 @@ def compare_last_tokens(
 ) -> tuple[UInt32[Array, " T"], Bool[Array, " T"]]:
     """Return the content of the last cell of some sequences, on all devices.
 
-    Args:
-      cells: Table.
-      sequences: Ids.
-      contents: Content to compare with, for each sequence.
-
-    Returns:
-      The content of a cell at the last position, 0 if there is none. And whether any of the cells
-      at the last position (`seq_div` may produce two) has the content that is given.
+    Also return whether any cell at the last position (`seq_div` may produce two) has the content in
+    `contents`. The content of an empty sequence is 0.
     """
     axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
     does = is_sequence(cells, sequences)

@@ -83,14 +83,10 @@ def usable_cells(cells: Cells) -> Bool[Array, "S N"]:
 def find_fitting_sequences(cells: Cells, demand: Int32[Array, " Q"]) -> Admission:
     """Return which sequences fit into the usable cells, smallest demand first.
 
-    A sequence with a small demand is never refused because of one with a larger demand. With a
-    window, all sequences fit: evictions are known only once each ubatch is placed. If `placement`
-    is "contiguous", fragmentation is ignored in `fits`, and `together` compares with the longest
-    run.
-
-    Args:
-      cells: Table.
-      demand: Number of cells that each sequence needs; 0 always fits.
+    A small demand is never refused because of a larger one; 0 always fits. With a window, all
+    sequences
+    fit: evictions are known only once each ubatch is placed. If `placement` is "contiguous", `fits`
+    ignores fragmentation, and `together` compares with the longest run.
     """
     open_cells = usable_cells(cells)
     room = jnp.sum(open_cells, axis=1, dtype=jnp.int32)  # [S]
@@ -133,16 +129,11 @@ def can_allocate(
     at_once: int,
     num_shared_cells: Int[np.ndarray, " S"],
 ) -> Bool[np.ndarray, " S"]:
-    """Return which streams have cells for sequences of these lengths, `[S]` bool.
+    """Return which streams have cells for sequences of `lengths` tokens.
 
-    Runs on the CPU. Cells that are shared already count once. With a window, a stream needs at most
-    the tokens that the next token of each sequence attends to, and `at_once` cells.
-
-    Args:
-      cells: Table; only its sizes are read.
-      lengths: Number of tokens of each sequence.
-      at_once: Largest number of tokens of a stream that are computed at once.
-      num_shared_cells: Number of cells that sharing saves at present.
+    Runs on the CPU. Only the sizes of the table are read. Shared cells count once. With a window, a
+    stream needs at most the cells that the next token of each sequence attends to, and `at_once`
+    cells.
     """
     lengths = np.asarray(lengths, np.int64).reshape(cells.streams, -1)
     needed = lengths.sum(axis=1) - num_shared_cells
@@ -156,13 +147,8 @@ def choose_slots(cells: Cells, ubatch: Ubatch) -> tuple[Int32[Array, "R T"], Int
     """Choose a cell for every valid token.
 
     Empty cells come first, in the order of `placement`: the lowest, the next stripe, or see
-    `tiles.choose_for_list`. Evictable cells follow, lowest positions first. If `placement` is
-    "contiguous", the first run of empty and evictable cells is used. The tokens of a stream are
-    placed together, in order of their sequences.
-
-    Args:
-      cells: Table.
-      ubatch: Tokens to place; its `slots` are not read.
+    `tiles.choose_for_list`. Evictable cells follow, lowest positions first. A contiguous placement
+    uses the first run of empty and evictable cells. Sequences of a stream are placed in order.
 
     Returns:
       The slot of each token, past the last cell for padding and if a token of the ubatch has no
@@ -185,9 +171,8 @@ def _search_cells(
 ) -> tuple[jax.Array, jax.Array]:
     """Choose cells in some streams (see `sharded.map_rows`), and gather them.
 
-    Returns:
-      `[R, T]` int32, slot of each token, past the last cell if it has none; and `[R, T]` bool,
-      whether enough cells exist but no run.
+    Also return, `[R, T]` bool, whether enough cells exist but no run. A token without a cell gets a
+    slot past the last cell.
     """
     # The rows of a device's only stream are a list for attention, in any order.
     all_streams = ubatch.row_is_sequence or ubatch.spec.streams == 1
@@ -251,18 +236,11 @@ def choose_in_stream(
     turn: Int32[Array, " T"],
     total: Int32[Array, ""],
 ) -> tuple[Int32[Array, " T"], Bool[Array, ""]]:
-    """Choose cells of a stream for tokens with given turns.
-
-    Args:
-      cells: Table; only placement, shards and window are read.
-      open_cells: Cells that may be used.
-      position: Position of each cell.
-      turn: Turn of each token, from 1.
-      total: Number of tokens.
+    """Choose cells of a stream, in the order of `placement`, for turns 1 to `total`.
 
     Returns:
       The slot of each token, past the last cell if it has none; and whether a contiguous placement
-      has enough cells. The latter is False for other placements.
+      has enough cells (False for other placements).
     """
     size, shards = cells.num_cells, cells.shards
     open_cells, position = to_fill_order(open_cells, shards), to_fill_order(position, shards)
@@ -358,11 +336,8 @@ def _owner_words(cells: Cells, ubatch: Ubatch) -> jax.Array:
 def stream_hash_after(cells: Cells, ubatch: Ubatch) -> UInt32[Array, " S"]:
     """Return `stream_hash` after a ubatch occupies its slots, without a window.
 
-    Only the slots are hashed, which are empty before.
-
-    Args:
-      cells: Table.
-      ubatch: With slots, and with the `stream_hash` of the table as `hash_before`.
+    Only the slots are hashed: they are empty before, and `hash_before` of the ubatch is that of the
+    table.
     """
     return map_rows(cells, ubatch, lambda cells, ubatch, *_: _stream_hash_after(cells, ubatch), P)
 
@@ -386,10 +361,8 @@ def _stream_hash_after(cells: Cells, ubatch: Ubatch) -> jax.Array:
 def committed_slots(cells: Cells, ubatch: Ubatch) -> tuple[Int32[Array, "R T"], Bool[Array, " R"]]:
     """Return the slots to write, and which rows are current.
 
-    Returns:
-      The slot of each token; past the last cell for padding, a refused plan, and a row that is not
-      current. And False for rows of a ubatch that was not applied, or whose stream was edited
-      since.
+    A row is stale if its ubatch was not applied or its stream was edited since. Slots are past the
+    last cell for padding, a refused plan and stale rows.
     """
     placed = ubatch.slots < MAX_CELLS
     stream = ubatch.row_stream
@@ -403,13 +376,8 @@ def layer_history_after(
 ) -> UInt32[Array, " S"]:
     """Return `written` of a layer after it has written a ubatch.
 
-    It is unchanged if the layer lacks tokens that are still in the stream.
-
-    Args:
-      cells: Table.
-      ubatch: Tokens.
-      slots: Slots that are written, see `committed_slots`.
-      written: `written` of the layer before.
+    `slots` are those of `committed_slots`. `written` is unchanged if the layer lacks tokens that
+    are still in the stream.
     """
     count = jnp.sum(slots < cells.num_cells, axis=1, dtype=jnp.int32)
     count = _sum_by_stream(cells, ubatch, count)
@@ -420,15 +388,9 @@ def layer_history_after(
 
 
 def can_read_layer(cells: Cells, ubatch: Ubatch, written: UInt32[Array, " S"]) -> Bool[Array, " R"]:
-    """Return which rows may read a layer: it has all tokens of their stream.
+    """Return which rows have no slot, or a layer with all tokens of their stream.
 
-    Args:
-      cells: Table.
-      ubatch: Tokens.
-      written: `written` of the layer.
-
-    Returns:
-      True also for rows without a slot.
+    `written` is that of the layer.
     """
     whole = written == cells.history[:, 1]
     return whole[ubatch.row_stream] | ~jnp.any(ubatch.slots < MAX_CELLS, axis=1)

@@ -163,7 +163,7 @@ class CellTable(Cells, CacheTable):
         start: Int32[Array, ""],
         stop: Int32[Array, ""],
     ) -> tuple[Bool[Array, ""], Int32[Array, " n"]]:
-        """Return whether targets can continue and find free cells; and their last positions."""
+        """Return whether targets can continue and have cells; and their last positions."""
         ok, ends = eviction.can_resume_after_copy(self, src, dst, start, stop)
         if self.spec.has_shared_streams:
             ok &= copy_pooled.plan_copy(self, src, dst, start, stop).need.ok
