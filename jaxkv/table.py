@@ -306,7 +306,7 @@ class CacheTable(Partitioned):
     ) -> tuple[Self, PyTree]:
         """Copy a range of a sequence to other sequences, if `can_seq_cp` returns True.
 
-        Buffers are None if all copies are known to stay within a stream.
+        Buffers may be None if all sequences are of one stream.
         """
 
     @abstractmethod
@@ -330,7 +330,7 @@ class CacheTable(Partitioned):
     ) -> tuple[Self, PyTree]:
         """Replace each target's content by its parent's, if `can_seq_select` is True.
 
-        A target of Q is skipped. Buffers are None if all copies are known to stay within a stream.
+        A target of Q is skipped. Buffers may be None if parents and targets are of the same stream.
         """
 
     @abstractmethod
