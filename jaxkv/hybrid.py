@@ -50,10 +50,7 @@ def _combine_first_positions(firsts: list[Int32[Array, ""]]) -> Int32[Array, ""]
 
 
 def _combine_admissions(found: list[Admission]) -> Admission:
-    """Return which sequences fit in all parts.
-
-    Each part admits sequences in the same order, so they also fit together.
-    """
+    """Return which sequences fit in all parts, which admit them in the same order."""
     fits, together, remaining = zip(*found, strict=True)
     return Admission(fits=_all(fits), together=_all(together), num_remaining=_smallest(remaining))
 
@@ -120,7 +117,7 @@ def _make_parts_method(
         calls = zip([getattr(part, method.__name__) for part in parts], *arguments, strict=True)
         return rule(table, [ask(*those, **options) for ask, *those in calls])
 
-    return wraps(method, updated=())(call)  # `updated` would mark it as abstract
+    return wraps(method, updated=())(call)  # copying `__dict__` would mark it as abstract
 
 
 def _make_parts_query(

@@ -66,11 +66,9 @@ def jit_table(fun: Callable[..., R], **options: Any) -> Callable[..., R]:
 
 
 def jit_method(method: Callable[..., R], **options: Any) -> Callable[..., R]:
-    """Compile a method of `CacheTable` with `jit_table`.
+    """Compile a method of `CacheTable`, such as `seq_rm`, with `jit_table`.
 
-    Args:
-      method: For example `CacheTable.seq_rm`; the method of the same name of the table is called.
-      options: Options of `jax.jit`.
+    The compiled function calls the method of this name of the table that is passed.
     """
 
     def call(table: CacheTable, *args: PyTree, **kwargs: PyTree) -> PyTree:

@@ -107,10 +107,10 @@ class MaintenancePlan(Partitioned):
 
 
 def assignable(method: Callable[..., R]) -> Callable[..., R]:
-    """Allow a subclass to define a method by assignment.
+    """Allow a subclass to define a method by assigning a function.
 
-    Example: `seq_pos_min = cells.seq_pos_min`. Type checkers then compare return types only.
-      `tests/cells/test_contract.py` compares the names of the arguments.
+    Type checkers then compare return types only. `tests/cells/test_contract.py` compares the names
+    of the arguments.
     """
     return method
 
@@ -130,12 +130,12 @@ class CacheTable(Partitioned):
 
     @abstractmethod
     def cache_spec(self, buffers: PyTree) -> CacheSpec:
-        """Return the `CacheSpec` of the model layers that the cache with these buffers serves."""
+        """Return the `CacheSpec` of the layers that the cache with these buffers serves."""
 
     @property
     @abstractmethod
     def is_batch(self) -> bool:
-        """Whether the arrays have a leading batch axis of several caches, as `vmap` adds it."""
+        """Whether the arrays have a leading batch axis of caches, as `vmap` adds it."""
 
     sharding_rules: ShardingRules | None
     """Mesh axes that split the cache; None on one device."""
@@ -146,10 +146,7 @@ class CacheTable(Partitioned):
 
     @abstractmethod
     def partition_specs(self, buffers: PyTree, mesh: AnyMesh) -> tuple[Self, PyTree]:
-        """Return a `PartitionSpec` for each array of the table and of the buffers.
-
-        Buffers may be None.
-        """
+        """Return a `PartitionSpec` for each array of the table and the buffers (or None)."""
 
     def partition_by(self, sharding_rules: ShardingRules, mesh: AnyMesh) -> Self:
         """Return a `PartitionSpec` for each array, from the sharding rules of the table."""
@@ -222,10 +219,7 @@ class CacheTable(Partitioned):
     def owns_same_cells(self, partner: Int32[Array, " Q"]) -> Bool[Array, " Q"]:
         """Return whether each sequence owns exactly the cells of its partner.
 
-        Called for tokens of several sequences, which caches with recurrent states do not support.
-
-        Args:
-          partner: Number of the other sequence within the stream.
+        `partner` is a number within the stream. Caches with recurrent states raise TypeError.
         """
         del partner
         raise TypeError(f"expected a cache of attention alone, got kind {self.spec.kind!r}")
@@ -233,10 +227,7 @@ class CacheTable(Partitioned):
     @abstractmethod
     @assignable
     def num_cells_saved_by_sharing(self) -> PyTree[Int32[Array, " S"]]:
-        """Return the number of cells saved by sharing in each stream.
-
-        The result of a hybrid cache is a tuple. A cell with n owners saves n - 1.
-        """
+        """Return the cells saved by sharing in each stream: n - 1 for n owners."""
 
     @abstractmethod
     @assignable
@@ -292,7 +283,7 @@ class CacheTable(Partitioned):
     def seq_rm(
         self, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]
     ) -> tuple[Self, Bool[Array, ""]]:
-        """Remove a range of a sequence, or of all sequences if -1; return the table and `ok`."""
+        """Remove a range of a sequence, or of all sequences if -1; return also `ok`."""
 
     @abstractmethod
     @assignable
@@ -318,7 +309,7 @@ class CacheTable(Partitioned):
         start: Int32[Array, ""],
         stop: Int32[Array, ""],
     ) -> tuple[Bool[Array, ""], Int32[Array, " n"]]:
-        """Return whether `seq_cp` is possible, and the last position of each target after it.
+        """Return whether `seq_cp` is possible, and the targets' last positions after it.
 
         The position is -1 for a target that would be empty.
         """
@@ -403,10 +394,7 @@ class CacheTable(Partitioned):
     @abstractmethod
     @assignable
     def rewind(self, old: CacheTable) -> tuple[Self, Bool[Array, ""]]:
-        """Return an older table, updated with the writes since then, and `ok`.
-
-        `ok` is whether the buffers of all cells that the older table uses are unchanged.
-        """
+        """Return `old` with later writes noted, and whether its cells are unchanged."""
 
     @abstractmethod
     @assignable
@@ -429,10 +417,7 @@ class CacheTable(Partitioned):
         v: Float[Array, "R T K Dv"] | None = None,
         **options: object,
     ) -> tuple[Self, PyTree, Float[Array, "R T H Dv"]]:
-        """Write keys and values, if given, into a layer, and compute attention.
-
-        Options are those of `jaxkv.attend`.
-        """
+        """Write keys and values, if any, and attend; options as in `jaxkv.attend`."""
         del buffers, layer, ubatch, q, k, v, options
         raise TypeError(f"expected a cache with attention layers, got kind {self.spec.kind!r}")
 
@@ -451,7 +436,7 @@ class CacheTable(Partitioned):
 
     @assignable
     def read_kv(self, buffers: PyTree, layer: int, ubatch: Ubatch, **options: object) -> KVView:
-        """Return the keys and values that a ubatch attends to; options as in `jaxkv.read_kv`."""
+        """Return the keys and values of a ubatch's streams; options as in `jaxkv.read_kv`."""
         del buffers, layer, ubatch, options
         raise TypeError(f"expected a cache with attention layers, got kind {self.spec.kind!r}")
 

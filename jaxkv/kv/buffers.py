@@ -174,13 +174,9 @@ def map_kv(
 ) -> Buffers:
     """Change keys and values on each device; stacked layers one after the other.
 
-    Args:
-      sharding_rules: Rules of the cache.
-      buffers: Keys and values of all layers.
-      change: Maps `Halves`, `args` and the device's `(k, v)` to new `(k, v)`, of all layers or, if
-        stacked, of one.
-      args: Arguments of `change`, replicated.
-      by_stream: Number of leading `args` that are `[S, ...]` and split by streams.
+    `change` maps `Halves`, `args` and the device's `(k, v)` to new `(k, v)`, of all layers or, if
+    stacked, of one. The first `by_stream` of `args` are `[S, ...]` and split by streams; the others
+    are replicated.
     """
     split = kv_partitions(sharding_rules, buffers)
     specs = jax.tree.map(lambda partition: partition.partition_spec, split)
@@ -258,10 +254,7 @@ def scatter_local(
     slots: Int[Array, "*#n"],
     new: Shaped[Array, "*#n K D"],
 ) -> A:
-    """Write keys or values into the cells that the device stores.
-
-    Arguments as in `gather_from_any_device`; `new` as in `scatter`.
-    """
+    """Write keys or values at those global streams and slots that the device stores."""
     return scatter(array, *_to_local_slots(split, array, streams, slots), new)
 
 
@@ -290,10 +283,7 @@ def offset_slots_into_range(
 def gather(
     array: Cached, streams: Int[Array, "*#n"], slots: Int[Array, "*#n"]
 ) -> Shaped[Array, "*#n K D"]:
-    """Read keys or values of a layer, `[S, K, N, D]`; zeros past the last cell.
-
-    `streams` are broadcast to the shape of `slots`.
-    """
+    """Read keys or values of a layer, `[S, K, N, D]`; zeros past the last cell."""
     if isinstance(array, LayerView):
         return gather(array.all, array.stream_indices(streams), slots)
     by_head = slots.ndim  # the axis of heads, in indices and in the result
@@ -317,11 +307,9 @@ def gather(
 def scatter(
     array: A, streams: Int[Array, "*#n"], slots: Int[Array, "*#n"], new: Shaped[Array, "*#n K D"]
 ) -> A:
-    """Write keys or values into distinct cells of a layer, `[S, K, N, D]`.
+    """Write keys or values into distinct cells of a layer, in place if it is donated.
 
-    The write is in place if the array is donated.
-    `streams` are broadcast to the shape of `slots`; slots past the last cell are skipped. `new` has
-    the dtype of the array.
+    Slots past the last cell are skipped. `new` has the dtype of the array.
     """
     if not _is_upcast_by_cpu_write(array.dtype):
         return _scatter_by_index(array, streams, slots, new)

@@ -3,9 +3,9 @@
 It contains no keys or values, so the cost of an edit is independent of the model's size. Derived
 values, such as the number of used cells or the last position of a sequence, are not stored.
 
-Ranges of positions are `start` to `stop` - 1, `[]` int32: a negative start means 0, a negative
-stop means no end, and a stop of 0 is an empty range. Ids are `[]` int32; an id outside `[0, Q)`
-leaves the table unchanged.
+Ranges of positions are `start` to `stop` - 1, `[]` int32: a negative start means 0, a negative stop
+means no end, and a stop of 0 is an empty range. Ids are `[]` int32; an id outside `[0, Q)` leaves
+the table unchanged.
 """
 
 from __future__ import annotations
@@ -186,10 +186,7 @@ def last_positions(cells: Cells, asked: Bool[Array, " Q"]) -> Int32[Array, " Q"]
 def _last_positions_by_chunk(
     size: int, owners: jax.Array, position: jax.Array, asked: jax.Array
 ) -> jax.Array:
-    """Return last positions for the words `asked`, `[S, W, WORD]` int32.
-
-    Each iteration compares `size` cells.
-    """
+    """Return last positions for words `asked`, `[S, W, WORD]`, `size` cells at a time."""
     streams, words, cells = owners.shape
     bit = jnp.arange(WORD, dtype=jnp.uint32)
 
@@ -228,8 +225,8 @@ def num_cells_saved_by_sharing(cells: Cells) -> Int32[Array, " S"]:
 def seq_rm(cells: C, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]) -> C:
     """Remove one sequence (all sequences if `seq` is -1) from its cells in a range.
 
-    A cell without a remaining owner becomes empty. A range that ends at or after
-    `evicted_below` lowers it to at most the start of the range.
+    A cell without a remaining owner becomes empty. A range that ends at or after `evicted_below`
+    lowers it to at most the start of the range.
     """
     seq_bits = jnp.where(seq == -1, ~jnp.uint32(0), sequence_bits(cells, seq))
     gone = seq_bits[..., None] & to_word_mask(is_in_range(cells, start, stop))
@@ -386,10 +383,7 @@ def hash_cells(
 
 
 def rewind(cells: C, old: C) -> tuple[C, Bool[Array, ""]]:
-    """Return an older table, updated with the writes since then, and `ok`.
-
-    `ok` is whether no cell that the older table uses was overwritten or moved.
-    """
+    """Return `old` with later writes noted, and whether its cells are unchanged."""
     ok = jnp.all((cells.cell_hash == old.cell_hash) | is_cell_empty(old))
     before, after, past = cells.history[:, :1], cells.history[:, 1:], old.history[:, 1:]
     whole = (

@@ -162,9 +162,8 @@ def select_between_streams(
 ) -> tuple[C, Buffers]:
     """Replace all targets at once by their parents.
 
-    Targets are distinct; an id that is no sequence is skipped.
-    A chunk is read from all parents before it is written to any target, so sequences can be
-    swapped.
+    Targets are distinct; an id that is no sequence is skipped. A chunk is read from all parents
+    before it is written to any target, so sequences can be swapped.
     """
     does = is_sequence(cells, targets)
     targets = jnp.where(does, targets, cells.streams)

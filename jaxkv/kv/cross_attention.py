@@ -172,10 +172,7 @@ class CrossAttentionTable(CellTable):
         visible_until: Tokens | None = None,
         **options: Any,
     ) -> tuple[CellTable, Buffers, Float[Array, "R T H Dv"]]:
-        """Attend to all cells of the sources.
-
-        A ubatch of sources attends as in `jaxkv.attend`.
-        """
+        """Attend to all cells of the sources; for a ubatch of sources see `jaxkv.attend`."""
         if not isinstance(ubatch.slots, CrossAttentionSlots):
             return super().attend(
                 buffers, layer, ubatch, q, k, v, visible_until=visible_until, **options

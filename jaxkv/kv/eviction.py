@@ -55,7 +55,7 @@ def is_evictable(cells: Cells) -> Bool[Array, "S N"]:
 
 
 def evict_cells(cells: C, evicted: Bool[Array, "S N"]) -> C:
-    """Evict cells, and all earlier cells of their owners.
+    """Remove cells from their owners, and with them all earlier cells of these owners.
 
     The remaining cells of an owner then have no gap, and `evicted_below` is their start. `evicted`
     may include empty cells.
@@ -82,10 +82,7 @@ def evict_cells(cells: C, evicted: Bool[Array, "S N"]) -> C:
 
 
 def _local_ids_owning(cells: Cells, where: jax.Array) -> jax.Array:
-    """Return which sequence numbers own a cell of `where` in any stream, `[Q / S]`.
-
-    Sequences with the same number in their streams are processed together.
-    """
+    """Return which sequence numbers own a cell of `where` in any stream, `[Q / S]`."""
     return jnp.any(sequences_owning_cells(cells, where).reshape(cells.streams, -1), axis=0)
 
 
@@ -118,10 +115,10 @@ def can_resume(cells: Cells, seq: Int32[Array, ""], pos: Int32[Array, ""]) -> Bo
 def accept_edit(cells: C, edited: C, tip: Int32[Array, " Q"]) -> tuple[C, Bool[Array, ""]]:
     """Return the edited table and True, or `cells` and False if it is refused.
 
-    It is refused if a sequence could not continue afterwards.
-    A sequence can continue if its next token attends to no evicted position. The position of that
-    token must be known: it follows a present token, or the last evicted one. `tip` is the position
-    of `evicted_below - 1` after the edit.
+    It is refused if a sequence could not continue afterwards. A sequence can continue if its next
+    token attends to no evicted position. The position of that token must be known: it follows a
+    present token, or the last evicted one. `tip` is the position of `evicted_below - 1` after the
+    edit.
     """
     if cells.window is None:
         return edited, jnp.array(True)

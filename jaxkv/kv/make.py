@@ -31,18 +31,9 @@ def make_attention_cache(
     placement: str,
     stacked: bool,
 ) -> Cache:
-    """Make an empty cache of attention layers; see `make_cache` for the sizes.
+    """Make an empty cache of attention layers, see `make_cache`.
 
-    Args:
-      spec: Of kind "attention" or "cross_attention".
-      cells: N.
-      sequences: Q.
-      streams: S, a divisor of Q.
-      dtype: Dtype of keys and values.
-      ubatch_size: T, used with a window.
-      max_rollback: Used with a window.
-      placement: "any", "contiguous", "tiled" or "striped:n".
-      stacked: Whether one array stores all layers.
+    `ubatch_size` and `max_rollback` are used with a window only.
     """
     kind, shards = parse_placement(placement)
     _check_dtype(dtype)

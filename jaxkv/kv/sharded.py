@@ -36,8 +36,8 @@ Axes = tuple[str, ...]
 def map_streams(cells: Cells, work: Callable[..., W], *args: PyTree) -> W:
     """Map `work` over streams; its results are split like the streams.
 
-    `work` is called with the device's streams and its part of `args`, which are `[S, ...]` or
-    `[Q, ...]`, or trees of such arrays.
+    `work` is called with the device's streams and its part of `args`, which are `[S, ...]` or `[Q,
+    ...]`, or trees of such arrays.
     """
     streams = P(make_axis_partition(cells.sharding_rules, streams=cells.streams).streams)
     return map_shards(cells.sharding_rules, work, streams, streams)(cells, *args)
@@ -91,15 +91,12 @@ def map_rows(
     work: Callable[[C, Ubatch, Axes, Axes], W],
     out_specs: Callable[[Axes], P],
 ) -> W:
-    """Map a function over the rows of a ubatch, on the devices of their streams.
+    """Map `work` over the rows of a ubatch, on the devices of their streams.
 
-    Args:
-      cells: Table.
-      ubatch: Ubatch.
-      work: Called with the device's streams and rows, the axes that split the rows, and the axes
-        along which devices have different padding. Rows in the order of sequences are split;
-        otherwise each device gets all rows, with those of other streams as padding.
-      out_specs: Returns the `PartitionSpec` of the result, given the axes of the streams.
+    `work` is called with the device's streams and rows, the axes that split the rows, and the axes
+    along which devices have different padding. Rows in the order of sequences are split; otherwise
+    each device gets all rows, with those of other streams as padding. `out_specs` maps the axes of
+    the streams to the `PartitionSpec` of the result.
     """
     axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
     rows = row_mesh_axes(ubatch, axes)

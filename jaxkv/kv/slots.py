@@ -61,10 +61,7 @@ def group_rows_by_stream(cells: Cells, ubatch: Ubatch) -> TokenLists:
 
 
 def sequence_status(cells: Cells, present: Bool[Array, " Q"]) -> SequenceStatus:
-    """Return the status of the sequences in a batch.
-
-    `last` is the last position that a sequence reached, evicted or not.
-    """
+    """Return the status of the sequences in a batch; the last positions may be evicted."""
     last = jnp.where(
         present, jnp.maximum(last_positions(cells, present), cells.evicted_below - 1), EMPTY
     )
@@ -192,7 +189,7 @@ def _search_cells(
 def _choose_in_order(
     cells: Cells, ubatch: Ubatch, all_streams: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Choose cells for a ubatch in fill order; return as `_search_cells`."""
+    """Choose cells for a ubatch without tiles; return as `_search_cells`."""
     open_cells = usable_cells(cells)
     if all_streams and ubatch.valid.size == cells.streams:
         slots = _choose_single_cell(cells, open_cells).reshape(ubatch.valid.shape)
@@ -216,10 +213,7 @@ def _choose_in_order(
 
 
 def _choose_single_cell(cells: Cells, open_cells: jax.Array) -> jax.Array:
-    """Return the slot for the only token of each stream, `[S]` int32.
-
-    `open_cells` `[S, N]` are the usable cells. The slot is past the last cell if none is open.
-    """
+    """Return the slot of the only token of each stream, `[S]`; N if no cell is open."""
     size, shards = cells.num_cells, cells.shards
     open_cells, position = to_fill_order(open_cells, shards), to_fill_order(cells.position, shards)
     if cells.window is not None and cells.placement != "contiguous":
@@ -257,10 +251,9 @@ def choose_in_stream(
 
 
 def _find_first_run(counts: jax.Array, length: jax.Array) -> jax.Array:
-    """Return the first cell of the first run of `length` usable cells.
+    """Return the start of the first run of `length` usable cells; N if there is none.
 
-    The result is past the last cell if there is none. `counts` `[N]` is the cumulative number of
-    usable cells.
+    `counts` `[N]` is the cumulative number of usable cells.
     """
     cells = counts.shape[0]
     start = jnp.arange(cells)
@@ -388,9 +381,6 @@ def layer_history_after(
 
 
 def can_read_layer(cells: Cells, ubatch: Ubatch, written: UInt32[Array, " S"]) -> Bool[Array, " R"]:
-    """Return which rows have no slot, or a layer with all tokens of their stream.
-
-    `written` is that of the layer.
-    """
+    """Return which rows have no slot, or a layer (`written`) without missing tokens."""
     whole = written == cells.history[:, 1]
     return whole[ubatch.row_stream] | ~jnp.any(ubatch.slots < MAX_CELLS, axis=1)

@@ -149,7 +149,7 @@ def copy_cells(table: States, buffers: Buffers, source: Cell, target: Cell) -> B
 
 
 def state_partition_axes(table: States, name: str, mesh: AnyMesh | None = None) -> tuple:
-    """Return the mesh axes of each dimension of a state, up to the one that is split.
+    """Return the axes of each dimension of a state, up to the split one.
 
     `mesh` defaults to the current one.
     """

@@ -134,10 +134,7 @@ def seq_pos_max(states: States, seq: Int32[Array, ""]) -> Int32[Array, ""]:
 def compare_last_tokens(
     states: States, sequences: Int32[Array, " T"], contents: UInt32[Array, " T"]
 ) -> tuple[UInt32[Array, " T"], Bool[Array, " T"]]:
-    """Return the contents of current states, and whether they equal `contents`.
-
-    The content of an empty sequence is 0.
-    """
+    """Return the contents of current states, 0 if none, and whether they match."""
     place = stream_of(states, sequences), states.cell[sequences, -1]
     found = states.content.at[place].get(mode="fill", fill_value=0)
     found = jnp.where(is_sequence(states, sequences), found, 0)
@@ -194,14 +191,12 @@ def can_resume(states: States, seq: Int32[Array, ""], pos: Int32[Array, ""]) -> 
 def seq_rm(
     states: T, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]
 ) -> tuple[T, Bool[Array, ""]]:
-    """Remove a range of one sequence, or of all sequences if `seq` is -1.
+    """Remove a range of a sequence, or of all sequences if -1; return also `ok`.
 
     A range without tokens of the sequence is granted and has no effect. Last tokens can be removed
     if a state exists right before the range; it becomes the current one. All tokens can always be
-    removed. Other ranges are refused, because a state contains all its tokens.
-
-    Returns:
-      The table; and False if a sequence refuses, in which case the table is unchanged.
+    removed. Other ranges are refused, because a state contains all its tokens. If one sequence
+    refuses, the table is unchanged.
     """
     stays, ok = _find_remaining_states(states, seq, start, stop)
     return drop_pairs(states, stays | ~ok), ok
@@ -310,10 +305,7 @@ def _move_pairs(states: T, position: jax.Array, moves: jax.Array, drop: jax.Arra
 
 
 def rewind(states: T, old: T) -> tuple[T, Bool[Array, ""]]:
-    """Return an older table, updated with the writes since then, and `ok`.
-
-    `ok` is whether no cell that the older table uses was reassigned or written since.
-    """
+    """Return `old` with later writes noted, and whether its cells are unchanged."""
     same = jnp.all(states.holds == old.holds, axis=0) & (states.cell_hash == old.cell_hash)
     back = replace(old, cell_hash=states.cell_hash, holds=states.holds)
     return back, jnp.all(same | ~is_occupied(old, old.cell))

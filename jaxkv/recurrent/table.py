@@ -42,10 +42,7 @@ if TYPE_CHECKING:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EmptyPlan(MaintenancePlan):
-    """Plan of an update or a defrag of a cache that never needs one.
-
-    spec: Spec of the cache that was planned for, static.
-    """
+    """Empty plan of an update or a defrag, with the `spec` of its cache."""
 
     spec: TableSpec = field(metadata={"static": True})
 
@@ -224,14 +221,7 @@ class StateTable(States, CacheTable):
 def make_recurrent_cache(
     spec: CacheSpec, *, sequences: int, streams: int, max_rollback: int
 ) -> Cache:
-    """Make an empty recurrent cache of Q / S * (E + 1) cells in each stream.
-
-    Args:
-      spec: Of kind "recurrent".
-      sequences: Q.
-      streams: S, a divisor of Q.
-      max_rollback: E, the number of states before the current one.
-    """
+    """Make an empty recurrent cache of Q / S * (E + 1) cells in each stream."""
     max_rollback = check_count(max_rollback, "max_rollback", low=0)
     cells = check_count(
         sequences // streams * (max_rollback + 1), "states of a stream", high=MAX_CELLS - 1
