@@ -32,9 +32,10 @@ def visibility_of(
     """Return the inputs of the attention mask for the tokens of a ubatch.
 
     The table must contain the ubatch. Empty cells have no owner, so no token attends to them. A
-    token without a slot (padding, a refused plan) attends to no cell. `causal` and `visible_until`
-    are those of `jaxkv.attend`. Rows of one stream form one list of tokens if
-    `slots.group_rows_by_stream` groups them; its keys are then read once.
+    token without a slot (padding, a refused plan) attends to no cell. For windows see
+    `jaxkv.window`; `causal` and `visible_until` are those of `jaxkv.attend`. Rows of one stream
+    form one list of tokens if `slots.group_rows_by_stream` groups them; its keys are then read
+    once.
 
     Raises:
       ValueError: If attention is not causal or `visible_until` is given, and a token may belong to
