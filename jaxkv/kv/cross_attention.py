@@ -1,7 +1,7 @@
 """Cache of encoder sources, for cross-attention.
 
-A source is written once, completely, and then only read. Its cells have positions of their own,
-from 0, which operations on positions do not change. Copying or removing a sequence copies or
+A source is written once, completely, and then only read. The positions of its cells start at 0, and
+edits of the sequence's positions do not change them. Copying or removing a sequence copies or
 removes its source.
 """
 

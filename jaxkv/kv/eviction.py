@@ -116,7 +116,7 @@ def accept_edit(cells: C, edited: C, tip: Int32[Array, " Q"]) -> tuple[C, Bool[A
     """Return the edited table and True, or `cells` and False if it is refused.
 
     It is refused if a sequence could not continue afterwards. A sequence can continue if its next
-    token attends to no evicted position. The position of that token must be known: it follows a
+    token attends to no evicted position. The position of that token must be certain: it follows a
     present token, or the last evicted one. `tip` is the position of `evicted_below - 1` after the
     edit.
     """

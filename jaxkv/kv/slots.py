@@ -82,7 +82,7 @@ def find_fitting_sequences(cells: Cells, demand: Int32[Array, " Q"]) -> Admissio
 
     A small demand is never refused because of a larger one; 0 always fits. With a window, all
     sequences
-    fit: evictions are known only once each ubatch is placed. If `placement` is "contiguous", `fits`
+    fit: evictions happen only as each ubatch is placed. If `placement` is "contiguous", `fits`
     ignores fragmentation, and `together` compares with the longest run.
     """
     open_cells = usable_cells(cells)
