@@ -1,11 +1,9 @@
-"""Several caches that step together, each for some of a model's layers.
+"""Hybrid cache: several caches that step together, each for some layers of a model.
 
-All parts or none: a batch, a cut or a ubatch that one part refuses changes none of them. The parts
-may be of any kind. What is known of them here is `jaxkv.cache.CacheTable`, nothing else.
-
-Most methods of `HybridTable` call the same method of each part and put together what the parts
-return: `_make_parts_query` and `_make_parts_method` build such a method from that of `CacheTable`
-and a rule. `_make_layer_method` builds those that only the part of one layer knows.
+A batch, an edit or a ubatch that one part refuses changes no part. Parts may be of any kind, and
+are used through `jaxkv.table.CacheTable` only. Most methods of `HybridTable` call the same method
+of each part and combine the results; `_make_parts_query`, `_make_parts_method` and
+`_make_layer_method` build them.
 """
 
 from __future__ import annotations
@@ -36,9 +34,9 @@ R = TypeVar("R")
 Layers = tuple[tuple[int, ...], ...]
 
 OWN = "buffers", "num_shared_cells"
-"""Arguments that have an item for each part, unless None; the others are the same for all."""
+"""Arguments with one item for each part, unless None; other arguments are equal for all parts."""
 
-# Rules for arrays of one shape, one a part: elementwise.
+# Elementwise rules for arrays of equal shape, one for each part.
 _all = partial(reduce, jnp.logical_and)
 _any = partial(reduce, jnp.logical_or)
 _sum = partial(reduce, jnp.add)
@@ -47,25 +45,25 @@ _smallest = partial(reduce, jnp.minimum)
 
 
 def _combine_first_positions(firsts: list[Int32[Array, ""]]) -> Int32[Array, ""]:
-    """Return where the text of all parts begins; -1 if one is empty."""
+    """Return the first position that all parts have; -1 if one is empty."""
     return jnp.where(_smallest(firsts) < 0, -1, _largest(firsts))
 
 
 def _combine_admissions(found: list[Admission]) -> Admission:
-    """Return what fits in all parts: each orders the sequences alike, so it fits together."""
+    """Return which sequences fit in all parts, which admit them in the same order."""
     fits, together, remaining = zip(*found, strict=True)
     return Admission(fits=_all(fits), together=_all(together), num_remaining=_smallest(remaining))
 
 
 def _with_part_tables(table: HybridTable, parts: list[CacheTable]) -> HybridTable:
-    """Return the table of other parts."""
+    """Return the table with other parts."""
     return replace(table, parts=tuple(parts))
 
 
 def _combine_parts_and_buffers(
     table: HybridTable, pairs: list[tuple[PyTree, PyTree]]
 ) -> tuple[HybridTable, PyTree]:
-    """Return the table and the buffers of pairs of both; None where parts were given none."""
+    """Return the table, and the buffers, or None if the parts have none."""
     parts, buffers = zip(*pairs, strict=True)
     return replace(table, parts=parts), None if buffers[0] is None else buffers
 
@@ -73,10 +71,10 @@ def _combine_parts_and_buffers(
 def _commit_if_all_ok(
     table: HybridTable, answers: list[tuple[CacheTable, Bool[Array, ""]]]
 ) -> tuple[HybridTable, Bool[Array, ""]]:
-    """Return the table of parts that are all ok, or the one before; and `ok`.
+    """Return the edited table if all parts are ok, else the old one; and `ok`.
 
-    It is refused, too, where the text of a sequence would end in one part before it does in
-    another.
+    `ok` is also False if a sequence becomes `missing`, for example because its parts end at
+    different positions.
     """
     parts, granted = zip(*answers, strict=True)
     changed = replace(table, parts=parts)
@@ -89,7 +87,7 @@ def _commit_if_all_ok(
 def _combine_copy_answers(
     table: HybridTable, answers: list[tuple[jax.Array, jax.Array]]
 ) -> tuple[jax.Array, jax.Array]:
-    """Return whether all parts grant a copy and the text ends alike in them; and the ends."""
+    """Return whether all parts can copy, with equal last positions; and these."""
     granted, ends = zip(*answers, strict=True)
     pairs = zip(table.parts, ends, strict=True)
     ends = [end for part, end in pairs if table._is_planned_part(part)]
@@ -97,16 +95,16 @@ def _combine_copy_answers(
 
 
 def _combine_plans(table: HybridTable, plans: list[MaintenancePlan]) -> HybridMaintenancePlan:
-    """Return the plans of all parts as one."""
+    """Return the plans of all parts as one plan."""
     return HybridMaintenancePlan(parts=tuple(plans), spec=table.spec)
 
 
 def _make_parts_method(
     method: Callable[..., R], rule: Callable[..., R], which: str = "parts"
 ) -> Callable[..., R]:
-    """Return a method that calls that of each part: `rule(table, returned)` of what they return.
+    """Return a method that calls `method` of each part and combines the results.
 
-    `method` is that of `CacheTable`, and `which` names the list of the parts that are called.
+    It returns `rule(table, results)`. `which` names the list of parts.
     """
     per_part = {i for i, name in enumerate(signature(method).parameters, -1) if name in OWN}
 
@@ -119,20 +117,20 @@ def _make_parts_method(
         calls = zip([getattr(part, method.__name__) for part in parts], *arguments, strict=True)
         return rule(table, [ask(*those, **options) for ask, *those in calls])
 
-    return wraps(method, updated=())(call)  # what would be updated says that it is abstract
+    return wraps(method, updated=())(call)  # copying `__dict__` would mark it as abstract
 
 
 def _make_parts_query(
     method: Callable[..., R], rule: Callable[..., R], which: str = "parts"
 ) -> Callable[..., R]:
-    """Return a method as `_make_parts_method` does, by a rule of what is returned alone."""
+    """Return a method as `_make_parts_method` does, with a rule of the results only."""
     return _make_parts_method(method, lambda _, returned: rule(returned), which)
 
 
 def _make_layer_method(method: Callable[..., R], verb: str, *, writes: bool) -> Callable[..., R]:
-    """Return a method that calls that of the part which serves a layer for a verb.
+    """Return a method that calls `method` of the part that serves a layer for a verb.
 
-    One that writes returns a table and buffers first, which are put beside those of other parts.
+    If `writes`, its first results are a table and buffers, which replace those of the part.
     """
 
     def call(
@@ -165,10 +163,10 @@ def _replace_part(parts: tuple[R, ...], i: int, part: R) -> tuple[R, ...]:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HybridMaintenancePlan(MaintenancePlan):
-    """What is to be done to each part: the plans of an update, or of a defrag.
+    """Plans of an update or a defrag of all parts.
 
-    parts: the plans.
-    spec: of the cache that they were planned for, static.
+    parts: Plan of each part.
+    spec: Spec of the cache that was planned for, static.
     """
 
     parts: tuple[MaintenancePlan, ...]
@@ -176,18 +174,18 @@ class HybridMaintenancePlan(MaintenancePlan):
 
     @property
     def pending(self) -> Int32[Array, ""]:
-        """How many keys are rotated, or cells moved, over all parts."""
+        """Number of keys to rotate, or of cells to move, over all parts."""
         return _sum([part.pending for part in self.parts])
 
     def is_current(self, table: HybridTable) -> Bool[Array, ""]:
-        """Return whether each part is as its plan found it."""
+        """Return whether the plans of all parts are current."""
         parts = zip(self.parts, table.parts, strict=True)
         return _all([plan.is_current(part) for plan, part in parts])
 
     def commit(
         self, table: HybridTable, buffers: tuple, ok: Bool[Array, ""]
     ) -> tuple[HybridTable, tuple]:
-        """Carry the plans of all parts out, or none."""
+        """Apply the plans of all parts if `ok`."""
         parts = zip(self.parts, table.parts, buffers, strict=True)
         return _combine_parts_and_buffers(
             table, [plan.commit(part, arrays, ok) for plan, part, arrays in parts]
@@ -197,12 +195,12 @@ class HybridMaintenancePlan(MaintenancePlan):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HybridTable(CacheTable):
-    """The tables of caches that step together. Arrays have the shapes that `CacheTable` says.
+    """Tables of caches that step together.
 
-    parts: the tables.
-    layers: for each part the layers of the model that it serves, in its own order, static. A layer
-      that uses several caches, such as attention beside a recurrence, is listed in each.
-    sharding_rules: which axes of a mesh split the cache, those of all parts, static.
+    parts: Tables.
+    layers: Layers of the model that each part serves, in the order of the part, static. A layer
+      that uses several caches, such as attention and a recurrence, occurs in each.
+    sharding_rules: Mesh axes that split the cache, static; equal in all parts.
     """
 
     parts: tuple[CacheTable, ...]
@@ -210,7 +208,7 @@ class HybridTable(CacheTable):
     sharding_rules: ShardingRules | None = field(default=None, metadata={"static": True})
 
     def pair_parts_with_buffers(self, buffers: tuple) -> tuple[tuple[CacheTable, PyTree], ...]:
-        """Return each part with its buffers."""
+        """Return pairs of part and buffers."""
         return tuple(zip(self.parts, buffers, strict=True))
 
     stream_hash = _make_parts_query(CacheTable.stream_hash, tuple)
@@ -250,7 +248,7 @@ class HybridTable(CacheTable):
 
     @property
     def spec(self) -> TableSpec:
-        """What is fixed when the cache is made."""
+        """Static configuration of the cache."""
         parts = tuple(part.spec for part in self.parts)
         sizes = [part.ubatch_size for part in parts if part.ubatch_size is not None]
         kept = [part.max_rollback for part in parts if part.max_rollback is not None]
@@ -266,7 +264,7 @@ class HybridTable(CacheTable):
         )
 
     def cache_spec(self, buffers: tuple) -> CacheSpec:
-        """Return what the weights fixed of each part."""
+        """Return the `CacheSpec` of the model layers that the cache serves."""
         parts = zip(self.parts, buffers, self.layers, strict=True)
         return CacheSpec.hybrid(
             *((part.cache_spec(arrays), layers) for part, arrays, layers in parts)
@@ -274,21 +272,21 @@ class HybridTable(CacheTable):
 
     @property
     def is_batch(self) -> bool:
-        """Whether a part is."""
+        """Whether a part has a leading batch axis."""
         return any(part.is_batch for part in self.parts)
 
     def with_sharding_rules(self, sharding_rules: ShardingRules | None) -> HybridTable:
-        """Return the table with other rules, in each part too."""
+        """Return the table with other sharding rules, also in the parts."""
         parts = tuple(part.with_sharding_rules(sharding_rules) for part in self.parts)
         return replace(self, parts=parts, sharding_rules=sharding_rules)
 
     def num_layers(self, buffers: tuple) -> int:
-        """Return one more than the highest layer that a part serves."""
+        """Return one more than the highest layer of all parts."""
         del buffers
         return 1 + max(layer for layers in self.layers for layer in layers)
 
     def check_buffers(self, buffers: tuple) -> None:
-        """Raise unless each part has the buffers of one that is like it."""
+        """Raise if the number of parts differs, or buffers of a part do not fit it."""
         if len(buffers) != len(self.parts):
             raise ValueError(
                 f"expected the buffers of {len(self.parts)} parts, got {len(buffers)}: join the "
@@ -298,12 +296,12 @@ class HybridTable(CacheTable):
             part.check_buffers(arrays)
 
     def check_can_shift(self, buffers: tuple) -> None:
-        """Raise unless every part can."""
+        """Raise if the positions of a part cannot change."""
         for part, arrays in zip(self.parts, buffers, strict=True):
             part.check_can_shift(arrays)
 
     def as_encoder_table(self) -> HybridTable:
-        """Return the table as it answers where sources are planned."""
+        """Return the table that encoder sources are planned for."""
         if not self.spec.has_cross_attention:
             return super().as_encoder_table()
         return _EncoderHybridTable(
@@ -311,23 +309,23 @@ class HybridTable(CacheTable):
         )
 
     def _is_planned_part(self, part: CacheTable) -> bool:
-        """Return whether what is planned goes into a part."""
+        """Return whether planned tokens go into a part."""
         return not part.spec.is_cross_attention
 
     @property
     def _planned_parts(self) -> list[CacheTable]:
-        """The parts that what is planned goes into."""
+        """Parts that planned tokens go into."""
         return [part for part in self.parts if self._is_planned_part(part)]
 
     def compare_last_tokens(
         self, sequences: Int32[Array, " T"], contents: UInt32[Array, " T"]
     ) -> tuple[UInt32[Array, " T"], Bool[Array, " T"]]:
-        """Ask a part of attention, whose cells tell tokens apart, or if there is none, any part."""
+        """Compare in an attention part, if there is one, else in the first part."""
         parts = sorted(self._planned_parts, key=lambda part: part.spec.kind != "attention")
         return parts[0].compare_last_tokens(sequences, contents)
 
     def sequence_status(self, present: Bool[Array, " Q"]) -> SequenceStatus:
-        """Return what holds in any part; sequences whose parts end apart miss something too."""
+        """Return the combined status; `missing` also if the last positions differ."""
         found = [part.sequence_status(present) for part in self._planned_parts]
         last = _largest([status.last for status in found])
         ends_differ = present & _any([status.last != last for status in found])
@@ -338,7 +336,7 @@ class HybridTable(CacheTable):
         )
 
     def choose_slots(self, ubatch: Ubatch) -> tuple[tuple, Int[Array, "R T"]]:
-        """Return what each part chooses, and the highest `Reason` of each token."""
+        """Return the slots of each part, and the highest `Reason` of each token."""
         slots, faults = [], []
         for part in self.parts:
             if self._is_planned_part(part):
@@ -350,7 +348,7 @@ class HybridTable(CacheTable):
         return tuple(slots), _largest(faults)
 
     def occupy(self, ubatch: Ubatch) -> HybridTable:
-        """Mark the slots in each part that has some."""
+        """Store a ubatch in each part that has slots for it."""
         parts = [
             part if slots is None else part.occupy(ubatch_of_part(ubatch, i))
             for i, (part, slots) in enumerate(zip(self.parts, ubatch.slots, strict=True))
@@ -358,7 +356,7 @@ class HybridTable(CacheTable):
         return replace(self, parts=tuple(parts))
 
     def stream_hash_after(self, ubatch: Ubatch, occupied: HybridTable) -> tuple:
-        """Return the digests of each part."""
+        """Return the hashes of each part."""
         return tuple(
             digest if slots is None else part.stream_hash_after(ubatch_of_part(ubatch, i), new)
             for i, (part, new, slots, digest) in enumerate(
@@ -367,13 +365,13 @@ class HybridTable(CacheTable):
         )
 
     def rewind(self, old: HybridTable) -> tuple[HybridTable, Bool[Array, ""]]:
-        """Go back in all parts, or none."""
+        """Rewind all parts; `ok` if all are ok."""
         pairs = zip(self.parts, old.parts, strict=True)
         parts, granted = zip(*(part.rewind(was) for part, was in pairs), strict=True)
         return replace(old, parts=parts), _all(granted)
 
     def count_broken_invariants(self) -> dict[str, Int32[Array, ""]]:
-        """Return the faults of each part."""
+        """Return the violations of each part."""
         return {
             f"part {i}: {name}": number
             for i, part in enumerate(self.parts)
@@ -381,16 +379,16 @@ class HybridTable(CacheTable):
         }
 
     def can_serve_layer(self, verb: str, layer: int) -> bool:
-        """Return whether a part does."""
+        """Return whether a part supports `verb` for a layer."""
         return bool(self._parts_serving(verb, layer))
 
     def max_rollback(self, layer: int) -> int:
-        """Return that of the part that serves the layer."""
+        """Return E of the part that serves a layer."""
         i, inner = self._part_serving("states", layer)
         return self.parts[i].max_rollback(inner)
 
     def _parts_serving(self, verb: str, layer: int) -> list[tuple[int, int]]:
-        """Return the parts that serve a layer, each with its own number for it."""
+        """Return the parts that serve a layer, each with its own number for the layer."""
         return [
             (i, layers.index(layer))
             for i, (part, layers) in enumerate(zip(self.parts, self.layers, strict=True))
@@ -398,7 +396,7 @@ class HybridTable(CacheTable):
         ]
 
     def _part_serving(self, verb: str, layer: int) -> tuple[int, int]:
-        """Return the one part that serves a layer, and its own number for it."""
+        """Return the only part that serves a layer, and its own number for the layer."""
         found = self._parts_serving(verb, layer)
         if len(found) != 1:
             numbers = sorted({layer for layers in self.layers for layer in layers})
@@ -412,7 +410,7 @@ class HybridTable(CacheTable):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _EncoderHybridTable(HybridTable):
-    """The table as it answers where sources are planned; no cache has it.
+    """Table that encoder sources are planned for; not the table of any cache.
 
     of_sources: True, static, see `CrossAttentionTable`.
     """
@@ -420,18 +418,19 @@ class _EncoderHybridTable(HybridTable):
     of_sources: bool = field(default=True, metadata={"static": True})
 
     def _is_planned_part(self, part: CacheTable) -> bool:
-        """Return whether what is planned goes into a part."""
+        """Return whether planned sources go into a part."""
         return part.spec.is_cross_attention
 
 
 def compose_hybrid_cache(*parts: tuple[Cache, tuple[int, ...]]) -> Cache:
-    """Return one cache of several that step together.
+    """Combine caches into a hybrid cache.
 
     Args:
-      parts: pairs of a cache and the layers of the model that it serves, see `CacheSpec.hybrid`.
+      parts: Pairs of a cache and the layers of the model that it serves, see `CacheSpec.hybrid`.
 
     Raises:
-      ValueError: when the parts differ in their sequences or streams, or as `CacheSpec.hybrid`.
+      ValueError: If the parts differ in their sequences or streams.
+      ValueError: If `CacheSpec.hybrid` raises for their specs and layers.
     """
     whole = CacheSpec.hybrid(*((cache.spec, numbers) for cache, numbers in parts))
     caches, layers = (

@@ -1,4 +1,4 @@
-"""Programs over tables: compiled, and on a mesh laid out as caches are."""
+"""Compilation of functions of tables, with the layout of caches on a mesh."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ R = TypeVar("R")
 
 
 def jit_table(fun: Callable[..., R], **options: Any) -> Callable[..., R]:
-    """Compile a function of tables, as `jax.jit` does with the same options.
+    """Compile a function of tables with `jax.jit` and its options.
 
-    On a mesh, what it returns is pinned: tables to the devices of their streams, rows of a ubatch
-    beside them, and all else whole on each device, so that every process can read it. Unpinned, a
-    compiler may split the table of a loop in ways of its own.
+    On a mesh, output shardings are constrained: tables and rows of a ubatch are split like their
+    streams, other outputs are replicated, so they are readable by every process. Without the
+    constraint, a compiler may split the table of a loop differently.
 
     Raises:
-      ValueError: when an argument was donated before, or a table is that of a batch of caches.
+      ValueError: If an argument was donated before.
+      ValueError: If a table belongs to a batch of caches.
     """
 
     @partial(jax.jit, **options)
@@ -50,7 +51,7 @@ def jit_table(fun: Callable[..., R], **options: Any) -> Callable[..., R]:
 
         if AxisType.Explicit not in mesh.axis_types:
             return constrain_outputs(*args, **kwargs)
-        # Where shardings are types, each operation would have to say where its outcome lies.
+        # With explicit shardings each operation would need an output sharding.
         types = (AxisType.Auto,) * len(mesh.axis_names)
         with jax.sharding.use_abstract_mesh(mesh.update(axis_types=types)):
             out = jax.eval_shape(
@@ -65,11 +66,9 @@ def jit_table(fun: Callable[..., R], **options: Any) -> Callable[..., R]:
 
 
 def jit_method(method: Callable[..., R], **options: Any) -> Callable[..., R]:
-    """Compile a method of `CacheTable` as `jit_table` does: that of the kind of each table.
+    """Compile a method of `CacheTable`, such as `seq_rm`, with `jit_table`.
 
-    Args:
-      method: such as `CacheTable.seq_rm`, whose name is looked up in the table that is passed.
-      options: of `jax.jit`.
+    The compiled function calls the method of this name of the table that is passed.
     """
 
     def call(table: CacheTable, *args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -79,7 +78,7 @@ def jit_method(method: Callable[..., R], **options: Any) -> Callable[..., R]:
 
 
 def check_not_batched(*tables: CacheTable) -> None:
-    """Raise a ValueError if one is the table of a batch of caches."""
+    """Raise ValueError if a table belongs to a batch of caches."""
     if any(table.is_batch for table in tables):
         raise ValueError(
             "expected one cache, got a batch of them: go over it with jax.vmap, or take each by "
@@ -88,12 +87,12 @@ def check_not_batched(*tables: CacheTable) -> None:
 
 
 def check_concrete_cache(table: CacheTable, buffers: PyTree = ()) -> None:
-    """Raise unless this is the table of one cache whose arrays have values; the same of buffers.
+    """Raise unless the table and the buffers of one cache have concrete values.
 
     Raises:
-      TypeError: when there are shapes alone.
-      ValueError: when an array was donated, or the table is that of a batch of caches, as `vmap`
-        makes them.
+      TypeError: If a leaf is a shape, not an array.
+      ValueError: If an array was donated.
+      ValueError: If the table belongs to a batch of caches, as `vmap` makes it.
 
     >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
     >>> check_concrete_cache(jax.tree.map(lambda x: x[None], cache.table))
@@ -109,9 +108,9 @@ itself, such as jax.tree.map(lambda x: x[0], cache)
 
 
 def replicate(table: CacheTable, answers: PyTree) -> PyTree:
-    """Return answers whole on each device of a table's mesh, so that every process can read them.
+    """Replicate arrays on the mesh of a table, so that every process can read them.
 
-    For programs that do not pin what they return: a compiler may split it in ways of its own.
+    Use it for programs without output constraints, which a compiler may split arbitrarily.
     """
     mesh = current_mesh(table.sharding_rules)
     if mesh is None:
@@ -122,7 +121,7 @@ def replicate(table: CacheTable, answers: PyTree) -> PyTree:
 
 
 def _output_partition_specs(out: PyTree, sharding_rules: ShardingRules, mesh: AnyMesh) -> PyTree:
-    """Return how axes of a mesh split what a program returns; all else is whole on each device."""
+    """Return specs of the outputs of a program; those without a rule are replicated."""
 
     def spec_of_output(x: object) -> PyTree:
         return x.partition_by(sharding_rules, mesh) if isinstance(x, Partitioned) else P()

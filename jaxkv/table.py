@@ -1,8 +1,7 @@
-"""What a table answers: the contract of all kinds of caches.
+"""Contract of cache tables: the methods that edits, plans and loops call.
 
-There are four kinds of tables: `CellTable` (attention), `CrossAttentionTable` (what an encoder
-read), `StateTable` (recurrence), and `HybridTable`, several of them that step together. A kind is a
-subclass of `CacheTable`, which lists what edits, plans and loops ask of one.
+Subclasses of `CacheTable` are `CellTable` (attention), `CrossAttentionTable` (encoder sources),
+`StateTable` (recurrence) and `HybridTable` (several tables that step together).
 """
 
 from __future__ import annotations
@@ -33,12 +32,11 @@ R = TypeVar("R")
 
 
 class SequenceStatus(NamedTuple):
-    """What a table says of the sequences that a batch brings tokens for.
+    """Status of the sequences in a batch.
 
-    last: the position that a sequence goes on after; -1 if it holds none, and for those that were
-      not asked for.
-    missing: whether a token right after it would miss something that it should see.
-    pending: whether a sequence sees a key that is owed a rotation.
+    last: Last position that a sequence reached; -1 if it is empty or was not asked for.
+    missing: Whether the token at `last + 1` attends to a position whose cell or state is missing.
+    pending: Whether the sequence owns a key with a pending shift.
     """
 
     last: Int32[Array, " Q"]
@@ -47,11 +45,11 @@ class SequenceStatus(NamedTuple):
 
 
 class Admission(NamedTuple):
-    """Which sequences find room for their tokens.
+    """Which sequences fit into the free cells.
 
-    fits: whether there are cells enough, the sequences that want least first.
-    together: the sequences that are sure to find them if they come without the others.
-    num_remaining: the cells that are left when those that fit have theirs.
+    fits: Whether the tokens of a sequence fit; sequences with fewer tokens are admitted first.
+    together: Whether they certainly fit if the batch contains these sequences only.
+    num_remaining: Number of cells left after placing the sequences that fit.
     """
 
     fits: Bool[Array, " Q"]
@@ -60,15 +58,15 @@ class Admission(NamedTuple):
 
 
 class KVView(NamedTuple):
-    """What P lists of T tokens see of a layer. It unpacks into k, v, mask and positions.
+    """Keys and values that P lists of T tokens attend to in a layer.
 
-    Rows of one stream are one list, in their order; with a stream for each sequence, a row is one.
+    Unpacks into k, v, mask and positions. The rows of one stream form one list, in order; if each
+    sequence has its own stream, each row is a list.
 
-    k: the keys in the cells of each list's stream, in the dtype of the buffers, or float32 where
-      these are quantised.
-    v: the values likewise.
-    mask: which cells each token sees.
-    positions: the position of each cell; -1 where it is empty.
+    k: Keys of the cells of each list's stream, in the dtype of the buffers; float32 if quantised.
+    v: Values of these cells, in the same dtype.
+    mask: Which cells each token attends to.
+    positions: Position of each cell; -1 if empty.
     """
 
     k: Float[Array, "P K N D"]
@@ -78,9 +76,9 @@ class KVView(NamedTuple):
 
 
 class MaintenancePlan(Partitioned):
-    """The plan of an update or a defrag: what will be done to a table and its buffers.
+    """Plan of an update or a defrag: changes to a table and its buffers.
 
-    spec: of the cache that it was planned for, static.
+    spec: Spec of the cache that was planned for, static.
     """
 
     spec: TableSpec
@@ -88,20 +86,20 @@ class MaintenancePlan(Partitioned):
     @property
     @abstractmethod
     def pending(self) -> Int32[Array, ""]:
-        """How many keys will be rotated, or cells moved."""
+        """Number of keys to rotate, or of cells to move."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether a plan whose values are known does nothing."""
+        """Whether `pending` is 0; the plan must have concrete values."""
         return not self.pending
 
     @abstractmethod
     def is_current(self, table: Any) -> Bool[Array, ""]:
-        """Return whether all that the plan depends on is in a table as it was."""
+        """Return whether the parts of a table that the plan depends on are unchanged."""
 
     @abstractmethod
     def commit(self, table: Any, buffers: PyTree, ok: Bool[Array, ""]) -> tuple[Any, PyTree]:
-        """Carry the plan out if `ok`; else return both as they are."""
+        """Apply the plan if `ok`, else return the table and buffers unchanged."""
 
     def partition_by(self, sharding_rules: ShardingRules, mesh: AnyMesh) -> P:
         """Return one `PartitionSpec` for all arrays: that of the streams."""
@@ -109,128 +107,119 @@ class MaintenancePlan(Partitioned):
 
 
 def assignable(method: Callable[..., R]) -> Callable[..., R]:
-    """Let subclasses assign a function to a method, as in `seq_pos_min = cells.seq_pos_min`.
+    """Allow a subclass to define a method by assigning a function.
 
-    Type checkers then compare what it returns alone. `tests/cells/test_contract.py` compares the
-    names of its arguments.
+    Type checkers then compare return types only. `tests/cells/test_contract.py` compares the names
+    of the arguments.
     """
     return method
 
 
 class CacheTable(Partitioned):
-    """The table of a cache: what verbs, plans and loops ask of it.
+    """Table of a cache: the methods that edits, plans and loops call.
 
-    An id that is no sequence changes nothing. Ranges of positions are `start` to `stop` - 1: a
-    negative start means 0, a negative stop no end, and a stop of 0 an empty range. `ok` is False
-    where an edit was refused, and then nothing is changed.
+    An id outside `[0, Q)` leaves the table unchanged. Ranges of positions are `start` to `stop` -
+    1: a negative start means 0, a negative stop means no end, and a stop of 0 is an empty range.
+    `ok` is False for a refused edit, which leaves the table unchanged.
     """
 
     @property
     @abstractmethod
     def spec(self) -> TableSpec:
-        """What is fixed when the cache is made."""
+        """Static configuration of the cache."""
 
     @abstractmethod
     def cache_spec(self, buffers: PyTree) -> CacheSpec:
-        """Return what the weights fixed of the cache with these buffers, see `CacheSpec`."""
+        """Return the `CacheSpec` of the layers that the cache with these buffers serves."""
 
     @property
     @abstractmethod
     def is_batch(self) -> bool:
-        """Whether these are the tables of several caches side by side, as `vmap` makes them."""
+        """Whether the arrays have a leading batch axis of caches, as `vmap` adds it."""
 
     sharding_rules: ShardingRules | None
-    """Which axes of a mesh split the cache; None where it is on one device."""
+    """Mesh axes that split the cache; None on one device."""
 
     @abstractmethod
     def with_sharding_rules(self, sharding_rules: ShardingRules | None) -> Self:
-        """Return the table with other rules."""
+        """Return the table with other sharding rules."""
 
     @abstractmethod
     def partition_specs(self, buffers: PyTree, mesh: AnyMesh) -> tuple[Self, PyTree]:
-        """Return which axes of a mesh split the table, and the buffers: `PartitionSpec`s.
-
-        Buffers may be None.
-        """
+        """Return a `PartitionSpec` for each array of the table and the buffers (or None)."""
 
     def partition_by(self, sharding_rules: ShardingRules, mesh: AnyMesh) -> Self:
-        """Return a `PartitionSpec` for each array."""
+        """Return a `PartitionSpec` for each array, from the sharding rules of the table."""
         del sharding_rules  # those of the table
         return self.partition_specs(None, mesh)[0]
 
     def pair_parts_with_buffers(self, buffers: PyTree) -> tuple[tuple[CacheTable, PyTree], ...]:
-        """Return the parts of a hybrid, each with its buffers; of any other table it alone."""
+        """Return pairs of part and buffers; a table that is not hybrid is its only part."""
         return ((self, buffers),)
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the table."""
+        """Size of the table in bytes."""
         return nbytes(self)
 
     @abstractmethod
     def num_layers(self, buffers: PyTree) -> int:
-        """L, the layers that the buffers beside the table are of."""
+        """Return L, the number of layers that the buffers serve."""
 
     @abstractmethod
     def check_buffers(self, buffers: PyTree) -> None:
-        """Raise unless buffers have the streams and the cells of the table."""
+        """Raise if the buffers have other streams or cells than the table."""
 
     def check_can_shift(self, buffers: PyTree) -> None:
-        """Raise unless the positions of what buffers hold can be changed."""
+        """Raise if the positions of cells with these buffers cannot change."""
         del buffers
 
     @abstractmethod
     @assignable
     def stream_hash(self) -> PyTree[UInt32[Array, " S"]]:
-        """Return a number of each stream's content; a tuple of them in a hybrid."""
+        """Return a hash of each stream's content; a tuple of them in a hybrid cache."""
 
     @abstractmethod
     @assignable
     def seq_pos_min(self, seq: Int32[Array, ""]) -> Int32[Array, ""]:
-        """Return the smallest position of a sequence; -1 if it holds none."""
+        """Return the smallest position of a sequence; -1 if it has none."""
 
     @abstractmethod
     @assignable
     def seq_pos_max(self, seq: Int32[Array, ""]) -> Int32[Array, ""]:
-        """Return the largest position of a sequence; -1 if it holds none."""
+        """Return the largest position of a sequence; -1 if it has none."""
 
     @abstractmethod
     @assignable
     def compare_last_tokens(
         self, sequences: Int32[Array, " T"], contents: UInt32[Array, " T"]
     ) -> tuple[UInt32[Array, " T"], Bool[Array, " T"]]:
-        """Return what tells the last token of each sequence from others, and whether it is so.
-
-        `contents` are those asked about.
-        """
+        """Return each sequence's last content hash, and whether it equals `contents`."""
 
     def nonempty_sequences(self) -> Bool[Array, " Q"]:
-        """Return which sequences hold anything: a text, or a source without one."""
+        """Return which sequences have a token, an evicted one, or an encoder source."""
         return self.sequence_status(jnp.ones(self.spec.sequences, bool)).last >= 0
 
     @abstractmethod
     @assignable
     def num_used_cells(self) -> Int32[Array, ""]:
-        """Return how many cells are in use."""
+        """Return the number of used cells."""
 
     @abstractmethod
     @assignable
     def sequence_status(self, present: Bool[Array, " Q"]) -> SequenceStatus:
-        """Return what holds of the sequences in a batch."""
+        """Return the status of the sequences in a batch."""
 
     @abstractmethod
     @assignable
     def find_fitting_sequences(self, demand: Int32[Array, " Q"]) -> Admission:
-        """Return which sequences find room for so many tokens as they bring."""
+        """Return which sequences find free cells for `demand` tokens each."""
 
     @assignable
     def owns_same_cells(self, partner: Int32[Array, " Q"]) -> Bool[Array, " Q"]:
-        """Return whether sequences own the very same cells as others of their stream.
+        """Return whether each sequence owns exactly the cells of its partner.
 
-        It is asked for tokens of several sequences, which no cache has that keeps states.
-
-        Args:
-          partner: the number of the other one within the stream.
+        `partner` is a number within the stream. Caches with recurrent states raise TypeError.
         """
         del partner
         raise TypeError(f"expected a cache of attention alone, got kind {self.spec.kind!r}")
@@ -238,10 +227,7 @@ class CacheTable(Partitioned):
     @abstractmethod
     @assignable
     def num_cells_saved_by_sharing(self) -> PyTree[Int32[Array, " S"]]:
-        """Return how many cells sharing spares in each stream; a tuple in a hybrid.
-
-        A cell of n sequences spares n - 1.
-        """
+        """Return the cells saved by sharing in each stream: n - 1 for n owners."""
 
     @abstractmethod
     @assignable
@@ -251,33 +237,32 @@ class CacheTable(Partitioned):
         at_once: int,
         num_shared_cells: PyTree[Int[np.ndarray, " S"]],
     ) -> Bool[np.ndarray, " S"]:
-        """Return which streams have cells for such texts side by side, whatever comes first.
+        """Return which streams have enough cells for sequences of these lengths.
 
-        It is asked on the host, and looks at sizes alone.
+        The answer is valid for any order of arrival. Runs on the CPU and reads sizes only. A
+        `contiguous` cache may need a defrag first.
 
         Args:
-          lengths: how many tokens each sequence will have at most.
-          at_once: the most tokens of a stream that are computed at once.
-          num_shared_cells: what `num_shared_cells` returned of the texts as they are, on the host.
-
-        Where cells must be neighbours they may have to be brought together first.
+          lengths: Largest number of tokens of each sequence.
+          at_once: Largest number of tokens of a stream that are computed at once.
+          num_shared_cells: Current result of `num_cells_saved_by_sharing`, on the CPU.
         """
 
     @abstractmethod
     @assignable
     def choose_slots(self, ubatch: Ubatch) -> tuple[PyTree, Int32[Array, "R T"]]:
-        """Return where tokens go; and a `Reason` for each one."""
+        """Return the slot of each token, and a `Reason` for each token."""
 
     def slots_when_skipped(self, ubatch: Ubatch) -> PyTree:
-        """Return what a ubatch that goes into other parts of a hybrid cache has as slots here.
+        """Return the slots of this part for a ubatch of other parts of a hybrid cache.
 
-        That is None, and then no verb takes the ubatch for this part; where it holds sources,
-        tokens look at them.
+        None by default: operations of this part then reject the ubatch. A part with encoder sources
+        returns slots, so that tokens attend to the sources.
         """
         del ubatch
 
     def as_encoder_table(self) -> Self:
-        """Return the table as it answers where `init_batch(encoder=True)` plans sources."""
+        """Return the table that `init_batch(encoder=True)` plans encoder sources for."""
         raise TypeError(
             f"expected a cache with a part for sources, got kind {self.spec.kind!r}; make one of "
             f"CacheSpec.hybrid with a part of CacheSpec.cross_attention"
@@ -286,7 +271,7 @@ class CacheTable(Partitioned):
     @abstractmethod
     @assignable
     def occupy(self, ubatch: Ubatch) -> Self:
-        """Mark the slots of a ubatch as taken by its tokens."""
+        """Store the tokens of a ubatch in its slots."""
 
     def stream_hash_after(self, ubatch: Ubatch, occupied: Any) -> PyTree[UInt32[Array, " S"]]:
         """Return the `stream_hash` of the table that `occupy` returned for a ubatch."""
@@ -298,7 +283,7 @@ class CacheTable(Partitioned):
     def seq_rm(
         self, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]
     ) -> tuple[Self, Bool[Array, ""]]:
-        """Forget a range of a sequence, or of all for -1; return the table, and `ok`."""
+        """Remove a range of a sequence, or of all sequences if -1; return also `ok`."""
 
     @abstractmethod
     @assignable
@@ -310,9 +295,9 @@ class CacheTable(Partitioned):
         start: Int32[Array, ""],
         stop: Int32[Array, ""],
     ) -> tuple[Self, PyTree]:
-        """Let sequences have a range of another, where `can_seq_cp` grants it.
+        """Copy a range of a sequence to other sequences, if `can_seq_cp` returns True.
 
-        Buffers are None where all is known to stay within streams: then none is touched.
+        Buffers may be None if all sequences are of one stream.
         """
 
     @abstractmethod
@@ -324,9 +309,9 @@ class CacheTable(Partitioned):
         start: Int32[Array, ""],
         stop: Int32[Array, ""],
     ) -> tuple[Bool[Array, ""], Int32[Array, " n"]]:
-        """Return whether `copy` is granted; and the ends of its targets after it.
+        """Return whether `seq_cp` is possible, and the targets' last positions after it.
 
-        The ends are positions, -1 for a target that would be empty.
+        The position is -1 for a target that would be empty.
         """
 
     @abstractmethod
@@ -334,27 +319,26 @@ class CacheTable(Partitioned):
     def seq_select(
         self, buffers: PyTree, parents: Int32[Array, " n"], targets: Int32[Array, " n"]
     ) -> tuple[Self, PyTree]:
-        """Let targets have what their parents held, all at once, where `can_seq_select` grants it.
+        """Replace each target's content by its parent's, if `can_seq_select` is True.
 
-        A target of Q is left out. Buffers are None where all is known to stay
-        within streams: then none is touched.
+        A target of Q is skipped. Buffers may be None if parents and targets are of the same stream.
         """
 
     @abstractmethod
     def can_seq_select(
         self, parents: Int32[Array, " n"], targets: Int32[Array, " n"]
     ) -> Bool[Array, ""]:
-        """Return whether `select` is granted."""
+        """Return whether `seq_select` is possible."""
 
     @abstractmethod
     @assignable
     def seq_keep(self, seq: Int32[Array, ""]) -> Self:
-        """Forget every sequence but one."""
+        """Remove all sequences except one."""
 
     @abstractmethod
     @assignable
     def clear(self) -> Any:  # Self, but pyright takes no function of the table alone for that
-        """Forget everything."""
+        """Remove all sequences."""
 
     @abstractmethod
     @assignable
@@ -366,10 +350,10 @@ class CacheTable(Partitioned):
         delta: Int32[Array, ""],
         gap: Int32[Array, ""] | None = None,
     ) -> tuple[Self, Bool[Array, ""]]:
-        """Move a range of a sequence by `delta`; return the table, and `ok`.
+        """Add `delta` to the positions of a range of a sequence; return the table and `ok`.
 
-        `gap` is the lowest position from which nothing stands up to the range, taken by a window
-        or not; None where that is not known.
+        `gap` is the lowest position from which no token, present or evicted, precedes the range;
+        None if unknown.
         """
 
     @abstractmethod
@@ -381,7 +365,7 @@ class CacheTable(Partitioned):
         stop: Int32[Array, ""],
         delta: Int32[Array, ""],
     ) -> Bool[Array, ""]:
-        """Return whether `add` leaves every sequence one token a position."""
+        """Return whether positions remain unique in every sequence after `seq_add`."""
 
     @abstractmethod
     @assignable
@@ -392,36 +376,33 @@ class CacheTable(Partitioned):
         stop: Int32[Array, ""],
         divisor: Int32[Array, ""],
     ) -> tuple[Self, Bool[Array, ""]]:
-        """Divide the positions of a range of a sequence, rounding down; the table, and `ok`."""
+        """Floor-divide the positions of a range of a sequence; return the table and `ok`."""
 
     @abstractmethod
     @assignable
     def can_resume(self, seq: Int32[Array, ""], pos: Int32[Array, ""]) -> Bool[Array, ""]:
-        """Return whether a sequence goes on at a position when it is cut there."""
+        """Return whether a sequence can continue at a position after it is cut there."""
 
     @abstractmethod
     def plan_shift(self) -> MaintenancePlan:
-        """Return the plan of the rotations that keys are owed."""
+        """Return the plan of all pending shifts."""
 
     @abstractmethod
     def plan_defrag(self, max_moves: int | None) -> MaintenancePlan:
-        """Return the plan of the moves that close the gaps."""
+        """Return the plan of the moves that close gaps between used cells."""
 
     @abstractmethod
     @assignable
     def rewind(self, old: CacheTable) -> tuple[Self, Bool[Array, ""]]:
-        """Return an older table that knows what was written since; and `ok`, `[]` bool.
-
-        `ok` is whether all that the older one uses is still in the buffers as it was.
-        """
+        """Return `old` with later writes noted, and whether its cells are unchanged."""
 
     @abstractmethod
     @assignable
     def count_broken_invariants(self) -> dict[str, Int32[Array, ""]]:
-        """Return how often each invariant is broken, by name."""
+        """Return the number of violations of each invariant, by name."""
 
     def can_serve_layer(self, verb: str, layer: int) -> bool:
-        """Return whether a layer is known to a verb: to "attend", or to those of "states"."""
+        """Return whether a layer supports `verb`: "attend" or "states"."""
         del verb, layer
         return False
 
@@ -436,10 +417,7 @@ class CacheTable(Partitioned):
         v: Float[Array, "R T K Dv"] | None = None,
         **options: object,
     ) -> tuple[Self, PyTree, Float[Array, "R T H Dv"]]:
-        """Write keys and values into a layer, if any; and attend.
-
-        Options are those of `jaxkv.attend`.
-        """
+        """Write keys and values, if any, and attend; options as in `jaxkv.attend`."""
         del buffers, layer, ubatch, q, k, v, options
         raise TypeError(f"expected a cache with attention layers, got kind {self.spec.kind!r}")
 
@@ -458,14 +436,14 @@ class CacheTable(Partitioned):
 
     @assignable
     def read_kv(self, buffers: PyTree, layer: int, ubatch: Ubatch, **options: object) -> KVView:
-        """Return what the tokens of a ubatch see of a layer; options as in `jaxkv.read_kv`."""
+        """Return the keys and values of a ubatch's streams; options as in `jaxkv.read_kv`."""
         del buffers, layer, ubatch, options
         raise TypeError(f"expected a cache with attention layers, got kind {self.spec.kind!r}")
 
     def read_states(
         self, buffers: PyTree, layer: int, ubatch: Ubatch
     ) -> dict[str, Shaped[Array, "R ..."]]:
-        """Return by name the states that rows go on from."""
+        """Return the state that precedes each row, by name."""
         del buffers, layer, ubatch
         raise TypeError(f"expected a cache with recurrent layers, got kind {self.spec.kind!r}")
 
@@ -476,18 +454,18 @@ class CacheTable(Partitioned):
         ubatch: Ubatch,
         states: Mapping[str, Shaped[Array, "R E+1 ..."]],
     ) -> tuple[Self, PyTree]:
-        """Write the states that rows leave, by name, the oldest first."""
+        """Write the states after each row, by name, oldest first."""
         del buffers, layer, ubatch, states
         raise TypeError(f"expected a cache with recurrent layers, got kind {self.spec.kind!r}")
 
     def max_rollback(self, layer: int) -> int:
-        """Return E, how many states a layer keeps before the current one."""
+        """Return E, the number of states that a layer keeps before the current one."""
         del layer
         raise TypeError(f"expected a cache with recurrent layers, got kind {self.spec.kind!r}")
 
 
 def check_sizes(table: Any, streams: int, cells: int) -> None:
-    """Raise unless buffers have the streams S and the cells N of each that their table has."""
+    """Raise if the streams S and cells N of buffers differ from those of their table."""
     sizes = table.streams, table.num_cells
     if (streams, cells) != sizes:
         raise ValueError(
@@ -497,11 +475,11 @@ def check_sizes(table: Any, streams: int, cells: int) -> None:
 
 
 def check_made_for(table: CacheTable, ubatch: Ubatch) -> None:
-    """Raise unless a ubatch was planned for a cache of the same spec.
+    """Raise if a ubatch was planned for a cache with another spec.
 
     Raises:
-      TypeError: when it is no ubatch, such as a plan of several.
-      ValueError: when it was planned for a cache made in another way.
+      TypeError: If `ubatch` is not a `Ubatch`, for example a plan.
+      ValueError: If the specs differ.
     """
     if not isinstance(ubatch, Ubatch):
         raise TypeError(f"expected a ubatch, such as plan.ubatches[0], got {type(ubatch)}")
@@ -509,7 +487,7 @@ def check_made_for(table: CacheTable, ubatch: Ubatch) -> None:
 
 
 def static_layer_number(layer: SupportsIndex) -> int:
-    """Return the number of a layer, which must be known while tracing."""
+    """Return the layer as an int; raise if it is traced or not an integer."""
     try:
         return operator.index(layer)
     except TypeError:

@@ -1,7 +1,6 @@
-"""Cells for tokens that come with their keys: copied from another stream, or loaded.
+"""Cells for tokens with keys: copied from another stream, or loaded.
 
-Each stream gets some, in turn. They take cells as the tokens of a ubatch do, but tiled, tiles that
-are all empty first, for any sequence; and are marked in the table all at once.
+They take cells as the tokens of a ubatch do. With tiles, empty tiles come first, for any sequence.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def num_fitting_tokens(cells: Cells, open_cells: Bool[Array, "S N"]) -> Int32[Array, " S"]:
-    """Return how many tokens of each stream find cells, of those open."""
+    """Return the number of tokens of each stream that fit into open cells."""
     if cells.placement == "contiguous":
         return longest_run(open_cells)
     return jnp.sum(open_cells, axis=1, dtype=jnp.int32)
@@ -32,16 +31,7 @@ def num_fitting_tokens(cells: Cells, open_cells: Bool[Array, "S N"]) -> Int32[Ar
 def choose_cells(
     cells: Cells, open_cells: Bool[Array, "S N"], demand: Int32[Array, " S"]
 ) -> Int32[Array, "S N"]:
-    """Choose cells for the first `demand` tokens of each stream, in their turn.
-
-    Args:
-      cells: the table.
-      open_cells: the cells that may be taken.
-      demand: how many tokens each stream gets.
-
-    Returns:
-      The cell of each turn, past the last cell if it gets none.
-    """
+    """Return slots for the first `demand` tokens of each stream; N for others."""
     turn = 1 + jnp.arange(cells.num_cells, dtype=jnp.int32)
 
     def choose_for_stream(
@@ -59,14 +49,10 @@ def choose_cells(
 def mark_used(
     cells: C, slots: Int32[Array, "S N"], arriving: C, is_incomplete: Bool[Array, "S L"]
 ) -> C:
-    """Mark slots as taken; those past the last cell are none.
+    """Store the tokens of `arriving`, by turn, in slots; skip slots past the end.
 
-    Args:
-      cells: the table.
-      slots: the cell of each turn.
-      arriving: a table of what comes, in turn: positions, owners, shifts and contents, and stamps
-        that tell apart what is written.
-      is_incomplete: the layers that lack some of what comes.
+    `is_incomplete` are the layers that lack some of these tokens. The hashes in `arriving` identify
+    their keys and values.
     """
     gets = jnp.any(slots < cells.num_cells, axis=1)[:, None]
     marks = advance_history_fields(cells.history, is_incomplete | is_layer_incomplete(cells))
@@ -78,7 +64,7 @@ def mark_used(
     def set_slots(field: jax.Array, value: jax.Array) -> jax.Array:
         return field.at[stream, slots].set(value, mode="drop", unique_indices=True)
 
-    # Other bytes in the same place: stamped anew, for a table that knew what stood there.
+    # The cell has new keys and values, so an older table must find another hash.
     old_hash = cells.cell_hash.at[stream, slots].get(mode="fill", fill_value=0)
     words = range(cells.owners.shape[1])
     owners = [set_slots(cells.owners[:, w], arriving.owners[:, w]) for w in words]

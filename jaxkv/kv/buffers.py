@@ -1,4 +1,4 @@
-"""The keys and values that lie beside a table of cells: all the bytes of an attention cache."""
+"""Buffers of an attention cache: the keys and values of all cells."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from jaxkv.core.types import AnyMesh
 
 LayerKV = tuple[Stored, Values]
-"""The keys `[S, K, N, D]` and values `[S, K, N, Dv]` of a layer."""
+"""Keys `[S, K, N, D]` and values `[S, K, N, Dv]` of a layer."""
 
 Cached = jax.Array | LayerView
 """Keys or values, codes or scales of a layer: an array `[S, K, N, D]`, or `LayerView`."""
@@ -45,21 +45,19 @@ A = TypeVar("A", bound=Cached)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Buffers:
-    """Arrays of keys and of values for each layer, with a key and a value for each cell.
+    """Keys and values of all cells, for each layer.
 
-    Of 8 bits they are `Quantised`, which has an array of scales beside that of the codes. Values
-    that are a part of the keys are `ValueSlice`, which has no array.
+    Quantised layers are `Quantised`: an array of 8-bit codes and an array of scales. Values that
+    are a slice of the keys are `ValueSlice`, which has no array. Stacked layers share one array, so
+    the layer number may be traced. The axis of heads precedes that of cells, so that the keys of a
+    head are contiguous.
 
-    Layers stay apart, unless they are stacked, so that the number of a layer may be traced: then
-    one array holds them all. Heads come before cells, so that attention reads a head's keys in one
-    piece.
-
-    k: L arrays `[S, K, N, D]`, keys as they were rotated for the cell's position less its shift;
-      stacked, a single `[S * L, K, N, D]`, of which number s * L + l is stream s of layer l.
-    v: L arrays `[S, K, N, Dv]`, values; stacked, a single `[S * L, K, N, Dv]`.
-    ropes: the rotary embedding of each layer's keys; None where keys carry no position,
-      `NotGiven` where that was not said.
-    stacked: whether one array holds all layers, which are alike then, static.
+    k: L arrays `[S, K, N, D]` of keys, rotated for the cell's position less its shift. If stacked,
+      one `[S * L, K, N, D]`, in which row s * L + l is stream s of layer l.
+    v: L arrays `[S, K, N, Dv]` of values; if stacked, one `[S * L, K, N, Dv]`.
+    ropes: Rotary embedding of each layer's keys, static; None if keys have no position, `NotGiven`
+      if the cache was made without `rope=`.
+    stacked: Whether one array stores all layers, which then have equal sizes, static.
     """
 
     k: tuple[Stored, ...]
@@ -69,32 +67,32 @@ class Buffers:
 
     @property
     def layers(self) -> int:
-        """L."""
+        """L, the number of layers."""
         return len(self.ropes)
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all layers."""
+        """Size of all layers in bytes."""
         return nbytes(self)
 
     @property
     def layers_per_array(self) -> int:
-        """How many layers an array is of."""
+        """Number of layers in each array."""
         return self.layers if self.stacked else 1
 
     def map_layers(self, of_layer: Callable[[Stored, Values], X]) -> list[X]:
-        """Return what is known of each layer by the arrays that it is held in: sizes, dtypes."""
+        """Return `of_layer(k, v)` for each layer; stacked layers get the same arrays."""
         return [of_layer(k, v) for k, v in zip(self.k, self.v, strict=True)] * self.layers_per_array
 
     def layer(self, number: int | jax.Array) -> LayerKV:
-        """Return the keys and the values of a layer, see `Stored`; stacked, as `LayerView`."""
+        """Return the keys and values of a layer; as `LayerView` if stacked."""
         if not self.stacked:
             return self.k[number], self.v[number]
         halves = self.k[0], self.v[0]
         return jax.tree.map(lambda x: make_layer_view(x, number, self.layers), halves)
 
     def with_layer(self, number: int | jax.Array, k: Stored, v: Values) -> Buffers:
-        """Return the buffers with other keys and values in a layer, as `layer` returns them."""
+        """Return the buffers with new keys and values of a layer, in the form of `layer`."""
         if self.stacked:
             k, v = map_arrays(lambda x: x.all, (k, v))
             return replace(self, k=(k,), v=(v,))
@@ -110,17 +108,17 @@ Halves = tuple[tuple[object, ...], tuple[object, ...]]
 
 
 def shardable_sizes(array: Stored, depth: int = 1) -> dict[str, int]:
-    """Return what of keys or values `[S, K, N, ...]` a mesh may split, by the names of rules.
+    """Return the sizes of keys or values that a mesh may split, by sharding rule.
 
-    Those of several layers, `depth` of them, are `[S * L, K, N, ...]`. A device that holds a stream
-    holds it in all layers.
+    The array is `[S * depth, K, N, ...]`, with `depth` layers. The streams of a device are the same
+    in all layers.
     """
     streams, kv_heads, cells, _ = array.shape
     return {"streams": streams // depth, "kv_heads": kv_heads, "cells": cells}
 
 
 def layer_partition_specs(split: AxisPartition, layer_kv: LayerKV) -> PyTree:
-    """Return how the arrays of a layer's keys and values are split."""
+    """Return a `PartitionSpec` for each array of a layer."""
 
     def spec_of_array(x: Cached) -> PyTree:
         specs: PyTree = split.partition_spec, P(split.streams)
@@ -137,12 +135,13 @@ def axes_of_queries(
     heads: int,
     depth: int = 1,
 ) -> tuple[str, ...]:
-    """Return the axes of a mesh that split H query heads: those that split the heads of keys.
+    """Return the mesh axes that split the H query heads: those of the key heads.
 
-    A latent is one head, which is whole on each device, and all query heads look at it. So they are
-    split by themselves, unless the same axis splits something else. Those of a single plain head
-    stay whole: a model has them from the weights of that head, which are whole too, and would have
-    to send what is split between. None without a mesh. `depth` is as for `shardable_sizes`.
+    With values that are a slice of the keys and K = 1 (MLA), all query heads attend to one head,
+    which each device stores whole. The `kv_heads` rule then splits the query heads, unless its axes
+    split streams or cells. Queries of a single ordinary head are not split: its projection params
+    are replicated, so splitting would add communication. Empty without a mesh. `depth` is that of
+    `shardable_sizes`.
     """
     if sharding_rules is None or mesh is None:
         return ()
@@ -154,7 +153,7 @@ def axes_of_queries(
 
 
 def kv_partitions(sharding_rules: ShardingRules | None, buffers: Buffers) -> Halves:
-    """Return how the mesh at hand splits the keys and the values of each layer."""
+    """Return how the current mesh splits the keys and values of each layer."""
     halves, depth = (buffers.k, buffers.v), buffers.layers_per_array
     return jax.tree.map(
         lambda x: make_axis_partition(sharding_rules, **shardable_sizes(x, depth)), halves
@@ -162,7 +161,7 @@ def kv_partitions(sharding_rules: ShardingRules | None, buffers: Buffers) -> Hal
 
 
 def stream_cell_axes(split: Halves) -> AxisPartition:
-    """Return how streams and cells are split, which is the same for all arrays."""
+    """Return how streams and cells are split, which is equal for all arrays."""
     return replace(jax.tree.leaves(split)[0], kv_heads=())
 
 
@@ -173,17 +172,11 @@ def map_kv(
     *args: PyTree,
     by_stream: int = 0,
 ) -> Buffers:
-    """Change keys and values, each device those of its share.
+    """Change keys and values on each device; stacked layers one after the other.
 
-    Layers that are stacked are changed one after another.
-
-    Args:
-      sharding_rules: of the cache.
-      buffers: the keys and values of all layers.
-      change: is given how they are split, the arguments, and the keys and values `(k, v)` of a
-        share, of all layers or stacked of a single one; returns the next ones.
-      args: what it needs to know, whole on each device.
-      by_stream: how many of the arguments, the first ones, are `[S, ...]` and split likewise.
+    `change` maps `Halves`, `args` and the device's `(k, v)` to new `(k, v)`, of all layers or, if
+    stacked, of one. The first `by_stream` of `args` are `[S, ...]` and split by streams; the others
+    are replicated.
     """
     split = kv_partitions(sharding_rules, buffers)
     specs = jax.tree.map(lambda partition: partition.partition_spec, split)
@@ -210,30 +203,18 @@ def write_keys_and_values(
     k: Float[Array, "R T K D"],
     v: Float[Array, "R T K Dv"] | None = None,
 ) -> tuple[Stored, Values]:
-    """Write the keys and values of a ubatch into their cells.
+    """Write the keys and values of a ubatch into a layer; skip slots past the end.
 
-    Stored values are always finite, so that a hidden one is harmless: 0 times it is 0. Where a
-    head's key or value is not finite in the dtype of the buffers, or in float32 if these are
-    quantised, its value is stored as zero and its key as NaN, which shows in every token that sees
-    it; hidden by a choice, it shows in none.
-
-    Args:
-      keys: `[S, K, N, D]`, those of a layer.
-      values: `[S, K, N, Dv]`, or `ValueSlice`.
-      streams: the stream of each row of tokens.
-      slots: the cell of each token; a token past the last cell is left out.
-      k: keys, rotated.
-      v: values, unless they are latent.
-
-    Returns:
-      Keys and values of the layer after it.
+    Stored values are always finite, so a masked cell contributes 0. If a head's key or value is not
+    finite in the dtype of the buffers (float32 if quantised), its value is stored as 0 and its key
+    as NaN. Tokens that attend to this cell get NaN; other tokens are unaffected.
     """
     if isinstance(values, ValueSlice):
         k = values.nan_unless_finite(k.astype(dequantised_dtype(keys)))
         return write_cells(keys, streams[:, None], slots, k), values
     assert v is not None
     k, v = k.astype(dequantised_dtype(keys)), v.astype(dequantised_dtype(values))
-    # What is not finite, less itself, is NaN, and all else 0: a sum, where `all` would take more.
+    # x - x is NaN if x is not finite, else 0; the sum of these is faster than `all`.
     finite = jnp.isfinite(sum(jnp.sum(x - x, axis=3, keepdims=True) for x in (k, v)))
     k, v = jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)
     streams = streams[:, None]
@@ -246,7 +227,7 @@ def write_cells(
     slots: Int[Array, "*#n"],
     new: Float[Array, "*#n K D"],
 ) -> Stored:
-    """Write numbers as keys or values of cells; the rest is as of `scatter`."""
+    """Quantise if needed, and write keys or values into cells; see `scatter`."""
 
     def scatter_array(array: Cached, new: jax.Array) -> Cached:
         return scatter(array, streams, slots, new)
@@ -257,17 +238,10 @@ def write_cells(
 def gather_from_any_device(
     split: AxisPartition, array: Cached, streams: Int[Array, "*#n"], slots: Int[Array, "*#n"]
 ) -> Shaped[Array, "*#n K D"]:
-    """Read the keys or values of cells whichever device holds them; see `gather`.
+    """Read keys or values at global streams and slots; see `gather`.
 
-    Args:
-      split: how the mesh at hand splits the array.
-      array: a device's share of keys or values.
-      streams: int32, the stream of each cell, of all that there are, in a shape that broadcasts to
-        that of `slots`.
-      slots: the cells likewise.
-
-    Returns:
-      The same on all devices along the axes of streams and cells.
+    `array` is the device's share, split as in `split`. The result is equal on all devices along the
+    axes of streams and cells.
     """
     here = gather(array, *_to_local_slots(split, array, streams, slots))
     return broadcast_from_owner(here, (*split.streams, *split.cells))
@@ -280,20 +254,14 @@ def scatter_local(
     slots: Int[Array, "*#n"],
     new: Shaped[Array, "*#n K D"],
 ) -> A:
-    """Write keys or values into cells that a device holds.
-
-    The arguments are as of `gather_from_any_device`, and `new` as of `scatter`.
-    """
+    """Write keys or values at those global streams and slots that the device stores."""
     return scatter(array, *_to_local_slots(split, array, streams, slots), new)
 
 
 def _to_local_slots(
     split: AxisPartition, array: Cached, streams: jax.Array, slots: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return streams and slots as a device counts its own; nowhere for those of others.
-
-    Both are int32, and keep the shapes that they have in `gather_from_any_device`.
-    """
+    """Convert global streams and slots to local ones; drop slots of other devices."""
     if split.streams:
         streams, is_own = to_local_index(streams, split.streams, array.shape[0])
         slots = jnp.where(jnp.broadcast_to(is_own, slots.shape), slots, out_of_range_slots(slots))
@@ -307,7 +275,7 @@ def _to_local_slots(
 def offset_slots_into_range(
     slots: Int32[Array, "*n"], first: jax.Array | int, count: int
 ) -> Int32[Array, "*n"]:
-    """Return slots within `count` cells from `first` on, counted from there; nowhere for others."""
+    """Subtract `first` from slots in `[first, first + count)`; drop all others."""
     is_within = (slots >= first) & (slots < first + count)
     return jnp.where(is_within, slots - first, out_of_range_slots(slots))
 
@@ -315,19 +283,10 @@ def offset_slots_into_range(
 def gather(
     array: Cached, streams: Int[Array, "*#n"], slots: Int[Array, "*#n"]
 ) -> Shaped[Array, "*#n K D"]:
-    """Read the keys or values of cells.
-
-    Args:
-      array: `[S, K, N, D]`, keys or values of a layer; `LayerView` of one of several.
-      streams: int32, the stream of each cell, in a shape that broadcasts to that of `slots`.
-      slots: the cells.
-
-    Returns:
-      What they hold; zeros for a cell past the last one.
-    """
+    """Read keys or values of a layer, `[S, K, N, D]`; zeros past the last cell."""
     if isinstance(array, LayerView):
         return gather(array.all, array.stream_indices(streams), slots)
-    by_head = slots.ndim  # the axis of heads, in indices and in what is read
+    by_head = slots.ndim  # the axis of heads, in indices and in the result
     dimensions = jax.lax.GatherDimensionNumbers(
         offset_dims=(by_head + 1,),
         collapsed_slice_dims=(0, 2),
@@ -348,16 +307,9 @@ def gather(
 def scatter(
     array: A, streams: Int[Array, "*#n"], slots: Int[Array, "*#n"], new: Shaped[Array, "*#n K D"]
 ) -> A:
-    """Write keys or values into cells, each cell once; in place where the array is donated.
+    """Write keys or values into distinct cells of a layer, in place if it is donated.
 
-    Args:
-      array: `[S, K, N, D]`, keys or values of a layer; `LayerView` of one of several.
-      streams: int32, the stream of each cell, in a shape that broadcasts to that of `slots`.
-      slots: the cells; one past the last is left out.
-      new: in the dtype of the array.
-
-    Returns:
-      The array after it.
+    Slots past the last cell are skipped. `new` has the dtype of the array.
     """
     if not _is_upcast_by_cpu_write(array.dtype):
         return _scatter_by_index(array, streams, slots, new)
@@ -374,16 +326,10 @@ def copy_cell_run(
     size: int,
     end: Int32[Array, ""],
 ) -> Cached:
-    """Copy `size` neighbouring cells of a stream to the same cells of another.
+    """Copy `size` contiguous cells from stream `src` to the same cells of stream `dst`.
 
-    Args:
-      split: how the mesh at hand splits the array.
-      array: a device's share of keys or values.
-      src: the stream that is read, of all that there are.
-      dst: the stream that is written.
-      first: the first of the cells, in each share likewise.
-      size: how many cells.
-      end: the cell of a share to stop before; it can be within the run only where cells are split.
+    `array` is the device's share, split as in `split`. Streams are global; `first` is an index of
+    the share. Cells from `end` on are unchanged; this matters only if cells are split.
     """
     shape, zero = (1, array.shape[1], size, array.shape[3]), jnp.zeros_like(first)
 
@@ -395,7 +341,7 @@ def copy_cell_run(
         src, has_src = to_local_index(src, split.streams, array.shape[0])
         dst, has_dst = to_local_index(dst, split.streams, array.shape[0])
         run = broadcast_from_owner(jnp.where(has_src, read_run(src), 0), split.streams)
-        run = jnp.where(has_dst, run, read_run(dst))  # other devices keep what they have
+        run = jnp.where(has_dst, run, read_run(dst))  # other devices rewrite their own cells
     else:
         run = read_run(src)
     if split.cells:
@@ -417,35 +363,31 @@ def copy_cell_run(
 
 
 def _replace_array(array: A, new: PyTree) -> A:
-    """Return what is stored with another array, `[S, K, N, D]`.
-
-    Where there are several layers it is the array of all, `[S * L, K, N, D]`.
-    """
+    """Return `new` in the form of `array`; in a `LayerView`, `new` has all layers."""
     if isinstance(array, LayerView):
         return replace(array, all=new)
     return new
 
 
 def _scatter_index(array: jax.Array, streams: jax.Array, slots: jax.Array) -> jax.Array:
-    """Return the stream and the cell of each token, for each head alike; `[..., K, 2]` int32."""
+    """Return the stream and the cell of each token for each head, `[..., K, 2]` int32."""
     pairs = jnp.stack(jnp.broadcast_arrays(streams, slots), axis=-1)[..., None, :]
     return jnp.broadcast_to(pairs, (*slots.shape, array.shape[1], 2))
 
 
 def _scatter_by_index(array: A, streams: jax.Array, slots: jax.Array, new: jax.Array) -> A:
-    """Do what `scatter` says, by an index for each cell and head."""
+    """Implement `scatter` with one index for each cell and head."""
     if isinstance(array, LayerView):
         return _replace_array(
             array, _scatter_by_index(array.all, array.stream_indices(streams), slots, new)
         )
     if new.size == new.shape[-1]:
-        # A write of one head of one cell becomes an update of a slice, which the compiler does
-        # twice: in place, and in a copy of the array for attention to read. A second one, which is
-        # left out, keeps it a scatter.
+        # The compiler turns a write of one head of one cell into a slice update, and then copies
+        # the array for attention to read. A second write, out of range, keeps it a scatter.
         slots = jnp.stack([slots, jnp.full_like(slots, END)])
         streams, new = (jnp.stack([x, x]) for x in (streams, new))
-    # Heads are a dimension that both sides have, so that on a mesh each device writes its own. With
-    # a slice over them instead the write becomes copies of the array.
+    # Heads are a batch dimension, so that each device of a mesh writes its own heads. A slice over
+    # heads would make the compiler copy the array.
     by_head = slots.ndim
     dimensions = jax.lax.ScatterDimensionNumbers(
         update_window_dims=(by_head + 1,),
@@ -460,16 +402,13 @@ def _scatter_by_index(array: A, streams: jax.Array, slots: jax.Array, new: jax.A
 
 
 def _scatter_by_select(array: A, streams: jax.Array, slots: jax.Array, new: jax.Array) -> A:
-    """Do what `scatter` says: go over all cells once, and take what is new where there is any.
-
-    Of a layer among several that goes over the cells of all layers.
-    """
+    """Implement `scatter` with one pass over all cells (a `LayerView`: of all layers)."""
     cells, count = (array.shape[0], array.shape[2]), slots.size
     turn = jnp.arange(count, dtype=jnp.int32).reshape(slots.shape)
     turns = jnp.full(cells, count, jnp.int32)
     turns = turns.at[streams, slots].set(turn, mode="drop", unique_indices=True)
-    # What comes of the same array is read before it is written: a branch that is never taken
-    # keeps the compiler from reading it in the course of that.
+    # If `new` was computed from the same array, it must be read before the write. A branch that
+    # is never taken keeps the compiler from fusing the read into the write.
     new = jax.lax.cond(jnp.any(slots < 0), jnp.zeros_like, lambda x: x, new)
     old = array.all if isinstance(array, LayerView) else array
     if isinstance(array, LayerView):
@@ -483,9 +422,9 @@ def _scatter_by_select(array: A, streams: jax.Array, slots: jax.Array, new: jax.
 
 
 def _is_upcast_by_cpu_write(dtype: jnp.dtype) -> bool:
-    """Return whether a processor's compiler would convert a whole array to write a part of it.
+    """Return whether XLA on a CPU converts a whole array to write a part of it.
 
-    That of jax 0.10 does so with bfloat16 and floating dtypes of less, to float32 and back.
+    In jax 0.10 it does so for bfloat16 and smaller floating dtypes, to float32 and back.
     """
     narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 and dtype != jnp.float16
     return jax.__version_info__ < (0, 12) and narrow

@@ -1,12 +1,11 @@
-"""The table of an attention cache: for each cell a position, its owners, and a rotation owed.
+"""Table of an attention cache: position, owners and pending shift of each cell.
 
-This table is the truth about a cache. It holds not one byte of keys or values, so every edit of it
-(forgetting, forking, moving) costs the same whatever the model's size. What can be computed from it
-(how many cells are used, the first and last position of a sequence) is computed, never stored.
+It contains no keys or values, so the cost of an edit is independent of the model's size. Derived
+values, such as the number of used cells or the last position of a sequence, are not stored.
 
-Ranges of positions are `start` to `stop` - 1, `[]` int32: a negative start means 0, a
-negative stop no end, and a stop of 0 an empty range. Ids are `[]` int32; one that is no sequence
-changes nothing.
+Ranges of positions are `start` to `stop` - 1, `[]` int32: a negative start means 0, a negative stop
+means no end, and a stop of 0 is an empty range. Ids are `[]` int32; an id outside `[0, Q)` leaves
+the table unchanged.
 """
 
 from __future__ import annotations
@@ -32,40 +31,41 @@ T = TypeVar("T")
 C = TypeVar("C", bound="Cells")
 
 WORD = 32
-"""Sequences whose ownership is packed into one word."""
+"""Number of sequences in one word of owners."""
 
 BLOCK = 128
-"""Cells that a CPU compares with all sequences of a word at a time: what its registers hold."""
+"""Cells that fit into a CPU's registers when compared with all sequences of a word."""
 
 Placement = Literal["any", "contiguous", "striped", "tiled"]
-"""Which cells a ubatch may get: any, by their numbers; one run of neighbours; any, in stripes; any,
-in tiles."""
+"""Which cells a ubatch may get: any, lowest first; one contiguous run; any, in stripes; any, in
+tiles."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Cells:
-    """S independent tables of N cells, for Q sequences; `CellTable` is what verbs know of them.
+    """S independent tables of N cells for Q sequences; the base of `CellTable`.
 
-    Sequence q lives in stream q // (Q // S). A cell has an owner exactly when it has a position,
-    and an empty cell owes no rotation.
+    Sequence q is in stream q // (Q // S). A cell has an owner if and only if it has a position. An
+    empty cell has no pending shift.
 
-    position: position of the token in the cell; EMPTY (-1) if there is none.
-    owners: one bit for each sequence that owns the cell, 32 to a word.
-    shift: the position now less the position that the key was rotated for.
-    evicted_below: one past the highest position that window reuse took from the sequence.
-    cell_hash: a number for what the buffers hold for the cell, see `jaxkv.cell_hash`. It tells
-      whether that is still what an earlier table knew.
-    content: a hash of the cell's token and of the position at which its key was computed. Copies
-      and moves carry it along, so that it tells which text a sequence holds.
-    history: a number for all that entered the stream, before the last ubatch and with it; twice the
-      same where a copy or a snapshot came last.
-    written: the history that each layer holds. It is another one where a ubatch was applied and the
-      layer was not written.
-    placement: which cells a ubatch may get, static.
-    shards: among how many runs of equal length cells are dealt, static; 1 unless they are striped.
-    window: how far back tokens look, static; a cell that no next token sees may be taken.
-    ubatch_size: the most tokens of a ubatch that N was chosen for, static; None for any.
-    sharding_rules: which axes of a mesh split the cache, static; None where it is on one device.
+    position: Position of the token in the cell; EMPTY (-1) if empty.
+    owners: One bit for each sequence that owns the cell, 32 to a word.
+    shift: Present position minus the position that the key was rotated for.
+    evicted_below: One past the highest position that a window evicted from the sequence.
+    cell_hash: Hash of the keys and values of the cell, see `jaxkv.core.hashing`. It
+      shows whether they were overwritten since an earlier table.
+    content: Hash of the cell's token and of the position at which its key was computed. Copies and
+      moves preserve it, so it identifies the tokens of a sequence.
+    history: Hash of all writes to the stream, before and after the last ubatch. Both are equal if a
+      copy or a snapshot came last.
+    written: `history` of each layer. It differs from that of the stream if a ubatch was applied and
+      the layer was not written.
+    placement: Which cells a ubatch may get, static.
+    shards: Number of equal shares of cells that stripes alternate between, static; 1 if not
+      striped.
+    window: Window of attention, static. Cells outside the windows of all next tokens are evictable.
+    ubatch_size: Largest number of tokens of a ubatch that N was chosen for, static; None for any.
+    sharding_rules: Mesh axes that split the cache, static; None on one device.
     """
 
     position: Int32[Array, "S N"]
@@ -84,12 +84,12 @@ class Cells:
 
     @property
     def is_batch(self) -> bool:
-        """Whether the arrays have an axis more, as `vmap` makes them."""
+        """Whether the arrays have a leading batch axis, as `vmap` adds it."""
         return self.cell_hash.ndim != 2
 
     @property
     def streams(self) -> int:
-        """S, the number of independent tables."""
+        """S, the number of streams."""
         return self.position.shape[0]
 
     @property
@@ -99,28 +99,18 @@ class Cells:
 
     @property
     def sequences(self) -> int:
-        """Q, the number of sequences that may own cells."""
+        """Q, the number of sequences."""
         return self.evicted_below.shape[0]
 
     @property
     def sequences_per_stream(self) -> int:
-        """Q // S, the number of sequences that share a stream."""
+        """Q // S, the number of sequences in each stream."""
         return self.sequences // self.streams
 
 
 @partial(jax.jit, static_argnames=("layers", "cells", "sequences", "streams"))
 def empty_fields(*, layers: int, cells: int, sequences: int, streams: int) -> dict[str, jax.Array]:
-    """Make the arrays of a table with every cell empty.
-
-    Args:
-      layers: L, the layers of the buffers.
-      cells: N, the cells of each stream.
-      sequences: Q, the number of sequence ids, 0 to Q - 1.
-      streams: S, a divisor of Q.
-
-    Returns:
-      The array fields of `Cells`, by name.
-    """
+    """Return the array fields of `Cells` with all cells empty, by name."""
     words = -(-(sequences // streams) // WORD)
     return {
         "position": jnp.full((streams, cells), EMPTY, jnp.int32),
@@ -137,9 +127,9 @@ def empty_fields(*, layers: int, cells: int, sequences: int, streams: int) -> di
 def locate_owner_bit(
     cells: Cells, seq: Int[Array, "*n"]
 ) -> tuple[Int[Array, "*n"], Int[Array, "*n"], UInt32[Array, "*n"]]:
-    """Return where the ownership of a sequence is written: its stream, its word and its bit.
+    """Return the stream, the word and the bit that store the ownership of a sequence.
 
-    An id that is no sequence gets some home too, and must be masked.
+    For an id outside `[0, Q)` the result is arbitrary; mask it.
     """
     stream, local = divmod_nonnegative(seq, cells.sequences_per_stream)
     word, bit = divmod_nonnegative(local, WORD)
@@ -147,42 +137,34 @@ def locate_owner_bit(
 
 
 def is_sequence(cells: Cells, seq: Int[Array, "*n"]) -> Bool[Array, "*n"]:
-    """Return whether an integer names a sequence of this table."""
+    """Return whether an id is in `[0, Q)`."""
     return (seq >= 0) & (seq < cells.sequences)
 
 
 def sequence_positions(cells: Cells, seq: Int32[Array, ""]) -> Int32[Array, " N"]:
-    """Return the positions that one sequence holds, cell by cell of its stream.
-
-    Returns:
-      The position where the sequence owns the cell, EMPTY elsewhere.
-    """
+    """Return the position of each cell of a sequence, EMPTY for other cells."""
     stream, word, bit = locate_owner_bit(cells, seq)
     owns = (cells.owners[stream, word] >> bit) & 1 == 1
     return jnp.where(owns & is_sequence(cells, seq), cells.position[stream], EMPTY)
 
 
 def seq_pos_min(cells: Cells, seq: Int32[Array, ""]) -> Int32[Array, ""]:
-    """Return the smallest position that a sequence holds, -1 if none."""
+    """Return the smallest position of a sequence, -1 if it has none."""
     positions = sequence_positions(cells, seq)
     lowest = jnp.min(jnp.where(positions == EMPTY, END, positions))
     return jnp.where(lowest == END, EMPTY, lowest)
 
 
 def seq_pos_max(cells: Cells, seq: Int32[Array, ""]) -> Int32[Array, ""]:
-    """Return the largest position that a sequence holds, -1 if none."""
+    """Return the largest position of a sequence, -1 if it has none."""
     return jnp.max(sequence_positions(cells, seq))
 
 
 def last_positions(cells: Cells, asked: Bool[Array, " Q"]) -> Int32[Array, " Q"]:
-    """Return the largest position that each sequence asked for holds, -1 if none.
+    """Return the largest position of each sequence in `asked`, -1 if it has none.
 
-    Args:
-      cells: the table.
-      asked: of others the answer may be -1.
-
-    The sequences of a word lie side by side, so that all are compared with a cell at once: a pass
-    for each word with a sequence that was asked for, instead of one for each sequence.
+    For other sequences the result may be -1. One pass over the cells serves all sequences of a
+    word.
     """
     if cells.sequences_per_stream == 1:
         return jnp.max(cells.position, axis=1)
@@ -190,7 +172,7 @@ def last_positions(cells: Cells, asked: Bool[Array, " Q"]) -> Int32[Array, " Q"]
     asked = asked.reshape(streams, -1)
     asked = jnp.pad(asked, [(0, 0), (0, words * WORD - cells.sequences_per_stream)])
     asked = jnp.any(asked.reshape(streams, words, WORD), axis=(0, 2))
-    # Elsewhere than on a processor turns of a loop cost more than they save.
+    # Only on a CPU do smaller chunks save more than the iterations of the loop cost.
     found = jax.lax.platform_dependent(
         cells.owners,
         cells.position,
@@ -204,17 +186,14 @@ def last_positions(cells: Cells, asked: Bool[Array, " Q"]) -> Int32[Array, " Q"]
 def _last_positions_by_chunk(
     size: int, owners: jax.Array, position: jax.Array, asked: jax.Array
 ) -> jax.Array:
-    """Do it for some words, `[W]` bool, `size` cells at a time; `[S, W, WORD]` int32.
-
-    `owners` and `position` are those of `Cells`.
-    """
+    """Return last positions for words `asked`, `[S, W, WORD]`, `size` cells at a time."""
     streams, words, cells = owners.shape
     bit = jnp.arange(WORD, dtype=jnp.uint32)
 
     def update_word(word: jax.Array, found: jax.Array) -> jax.Array:
         def update_chunk(i: jax.Array, highest: jax.Array) -> jax.Array:
-            start = jnp.minimum(i * size, cells - size)  # the last may overlap the one before
-            corner = jnp.int32(0), word, start  # all of one type, also with x64
+            start = jnp.minimum(i * size, cells - size)  # the last one may overlap
+            corner = jnp.int32(0), word, start  # equal dtypes, also with x64
             here = jax.lax.dynamic_slice(owners, corner, (streams, 1, size))[:, 0]
             at = jax.lax.dynamic_slice_in_dim(position, start, size, axis=1)
             owned = (here[..., None] >> bit[None, None]) & 1 == 1  # [S, size, WORD]
@@ -228,36 +207,30 @@ def _last_positions_by_chunk(
 
 
 def is_cell_empty(cells: Cells) -> jax.Array:
-    """Return which cells are empty; `[S, N]` bool, also on the host."""
+    """Return which cells are empty, `[S, N]` bool; NumPy works too."""
     return cells.position == EMPTY
 
 
 def num_used_cells(cells: Cells) -> Int32[Array, ""]:
-    """Return how many cells hold a token, over all streams."""
+    """Return the number of used cells, over all streams."""
     return jnp.sum(~is_cell_empty(cells), dtype=jnp.int32)
 
 
 def num_cells_saved_by_sharing(cells: Cells) -> Int32[Array, " S"]:
-    """Return how many cells sharing spares in each stream, n - 1 for one of n owners."""
+    """Return the cells saved by sharing in each stream: n - 1 for n owners."""
     owned = jnp.sum(jax.lax.population_count(cells.owners), axis=(1, 2), dtype=jnp.int32)
     return owned - jnp.sum(~is_cell_empty(cells), axis=1, dtype=jnp.int32)
 
 
 def seq_rm(cells: C, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]) -> C:
-    """Take one sequence (every sequence if `seq` is -1) off its cells in a range of positions.
+    """Remove one sequence (all sequences if `seq` is -1) from its cells in a range.
 
-    Args:
-      cells: the table.
-      seq: a sequence id, or -1. Any other integer changes nothing.
-      start: first position of the range.
-      stop: one past the last.
-
-    Returns:
-      The table after it. A cell that loses its last owner is empty.
+    A cell without a remaining owner becomes empty. A range that ends at or after `evicted_below`
+    lowers it to at most the start of the range.
     """
     seq_bits = jnp.where(seq == -1, ~jnp.uint32(0), sequence_bits(cells, seq))
     gone = seq_bits[..., None] & to_word_mask(is_in_range(cells, start, stop))
-    # What the caller wants to be gone is not missed.
+    # Positions that the caller removes no longer count as evicted.
     asked = (seq == -1) | (jnp.arange(cells.sequences) == seq)
     begins = jnp.minimum(cells.evicted_below, jnp.maximum(start, 0))
     all_of_it = asked & (resolve_range_end(stop) >= cells.evicted_below)
@@ -274,16 +247,10 @@ def seq_cp(
     start: Int32[Array, ""],
     stop: Int32[Array, ""],
 ) -> C:
-    """Make one or more sequences of the same stream owners of another's cells in a range.
+    """Add sequences of the same stream as owners of the cells of `src` in a range.
 
-    What `dst` held before stays its own: a merge, and doing it twice is doing it once.
-
-    Args:
-      cells: the table.
-      src: the sequence that owns the cells already.
-      dst: the sequences that will own them too.
-      start: first position of the range.
-      stop: one past the last.
+    The targets `dst` keep the cells that they own already. Repeating the copy has no further
+    effect.
     """
     shared = is_owned_by(cells, sequence_bits(cells, src)) & is_in_range(cells, start, stop)
     gained = jax.vmap(partial(sequence_bits, cells))(jnp.atleast_1d(dst))  # [n, S, W]
@@ -300,18 +267,15 @@ def seq_cp(
 def eviction_mark_of_copy(
     cells: Cells, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]
 ) -> Int32[Array, ""]:
-    """Return the eviction mark that a copy of a range of a sequence begins with."""
+    """Return the eviction mark of a copy of a range of a sequence."""
     mark = jnp.minimum(cells.evicted_below[seq], resolve_range_end(stop))
     return jnp.where(jnp.maximum(start, 0) < mark, mark, 0)
 
 
 def seq_select(cells: C, parents: Int32[Array, " n"], targets: Int32[Array, " n"]) -> C:
-    """Give each target the cells of its parent in place of its own, all at once.
+    """Replace the cells of all targets at once by those of their parents.
 
-    Args:
-      cells: the table.
-      parents: sequences, of the same stream as their targets.
-      targets: each at most once; one that is no sequence is left out.
+    Parents and targets are of the same stream. Targets are distinct; an id of Q or more is skipped.
     """
 
     def add_owner(i: jax.Array, owners: jax.Array) -> jax.Array:
@@ -329,7 +293,7 @@ def seq_select(cells: C, parents: Int32[Array, " n"], targets: Int32[Array, " n"
 
 
 def seq_keep(cells: C, seq: Int32[Array, ""]) -> C:
-    """Empty every cell that one sequence does not own, and make it the only owner of the rest."""
+    """Remove all sequences except one; cells that it does not own become empty."""
     only = with_owners(cells, cells.owners & sequence_bits(cells, seq)[..., None])
     only = replace(
         only, evicted_below=jnp.where(jnp.arange(cells.sequences) == seq, cells.evicted_below, 0)
@@ -338,7 +302,7 @@ def seq_keep(cells: C, seq: Int32[Array, ""]) -> C:
 
 
 def clear(cells: C) -> C:
-    """Empty every cell; nothing is owed and nothing counts as evicted."""
+    """Empty all cells; no shift is pending and no position counts as evicted."""
     return replace(
         cells,
         position=jnp.full_like(cells.position, EMPTY),
@@ -349,17 +313,17 @@ def clear(cells: C) -> C:
 
 
 def fold_over_true(asked: Bool[Array, " n"], look: Callable[[jax.Array, T], T], start: T) -> T:
-    """Fold over the sequences asked for, or the words of them, one after another.
+    """Fold over the indices at which `asked` is True, in order.
 
-    A reduction over all pairs of sequences and cells at once costs a hundred times more in a large
-    table.
+    Indices are those of sequences or of words of owners. A reduction over all pairs of sequences
+    and cells costs a hundred times more in a large table.
     """
     ids = indices_of_true(asked, asked.size)
     return jax.lax.fori_loop(0, jnp.sum(asked), lambda i, carry: look(ids[i], carry), start)
 
 
 def sequences_owning_cells(cells: Cells, where: Bool[Array, "S N"]) -> Bool[Array, " Q"]:
-    """Return which sequences own one of some cells."""
+    """Return which sequences own at least one cell in `where`."""
     words = [jnp.where(where, cells.owners[:, w], 0) for w in range(cells.owners.shape[1])]
     some = jnp.stack([jax.lax.reduce_or(word, axes=(1,)) for word in words], axis=1)  # [S, W]
     stream, word, bit = locate_owner_bit(cells, jnp.arange(cells.sequences))
@@ -367,11 +331,9 @@ def sequences_owning_cells(cells: Cells, where: Bool[Array, "S N"]) -> Bool[Arra
 
 
 def owns_same_cells(cells: Cells, partner: Int32[Array, " Q"]) -> Bool[Array, " Q"]:
-    """Return whether sequences own the very same cells as others of their stream.
+    """Return whether each sequence owns exactly the cells of its partner.
 
-    Args:
-      cells: the table.
-      partner: the number of the other one within the stream, its own where none is asked about.
+    `partner` is a number within the stream; a sequence's own number skips the comparison.
     """
     partner = partner.reshape(cells.streams, cells.sequences_per_stream)
     local_ids = jnp.arange(cells.sequences_per_stream, dtype=jnp.int32)[None]
@@ -391,12 +353,10 @@ def owns_same_cells(cells: Cells, partner: Int32[Array, " Q"]) -> Bool[Array, " 
 
 
 def stream_hash(cells: Cells) -> UInt32[Array, " S"]:
-    """Return a number of each stream's content.
+    """Return a hash of each stream's content.
 
-    Equal digests, equal table: position, owners, shift and stamp of every cell, and what a window
-    took from every sequence. It changes with every edit, and comes back when an edit is undone.
-    Without a window it is a sum over cells, so the next digest follows from this one and the cells
-    that change.
+    It covers position, owners, shift and hash of each cell, and the eviction marks. Undoing an edit
+    restores it. Without a window it is a sum over cells, so changed cells suffice to update it.
     """
     index = jnp.broadcast_to(jnp.arange(cells.num_cells), cells.position.shape)
     owners = jnp.moveaxis(cells.owners, 1, -1)
@@ -418,18 +378,12 @@ def hash_cells(
     cell_hash: UInt32[Array, "*#n"],
     owners: UInt32[Array, "*#n W"],
 ) -> UInt32[Array, "*#n"]:
-    """Return what cells add to the digest of their stream.
-
-    `owners` has their words along an axis more, the last one.
-    """
+    """Return the terms of cells in `stream_hash`; the last axis of `owners` is W."""
     return chain_hashes(index, position, shift, cell_hash, *jnp.unstack(owners, axis=-1))
 
 
 def rewind(cells: C, old: C) -> tuple[C, Bool[Array, ""]]:
-    """Return an older table that knows what was written since; and `ok`.
-
-    `ok` is whether nothing that the older table uses was written over or moved.
-    """
+    """Return `old` with later writes noted, and whether its cells are unchanged."""
     ok = jnp.all((cells.cell_hash == old.cell_hash) | is_cell_empty(old))
     before, after, past = cells.history[:, :1], cells.history[:, 1:], old.history[:, 1:]
     whole = (
@@ -438,7 +392,7 @@ def rewind(cells: C, old: C) -> tuple[C, Bool[Array, ""]]:
         | (cells.written == before) & (past != after)
     )
     written = jnp.where(whole, past, cells.written)
-    # The older table may know more than this one, which then cannot tell what is written of it.
+    # If the older table uses cells that are empty now, `written` of this table is incomplete.
     still = jnp.all(is_cell_empty(old) | ~is_cell_empty(cells), axis=1, keepdims=True)
     return replace(
         old, cell_hash=cells.cell_hash, written=jnp.where(still, written, old.written)
@@ -446,7 +400,7 @@ def rewind(cells: C, old: C) -> tuple[C, Bool[Array, ""]]:
 
 
 def is_layer_incomplete(cells: Cells) -> jax.Array:
-    """Return which layers lack tokens that their stream holds; `[S, L]` bool, also on the host."""
+    """Return which layers lack tokens of a stream, `[S, L]` bool; NumPy works too."""
     return (cells.written != cells.history[:, 1:]) & ~is_cell_empty(cells).all(
         axis=1, keepdims=True
     )
@@ -455,13 +409,11 @@ def is_layer_incomplete(cells: Cells) -> jax.Array:
 def advance_history_fields(
     history: UInt32[Array, "S 2"], is_incomplete: Bool[Array, "S L"]
 ) -> dict[str, UInt32[Array, "S _"]]:
-    """Return the fields `history` and `written` of streams that tokens came to by no ubatch.
+    """Return `history` and `written` after tokens were added without a ubatch.
 
-    Args:
-      history: what it was.
-      is_incomplete: the layers that lack tokens from now on.
+    `is_incomplete` are the layers that lack tokens afterwards.
     """
-    # The sum makes it another one than 0 after two zeros.
+    # The sum makes the mark differ from 0 after two zeros.
     mark = chain_hashes(history[:, 0], history[:, 1] + 1)[:, None]
     return {
         "history": jnp.broadcast_to(mark, history.shape),
@@ -470,15 +422,16 @@ def advance_history_fields(
 
 
 def hashes_after_rotation(cells: Cells, where: Bool[Array, "S N"]) -> UInt32[Array, "S N"]:
-    """Return the stamps once the keys of some cells were rotated as they were owed.
+    """Return the cell hashes after rotating the keys of the cells in `where`.
 
-    By how much goes into them: two branches that rotate a key differently hold different ones.
+    They depend on the pending shift, so branches that rotate a key by different shifts get
+    different hashes.
     """
     return jnp.where(where, chain_hashes(cells.cell_hash, cells.shift), cells.cell_hash)
 
 
 def count_broken_invariants(cells: Cells) -> dict[str, Int32[Array, ""]]:
-    """Return how often each invariant of a table is broken, by name."""
+    """Return the number of violations of each invariant, by name."""
     owned = jnp.any(cells.owners != 0, axis=1)
     known_bits = jax.vmap(partial(sequence_bits, cells))(jnp.arange(cells.sequences))  # [Q, S, W]
     unknown = cells.owners & ~jax.lax.reduce_or(known_bits, axes=(0,))[..., None]
@@ -495,7 +448,7 @@ def count_broken_invariants(cells: Cells) -> dict[str, Int32[Array, ""]]:
 
 
 def sequence_bits(cells: Cells, seq: Int[Array, ""]) -> UInt32[Array, "S W"]:
-    """Return one sequence as words that can be laid over `owners`."""
+    """Return words for `owners` in which only the bit of a sequence is set."""
     stream, word, bit = locate_owner_bit(cells, seq)
     streams, words, _ = cells.owners.shape
     here = (jnp.arange(streams)[:, None] == stream) & (jnp.arange(words)[None] == word)
@@ -510,17 +463,17 @@ def is_owned_by(cells: Cells, words: UInt32[Array, "S W"]) -> Bool[Array, "S N"]
 def is_in_range(
     cells: Cells, start: Int32[Array, ""], stop: Int32[Array, ""]
 ) -> Bool[Array, "S N"]:
-    """Return which cells hold a position of a range. Empty cells never do."""
+    """Return which cells have a position in a range; an empty cell has none."""
     return (cells.position >= jnp.maximum(start, 0)) & (cells.position < resolve_range_end(stop))
 
 
 def to_word_mask(cell: Bool[Array, "S N"]) -> UInt32[Array, "S 1 N"]:
-    """Turn a bool for each cell into words of all ones or none."""
+    """Return a word of ones for each True cell, and of zeros for each False cell."""
     return jnp.where(cell, ~jnp.uint32(0), jnp.uint32(0))[:, None]
 
 
 def with_owners(cells: C, owners: UInt32[Array, "S W N"]) -> C:
-    """Replace the owners; a cell with none left is empty and owes nothing."""
+    """Replace the owners; a cell without an owner becomes empty, with a shift of 0."""
     kept = jnp.any(owners != 0, axis=1)
     return replace(
         cells,

@@ -1,6 +1,6 @@
-"""Copying between streams that hold one sequence each: a token keeps its cell, so there is room.
+"""Copies between streams of one sequence each, into the same cells of the target.
 
-Where sequences share several streams a copy has to look for cells, see `jaxkv.kv.copy_pooled`.
+If sequences share streams, a copy needs free cells, see `jaxkv.kv.copy_pooled`.
 """
 
 from __future__ import annotations
@@ -58,18 +58,10 @@ def copy_between_streams(
     start: Int32[Array, ""],
     stop: Int32[Array, ""],
 ) -> tuple[C, Buffers]:
-    """Replace what sequences hold by a range of another's, in the table and the buffers.
+    """Replace sequences `dst`, except `src`, by a range of `src`.
 
-    A token keeps its cell, so that a stretch of cells is copied as it lies. Rotations that are owed
-    are copied with the keys that owe them.
-
-    Args:
-      cells: the table, with a stream for each sequence.
-      buffers: the buffers beside it.
-      src: the sequence that is copied.
-      dst: those that are replaced; `src` itself stays as it is.
-      start: first position of the range.
-      stop: one past the last.
+    Tokens keep their cells, so contiguous cells are copied as slices. Pending shifts are copied
+    too.
     """
     targets = jnp.atleast_1d(dst)
 
@@ -87,7 +79,7 @@ def copy_between_streams(
 def _copy_range(
     cells: C, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
 ) -> tuple[C, jax.Array]:
-    """Copy in the table; return how many cells are copied in the buffers, `[]` int32."""
+    """Copy in the table; return the number of cells to copy in the buffers, `[]` int32."""
     does = is_sequence(cells, src) & is_sequence(cells, dst) & (src != dst)
     axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
 
@@ -111,18 +103,10 @@ def _replace_range(
     start: jax.Array,
     stop: jax.Array,
 ) -> tuple[C, jax.Array]:
-    """Put a range of a stream in the place of another, if that is among `cells`.
+    """Replace stream `dst` by a range of `source`, if `does` and `dst` is in `cells`.
 
-    Args:
-      cells: the table, or a device's share of it.
-      source: a table of one stream, the one that is copied.
-      does: `[]` bool, whether anything is copied.
-      dst: `[]` int32, the stream that is replaced, as it is numbered in `cells`.
-      start: first position of the range.
-      stop: one past the last.
-
-    Returns:
-      The table; and `[]` int32, how many cells are copied in the buffers.
+    `source` is a table of one stream; `dst` is numbered as in `cells`. Also return the number of
+    cells to copy in the buffers, `[]` int32.
     """
     shared = is_in_range(source, start, stop)[0]  # [N]
     index = jnp.arange(cells.num_cells, dtype=jnp.int32)
@@ -155,13 +139,13 @@ def _replace_range(
 def _copy_runs(
     split: Halves, src: jax.Array, targets: jax.Array, counts: jax.Array, arrays: PyTree
 ) -> PyTree:
-    """Copy the first `counts` cells, `[n]`, of a stream to those of the targets, `[n]`."""
+    """Copy the first `counts` cells, `[n]`, of a stream to each of the targets, `[n]`."""
 
     def copy_to_target(i: jax.Array, arrays: PyTree) -> PyTree:
         share, size, count = _local_chunk_sizes(split, arrays, counts[i])
 
         def chunk(j: jax.Array, arrays: PyTree) -> PyTree:
-            first = jnp.minimum(j * size, share - size)  # the last may overlap the one before
+            first = jnp.minimum(j * size, share - size)  # the last one may overlap
 
             def copy_array(x: Cached, how: AxisPartition) -> Cached:
                 return copy_cell_run(how, x, src, targets[i], first, size, count)
@@ -176,16 +160,10 @@ def _copy_runs(
 def select_between_streams(
     cells: C, buffers: Buffers, parents: Int32[Array, " n"], targets: Int32[Array, " n"]
 ) -> tuple[C, Buffers]:
-    """Replace what each target holds by what its parent does, all at once.
+    """Replace all targets at once by their parents.
 
-    A chunk of cells is read of all parents before it is written to any target, so that sequences
-    may change places.
-
-    Args:
-      cells: the table, with a stream for each sequence.
-      buffers: the buffers beside it.
-      parents: the sequences that are copied.
-      targets: each at most once; one that is no sequence is left out.
+    Targets are distinct; an id that is no sequence is skipped. A chunk is read from all parents
+    before it is written to any target, so sequences can be swapped.
     """
     does = is_sequence(cells, targets)
     targets = jnp.where(does, targets, cells.streams)
@@ -206,9 +184,9 @@ def select_between_streams(
 def _replace_streams(
     axes: tuple[str, ...], cells: C, source: jax.Array, targets: jax.Array, does: jax.Array
 ) -> tuple[C, jax.Array]:
-    """Put streams, `[n]`, in the place of targets, if these are among `cells`, where it does.
+    """Replace targets in `cells` by streams `source`, `[n]`, where `does`.
 
-    What a stream holds is told to all devices: a line of the table.
+    The table rows of `source` are sent to all devices.
     """
     lines = jax.tree.map(lambda field: gather_sharded(field, axes, source), cells)
     index = jnp.arange(cells.num_cells, dtype=jnp.int32)
@@ -237,7 +215,7 @@ def _select_cells(
     count: jax.Array,
     arrays: PyTree,
 ) -> PyTree:
-    """Copy the first `count` cells of streams, `[n]`, to those of targets, `[n]`, where it does."""
+    """Copy the first `count` cells of streams, `[n]`, to targets, `[n]`, where `does`."""
     _, size, count = _local_chunk_sizes(split, arrays, count)
 
     def chunk(i: jax.Array, arrays: PyTree) -> PyTree:
@@ -245,7 +223,7 @@ def _select_cells(
         slots = jnp.where(does[:, None] & (slots < count), slots, out_of_range_slots(slots))
 
         def copy_array(x: Cached, how: AxisPartition) -> Cached:
-            how = replace(how, cells=())  # a token keeps its cell: each share is copied by itself
+            how = replace(how, cells=())  # tokens keep their cells: shares are independent
             return scatter_local(
                 how,
                 x,
@@ -260,10 +238,7 @@ def _select_cells(
 
 
 def _round_up_to_chunks(cells: Cells, count: jax.Array) -> jax.Array:
-    """Return how many cells are copied where `count` have to be: whole chunks, to the last cell.
-
-    Both are `[]` int32.
-    """
+    """Round a number of cells up to whole chunks, at most N; `[]` int32."""
     size = min(CHUNK, cells.num_cells)
     return jnp.minimum(-(-count // size) * size, cells.num_cells)
 
@@ -271,10 +246,7 @@ def _round_up_to_chunks(cells: Cells, count: jax.Array) -> jax.Array:
 def _local_chunk_sizes(
     split: Halves, arrays: PyTree, count: jax.Array
 ) -> tuple[int, int, jax.Array]:
-    """Return the cells of a device's share, those of a chunk, and how many of the first are its.
-
-    `count`, the first cells of a stream, and the last of the answers are `[]` int32.
-    """
+    """Return the sizes of a share and a chunk, and how many of `count` cells it has."""
     share = arrays[0][0].shape[2]
     first = first_local_index(stream_cell_axes(split).cells, share)
     return share, min(CHUNK, share), jnp.clip(count - first, 0, share)

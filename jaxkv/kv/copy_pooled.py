@@ -1,8 +1,8 @@
-"""Copying between streams that several sequences share: cells are chosen there, then filled.
+"""Copies between streams with several sequences each, into free cells.
 
-A copy takes cells as a ubatch does, of those that are left once the targets have let go of what
-they held. Cells that are copied are never taken, also where they have no owner afterwards: so they
-can be read and written a few at a time, and sequences may change places.
+A copy takes cells as a ubatch does, after the cells of its targets are freed. The cells that are
+copied are never taken, even if they have no owner afterwards. So copies can run in chunks, and
+sequences can be swapped.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ if TYPE_CHECKING:
 
 
 class CopyDemand(NamedTuple):
-    """What copies between streams take.
+    """Cells that copies between streams need.
 
-    demand: the cells that copies need in each stream.
-    found: those that there are for them.
+    demand: Number of cells to copy into each stream.
+    found: Number of cells available for them.
     """
 
     demand: Int32[Array, " S"]
@@ -70,21 +70,21 @@ class CopyDemand(NamedTuple):
 
     @property
     def ok(self) -> Bool[Array, ""]:
-        """Whether no stream lacks cells."""
+        """Whether all streams have enough cells."""
         return jnp.all(self.demand <= self.found)
 
 
 class CopyPlan(NamedTuple, Generic[C]):
-    """What sequences get, in their own stream and from others.
+    """Plan of copies: cells shared within streams, and cells copied between them.
 
-    Each stream gets the first `demand` of N cells in turn.
+    Each stream receives `need.demand` cells, the first entries of the arrays `[S, N]`.
 
-    left: the table once the targets own what they share, and have let go of all else.
-    arriving: a table of copies, in turn: positions, shifts, stamps and contents as they were, and
-      the owners that they will have.
-    origin: the cell that is copied, numbered through all streams.
-    slots: the cell that it goes to.
-    need: how many cells each stream must have, and how many there are.
+    left: Table after the sharing, and after freeing the other cells of the targets.
+    arriving: Table of the copies, by turn: positions, shifts, hashes and contents of the originals,
+      and the new owners.
+    origin: Cell to copy, numbered over all streams.
+    slots: Destination of the copy.
+    need: Number of cells that each stream needs and has.
     """
 
     left: C
@@ -97,15 +97,7 @@ class CopyPlan(NamedTuple, Generic[C]):
 def plan_copy(
     cells: C, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
 ) -> CopyPlan[C]:
-    """Plan what `seq_cp` says: share within a stream, and replace what is held in others.
-
-    Args:
-      cells: the table.
-      src: `[]` int32, the sequence that is copied.
-      dst: `[]` or `[n]` int32, the targets; `src` itself stays as it is.
-      start: first position of the range.
-      stop: one past the last.
-    """
+    """Plan `seq_cp`: share cells within a stream, and replace targets in other streams."""
     dst = jnp.atleast_1d(dst)
     parents = jnp.broadcast_to(src, dst.shape)
     is_cross_stream = _is_in_other_stream(cells, parents, dst)
@@ -114,13 +106,7 @@ def plan_copy(
 
 
 def plan_select(cells: C, parents: jax.Array, targets: jax.Array) -> CopyPlan[C]:
-    """Plan what `seq_select` says.
-
-    Args:
-      cells: the table.
-      parents: `[n]` int32, sequences.
-      targets: `[n]` int32, each at most once; one that is no sequence is left out.
-    """
+    """Plan `seq_select`; targets are distinct, an id that is no sequence is skipped."""
     is_cross_stream = _is_in_other_stream(cells, parents, targets)
     base = seq_select(cells, parents, jnp.where(is_cross_stream, cells.sequences, targets))
     everything = jnp.int32(0), jnp.int32(-1)
@@ -128,16 +114,16 @@ def plan_select(cells: C, parents: jax.Array, targets: jax.Array) -> CopyPlan[C]
 
 
 def execute_copy(cells: C, buffers: Buffers, transfer: CopyPlan[C]) -> tuple[C, Buffers]:
-    """Do what was planned, in the table and the buffers; nothing where cells are lacking.
+    """Apply a plan to the table and the buffers, if all streams have enough cells.
 
-    A stream that gets copies lacks afterwards, in each layer, what those that they come from lack.
+    A layer that lacks tokens of a source stream lacks tokens of the target stream afterwards.
     """
     base, arriving, origin, slots, need = transfer
     gets = need.ok & (jnp.arange(cells.num_cells)[None] < need.demand[:, None])
     slots = jnp.where(gets, slots, out_of_range_slots(slots))
     source, _ = divmod_nonnegative(origin, cells.num_cells)
     comes = (source[..., None] == jnp.arange(cells.streams)[None, None]) & gets[..., None]
-    comes = jnp.any(comes, axis=1)  # [S, S], from the second to the first
+    comes = jnp.any(comes, axis=1)  # [S, S], target and source
     incomplete = jnp.any(comes[..., None] & is_layer_incomplete(cells)[None], axis=1)
     filled = map_streams(base, mark_used, slots, arriving, incomplete)
     filled = jax.tree.map(lambda new, old: jnp.where(need.ok, new, old), filled, cells)
@@ -148,9 +134,9 @@ def execute_copy(cells: C, buffers: Buffers, transfer: CopyPlan[C]) -> tuple[C, 
 def _copy_planned_cells(
     split: Halves, origin: jax.Array, slots: jax.Array, num_copied: jax.Array, arrays: PyTree
 ) -> PyTree:
-    """Copy keys and values, the first `num_copied` of each stream, `[S]`, a chunk at a time.
+    """Copy the keys and values of the first `num_copied` slots of each stream.
 
-    Which cells those are is known where the streams are that get them, and sent along.
+    `origin` and `slots` are read on the devices of the target streams, and sent to the others.
     """
     ends = jnp.cumsum(num_copied)
     by_streams, size = stream_cell_axes(split).streams, slots.shape[1]
@@ -176,7 +162,7 @@ def _copy_planned_cells(
 
 
 def _is_in_other_stream(cells: Cells, parents: jax.Array, targets: jax.Array) -> jax.Array:
-    """Return which of the targets lie in other streams than their parents; `[n]` bool."""
+    """Return which targets are in another stream than their parent; `[n]` bool."""
     (theirs, *_), (ours, *_) = locate_owner_bit(cells, parents), locate_owner_bit(cells, targets)
     return is_sequence(cells, parents) & is_sequence(cells, targets) & (theirs != ours)
 
@@ -190,9 +176,9 @@ def _plan_transfer(
     start: jax.Array,
     stop: jax.Array,
 ) -> CopyPlan[C]:
-    """Plan copies of a range of parents, `[n]`, for targets, `[n]`, where `is_cross_stream`, `[n]`.
+    """Plan copies of a range of parents to targets, where `is_cross_stream`, `[n]`.
 
-    `base` is the table after all that happens within streams.
+    `base` is the table after the sharing within streams.
     """
 
     def combine_sequence_bits(ids: jax.Array) -> jax.Array:
@@ -209,7 +195,7 @@ def _plan_transfer(
     copy_array = is_owned_by(cells, combine_sequence_bits(parents)) & is_in_range(
         cells, start, stop
     )
-    # Targets of one stream with one parent share a copy: the first of them gets it for all.
+    # Targets of one stream with the same parent share one copy, made for the first of them.
     home_of, *_ = locate_owner_bit(cells, targets)
     like = is_cross_stream[:, None] & is_cross_stream[None] & (home_of[:, None] == home_of[None])
     like &= parents[:, None] == parents[None]
@@ -237,23 +223,11 @@ def _queue_copies(
     start: jax.Array,
     stop: jax.Array,
 ) -> tuple[C, jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Line up copies for some streams, and choose cells for them.
+    """List copies into some streams, and choose `open_cells` for them.
 
-    What a parent holds is known where its stream is, and told to all devices: a line of the table.
-
-    Args:
-      axes: those that split the streams.
-      cells: the table as it was.
-      base: the table that the copies go to.
-      open_cells: `[S, N]` bool, the cells that they may take.
-      parents: `[n]` int32, the sequences that are copied.
-      targets: `[n]` int32.
-      like: `[n, n]` bool, which of the targets share a copy.
-      start: first position of the range that is copied.
-      stop: one past the last.
-
-    Returns:
-      `arriving`, `origin` and `slots` of a `CopyPlan`, and both fields of its `need`.
+    Table rows of a parent's stream are sent to all devices. `base` is the table that receives the
+    copies, and `like`, `[n, n]` bool, is which targets share a copy. Returns `arriving`, `origin`
+    and `slots` of a `CopyPlan`, and both fields of its `need`.
     """
     (streams, words, bits_of), (theirs, word, bit) = (
         locate_owner_bit(cells, targets),
@@ -265,7 +239,7 @@ def _queue_copies(
     index = jnp.arange(cells.num_cells, dtype=jnp.int32)
 
     def queue_parent_cells(i: jax.Array, queue: tuple[C, jax.Array, jax.Array]) -> tuple:
-        """Let the cells of a parent follow those that its target's stream gets already."""
+        """Append the cells of a parent to the queue of its target's stream."""
         arriving, origin, num_copied = queue
         line = [cells.position, cells.owners, cells.shift, cells.cell_hash, cells.content]
         line = [gather_sharded(field, axes, theirs[i]) for field in line]

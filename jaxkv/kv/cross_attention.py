@@ -1,8 +1,8 @@
-"""Cache for sources: what an encoder read for a sequence, for all tokens of its text to look at.
+"""Cache of encoder sources, for cross-attention.
 
-A source is written once, whole, and then only looked at. Its cells have positions of their own, 0
-and so on, which no verb of positions reaches: a text may be cut, moved and slid, and its source
-stays. What copies or forgets a sequence takes its source along.
+A source is written once, completely, and then only read. The positions of its cells start at 0, and
+edits of the sequence's positions do not change them. Copying or removing a sequence copies or
+removes its source.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ if TYPE_CHECKING:
 
 
 class CrossAttentionSlots(NamedTuple):
-    """What a part for sources has as slots of a ubatch of text: who looks.
+    """Slots of a ubatch of decoder tokens in a part with encoder sources.
 
-    looks: 0 for a token that looks; past the last cell for padding and for a refused plan, which
-      see nothing.
+    looks: 0 for a token that attends; past the last cell for padding and for a refused plan.
     """
 
     looks: Int32[Array, "R T"]
@@ -42,45 +41,44 @@ class CrossAttentionSlots(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CrossAttentionTable(CellTable):
-    """The table of a cache for sources: that of attention, but what asks about a text passes by.
+    """Table of encoder sources: a `CellTable` that ignores edits of positions.
 
-    Sources go in as a batch does (`init_batch(encoder=True)`). A ubatch of text is a reader: it
-    takes no cells, and each of its tokens sees all cells of its sequence. Arrays have the shapes
-    that `CacheTable` says.
+    Sources are added with `init_batch(encoder=True)`. A ubatch of decoder tokens uses no cells, and
+    its tokens attend to all cells of their sequence.
 
-    of_sources: True, static. JAX compares the fields of dataclasses and not their types, so that
-      without it a program compiled for a `CellTable` could be found for this one.
+    of_sources: True, static. JAX compares the fields of dataclasses but not their types. Without
+      this field a program compiled for a `CellTable` could be reused for this table.
     """
 
     of_sources: bool = field(default=True, metadata={"static": True})
 
     @property
     def spec(self) -> TableSpec:
-        """What is fixed when the cache is made."""
+        """Static configuration of the cache."""
         return replace(super().spec, kind="source")
 
     def cache_spec(self, buffers: Buffers) -> CacheSpec:
-        """Return what the weights fixed of the cache."""
+        """Return the `CacheSpec` of the model layers that the cache serves."""
         return replace(super().cache_spec(buffers), kind="cross_attention")
 
     def can_allocate(
         self, lengths: Int[np.ndarray, " Q"], at_once: int, num_shared_cells: Int[np.ndarray, " S"]
     ) -> Bool[np.ndarray, " S"]:
-        """Return that texts of any length can be held, `[S]` bool: they take no cells here."""
+        """Return True for all streams: decoder tokens use no cells here."""
         del lengths, at_once, num_shared_cells
         return np.ones(self.streams, bool)
 
     def slots_when_skipped(self, ubatch: Ubatch) -> CrossAttentionSlots:
-        """Return that all tokens of a text look."""
+        """Return slots with which all valid tokens attend."""
         looks = out_of_range_slots(ubatch.positions)
         return CrossAttentionSlots(jnp.where(ubatch.valid, 0, looks))
 
     def occupy(self, ubatch: Ubatch) -> Self:
-        """Mark the slots of a source; a text has none."""
+        """Store a source in its slots; decoder tokens have none."""
         return self if isinstance(ubatch.slots, CrossAttentionSlots) else super().occupy(ubatch)
 
     def stream_hash_after(self, ubatch: Ubatch, occupied: CellTable) -> UInt32[Array, " S"]:
-        """Return the digest; text changes nothing here."""
+        """Return the hash after a ubatch; decoder tokens do not change it."""
         if isinstance(ubatch.slots, CrossAttentionSlots):
             return ubatch.hash_before
         return super().stream_hash_after(ubatch, occupied)
@@ -88,7 +86,7 @@ class CrossAttentionTable(CellTable):
     def seq_rm(
         self, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]
     ) -> tuple[CellTable, Bool[Array, ""]]:
-        """Forget a source where all of its text is forgotten; a part of a text leaves it alone."""
+        """Remove a source if `start` <= 0 and `stop` < 0; otherwise keep it."""
         return super().seq_rm(seq, start, jnp.where((start <= 0) & (stop < 0), -1, 0))
 
     def seq_cp(
@@ -99,7 +97,7 @@ class CrossAttentionTable(CellTable):
         start: Int32[Array, ""],
         stop: Int32[Array, ""],
     ) -> tuple[CellTable, Buffers | None]:
-        """Give the targets the source in place of their own, whatever range of the text it is."""
+        """Replace the sources of the targets by that of `src`, unless the range is empty."""
         return self.seq_select(buffers, *self._parents_of_copy(src, dst, start, stop))
 
     def can_seq_cp(
@@ -109,18 +107,18 @@ class CrossAttentionTable(CellTable):
         start: Int32[Array, ""],
         stop: Int32[Array, ""],
     ) -> tuple[Bool[Array, ""], Int32[Array, " m"]]:
-        """Return whether `copy` can; the ends are those of no text, -1."""
+        """Return whether the copy is possible; the last positions are all -1."""
         ok = self.can_seq_select(*self._parents_of_copy(src, dst, start, stop))
         return ok, jnp.full(jnp.atleast_1d(dst).shape, EMPTY)
 
     def _parents_of_copy(
         self, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Return the parents and targets of a copy, `[n]`; a target of Q where nothing changes."""
+        """Return the parents and targets of a copy, `[n]`; a target of Q is unchanged."""
         targets = jnp.atleast_1d(dst)
         parent = jnp.where(
             jnp.maximum(start, 0) < resolve_range_end(stop), src, -1
-        )  # none for an empty range
+        )  # -1 for an empty range
         return mask_unchanged_targets(self.spec, jnp.broadcast_to(parent, targets.shape), targets)
 
     def seq_add(
@@ -131,7 +129,7 @@ class CrossAttentionTable(CellTable):
         delta: Int32[Array, ""],
         gap: Int32[Array, ""] | None = None,
     ) -> tuple[CrossAttentionTable, Bool[Array, ""]]:
-        """Return the table as it is: the positions of a text move, and not those of its source."""
+        """Return the table unchanged: a source keeps its positions."""
         del seq, start, stop, delta, gap
         return self, jnp.array(True)
 
@@ -142,7 +140,7 @@ class CrossAttentionTable(CellTable):
         stop: Int32[Array, ""],
         delta: Int32[Array, ""],
     ) -> Bool[Array, ""]:
-        """Return True, since nothing moves."""
+        """Return True, since no position changes."""
         del seq, start, stop, delta
         return jnp.array(True)
 
@@ -153,12 +151,12 @@ class CrossAttentionTable(CellTable):
         stop: Int32[Array, ""],
         divisor: Int32[Array, ""],
     ) -> tuple[CrossAttentionTable, Bool[Array, ""]]:
-        """Return the table as it is: positions of a source are not divided."""
+        """Return the table unchanged: a source keeps its positions."""
         del seq, start, stop, divisor
         return self, jnp.array(True)
 
     def can_resume(self, seq: Int32[Array, ""], pos: Int32[Array, ""]) -> Bool[Array, ""]:
-        """Return True: a source is there for every position."""
+        """Return True: a source is complete for every position."""
         del seq, pos
         return jnp.array(True)
 
@@ -174,7 +172,7 @@ class CrossAttentionTable(CellTable):
         visible_until: Tokens | None = None,
         **options: Any,
     ) -> tuple[CellTable, Buffers, Float[Array, "R T H Dv"]]:
-        """Look at the sources, all of them; a ubatch of sources attends as `jaxkv.attend` says."""
+        """Attend to all cells of the sources; for a ubatch of sources see `jaxkv.attend`."""
         if not isinstance(ubatch.slots, CrossAttentionSlots):
             return super().attend(
                 buffers, layer, ubatch, q, k, v, visible_until=visible_until, **options
@@ -206,7 +204,7 @@ class CrossAttentionTable(CellTable):
         return super().write_kv(buffers, layer, ubatch, k, v)
 
     def read_kv(self, buffers: Buffers, layer: int, ubatch: Ubatch, **options: Any) -> KVView:
-        """Return the sources, all of which are seen."""
+        """Return the keys and values of the sources, all visible to decoder tokens."""
         if not isinstance(ubatch.slots, CrossAttentionSlots):
             return super().read_kv(buffers, layer, ubatch, **options)
         _refuse_visible_until(options.get("visible_until"))
@@ -214,16 +212,17 @@ class CrossAttentionTable(CellTable):
 
 
 def as_source_table(table: CellTable) -> CrossAttentionTable:
-    """Return a table of cells as one for sources."""
+    """Convert a `CellTable` to a table of encoder sources."""
     return CrossAttentionTable(**{f.name: getattr(table, f.name) for f in fields(table)})
 
 
 def _as_attention_ubatch(ubatch: Ubatch) -> Ubatch:
-    """Return a reader as attention knows ubatches.
+    """Return a ubatch of decoder tokens with the slots that attention expects.
 
-    Sequences that share a token own the same source, or the plan was refused: one looks for all.
+    Sequences that share a token own the same source (otherwise the plan is refused), so the first
+    sequence is sufficient.
     """
-    no_more = jnp.zeros_like(ubatch.more)  # the source is whole, however the text is cut
+    no_more = jnp.zeros_like(ubatch.more)  # the source is complete in every ubatch
     return replace(ubatch, slots=ubatch.slots.looks, shared_with=None, more=no_more)
 
 

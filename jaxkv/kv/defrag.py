@@ -1,4 +1,4 @@
-"""Closing the gaps between used cells, so that those are used that are taken first."""
+"""Defragmentation: closing the gaps between used cells, in fill order."""
 
 from __future__ import annotations
 
@@ -29,18 +29,17 @@ if TYPE_CHECKING:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DefragPlan(MaintenancePlan):
-    """Moves that close gaps: runs of neighbouring cells, each with its destination.
+    """Moves that close gaps: runs of contiguous cells and their destinations.
 
-    With M = N // 2, the most runs that there can be. Only the first `count` of a stream are
-    moves.
+    M = N // 2 is the largest possible number of runs. The first `count` of a stream are valid.
 
-    source: the first cell of a run, those that would be taken last first.
-    destination: where that cell goes; the rest of the run follows.
-    length: the cells of the run; 0 beyond the last move.
-    count: how many moves there are.
-    free: which cells were empty when the plan was made. Applied to a table in which others are, the
-      plan changes nothing.
-    spec: of the cache that it was planned for, static.
+    source: First cell of each run, those last in fill order first.
+    destination: Destination of that cell; the rest of the run follows.
+    length: Number of cells in the run; 0 after the last run.
+    count: Number of runs.
+    free: Which cells were empty when planned. On a table with other empty cells the plan has no
+      effect.
+    spec: Spec of the cache that was planned for, static.
     """
 
     source: Int32[Array, "S M"]
@@ -52,26 +51,25 @@ class DefragPlan(MaintenancePlan):
 
     @property
     def pending(self) -> Int32[Array, ""]:
-        """How many cells move."""
+        """Number of cells to move."""
         return jnp.sum(self.length, dtype=jnp.int32)
 
     def is_current(self, table: Cells) -> Bool[Array, ""]:
-        """Return whether the table's gaps are those of the plan."""
+        """Return whether the table's empty cells are those of the plan."""
         return jnp.all(self.free == is_cell_empty(table))
 
     def commit(self, table: C, buffers: Buffers, ok: Bool[Array, ""]) -> tuple[C, Buffers]:
-        """Move the cells, if `ok`."""
+        """Move the cells if `ok`."""
         return move_cells(table, buffers, self, ok)
 
 
 def plan_moves(cells: Cells, max_moves: int | None, spec: TableSpec) -> DefragPlan:
-    """Plan the moves that close the gaps, or the first `max_moves` of each stream.
+    """Plan the moves that close gaps, or the first `max_moves` runs of each stream.
 
-    The cells that lie beyond the number of used ones go into the gaps before it, in their order, so
-    every cell moves at most once and no destination is the source of another. "Beyond" and "before"
-    are those of the order in which cells are taken, see `stripes`. Where sequences have tiles for
-    themselves, whole tiles go into those that are empty, gaps included, and no tile is left half
-    moved: the one that the last of `max_moves` begins is moved to its end.
+    With U used cells, those of rank U or more move into the gaps of lower rank, in fill order (see
+    `fill_order`). So each cell moves at most once, and no destination is also a source. With tiles,
+    whole tiles move into empty tiles, with their gaps. The last tile of `max_moves` moves
+    completely, even if this exceeds `max_moves`.
     """
     tile = tile_size(cells.num_cells) if cells.placement == "tiled" else None
     plan = jax.vmap(partial(_plan_stream_moves, spec, cells.shards, tile))(is_cell_empty(cells))
@@ -80,7 +78,7 @@ def plan_moves(cells: Cells, max_moves: int | None, spec: TableSpec) -> DefragPl
     turn = jnp.arange(plan.length.shape[1])[None]
     if tile is None:
         count = jnp.minimum(plan.count, max_moves)
-    else:  # both halves of a tile would count as begun, and never come together again
+    else:  # a tile that is moved in part could not be joined again
         last = min(max_moves, turn.size) - 1
         goes = (turn <= last) | (plan.source // tile == plan.source[:, last, None] // tile)
         count = jnp.sum(goes & (turn < plan.count[:, None]), axis=1, dtype=jnp.int32)
@@ -91,7 +89,7 @@ def plan_moves(cells: Cells, max_moves: int | None, spec: TableSpec) -> DefragPl
 def _plan_stream_moves(
     spec: TableSpec, shards: int, tile: int | None, empty: jax.Array
 ) -> DefragPlan:
-    """Plan one stream, whose cells may be `empty`, `[N]` bool; the others may move in tiles."""
+    """Plan the moves of one stream; of whole tiles if `tile` is given."""
     size = empty.shape[0]
     max_moves = max(size // 2, 1)
     rank, is_used = jnp.arange(size), to_fill_order(~empty, shards)
@@ -105,7 +103,7 @@ def _plan_stream_moves(
     )
     pair = jnp.arange(max_moves)
     pairs = jnp.sum(enter)
-    # A run goes on where both its source and its destination do, and within a tile.
+    # A run continues while source and destination are contiguous, and within a tile.
     goes_on = (jnp.diff(source, prepend=-1) == 1) & (jnp.diff(gap, prepend=-1) == 1) & (pair > 0)
     if tile is not None:
         goes_on &= source % tile > 0
@@ -114,7 +112,7 @@ def _plan_stream_moves(
     start = indices_of_true(starts, max_moves)
     end = jnp.minimum(jnp.append(start[1:], max_moves), pairs)
     length = jnp.where(pair < runs, end - start, 0)
-    # From the end: what is taken last moves first, so that even a part of the moves shrinks it.
+    # Cells last in fill order move first, so that a part of the moves frees the last ranks.
     order = jnp.where(pair < runs, runs - 1 - pair, pair)
     start, length = start[order], length[order]
 
@@ -132,7 +130,7 @@ def _plan_stream_moves(
 
 
 def _find_tile_moves(is_used: jax.Array, tile: int) -> tuple[jax.Array, jax.Array]:
-    """Return which cells are left where whole tiles move, and which are entered; `[N]` bool."""
+    """Return which cells are moved from and moved to if whole tiles move; `[N]` bool."""
     cells = is_used.reshape(-1, tile)
     has_used, rank = jnp.any(cells, axis=1), jnp.arange(len(cells))
     used = jnp.sum(has_used)
@@ -145,10 +143,7 @@ def _find_tile_moves(is_used: jax.Array, tile: int) -> tuple[jax.Array, jax.Arra
 def move_cells(
     cells: C, buffers: Buffers, plan: DefragPlan, ok: Bool[Array, ""]
 ) -> tuple[C, Buffers]:
-    """Move cells and what the buffers hold for them, a bounded number at a time.
-
-    If `ok` is False nothing moves.
-    """
+    """Move cells in the table and the buffers, CHUNK at a time, if `ok`."""
     size = cells.num_cells
     chunks = jnp.where(ok, -(-jnp.sum(plan.length, axis=1) // CHUNK), 0)  # [S]
 
@@ -160,7 +155,7 @@ def move_cells(
             return _scatter_cells(_scatter_cells(field, source, vacated), destination, value)
 
         owners = [move_field(cells.owners[:, w], 0) for w in range(cells.owners.shape[1])]
-        # The same keys in another place: stamped anew, for a table that knew what stood there.
+        # The cell has new keys and values, so an older table must find another hash.
         stamp = mix(_gather_cells(cells.cell_hash, source) + 1)
         return replace(
             cells,
@@ -188,9 +183,9 @@ def move_cells(
 def _move_keys_and_values(
     size: int, split: Halves, plan: DefragPlan, chunks: jax.Array, arrays: PyTree
 ) -> PyTree:
-    """Move keys and values `[S, K, N, D]`: all are gathered before they are scattered.
+    """Move keys and values in chunks, each gathered before it is scattered.
 
-    Of N cells, `size`, that are split, a chunk is sent to all devices that hold some.
+    `size` is N. If a mesh splits cells, each chunk is sent to all devices of its stream.
     """
     stream = jnp.arange(len(chunks))[:, None]
 
@@ -198,7 +193,7 @@ def _move_keys_and_values(
         source, destination = _list_chunk_moves(plan, size, i)
 
         def move_array(x: Cached, how: AxisPartition) -> Cached:
-            how = replace(how, streams=())  # each device moves within its own streams
+            how = replace(how, streams=())  # moves stay within a device's streams
             return scatter_local(
                 how, x, stream, destination, gather_from_any_device(how, x, stream, source)
             )
@@ -209,7 +204,7 @@ def _move_keys_and_values(
 
 
 def _list_chunk_moves(plan: DefragPlan, size: int, i: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """List CHUNK sources and destinations of each stream from the i-th chunk on, `[S, CHUNK]`."""
+    """Return sources and destinations of the i-th chunk of each stream, `[S, CHUNK]`."""
     turn = i * CHUNK + jnp.arange(CHUNK)
 
     def of_stream(plan: DefragPlan) -> tuple[jax.Array, jax.Array]:
@@ -217,7 +212,7 @@ def _list_chunk_moves(plan: DefragPlan, size: int, i: jax.Array) -> tuple[jax.Ar
         run = jnp.searchsorted(ends, turn, side="right")
         inside = turn - (ends - plan.length).at[run].get(mode="fill", fill_value=0)
         is_move = turn < ends[-1]
-        past = size + jnp.arange(CHUNK)  # each to a place of its own
+        past = size + jnp.arange(CHUNK)  # distinct, as indices are unique
         source = plan.source.at[run].get(mode="fill", fill_value=0) + inside
         destination = plan.destination.at[run].get(mode="fill", fill_value=0) + inside
         return jnp.where(is_move, source, past), jnp.where(is_move, destination, past)
@@ -226,11 +221,11 @@ def _list_chunk_moves(plan: DefragPlan, size: int, i: jax.Array) -> tuple[jax.Ar
 
 
 def _gather_cells(field: jax.Array, cell: jax.Array) -> jax.Array:
-    """Return a field `[S, N]` at cells of each stream, `[S, n]`; 0 past the last one."""
+    """Return a field `[S, N]` at cells `[S, n]` of each stream; 0 past the last cell."""
     return jax.vmap(lambda row, at: row.at[at].get(mode="fill", fill_value=0))(field, cell)
 
 
 def _scatter_cells(field: jax.Array, cell: jax.Array, value: jax.Array | int) -> jax.Array:
-    """Write a field `[S, N]` at cells of each stream, `[S, n]`."""
+    """Write a field `[S, N]` at cells `[S, n]` of each stream."""
     put = jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop", unique_indices=True))
     return put(field, cell, jnp.broadcast_to(jnp.asarray(value, field.dtype), cell.shape))

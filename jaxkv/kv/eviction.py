@@ -1,4 +1,4 @@
-"""Windows: which cells no next token sees, taking them, and what can be resumed after that."""
+"""Windows: eviction, and the positions at which sequences can continue."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def is_evictable(cells: Cells) -> Bool[Array, "S N"]:
-    """Return which used cells no next token of any owner sees."""
+    """Return used cells that are outside the window of every owner's next token."""
     if cells.window is None:
         return jnp.zeros(cells.position.shape, bool)
     if cells.sequences_per_stream == 1:
@@ -55,10 +55,10 @@ def is_evictable(cells: Cells) -> Bool[Array, "S N"]:
 
 
 def evict_cells(cells: C, evicted: Bool[Array, "S N"]) -> C:
-    """Take hidden cells from their owners, and what lies before them too.
+    """Remove cells from their owners, and with them all earlier cells of these owners.
 
-    What an owner keeps is dense from then on, and `evicted_below` says where it begins. Free cells
-    may be among those evicted: they have no position and no owner.
+    The remaining cells of an owner then have no gap, and `evicted_below` is their start. `evicted`
+    may include empty cells.
     """
     if cells.sequences_per_stream == 1:
         end = jnp.max(jnp.where(evicted, cells.position, EMPTY), axis=1)
@@ -71,7 +71,7 @@ def evict_cells(cells: C, evicted: Bool[Array, "S N"]) -> C:
         marks = cells.evicted_below.reshape(cells.streams, -1)
         lost = jnp.max(jnp.where(evicted, positions, EMPTY), axis=1)
         end = jnp.maximum(marks[:, local], lost + 1)
-        # In another stream that sequence may lose nothing now.
+        # The sequence with this number in another stream may have no evicted cell.
         gone = (positions != EMPTY) & (positions < end[:, None]) & (lost > EMPTY)[:, None]
         owners = cells.owners & ~(words[None, :, None] & to_word_mask(gone))
         marks = marks.at[:, local].set(end).reshape(-1)
@@ -82,18 +82,14 @@ def evict_cells(cells: C, evicted: Bool[Array, "S N"]) -> C:
 
 
 def _local_ids_owning(cells: Cells, where: jax.Array) -> jax.Array:
-    """Return which sequences of their streams own one of some cells, `[S, N]`, in any; `[Q / S]`.
-
-    The first ones of all streams are looked at together, then the second ones, and so on.
-    """
+    """Return which sequence numbers own a cell of `where` in any stream, `[Q / S]`."""
     return jnp.any(sequences_owning_cells(cells, where).reshape(cells.streams, -1), axis=0)
 
 
 def _positions_by_local_id(cells: Cells, local: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the positions that the same sequence of each stream holds, by its number there.
+    """Return the positions and the owner bit of one sequence number in each stream.
 
-    Returns:
-      `[S, N]` int32, EMPTY where it does not own the cell; and its bit, in `[W]` uint32.
+    Positions are `[S, N]` int32, EMPTY for cells of other sequences; the bit is in `[W]` uint32.
     """
     word, bit = divmod_nonnegative(local, WORD)
     owners = jax.lax.dynamic_index_in_dim(cells.owners, word, axis=1, keepdims=False)
@@ -103,9 +99,9 @@ def _positions_by_local_id(cells: Cells, local: jax.Array) -> tuple[jax.Array, j
 
 
 def can_resume(cells: Cells, seq: Int32[Array, ""], pos: Int32[Array, ""]) -> Bool[Array, ""]:
-    """Return whether a sequence cut at a position goes on there and sees all it should.
+    """Return whether a sequence that is cut at `pos` can continue there.
 
-    One that is empty can go on anywhere.
+    The window of the next token must be complete. An empty sequence can continue anywhere.
     """
     positions, mark = sequence_positions(cells, seq), cells.evicted_below[seq]
     highest = jnp.max(positions)
@@ -117,18 +113,12 @@ def can_resume(cells: Cells, seq: Int32[Array, ""], pos: Int32[Array, ""]) -> Bo
 
 
 def accept_edit(cells: C, edited: C, tip: Int32[Array, " Q"]) -> tuple[C, Bool[Array, ""]]:
-    """Return the edited table, or the old one if a sequence could not go on after the edit.
+    """Return the edited table and True, or `cells` and False if it is refused.
 
-    A sequence can where its next token sees nothing of what a window took. Where that token stands
-    must be certain: behind a token that is held, or behind the last one that was taken.
-
-    Args:
-      cells: the table before the edit.
-      edited: the table after it.
-      tip: where the edit brought position `evicted_below - 1`.
-
-    Returns:
-      The table, and `ok`.
+    It is refused if a sequence could not continue afterwards. A sequence can continue if its next
+    token attends to no evicted position. The position of that token must be certain: it follows a
+    present token, or the last evicted one. `tip` is the position of `evicted_below - 1` after the
+    edit.
     """
     if cells.window is None:
         return edited, jnp.array(True)
@@ -147,7 +137,7 @@ def can_resume_after_copy(
     start: Int32[Array, ""],
     stop: Int32[Array, ""],
 ) -> tuple[Bool[Array, ""], Int32[Array, " m"]]:
-    """Return whether targets could go on after a copy; and their ends."""
+    """Return whether targets can continue after a copy; and their last positions."""
     dst = jnp.atleast_1d(dst)
     positions, marks = sequence_positions(cells, src), cells.evicted_below
     copied = (positions >= jnp.maximum(start, 0)) & (positions < resolve_range_end(stop))
@@ -171,18 +161,15 @@ def can_resume_after_copy(
 
 
 def _can_go_on(cells: Cells, mark: jax.Array, end: jax.Array, certain: jax.Array) -> jax.Array:
-    """Return whether sequences can go on; bool, the arguments are of one shape.
+    """Return whether sequences can continue.
 
-    Args:
-      cells: of whose window.
-      mark: int32, one past the highest position that a window may have taken.
-      end: int32, the highest position that is held, EMPTY if none is.
-      certain: bool, whether there was a token right before the mark.
+    `mark` is one past the highest position that may be evicted, `end` the highest present position
+    (EMPTY if none), and `certain` whether position `mark - 1` existed.
     """
     complete = mark <= first_seen(cells.window, jnp.maximum(end, mark - 1) + 1)
     return (mark == 0) | (complete & ((end >= mark - 1) | certain))
 
 
 def is_context_evicted(cells: Cells, position: Int32[Array, " Q"]) -> Bool[Array, " Q"]:
-    """Return which sequences would miss something with a token at a position."""
+    """Return which sequences attend to an evicted position with a token at `position`."""
     return cells.evicted_below > first_seen(cells.window, position)

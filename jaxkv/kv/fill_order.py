@@ -1,9 +1,8 @@
-"""In which order the cells of a stream are taken: by their numbers, or in stripes.
+"""Order in which the cells of a stream are filled: by number, or in stripes.
 
-On a mesh that splits cells, each device holds a share of neighbours. Taken by their numbers, those
-of a short text would lie on the first device alone. In stripes, shares are taken from in turn, a
-few neighbours at a time: at most 64, and a power of two that divides the share. The cell that is
-taken first has rank 0.
+If a mesh splits cells, each device stores a contiguous share. Filled by number, a short sequence
+would be on the first device only. Stripes alternate between the shares, a few contiguous cells at a
+time: at most 64, and a power of two that divides the share. The cell filled first has rank 0.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Int32, Shaped
 
 STRIPE = 64
-"""The most neighbouring cells that are taken before those of the next share."""
+"""Largest number of contiguous cells in a stripe."""
 
 
 def to_fill_order(x: Shaped[Array, "... N"], shards: int) -> Shaped[Array, "... N"]:
-    """Bring what there is for each cell into the order in which cells are taken.
+    """Reorder an array of cells by rank.
 
     >>> to_fill_order(jnp.arange(16), 2)
     Array([ 0,  1,  8,  9,  2,  3, 10, 11,  4,  5, 12, 13,  6,  7, 14, 15],      dtype=int32)
@@ -34,7 +33,7 @@ def to_fill_order(x: Shaped[Array, "... N"], shards: int) -> Shaped[Array, "... 
 
 
 def cells_at_ranks(rank: Int32[Array, "*n"], cells: int, shards: int) -> Int32[Array, "*n"]:
-    """Return the cells of ranks; one past the last of N `cells` stays past it.
+    """Return the cells of ranks; a rank of `cells` or more is unchanged.
 
     >>> cells_at_ranks(jnp.array([2, 4, 15, 16]), 16, 2)
     Array([ 8,  2, 15, 16], dtype=int32)
@@ -48,9 +47,9 @@ def cells_at_ranks(rank: Int32[Array, "*n"], cells: int, shards: int) -> Int32[A
 
 
 def _stripe_sizes(cells: int, shards: int) -> tuple[int, int]:
-    """Return the cells of a stripe, and how many stripes each share has.
+    """Return the number of cells of a stripe, and of stripes in each share.
 
-    A stripe is smaller where a share has no multiple of it, or fewer than four.
+    A stripe is smaller than 64 if the share is not a multiple of 64 or has fewer than four stripes.
     """
     share = cells // shards
     stripe = gcd(STRIPE, share)

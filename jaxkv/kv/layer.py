@@ -1,4 +1,4 @@
-"""What a layer asks of an attention cache: write its keys and values, look at them, attend."""
+"""Layer operations of an attention cache: write, read and attend."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ def attend(
     visible_until: Tokens | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[C, Buffers, Float[Array, "R T H Dv"]]:
-    """Write the keys and values of a ubatch, if it brings any, and attend; see `jaxkv.attend`.
+    """Write the keys and values of a ubatch, if given, and attend; see `jaxkv.attend`.
 
-    Tokens of a stale ubatch are written nowhere and get NaN, and so do those that look at a layer
-    which lacks tokens of their stream.
+    Tokens of a stale ubatch are not written and get NaN. Tokens get NaN, too, if the layer lacks
+    tokens of their stream.
     """
     layer_kv = _get_layer_kv(buffers, layer)
     new = () if k is None and v is None else _check_kv(ubatch, layer_kv, k, v)
@@ -127,20 +127,20 @@ def read_kv(
     causal: bool = True,
     visible_until: Tokens | None = None,
 ) -> KVView:
-    """Return what the tokens of a ubatch see, see `jaxkv.read_kv`."""
+    """Return the keys and values that a ubatch attends to, see `jaxkv.read_kv`."""
     visible_until = _check_visible_until(visible_until, ubatch, causal)
     layer_kv = _get_layer_kv(buffers, layer)
     return _visible_kv(table, ubatch, layer_kv, table.written[:, layer], visible_until, causal)
 
 
 def _with_layer_history(table: C, layer: int | jax.Array, mark: jax.Array) -> C:
-    """Return the table with the histories that a layer holds now, `[S]` uint32."""
-    here = jnp.arange(table.written.shape[1]) == layer  # nowhere for a traced one that is no layer
+    """Return the table with `mark`, `[S]` uint32, as `written` of a layer."""
+    here = jnp.arange(table.written.shape[1]) == layer  # all False for a traced layer out of range
     return replace(table, written=jnp.where(here, mark[:, None], table.written))
 
 
 def _get_layer_kv(buffers: Buffers, layer: int | jax.Array) -> LayerKV:
-    """Return the keys `[S, K, N, D]` and values `[S, K, N, Dv]` of a layer, see `Stored`."""
+    """Return the keys and values of a layer; raise if it is out of range."""
     if not is_traced(layer) and not 0 <= layer < buffers.layers:
         raise ValueError(
             f"expected a layer from 0 to {buffers.layers - 1}, got {layer}: make the cache with "
@@ -150,7 +150,7 @@ def _get_layer_kv(buffers: Buffers, layer: int | jax.Array) -> LayerKV:
 
 
 def _check_array(name: str, x: object) -> jax.Array | np.ndarray:
-    """Return an array of floats."""
+    """Return `x` if it is an array of floats, else raise."""
     if not isinstance(x, jax.Array | np.ndarray):
         raise TypeError(f"expected an array for {name}, got {type(x)}")
     if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -161,10 +161,7 @@ def _check_array(name: str, x: object) -> jax.Array | np.ndarray:
 def _check_kv(
     ubatch: Ubatch, layer_kv: LayerKV, k: object, v: object
 ) -> tuple[jax.Array | np.ndarray, ...]:
-    """Return the keys and values of a ubatch, `[R, T, K, D]` and `[R, T, K, Dv]`.
-
-    Keys alone where values are a part of them.
-    """
+    """Return the checked keys and values of a ubatch; keys only with `ValueSlice`."""
     keys, values = layer_kv
     if isinstance(values, ValueSlice):
         if v is not None:
@@ -196,7 +193,7 @@ def _check_kv(
 def _check_visible_until(
     visible_until: Tokens | None, ubatch: Ubatch, causal: bool
 ) -> jax.Array | None:
-    """Return the last position that each token sees, `[R, T]` int32."""
+    """Return the last position that each token attends to, `[R, T]` int32, checked."""
     if not isinstance(causal, bool | np.bool_):
         raise TypeError(f"expected causal as True or False, known while tracing, got {causal!r}")
     if visible_until is None:
@@ -222,10 +219,7 @@ def _write_local_kv(
     where: jax.Array,
     new: tuple[jax.Array, ...],
 ) -> LayerKV:
-    """Write into a device's share what falls into it of some keys and values, if there are any.
-
-    `where` is `[R, T]` int32, the slots, and `new` what `_check_kv` returns, or nothing.
-    """
+    """Write `new` from `_check_kv`, if not empty, into slots `where` of a share."""
     if not new:
         return layer_kv
     if split.cells:
@@ -242,10 +236,7 @@ def _local_visibility(
     causal: bool,
     visible_until: jax.Array | None,
 ) -> Visibility:
-    """Return what decides which of the cells in a device's share the tokens of a ubatch see.
-
-    `visible_until` is `[R, T]` int32, see `visibility_of`.
-    """
+    """Return the visibility of the cells in a device's share, see `visibility_of`."""
     visibility, count = (
         visibility_of(table, ubatch, causal=causal, visible_until=visible_until),
         layer_kv[0].shape[2],
@@ -258,14 +249,17 @@ def _local_visibility(
 
 
 def _slots_to_write(table: Cells, ubatch: Ubatch, layer_kv: LayerKV) -> tuple[jax.Array, jax.Array]:
-    """Return the slots, `[R, T]` int32, and which rows are current, `[R]`: none of no layer."""
+    """Return slots and current rows, see `slots.committed_slots`.
+
+    A traced layer that is out of range makes all rows stale.
+    """
     where, current = slots.committed_slots(table, ubatch)
     keys, _ = codes_and_scales(layer_kv[0])
     return where, current & jnp.all(keys.is_in_range) if isinstance(keys, LayerView) else current
 
 
 def _all_over_axes(flags: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Return which flags, of any shape, are True on all devices along some axes; bool."""
+    """Return which flags are True on all devices along some axes."""
     return jax.lax.pmin(flags.astype(jnp.int32), axes) == 1 if axes else flags
 
 
@@ -277,9 +271,9 @@ def _write_layer(
     mark: jax.Array,
     new: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, LayerKV]:
-    """Write into a layer: on a mesh each device what falls into its share.
+    """Write into a layer, on a mesh each device into its share.
 
-    `mark` is `[S]` uint32, the histories that the layer holds, and `new` what `_check_kv` returns.
+    `mark` is `written` of the layer, `[S]` uint32, and `new` the result of `_check_kv`.
     """
     split = make_axis_partition(table.sharding_rules, **shardable_sizes(layer_kv[0]))
 
@@ -312,12 +306,11 @@ def _visible_kv(
     visible_until: jax.Array | None,
     causal: bool,
 ) -> KVView:
-    """Return the keys and values of each list's stream; all NaN, and seen, if it was edited.
+    """Return the keys and values of each list's stream.
 
-    All NaN, too, where a token of the list would see what the layer or the ubatch lacks.
-
-    `mark` is as for `_write_layer` and `visible_until` `[R, T]` int32, see `visibility_of`;
-    `KVView` has the shapes of what is returned.
+    All keys of a list are NaN, and all cells visible, if its stream was edited. They are NaN also
+    if a token of the list attends to tokens that the layer or the ubatch lacks. `mark` is that of
+    `_write_layer`.
     """
     split = make_axis_partition(table.sharding_rules, **shardable_sizes(layer_kv[0]))
     rows = row_mesh_axes(ubatch, split.streams)
@@ -341,7 +334,7 @@ def _visible_kv(
         ) is not None:
             whole &= ~jnp.any(ahead, axis=1)
         mask = compute_mask(visibility)
-        if shared_axes:  # each row is a list, and all devices have all of them
+        if shared_axes:  # each row is a list, on all devices
             mask = broadcast_from_owner(mask.reshape(*ubatch.valid.shape, -1), shared_axes)
             lists = partial(gather_sharded, axes=shared_axes, index=ubatch.row_stream)
             (keys, values), positions = jax.tree.map(
@@ -383,30 +376,13 @@ def _attend_layer(
     causal: bool,
     implementation: Implementation | None,
 ) -> tuple[jax.Array, tuple[PyTree, ...], jax.Array]:
-    """Write into a layer, if there is anything new, and attend.
+    """Write into a layer, if `new` is not empty, and attend.
 
-    It is traced and lowered once for all layers.
-
-    On a mesh each device writes what falls into its share, and weighs the cells that it holds. Rows
-    in the order of sequences lie where their streams do; other rows are looked at by all devices.
-    What was weighed of the same rows is joined by one small message.
-
-    Args:
-      table: the table.
-      ubatch: the tokens.
-      layer_kv: the keys and values of the layer.
-      mark: `[S]` uint32, the histories that the layer holds, see `Cells`.
-      new: what `_check_kv` returns, or nothing.
-      q: `[R, T, H, D]`, queries.
-      options: of the softmax.
-      bias: `[R, T, H or 1, N]`, or `PositionBias`.
-      visible_until: `[R, T]` int32, see `visibility_of`.
-      causal: likewise.
-      implementation: see `jaxkv.attend`.
-
-    Returns:
-      The histories that the layer holds then, its keys and values, or nothing if nothing was new;
-      and `[R, T, H, Dv]`.
+    It is traced once for all layers. Each device writes its share and attends to its cells. Rows in
+    the order of sequences are split like their streams; other rows are computed on all devices. One
+    collective merges the partial softmax of equal rows. `mark` and `new` are those of
+    `_write_layer`, and `bias` is `[R, T, H or 1, N]` or a `PositionBias`. Returns the new `mark`,
+    the new keys and values (empty if `new` is), and `[R, T, H, Dv]`.
     """
     split = make_axis_partition(table.sharding_rules, **shardable_sizes(layer_kv[0]))
     heads = axes_of_queries(
@@ -476,7 +452,7 @@ def _attend_layer(
 def _specs_of_bias(
     bias: BiasOfLists | None, rows: tuple[str, ...], heads: tuple[str, ...], cells: tuple[str, ...]
 ) -> PositionBias | P | None:
-    """Return how a bias is split: as rows, query heads and cells are, and never what it weighs."""
+    """Return how a bias is split: as rows, query heads and cells."""
     if isinstance(bias, PositionBias):
         return replace(bias, function=P(), heads=P(heads))
     if bias is None:

@@ -1,4 +1,4 @@
-"""Making a cache of attention layers: its sizes checked, its table and buffers empty."""
+"""Construction of an attention cache: checked sizes, empty table and buffers."""
 
 from typing import Any
 
@@ -31,18 +31,9 @@ def make_attention_cache(
     placement: str,
     stacked: bool,
 ) -> Cache:
-    """Make an empty cache of attention layers.
+    """Make an empty cache of attention layers, see `make_cache`.
 
-    Args:
-      spec: of kind "attention" or "cross_attention".
-      cells: N, see `make_cache`, as all others.
-      sequences: Q.
-      streams: S, a divisor of Q.
-      dtype: of keys and values.
-      ubatch_size: T, of a window.
-      max_rollback: of a window.
-      placement: "any", "contiguous", "tiled" or "striped:n".
-      stacked: whether one array holds all layers.
+    `ubatch_size` and `max_rollback` are used with a window only.
     """
     kind, shards = parse_placement(placement)
     _check_dtype(dtype)
@@ -59,7 +50,7 @@ def make_attention_cache(
         unit = TILE if kind == "tiled" else shards
         window_cells = -(-window_cells // unit) * unit
         if cells is None or check_count(cells, "cells") > window_cells:
-            cells, window_ubatch_size = window_cells, ubatch_size  # else no text needs that many
+            cells, window_ubatch_size = window_cells, ubatch_size  # no sequence needs more
     if cells is None:
         read = "sources" if spec.kind == "cross_attention" else "layers that see the whole text"
         raise ValueError(f"expected a number of cells for {read}, got None; pass cells=")
@@ -84,7 +75,7 @@ def make_attention_cache(
 def _zero_buffers(
     spec: CacheSpec, streams: int, cells: int, dtype: jax.typing.DTypeLike, *, stacked: bool
 ) -> Buffers:
-    """Return buffers of zeros, in one array for all layers or in one for each."""
+    """Return buffers of zeros, one array for each layer, or one for all if `stacked`."""
     names = "kv_heads", "head_dim", "value_dim", "rope"
     heads, keys, values, ropes = (_per_layer(spec, name) for name in names)
     if jnp.dtype(dtype).itemsize == 1 and any(isinstance(value, ValueSlice) for value in values):
@@ -119,13 +110,13 @@ def _zero_buffers(
 
 
 def _per_layer(spec: CacheSpec, name: str) -> tuple[Any, ...]:
-    """Return a field that all layers share, or that each has its own of, for each layer."""
+    """Return a field of the spec as a tuple with one value for each layer."""
     value = getattr(spec, name)
     return value if isinstance(value, tuple) else (value,) * spec.layers
 
 
 def parse_placement(placement: str) -> tuple[Placement, int]:
-    """Return how a table chooses cells, and among how many stripes it deals them."""
+    """Return the placement, and the number of shares that stripes alternate between."""
     if placement in ("any", "contiguous", "tiled"):
         return placement, 1
     kind, _, shards = str(placement).partition(":")
@@ -138,14 +129,14 @@ def parse_placement(placement: str) -> tuple[Placement, int]:
 
 
 def _check_dtype(dtype_like: jax.typing.DTypeLike) -> None:
-    """Raise a ValueError unless keys and values can be stored in a dtype."""
+    """Raise if keys and values cannot be stored in a dtype."""
     try:
         dtype = jnp.dtype(dtype_like)
     except TypeError:
         raise TypeError(
             f"expected a dtype for keys and values, got {dtype_like!r}; pass one, as jnp.bfloat16"
         ) from None
-    signs = np.array([0.0, -1.0, np.nan])  # what a stored key may have to be
+    signs = np.array([0.0, -1.0, np.nan])  # a stored key may be any of these
     floating = jnp.issubdtype(dtype, jnp.floating) and np.array_equal(
         signs.astype(dtype).astype(float), signs, equal_nan=True
     )

@@ -1,7 +1,7 @@
-"""Which cells each token of a ubatch may see: those of its sequence, up to its own position.
+"""Attention mask of a ubatch: cells of the token's sequence, up to its position.
 
-The sequences of a token that has several share all that comes before it, or the plan was refused.
-So what the first of them owns is what all of them do.
+If a token has several sequences, these share all cells before it; otherwise the plan is refused.
+The owners are therefore compared with the first sequence only.
 """
 
 from __future__ import annotations
@@ -29,24 +29,17 @@ def visibility_of(
     causal: bool = True,
     visible_until: Int32[Array, "R T"] | None = None,
 ) -> Visibility:
-    """Return what decides which cells the tokens of a ubatch see.
+    """Return the inputs of the attention mask for the tokens of a ubatch.
 
-    The table decides, nothing else: an empty cell has no owner, and a token sees the tokens of its
-    own ubatch because they already stand in the table. With a window, a token sees what lies inside
-    of it; see `jaxkv.window` for the rules.
-
-    Rows of one stream are one list of tokens where shapes tell it (see
-    `slots.group_rows_by_stream`), so that its keys are read once for all of them. A token without a
-    slot (padding, a refused plan) sees nothing.
-
-    Args:
-      cells: the table, with the ubatch applied.
-      ubatch: the tokens that look.
-      causal: False lets them see what comes after them too.
-      visible_until: the last position that each token sees; None for its own.
+    The table must contain the ubatch. Empty cells have no owner, so no token attends to them. A
+    token without a slot (padding, a refused plan) attends to no cell. For windows see
+    `jaxkv.window`; `causal` and `visible_until` are those of `jaxkv.attend`. Rows of one stream
+    form one list of tokens if `slots.group_rows_by_stream` groups them; its keys are then read
+    once.
 
     Raises:
-      ValueError: when they may, and a token may belong to several sequences.
+      ValueError: If attention is not causal or `visible_until` is given, and a token may belong to
+        several sequences.
     """
     if ubatch.shared_with is not None and not (causal and visible_until is None):
         raise ValueError(
@@ -58,7 +51,7 @@ def visibility_of(
     looks = ubatch.valid & (ubatch.slots < MAX_CELLS)
     bit = jnp.where(looks, jnp.uint32(1) << bit, 0)
     at, word, bit = (x.reshape(streams.size, -1) for x in (ubatch.positions, word, bit))
-    # More tokens than sequences are those of prompts, several of which see the same tiles.
+    # More tokens than sequences come from prompts; several of them attend to the same tiles.
     tiled = cells.placement == "tiled" and at.shape[1] <= cells.sequences_per_stream
     return Visibility(
         position=cells.position,
@@ -78,19 +71,11 @@ def visibility_of(
 def needs_unwritten_tokens(
     cells: Cells, ubatch: Ubatch, *, causal: bool, visible_until: Int32[Array, "R T"] | None
 ) -> Bool[Array, "R T"] | None:
-    """Return which tokens should see one that no ubatch has brought yet.
+    """Return which tokens attend to a token that is not written yet.
 
-    With `visible_until`, the ubatch ends before it; without causal attention, the sequence goes on
-    in a later ubatch of the plan, within the window.
-
-    Args:
-      cells: the table.
-      ubatch: the tokens that look.
-      causal: False lets them see what comes after them too.
-      visible_until: the last position that each token sees; None for its own.
-
-    Returns:
-      None where no token sees ahead.
+    With `visible_until`, such a token's last position is after the end of the ubatch. Without
+    causal attention, its sequence continues in a later ubatch of the plan, within the window.
+    Returns None if no token attends to later positions.
     """
     if causal and visible_until is None:
         return None
@@ -110,7 +95,7 @@ def visible_cells_mask(
     causal: bool = True,
     visible_until: Int32[Array, "R T"] | None = None,
 ) -> Bool[Array, "R T N"]:
-    """Return which cells each token sees; arguments as of `visibility_of`.
+    """Return which cells each token attends to; arguments as in `visibility_of`.
 
     llama.cpp: `set_input_kq_mask`.
     """

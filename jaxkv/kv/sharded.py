@@ -1,7 +1,7 @@
-"""Work on a table of cells, done where its streams lie: on a mesh each device does its own.
+"""Functions of a table that run on the device of each stream.
 
-Left to a compiler, a look-up by a stream that it does not know would bring the whole table to every
-device. Without a mesh these functions add nothing.
+Without them, the compiler gathers the whole table on every device to look up a traced stream.
+Without a mesh they call their function directly.
 """
 
 from __future__ import annotations
@@ -30,31 +30,23 @@ T = TypeVar("T")
 W = TypeVar("W")
 
 Axes = tuple[str, ...]
-"""Axes of a mesh."""
+"""Mesh axes."""
 
 
 def map_streams(cells: Cells, work: Callable[..., W], *args: PyTree) -> W:
-    """Do work on each stream by itself.
+    """Map `work` over streams; its results are split like the streams.
 
-    Args:
-      cells: the table.
-      work: is given the streams of a device, and what the arguments have for these.
-      args: `[S, ...]` or `[Q, ...]`, or trees of such arrays.
-
-    Returns:
-      What comes of it, `[S, ...]` or `[Q, ...]`, where the streams are.
+    `work` is called with the device's streams and its part of `args`, which are `[S, ...]` or `[Q,
+    ...]`, or trees of such arrays.
     """
     streams = P(make_axis_partition(cells.sharding_rules, streams=cells.streams).streams)
     return map_shards(cells.sharding_rules, work, streams, streams)(cells, *args)
 
 
 def map_streams_gather(cells: Cells, work: Callable[..., T], *args: jax.Array) -> T:
-    """Do work on each stream by itself, and tell all devices what came of it in one message.
+    """Map `work` over streams, and all-gather its results with one collective.
 
-    Args:
-      cells: the table.
-      work: see `map_streams`; returns arrays of int32 or bool, all of one shape.
-      args: `[S, ...]` or `[Q, ...]`.
+    `work` returns int32 or bool arrays of equal shapes.
     """
     axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
 
@@ -67,16 +59,10 @@ def map_streams_gather(cells: Cells, work: Callable[..., T], *args: jax.Array) -
 def compare_last_tokens(
     cells: Cells, sequences: Int32[Array, " T"], contents: UInt32[Array, " T"]
 ) -> tuple[UInt32[Array, " T"], Bool[Array, " T"]]:
-    """Return what the last cells of some sequences hold.
+    """Return the content of the last cell of some sequences, on all devices.
 
-    Args:
-      cells: the table.
-      sequences: their ids.
-      contents: one asked about for each sequence.
-
-    Returns:
-      The content of a cell at the last position, 0 if there is none; and whether one of those cells
-      (`seq_div` may bring two to a position) has the content that was asked about. On all devices.
+    Also return whether any cell at the last position (`seq_div` may produce two) has the content in
+    `contents`. The content of an empty sequence is 0.
     """
     axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
     does = is_sequence(cells, sequences)
@@ -105,15 +91,12 @@ def map_rows(
     work: Callable[[C, Ubatch, Axes, Axes], W],
     out_specs: Callable[[Axes], P],
 ) -> W:
-    """Do work on the rows of a ubatch where their streams lie.
+    """Map `work` over the rows of a ubatch, on the devices of their streams.
 
-    Args:
-      cells: the table.
-      ubatch: its rows.
-      work: is given the streams of a device, and their rows alone where rows are in the order of
-        sequences, or else all rows, of which those of other streams are padding; and the axes
-        that split the rows, and those along which devices have other padding.
-      out_specs: how what it returns is split, made of the axes of the streams.
+    `work` is called with the device's streams and rows, the axes that split the rows, and the axes
+    along which devices have different padding. Rows in the order of sequences are split; otherwise
+    each device gets all rows, with those of other streams as padding. `out_specs` maps the axes of
+    the streams to the `PartitionSpec` of the result.
     """
     axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
     rows = row_mesh_axes(ubatch, axes)
@@ -134,7 +117,7 @@ def map_rows(
 
 
 def gather_over_axes(found: T, axes: tuple[str, ...]) -> T:
-    """Return what devices along some axes found, int32 or bool of one shape, one after another."""
+    """Concatenate the results of devices along some axes; int32 or bool of one shape."""
     if not axes:
         return found
     leaves, form = jax.tree.flatten(found)

@@ -1,10 +1,8 @@
-"""Moving positions now, and rotating the keys that moved later: both halves of a shift.
+"""Moves of positions, and the later rotation of the moved keys.
 
-A key was rotated for the position it had when it was written. Moving it is a note in the table. The
-note is always the position now less the position the key was rotated for, so several moves add up
-to one rotation, and those that cancel to none.
-
-Ranges and ids are read as in `jaxkv.kv.cells`.
+A key is rotated for the position at which it was written. A move changes the position only; `shift`
+accumulates the differences until `rotate_shifted_keys` applies them in one rotation. Moves that
+cancel need none. Ranges and ids are those of `jaxkv.kv.cells`.
 """
 
 from __future__ import annotations
@@ -47,17 +45,16 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int32, PyTree
 
 CHUNK = 256
-"""Cells whose keys and values are held at a time while many are rotated or moved."""
+"""Number of cells that are rotated or moved at a time."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShiftPlan(MaintenancePlan):
-    """The plan of what is pending: the rotation that each key is owed.
+    """Plan of all pending shifts.
 
-    shift: the table's notes when the plan was made. Applied to a table whose notes are others, the
-      plan changes nothing.
-    spec: of the cache that it was planned for, static.
+    shift: The table's `shift` when planned. On a table with another `shift` the plan has no effect.
+    spec: Spec of the cache that was planned for, static.
     """
 
     shift: Int32[Array, "S N"]
@@ -65,15 +62,15 @@ class ShiftPlan(MaintenancePlan):
 
     @property
     def pending(self) -> Int32[Array, ""]:
-        """How many keys are rotated."""
+        """Number of keys to rotate."""
         return jnp.sum(self.shift != 0, dtype=jnp.int32)
 
     def is_current(self, table: Cells) -> Bool[Array, ""]:
-        """Return whether the table's notes are those of the plan."""
+        """Return whether the table's `shift` is that of the plan."""
         return jnp.all(self.shift == table.shift)
 
     def commit(self, table: C, buffers: Buffers, ok: Bool[Array, ""]) -> tuple[C, Buffers]:
-        """Rotate the keys, if `ok`."""
+        """Rotate the keys if `ok`."""
         return rotate_shifted_keys(table, buffers, ok)
 
 
@@ -85,13 +82,13 @@ def seq_add(
     delta: Int32[Array, ""],
     gap: Int32[Array, ""] | None = None,
 ) -> tuple[C, Bool[Array, ""]]:
-    """Move the cells of a sequence in a range by `delta`, for every owner.
+    """Add `delta` to the positions of a sequence in a range, for all owners.
 
-    A cell whose position turns negative is freed. Where a position would reach END, or an owner
-    could not go on (`eviction.accept_edit`), nothing moves, and the second answer is False.
+    A cell whose position becomes negative is freed. If a position would reach END, or an owner
+    could not continue (`eviction.accept_edit`), the table is unchanged and `ok` is False.
 
-    `gap` is the lowest position from which nothing stands up to the range, taken by a window or
-    not; None where that is not known.
+    `gap` is the lowest position from which no token, present or evicted, precedes the range; None
+    if unknown.
     """
     moves = sequence_cells_in_range(cells, seq, start, stop)
     evicted = _highest_evicted(cells, seq, start, stop)
@@ -113,7 +110,7 @@ def can_seq_add(
     stop: Int32[Array, ""],
     delta: Int32[Array, ""],
 ) -> Bool[Array, ""]:
-    """Return whether a move leaves every owner of the cells one token a position."""
+    """Return whether positions remain unique and below END in every owner of the cells."""
     moves = sequence_cells_in_range(cells, seq, start, stop)
     after = _move_positions(cells, moves, cells.position + delta)
 
@@ -133,10 +130,10 @@ def seq_div(
     stop: Int32[Array, ""],
     divisor: Int32[Array, ""],
 ) -> tuple[C, Bool[Array, ""]]:
-    """Divide the positions of a sequence in a range, rounding down, for every owner.
+    """Divide the positions of a sequence in a range, rounding down, for all owners.
 
-    Where the divisor is below 1, or an owner could not go on (`eviction.accept_edit`), nothing
-    changes, and the second answer is False.
+    If the divisor is less than 1, or an owner could not continue (`eviction.accept_edit`), the
+    table is unchanged and `ok` is False.
     """
     ok = divisor >= 1
     moves = sequence_cells_in_range(cells, seq, start, stop) & ok
@@ -146,7 +143,7 @@ def seq_div(
     marks, tip = _move_eviction_marks(
         cells, seq, evicted, start, lambda position: position // divisor
     )
-    # No position that moves is negative, so rounding towards 0 is rounding down, at half the cost.
+    # Moved positions are not negative, so `div` rounds down, at half the cost of `//`.
     position = jax.lax.div(cells.position, jnp.full_like(cells.position, divisor))
     moved, goes_on = accept_edit(
         cells, _move_positions(replace(cells, evicted_below=marks), moves, position), tip
@@ -164,7 +161,7 @@ def sequence_cells_in_range(
 def _in_bounds(
     cells: Cells, moves: jax.Array, evicted: tuple[jax.Array, jax.Array], delta: jax.Array
 ) -> jax.Array:
-    """Return whether all that moves by `delta` stays before END; `[]` bool."""
+    """Return whether all moved positions, also evicted ones, stay below END."""
     highest, inside = evicted
     highest = jnp.max(jnp.where(inside, highest, EMPTY))
     highest = jnp.maximum(highest, jnp.max(jnp.where(moves, cells.position, EMPTY)))
@@ -174,9 +171,9 @@ def _in_bounds(
 def _highest_evicted(
     cells: Cells, seq: jax.Array, start: jax.Array, stop: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the highest evicted position in a range, `[Q]`; and whether one may move, `[Q]` bool.
+    """Return the highest evicted position in a range, and whether it moves, `[Q]`.
 
-    Others of the stream may have shared what a window took from them, which moves for all owners.
+    An evicted cell that was shared moves for all owners: any sequence of the stream may have one.
     """
     highest = jnp.minimum(cells.evicted_below, resolve_range_end(stop)) - 1
     (stream, *_), (own_stream, *_) = (
@@ -195,23 +192,16 @@ def _move_eviction_marks(
     below: jax.Array,
     move: Callable[[jax.Array], jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the marks when what a window took moves as if it were still there.
+    """Return the eviction marks after a move, as if the evicted cells moved too.
 
-    Args:
-      cells: the table before it.
-      seq: `[]` int32, the sequence whose range moves.
-      evicted: what `_highest_evicted` returns.
-      below: `[]` int32, one past the highest position before the range that may have been taken.
-      move: gives the positions, `[Q]` int32, that others come to; those of the range keep their
-        order.
-
-    Returns:
-      `evicted_below`, `[Q]` int32; and where `evicted_below - 1` is after the move, `[Q]` int32.
+    Also return the position of `evicted_below - 1` after the move. `evicted` is the result of
+    `_highest_evicted`, and `below` one past the highest position before the range that may be
+    evicted. `move` preserves the order of positions `[Q]` in the range.
     """
     mark = cells.evicted_below
     highest, inside = evicted
     moved = jnp.maximum(move(highest) + 1, 0)
-    # The highest one that stays lies below the range, or behind it.
+    # The highest evicted position that does not move is below or above the range.
     all_move = inside & (jnp.arange(cells.sequences) == seq) & (highest == mark - 1)
     stays = jnp.where(all_move, jnp.minimum(mark, below), mark)
     marks = jnp.where(inside, jnp.maximum(moved, stays), mark)
@@ -219,7 +209,7 @@ def _move_eviction_marks(
 
 
 def _move_positions(cells: C, moves: jax.Array, position: jax.Array) -> C:
-    """Give the cells that move, `[S, N]` bool, new positions, `[S, N]`; a negative one frees it."""
+    """Set the positions of the cells in `moves`; a negative one frees the cell."""
     moved = replace(
         cells,
         position=jnp.where(moves, position, cells.position),
@@ -230,12 +220,10 @@ def _move_positions(cells: C, moves: jax.Array, position: jax.Array) -> C:
 
 
 def rotate_shifted_keys(cells: C, buffers: Buffers, ok: Bool[Array, ""]) -> tuple[C, Buffers]:
-    """Rotate the keys that are owed a rotation, those only, and clear their notes.
+    """Rotate keys with a pending shift, and reset it to 0, if `ok`.
 
-    If `ok` is False nothing is rotated.
-
-    Keys are turned by the difference of positions, so nothing that a rope multiplies by is applied
-    a second time. Values carry no position.
+    Keys are rotated by the difference of positions, so the attention factor of a rope is not
+    applied twice. Values have no position.
     """
     owed = (cells.shift != 0) & ok
     by = jnp.where(owed, cells.shift, 0)
@@ -259,24 +247,21 @@ def _rotate_keys(
     by: jax.Array,
     arrays: PyTree,
 ) -> PyTree:
-    """Turn the keys of cells by so many positions, `[S, N]`, where that is not 0.
-
-    start: `[S, N]` int32, the position that each was rotated for.
-    """
+    """Rotate keys from positions `start` by `by`, both `[S, N]`, where `by` is not 0."""
     keys, values = arrays
     axes, size = stream_cell_axes(split).cells, keys[0].shape[2]
-    if axes:  # a device turns those that it holds
+    if axes:  # each device rotates its own cells
         first = first_local_index(axes, size)
         start, by = (jax.lax.dynamic_slice_in_dim(x, first, size, axis=1) for x in (start, by))
     start, by = start.reshape(-1), by.reshape(-1)
-    count = jnp.cumsum(by != 0, dtype=jnp.int32)  # up to and with each cell
+    count = jnp.cumsum(by != 0, dtype=jnp.int32)  # inclusive
 
     def chunk(i: jax.Array, keys: tuple[Stored, ...]) -> tuple[Stored, ...]:
         number = i * CHUNK + jnp.arange(1, CHUNK + 1, dtype=jnp.int32)
         cell = jnp.searchsorted(count, number).astype(jnp.int32)
         stream, slot = divmod_nonnegative(cell, size)
         begin, turns = (x.at[cell].get(mode="fill", fill_value=0) for x in (start, by))
-        # A cell that only fills the chunk up goes past the end, each to a place of its own.
+        # Padding of the chunk gets distinct slots past the last cell, as indices are unique.
         slot = jnp.where(cell < by.size, slot, size + jnp.arange(CHUNK))
         turned = []
         for k, rope in zip(keys, ropes, strict=True):

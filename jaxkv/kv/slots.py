@@ -1,4 +1,4 @@
-"""Where the tokens of a ubatch go: choose cells for them, then occupy these."""
+"""Choice of cells for the tokens of a ubatch, and their occupation."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
 
 class TokenLists(NamedTuple):
-    """Which rows of a ubatch are one list of tokens, that reads its stream once for all of them.
+    """Lists of tokens that share a stream, whose keys are read once for each list.
 
-    streams: the stream of each list.
-    all_streams: whether list p holds all that the ubatch has for stream p, and P is S.
+    streams: Stream of each list.
+    all_streams: Whether P is S and list p contains all tokens of stream p.
     """
 
     streams: Int32[Array, " P"]
@@ -49,11 +49,11 @@ class TokenLists(NamedTuple):
 
 
 def group_rows_by_stream(cells: Cells, ubatch: Ubatch) -> TokenLists:
-    """Return the lists that the rows of a ubatch make.
+    """Return the lists that the rows of a ubatch form.
 
-    With one stream all rows are one list. Where each sequence has its row, row r is that of
-    sequence r, so those of a stream lie together and are a list. Else each row is one: shapes do
-    not tell which of them share a stream.
+    With one stream, all rows form one list. If row r is sequence r, the rows of a stream are
+    contiguous and form a list. Otherwise each row is a list, because the streams of rows are
+    traced.
     """
     if cells.streams == 1 or ubatch.row_is_sequence:
         return TokenLists(jnp.arange(cells.streams, dtype=jnp.int32), all_streams=True)
@@ -61,10 +61,7 @@ def group_rows_by_stream(cells: Cells, ubatch: Ubatch) -> TokenLists:
 
 
 def sequence_status(cells: Cells, present: Bool[Array, " Q"]) -> SequenceStatus:
-    """Return what holds of the sequences in a batch.
-
-    A sequence goes on after the last position that it reached, whether it still holds it or not.
-    """
+    """Return the status of the sequences in a batch; the last positions may be evicted."""
     last = jnp.where(
         present, jnp.maximum(last_positions(cells, present), cells.evicted_below - 1), EMPTY
     )
@@ -76,21 +73,17 @@ def sequence_status(cells: Cells, present: Bool[Array, " Q"]) -> SequenceStatus:
 
 
 def usable_cells(cells: Cells) -> Bool[Array, "S N"]:
-    """Return the cells that a token may get, empty ones and those that none sees."""
+    """Return the cells that a token may get: empty or evictable."""
     return is_cell_empty(cells) | is_evictable(cells)
 
 
 def find_fitting_sequences(cells: Cells, demand: Int32[Array, " Q"]) -> Admission:
-    """Return which sequences would find room, those that want least first.
+    """Return which sequences fit into the usable cells, smallest demand first.
 
-    A sequence that asks for little is never refused because of one that asks for much. Where a
-    window frees cells while a batch goes in, that is known only when each ubatch has been placed,
-    and here all fit. Neighbours are not looked for here either: where cells must be neighbours,
-    only those that fit into the longest run are sure to fit together.
-
-    Args:
-      cells: the table.
-      demand: how many cells each sequence asks for; one that asks for none fits.
+    A small demand is never refused because of a larger one; 0 always fits. With a window, all
+    sequences
+    fit: evictions happen only as each ubatch is placed. If `placement` is "contiguous", `fits`
+    ignores fragmentation, and `together` compares with the longest run.
     """
     open_cells = usable_cells(cells)
     room = jnp.sum(open_cells, axis=1, dtype=jnp.int32)  # [S]
@@ -109,7 +102,7 @@ def find_fitting_sequences(cells: Cells, demand: Int32[Array, " Q"]) -> Admissio
 
 
 def longest_run(open_cells: Bool[Array, "S N"]) -> Int32[Array, " S"]:
-    """Return how many neighbours there are at most among cells."""
+    """Return the length of the longest run of open cells in each stream."""
     here = 1 + jnp.arange(open_cells.shape[1], dtype=jnp.int32)
     here = jnp.broadcast_to(here, open_cells.shape)
     closed = jax.lax.cummax(jnp.where(open_cells, 0, here), axis=1)  # the last one up to each cell
@@ -117,7 +110,7 @@ def longest_run(open_cells: Bool[Array, "S N"]) -> Int32[Array, " S"]:
 
 
 def _fit_smallest_first(demand: jax.Array, room: jax.Array) -> jax.Array:
-    """Return which sequences, `[Q]`, fit into the room of their streams, `[S]`; `[Q]` bool."""
+    """Return which sequences fit into `room`, `[S]`, smallest demand first."""
 
     def of_stream(demand: jax.Array, room: jax.Array) -> jax.Array:
         order = jnp.argsort(demand, stable=True)
@@ -133,19 +126,11 @@ def can_allocate(
     at_once: int,
     num_shared_cells: Int[np.ndarray, " S"],
 ) -> Bool[np.ndarray, " S"]:
-    """Return which streams have cells for texts of these lengths side by side; on the host.
+    """Return which streams have cells for sequences of `lengths` tokens.
 
-    What they share already counts once. A window takes what it needs and no more: what the next
-    token of each text looks back at, and cells for the tokens that are computed at once.
-
-    Args:
-      cells: the table, of which only the sizes are looked at.
-      lengths: `[Q]` int, the tokens of each sequence.
-      at_once: the most tokens of a stream that are computed at once.
-      num_shared_cells: `[S]` int, the cells that sharing spares by now.
-
-    Returns:
-      `[S]` bool.
+    Runs on the CPU. Only the sizes of the table are read. Shared cells count once. With a window, a
+    stream needs at most the cells that the next token of each sequence attends to, and `at_once`
+    cells.
     """
     lengths = np.asarray(lengths, np.int64).reshape(cells.streams, -1)
     needed = lengths.sum(axis=1) - num_shared_cells
@@ -156,21 +141,16 @@ def can_allocate(
 
 
 def choose_slots(cells: Cells, ubatch: Ubatch) -> tuple[Int32[Array, "R T"], Int[Array, "R T"]]:
-    """Choose a cell for every valid token; change nothing.
+    """Choose a cell for every valid token.
 
-    Empty cells come first, the lowest of them, or in stripes the next in turn, or in tiles those
-    that `tiles.choose_for_list` says; and then hidden ones, the lowest positions first. Where cells
-    must be neighbours, the first run of empty and hidden ones is taken. All tokens of a stream are
-    served together, those of the first of its sequences first.
-
-    Args:
-      cells: the table, whose `placement` and `shards` say which cells are taken.
-      ubatch: the tokens that want a cell; its `slots` are not looked at.
+    Empty cells come first, in the order of `placement`: the lowest, the next stripe, or see
+    `tiles.choose_for_list`. Evictable cells follow, lowest positions first. A contiguous placement
+    uses the first run of empty and evictable cells. Sequences of a stream are placed in order.
 
     Returns:
-      A cell for each token; one that gets none (padding, or the ubatch has no place) has an index
-      past the last cell. And for each token a `Reason`: OUT_OF_CELLS, or FRAGMENTED where there is
-      room but no run.
+      The slot of each token, past the last cell for padding and if a token of the ubatch has no
+      cell. And a `Reason` for each token: OUT_OF_CELLS, or FRAGMENTED if enough cells exist but no
+      run.
 
     llama.cpp: `llama_kv_cache::find_slot`.
     """
@@ -186,20 +166,19 @@ def choose_slots(cells: Cells, ubatch: Ubatch) -> tuple[Int32[Array, "R T"], Int
 def _search_cells(
     cells: Cells, ubatch: Ubatch, rows: tuple[str, ...], shared_axes: tuple[str, ...]
 ) -> tuple[jax.Array, jax.Array]:
-    """Look for cells among some streams, see `sharded.map_rows`, and tell all devices.
+    """Choose cells in some streams (see `sharded.map_rows`), and gather them.
 
-    Returns:
-      `[R, T]` int32, the cell of each token, past the last cell if it gets none; and `[R, T]` bool,
-      whether there is room for it, but no run.
+    Also return, `[R, T]` bool, whether enough cells exist but no run. A token without a cell gets a
+    slot past the last cell.
     """
-    # A device's only stream is a list to attention, but its rows come in any order.
+    # The rows of a device's only stream are a list for attention, in any order.
     all_streams = ubatch.row_is_sequence or ubatch.spec.streams == 1
     if cells.placement == "tiled":
         slots = choose_in_tiles(cells, ubatch, all_streams)
         split = jnp.zeros(slots.shape, bool)
     else:
         slots, split = _choose_in_order(cells, ubatch, all_streams)
-    if shared_axes:  # the device that holds its stream speaks for a token
+    if shared_axes:  # the result for a token is that of its stream's device
         slots = jnp.where(ubatch.valid, slots, out_of_range_slots(slots))
         split = ubatch.valid & split
         slots, whole = jax.lax.pmin((slots, (~split).astype(jnp.int32)), shared_axes)
@@ -210,11 +189,7 @@ def _search_cells(
 def _choose_in_order(
     cells: Cells, ubatch: Ubatch, all_streams: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Choose cells for the tokens of a ubatch, one after another in a fixed order.
-
-    Returns:
-      As `_search_cells`.
-    """
+    """Choose cells for a ubatch without tiles; return as `_search_cells`."""
     open_cells = usable_cells(cells)
     if all_streams and ubatch.valid.size == cells.streams:
         slots = _choose_single_cell(cells, open_cells).reshape(ubatch.valid.shape)
@@ -238,15 +213,7 @@ def _choose_in_order(
 
 
 def _choose_single_cell(cells: Cells, open_cells: jax.Array) -> jax.Array:
-    """Return the cell of a token that is alone in its stream, without counting.
-
-    Args:
-      cells: the table.
-      open_cells: `[S, N]` bool, the cells that may be taken.
-
-    Returns:
-      `[S]` int32, a cell in each stream; one past the last where none is open.
-    """
+    """Return the slot of the only token of each stream, `[S]`; N if no cell is open."""
     size, shards = cells.num_cells, cells.shards
     open_cells, position = to_fill_order(open_cells, shards), to_fill_order(cells.position, shards)
     if cells.window is not None and cells.placement != "contiguous":
@@ -263,37 +230,30 @@ def choose_in_stream(
     turn: Int32[Array, " T"],
     total: Int32[Array, ""],
 ) -> tuple[Int32[Array, " T"], Bool[Array, ""]]:
-    """Choose cells of a stream for tokens that come in turn.
-
-    Args:
-      cells: the table, of which only the placement, the shards and the window are looked at.
-      open_cells: the cells that may be taken.
-      position: the positions in them.
-      turn: the turn of each token, from 1 on.
-      total: how many tokens there are.
+    """Choose cells of a stream, in the order of `placement`, for turns 1 to `total`.
 
     Returns:
-      The cell of each token, past the last cell if it gets none; and whether cells that must be
-      neighbours are enough, if not neighbours.
+      The slot of each token, past the last cell if it has none; and whether a contiguous placement
+      has enough cells (False for other placements).
     """
     size, shards = cells.num_cells, cells.shards
     open_cells, position = to_fill_order(open_cells, shards), to_fill_order(position, shards)
-    count = jnp.cumsum(open_cells, dtype=jnp.int32)  # up to and with each cell
+    count = jnp.cumsum(open_cells, dtype=jnp.int32)  # inclusive
     if cells.placement == "contiguous":
         return _find_first_run(count, total) + turn - 1, total <= count[-1]
     if cells.window is None:
         rank = jnp.searchsorted(count, turn).astype(jnp.int32)
         return cells_at_ranks(rank, size, shards), jnp.array(False)
-    # An empty cell has the lowest position of all.
+    # An empty cell has the lowest position, -1.
     order = jnp.argsort(jnp.where(open_cells, position, END), stable=True).astype(jnp.int32)
     order = cells_at_ranks(jnp.append(order, jnp.int32(size)), size, shards)
     return order[jnp.where(turn <= count[-1], turn - 1, size)], jnp.array(False)
 
 
 def _find_first_run(counts: jax.Array, length: jax.Array) -> jax.Array:
-    """Return where the first run of usable cells begins, `[]`; past the last cell if there is none.
+    """Return the start of the first run of `length` usable cells; N if there is none.
 
-    `counts`, `[N]`, counts the usable cells up to and with each one.
+    `counts` `[N]` is the cumulative number of usable cells.
     """
     cells = counts.shape[0]
     start = jnp.arange(cells)
@@ -304,7 +264,7 @@ def _find_first_run(counts: jax.Array, length: jax.Array) -> jax.Array:
 
 
 def occupy(cells: C, ubatch: Ubatch) -> C:
-    """Mark the slots of a ubatch as taken by its tokens; a slot past the last cell is left out.
+    """Store the tokens of a ubatch in its slots; slots past the last cell are skipped.
 
     llama.cpp: `llama_kv_cache::apply_ubatch`.
     """
@@ -312,7 +272,7 @@ def occupy(cells: C, ubatch: Ubatch) -> C:
 
 
 def _occupy_streams(cells: C, ubatch: Ubatch) -> C:
-    """Mark the slots in some streams, see `sharded.map_rows`."""
+    """Store the tokens of some streams, see `sharded.map_rows`."""
     where = (ubatch.row_stream[:, None], ubatch.slots)
     if cells.window is not None:
         nothing = jnp.zeros(cells.position.shape, bool)
@@ -333,7 +293,7 @@ def _occupy_streams(cells: C, ubatch: Ubatch) -> C:
 
 
 def _history_after(cells: Cells, ubatch: Ubatch) -> jax.Array:
-    """Return the histories of streams, `[S, 2]` uint32, once they took a ubatch in."""
+    """Return `history` of streams after a ubatch, `[S, 2]` uint32."""
     is_placed = ubatch.slots < cells.num_cells
     count, total = (
         _sum_by_stream(cells, ubatch, jnp.sum(x, axis=1, dtype=jnp.uint32))
@@ -345,7 +305,7 @@ def _history_after(cells: Cells, ubatch: Ubatch) -> jax.Array:
 
 
 def _sum_by_stream(cells: Cells, ubatch: Ubatch, x: jax.Array) -> jax.Array:
-    """Add up for each stream, `[S]`, what there is of its rows, `[R]`; modulo 2**32 if unsigned."""
+    """Sum values of rows `[R]` over each stream `[S]`; modulo 2**32 if unsigned."""
     if ubatch.row_is_sequence:
         return jnp.sum(x.reshape(cells.streams, -1), axis=1, dtype=x.dtype)
     return jnp.zeros(cells.streams, x.dtype).at[ubatch.row_stream].add(x)
@@ -367,25 +327,22 @@ def _owner_words(cells: Cells, ubatch: Ubatch) -> jax.Array:
 
 
 def stream_hash_after(cells: Cells, ubatch: Ubatch) -> UInt32[Array, " S"]:
-    """Return the digest once a ubatch has occupied its slots, of a table without a window.
+    """Return `stream_hash` after a ubatch occupies its slots, without a window.
 
-    Only its slots change, which are empty: there is no need to look at all cells again.
-
-    Args:
-      cells: the table.
-      ubatch: with its slots, and the digest of the table as `before`.
+    Only the slots are hashed: they are empty before, and `hash_before` of the ubatch is that of the
+    table.
     """
     return map_rows(cells, ubatch, lambda cells, ubatch, *_: _stream_hash_after(cells, ubatch), P)
 
 
 def _stream_hash_after(cells: Cells, ubatch: Ubatch) -> jax.Array:
-    """Return the digest of some streams after it, `[S]` uint32, see `sharded.map_rows`."""
+    """Return `stream_hash_after` of some streams, `[S]`, see `sharded.map_rows`."""
     slots, streams = ubatch.slots, ubatch.row_stream
     stamp = cells.cell_hash.at[streams[:, None], slots].get(mode="fill", fill_value=0)
     owners, none = _owner_words(cells, ubatch), jnp.zeros_like(slots)
     empty = jnp.full_like(slots, EMPTY), none, stamp, jnp.zeros_like(owners)
     occupied = ubatch.positions, none, ubatch.cell_hashes, owners
-    # A sum over the two, not a difference, which each layer would make again: `hashing.sum_hashes`.
+    # One sum with signs; each layer would recompute a difference, see `hashing.sum_hashes`.
     both = (jnp.stack(pair) for pair in zip(empty, occupied, strict=True))
     sign = jnp.array([-1, 1]).astype(jnp.uint32)[:, None, None]
     change = sign * hash_cells(slots[None], *both)
@@ -395,12 +352,10 @@ def _stream_hash_after(cells: Cells, ubatch: Ubatch) -> jax.Array:
 
 
 def committed_slots(cells: Cells, ubatch: Ubatch) -> tuple[Int32[Array, "R T"], Bool[Array, " R"]]:
-    """Return the slots that may be written, and which rows may be read.
+    """Return the slots to write, and which rows are current.
 
-    Returns:
-      A token's slot where the table is as the ubatch left it; past the last cell for padding, a
-      refused plan, and a ubatch that was never applied or whose stream was edited since. And False
-      for rows of the latter two: what they would see is not what was planned.
+    A row is stale if its ubatch was not applied or its stream was edited since. Slots are past the
+    last cell for padding, a refused plan and stale rows.
     """
     placed = ubatch.slots < MAX_CELLS
     stream = ubatch.row_stream
@@ -412,15 +367,10 @@ def committed_slots(cells: Cells, ubatch: Ubatch) -> tuple[Int32[Array, "R T"], 
 def layer_history_after(
     cells: Cells, ubatch: Ubatch, slots: Int32[Array, "R T"], written: UInt32[Array, " S"]
 ) -> UInt32[Array, " S"]:
-    """Return the histories that a layer holds once it has written a ubatch.
+    """Return `written` of a layer after it has written a ubatch.
 
-    A layer that lacks tokens which the stream still holds goes on lacking them.
-
-    Args:
-      cells: the table.
-      ubatch: the tokens.
-      slots: those that are written, see `committed_slots`.
-      written: the histories before.
+    `slots` are those of `committed_slots`. `written` is unchanged if the layer lacks tokens that
+    are still in the stream.
     """
     count = jnp.sum(slots < cells.num_cells, axis=1, dtype=jnp.int32)
     count = _sum_by_stream(cells, ubatch, count)
@@ -431,15 +381,6 @@ def layer_history_after(
 
 
 def can_read_layer(cells: Cells, ubatch: Ubatch, written: UInt32[Array, " S"]) -> Bool[Array, " R"]:
-    """Return which rows of a ubatch may look at a layer: it holds what the stream does.
-
-    Args:
-      cells: the table.
-      ubatch: the tokens.
-      written: the histories that the layer holds.
-
-    Returns:
-      True for rows that look at nothing.
-    """
+    """Return which rows have no slot, or a layer (`written`) without missing tokens."""
     whole = written == cells.history[:, 1]
     return whole[ubatch.row_stream] | ~jnp.any(ubatch.slots < MAX_CELLS, axis=1)

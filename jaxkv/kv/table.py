@@ -1,4 +1,4 @@
-"""Attention cache, assembled: the table that verbs know."""
+"""Table of an attention cache, assembled from the modules of this folder."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CellTable(Cells, CacheTable):
-    """The table of an attention cache: `Cells`, and what verbs, plans and loops ask of them."""
+    """Table of an attention cache: `Cells` with the methods of `CacheTable`."""
 
     seq_pos_min = cells.seq_pos_min
     seq_pos_max = cells.seq_pos_max
@@ -54,7 +54,7 @@ class CellTable(Cells, CacheTable):
 
     @property
     def spec(self) -> TableSpec:
-        """What is fixed when the cache is made."""
+        """Static configuration of the cache."""
         return TableSpec(
             kind="attention",
             sequences=self.sequences,
@@ -70,19 +70,19 @@ class CellTable(Cells, CacheTable):
         )
 
     def cache_spec(self, buffers: Buffers) -> CacheSpec:
-        """Return what the weights fixed of the cache."""
+        """Return the `CacheSpec` of the model layers that the cache serves."""
         ends = buffers.map_layers(lambda k, v: (k.shape[-3], k.shape[-1], _value_dim(v)))
         heads, keys, values = zip(*ends, strict=True)
         return CacheSpec.attention(len(ends), heads, keys, values, self.window, buffers.ropes)
 
     def with_sharding_rules(self, sharding_rules: ShardingRules | None) -> CellTable:
-        """Return the table with other rules."""
+        """Return the table with other sharding rules."""
         return replace(self, sharding_rules=sharding_rules)
 
     def partition_specs(
         self, buffers: Buffers | None, mesh: AnyMesh
     ) -> tuple[PyTree, Buffers | None]:
-        """Return that streams are split, and of the buffers heads and cells too."""
+        """Split streams, and the heads and cells of the buffers."""
         rules = self.sharding_rules or ShardingRules()
 
         def spec_of_array(x: jax.Array) -> P:
@@ -97,12 +97,12 @@ class CellTable(Cells, CacheTable):
         return buffers.layers
 
     def check_buffers(self, buffers: Buffers) -> None:
-        """Raise unless keys have the streams and the cells of the table."""
+        """Raise if keys have other streams or cells than the table."""
         streams, _, size, _ = buffers.k[0].shape
         check_sizes(self, streams // buffers.layers_per_array, size)
 
     def check_can_shift(self, buffers: Buffers) -> None:
-        """Raise unless it is known of all layers how keys turn with position."""
+        """Raise if the rope of a layer was not given."""
         if any(isinstance(rope, NotGiven) for rope in buffers.ropes):
             raise ValueError(
                 "expected a cache made with rope= to move keys, got one made without; make it with "
@@ -110,23 +110,23 @@ class CellTable(Cells, CacheTable):
             )
 
     def stream_hash(self) -> UInt32[Array, " S"]:
-        """Hash each stream on the device where it lies."""
+        """Hash each stream on its own device."""
         return map_streams(self, cells.stream_hash)
 
     def sequence_status(self, present: Bool[Array, " Q"]) -> SequenceStatus:
-        """Ask each stream on the device where it lies, and tell all devices."""
+        """Compute the status on the device of each stream, and gather it."""
         return map_streams_gather(self, slots.sequence_status, present)
 
     def find_fitting_sequences(self, demand: Int32[Array, " Q"]) -> Admission:
-        """Ask each stream on the device where it lies, and tell all devices."""
+        """Compute the admission on the device of each stream, and gather it."""
         return map_streams_gather(self, slots.find_fitting_sequences, demand)
 
     def owns_same_cells(self, partner: Int32[Array, " Q"]) -> Bool[Array, " Q"]:
-        """Ask each stream on the device where it lies, and tell all devices."""
+        """Compare owners on the device of each stream, and gather the result."""
         return map_streams_gather(self, cells.owns_same_cells, partner)
 
     def stream_hash_after(self, ubatch: Ubatch, occupied: CellTable) -> UInt32[Array, " S"]:
-        """Hash the cells of a ubatch alone, unless a window may have taken others too."""
+        """Hash only the cells of the ubatch, unless a window may have evicted others."""
         if self.window is not None:
             return occupied.stream_hash()
         return slots.stream_hash_after(self, ubatch)
@@ -134,7 +134,7 @@ class CellTable(Cells, CacheTable):
     def seq_rm(
         self, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]
     ) -> tuple[CellTable, Bool[Array, ""]]:
-        """Forget a range; refused where a sequence could not go on after that."""
+        """Remove a range; refused if a sequence could not continue afterwards."""
         return eviction.accept_edit(
             self, cells.seq_rm(self, seq, start, stop), self.evicted_below - 1
         )
@@ -147,7 +147,7 @@ class CellTable(Cells, CacheTable):
         start: Int32[Array, ""],
         stop: Int32[Array, ""],
     ) -> tuple[CellTable, Buffers | None]:
-        """Share cells within a stream; between streams copy them, into free cells where Q > S."""
+        """Share cells within a stream; copy them between streams, into free cells if Q > S."""
         if buffers is None:
             return cells.seq_cp(self, src, dst, start, stop), None
         if self.sequences_per_stream == 1:
@@ -163,7 +163,7 @@ class CellTable(Cells, CacheTable):
         start: Int32[Array, ""],
         stop: Int32[Array, ""],
     ) -> tuple[Bool[Array, ""], Int32[Array, " n"]]:
-        """Return whether targets could go on and find the cells that they need; and their ends."""
+        """Return whether targets can continue and have cells; and their last positions."""
         ok, ends = eviction.can_resume_after_copy(self, src, dst, start, stop)
         if self.spec.has_shared_streams:
             ok &= copy_pooled.plan_copy(self, src, dst, start, stop).need.ok
@@ -172,7 +172,7 @@ class CellTable(Cells, CacheTable):
     def seq_select(
         self, buffers: Buffers | None, parents: Int32[Array, " n"], targets: Int32[Array, " n"]
     ) -> tuple[CellTable, Buffers | None]:
-        """Share cells within a stream; between streams copy them, into free cells where Q > S."""
+        """Share cells within a stream; copy them between streams, into free cells if Q > S."""
         if buffers is None:
             return cells.seq_select(self, parents, targets), None
         if self.sequences_per_stream == 1:
@@ -184,25 +184,25 @@ class CellTable(Cells, CacheTable):
     def can_seq_select(
         self, parents: Int32[Array, " n"], targets: Int32[Array, " n"]
     ) -> Bool[Array, ""]:
-        """Return whether targets find the cells that they need."""
+        """Return whether targets find the free cells that they need."""
         if not self.spec.has_shared_streams:
             return jnp.array(True)
         return copy_pooled.plan_select(self, parents, targets).need.ok
 
     def plan_shift(self) -> MaintenancePlan:
-        """Return the plan of the rotations that keys are owed, with the spec of this cache."""
+        """Return the plan of all pending shifts."""
         return shift.ShiftPlan(shift=self.shift, spec=self.spec)
 
     def plan_defrag(self, max_moves: int | None) -> MaintenancePlan:
-        """Return the plan of the moves that close the gaps, with the spec of this cache."""
+        """Return the plan of the moves that close gaps between used cells."""
         return defrag.plan_moves(self, max_moves, self.spec)
 
     def can_serve_layer(self, verb: str, layer: int) -> bool:
-        """Return whether it is `attend`, which every layer knows."""
+        """Return whether `verb` is "attend", which every layer supports."""
         del layer
         return verb == "attend"
 
 
 def _value_dim(v: Values) -> int | ValueSlice:
-    """Return the numbers of a value, or which of those of its key they are."""
+    """Return the size of a value, or the slice of the key that is the value."""
     return v if isinstance(v, ValueSlice) else v.shape[-1]

@@ -1,13 +1,11 @@
-"""Tiles: neighbouring cells that a sequence has for itself, as far as there is room.
+"""Tiles: contiguous cells that belong to one sequence while space permits.
 
-Where texts share a pool, attention on a processor multiplies a tile that one of them alone sees
-with this one alone. A tile has 64 cells; in a cache of less than four times as many a smaller
-power of two that divides N, so that one as small as in an example has tiles too.
+If sequences share a stream, attention on a CPU multiplies a tile of one sequence with the queries
+of that sequence only. A tile has 64 cells, or in a cache of fewer than 256 cells a smaller power of
+two that divides N. Attention loops read other, larger tiles, see `TILE` in
+`jaxkv.ops.attention.active_tiles`.
 
-These are the tiles of sequences. Those that loops of attention read at once are larger and cut
-without regard to whose they are, see `TILE` in `jaxkv.ops.attention.active_tiles`.
-
-Here M is the tiles of a stream, and U its sequences, which are counted in it.
+M is the number of tiles of a stream, and U the number of its sequences.
 """
 
 from __future__ import annotations
@@ -29,11 +27,11 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int32, UInt32
 
 TILE = 64
-"""The most cells of a tile of a sequence."""
+"""Largest number of cells in a tile of a sequence."""
 
 
 def tile_size(cells: int) -> int:
-    """Return how many cells a tile has, of streams of N `cells`.
+    """Return the number of cells in a tile, for streams of N `cells`.
 
     >>> [tile_size(cells) for cells in (4096, 96, 100, 12, 5)]
     [64, 16, 4, 2, 1]
@@ -45,10 +43,10 @@ def tile_size(cells: int) -> int:
 
 
 def check_tile_multiple(cells: int) -> None:
-    """Refuse streams of N `cells` that have room for four tiles of 64, and are not cut into such.
+    """Raise if N `cells` have space for four tiles of 64 but are not a multiple of 64.
 
-    With tiles of a few cells a step holds several times what the keys of a layer take, and costs
-    more than in a pool that has none.
+    With tiles of a few cells, a step uses several times the memory of a layer's keys, and is slower
+    than without tiles.
 
     >>> check_tile_multiple(100)
     >>> check_tile_multiple(4100)
@@ -63,9 +61,9 @@ def check_tile_multiple(cells: int) -> None:
 
 
 def order_open_tiles_first(open_cells: Bool[Array, " N"]) -> Int32[Array, " N"]:
-    """Return the cells of a stream, with those of tiles that are all open first.
+    """Return the cells of a stream, those of entirely open tiles first.
 
-    Copies take them in this order, for any sequence.
+    Copies use them in this order, for any sequence.
 
     >>> order_open_tiles_first(jnp.array([True, False, False, True, True, True, True, True]))
     Array([4, 5, 6, 7, 0, 1, 2, 3], dtype=int32)
@@ -77,15 +75,9 @@ def order_open_tiles_first(open_cells: Bool[Array, " N"]) -> Int32[Array, " N"]:
 
 
 def choose_in_tiles(cells: Cells, ubatch: Ubatch, all_streams: bool) -> Int32[Array, "R T"]:
-    """Choose cells for the tokens of a ubatch, see `choose_for_list`.
+    """Choose cells for a ubatch, see `choose_for_list`; N for a token without one.
 
-    Args:
-      cells: the table.
-      ubatch: the tokens.
-      all_streams: whether its rows are those of each stream in turn; else they may be of any.
-
-    Returns:
-      One past the last cell, N, for a token that gets none.
+    `all_streams` is whether the rows are those of each stream in order.
     """
     unseen = None if cells.window is None else is_evictable(cells)
     pool = StreamCells(cells.owners, is_cell_empty(cells), unseen, cells.position)
@@ -93,7 +85,7 @@ def choose_in_tiles(cells: Cells, ubatch: Ubatch, all_streams: bool) -> Int32[Ar
     sequences, valid = word * WORD + bit.astype(jnp.int32), ubatch.valid
     if all_streams:
         sequences, valid = (x.reshape(cells.streams, -1) for x in (sequences, valid))
-    else:  # a list for each row, with the tokens beside it, whose tiles it leaves alone
+    else:  # each row is a list, with all tokens of its stream
         beside = ubatch.row_stream[:, None] == ubatch.row_stream[None]
         pool = jax.tree.map(lambda x: x[ubatch.row_stream], pool)
         valid = (beside[..., None] & valid[None]).reshape(len(valid), -1)
@@ -108,12 +100,12 @@ def choose_in_tiles(cells: Cells, ubatch: Ubatch, all_streams: bool) -> Int32[Ar
 
 
 class StreamCells(NamedTuple):
-    """The cells of a stream, and what is asked of them.
+    """Cells of a stream.
 
-    owners: the owners of each cell.
-    free: which cells are empty.
-    hidden: which others may be taken; None where none may.
-    position: the positions in them.
+    owners: Owners of each cell.
+    free: Which cells are empty.
+    hidden: Which other cells may be evicted; None if none may.
+    position: Position of each cell.
     """
 
     owners: UInt32[Array, "W N"]
@@ -125,18 +117,16 @@ class StreamCells(NamedTuple):
 def choose_for_list(
     pool: StreamCells, sequences: Int32[Array, " T"], valid: Bool[Array, " T"], count: int
 ) -> Int32[Array, " T"]:
-    """Choose a cell for each token of a list; one past the last, N, if none is left.
+    """Choose a cell for each token of a list; N if none is left.
 
-    A token takes an empty cell of a tile in which its sequence alone has tokens; else one of a tile
-    that is all empty, the first of which are for the lowest sequence that needs any; else any other
-    empty one; else one that no next token sees, the lowest positions first. Of its like the lowest
-    cell is taken first, and sequences are served one after another.
+    A token gets the first of these cells that exists, the lowest first:
 
-    Args:
-      pool: the cells of a stream.
-      sequences: the sequence of each token.
-      valid: whether there is a token.
-      count: U.
+    1. an empty cell of a tile with tokens of its sequence only;
+    2. a cell of an empty tile; the first of these tiles go to the lowest sequences that need one;
+    3. any other empty cell;
+    4. an evictable cell, in order of positions.
+
+    Sequences are served in order of their numbers; `count` is U.
     """
     cells, size = pool.free.size, tile_size(pool.free.size)
     in_turn = jnp.argsort(jnp.where(valid, sequences, count), stable=True)
@@ -146,15 +136,15 @@ def choose_for_list(
     demand = jnp.zeros(count, jnp.int32).at[sequence].add(1, mode="drop")
 
     flags = pool.free.reshape(-1, size)
-    num_empty = jnp.sum(flags, axis=1, dtype=jnp.int32)  # the empty cells of each tile
+    num_empty = jnp.sum(flags, axis=1, dtype=jnp.int32)  # in each tile
     empty, owner = num_empty == size, _sole_owner(pool.owners, size, count)
     short = jnp.maximum(demand - jnp.zeros_like(demand).at[owner].add(num_empty, mode="drop"), 0)
     heirs = jnp.cumsum(divmod_nonnegative(short + (size - 1), size)[0], dtype=jnp.int32)
     heir = jnp.searchsorted(heirs, jnp.cumsum(empty, dtype=jnp.int32)).astype(jnp.int32)
-    owner = jnp.where(empty, heir, owner)  # and U or more where a tile has no owner
+    owner = jnp.where(empty, heir, owner)  # U or more if a tile has no owner
     room = jnp.zeros_like(demand).at[owner].add(num_empty, mode="drop")
 
-    # The tiles of each sequence side by side, those that it has begun before the others.
+    # Tiles ordered by sequence, those with tokens before empty ones.
     by_owner = jnp.argsort(2 * owner + empty, stable=True).astype(jnp.int32)
     start = _get_or_zero(jnp.cumsum(room, dtype=jnp.int32) - room, sequence)
     is_own = is_valid & (turn < _get_or_zero(room, sequence))
@@ -163,7 +153,7 @@ def choose_for_list(
     num_empty -= jnp.zeros_like(num_empty).at[tile].add(1, mode="drop")
     further = jnp.cumsum(is_valid & ~is_own, dtype=jnp.int32) - 1
     other_tile, beyond = _locate_nth(num_empty, further)
-    # Of each tile the lowest cells were taken, so what is left of it comes after these.
+    # The lowest cells of each tile are used first, so the remaining ones follow them.
     total = jnp.sum(flags, axis=1, dtype=jnp.int32)
     number = jnp.where(is_own, number, _get_or_zero(total - num_empty, other_tile) + beyond)
     tile = jnp.where(is_own, tile, other_tile)
@@ -180,15 +170,12 @@ def choose_for_list(
 
 
 def _get_or_zero(x: jax.Array, index: jax.Array) -> jax.Array:
-    """Return `x[index]` of `[n]` numbers, in the shape of `index`, and 0 past their end."""
+    """Return `x[index]` for `x` `[n]`, in the shape of `index`; 0 past the end."""
     return x.at[index].get(mode="fill", fill_value=0)
 
 
 def _sole_owner(owners: jax.Array, size: int, count: int) -> jax.Array:
-    """Return the sequence that alone has tokens in each tile, `[M]` int32; else U or more.
-
-    `owners` are those of a `StreamCells`.
-    """
+    """Return the only sequence with tokens in each tile, `[M]`; else U or more."""
     words = owners.reshape(owners.shape[0], -1, size)
     words = jax.lax.reduce(words, jnp.uint32(0), jax.lax.bitwise_or, (2,))  # [W, M]
     alone = jnp.sum(jax.lax.population_count(words), axis=0) == 1
@@ -198,10 +185,9 @@ def _sole_owner(owners: jax.Array, size: int, count: int) -> jax.Array:
 
 
 def _locate_nth(counts: jax.Array, n: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return in which of some groups the nth of all things is, and its number there, from 0 on.
+    """Return the group of the n-th item, and its number in the group from 0.
 
-    There is none for it past the last thing: then it is one past the last group. `counts`, `[M]`
-    int32, are the things of each group; `n` is `[T]` int32, and so are both answers.
+    `counts` `[M]` are the numbers of items in groups. The group is M past the last item.
     """
     ends = jnp.cumsum(counts, dtype=jnp.int32)
     group = jnp.searchsorted(ends, n, side="right").astype(jnp.int32)

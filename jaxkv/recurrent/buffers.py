@@ -1,8 +1,8 @@
-"""The states that lie beside a table: reading, writing and copying those of a device's share.
+"""Buffers of a recurrent cache: reading, writing and copying states on each device.
 
-On a mesh streams are split, and states along the dimension that was said, such as heads, where the
-devices for heads divide its parts. Rows in the order of sequences lie where their streams do; a
-state for another row is sent by the device that holds it to those of all streams.
+A mesh splits streams, and states along the dimension in `shard_dims`, with the axes of heads. Rows
+in the order of sequences are split like their streams; states of other rows are broadcast along the
+axes of streams.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
     from jaxkv.recurrent.table import StateTable
 
 Buffers = tuple[dict[str, jax.Array], ...]
-"""For each layer, by name, the states of all cells, `[S, N, ...]`."""
+"""States of all cells, `[S, N, ...]`, for each layer, by name."""
 
 Cell = tuple[jax.Array, jax.Array]
-"""Cells by stream and number, both int32 in shapes that broadcast."""
+"""Stream and number of cells, both int32, broadcast to each other."""
 
 
 @partial(jax.jit, static_argnames="layer")
 def read_layer_states(
     table: StateTable, layer: int, ubatch: Ubatch, arrays: dict[str, Shaped[Array, "S N ..."]]
 ) -> dict[str, Shaped[Array, "R ..."]]:
-    """Return the states of a layer that the rows of a ubatch go on from, by name."""
+    """Return the states of a layer before each row, by name."""
     streams, rows, specs = _layout_specs(table, ubatch)
 
     def read_on_shard(
@@ -53,7 +53,7 @@ def read_layer_states(
         where = (ubatch.row_stream, ubatch.slots.source)
 
         def gather_state(array: jax.Array) -> jax.Array:
-            # Filling selects: a cell that holds NaN leaves no trace in a state that begins at zero.
+            # `fill` selects, so NaN in a cell does not affect a state that starts at zero.
             state = array.at[where].get(mode="fill", fill_value=0)
             usable = readable.reshape(-1, *[1] * (state.ndim - 1))
             state = jnp.where(usable, state, _unreadable_value(array.dtype))
@@ -76,10 +76,9 @@ def write_layer_states(
     states: dict[str, Shaped[Array, "R _ ..."]],
     arrays: dict[str, Shaped[Array, "S N ..."]],
 ) -> tuple[StateTable, dict[str, Shaped[Array, "S N ..."]]]:
-    """Write the states that the rows of a ubatch leave in a layer, by name; E + 1 for each row.
+    """Write the states of a layer after each row, by name; E + 1 for each row.
 
-    Returns:
-      The table, which knows that the layer holds them, and the states of the layer.
+    Returns the table, with `holds` updated, and the states of the layer.
     """
     streams, rows, specs = _layout_specs(table, ubatch)
 
@@ -114,7 +113,7 @@ def write_layer_states(
 def _layout_specs(
     table: StateTable, ubatch: Ubatch
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[PyTree, Ubatch]]:
-    """Return the axes that split the streams, those that split the rows, and specs of the two."""
+    """Return the mesh axes of streams and of rows, and specs of table and ubatch."""
     streams = make_axis_partition(table.sharding_rules, streams=table.streams).streams
     mesh = current_mesh(table.sharding_rules)
     of_table = P() if mesh is None else table.partition_specs(None, mesh)[0]
@@ -126,7 +125,7 @@ def _layout_specs(
 
 
 def copy_cells(table: States, buffers: Buffers, source: Cell, target: Cell) -> Buffers:
-    """Copy states between cells of all streams; all are read before one is written."""
+    """Copy states between cells of all streams; all are read before any is written."""
     streams = make_axis_partition(table.sharding_rules, streams=table.streams).streams
 
     def copy_on_shard(source: Cell, target: Cell, buffers: Buffers) -> Buffers:
@@ -150,9 +149,9 @@ def copy_cells(table: States, buffers: Buffers, source: Cell, target: Cell) -> B
 
 
 def state_partition_axes(table: States, name: str, mesh: AnyMesh | None = None) -> tuple:
-    """Return which axes of a mesh split each dimension of a state, up to the one that is split.
+    """Return the axes of each dimension of a state, up to the split one.
 
-    The mesh is the one at hand unless another one is given.
+    `mesh` defaults to the current one.
     """
     mesh = current_mesh(table.sharding_rules) if mesh is None else mesh
     if table.sharding_rules is None or mesh is None:
@@ -165,7 +164,7 @@ def state_partition_axes(table: States, name: str, mesh: AnyMesh | None = None) 
 
 
 def _unreadable_value(dtype: jnp.dtype) -> float | int:
-    """Return what stands for a state that must not be used: NaN, or the lowest integer."""
+    """Return the value of a state that must not be used: NaN, or the lowest integer."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return jnp.nan
     return jnp.iinfo(dtype).min if jnp.issubdtype(dtype, jnp.integer) else False

@@ -1,4 +1,4 @@
-"""Giving sequences the states of others: shared within a stream, copied between streams."""
+"""Copies of states: shared within a stream, copied between streams."""
 
 from __future__ import annotations
 
@@ -36,21 +36,13 @@ def seq_cp(
     start: Int32[Array, ""],
     stop: Int32[Array, ""],
 ) -> tuple[T, Buffers | None]:
-    """Give sequences the states of another, as it was at the end of a range.
+    """Replace targets by the states of `src` up to the end of a range.
 
-    Sequences of one stream share cells from then on, and no buffer is touched. In another stream,
-    targets get copies. What comes before the range is in the states already, so where it begins
-    does not matter. A state stands at its end (`can_seq_cp`). What a target held before is
-    replaced, but if the range holds nothing of the source it stays, as it does in an attention
-    cache; unless it lies in another stream.
-
-    Args:
-      states: the table.
-      buffers: None will do within a stream.
-      src: the sequence that is copied.
-      dst: the targets; `src` itself stays as it is.
-      start: first position of the range.
-      stop: one past the last.
+    Sequences of one stream share cells. Targets in another stream get copies, and `buffers` may be
+    None only without such targets. The start of the range has no effect unless the range is empty,
+    because a state contains all earlier tokens. `can_seq_cp` checks that a state exists at its end.
+    If the range contains no token of `src`, targets in its stream are unchanged, and others become
+    empty.
     """
     end = _last_in_range(states, src, start, stop)
     fork = drop_pairs(states, states.position <= end)
@@ -67,9 +59,9 @@ def can_seq_cp(
     start: Int32[Array, ""],
     stop: Int32[Array, ""],
 ) -> tuple[Bool[Array, ""], Int32[Array, " m"]]:
-    """Return whether a state stands at the end of a range; and the targets' ends.
+    """Return whether `src` has a state at the end of a range; and the targets' ends.
 
-    Where no target gets anything, none is needed.
+    The state is not needed if no target changes or the range contains no token.
     """
     end, dst = _last_in_range(states, src, start, stop), jnp.atleast_1d(dst)
     gets = is_sequence(states, src) & is_sequence(states, dst) & _is_replaced(states, src, dst, end)
@@ -79,7 +71,7 @@ def can_seq_cp(
 
 
 def _last_in_range(states: States, src: jax.Array, start: jax.Array, stop: jax.Array) -> jax.Array:
-    """Return the last position of a range that a sequence has, `[]` int32; -1 if there is none."""
+    """Return the last position of a sequence in a range, `[]` int32; -1 if none."""
     start, end = (
         jnp.maximum(start, 0),
         jnp.minimum(resolve_range_end(stop) - 1, seq_pos_max(states, src)),
@@ -88,7 +80,7 @@ def _last_in_range(states: States, src: jax.Array, start: jax.Array, stop: jax.A
 
 
 def _is_replaced(states: States, src: jax.Array, dst: jax.Array, end: jax.Array) -> jax.Array:
-    """Return which targets, `[n]`, a copy up to a position replaces; `[n]` bool."""
+    """Return which targets, `[n]`, a copy up to position `end` replaces."""
     is_cross_stream = stream_of(states, dst) != stream_of(states, src)
     return (dst != src) & ((end != EMPTY) | is_cross_stream)
 
@@ -96,13 +88,10 @@ def _is_replaced(states: States, src: jax.Array, dst: jax.Array, end: jax.Array)
 def seq_select(
     states: T, buffers: Buffers | None, parents: Int32[Array, " n"], targets: Int32[Array, " n"]
 ) -> tuple[T, Buffers | None]:
-    """Give each target the states of its parent in place of its own, all at once.
+    """Replace all targets at once by their parents.
 
-    Args:
-      states: the table.
-      buffers: None will do within a stream.
-      parents: sequences.
-      targets: each at most once; one that is no sequence is left out.
+    Targets are distinct; an id that is no sequence is skipped. `buffers` may be None if parents and
+    targets are of the same stream.
     """
     return _assign_states(states, buffers, parents, targets, states)
 
@@ -110,7 +99,7 @@ def seq_select(
 def _assign_states(
     source: States, buffers: Buffers | None, src: jax.Array, dst: jax.Array, states: T
 ) -> tuple[T, Buffers | None]:
-    """Give targets, `[n]`, the pairs that sequences `src`, `[n]`, have in a table `source`."""
+    """Set the pairs of targets, `[n]`, to those of sequences `src`, `[n]`, in `source`."""
     position, cell = source.position[src], source.cell[src]
     if buffers is not None:
         states, buffers, cell = _copy_states(states, buffers, src, dst, cell)
@@ -125,18 +114,16 @@ def _assign_states(
 def _copy_states(
     states: T, buffers: Buffers, src: jax.Array, dst: jax.Array, cell: jax.Array
 ) -> tuple[T, Buffers, jax.Array]:
-    """Copy the states of sequences, `[n]` with `[n, E + 1]` cells, where targets lie apart.
+    """Copy states of sequences, cells `[n, E + 1]`, to targets in other streams.
 
-    All are read before one is written.
-
-    Returns:
-      The table with the stamps, the buffers, and the cells of each target, `[n, E + 1]`.
+    All states are read before any is written. Returns the table, the buffers, and the cells of each
+    target, `[n, E + 1]`.
     """
     cells, copies = _cells_of_targets(states, src, dst, cell)
     origin = (stream_of(states, src)[:, None], cell)
     where = (stream_of(states, dst)[:, None], jnp.where(copies, cells, states.num_cells))
     source = states.cell_hash.at[origin].get(mode="fill", fill_value=0)
-    # A place that is written anew: stamped so that a table that knew what stood there notices.
+    # The cell has a new state, so an older table must find another hash.
     stamp = hash_overwritten_cells(
         states.cell_hash.at[where].get(mode="fill", fill_value=0), source
     )
@@ -158,15 +145,15 @@ def _copy_states(
 def _cells_of_targets(
     states: States, src: jax.Array, dst: jax.Array, cell: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the cells that targets will have, `[n, E + 1]`; and which are copies, in that shape.
+    """Return the new cells of targets, `[n, E + 1]`; and which of them are copies.
 
-    Within a stream a target has those of its source. In another one it takes cells that are free
-    once all targets have let go of theirs: there are always enough, since each takes E + 1 at most.
-    Targets of one stream that have the same parent share a copy, as they do in an attention cache:
-    the first of these targets takes the cells for it.
+    Within a stream a target shares the cells of its source. In another stream it takes cells that
+    are free once all targets have freed theirs. Targets need at most E + 1 cells each, so cells
+    always suffice. Targets of one stream with the same parent share a copy, made for the first of
+    them.
     """
     size = states.num_cells
-    if states.sequences_per_stream == 1:  # a target lets go of all cells of its stream
+    if states.sequences_per_stream == 1:  # a target frees all cells of its stream
         cells = jnp.where(cell < size, jnp.arange(size, dtype=jnp.int32), size)
         return cells, cell < size
     stream, turn = stream_of(states, dst), jnp.arange(src.size, dtype=jnp.int32)
@@ -176,7 +163,7 @@ def _cells_of_targets(
     first = jnp.argmax(like, axis=1)
     copies = (is_cross_stream & (first == turn))[:, None] & (cell < size)
     kept = states.cell.at[dst].set(jnp.where(is_cross_stream[:, None], size, cell), mode="drop")
-    # The free cells of each stream come first, and each copy takes the next ones.
+    # Free cells of each stream come first; copies take them in order.
     order = jnp.argsort(is_occupied(states, kept), axis=1, stable=True).astype(jnp.int32)
     ahead = beside & (turn[:, None] > turn[None])
     count = jnp.sum(copies, axis=1, dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""Where the states that a ubatch leaves will be kept: choose cells, then occupy them."""
+"""Choice of cells for the states after a ubatch, and their occupation."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StateSlots:
-    """The cells chosen for the states of a ubatch; an index past the last cell is nowhere.
+    """Cells for the states of a ubatch; an index past the last cell means none.
 
-    source: the cell of the state that a row goes on from; nowhere if it starts afresh.
-    cells: the cells of the states after the last tokens of a row, oldest first.
-    source_stamp: the stamp of the state in `source`.
+    source: Cell of the state before a row; none if the row starts without a state.
+    cells: Cells of the states after the last tokens of a row, oldest first.
+    source_stamp: Hash of the state in `source`.
     """
 
     source: Int32[Array, " R"]
@@ -35,19 +35,15 @@ class StateSlots:
 
 
 def choose_slots(states: States, ubatch: Ubatch) -> tuple[StateSlots, Int32[Array, "R T"]]:
-    """Choose a cell for each state that a ubatch will leave; change nothing.
+    """Choose a cell for each state that is stored after a ubatch.
 
-    A row of n tokens leaves the states after its last min(n, E + 1), and its sequence lets go of as
-    many of the oldest. So there is always room. Cells that are empty already are taken first, and
-    then those that are let go of: what stood there is read before it is written over.
-
-    Args:
-      states: the table.
-      ubatch: the tokens, a row for each sequence; its `slots` are not looked at.
+    A row of n tokens stores the states after its last min(n, E + 1) tokens and frees as many of the
+    oldest states of its sequence, so cells always suffice. Empty cells come first, then freed ones;
+    a freed state is read before it is overwritten.
 
     Returns:
-      The slots; and for each token a `Reason`, OK for all of them. Two rows of one sequence, of
-      which the second would have to wait for the first, are refused by planning.
+      The slots; and for each token a `Reason`, always OK. Planning refuses two rows of one
+      sequence.
     """
     placed = jnp.any(ubatch.valid, axis=1)
     new = placed[:, None] & (ubatch.state_write_steps(states.num_earlier_states + 1) > 0)
@@ -60,13 +56,12 @@ def choose_slots(states: States, ubatch: Ubatch) -> tuple[StateSlots, Int32[Arra
 
 
 def _lowest_free(states: States, ubatch: Ubatch, new: jax.Array, placed: jax.Array) -> jax.Array:
-    """Return a cell for each new state: the free ones of its stream in turn; `[R, E + 1]` int32.
+    """Return a free cell of the stream for each new state, `[R, E + 1]` int32.
 
-    `new`, `[R, E + 1]` bool, says which states are new, and `placed`, `[R]` bool, which rows are
-    taken in.
+    `new`, `[R, E + 1]` bool, are the new states, and `placed`, `[R]` bool, the rows with tokens.
     """
     steps = _num_new_states(states, ubatch, placed)[:, None]
-    stays = jnp.arange(states.num_earlier_states + 1)[None] >= steps  # pairs that are not let go of
+    stays = jnp.arange(states.num_earlier_states + 1)[None] >= steps  # pairs that are not freed
     is_kept = is_occupied(states, jnp.where(stays, states.cell, states.num_cells))
     rank = jnp.where(is_kept, 2, jnp.where(is_occupied(states, states.cell), 1, 0))
     order = jnp.argsort(rank, axis=1, stable=True).astype(jnp.int32)  # [S, N]
@@ -79,7 +74,7 @@ def _lowest_free(states: States, ubatch: Ubatch, new: jax.Array, placed: jax.Arr
 
 
 def occupy(states: T, ubatch: Ubatch) -> T:
-    """Take in the states that a ubatch will leave, where they were planned to go."""
+    """Store the states of a ubatch in its slots."""
     slots: StateSlots = ubatch.slots
     new = slots.cells < MAX_CELLS
     steps = _num_new_states(states, ubatch, new[:, -1])
@@ -110,34 +105,28 @@ def occupy(states: T, ubatch: Ubatch) -> T:
 
 
 def current_rows(states: States, ubatch: Ubatch) -> Bool[Array, " R"]:
-    """Return the rows whose stream is as the ubatch left it or without a slot."""
+    """Return the rows that have no slot, or a stream that is not edited since."""
     same = (stream_hash(states) == ubatch.hash_after)[ubatch.row_stream]
     return same | (ubatch.slots.cells[:, -1] >= MAX_CELLS)
 
 
 @partial(jax.jit, static_argnames="layer")
 def can_read_source(states: States, layer: int, ubatch: Ubatch) -> Bool[Array, " R"]:
-    """Return the rows whose source can be read, those that start afresh among them.
+    """Return the rows with a readable source, or without one.
 
-    Not those of a stale ubatch, nor those whose source a layer never wrote, or has written over:
-    computed a second time, a ubatch finds the states that it went on from only if it has not taken
-    their cells itself.
+    A source is unreadable if the ubatch is stale, or if the layer has not written the state or has
+    overwritten it. So a layer can compute a ubatch twice only if the ubatch does not reuse the
+    cells of its sources.
     """
     source = (ubatch.row_stream, ubatch.slots.source)
     layer_stamp = states.holds[layer].at[source].get(mode="fill", fill_value=0)
-    refused = (
-        ubatch.slots.source >= MAX_CELLS
-    )  # its rows read zeros, as one does that starts afresh
+    refused = ubatch.slots.source >= MAX_CELLS  # its rows read zeros, like rows without a source
     return current_rows(states, ubatch) & (refused | (layer_stamp == ubatch.slots.source_stamp))
 
 
 @partial(jax.jit, static_argnames="layer")
 def writable_cells(states: States, layer: int, ubatch: Ubatch) -> Int32[Array, "R pairs"]:
-    """Return the cells that a layer may write, `[R, E + 1]` int32, nowhere for the others.
-
-    The states of a stale ubatch are written nowhere, and those that a layer holds already are not
-    written again.
-    """
+    """Return the cells that a layer may write: none if stale or written already."""
     where = (ubatch.row_stream[:, None], ubatch.slots.cells)
     stamp = states.cell_hash.at[where].get(mode="fill", fill_value=0)
     layer_stamp = states.holds[layer].at[where].get(mode="fill", fill_value=0)
@@ -147,7 +136,7 @@ def writable_cells(states: States, layer: int, ubatch: Ubatch) -> Int32[Array, "
 
 @partial(jax.jit, static_argnames="layer")
 def note_written(states: T, layer: int, ubatch: Ubatch, cells: Int32[Array, "R pairs"]) -> T:
-    """Note that a layer holds the states of a ubatch now; `cells` are those of `writable_cells`."""
+    """Update `holds` of a layer with the states in `cells`, from `writable_cells`."""
     where = (ubatch.row_stream[:, None], cells)
     stamp = states.cell_hash.at[where].get(mode="fill", fill_value=0)
     holds = states.holds.at[layer, *where].set(stamp, mode="drop", unique_indices=True)
@@ -155,7 +144,7 @@ def note_written(states: T, layer: int, ubatch: Ubatch, cells: Int32[Array, "R p
 
 
 def _num_new_states(states: States, ubatch: Ubatch, placed: jax.Array) -> jax.Array:
-    """Return how many states each sequence gets, `[Q]` int32, of rows that are placed, `[R]`."""
+    """Return the number of new states of each sequence, `[Q]`, from rows `placed`."""
     count = jnp.sum(
         ubatch.state_write_steps(states.num_earlier_states + 1) > 0, axis=1, dtype=jnp.int32
     )
@@ -164,7 +153,7 @@ def _num_new_states(states: States, ubatch: Ubatch, placed: jax.Array) -> jax.Ar
 
 
 def _take_at_kept_states(states: States, ubatch: Ubatch, field: jax.Array) -> jax.Array:
-    """Return a field, `[R, T]`, of the tokens that states stand after; `[R, E + 1]`."""
+    """Return a field `[R, T]` at the last token of each stored state, `[R, E + 1]`."""
     turn = jnp.cumsum(ubatch.valid, axis=1, dtype=jnp.int32)
     kept = ubatch.state_write_steps(states.num_earlier_states + 1)
     index = jnp.sum(turn[:, None] < kept[..., None], axis=2, dtype=jnp.int32)  # [R, E + 1]

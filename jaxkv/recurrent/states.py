@@ -1,13 +1,11 @@
-"""The table of a recurrent cache: which states it keeps, and in which cells.
+"""Table of a recurrent cache: positions and cells of the states of each sequence.
 
-A state stands after a token: it is what that token and all before it have left. Each sequence has a
-current state and up to E earlier ones, as pairs of a position and a cell. So forking a sequence
-shares cells, cutting its end drops pairs, and no state of a stream is ever moved or copied. What
-was there before a state cannot be taken out of it, and the table says so rather than pretend.
+A recurrent state summarises all tokens up to its position. Each sequence has a current state and up
+to E earlier ones, as pairs of a position and a cell. Forking shares cells and removing the last
+tokens drops pairs, so states are never moved or copied within a stream. Earlier states cannot be
+recovered from later ones; `seq_rm` is refused if it would need one.
 
-Ranges of positions are `start` to `stop` - 1, `[]` int32: a negative start means 0, a
-negative stop no end, and a stop of 0 an empty range. Ids are `[]` int32; one that is no sequence
-changes nothing.
+Ranges of positions and ids are those of `jaxkv.kv.cells`.
 """
 
 from __future__ import annotations
@@ -33,22 +31,20 @@ T = TypeVar("T", bound="States")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class States:
-    """The E + 1 newest states of each of Q sequences, in N = Q / S * (E + 1) cells of S streams.
+    """The E + 1 newest states of each of Q sequences, in S streams of N cells.
 
-    Sequence q lives in stream q // (Q // S). The pairs of a sequence are ordered, the oldest first
-    and the current one last; where there are fewer, empty ones come before them. Positions rise
-    from pair to pair.
+    N is Q / S * (E + 1). Sequence q is in stream q // (Q // S). The pairs of a sequence are
+    ordered: empty pairs first, then earlier states by increasing position, the current state last.
 
-    position: position of the token that a state stands after; EMPTY (-1) if there is no state.
-    cell: the cell of the state in the sequence's stream, which sequences of the stream may share; N
-      if there is none.
-    cell_hash: the stamp of the token that the state of a cell stands after, see `jaxkv.cell_hash`.
-    content: the sum of the hashes of all tokens that the state of a cell has seen, of each with the
-      position that it had. Copies and moves carry it along, as `Cells.content`.
-    holds: the stamp of the state that a layer's buffers really hold. The table takes a state in
-      before it is computed, and each layer writes it once.
-    sharding_rules: which axes of a mesh split the cache, static; None where it is on one device.
-    shard_dims: for states that a mesh may split the name, the dimension and its parts, static.
+    position: Position of the last token of a state; EMPTY (-1) if there is no state.
+    cell: Cell of the state in the sequence's stream, shared by forks; N if there is no state.
+    cell_hash: Hash of the last token of the state in a cell, see `jaxkv.core.hashing`.
+    content: Sum of the hashes of all tokens of the state, each with its original position. Copies
+      and moves preserve it, as `Cells.content`.
+    holds: `cell_hash` of the state in a layer's buffers. `occupy` updates `cell_hash` before states
+      are computed, and each layer is written once.
+    sharding_rules: Mesh axes that split the cache, static; None on one device.
+    shard_dims: Name, dimension and number of parts of each state that a mesh may split, static.
     """
 
     position: Int32[Array, "Q E+1"]
@@ -66,22 +62,22 @@ class States:
 
     @property
     def is_batch(self) -> bool:
-        """Whether the arrays have an axis more, as `vmap` makes them."""
+        """Whether the arrays have a leading batch axis, as `vmap` adds it."""
         return self.cell_hash.ndim != 2
 
     @property
     def streams(self) -> int:
-        """S, the number of independent pools of cells."""
+        """S, the number of streams."""
         return self.cell_hash.shape[0]
 
     @property
     def sequences_per_stream(self) -> int:
-        """Q // S, the number of sequences that share a stream."""
+        """Q // S, the number of sequences in each stream."""
         return self.sequences // self.streams
 
     @property
     def num_earlier_states(self) -> int:
-        """E, how many states are kept beside the current one."""
+        """E, the number of states before the current one."""
         return self.position.shape[1] - 1
 
     @property
@@ -94,17 +90,7 @@ class States:
 def empty_fields(
     *, layers: int, sequences: int, streams: int, max_rollback: int
 ) -> dict[str, jax.Array]:
-    """Make the arrays of a table without a state.
-
-    Args:
-      layers: L.
-      sequences: Q.
-      streams: S, a divisor of Q.
-      max_rollback: E.
-
-    Returns:
-      The fields of `States`, by name.
-    """
+    """Return the fields of `States` without a state, by name; `max_rollback` is E."""
     pairs, cells = (sequences, max_rollback + 1), sequences // streams * (max_rollback + 1)
     return {
         "position": jnp.full(pairs, EMPTY, jnp.int32),
@@ -116,7 +102,7 @@ def empty_fields(
 
 
 def streams_of_sequences(states: States) -> Int32[Array, "Q 1"]:
-    """Return the stream of each sequence, to go with `cell`."""
+    """Return the stream of each sequence, with the axes of `cell`."""
     stream, _ = divmod_nonnegative(
         jnp.arange(states.sequences, dtype=jnp.int32), states.sequences_per_stream
     )
@@ -124,40 +110,31 @@ def streams_of_sequences(states: States) -> Int32[Array, "Q 1"]:
 
 
 def stream_of(states: States, seq: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
-    """Return the stream of a sequence; some other where it is none."""
+    """Return the stream of a sequence; arbitrary for an id outside `[0, Q)`."""
     return divmod_nonnegative(seq, states.sequences_per_stream)[0]
 
 
 def is_sequence(states: States, seq: Int32[Array, "*n"]) -> Bool[Array, "*n"]:
-    """Return whether an integer names a sequence of this table."""
+    """Return whether an id is in `[0, Q)`."""
     return (seq >= 0) & (seq < states.sequences)
 
 
 def seq_pos_min(states: States, seq: Int32[Array, ""]) -> Int32[Array, ""]:
-    """Return the lowest position that a sequence can be cut back to; -1 if none."""
+    """Return the lowest position that a sequence can be rolled back to; -1 if empty."""
     positions = states.position[seq]
     lowest = jnp.min(jnp.where(positions == EMPTY, END, positions))
     return jnp.where(is_sequence(states, seq) & (lowest != END), lowest, EMPTY)
 
 
 def seq_pos_max(states: States, seq: Int32[Array, ""]) -> Int32[Array, ""]:
-    """Return the position of the current state of a sequence; -1 if none."""
+    """Return the position of a sequence's current state; -1 if empty."""
     return jnp.where(is_sequence(states, seq), states.position[seq, -1], EMPTY)
 
 
 def compare_last_tokens(
     states: States, sequences: Int32[Array, " T"], contents: UInt32[Array, " T"]
 ) -> tuple[UInt32[Array, " T"], Bool[Array, " T"]]:
-    """Return the contents of the current states of some sequences, and whether they are as asked.
-
-    Args:
-      states: the table.
-      sequences: their ids.
-      contents: one asked about for each sequence.
-
-    Returns:
-      The contents, 0 where there is no state; and whether they are.
-    """
+    """Return the contents of current states, 0 if none, and whether they match."""
     place = stream_of(states, sequences), states.cell[sequences, -1]
     found = states.content.at[place].get(mode="fill", fill_value=0)
     found = jnp.where(is_sequence(states, sequences), found, 0)
@@ -165,7 +142,7 @@ def compare_last_tokens(
 
 
 def is_occupied(states: States, cell: Int32[Array, "Q pairs"]) -> Bool[Array, "S N"]:
-    """Return which cells a table of pairs, `[Q, E + 1]`, names."""
+    """Return which cells occur in pairs `[Q, E + 1]`."""
     return (
         jnp.zeros(states.cell_hash.shape, bool)
         .at[streams_of_sequences(states), cell]
@@ -174,16 +151,15 @@ def is_occupied(states: States, cell: Int32[Array, "Q pairs"]) -> Bool[Array, "S
 
 
 def num_used_cells(states: States) -> Int32[Array, ""]:
-    """Return how many cells hold a state, shared ones counted once."""
+    """Return the number of cells with a state; shared cells count once."""
     return jnp.sum(is_occupied(states, states.cell), dtype=jnp.int32)
 
 
 def stream_hash(states: States) -> UInt32[Array, " S"]:
-    """Return a number of each stream's content.
+    """Return a hash of each stream's content.
 
-    Equal digests, equal table: position and cell of every pair, and the stamps of all cells,
-    free ones too, so that the same tokens told anew are stamped anew. What the layers have written
-    does not count.
+    Equal hashes mean equal tables. It covers position and cell of each pair, and the hashes of all
+    cells, also free ones, but not `holds`. So it changes if the same tokens are added again.
     """
     _, local_ids = divmod_nonnegative(
         jnp.arange(states.sequences, dtype=jnp.int32), states.sequences_per_stream
@@ -199,14 +175,14 @@ def stream_hash(states: States) -> UInt32[Array, " S"]:
 
 
 def sequence_status(states: States, present: Bool[Array, " Q"]) -> SequenceStatus:
-    """Return what holds of the sequences in a batch."""
+    """Return the status of the sequences in a batch."""
     nothing = jnp.zeros_like(present)
     last = jnp.where(present, states.position[:, -1], EMPTY)
     return SequenceStatus(last=last, missing=nothing, pending=nothing)
 
 
 def can_resume(states: States, seq: Int32[Array, ""], pos: Int32[Array, ""]) -> Bool[Array, ""]:
-    """Return whether a state stands before a position, or none is needed."""
+    """Return whether a sequence has the state before a position, or needs none."""
     empty = states.position[seq, -1] == EMPTY
     stands = jnp.any(states.position[seq] == pos - 1) & (pos > 0)
     return is_sequence(states, seq) & (pos >= 0) & (empty | stands | (pos == 0))
@@ -215,20 +191,12 @@ def can_resume(states: States, seq: Int32[Array, ""], pos: Int32[Array, ""]) -> 
 def seq_rm(
     states: T, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]
 ) -> tuple[T, Bool[Array, ""]]:
-    """Forget a range of one sequence, of every sequence if `seq` is -1; or refuse.
+    """Remove a range of a sequence, or of all sequences if -1; return also `ok`.
 
-    A range in which the sequence has no token is granted and changes nothing. An end is cut off
-    where a state stands right before it, and that becomes the current one. A whole sequence can
-    always go. All else is refused: what a state has seen stays in it.
-
-    Args:
-      states: the table.
-      seq: a sequence id, or -1. Any other integer changes nothing.
-      start: first position of the range.
-      stop: one past the last.
-
-    Returns:
-      The table after it; and False if one of the sequences had to refuse, and then nothing changed.
+    A range without tokens of the sequence is granted and has no effect. Last tokens can be removed
+    if a state exists right before the range; it becomes the current one. All tokens can always be
+    removed. Other ranges are refused, because a state contains all its tokens. If one sequence
+    refuses, the table is unchanged.
     """
     stays, ok = _find_remaining_states(states, seq, start, stop)
     return drop_pairs(states, stays | ~ok), ok
@@ -237,11 +205,11 @@ def seq_rm(
 def _find_remaining_states(
     states: States, seq: jax.Array, start: jax.Array, stop: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the pairs that stay, `[Q, E + 1]` bool; and `ok`, `[]` bool."""
+    """Return the pairs that remain, `[Q, E + 1]` bool; and `ok`, `[]` bool."""
     asked = (seq == -1) | (jnp.arange(states.sequences) == seq)
     end = jnp.where(asked, states.position[:, -1], EMPTY)
     start, stop = jnp.maximum(start, 0), resolve_range_end(stop)
-    touched = (start <= end) & (start < stop)  # never where nothing is asked for or held
+    touched = (start <= end) & (start < stop)  # False for empty ranges and sequences
     cut = touched & (end < stop)
     whole = cut & (start == 0)
     stands = cut & jnp.any(states.position == start - 1, axis=1)
@@ -250,13 +218,13 @@ def _find_remaining_states(
 
 
 def seq_keep(states: T, seq: Int32[Array, ""]) -> T:
-    """Forget every sequence but one; an integer that is none changes nothing."""
+    """Remove all sequences except one; an id outside `[0, Q)` has no effect."""
     stays = (jnp.arange(states.sequences) == seq) | ~is_sequence(states, seq)
     return drop_pairs(states, stays[:, None])
 
 
 def clear(states: T) -> T:
-    """Forget everything."""
+    """Remove all sequences."""
     return drop_pairs(states, jnp.array(False))
 
 
@@ -268,13 +236,12 @@ def seq_add(
     delta: Int32[Array, ""],
     gap: Int32[Array, ""] | None = None,
 ) -> tuple[T, Bool[Array, ""]]:
-    """Move the positions of a sequence in a range by `delta`, those of its states too.
+    """Add `delta` to the positions of a sequence in a range, for all owners.
 
-    Where a position would reach END, or turn negative, nothing moves, and the second answer is
-    False: what a state has seen stays in it. An earlier state is dropped when it no longer stands
-    before all later ones: then there is no end that could be cut off to return to it.
+    If a position would reach END or become negative, the table is unchanged and `ok` is False. An
+    earlier state is dropped if its position is no longer below those of all later states.
     """
-    del gap  # of windows, and none takes a state
+    del gap  # used with windows only
     ok = can_seq_add(states, seq, start, stop, delta)
     moves = _find_moving_states(states, seq, start, stop) & ok
     return _move_pairs(states, states.position + delta, moves, jnp.array(False)), ok
@@ -287,7 +254,7 @@ def can_seq_add(
     stop: Int32[Array, ""],
     delta: Int32[Array, ""],
 ) -> Bool[Array, ""]:
-    """Return whether all that moves by `delta` stays from 0 on and before END."""
+    """Return whether all moved positions stay in `[0, END)`."""
     moves = _find_moving_states(states, seq, start, stop)
     highest = jnp.max(jnp.where(moves, states.position, EMPTY))
     start = jnp.maximum(start, 0)
@@ -304,8 +271,8 @@ def seq_div(
 ) -> tuple[T, Bool[Array, ""]]:
     """Divide the positions of a sequence in a range, rounding down.
 
-    Several tokens may then share a position, so earlier states in the range cannot be returned to:
-    they are dropped. A divisor below 1 changes nothing, and the second answer is False.
+    Several tokens may then have the same position, so earlier states in the range are dropped. With
+    a divisor below 1 the table is unchanged and `ok` is False.
     """
     moves = _find_moving_states(states, seq, start, stop) & (divisor > 1)
     earlier = moves & (jnp.arange(states.num_earlier_states + 1) < states.num_earlier_states)[None]
@@ -316,7 +283,7 @@ def seq_div(
 def _find_moving_states(
     states: States, seq: jax.Array, start: jax.Array, stop: jax.Array
 ) -> jax.Array:
-    """Return which pairs move with those of a sequence in a range; `[Q, E + 1]` bool."""
+    """Return the pairs, `[Q, E + 1]` bool, whose cell is in a range of a sequence."""
     inside = (states.position >= jnp.maximum(start, 0)) & (
         states.position < resolve_range_end(stop)
     )
@@ -326,13 +293,9 @@ def _find_moving_states(
 
 
 def _move_pairs(states: T, position: jax.Array, moves: jax.Array, drop: jax.Array) -> T:
-    """Move pairs, drop some of them, and drop those that cannot be returned to any more.
+    """Move pairs `moves` to `position`; remove pairs `drop` and unreachable ones.
 
-    Args:
-      states: the table.
-      position: `[Q, E + 1]` int32, where pairs that move come to.
-      moves: `[Q, E + 1]` bool, the pairs that move.
-      drop: `[]` or `[Q, E + 1]` bool, the pairs that are dropped.
+    All are `[Q, E + 1]`. A pair is unreachable if its position is not below all later ones.
     """
     is_present = states.position != EMPTY
     position = jnp.where(moves, position, states.position)
@@ -342,17 +305,14 @@ def _move_pairs(states: T, position: jax.Array, moves: jax.Array, drop: jax.Arra
 
 
 def rewind(states: T, old: T) -> tuple[T, Bool[Array, ""]]:
-    """Return an older table that knows what was written since; and `ok`.
-
-    `ok` is whether no cell that the older table uses was given to another state since, or written.
-    """
+    """Return `old` with later writes noted, and whether its cells are unchanged."""
     same = jnp.all(states.holds == old.holds, axis=0) & (states.cell_hash == old.cell_hash)
     back = replace(old, cell_hash=states.cell_hash, holds=states.holds)
     return back, jnp.all(same | ~is_occupied(old, old.cell))
 
 
 def count_broken_invariants(states: States) -> dict[str, Int32[Array, ""]]:
-    """Return how often each invariant of a table is broken, by name."""
+    """Return the number of violations of each invariant, by name."""
     is_present, celled = states.position != EMPTY, states.cell < states.num_cells
     rises = states.position[:, 1:] > states.position[:, :-1]
     times = jax.vmap(
@@ -374,12 +334,12 @@ def count_broken_invariants(states: States) -> dict[str, Int32[Array, ""]]:
 
 
 def drop_pairs(states: T, stays: jax.Array) -> T:
-    """Drop pairs that do not stay, and close up towards the current one.
+    """Remove the pairs outside `stays`, and move the others to the end.
 
-    `stays` is bool, in a shape that broadcasts to `[Q, E + 1]`.
+    `stays` is bool, broadcast to `[Q, E + 1]`.
     """
     stays = jnp.broadcast_to(stays, states.position.shape) & (states.position != EMPTY)
-    order = jnp.argsort(stays, axis=1, stable=True)  # what is dropped comes first
+    order = jnp.argsort(stays, axis=1, stable=True)  # dropped pairs first
     position = jnp.where(stays, states.position, EMPTY)
     cell = jnp.where(stays, states.cell, states.num_cells)
     return replace(

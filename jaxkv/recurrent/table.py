@@ -1,8 +1,7 @@
-"""Recurrent cache, assembled: the table that verbs know, and how a cache is made.
+"""Table of a recurrent cache, assembled, and construction of a cache.
 
-A recurrent layer goes on from a state of fixed size instead of looking back at every token. What
-cannot be seen any more cannot be forgotten either, so this cache keeps earlier states to return
-to, exactly to the token, and refuses where it has none.
+A recurrent layer reads a state of fixed size and not the keys of all tokens. The cache stores E
+earlier states, so that the last tokens of a sequence can be removed exactly.
 """
 
 from __future__ import annotations
@@ -43,27 +42,24 @@ if TYPE_CHECKING:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EmptyPlan(MaintenancePlan):
-    """The plan of an update or a defrag of a cache that never needs one.
-
-    spec: of the cache that it was planned for, static.
-    """
+    """Empty plan of an update or a defrag, with the `spec` of its cache."""
 
     spec: TableSpec = field(metadata={"static": True})
 
     @property
     def pending(self) -> Int32[Array, ""]:
-        """Nothing."""
+        """Zero."""
         return jnp.int32(0)
 
     def is_current(self, table: StateTable) -> Bool[Array, ""]:
-        """Return True: nothing can have changed."""
+        """Return True."""
         del table
         return jnp.array(True)
 
     def commit(
         self, table: StateTable, buffers: Buffers, ok: Bool[Array, ""]
     ) -> tuple[StateTable, Buffers]:
-        """Return both as they are."""
+        """Return the table and buffers unchanged."""
         del ok
         return table, buffers
 
@@ -71,10 +67,7 @@ class EmptyPlan(MaintenancePlan):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StateTable(States, CacheTable):
-    """The table of a recurrent cache: `States`, and what verbs, plans and loops ask of them.
-
-    Arrays have the shapes that `CacheTable` says.
-    """
+    """Table of a recurrent cache: `States` with the methods of `CacheTable`."""
 
     stream_hash = states.stream_hash
     seq_pos_min = states.seq_pos_min
@@ -99,7 +92,7 @@ class StateTable(States, CacheTable):
 
     @property
     def spec(self) -> TableSpec:
-        """What is fixed when the cache is made."""
+        """Static configuration of the cache."""
         return TableSpec(
             kind="recurrent",
             sequences=self.sequences,
@@ -111,18 +104,18 @@ class StateTable(States, CacheTable):
         )
 
     def cache_spec(self, buffers: Buffers) -> CacheSpec:
-        """Return what the weights fixed of the cache."""
+        """Return the `CacheSpec` of the model layers that the cache serves."""
         leading = self.cell_hash.ndim
         states = {name: (x.shape[leading:], x.dtype) for name, x in buffers[0].items()}
         splits = {name: (dimension, parts) for name, dimension, parts in self.shard_dims}
         return CacheSpec.recurrent(len(buffers), states, splits)
 
     def with_sharding_rules(self, sharding_rules: ShardingRules | None) -> StateTable:
-        """Return the table with other rules."""
+        """Return the table with other sharding rules."""
         return replace(self, sharding_rules=sharding_rules)
 
     def partition_specs(self, buffers: Buffers | None, mesh: AnyMesh) -> tuple[PyTree, PyTree]:
-        """Return that streams are split, and states by what they are made of."""
+        """Split streams, and states along the dimension in `shard_dims`."""
         streams = (self.sharding_rules or ShardingRules()).split(mesh, streams=self.streams)[
             "streams"
         ]
@@ -139,11 +132,11 @@ class StateTable(States, CacheTable):
         return len(buffers)
 
     def check_buffers(self, buffers: Buffers) -> None:
-        """Raise unless states have the streams and the cells of the table."""
+        """Raise if states have other streams or cells than the table."""
         check_sizes(self, *next(iter(buffers[0].values())).shape[:2])
 
     def find_fitting_sequences(self, demand: Int32[Array, " Q"]) -> Admission:
-        """Return that there is room: a sequence lets go of as many states as it gets."""
+        """Return that all sequences fit: each frees as many states as it gets."""
         all_fit = demand >= 0
         return Admission(all_fit, all_fit, jnp.full_like(demand, END))
 
@@ -154,35 +147,35 @@ class StateTable(States, CacheTable):
     def can_allocate(
         self, lengths: Int[np.ndarray, " Q"], at_once: int, num_shared_cells: Int[np.ndarray, " S"]
     ) -> Bool[np.ndarray, " S"]:
-        """Return True, `[S]` bool: a state takes the same for a text of any length."""
+        """Return True for all streams: the size of a state is independent of the length."""
         del lengths, at_once, num_shared_cells
         return np.ones(self.streams, bool)
 
     def can_seq_select(
         self, parents: Int32[Array, " n"], targets: Int32[Array, " n"]
     ) -> Bool[Array, ""]:
-        """Return True: targets let go of as many states as they get."""
+        """Return True: targets free as many states as they get."""
         del parents, targets
         return jnp.array(True)
 
     def plan_shift(self) -> MaintenancePlan:
-        """Return a plan of nothing: no key is owed a rotation."""
+        """Return an empty plan: no shift is pending."""
         return EmptyPlan(spec=self.spec)
 
     def plan_defrag(self, max_moves: int | None) -> MaintenancePlan:
-        """Return a plan of nothing: there are no gaps to close."""
+        """Return an empty plan: there are no gaps to close."""
         del max_moves
         return EmptyPlan(spec=self.spec)
 
     def can_serve_layer(self, verb: str, layer: int) -> bool:
-        """Return whether it is about states, which every layer goes on from."""
+        """Return whether `verb` is "states", which every layer supports."""
         del layer
         return verb == "states"
 
     def read_states(
         self, buffers: Buffers, layer: int, ubatch: Ubatch
     ) -> dict[str, Shaped[Array, "R ..."]]:
-        """Return by name the states that rows go on from, of a layer in range."""
+        """Return the states before each row, by name; raise if the layer is out of range."""
         self._check_layer(layer)
         return read_layer_states(self, layer, ubatch, buffers[layer])
 
@@ -193,7 +186,7 @@ class StateTable(States, CacheTable):
         ubatch: Ubatch,
         states: Mapping[str, Shaped[Array, "R ..."]],
     ) -> tuple[StateTable, Buffers]:
-        """Check states, `[R, E + 1, ...]`, or `[R, ...]` where E is 0; and write them."""
+        """Check and write states, `[R, E + 1, ...]`, or `[R, ...]` if E is 0."""
         self._check_layer(layer)
         old = buffers[layer]
         if not isinstance(states, Mapping):
@@ -228,14 +221,7 @@ class StateTable(States, CacheTable):
 def make_recurrent_cache(
     spec: CacheSpec, *, sequences: int, streams: int, max_rollback: int
 ) -> Cache:
-    """Make an empty recurrent cache, with N = Q / S * (E + 1) cells in each of S streams.
-
-    Args:
-      spec: of kind "recurrent".
-      sequences: Q.
-      streams: S, a divisor of Q.
-      max_rollback: E, the states that are kept before the current one.
-    """
+    """Make an empty recurrent cache of Q / S * (E + 1) cells in each stream."""
     max_rollback = check_count(max_rollback, "max_rollback", low=0)
     cells = check_count(
         sequences // streams * (max_rollback + 1), "states of a stream", high=MAX_CELLS - 1
