@@ -1,4 +1,4 @@
-"""What the JSON of a snapshot describes. Type checkers import this module, and nothing else.
+"""Types of the JSON of a snapshot. Only type checkers import this module.
 
 Letters are those of `jaxkv`.
 """
@@ -9,18 +9,18 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, NotRequired, TypeAlias, TypedDict
 
 Json: TypeAlias = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
-"""What JSON holds."""
+"""A JSON value."""
 
 
 class CellDescription(TypedDict):
-    """A part of keys and values.
+    """A part with keys and values.
 
     cells: N.
     sequences: Q.
     streams: S.
-    static: by name, the static fields of its table.
-    ropes: for each layer how its keys were rotated.
-    latent: for each layer which numbers of a key are its value, None if none are.
+    static: static fields of its table, by name.
+    ropes: rope of each layer.
+    latent: for each layer, bounds of the slice of the key that is the value; None if stored.
     """
 
     kind: Literal["attention", "source"]
@@ -33,13 +33,13 @@ class CellDescription(TypedDict):
 
 
 class StateDescription(TypedDict):
-    """A part of states.
+    """A part with recurrent states.
 
     layers: L.
     sequences: Q.
     streams: S.
     max_rollback: E.
-    static: by name, the static fields of its table.
+    static: static fields of its table, by name.
     """
 
     kind: Literal["recurrent"]
@@ -56,7 +56,7 @@ PartDescription = CellDescription | StateDescription
 class HybridDescription(TypedDict):
     """A hybrid cache.
 
-    layers: for each part the layers of the model that it serves.
+    layers: for each part, its layers in the model.
     parts: the parts.
     """
 
@@ -68,9 +68,9 @@ class HybridDescription(TypedDict):
 class ArrayDescription(TypedDict):
     """An array of a file.
 
-    dtype: its name.
-    shape: its sizes.
-    sha256: the checksum of its bytes.
+    dtype: name of the dtype.
+    shape: the shape.
+    sha256: checksum of the bytes.
     """
 
     dtype: str
@@ -79,13 +79,13 @@ class ArrayDescription(TypedDict):
 
 
 class SnapshotContent(TypedDict):
-    """What is saved, but for the arrays.
+    """Contents of a snapshot without its arrays.
 
-    cache: what is fixed when the cache is made.
-    sequences: those that are saved.
-    tokens: those of each of them; None if they were not given.
-    model: what the model is called; None if that was not said.
-    notes: what else goes along; files from before there were notes lack them.
+    cache: static description of the cache.
+    sequences: ids of the saved sequences.
+    tokens: tokens of each saved sequence; None if not given.
+    model: identifies the model; None if not given.
+    notes: the caller's notes; absent in older files.
     """
 
     cache: PartDescription | HybridDescription
@@ -96,9 +96,9 @@ class SnapshotContent(TypedDict):
 
 
 class SnapshotDescription(SnapshotContent):
-    """What is saved.
+    """Contents of a snapshot.
 
-    arrays: by name, the arrays of the file.
+    arrays: the arrays of the file, by name.
     """
 
     arrays: dict[str, ArrayDescription]
