@@ -120,11 +120,10 @@ def file_bytes(description: SnapshotContent, arrays: Mapping[str, np.ndarray]) -
 
 @contextmanager
 def open_file(source: Source) -> Iterator[SnapshotFile]:
-    """Open a snapshot without reading its arrays.
+    """Open a snapshot; its arrays are not checked yet.
 
-    FileNotFoundError: no such file. OSError: a folder or a device. ValueError: not a snapshot,
-      another
-    version, or a damaged description.
+    Raises a FileNotFoundError if there is no file, an OSError for a folder or a device, and a
+    ValueError if it is not a snapshot, has another version, or a damaged description.
     """
     module = _import_safetensors()
     if isinstance(source, bytes | bytearray | memoryview):
