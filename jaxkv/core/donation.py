@@ -35,8 +35,7 @@ def check_not_donated(*trees: PyTree, name: str = "a cache") -> None:
 def explain_donation_errors(fun: Callable[A, T]) -> Callable[A, T]:
     """Decorate a function to raise the ValueError of `check_not_donated` for a donated cache.
 
-    JAX's error does not contain the reason. Arguments are checked only after it, so calls that
-    succeed have no overhead.
+    JAX's error has no reason. Arguments are checked after it only, so other calls have no overhead.
     """
 
     @wraps(fun)

@@ -39,8 +39,7 @@ def hash_overwritten_cells(old: jax.Array, new: jax.Array) -> jax.Array:
 def sum_hashes(*numbers: jax.Array) -> jax.Array:
     """Combine several hashes elementwise into one uint32, independent of their order.
 
-    Compilers store the result of a reduction. A hash made of elementwise operations would be
-    computed again in each layer.
+    Compilers store the result of a reduction; elementwise operations are repeated in each layer.
     """
     return jnp.sum(mix(jnp.stack(numbers)), axis=0, dtype=jnp.uint32)
 

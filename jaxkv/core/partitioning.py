@@ -149,10 +149,7 @@ class ShardingRules:
 
 @dataclass(frozen=True, kw_only=True)
 class AxisPartition:
-    """The axes of the current mesh that split each dimension of an array or table.
-
-    A dimension without axes is whole on each device.
-    """
+    """Axes of the current mesh that split each dimension; without axes it is whole."""
 
     streams: tuple[str, ...] = ()
     kv_heads: tuple[str, ...] = ()

@@ -283,10 +283,7 @@ def _marks_to_rgb(marks: np.ndarray) -> np.ndarray:
 
 
 def _marks_by_position(view: CellView, seen: np.ndarray, sequence: np.ndarray) -> np.ndarray:
-    """Return marks of the positions of each token's sequence, `[T, n]`, see `_marks_to_rgb`.
-
-    `seen` is `[T, N]` bool, and `sequence` `[T]` int32.
-    """
+    """Return `[T, n]` marks of the positions of each token's sequence, see `_marks_to_rgb`."""
     width = int(view.position.max()) + 1
     marks = np.full((len(seen), width), -1)
     for i, seq in enumerate(sequence):

@@ -35,10 +35,9 @@ FEW = 8
 
 
 def with_fallback_repr(line: Callable[[X], str]) -> Callable[[X], str]:
-    """Make a `repr` of a pytree fall back to the types of its leaves if it raises.
+    """Make a `repr` of a pytree fall back to the types of its leaves, of any type, if it raises.
 
-    Leaves may have any type. An exception in a debugger or an error message would hide the original
-    error.
+    An exception in a debugger or an error message would hide the original error.
     """
 
     @wraps(line)
@@ -55,11 +54,7 @@ def with_fallback_repr(line: Callable[[X], str]) -> Callable[[X], str]:
 
 @with_fallback_repr
 def cache_repr(cache: Cache) -> str:
-    """Return kind, sizes and number of used cells of a cache.
-
-    If that number is unknown, the reason is given: traced, shapes alone, donated, or split over
-    processes.
-    """
+    """Return kind, sizes and number of used cells of a cache, or why it is unknown."""
     return f"Cache({_format_sizes(cache.table, cache.buffers)}: {_format_usage(cache)})"
 
 

@@ -97,10 +97,7 @@ def gather_streams(stored: PyTree, streams: Int32[Array, " P"] | None) -> PyTree
 def flatten_layers(
     stored: PyTree, streams: Int32[Array, "*n"]
 ) -> tuple[PyTree, Int32[Array, "*n"], int]:
-    """Return arrays `[S * L, K, N, D]` for a loop or kernel, the indices of streams in them, and L.
-
-    L is 1 for arrays of a single layer.
-    """
+    """Return arrays `[S * L, ...]`, indices of the streams in them, and L, 1 for a single layer."""
     for x in filter(is_layer_view, jax.tree.leaves(stored, is_leaf=is_layer_view)):
         numbers = jnp.minimum(x.stream_indices(streams), x.all.shape[0] - 1)
         return map_arrays(lambda x: x.all, stored), numbers, x.layers

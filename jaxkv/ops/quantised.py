@@ -170,10 +170,7 @@ def dequantise(x: Numbers) -> Float[Array, "... D"]:
 def qk_logits(
     q: Float[Array, "... X D"], k: Stored, dtype: jnp.dtype, *, keys_first: bool = False
 ) -> Float[Array, "... _ _"]:
-    """Multiply queries with keys `[..., C, D]`, to `[..., X, C]` in a dtype.
-
-    With `keys_first` keys are the first factor, and the result is `[..., C, X]`.
-    """
+    """Multiply queries with keys `[..., C, D]`; `[..., X, C]`, or `[..., C, X]` if `keys_first`."""
     codes, scales = codes_and_scales(k)
     form = "...xd,...cd->...cx" if keys_first else "...xd,...cd->...xc"
     product = partial(jnp.einsum, form, preferred_element_type=dtype)

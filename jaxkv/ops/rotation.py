@@ -42,10 +42,7 @@ half a unit, and the pair by less than half of this width.
 def rotate_keys(
     keys: Numbers, start: Int32[Array, " C"], stop: Int32[Array, " C"], rope: Rope
 ) -> Numbers:
-    """Rotate keys `[C, K, D]` from the positions `start` to the positions `stop`.
-
-    They are already multiplied by the rope's `attention_factor`.
-    """
+    """Rotate keys `[C, K, D]`, with the rope's `attention_factor` applied, to other positions."""
     rope = replace(rope, attention_factor=1.0)
     if not isinstance(keys, Quantised) and keys.dtype.itemsize > 2:
         return rope.rotate(keys, stop - start)
@@ -63,10 +60,7 @@ def rotate_keys(
 
 
 def _round_to_grid(plain: jax.Array, unit: jax.Array, rope: Rope) -> jax.Array:
-    """Round the pairs of keys at position 0 to the grid; other dimensions are unchanged.
-
-    unit: `[C, K, D]`, the largest unit of the last place of a pair at any position.
-    """
+    """Round pairs at position 0 to the grid; `unit` is the pair's largest unit of the last place."""
     size, width = 2 * len(rope.frequencies), WIDTH * unit
     pairs = jnp.round(plain / width) * width
     return jnp.concatenate([pairs[..., :size], plain[..., size:]], axis=-1)

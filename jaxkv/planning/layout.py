@@ -167,10 +167,7 @@ def _pad_batch(batch: Batch, size: int) -> Batch:
 
 
 def order_tokens_first(valid: jax.Array) -> jax.Array:
-    """Return an order of each row, `[R, T]` int32, with padding last.
-
-    Rows of a recurrent cache require this order.
-    """
+    """Return an order of each row with padding last, as recurrent caches require; `[R, T]`."""
     return jnp.argsort(~valid, axis=1, stable=True).astype(jnp.int32)
 
 
@@ -213,10 +210,7 @@ def preceding_tokens(sequences: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 
 def gather_rows(batch: Batch, index: jax.Array) -> Batch:
-    """Arrange tokens of a flat batch in rows by `index`, `[R, T]`, NO_SLOT for padding.
-
-    Padding has token 0, which is in every vocabulary.
-    """
+    """Arrange tokens of a flat batch in rows by `index`, `[R, T]`; NO_SLOT gives token 0."""
 
     def gather_field(field: jax.Array) -> jax.Array:
         return field[jnp.minimum(index, field.shape[0] - 1)]

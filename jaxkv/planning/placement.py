@@ -97,8 +97,7 @@ def _order_rows(
 ) -> tuple[Int32[Array, "R T"], Bool[Array, " Q"]]:
     """Sort the rows of a ubatch by sequence if there is one for each sequence.
 
-    Also return the sequences without a row for themselves though each requires one; the plan is
-    refused for them.
+    Also return the sequences that require a row and share one; the plan is refused for them.
     """
     count = spec.sequences
     none, index = jnp.zeros(count, bool), jnp.asarray(index)
@@ -172,10 +171,7 @@ def _build_ubatch(
 def _hash_row_contexts(
     digests: PyTree[UInt32[Array, " S"]], stream: Int32[Array, " R"], in_order: bool
 ) -> UInt32[Array, " R"]:
-    """Return a hash of the stream of each row, summed over all parts.
-
-    `digests` is one `[S]` uint32 array, or a tuple of them.
-    """
+    """Return a hash of the stream of each row; hashes of the parts of a hybrid are added."""
     leaves = jax.tree.leaves(digests)
     return reduce(
         jnp.add, [expand_streams_to_rows(mix(digest), stream, in_order) for digest in leaves]

@@ -327,10 +327,7 @@ def _rank_in_rows(valid: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _lay_out_next_tokens(
     spec: TableSpec, ids: jax.Array, valid: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the index of the ubatch, and the place of each `[T, n]` token in it.
-
-    The index is `[T, n]` int32, or one row of all tokens; the places are `[T, n]` int32.
-    """
+    """Return the index of the ubatch, and the place of each token in it, `[T, n]` int32."""
     count, length = valid.shape
     index = jnp.arange(count * length, dtype=jnp.int32).reshape(count, length)
     if not spec.single_sequence_rows:

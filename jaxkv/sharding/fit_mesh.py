@@ -31,9 +31,9 @@ def fit_mesh(
       cache: any cache, or its shapes.
       mesh: the mesh, which may be abstract.
       sharding_rules: mesh axes that split the cache; one axis must split the heads.
-      surplus: use of the devices that exceed the heads. "cells": they split the cells of a head;
-        the number of cells must be a multiple, and placement striped to use all evenly, see
-        `make_cache`. "replicate": they have copies. "refuse": raise.
+      surplus: use of the devices that exceed the heads. "cells": they split the cells of a head,
+        whose number must be a multiple; a placement striped in as many runs, see `make_cache`,
+        fills them evenly. "replicate": they have copies. "refuse": raise.
 
     Returns:
       The mesh with that axis cut in two, the second named "cells" or "copies", and its rules. Both

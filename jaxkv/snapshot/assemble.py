@@ -38,13 +38,7 @@ KINDS: dict[str, type[Part]] = {
 
 
 class NamedPart(NamedTuple):
-    """A part of a cache, with the prefixes of its array names.
-
-    part: saves and restores this kind.
-    cache: the part as a cache.
-    table: prefix of the names of table arrays.
-    buffers: prefix of the names of buffer arrays.
-    """
+    """A part of a cache, how it is saved, and the prefixes of its array names."""
 
     part: type[Part]
     cache: Cache
@@ -129,10 +123,7 @@ def with_parts(cache: Cache, pairs: list[tuple[CacheTable, PyTree]]) -> Cache:
 
 
 def check_dtypes(file: SnapshotFile) -> None:
-    """Raise a ValueError if JAX would change the dtype of a saved array.
-
-    Without `jax_enable_x64`, JAX casts 64-bit arrays to 32 bits silently.
-    """
+    """Raise a ValueError if JAX, without `jax_enable_x64`, would cast a saved array to 32 bits."""
     for name, (dtype, _) in file.arrays.items():
         if jax.dtypes.canonicalize_dtype(dtype) != dtype:
             raise ValueError(

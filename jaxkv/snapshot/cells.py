@@ -125,10 +125,9 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
     def extract_sequences(
         table: CellTable, buffers: Buffers, sequences: list[int]
     ) -> tuple[dict[str, np.ndarray], PyTree]:
-        """Copy all cells that one of the sequences owns.
+        """Copy all cells that one of the sequences owns; keys and values are `[n, K, ...]`.
 
-        Keys and values are `[n, K, ...]`, in a tree like the buffers. Raises a ValueError if a
-        layer was not written after an `apply`, in a stream of the sequences.
+        Raises a ValueError if a layer of their streams was not written after an `apply`.
         """
         host = to_host(table)
         missing = is_layer_incomplete(host)

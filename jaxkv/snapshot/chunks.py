@@ -62,10 +62,7 @@ def write_cells(
 def _iterate_chunks(
     streams: Int32[np.ndarray, " n"], cells: Int32[np.ndarray, " n"], size: int
 ) -> Iterator[tuple[slice, tuple[Int32[np.ndarray, " C"], Int32[np.ndarray, " C"]]]]:
-    """Yield chunks of cells, each with its slice of `cells`.
-
-    The last chunk is padded with cells past the last one; C is `size`.
-    """
+    """Yield slices of `cells` with chunks of C = `size`; padding is past the last cell."""
     for start in range(0, len(cells), size):
         here = slice(start, start + size)
         stream, cell = np.zeros(size, np.int32), MAX_CELLS + np.arange(size, dtype=np.int32)

@@ -13,11 +13,8 @@ Json: TypeAlias = None | bool | int | float | str | Sequence["Json"] | Mapping[s
 
 
 class CellDescription(TypedDict):
-    """A part with keys and values.
+    """A part with N cells of keys and values, Q sequences and S streams.
 
-    cells: N.
-    sequences: Q.
-    streams: S.
     static: static fields of its table, by name.
     ropes: rope of each layer.
     latent: for each layer, bounds of the slice of the key that is the value; None if stored.
@@ -33,13 +30,9 @@ class CellDescription(TypedDict):
 
 
 class StateDescription(TypedDict):
-    """A part with recurrent states.
+    """A part with recurrent states of L layers, Q sequences and S streams.
 
-    layers: L.
-    sequences: Q.
-    streams: S.
-    max_rollback: E.
-    static: static fields of its table, by name.
+    `static` are the static fields of its table, by name.
     """
 
     kind: Literal["recurrent"]
@@ -54,11 +47,7 @@ PartDescription = CellDescription | StateDescription
 
 
 class HybridDescription(TypedDict):
-    """A hybrid cache.
-
-    layers: for each part, its layers in the model.
-    parts: the parts.
-    """
+    """A hybrid cache; `layers` are the layers of each part in the model."""
 
     kind: Literal["hybrid"]
     layers: Json
@@ -66,12 +55,7 @@ class HybridDescription(TypedDict):
 
 
 class ArrayDescription(TypedDict):
-    """An array of a file.
-
-    dtype: name of the dtype.
-    shape: the shape.
-    sha256: checksum of the bytes.
-    """
+    """Dtype, shape and checksum of an array of a file."""
 
     dtype: str
     shape: list[int]
@@ -96,9 +80,6 @@ class SnapshotContent(TypedDict):
 
 
 class SnapshotDescription(SnapshotContent):
-    """Contents of a snapshot.
-
-    arrays: the arrays of the file, by name.
-    """
+    """Contents of a snapshot, with its arrays by name."""
 
     arrays: dict[str, ArrayDescription]

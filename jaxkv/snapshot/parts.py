@@ -60,7 +60,7 @@ class SlotAssignment:
 
 
 class SequenceMap(NamedTuple):
-    """Mapping from saved sequences to sequences of a cache; three lists of equal length.
+    """Mapping from saved sequences to targets; three lists of equal length.
 
     turn: index of the sequence among the saved ones.
     old: saved id.
@@ -73,10 +73,7 @@ class SequenceMap(NamedTuple):
 
 
 class Part(ABC, Generic[T, B, D]):
-    """Save and restore one kind of cache that is not hybrid.
-
-    T is the type of its table, B of its buffers, D of its description.
-    """
+    """Save and restore one kind of cache, with tables T, buffers B and description D."""
 
     @staticmethod
     @abstractmethod

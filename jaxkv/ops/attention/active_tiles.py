@@ -69,10 +69,7 @@ class ActiveTiles(NamedTuple):
     def mask_and_bias_of_tile(
         self, block: Int32[Array, ""], first: Int32[Array, ""], size: int
     ) -> tuple[Bool[Array, "1 t C"], Float[Array, "1 _ t C"] | None]:
-        """Return the mask and bias of a block for `size` cells from `first`.
-
-        The bias has H heads or one.
-        """
+        """Return mask and bias, of H heads or one, of a block for `size` cells from `first`."""
         zero = jnp.zeros_like(first)
         if not isinstance(self.mask, Visibility):
             return slice_of(self.mask, (block, zero, first), (1, self.tokens_per_block, size)), None
@@ -187,10 +184,7 @@ def merge_blocks(sums: OnlineSoftmax, live: ActiveTiles, lists: int, tokens: int
 
 
 def _merge_array_blocks(x: jax.Array, lists: int, tokens: int, size: int) -> jax.Array:
-    """Undo `split_into_blocks` for packed sums; `[P * b, K, X, ...]` to `[P, K, G * T, ...]`.
-
-    P is `lists`, T is `tokens` and t is `size`.
-    """
+    """Undo `split_into_blocks` for packed sums; `[P * b, K, X, ...]` to `[P, K, G * T, ...]`."""
     if x.shape[0] == lists:
         return x
     kv_heads, rest = x.shape[1], x.shape[3:]

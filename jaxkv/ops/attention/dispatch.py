@@ -146,10 +146,7 @@ def best_for_cuda(
 
 
 def by_platform(**ways: Callable[..., OnlineSoftmax]) -> Callable[..., OnlineSoftmax]:
-    """Return an implementation that selects one of `ways` by platform when it is lowered.
-
-    `seen` is a `Visibility` or a mask, as the implementations require.
-    """
+    """Select one of `ways` by platform when it is lowered; `seen` is a `Visibility` or a mask."""
 
     def partial_attention(
         q: jax.Array, k: Stored, v: Stored, seen: PyTree, options: AttentionOptions
@@ -315,11 +312,7 @@ def attention(
 def check_attention_arguments(
     q: Num[Array, "R T H D"], k: Stored, v: Stored, options: AttentionOptions
 ) -> None:
-    """Raise unless queries, keys, values and options match.
-
-    Shapes are those of `attend` or `attention`. The numbers of lists, streams and rows are not
-    compared.
-    """
+    """Raise unless queries, keys, values and options match; P, S and R may differ."""
     heads, size = q.shape[2:]
     if not jnp.issubdtype(q.dtype, jnp.floating):
         raise TypeError(f"expected q of floats, in whose dtype the result is, got {q.dtype}")

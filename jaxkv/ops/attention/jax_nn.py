@@ -33,10 +33,7 @@ def xla(
     visibility: Visibility,
     options: AttentionOptions,
 ) -> OnlineSoftmax:
-    """Call `jax.nn.dot_product_attention` in the wider dtype of queries and buffers.
-
-    Quantised buffers are decoded first, all cells of the layer. See `jaxkv.ops.attention.dispatch`.
-    """
+    """Call `jax.nn.dot_product_attention` in the wider dtype of queries and decoded buffers."""
     k, v = (
         dequantise(visibility.gather_list_streams(k)),
         dequantise(visibility.gather_list_streams(v)),

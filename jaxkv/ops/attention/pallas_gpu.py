@@ -107,10 +107,9 @@ def _is_exact(q: jax.Array, k: Stored, v: Stored) -> bool:
 
 
 def can_attend(q: Float[Array, "P T H D"], k: Stored, v: Stored, visibility: Visibility) -> bool:
-    """Return whether the kernel supports these dtypes, heads and mesh.
+    """Return whether the kernel supports these dtypes and heads, this mesh, and no bias.
 
-    It supports no bias. A compiler cannot split a kernel over devices: on a mesh it runs only on
-    shares.
+    A compiler cannot split a kernel over devices: on a mesh it runs only on shares.
     """
     split = set(jax.sharding.get_abstract_mesh().axis_types) - {jax.sharding.AxisType.Manual}
     size = max(k.shape[3], v.shape[3])
@@ -123,8 +122,8 @@ def can_attend(q: Float[Array, "P T H D"], k: Stored, v: Stored, visibility: Vis
 def is_fast() -> bool:
     """Return whether the kernel is fast on all target GPUs.
 
-    The target is the abstract device (`jax.sharding.AbstractDevice`) if set, otherwise the GPUs of
-    this machine.
+    The target is the abstract device (`jax.sharding.AbstractDevice`) if set, else this machine's
+    GPUs.
     """
     target = jax.sharding.get_abstract_mesh().abstract_device
     try:
@@ -350,10 +349,7 @@ def _merge_programs(
     denom: Ref,
     out: Ref,
 ) -> None:
-    """Merge the partial softmaxes of J programs for a query.
-
-    The first three are the outputs of `_kernel`; the last three are the same without J.
-    """
+    """Merge the outputs of `_kernel` of J programs for a query."""
     where = tuple(pl.program_id(i) for i in range(3))
     part, in_part = _padded_range(out_of.shape[0])
     value, in_value = _padded_range(out_of.shape[4])
@@ -394,8 +390,7 @@ def _tile_bounds_mask(
 ) -> jax.Array | None:
     """Return which elements of a tile exist, `[C or 1, n]` bool; None if all do.
 
-    `in_cells` is `[C]` bool, None if all cells exist. `inside` is `[n]` bool for the `count`
-    dimensions of a key or value.
+    `in_cells` is None if all cells exist; `inside` is for the `count` dimensions of a key or value.
     """
     if in_cells is None and inside.size == count:
         return None

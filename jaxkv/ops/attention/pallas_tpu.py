@@ -71,10 +71,9 @@ PAIRS = 1 << 17
 
 
 def can_attend(q: Float[Array, "P T H D"], k: Stored, v: Stored, visibility: Visibility) -> bool:
-    """Return whether the kernel supports these dtypes, numbers of cells and tokens, and mesh.
+    """Return whether the kernel supports these dtypes and sizes, this mesh, and no bias.
 
-    It supports no bias. A compiler cannot split a kernel over devices: on a mesh it runs only on
-    shares.
+    A compiler cannot split a kernel over devices: on a mesh it runs only on shares.
     """
     split = set(jax.sharding.get_abstract_mesh().axis_types) - {jax.sharding.AxisType.Manual}
     tokens, queries = visibility.at.shape[1], q.shape[2] // k.shape[1]
@@ -293,10 +292,7 @@ def _max_tokens_per_block(queries: int) -> int:
 
 
 def _has_cells_in_lanes(x: Stored) -> bool:
-    """Return whether the compiler stores buffers `[S, K, N, D]` with cells in the lanes.
-
-    The same applies to scales, `[S, K, N, 1]`.
-    """
+    """Return whether the compiler stores these buffers, or scales, with cells in the lanes."""
     return x.shape[3] % LANES != 0
 
 

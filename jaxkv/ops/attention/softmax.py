@@ -101,11 +101,7 @@ def zero_unseen(sums: OnlineSoftmax, sees: Bool[Array, "P T"]) -> OnlineSoftmax:
 
 
 def reset_where_bias_hides_all(sums: OnlineSoftmax) -> OnlineSoftmax:
-    """Reset the partial softmax of queries if a bias hides all cells of their token.
-
-    Their highest logit is LOWEST, and that of a query with a visible cell is not: see
-    `mask_logits`.
-    """
+    """Reset queries whose bias hides all cells; their highest logit is LOWEST, see `mask_logits`."""
     return _reset_unseen(sums, sums.max_logit != LOWEST)
 
 

@@ -73,10 +73,7 @@ def attend_by_shapes(
     visibility: Visibility,
     options: AttentionOptions,
 ) -> OnlineSoftmax:
-    """Read tiles if few are active or tokens are many, and all cells at once otherwise.
-
-    See `jaxkv.ops.attention.dispatch` for the arguments.
-    """
+    """Read tiles if few are active or tokens are many, and all cells at once otherwise."""
     if isinstance(k, Quantised | LayerView) or isinstance(v, Quantised | LayerView):
         return attend_by_tiles(q, k, v, visibility, options)
     if not visibility.all_streams or are_logits_large(q, k) or upcasts_by_tile(k):
@@ -108,10 +105,7 @@ def attend_by_tiles(
 
 
 def choose_add_cells(k: Stored) -> Added:
-    """Return the function that adds a tile to a partial softmax.
-
-    For quantised keys `[S, K, N, D]` the plain one is faster, since its products convert the codes.
-    """
+    """Return the function that adds a tile; the plain one is faster for quantised keys."""
     return xla.add_cells if isinstance(k, Quantised) else add_cells
 
 
@@ -150,10 +144,7 @@ def attend_packed(
     options: AttentionOptions,
     bias: Float[Array, "P _ T N"] | None,
 ) -> OnlineSoftmax:
-    """Attend to all cells, for queries that are packed and scaled; callers must call `zero_unseen`.
-
-    Other arguments are those of `attend_by_mask`.
-    """
+    """Attend to all cells, for packed and scaled queries; callers must call `zero_unseen`."""
     logits, v = _masked_logits(q, k, mask, options, bias), _split_cells(v, q.shape[2])
     # The compiler fuses maximum, difference and exponential into one fast function, unless another
     # operation is between them, such as a guard against -inf or a maximum of earlier cells.
@@ -185,10 +176,7 @@ def add_cells(
 def _masked_logits(
     q: jax.Array, k: jax.Array, mask: jax.Array, options: AttentionOptions, bias: jax.Array | None
 ) -> jax.Array:
-    """Return masked logits, `[P, K, J, G, T, C]`, of queries `[P, K, X, D]`.
-
-    Keys are `[P, K, N, D]`, mask and bias as in `attend_by_mask`.
-    """
+    """Return masked logits `[P, K, J, G, T, C]` of `q`, `[P, K, X, D]`, and `k`, `[P, K, N, D]`."""
     k = _split_cells(k, q.shape[2])
     lists, tokens, _ = mask.shape
     mask = mask.reshape(lists, 1, 1, tokens, *k.shape[2:4]).transpose(0, 1, 4, 2, 3, 5)
@@ -202,10 +190,7 @@ def _masked_logits(
 
 
 def are_logits_large(q: Float[Array, "*_"], k: Stored) -> bool:
-    """Return whether the logits of all cells take more time than a loop over tiles.
-
-    Queries are `[P, T, H, D]`, and keys `[S, K, N, D]`.
-    """
+    """Return whether the logits of all cells take more time than a loop over tiles."""
     lists, tokens, heads, _ = q.shape
     logits = lists * tokens * heads * k.shape[2] * softmax_dtype(q).itemsize
     several = tokens >= SEVERAL or (tokens > 1 and k.shape[2] >= HUGE)

@@ -51,7 +51,7 @@ def attend_by_shapes(
     """Multiply each tile that is visible to one token with this token only.
 
     If tokens have no such tiles, or several attend to most of a stream, all cells are multiplied
-    with all tokens at once. See `jaxkv.ops.attention.dispatch` for the arguments.
+    with all tokens at once.
     """
     tokens, cells, size = visibility.at.shape[1], k.shape[2], visibility.tile
     if size is None or cells % size or not visibility.all_streams or not 1 < tokens <= BLOCK:
@@ -137,8 +137,7 @@ def add_cells(
 ) -> OnlineSoftmax:
     """Compute `jaxkv.ops.attention.xla.add_cells` for tiles that are visible to one token each.
 
-    `size` is C, the cells of a tile; the other arguments are those of that function, for M * C
-    cells.
+    `size` is C, the cells of a tile; the other arguments are for M * C cells.
     """
     lists, tokens, _ = mask.shape
     kv_heads = k.shape[1]
@@ -191,10 +190,7 @@ def _cut_tiles(x: Stored, size: int) -> Stored:
 
 
 def _multiply_queries_keys(q: jax.Array, k: Stored) -> jax.Array:
-    """Multiply queries `[P, K, M, G, D]` and keys `[P, K, M, C, D]` of tiles; `[P, K, M, G, C]`.
-
-    Keys come first, as in `jaxkv.ops.attention.xla_cpu`.
-    """
+    """Multiply keys `[P, K, M, C, D]` and queries `[P, K, M, G, D]` of tiles; `[P, K, M, G, C]`."""
     logits = qk_logits(q, k, softmax_dtype(q), keys_first=True)
     return jax.lax.optimization_barrier(logits).swapaxes(3, 4)
 

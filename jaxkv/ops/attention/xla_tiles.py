@@ -59,10 +59,9 @@ def attend_in_blocks(
     *,
     pinned: bool = False,
 ) -> OnlineSoftmax:
-    """Attend to the cells of active tiles, each with `added`, for tokens in blocks.
+    """Attend to active tiles with `added`, for blocks of tokens.
 
-    Other arguments are those of `jaxkv.ops.attention.dispatch.AttentionFn`, and `pinned` of
-    `add_tiles_in_turn`.
+    `pinned` is that of `add_tiles_in_turn`.
     """
     live = find_active_tiles(visibility)
     lists, tokens = visibility.at.shape
