@@ -101,7 +101,7 @@ def zero_unseen(sums: OnlineSoftmax, sees: Bool[Array, "P T"]) -> OnlineSoftmax:
 
 
 def reset_where_bias_hides_all(sums: OnlineSoftmax) -> OnlineSoftmax:
-    """Reset queries whose bias hides all cells; their highest logit is LOWEST, see `mask_logits`."""
+    """Reset queries whose bias hides all cells: their highest logit is LOWEST."""
     return _reset_unseen(sums, sums.max_logit != LOWEST)
 
 
