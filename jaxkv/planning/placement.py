@@ -97,7 +97,8 @@ def _order_rows(
 ) -> tuple[Int32[Array, "R T"], Bool[Array, " Q"]]:
     """Sort the rows of a ubatch by sequence if there is one for each sequence.
 
-    Also return the sequences that require a row and share one; the plan is refused for them.
+    Also return the sequences that share a row or have several, if each requires one row; the plan
+    is refused for them.
     """
     count = spec.sequences
     none, index = jnp.zeros(count, bool), jnp.asarray(index)

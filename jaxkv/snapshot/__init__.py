@@ -6,7 +6,7 @@ saved sequences into free cells of another cache. Loading a damaged file, or one
 raises and leaves the cache unchanged.
 
 Requires the package safetensors: `pip install safetensors`. Save a cache on a mesh with Orbax
-instead, see docs/snapshots.md.
+instead, see docs/howto/snapshots.md.
 """
 
 from jaxkv.snapshot.load import inspect, load
