@@ -1,1 +1,1 @@
-"""Constants, checks and helpers that know nothing of caches."""
+"""Constants, checks and helpers that do not depend on caches."""

@@ -1,4 +1,4 @@
-"""Small functions of arrays: indices, and whether values are traced or on the host."""
+"""Array helpers: indices, sizes, and checks for traced or concrete values."""
 
 from __future__ import annotations
 
@@ -18,27 +18,26 @@ if TYPE_CHECKING:
 
 
 def out_of_range_slots(slots: Shaped[Array, "*n"]) -> Int32[Array, "*n"]:
-    """Return slots past the last cell, each its own.
+    """Return distinct slots past the last cell.
 
-    Writes in drop mode leave such a token out, and promise that indices are unique. -1 would not
-    do: it writes the last cell.
+    In drop mode such writes are skipped, and indices stay unique. -1 would write the last cell.
     """
     return MAX_CELLS + jnp.arange(slots.size, dtype=jnp.int32).reshape(slots.shape)
 
 
 def nbytes(tree: PyTree) -> int:
-    """Return the bytes of all arrays of a tree, or of their shapes."""
+    """Return the bytes of all arrays, or shapes, of a tree."""
     leaves = jax.tree.leaves(tree)
     return sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in leaves)
 
 
 def resolve_range_end(stop: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
-    """Return the end of a range of positions: a negative one is open."""
+    """Return the end of a range of positions; END if it is negative."""
     return jnp.where(stop < 0, END, stop)
 
 
 def indices_of_true(which: Bool[Array, " n"], count: int) -> Int32[Array, " count"]:
-    """Return the numbers of the first that are true; padded with `which.size`.
+    """Return the first `count` indices of True values, padded with `which.size`.
 
     >>> indices_of_true(jnp.array([False, True, True, False]), 3)
     Array([1, 2, 4], dtype=int32)
@@ -49,9 +48,9 @@ def indices_of_true(which: Bool[Array, " n"], count: int) -> Int32[Array, " coun
 def divmod_nonnegative(
     numbers: Int[Array, "*n"], size: int
 ) -> tuple[Int[Array, "*n"], Int[Array, "*n"]]:
-    """Return quotients and remainders of numbers that are not negative.
+    """Return quotients and remainders of integers that are not negative.
 
-    `//` and `%` see to signs, which takes ten instructions each, in every program.
+    `//` and `%` handle signs, at ten extra instructions each in every program.
 
     >>> divmod_nonnegative(jnp.int32(7), 3)
     (Array(2, dtype=int32), Array(1, dtype=int32))
@@ -61,20 +60,17 @@ def divmod_nonnegative(
 
 
 def is_traced(*trees: PyTree) -> bool:
-    """Return whether some values are inside of a transformation, where nothing can be raised."""
+    """Return whether any value is a tracer."""
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(trees))
 
 
 def is_concrete(*trees: PyTree) -> bool:
-    """Return whether this process can look at values.
-
-    It cannot at those inside of a transformation, nor at arrays that are split over processes.
-    """
+    """Return whether this process can read all values: none is traced or split over processes."""
     return all(map(_is_known, jax.tree.leaves(trees)))
 
 
 def to_host(tree: PyTree) -> PyTree:
-    """Return arrays as NumPy ones. Every process must call it: split ones are gathered."""
+    """Return arrays as NumPy arrays. Every process must call it: split arrays are gathered."""
     arrays = jax.tree.map(lambda x: x if _is_known(x) else process_allgather(x, tiled=True), tree)
     return jax.device_get(arrays)
 
@@ -86,7 +82,7 @@ def _is_known(x: object) -> bool:
 
 
 def next_power_of_two(count: int) -> int:
-    """Round up to a power of two, so that few shapes are ever compiled.
+    """Round up to a power of two, so that few shapes are compiled.
 
     >>> [next_power_of_two(n) for n in (0, 1, 5, 64)]
     [1, 1, 8, 64]

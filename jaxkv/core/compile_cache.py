@@ -1,4 +1,4 @@
-"""Programs made for functions that callers pass: compiled once, kept for as long as those live."""
+"""Weak cache of programs that are built for functions of the caller."""
 
 import types
 import weakref
@@ -12,20 +12,14 @@ _kept: dict[tuple, tuple[list[weakref.ref], object]] = {}
 
 
 def cached_program(build: Callable[..., P], *functions: Callable) -> P:
-    """Build a program for functions, or find the one that was built for the same ones before.
+    """Return the program of these functions from a weak cache, building it if absent.
 
-    A bound method is a new object each time that it is looked up, so it counts as the same where
-    its function and its object are. Anything else, a `functools.partial` or a lambda too, is the
-    same only as itself.
+    Bound methods are equal if their function and object are the same objects. Any other callable,
+    such as a lambda or a `functools.partial`, is equal only to itself.
 
-    Args:
-      build: gets a reference for each function, which gives it when called, and returns the
-        program. It must not hold the functions themselves: a program that did would keep them
-        alive, and they it.
-      functions: what the program is made of. The caller holds them while it runs.
-
-    Raises:
-      TypeError: when it is no function, or of a type that cannot be referenced weakly.
+    `build` takes a getter for each function; a program with a strong reference to a function would
+    never be removed. The caller must keep the functions alive while the program runs. Raises a
+    TypeError if one is not callable, or does not support weak references.
     """
     for function in functions:
         if not callable(function):
@@ -38,7 +32,7 @@ def cached_program(build: Callable[..., P], *functions: Callable) -> P:
     ]
     key = (build, *(tuple(map(id, part)) for part in parts))
     if key not in _kept:
-        # The first function that dies removes the program, so an id in a key is never reused by
+        # Deleting any of the functions removes the program, so an id in a key is never reused by
         # another object.
         deaths = [
             _weak_reference(referent, partial(_drop_program, key))

@@ -1,15 +1,15 @@
-"""Numbers that stand for no position, no slot and no token."""
+"""Sentinels for positions, slots and tokens."""
 
 import numpy as np
 
 EMPTY = -1
-"""Position of a cell that holds no token, and of a sequence that holds none."""
+"""Position of an empty cell, and last position of an empty sequence."""
 
 END = np.iinfo(np.int32).max
-"""One past every position: what an open range ends with."""
+"""One past the largest position; the end of an open range."""
 
 NO_SLOT = np.iinfo(np.int32).max
-"""Batch index of a token that pads a row: it stands for nothing."""
+"""Batch index of padding in a row."""
 
 MAX_CELLS = 1 << 30
-"""The first slot that is past the last cell of any table."""
+"""The first slot past the last cell of any table."""

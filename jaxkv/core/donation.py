@@ -1,4 +1,4 @@
-"""Caches whose arrays were donated: told from others, and named where they are used again."""
+"""Detection of donated buffers, and the error for using them again."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ A = ParamSpec("A")
 
 
 def is_donated(*trees: PyTree) -> bool:
-    """Return whether the array of a leaf was given up to a program."""
+    """Return whether any array was donated."""
     leaves = jax.tree.leaves(trees)
     return any(isinstance(x, jax.Array) and not is_traced(x) and x.is_deleted() for x in leaves)
 
 
 def check_not_donated(*trees: PyTree, name: str = "a cache") -> None:
-    """Raise a ValueError if the array of a leaf was donated; `name` is that of the whole."""
+    """Raise a ValueError, with `name`, if any array was donated."""
     if is_donated(*trees):
         raise ValueError(
             f"expected {name} with its buffers, got one whose buffers were donated: go on with the "
@@ -33,17 +33,16 @@ def check_not_donated(*trees: PyTree, name: str = "a cache") -> None:
 
 
 def explain_donation_errors(fun: Callable[A, T]) -> Callable[A, T]:
-    """Make a function of caches raise the ValueError of `check_not_donated` for a donated one.
+    """Decorate a function to raise the ValueError of `check_not_donated` for a donated cache.
 
-    JAX raises first, and says that an array was deleted, neither which nor why. Arguments are
-    looked at only then, so a call that succeeds costs nothing more.
+    JAX's error has no reason. Arguments are checked after it only, so other calls have no overhead.
     """
 
     @wraps(fun)
     def call(*args: A.args, **kwargs: A.kwargs) -> T:
         try:
             return fun(*args, **kwargs)
-        except (RuntimeError, ValueError):  # of a program that runs at once it is a ValueError
+        except (RuntimeError, ValueError):  # A program that runs at once raises a ValueError.
             check_not_donated(
                 [x for x in (*args, *kwargs.values()) if not isinstance(x, jax.Array)]
             )

@@ -1,9 +1,9 @@
-"""Stamps and digests: numbers that tell one content from every other.
+"""Hashes of the contents of cells and streams.
 
-What the buffers hold for a token depends on the token and on all that came before it, so its stamp
-does too. Two plans that would put different tokens into the same cells are told apart by it, and so
-is what stands in a cell today from what an earlier table knew. A digest is the same for
-all of a stream: equal digests, equal content. Like every hash they may err once in 2**32 times.
+The keys and values of a token depend on it and on all preceding tokens, and so does its cell hash.
+It differs for plans that write different tokens to the same cells, and for cells that were
+overwritten since an earlier table. Streams with equal hashes have equal content. Different contents
+have equal hashes with a probability of 2**-32.
 """
 
 from collections.abc import Mapping
@@ -14,14 +14,14 @@ import jax.numpy as jnp
 
 
 def mix(value: jax.Array) -> jax.Array:
-    """Scramble uint32 so that every bit depends on every other: MurmurHash3's last step."""
+    """Mix the bits of uint32: the last step of MurmurHash3."""
     value = (value ^ (value >> 16)) * jnp.uint32(0x85EBCA6B)
     value = (value ^ (value >> 13)) * jnp.uint32(0xC2B2AE35)
     return value ^ (value >> 16)
 
 
 def chain_hashes(*fields: jax.Array) -> jax.Array:
-    """Make one number of several of 32 bits, elementwise; their order counts. uint32."""
+    """Hash several 32-bit arrays elementwise to uint32; their order matters."""
     value = jnp.uint32(0)
     for field in fields:
         value = mix(value * jnp.uint32(31) + field.astype(jnp.uint32))
@@ -29,19 +29,17 @@ def chain_hashes(*fields: jax.Array) -> jax.Array:
 
 
 def hash_overwritten_cells(old: jax.Array, new: jax.Array) -> jax.Array:
-    """Return the stamps of cells whose content, stamped `old`, is written over by a copy of `new`.
+    """Return hashes of cells with hash `old` after copies of cells with hash `new` are written.
 
-    Both go into it: the cell holds other bytes than before, in another place than those copied.
-    uint32, elementwise.
+    They depend on both, since the content and its place change. uint32, elementwise.
     """
     return mix(old + mix(new + 1))
 
 
 def sum_hashes(*numbers: jax.Array) -> jax.Array:
-    """Make one number of several that are hashes already, elementwise; uint32.
+    """Combine several hashes elementwise into one uint32, independent of their order.
 
-    A digest of little is made of single numbers, which compilers compute again wherever they are
-    used: here, in each layer. What a sum along an axis gives they keep.
+    Compilers store the result of a reduction; elementwise operations are repeated in each layer.
     """
     return jnp.sum(mix(jnp.stack(numbers)), axis=0, dtype=jnp.uint32)
 
@@ -51,15 +49,10 @@ def hash_contents(
     embeddings: jax.Array | None,
     extra: Mapping[str, jax.Array] | None = None,
 ) -> jax.Array:
-    """Make a number of each token; uint32.
+    """Hash the content of each token, `[R, T]` uint32.
 
-    Args:
-      tokens: `[R, T]` int32, or None where embeddings come instead.
-      embeddings: `[R, T, d]`, or None where tokens come instead.
-      extra: `[R, T, ...]` by name, what else a model is told of each token.
-
-    Returns:
-      `[R, T]` uint32.
+    Either `tokens`, `[R, T]` int32, or `embeddings`, `[R, T, d]`, are given. `extra` contains
+    additional inputs of the model, `[R, T, ...]` by name.
     """
     if tokens is not None:
         found = mix(tokens.astype(jnp.uint32))
@@ -72,7 +65,7 @@ def hash_contents(
 
 
 def _hash_numbers(numbers: jax.Array) -> jax.Array:
-    """Make a number of those of each token, `[R, T, ...]`; `[R, T]` uint32."""
+    """Hash the elements of each token, `[R, T, ...]`, to `[R, T]` uint32."""
     numbers = jax.lax.stop_gradient(numbers)
     if numbers.dtype.itemsize < 4:
         floating = jnp.issubdtype(numbers.dtype, jnp.floating)
@@ -91,17 +84,10 @@ def token_hashes(
     valid: jax.Array,
     context: jax.Array,
 ) -> jax.Array:
-    """Make the stamps of tokens that are written together.
+    """Return the cell hashes of tokens that are written together, `[R, T]` uint32.
 
-    Args:
-      contents: `[R, T]` uint32, see `hash_contents`.
-      positions: `[R, T]` int32.
-      sequences: `[R, T]` int32.
-      valid: `[R, T]` bool, the tokens that are there.
-      context: `[R]` uint32, the digest of all that each row's tokens go on from.
-
-    Returns:
-      `[R, T]` uint32.
+    All arguments are `[R, T]` except `context`, the `[R]` uint32 hash of each row's stream before
+    the write. `contents` are from `hash_contents`.
     """
     token = chain_hashes(contents, positions, sequences)
     together = jnp.sum(jnp.where(valid, token, 0), dtype=jnp.uint32)

@@ -1,6 +1,6 @@
-"""Caches on a mesh: which axis splits what, and what a device does with its share.
+"""Sharding rules of caches on a mesh, and functions of a device's share.
 
-The mesh is the one at hand, `jax.set_mesh`. A cache without rules knows nothing of this.
+The mesh is the current one (`jax.set_mesh`). A cache without rules ignores it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Partitioned(ABC):
-    """A value that says how a mesh splits its arrays, see `jaxkv.jit_helpers.jit_table`."""
+    """A value with a `PartitionSpec` for its arrays, see `jaxkv.jit_helpers.jit_table`."""
 
     @abstractmethod
     def partition_by(self, sharding_rules: ShardingRules, mesh: AnyMesh) -> PyTree:
@@ -33,13 +33,13 @@ class Partitioned(ABC):
 R = TypeVar("R")
 
 Axis = str | tuple[str, ...] | None
-"""An axis of a mesh, several that act as one, or none."""
+"""An axis of a mesh, several axes that act as one, or none."""
 
 _NAMES = {
     "streams": "streams",
     "kv_heads": "kv_heads",
     "cells": "cells",
-    # Those of MaxText's logical axes.
+    # MaxText's names of logical axes.
     "cache_batch": "streams",
     "cache_heads": "kv_heads",
     "cache_sequence": "cells",
@@ -48,16 +48,16 @@ _NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingRules:
-    """Which axis of a mesh splits what of a cache. Hashable, and known while tracing.
+    """Mesh axes that split the dimensions of a cache. Hashable and static.
 
-    An axis that a mesh does not have splits nothing, and neither does one that would split a single
-    stream, head or cell. Heads that the devices do not divide are whole on each of them: how many
-    there are is the model's choice, see `jaxkv.sharding.fit_mesh` and `device_bytes`.
+    An axis that is not in the mesh splits nothing, and neither does one for a single stream, head
+    or cell. If the number of heads is not a multiple of the devices, each device has all heads; see
+    `jaxkv.sharding.fit_mesh` and `device_bytes`.
 
     streams: splits the streams of tables and buffers.
-    kv_heads: splits the heads of keys and values, query heads that look at one latent, what states
-      are made of (`shard_dims` of `CacheSpec.recurrent`), and the weights of a model.
-    cells: splits the cells of each stream, whose table stays whole.
+    kv_heads: splits key/value heads, query heads of one latent, states (`shard_dims` of
+      `CacheSpec.recurrent`), and model parameters.
+    cells: splits the cells of each stream; its table stays whole.
     """
 
     streams: Axis = "data"
@@ -66,15 +66,15 @@ class ShardingRules:
 
     @classmethod
     def of(cls, sharding_rules: Sequence[tuple[str, Axis]]) -> ShardingRules:
-        """Take what is about caches from a list of logical axes, as MaxText and Flax have them.
+        """Return the rules for caches from logical axis rules of MaxText or Flax.
 
         Args:
-          sharding_rules: pairs of a logical axis and that of the mesh, of which the first one for a
-            name counts. Names are those of the fields, or cache_batch, cache_heads and
-            cache_sequence; all others are about something else.
+          sharding_rules: pairs of a logical axis and a mesh axis; the first pair of a name counts.
+            Names are the fields, or cache_batch, cache_heads and cache_sequence; others are
+            ignored.
 
         Raises:
-          ValueError: when none of the pairs is about a cache.
+          ValueError: If no pair has one of these names.
 
         >>> ShardingRules.of(
         ...     [("activation_batch", "fsdp"), ("cache_batch", "data"), ("kv_heads", "tensor")]
@@ -91,20 +91,20 @@ class ShardingRules:
         return cls(**{field.name: found.get(field.name) for field in fields(cls)})
 
     def axes(self, name: str) -> tuple[str, ...]:
-        """Return the axes of a mesh that a field names, as a tuple."""
+        """Return the mesh axes of a field as a tuple."""
         axis = getattr(self, name)
         return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
 
     def split(self, mesh: AnyMesh, **sizes: int) -> dict[str, tuple[str, ...]]:
-        """Return the axes of a mesh that split each of some sizes, none for a size of 1.
+        """Return the mesh axes that split each size; none for a size of 1.
 
         Args:
-          mesh: whose axes.
-          sizes: by the name of a field, how many there are.
+          mesh: the mesh.
+          sizes: sizes by field name.
 
         Raises:
-          ValueError: when streams or cells are no multiple of the devices that they are split over,
-            or an axis would split two of them.
+          ValueError: If streams or cells are not a multiple of their devices, or an axis would
+            split two sizes.
 
         >>> mesh = jax.make_mesh((4,), ("tensor",))
         >>> (
@@ -139,20 +139,17 @@ class ShardingRules:
         return found
 
     def present(self, mesh: AnyMesh, name: str) -> tuple[str, ...]:
-        """Return the axes of a mesh with several devices that a field names."""
+        """Return the mesh axes of a field that have several devices."""
         return tuple(axis for axis in self.axes(name) if mesh.shape.get(axis, 1) > 1)
 
     def devices(self, mesh: AnyMesh, name: str) -> int:
-        """Return over how many devices a mesh splits what a field names, 1 if it does not."""
+        """Return the number of devices that split a field; 1 if none do."""
         return prod(mesh.shape[axis] for axis in self.present(mesh, name))
 
 
 @dataclass(frozen=True, kw_only=True)
 class AxisPartition:
-    """How the mesh at hand splits an array or a table: the axes that split each of its dimensions.
-
-    A device's share of what no axis splits is the whole.
-    """
+    """Axes of the current mesh that split each dimension; without axes it is whole."""
 
     streams: tuple[str, ...] = ()
     kv_heads: tuple[str, ...] = ()
@@ -160,19 +157,18 @@ class AxisPartition:
 
     @property
     def partition_spec(self) -> P:
-        """Of an array `[S, K, N, ...]`."""
+        """The spec of an array `[S, K, N, ...]`."""
         return P(self.streams, self.kv_heads, self.cells)
 
 
 WHOLE = AxisPartition()
-"""Nothing is split."""
+"""No dimension is split."""
 
 
 def make_axis_partition(sharding_rules: ShardingRules | None, **sizes: int) -> AxisPartition:
-    """Return how the mesh at hand splits what has these sizes.
+    """Return how the current mesh splits dimensions of these sizes.
 
-    Raises:
-      ValueError: when a cache has rules and there is no mesh, or a size cannot be split.
+    Raises a ValueError if a cache has rules and no mesh is set, or a size cannot be split.
     """
     mesh = _require_mesh(sharding_rules)
     return (
@@ -188,15 +184,10 @@ def map_shards(
     in_specs: PyTree[P],
     out_specs: PyTree[P],
 ) -> Callable[..., R]:
-    """Make a function of whole arrays out of one that works on a device's share.
+    """Return a function of whole arrays from a function of a device's share.
 
-    Without a mesh it is that one itself.
-
-    Args:
-      sharding_rules: of the cache.
-      of_share: the function. What it needs from other devices it says itself.
-      in_specs: how its arguments are split, a tree of `PartitionSpec`, or the beginning of one.
-      out_specs: how what it returns is.
+    Without a mesh `of_share` is returned. It must do its own communication between devices.
+    `in_specs` and `out_specs` are trees, or tree prefixes, of `PartitionSpec`.
     """
     mesh = _require_mesh(sharding_rules)
     if mesh is None:
@@ -206,7 +197,7 @@ def map_shards(
         return run
 
     def reshard_arguments(*args: PyTree) -> R:
-        """Where shardings are types, arguments must come as they are declared."""
+        """Reshard arguments to `in_specs`, which explicit axes require."""
 
         def reshard_argument(spec: P, arg: PyTree) -> PyTree:
             return jax.tree.map(
@@ -221,7 +212,7 @@ def map_shards(
 
 
 def keep_explicit_axes(spec: P, mesh: AnyMesh) -> P:
-    """Return what a type says of a sharding: how the explicit axes of a mesh split, and no others.
+    """Return a spec with the explicit axes of a mesh only, as in the type of an array.
 
     >>> kinds = (AxisType.Auto, AxisType.Explicit)
     >>> mesh = jax.sharding.AbstractMesh((2, 2), ("data", "tensor"), axis_types=kinds)
@@ -238,17 +229,16 @@ def keep_explicit_axes(spec: P, mesh: AnyMesh) -> P:
 
 
 def first_local_index(axes: tuple[str, ...], size: int) -> PyTree[Int32[Array, ""] | int]:
-    """Return the number of the first of `size` things in a device's share."""
+    """Return the index of the first of `size` elements in a device's share."""
     return jax.lax.axis_index(axes) * size if axes else 0
 
 
 def to_local_index(
     index: Int32[Array, "*n"], axes: tuple[str, ...], count: int
 ) -> tuple[Int32[Array, "*n"], PyTree[Bool[Array, "*n"] | bool]]:
-    """Return numbers as they are counted on a device, and which of them it holds.
+    """Return indices local to a device's share of `count` elements, and whether they are in it.
 
-    It holds `count` of what axes split. Numbers of other devices become 0. Where nothing is
-    split all are its own, as they are.
+    Indices of other devices become 0. Without axes all indices are local and unchanged.
     """
     if not axes:
         return index, True
@@ -263,7 +253,7 @@ def gather_sharded(
     index: Int32[Array, " ..."],
     *rest: Int32[Array, " ..."] | slice,
 ) -> Shaped[Array, " ..."]:
-    """Return `x[index, *rest]` of an array whose first dimension axes split, on all devices."""
+    """Return `x[index, *rest]` on all devices, if `axes` split the first dimension of `x`."""
     local, is_own = to_local_index(index, axes, x.shape[0])
     found = x[(local, *rest)]
     if not axes:
@@ -273,9 +263,9 @@ def gather_sharded(
 
 
 def broadcast_from_owner(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Return on all devices along some axes what one of them has, where the others have zeros.
+    """Return on all devices along `axes` the values of one device; others must have zeros.
 
-    Bits are added and not numbers, since -0.0 and 0.0 is 0.0.
+    Bits are added instead of floats, since -0.0 + 0.0 is 0.0.
     """
     if not axes:
         return x
@@ -290,20 +280,16 @@ def broadcast_from_owner(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def current_mesh(sharding_rules: ShardingRules | None) -> AbstractMesh | None:
-    """Return the mesh at hand, if there is one that a cache with these rules is split by."""
+    """Return the current mesh if it splits caches with these rules; None otherwise."""
     mesh = jax.sharding.get_abstract_mesh()
-    # Inside of a caller's own shard_map the cache is a share already.
+    # Inside of a caller's shard_map the cache is a share already.
     return (
         None if sharding_rules is None or mesh.empty or AxisType.Manual in mesh.axis_types else mesh
     )
 
 
 def _require_mesh(sharding_rules: ShardingRules | None) -> AbstractMesh | None:
-    """Return the mesh at hand.
-
-    Raises:
-      ValueError: when a cache has rules and there is none.
-    """
+    """Return the current mesh; raise a ValueError if a cache has rules and no mesh is set."""
     if sharding_rules is not None and jax.sharding.get_abstract_mesh().empty:
         raise ValueError(
             f"expected a mesh for a cache with {sharding_rules}, got none: call it inside of "

@@ -1,7 +1,7 @@
-"""Arguments of programs whose types count: samplers, drafts and functions that callers write.
+"""Trees with static node types, for samplers, drafters and functions of the caller.
 
-JAX compares the fields of registered dataclasses and not their types, so a program that was
-compiled for one class is now and then found for another one with the same fields.
+JAX compares the fields of registered dataclasses and ignores their types. A program that was
+compiled for one class may otherwise be reused for another class with equal fields.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ X = TypeVar("X")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TreeWithTypes(Generic[X]):
-    """A tree, and the types of its nodes, which are static: two that differ share no program."""
+    """A tree with the static types of its nodes; trees of other types do not share programs."""
 
     value: X
     types: tuple[type, ...] = field(metadata={"static": True})
@@ -27,7 +27,7 @@ def attach_node_types(value: X) -> TreeWithTypes[X]:
     return TreeWithTypes(value=value, types=(*_iterate_node_types(jax.tree.structure(value)),))
 
 
-# `node` is a `PyTreeDef`, which type checkers do not know.
+# `node` is a `PyTreeDef`, which has no type stubs.
 def _iterate_node_types(node: Any) -> Iterator[type]:
     if (data := node.node_data()) is not None:  # None for a leaf
         yield data[0]

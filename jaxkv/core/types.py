@@ -1,4 +1,4 @@
-"""Types that annotations name. Type checkers and the tests import this module, and nothing else.
+"""Types for annotations. Only type checkers and tests import this module.
 
 Letters are those of `jaxkv`.
 """
@@ -9,16 +9,16 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import ArrayLike, Bool, Integer, PyTree
 
 Id = Integer[ArrayLike, ""]
-"""A sequence id, a position, or another single integer."""
+"""A sequence id, a position, or another integer."""
 
 Ids = Integer[ArrayLike, "..."] | Sequence[int] | Sequence[Integer[ArrayLike, ""]]
-"""One integer or many."""
+"""One integer or several."""
 
 Tokens = PyTree[Integer[ArrayLike, "..."] | range]  # None too, an empty tree
 """Token ids: an array, a list, or a list of lists."""
 
 Flags = Bool[ArrayLike, "..."] | Sequence[bool]
-"""One flag or many."""
+"""One flag or several."""
 
 AnyMesh = Mesh | AbstractMesh
-"""A mesh of devices, or its axes alone."""
+"""A mesh of devices, or an abstract mesh."""

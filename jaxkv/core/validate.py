@@ -1,4 +1,4 @@
-"""Checks of arguments: integers within bounds, flags, and shapes that XLA can hold."""
+"""Checks of arguments: integers within bounds, flags, and sizes that XLA supports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def check_count(value: PyTree, name: str, *, low: int = 1, high: int = END) -> int:
-    """Return a number of things that a caller passed, checked; by default int32 holds it.
+    """Return an integer argument in `[low, high]`, or raise.
 
     >>> check_count(2.5, "layers")
     Traceback (most recent call last):
@@ -39,7 +39,7 @@ def check_count(value: PyTree, name: str, *, low: int = 1, high: int = END) -> i
 
 
 def check_shape(shape: tuple[int, ...], name: str) -> None:
-    """Refuse an array of 2**60 numbers or more: XLA ends the process where int64 overflows.
+    """Raise a ValueError for 2**60 elements or more: XLA aborts the process if int64 overflows.
 
     >>> check_shape((2**31, 2**31), "keys")
     Traceback (most recent call last):
@@ -53,22 +53,12 @@ def check_shape(shape: tuple[int, ...], name: str) -> None:
 def check_int32(
     value: PyTree, name: str, *, low: int = -END, high: int = END, advice: str = ""
 ) -> PyTree[Int32[ArrayLike, "*n"]]:
-    """Return int32 of integers that a caller passed, checked before they are cast.
+    """Return integers of a caller as int32, checked before the cast.
 
-    Args:
-      value: an integer, or an array or list of them, of any integer dtype.
-      name: what the message calls it.
-      low: the lowest integer that is allowed.
-      high: the highest.
-      advice: what the message ends with.
-
-    Returns:
-      int32, NumPy for what the host knows. Traced integers outside of the bounds become the bound
-      less or plus one where int32 has it, so that they never turn into another valid integer.
-
-    Raises:
-      TypeError: when they are no integers.
-      ValueError: when a known one is out of bounds.
+    The result is a NumPy array unless `value` is a JAX array or traced. Traced integers are clipped
+    to one outside of the bounds, as far as int32 permits, so they never become another valid
+    integer. Raises a TypeError for other types, and a ValueError, with `advice` at the end, if a
+    known integer is out of bounds.
 
     >>> check_int32(np.uint32(2**32 - 1), "seq", high=3)
     Traceback (most recent call last):
@@ -79,12 +69,12 @@ def check_int32(
     ...
     TypeError: expected integers for positions, got float64: cast them
     """
-    if type(value) is int and low <= value <= high:  # what callers mostly pass, answered at once
+    if type(value) is int and low <= value <= high:  # Fast path for the most common argument.
         return np.int32(value)
     is_known = is_concrete(value)
     try:
         array = np.asarray(value) if is_known else jnp.asarray(value)
-    except ValueError:  # by NumPy, of rows that differ
+    except ValueError:  # NumPy raises it for rows of different lengths.
         raise ValueError(
             f"expected {name} as an integer or as lists of one length, got {value!r:.60}: pad them"
         ) from None
@@ -109,12 +99,7 @@ def check_int32(
 
 
 def check_position(value: PyTree, name: str) -> PyTree[Int32[ArrayLike, ""]]:
-    """Return one position, or how far one moves, as int32.
-
-    Raises:
-      TypeError: when it is no integer.
-      ValueError: when it is out of int32's range, or not a single one.
-    """
+    """Return a position, or a position offset, as int32; raise if it is not one int32 integer."""
     return _check_scalar(check_int32(value, name), name)
 
 
@@ -123,11 +108,9 @@ def check_bounds(
 ) -> tuple[PyTree[Int32[ArrayLike, "*n"]], PyTree[Int32[ArrayLike, "*m"]]]:
     """Return the bounds of a range of positions as int32.
 
-    -1 is the lowest position of `p0`, and the end of the sequence of `p1`, as None is.
-
-    Raises:
-      TypeError: when one is no integer.
-      ValueError: when a known one is below -1, which would mean all where the last ones are meant.
+    -1 is position 0 for `p0`; for `p1`, -1 or None is the end of the sequence. Raises a TypeError
+    if one is not an integer, and a ValueError if a known one is below -1: positions do not count
+    from the end.
     """
     advice = (
         ": positions are counted from the beginning, and the last n tokens of a sequence begin at "
@@ -143,7 +126,7 @@ def check_bounds(
 def check_range(
     p0: PyTree, p1: PyTree
 ) -> tuple[PyTree[Int32[ArrayLike, ""]], PyTree[Int32[ArrayLike, ""]]]:
-    """Return the bounds of one range, see `check_bounds`."""
+    """Return the bounds of a single range, see `check_bounds`."""
     p0, p1 = check_bounds(p0, p1)
     return _check_scalar(p0, "p0"), _check_scalar(p1, "p1")
 
@@ -157,16 +140,10 @@ def _check_scalar(value: PyTree[Int32[ArrayLike, "*n"]], name: str) -> PyTree[In
 def check_bool(
     value: PyTree, name: str, *, or_integers: bool = True
 ) -> PyTree[Bool[ArrayLike, "*n"]]:
-    """Return bool of flags that a caller passed, keeping device arrays where they are.
+    """Return flags of a caller as bool; JAX arrays stay on their device.
 
-    Args:
-      value: bools, or an array or list of them.
-      name: what the message calls them.
-      or_integers: whether known integers 0 and 1 will do, as in the masks of tokenizers. Not for
-        flags that could be taken for a list of indices.
-
-    Raises:
-      TypeError: when they are no flags.
+    `or_integers` accepts known integers 0 and 1, as in tokenizer masks; False is for flags that
+    could be confused with a list of indices. Raises a TypeError for other types.
 
     >>> check_bool([1, 0], "valid")
     array([ True, False])
@@ -186,7 +163,7 @@ def check_bool(
 
 
 def _cast_to_int32(value: jax.Array, low: int, high: int) -> jax.Array:
-    """Cast traced integers of any shape; one beyond int32 is brought just out of the bounds."""
+    """Cast traced integers; those beyond int32 are clipped to one outside of the bounds."""
     span = jnp.iinfo(value.dtype)
     int32 = np.iinfo(np.int32)
     if span.max > int32.max:

@@ -1,8 +1,7 @@
-"""Caches to look at: as text, as a line, as a table in a notebook, and as plots.
+"""Views of a cache: text, one-line `repr`, HTML for notebooks, and plots.
 
-`show` draws with characters, and `plot` with matplotlib. The line that is the `repr` of a cache, a
-plan or a batch, the table that a notebook displays for a cache, and `Cache.cells`, are attached to
-their classes here.
+`show` returns text, and `plot` uses matplotlib. The `repr` of caches, plans and batches, the HTML
+of a cache, and `Cache.cells` are attached to their classes here.
 
 Examples:
   >>> cache = make_cache(

@@ -1,4 +1,4 @@
-"""Neighbouring cells that are drawn as one, so a long table is a short line; and words for them."""
+"""Runs of neighbouring cells that are drawn as one, and their labels."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 class CellRun:
     """Cells `start` to `stop` - 1 of a stream.
 
-    owners: the sequences that own one of the cells, or several of them.
-    positions: the lowest and the highest position; None where all cells are empty.
-    owed: the lowest and the highest shift of its keys.
-    shared: whether each cell is owned by all of the owners, and those are several.
-    mixed: whether cells of several kinds were put together. Else positions rise by one from cell to
-      cell, and owners and shifts are the same.
+    owners: the sequences that own at least one of the cells.
+    positions: the lowest and the highest position; None if all cells are empty.
+    owed: the lowest and the highest pending shift.
+    shared: whether each cell is owned by all of several owners.
+    mixed: whether different runs were merged. Otherwise positions increase by one from cell to
+      cell, and owners and shifts are equal.
     """
 
     start: int
@@ -38,28 +38,23 @@ class CellRun:
 
 
 def single_cell_runs(view: CellView, stream: int) -> list[CellRun]:
-    """Return each cell of a stream as a run of its own."""
+    """Return a run for each cell of a stream."""
     return [_make_run(view, stream, i, i + 1, mixed=False) for i in range(view.position.shape[1])]
 
 
 def merge_runs(
     view: CellView, stream: int, max_runs: int, fits: Callable[[list[CellRun]], bool] = bool
 ) -> list[CellRun]:
-    """Return the cells of a stream in few enough runs.
+    """Return the cells of a stream in at most `max_runs` runs.
 
-    Neighbours that go on from each other are one run. Where these are still too many, neighbouring
-    short ones are put together, so that the long ones stay to be seen.
-
-    Args:
-      view: what stands in the cells.
-      stream: which stream.
-      max_runs: how many runs there may be; more are not even looked at.
-      fits: whether so many are few enough; one alone is taken as it is.
+    Neighbours with consecutive positions and equal owners and shifts form a run. If these are too
+    many, neighbouring short runs are merged, so that long runs stay visible. The result is the
+    first one for which `fits` returns True, or a single run.
     """
     bounds = _find_run_bounds(view, stream)
     sizes = np.diff(bounds)
     runs: list[CellRun] = []
-    for longest in [0, *np.unique(sizes)]:  # of those that are put together
+    for longest in [0, *np.unique(sizes)]:  # the longest run that is merged
         short = sizes <= longest
         begins = np.concatenate([[True], ~(short[:-1] & short[1:])])
         if begins.sum() > max(max_runs, 1):
@@ -77,12 +72,12 @@ def merge_runs(
 
 
 def format_range(first: int, last: int) -> str:
-    """Return a range of numbers as text, both ends included."""
+    """Format a range of integers, both ends included."""
     return str(first) if first == last else f"{first}..{last}" if first < 0 else f"{first}-{last}"
 
 
 def format_owners(run: CellRun) -> str:
-    """Return who owns the cells of a run: `.` for none, `+` for several that share each."""
+    """Format the owners of a run: `.` for none, `+` if several share each cell."""
     if run.shared:
         return "+"
     few = len(run.owners) <= 3
@@ -91,14 +86,14 @@ def format_owners(run: CellRun) -> str:
 
 
 def format_positions(run: CellRun) -> str:
-    """Return the positions in the cells of a run; `.` where they are empty."""
+    """Format the positions of a run; `.` if its cells are empty."""
     if run.positions is None:
         return "."
     return ("~" if run.mixed else "") + format_range(*run.positions)
 
 
 def _find_run_bounds(view: CellView, stream: int) -> Int[np.ndarray, " n"]:
-    """Return where runs begin, and the number of cells at the end."""
+    """Return the first cell of each run, and the number of cells at the end."""
     position, words, shift = view.position[stream], view.words[stream], view.shift[stream]
     empty = position == EMPTY
     follows = np.where(empty[1:], empty[:-1], (position[1:] == position[:-1] + 1) & ~empty[:-1])

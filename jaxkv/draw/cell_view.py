@@ -1,4 +1,4 @@
-"""What stands in the cells of a cache, as NumPy arrays: all that a picture needs."""
+"""Positions and owners of the cells of a cache, as NumPy arrays."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CellView:
-    """What stands in the cells of a cache; NumPy arrays that no edit changes.
+    """Contents of the cells of a cache: NumPy arrays that later edits do not change.
 
-    position: of the token in a cell, or of the token that its state stands after; -1 where the cell
-      is empty.
+    position: position of the token in a cell, or of the last token of a state; -1 if empty.
     words: one bit for each sequence of the stream that owns the cell.
-    shift: by how many positions the key has yet to be rotated; 0 for states.
-    sequences: Q. Sequence q lives in stream q // (Q // S).
+    shift: pending shift of the key; 0 for states.
+    sequences: Q. Sequence q belongs to stream q // (Q // S).
     """
 
     position: Int32[np.ndarray, "S N"]
@@ -39,12 +38,12 @@ class CellView:
 
     @property
     def sequences_per_stream(self) -> int:
-        """Q // S, the number of sequences that share a stream."""
+        """Q // S, the number of sequences in a stream."""
         return self.sequences // len(self.position)
 
     @property
     def owner(self) -> Int32[np.ndarray, "S N"]:
-        """The lowest sequence that owns each cell; -1 for an empty cell."""
+        """The lowest sequence that owns each cell; -1 if empty."""
         found = np.full(self.position.shape, -1, np.int32)
         for i in reversed(range(self.words.shape[1])):
             word = self.words[:, i]
@@ -55,17 +54,14 @@ class CellView:
 
     @property
     def num_owners(self) -> Int32[np.ndarray, "S N"]:
-        """How many sequences own each cell."""
+        """Number of sequences that own each cell."""
         return np.bitwise_count(self.words).sum(axis=1, dtype=np.int32)
 
     def sequence_positions(self, seq: int) -> Int32[np.ndarray, " N"]:
-        """Return the positions that a sequence holds, cell by cell of its stream.
-
-        Returns:
-          The positions, -1 where the sequence does not own the cell.
+        """Return the position of a sequence in each cell of its stream; -1 if it is not an owner.
 
         Raises:
-          ValueError: when there is no such sequence.
+          ValueError: If the sequence does not exist.
         """
         if not 0 <= seq < self.sequences:
             raise ValueError(f"expected a sequence from 0 to {self.sequences - 1}, got {seq}")
@@ -75,15 +71,15 @@ class CellView:
 
 
 def view_cells(cache: Cache) -> CellView:
-    """Return what stands in the cells of a cache, to draw or to count it.
+    """Return the contents of the cells of a cache, to draw or count them.
 
     Args:
-      cache: one of cells or of states; of a hybrid one each part, `cache.parts`. Of one that
-        is split over processes each must call this.
+      cache: a cache of cells or states; for a hybrid cache pass each of `cache.parts`. For a cache
+        that is split over processes, each process must call this.
 
     Raises:
-      TypeError: when it is hybrid, or has no values: inside a transformation, or shapes alone.
-      ValueError: when it was donated, or is a batch of caches, as `vmap` makes them.
+      TypeError: If the cache is hybrid, traced, or has shapes only.
+      ValueError: If it was donated, or is a batch of caches, as `vmap` makes them.
 
     Examples:
       >>> cache = make_cache(
@@ -100,7 +96,7 @@ def view_cells(cache: Cache) -> CellView:
 
 
 def fetch_table(cache: Cache) -> CacheTable:
-    """Return the table of a cache with NumPy arrays; the errors are those of `view_cells`."""
+    """Return the table of a cache with NumPy arrays; raises as `view_cells` does."""
     table, _ = split(cache)
     if is_traced(table):
         raise TypeError(
@@ -112,7 +108,7 @@ def fetch_table(cache: Cache) -> CacheTable:
 
 
 def part_names(table: CacheTable) -> list[str]:
-    """Return what the parts of a hybrid table are called; of any other none."""
+    """Return a name for each part of a hybrid table; an empty list for other tables."""
     if not isinstance(table, HybridTable):
         return []
     return [
@@ -121,7 +117,7 @@ def part_names(table: CacheTable) -> list[str]:
 
 
 def make_cell_view(table: CacheTable) -> CellView:
-    """Return what stands in the cells of a table whose arrays are NumPy ones."""
+    """Return the contents of the cells of a table of NumPy arrays."""
     match table:
         case Cells():
             arrays = {
@@ -141,7 +137,7 @@ def make_cell_view(table: CacheTable) -> CellView:
 
 
 def _arrays_of_states(states: States) -> dict[str, np.ndarray]:
-    """Return for each cell what the pairs of a table say of it."""
+    """Return position, owners and shift of each cell of a table of states."""
     cells = (states.streams, states.num_cells)
     position = np.full(cells, EMPTY, np.int32)
     words = np.zeros(

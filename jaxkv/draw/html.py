@@ -1,4 +1,4 @@
-"""A cache as a table in plain HTML, for notebooks: no script, and no style but its own."""
+"""HTML view of a cache for notebooks, with inline styles and without scripts."""
 
 from html import escape
 
@@ -17,10 +17,10 @@ from jaxkv.draw.colours import colour_of, text_colour_on
 from jaxkv.draw.repr import cache_repr
 
 CELLS = 32
-"""Cells of a stream that are drawn one by one; of more, neighbours that go on from each other."""
+"""The most cells of a stream that are drawn one by one; of larger streams runs are drawn."""
 
 STREAMS = 16
-"""Streams that are drawn."""
+"""The most streams that are drawn."""
 
 _BOX = (
     "display:inline-block;box-sizing:border-box;min-width:2.2em;padding:1px 4px;margin:1px;"
@@ -31,16 +31,16 @@ _SMALL = "font-size:75%;opacity:.75"
 
 
 def html_of(cache: Cache) -> str:
-    """Return a table of the cells: the colour of the owner, the owner, and the position below it.
+    """Return the cells of a cache as HTML: owners, with their colours, and positions.
 
-    A cell that several sequences share has a bar of their colours. Text and borders that are on no
-    colour of ours take that of the page, so that dark pages are read too. A cache whose values are
-    not known, or that is none any more (a pytree is made of anything), is its line alone.
+    A shared cell has a bar with the colours of its owners. Text and borders without a background
+    colour use the colour of the page, so dark pages work. If values are unknown, or the pytree is
+    not a valid cache, only the `repr` is returned.
     """
     line = f'<div style="margin:4px 0"><code>{escape(cache_repr(cache))}</code></div>'
     try:
         drawn = _render_parts(cache)
-    except Exception:  # traced, donated, a batch of caches, not even arrays: the line says so
+    except Exception:  # The `repr` reports a traced, donated or invalid cache.
         drawn = ""
     return line + drawn
 
@@ -74,7 +74,7 @@ def _render_cells(cache: Cache) -> str:
 
 
 def _render_run(run: CellRun) -> str:
-    """Return a run of cells as a box: the owner, the positions, and what is owed below."""
+    """Return a run as a box: owners, positions and pending shifts."""
     empty = run.positions is None
     fill = "transparent" if empty or run.mixed else colour_of(run.owners[0])
     text = "inherit" if fill == "transparent" else text_colour_on(fill)
@@ -96,7 +96,7 @@ def _render_run(run: CellRun) -> str:
 
 
 def _render_owner_bar(run: CellRun) -> str:
-    """Return the colours of several owners side by side; nothing for one alone."""
+    """Return a bar with the colours of several owners; empty for one owner."""
     if len(run.owners) < 2:
         return ""
     parts = "".join(
@@ -107,7 +107,7 @@ def _render_owner_bar(run: CellRun) -> str:
 
 
 def _tooltip_text(run: CellRun) -> str:
-    """Return what is shown where the mouse rests."""
+    """Return the text of the tooltip."""
     cells = (
         f"cell {run.start}" if run.stop - run.start == 1 else f"cells {run.start} to {run.stop - 1}"
     )

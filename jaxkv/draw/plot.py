@@ -1,8 +1,8 @@
-"""Pictures of caches by matplotlib: `pip install matplotlib`.
+"""Plots of caches with matplotlib: `pip install matplotlib`.
 
-Each function draws on `ax`, matplotlib's `Axes`, or on new ones if it is None, and returns them:
-titles, sizes and files are set on what comes back. Colours are those of sequences, seven of them
-that colour-blind readers tell apart; then they come again.
+Each function draws on `ax`, matplotlib's `Axes`, or on new ones if it is not given, and returns
+them. It raises an ImportError without matplotlib. Sequences have seven colours that colour-blind
+readers can distinguish; then they repeat.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 __all__ = ["cells", "nbytes", "occupancy", "attention_mask"]
 
 TEXTS = 160
-"""The most cells of a picture that have their position written in them,"""
+"""The most cells of a plot with positions written into them."""
 
 ACROSS = 24
-"""and the most of a line."""
+"""The most cells of a line with positions written into them."""
 
 GREY = "#dddddd"
 FREE = "#ffffff"
@@ -46,19 +46,18 @@ LINE = "#999999"
 
 
 def cells(cache: Cache, ax: Axes | None = None) -> Axes:
-    """Draw which sequence owns which cell.
+    """Draw the owner of each cell.
 
-    A cache of one stream is a grid, the first cell at the top left, line after line. Of several
-    streams each is a line. Where there is room, positions are written into the cells. A cell that
-    several sequences share has the colour of the lowest one, and is hatched.
+    One stream is drawn as a grid, from the top left, line by line. Several streams are one line
+    each. If there is space, positions are written into the cells. A shared cell has the colour of
+    its lowest owner, and is hatched.
 
     Args:
-      cache: one of cells or of states; of a hybrid one each part, `cache.parts`.
-      ax: where to draw.
+      cache: a cache of cells or states; for a hybrid cache pass each of `cache.parts`.
+      ax: the axes; None for new ones.
 
     Raises:
-      ImportError: when matplotlib is missing.
-      TypeError, ValueError: see `jaxkv.draw.cells_of`.
+      TypeError, ValueError: see `Cache.cells`.
     """
     view = view_cells(cache)
     ax = _ensure_axes(ax)
@@ -105,18 +104,16 @@ def cells(cache: Cache, ax: Axes | None = None) -> Axes:
 def occupancy(
     steps: Sequence[Cache] | Sequence[int], *, cells: int | None = None, ax: Axes | None = None
 ) -> Axes:
-    """Draw how many cells were used, step after step.
+    """Draw the number of used cells at each step.
 
     Args:
-      steps: caches, whose cells are coloured by the lowest of their owners; or counts, as
-        `cache.num_used_cells()` returns them, which cost less to keep than caches.
-      cells: how many there are, drawn as a line; by default those of the caches. Of a hybrid
-        cache the cells of all parts are added up.
-      ax: where to draw.
+      steps: caches, drawn by lowest owner; or counts from `cache.num_used_cells()`, which need less
+        memory than caches.
+      cells: number of cells, drawn as a line; by default that of the caches, over all parts.
+      ax: the axes; None for new ones.
 
     Raises:
-      ImportError: when matplotlib is missing.
-      ValueError: when there are no steps, caches and counts among them, or a cache was donated.
+      ValueError: If `steps` is empty or mixes caches and counts, or a cache was donated.
     """
     if len(steps) == 0:
         raise ValueError("expected caches or counts, one for each step, got none")
@@ -124,7 +121,7 @@ def occupancy(
     if caches and len(caches) < len(steps):
         raise ValueError("expected caches or counts, got both: pass cache.num_used_cells() of each")
     ax = _ensure_axes(ax)
-    at = np.arange(len(steps) + 1)  # each step is as wide as one, so a single one is seen too
+    at = np.arange(len(steps) + 1)  # Each step has width 1, so a single step is visible.
     if caches:
         views = [[view_cells(part) for part in cache.parts] for cache in caches]
         cells = sum(view.position.size for view in views[0]) if cells is None else cells
@@ -165,25 +162,23 @@ def attention_mask(
     by_position: bool = False,
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw which cells each token of a ubatch sees: the mask of attention.
+    """Draw the attention mask: the cells that each token of a ubatch attends to.
 
-    A line for each token, padding left out, and a column for each cell of its stream. What it sees
-    has the colour of its sequence; what is there and not seen is grey.
+    Lines are tokens without padding, columns are cells of their stream. A visible cell has the
+    colour of the token's sequence; other used cells are grey.
 
     Args:
-      cache: a cache that the ubatch has been applied to.
-      ubatch: the tokens that look.
-      part: of a hybrid cache, the part whose cells are looked at.
-      causal: False lets tokens see what comes after them too.
-      by_position: draw a column for each position in place of each cell, the tokens of other
-        sequences left out.
-      ax: where to draw.
+      cache: a cache that the ubatch was applied to.
+      ubatch: the tokens.
+      part: index of the part of a hybrid cache.
+      causal: False also shows later tokens as visible.
+      by_position: draw a column for each position of the token's sequence instead of each cell.
+      ax: the axes; None for new ones.
 
     Raises:
-      ImportError: when matplotlib is missing.
-      TypeError: when the cache, or that part, has no attention.
-      ValueError: when the ubatch was made for another cache, or its cells hold something else:
-        it was not applied yet, or they were moved or taken since.
+      TypeError: If the cache, or that part, is not of attention.
+      ValueError: If the ubatch was made for another cache or not applied, or its cells have
+        changed.
     """
     table, _ = split(cache)
     check_made_for(table, ubatch)
@@ -198,7 +193,7 @@ def attention_mask(
     table, ubatch, seen = to_host((table, ubatch, seen))
     valid = ubatch.valid
     stream = np.broadcast_to(ubatch.row_stream[:, None], valid.shape)
-    placed = ubatch.slots < table.num_cells  # none is of a refused plan
+    placed = ubatch.slots < table.num_cells  # False for all tokens of a refused plan
     stamps = table.cell_hash[stream[placed], ubatch.slots[placed]]
     if not np.array_equal(stamps, ubatch.cell_hashes[placed]):
         raise ValueError("expected a cache that the ubatch was applied to: apply(cache, ubatch)")
@@ -222,14 +217,11 @@ def attention_mask(
 
 
 def nbytes(cache: Cache, ax: Axes | None = None) -> Axes:
-    """Draw how many bytes a cache takes, by what they are: table, keys, values or states.
+    """Draw the bytes of a cache by type: table, keys, values or states.
 
     Args:
       cache: any cache, or the shapes of one (`jax.eval_shape`).
-      ax: where to draw.
-
-    Raises:
-      ImportError: when matplotlib is missing.
+      ax: the axes; None for new ones.
     """
     ax = _ensure_axes(ax)
     parts = cache.parts
@@ -254,7 +246,7 @@ def nbytes(cache: Cache, ax: Axes | None = None) -> Axes:
 
 
 def _cells_per_owner(view: CellView) -> np.ndarray:
-    """Return of how many cells each sequence is the lowest owner, `[Q]` int."""
+    """Return the number of cells of which each sequence is the lowest owner, `[Q]` int."""
     owner = view.owner
     return np.bincount(owner[owner >= 0], minlength=view.sequences)
 
@@ -266,7 +258,7 @@ def _ensure_axes(ax: Axes | None) -> Axes:
 
 
 def _import_matplotlib(module: str) -> ModuleType:
-    """Return a module of matplotlib, imported where it is used: jaxkv itself does without."""
+    """Import a module of matplotlib, which only plots require."""
     try:
         return importlib.import_module(f"matplotlib.{module}")
     except ImportError as error:
@@ -276,7 +268,7 @@ def _import_matplotlib(module: str) -> ModuleType:
 
 
 def _wrap_cells(x: np.ndarray, across: int, fill: int) -> np.ndarray:
-    """Cut lines of cells to `across` each; `fill` stands past the last cell."""
+    """Wrap one stream into lines of `across` cells; `fill` pads the last line."""
     if len(x) > 1:
         return x
     missing = -x.size % across
@@ -284,18 +276,14 @@ def _wrap_cells(x: np.ndarray, across: int, fill: int) -> np.ndarray:
 
 
 def _marks_to_rgb(marks: np.ndarray) -> np.ndarray:
-    """Return RGB of sequences; -1 is empty, -2 past the last cell and -3 there but not seen."""
+    """Return RGB of sequences; -1 is empty, -2 past the last cell, -3 used but not visible."""
     to_rgb = _import_matplotlib("colors").to_rgb
     table = np.array([to_rgb(colour) for colour in (*PALETTE, GREY, FREE, FREE)])
     return table[np.where(marks < 0, marks, marks % len(PALETTE))]
 
 
 def _marks_by_position(view: CellView, seen: np.ndarray, sequence: np.ndarray) -> np.ndarray:
-    """Return marks of the positions that the sequence of each token holds, from 0 to the last.
-
-    `seen` is `[T, N]` bool, `sequence` `[T]` int32, and the marks are `[T, n]`, see
-    `_marks_to_rgb`.
-    """
+    """Return `[T, n]` marks of the positions of each token's sequence, see `_marks_to_rgb`."""
     width = int(view.position.max()) + 1
     marks = np.full((len(seen), width), -1)
     for i, seq in enumerate(sequence):
@@ -314,19 +302,19 @@ def _draw_grid_lines(ax: Axes, shape: tuple[int, ...]) -> None:
 
 
 def _hatch_cells(ax: Axes, where: np.ndarray) -> None:
-    """Hatch cells of an image, neighbours of a line in one piece."""
+    """Hatch cells of an image; neighbours in a line are one polygon."""
     rows, columns = np.nonzero(np.diff(np.pad(where, ((0, 0), (1, 1))), axis=1))
     left, right, top = columns[::2] - 0.5, columns[1::2] - 0.5, rows[::2] - 0.5
     x, y = [left, right, right, left], [top, top, top + 1, top + 1]
     pieces = np.stack([np.stack(x, axis=1), np.stack(y, axis=1)], axis=2)  # [n, 4, 2]
-    # One artist for all: a long table has thousands.
+    # One artist draws all polygons: a long table has thousands.
     polygons = _import_matplotlib("collections").PolyCollection
     hatched = polygons(pieces, facecolor="none", edgecolor="black", hatch="////", lw=0, alpha=0.6)
     ax.add_collection(hatched, autolim=False)
 
 
 def _colour_labels(sequences: Iterable[int], name: str = "sequence") -> list[tuple[str, str]]:
-    """Return each colour that stands for sequences, in rising order, with two of them by number."""
+    """Return each colour with a label of its first two sequences, in ascending order."""
     found: dict[str, list[int]] = {}
     for seq in sequences:
         found.setdefault(colour_of(seq), []).append(seq)
@@ -337,7 +325,7 @@ def _colour_labels(sequences: Iterable[int], name: str = "sequence") -> list[tup
 
 
 def _legend(ax: Axes, labels: list[tuple[str, str]]) -> None:
-    """Say beside the picture, where no title is, which colour is what."""
+    """Draw a legend of the colours outside of the plot."""
     patch = _import_matplotlib("patches").Patch
     handles = [
         patch(facecolor=FREE, edgecolor="black", hatch="////", label=name)
@@ -358,6 +346,6 @@ def _legend(ax: Axes, labels: list[tuple[str, str]]) -> None:
 
 
 def _choose_ticks(count: int) -> list[int]:
-    """Return which of so many lines are labelled: all, or about eight."""
+    """Return the indices of labelled lines: all, or about eight."""
     step = 1 if count <= 12 else -(-count // 8)
     return list(range(0, count, step))

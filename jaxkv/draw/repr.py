@@ -1,4 +1,4 @@
-"""Caches, plans and batches in one line: their `repr`, which nothing may make fail."""
+"""One-line `repr` of caches, plans and batches, which never raises."""
 
 from __future__ import annotations
 
@@ -31,14 +31,13 @@ if TYPE_CHECKING:
 X = TypeVar("X")
 
 FEW = 8
-"""The most numbers of an array that a line shows."""
+"""The most elements of an array that are printed."""
 
 
 def with_fallback_repr(line: Callable[[X], str]) -> Callable[[X], str]:
-    """Make a `repr` of pytrees, whose leaves may be anything, fall back to the types of leaves.
+    """Make a `repr` of a pytree fall back to the types of its leaves, of any type, if it raises.
 
-    Debuggers and messages of errors call it in the middle of things, where another error would hide
-    the one that matters.
+    An exception in a debugger or an error message would hide the original error.
     """
 
     @wraps(line)
@@ -55,17 +54,13 @@ def with_fallback_repr(line: Callable[[X], str]) -> Callable[[X], str]:
 
 @with_fallback_repr
 def cache_repr(cache: Cache) -> str:
-    """Return the kind and sizes of a cache, and how many of its cells are used.
-
-    Where that is not known, it says why: the cache is traced, consists of shapes alone, was
-    donated, or is split over processes.
-    """
+    """Return kind, sizes and number of used cells of a cache, or why it is unknown."""
     return f"Cache({_format_sizes(cache.table, cache.buffers)}: {_format_usage(cache)})"
 
 
 @with_fallback_repr
 def plan_repr(plan: Plan) -> str:
-    """Return what a plan decided: the ubatches to compute, or which sequences were refused."""
+    """Return the ubatches of a plan, or the refused sequences."""
     shapes = ", ".join("{} x {}".format(*ubatch.valid.shape) for ubatch in plan.ubatches)
     ubatches = f"{len(plan.ubatches)} ubatch{'es' * (len(plan.ubatches) != 1)}: {shapes} tokens"
     if (ok := _to_numpy_or_none(plan.ok)) is None:
@@ -82,7 +77,7 @@ def plan_repr(plan: Plan) -> str:
 
 @with_fallback_repr
 def ubatch_repr(ubatch: Ubatch) -> str:
-    """Return the sizes of a ubatch, and which sequences it has tokens of."""
+    """Return the sizes and the sequences of a ubatch."""
     rows, tokens = ubatch.valid.shape
     valid, sequences = _to_numpy_or_none(ubatch.valid), _to_numpy_or_none(ubatch.sequences)
     if valid is None or sequences is None:
@@ -99,14 +94,14 @@ def ubatch_repr(ubatch: Ubatch) -> str:
 
 @with_fallback_repr
 def fields_repr(value: Any) -> str:
-    """Return the fields of a dataclass: numbers where they are few, else dtypes and shapes."""
+    """Return the fields of a dataclass: values of small arrays, otherwise dtypes and shapes."""
     pairs = ((field.name, getattr(value, field.name)) for field in fields(value))
     shown = [f"{name}={_format_field(x)}" for name, x in pairs if x is not None]
     return f"{type(value).__name__}({', '.join(shown)})"
 
 
 def _format_sizes(table: CacheTable, buffers: PyTree) -> str:
-    """Return the kind and sizes of a cache; shapes are read from the end, for `vmap` adds axes."""
+    """Return kind and sizes of a cache; trailing axes only, since `vmap` adds leading ones."""
     size = f"{_format_dtypes(buffers)}, {format_bytes(nbytes((table, buffers)))}"
     match table:
         case CellTable():
@@ -153,7 +148,7 @@ def _format_dtypes(buffers: PyTree) -> str:
 
 
 def _format_usage(cache: Cache) -> str:
-    """Return how many cells are used, or why that is not known."""
+    """Return the number of used cells, or the reason why it is unknown."""
     if is_traced(cache):
         return "traced"
     if is_donated(cache.table):
@@ -169,7 +164,7 @@ def _format_usage(cache: Cache) -> str:
 
 
 def _num_used_cells(table: CacheTable) -> int | None:
-    """Return how many cells are used, over all streams; None where that is not known."""
+    """Return the number of used cells in all streams; None if unknown."""
     if isinstance(table, States):
         position, cell = _to_numpy_or_none(table.position), _to_numpy_or_none(table.cell)
         if position is None or cell is None:
@@ -184,7 +179,7 @@ def _num_used_cells(table: CacheTable) -> int | None:
 
 
 def _format_field(value: Any) -> str:
-    """Return a field in few characters."""
+    """Return a short text of a field."""
     if isinstance(value, TableSpec):
         return value.kind
     if hasattr(value, "shape") and hasattr(value, "dtype"):
@@ -202,7 +197,7 @@ def _format_field(value: Any) -> str:
 
 
 def _to_numpy_or_none(x: object) -> np.ndarray | None:
-    """Return an array as a NumPy one; None where this process cannot look at its numbers."""
+    """Return an array as a NumPy one; None if this process cannot read its values."""
     if isinstance(x, np.ndarray | np.generic):
         return np.asarray(x)
     if not isinstance(x, jax.Array) or not is_concrete(x) or x.is_deleted():
@@ -211,7 +206,7 @@ def _to_numpy_or_none(x: object) -> np.ndarray | None:
 
 
 def format_bytes(count: int) -> str:
-    """Return a number of bytes in the largest unit that it has one of."""
+    """Format a number of bytes in the largest unit that is not above it."""
     size, units = float(count), ["bytes", "KiB", "MiB", "GiB", "TiB"]
     while size >= 1024 and len(units) > 1:
         size, units = size / 1024, units[1:]

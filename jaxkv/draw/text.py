@@ -1,4 +1,4 @@
-"""Drawing which token stands in which cell, as text."""
+"""Text view of the table of a cache."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ if TYPE_CHECKING:
 
 
 def show(cache: Cache, *, width: int | None = 100) -> str:
-    """Draw the table of a cache: a column a cell, its owner above its position.
+    """Draw the table of a cache as text: a column for each cell, owner above position.
+
+    For a recurrent cache, each line is a sequence with the positions of its stored states, the
+    current one last. For a hybrid cache, its parts follow each other.
 
     Args:
-      cache: any cache. Of one that is split over processes each must call this.
-      width: how many characters a line may have, None for any number. Where a column for each cell
-        does not fit, neighbours that go on from each other share one, and a line above says which
-        cells they are.
+      cache: any cache. For a cache that is split over processes, each process must call this.
+      width: the most characters of a line; None for any number. If the cells do not fit,
+        consecutive ones share a column, and a line above has their indices.
 
     Returns:
-      Two lines for each stream. `.` is an empty cell, a number the only owner, `+` several owners.
-      A third line, `owed`, appears when keys wait for a rotation. Where even the runs of neighbours
-      are too many, short ones are put together: `~` and all their owners, and `~` and the lowest
-      and the highest position. For a recurrent cache a line for each sequence, with the positions
-      of the states that are kept, the current one last. For a hybrid one its parts, one after
-      another.
+      Two lines for each stream. `.` is an empty cell, a number is the only owner, `+` several
+      owners. A third line, `owed`, shows pending shifts if there are any. If there are too many
+      columns, short runs are merged: `~` with all owners, and `~` with the lowest and the highest
+      position.
 
     Raises:
-      TypeError: when its values are not known: inside a transformation, or shapes alone.
-      ValueError: when it was donated, or is a batch of caches, as `vmap` makes them.
+      TypeError: If the cache is traced, or has shapes only.
+      ValueError: If it was donated, or is a batch of caches, as `vmap` makes them.
 
     Examples:
       >>> cache = make_cache(
@@ -94,7 +94,7 @@ def _fits_width(lines: list[list[str]], width: int | None) -> bool:
 
 
 def _format_cells(view: CellView, stream: int) -> list[str]:
-    """Return the lines of a stream, a column for each cell."""
+    """Return the lines of a stream with a column for each cell."""
     empty = view.position[stream] == EMPTY
     mark = np.where(view.num_owners[stream] > 1, "+", view.owner[stream].astype(str))
     columns = {"owner": mark, "position": view.position[stream].astype(str)}
@@ -106,7 +106,7 @@ def _format_cells(view: CellView, stream: int) -> list[str]:
 
 
 def _format_stream(view: CellView, stream: int, width: int | None) -> list[str]:
-    """Return the lines of a stream, a column for each run of cells."""
+    """Return the lines of a stream with a column for each run of cells."""
 
     def format_runs(runs: list[CellRun]) -> list[str]:
         columns = {
@@ -120,7 +120,7 @@ def _format_stream(view: CellView, stream: int, width: int | None) -> list[str]:
             ]
         return _align_columns(columns)
 
-    # A column takes two characters at least.
+    # A column is at least two characters wide.
     max_runs = view.position.shape[1] if width is None else width // 2
     return format_runs(
         merge_runs(view, stream, max_runs, lambda runs: _fits_width([format_runs(runs)], width))
@@ -128,7 +128,7 @@ def _format_stream(view: CellView, stream: int, width: int | None) -> list[str]:
 
 
 def _align_columns(columns: dict[str, list[str]]) -> list[str]:
-    """Return a line for each name, its entries below each other."""
+    """Return a line for each name, with aligned columns."""
     width = [max(map(len, column)) for column in zip(*columns.values(), strict=True)]
     return [" ".join([name.ljust(8), *map(str.rjust, row, width)]) for name, row in columns.items()]
 
@@ -150,6 +150,6 @@ def _format_states(table: States, width: int | None) -> list[str]:
 
 
 def _format_state_positions(positions: np.ndarray) -> str:
-    """Return the positions of the states of a sequence, neighbours as one."""
+    """Return the positions of the states of a sequence, with ranges for consecutive ones."""
     runs = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1)
     return " ".join(format_range(run[0], run[-1]) for run in runs if run.size) or "."

@@ -1,4 +1,4 @@
-"""Computations on plain arrays, which know nothing of caches."""
+"""Computations on arrays, independent of caches."""
 
 from jaxkv.ops import attention, scans
 

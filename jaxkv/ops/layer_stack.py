@@ -1,7 +1,7 @@
-"""A layer whose keys or values lie in an array of all layers, as a scan over layers wants them.
+"""View of one layer in an array of the keys or values of all layers, for scans over layers.
 
-Streams and layers are one dimension of that array. So a layer is found among all layers as a stream
-is among all streams, and only what is read is cut out.
+The array has one dimension for streams and layers, so a layer is selected with the stream index,
+and only the cells that are read are copied.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class LayerView:
-    """Keys or values of a layer; stands where else an array `[S, K, N, D]` of it would stand.
+    """Keys or values of one layer, used in place of an array `[S, K, N, D]`.
 
-    A layer outside of 0 to L - 1 is written nowhere, and what is read of it must not be used.
+    Writes to a layer outside of 0 to L - 1 are skipped; reads of it must not be used.
 
-    all: keys or values of all layers: number s * L + l is stream s of layer l.
-    layer: the number of the layer, the same for each stream. It may be traced.
+    all: keys or values of all layers. Index s * L + l is stream s of layer l.
+    layer: index of the layer, equal for all streams; may be traced.
     """
 
     all: Num[Array, "S*L K N D"]
@@ -33,7 +33,7 @@ class LayerView:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the array that it stands for, `[S, K, N, D]`."""
+        """The shape of the layer, `[S, K, N, D]`."""
         return (len(self.layer), *self.all.shape[1:])
 
     @property
@@ -43,16 +43,16 @@ class LayerView:
 
     @property
     def layers(self) -> int:
-        """How many layers there are, L."""
+        """The number of layers, L."""
         return self.all.shape[0] // len(self.layer)
 
     @property
     def is_in_range(self) -> Bool[Array, " S"]:
-        """Whether there is such a layer."""
+        """Whether the layer exists."""
         return (self.layer >= 0) & (self.layer < self.layers)
 
     def stream_indices(self, streams: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
-        """Return where streams of this layer lie in `all`; past the end if there is no such layer.
+        """Return the indices of streams of this layer in `all`; past the end if it does not exist.
 
         >>> keys = LayerView(jnp.zeros((6, 1, 4, 8)), jnp.array([2, 2]))
         >>> keys.shape, keys.layers, keys.stream_indices(jnp.array([1, 0])).tolist()
@@ -65,24 +65,24 @@ class LayerView:
 def make_layer_view(
     array: Num[Array, "SL K N D"], layer: int | Int32[Array, ""], layers: int
 ) -> LayerView:
-    """Return what stands for a layer in an array of all, S * L streams; L is `layers`."""
+    """Return the view of a layer in an array of S * L streams; L is `layers`."""
     return LayerView(array, jnp.full(array.shape[0] // layers, layer, jnp.int32))
 
 
 def is_layer_view(x: object) -> bool:
-    """Return whether something is an `LayerView`."""
+    """Return whether an object is a `LayerView`."""
     return isinstance(x, LayerView)
 
 
 def map_arrays(change: Callable[..., PyTree], *stored: PyTree) -> PyTree:
-    """Apply a function to the arrays of trees; an `LayerView` is passed as a whole."""
+    """Map a function over the arrays of trees; a `LayerView` is one leaf."""
     return jax.tree.map(change, *stored, is_leaf=is_layer_view)
 
 
 def gather_streams(stored: PyTree, streams: Int32[Array, " P"] | None) -> PyTree:
-    """Return the parts `[P, ...]` of arrays `[S, ...]`, for streams, or None for all.
+    """Return `[P, ...]` of arrays `[S, ...]` for streams, or all streams for None.
 
-    They are copies, except where all streams of a plain array are asked for.
+    The result is a copy, except for all streams of a plain array.
     """
 
     def gather_array(x: jax.Array | LayerView) -> jax.Array:
@@ -97,16 +97,7 @@ def gather_streams(stored: PyTree, streams: Int32[Array, " P"] | None) -> PyTree
 def flatten_layers(
     stored: PyTree, streams: Int32[Array, "*n"]
 ) -> tuple[PyTree, Int32[Array, "*n"], int]:
-    """Return the arrays that a loop or a kernel reads, and where streams lie in them.
-
-    Args:
-      stored: keys and values of a layer, `[S, K, N, D]` or `LayerView`.
-      streams: numbers of streams.
-
-    Returns:
-      Arrays `[S * L, K, N, D]`; where the streams lie in these; and L, which is 1 for arrays of one
-      layer alone.
-    """
+    """Return arrays `[S * L, ...]`, indices of the streams in them, and L, 1 for a single layer."""
     for x in filter(is_layer_view, jax.tree.leaves(stored, is_leaf=is_layer_view)):
         numbers = jnp.minimum(x.stream_indices(streams), x.all.shape[0] - 1)
         return map_arrays(lambda x: x.all, stored), numbers, x.layers

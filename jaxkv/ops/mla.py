@@ -1,7 +1,7 @@
-"""Values that are numbers of the keys, as in latent attention (MLA), with no bytes of their own.
+"""Values that are slices of the keys, as in multi-head latent attention (MLA).
 
-In latent attention one compressed vector stands for the keys and values of all heads, beside the
-numbers of a key that are rotated. So a value is a part of its key, and a cache holds only keys.
+In MLA, one latent vector replaces the keys and values of all heads; a key also contains rotated
+dimensions. The value is a slice of the key, so a cache stores keys only.
 """
 
 from __future__ import annotations
@@ -21,26 +21,23 @@ if TYPE_CHECKING:
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class ValueSlice:
-    """Which numbers of a key are its value; stands where else an array of values would stand.
+    """The slice of a key that is its value, used in place of an array of values.
 
-    first: the first of these numbers.
-    last: one past the last. They are not all of the key.
+    first: first dimension of the slice.
+    last: one past the last dimension. The slice is not the whole key.
     """
 
     first: int
     last: int
 
     def slice_values(self, x: Float[Array, "... D"]) -> Float[Array, "... Dv"]:
-        """Return the values of keys, or the weighted values of weighted keys.
-
-        In the same dtype.
-        """
+        """Return the values of keys, or weighted values of weighted keys, in the same dtype."""
         return x[..., self.first : self.last]
 
     def nan_unless_finite(self, keys: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
-        """Return keys whose values are finite.
+        """Return keys with finite values.
 
-        A key that is not finite becomes zeros where its value is, and NaN elsewhere.
+        A non-finite key becomes zeros in its value, and NaN elsewhere.
 
         >>> ValueSlice(1, 3).nan_unless_finite(
         ...     jnp.array([[1.0, 2.0, 3.0], [4.0, jnp.inf, 5.0]])
@@ -54,9 +51,9 @@ class ValueSlice:
 
 
 Values = Stored | ValueSlice
-"""Values of a layer as they are stored."""
+"""Stored values of a layer."""
 
 
 def value_dim(v: Values) -> int:
-    """Return how many numbers a value has."""
+    """Return the size of a value."""
     return v.last - v.first if isinstance(v, ValueSlice) else v.shape[-1]

@@ -1,16 +1,15 @@
-"""Keys and values in 8 bits: codes, and a scale for each head and cell, or for each 128 numbers.
+"""Keys and values in 8 bits: codes, with a scale for each head and cell, or each 128 dimensions.
 
-A few keys of a large head may be much larger than the others, which would lose their bits to them
-if all had one scale.
+A few elements of a large head may be much larger than the others, which would lose precision with
+one scale for the whole head.
 
-`quantise_like` and `dequantise` say what codes mean. Attention multiplies codes as they are, and
-logits and weights by the scales: `qk_logits` and `weighted_values`, and kernels with
-`codes_and_scales`. What copies, cuts, splits or counts arrays does so with codes and scales alike,
-array by array (`jax.tree.map`): both have streams, heads and cells first, and a last dimension of
-their own.
+`quantise_like` and `dequantise` define the codes. Attention multiplies codes, and applies the
+scales to logits and weights: `qk_logits`, `weighted_values`, and kernels with `codes_and_scales`.
+Other operations map over codes and scales (`jax.tree.map`): both have dimensions for streams,
+heads and cells first, and a last dimension.
 
-Letters beside those of the package: G groups of numbers of a head, each with a scale of its own; X
-queries that share a key; C cells that are weighed.
+Additional letters: G groups of dimensions of a head with one scale, X queries that share a key, C
+cells that are weighted.
 """
 
 from __future__ import annotations
@@ -29,20 +28,19 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Num, PyTree
 
 SHARING = 128
-"""The most numbers of a head that share a scale."""
+"""The most dimensions of a head that share a scale."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Quantised:
-    """Keys or values of a layer in 8 bits; stands where else an array of them would stand.
+    """Keys or values of a layer in 8 bits, used in place of an array.
 
-    A number is its code times its scale: that of its head and cell, or in a large head of its group
-    of numbers. A head that is not finite in a cell has codes of 0 and scales of NaN there.
+    An element is its code times the scale of its head and cell, or of its group in a large head. A
+    non-finite head of a cell has codes 0 and scales NaN.
 
-    codes: `[S, K, N, D]` int8, or a floating dtype of 8 bits.
-    scales: for each of G groups the largest absolute number, divided by the largest number of the
-      dtype of codes.
+    codes: `[S, K, N, D]` int8, or an 8-bit floating dtype.
+    scales: largest absolute value of each of G groups, divided by the largest code.
     """
 
     codes: Num[Array, "S K N D"]
@@ -50,12 +48,12 @@ class Quantised:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the array that it stands for."""
+        """The shape of the keys or values."""
         return self.codes.shape
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The dtype of the codes, by which a cache is made."""
+        """The dtype of the codes, which is that of the cache."""
         return self.codes.dtype
 
 
@@ -63,11 +61,11 @@ Numbers = jax.Array | Quantised
 """Keys or values that are read or written."""
 
 Stored = Numbers | LayerView
-"""Keys or values of a layer as they are stored: `LayerView` where one array holds all layers."""
+"""Stored keys or values of a layer; a `LayerView` if one array contains all layers."""
 
 
 def make_stored_zeros(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Numbers:
-    """Return stored zeros: quantised if the dtype has 8 bits, else an array.
+    """Return zeros, quantised if the dtype has 8 bits.
 
     >>> make_stored_zeros((1, 2, 3, 4), "int8").scales.shape
     (1, 2, 3, 1)
@@ -80,7 +78,7 @@ def make_stored_zeros(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Nu
 
 
 def scale_groups(size: int) -> list[slice]:
-    """Return which numbers of a head share a scale.
+    """Return the slices of a head that share a scale.
 
     >>> scale_groups(64), scale_groups(160)
     ([slice(0, 64, None)], [slice(0, 128, None), slice(128, 160, None)])
@@ -89,40 +87,32 @@ def scale_groups(size: int) -> list[slice]:
 
 
 def has_one_scale(x: Stored) -> bool:
-    """Return whether all numbers of a head share a scale, or have none."""
+    """Return whether each head has one scale, or is not quantised."""
     return not isinstance(x, Quantised) or x.scales.shape[-1] == 1
 
 
 def expand_scales(scales: Float[Array, "... G"], size: int) -> Float[Array, "... _"]:
-    """Return the scale of each number; D is `size`.
-
-    Where one scale is for all numbers, it is returned as it is, of size 1.
-    """
+    """Return the scale of each element; D is `size`. A single scale is returned unchanged."""
     if scales.shape[-1] == 1:
         return scales
     return jnp.repeat(scales, SHARING, axis=-1)[..., :size]
 
 
 def codes_and_scales(x: PyTree) -> tuple[PyTree, PyTree]:
-    """Return codes and scales, or a plain array and None; of references in kernels too."""
+    """Return codes and scales, or a plain array and None; also for references in kernels."""
     return (x.codes, x.scales) if isinstance(x, Quantised) else (x, None)
 
 
 def dequantised_dtype(x: Stored) -> jnp.dtype:
-    """Return the dtype of the numbers that are stored: float32 where they are quantised."""
+    """Return the dtype of the decoded elements: float32 if quantised."""
     return x.scales.dtype if isinstance(x, Quantised) else x.dtype
 
 
 def quantise_like(numbers: Float[Array, "... D"], like: Stored) -> Numbers:
-    """Return numbers in the form of what is stored.
+    """Return numbers in the format of `like`, of any shape.
 
-    Codes are rounded to the nearest, ties to even. No derivative goes through codes and scales.
-
-    Args:
-      numbers: in the dtype of `dequantised_dtype(like)`. Quantised, a head with a number that is
-      not finite
-        is decoded to NaN alone.
-      like: gives the form; its shape does not matter.
+    Codes are rounded to nearest, ties to even, and have no derivative. Numbers have the dtype of
+    `dequantised_dtype(like)`. A head with a non-finite number decodes to NaN only.
 
     >>> like = make_stored_zeros((1,), "int8")
     >>> quantise_like(jnp.array([[1.0, -2.0, 0.3], [0.0, 0.0, 0.0]]), like).codes.tolist()
@@ -131,13 +121,13 @@ def quantise_like(numbers: Float[Array, "... D"], like: Stored) -> Numbers:
     if not isinstance(like, Quantised):
         return numbers
     numbers, dtype = jax.lax.stop_gradient(numbers), like.codes.dtype
-    # Some compilers turn a division by a constant into this product; written so, all agree.
+    # Some compilers replace a division by a constant by this product; all agree on the product.
     size = numbers.shape[-1]
     highest = [
         jnp.max(jnp.abs(numbers[..., group]), -1, keepdims=True) for group in scale_groups(size)
     ]
     scales = jnp.concatenate(highest, axis=-1) * np.float32(1 / largest_code(dtype))
-    # The maximum of a compiler may forget a NaN; a sum does not.
+    # A compiled maximum may drop a NaN; a sum does not.
     scales += jnp.sum(numbers - numbers, axis=-1, keepdims=True)
     return Quantised(codes=compute_codes(numbers, scales, dtype), scales=scales)
 
@@ -145,7 +135,7 @@ def quantise_like(numbers: Float[Array, "... D"], like: Stored) -> Numbers:
 def compute_codes(
     numbers: Float[Array, "... D"], scales: Float[Array, "... G"], dtype: jnp.dtype
 ) -> Num[Array, "... D"]:
-    """Return the codes of numbers by scales; 0 where a scale is 0 or NaN."""
+    """Return the codes of numbers for given scales; 0 if a scale is 0 or NaN."""
     by = expand_scales(scales, numbers.shape[-1])
     is_positive = by > 0
     codes = jnp.where(is_positive, numbers, 0) / jnp.where(is_positive, by, 1)
@@ -166,7 +156,7 @@ def is_integer_dtype(dtype: jnp.dtype) -> bool:
 
 
 def dequantise(x: Numbers) -> Float[Array, "... D"]:
-    """Return the numbers that are stored, in the dtype of `dequantised_dtype`.
+    """Return the decoded numbers, with the dtype of `dequantised_dtype`.
 
     >>> like = make_stored_zeros((1,), "int8")
     >>> dequantise(quantise_like(jnp.array([127.0, -3.4, jnp.nan]), like)).tolist()
@@ -180,12 +170,7 @@ def dequantise(x: Numbers) -> Float[Array, "... D"]:
 def qk_logits(
     q: Float[Array, "... X D"], k: Stored, dtype: jnp.dtype, *, keys_first: bool = False
 ) -> Float[Array, "... _ _"]:
-    """Multiply queries and keys `[..., C, D]`.
-
-    Returns:
-      `[..., X, C]` in a dtype. With `keys_first` keys are the first factor of the product, and the
-      result is `[..., C, X]`.
-    """
+    """Multiply queries with keys `[..., C, D]`; `[..., X, C]`, or `[..., C, X]` if `keys_first`."""
     codes, scales = codes_and_scales(k)
     form = "...xd,...cd->...cx" if keys_first else "...xd,...cd->...xc"
     product = partial(jnp.einsum, form, preferred_element_type=dtype)
@@ -200,10 +185,7 @@ def qk_logits(
 
 
 def weighted_values(weights: Float[Array, "... X C"], v: Stored) -> Float[Array, "... X Dv"]:
-    """Multiply weights and values `[..., C, Dv]`.
-
-    The result has the dtype of the weights.
-    """
+    """Multiply weights with values `[..., C, Dv]`, in the dtype of the weights."""
     codes, scales = codes_and_scales(v)
     product = partial(jnp.einsum, "...xc,...cd->...xd", preferred_element_type=weights.dtype)
     if scales is None:

@@ -1,11 +1,11 @@
-"""Turning stored keys from one position to another, so that errors of many moves do not add up.
+"""Rotation of stored keys to new positions, without accumulating rounding errors.
 
-A key of 16 or 8 bits that is turned is rounded. Turned from what the last move left, it would be
-off by one rounding more with each move. So a move looks at what the key is at position 0 and puts
-its pairs on a grid there, wide enough for the rounding at any position to be undone: the first move
-brings them onto the grid, and every later one finds them there again.
+A rotated key of 16 or 8 bits is rounded. If each move started from the last result, every move
+would add an error. Instead a move rotates the key to position 0 and rounds its pairs to a grid
+there. The grid is wide enough to undo the rounding at any position: the first move rounds to the
+grid, and later moves recover the same grid points.
 
-Letters: C cells, K heads of keys, D numbers of a head.
+Letters: C cells, K key heads, D dimensions of a head.
 """
 
 from __future__ import annotations
@@ -34,21 +34,15 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Int32
 
 WIDTH = np.float32(2**0.5)
-"""Of the grid, in units of the last place. Rounding takes each number of a pair half a unit away,
-so the pair by less than half of the grid's width."""
+"""Width of the grid in units of the last place. Rounding changes each element of a pair by at most
+half a unit, and the pair by less than half of this width.
+"""
 
 
 def rotate_keys(
     keys: Numbers, start: Int32[Array, " C"], stop: Int32[Array, " C"], rope: Rope
 ) -> Numbers:
-    """Return keys that were rotated for some positions, rotated for others.
-
-    Args:
-      keys: `[C, K, D]`; they are multiplied by the rope's `attention_factor` already.
-      start: the position that each key was rotated for.
-      stop: the position that it is rotated for in the result.
-      rope: the rotary embedding.
-    """
+    """Rotate keys `[C, K, D]`, with the rope's `attention_factor` applied, to other positions."""
     rope = replace(rope, attention_factor=1.0)
     if not isinstance(keys, Quantised) and keys.dtype.itemsize > 2:
         return rope.rotate(keys, stop - start)
@@ -66,10 +60,7 @@ def rotate_keys(
 
 
 def _round_to_grid(plain: jax.Array, unit: jax.Array, rope: Rope) -> jax.Array:
-    """Return keys at position 0 with their pairs on the grid; what no pair turns stays.
-
-    unit: `[C, K, D]`, the widest unit of the last place that the pair of a number has anywhere.
-    """
+    """Round pairs at position 0 to the grid; `unit` is a pair's largest unit of the last place."""
     size, width = 2 * len(rope.frequencies), WIDTH * unit
     pairs = jnp.round(plain / width) * width
     return jnp.concatenate([pairs[..., :size], plain[..., size:]], axis=-1)
@@ -78,7 +69,7 @@ def _round_to_grid(plain: jax.Array, unit: jax.Array, rope: Rope) -> jax.Array:
 def _map_pairs(
     combine: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, rope: Rope
 ) -> jax.Array:
-    """Return for each number what its pair gives; what no pair turns stays; `[..., D]`."""
+    """Combine the two elements of each pair; other dimensions are unchanged; `[..., D]`."""
     pairs = len(rope.frequencies)
     axis = -1 if rope.interleaved else -2
     turned, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
@@ -88,7 +79,7 @@ def _map_pairs(
 
 
 def _rounding_unit(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Return what a number of such a size, at least 0, is a multiple of in a dtype; float32."""
+    """Return the unit of the last place of non-negative numbers in a dtype; float32."""
     if is_integer_dtype(dtype):
         return jnp.ones_like(x)
     info = jnp.finfo(dtype)
@@ -98,9 +89,9 @@ def _rounding_unit(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 def _choose_scales(keys: Quantised, lengths: jax.Array) -> jax.Array:
-    """Return scales by which the codes of all pairs have room at every position.
+    """Return scales for which the codes of all pairs fit at every position.
 
-    Scales that give it stay as they are, or each move would round by others.
+    Scales that fit are kept: with other scales each move would round differently.
     """
     max_code = largest_code(keys.dtype)
     unit = _rounding_unit(jnp.float32(max_code), keys.dtype)

@@ -1,12 +1,14 @@
-"""What can be wrong with a batch before cells are chosen for it.
+"""Checks of a batch before slots are chosen.
 
-A member is a token with one of its sequences. A batch of B tokens has `[M]` members: its tokens, or
-where tokens may have n - 1 others B * n, token by token, of which those that are not there count as
-padding.
+A member is a pair of a token and one of its sequences. A batch of B tokens has M members: B, or
+B * n in token order if a token may have n sequences. Absent members count as padding.
 
-The sequences of a token share all that comes before it: in the table they own the very same cells,
-and in the batch the same token comes before it in each. Sets of sequences can only shrink from one
-token to the next, so what a batch brings for the sequences of a first token is a tree.
+Sequences that share a token have the same history: the same cells in the table, and the same
+preceding tokens in the batch. So sets of sequences only shrink along a batch, and form a tree.
+
+In this module batches are flat. `ids` is the sequence of each member, Q if absent. `ranks` is the
+result of `layout.rank_in_sequence` for members. `last` is the last position of each sequence in the
+table, `[Q]` int32, and `demand` the number of its tokens or cells, `[Q]` int32.
 """
 
 from __future__ import annotations
@@ -34,14 +36,14 @@ if TYPE_CHECKING:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlanBuilder:
-    """A plan in the making: what was found out about the batch, and the table so far.
+    """A plan in progress.
 
-    table: with the ubatches placed so far in it.
-    batch: flat, with all positions and outputs.
-    reason, expected, found: see `Plan`; what was found before cells were chosen.
-    late: the `reason`, or the one that came up while cells were chosen.
-    demand, available: the cells that each asks for, and those that there are for it.
-    together: the sequences that are sure to be placed if they come without the others.
+    table: the table, with the ubatches placed so far.
+    batch: the flat batch, with all positions and outputs.
+    reason, expected, actual: see `Plan`; known before slots are chosen.
+    late: `reason`, or the reason found while slots are chosen.
+    demand, available: cells that each sequence requires, and cells available to it.
+    together: sequences that are certain to fit if planned without the refused ones.
     """
 
     table: CacheTable
@@ -59,13 +61,7 @@ class PlanBuilder:
 def check_batch(
     table: CacheTable, batch: Batch, ranks: tuple[Int32[Array, " M"], Int32[Array, " M"]]
 ) -> PlanBuilder:
-    """Look for everything that can be wrong before cells are chosen.
-
-    Args:
-      table: of any cache.
-      batch: the tokens, flat.
-      ranks: see `layout.rank_in_sequence`; of the members of the batch.
-    """
+    """Check everything that can be checked before slots are chosen."""
     count = table.spec.sequences
     members, valid = token_sequence_pairs(batch)
     is_known = (members >= 0) & (members < count)
@@ -87,8 +83,8 @@ def check_batch(
         found = jnp.where(at_fault & (code == Reason.CONTEXT_EVICTED), last + 1, found)
     reason = jnp.where(foreign & (reason == Reason.OK), Reason.UNKNOWN_SEQUENCE, reason)
 
-    # Sequences already refused do not count against capacity. One refused for room is told how many
-    # cells were left.
+    # Sequences already refused do not count against capacity. For a sequence that is out of cells,
+    # `actual` is the number of cells that were left.
     if batch.shared_with is None:
         fits, together, remaining = table.find_fitting_sequences(
             jnp.where(reason == Reason.OK, demand, 0)
@@ -114,15 +110,7 @@ def check_batch(
 def _fill_in_defaults(
     batch: Batch, ids: jax.Array, ranks: jax.Array, demand: jax.Array, last: jax.Array
 ) -> Batch:
-    """Fill in what was left open: positions after the last, outputs of the last tokens.
-
-    Args:
-      batch: the tokens, flat.
-      ids: the sequence of each member, Q for one that is not there.
-      ranks: `[M]` int32, the turn of each member in its sequence.
-      demand: `[Q]` int32, how many tokens each sequence brings.
-      last: `[Q]` int32, the position that it goes on after.
-    """
+    """Set missing positions (after the last one) and outputs (last token of a sequence)."""
     positions, outputs = batch.positions, batch.outputs
     if positions is None:
         positions = last.at[ids].get(mode="fill", fill_value=-1) + 1 + ranks
@@ -141,20 +129,13 @@ def _find_faults(
     last: jax.Array,
     has_diverged: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Check tokens and positions, and that the sequences of a token share what is before it.
+    """Check tokens and positions, and that sequences of a token have the same history.
 
-    Args:
-      batch: the tokens, flat.
-      ids: the sequence of each member, Q for one that is not there.
-      valid: `[M]` bool, the members that are there.
-      numbers: `[M]` int32 each, see `layout.rank_in_sequence`.
-      last: `[Q]` int32, the position that each sequence goes on after.
-      has_diverged: `[M]` bool, see `members_with_other_history`; None where each token has one
-        sequence.
+    `valid` marks present members, `numbers` is `ranks`, and `has_diverged` is the result of
+    `members_with_other_history`, or None if each token has one sequence.
 
-    Returns:
-      For each sequence, `[Q]` int32 each, a `Reason`, and what was expected and found at its first
-      fault: positions, or where sequences have diverged another one of the token, and its position.
+    Returns `[Q]` int32 each: a `Reason`, and the expected and actual position of the first fault.
+    If sequences have diverged, these are the token's first sequence and its position.
     """
     ranks, before = numbers
     position = repeat_per_sequence(batch.positions, batch)
@@ -182,7 +163,7 @@ def _find_faults(
         right, reason = right & ~has_diverged, jnp.where(has_diverged, Reason.DIVERGED, reason)
         expected = jnp.where(has_diverged, repeat_per_sequence(batch.sequences, batch), expected)
     count, end = last.shape[0], ids.shape[0]
-    # The first token at fault speaks for its sequence.
+    # The first fault of a sequence is reported.
     index = jnp.where(right, end, jnp.arange(end, dtype=jnp.int32))
     worst = jnp.full(count, end, jnp.int32).at[ids].min(index, mode="drop")
     answer = ((reason, Reason.OK), (expected, 0), (position, 0))
@@ -191,11 +172,10 @@ def _find_faults(
 
 
 def check_shared_tokens(spec: TableSpec, batch: Batch) -> None:
-    """Raise unless a cache may have the tokens of several sequences in a batch.
+    """Raise a ValueError unless the cache allows the shared tokens of a batch.
 
-    Raises:
-      ValueError: when it keeps states; or when a known set has an id that is none, or sequences of
-        several streams.
+    The cache must not have states. Concrete sequence ids must be valid, and those of a token in one
+    stream.
     """
     if batch.shared_with is None:
         return
@@ -224,11 +204,11 @@ def check_shared_tokens(spec: TableSpec, batch: Batch) -> None:
 def token_sequence_pairs(
     batch: Batch,
 ) -> tuple[PyTree[Int32[ArrayLike, "*M"]], PyTree[Bool[ArrayLike, "*M"]]]:
-    """Return the sequence of each member, and whether it is there; of rows `[R, T * n]`."""
+    """Return the sequence of each member, and whether it is present; `[R, T * n]` for rows."""
     if batch.shared_with is None:
         return batch.sequences, batch.valid
     xp = np if is_concrete(batch) else jnp
-    # The lowest one is meant to be there; if it is none of the cache, that is found out.
+    # The first sequence counts as present even if its id is invalid: a later check reports it.
     more = xp.pad(
         batch.shared_with >= 0, [*((0, 0),) * batch.valid.ndim, (1, 0)], constant_values=True
     )
@@ -239,17 +219,17 @@ def token_sequence_pairs(
 
 
 def repeat_per_sequence(x: Shaped[Array, " B"], batch: Batch) -> Shaped[Array, " M"]:
-    """Return for each member what there is for its token."""
+    """Repeat values of tokens for their members."""
     return x if batch.shared_with is None else jnp.repeat(x, batch.shared_with.shape[-1] + 1)
 
 
 def any_per_token(x: Bool[Array, " M"], batch: Batch) -> Bool[Array, " B"]:
-    """Return whether something holds for a member of each token."""
+    """Return whether any member of each token is True."""
     return x if batch.shared_with is None else jnp.any(x.reshape(batch.valid.shape[0], -1), axis=1)
 
 
 def first_per_token(x: Shaped[Array, " M"], batch: Batch) -> Shaped[Array, " B"]:
-    """Return what there is for the first member of each token."""
+    """Return the value of the first member of each token."""
     return x if batch.shared_with is None else x.reshape(batch.valid.shape[0], -1)[:, 0]
 
 
@@ -259,14 +239,7 @@ def members_with_other_history(
     ranks: tuple[Int32[Array, " M"], Int32[Array, " M"]],
     batch: Batch,
 ) -> Bool[Array, " M"]:
-    """Return the members whose sequence does not share all that comes before with the first one.
-
-    Args:
-      table: of the cache.
-      ids: the sequence of each member, Q for one that is not there.
-      ranks: of the members, see `layout.rank_in_sequence`.
-      batch: the tokens.
-    """
+    """Return the members whose history differs from that of the token's first sequence."""
     spec, count = table.spec, table.spec.sequences
     turn, before, ids = (x.reshape(batch.valid.shape[0], -1) for x in (*ranks, ids))
     begins = turn == 0
@@ -288,20 +261,12 @@ def members_with_other_history(
 def num_required_cells(
     ids: jax.Array, turn: jax.Array, fits: jax.Array, batch: Batch
 ) -> tuple[jax.Array, jax.Array]:
-    """Count the tokens that each sequence brings, those that it shares with others once.
+    """Count the cells that each sequence requires; a shared token counts once.
 
-    Sequences that share a token find room together or not at all, so the lowest of them asks for
-    all.
+    Sequences that share a token fit together or not at all, so the lowest of them counts for all.
+    `turn` is the first of `ranks`, and `fits` selects the sequences that count.
 
-    Args:
-      ids: the sequence of each member, Q for one that is not there.
-      turn: `[M]` int32, the turn of each member in its sequence.
-      fits: `[Q]` bool, the sequences that count.
-      batch: the tokens.
-
-    Returns:
-      For each sequence the one that asks for it, `[Q]` int32; and how many tokens each asks for,
-      `[Q]` int32.
+    Returns `[Q]` int32 each: the sequence that counts for each one, and the number of cells.
     """
     count = fits.shape[0]
     ids, turn = (x.reshape(batch.valid.shape[0], -1) for x in (ids, turn))

@@ -1,15 +1,13 @@
-"""Which token of a batch is computed when, in rows padded to few shapes.
+"""Layout of a batch in ubatches, with rows padded to few shapes.
 
-A batch whose values are known is laid out on the host. A traced one, its `rank_in_sequence`,
-`order_tokens_first` and `gather_rows` are computed on the device.
+A batch with known values is laid out on the CPU; `rank_in_sequence`, `order_tokens_first` and
+`gather_rows` run on the device if it is traced.
 
-Each `..._split` takes the sequence of every token, `[B]`, and the most tokens of a ubatch, and
-returns one index array `[R, T]` for each ubatch: the batch index of each token, NO_SLOT for
-padding. T is a power of two up to `ubatch_size`, so that few shapes are ever compiled; no ubatch
-holds more than `ubatch_size` tokens that are not padding. Tokens of one sequence keep their order.
-
-A token of several sequences is dealt with as one of the lowest of them. So tokens of one sequence
-may be listed under two, and nothing is computed before what it follows.
+Each `..._split` takes the sequence of every token, `[B]`, and `ubatch_size`. It returns one index
+array `[R, T]` for each ubatch: the batch index of each token, NO_SLOT for padding. T is a power of
+two up to `ubatch_size`, which also bounds the valid tokens of a ubatch. Tokens of a sequence keep
+their order. A token of several sequences counts as one of the lowest of them; no token is computed
+before the tokens that precede it.
 """
 
 from __future__ import annotations
@@ -33,27 +31,22 @@ if TYPE_CHECKING:
 
 
 SplitBy = Literal["simple", "equal", "sequence"]
-"""The ways to cut a batch."""
+"""How a batch is cut into ubatches."""
 
 FEW = 8
-"""Smallest bucket of outputs: 8 outputs cost what 1 does, and fewer shapes are compiled."""
+"""Smallest bucket of outputs: 8 outputs cost as much as 1, and fewer shapes are compiled."""
 
 
 def lay_out_batch(
     spec: TableSpec, batch: Batch, ubatch_size: int, split_by: SplitBy | None
 ) -> tuple[Batch, list[PyTree[Int32[ArrayLike, "R T"]]], int]:
-    """Decide which token is computed when; by shapes alone where the batch is traced.
+    """Assign tokens to ubatches; by shapes only if the batch is traced.
 
-    Args:
-      spec: of the cache.
-      batch: the tokens.
-      ubatch_size: the most tokens that are computed at once.
-      split_by: how they are cut; None leaves it to the cache.
+    `split_by` None is the default of the cache.
 
     Returns:
-      The batch as a flat list of a bucketed length; for each ubatch the indices into it, `[R, T]`
-      int32, NO_SLOT for padding; and how many outputs the ubatch with the most of them has, in a
-      bucket too.
+      The flat batch, padded to a bucket; `[R, T]` indices into it for each ubatch, NO_SLOT for
+      padding; and the largest number of outputs of a ubatch, in a bucket.
     """
     check_shared_tokens(spec, batch)
     if split_by is None:
@@ -87,7 +80,7 @@ def lay_out_batch(
 def _lay_out_known_batch(
     spec: TableSpec, batch: Batch, ubatch_size: int, split_by: SplitBy
 ) -> tuple[Batch, list[PyTree], int]:
-    """Lay out a batch whose values are known; returns what `lay_out_batch` does."""
+    """Assign the tokens of a batch with known values, see `lay_out_batch`."""
     batch, valid_index = _flat_batch(spec, batch)
     sequences = batch.sequences[valid_index]
     after = (
@@ -114,15 +107,10 @@ def _lay_out_known_batch(
 def layout_single_ubatch(
     spec: TableSpec, batch: Batch
 ) -> tuple[Batch, PyTree[Int32[ArrayLike, "R T"]]]:
-    """Lay a batch out as one ubatch, however long, for what must not be cut.
+    """Arrange a batch as one ubatch of any length, for batches that must not be cut.
 
-    Args:
-      spec: of the cache.
-      batch: the tokens, each of one sequence, and which of them are outputs.
-
-    Returns:
-      The flat batch and the indices into it, `[R, T]` int32, as of `lay_out_batch`: a row for each
-      sequence, so that no encoder compares tokens of two. Traced, the rows are those of the batch.
+    Each sequence has its own row, so an encoder never mixes tokens of two sequences. A traced batch
+    keeps its rows. Returns the flat batch, and `[R, T]` indices into it, NO_SLOT for padding.
     """
     if not is_concrete(batch):
         flat, (index,), _ = lay_out_batch(spec, batch, batch.valid.size, None)
@@ -140,10 +128,7 @@ def layout_single_ubatch(
 
 
 def _flat_batch(spec: TableSpec, batch: Batch) -> tuple[Batch, np.ndarray]:
-    """Return a batch whose values are known as a flat list, and which tokens of it are there.
-
-    The latter are `[n]` integers, the indices of the valid tokens, in their order.
-    """
+    """Flatten a batch with known values; also return the `[n]` indices of its valid tokens."""
     axes, count = batch.valid.ndim, batch.valid.size
     batch = jax.tree.map(lambda x: np.asarray(x).reshape(count, *x.shape[axes:]), batch)
     valid_index = np.flatnonzero(batch.valid)
@@ -161,19 +146,13 @@ def _check_nonempty(tokens: int) -> None:
 
 
 def _to_batch_indices(valid_index: np.ndarray, part: np.ndarray) -> np.ndarray:
-    """Turn the numbers of a split, which counts tokens that are there, into batch indices.
-
-    `valid_index` is `[n]`, see `_flat_batch`; `part` and what is returned are `[R, T]` int32.
-    """
+    """Convert indices into valid tokens, `[R, T]`, to batch indices."""
     index = np.append(valid_index, NO_SLOT).astype(np.int32)
     return index[np.minimum(part, valid_index.size)]
 
 
 def _pad_row_count(part: np.ndarray, spec: TableSpec) -> np.ndarray:
-    """Pad the rows of a ubatch to a power of two, or to all sequences, so that few shapes occur.
-
-    `part` and what is returned are `[R, T]` int32, NO_SLOT for padding.
-    """
+    """Pad the rows of a ubatch to a power of two, or to all sequences, so that few shapes occur."""
     num_rows = next_power_of_two(len(part))
     if spec.single_sequence_rows:
         num_rows = max(min(num_rows, spec.sequences), len(part))
@@ -188,25 +167,20 @@ def _pad_batch(batch: Batch, size: int) -> Batch:
 
 
 def order_tokens_first(valid: jax.Array) -> jax.Array:
-    """Return an order of each row, `[R, T]` int32, that brings padding behind the tokens.
-
-    A row of a recurrent cache needs it, wherever its padding came.
-    """
+    """Return an order of each row with padding last, as recurrent caches require; `[R, T]`."""
     return jnp.argsort(~valid, axis=1, stable=True).astype(jnp.int32)
 
 
 def rank_in_sequence(
     sequences: PyTree[Int[ArrayLike, "*M"]], valid: PyTree[Bool[ArrayLike, "*M"]]
 ) -> tuple[PyTree[Int32[ArrayLike, "*M"]], PyTree[Int32[ArrayLike, "*M"]]]:
-    """Return the turn of each token in its sequence, in the order they come.
+    """Return the index of each token within its sequence, in batch order.
 
-    Args:
-      sequences: `[B]` int32; NumPy in, NumPy out, so that a batch known to the host costs nothing.
-      valid: `[B]` bool; the numbers of other tokens mean nothing.
+    Results of tokens that are not valid are undefined. NumPy arrays give NumPy results.
 
     Returns:
-      `[B]` int32, how many tokens of its sequence come before a token; and `[B]`
-      int32, the index of the nearest one, the token's own if there is none.
+      `[B]` int32, the number of preceding tokens of the sequence; and `[B]` int32, the index of the
+      previous one, or the token's own index if it is the first.
 
     >>> rank_in_sequence(np.array([7, 8, 7, 7]), np.ones(4, bool))
     (array([0, 0, 1, 2], dtype=int32), array([0, 1, 0, 2], dtype=int32))
@@ -223,7 +197,7 @@ def rank_in_sequence(
 
 
 def preceding_tokens(sequences: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return the token that each token of several sequences follows, `[B]` int32; -1 for none.
+    """Return the token that precedes each token, `[B]` int32; -1 if it is the first.
 
     >>> preceding_tokens(np.array([0, 0, 1]), np.array([[1], [-1], [-1]]))
     array([-1,  0,  0], dtype=int32)
@@ -236,10 +210,7 @@ def preceding_tokens(sequences: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 
 def gather_rows(batch: Batch, index: jax.Array) -> Batch:
-    """Lay tokens of a flat batch out in rows; `index`, `[R, T]`, is NO_SLOT for padding.
-
-    Padding is token 0: that of another text may be one which the vocabulary has not.
-    """
+    """Arrange tokens of a flat batch in rows by `index`, `[R, T]`; NO_SLOT gives token 0."""
 
     def gather_field(field: jax.Array) -> jax.Array:
         return field[jnp.minimum(index, field.shape[0] - 1)]
@@ -253,10 +224,7 @@ def gather_rows(batch: Batch, index: jax.Array) -> Batch:
 def split_batch(
     split_by: SplitBy, sequences: np.ndarray, ubatch_size: int, after: np.ndarray | None = None
 ) -> list[np.ndarray]:
-    """Cut a batch in the way that is asked for; see `equal_split` for `after`.
-
-    Raises:
-      ValueError: when there is no such way.
+    """Cut a batch; raise a ValueError if `split_by` is unknown. `after`: see `equal_split`.
 
     >>> split_batch("even", np.array([0, 0]), 1)
     Traceback (most recent call last):
@@ -274,7 +242,7 @@ def split_batch(
 
 
 def simple_split(sequences: np.ndarray, ubatch_size: int) -> list[np.ndarray]:
-    """Cut in the order the tokens come, whatever their sequences; one row.
+    """Cut a batch in token order; each ubatch is one row.
 
     >>> ids = np.array([0, 0, 0, 1, 1])
     >>> [(part != NO_SLOT).sum().item() for part in simple_split(ids, 4)]
@@ -288,7 +256,7 @@ def simple_split(sequences: np.ndarray, ubatch_size: int) -> list[np.ndarray]:
 
 
 def sequence_split(sequences: np.ndarray, ubatch_size: int) -> list[np.ndarray]:
-    """Cut so that a ubatch holds tokens of one sequence only; one row.
+    """Cut a batch so that a ubatch has tokens of one sequence; each ubatch is one row.
 
     >>> ids = np.array([0, 1, 0, 1, 1])
     >>> [part[part != NO_SLOT].tolist() for part in sequence_split(ids, 2)]
@@ -306,23 +274,20 @@ def sequence_split(sequences: np.ndarray, ubatch_size: int) -> list[np.ndarray]:
 def equal_split(
     sequences: np.ndarray, ubatch_size: int, *, after: np.ndarray | None = None
 ) -> list[np.ndarray]:
-    """Cut so that a ubatch holds equally many tokens of several sequences; one row for each.
+    """Cut a batch so that a ubatch has equally many tokens of some sequences, a row each.
 
-    Sequences take part in the order of their first token that is left, as many as there is room
-    for, and each gives as many tokens as the shortest of them has and `ubatch_size` allows. One
-    whose first token follows another that is not computed yet, nor in this ubatch, waits.
+    Sequences are taken in the order of their first remaining token, at most `ubatch_size`. Each row
+    is as long as the shortest sequence and `ubatch_size` allow. A sequence waits if its first token
+    follows one that is neither computed yet nor in this ubatch.
 
-    Args:
-      sequences: `[B]` int32.
-      ubatch_size: the most tokens of a ubatch.
-      after: `[B]` int32, the token that each follows, -1 for none; None where it is always one of
-        the same sequence.
+    `after` is the token that precedes each token, `[B]` int32, -1 if none. None means that it is
+    always of the same sequence.
 
     >>> ids = np.array([0, 0, 0, 0, 1, 1])
     >>> [part.tolist() for part in equal_split(ids, 8)]
     [[[0, 1], [4, 5]], [[2, 3]]]
 
-    Here sequence 1 goes on after the second token of sequence 0:
+    Sequence 1 continues after the second token of sequence 0:
 
     >>> after = np.array([-1, 0, 1, 2, 1, 4])
     >>> [part.tolist() for part in equal_split(ids, 8, after=after)]
@@ -352,12 +317,12 @@ def equal_split(
 
 
 def _num_tokens_from_each(taking: list[np.ndarray], ubatch_size: int) -> int:
-    """Return how many tokens each of some sequences, `[n]` int32 each, gives."""
+    """Return the row length for some sequences, given as `[n]` int32 each."""
     return min(ubatch_size // len(taking), min(map(len, taking)))
 
 
 def _indices_by_sequence(sequences: np.ndarray) -> list[np.ndarray]:
-    """List the tokens of each sequence, `[n]` int32, in the order in which sequences appear."""
+    """Return the `[n]` int32 token indices of each sequence, in order of first appearance."""
     _, firsts = np.unique(sequences, return_index=True)
     return [np.flatnonzero(sequences == sequences[i]).astype(np.int32) for i in sorted(firsts)]
 

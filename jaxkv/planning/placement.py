@@ -1,4 +1,4 @@
-"""Choosing a cell for every token of a ubatch, and the verdict on a whole batch."""
+"""Slots for the tokens of a ubatch, and the result of a plan."""
 
 from __future__ import annotations
 
@@ -35,15 +35,11 @@ def plan_single_ubatch(
     *,
     outputs: int,
 ) -> Plan:
-    """Plan a batch that is one ubatch.
+    """Plan a batch that is one ubatch, for the table of any cache.
 
-    Args:
-      table: of any cache.
-      batch: the tokens, flat.
-      ranks: see `layout.rank_in_sequence`; of the members of the batch, see `sets`.
-      index: which token stands where, NO_SLOT for padding.
-      more: the sequences that go on in a later ubatch; None for none.
-      outputs: O, static.
+    `batch` is flat, and `ranks` is the result of `layout.rank_in_sequence` for its members, see
+    `checks`. `index` is the batch index of each token, NO_SLOT for padding. `more` marks sequences
+    that continue in a later ubatch, None for none.
     """
     builder, ubatch = place_ubatch(check_batch(table, batch, ranks), index, more, outputs=outputs)
     plan = finish_plan(builder)
@@ -58,7 +54,7 @@ def place_ubatch(
     *,
     outputs: int,
 ) -> tuple[PlanBuilder, Ubatch]:
-    """Choose cells for a ubatch and put it into the table of the plan; see `plan_single_ubatch`."""
+    """Choose slots for a ubatch and add it to the plan's table; see `plan_single_ubatch`."""
     table, batch = builder.table, builder.batch
     index, mixed = _order_rows(table.spec, batch, index)
     more = jnp.zeros(table.spec.sequences, bool) if more is None else more
@@ -80,10 +76,10 @@ def place_ubatch(
 
 @jit_table
 def finish_plan(builder: PlanBuilder) -> Plan:
-    """Return what came of a plan; the ubatches are put in by the caller."""
+    """Return the plan, without its ubatches."""
     reason, late = builder.late, builder.late != builder.reason
     ok = jnp.all(reason == Reason.OK)
-    # Sequences that find cells, but perhaps no run of them once the others are left out.
+    # These sequences have enough cells, but may have no free run once the others are left out.
     is_fragmented = ~ok & (reason == Reason.OK) & ~builder.together
     reason = jnp.where(is_fragmented, Reason.FRAGMENTED, reason)
     return Plan(
@@ -99,11 +95,10 @@ def finish_plan(builder: PlanBuilder) -> Plan:
 def _order_rows(
     spec: TableSpec, batch: Batch, index: Int32[Array, "R T"]
 ) -> tuple[Int32[Array, "R T"], Bool[Array, " Q"]]:
-    """Bring the rows of a ubatch into the order of their sequences, where all may take part.
+    """Sort the rows of a ubatch by sequence if there is one for each sequence.
 
-    Returns:
-      The index; and the sequences that have no row of their own though each needs one. The plan is
-      refused for them.
+    Also return the sequences that share a row or have several, if each requires one row; the plan
+    is refused for them.
     """
     count = spec.sequences
     none, index = jnp.zeros(count, bool), jnp.asarray(index)
@@ -134,7 +129,7 @@ def _build_ubatch(
     more: Bool[Array, " Q"],
     outputs: int,
 ) -> Ubatch:
-    """Lay the tokens of one ubatch out in rows, `[R, T]`; it has no slots yet."""
+    """Arrange the tokens of a ubatch in rows, `[R, T]`, without slots."""
     spec, part = table.spec, gather_rows(batch, index)
     in_order = spec.single_sequence_rows and index.shape[0] == spec.sequences
     if not spec.single_sequence_rows:
@@ -177,10 +172,7 @@ def _build_ubatch(
 def _hash_row_contexts(
     digests: PyTree[UInt32[Array, " S"]], stream: Int32[Array, " R"], in_order: bool
 ) -> UInt32[Array, " R"]:
-    """Return one number of what each row goes on from, over all parts; `[R]` uint32.
-
-    `digests` is `[S]` uint32, or a tuple of such; `stream` is `[R]` int32.
-    """
+    """Return a hash of the stream of each row; hashes of the parts of a hybrid are added."""
     leaves = jax.tree.leaves(digests)
     return reduce(
         jnp.add, [expand_streams_to_rows(mix(digest), stream, in_order) for digest in leaves]
@@ -190,10 +182,10 @@ def _hash_row_contexts(
 def _select_outputs(
     part: Batch, index: Int32[Array, "R T"], outputs: int
 ) -> tuple[Int32[Array, " O"], Int32[Array, " O"]]:
-    """Return which tokens of a ubatch output logits, and the batch index of each; `[O]` int32."""
+    """Return the tokens of a ubatch that output logits, and their batch indices; `[O]` int32."""
     order = jnp.where(part.outputs & part.valid, index, NO_SLOT).reshape(-1)
     tokens = order.shape[0]
-    if outputs >= tokens:  # any of them may be an output: none has to be picked
+    if outputs >= tokens:  # every token may be an output: no selection is needed
         return jnp.arange(tokens, dtype=jnp.int32), order
     pick = indices_of_true(order != NO_SLOT, outputs)
     order = order.at[pick].get(mode="fill", fill_value=NO_SLOT)

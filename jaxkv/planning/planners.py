@@ -1,4 +1,4 @@
-"""The planners: batches, encoder outputs, one token for each sequence, and shapes alone."""
+"""Planners: `init_batch`, `init_full` and `plan_step`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from jaxkv.table import CacheTable
 
 UBATCH_SIZE = 512
-"""Tokens that are computed at once where neither the caller nor the cache says otherwise."""
+"""Default number of tokens of a ubatch."""
 
 
 def init_batch(
@@ -47,40 +47,39 @@ def init_batch(
     split_by: SplitBy | None = None,
     encoder: bool = False,
 ) -> Plan:
-    """Plan where the tokens of a batch go. Looks at the table only, and changes nothing.
+    """Plan slots for the tokens of a batch. Reads the table only; the cache is unchanged.
 
-    The batch is checked first: each sequence goes on one past its last position (one that is empty
-    may start anywhere), without gaps, duplicates or steps back. Then every token finds a cell, or
-    none does.
+    The batch is checked first. Each sequence must continue one past its last position, without
+    gaps, duplicates or decreasing positions; an empty sequence may start at any position. The plan
+    is refused unless all tokens get a slot.
+
+    With `encoder`, the batch contains the tokens or embeddings (such as audio frames) that an
+    encoder reads, for sequences without a source. Tokens of a source attend to each other, so the
+    batch is one ubatch of any length, with a row for each sequence and positions from 0. A traced
+    batch keeps its rows; a traced list is one row, which raises if the cache requires a row for
+    each sequence. After `apply`, `write_kv` writes the keys and values of each cross-attention
+    layer, as `encode` does.
 
     Args:
       cache: any cache.
-      batch: the tokens, `make_batch` makes it. Traced, it must fit one ubatch or come in rows.
-      ubatch_size: the most tokens that are computed at once, by default what the cache was sized
-        for, or 512. What is left over at the end is padded to a power of two, so that few shapes
-        are ever compiled.
-      split_by: how the batch is cut into ubatches: "simple", in the order that tokens come, the
-        default where rows may hold tokens of several sequences; "equal", as many tokens of several
-        sequences, the default where they may not; or "sequence", one sequence at a time.
-      encoder: plan where the sources of sequences go, for layers of `CacheSpec.cross_attention`:
-        the tokens, or embeddings such as frames of sound, that an encoder reads, for sequences that
-        have no source yet. A source comes whole, since its tokens see each other: all of the batch
-        is one ubatch, however long, with a row for each sequence. Its tokens stand at 0 and so on,
-        apart from the positions of the text. Traced, the batch keeps its rows; a list of tokens is
-        one row, which a cache that needs a row for each sequence refuses. `apply` takes the plan
-        in; `write_kv` then writes the keys and values of each layer that looks at sources, as
-        `encode` does.
+      batch: the batch, from `make_batch`. If traced, it must fit one ubatch or come in rows.
+      ubatch_size: the most tokens computed at once; by default that of the cache, or 512. The last
+        ubatch is padded to a power of two, so that few shapes are compiled.
+      split_by: how the batch is cut: "simple", in token order; "equal", equally many tokens of
+        several sequences; "sequence", one sequence at a time. The default is "simple" if rows may
+        contain tokens of several sequences, and "equal" otherwise.
+      encoder: plan encoder sources for the layers of `CacheSpec.cross_attention`.
 
     Returns:
-      A `Plan`. Whether it is carried out is a value, `plan.ok`; `plan.check()` raises instead.
+      A `Plan`; `plan.ok` is a value, and `plan.check()` raises instead.
 
     Raises:
-      TypeError: when it is no batch.
-      ValueError: when a sequence id is known and is none of the cache, when nothing is in the
-        batch, when a traced batch is longer than `ubatch_size` or lacks the rows that the cache
-        needs, when `ubatch_size` is more than the cache was sized for, or when there is no such
-        `split_by`; of a source when the batch says positions, or a token of it belongs to several
-        sequences.
+      TypeError: If `batch` is not a batch.
+      ValueError: If a known sequence id is invalid, or the batch is empty.
+      ValueError: If a traced batch is longer than `ubatch_size`, or lacks rows that the cache
+        requires.
+      ValueError: If `ubatch_size` exceeds that of the cache, or `split_by` is unknown.
+      ValueError: If a source has positions, or a token of it belongs to several sequences.
 
     Examples:
       >>> cache = make_cache(
@@ -90,14 +89,14 @@ def init_batch(
       >>> plan.ok.item(), plan.fits.tolist()
       (False, [False, True])
 
-      The batch does not fit, but the shorter prompt alone does:
+      The batch does not fit. The shorter prompt does:
 
       >>> batch = make_batch([[1, 2, 3], [4, 5]]).keep_sequences(plan.fits)
       >>> cache = apply(cache, init_batch(cache, batch))
       >>> cache.seq_pos_max([0, 1]).tolist()
       [-1, 1]
 
-      A source of three tokens, and two tokens of the text, each of which sees all of it:
+      Two tokens attend to a source of three tokens:
 
       >>> sizes = dict(layers=1, kv_heads=1, head_dim=1)
       >>> text, sources = CacheSpec.attention(**sizes), CacheSpec.cross_attention(**sizes)
@@ -109,7 +108,7 @@ def init_batch(
       >>> attend(apply(cache, ubatch), 1, ubatch, jnp.zeros((1, 2, 1, 1)))[1][0, :, 0, 0]
       Array([4., 4.], dtype=float32)
 
-      It is written once:
+      A source is written once:
 
       >>> plan = init_batch(cache, make_batch([5]), encoder=True)
       >>> Reason(plan.reason[0].item()).name
@@ -128,7 +127,7 @@ def init_batch(
     ranks = rank_in_sequence(*token_sequence_pairs(flat))
     if len(parts) == 1:
         return plan_single_ubatch(table, flat, ranks, parts[0], outputs=outputs)
-    # One program for each shape of a ubatch, however many there are and in whatever order.
+    # One program is compiled for each shape of a ubatch, for any number and order of ubatches.
     builder = check_batch(table, flat, ranks)
     ubatches = []
     for part, more in zip(parts, _sequences_with_more(table.spec, flat, parts), strict=True):
@@ -139,21 +138,22 @@ def init_batch(
 
 
 def init_full(cache: Cache, *, ubatch_size: int | None = None, outputs: int | None = None) -> Plan:
-    """Plan the largest ubatch of a full cache, as shapes: for compiling ahead and counting bytes.
+    """Plan the largest ubatch of a full cache, as shapes.
 
-    Nothing is allocated, and `cache` may be shapes itself (`jax.eval_shape`).
+    For compiling ahead and counting bytes. No array is allocated; `cache` may be shapes itself
+    (`jax.eval_shape`).
 
     Args:
       cache: any cache, or its shapes.
-      ubatch_size: the most tokens that will be computed at once, see `init_batch`.
-      outputs: the most tokens of a ubatch that output logits, by default one for each sequence.
+      ubatch_size: the most tokens computed at once, see `init_batch`.
+      outputs: the most tokens of a ubatch that output logits; by default one for each sequence.
 
     Returns:
       A plan of one ubatch whose arrays are `jax.ShapeDtypeStruct`.
 
     Raises:
-      TypeError: when `ubatch_size` or `outputs` is no integer.
-      ValueError: when one is below 1, or `ubatch_size` is more than the cache was sized for.
+      TypeError: If `ubatch_size` or `outputs` is not an integer.
+      ValueError: If one of them is below 1, or `ubatch_size` exceeds that of the cache.
 
     Examples:
       >>> make = lambda: make_cache(
@@ -184,10 +184,7 @@ def init_full(cache: Cache, *, ubatch_size: int | None = None, outputs: int | No
 
 
 def _sequences_with_more(spec: TableSpec, flat: Batch, parts: list[PyTree]) -> list[PyTree]:
-    """Return for each ubatch which sequences go on in a later one, `[Q]` bool each.
-
-    `parts` are indices into the flat batch, see `lay_out_batch`.
-    """
+    """Return for each ubatch the sequences that continue in a later one, `[Q]` bool."""
     later, found = np.zeros(spec.sequences, bool), []
     for part in reversed(parts):
         found.append(later.copy())
@@ -196,7 +193,7 @@ def _sequences_with_more(spec: TableSpec, flat: Batch, parts: list[PyTree]) -> l
 
 
 def check_ubatch_size(spec: TableSpec, ubatch_size: int | None) -> int:
-    """Return how many tokens are computed at once, as the caller or the cache wants it."""
+    """Return `ubatch_size`, or the default; raise if it exceeds that of the cache."""
     if ubatch_size is None:
         return UBATCH_SIZE if spec.ubatch_size is None else spec.ubatch_size
     ubatch_size = check_count(ubatch_size, "ubatch_size")
@@ -211,7 +208,7 @@ def check_ubatch_size(spec: TableSpec, ubatch_size: int | None) -> int:
 
 @jit_table
 def _mask_ubatch_unless(table: CacheTable, ok: Bool[Array, ""], ubatch: Ubatch) -> Ubatch:
-    """Do what `mask_slots` says, on the mesh of a table."""
+    """Apply `mask_slots` on the mesh of a table."""
     del table
     return mask_slots(ok, ubatch)
 
@@ -224,19 +221,18 @@ def plan_step(
     Args:
       cache: any cache.
       tokens: `[T]` int32, one for each sequence; or `[T, n]`, n for each.
-      sequences: `[T]` int32, the sequences, each at most once; by default 0, 1, 2 and so on.
-      active: bool, in the shape of the tokens: those that are there. The others are padding,
-        wherever they stand. By default all are there.
+      sequences: `[T]` int32 without repeats; by default 0, 1, 2 and so on.
+      active: bool, in the shape of `tokens`; others are padding, in any place. By default all are
+        active.
 
     Returns:
-      A plan of one ubatch, `plan.ubatch`, whose outputs are all tokens in this order, so that
-      logits can be reshaped to `[T, V]` or `[T, n, V]`. Where `ok` is False, it changes nothing,
-      and `reason` says why of each sequence: no cell is free, a sequence comes twice, keys are not
-      rotated yet, or a window has evicted what a token would attend to.
+      A plan of one ubatch, `plan.ubatch`. Its outputs are all tokens in this order, so logits can
+      be reshaped to `[T, V]` or `[T, n, V]`. A plan with `ok` False has no effect, and `reason` is
+      set for each sequence: no free cell, a repeated sequence, a pending shift, or evicted context.
 
     Raises:
-      ValueError: when the shapes differ, or a sequence is known and comes twice or is none.
-      TypeError: when tokens or sequences are no integers, or `active` no bools.
+      TypeError: If tokens or sequences are not integers, or `active` is not bool.
+      ValueError: If the shapes differ, or a known sequence is repeated or invalid.
 
     Examples:
       >>> cache = make_cache(
@@ -246,7 +242,7 @@ def plan_step(
       >>> plan.ok.item(), plan.ubatch.slots.tolist(), plan.ubatch.outputs.tolist()
       (True, [[0, 1]], [0, 1])
 
-      Three tokens for sequence 1, and one for sequence 0, for which no cell is left:
+      Three tokens of sequence 1 use all cells, so the token of sequence 0 does not fit:
 
       >>> tokens, active = [[7, 8, 9], [5, 0, 0]], [[1, 1, 1], [1, 0, 0]]
       >>> plan = plan_step(cache, tokens, sequences=[1, 0], active=active)
@@ -278,7 +274,7 @@ def plan_next(
     sequences: Int32[Array, " T"],
     valid: Bool[Array, "T n"],
 ) -> Plan:
-    """Return the plan of `plan_step`; a sequence that comes twice is DUPLICATE_POSITION."""
+    """Return the plan of `plan_step`; the reason of a repeated sequence is DUPLICATE_POSITION."""
     spec, (count, length) = table.spec, np.shape(valid)
     flat = make_batch(
         tokens.reshape(-1),
@@ -306,7 +302,7 @@ def plan_next(
 def check_next_tokens(
     spec: TableSpec, tokens: PyTree, sequences: Ids, valid: PyTree
 ) -> tuple[PyTree, PyTree, PyTree]:
-    """Return tokens `[T, n]`, sequences `[T]` and `valid` `[T, n]` as int32 and bool, or raise."""
+    """Return tokens `[T, n]`, sequences `[T]` and valid `[T, n]` as int32 and bool, or raise."""
     if 0 in np.shape(tokens):
         raise ValueError(f"expected a token at least, got tokens of the shape {np.shape(tokens)}")
     if is_concrete(sequences, valid):
@@ -317,9 +313,9 @@ def check_next_tokens(
 
 
 def _rank_in_rows(valid: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return what `layout.rank_in_sequence` does for tokens `[T, n]` of rows; `[T * n]` each.
+    """Return `layout.rank_in_sequence` of tokens `[T, n]`, for rows of different sequences.
 
-    No two rows are of one sequence: such a plan is refused, whatever its ranks.
+    Rows with a repeated sequence get wrong ranks, but their plan is refused.
     """
     index = jnp.arange(valid.size, dtype=jnp.int32).reshape(valid.shape)
     ranks = jnp.cumsum(valid, axis=1, dtype=jnp.int32) - valid
@@ -331,10 +327,7 @@ def _rank_in_rows(valid: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _lay_out_next_tokens(
     spec: TableSpec, ids: jax.Array, valid: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Lay out `[T, n]` tokens: the index of the ubatch, and where each token stands in it.
-
-    The index is `[T, n]` int32, or one row of all; the places are `[T, n]` int32. `ids` is `[T]`.
-    """
+    """Return the index of the ubatch, and the place of each token in it, `[T, n]` int32."""
     count, length = valid.shape
     index = jnp.arange(count * length, dtype=jnp.int32).reshape(count, length)
     if not spec.single_sequence_rows:
@@ -350,7 +343,7 @@ def _lay_out_next_tokens(
 
 
 def _init_encoder(table: CacheTable, batch: Batch) -> Plan:
-    """Plan where the sources of sequences go, see `init_batch`."""
+    """Plan encoder sources, see `init_batch`."""
     table = table.as_encoder_table()
     if batch.shared_with is not None:
         raise ValueError(
@@ -376,7 +369,7 @@ def _plan_empty_sequences(
     ranks: tuple[Int32[Array, " M"], Int32[Array, " M"]],
     index: Int32[Array, "R T"],
 ) -> Plan:
-    """Plan a batch whose sequences must be empty; arguments as of `plan_single_ubatch`."""
+    """Plan a batch whose sequences must be empty; arguments as in `plan_single_ubatch`."""
     plan = plan_single_ubatch(table, batch, ranks, index, outputs=FEW)
     reason = jnp.where(
         plan.reason == Reason.NOT_CONTIGUOUS, Reason.ENCODER_ALREADY_WRITTEN, plan.reason

@@ -1,6 +1,7 @@
-"""Caches over many devices: where each part lies, and what that costs.
+"""Caches on several devices: sharding rules, meshes, and bytes per device.
 
-A mesh is the one at hand, `jax.set_mesh(mesh)`. All else is as on one device: edits, plans, loops.
+Functions use the current mesh, `jax.set_mesh(mesh)`. Edits, plans and loops are the same as on one
+device.
 """
 
 from jaxkv.core.partitioning import ShardingRules

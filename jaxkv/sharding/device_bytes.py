@@ -1,4 +1,4 @@
-"""What a cache costs on each device of a mesh, told before anything is there."""
+"""Bytes of a cache on each device of a mesh, computed from shapes."""
 
 from __future__ import annotations
 
@@ -28,17 +28,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceBytes:
-    """What a cache costs on each device of a mesh.
+    """Bytes of a cache on each device of a mesh.
 
-    devices: how many there are.
+    devices: number of devices.
     table: bytes of the table on a device.
     buffers: bytes of keys, values and states on a device.
-    params: bytes of a model's weights on a device; 0 if none were given.
-    sent: bytes that attention brings to a device in a step of one token for each sequence.
-    whole: streams and heads that no axis splits though the rules name one. States are not looked
-      at.
-    uneven: for each part that keeps a short text on a few of the devices that split its cells, how
-      to spread it.
+    params: bytes of model parameters on a device; 0 if not given.
+    sent: bytes that attention sends to a device in a step of one token for each sequence.
+    whole: streams and heads that are not split although the rules name an axis, without states.
+    uneven: advice for each part that stores a short sequence on few of the devices that split
+      cells.
     """
 
     devices: int
@@ -55,7 +54,7 @@ class DeviceBytes:
         return self.table + self.buffers + self.params
 
     def check(self, room: int) -> DeviceBytes:
-        """Raise a ValueError if it takes more than `room` bytes on a device; else return it."""
+        """Return self; raise a ValueError if the total exceeds `room` bytes on a device."""
         if self.total > room:
             raise ValueError(
                 f"expected at most {room:,} bytes on each of {self.devices} devices, got "
@@ -84,19 +83,19 @@ def device_bytes(
     heads: int | None = None,
     params: PyTree = None,
 ) -> DeviceBytes:
-    """Return what a cache costs on each device, before anything is there.
+    """Return the bytes of a cache on each device, without allocating it.
 
     Args:
       cache: any cache, or its shapes.
-      mesh: the mesh, or an abstract one of devices that are not at hand.
-      sharding_rules: which of its axes split what.
-      heads: H, the query heads, on which it depends what is sent; by default as many as keys have,
-        and a multiple of them.
-      params: the weights of a model, or their shapes, with the shardings they will have. Those
-        without one are counted whole.
+      mesh: the mesh, which may be abstract.
+      sharding_rules: mesh axes that split the cache.
+      heads: H, query heads, for the bytes sent; by default the number of key/value heads.
+      params: model parameters, or their shapes, with shardings. Arrays without a sharding count
+        whole.
 
     Raises:
-      ValueError: see `shardings`; or when `heads` is no multiple of the heads of keys.
+      ValueError: If several streams or cells are not a multiple of the devices that split them.
+      ValueError: If `heads` is not a multiple of the key/value heads.
 
     Examples:
       >>> mesh = jax.make_mesh((2, 2), ("data", "tensor"))
@@ -114,7 +113,7 @@ def device_bytes(
       in all                     8,470,608 bytes
       sent in a step                     0 bytes
 
-      Where cells are split, it tells whether all devices hold as much of a short text:
+      If cells are split, `uneven` reports a short sequence that is not spread over all devices:
 
       >>> make = lambda: make_cache(
       ...     CacheSpec.attention(layers=2, kv_heads=1, head_dim=64), cells=1024
@@ -153,12 +152,12 @@ placement='striped:4'
 
 
 def key_arrays(cache: Cache) -> list[Stored]:
-    """Return the keys of all layers that attend, `[S, K, N, D]`; `[S * L, K, N, D]` if stacked."""
+    """Return the keys of all attention layers, `[S, K, N, D]`; `[S * L, K, N, D]` if stacked."""
     return [x for part in cache.parts if isinstance(part.buffers, Buffers) for x in part.buffers.k]
 
 
 def _local_bytes(x: jax.Array | jax.ShapeDtypeStruct, where: Sharding | None) -> int:
-    """Return the bytes of an array that lie on each device."""
+    """Return the bytes of an array on each device."""
     shape = x.shape if where is None else where.shard_shape(x.shape)
     return prod(shape) * np.dtype(x.dtype).itemsize
 
@@ -166,7 +165,7 @@ def _local_bytes(x: jax.Array | jax.ShapeDtypeStruct, where: Sharding | None) ->
 def _softmax_bytes(
     part: Cache, mesh: AnyMesh, sharding_rules: ShardingRules, heads: int | None
 ) -> int:
-    """Return what attention brings to a device: the open softmax of all that hold the cells."""
+    """Return the bytes of partial softmaxes that each device receives in one step."""
     if not isinstance(part.buffers, Buffers):
         return 0
 
@@ -184,7 +183,7 @@ def _softmax_bytes(
 
 
 def _describe_unsplit(part: Cache, mesh: AnyMesh, sharding_rules: ShardingRules) -> list[str]:
-    """Say what no axis splits though the rules name one."""
+    """Describe sizes that are not split although the rules name an axis."""
     sizes = [("streams", part.table.spec.streams)]
     sizes += [("kv_heads", k.shape[1]) for k in key_arrays(part)]
     return [
@@ -196,7 +195,7 @@ def _describe_unsplit(part: Cache, mesh: AnyMesh, sharding_rules: ShardingRules)
 
 
 def _describe_uneven_fill(part: Cache, mesh: AnyMesh, sharding_rules: ShardingRules) -> list[str]:
-    """Say what to do where a short text lies on some of the devices that split cells alone."""
+    """Return the placement that spreads a short sequence over all devices that split cells."""
     axes, devices = sharding_rules.present(mesh, "cells"), sharding_rules.devices(mesh, "cells")
     if not isinstance(part.table, Cells) or part.table.shards % devices == 0:
         return []

@@ -1,4 +1,4 @@
-"""A mesh that fits the heads of a cache, made of one with more devices than there are heads."""
+"""Meshes for caches with fewer heads than devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from jaxkv.core.types import AnyMesh
 
 Surplus = Literal["cells", "replicate", "refuse"]
-"""What devices do that are more than there are heads: hold cells, hold copies, or be refused."""
+"""Use of devices that exceed the heads: split cells, replicate heads, or raise."""
 
 
 def fit_mesh(
@@ -25,25 +25,25 @@ def fit_mesh(
     *,
     surplus: Surplus = "cells",
 ) -> tuple[AnyMesh, ShardingRules]:
-    """Return a mesh and rules that fit the heads of a cache, where an axis has too many devices.
+    """Return a mesh and rules that fit the heads of a cache, if an axis has too many devices.
 
     Args:
       cache: any cache, or its shapes.
-      mesh: the mesh, or an abstract one of devices that are not at hand.
-      sharding_rules: which of its axes split what; heads are split by one axis.
-      surplus: what becomes of devices that are more than there are heads: "cells", they hold cells
-        of the same heads, so the cache must have a number of cells that they divide, and be
-        striped in as many runs if all are to hold as much, see `make_cache`; "replicate",
-        they hold copies; or "refuse".
+      mesh: the mesh, which may be abstract.
+      sharding_rules: mesh axes that split the cache; one axis must split the heads.
+      surplus: use of the devices that exceed the heads. "cells": they split the cells of a head,
+        whose number must be a multiple; a placement striped in as many runs, see `make_cache`,
+        fills them evenly. "replicate": they have copies. "refuse": raise.
 
     Returns:
-      The mesh with that axis cut in two, of which the second is named "cells" or "copies", and the
-      rules for it. Both unchanged where the devices divide the heads, and where no layer has more
-      than one head, whose cells an axis of their own may split. States are not looked at.
+      The mesh with that axis cut in two, the second named "cells" or "copies", and its rules. Both
+      are unchanged if the devices divide the heads, or no layer has several heads; then another
+      axis may split the cells. States are ignored.
 
     Raises:
-      ValueError: when the heads do not fit and `surplus` is "refuse", several axes split them, or
-        the mesh has an axis of the new one's name; or when there is no such `surplus`.
+      ValueError: If the heads do not fit and `surplus` is "refuse", several axes split them, or the
+        mesh already has an axis with the new name.
+      ValueError: If `surplus` is unknown.
 
     Examples:
       Two heads on four devices:

@@ -1,4 +1,4 @@
-"""Caches made on a mesh: where each array lies, meshes that fit, processes in sync."""
+"""Caches on a mesh: shardings, sharded construction, and a check that processes agree."""
 
 from __future__ import annotations
 
@@ -24,19 +24,10 @@ if TYPE_CHECKING:
 
 
 def shardings(cache: Cache, mesh: AnyMesh, sharding_rules: ShardingRules) -> Cache:
-    """Return where each array of a cache lies on a mesh.
+    """Return the `NamedSharding` of each array, as a cache whose tables contain the rules.
 
-    Args:
-      cache: any cache, or its shapes.
-      mesh: the mesh.
-      sharding_rules: which of its axes split what.
-
-    Returns:
-      A tree like the cache with a `NamedSharding` for each array; its tables know the rules.
-
-    Raises:
-      ValueError: when streams or cells are more than one, and no multiple of the devices that they
-        are split over. Heads that the devices do not divide are whole on each.
+    Raises a ValueError if streams or cells are more than one, and not a multiple of their devices.
+    Heads that are not a multiple are whole on each device.
     """
     table, buffers = split(cache)
     specs = table.with_sharding_rules(sharding_rules).partition_specs(buffers, mesh)
@@ -45,15 +36,14 @@ def shardings(cache: Cache, mesh: AnyMesh, sharding_rules: ShardingRules) -> Cac
 
 
 def shapes(make: Callable[[], Cache], mesh: AnyMesh, sharding_rules: ShardingRules) -> Cache:
-    """Return the shapes of a cache on a mesh, each with its sharding; nothing is allocated.
+    """Return the shapes of a cache on a mesh, with shardings, without allocating it.
 
-    They are what `init_full` plans for, what a step is lowered and compiled for, and the target
-    that Orbax restores a cache to.
+    Use them for `init_full`, to compile a step ahead, and as the target of an Orbax restore.
 
     Args:
-      make: makes the cache, of sizes that are known.
+      make: makes the cache, with static sizes.
       mesh: the mesh.
-      sharding_rules: which of its axes split what.
+      sharding_rules: mesh axes that split the cache.
     """
     cache = jax.eval_shape(make)
     where = shardings(cache, mesh, sharding_rules)
@@ -70,19 +60,10 @@ def shapes(make: Callable[[], Cache], mesh: AnyMesh, sharding_rules: ShardingRul
 def make_sharded(
     make: Callable[[], Cache], mesh: Mesh, sharding_rules: ShardingRules | None = None
 ) -> Cache:
-    """Make a cache on a mesh, each device its own share: no array is first made whole somewhere.
+    """Make a cache on a mesh; each device allocates its own share only.
 
-    Args:
-      make: makes the cache, such as `lambda: make_cache(...)`.
-      mesh: the mesh.
-      sharding_rules: which of its axes split what, by default `ShardingRules()`.
-
-    Returns:
-      The cache. Planning a batch, and all that reads or writes its buffers, wants the mesh at
-      hand, `jax.set_mesh(mesh)`; edits and questions do not.
-
-    Raises:
-      ValueError: see `shardings`.
+    Planning a batch, and reading or writing buffers, then require the current mesh
+    (`jax.set_mesh(mesh)`); edits and queries of the table do not. Raises as `shardings`.
     """
     sharding_rules = ShardingRules() if sharding_rules is None else sharding_rules
 
@@ -99,20 +80,20 @@ def _is_partition_spec(x: object) -> bool:
 
 
 def assert_in_sync(cache: Cache, batch: PyTree = None) -> None:
-    """Raise unless all processes hold the same table and were given the same batch.
+    """Raise unless all processes have the same table and the same batch.
 
-    JAX never compares what it calls replicated: processes that were given different batches plan
-    and compute on, each by its own. Every process must call this, outside of `jit`.
+    JAX does not compare replicated values: processes with different batches would continue with
+    different plans. Every process must call this, outside of `jit`.
 
     Args:
       cache: any cache.
-      batch: a tree of arrays and numbers that every process was given, such as a `Batch`. Arrays
-        that are split over processes are left out.
+      batch: a tree of arrays and numbers, such as a `Batch`. Arrays that are split over processes
+        are ignored.
 
     Raises:
-      RuntimeError: in every process, when they differ; it names the processes.
-      TypeError: when the cache is traced, or shapes alone.
-      ValueError: when the table was donated, or is that of a batch of caches.
+      RuntimeError: If processes differ; raised in every process, with their indices.
+      TypeError: If the cache is traced, or has shapes only.
+      ValueError: If the table was donated, or is that of a batch of caches.
 
     Examples:
       >>> mesh = jax.make_mesh((2, 2), ("data", "tensor"))

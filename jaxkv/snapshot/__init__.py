@@ -1,12 +1,12 @@
-"""Snapshots: a cache, or some of its sequences, in one file or in bytes, and back.
+"""Snapshots: save a cache, or some of its sequences, to a file or bytes; load it.
 
-What is written are live cells alone: those that a saved sequence owns, with their keys, values or
-states, their positions and the rotations that they are owed. A file describes itself, so `load`
-needs nothing else; `load(into=cache)` puts saved sequences into free cells of another cache. A file
-that is damaged, or does not fit, raises and changes nothing.
+A snapshot contains the live cells only: those owned by a saved sequence, with keys and values or
+states, positions and pending shifts. It contains its own description; `load(into=cache)` writes
+saved sequences into free cells of another cache. Loading a damaged file, or one that does not fit,
+raises and leaves the cache unchanged.
 
-It needs the package safetensors: `pip install safetensors`. A cache that is split over a
-mesh is saved by Orbax instead, see docs/snapshots.md.
+Requires the package safetensors: `pip install safetensors`. Save a cache on a mesh with Orbax
+instead, see docs/howto/snapshots.md.
 """
 
 from jaxkv.snapshot.load import inspect, load

@@ -1,7 +1,6 @@
-"""Caches of any kind as the parts that a snapshot knows, and the names of what it holds.
+"""Split caches into the parts that a snapshot saves, and name their arrays.
 
-Names are the paths of a cache's tree: `table.position`, `buffers.k.0`; in a hybrid cache
-`table.parts.0.position`, `buffers.0.k.1`.
+Names are tree paths: `table.position`, `buffers.k.0`; in a hybrid cache `table.parts.0.position`.
 """
 
 from __future__ import annotations
@@ -35,17 +34,11 @@ KINDS: dict[str, type[Part]] = {
     "recurrent": StatePart,
     "source": SourcePart,
 }
-"""By the kind that a spec names."""
+"""Part class for each kind of spec."""
 
 
 class NamedPart(NamedTuple):
-    """A part of a cache, and where it stands in a snapshot.
-
-    part: how its kind is saved.
-    cache: the part as a cache of its own.
-    table: what the names of its table begin with.
-    buffers: what those of its buffers begin with.
-    """
+    """A part of a cache, how it is saved, and the prefixes of its array names."""
 
     part: type[Part]
     cache: Cache
@@ -54,7 +47,7 @@ class NamedPart(NamedTuple):
 
 
 def name_parts(cache: Cache) -> list[NamedPart]:
-    """Return the parts of a cache, which is its only one if it is no hybrid."""
+    """Return the parts of a cache; one part if it is not hybrid."""
     if not isinstance(cache.table, HybridTable):
         return [NamedPart(KINDS[cache.table.spec.kind], cache, "table.", "buffers.")]
     return [
@@ -64,7 +57,7 @@ def name_parts(cache: Cache) -> list[NamedPart]:
 
 
 def describe(cache: Cache) -> PartDescription | HybridDescription:
-    """Return what is fixed when a cache is made, as JSON holds it."""
+    """Return the static description of a cache, as JSON values."""
     found = [
         entry.part.describe(entry.cache.table, entry.cache.buffers) for entry in name_parts(cache)
     ]
@@ -74,7 +67,7 @@ def describe(cache: Cache) -> PartDescription | HybridDescription:
 
 
 def make_empty_cache(file: SnapshotFile) -> Cache:
-    """Make the cache that a snapshot describes, empty."""
+    """Make the empty cache that a snapshot describes."""
     description = file.description["cache"]
     if description["kind"] != "hybrid":
         return merge(*_make_part(file, description, "buffers."))
@@ -84,11 +77,10 @@ def make_empty_cache(file: SnapshotFile) -> Cache:
 
 
 def cache_shapes(file: SnapshotFile) -> Cache:
-    """Return the cache that a snapshot describes, of shapes alone.
+    """Return the shapes of the cache that a snapshot describes.
 
-    Raises:
-      ValueError: when no cache is like that, its arrays are others, the sequences are none of it,
-        or JAX would make its arrays of other dtypes.
+    Raises a ValueError if description, sequences and arrays do not match, or JAX would change a
+    dtype.
     """
     check_dtypes(file)
     try:
@@ -103,7 +95,7 @@ def cache_shapes(file: SnapshotFile) -> Cache:
 
 
 def _check_arrays(file: SnapshotFile, cache: Cache) -> None:
-    """Raise a ValueError unless a file has the arrays of a cache, and texts of its sequences."""
+    """Raise a ValueError if arrays, sequence ids or token lists do not match the cache."""
     saved, tokens = file.description["sequences"], file.description["tokens"]
     check_distinct(cache.table.spec.sequence_ids(saved))
     for text in tokens:
@@ -123,7 +115,7 @@ def _check_arrays(file: SnapshotFile, cache: Cache) -> None:
 
 
 def with_parts(cache: Cache, pairs: list[tuple[CacheTable, PyTree]]) -> Cache:
-    """Return a cache with other tables and buffers in its parts."""
+    """Return a cache with new tables and buffers of its parts."""
     if not isinstance(cache.table, HybridTable):
         return merge(*pairs[0])
     tables, buffers = zip(*pairs, strict=True)
@@ -131,10 +123,7 @@ def with_parts(cache: Cache, pairs: list[tuple[CacheTable, PyTree]]) -> Cache:
 
 
 def check_dtypes(file: SnapshotFile) -> None:
-    """Raise a ValueError unless JAX makes arrays of the dtypes of a file as they are.
-
-    Without 64 bits it makes those of half the size, and says so nowhere.
-    """
+    """Raise a ValueError if JAX, without `jax_enable_x64`, would cast a saved array to 32 bits."""
     for name, (dtype, _) in file.arrays.items():
         if jax.dtypes.canonicalize_dtype(dtype) != dtype:
             raise ValueError(
@@ -144,11 +133,9 @@ def check_dtypes(file: SnapshotFile) -> None:
 
 
 def check_saveable(cache: Cache) -> None:
-    """Raise unless this is one cache, on one device, its values known.
+    """Raise unless this is one cache, on one device, with known values.
 
-    Raises:
-      TypeError: when it is no cache, or shapes alone.
-      ValueError: when it is traced, split over a mesh, donated, or a batch of caches.
+    TypeError: no cache, or shapes only. ValueError: traced, split over a mesh, donated, or batched.
     """
     table, buffers = split(cache)
     if table.sharding_rules is not None or not is_concrete(cache):
@@ -165,7 +152,7 @@ def check_saveable(cache: Cache) -> None:
 
 
 def check_fits(saved: Cache, cache: Cache) -> None:
-    """Raise a ValueError, by name, unless what was saved of one cache fits into another."""
+    """Raise a ValueError, with the field's name, if a saved cache does not fit into another."""
     own_parts, saved_parts = name_parts(cache), name_parts(saved)
     kinds = [[entry.cache.table.spec.kind for entry in found] for found in (own_parts, saved_parts)]
     _check_same("kind", cache.table.spec.kind, saved.table.spec.kind)

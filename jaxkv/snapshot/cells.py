@@ -1,7 +1,7 @@
-"""Snapshots of attention caches: their live cells, taken out, and put into cells of another.
+"""Snapshots of attention caches.
 
-n is the live cells of a snapshot, in the order of their streams and numbers. A cell that sequences
-share is there once, and goes into each stream that one of them goes to.
+n is the number of live cells in a snapshot, ordered by stream and cell. A shared cell is saved
+once, and restored once into each stream to which one of its owners is restored.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ if TYPE_CHECKING:
     from jaxkv.snapshot.parts import Fill
 
 CHUNK = 256
-"""Cells that are read or written at a time."""
+"""Number of cells per read or write."""
 
 
 class CellPart(Part[CellTable, Buffers, "CellDescription"]):
-    """An attention cache, of whose table a snapshot holds what follows.
+    """An attention cache, and how a snapshot stores the arrays of its table.
 
-    position, shift, stream, cell: `[n]` int32, as they were.
-    content: `[n]` uint32, as it was.
-    owners: `[n, W]` uint32, the saved sequences that own the cell, a bit each as in its stream.
-    evicted_below: `[q]` int32, of each of q saved sequences.
+    position, shift, stream, cell: `[n]` int32, as in the table.
+    content: `[n]` uint32, as in the table.
+    owners: `[n, W]` uint32. The saved sequences that own the cell, one bit each, as in its stream.
+    evicted_below: `[q]` int32, for each of q saved sequences.
     """
 
     @staticmethod
@@ -84,7 +84,7 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
 
     @staticmethod
     def make_empty(description: CellDescription, entries: Entries) -> tuple[CellTable, Buffers]:
-        """Make an empty one, with keys and values as large as those that are saved."""
+        """Make an empty cache with heads of the saved sizes."""
         ropes = from_json(description["ropes"])
         sizes = {name: description[name] for name in ("cells", "sequences", "streams")}
         static = {name: from_json(value) for name, value in description["static"].items()}
@@ -108,7 +108,7 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
 
     @staticmethod
     def compatibility_fields(table: CellTable, buffers: Buffers) -> dict[str, object]:
-        """Return layers, sizes of heads, dtypes, window and ropes."""
+        """Return layers, head sizes, dtypes, window and ropes."""
         dtypes = [x.dtype.name for x in (*buffers.k, *buffers.v) if not isinstance(x, ValueSlice)]
         return {
             "layers": buffers.layers,
@@ -125,9 +125,9 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
     def extract_sequences(
         table: CellTable, buffers: Buffers, sequences: list[int]
     ) -> tuple[dict[str, np.ndarray], PyTree]:
-        """Take out all cells that one of the sequences owns.
+        """Copy all cells that one of the sequences owns; keys and values are `[n, K, ...]`.
 
-        Keys and values are `[n, K, ...]`, in a tree like the buffers.
+        Raises a ValueError if a layer of their streams was not written after an `apply`.
         """
         host = to_host(table)
         missing = is_layer_incomplete(host)
@@ -157,7 +157,7 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
     def saved_shapes(
         table: CellTable, buffers: Buffers, count: int, saved: int
     ) -> tuple[dict[str, Form], PyTree]:
-        """Return the forms of the arrays that the class lists, and of keys and values."""
+        """Return shapes and dtypes of the arrays of the class, and of keys and values."""
         each = jax.ShapeDtypeStruct((count,), jnp.int32)
         found: dict[str, Form] = dict.fromkeys(("position", "shift", "stream", "cell"), each)
         found["content"] = jax.ShapeDtypeStruct((count,), jnp.uint32)
@@ -168,7 +168,7 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
 
     @staticmethod
     def check_saved_table(table: CellTable, read: Read, sequences: list[int]) -> None:
-        """Compare positions, what is owed, owners and marks with those of a table."""
+        """Check that saved positions, shifts, owners and eviction marks are valid."""
         check_places(read, table.streams, table.num_cells)
         position, shift = (read(name).astype(np.int64) for name in ("position", "shift"))
         check_values(
@@ -193,7 +193,7 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
         seed: int,
         fresh: bool,
     ) -> SlotAssignment:
-        """Put live cells where a copy between streams would go, or where they were."""
+        """Choose slots as a copy between streams does, or use the saved slots."""
         demand, origin, owners = _assign_cells(table, saved, read("stream"), read("owners"), moves)
         marks = np.full(table.sequences, EMPTY, np.int32)
         marks[moves.new] = read("evicted_below")[moves.turn]
@@ -229,7 +229,7 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
 
     @staticmethod
     def fill_buffers(buffers: Buffers, prefix: str, fill: Fill) -> Buffers:
-        """Return the buffers with each layer filled, one after another."""
+        """Return the buffers with all layers filled, one at a time."""
         called = buffer_names(_unstack_layers(buffers), prefix)
         for i in range(buffers.layers):
             arrays = map_arrays(fill, buffers.layer(i), (called.k[i], called.v[i]))
@@ -246,13 +246,13 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
 
 
 def _unstack_layers(buffers: Buffers) -> Buffers:
-    """Return the buffers with something for each layer, which is how a file holds them."""
+    """Return the buffers with one entry for each layer, as in a file."""
     k, v = zip(*(buffers.layer(i) for i in range(buffers.layers)), strict=True)
     return replace(buffers, k=k, v=v, stacked=False)
 
 
 def _owner_words(table: CellTable, sequences: list[int]) -> UInt32[np.ndarray, "S W"]:
-    """Return the bits of some sequences, as words that can be laid over owners."""
+    """Return the owner bits of some sequences, for each stream."""
     found = np.zeros(table.owners.shape[:2], np.uint32)
     for seq in sequences:
         stream, word, bit = _locate_owner_bit(table, seq)
@@ -267,7 +267,7 @@ def _check_cache_sizes(
     latent: list[list[int] | None],
     form: Callable[[str], tuple[np.dtype, tuple[int, ...]]],
 ) -> None:
-    """Raise as `make_cache` does for sizes and static fields that no cache has."""
+    """Raise as `make_cache` does for invalid sizes and static fields."""
     layers = range(len(ropes))
     heads, keys = zip(*(form(f"k.{i}")[1][1:] for i in layers), strict=True)
     values = [slice(*x) if (x := latent[i]) else form(f"v.{i}")[1][2] for i in layers]
@@ -294,7 +294,7 @@ def _check_cache_sizes(
 
 
 def _locate_owner_bit(table: CellTable, seq: int) -> tuple[int, int, int]:
-    """Return the stream, the word and the bit of a sequence, as `cells.locate_owner_bit` does."""
+    """Return the stream, word and bit of a sequence, as `cells.locate_owner_bit` does."""
     stream, local = divmod(seq, table.sequences_per_stream)
     return stream, *divmod(local, WORD)
 
@@ -306,11 +306,9 @@ def _assign_cells(
     owners: UInt32[np.ndarray, "n X"],
     moves: SequenceMap,
 ) -> tuple[Int32[np.ndarray, " S"], Int32[np.ndarray, "S N"], UInt32[np.ndarray, "S W N"]]:
-    """Return what each stream gets, in its turn.
+    """Return how many cells each stream gets, the saved cell for each of them, and their owners.
 
-    Returns:
-      How many cells; and for the first so many of each stream the cell of the snapshot, n beyond
-      them, and who owns it. Where more are wanted than a stream has, these are left out.
+    Unused entries are n. If a stream would get more than N cells, the excess is only counted.
     """
     begins = np.searchsorted(stream, np.arange(saved.streams + 1))
     found: dict[tuple[int, int], np.ndarray] = {}
@@ -342,10 +340,9 @@ def _assign_cells(
 def _release_sequences(
     table: CellTable, marks: Int32[ArrayLike, " Q"]
 ) -> tuple[CellTable, Bool[Array, "S N"], Int32[Array, " S"]]:
-    """Let sequences go that have a mark, the eviction mark that they begin with, not -1.
+    """Remove sequences whose mark is not -1, and set their eviction marks to it.
 
-    Returns:
-      The table, its cells that may be taken, and how many a snapshot finds.
+    Also return the usable cells, and how many of them a snapshot can use in each stream.
     """
     goes = marks != EMPTY
     ids = jnp.where(goes, jnp.arange(table.sequences, dtype=jnp.int32), table.sequences)
@@ -370,7 +367,7 @@ def _occupy_cells(
     origin: Int32[Array, "S N"],
     seed: UInt32[Array, ""],
 ) -> CellTable:
-    """Take cells in, with a stamp for each cell of the file."""
+    """Write cells into a table, with hashes of the seed and the index in the file."""
     stamp = chain_hashes(jnp.broadcast_to(seed, origin.shape), origin)
     fields = {"position": position, "shift": shift, "content": content, "owners": owners}
     arriving = replace(rest, cell_hash=stamp, **fields)
@@ -378,22 +375,22 @@ def _occupy_cells(
 
 
 def _value_slice_bounds(v: Values) -> list[int] | None:
-    """Return which numbers of a key are its value, if they are."""
+    """Return the slice of the key that is the value; None if values are stored."""
     return [v.first, v.last] if isinstance(v, ValueSlice) else None
 
 
 class SourcePart(CellPart):
-    """A cache for sources, of which a snapshot holds what it does of one of attention."""
+    """A cross-attention cache; its arrays are those of `CellPart`."""
 
     @staticmethod
     def describe(table: CellTable, buffers: Buffers) -> CellDescription:
-        """Return sizes, static fields and ropes; `of_sources` is said by the kind."""
+        """Return sizes, static fields and ropes; `of_sources` follows from the kind."""
         found = CellPart.describe(table, buffers)
         static = {name: x for name, x in found["static"].items() if name != "of_sources"}
         return {**found, "kind": "source", "static": static}
 
     @staticmethod
     def make_empty(description: CellDescription, entries: Entries) -> tuple[CellTable, Buffers]:
-        """Make an empty one, with keys and values as large as those that are saved."""
+        """Make an empty cache with heads of the saved sizes."""
         table, buffers = CellPart.make_empty(description, entries)
         return as_source_table(table), buffers

@@ -1,7 +1,6 @@
-"""Moving what lies in cells between buffers and the host, some cells at a time.
+"""Copies of cells between buffers and the CPU, in chunks of one size.
 
-Chunks are of one size, so that a program is compiled once for a buffer, however much is moved, and
-nothing is held beside buffers and host but a chunk.
+One program is compiled for a buffer, for any number of cells; it needs memory for one extra chunk.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ A = TypeVar("A", bound=jax.Array | LayerView)
 Read = Callable[[A, jax.Array, jax.Array], jax.Array]
 """Read an array at streams and cells."""
 Write = Callable[[A, jax.Array, jax.Array, jax.Array], A]
-"""Write it there; a cell past the last one is left out."""
+"""Write an array at streams and cells; cells past the last one are skipped."""
 
 
 def take_cells(
@@ -35,7 +34,7 @@ def take_cells(
     read: Read[A],
     size: int,
 ) -> Shaped[np.ndarray, "n ..."]:
-    """Return what an array of buffers holds for cells, on the host."""
+    """Return the contents of cells of a buffer as a NumPy array."""
     shape = jax.eval_shape(read, array, streams, cells)
     out = np.empty(shape.shape, shape.dtype)
     for here, where in _iterate_chunks(streams, cells, size):
@@ -52,7 +51,7 @@ def write_cells(
     write: Write[A],
     size: int,
 ) -> A:
-    """Put `new[origin]` into cells; the array is donated."""
+    """Write `new[origin]` into cells; `array` is donated."""
     for here, where in _iterate_chunks(streams, cells, size):
         chunk = new[origin[here]]
         pad = [(0, size - len(chunk)), *[(0, 0)] * (chunk.ndim - 1)]
@@ -63,10 +62,7 @@ def write_cells(
 def _iterate_chunks(
     streams: Int32[np.ndarray, " n"], cells: Int32[np.ndarray, " n"], size: int
 ) -> Iterator[tuple[slice, tuple[Int32[np.ndarray, " C"], Int32[np.ndarray, " C"]]]]:
-    """Deal out cells; what fills the last chunk up is past the last cell.
-
-    Yields where a chunk lies among them, and its streams and cells, C (`size`) each.
-    """
+    """Yield slices of `cells` with chunks of C = `size`; padding is past the last cell."""
     for start in range(0, len(cells), size):
         here = slice(start, start + size)
         stream, cell = np.zeros(size, np.int32), MAX_CELLS + np.arange(size, dtype=np.int32)
@@ -78,7 +74,7 @@ def _iterate_chunks(
 def _take_chunk(
     array: A, streams: Int32[Array, " C"], cells: Int32[Array, " C"], *, read: Read[A]
 ) -> Shaped[Array, "C ..."]:
-    """Read what an array holds for a chunk of C cells."""
+    """Read a chunk of C cells."""
     return read(array, streams, cells)
 
 
@@ -91,5 +87,5 @@ def _write_chunk(
     *,
     write: Write[A],
 ) -> A:
-    """Write into a chunk of C cells; the array is donated."""
+    """Write a chunk of C cells; `array` is donated."""
     return write(array, streams, cells, jnp.asarray(new, array.dtype))

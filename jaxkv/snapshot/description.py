@@ -1,4 +1,4 @@
-"""What the JSON of a snapshot describes. Type checkers import this module, and nothing else.
+"""Types of the JSON of a snapshot. Only type checkers import this module.
 
 Letters are those of `jaxkv`.
 """
@@ -9,18 +9,15 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, NotRequired, TypeAlias, TypedDict
 
 Json: TypeAlias = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
-"""What JSON holds."""
+"""A JSON value."""
 
 
 class CellDescription(TypedDict):
-    """A part of keys and values.
+    """A part with N cells of keys and values, Q sequences and S streams.
 
-    cells: N.
-    sequences: Q.
-    streams: S.
-    static: by name, the static fields of its table.
-    ropes: for each layer how its keys were rotated.
-    latent: for each layer which numbers of a key are its value, None if none are.
+    static: static fields of its table, by name.
+    ropes: rope of each layer.
+    latent: for each layer, bounds of the slice of the key that is the value; None if stored.
     """
 
     kind: Literal["attention", "source"]
@@ -33,13 +30,9 @@ class CellDescription(TypedDict):
 
 
 class StateDescription(TypedDict):
-    """A part of states.
+    """A part with recurrent states of L layers, Q sequences and S streams.
 
-    layers: L.
-    sequences: Q.
-    streams: S.
-    max_rollback: E.
-    static: by name, the static fields of its table.
+    `static` are the static fields of its table, by name.
     """
 
     kind: Literal["recurrent"]
@@ -54,11 +47,7 @@ PartDescription = CellDescription | StateDescription
 
 
 class HybridDescription(TypedDict):
-    """A hybrid cache.
-
-    layers: for each part the layers of the model that it serves.
-    parts: the parts.
-    """
+    """A hybrid cache; `layers` are the layers of each part in the model."""
 
     kind: Literal["hybrid"]
     layers: Json
@@ -66,12 +55,7 @@ class HybridDescription(TypedDict):
 
 
 class ArrayDescription(TypedDict):
-    """An array of a file.
-
-    dtype: its name.
-    shape: its sizes.
-    sha256: the checksum of its bytes.
-    """
+    """Dtype, shape and checksum of an array of a file."""
 
     dtype: str
     shape: list[int]
@@ -79,13 +63,13 @@ class ArrayDescription(TypedDict):
 
 
 class SnapshotContent(TypedDict):
-    """What is saved, but for the arrays.
+    """Contents of a snapshot without its arrays.
 
-    cache: what is fixed when the cache is made.
-    sequences: those that are saved.
-    tokens: those of each of them; None if they were not given.
-    model: what the model is called; None if that was not said.
-    notes: what else goes along; files from before there were notes lack them.
+    cache: static description of the cache.
+    sequences: ids of the saved sequences.
+    tokens: tokens of each saved sequence; None if not given.
+    model: identifies the model; None if not given.
+    notes: the caller's notes; absent in older files.
     """
 
     cache: PartDescription | HybridDescription
@@ -96,9 +80,6 @@ class SnapshotContent(TypedDict):
 
 
 class SnapshotDescription(SnapshotContent):
-    """What is saved.
-
-    arrays: by name, the arrays of the file.
-    """
+    """Contents of a snapshot, with its arrays by name."""
 
     arrays: dict[str, ArrayDescription]

@@ -1,11 +1,11 @@
-"""The file of a snapshot: a safetensors file whose metadata describes it, with checksums.
+"""The file of a snapshot: safetensors with a description and checksums in its metadata.
 
-The metadata are text: the format and its version, a description in JSON, and a checksum of both.
-The description lists all arrays with their dtype, shape and checksum, so that nothing in a file is
-believed unchecked. Dtypes that NumPy does not have itself, such as bfloat16, are stored as bytes.
+The metadata contain the format and version, a description in JSON, and a checksum of the
+description. The description lists the dtype, shape and checksum of each array. Dtypes that
+NumPy lacks, such as bfloat16, are stored as bytes.
 
-The package safetensors writes a file from arrays that are all there, so saving holds what the file
-will hold once. It reads array by array.
+safetensors writes all arrays at once, so saving requires memory for the whole file. Loading reads
+one array at a time.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ FORMAT = "jaxkv.snapshot"
 VERSION = 2
 
 Source = str | os.PathLike | bytes
-"""Where a snapshot is: the path of a file, or bytes."""
+"""Path of a snapshot file, or its bytes."""
 
 _PLAIN = {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"}
 _PLAIN |= {"float16", "float32", "float64", "complex64"}
-"""Dtypes that safetensors and NumPy both have."""
+"""Dtypes that safetensors and NumPy both support."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotFile:
-    """A snapshot that is open, its description checked, its arrays not read yet.
+    """An open snapshot. The description is checked; arrays are not read yet.
 
-    description: what was saved, as `file_bytes` was given it.
-    arrays: by name, the dtype and shape of each array.
-    seed: a number of all that is in the file.
+    description: the description, as passed to `file_bytes`.
+    arrays: dtype and shape of each array, by name.
+    seed: a hash of the description, with the checksums of all arrays.
     """
 
     description: SnapshotDescription
@@ -54,11 +54,7 @@ class SnapshotFile:
     _read: Callable[[str], np.ndarray]
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """Read an array, of the dtype and shape that `arrays` says.
-
-        Raises:
-          ValueError: when it is not what was written.
-        """
+        """Read an array; raise a ValueError if it differs from its description."""
         stored, (dtype, shape) = self._read(name), self.arrays[name]
         plain = dtype.name in _PLAIN
         form = (dtype, shape) if plain else (np.uint8, (math.prod(shape) * dtype.itemsize,))
@@ -76,11 +72,7 @@ class SnapshotFile:
         return _bytes_of(stored).view(dtype).reshape(shape)
 
     def check(self) -> None:
-        """Read all arrays, one after another.
-
-        Raises:
-          ValueError: when one of them is not what was written.
-        """
+        """Read all arrays one by one; raise a ValueError if one differs from its description."""
         for name in self.arrays:
             self[name]
 
@@ -88,16 +80,10 @@ class SnapshotFile:
 def write_file(
     path: str | os.PathLike, description: SnapshotContent, arrays: Mapping[str, np.ndarray]
 ) -> None:
-    """Write a snapshot: beside the path, and renamed once it is whole.
+    """Write a snapshot to a temporary file in the same folder, then rename it.
 
-    Args:
-      path: of the file, which is replaced if it is there.
-      description: what is saved; "arrays" is added to it.
-      arrays: by name.
-
-    Raises:
-      OSError: when it cannot be written, or a folder or a device has that path. What was there
-        before is there still.
+    Raises an OSError if writing fails, or the path is a folder or a device. On failure an existing
+    file is kept.
     """
     module, path = _import_safetensors(), _resolve_path(path)
     if not path.parent.is_dir():
@@ -116,13 +102,10 @@ def write_file(
 
 
 def json_round_trip(value: object, name: str) -> Json:
-    """Return a value as JSON gives it back.
+    """Encode and decode a value as JSON; raise a TypeError, with `name`, if this fails.
 
     >>> json_round_trip(("a", 1), "model")
     ['a', 1]
-
-    Raises:
-      TypeError: when it is nothing that JSON holds; `name` is what the message calls it.
     """
     try:
         return json.loads(json.dumps(value, allow_nan=False))
@@ -137,12 +120,10 @@ def file_bytes(description: SnapshotContent, arrays: Mapping[str, np.ndarray]) -
 
 @contextmanager
 def open_file(source: Source) -> Iterator[SnapshotFile]:
-    """Open a snapshot.
+    """Open a snapshot; its arrays are not checked yet.
 
-    Raises:
-      FileNotFoundError: when there is no such file.
-      OSError: when it is a folder or a device.
-      ValueError: when it is none, of another version, or damaged. No array is read for that.
+    Raises a FileNotFoundError if there is no file, an OSError for a folder or a device, and a
+    ValueError if it is not a snapshot, has another version, or a damaged description.
     """
     module = _import_safetensors()
     if isinstance(source, bytes | bytearray | memoryview):
@@ -166,7 +147,7 @@ def open_file(source: Source) -> Iterator[SnapshotFile]:
 def _pack(
     description: SnapshotContent, arrays: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Return arrays as `_plain_array` makes them, by name, and the metadata."""
+    """Return the arrays to store, by name, and the metadata."""
     stored = {name: _plain_array(array) for name, array in arrays.items()}
     entries = {
         name: {
@@ -182,14 +163,14 @@ def _pack(
 
 
 def _plain_array(array: np.ndarray) -> np.ndarray:
-    """Return an array in its own shape; of a dtype that is not plain its bytes, `[n]` uint8."""
+    """Return an array in its shape, or as `[n]` uint8 bytes if its dtype is not plain."""
     return np.ascontiguousarray(array) if array.dtype.name in _PLAIN else _bytes_of(array)
 
 
 def _file_from_metadata(
     metadata: dict[str, str] | None, names: Iterable[str], read: Callable[[str], np.ndarray]
 ) -> SnapshotFile:
-    """Check metadata, and make a file of what they describe."""
+    """Check metadata, and return the file that they describe."""
     metadata = metadata or {}
     if metadata.get("format") != FORMAT:
         raise ValueError(
@@ -223,10 +204,9 @@ def _file_from_metadata(
 
 
 def _resolve_path(path: str | os.PathLike) -> Path:
-    """Return where a file is or will be, links followed: a link that is replaced would be lost.
+    """Return the real path of a file; raise an OSError if it is a folder or a device.
 
-    Raises:
-      OSError: when a folder or a device is there, which renaming a file would take away.
+    A rename could replace a device, and would replace a link, which is therefore followed.
     """
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
@@ -237,7 +217,7 @@ def _resolve_path(path: str | os.PathLike) -> Path:
 
 
 def _sha256(array: np.ndarray) -> str:
-    """Return the checksum of the bytes of an array of any shape."""
+    """Return the checksum of the bytes of an array."""
     return hashlib.sha256(_bytes_of(array).data).hexdigest()
 
 
@@ -247,7 +227,7 @@ def _bytes_of(array: np.ndarray) -> np.ndarray:
 
 
 def _sync_to_disk(path: str) -> None:
-    """Give a file the rights of any new one, and wait until it is on the disk."""
+    """Set the default permissions of a new file, and flush it to disk."""
     mask = os.umask(0)
     os.umask(mask)
     os.chmod(path, 0o666 & ~mask)
@@ -257,7 +237,7 @@ def _sync_to_disk(path: str) -> None:
 
 @contextmanager
 def _translate_read_errors(module: ModuleType) -> Iterator[None]:
-    """Raise a ValueError where safetensors cannot read something."""
+    """Raise a ValueError if safetensors cannot read a file."""
     try:
         yield
     except module.SafetensorError as error:
@@ -268,7 +248,7 @@ def _translate_read_errors(module: ModuleType) -> Iterator[None]:
 
 
 def _import_safetensors() -> ModuleType:
-    """Import the package, which jaxkv needs for nothing else."""
+    """Import safetensors, which only snapshots require."""
     try:
         import safetensors
         import safetensors.numpy

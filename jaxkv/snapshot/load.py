@@ -1,4 +1,4 @@
-"""Loading a snapshot: a cache of its own, or sequences of one that is there."""
+"""Loading a snapshot into a new cache, or sequences of it into an existing one."""
 
 from __future__ import annotations
 
@@ -34,16 +34,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotInfo:
-    """What a snapshot says of itself.
+    """Description of a snapshot, returned by `inspect`.
 
-    version: of the format.
-    sequences: those that were saved, by the ids that they had.
-    tokens: by sequence, the tokens that were saved with it.
-    model: what the model was called; None if that was not said.
-    notes: what else was saved with it; None if nothing was.
-    cache: what `load` makes, as shapes: `nbytes` tells how large it is, and its `table.spec` how
-      it was made.
-    arrays: by name, the dtype and shape of each array of the file.
+    version: version of the format.
+    sequences: ids of the saved sequences.
+    tokens: tokens saved with a sequence, by sequence.
+    model: `model_id` passed to `save`; None if not given.
+    notes: notes passed to `save`; None if not given.
+    cache: shapes of the cache that `load` makes, with `nbytes` and `table.spec`.
+    arrays: dtype and shape of each array of the file, by name.
     """
 
     version: int
@@ -56,16 +55,16 @@ class SnapshotInfo:
 
 
 def inspect(source: Source) -> SnapshotInfo:
-    """Return what a snapshot says of itself, without reading what it holds.
+    """Return the description of a snapshot without reading its arrays.
 
     Args:
-      source: the path of a file, or bytes.
+      source: path of the file, or bytes.
 
     Raises:
-      FileNotFoundError: when there is no such file.
-      ValueError: when it is no snapshot, of another version, cut short, or its description is
-        damaged; or it holds 64-bit numbers that this JAX does not have. Damage elsewhere shows when
-        it is loaded.
+      FileNotFoundError: If the file does not exist.
+      ValueError: If it is not a snapshot, has another version, or is cut short.
+      ValueError: If the description is damaged. Damaged arrays are detected by `load`.
+      ValueError: If it contains 64-bit arrays and `jax_enable_x64` is off.
 
     Examples:
       >>> cache = make_cache(
@@ -89,7 +88,7 @@ def inspect(source: Source) -> SnapshotInfo:
             sequences=tuple(said["sequences"]),
             tokens={seq: tokens for seq, tokens in pairs if tokens is not None},
             model=said["model"],
-            notes=said.get("notes"),  # files of this version from before there were notes lack them
+            notes=said.get("notes"),  # older files of this version have no notes
             cache=cache,
             arrays={name: (dtype.name, shape) for name, (dtype, shape) in file.arrays.items()},
         )
@@ -103,39 +102,39 @@ def load(
     model_id: Json = None,
     donate: bool = False,
 ) -> Cache:
-    """Make the cache that was saved, or put its sequences into another cache.
+    """Load a saved cache, or write its sequences into another cache.
 
-    The cache that is made is as large as the saved one, with each token in the cell that it had. It
-    continues as that one did, bit for bit. Hashes of its cells are new, so plans that were made for
-    that one are stale. Sequences that were not saved are empty.
+    The new cache has the size of the saved one, with each token in its saved cell. It continues
+    with bit-identical results. Sequences that were not saved are empty. Hashes of cells are new,
+    so plans made for the saved cache are stale.
 
-    With `into`, saved sequences replace what sequences of that cache hold. It may have other
-    sizes, streams and placement than the saved one. Cells are chosen as for a batch, but in tiled
-    placement empty tiles first, in the order of what was saved. A saved sequence that is empty
-    leaves its target empty, and sequences that shared cells share them again where they meet in a
-    stream. Of states the newest are taken where it keeps fewer. Other sequences stay as they are;
-    cells that are hidden by a window may be taken.
+    With `into`, saved sequences replace sequences of that cache. Sizes, streams and placement may
+    differ. Cells are chosen as for a batch; tiled placement uses empty tiles first, in saved order.
+    An empty saved sequence makes its target empty. Sequences that shared cells share them again if
+    they are in one stream. If `into` stores fewer states, the newest are loaded. Other sequences
+    are unchanged; cells hidden by a window may be reused.
 
     Args:
-      source: the path of a file, or bytes.
-      into: any cache on one device, of the same layers, heads, dtypes, states, ropes and windows.
-      sequences: with `into`, where the saved sequences go, one or several in their order; or by
-        saved sequence, which leaves the others out. By default where they were.
-      model_id: what the model is called. If the snapshot says so too, it must be the same.
-      donate: with `into`, give up its buffers. Otherwise they are copied, since it stays as it is.
+      source: path of the file, or bytes.
+      into: any cache on one device, with the same layers, heads, dtypes, states, ropes and windows.
+      sequences: with `into`, the targets of the saved sequences, one or several in saved order. A
+        mapping from saved to target ids loads only these. Default: the saved ids.
+      model_id: id of the model; compared with that of the snapshot if both are given.
+      donate: with `into`, reuse its buffers; otherwise they are copied, and `into` stays valid.
 
     Returns:
-      The cache. With `into`, all plans of the streams that were changed are stale.
+      The cache. With `into`, all plans of the changed streams are stale.
 
     Raises:
-      FileNotFoundError: when there is no such file.
-      PlanRefusedError: when a stream of `into` lacks the cells, or where they must be
-        neighbours a run of them.
-      TypeError: when `model_id` is nothing that JSON holds, or `into` is shapes alone.
-      ValueError: when it is no snapshot, of another version, damaged, of another model, of a cache
-        that does not fit `into`, or of 64-bit numbers that this JAX does not have; when `into` is
-        traced, split over a mesh, donated or a batch of caches; when an id is none, or comes twice;
-        or when `sequences` come without `into`. Nothing is changed by it.
+      FileNotFoundError: If the file does not exist.
+      PlanRefusedError: If a stream of `into` has too few free cells, or no free run of them where
+        cells must be contiguous.
+      TypeError: If `model_id` is not a JSON value, or `into` has shapes only.
+      ValueError: If it is not a snapshot, has another version, or is damaged.
+      ValueError: If `model_id` differs, or the snapshot does not fit `into`.
+      ValueError: If it contains 64-bit arrays and `jax_enable_x64` is off.
+      ValueError: If `into` is traced, split over a mesh, donated, or a batch of caches.
+      ValueError: If a sequence id is unknown or repeated, or `sequences` is given without `into`.
 
     Examples:
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
@@ -154,7 +153,7 @@ def load(
       ValueError: expected a snapshot, got what cannot be read as safetensors (...): it is \
 damaged, cut short, or something else
 
-      Into sequence 2 of another cache, and into sequence 0, whose cells are then free:
+      Load into sequence 2 of another cache, and into sequence 0, which frees its cells:
 
       >>> other = make_cache(
       ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=5, sequences=3
@@ -196,7 +195,7 @@ damaged, cut short, or something else
 
 
 def _check_model(file: SnapshotFile, model: Json) -> Cache:
-    """Return the shapes of what was saved, if the model is not known to be another one."""
+    """Return the shapes of the saved cache; raise if both model ids are known and differ."""
     source = file.description["model"]
     if model is not None and source is not None and json_round_trip(model, "model_id") != source:
         raise ValueError(
@@ -209,7 +208,7 @@ def _check_model(file: SnapshotFile, model: Json) -> Cache:
 def _map_sequences(
     saved: list[int], cache: Cache, sequences: int | Sequence[int] | Mapping[int, int] | None
 ) -> SequenceMap:
-    """Return which saved sequences go where."""
+    """Return the mapping from saved sequences to targets."""
     spec, goes = cache.table.spec, {seq: seq for seq in saved}
     if isinstance(sequences, Mapping):
         if not set(sequences) <= set(saved):
@@ -239,7 +238,7 @@ def _restore(
     fresh: bool,
     donate: bool = True,
 ) -> Cache:
-    """Return a cache that has taken in what was saved, which is compared before."""
+    """Return a cache with saved sequences written into it; the file is checked first."""
     file.check()
     for part, part_cache, table, _ in name_parts(saved):
         part.check_saved_table(

@@ -1,4 +1,4 @@
-"""What a snapshot knows of a kind of cache: `Part`, and what has been found for it."""
+"""`Part`, the interface to save and restore a kind of cache, and its helpers."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ B = TypeVar("B")
 D = TypeVar("D")
 
 Entries = Mapping[str, tuple[np.dtype, tuple[int, ...]]]
-"""By name, the dtype and the shape of what a snapshot holds for the buffers of a part."""
+"""Dtype and shape of the saved buffer arrays of a part, by name."""
 
 Form = jax.ShapeDtypeStruct
-"""The dtype and the shape of an array."""
+"""Dtype and shape of an array."""
 
 Read = Callable[[str], np.ndarray]
-"""Reads an array of a part by its name."""
+"""Read an array of a part by name."""
 
 Fill = Callable[[Any, str], Any]
-"""Fills an array of buffers with what was saved of it, by its name."""
+"""Fill a buffer array with the saved values of that name."""
 
 _VALUES = {"Window": Window, "Rope": Rope, "NotGiven": NotGiven}
-"""Values among static fields, by the name that they have in a file."""
+"""Classes of static field values, by name in a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlotAssignment:
-    """Where what is saved goes.
+    """Slots of saved cells or states in a cache.
 
-    table: the table that has taken it in.
-    streams: the stream of each cell that is written.
-    cells: the cell.
-    origin: what is written there, as numbered in the snapshot.
+    table: the table after restoring.
+    streams: stream of each written cell.
+    cells: slot of each written cell.
+    origin: index in the snapshot of its content.
     """
 
     table: CacheTable
@@ -60,11 +60,11 @@ class SlotAssignment:
 
 
 class SequenceMap(NamedTuple):
-    """Which saved sequences go where; three lists of one length.
+    """Mapping from saved sequences to targets; three lists of equal length.
 
-    turn: the place of each one among those that were saved.
-    old: its number when it was saved.
-    new: its number from now on, each at most once.
+    turn: index of the sequence among the saved ones.
+    old: saved id.
+    new: target id, without repeats.
     """
 
     turn: list[int]
@@ -73,15 +73,12 @@ class SequenceMap(NamedTuple):
 
 
 class Part(ABC, Generic[T, B, D]):
-    """A kind of cache that is no hybrid one, and how it is saved and restored.
-
-    Its tables are T, its buffers B, and D is what describes them.
-    """
+    """Save and restore one kind of cache, with tables T, buffers B and description D."""
 
     @staticmethod
     @abstractmethod
     def describe(table: T, buffers: B) -> D:
-        """Return what is fixed when such a cache is made, as JSON holds it."""
+        """Return the static description of a cache, as JSON values."""
 
     @staticmethod
     @abstractmethod
@@ -91,69 +88,52 @@ class Part(ABC, Generic[T, B, D]):
     @staticmethod
     @abstractmethod
     def compatibility_fields(table: T, buffers: B) -> dict[str, object]:
-        """Return by name what must be the same in a cache for a snapshot to fit."""
+        """Return the fields that must be equal to load a snapshot, by name."""
 
     @staticmethod
     @abstractmethod
     def extract_sequences(
         table: T, buffers: B, sequences: list[int]
     ) -> tuple[dict[str, np.ndarray], PyTree]:
-        """Return what the table holds for sequences, by name; and a tree of what buffers hold.
-
-        The former has the shapes that the class says; the latter are `[n, ...]`, for n cells.
-        """
+        """Return table arrays of sequences, by name, and a tree of buffer values `[n, ...]`."""
 
     @staticmethod
     @abstractmethod
     def saved_shapes(
         table: T, buffers: B, count: int, saved: int
     ) -> tuple[dict[str, Form], PyTree]:
-        """Return the forms of what `take` returns, of `count` cells and `saved` sequences.
-
-        Of the table and the buffers only shapes are read.
-        """
+        """Return the shapes of `extract_sequences` for `count` cells and `saved` sequences."""
 
     @staticmethod
     @abstractmethod
     def check_saved_table(table: T, read: Read, sequences: list[int]) -> None:
-        """Compare the saved arrays of a table with what a table may hold.
-
-        Raises:
-          ValueError: when a cache with this content would break an invariant.
-        """
+        """Raise a ValueError if a cache with these saved arrays would break an invariant."""
 
     @staticmethod
     @abstractmethod
     def assign_slots(
         table: T, saved: T, read: Read, moves: SequenceMap, seed: int, fresh: bool
     ) -> SlotAssignment:
-        """Let sequences of a table go, and give them what was saved.
+        """Remove the target sequences from a table and add the saved ones.
 
-        Args:
-          table: the table.
-          saved: the table that was saved, its shapes alone.
-          read: reads what was saved of it.
-          moves: which sequences.
-          seed: a number of the file, for stamps.
-          fresh: whether cells are chosen; else they are those that were saved.
-
-        Raises:
-          PlanRefusedError: when cells are lacking.
+        Only shapes of `saved` are read; `seed` makes cell hashes unique to the file. Unless
+        `fresh`, the saved cells are used. Raises a PlanRefusedError if a stream has too few free
+        cells.
         """
 
     @staticmethod
     def fill_buffers(buffers: B, prefix: str, fill: Fill) -> B:
-        """Return the buffers with each array filled, which `fill` does by its name."""
+        """Return the buffers with each array filled by `fill`."""
         return jax.tree.map(fill, buffers, buffer_names(buffers, prefix))
 
     @staticmethod
     @abstractmethod
     def write_array(array: Any, placed: SlotAssignment, new: np.ndarray) -> Any:
-        """Write what was saved of an array of the buffers, `[n, ...]`; the array is donated."""
+        """Write the saved values, `[n, ...]`, into a buffer array, which is donated."""
 
 
 def check_values(ok: np.ndarray, name: str, values: np.ndarray, rule: str) -> None:
-    """Raise a ValueError with the first of some values that does not follow a rule.
+    """Raise a ValueError with the first of `values` that breaks a rule.
 
     >>> check_values(np.array([True, False]), "cell", np.array([1, 9]), "from 0 to 3")
     Traceback (most recent call last):
@@ -169,7 +149,7 @@ def check_values(ok: np.ndarray, name: str, values: np.ndarray, rule: str) -> No
 
 
 def check_places(read: Read, streams: int, cells: int) -> None:
-    """Raise a ValueError unless the saved cells are cells of a table, each once and in order."""
+    """Raise a ValueError unless the saved cells are in a table, unique and in order."""
     stream, cell = (read(name).astype(np.int64) for name in ("stream", "cell"))
     check_values((stream >= 0) & (stream < streams), "stream", stream, f"from 0 to {streams - 1}")
     check_values((cell >= 0) & (cell < cells), "cell", cell, f"from 0 to {cells - 1}")
@@ -178,7 +158,7 @@ def check_places(read: Read, streams: int, cells: int) -> None:
 
 
 def buffer_names(buffers: PyTree, prefix: str) -> PyTree:
-    """Return the name of each array of a part's buffers, as a tree of the same form."""
+    """Return the name of each buffer array of a part, as a tree like `buffers`."""
 
     def name_of_path(path: KeyPath, _: object) -> str:
         return prefix + jax.tree_util.keystr(path, simple=True, separator=".")
@@ -187,7 +167,7 @@ def buffer_names(buffers: PyTree, prefix: str) -> PyTree:
 
 
 def static_fields(table: Cells | States) -> dict[str, Json]:
-    """Return the static fields of a table as JSON holds them, without the rules of a mesh."""
+    """Return the static fields of a table as JSON values, without its sharding rules."""
     return {
         field.name: to_json(getattr(table, field.name))
         for field in fields(table)
@@ -196,7 +176,7 @@ def static_fields(table: Cells | States) -> dict[str, Json]:
 
 
 def to_json(value: Any) -> Json:
-    """Return a static value as JSON holds it.
+    """Convert a static value to JSON.
 
     >>> to_json((None, Window(4, "sliding")))
     [None, {'Window': {'width': 4, 'rule': 'sliding'}}]
@@ -210,7 +190,7 @@ def to_json(value: Any) -> Json:
 
 
 def from_json(value: Any) -> Any:
-    """Return the static value that JSON holds, which `to_json` made of it.
+    """Convert a JSON value made by `to_json` back to a static value.
 
     >>> from_json([None, {"Window": {"width": 4, "rule": "sliding"}}])
     (None, Window.sliding(4))

@@ -1,4 +1,4 @@
-"""Saving a cache: what its sequences own, into a file or bytes."""
+"""Saving a cache, or some of its sequences, to a file or bytes."""
 
 from __future__ import annotations
 
@@ -29,34 +29,32 @@ def save(
     model_id: Json = None,
     notes: Json = None,
 ) -> bytes | None:
-    """Write a cache, or some of its sequences, into a file.
+    """Save a cache, or some of its sequences, to a file or bytes.
 
-    The file holds live cells alone, and is there whole or not at all: it is written beside the path
-    and renamed. Rotations that are owed, kept states and what windows took are in it; which cells
-    were empty, and the stamps, are not.
+    The file contains live cells only, with pending shifts, stored states and eviction marks of
+    windows. Empty cells and cell hashes are not saved. The contents are written to a temporary
+    file, which is then renamed, so a partial file never has this path.
 
     Args:
       cache: any cache on one device.
-      path: of the file, which is replaced if it is there; of a link, what it leads to. None for
-        its bytes.
-      sequences: the sequence to save, or several, each once; by default all, empty ones too.
-      tokens: by sequence, the tokens that it was told, for those that go on from the file: the
-        cache itself does not know them. `inspect` returns them.
-      model_id: what names the model that computed all this, anything that JSON holds. `load`
-        compares it with its own.
-      notes: what else goes along, anything that JSON holds. `inspect` returns it.
+      path: path of the file; an existing file is replaced, links are followed. None returns bytes.
+      sequences: sequences to save, without repeats. Default: all, including empty ones.
+      tokens: tokens of a sequence, by sequence, returned by `inspect`. A cache stores no tokens.
+      model_id: id of the model, any JSON value. `load` compares it with its own.
+      notes: any JSON value, returned by `inspect`.
 
     Returns:
-      The bytes of the file; None where it was written to a path.
+      The bytes of the file; None if it was written to a path.
 
     Raises:
-      ImportError: when the package safetensors is missing.
-      OSError: when it cannot be written, as on a disk that is full, or a folder or a device has
-        that path. What was there before is there still.
-      TypeError: when `model_id` or `notes` is nothing that JSON holds, ids or tokens are no
-        integers, or the cache is shapes alone.
-      ValueError: when the cache is traced, split over a mesh, donated or a batch of caches, an
-        id is none of it or comes twice, or tokens are no list or of a sequence that is not saved.
+      ImportError: If the package safetensors is not installed.
+      OSError: If writing fails, for example on a full disk, or the path is a folder or a device. An
+        existing file is kept.
+      TypeError: If `model_id` or `notes` is not a JSON value.
+      TypeError: If ids or tokens are not integers, or the cache has shapes only.
+      ValueError: If the cache is traced, split over a mesh, donated, or a batch of caches.
+      ValueError: If a sequence id is unknown or repeated.
+      ValueError: If tokens are not a list, or belong to a sequence that is not saved.
 
     Examples:
       >>> import tempfile

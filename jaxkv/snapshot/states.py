@@ -1,7 +1,7 @@
-"""Snapshots of recurrent caches: the states that are kept, taken out, and put into cells.
+"""Snapshots of recurrent caches.
 
-n is the states of a snapshot; sequences that share one have it there once, and again in each stream
-that one of them goes to. A cache that keeps fewer states gets the newest ones.
+n is the number of states in a snapshot. A shared state is saved once, and restored once into each
+stream to which one of its sequences is restored. A cache with fewer states gets the newest ones.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ if TYPE_CHECKING:
     from jaxkv.snapshot.description import StateDescription
 
 CHUNK = 8
-"""States that are read or written at a time."""
+"""Number of states per read or write."""
 
 
 class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
-    """A recurrent cache, of whose table a snapshot holds what follows.
+    """A recurrent cache, and how a snapshot stores the arrays of its table.
 
-    position: `[q, E + 1]` int32, of each of q saved sequences; EMPTY (-1) if there is no state.
-    state: `[q, E + 1]` int32, which of the n states stands there; n if there is none.
-    stream, cell: `[n]` int32, where the states were.
-    content: `[n]` uint32, as it was.
-    written: `[L, n]` bool, whether each layer had written the state.
+    position: `[q, E + 1]` int32, for each of q saved sequences; EMPTY (-1) if there is no state.
+    state: `[q, E + 1]` int32. Index of the state among the n saved ones; n if there is none.
+    stream, cell: `[n]` int32, the saved cell of each state.
+    content: `[n]` uint32, as in the table.
+    written: `[L, n]` bool. Whether each layer had written the state.
     """
 
     @staticmethod
@@ -69,7 +69,7 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
 
     @staticmethod
     def make_empty(description: StateDescription, entries: Entries) -> tuple[StateTable, Buffers]:
-        """Make an empty one, with states as large as those that are saved."""
+        """Make an empty cache with states of the saved sizes."""
         sizes = {
             name: description[name] for name in ("layers", "sequences", "streams", "max_rollback")
         }
@@ -101,10 +101,7 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
     def extract_sequences(
         table: StateTable, buffers: Buffers, sequences: list[int]
     ) -> tuple[dict[str, np.ndarray], PyTree]:
-        """Take out all states that one of the sequences keeps.
-
-        Those of a layer are `[n, ...]`, by name.
-        """
+        """Copy all states of the sequences; those of a layer are `[n, ...]`, by name."""
         host = to_host(table)
         ids, size = np.array(sequences, int), host.num_cells
         place = ids[:, None] // host.sequences_per_stream * size + host.cell[ids]
@@ -127,7 +124,7 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
     def saved_shapes(
         table: StateTable, buffers: Buffers, count: int, saved: int
     ) -> tuple[dict[str, Form], PyTree]:
-        """Return the forms of the arrays that the class lists, and of states."""
+        """Return shapes and dtypes of the arrays of the class, and of states."""
         each = jax.ShapeDtypeStruct((count,), jnp.int32)
         pairs = jax.ShapeDtypeStruct((saved, table.num_earlier_states + 1), jnp.int32)
         found = {"position": pairs, "state": pairs, "stream": each, "cell": each}
@@ -137,7 +134,7 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
 
     @staticmethod
     def check_saved_table(table: StateTable, read: Read, sequences: list[int]) -> None:
-        """Compare positions, and which state is there, with those of a table."""
+        """Check that saved positions and state indices are valid."""
         check_places(read, table.streams, table.num_cells)
         position, state, stream = read("position"), read("state"), read("stream")
         size, kept = len(stream), position != EMPTY
@@ -167,7 +164,7 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
         seed: int,
         fresh: bool,
     ) -> SlotAssignment:
-        """Put states into cells that are free, or where they were; there are always enough."""
+        """Assign states to free cells, or to their saved cells; a stream always has enough."""
         host = jax.tree.map(np.array, to_host(table))
         position, state = _take_newest_states(
             table.num_earlier_states + 1, read("position"), read("state"), moves.turn
@@ -176,7 +173,7 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
         host.position[new], host.cell[new] = position, host.num_cells
 
         stream = np.broadcast_to((new // host.sequences_per_stream)[:, None], state.shape)[kept]
-        # A state goes once into each stream, where sequences share it.
+        # A state that sequences share is written once into each stream.
         target, index = np.unique(np.stack([stream, state[kept]]), axis=1, return_inverse=True)
         streams, origin = target.astype(np.int32)
         cells = _lowest_free(host, streams) if fresh else read("cell")[origin]
@@ -195,7 +192,7 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
 
     @staticmethod
     def write_array(array: Array, placed: SlotAssignment, new: np.ndarray) -> Array:
-        """Write the states of a layer by one name, saved as `[n, ...]`."""
+        """Write the states with one name in a layer, saved as `[n, ...]`."""
         where = placed.streams, placed.cells
         return write_cells(array, *where, new, placed.origin, write=_write_states, size=CHUNK)
 
@@ -206,14 +203,14 @@ def _take_newest_states(
     state: Int32[np.ndarray, "q e"],
     turns: list[int],
 ) -> tuple[Int32[np.ndarray, "m {pairs}"], Int32[np.ndarray, "m {pairs}"]]:
-    """Return what some saved sequences keep, the newest last."""
+    """Return positions and indices of the newest states of some sequences, newest last."""
     padding = [(0, 0), (max(pairs - position.shape[1], 0), 0)]
     position = np.pad(position[turns, -pairs:], padding, constant_values=EMPTY)
     return position, np.pad(state[turns, -pairs:], padding)
 
 
 def _lowest_free(host: States, streams: Int32[np.ndarray, " n"]) -> Int32[np.ndarray, " n"]:
-    """Return a free cell for each of some streams, in order, the lowest ones."""
+    """Return the lowest free cells of the streams, one for each entry."""
     cells = np.zeros(len(streams), np.int32)
     for stream in np.unique(streams):
         used_cells = host.cell[
@@ -228,7 +225,7 @@ def _lowest_free(host: States, streams: Int32[np.ndarray, " n"]) -> Int32[np.nda
 def _read_states(
     array: Shaped[Array, "S N *state"], streams: Int32[Array, " m"], cells: Int32[Array, " m"]
 ) -> Shaped[Array, " m *state"]:
-    """Read the states of cells; zeros past the last."""
+    """Read the states of cells; zeros for cells past the last one."""
     return array.at[streams, cells].get(mode="fill", fill_value=0)
 
 
@@ -238,5 +235,5 @@ def _write_states(
     cells: Int32[Array, " m"],
     new: Shaped[Array, " m *state"],
 ) -> Shaped[Array, "S N *state"]:
-    """Write the states of cells; none past the last."""
+    """Write the states of cells; cells past the last one are skipped."""
     return array.at[streams, cells].set(new, mode="drop", unique_indices=True)

@@ -1,14 +1,13 @@
-"""The tiles of cells in which anything is seen: what a loop over tiles, or a kernel, goes over.
+"""Tiles of cells with at least one visible cell, which a loop or a kernel reads.
 
-A pool may be large and mostly empty, full of the tokens of other sequences, or one of many streams
-of which few take part. So cells are looked at in tiles, and tokens in blocks. The list of the pairs
-of a block and a tile with anything to see is an array: when it changes, nothing is compiled anew.
+A stream may be large and mostly empty, full of other sequences, or one of many of which few are
+used. So cells are cut into tiles and tokens into blocks. An array lists the pairs of a block and a
+tile with a visible cell; a change of the list needs no compilation.
 
-These are the tiles that are read at once. The tiles that a sequence may have for itself are smaller
-and say where tokens go, see `jaxkv.kv.tiles`; attention knows only their size, `Visibility.tile`.
+These tiles are read at once. The tiles that a sequence may reserve are smaller and control where
+tokens are placed, see `jaxkv.kv.tiles`; attention uses only their size, `Visibility.tile`.
 
-Letters beside those of the package: b blocks of a list, t tokens of a block, M pairs of a block and
-a tile, G query heads of a key head, X = G * t queries of a block that share a key.
+Letters are those of `jaxkv.ops.attention`; M pairs of a block and a tile.
 """
 
 from __future__ import annotations
@@ -27,27 +26,28 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 TILE = 512
-"""Cells of a tile: large enough that a product with them outweighs a turn of the loop."""
+"""Cells of a tile: large enough that their product takes longer than the overhead of a loop."""
 
 BLOCK = 256
-"""The most tokens of a block, which read a tile together: most blocks of a long prompt see only the
-tiles before their own."""
+"""The most tokens of a block, which read a tile together.
+
+Most blocks of a long prompt attend only to the tiles before their own.
+"""
 
 MASK = 1 << 22
-"""The most pairs of a token and a cell whose mask is held for all layers: 4 MB."""
+"""The most pairs of a token and a cell with a mask that is shared by all layers: 4 MB."""
 
 
 class ActiveTiles(NamedTuple):
-    """What the loop goes over, for P lists of tokens in b equal blocks of t.
+    """Tiles with at least one visible cell, for P lists of tokens in b equal blocks of t.
 
-    mask: `[P * b, t, N]` bool, what each token sees. Where a mask would be large, or there is a
-      bias, it is the visibility of the blocks, from which a turn makes the mask of its tile.
-    sees: whether a token sees anything.
-    streams: the stream of each block.
-    tiles: numbers of all pairs: that of the block times the tiles of a stream, plus that of the
-      tile. The pairs in which anything is seen come first, block after block.
-    starts: where in `tiles` the seen tiles of each block start, and in the end how many are seen in
-      all.
+    mask: `[P * b, t, N]` bool, visible cells of each token. If it would be large, or there is a
+      bias, the visibility of the blocks, from which the mask of a tile is computed.
+    sees: whether a token attends to any cell.
+    streams: stream of each block.
+    tiles: index of each pair, block * (tiles of a stream) + tile. Active pairs come first, by
+      block.
+    starts: index in `tiles` of the first active tile of each block; at the end their total number.
     """
 
     mask: jax.Array | Visibility
@@ -58,7 +58,7 @@ class ActiveTiles(NamedTuple):
 
     @property
     def num_active_tiles(self) -> Int32[Array, ""]:
-        """How many tiles are seen, of all blocks together; int32."""
+        """Number of active tiles of all blocks; int32."""
         return self.starts[-1]
 
     @property
@@ -69,10 +69,7 @@ class ActiveTiles(NamedTuple):
     def mask_and_bias_of_tile(
         self, block: Int32[Array, ""], first: Int32[Array, ""], size: int
     ) -> tuple[Bool[Array, "1 t C"], Float[Array, "1 _ t C"] | None]:
-        """Return what a block sees of `size` cells from `first` on, and the bias for them.
-
-        The bias is of H heads or of one.
-        """
+        """Return mask and bias, of H heads or one, of a block for `size` cells from `first`."""
         zero = jnp.zeros_like(first)
         if not isinstance(self.mask, Visibility):
             return slice_of(self.mask, (block, zero, first), (1, self.tokens_per_block, size)), None
@@ -99,9 +96,9 @@ class ActiveTiles(NamedTuple):
 def find_active_tiles(
     visibility: Visibility, max_tokens: int = BLOCK, size: int = TILE
 ) -> ActiveTiles:
-    """List the tiles of `size` cells that are seen, by blocks of `max_tokens` tokens or less.
+    """List the active tiles of `size` cells, for blocks of at most `max_tokens` tokens.
 
-    As with `compute_mask`, each layer calls this, and the compiler computes it once.
+    Each layer calls this, as it calls `compute_mask`; the compiler computes it once.
     """
     lists, tokens = visibility.at.shape
     cells = visibility.position.shape[1]
@@ -116,14 +113,14 @@ def find_active_tiles(
         mask = mask if visibility.bias is None else _split_visibility(visibility, blocks)
     seen = jnp.pad(seen, [(0, 0), (0, tiles * size - cells)])
     seen = jnp.any(seen.reshape(-1, tiles, size), axis=2)
-    live = jnp.argsort(~seen.reshape(-1), stable=True).astype(jnp.int32)  # the seen ones come first
+    live = jnp.argsort(~seen.reshape(-1), stable=True).astype(jnp.int32)  # active tiles first
     streams = jnp.repeat(visibility.streams, blocks, total_repeat_length=lists * blocks)
     ends = jnp.cumsum(jnp.sum(seen, axis=1, dtype=jnp.int32))
     return ActiveTiles(mask, sees, streams, live, jnp.pad(ends, (1, 0)))
 
 
 def _split_visibility(visibility: Visibility, blocks: int) -> Visibility:
-    """Return the `Visibility` of P * b lists of t tokens, the blocks of P lists; b is `blocks`."""
+    """Return the `Visibility` of the P * b blocks of P lists; b is `blocks`."""
     lists = visibility.streams.size * blocks
     return replace(
         visibility.slice_tokens(partial(split_into_blocks, blocks=blocks)),
@@ -133,9 +130,9 @@ def _split_visibility(visibility: Visibility, blocks: int) -> Visibility:
 
 
 def _find_seen_cells(visibility: Visibility) -> tuple[jax.Array, jax.Array]:
-    """Return which cells each list sees, `[P, N]` bool, and which tokens see any, `[P, T]` bool.
+    """Return the visible cells of each list, `[P, N]`, and the tokens with any, `[P, T]` bool.
 
-    It goes token by token, so that no mask of all pairs is held.
+    A loop over tokens avoids a mask of all pairs.
     """
     visibility = replace(visibility, bias=None)
 
@@ -155,28 +152,22 @@ def _find_seen_cells(visibility: Visibility) -> tuple[jax.Array, jax.Array]:
 def query_bounds_in_blocks(
     visibility: Visibility, blocks: int, queries: int
 ) -> Int32[Array, "Pb X 4"]:
-    """Return what decides which cells the queries of blocks see.
-
-    The four numbers are those of `QueryBounds`; b is `blocks` and G is `queries`.
-    """
+    """Return the fields of `QueryBounds` for queries in blocks; b is `blocks`, G is `queries`."""
     looks = jnp.stack(query_bounds_of(visibility), axis=-1)
     return jnp.tile(split_into_blocks(looks, blocks), (1, queries, 1))
 
 
-# No index is negative here. An index that could be would add three instructions to every layer.
+# Indices are not negative. Support for negative ones would add three instructions to every layer.
 slice_of = partial(jax.lax.dynamic_slice, allow_negative_indices=False)
 
 
 def scalar_at(x: Shaped[Array, " n"], i: Int32[Array, ""]) -> Shaped[Array, ""]:
-    """Return the number `x[i]`, for an index that is not negative."""
+    """Return `x[i]` for an index that is not negative."""
     return slice_of(x, (i,), (1,))[0]
 
 
 def split_into_blocks(x: Shaped[Array, "P T ..."], blocks: int) -> Shaped[Array, "Pb t ..."]:
-    """Cut lists of tokens into b `blocks` of equal size.
-
-    The last block is filled up with zeros: tokens that see nothing.
-    """
+    """Cut lists of tokens into b equal `blocks`, padded with tokens that attend to nothing."""
     if blocks == 1:
         return x
     size = -(-x.shape[1] // blocks)
@@ -185,7 +176,7 @@ def split_into_blocks(x: Shaped[Array, "P T ..."], blocks: int) -> Shaped[Array,
 
 
 def merge_blocks(sums: OnlineSoftmax, live: ActiveTiles, lists: int, tokens: int) -> OnlineSoftmax:
-    """Return the sums of P `lists` of T `tokens` from the sums of their P * b blocks."""
+    """Return the partial softmax of P `lists` of T `tokens` from that of their P * b blocks."""
     sums = jax.tree.map(
         lambda x: _merge_array_blocks(x, lists, tokens, live.tokens_per_block), sums
     )
@@ -193,10 +184,7 @@ def merge_blocks(sums: OnlineSoftmax, live: ActiveTiles, lists: int, tokens: int
 
 
 def _merge_array_blocks(x: jax.Array, lists: int, tokens: int, size: int) -> jax.Array:
-    """Undo `split_into_blocks` for packed sums; `[P * b, K, X, ...]` to `[P, K, G * T, ...]`.
-
-    P is `lists`, T is `tokens` and t is `size`.
-    """
+    """Undo `split_into_blocks` for packed sums; `[P * b, K, X, ...]` to `[P, K, G * T, ...]`."""
     if x.shape[0] == lists:
         return x
     kv_heads, rest = x.shape[1], x.shape[3:]

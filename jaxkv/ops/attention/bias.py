@@ -1,4 +1,4 @@
-"""What a model adds to the logits of tokens and cells: ALiBi, T5's relative positions."""
+"""Additive bias of logits, such as ALiBi and T5's relative positions."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32
 
 Function = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""What is added to a logit: a function of the position of a token, that of a cell, and the number
-of a query head.
+"""Bias of a logit: a function of the token's position, the cell's position, and the query head.
 
 The three arguments are int32, `[P, 1, T, 1]`, `[P, 1, T or 1, N]` and `[1, H, 1, 1]`; the result is
-floats that broadcast to `[P, H, T, N]`. The bias of a cell that the token does not see is ignored.
+floats that broadcast to `[P, H, T, N]`. The bias of hidden cells is ignored.
 
-A function is static, and hashed, so one that is made anew is compiled anew. A function with weights
-is a pytree with the weights as leaves: `jax.tree_util.Partial(function, weights)`, or a dataclass.
+A function is static and hashed, so a new function object is compiled again. A function with
+parameters is a pytree with these as leaves: `jax.tree_util.Partial(function, params)`, or a
+dataclass.
 """
 
 Bias = Function | jax.Array | np.ndarray
-"""A function, or an array `[R, T, H, N]` of floats: what is added for cells of a row's stream."""
+"""A function, or an array `[R, T, H, N]` of floats for the cells of a row's stream."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PositionBias:
-    """A bias that is computed where it is read.
+    """A bias that is computed where it is used.
 
     function: see `Function`; with its types, see `attach_node_types`.
-    heads: the numbers of the query heads; on a mesh those in the share of a device.
+    heads: indices of the query heads; on a mesh those in a device's share.
     """
 
     function: TreeWithTypes[Function]
@@ -46,10 +46,7 @@ class PositionBias:
     def compute_bias(
         self, at: Int32[Array, "P T"], position: Int32[Array, "P _ N"]
     ) -> Float[Array, "P _ T N"]:
-        """Return the bias of tokens for cells at positions of each list, or of each token.
-
-        It is of H heads or of one.
-        """
+        """Return the bias for cell positions of each list or token, of H heads or one."""
         key = position[:, None]
         added = self.function.value(at[:, None, :, None], key, self.heads[None, :, None, None])
         shape = (at.shape[0], added.shape[1], at.shape[1], key.shape[3])
@@ -57,18 +54,18 @@ class PositionBias:
 
 
 BiasOfLists = jax.Array | PositionBias
-"""A bias for lists of tokens: an array `[P, T, H or 1, N]` of floats, or a function of places."""
+"""Bias of lists of tokens: an array `[P, T, H or 1, N]` of floats, or a function of positions."""
 
 
 def check_bias(bias: object, shape: tuple[int, ...]) -> BiasOfLists | None:
-    """Return a bias that a caller passed, for a `shape` of R rows, T tokens, H heads and N cells.
+    """Return the bias of a caller, for a `shape` of R rows, T tokens, H heads and N cells.
 
     An array is broadcast over rows, tokens and cells, and not over heads: `[R, T, H or 1, N]`.
 
     Raises:
-      TypeError: when the bias is neither a function nor an array of floats, or closes over traced
+      TypeError: If the bias is neither a function nor an array of floats, or closes over traced
         arrays that are not among its leaves.
-      ValueError: when the bias does not broadcast to the shape.
+      ValueError: If the bias does not broadcast to the shape.
 
     >>> check_bias(jnp.zeros((1, 1, 2, 1)), (3, 5, 2, 8)).shape
     (3, 5, 2, 8)
@@ -109,7 +106,7 @@ def check_bias(bias: object, shape: tuple[int, ...]) -> BiasOfLists | None:
 def _check_fit(
     letters: str, x: jax.Array | np.ndarray | jax.ShapeDtypeStruct, shape: tuple[int, ...]
 ) -> None:
-    """Raise unless an array, or a `ShapeDtypeStruct`, is of floats that broadcast to a shape."""
+    """Raise unless an array, or its shape, has floats that broadcast to `shape`."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"expected a bias of floats, got {x.dtype}")
     fits = all(n in (1, size) for n, size in zip(x.shape, shape, strict=False))

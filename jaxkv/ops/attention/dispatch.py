@@ -1,4 +1,4 @@
-"""Attention over streams of cells: the table of its implementations, and what runs one of them."""
+"""Attention over streams of cells: selection of an implementation."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Num, PyTree
 
 Implementation = Literal["tiles", "whole", "pallas", "xla", "cudnn"]
-"""The implementations that a caller may ask for.
+"""Names of implementations.
 
-tiles: reads only the tiles in which a token sees a cell, see `jaxkv.ops.attention.xla_tiles`.
-whole: weighs all cells in one product, for where a loop costs more than reading them.
-pallas: a kernel that reads the same tiles, once for all queries of a stream: on TPUs that of
-  `jaxkv.ops.attention.pallas_tpu`, on NVIDIA's GPUs that of `jaxkv.ops.attention.pallas_gpu`.
-  On other platforms the kernel for TPUs is interpreted, which is slow and meant for tests.
+tiles: reads only tiles with a visible cell, see `jaxkv.ops.attention.xla_tiles`.
+whole: reads all cells in one product; faster if the overhead of a loop is larger.
+pallas: a kernel that reads the same tiles as "tiles", once for all queries of a stream. On TPUs
+  `jaxkv.ops.attention.pallas_tpu`, on NVIDIA GPUs `jaxkv.ops.attention.pallas_gpu`. On other
+  platforms the TPU kernel is interpreted, which is slow and meant for tests.
 xla: `jax.nn.dot_product_attention`.
-cudnn: `jax.nn.dot_product_attention` with the kernel of NVIDIA's library, for float16 and bfloat16.
+cudnn: `jax.nn.dot_product_attention` with cuDNN, for float16 and bfloat16.
 """
 
 AttentionFn = Callable[[jax.Array, Stored, Stored, Visibility, AttentionOptions], OnlineSoftmax]
@@ -54,18 +54,17 @@ AttentionFn = Callable[[jax.Array, Stored, Stored, Visibility, AttentionOptions]
 
 q: `[P, T, H, D]` floats, queries of P lists of tokens. Query head h reads key/value head
   h // (H / K).
-k: `[S, K, N, D]`, keys of all streams; a key that no token may see holds anything, also a NaN.
+k: `[S, K, N, D]`, keys of all streams. Keys of hidden cells may have any value, including NaN.
 v: `[S, K, N, Dv]`, values, all of them finite.
-visibility: what decides which cells each token sees, and what is added to their logits; from it an
-  implementation makes what it needs. A cell that a bias hides has the lowest logit, see
-  `mask_logits`.
-options: scale and softcap. Sinks are added afterwards, when all cells have been weighed.
+visibility: positions, owners and bias, from which an implementation computes its mask. A cell that
+  the bias hides has the lowest logit, see `mask_logits`.
+options: scale and softcap. Sinks are added later, after all cells.
 
-It returns a softmax that is still open, so that it can be joined with that over other cells.
+It returns a partial softmax, which can be merged with that over other cells.
 """
 
 MAX_LOGIT_BYTES = 1 << 28
-"""The most bytes of logits, of all cells, that may be held at once: 256 MB."""
+"""The most bytes of logits, of all cells, in memory at once: 256 MB."""
 
 
 def attend_by_shapes(
@@ -75,14 +74,14 @@ def attend_by_shapes(
     visibility: Visibility,
     options: AttentionOptions,
 ) -> OnlineSoftmax:
-    """Choose by shapes, where there is no kernel.
+    """Choose an implementation by shapes, on platforms without a kernel.
 
-    Where the length of a loop depends on the data, its turns wait for the host or for each other,
-    which takes longer than reading cells that no token sees. So all cells are read at once, unless
-    their logits would be more bytes than their keys and values, as those of a prompt are, or more
-    than `HELD`. A compiler holds the logits where a list has several tokens.
+    A loop with a data-dependent length waits for the CPU or the previous iteration, which takes
+    longer than reading hidden cells. So all cells are read at once, unless their logits need more
+    bytes than keys and values, as for a prompt, or more than `MAX_LOGIT_BYTES`. Logits are in
+    memory only if a list has several tokens.
     """
-    logits = q.shape[1] * q.shape[2] * jnp.dtype(jnp.float32).itemsize  # bytes a cell
+    logits = q.shape[1] * q.shape[2] * jnp.dtype(jnp.float32).itemsize  # bytes of a cell
     read = k.shape[1] * (k.shape[3] + v.shape[3]) * k.dtype.itemsize
     logit_bytes = q.shape[0] * logits * k.shape[2] if q.shape[1] > 1 else 0
     way = (
@@ -100,10 +99,10 @@ def best_for_tpu(
     visibility: Visibility,
     options: AttentionOptions,
 ) -> OnlineSoftmax:
-    """Run the kernel where it takes the arrays; `docs/kernels.md` gives the reasons.
+    """Run the kernel if it supports the arrays; see `docs/kernels.md` for the reasons.
 
-    Streams of one tile each, with a token each, are the exception: there is nothing to skip and
-    nothing to share, and one product for all streams costs less than a turn for each stream.
+    The exception is several streams of one tile each with one token each. No tile can be skipped or
+    shared, so one product for all streams is faster than a grid step for each.
     """
     lists, tokens = visibility.at.shape
     small = lists > 1 and tokens == 1 and k.shape[2] <= TILE
@@ -122,9 +121,9 @@ def kernel_for_cuda(
     visibility: Visibility,
     options: AttentionOptions,
 ) -> OnlineSoftmax:
-    """Run the kernel where it takes the arrays.
+    """Run the kernel if it supports the arrays.
 
-    JAX traces it for other platforms too, which never run it; so it raises no errors.
+    JAX also traces it for platforms that never run it, so it does not raise.
     """
     way = (
         pallas_gpu.partial_attention
@@ -141,16 +140,13 @@ def best_for_cuda(
     visibility: Visibility,
     options: AttentionOptions,
 ) -> OnlineSoftmax:
-    """Run the kernel where the GPU is known to be good for it."""
+    """Run the kernel on GPUs that it is fast on."""
     way = kernel_for_cuda if pallas_gpu.is_fast() else attend_by_shapes
     return way(q, k, v, visibility, options)
 
 
 def by_platform(**ways: Callable[..., OnlineSoftmax]) -> Callable[..., OnlineSoftmax]:
-    """Make one implementation of several, `ways` by platform: chosen when a program is lowered.
-
-    What decides what is seen, `seen`, is a `Visibility` or a mask, as the implementations take it.
-    """
+    """Select one of `ways` by platform when it is lowered; `seen` is a `Visibility` or a mask."""
 
     def partial_attention(
         q: jax.Array, k: Stored, v: Stored, seen: PyTree, options: AttentionOptions
@@ -162,7 +158,7 @@ def by_platform(**ways: Callable[..., OnlineSoftmax]) -> Callable[..., OnlineSof
 
 
 def with_derivatives(**ways: AttentionFn) -> AttentionFn:
-    """Make an implementation with derivatives and batches, from one for each platform."""
+    """Return a differentiable, batchable implementation from one for each platform."""
 
     def differentiable_attention(
         q: jax.Array, k: Stored, v: Stored, visibility: Visibility, options: AttentionOptions
@@ -205,26 +201,17 @@ def attend(
 ) -> Float[Array, "P T H Dv"]:
     """Attend from lists of tokens to the cells of their streams.
 
-    Only tests and benchmarks call it. The layers of a model go through `jaxkv.kv.layer`, whose
-    `_attend_layer` is traced and lowered once for all layers, and calls `partial_attention` and
-    `finalize` itself.
+    Used by tests and benchmarks only. Layers of a model use `jaxkv.kv.layer`, which traces and
+    lowers `_attend_layer` once for all layers, and calls `partial_attention` and `finalize`.
 
-    Args:
-      q: queries.
-      k: `[S, K, N, D]`, keys.
-      v: `[S, K, N, Dv]`, values.
-      visibility: what decides which cells each token sees.
-      options: scale, softcap and sinks.
-      implementation: which; None leaves it to jaxkv.
-
-    Returns:
-      In the dtype of `q`; zeros for a token that sees nothing. Derivatives are safe from what
-      no token sees. Those of jaxkv's own implementations are derivatives of the plain formula, in
-      both modes.
+    The arguments are those of `AttentionFn`; `implementation` None selects one automatically. The
+    output has the dtype of `q`, and zeros for tokens that attend to no cell. Hidden cells do not
+    affect derivatives. Those of jaxkv's implementations are derivatives of the plain formula, in
+    both modes.
 
     Raises:
-      ValueError: when there is no such implementation, or it cannot do what is asked for.
-      RuntimeError: by JAX, when cuDNN is wanted where there is none.
+      ValueError: If the implementation is unknown, or does not support the arguments.
+      RuntimeError: By JAX, if cuDNN is requested and not available.
     """
     return finalize(partial_attention(q, k, v, visibility, options, implementation), q, options)
 
@@ -237,10 +224,9 @@ def partial_attention(
     options: AttentionOptions,
     implementation: Implementation | None,
 ) -> OnlineSoftmax:
-    """Do the part of `attend` that reads keys and values; its softmax is still open.
+    """Return the partial softmax of `attend`, over all cells and without sinks.
 
-    The arguments are those of `attend`. Latent values are numbers of the keys: then whole keys are
-    weighed, so that no part of them is copied.
+    Latent values are slices of the keys: whole keys are weighted, so that no slice is copied.
     """
     if isinstance(v, ValueSlice):
         sums = partial_attention(q, k, k, visibility, options, implementation)
@@ -262,7 +248,7 @@ def partial_attention(
 def finalize(
     sums: OnlineSoftmax, q: Float[Array, "P T H D"], options: AttentionOptions
 ) -> Float[Array, "P T H Dv"]:
-    """Close the softmax over all cells, in the dtype of the queries."""
+    """Add sinks and normalise the softmax, in the dtype of the queries."""
     return ungroup_queries(normalize(with_sinks(sums, options.sinks)), q.shape[1]).astype(q.dtype)
 
 
@@ -282,29 +268,29 @@ def attention(
     softcap: float | None = None,
     sinks: Float[Array, " H"] | None = None,
 ) -> Float[Array, "R T H Dv"]:
-    """Attend from every token to the cells that a mask shows to it, on plain arrays.
+    """Attend from every token to the cells that are True in a mask, on plain arrays.
 
     Args:
       q: queries. Query head h reads key/value head h // (H / K).
-      k: keys, for each row of tokens its own.
-      v: values. All of them must be finite, also those that no token sees.
-      mask: which cells each token sees.
-      scale: what the products of queries and keys are multiplied by; by default 1 / sqrt(D).
-      softcap: c, which bounds those products: each becomes c * tanh(x / c).
-      sinks: a logit of each head that takes its share of the attention and gives nothing.
+      k: keys, one set for each row of tokens.
+      v: values. All of them must be finite, including those of hidden cells.
+      mask: the visible cells of each token.
+      scale: factor of the products of queries and keys; by default 1 / sqrt(D).
+      softcap: c, which bounds these products: each becomes c * tanh(x / c).
+      sinks: additional logit of each head, without a value.
 
     Returns:
-      In the dtype of `q`; sums and softmax in float32, or float64 for such queries. A token that
-      sees nothing gets zeros. A hidden key may hold anything; a token that sees a NaN key gets NaN.
-      Derivatives are safe from keys that no token sees.
+      The output, in the dtype of `q`; sums and softmax are float32, or float64 for float64 queries.
+      A token without visible cells gets zeros. Keys of hidden cells may have any value and do not
+      affect derivatives. A token with a visible NaN key gets NaN.
 
     Raises:
-      ValueError: when H is not a multiple of K, shapes do not fit together, or `softcap` is not
-        above 0 and finite.
-      TypeError: when the queries are not floats.
+      ValueError: If H is not a multiple of K, shapes do not match, or `softcap` is not a finite
+        number above 0.
+      TypeError: If the queries are not floats.
 
     Examples:
-      Two equal keys share the attention; a hidden one gets none, whatever it holds:
+      Two equal keys have equal weights; a hidden key has weight 0, even if it is NaN:
 
       >>> q, v = jnp.ones((1, 1, 1, 1)), jnp.array([2.0, 4.0, 6.0]).reshape(1, 1, 3, 1)
       >>> k = jnp.array([1.0, 1.0, jnp.nan]).reshape(1, 1, 3, 1)
@@ -326,11 +312,7 @@ def attention(
 def check_attention_arguments(
     q: Num[Array, "R T H D"], k: Stored, v: Stored, options: AttentionOptions
 ) -> None:
-    """Raise unless queries, keys, values and options fit together.
-
-    Shapes are those of `attend` or `attention`. The numbers of lists, streams and rows are not
-    compared.
-    """
+    """Raise unless queries, keys, values and options match; P, S and R may differ."""
     heads, size = q.shape[2:]
     if not jnp.issubdtype(q.dtype, jnp.floating):
         raise TypeError(f"expected q of floats, in whose dtype the result is, got {q.dtype}")

@@ -1,9 +1,7 @@
-"""JAX's own attention: as XLA compiles it, or with the kernel of NVIDIA's library.
+"""Attention of JAX, compiled by XLA or with cuDNN.
 
-It returns the logarithm of its sums in the dtype of the queries. For float16 and bfloat16 that is
-too coarse to join the sums with others, so sinks are refused.
-
-Beside the letters of the package, G is the query heads of a key head.
+It returns the log of its sums in the dtype of the queries. For float16 and bfloat16 that is too
+imprecise to merge partial softmaxes, so sinks raise.
 """
 
 from __future__ import annotations
@@ -35,10 +33,7 @@ def xla(
     visibility: Visibility,
     options: AttentionOptions,
 ) -> OnlineSoftmax:
-    """Call `jax.nn.dot_product_attention` in the wider dtype of queries and buffers.
-
-    Quantised buffers are decoded first, all cells of the layer. See `jaxkv.ops.attention.dispatch`.
-    """
+    """Call `jax.nn.dot_product_attention` in the wider dtype of queries and decoded buffers."""
     k, v = (
         dequantise(visibility.gather_list_streams(k)),
         dequantise(visibility.gather_list_streams(v)),
@@ -56,12 +51,10 @@ def cudnn(
     visibility: Visibility,
     options: AttentionOptions,
 ) -> OnlineSoftmax:
-    """Call `jax.nn.dot_product_attention` with cuDNN's kernel, see `jaxkv.ops.attention.dispatch`.
+    """Call `jax.nn.dot_product_attention` with cuDNN, see `jaxkv.ops.attention.dispatch`.
 
-    Raises:
-      ValueError: for other dtypes than float16 and bfloat16, or where the dtype of the queries is
-        not that of the buffers.
-      RuntimeError: by JAX, where there is no cuDNN.
+    Raises a ValueError unless queries and buffers are all float16 or all bfloat16. JAX raises a
+    RuntimeError if cuDNN is not available.
     """
     if (
         isinstance(k, Quantised)
@@ -91,19 +84,19 @@ def _call_jax_nn(
     visibility: Visibility,
     options: AttentionOptions,
 ) -> OnlineSoftmax:
-    """Weigh keys `[P, K, N, D]` and values `[P, K, N, Dv]`, for queries `[P, T, H, D]`."""
+    """Attend to keys `[P, K, N, D]` and values `[P, K, N, Dv]`, for queries `[P, T, H, D]`."""
     if options.softcap is not None or options.sinks is not None:
         raise ValueError(
             f"{name!r} has neither a softcap nor sinks: leave the implementation to jaxkv"
         )
     kv_heads, mask = k.shape[1], compute_mask(visibility)
     bias, mask = compute_bias(visibility, mask), mask[:, None]  # [P, 1, T, N]
-    if bias is not None:  # what a bias hides, the mask hides, for each head
+    if bias is not None:  # Cells that the bias hides are removed from the mask of each head.
         mask = mask & (bias != -jnp.inf)
         bias = jnp.where(mask, bias, 0)
-    # The kernel may add its mask, and derivatives multiply by what is hidden. So a key that has a
-    # NaN is replaced by zeros, with its value, which may be a part of it; and a token that sees the
-    # key gets NaN afterwards.
+    # The kernel may add its mask, and derivatives multiply by hidden keys. So a key with a NaN is
+    # replaced by zeros, with its value, which may be a slice of it. A token that attends to the key
+    # gets NaN afterwards.
     broken = jnp.any(jnp.isnan(k), axis=3)  # [P, K, N]
     k, v = (jnp.where(broken[..., None], 0, x).swapaxes(1, 2) for x in (k, v))
     out, highest = jax.nn.dot_product_attention(

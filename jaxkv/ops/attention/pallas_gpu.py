@@ -1,24 +1,19 @@
-"""Live tiles of cells, each read once for all queries that look at it: a kernel for NVIDIA's GPUs.
+"""Kernel for NVIDIA GPUs: each active tile is read once for all queries that attend to it.
 
-A block of tokens has a list of the tiles in which it sees anything, see
-`jaxkv.ops.attention.active_tiles`. The list is dealt to several programs, so that one text keeps
-all multiprocessors busy. Each program goes over its tiles with a softmax of its own, and a second
-kernel joins these (flash-decoding). Which cells a token sees is found in the kernel: the rule of a
-window becomes the first and the last position seen.
+The active tiles of a block of tokens, see `jaxkv.ops.attention.active_tiles`, are split over
+several programs, so that one sequence uses all multiprocessors. Each program computes a partial
+softmax of its tiles, and a second kernel merges them (flash-decoding). The mask is computed in the
+kernel from the first and the last visible position.
 
-A block has no more queries than a program has registers for. The blocks of a list run side by side,
-so that a tile which one block has read lies in the cache for the others.
+A block has at most as many queries as fit into the registers of a program. Blocks of a list run
+concurrently, so that they share tiles through the GPU's cache.
 
-Buffers are read where they lie. The compiler takes only sizes that are powers of two. So inside of
-the kernel the numbers of queries, and of numbers of a key or value, are rounded up to such a power,
-and masks keep what was added from being read.
+Buffers are read in place. The compiler requires sizes that are powers of two, so the numbers of
+queries and of head dimensions are rounded up, and masked. Quantised codes are multiplied as they
+are; logits and weights are multiplied by the scales. A bias would be added before `cap_logits`.
 
-Letters beside those of the package: b blocks of a list, t tokens of a block, G query heads of a key
-head, X = G * t queries of a block that share a key, C cells of a tile, M pairs of a block and a
-tile, J programs that share a block.
-
-Codes of quantised buffers are multiplied as they are, and logits and weights by the scales. A bias
-would be added where logits are capped.
+Letters are those of `jaxkv.ops.attention`; M pairs of a block and a tile, J programs that share a
+block.
 """
 
 from __future__ import annotations
@@ -56,26 +51,26 @@ STORED = (*DTYPES, jnp.int8)
 """Dtypes of buffers that the kernel reads."""
 
 LARGEST = 256
-"""The largest head size, of keys and of values: their tiles must fit into a multiprocessor."""
+"""The largest head size of keys and values: their tiles must fit into a multiprocessor."""
 
 PROGRAMS = 264
-"""Programs that run at once on an H100: two on each multiprocessor. Others are filled less."""
+"""Programs that run at once on an H100: two per multiprocessor. Other GPUs are filled less."""
 
 HOPPER = ("H100", "H20", "H800")
-"""Parts of the names of GPUs that hold as much as an H100, H200 and GH200 among them.
+"""Name parts of GPUs with the memory of an H100; they match H200 and GH200 too.
 
-On other GPUs the compiler may refuse the kernel: older and smaller ones hold fewer tiles.
+On other GPUs the compiler may reject the kernel: older and smaller ones have space for fewer tiles.
 """
 
 
 class KernelTiling(NamedTuple):
-    """How the work is cut into programs, all static.
+    """How the work is split into programs, all static.
 
-    queries: X filled up to a power of two: those that share a key and are computed together.
+    queries: X padded to a power of two: queries that share a key and are computed together.
     cells: C, the cells of a tile.
-    programs: J, those that share the tiles of a block of tokens.
+    programs: J, the programs that share the tiles of a block of tokens.
     warps: the warps of a program.
-    stages: how many tiles are being fetched or computed at once.
+    stages: tiles that are fetched or computed at once.
     """
 
     queries: int
@@ -86,10 +81,7 @@ class KernelTiling(NamedTuple):
 
 
 def choose_tiling(q: Float[Array, "P T H D"], k: Stored, v: Stored) -> KernelTiling:
-    """Choose by shapes what was fastest on an H100, of what its compiler takes without spilling.
-
-    The arguments are those of `partial_attention`.
-    """
+    """Return the fastest tiling on an H100 that compiles without spilling, by shapes."""
     lists, tokens, heads, _ = q.shape
     group = heads // k.shape[1]
     exact, large = _is_exact(q, k, v), max(k.shape[3], v.shape[3]) > 128
@@ -110,18 +102,14 @@ def choose_tiling(q: Float[Array, "P T H D"], k: Stored, v: Stored) -> KernelTil
 
 
 def _is_exact(q: jax.Array, k: Stored, v: Stored) -> bool:
-    """Return whether products are exact in float32, which takes the registers of three products.
-
-    The arguments are those of `partial_attention`.
-    """
+    """Return whether products are exact in float32, which needs the registers of three products."""
     return jnp.float32 in (q.dtype, k.dtype, v.dtype)
 
 
 def can_attend(q: Float[Array, "P T H D"], k: Stored, v: Stored, visibility: Visibility) -> bool:
-    """Return whether the kernel takes these dtypes and heads, on this mesh.
+    """Return whether the kernel supports these dtypes and heads, this mesh, and no bias.
 
-    The arguments are those of `partial_attention`. The kernel adds no bias. A compiler cannot split
-    a kernel among devices: on a mesh it runs only on shares.
+    A compiler cannot split a kernel over devices: on a mesh it runs only on shares.
     """
     split = set(jax.sharding.get_abstract_mesh().axis_types) - {jax.sharding.AxisType.Manual}
     size = max(k.shape[3], v.shape[3])
@@ -132,14 +120,15 @@ def can_attend(q: Float[Array, "P T H D"], k: Stored, v: Stored, visibility: Vis
 
 
 def is_fast() -> bool:
-    """Return whether programs are made for GPUs that the kernel is known to be fast on.
+    """Return whether the kernel is fast on all target GPUs.
 
-    The GPU is the one that is named (`jax.sharding.AbstractDevice`), else those of this machine.
+    The target is the abstract device (`jax.sharding.AbstractDevice`) if set, else this machine's
+    GPUs.
     """
     target = jax.sharding.get_abstract_mesh().abstract_device
     try:
         devices = jax.local_devices(backend="cuda") if target is None else [target]
-    except RuntimeError:  # there is none
+    except RuntimeError:  # no GPU
         return False
     return all(any(name in device.device_kind for name in HOPPER) for device in devices)
 
@@ -154,20 +143,10 @@ def partial_attention(
     cut: KernelTiling | None = None,
     interpret: bool = False,
 ) -> OnlineSoftmax:
-    """Weigh the cells of live tiles, see `jaxkv.ops.attention.dispatch`.
+    """Attend to the cells of active tiles, see `AttentionFn` in `jaxkv.ops.attention.dispatch`.
 
-    Args:
-      q: queries.
-      k: `[S, K, N, D]`, keys.
-      v: `[S, K, N, Dv]`, values.
-      visibility: what decides which cells each token sees.
-      options: scale and softcap.
-      cut: how the work is cut; None for what `choose_tiling` returns.
-      interpret: run the kernels step by step as plain JAX, on any platform. It is slow.
-
-    Raises:
-      ValueError: for other dtypes than float32, bfloat16 and, of buffers, int8; for heads that are
-        too large, or too many that share a key; on a mesh, for arrays that are not shares.
+    `cut` is the tiling, None for `choose_tiling`. `interpret` runs the kernels step by step as
+    plain JAX, on any platform, which is slow. Raises a ValueError unless `can_attend`.
     """
     if not can_attend(q, k, v, visibility):
         raise ValueError(
@@ -224,11 +203,11 @@ def partial_attention(
         )
     return merge_blocks(
         OnlineSoftmax(*sums), live, *visibility.at.shape
-    )  # blocks without a tile hold any numbers
+    )  # Blocks without a tile are undefined.
 
 
 def _softmax_shapes(*shape: int) -> list[jax.ShapeDtypeStruct]:
-    """Return the float32 arrays of open sums of a shape `[..., X, Dv]`, see `OnlineSoftmax`."""
+    """Return the float32 arrays of a partial softmax with the shape `[..., X, Dv]`."""
     return [jax.ShapeDtypeStruct(s, jnp.float32) for s in (shape[:-1], shape[:-1], shape)]
 
 
@@ -242,7 +221,7 @@ def _call_kernel(
     interpret: bool,
     **options: int,
 ) -> list[jax.Array]:
-    """Run a kernel whose programs are each given all arrays, whole."""
+    """Run a kernel; each program gets all arrays, whole."""
 
     def whole_array_spec(x: jax.Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
         return pl.BlockSpec(x.shape, lambda *_: (0,) * len(x.shape))
@@ -279,25 +258,24 @@ def _kernel(
     layers: int,
     interpret: bool,
 ) -> None:
-    """Weigh a program's share of the tiles of a block of tokens, for one head of keys.
+    """Attend to a program's share of the tiles of a block of tokens, for one key head.
 
     Args:
       tiles_of: `[M]` int32, of `ActiveTiles`.
       starts: `[P * b + 1]` int32, of `ActiveTiles`.
-      streams: `[P * b]` int32, of `ActiveTiles`, numbered as in keys and values.
+      streams: `[P * b]` int32, of `ActiveTiles`, as indices into keys and values.
       query_bounds: `[P * b, X, 4]` int32, see `QueryBounds`.
       position: `[S, N]` int32, of cells.
       owners: `[S, W, N]` int32, of cells.
       q: `[P * b, K, X, D]`, queries.
-      k: `[S * L, K, N, D]`, keys of L layers; quantised, codes of that shape and scales
-        `[S * L, K, N, 1]`.
-      v: `[S * L, K, N, Dv]`, values; quantised likewise.
+      k: `[S * L, K, N, D]`, keys of L layers; quantised, codes and scales `[S * L, K, N, 1]`.
+      v: `[S * L, K, N, Dv]`, values; may be quantised too.
       max_logit: `[J, P * b, K, X]`, see `OnlineSoftmax`.
       denom: `[J, P * b, K, X]`, see `OnlineSoftmax`.
       out: `[J, P * b, K, X, Dv]`, see `OnlineSoftmax`.
-      options: of which the softcap is looked at.
-      cut: how the work is cut.
-      tiles: of a stream.
+      options: only the softcap is used.
+      cut: the tiling.
+      tiles: tiles of a stream.
       layers: L.
       interpret: whether products are those of plain JAX.
     """
@@ -325,7 +303,7 @@ def _kernel(
         def load_tile(
             x: Ref, number: jax.Array, inside: jax.Array
         ) -> tuple[jax.Array, jax.Array | None]:
-            """Read keys or values, or codes, `[C, n]`; and scales, `[1, C]`, if there are any."""
+            """Read keys or values, or codes, `[C, n]`; and scales, `[1, C]`, or None."""
             numbers, scales = codes_and_scales(x)
             where = stream, head, cell[:, None], number[None]
             found = _load(numbers, *where, inside=_tile_bounds_mask(in_cells, inside, x.shape[3]))
@@ -342,7 +320,7 @@ def _kernel(
         logits = product(queries, keys.astype(dtype), 1)
         logits = logits if key_scales is None else logits * key_scales
         logits = options.cap_logits(logits)
-        # The compiler's maximum forgets a NaN, which must be seen; a comparison does not.
+        # The compiler's maximum drops a NaN, which must be kept; a comparison keeps it.
         logits = jnp.where(seen, jnp.where(logits < LOWEST / 2, LOWEST / 2, logits), LOWEST)
         top = jnp.maximum(highest, jnp.max(logits, axis=1))
         down, weights = jnp.exp(highest - top), jnp.exp(logits - top[:, None])
@@ -371,10 +349,7 @@ def _merge_programs(
     denom: Ref,
     out: Ref,
 ) -> None:
-    """Join what J programs weighed for a query.
-
-    The first three are the outputs of `_kernel`; the last three are the same without J.
-    """
+    """Merge the outputs of `_kernel` of J programs for a query."""
     where = tuple(pl.program_id(i) for i in range(3))
     part, in_part = _padded_range(out_of.shape[0])
     value, in_value = _padded_range(out_of.shape[4])
@@ -390,15 +365,12 @@ def _merge_programs(
 
 
 def _pad_to_power_of_two(count: int) -> int:
-    """Return the next power of two: 16 or more, the least that a matrix unit takes."""
+    """Return the next power of two, at least 16, the minimum of a matrix unit."""
     return max(16, 1 << (count - 1).bit_length())
 
 
 def _padded_range(count: int, size: int | None = None) -> tuple[jax.Array, jax.Array]:
-    """Return numbers from 0 up to a power of two, or `size`, and which are below `count`.
-
-    `[n]` int32 and bool.
-    """
+    """Return integers up to a power of two, or `size`, and whether they are below `count`."""
     numbers = jnp.arange(_pad_to_power_of_two(count) if size is None else size, dtype=jnp.int32)
     return numbers, numbers < count
 
@@ -406,9 +378,9 @@ def _padded_range(count: int, size: int | None = None) -> tuple[jax.Array, jax.A
 def _load(
     ref: Ref, *where: jax.Array | int, inside: jax.Array | None, fill: float = 0
 ) -> jax.Array:
-    """Read an array at int32 places `where`, which broadcast together; `fill` if not `inside`.
+    """Read an array at int32 indices `where`, which broadcast together; `fill` if not `inside`.
 
-    `inside` is bool, of the shape of the places; None if all are inside.
+    `inside` is bool, of the shape of the indices; None if all are inside.
     """
     return triton.load(ref.at[where], mask=inside, other=None if inside is None else fill)
 
@@ -416,10 +388,9 @@ def _load(
 def _tile_bounds_mask(
     in_cells: jax.Array | None, inside: jax.Array, count: int
 ) -> jax.Array | None:
-    """Return which places of a tile exist, `[C or 1, n]` bool; None if all do.
+    """Return which elements of a tile exist, `[C or 1, n]` bool; None if all do.
 
-    `in_cells` is `[C]` bool for cells, None if all exist. `inside` is `[n]` bool for the numbers of
-    a key or value, of which there are `count`.
+    `in_cells` is None if all cells exist; `inside` is for the `count` dimensions of a key or value.
     """
     if in_cells is None and inside.size == count:
         return None
@@ -430,8 +401,8 @@ def _tile_bounds_mask(
 def _multiply_tile(a: jax.Array, b: jax.Array, over: int, *, interpret: bool) -> jax.Array:
     """Multiply `[X, D or C]` by a tile, `[C, D]` or `[C, Dv]`, over its dimension `over`.
 
-    The result is `[X, C or Dv]` float32. Three products of 19 bits on the matrix units are as exact
-    as one of float32, see `docs/kernels.md`; by default the compiler would make only one.
+    The result is `[X, C or Dv]` float32. Three TF32 products on the matrix units are as exact as
+    one in float32, see `docs/kernels.md`; by default the compiler would use one.
     """
     exact = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
     exact = jax.lax.Precision.HIGHEST if interpret or a.dtype != jnp.float32 else exact

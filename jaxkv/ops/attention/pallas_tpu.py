@@ -1,21 +1,18 @@
-"""Live tiles of cells, each read once for all queries that look at it: a kernel for TPUs.
+"""Kernel for TPUs: each active tile is read once for all queries that attend to it.
 
-The kernel goes over a list of pairs: a block of tokens, and a tile in which the block sees
-anything, see `jaxkv.ops.attention.active_tiles`. While a pair is computed, the keys and values of
-the next pair are fetched, several heads at once; nothing else of the buffers is read. Which cells a
-token sees is found in the kernel: the rule of a window becomes the first and the last position
-seen.
+The grid is a list of pairs of a block of tokens and an active tile, see
+`jaxkv.ops.attention.active_tiles`. The keys and values of the next pair, for several heads, are
+fetched while a pair is computed; other cells are not read. The mask is computed in the kernel from
+the first and the last visible position.
 
-Buffers are not moved. The compiler for TPUs lays an array out in lines of 128 lanes. Where the head
-size is a multiple of that, the numbers of a cell fill whole lines. For other head sizes the lanes
-hold neighbouring cells, so that nothing is padded. The kernel reads tiles of either layout.
+Buffers are read in place. The TPU compiler stores arrays in lines of 128 lanes. If the head size is
+a multiple, a cell fills whole lines; for other head sizes the lanes contain neighbouring cells, so
+that no padding is needed. The kernel reads tiles of both layouts. Quantised codes are multiplied
+as they are; logits and weights are multiplied by the scales, which have cells in the lanes. A bias
+would be added before `cap_logits`.
 
-Letters beside those of the package: b blocks of a list, t tokens of a block, G query heads of a key
-head, X = G * t queries of a block that share a key, C cells of a tile, M pairs of a block and a
-tile, h key heads that are computed at once.
-
-Codes of quantised buffers are multiplied as they are, and logits and weights by the scales, which
-lie with cells in the lanes. A bias would be added where logits are capped.
+Letters are those of `jaxkv.ops.attention`; M pairs of a block and a tile, h key heads that are
+computed at once.
 """
 
 from __future__ import annotations
@@ -58,26 +55,25 @@ DTYPES = (jnp.float32, jnp.bfloat16)
 """Dtypes that a TPU computes with."""
 
 QUERIES = 128
-"""Queries that share a key and are computed together: as many as a matrix unit takes at once."""
+"""Queries that share a key and are computed together: the size of a matrix unit."""
 
 LANES = 128
-"""Numbers of a line, in which the compiler lays out arrays."""
+"""Elements of a line in the memory layout of the compiler."""
 
 STORED = (*DTYPES, jnp.int8)
 """Dtypes of buffers that the kernel reads."""
 
 VMEM = 6 << 20
-"""The most bytes of tiles and logits that are held at once; a kernel may hold 16 MB in all."""
+"""The most bytes of tiles and logits in memory at once; the limit of a kernel is 16 MB."""
 
 PAIRS = 1 << 17
-"""The most pairs of a block and a tile: the list of them lies in the scalar cache, of 1 MB."""
+"""The most pairs of a block and a tile: the list is in scalar memory, of 1 MB."""
 
 
 def can_attend(q: Float[Array, "P T H D"], k: Stored, v: Stored, visibility: Visibility) -> bool:
-    """Return whether the kernel takes these dtypes, so many cells and tokens, and this mesh.
+    """Return whether the kernel supports these dtypes and sizes, this mesh, and no bias.
 
-    The arguments are those of `partial_attention`. The kernel adds no bias. A compiler cannot split
-    a kernel among devices: on a mesh it runs only on shares.
+    A compiler cannot split a kernel over devices: on a mesh it runs only on shares.
     """
     split = set(jax.sharding.get_abstract_mesh().axis_types) - {jax.sharding.AxisType.Manual}
     tokens, queries = visibility.at.shape[1], q.shape[2] // k.shape[1]
@@ -100,19 +96,10 @@ def partial_attention(
     *,
     interpret: bool = False,
 ) -> OnlineSoftmax:
-    """Weigh the cells of live tiles, see `jaxkv.ops.attention.dispatch`.
+    """Attend to the cells of active tiles, see `AttentionFn` in `jaxkv.ops.attention.dispatch`.
 
-    Args:
-      q: queries.
-      k: `[S, K, N, D]`, keys.
-      v: `[S, K, N, Dv]`, values.
-      visibility: what decides which cells each token sees.
-      options: scale and softcap.
-      interpret: run the kernel step by step as plain JAX, on any platform. It is slow.
-
-    Raises:
-      ValueError: for other dtypes than float32, bfloat16 and, of buffers, int8; for more cells and
-        tokens than a list of pairs can name; on a mesh, for arrays that are not shares.
+    `interpret` runs the kernel step by step as plain JAX, on any platform, which is slow. Raises a
+    ValueError unless `can_attend`.
     """
     if not can_attend(q, k, v, visibility):
         raise ValueError(
@@ -133,7 +120,7 @@ def partial_attention(
     owners = jax.lax.bitcast_convert_type(visibility.owners, jnp.int32)
 
     def make_index_map(where: Callable[..., tuple]) -> Callable[..., tuple]:
-        """Return an index map: the part of an array that a turn of the grid is given."""
+        """Return an index map: the part of an array for a step of the grid."""
 
         def index_of_grid_step(h: jax.Array, i: jax.Array, pairs: Ref, streams: Ref) -> tuple:
             block, tile = _split_pair_number(pairs[i], tiles)
@@ -164,7 +151,7 @@ def partial_attention(
         )
 
     of_looks = make_index_map(lambda h, block, stream, tile: (block, 0, 0))
-    numbers = (1, 1, v.shape[3])  # the highest logit, the sum of exponentials, weighted values
+    numbers = (1, 1, v.shape[3])  # maximum, denominator, weighted values
     highest, total, out = pl.pallas_call(
         partial(
             _kernel,
@@ -201,7 +188,7 @@ def partial_attention(
         *(jax.tree.map(partial(_pin_buffers_to_hbm, interpret=interpret), x) for x in (k, v)),
     )
     sums = OnlineSoftmax(highest[..., 0], total[..., 0], out)
-    return merge_blocks(sums, live, *visibility.at.shape)  # blocks without a pair hold any numbers
+    return merge_blocks(sums, live, *visibility.at.shape)  # Blocks without a pair are undefined.
 
 
 def _kernel(
@@ -222,25 +209,25 @@ def _kernel(
     tiles: int,
     in_lanes: tuple[bool, bool],
 ) -> None:
-    """Add a tile to the sums of a block of tokens, which stay in fast memory until the next block.
+    """Add a tile to the partial softmax of a block, kept in fast memory until the next block.
 
     Args:
-      pairs: `[M]` int32, numbers of pairs of a block and a tile, block after block.
-      streams: `[P * b]` int32, used by the index maps and not by the kernel.
+      pairs: `[M]` int32, indices of pairs of a block and a tile, by block.
+      streams: `[P * b]` int32, used by the index maps only.
       query_bounds: `[1, X, 4]` int32, see `QueryBounds`.
       position: `[1, 1, C]` int32, of the cells of the tile.
       owners: `[1, W, C]` int32, of the cells of the tile.
       q: `[1, h, X, D]`, queries of some heads.
-      k: `[1, h, C, D]`, keys, or `[1, h, D, C]` where cells lie in the lanes; quantised, codes of
-        such a shape and scales `[1, h, 1, C]`.
-      v: `[1, h, C, Dv]`, values, or `[1, h, Dv, C]`; quantised likewise.
+      k: `[1, h, C, D]`, keys, or `[1, h, D, C]` with cells in the lanes; quantised, codes of this
+        shape and scales `[1, h, 1, C]`.
+      v: `[1, h, C, Dv]`, values, or `[1, h, Dv, C]`; may be quantised too.
       max_logit: `[1, h, X, 1]`, see `OnlineSoftmax`.
       denom: `[1, h, X, 1]`, see `OnlineSoftmax`.
       out: `[1, h, X, Dv]`, see `OnlineSoftmax`.
-      options: of which the softcap is looked at.
+      options: only the softcap is used.
       cells: N.
-      tiles: of a stream.
-      in_lanes: whether cells of keys, and of values, lie in the lanes.
+      tiles: tiles of a stream.
+      in_lanes: whether keys, and values, have cells in the lanes.
     """
     i = pl.program_id(1)
     block, tile = _split_pair_number(pairs[i], tiles)
@@ -258,7 +245,7 @@ def _kernel(
     values, scales = codes_and_scales(v)
     values, scales = values[0], None if scales is None else scales[0]
     axis, size = 2 if in_lanes[1] else 1, position.shape[2]
-    if cells % size:  # past the last cell lie any numbers, also values that are NaN
+    if cells % size:  # Values past the last cell are undefined, and may be NaN.
         count = cells - tile * size
         seen &= jax.lax.broadcasted_iota(jnp.int32, (1, size), 1) < count
         if scales is None:
@@ -282,7 +269,7 @@ def _kernel(
 
 
 def _zero_after(x: jax.Array, axis: int, count: jax.Array) -> jax.Array:
-    """Return `x`, `[h, ...]`, with zeros after the first `count` places along an axis."""
+    """Return `x`, `[h, ...]`, with zeros after the first `count` elements of an axis."""
     is_inside = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis) < count
     return jnp.where(is_inside, x, jnp.zeros_like(x))
 
@@ -295,28 +282,24 @@ def _multiply_tile(
 
 
 def _split_pair_number(number: jax.Array, tiles: int) -> tuple[jax.Array, jax.Array]:
-    """Return the block of tokens and the tile that the number of a pair stands for; all int32."""
+    """Return the block and the tile of a pair index; all int32."""
     return jax.lax.div(number, jnp.int32(tiles)), jax.lax.rem(number, jnp.int32(tiles))
 
 
 def _max_tokens_per_block(queries: int) -> int:
-    """Return the most tokens of a block, where each token has G `queries` of a key head."""
+    """Return the most tokens of a block, with G `queries` of a token for each key head."""
     return max(1, QUERIES // queries)
 
 
 def _has_cells_in_lanes(x: Stored) -> bool:
-    """Return whether the compiler lays out buffers `[S, K, N, D]` with cells in the lanes.
-
-    So are scales, `[S, K, N, 1]`.
-    """
+    """Return whether the compiler stores these buffers, or scales, with cells in the lanes."""
     return x.shape[3] % LANES != 0
 
 
 def _pin_buffers_to_hbm(x: jax.Array, interpret: bool) -> jax.Array:
-    """Return buffers `[S, K, N, D]` as the kernel reads them.
+    """Return buffers in HBM as the kernel reads them, `[S, K, D, N]` with cells in the lanes.
 
-    With cells in the lanes they are `[S, K, D, N]`. They stay in the large cache: else the
-    compiler would copy small buffers to the fast memory before it writes and reads them.
+    Otherwise the compiler would copy small buffers to fast memory before it writes and reads them.
     """
     x = x.swapaxes(2, 3) if _has_cells_in_lanes(x) else x
     return x if interpret else pltpu.with_memory_space_constraint(x, pltpu.HBM)
@@ -325,9 +308,8 @@ def _pin_buffers_to_hbm(x: jax.Array, interpret: bool) -> jax.Array:
 def _heads_at_once(q: jax.Array, k: Stored, v: Stored) -> int:
     """Return h, a divisor of K, for queries `[P * b, K, X, D]` and keys `[S, K, N, D]`.
 
-    With many heads, much is fetched at once, and what is seen is found only once for all of them.
-    Of each head two tiles are held, one of which is being fetched, and four arrays of the size of
-    the logits.
+    With more heads each fetch is larger, and the mask is computed once for all of them. Each head
+    needs two tiles, one of which is being fetched, and four arrays of the size of the logits.
     """
     size = min(TILE, k.shape[2])
     tiles = 2 * size * (k.shape[3] * k.dtype.itemsize + v.shape[3] * v.dtype.itemsize)

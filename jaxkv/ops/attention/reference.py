@@ -1,4 +1,4 @@
-"""Attention as it is written down: what every implementation is compared with."""
+"""Reference attention, to which the implementations are compared."""
 
 from __future__ import annotations
 
@@ -21,10 +21,7 @@ def reference(
     mask: Bool[Array | np.ndarray, "P T N"],
     options: AttentionOptions,
 ) -> Float[Array, "P T H Dv"]:
-    """Attend in the plainest way, in float32.
-
-    The arrays are those of `jaxkv.ops.attention.attention`, for P lists in place of rows.
-    """
+    """Attend with the plain formula, in float32, from P lists of tokens."""
     heads, cells = q.shape[2], k.shape[2]
     k, v = (jnp.repeat(x.astype(jnp.float32), heads // k.shape[1], axis=1) for x in (k, v))
     logits = jnp.einsum("pthd,phnd->pthn", options.scale_queries(q.astype(jnp.float32)), k)

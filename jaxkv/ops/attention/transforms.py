@@ -1,6 +1,6 @@
-"""What JAX's transformations make of an implementation: derivatives, and batches of caches.
+"""Derivatives and `vmap` of attention implementations.
 
-The arrays of an implementation are those of `jaxkv.ops.attention.dispatch.Way`.
+The arrays are those of `jaxkv.ops.attention.dispatch.AttentionFn`.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 def with_derivatives_of(
     plain: Callable[..., OnlineSoftmax], way: Callable[..., OnlineSoftmax]
 ) -> Callable[..., OnlineSoftmax]:
-    """Give the implementation `way` the derivatives of another, `plain`, in both modes.
+    """Return the implementation `way` with the derivatives of `plain`, in both modes.
 
-    A loop whose length depends on the data cannot be run backwards, and what is fast forwards need
-    not be fast backwards. What decides what is seen, `seen`, may be a `Visibility` or a mask.
+    A loop with a data-dependent length has no reverse mode, and the fastest forward computation may
+    have a slow backward one. `seen` is a `Visibility` or a mask.
     """
 
     def partial_attention(
         q: jax.Array, k: Stored, v: Stored, seen: PyTree, options: AttentionOptions
     ) -> OnlineSoftmax:
-        # `seen` is an argument, not closed over: where a step is jitted inside of a `grad`, JAX
-        # asks for the derivative when the trace of `seen` has ended. A bias is part of `seen`.
+        # `seen` is an argument and not closed over: for a jitted step inside of `grad`, JAX
+        # computes the derivative after the trace of `seen` has ended. A bias is part of `seen`.
         @jax.custom_jvp
         def run_forward(arrays: tuple, seen: PyTree) -> OnlineSoftmax:
             return way(*arrays, seen, options)
@@ -50,10 +50,10 @@ def with_derivatives_of(
 
 
 def fold_vmap(way: Callable[..., OnlineSoftmax]) -> Callable[..., OnlineSoftmax]:
-    """Under `vmap`, run an implementation on one cache with the streams of the whole batch.
+    """Return an implementation that runs `vmap` as one cache with the streams of the whole batch.
 
-    Else a `cond` whose condition differs within the batch would compute both branches, and a loop
-    would go on for all caches as long as for any of them.
+    Otherwise a `cond` with conditions that differ in the batch would compute both branches, and a
+    loop would run for all caches until the longest one ends.
     """
 
     def partial_attention(
@@ -79,7 +79,7 @@ def fold_vmap(way: Callable[..., OnlineSoftmax]) -> Callable[..., OnlineSoftmax]
                 jax.tree.leaves(batched[3].bias)
             ):
                 function, visibility = args[3].bias, replace(visibility, bias=None)
-            elif isinstance(visibility.bias, PositionBias):  # each cache has weights of its own
+            elif isinstance(visibility.bias, PositionBias):  # batched bias parameters
                 visibility = jax.vmap(with_bias_array)(visibility)
             visibility = replace(visibility, streams=visibility.streams + first[:, None])
             args = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (q, k, v, visibility))

@@ -1,7 +1,4 @@
-"""What decides which cells each token sees, and what is added to the logits of these cells.
-
-Implementations that want a mask, or a bias of all pairs, make it from this.
-"""
+"""Attention mask of cells, computed from positions and owners, and additive bias."""
 
 from __future__ import annotations
 
@@ -25,25 +22,24 @@ Tree = TypeVar("Tree")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Visibility:
-    """Positions and owners of the cells of S streams, and of P lists of T tokens that look.
+    """Positions and owners of the cells of S streams, and P lists of T tokens.
 
-    A token sees the cells of its stream that have its owner, up to its own position, as far back as
-    the window reaches. A sight is small; an implementation makes a mask of it only if it needs one.
+    A token attends to the cells of its stream with the token's owner, at positions up to its own
+    and within the window. This is small; an implementation computes a mask from it only if needed.
 
-    position: the position of each cell.
+    position: position of each cell.
     owners: one bit for each sequence that owns the cell.
-    streams: the stream of each list of tokens.
-    at: the position of each token.
-    word: in which of the W words the token's owner stands.
-    bit: the bit of that word, set; 0 for padding, which sees nothing.
-    window: how far back tokens look, static.
-    causal: False lets tokens see what comes after them too, static.
-    all_streams: whether P is S and list p is that of stream p, static. Shapes alone cannot tell.
-    visible_until: the last position that each token sees; None for the token's own.
-    bias: what is added to logits, `[P, T, H or 1, N]` or a function; None for nothing.
-    tile: the cells of a tile of a sequence, where sequences have tiles for themselves as far as
-      there is room, static; None where they have none. It does not change what is seen, only which
-      way of computing is fast.
+    streams: stream of each list of tokens.
+    at: position of each token.
+    word: index of the word, of W, with the token's owner.
+    bit: the word with the owner's bit set; 0 for padding, which attends to nothing.
+    window: the window, static.
+    causal: False lets tokens attend to later tokens too, static.
+    all_streams: whether P is S and list p has stream p, static. Shapes do not determine this.
+    visible_until: last position that each token attends to; None for its own position.
+    bias: bias of the logits, `[P, T, H or 1, N]` or a function; None for none.
+    tile: size of a tile that sequences reserve, static; None if they reserve none. It selects the
+      fastest computation and does not change the mask.
     """
 
     position: Int32[Array, "S N"]
@@ -60,7 +56,7 @@ class Visibility:
     tile: int | None = field(default=None, metadata={"static": True})
 
     def slice_cells(self, first: Int32[Array, ""], count: int) -> Visibility:
-        """Return the sight of `count` cells from `first` on, an int32 number."""
+        """Return the visibility of `count` cells from `first`, an int32 number."""
 
         def cut(x: jax.Array) -> jax.Array:
             return jax.lax.dynamic_slice_in_dim(x, first, count, axis=-1)
@@ -73,7 +69,7 @@ class Visibility:
         )
 
     def slice_tokens(self, cut: Callable[[jax.Array], jax.Array]) -> Visibility:
-        """Return the sight of other tokens; `cut` takes them out of arrays `[P, T, ...]`."""
+        """Return the visibility of other tokens; `cut` selects them from arrays `[P, T, ...]`."""
         return replace(
             self,
             at=cut(self.at),
@@ -84,21 +80,21 @@ class Visibility:
         )
 
     def gather_list_streams(self, x: PyTree) -> PyTree:
-        """Return the part of each list's stream, `[P, ...]`, of arrays `[S, ...]`."""
+        """Return the stream of each list, `[P, ...]`, of arrays `[S, ...]`."""
         return gather_streams(x, None if self.all_streams else self.streams)
 
 
 @jax.jit
 def compute_mask(visibility: Visibility) -> Bool[Array, "P T N"]:
-    """Return which cells of its stream each token sees.
+    """Return the cells that each token attends to.
 
-    Each layer calls this; the compiler computes it once for all layers that share a sight.
+    Each layer calls this; the compiler computes it once for layers with the same visibility.
 
     llama.cpp: `set_input_kq_mask`.
     """
     owners = visibility.gather_list_streams(visibility.owners)  # [P, W, N]
     owner = owners[:, 0][:, None]
-    for w in range(1, owners.shape[1]):  # a choice among few words, where a gather would be stored
+    for w in range(1, owners.shape[1]):  # Selecting one of few words avoids a stored gather.
         owner = jnp.where((visibility.word == w)[..., None], owners[:, w][:, None], owner)
     owned = owner & visibility.bit[..., None] != 0
     position = visibility.gather_list_streams(visibility.position)[:, None]
@@ -114,12 +110,10 @@ def compute_mask(visibility: Visibility) -> Bool[Array, "P T N"]:
 def compute_bias(
     visibility: Visibility, seen: Bool[Array, "P T N"] | None = None
 ) -> Float[Array, "P _ T N"] | None:
-    """Return what is added to the logits of all pairs, for H heads or for one; None for nothing.
+    """Return the bias of all pairs, for H heads or one; None without bias.
 
-    Args:
-      visibility: the tokens and the cells.
-      seen: for derivatives: a cell that a token does not see is taken to stand where the token
-        stands, so that the derivative of a function is a number there.
+    With the mask `seen`, for derivatives, hidden cells get the position of the token, so that the
+    derivative of a bias function is finite there.
     """
     if not isinstance(visibility.bias, PositionBias):
         return None if visibility.bias is None else visibility.bias.swapaxes(1, 2)
@@ -130,21 +124,21 @@ def compute_bias(
 
 
 def with_bias_array(visibility: Visibility) -> Visibility:
-    """Return a sight whose bias, if it has one, is an array `[P, T, H or 1, N]`."""
+    """Return a visibility with any bias as an array `[P, T, H or 1, N]`."""
     bias = compute_bias(visibility)
     return replace(visibility, bias=None if bias is None else bias.swapaxes(1, 2))
 
 
 class QueryBounds(NamedTuple):
-    """What decides which cells a query sees, in the numbers that a kernel compares.
+    """Positions and owner that a query attends to, for comparisons in a kernel.
 
-    The rule of a window becomes the first and the last position that is seen. All arrays are int32
-    and of one shape: `[P, T]` for tokens, `[X, 1]` for the X queries of a kernel.
+    The window is converted to a first and a last position. All arrays are int32 and of one shape:
+    `[P, T]` for tokens, `[X, 1]` for the X queries of a kernel.
 
-    first: the first position that the query sees.
+    first: the first position that the query attends to.
     last: the last position.
-    word: in which word its owner stands.
-    bit: the bit of that word, set; 0 for padding.
+    word: index of the word with its owner.
+    bit: the word with the owner's bit set; 0 for padding.
     """
 
     first: Int32[Array, "*_"]
@@ -155,7 +149,7 @@ class QueryBounds(NamedTuple):
     def can_see(
         self, position: Int32[Array, "*#n"], owners: Sequence[Int32[Array, "*#n"]]
     ) -> Bool[Array, "*_"]:
-        """Return which cells are seen, bool, given int32 positions and W words of owners.
+        """Return whether cells are visible, from int32 positions and W words of owners.
 
         All arrays broadcast together: `[X, 1]` and `[1, C]`, for C cells, give `[X, C]`.
         """
@@ -166,7 +160,7 @@ class QueryBounds(NamedTuple):
 
 
 def query_bounds_of(visibility: Visibility) -> QueryBounds:
-    """Return how each token looks, four arrays `[P, T]` int32."""
+    """Return the bounds of each token, four arrays `[P, T]` int32."""
     return QueryBounds(
         first_seen(visibility.window, visibility.at),
         last_seen(

@@ -1,8 +1,4 @@
-"""All cells at once, in two plain products, which any compiler knows how to fuse and to split.
-
-Letters beside those of the package: G query heads of a key head, X = G * T queries that share a
-key, C cells that are weighed.
-"""
+"""Attention over all cells in two plain products, which compilers can fuse and split."""
 
 from __future__ import annotations
 
@@ -34,7 +30,7 @@ def attend_all_cells(
     visibility: Visibility,
     options: AttentionOptions,
 ) -> OnlineSoftmax:
-    """Weigh all cells of the streams that take part, see `jaxkv.ops.attention.dispatch`."""
+    """Attend to all cells of the streams in use, see `jaxkv.ops.attention.dispatch`."""
     of_lists, mask = visibility.gather_list_streams, compute_mask(visibility)
     return attend_by_mask(q, of_lists(k), of_lists(v), mask, options, compute_bias(visibility))
 
@@ -47,10 +43,10 @@ def attend_differentiably(
     options: AttentionOptions,
     bias: Float[Array, "P _ T N"] | None = None,
 ) -> OnlineSoftmax:
-    """Do what `attend_by_mask` does, in a form whose derivatives are safe from what no token sees.
+    """Compute `attend_by_mask` with derivatives that hidden cells do not affect.
 
     Derivatives multiply keys and values by the zeros of hidden cells, and NaN times zero is NaN. So
-    cells that no token of a list sees are set to zero, which takes a copy.
+    cells that are hidden from all tokens of a list are set to zero, in a copy.
     """
     seen = jnp.any(mask, axis=1)[:, None, :, None]
     k, v = (jnp.where(seen, dequantise(x), 0) for x in (k, v))
@@ -65,15 +61,9 @@ def attend_by_mask(
     options: AttentionOptions,
     bias: Float[Array, "P _ T N"] | None = None,
 ) -> OnlineSoftmax:
-    """Weigh the cells of each list that its mask shows to it.
+    """Attend to the cells of each list that are visible in its mask.
 
-    Args:
-      q: queries.
-      k: `[P, K, N, D]`, keys of the stream of each list.
-      v: `[P, K, N, Dv]`, values, all of them finite.
-      mask: what each token sees.
-      options: scale and softcap.
-      bias: what is added to logits, if there is anything.
+    Keys and values, `[P, K, N, ...]`, are those of the stream of each list; values must be finite.
     """
     q = group_queries(options.scale_queries(q), k.shape[1])
     logits = _masked_logits(q, k, mask, options, bias)
@@ -91,18 +81,10 @@ def add_cells(
     options: AttentionOptions,
     bias: Float[Array, "P _ T C"] | None = None,
 ) -> OnlineSoftmax:
-    """Weigh further cells, and add them to sums.
+    """Add the cells `k` and `v`, `[P, K, C, ...]`, to a partial softmax.
 
-    A token that sees no cell at all gets sums all the same: callers end with `zero_unseen`.
-
-    Args:
-      sums: over other cells, or `nothing`.
-      q: queries from `group_queries`, scaled.
-      k: `[P, K, C, D]`, keys.
-      v: `[P, K, C, Dv]`, values, all of them finite.
-      mask: what each token sees.
-      options: of which the softcap is looked at.
-      bias: what is added to logits, if there is anything.
+    `q` is packed and scaled, values are finite, and only the softcap of `options` is used. A token
+    without visible cells gets wrong sums, so callers must call `zero_unseen` at the end.
     """
     logits = _masked_logits(q, k, mask, options, bias)
     highest = jax.lax.stop_gradient(jnp.maximum(jnp.max(logits, axis=-1), sums.max_logit))
@@ -120,6 +102,6 @@ def _masked_logits(
 
 
 def _sum_weighted_values(weights: jax.Array, v: Numbers) -> tuple[jax.Array, jax.Array]:
-    """Add up weights `[P, K, X, C]`, to `[P, K, X]`, and weighted values, to `[P, K, X, Dv]`."""
+    """Sum weights `[P, K, X, C]` to `[P, K, X]`, and weighted values to `[P, K, X, Dv]`."""
     out = weighted_values(weights, v)
     return jnp.sum(weights, axis=-1), out

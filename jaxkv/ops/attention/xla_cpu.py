@@ -1,10 +1,9 @@
-"""Attention in the forms that a processor is fast with, all of them found by measuring.
+"""Attention in forms that are fast on CPUs, selected by measurements.
 
-Barriers keep the compiler from turning these forms back into the usual ones. Programs for other
-platforms have neither these barriers nor these cuts.
+Barriers prevent the compiler from undoing these forms. Programs for other platforms have neither
+these barriers nor these cuts.
 
-Letters beside those of the package: G query heads of a key head, X = G * T queries that share a
-key, J parts that the cells of a list are cut into, C cells of a part.
+Letters are those of `jaxkv.ops.attention`; J parts that the cells of a list are cut into.
 """
 
 from __future__ import annotations
@@ -34,37 +33,37 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
 
 FEW = 0.4
-"""The share of tiles that are seen, below which reading tiles one by one is faster."""
+"""Share of active tiles below which reading tiles one by one is faster."""
 
 SMALL = 4
-"""The most tiles, of all lists together, that are always read at once: choosing takes time too."""
+"""The most tiles of all lists that are always read at once: selecting tiles takes time too."""
 
 LARGE = 16
 """The most tokens of a list for which all cells may be read at once.
 
-For more tokens tiles are always read one by one: the logits of all cells would be large.
+For more tokens tiles are read one by one: the logits of all cells would be large.
 """
 
 SEVERAL = 8
-"""Tokens of a list from which on tiles are also read one by one if logits exceed `LOGITS`."""
+"""Tokens of a list from which tiles are also read one by one if logits exceed `LOGITS`."""
 
 LOGITS = 1 << 23
-"""Bytes of the logits of all cells that stay in a cache: 8 MB."""
+"""Bytes of the logits of all cells that fit into the CPU's cache: 8 MB."""
 
 HUGE = 1 << 17
-"""Cells of a stream from which on two tokens of a list already count as `SEVERAL`."""
+"""Cells of a stream from which two tokens of a list already count as `SEVERAL`."""
 
 THIN = 32
 """The most queries of a key head for which cells are cut into parts, see `_split_cells`."""
 
 PRODUCTS = 384
-"""Independent products from which on cells are not cut further: enough for all cores."""
+"""Independent products from which cells are not cut further: enough for all cores."""
 
 PART = 64
 """The fewest cells of a part."""
 
 EXACT = 1024
-"""The most weights that are added up by a product: over more it is less exact than a sum."""
+"""The most weights that are summed with a product: for more it is less exact than a sum."""
 
 
 def attend_by_shapes(
@@ -74,10 +73,7 @@ def attend_by_shapes(
     visibility: Visibility,
     options: AttentionOptions,
 ) -> OnlineSoftmax:
-    """Read tiles where few of them are seen, or tokens are many, and else all cells at once.
-
-    See `jaxkv.ops.attention.dispatch` for the arguments.
-    """
+    """Read tiles if few are active or tokens are many, and all cells at once otherwise."""
     if isinstance(k, Quantised | LayerView) or isinstance(v, Quantised | LayerView):
         return attend_by_tiles(q, k, v, visibility, options)
     if not visibility.all_streams or are_logits_large(q, k) or upcasts_by_tile(k):
@@ -85,7 +81,7 @@ def attend_by_shapes(
     live, mask = find_active_tiles(visibility), compute_mask(visibility)
     if live.tiles.size <= SMALL:
         return attend_by_mask(q, k, v, mask, options, compute_bias(visibility))
-    # The mask and the list of tiles are arguments: inside of a branch, each layer would make them.
+    # Mask and tiles are arguments: inside of a branch, each layer would compute them.
     sums = jax.lax.cond(
         live.num_active_tiles < FEW * live.tiles.size,
         lambda q, live, _: add_tiles_in_turn(q, k, v, live, options, add_cells),
@@ -102,17 +98,14 @@ def attend_by_tiles(
     visibility: Visibility,
     options: AttentionOptions,
 ) -> OnlineSoftmax:
-    """Weigh the cells of live tiles, see `jaxkv.ops.attention.xla_tiles`."""
+    """Attend to the cells of active tiles, see `jaxkv.ops.attention.xla_tiles`."""
     return attend_in_blocks(
         q, k, v, visibility, options, choose_add_cells(k), pinned=upcasts_by_tile(k)
     )
 
 
 def choose_add_cells(k: Stored) -> Added:
-    """Return the function that adds a tile to others.
-
-    For quantised keys `[S, K, N, D]` the plain one is faster, since its products convert the codes.
-    """
+    """Return the function that adds a tile; the plain one is faster for quantised keys."""
     return xla.add_cells if isinstance(k, Quantised) else add_cells
 
 
@@ -123,7 +116,7 @@ def attend_all_cells(
     visibility: Visibility,
     options: AttentionOptions,
 ) -> OnlineSoftmax:
-    """Weigh all cells of the streams that take part, see `jaxkv.ops.attention.dispatch`."""
+    """Attend to all cells of the streams in use, see `jaxkv.ops.attention.dispatch`."""
     if isinstance(k, Quantised) or isinstance(v, Quantised):
         return xla.attend_all_cells(q, k, v, visibility, options)
     of_lists, mask = visibility.gather_list_streams, compute_mask(visibility)
@@ -138,7 +131,7 @@ def attend_by_mask(
     options: AttentionOptions,
     bias: Float[Array, "P _ T N"] | None = None,
 ) -> OnlineSoftmax:
-    """Do what `jaxkv.ops.attention.xla.attend_by_mask` does, with the same arguments."""
+    """Compute `jaxkv.ops.attention.xla.attend_by_mask`."""
     q = group_queries(options.scale_queries(q), k.shape[1])
     return zero_unseen(attend_packed(q, k, v, mask, options, bias), jnp.any(mask, axis=2))
 
@@ -151,13 +144,10 @@ def attend_packed(
     options: AttentionOptions,
     bias: Float[Array, "P _ T N"] | None,
 ) -> OnlineSoftmax:
-    """Weigh all cells, for queries that are packed and scaled.
-
-    The other arguments are those of `attend_by_mask`. It leaves `zero_unseen` to callers.
-    """
+    """Attend to all cells, for packed and scaled queries; callers must call `zero_unseen`."""
     logits, v = _masked_logits(q, k, mask, options, bias), _split_cells(v, q.shape[2])
-    # Maximum, difference and exponential side by side are one fast function of the compiler's.
-    # It takes nothing between them, such as a guard against -inf or a maximum of earlier cells.
+    # The compiler fuses maximum, difference and exponential into one fast function, unless another
+    # operation is between them, such as a guard against -inf or a maximum of earlier cells.
     highest = jax.lax.stop_gradient(jnp.max(logits, axis=(2, 5), keepdims=True))
     return OnlineSoftmax(
         highest.reshape(q.shape[:3]), *_sum_weighted_values(jnp.exp(logits - highest), v)
@@ -173,7 +163,7 @@ def add_cells(
     options: AttentionOptions,
     bias: Float[Array, "P _ T C"] | None = None,
 ) -> OnlineSoftmax:
-    """Do what `jaxkv.ops.attention.xla.add_cells` does, with the same arguments."""
+    """Compute `jaxkv.ops.attention.xla.add_cells`."""
     logits, v = _masked_logits(q, k, mask, options, bias), _split_cells(v, q.shape[2])
     highest = jnp.max(logits, axis=(2, 5)).reshape(sums.max_logit.shape)
     highest = jax.lax.stop_gradient(jnp.maximum(highest, sums.max_logit))
@@ -186,10 +176,7 @@ def add_cells(
 def _masked_logits(
     q: jax.Array, k: jax.Array, mask: jax.Array, options: AttentionOptions, bias: jax.Array | None
 ) -> jax.Array:
-    """Return masked logits, `[P, K, J, G, T, C]`, of queries `[P, K, X, D]`.
-
-    Keys are `[P, K, N, D]`, and mask and bias as in `attend_by_mask`.
-    """
+    """Return masked logits `[P, K, J, G, T, C]` of `q`, `[P, K, X, D]`, and `k`, `[P, K, N, D]`."""
     k = _split_cells(k, q.shape[2])
     lists, tokens, _ = mask.shape
     mask = mask.reshape(lists, 1, 1, tokens, *k.shape[2:4]).transpose(0, 1, 4, 2, 3, 5)
@@ -203,10 +190,7 @@ def _masked_logits(
 
 
 def are_logits_large(q: Float[Array, "*_"], k: Stored) -> bool:
-    """Return whether the logits of all cells would take more time than turns of a loop.
-
-    Queries are `[P, T, H, D]`, and keys `[S, K, N, D]`.
-    """
+    """Return whether the logits of all cells take more time than a loop over tiles."""
     lists, tokens, heads, _ = q.shape
     logits = lists * tokens * heads * k.shape[2] * softmax_dtype(q).itemsize
     several = tokens >= SEVERAL or (tokens > 1 and k.shape[2] >= HUGE)
@@ -214,15 +198,15 @@ def are_logits_large(q: Float[Array, "*_"], k: Stored) -> bool:
 
 
 def upcasts_by_tile(k: Stored) -> bool:
-    """Return whether products first convert keys `[S, K, N, D]` to float32: done tile by tile."""
+    """Return whether keys `[S, K, N, D]` are converted to float32 first, tile by tile."""
     return k.dtype.itemsize < 4
 
 
 def _split_cells(x: jax.Array, queries: int) -> jax.Array:
-    """Cut keys or values into parts; `[P, K, N, D]` to `[P, K, J, C, D]`, unmoved.
+    """Cut keys or values into parts; `[P, K, N, D]` to `[P, K, J, C, D]`, without a copy.
 
-    A processor deals whole products to its cores, and a few thin ones keep only one core busy.
-    Where there are many queries, X, or few cells, there is one part.
+    A CPU assigns whole products to its cores, and a few thin ones use only one core. With many
+    queries X, or few cells, there is one part.
     """
     products, parts, size = x.shape[0] * x.shape[1], 1, x.shape[2]
     while queries <= THIN and products * parts < PRODUCTS and size % 2 == 0 and size >= 2 * PART:
@@ -233,9 +217,9 @@ def _split_cells(x: jax.Array, queries: int) -> jax.Array:
 def _multiply_queries_keys(q: jax.Array, k: jax.Array) -> jax.Array:
     """Multiply queries `[P, K, X, D]` and keys `[P, K, J, C, D]`; `[P, K, J, X, C]`.
 
-    With few queries the keys come first, since the first factor is dealt to the cores. The barrier
-    keeps the compiler from exchanging the factors, which would save it the small transpose. With
-    many queries there is one part, whose dimension is left out: in a product it doubles the time.
+    With few queries keys come first, since the first factor is split over the cores. The barrier
+    prevents the compiler from swapping the factors to avoid the small transpose. With many queries
+    there is one part; its dimension is removed, since it would double the time of the product.
     """
     dtype = softmax_dtype(q)
     if q.shape[2] > THIN:
@@ -246,12 +230,12 @@ def _multiply_queries_keys(q: jax.Array, k: jax.Array) -> jax.Array:
 
 
 def _sum_weighted_values(weights: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Add up weights `[P, K, J, G, T, C]`, to `[P, K, X]`, and weighted values, to `[P, K, X, Dv]`.
+    """Sum weights `[P, K, J, G, T, C]` to `[P, K, X]`, and weighted values to `[P, K, X, Dv]`.
 
-    Values are `[P, K, J, C, Dv]`. Without the barrier the compiler would make one product of those
-    of all parts again.
+    Values are `[P, K, J, C, Dv]`. The barrier prevents the compiler from merging the products of
+    all parts.
     """
-    if weights.shape[5] <= EXACT:  # inside of a branch a sum takes longer than a product with ones
+    if weights.shape[5] <= EXACT:  # In a branch a sum takes longer than a product with ones.
         ones = jnp.ones(weights.shape[5], weights.dtype)
         total = jnp.einsum("pkjgtc,c->pkgt", weights, ones)
     else:

@@ -1,14 +1,13 @@
-"""Attention of a processor over pools in which texts have tiles of cells for themselves.
+"""Attention on CPUs over streams in which sequences reserve tiles of cells.
 
-One product for all tokens of a pool multiplies each token with the cells of all others. Here a tile
-that one token alone sees is multiplied with this token only; a tile that several tokens see is
-multiplied with all tokens, once.
+One product for all tokens of a stream multiplies each token with the cells of all others. Here a
+tile that is visible to one token only is multiplied with this token; a tile that is visible to
+several tokens is multiplied with all tokens, once.
 
-These are the tiles of sequences, `Visibility.tile` cells each. A loop reads several of them at
-once, which together are a tile of `jaxkv.ops.attention.active_tiles`.
+Tiles of sequences have `Visibility.tile` cells. A loop reads several of them at once, as one tile
+of `jaxkv.ops.attention.active_tiles`.
 
-Letters beside those of the package: M tiles of a list, or of a piece of its cells; C cells of a
-tile; G query heads of a key head, X = G * T queries that share a key.
+Letters are those of `jaxkv.ops.attention`; M tiles of a list, or of a piece of its cells.
 """
 
 from __future__ import annotations
@@ -49,10 +48,10 @@ def attend_by_shapes(
     visibility: Visibility,
     options: AttentionOptions,
 ) -> OnlineSoftmax:
-    """Weigh each tile that one token alone sees for this token only, if tokens have such tiles.
+    """Multiply each tile that is visible to one token with this token only.
 
-    Where several tokens see much of a pool, all cells are weighed for all tokens at once. See
-    `jaxkv.ops.attention.dispatch` for the arguments.
+    If tokens have no such tiles, or several attend to most of a stream, all cells are multiplied
+    with all tokens at once.
     """
     tokens, cells, size = visibility.at.shape[1], k.shape[2], visibility.tile
     if size is None or cells % size or not visibility.all_streams or not 1 < tokens <= BLOCK:
@@ -65,7 +64,7 @@ def attend_by_shapes(
     few = xla_cpu.FEW * lone_tiles.tiles.size
     packed_q = group_queries(options.scale_queries(q), k.shape[1])
     narrow = xla_cpu.upcasts_by_tile(k)
-    # Keys and values are converted, or cut out of all layers, only for a few tiles at a time.
+    # Keys and values are converted, or copied out of all layers, for a few tiles at a time.
     piecewise = narrow or isinstance(k, LayerView) or isinstance(v, LayerView)
     each, mask = partial(add_cells, size), compute_mask(lone_visibility)
 
@@ -107,10 +106,10 @@ def attend_by_shapes(
 def split_tiles(
     visibility: Visibility, size: int
 ) -> tuple[Visibility, Visibility, Bool[Array, "P T"]]:
-    """Return the visibility of tiles that one token alone sees, and of all other tiles.
+    """Return the visibility of tiles that are visible to one token, and that of all other tiles.
 
-    And which tokens see anything; C is `size`. As with `compute_mask`, each layer calls this, and
-    the compiler computes it once.
+    Also return the tokens with any visible cell; C is `size`. Each layer calls this, as it calls
+    `compute_mask`; the compiler computes it once.
     """
     mask = compute_mask(visibility)
     seen = jnp.any(mask.reshape(*mask.shape[:2], -1, size), axis=3)  # [P, T, M]
@@ -136,10 +135,9 @@ def add_cells(
     options: AttentionOptions,
     bias: Float[Array, "P _ T C"] | None = None,
 ) -> OnlineSoftmax:
-    """Do what `jaxkv.ops.attention.xla.add_cells` does, where one token alone sees cells of a tile.
+    """Compute `jaxkv.ops.attention.xla.add_cells` for tiles that are visible to one token each.
 
-    The first argument is `size`, the C cells of a tile; the others are those of that function, for
-    M * C cells.
+    `size` is C, the cells of a tile; the other arguments are for M * C cells.
     """
     lists, tokens, _ = mask.shape
     kv_heads = k.shape[1]
@@ -165,10 +163,10 @@ def add_cells(
 def _join_tiles(
     sums: OnlineSoftmax, sees: jax.Array, max_logit: jax.Array, denom: jax.Array, out: jax.Array
 ) -> OnlineSoftmax:
-    """Add the sums of tiles to those of the tokens that see them, `[P, T, M]` bool.
+    """Add the partial softmax of tiles to that of the tokens that attend to them, `[P, T, M]` bool.
 
-    `max_logit` and `denom` of tiles are `[P, K, M, G]`, and `out` is `[P, K, M, G, Dv]`. A NaN is
-    selected or not, and never multiplied by the zeros of tokens that do not see it.
+    `max_logit` and `denom` of tiles are `[P, K, M, G]`, and `out` is `[P, K, M, G, Dv]`. NaN is
+    selected, and never multiplied by the zeros of tokens that do not attend to it.
     """
     lists, tokens, _ = sees.shape
     packed_shape, kv_heads = sums.max_logit.shape, max_logit.shape[1]
@@ -187,20 +185,17 @@ def _join_tiles(
 
 
 def _cut_tiles(x: Stored, size: int) -> Stored:
-    """Cut keys or values into tiles; `[P, K, M * C, D]` to `[P, K, M, C, D]`, unmoved."""
+    """Cut keys or values into tiles; `[P, K, M * C, D]` to `[P, K, M, C, D]`, without a copy."""
     return jax.tree.map(lambda y: y.reshape(*y.shape[:2], -1, size, y.shape[3]), x)
 
 
 def _multiply_queries_keys(q: jax.Array, k: Stored) -> jax.Array:
-    """Multiply queries `[P, K, M, G, D]` and keys `[P, K, M, C, D]` of tiles; `[P, K, M, G, C]`.
-
-    The keys come first, as in `jaxkv.ops.attention.xla_cpu`.
-    """
+    """Multiply keys `[P, K, M, C, D]` and queries `[P, K, M, G, D]` of tiles; `[P, K, M, G, C]`."""
     logits = qk_logits(q, k, softmax_dtype(q), keys_first=True)
     return jax.lax.optimization_barrier(logits).swapaxes(3, 4)
 
 
 def _sum_weighted_values(weights: jax.Array, v: Stored) -> tuple[jax.Array, jax.Array]:
-    """Add up weights `[P, K, M, G, C]`, to `[P, K, M, G]`, and values, to `[P, K, M, G, Dv]`."""
+    """Sum weights `[P, K, M, G, C]` to `[P, K, M, G]`, and values to `[P, K, M, G, Dv]`."""
     out = weighted_values(weights, v)
     return jnp.sum(weights, axis=-1), jax.lax.optimization_barrier(out)

@@ -1,9 +1,6 @@
-"""Live tiles one after another, in a loop with a running softmax.
+"""Attention over active tiles in a loop with an online softmax.
 
-The time of a step grows with the tiles that are seen, see `jaxkv.ops.attention.active_tiles`.
-
-Letters beside those of the package: b blocks of a list, t tokens of a block, G query heads of a key
-head, X = G * t queries of a block that share a key.
+The time of a step grows with the number of active tiles, see `jaxkv.ops.attention.active_tiles`.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
 Added = Callable[..., OnlineSoftmax]
-"""A function that adds a tile to the sums over others, see `jaxkv.ops.attention.xla.add_cells`."""
+"""A function that adds a tile to a partial softmax, see `jaxkv.ops.attention.xla.add_cells`."""
 
 
 def attend_by_tiles(
@@ -48,7 +45,7 @@ def attend_by_tiles(
     visibility: Visibility,
     options: AttentionOptions,
 ) -> OnlineSoftmax:
-    """Weigh the cells of live tiles, see `jaxkv.ops.attention.dispatch`."""
+    """Attend to the cells of active tiles, see `jaxkv.ops.attention.dispatch`."""
     return attend_in_blocks(q, k, v, visibility, options, xla.add_cells)
 
 
@@ -62,10 +59,9 @@ def attend_in_blocks(
     *,
     pinned: bool = False,
 ) -> OnlineSoftmax:
-    """Weigh the cells of live tiles, each with `add_cells`, for tokens in blocks.
+    """Attend to active tiles with `added`, for blocks of tokens.
 
-    The other arguments are those of `jaxkv.ops.attention.dispatch.Way`, and `pinned` of
-    `add_tiles_in_turn`.
+    `pinned` is that of `add_tiles_in_turn`.
     """
     live = find_active_tiles(visibility)
     lists, tokens = visibility.at.shape
@@ -87,21 +83,12 @@ def add_tiles_in_turn(
     *,
     pinned: bool = False,
 ) -> OnlineSoftmax:
-    """Go over live tiles; leave `zero_unseen` to callers.
+    """Add the active tiles to a partial softmax; callers must call `zero_unseen`.
 
-    Keys and values are read where they lie, also those of a few streams of many.
-
-    Args:
-      q: queries, packed and scaled.
-      k: `[S, K, N, D]`, keys.
-      v: `[S, K, N, Dv]`, values.
-      live: the tiles.
-      options: of which the softcap is looked at.
-      added: adds a tile to sums.
-      start: sums over other cells, `[P * b, K, X]`, to which those of the tiles are added; None for
-        none.
-      pinned: keep the compiler from doing to all cells before the loop what is done to a tile, such
-        as converting it.
+    Tiles are read from the buffers `[S, K, N, ...]` without copying the streams in use. `q` is
+    packed and scaled, and only the softcap of `options` is used. `start` is the partial softmax
+    over other cells. `pinned` prevents the compiler from moving work on a tile, such as a
+    conversion, out of the loop, where it would apply to all cells.
     """
     kv_heads, cells = k.shape[1:3]
     (k, v), streams, _ = flatten_layers((k, v), live.streams)

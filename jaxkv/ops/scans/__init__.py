@@ -1,11 +1,13 @@
 """Recurrences over the tokens of a row, in parallel over time.
 
-A row of a ubatch goes on from the state before its first token, and leaves the states after some
-of its last tokens, for the cache to keep. All sums are float32.
+A row of a ubatch continues from the state before its first token, and returns the states after some
+of its last tokens for the cache. All sums are float32.
 
-Letters beside those of the package: C channels, or numbers of a state that decay by themselves; F
-tokens that a filter sees; G groups of heads; M numbers of a state for each of the D numbers of a
-head.
+Additional letters in this package:
+
+  C  channels, or elements of a diagonal state     G  groups of heads
+  F  tokens of a filter                            J  heads of a group
+  M  state elements for each dimension of a head   t  tokens of a chunk
 """
 
 from jaxkv.ops.scans.convolution import convolve

@@ -1,7 +1,4 @@
-"""A short causal convolution over the tokens of a row.
-
-Letters beside those of the package: C channels, F tokens that a filter sees.
-"""
+"""Short causal convolution over the tokens of a row."""
 
 from __future__ import annotations
 
@@ -24,11 +21,11 @@ def convolve(
     """Convolve each channel over time, causally.
 
     Args:
-      x: finite also where a row is padded.
+      x: inputs, finite in padding too.
       tail: the F - 1 inputs before the first token.
-      weight: for the oldest input first.
-      bias: or None.
-      counts: after how many tokens of its row each wanted tail is taken.
+      weight: filter, oldest input first.
+      bias: bias of each channel, or None.
+      counts: number of tokens of the row before each returned tail.
 
     Returns:
       The outputs, float32, and the tails, in the dtype of `tail`.

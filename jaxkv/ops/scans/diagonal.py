@@ -1,7 +1,4 @@
-"""A recurrence in which each number of the state decays by itself.
-
-Beside the letters of the package, C is the numbers of a state.
-"""
+"""Recurrence with a diagonal transition."""
 
 from __future__ import annotations
 
@@ -23,13 +20,13 @@ def scan_diagonal(
     """Run `state = decay * state + x` over time, as an associative scan.
 
     Args:
-      decay: 1 where a row is padded.
-      x: 0 where a row is padded.
+      decay: decays, 1 in padding.
+      x: inputs, 0 in padding.
       state: the state before the first token.
-      counts: after how many tokens of its row each wanted state is taken.
+      counts: number of tokens of the row before each returned state.
 
     Returns:
-      The state after each token, and the wanted states, both float32.
+      The state after each token, and the states after `counts` tokens, both float32.
 
     Examples:
       >>> decay, x = jnp.full((1, 3, 1), 0.5), jnp.ones((1, 3, 1))
@@ -44,6 +41,6 @@ def scan_diagonal(
     state = state.astype(jnp.float32)
     decays, sums = jax.lax.associative_scan(combine, (decay, x), axis=1)
     out = decays * state[:, None] + sums
-    # The states are the outputs, so keeping some of them costs a look-up.
+    # The states are the outputs, so some of them are selected with a gather.
     every = jnp.concatenate([state[:, None], out], axis=1)
     return out, jnp.take_along_axis(every, counts[..., None], axis=1)

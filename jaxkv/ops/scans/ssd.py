@@ -1,8 +1,4 @@
-"""The recurrence of Mamba-2, computed chunk by chunk.
-
-Letters beside those of the package: G groups of heads, J heads of a group (H = G * J), M numbers of
-a state for each of the D numbers of a head, t tokens of a chunk.
-"""
+"""Recurrence of Mamba-2, computed in chunks. H is G * J."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32
 
 CHUNK = 64
-"""Tokens of a chunk: fewer make more and smaller products, more make more masked scores."""
+"""Tokens of a chunk. Fewer make more and smaller products, more make more masked scores."""
 
 
 def scan_ssd(
@@ -29,24 +25,25 @@ def scan_ssd(
     *,
     chunk: int = CHUNK,
 ) -> tuple[Float[Array, "R T H D"], Float[Array, "R n H D M"]]:
-    """Run the recurrence of Mamba-2 over time: `state = exp(step * rate) * state + step * x * b`.
+    """Run the recurrence of Mamba-2: `state = exp(step * rate) * state + step * x * b`.
 
-    The output of a token is `state @ c`. A chunk of tokens is computed at once, as attention is,
-    with decays for weights; from chunk to chunk the state is carried.
+    The output of a token is `state @ c`. A chunk of tokens is computed like attention, with decays
+    as weights; the state is carried from chunk to chunk. See Dao and Gu, Transformers are SSMs,
+    2024, section 6.
 
     Args:
-      x: finite also where a row is padded.
-      steps: 0 where a row is padded: such tokens do not change the state.
-      rate: below 0.
-      b: what goes into the state.
-      c: what is read from the state.
+      x: inputs, finite in padding too.
+      steps: step sizes, 0 in padding, which leaves the state unchanged.
+      rate: decay rate of each head, below 0.
+      b: projection into the state.
+      c: projection of the state to the output.
       state: the state before the first token.
-      counts: after how many tokens of its row each wanted state is taken, as
-        `Ubatch.state_write_steps` gives them: the last E tokens one by one.
-      chunk: tokens that are computed at once.
+      counts: number of tokens of the row before each returned state, increasing by at most 1, as
+        from `Ubatch.state_write_steps`.
+      chunk: tokens of a chunk.
 
     Returns:
-      The outputs, and the wanted states, both float32.
+      The outputs, and the states after `counts` tokens, both float32.
 
     Examples:
       >>> x, step, one = jnp.ones((1, 3, 1, 1)), jnp.ones((1, 3, 1)), jnp.ones((1, 3, 1, 1))
@@ -55,8 +52,6 @@ def scan_ssd(
       >>> out, states = scan_ssd(x, step, half, one, one, state, counts)
       >>> out.ravel(), states.ravel()
       (Array([5.  , 3.5 , 2.75], dtype=float32), Array([3.5 , 2.75], dtype=float32))
-
-    Dao and Gu, Transformers are SSMs, 2024, section 6.
 
     llama.cpp: `ggml_ssm_scan`.
     """
@@ -104,10 +99,9 @@ def scan_ssd(
 
 
 def _state_after_chunk(state: jax.Array, x: jax.Array, logs: jax.Array, b: jax.Array) -> jax.Array:
-    """Return the state after all tokens of a chunk, `[R, G, J, D, M]`, as the state before it.
+    """Return the state after all tokens of a chunk, `[R, G, J, D, M]` float32.
 
-    `x`, times steps, is `[R, t, G, J, D]`; `logs`, those of decays, `[R, t, G, J]`; `b`
-    `[R, t, G, M]`. All are float32.
+    `x`, times steps, is `[R, t, G, J, D]`; `logs`, log decays, `[R, t, G, J]`; `b` `[R, t, G, M]`.
     """
     total = jnp.cumsum(logs, axis=1)
     x = x * jnp.exp(total[:, -1:] - total)[..., None]
@@ -120,8 +114,8 @@ def _states_after_counts(
 ) -> jax.Array:
     """Return the states after `counts` tokens, `[R, n, G, J, D, M]`; counts are `[R, n]` int32.
 
-    `state` is that after the first count. The other arrays are those of `_state_after_chunk`, of T
-    tokens.
+    `state` is that after the first count. The other arrays are those of `_state_after_chunk`, with
+    T tokens.
     """
 
     def body(state: jax.Array, turn: tuple) -> tuple:
@@ -140,7 +134,7 @@ def _states_after_counts(
 
 
 def _split_into_chunks(part: jax.Array, chunk: int) -> jax.Array:
-    """Cut `[R, T, ...]` into `[chunks, R, chunk, ...]`, padded with zeros that advance nothing."""
+    """Cut `[R, T, ...]` into `[chunks, R, chunk, ...]`, with zeros as padding."""
     missing = -part.shape[1] % chunk
     part = jnp.pad(part, [(0, 0), (0, missing)] + [(0, 0)] * (part.ndim - 2))
     return jnp.moveaxis(part.reshape(part.shape[0], -1, chunk, *part.shape[2:]), 1, 0)
