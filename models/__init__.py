@@ -17,7 +17,7 @@ _HOMES = {"ModelError": "models.errors", "Tokenizer": "models.text.tokenizer"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name at its first use; the command line handles Ctrl-C before JAX imports."""
+    """Import a name at its first use, so that Ctrl-C works before JAX is imported."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOMES.get(name, "models.model")), name)

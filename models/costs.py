@@ -1,4 +1,4 @@
-"""Memory of a model and its cache on each device of a mesh, without allocating them."""
+"""Memory of a model and its cache on each device of a mesh, before allocation."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -62,7 +62,7 @@ class Costs:
 
 
 def costs_of(model: Model, **sizes: Any) -> Costs:
-    """Return the memory of a model on its mesh; `sizes` are those of `Model.make_cache`.
+    """Return the memory of a model on its mesh; `sizes` as in `Model.make_cache`.
 
     Raises ValueError if the mesh cannot split the sizes, or they are inconsistent.
     """
@@ -78,7 +78,7 @@ def costs_of(model: Model, **sizes: Any) -> Costs:
 
 
 def costs_on_fitted_mesh(model: Model, **sizes: Any) -> Costs | None:
-    """Return the memory on the mesh of `jaxkv.sharding.fit_mesh`; None if it is the same.
+    """Return the memory on the mesh of `jaxkv.sharding.fit_mesh`; None if unchanged.
 
     Raises ValueError if no mesh fits, or that mesh cannot split the sizes.
     """

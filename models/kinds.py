@@ -11,7 +11,7 @@ from models.errors import ModelError
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A kind of value: `words` describes it, and `holds` returns whether a value is one."""
+    """A kind of value: a description, and a function that checks a value."""
 
     words: str
     holds: Callable[[Any], bool]

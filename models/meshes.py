@@ -30,7 +30,11 @@ class Split:
     with_cells: bool = False
 
     def over(self, mesh: Mesh | AbstractMesh, rules: ShardingRules) -> NamedSharding:
-        """Return the sharding on a mesh; replicated if no choice of axes divides the parts."""
+        """Return the sharding on a mesh.
+
+        The parts are split by all axes that may split them, or by those of heads. The parameter is
+        replicated if the devices of neither divide it.
+        """
         for axes in self._ways(mesh, rules):
             if axes and self.parts > 1 and self.parts % _devices(mesh, axes) == 0:
                 return NamedSharding(mesh, P(*[None] * self.axis, axes))

@@ -22,7 +22,7 @@ def cells_for(
     *,
     samples: int = 1,
 ) -> int:
-    """Return the cells of each stream for prompts and texts, rounded up to a multiple of 256.
+    """Return the cells of each stream for prompts and texts, a multiple of 256.
 
     For split streams the longest prompt counts. Otherwise the samples of a prompt share its cells.
 

@@ -97,7 +97,7 @@ class Run:
         return -(-rest // dispatches) if dispatches else 0
 
     def compile(self, cache: Any, plan: jaxkv.Plan, tell: Callable[[int, int], None] | None) -> Any:
-        """Compile the programs of the run; return the empty cache, whose buffers are donated.
+        """Compile the programs of the run; return the cache, whose buffers are donated.
 
         `tell` is called with the number of compiled programs and of all.
         """
@@ -191,7 +191,7 @@ class Run:
 
 
 def write(writers: Sequence[Writer], rows: np.ndarray, state: generation.DecodeState) -> int:
-    """Append tokens `[T, n]` to texts, end the inactive ones, and return how many were appended."""
+    """Append tokens `[T, n]` to texts and end inactive texts; return the number appended."""
     num_taken = 0
     for writer, row, goes_on, reason in zip(
         writers, rows, np.asarray(state.active), np.asarray(state.reason), strict=True

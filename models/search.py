@@ -33,7 +33,7 @@ class Found:
 
 
 class Search:
-    """Beam search for each prompt; an iterator of `Found`, one for each prompt.
+    """Beam search for each prompt; an iterable of `Found`, one for each prompt.
 
     Args:
       model: see `models.load`.

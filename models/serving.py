@@ -111,7 +111,7 @@ class Serving:
         self._engine.warm_up()
 
     def texts(self, on_step: Callable[[], None] = lambda: None) -> Iterator[tuple[int, Text]]:
-        """Run until all texts have ended; yield each at its end, with the number of its prompt.
+        """Run until all texts have ended; yield each at its end, with its prompt's number.
 
         `on_step` is called before each step; an exception of it ends the run.
         """
@@ -121,7 +121,7 @@ class Serving:
             yield from self._take_ended()
 
     def rest(self) -> Iterator[tuple[int, Text]]:
-        """Yield the texts that were not yielded yet, some of them partial, after an interrupt.
+        """Yield the remaining texts after an interrupt, some of them partial.
 
         No step is run, since the interrupt may have come inside one.
         """

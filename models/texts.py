@@ -13,7 +13,7 @@ NaN or +inf, or an interrupt."""
 
 
 def finish_of(reason: int) -> Finish:
-    """Return why a text ended, from `DecodeState.reason`, without a stop token or limit."""
+    """Return why a text ended without a stop token or limit, from its `DecodeState`."""
     others: dict[int, Finish] = {
         jaxkv.Reason.OK: "no token",
         jaxkv.Reason.NONFINITE_LOGITS: "nonfinite logits",
@@ -89,7 +89,7 @@ class Writer:
         self.stream = self.tokenizer.stream()
 
     def write(self, tokens: Sequence[int]) -> int:
-        """Append tokens up to the end of the text; return their number, a stop token included."""
+        """Append tokens up to the end of the text; return the number used."""
         if self.finish is not None:
             return 0
         piece, num_taken = "", 0

@@ -108,7 +108,7 @@ def remember(chat: Chat, length: int) -> Chat:
 
 
 def recall(chat: Chat, length: int) -> tuple[Chat, MissReason]:
-    """Fork a stored prefix, if it is longer; return the chat and why tokens are missing."""
+    """Fork a longer stored prefix, if any; return the chat and why tokens are missing."""
     conversation = chat.now
     # `fork` never returns the last token of a prompt, so one more is given.
     text = conversation.tokens[: conversation.gapless(length) + 1]
@@ -119,7 +119,7 @@ def recall(chat: Chat, length: int) -> tuple[Chat, MissReason]:
 
 
 def use_instructions(chat: Chat) -> Chat:
-    """Mark the stored instructions as most recently used, so that they are evicted last."""
+    """Mark the stored instructions as recently used, so that they are evicted last."""
     conversation = chat.now
     if not conversation.tokens or not conversation.frame.keep:
         return chat

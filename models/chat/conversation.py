@@ -57,7 +57,7 @@ class Conversation:
         return found + [{"role": "user", "content": message} for message in new]
 
     def ask(self, message: str, tokens: Sequence[int]) -> Self:
-        """Return it with a new turn; `tokens` are those of `models.text.turns.tokens_of_turn`.
+        """Return it with a new turn; `tokens` as from `models.text.turns.tokens_of_turn`.
 
         >>> one = Conversation(sequence=0, frame=Frame(keep=1, closing=0)).ask("Hi", [1, 2, 3])
         >>> one.tokens, one.turns[0].start, one.turns[0].asked

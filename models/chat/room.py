@@ -37,15 +37,16 @@ def give_way(chat: Chat, tokens: int) -> Chat | None:
 
 
 def slide(chat: Chat) -> Chat:
-    """Remove the oldest turns of the current conversation (`generation.context_shift`).
+    """Remove the oldest turns of the current conversation, by a context shift.
 
     The tokens before the first message stay, and the newer half of the rest, from the beginning of
     a turn if there is one. The texts of all turns stay. Stored prefixes are evicted, since they
-    share the cells that shift.
+    share the cells that shift. The chat is unchanged after an exception.
 
     Raises:
-      ChatError: If the cache has recurrent states, a fork shares the cells, a window evicted cells
-        that would become visible, or no turn can be removed. The chat is then unchanged.
+      ChatError: If the cache has recurrent states.
+      ChatError: If a fork shares the cells, or a window evicted cells that would become visible.
+      ChatError: If no tokens can be removed.
     """
     conversation, cache, store = chat.now, chat.cache, chat.store
     if has_states(cache):

@@ -1,4 +1,4 @@
-"""Chats in files: a snapshot of the cache, stored prefixes included, with the texts."""
+"""Chats in files: a snapshot of the cache, with stored prefixes and texts."""
 
 import os
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ KIND = "models.chat"
 
 
 def save(path: str | os.PathLike, chat: Chat, model: Model) -> None:
-    """Write all conversations and stored prefixes of a chat; `ChatError` if that fails."""
+    """Write all conversations and stored prefixes of a chat; raise `ChatError` if it fails."""
     found = chat.conversations
     tokens = {conversation.sequence: conversation.tokens for conversation in found.values()}
     kept = {prompt.sequence: prompt.tokens for prompt in chat.store.prompts}

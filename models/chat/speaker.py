@@ -119,7 +119,7 @@ class Speaker:
         return replace(chat, cache=jax.block_until_ready((chat.cache, outputs))[0])
 
     def ask(self, chat: Chat, message: str) -> Chat:
-        """Add a turn without answer; raise `ModelError` if the template rejects the message."""
+        """Add an unanswered turn; raise `ModelError` if the template rejects the message."""
         tokens = tokens_of_turn(self.model.tokenizer, chat.now.messages(message))
         chat = remember(use_instructions(chat), chat.held)
         return chat.going_on(chat.now.ask(message, tokens), chat.cache)
@@ -133,7 +133,7 @@ class Speaker:
         on_text: Callable[[str], None] = lambda text: None,
         stopped: Callable[[], bool] = lambda: False,
     ) -> Chat:
-        """Answer the last turn of the current conversation; the cache of `chat` is donated.
+        """Answer the last turn of the current conversation; the chat's cache is donated.
 
         If it is stopped or the cache is full before the answer, the rest of the message is computed
         with the next turn or attempt.
@@ -243,7 +243,7 @@ class Speaker:
         return replace(chat, computed=chat.computed + chat.held - num_held)
 
     def _more_room(self, chat: Chat, tokens: int) -> Chat | None:
-        """Evict stored prefixes, or slide if `on_full` allows it; None if there is no room."""
+        """Evict stored prefixes, or slide if `on_full` allows it; None if neither helps."""
         if (found := give_way(chat, tokens)) is not None:
             return found
         if self.on_full != "slide":

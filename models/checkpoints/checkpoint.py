@@ -33,7 +33,7 @@ class Tensor:
         return Tensor(shape=turn(stand_in).shape, read=lambda: turn(self.read()))
 
     def cut(self, parts: int) -> "Tensor":
-        """Reshape the first dimension to `[parts, n]`; raise ValueError if it is no multiple."""
+        """Reshape the first dimension to `[parts, n]`; ValueError if it is not a multiple."""
         return self.turned(lambda x: x.reshape(parts, -1, *x.shape[1:]))
 
 
@@ -124,7 +124,7 @@ class Checkpoint:
         return self.tensors[name]
 
     def check_all_asked(self) -> None:
-        """Raise `ModelError` for the first tensor that has an effect and was not requested."""
+        """Raise `ModelError` for the first tensor with an effect that was not requested."""
         for name, tensor in self.tensors.items():
             if name not in self.asked and not left_out(name, self.config):
                 raise ModelError(

@@ -244,7 +244,10 @@ def implied_tensors(config: Mapping[str, Any], source: str) -> dict[str, tuple[i
 
 
 def _scales(config: Mapping[str, Any]) -> bool:
-    """Return whether a T5 model scales the input of its head; by default if it is tied."""
+    """Return whether a T5 model scales the input of its head.
+
+    If the key is absent, it does unless `tie_word_embeddings` is False.
+    """
     scales = config.get("scale_decoder_outputs")
     return config.get("tie_word_embeddings") is not False if scales is None else scales
 

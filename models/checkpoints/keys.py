@@ -1,4 +1,4 @@
-"""Keys of `config.json` that are read, have one supported value, or have no effect.
+"""Keys of `config.json` that are read, have one supported value, or no effect.
 
 An unread key could change the computation, so other keys raise an error. Null values count as
 absent, as in `transformers`.

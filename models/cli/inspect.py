@@ -1,4 +1,4 @@
-"""The command `inspect`: describe a snapshot or checkpoint without reading its arrays."""
+"""The command `inspect`: describe a snapshot or checkpoint without its arrays."""
 
 import argparse
 import json
@@ -54,7 +54,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def of_snapshot(path: Path) -> dict[str, Any]:
-    """Return the description of a snapshot; raise `InputError` if it is damaged or none."""
+    """Return the description of a snapshot; raise `InputError` for other or damaged files."""
     try:
         info = snapshot.inspect(path)
         chats = conversations_in(info)

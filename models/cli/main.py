@@ -27,7 +27,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line with `argv`, or the arguments of the process; return the exit code."""
+    """Run the command line, by default with `sys.argv`; return the exit code."""
     open_streams()
     try:
         args = parser().parse_args(argv)

@@ -1,4 +1,4 @@
-"""Modes of `generate`: prompts in parallel, queued prompts of a file, and beam search."""
+"""Modes of `generate`: parallel prompts, queued prompts of a file, and beam search."""
 
 import argparse
 import sys

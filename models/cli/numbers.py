@@ -33,7 +33,7 @@ def whole(lowest: int, highest: int) -> Callable[[str], int]:
 
 
 def mesh_sizes(text: str) -> dict[str, int]:
-    """Parse the axes of a mesh, such as data=2,tensor=2; see `models.meshes.RULES` for names."""
+    """Parse the axes of a mesh (see `models.meshes.RULES`), such as data=2,tensor=2."""
     sizes: dict[str, int] = {}
     for axis in text.split(","):
         name, _, size = axis.partition("=")

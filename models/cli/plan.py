@@ -75,7 +75,7 @@ def length_of(sizes: dict[str, Any]) -> int | None:
 
 
 def grows(model: Model) -> bool:
-    """Return whether memory grows with the length of a text: a layer has full attention."""
+    """Return whether memory grows with the length of a text (full attention)."""
     layers = model.family.layers_of(model.config, model.dtype)
     return any(kept.window is None for kept in attending(layers))
 

@@ -40,7 +40,7 @@ class Screen:
 
 
 def heading(prompts: Sequence[str], index: int, *, chat: bool) -> str:
-    """Return the output before a text: its number if there are several, and its prompt.
+    """Return the output before a text: its number, if there are several, and prompt.
 
     A single chat message is left out. Terminals show prompts dimmed, unless NO_COLOR is set.
     """

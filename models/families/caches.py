@@ -148,7 +148,7 @@ def options_of(
         raise TypeError("no layer of this model looks at a source, so leave out source_cells")
 
     def of_parts(value: Any, replacement: Any, where: Callable[[jaxkv.CacheSpec], bool]) -> Any:
-        """Return a value for each part, `replacement` for some; one value if there is one part."""
+        """Return a value for each part, `replacement` for some; one value for one part."""
         values = tuple(replacement if where(part) else value for part in parts)
         return values if spec.parts else values[0]
 

@@ -88,7 +88,7 @@ class Config:
 
 
 class LatentAttention(nnx.Module):
-    """Attention over latents. A mesh splits parameters of query heads, not those of latents."""
+    """Attention over latents; a mesh splits only the parameters of query heads."""
 
     def __init__(self, config: Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = self.config = config
@@ -163,7 +163,7 @@ class Router(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer: attention over the cache, then a feed-forward part and possibly experts."""
+    """One layer: attention over the cache, a feed-forward part and possibly experts."""
 
     def __init__(self, config: Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = config

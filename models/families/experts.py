@@ -14,12 +14,12 @@ class Router(Protocol):
     """Module of a family that selects experts."""
 
     def __call__(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Select experts for tokens; return factors, float32, and numbers, `[n, chosen]` each."""
+        """Select experts for tokens; return float32 factors and ids, `[n, chosen]` each."""
         ...
 
 
 class Experts(nnx.Module):
-    """`count` feed-forward parts of width `hidden`; the router selects a few for each token."""
+    """`count` feed-forward parts of width `hidden`, a few of them for each token."""
 
     def __init__(
         self,

@@ -131,7 +131,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
 
 
 def with_multipliers(checkpoint: Checkpoint, mixer: mamba2.Sizes) -> Checkpoint:
-    """Fold the multipliers of a config, inputs included, into matrices; there are no biases."""
+    """Fold the multipliers of inputs and outputs into matrices; there are no biases."""
     c = checkpoint.config
     attention_in, (gate, down) = c["attention_in_multiplier"], c["mlp_multipliers"]
     # Rows are in the order gate, input of heads, `b`, `c`, steps.

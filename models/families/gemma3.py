@@ -48,7 +48,7 @@ class Config:
 
 
 class Block(nnx.Module):
-    """One layer: attention over the cache, then a gated feed-forward part, each between norms."""
+    """One layer: attention, then a gated feed-forward part, each between norms."""
 
     def __init__(self, config: Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = config

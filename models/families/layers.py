@@ -1,4 +1,4 @@
-"""Layers that families share: vocabulary, norm, linear, attention and feed-forward."""
+"""Layers that families share: vocabulary, norm, linear, attention, feed-forward."""
 
 from collections.abc import Callable
 from functools import partial
@@ -81,7 +81,7 @@ class Vocabulary(nnx.Module):
             self.embedding = make(split=split)
 
     def embed(self, tokens: jax.Array) -> jax.Array:
-        """Embed tokens `[R, T]` as `[R, T, width]`; NaN for ids outside the vocabulary."""
+        """Embed tokens `[R, T]` as `[R, T, width]`; NaN for ids of V or more."""
         return jnp.take((self.head if self.tied else self.embedding)[...], tokens, axis=0)
 
     def logits(self, x: jax.Array) -> jax.Array:
@@ -148,7 +148,10 @@ class Attention(nnx.Module):
     def __call__(
         self, cache: Any, ubatch: Ubatch, x: jax.Array, added: Any = None
     ) -> tuple[Any, jax.Array]:
-        """Attend from `x`, `[R, T, width]`, with `added` to logits; return cache and output."""
+        """Attend from `x`, `[R, T, width]`, to the cache; return the cache and the output.
+
+        `added` is a bias of attention logits, see `jaxkv.attend`; None for none.
+        """
         c = self.config
         group, token = c.heads // c.kv_heads, x.shape[:2]
         qkv = self.qkv(x).reshape(*token, c.kv_heads, group + 2, c.head_dim)
@@ -175,7 +178,10 @@ class Attention(nnx.Module):
 
 
 class GatedFeed(nnx.Module):
-    """A gated feed-forward part; gate and up projection are one product, `[2, hidden, width]`."""
+    """A gated feed-forward part.
+
+    Gate and up projection are one product with weights `[2, hidden, width]`.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,7 @@
-"""LFM2: gated short convolutions, whose states are their last inputs, and attention."""
+"""LFM2: gated short convolutions, and attention in some layers.
+
+The state of a convolution is the last few of its inputs.
+"""
 
 from dataclasses import dataclass
 from functools import partial
@@ -73,7 +76,7 @@ class ShortConvolution(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer: attention or a convolution over the cache, then a gated feed-forward part."""
+    """One layer: attention or a convolution, then a gated feed-forward part."""
 
     def __init__(self, config: Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = config

@@ -1,4 +1,4 @@
-"""Products with a matrix, arranged so that their time is that of reading the weights."""
+"""Products with a matrix, arranged so that reading weights takes most of the time."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Mamba-2: recurrent layers. `jaxkv.ops.scans` has the convolution and the recurrence."""
+"""Mamba-2: recurrent layers, see `jaxkv.ops.scans`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -71,7 +71,7 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Configuration; see `models.families.language_model`. All layers have the same mixer."""
+    """Configuration, see `models.families.language_model`; `mixer` is that of all layers."""
 
     layers: int
     vocabulary: int
@@ -102,7 +102,7 @@ class Filter(nnx.Module):
     def __call__(
         self, x: jax.Array, tail: jax.Array, counts: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Convolve `x`, `[R, T, channels]`, after its tail, see `jaxkv.ops.scans.convolve`."""
+        """Convolve `x`, `[R, T, channels]`, after its tail; see `scans.convolve`."""
         bias = self.bias[0] if self.biased else None
         x, tails = scans.convolve(x, tail, self.weight[...], bias, counts)
         return jax.nn.silu(x), tails

@@ -105,7 +105,7 @@ class Recurrence(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer: attention or a recurrence over the cache, then a gated feed-forward part."""
+    """One layer: attention or a recurrence, then a gated feed-forward part."""
 
     def __init__(self, config: Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = config

@@ -63,7 +63,7 @@ class Config:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Distances:
-    """A bias by distance: a bucket for each short distance, logarithmic buckets for longer ones.
+    """A bias by distance, with a bucket for each short one, logarithmic for others.
 
     table: `[buckets, H]`.
     farthest: distances from here on share the last bucket, static.
@@ -133,11 +133,11 @@ class CrossAttention(nnx.Module):
         self.output = Linear(c.heads * c.head_dim, c.width, dtype, rngs, split=by_head(axis=1))
 
     def keep(self, cache: Any, ubatch: jaxkv.Ubatch, read: jax.Array) -> Any:
-        """Write the keys and values of an encoder's output, `[R, T, width]`; return the cache."""
+        """Write keys and values of an encoder's output, `[R, T, width]`; return the cache."""
         return jaxkv.write_kv(cache, self.layer, ubatch, *jnp.split(self.kv(read), 2, axis=-1))
 
     def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Attend from `x`, `[R, T, width]`, to its sources; return the cache and the output."""
+        """Attend from `x`, `[R, T, width]`, to sources; return the cache and the output."""
         c = self.config
         cache, out = jaxkv.attend(
             cache, self.layer, ubatch, self.q(x), scale=1.0, implementation=c.implementation
@@ -170,7 +170,7 @@ class EncoderBlock(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer of the decoder: self-attention, cross-attention and a feed-forward part."""
+    """One decoder layer: self-attention, cross-attention and a feed-forward part."""
 
     def __init__(self, config: Config, layer: int, bias: Bias, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = config
@@ -210,7 +210,7 @@ class T5(LanguageModel):
         return super().logits(x * self.config.width**-0.5 if self.config.scaled else x)
 
     def encode(self, cache: Any, ubatch: jaxkv.Ubatch) -> Any:
-        """Encode an applied ubatch of sources; return the cache with their keys and values."""
+        """Encode an applied ubatch of sources; return the cache with keys and values."""
         x = self.embed(ubatch.tokens) if ubatch.embeddings is None else ubatch.embeddings
         at, sequence = ubatch.positions, ubatch.sequences
         heads = jnp.arange(self.config.heads, dtype=jnp.int32)[:, None, None]

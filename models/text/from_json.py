@@ -1,4 +1,4 @@
-"""Tokenizers of Hugging Face folders: `tokenizer.json` and `tokenizer_config.json`."""
+"""Tokenizers of Hugging Face folders, from `tokenizer.json`."""
 
 import json
 from pathlib import Path

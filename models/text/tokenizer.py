@@ -71,7 +71,7 @@ class Tokenizer:
         return self.to_ids(text, special)
 
     def prompt(self, text: str, *, special: bool = False) -> list[int]:
-        """Return the ids of a text that begins a sequence, after `bos` if `add_bos` is True.
+        """Return the ids of a text that begins a sequence, after `bos` if `add_bos`.
 
         `bos` is not added twice, since chat templates may contain it.
         """
@@ -80,7 +80,7 @@ class Tokenizer:
         return [self.bos, *ids] if needs_bos else ids
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
-        """Return the text of ids, with replacement characters for bytes that are not UTF-8.
+        """Return the text of ids; bytes that are not UTF-8 become replacement characters.
 
         Args:
           ids: token ids.
