@@ -1,6 +1,6 @@
-"""Flax models that keep their keys and values in a jaxkv cache, and the weights to run them.
+"""Flax models on jaxkv caches, from GGUF files, Hugging Face folders or the hub.
 
-`load` takes a GGUF file, a Hugging Face folder or a hub id; `python -m models` is the command line.
+`load` returns a `Model`. The command line is `python -m models`.
 """
 
 from importlib import import_module
@@ -17,7 +17,7 @@ _HOMES = {"ModelError": "models.errors", "Tokenizer": "models.text.tokenizer"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name when it is asked for: the command line answers Ctrl-C before JAX is there."""
+    """Import a name at its first use, so that Ctrl-C works before JAX is imported."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOMES.get(name, "models.model")), name)

@@ -1,4 +1,4 @@
-"""Compiling ahead, and counting what is compiled."""
+"""Ahead-of-time compilation, and counts of compiled programs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -15,20 +15,15 @@ from jaxkv.generation.model_step import compiled_step
 def lower_steps(
     model: Any, cache: Any, plans: Sequence[jaxkv.Plan]
 ) -> tuple[list[Callable[[], Any]], list[jax.Array]]:
-    """Lower the programs that prompts need, each once.
+    """Lower the programs of prefill plans, each once.
 
-    Args:
-      model: see `models.Model`.
-      cache: what the plans are of.
-      plans: one for each batch of prompts.
-
-    Returns:
-      What compiles the programs, for `compile_all`; and for each plan zeros like its logits.
+    Return functions that compile the programs, for `compile_all`, and for each plan zeros in the
+    shape of its logits.
     """
     step, jobs, blanks = compiled_step(model.forward), [], {}
     for ubatch in [ubatch for plan in plans for ubatch in plan.ubatches]:
         if _shape(ubatch) not in blanks:
-            # jit finds what is compiled here: it keeps what it lowered for equal arguments.
+            # `jit` caches lowered programs by arguments, so later calls find the compiled ones.
             lowered = step.lower(model.params, cache.table, cache.buffers, ubatch)
             jobs.append(lowered.compile)
             out = lowered.out_info[2]
@@ -46,21 +41,17 @@ def _shape(ubatch: jaxkv.Ubatch) -> tuple:
 def compile_all(
     jobs: Sequence[Callable[[], Any]], tell: Callable[[int, int], None] | None = None
 ) -> list[Any]:
-    """Run jobs that compile, side by side: XLA compiles a program on one core, mostly.
+    """Run compilation jobs in threads and return their results in order.
 
-    Args:
-      jobs: each compiles one program.
-      tell: called with the number of jobs that are done and of those there are.
-
-    Returns:
-      What the jobs return, in their order.
+    XLA mostly uses one core for a program. `tell` is called with the number of finished jobs and of
+    all.
     """
     tell = tell or (lambda done, total: None)
     tell(0, len(jobs))
-    mesh = jax.sharding.get_mesh()  # each thread has its own, at first none
+    mesh = jax.sharding.get_mesh()  # each thread has a separate mesh, initially none
 
     def run(job: Callable[[], Any]) -> Any:
-        # To programs that are traced, an empty mesh is another one than none.
+        # For traced programs an empty mesh differs from none.
         with nullcontext() if mesh.empty else jax.set_mesh(mesh):
             return job()
 
@@ -74,15 +65,11 @@ def compile_all(
 
 @contextmanager
 def counting(*, traces: bool = False) -> Iterator[Callable[[], int]]:
-    """Count the programs of this process that are compiled, or read from disk, in this context.
+    """Count programs that this process compiles or reads from disk in this context.
 
-    Args:
-      traces: count functions that are traced, too.
-
-    Yields:
-      A function that returns how many they are by now.
+    With `traces`, functions that are traced count too. Yields a function that returns the count.
     """
-    # The first is also sent when the program comes from the cache on disk: it is a new one here.
+    # JAX also sends the first event for programs from the cache on disk.
     counted = ("backend_compile_duration", "jaxpr_trace_duration")[: 1 + traces]
     events: list[str] = []
 

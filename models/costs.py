@@ -1,4 +1,4 @@
-"""What weights and cache of a model take on each device of a mesh, before they are there."""
+"""Memory of a model and its cache on each device of a mesh, before allocation."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -17,14 +17,12 @@ from models.model import Model, name_of, on_mesh
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """The cache of all layers of one kind.
+    """Cache of all layers of one kind.
 
-    kind: which layers.
-    layers: how many.
-    each: bytes of one unit in all of these layers, on all devices together.
-    unit: what grows: a token that is kept, or a sequence, which a state is for.
-    kept: the tokens of each sequence that there are cells for, where a window lets go of others;
-      None where all tokens are kept, or none are.
+    kind: see `kind_of`.
+    each: bytes of one `unit` in these layers, summed over devices.
+    unit: "token" of a sequence, or "sequence" for recurrent states.
+    kept: for layers with a window, the cells for each sequence, else None.
     on_device: bytes of the buffers on each device.
     """
 
@@ -38,14 +36,13 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What a model takes on each device of a mesh.
+    """Memory of a model on each device of a mesh.
 
-    mesh: by the name of an axis, how many devices it has.
-    cache: sequences, streams and cells of a stream that it is for; no cells where none grow.
-    layout: the bytes.
-    parts: of the cache, one for the layers of each kind.
-    splits: by the name of an axis, what it splits.
-    whole: by the reason, bytes of the weights that every device has whole.
+    mesh: sizes of the axes by name.
+    cache: `sequences`, `streams` and `cells`, which is None if nothing grows with the text.
+    parts: one for each kind of layer.
+    splits: names of the arrays that each axis splits.
+    whole: bytes of replicated params by reason.
     """
 
     mesh: Mapping[str, int]
@@ -56,11 +53,7 @@ class Costs:
     whole: Mapping[str, int]
 
     def a_sequence(self, length: int | None) -> int:
-        """Return the bytes of buffers that one sequence takes, on all devices together.
-
-        Args:
-          length: its tokens; None where nothing grows with the text.
-        """
+        """Return the bytes of buffers of one sequence of `length` tokens, on all devices."""
         found = 0
         for part in self.parts:
             tokens = length if part.kept is None else min(length or part.kept, part.kept)
@@ -69,14 +62,9 @@ class Costs:
 
 
 def costs_of(model: Model, **sizes: Any) -> Costs:
-    """Return what a model takes on its mesh.
+    """Return the memory of a model on its mesh; `sizes` as in `Model.make_cache`.
 
-    Args:
-      model: see `models.load_shapes` and `models.on_mesh`.
-      sizes: of the cache, see `Model.make_cache`.
-
-    Raises:
-      ValueError: when a mesh cannot split the sizes, or they do not go together.
+    Raises ValueError if the mesh cannot split the sizes, or they are inconsistent.
     """
     cache = model.cache_shapes(**sizes)
     return Costs(
@@ -90,13 +78,9 @@ def costs_of(model: Model, **sizes: Any) -> Costs:
 
 
 def costs_on_fitted_mesh(model: Model, **sizes: Any) -> Costs | None:
-    """Return what a model takes on the mesh that `jaxkv.sharding.fit_mesh` makes of its own.
+    """Return the memory on the mesh of `jaxkv.sharding.fit_mesh`; None if unchanged.
 
-    Returns:
-      None where that is the same mesh: the devices divide the heads, or there is one head alone.
-
-    Raises:
-      ValueError: when nothing fits, or the mesh that does cannot split the sizes.
+    Raises ValueError if no mesh fits, or that mesh cannot split the sizes.
     """
     cache = model.cache_shapes(**sizes)
     mesh, rules = fit_mesh(cache, model.mesh, model.rules)
@@ -106,19 +90,15 @@ def costs_on_fitted_mesh(model: Model, **sizes: Any) -> Costs | None:
 def most_sequences(
     model: Model, *, room: int, length: int | None, streams: int, **sizes: Any
 ) -> int:
-    """Return how many sequences of a length fit beside the weights; 0 where none does.
+    """Return how many sequences fit next to the params in `room` bytes of each device.
 
-    Args:
-      model: on a mesh.
-      room: bytes on each device.
-      length: tokens of each sequence; None where nothing grows with the text.
-      streams: pools of cells, each for as many sequences as the others.
-      sizes: of the cache, apart from `sequences` and `cells`.
+    `length` is the tokens of each sequence, None if nothing grows with the text. Streams have
+    equally many sequences.
     """
 
     def fits(each: int) -> bool:
         whole = None if length is None else whole_cells(model, each * length)
-        if max(each, whole or 0) >= MAX_CELLS:  # no cache has so many cells in a stream
+        if max(each, whole or 0) >= MAX_CELLS:  # no stream has more cells
             return False
         shapes = model.cache_shapes(sequences=each * streams, streams=streams, cells=whole, **sizes)
         return _layout(model, shapes).total <= room
@@ -136,13 +116,13 @@ def most_sequences(
 
 
 def whole_cells(model: Model, tokens: int) -> int:
-    """Return the cells of a stream that holds so many tokens: devices that split them divide it."""
+    """Return the cells for `tokens` tokens, a multiple of the devices that split cells."""
     devices = model.rules.devices(model.mesh, "cells")
     return -(-tokens // devices) * devices
 
 
 def whole_bytes(model: Model) -> dict[str, int]:
-    """Return the bytes of the weights that each device of a mesh has whole, by the reason."""
+    """Return the bytes of replicated params by reason."""
     bytes_of, why = Counter[str](), model.whole_weights()
     for path, array in jax.tree_util.tree_leaves_with_path(model.params):
         if reason := why.get(name_of(path)):
@@ -151,7 +131,7 @@ def whole_bytes(model: Model) -> dict[str, int]:
 
 
 def kind_of(part: jaxkv.Cache) -> str:
-    """Name the layers that a part of a cache is for."""
+    """Return the name of the kind of layers of a cache part."""
     if part.table.spec.kind == "recurrent":
         return "recurrent states"
     if part.table.spec.is_cross_attention:
@@ -161,12 +141,12 @@ def kind_of(part: jaxkv.Cache) -> str:
 
 
 def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
-    """Make a mesh of devices that are not at hand."""
+    """Make a mesh of devices that need not exist."""
     return AbstractMesh(tuple(sizes.values()), tuple(sizes))
 
 
 def _splits(model: Model, cache: jaxkv.Cache) -> dict[str, tuple[str, ...]]:
-    """Say what each axis of a mesh splits of a cache and of weights, as their shardings are."""
+    """Return the names of the arrays that each axis splits, from their shardings."""
     found: dict[str, dict[str, None]] = {axis: {} for axis in model.mesh.shape}
 
     def note(array: Any, *names: str) -> None:

@@ -1,14 +1,11 @@
-"""The error of this package."""
+"""The exception of this package."""
 
 
 class ModelError(Exception):
-    """A model cannot be had or run as asked.
-
-    The message is one sentence: what was wanted, what was found and what to do.
-    """
+    """A model that cannot be loaded or run; the message is a sentence with a remedy."""
 
 
 def brief(error: Exception) -> str:
-    """Returns what another library says as a part of a sentence: one line, 200 characters."""
+    """Return the first line of an error's message, at most 200 characters."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0][:200].rstrip(".")

@@ -1,4 +1,4 @@
-"""A short name for what a model computes, to tell whether a cache is of the same model."""
+"""Identity of a model, to check that a saved cache belongs to it."""
 
 import hashlib
 from dataclasses import asdict
@@ -12,13 +12,10 @@ from models.model import Model, name_of
 
 
 def fingerprint(model: Model) -> dict[str, Any]:
-    """Return what names a model, for `jaxkv.snapshot`: other weights or sizes have another digest.
+    """Return an identity of a model, for `jaxkv.snapshot`, as JSON values.
 
-    Of each weight the first vector is looked at, and not all of it, so that it takes no time. How
-    attention is computed does not count.
-
-    Returns:
-      The architecture, the dtype and a digest, as JSON holds them.
+    It contains the architecture, the dtype, and a digest of the config (without `implementation`)
+    and of the name, shape, dtype and first vector of each param.
     """
     found = hashlib.sha256()
     sizes = asdict(model.config)

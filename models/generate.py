@@ -1,4 +1,4 @@
-"""Texts from prompts: several at once, side by side in one cache."""
+"""Generation of texts from several prompts in one cache."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,20 +14,18 @@ from models.texts import OnText, Text, Writer, check_prompts
 
 @dataclass(frozen=True, kw_only=True)
 class Generated:
-    """Texts, in the order of their prompts and samples, and what making them took.
+    """Texts, in order of prompts and samples, with statistics.
 
-    prompt_tokens: of all prompts; samples share theirs.
-    compile_seconds: until everything was compiled; the other times begin after it.
-    prompt_seconds: until the first token of each text was picked.
-    decode_seconds: from then to the end.
-    decoded: tokens picked in that time, stop tokens included.
-    tried: tokens that were guessed, where there was speculation.
-    accepted: those of them that held.
-    cells: what the cache holds at most, not counting what windows let it forget.
-    used: how many of them are in use at the end.
-    nbytes: of the whole cache.
-    compiles: programs compiled after the warm-up; 0, or something is wrong.
-    interrupted: whether it was interrupted; the texts are what there was of them.
+    prompt_tokens: of all prompts, without samples.
+    compile_seconds: time of compilation; the other times begin after it.
+    prompt_seconds: time until the first token of each text was sampled.
+    decode_seconds: time from then to the end, for `decoded` tokens, stop tokens included.
+    tried: number of draft tokens, of which `accepted` were accepted.
+    cells: of all streams; windows have fewer.
+    used: cells in use at the end.
+    nbytes: bytes of the whole cache.
+    compiles: programs compiled after the warm-up, expected to be 0.
+    interrupted: whether an interrupt ended the texts.
     """
 
     texts: list[Text]
@@ -53,22 +51,22 @@ def generate_texts(
     on_text: OnText | None = None,
     on_compile: Callable[[int, int], None] | None = None,
 ) -> Generated:
-    """Continue prompts together, as sequences of one cache, each as it would go on alone.
+    """Continue prompts as sequences of one cache; each text is the same as alone.
 
-    Everything is compiled before anything runs, so that times are those of running. An interrupt
-    while texts grow ends them.
+    All programs are compiled first, so that the times exclude compilation. An interrupt during
+    generation ends the texts.
 
     Args:
       model: see `models.load`.
-      prompts: their tokens, at least one each.
-      options: how they are continued.
-      on_text: called with each piece of text as soon as it is there.
-      on_compile: called with the number of programs that are compiled and of those there are.
+      prompts: tokens of each prompt.
+      options: see `models.run.Options`.
+      on_text: called with each new piece of text.
+      on_compile: called with the number of compiled programs and of all.
 
     Raises:
-      PlanRefusedError: when the prompts do not fit the cache, before anything is compiled or run.
-      ModelError: when the cache does not fit the device, before it is made.
-      ValueError: when there is no prompt, or one is empty.
+      PlanRefusedError: If the prompts do not fit the cache, before compilation.
+      ModelError: If the cache does not fit the device, before it is made.
+      ValueError: If there is no prompt, or one is empty.
     """
     check_prompts(prompts)
     run = Run(model, prompts, options)

@@ -1,4 +1,4 @@
-"""JSON files that others wrote."""
+"""Reader of JSON files."""
 
 import json
 from pathlib import Path
@@ -7,14 +7,13 @@ from typing import Any
 from models.errors import ModelError, brief
 
 LIMIT = 64 * 2**20
-"""Bytes of a file at most; a config has a few thousand, an index of many shards a few million."""
+"""Largest size in bytes; an index of many shards has a few million."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read the object in a JSON file, or an empty one where there is no such file.
+    """Read the object in a JSON file, or an empty one if there is no file.
 
-    Raises:
-      ModelError: when the file is too large, is not JSON, or holds something else than an object.
+    Raises `ModelError` if the file is larger than `LIMIT`, is not JSON, or contains no object.
     """
     if not path.is_file():
         return {}

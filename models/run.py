@@ -1,4 +1,4 @@
-"""A run of a model over prompts: what is compiled ahead, the prompts, and the texts after them."""
+"""One generation run: its programs, prompts and texts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,28 +17,25 @@ from models.room import Streams
 from models.texts import Writer, finish_of
 
 RECENT = 1024
-"""The last tokens of a text that guesses are looked up in."""
+"""Number of last tokens in which drafts are looked up."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How prompts are continued.
+    """Options of generation.
 
-    sampler: what adjusts logits before a token is drawn; by default the best one is taken.
-    seed: of the draws of the first sample of each prompt, which depend on nothing else; the next
-      samples have the next seeds.
-    samples: how many texts are made of each prompt, which is computed once.
-    tries: the most tokens that are guessed at a time, by looking up where the last ones occurred
-      before; 0 for none.
-    max_tokens: the most tokens to generate for each text.
-    cells: of the cache, of each stream where it is split; by default what the prompts and texts
-      need, see `num_cells_for_window`.
-    ubatch_size: the most tokens of a prompt that are computed at once.
-    streams: "unified", one pool of cells for all texts, or "split", a stream for each.
-    steps_per_dispatch: tokens of each text that are generated before the host looks at them.
+    sampler: the default takes the most likely token.
+    seed: of the first sample of each prompt; the next samples have the next seeds.
+    samples: texts for each prompt, which is computed once.
+    tries: largest number of draft tokens at a time, found by prompt lookup; 0 for none.
+    max_tokens: largest number of tokens of each text.
+    cells: of each stream; default `models.room.cells_for`.
+    ubatch_size: largest number of prompt tokens computed at once.
+    streams: "unified", one stream for all texts, or "split", a stream for each.
+    steps_per_dispatch: tokens of each text for each dispatch.
 
     Raises:
-      ValueError: when a number is below its least, or there are no such streams.
+      ValueError: If a number is too small, or `streams` is unknown.
     """
 
     sampler: Sampler = field(default_factory=make_sampler)
@@ -62,11 +59,9 @@ class Options:
 
 @dataclass(frozen=True)
 class Run:
-    """Prompts that are continued, as T texts: samples beside each other.
+    """Prompts, continued as T texts.
 
-    model: see `models.load`.
-    prompts: their tokens. The texts of prompt p are sequences p * samples and on.
-    options: how they are continued.
+    The texts of prompt p are sequences `p * samples` to `(p + 1) * samples - 1`.
     """
 
     model: Model
@@ -87,32 +82,29 @@ class Run:
 
     @property
     def stop(self) -> np.ndarray:
-        """The tokens that end a text, `[n]` int32."""
+        """Token ids that end a text, `[n]` int32."""
         return np.asarray(sorted(self.model.stop_tokens), np.int32)
 
     @property
     def steps(self) -> int:
-        """The tokens of a dispatch; 0 where there is none.
+        """Tokens of each dispatch; 0 if there is none.
 
-        The first token comes with the prompts. The rest is cut evenly: a shorter last dispatch
-        would be another program, so it runs over the end by a few tokens at most instead.
+        Prefill gives the first token. The rest is divided evenly, since a shorter last dispatch
+        would be another program; the last one may exceed `max_tokens`.
         """
         rest = self.options.max_tokens - 1
         dispatches = -(-rest // self.options.steps_per_dispatch)
         return -(-rest // dispatches) if dispatches else 0
 
     def compile(self, cache: Any, plan: jaxkv.Plan, tell: Callable[[int, int], None] | None) -> Any:
-        """Compile all that the run needs; returns the cache: its buffers are donated on the way.
+        """Compile the programs of the run; return the cache, whose buffers are donated.
 
-        Args:
-          cache: empty.
-          plan: of the prompts.
-          tell: called with the number of programs that are compiled and of those there are.
+        `tell` is called with the number of compiled programs and of all.
         """
         model = self.model
         jobs, (blank,) = lower_steps(model, cache, [plan])
         if self.steps:
-            # A loop in which no text goes on ends before its first step.
+            # Without active texts the loop ends before its first step.
             options = {"max_new_tokens": 0, "sampler": self.options.sampler, "prompts": self.texts}
             idle = generation.init_decode(
                 cache, tokens=np.zeros(len(self.texts), np.int32), **options
@@ -127,7 +119,7 @@ class Run:
         return jax.block_until_ready((cache, model.params))[0]
 
     def feed(self, cache: Any) -> generation.DecodeResult:
-        """Put the prompts into the cache; returns it, and the first token of each text."""
+        """Prefill the prompts; return the cache and the first token of each text."""
         cache, logits, *_ = jaxkv.prefill(
             self.model.forward,
             self.model.params,
@@ -139,7 +131,7 @@ class Run:
         return self.begin(cache, logits, limit=self.options.max_tokens)
 
     def begin(self, cache: Any, logits: jax.Array, *, limit: int) -> generation.DecodeResult:
-        """Fork each prompt for its samples, and pick their first tokens."""
+        """Fork each prompt for its samples, and sample their first tokens."""
         samples = self.options.samples
         if samples > 1:
             for first in range(0, len(self.texts), samples):
@@ -154,7 +146,7 @@ class Run:
         )
 
     def draft(self) -> Any:
-        """What guesses, None if nothing does."""
+        """Return the drafter, or None."""
         if not self.options.tries:
             return None
         return generation.prompt_lookup(
@@ -164,7 +156,7 @@ class Run:
     def generate(
         self, cache: Any, state: generation.DecodeState, draft: Any
     ) -> generation.DecodeResult:
-        """Generate the tokens of a dispatch."""
+        """Generate the tokens of one dispatch."""
         args = self.model.forward, self.model.params, cache, state
         options = {"sampler": self.options.sampler, "stop_tokens": self.stop, "donate": True}
         if draft is None:
@@ -174,10 +166,10 @@ class Run:
     def go_on(
         self, first: generation.DecodeResult, writers: Sequence[Writer]
     ) -> tuple[Any, "Tally"]:
-        """Generate until every text has ended; an interrupt ends those that have not.
+        """Generate until every text has ended, or an interrupt ends the rest.
 
         Returns:
-          The cache, and what was generated after the first tokens.
+          The cache, and counts of the tokens after the first ones.
         """
         draft, tally = self.draft(), Tally()
         cache, state = first.cache, first.state
@@ -199,7 +191,7 @@ class Run:
 
 
 def write(writers: Sequence[Writer], rows: np.ndarray, state: generation.DecodeState) -> int:
-    """Give texts their tokens, `[T, n]`, and end those that do not go on; returns how many."""
+    """Append tokens `[T, n]` to texts and end inactive texts; return the number appended."""
     num_taken = 0
     for writer, row, goes_on, reason in zip(
         writers, rows, np.asarray(state.active), np.asarray(state.reason), strict=True
@@ -212,7 +204,7 @@ def write(writers: Sequence[Writer], rows: np.ndarray, state: generation.DecodeS
 
 @dataclass
 class Tally:
-    """What was generated: tokens picked, stop tokens included; guesses, and whether it was cut."""
+    """Counts: sampled tokens, stop tokens included, draft tokens tried and accepted."""
 
     decoded: int = 0
     tried: int = 0
@@ -221,5 +213,5 @@ class Tally:
 
 
 def num_used_cells_of_fullest(cache: Any) -> int:
-    """Return the cells in use, of a cache of parts those of the fullest: windows hold fewer."""
+    """Return the used cells of the cache part that has most of them."""
     return max(int(part.num_used_cells()) for part in cache.parts)

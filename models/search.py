@@ -1,4 +1,4 @@
-"""The most probable texts after prompts, one prompt after another in one cache."""
+"""Beam search after one prompt at a time."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ from models.texts import Text, check_prompts
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What a search has found.
+    """Results of a search.
 
     texts: the best one first.
-    logprobs: the log-probability of each by token.
-    prompt_seconds: until the prompt was computed.
-    seconds: of the search after it.
+    logprobs: mean log-probability of a token, for each text.
+    prompt_seconds: time of the prompt.
+    seconds: time of the search.
     """
 
     texts: list[Text]
@@ -33,22 +33,20 @@ class Found:
 
 
 class Search:
-    """Searches for the most probable texts after each prompt (beam search).
-
-    To iterate over it is to search: it gives what is found for one prompt after another.
+    """Beam search for each prompt; an iterable of `Found`, one for each prompt.
 
     Args:
       model: see `models.load`.
-      prompts: their tokens, at least one each.
-      width: how many texts are followed side by side.
-      max_tokens: the most tokens of a text.
-      cells: of the cache, by default what any of the prompts and its texts need.
-      ubatch_size: the most tokens of a prompt that are computed at once.
+      prompts: tokens of each prompt.
+      width: number of beams.
+      max_tokens: largest number of tokens of a text.
+      cells: of the cache; the default fits each prompt and its texts.
+      ubatch_size: largest number of prompt tokens computed at once.
 
     Raises:
-      PlanRefusedError: when a prompt does not fit the cache.
-      ValueError: when there is no prompt, or one is empty.
-      ModelError: when the cache does not fit the device.
+      PlanRefusedError: If a prompt does not fit the cache.
+      ValueError: If there is no prompt, or one is empty.
+      ModelError: If the cache does not fit the device.
     """
 
     def __init__(
@@ -81,11 +79,7 @@ class Search:
         self.nbytes = self._cache.nbytes
 
     def compile(self, tell: Callable[[int, int], None] | None = None) -> None:
-        """Compile all that the searches need.
-
-        Args:
-          tell: called with the number of programs that are compiled and of those there are.
-        """
+        """Compile the programs; `tell` receives the number of compiled ones and of all."""
         model = self._model
         jobs, blanks = lower_steps(model, self._cache, self._plans)
         jobs.append(self._search.lower(model.params, self._cache, blanks[0]).compile)

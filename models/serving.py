@@ -1,4 +1,4 @@
-"""Many prompts through the few sequences of an engine."""
+"""Generation of texts from many prompts in a few sequences."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from models.room import Streams, cells_for, make_with_room
 from models.texts import Finish, Text, check_prompts
 
 CHUNK = 128
-"""The most tokens of prompts that are computed at once, where the caller does not say."""
+"""Default for the largest number of prompt tokens computed at once."""
 
 FINISH: dict[serving.FinishReason, Finish] = {
     serving.FinishReason.STOP: "stop",
@@ -19,13 +19,13 @@ FINISH: dict[serving.FinishReason, Finish] = {
     serving.FinishReason.NONFINITE_LOGITS: "nonfinite logits",
     serving.FinishReason.CANCELLED: "interrupted",
 }
-"""Why a text ended, in the words of `Text`."""
+"""`Text.finish` for each reason of the engine."""
 
 
 class TooLongError(ValueError):
-    """A prompt and its text never fit the cache.
+    """A prompt and its text that do not fit the cache.
 
-    enough: the cells, of each stream where it is split, that all prompts would do with.
+    enough: cells of each stream that suffice for all prompts.
     """
 
     def __init__(self, message: str, enough: int):
@@ -34,24 +34,24 @@ class TooLongError(ValueError):
 
 
 class Serving:
-    """Continues many prompts in few sequences, each as it would go on alone.
+    """Continues many prompts in a few sequences; each text is the same as alone.
 
     Args:
       model: see `models.load`.
-      prompts: their tokens, at least one each.
-      sequences: the most that run at once.
-      sampling: options of `generation.make_sampler`, one number each.
-      seed: of the draws of each text, which do not depend on the others.
-      max_tokens: the most tokens of a text.
-      cells: of each stream, by default what any of the prompts and texts need that may run at once.
-      ubatch_size: the most tokens of prompts that are computed at once; by default 128, or a power
-        of two where the prompts that may run at once have fewer, which is less to compile.
-      streams: "split", a stream for each sequence, or "unified", one pool of cells for all.
+      prompts: tokens of each prompt.
+      sequences: largest number of prompts that run at once.
+      sampling: options of `generation.make_sampler`, a number each.
+      seed: of the draws of each text, which are independent of other texts.
+      max_tokens: largest number of tokens of a text.
+      cells: of each stream; the default fits any prompts that may run at once.
+      ubatch_size: largest number of prompt tokens computed at once; default 128, or a smaller power
+        of two if the prompts that may run at once are shorter.
+      streams: "split", a stream for each sequence, or "unified", one stream for all.
 
     Raises:
-      TooLongError: when a prompt and its text do not fit the cache.
-      ValueError: when there is no prompt, or one is empty.
-      ModelError: when the cache does not fit the device.
+      TooLongError: If a prompt and its text do not fit the cache.
+      ValueError: If there is no prompt, or one is empty.
+      ModelError: If the cache does not fit the device.
     """
 
     def __init__(
@@ -107,14 +107,13 @@ class Serving:
                 ) from error
 
     def compile(self) -> None:
-        """Compile all that the engine needs."""
+        """Compile the programs of the engine."""
         self._engine.warm_up()
 
     def texts(self, on_step: Callable[[], None] = lambda: None) -> Iterator[tuple[int, Text]]:
-        """Run until all texts have ended; give each when it has, with the number of its prompt.
+        """Run until all texts have ended; yield each at its end, with its prompt's number.
 
-        Args:
-          on_step: called before each step of the engine; what it raises ends the run.
+        `on_step` is called before each step; an exception of it ends the run.
         """
         while self._engine.busy:
             on_step()
@@ -122,9 +121,9 @@ class Serving:
             yield from self._take_ended()
 
     def rest(self) -> Iterator[tuple[int, Text]]:
-        """Give what there is of the texts that were not given yet, after an interrupt.
+        """Yield the remaining texts after an interrupt, some of them partial.
 
-        Nothing is computed: the cache may be that of the middle of a step.
+        No step is run, since the interrupt may have come inside one.
         """
         yield from self._take_ended()
         for i, prompt in enumerate(self._prompts):

@@ -1,4 +1,4 @@
-"""One text: while it grows, and what came of it."""
+"""A text during and after generation."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -8,15 +8,12 @@ import jaxkv
 from models.text.tokenizer import Tokenizer
 
 Finish = Literal["stop", "length", "full", "no token", "nonfinite logits", "interrupted"]
-"""Why a text ends: a stop token came, it has all the tokens asked for, the cache is full, no token
-was allowed to come next, its logits hold NaN or +inf, or the run was interrupted."""
+"""Why a text ended: a stop token, `max_tokens`, a full cache, no allowed next token, logits with
+NaN or +inf, or an interrupt."""
 
 
 def finish_of(reason: int) -> Finish:
-    """Return why a text ended that has neither a stop token nor all of its tokens.
-
-    reason: of its `DecodeState`.
-    """
+    """Return why a text ended without a stop token or limit, from its `DecodeState`."""
     others: dict[int, Finish] = {
         jaxkv.Reason.OK: "no token",
         jaxkv.Reason.NONFINITE_LOGITS: "nonfinite logits",
@@ -35,18 +32,12 @@ def check_prompts(prompts: Sequence[Sequence[int]]) -> None:
 
 
 OnText = Callable[[int, str, bool], None]
-"""`(which text, what is new of it, whether it ends there)`."""
+"""Called with the number of a text, a new piece of it, and whether that is the last one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """What came of one prompt.
-
-    prompt_tokens: what it began with.
-    tokens: what was generated, without the stop token.
-    text: those tokens in characters.
-    finish: why it ends.
-    """
+    """A generated text; `tokens` excludes the prompt and the stop token."""
 
     prompt_tokens: list[int]
     tokens: list[int]
@@ -63,7 +54,7 @@ class Text:
         tokenizer: Tokenizer,
         stop_tokens: frozenset[int],
     ) -> Self:
-        """Return the text of all that was generated; a stop token at its end is none of it."""
+        """Return the text of generated tokens, without a stop token at their end."""
         tokens = [int(token) for token in tokens]
         if tokens and tokens[-1] in stop_tokens:
             tokens, finish = tokens[:-1], "stop"
@@ -77,16 +68,12 @@ class Text:
 
 @dataclass
 class Writer:
-    """One text while it grows.
+    """A growing text.
 
-    index: which text, for `on_text`.
-    tokenizer: turns tokens into characters.
-    stop_tokens: the tokens that end it.
-    max_tokens: the most tokens of it.
-    on_text: called with what is new of it.
-    tokens: what was generated, without the stop token.
-    pieces: those tokens in characters, piece by piece.
-    finish: why it ends, None as long as it does not.
+    index: number of the text, for `on_text`.
+    on_text: called with each new piece of the text.
+    tokens: generated tokens without the stop token; `pieces` is their text.
+    finish: why it ended, None before its end.
     """
 
     index: int
@@ -102,7 +89,7 @@ class Writer:
         self.stream = self.tokenizer.stream()
 
     def write(self, tokens: Sequence[int]) -> int:
-        """Take what was generated, up to the end of the text; returns how many tokens that is."""
+        """Append tokens up to the end of the text; return the number used."""
         if self.finish is not None:
             return 0
         piece, num_taken = "", 0
@@ -124,12 +111,12 @@ class Writer:
         return num_taken
 
     def end(self, finish: Finish, piece: str = "") -> None:
-        """End the text, after a last piece of it."""
+        """End the text, after a last piece."""
         self.finish = finish
         self._tell(piece + self.stream.end(), True)
 
     def outcome(self, prompt_tokens: list[int]) -> Text:
-        """Returns the text, once it has ended."""
+        """Return the text after its end."""
         return Text(
             prompt_tokens=prompt_tokens,
             tokens=self.tokens,

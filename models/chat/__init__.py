@@ -1,1 +1,1 @@
-"""Conversations with a model in one cache, apart from any terminal."""
+"""Conversations with a model in one cache, independent of a terminal."""

@@ -1,9 +1,8 @@
-"""Conversations side by side in one cache, as a value, and its edits: each is one verb.
+"""Conversations in one cache, as an immutable value, and functions that edit it.
 
-Each conversation has a sequence, and all share the cells of one pool, so a fork copies nothing. The
-other sequences are those of a store (`jaxkv.serving.PrefixStore`): what was said before a turn
-is kept there, to be gone back to where a window or a state cannot, and for conversations that begin
-alike.
+Each conversation has a sequence. All share the cells of one stream, so a fork copies no cells. The
+other sequences belong to a prefix store (`jaxkv.serving.PrefixStore`). It stores the tokens before
+a turn, for caches that cannot roll back, and for conversations with a common prefix.
 """
 
 from collections.abc import Mapping
@@ -14,18 +13,16 @@ from jaxkv.serving import MissReason, PrefixStore
 from models.chat.conversation import ChatError, Conversation
 
 MAIN = "main"
-"""The name of the conversation that a chat begins with."""
+"""Name of the first conversation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spent:
-    """What an answer took.
+    """Cost of the last answer.
 
-    read: tokens that were computed before it began.
-    read_seconds: for them.
-    made: tokens of the answer, its stop token included.
-    made_seconds: for them.
-    slid: tokens that were forgotten for it.
+    read: tokens computed before it, in `read_seconds`.
+    made: tokens of the answer with its stop token, computed in `made_seconds`.
+    slid: tokens removed from the cache to make room.
     """
 
     read: int = 0
@@ -39,13 +36,11 @@ class Spent:
 class Chat:
     """Conversations in one cache.
 
-    cache: what the model remembers of them.
-    store: what the cache keeps beside them.
-    conversations: by name.
-    current: the name of the one that goes on.
-    computed: how many tokens the model has computed for all of them.
-    reused: how many it need not compute, since they were kept.
-    spent: what the last answer took.
+    store: prefixes stored in other sequences of the cache.
+    conversations: by name; `current` is the name of the current one.
+    computed: tokens computed for all conversations.
+    reused: tokens found in the store, which were not computed again.
+    spent: cost of the last answer.
     """
 
     cache: jaxkv.Cache
@@ -58,32 +53,32 @@ class Chat:
 
     @property
     def now(self) -> Conversation:
-        """The conversation that goes on."""
+        """The current conversation."""
         return self.conversations[self.current]
 
     @property
     def seats(self) -> int:
-        """How many conversations there may be."""
+        """Largest number of conversations."""
         return self.cache.table.spec.sequences - len(self.store.sequences)
 
     @property
     def held(self) -> int:
-        """How many of the tokens of the current conversation need not be computed any more."""
+        """Number of the current conversation's first tokens that need no computation."""
         return self.now.index(num_held_tokens(self.cache, self.now.sequence))
 
     @property
     def without_kept(self) -> jaxkv.Cache:
-        """The cache without what is kept beside the conversations, to look at."""
+        """The cache without the stored prefixes, for display."""
         return jaxkv.seq_rm(self.cache, self.store.sequences)[0]
 
     def going_on(self, conversation: Conversation, cache: jaxkv.Cache) -> "Chat":
-        """Return it with another value of the current conversation, and of the cache."""
+        """Return the chat with a new current conversation and cache."""
         conversations = {**self.conversations, self.current: conversation}
         return replace(self, conversations=conversations, cache=cache)
 
 
 def spend(chat: Chat, **more: float) -> Chat:
-    """Return a chat whose last answer has taken more."""
+    """Return a chat with amounts added to `spent`."""
     spent = {name: getattr(chat.spent, name) + amount for name, amount in more.items()}
     return replace(chat, spent=replace(chat.spent, **spent))
 
@@ -94,14 +89,14 @@ def has_states(cache: jaxkv.Cache) -> bool:
 
 
 def num_held_tokens(cache: jaxkv.Cache, sequence: int) -> int:
-    """Return how many tokens a sequence holds, what a window let go of included."""
+    """Return the length of a sequence in the cache, evicted cells included."""
     return int(cache.seq_pos_max(sequence)) + 1
 
 
 def remember(chat: Chat, length: int) -> Chat:
-    """Keep the first tokens of the current conversation, if they can be gone on with.
+    """Store the first tokens of the current conversation, but none after a gap.
 
-    Nothing is kept of tokens behind a gap: they were computed when more was seen.
+    Keys after a gap were computed with the removed tokens visible.
     """
     conversation = chat.now
     if not 0 < length <= conversation.gapless(chat.held):
@@ -113,13 +108,9 @@ def remember(chat: Chat, length: int) -> Chat:
 
 
 def recall(chat: Chat, length: int) -> tuple[Chat, MissReason]:
-    """Let the current conversation hold what is kept of its first tokens, where that is more.
-
-    Returns:
-      The chat; and why it holds no more of them, if it is fewer than `length`.
-    """
+    """Fork a longer stored prefix, if any; return the chat and why tokens are missing."""
     conversation = chat.now
-    # Of these the last one is always computed.
+    # `fork` never returns the last token of a prompt, so one more is given.
     text = conversation.tokens[: conversation.gapless(length) + 1]
     cache, store, hit = chat.store.fork(chat.cache, text, conversation.sequence)
     if (more := hit.length - chat.held) <= 0:
@@ -128,20 +119,20 @@ def recall(chat: Chat, length: int) -> tuple[Chat, MissReason]:
 
 
 def use_instructions(chat: Chat) -> Chat:
-    """Let what conversations begin with be the last thing to give way."""
+    """Mark the stored instructions as recently used, so that they are evicted last."""
     conversation = chat.now
     if not conversation.tokens or not conversation.frame.keep:
         return chat
     begins = conversation.tokens[: conversation.frame.keep + 1]
     forked = chat.store.fork(chat.cache, begins, conversation.sequence)
-    return replace(chat, store=forked.store)  # the fork is not taken
+    return replace(chat, store=forked.store)  # only the order of eviction changes
 
 
 def fork(chat: Chat, name: str) -> Chat:
-    """Copy the current conversation under another name: `seq_cp`. The current one stays it.
+    """Copy the current conversation under another name (`seq_cp`); it stays current.
 
     Raises:
-      ChatError: when the name is taken, is no single word, or there are as many as there may be.
+      ChatError: If the name is taken or is not one word, or if there are `seats` conversations.
     """
     if not name or len(name.split()) != 1:
         raise ChatError("a fork needs a name of one word: /fork NAME.")
@@ -161,23 +152,16 @@ def fork(chat: Chat, name: str) -> Chat:
 
 
 def switch(chat: Chat, name: str) -> Chat:
-    """Go on with another conversation.
-
-    Raises:
-      ChatError: when there is none of that name.
-    """
+    """Make another conversation current; raise `ChatError` if there is none."""
     _check_there(chat, name)
     return replace(chat, current=name)
 
 
 def drop(chat: Chat, name: str) -> Chat:
-    """Forget a conversation: `seq_rm` of all of it. The current one begins anew.
+    """Remove a conversation (`seq_rm`); the current one becomes empty.
 
-    What is kept of it stays until it has to give way, so that one that begins alike need not be
-    computed.
-
-    Raises:
-      ChatError: when there is none of that name.
+    Its stored prefixes remain until they are evicted. Raises `ChatError` if there is none of that
+    name.
     """
     _check_there(chat, name)
     gone = chat.conversations[name]
@@ -191,13 +175,13 @@ def drop(chat: Chat, name: str) -> Chat:
 
 
 def undo(chat: Chat) -> tuple[Chat, str]:
-    """Take the last turn back: `seq_rm` where the cache grants it, else what was kept.
+    """Remove the last turn by a rollback (`seq_rm`) or from a stored prefix.
 
     Returns:
-      The chat; and why tokens have to be computed again, nothing if they need not.
+      The chat, and the reason if tokens must be computed again, else "".
 
     Raises:
-      ChatError: when there is no turn.
+      ChatError: If there is no turn.
     """
     _check_turns(chat)
     chat, why = take_back(chat, chat.now.turns[-1].start)
@@ -205,16 +189,9 @@ def undo(chat: Chat) -> tuple[Chat, str]:
 
 
 def retract_answer(chat: Chat) -> tuple[Chat, str]:
-    """Take the last answer back, for another one: the message is said again by the caller.
+    """Remove the last answer, before another one; returns and raises as `undo`.
 
-    What the cache holds of the message stays there, but for its last token, whose logits are the
-    beginning of the answer.
-
-    Returns:
-      As for `undo`.
-
-    Raises:
-      ChatError: when there is no turn.
+    The message stays in the cache except for its last token, whose logits begin the answer.
     """
     _check_turns(chat)
     chat, why = take_back(chat, chat.now.turns[-1].asked - 1)
@@ -222,16 +199,13 @@ def retract_answer(chat: Chat) -> tuple[Chat, str]:
 
 
 def take_back(chat: Chat, length: int) -> tuple[Chat, str]:
-    """Take the current conversation back to its first tokens in the cache.
+    """Shorten the current conversation to at most `length` cached tokens.
 
-    Args:
-      chat: its current conversation has a turn.
-      length: how many they are, those before that turn or more.
+    It has a turn, and `length` is at least the number of tokens before it. The cache has all of
+    them if it can roll back, else those of a stored prefix.
 
     Returns:
-      The chat, whose cache holds at most `length` of its tokens: all of them where the cache
-      grants the cut, else what was kept; and why it lost some from before the turn, nothing if it
-      did not.
+      The chat, and the reason if tokens before the last turn were lost, else "".
     """
     cache, conversation = chat.cache, chat.now
     end = conversation.place(length)
@@ -242,8 +216,8 @@ def take_back(chat: Chat, length: int) -> tuple[Chat, str]:
         return replace(chat, cache=cut), ""
     chat = replace(chat, cache=jaxkv.seq_rm(cache, conversation.sequence)[0])
     chat, miss = recall(chat, length)
-    # What was kept before the turn lacks the token that was picked last, which was not computed
-    # yet; and a short message takes no longer than a token.
+    # The last token of the previous answer was sampled, not computed, when the prefix was stored.
+    # A short message takes no longer than a token, so the loss of one is not reported.
     if (
         num_held_tokens(chat.cache, conversation.sequence)
         >= conversation.place(conversation.turns[-1].start) - 1
@@ -263,11 +237,11 @@ NOT_KEPT = {
     MissReason.INCOMPLETE: "what was kept has lost a passage",
     MissReason.NO_STATE: "no state was kept from there",
 }
-"""Why the store has no more of a text, as the end of a sentence; there is one stream, so room."""
+"""Reasons for a miss as the end of a sentence; with one stream there is no other reason."""
 
 
 def _refusals(cache: jaxkv.Cache, sequence: int, end: int) -> list[str]:
-    """Say which parts of a cache cannot go back to a position."""
+    """Return why parts of a cache cannot roll back to a position."""
     found = []
     for part in cache.parts:
         if jaxkv.seq_rm(part, sequence, end).ok:

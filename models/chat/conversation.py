@@ -1,7 +1,7 @@
-"""A conversation as a value: its turns, and the tokens of all of them.
+"""A conversation as an immutable value: its turns and tokens.
 
-A cache holds the first of these tokens, and how many it holds is asked of it and stored nowhere.
-What it does not hold is computed with the next turn, each token once.
+The cache contains a prefix of the tokens and is the only record of its length. The rest is computed
+with the next turn, each token once.
 """
 
 from collections.abc import Sequence
@@ -13,18 +13,16 @@ from models.texts import Finish
 
 
 class ChatError(Exception):
-    """A conversation cannot go on as asked, and is as it was; the message is a sentence."""
+    """An edit or turn that is not possible; the conversation is unchanged."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
     """A message and its answer.
 
-    message: what was said to the model.
-    start: the tokens of the conversation before the turn.
-    asked: those up to where the answer begins.
-    answer: the text of the answer.
-    finish: why it ended.
+    start: number of tokens of the conversation before the turn.
+    asked: number of tokens before the answer.
+    finish: why the answer ended.
     """
 
     message: str
@@ -36,15 +34,11 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """Turns one after another, in one sequence of a cache.
+    """Turns in one sequence of a cache.
 
-    sequence: where its tokens are held.
-    frame: what the template writes around messages.
-    system: the instructions that it began with, None for those of the template.
-    tokens: all of its tokens, without the stop tokens that the model said.
-    turns: in their order.
-    gap: how many tokens right after the first `frame.keep` were forgotten, see
-      `models.chat.room.context_shift`.
+    system: instructions at the beginning; None for those of the template.
+    tokens: of all turns, without the model's stop tokens.
+    gap: number of tokens removed after the first `frame.keep`, see `models.chat.room.slide`.
     """
 
     sequence: int
@@ -55,7 +49,7 @@ class Conversation:
     gap: int = 0
 
     def messages(self, *new: str) -> list[dict[str, str]]:
-        """Return the conversation as a template takes it, with a new message at its end."""
+        """Return the messages for a template, `new` at the end."""
         found = instructions(self.system)
         for turn in self.turns:
             found.append({"role": "user", "content": turn.message})
@@ -63,11 +57,7 @@ class Conversation:
         return found + [{"role": "user", "content": message} for message in new]
 
     def ask(self, message: str, tokens: Sequence[int]) -> Self:
-        """Return it with a new turn, whose answer has not begun.
-
-        Args:
-          message: what is said.
-          tokens: those of `models.text.turns.tokens_of_turn`.
+        """Return it with a new turn; `tokens` as from `models.text.turns.tokens_of_turn`.
 
         >>> one = Conversation(sequence=0, frame=Frame(keep=1, closing=0)).ask("Hi", [1, 2, 3])
         >>> one.tokens, one.turns[0].start, one.turns[0].asked
@@ -78,7 +68,7 @@ class Conversation:
         return replace(self, tokens=(*self.tokens, *tokens), turns=(*self.turns, turn))
 
     def answered(self, tokens: Sequence[int], text: str, finish: Finish) -> Self:
-        """Return it with the last turn's answer, whatever that was before."""
+        """Return it with this answer in the last turn, replacing an earlier one."""
         turn = self.turns[-1]
         said = (*self.tokens[: turn.asked], *map(int, tokens))
         turn = replace(turn, answer=text, finish=finish)
@@ -96,19 +86,16 @@ class Conversation:
         return replace(self, tokens=self.tokens[:start], turns=self.turns[:-1], gap=gap)
 
     def unanswered(self) -> Self:
-        """Return it without the answer of its last turn, whose last token is computed again."""
+        """Return it without its last answer; the message's last token is computed again."""
         gap = self._gap_before(self.turns[-1].asked - 1)
         return replace(self.answered((), "", "interrupted"), gap=gap)
 
     def _gap_before(self, index: int) -> int:
-        """Return the gap if it ends before a token; one that is gone back into is closed.
-
-        What was forgotten has to be computed again then.
-        """
+        """Return the gap if it ends before a token, else 0 (the gap is computed again)."""
         return self.gap if index >= self.frame.keep + self.gap else 0
 
     def place(self, index: int) -> int:
-        """Return the position that a token stands at, or one past the last would.
+        """Return the position of a token in the cache, or of the next one.
 
         >>> Conversation(sequence=0, frame=Frame(keep=2, closing=0), gap=10).place(15)
         5
@@ -116,7 +103,7 @@ class Conversation:
         return index if index < self.frame.keep else max(index - self.gap, self.frame.keep)
 
     def gapless(self, length: int) -> int:
-        """Return how many of the first tokens have nothing forgotten before them.
+        """Return how many of the first tokens have no removed token before them.
 
         >>> Conversation(sequence=0, frame=Frame(keep=2, closing=0), gap=10).gapless(15)
         2
@@ -124,10 +111,10 @@ class Conversation:
         return min(length, self.frame.keep) if self.gap else length
 
     def index(self, place: int) -> int:
-        """Return how many tokens there are before a position, forgotten ones too."""
+        """Return the number of tokens before a position, removed ones included."""
         return place if place < self.frame.keep else place + self.gap
 
 
 def instructions(system: str | None) -> list[dict[str, str]]:
-    """Return what comes before the first message."""
+    """Return the messages before the first one of the user."""
     return [] if system is None else [{"role": "system", "content": system}]

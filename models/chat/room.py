@@ -1,4 +1,4 @@
-"""Where a cache is full: what is kept gives way first, then turns are forgotten to go on."""
+"""Room in a full cache: evict stored prefixes first, then remove old turns."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,20 +13,18 @@ from models.chat.conversation import ChatError, Conversation
 
 
 def cells_of(cache: jaxkv.Cache) -> tuple[int, int]:
-    """Return how many cells are in use where most are, and how many there are in that part.
+    """Return the used and all cells of the fullest part.
 
-    Layers with a window take their cells again, and a state is one whatever it has seen: those
-    parts count only where no other is.
+    Parts with a window or states count only if there are no others, since they do not grow.
     """
     grows = [part for part in cache.parts if _grows(part)] or [*cache.parts]
     return max((int(part.num_used_cells()), part.table.num_cells) for part in grows)
 
 
 def give_way(chat: Chat, tokens: int) -> Chat | None:
-    """Let go of what is kept, the least recently used first, until so many tokens find room.
+    """Evict stored prefixes, least recently used first, until `tokens` tokens fit.
 
-    Returns:
-      The chat; None where they would not find it, or had it before: nothing is let go of then.
+    Return None, with nothing evicted, if they fit already or would not fit.
     """
     if _num_tokens_left(chat.cache, chat.now.sequence) >= tokens:
         return None
@@ -39,15 +37,16 @@ def give_way(chat: Chat, tokens: int) -> Chat | None:
 
 
 def slide(chat: Chat) -> Chat:
-    """Forget the oldest turns of the current conversation; see `generation.context_shift`.
+    """Remove the oldest turns of the current conversation, by a context shift.
 
-    What comes before the first message stays, and of the rest the newer half, from the beginning of
-    a turn on where one begins there. The texts of all turns stay in the conversation. What is kept
-    is let go of, since it shares the cells that move.
+    The tokens before the first message stay, and the newer half of the rest, from the beginning of
+    a turn if there is one. The texts of all turns stay. Stored prefixes are evicted, since they
+    share the cells that shift. The chat is unchanged after an exception.
 
     Raises:
-      ChatError: when the kind of cache does not allow it, a fork shares what would move, or there
-        is nothing to forget. Nothing has changed then.
+      ChatError: If the cache has recurrent states.
+      ChatError: If a fork shares the cells, or a window evicted cells that would become visible.
+      ChatError: If no tokens can be removed.
     """
     conversation, cache, store = chat.now, chat.cache, chat.store
     if has_states(cache):
@@ -58,7 +57,7 @@ def slide(chat: Chat) -> Chat:
         raise ChatError(
             "there is nothing to forget yet: /drop a conversation, or give more --cells."
         )
-    if cut >= num_held:  # the rest of the message is longer than what is there
+    if cut >= num_held:  # the kept half begins after the cached tokens
         cache, ok = jaxkv.seq_rm(cache, conversation.sequence, conversation.frame.keep)
     else:
         drop = cut - start
@@ -74,7 +73,7 @@ def slide(chat: Chat) -> Chat:
 
 
 def cut_of(conversation: Conversation) -> int:
-    """Return up to which token a conversation is forgotten.
+    """Return the index of the first token that `slide` keeps after the instructions.
 
     >>> from models.text.turns import Frame
     >>> one = Conversation(sequence=0, frame=Frame(keep=2, closing=1))
@@ -90,7 +89,7 @@ def cut_of(conversation: Conversation) -> int:
 
 
 def _why_stuck(chat: Chat) -> str:
-    """Say why a passage cannot be forgotten."""
+    """Return why the oldest turns cannot be removed."""
     others = [name for name in chat.conversations if name != chat.current]
     if any(num_held_tokens(chat.cache, chat.conversations[name].sequence) for name in others):
         return (
@@ -105,7 +104,7 @@ def _grows(part: jaxkv.Cache) -> bool:
 
 
 def _num_tokens_left(cache: jaxkv.Cache, sequence: int) -> int:
-    """Return how many more tokens of a sequence find room."""
+    """Return how many more tokens of a sequence fit."""
     table = cache.table
     return int(_room(table)[sequence])
 

@@ -1,7 +1,4 @@
-"""Chats in files: a snapshot of the cache, with the tokens and the texts of each conversation.
-
-What is kept beside the conversations goes along, so that they can be taken back elsewhere, too.
-"""
+"""Chats in files: a snapshot of the cache, with stored prefixes and texts."""
 
 import os
 from collections.abc import Sequence
@@ -20,15 +17,11 @@ from models.text.turns import Frame
 from models.texts import Finish
 
 KIND = "models.chat"
-"""What the notes of a snapshot say where it is a chat."""
+"""Value of `kind` in the notes of a chat's snapshot."""
 
 
 def save(path: str | os.PathLike, chat: Chat, model: Model) -> None:
-    """Write all conversations of a chat into a snapshot, and what is kept beside them.
-
-    Raises:
-      ChatError: when the file cannot be written.
-    """
+    """Write all conversations and stored prefixes of a chat; raise `ChatError` if it fails."""
     found = chat.conversations
     tokens = {conversation.sequence: conversation.tokens for conversation in found.values()}
     kept = {prompt.sequence: prompt.tokens for prompt in chat.store.prompts}
@@ -49,22 +42,22 @@ def save(path: str | os.PathLike, chat: Chat, model: Model) -> None:
             model_id=fingerprint(model),
             notes=notes,
         )
-    except (OSError, ValueError) as error:  # the latter for a name that no file can have
+    except (OSError, ValueError) as error:  # ValueError for an invalid file name
         why = getattr(error, "strerror", None) or error
         raise ChatError(f"{path} cannot be written: {why}.") from error
 
 
 def load(path: str | os.PathLike, chat: Chat, model: Model) -> Chat:
-    """Return what `save` wrote, in place of all conversations of a chat; nothing is computed.
+    """Return a chat with the conversations of a file; they replace those of `chat`.
 
     Args:
-      path: of the file.
-      chat: its cache, of any size, takes the conversations in; it is donated.
-      model: the one that computed them.
+      path: a file of `save`.
+      chat: its cache may have another size; it is donated.
+      model: the model that computed the conversations.
 
     Raises:
-      ChatError: when the file is not there, is no chat or damaged, of another model, or too large
-        for the cache. The chat is as it was then.
+      ChatError: If the file is missing, damaged, not a chat, of another model, or too large for the
+        cache. The chat is then unchanged.
     """
     try:
         info = snapshot.inspect(path)
@@ -104,13 +97,10 @@ def load(path: str | os.PathLike, chat: Chat, model: Model) -> Chat:
 def _load_chat(
     path: str | os.PathLike, chat: Chat, goes: dict[int, int], kept: dict[int, list[int]]
 ) -> Chat:
-    """Return an empty chat with what was saved, and what was kept if all of it has room.
+    """Load conversations into an empty chat, with stored prefixes if all of them fit.
 
-    Args:
-      path: of the file.
-      chat: its cache is donated.
-      goes: by saved sequence, that of a conversation.
-      kept: by saved sequence, the tokens of what was kept, the least recently used first.
+    `goes` maps saved to new sequences; `kept` maps saved sequences of prefixes to tokens, least
+    recently used first. The cache of `chat` is donated.
     """
     latest = [*kept][-len(chat.store.sequences) :]
     places = dict(zip(latest, chat.store.sequences, strict=False))
@@ -124,10 +114,10 @@ def _load_chat(
 
 
 def kept_tokens(info: SnapshotInfo) -> dict[int, list[int]]:
-    """Return the tokens that a chat kept beside its conversations, by saved sequence.
+    """Return the tokens of stored prefixes by saved sequence.
 
     Raises:
-      KeyError, TypeError, ValueError: when what it says is not what `save` writes.
+      KeyError, TypeError, ValueError: If the notes are not those of `save`.
     """
     kept = {sequence: info.tokens[sequence] for sequence in info.notes["kept"]}
     spoken = {entry["sequence"] for entry in info.notes["conversations"].values()}
@@ -138,10 +128,10 @@ def kept_tokens(info: SnapshotInfo) -> dict[int, list[int]]:
 
 
 def conversations_in(info: SnapshotInfo) -> dict[str, Conversation]:
-    """Return the conversations that a snapshot says it holds, by name; none where it is no chat.
+    """Return the conversations of a snapshot by name, none if it is not a chat.
 
     Raises:
-      KeyError, TypeError, ValueError: when what it says is not what `save` writes.
+      KeyError, TypeError, ValueError: If the notes are not those of `save`.
     """
     if not isinstance(info.notes, dict) or info.notes.get("kind") != KIND:
         return {}
@@ -152,21 +142,21 @@ def conversations_in(info: SnapshotInfo) -> dict[str, Conversation]:
 
 
 def fingerprint_text(model: Any) -> str:
-    """Write what a fingerprint says, or whatever else names a model in a snapshot."""
+    """Return a model identity of a snapshot as a string."""
     if isinstance(model, dict):
         return " ".join(str(value) for value in model.values())
     return "one without a name" if model is None else str(model)
 
 
 def _conversation_json(conversation: Conversation) -> dict[str, Any]:
-    """Return what a file says of a conversation; its tokens stand beside its sequence."""
+    """Return a conversation as JSON values, without tokens, which the snapshot stores."""
     found = asdict(conversation)
     del found["tokens"]
     return found
 
 
 def _conversation(found: dict[str, Any], tokens: list[int]) -> Conversation:
-    """Make a conversation of what a file says, which may be anything."""
+    """Make a conversation from unchecked values of a file."""
     turns = tuple(Turn(**turn) for turn in found["turns"])
     texts = [text for turn in turns for text in (turn.message, turn.answer)]
     if found["system"] is not None:
@@ -192,5 +182,5 @@ def _conversation(found: dict[str, Any], tokens: list[int]) -> Conversation:
 
 
 def _are_counts(numbers: Sequence[Any]) -> bool:
-    """Return whether all are tokens, lengths or the like."""
+    """Return whether all are integers in [0, 2**31)."""
     return all(type(number) is int and 0 <= number < 2**31 for number in numbers)

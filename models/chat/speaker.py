@@ -1,4 +1,4 @@
-"""What computes answers: what the cache lacks of a conversation, then one token after another."""
+"""Computation of answers: uncached tokens of a conversation, then new tokens."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,26 +33,24 @@ from models.text.turns import frame_of, tokens_of_turn
 from models.texts import Writer, finish_of
 
 SHORT = 32
-"""Tokens of a message that are computed at once where it has few; all else is padding."""
+"""Width of the ubatch for short messages."""
 
 HOLDERS = 8
-"""Texts that are kept beside the conversations, where nothing else is asked for."""
+"""Default number of stored prefixes."""
 
 OnFull = Literal["stop", "slide"]
-"""Whether an answer ends where the cache is full, or the oldest turns are forgotten."""
+"""Whether a full cache ends an answer, or the oldest turns are removed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speaker:
-    """A model that takes part in conversations.
+    """A model that answers in conversations.
 
-    model: see `models.load`; it has a chat template.
-    sampler: what adjusts logits before a token is drawn.
-    seed: of all draws; the n-th attempt at an answer has `seed + n`.
-    max_tokens: the most tokens of an answer.
-    ubatch_size: the most tokens that are computed at once.
-    tokens_per_step: tokens of an answer that are made before the host looks at them.
-    on_full: what is done where the cache is full.
+    model: has a chat template, see `models.load`.
+    seed: attempt n at an answer draws with `seed + n`.
+    max_tokens: largest number of tokens of an answer.
+    ubatch_size: largest number of tokens computed at once.
+    steps: tokens of an answer for each dispatch.
     """
 
     model: Model
@@ -65,24 +63,24 @@ class Speaker:
 
     @property
     def greedy(self) -> bool:
-        """Whether the best token is taken, so that a message always has the same answer."""
+        """Whether sampling is deterministic, so that a message always has the same answer."""
         return not self.sampler.is_random
 
     def begin(
         self, *, conversations: int, cells: int, holders: int = HOLDERS, system: str | None = None
     ) -> Chat:
-        """Return a chat in which nothing has been said.
+        """Return an empty chat.
 
         Args:
-          conversations: how many there may be, forks included.
-          cells: tokens that all of them hold together.
-          holders: texts that are kept beside them, see `jaxkv.serving.PrefixStore`.
-          system: the instructions that a conversation begins with.
+          conversations: largest number of conversations, forks included.
+          cells: of the cache, shared by all conversations.
+          holders: number of stored prefixes, see `jaxkv.serving.PrefixStore`.
+          system: instructions at the beginning of each conversation.
 
         Raises:
-          ModelError: when the model has no chat template, or it does not take the instructions;
-            or when the cache does not fit the device.
-          ChatError: when the cache cannot slide and is asked to.
+          ModelError: If there is no chat template, or it rejects the instructions.
+          ModelError: If the cache does not fit the device.
+          ChatError: If `on_full` is "slide" and the cache has recurrent states.
         """
         frame = frame_of(self.model.tokenizer, instructions(system))
         cache = make_with_room(
@@ -100,7 +98,7 @@ class Speaker:
         return Chat(cache=cache, store=store, conversations={MAIN: first})
 
     def compile(self, chat: Chat, tell: Callable[[int, int], None] | None = None) -> Chat:
-        """Compile what answers need; returns the chat, whose buffers are donated on the way."""
+        """Compile the programs of answers; return the chat, whose buffers are donated."""
         table, buffers = chat.cache.table, chat.cache.buffers
         params, forward = self.model.params, self.model.forward
         jobs: list[Callable[[], Any]] = []
@@ -116,16 +114,12 @@ class Speaker:
         cache = compile_all(jobs, tell)[-1]
         chat = replace(chat, cache=chat.store.warm_up(cache))
         blank = jnp.zeros(logits.shape, logits.dtype, device=self.model.logits_sharding)
-        # The small programs, and what edits ask.
+        # This compiles the small programs and the queries of edits.
         outputs = self._begin(cache, blank, chat.now, 0, limit=0), chat.held
         return replace(chat, cache=jax.block_until_ready((chat.cache, outputs))[0])
 
     def ask(self, chat: Chat, message: str) -> Chat:
-        """Return the chat with a new turn in its current conversation, which has no answer yet.
-
-        Raises:
-          ModelError: when the template does not take the message.
-        """
+        """Add an unanswered turn; raise `ModelError` if the template rejects the message."""
         tokens = tokens_of_turn(self.model.tokenizer, chat.now.messages(message))
         chat = remember(use_instructions(chat), chat.held)
         return chat.going_on(chat.now.ask(message, tokens), chat.cache)
@@ -139,19 +133,17 @@ class Speaker:
         on_text: Callable[[str], None] = lambda text: None,
         stopped: Callable[[], bool] = lambda: False,
     ) -> Chat:
-        """Answer the last turn of the current conversation.
+        """Answer the last turn of the current conversation; the chat's cache is donated.
+
+        If it is stopped or the cache is full before the answer, the rest of the message is computed
+        with the next turn or attempt.
 
         Args:
-          chat: its cache is donated.
-          attempt: which of several answers to the same message.
-          on_read: called with the tokens of a long message that are computed, and their number.
-          on_text: called with each piece of the answer as soon as it is there.
-          stopped: asked between pieces whether the answer ends there.
-
-        Returns:
-          The chat with what there is of the answer. Where it was stopped, or the cache is full,
-          before the answer began, the message waits there: its tokens are computed with the next
-          turn, or the next attempt.
+          chat: a chat with a turn.
+          attempt: number of earlier answers to the same message.
+          on_read: called with the computed and all tokens of a long message.
+          on_text: called with each new piece of the answer.
+          stopped: called between pieces; the answer ends when it returns True.
         """
         chat, began = replace(chat, spent=Spent()), perf_counter()
         chat, logits = self._read_message(chat, stopped, on_read)
@@ -164,7 +156,7 @@ class Speaker:
         return spend(chat, made_seconds=perf_counter() - began)
 
     def settle(self, chat: Chat) -> Chat:
-        """Compute what the cache does not hold of the conversation, so that forks share it."""
+        """Compute the uncached tokens of the conversation, so that forks share them."""
         return self._read_message(chat)[0]
 
     def _read_message(
@@ -173,10 +165,9 @@ class Speaker:
         stopped: Callable[[], bool] = lambda: False,
         on_read: Callable[[int, int], None] = lambda done, total: None,
     ) -> tuple[Chat, jax.Array | None]:
-        """Compute the tokens of a conversation that the cache does not hold, nor keeps.
+        """Compute the tokens of a conversation that are neither cached nor stored.
 
-        Returns:
-          The chat, and the logits after them, `[1, V]`; None if it was stopped or is full.
+        Return the chat and the logits after them, `[1, V]`; None if stopped or full.
         """
         logits, model, read = None, self.model, 0
         if chat.held < len(chat.now.tokens):
@@ -219,7 +210,7 @@ class Speaker:
         on_text: Callable[[str], None],
         stopped: Callable[[], bool],
     ) -> Chat:
-        """Make an answer from the logits after a message."""
+        """Generate an answer from the logits after a message."""
         model, cache, num_held = self.model, chat.cache, chat.held
         rules = model.tokenizer, model.stop_tokens, self.max_tokens
         writer = Writer(0, *rules, lambda which, text, ended: on_text(text))
@@ -248,14 +239,11 @@ class Speaker:
             out = self._decode(cache, state)
         answered = chat.now.answered(writer.tokens, "".join(writer.pieces), writer.finish)
         chat = chat.going_on(answered, cache)
-        # The last token was picked and not computed, unless it is a stop token.
+        # A last token is computed only before a stop token, so cached tokens are counted.
         return replace(chat, computed=chat.computed + chat.held - num_held)
 
     def _more_room(self, chat: Chat, tokens: int) -> Chat | None:
-        """Return the chat with room for more tokens; None if there is none to be made.
-
-        What is kept gives way, and then the oldest turns, if that was asked for.
-        """
+        """Evict stored prefixes, or slide if `on_full` allows it; None if neither helps."""
         if (found := give_way(chat, tokens)) is not None:
             return found
         if self.on_full != "slide":
@@ -269,7 +257,7 @@ class Speaker:
     def _begin(
         self, cache: Any, logits: jax.Array, conversation: Conversation, attempt: int, *, limit: int
     ) -> generation.DecodeResult:
-        """Pick the first token of an answer."""
+        """Sample the first token of an answer."""
         seeds = np.array([(self.seed + attempt) % 2**32], np.uint32)
         options = {"max_new_tokens": limit, "seed": seeds}
         return generation.init_decode(
@@ -298,10 +286,10 @@ class Speaker:
 
 
 def marks_of(chat: Chat) -> list[int]:
-    """Return after which tokens what is read is kept: the instructions, and all but the last.
+    """Return the lengths of prefixes to store: instructions, and all tokens but one.
 
-    From there another conversation, or another answer, goes on. A state can only be kept where a
-    pass ends, so there it has to save another pass, later; elsewhere it costs nothing.
+    Other conversations and answers start from these. A state can be stored only at the end of a
+    forward pass, so with states a mark needs more than `SHORT` new tokens.
     """
     conversation, marks, before = chat.now, [], chat.held
     for mark in (
@@ -325,20 +313,10 @@ def _read(
     sequence: jax.Array,
     count: jax.Array,
 ) -> tuple[Any, Any, jax.Array, jax.Array]:
-    """Compute the next tokens of a sequence, in one shape whatever their number.
+    """Compute the first `count` of `[T]` tokens of a sequence, in one compiled shape.
 
-    Args:
-      forward: see `jaxkv.prefill`.
-      params: those of the model.
-      table: of the cache.
-      buffers: of the cache, donated.
-      tokens: `[T]` int32, padding behind.
-      sequence: `[]` int32.
-      count: `[]` int32, how many are there.
-
-    Returns:
-      The table and the buffers; the logits after the last token, `[1, V]`; and `ok`, `[]` bool.
-      When that is False nothing was changed, and the logits mean nothing.
+    The buffers are donated. Return table, buffers, logits after the last token, `[1, V]`, and `ok`,
+    `[]` bool. If it is False the cache is unchanged and the logits are meaningless.
     """
     cache = jaxkv.Cache(table=table, buffers=buffers)
     index = jnp.arange(tokens.shape[0])
@@ -350,7 +328,7 @@ def _read(
     )
     plan = jaxkv.init_batch(cache, batch)
     (ubatch,) = plan.ubatches
-    # One output is asked for, and the others only pad: the head runs on that one alone.
+    # Only one output is valid, so the head skips the padding.
     asked = jnp.argmin(ubatch.output_index)[None]
     ubatch = replace(ubatch, outputs=ubatch.outputs[asked], output_index=ubatch.output_index[asked])
     cache, logits = forward(params, jaxkv.apply(cache, ubatch), ubatch)

@@ -1,1 +1,1 @@
-"""Checkpoints: weights and configs out of files, in one form whatever the file."""
+"""Weights and configs from files, in one form for all formats."""

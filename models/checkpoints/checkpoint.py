@@ -1,9 +1,7 @@
-"""A checkpoint: one model's weights, config and tokenizer, whatever kind of file they lie in.
+"""Checkpoints: weights, config and tokenizer of a model, for every file format.
 
-Every checkpoint looks like a Hugging Face one: tensors under Hugging Face names and in Hugging
-Face orientation (linear weights are `[out, in]`), the config under the keys of `config.json`.
-What a GGUF file stores differently is turned back while it is read, so a model never asks where
-its weights came from.
+Tensors have the names and orientation of Hugging Face (`[out, in]`), configs the keys of
+`config.json`. Readers of other formats convert to them.
 """
 
 import re
@@ -21,40 +19,26 @@ from models.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class Tensor:
-    """A tensor of a file, which is not read yet.
-
-    Attributes:
-        shape: as the file's header has it.
-        read: reads the values; nothing of them is kept.
-    """
+    """A tensor in a file: its shape, and a function that reads it at each call."""
 
     shape: tuple[int, ...]
     read: Callable[[], np.ndarray]
 
     def turned(self, turn: Callable[[np.ndarray], np.ndarray]) -> "Tensor":
-        """Returns the tensor as `turn`, a function that moves values about, arranges it.
+        """Return the tensor rearranged by `turn`.
 
-        Raises:
-            ValueError, IndexError: when the shape is not one that `turn` takes.
+        Raises ValueError or IndexError if `turn` does not accept the shape.
         """
-        stand_in = np.broadcast_to(np.float32(0), self.shape)  # one number, whatever the shape
+        stand_in = np.broadcast_to(np.float32(0), self.shape)  # a view of one number
         return Tensor(shape=turn(stand_in).shape, read=lambda: turn(self.read()))
 
     def cut(self, parts: int) -> "Tensor":
-        """Returns the tensor with its first dimension as two, the first of them `parts`.
-
-        Raises:
-            ValueError: when so many parts are not equally long.
-        """
+        """Reshape the first dimension to `[parts, n]`; ValueError if it is not a multiple."""
         return self.turned(lambda x: x.reshape(parts, -1, *x.shape[1:]))
 
 
 def join(tensors: Sequence[Tensor], axis: int) -> Tensor:
-    """Returns tensors put side by side along a dimension.
-
-    Raises:
-        ValueError: when their other dimensions differ.
-    """
+    """Concatenate tensors; raise ValueError if their other dimensions differ."""
     if len(tensors) == 1:
         return tensors[0]
     shapes = [list(tensor.shape) for tensor in tensors]
@@ -71,11 +55,7 @@ def join(tensors: Sequence[Tensor], axis: int) -> Tensor:
 
 
 def check_numbers(values: np.ndarray, name: str, source: str) -> np.ndarray:
-    """Returns the values of a tensor, which are to be floating-point numbers.
-
-    Raises:
-        ModelError: for integers, which mean nothing without the scales of their program.
-    """
+    """Return the values of a tensor; raise `ModelError` for integers (packed weights)."""
     if values.dtype.kind in "biuc":  # NumPy does not count bfloat16 among floating-point numbers
         raise ModelError(
             f"{source}: expected floating-point numbers in {name}, got {values.dtype}; give the "
@@ -86,16 +66,15 @@ def check_numbers(values: np.ndarray, name: str, source: str) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Checkpoint:
-    """Weights that are read when asked for, beside what is needed to run them.
+    """Tensors that are read on demand, with the config and tokenizer.
 
-    Attributes:
-        source: where it came from, for messages.
-        architecture: the family, as Hugging Face's `model_type` spells it ("llama", "qwen3", ...).
-        config: the keys of `config.json`, completed by `models.checkpoints.config.complete`.
-        tensors: the tensors by their Hugging Face names.
-        end_tokens: the ids that the files themselves declare to end a text.
-        load_tokenizer: builds the tokenizer, or raises `ModelError` when the files hold none.
-        asked: the names of the tensors that were asked for so far.
+    source: file or folder name, for messages.
+    architecture: `model_type` of Hugging Face ("llama", "qwen3", ...).
+    config: keys of `config.json`, completed by `models.checkpoints.config.complete`.
+    tensors: tensors by Hugging Face name.
+    end_tokens: ids of tokens that end a text, as the files declare them.
+    load_tokenizer: builds the tokenizer; raises `ModelError` if the files have none.
+    asked: names of the tensors that were requested.
     """
 
     source: str
@@ -110,36 +89,32 @@ class Checkpoint:
         return f"Checkpoint({self.architecture}, {len(self.tensors)} tensors, {self.source!r})"
 
     def names(self) -> list[str]:
-        """Returns the Hugging Face names of the tensors."""
+        """Return the Hugging Face names of the tensors."""
         return list(self.tensors)
 
     def layers(self) -> int:
-        """Returns the number of layers whose tensors the file holds, of an encoder none."""
+        """Return the number of decoder layers with tensors in the file."""
         names = r"(?:(?:model|backbone)\.layers|decoder\.block)\.(\d+)\."
         found = (re.match(names, name) for name in self.tensors)
         return len({layer[1] for layer in found if layer})
 
     def tensor(self, name: str) -> np.ndarray:
-        """Reads one tensor; nothing of it is kept, so ask once.
+        """Read one tensor; each call reads it again.
 
         Args:
-            name: a Hugging Face name, such as "model.layers.0.self_attn.q_proj.weight".
+          name: a Hugging Face name, such as "model.layers.0.self_attn.q_proj.weight".
 
         Returns:
-            The values as stored (float32, float16 or `ml_dtypes.bfloat16`); float32 where the
-            file holds quantised blocks. May be a read-only view of the file.
+          The values as stored (float32, float16 or `ml_dtypes.bfloat16`), or float32 for quantised
+          blocks. They may be a read-only view of the file.
 
         Raises:
-            ModelError: when there is no such tensor.
+          ModelError: If there is no such tensor.
         """
         return self.unread(name).read()
 
     def unread(self, name: str) -> Tensor:
-        """Returns one tensor without reading it.
-
-        Raises:
-            ModelError: when there is no such tensor.
-        """
+        """Return one tensor without reading it; raise `ModelError` if there is none."""
         if name not in self.tensors:
             raise ModelError(
                 f"{self.source} has no tensor {name!r} among its {len(self.tensors)}; "
@@ -149,11 +124,7 @@ class Checkpoint:
         return self.tensors[name]
 
     def check_all_asked(self) -> None:
-        """Compare the tensors with those that were asked for.
-
-        Raises:
-            ModelError: for the first that was not, and is not known to be without effect.
-        """
+        """Raise `ModelError` for the first tensor with an effect that was not requested."""
         for name, tensor in self.tensors.items():
             if name not in self.asked and not left_out(name, self.config):
                 raise ModelError(
@@ -163,7 +134,7 @@ class Checkpoint:
                 )
 
     def tokenizer(self) -> Tokenizer:
-        """Returns the tokenizer, built at the first call."""
+        """Return the tokenizer, built at the first call."""
         return self._tokenizer
 
     @cached_property
@@ -172,7 +143,7 @@ class Checkpoint:
 
     @cached_property
     def stop_tokens(self) -> frozenset[int]:
-        """The ids after which generation ends: end of sequence and end of turn."""
+        """Token ids that end a sequence or a turn."""
         try:
             return self.end_tokens | self.tokenizer().stop_tokens
         except ModelError:  # weights without a tokenizer still run on token ids

@@ -1,4 +1,4 @@
-"""One shape for configs: what `config.json` files leave out or say in older and newer ways."""
+"""Configs in one form: defaults and older keys of `config.json` files resolved."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +8,7 @@ from models.checkpoints.stretches import lift_rope
 from models.errors import ModelError
 from models.kinds import refusal
 
-# What a family means when its config.json is silent. Files of Gemma 3 leave out most keys.
+# Defaults of absent keys in config.json. Files of Gemma 3 leave out most keys.
 _FAMILY = {
     "deepseek_v2": {
         "first_k_dense_replace": 0,
@@ -87,7 +87,7 @@ _FAMILY = {
         "relative_attention_num_buckets": 32,
     },
 }
-# Older names of keys, or those of one family, which win over the others; of two for one the last.
+# Older or family-specific names of keys. They take precedence, the last one if there are two.
 _OLDER = {
     "lfm2": {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"},
     "t5": {
@@ -99,7 +99,7 @@ _OLDER = {
         "num_decoder_layers": "num_hidden_layers",
     },
 }
-# What the class of a family means when tie_word_embeddings is left out, and there are no tensors.
+# Families whose head is tied if tie_word_embeddings is absent; used without tensors.
 _TIED = {"gemma3_text", "lfm2", "recurrent_gemma"}
 _VOCABULARY = {"gemma3_text": 262208}
 _ANY = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "rope_scaling": None, "sliding_window": None}
@@ -161,22 +161,22 @@ _KINDS_OF = {
 def complete(
     config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]], source: str
 ) -> dict[str, Any]:
-    """A copy of a config in which the keys that models ask for are all present, and in their range.
+    """Return a config with all keys that models read, each checked to be in its range.
 
-    After this, `rope_theta` and `rope_scaling` are at the top even if the file nests them in
-    `rope_parameters`; `rope_scaling` is `None` or a dict with `rope_type`; `layer_types` says for
-    every layer "full_attention", "sliding_attention" or, where it is recurrent, "linear_attention";
-    `sliding_window` is `None` where the file switches it off; `intermediate_size` is that of the
-    tensors, which LFM2's files say another way; `tie_word_embeddings`, `attention_bias` and
-    `mamba_rms_norm` agree with the tensors, and so does `vocab_size` where the file has none.
+    - `rope_theta` and `rope_scaling` are at the top level, see `models.checkpoints.stretches`.
+    - `layer_types` has "full_attention", "sliding_attention" or "linear_attention" (recurrent) for
+      each layer, and `sliding_window` is None if it is switched off.
+    - `intermediate_size` is that of the tensors; LFM2 files derive it from other keys.
+    - `tie_word_embeddings`, `attention_bias` and `mamba_rms_norm` agree with the tensors, and so
+      does `vocab_size` if the file has none.
 
     Args:
-        config: the keys as the file has them, `model_type` among them.
-        shapes: of the tensors that the file holds, by their Hugging Face names.
-        source: the file's name, for messages.
+      config: keys of the file, with `model_type`.
+      shapes: shapes of the tensors by Hugging Face name.
+      source: file name, for messages.
 
     Raises:
-        ModelError: when a key is missing, is not what it may be, or does not agree with another.
+      ModelError: If a key is missing, is out of range, or contradicts another.
     """
     out = {key: value for key, value in _with_new_keys(config).items() if value is not None}
     lift_rope(out, source)
@@ -188,18 +188,18 @@ def complete(
                 f"{source} is a {out['model_type']!r} model whose config has no {key}; "
                 "only decoders configured the way llama is can be read."
             )
-    if "qk_rope_head_dim" in out:  # DeepSeek, whose files mean other things by it, or nothing
+    if "qk_rope_head_dim" in out:  # DeepSeek files use head_dim otherwise, or lack it
         out["head_dim"] = out["qk_rope_head_dim"]
-    if out.get("topk_method") == "greedy":  # of all experts, whatever groups the file names
+    if out.get("topk_method") == "greedy":  # greedy selection ignores groups
         out["n_group"] = out["topk_group"] = 1
     if heads := out.get("num_attention_heads"):
         out.setdefault("num_key_value_heads", heads)
         out.setdefault("head_dim", out["hidden_size"] // heads)
     if out["model_type"] == "lfm2" and out["block_auto_adjust_ff_dim"]:
         _adjust_hidden(out, source)
-    if "attention_window_size" in out:  # RecurrentGemma, all of whose attention has a window
+    if "attention_window_size" in out:  # all attention of RecurrentGemma has a window
         out["sliding_window"] = out["attention_window_size"]
-    if "time_step_limit" in out:  # JSON knows no infinity, so newer files spell it
+    if "time_step_limit" in out:  # JSON lacks infinity, so newer files use a dict
         limits = (x["__float__"] if isinstance(x, dict) else x for x in out["time_step_limit"])
         out["time_step_limit"] = tuple(map(float, limits))
     if out.get("use_sliding_window") is False:
@@ -208,13 +208,13 @@ def complete(
         out["scale_decoder_outputs"] = _scales(out)
     out.setdefault("layer_types", _layer_types(out))
     out["layer_types"] = [_KINDS.get(kind, kind) for kind in out["layer_types"]]
-    # Which class wrote the file decides the default of these two, so the tensors are asked.
+    # The defaults depend on the class that wrote the file, so the tensors decide.
     tied = bool(out.get("tie_word_embeddings")) and out["model_type"] != "t5"
     out["tie_word_embeddings"] = tied or "lm_head.weight" not in shapes
     for name in ("model.embed_tokens.weight", "backbone.embeddings.weight"):
         if shapes.get(name):
             out.setdefault("vocab_size", shapes[name][0])
-    out.setdefault("vocab_size", None)  # without an embedding, which is what loading will miss
+    out.setdefault("vocab_size", None)  # loading will report the missing embedding
     out.setdefault("attention_bias", "model.layers.0.self_attn.q_proj.bias" in shapes)
     out.setdefault("mamba_rms_norm", "model.layers.0.mamba.norm.weight" in shapes)
     _check_agreement(out, source)
@@ -222,13 +222,10 @@ def complete(
 
 
 def implied_tensors(config: Mapping[str, Any], source: str) -> dict[str, tuple[int, ...]]:
-    """The tensors that tell `complete` what a config leaves out, as the config itself implies them.
+    """Return the tensor shapes that `complete` needs, inferred from a config alone.
 
-    For a model of which nothing else is there. What is silent means what it does in the family's
-    class in `transformers`.
-
-    Raises:
-        ModelError: when the config does not tell the vocabulary.
+    Absent keys have the defaults of the family's class in `transformers`. Raises `ModelError` if
+    the vocabulary size is unknown.
     """
     family = config["model_type"]
     size = config.get("vocab_size") or _VOCABULARY.get(family)
@@ -247,9 +244,9 @@ def implied_tensors(config: Mapping[str, Any], source: str) -> dict[str, tuple[i
 
 
 def _scales(config: Mapping[str, Any]) -> bool:
-    """Whether a model of T5 scales what its head is given, as those do whose head is tied.
+    """Return whether a T5 model scales the input of its head.
 
-    Newer files say so; in older ones it is what they say of the head.
+    If the key is absent, it does unless `tie_word_embeddings` is False.
     """
     scales = config.get("scale_decoder_outputs")
     return config.get("tie_word_embeddings") is not False if scales is None else scales
@@ -261,7 +258,7 @@ def _with_new_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _adjust_hidden(config: dict[str, Any], source: str) -> None:
-    """Brings the width of LFM2's feed-forward parts to that of its tensors, in place."""
+    """Set `intermediate_size` to the width of LFM2's tensors, in place."""
     c, multiple = config, config["block_multiple_of"]
     size = int(c["block_ffn_dim_multiplier"] * int(2 * c["intermediate_size"] / 3))
     c["intermediate_size"] = -(-size // multiple) * multiple
@@ -270,7 +267,7 @@ def _adjust_hidden(config: dict[str, Any], source: str) -> None:
 
 def _layer_types(config: dict[str, Any]) -> list[str]:
     layers = range(config["num_hidden_layers"])
-    if kinds := config.get("block_types"):  # of RecurrentGemma, over and over
+    if kinds := config.get("block_types"):  # RecurrentGemma repeats this list
         kinds = [kinds[layer % len(kinds)] for layer in layers]
         return [_SLIDING if kind == "attention" else kind for kind in kinds]
     if config["model_type"] in ("granitemoehybrid", "mamba2"):
@@ -280,15 +277,15 @@ def _layer_types(config: dict[str, Any]) -> list[str]:
         return [_FULL if layer in attends else _LINEAR for layer in layers]
     if config["sliding_window"] is None:
         slides = [False for _ in layers]
-    elif pattern := config.get("sliding_window_pattern"):  # every pattern-th layer sees all
+    elif pattern := config.get("sliding_window_pattern"):  # every n-th layer has full attention
         slides = [(layer + 1) % pattern != 0 for layer in layers]
-    else:  # Qwen lets its first layers see all; where no such number is given, every layer slides
+    else:  # the first layers of Qwen, by default 0, have full attention
         slides = [layer >= config.get("max_window_layers", 0) for layer in layers]
     return [_SLIDING if slide else _FULL for slide in slides]
 
 
 def _check_agreement(config: dict[str, Any], source: str) -> None:
-    """Compare fields with one another, as far as their model uses them."""
+    """Check that the fields which a family uses are consistent."""
     c, family = config, config["model_type"]
     kinds = _KINDS_OF.get(family, {_FULL, _SLIDING})
     for kind in c["layer_types"]:
@@ -344,10 +341,10 @@ def _check_agreement(config: dict[str, Any], source: str) -> None:
 
 
 def _check_routing(config: dict[str, Any], source: str) -> None:
-    """Compare the numbers by which tokens of DeepSeek's models choose their experts."""
+    """Check that the expert routing fields of DeepSeek are consistent."""
     c, experts = config, config["n_routed_experts"]
     newer = c["model_type"] == "deepseek_v3"
-    groups, least = c["n_group"], 2 if newer else 1  # the experts by which a group is ranked
+    groups, least = c["n_group"], 2 if newer else 1  # number of experts that rank a group
     if experts % groups or experts // groups < least:
         expected = f"a divisor of n_routed_experts ({experts}) with {least} or more for each"
         raise refusal(groups, expected, "n_group", source)

@@ -1,8 +1,4 @@
-"""What the fields of a config may be: types and ranges, checked before anything is built of them.
-
-Files come from anywhere. A field that is out of its range would end in a traceback far from here,
-or in arrays larger than the machine, so each is compared with this table first.
-"""
+"""Types and ranges of config fields, checked before a model is built from them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,10 +6,10 @@ from typing import Any
 from models.kinds import FLAG, TOKEN, WORD, Kind, check, exactly, number, refusal, several, whole
 
 LAYERS = 4096
-"""The most layers of a model."""
+"""Largest number of layers."""
 
 _WIDTH = whole(1, 2**20)  # numbers of a token
-_HEAD = whole(1, 2**14)  # numbers of a head: a rotary embedding is a tuple of half as many
+_HEAD = whole(1, 2**14)  # numbers of a head; a rotary embedding is a tuple of half as many
 _HEADS = whole(1, 2**14)
 _POSITIONS = whole(1, 2**31 - 2)
 _EPSILON = number(0, 1)
@@ -140,18 +136,14 @@ _ROPE = {
 
 
 def check_config(config: Mapping[str, Any], source: str) -> None:
-    """Compare the fields of a config with what they may be; those not known here are left alone.
-
-    Raises:
-        ModelError: for the first field that is something else.
-    """
+    """Check the known fields of a config; raise `ModelError` for the first bad one."""
     for name, kind in _CONFIG.items():
         if name in config:
             check(config[name], kind, name, source)
 
 
 def check_rope(scaling: Any, name: str, source: str) -> None:
-    """Compare how positions are stretched, an object in a config, with what it may hold."""
+    """Check the fields of a rope scaling object; raise `ModelError` for a bad one."""
     if not isinstance(scaling, dict):
         raise refusal(scaling, "an object", name, source)
     for key, kind in _ROPE.items():

@@ -1,4 +1,4 @@
-"""Checkpoints that are Hugging Face folders: `config.json` beside `*.safetensors` files."""
+"""Checkpoints in Hugging Face folders: `config.json` and `*.safetensors` files."""
 
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from models.errors import ModelError, brief
 from models.json_file import read_json
 from models.kinds import TOKEN, check, either, refusal, several
 
-# Models that also see or hear keep their language part under one of these.
+# Prefixes of the language part in multimodal models.
 _PREFIXES = (
     ("language_model.model.", "model."),
     ("model.language_model.", "model."),
@@ -22,10 +22,7 @@ _PREFIXES = (
 
 
 def open_folder(folder: Path, *, weights: bool = True) -> Checkpoint:
-    """Opens a folder; the tensors stay in their files until they are asked for.
-
-    Without `weights` there are no tensors in it, and `config.json` is all that is read.
-    """
+    """Open a folder; tensors are read on demand, or left out without `weights`."""
     top = read_json(folder / "config.json")
     if not top:
         raise ModelError(
@@ -71,7 +68,7 @@ def open_folder(folder: Path, *, weights: bool = True) -> Checkpoint:
 
 
 def _end_tokens(folder: Path, *configs: dict[str, Any]) -> frozenset[int]:
-    """The ids that any of several files declares to end a text: one, or a list."""
+    """Return the end-of-text ids of several configs, each one id or a list."""
     ends: set[int] = set()
     for config in configs:
         found = config.get("eos_token_id")
@@ -94,9 +91,9 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
                 "missing shard."
             )
         try:
-            # Held open: a map of the file, of which only what is read takes cache.
+            # The reader stays open: it maps the file, so only tensors that are read use memory.
             reader = safe_open(shard, framework="numpy")
-            for name in list(reader.keys()):  # it has keys but is no mapping
+            for name in list(reader.keys()):  # it has `keys` but is not a mapping
                 tensors[_plain(name)] = Tensor(
                     shape=tuple(reader.get_slice(name).get_shape()),
                     read=partial(_read, reader, name, shard),
@@ -112,7 +109,7 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _shards(folder: Path) -> tuple[list[Path], list[str]]:
-    """The files that hold tensors, and the names that an index says they have together."""
+    """Return the files with tensors, and the tensor names in the index."""
     index = read_json(folder / "model.safetensors.index.json").get("weight_map")
     if index is not None:
         files = list(index.values()) if isinstance(index, dict) else [index]
@@ -123,7 +120,7 @@ def _shards(folder: Path) -> tuple[list[Path], list[str]]:
                     file, expected, "weight_map", f"{folder}/model.safetensors.index.json"
                 )
         return [folder / name for name in sorted(set(files))], list(index)
-    if (folder / "model.safetensors").is_file():  # others beside it hold the same once more
+    if (folder / "model.safetensors").is_file():  # other files repeat its tensors
         return [folder / "model.safetensors"], []
     shards = sorted(folder.glob("*.safetensors"))
     if not shards:
@@ -137,7 +134,7 @@ def _shards(folder: Path) -> tuple[list[Path], list[str]]:
 def _read(reader: Any, name: str, shard: Path) -> np.ndarray:
     try:
         values = reader.get_tensor(name)
-    except Exception as error:  # the library raises many kinds, for dtypes that NumPy lacks too
+    except Exception as error:  # the library raises many kinds, also for dtypes that NumPy lacks
         raise ModelError(
             f"{shard} holds {name} in a form that cannot be read ({brief(error)}); give weights in "
             "float32, float16 or bfloat16."

@@ -1,7 +1,7 @@
-"""The keys of a `config.json`: read, with the only value that is computed, or without a meaning.
+"""Keys of `config.json` that are read, have one supported value, or no effect.
 
-A key that nothing reads could change what a model computes, so any other key is refused by name.
-Keys that are null are left out, as in `transformers`.
+An unread key could change the computation, so other keys raise an error. Null values count as
+absent, as in `transformers`.
 """
 
 import json
@@ -34,7 +34,7 @@ _LATENT = _words(
     "qk_nope_head_dim qk_rope_head_dim rope_interleave routed_scaling_factor topk_group "
     "topk_method v_head_dim"
 )
-# The keys that a family reads beside those that every family reads.
+# Keys that a family reads in addition to `_EVERY`.
 _READ = {
     "deepseek_v2": _ATTENDS | _LATENT,
     "deepseek_v3": _ATTENDS | _LATENT,
@@ -81,7 +81,7 @@ _READ = {
         "scale_decoder_outputs"
     ),
 }
-# The values that are computed, of keys for which a class has others.
+# Supported values of keys for which `transformers` supports others.
 _ONLY_EVERYWHERE: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "attention_bias": (False,),
@@ -93,7 +93,7 @@ _ONLY_EVERYWHERE: dict[str, tuple[Any, ...]] = {
 _ONLY: dict[str, dict[str, tuple[Any, ...]]] = {
     "deepseek_v2": {
         "moe_layer_freq": (1,),
-        "norm_topk_prob": (False,),  # transformers does not read it, and llama.cpp does
+        "norm_topk_prob": (False,),  # llama.cpp reads it, transformers does not
         "rope_interleave": (True,),
         "scoring_func": ("softmax",),
         "topk_method": ("greedy", "group_limited_greedy"),
@@ -131,7 +131,7 @@ _ONLY: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "t5": {"feed_forward_proj": ("relu", "gated-gelu"), "is_encoder_decoder": (True,)},
 }
-# Keys that say what another says, and may be left out.
+# Optional keys that repeat another.
 _SAME = {
     "deepseek_v2": {"num_key_value_heads": "num_attention_heads"},
     "deepseek_v3": {"num_key_value_heads": "num_attention_heads"},
@@ -144,37 +144,37 @@ _SAME = {
     },
 }
 _MEANINGLESS = _words(
-    # Who wrote the file, and how the weights were stored.
+    # Origin of the file and storage of the weights.
     "_commit_hash _name_or_path architectures auto_map custom_pipelines dtype finetuning_task "
     "is_llama_config license name_or_path tokenizer_class torch_dtype torchscript "
     "transformers.js_config transformers_version unsloth_fixed unsloth_optimized unsloth_version "
-    # Training, and the weights that a class begins with.
+    # Training and initialisation.
     "attention_dropout attn_pdrop aux_loss_alpha classifier_dropout dropout dropout_rate "
     "embd_pdrop gradient_checkpointing init_method initializer_factor initializer_range "
     "neftune_noise_alpha output_router_logits resid_pdrop router_aux_loss_coef "
     "router_jitter_noise seq_aux "
-    # How another program computes the same.
+    # Implementation choices of other programs.
     "_attn_implementation _attn_implementation_autoset _flash_attn_2_enabled attn_implementation "
     "cache_implementation chunk_size_feed_forward ep_size max_sequence_length model_max_length "
     "num_logits_to_keep output_past pretraining_tp pruned_heads tf_legacy_loss use_bfloat16 "
     "use_cache "
-    # What it returns beside logits, or makes of a classifier's.
+    # Outputs in addition to logits, and classification.
     "id2label label2id num_labels output_attentions output_hidden_states output_scores prefix "
     "problem_type return_dict return_dict_in_generate task_specific_params "
-    # How it generates.
+    # Generation.
     "bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping "
     "encoder_no_repeat_ngram_size exponential_decay_length_penalty forced_bos_token_id "
     "forced_eos_token_id length_penalty max_length min_length no_repeat_ngram_size "
     "num_beam_groups num_beams num_return_sequences pad_token_id remove_invalid_values "
     "repetition_penalty sep_token_id suppress_tokens temperature top_k top_p typical_p "
-    # Overwritten by what its own model class is.
+    # Overwritten by the model class.
     "cross_attention_hidden_size is_decoder tie_encoder_decoder"
 )
 _MEANINGLESS_IN = {
     "deepseek_v2": {"qk_head_dim"},  # the sum of two others
     "deepseek_v3": {"qk_head_dim"},
     "falcon_h1": {"mamba_chunk_size", "mlp_expansion_factor"},
-    "gemma3_text": {"_sliding_window_pattern"},  # the class computes it of the other
+    "gemma3_text": {"_sliding_window_pattern"},  # the class derives it from the other
     "granitemoehybrid": {"mamba_chunk_size"},
     "lfm2": _words(
         "block_mlp_init_scale block_out_init_scale block_use_xavier_init conv_use_xavier_init"
@@ -184,16 +184,14 @@ _MEANINGLESS_IN = {
         "time_step_max time_step_min time_step_rank"
     ),
     "recurrent_gemma": {"final_w_init_variance_scale", "w_init_variance_scale"},
-    "t5": {"dense_act_fn", "is_gated_act", "n_positions"},  # two are feed_forward_proj again
+    "t5": {"dense_act_fn", "is_gated_act", "n_positions"},  # two repeat feed_forward_proj
 }
 
 
 def check_keys(family: str, config: Mapping[str, Any], source: str) -> None:
-    """Compare the keys of a config, as its file has them, with those of its family.
+    """Check the keys of a config, as in its file, for its family.
 
-    Raises:
-        ModelError: for an unknown family, and for the first key that is unknown, or has a value
-            that is not computed.
+    Raises `ModelError` for an unknown family or key, or a value that is not supported.
     """
     if family not in _READ:
         raise ModelError(
@@ -218,13 +216,13 @@ def check_keys(family: str, config: Mapping[str, Any], source: str) -> None:
 
 
 def brief_json(value: Any) -> str:
-    """Write a value of a file as it stands there, in 60 characters at most."""
+    """Return a value as JSON, in at most 60 characters."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def key_error(key: str, expected: str, value: Any, source: str) -> ModelError:
-    """Make the error for a key that would change the computation."""
+    """Return the error for a key or value that is not supported."""
     return ModelError(
         f"{source}: expected {key} {expected}, got {brief_json(value)}; such models are not "
         "computed, so give another one."

@@ -1,4 +1,4 @@
-"""The tensors of a file that are not read, and why the logits are the same without them."""
+"""Tensors that are not read because they have no effect on logits."""
 
 import re
 from collections.abc import Mapping
@@ -7,27 +7,27 @@ from typing import Any
 _COMPUTED = re.compile(
     r"(.*\.)?rotary_emb\.(original_)?inv_freq|(.*\.)?rotary_emb\.(cos|sin)_cached|.*\.masked_bias"
 )
-"""Buffers that older classes saved: they follow from the config."""
+"""Buffers that older classes saved; they follow from the config."""
 _OTHER_SENSES = re.compile(
     r"(model\.)?(vision_tower|vision_model|multi_modal_projector|audio_tower|embed_vision)\..*"
 )
-"""Parts of models that also see or hear, for which a text has no tokens."""
+"""Vision and audio parts, for which texts have no tokens."""
 _T5 = {
-    "encoder.embed_tokens.weight",  # these two are shared.weight again
+    "encoder.embed_tokens.weight",  # these two repeat shared.weight
     "decoder.embed_tokens.weight",
-    # Saved by an older class, and read by none.
+    # An older class saved it; no class reads it.
     "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",
 }
 
 
 def left_out(name: str, config: Mapping[str, Any]) -> bool:
-    """Whether a tensor is known to be without effect; the name is that of Hugging Face."""
+    """Return whether the tensor with this Hugging Face name has no effect."""
     if config["model_type"] == "t5" and name in _T5:
         return True
-    if name == "lm_head.weight":  # the embedding again
+    if name == "lm_head.weight":  # repeats the embedding
         return bool(config["tie_word_embeddings"])
     if layer := re.match(r"model\.layers\.(\d+)\.", name):
-        # The layers of DeepSeek V3 that guess further tokens are after all others.
+        # The multi-token prediction layers of DeepSeek V3 follow the others.
         further = config.get("num_nextn_predict_layers") or 0
         if 0 <= int(layer[1]) - config["num_hidden_layers"] < further:
             return True

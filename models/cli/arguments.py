@@ -1,4 +1,4 @@
-"""The arguments of the command line, and what is said of wrong ones."""
+"""Arguments of the command line."""
 
 import argparse
 import math
@@ -10,32 +10,32 @@ from models.cli.numbers import MOST_CELLS, bytes_of, mesh_sizes, number, whole
 from models.room import Streams
 
 SAMPLING = {"top_k": 40, "top_p": 0.95, "min_p": 0.05, "seed": 0}
-"""What holds when a temperature is given and nothing else; the filters are llama.cpp's."""
+"""Defaults at a temperature above 0; the filters are those of llama.cpp."""
 
 
 COMPILING = (
     "Compiling takes longer than most texts do: with JAX_COMPILATION_CACHE_DIR set to a folder, "
     "the next run reads its programs from there."
 )
-"""What the commands that compile say at the end of their help."""
+"""End of the help of commands that compile."""
 
 OBJECT = "print one JSON object instead of a text"
 
 
 class InputError(Exception):
-    """Something was asked for that cannot be done; the message is a sentence for the user."""
+    """A request that is not possible; the message is a sentence for the user."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """A parser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise what `main` prints, in place of the usage and an exit."""
+        """Raise `InputError`, which `main` prints, instead of exiting."""
         raise InputError(message)
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns what reads the arguments."""
+    """Return the parser of the command line."""
     top = Parser(
         prog="python -m models",
         description="Run a model whose keys and values are in a jaxkv cache.",
@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def add_generate(add_command: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the command that makes texts."""
+    """Add the command `generate`."""
     command = add_command(
         "generate",
         help="continue texts, or answer messages",
@@ -72,7 +72,7 @@ def add_generate(add_command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def add_chat(add_command: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the command that talks."""
+    """Add the command `chat`."""
     command = add_command(
         "chat",
         help="talk with a model: fork, undo, save and load conversations",
@@ -94,7 +94,7 @@ def add_chat(add_command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def add_inspect(add_command: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the command that tells what a file holds."""
+    """Add the command `inspect`."""
     command = add_command(
         "inspect",
         help="tell what a snapshot or a checkpoint holds",
@@ -107,7 +107,7 @@ def add_inspect(add_command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def add_plan(add_command: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the command that tells what a model takes."""
+    """Add the command `plan`."""
     command = add_command(
         "plan",
         help="tell what weights and a cache take on each device",
@@ -128,7 +128,7 @@ def add_plan(add_command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def add_prompts(add: Callable[..., Any]) -> None:
-    """Add what the model is given, and how texts are printed."""
+    """Add the prompts and the format of the output."""
     add("prompts", nargs="*", metavar="PROMPT", help="a text to continue; - reads it from stdin")
     add(
         "--file",
@@ -147,7 +147,7 @@ def add_prompts(add: Callable[..., Any]) -> None:
 
 
 def add_model(add: Callable[..., Any]) -> None:
-    """Add which model it is."""
+    """Add the model."""
     add(
         "--model",
         default="smollm2",
@@ -158,7 +158,7 @@ def add_model(add: Callable[..., Any]) -> None:
 
 
 def add_texts(add: Callable[..., Any]) -> None:
-    """Add which texts are made, and in which way."""
+    """Add the number and kind of texts."""
     add(
         "--max-tokens",
         type=whole(1, 2**30),
@@ -192,7 +192,7 @@ def add_texts(add: Callable[..., Any]) -> None:
 
 
 def add_conversations(add: Callable[..., Any]) -> None:
-    """Add what the conversations of a chat are like."""
+    """Add the options of conversations."""
     add("--system", metavar="TEXT", help="instructions that a conversation begins with")
     add("--load", metavar="FILE", help="go on with what /save wrote")
     add(
@@ -242,7 +242,7 @@ def add_conversations(add: Callable[..., Any]) -> None:
 
 
 def add_sampling(add: Callable[..., Any], *, temperature: float = 0.0) -> None:
-    """Add how tokens are drawn, and the temperature where none is given."""
+    """Add the sampling options, with a default temperature."""
     add(
         "--temperature",
         type=number(0, math.inf),
@@ -282,7 +282,7 @@ def add_sampling(add: Callable[..., Any], *, temperature: float = 0.0) -> None:
 
 
 def add_cache(add: Callable[..., Any]) -> None:
-    """Add what the cache is like; None stands for the default of each mode."""
+    """Add the options of the cache; None means the default of each mode."""
     add(
         "--sequences",
         type=whole(1, 2**16),
@@ -313,7 +313,7 @@ def add_cache(add: Callable[..., Any]) -> None:
 
 
 def add_plan_cache(add: Callable[..., Any]) -> None:
-    """Add the cache of a plan, what it must fit into, and how that is printed."""
+    """Add the options of `plan`: cache, memory limit and format."""
     add(
         "--sequences",
         type=whole(1, 2**20),
@@ -358,7 +358,7 @@ def add_plan_cache(add: Callable[..., Any]) -> None:
 
 
 def add_dtype(add: Callable[..., Any]) -> None:
-    """Add how numbers are stored."""
+    """Add the dtypes of params and cache."""
     add(
         "--dtype",
         choices=["float32", "bfloat16", "float16"],
@@ -375,7 +375,7 @@ def add_dtype(add: Callable[..., Any]) -> None:
 
 
 def add_devices(add: Callable[..., Any], purpose: str, note: str) -> None:
-    """Add where the model and the cache are, between what devices do and which there are."""
+    """Add the mesh; `purpose` and `note` are the beginning and the end of its help."""
     add(
         "--mesh",
         type=mesh_sizes,
@@ -386,11 +386,7 @@ def add_devices(add: Callable[..., Any], purpose: str, note: str) -> None:
 
 
 def check_together(args: argparse.Namespace) -> None:
-    """Refuse options that do not go together.
-
-    Raises:
-      InputError: it names them.
-    """
+    """Raise `InputError` for options that are incompatible."""
     for name in ("samples", "speculate"):
         if (args.file or args.beams) and getattr(args, name) not in (0, 1):
             raise InputError(f"--{name} does not go with --file or --beams.")

@@ -1,4 +1,4 @@
-"""The command `chat`: talk with a model, in a terminal or by a pipe."""
+"""The command `chat`: conversations in a terminal or through a pipe."""
 
 import argparse
 import sys
@@ -22,18 +22,14 @@ from models.errors import ModelError
 from models.meshes import make_mesh
 
 CELLS = 4096
-"""Cells of the cache, where texts may be so long and nothing else is asked for."""
+"""Default number of cells, if the model allows texts of this length."""
 
 
 def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
-    """Run the command `chat`.
+    """Run the command `chat`; return the exit code, 130 if a pipe was interrupted.
 
-    Returns:
-      The exit code: 0 when there are no more messages, 130 when a pipe was interrupted.
-
-    Raises:
-      InputError: when options do not go together.
-      ChatError, ModelError: when a line of a pipe cannot be done, or the chat cannot begin.
+    Raises `InputError` for incompatible options, and the error of a line of a pipe, or of the
+    start.
     """
     if args.load and args.system:
         raise InputError("--system is for a new conversation: it does not go with --load.")
@@ -47,7 +43,7 @@ def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
 def talk_on(
     args: argparse.Namespace, check_interrupt: Callable[[], None], mesh: Mesh | None
 ) -> int:
-    """Talk where the devices are chosen; as `run`."""
+    """Run the chat on a mesh or the default device."""
     sampling, seed = read_sampling(args)
     model = load_with_progress(args, mesh)
     speaker = Speaker(
@@ -75,15 +71,15 @@ def talk_on(
         note("/help lists the commands.")
         talk.answering = hide_keys
         terminal = Terminal({word: after(talk, word) for word in COMMANDS})
-        with defer_interrupts():  # one Ctrl-C too many must not end the chat
+        with defer_interrupts():  # a second Ctrl-C must not end the chat
             return converse(talk, terminal)
     return converse(talk, Pipe())
 
 
 def converse(talk: Talk, source: Source) -> int:
-    """Take lines until there are no more; returns the exit code.
+    """Handle lines until the input ends; return the exit code.
 
-    What cannot be done ends a pipe, and is said in a terminal.
+    An error ends a pipe; in a terminal it is printed.
     """
     while True:
         try:
@@ -105,7 +101,7 @@ def converse(talk: Talk, source: Source) -> int:
 
 
 def after(talk: Talk, word: str) -> Callable[[], list[str]] | None:
-    """Return what may follow a command: names, or nothing; None stands for a file."""
+    """Return the completions of a command's argument; None for a file name."""
     takes = COMMANDS[word].takes
     if "FILE" in takes:
         return None

@@ -1,4 +1,4 @@
-"""The command `generate`: continue texts, or answer messages."""
+"""The command `generate`: continue texts or answer messages."""
 
 import argparse
 from collections.abc import Callable
@@ -20,10 +20,9 @@ from models.model import Model, load
 
 
 def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
-    """Run the command `generate`; at each piece of text it looks for an interrupt.
+    """Run the command `generate`; return the exit code, 130 after an interrupt.
 
-    Returns:
-      The exit code: 130 if it was interrupted, and what there was of the texts is shown.
+    It checks for an interrupt at each piece of text, and then prints the partial texts.
     """
     check_together(args)
     written = read_prompts(args)
@@ -48,7 +47,7 @@ def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
 
 
 def load_with_progress(args: argparse.Namespace, mesh: Mesh | None) -> Model:
-    """Load the model that was asked for; a bar shows it on a terminal, a line elsewhere."""
+    """Load the model with a progress bar, or a line if stderr is not a terminal."""
     name, began = args.model, perf_counter()
     try:
         with progress("loading") as tell:

@@ -1,4 +1,4 @@
-"""The command `inspect`: what a snapshot or a checkpoint holds, without reading keys or weights."""
+"""The command `inspect`: describe a snapshot or checkpoint without its arrays."""
 
 import argparse
 import json
@@ -24,9 +24,8 @@ from models.model import load_shapes, on_mesh
 def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
     """Run the command `inspect`.
 
-    Raises:
-      InputError: when there is no such file, or it is damaged or neither snapshot nor checkpoint.
-      ModelError: when it is a checkpoint that cannot be run.
+    Raises `InputError` if the file is missing, damaged or of another kind, `ModelError` if it is a
+    checkpoint that cannot be run.
     """
     path = Path(os.path.expanduser(args.file))
     try:
@@ -47,7 +46,7 @@ def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether a file is a checkpoint, or nothing but a damaged one."""
+    """Return whether a path is that of a checkpoint, possibly a damaged one."""
     if path.is_dir() or path.suffix == ".gguf":
         return True
     with path.open("rb") as file:
@@ -55,11 +54,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def of_snapshot(path: Path) -> dict[str, Any]:
-    """Return what a snapshot says of itself.
-
-    Raises:
-      InputError: when it is none, or damaged.
-    """
+    """Return the description of a snapshot; raise `InputError` for other or damaged files."""
     try:
         info = snapshot.inspect(path)
         chats = conversations_in(info)
@@ -104,7 +99,7 @@ def of_snapshot(path: Path) -> dict[str, Any]:
 
 
 def page_of_snapshot(found: Mapping[str, Any]) -> Iterator[str]:
-    """Write what a snapshot says of itself for people."""
+    """Format the description of a snapshot."""
     cache = found["cache"]
     yield f"{found['file']}: a snapshot, version {found['version']}, {in_units(found['bytes'])}"
     yield f"model: {fingerprint_text(found['model'])}"
@@ -127,10 +122,9 @@ def page_of_snapshot(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def of_checkpoint(path: Path) -> dict[str, Any]:
-    """Return what a checkpoint is of; of a folder config.json is enough.
+    """Return the description of a checkpoint; raise `ModelError` if it cannot be run.
 
-    Raises:
-      ModelError: when it is damaged, or of a kind that cannot be run.
+    A folder needs only `config.json`.
     """
     model = on_mesh(load_shapes(path), abstract_mesh({"data": 1}), RULES)
     checkpoint = model.checkpoint
@@ -156,7 +150,7 @@ def of_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def page_of_checkpoint(found: Mapping[str, Any]) -> Iterator[str]:
-    """Write what a checkpoint is of for people."""
+    """Format the description of a checkpoint."""
     longest, vocabulary = found["longest"], found["vocabulary"]
     yield f"{found['file']}: {found['architecture']}, {found['weights'] / 1e6:,.1f}M weights"
     if longest is not None:

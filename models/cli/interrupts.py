@@ -1,8 +1,7 @@
-"""Ctrl-C, noticed also where Python drops it.
+"""Handlers of Ctrl-C.
 
-What a signal raises while a callback of the garbage collector or of a weak reference runs is
-dropped, and the work would go on to its end. So it is noted too, and raised again at the next piece
-of text.
+Python drops an exception that a signal handler raises inside a callback of the garbage collector or
+of a weak reference. So the handlers also record the signal, to raise it at the next piece of text.
 """
 
 import signal
@@ -15,7 +14,7 @@ from typing import Any
 
 @contextmanager
 def watch_interrupts() -> Iterator[Callable[[], None]]:
-    """Note an interrupt; gives a function that raises KeyboardInterrupt where there was one."""
+    """Record interrupts; yield a function that raises KeyboardInterrupt after one."""
     came = False
 
     def note(signum: int, frame: Any) -> None:
@@ -31,7 +30,7 @@ def watch_interrupts() -> Iterator[Callable[[], None]]:
         if dropped.exc_type is not KeyboardInterrupt:
             hook(dropped)
 
-    if threading.current_thread() is not threading.main_thread():  # signals come to that one alone
+    if threading.current_thread() is not threading.main_thread():  # only that one receives signals
         yield check
         return
     before, hook = signal.signal(signal.SIGINT, note), sys.unraisablehook
@@ -45,9 +44,9 @@ def watch_interrupts() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def defer_interrupts() -> Iterator[Callable[[], bool]]:
-    """Note an interrupt and raise nothing; gives a function that tells whether there was one.
+    """Record interrupts without raising; yield a function that returns whether one came.
 
-    For work that must end between two of its steps, such as one that has donated a cache.
+    Used for steps that must complete, such as those that donate a cache.
     """
     came = False
 
@@ -55,7 +54,7 @@ def defer_interrupts() -> Iterator[Callable[[], bool]]:
         nonlocal came
         came = True
 
-    if threading.current_thread() is not threading.main_thread():  # signals come to that one alone
+    if threading.current_thread() is not threading.main_thread():  # only that one receives signals
         yield lambda: False
         return
     before = signal.signal(signal.SIGINT, note)

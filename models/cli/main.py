@@ -1,8 +1,8 @@
-"""The command line: `python -m models generate "prompt" ...`, and `chat`, `plan`, `inspect`.
+"""The command line: `generate`, `chat`, `plan` and `inspect`.
 
-Texts, answers, plans, or the objects of `--json`, go to stdout and all else to stderr, so that
-stdout can be piped. It ends with 0 when there is a text, or a plan that fits; with 2 when it was
-asked for something it cannot do; and with 130 when it was interrupted.
+Results (texts, answers, plans, JSON) go to stdout, everything else to stderr. Exit codes: 0 for
+success; 1 if the reader closed the pipe of stdout; 2 for a request that is not possible, or an
+output that cannot be written; 130 for an interrupt.
 """
 
 import os
@@ -27,14 +27,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-      argv: the arguments, by default those of the process.
-
-    Returns:
-      The exit code.
-    """
+    """Run the command line, by default with `sys.argv`; return the exit code."""
     open_streams()
     try:
         args = parser().parse_args(argv)
@@ -56,11 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of stdout has seen enough, as `head` does
+    except BrokenPipeError:  # the reader of stdout has closed it, as `head` does
         drop_output()
         return 1
     except OSError as error:
-        if error.filename is not None:  # not what is printed, but a file
+        if error.filename is not None:  # a file, not stdout
             raise
         note(f"error: the output cannot be written: {error}.")
         drop_output()
@@ -69,12 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def open_streams() -> None:
-    """Let a standard stream that was closed read nothing, or lose what is written."""
+    """Open the null device in place of closed standard streams."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (until the end)
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (open until exit)
 
 
 def drop_output() -> None:
-    """Lose what stdout still holds, which Python would write when it ends."""
+    """Discard buffered output, which Python would write at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""The ways from prompts to texts: side by side, the lines of a file in turns, and beams."""
+"""Modes of `generate`: parallel prompts, queued prompts of a file, and beam search."""
 
 import argparse
 import sys
@@ -24,15 +24,11 @@ from models.texts import Text
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a mode is given; it returns the exit code.
+    """Arguments of a mode, which returns the exit code.
 
-    model: with its weights.
-    written: the prompts as the user wrote them.
-    prompts: their tokens.
-    sampling: options of `make_sampler`, none where the best token is taken.
-    seed: of the draws.
-    args: all that was asked for.
-    check_interrupt: raises KeyboardInterrupt where there was one.
+    written: prompts as the user wrote them; `prompts` are their tokens.
+    sampling: options of `make_sampler`; empty for greedy sampling.
+    check_interrupt: raises KeyboardInterrupt after an interrupt.
     """
 
     model: Model
@@ -44,13 +40,13 @@ class Job:
     check_interrupt: Callable[[], None]
 
     def given(self, *names: str) -> dict[str, Any]:
-        """Return the arguments that the user gave; for the others the mode has defaults."""
+        """Return the arguments that the user gave."""
         values = {name: getattr(self.args, name) for name in names}
         return {name: value for name, value in values.items() if value is not None}
 
 
 def continue_prompts(job: Job) -> int:
-    """Continue the prompts side by side, and show texts while they grow."""
+    """Continue the prompts in parallel, printing texts as they grow."""
     args = job.args
     options = Options(
         sampler=make_sampler(**job.sampling),
@@ -80,7 +76,7 @@ def continue_prompts(job: Job) -> int:
         for prompt, text in zip(shown, made.texts, strict=True):
             print_json(prompt, text)
     elif made.interrupted:
-        note("")  # the text that was being written has no end of line
+        note("")  # the interrupted text has no line end
     note_full(made.texts, f"{made.used} of its {made.cells} cells are used and ")
     parts = [f"prompt: {rate(made.prompt_tokens, made.prompt_seconds)}"]
     if made.decoded:
@@ -93,7 +89,7 @@ def continue_prompts(job: Job) -> int:
 
 
 def serve_file(job: Job) -> int:
-    """Let the prompts take turns in few sequences, and show each text when it has ended."""
+    """Continue queued prompts in a few sequences, printing each text at its end."""
     args, texts, interrupted = job.args, [], False
     sizes = job.given("sequences", "max_tokens", "cells", "ubatch_size", "streams")
     try:
@@ -139,7 +135,7 @@ def serve_file(job: Job) -> int:
 
 
 def search_beams(job: Job) -> int:
-    """Search for the most probable texts of each prompt in turn, and show the best."""
+    """Search for the most probable texts of each prompt, printing the best one."""
     args, count, interrupted = job.args, len(job.prompts), False
     sizes = job.given("max_tokens", "cells", "ubatch_size")
     try:
@@ -182,20 +178,17 @@ def search_beams(job: Job) -> int:
 
 
 def show_whole(job: Job, index: int, text: Text, *, first: bool) -> None:
-    """Show a text that has ended, below those that were shown before."""
+    """Print a complete text."""
     head = heading(job.written, index, chat=job.args.chat)
     put("\n" * (not first) + head + text.text + "\n")
     sys.stdout.flush()
 
 
 def too_long(job: Job, where: str, enough: int, *, alone: bool) -> str:
-    """Say that prompts do not fit, and what would help.
+    """Return the message for prompts that do not fit.
 
-    Args:
-      job: with its prompts.
-      where: what the cells belong to.
-      enough: the cells that prompts and texts need.
-      alone: whether each prompt has the cells for itself.
+    `where` names the owner of the cells, `enough` is the number that suffices, `alone` is whether
+    each prompt has separate cells.
     """
     lengths = [len(prompt) for prompt in job.prompts]
     if len(lengths) == 1:

@@ -1,4 +1,4 @@
-"""Numbers and sizes that are given as arguments, and what is said of wrong ones."""
+"""Numbers and sizes in arguments."""
 
 import argparse
 import contextlib
@@ -10,17 +10,17 @@ from models.cli.screen import brief
 from models.meshes import RULES
 
 AXES = tuple(axis for field in ("streams", "kv_heads", "cells") for axis in RULES.axes(field))
-"""The names of axes that split something."""
+"""Names of mesh axes."""
 
 
 MOST_CELLS = 2**30 - 1
-"""Of a stream, see `jaxkv.make_cache`."""
+"""Largest number of cells of a stream, see `jaxkv.make_cache`."""
 
 MOST_DEVICES = 2**20
 
 
 def whole(lowest: int, highest: int) -> Callable[[str], int]:
-    """Returns what reads whole numbers in a range."""
+    """Return a parser of integers in a range."""
 
     def read(text: str) -> int:
         with contextlib.suppress(ValueError):
@@ -33,7 +33,7 @@ def whole(lowest: int, highest: int) -> Callable[[str], int]:
 
 
 def mesh_sizes(text: str) -> dict[str, int]:
-    """Read the axes of a mesh, as in data=2,tensor=2; `models.meshes.RULES` has their names."""
+    """Parse the axes of a mesh (see `models.meshes.RULES`), such as data=2,tensor=2."""
     sizes: dict[str, int] = {}
     for axis in text.split(","):
         name, _, size = axis.partition("=")
@@ -51,7 +51,7 @@ def mesh_sizes(text: str) -> dict[str, int]:
 
 
 def bytes_of(text: str) -> int:
-    """Read a number of bytes, with a unit of 1,000 or of 1,024.
+    """Parse a number of bytes, with a unit of 1,000 or of 1,024.
 
     >>> bytes_of("16GB"), bytes_of("1.5 KiB"), bytes_of("7")
     (16000000000, 1536, 7)
@@ -68,7 +68,7 @@ def bytes_of(text: str) -> int:
 
 
 def number(lowest: float, highest: float, *, above: bool = False) -> Callable[[str], float]:
-    """Returns what reads finite numbers in a range, which `lowest` is no part of if `above`."""
+    """Return a parser of finite numbers in a range, without `lowest` if `above`."""
     expected = f"above {lowest}" if above else f"of at least {lowest}"
     if highest < math.inf:
         expected += f" and at most {highest}"

@@ -1,4 +1,4 @@
-"""The command `plan`: what a model takes on each device of a mesh, and what fits there."""
+"""The command `plan`: memory of a model on each device of a mesh."""
 
 import argparse
 from collections.abc import Callable
@@ -18,9 +18,8 @@ from models.room import limits
 def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
     """Run the command `plan`.
 
-    Raises:
-      InputError: when a mesh cannot split the sizes, or a device takes more than `--room`; then the
-        answer has been shown all the same.
+    Raises `InputError` if the mesh cannot split the sizes, or, after printing, if a device needs
+    more than `--room`.
     """
     model = load_shapes(args.model, dtype=jnp.dtype(args.dtype), cache_dtype=args.cache_dtype)
     model = on_mesh(model, abstract_mesh(args.mesh or {"data": 1}), RULES)
@@ -49,7 +48,7 @@ def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
 
 
 def read_sizes(args: argparse.Namespace, model: Model) -> dict[str, Any]:
-    """Return the sizes of the cache that was asked for."""
+    """Return the requested sizes of the cache."""
     streams = args.streams or (args.mesh or {}).get("data", 1)
     sequences = args.sequences or streams
     if sequences % streams:
@@ -69,20 +68,20 @@ def read_sizes(args: argparse.Namespace, model: Model) -> dict[str, Any]:
 
 
 def length_of(sizes: dict[str, Any]) -> int | None:
-    """Return the cells of a stream for each of its sequences; None where nothing grows."""
+    """Return the cells of a stream for each of its sequences; None if nothing grows."""
     if sizes["cells"] is None:
         return None
     return max(sizes["cells"] * sizes["streams"] // sizes["sequences"], 1)
 
 
 def grows(model: Model) -> bool:
-    """Return whether a text takes more room the longer it is: whether a layer sees all of it."""
+    """Return whether memory grows with the length of a text (full attention)."""
     layers = model.family.layers_of(model.config, model.dtype)
     return any(kept.window is None for kept in attending(layers))
 
 
 def ask_sizes(ask: Callable[..., Any], *args: Any, **sizes: Any) -> Any:
-    """Return what a function answers; sizes that a mesh cannot split are the user's to change."""
+    """Call a function; raise its ValueErrors as `InputError`."""
     try:
         return ask(*args, **sizes)
     except ValueError as error:
@@ -90,7 +89,7 @@ def ask_sizes(ask: Callable[..., Any], *args: Any, **sizes: Any) -> Any:
 
 
 def advise(model: Model, costs: Costs, sizes: dict[str, Any]) -> tuple[Costs | None, str]:
-    """Return what a mesh costs that fits the heads, where they are whole; or why there is none."""
+    """Return the costs on a mesh that splits replicated heads, or the reason for none."""
     if not any("kv_heads" in line for line in costs.layout.whole):
         return None, ""
     try:
@@ -101,6 +100,6 @@ def advise(model: Model, costs: Costs, sizes: dict[str, Any]) -> tuple[Costs | N
 
 
 def count_sequences(model: Model, sizes: dict[str, Any], *, room: int, length: int | None) -> int:
-    """Return how many sequences fit into the room of each device."""
+    """Return how many sequences fit into `room` bytes of each device."""
     same = {name: sizes[name] for name in ("streams", "ubatch_size")}
     return ask_sizes(most_sequences, model, room=room, length=length, **same)

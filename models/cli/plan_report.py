@@ -1,4 +1,4 @@
-"""What the command `plan` shows: a page, an object for programs, and what to change."""
+"""Output of the command `plan`."""
 
 import argparse
 import json
@@ -13,16 +13,16 @@ from models.model import Model
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What was found.
+    """Results of the command `plan`.
 
-    model: on the mesh that was asked for, with shapes for weights.
-    costs: there.
-    fitted: those on a mesh that fits the heads; None where it fits them, or none does.
-    advice: what to do in place of that, if anything.
-    room: bytes of each device, None if they are not known.
-    here: whether they are those of this machine's device, since none were told.
-    length: tokens of each sequence that is to fit; None where nothing grows with the text.
-    most: how many such sequences fit, None without a room.
+    model: on the requested mesh, with shapes as params.
+    costs: on this mesh.
+    fitted: costs on a mesh that splits the heads; None if this one does, or none can.
+    advice: text in place of `fitted`, or "".
+    room: bytes of each device, None if unknown.
+    here: whether `room` is that of this machine's device.
+    length: tokens of each sequence to fit; None if nothing grows with the text.
+    most: number of such sequences that fit; None without `room`.
     """
 
     model: Model
@@ -36,7 +36,7 @@ class Answer:
 
 
 def show(args: argparse.Namespace, answer: Answer) -> None:
-    """Write an answer to stdout."""
+    """Print an answer."""
     if args.json:
         put(json.dumps(as_object(args, answer)) + "\n")
         return
@@ -48,7 +48,7 @@ def show(args: argparse.Namespace, answer: Answer) -> None:
 
 
 def heading(args: argparse.Namespace, answer: Answer) -> list[str]:
-    """Say what the model and the cache are."""
+    """Return lines about the model and the cache."""
     cache = answer.costs.cache
     cells = "" if cache["cells"] is None else f" of {plural(cache['cells'], 'cell')}"
     streams = plural(cache["streams"], "stream") + cells
@@ -61,7 +61,7 @@ def heading(args: argparse.Namespace, answer: Answer) -> list[str]:
 
 
 def parts(costs: Costs) -> Iterator[str]:
-    """Say what the cache of layers of each kind takes."""
+    """Yield lines about the cache of each kind of layer."""
     yield f"{'cache of':<20}{'layers':>6}{'bytes':>25}{'bytes on a device':>21}"
     for part in costs.parts:
         each = f"{part.each:,} a {part.unit}" + ("" if part.kept is None else f" of {part.kept:,}")
@@ -69,21 +69,21 @@ def parts(costs: Costs) -> Iterator[str]:
 
 
 def splits(costs: Costs) -> Iterator[str]:
-    """Say what each axis of the mesh splits."""
+    """Yield lines about the arrays that each mesh axis splits."""
     yield "what the mesh splits"
     for axis, names in costs.splits.items():
         yield f"{f'{axis}={costs.mesh[axis]}':<16}{', '.join(names) or 'nothing'}"
 
 
 def whole(costs: Costs) -> Iterator[str]:
-    """Say which weights each device has whole, and why."""
+    """Yield lines about replicated params, with reasons."""
     yield "weights that are whole on each device"
     for reason, size in costs.whole.items():
         yield f"{size:>16,} bytes: {reason}"
 
 
 def advice(answer: Answer) -> Iterator[str]:
-    """Say what to do about heads that the devices do not divide."""
+    """Yield lines about heads that the number of devices does not divide."""
     if answer.fitted is not None:
         layout = answer.fitted.layout
         yield f"for these heads take --mesh {axes_of(answer.fitted.mesh)}, on each device:"
@@ -96,7 +96,7 @@ def advice(answer: Answer) -> Iterator[str]:
 
 
 def fitting(answer: Answer) -> Iterator[str]:
-    """Say what a sequence takes, and how many fit."""
+    """Yield lines about the bytes of a sequence, and the number that fits."""
     each, length = answer.costs.a_sequence(answer.length), of_length(answer)
     together = ", on all devices together" if answer.costs.layout.devices > 1 else ""
     yield f"a sequence{length} takes {in_units(each)}{together}"
@@ -106,17 +106,17 @@ def fitting(answer: Answer) -> Iterator[str]:
 
 
 def sequences(answer: Answer) -> str:
-    """Write how many sequences fit, and how long each is."""
+    """Format how many sequences fit, and their length."""
     return plural(answer.most, "sequence") + of_length(answer)
 
 
 def of_length(answer: Answer) -> str:
-    """Write how long each sequence is, where that counts."""
+    """Format the length of a sequence, or ""."""
     return "" if answer.length is None else f" of {plural(answer.length, 'token')}"
 
 
 def too_large(answer: Answer) -> str:
-    """Say by how much it is too large, and what to change."""
+    """Return the message for a model that needs more than `--room`."""
     layout, room = answer.costs.layout, answer.room
     head = f"{in_units(layout.total)} on each device are more than --room {in_units(room)}; "
     if answer.fitted is not None and answer.fitted.layout.total <= room:
@@ -134,7 +134,7 @@ def too_large(answer: Answer) -> str:
 
 
 def as_object(args: argparse.Namespace, answer: Answer) -> dict[str, Any]:
-    """Return an answer as an object for JSON."""
+    """Return an answer as JSON values."""
     return {
         "model": args.model,
         "architecture": answer.model.checkpoint.architecture,
@@ -156,7 +156,7 @@ def as_object(args: argparse.Namespace, answer: Answer) -> dict[str, Any]:
 
 
 def costs_object(costs: Costs) -> dict[str, Any]:
-    """Return costs as an object for JSON, and all bytes of a device."""
+    """Return costs as JSON values, with the total of each device."""
     found = asdict(costs)
     found["layout"]["total"] = costs.layout.total
     return found

@@ -1,4 +1,4 @@
-"""Prompts: where they come from, what is wrong with them, and their tokens."""
+"""Prompts: sources, checks and tokens."""
 
 import argparse
 import sys
@@ -10,10 +10,9 @@ from models.model import Model
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:
-    """Return the prompts: arguments, stdin where one is a dash, or the lines of a file.
+    """Return the prompts: arguments, stdin for "-", or the lines of a file.
 
-    Raises:
-      InputError: when there are none, or they cannot be read or say nothing.
+    Raises `InputError` if there are none, or one is unreadable or empty.
     """
     if args.file:
         prompts = read_file(args.file)
@@ -28,7 +27,7 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
 
 
 def read_file(name: str) -> list[str]:
-    """Return the lines of a file, without those that are blank."""
+    """Return the lines of a file that are not blank."""
     try:
         with open(name, encoding="utf-8") as lines:
             prompts = [line.removesuffix("\n") for line in lines if line.strip()]
@@ -40,7 +39,7 @@ def read_file(name: str) -> list[str]:
 
 
 def read_stdin() -> str:
-    """Return all of stdin, without the end of line that `echo` and editors put last."""
+    """Return all of stdin without its last line end."""
     try:
         return sys.stdin.read().removesuffix("\n")
     except UnicodeDecodeError as error:
@@ -48,27 +47,23 @@ def read_stdin() -> str:
 
 
 def check_prompts(prompts: Sequence[str]) -> None:
-    """Refuse prompts that say nothing, before anything is loaded."""
+    """Raise `InputError` for prompts that are empty or not UTF-8."""
     for i, prompt in enumerate(prompts, 1):
         which = "the prompt" if len(prompts) == 1 else f"prompt {i} of {len(prompts)}"
         if not prompt.strip():
             raise InputError(f"{which} is empty; give it some text.")
         try:
             prompt.encode()
-        except UnicodeEncodeError:  # bytes of the command line that are not UTF-8
+        except UnicodeEncodeError:  # arguments with bytes that are not UTF-8
             raise InputError(f"{which} is not valid UTF-8; give a text that is.") from None
 
 
 def encode(model: Model, prompt: str, chat: bool) -> list[int]:
-    """Turn what the user wrote into tokens.
-
-    Raises:
-      InputError: when the vocabulary has none for it.
-    """
+    """Return the tokens of a prompt; raise `InputError` if there are none."""
     text = prompt
     if chat:
         text = model.tokenizer.chat([{"role": "user", "content": prompt}])
-    # The template names control tokens; the same names in a message are read as such, too.
+    # Templates contain names of control tokens; names in a message become tokens too.
     tokens = model.tokenizer.prompt(text, special=chat)
     if not tokens:
         raise InputError(f"the model has no token for any of the prompt {brief(prompt)!r}.")
@@ -76,7 +71,7 @@ def encode(model: Model, prompt: str, chat: bool) -> list[int]:
 
 
 def warn_of_control(model: Model, prompts: Sequence[str], chat: bool) -> None:
-    """Say which prompts hold names of control tokens, and how those are read."""
+    """Print which prompts contain names of control tokens, and how these are read."""
     how = "as a control token, as in a template" if chat else "as plain text"
     for i, prompt in enumerate(prompts, 1):
         names = sorted(name for name in model.tokenizer.control if name in prompt)

@@ -1,4 +1,4 @@
-"""What is said of texts when they are there: objects, notes and the summary."""
+"""Output about finished texts: JSON, notes and the summary."""
 
 import json
 import math
@@ -14,12 +14,12 @@ from models.texts import Text
 
 
 def print_json(prompt: str, text: Text, **more: Any) -> None:
-    """Print a text as an object."""
+    """Print a text as a JSON object."""
     print(json.dumps({"prompt": prompt, **more, **vars(text)}), flush=True)
 
 
 def note_full(texts: Sequence[Text], how: str = "") -> None:
-    """Say how many texts ended because no cell was left, if any did."""
+    """Print how many texts ended in a full cache, if any."""
     early = sum(text.finish == "full" for text in texts)
     if early:
         note(
@@ -28,18 +28,18 @@ def note_full(texts: Sequence[Text], how: str = "") -> None:
 
 
 def note_interrupted(done: int, count: int) -> None:
-    """Say how many prompts an interrupt left done."""
+    """Print how many prompts were done before an interrupt."""
     note(f"note: interrupted with {done} of {plural(count, 'prompt')} done")
 
 
 def note_summary(parts: Sequence[str], nbytes: int, compiles: int) -> None:
-    """Say in one line what a run took; compiling and loading are no part of its speeds."""
+    """Print the statistics of a run in one line."""
     ends = f"cache: {megabytes(nbytes)}", f"compiles after warm-up: {compiles}"
     note(" | ".join((*parts, *ends)))
 
 
 def note_shares(model: Model) -> None:
-    """Say how many bytes of weights a device of the mesh has, and which of them all have, why."""
+    """Print the bytes of params on each device, and of replicated ones with reasons."""
     share = sum(
         math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
         for array in jax.tree.leaves(model.params)
@@ -56,10 +56,10 @@ def note_shares(model: Model) -> None:
 
 
 def tokens_of(texts: Sequence[Text]) -> tuple[int, int]:
-    """Count the tokens of prompts, and those of the texts after them."""
+    """Count the tokens of prompts and of generated texts."""
     return sum(len(text.prompt_tokens) for text in texts), sum(len(text.tokens) for text in texts)
 
 
 def rate(tokens: int, seconds: float) -> str:
-    """Write how many tokens there are, and how many come in a second."""
+    """Format a number of tokens and their rate."""
     return f"{plural(tokens, 'token')}, {tokens / max(seconds, 1e-9):.1f}/s"

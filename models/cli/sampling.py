@@ -1,4 +1,4 @@
-"""How tokens are drawn, as the arguments say it."""
+"""Sampling options from arguments."""
 
 import argparse
 from typing import Any
@@ -8,11 +8,9 @@ from models.cli.screen import note
 
 
 def read_sampling(args: argparse.Namespace, *, beams: bool = False) -> tuple[dict[str, Any], int]:
-    """Return the options of a sampler, none where the best token is taken, and the seed.
+    """Return the options of `make_sampler` (empty for greedy sampling) and the seed.
 
-    Args:
-      args: with the options of `add_sampling`.
-      beams: whether beams are searched for, which draw nothing.
+    Options without effect, as at temperature 0 and with `beams`, are printed.
     """
     choices = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
     options = SAMPLING | choices
@@ -27,4 +25,4 @@ def read_sampling(args: argparse.Namespace, *, beams: bool = False) -> tuple[dic
 
 
 WARMER = "give --temperature 0.8 or so"
-"""What to do where texts should differ."""
+"""Advice for different texts."""

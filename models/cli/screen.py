@@ -1,4 +1,4 @@
-"""What is seen: texts on stdout, lines and bars on stderr."""
+"""Output: texts on stdout, notes and progress bars on stderr."""
 
 import contextlib
 import os
@@ -11,17 +11,14 @@ from tqdm import tqdm
 
 
 class Progress(Protocol):
-    """Is told how much is done."""
+    """Callback for progress."""
 
     def __call__(self, done: int, total: int) -> None:
-        """Take how many parts are done, and of how many."""
+        """Receive the number of finished parts and of all."""
 
 
 class Screen:
-    """Prints several texts as they are made, one below the other.
-
-    The first text that has not ended is printed live; those below it wait for their turn.
-    """
+    """Prints growing texts one below the other, the first unfinished one live."""
 
     def __init__(self, prompts: Sequence[str], *, chat: bool):
         heads = [heading(prompts, i, chat=chat) for i in range(len(prompts))]
@@ -30,7 +27,7 @@ class Screen:
         self.live = 0
 
     def __call__(self, index: int, piece: str, done: bool) -> None:
-        """Take a piece of a text, and whether the text ends there."""
+        """Add a piece of a text, and whether it is the last one."""
         self.waiting[index] += piece + "\n" * done
         self.ended[index] = done
         while self.live < len(self.ended):
@@ -43,10 +40,9 @@ class Screen:
 
 
 def heading(prompts: Sequence[str], index: int, *, chat: bool) -> str:
-    """Return what stands before the text of a prompt, one of several or alone.
+    """Return the output before a text: its number, if there are several, and prompt.
 
-    A prompt that is continued stands there too, on a terminal in fainter letters, and so does a
-    message, where there are several.
+    A single chat message is left out. Terminals show prompts dimmed, unless NO_COLOR is set.
     """
     prompt, several = prompts[index], len(prompts) > 1
     if sys.stdout.isatty() and "NO_COLOR" not in os.environ:
@@ -57,7 +53,7 @@ def heading(prompts: Sequence[str], index: int, *, chat: bool) -> str:
 
 
 def put(text: str, *, flush: bool = False) -> None:
-    """Write to stdout; characters that it cannot show become question marks."""
+    """Write to stdout, with "?" for characters that its encoding lacks."""
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
     if flush:
@@ -65,7 +61,7 @@ def put(text: str, *, flush: bool = False) -> None:
 
 
 def plain(text: str) -> str:
-    r"""Leave out what moves the cursor of a terminal: a model can say anything.
+    r"""Remove control characters, which could move a terminal's cursor.
 
     >>> plain("a\tb\n\x1b[2J\x9b1m")
     'a\tb\n[2J1m'
@@ -74,24 +70,24 @@ def plain(text: str) -> str:
 
 
 def brief(text: str) -> str:
-    """Write the beginning of a message, on one line."""
+    """Return the beginning of a message, in one line."""
     line = plain(" ".join(text.split()))
     return line if len(line) <= 60 else line[:57] + "..."
 
 
 def note(line: str) -> None:
-    """Write a line to stderr; names and messages in it move no cursor."""
+    """Print a line to stderr, without control characters."""
     print(plain(line), file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def progress(label: str) -> Iterator[Progress]:
-    """Show how much of something is done: a bar, where there is a terminal."""
+    """Show progress in a bar, if stderr is a terminal."""
     bar = None
 
     def tell(done: int, total: int) -> None:
         nonlocal bar
-        if bar is None:  # not before: a model that is not there should give one line and no bar
+        if bar is None:  # made late, so that a missing model prints one line and no bar
             bar = make_bar(label, total)
         bar.update(done - bar.n)
         if done == total:
@@ -106,7 +102,7 @@ def progress(label: str) -> Iterator[Progress]:
 
 @contextlib.contextmanager
 def compiling() -> Iterator[Progress]:
-    """Show that programs are being compiled, which takes a while, and how long it took."""
+    """Show the progress and time of compilation."""
     began, bar = perf_counter(), None
 
     def progress(done: int, total: int) -> None:
@@ -128,7 +124,7 @@ def compiling() -> Iterator[Progress]:
 
 
 def make_bar(label: str, total: int) -> tqdm:
-    """Make a bar that disappears when done, shown on terminals only."""
+    """Make a bar that disappears at its end; only on terminals."""
     return tqdm(
         total=total,
         desc=label,
@@ -139,12 +135,12 @@ def make_bar(label: str, total: int) -> tqdm:
 
 
 def plural(count: int, noun: str) -> str:
-    """Write how many there are of something."""
+    """Format a number of things."""
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def in_units(count: int) -> str:
-    """Write a number of bytes of any size for people, in units of 1,000.
+    """Format a number of bytes in units of 1,000.
 
     >>> in_units(512), in_units(16_000_000_000), in_units(17_640_734_720)
     ('512 bytes', '16 GB', '17.6 GB')
@@ -156,10 +152,10 @@ def in_units(count: int) -> str:
 
 
 def axes_of(mesh: Mapping[str, int]) -> str:
-    """Write the sizes of a mesh as `--mesh` reads them."""
+    """Format the sizes of a mesh as `--mesh` reads them."""
     return ",".join(f"{name}={size}" for name, size in mesh.items())
 
 
 def megabytes(count: int) -> str:
-    """Write a number of bytes for people."""
+    """Format a number of bytes in MB."""
     return f"{count / 1e6:.1f} MB"

@@ -1,4 +1,4 @@
-"""A chat as it is talked: messages, and the commands between them."""
+"""Messages and commands of a chat."""
 
 import os
 import shutil
@@ -21,13 +21,12 @@ from models.cli.screen import brief, megabytes, note, plain, plural, progress, p
 
 @dataclass
 class Talk:
-    """A chat, and what changes it.
+    """A chat and its state.
 
-    speaker: the model that answers.
-    chat: as it is now.
-    attempts: by conversation, how many answers the last message has had before this one.
-    interrupted: whether the last answer was.
-    answering: what is open around an answer.
+    chat: the current value.
+    attempts: answers to the last message before the current one, by conversation.
+    interrupted: whether the last answer was interrupted.
+    answering: makes a context for the time of an answer.
     """
 
     speaker: Speaker
@@ -37,11 +36,10 @@ class Talk:
     answering: Callable[[], AbstractContextManager] = nullcontext
 
     def take(self, line: str) -> None:
-        """Do what a line says: a command, or a message to answer.
+        """Handle a line: a command, or a message to answer.
 
-        Raises:
-          ChatError: when it cannot be done; the chat is as it was.
-          ModelError: when the template does not take the message.
+        Raises `ChatError` if it is not possible, with the chat unchanged, and `ModelError` if the
+        template rejects the message.
         """
         if not line.startswith("/"):
             self.say(line)
@@ -54,13 +52,13 @@ class Talk:
         COMMANDS[word].run(self, rest.strip())
 
     def say(self, message: str) -> None:
-        """Say something and show the answer."""
+        """Send a message and print the answer."""
         warn_of_control(self.speaker.model, [message], chat=True)
         self.chat = self.speaker.ask(self.chat, message)
         self.answer(attempt=0)
 
     def answer(self, *, attempt: int) -> None:
-        """Show an answer to the last message while it is made; an interrupt ends it there."""
+        """Print an answer to the last message as it grows; an interrupt ends it."""
         self.attempts[self.chat.current] = attempt
         with self.answering(), defer_interrupts() as came, progress("reading") as read:
             self.chat = self.speaker.answer(
@@ -74,7 +72,7 @@ class Talk:
         self.note_finish(self.chat.now.turns[-1])
 
     def note_finish(self, turn: Turn) -> None:
-        """Say why an answer ended, where it did not end by itself."""
+        """Print why an answer ended, except after a stop token."""
         if turn.finish == "full":
             used, cells = cells_of(self.chat.without_kept)
             where = "ends there" if turn.answer else "finds no room"
@@ -92,7 +90,7 @@ class Talk:
             note("note: the model's logits hold NaN or infinity, so no token can be picked")
 
     def describe(self) -> str:
-        """Write where the conversation stands."""
+        """Return a line about the current conversation."""
         conversation = self.chat.now
         if not conversation.turns:
             return f"{self.chat.current}: nothing has been said"
@@ -104,7 +102,7 @@ class Talk:
 
 @dataclass(frozen=True)
 class Command:
-    """What a command does: what may follow it, a line of help, and a function."""
+    """A command: the names of its arguments, its help and its function."""
 
     takes: str
     help: str
@@ -112,12 +110,12 @@ class Command:
 
 
 def show(piece: str) -> None:
-    """Show a piece of an answer."""
+    """Print a piece of an answer."""
     put(plain(piece), flush=True)
 
 
 def undo(talk: Talk, rest: str) -> None:
-    """Take the last turn back."""
+    """Remove the last turn."""
     _nothing(rest)
     turn = talk.chat.now.turns[-1:]
     talk.chat, why = edits.undo(talk.chat)
@@ -140,19 +138,19 @@ def retry(talk: Talk, rest: str) -> None:
 
 def fork(talk: Talk, rest: str) -> None:
     """Copy the conversation under another name."""
-    talk.chat = talk.speaker.settle(talk.chat)  # it gives up the buffers, whether forked or not
+    talk.chat = talk.speaker.settle(talk.chat)  # it donates the buffers, also if the fork fails
     talk.chat = edits.fork(talk.chat, rest)
     note(f"{rest}: a fork of {talk.chat.current}, which goes on; /switch {rest} goes there")
 
 
 def switch(talk: Talk, rest: str) -> None:
-    """Go on with another conversation."""
+    """Switch to another conversation."""
     talk.chat = edits.switch(talk.chat, rest)
     note(talk.describe())
 
 
 def drop(talk: Talk, rest: str) -> None:
-    """Forget a conversation."""
+    """Remove a conversation."""
     name = rest or talk.chat.current
     talk.chat = edits.drop(talk.chat, name)
     talk.attempts.pop(name, None)
@@ -160,7 +158,7 @@ def drop(talk: Talk, rest: str) -> None:
 
 
 def slide_now(talk: Talk, rest: str) -> None:
-    """Forget the oldest turns."""
+    """Remove the oldest turns."""
     _nothing(rest)
     before = talk.chat.now.gap
     talk.chat = slide(talk.chat)
@@ -168,7 +166,7 @@ def slide_now(talk: Talk, rest: str) -> None:
 
 
 def draw(talk: Talk, rest: str) -> None:
-    """Draw the cache of the conversations: which token stands in which cell."""
+    """Print the cache table of the conversations."""
     _nothing(rest)
     names = {conversation.sequence: name for name, conversation in talk.chat.conversations.items()}
     width = shutil.get_terminal_size((100, 24)).columns
@@ -177,7 +175,7 @@ def draw(talk: Talk, rest: str) -> None:
 
 
 def stats(talk: Talk, rest: str) -> None:
-    """Say what is held, what was computed, and how fast."""
+    """Print the use of the cache, counts of tokens, and speeds."""
     _nothing(rest)
     chat, spent = talk.chat, talk.chat.spent
     used, cells = cells_of(chat.without_kept)
@@ -202,7 +200,7 @@ def stats(talk: Talk, rest: str) -> None:
 
 
 def save_all(talk: Talk, rest: str) -> None:
-    """Write all conversations into a file."""
+    """Save all conversations to a file."""
     path = _path(rest, "/save")
     save(path, talk.chat, talk.speaker.model)
     count = plural(len(talk.chat.conversations), "conversation")
@@ -210,7 +208,7 @@ def save_all(talk: Talk, rest: str) -> None:
 
 
 def load_all(talk: Talk, rest: str) -> None:
-    """Go on with what was saved, in place of what is there."""
+    """Replace all conversations by those of a file."""
     talk.chat = load(_path(rest, "/load"), talk.chat, talk.speaker.model)
     talk.attempts.clear()
     names = ", ".join(map(plain, talk.chat.conversations))
@@ -239,7 +237,7 @@ COMMANDS = {
     "/load": Command("FILE", "go on with what /save wrote, in place of what is here", load_all),
     "/help": Command("", "list the commands", help_all),
 }
-"""What a line that begins with a slash may say."""
+"""Commands by name."""
 
 
 def _note_lost(talk: Talk, why: str) -> None:

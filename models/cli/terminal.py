@@ -1,4 +1,4 @@
-"""Where messages come from: a terminal, with a line that is edited and a history, or a pipe."""
+"""Input from a terminal, with line editing and history, or from a pipe."""
 
 import contextlib
 import sys
@@ -17,21 +17,21 @@ from models.cli.arguments import InputError
 from models.cli.screen import note
 
 Words = Mapping[str, Callable[[], list[str]] | None]
-"""Commands, and what may follow each: names that are asked for when Tab is pressed, None files."""
+"""Commands, with a function that returns completions of the argument; None for file names."""
 
 
 class Source(Protocol):
-    """Gives messages and commands."""
+    """Source of messages and commands."""
 
     interactive: bool
 
     def read(self, name: str) -> str:
-        """Return the next one; `name` says where it goes. EOFError when there are no more."""
+        """Return the next one; `name` is the prompt. Raise EOFError at the end."""
         ...
 
 
 class Pipe:
-    """Gives the lines of stdin."""
+    """Source of lines of stdin."""
 
     interactive = False
 
@@ -48,7 +48,7 @@ class Pipe:
 
 
 class Terminal:
-    """Asks for messages in a terminal: Enter sends, Alt+Enter begins a new line."""
+    """Source of messages from a terminal: Enter sends, Alt+Enter begins a new line."""
 
     interactive = True
 
@@ -74,7 +74,7 @@ class Terminal:
         )
 
     def read(self, name: str) -> str:
-        """Return what is written next; Ctrl-C throws the line away, and Ctrl-D ends."""
+        """Return the next message; Ctrl-C discards the line, Ctrl-D ends."""
         while True:
             try:
                 return self._session.prompt(f"{name}> ")
@@ -85,10 +85,10 @@ class Terminal:
 
 @contextlib.contextmanager
 def hide_keys() -> Iterator[None]:
-    """Show no keys in the middle of an answer, ^C neither; they wait for the next line."""
+    """Disable the echo of keys during an answer; they are read with the next line."""
     try:
         import termios
-    except ImportError:  # Windows has none, and shows them
+    except ImportError:  # Windows has no termios, so keys are shown
         yield
         return
     before = termios.tcgetattr(sys.stdin)
@@ -102,13 +102,13 @@ def hide_keys() -> Iterator[None]:
 
 
 class _Commands(Completer):
-    """Completes commands and what follows them; messages are left alone."""
+    """Completer of commands and their arguments."""
 
     def __init__(self, words: Words):
         self._words, self._files = words, PathCompleter(expanduser=True)
 
     def get_completions(self, document: Document, complete_event: Any) -> Iterator[Completion]:
-        """Give what the text before the cursor may become."""
+        """Yield completions of the text before the cursor."""
         text = document.text_before_cursor
         if not text.startswith("/"):
             return
@@ -126,7 +126,7 @@ class _Commands(Completer):
 
 
 def _history() -> History:
-    """Return what was written in earlier chats, out of a file that only its owner reads."""
+    """Return the history of earlier chats, from a file that only its owner can read."""
     try:
         file = user_state_path("jaxkv", appauthor=False, ensure_exists=True) / "chat_history"
         file.touch(mode=0o600)

@@ -1,1 +1,1 @@
-"""Model families: one file each, and the layers that they share."""
+"""Model families."""

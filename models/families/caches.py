@@ -1,4 +1,4 @@
-"""Caches for models: one cache for the layers of each kind, together if there are several."""
+"""Cache specs and options of models, by kind of layer."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,14 +15,10 @@ from models.meshes import Split
 
 @dataclass(frozen=True, kw_only=True)
 class Attends:
-    """What a layer that attends keeps: keys and values.
+    """Keys and values of an attention layer.
 
-    kv_heads: K, key/value heads.
-    head_dim: D, numbers of a head.
-    rope: how keys turn with position, None where they do not.
-    window: what the layer sees, None for the whole text.
-    value_dim: which numbers of a key are its value, None where values are stored too, as long as
-      keys.
+    window: None for full attention.
+    value_dim: slice of a key that is its value; None if values are stored, with D numbers.
     """
 
     kv_heads: int
@@ -34,11 +30,7 @@ class Attends:
 
 @dataclass(frozen=True, kw_only=True)
 class Recurs:
-    """What a recurrent layer keeps.
-
-    states: by name, the shape and dtype of one sequence's state.
-    splits: by name, how those are split on a mesh that are.
-    """
+    """States of a recurrent layer, and their splits on a mesh, by name."""
 
     states: Mapping[str, jax.ShapeDtypeStruct]
     splits: Mapping[str, Split]
@@ -46,33 +38,29 @@ class Recurs:
 
 @dataclass(frozen=True, kw_only=True)
 class CrossAttends:
-    """What a layer that looks at a source keeps: the keys and values of that.
-
-    kv_heads: K, key/value heads.
-    head_dim: D, numbers of a head.
-    """
+    """Keys and values of encoder sources, of a cross-attention layer."""
 
     kv_heads: int
     head_dim: int
 
 
 Kept = Attends | Recurs | CrossAttends
-Layer = Kept | tuple[Kept, ...]  # several where a layer attends beside a recurrence
+Layer = Kept | tuple[Kept, ...]  # several for a layer with attention and a recurrence
 
 
 def all_kept(layers: Sequence[Layer]) -> list[tuple[int, Kept]]:
-    """Returns everything that layers keep, each thing with the number of its layer."""
+    """Return the cache contents of all layers, each with its layer number."""
     several = (layer if isinstance(layer, tuple) else (layer,) for layer in layers)
     return [(i, kept) for i, layer in enumerate(several) for kept in layer]
 
 
 def attending(layers: Sequence[Layer]) -> list[Attends]:
-    """Returns what is kept by layers that attend."""
+    """Return the cache contents of attention layers."""
     return [kept for _, kept in all_kept(layers) if isinstance(kept, Attends)]
 
 
 def windows_of(checkpoint: Checkpoint) -> tuple[Window | None, ...]:
-    """Returns the window of each layer, None where it sees the whole text."""
+    """Return the window of each layer, None for full attention."""
     c = checkpoint.config
     slides = [kind == "sliding_attention" for kind in c["layer_types"]]
     window = jaxkv.Window.sliding(c["sliding_window"]) if any(slides) else None
@@ -80,10 +68,10 @@ def windows_of(checkpoint: Checkpoint) -> tuple[Window | None, ...]:
 
 
 def spec_of(layers: Sequence[Layer]) -> jaxkv.CacheSpec:
-    """Returns the spec of what the L layers of a model keep, a tuple where that is several things.
+    """Return the cache spec of L layers, each of one or several kinds.
 
-    Layers of one kind are a part, in the order in which the kinds come; they may turn their keys
-    differently. A single kind is no hybrid.
+    Several kinds make a hybrid, with a part for each, in order of first use. The ropes in a part
+    may differ.
     """
     kinds: list[tuple[Kept, list[tuple[int, Kept]]]] = []
     for i, kept in all_kept(layers):
@@ -118,12 +106,7 @@ def _part(kind: Kept, members: Sequence[Kept]) -> jaxkv.CacheSpec:
 
 
 def make_cache(layers: Sequence[Layer], **options: Any) -> jaxkv.Cache:
-    """Make the cache that the layers of a model need.
-
-    Args:
-      layers: what each of the L layers keeps, a tuple where that is several things.
-      options: see `options_of`.
-    """
+    """Make the cache of a model's layers; options as in `options_of`."""
     spec = spec_of(layers)
     return jaxkv.make_cache(spec, **options_of(spec, **options))
 
@@ -137,24 +120,22 @@ def options_of(
     full_windows: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """Returns what `jaxkv.make_cache` is told for the cache of a model.
+    """Return the options of `jaxkv.make_cache` for the cache of a model.
 
     Args:
       spec: of the cache.
-      cells: of a stream: the tokens that fit, over all sequences that share it, into layers that
-        see the whole text. May be left out where there is no such layer: a window and a state take
-        the same room for a text of any length.
-      source_cells: of a stream: the tokens of sources that fit, by default as many as `cells`. Of
-        models that have an encoder alone.
-      max_rollback: the tokens of a sequence that can be taken back after a window has moved past
-        them, or in a recurrent layer. None is 32 for windows and 0 for recurrent layers, which keep
-        a whole state for each.
-      full_windows: give layers with a window `cells` too, so that any position can be gone back to.
-      options: what else `jaxkv.make_cache` takes.
+      cells: N, cells of each stream, in layers with full attention. May be None if there are none:
+        windows and states have the same size for any length.
+      source_cells: cells of each stream for encoder sources, default `cells`.
+      max_rollback: removable tokens of each sequence in layers with windows or states; None is 32
+        for windows and 0 for states, each of which is stored whole.
+      full_windows: give `cells` to layers with windows too, so that any position can be rolled
+        back.
+      options: other options of `jaxkv.make_cache`.
 
     Raises:
-      TypeError: when there are a `placement` or `stacked` for layers that attend, and no such
-        layer, or cells for sources, and no layer that looks at one.
+      TypeError: If there is a `placement` or `stacked`, and no attention layer.
+      TypeError: If there are `source_cells`, and no cross-attention layer.
 
     llama.cpp: `llama_kv_cache_iswa`, `swa_full`; `llama_memory_hybrid`.
     """
@@ -167,7 +148,7 @@ def options_of(
         raise TypeError("no layer of this model looks at a source, so leave out source_cells")
 
     def of_parts(value: Any, replacement: Any, where: Callable[[jaxkv.CacheSpec], bool]) -> Any:
-        """One value for each part, another one where something holds; alone if it is one part."""
+        """Return a value for each part, `replacement` for some; one value for one part."""
         values = tuple(replacement if where(part) else value for part in parts)
         return values if spec.parts else values[0]
 
@@ -177,7 +158,7 @@ def options_of(
             cells if source_cells is None else source_cells,
             lambda part: part.kind == "cross_attention",
         ),
-        # As many cells as can be taken back are all that there are.
+        # A window whose rollback is `cells` stores all cells.
         "max_rollback": of_parts(
             max_rollback,
             cells if full_windows and cells is not None else max_rollback,

@@ -1,10 +1,9 @@
-"""DeepSeek V2 and V3, written for a jaxkv cache: latent attention, and experts.
+"""DeepSeek V2 and V3: multi-head latent attention (MLA) and experts.
 
-All heads of a layer make their keys and values of one compressed vector of a token, the latent, and
-that is what the cache holds, beside a few numbers that turn with position: one key head whose
-values are a part of it. So nothing is made of what is held. The matrix that would make keys of it
-goes to the queries, and the one that would make values to what comes out (the absorbed form): a
-step reads each latent once for all heads.
+Keys and values of all heads are linear functions of one vector of a token, the latent. The cache
+contains the latent and a few rotated numbers, as one key head whose values are a slice of it.
+Queries are multiplied by the matrix of keys, and outputs by that of values (the absorbed form), so
+a step reads each latent once for all heads.
 """
 
 from dataclasses import dataclass, replace
@@ -29,21 +28,19 @@ from models.meshes import Split
 
 ARCHITECTURES = ("deepseek_v2", "deepseek_v3")
 EPS = 1e-6
-"""What keeps the norms inside of attention from dividing by zero, whatever the config says."""
+"""Epsilon of the norms in attention, independent of the config."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """How tokens choose their experts.
+    """Selection of experts.
 
-    experts: how many there are.
-    chosen: how many a token chooses.
-    groups: parts of as many neighbours, of which a token chooses a few first.
-    chosen_groups: how many of these.
-    scores: of an expert, made of all logits (V2) or of its own (V3). With the latter a correction
-      is added where experts are chosen, and a group counts by its two best instead of its best.
-    normalised: whether the shares of those chosen add up to 1, before the factor.
-    factor: what shares are multiplied by.
+    experts: number of experts; `chosen` of them for each token.
+    groups: groups of neighbouring experts; `chosen_groups` of them are considered for each token.
+    scores: "softmax" over all logits (V2) or "sigmoid" of each (V3). For "sigmoid" a correction is
+      added to select experts, and a group is ranked by its two best experts in place of one.
+    normalised: whether the factors of the chosen experts are divided by their sum.
+    factor: factor of the result.
     """
 
     experts: int
@@ -57,27 +54,16 @@ class Routing:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Sizes and switches of a model of the family; hashable.
+    """Configuration; other fields: see `models.families.language_model`.
 
-    layers: L.
-    dense: the layers without experts, which are the first ones.
-    width: numbers of a token between the layers.
-    hidden: numbers of a token inside the feed-forward part of a layer without experts.
-    heads: H, query heads.
-    query_rank: numbers that queries are made of, 0 where they are made of a token's own.
-    rank: numbers of the latent.
-    straight: numbers of a query that are compared with what is made of the latent.
-    turned: numbers of a query, and beside the latent, that turn with position.
-    value_dim: numbers that a head makes of the latents it looks at.
-    vocabulary: V.
-    eps: what keeps a norm between the layers from dividing by zero.
-    rope: how those numbers turn.
-    scale: what products of queries and keys are multiplied by.
-    routing: how tokens choose their experts.
-    expert_hidden: numbers of a token inside an expert.
-    shared_hidden: numbers of a token inside the feed-forward part beside the experts.
-    tied: whether the head is the embedding.
-    implementation: how attention is computed, see `jaxkv.attend`; None leaves it to jaxkv.
+    dense: number of first layers without experts; `hidden` is the size inside them.
+    query_rank: rank of the query projection, 0 for full rank.
+    rank: size of the latent.
+    straight: numbers of a query without rotation.
+    turned: rotated numbers of a query and of a cell.
+    value_dim: numbers of a head's value.
+    expert_hidden: size inside an expert.
+    shared_hidden: size inside the feed-forward part of all tokens, in layers with experts.
     """
 
     layers: int
@@ -102,11 +88,7 @@ class Config:
 
 
 class LatentAttention(nnx.Module):
-    """Attention over latents in the cache.
-
-    What belongs to query heads is split by them on a mesh; what makes latents is whole, as these
-    are.
-    """
+    """Attention over latents; a mesh splits only the parameters of query heads."""
 
     def __init__(self, config: Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = self.config = config
@@ -125,13 +107,13 @@ class LatentAttention(nnx.Module):
         self.output = Linear(c.heads * c.value_dim, c.width, dtype, rngs, split=by_head(axis=1))
 
     def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Mix `x`, `[R, T, width]`, with what came before; returns the cache and the outcome."""
+        """Attend from `x`, `[R, T, width]`; return the cache and the output."""
         c = self.config
         q = self.query(self.query_norm(self.query_down(x)) if c.query_rank else x)
         q, q_turned = jnp.split(q, [c.straight], axis=-1)
         latent, turned = jnp.split(self.down(x)[:, :, None], [c.rank], axis=-1)  # one key head
         turn = partial(c.rope.rotate, positions=ubatch.positions)
-        # What turns comes first: a rope turns the first numbers of a key.
+        # Rotated numbers come first, since a rope rotates the first numbers of a key.
         key = jnp.concatenate([turn(turned), self.norm(latent)], axis=-1)
         q = jnp.einsum("rthd,hdc->rthc", q, self.to_keys[...])
         q = jnp.concatenate([turn(q_turned), q], axis=-1)
@@ -149,7 +131,7 @@ class LatentAttention(nnx.Module):
 
 
 class Router(nnx.Module):
-    """Chooses groups of experts, and then experts of these."""
+    """Selects groups of experts, then experts in these groups."""
 
     def __init__(self, config: Config, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.routing = config.routing
@@ -158,9 +140,9 @@ class Router(nnx.Module):
             self.correction = nnx.Param(jnp.zeros(self.routing.experts, jnp.float32))
 
     def __call__(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Choose for tokens `[n, width]`; returns shares and experts, `[n, chosen]` each."""
+        """Select for tokens `[n, width]`; return factors and experts, `[n, chosen]` each."""
         r = self.routing
-        # In float32 whatever the weights are: scores are close to one another.
+        # Scores are close to each other, so they are computed in float32.
         logits = linear(tokens.astype(jnp.float32), self.weight[...].astype(jnp.float32))
         if r.scores == "softmax":
             ranks = scores = jax.nn.softmax(logits, axis=-1)
@@ -181,7 +163,7 @@ class Router(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer: attention over the cache, then a feed-forward part, with experts beside it."""
+    """One layer: attention over the cache, a feed-forward part and possibly experts."""
 
     def __init__(self, config: Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = config
@@ -197,7 +179,7 @@ class Block(nnx.Module):
             self.experts = Experts(c.width, c.expert_hidden, count, router, dtype, rngs)
 
     def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Run the layer on `x`, `[R, T, width]`; returns the cache and the next `x`."""
+        """Apply the layer to `x`, `[R, T, width]`; return the cache and the next `x`."""
         cache, out = self.attention(cache, ubatch, self.attention_norm(x))
         x = x + out
         y = self.feed_norm(x)
@@ -218,7 +200,7 @@ class DeepSeek(LanguageModel):
 
 
 def config_of(checkpoint: Checkpoint) -> Config:
-    """Read the sizes of a model of this family from its checkpoint."""
+    """Read the configuration of a model from its checkpoint."""
     c = checkpoint.config
     newer = checkpoint.architecture == "deepseek_v3"
     straight, turned = c["qk_nope_head_dim"], c["qk_rope_head_dim"]
@@ -253,7 +235,7 @@ def config_of(checkpoint: Checkpoint) -> Config:
 
 
 def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
-    """Returns where each weight of `DeepSeek` comes from."""
+    """Return the source of each parameter of `DeepSeek`."""
     source, c = Sources(checkpoint), config
 
     def attention(name: str) -> dict:
@@ -304,7 +286,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
 
 
 def layers_of(config: Config, dtype: Any) -> list[Attends]:
-    """Returns what each layer keeps; `dtype` is that of what is kept beside keys and values."""
+    """Return the cache contents of each layer; `dtype` is unused."""
     del dtype
     size = config.turned + config.rank
     values = slice(config.turned, size)

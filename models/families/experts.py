@@ -1,4 +1,4 @@
-"""Experts: feed-forward parts, a few of which each token goes through."""
+"""Mixtures of experts."""
 
 from functools import partial
 from typing import Protocol
@@ -11,26 +11,15 @@ from models.meshes import Split
 
 
 class Router(Protocol):
-    """Says where tokens go: a module of a family, with weights of its own."""
+    """Module of a family that selects experts."""
 
     def __call__(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Choose for tokens `[n, width]`.
-
-        Returns:
-          How much each of the chosen experts counts, `[n, chosen]` float32, and which these are,
-          `[n, chosen]` int32.
-        """
+        """Select experts for tokens; return float32 factors and ids, `[n, chosen]` each."""
         ...
 
 
 class Experts(nnx.Module):
-    """Feed-forward parts, a few of which each token goes through.
-
-    width: numbers of a token between the layers.
-    hidden: numbers of a token inside an expert.
-    count: how many experts there are.
-    router: chooses among them.
-    """
+    """`count` feed-forward parts of width `hidden`, a few of them for each token."""
 
     def __init__(
         self,
@@ -44,17 +33,17 @@ class Experts(nnx.Module):
         self.width, self.count, self.router = width, count, router
         inside = partial(Split, parts=hidden, of="numbers inside an expert", with_cells=True)
         up = partial(_matrices, rngs, (count, width, hidden), dtype)
-        # Two products, since `ragged_dot` takes one matrix for each expert, which a mesh could not
-        # split without cutting through gates and what goes up.
+        # Gate and up projection are separate products: `ragged_dot` takes one matrix for each
+        # expert, and a split of a joint matrix would separate gates from their products.
         self.gate, self.up = up(split=inside(axis=2)), up(split=inside(axis=2))
         self.down = _matrices(rngs, (count, hidden, width), dtype, split=inside(axis=1))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Send each token of `x`, `[R, T, width]`, through its experts, and add up their shares."""
+        """Sum the outputs of each token's experts, times their factors."""
         tokens = x.reshape(-1, self.width)
         share, chosen = self.router(tokens)
         share = share.astype(x.dtype)
-        if chosen.size <= self.count:  # few tokens: reading the chosen weights alone is less work
+        if chosen.size <= self.count:  # with few tokens, fewer weights are read
             gate, up = (
                 jnp.einsum("nd,nkdh->nkh", tokens, weight[...][chosen])
                 for weight in (self.gate, self.up)
@@ -63,7 +52,7 @@ class Experts(nnx.Module):
                 "nkh,nkhd,nk->nd", jax.nn.silu(gate) * up, self.down[...][chosen], share
             )
             return out.reshape(x.shape)
-        # Many: each expert has one product with all of its tokens, which lie side by side.
+        # With many tokens, each expert has one product with all of its tokens, which are sorted.
         order = jnp.argsort(chosen.reshape(-1))
         sizes = jnp.bincount(chosen.reshape(-1), length=self.count)
         sent = tokens[order // chosen.shape[1]]
@@ -76,6 +65,6 @@ class Experts(nnx.Module):
 def _matrices(
     rngs: nnx.Rngs, shape: tuple[int, ...], dtype: jnp.dtype, *, split: Split
 ) -> nnx.Param:
-    # `[count, rows, columns]`: from rows to columns, as `ragged_dot` wants them.
+    # `ragged_dot` requires `[count, rows, columns]`, from rows to columns.
     values = jax.random.normal(rngs.params(), shape, dtype) * shape[1] ** -0.5
     return nnx.Param(values, split=split)

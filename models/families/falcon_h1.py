@@ -1,12 +1,8 @@
-"""Falcon-H1, written for a jaxkv cache: each layer attends and has a Mamba-2 mixer, side by side.
+"""Falcon-H1: attention and a Mamba-2 mixer in parallel in each layer.
 
-So each layer keeps two things of a text, keys and values and a state, and both parts of a hybrid
-cache know it by the same number.
-
-Much is multiplied by numbers that the config tells. What stands at a product with a matrix is
-multiplied into the matrix when it is read, as llama.cpp's converter does: no step pays for it, and
-both kinds of file give the same weights. What embeddings and logits are multiplied by stays, since
-they may share one matrix.
+Both parts of the hybrid cache have all layer numbers. Multipliers of matrix products are folded
+into the matrices when these are read, as in llama.cpp's converter. Those of embeddings and logits
+are not, since the two may share one matrix.
 """
 
 from dataclasses import dataclass, replace
@@ -32,22 +28,11 @@ ARCHITECTURES = ("falcon_h1",)
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Sizes and switches of a model of the family; hashable.
+    """Configuration; other fields: see `models.families.language_model`.
 
-    layers: L.
-    width: numbers of a token between the layers.
-    hidden: numbers of a token inside the feed-forward part.
-    heads: H, query heads.
-    kv_heads: K, key/value heads.
-    head_dim: D, numbers of a head.
-    vocabulary: V.
-    eps: what keeps a norm from dividing by zero.
-    mixer: of every layer.
-    rope: how queries and keys turn with position.
-    embedding_factor: what embeddings are multiplied by.
-    logits_factor: what logits are multiplied by.
-    tied: whether the head is the embedding.
-    implementation: how attention is computed, see `jaxkv.attend`; None leaves it to jaxkv.
+    mixer: configuration of the Mamba-2 mixer of each layer.
+    embedding_factor: factor of embeddings.
+    logits_factor: factor of logits.
     """
 
     layers: int
@@ -67,7 +52,7 @@ class Config:
 
 
 class Block(nnx.Module):
-    """One layer: attention beside a mixer, over the cache, then a gated feed-forward part."""
+    """One layer: attention and a mixer in parallel, then a gated feed-forward part."""
 
     def __init__(self, config: Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = config
@@ -78,7 +63,7 @@ class Block(nnx.Module):
         self.feed = GatedFeed(c.width, c.hidden, jax.nn.silu, dtype, rngs)
 
     def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Run the layer on `x`, `[R, T, width]`; returns the cache and the next `x`."""
+        """Apply the layer to `x`, `[R, T, width]`; return the cache and the next `x`."""
         y = self.mix_norm(x)
         cache, attended = self.attention(cache, ubatch, y)
         cache, mixed = self.mixer(cache, ubatch, y)
@@ -96,16 +81,16 @@ class FalconH1(LanguageModel):
         self.norm = RMSNorm(c.width, c.eps, dtype)
 
     def embed(self, tokens: jax.Array) -> jax.Array:
-        """Turn tokens, `[R, T]`, into what the first layer reads, `[R, T, width]`."""
+        """Embed tokens `[R, T]` as the input of the first layer, `[R, T, width]`."""
         return self.vocabulary.embed(tokens) * self.config.embedding_factor
 
     def logits(self, x: jax.Array) -> jax.Array:
-        """Turn what the norm makes of O tokens, `[O, width]`, into logits `[O, V]`, float32."""
+        """Map normalised vectors `[O, width]` to logits `[O, V]`, float32."""
         return self.vocabulary.logits(x) * self.config.logits_factor
 
 
 def config_of(checkpoint: Checkpoint) -> Config:
-    """Read the sizes of a model of this family from its checkpoint."""
+    """Read the configuration of a model from its checkpoint."""
     c = checkpoint.config
     return Config(
         layers=c["num_hidden_layers"],
@@ -125,7 +110,7 @@ def config_of(checkpoint: Checkpoint) -> Config:
 
 
 def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
-    """Returns where each weight of `FalconH1` comes from."""
+    """Return the source of each parameter of `FalconH1`."""
     source = Sources(with_multipliers(checkpoint, config.mixer))
 
     def block(layer: str) -> dict:
@@ -146,13 +131,10 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
 
 
 def with_multipliers(checkpoint: Checkpoint, mixer: mamba2.Sizes) -> Checkpoint:
-    """Returns the checkpoint with its matrices multiplied by what their products are.
-
-    A factor may also stand on what goes into a product: there are no biases, so it is the same.
-    """
+    """Fold the multipliers of inputs and outputs into matrices; there are no biases."""
     c = checkpoint.config
     attention_in, (gate, down) = c["attention_in_multiplier"], c["mlp_multipliers"]
-    # Of the gate, of what heads take in, of `b`, of `c` and of steps, one after another.
+    # Rows are in the order gate, input of heads, `b`, `c`, steps.
     shared = mixer.groups * mixer.state
     sizes = mixer.inner, mixer.inner, shared, shared, mixer.heads
     by_row = np.repeat(np.array(c["ssm_multipliers"], np.float32), sizes)[:, None]
@@ -181,7 +163,7 @@ def _times(tensor: Tensor, factor: float | np.ndarray) -> Tensor:
 
 
 def layers_of(config: Config, dtype: Any) -> list[Layer]:
-    """Returns what each layer keeps: keys and values, and the state of its mixer."""
+    """Return the keys, values and states that each layer caches."""
     attends = Attends(kv_heads=config.kv_heads, head_dim=config.head_dim, rope=config.rope)
     return [(attends, mamba2.recurs(config.mixer, dtype))] * config.layers
 

@@ -1,7 +1,4 @@
-"""Gemma 3, written for a jaxkv cache: most layers look back over a window, every few over all.
-
-A layer asks the cache for one thing, `attend`, and never sees a mask, a cell or a length.
-"""
+"""Gemma 3: most layers have a window, every n-th layer full attention."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -28,21 +25,11 @@ ARCHITECTURES = ("gemma3_text",)
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Sizes and switches of a model of the family; hashable.
+    """Configuration; other fields: see `models.families.language_model`.
 
-    width: numbers of a token between the layers.
-    hidden: numbers of a token inside the feed-forward part.
-    heads: H, query heads.
-    kv_heads: K, key/value heads.
-    head_dim: D, numbers of a head.
-    vocabulary: V.
-    eps: what keeps a norm from dividing by zero.
-    scale: what products of queries and keys are multiplied by.
-    windows: of each of the L layers, None where it sees the whole text.
-    ropes: how queries and keys turn with position, layer by layer.
-    softcap: what the logits of attention stay below, None for no limit.
-    final_softcap: what the logits of tokens stay below, None for no limit.
-    implementation: how attention is computed, see `jaxkv.attend`; None leaves it to jaxkv.
+    ropes: rotary embedding of each layer.
+    softcap: soft limit of attention logits, None for none.
+    final_softcap: soft limit of logits, None for none.
     """
 
     width: int
@@ -61,7 +48,7 @@ class Config:
 
 
 class Block(nnx.Module):
-    """One layer: attention over the cache, then a gated feed-forward part; norms around both."""
+    """One layer: attention, then a gated feed-forward part, each between norms."""
 
     def __init__(self, config: Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = config
@@ -83,7 +70,7 @@ class Block(nnx.Module):
         self.after_feed_norm = norm(c.width)
 
     def __call__(self, cache: Any, ubatch: Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Run the layer on `x`, `[R, T, width]`; returns the cache and the next `x`."""
+        """Apply the layer to `x`, `[R, T, width]`; return the cache and the next `x`."""
         cache, out = self.attention(cache, ubatch, self.attention_norm(x))
         x = x + self.after_attention_norm(out)
         return cache, x + self.after_feed_norm(self.feed(self.feed_norm(x)))
@@ -100,27 +87,27 @@ class Gemma3(LanguageModel):
         self.norm = RMSNorm(c.width, c.eps, dtype, less_one=True)
 
     def embed(self, tokens: jax.Array) -> jax.Array:
-        """Turn tokens, `[R, T]`, into what the first layer reads, `[R, T, width]`."""
+        """Embed tokens `[R, T]` as the input of the first layer, `[R, T, width]`."""
         x = self.vocabulary.embed(tokens)
-        # The factor is rounded to the weights' dtype, as it was when the model was trained.
+        # The factor is rounded to the dtype of the params, as in training.
         return x * jnp.asarray(self.config.width**0.5, x.dtype)
 
     def logits(self, x: jax.Array) -> jax.Array:
-        """Turn what the norm makes of O tokens, `[O, width]`, into logits `[O, V]`, float32."""
+        """Map normalised vectors `[O, width]` to logits `[O, V]`, float32."""
         logits = self.vocabulary.logits(x)
         cap = self.config.final_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 def config_of(checkpoint: Checkpoint) -> Config:
-    """Read the sizes of a model of this family from its checkpoint."""
+    """Read the configuration of a model from its checkpoint."""
     c = checkpoint.config
     if not c["tie_word_embeddings"]:
         raise ModelError(
             f"{checkpoint.source} has a head of its own; only Gemma 3 models with their embedding "
             "as the head can be run."
         )
-    # Only layers that see the whole text have their positions stretched.
+    # Only layers with full attention have scaled positions.
     rope, local = rope_of(checkpoint), plain_rope(checkpoint, c["rope_local_base_freq"])
     windows = windows_of(checkpoint)
     return Config(
@@ -140,7 +127,7 @@ def config_of(checkpoint: Checkpoint) -> Config:
 
 
 def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
-    """Returns where each weight of `Gemma3` comes from."""
+    """Return the source of each parameter of `Gemma3`."""
     source = Sources(checkpoint)
 
     def block(layer: str) -> dict:
@@ -164,7 +151,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
 
 
 def layers_of(config: Config, dtype: Any) -> list[Attends]:
-    """Returns what each layer keeps; `dtype` is that of what is kept beside keys and values."""
+    """Return the cache contents of each layer; `dtype` is unused."""
     del dtype
     return [
         Attends(kv_heads=config.kv_heads, head_dim=config.head_dim, rope=rope, window=window)

@@ -1,8 +1,6 @@
-"""Granite 4, written for a jaxkv cache: mostly Mamba-2 layers, and every few an attention layer.
+"""Granite 4: mostly Mamba-2 layers, attention in some, possibly experts.
 
-Attention asks the cache for `attend`, a mixer (see `mamba2.py`) for states; which part of the
-cache answers, no layer knows. There may be experts, and most models of the family have no
-positional encoding: their recurrent layers tell the order of tokens.
+Most models have no positional encoding, since recurrent layers order the tokens.
 """
 
 from dataclasses import dataclass
@@ -30,28 +28,16 @@ ARCHITECTURES = ("granitemoehybrid",)
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Sizes and switches of a model of the family; hashable.
+    """Configuration; other fields: see `models.families.language_model`.
 
-    attends: of each of the L layers, whether it attends or has a Mamba-2 mixer.
-    width: numbers of a token between the layers.
-    hidden: numbers of a token inside the feed-forward part that all tokens share.
-    heads: H, query heads.
-    kv_heads: K, key/value heads.
-    head_dim: D, numbers of a head.
-    vocabulary: V.
-    eps: what keeps a norm from dividing by zero.
-    mixer: of every layer that does not attend.
-    rope: how queries and keys turn with position, None where they do not.
-    scale: what products of queries and keys are multiplied by.
-    embedding_factor: what embeddings are multiplied by.
-    residual_factor: what each part of a layer is multiplied by before it is added.
-    logits_divisor: what logits are divided by.
-    experts: feed-forward parts of which each token chooses; 0 where there are none.
-    chosen: how many it chooses.
-    expert_hidden: numbers of a token inside one of them.
-    tied: whether the head is the embedding.
-    bias: whether the projections of attention have biases.
-    implementation: how attention is computed, see `jaxkv.attend`; None leaves it to jaxkv.
+    attends: whether each of the L layers has attention; the others have a Mamba-2 mixer.
+    hidden: size inside the feed-forward part that all tokens share.
+    mixer: configuration of the Mamba-2 mixers.
+    embedding_factor: factor of embeddings.
+    residual_factor: factor of each part of a layer, before the sum.
+    logits_divisor: divisor of logits.
+    experts: number of experts, 0 for none; `chosen` of them for each token.
+    expert_hidden: size inside an expert.
     """
 
     attends: tuple[bool, ...]
@@ -77,14 +63,14 @@ class Config:
 
 
 class Router(nnx.Module):
-    """Sends a token to the experts with its largest logits, whose shares are a softmax of these."""
+    """Selects the experts with the largest logits; the factors are a softmax of these."""
 
     def __init__(self, config: Config, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.weight = matrix(rngs, (config.experts, config.width), dtype)
         self.chosen = config.chosen
 
     def __call__(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Choose for tokens `[n, width]`; returns shares and experts, `[n, chosen]` each."""
+        """Select for tokens `[n, width]`; return factors and experts, `[n, chosen]` each."""
         logits = linear(tokens, self.weight[...]).astype(jnp.float32)
         logits, chosen = jax.lax.top_k(logits, self.chosen)
         return jax.nn.softmax(logits, axis=-1), chosen
@@ -116,7 +102,7 @@ class Block(nnx.Module):
             self.experts = Experts(c.width, c.expert_hidden, c.experts, router, dtype, rngs)
 
     def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Run the layer on `x`, `[R, T, width]`; returns the cache and the next `x`."""
+        """Apply the layer to `x`, `[R, T, width]`; return the cache and the next `x`."""
         c = self.config
         cache, out = self.mixer(cache, ubatch, self.mix_norm(x))
         x = x + out * c.residual_factor
@@ -138,16 +124,16 @@ class GraniteHybrid(LanguageModel):
         self.norm = RMSNorm(c.width, c.eps, dtype)
 
     def embed(self, tokens: jax.Array) -> jax.Array:
-        """Turn tokens, `[R, T]`, into what the first layer reads, `[R, T, width]`."""
+        """Embed tokens `[R, T]` as the input of the first layer, `[R, T, width]`."""
         return self.vocabulary.embed(tokens) * self.config.embedding_factor
 
     def logits(self, x: jax.Array) -> jax.Array:
-        """Turn what the norm makes of O tokens, `[O, width]`, into logits `[O, V]`, float32."""
+        """Map normalised vectors `[O, width]` to logits `[O, V]`, float32."""
         return self.vocabulary.logits(x) / self.config.logits_divisor
 
 
 def config_of(checkpoint: Checkpoint) -> Config:
-    """Read the sizes of a model of this family from its checkpoint."""
+    """Read the configuration of a model from its checkpoint."""
     c = checkpoint.config
     experts = c["num_local_experts"]
     return Config(
@@ -174,7 +160,7 @@ def config_of(checkpoint: Checkpoint) -> Config:
 
 
 def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
-    """Returns where each weight of `GraniteHybrid` comes from."""
+    """Return the source of each parameter of `GraniteHybrid`."""
     source = Sources(checkpoint)
 
     def experts(name: str) -> dict:
@@ -222,7 +208,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
 
 
 def layers_of(config: Config, dtype: Any) -> list[Layer]:
-    """Returns what each layer keeps."""
+    """Return the cache contents of each layer; `dtype` is that of convolution states."""
     attends = Attends(kv_heads=config.kv_heads, head_dim=config.head_dim, rope=config.rope)
     mixes = mamba2.recurs(config.mixer, dtype)
     return [attends if is_attention else mixes for is_attention in config.attends]

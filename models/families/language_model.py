@@ -1,4 +1,20 @@
-"""What every family is from the outside: tokens in, logits out; what its layers are, it says."""
+"""Base class of the families.
+
+Fields that several families have in their `Config`, which is hashable:
+
+- `layers`: L.
+- `width`: size of a token's vector between layers.
+- `hidden`: size of a token's vector inside the feed-forward part.
+- `heads`: H, query heads. `kv_heads`: K, key/value heads. `head_dim`: D.
+- `vocabulary`: V.
+- `eps`: epsilon of the norms.
+- `rope`: rotary embedding of queries and keys; None for none.
+- `windows`: window of each layer; None for full attention.
+- `scale`: factor of query-key products.
+- `tied`: whether the embedding matrix is also the head.
+- `bias`: whether query, key and value projections have biases.
+- `implementation`: attention implementation, see `jaxkv.attend`; None lets jaxkv choose.
+"""
 
 from typing import Any
 
@@ -10,15 +26,11 @@ from models.families.layers import RMSNorm, Vocabulary
 
 
 class LanguageModel(nnx.Module):
-    """Tokens in, logits of the tokens that want them out; layers one after another between.
-
-    A family makes the three parts, and says where its embeddings or logits are more than a row of
-    a matrix and a product with one.
+    """A model from tokens to logits: embedding, layers, norm and head.
 
     vocabulary: the embedding and the head.
-    blocks: the layers; each takes the cache, the ubatch and `x`, `[R, T, width]`, and returns the
-      cache and the next `x`.
-    norm: of what the last layer makes.
+    blocks: layers; each maps the cache, the ubatch and `x`, `[R, T, width]`, to the cache and `x`.
+    norm: of the last layer's output.
     """
 
     vocabulary: Vocabulary
@@ -26,15 +38,15 @@ class LanguageModel(nnx.Module):
     norm: RMSNorm
 
     def embed(self, tokens: jax.Array) -> jax.Array:
-        """Turn tokens, `[R, T]`, into what the first layer reads, `[R, T, width]`."""
+        """Embed tokens `[R, T]` as the input of the first layer, `[R, T, width]`."""
         return self.vocabulary.embed(tokens)
 
     def logits(self, x: jax.Array) -> jax.Array:
-        """Turn what the norm makes of O tokens, `[O, width]`, into logits `[O, V]`, float32."""
+        """Map normalised vectors `[O, width]` to logits `[O, V]`, float32."""
         return self.vocabulary.logits(x)
 
     def __call__(self, cache: Any, ubatch: Ubatch) -> tuple[Any, jax.Array]:
-        """Run a ubatch that has been applied; returns the cache and logits `[O, V]`, float32."""
+        """Run an applied ubatch; return the cache and logits `[O, V]`, float32."""
         x = self.embed(ubatch.tokens) if ubatch.embeddings is None else ubatch.embeddings
         for block in self.blocks:
             cache, x = block(cache, ubatch, x)

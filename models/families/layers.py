@@ -1,7 +1,4 @@
-"""Layers that families share: the vocabulary, norms, products, attention, gated feed-forward parts.
-
-What is the same in every family is here; how a family puts it together is in its own file.
-"""
+"""Layers that families share: vocabulary, norm, linear, attention, feed-forward."""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,12 +16,10 @@ from models.meshes import WHOLE, Split
 
 
 class RMSNorm(nnx.Module):
-    """Divides by the root of the mean square, in float32.
+    """RMS normalisation in float32.
 
-    size: numbers that are normalised.
-    eps: what keeps it from dividing by zero.
-    groups: parts with a mean of their own.
-    less_one: the weight is stored less 1, as Gemma's are.
+    groups: number of parts that are normalised separately.
+    less_one: whether the stored weight is the factor minus 1, as in Gemma.
     """
 
     def __init__(
@@ -34,7 +29,7 @@ class RMSNorm(nnx.Module):
         self.eps, self.groups, self.less_one = eps, groups, less_one
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalise the last dimension; returns the dtype of the weight."""
+        """Normalise the last dimension; the result has the dtype of the weight."""
         y = x.astype(jnp.float32).reshape(*x.shape[:-1], self.groups, -1)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
         weight = self.weight[...].astype(jnp.float32) + self.less_one
@@ -43,12 +38,9 @@ class RMSNorm(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """A product with a matrix, and a bias if there is one.
+    """A linear map to one dimension or several, with an optional bias.
 
-    inputs: numbers that it takes.
-    outputs: numbers that it makes, in one dimension or several.
-    bias: whether there is one.
-    split: how the matrix, `[outputs, inputs]`, is split on a mesh; the bias goes with its outputs.
+    `split` is that of the matrix, `[outputs, inputs]`; a bias has the split of the outputs.
     """
 
     def __init__(
@@ -69,7 +61,7 @@ class Linear(nnx.Module):
             self.bias = nnx.Param(jnp.zeros(shape, dtype), split=bias_split)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Map the last dimension, from `inputs` numbers to `outputs`."""
+        """Map the last dimension from `inputs` to `outputs`."""
         y = linear(x, self.weight[...])
         if not self.biased:
             return y
@@ -78,7 +70,7 @@ class Linear(nnx.Module):
 
 
 class Vocabulary(nnx.Module):
-    """The embedding and the head: one matrix if they are tied."""
+    """The embedding and the head: one matrix if `tied`."""
 
     def __init__(self, size: int, width: int, dtype: jnp.dtype, rngs: nnx.Rngs, *, tied: bool):
         self.tied = tied
@@ -89,23 +81,16 @@ class Vocabulary(nnx.Module):
             self.embedding = make(split=split)
 
     def embed(self, tokens: jax.Array) -> jax.Array:
-        """Turn tokens, `[R, T]`, into what stands for them, `[R, T, width]`; NaN for no token."""
+        """Embed tokens `[R, T]` as `[R, T, width]`; NaN for ids of V or more."""
         return jnp.take((self.head if self.tied else self.embedding)[...], tokens, axis=0)
 
     def logits(self, x: jax.Array) -> jax.Array:
-        """Turn what the last layer makes of O tokens, `[O, width]`, into logits `[O, V]`."""
+        """Map vectors `[O, width]` to logits `[O, V]`, float32."""
         return linear(x, self.head[...]).astype(jnp.float32)
 
 
 class Heads(Protocol):
-    """The sizes that `Attention` takes from the config of a family.
-
-    width: numbers of a token between the layers.
-    heads: H, query heads.
-    kv_heads: K, key/value heads.
-    head_dim: D, numbers of a head.
-    implementation: how attention is computed, see `jaxkv.attend`; None leaves it to jaxkv.
-    """
+    """Sizes that `Attention` reads, see `models.families.language_model`."""
 
     width: int
     heads: int
@@ -115,21 +100,19 @@ class Heads(Protocol):
 
 
 class Attention(nnx.Module):
-    """Attention over the cache, between its two projections.
+    """Attention over the cache, with its projections.
 
-    Their weights lie by key/value head, so that a device of a mesh can have some of these and send
-    nothing but its share of the sum: `qkv` is `[K, (G + 2) * D, width]`, for each key/value head
-    the G = H / K query heads that look at it, its key and its value, and `output`
-    `[width, H * D]` with the query heads in the same order.
+    Weights are grouped by key/value head, so that a mesh can split them. `qkv`,
+    `[K, (G + 2) * D, width]`, has the G = H / K query heads of each key/value head, its key and its
+    value. `output` is `[width, H * D]`, with query heads in the same order.
 
-    config: the sizes.
-    layer: the number that the cache knows this layer by.
-    rope: how queries and keys turn with position, None where they do not.
-    bias: whether queries, keys and values have biases.
-    output_bias: whether what comes out has one.
-    norm: makes the norm of queries and that of keys, head by head; None for neither.
-    scale: what products of queries and keys are multiplied by, None for 1 / sqrt(D).
-    softcap: what the logits of attention stay below, None for no limit.
+    layer: number of the layer in the cache.
+    rope: rotary embedding of queries and keys, None for none.
+    bias: whether `qkv` has biases.
+    output_bias: whether `output` has a bias.
+    norm: makes the norms of query heads and of key heads; None for none.
+    scale: factor of query-key products, None for 1 / sqrt(D).
+    softcap: soft limit of attention logits, None for none.
     """
 
     def __init__(
@@ -148,7 +131,7 @@ class Attention(nnx.Module):
     ):
         c = self.config = config
         self.layer, self.rope, self.scale, self.softcap = layer, rope, scale, softcap
-        # Queries, keys and values are one product: with few tokens the time goes into reading
+        # Queries, keys and values are one product: with few tokens most time is spent on reading
         # weights, and fewer, larger products read them faster.
         size = (c.heads // c.kv_heads + 2) * c.head_dim
         by_head = partial(Split, parts=c.kv_heads, of="key/value heads")
@@ -165,13 +148,9 @@ class Attention(nnx.Module):
     def __call__(
         self, cache: Any, ubatch: Ubatch, x: jax.Array, added: Any = None
     ) -> tuple[Any, jax.Array]:
-        """Mix `x`, `[R, T, width]`, with what came before; returns the cache and the outcome.
+        """Attend from `x`, `[R, T, width]`, to the cache; return the cache and the output.
 
-        Args:
-          cache: which the ubatch has been applied to.
-          ubatch: the tokens.
-          x: what there is of them.
-          added: to logits, a bias as `jaxkv.attend` takes it; None for nothing.
+        `added` is a bias of attention logits, see `jaxkv.attend`; None for none.
         """
         c = self.config
         group, token = c.heads // c.kv_heads, x.shape[:2]
@@ -199,14 +178,9 @@ class Attention(nnx.Module):
 
 
 class GatedFeed(nnx.Module):
-    """A feed-forward part: what goes up is multiplied by a gate, and goes down again.
+    """A gated feed-forward part.
 
-    The gate and what goes up are one product, `[2, hidden, width]`.
-
-    width: numbers of a token between the layers.
-    hidden: numbers of a token inside.
-    activation: of the gate.
-    bias: whether its products have biases.
+    Gate and up projection are one product with weights `[2, hidden, width]`.
     """
 
     def __init__(
@@ -225,11 +199,11 @@ class GatedFeed(nnx.Module):
         self.down = Linear(hidden, width, dtype, rngs, bias=bias, split=inside())
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Map `x`, `[R, T, width]`, token by token."""
+        """Map each token of `x`, `[R, T, width]`."""
         gate, up = jnp.unstack(self.gate_up(x), axis=-2)
         return self.down(self.activation(gate) * up)
 
 
 def gelu(x: jax.Array) -> jax.Array:
-    """The approximate GELU, by tanh, that Gemma's gates are trained with."""
+    """Return the tanh approximation of GELU, as in Gemma and T5."""
     return jax.nn.gelu(x, approximate=True)

@@ -1,7 +1,6 @@
-"""LFM2, written for a jaxkv cache: short gated convolutions, and every few layers attention.
+"""LFM2: gated short convolutions, and attention in some layers.
 
-A convolution remembers the last few of its inputs and nothing else, so what it keeps of a text is
-tiny. It asks the cache for states, attention for `attend`; which part answers, no layer knows.
+The state of a convolution is the last few of its inputs.
 """
 
 from dataclasses import dataclass
@@ -28,20 +27,10 @@ ARCHITECTURES = ("lfm2",)
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Sizes and switches of a model of the family; hashable.
+    """Configuration; other fields: see `models.families.language_model`.
 
-    attends: of each of the L layers, whether it attends or convolves.
-    width: numbers of a token between the layers.
-    hidden: numbers of a token inside the feed-forward part.
-    heads: H, query heads.
-    kv_heads: K, key/value heads.
-    head_dim: D, numbers of a head.
-    kernel: tokens that a convolution sees.
-    vocabulary: V.
-    eps: what keeps a norm from dividing by zero.
-    rope: how queries and keys turn with position.
-    tied: whether the head is the embedding.
-    implementation: how attention is computed, see `jaxkv.attend`; None leaves it to jaxkv.
+    attends: whether each of the L layers has attention; the others have a convolution.
+    kernel: tokens of a convolution.
     """
 
     attends: tuple[bool, ...]
@@ -59,24 +48,24 @@ class Config:
 
 
 def split_of(config: Config) -> Split:
-    """Returns how what belongs to channels, its second dimension, is split on a mesh."""
+    """Return the split of channels, the second dimension of an array."""
     return Split(axis=1, parts=config.width, of="channels of a convolution")
 
 
 class ShortConvolution(nnx.Module):
-    """What attention is elsewhere: each channel over a few tokens, with a gate on either side."""
+    """Convolution of each channel over the last `kernel` tokens, between two gates."""
 
     def __init__(self, config: Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = config
         self.layer, split = layer, split_of(c)
-        # The gate of what comes in, that of what goes out, and what is convolved are one product.
+        # Input gate, output gate and input of the convolution are one product.
         self.input = Linear(c.width, (3, c.width), dtype, rngs, split=split)
         values = jax.random.normal(rngs.params(), (c.kernel, c.width), dtype) * c.kernel**-0.5
         self.conv = nnx.Param(values, split=split)
         self.output = Linear(c.width, c.width, dtype, rngs, split=split)
 
     def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Mix `x`, `[R, T, width]`, with what came before; returns the cache and the outcome."""
+        """Convolve `x`, `[R, T, width]`; return the cache and the output."""
         into, out_of, x = jnp.unstack(self.input(x), axis=-2)
         x = jnp.where(ubatch.valid[..., None], into * x, 0)
         tail = jaxkv.read_states(cache, self.layer, ubatch)["conv"]
@@ -87,7 +76,7 @@ class ShortConvolution(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer: attention or a convolution over the cache, then a gated feed-forward part."""
+    """One layer: attention or a convolution, then a gated feed-forward part."""
 
     def __init__(self, config: Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = config
@@ -101,7 +90,7 @@ class Block(nnx.Module):
         self.feed = GatedFeed(c.width, c.hidden, jax.nn.silu, dtype, rngs)
 
     def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Run the layer on `x`, `[R, T, width]`; returns the cache and the next `x`."""
+        """Apply the layer to `x`, `[R, T, width]`; return the cache and the next `x`."""
         cache, out = self.mixer(cache, ubatch, self.mix_norm(x))
         x = x + out
         return cache, x + self.feed(self.feed_norm(x))
@@ -119,7 +108,7 @@ class LFM2(LanguageModel):
 
 
 def config_of(checkpoint: Checkpoint) -> Config:
-    """Read the sizes of a model of this family from its checkpoint."""
+    """Read the configuration of a model from its checkpoint."""
     c = checkpoint.config
     return Config(
         attends=tuple(kind == "full_attention" for kind in c["layer_types"]),
@@ -137,7 +126,7 @@ def config_of(checkpoint: Checkpoint) -> Config:
 
 
 def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
-    """Returns where each weight of `LFM2` comes from."""
+    """Return the source of each parameter of `LFM2`."""
     source = Sources(checkpoint)
 
     def attention(name: str) -> dict:
@@ -178,7 +167,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
 
 
 def layers_of(config: Config, dtype: Any) -> list[Layer]:
-    """Returns what each layer keeps: keys and values, or the end of a convolution's inputs."""
+    """Return the cache contents of each layer; `dtype` is that of convolution states."""
     attends = Attends(kv_heads=config.kv_heads, head_dim=config.head_dim, rope=config.rope)
     convolves = Recurs(
         states={"conv": jax.ShapeDtypeStruct((config.kernel - 1, config.width), dtype)},

@@ -1,4 +1,4 @@
-"""The product with a matrix of weights, laid out so that reading them is all the time it takes."""
+"""Products with a matrix, arranged so that reading weights takes most of the time."""
 
 import jax
 import jax.numpy as jnp
@@ -7,27 +7,23 @@ from flax import nnx
 from models.meshes import WHOLE, Split
 
 FEW = 64
-"""The most rows of tokens for which the weights are the first factor on a processor."""
+"""Largest number of rows for which the weights are the first factor on a CPU."""
 
 
 def matrix(
     rngs: nnx.Rngs, shape: tuple[int, ...], dtype: jnp.dtype, *, split: Split = WHOLE
 ) -> nnx.Param:
-    """Make random weights for `linear`, `[..., n]`, from n numbers to those of the other sizes."""
+    """Make random weights `[..., n]` for `linear`, which map n numbers."""
     values = jax.random.normal(rngs.params(), shape, dtype) * shape[-1] ** -0.5
     return nnx.Param(values, split=split)
 
 
-@jax.jit  # a program of many layers holds it once for each shape
+@jax.jit  # a program of many layers contains it once for each shape
 def linear(x: jax.Array, weights: jax.Array) -> jax.Array:
-    """Map the last dimension of `x` by a matrix; `[..., n]` and `[m, n]` to `[..., m]`.
+    """Map the last dimension of `x` by a matrix: `[..., n]` and `[m, n]` to `[..., m]`.
 
-    Weights may have several dimensions in place of m, and then the outcome has them: it is one
-    product all the same. They are not merged where there are several devices, since on a mesh any
-    of them may be split.
-
-    Sums are float32 at least. How it is computed is chosen by the platform for which a program is
-    lowered, wherever it is traced.
+    In place of m the weights may have several dimensions, which the result then has. Sums are at
+    least float32. The platform that a program is lowered for selects the implementation.
     """
     rows = x.reshape(-1, x.shape[-1])
     out = jax.lax.platform_dependent(rows, weights, cpu=_on_a_processor, default=_plain)
@@ -40,14 +36,13 @@ def _plain(rows: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 def _on_a_processor(rows: jax.Array, weights: jax.Array) -> jax.Array:
-    """The same, arranged for XLA's code for processors.
+    """Return the same as `_plain`, arranged for XLA on CPUs.
 
-    With few tokens the time goes into reading weights. Processors share the rows of a product's
-    first factor among their cores, so that is what the weights are then; the barrier keeps the
-    compiler from exchanging the factors. In other dtypes than float32 a product that is to be
-    rounded, or has one row alone, converts all weights first: so that row takes a second one along.
-    Weights of three dimensions would be transposed for each product: a device that is alone, whose
-    weights are whole, merges them. Where it guesses wrong that costs time, and no more.
+    CPU cores share the rows of the first factor, so with few tokens the weights are that factor.
+    The barrier prevents XLA from swapping the factors. For other dtypes than float32, a product
+    with a single row converts all weights first, so a single row is duplicated. Weights of three
+    dimensions would be transposed for each product. They are merged on a single device; on a mesh
+    any dimension may be split.
     """
     count = rows.shape[0]
     if weights.dtype == jnp.float32 and count <= FEW:

@@ -1,7 +1,4 @@
-"""The Llama family, written for a jaxkv cache: Llama, Mistral, SmolLM2, Qwen 2 and Qwen 3.
-
-A layer asks the cache for one thing, `attend`, and never sees a mask, a cell or a length.
-"""
+"""Llama, Mistral, SmolLM2, Qwen 2 and Qwen 3."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -27,21 +24,9 @@ ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Sizes and switches of a model of the family; hashable.
+    """Configuration; other fields: see `models.families.language_model`.
 
-    width: numbers of a token between the layers.
-    hidden: numbers of a token inside the feed-forward part.
-    heads: H, query heads.
-    kv_heads: K, key/value heads.
-    head_dim: D, numbers of a head.
-    vocabulary: V.
-    eps: what keeps a norm from dividing by zero.
-    rope: how queries and keys turn with position.
-    windows: of each of the L layers, None where it sees the whole text.
-    tied: whether the head is the embedding.
-    bias: whether queries, keys and values have biases (Qwen 2).
-    norms: whether queries and keys are normalised head by head (Qwen 3).
-    implementation: how attention is computed, see `jaxkv.attend`; None leaves it to jaxkv.
+    norms: whether query and key heads are normalised (Qwen 3).
     """
 
     width: int
@@ -78,7 +63,7 @@ class Block(nnx.Module):
         self.feed = GatedFeed(c.width, c.hidden, jax.nn.silu, dtype, rngs)
 
     def __call__(self, cache: Any, ubatch: Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Run the layer on `x`, `[R, T, width]`; returns the cache and the next `x`."""
+        """Apply the layer to `x`, `[R, T, width]`; return the cache and the next `x`."""
         cache, out = self.attention(cache, ubatch, self.attention_norm(x))
         x = x + out
         return cache, x + self.feed(self.feed_norm(x))
@@ -96,7 +81,7 @@ class Llama(LanguageModel):
 
 
 def config_of(checkpoint: Checkpoint) -> Config:
-    """Read the sizes of a model of this family from its checkpoint."""
+    """Read the configuration of a model from its checkpoint."""
     c = checkpoint.config
     return Config(
         width=c["hidden_size"],
@@ -115,7 +100,7 @@ def config_of(checkpoint: Checkpoint) -> Config:
 
 
 def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
-    """Returns where each weight of `Llama` comes from."""
+    """Return the source of each parameter of `Llama`."""
     source = Sources(checkpoint)
 
     def block(layer: str) -> dict:
@@ -140,7 +125,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
 
 
 def layers_of(config: Config, dtype: Any) -> list[Attends]:
-    """Returns what each layer keeps; `dtype` is that of what is kept beside keys and values."""
+    """Return the cache contents of each layer; `dtype` is unused."""
     del dtype
     sizes = {"kv_heads": config.kv_heads, "head_dim": config.head_dim, "rope": config.rope}
     return [Attends(**sizes, window=window) for window in config.windows]

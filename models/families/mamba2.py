@@ -1,8 +1,4 @@
-"""Mamba-2, written for a jaxkv cache: each layer carries a state from token to token.
-
-A layer asks the cache for the states before a ubatch, hands back those after it, and never sees
-whose they are or what is kept of them. The two recurrences are in `jaxkv.ops.scans`.
-"""
+"""Mamba-2: recurrent layers, see `jaxkv.ops.scans`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,19 +24,16 @@ ARCHITECTURES = ("mamba2",)
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Sizes and switches of a Mamba-2 mixer; hashable.
+    """Configuration of a Mamba-2 mixer; hashable.
 
-    width: numbers of a token between the layers.
     heads: H, parts with a state each.
-    head_dim: P, numbers of a token in a head.
-    state: M, numbers of the state for each of those.
-    groups: G, heads of one group read and write their states alike.
-    kernel: tokens that the convolution sees.
-    eps: what keeps the norm from dividing by zero.
-    limits: the smallest and the largest step.
+    head_dim: P, channels of a head.
+    state: M, numbers of the state for each channel.
+    groups: G, groups of heads that share input and output vectors.
+    kernel: tokens of the convolution.
+    limits: smallest and largest step size.
     bias: whether the projections have biases.
-    conv_bias: whether the convolution has one.
-    norm: whether what comes out is normalised, after its gate.
+    norm: whether the gated output is normalised.
     """
 
     width: int
@@ -57,20 +50,20 @@ class Sizes:
 
     @property
     def inner(self) -> int:
-        """Numbers of a token in all heads."""
+        """Channels of all heads."""
         return self.heads * self.head_dim
 
     @property
     def shared(self) -> int:
-        """Numbers of a token that heads share: of each group `b` and `c`."""
+        """Numbers of a token that heads share: `b` and `c` of each group."""
         return 2 * self.groups * self.state
 
     def by_group(self, axis: int) -> Split:
-        """How what heads share is split on a mesh."""
+        """Return the split of arrays that the heads of a group share."""
         return Split(axis=axis, parts=self.groups, of="groups of heads")
 
     def by_head(self, axis: int) -> Split:
-        """How what belongs to heads is split: where there are groups, with what they share."""
+        """Return the split of arrays by head: by group if there are several groups."""
         if self.groups > 1:
             return self.by_group(axis)
         return Split(axis=axis, parts=self.heads, of="heads of a mixer")
@@ -78,14 +71,7 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Sizes and switches of a model of the family; hashable.
-
-    layers: L.
-    vocabulary: V.
-    eps: what keeps a norm from dividing by zero.
-    mixer: of every layer.
-    tied: whether the head is the embedding.
-    """
+    """Configuration, see `models.families.language_model`; `mixer` is that of all layers."""
 
     layers: int
     vocabulary: int
@@ -95,13 +81,7 @@ class Config:
 
 
 class Filter(nnx.Module):
-    """A short convolution of each channel over time, and the activation after it.
-
-    kernel: tokens that it sees.
-    channels: how many there are.
-    bias: whether there is one.
-    split: how the weights, `[kernel, channels]`, are split on a mesh.
-    """
+    """A short convolution of each channel over time, with SiLU."""
 
     def __init__(
         self,
@@ -122,20 +102,20 @@ class Filter(nnx.Module):
     def __call__(
         self, x: jax.Array, tail: jax.Array, counts: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Convolve `x`, `[R, T, channels]`, after its tail, see `scans.convolve`."""
+        """Convolve `x`, `[R, T, channels]`, after its tail; see `scans.convolve`."""
         bias = self.bias[0] if self.biased else None
         x, tails = scans.convolve(x, tail, self.weight[...], bias, counts)
         return jax.nn.silu(x), tails
 
 
 class Mixer(nnx.Module):
-    """What attention is elsewhere: a short convolution, then a state that decays as tokens say."""
+    """A short convolution and a selective state-space recurrence."""
 
     def __init__(self, sizes: Sizes, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = self.sizes = sizes
         self.layer = layer
-        # The gate and what heads take in are one product, by far the largest. What the heads of a
-        # group share, `b` and `c`, is another, and steps are a third, so that a mesh cuts none.
+        # Gate and input of the heads are one product, by far the largest. A mesh splits it by
+        # head, and `b` and `c` by group, so these and the steps are separate products.
         project = partial(Linear, c.width, dtype=dtype, rngs=rngs, bias=c.bias)
         self.input = project((2, c.inner), split=c.by_head(1))
         self.shared = project((c.groups, 2 * c.state), split=c.by_group(0))
@@ -143,7 +123,7 @@ class Mixer(nnx.Module):
         convolve = partial(Filter, c.kernel, dtype=dtype, rngs=rngs, bias=c.conv_bias)
         self.conv = convolve(c.inner, split=c.by_head(1))
         self.shared_conv = convolve(c.shared, split=c.by_group(1))
-        # What decides how fast states decay is exact, whatever the dtype of the rest.
+        # Decay rates are float32 for every dtype.
         self.step_bias = nnx.Param(jnp.zeros(c.heads, jnp.float32))
         self.rate_log = nnx.Param(jnp.log(jnp.arange(1.0, c.heads + 1)))
         self.skip = nnx.Param(jnp.ones(c.heads, jnp.float32))
@@ -152,12 +132,12 @@ class Mixer(nnx.Module):
         self.output = Linear(c.inner, c.width, dtype, rngs, bias=c.bias, split=c.by_head(1))
 
     def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Mix `x`, `[R, T, width]`, with what came before; returns the cache and the outcome."""
+        """Run the mixer on `x`, `[R, T, width]`; return the cache and the output."""
         c = self.sizes
         steps, shared = self.steps(x), self.shared(x).reshape(*x.shape[:2], -1)
         gate, x = jnp.unstack(self.input(x), axis=-2)
         steps = jax.nn.softplus(steps.astype(jnp.float32) + self.step_bias[...].reshape(1, 1, -1))
-        # Padding adds nothing and takes no time, so it leaves the state as it is.
+        # Padding has inputs and steps of 0, so it does not change the state.
         valid = ubatch.valid[..., None]
         x, shared = jnp.where(valid, x, 0), jnp.where(valid, shared, 0)
         steps = jnp.where(valid, jnp.clip(steps, *c.limits), 0)
@@ -187,9 +167,9 @@ class Block(nnx.Module):
         self.mixer = Mixer(c.mixer, layer, dtype, rngs)
 
     def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Run the layer on `x`, `[R, T, width]`; returns the cache and the next `x`."""
+        """Apply the layer to `x`, `[R, T, width]`; return the cache and the next `x`."""
         cache, out = self.mixer(cache, ubatch, self.norm(x))
-        # Between the layers it is float32, as the model was trained; norms turn it back.
+        # `x` is float32 between the layers, as in training; norms cast it.
         return cache, x.astype(jnp.float32) + out
 
 
@@ -204,7 +184,7 @@ class Mamba2(LanguageModel):
 
 
 def config_of(checkpoint: Checkpoint) -> Config:
-    """Read the sizes of a model of this family from its checkpoint."""
+    """Read the configuration of a model from its checkpoint."""
     c = checkpoint.config
     return Config(
         layers=c["num_hidden_layers"],
@@ -227,7 +207,7 @@ def config_of(checkpoint: Checkpoint) -> Config:
 
 
 def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
-    """Returns where each weight of `Mamba2` comes from."""
+    """Return the source of each parameter of `Mamba2`."""
     source = Sources(checkpoint)
 
     def block(layer: str) -> dict:
@@ -244,7 +224,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
 
 
 def sizes_of(checkpoint: Checkpoint, **switches: bool) -> Sizes:
-    """Read the sizes of a mixer that is one part of a model, as the configs of such models say."""
+    """Read the configuration of a mixer in a hybrid model from its checkpoint."""
     c = checkpoint.config
     return Sizes(
         width=c["hidden_size"],
@@ -261,14 +241,14 @@ def sizes_of(checkpoint: Checkpoint, **switches: bool) -> Sizes:
 
 
 def mixer_weights_of(source: Sources, sizes: Sizes, name: str) -> dict:
-    """Returns where the weights of a `Mixer` come from."""
+    """Return the source of each parameter of a `Mixer`."""
     inner = sizes.inner
 
     def projection(turn: Callable[[np.ndarray], np.ndarray]) -> dict:
         return source.linear(f"{name}.in_proj", bias=sizes.bias, turn=turn)
 
     def by_group(x: np.ndarray) -> np.ndarray:
-        # From `b` of all groups and then `c` of all to both of a group, one after another.
+        # The file has `b` of all groups, then `c` of all; here each group has both.
         return x.reshape(2, sizes.groups, -1, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
 
     def filter_of(channels: Callable[[np.ndarray], np.ndarray]) -> dict:
@@ -295,7 +275,7 @@ def mixer_weights_of(source: Sources, sizes: Sizes, name: str) -> dict:
 
 
 def recurs(sizes: Sizes, dtype: Any) -> Recurs:
-    """Returns what a mixer keeps of a sequence: the end of its inputs, and its sums in float32."""
+    """Return the states of a mixer: last inputs of the convolutions, and float32 sums."""
     return Recurs(
         states={
             "conv": jax.ShapeDtypeStruct((sizes.kernel - 1, sizes.inner), dtype),
@@ -311,7 +291,7 @@ def recurs(sizes: Sizes, dtype: Any) -> Recurs:
 
 
 def layers_of(config: Config, dtype: Any) -> list[Recurs]:
-    """Returns what each layer keeps."""
+    """Return the cache contents of each layer; `dtype` is that of convolution states."""
     return [recurs(config.mixer, dtype)] * config.layers
 
 

@@ -1,8 +1,4 @@
-"""RecurrentGemma, written for a jaxkv cache: layers that attend to a window, others that recur.
-
-Attention asks the cache for `attend`, a recurrent layer for states; which part of the cache
-answers, no layer knows. The recurrence is in `jaxkv.ops.scans`.
-"""
+"""RecurrentGemma: layers with windows of attention, and gated linear recurrences."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -27,24 +23,14 @@ ARCHITECTURES = ("recurrent_gemma",)
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Sizes and switches of a model of the family; hashable.
+    """Configuration; other fields: see `models.families.language_model`.
 
-    attends: of each of the L layers, whether it attends or recurs.
-    width: numbers of a token between the layers.
-    inner: numbers of the state of a recurrent layer.
-    hidden: numbers of a token inside the feed-forward part.
-    heads: H, query heads; the gates of recurrent layers are cut into as many parts.
-    kv_heads: K, key/value heads.
-    head_dim: D, numbers of a head.
-    kernel: tokens that the convolution of a recurrent layer sees.
-    window: positions that attention looks back, the query's own included.
-    vocabulary: V.
-    eps: what keeps a norm from dividing by zero.
-    rope: how queries and keys turn with position.
-    softcap: what the logits of tokens stay below.
-    tied: whether the head is the embedding.
-    bias: whether queries, keys and values have biases.
-    implementation: how attention is computed, see `jaxkv.attend`; None leaves it to jaxkv.
+    attends: whether each of the L layers has attention; the others are recurrent.
+    inner: size of the state of a recurrent layer.
+    heads: H, query heads, and blocks of the gates of recurrent layers.
+    kernel: tokens of the convolution of a recurrent layer.
+    window: positions that a query attends to, its own included.
+    softcap: soft limit of logits.
     """
 
     attends: tuple[bool, ...]
@@ -66,36 +52,36 @@ class Config:
 
 
 def split_of(config: Config, *, axis: int) -> Split:
-    """Returns how what belongs to the numbers of a state is split: by the parts of the gates."""
+    """Return the split of a recurrent layer's channels, by blocks of the gates."""
     return Split(axis=axis, parts=config.heads, of="parts of a recurrent layer")
 
 
 class Recurrence(nnx.Module):
-    """A short convolution, then a state that each token lets decay and adds to (an RG-LRU)."""
+    """A short convolution and a gated linear recurrence (RG-LRU)."""
 
     def __init__(self, config: Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = self.config = config
         self.layer = layer
         part, first, second = c.inner // c.heads, split_of(c, axis=0), split_of(c, axis=1)
-        # The gate and what is convolved are one product.
+        # Gate and input of the convolution are one product.
         self.input = Linear(c.width, (2, c.inner), dtype, rngs, bias=True, split=second)
         self.conv = nnx.Param(
             jax.random.normal(rngs.params(), (c.kernel, c.inner), dtype) * c.kernel**-0.5,
             split=second,
         )
         self.conv_bias = nnx.Param(jnp.zeros(c.inner, dtype), split=first)
-        # The input's gate and the decay's: `[H, inner / H]` to twice as many, part by part.
+        # Gates of input and decay: `[H, inner / H]` to twice the size, for each part.
         self.gates = nnx.Param(
             jax.random.normal(rngs.params(), (c.heads, part, 2 * part), dtype) * part**-0.5,
             split=first,
         )
         self.gates_bias = nnx.Param(jnp.zeros((c.heads, 2 * part), dtype), split=first)
-        # What decides how fast states decay is exact, whatever the dtype of the rest.
+        # Decay rates are float32 for every dtype.
         self.rate = nnx.Param(jnp.zeros(c.inner, jnp.float32), split=first)
         self.output = Linear(c.inner, c.width, dtype, rngs, bias=True, split=second)
 
     def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Mix `x`, `[R, T, width]`, with what came before; returns the cache and the outcome."""
+        """Run the recurrence on `x`, `[R, T, width]`; return the cache and the output."""
         c = self.config
         gate, x = jnp.unstack(self.input(x), axis=-2)
         valid = ubatch.valid[..., None]
@@ -109,8 +95,8 @@ class Recurrence(nnx.Module):
         gates = jax.nn.sigmoid(gates + self.gates_bias[...].astype(jnp.float32)[None, None])
         input_gate, fading = (y.reshape(x.shape) for y in jnp.split(gates, 2, axis=-1))
         log = -8 * fading * jax.nn.softplus(self.rate[...]).reshape(1, 1, -1)
-        # What comes in is scaled so that the state keeps its size; a text's first token is all of
-        # it. Padding adds nothing and lets nothing decay.
+        # The input is scaled to keep the size of the state; the first token of a text is not
+        # scaled. Padding neither adds to the state nor lets it decay.
         scale = jnp.where(ubatch.positions[..., None] == 0, 1, jnp.sqrt(-jnp.expm1(2 * log)))
         decay, x = jnp.where(valid, jnp.exp(log), 1), jnp.where(valid, x * input_gate * scale, 0)
         x, ends = scans.scan_diagonal(decay, x, states["lru"], counts)
@@ -119,7 +105,7 @@ class Recurrence(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer: attention or a recurrence over the cache, then a gated feed-forward part."""
+    """One layer: attention or a recurrence, then a gated feed-forward part."""
 
     def __init__(self, config: Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = config
@@ -134,7 +120,7 @@ class Block(nnx.Module):
         self.feed = GatedFeed(c.width, c.hidden, gelu, dtype, rngs, bias=True)
 
     def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Run the layer on `x`, `[R, T, width]`; returns the cache and the next `x`."""
+        """Apply the layer to `x`, `[R, T, width]`; return the cache and the next `x`."""
         cache, out = self.mixer(cache, ubatch, self.mix_norm(x))
         x = x + out
         return cache, x + self.feed(self.feed_norm(x))
@@ -151,19 +137,19 @@ class RecurrentGemma(LanguageModel):
         self.norm = RMSNorm(c.width, c.eps, dtype, less_one=True)
 
     def embed(self, tokens: jax.Array) -> jax.Array:
-        """Turn tokens, `[R, T]`, into what the first layer reads, `[R, T, width]`."""
+        """Embed tokens `[R, T]` as the input of the first layer, `[R, T, width]`."""
         x = self.vocabulary.embed(tokens)
-        # The factor is rounded to bfloat16 whatever the weights are, as when the model was trained.
+        # The factor is rounded to bfloat16 for every dtype, as in training.
         return x * jnp.asarray(self.config.width**0.5, jnp.bfloat16).astype(x.dtype)
 
     def logits(self, x: jax.Array) -> jax.Array:
-        """Turn what the norm makes of O tokens, `[O, width]`, into logits `[O, V]`, float32."""
+        """Map normalised vectors `[O, width]` to logits `[O, V]`, float32."""
         cap = self.config.softcap
         return cap * jnp.tanh(self.vocabulary.logits(x) / cap)
 
 
 def config_of(checkpoint: Checkpoint) -> Config:
-    """Read the sizes of a model of this family from its checkpoint."""
+    """Read the configuration of a model from its checkpoint."""
     c = checkpoint.config
     return Config(
         attends=tuple(kind == "sliding_attention" for kind in c["layer_types"]),
@@ -185,7 +171,7 @@ def config_of(checkpoint: Checkpoint) -> Config:
 
 
 def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
-    """Returns where each weight of `RecurrentGemma` comes from."""
+    """Return the source of each parameter of `RecurrentGemma`."""
     source = Sources(checkpoint)
 
     def recurrence(name: str) -> dict:
@@ -224,7 +210,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
 
 
 def layers_of(config: Config, dtype: Any) -> list[Layer]:
-    """Returns what each layer keeps: a window of keys and values, or a state in float32."""
+    """Return the cache contents of each layer; `dtype` is that of convolution states."""
     attends = Attends(
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,

@@ -1,4 +1,4 @@
-"""The rotary embedding that a config describes."""
+"""Rotary embeddings of configs."""
 
 import math
 from typing import Any
@@ -10,10 +10,9 @@ from models.errors import ModelError
 
 
 def rope_of(checkpoint: Checkpoint) -> Rope:
-    """Read the rotary embedding of a checkpoint, stretched as its config says.
+    """Return the rotary embedding of a checkpoint, with the scaling of its config.
 
-    Raises:
-      ModelError: when it is stretched in a way that is not known, or by numbers without a meaning.
+    Raises `ModelError` if the scaling rule is unknown, or its parameters are missing or invalid.
     """
     c = checkpoint.config
     rope = plain_rope(checkpoint, c["rope_theta"])
@@ -48,7 +47,7 @@ def rope_of(checkpoint: Checkpoint) -> Rope:
 
 
 def plain_rope(checkpoint: Checkpoint, base: float) -> Rope:
-    """Make the plain rotary embedding of a checkpoint's heads."""
+    """Return the rotary embedding of a checkpoint without scaling."""
     c = checkpoint.config
     factor = c.get("partial_rotary_factor", 1.0)
     size = int(c["head_dim"] * factor)
@@ -62,11 +61,7 @@ def plain_rope(checkpoint: Checkpoint, base: float) -> Rope:
 
 
 def yarn_sharpness(checkpoint: Checkpoint) -> float:
-    """Return YaRN's factor of `mscale_all_dim`: of queries and of keys, all of their numbers.
-
-    Attention multiplies its scale by the square. It is 1 where positions are not stretched or the
-    config has none.
-    """
+    """Return YaRN's `mscale_all_dim` factor, or 1; attention scales by its square."""
     scaling = checkpoint.config["rope_scaling"] or {}
     return _sharpness(scaling.get("factor", 1.0), scaling.get("mscale_all_dim") or 0.0)
 

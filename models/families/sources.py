@@ -1,9 +1,4 @@
-"""Where the weights of a model come from: tensors of a checkpoint, arranged for its layers.
-
-Nothing is read here. A tree of sources looks like the tree of the model's weights; their shapes are
-compared first, and then each source is read and put on the device before the next, so that loading
-takes little more memory than the weights do.
-"""
+"""Mapping from tensors of a checkpoint to parameters, without reading tensors."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +10,7 @@ from models.errors import ModelError
 
 
 class Sources:
-    """Names tensors of one checkpoint, and how they make a weight."""
+    """Makes sources of parameters from the tensors of one checkpoint."""
 
     def __init__(self, checkpoint: Checkpoint):
         self.checkpoint = checkpoint
@@ -27,13 +22,10 @@ class Sources:
         axis: int = 0,
         turn: Callable[[np.ndarray], np.ndarray] | None = None,
     ) -> Tensor:
-        """Returns tensors side by side along `axis`, then moved about by `turn`.
+        """Concatenate tensors along `axis`, then rearrange them by `turn`.
 
-        With `parts`, each has its first dimension cut into as many before, so that they lie side by
-        side part by part.
-
-        Raises:
-          ModelError: when one is not there, or has a shape that does not go with the others.
+        With `parts`, the first dimension of each is split into `[parts, n]` before. Raises
+        `ModelError` if a tensor is missing or its shape does not fit the others.
         """
         tensors = [self.checkpoint.unread(name) for name in names]
         try:
@@ -47,7 +39,7 @@ class Sources:
             ) from error
 
     def norm(self, name: str) -> dict[str, Tensor]:
-        """Returns the weight of an `RMSNorm`."""
+        """Return the source of an `RMSNorm`."""
         return {"weight": self.tensor(f"{name}.weight")}
 
     def linear(
@@ -56,13 +48,7 @@ class Sources:
         bias: bool = False,
         **arranged: Any,
     ) -> dict[str, Tensor]:
-        """Returns the weights of a `Linear` that does what several matrices do.
-
-        Args:
-          names: the matrices, `[outputs, inputs]`.
-          bias: whether they have biases.
-          arranged: how they and their biases lie, see `tensor`.
-        """
+        """Return the sources of a `Linear` that combines matrices, options as in `tensor`."""
         tree = {"weight": self.tensor(*(f"{name}.weight" for name in names), **arranged)}
         if bias:
             tree["bias"] = self.tensor(*(f"{name}.bias" for name in names), **arranged)
@@ -77,7 +63,7 @@ class Sources:
         output_bias: bool = False,
         output: str = "o_proj",
     ) -> dict[str, dict]:
-        """Returns the weights of an `Attention`, as most families name them."""
+        """Return the sources of an `Attention`, by the names that most families use."""
         names = (f"{name}.{letter}_proj" for letter in "qkv")
         return {
             "qkv": self.linear(*names, bias=bias, parts=kv_heads, axis=1),
@@ -85,7 +71,7 @@ class Sources:
         }
 
     def gated_feed(self, name: str, *, bias: bool = False) -> dict[str, dict]:
-        """Returns the weights of a `GatedFeed`, as most families name them."""
+        """Return the sources of a `GatedFeed`, by the names that most families use."""
         names = f"{name}.gate_proj", f"{name}.up_proj"
         return {
             "gate_up": self.linear(*names, bias=bias, parts=1),
@@ -93,7 +79,7 @@ class Sources:
         }
 
     def vocabulary(self, embedding: str, *, tied: bool) -> dict[str, Tensor]:
-        """Returns the weights of a `Vocabulary`."""
+        """Return the sources of a `Vocabulary`."""
         if tied:
             return {"head": self.tensor(embedding)}
         return {"head": self.tensor("lm_head.weight"), "embedding": self.tensor(embedding)}

@@ -1,8 +1,7 @@
-"""T5, written for a jaxkv cache: an encoder that reads a source, and a decoder that looks at it.
+"""T5: an encoder of sources, and a decoder with cross-attention.
 
-The encoder reads a source once, all of it at the same time, and needs no cache. What is kept is
-what the decoder's layers look at: the keys and values of their cross-attention. Neither half knows
-where a token stands; what tells distances is a bias, one table for all layers of a half.
+The encoder processes a source at once and has no cache; the keys and values of the decoder's
+cross-attention are cached. Both halves have a bias by distance in place of a positional encoding.
 """
 
 from dataclasses import dataclass, field
@@ -27,24 +26,16 @@ ARCHITECTURES = ("t5",)
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Sizes and switches of a model of the family; hashable.
+    """Configuration; other fields: see `models.families.language_model`.
 
     encoders: layers of the encoder.
-    layers: L, those of the decoder. Its self-attention has their numbers in the cache, and its
-      cross-attention the L numbers after them.
-    width: numbers of a token between the layers.
-    hidden: numbers of a token inside the feed-forward part.
-    heads: H, of queries and of keys and values alike.
-    head_dim: D, numbers of a head.
-    buckets: distances that the biases tell apart.
-    farthest: the distance from which on they are all alike.
-    vocabulary: V.
-    eps: what keeps a norm from dividing by zero.
-    gated: whether the feed-forward part has a gate, with a GELU, or none, with a ReLU.
-    tied: whether the head is the embedding.
-    scaled: whether what the head is given is divided by the root of the width.
-    start: the token that a text begins with.
-    implementation: how the decoder attends, see `jaxkv.attend`; None leaves it to jaxkv.
+    layers: L, layers of the decoder. In the cache, self-attention has layer numbers below L, and
+      cross-attention the next L numbers.
+    buckets: number of distance buckets of the biases.
+    farthest: distances from here on share the last bucket.
+    gated: whether the feed-forward part is gated, with GELU; otherwise it has ReLU.
+    scaled: whether the input of the head is divided by sqrt(width).
+    start: token that begins a text.
     """
 
     encoders: int
@@ -65,18 +56,18 @@ class Config:
 
     @property
     def kv_heads(self) -> int:
-        """K, key/value heads: as many as there are query heads."""
+        """K, key/value heads: equal to H."""
         return self.heads
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Distances:
-    """A bias by distance: near ones each for itself, and farther ones together.
+    """A bias by distance, with a bucket for each short one, logarithmic for others.
 
     table: `[buckets, H]`.
-    farthest: the distance from which on all are alike, static.
-    both_ways: whether what comes after a token has buckets of its own, static.
+    farthest: distances from here on share the last bucket, static.
+    both_ways: whether later positions have separate buckets, static.
     """
 
     table: jax.Array
@@ -84,7 +75,7 @@ class Distances:
     both_ways: bool = field(metadata={"static": True})
 
     def __call__(self, query: jax.Array, key: jax.Array, head: jax.Array) -> jax.Array:
-        """Return what is added for a head, of the positions of a token and a cell."""
+        """Return the bias of attention logits, for positions of tokens and cells."""
         buckets = self.table.shape[0]
         ahead, away = 0, jnp.maximum(query - key, 0)
         if self.both_ways:
@@ -98,7 +89,7 @@ class Distances:
 
 
 class Bias(nnx.Module):
-    """The table of a half's biases, which all of its layers share."""
+    """Bias table of the encoder or of the decoder, shared by its layers."""
 
     def __init__(self, config: Config, dtype: jnp.dtype, *, both_ways: bool):
         c = config
@@ -106,7 +97,7 @@ class Bias(nnx.Module):
         self.made = partial(Distances, farthest=c.farthest, both_ways=both_ways)
 
     def __call__(self) -> Distances:
-        """Return it as a function of positions."""
+        """Return the bias as a function of positions."""
         return self.made(self.table[...].astype(jnp.float32))
 
 
@@ -120,18 +111,18 @@ class Feed(nnx.Module):
         self.down = Linear(c.hidden, c.width, dtype, rngs, split=inside(axis=1))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Map `x`, `[R, T, width]`, token by token."""
+        """Map each token of `x`, `[R, T, width]`."""
         return self.down(jax.nn.relu(self.up(x)))
 
 
 def make_feed(config: Config, dtype: jnp.dtype, rngs: nnx.Rngs) -> GatedFeed | Feed:
-    """Make the feed-forward part of a layer."""
+    """Make the feed-forward part of a layer, with or without a gate."""
     c = config
     return GatedFeed(c.width, c.hidden, gelu, dtype, rngs) if c.gated else Feed(c, dtype, rngs)
 
 
 class CrossAttention(nnx.Module):
-    """Attention over a source; the encoder's outcome becomes keys and values once."""
+    """Attention to encoder sources, whose keys and values are computed once."""
 
     def __init__(self, config: Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = self.config = config
@@ -142,11 +133,11 @@ class CrossAttention(nnx.Module):
         self.output = Linear(c.heads * c.head_dim, c.width, dtype, rngs, split=by_head(axis=1))
 
     def keep(self, cache: Any, ubatch: jaxkv.Ubatch, read: jax.Array) -> Any:
-        """Write what an encoder read, `[R, T, width]`; returns the cache."""
+        """Write keys and values of an encoder's output, `[R, T, width]`; return the cache."""
         return jaxkv.write_kv(cache, self.layer, ubatch, *jnp.split(self.kv(read), 2, axis=-1))
 
     def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Look from `x`, `[R, T, width]`, at its sources; returns the cache and the outcome."""
+        """Attend from `x`, `[R, T, width]`, to sources; return the cache and the output."""
         c = self.config
         cache, out = jaxkv.attend(
             cache, self.layer, ubatch, self.q(x), scale=1.0, implementation=c.implementation
@@ -155,10 +146,7 @@ class CrossAttention(nnx.Module):
 
 
 class EncoderBlock(nnx.Module):
-    """One layer of the encoder: attention among the tokens of a source, then a feed-forward part.
-
-    No token looks further than its own ubatch, so it is computed on the spot.
-    """
+    """One layer of the encoder: attention inside a ubatch, then a feed-forward part."""
 
     def __init__(self, config: Config, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = self.config = config
@@ -170,12 +158,9 @@ class EncoderBlock(nnx.Module):
         self.feed = make_feed(c, dtype, rngs)
 
     def __call__(self, x: jax.Array, added: jax.Array) -> jax.Array:
-        """Run the layer on `x`, `[R, T, width]`.
+        """Apply the layer to `x`, with `added`, `[R, H, T, T]`, to attention logits.
 
-        Args:
-          x: the tokens.
-          added: `[R, H, T, T]`, what is added to logits; the lowest number where two
-            are of different sources, so that a row of padding has no NaN.
+        `added` is the lowest number between different sources, so that padding rows are not NaN.
         """
         q, k, v = jnp.split(self.qkv(self.mix_norm(x)), 3, axis=-1)
         logits = jnp.einsum("rthd,rshd->rhts", q, k, preferred_element_type=jnp.float32)
@@ -185,7 +170,7 @@ class EncoderBlock(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer of the decoder: attention to the text, to the source, and a feed-forward part."""
+    """One decoder layer: self-attention, cross-attention and a feed-forward part."""
 
     def __init__(self, config: Config, layer: int, bias: Bias, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = config
@@ -198,7 +183,7 @@ class Block(nnx.Module):
         self.feed = make_feed(c, dtype, rngs)
 
     def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Run the layer on `x`, `[R, T, width]`; returns the cache and the next `x`."""
+        """Apply the layer to `x`, `[R, T, width]`; return the cache and the next `x`."""
         cache, out = self.mixer(cache, ubatch, self.mix_norm(x), self.bias())
         x = x + out
         cache, out = self.looker(cache, ubatch, self.look_norm(x))
@@ -221,11 +206,11 @@ class T5(LanguageModel):
         self.norm = RMSNorm(c.width, c.eps, dtype)
 
     def logits(self, x: jax.Array) -> jax.Array:
-        """Turn what the norm makes of O tokens, `[O, width]`, into logits `[O, V]`, float32."""
+        """Map normalised vectors `[O, width]` to logits `[O, V]`, float32."""
         return super().logits(x * self.config.width**-0.5 if self.config.scaled else x)
 
     def encode(self, cache: Any, ubatch: jaxkv.Ubatch) -> Any:
-        """Read a ubatch of sources that has been applied; returns the cache that holds them."""
+        """Encode an applied ubatch of sources; return the cache with keys and values."""
         x = self.embed(ubatch.tokens) if ubatch.embeddings is None else ubatch.embeddings
         at, sequence = ubatch.positions, ubatch.sequences
         heads = jnp.arange(self.config.heads, dtype=jnp.int32)[:, None, None]
@@ -241,7 +226,7 @@ class T5(LanguageModel):
 
 
 def config_of(checkpoint: Checkpoint) -> Config:
-    """Read the sizes of a model of this family from its checkpoint."""
+    """Read the configuration of a model from its checkpoint."""
     c = checkpoint.config
     return Config(
         encoders=c["num_layers"],
@@ -262,7 +247,7 @@ def config_of(checkpoint: Checkpoint) -> Config:
 
 
 def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
-    """Returns where each weight of `T5` comes from."""
+    """Return the source of each parameter of `T5`."""
     source, heads = Sources(checkpoint), config.heads
 
     def product(name: str, matrices: str) -> dict:
@@ -319,7 +304,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
 
 
 def layers_of(config: Config, dtype: Any) -> list[Layer]:
-    """Returns what each layer keeps: keys and values of the text, and then those of sources."""
+    """Return the cache contents of all layers: self-attention, then cross-attention."""
     del dtype
     sizes = dict(kv_heads=config.heads, head_dim=config.head_dim)
     return [Attends(rope=None, **sizes)] * config.layers + [CrossAttends(**sizes)] * config.layers

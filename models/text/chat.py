@@ -1,4 +1,4 @@
-"""Chat templates: from a list of messages to the text that a model was trained on."""
+"""Chat templates."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,21 +9,20 @@ from models.errors import ModelError, brief
 
 
 def render(template: str, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-    """Renders a chat template up to where the model's own answer begins.
+    """Render a chat template up to the beginning of the answer.
 
-    Templates come with the weights and are programs, so they run in jinja's sandbox and cannot
-    change what they are given.
+    Templates are programs that come with the weights. They run in jinja's sandbox and cannot change
+    their arguments.
 
     Args:
-        template: the jinja source.
-        messages: dicts with "role" and "content".
-        **variables: what else the template may ask for: `bos_token`, `tools`,
-            `enable_thinking` ...
+      template: jinja source.
+      messages: dicts with "role" and "content".
+      **variables: variables of the template: `bos_token`, `tools`, `enable_thinking` ...
     """
     from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    # The settings and helpers that templates written for Hugging Face count on.
+    # Templates for Hugging Face require these settings and helpers.
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
@@ -38,14 +37,14 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], **variables: An
         return environment.from_string(template).render(
             messages=list(messages), add_generation_prompt=True, **variables
         )
-    except Exception as error:  # a template can do whatever its language can
+    except Exception as error:  # a template can raise any exception
         raise ModelError(
             f"The model's chat template does not take these messages: {brief(error)}."
         ) from error
 
 
 def _to_json(value, indent=None, ensure_ascii=False, separators=None, sort_keys=False):
-    # jinja's own filter escapes what HTML would trip over; a prompt is not HTML.
+    # jinja's filter escapes characters for HTML, which a prompt is not.
     return json.dumps(
         value,
         indent=indent,

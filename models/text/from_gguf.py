@@ -1,4 +1,4 @@
-"""Tokenizers out of the metadata of a GGUF file, splitting text as llama.cpp splits it."""
+"""Tokenizers from GGUF metadata, with the pre-tokenization of llama.cpp."""
 
 import re
 from collections.abc import Callable
@@ -13,13 +13,13 @@ from models.text.from_json import from_tokenizers
 from models.text.token_bytes import from_pieces
 from models.text.tokenizer import Tokenizer
 
-# The file's numbers for kinds of tokens; SentencePiece counts them alike.
+# Kinds of tokens in the file; SentencePiece has the same numbers.
 _NORMAL, _UNKNOWN, _CONTROL, _USER = 1, 2, 3, 4
 _TEXT = Kind(words="a text", holds=lambda value: isinstance(value, str))
 
 
 def _words(digits: str) -> list:
-    """How the newer byte-level vocabularies cut a text; they differ in how digits go together."""
+    """Return the pre-tokenizers of newer byte-level vocabularies, for a digit pattern."""
     either_case = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
     letters = r"[^\r\n\p{L}\p{N}]?\p{L}+"
     signs = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -29,13 +29,13 @@ def _words(digits: str) -> list:
 
 
 def _letters(split: bool) -> pre_tokenizers.PreTokenizer:
-    """Bytes as letters, after cutting the text as GPT-2 does if `split`."""
+    """Return the byte-to-letter step, after GPT-2's pre-tokenization if `split`."""
     return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split)
 
 
 _LLAMA_3 = ("llama-bpe", "llama3", "llama-v3", "lfm2", "falcon-h1")
 _CUTS: dict[str, Callable[[], list]] = {
-    # "default" is what a converter writes that did not know the vocabulary.
+    # Converters write "default" for unknown vocabularies.
     **dict.fromkeys(("default", "gpt-2", "gpt2"), lambda: [_letters(True)]),
     **dict.fromkeys(
         ("smollm", "starcoder", "refact", "command-r"),
@@ -47,11 +47,10 @@ _CUTS: dict[str, Callable[[], list]] = {
 
 
 def tokenizer_from_gguf(get: Callable[..., Any], source: str) -> Tokenizer:
-    """Builds the tokenizer that a GGUF file describes.
+    """Build the tokenizer of a GGUF file.
 
-    Args:
-        get: the value of a metadata key, or its second argument where there is no such key.
-        source: the file's name, for messages.
+    `get` returns the value of a metadata key, or its second argument; `source` is a file name for
+    messages.
     """
 
     def field(key: str, default: Any = None) -> Any:
@@ -97,7 +96,7 @@ def _id(field: Callable, key: str, default: int | None, source: str) -> int | No
 def _for_each_token(
     field: Callable, key: str, kind: Kind, default: Any, count: int, source: str
 ) -> list:
-    """A list in the metadata with a value for each token; the default of each where it is not."""
+    """Return a metadata list with one value for each token, or the default for all."""
     values = field(key) or [default] * count
     check(values, several(kind, count), f"tokenizer.ggml.{key}", source)
     if len(values) != count:
@@ -117,7 +116,7 @@ def _byte_level(
     pairs = [tuple(merge.split(" ", 1)) for merge in merges]
     try:
         inner = Inner(models.BPE(vocabulary, pairs, ignore_merges=pre in _LLAMA_3))
-    except Exception as error:  # the library raises plain Exception, or TypeError for half a pair
+    except Exception as error:  # the library raises Exception, or TypeError for half a pair
         raise ModelError(
             f"{source} has merges that do not go with its tokens ({brief(error)}); download "
             "it again."
@@ -141,13 +140,13 @@ def _pieces(
     source: str,
     **fields: Any,
 ) -> Tokenizer:
-    """A SentencePiece vocabulary, put into the library's own file format and loaded from it."""
+    """Build a SentencePiece tokenizer through a model proto."""
     from sentencepiece import SentencePieceProcessor
     from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
     proto = ModelProto()
     for id, (token, kind, score) in enumerate(zip(tokens, types, scores, strict=True)):
-        # Converters write spaces in tokens of users' own; text has its spaces as low bars by then.
+        # User-defined tokens have spaces in the file, which are "▁" in normalised text.
         piece = token.replace(" ", "▁") if kind == _USER else token
         kind = _UNKNOWN if id == unknown else _CONTROL if kind == _UNKNOWN else kind
         proto.pieces.add(piece=piece, score=score, type=kind)
@@ -160,7 +159,7 @@ def _pieces(
     rules.remove_extra_whitespaces = False
     try:
         processor = SentencePieceProcessor(model_proto=proto.SerializeToString())
-    except Exception as error:  # the library raises RuntimeError, on vocabularies with no sense
+    except Exception as error:  # the library raises RuntimeError for invalid vocabularies
         raise ModelError(
             f"{source} has a vocabulary that SentencePiece does not take ({brief(error)}); "
             "download it again."
@@ -171,7 +170,7 @@ def _pieces(
     names = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if control else None
 
     def to_ids(text: str, special: bool) -> list[int]:
-        # The library never reads control tokens out of a text, so the text is cut at them.
+        # The library does not parse control tokens, so the text is split at them.
         cut = names.split(text) if special and names else [text]
         ids: list[int] = []
         for at, part in enumerate(cut):

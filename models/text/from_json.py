@@ -1,4 +1,4 @@
-"""Tokenizers out of a Hugging Face folder: `tokenizer.json` and `tokenizer_config.json`."""
+"""Tokenizers of Hugging Face folders, from `tokenizer.json`."""
 
 import json
 from pathlib import Path
@@ -15,12 +15,9 @@ from models.text.tokenizer import Tokenizer
 
 
 def tokenizer_from_folder(folder: Path, config: dict[str, Any]) -> Tokenizer:
-    """Builds the tokenizer of a folder.
+    """Build the tokenizer of a folder.
 
-    Args:
-        folder: holds `tokenizer.json`.
-        config: the model's config, asked for `bos_token_id` and `eos_token_id` where
-            `tokenizer_config.json` does not name the tokens.
+    `config` gives `bos_token_id` and `eos_token_id` if `tokenizer_config.json` has no such tokens.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -29,7 +26,7 @@ def tokenizer_from_folder(folder: Path, config: dict[str, Any]) -> Tokenizer:
         )
     try:
         inner = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception
+    except Exception as error:  # the library raises Exception
         raise ModelError(f"{path} cannot be read ({brief(error)}); download it again.") from error
     settings = read_json(folder / "tokenizer_config.json")
 
@@ -45,8 +42,8 @@ def tokenizer_from_folder(folder: Path, config: dict[str, Any]) -> Tokenizer:
         return id
 
     bos = special("bos")
-    # Which begins a prompt is told by the rule that the tokenizer applies after encoding; a few
-    # folders leave it out and have only the setting.
+    # The tokenizer's post-processor decides whether a prompt begins with `bos`; a few folders have
+    # only the setting.
     begins = bos is not None and inner.encode("").ids[:1] == [bos]
     return from_tokenizers(
         inner,
@@ -59,12 +56,9 @@ def tokenizer_from_folder(folder: Path, config: dict[str, Any]) -> Tokenizer:
 
 
 def from_tokenizers(inner: tokenizers.Tokenizer, *, source: str, **fields: Any) -> Tokenizer:
-    """A `Tokenizer` over one of the `tokenizers` package.
+    """Make a `Tokenizer` from one of the `tokenizers` package.
 
-    Args:
-        inner: the library's tokenizer.
-        source: the file's name, for messages.
-        **fields: the fields of `Tokenizer` that the library's object does not tell.
+    `source` is a file name for messages; `fields` are fields of `Tokenizer` that `inner` lacks.
     """
     steps = _steps(inner.decoder)
     kinds = {step["type"] for step in steps}
@@ -81,7 +75,7 @@ def from_tokenizers(inner: tokenizers.Tokenizer, *, source: str, **fields: Any) 
     lock = Lock()
 
     def to_ids(text: str, special: bool) -> list[int]:
-        with lock:  # the library keeps this choice in the tokenizer itself
+        with lock:  # the choice is a mutable attribute of the tokenizer
             inner.encode_special_tokens = not special
             return inner.encode(text, add_special_tokens=False).ids
 
@@ -102,7 +96,7 @@ def from_tokenizers(inner: tokenizers.Tokenizer, *, source: str, **fields: Any) 
 
 
 def _steps(decoder: Any) -> list[dict[str, Any]]:
-    """The decoder's steps as its own file format writes them."""
+    """Return the steps of a decoder, as in its file format."""
     if decoder is None:
         return []
     step = json.loads(decoder.__getstate__())
@@ -116,7 +110,7 @@ def _drops_space(step: dict[str, Any]) -> bool:
 
 
 def _template(folder: Path, settings: dict[str, Any]) -> str | None:
-    beside = folder / "chat_template.jinja"  # newer folders keep it in a file of its own
+    beside = folder / "chat_template.jinja"  # newer folders have a separate file
     if beside.is_file():
         return beside.read_text(encoding="utf-8", errors="replace")
     found = settings.get("chat_template")

@@ -1,4 +1,4 @@
-"""What bytes a vocabulary's entries stand for: two ways of writing bytes as text."""
+"""Bytes of vocabulary entries, in the two spellings of bytes as text."""
 
 import functools
 import re
@@ -8,10 +8,9 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 @functools.cache
 def _byte_letters() -> dict[str, int]:
-    """The byte that each letter of a byte-level vocabulary stands for.
+    """Return the byte of each letter of a byte-level vocabulary.
 
-    It is the letter's own where that can be printed, and otherwise the next of a row of letters
-    beyond the 256 that a byte can hold.
+    Printable bytes are their own letters; the others are letters above 255, in order.
     """
     letters = sorted(ByteLevel.alphabet())
     codes = {letter: ord(letter) for letter in letters if ord(letter) < 256}
@@ -20,7 +19,7 @@ def _byte_letters() -> dict[str, int]:
 
 
 def from_letters(token: str) -> bytes:
-    """The bytes of an entry of a byte-level vocabulary."""
+    """Return the bytes of an entry of a byte-level vocabulary."""
     letters = _byte_letters()
     return b"".join(
         bytes((letters[letter],)) if letter in letters else letter.encode() for letter in token
@@ -28,10 +27,7 @@ def from_letters(token: str) -> bytes:
 
 
 def from_pieces(token: str) -> bytes:
-    """The bytes of an entry of a SentencePiece vocabulary.
-
-    A low bar stands for a space, and entries like <0x0A> for a single byte.
-    """
+    """Return the bytes of a SentencePiece entry: "▁" is a space, <0x0A> a single byte."""
     if re.fullmatch("<0x[0-9A-F]{2}>", token):
         return bytes((int(token[3:5], 16),))
     return token.replace("▁", " ").encode()

@@ -1,8 +1,7 @@
-"""Text to token ids and back.
+"""Tokenizers: text to token ids and back.
 
-A token stands for some bytes. Decoding joins the bytes and reads them as UTF-8, whatever kind of
-vocabulary they come from; a character may be spread over several tokens, which is why streaming
-needs an object of its own.
+A token is a string of bytes. Decoding joins the bytes and reads them as UTF-8. A character may
+extend over several tokens, so decoding token by token needs a `Stream`.
 """
 
 import codecs
@@ -12,8 +11,7 @@ from typing import Any
 
 from models.errors import ModelError
 
-# Names that chat models give to the token which ends a turn or a text. Files often declare only
-# one of several.
+# Names of tokens that end a turn or a text. Files often declare only one of several.
 _ENDS = {
     "</s>",
     "<eos>",
@@ -31,17 +29,16 @@ _ENDS = {
 class Tokenizer:
     """A vocabulary and its rules.
 
-    Attributes:
-        to_ids: splits a text into ids; its second argument says whether the names of control
-            tokens in the text stand for those tokens.
-        to_bytes: the bytes one id stands for; none at all for an id without a token.
-        size: how many ids there are.
-        control: the control tokens, name to id. They stand for no text.
-        bos: the id that begins a sequence, if there is one.
-        eos: the id that ends a sequence, if there is one.
-        add_bos: whether the model expects `bos` at the start of a prompt.
-        space_first: whether encoding puts a space before the text, so that decoding drops one.
-        template: the chat template, if there is one.
+    to_ids: splits a text into ids; if its second argument is True, names of control tokens in the
+      text become those tokens.
+    to_bytes: bytes of an id, empty for an unknown id.
+    size: number of ids.
+    control: ids of control tokens by name; they have no text.
+    bos: id that begins a sequence, or None.
+    eos: id that ends a sequence, or None.
+    add_bos: whether prompts begin with `bos`.
+    space_first: whether encoding adds a space before the text; decoding drops it.
+    template: chat template, or None.
     """
 
     to_ids: Callable[[str, bool], list[int]]
@@ -59,52 +56,52 @@ class Tokenizer:
 
     @property
     def stop_tokens(self) -> frozenset[int]:
-        """The ids that end a turn or a text, known by declaration or by name."""
+        """Ids that end a turn or a text, by declaration or by name."""
         ids = {self.control[name] for name in _ENDS & self.control.keys()}
         return frozenset(ids if self.eos is None else ids | {self.eos})
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """The ids of a text and nothing else; `prompt` adds what begins a sequence.
+        """Return the ids of a text, without `bos` (see `prompt`).
 
         Args:
-            text: any text.
-            special: read the names of control tokens ("<|im_start|>") as those tokens. Leave it
-                off for text that others wrote.
+          text: any string.
+          special: whether names of control tokens ("<|im_start|>") become those tokens. Leave it
+            False for text from others.
         """
         return self.to_ids(text, special)
 
     def prompt(self, text: str, *, special: bool = False) -> list[int]:
-        """The ids that begin a sequence: those of `encode`, after `bos` where the model wants it.
+        """Return the ids of a text that begins a sequence, after `bos` if `add_bos`.
 
-        A chat template may write `bos` itself; it is not put there twice.
+        `bos` is not added twice, since chat templates may contain it.
         """
         ids = self.encode(text, special=special)
         needs_bos = self.add_bos and self.bos is not None and ids[:1] != [self.bos]
         return [self.bos, *ids] if needs_bos else ids
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
-        """The text of some ids; bytes that are not UTF-8 become replacement characters.
+        """Return the text of ids; bytes that are not UTF-8 become replacement characters.
 
         Args:
-            ids: token ids.
-            special: write control tokens by name instead of leaving them out.
+          ids: token ids.
+          special: whether to include control tokens by name.
         """
         stream = self.stream(special=special)
         text = "".join(map(stream.feed, ids)) + stream.end()
         return text.removeprefix(" ") if self.space_first else text
 
     def stream(self, *, special: bool = False) -> "Stream":
-        """A decoder that takes ids one at a time, to go on from a text that is already there."""
+        """Return a decoder that takes ids one at a time, in the middle of a text."""
         return Stream(self, special)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        """The prompt for a conversation, up to where the answer begins.
+        """Return the prompt of a conversation, up to the beginning of the answer.
 
-        The result names control tokens, so encode it with `special=True`.
+        Encode it with `special=True`, since it contains names of control tokens.
 
         Args:
-            messages: dicts with "role" and "content".
-            **variables: more for the template, such as `tools` or `enable_thinking`.
+          messages: dicts with "role" and "content".
+          **variables: variables of the template, such as `tools` or `enable_thinking`.
         """
         if self.template is None:
             raise ModelError(
@@ -119,7 +116,7 @@ class Tokenizer:
 
 
 class Stream:
-    """Decodes ids as they come, and gives out whole characters only."""
+    """Decodes ids one at a time into whole characters."""
 
     def __init__(self, tokenizer: Tokenizer, special: bool = False):
         self._to_bytes = tokenizer.to_bytes
@@ -127,10 +124,10 @@ class Stream:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, id: int) -> str:
-        """The text that this id completes; empty while a character is still unfinished."""
-        id = int(id)  # an array of one number will do
+        """Return the text that this id completes; empty in the middle of a character."""
+        id = int(id)  # arrays of one number are accepted
         return "" if id in self._hidden else self._decoder.decode(self._to_bytes(id))
 
     def end(self) -> str:
-        """What is left when no more ids come: a replacement character, or nothing."""
+        """Return a replacement character for an incomplete character, else ""."""
         return self._decoder.decode(b"", final=True)

@@ -1,18 +1,13 @@
-"""The tokens of a conversation turn by turn, so that what was computed is never told again.
+"""Tokens of a conversation turn by turn, so that each token is computed once.
 
-A template writes a whole conversation. Of that a new turn is what stands behind the last answer:
-the end of the answer, the message, and the beginning of the next answer. The tokens of an answer
-stay those that were generated.
+A template renders a whole conversation. The tokens of a turn are those of its text after the last
+answer, which are the end of that answer, the message, and the beginning of the next answer. Answers
+keep the tokens that were generated. The result equals the tokens of the whole text, except if:
 
-All of it together is what the tokenizer makes of the whole text wherever it cuts texts at the names
-of control tokens and a template writes one at each end of an answer. It is not where
-
-- an answer begins with spaces or a line break that the tokenizer joins with what stands before it,
-  or was drawn in tokens that the tokenizer would not choose for the same text;
-- a template changes earlier answers: strips them, or leaves out what was thought;
-- a vocabulary puts a space before each piece of text (`Tokenizer.space_first`).
-
-The model then goes on from what it said, which is what it would see without a template.
+- the tokenizer merges the beginning of an answer with the text before it, or splits the text of an
+  answer into other tokens than those generated;
+- the template changes earlier answers, for example strips them or removes thoughts;
+- the vocabulary adds a space before each piece of text (`Tokenizer.space_first`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,15 +20,15 @@ Messages = Sequence[Mapping[str, str]]
 """Each with "role" and "content"."""
 
 _MARK = "\ue000mark\ue001"
-"""What stands for a text to find its place in a template: letters that no text has."""
+"""Placeholder for a text in a template, made of private-use characters."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Frame:
-    """What a template writes around messages, in tokens.
+    """Numbers of tokens that a template adds.
 
-    keep: those before the first message's own part: what begins a text, instructions.
-    closing: those of a later turn before its message's own part, which close the answer before it.
+    keep: before the text of the first message: `bos`, instructions.
+    closing: between an answer and the text of the next message.
     """
 
     keep: int
@@ -41,21 +36,21 @@ class Frame:
 
 
 def frame_of(tokenizer: Tokenizer, instructions: Messages) -> Frame:
-    """Return what a template writes around the messages of a conversation.
+    """Return the `Frame` of a tokenizer's template for these instructions.
 
     Args:
       tokenizer: with a chat template.
-      instructions: what comes before the first message: a system message, or nothing.
+      instructions: a system message, or nothing.
 
     Raises:
-      ModelError: when there is no template, or it does not take these messages.
+      ModelError: If there is no template, or it rejects the messages.
     """
     first, second = _MARK + "1", _MARK + "2"
     asked = [*instructions, {"role": "user", "content": first}]
     before, _, _ = _split_at(tokenizer.chat(asked), first)
     text = tokenizer.chat(_with_answer(asked, second))
     between, _, _ = _split_at(_split_at(text, _MARK + "answer")[2], second)
-    # With a letter behind, which is cut off again: spaces at an end may be other tokens there.
+    # A letter is added and cut off again, since spaces at the end may be other tokens.
     head = tokenizer.prompt(before + "A", special=True)[:-1]
     later = tokenizer.encode(between + "A", special=True)[:-1]
     common = 0
@@ -65,15 +60,15 @@ def frame_of(tokenizer: Tokenizer, instructions: Messages) -> Frame:
 
 
 def tokens_of_turn(tokenizer: Tokenizer, messages: Messages) -> list[int]:
-    """Return the tokens that a new message adds, up to where its answer begins.
+    """Return the tokens that a new message adds, up to the beginning of its answer.
 
     Args:
       tokenizer: with a chat template.
-      messages: the conversation, the new message last. Where an answer comes before it, they begin
-        with what closes that answer, in place of the stop token that the model said.
+      messages: the conversation, with the new message last. If an answer precedes it, the tokens
+        begin with the end of that answer, in place of the model's stop token.
 
     Raises:
-      ModelError: when there is no template, or it does not take these messages.
+      ModelError: If there is no template, or it rejects the messages.
     """
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers:

@@ -1,4 +1,4 @@
-"""The metadata of a GGUF file in the words of Hugging Face's `config.json`."""
+"""Metadata of GGUF files, converted to the keys of Hugging Face's `config.json`."""
 
 from collections.abc import Container, Mapping
 from typing import Any
@@ -32,7 +32,7 @@ _READ = {*_CONFIG.values(), *(f"rope.scaling.{name}" for name in _SCALING.values
     "rope.scale_linear",
     "rope.scaling.type",
 }
-"""The keys of the file that every architecture reads, after its name."""
+"""Keys that every architecture reads, without the prefix."""
 _READ_IN = {
     "gemma3": {
         "attention.sliding_window",
@@ -41,7 +41,7 @@ _READ_IN = {
     },
     **recurrent.READ,
 }
-# The values that are computed; llama.cpp has others, too.
+# Supported values; llama.cpp has others too.
 _ONLY = {
     "attention.causal": (True,),
     "expert_count": (0,),
@@ -53,10 +53,10 @@ _ONLY = {
     "rope.scaling.yarn_log_multiplier": (0,),
     "ssm.dt_b_c_rms": (False,),
 }
-# Said by the tensors, of embeddings alone, how the file was made, and of training.
+# These repeat the tensors, or concern embeddings, the converter or training.
 _MEANINGLESS = {"vocab_size", "pooling_type", "tensor_data_layout", "rope.scaling.finetuned"}
 _TOKENIZER = frozenset(
-    # Read, and then of prompts with a gap, padding, classifiers, and other kinds of tokenizers.
+    # Keys that are read, then keys of infilling, padding, classifiers and other tokenizers.
     [
         *("model", "pre", "tokens", "token_type", "scores", "merges", "add_bos_token"),
         *("add_space_prefix", "bos_token_id", "eos_token_id", "eot_token_id", "eom_token_id"),
@@ -70,18 +70,18 @@ _TOKENIZER = frozenset(
 
 
 def config_from_gguf(arch: str, get: Metadata, factors: list | None = None) -> dict[str, Any]:
-    """The config that a file's metadata tells; what it does not tell is `None`.
+    """Convert metadata to a config; absent values are None.
 
     Args:
-        arch: the file's name for the architecture, with which most keys begin.
-        get: the metadata.
-        factors: the values of the tensor `rope_freqs.weight`, if there is one.
+      arch: architecture name in the file, the prefix of most keys.
+      get: the metadata.
+      factors: values of the tensor `rope_freqs.weight`, or None.
 
     Raises:
-        ModelError: when a value that others are computed from is out of its range.
+      ModelError: If a value that others are derived from is out of range.
     """
     known_keys = _READ | _READ_IN.get(arch, set()) | _MEANINGLESS | {"attention.value_length"}
-    _check(f"{arch}.", known_keys, _ONLY, get)  # llama.cpp computes from no other keys
+    _check(f"{arch}.", known_keys, _ONLY, get)  # llama.cpp reads no other keys
     config = {key: get(f"{arch}.{name}") for key, name in _CONFIG.items()}
     for key in ("bos", "eos"):
         config[f"{key}_token_id"] = get(f"tokenizer.ggml.{key}_token_id")
@@ -92,13 +92,13 @@ def config_from_gguf(arch: str, get: Metadata, factors: list | None = None) -> d
     if config["head_dim"] is None and heads and hidden:
         config["head_dim"] = hidden // heads
     if arch == "gemma3":
-        # Only the largest Gemma 3 (62 layers) scales its queries by something else than head_dim.
+        # Only the largest Gemma 3 (62 layers) does not scale its queries by head_dim.
         largest = config["num_hidden_layers"] == 62 and hidden and heads
         config["query_pre_attn_scalar"] = hidden // heads if largest else config["head_dim"]
         config["rope_local_base_freq"] = get(f"{arch}.rope.freq_base_swa")
         config["sliding_window"] = get(f"{arch}.attention.sliding_window")
         pattern = get(f"{arch}.attention.sliding_window_pattern")
-        if isinstance(pattern, list):  # newer files say it layer by layer
+        if isinstance(pattern, list):  # newer files have a list by layer
             kinds = ("full_attention", "sliding_attention")
             config["layer_types"] = [kinds[bool(slides)] for slides in pattern]
         else:
@@ -117,15 +117,14 @@ def config_from_gguf(arch: str, get: Metadata, factors: list | None = None) -> d
 
 
 def _scaling(arch: str, get: Metadata, factors: list | None) -> dict[str, Any] | None:
-    """How positions are stretched, in Hugging Face's words.
+    """Return the rope scaling in Hugging Face's form.
 
-    Files of Llama 3.1 and later do not name their rule ("llama3"); they carry what it comes to.
-    That is given as `{"rope_type": "factors", "factors": [...]}`: D/2 numbers, by which the
-    frequencies are divided one by one.
+    GGUF files of Llama 3.1 and later contain D/2 divisors of the frequencies in place of the
+    "llama3" rule. They are returned as `{"rope_type": "factors", "factors": [...]}`.
     """
     kind, name = get(f"{arch}.rope.scaling.type"), f"{arch}.rope.scaling.factor"
-    factor = get(name) or get(f"{arch}.rope.scale_linear")  # how it was written at first
-    if kind is None and factor not in (None, 0, 1):  # what llama.cpp means where no rule is named
+    factor = get(name) or get(f"{arch}.rope.scale_linear")  # key of older files
+    if kind is None and factor not in (None, 0, 1):  # default rule of llama.cpp
         kind = "linear"
     if factors is not None:
         if kind not in (None, "none"):
@@ -140,11 +139,7 @@ def _scaling(arch: str, get: Metadata, factors: list | None) -> dict[str, Any] |
 
 
 def check_tokenizer(get: Metadata) -> None:
-    """Compare the keys of a file's tokenizer with those that one is made of.
-
-    Raises:
-        ModelError: for the first key that is unknown, or has a value that is not computed.
-    """
+    """Raise `ModelError` for the first tokenizer key or value that is not supported."""
     _check(
         "tokenizer.ggml.", _TOKENIZER, {"add_eos_token": (False,), "add_sep_token": (False,)}, get
     )

@@ -1,9 +1,11 @@
-"""Checkpoints that are GGUF files, read so that they look like Hugging Face ones.
+"""Checkpoints in GGUF files, converted to the form of Hugging Face.
 
-Three things differ in such a file and are turned back here: the names; the rows of q and k in
-files of architecture "llama", which lie in the order that rotates neighbouring rows (Hugging Face
-rotates row i with row i + D/2); and the norm weights of Gemma, to which 1 has been added. What is
-different in files of recurrent models is in `recurrent.py`.
+Three things differ, besides those in `recurrent.py`:
+
+- names of tensors;
+- rows of q and k in files of architectures "llama" and "granitehybrid", in the order for rotating
+  neighbours (Hugging Face rotates row i with row i + D/2);
+- Gemma's norm weights, to which 1 is added.
 """
 
 import re
@@ -57,11 +59,11 @@ _GEMMA_LAYER = _LAYER | {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 
-_CHUNK = 1 << 20  # values unpacked at a time, so that no second copy of a tensor arises
+_CHUNK = 1 << 20  # values unpacked at a time, to avoid a second copy of a tensor
 
 
 def open_gguf(path: Path) -> Checkpoint:
-    """Opens a GGUF file; the tensors stay in it until they are asked for."""
+    """Open a GGUF file; tensors are read on demand."""
     reader = _reader(path)
     get = Metadata(reader, str(path))
     arch = get("general.architecture")
@@ -110,7 +112,7 @@ def _reader(path: Path) -> Reader:
         with path.open("rb") as file:
             magic = file.read(4)
         reader = Reader(path) if magic == b"GGUF" else None
-    except Exception as error:  # whatever the package meets in bytes that mean nothing
+    except Exception as error:  # the package raises many kinds for damaged files
         raise ModelError(
             f"{path} cannot be read as GGUF ({brief(error)}); it may be cut short, so "
             "download it again."
@@ -134,11 +136,11 @@ def _plain_names(path: Path, arch: str, stored: dict) -> dict[str, Any]:
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:
-    return tuple(int(length) for length in reversed(tensor.shape))  # the file's fastest is first
+    return tuple(int(length) for length in reversed(tensor.shape))  # in C order
 
 
 def _tensor(name: str, tensor: Any, arch: str, config: dict, source: str) -> Tensor:
-    """A tensor whose reading turns back what the file stores differently."""
+    """Return a tensor that is converted to Hugging Face's form when it is read."""
     part = name.split(".")[-2]
     shape = _shape(tensor)
     rows = None
@@ -155,7 +157,7 @@ def _tensor(name: str, tensor: Any, arch: str, config: dict, source: str) -> Ten
 
 
 def _plain(name: str, arch: str) -> str | None:
-    """The Hugging Face name of a tensor; None where the architecture has no such tensor."""
+    """Return the Hugging Face name of a tensor; None if the architecture lacks it."""
     if arch in recurrent.ARCHITECTURES:
         return recurrent.plain(name, arch)
     if name == "output.weight":
@@ -169,16 +171,16 @@ def _plain(name: str, arch: str) -> str | None:
 
 
 def _halves(rows: int, heads: int) -> np.ndarray:
-    """The order of rows that brings pairs of neighbours to pairs of halves, head by head."""
+    """Return the row order that maps neighbouring pairs to halves, for each head."""
     return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
 
 def _read(tensor: Any, rows: np.ndarray | None, less: float, source: str) -> np.ndarray:
-    raw, kind = np.asarray(tensor.data), Kind(tensor.tensor_type)  # a plain view of the map
+    raw, kind = np.asarray(tensor.data), Kind(tensor.tensor_type)  # a view of the file map
     if kind == Kind.BF16:
         raw = raw.view(ml_dtypes.bfloat16)
     if rows is not None:
-        raw = raw[rows]  # whole rows, so packed ones can be moved as they are
+        raw = raw[rows]  # quantised rows can be reordered without unpacking
     if raw.dtype == np.uint8:
         raw = _unpack(raw, kind)
     raw = check_numbers(raw, tensor.name, source)

@@ -1,8 +1,8 @@
-"""What GGUF files store differently of recurrent models: Mamba-2, Granite 4, LFM2 and Falcon-H1.
+"""GGUF files of recurrent models: Mamba-2, Granite 4, LFM2 and Falcon-H1.
 
-Names apart, decays are stored and not their logarithms; vectors have a second dimension, and
-convolutions lack theirs; and the two halves of a gated product are two tensors. What the config of
-a Falcon-H1 multiplies by is in the weights already.
+Besides names, four things differ: decays are stored in place of their logarithms, vectors have a
+second dimension, convolutions have one dimension less, and gated products are two tensors. The
+multipliers of a Falcon-H1 config are already in its weights.
 """
 
 import re
@@ -36,7 +36,7 @@ READ = {
     "lfm2": {"shortconv.l_cache"},
     "falcon-h1": _SSM,
 }
-"""The keys of a file that an architecture reads, after its name, beside those that any reads."""
+"""Further keys that an architecture reads, without the prefix."""
 ARCHITECTURES = tuple(READ)
 
 _WHOLE = {
@@ -52,7 +52,7 @@ _WHOLE = {
     },
     "lfm2": {
         "token_embd.weight": "model.embed_tokens.weight",
-        "token_embd_norm.weight": "model.embedding_norm.weight",  # in spite of its name, the last
+        "token_embd_norm.weight": "model.embedding_norm.weight",  # the last norm, despite its name
         "output.weight": "lm_head.weight",
     },
     "falcon-h1": {
@@ -77,7 +77,7 @@ _ATTENTION = {
     "attn_v.weight": "self_attn.v_proj.weight",
     "attn_output.weight": "self_attn.o_proj.weight",
 }
-# Parts that end in gate and up are halves of one tensor.
+# Names that end in gate and up are halves of one tensor.
 _LAYER = {
     "mamba2": {"attn_norm.weight": "norm.weight"}
     | {name: f"mixer.{plain}" for name, plain in _MIXER.items()},
@@ -113,7 +113,7 @@ _LAYER = {
     },
     "falcon-h1": {
         "attn_norm.weight": "input_layernorm.weight",
-        "ffn_norm": "pre_ff_layernorm.weight",  # the one name of a weight that does not say so
+        "ffn_norm": "pre_ff_layernorm.weight",  # the only weight without .weight in its name
         "ffn_gate.weight": "feed_forward.gate_proj.weight",
         "ffn_up.weight": "feed_forward.up_proj.weight",
         "ffn_down.weight": "feed_forward.down_proj.weight",
@@ -124,7 +124,7 @@ _LAYER = {
 
 
 def plain(name: str, arch: str) -> str | None:
-    """The Hugging Face name of a tensor or of half of one; None where there is no such tensor."""
+    """Return the Hugging Face name of a tensor or of a half of one; None if unknown."""
     found = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
     if found is None:
         return _WHOLE[arch].get(name)
@@ -134,14 +134,9 @@ def plain(name: str, arch: str) -> str | None:
 
 
 def to_hugging_face(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
-    """Returns the tensors as Hugging Face has them.
+    """Convert tensors, by the names of `plain`, to Hugging Face's form.
 
-    Args:
-        tensors: the tensors of the file under the names that `plain` gives.
-        source: the file's name, for messages.
-
-    Raises:
-        ModelError: when one lacks its other half, or has another shape than such tensors have.
+    Raises `ModelError` if one lacks its other half, or has a shape of another kind.
     """
     out = {}
     for name, tensor in tensors.items():
@@ -173,13 +168,7 @@ def _tensor_to_hugging_face(name: str, tensor: Tensor) -> Tensor:
 
 
 def config_from_gguf(arch: str, get: Metadata, config: dict[str, Any]) -> dict[str, Any]:
-    """What a file's metadata tells of a recurrent model, beside what it tells of any.
-
-    Args:
-        arch: the file's name for the architecture, with which most keys begin.
-        get: the metadata.
-        config: what it tells of any model.
-    """
+    """Return the config keys of a recurrent model; `config` has those of all models."""
     count = whole(1, 2**24)
     kernel, inner, numbers, heads, groups = (
         get.checked(f"{arch}.ssm.{name}", count)
@@ -188,7 +177,7 @@ def config_from_gguf(arch: str, get: Metadata, config: dict[str, Any]) -> dict[s
     head_dim = inner // heads if inner and heads else None
     if arch == "mamba2":
         return {
-            # Written as 0, since there is neither attention nor a feed-forward part.
+            # The file has 0, since there is neither attention nor a feed-forward part.
             "intermediate_size": None,
             "num_attention_heads": None,
             "num_key_value_heads": None,
@@ -216,7 +205,7 @@ def config_from_gguf(arch: str, get: Metadata, config: dict[str, Any]) -> dict[s
     }
     if arch == "lfm2":
         return {
-            "block_auto_adjust_ff_dim": False,  # as wide as it says
+            "block_auto_adjust_ff_dim": False,  # the width in the file is final
             "conv_L_cache": get(f"{arch}.shortconv.l_cache"),
             "norm_eps": config["rms_norm_eps"],
             **kinds,
