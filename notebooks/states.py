@@ -315,6 +315,6 @@ assert not ok
 # - Keep one state for long, cheaply: `seq_cp(cache, 0, 3)`, to a text that is not used otherwise.
 # - `generation.speculate` takes back what was guessed wrong: it wants `max_rollback=` as large as
 #   `tries`, and says so.
-# - Keep the table alone, and undo with `rewind`: see "Going back" in `docs/design.md`.
+# - Keep the table alone, and undo with `rewind`: see "Going back" in `docs/explanation/states.md`.
 # - A real model: `models.load("ibm-granite/granite-4.0-h-350m")`, with
 #   `make_cache(max_rollback=8)`.

@@ -199,4 +199,4 @@ for name, one in (("windowed", cache), ("full size", full)):
 #   next token of either sees never changes.
 # - Look at chunks in place of sliding windows: `CacheSpec.attention(window=jaxkv.Window.chunked(8),
 #   ...)` and `plot.attention_mask`.
-# - `docs/design.md`, "Windows", has the rules, and what they cost.
+# - `docs/explanation/decisions/windows.md`, "Windows", has the rules, and what they cost.

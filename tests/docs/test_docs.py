@@ -24,11 +24,10 @@ def printed(code, names):
     return out.getvalue()
 
 
-# design.md shows fragments of programs.
 PAGES = ["README.md"] + [
     path.relative_to(ROOT).as_posix()
     for path in sorted((ROOT / "docs").rglob("*.md"))
-    if path.name != "design.md" and "```python" in path.read_text()
+    if "```python" in path.read_text()
 ]
 LONG = ["docs/howto/generate.md", "docs/howto/pods.md"]  # they take as long as all others together
 
