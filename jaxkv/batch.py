@@ -251,7 +251,7 @@ def make_batch(
         raise ValueError(f"expected either tokens or embeddings, got {which}")
     if isinstance(tokens, str | Mapping | Set | Iterator):
         raise TypeError(
-            f"expected tokens as integers in a list or an array, got {type(tokens)}: encode "
+            f"expected tokens as integers in a list or an array, got {type(tokens)}; encode "
             "texts by a tokenizer"
         )
     if isinstance(tokens, Sequence) and any(np.ndim(row) == 1 for row in tokens):
@@ -271,7 +271,7 @@ def make_batch(
             sequence for sequence, row in zip(ids.tolist(), tokens, strict=True) if not len(row)
         ]:
             raise ValueError(
-                f"expected a token at least in each list, got none for sequences {empty}: leave "
+                f"expected a token at least in each list, got none for sequences {empty}; leave "
                 f"those lists out, and give sequences= for the others"
             )
         sequences = np.repeat(ids, [len(row) for row in tokens], axis=0)
@@ -356,7 +356,7 @@ def _to_32_bits(value: PyTree, kept: np.dtype, name: str) -> PyTree:
     wrong = value[(value < low) | (value > high)]
     if wrong.size:
         raise ValueError(
-            f"expected integers from {low} to {high} for extra[{name!r}], got {wrong[0]}: a JAX "
+            f"expected integers from {low} to {high} for extra[{name!r}], got {wrong[0]}; a JAX "
             f"without 64 bits holds no others"
         )
     return value.astype(kept)
@@ -506,7 +506,7 @@ def ubatch_of_part(ubatch: Ubatch, part: int) -> Ubatch:
     if ubatch.slots[part] is None:
         raise ValueError(
             f"expected a ubatch of text for part {part}, which is of the text, got one of "
-            f"init_batch(encoder=True): it goes into the layers of CacheSpec.cross_attention alone"
+            f"init_batch(encoder=True); it goes into the layers of CacheSpec.cross_attention alone"
         )
     return replace(
         ubatch,

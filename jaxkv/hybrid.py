@@ -289,7 +289,7 @@ class HybridTable(CacheTable):
         """Raise if the number of parts differs, or buffers of a part do not fit it."""
         if len(buffers) != len(self.parts):
             raise ValueError(
-                f"expected the buffers of {len(self.parts)} parts, got {len(buffers)}: join the "
+                f"expected the buffers of {len(self.parts)} parts, got {len(buffers)}; join the "
                 f"table and the buffers of one cache"
             )
         for part, arrays in zip(self.parts, buffers, strict=True):

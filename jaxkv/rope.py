@@ -226,7 +226,7 @@ def make_rope(size: int, *, base: float = 10000.0, interleaved: bool = False) ->
     llama.cpp: `rope_freq_base`.
     """
     if size % 2 or size < 2:
-        raise ValueError(f"expected an even size, got {size}: numbers are rotated in pairs")
+        raise ValueError(f"expected an even size, got {size}; numbers are rotated in pairs")
     if not base > 0:
         raise ValueError(f"expected a base above 0, got {base}")
     frequencies = tuple(float(base ** (-pair / size)) for pair in range(0, size, 2))

@@ -150,7 +150,7 @@ def check_spec(spec: TableSpec, expected_spec: TableSpec, name: str) -> None:
         for found in (expected, actual)
     )
     raise ValueError(
-        f"expected {name} for this cache, {expected}, got one for {actual}: plan again"
+        f"expected {name} for this cache, {expected}, got one for {actual}; plan again"
     )
 
 

@@ -470,7 +470,7 @@ def check_sizes(table: Any, streams: int, cells: int) -> None:
     if (streams, cells) != sizes:
         raise ValueError(
             f"expected buffers of {sizes[0]} streams with {sizes[1]} cells, as the table has, "
-            f"got {streams} with {cells}: join the table and the buffers of one cache"
+            f"got {streams} with {cells}; join the table and the buffers of one cache"
         )
 
 
@@ -494,7 +494,7 @@ def static_layer_number(layer: SupportsIndex) -> int:
         if not is_traced(layer):
             raise TypeError(f"expected an integer for a layer, got {layer!r}") from None
         raise TypeError(
-            f"expected a layer as an integer that is known while tracing, got {layer!r}: each "
+            f"expected a layer as an integer that is known while tracing, got {layer!r}; each "
             "layer has arrays of its own, so go over the layers in Python, or make the cache with "
             f"make_cache(stacked=True), which a hybrid one cannot be"
         ) from None

@@ -331,7 +331,7 @@ def _record_write(cache: Cache, layer: int | Int32[Array, ""], ubatch: Ubatch) -
         layers = frozenset()
     if layer in layers:
         raise ValueError(
-            f"expected a ubatch to write each layer once, got layer {layer} twice: give each layer "
+            f"expected a ubatch to write each layer once, got layer {layer} twice; give each layer "
             "of the model its own number, and look again with attend(cache, layer, ubatch, q)"
         )
     return replace(cache, written=(ubatch, layers | {layer}))

@@ -125,7 +125,7 @@ class ShardingRules:
                 more = ", and a multiple of it for sequences" if name == "streams" else ""
                 raise ValueError(
                     f"expected a number of {name} that {devices} devices divide "
-                    f"({', '.join(axes)}), got {size}: take {multiple}{more}"
+                    f"({', '.join(axes)}), got {size}; take {multiple}{more}"
                 )
             found[name] = axes if size > 1 and size % devices == 0 else ()
         split = [axis for axes in found.values() for axis in axes]
@@ -134,7 +134,7 @@ class ShardingRules:
                 names = [name for name, axes in found.items() if axis in axes]
                 raise ValueError(
                     f"expected an axis of the mesh to split one of {', '.join(sizes)}, got "
-                    f"{axis!r} for {' and '.join(names)}: name it once in Rules"
+                    f"{axis!r} for {' and '.join(names)}; name it once in Rules"
                 )
         return found
 
@@ -292,7 +292,7 @@ def _require_mesh(sharding_rules: ShardingRules | None) -> AbstractMesh | None:
     """Return the current mesh; raise a ValueError if a cache has rules and no mesh is set."""
     if sharding_rules is not None and jax.sharding.get_abstract_mesh().empty:
         raise ValueError(
-            f"expected a mesh for a cache with {sharding_rules}, got none: call it inside of "
+            f"expected a mesh for a cache with {sharding_rules}, got none; call it inside of "
             f"`with jax.set_mesh(mesh):`"
         )
     return current_mesh(sharding_rules)

@@ -76,7 +76,7 @@ def check_int32(
         array = np.asarray(value) if is_known else jnp.asarray(value)
     except ValueError:  # NumPy raises it for rows of different lengths.
         raise ValueError(
-            f"expected {name} as an integer or as lists of one length, got {value!r:.60}: pad them"
+            f"expected {name} as an integer or as lists of one length, got {value!r:.60}; pad them"
         ) from None
     if array.size == 0:
         return np.zeros(array.shape, np.int32)
@@ -87,7 +87,7 @@ def check_int32(
         remedy = "cast them"
         if array.dtype.kind == "U":
             remedy = "encode texts by a tokenizer" if "token" in name else f"pass {name} as int"
-        raise TypeError(f"expected integers for {name}, got {array.dtype}: {remedy}")
+        raise TypeError(f"expected integers for {name}, got {array.dtype}; {remedy}")
     if not isinstance(array, np.ndarray):
         return _cast_to_int32(array, low, high)
     wrong = array[(array < low) | (array > high)]

@@ -100,7 +100,7 @@ def fetch_table(cache: Cache) -> CacheTable:
     table, _ = split(cache)
     if is_traced(table):
         raise TypeError(
-            "expected a cache whose values are known, got a traced one: draw it outside of jit, or "
+            "expected a cache whose values are known, got a traced one; draw it outside of jit, or "
             "by jax.debug.callback"
         )
     check_concrete_cache(table)
@@ -129,7 +129,7 @@ def make_cell_view(table: CacheTable) -> CellView:
             arrays = _arrays_of_states(table)
         case HybridTable():
             raise TypeError(
-                "expected a cache of one kind, got a hybrid one: look at each of cache.parts"
+                "expected a cache of one kind, got a hybrid one; look at each of cache.parts"
             )
         case _:
             raise TypeError(f"expected a cache of cells or of states, got {type(table).__name__}")

@@ -119,7 +119,7 @@ def occupancy(
         raise ValueError("expected caches or counts, one for each step, got none")
     caches = [step for step in steps if isinstance(step, Cache)]
     if caches and len(caches) < len(steps):
-        raise ValueError("expected caches or counts, got both: pass cache.num_used_cells() of each")
+        raise ValueError("expected caches or counts, got both; pass cache.num_used_cells() of each")
     ax = _ensure_axes(ax)
     at = np.arange(len(steps) + 1)  # Each step has width 1, so a single step is visible.
     if caches:
@@ -186,7 +186,7 @@ def attention_mask(
         table, ubatch = table.parts[part], ubatch_of_part(ubatch, part)
     if not isinstance(table, CellTable) or table.spec.is_cross_attention:
         raise TypeError(
-            f"expected a cache, or a part, of attention, got kind {table.spec.kind!r}: states see "
+            f"expected a cache, or a part, of attention, got kind {table.spec.kind!r}; states see "
             f"all that came before, and a text all of its source"
         )
     seen = jax.jit(visible_cells_mask, static_argnames="causal")(table, ubatch, causal=causal)

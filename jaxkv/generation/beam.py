@@ -291,7 +291,7 @@ def _check_sequences(
         shown_ids = np.asarray(ids).tolist() if is_concrete(ids) else "traced ones"
         raise ValueError(
             f"expected sequences of one stream of {spec.sequences_per_stream} for the beams, "
-            f"since another may lack the cells for a copy, got {shown_ids}: pass sequences="
+            f"since another may lack the cells for a copy, got {shown_ids}; pass sequences="
         )
     return ids
 

@@ -161,7 +161,7 @@ def check_constraint(constraint: object) -> Constraint:
             raise TypeError(f"expected a function {name}, got {type(getattr(constraint, name))}")
     first = jax.tree.map(_to_jax_dtype, constraint.first)
     if not jax.tree.leaves(first):
-        raise ValueError("expected at least one array in first, got none: make it a 0, say")
+        raise ValueError("expected at least one array in first, got none; make it a 0, say")
     allowed = jax.eval_shape(constraint.allowed, first)
     if getattr(allowed, "ndim", None) != 1 or allowed.dtype != bool:
         raise ValueError(f"expected [V] bool from allowed, got {_describe_shapes(allowed)!r}")

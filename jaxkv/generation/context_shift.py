@@ -175,7 +175,7 @@ def _check_attention_only(spec: TableSpec, why: str) -> None:
     kinds = [part.kind for part in spec.parts or (spec,)]
     if spec.max_rollback is not None:
         description = f"kind {spec.kind!r}" + (f" ({', '.join(kinds)})" if spec.parts else "")
-        raise ValueError(f"expected a cache of attention alone, got {description}: {why}")
+        raise ValueError(f"expected a cache of attention alone, got {description}; {why}")
 
 
 @jit_table

@@ -65,7 +65,7 @@ def model_step(
         elif isinstance(output, jax.Array):
             description = f"an array of shape {output.shape}"
         raise ValueError(
-            f"expected a pair from forward, cache and logits, got {description}: end it with "
+            f"expected a pair from forward, cache and logits, got {description}; end it with "
             "`return cache, logits`"
         )
     after, logits = output
@@ -80,11 +80,11 @@ def model_step(
     if len(shape) != 2 or shape[0] != rows or not shape[1]:
         raise ValueError(
             f"expected logits [O, V] from forward, a row for each of the {rows} ubatch.outputs, "
-            f"got {shape}: flatten the rows of the last layer, and take x.reshape(-1, width)"
+            f"got {shape}; flatten the rows of the last layer, and take x.reshape(-1, width)"
             f"[ubatch.outputs]"
         )
     if not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise ValueError(f"expected logits of floats from forward, got {logits.dtype}: cast them")
+        raise ValueError(f"expected logits of floats from forward, got {logits.dtype}; cast them")
     return after, logits
 
 
@@ -101,7 +101,7 @@ def _check_written_layers(before: Cache, after: Cache) -> None:
             layers = [every[i][n] for n in unwritten] if every else unwritten
             raise ValueError(
                 f"expected keys from forward in each layer of the cache, got none in layers "
-                f"{layers}: call attend once for each layer, with its number"
+                f"{layers}; call attend once for each layer, with its number"
             )
 
 

@@ -131,7 +131,7 @@ def _check_plan(cache: Cache, batch: Batch, ubatch_size: int | None, plan: objec
     if not isinstance(plan, Plan):
         raise TypeError(f"expected a plan, init_batch makes it, got {type(plan)}")
     if ubatch_size is not None:
-        raise ValueError("expected a plan or a ubatch_size, got both: the plan is cut already")
+        raise ValueError("expected a plan or a ubatch_size, got both; the plan is cut already")
     if is_concrete(batch, plan) and plan.ok:
         num_tokens, num_planned = (
             sum(int(np.sum(part.valid)) for part in several) for several in ([batch], plan.ubatches)
@@ -141,7 +141,7 @@ def _check_plan(cache: Cache, batch: Batch, ubatch_size: int | None, plan: objec
                 f"expected a plan of the batch's {num_tokens} tokens, got one of {num_planned}"
             )
     if not is_traced(cache, plan) and not is_current(cache, plan.ubatches[0]):
-        raise ValueError("expected a plan of this cache as it is, got a stale one: plan again")
+        raise ValueError("expected a plan of this cache as it is, got a stale one; plan again")
 
 
 def warm_up(

@@ -151,7 +151,7 @@ def init_decode(
     if logits.shape[0] > num_sequences:
         raise ValueError(
             f"expected logits of at most {num_sequences} texts, a sequence each, got "
-            f"{logits.shape[0]} rows: prefill pads them inside of jit, so pass logits[:T]"
+            f"{logits.shape[0]} rows; prefill pads them inside of jit, so pass logits[:T]"
         )
     if sequences is None and logits.shape[0] > 1:
         raise ValueError(
@@ -188,7 +188,7 @@ def check_prompts_present(
     if empty.any():
         raise ValueError(
             f"expected the prompt of each text in its sequence, got nothing in sequence "
-            f"{np.asarray(sequences)[empty][0]}: pass sequences=, where the texts stand"
+            f"{np.asarray(sequences)[empty][0]}; pass sequences=, where the texts stand"
         )
 
 

@@ -133,7 +133,7 @@ def check_sampler_state(sampler: object, state: DecodeState) -> Sampler:
     if expected != actual:
         raise ValueError(
             f"expected a state that was started with this sampler, which remembers {expected}, got "
-            f"one that remembers {actual}: pass the same sampler= to "
+            f"one that remembers {actual}; pass the same sampler= to "
             f"generation.init_decode"
         )
     return sampler
@@ -192,7 +192,7 @@ def _check_seed(seed: Seeds, count: int) -> Seeds:
         return seed
     if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
         raise TypeError(
-            "expected integers for seed, got a key of jax.random: pass the number that it is "
+            "expected integers for seed, got a key of jax.random; pass the number that it is "
             "made of"
         )
     array = np.asarray(seed)

@@ -87,7 +87,7 @@ def attend(
     ):
         raise ValueError(
             f"expected q [R, T, H, D] of {(*ubatch.valid.shape, 'H', size)}, H a multiple of "
-            f"{heads}, got {q.shape}: tokens come before heads"
+            f"{heads}, got {q.shape}; tokens come before heads"
         )
     options = AttentionOptions(scale=scale, softcap=softcap, sinks=sinks)
     added = check_bias(bias, (*q.shape[:3], layer_kv[0].shape[2]))
@@ -143,7 +143,7 @@ def _get_layer_kv(buffers: Buffers, layer: int | jax.Array) -> LayerKV:
     """Return the keys and values of a layer; raise if it is out of range."""
     if not is_traced(layer) and not 0 <= layer < buffers.layers:
         raise ValueError(
-            f"expected a layer from 0 to {buffers.layers - 1}, got {layer}: make the cache with "
+            f"expected a layer from 0 to {buffers.layers - 1}, got {layer}; make the cache with "
             f"layers= of the model"
         )
     return buffers.layer(layer)
@@ -154,7 +154,7 @@ def _check_array(name: str, x: object) -> jax.Array | np.ndarray:
     if not isinstance(x, jax.Array | np.ndarray):
         raise TypeError(f"expected an array for {name}, got {type(x)}")
     if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"expected floats for {name}, got {x.dtype}: cast them")
+        raise TypeError(f"expected floats for {name}, got {x.dtype}; cast them")
     return x
 
 
@@ -167,7 +167,7 @@ def _check_kv(
         if v is not None:
             raise TypeError(
                 f"expected keys alone, whose numbers {values.first} to {values.last - 1} are the "
-                f"values of this cache, got values too: leave v out"
+                f"values of this cache, got values too; leave v out"
             )
         entries = (("k", "D", k, keys),)
     else:
@@ -183,7 +183,7 @@ def _check_kv(
         shape = (*ubatch.valid.shape, old.shape[1], old.shape[3])
         if new.shape != shape:
             raise ValueError(
-                f"expected {name} [R, T, K, {size}] of {shape}, got {new.shape}: tokens come "
+                f"expected {name} [R, T, K, {size}] of {shape}, got {new.shape}; tokens come "
                 "before heads, whose sizes are those of the spec"
             )
         new_kv += (new,)
@@ -200,7 +200,7 @@ def _check_visible_until(
         return None
     if not causal:
         raise ValueError(
-            "expected visible_until or causal=False, got both: with the latter tokens see all that "
+            "expected visible_until or causal=False, got both; with the latter tokens see all that "
             "comes after them, so leave one of them out"
         )
     last = jnp.asarray(check_int32(visible_until, "visible_until"))

@@ -55,7 +55,7 @@ def check_tile_multiple(cells: int) -> None:
     """
     if cells >= 4 * TILE and cells % TILE:
         raise ValueError(
-            f"expected a number of cells that tiles of {TILE} divide, got {cells}: take "
+            f"expected a number of cells that tiles of {TILE} divide, got {cells}; take "
             f"{-(-cells // TILE) * TILE}"
         )
 

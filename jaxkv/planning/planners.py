@@ -118,7 +118,7 @@ def init_batch(
     """
     table, _ = split(cache)
     if not isinstance(batch, Batch):
-        raise TypeError(f"expected a batch, got {type(batch)}: make_batch(tokens) makes one")
+        raise TypeError(f"expected a batch, got {type(batch)}; make_batch(tokens) makes one")
     if encoder:
         return _init_encoder(table, batch)
     flat, parts, outputs = lay_out_batch(
@@ -347,7 +347,7 @@ def _init_encoder(table: CacheTable, batch: Batch) -> Plan:
     table = table.as_encoder_table()
     if batch.shared_with is not None:
         raise ValueError(
-            "expected tokens of one sequence each in a source, got some of several: encode it for "
+            "expected tokens of one sequence each in a source, got some of several; encode it for "
             "one of them, and fork that (seq_cp)"
         )
     if batch.positions is not None:

@@ -200,7 +200,7 @@ class StateTable(States, CacheTable):
                 state = state[:, None]
             if state.shape != shape:
                 raise ValueError(
-                    f"expected {name} [R, E + 1, ...] of {shape}, got {state.shape}: give the "
+                    f"expected {name} [R, E + 1, ...] of {shape}, got {state.shape}; give the "
                     f"states after ubatch.state_write_steps({self.num_earlier_states + 1}) tokens"
                 )
             new[name] = state

@@ -157,7 +157,7 @@ which this cache never has: ask for less, or make a larger one
         if table.spec.has_cross_attention:
             raise ValueError(
                 "expected a cache without a part for sources, which requests do not bring, got one "
-                "with it: encode and decode run texts with sources side by side"
+                "with it; encode and decode run texts with sources side by side"
             )
         self._limits = check_config(
             table.spec,

@@ -252,7 +252,7 @@ def check_request(request: Request, limits: EngineConfig) -> Request:
     if stop_tokens.size > limits.max_stop_tokens:
         raise ValueError(
             f"expected at most {limits.max_stop_tokens} stop tokens of a request's own, got "
-            f"{stop_tokens.size}: "
+            f"{stop_tokens.size}; "
             f"make the engine with a larger max_stop_tokens="
         )
     if not isinstance(request.sampling, Mapping):
@@ -261,7 +261,7 @@ def check_request(request: Request, limits: EngineConfig) -> Request:
         if name not in limits.sampling_options:
             raise ValueError(
                 f"expected sampling options of "
-                f"{', '.join(sorted(limits.sampling_options)) or 'none'}, got {name!r}: "
+                f"{', '.join(sorted(limits.sampling_options)) or 'none'}, got {name!r}; "
                 f"make the engine with sampling_options= of all that requests may have"
             )
         if np.ndim(value):

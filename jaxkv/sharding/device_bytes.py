@@ -58,7 +58,7 @@ class DeviceBytes:
         if self.total > room:
             raise ValueError(
                 f"expected at most {room:,} bytes on each of {self.devices} devices, got "
-                f"{self.total:,}: take more devices, fewer cells, or another split\n{self}"
+                f"{self.total:,}; take more devices, fewer cells, or another split\n{self}"
             )
         return self
 

@@ -220,7 +220,7 @@ def _map_sequences(
         targets = np.atleast_1d(spec.sequence_ids(sequences)).tolist()
         if len(targets) != len(saved):
             raise ValueError(
-                f"expected a target for each of the saved sequences {saved}, got {targets}: "
+                f"expected a target for each of the saved sequences {saved}, got {targets}; "
                 f"pass as many, or a mapping of those that are wanted"
             )
         goes = dict(zip(saved, targets, strict=True))

@@ -143,7 +143,7 @@ def check_values(ok: np.ndarray, name: str, values: np.ndarray, rule: str) -> No
     if not np.all(ok):
         found = np.broadcast_to(values, ok.shape)[~ok][0]
         raise ValueError(
-            f"expected {name} {rule}, got {found}: the snapshot was changed after it was saved, "
+            f"expected {name} {rule}, got {found}; the snapshot was changed after it was saved, "
             f"save it again"
         )
 

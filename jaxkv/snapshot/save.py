@@ -128,7 +128,7 @@ def _token_list(text: Sequence[int], seq: int) -> list[int]:
     found = np.asarray(check_int32(text, "tokens"))
     if found.ndim != 1:
         raise ValueError(
-            f"expected [n] tokens of sequence {seq}, got {list(found.shape)}: pass a list of "
+            f"expected [n] tokens of sequence {seq}, got {list(found.shape)}; pass a list of "
             "integers"
         )
     return found.tolist()

@@ -317,6 +317,6 @@ def check_rollback(cache: Cache, num_states: int, cache_name: str) -> None:
     if spec.max_rollback is not None and spec.max_rollback < num_states:
         raise ValueError(
             f"expected {cache_name} to keep {num_states} earlier states or more, to take back what "
-            f"was guessed wrong, got {spec.kind} with max_rollback={spec.max_rollback}: make it "
+            f"was guessed wrong, got {spec.kind} with max_rollback={spec.max_rollback}; make it "
             f"with max_rollback={num_states}"
         )

@@ -91,7 +91,7 @@ def check_bias(bias: object, shape: tuple[int, ...]) -> BiasOfLists | None:
     if not is_concrete(traced.consts):
         raise TypeError(
             "expected a bias with its weights as leaves, got a function that closes over traced "
-            "arrays: pass jax.tree_util.Partial(function, weights)"
+            "arrays; pass jax.tree_util.Partial(function, weights)"
         )
     if len(traced.out_avals) != 1:
         raise TypeError(
