@@ -293,7 +293,7 @@ def merge(table: CacheTable, buffers: PyTree) -> Cache:
       ValueError: If the buffers have other streams or cells than the table.
     """
     if not isinstance(table, CacheTable):
-        raise TypeError(f"expected the table of a cache, got {type(table)}")
+        raise TypeError(f"expected the table of a cache, got {type(table)}; pass cache.table")
     if not table.is_batch:
         table.check_buffers(buffers)
     return Cache(table=table, buffers=buffers)

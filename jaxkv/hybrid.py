@@ -402,7 +402,7 @@ class HybridTable(CacheTable):
             numbers = sorted({layer for layers in self.layers for layer in layers})
             raise ValueError(
                 f"expected one of the layers {numbers} that a part of the cache serves by "
-                f"{verb}, got {layer}"
+                f"{verb}, got {layer}; pass a layer of a part in cache.parts"
             )
         return found[0]
 

@@ -193,7 +193,7 @@ window, plan fewer tokens at once (ubatch_size=)
         if len(logits) != len(order):
             raise ValueError(
                 f"expected a list of logits [O, V], one of each of the {len(order)} ubatches, got "
-                f"{len(logits)}"
+                f"{len(logits)}; pass the logits of each ubatch"
             )
         if not is_concrete(order):
             take = jnp.argsort(jnp.concatenate(order), stable=True)

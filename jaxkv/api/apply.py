@@ -112,7 +112,10 @@ def _check_plan(plan: object, table: CacheTable) -> Ubatch | MaintenancePlan:
     elif isinstance(plan, MaintenancePlan):
         check_spec(plan.spec, table.spec, "a plan that was made")
     else:
-        raise TypeError(f"expected a ubatch or a plan, got {type(plan)}")
+        raise TypeError(
+            f"expected a ubatch or a plan, got {type(plan)}; pass a Ubatch, a Plan or the result "
+            "of init_update or defrag_plan"
+        )
     return plan
 
 

@@ -342,5 +342,7 @@ def _layer_number(buffers: PyTree, layer: PyTree[int | Int32[Array, ""]]) -> PyT
     if not (isinstance(buffers, Buffers) and buffers.stacked and is_traced(layer)):
         return static_layer_number(layer)
     if jnp.shape(layer):
-        raise ValueError(f"expected the number of one layer, [], got {jnp.shape(layer)}")
+        raise ValueError(
+            f"expected the number of one layer, [], got {jnp.shape(layer)}; pass one integer"
+        )
     return check_int32(layer, "a layer", low=0, high=buffers.layers - 1)

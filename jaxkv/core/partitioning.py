@@ -87,7 +87,9 @@ class ShardingRules:
                 found.setdefault(_NAMES[name], tuple(axis) if isinstance(axis, list) else axis)
         if not found:
             names = [name for name, _ in sharding_rules]
-            raise ValueError(f"expected a rule for one of {', '.join(_NAMES)}, got {names}")
+            raise ValueError(
+                f"expected a rule for one of {', '.join(_NAMES)}, got {names}; use these names"
+            )
         return cls(**{field.name: found.get(field.name) for field in fields(cls)})
 
     def axes(self, name: str) -> tuple[str, ...]:

@@ -30,11 +30,11 @@ def check_count(value: PyTree, name: str, *, low: int = 1, high: int = END) -> i
             raise TypeError
         number = operator.index(value)
     except TypeError:
-        raise TypeError(f"expected an integer for {name}, got {value!r}") from None
+        raise TypeError(f"expected an integer for {name}, got {value!r}; pass an int") from None
     if number < low:
-        raise ValueError(f"expected {name} of at least {low}, got {number}")
+        raise ValueError(f"expected {name} of at least {low}, got {number}; pass {low} or more")
     if number > high:
-        raise ValueError(f"expected {name} of at most {high}, got {number}")
+        raise ValueError(f"expected {name} of at most {high}, got {number}; pass {high} or less")
     return number
 
 
@@ -47,7 +47,9 @@ def check_shape(shape: tuple[int, ...], name: str) -> None:
     ValueError: expected fewer than 2**60 numbers of keys, got the shape (2147483648, 2147483648)
     """
     if math.prod(shape) >= 1 << 60:
-        raise ValueError(f"expected fewer than 2**60 numbers of {name}, got the shape {shape}")
+        raise ValueError(
+            f"expected fewer than 2**60 numbers of {name}, got the shape {shape}; make it smaller"
+        )
 
 
 def check_int32(
@@ -133,7 +135,9 @@ def check_range(
 
 def _check_scalar(value: PyTree[Int32[ArrayLike, "*n"]], name: str) -> PyTree[Int32[ArrayLike, ""]]:
     if np.ndim(value):
-        raise ValueError(f"expected one integer for {name}, got the shape {np.shape(value)}")
+        raise ValueError(
+            f"expected one integer for {name}, got the shape {np.shape(value)}; pass a scalar"
+        )
     return value
 
 

@@ -116,7 +116,9 @@ def occupancy(
       ValueError: If `steps` is empty or mixes caches and counts, or a cache was donated.
     """
     if len(steps) == 0:
-        raise ValueError("expected caches or counts, one for each step, got none")
+        raise ValueError(
+            "expected caches or counts, one for each step, got none; pass one for each step"
+        )
     caches = [step for step in steps if isinstance(step, Cache)]
     if caches and len(caches) < len(steps):
         raise ValueError("expected caches or counts, got both; pass cache.num_used_cells() of each")

@@ -152,7 +152,7 @@ def _get_layer_kv(buffers: Buffers, layer: int | jax.Array) -> LayerKV:
 def _check_array(name: str, x: object) -> jax.Array | np.ndarray:
     """Return `x` if it is an array of floats, else raise."""
     if not isinstance(x, jax.Array | np.ndarray):
-        raise TypeError(f"expected an array for {name}, got {type(x)}")
+        raise TypeError(f"expected an array for {name}, got {type(x)}; convert it with jnp.asarray")
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"expected floats for {name}, got {x.dtype}; cast them")
     return x
@@ -174,7 +174,8 @@ def _check_kv(
         if (k is None) != (v is None):
             alone = "keys" if v is None else "values"
             raise TypeError(
-                f"expected keys and values, or none of them to look alone, got {alone} alone"
+                f"expected keys and values, or none of them to look alone, got {alone} alone; "
+                "pass both, or neither"
             )
         entries = (("k", "D", k, keys), ("v", "Dv", v, values))
     new_kv = ()
@@ -195,7 +196,10 @@ def _check_visible_until(
 ) -> jax.Array | None:
     """Return the last position that each token attends to, `[R, T]` int32, checked."""
     if not isinstance(causal, bool | np.bool_):
-        raise TypeError(f"expected causal as True or False, known while tracing, got {causal!r}")
+        raise TypeError(
+            f"expected causal as True or False, known while tracing, got {causal!r}; pass a "
+            "Python bool"
+        )
     if visible_until is None:
         return None
     if not causal:
@@ -207,7 +211,7 @@ def _check_visible_until(
     if last.shape != ubatch.valid.shape:
         raise ValueError(
             f"expected visible_until [R, T] of {ubatch.valid.shape}, the last position that each "
-            f"token sees, got {last.shape}"
+            f"token sees, got {last.shape}; give each token its last visible position"
         )
     return last
 

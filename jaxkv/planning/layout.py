@@ -237,7 +237,10 @@ def split_batch(
         "sequence": sequence_split,
     }
     if split_by not in ways:
-        raise ValueError(f"expected split_by of 'simple', 'equal' or 'sequence', got {split_by!r}")
+        raise ValueError(
+            f"expected split_by of 'simple', 'equal' or 'sequence', got {split_by!r}; pass one "
+            "of them"
+        )
     return ways[split_by](sequences, ubatch_size)
 
 

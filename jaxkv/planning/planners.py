@@ -260,7 +260,8 @@ def plan_step(
     if len(shape) not in (1, 2) or shapes[1:] != [shape, shape[:1]]:
         raise ValueError(
             f"expected tokens [T] or [T, n], active of the same shape and sequences [T], got "
-            f"{shapes[0]}, {shapes[1]} and {shapes[2]}"
+            f"{shapes[0]}, {shapes[1]} and {shapes[2]}; pass one token and one sequence for each "
+            "text"
         )
     if len(shape) == 1:
         rows, valid = rows[:, None], valid[:, None]
@@ -304,7 +305,10 @@ def check_next_tokens(
 ) -> tuple[PyTree, PyTree, PyTree]:
     """Return tokens `[T, n]`, sequences `[T]` and valid `[T, n]` as int32 and bool, or raise."""
     if 0 in np.shape(tokens):
-        raise ValueError(f"expected a token at least, got tokens of the shape {np.shape(tokens)}")
+        raise ValueError(
+            f"expected a token at least, got tokens of the shape {np.shape(tokens)}; pass one "
+            "for each sequence"
+        )
     if is_concrete(sequences, valid):
         ids = np.asarray(sequences)[np.any(np.asarray(valid), axis=1)]
         spec.sequence_ids(ids)

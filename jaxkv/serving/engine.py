@@ -151,7 +151,10 @@ which this cache never has: ask for less, or make a larger one
         prefix_store: PrefixStore | None = None,
     ):
         if not callable(forward):
-            raise TypeError(f"expected a function forward, see prefill, got {type(forward)}")
+            raise TypeError(
+                f"expected a function forward, see prefill, got {type(forward)}; pass forward, "
+                "params, cache"
+            )
         table, _ = split(cache)
         check_not_donated(cache)
         if table.spec.has_cross_attention:
@@ -339,7 +342,10 @@ which this cache never has: ask for less, or make a larger one
         """Return a request that waits or runs; None if it has ended."""
         request_id = check_count(request_id, "the id of a request", low=0)
         if request_id >= self._next:
-            raise ValueError(f"expected an id that submit returned, got {request_id}")
+            raise ValueError(
+                f"expected an id that submit returned, got {request_id}; pass the id of a "
+                "submitted request"
+            )
         return next((text for text in self._schedule.all_requests if text.id == request_id), None)
 
     def _run_step(self) -> None:

@@ -125,7 +125,10 @@ placement='striped:4'
     """
     of_keys = {k.shape[1] for k in key_arrays(cache)}
     if heads is not None and any(check_count(heads, "heads") % kv_heads for kv_heads in of_keys):
-        raise ValueError(f"expected heads a multiple of kv_heads {sorted(of_keys)}, got {heads}")
+        raise ValueError(
+            f"expected heads a multiple of kv_heads {sorted(of_keys)}, got {heads}; pass the "
+            "query heads of the model"
+        )
     halves = zip(split(cache), split(shardings(cache, mesh, sharding_rules)), strict=True)
     table, buffers = (
         sum(map(_local_bytes, jax.tree.leaves(half), jax.tree.leaves(where)))

@@ -55,7 +55,9 @@ def fit_mesh(
       ({'tensor': 2, 'cells': 2}, 'cells')
     """
     if surplus not in get_args(Surplus):
-        raise ValueError(f"expected a surplus of {get_args(Surplus)}, got {surplus!r}")
+        raise ValueError(
+            f"expected a surplus of {get_args(Surplus)}, got {surplus!r}; pass one of them"
+        )
     axes = sharding_rules.present(mesh, "kv_heads")
     heads = {x.shape[1] for x in key_arrays(cache)} - {1}
     devices = sharding_rules.devices(mesh, "kv_heads")

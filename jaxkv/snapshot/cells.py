@@ -278,7 +278,7 @@ def _check_cache_sizes(
     if placement == "striped":
         placement = f"striped:{shards}"
     elif shards != 1:
-        raise ValueError(f"expected one run of cells, got {shards}")
+        raise ValueError(f"expected one run of cells, got {shards}; save the snapshot again")
     check_sequences_and_streams(sizes["sequences"], sizes["streams"])
     make = partial(
         make_attention_cache,

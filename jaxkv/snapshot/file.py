@@ -110,7 +110,10 @@ def json_round_trip(value: object, name: str) -> Json:
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError) as error:
-        raise TypeError(f"expected {name} that JSON holds, got {value!r} ({error})") from None
+        raise TypeError(
+            f"expected {name} that JSON holds, got {value!r} ({error}); pass strings, numbers, "
+            "lists or dicts"
+        ) from None
 
 
 def file_bytes(description: SnapshotContent, arrays: Mapping[str, np.ndarray]) -> bytes:
@@ -137,7 +140,7 @@ def open_file(source: Source) -> Iterator[SnapshotFile]:
         return
     path = _resolve_path(source)
     if path.stat().st_size == 0:
-        raise ValueError(f"expected a snapshot, got the empty file {path}")
+        raise ValueError(f"expected a snapshot, got the empty file {path}; save it again")
     with _translate_read_errors(module):
         reader = module.safe_open(path, framework="np")
     with reader as file:

@@ -213,7 +213,8 @@ def _map_sequences(
     if isinstance(sequences, Mapping):
         if not set(sequences) <= set(saved):
             raise ValueError(
-                f"expected some of the saved sequences {saved}, got {sorted(sequences)}"
+                f"expected some of the saved sequences {saved}, got {sorted(sequences)}; pass "
+                "ids of snapshot.inspect(path)"
             )
         goes = dict(sequences)
     elif sequences is not None:

@@ -210,7 +210,10 @@ def prompt_lookup(
     )
     num_branches = check_count(num_branches, "num_branches")
     if recent <= ngram:
-        raise ValueError(f"expected recent of more than ngram = {ngram} tokens, got {recent}")
+        raise ValueError(
+            f"expected recent of more than ngram = {ngram} tokens, got {recent}; pass "
+            f"recent={ngram + 1} or more"
+        )
     rows = jnp.asarray(pad_prompts(prompts, recent))
     return PromptLookup(
         recent=rows, ngram=ngram, num_draft_tokens=num_draft_tokens, num_branches=num_branches
@@ -247,7 +250,7 @@ class DraftModel(Drafter):
         if expected != actual:
             raise ValueError(
                 f"expected a draft whose cache has the {expected} sequences of the model's, got "
-                f"one of {actual}"
+                f"one of {actual}; make its cache with sequences={expected}"
             )
 
     def propose(
