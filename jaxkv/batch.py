@@ -267,8 +267,8 @@ def make_batch(
         )
         if ids.ndim not in (1, 2) or ids.shape[0] != len(tokens):
             raise ValueError(
-                f"sequences must have one id, or list of ids, for each of {len(tokens)} lists, got "
-                f"{sequences}"
+                f"expected an id, or a list of ids, for each of {len(tokens)} lists of tokens, got "
+                f"{sequences}; pass sequences= of that length"
             )
         if empty := [
             sequence for sequence, row in zip(ids.tolist(), tokens, strict=True) if not len(row)
@@ -315,7 +315,8 @@ def make_batch(
     for name, value in fields.items():
         if value is not None and value.shape != shape:
             raise ValueError(
-                f"{name} must have one entry a token: expected {shape}, got {value.shape}"
+                f"expected {name} of shape {shape}, got {value.shape}; pass one entry for each "
+                "token"
             )
     valid = fields["valid"]
     # Tokens on a device are not checked, since that would wait for the device.
@@ -351,8 +352,8 @@ def _check_extra(extra: object, shape: tuple[int, ...]) -> dict[str, PyTree]:
             value = _to_32_bits(value, kept, name)
         if value.shape[: len(shape)] != shape:
             raise ValueError(
-                f"extra[{name!r}] must have one entry a token: expected {shape} and any axes after "
-                f"it, got {value.shape}"
+                f"expected extra[{name!r}] of shape {shape} and any axes after it, got "
+                f"{value.shape}; pass one entry for each token"
             )
         found[name] = value
     return found

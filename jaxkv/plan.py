@@ -166,7 +166,7 @@ go on with those that fit (batch.keep_sequences(plan.fits)), make a larger cache
 window, plan fewer tokens at once (ubatch_size=)
         """
         if not is_concrete(self.ok):
-            raise TypeError("plan.check() raises, which traced code cannot do: use plan.ok there")
+            raise TypeError("expected a concrete plan to check, got a traced one; use plan.ok")
         if self.ok:
             return self
         lines = ["the batch was refused, and nothing was changed."]

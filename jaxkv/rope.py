@@ -81,7 +81,8 @@ class Rope:
             )
         if x.shape[-1] < 2 * pairs:
             raise ValueError(
-                f"a rope of {pairs} pairs needs heads of {2 * pairs}, got {x.shape[-1]}"
+                f"expected heads of at least {2 * pairs} for a rope of {pairs} pairs, got "
+                f"{x.shape[-1]}; make the rope for the head"
             )
         angles = jnp.expand_dims(_angles(positions, self.frequencies), -2)  # [..., 1, pairs]
         # XLA fuses a pair axis of (a, b) and (b, a) into one loop; concatenated halves are slower.

@@ -73,7 +73,7 @@ class TableSpec:
             "sequence ids",
             low=lowest,
             high=self.sequences - 1,
-            advice="; a cache is made for a fixed number of sequences",
+            advice="a cache is made for a fixed number of sequences",
         )
 
     def sequence_id(self, value: PyTree, *, lowest: int = 0) -> PyTree[Int32[ArrayLike, ""]]:

@@ -59,7 +59,10 @@ def _make_live_getter(function: Callable) -> Callable[[], Callable]:
 
     def live_function() -> Callable:
         if (function := reference()) is None:
-            raise ReferenceError("the function that this program was made for is gone: keep it")
+            raise ReferenceError(
+                "expected the function of this program, got none since it was deleted; keep a "
+                "reference"
+            )
         return function
 
     return live_function

@@ -53,7 +53,12 @@ def check_shape(shape: tuple[int, ...], name: str) -> None:
 
 
 def check_int32(
-    value: PyTree, name: str, *, low: int = -END, high: int = END, advice: str = ""
+    value: PyTree,
+    name: str,
+    *,
+    low: int = -END,
+    high: int = END,
+    advice: str = "pass one in this range",
 ) -> PyTree[Int32[ArrayLike, "*n"]]:
     """Return integers of a caller as int32, checked before the cast.
 
@@ -95,7 +100,7 @@ def check_int32(
     wrong = array[(array < low) | (array > high)]
     if wrong.size:
         raise ValueError(
-            f"expected {name} from {low} to {high}, got {wrong.reshape(-1)[0]}{advice}"
+            f"expected {name} from {low} to {high}, got {wrong.reshape(-1)[0]}; {advice}"
         )
     return value.astype(jnp.int32) if isinstance(value, jax.Array) else array.astype(np.int32)
 
@@ -114,10 +119,7 @@ def check_bounds(
     if one is not an integer, and a ValueError if a known one is below -1: positions do not count
     from the end.
     """
-    advice = (
-        ": positions are counted from the beginning, and the last n tokens of a sequence begin at "
-        "cache.seq_pos_max(seq) + 1 - n"
-    )
+    advice = "count from the beginning; the last n tokens begin at cache.seq_pos_max(seq) + 1 - n"
     p1 = -1 if p1 is None else p1
     p0, p1 = (
         check_int32(bound, name, low=-1, advice=advice) for bound, name in ((p0, "p0"), (p1, "p1"))
@@ -161,8 +163,8 @@ def check_bool(
     if binary and not np.all((np.asarray(array) == 0) | (np.asarray(array) == 1)):
         binary = False
     if array.size and array.dtype != bool and not binary:
-        advice = "" if or_integers else ": one for each, and not indices"
-        raise TypeError(f"expected bool for {name}, got {array.dtype}{advice}")
+        advice = "cast them" if or_integers else "pass one for each, not indices"
+        raise TypeError(f"expected bool for {name}, got {array.dtype}; {advice}")
     return array.astype(bool)
 
 

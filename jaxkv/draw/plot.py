@@ -198,7 +198,10 @@ def attention_mask(
     placed = ubatch.slots < table.num_cells  # False for all tokens of a refused plan
     stamps = table.cell_hash[stream[placed], ubatch.slots[placed]]
     if not np.array_equal(stamps, ubatch.cell_hashes[placed]):
-        raise ValueError("expected a cache that the ubatch was applied to: apply(cache, ubatch)")
+        raise ValueError(
+            "expected a cache that the ubatch was applied to, got another; pass apply(cache, "
+            "ubatch)"
+        )
     view = make_cell_view(table)
     tokens = seen, stream, ubatch.sequences, ubatch.positions
     seen, stream, sequence, at = (np.asarray(x)[valid] for x in tokens)
@@ -265,7 +268,7 @@ def _import_matplotlib(module: str) -> ModuleType:
         return importlib.import_module(f"matplotlib.{module}")
     except ImportError as error:
         raise ImportError(
-            "plots are drawn by matplotlib, which is not installed: pip install matplotlib"
+            "expected the package matplotlib for plots, got none; pip install matplotlib"
         ) from error
 
 

@@ -187,7 +187,8 @@ def check_initial_state(constraint: Constraint | None, state: PyTree) -> PyTree:
         return None
     if constraint is None:
         raise ValueError(
-            "expected no constraint_state without a constraint: make the engine with constraint="
+            "expected no constraint_state without a constraint, got one; make the engine with "
+            "constraint="
         )
     state = jax.tree.map(_to_jax_dtype, state)
     if _describe_shapes(state) != _describe_shapes(constraint.first):

@@ -213,7 +213,9 @@ def _check_option(name: str, value: object) -> Any:
             array = array.astype(dtype)
     is_known = is_concrete(array)
     if array.ndim > 1 or (is_known and not np.all(right(array) & np.isfinite(array))):
-        raise ValueError(f"{name} must be {span}, one number or one a text, got {value}")
+        raise ValueError(
+            f"expected {name} {span}, a scalar or one for each text, got {value}; pass such numbers"
+        )
     return None if is_known and np.all(array == off) else array
 
 

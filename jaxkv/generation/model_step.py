@@ -72,8 +72,8 @@ def model_step(
     old, new = (jax.tree.leaves(x.buffers) for x in (cache, after))
     if old and all(a is b for a, b in zip(old, new, strict=False)):
         raise ValueError(
-            "forward gave back the cache it was given, with nothing written: it must return the "
-            "cache that attend (or write_states) of its last layer returned"
+            "expected an updated cache from forward, got its input cache; return the cache of the "
+            "last attend or write_states"
         )
     _check_written_layers(cache, after)
     shape, rows = np.shape(logits), ubatch.outputs.shape[0]

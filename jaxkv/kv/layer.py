@@ -396,8 +396,8 @@ def _attend_layer(
     shared_axes = () if rows else split.streams
     if split.cells and implementation in ("xla", "cudnn"):
         raise ValueError(
-            f"{implementation!r} does not join what devices weigh of cells that are split: leave "
-            f"the implementation to jaxkv"
+            f"expected an implementation for cells that a mesh splits, got {implementation!r}; "
+            "pass implementation=None"
         )
 
     def attend_on_shard(

@@ -199,9 +199,8 @@ def check_ubatch_size(spec: TableSpec, ubatch_size: int | None) -> int:
     ubatch_size = check_count(ubatch_size, "ubatch_size")
     if spec.ubatch_size is not None and ubatch_size > spec.ubatch_size:
         raise ValueError(
-            f"the cache was sized for ubatches of {spec.ubatch_size} tokens, got "
-            f"ubatch_size={ubatch_size}: make it with ubatch_size={ubatch_size}, or plan smaller "
-            f"ones"
+            f"expected ubatch_size of at most {spec.ubatch_size}, for which the cache was sized, "
+            f"got {ubatch_size}; make it with ubatch_size={ubatch_size}, or plan smaller ones"
         )
     return ubatch_size
 
@@ -355,9 +354,7 @@ def _init_encoder(table: CacheTable, batch: Batch) -> Plan:
             "one of them, and fork that (seq_cp)"
         )
     if batch.positions is not None:
-        raise ValueError(
-            "expected no positions for a source, whose tokens stand at 0 and so on: leave them out"
-        )
+        raise ValueError("expected no positions for a source, got some; leave them out")
     xp = np if is_concrete(batch) else jnp
     flat, index = layout_single_ubatch(
         table.spec, replace(batch, outputs=xp.zeros_like(batch.valid))

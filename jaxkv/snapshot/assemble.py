@@ -111,7 +111,10 @@ def _check_arrays(file: SnapshotFile, cache: Cache) -> None:
             expected[name] = form.dtype, form.shape
     if len(tokens) != len(saved) or expected != file.arrays:
         odd = sorted(set(expected.items()) ^ set(file.arrays.items()), key=str)
-        raise ValueError(f"other arrays than those of the cache, {_shorten_text(odd[:2])}")
+        raise ValueError(
+            f"expected the arrays of the cache, got others, {_shorten_text(odd[:2])}; save the "
+            "snapshot again"
+        )
 
 
 def with_parts(cache: Cache, pairs: list[tuple[CacheTable, PyTree]]) -> Cache:

@@ -87,7 +87,7 @@ def write_file(
     """
     module, path = _import_safetensors(), _resolve_path(path)
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"{path} cannot be written: there is no folder {path.parent}")
+        raise FileNotFoundError(f"expected a folder {path.parent} for {path}, got none; make it")
     stored, metadata = _pack(description, arrays)
     handle, beside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     os.close(handle)
@@ -96,7 +96,9 @@ def write_file(
         _sync_to_disk(beside)
         os.replace(beside, path)
     except module.SafetensorError as error:  # a disk that is full, for one
-        raise OSError(f"{path} cannot be written: {error}") from error
+        raise OSError(
+            f"expected to write {path}, got {error}; free some space, or pass another path"
+        ) from error
     finally:
         Path(beside).unlink(missing_ok=True)
 

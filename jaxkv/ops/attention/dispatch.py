@@ -238,7 +238,7 @@ def partial_attention(
         )
     if visibility.bias is not None and implementation in ("pallas", "cudnn"):
         raise ValueError(
-            f"{implementation!r} adds no bias: leave the implementation to jaxkv, or take 'tiles', "
+            f"expected an implementation with bias, got {implementation!r}; pass None, 'tiles', "
             f"'whole' or 'xla'"
         )
     check_attention_arguments(q, k, v, options)
