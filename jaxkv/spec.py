@@ -128,7 +128,7 @@ def check_sequences_and_streams(sequences: SupportsIndex, streams: SupportsIndex
     >>> check_sequences_and_streams(6, 4)
     Traceback (most recent call last):
     ...
-    ValueError: expected streams that deal out 6 sequences evenly, one of [1, 2, 3, 6], got 4
+    ValueError: expected streams that deal out 6 sequences evenly, one of [1, 2, 3, 6], got 4; ...
     """
     sequences = check_count(sequences, "sequences")
     streams = check_count(streams, "streams")

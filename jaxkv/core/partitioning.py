@@ -117,7 +117,7 @@ class ShardingRules:
         >>> ShardingRules(cells="tensor").split(mesh, cells=70)
         Traceback (most recent call last):
         ...
-        ValueError: expected a number of cells that 4 devices divide (tensor), got 70: take 72
+        ValueError: expected a number of cells that 4 devices divide (tensor), got 70; take 72
         """
         found = {}
         for name, size in sizes.items():
@@ -136,7 +136,7 @@ class ShardingRules:
                 names = [name for name, axes in found.items() if axis in axes]
                 raise ValueError(
                     f"expected an axis of the mesh to split one of {', '.join(sizes)}, got "
-                    f"{axis!r} for {' and '.join(names)}; name it once in Rules"
+                    f"{axis!r} for {' and '.join(names)}; name it once in ShardingRules"
                 )
         return found
 

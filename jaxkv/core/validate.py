@@ -23,7 +23,7 @@ def check_count(value: PyTree, name: str, *, low: int = 1, high: int = END) -> i
     >>> check_count(2.5, "layers")
     Traceback (most recent call last):
     ...
-    TypeError: expected an integer for layers, got 2.5
+    TypeError: expected an integer for layers, got 2.5; pass an int
     """
     try:
         if isinstance(value, bool | np.bool_):
@@ -44,7 +44,7 @@ def check_shape(shape: tuple[int, ...], name: str) -> None:
     >>> check_shape((2**31, 2**31), "keys")
     Traceback (most recent call last):
     ...
-    ValueError: expected fewer than 2**60 numbers of keys, got the shape (2147483648, 2147483648)
+    ValueError: expected fewer than 2**60 numbers of keys, got the shape (2147483648, ...); ...
     """
     if math.prod(shape) >= 1 << 60:
         raise ValueError(
@@ -70,11 +70,11 @@ def check_int32(
     >>> check_int32(np.uint32(2**32 - 1), "seq", high=3)
     Traceback (most recent call last):
     ...
-    ValueError: expected seq from -2147483647 to 3, got 4294967295
+    ValueError: expected seq from -2147483647 to 3, got 4294967295; pass one in this range
     >>> check_int32([0, 1.5], "positions")
     Traceback (most recent call last):
     ...
-    TypeError: expected integers for positions, got float64: cast them
+    TypeError: expected integers for positions, got float64; cast them
     """
     if type(value) is int and low <= value <= high:  # Fast path for the most common argument.
         return np.int32(value)
@@ -156,7 +156,7 @@ def check_bool(
     >>> check_bool([1, 0], "outputs", or_integers=False)
     Traceback (most recent call last):
     ...
-    TypeError: expected bool for outputs, got int64: one for each, and not indices
+    TypeError: expected bool for outputs, got int64; pass one for each, not indices
     """
     array = value if isinstance(value, jax.Array) else np.asarray(value)
     binary = or_integers and is_concrete(array) and np.issubdtype(array.dtype, np.integer)

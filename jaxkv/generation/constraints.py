@@ -153,10 +153,12 @@ def check_constraint(constraint: object) -> Constraint:
     >>> check_constraint(rule)
     Traceback (most recent call last):
     ...
-    ValueError: expected the shapes and dtypes of first from advance, 'int32[]', got 'bool[]'
+    ValueError: expected the shapes and dtypes of first from advance, 'int32[]', got 'bool[]'; ...
     """
     if not isinstance(constraint, Constraint):
-        raise TypeError(f"expected a Rule, got {type(constraint)}; make one with generation.Rule")
+        raise TypeError(
+            f"expected a Constraint, got {type(constraint)}; make one with generation.Constraint"
+        )
     for name in ("allowed", "advance"):
         if not callable(getattr(constraint, name)):
             raise TypeError(

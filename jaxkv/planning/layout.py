@@ -229,7 +229,7 @@ def split_batch(
     >>> split_batch("even", np.array([0, 0]), 1)
     Traceback (most recent call last):
     ...
-    ValueError: expected split_by of 'simple', 'equal' or 'sequence', got 'even'
+    ValueError: expected split_by of 'simple', 'equal' or 'sequence', got 'even'; pass ...
     """
     ways = {
         "simple": simple_split,

@@ -116,7 +116,7 @@ class Engine:
       Traceback (most recent call last):
       ...
       ValueError: expected cells for 9 tokens, of a prompt of 3 and a limit of 7 less the last, \
-which this cache never has: ask for less, or make a larger one
+got a cache of fewer; lower max_new_tokens, or make the cache larger
       >>> engine.cache.num_used_cells().item()
       0
 

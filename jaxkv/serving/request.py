@@ -241,7 +241,7 @@ def check_request(request: Request, limits: EngineConfig) -> Request:
     >>> check_request(Request(prompt=[], max_new_tokens=1), limits)
     Traceback (most recent call last):
     ...
-    ValueError: expected a prompt [n] of at least one token, got the shape (0,)
+    ValueError: expected a prompt [n] of at least one token, got the shape (0,); ...
     """
     if not isinstance(request, Request):
         raise TypeError(

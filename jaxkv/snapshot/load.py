@@ -150,7 +150,7 @@ def load(
       >>> snapshot.load(data[:-1])
       Traceback (most recent call last):
       ...
-      ValueError: expected a snapshot, got what cannot be read as safetensors (...): it is \
+      ValueError: expected a snapshot, got what cannot be read as safetensors (...); it is \
 damaged, cut short, or something else
 
       Load into sequence 2 of another cache, and into sequence 0, which frees its cells:

@@ -72,7 +72,7 @@ def check_bias(bias: object, shape: tuple[int, ...]) -> BiasOfLists | None:
     >>> check_bias(lambda query, key, head: jnp.ones((1, 3, 5, 8)), (3, 5, 2, 8))
     Traceback (most recent call last):
     ...
-    ValueError: expected a bias that broadcasts to [R, H, T, N] of (3, 2, 5, 8), got (1, 3, 5, 8)
+    ValueError: expected a bias that broadcasts to [R, H, T, N] of (3, 2, 5, 8), got ...; reshape it
     """
     if bias is None:
         return None
