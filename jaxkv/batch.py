@@ -74,7 +74,7 @@ class Batch:
             if highest >= fits.size:
                 raise ValueError(
                     f"expected a bool for each sequence, as plan.fits has, got {fits.size} for a "
-                    f"batch with sequence {highest}"
+                    f"batch with sequence {highest}; pass plan.fits of a plan of this batch"
                 )
         if self.shared_with is None:
             return replace(self, valid=self.valid & fits[self.sequences])
@@ -248,15 +248,18 @@ def make_batch(
     """
     if (tokens is None) == (embeddings is None):
         which = "neither" if tokens is None else "both"
-        raise ValueError(f"expected either tokens or embeddings, got {which}")
+        raise ValueError(f"expected either tokens or embeddings, got {which}; pass one of the two")
     if isinstance(tokens, str | Mapping | Set | Iterator):
         raise TypeError(
-            f"expected tokens as integers in a list or an array, got {type(tokens)}: encode "
+            f"expected tokens as integers in a list or an array, got {type(tokens)}; encode "
             "texts by a tokenizer"
         )
     if isinstance(tokens, Sequence) and any(np.ndim(row) == 1 for row in tokens):
         if not all(np.ndim(row) == 1 for row in tokens):
-            raise ValueError("expected tokens as a list or as a list of lists, got both in one")
+            raise ValueError(
+                "expected tokens as a list or as a list of lists, got both in one; pass a list "
+                "of lists for several sequences"
+            )
         ids = (
             np.arange(len(tokens))
             if sequences is None
@@ -264,14 +267,14 @@ def make_batch(
         )
         if ids.ndim not in (1, 2) or ids.shape[0] != len(tokens):
             raise ValueError(
-                f"sequences must have one id, or list of ids, for each of {len(tokens)} lists, got "
-                f"{sequences}"
+                f"expected an id, or a list of ids, for each of {len(tokens)} lists of tokens, got "
+                f"{sequences}; pass sequences= of that length"
             )
         if empty := [
             sequence for sequence, row in zip(ids.tolist(), tokens, strict=True) if not len(row)
         ]:
             raise ValueError(
-                f"expected a token at least in each list, got none for sequences {empty}: leave "
+                f"expected a token at least in each list, got none for sequences {empty}; leave "
                 f"those lists out, and give sequences= for the others"
             )
         sequences = np.repeat(ids, [len(row) for row in tokens], axis=0)
@@ -284,11 +287,13 @@ def make_batch(
         if not jnp.issubdtype(embeddings.dtype, jnp.floating) or embeddings.ndim < 2:
             raise ValueError(
                 f"expected embeddings [B, d] or [R, T, d] of floats, got {embeddings.dtype} of "
-                f"shape {embeddings.shape}"
+                f"shape {embeddings.shape}; pass an array of floats"
             )
         shape = embeddings.shape[:-1]
     if len(shape) not in (1, 2):
-        raise ValueError(f"expected tokens as a list [B] or rows [R, T], got the shape {shape}")
+        raise ValueError(
+            f"expected tokens as a list [B] or rows [R, T], got the shape {shape}; reshape them"
+        )
     if sequences is None:
         sequences = 0 if len(shape) == 1 else np.indices(shape, np.int32)[0]
     sequences = check_int32(
@@ -310,7 +315,8 @@ def make_batch(
     for name, value in fields.items():
         if value is not None and value.shape != shape:
             raise ValueError(
-                f"{name} must have one entry a token: expected {shape}, got {value.shape}"
+                f"expected {name} of shape {shape}, got {value.shape}; pass one entry for each "
+                "token"
             )
     valid = fields["valid"]
     # Tokens on a device are not checked, since that would wait for the device.
@@ -328,7 +334,9 @@ def make_batch(
 def _check_extra(extra: object, shape: tuple[int, ...]) -> dict[str, PyTree]:
     """Return additional model inputs by name, checked."""
     if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
-        raise TypeError(f"expected extra as arrays by name, got {extra!r}")
+        raise TypeError(
+            f"expected extra as arrays by name, got {extra!r}; pass a dict of names to arrays"
+        )
     found = {}
     for name, value in extra.items():
         value = value if isinstance(value, jax.Array) else np.asarray(value)
@@ -336,15 +344,16 @@ def _check_extra(extra: object, shape: tuple[int, ...]) -> dict[str, PyTree]:
             jnp.issubdtype(value.dtype, kind) for kind in (np.integer, np.floating, np.bool_)
         ):
             raise TypeError(
-                f"expected integers, floats or bools for extra[{name!r}], got {value.dtype}"
+                f"expected integers, floats or bools for extra[{name!r}], got {value.dtype}; "
+                "cast them"
             )
         kept = jax.dtypes.canonicalize_dtype(value.dtype)
         if kept != value.dtype and jnp.issubdtype(kept, np.integer):
             value = _to_32_bits(value, kept, name)
         if value.shape[: len(shape)] != shape:
             raise ValueError(
-                f"extra[{name!r}] must have one entry a token: expected {shape} and any axes after "
-                f"it, got {value.shape}"
+                f"expected extra[{name!r}] of shape {shape} and any axes after it, got "
+                f"{value.shape}; pass one entry for each token"
             )
         found[name] = value
     return found
@@ -356,7 +365,7 @@ def _to_32_bits(value: PyTree, kept: np.dtype, name: str) -> PyTree:
     wrong = value[(value < low) | (value > high)]
     if wrong.size:
         raise ValueError(
-            f"expected integers from {low} to {high} for extra[{name!r}], got {wrong[0]}: a JAX "
+            f"expected integers from {low} to {high} for extra[{name!r}], got {wrong[0]}; a JAX "
             f"without 64 bits holds no others"
         )
     return value.astype(kept)
@@ -374,7 +383,10 @@ def _pad_sequence_sets(sequences: PyTree) -> PyTree:
     ]
     sets = [check_int32(np.atleast_1d(entry), "sequences", low=0) for entry in entries]
     if any(not ids.size for ids in sets):
-        raise ValueError(f"expected a sequence at least in each list of ids, got {sequences}")
+        raise ValueError(
+            f"expected a sequence at least in each list of ids, got {sequences}; give each token "
+            "an id"
+        )
     longest = max(map(len, sets))
     return np.stack([np.pad(ids, (0, longest - len(ids)), constant_values=-1) for ids in sets])
 
@@ -386,7 +398,7 @@ def _check_row_sequences(sequences: PyTree) -> PyTree:
     except ValueError:
         raise ValueError(
             f"expected sequences [R, T] of the tokens of rows, or [R, T, n] filled up with -1, got "
-            f"{sequences}"
+            f"{sequences}; pad the lists with -1"
         ) from None
 
 
@@ -403,7 +415,8 @@ def _split_lowest_sequence(sets: PyTree) -> tuple[PyTree, PyTree]:
     twice = (others >= 0) & (others == sets[..., :-1])
     if twice.any():
         raise ValueError(
-            f"expected each sequence of a token once, got {sets[twice.any(axis=-1)][0].tolist()}"
+            "expected each sequence of a token once, got "
+            f"{sets[twice.any(axis=-1)][0].tolist()}; leave out the repeated id"
         )
     num_others = int((others >= 0).sum(axis=-1).max(initial=0))
     if not num_others:
@@ -506,7 +519,7 @@ def ubatch_of_part(ubatch: Ubatch, part: int) -> Ubatch:
     if ubatch.slots[part] is None:
         raise ValueError(
             f"expected a ubatch of text for part {part}, which is of the text, got one of "
-            f"init_batch(encoder=True): it goes into the layers of CacheSpec.cross_attention alone"
+            f"init_batch(encoder=True); it goes into the layers of CacheSpec.cross_attention alone"
         )
     return replace(
         ubatch,

@@ -274,11 +274,11 @@ def split(cache: Cache) -> tuple[Any, PyTree]:
         return cache.table, cache.buffers
     if isinstance(cache, tuple):
         raise TypeError(
-            "expected a cache, got a tuple (was `cache, ok = seq_rm(...)` not unpacked?): pass the "
+            "expected a cache, got a tuple (was `cache, ok = seq_rm(...)` not unpacked?); pass the "
             "cache in it, `.cache`"
         )
     raise TypeError(
-        f"expected a cache, got {type(cache)}: pass what make_cache or the last call returned, "
+        f"expected a cache, got {type(cache)}; pass what make_cache or the last call returned, "
         f"in its place among the arguments"
     )
 
@@ -293,7 +293,7 @@ def merge(table: CacheTable, buffers: PyTree) -> Cache:
       ValueError: If the buffers have other streams or cells than the table.
     """
     if not isinstance(table, CacheTable):
-        raise TypeError(f"expected the table of a cache, got {type(table)}")
+        raise TypeError(f"expected the table of a cache, got {type(table)}; pass cache.table")
     if not table.is_batch:
         table.check_buffers(buffers)
     return Cache(table=table, buffers=buffers)

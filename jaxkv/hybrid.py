@@ -289,7 +289,7 @@ class HybridTable(CacheTable):
         """Raise if the number of parts differs, or buffers of a part do not fit it."""
         if len(buffers) != len(self.parts):
             raise ValueError(
-                f"expected the buffers of {len(self.parts)} parts, got {len(buffers)}: join the "
+                f"expected the buffers of {len(self.parts)} parts, got {len(buffers)}; join the "
                 f"table and the buffers of one cache"
             )
         for part, arrays in zip(self.parts, buffers, strict=True):
@@ -402,7 +402,7 @@ class HybridTable(CacheTable):
             numbers = sorted({layer for layers in self.layers for layer in layers})
             raise ValueError(
                 f"expected one of the layers {numbers} that a part of the cache serves by "
-                f"{verb}, got {layer}"
+                f"{verb}, got {layer}; pass a layer of a part in cache.parts"
             )
         return found[0]
 

@@ -81,7 +81,7 @@ def check_not_batched(*tables: CacheTable) -> None:
     """Raise ValueError if a table belongs to a batch of caches."""
     if any(table.is_batch for table in tables):
         raise ValueError(
-            "expected one cache, got a batch of them: go over it with jax.vmap, or take each by "
+            "expected one cache, got a batch of them; go over it with jax.vmap, or take each by "
             "itself, such as jax.tree.map(lambda x: x[0], cache)"
         )
 
@@ -98,11 +98,10 @@ def check_concrete_cache(table: CacheTable, buffers: PyTree = ()) -> None:
     >>> check_concrete_cache(jax.tree.map(lambda x: x[None], cache.table))
     Traceback (most recent call last):
     ...
-    ValueError: expected one cache, got a batch of them: go over it with jax.vmap, or take each by \
-itself, such as jax.tree.map(lambda x: x[0], cache)
+    ValueError: expected one cache, got a batch of them; go over it with jax.vmap, or ...
     """
     if not all(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves((table, buffers))):
-        raise TypeError("expected a cache with values, got the shapes of one: make it first")
+        raise TypeError("expected a cache with values, got the shapes of one; make it first")
     check_not_donated(table, buffers)
     check_not_batched(table)
 

@@ -166,7 +166,7 @@ go on with those that fit (batch.keep_sequences(plan.fits)), make a larger cache
 window, plan fewer tokens at once (ubatch_size=)
         """
         if not is_concrete(self.ok):
-            raise TypeError("plan.check() raises, which traced code cannot do: use plan.ok there")
+            raise TypeError("expected a concrete plan to check, got a traced one; use plan.ok")
         if self.ok:
             return self
         lines = ["the batch was refused, and nothing was changed."]
@@ -193,7 +193,7 @@ window, plan fewer tokens at once (ubatch_size=)
         if len(logits) != len(order):
             raise ValueError(
                 f"expected a list of logits [O, V], one of each of the {len(order)} ubatches, got "
-                f"{len(logits)}"
+                f"{len(logits)}; pass the logits of each ubatch"
             )
         if not is_concrete(order):
             take = jnp.argsort(jnp.concatenate(order), stable=True)

@@ -33,7 +33,7 @@ class Rope:
         if not np.all(np.isfinite((*self.frequencies, self.attention_factor))):
             raise ValueError(
                 "expected finite frequencies and a finite attention_factor, got "
-                f"{self.frequencies} and {self.attention_factor}"
+                f"{self.frequencies} and {self.attention_factor}; check the model's config"
             )
 
     def rotate(
@@ -66,9 +66,12 @@ class Rope:
         llama.cpp: `ggml_rope_ext`.
         """
         if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(f"expected queries or keys of floats, got {x.dtype}")
+            raise TypeError(f"expected queries or keys of floats, got {x.dtype}; cast them")
         if not jnp.issubdtype(jnp.result_type(positions), jnp.integer):
-            raise TypeError(f"expected positions of int32, got {jnp.result_type(positions)}")
+            raise TypeError(
+                f"expected positions of int32, got {jnp.result_type(positions)}; pass "
+                "ubatch.positions"
+            )
         pairs = len(self.frequencies)
         if np.shape(positions) != x.shape[:-2]:
             raise ValueError(
@@ -78,7 +81,8 @@ class Rope:
             )
         if x.shape[-1] < 2 * pairs:
             raise ValueError(
-                f"a rope of {pairs} pairs needs heads of {2 * pairs}, got {x.shape[-1]}"
+                f"expected heads of at least {2 * pairs} for a rope of {pairs} pairs, got "
+                f"{x.shape[-1]}; make the rope for the head"
             )
         angles = jnp.expand_dims(_angles(positions, self.frequencies), -2)  # [..., 1, pairs]
         # XLA fuses a pair axis of (a, b) and (b, a) into one loop; concatenated halves are slower.
@@ -116,10 +120,14 @@ class Rope:
         """
         if len(factors) != len(self.frequencies):
             raise ValueError(
-                f"expected {len(self.frequencies)} factors, one a pair, got {len(factors)}"
+                f"expected {len(self.frequencies)} factors, one a pair, got {len(factors)}; pass "
+                "one for each pair"
             )
         if not all(factors):
-            raise ValueError(f"expected factors that are not 0, got {list(factors)}")
+            raise ValueError(
+                f"expected factors that are not 0, got {list(factors)}; pass 1 to leave a pair "
+                "unchanged"
+            )
         pairs = zip(self.frequencies, factors, strict=True)
         return replace(self, frequencies=tuple(float(f / by) for f, by in pairs))
 
@@ -226,9 +234,9 @@ def make_rope(size: int, *, base: float = 10000.0, interleaved: bool = False) ->
     llama.cpp: `rope_freq_base`.
     """
     if size % 2 or size < 2:
-        raise ValueError(f"expected an even size, got {size}: numbers are rotated in pairs")
+        raise ValueError(f"expected an even size, got {size}; numbers are rotated in pairs")
     if not base > 0:
-        raise ValueError(f"expected a base above 0, got {base}")
+        raise ValueError(f"expected a base above 0, got {base}; pass base=10000.0")
     frequencies = tuple(float(base ** (-pair / size)) for pair in range(0, size, 2))
     return Rope(frequencies=frequencies, interleaved=interleaved)
 

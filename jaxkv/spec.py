@@ -73,14 +73,16 @@ class TableSpec:
             "sequence ids",
             low=lowest,
             high=self.sequences - 1,
-            advice="; a cache is made for a fixed number of sequences",
+            advice="a cache is made for a fixed number of sequences",
         )
 
     def sequence_id(self, value: PyTree, *, lowest: int = 0) -> PyTree[Int32[ArrayLike, ""]]:
         """Return one sequence id as int32; see `sequence_ids`."""
         sequence = self.sequence_ids(value, lowest=lowest)
         if np.ndim(sequence):
-            raise ValueError(f"expected one sequence id, got the shape {np.shape(sequence)}")
+            raise ValueError(
+                f"expected one sequence id, got the shape {np.shape(sequence)}; pass a scalar"
+            )
         return sequence
 
 
@@ -97,7 +99,10 @@ def are_in_same_streams(spec: TableSpec, ids: PyTree, others: PyTree) -> bool:
 def check_distinct(ids: PyTree) -> None:
     """Raise ValueError if a concrete sequence id is repeated."""
     if is_concrete(ids) and np.unique(ids).size < np.size(ids):
-        raise ValueError(f"expected each sequence at most once, got {np.asarray(ids).tolist()}")
+        raise ValueError(
+            f"expected each sequence at most once, got {np.asarray(ids).tolist()}; leave out the "
+            "repeated id"
+        )
 
 
 def mask_unchanged_targets(
@@ -123,7 +128,7 @@ def check_sequences_and_streams(sequences: SupportsIndex, streams: SupportsIndex
     >>> check_sequences_and_streams(6, 4)
     Traceback (most recent call last):
     ...
-    ValueError: expected streams that deal out 6 sequences evenly, one of [1, 2, 3, 6], got 4
+    ValueError: expected streams that deal out 6 sequences evenly, one of [1, 2, 3, 6], got 4; ...
     """
     sequences = check_count(sequences, "sequences")
     streams = check_count(streams, "streams")
@@ -132,7 +137,7 @@ def check_sequences_and_streams(sequences: SupportsIndex, streams: SupportsIndex
         divisors = sorted({*low, *(sequences // n for n in low)})
         raise ValueError(
             f"expected streams that deal out {sequences} sequences evenly, one of {divisors}, got "
-            f"{streams}"
+            f"{streams}; pass one of them"
         )
     return {"sequences": sequences, "streams": streams}
 
@@ -150,7 +155,7 @@ def check_spec(spec: TableSpec, expected_spec: TableSpec, name: str) -> None:
         for found in (expected, actual)
     )
     raise ValueError(
-        f"expected {name} for this cache, {expected}, got one for {actual}: plan again"
+        f"expected {name} for this cache, {expected}, got one for {actual}; plan again"
     )
 
 

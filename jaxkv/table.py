@@ -222,7 +222,10 @@ class CacheTable(Partitioned):
         `partner` is a number within the stream. Caches with recurrent states raise TypeError.
         """
         del partner
-        raise TypeError(f"expected a cache of attention alone, got kind {self.spec.kind!r}")
+        raise TypeError(
+            f"expected a cache of attention alone, got kind {self.spec.kind!r}; use one that "
+            "CacheSpec.attention describes"
+        )
 
     @abstractmethod
     @assignable
@@ -419,7 +422,10 @@ class CacheTable(Partitioned):
     ) -> tuple[Self, PyTree, Float[Array, "R T H Dv"]]:
         """Write keys and values, if any, and attend; options as in `jaxkv.attend`."""
         del buffers, layer, ubatch, q, k, v, options
-        raise TypeError(f"expected a cache with attention layers, got kind {self.spec.kind!r}")
+        raise TypeError(
+            f"expected a cache with attention layers, got kind {self.spec.kind!r}; use one with "
+            "CacheSpec.attention"
+        )
 
     @assignable
     def write_kv(
@@ -432,20 +438,29 @@ class CacheTable(Partitioned):
     ) -> tuple[Self, PyTree]:
         """Write keys and values into a layer."""
         del buffers, layer, ubatch, k, v
-        raise TypeError(f"expected a cache with attention layers, got kind {self.spec.kind!r}")
+        raise TypeError(
+            f"expected a cache with attention layers, got kind {self.spec.kind!r}; use one with "
+            "CacheSpec.attention"
+        )
 
     @assignable
     def read_kv(self, buffers: PyTree, layer: int, ubatch: Ubatch, **options: object) -> KVView:
         """Return the keys and values of a ubatch's streams; options as in `jaxkv.read_kv`."""
         del buffers, layer, ubatch, options
-        raise TypeError(f"expected a cache with attention layers, got kind {self.spec.kind!r}")
+        raise TypeError(
+            f"expected a cache with attention layers, got kind {self.spec.kind!r}; use one with "
+            "CacheSpec.attention"
+        )
 
     def read_states(
         self, buffers: PyTree, layer: int, ubatch: Ubatch
     ) -> dict[str, Shaped[Array, "R ..."]]:
         """Return the state that precedes each row, by name."""
         del buffers, layer, ubatch
-        raise TypeError(f"expected a cache with recurrent layers, got kind {self.spec.kind!r}")
+        raise TypeError(
+            f"expected a cache with recurrent layers, got kind {self.spec.kind!r}; use one with "
+            "CacheSpec.recurrent"
+        )
 
     def write_states(
         self,
@@ -456,12 +471,18 @@ class CacheTable(Partitioned):
     ) -> tuple[Self, PyTree]:
         """Write the states after each row, by name, oldest first."""
         del buffers, layer, ubatch, states
-        raise TypeError(f"expected a cache with recurrent layers, got kind {self.spec.kind!r}")
+        raise TypeError(
+            f"expected a cache with recurrent layers, got kind {self.spec.kind!r}; use one with "
+            "CacheSpec.recurrent"
+        )
 
     def max_rollback(self, layer: int) -> int:
         """Return E, the number of states that a layer keeps before the current one."""
         del layer
-        raise TypeError(f"expected a cache with recurrent layers, got kind {self.spec.kind!r}")
+        raise TypeError(
+            f"expected a cache with recurrent layers, got kind {self.spec.kind!r}; use one with "
+            "CacheSpec.recurrent"
+        )
 
 
 def check_sizes(table: Any, streams: int, cells: int) -> None:
@@ -470,7 +491,7 @@ def check_sizes(table: Any, streams: int, cells: int) -> None:
     if (streams, cells) != sizes:
         raise ValueError(
             f"expected buffers of {sizes[0]} streams with {sizes[1]} cells, as the table has, "
-            f"got {streams} with {cells}: join the table and the buffers of one cache"
+            f"got {streams} with {cells}; join the table and the buffers of one cache"
         )
 
 
@@ -482,7 +503,10 @@ def check_made_for(table: CacheTable, ubatch: Ubatch) -> None:
       ValueError: If the specs differ.
     """
     if not isinstance(ubatch, Ubatch):
-        raise TypeError(f"expected a ubatch, such as plan.ubatches[0], got {type(ubatch)}")
+        raise TypeError(
+            f"expected a ubatch, such as plan.ubatches[0], got {type(ubatch)}; pass one of "
+            "plan.ubatches"
+        )
     check_spec(ubatch.spec, table.spec, "a ubatch that was planned")
 
 
@@ -492,9 +516,11 @@ def static_layer_number(layer: SupportsIndex) -> int:
         return operator.index(layer)
     except TypeError:
         if not is_traced(layer):
-            raise TypeError(f"expected an integer for a layer, got {layer!r}") from None
+            raise TypeError(
+                f"expected an integer for a layer, got {layer!r}; pass an int"
+            ) from None
         raise TypeError(
-            f"expected a layer as an integer that is known while tracing, got {layer!r}: each "
+            f"expected a layer as an integer that is known while tracing, got {layer!r}; each "
             "layer has arrays of its own, so go over the layers in Python, or make the cache with "
             f"make_cache(stacked=True), which a hybrid one cannot be"
         ) from None

@@ -31,7 +31,10 @@ class Window:
     def __post_init__(self):
         check_count(self.width, "the width of a window in positions")
         if self.rule not in get_args(Rule):
-            raise ValueError(f"expected a window's rule of {get_args(Rule)}, got {self.rule!r}")
+            raise ValueError(
+                f"expected a window's rule of {get_args(Rule)}, got {self.rule!r}; make one with "
+                "Window.sliding(128)"
+            )
 
     @staticmethod
     def sliding(width: int) -> Window:

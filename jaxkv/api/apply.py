@@ -103,8 +103,8 @@ def _check_plan(plan: object, table: CacheTable) -> Ubatch | MaintenancePlan:
     if isinstance(plan, Plan):
         if len(plan.ubatches) != 1:
             raise ValueError(
-                f"a plan of {len(plan.ubatches)} ubatches cannot be applied at once, since the "
-                f"model runs between them: apply each of plan.ubatches in its turn"
+                f"expected a plan of one ubatch, got one of {len(plan.ubatches)}; apply each of "
+                f"plan.ubatches, and run the model after each"
             )
         (plan,) = plan.ubatches
     if isinstance(plan, Ubatch):
@@ -112,7 +112,10 @@ def _check_plan(plan: object, table: CacheTable) -> Ubatch | MaintenancePlan:
     elif isinstance(plan, MaintenancePlan):
         check_spec(plan.spec, table.spec, "a plan that was made")
     else:
-        raise TypeError(f"expected a ubatch or a plan, got {type(plan)}")
+        raise TypeError(
+            f"expected a ubatch or a plan, got {type(plan)}; pass a Ubatch, a Plan or the result "
+            "of init_update or defrag_plan"
+        )
     return plan
 
 

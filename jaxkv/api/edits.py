@@ -106,7 +106,10 @@ def seq_rm(cache: Cache, seq: Ids | None = None, p0: Ids = 0, p1: Ids | None = N
     cuts = ids, *check_bounds(p0, p1)
     axes = [np.shape(x) for x in cuts]
     if len(set(axes) - {()}) > 1 or max(map(len, axes)) > 1:
-        raise ValueError(f"expected seq, p0 and p1 of one shape [n], or [], got {axes}")
+        raise ValueError(
+            f"expected seq, p0 and p1 of one shape [n], or [], got {axes}; pass scalars, or "
+            "lists of one length"
+        )
     table, ok = _remove_ranges(table, *cuts)
     return EditResult(merge(table, buffers), ok)
 
@@ -483,7 +486,7 @@ def _check_parents(
     if np.ndim(ids[0]) != 1 or np.shape(ids[0]) != np.shape(ids[1]):
         raise ValueError(
             f"expected parents and sequences of one shape [n], got {np.shape(ids[0])} and "
-            f"{np.shape(ids[1])}"
+            f"{np.shape(ids[1])}; pass one parent for each sequence"
         )
     check_distinct(ids[1])
     return ids

@@ -331,7 +331,7 @@ def _record_write(cache: Cache, layer: int | Int32[Array, ""], ubatch: Ubatch) -
         layers = frozenset()
     if layer in layers:
         raise ValueError(
-            f"expected a ubatch to write each layer once, got layer {layer} twice: give each layer "
+            f"expected a ubatch to write each layer once, got layer {layer} twice; give each layer "
             "of the model its own number, and look again with attend(cache, layer, ubatch, q)"
         )
     return replace(cache, written=(ubatch, layers | {layer}))
@@ -342,5 +342,7 @@ def _layer_number(buffers: PyTree, layer: PyTree[int | Int32[Array, ""]]) -> PyT
     if not (isinstance(buffers, Buffers) and buffers.stacked and is_traced(layer)):
         return static_layer_number(layer)
     if jnp.shape(layer):
-        raise ValueError(f"expected the number of one layer, [], got {jnp.shape(layer)}")
+        raise ValueError(
+            f"expected the number of one layer, [], got {jnp.shape(layer)}; pass one integer"
+        )
     return check_int32(layer, "a layer", low=0, high=buffers.layers - 1)

@@ -177,7 +177,7 @@ def rewind(cache: Cache, *, to: CacheTable) -> EditResult:
     """
     table, buffers = split(cache)
     if not isinstance(to, CacheTable):
-        raise TypeError(f"expected the table of an earlier cache, got {type(to)}")
+        raise TypeError(f"expected the table of an earlier cache, got {type(to)}; pass cache.table")
     check_spec(to.spec, table.spec, "a table")
     restored, ok = _rewind(table, to)
     return EditResult(merge(restored, buffers), ok)

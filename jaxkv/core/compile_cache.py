@@ -23,7 +23,7 @@ def cached_program(build: Callable[..., P], *functions: Callable) -> P:
     """
     for function in functions:
         if not callable(function):
-            raise TypeError(f"expected a function, got {type(function)}: pass forward first")
+            raise TypeError(f"expected a function, got {type(function)}; pass forward first")
     parts = [
         (function.__func__, function.__self__)
         if isinstance(function, types.MethodType)
@@ -49,7 +49,7 @@ def _weak_reference(referent: object, tell: Callable[[weakref.ref], None]) -> we
     except TypeError:
         raise TypeError(
             f"expected a function, a method or an object that can be referenced weakly, got "
-            f"{type(referent)}: wrap it in a function, and pass the same one every time"
+            f"{type(referent)}; wrap it in a function, and pass the same one every time"
         ) from None
 
 
@@ -59,7 +59,10 @@ def _make_live_getter(function: Callable) -> Callable[[], Callable]:
 
     def live_function() -> Callable:
         if (function := reference()) is None:
-            raise ReferenceError("the function that this program was made for is gone: keep it")
+            raise ReferenceError(
+                "expected the function of this program, got none since it was deleted; keep a "
+                "reference"
+            )
         return function
 
     return live_function

@@ -87,7 +87,9 @@ class ShardingRules:
                 found.setdefault(_NAMES[name], tuple(axis) if isinstance(axis, list) else axis)
         if not found:
             names = [name for name, _ in sharding_rules]
-            raise ValueError(f"expected a rule for one of {', '.join(_NAMES)}, got {names}")
+            raise ValueError(
+                f"expected a rule for one of {', '.join(_NAMES)}, got {names}; use these names"
+            )
         return cls(**{field.name: found.get(field.name) for field in fields(cls)})
 
     def axes(self, name: str) -> tuple[str, ...]:
@@ -115,7 +117,7 @@ class ShardingRules:
         >>> ShardingRules(cells="tensor").split(mesh, cells=70)
         Traceback (most recent call last):
         ...
-        ValueError: expected a number of cells that 4 devices divide (tensor), got 70: take 72
+        ValueError: expected a number of cells that 4 devices divide (tensor), got 70; take 72
         """
         found = {}
         for name, size in sizes.items():
@@ -125,7 +127,7 @@ class ShardingRules:
                 more = ", and a multiple of it for sequences" if name == "streams" else ""
                 raise ValueError(
                     f"expected a number of {name} that {devices} devices divide "
-                    f"({', '.join(axes)}), got {size}: take {multiple}{more}"
+                    f"({', '.join(axes)}), got {size}; take {multiple}{more}"
                 )
             found[name] = axes if size > 1 and size % devices == 0 else ()
         split = [axis for axes in found.values() for axis in axes]
@@ -134,7 +136,7 @@ class ShardingRules:
                 names = [name for name, axes in found.items() if axis in axes]
                 raise ValueError(
                     f"expected an axis of the mesh to split one of {', '.join(sizes)}, got "
-                    f"{axis!r} for {' and '.join(names)}: name it once in Rules"
+                    f"{axis!r} for {' and '.join(names)}; name it once in ShardingRules"
                 )
         return found
 
@@ -292,7 +294,7 @@ def _require_mesh(sharding_rules: ShardingRules | None) -> AbstractMesh | None:
     """Return the current mesh; raise a ValueError if a cache has rules and no mesh is set."""
     if sharding_rules is not None and jax.sharding.get_abstract_mesh().empty:
         raise ValueError(
-            f"expected a mesh for a cache with {sharding_rules}, got none: call it inside of "
+            f"expected a mesh for a cache with {sharding_rules}, got none; call it inside of "
             f"`with jax.set_mesh(mesh):`"
         )
     return current_mesh(sharding_rules)

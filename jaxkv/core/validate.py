@@ -23,18 +23,18 @@ def check_count(value: PyTree, name: str, *, low: int = 1, high: int = END) -> i
     >>> check_count(2.5, "layers")
     Traceback (most recent call last):
     ...
-    TypeError: expected an integer for layers, got 2.5
+    TypeError: expected an integer for layers, got 2.5; pass an int
     """
     try:
         if isinstance(value, bool | np.bool_):
             raise TypeError
         number = operator.index(value)
     except TypeError:
-        raise TypeError(f"expected an integer for {name}, got {value!r}") from None
+        raise TypeError(f"expected an integer for {name}, got {value!r}; pass an int") from None
     if number < low:
-        raise ValueError(f"expected {name} of at least {low}, got {number}")
+        raise ValueError(f"expected {name} of at least {low}, got {number}; pass {low} or more")
     if number > high:
-        raise ValueError(f"expected {name} of at most {high}, got {number}")
+        raise ValueError(f"expected {name} of at most {high}, got {number}; pass {high} or less")
     return number
 
 
@@ -44,14 +44,21 @@ def check_shape(shape: tuple[int, ...], name: str) -> None:
     >>> check_shape((2**31, 2**31), "keys")
     Traceback (most recent call last):
     ...
-    ValueError: expected fewer than 2**60 numbers of keys, got the shape (2147483648, 2147483648)
+    ValueError: expected fewer than 2**60 numbers of keys, got the shape (2147483648, ...); ...
     """
     if math.prod(shape) >= 1 << 60:
-        raise ValueError(f"expected fewer than 2**60 numbers of {name}, got the shape {shape}")
+        raise ValueError(
+            f"expected fewer than 2**60 numbers of {name}, got the shape {shape}; make it smaller"
+        )
 
 
 def check_int32(
-    value: PyTree, name: str, *, low: int = -END, high: int = END, advice: str = ""
+    value: PyTree,
+    name: str,
+    *,
+    low: int = -END,
+    high: int = END,
+    advice: str = "pass one in this range",
 ) -> PyTree[Int32[ArrayLike, "*n"]]:
     """Return integers of a caller as int32, checked before the cast.
 
@@ -63,11 +70,11 @@ def check_int32(
     >>> check_int32(np.uint32(2**32 - 1), "seq", high=3)
     Traceback (most recent call last):
     ...
-    ValueError: expected seq from -2147483647 to 3, got 4294967295
+    ValueError: expected seq from -2147483647 to 3, got 4294967295; pass one in this range
     >>> check_int32([0, 1.5], "positions")
     Traceback (most recent call last):
     ...
-    TypeError: expected integers for positions, got float64: cast them
+    TypeError: expected integers for positions, got float64; cast them
     """
     if type(value) is int and low <= value <= high:  # Fast path for the most common argument.
         return np.int32(value)
@@ -76,7 +83,7 @@ def check_int32(
         array = np.asarray(value) if is_known else jnp.asarray(value)
     except ValueError:  # NumPy raises it for rows of different lengths.
         raise ValueError(
-            f"expected {name} as an integer or as lists of one length, got {value!r:.60}: pad them"
+            f"expected {name} as an integer or as lists of one length, got {value!r:.60}; pad them"
         ) from None
     if array.size == 0:
         return np.zeros(array.shape, np.int32)
@@ -87,13 +94,13 @@ def check_int32(
         remedy = "cast them"
         if array.dtype.kind == "U":
             remedy = "encode texts by a tokenizer" if "token" in name else f"pass {name} as int"
-        raise TypeError(f"expected integers for {name}, got {array.dtype}: {remedy}")
+        raise TypeError(f"expected integers for {name}, got {array.dtype}; {remedy}")
     if not isinstance(array, np.ndarray):
         return _cast_to_int32(array, low, high)
     wrong = array[(array < low) | (array > high)]
     if wrong.size:
         raise ValueError(
-            f"expected {name} from {low} to {high}, got {wrong.reshape(-1)[0]}{advice}"
+            f"expected {name} from {low} to {high}, got {wrong.reshape(-1)[0]}; {advice}"
         )
     return value.astype(jnp.int32) if isinstance(value, jax.Array) else array.astype(np.int32)
 
@@ -112,10 +119,7 @@ def check_bounds(
     if one is not an integer, and a ValueError if a known one is below -1: positions do not count
     from the end.
     """
-    advice = (
-        ": positions are counted from the beginning, and the last n tokens of a sequence begin at "
-        "cache.seq_pos_max(seq) + 1 - n"
-    )
+    advice = "count from the beginning; the last n tokens begin at cache.seq_pos_max(seq) + 1 - n"
     p1 = -1 if p1 is None else p1
     p0, p1 = (
         check_int32(bound, name, low=-1, advice=advice) for bound, name in ((p0, "p0"), (p1, "p1"))
@@ -133,7 +137,9 @@ def check_range(
 
 def _check_scalar(value: PyTree[Int32[ArrayLike, "*n"]], name: str) -> PyTree[Int32[ArrayLike, ""]]:
     if np.ndim(value):
-        raise ValueError(f"expected one integer for {name}, got the shape {np.shape(value)}")
+        raise ValueError(
+            f"expected one integer for {name}, got the shape {np.shape(value)}; pass a scalar"
+        )
     return value
 
 
@@ -150,15 +156,15 @@ def check_bool(
     >>> check_bool([1, 0], "outputs", or_integers=False)
     Traceback (most recent call last):
     ...
-    TypeError: expected bool for outputs, got int64: one for each, and not indices
+    TypeError: expected bool for outputs, got int64; pass one for each, not indices
     """
     array = value if isinstance(value, jax.Array) else np.asarray(value)
     binary = or_integers and is_concrete(array) and np.issubdtype(array.dtype, np.integer)
     if binary and not np.all((np.asarray(array) == 0) | (np.asarray(array) == 1)):
         binary = False
     if array.size and array.dtype != bool and not binary:
-        advice = "" if or_integers else ": one for each, and not indices"
-        raise TypeError(f"expected bool for {name}, got {array.dtype}{advice}")
+        advice = "cast them" if or_integers else "pass one for each, not indices"
+        raise TypeError(f"expected bool for {name}, got {array.dtype}; {advice}")
     return array.astype(bool)
 
 

@@ -64,7 +64,10 @@ class CellView:
           ValueError: If the sequence does not exist.
         """
         if not 0 <= seq < self.sequences:
-            raise ValueError(f"expected a sequence from 0 to {self.sequences - 1}, got {seq}")
+            raise ValueError(
+                f"expected a sequence from 0 to {self.sequences - 1}, got {seq}; pass an id of "
+                "the cache"
+            )
         stream, local = divmod(seq, self.sequences_per_stream)
         owns = (self.words[stream, local // WORD] >> np.uint32(local % WORD)) & np.uint32(1)
         return np.where(owns, self.position[stream], np.int32(EMPTY))
@@ -100,7 +103,7 @@ def fetch_table(cache: Cache) -> CacheTable:
     table, _ = split(cache)
     if is_traced(table):
         raise TypeError(
-            "expected a cache whose values are known, got a traced one: draw it outside of jit, or "
+            "expected a cache whose values are known, got a traced one; draw it outside of jit, or "
             "by jax.debug.callback"
         )
     check_concrete_cache(table)
@@ -129,10 +132,13 @@ def make_cell_view(table: CacheTable) -> CellView:
             arrays = _arrays_of_states(table)
         case HybridTable():
             raise TypeError(
-                "expected a cache of one kind, got a hybrid one: look at each of cache.parts"
+                "expected a cache of one kind, got a hybrid one; look at each of cache.parts"
             )
         case _:
-            raise TypeError(f"expected a cache of cells or of states, got {type(table).__name__}")
+            raise TypeError(
+                f"expected a cache of cells or of states, got {type(table).__name__}; pass a "
+                "cache of make_cache"
+            )
     return CellView(**arrays, sequences=table.sequences)
 
 

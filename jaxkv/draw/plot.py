@@ -116,10 +116,12 @@ def occupancy(
       ValueError: If `steps` is empty or mixes caches and counts, or a cache was donated.
     """
     if len(steps) == 0:
-        raise ValueError("expected caches or counts, one for each step, got none")
+        raise ValueError(
+            "expected caches or counts, one for each step, got none; pass one for each step"
+        )
     caches = [step for step in steps if isinstance(step, Cache)]
     if caches and len(caches) < len(steps):
-        raise ValueError("expected caches or counts, got both: pass cache.num_used_cells() of each")
+        raise ValueError("expected caches or counts, got both; pass cache.num_used_cells() of each")
     ax = _ensure_axes(ax)
     at = np.arange(len(steps) + 1)  # Each step has width 1, so a single step is visible.
     if caches:
@@ -186,7 +188,7 @@ def attention_mask(
         table, ubatch = table.parts[part], ubatch_of_part(ubatch, part)
     if not isinstance(table, CellTable) or table.spec.is_cross_attention:
         raise TypeError(
-            f"expected a cache, or a part, of attention, got kind {table.spec.kind!r}: states see "
+            f"expected a cache, or a part, of attention, got kind {table.spec.kind!r}; states see "
             f"all that came before, and a text all of its source"
         )
     seen = jax.jit(visible_cells_mask, static_argnames="causal")(table, ubatch, causal=causal)
@@ -196,7 +198,10 @@ def attention_mask(
     placed = ubatch.slots < table.num_cells  # False for all tokens of a refused plan
     stamps = table.cell_hash[stream[placed], ubatch.slots[placed]]
     if not np.array_equal(stamps, ubatch.cell_hashes[placed]):
-        raise ValueError("expected a cache that the ubatch was applied to: apply(cache, ubatch)")
+        raise ValueError(
+            "expected a cache that the ubatch was applied to, got another; pass apply(cache, "
+            "ubatch)"
+        )
     view = make_cell_view(table)
     tokens = seen, stream, ubatch.sequences, ubatch.positions
     seen, stream, sequence, at = (np.asarray(x)[valid] for x in tokens)
@@ -263,7 +268,7 @@ def _import_matplotlib(module: str) -> ModuleType:
         return importlib.import_module(f"matplotlib.{module}")
     except ImportError as error:
         raise ImportError(
-            "plots are drawn by matplotlib, which is not installed: pip install matplotlib"
+            "expected the package matplotlib for plots, got none; pip install matplotlib"
         ) from error
 
 

@@ -245,10 +245,14 @@ def beam(
         check_int32(stop_tokens_as_list(stop_tokens), "stop_tokens"),
     )
     if np.ndim(ending) != 1:
-        raise ValueError(f"expected stop tokens [n], got the shape {np.shape(ending)}")
+        raise ValueError(
+            f"expected stop tokens [n], got the shape {np.shape(ending)}; pass a flat list"
+        )
     ids = _check_sequences(split(cache)[0].spec, sequences, num_beams)
     if np.ndim(length_penalty) or (is_concrete(length_penalty) and not np.isfinite(length_penalty)):
-        raise ValueError(f"expected one finite number for length_penalty, got {length_penalty}")
+        raise ValueError(
+            f"expected one finite number for length_penalty, got {length_penalty}; pass a float"
+        )
     args = row, ending, ids, jnp.asarray(length_penalty, jnp.float32)
     if is_traced(params, cache, args):
         cache, found = _run_search(forward, params, cache, *args, num_tokens=num_tokens)
@@ -264,10 +268,13 @@ def _logits_as_row(logits: Float[ArrayLike, " V"] | Float[ArrayLike, "1 V"]) -> 
     """Return checked logits as a row."""
     shape = np.shape(logits)
     if len(shape) not in (1, 2) or shape[:-1] not in ((), (1,)) or not shape[-1]:
-        raise ValueError(f"expected logits [V] or [1, V], those of one token, got {list(shape)}")
+        raise ValueError(
+            f"expected logits [V] or [1, V], those of one token, got {list(shape)}; pass the "
+            "logits of one prompt"
+        )
     array = jnp.asarray(logits)
     if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise ValueError(f"expected logits of floats, got {array.dtype}")
+        raise ValueError(f"expected logits of floats, got {array.dtype}; cast them")
     return array.reshape(1, -1)
 
 
@@ -278,20 +285,21 @@ def _check_sequences(
     if num_beams > spec.sequences:
         raise ValueError(
             f"expected num_beams of at most {spec.sequences}, a sequence for each beam, "
-            f"got {num_beams}"
+            f"got {num_beams}; make the cache with sequences={num_beams}"
         )
     ids = np.arange(num_beams, dtype=np.int32) if sequences is None else sequences
     ids = spec.sequence_ids(ids)
     if np.shape(ids) != (num_beams,):
         raise ValueError(
-            f"expected sequences [{num_beams}], one for each beam, got {np.shape(ids)}"
+            f"expected sequences [{num_beams}], one for each beam, got {np.shape(ids)}; pass "
+            f"{num_beams} ids"
         )
     check_distinct(ids)
     if spec.has_shared_streams and not are_in_same_streams(spec, ids[:1], ids):
         shown_ids = np.asarray(ids).tolist() if is_concrete(ids) else "traced ones"
         raise ValueError(
             f"expected sequences of one stream of {spec.sequences_per_stream} for the beams, "
-            f"since another may lack the cells for a copy, got {shown_ids}: pass sequences="
+            f"since another may lack the cells for a copy, got {shown_ids}; pass sequences="
         )
     return ids
 

@@ -129,7 +129,8 @@ class ConstrainedSampler(Sampler):
         allowed = jax.vmap(self.allowed)(rule)
         if allowed.shape != logits.shape:
             raise ValueError(
-                f"expected bool {logits.shape[1:]} from allowed, got {allowed.shape[1:]}"
+                f"expected bool {logits.shape[1:]} from allowed, got {allowed.shape[1:]}; return "
+                "one bool for each token"
             )
         if self.bound is not None:
             allowed |= ~self.bound[:, None]
@@ -152,24 +153,32 @@ def check_constraint(constraint: object) -> Constraint:
     >>> check_constraint(rule)
     Traceback (most recent call last):
     ...
-    ValueError: expected the shapes and dtypes of first from advance, 'int32[]', got 'bool[]'
+    ValueError: expected the shapes and dtypes of first from advance, 'int32[]', got 'bool[]'; ...
     """
     if not isinstance(constraint, Constraint):
-        raise TypeError(f"expected a Rule, got {type(constraint)}")
+        raise TypeError(
+            f"expected a Constraint, got {type(constraint)}; make one with generation.Constraint"
+        )
     for name in ("allowed", "advance"):
         if not callable(getattr(constraint, name)):
-            raise TypeError(f"expected a function {name}, got {type(getattr(constraint, name))}")
+            raise TypeError(
+                f"expected a function {name}, got {type(getattr(constraint, name))}; pass a "
+                "function"
+            )
     first = jax.tree.map(_to_jax_dtype, constraint.first)
     if not jax.tree.leaves(first):
-        raise ValueError("expected at least one array in first, got none: make it a 0, say")
+        raise ValueError("expected at least one array in first, got none; make it a 0, say")
     allowed = jax.eval_shape(constraint.allowed, first)
     if getattr(allowed, "ndim", None) != 1 or allowed.dtype != bool:
-        raise ValueError(f"expected [V] bool from allowed, got {_describe_shapes(allowed)!r}")
+        raise ValueError(
+            f"expected [V] bool from allowed, got {_describe_shapes(allowed)!r}; return one bool "
+            "for each token"
+        )
     after = jax.eval_shape(constraint.advance, first, np.int32(0))
     if _describe_shapes(after) != _describe_shapes(first):
         raise ValueError(
             f"expected the shapes and dtypes of first from advance, {_describe_shapes(first)!r}, "
-            f"got {_describe_shapes(after)!r}"
+            f"got {_describe_shapes(after)!r}; return the same shapes and dtypes"
         )
     return Constraint(first=first, allowed=constraint.allowed, advance=constraint.advance)
 
@@ -180,13 +189,15 @@ def check_initial_state(constraint: Constraint | None, state: PyTree) -> PyTree:
         return None
     if constraint is None:
         raise ValueError(
-            "expected no constraint_state without a constraint: make the engine with constraint="
+            "expected no constraint_state without a constraint, got one; make the engine with "
+            "constraint="
         )
     state = jax.tree.map(_to_jax_dtype, state)
     if _describe_shapes(state) != _describe_shapes(constraint.first):
         raise ValueError(
             f"expected a constraint_state with the shapes and dtypes of the first state of the "
-            f"constraint, {_describe_shapes(constraint.first)!r}, got {_describe_shapes(state)!r}"
+            f"constraint, {_describe_shapes(constraint.first)!r}, got "
+            f"{_describe_shapes(state)!r}; pass a state like constraint.first"
         )
     return state
 

@@ -153,7 +153,9 @@ def self_extend(
     )
     group, width = check_count(group, "group"), check_count(width, "width")
     if width % group:
-        raise ValueError(f"expected a width that is a multiple of group={group}, got {width}")
+        raise ValueError(
+            f"expected a width that is a multiple of group={group}, got {width}; pass a multiple"
+        )
     table.check_can_shift(buffers)
     check_not_donated(cache)
     args = _check_token_count(grouped, "grouped"), jnp.int32(group), jnp.int32(width)
@@ -166,7 +168,9 @@ def _check_token_count(
 ) -> Int32[Array | np.ndarray | np.int32, ""]:
     """Return a single checked integer as int32."""
     if np.ndim(value):
-        raise ValueError(f"expected one integer for {name}, got the shape {np.shape(value)}")
+        raise ValueError(
+            f"expected one integer for {name}, got the shape {np.shape(value)}; pass a scalar"
+        )
     return check_int32(value, name, low=low)
 
 
@@ -175,7 +179,7 @@ def _check_attention_only(spec: TableSpec, why: str) -> None:
     kinds = [part.kind for part in spec.parts or (spec,)]
     if spec.max_rollback is not None:
         description = f"kind {spec.kind!r}" + (f" ({', '.join(kinds)})" if spec.parts else "")
-        raise ValueError(f"expected a cache of attention alone, got {description}: {why}")
+        raise ValueError(f"expected a cache of attention alone, got {description}; {why}")
 
 
 @jit_table

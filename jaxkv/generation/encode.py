@@ -96,12 +96,14 @@ def _encode_ubatch(encoder: Encoder, params: PyTree, cache: Cache, ubatch: Ubatc
     cache = apply(cache, ubatch)
     after = encoder(params, cache, ubatch)
     if not isinstance(after, Cache):
-        raise ValueError(f"expected a cache from encoder, got {type(after)}")
+        raise ValueError(
+            f"expected a cache from encoder, got {type(after)}; return the cache from encoder"
+        )
     pairs = zip(*(jax.tree.leaves(x.buffers) for x in (cache, after)), strict=False)
     if all(old is new for old, new in pairs):
         raise ValueError(
-            "encoder gave back the cache it was given, with nothing written: it must return the "
-            "cache that write of its last layer returned"
+            "expected an updated cache from encoder, got its input cache; return the cache of the "
+            "last write_kv"
         )
     return after
 

@@ -84,7 +84,8 @@ class FilterSampler(Sampler):
             shape = np.shape(getattr(self, name))
             if shape not in ((), (len(prompts),)):
                 raise ValueError(
-                    f"expected {name} [] or [{len(prompts)}], one for each text, got {shape}"
+                    f"expected {name} [] or [{len(prompts)}], one for each text, got {shape}; "
+                    "pass a scalar, or one for each text"
                 )
         if not self._has_penalty:
             return ()
@@ -207,12 +208,14 @@ def _check_option(name: str, value: object) -> Any:
     else:
         array = np.asarray(value) if is_concrete(value) else jnp.asarray(value)
         if not (jnp.issubdtype(array.dtype, jnp.number) and jnp.isrealobj(array)):
-            raise TypeError(f"expected numbers for {name}, got {value!r}")
+            raise TypeError(f"expected numbers for {name}, got {value!r}; pass a float or an int")
         with np.errstate(over="ignore"):
             array = array.astype(dtype)
     is_known = is_concrete(array)
     if array.ndim > 1 or (is_known and not np.all(right(array) & np.isfinite(array))):
-        raise ValueError(f"{name} must be {span}, one number or one a text, got {value}")
+        raise ValueError(
+            f"expected {name} {span}, a scalar or one for each text, got {value}; pass such numbers"
+        )
     return None if is_known and np.all(array == off) else array
 
 

@@ -65,26 +65,26 @@ def model_step(
         elif isinstance(output, jax.Array):
             description = f"an array of shape {output.shape}"
         raise ValueError(
-            f"expected a pair from forward, cache and logits, got {description}: end it with "
+            f"expected a pair from forward, cache and logits, got {description}; end it with "
             "`return cache, logits`"
         )
     after, logits = output
     old, new = (jax.tree.leaves(x.buffers) for x in (cache, after))
     if old and all(a is b for a, b in zip(old, new, strict=False)):
         raise ValueError(
-            "forward gave back the cache it was given, with nothing written: it must return the "
-            "cache that attend (or write_states) of its last layer returned"
+            "expected an updated cache from forward, got its input cache; return the cache of the "
+            "last attend or write_states"
         )
     _check_written_layers(cache, after)
     shape, rows = np.shape(logits), ubatch.outputs.shape[0]
     if len(shape) != 2 or shape[0] != rows or not shape[1]:
         raise ValueError(
             f"expected logits [O, V] from forward, a row for each of the {rows} ubatch.outputs, "
-            f"got {shape}: flatten the rows of the last layer, and take x.reshape(-1, width)"
+            f"got {shape}; flatten the rows of the last layer, and take x.reshape(-1, width)"
             f"[ubatch.outputs]"
         )
     if not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise ValueError(f"expected logits of floats from forward, got {logits.dtype}: cast them")
+        raise ValueError(f"expected logits of floats from forward, got {logits.dtype}; cast them")
     return after, logits
 
 
@@ -101,7 +101,7 @@ def _check_written_layers(before: Cache, after: Cache) -> None:
             layers = [every[i][n] for n in unwritten] if every else unwritten
             raise ValueError(
                 f"expected keys from forward in each layer of the cache, got none in layers "
-                f"{layers}: call attend once for each layer, with its number"
+                f"{layers}; call attend once for each layer, with its number"
             )
 
 

@@ -45,7 +45,10 @@ def pad_prompts(
     else:
         lists = [check_int32(prompt, "prompts") for prompt in prompts]
         if any(tokens.ndim != 1 for tokens in lists):
-            raise ValueError(f"expected a list of tokens for each text, got {prompts}")
+            raise ValueError(
+                f"expected a list of tokens for each text, got {prompts}; pass [tokens] for a "
+                "single text"
+            )
         longest = max((len(tokens) for tokens in lists), default=0)
         lists = [np.pad(tokens, (longest - len(tokens), 0), constant_values=-1) for tokens in lists]
         rows = np.stack(lists) if lists else np.zeros((0, 0), np.int32)

@@ -129,19 +129,23 @@ def _sequences_of_outputs(ubatch: Ubatch) -> Any:
 def _check_plan(cache: Cache, batch: Batch, ubatch_size: int | None, plan: object) -> None:
     """Raise unless a plan is of this cache and has as many tokens as the batch."""
     if not isinstance(plan, Plan):
-        raise TypeError(f"expected a plan, init_batch makes it, got {type(plan)}")
+        raise TypeError(
+            f"expected a plan, init_batch makes it, got {type(plan)}; make one with "
+            "init_batch(cache, batch)"
+        )
     if ubatch_size is not None:
-        raise ValueError("expected a plan or a ubatch_size, got both: the plan is cut already")
+        raise ValueError("expected a plan or a ubatch_size, got both; the plan is cut already")
     if is_concrete(batch, plan) and plan.ok:
         num_tokens, num_planned = (
             sum(int(np.sum(part.valid)) for part in several) for several in ([batch], plan.ubatches)
         )
         if num_tokens != num_planned:
             raise ValueError(
-                f"expected a plan of the batch's {num_tokens} tokens, got one of {num_planned}"
+                f"expected a plan of the batch's {num_tokens} tokens, got one of {num_planned}; "
+                "plan this batch"
             )
     if not is_traced(cache, plan) and not is_current(cache, plan.ubatches[0]):
-        raise ValueError("expected a plan of this cache as it is, got a stale one: plan again")
+        raise ValueError("expected a plan of this cache as it is, got a stale one; plan again")
 
 
 def warm_up(
@@ -198,7 +202,9 @@ def warm_up(
       ([(1, 1), (1, 2), (1, 4), (1, 8)], 3)
     """
     if not sequences:
-        raise ValueError("expected at least one sequence to warm up for, got none")
+        raise ValueError(
+            "expected at least one sequence to warm up for, got none; pass one or more"
+        )
     spec = split(cache)[0].spec
     limit = max(check_ubatch_size(spec, ubatch_size) // len(sequences), 1)
     longest = limit if longest is None else max(check_count(longest, "longest"), limit)

@@ -145,13 +145,14 @@ def init_decode(
     logits = jnp.asarray(logits)
     if logits.ndim != 2 or not logits.shape[1] or not jnp.issubdtype(logits.dtype, jnp.floating):
         raise ValueError(
-            f"expected logits [T, V] of floats, got {logits.dtype} {list(logits.shape)}"
+            f"expected logits [T, V] of floats, got {logits.dtype} {list(logits.shape)}; pass "
+            "the logits of a PrefillResult"
         )
     num_sequences = split(cache)[0].spec.sequences
     if logits.shape[0] > num_sequences:
         raise ValueError(
             f"expected logits of at most {num_sequences} texts, a sequence each, got "
-            f"{logits.shape[0]} rows: prefill pads them inside of jit, so pass logits[:T]"
+            f"{logits.shape[0]} rows; prefill pads them inside of jit, so pass logits[:T]"
         )
     if sequences is None and logits.shape[0] > 1:
         raise ValueError(
@@ -188,7 +189,7 @@ def check_prompts_present(
     if empty.any():
         raise ValueError(
             f"expected the prompt of each text in its sequence, got nothing in sequence "
-            f"{np.asarray(sequences)[empty][0]}: pass sequences=, where the texts stand"
+            f"{np.asarray(sequences)[empty][0]}; pass sequences=, where the texts stand"
         )
 
 
@@ -280,5 +281,8 @@ def check_stop_tokens(stop_tokens: StopTokens, count: int) -> Int32[Array | np.n
     if np.ndim(rows) == 1:
         return rows[None]
     if np.ndim(rows) != 2 or rows.shape[0] not in (1, count):
-        raise ValueError(f"expected stop tokens [n] or [{count}, n], got {np.shape(rows)}")
+        raise ValueError(
+            f"expected stop tokens [n] or [{count}, n], got {np.shape(rows)}; pass a flat list, "
+            "or a list for each text"
+        )
     return rows

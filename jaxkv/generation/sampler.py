@@ -60,7 +60,8 @@ def check_sampler(sampler: object) -> Sampler:
     """Return a sampler, or raise a TypeError if it is not one."""
     if not isinstance(sampler, Sampler):
         raise TypeError(
-            f"expected a sampler, such as generation.make_sampler(), got {type(sampler)}"
+            f"expected a sampler, such as generation.make_sampler(), got {type(sampler)}; make "
+            "one with generation.make_sampler()"
         )
     return sampler
 

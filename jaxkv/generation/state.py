@@ -77,11 +77,17 @@ def make_decode_state(
     table, _ = split(cache)
     token = check_int32(tokens, "tokens", low=0)
     if np.ndim(token) != 1:
-        raise ValueError(f"expected tokens [T], got the shape {np.shape(token)}")
+        raise ValueError(
+            f"expected tokens [T], got the shape {np.shape(token)}; pass a flat list, one token "
+            "for each text"
+        )
     count = token.shape[0]
     ids = table.spec.sequence_ids(np.arange(count) if sequences is None else sequences)
     if np.shape(ids) != (count,):
-        raise ValueError(f"expected sequences [{count}], one for each token, got {np.shape(ids)}")
+        raise ValueError(
+            f"expected sequences [{count}], one for each token, got {np.shape(ids)}; pass one id "
+            "for each token"
+        )
     remaining = _broadcast_to_texts(
         END if max_new_tokens is None else max_new_tokens, count, "max_new_tokens"
     )
@@ -133,7 +139,7 @@ def check_sampler_state(sampler: object, state: DecodeState) -> Sampler:
     if expected != actual:
         raise ValueError(
             f"expected a state that was started with this sampler, which remembers {expected}, got "
-            f"one that remembers {actual}: pass the same sampler= to "
+            f"one that remembers {actual}; pass the same sampler= to "
             f"generation.init_decode"
         )
     return sampler
@@ -143,7 +149,8 @@ def check_state(spec: TableSpec, state: DecodeState) -> DecodeState:
     """Return the state with its fields as arrays; raise if a field is invalid."""
     if not isinstance(state, DecodeState):
         raise TypeError(
-            f"expected a state, jaxkv.generation.init_decode makes it, got {type(state)}"
+            f"expected a state, jaxkv.generation.init_decode makes it, got {type(state)}; make "
+            "one with generation.init_decode"
         )
     state = DecodeState(
         token=check_int32(state.token, "token"),
@@ -160,7 +167,7 @@ def check_state(spec: TableSpec, state: DecodeState) -> DecodeState:
     if len(shapes[0]) != 1 or any(shape[:1] != shapes[0] for shape in shapes):
         raise ValueError(
             f"expected token, sequence, active and all else of a state of one length [T], got "
-            f"{', '.join(map(str, shapes))}"
+            f"{', '.join(map(str, shapes))}; make it with generation.init_decode"
         )
     check_distinct(state.sequence)
     return state
@@ -171,7 +178,10 @@ def _prompts_as_rows(prompts: Prompts | None, count: int) -> Int32[Array | np.nd
     if prompts is None:
         return np.zeros((count, 0), np.int32)
     if len(prompts) != count:
-        raise ValueError(f"expected the prompts of {count} texts, got {len(prompts)}")
+        raise ValueError(
+            f"expected the prompts of {count} texts, got {len(prompts)}; pass a list of tokens "
+            "for each text"
+        )
     return pad_prompts(prompts)
 
 
@@ -179,7 +189,10 @@ def _broadcast_to_texts(value: Ids, count: int, name: str) -> Any:
     """Broadcast a number for all sequences or one for each to `[T]` int32."""
     array = check_int32(value, name, low=0)
     if np.shape(array) not in ((), (count,)):
-        raise ValueError(f"expected {name} [] or [{count}], got {np.shape(array)}")
+        raise ValueError(
+            f"expected {name} [] or [{count}], got {np.shape(array)}; pass a scalar, or one for "
+            "each text"
+        )
     xp = np if is_concrete(array) else jnp
     return xp.broadcast_to(array, (count,))
 
@@ -187,17 +200,20 @@ def _broadcast_to_texts(value: Ids, count: int, name: str) -> Any:
 def _check_seed(seed: Seeds, count: int) -> Seeds:
     """Return a checked seed for all sequences or one for each, as uint32 if known."""
     if np.shape(seed) not in ((), (count,)):
-        raise ValueError(f"expected a seed [] or [{count}], got {np.shape(seed)}")
+        raise ValueError(
+            f"expected a seed [] or [{count}], got {np.shape(seed)}; pass a scalar, or one for "
+            "each text"
+        )
     if not is_concrete(seed):
         return seed
     if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
         raise TypeError(
-            "expected integers for seed, got a key of jax.random: pass the number that it is "
+            "expected integers for seed, got a key of jax.random; pass the number that it is "
             "made of"
         )
     array = np.asarray(seed)
     if array.dtype.kind not in "iu":
-        raise TypeError(f"expected integers for seed, got {array.dtype}")
+        raise TypeError(f"expected integers for seed, got {array.dtype}; pass an int")
     wrong = array[(array < 0) | (array >= 2**32)]
     if wrong.size:
         raise ValueError(f"seed must be from 0 to {2**32 - 1}, got {wrong[0]}")

@@ -228,13 +228,11 @@ def _as_attention_ubatch(ubatch: Ubatch) -> Ubatch:
 
 def _refuse_visible_until(visible_until: Tokens | None) -> None:
     if visible_until is not None:
-        raise ValueError(
-            "expected no visible_until for a source, all of which is seen: leave it out"
-        )
+        raise ValueError("expected no visible_until for a source, got one; leave it out")
 
 
 def _refuse_to_write() -> NoReturn:
     raise ValueError(
-        "expected queries alone for a layer of sources, which a text only looks at: keys and "
-        "values are written for the ubatch of init_batch(encoder=True)"
+        "expected queries only for a cross-attention layer, got keys and values; write these for "
+        "the ubatch of init_batch(encoder=True)"
     )

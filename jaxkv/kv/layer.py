@@ -87,7 +87,7 @@ def attend(
     ):
         raise ValueError(
             f"expected q [R, T, H, D] of {(*ubatch.valid.shape, 'H', size)}, H a multiple of "
-            f"{heads}, got {q.shape}: tokens come before heads"
+            f"{heads}, got {q.shape}; tokens come before heads"
         )
     options = AttentionOptions(scale=scale, softcap=softcap, sinks=sinks)
     added = check_bias(bias, (*q.shape[:3], layer_kv[0].shape[2]))
@@ -143,7 +143,7 @@ def _get_layer_kv(buffers: Buffers, layer: int | jax.Array) -> LayerKV:
     """Return the keys and values of a layer; raise if it is out of range."""
     if not is_traced(layer) and not 0 <= layer < buffers.layers:
         raise ValueError(
-            f"expected a layer from 0 to {buffers.layers - 1}, got {layer}: make the cache with "
+            f"expected a layer from 0 to {buffers.layers - 1}, got {layer}; make the cache with "
             f"layers= of the model"
         )
     return buffers.layer(layer)
@@ -152,9 +152,9 @@ def _get_layer_kv(buffers: Buffers, layer: int | jax.Array) -> LayerKV:
 def _check_array(name: str, x: object) -> jax.Array | np.ndarray:
     """Return `x` if it is an array of floats, else raise."""
     if not isinstance(x, jax.Array | np.ndarray):
-        raise TypeError(f"expected an array for {name}, got {type(x)}")
+        raise TypeError(f"expected an array for {name}, got {type(x)}; convert it with jnp.asarray")
     if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"expected floats for {name}, got {x.dtype}: cast them")
+        raise TypeError(f"expected floats for {name}, got {x.dtype}; cast them")
     return x
 
 
@@ -167,14 +167,15 @@ def _check_kv(
         if v is not None:
             raise TypeError(
                 f"expected keys alone, whose numbers {values.first} to {values.last - 1} are the "
-                f"values of this cache, got values too: leave v out"
+                f"values of this cache, got values too; leave v out"
             )
         entries = (("k", "D", k, keys),)
     else:
         if (k is None) != (v is None):
             alone = "keys" if v is None else "values"
             raise TypeError(
-                f"expected keys and values, or none of them to look alone, got {alone} alone"
+                f"expected keys and values, or none of them to look alone, got {alone} alone; "
+                "pass both, or neither"
             )
         entries = (("k", "D", k, keys), ("v", "Dv", v, values))
     new_kv = ()
@@ -183,7 +184,7 @@ def _check_kv(
         shape = (*ubatch.valid.shape, old.shape[1], old.shape[3])
         if new.shape != shape:
             raise ValueError(
-                f"expected {name} [R, T, K, {size}] of {shape}, got {new.shape}: tokens come "
+                f"expected {name} [R, T, K, {size}] of {shape}, got {new.shape}; tokens come "
                 "before heads, whose sizes are those of the spec"
             )
         new_kv += (new,)
@@ -195,19 +196,22 @@ def _check_visible_until(
 ) -> jax.Array | None:
     """Return the last position that each token attends to, `[R, T]` int32, checked."""
     if not isinstance(causal, bool | np.bool_):
-        raise TypeError(f"expected causal as True or False, known while tracing, got {causal!r}")
+        raise TypeError(
+            f"expected causal as True or False, known while tracing, got {causal!r}; pass a "
+            "Python bool"
+        )
     if visible_until is None:
         return None
     if not causal:
         raise ValueError(
-            "expected visible_until or causal=False, got both: with the latter tokens see all that "
+            "expected visible_until or causal=False, got both; with the latter tokens see all that "
             "comes after them, so leave one of them out"
         )
     last = jnp.asarray(check_int32(visible_until, "visible_until"))
     if last.shape != ubatch.valid.shape:
         raise ValueError(
             f"expected visible_until [R, T] of {ubatch.valid.shape}, the last position that each "
-            f"token sees, got {last.shape}"
+            f"token sees, got {last.shape}; give each token its last visible position"
         )
     return last
 
@@ -392,8 +396,8 @@ def _attend_layer(
     shared_axes = () if rows else split.streams
     if split.cells and implementation in ("xla", "cudnn"):
         raise ValueError(
-            f"{implementation!r} does not join what devices weigh of cells that are split: leave "
-            f"the implementation to jaxkv"
+            f"expected an implementation for cells that a mesh splits, got {implementation!r}; "
+            "pass implementation=None"
         )
 
     def attend_on_shard(

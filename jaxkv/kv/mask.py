@@ -43,8 +43,8 @@ def visibility_of(
     """
     if ubatch.shared_with is not None and not (causal and visible_until is None):
         raise ValueError(
-            "expected causal attention without visible_until, or tokens of one sequence each: "
-            "several sequences of a token do not share what comes after it"
+            "expected causal attention without visible_until for tokens of several sequences, got "
+            "another; make_batch with one sequence for each token"
         )
     _, word, bit = locate_owner_bit(cells, ubatch.sequences)
     streams, all_streams = group_rows_by_stream(cells, ubatch)

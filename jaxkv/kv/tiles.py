@@ -51,11 +51,11 @@ def check_tile_multiple(cells: int) -> None:
     >>> check_tile_multiple(100)
     >>> check_tile_multiple(4100)
     Traceback (most recent call last):
-    ValueError: expected a number of cells that tiles of 64 divide, got 4100: take 4160
+    ValueError: expected a number of cells that tiles of 64 divide, got 4100; take 4160
     """
     if cells >= 4 * TILE and cells % TILE:
         raise ValueError(
-            f"expected a number of cells that tiles of {TILE} divide, got {cells}: take "
+            f"expected a number of cells that tiles of {TILE} divide, got {cells}; take "
             f"{-(-cells // TILE) * TILE}"
         )
 

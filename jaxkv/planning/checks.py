@@ -182,7 +182,7 @@ def check_shared_tokens(spec: TableSpec, batch: Batch) -> None:
     if spec.max_rollback is not None:
         raise ValueError(
             f"expected tokens of one sequence each, since a state belongs to one text, got a batch "
-            f"with tokens of several for a cache of kind {spec.kind!r}: compute the token once "
+            f"with tokens of several for a cache of kind {spec.kind!r}; compute the token once "
             f"and fork (seq_cp)"
         )
     if not is_concrete(batch):
@@ -196,7 +196,7 @@ def check_shared_tokens(spec: TableSpec, batch: Batch) -> None:
     if in_other_stream.any():
         ids = members[in_other_stream.any(axis=-1)][0]
         raise ValueError(
-            f"expected the sequences of a token in one stream, got {ids[ids >= 0].tolist()}: give "
+            f"expected the sequences of a token in one stream, got {ids[ids >= 0].tolist()}; give "
             f"each stream a token of its own"
         )
 

@@ -62,13 +62,13 @@ def lay_out_batch(
     count = batch.valid.shape[0]
     if spec.single_sequence_rows:
         raise ValueError(
-            f"a traced batch must come in rows [R, T] here, one for each sequence, got a list of "
-            f"{count} tokens; plan it outside of jit, or take plan_step for one token each"
+            f"expected rows [R, T] of a traced batch, one for each sequence, got a list of {count} "
+            f"tokens; plan it outside of jit, or call plan_step for one token each"
         )
     if count > ubatch_size:
         raise ValueError(
-            f"a traced batch must fit one ubatch: expected at most {ubatch_size} tokens, got "
-            f"{count}; plan it outside of jit, or raise ubatch_size"
+            f"expected at most {ubatch_size} tokens of a traced batch, one ubatch, got {count}; "
+            f"plan it outside of jit, or pass ubatch_size={count}"
         )
     (index,) = simple_split(np.zeros(count, np.int32), ubatch_size)
     num_outputs = (
@@ -140,8 +140,8 @@ def _flat_batch(spec: TableSpec, batch: Batch) -> tuple[Batch, np.ndarray]:
 def _check_nonempty(tokens: int) -> None:
     if not tokens:
         raise ValueError(
-            "nothing to plan: the batch has no valid token (batch.keep_sequences(plan.fits) has "
-            "none left where no sequence fits)"
+            "expected a batch with a valid token, got none; check any(plan.fits) before "
+            "batch.keep_sequences(plan.fits)"
         )
 
 
@@ -229,7 +229,7 @@ def split_batch(
     >>> split_batch("even", np.array([0, 0]), 1)
     Traceback (most recent call last):
     ...
-    ValueError: expected split_by of 'simple', 'equal' or 'sequence', got 'even'
+    ValueError: expected split_by of 'simple', 'equal' or 'sequence', got 'even'; pass ...
     """
     ways = {
         "simple": simple_split,
@@ -237,7 +237,10 @@ def split_batch(
         "sequence": sequence_split,
     }
     if split_by not in ways:
-        raise ValueError(f"expected split_by of 'simple', 'equal' or 'sequence', got {split_by!r}")
+        raise ValueError(
+            f"expected split_by of 'simple', 'equal' or 'sequence', got {split_by!r}; pass one "
+            "of them"
+        )
     return ways[split_by](sequences, ubatch_size)
 
 

@@ -118,7 +118,7 @@ def init_batch(
     """
     table, _ = split(cache)
     if not isinstance(batch, Batch):
-        raise TypeError(f"expected a batch, got {type(batch)}: make_batch(tokens) makes one")
+        raise TypeError(f"expected a batch, got {type(batch)}; make_batch(tokens) makes one")
     if encoder:
         return _init_encoder(table, batch)
     flat, parts, outputs = lay_out_batch(
@@ -199,9 +199,8 @@ def check_ubatch_size(spec: TableSpec, ubatch_size: int | None) -> int:
     ubatch_size = check_count(ubatch_size, "ubatch_size")
     if spec.ubatch_size is not None and ubatch_size > spec.ubatch_size:
         raise ValueError(
-            f"the cache was sized for ubatches of {spec.ubatch_size} tokens, got "
-            f"ubatch_size={ubatch_size}: make it with ubatch_size={ubatch_size}, or plan smaller "
-            f"ones"
+            f"expected ubatch_size of at most {spec.ubatch_size}, for which the cache was sized, "
+            f"got {ubatch_size}; make it with ubatch_size={ubatch_size}, or plan smaller ones"
         )
     return ubatch_size
 
@@ -260,7 +259,8 @@ def plan_step(
     if len(shape) not in (1, 2) or shapes[1:] != [shape, shape[:1]]:
         raise ValueError(
             f"expected tokens [T] or [T, n], active of the same shape and sequences [T], got "
-            f"{shapes[0]}, {shapes[1]} and {shapes[2]}"
+            f"{shapes[0]}, {shapes[1]} and {shapes[2]}; pass one token and one sequence for each "
+            "text"
         )
     if len(shape) == 1:
         rows, valid = rows[:, None], valid[:, None]
@@ -304,7 +304,10 @@ def check_next_tokens(
 ) -> tuple[PyTree, PyTree, PyTree]:
     """Return tokens `[T, n]`, sequences `[T]` and valid `[T, n]` as int32 and bool, or raise."""
     if 0 in np.shape(tokens):
-        raise ValueError(f"expected a token at least, got tokens of the shape {np.shape(tokens)}")
+        raise ValueError(
+            f"expected a token at least, got tokens of the shape {np.shape(tokens)}; pass one "
+            "for each sequence"
+        )
     if is_concrete(sequences, valid):
         ids = np.asarray(sequences)[np.any(np.asarray(valid), axis=1)]
         spec.sequence_ids(ids)
@@ -347,13 +350,11 @@ def _init_encoder(table: CacheTable, batch: Batch) -> Plan:
     table = table.as_encoder_table()
     if batch.shared_with is not None:
         raise ValueError(
-            "expected tokens of one sequence each in a source, got some of several: encode it for "
+            "expected tokens of one sequence each in a source, got some of several; encode it for "
             "one of them, and fork that (seq_cp)"
         )
     if batch.positions is not None:
-        raise ValueError(
-            "expected no positions for a source, whose tokens stand at 0 and so on: leave them out"
-        )
+        raise ValueError("expected no positions for a source, got some; leave them out")
     xp = np if is_concrete(batch) else jnp
     flat, index = layout_single_ubatch(
         table.spec, replace(batch, outputs=xp.zeros_like(batch.valid))

@@ -190,9 +190,14 @@ class StateTable(States, CacheTable):
         self._check_layer(layer)
         old = buffers[layer]
         if not isinstance(states, Mapping):
-            raise TypeError(f"expected states by name, a dict of {sorted(old)}, got {type(states)}")
+            raise TypeError(
+                f"expected states by name, a dict of {sorted(old)}, got {type(states)}; pass a dict"
+            )
         if set(states) != set(old):
-            raise ValueError(f"expected the states {sorted(old)}, got {sorted(states)}")
+            raise ValueError(
+                f"expected the states {sorted(old)}, got {sorted(states)}; use the names of the "
+                "spec"
+            )
         rows, new = len(ubatch.row_stream), {}
         for name, array in old.items():
             state, shape = states[name], (rows, self.num_earlier_states + 1, *array.shape[2:])
@@ -200,7 +205,7 @@ class StateTable(States, CacheTable):
                 state = state[:, None]
             if state.shape != shape:
                 raise ValueError(
-                    f"expected {name} [R, E + 1, ...] of {shape}, got {state.shape}: give the "
+                    f"expected {name} [R, E + 1, ...] of {shape}, got {state.shape}; give the "
                     f"states after ubatch.state_write_steps({self.num_earlier_states + 1}) tokens"
                 )
             new[name] = state
@@ -215,7 +220,9 @@ class StateTable(States, CacheTable):
     def _check_layer(self, layer: int) -> None:
         layers = self.holds.shape[0]
         if not 0 <= layer < layers:
-            raise ValueError(f"expected a layer from 0 to {layers - 1}, got {layer}")
+            raise ValueError(
+                f"expected a layer from 0 to {layers - 1}, got {layer}; pass a layer of the cache"
+            )
 
 
 def make_recurrent_cache(

@@ -116,7 +116,7 @@ class Engine:
       Traceback (most recent call last):
       ...
       ValueError: expected cells for 9 tokens, of a prompt of 3 and a limit of 7 less the last, \
-which this cache never has: ask for less, or make a larger one
+got a cache of fewer; lower max_new_tokens, or make the cache larger
       >>> engine.cache.num_used_cells().item()
       0
 
@@ -151,13 +151,16 @@ which this cache never has: ask for less, or make a larger one
         prefix_store: PrefixStore | None = None,
     ):
         if not callable(forward):
-            raise TypeError(f"expected a function forward, see prefill, got {type(forward)}")
+            raise TypeError(
+                f"expected a function forward, see prefill, got {type(forward)}; pass forward, "
+                "params, cache"
+            )
         table, _ = split(cache)
         check_not_donated(cache)
         if table.spec.has_cross_attention:
             raise ValueError(
                 "expected a cache without a part for sources, which requests do not bring, got one "
-                "with it: encode and decode run texts with sources side by side"
+                "with it; encode and decode run texts with sources side by side"
             )
         self._limits = check_config(
             table.spec,
@@ -339,7 +342,10 @@ which this cache never has: ask for less, or make a larger one
         """Return a request that waits or runs; None if it has ended."""
         request_id = check_count(request_id, "the id of a request", low=0)
         if request_id >= self._next:
-            raise ValueError(f"expected an id that submit returned, got {request_id}")
+            raise ValueError(
+                f"expected an id that submit returned, got {request_id}; pass the id of a "
+                "submitted request"
+            )
         return next((text for text in self._schedule.all_requests if text.id == request_id), None)
 
     def _run_step(self) -> None:

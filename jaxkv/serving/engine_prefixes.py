@@ -44,7 +44,7 @@ class EnginePrefixes:
         kept = 0 if store is None else store.num_used_cells(runner.cache)
         if occupied := int(runner.cache.num_used_cells()) - kept:
             raise ValueError(
-                f"expected an empty cache, got one with {occupied} cells in use: clear(cache)"
+                f"expected an empty cache, got one with {occupied} cells in use; clear(cache)"
             )
         if store and len(store.sequences) == table.spec.sequences:
             raise ValueError(

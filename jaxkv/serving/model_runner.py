@@ -89,7 +89,9 @@ class ModelRunner:
         self._shapes = chunk_shapes(self._facts, limits.prefill_chunk)
         stop = check_int32(stop_tokens_as_list(stop_tokens), "stop_tokens", low=0)
         if np.ndim(stop) != 1:
-            raise ValueError(f"expected a list of stop tokens [n], got {stop_tokens!r}")
+            raise ValueError(
+                f"expected a list of stop tokens [n], got {stop_tokens!r}; pass a flat list of ints"
+            )
         self._stop = np.asarray(stop)
 
     @property

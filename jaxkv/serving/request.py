@@ -206,10 +206,16 @@ def check_config(
     """Return the limits of an engine for a cache, checked; see `Engine`."""
     max_chunk = check_ubatch_size(spec, None)
     if isinstance(sampling_options, str):
-        raise TypeError(f"expected a list of options to allow, got {sampling_options!r}")
+        raise TypeError(
+            f"expected a list of options to allow, got {sampling_options!r}; pass a list such as "
+            "['temperature']"
+        )
     unknown = sorted(set(sampling_options) - set(OPTIONS))
     if unknown:
-        raise ValueError(f"expected options to allow of {', '.join(OPTIONS)}, got {unknown[0]!r}")
+        raise ValueError(
+            f"expected options to allow of {', '.join(OPTIONS)}, got {unknown[0]!r}; use one of "
+            "these names"
+        )
     return EngineConfig(
         prefill_chunk=min(CHUNK, max_chunk)
         if prefill_chunk is None
@@ -235,37 +241,48 @@ def check_request(request: Request, limits: EngineConfig) -> Request:
     >>> check_request(Request(prompt=[], max_new_tokens=1), limits)
     Traceback (most recent call last):
     ...
-    ValueError: expected a prompt [n] of at least one token, got the shape (0,)
+    ValueError: expected a prompt [n] of at least one token, got the shape (0,); ...
     """
     if not isinstance(request, Request):
-        raise TypeError(f"expected a Request, got {type(request)}")
+        raise TypeError(
+            f"expected a Request, got {type(request)}; make one with serving.Request(prompt=...)"
+        )
     prompt = np.asarray(check_int32(request.prompt, "the tokens of a prompt", low=0))
     if prompt.ndim != 1 or not prompt.size:
         raise ValueError(
-            f"expected a prompt [n] of at least one token, got the shape {prompt.shape}"
+            f"expected a prompt [n] of at least one token, got the shape {prompt.shape}; pass a "
+            "flat list of tokens"
         )
     stop_tokens = np.asarray(
         check_int32(stop_tokens_as_list(request.stop_tokens), "stop_tokens", low=0)
     )
     if stop_tokens.ndim != 1:
-        raise ValueError(f"expected a list of stop tokens [n], got {request.stop_tokens!r}")
+        raise ValueError(
+            f"expected a list of stop tokens [n], got {request.stop_tokens!r}; pass a flat list "
+            "of ints"
+        )
     if stop_tokens.size > limits.max_stop_tokens:
         raise ValueError(
             f"expected at most {limits.max_stop_tokens} stop tokens of a request's own, got "
-            f"{stop_tokens.size}: "
+            f"{stop_tokens.size}; "
             f"make the engine with a larger max_stop_tokens="
         )
     if not isinstance(request.sampling, Mapping):
-        raise TypeError(f"expected sampling options by name, got {request.sampling!r}")
+        raise TypeError(
+            f"expected sampling options by name, got {request.sampling!r}; pass a dict such as "
+            f"{{'temperature': 0.8}}"
+        )
     for name, value in request.sampling.items():
         if name not in limits.sampling_options:
             raise ValueError(
                 f"expected sampling options of "
-                f"{', '.join(sorted(limits.sampling_options)) or 'none'}, got {name!r}: "
+                f"{', '.join(sorted(limits.sampling_options)) or 'none'}, got {name!r}; "
                 f"make the engine with sampling_options= of all that requests may have"
             )
         if np.ndim(value):
-            raise ValueError(f"expected one number for {name}, got the shape {np.shape(value)}")
+            raise ValueError(
+                f"expected one number for {name}, got the shape {np.shape(value)}; pass a scalar"
+            )
     sampling: dict[str, Any] = dict(request.sampling)
     make_sampler(**sampling)
     seed = check_count(request.seed, "seed", low=0, high=2**32 - 1)

@@ -71,7 +71,7 @@ class Scheduler:
             )
             raise ValueError(
                 f"expected cells for {length} tokens, of a prompt of {len(request.prompt)}{limit}, "
-                f"which this cache never has: ask for less, or make a larger one"
+                f"got a cache of fewer; lower max_new_tokens, or make the cache larger"
             )
         self._waiting.append(text)
 

@@ -58,7 +58,7 @@ class DeviceBytes:
         if self.total > room:
             raise ValueError(
                 f"expected at most {room:,} bytes on each of {self.devices} devices, got "
-                f"{self.total:,}: take more devices, fewer cells, or another split\n{self}"
+                f"{self.total:,}; take more devices, fewer cells, or another split\n{self}"
             )
         return self
 
@@ -125,7 +125,10 @@ placement='striped:4'
     """
     of_keys = {k.shape[1] for k in key_arrays(cache)}
     if heads is not None and any(check_count(heads, "heads") % kv_heads for kv_heads in of_keys):
-        raise ValueError(f"expected heads a multiple of kv_heads {sorted(of_keys)}, got {heads}")
+        raise ValueError(
+            f"expected heads a multiple of kv_heads {sorted(of_keys)}, got {heads}; pass the "
+            "query heads of the model"
+        )
     halves = zip(split(cache), split(shardings(cache, mesh, sharding_rules)), strict=True)
     table, buffers = (
         sum(map(_local_bytes, jax.tree.leaves(half), jax.tree.leaves(where)))

@@ -55,7 +55,9 @@ def fit_mesh(
       ({'tensor': 2, 'cells': 2}, 'cells')
     """
     if surplus not in get_args(Surplus):
-        raise ValueError(f"expected a surplus of {get_args(Surplus)}, got {surplus!r}")
+        raise ValueError(
+            f"expected a surplus of {get_args(Surplus)}, got {surplus!r}; pass one of them"
+        )
     axes = sharding_rules.present(mesh, "kv_heads")
     heads = {x.shape[1] for x in key_arrays(cache)} - {1}
     devices = sharding_rules.devices(mesh, "kv_heads")
@@ -65,14 +67,14 @@ def fit_mesh(
     if surplus == "refuse":
         raise ValueError(
             f"expected numbers of kv_heads that {devices} devices divide ({', '.join(axes)}), got "
-            f"{sorted(heads)}: take an axis of {fit}, or surplus='cells'"
+            f"{sorted(heads)}; take an axis of {fit}, or surplus='cells'"
         )
     if len(axes) != 1:
-        raise ValueError(f"expected one axis for kv_heads, got {', '.join(axes)}: make them one")
+        raise ValueError(f"expected one axis for kv_heads, got {', '.join(axes)}; make them one")
     name = {"cells": "cells", "replicate": "copies"}[surplus]
     if name in mesh.axis_names:
         raise ValueError(
-            f"expected no axis named {name!r} yet, got a mesh of {dict(mesh.shape)}: take "
+            f"expected no axis named {name!r} yet, got a mesh of {dict(mesh.shape)}; take "
             f"{axes[0]}={fit} and {name}={mesh.shape[name] * devices // fit}"
         )
     place = mesh.axis_names.index(axes[0])

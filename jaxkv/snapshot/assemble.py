@@ -90,7 +90,7 @@ def cache_shapes(file: SnapshotFile) -> Cache:
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise ValueError(
             f"expected a snapshot that describes a cache, got one that does not "
-            f"({type(error).__name__}: {error}): it was not written by jaxkv.snapshot"
+            f"({type(error).__name__}: {error}); it was not written by jaxkv.snapshot"
         ) from None
 
 
@@ -111,7 +111,10 @@ def _check_arrays(file: SnapshotFile, cache: Cache) -> None:
             expected[name] = form.dtype, form.shape
     if len(tokens) != len(saved) or expected != file.arrays:
         odd = sorted(set(expected.items()) ^ set(file.arrays.items()), key=str)
-        raise ValueError(f"other arrays than those of the cache, {_shorten_text(odd[:2])}")
+        raise ValueError(
+            f"expected the arrays of the cache, got others, {_shorten_text(odd[:2])}; save the "
+            "snapshot again"
+        )
 
 
 def with_parts(cache: Cache, pairs: list[tuple[CacheTable, PyTree]]) -> Cache:
@@ -127,7 +130,7 @@ def check_dtypes(file: SnapshotFile) -> None:
     for name, (dtype, _) in file.arrays.items():
         if jax.dtypes.canonicalize_dtype(dtype) != dtype:
             raise ValueError(
-                f"expected {name} of {dtype} as saved, got a JAX without 64 bits: set "
+                f"expected {name} of {dtype} as saved, got a JAX without 64 bits; set "
                 f'jax_enable_x64, as by jax.config.update("jax_enable_x64", True)'
             )
 
@@ -145,7 +148,7 @@ def check_saveable(cache: Cache) -> None:
             else "one that is traced or split"
         )
         raise ValueError(
-            f"expected a cache on one device, outside of jit, got {found}: one on a mesh is saved "
+            f"expected a cache on one device, outside of jit, got {found}; one on a mesh is saved "
             f"and restored by Orbax, see docs/howto/snapshots.md"
         )
     check_concrete_cache(table, buffers)

@@ -201,7 +201,7 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
         for stream in np.flatnonzero(demand > np.asarray(found)):
             raise PlanRefusedError(
                 f"expected {demand[stream]} cells of stream {stream} for a snapshot, got "
-                f"{found[stream]}, and nothing was changed: remove a sequence there (seq_rm), "
+                f"{found[stream]}, and nothing was changed; remove a sequence there (seq_rm), "
                 f"close the gaps where cells must be neighbours (defrag_plan), or make "
                 f"a cache with more cells"
             )
@@ -278,7 +278,7 @@ def _check_cache_sizes(
     if placement == "striped":
         placement = f"striped:{shards}"
     elif shards != 1:
-        raise ValueError(f"expected one run of cells, got {shards}")
+        raise ValueError(f"expected one run of cells, got {shards}; save the snapshot again")
     check_sequences_and_streams(sizes["sequences"], sizes["streams"])
     make = partial(
         make_attention_cache,

@@ -61,12 +61,12 @@ class SnapshotFile:
         if (stored.dtype, stored.shape) != form:
             raise ValueError(
                 f"expected {name} of {dtype} {shape}, got it stored as {stored.dtype} "
-                f"{stored.shape}: the snapshot is damaged"
+                f"{stored.shape}; the snapshot is damaged"
             )
         expected, found = self.description["arrays"][name]["sha256"], _sha256(stored)
         if found != expected:
             raise ValueError(
-                f"expected {name} with the checksum {expected[:12]}, got {found[:12]}: the "
+                f"expected {name} with the checksum {expected[:12]}, got {found[:12]}; the "
                 "snapshot is damaged"
             )
         return _bytes_of(stored).view(dtype).reshape(shape)
@@ -87,7 +87,7 @@ def write_file(
     """
     module, path = _import_safetensors(), _resolve_path(path)
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"{path} cannot be written: there is no folder {path.parent}")
+        raise FileNotFoundError(f"expected a folder {path.parent} for {path}, got none; make it")
     stored, metadata = _pack(description, arrays)
     handle, beside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     os.close(handle)
@@ -96,7 +96,9 @@ def write_file(
         _sync_to_disk(beside)
         os.replace(beside, path)
     except module.SafetensorError as error:  # a disk that is full, for one
-        raise OSError(f"{path} cannot be written: {error}") from error
+        raise OSError(
+            f"expected to write {path}, got {error}; free some space, or pass another path"
+        ) from error
     finally:
         Path(beside).unlink(missing_ok=True)
 
@@ -110,7 +112,10 @@ def json_round_trip(value: object, name: str) -> Json:
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError) as error:
-        raise TypeError(f"expected {name} that JSON holds, got {value!r} ({error})") from None
+        raise TypeError(
+            f"expected {name} that JSON holds, got {value!r} ({error}); pass strings, numbers, "
+            "lists or dicts"
+        ) from None
 
 
 def file_bytes(description: SnapshotContent, arrays: Mapping[str, np.ndarray]) -> bytes:
@@ -137,7 +142,7 @@ def open_file(source: Source) -> Iterator[SnapshotFile]:
         return
     path = _resolve_path(source)
     if path.stat().st_size == 0:
-        raise ValueError(f"expected a snapshot, got the empty file {path}")
+        raise ValueError(f"expected a snapshot, got the empty file {path}; save it again")
     with _translate_read_errors(module):
         reader = module.safe_open(path, framework="np")
     with reader as file:
@@ -175,18 +180,18 @@ def _file_from_metadata(
     if metadata.get("format") != FORMAT:
         raise ValueError(
             f"expected a snapshot, with the format {FORMAT} in its metadata, got "
-            f"{metadata.get('format')}: it was written by something else than jaxkv.snapshot"
+            f"{metadata.get('format')}; it was written by something else than jaxkv.snapshot"
         )
     if metadata.get("version") != str(VERSION):
         raise ValueError(
-            f"expected a snapshot of version {VERSION}, got version {metadata.get('version')}: "
+            f"expected a snapshot of version {VERSION}, got version {metadata.get('version')}; "
             f"read it with the jaxkv that wrote it"
         )
     text = metadata.get("description", "")
     expected, found = metadata.get("sha256", ""), hashlib.sha256(text.encode()).hexdigest()
     if expected != found:
         raise ValueError(
-            f"expected a description with the checksum {expected[:12]}, got {found[:12]}: the "
+            f"expected a description with the checksum {expected[:12]}, got {found[:12]}; the "
             f"snapshot is damaged"
         )
     description: SnapshotDescription = json.loads(text)
@@ -194,7 +199,7 @@ def _file_from_metadata(
     if set(names) != set(entries):
         odd = sorted(set(names) ^ set(entries))
         raise ValueError(
-            f"expected the arrays that are described, got others, {odd[:4]}: the snapshot is "
+            f"expected the arrays that are described, got others, {odd[:4]}; the snapshot is "
             "damaged"
         )
     arrays = {
@@ -211,7 +216,7 @@ def _resolve_path(path: str | os.PathLike) -> Path:
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
         raise OSError(
-            f"expected the path of a file, got {path}, a folder or a device: give another path"
+            f"expected the path of a file, got {path}, a folder or a device; give another path"
         )
     return path
 
@@ -242,7 +247,7 @@ def _translate_read_errors(module: ModuleType) -> Iterator[None]:
         yield
     except module.SafetensorError as error:
         raise ValueError(
-            f"expected a snapshot, got what cannot be read as safetensors ({error}): it is "
+            f"expected a snapshot, got what cannot be read as safetensors ({error}); it is "
             "damaged, cut short, or something else"
         ) from None
 
@@ -254,6 +259,6 @@ def _import_safetensors() -> ModuleType:
         import safetensors.numpy
     except ImportError:
         raise ImportError(
-            "expected the package safetensors for a snapshot, got none: pip install safetensors"
+            "expected the package safetensors for a snapshot, got none; pip install safetensors"
         ) from None
     return safetensors

@@ -150,7 +150,7 @@ def load(
       >>> snapshot.load(data[:-1])
       Traceback (most recent call last):
       ...
-      ValueError: expected a snapshot, got what cannot be read as safetensors (...): it is \
+      ValueError: expected a snapshot, got what cannot be read as safetensors (...); it is \
 damaged, cut short, or something else
 
       Load into sequence 2 of another cache, and into sequence 0, which frees its cells:
@@ -213,14 +213,15 @@ def _map_sequences(
     if isinstance(sequences, Mapping):
         if not set(sequences) <= set(saved):
             raise ValueError(
-                f"expected some of the saved sequences {saved}, got {sorted(sequences)}"
+                f"expected some of the saved sequences {saved}, got {sorted(sequences)}; pass "
+                "ids of snapshot.inspect(path)"
             )
         goes = dict(sequences)
     elif sequences is not None:
         targets = np.atleast_1d(spec.sequence_ids(sequences)).tolist()
         if len(targets) != len(saved):
             raise ValueError(
-                f"expected a target for each of the saved sequences {saved}, got {targets}: "
+                f"expected a target for each of the saved sequences {saved}, got {targets}; "
                 f"pass as many, or a mapping of those that are wanted"
             )
         goes = dict(zip(saved, targets, strict=True))

@@ -138,12 +138,12 @@ def check_values(ok: np.ndarray, name: str, values: np.ndarray, rule: str) -> No
     >>> check_values(np.array([True, False]), "cell", np.array([1, 9]), "from 0 to 3")
     Traceback (most recent call last):
     ...
-    ValueError: expected cell from 0 to 3, got 9: the snapshot was changed after it was saved, ...
+    ValueError: expected cell from 0 to 3, got 9; the snapshot was changed after it was saved, ...
     """
     if not np.all(ok):
         found = np.broadcast_to(values, ok.shape)[~ok][0]
         raise ValueError(
-            f"expected {name} {rule}, got {found}: the snapshot was changed after it was saved, "
+            f"expected {name} {rule}, got {found}; the snapshot was changed after it was saved, "
             f"save it again"
         )
 

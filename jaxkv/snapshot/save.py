@@ -97,12 +97,15 @@ def _collect_content(
     saved = np.atleast_1d(ids).tolist()
     texts = {} if tokens is None else tokens
     if not isinstance(texts, Mapping):
-        raise TypeError(f"expected tokens by sequence, such as {{0: [1, 2]}}, got {type(texts)}")
+        raise TypeError(
+            f"expected tokens by sequence, such as {{0: [1, 2]}}, got {type(texts)}; pass a dict "
+            "of ids to lists"
+        )
     lists = {int(spec.sequence_ids(seq)): _token_list(text, seq) for seq, text in texts.items()}
     if not set(lists) <= set(saved):
         raise ValueError(
             f"expected tokens of the saved sequences {saved}, got some of "
-            f"{sorted(set(lists) - set(saved))}"
+            f"{sorted(set(lists) - set(saved))}; save these sequences too"
         )
     model, notes = file.json_round_trip(model, "model_id"), file.json_round_trip(notes, "notes")
 
@@ -128,7 +131,7 @@ def _token_list(text: Sequence[int], seq: int) -> list[int]:
     found = np.asarray(check_int32(text, "tokens"))
     if found.ndim != 1:
         raise ValueError(
-            f"expected [n] tokens of sequence {seq}, got {list(found.shape)}: pass a list of "
+            f"expected [n] tokens of sequence {seq}, got {list(found.shape)}; pass a list of "
             "integers"
         )
     return found.tolist()

@@ -231,12 +231,12 @@ def test_plot_occupancy_and_nbytes_add_up(agg):
     assert max(tops) == pool().num_used_cells() and ax.texts[0].get_text() == "24 cells"
     bars = plot.nbytes(hybrid()).containers[0]
     assert sum(bar.get_width() for bar in bars) == hybrid().nbytes
-    for steps, message in [([], "got none"), ([pool(), 3], "got both: pass cache.num_used_cells")]:
+    for steps, message in [([], "got none"), ([pool(), 3], "got both; pass cache.num_used_cells")]:
         with pytest.raises(ValueError, match=message):
             plot.occupancy(steps)
 
 
 def test_plot_without_matplotlib_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-    with pytest.raises(ImportError, match="not installed: pip install matplotlib"):
+    with pytest.raises(ImportError, match="got none; pip install matplotlib"):
         plot.nbytes(pool())

@@ -160,7 +160,7 @@ def test_visible_of_shared_tokens_is_causal():
     sees = visible_cells_mask(cache.table, ubatch)[0, :2, :3]
     assert sees.tolist() == [[True, False, False], [True, True, False]]
     with pytest.raises(
-        ValueError, match="expected causal attention without visible_until, or tokens of one"
+        ValueError, match="expected causal attention without visible_until for tokens of several"
     ):
         visible_cells_mask(cache.table, ubatch, causal=False)
 

@@ -238,5 +238,5 @@ def test_plan_for_another_cache_raises():
             (jaxkv.read_states, one, 0, ubatch),
             (lambda cache, table: jaxkv.rewind(cache, to=table), one, other.table),
         ):
-            with pytest.raises(ValueError, match="for this cache, .* got one for .*: plan again"):
+            with pytest.raises(ValueError, match="for this cache, .* got one for .*; plan again"):
                 verb(*args)

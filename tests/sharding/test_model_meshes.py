@@ -53,7 +53,7 @@ def test_mesh_argument_is_read_as_axes_and_sizes():
     [
         ({"tensor": 2}, 4, {"cells": 10**9}, "takes 256,040.0 GB and the 2 devices have"),
         ({"tensor": 2}, 3, {"cells": 10**9}, "takes 384,040.0 GB and the 2 devices have"),
-        ({"data": 2}, 1, {"cells": 16, "streams": 3}, "streams that 2 devices divide.*3: take 4"),
+        ({"data": 2}, 1, {"cells": 16, "streams": 3}, "streams that 2 devices divide.*3; take 4"),
     ],
 )
 def test_make_with_room_counts_whole_arrays_on_each_device(axes, kv_heads, sizes, message):

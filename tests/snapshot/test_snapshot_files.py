@@ -277,7 +277,7 @@ def test_save_on_full_disk_leaves_the_old_file(tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
     try:
-        with pytest.raises(OSError, match=f"{path} cannot be written"):
+        with pytest.raises(OSError, match=f"expected to write {path}"):
             snapshot.save(make(), path=path, model_id="new")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -286,5 +286,5 @@ def test_save_on_full_disk_leaves_the_old_file(tmp_path):
 
 def test_save_without_safetensors_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)  # how Python notes what is not there
-    with pytest.raises(ImportError, match="got none: pip install safetensors"):
+    with pytest.raises(ImportError, match="got none; pip install safetensors"):
         snapshot.save(make())

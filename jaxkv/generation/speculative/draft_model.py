@@ -75,7 +75,7 @@ def draft_model(
     num_draft_tokens = check_count(num_draft_tokens, "num_draft_tokens")
     num_branches = check_count(num_branches, "num_branches")
     if not callable(forward):
-        raise TypeError(f"expected a function, got {type(forward)}")
+        raise TypeError(f"expected a function, got {type(forward)}; pass forward first")
     check_rollback(cache, num_draft_tokens, "the draft's cache")
     check_not_donated(cache, name="the draft's cache")
     model = DraftModel(

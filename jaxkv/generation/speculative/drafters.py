@@ -210,7 +210,10 @@ def prompt_lookup(
     )
     num_branches = check_count(num_branches, "num_branches")
     if recent <= ngram:
-        raise ValueError(f"expected recent of more than ngram = {ngram} tokens, got {recent}")
+        raise ValueError(
+            f"expected recent of more than ngram = {ngram} tokens, got {recent}; pass "
+            f"recent={ngram + 1} or more"
+        )
     rows = jnp.asarray(pad_prompts(prompts, recent))
     return PromptLookup(
         recent=rows, ngram=ngram, num_draft_tokens=num_draft_tokens, num_branches=num_branches
@@ -247,7 +250,7 @@ class DraftModel(Drafter):
         if expected != actual:
             raise ValueError(
                 f"expected a draft whose cache has the {expected} sequences of the model's, got "
-                f"one of {actual}"
+                f"one of {actual}; make its cache with sequences={expected}"
             )
 
     def propose(
@@ -317,6 +320,6 @@ def check_rollback(cache: Cache, num_states: int, cache_name: str) -> None:
     if spec.max_rollback is not None and spec.max_rollback < num_states:
         raise ValueError(
             f"expected {cache_name} to keep {num_states} earlier states or more, to take back what "
-            f"was guessed wrong, got {spec.kind} with max_rollback={spec.max_rollback}: make it "
+            f"was guessed wrong, got {spec.kind} with max_rollback={spec.max_rollback}; make it "
             f"with max_rollback={num_states}"
         )

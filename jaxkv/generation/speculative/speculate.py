@@ -170,7 +170,8 @@ def speculate(
     num_tokens = check_count(num_tokens, "num_tokens")
     if not isinstance(drafter, Drafter):
         raise TypeError(
-            f"expected a draft, such as generation.prompt_lookup(prompts), got {type(drafter)}"
+            f"expected a draft, such as generation.prompt_lookup(prompts), got {type(drafter)}; "
+            "make one with generation.prompt_lookup(prompts)"
         )
     check_rollback(cache, drafter.num_draft_tokens, "the cache")
     token_tree.check_branches(
@@ -180,7 +181,10 @@ def speculate(
     sampler = check_sampler_state(sampler, state)
     texts = state.token.shape[0]
     if drafter.batch_size != texts:
-        raise ValueError(f"expected a draft of {texts} texts, got one of {drafter.batch_size}")
+        raise ValueError(
+            f"expected a draft of {texts} texts, got one of {drafter.batch_size}; make it for "
+            f"{texts} texts"
+        )
     drafter.check(cache)
     if not texts:
         return DecodeResult(cache, state, *_empty_drafted_tokens(0, num_tokens), drafter=drafter)

@@ -48,13 +48,13 @@ def check_branches(spec: TableSpec, texts: int, num_branches: int, cache_name: s
     if spec.max_rollback is not None:
         raise ValueError(
             f"expected {cache_name} of attention alone for num_branches={num_branches}, since a "
-            f"state belongs to one text, got {spec.kind}: propose with num_branches=1"
+            f"state belongs to one text, got {spec.kind}; propose with num_branches=1"
         )
     if texts * num_branches > spec.sequences or spec.streams == spec.sequences:
         raise ValueError(
             f"expected {cache_name} with a sequence for each of {num_branches} branches of {texts} "
             f"texts, in the stream of the text, got {spec.sequences} sequences in {spec.streams} "
-            f"streams: make it with sequences={texts * num_branches} or more"
+            f"streams; make it with sequences={texts * num_branches} or more"
         )
 
 

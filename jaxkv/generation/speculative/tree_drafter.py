@@ -111,7 +111,8 @@ class TreeDraftModel(DraftModel):
         if adjusted.shape[1] < self.num_branches:
             raise ValueError(
                 f"expected at most as many branches as the {adjusted.shape[1]} tokens of the "
-                f"vocabulary, got {self.num_branches}"
+                f"vocabulary, got {self.num_branches}; pass num_branches={adjusted.shape[1]} or "
+                "less"
             )
         if sampler.is_random:  # the top k with Gumbel noise are k draws without replacement
             noise = jax.vmap(lambda key: jax.random.gumbel(key, adjusted.shape[1:]))(keys)

@@ -72,7 +72,7 @@ def check_bias(bias: object, shape: tuple[int, ...]) -> BiasOfLists | None:
     >>> check_bias(lambda query, key, head: jnp.ones((1, 3, 5, 8)), (3, 5, 2, 8))
     Traceback (most recent call last):
     ...
-    ValueError: expected a bias that broadcasts to [R, H, T, N] of (3, 2, 5, 8), got (1, 3, 5, 8)
+    ValueError: expected a bias that broadcasts to [R, H, T, N] of (3, 2, 5, 8), got ...; reshape it
     """
     if bias is None:
         return None
@@ -81,7 +81,10 @@ def check_bias(bias: object, shape: tuple[int, ...]) -> BiasOfLists | None:
         _check_fit("R, T, H, N", bias, shape)
         return jnp.broadcast_to(bias, (rows, tokens, bias.shape[2], cells))
     if not callable(bias):
-        raise TypeError(f"expected a bias as a function or as an array, got {type(bias)}")
+        raise TypeError(
+            f"expected a bias as a function or as an array, got {type(bias)}; pass a function "
+            "(query, key, head) or an array"
+        )
     is_tree = not jax.tree_util.all_leaves([bias])
     function = jax.tree.map(jnp.asarray, bias) if is_tree else jax.tree_util.Partial(bias)
     places = ((rows, 1, tokens, 1), (rows, 1, 1, cells), (1, heads, 1, 1))
@@ -91,11 +94,12 @@ def check_bias(bias: object, shape: tuple[int, ...]) -> BiasOfLists | None:
     if not is_concrete(traced.consts):
         raise TypeError(
             "expected a bias with its weights as leaves, got a function that closes over traced "
-            "arrays: pass jax.tree_util.Partial(function, weights)"
+            "arrays; pass jax.tree_util.Partial(function, weights)"
         )
     if len(traced.out_avals) != 1:
         raise TypeError(
-            f"expected a bias that returns an array, got {len(traced.out_avals)} of them"
+            f"expected a bias that returns an array, got {len(traced.out_avals)} of them; return "
+            "one array"
         )
     _check_fit("R, H, T, N", traced.out_avals[0], (rows, heads, tokens, cells))
     return PositionBias(
@@ -108,9 +112,9 @@ def _check_fit(
 ) -> None:
     """Raise unless an array, or its shape, has floats that broadcast to `shape`."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"expected a bias of floats, got {x.dtype}")
+        raise TypeError(f"expected a bias of floats, got {x.dtype}; cast it")
     fits = all(n in (1, size) for n, size in zip(x.shape, shape, strict=False))
     if len(x.shape) != len(shape) or not fits:
         raise ValueError(
-            f"expected a bias that broadcasts to [{letters}] of {shape}, got {x.shape}"
+            f"expected a bias that broadcasts to [{letters}] of {shape}, got {x.shape}; reshape it"
         )

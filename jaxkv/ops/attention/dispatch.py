@@ -233,11 +233,12 @@ def partial_attention(
         return sums._replace(out=v.slice_values(sums.out))
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
-            f"expected an implementation of {get_args(Implementation)}, got {implementation!r}"
+            f"expected an implementation of {get_args(Implementation)}, got {implementation!r}; "
+            "pass None for the default"
         )
     if visibility.bias is not None and implementation in ("pallas", "cudnn"):
         raise ValueError(
-            f"{implementation!r} adds no bias: leave the implementation to jaxkv, or take 'tiles', "
+            f"expected an implementation with bias, got {implementation!r}; pass None, 'tiles', "
             f"'whole' or 'xla'"
         )
     check_attention_arguments(q, k, v, options)
@@ -303,7 +304,9 @@ def attention(
     check_attention_arguments(q, k, v, options)
     mask_shape = (*q.shape[:2], k.shape[2])
     if k.shape[0] != q.shape[0] or mask.shape != mask_shape:
-        raise ValueError(f"expected a mask {mask_shape}, and k for as many rows, got {mask.shape}")
+        raise ValueError(
+            f"expected a mask {mask_shape}, and k for as many rows, got {mask.shape}; reshape it"
+        )
     if 0 in (*q.shape, *k.shape, *v.shape):
         return jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype)
     return finalize(_by_mask(q, k, v, mask, options), q, options)
@@ -315,16 +318,21 @@ def check_attention_arguments(
     """Raise unless queries, keys, values and options match; P, S and R may differ."""
     heads, size = q.shape[2:]
     if not jnp.issubdtype(q.dtype, jnp.floating):
-        raise TypeError(f"expected q of floats, in whose dtype the result is, got {q.dtype}")
+        raise TypeError(
+            f"expected q of floats, in whose dtype the result is, got {q.dtype}; cast it"
+        )
     cap = options.softcap
     if cap is not None and not 0 < cap < math.inf:
-        raise ValueError(f"expected a finite softcap above 0, or None for no bound, got {cap}")
+        raise ValueError(
+            f"expected a finite softcap above 0, or None for no bound, got {cap}; pass None"
+        )
     if heads % max(k.shape[1], 1) or k.shape[:3] != v.shape[:3] or k.shape[3] != size:
         raise ValueError(
             f"expected q [R, T, H, D], k [R, K, N, D] and v [R, K, N, Dv] with H a multiple of K, "
-            f"got {q.shape}, {k.shape} and {v.shape}"
+            f"got {q.shape}, {k.shape} and {v.shape}; transpose them"
         )
     if options.sinks is not None and options.sinks.shape != (heads,):
         raise ValueError(
-            f"expected sinks {(heads,)}, one for each query head, got {options.sinks.shape}"
+            f"expected sinks {(heads,)}, one for each query head, got {options.sinks.shape}; "
+            "pass a flat array"
         )

@@ -63,8 +63,8 @@ def cudnn(
         or not q.dtype == k.dtype == v.dtype
     ):
         raise ValueError(
-            f"'cudnn' wants queries, keys and values all of float16 or all of bfloat16, got "
-            f"{q.dtype}, {k.dtype} and {v.dtype}: leave the implementation to jaxkv"
+            f"expected queries, keys and values of float16, or of bfloat16, for 'cudnn', got "
+            f"{q.dtype}, {k.dtype} and {v.dtype}; pass implementation=None"
         )
     return _call_jax_nn(
         "cudnn",
@@ -87,7 +87,8 @@ def _call_jax_nn(
     """Attend to keys `[P, K, N, D]` and values `[P, K, N, Dv]`, for queries `[P, T, H, D]`."""
     if options.softcap is not None or options.sinks is not None:
         raise ValueError(
-            f"{name!r} has neither a softcap nor sinks: leave the implementation to jaxkv"
+            f"expected an implementation with softcap and sinks, got {name!r}; pass "
+            f"implementation=None"
         )
     kv_heads, mask = k.shape[1], compute_mask(visibility)
     bias, mask = compute_bias(visibility, mask), mask[:, None]  # [P, 1, T, N]

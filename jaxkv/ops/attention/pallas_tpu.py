@@ -103,10 +103,11 @@ def partial_attention(
     """
     if not can_attend(q, k, v, visibility):
         raise ValueError(
-            f"'pallas' wants queries, keys and values of float32 or bfloat16, or buffers of int8 "
+            "for 'pallas' expected queries, keys and values of float32 or bfloat16, or buffers "
+            "of int8 "
             f"with heads of at most {SHARING}, at most {PAIRS} pairs of a block of tokens and a "
             f"tile, and on a mesh a cache with rules, got {q.dtype} {q.shape}, {k.dtype} "
-            f"{k.shape} and {v.dtype} {v.shape}: leave the implementation to jaxkv"
+            f"{k.shape} and {v.dtype} {v.shape}; pass implementation=None"
         )
     kv_heads, cells = k.shape[1:3]
     queries = q.shape[2] // kv_heads
