@@ -34,75 +34,77 @@ class Reason(IntEnum):
     OK = 0
     OUT_OF_CELLS = (
         1,
-        "free cells: expected {expected}, got {actual}: remove a sequence (seq_rm), go on with "
-        "those that fit (batch.keep_sequences(plan.fits)), make a larger cache, or, with a "
-        "window, plan fewer tokens at once (ubatch_size=)",
+        "expected {expected} free cells, got {actual}; remove a sequence (seq_rm), plan the "
+        "sequences that fit (batch.keep_sequences(plan.fits)), make the cache larger (cells=), "
+        "or, with a window, plan fewer tokens at once (ubatch_size=)",
     )
     NOT_CONTIGUOUS = (
         2,
-        "its first token must stand at {expected}, one past the last, but stands at {actual}: pass "
-        "positions=None, or remove what lies from there on (seq_rm)",
+        "expected its first token at position {expected}, one past the last, got {actual}; pass "
+        "positions=None, or remove the tokens from there on (seq_rm)",
     )
     POSITION_GAP = (
         3,
-        "a token must stand at {expected}, one past the token before it, but stands at {actual}: "
-        "positions of a batch have no gaps",
+        "expected a token at position {expected}, one past the one before, got {actual}; pass "
+        "positions without gaps",
     )
     DUPLICATE_POSITION = (
         4,
-        "a token must stand at {expected}, but stands at {actual}, where another token of the "
-        "batch does: one position holds one token",
+        "expected a token at position {expected}, got a second one at {actual}; pass one token "
+        "for each position",
     )
     DECREASING_POSITION = (
         5,
-        "a token must stand at {expected}, but stands at {actual}, before the one that comes "
-        "before it: put the tokens of a sequence in the order of their positions",
+        "expected a token at position {expected}, got the lower {actual}; sort the tokens of a "
+        "sequence by position",
     )
     SHIFT_PENDING = (
         6,
-        "keys that it would see were moved and are not rotated yet: "
-        "cache = apply(cache, init_update(cache))",
+        "expected rotated keys, got shifted ones; cache = apply(cache, init_update(cache))",
     )
     FRAGMENTED = (
         7,
-        "it brings {expected} tokens and enough cells are free, but not in one run: "
-        "cache = apply(cache, defrag_plan(cache)), or cache, ok = compact(cache, batch=batch)",
+        "expected a run of {expected} free cells, got enough cells in shorter runs; cache = "
+        "apply(cache, defrag_plan(cache)), or cache, ok = compact(cache, batch=batch)",
     )
-    UNKNOWN_SEQUENCE = (8, "the batch names a sequence that the cache does not have")
+    UNKNOWN_SEQUENCE = (
+        8,
+        "expected sequence ids of the cache, got another one in the batch; pass ids from 0 to Q "
+        "- 1",
+    )
     CONTEXT_EVICTED = (
         9,
-        "its next token stands at {actual} and would need what a window has given up: "
-        "forget the sequence (seq_rm) and compute it again, or keep more",
+        "expected the cells that the token at {actual} attends to, got evicted ones; remove the "
+        "sequence (seq_rm) and compute it again, or make the cache with more cells",
     )
     MIXED_ROW = (
         10,
-        "each row of a ubatch belongs to one sequence here, but the batch has a row of several, or "
-        "several rows of one: give each sequence one row",
+        "expected one sequence in each row, got several in a row, or one in several rows; give "
+        "each sequence one row",
     )
     DIVERGED = (
         11,
-        "its token at {actual} belongs to sequence {expected} too, but they do not share all that "
-        "comes before it: fork one from the other (seq_cp), or give each a token of its own",
+        "expected its token at {actual} to share all earlier tokens with sequence {expected}, "
+        "got different ones; fork one from the other (seq_cp), or give each a token",
     )
     ENCODER_ALREADY_WRITTEN = (
         12,
-        "it has a source of {expected} tokens already, and one is written once: forget the "
-        "sequence (seq_rm), which takes its source along",
+        "expected no encoder source, got one of {expected} tokens; remove the sequence "
+        "(seq_rm), and its source with it",
     )
     NONFINITE_LOGITS = (
         13,
-        "its logits hold NaN or +inf, so that no token can be picked: look at the weights, and at "
-        "what `forward` computes",
+        "expected finite logits, got NaN or +inf; check the params and `forward`",
     )
     NEGATIVE_TOKEN = (
         14,
-        "its token at {actual} is negative, which JAX would count from the end of the vocabulary: "
-        "pass ids from 0, and valid=False for padding",
+        "expected tokens of at least 0, got a negative one at {actual}; pass valid=False for "
+        "padding",
     )
     EDITED = (
         15,
-        "its last tokens were removed or replaced since the state was made, so that the next token "
-        "does not follow them: compute the logits again, and begin anew (generation.init_decode)",
+        "expected the last tokens of the state, got others after an edit of the cache; compute "
+        "the logits again, and call generation.init_decode",
     )
 
 
@@ -161,9 +163,9 @@ class Plan:
           Traceback (most recent call last):
           ...
           jaxkv.plan.PlanRefusedError: the batch was refused, and nothing was changed.
-          sequence 0: OUT_OF_CELLS, free cells: expected 5, got 4: remove a sequence (seq_rm), \
-go on with those that fit (batch.keep_sequences(plan.fits)), make a larger cache, or, with a \
-window, plan fewer tokens at once (ubatch_size=)
+          sequence 0: OUT_OF_CELLS, expected 5 free cells, got 4; remove a sequence (seq_rm), \
+plan the sequences that fit (batch.keep_sequences(plan.fits)), make the cache larger (cells=), or, \
+with a window, plan fewer tokens at once (ubatch_size=)
         """
         if not is_concrete(self.ok):
             raise TypeError("expected a concrete plan to check, got a traced one; use plan.ok")

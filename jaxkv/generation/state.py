@@ -216,7 +216,9 @@ def _check_seed(seed: Seeds, count: int) -> Seeds:
         raise TypeError(f"expected integers for seed, got {array.dtype}; pass an int")
     wrong = array[(array < 0) | (array >= 2**32)]
     if wrong.size:
-        raise ValueError(f"seed must be from 0 to {2**32 - 1}, got {wrong[0]}")
+        raise ValueError(
+            f"expected a seed from 0 to {2**32 - 1}, got {wrong[0]}; pass one in this range"
+        )
     return array.astype(np.uint32)
 
 

@@ -241,7 +241,8 @@ def test_sources_bad_call_raises(call, outcome):
 def test_init_source_refused_names_reasons_and_changes_nothing():
     cache = filled()
     with pytest.raises(
-        jaxkv.PlanRefusedError, match="ENCODER_ALREADY_WRITTEN, it has a source of 5 tokens"
+        jaxkv.PlanRefusedError,
+        match="ENCODER_ALREADY_WRITTEN, expected no encoder source, got one of 5",
     ):
         encode(cache, [[1]], [0])
     plan = jaxkv.init_batch(cache, make_batch([[1] * 30, [2]], sequences=[2, 0]), encoder=True)

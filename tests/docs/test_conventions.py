@@ -1,8 +1,10 @@
 """Public functions are called and answer in one way; every exception is named here."""
 
+import ast
 import inspect
 import re
 import types
+from pathlib import Path
 
 import pytest
 
@@ -67,3 +69,14 @@ def test_annotations_say_shapes_and_types(name):
     said = [one.annotation for one in signature.parameters.values()]
     for text in filter(lambda one: isinstance(one, str), [*said, signature.return_annotation]):
         assert not re.search(r"\bAny\b|jax\.Array|jnp\.ndarray", text)
+
+
+def test_errors_say_what_was_expected_what_came_and_what_helps():
+    raised = [
+        ast.unparse(node.exc.args[0])
+        for path in Path(jaxkv.__file__).parent.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args
+    ] + [reason.advice for reason in jaxkv.Reason if reason]
+    odd = [text for text in raised if not re.search("expected .*got .*;", text, re.S)]
+    assert len(raised) > 300 and len(odd) == 2, odd  # no such attribute; lines of such reasons
