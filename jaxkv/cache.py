@@ -278,8 +278,8 @@ def split(cache: Cache) -> tuple[Any, PyTree]:
             "cache in it, `.cache`"
         )
     raise TypeError(
-        f"expected a cache, got {type(cache)}; pass what make_cache or the last call returned, "
-        f"in its place among the arguments"
+        f"expected a cache, got {type(cache)}; pass the cache of make_cache or of the "
+        f"last call, after forward and params if there are any"
     )
 
 

@@ -338,14 +338,13 @@ class CacheSpec:
         of_sources = sum(spec._has_cross_attention for spec in specs)
         if of_sources > 1 or of_sources == len(specs):
             raise ValueError(
-                f"expected one part for sources at most, and one for the text beside it, got "
-                f"{of_sources} of {len(specs)} parts for sources; put all layers that look at a "
-                f"source into one part"
+                f"expected at most one cross_attention part, and another part, got {of_sources} of "
+                f"{len(specs)} parts; put all cross-attention layers into one part"
             )
         if any(spec.kind == "hybrid" and spec._has_cross_attention for spec in specs):
             raise ValueError(
-                "expected the part for sources as a part of its own, got a hybrid that has one; "
-                "pass the parts of that"
+                "expected the cross_attention part as a direct part, got one in a hybrid part; "
+                "pass the parts of that hybrid"
             )
         numbers = sorted({number for _, layers in pairs for number in layers})
         made = CacheSpec(kind="hybrid", layers=1 + numbers[-1], parts=pairs)
@@ -415,7 +414,7 @@ def _broadcast_to_layers(value: object, layers: int, name: str) -> tuple[object,
     if len(values) != layers:
         raise ValueError(
             f"expected {name} for all layers or {layers}, one each, got {len(values)}; pass one "
-            f"number if all are alike"
+            f"number for all layers"
         )
     return values
 
@@ -489,9 +488,9 @@ def _check_shard_dims(
         sizes = shapes[name].shape if name in shapes else ()
         if not 0 <= dimension < len(sizes) or sizes[dimension] % check_count(parts, "parts"):
             raise ValueError(
-                f"expected for a split a dimension of a state and parts that divide it, of "
+                f"expected a dimension of a state, and parts that divide it, of "
                 f"{ {state: shape.shape for state, shape in shapes.items()} }, got {name!r}: "
-                f"{(dimension, parts)}; leave out what no mesh splits"
+                f"{(dimension, parts)}; leave out states that no mesh splits"
             )
     return tuple((name, *splits[name]) for name in sorted(splits))
 

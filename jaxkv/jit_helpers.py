@@ -81,8 +81,8 @@ def check_not_batched(*tables: CacheTable) -> None:
     """Raise ValueError if a table belongs to a batch of caches."""
     if any(table.is_batch for table in tables):
         raise ValueError(
-            "expected one cache, got a batch of them; go over it with jax.vmap, or take each by "
-            "itself, such as jax.tree.map(lambda x: x[0], cache)"
+            "expected one cache, got a batch of them; go over it with jax.vmap, or take one, "
+            "as jax.tree.map(lambda x: x[0], cache)"
         )
 
 

@@ -75,9 +75,8 @@ class Rope:
         pairs = len(self.frequencies)
         if np.shape(positions) != x.shape[:-2]:
             raise ValueError(
-                f"expected positions of the shape of x without its heads and their numbers, "
-                f"{x.shape[:-2]} for {x.shape}, got {np.shape(positions)}; a ubatch has tokens or "
-                f"embeddings, and the other is None"
+                f"expected positions of shape {x.shape[:-2]} for x of {x.shape}, got "
+                f"{np.shape(positions)}; pass ubatch.positions, and x [R, T, H, D]"
             )
         if x.shape[-1] < 2 * pairs:
             raise ValueError(

@@ -520,7 +520,6 @@ def static_layer_number(layer: SupportsIndex) -> int:
                 f"expected an integer for a layer, got {layer!r}; pass an int"
             ) from None
         raise TypeError(
-            f"expected a layer as an integer that is known while tracing, got {layer!r}; each "
-            "layer has arrays of its own, so go over the layers in Python, or make the cache with "
-            f"make_cache(stacked=True), which a hybrid one cannot be"
+            f"expected a concrete integer for a layer, got {layer!r}; loop over the layers in "
+            "Python, or make the cache with make_cache(stacked=True), unless it is a hybrid"
         ) from None

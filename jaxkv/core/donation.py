@@ -27,8 +27,8 @@ def check_not_donated(*trees: PyTree, name: str = "a cache") -> None:
     """Raise a ValueError, with `name`, if any array was donated."""
     if is_donated(*trees):
         raise ValueError(
-            f"expected {name} with its buffers, got one whose buffers were donated; go on with the "
-            f"cache that the step or loop returned, or do not donate them"
+            f"expected {name} with its buffers, got one whose buffers were donated; use the "
+            f"cache that the step or loop returned, or do not donate"
         ) from None
 
 

@@ -103,7 +103,7 @@ def fetch_table(cache: Cache) -> CacheTable:
     table, _ = split(cache)
     if is_traced(table):
         raise TypeError(
-            "expected a cache whose values are known, got a traced one; draw it outside of jit, or "
+            "expected a concrete cache, got a traced one; draw it outside of jit, or "
             "by jax.debug.callback"
         )
     check_concrete_cache(table)

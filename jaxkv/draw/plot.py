@@ -188,8 +188,8 @@ def attention_mask(
         table, ubatch = table.parts[part], ubatch_of_part(ubatch, part)
     if not isinstance(table, CellTable) or table.spec.is_cross_attention:
         raise TypeError(
-            f"expected a cache, or a part, of attention, got kind {table.spec.kind!r}; states see "
-            f"all that came before, and a text all of its source"
+            f"expected a cache, or a part, of attention, got kind {table.spec.kind!r}; pass "
+            f"such a part, since states and encoder sources have no mask"
         )
     seen = jax.jit(visible_cells_mask, static_argnames="causal")(table, ubatch, causal=causal)
     table, ubatch, seen = to_host((table, ubatch, seen))

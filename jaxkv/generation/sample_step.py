@@ -157,7 +157,7 @@ def init_decode(
     if sequences is None and logits.shape[0] > 1:
         raise ValueError(
             f"expected the sequence of each of {logits.shape[0]} rows of logits, got none; pass "
-            f"what prefill returned in place of its logits, or sequences="
+            f"the PrefillResult in place of its logits, or sequences="
         )
     none = np.zeros(logits.shape[0], np.int32)
     state = begin(none, sequences)
@@ -189,7 +189,7 @@ def check_prompts_present(
     if empty.any():
         raise ValueError(
             f"expected the prompt of each text in its sequence, got nothing in sequence "
-            f"{np.asarray(sequences)[empty][0]}; pass sequences=, where the texts stand"
+            f"{np.asarray(sequences)[empty][0]}; pass sequences="
         )
 
 

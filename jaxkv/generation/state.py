@@ -166,7 +166,7 @@ def check_state(spec: TableSpec, state: DecodeState) -> DecodeState:
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(state)]
     if len(shapes[0]) != 1 or any(shape[:1] != shapes[0] for shape in shapes):
         raise ValueError(
-            f"expected token, sequence, active and all else of a state of one length [T], got "
+            f"expected a state whose arrays have one length [T], got "
             f"{', '.join(map(str, shapes))}; make it with generation.init_decode"
         )
     check_distinct(state.sequence)

@@ -174,8 +174,8 @@ def _check_kv(
         if (k is None) != (v is None):
             alone = "keys" if v is None else "values"
             raise TypeError(
-                f"expected keys and values, or none of them to look alone, got {alone} alone; "
-                "pass both, or neither"
+                f"expected both keys and values, or neither, got only {alone}; pass both to write, "
+                "neither to attend only"
             )
         entries = (("k", "D", k, keys), ("v", "Dv", v, values))
     new_kv = ()
@@ -204,8 +204,8 @@ def _check_visible_until(
         return None
     if not causal:
         raise ValueError(
-            "expected visible_until or causal=False, got both; with the latter tokens see all that "
-            "comes after them, so leave one of them out"
+            "expected visible_until or causal=False, got both; leave one of them out, since "
+            "causal=False makes all later tokens visible"
         )
     last = jnp.asarray(check_int32(visible_until, "visible_until"))
     if last.shape != ubatch.valid.shape:

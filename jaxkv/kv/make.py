@@ -143,6 +143,5 @@ def _check_dtype(dtype_like: jax.typing.DTypeLike) -> None:
     if not floating and dtype != jnp.int8:
         raise ValueError(
             f"expected a floating dtype with signs and NaN or int8 for keys and values, got "
-            f"{dtype}; of 8 bits take int8 or float8_e4m3fn, which get a scale for each head and "
-            f"cell"
+            f"{dtype}; for 8 bits pass int8 or float8_e4m3fn"
         )

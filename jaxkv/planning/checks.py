@@ -181,9 +181,8 @@ def check_shared_tokens(spec: TableSpec, batch: Batch) -> None:
         return
     if spec.max_rollback is not None:
         raise ValueError(
-            f"expected tokens of one sequence each, since a state belongs to one text, got a batch "
-            f"with tokens of several for a cache of kind {spec.kind!r}; compute the token once "
-            f"and fork (seq_cp)"
+            f"expected tokens of one sequence each for a cache of kind {spec.kind!r}, got tokens "
+            f"of several; compute the token once and fork (seq_cp)"
         )
     if not is_concrete(batch):
         return
@@ -197,7 +196,7 @@ def check_shared_tokens(spec: TableSpec, batch: Batch) -> None:
         ids = members[in_other_stream.any(axis=-1)][0]
         raise ValueError(
             f"expected the sequences of a token in one stream, got {ids[ids >= 0].tolist()}; give "
-            f"each stream a token of its own"
+            f"each stream another token"
         )
 
 

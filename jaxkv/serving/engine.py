@@ -159,8 +159,8 @@ got a cache of fewer; lower max_new_tokens, or make the cache larger
         check_not_donated(cache)
         if table.spec.has_cross_attention:
             raise ValueError(
-                "expected a cache without a part for sources, which requests do not bring, got one "
-                "with it; encode and decode run texts with sources side by side"
+                "expected a cache without cross-attention, got one with it; call encode and "
+                "decode, since requests have no encoder source"
             )
         self._limits = check_config(
             table.spec,

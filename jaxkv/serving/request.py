@@ -277,7 +277,7 @@ def check_request(request: Request, limits: EngineConfig) -> Request:
             raise ValueError(
                 f"expected sampling options of "
                 f"{', '.join(sorted(limits.sampling_options)) or 'none'}, got {name!r}; "
-                f"make the engine with sampling_options= of all that requests may have"
+                f"make the engine with it in sampling_options="
             )
         if np.ndim(value):
             raise ValueError(

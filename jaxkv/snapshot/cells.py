@@ -200,10 +200,9 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
         rest, open_cells, found = _release_sequences(table, marks)
         for stream in np.flatnonzero(demand > np.asarray(found)):
             raise PlanRefusedError(
-                f"expected {demand[stream]} cells of stream {stream} for a snapshot, got "
-                f"{found[stream]}, and nothing was changed; remove a sequence there (seq_rm), "
-                f"close the gaps where cells must be neighbours (defrag_plan), or make "
-                f"a cache with more cells"
+                f"expected {demand[stream]} free cells in stream {stream} for a snapshot, got "
+                f"{found[stream]}; remove a sequence there (seq_rm), call compact if placement is "
+                f"contiguous, or make a cache with more cells"
             )
         turn = np.arange(table.num_cells)[None] < demand[:, None]
 

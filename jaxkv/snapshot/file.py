@@ -247,8 +247,8 @@ def _translate_read_errors(module: ModuleType) -> Iterator[None]:
         yield
     except module.SafetensorError as error:
         raise ValueError(
-            f"expected a snapshot, got what cannot be read as safetensors ({error}); it is "
-            "damaged, cut short, or something else"
+            f"expected a snapshot, got a file that safetensors cannot read ({error}); save it "
+            "again, since it is damaged, cut short or of another format"
         ) from None
 
 

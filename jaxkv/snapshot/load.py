@@ -150,8 +150,7 @@ def load(
       >>> snapshot.load(data[:-1])
       Traceback (most recent call last):
       ...
-      ValueError: expected a snapshot, got what cannot be read as safetensors (...); it is \
-damaged, cut short, or something else
+      ValueError: expected a snapshot, got a file that safetensors cannot read (...); ...
 
       Load into sequence 2 of another cache, and into sequence 0, which frees its cells:
 
@@ -199,8 +198,8 @@ def _check_model(file: SnapshotFile, model: Json) -> Cache:
     source = file.description["model"]
     if model is not None and source is not None and json_round_trip(model, "model_id") != source:
         raise ValueError(
-            f"expected a snapshot of the model {model!r}, got one of {source!r}: what is held was "
-            f"computed by another model; compute it again"
+            f"expected a snapshot of the model {model!r}, got one of {source!r}; compute the "
+            f"sequences again with this model"
         )
     return cache_shapes(file)
 

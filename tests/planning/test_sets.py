@@ -95,7 +95,9 @@ def test_init_batch_token_of_sequences_that_parted_is_refused(cells, sets, wante
         [Reason.DIVERGED, *wanted[seq]] if seq in wanted else [Reason.OK, 0, 0] for seq in range(3)
     ]
     assert_identical(jaxkv.apply(cache, plan.ubatches[0]), cache)
-    with pytest.raises(jaxkv.PlanRefusedError, match="DIVERGED, its token at . belongs to"):
+    with pytest.raises(
+        jaxkv.PlanRefusedError, match="DIVERGED, expected its token at . to share all"
+    ):
         plan.check()
 
 

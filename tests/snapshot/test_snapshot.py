@@ -196,7 +196,7 @@ def test_load_into_takes_cells_and_leaves_others(saved, sequences, target, moves
 def test_load_into_contiguous_needs_a_run():
     data = snapshot.save(drawn("0{0} 1{0} 2{0}"), sequences=[0])
     target = drawn("0{1} . . 0{2} . . 1{2} . 2{2} . 3{2} .", RUNS)
-    with pytest.raises(jaxkv.PlanRefusedError, match=r"expected 3 cells of stream 0 .* got 2"):
+    with pytest.raises(jaxkv.PlanRefusedError, match=r"expected 3 free cells in stream 0 .* got 2"):
         snapshot.load(data, into=target)
     loaded = snapshot.load(data, into=target, sequences=[1])
     assert drawing(loaded).startswith("0{1} 1{1} 2{1} 0{2}")

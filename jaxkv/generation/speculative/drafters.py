@@ -319,7 +319,7 @@ def check_rollback(cache: Cache, num_states: int, cache_name: str) -> None:
     spec = split(cache)[0].spec
     if spec.max_rollback is not None and spec.max_rollback < num_states:
         raise ValueError(
-            f"expected {cache_name} to keep {num_states} earlier states or more, to take back what "
-            f"was guessed wrong, got {spec.kind} with max_rollback={spec.max_rollback}; make it "
+            f"expected {cache_name} to keep {num_states} earlier states or more, to roll back "
+            f"rejected drafts, got {spec.kind} with max_rollback={spec.max_rollback}; make it "
             f"with max_rollback={num_states}"
         )

@@ -150,11 +150,10 @@ def partial_attention(
     """
     if not can_attend(q, k, v, visibility):
         raise ValueError(
-            "for 'pallas' expected queries, keys and values of float32 or bfloat16, or buffers "
-            "of int8 "
-            f"with heads of at most {SHARING}, heads of at most {LARGEST}, few query heads for "
-            f"each key head, and on a mesh a cache with rules, got {q.dtype} {q.shape}, "
-            f"{k.dtype} {k.shape} and {v.dtype} {v.shape}; pass implementation=None"
+            f"expected float32, bfloat16 or int8 with heads of at most {SHARING}, heads of at most "
+            f"{LARGEST}, few query heads for each key head, and rules on a mesh for 'pallas', got "
+            f"{q.dtype} {q.shape}, {k.dtype} {k.shape} and {v.dtype} {v.shape}; pass "
+            f"implementation=None"
         )
     cut = choose_tiling(q, k, v) if cut is None else cut
     kv_heads, cells = k.shape[1:3]

@@ -103,11 +103,9 @@ def partial_attention(
     """
     if not can_attend(q, k, v, visibility):
         raise ValueError(
-            "for 'pallas' expected queries, keys and values of float32 or bfloat16, or buffers "
-            "of int8 "
-            f"with heads of at most {SHARING}, at most {PAIRS} pairs of a block of tokens and a "
-            f"tile, and on a mesh a cache with rules, got {q.dtype} {q.shape}, {k.dtype} "
-            f"{k.shape} and {v.dtype} {v.shape}; pass implementation=None"
+            f"expected float32, bfloat16 or int8 with heads of at most {SHARING}, at most {PAIRS} "
+            f"pairs of a token and a cell, and rules on a mesh for 'pallas', got {q.dtype} "
+            f"{q.shape}, {k.dtype} {k.shape} and {v.dtype} {v.shape}; pass implementation=None"
         )
     kv_heads, cells = k.shape[1:3]
     queries = q.shape[2] // kv_heads

@@ -77,8 +77,8 @@ class PrefixStore:
         spec = _spec_of(cache)
         if spec.has_cross_attention:
             raise ValueError(
-                "expected a cache without a part for sources, since prompts that begin alike may "
-                "look at other ones, got one with it; fork a sequence of the same source (seq_cp)"
+                "expected a cache without cross-attention, got one with it; fork a sequence with "
+                "the same encoder source (seq_cp)"
             )
         if not isinstance(sequences, np.ndarray | jax.Array):
             sequences = list(sequences) if isinstance(sequences, Iterable) else sequences
@@ -194,8 +194,8 @@ class PrefixStore:
         text, source = self._check_tokens(cache, tokens, seq)
         if (end := int(cache.seq_pos_max(source)) + 1) < text.size:
             raise ValueError(
-                f"expected a sequence that holds these {text.size} tokens, got sequence {source}, "
-                f"which goes on at {end}; compute them first (prefill)"
+                f"expected a sequence that holds these {text.size} tokens, got sequence {source} "
+                f"with {end}; compute them first (prefill)"
             )
         resumable_here, whole = find_resumable_positions(cache, source, text)
         if whole is not MissReason.NONE:
@@ -421,7 +421,7 @@ class PrefixStore:
         source = int(cache.table.spec.sequence_id(seq))
         if source in self.sequences:
             raise ValueError(
-                f"expected a sequence beside those of the store, got {source}; pass one not of "
+                f"expected a sequence outside of the store, got {source}; pass one not in "
                 f"{self.sequences}"
             )
         prompt = np.array(check_int32(tokens, "tokens"), np.int32)  # copied, as the store keeps it
