@@ -123,8 +123,8 @@ class Plan:
     reason: a `Reason` for each sequence; OK for a sequence that is not in the batch. If a traced
       batch has an unknown sequence id, UNKNOWN_SEQUENCE for all sequences that would fit.
     fits: sequences that fit together if the others are left out, chosen smallest first.
-    expected: the position, or number of free cells, that the batch needs.
-    actual: the position, or number of free cells, found instead.
+    expected: position, or number of free cells, that the batch requires.
+    actual: position, or number of free cells, that was found in place of `expected`.
 
     llama.cpp: `llama_memory_context_i`.
     """

@@ -80,7 +80,7 @@ def costs_of(model: Model, **sizes: Any) -> Costs:
 def costs_on_fitted_mesh(model: Model, **sizes: Any) -> Costs | None:
     """Return the memory on the mesh of `jaxkv.sharding.fit_mesh`; None if unchanged.
 
-    Raises ValueError if no mesh fits, or that mesh cannot split the sizes.
+    Raises ValueError if no mesh fits, or if the mesh found cannot split the sizes.
     """
     cache = model.cache_shapes(**sizes)
     mesh, rules = fit_mesh(cache, model.mesh, model.rules)

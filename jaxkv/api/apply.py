@@ -148,7 +148,7 @@ def _is_ubatch_current(table: CacheTable, ubatch: Ubatch) -> Bool[Array, ""]:
 
 @jit_table
 def _occupy(table: CacheTable, ubatch: Ubatch) -> CacheTable:
-    """Mark the slots of a ubatch as used, if it is current."""
+    """Mark the slots of a ubatch as used, if the ubatch is current."""
     return table.occupy(mask_slots(_is_ubatch_current(table, ubatch), ubatch))
 
 

@@ -56,9 +56,9 @@ def defrag_plan(cache: Cache, *, max_moves: int | None = None) -> MaintenancePla
         the last tile moves whole. Repeated calls reach the same order for every limit.
 
     Returns:
-      A plan for `apply`. `pending` is the number of cells to move. For keys and values, `source`,
-      `destination` and `length` are runs of cells, from the last one to the first. A stale plan has
-      no effect, see `is_current`.
+      A plan for `apply`. `pending` is the number of cells to move. For attention, `source`,
+      `destination` and `length` describe the runs of cells to move; the last run comes first. A
+      stale plan has no effect, see `is_current`.
 
     Raises:
       ValueError: If `max_moves` is below 1.

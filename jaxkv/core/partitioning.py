@@ -1,6 +1,6 @@
 """Sharding rules of caches on a mesh, and functions of a device's share.
 
-The mesh is the current one (`jax.set_mesh`). A cache without rules ignores it.
+The mesh is the current one (`jax.set_mesh`). A cache without rules does not use a mesh.
 """
 
 from __future__ import annotations

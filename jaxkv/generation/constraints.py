@@ -43,8 +43,8 @@ class Constraint:
     def constrain(self, sampler: Sampler) -> ConstrainedSampler:
         """Return a sampler that samples only allowed tokens.
 
-        A sequence without an allowed token ends. All sequences are computed together. So both
-        functions are also called for ended sequences, and `advance` with tokens that are not
+        If no token is allowed for a sequence, the sequence ends. All sequences are computed
+        together. So both functions are also called for ended sequences, and `advance` with tokens that are not
         sampled: rejected drafts, or 0 if no token is allowed. Their results are discarded there,
         but callbacks must not raise.
 

@@ -81,7 +81,7 @@ class BeamResult(NamedTuple):
     tokens: The tokens of each hypothesis, -1 after its end.
     scores: float32. Log-probability of all tokens after the prompt; -inf if fewer were found.
     lengths: Number of tokens of each hypothesis, its stop token included.
-    num_cached: Number of its tokens in its sequence; -1 if that is empty, without the prompt.
+    num_cached: Number of its tokens in the cache, without the prompt; -1 if its sequence is empty.
     reason: A `Reason`: of the refused plan that ended the search, or NONFINITE_LOGITS, or OK.
     """
 

@@ -186,7 +186,7 @@ def _prompts_as_rows(prompts: Prompts | None, count: int) -> Int32[Array | np.nd
 
 
 def _broadcast_to_texts(value: Ids, count: int, name: str) -> Any:
-    """Broadcast a number for all sequences or one for each to `[T]` int32."""
+    """Return `[T]` int32 of one number for all sequences, or of one number for each."""
     array = check_int32(value, name, low=0)
     if np.shape(array) not in ((), (count,)):
         raise ValueError(

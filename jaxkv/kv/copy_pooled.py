@@ -84,7 +84,7 @@ class CopyPlan(NamedTuple, Generic[C]):
       and the new owners.
     origin: Cell to copy, numbered over all streams.
     slots: Destination of the copy.
-    need: Number of cells that each stream needs and has.
+    need: Number of cells that each stream needs, and gets if the copy fits.
     """
 
     left: C

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class CrossAttentionSlots(NamedTuple):
     """Slots of a ubatch of decoder tokens in a part with encoder sources.
 
-    looks: 0 for a token that attends; past the last cell for padding and for a refused plan.
+    looks: 0 for a token that attends; an index past the last cell for padding and refused plans.
     """
 
     looks: Int32[Array, "R T"]

@@ -168,8 +168,8 @@ def _search_cells(
 ) -> tuple[jax.Array, jax.Array]:
     """Choose cells in some streams (see `sharded.map_rows`), and gather them.
 
-    Also return, `[R, T]` bool, whether enough cells exist but no run. A token without a cell gets a
-    slot past the last cell.
+    Also return, `[R, T]` bool, whether enough cells are free but no run is long enough. A
+    token without a cell gets a slot past the last cell.
     """
     # The rows of a device's only stream are a list for attention, in any order.
     all_streams = ubatch.row_is_sequence or ubatch.spec.streams == 1

@@ -283,8 +283,8 @@ def equal_split(
     is as long as the shortest sequence and `ubatch_size` allow. A sequence waits if its first token
     follows one that is neither computed yet nor in this ubatch.
 
-    `after` is the token that precedes each token, `[B]` int32, -1 if none. None means that it is
-    always of the same sequence.
+    `after` is the token that precedes each token, `[B]` int32, -1 if none. If it is None,
+    each token precedes the next one of its sequence.
 
     >>> ids = np.array([0, 0, 0, 0, 1, 1])
     >>> [part.tolist() for part in equal_split(ids, 8)]

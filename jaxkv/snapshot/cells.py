@@ -341,7 +341,7 @@ def _release_sequences(
 ) -> tuple[CellTable, Bool[Array, "S N"], Int32[Array, " S"]]:
     """Remove sequences whose mark is not -1, and set their eviction marks to it.
 
-    Also return the usable cells, and how many of them a snapshot can use in each stream.
+    Also return the free cells, and the number of cells of each stream that a snapshot may fill.
     """
     goes = marks != EMPTY
     ids = jnp.where(goes, jnp.arange(table.sequences, dtype=jnp.int32), table.sequences)

@@ -114,7 +114,7 @@ def _load_chat(
 
 
 def kept_tokens(info: SnapshotInfo) -> dict[int, list[int]]:
-    """Return the tokens of stored prefixes by saved sequence.
+    """Return a dict from each saved sequence to the tokens of its stored prefix.
 
     Raises:
       KeyError, TypeError, ValueError: If the notes are not those of `save`.

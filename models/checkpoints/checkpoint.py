@@ -1,6 +1,6 @@
 """Checkpoints: weights, config and tokenizer of a model, for every file format.
 
-Tensors have the names and orientation of Hugging Face (`[out, in]`), configs the keys of
+Tensors have the names and orientation of Hugging Face (`[out, in]`). Configs have the keys of
 `config.json`. Readers of other formats convert to them.
 """
 

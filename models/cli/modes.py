@@ -89,7 +89,7 @@ def continue_prompts(job: Job) -> int:
 
 
 def serve_file(job: Job) -> int:
-    """Continue queued prompts in a few sequences, printing each text at its end."""
+    """Generate from queued prompts, a few at a time, and print each text when it is finished."""
     args, texts, interrupted = job.args, [], False
     sizes = job.given("sequences", "max_tokens", "cells", "ubatch_size", "streams")
     try:

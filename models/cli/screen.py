@@ -18,7 +18,7 @@ class Progress(Protocol):
 
 
 class Screen:
-    """Prints growing texts one below the other, the first unfinished one live."""
+    """Prints several texts one below the other, and the first unfinished one token by token."""
 
     def __init__(self, prompts: Sequence[str], *, chat: bool):
         heads = [heading(prompts, i, chat=chat) for i in range(len(prompts))]

@@ -160,7 +160,8 @@ class EncoderBlock(nnx.Module):
     def __call__(self, x: jax.Array, added: jax.Array) -> jax.Array:
         """Apply the layer to `x`, with `added`, `[R, H, T, T]`, to attention logits.
 
-        `added` is the lowest number between different sources, so that padding rows are not NaN.
+        `added` is the lowest finite number for a query and a key of different sources, and not
+        -inf, which would make padding rows NaN.
         """
         q, k, v = jnp.split(self.qkv(self.mix_norm(x)), 3, axis=-1)
         logits = jnp.einsum("rthd,rshd->rhts", q, k, preferred_element_type=jnp.float32)

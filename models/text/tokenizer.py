@@ -91,7 +91,7 @@ class Tokenizer:
         return text.removeprefix(" ") if self.space_first else text
 
     def stream(self, *, special: bool = False) -> "Stream":
-        """Return a decoder that takes ids one at a time, in the middle of a text."""
+        """Return a decoder of ids, one at a time, that continue a text."""
         return Stream(self, special)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:

@@ -349,7 +349,7 @@ def _run_draft_width_step(
 def _feed_and_verify(
     setup: _Setup, draft: DraftTokens, active: Bool[Array, " T"], progress: _Progress
 ) -> tuple[Cache, _StepResult]:
-    """Compute the last token of active sequences and a draft; keep accepted tokens."""
+    """Run the model on last tokens and their draft; keep the accepted tokens."""
     state = progress.state
     guessed = jnp.any(draft.valid, axis=tuple(range(1, draft.valid.ndim)))
     feed = _feed_guess if draft.tokens.ndim == 2 else _feed_branches
@@ -401,7 +401,7 @@ def _feed_and_verify(
 def _feed_guess(
     setup: _Setup, draft: DraftTokens, active: Bool[Array, " T"], progress: _Progress
 ) -> tuple[Cache, Plan, Bool[Array, " T"], tuple, DraftTokens]:
-    """Compute the last token of active sequences, and a draft.
+    """Run the model on the last token of each active sequence and the draft after it.
 
     Returns the cache, the plan, continuing sequences, results of `verify_draft`, and the draft.
     """

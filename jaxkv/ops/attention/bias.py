@@ -46,7 +46,7 @@ class PositionBias:
     def compute_bias(
         self, at: Int32[Array, "P T"], position: Int32[Array, "P _ N"]
     ) -> Float[Array, "P _ T N"]:
-        """Return the bias for cell positions of each list or token, of H heads or one."""
+        """Return the bias of queries at positions `at` for cells, for H heads or one for all."""
         key = position[:, None]
         added = self.function.value(at[:, None, :, None], key, self.heads[None, :, None, None])
         shape = (at.shape[0], added.shape[1], at.shape[1], key.shape[3])

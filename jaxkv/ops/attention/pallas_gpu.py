@@ -68,9 +68,9 @@ class KernelTiling(NamedTuple):
 
     queries: X padded to a power of two: queries that share a key and are computed together.
     cells: C, the cells of a tile.
-    programs: J, the programs that share the tiles of a block of tokens.
-    warps: the warps of a program.
-    stages: tiles that are fetched or computed at once.
+    programs: J, the number of programs that share the tiles of a block of tokens.
+    warps: the number of warps of a program.
+    stages: the number of tiles that are fetched or computed at once.
     """
 
     queries: int

@@ -109,7 +109,7 @@ def _resumable_in_block(
 def _has_same_content(
     index: Int32[Array, " n"], found: UInt32[Array, " n"], expected: UInt32[Array, " block"]
 ) -> Bool[Array, " block"]:
-    """Return at which positions of a block no hash differs from the expected one.
+    """Return the positions of a block at which all found hashes equal the expected one.
 
     `index` is the offset of each found hash in the block; others are ignored.
     """
