@@ -44,9 +44,9 @@ class Constraint:
         """Return a sampler that samples only allowed tokens.
 
         If no token is allowed for a sequence, the sequence ends. All sequences are computed
-        together. So both functions are also called for ended sequences, and `advance` with tokens that are not
-        sampled: rejected drafts, or 0 if no token is allowed. Their results are discarded there,
-        but callbacks must not raise.
+        together. So both functions are also called for ended sequences, and `advance` with tokens
+        that are not sampled: rejected drafts, or 0 if no token is allowed. Their results are
+        discarded there, but callbacks must not raise.
 
         Args:
           sampler: Sampler of the allowed tokens.
