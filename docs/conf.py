@@ -20,7 +20,7 @@ myst_heading_anchors = 3
 nb_execution_mode = "off"  # notebooks are stored with their outputs; a test runs the pages' blocks
 codeautolink_concat_default = True  # the blocks of a page are one program
 
-# Sources must stand under docs/, so notebooks are copied there, where git ignores them.
+# Sphinx reads sources only under docs/, so notebooks are copied there; git ignores them.
 shutil.rmtree(ROOT / "docs" / "notebooks", ignore_errors=True)
 for notebook in ROOT.glob("notebooks/*.ipynb"):
     (ROOT / "docs" / "notebooks").mkdir(exist_ok=True)
@@ -32,13 +32,13 @@ nitpicky = True
 nitpick_ignore_regex = [
     ("py:obj", ".*"),
     ("py:.*", r"(jax|np|numpy|collections|os|typing)\..*"),
-    ("py:class", r".*(?:tuple|Mapping)\[.*"),  # Sphinx does not read dots, of a shape neither
-    # Names in annotations of shapes, and types that stand in signatures and are not public.
+    ("py:class", r".*(?:tuple|Mapping)\[.*"),  # Sphinx cannot read dots, and no shapes
+    # Names in annotations of shapes, and private types in signatures.
     ("py:class", r"\w+"),
     ("py:class", r"jaxkv\.(draw|generation|ops|rope|serving|sharding|snapshot|spec|table)\..*"),
 ]
-napoleon_attr_annotations = False  # docstrings say shapes and dtypes, which say more
-napoleon_custom_sections = ["Returns"]  # napoleon would read what stands before a colon as a type
+napoleon_attr_annotations = False  # docstrings have shapes and dtypes
+napoleon_custom_sections = ["Returns"]  # else napoleon reads the words before a colon as a type
 
 
 def name_fields(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
@@ -57,7 +57,7 @@ def name_fields(app: Any, what: str, name: str, obj: Any, options: Any, lines: l
 
 
 def is_field(app: Any, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
-    """Leave out what a NamedTuple says of its fields, since `name_fields` has said it."""
+    """Leave out the fields of a NamedTuple, which `name_fields` has documented."""
     return True if isinstance(obj, collections._tuplegetter) else None
 
 
