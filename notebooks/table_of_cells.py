@@ -114,7 +114,7 @@ picture(cache, "cells are taken again, the lowest first")
 #
 # Keep only sequence 2, remove its positions 1 and 2 ("capital of"), and lower the following
 # positions by two to close the gap. The keys of the moved cells are still rotated for their old
-# positions. Until an update rotates them, `init_batch` refuses batches that attends to one of them.
+# positions. Until an update rotates them, `init_batch` refuses batches that attend to one of them.
 # (A moved cell that others share would move for them too, because a cell has one position.)
 
 # %%
