@@ -197,8 +197,8 @@ fig.colorbar(image, label="owners of the cell", ticks=range(5))
 plt.show()
 
 # %% [markdown]
-# The prompt ends at the black line. All beams share the next seven tokens, then two and two share.
-# The cache uses 37 cells; four separate caches would use 124.
+# The prompt ends at the black line. All beams share the next seven tokens, then each pair
+# of beams shares two more. The cache uses 37 cells; four separate caches would use 124.
 #
 # ## Try next
 #

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # The table of cells
 #
-# For readers who have used a KV cache and want to learn how jaxkv differs. How do you read the table
-# of a jaxkv cache, and how does each operation change it? The table alone determines which cells a
-# token attends to.
+# For readers who have used a KV cache and want to learn how jaxkv differs. How do you read the
+# table of a jaxkv cache, and how does each operation change it? The table alone determines which
+# cells a token attends to.
 
 # %%
 import matplotlib.pyplot as plt
