@@ -4,7 +4,7 @@
 # For readers who write their own generation loop in JAX. How do you generate on the device with
 # `lax.while_loop`, so that each sequence ends independently?
 #
-# Then four classic mistakes fail on real parameters, each with a number and a fix: a hand-written
+# Then four classic mistakes fail on real parameters, with a number and a fix for each: a hand-made
 # mask, a length in a shape, a missing donation, and a ring buffer that wraps.
 
 # %%
@@ -179,8 +179,8 @@ below.grid(which="minor", color="#999999", linewidth=0.4)
 below.tick_params(which="minor", length=0)
 
 # %% [markdown]
-# By the table, each token attends to its own sequence and to itself. By hand, both tokens attend to
-# the prompt of sequence 0 and to the first cells of sequence 1.
+# By the table, each token attends to its own sequence and to itself. With the mask
+# of mistake 1, both tokens attend to the prompt of sequence 0 and to the first cells of sequence 1.
 #
 # ## Mistake 2: how many programs does a length in a shape compile?
 #
@@ -299,8 +299,8 @@ ax.legend(loc="lower right", frameon=False)
 ax.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# Without donation, memory for two caches is in use, 24 MiB. With donation it is 12 MiB, and only
-# the logits are new.
+# Without donation, memory for two caches is in use, 24 MiB. With donation it is 12 MiB, and
+# almost all new bytes are logits.
 #
 # Donated buffers are deleted, also for forks and checkpoints, which share them. Using one of these
 # raises an error that names the cause:
@@ -374,7 +374,7 @@ print(f"{fitted} of 80 tokens found room in {CELLS} cells")
 assert fitted == CELLS
 
 # %% [markdown]
-# A full cache refuses the plan and overwrites no cell; the loop decides how to continue.
+# If no cell is free, the plan is refused and no cell is overwritten; the loop decides how to continue.
 # `generation.context_shift` is one way: it keeps the first tokens, removes a passage after them,
 # and closes the gap.
 
