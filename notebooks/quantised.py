@@ -233,6 +233,8 @@ for name, before, after in zip(
     assert changed == (name == "keys")
 
 # %% [markdown]
+# The codes of some keys changed, those of values did not.
+#
 # `jaxkv.read_kv`, for custom attention, decodes to float32. `attend` also decodes with
 # `implementation="xla"` or `"cudnn"`.
 #
@@ -246,6 +248,8 @@ for dtype in DTYPES:
     print(f"{dtype:14} {room * 1024 // caches[dtype].nbytes:5,}")
 
 # %% [markdown]
+# 8 bits store 3,850 tokens in the memory of 1,024, bfloat16 stores 2,047.
+#
 # ## Try next
 #
 # - Chat with a model that has an 8-bit cache: `python -m models chat --cache-dtype int8`. Show the

@@ -6,7 +6,7 @@
 # cut?
 #
 # The notebook also shows the effect and the cost of `max_rollback=`, which part of a hybrid cache
-# refuses a cut, and how sequences fork. The model is tiny and is trained here in a few seconds, so
+# rejects a cut, and how sequences fork. The model is tiny and is trained here in a few seconds, so
 # its states are meaningful.
 
 # %%
@@ -215,7 +215,7 @@ for name, part in zip(("states", "keys", "both"), (*cache.parts, cache), strict=
 # - A cut at 1 or 2 needs the state after position 0 or 1, which the cache no longer stores.
 # - A cut at 0 removes the whole sequence and needs no state. A cut at 7 removes no tokens.
 #
-# If one part refuses a cut, `seq_rm` changes no part and returns `ok` as False.
+# If one part rejects a cut, `seq_rm` changes no part and returns `ok` as False.
 
 # %%
 refused, ok = jaxkv.seq_rm(cache, 0, 2)

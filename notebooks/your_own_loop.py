@@ -374,7 +374,8 @@ print(f"{fitted} of 80 tokens found room in {CELLS} cells")
 assert fitted == CELLS
 
 # %% [markdown]
-# If no cell is free, the plan is refused and no cell is overwritten; the loop decides how to continue.
+# If no cell is free, the plan is refused and no cell is overwritten. The loop decides how to
+# continue.
 # `generation.context_shift` is one way: it keeps the first tokens, removes a passage after them,
 # and closes the gap.
 
