@@ -206,6 +206,8 @@ for why, count in Counter(split_model.whole_weights().values()).items():
     print(f"{count} weights: {why}")
 
 # %% [markdown]
+# 61 parameters are whole, because every device needs all of them.
+#
 # ## What do devices send?
 #
 # The compiled program lists the messages between devices, as `all-reduce`, `all-gather` and so on.

@@ -83,8 +83,8 @@ plain = make_engine(make_cache())
 print(keeping.prefix_store)
 
 # %% [markdown]
-# The questions are asked one by one. `RequestOutput.prefix_hit` reports how much of a prompt was
-# found, and why no more.
+# The questions are submitted one after another. `RequestOutput.prefix_hit` reports how much of a
+# prompt was found, and why no more.
 
 
 # %%
@@ -164,8 +164,7 @@ for result in keeping.results():
 # ## How many tokens does a conversation compute?
 #
 # Each turn is a request with the whole conversation so far. It continues at the end of the previous
-# turn. So each token is computed once, however long the conversation: 53 tokens in place of the sum
-# over all turns.
+# turn. So each token is computed once, in a conversation of any length.
 
 # %%
 said = [
@@ -188,6 +187,8 @@ for line in said:
 print(computed, "tokens of prompts computed;", anew, "without a store")
 
 # %% [markdown]
+# With the store the engine computes 53 tokens of prompts, without it 207.
+#
 # ## Why is a prefix not found?
 #
 # A stored prompt is useful only up to the first token that differs from the new prompt. So put
@@ -201,7 +202,7 @@ for front in ("", "Today is Monday.\n", "Anna lives in Paris and likes to sing.\
 # %% [markdown]
 # The reasons are:
 #
-# - `UNKNOWN`: no stored prompt starts with this token.
+# - `UNKNOWN`: no stored prompt starts with the first token.
 # - `NONE`: all tokens that agree were reused.
 # - `EVICTED`: a prompt that agrees further was evicted, so more holders or more cells would help.
 # - `CONTEXT_EVICTED` (windows) and `NO_STATE` (recurrent layers): the cache can continue only at
