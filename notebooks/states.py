@@ -1,12 +1,13 @@
 # %% [markdown]
-# # States, and going back
+# # Recurrent states and rollback
 #
-# For readers who know a cache of keys and values, and meet a model with recurrent layers: Mamba-2,
-# Granite 4, RecurrentGemma. At the end you will know what such a layer remembers, why a text cannot
-# be cut anywhere any more, what `max_rollback=` buys, who refuses a cut and how to ask beforehand,
-# and how texts fork.
+# For readers who know a KV cache and use a model with recurrent layers: Mamba-2, Granite 4 or
+# RecurrentGemma. What does a recurrent state contain, and at which positions can such a sequence be
+# cut?
 #
-# The model is tiny and is trained here in a few seconds, so that its states mean something.
+# The notebook also shows the effect and the cost of `max_rollback=`, which part of a hybrid cache
+# rejects a cut, and how sequences fork. The model is tiny and is trained here in a few seconds, so
+# its states are meaningful.
 
 # %%
 import jax
@@ -22,11 +23,11 @@ from models.families import granite_hybrid, mamba2
 from models.families.caches import make_cache
 
 # %% [markdown]
-# ## A hybrid model
+# ## Make a hybrid model
 #
-# Two layers of the Granite 4 family: a Mamba-2 mixer, which recurs, then attention. It reads
-# brackets, `(` as token 0 and `)` as token 1, and says after each one how deep the text is: one of
-# nine answers.
+# The model has two layers of the Granite 4 family: a recurrent Mamba-2 mixer, then attention. Its
+# input is brackets, `(` as token 0 and `)` as token 1. After each bracket it predicts the nesting
+# depth, one of nine classes.
 
 # %%
 config = granite_hybrid.Config(
@@ -61,9 +62,11 @@ print(states)
 print(keys)
 
 # %% [markdown]
-# The cache has two parts that step together. The part with keys has a cell for each token. The
-# part with states has a cell for each *state*: of each of the 4 texts the current one, and the 4
-# before it. A state has one size, whatever the length of the text:
+# The cache has two parts, which are updated together. The part with keys has a cell for each token.
+# The part with states has a cell for each *state*: for each of 4 sequences the current one and the
+# 4 before it.
+#
+# How large is a state? Compare two lengths, without `max_rollback`:
 
 # %%
 for cells in (64, 4096):
@@ -71,15 +74,17 @@ for cells in (64, 4096):
     print(f"{cells} tokens: {states:,} bytes of states, {keys:,} of keys and values")
 
 # %% [markdown]
-# ## Training it
+# The states have the same size for 64 and for 4,096 tokens; keys and values grow with the length.
 #
-# Each step makes 16 random texts of 24 brackets and an empty cache for them, and the gradient goes
-# through the cache. At depth 0 a text opens a bracket, and at 8 it closes one.
+# ## Train the model
+#
+# Each step makes 16 random sequences of 24 brackets and an empty cache, and differentiates through
+# the cache. At depth 0 a sequence always opens a bracket, and at depth 8 it always closes one.
 
 
 # %%
 def texts_of(key, count, length):
-    """Random brackets, `[count, length]`, and the depth after each."""
+    """Return random brackets, `[count, length]`, and the depth after each."""
 
     def add(depth, closes):
         closes = jnp.where(depth == 0, False, jnp.where(depth == 8, True, closes))
@@ -92,7 +97,7 @@ def texts_of(key, count, length):
 
 
 def answers(params, tokens):
-    """Logits after each token of texts that begin, `[texts, length, 9]`."""
+    """Return the logits after each token of new sequences, `[texts, length, 9]`."""
     texts, length = tokens.shape
     cache = make(cells=length, sequences=texts, streams=texts)
     batch = jaxkv.make_batch(tokens, outputs=jnp.ones(tokens.shape, bool))
@@ -131,12 +136,12 @@ assert right > 0.98
 print("it says the depth of texts that it has not seen")
 
 # %% [markdown]
-# ## What a state is
+# ## Does a state contain the depth?
 #
-# Texts of 24 brackets go in, into a cache that keeps all 24 states of each. A state of the mixer
-# is 512 numbers, sums over all tokens so far, beside the end of its inputs. Does the layer count?
-# Then some direction in its states is the depth. A linear fit to the states of 99 texts finds one,
-# and below it is read out of the states of another text.
+# Prefill 100 sequences of 24 brackets into a cache that stores all 24 states of each. A state of
+# the mixer is 512 numbers (sums over all tokens so far) and the last inputs of its convolution. If
+# the layer counts, some direction in its states is the depth. A linear fit to the states of 99
+# sequences finds a direction. The picture applies it to the states of the remaining one.
 
 # %%
 tokens, depths = texts_of(jax.random.key(3), 100, 24)
@@ -145,11 +150,11 @@ cache = make(cells=24, sequences=100, streams=100, max_rollback=23)
 cache, _ = jax.jit(forward)(params, jaxkv.apply(cache, ubatch), ubatch)
 
 states, _ = cache.parts
-after = states.cells().position  # the token that each cell's state stands after
+after = states.cells().position  # position of the last token of each state
 buffers = states.buffers
 kept = np.asarray(buffers[0]["ssm"]).reshape(100, 24, -1)
 kept = np.take_along_axis(kept, np.argsort(after)[..., None], axis=1)
-kept = np.append(kept, np.ones((100, 24, 1)), axis=2)  # and a constant
+kept = np.append(kept, np.ones((100, 24, 1)), axis=2)  # a constant column
 direction, *_ = np.linalg.lstsq(kept[1:].reshape(99 * 24, -1), np.ravel(depths[1:]), rcond=1e-4)
 said = kept[0] @ direction
 assert np.corrcoef(said, depths[0])[0, 1] > 0.7
@@ -163,26 +168,27 @@ fig.legend(loc="outside upper left", ncols=2, frameon=False, fontsize=9)
 ax.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# It does, and its error grows along the text. The attention after it makes the answer exact.
+# It does: the line follows the depth, with an error that grows along the sequence. The attention
+# layer after it makes the answer exact.
 #
-# ## Going back
+# ## Where can a sequence be cut?
 #
-# A key belongs to one token, so of a text of keys any end can be cut off. A state has seen all
-# tokens and cannot forget one; the way back is a state that was kept. This cache keeps 4 before
-# the current one.
+# A key belongs to one token, so a sequence of keys can be cut at any position. A state summarises
+# all tokens so far, and no token can be subtracted from it. A rollback needs a stored earlier
+# state. This cache stores 4 states before the current one.
 
 
 # %%
 @jax.jit
 def step(params, cache, tokens, going):
-    """Feed a token to each of the four texts that go on; the depth that is said after it."""
+    """Compute a token of each active sequence; return the predicted depths."""
     ubatch = jaxkv.plan_step(cache, tokens, active=going).ubatch
     cache, logits = forward(params, jaxkv.apply(cache, ubatch), ubatch)
     return cache, jnp.argmax(logits, axis=-1)
 
 
 def tell(cache, brackets, text=0):
-    """Feed brackets to one text, one after another."""
+    """Compute brackets of one sequence, one by one; return the predicted depths."""
     said = []
     for bracket in brackets:
         token = jnp.full(4, "()".index(bracket), jnp.int32)
@@ -197,17 +203,19 @@ print(said)
 print(jaxkv.show(cache.parts[0]))
 
 # %% [markdown]
-# Seven tokens, at positions 0 to 6, and states after the last five. Who would agree to cut at each
-# position, so that what comes before it stays?
+# The sequence has seven tokens, at positions 0 to 6. The cache has the states after the last five.
+# Which parts accept a cut at each position from 0 to 7, so that earlier tokens stay?
 
 # %%
 for name, part in zip(("states", "keys", "both"), (*cache.parts, cache), strict=True):
     print(f"{name:6}", [bool(jaxkv.seq_rm(part, 0, p0)[1]) for p0 in range(8)])
 
 # %% [markdown]
-# A cut at 3 needs the state after position 2, which is kept. One at 2 needs that after position 1,
-# which is gone. At 0 the whole text goes, which needs no state, and at 7 nothing goes. What one
-# part refuses, no part does: `seq_rm` changes nothing and says so.
+# - A cut at 3 needs the state after position 2, which is stored.
+# - A cut at 1 or 2 needs the state after position 0 or 1, which the cache no longer stores.
+# - A cut at 0 removes the whole sequence and needs no state. A cut at 7 removes no tokens.
+#
+# If one part rejects a cut, `seq_rm` changes no part and returns `ok` as False.
 
 # %%
 refused, ok = jaxkv.seq_rm(cache, 0, 2)
@@ -215,7 +223,8 @@ assert not ok and jaxkv.show(refused) == jaxkv.show(cache)
 print("cut at 2:", bool(ok))
 
 # %% [markdown]
-# A cut that is granted is exact: the text goes on, bit for bit, as one that never had the rest.
+# An accepted cut is exact: the sequence continues bit for bit like one that never contained the
+# removed tokens.
 
 # %%
 cut, ok = jaxkv.seq_rm(cache, 0, 3)
@@ -225,7 +234,7 @@ print("cut at 3:", bool(ok), "- then", said, "as in", same)
 
 
 def state_of(cache):
-    """The states after the last token of text 0, by name."""
+    """Return the states after the last token of sequence 0, by name."""
     states, _ = cache.parts
     view = states.cells()
     cell = int(np.argmax(np.where(view.owner[0] == 0, view.position[0], -1)))
@@ -235,9 +244,10 @@ def state_of(cache):
 assert jax.tree.all(jax.tree.map(np.array_equal, state_of(went_on), state_of(never)))
 
 # %% [markdown]
-# ## What max_rollback= buys
+# ## What does max_rollback= cost?
 #
-# Each token that can be taken back is one more state for each text. After 12 tokens:
+# Each further token of rollback stores one more state for each sequence. The picture shows the
+# accepted cuts after 12 tokens:
 
 # %%
 fig, ax = plt.subplots(figsize=(7.2, 2.2), layout="constrained")
@@ -249,7 +259,7 @@ for max_rollback in (0, 2, 4, 8):
     granted.append([bool(jaxkv.seq_rm(kept, 0, p0)[1]) for p0 in range(13)])
     kib = kept.parts[0].nbytes / 1024
     labels.append(f"max_rollback={max_rollback}, {kib:.0f} KiB")
-assert [sum(row) - 2 for row in granted] == [0, 2, 4, 8]  # besides nothing, and all
+assert [sum(row) - 2 for row in granted] == [0, 2, 4, 8]  # without 0 and 12
 colours = plt.matplotlib.colors.ListedColormap(["#dddddd", "#009e73"])
 ax.pcolormesh(np.array(granted), cmap=colours, edgecolors="white", linewidth=2)
 handles = [
@@ -266,10 +276,13 @@ ax.tick_params(length=0)
 ax.spines[:].set_visible(False)
 
 # %% [markdown]
-# ## Back to anywhere: keep the cache
+# A cache with `max_rollback=n` accepts cuts of up to n tokens. The part with states grows from 3
+# KiB to 27 KiB for 8 tokens.
 #
-# A cache is a value. One that is kept has all its states, however far its texts go elsewhere. The
-# price is a second set of buffers.
+# ## Roll back to any position
+#
+# A cache is an immutable value. A cache that you keep has all its states, also after its sequences
+# change in later caches. The cost is a second set of buffers.
 
 # %%
 checkpoint = cache
@@ -280,10 +293,10 @@ print("from the checkpoint:", here)
 assert here == [4]
 
 # %% [markdown]
-# ## Forks
+# ## Do forks share states?
 #
-# `seq_cp` gives a text to others, and they share its cells, those of states as well: no byte is
-# moved. A state that is shared is never written over; each text writes its own next one.
+# `seq_cp` adds owners to the cells of a sequence, including cells of states. No bytes are copied. A
+# shared state is never overwritten: each sequence writes its next state to another cell.
 
 # %%
 forked, ok = jaxkv.seq_cp(cache, 0, [1, 2])
@@ -301,8 +314,10 @@ for ax, part, name in zip(axes, forked.parts, ("states", "keys"), strict=True):
     ax.set_title(name, fontsize=10, loc="right")
 
 # %% [markdown]
-# A fork at an earlier place gets the state that stands there, if it is kept. Where none is, the
-# fork is refused and nothing changes.
+# Yes: the hatched cells are shared, and each sequence has its own cells after them.
+#
+# A fork at an earlier position uses the state at that position. If it is not stored, the fork is
+# refused and the cache is unchanged.
 
 # %%
 same, ok = jaxkv.seq_cp(forked, 0, 3, 0, 2)  # positions 0 and 1; the state after 1 is gone
@@ -310,11 +325,11 @@ print(ok, same.seq_pos_max(3))
 assert not ok
 
 # %% [markdown]
-# ## What to try next
+# ## Try next
 #
-# - Keep one state for long, cheaply: `seq_cp(cache, 0, 3)`, to a text that is not used otherwise.
-# - `generation.speculate` takes back what was guessed wrong: it wants `max_rollback=` as large as
-#   `tries`, and says so.
-# - Keep the table alone, and undo with `rewind`: see "Going back" in `docs/explanation/states.md`.
-# - A real model: `models.load("ibm-granite/granite-4.0-h-350m")`, with
+# - Store one state for long at low cost: `seq_cp(cache, 0, 3)`, to an otherwise unused sequence.
+# - `generation.speculate` rolls back rejected draft tokens. It raises if `max_rollback` is below
+#   `num_draft_tokens`.
+# - Store only the table, and undo with `rewind`: see "Going back" in `docs/explanation/states.md`.
+# - Use a real model: `models.load("ibm-granite/granite-4.0-h-350m")`, with
 #   `make_cache(max_rollback=8)`.

