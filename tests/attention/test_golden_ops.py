@@ -24,8 +24,8 @@ CASES += [(name, "contiguous", False) for name in FULL]
 def test_ops_answer_as_llama_cpp(name, placement, defrag, request):
     """Positions are compared exactly, logits within 1e-3 (SmolLM2) or 3e-2.
 
-    A windowed part has window + ubatch + 64 cells per sequence. With contiguous placement, `compact`
-    makes room for steps that are refused as fragmented.
+    A windowed part has window + ubatch + 64 cells per sequence. With contiguous placement,
+    `compact` makes room for steps that are refused as fragmented.
     """
     script = SCRIPTS[name]
     model = request.getfixturevalue(script["model"])
