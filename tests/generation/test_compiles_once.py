@@ -1,4 +1,4 @@
-"""After a first call or a warm-up nothing is traced or compiled again, for any values."""
+"""After a first call or a warm-up no values cause tracing or compilation."""
 
 import functools
 from collections.abc import Callable

@@ -228,8 +228,6 @@ def test_samplers_of_equal_fields_share_no_program(loop):
 
 def test_biases_of_equal_fields_share_no_program():
     one, other = of_equal_fields(2, (), "__call__", lambda _, i, at, key, head: i * 1.0 * key)
-    assert jax.tree.structure(one[1]) == jax.tree.structure(
-        other[1]
-    )  # a fix in JAX makes the workaround obsolete
+    assert jax.tree.structure(one[1]) == jax.tree.structure(other[1])  # fixed in JAX: do without
     one, other = (check_bias(bias, (1, 1, 1, 2)) for _, bias in (one, other))
     assert jax.tree.structure(one) != jax.tree.structure(other)

@@ -1,6 +1,4 @@
-"""Calls with empty arguments return empty results or raise one sentence; none fails on the
-device.
-"""
+"""Calls with empty arguments return empty results or raise one sentence; none fails later."""
 
 import functools
 import inspect

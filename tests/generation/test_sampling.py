@@ -88,7 +88,7 @@ def test_filters_each_text_has_its_own_numbers():
     p=st.sampled_from([0.1, 0.5, 0.9, 0.999]),
 )  # fmt: skip
 def test_keep_best_matches_sort(logits, k, p):
-    """Equal logits are kept together; a share sums all that are better or equal."""
+    """Equal logits are kept together; a share is the sum of all better or equal ones."""
     row = np.array(logits, np.float32)
     kept = is_among_best(row[None], jnp.ones((1, 7)), jnp.array([float(k)]))[0]
     worst = np.sort(row)[::-1][min(k, 7) - 1]

@@ -1,6 +1,4 @@
-"""Speculation: the same texts as a plain loop, or draws of the same distribution, in fewer
-steps.
-"""
+"""Speculation: the same texts as a plain loop, or equally distributed draws, in fewer steps."""
 
 from dataclasses import dataclass, replace
 from functools import partial

@@ -52,9 +52,7 @@ def assert_says_the_same(model, draft, cache, state, *, atol=2e-4):
     assert texts(made) == texts(wanted)
     np.testing.assert_allclose(made.logprobs, wanted.logprobs, atol=atol)
     assert now.token.tolist() == ended.token.tolist()
-    picked = (
-        made.num_model_steps + made.num_accepted
-    )  # none has a stop token, which could end a draft
+    picked = made.num_model_steps + made.num_accepted  # no stop token ends a draft
     assert picked.tolist() == [len(text) for text in texts(made)]
     every = range(cache.table.spec.sequences)
     assert ends(found, every) == ends(after, every)  # all drafts are rolled back
@@ -126,8 +124,6 @@ def test_tree_full_cache_leaves_other_sequences_alone():
     draft = generation.prompt_lookup(BRANCHING, ngram=1, num_branches=3)
     found, now, *_ = made = generation.speculate(forward, params, drafter=draft, **run)
     assert now.reason.tolist() == ended.reason.tolist() and made.num_accepted.sum() > 0
-    for got, whole in zip(
-        texts(made), texts(wanted), strict=True
-    ):  # the last cells may go to others
+    for got, whole in zip(texts(made), texts(wanted), strict=True):  # who gets the last cells
         assert got[: len(whole)] == whole[: len(got)]
     assert ends(found, [2, 3, 4, 5]) == [0, -1, 0, 0]

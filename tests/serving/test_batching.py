@@ -84,9 +84,7 @@ def test_cancel_frees_cells_at_once():
     endless = [Request(prompt=[1] * 6, max_new_tokens=16, tag=i) for i in range(3)]
     ids = [engine.submit(request) for request in endless]
     assert engine.step() == []
-    assert (
-        engine.tokens_of(ids[0]) and engine.cache.num_used_cells() > 0
-    )  # the others have no free cells
+    assert engine.tokens_of(ids[0]) and engine.cache.num_used_cells() > 0  # others lack cells
     assert engine.cancel(ids[1]) and engine.cancel(ids[0])
     assert engine.cache.num_used_cells() == 0
     assert not engine.cancel(ids[0])

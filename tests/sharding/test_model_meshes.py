@@ -1,6 +1,4 @@
-"""Models on meshes: the results of one device, a share of arrays on each, no transfer of
-weights.
-"""
+"""Models on meshes: the results of one device, a share of arrays on each, weights not sent."""
 
 import json
 from functools import partial

@@ -1,6 +1,6 @@
 """Compiled programs of caches on meshes: transfers, temporary bytes, copies.
 
-Compiled from shapes: nothing is allocated.
+Compiled from shapes, without allocation.
 """
 
 from dataclasses import replace

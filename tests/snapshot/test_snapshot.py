@@ -89,9 +89,7 @@ def belongings(cache, seq, kept=0):
 
 
 def unstamped(cache):
-    """The tables of a cache without hashes, and which layers are incomplete or contain which
-    state.
-    """
+    """The tables of a cache without hashes; and incomplete layers, or the states of each layer."""
     fields = []
     for part in cache.parts:
         table = part.table

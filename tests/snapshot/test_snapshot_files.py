@@ -38,7 +38,7 @@ pytestmark = pytest.mark.core
 OVERHEAD = 200_000
 SEEDS = [range(10), range(10, 100), range(1000, 2000)]
 VALUES = [-(2**31), -1, 0, 4, 2**31 - 1]
-"""Bytes that reading may take in addition to the file: its parsed header, and messages."""
+"""Bytes that reading may need in addition to the file: its parsed header, and messages."""
 
 
 @pytest.fixture(scope="module")
