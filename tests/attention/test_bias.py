@@ -29,9 +29,7 @@ H, BUCKETS, FARTHEST = 4, 8, 20
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Relative:
-    """T5: a table of distances, `[BUCKETS, H]`; near distances have their own row, far ones share
-    rows.
-    """
+    """T5: a table of distances, `[BUCKETS, H]`; near ones have separate rows, far ones share."""
 
     table: jax.Array
 

@@ -45,9 +45,7 @@ def loss(way, q, k, v, visibility, weights, options=PLAIN):
 
 
 def derived(way, q, k, v, visibility, options):
-    """Derivatives by queries, keys, values, sinks and bias: reverse mode, and one forward
-    direction.
-    """
+    """Derivatives by queries, keys, values, sinks and bias: reverse mode, one forward direction."""
     arrays = q, k, v, options.sinks, weights_of(visibility.bias)
 
     def of(q, k, v, sinks, weights):

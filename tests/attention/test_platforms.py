@@ -1,4 +1,4 @@
-"""The platform of lowering selects the program, whichever platform it was traced on."""
+"""The platform of lowering selects the program, also if traced on another."""
 
 import functools
 from functools import partial

@@ -70,7 +70,7 @@ resuming = jax.jit(jax.vmap(jaxkv.Cache.can_resume, in_axes=(None, 0, 0)))
 def edited(oracle, verb, args):
     """Apply a verb to a fork of an oracle; an unknown id changes no cell.
 
-    -1 stands for all sequences in `seq_rm` only.
+    -1 means all sequences in `seq_rm` only.
     """
     oracle, count = oracle.fork(), oracle.sequences
     ids = args[: {"seq_cp": 2, "seq_select": 2}.get(verb, 1)]

@@ -37,7 +37,7 @@ def states():
 
 
 def test_edits_traced_bounds_below_minus_one_are_refused():
-    """For example the last n tokens of a sequence with fewer; an unsigned id out of range is
+    """Such as the last n tokens of a sequence with fewer; an unsigned id out of range is
     unknown.
     """
     cache = drawn("0{0} 1{0} 0{1}")

@@ -285,9 +285,7 @@ def test_token_of_several_sequences_looks_at_their_one_source():
 
 
 def begun(*texts):
-    """Prefill texts of sequences 0, 1, ... with sources A and B; the cache, logits and decode
-    state.
-    """
+    """Prefill texts of sequences 0, 1, ... with sources A and B; the cache, logits and state."""
     cache = encode(make(), [A, B], [0, 1])
     ids = [*range(len(texts))]
     cache, logits = tell(cache, texts, ids)

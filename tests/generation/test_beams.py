@@ -120,9 +120,7 @@ def fed(forward, params, cache, tokens, sequences):
 
 
 def assert_held(cache, beams, sequences, logits_after, forward=forward, params=FREE):
-    """Each sequence has the cached length that `beams` reports, and the logits of a recomputed
-    text.
-    """
+    """Each sequence has its reported cached length, and the logits of a recomputed text."""
     held, lengths = np.asarray(beams.num_cached), np.asarray(beams.lengths)
     assert (held < lengths).all() and (held >= 0).all()
     assert ends(cache, sequences) == (len(PROMPT) - 1 + held).tolist()

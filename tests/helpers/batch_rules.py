@@ -37,9 +37,7 @@ class Part:
 
 @dataclass
 class Plan:
-    """The result for a batch: parts in the order of computation, or a fault for each refused
-    sequence.
-    """
+    """The result for a batch: parts in order of computation, or faults of refused sequences."""
 
     parts: list[Part] = field(default_factory=list)
     faults: dict[int, Fault] = field(default_factory=dict)
@@ -69,7 +67,7 @@ class Side:
     A subclass defines the cells that a sequence `holds`, its last position (`reached`), whether it
     `is_pending`, and as `stream_hash` all data of a stream that plans depend on.
 
-        in_rows: whether each sequence of a ubatch has a separate row.
+    in_rows: whether each sequence of a ubatch has a separate row.
     """
 
     def stream(self, seq: int) -> int:

@@ -36,9 +36,7 @@ ROPE = jaxkv.make_rope(SIZE, base=100.0)
 
 
 def attention_cache(**sizes: Any) -> Any:
-    """Make a cache of attention layers with exactly the requested cells, from one dict of
-    options.
-    """
+    """Make a cache of attention layers with exactly the requested cells, from one dict."""
     names = inspect.signature(jaxkv.CacheSpec.attention).parameters
     spec = jaxkv.CacheSpec.attention(**{n: sizes.pop(n) for n in names if n in sizes})
     if spec.window and "cells" in sizes:
@@ -56,7 +54,7 @@ class Kind:
 
     Each window is a separate part with its share of the layers; a single one is no hybrid.
 
-        latent: the range of a key's numbers that are its value, as (start, stop).
+    latent: the range of a key's numbers that are its value, as (start, stop).
     """
 
     name: str
@@ -76,15 +74,11 @@ class Kind:
         return tuple(tuple(range(part, LAYERS, count)) for part in range(count))
 
     def value(self, key: np.ndarray) -> np.ndarray:
-        """The value that `sign` writes for a key `[..., D]`; linear, so it also maps means of
-        keys.
-        """
+        """The value that `sign` writes for a key `[..., D]`; linear, so means of keys map too."""
         return -key if self.latent is None else key[..., slice(*self.latent)]
 
     def make(self, rope: jaxkv.rope.Rope | None = ROPE) -> Any:
-        """Make an empty cache. Without a rope an update does not change the signatures of
-        `sign`.
-        """
+        """Make an empty cache. Without a rope an update does not change signatures (`sign`)."""
         parts = [
             attention_cache(
                 layers=len(layers),
@@ -168,8 +162,8 @@ def sign(
     Queries are zero, so the output of a token is the mean of visible signatures. `Kind.value`
     defines the values: negated keys, or a slice of them.
 
-        Returns:
-          The cache; the mask of each part, `[R, T, N]`; and the outputs of each layer, `[R, T, H, Dv]`.
+    Returns:
+      The cache; masks of the parts, `[R, T, N]`; and outputs of the layers, `[R, T, H, Dv]`.
     """
     cache = jaxkv.apply(cache, ubatch)
     saw = []
@@ -393,8 +387,8 @@ class Oracles(list[Side]):
         """Plan in every part: all faults by priority, and the ubatches of the parts."""
         options = dict(ubatch_size=ubatch_size, reached=self.reached)
         plans = [oracle.plan(tokens, **options) for oracle in self]
-        # Each fault in this order is checked in all parts before the next: a sequence refused for
-        # one reason is not checked for the next, and then no sequence gets cells.
+        # Each fault in this order is checked in all parts before the next one. A refused sequence
+        # is not checked further, and then no sequence gets cells.
         of_order = "NOT_CONTIGUOUS POSITION_GAP DUPLICATE_POSITION DECREASING_POSITION DIVERGED"
         faults: dict[int, Fault] = {}
         for stage in (of_order.split(), ["SHIFT_PENDING"]):

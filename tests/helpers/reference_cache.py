@@ -166,9 +166,7 @@ class Oracle(Side):
         return position + self.window[1] // 2
 
     def sees(self, token: Token, ahead: int = 0) -> set[Place]:
-        """The visible cells of a token: all its sequences', in its window, up to `ahead` after
-        itself.
-        """
+        """The visible cells of a token: of its sequences, in its window, up to `ahead` after it."""
         low, end = self.window_begins(token.position), self.window_ends(token.position)
         return {
             place
@@ -194,9 +192,7 @@ class Oracle(Side):
     # ----------------------------------------------------------------------------------- verbs
 
     def seq_rm(self, seq: int, p0: int = -1, p1: int = -1) -> None:
-        """Remove a sequence (-1: every one) from its cells in a range; free cells without an
-        owner.
-        """
+        """Remove a sequence (-1: every one) from its cells in a range; free cells without owner."""
         self._remove(seq, p0, p1)
         self.whole.seq_rm(seq, p0, p1)
 
@@ -558,7 +554,7 @@ class Oracle(Side):
         return cells, written, marks
 
     def apply(self, part: Part) -> bool:
-        """Put the tokens of a part into cells and buffers, or change nothing if it is stale."""
+        """Put the tokens of a part into cells and buffers, unless it is stale."""
         if not self.fits(part):
             return False
         for place, _ in part.tokens:

@@ -135,7 +135,7 @@ class Twin:
         if plan.ok:
             for ubatch, part in zip(plan.ubatches, parts, strict=True):
                 assert self.step(ubatch, part, ahead)
-        else:  # a refused plan changes nothing, even if computed
+        else:  # a refused plan has no effect, even if computed
             cache = self.cache
             for ubatch in plan.ubatches:
                 cache, *_ = self.run(cache, ubatch)

@@ -139,9 +139,7 @@ class Histories(Side):
                 self.states[seq] = copies(seq, parent, states[parent])
 
     def _copies(self) -> Callable[[int, int, list[Kept]], list[Kept]]:
-        """Return a function that gives states: shared in a stream, copied once to each other
-        stream.
-        """
+        """Return a function that gives states: shared in a stream, copied once to others."""
         made: dict[tuple[int, int], list[Kept]] = {}
 
         def given(seq: int, parent: int, states: list[Kept]) -> list[Kept]:
@@ -213,7 +211,7 @@ class Histories(Side):
         return plan
 
     def apply(self, part: Part) -> bool:
-        """Add the tokens of a part to sequences, or change nothing if it is stale."""
+        """Add the tokens of a part to sequences, unless it is stale."""
         if not self.fits(part):
             return False
         for _, (seq, position, token, _) in part.tokens:

@@ -7,8 +7,8 @@ from jaxkv.ops.attention.visibility import Visibility
 
 
 def sight_of_mask(mask, streams, count):
-    """A `Visibility` of `count` streams for a mask `[P, T, N]`, in which no two lists share a
-    stream.
+    """A `Visibility` of `count` streams for a mask `[P, T, N]`; its lists have different
+    streams.
     """
     mask, streams = np.asarray(mask), np.asarray(streams, np.int32)
     lists, tokens, cells = mask.shape

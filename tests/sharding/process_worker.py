@@ -40,7 +40,7 @@ CASES = {
     "window": ("aa", dict(cells=24, streams=4, window=NEAR), dict(data=-1, cells=2)),
     "hybrid": ("ar", dict(cells=40, sequences=8, streams=4), dict(data=-1, tensor=2)),
 }
-"""Layers, sizes of the cache, and axes of the mesh; -1 stands for the remaining devices."""
+"""Layers, sizes of the cache, and axes of the mesh; -1 means the remaining devices."""
 
 
 def make(name: str) -> Any:
