@@ -68,8 +68,7 @@ CASES = [
 def test_attend_bias_and_until_match_formula(kind, form, mode, axes, sequences):
     """Trap 55: a bias uses shifted positions.
 
-    On a mesh each shard of heads has its head numbers, and each shard of cells its part of an
-    array.
+    On a mesh shards of heads have their head numbers, and shards of cells their part of an array.
     """
     with jax.set_mesh(mesh_of(mode, **axes)) if axes else nullcontext():
         cache, ubatch = applied(lived_in(kind), sequences)

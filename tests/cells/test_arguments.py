@@ -77,7 +77,7 @@ def recurrent(states=STATE, layers=1, **options):
 
 
 def beside(**options):
-    """A hybrid cache whose parts fork differently: shared in a stream, copied between streams."""
+    """A hybrid cache; both parts share forks in a stream and copy them between streams."""
     return compose_hybrid_cache((kv(), (0, 1)), (recurrent(**options), (2,)))
 
 

@@ -38,9 +38,7 @@ def arguments(verb, count):
         "seq_keep": product([*ids, *none]),
         "seq_add": product(ids, RANGES, range(-3, 4)),
         "seq_div": product(ids, RANGES, range(1, 4)),
-        "seq_select": product(
-            ids, ids, range(len(pairs_of(count)))
-        ),  # 2 parents, a pair of targets
+        "seq_select": product(ids, ids, range(len(pairs_of(count)))),  # parents, target pair
     }
     flat = ([*map(np.ravel, one)] for one in ways[verb])
     return np.array([np.concatenate(one) for one in flat], np.int32)

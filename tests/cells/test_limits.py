@@ -37,9 +37,7 @@ def states():
 
 
 def test_edits_traced_bounds_below_minus_one_are_refused():
-    """Such as the last n tokens of a sequence with fewer; an unsigned id out of range is
-    unknown.
-    """
+    """Such as the last n tokens of fewer; an unsigned id out of range is unknown."""
     cache = drawn("0{0} 1{0} 0{1}")
     for edit in (jaxkv.seq_rm, partial(jaxkv.seq_cp, dst=2), ADD, DIVIDE):
         changed = jax.jit(lambda bounds, edit=edit: edit(cache, 0, p0=bounds[0], p1=bounds[1]))

@@ -36,7 +36,11 @@ EACH = Kind("one-each", cells=4, sequences=2, streams=2, windows=POOL.windows)
         (None, False, {5: [*range(12)]}),
         (Window.sliding(4), True, {5: [2, 3, 4, 5], 2: [0, 1, 2], 11: [8, 9, 10, 11]}),
         (Window.sliding(1), True, {5: [5], 0: [0]}),
-        (Window.chunked(4), True, {5: [4, 5], 7: [4, 5, 6, 7], 8: [8]}),  # trap 53: chunks
+        (
+            Window.chunked(4),
+            True,
+            {5: [4, 5], 7: [4, 5, 6, 7], 8: [8]},
+        ),  # trap 53: 8 starts a chunk
         (Window.symmetric(5), True, {5: [3, 4, 5]}),
         (Window.symmetric(5), False, {5: [3, 4, 5, 6, 7]}),  # trap 54: ahead too
     ],
@@ -66,8 +70,7 @@ def test_sees_symmetric_window_at_the_last_position():
         (NEAR, MIXED, 3, "8{0} 6{0} 7{0} 3{0} 4{0} 5{0}", [3, 0, 0]),
         # Trap 24: window 4, next is 6: positions up to 2 may be evicted, 3 may not.
         (NEAR, SIX, 4, None, None),
-        # Trap 27: a shared prefix hidden from all its owners. llama.cpp never evicts a cell of two
-        # owners.
+        # Trap 27: a shared prefix, hidden from its owners. llama.cpp never evicts a shared cell.
         (
             NEAR, "0{0,1} 1{0,1} 2{0,1} 3{0,1} 4{0,1} 5{0,1}", 2,
             "6{0} 7{0} 2{0,1} 3{0,1} 4{0,1} 5{0,1}", [2, 2, 0],

@@ -29,8 +29,7 @@ over_chips = pytest.mark.parametrize("chip", ("v5e:2x2", "v6e:2x2", "v5p:2x2x1")
 
 @over_layouts
 def test_step_on_pod_sends_what_its_layout_says(steps, name):
-    """An all-reduce per layer (output projection), a join per layer if cells are split, and
-    scalars.
+    """An all-reduce per layer (output projection), a join per layer of split cells, and scalars.
 
     The last and largest all-reduce is that of the logits' rows. A feed-forward adds one per layer.
     """
@@ -91,8 +90,7 @@ def test_step_writes_in_place_and_runs_the_kernel(kernels, chip, dtype):
 def test_plan_over_eight_devices_takes_a_tenth(steps):
     """64 streams of 131,072 cells: a tenth of the 2.35 million cycles of the whole table.
 
-    Cycles that depend on the number of cells are counted separately from small instructions, 1,828
-    each.
+    Cycles that depend on the number of cells are counted separately from small instructions.
     """
     assert steps["planning"]["updates"] <= 64
     assert steps["planning"]["of_cells"] <= 80_000

@@ -7,9 +7,7 @@ from jaxkv.ops.attention.visibility import Visibility
 
 
 def sight_of_mask(mask, streams, count):
-    """A `Visibility` of `count` streams for a mask `[P, T, N]`; its lists have different
-    streams.
-    """
+    """A `Visibility` of `count` streams for a mask `[P, T, N]`; lists share none."""
     mask, streams = np.asarray(mask), np.asarray(streams, np.int32)
     lists, tokens, cells = mask.shape
     owners = np.zeros((count, -(-tokens // 32), cells), np.uint32)
