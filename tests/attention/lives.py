@@ -1,4 +1,4 @@
-"""Caches that have lived, a ubatch of two tokens more, and what these see by the formula."""
+"""Caches after several edits, a ubatch with two tokens, and its attention by the formula."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ CLOSE = dict(rtol=0, atol=2e-6)
 
 
 def lived_in(kind):
-    """A cache with cells that sequences share, holes, and random keys and values."""
+    """A cache with shared cells, holes, and random keys and values."""
     share = kind.sequences // kind.streams
     lines = []
     for one in range(0, kind.sequences, share):
@@ -44,7 +44,7 @@ def arrays_for(ubatch, seed=0, dtype=jnp.float32):
 
 
 def between(bias, cache, ubatch, visible_until=None):
-    """A bias for tokens and cells, `[P, H, T, N]`; a NaN where a token does not see the cell."""
+    """The bias of tokens and cells, `[P, H, T, N]`; NaN for hidden cells."""
     _, _, mask, positions = jaxkv.read_kv(cache, 0, ubatch, visible_until=visible_until)
     at = ubatch.positions.reshape(mask.shape[:2])[:, None, :, None]
     added = bias(at, positions[:, None, None], jnp.arange(2 * HEADS)[None, :, None, None])
@@ -52,9 +52,9 @@ def between(bias, cache, ubatch, visible_until=None):
 
 
 def seen(cache, layer, ubatch, q, bias=0.0, **options):
-    """What tokens see of a layer by the formula, `[R, T, H, Dv]`; bias is `[P, H, T, N]`."""
+    """Attention of a layer by the formula, `[R, T, H, Dv]`; bias is `[P, H, T, N]`."""
     k, v, mask, positions = map(np.asarray, jaxkv.read_kv(cache, layer, ubatch, **options))
-    if not options:  # itself, and nothing later; padding sees nothing
+    if not options:  # a token attends to itself and to no later one; padding to nothing
         at, valid = (
             np.asarray(x).reshape(mask.shape[:2]) for x in (ubatch.positions, ubatch.valid)
         )

@@ -24,7 +24,7 @@ from tests.helpers.parametrize import in_lanes
 
 DATA = Path(__file__).parent.parent / "data"
 core = pytest.mark.core
-# Said by jax from 0.11 on, about what the kernel for GPUs is written with.
+# jax 0.11 and later warn about Pallas Triton, which the GPU kernel uses.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
 )
@@ -85,17 +85,17 @@ APART = {
     "on masks": ("plain", "all options", "ahead, large logits"),
     "tiles": ("plain", "all options", "bias", "few tiles", "no tiles", "biased tiles", "blocks"),
 }
-"""Cases in which the default way runs another program than this one."""
+"""Cases in which the default way runs another program than the named one."""
 
 
 def in_core(way, name):
-    """Whether a way has code of its own for a case, or refuses it."""
+    """Whether a way has code specific to a case, or raises for it."""
     if way == "default" or (way, name) in REFUSED:
         return True
     if way in APART:
         return name in APART[way]
     if any(word in name for word in ("tile", "block", "large mask")):
-        return way in ("tpu", "gpu")  # whose programs depend on the number of cells
+        return way in ("tpu", "gpu")  # their programs depend on the number of cells
     return name not in DTYPES
 
 
@@ -126,7 +126,7 @@ def test_reference_matches_formula():
 
 
 def assert_nan_where(sees, got, clean):
-    """Outputs `[P, T, H, D]` are NaN where `sees` is true, and elsewhere as they were."""
+    """Outputs `[P, T, H, D]` are NaN where `sees` is True, and unchanged elsewhere."""
     sees = np.broadcast_to(sees[..., None], got.shape)
     np.testing.assert_array_equal(got, np.where(sees, np.nan, clean))
 
@@ -137,16 +137,16 @@ SECOND_HALF = np.array([False, False, True, True])
 
 @pytest.mark.parametrize("way", in_lanes(WAYS, fast=["default"], core=[*WAYS]))
 def test_attend_nan_key_shows_where_seen_alone(way):
-    """Hidden keys may hold anything, in live tiles and others; values are always finite."""
+    """Hidden keys may be non-finite, in active tiles and in others; values are always finite."""
     q, k, v, looks = case(**CASES["few tiles"])
     mask = visible(looks)
     hidden = np.broadcast_to(~mask.any(1)[:, None, :, None], k.shape)
     clean = attended(way, q, k, v, looks)
     for value in (np.nan, np.inf, -np.inf):
-        if way != "xla" or np.isnan(value):  # which takes the maximum of hidden logits, too
+        if way != "xla" or np.isnan(value):  # XLA takes the maximum over hidden logits too
             dirty = attended(way, q, jnp.where(hidden, value, k), v, looks)
             np.testing.assert_array_equal(dirty, clean)
-    large = 3e38 if way == "on masks" else 1e30  # sums over tiles of hidden cells are finite, too
+    large = 3e38 if way == "on masks" else 1e30  # large but finite, also summed over tiles
     dirty = attended(way, q, k, jnp.where(hidden, large, v), looks)
     np.testing.assert_array_equal(dirty, clean)
     for p, _, cell in np.argwhere(mask)[[0, -1]]:
@@ -183,7 +183,7 @@ def test_attend_nan_scale_shows_where_seen_alone(way):
 
 @pytest.mark.parametrize("way", ["on masks", pytest.param("tpu", marks=core)])
 def test_attend_overflowing_logits_hide_hidden_cells(way):
-    """Cells that are seen have the weight, even where each of their logits is -inf."""
+    """Visible cells get the weight, even where each of their logits is -inf."""
     q, k, v, looks = case()
     mask = visible(looks)
     shown = mask.any(1)[:, None, :, None]
@@ -194,7 +194,7 @@ def test_attend_overflowing_logits_hide_hidden_cells(way):
 
 
 def test_attention_bfloat16_sums_in_float32():
-    """Within one rounding of the result; sums in bfloat16 would be off by tens of percent."""
+    """Within one rounding of the result; sums in bfloat16 would have errors of tens of percent."""
     rng = np.random.default_rng(3)
     k, v = (jnp.asarray(rng.normal(size=(2, 1, 600, 6)), jnp.bfloat16) for _ in range(2))
     out = attention(jnp.zeros((2, 3, 2, 6), k.dtype), k, 1 + abs(v), np.ones((2, 3, 600), bool))
@@ -206,9 +206,9 @@ def test_attention_bfloat16_sums_in_float32():
 
 @core
 def test_whole_sums_of_many_weights_are_exact():
-    """An odd number of cells is not cut into parts: added up by one product they are 2e-6 off.
+    """An odd number of cells is not split: one product over all of them would have errors of 2e-6.
 
-    Weighted values are such a product: how exact they are depends on the processor.
+    Weighted values are such a product, and their error depends on the CPU.
     """
     cells, heads = 131071, 9
     rng = np.random.default_rng(0)

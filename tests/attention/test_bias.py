@@ -1,6 +1,6 @@
-"""Biases and `visible_until` through a life of a cache, also on meshes, against NumPy.
+"""Biases and `visible_until` in caches after edits, also on meshes, against NumPy.
 
-What each implementation makes of a bias is in `test_attention_matrix.py`.
+`test_attention_matrix.py` tests biases in each implementation.
 """
 
 from contextlib import nullcontext
@@ -29,7 +29,7 @@ H, BUCKETS, FARTHEST = 4, 8, 20
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Relative:
-    """T5: a table of distances, near ones each for itself and far ones together; `[BUCKETS, H]`."""
+    """T5: a table of distances, `[BUCKETS, H]`; near ones have separate rows, far ones share."""
 
     table: jax.Array
 
@@ -66,9 +66,9 @@ CASES = [
     ids=lambda x: getattr(x, "name", str(x)),
 )
 def test_attend_bias_and_until_match_formula(kind, form, mode, axes, sequences):
-    """Trap 55: a bias follows positions that were shifted.
+    """Trap 55: a bias uses shifted positions.
 
-    On a mesh heads have their own numbers and columns, cells their own part of an array.
+    On a mesh shards of heads have their head numbers, and shards of cells their part of an array.
     """
     with jax.set_mesh(mesh_of(mode, **axes)) if axes else nullcontext():
         cache, ubatch = applied(lived_in(kind), sequences)
@@ -97,7 +97,7 @@ def test_attend_bias_and_until_match_formula(kind, form, mode, axes, sequences):
 
 
 def test_attend_bias_function_compiles_once():
-    """Other weights, and the same function wrapped anew, are the same program."""
+    """Another weight, and the same function in another `Partial`, reuse the program."""
     cache, ubatch = applied(SMALL.make())
     q, *_ = arrays_for(ubatch)
 
@@ -111,7 +111,7 @@ def test_attend_bias_function_compiles_once():
     with counting() as heard:
         look(jnp.float32(0.7))
         assert heard() == 0
-    np.testing.assert_array_equal(found, look(0.5))  # a weight may be a number
+    np.testing.assert_array_equal(found, look(0.5))  # a weight may be a Python number
 
 
 def test_attend_bad_bias_or_until_raises():

@@ -1,4 +1,4 @@
-"""Derivatives of attention are those of the formula, also of batches of caches."""
+"""Derivatives of attention equal those of the formula, also under `vmap`."""
 
 from dataclasses import replace
 from functools import partial
@@ -38,14 +38,14 @@ def weights_of(bias):
 
 
 def loss(way, q, k, v, visibility, weights, options=PLAIN):
-    """A number whose derivative is another one for each number of the output."""
+    """A scalar with a different derivative for each number of the output."""
     bias = places(weights) if isinstance(visibility.bias, PositionBias) else weights
     out = way(q, k, v, replace(visibility, bias=bias), options)
     return jnp.sum(jnp.sin(out) * jnp.linspace(1, 2, out.size).reshape(out.shape))
 
 
 def derived(way, q, k, v, visibility, options):
-    """Derivatives by queries, keys, values, sinks and the bias: backwards, and along one way."""
+    """Derivatives by queries, keys, values, sinks and bias: reverse mode, one forward direction."""
     arrays = q, k, v, options.sinks, weights_of(visibility.bias)
 
     def of(q, k, v, sinks, weights):
@@ -74,7 +74,7 @@ MATRIX = [
     ("way", "name"), in_lanes(MATRIX, fast=[("default", "plain")], core=MATRIX), ids=str
 )
 def test_attend_derivatives_match_formula(way, name):
-    """Backwards and forwards; they read nothing of what is hidden from all tokens."""
+    """Reverse and forward mode; cells hidden from all tokens are not read."""
     arguments, options = CASES[name]
     q, k, v, visibility = case(**arguments)
     wanted = derived(by_formula, q, k, v, visibility, options)
@@ -92,7 +92,7 @@ def stack(*trees):
 
 @core
 def test_vmap_over_caches_computes_once_and_matches_each():
-    """Both sides of a choice would be computed, if `vmap` made it one between two results."""
+    """`vmap` must not turn `cond` into a `select`, which computes both branches."""
     cases = [
         case(seed, cells=2 * TILE + 40, holes=holes) for seed, holes in enumerate((0.7, 0.0, 1.0))
     ]
@@ -109,7 +109,7 @@ def test_vmap_over_caches_computes_once_and_matches_each():
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("bias", ["function", "array"])
 def test_vmap_over_biases_and_derivatives_match_each(bias, shared):
-    """Biases have weights or numbers which caches share, so that derivatives add up, or not."""
+    """Weights or arrays of a bias, shared by all caches (derivatives add up) or one for each."""
     cases = [case(seed, lists=[2, 0], visible_until=True, bias=bias) for seed in range(2)]
     together, first = stack(*cases), weights_of(cases[0].visibility.bias)
     weights = first if shared else jnp.stack([first, 2 * weights_of(cases[1].visibility.bias)])
@@ -128,7 +128,7 @@ def test_vmap_over_biases_and_derivatives_match_each(bias, shared):
         jax.jit(jax.value_and_grad(f, range(4)))(weights, *together[:3]) for f in (at_once, apart)
     )
     assert_close(found, wanted)
-    alone = jax.jit(at_once)(weights, *together[:3])  # another program than with derivatives
+    alone = jax.jit(at_once)(weights, *together[:3])  # without derivatives it is another program
     np.testing.assert_allclose(alone, wanted[0], rtol=1e-5)
 
 
@@ -145,7 +145,7 @@ def told(cache, q, k, v):
 
 @core
 def test_grad_through_write_and_view_matches_attend():
-    """Also that of what an earlier ubatch wrote."""
+    """Includes the gradient through the keys of an earlier ubatch."""
     first, last = QKV[:, :, :2], QKV[:, :, 2:]
 
     def attends(cache, q, k, v):
@@ -169,7 +169,7 @@ def test_grad_through_write_and_view_matches_attend():
 
 @core
 def test_grad_of_forgotten_nan_is_unchanged():
-    """Keys and values that were written, and that no token sees, do not reach a gradient."""
+    """Keys and values that are hidden from all tokens do not reach a gradient."""
 
     def learn(q, k, v, rest):
         cache, _ = told(None, q, k + rest, v + rest)
@@ -183,7 +183,7 @@ def test_grad_of_forgotten_nan_is_unchanged():
 
 @core
 def test_grad_of_jit_checkpoint_and_scan_agree():
-    """The step is traced first then, and derived when that trace has ended."""
+    """Here the step is traced first, and differentiated after that trace ended."""
 
     def learn(q, k, v):
         return jnp.sum(told(None, q, k, v)[1] ** 2)
@@ -200,7 +200,7 @@ def test_grad_of_jit_checkpoint_and_scan_agree():
 @core
 @pytest.mark.parametrize("implementation", ["whole", "tiles", "xla"])
 def test_grad_of_latents_beside_a_broken_text_is_finite(implementation):
-    """Values that are a part of keys are cleaned with them."""
+    """Values that are a slice of the keys are cleaned with the keys."""
     sizes = dict(layers=1, cells=4, kv_heads=1, head_dim=4, sequences=2)
     cache = attention_cache(**sizes, value_dim=slice(2, 4))
 

@@ -1,4 +1,4 @@
-"""Scripts of verbs with positions and logits that llama.cpp answered, on real weights."""
+"""Recorded scripts of verbs: positions and logits of llama.cpp with real weights."""
 
 import jax
 import numpy as np
@@ -10,7 +10,7 @@ from tests.models.golden import check_logits, golden
 
 pytestmark = pytest.mark.nightly
 
-SEQUENCES = 8  # more than any script uses, as in the other golden test, so that programs are shared
+SEQUENCES = 8  # more than any script needs; equal in both golden tests, which share programs
 SCRIPTS = {script["name"]: script for script in golden("ops")}
 
 
@@ -24,8 +24,8 @@ CASES += [(name, "contiguous", False) for name in FULL]
 def test_ops_answer_as_llama_cpp(name, placement, defrag, request):
     """Positions are compared exactly, logits within 1e-3 (SmolLM2) or 3e-2.
 
-    A windowed part has window + ubatch + 64 cells a sequence. Where cells must be neighbours, room
-    is made for what is refused as fragmented.
+    A windowed part has window + ubatch + 64 cells per sequence. With contiguous placement,
+    `compact` makes room for steps that are refused as fragmented.
     """
     script = SCRIPTS[name]
     model = request.getfixturevalue(script["model"])
@@ -33,7 +33,7 @@ def test_ops_answer_as_llama_cpp(name, placement, defrag, request):
     sequences, cells = SEQUENCES, 256 if script["n_ctx"] == 256 else 1024
     if gemma or split:
         sequences, cells = script["n_seq"], script["n_ctx"] // (script["n_seq"] if split else 1)
-    # Rows of few tokens come in few shapes, each of which is a program.
+    # Short rows have few shapes, each of which is a program.
     size = 64 if gemma else (4 if split else 8)
     sizes = dict(cells=cells, sequences=sequences, ubatch_size=size, max_rollback=64)
     streams = sequences if split else 1
@@ -70,7 +70,7 @@ def test_ops_answer_as_llama_cpp(name, placement, defrag, request):
         ids = np.arange(len(step["pos_max"]))
         first, last = cache.seq_pos_min(ids), cache.seq_pos_max(ids)
         assert last.tolist() == step["pos_max"]
-        if gemma:  # with a window it is a matter of choice which cells go first
+        if gemma:  # with a window, the order of eviction may differ
             needed = np.maximum(np.asarray(last) + 2 - 512, 0)
             assert np.all(first <= np.where(last >= 0, needed, -1))
         else:

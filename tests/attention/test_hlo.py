@@ -1,6 +1,6 @@
-"""Compiled programs of attention: what they hold, what they copy, and what layers share.
+"""Compiled programs of attention: temporary bytes, copies, and work that layers share.
 
-Compiled only; nothing runs.
+Nothing runs.
 """
 
 import re
@@ -28,14 +28,14 @@ def of_attention(implementation=None, **options):
 
 @pytest.mark.parametrize("lists", [[1], [3, 0]])
 def test_attend_reads_streams_that_take_part_in_place(lists):
-    """A gather of their keys would hold as many bytes again."""
+    """A gather of their keys would need as many temporary bytes."""
     one_stream, shapes = 2 * 8192 * 8 * 4, {"streams": 4, "lists": lists, "cells": 8192}
     assert hlo.temporary_bytes(of_attention(**shapes)) < one_stream / 2
-    assert hlo.temporary_bytes(of_attention("whole", **shapes)) > one_stream / 2  # it can fail
+    assert hlo.temporary_bytes(of_attention("whole", **shapes)) > one_stream / 2  # fails
 
 
 def test_attend_long_prompt_holds_nothing_of_all_pairs():
-    """Neither logits nor a bias: less than a byte for each pair, where these have four."""
+    """No array of logits or bias for all pairs: less than 1 byte per pair instead of 4."""
     program = of_attention(streams=1, tokens=64, cells=8192)
     assert hlo.temporary_bytes(program) < 64 * 4 * 8192
     program = of_attention(streams=1, tokens=2 * BLOCK, cells=64 * TILE, bias="function")
@@ -44,7 +44,7 @@ def test_attend_long_prompt_holds_nothing_of_all_pairs():
 
 @pytest.mark.parametrize("tokens", [1, 12])
 def test_attend_latent_step_copies_no_keys(tokens):
-    """Neither for the values that are a part of them, nor for a loop over tiles."""
+    """No copy for values that are a slice of keys, and none for a loop over tiles."""
     sizes = {"layers": 1, "cells": 8192, "kv_heads": 1, "head_dim": 576}
     cache = jax.eval_shape(partial(attention_cache, **sizes, value_dim=slice(64, 576)))
     (ubatch,) = jaxkv.init_full(cache, ubatch_size=tokens).ubatches
@@ -55,7 +55,7 @@ def test_attend_latent_step_copies_no_keys(tokens):
 
 
 def test_attend_layers_share_mask_and_list_of_tiles():
-    """In the programs that the compiler makes of 1 layer and of 4."""
+    """Compares the compiled programs of 1 layer and of 4."""
     arrays = jax.eval_shape(partial(case, streams=1, tokens=8, cells=8 * TILE))
 
     def layers(q, k, v, visibility, count):
@@ -71,7 +71,7 @@ def test_attend_layers_share_mask_and_list_of_tiles():
 
     one, four = made(1), made(4)
     assert one[0] == four[0] == 1
-    # Each layer has its choice and the loop over tiles in it; what lists the tiles is there once.
+    # Each layer has a conditional with a loop over tiles; the list of tiles is computed once.
     assert (four[1] - one[1], four[2] - one[2]) == (3, 3)
 
 
@@ -95,10 +95,10 @@ HASHES = {
 
 @pytest.mark.parametrize("name", HASHES)
 def test_step_layers_hash_nothing(name):
-    """What hashes are made of, and nothing else is, does not grow with the number of layers.
+    """Operations that only hashing uses do not grow with the number of layers.
 
-    A compiler computes what is cheap again wherever it is used, and of one token of one sequence
-    all is cheap: left to itself, it puts the whole plan into each layer.
+    XLA recomputes cheap values at each use. For one token of one sequence that would be the whole
+    plan, in each layer.
     """
     of_layer, make, sequences = HASHES[name]
 

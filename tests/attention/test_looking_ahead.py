@@ -1,4 +1,4 @@
-"""Tokens that see ahead of themselves: all that they see is in their ubatch, or they get NaN."""
+"""Tokens that attend to later positions: all of these are in their ubatch, or outputs are NaN."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,11 +15,11 @@ pytestmark = pytest.mark.core
 SIZE, COUNT = 4, 12
 X = np.random.default_rng(0).normal(size=(COUNT, SIZE)).astype(np.float32)
 IMAGE = np.arange(COUNT, dtype=np.int32)
-IMAGE[3:9] = 8  # these see each other
+IMAGE[3:9] = 8  # these attend to each other
 
 
 def model(how, window):
-    """A layer whose tokens see ahead; and the positions that each token should see, `[B, B]`."""
+    """A layer whose tokens attend to later positions, and the expected mask, `[B, B]`."""
     at = np.arange(COUNT)
     last = IMAGE if how == "visible_until" else np.full(COUNT, COUNT - 1)
     ahead = SIZE // 2 if window == Window.symmetric(SIZE) else COUNT

@@ -1,6 +1,6 @@
-"""No verb and no step copies the cache: what they hold is under half of one layer's keys.
+"""No verb or step copies the cache: temporary bytes are below half of one layer's keys.
 
-Compiled only; nothing runs. The pool is large, so that a copy of any layer would show at once.
+Nothing runs. The pool is so large that a copy of any layer exceeds the bound.
 """
 
 from functools import partial
@@ -20,8 +20,8 @@ LAYER = CELLS * HEADS * SIZE * 4  # bytes of one layer's keys in float32, 8 MB
 ROPE = jaxkv.make_rope(SIZE)
 core = pytest.mark.core
 
-# The compiler of jax 0.10 can write a part of an array of bfloat16 only by going over all of it. It
-# holds nothing for that, and no other dtype is rewritten.
+# XLA of jax 0.10 rewrites the whole array to update a part of it in bfloat16. This needs no
+# temporary bytes, and no other dtype is rewritten.
 REWRITTEN = ["bfloat16"] if jax.__version_info__ < (0, 12) else []
 
 
@@ -32,7 +32,7 @@ def cache_shapes(dtype="float32", *, streams=1, cells=CELLS, heads=HEADS, **opti
 
 
 def step(cache, ubatch):
-    """What a model does with a cache, and nothing besides; a scan where layers are stacked."""
+    """The cache operations of a model alone; in a scan where layers are stacked."""
     cache = jaxkv.apply(cache, ubatch)
     heads = cache.buffers.k[0].shape[1]
     x = jnp.ones((*ubatch.valid.shape, 2 * heads, SIZE), dequantised_dtype(cache.buffers.k[0]))
@@ -59,9 +59,9 @@ def planned_step(cache):
 
 
 def check(program, *args, tokens=0, dtype="float32"):
-    """Of the first argument, which is donated, no layer is copied.
+    """No layer of the first argument, which is donated, is copied.
 
-    tokens: how many have logits and a mask over all cells, which attention holds anyway.
+    tokens: count of tokens that have logits and a mask over all cells.
     """
     compiled = jax.jit(program, donate_argnums=0).lower(*args).compile()
     layer = LAYER * jnp.dtype(dtype).itemsize // 4
@@ -83,7 +83,7 @@ STEPS += [("int8", 8, True), ("int8", 1, False), ("float32", 8, True)]
 def test_step_copies_no_layer(dtype, tokens, stacked):
     cache = cache_shapes(dtype, stacked=stacked)
     (ubatch,) = jaxkv.init_full(cache, ubatch_size=tokens).ubatches
-    # Of 16 bits and less, and of stacked layers, tiles are read, whose logits alone are held.
+    # For 16 bits or less, and for stacked layers, keys are read by tiles; only logits are stored.
     whole = dtype == "float32" and not stacked
     check(step, cache, ubatch, tokens=tokens if whole else 0, dtype=dtype)
 
@@ -98,7 +98,7 @@ def write_and_look(cache):
 
 
 def loop(cache):
-    """The body of a loop that generates: plan, apply, run."""
+    """The body of a generation loop: plan, apply, run."""
 
     def body(carry):
         return planned_step(carry[0]), carry[1] + 1
@@ -120,14 +120,14 @@ def test_program_copies_no_layer(program, tokens):
 
 @core
 def test_step_of_single_key_head_copies_no_layer():
-    """One token, one key head, in a pool so small that all of it is read at once."""
+    """One token, one key head, in a pool so small that attention reads it at once."""
     cache = cache_shapes(cells=2048, heads=1)
     programs = [jax.jit(planned_step, donate_argnums=which) for which in (0, ())]
     moves, copies = (
         hlo.large_moves(program.lower(cache).compile(), 2048 * SIZE * 4 // 2)
         for program in programs
     )
-    assert moves == [] and copies  # those of what is not donated
+    assert moves == [] and copies  # without donation the cache is copied
 
 
 def step_of_states(cache):
@@ -143,7 +143,7 @@ def step_of_states(cache):
 @core
 @pytest.mark.parametrize(("program", "share"), [(step_of_states, 2), (edited, 100)])
 def test_program_of_states_copies_no_layer(program, share):
-    """A step holds the states of its rows, and never those of all cells; a verb none."""
+    """A step needs space for the states of its rows and not of all cells; a verb needs none."""
     sizes = {"layers": 2, "sequences": 64, "max_rollback": 3}
     states = {"x": ((64, 1024), jnp.float32)}
     cache = jax.eval_shape(partial(recurrent_cache, states=states, **sizes))
@@ -172,7 +172,7 @@ ANSWERS = {
     "check": jaxkv.Cache.check,
     "init_batch": lambda m: jaxkv.init_batch(m, jaxkv.make_batch(jnp.zeros(32, jnp.int32))),
 }
-# What moves keys and values, in one stream and between streams.
+# Verbs that move keys and values, in one stream and between streams.
 MOVES = {
     "update": lambda m: jaxkv.apply(m, jaxkv.init_update(m)),
     "defrag": lambda m: jaxkv.apply(m, jaxkv.defrag_plan(m)),

@@ -1,8 +1,8 @@
-"""The kernels for TPUs and GPUs: random tables, sizes of heads, and what of the buffers they read.
+"""The kernels for TPUs and GPUs: random tables, head sizes, and the tiles that they read.
 
-They are interpreted; on a GPU the one for GPUs runs. `test_attention_matrix.py` has their features;
-what the compilers make of them is in `tests/compilers/test_tpu_compiler.py` and
-`tests/compilers/test_gpu_compiler.py`.
+They run interpreted; on a GPU the GPU kernel runs compiled. `test_attention_matrix.py` tests their
+features, `tests/compilers/test_tpu_compiler.py` and `tests/compilers/test_gpu_compiler.py` compile
+them.
 """
 
 import hypothesis
@@ -20,7 +20,7 @@ from tests.helpers.parametrize import in_lanes
 from tests.helpers.visibility import sight_of_mask
 
 core = pytest.mark.core
-# Said by jax from 0.11 on, about what the kernel for GPUs is written with.
+# jax 0.11 and later warn about Pallas Triton, which the GPU kernel uses.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
 )
@@ -45,7 +45,7 @@ TABLES = [
     last=st.sampled_from([3, 900, (1 << 31) - 1]),
 )
 def test_attend_matches_formula_random_tables(way, window, causal, seed, holes, last):
-    """Also positions near the largest number, to which no width can be added."""
+    """Includes positions near the largest number, where adding the width would overflow."""
     one = case(seed, window=window, causal=causal, holes=holes, last=last, cells=LONG)
     np.testing.assert_allclose(attended(way, *one), one.wanted(), rtol=1e-5, atol=2e-6)
 
@@ -70,7 +70,7 @@ def test_kernel_head_sizes_match_formula(way, dtype, sizes):
 @core
 @pytest.mark.parametrize("way", KERNELS)
 def test_kernel_reads_no_dead_tile(way):
-    """A value that is NaN shows wherever it is multiplied, also by the zero of a hidden cell."""
+    """A NaN value reaches the output if multiplied, also by the zero weight of a hidden cell."""
     q, k, v, looks = case(cells=LONG, holes=0.7)
     live = np.pad(visible(looks).any(1), [(0, 0), (0, 3 * TILE - LONG)])
     live = live.reshape(3, 3, TILE).any(2)
@@ -83,14 +83,14 @@ def test_kernel_reads_no_dead_tile(way):
 @core
 @pytest.mark.parametrize("forks", [1, 32])
 def test_kernel_turns_to_live_tiles_once_for_all_forks(forks):
-    """A prompt of 700 tokens in a pool of 8 tiles, its forks with a token each in the last one."""
+    """A prompt of 700 tokens in a pool of 8 tiles; each fork has one token in the last tile."""
     cells, length, last = 8 * TILE, 700, 8 * TILE - 40
     mask = np.zeros((1, forks, cells), bool)
     mask[:, :, :length] = True
     mask[0, range(forks), range(last, last + forks)] = True
     seen = sight_of_mask(mask, [0], 1)
     assert find_active_tiles(seen, pallas_tpu._max_tokens_per_block(4)).num_active_tiles == 3
-    # The kernel for GPUs has smaller tiles, and blocks of 64 queries.
+    # The GPU kernel has smaller tiles, and blocks of 64 queries.
     q, k = (jnp.zeros((1, *shape, 128), jnp.bfloat16) for shape in ((forks, 32), (8, cells)))
     cut = pallas_gpu.choose_tiling(q, k, k)
     blocks = -(-4 * forks // cut.queries)

@@ -1,4 +1,4 @@
-"""A program is that of the platform it is lowered for, wherever it is traced."""
+"""The platform of lowering selects the program, also if traced on another."""
 
 import functools
 from functools import partial
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.core
 
 @functools.cache
 def step_for(platform, *, tokens=1, size=64, dtype="float32", implementation=None, gpu=None):
-    """Writing and attending in a layer, as text; `gpu` is the one that programs are made for."""
+    """The lowered text of a layer's write and attention; `gpu` is the target device's name."""
 
     sizes = dict(layers=1, cells=8192, kv_heads=2, head_dim=size, dtype=dtype)
     cache = jax.eval_shape(partial(attention_cache, **sizes))
@@ -61,7 +61,7 @@ def test_lowered_for_tpu_runs_kernel():
     assert "tpu_custom_call" not in step_for("tpu", dtype="float16")
 
 
-# Said by jax from 0.11 on, about what the kernel is written with.
+# jax 0.11 and later warn about Pallas Triton, which the kernel uses.
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="the GPU that is there is known")
 def test_lowered_for_known_gpu_runs_kernel():

@@ -1,6 +1,6 @@
-"""Caches of 8 bits, of latent values, and of layers in one array, beside plain ones of float32.
+"""Caches of 8 bits, of latents and of stacked layers, against plain float32 caches.
 
-A plain cache holds the numbers that the other one stores, and does what that one does.
+The plain cache contains the numbers that the other one stores, and gets the same verbs.
 """
 
 from contextlib import nullcontext
@@ -86,7 +86,7 @@ def held(cache):
 
 
 def plain_of(cache):
-    """A cache of float32 on one device that holds the same numbers, each layer apart."""
+    """A float32 cache on one device with the same numbers, one array per layer."""
     table, buffers = cache.table, cache.buffers
     k, v = (tuple(map(jnp.asarray, half)) for half in held(cache))
     table = jax.tree.map(np.asarray, table.with_sharding_rules(None))
@@ -94,7 +94,7 @@ def plain_of(cache):
 
 
 def arrays_for(ubatch, form, seed=0):
-    """Queries, new keys and values of all layers, and what is stored of the latter."""
+    """Queries, new keys and values of all layers, and the keys and values after storage."""
     rng, shape = np.random.default_rng(seed), (LAYERS, *ubatch.valid.shape)
     heads = (2 * HEADS, HEADS, HEADS)
     q, k, v = (rng.normal(size=(*shape, h, SIZE)).astype(np.float32) for h in heads)
@@ -105,7 +105,7 @@ def arrays_for(ubatch, form, seed=0):
 
 
 def assert_alike(cache, plain, atol=2e-6):
-    """The tables are the same, and so is what the cells in use hold."""
+    """The tables are equal, and so are the numbers of used cells."""
     for name in ("position", "owners", "shift"):
         np.testing.assert_array_equal(*(getattr(one.table, name) for one in (cache, plain)))
     used = np.asarray(cache.table.position)[:, None, :, None] >= 0
@@ -120,7 +120,7 @@ def planned(cache, rows, sequences):
 
 
 def told(cache, form, rows=((1, 1), (1, 1)), sequences=(1, 2)):
-    """A cache with more tokens; these read what they read of a plain one."""
+    """A cache with more tokens; their attention is compared with that of a plain cache."""
     plain, rows = plain_of(cache), [*map(list, rows)]
     pairs = zip(*(planned(one, rows, [*sequences]) for one in (cache, plain)), strict=True)
     for seed, (ubatch, other) in enumerate(pairs):
@@ -133,7 +133,7 @@ def told(cache, form, rows=((1, 1), (1, 1)), sequences=(1, 2)):
 
 
 ROUNDED = {"int8": 0.06, "float8_e4m3fn": 0.7}
-"""How far keys of up to 4 may be off once they were moved, see `jaxkv.ops.rotation`."""
+"""Error bounds for keys of up to 4 after a rotation, see `jaxkv.ops.rotation`."""
 
 VERBS = [
     lambda m: jaxkv.seq_cp(m, 0, [1, 3], 0, 3).cache,
@@ -164,7 +164,7 @@ LIVES = [
     ("form", "sizes", "mode", "axes"), in_lanes(LIVES, fast=[], core=LIVES[:4]), ids=str
 )
 def test_storage_form_life_matches_plain_cache(form, sizes, mode, axes):
-    """Each verb is done on the cache, on a mesh if there are axes, and on a plain one."""
+    """Each verb edits the cache (on a mesh if there are axes) and a plain one."""
     cache, form = make(**FORMS[form], **SIZES[sizes]), FORMS[form]
     with jax.set_mesh(mesh_of(mode, **axes)) if axes else nullcontext():
         if axes:
@@ -185,7 +185,7 @@ def test_storage_form_life_matches_plain_cache(form, sizes, mode, axes):
 
 @pytest.mark.parametrize("name", in_lanes(FORMS, fast=[], core=["latent", "stacked int8"]))
 def test_snapshot_storage_form_goes_on_as_plain_cache(name):
-    """Also where a cache of other sizes takes it in; files do not know of stacked layers."""
+    """Also loaded into a cache of other sizes; files do not record that layers are stacked."""
     form = FORMS[name]
     cache = told(make(**form, streams=2), form, [[1, 2, 3], [4, 5], [6, 7]], (1, 2, 0))
     data, plain = snapshot.save(cache), snapshot.save(plain_of(cache))
@@ -236,7 +236,7 @@ def test_vmap_over_caches_of_a_storage_form_matches_each():
 @core
 @pytest.mark.parametrize("name", ["int8", "latent", "stacked"])
 def test_attend_derivatives_of_storage_form_match_plain_cache(name):
-    """Quantised keys and values have none; those of queries go through what is stored."""
+    """Quantised keys and values have no derivative; those of queries use the stored numbers."""
     form = FORMS[name]
     cache = told(make(**form, streams=2), form)
     (ubatch,) = planned(cache, [[1], [2]], [3, 1])
@@ -259,7 +259,7 @@ def test_attend_derivatives_of_storage_form_match_plain_cache(name):
 
 BROKEN = [
     ({}, "v", np.inf, 0),
-    ({"dtype": "float16"}, "v", 7e4, 0),  # finite, but not in float16
+    ({"dtype": "float16"}, "v", 7e4, 0),  # finite, but overflows float16
     (FORMS["int8"], "k", np.nan, 0),
     (FORMS["latent"], "k", np.inf, 0),
     (FORMS["latent"], "k", np.inf, 6),
@@ -270,12 +270,12 @@ BROKEN = [
 @core
 @pytest.mark.parametrize(("form", "half", "bad", "where"), BROKEN, ids=str)
 def test_attend_nonfinite_head_becomes_nan_key_and_zero_value(form, half, bad, where):
-    """It shows in the tokens that see it, in the query heads that read it, and nowhere else."""
+    """It shows in tokens that attend to it, in query heads that read it, and nowhere else."""
     cache, latent = make(**form), "value_dim" in form
     (ubatch,) = jaxkv.init_batch(cache, make_batch([[1, 2, 3], [4, 5, 6]])).ubatches
     q, (k, v), _ = arrays_for(ubatch, form)
     clean, wanted = attended(cache, ubatch, q, k, v)
-    k, v = k.copy(), None if latent else v.copy()  # those that were passed may still be read
+    k, v = k.copy(), None if latent else v.copy()  # keep the passed arrays unchanged
     {"k": k, "v": v}[half][0, 0, 4, 1, where] = bad  # layer 0, token 1 of sequence 1, head 1
     broken, out = attended(cache, ubatch, q, k, v)
 
@@ -301,7 +301,7 @@ CODES = [("int8", 160), ("float8_e4m3fn", 160), ("int8", 64), ("float8_e4m3fn", 
 
 @pytest.mark.parametrize(("dtype", "size"), in_lanes(CODES, fast=CODES[:1], core=CODES[1:2]))
 def test_encoded_matches_numpy(size, dtype):
-    """Also of zeros, of the largest and the smallest numbers, and of what is not finite."""
+    """Includes zeros, the largest and smallest numbers, and non-finite ones."""
     rng = np.random.default_rng(size)
     x = rng.normal(size=(2, 50, size)).astype(np.float32)
     x *= np.float32(10.0) ** rng.integers(-30, 30, (2, 50, 1))
@@ -331,7 +331,7 @@ def test_layout_stacked_layers_are_split_as_layers_apart():
     assert jaxkv.sharding.device_bytes(one, mesh, rules) == jaxkv.sharding.device_bytes(
         other, mesh, rules
     )
-    one = jax.eval_shape(partial(make, stacked=True))  # of one stream, which nothing splits
+    one = jax.eval_shape(partial(make, stacked=True))  # one stream, which nothing splits
     specs = shardings(one, mesh, rules).buffers.k[0].spec
     assert not specs[0] and specs[1] == "tensor"
 
@@ -345,7 +345,7 @@ def test_model_int8_cache_keeps_dtype_of_states():
 
 
 def test_latent_bad_values_raise():
-    """Also where a layer is given values, or a layer with values of its own is not."""
+    """Also values for a layer of latents, or none for a layer that has values."""
     cache = make(value_dim=(PART, 5))
     (ubatch,) = jaxkv.init_full(cache, ubatch_size=1).ubatches
     q, k = (jnp.ones((*ubatch.valid.shape, n, SIZE)) for n in (2 * HEADS, HEADS))

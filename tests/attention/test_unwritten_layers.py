@@ -1,4 +1,4 @@
-"""A layer that lacks tokens which the table holds is read as NaN, until it lacks none."""
+"""A layer without the keys of tokens that the table contains is read as NaN, until it has all."""
 
 from functools import partial
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.core
 
 @partial(jax.jit, static_argnames="layers")
 def step(cache, ubatch, layers=(0, 1)):
-    """Apply a ubatch and write some of the layers; the cache, and what all layers give."""
+    """Apply a ubatch and write some layers; return the cache and the outputs of all layers."""
     cache = jaxkv.apply(cache, ubatch)
     q = jax.numpy.zeros((*ubatch.valid.shape, 4, 4))
     saw = []
@@ -43,14 +43,14 @@ def step(cache, ubatch, layers=(0, 1)):
 
 
 def plan(cache, *counts):
-    """Plan as many next tokens, 2 at most, for each of four sequences, in rows of one shape."""
+    """Plan `counts` (at most 2) next tokens for each of four sequences, in rows of one shape."""
     shape = cache.table.spec.sequences, 2
     counts = (np.resize(counts, shape[0]) * (np.arange(shape[0]) < 4))[:, None]
     return plan_rows(cache, np.ones(shape, int), np.arange(2) < counts).check().ubatches[0]
 
 
 def gives_nan(saw):
-    """Which layers give NaN to any token."""
+    """Which layers have a NaN output."""
     return [bool(np.isnan(out).any()) for out in saw]
 
 
@@ -72,7 +72,7 @@ def test_layer_that_lacks_tokens_reads_nan_until_it_lacks_none(kind):
     assert gives_nan(step(mixed, plan(mixed, 1))[1]) == [False, True]
     with pytest.raises(ValueError, match="expected every layer to hold all tokens of sequence 0"):
         snapshot.save(lacking)
-    after, saw = step(lacking, plan(lacking, 1))  # what is written later does not bring them
+    after, saw = step(lacking, plan(lacking, 1))  # later writes do not fill them in
     assert gives_nan(saw) == [False, True]
 
     for later in (lacking, after):

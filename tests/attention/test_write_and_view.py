@@ -1,4 +1,4 @@
-"""Writing and looking apart: `attend` is `write_kv`, `read_kv`, and attention over that."""
+"""`attend` equals `write_kv`, `read_kv`, and attention over the result."""
 
 from functools import partial
 
@@ -51,7 +51,7 @@ def test_attend_is_write_view_and_formula(kind, causal):
         assert_identical(cache, after)
         np.testing.assert_allclose(seen(cache, layer, ubatch, q, **look), wanted, **CLOSE)
         looked, out = jaxkv.attend(cache, layer, ubatch, q, causal=causal)
-        assert_identical(looked, cache)  # nothing is written
+        assert_identical(looked, cache)  # no write
         np.testing.assert_allclose(out, wanted, **CLOSE)
 
 
@@ -92,7 +92,7 @@ def test_scatter_gather_and_copy_run_move_bits(dtype):
     array, many = (jnp.asarray(rng.normal(size=(S, HEADS, N, D)), dtype) for _ in range(2))
     for streams, slots in (
         ([2], [5]),  # a single key for each head
-        ([0, 2, 2, 1], [39, 0, N, N + 1]),  # of which two go nowhere
+        ([0, 2, 2, 1], [39, 0, N, N + 1]),  # two of these are outside
         ([[0], [2]], [[1, 4], [1, 1 << 30]]),  # rows of tokens, a stream each
     ):
         where = jnp.asarray(streams), jnp.asarray(slots)
@@ -119,7 +119,7 @@ def test_scatter_single_key_of_single_head():
 
 
 def look(cache, layer):
-    """Attend in a layer that is known as an integer, and traced else."""
+    """Attend in a layer given as an integer, or traced."""
     cache, ubatch = applied(cache)
     attend = jaxkv.attend if type(layer) is int else jax.jit(jaxkv.attend)
     return attend(cache, layer, ubatch, *arrays_for(ubatch))[1]
@@ -132,11 +132,11 @@ def test_write_and_view_bad_arguments_raise():
     names = dict(zip("qkv", arrays_for(ubatch), strict=True), m=cache, u=ubatch, gone=gone)
     for call, outcome in mistakes("layers"):
         assert_raises(call, outcome, globals() | names)
-    assert np.isfinite(look(STACKED.make(), 1)).all()  # a layer that is known
+    assert np.isfinite(look(STACKED.make(), 1)).all()  # a static layer
 
 
 def test_stacked_cache_takes_traced_layer():
-    """A number that is no layer's is written nowhere, and what is read there is NaN."""
+    """An index outside of the layers writes nothing and reads NaN."""
     cache, ubatch = applied(lived_in(STACKED))
     q, k, v = arrays_for(ubatch)
 

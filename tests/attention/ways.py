@@ -1,4 +1,4 @@
-"""The ways in which attention can be computed, as functions of the same arrays."""
+"""The implementations of attention, as functions of the same arrays."""
 
 from functools import partial
 
@@ -17,7 +17,7 @@ def on_masks(q, k, v, visibility, options):
 
 
 def closing(weigh):
-    """Do what `dispatch.attend` does around an implementation."""
+    """Wrap an implementation as `dispatch.attend` does."""
 
     def attend(q, k, v, visibility, options):
         sums = weigh(q, k, v, visibility, options)
@@ -32,7 +32,7 @@ WEIGH = {
         cuda=pallas_gpu.partial_attention,
         default=partial(pallas_gpu.partial_attention, interpret=True),
     ),
-    "elsewhere": dispatch.attend_by_shapes,  # neither a processor nor a kernel
+    "elsewhere": dispatch.attend_by_shapes,  # neither a CPU nor a kernel
 }
 WAYS = {
     "default": dispatch.attend,

@@ -1,4 +1,4 @@
-"""Plans of up to 8 tokens, padded to as many, so that a cache of one stream needs one program."""
+"""Plans of up to 8 tokens, padded to 8, so that a cache of one stream needs one program."""
 
 import functools
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ def plan_of(
     positions: Sequence[int] | None = None,
     sets: Sequence[Sequence[int]] | None = None,
 ) -> jaxkv.Plan:
-    """Plan tokens, or so many of them; `sets` gives each token up to 3 sequences."""
+    """Plan tokens, or a number of them; `sets` gives each token up to 3 sequences."""
     tokens = [1] * tokens if isinstance(tokens, int) else tokens
     if sets is None:
         ids = np.broadcast_to(sequences, len(tokens))
@@ -34,7 +34,7 @@ def plan_of(
 
 
 def tell(cache: Any, tokens: int | Sequence[int], sequences: Any = 0) -> tuple[Any, jax.Array]:
-    """Run tokens that fit; the cache, and the logits of the last of each sequence."""
+    """Run tokens that fit; return the cache, and the logits of each sequence's last token."""
     plan = plan_of(cache, tokens, sequences).check()
     cache, logits = think(cache, plan.ubatches[0])
     return cache, plan.gather_outputs([logits])
@@ -42,20 +42,20 @@ def tell(cache: Any, tokens: int | Sequence[int], sequences: Any = 0) -> tuple[A
 
 @functools.cache
 def told(*counts: int) -> Any:
-    """Make a small cache with so many tokens for sequences 0, 1, ...; 8 in all at most."""
+    """Make a small cache with `counts` tokens of sequences 0, 1, ...; at most 8 in total."""
     sequences = np.repeat(np.arange(len(counts)), counts)
     return tell(SMALL.make(), range(1, 1 + len(sequences)), sequences)[0]
 
 
 def one_by_one(cache: Any, count: int, seq: int = 0) -> Any:
-    """Apply so many tokens of a sequence in turn; keys and values are not written."""
+    """Apply `count` tokens of a sequence one after the other, without writing keys and values."""
     for _ in range(count):
         cache = jaxkv.apply(cache, plan_of(cache, 1, seq).check())
     return cache
 
 
 def resumable(cache: Any, seq: int = 0, visible_until: int = 10) -> list[int]:
-    """List the positions at which a token of a sequence would see all that it should."""
+    """List the positions at which a sequence can continue."""
     return [pos for pos in range(visible_until) if cache.can_resume(seq, pos)]
 
 

@@ -1,4 +1,4 @@
-"""Caches of four sequences in one stream, in two and in four, and what their sequences hold."""
+"""Caches of four sequences in one, two and four streams, and the contents of their sequences."""
 
 import functools
 
@@ -15,7 +15,7 @@ FOUR = Kind("four-streams", cells=8, sequences=4, streams=4)
 
 @functools.cache
 def fed(kind, *lengths):
-    """A cache in which sequences 0, 1, 2 ... have up to 8 tokens; none may donate it."""
+    """A cache in which sequences 0, 1, 2 ... have up to 8 tokens; donating it is not allowed."""
     tokens = np.random.default_rng(0).integers(1, 9, (kind.sequences, 8), np.int32)
     valid = np.arange(8) < np.pad(lengths, (0, kind.sequences - len(lengths)))[:, None]
     (ubatch,) = plan_rows(kind.make(), tokens, valid).ubatches
@@ -23,7 +23,7 @@ def fed(kind, *lengths):
 
 
 def noisy(cells, kind):
-    """A cache from a drawing (`drawn`), whose cells all have other keys and values."""
+    """A cache from a drawing (`drawn`), with different keys and values in all cells."""
     table, buffers = split(drawn(cells, kind))
     keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(buffers))))
     return merge(table, jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape), buffers))

@@ -1,8 +1,8 @@
-"""Random verbs on a cache and its oracles, which say the same after each.
+"""Random verbs on a cache and its oracles, compared after each verb.
 
-Every token signs its key and value with its sequence, position, number, layer and head, and every
-state names all tokens that it has seen. So what is in the wrong place, left over or lost is found,
-and so is a wrong mask. See `tests.helpers.reference_caches` and `tests.helpers.edit_sequences`.
+Each token's key and value encode its sequence, position, number, layer and head; each state names
+all its tokens. The comparison detects misplaced, stale and lost entries and wrong masks. See
+`tests.helpers.reference_caches` and `tests.helpers.edit_sequences`.
 """
 
 import random
@@ -23,7 +23,7 @@ seven = st.lists(ids, min_size=7, max_size=7)
 aheads = st.sampled_from([None, 0, 3])
 
 FEW = [0, 1, 2, 31, 32, 39]
-"""Sequences of many: those on both sides of the border between two words of owners."""
+"""Some of 40 sequences: those next to the border between two words of owners."""
 
 
 def tree_of(rng: random.Random, pool: list[int], count: int) -> list[list[int]]:
@@ -42,7 +42,7 @@ def tree_of(rng: random.Random, pool: list[int], count: int) -> list[list[int]]:
 def nearly_right(
     twin: reference_caches.Twin, rng: random.Random, pool: list[int], count: int
 ) -> list[list[int]]:
-    """Sets of a random tree of sequences that hold the same cells; of some trees not quite."""
+    """Sets of a random tree of sequences that own the same cells; some trees have an error."""
     seq = rng.choice(pool)
     alike = [
         other for other in pool if all(one.holds(other) == one.holds(seq) for one in twin.oracles)
@@ -57,10 +57,10 @@ class Machine(RuleBasedStateMachine):
     """The verbs, in any order. Sequence numbers are drawn large and taken modulo Q.
 
     counts: the tokens of a batch, few and many.
-    moves: the runs of cells that a defrag moves at most, in part and as a whole.
-    looks_ahead: whether tokens may look ahead of themselves.
-    sets: whether there are tokens of several sequences.
-    parts: whether tokens of one sequence are cut in parts, where all go into one ubatch otherwise.
+    moves: the runs of cells that a defrag moves at most, partial and complete.
+    looks_ahead: whether tokens may attend to later positions.
+    sets: whether tokens may have several sequences.
+    parts: whether tokens of a sequence are split into several ubatches, otherwise put into one.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Machine(RuleBasedStateMachine):
 
     @contextmanager
     def only(self, *named: int) -> Iterator[None]:
-        """Sequences that a verb does not name see the same before and after it."""
+        """Sequences that a verb does not name attend to the same cells before and after it."""
         others = {*map(self.seq, range(len(FEW)))} - {*named}
 
         def seen() -> list[Any]:
@@ -119,7 +119,7 @@ class Machine(RuleBasedStateMachine):
         ahead=aheads,
     )
     def decode_at(self, numbers: list[int], slips: list[int], ahead: int | None) -> None:
-        """Positions that are right or nearly so."""
+        """Decode at positions that are correct or off by a small number."""
         sequences = [*map(self.seq, numbers)]
         positions: list[int] = []
         for i, (seq, slip) in enumerate(zip(sequences, slips, strict=True)):
@@ -131,7 +131,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.sets)
     @rule(number=ids, seed=ids, later=st.booleans())
     def decode_sets(self, number: int, seed: int, later: bool) -> None:
-        """Tokens of several sequences that agree so far, or nearly so; or a plan of them."""
+        """Decode or plan tokens of several sequences that are equal so far, or nearly equal."""
         rng, stream = random.Random(seed), self.twin.oracles[0].stream
         few = {*map(self.seq, range(len(FEW)))}
         beside = sorted(seq for seq in few if stream(seq) == stream(self.seq(number)))
@@ -145,7 +145,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(many=st.booleans(), numbers=seven, in_parts=st.booleans())
     def plan(self, many: bool, numbers: list[int], in_parts: bool) -> None:
-        """Plan, and leave it for later."""
+        """Plan now and apply later."""
         sequences = [*map(self.seq, numbers[: self.counts[many]])]
         if in_parts and self.parts:
             self.kept = self.twin.plan([sequences[0]] * 7, in_parts=True)
@@ -155,11 +155,11 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.kept is not None)
     @rule(late=st.booleans(), ahead=aheads)
     def try_kept_plan(self, late: bool, ahead: int | None) -> None:
-        """Run an old plan, perhaps from its last ubatch: what is stale changes nothing."""
+        """Run an old plan, perhaps from its last ubatch: stale ubatches change no cell."""
         plan, parts = self.kept
         steps = [*zip(plan.ubatches, parts, strict=True)] if plan.ok else []
         for ubatch, part in reversed(steps) if late else steps:
-            of_sets = ubatch.shared_with is not None  # these look no further than themselves
+            of_sets = ubatch.shared_with is not None  # these tokens attend to no later position
             self.twin.step(ubatch, part, ahead if self.looks_ahead and not of_sets else None)
 
     @rule(number=ids, p0=edges, p1=edges)
@@ -169,7 +169,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(number=ids, back=st.integers(0, 5))
     def cut(self, number: int, back: int) -> None:
-        """Take back the last few tokens."""
+        """Roll back the last few tokens."""
         start = max(self.twin.oracles.reached(self.seq(number)) + 1 - back, 0)
         self.seq_rm(number, start, -1)
 
@@ -180,7 +180,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(src=ids, dst=ids)
     def fork(self, src: int, dst: int) -> None:
-        """What callers do with `seq_cp`: a whole sequence, onto one that is forgotten first."""
+        """Typical use of `seq_cp`: copy a whole sequence to a removed one."""
         if self.seq(src) != self.seq(dst):
             self.seq_rm(dst, 0, -1)
             self.seq_cp(src, [dst, dst], 0, -1)
@@ -202,7 +202,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(how=st.sampled_from(["range", "others", "all"]), number=ids, p0=edges, p1=edges)
     def forget(self, how: str, number: int, p0: int, p1: int) -> None:
-        """Take something from several sequences."""
+        """Remove cells of several sequences."""
         if how == "range":
             self.twin.seq_rm(-1, p0, p1)
         elif how == "others":
@@ -230,7 +230,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def back_to_the_value(self) -> None:
-        """An old cache is a value: it is still there, buffers and all."""
+        """Return to an old cache, which is unchanged, buffers included."""
         self.twin.return_to(self.past)
 
     @invariant()
@@ -239,7 +239,7 @@ class Machine(RuleBasedStateMachine):
 
 
 class Verbs(Machine):
-    """The machine of a cache that attends alone."""
+    """The machine of a cache with attention only."""
 
     def __init__(self, kind: Kind, *, in_rows: bool = False, **options: Any) -> None:
         super().__init__(
@@ -248,7 +248,7 @@ class Verbs(Machine):
 
 
 class StateVerbs(Machine):
-    """The machine of a cache with states, whose options are those of `edit_sequences.Twin`."""
+    """The machine of a cache with states, with the options of `edit_sequences.Twin`."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         super().__init__(edit_sequences.Twin(**options), parts=True)

@@ -1,4 +1,4 @@
-"""What callers pass is checked before it is cast: mistakes, with what each raises."""
+"""Arguments are checked before they are cast: a list of mistakes and their exceptions."""
 
 import functools
 from functools import partial
@@ -21,7 +21,6 @@ STATE = {"x": ((), jnp.float32)}
 
 @functools.cache
 def small():
-    """Sequence 0 of two tokens and 1 of one; sequence 2 is empty."""
     return drawn("0{0} 1{0} 0{1}")
 
 
@@ -78,7 +77,7 @@ def recurrent(states=STATE, layers=1, **options):
 
 
 def beside(**options):
-    """A fork shares cells in one stream and copies them between several: in both parts alike."""
+    """A hybrid cache; both parts share forks in a stream and copy them between streams."""
     return compose_hybrid_cache((kv(), (0, 1)), (recurrent(**options), (2,)))
 
 
@@ -108,7 +107,7 @@ def on_lost_buffers():
 
 
 def joined(make):
-    """A table with the buffers of a cache for more sequences, each with a stream."""
+    """A table with the buffers of a cache that has more sequences and streams."""
     return merge(make().table, make(sequences=2, streams=2).buffers)
 
 

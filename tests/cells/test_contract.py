@@ -1,4 +1,4 @@
-"""Each kind of table has all that `CacheTable` asks for, with the names of its arguments."""
+"""Each kind of table has all methods of `CacheTable`, with the same argument names."""
 
 import inspect
 
@@ -18,7 +18,7 @@ METHODS = [
 
 
 def arguments(method):
-    """The names of a method's arguments, but for the table itself and options given by name."""
+    """The names of a method's arguments, except the table and keyword-only options."""
     first, *others = inspect.signature(method).parameters.values()
     assert first.name in ("self", "table", "cells", "states")
     return [one.name for one in others if one.kind not in BY_NAME]

@@ -1,4 +1,4 @@
-"""`seq_cp` and `seq_select` in one stream, between some and between one for each sequence."""
+"""`seq_cp` and `seq_select` with one stream, with some, and with one for each sequence."""
 
 from dataclasses import replace
 
@@ -19,9 +19,9 @@ WIDE = Kind("wide", cells=12, sequences=80, streams=2)
 
 
 def assert_copied(cache, copied, parents, *bounds, merges=False):
-    """Each sequence has the texts of its parent in a range; all others have what they had.
+    """Each sequence has its parent's tokens in a range; all others are unchanged.
 
-    Within a stream a copy `merges` with what its target had.
+    Within a stream a copy `merges` with the tokens of its target.
     """
     old, new = texts_of(cache), texts_of(copied)
     first, end = bounds or (0, 2**31)
@@ -49,7 +49,7 @@ def assert_copied(cache, copied, parents, *bounds, merges=False):
             TWO, "2{0}+2 3{0}+2 4{0}+2 0{1} | 0{2} 1{2} 0{3}", [3, 2], 3,
             "2{0}+2 3{0}+2 4{0}+2 0{1} | 3{2,3}+2 4{2,3}+2",
         ),
-        # A range without tokens (trap 31): targets of its stream merge, the others hold nothing.
+        # A range without tokens (trap 31): targets in its stream merge, the others are emptied.
         (TWO, "0{0} 0{1} | 0{2} 0{3}", [1, 3], 5, "0{0} 0{1} | 0{2}"),
         (
             FOUR, "2{0}+2 3{0}+2 4{0}+2 | 0{1} 1{1} | 0{2} | 0{3} 1{3} 2{3} 5{3}", [1, 3], 3,
@@ -58,10 +58,10 @@ def assert_copied(cache, copied, parents, *bounds, merges=False):
     ],
 )  # fmt: skip
 def test_seq_cp_shares_in_a_stream_and_copies_to_others(kind, before, dst, first, after):
-    """Any range (trap 30), with the rotations that keys are owed (trap 33, trap 34), and at once.
+    """Any range (trap 30), with pending shifts (trap 33, trap 34), and immediately.
 
-    llama.cpp copies with the next decode, and saving, restoring or clearing before it goes wrong
-    (trap 32, trap 35, trap 36, trap 37).
+    llama.cpp copies in the next decode; saving, restoring or clearing before that fails (trap 32,
+    trap 35, trap 36, trap 37).
     """
     cache = noisy(before, kind)
     copied = jaxkv.seq_cp(cache, 0, dst, first).cache
@@ -95,14 +95,14 @@ def test_copy_donated_is_the_same_and_deletes(copy, kind, cells, args):
 
 def test_seq_cp_more_cells_than_a_chunk():
     cache, targets = noisy(" ".join(f"{i}{{0}}" for i in range(520)), LONG), [5, 2, 4]
-    for end in (CHUNK + 1, 519):  # the first cell of the second chunk is the last one, or is not
+    for end in (CHUNK + 1, 519):  # the second chunk's first cell is the last one, or is not
         copied = jaxkv.seq_cp(cache, 0, targets, 3, end).cache
         assert_copied(cache, copied, dict.fromkeys(targets, 0), 3, end)
         assert copied.num_used_cells() == 520 + (end - 3) * 2
 
 
 def refused(cache, *args):
-    """Whether a copy is refused and changes nothing, inside of `jit` and outside."""
+    """Whether a copy is refused and leaves the cache unchanged, with and without `jit`."""
     answers = [copy(cache, *args) for copy in (jaxkv.seq_cp, jax.jit(jaxkv.seq_cp))]
     for same, _ in answers:
         assert_identical(same, cache)
@@ -110,7 +110,7 @@ def refused(cache, *args):
 
 
 def test_seq_cp_hybrid_copies_in_all_parts_or_none():
-    """The part with a window has cells to take, the other one has not."""
+    """The part with a window can evict cells, the other one cannot."""
     kinds = replace(NEAR, windows=(None,)), NEAR
     parts = [drawn("0{0} 1{0} 2{0} | 0{2} 1{2} 2{2} 3{2}", kind) for kind in kinds]
     assert [jaxkv.seq_cp(part, 0, [1, 3]).ok.item() for part in parts] == [False, True]
@@ -135,7 +135,7 @@ def test_seq_cp_two_words_of_owners():
 
 @pytest.mark.parametrize("kind", [TWO, FOUR], ids=lambda kind: kind.name)
 def test_seq_select_sequences_change_places(kind):
-    """Between streams; what is copied is not taken, though it has no owner any more."""
+    """Between streams; a copied cell stays the source although it has no owner any longer."""
     cells = "0{0} 1{0} 2{0} 0{1} | 0{2} 1{2}" if kind is TWO else "0{0} 1{0} 2{0} | 0{1} | 0{2}"
     cache = noisy(cells, kind)
     for select in (jaxkv.seq_select, jax.jit(jaxkv.seq_select)):

@@ -1,4 +1,4 @@
-"""Closing gaps: complete, in chunks of any size, with the tokens of every sequence as they were."""
+"""Defragmentation: complete or in chunks of any size; the tokens of all sequences are unchanged."""
 
 import pytest
 
@@ -11,7 +11,7 @@ POOL = Kind("pool", cells=24, sequences=2)
 
 
 def holed(keep, kind=POOL):
-    """A cache of which the cells in `keep` are used, the first half of the cells by sequence 0."""
+    """A cache whose cells in `keep` are used; sequence 0 owns those in the first half."""
     half = kind.cells // 2
     cells = [f"{i % half}{{{i // half}}}" if i in keep else "." for i in range(kind.cells)]
     return noisy(" ".join(cells), kind)
@@ -32,7 +32,7 @@ def test_defrag_repeated_closes_all_gaps(max_moves):
             rounds += 1
             assert rounds <= (1 if max_moves is None else 12)
         assert "." not in drawing(cache).split()
-        assert jaxkv.apply(cache, plan) is cache  # nothing to do costs nothing
+        assert jaxkv.apply(cache, plan) is cache  # returns the same object
 
 
 @core

@@ -1,8 +1,7 @@
-"""Every small argument of every verb, on tables that a short random life has left.
+"""Every small argument of every verb, on tables after a short random run.
 
-The machines of `test_stateful` go far and see few arguments at each place. Here each verb is
-computed for all of them at once, traced, and the tables that come of it are compared with those of
-the oracle. Buffers are not compared.
+The machines of `test_stateful` run longer with few arguments at each step. Here one traced program
+computes a verb for all arguments, and tables (not buffers) are compared with those of the oracle.
 """
 
 import functools
@@ -31,7 +30,7 @@ TWINS = {
 
 
 def arguments(verb, count):
-    """All small arguments of a verb, for a cache of so many sequences; unknown ids too."""
+    """All small arguments of a verb for a cache of `count` sequences, unknown ids included."""
     ids, none = range(count), [-2, count]
     ways = {
         "seq_rm": product([-1, *ids, *none], RANGES),
@@ -39,7 +38,7 @@ def arguments(verb, count):
         "seq_keep": product([*ids, *none]),
         "seq_add": product(ids, RANGES, range(-3, 4)),
         "seq_div": product(ids, RANGES, range(1, 4)),
-        "seq_select": product(ids, ids, range(len(pairs_of(count)))),  # two parents, their targets
+        "seq_select": product(ids, ids, range(len(pairs_of(count)))),  # parents, target pair
     }
     flat = ([*map(np.ravel, one)] for one in ways[verb])
     return np.array([np.concatenate(one) for one in flat], np.int32)
@@ -67,9 +66,9 @@ resuming = jax.jit(jax.vmap(jaxkv.Cache.can_resume, in_axes=(None, 0, 0)))
 
 
 def edited(oracle, verb, args):
-    """What an oracle holds after a verb, and whether that was granted; an unknown id does nothing.
+    """Apply a verb to a fork of an oracle; an unknown id changes no cell.
 
-    In `seq_rm` alone -1 stands for all sequences.
+    -1 means all sequences in `seq_rm` only.
     """
     oracle, count = oracle.fork(), oracle.sequences
     ids = args[: {"seq_cp": 2, "seq_select": 2}.get(verb, 1)]
@@ -83,7 +82,7 @@ def edited(oracle, verb, args):
 
 
 def of_oracle(oracle):
-    """The table of an oracle, in a form that is compared with `of_table`."""
+    """The table of an oracle, comparable with `of_table`."""
     if isinstance(oracle, Oracle):
         return {place: (c.position, c.owners, c.shift) for place, c in oracle.cells.items()}
     positions = [[state.position for state in states] for states in oracle.states.values()]
@@ -91,11 +90,11 @@ def of_oracle(oracle):
 
 
 def of_table(table):
-    """Cells of a table; or positions and how many states."""
+    """The used cells of a table; or the positions and the number of states."""
     if hasattr(table, "owners"):
         return cells_of(table)
     there = table.position >= 0
-    assert not there[:, :-1][~there[:, 1:]].any()  # the current one is the last
+    assert not there[:, :-1][~there[:, 1:]].any()  # the current state is last
     sharing = len(there) // len(table.cell_hash)
     where = {(seq // sharing, int(table.cell[seq, pair])) for seq, pair in np.argwhere(there)}
     positions = [mine[has].tolist() for mine, has in zip(table.position, there, strict=True)]
@@ -103,7 +102,7 @@ def of_table(table):
 
 
 def ends_of(table):
-    """Where the sequences of a table end."""
+    """The last position of each sequence of a table."""
     if not hasattr(table, "owners"):
         return table.position[:, -1].tolist()
     held = [[-1] for _ in table.evicted_below]
@@ -114,9 +113,9 @@ def ends_of(table):
 
 
 def lives(twin, count):
-    """Lead a cache and its oracle through a short random life, and stop now and then."""
+    """Apply a short random run to a cache and its oracle; yield at intervals."""
     rng = random.Random(1)
-    for _ in range(3):  # a window takes cells from it
+    for _ in range(3):  # a window evicts some of their cells
         twin.decode([0] * 4)
     for _ in range(3):
         for _ in range(2):

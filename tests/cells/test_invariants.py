@@ -1,4 +1,4 @@
-"""`Cache.check` counts what is wrong with a table by name."""
+"""`Cache.check` counts violated invariants of a table by name."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ def broken(cache, field, where, value):
     ],
 )
 def test_check_invariants_names_what_is_wrong_with_cells(field, where, value, wrong):
-    """Trap 57: llama.cpp keeps a cell without an owner, used for ever."""
+    """Trap 57: llama.cpp keeps a cell without an owner as used for ever."""
     cache = filled(2, 1)
     assert counted(SMALL.make()) == counted(cache) == {}
     assert counted(broken(cache, field, where, value)) == dict.fromkeys(wrong, 1)

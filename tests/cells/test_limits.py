@@ -1,4 +1,4 @@
-"""The edges of what numbers, positions, sequences and bits of stamps may be, where all is well."""
+"""Valid extremes: numbers, positions, sequences, window sizes and bits of hashes."""
 
 from dataclasses import replace
 from functools import partial
@@ -37,7 +37,7 @@ def states():
 
 
 def test_edits_traced_bounds_below_minus_one_are_refused():
-    """The last n tokens of a text that has fewer; and an unsigned id out of range is none."""
+    """Such as the last n tokens of fewer; an unsigned id out of range is unknown."""
     cache = drawn("0{0} 1{0} 0{1}")
     for edit in (jaxkv.seq_rm, partial(jaxkv.seq_cp, dst=2), ADD, DIVIDE):
         changed = jax.jit(lambda bounds, edit=edit: edit(cache, 0, p0=bounds[0], p1=bounds[1]))
@@ -75,11 +75,11 @@ def test_hybrid_cache_takes_smallest_limits_of_parts():
     parts += [recurrent_cache(1, STATES, max_rollback=n) for n in (3, 5)]
     cache = compose_hybrid_cache(*((part, (i,)) for i, part in enumerate(parts)))
     assert (cache.table.spec.ubatch_size, cache.table.spec.max_rollback) == (4, 3)
-    assert len(jaxkv.init_batch(cache, make_batch([1] * 8)).ubatches) == 2  # if no size is said
+    assert len(jaxkv.init_batch(cache, make_batch([1] * 8)).ubatches) == 2  # the default size
 
 
 def test_spared_counts_each_owner_of_a_cell_but_one():
-    """By stream, and in words beside the first; an engine promises cells by it."""
+    """Per stream, and in words after the first; the engine uses it to reserve cells."""
     table = drawn("0{0,1} . 1{0} | 0{3} 1{3,2} 2{2,3}", GROUPS).table
     assert table.num_cells_saved_by_sharing().tolist() == [1, 2]
     assert drawn("0{0,1,39} 1{0,39}", WIDE).table.num_cells_saved_by_sharing().tolist() == [3]
@@ -92,10 +92,10 @@ def test_spared_counts_each_owner_of_a_cell_but_one():
         (SMALL, [6, 4, 3], 4, [0], [False]),
         (SMALL, [6, 4, 3], 4, [1], [True]),
         (SPLIT, [8, 9, 0], 1, [0, 0, 0], [True, False, True]),
-        (WINDOW, [99, 99, 99], 6, [0], [True]),  # of each, the two tokens that the next one sees
+        (WINDOW, [99, 99, 99], 6, [0], [True]),  # of each, the two tokens in its window
         (replace(WINDOW, cells=8), [8, 3, 0], 4, [2], [True]),
         (replace(WINDOW, cells=7), [8, 3, 0], 4, [2], [False]),
-        (WINDOW, [5, 5, 2], 99, [0], [True]),  # never more than the texts are long
+        (WINDOW, [5, 5, 2], 99, [0], [True]),  # never more than their length
     ],
 )
 def test_can_hold_counts_cells_of_each_stream(kind, lengths, at_once, spared, wanted):
@@ -113,7 +113,7 @@ def test_inspect_finds_last_positions_in_any_block_size(size, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_content_depends_on_every_bit_of_an_embedding(dtype):
-    """And on which number a bit stands in; in float64 with JAX's 64 bits enabled."""
+    """And on the index of the number with that bit; in float64 with 64-bit JAX."""
     count = 8 * np.dtype(dtype).itemsize
     plain = np.array([1.5, -2.0], dtype)
     flips = np.array([plain.view(f"uint{count}")] * 2 * count)

@@ -1,7 +1,7 @@
 """Edge cases of llama.cpp's cache, numbered as in `docs/reference/llama_cpp_traps.md`.
 
-That page says what each is about, and which file tests the numbers that are missing here. Cells are
-drawn by index: `1{0,2}` is position 1, owned by sequences 0 and 2, and `.` is empty.
+That page describes each, and names the files that test the numbers missing here. Cells are drawn by
+index: `1{0,2}` is position 1, owned by sequences 0 and 2, and `.` is empty.
 """
 
 import re
@@ -23,7 +23,7 @@ FIVE = "0{0} 1{0} 2{0} 3{0} 4{0}"
 
 
 def test_traps_page_lists_1_to_97_with_tests_that_exist():
-    """Each row names a function of a file, a file in which its number stands, or a reason."""
+    """Each row names a test, a file that mentions its number, or a reason."""
     page = (ROOT / "docs" / "reference" / "llama_cpp_traps.md").read_text()
     rows = re.findall(r"^\| (\d+) \| (.+) \| (.+) \|$", page, re.M)
     assert [int(number) for number, *_ in rows] == [*range(1, 98)]
@@ -46,11 +46,11 @@ EDITS = [
     ("seq_rm", (0, -1, -1), FIVE, ""),
     ("seq_rm", (0, 3, 3), FIVE, FIVE),  # trap 03: empty and reversed ranges
     ("seq_rm", (0, 4, 2), FIVE, FIVE),
-    ("seq_rm", (0, 2, 0), FIVE, FIVE),  # trap 04: an end of 0 is no open end
+    ("seq_rm", (0, 2, 0), FIVE, FIVE),  # trap 04: an end of 0 is not open
     ("seq_rm", (-1, 1, 2), "0{0} 1{0,1} 2{1}", "0{0} . 2{1}"),  # trap 05
     ("seq_rm", (0,), "0{0,1} 1{0,1}", "0{1} 1{1}"),  # trap 06
     ("seq_rm", (0, 1, 2), "0{0,1} 1{0,1} 2{0,1}", "0{0,1} 1{1} 2{0,1}"),
-    # Trap 07: a copy is added to what the target holds.
+    # Trap 07: a copy is added to the cells of the target.
     ("seq_cp", (0, 1, 1, 3), "0{0} 1{0} 2{0} 0{1} 1{1}", "0{0} 1{0,1} 2{0,1} 0{1} 1{1}"),
     ("seq_cp", (0, 1), "0{0,1} 1{0,1}", "0{0,1} 1{0,1}"),  # trap 08: twice is once
     ("seq_cp", (0, 0, 0, 5), FIVE, FIVE),  # trap 09: to itself
@@ -73,7 +73,7 @@ def test_edits_leave_drawn_cells_and_all_bytes(verb, args, cells, after):
 
 
 def test_make_cache_cells_are_exact_and_all_usable():
-    """Trap 22, and ollama's edge 07: a batch longer than the cache is refused at once."""
+    """Trap 22, and ollama's edge 07: a batch longer than the cache is refused immediately."""
     cache = jaxkv.make_cache(jaxkv.CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=1)
     refused = plan_of(cache, 2)
     assert (*refused.reason, *refused.expected, *refused.actual) == (Reason.OUT_OF_CELLS, 2, 1)
@@ -85,7 +85,7 @@ def test_make_cache_cells_are_exact_and_all_usable():
 
 
 def test_split_by_keeps_order_of_tokens_with_several_sequences():
-    """Trap 48: llama.cpp does not cut such a batch into equal parts."""
+    """Trap 48: llama.cpp does not split such a batch into equal parts."""
     sets = [[0, 1, 2], [0, 1, 2], [0, 1], [2], [0], [1], [2]]
     others = np.array([[*one[1:], -1, -1][:2] for one in sets])
     lowest = np.array([one[0] for one in sets], np.int32)
@@ -98,17 +98,17 @@ def test_split_by_keeps_order_of_tokens_with_several_sequences():
 
 
 def test_make_batch_outputs_are_the_last_of_each_sequence():
-    """Trap 45: where none are chosen."""
+    """Trap 45: if no outputs are chosen."""
     batch = make_batch([1, 2, 3, 4, 5, 6, 7], sequences=[0, 1, 0, 1, 0, 1, 0])
     plan = jaxkv.init_batch(drawn(""), batch, ubatch_size=8)
     (ubatch,) = plan.ubatches
-    logits = ubatch.tokens.reshape(-1)[ubatch.outputs]  # of a model that says what it is told
+    logits = ubatch.tokens.reshape(-1)[ubatch.outputs]  # of a model that returns its input
     assert plan.gather_outputs([logits[:, None]])[:, 0].tolist() == [6, 7]
 
 
 @pytest.mark.core
 def test_init_batch_sets_in_any_order_are_one_plan():
-    """Trap 52: llama.cpp's mask follows the sequence that is named first."""
+    """Trap 52: llama.cpp's mask uses the sequence that is named first."""
     cache = drawn("0{0,1,2} 1{0,1,2}")
     plans = [plan_of(cache, 2, sets=sets) for sets in ([[0, 1], [1]], [[1, 0], [1]])]
     assert plans[0].ok
@@ -117,7 +117,7 @@ def test_init_batch_sets_in_any_order_are_one_plan():
 
 @pytest.mark.core
 def test_rewind_takes_a_token_from_all_its_sequences():
-    """Trap 70: llama.cpp cuts an aborted token back in one of its sequences."""
+    """Trap 70: llama.cpp rolls an aborted token back in one of its sequences only."""
     cache = drawn("0{0,1} 1{0,1}")
     later = jaxkv.apply(cache, plan_of(cache, 1, sets=[[0, 1]]))
     assert later.seq_pos_max([0, 1]).tolist() == [2, 2]

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.core
 
 
 def test_load_into_empties_targets_of_empty_sequences():
-    """Trap 76: in llama.cpp attention keeps what the target held, and its states go."""
+    """Trap 76: in llama.cpp attention keeps the target's cells and loses its states."""
     cache = edit_sequences.told(kept=1, counts=(3, 2, 0), kinds="ar").cache
     loaded = snapshot.load(snapshot.save(cache, sequences=2), into=cache, sequences=0)
     attention, states = loaded.parts
@@ -26,7 +26,7 @@ def test_load_into_empties_targets_of_empty_sequences():
 
 
 def test_load_into_refused_leaves_the_cache():
-    """Trap 78: llama.cpp refuses other streams, too, and has emptied its cells by then."""
+    """Trap 78: llama.cpp also refuses another number of streams, after it emptied the cells."""
     cache = jax.tree.map(jax.numpy.copy, told(4, 3))
     before = drawing(cache)
     bfloats = snapshot.save(replace(SMALL, dtype="bfloat16").make())
@@ -40,7 +40,7 @@ def test_load_into_refused_leaves_the_cache():
 
 
 def test_load_into_holes_goes_on_alike():
-    """Trap 82; and a second snapshot leaves the first as it was (trap 81)."""
+    """Trap 82; and a second snapshot leaves the first one unchanged (trap 81)."""
     cache = told(4, 3)
     data = snapshot.save(cache, sequences=1)
     holed = cache
@@ -53,7 +53,7 @@ def test_load_into_holes_goes_on_alike():
 
 
 def test_load_into_rolled_back_cache_goes_on_alike():
-    """Trap 84: whatever the target holds, its kept states included."""
+    """Trap 84: for any contents of the target, including its checkpoints."""
     cache = edit_sequences.told(kept=3, counts=(8, 2)).cache
     data = snapshot.save(cache, sequences=0)
     target, ok = jaxkv.seq_rm(cache, 0, 6)

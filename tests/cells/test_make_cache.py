@@ -1,4 +1,4 @@
-"""`make_cache` makes of a spec what it says, and caches know their specs."""
+"""`make_cache` creates the arrays that a spec describes, and caches return their specs."""
 
 import chex
 import jax
@@ -44,7 +44,7 @@ APART = dict(
 
 
 def cells(count, arrays=None, *, ubatch_size=None, placement="any", stripes=1):
-    """A part that attends; its arrays are keys and values of two layers, if not said."""
+    """An attention part; its arrays default to keys and values of two layers."""
     arrays = arrays or [f"float32[2,2,{count},8]"] * 4
     return count, ubatch_size, placement, stripes, arrays
 
@@ -59,7 +59,7 @@ STACKED_INT8 = ["int8[4,2,16,8]", "float32[4,2,16,1]"] * 2
 STACKED = dict(stacked=True, dtype=jnp.bfloat16)
 BY_SIZES = dict(ubatch_size=3, max_rollback=2, placement="striped:4")
 SMALLER = dict(cells=((8, None),), max_rollback=((32, 3),))
-CASES = {  # spec, options, and what each part has
+CASES = {  # spec, options, and the expected parts
     "attention": (ATTENTION, dict(cells=16), [cells(16)]),
     "int8": (ATTENTION, dict(cells=16, dtype="int8"), [cells(16, OF_INT8)]),
     "stacked": (ATTENTION, dict(cells=16) | STACKED, [cells(16, ["bfloat16[4,2,16,8]"] * 2)]),
@@ -101,7 +101,7 @@ CASES = {  # spec, options, and what each part has
 
 
 def leaves_of(table, buffers):
-    """The tables of a cache that are no hybrid, each with its buffers."""
+    """Pairs of table and buffers of a cache that is not a hybrid, or of each part."""
     if not isinstance(table, HybridTable):
         return [(table, buffers)]
     pairs = zip(table.parts, buffers, strict=True)

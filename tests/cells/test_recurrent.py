@@ -1,8 +1,8 @@
-"""Recurrent caches, alone and beside attention: forks, cuts, undone steps, and what ubatches do.
+"""Recurrent caches, single and hybrid: forks, cuts, undone steps, and ubatches.
 
-Every state names all the tokens that it has seen (`tests.helpers.edit_sequences`), so that one that
-is stale, of another sequence or half written is seen at once. What verbs do with ranges is compared
-with oracles in `test_every_argument` and `test_stateful`.
+Every state names all its tokens (`tests.helpers.edit_sequences`), which detects states that are
+stale, of another sequence or partly written. `test_every_argument` and `test_stateful` compare the
+ranges of verbs with oracles.
 """
 
 from functools import partial
@@ -37,7 +37,7 @@ HYBRID = {"kinds": "ra", "window": jaxkv.Window.sliding(4)}
 
 
 def test_seq_cp_traced_to_itself_or_unknown_changes_nothing():
-    """Between streams, where an index that is cut down would write to the last sequence."""
+    """Between streams, where a clipped index would write to the last sequence."""
     cache = told(kept=3, counts=(3, 2, 2), streams=3).cache
     copied = jax.jit(jaxkv.seq_cp)
     for src, dst in ((0, 0), (0, 3), (0, -1), (3, 0), (-1, 0)):
@@ -53,7 +53,7 @@ def test_seq_cp_of_no_state_to_itself_and_another_is_refused():
 
 @pytest.mark.parametrize("kept", mostly_nightly([0, 3], [0]))
 def test_seq_cp_fork_that_goes_on_leaves_its_origin(kept):
-    """Trap 68; and no cell is ever lacking, however all of them share and part again."""
+    """Trap 68; and a cell is always free, for any order of forks and steps."""
     twin = told(kept=kept, counts=(5, 0, 0))
     twin.edit("seq_cp", 0, [1, 2])
     assert twin.cache.num_used_cells() == kept + 1
@@ -83,7 +83,7 @@ def test_seq_rm_rollback_is_exact_or_refused(kept):
 
 def test_edits_of_hybrid_change_all_parts_or_none():
     twin = told(kept=1, counts=(6, 0), kinds="ar")
-    cache, far = twin.cache, 2**31 - 1 - 3  # states stand after positions 4 and 5
+    cache, far = twin.cache, 2**31 - 1 - 3  # states after positions 4 and 5
     for after in (
         jax.jit(jaxkv.seq_rm)(cache, 0, 3)[0],
         jaxkv.seq_add(cache, 0, 0, 4, delta=far).cache,
@@ -96,7 +96,7 @@ def test_edits_of_hybrid_change_all_parts_or_none():
 
 
 def test_rewind_after_an_abort_is_exact_or_refused():
-    """Traps 71 and 72; and the cache before is a value."""
+    """Traps 71 and 72; the earlier cache is unchanged."""
     twin = told(kept=1, counts=(3, 2, 0), **HYBRID)
     past = twin.fork()
     plan, parts = twin.plan([0] * 11, in_parts=True)
@@ -118,7 +118,7 @@ def step(table, buffers, ubatch):
 
 
 def test_rewind_with_donated_buffers_finds_shared_states():
-    """Trap 71: states that a second sequence holds are never written over."""
+    """Trap 71: states that a second sequence shares are never overwritten."""
     twin = told(kept=1, counts=(3, 0, 0), kinds="ar")
     alone = twin.cache.table
     twin.edit("seq_cp", 0, [2])
@@ -134,14 +134,14 @@ def test_rewind_with_donated_buffers_finds_shared_states():
 
 
 def test_rewind_then_the_same_step_gives_the_same():
-    """And a step of another stream is no hindrance."""
+    """A step of another stream does not prevent it."""
     for streams, others in ((1, []), (3, [3])):
         cache = tell(make(3, streams=streams), [1, 2])
         ubatch = planned(cache, [3])
         later, passed = walk(tell(cache, [], others) if others else cache, ubatch)
         back, ok = jaxkv.rewind(later, to=cache.table)
         assert ok
-        assert_identical(jaxkv.apply(back, ubatch), back)  # what was written since is known: stale
+        assert_identical(jaxkv.apply(back, ubatch), back)  # stale: its cells were written since
         again, same = walk(back, planned(back, [3]))
         assert_identical(same, passed)
         assert states_of(again) == states_of(later)
@@ -149,19 +149,19 @@ def test_rewind_then_the_same_step_gives_the_same():
 
 @partial(jax.jit, donate_argnames="cache")
 def consume(cache, ubatch):
-    """The whole cache is donated, as most loops do it."""
+    """Walk with the whole cache donated, as in most loops."""
     return walk(cache, ubatch, HYBRID["kinds"])[0]
 
 
 def test_a_kept_cache_goes_on_as_if_nothing_came_between():
-    """Trap 90: no edit of a cache that came of another is seen in that one."""
+    """Trap 90: a cache does not change with edits of a cache derived from it."""
     says = partial(tell, kinds=HYBRID["kinds"])
     checkpoint, other = (told(kept=1, counts=(3, 2, 0), **HYBRID).cache for _ in range(2))
     wanted = says(other, [50, 51], [60])
     cache, ok = jaxkv.seq_rm(checkpoint, 0, 2)
     assert ok
     cache = says(jaxkv.seq_cp(cache, 0, 2).cache, [70], [], [71])
-    for token in (72, 73):  # what a step without donation returned may be donated
+    for token in (72, 73):  # the result of a step without donation may be donated
         cache = consume(cache, planned(cache, [token]))
     copied, ubatch = jax.tree.map(jnp.copy, checkpoint), planned(checkpoint, [50, 51], [60])
     assert_identical(consume(copied, ubatch), wanted)
@@ -181,7 +181,7 @@ def test_read_states_of_an_unapplied_ubatch_is_nan():
 
 
 def test_read_states_of_a_refused_plan_is_zero():
-    """Also those of sequences that have a state."""
+    """Also for sequences that have a state."""
     cache, tokens = tell(make(3), [1, 2], [3]), np.full((3, WIDTH), 4)
     valid = np.arange(WIDTH) < [[1], [1], [0]]
     plan = plan_rows(cache, tokens, valid, tokens + 5)

@@ -1,4 +1,4 @@
-"""Undoing what was applied: exact where what cells held is untouched, refused everywhere else."""
+"""Rewinding: exact if the old cells are unchanged, refused otherwise."""
 
 import numpy as np
 import pytest
@@ -40,9 +40,9 @@ def moved(cache):
         (None, refilled),
         (None, lambda cache: rotated(cache, 2, -2)),
         (None, moved),
-        # Both moved the same cells and carried it out, by 5 and by 3: their keys are not the same.
+        # Both moved the same cells and rotated them, by 5 and by 3: their keys differ.
         (lambda cache: rotated(cache, 5), lambda cache: rotated(cache, 3)),
-        # Stamps stay after going back: the empty cells of that table were written meanwhile.
+        # Hashes stay after a rewind: the empty cells of that table were written since.
         (None, lambda cache: told(jaxkv.rewind(cache, to=POOL.make().table)[0], 9, 9, 9)),
     ],
     ids=["refilled", "rotated there and back", "moved", "rotated otherwise", "from an empty table"],
@@ -57,7 +57,7 @@ def test_rewind_is_refused_where_cells_were_written_or_rotated(past, change):
 
 
 def test_rewind_ignores_cells_that_were_empty():
-    """What a defrag moved into and out of cells that the old table does not use is no harm."""
+    """A defrag may move cells into and out of cells that the old table does not use."""
     cache = told(POOL.make(), 3, 1, 4)
     table = cache.table
     later, _ = jaxkv.seq_rm(told(cache, 1, 2, 3, 4, seq=1), 1, 0, 2)
@@ -68,7 +68,7 @@ def test_rewind_ignores_cells_that_were_empty():
 
 
 def test_rewind_twice_knows_what_was_written_between():
-    """A cell that was given up on the way is free in the table between, and was written since."""
+    """A cell removed in between is free in the second table, and was written since."""
     cache = told(POOL.make(), 1, 2, 3)
     full = cache.table
     cache, _ = jaxkv.seq_rm(cache, 0, 2)

@@ -13,7 +13,7 @@ POSITIONS = np.array([[0, 1, 5], [63, 64, 2000]], np.int32)
 
 
 def reference(x, positions, frequencies, *, interleaved=False, factor=1.0):
-    """A pair of numbers is a complex one, and turning it is a product."""
+    """Multiply pairs of numbers as complex ones."""
     x, pairs = np.asarray(x, np.float64), len(frequencies)
     turned, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
     if interleaved:
@@ -56,7 +56,7 @@ def test_rotate_keeps_dtype_and_traces():
 
 
 def test_llama3_stretches_long_wavelengths():
-    """Wavelengths above 8192 become 8 times as long, those below 2048 stay as they are."""
+    """Wavelengths above 8192 become 8 times as long, those below 2048 are unchanged."""
     plain = np.array([500000.0 ** (-2 * i / 128) for i in range(64)])
     smooth = np.clip((8192 * plain / (2 * np.pi) - 1) / (4 - 1), 0, 1)
     expected = (1 - smooth) * plain / 8 + smooth * plain
@@ -67,10 +67,10 @@ def test_llama3_stretches_long_wavelengths():
 
 
 def yarn_reference(size, base, factor, original, fast=32.0, slow=1.0):
-    """Section 3.2 of the paper, with the ramp over pairs instead of turns, as its authors' code."""
+    """Section 3.2 of the paper; the ramp is over pairs instead of turns, as its authors' code."""
     frequencies = base ** (-2 * np.arange(size // 2, dtype=np.float64) / size)
     turns = original * frequencies / (2 * np.pi)
-    # The pair, as a real number, at which the turns are exactly so many.
+    # The fractional index of the pair that makes exactly n turns.
     first, last = (
         size / 2 * (np.log(original) - np.log(n) - np.log(2 * np.pi)) / np.log(base)
         for n in (fast, slow)
@@ -89,7 +89,7 @@ def test_yarn_matches_the_paper(size, base, factor, original):
     rope = make_rope(size, base=base).yarn(factor=factor, original=original, base=base)
     expected, turns, plain = yarn_reference(size, base, factor, original)
     np.testing.assert_allclose(rope.frequencies, expected, rtol=1e-10)
-    # What the paper itself says of the two ends holds exactly.
+    # The two ends of the ramp are exactly as in the paper.
     got, fast, slow = np.array(rope.frequencies), turns > 40, turns < 0.8
     np.testing.assert_allclose(got[fast], plain[fast], rtol=1e-12)
     np.testing.assert_allclose(got[slow], plain[slow] / factor, rtol=1e-12)

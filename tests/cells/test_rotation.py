@@ -1,4 +1,4 @@
-"""Rotations are as exact far out and after many moves as they are near 0 and after one."""
+"""Rotations at large positions and after many moves are as exact as near 0 and after one."""
 
 from functools import partial
 
@@ -19,7 +19,7 @@ TOKENS = 8
 
 @partial(jax.jit, static_argnames=("rope", "dtype"))
 def written(start, q, k, v, *, rope, dtype="float32"):
-    """A cache of a text that begins at a position, and the attention of its tokens."""
+    """A cache of tokens from a start position, and their attention."""
     sizes = dict(layers=1, cells=TOKENS, kv_heads=k.shape[1], head_dim=k.shape[2])
     cache = attention_cache(**sizes, rope=rope, dtype=dtype)
     positions = start + jnp.arange(TOKENS, dtype=jnp.int32)
@@ -36,7 +36,7 @@ def heads(size):
 
 @jax.jit
 def moved(cache, delta, times=1):
-    def once(i, cache):  # first by delta, then in turns by one less and one more
+    def once(i, cache):  # first by delta, then alternately by 1 less and 1 more
         turn = jnp.where(i == 0, 0, 1 - 2 * (i % 2))
         cache = jaxkv.seq_add(cache, 0, 0, -1, delta=delta + turn).cache
         return jaxkv.apply(cache, jaxkv.init_update(cache))
@@ -79,7 +79,7 @@ FORMS = ["bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2"]
     ),
 )
 def test_update_501_times_is_as_exact_as_once(dtype, rope):
-    """Trap 93. Turned from what the last move left they would be 50 to 170 times worse."""
+    """Trap 93. Rotating already rotated keys again would be 50 to 170 times worse."""
     rope = ROPES[rope]
     size = 160 if len(rope.frequencies) == 80 else 32
     q, k, v = heads(size)

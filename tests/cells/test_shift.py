@@ -1,4 +1,4 @@
-"""Moving positions, and rotating keys by what they are owed."""
+"""Moving positions, and rotating keys by pending shifts."""
 
 import functools
 from dataclasses import replace
@@ -59,7 +59,7 @@ def keys_of(cache, layer, count=6):
     "ropes", [(PLAIN,), pytest.param(ALL, marks=core)], ids=["one", "one for each layer"]
 )
 def test_update_equals_rotating_from_scratch(ropes):
-    """Numbers that a rope does not turn (trap 92), and values, stay as they are.
+    """Numbers outside of the rotated pairs (trap 92), and values, are unchanged.
 
     The attention factor of YaRN is applied once (trap 91).
     """
@@ -103,19 +103,19 @@ def added(cache, p0, p1, delta):
         ),
         # Trap 11: a position that turns negative frees the cell for all.
         ("0{0,1} 1{0} 2{0}", lambda m: added(m, 0, -1, -2), ". . 0{0}-2"),
-        # Trap 12: moves add up to one rotation.
+        # Trap 12: shifts add up to one rotation.
         (
             "0{0} 1{0}", lambda m: added(added(m, 0, -1, 3), 0, -1, -1),
             "2{0}+2 3{0}+2",
         ),
-        # Trap 13: moves that cancel owe nothing.
+        # Trap 13: shifts that cancel leave none pending.
         (
             "0{0} 1{0}", lambda m: added(added(m, 0, -1, 3), 3, -1, -3),
             "0{0} 1{0}",
         ),
-        # Trap 14: a freed cell owes nothing.
+        # Trap 14: a freed cell has no pending shift.
         ("0{0} 8{0}+3", lambda m: jaxkv.seq_rm(m, 0, 8)[0], "0{0}"),
-        # Trap 15: after a division what is owed is the new position less the old one.
+        # Trap 15: after a division the shift is the new position minus the old one.
         (
             "3{0} 4{0} 5{0} 6{0} 7{0}", lambda m: jaxkv.seq_div(m, 0, 4, 8, divisor=2).cache,
             "3{0} 2{0}-2 2{0}-3 3{0}-3 3{0}-4",
@@ -130,5 +130,5 @@ def test_seq_add_and_seq_div_move_positions(before, verb, after):
     assert drawing(moved) == after
     assert jaxkv.init_update(moved).pending == after.count("+") + after.count("-")
     assert moved.buffers.k[0] is cache.buffers.k[0]
-    if after == before:  # nothing to do costs nothing
+    if after == before:  # returns the same object
         assert updated(moved) is moved and jaxkv.init_batch(moved, jaxkv.make_batch([1])).ok

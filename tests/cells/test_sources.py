@@ -1,7 +1,6 @@
-"""Sources, in a tiny encoder-decoder without positions.
+"""Encoder sources, in a tiny encoder-decoder without positions.
 
-What a token says is a formula of the tokens that its sequence holds and of its source, whatever was
-done to them before.
+A formula computes a token's logits from the tokens of its sequence and its source, for any edits.
 """
 
 import functools
@@ -38,7 +37,7 @@ def heads(x):
 
 
 def encoder(params, cache, ubatch):
-    """Each token of a source, and the mean of all of them: it must have come whole."""
+    """Each token of a source plus the mean of all, which requires the whole source in one row."""
     x = params["sources"][ubatch.tokens]
     same = ubatch.valid[:, None] & (ubatch.sequences[:, :, None] == ubatch.sequences[:, None])
     x += same @ x / jnp.maximum(same.sum(axis=-1, keepdims=True), 1)
@@ -56,7 +55,7 @@ def forward(params, cache, ubatch):
 
 
 def attention(q, k, v):
-    """A token over some cells, in NumPy; zeros over none."""
+    """Attention of one token over some cells, in NumPy; zeros over none."""
     q, k, v = (np.reshape(x, (1, -1, 2, SIZE // 2)) for x in (q, k, v))
     k, v = (x.swapaxes(1, 2) for x in (k, v))
     return formula(q, k, v, np.ones((1, 1, k.shape[2]), bool)).reshape(-1)
@@ -99,7 +98,7 @@ def tell(cache, lists, sequences):
 
 @jax.jit
 def ask(cache):
-    """What each sequence would say after a token 1."""
+    """The logits of each sequence after a token 1."""
     everyone = jnp.arange(Q, dtype=jnp.int32)
     plan = jaxkv.plan_step(cache, jnp.ones_like(everyone), sequences=everyone, active=everyone >= 0)
     return forward(WEIGHTS, jaxkv.apply(cache, plan), plan.ubatch)[1], plan.ok
@@ -111,7 +110,7 @@ def assert_said(logits, sources, texts):
 
 
 def check(cache, sources, texts):
-    """Compare what all sequences would say, and that the tables have no fault."""
+    """Compare the next logits of all sequences, and check the invariants of the tables."""
     sources = [SOURCES["ABCD".index(one)] for one in sources]
     texts = [TEXTS[one] for one in texts]
     logits, ok = ask(cache)
@@ -127,14 +126,14 @@ def lengths(cache):
 
 @functools.cache
 def filled(streams=1):
-    """Sources of several lengths, and a sequence without one; and one without a text."""
+    """Sources of several lengths, a sequence without a source, and one without text."""
     cache = encode(make(streams), [A, B, D], [0, 1, 3])
     return tell(cache, ABC, [0, 1, 2])[0]
 
 
 @core
 def test_encode_and_prefill_see_all_of_their_source():
-    """And zeros where a sequence has none; in one traced program too."""
+    """And zeros for a sequence without a source; in one traced program too."""
 
     @jax.jit
     def traced(cache, source, text):
@@ -147,7 +146,7 @@ def test_encode_and_prefill_see_all_of_their_source():
     cache = encode(make(), [A, B, D], [0, 1, 3])
     cache, logits = tell(cache, ABC, [0, 1, 2])
     assert_said(logits, SOURCES[:3], ABC)
-    assert cache.seq_pos_max(range(Q)).tolist() == [1, 2, 0, -1]  # of the texts
+    assert cache.seq_pos_max(range(Q)).tolist() == [1, 2, 0, -1]  # of the decoder
     assert cache.num_used_cells().item() == 6 + 8
     logits, ok, there = traced(make(), jnp.array([4, 5, 6]), jnp.array([0, 2]))
     assert ok and there
@@ -178,7 +177,7 @@ def loaded(cache, **options):
 
 traced_cp = jax.jit(lambda *args: jaxkv.seq_cp(*args).cache)
 EDITS = json.loads((Path(__file__).parents[1] / "data" / "edits_of_sources.json").read_text())
-"""Edits of `filled`, which has ABCD and abc, with the sources and texts of all sequences then."""
+"""Edits of `filled` (ABCD and abc), and the sources and texts of all sequences after each."""
 
 
 def edited(cache, name):
@@ -188,24 +187,24 @@ def edited(cache, name):
 @pytest.mark.parametrize("name", EDITS)
 @pytest.mark.parametrize("streams", in_lanes([1, 2, Q], fast=[], core=[2]))
 def test_edits_move_sources_with_whole_sequences(streams, name):
-    """A part of a text leaves its source alone."""
+    """An edit of a part of a sequence does not change its source."""
     check(edited(filled(streams), name), *EDITS[name][1:])
 
 
 @core
 def test_init_source_has_a_row_for_each_source():
-    """And not one row for all: an encoder compares tokens of a row."""
+    """Not one row for all: an encoder compares the tokens of a row."""
     batch = make_batch([A, B, D], sequences=[0, 1, 3])
     (ubatch,) = jaxkv.init_batch(make(), batch, encoder=True).ubatches
     traced = jax.jit(lambda cache: jaxkv.init_batch(cache, batch, encoder=True).ubatches[0])(make())
     assert ubatch.valid.shape == (4, 8)
-    assert_identical(traced, ubatch)  # the tokens are known there too
+    assert_identical(traced, ubatch)  # with static tokens
     rows = zip(ubatch.sequences, ubatch.valid, strict=True)
     assert sorted(sorted({*row[there].tolist()}) for row, there in rows) == [[], [0], [1], [3]]
 
 
 def test_tables_of_sources_have_treedefs_of_their_own():
-    """JAX compares the fields of dataclasses alone: equal ones could share compiled programs."""
+    """JAX compares only the fields of dataclasses: equal ones could share compiled programs."""
     table = make().table
     text, sources = table.parts
     for one, other in ((table, table.as_encoder_table()), (text, part(1).table), (text, sources)):
@@ -251,7 +250,7 @@ def test_init_source_refused_names_reasons_and_changes_nothing():
     assert_identical(jaxkv.apply(cache, plan), cache)
     reader = jaxkv.init_batch(cache, make_batch([1] * 40, sequences=0)).ubatches[0]
     q = jnp.ones((*reader.valid.shape, 2, SIZE // 2))
-    assert not jaxkv.attend(cache, CROSS, reader, q)[1].any()  # a refused one sees nothing
+    assert not jaxkv.attend(cache, CROSS, reader, q)[1].any()  # refused
 
 
 @core
@@ -266,12 +265,12 @@ def test_edit_of_a_source_makes_plans_and_tables_stale():
     owner = after.parts[1].cells().owner
     assert shown.shape == (1, 2, 24, SIZE // 2) and mask[0, 0].tolist() == (owner[0] == 0).tolist()
     assert not np.isnan(jaxkv.attend(after, CROSS, ubatch, q)[1]).any()
-    # Between apply and the last layer: of the source, and of the text.
+    # Edits between apply and the last layer: of the source, and of the text.
     for edited in (encode(after, [[7]], [2]), jaxkv.seq_rm(after, 3)[0], jaxkv.clear(after)):
         assert np.isnan(jaxkv.attend(edited, CROSS, ubatch, q)[1]).all()
     plan = jaxkv.init_batch(cache, make_batch([7], sequences=2), encoder=True)
     assert not jaxkv.is_current(tell(cache, [[3]], [2])[0], plan.ubatches[0])
-    gone, _ = jaxkv.seq_rm(cache, 1)  # and the cells of its source are written over
+    gone, _ = jaxkv.seq_rm(cache, 1)  # its source's cells are overwritten
     assert not jaxkv.rewind(encode(gone, [[1]], [2]), to=cache.table)[1]
 
 
@@ -281,13 +280,13 @@ def test_token_of_several_sequences_looks_at_their_one_source():
     tree = make_batch([[6], [7], [8]], sequences=[[0, 3], [0], [3]], outputs=[True] * 3)
     _, logits, *_ = jaxkv.prefill(forward, WEIGHTS, cache, tree)
     assert_said(logits, [A] * 3, [[0, 5, 6], [0, 5, 6, 7], [0, 5, 6, 8]])
-    apart = encode(make(), [[3, 4], [5]], [0, 1])  # the same text, and another source
+    apart = encode(make(), [[3, 4], [5]], [0, 1])  # the same text, another source
     plan = jaxkv.init_batch(apart, make_batch([[6]], sequences=[[0, 1]]))
     assert jaxkv.Reason(int(plan.reason[1])) == jaxkv.Reason.DIVERGED
 
 
 def begun(*texts):
-    """Texts of sequences 0, 1, ... with sources A and B, and what the model says then."""
+    """Prefill texts of sequences 0, 1, ... with sources A and B; the cache, logits and state."""
     cache = encode(make(), [A, B], [0, 1])
     ids = [*range(len(texts))]
     cache, logits = tell(cache, texts, ids)
@@ -319,7 +318,7 @@ def test_decode_and_beam_with_sources_say_as_the_formula():
 
 @pytest.mark.nightly
 def test_speculate_branches_leave_other_sources_alone():
-    """Sequence 1 has a source and no text; what is made is greedy."""
+    """Sequence 1 has a source and no text; decoding is greedy."""
     cache, logits, state, _ = begun([0, 0])
     token = int(np.argmax(logits))
     guesses = generation.prompt_lookup([[token, 1, token, 2]], ngram=1, num_branches=2)

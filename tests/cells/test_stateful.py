@@ -42,7 +42,7 @@ def test_verbs_match_oracle_of_one_pool():
 @pytest.mark.core
 @pytest.mark.parametrize("kind", [WIDE_TILES, GROUPS_STRIPES], ids=lambda kind: kind.name)
 def test_verbs_match_oracles_in_rows(kind):
-    """All ubatches have one shape, so that little is compiled."""
+    """All ubatches have one shape, to limit compilation."""
     run(lambda: Verbs(kind, moves=(2, 2), in_rows=True), runs=15, steps=25)
 
 

@@ -1,4 +1,4 @@
-"""Rows of sequences that share one stream, share several or have one each: cells and logits."""
+"""Rows of sequences with one, some or separate streams: cells and logits."""
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ over_streams = pytest.mark.parametrize("kind", [TWO, FOUR], ids=lambda kind: kin
 def test_run_any_rows_matches_one_stream(kind, tokens, sequences, ubatches):
     """Trap 38: one ubatch for any streams in any order, with logits in the order of the batch.
 
-    llama.cpp wants consecutive ids in rising order. Other streams stay as they are (trap 88).
+    llama.cpp requires consecutive ids in rising order. Other streams are unchanged (trap 88).
     """
     batch = make_batch(tokens, sequences=sequences, outputs=np.ones(len(tokens), bool))
     plan = jaxkv.init_batch(fed(kind, *LENGTHS), batch, ubatch_size=8)
@@ -54,7 +54,7 @@ def traced_rows(cache, tokens, sequences, valid):
 @core
 @over_streams
 def test_run_traced_rows_matches_one_stream(kind):
-    """Rows find their streams, and padding goes nowhere."""
+    """Rows use the right streams, and padding is not written."""
     tokens = jnp.array([[5, 6], [7, 0], [0, 0], [8, 9]])
     sequences = jnp.array([[3, 3], [0, 0], [0, 0], [1, 1]])
     valid = jnp.array([[True, True], [True, False], [False, False], [True, True]])
@@ -77,7 +77,7 @@ def test_init_batch_traced_mixed_rows_are_refused():
 @core
 @over_streams
 def test_plan_step_any_rows_matches_one_stream(kind):
-    """Rows of a step in any order, some of them not active; or of some sequences alone."""
+    """Rows of a step in any order, some of them inactive; or of some sequences only."""
     for ids, active in (([2, 0, 3, 1], [False, True, False, True]), ([3, 1], [True, True])):
         steps = []
         for one in (ONE, kind):

@@ -1,4 +1,4 @@
-"""Cells that are dealt to shards in turn: each device of a mesh holds as much of a text."""
+"""Striped cells: each device of a mesh has an equal share of each sequence's cells."""
 
 from dataclasses import replace
 

@@ -1,6 +1,6 @@
-"""Tiles for each sequence, and attention that reads a tile for who sees it.
+"""Tiles of one sequence each, and attention that reads a tile for the tokens that attend to it.
 
-Which cells tokens get is compared with the oracle in `test_stateful`.
+`test_stateful` compares the cells of tokens with the oracle.
 """
 
 from dataclasses import replace
@@ -38,7 +38,7 @@ def test_tile_of_matches_oracle():
 
 @core
 def test_load_into_tiled_takes_whole_tiles():
-    """What was mixed stays so, and of what lay apart one begins where another ends."""
+    """Interleaved cells stay interleaved; separate sequences start where the one before ends."""
     cache = drawn("0{3}", TILES)
     for saved in ("0{0} 0{1} 1{0} 1{1} 2{0} 2{1}", "0{0} 1{0} 2{0} 0{1} 1{1} 2{1}"):
         data = jaxkv.snapshot.save(drawn(saved, SCATTERED), sequences=[0, 1])
@@ -50,11 +50,11 @@ def test_make_cache_tiled_cells_are_whole_tiles():
     make = partial(attention_cache, layers=1, kv_heads=1, head_dim=2, placement="tiled")
     cache = jax.eval_shape(partial(make, window=Window.sliding(5), sequences=2))
     assert cache.table.num_cells % TILE == 0
-    jax.eval_shape(partial(make, cells=255))  # too few for tiles of their own
+    jax.eval_shape(partial(make, cells=255))  # too few for separate tiles
 
 
 def case(kind, *, lists=1, cells=2048, size=TILE, seed=0, values=D + 1):
-    """Queries, keys and values, and a sight in which tiles are seen by some tokens or one."""
+    """Queries, keys and values, and a mask whose tiles are visible to one or to several tokens."""
     rng = np.random.default_rng(seed)
     tiles = cells // size
     shape = (lists, T, tiles)
@@ -63,7 +63,7 @@ def case(kind, *, lists=1, cells=2048, size=TILE, seed=0, values=D + 1):
         "own": one & (rng.random((lists, 1, tiles)) < 0.9),
         "few": one & (rng.random((lists, 1, tiles)) < 0.04),
         "shared": np.ones(shape, bool),
-        "both": one | (np.arange(tiles) < tiles // 5),  # a prompt, and what follows it in each
+        "both": one | (np.arange(tiles) < tiles // 5),  # a prompt, and the tokens of each after it
         "any": rng.random(shape) < 0.3,
         "nothing": np.zeros(shape, bool),
         "one token": one & (np.arange(T) == 1)[:, None],
@@ -100,12 +100,12 @@ def biased(q, k, v, visibility):
 def hidden_by_bias(q, k, v, visibility):
     bias = np.random.default_rng(1).normal(size=(1, T, 1, k.shape[2])).astype(np.float32)
     bias[..., ::3] = -np.inf
-    bias[:, 2] = -np.inf  # all that this token sees
+    bias[:, 2] = -np.inf  # all cells of this token
     return q, k, v, replace(visibility, bias=jnp.asarray(bias))
 
 
 def spoilt(q, k, v, visibility):
-    """Keys that are NaN: of all cells that no token sees, and of one that is seen."""
+    """Set keys to NaN: of all hidden cells, and of one visible cell."""
     mask = np.asarray(compute_mask(visibility))[0].any(axis=0)
     dirty = ~mask | (np.arange(mask.size) == mask.argmax())
     return q, k.at[:, :, dirty].set(np.nan), v, visibility
@@ -164,7 +164,7 @@ def test_attend_tiled_derivatives_in_vmap_match_those_without():
 
 @core
 def test_plan_step_tiled_holds_less_than_the_keys_of_a_pool():
-    """No copy of keys or values, and logits of a token for its tiles alone."""
+    """No copy of keys or values, and logits only for the tiles of each token."""
     sizes = {"layers": 1, "kv_heads": 3, "head_dim": 64, "sequences": 8}
     make = partial(attention_cache, cells=4160, placement="tiled", **sizes)
 
@@ -180,7 +180,7 @@ def test_plan_step_tiled_holds_less_than_the_keys_of_a_pool():
 
 @core
 def test_sight_has_tiles_in_a_step_alone():
-    """The program of a prompt is that of any pool."""
+    """A prompt uses the program of any pool."""
     for kind, tile in ((TILES, 4), (SCATTERED, None)):
         cache = kind.make()
         for batch, wanted in ([[[4]] * 3, tile], [[[5] * 8], None]):

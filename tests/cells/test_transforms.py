@@ -1,7 +1,7 @@
-"""Whatever JAX does to a verb, its answer is the same.
+"""A verb's result is the same under each JAX transformation.
 
-Op by op, compiled with traced ids and positions, over a batch of whole caches, in a loop: the
-table comes out the same bit for bit, and buffers and outputs but for rounding.
+Op by op, compiled with traced ids and positions, under `vmap` over caches, in a loop: the table is
+equal bit for bit, buffers and outputs up to rounding.
 """
 
 import chex
@@ -78,7 +78,7 @@ STEPS = (
 
 
 def test_plan_step_under_scan_and_vmap_equals_a_loop():
-    """Each cache has its own fill; one is full, and its second and fourth step are refused."""
+    """The caches have different lengths; one is full: its second and fourth step are refused."""
     caches = [filled(4), filled(3, 4), filled(8)]
 
     def scanned(cache):

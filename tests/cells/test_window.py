@@ -1,7 +1,7 @@
-"""Windows: what tokens see, which cells are taken again, and what can no longer be gone back to.
+"""Windows: the cells that tokens attend to, evicted cells, and limits of rollback.
 
-Traps are numbered as in `docs/reference/llama_cpp_traps.md`. What verbs make of the marks of what
-was taken is compared in `test_every_argument`.
+Traps are numbered as in `docs/reference/llama_cpp_traps.md`. `test_every_argument` compares the
+marks of evicted positions after each verb.
 """
 
 from dataclasses import replace
@@ -36,9 +36,13 @@ EACH = Kind("one-each", cells=4, sequences=2, streams=2, windows=POOL.windows)
         (None, False, {5: [*range(12)]}),
         (Window.sliding(4), True, {5: [2, 3, 4, 5], 2: [0, 1, 2], 11: [8, 9, 10, 11]}),
         (Window.sliding(1), True, {5: [5], 0: [0]}),
-        (Window.chunked(4), True, {5: [4, 5], 7: [4, 5, 6, 7], 8: [8]}),  # trap 53: they begin anew
+        (
+            Window.chunked(4),
+            True,
+            {5: [4, 5], 7: [4, 5, 6, 7], 8: [8]},
+        ),  # trap 53: 8 starts a chunk
         (Window.symmetric(5), True, {5: [3, 4, 5]}),
-        (Window.symmetric(5), False, {5: [3, 4, 5, 6, 7]}),  # trap 54: it looks ahead
+        (Window.symmetric(5), False, {5: [3, 4, 5, 6, 7]}),  # trap 54: ahead too
     ],
     ids=str,
 )
@@ -60,23 +64,23 @@ def test_sees_symmetric_window_at_the_last_position():
 @pytest.mark.parametrize(
     ("kind", "cells", "count", "after", "evicted_below"),
     [
-        # Trap 25: the lowest positions first, so that what remains is dense. llama.cpp purges in
-        # the order of cells.
+        # Trap 25: the lowest positions first, so that the rest is dense. llama.cpp evicts in the
+        # order of cells.
         (NEAR, MIXED, 1, "2{0} 6{0} 1{0} 3{0} 4{0} 5{0}", [1, 0, 0]),
         (NEAR, MIXED, 3, "8{0} 6{0} 7{0} 3{0} 4{0} 5{0}", [3, 0, 0]),
-        # Trap 24: window 4, next is 6: positions up to 2 may be taken, 3 may not.
+        # Trap 24: window 4, next is 6: positions up to 2 may be evicted, 3 may not.
         (NEAR, SIX, 4, None, None),
-        # Trap 27: a shared prefix that no owner sees. llama.cpp never takes a cell of two owners.
+        # Trap 27: a shared prefix, hidden from its owners. llama.cpp never evicts a shared cell.
         (
             NEAR, "0{0,1} 1{0,1} 2{0,1} 3{0,1} 4{0,1} 5{0,1}", 2,
             "6{0} 7{0} 2{0,1} 3{0,1} 4{0,1} 5{0,1}", [2, 2, 0],
         ),
-        # What an owner still sees is kept: 1 goes on at 2 and sees 0 and 1; 0 has 2 to give.
+        # A cell visible to one owner stays: 1 continues at 2 and attends to 0 and 1; 0 can lose 2.
         (NEAR, "0{0,1} 1{0,1} 2{0} 3{0} 4{0} 5{0}", 2, None, None),
         (NEAR, "0{0,1} 1{0,1} 2{0} 3{0} 4{0} 5{0}", 1, "0{1} 1{1} 6{0} 3{0} 4{0} 5{0}", [3, 0, 0]),
-        (CONTIGUOUS, MIXED, 1, "6{0} . . 3{0} 4{0} 5{0}", [3]),  # a run, which leaves no hole
+        (CONTIGUOUS, MIXED, 1, "6{0} . . 3{0} 4{0} 5{0}", [3]),  # a contiguous run
         (CONTIGUOUS, SIX, 5, None, None),
-        pytest.param(SHORT, "0{0} 1{0} 2{0}", 1, None, None, marks=core),  # all are seen
+        pytest.param(SHORT, "0{0} 1{0} 2{0}", 1, None, None, marks=core),  # all are visible
     ],
 )  # fmt: skip
 def test_init_batch_takes_cells_that_no_next_token_sees(kind, cells, count, after, evicted_below):
@@ -90,9 +94,9 @@ def test_init_batch_takes_cells_that_no_next_token_sees(kind, cells, count, afte
 
 
 def test_apply_takes_hidden_cells_of_a_neighbour():
-    """Trap 28. The neighbour's next token sees all that it should; it cannot go further back.
+    """Trap 28. The neighbour's next token attends to all its cells; a longer rollback is refused.
 
-    Before that it can go back anywhere (trap 97), and an empty sequence starts anywhere.
+    Before that it can roll back to any position (trap 97), and an empty sequence starts anywhere.
     """
     cache = drawn(SIX, NEAR)
     assert resumable(cache) == [*range(7)] and resumable(cache, seq=1) == [*range(10)]
@@ -104,7 +108,7 @@ def test_apply_takes_hidden_cells_of_a_neighbour():
 
 
 def test_seq_rm_that_leaves_a_token_to_miss_something_is_refused():
-    """Trap 29. llama.cpp answers that all is well, and attention is short."""
+    """Trap 29. llama.cpp reports success, and attention lacks cells."""
     cache = one_by_one(NEAR.make(), 10)
     assert cache.seq_pos_min(0) == 4
     for start, mark in ((0, 4), (4, 0)):
@@ -116,7 +120,7 @@ def test_seq_rm_that_leaves_a_token_to_miss_something_is_refused():
     assert not ok and not cache.can_resume(0, 6)
     assert_identical(same, cache)
     assert plan_of(jaxkv.seq_rm(cache, 0)[0]).ok
-    # What the caller removes is not missed, as in a cache without a window.
+    # Cells that the caller removes do not count as missing, as in a cache without a window.
     holed, _ = jaxkv.seq_rm(drawn("0{0} 1{0} 2{0} 3{0}", NEAR), 0, 1, 3)
     assert holed.table.evicted_below[0] == 0 and plan_of(holed).ok
 
@@ -137,7 +141,7 @@ def in_turn(cache, *ids):
 
 
 def test_apply_plan_made_before_marks_changed_is_stale():
-    """Removing what was taken already changes no cell."""
+    """Removing evicted positions changes no cell, only the mark."""
     cache = one_by_one(NEAR.make(), 8)
     assert drawing(cache) == "6{0} 7{0} 2{0} 3{0} 4{0} 5{0}"
     assert resumable(cache) == [0, 5, 6, 7, 8]
@@ -150,7 +154,7 @@ def test_apply_plan_made_before_marks_changed_is_stale():
 @core
 @pytest.mark.parametrize("kind", [POOL, EACH], ids=lambda kind: kind.name)
 def test_marks_never_fall_when_moved_cells_are_taken(kind):
-    """A cell that was moved before what was taken already is taken in its turn."""
+    """A cell moved to a position before the evicted ones is evicted like others."""
     cache = jaxkv.seq_add(in_turn(kind.make(), *[0] * 6), 0, 3, -1, delta=-3).cache
     cache = jaxkv.apply(cache, jaxkv.init_update(cache))
     assert sorted(drawing(cache).rstrip(" |").split()) == ["0{0}", "1{0}", "2{0}", "2{0}"]
@@ -174,9 +178,9 @@ def test_marks_never_fall_when_moved_cells_are_taken(kind):
     ),
 )
 def test_make_cache_sized_by_window_matches_a_large_one(window, streams, each):
-    """Cells for window, ubatch and rollback are enough for a text of any length.
+    """Cells for window, ubatch and rollback suffice for a sequence of any length.
 
-    It comes in batches of `each` tokens, of which two are taken back.
+    It comes in batches of `each` tokens, of which two are rolled back.
     """
     sizes = dict(layers=2, kv_heads=2, head_dim=4, sequences=2, streams=streams, window=window)
     sizes["rope"] = jaxkv.make_rope(4, base=100.0)

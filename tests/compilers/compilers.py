@@ -1,4 +1,4 @@
-"""Asks a compiler in a process of its own, since some can be opened once."""
+"""Run a compiler in a separate process, since some can be opened once per process."""
 
 import importlib.util
 import json
@@ -25,7 +25,7 @@ def tell(name, found):
 
 
 def asked(module):
-    """What a module prints, a line of JSON for each name; it is asked once."""
+    """The output of a module, a line of JSON for each name; it runs once."""
     options = dict(cwd=ROOT, env={**os.environ, "XLA_FLAGS": ""}, timeout=800)
     command = [sys.executable, "-m", module]
     found = subprocess.run(command, capture_output=True, text=True, **options)

@@ -1,6 +1,6 @@
-"""Compile the kernel for GPUs with their own compiler, and print what it made of it, by line.
+"""Compile the GPU kernel with XLA's compiler for GPUs, and print a line of JSON for each program.
 
-Run in a process of its own: `python -m tests.compilers.gpu_kernel`. No GPU is wanted, only wheels.
+Run as a process: `python -m tests.compilers.gpu_kernel`. It needs wheels and no GPU.
 """
 
 import os
@@ -22,19 +22,18 @@ from tests.helpers.kernels import CASES, DTYPES, FORKS, lying_on, of_a_step, of_
 from tests.helpers.pods import Pod
 
 DUMP = Path(os.environ["XLA_FLAGS"].split("=")[-1])
-"""Where the compiler writes its programs, in the assembler's language."""
+"""The folder of the compiler's programs in PTX."""
 
-# What XLA is told of an H100, in the form of its GpuTargetConfigProto; figures as NVIDIA's driver
-# reports them.
+# XLA's description of an H100, a GpuTargetConfigProto; numbers as NVIDIA's driver reports them.
 H100 = (Path(__file__).parents[1] / "data" / "h100.txt").read_text()
 NAMED = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu"))
-TOKENS = {"float32": (1, FORKS), "bfloat16": (1, 8, FORKS)}  # so that all sizes of blocks occur
+TOKENS = {"float32": (1, FORKS), "bfloat16": (1, 8, FORKS)}  # so that all block sizes occur
 TOKENS["int8"] = TOKENS["bfloat16"]
 POD = Pod((("tensor", 2), ("cells", 2)), head_dim=128, dtype="bfloat16")
 
 
 def devices(count=1):
-    """Devices that there are not, of which the compiler knows all that it asks for."""
+    """Virtual devices, with all properties that the compiler needs."""
     shape = f"1x1x{count}"
     described = topologies.get_topology_desc(
         platform="cuda", topology_name=shape, topology=shape, target_config=H100
@@ -43,7 +42,7 @@ def devices(count=1):
 
 
 def ptxas():
-    """The assembler of the wheel, which says how many registers a kernel takes."""
+    """The wheel's assembler, which prints the number of registers of a kernel."""
     for folder in sys.path:
         found = Path(folder) / "nvidia/cuda_nvcc/bin/ptxas"
         if found.exists():
@@ -52,7 +51,7 @@ def ptxas():
 
 
 def assembled():
-    """Registers and bytes that were spilled of each kernel of jaxkv's since it was last asked."""
+    """Registers and spilled bytes of each jaxkv kernel since the last call."""
     found = []
     for path in (path for path in DUMP.glob("*.ptx") if ".entry jaxkv_" in path.read_text()):
         command = [ptxas(), "-v", "-arch=sm_90a", path, "-o", os.devnull]
@@ -77,6 +76,6 @@ if __name__ == "__main__":
                 say(f"{dtype} {size} {tokens}", of_attention("cuda", of, size, dtype, tokens))
         for dtype in (*DTYPES, "int8"):
             say(f"{dtype} step", of_a_step("cuda", of, dtype))
-    with jax.set_mesh(POD.mesh(devices(POD.devices))):  # whose GPUs split heads and cells
+    with jax.set_mesh(POD.mesh(devices(POD.devices))):  # its GPUs split heads and cells
         lowered = POD.lower_step(platform="cuda").as_text()
     say("mesh", {"kernels": lowered.count("xla.gpu.triton")})

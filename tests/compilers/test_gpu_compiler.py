@@ -1,7 +1,7 @@
-"""What the compiler for GPUs makes of the kernel and of a step on an H100: real shapes, and no GPU.
+"""Programs that the GPU compiler makes for an H100, of the kernel and of a step, without a GPU.
 
-Skipped where its wheels are not installed: `pip install "jaxkv[cuda]"`. Its programs are those that
-run on a GPU, so that what is held, donated and spilled is known; how long they take is not.
+Skipped where its wheels are not installed: `pip install "jaxkv[cuda]"`. The programs are those that
+run on a GPU, so temporary bytes, donation and spills are exact; times are not measured.
 """
 
 import pytest
@@ -10,7 +10,7 @@ from tests.compilers.compilers import asked, marks_of
 from tests.helpers.kernels import CASES, DTYPES, LAYERS
 
 pytestmark = marks_of("jax_cuda12_plugin", "'jaxkv[cuda]'")
-KERNELS = 2  # of a layer: what weighs, and what joins
+KERNELS = 2  # per layer: one for the weights, one that joins
 
 
 @pytest.fixture(scope="module")

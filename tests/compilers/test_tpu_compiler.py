@@ -1,7 +1,7 @@
-"""What the compiler for TPUs makes of a step on a pod: real shapes, and no TPU.
+"""Programs that the TPU compiler makes for a step on a pod, in real shapes, without a TPU.
 
-Skipped where the wheel `libtpu` is not installed. Its programs are those that run on a TPU, so that
-what is sent, held and donated is known; how long they take is not.
+Skipped where the wheel `libtpu` is not installed. The programs are those that run on a TPU, so
+transfers, temporary bytes and donation are exact; times are not measured.
 """
 
 import pytest
@@ -29,10 +29,9 @@ over_chips = pytest.mark.parametrize("chip", ("v5e:2x2", "v6e:2x2", "v5p:2x2x1")
 
 @over_layouts
 def test_step_on_pod_sends_what_its_layout_says(steps, name):
-    """An all-reduce a layer, of the output projection; a join a layer of cells; else scalars.
+    """An all-reduce per layer (output projection), a join per layer of split cells, and scalars.
 
-    The rows of the logits are the last and largest of those. A model with a feed-forward has
-    another all-reduce a layer.
+    The last and largest all-reduce is that of the logits' rows. A feed-forward adds one per layer.
     """
     step, pod = steps[name], OF_8B[name]
     axes, sums = dict(pod.axes), ("all-reduce", pod.sequences * pod.width * 2)
@@ -53,10 +52,10 @@ def test_step_on_pod_sends_what_its_layout_says(steps, name):
 
 @over_layouts
 def test_step_on_pod_runs_the_kernel_and_holds_little(steps, name):
-    """The forms for TPUs are lowered, though a processor is all that there is here."""
+    """The TPU programs are lowered, though only CPUs exist here."""
     step = steps[name]
     assert step["kernels"] == LAYERS and step["barriers"] == 0
-    assert step["share"] <= step["aliased"] <= 1.01 * step["share"]  # it pads small arrays
+    assert step["share"] <= step["aliased"] <= 1.01 * step["share"]  # padded arrays
     assert step["temporaries"] < 4_000_000
 
 
@@ -65,7 +64,7 @@ def test_step_on_pod_runs_the_kernel_and_holds_little(steps, name):
 def test_attend_over_many_cells_holds_two_hundredths(steps, name, ubatch):
     """A token for each sequence over 262,144 cells, and 64 tokens over a million.
 
-    What small arrays hold, up to 1.1 MB, is the same from 32,768 cells to there.
+    Small arrays, up to 1.1 MB, have the same size from 32,768 cells up to there.
     """
     temporaries, share = steps[name][ubatch]
     assert temporaries <= share * 0.02
@@ -89,9 +88,9 @@ def test_step_writes_in_place_and_runs_the_kernel(kernels, chip, dtype):
 
 
 def test_plan_over_eight_devices_takes_a_tenth(steps):
-    """64 streams of 131,072 cells: a tenth of the 2.35 million cycles that a whole table took.
+    """64 streams of 131,072 cells: a tenth of the 2.35 million cycles of the whole table.
 
-    Those that more cells cost are counted apart from those of small instructions, 1,828 for each.
+    Cycles that depend on the number of cells are counted separately from small instructions.
     """
     assert steps["planning"]["updates"] <= 64
     assert steps["planning"]["of_cells"] <= 80_000

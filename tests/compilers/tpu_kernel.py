@@ -1,6 +1,6 @@
-"""Compile the kernel for TPUs with their own compiler, and print what it made of it, by line.
+"""Compile the TPU kernel with the TPU compiler, and print a line of JSON for each program.
 
-Run in a process of its own, as `tpu_steps.py`: `python -m tests.compilers.tpu_kernel`.
+Run as a process, like `tpu_steps.py`: `python -m tests.compilers.tpu_kernel`.
 """
 
 import os
@@ -16,7 +16,7 @@ CHIPS = ("v5e:2x2", "v6e:2x2", "v5p:2x2x1")
 
 
 def on(chip):
-    """How an array lies on one device of a topology, and its shape."""
+    """The sharding of an array on one device of a topology, and its shape."""
     return lying_on(topologies.get_topology_desc(platform="tpu", topology_name=chip).devices)
 
 

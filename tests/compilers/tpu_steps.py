@@ -1,7 +1,7 @@
-"""Compile steps on pods for TPUs with their own compiler, and print what it made of them, by line.
+"""Compile steps on pods with the TPU compiler, and print a line of JSON for each.
 
-Run in a process of its own, since libtpu can be opened once:
-`python -m tests.compilers.tpu_steps`. No TPU is wanted, only the wheel.
+Run as a process, since libtpu can be opened once per process: `python -m
+tests.compilers.tpu_steps`. It needs the wheel and no TPU.
 """
 
 import os
@@ -20,7 +20,7 @@ from tests.helpers.pods import LAYERS, OF_8B
 
 
 def step(pod):
-    """A step with the cache donated; what matters of it, as JSON takes it."""
+    """Properties of a compiled step with the cache donated, as JSON values."""
     lowered, layout = pod.lower_step(platform="tpu"), pod.layout()
     program = lowered.compile()
     return {
@@ -30,13 +30,13 @@ def step(pod):
         "share": layout.table + layout.buffers,
         "sent": layout.sent,
         "kernels": kernels.kernels(program),
-        # The forms for processors alone have barriers; elsewhere there are none.
+        # Only the CPU programs have barriers.
         "barriers": lowered.as_text().count("optimization_barrier"),
     }
 
 
 def held(pod, tokens):
-    """What attention holds on a device, and its share of the layer's keys and values."""
+    """Temporary bytes of attention on a device, and its share of the layer's keys and values."""
     program = pod.lower_attention(tokens, platform="tpu").compile()
     return hlo.temporary_bytes(program), pod.layout().buffers // LAYERS
 

@@ -1,7 +1,7 @@
 """Record the keys of the config classes of Hugging Face transformers, with their defaults.
 
 Run where transformers 5.24 is installed: `python tests/data/record_configs.py`. A class raises for
-a value in `config_keys_tried.json` that it does not allow, unless that is to be refused.
+a value in `config_keys_tried.json` that it does not allow, unless jaxkv must refuse that value.
 """
 
 import json
@@ -17,7 +17,7 @@ for family, own in tried.items():
     made = CONFIG_MAPPING[family]
     keys = json.loads(made().to_json_string(use_diff=False))
     base = json.loads((HERE / own["folder"] / "config.json").read_text())
-    base.pop("time_step_limit", None)  # written in words of its own
+    base.pop("time_step_limit", None)  # in another notation
     for key in keys:
         value, outcome, *beside = (every | own)[key]
         config = base | dict(*beside) | {key: value}

@@ -1,10 +1,10 @@
-"""Record what Hugging Face transformers computes with tiny random models.
+"""Record the results of tiny random models in Hugging Face transformers.
 
 Run where torch 2.13 and transformers 5.23 are installed: `python tests/data/record_models.py`.
 
-A folder here is a model as models are published. Its `config.json` was there first, and says how
-large the model is; the weights are random, and each family says below what is recorded with them,
-in `run.npz` or `logits.npz`. Seeds are such that no text is decided by rounding.
+A folder here is a model in its published form. Its `config.json` existed first and sets the size.
+The weights are random. The functions below document the arrays of `run.npz` or `logits.npz`. Seeds
+are chosen such that rounding does not change a text.
 """
 
 from pathlib import Path
@@ -20,7 +20,7 @@ RECURRENT = ["mamba2", "mamba2_biased", "granite_hybrid", "granite_hybrid_rope"]
 RECURRENT += ["granite_hybrid_experts", "granite_hybrid_experts_rope", "recurrent_gemma"]
 RECURRENT += ["lfm2", "falcon_h1", "falcon_h1_norm"]
 DEEPSEEKS = ["deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "deepseek_v3_halves"]
-# Seeds and gains of which no text repeats itself.
+# Seeds and gains for texts without repetition.
 T5S = {"t5_gated": (48, 1.2), "t5_tied": (64, 1.5)}
 
 
@@ -32,20 +32,20 @@ def make(name: str, seed: int) -> torch.nn.Module:
 
 
 def write(name: str, net: torch.nn.Module) -> None:
-    """Write weights, as they are published."""
+    """Write weights in the published form."""
     net.save_pretrained(HERE / name)
     (HERE / name / "generation_config.json").unlink(missing_ok=True)
 
 
 def record(name: str, file: str = "run.npz", **arrays) -> None:
-    """Write what was computed, in 32 bits."""
+    """Write arrays in 32 bits."""
     arrays = {key: np.asarray(array) for key, array in arrays.items()}
     narrow = {"i": np.int32, "f": np.float32, "b": bool}
     arrays = {key: array.astype(narrow[array.dtype.kind]) for key, array in arrays.items()}
     np.savez_compressed(HERE / name / file, **arrays)
 
 
-# Every weight is moved, norms, biases, gates and corrections too, or they would test nothing.
+# Every weight changes, norms, biases, gates and corrections too, so that each has an effect.
 
 
 def llama(name: str, seed: int) -> torch.nn.Module:
@@ -92,17 +92,17 @@ def t5(name: str, seed: int, gain: float) -> torch.nn.Module:
             parameter.add_(0.3 * torch.randn_like(parameter))
         elif "relative" in key:
             parameter.copy_(torch.randn_like(parameter))
-        elif key == "shared.weight":  # small beside what layers add, or a text repeats itself
+        elif key == "shared.weight":  # small next to the layers' outputs, or texts repeat
             parameter.copy_(0.2 * torch.randn_like(parameter))
         else:
             parameter.copy_(torch.randn_like(parameter) * gain * parameter.shape[-1] ** -0.5)
-        if key.endswith("q.weight"):  # its attention has no scale, which training makes up for
+        if key.endswith("q.weight"):  # its attention has no scale; training compensates for it
             parameter.mul_(net.config.d_kv**-0.5)
     return net
 
 
 def continued(net: torch.nn.Module, tokens: torch.Tensor, count: int) -> torch.Tensor:
-    """Tokens `[1, n]` with the best ones after them."""
+    """Tokens `[1, n]` with the greedy tokens after them."""
     for _ in range(count):
         logits = net(tokens, use_cache=False).logits[0]
         tokens = torch.cat([tokens, logits[-1:].argmax(-1)[None]], dim=1)
@@ -120,7 +120,7 @@ def record_llamas() -> None:
 
 
 def record_gemma3(prompt: int = 60) -> None:
-    """Record `tokens`, a prompt, the `greedy` ones after it, and the logits of some of both.
+    """Record `tokens` (a prompt), the `greedy` tokens after it, and some `logits`.
 
     They are those of every ninth token of the prompt, and of the token before each greedy one.
     """
@@ -133,10 +133,10 @@ def record_gemma3(prompt: int = 60) -> None:
 
 
 def record_recurrent() -> None:
-    """Record three prompts with the 32 greedy tokens after each, one list after the other.
+    """Record three prompts, each with its 32 greedy tokens, concatenated.
 
-    Of `tokens`, in lists of some `lengths`, `outputs` says which have a logit recorded: every fifth
-    of a prompt, and all from its last on.
+    `tokens` consists of lists of `lengths`; `outputs` marks the tokens with recorded logits: every
+    fifth of a prompt, and all from its last token on.
     """
     for seed, name in enumerate(RECURRENT):
         net = recurrent(name, seed)
@@ -154,7 +154,7 @@ def record_recurrent() -> None:
 def shifted(
     net: torch.nn.Module, tokens: torch.Tensor, prompt: int = 30, gap: slice = slice(4, 12)
 ) -> torch.Tensor:
-    """The logits after a context shift, by the latents and rotated numbers that its cache holds."""
+    """The logits after a context shift, from the latents and rotated numbers of its cache."""
     cache = net(tokens[None, :prompt], use_cache=True).past_key_values
     forgotten = gap.stop - gap.start
     angles = -forgotten * net.model.rotary_emb.inv_freq
@@ -174,12 +174,12 @@ def shifted(
 def record_deepseeks() -> None:
     """Record `tokens`, the `logits` after each, and those of the later ones after a shift.
 
-    It is computed in float64, but for what transformers computes in float32 always.
+    Computed in float64, except the operations that transformers always computes in float32.
     """
     for seed, name in enumerate(DEEPSEEKS):
         net = deepseek(name, seed + 10)
         write(name, net)
-        net.set_experts_implementation("eager")  # the others lack float64
+        net.set_experts_implementation("eager")  # others lack float64
         net.double()
         tokens = torch.randint(1, net.config.vocab_size, (48,))
         logits = net(tokens[None], use_cache=False).logits[0]
@@ -187,7 +187,7 @@ def record_deepseeks() -> None:
 
 
 def record_t5s() -> None:
-    """Record two `sources`, one after the other, and the `greedy` text for each, `[2, 25]`.
+    """Record two `sources`, concatenated, and the `greedy` text for each, `[2, 25]`.
 
     The start token comes first. `logits`, `[2, 25, 96]`, are computed in 64 bits. For the first
     source also the best of 3 beams, `beam` `[9]`, with its `score`, a sum of log-probabilities.

@@ -1,4 +1,4 @@
-"""What benchmarks compare with does the same work."""
+"""The caches that benchmarks compare with compute the same logits."""
 
 from pathlib import Path
 

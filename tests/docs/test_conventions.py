@@ -1,4 +1,4 @@
-"""Public functions are called and answer in one way; every exception is named here."""
+"""Conventions of public signatures; every exception is listed here."""
 
 import ast
 import inspect
@@ -20,8 +20,8 @@ PUBLIC = {
 FUNCTIONS = {name: thing for name, thing in PUBLIC.values() if inspect.isfunction(thing)}
 MANY_POSITIONALS = {"attend"}  # cache, layer, ubatch, q, k, v
 PLAIN_TUPLES = {
-    "attend",  # as a model returns it: the cache and the output
-    "generation.model_step",  # the cache and the logits, what a model returns
+    "attend",  # as in a model: the cache and the output
+    "generation.model_step",  # a model's results: the cache and the logits
     "sharding.fit_mesh",  # a mesh and its rules
 }
 

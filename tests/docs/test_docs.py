@@ -1,4 +1,4 @@
-"""What the documents say is run: their code blocks print what stands below them."""
+"""The code blocks of the documents run and print the output that follows them."""
 
 import contextlib
 import io
@@ -29,7 +29,7 @@ PAGES = ["README.md"] + [
     for path in sorted((ROOT / "docs").rglob("*.md"))
     if "```python" in path.read_text()
 ]
-LONG = ["docs/howto/generate.md", "docs/howto/pods.md"]  # they take as long as all others together
+LONG = ["docs/howto/generate.md", "docs/howto/pods.md"]  # as slow as all others together
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Caches to look at: text that fits, lines that never fail, tables, plots, and donated ones."""
+"""Drawings of caches: text widths, lines that never raise, tables, plots, and donated caches."""
 
 import functools
 import re
@@ -37,7 +37,7 @@ def put(cache, tokens, sequences):
 
 @functools.cache
 def pool():
-    """Sequences 0 and 1 beside each other, 2 a fork of 0, a hole in 1, and 33 in a second word."""
+    """Sequences 0 and 1, 2 as a fork of 0, a hole in 1, and 33 in a second word of owners."""
     return drawn(
         "0{0,2} 1{0,2} 2{0,2} 3{0,2} 4{0,2} 5{0} 6{0} 7{0} 0{1} 1{1} . . 4{1} 5{1} 0{33}", POOL
     )
@@ -70,7 +70,7 @@ over_all = pytest.mark.parametrize("make", ALL, ids=lambda make: make.__name__)
 def donated(cache, *, table=True):
     copy = jax.tree.map(jnp.copy, cache)
     for x in jax.tree.leaves(copy if table else copy.buffers):
-        x.delete()  # what donation does to an array
+        x.delete()  # as donation does
     return copy
 
 
@@ -159,7 +159,7 @@ def test_repr_html_of_long_table_is_folded():
 
 
 def test_folded_without_neighbours_builds_one_fold():
-    """Not every way of folding: that would take long in a large table."""
+    """Trying every fold would be slow for a large table."""
     view = replace(interleaved().cells(), position=np.arange(300, 0, -1)[None])
     asked = []
     merge_runs(view, 0, 50, lambda runs: asked.append(len(runs)) or True)
@@ -178,7 +178,7 @@ def agg():
 
 
 def sequences_in(image):
-    """The number in the palette of each pixel; -1 for what is none of a sequence."""
+    """The palette index of each pixel; -1 for other colours."""
     from matplotlib.colors import to_rgba_array
 
     rgb = to_rgba_array(PALETTE)[:, :3]

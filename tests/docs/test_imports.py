@@ -1,4 +1,4 @@
-"""Which module may import which: ladders of the packages, and no circles, lazy imports too."""
+"""Allowed imports between modules: ladders of packages, and no cycles, lazy ones included."""
 
 import ast
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LADDERS = {  # each rung may import from itself and from those below it, which stand before it
+LADDERS = {  # each rung may import from itself and from those before it
     "jaxkv": "core | ops rope window | batch plan spec cache_spec | table | jit_helpers | cache"
     " | planning kv recurrent hybrid | api draw sharding make | snapshot | generation | serving"
     " | __init__",
@@ -26,7 +26,7 @@ def modules(package):
 
 
 def imported(path, names, *, for_types=True):
-    """What a module imports of some, with or without what only type checkers import."""
+    """The modules of `names` that a module imports, with or without type-checking imports."""
     tree = ast.parse(path.read_text())
     if not for_types:
         tree.body = [node for node in tree.body if not isinstance(node, ast.If)]
@@ -78,7 +78,7 @@ def test_imports_of_jaxkv_leave_models_out():
 
 
 def test_import_asks_for_no_device():
-    """`jax.distributed.initialize` must come before that, in a pod as in the tests of processes."""
+    """`jax.distributed.initialize` must run first, in a pod and in the tests of processes."""
     packages = "jaxkv, jaxkv.draw, jaxkv.generation, jaxkv.serving, jaxkv.sharding, jaxkv.snapshot"
     command = [sys.executable, "-c", f"import {packages}, tests.sharding.process_worker"]
     subprocess.run(command, cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "none"}, check=True)

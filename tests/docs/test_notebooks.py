@@ -1,4 +1,4 @@
-"""Notebooks run, and what is stored beside their sources is what they show."""
+"""Notebooks run, and their output equals the stored output."""
 
 import importlib.util
 import re

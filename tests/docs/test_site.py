@@ -1,4 +1,4 @@
-"""The pages of the site that list things list all of them, and nothing that there is not."""
+"""Index pages of the site list all items and no missing ones."""
 
 import dataclasses
 import inspect
@@ -44,7 +44,7 @@ def test_errors_page_lists_reasons_and_exceptions():
 
 
 def test_names_page_leads_to_names_that_exist():
-    """In each table the last column is jaxkv's: code there begins with a name, or an option."""
+    """In each table the last column is jaxkv's: code there begins with a name or an option."""
     page = (DOCS / "reference" / "names.md").read_text()
     values = {"plan": jaxkv.Plan, "ubatch": jaxkv.Ubatch}
     functions = filter(inspect.isfunction, (getattr(jaxkv, name) for name in jaxkv.__all__))

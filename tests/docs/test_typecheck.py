@@ -1,4 +1,4 @@
-"""`pytest --check-types` notices annotations that are not true."""
+"""`pytest --check-types` detects wrong annotations."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""Beam search: the beams of a search that computes every text anew, on any cache."""
+"""Beam search: the same beams as a search that recomputes every text, on any cache."""
 
 import functools
 from functools import partial
@@ -28,14 +28,14 @@ NONE = (-1, -1, -1)
 
 
 def forward(params, cache, ubatch):
-    """A tiny transformer that is unsure of itself; `[V, V]` is added to the logits after tokens."""
+    """A tiny transformer with nearly uniform logits, plus `[V, V]` biases by the last token."""
     cache, logits = think(cache, ubatch)
     token = ubatch.tokens.reshape(-1)[ubatch.outputs]
     return cache, jnp.roll(logits, 5, axis=1) / 8 + params[token]
 
 
 def computed_anew(forward, params, make):
-    """Return what gives the logits after some texts of one length, from an empty cache."""
+    """Return a function that computes the logits after texts of one length, from an empty cache."""
 
     @jax.jit
     def run(params, cache, rows, length):
@@ -60,7 +60,7 @@ def tiny():
 
 
 def searched(logits_after, *, num_tokens=STEPS, stop_tokens=(), length_penalty=1.0):
-    """Do what the docstring of `beam` says, to the end: pairs of a text and its score."""
+    """Beam search as the docstring of `beam` defines it: pairs of a text and its score."""
 
     def best(texts):
         ranked = sorted(texts, key=lambda one: -one[1] / len(one[0]) ** length_penalty)
@@ -120,7 +120,7 @@ def fed(forward, params, cache, tokens, sequences):
 
 
 def assert_held(cache, beams, sequences, logits_after, forward=forward, params=FREE):
-    """Each sequence goes on where it is said to be, as if its text had been computed anew."""
+    """Each sequence has its reported cached length, and the logits of a recomputed text."""
     held, lengths = np.asarray(beams.num_cached), np.asarray(beams.lengths)
     assert (held < lengths).all() and (held >= 0).all()
     assert ends(cache, sequences) == (len(PROMPT) - 1 + held).tolist()
@@ -175,7 +175,7 @@ def test_beam_ends_once_nothing_better_can_come():
 
 
 def test_beam_text_that_left_the_window_is_not_held():
-    """An ended text is cut back to what it shares with the last step; its window went further."""
+    """An ended text is cut to its common part with the last step, which the window has evicted."""
     kind = Kind("window", cells=4, sequences=2, streams=2, windows=(jaxkv.Window.sliding(3),))
     gone, options = 0, dict(num_beams=2, num_tokens=7, length_penalty=0.0)
     for stop in range(VOCABULARY):
@@ -183,12 +183,12 @@ def test_beam_text_that_left_the_window_is_not_held():
         held = np.asarray(beams.num_cached)
         assert ends(after, [0, 1]) == np.where(held < 0, -1, len(PROMPT) + held - 1).tolist()
         gone += (held < 0).sum()
-        assert jaxkv.init_batch(after, make_batch([[1], [1]])).ok  # both go on, or begin anew
+        assert jaxkv.init_batch(after, make_batch([[1], [1]])).ok  # both can continue or restart
     assert gone
 
 
 def test_beam_fewer_texts_than_width():
-    """Only 6 and 9 may be said, and after 9 nothing at all; there is room for 6 6 6 6, and a 9."""
+    """Only 6 and 9 are allowed, and nothing after 9; the cells suffice for 6 6 6 6 and a 9."""
     cache, logits = crowded(5)
     only = np.full((VOCABULARY, VOCABULARY), -np.inf, np.float32)
     only[:9, [6, 9]] = 0
@@ -211,7 +211,7 @@ def test_beam_fewer_texts_than_width():
     ("name", "streams"), [("llama_tied", 4), ("granite_hybrid", 1), ("recurrent_gemma", 4)]
 )
 def test_beam_of_a_model_matches_search_without_cache(name, streams):
-    """States are kept for one step back, so texts that ended may leave nothing."""
+    """States allow a rollback of one step, so ended texts may have no cached tokens."""
     model = load(name)
     make = partial(model.make_cache, cells=48, sequences=4, streams=streams)
     fresh = partial(model.make_cache, cells=16, sequences=WIDTH, streams=WIDTH)

@@ -1,4 +1,4 @@
-"""After a first call, or a warm-up, nothing is traced or compiled again, whatever the values."""
+"""After a first call or a warm-up no values cause tracing or compilation."""
 
 import functools
 from collections.abc import Callable
@@ -51,7 +51,7 @@ VERBS: dict[str, Callable] = {
 @pytest.mark.parametrize("verb", VERBS)
 def test_verb_other_arguments_trace_nothing(verb):
     caches = [lived_in(SMALL, seed) for seed in range(3)]
-    for i in range(3):  # one call for each way that callers write numbers
+    for i in range(3):  # one call for each type of number
         VERBS[verb](caches[0], *numbers(SMALL, i))
     if verb in ("defrag", "update"):  # the first may have had nothing to do
         VERBS[verb](jaxkv.seq_rm(filled(4, 3), 0, 1, 2)[0], 1, 0, -1, -1)
@@ -62,7 +62,7 @@ def test_verb_other_arguments_trace_nothing(verb):
 
 
 class Thinker:
-    """Its method is a new object each time that it is asked for."""
+    """Its method is a new object at each access."""
 
     def run(self, params, cache, ubatch):
         return think(cache, ubatch)
@@ -138,7 +138,7 @@ def test_loop_other_values_trace_nothing(loop):
 
 
 def prompts(kind):
-    """Prompts of some ubatches, and several at once; the cache that is warm stays as it was."""
+    """Prompts of some ubatches, and several at once; warm-up leaves the cache unchanged."""
     cache, several = filled(2, 3, kind=kind), kind.streams > 1
     for sequences in [(0,), (0, 1), (0, 1, 2)] if several else [(0,)]:  # more than two tokens
         warm = generation.warm_up(forward, None, cache, ubatch_size=2, sequences=sequences)

@@ -1,4 +1,4 @@
-"""Decoding: what each text says, where it ends and why, and what a draw depends on."""
+"""Decoding: tokens, ends and reasons of each text, and the inputs of a draw."""
 
 from functools import partial
 
@@ -16,7 +16,7 @@ from tests.helpers.caches import SMALL, SPLIT, VOCABULARY, filled
 pytestmark = pytest.mark.core
 
 
-# Says 1, 2, 3 and so on.
+# Generates 1, 2, 3 and so on.
 COUNTING = Constraint(
     first=0,
     allowed=lambda count: jnp.arange(VOCABULARY) == count,
@@ -28,7 +28,7 @@ def test_begin_reads_lists_and_asks_nothing_of_empty_texts():
     stops = dict(sampler=BEST, stop_tokens=frozenset([1, 2]))
     first = generation.init_decode(filled(2), logits=[[0.0, 2.0, 1.0]], **stops)
     assert first.tokens.tolist() == [[1]] and not first.state.active.any()
-    for ids, limit in (([1], 3), ([0, 1], [0, 1])):  # sequence 1 has no logits of its own
+    for ids, limit in (([1], 3), ([0, 1], [0, 1])):  # sequence 1 has no logits
         options = dict(logits=jnp.zeros((len(ids), 5)), sampler=BEST, max_new_tokens=limit)
         state = begun(filled(0, 2), sequences=ids, **options)
         assert state.active.tolist() == [limit == 3] * len(ids)
@@ -106,7 +106,7 @@ def test_decode_ends_by_limit_or_own_stop_token():
 
 @pytest.mark.parametrize("kind", [SMALL, SPLIT], ids=["pool", "streams"])
 def test_decode_full_cache_ends_texts_without_room(kind):
-    """The others go on, each as it would alone; where there is one pool, the first ones do."""
+    """Others continue, each as it would without the rest; in one pool, the first ones do."""
     cells = kind.cells
     counts = (2, cells - 2, 1) if kind is SPLIT else (1, cells - 6, 1)
     cache = filled(*counts, kind=kind)

@@ -1,4 +1,4 @@
-"""`generate` is `prefill`, `init_decode` and `decode` in a row."""
+"""`generate` equals `prefill`, `init_decode` and `decode`."""
 
 import jax
 import numpy as np
@@ -75,7 +75,7 @@ def test_generate_continues_cache_and_leaves_it():
     cache, *_ = jaxkv.prefill(by_table, TABLE, cache, [[8, 9], [8]])
     before = jax.tree.map(np.array, cache)
     out = run(PROMPTS[:2], cache=cache)
-    assert out.lists() == run(PROMPTS[:2]).lists()  # the model reads the last token alone
+    assert out.lists() == run(PROMPTS[:2]).lists()  # the model uses the last token only
     assert_identical(cache, before)
     made = [len(tokens) for tokens in out.lists()]
     ends = [2 + 3 + made[0] - 2, 1 + 1 + made[1] - 2]  # the last token is in no cell

@@ -1,4 +1,4 @@
-"""Logits that are very large, and those that hold NaN or +inf: one answer in all loops."""
+"""Very large logits, and those with NaN or +inf: the same result in all loops."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,6 +1,6 @@
-"""Bad arguments of loops, samplers, engines and stores, and what newcomers get wrong.
+"""Bad arguments of loops, samplers, engines and stores, and typical mistakes of new users.
 
-Each raises a sentence, and nothing changes.
+Each raises one sentence and leaves the cache unchanged.
 """
 
 from dataclasses import replace
@@ -78,7 +78,7 @@ def branches(m, texts):
 
 
 def answering(change):
-    """A model of which the cache before, that after and the logits are changed."""
+    """A model with `change` applied to the caches before and after, and to the logits."""
     return lambda params, cache, ubatch: change(cache, *forward(params, cache, ubatch))
 
 

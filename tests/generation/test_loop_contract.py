@@ -1,4 +1,4 @@
-"""What holds for every loop: what it gives up, and that it may be a part of any program."""
+"""Common properties of all loops: donation, and use as a part of any program."""
 
 from dataclasses import dataclass
 from functools import partial, partialmethod
@@ -97,7 +97,7 @@ def test_store_donated_cache_same_result(verb, kept):
 
 
 def assert_same(found, wanted):
-    """What a traced loop returns is what it returns outside of a program, but for padded logits."""
+    """A traced loop returns the same as outside of a program, except for padded logits."""
     (after, made, *rest), (cache, others, *_) = found, wanted
     assert_identical(after.table, cache.table)
     if isinstance(made, jax.Array):
@@ -115,7 +115,7 @@ def test_loop_in_jit_same_result_without_host(loop):
     assert "callback" not in text and "infeed" not in text
 
 
-EDITS = {  # what is done to a text of 5 tokens after a state was made, and whether that can go on
+EDITS = {  # edits of 5 tokens after a state was made, and whether it may continue
     "nothing": (lambda cache: cache, True),
     "another text is removed": (lambda cache: jaxkv.seq_rm(cache, 1)[0], True),
     "it slid": (lambda cache: slid(cache)[0], True),
@@ -191,14 +191,14 @@ def test_prefill_refused_leaves_cache(donate):
 
 
 def of_equal_fields(count, bases, name, method):
-    """Registered dataclasses with one field, and a method that is given the number of its class."""
+    """Registered dataclasses with one field, and a method that gets the number of its class."""
     for i in range(count):
         body = {"__annotations__": {"x": jax.Array}, name: partialmethod(method, i)}
         made = dataclass(frozen=True)(type("Made", bases, body))
         yield i, jax.tree_util.register_dataclass(made, ["x"], [])(jnp.float32(0))
 
 
-DRAFT = generation.prompt_lookup([[1]])  # one made while a program is traced is a part of it
+DRAFT = generation.prompt_lookup([[1]])  # one made during tracing is a part of the program
 LOOPS_OF_SAMPLERS = {
     "begin": lambda m, state, **s: generation.init_decode(m, logits=LOGITS, sequences=[0], **s),
     "decode": partial(tiny.decoded, num_tokens=1),

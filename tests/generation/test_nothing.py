@@ -1,4 +1,4 @@
-"""Calls with nothing in them return nothing, or raise one sentence; none fails on the device."""
+"""Calls with empty arguments return empty results or raise one sentence; none fails later."""
 
 import functools
 import inspect
@@ -27,7 +27,7 @@ NONE, FLAGS, EMPTY = np.zeros(0, np.int32), np.zeros(0, bool), make_batch([])
 SIZES = dict(layers=1, kv_heads=1, head_dim=1, rope=None)
 make = partial(attention_cache, cells=16, sequences=2, **SIZES)
 MODEL = by_table, jnp.eye(16)
-# These are given no lists, or what a call above has made.
+# These take no lists, or the result of a call above.
 OTHERS = """attend clear rewind init_full init_update is_current generate model_step make_rope
 read_kv read_states save show warm_up write_kv write_states"""
 
@@ -76,7 +76,7 @@ def beam(m, logits, width=1):
 
 @pytest.mark.parametrize(("call", "outcome"), mistakes("nothing"))
 def test_calls_of_nothing_give_nothing_or_one_sentence(call, outcome):
-    """Where nothing is raised, the shapes of all that is returned are recorded."""
+    """For calls that do not raise, the shapes of all results are recorded."""
     names = NAMES | globals() | {"m": prompted(), "models": models}
     if outcome.startswith("["):
         assert [np.shape(x) for x in jax.tree.leaves(eval(call, names))] == eval(outcome)
@@ -85,7 +85,7 @@ def test_calls_of_nothing_give_nothing_or_one_sentence(call, outcome):
 
 
 def test_calls_of_nothing_are_all_that_are_public():
-    """Their headings are the names of what is called."""
+    """Their headings are the names of the called functions."""
     modules = jaxkv, generation, serving, snapshot
     public = {
         (name, getattr(one, name)) for one in modules for name in one.__all__ if name[0].islower()

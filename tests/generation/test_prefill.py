@@ -1,4 +1,4 @@
-"""Prompts: their logits, plans that are made already, and how long programs of models live."""
+"""Prompts: their logits, existing plans, and the lifetime of compiled programs."""
 
 import gc
 import weakref
@@ -44,7 +44,7 @@ class Shifted:
 
 @pytest.fixture
 def collected_soon():
-    """Let garbage be looked for in what the test makes, not in all that JAX holds."""
+    """Limit garbage collection to objects of the test, without those of JAX."""
     gc.freeze()
     yield
     gc.unfreeze()

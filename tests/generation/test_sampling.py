@@ -1,4 +1,4 @@
-"""Picking tokens: what may be drawn, how often, and what a draw depends on."""
+"""Sampling: allowed tokens, their frequencies, and the inputs of a draw."""
 
 import hypothesis.strategies as st
 import jax
@@ -20,7 +20,7 @@ ALLOWED = [
     ({"top_k": 1}, {0}),
     ({"top_k": 3}, {0, 2, 3}),
     ({"top_k": 99}, {0, 1, 2, 3, 4}),
-    ({"top_p": 0.35}, {0}),  # the best alone has enough
+    ({"top_p": 0.35}, {0}),  # the best suffices
     ({"top_p": 0.6}, {0, 2}),
     ({"top_p": 0.86}, {0, 2, 3, 4}),
     ({"min_p": 0.5}, {0, 2}),
@@ -41,7 +41,7 @@ def keys_of(count):
 
 @jax.jit
 def counted(numbers):
-    """Draw 20,000 times; how often each token came. No filter is left out: numbers are traced."""
+    """Count the tokens of 20,000 draws. All filters run: their numbers are traced."""
     sampler = make_sampler(**numbers)
     logits = jnp.broadcast_to(LOGITS, (20_000, 5))
     state = sampler.init(np.zeros((20_000, 0), np.int32))
@@ -88,7 +88,7 @@ def test_filters_each_text_has_its_own_numbers():
     p=st.sampled_from([0.1, 0.5, 0.9, 0.999]),
 )  # fmt: skip
 def test_keep_best_matches_sort(logits, k, p):
-    """Equal ones are kept together, and a share is that of all that are better or as good."""
+    """Equal logits are kept together; a share is the sum of all better or equal ones."""
     row = np.array(logits, np.float32)
     kept = is_among_best(row[None], jnp.ones((1, 7)), jnp.array([float(k)]))[0]
     worst = np.sort(row)[::-1][min(k, 7) - 1]
@@ -107,7 +107,7 @@ def test_penalties_are_those_of_llama_cpp():
     found = sampler.adjust(jnp.array([[1.0, 4.0, -2.0, 0.5]] * 2), state)
     wanted = [[1.0, 4 / 2 - 2 * 0.25 - 1, -2 * 2 - 0.25 - 1, 0.5], [1, 4, -2, 0.5 / 2 - 1.25]]
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
-    for token in (0, 0, 0):  # of the first text 9, 1 and 2 are forgotten
+    for token in (0, 0, 0):  # 9, 1 and 2 leave the first text's range
         state = sampler.update(state, jnp.array([token, token]))
     assert state.tolist() == [[1, 0, 0, 0], [3, 0, 0, 0]]
 
@@ -151,7 +151,7 @@ RULES = [(parity, other), (PARITY_ON_HOST, on_host(strict, (), jnp.int32))]
 
 
 def test_constrained_sees_each_text_alone():
-    """It is never shown what is no token, and stays where none came."""
+    """Its `advance` gets no invalid token; without one the state is unchanged."""
     rows = jnp.broadcast_to(LOGITS, (2, 5))
     for allowed, advance in RULES:
         rule = Constraint(first=jnp.int32(1), allowed=allowed, advance=advance)
@@ -160,7 +160,7 @@ def test_constrained_sees_each_text_alone():
         assert pick(rule, rows, keys_of(2), state).tolist() == [3, 3]  # the best odd one
         state = rule.update(state, jnp.array([3, -1]))
         assert pick(rule, rows, keys_of(2), state).tolist() == [0, 3]
-    for temperature in (0.0, 1.0):  # nothing is allowed
+    for temperature in (0.0, 1.0):  # no token is allowed
         sampler = make_sampler(temperature=temperature, top_p=0.9, min_p=0.1)
         rule = Constraint(first=7, allowed=parity, advance=other).constrain(sampler)
         assert pick(rule, rows, keys_of(2), rule.init(NONE)).tolist() == [-1, -1]

@@ -1,4 +1,4 @@
-"""Texts longer than a cache: what verbs do by hand, all or nothing."""
+"""Texts longer than a cache: the same as verbs in a loop, completely or not at all."""
 
 import functools
 from functools import partial
@@ -72,7 +72,7 @@ def test_slide_equals_the_verbs_by_hand(kind):
 
 @core
 def test_slide_puts_keys_where_they_would_have_been_written():
-    """Those of the first layer, which nothing but token and position make."""
+    """Compares keys of the first layer, which depend only on token and position."""
     after, ok = generation.context_shift(filled(8, kind=POOL), 0, num_keep=2, num_discard=4)
     fresh, _ = run(POOL.make(), make_batch([1, 2, 7, 8]))
     moved, wanted = (np.asarray(each.buffers.k[0]) for each in (after, fresh))
@@ -87,7 +87,7 @@ def test_slide_short_sequence_changes_nothing():
             options = dict(num_keep=keep, num_discard=drop, donate=donate)
             after, ok = generation.context_shift(cache, 1, **options)
             assert not ok, options
-            assert_identical(after, cache)  # which is not given up
+            assert_identical(after, cache)  # not donated
 
 
 def test_slide_cells_that_another_sequence_shares_are_not_moved():
@@ -137,7 +137,7 @@ def test_draws_do_not_repeat_where_positions_come_again(tidy, drafted):
     kind, batch = Kind("endless", cells=24, sequences=1), make_batch([1, 2, 3, 4])
     cache, logits, *_ = jaxkv.prefill(flat, None, kind.make(), batch)
     begin = begun(cache, logits=logits, sampler=sampler, seed=3)
-    draft = generation.prompt_lookup([[]], ngram=7, recent=8)  # it guesses nothing
+    draft = generation.prompt_lookup([[]], ngram=7, recent=8)  # its drafts are empty
 
     def text(drafted, tidied, cache=cache, state=begin, draft=draft):
         pieces, done, options = [], jnp.int32(0), dict(num_tokens=4, sampler=sampler)
@@ -190,5 +190,5 @@ def test_extend_that_cannot_be_changes_nothing():
     assert extend(prefix, 1, 2).ok and not extend(prefix, 1, 0).ok
     short = jaxkv.seq_cp(told(3), 0, 2).cache
     after, ok, now = extend(short, 0, 0)
-    assert ok and now == 0  # there is nothing to group yet, so sharing is no hindrance
+    assert ok and now == 0  # nothing to group yet, so shared cells do not matter
     assert_identical(after, short)

@@ -1,4 +1,4 @@
-"""Speculation: the texts of a plain loop, or draws of the same distribution, in fewer steps."""
+"""Speculation: the same texts as a plain loop, or equally distributed draws, in fewer steps."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,7 +39,7 @@ class Known(generation.Drafter):
 
     @classmethod
     def make(cls, tokens, *, wrong=True):
-        """Guess tokens that will come, and every third one wrong."""
+        """Draft the tokens of the true text, every third one wrong."""
         if wrong:
             tokens = jnp.where(jnp.arange(tokens.shape[1])[None] % 3 == 2, 0, tokens)
         return cls(jnp.pad(tokens, [(0, 0), (0, 3)]), jnp.zeros(len(tokens), jnp.int32))
@@ -148,7 +148,7 @@ def test_speculate_draws_have_chances_of_the_model(kind, temperature):
 
 @pytest.mark.parametrize(("num_branches", "ngram"), [(1, 9), (2, 1)])
 def test_speculate_lookup_draws_what_decode_draws(num_branches, ngram):
-    """With nothing to look up; and a tree leaves every draw as it is, followed where it may be."""
+    """Also without matches; a tree leaves every draw unchanged, on any branch."""
     sampler, cache = make_sampler(temperature=1.0), tiny.table_cache(64, each=num_branches)
     ids = np.arange(0, 64 * num_branches, num_branches)
     state = begun(cache, tokens=[0] * 64, sequences=ids, seed=3, max_new_tokens=8)

@@ -1,4 +1,4 @@
-"""Speculation with whole models, at night; `test_speculation.py` has quick cases."""
+"""Speculation with whole models (nightly); `test_speculation.py` has quick cases."""
 
 from functools import partial
 
@@ -32,7 +32,7 @@ def prompted(model, prompts, *, ids=None, **options):
 
 
 def drafting(model, prompts, *, noise=0.0, make=generation.draft_model, **options):
-    """A draft by a model whose weights are nearly those of another: it is right now and then."""
+    """A drafter whose params differ from the model's by noise, so that some drafts are right."""
     rng = np.random.default_rng(0)
 
     def near(x):
@@ -44,7 +44,7 @@ def drafting(model, prompts, *, noise=0.0, make=generation.draft_model, **option
 
 
 def assert_says_the_same(model, draft, cache, state, *, atol=2e-4):
-    """Texts, states and caches after 24 tokens are those of `decode`; returns all four."""
+    """Compare texts, states and caches after 24 tokens with those of `decode`; return all four."""
     run = dict(cache=cache, state=state, num_tokens=24)
     after, ended, *_ = wanted = jaxkv.decode(model.forward, model.params, **run)
     found, now, *_ = made = generation.speculate(model.forward, model.params, drafter=draft, **run)
@@ -52,10 +52,10 @@ def assert_says_the_same(model, draft, cache, state, *, atol=2e-4):
     assert texts(made) == texts(wanted)
     np.testing.assert_allclose(made.logprobs, wanted.logprobs, atol=atol)
     assert now.token.tolist() == ended.token.tolist()
-    picked = made.num_model_steps + made.num_accepted  # none has a stop token, to end with a guess
+    picked = made.num_model_steps + made.num_accepted  # no stop token ends a draft
     assert picked.tolist() == [len(text) for text in texts(made)]
     every = range(cache.table.spec.sequences)
-    assert ends(found, every) == ends(after, every)  # nothing is left of what was guessed
+    assert ends(found, every) == ends(after, every)  # all drafts are rolled back
     assert found.num_used_cells() == after.num_used_cells()
     assert_sound(found)
     if hasattr(draft, "cache"):  # it may lack one token
@@ -112,7 +112,7 @@ def test_tree_says_what_decode_says_in_fewer_steps(name, streams, ids, kind):
 
 
 def test_tree_full_cache_leaves_other_sequences_alone():
-    """Of three branches there is room for two; and the cells end in the middle of a guess."""
+    """The cells suffice for two of three branches, and run out in the middle of a draft."""
     model = load("llama_tied")
     forward, params = model.forward, model.params
     cache, state = prompted(model, BRANCHING, cells=45, sequences=6)

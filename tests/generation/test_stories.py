@@ -1,4 +1,4 @@
-"""Five programs of users, as short as they can be, with what they print."""
+"""Five short programs of users, with their output."""
 
 import jax
 import jax.numpy as jnp

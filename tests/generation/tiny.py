@@ -1,4 +1,4 @@
-"""What the tests of loops share: tiny models as loops call them, and readings of results."""
+"""Tiny models for tests of loops, and helpers that read their results."""
 
 import functools
 from pathlib import Path
@@ -27,7 +27,7 @@ def forward(params, cache, ubatch):
 
 
 def by_table(params, cache, ubatch):
-    """Say the chances of a table, `[4, 4]`, that each token comes after the last one."""
+    """Return log-probabilities of the next token from a table, `[4, 4]`."""
     x = jnp.zeros((*ubatch.valid.shape, 1, 1))
     cache, _ = jaxkv.attend(cache, 0, ubatch, x, x, x)
     return cache, jnp.log(params)[ubatch.tokens.reshape(-1)[ubatch.outputs]]
@@ -56,7 +56,7 @@ def other(state, token):
 
 
 def table_cache(texts, *, each=1):
-    """A cache of `by_table` in which each text has a stream of some sequences, and a token."""
+    """A cache of `by_table` in which each text has a stream of `each` sequences, and a token."""
     sizes = dict(cells=16, sequences=each * texts, streams=texts)
     cache = attention_cache(layers=1, kv_heads=1, head_dim=1, **sizes)
     batch = make_batch([[0]] * texts, sequences=np.arange(0, each * texts, each))
@@ -80,7 +80,7 @@ def assert_sound(cache):
 
 
 def assert_chances(found, count, temperature=1.0):
-    """Counted texts of three tokens, `[4, 4, 4]`, have the chances of `by_table`: chi-square."""
+    """Compare counted texts of three tokens, `[4, 4, 4]`, with `by_table`: a chi-square test."""
     chances = CHANCES[0] ** (1 / temperature)
     chances = chances / chances.sum(axis=1, keepdims=True)
     wanted = count * chances[0][:, None, None] * chances[:, :, None] * chances[None]

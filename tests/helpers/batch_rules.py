@@ -1,11 +1,11 @@
-"""The rules of batches in plain Python, the same for the oracles of every kind of cache."""
+"""The rules of batches in plain Python, common to the oracles of all kinds of caches."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 Place = tuple[int, int]
-"""A cell: its stream, and its index there."""
+"""A cell: its stream, and its index in it."""
 
 
 class Token(NamedTuple):
@@ -20,7 +20,7 @@ class Token(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """Why a sequence is refused, what was expected and what was found."""
+    """Why a sequence is refused, with the expected and the actual number."""
 
     reason: str
     expected: int
@@ -29,7 +29,7 @@ class Fault(NamedTuple):
 
 @dataclass
 class Part:
-    """A ubatch: tokens with the cells chosen for them, and what their streams held just before."""
+    """A ubatch: tokens with their cells, and the earlier contents of their streams."""
 
     tokens: list[tuple[Place, Token]]
     found: dict[int, tuple]
@@ -37,14 +37,14 @@ class Part:
 
 @dataclass
 class Plan:
-    """An answer to a batch: the parts to compute in turn, or a fault for each refused sequence."""
+    """The result for a batch: parts in order of computation, or faults of refused sequences."""
 
     parts: list[Part] = field(default_factory=list)
     faults: dict[int, Fault] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
-        """Whether every token has a place: all or nothing."""
+        """Whether every token has a cell; none is placed otherwise."""
         return not self.faults
 
 
@@ -62,29 +62,29 @@ def numbered(batch: Iterable[Token], reached: Callable[[int], int]) -> list[Toke
 
 
 class Side:
-    """`sequences` sequences, dealt out in equal runs among `streams` streams.
+    """`sequences` sequences in `streams` streams, the same number in each.
 
-    A kind of cache says what a sequence `holds`, where it goes on after (`reached`), whether it
-    `is_pending`, and in the `stream_hash` of a stream all that plans depend on.
+    A subclass defines the cells that a sequence `holds`, its last position (`reached`), whether it
+    `is_pending`, and as `stream_hash` all data of a stream that plans depend on.
 
-    in_rows: whether each sequence of a ubatch has a row of its own.
+    in_rows: whether each sequence of a ubatch has a separate row.
     """
 
     def stream(self, seq: int) -> int:
         return seq // (self.sequences // self.streams)
 
     def fits(self, part: Part) -> bool:
-        """Whether the streams of a part are still as they were when it was planned."""
+        """Whether the streams of a part are unchanged since it was planned."""
         return all(self.stream_hash(stream) == found for stream, found in part.found.items())
 
     def digests(self, tokens: Iterable[Token]) -> dict[int, tuple]:
         return {s: self.stream_hash(s) for s in {self.stream(token.sequence) for token in tokens}}
 
     def faults(self, batch: Sequence[Token], reached: Callable[[int], int]) -> dict[int, Fault]:
-        """Find the first fault of each sequence: what comes next is one past what came before.
+        """Find the first fault of each sequence: each position is the previous one plus 1.
 
-        And all sequences of a token hold the same cells, and had the same token before it.
-        `reached` is where each sequence goes on after.
+        All sequences of a token have the same cells, and the same token before it. `reached`
+        returns the last position of a sequence.
         """
         faults: dict[int, Fault] = {}
         before: dict[int, int] = {}
@@ -92,7 +92,7 @@ class Side:
         claims = [(token, seq) for token in batch for seq in sorted(token.owners)]
         for token, seq in claims:
             lowest, position = token.sequence, token.position
-            if seq == lowest:  # what each of its sequences had before it
+            if seq == lowest:  # the token before it in each of its sequences
                 had = {one: previous.get(one) for one in token.owners}
                 previous |= dict.fromkeys(token.owners, token)
             if seq in faults:
@@ -112,7 +112,7 @@ class Side:
                 expected = reached(seq) + 1
                 if position != expected:
                     faults[seq] = Fault("NOT_CONTIGUOUS", expected, position)
-            elif position < 0:  # a sequence that is empty starts anywhere, but there is no before 0
+            elif position < 0:  # an empty sequence starts anywhere from 0 on
                 faults[seq] = Fault("NOT_CONTIGUOUS", 0, position)
             before[seq] = position
         for seq in set().union(*(token.owners for token in batch)) - set(faults):
@@ -121,10 +121,10 @@ class Side:
         return faults
 
     def cut(self, batch: list[Token], size: int | None) -> list[list[Token]]:
-        """Cut a batch in its order; where sequences have rows, in equal parts of the sequences.
+        """Split a batch in its order; where sequences have rows, in equal parts of the sequences.
 
-        Without a size all of it is one part, one sequence after another. A sequence whose next
-        token follows one of another sequence that is not computed waits.
+        Without a size it is one part, one sequence after another. A sequence waits if the token
+        before its next one, in another sequence, is not computed.
         """
         if size is None:
             return [sorted(batch, key=lambda token: token.sequence)]
@@ -152,11 +152,11 @@ class Side:
 
 
 def _followed(batch: list[Token], token: Token) -> Token | None:
-    """The token of a batch that comes before another in its sequence."""
+    """The token of a batch that precedes another in its sequence."""
     before = batch[: batch.index(token)]
     return next((one for one in reversed(before) if token.sequence in one.owners), None)
 
 
 def in_range(position: int, p0: int, p1: int) -> bool:
-    """Whether a position lies in [p0, p1), where a negative p1 means no end."""
+    """Whether a position is in [p0, p1), where a negative p1 means no end."""
     return p0 <= position and (p1 < 0 or position < p1)

@@ -1,6 +1,6 @@
-"""The caches under test, and two tiny models to run through them.
+"""The caches under test, and two tiny models for them.
 
-A test of a property is written once and runs over `ALL_KINDS`: a new kind is a new entry there.
+A test of a property runs over `ALL_KINDS`: add a new kind there.
 """
 
 import functools
@@ -36,7 +36,7 @@ ROPE = jaxkv.make_rope(SIZE, base=100.0)
 
 
 def attention_cache(**sizes: Any) -> Any:
-    """Make a cache of attention layers, with as many cells as are asked for, from one dict."""
+    """Make a cache of attention layers with exactly the requested cells, from one dict."""
     names = inspect.signature(jaxkv.CacheSpec.attention).parameters
     spec = jaxkv.CacheSpec.attention(**{n: sizes.pop(n) for n in names if n in sizes})
     if spec.window and "cells" in sizes:
@@ -50,11 +50,11 @@ def recurrent_cache(layers: int, states: Any, shard_dims: Any = None, **sizes: A
 
 @dataclass(frozen=True)
 class Kind:
-    """A cache under test: its sizes, how it is made, and the oracles that know what it should do.
+    """A cache under test: its sizes, its construction, and its oracles.
 
-    Each window is a part of its own, with half of the layers; a single one is no hybrid.
+    Each window is a separate part with its share of the layers; a single one is no hybrid.
 
-    latent: which numbers of a key are its value, the first and one past the last.
+    latent: the range of a key's numbers that are its value, as (start, stop).
     """
 
     name: str
@@ -74,11 +74,11 @@ class Kind:
         return tuple(tuple(range(part, LAYERS, count)) for part in range(count))
 
     def value(self, key: np.ndarray) -> np.ndarray:
-        """The value that `sign` writes beside a key `[..., D]`, and so for means of both."""
+        """The value that `sign` writes for a key `[..., D]`; linear, so means of keys map too."""
         return -key if self.latent is None else key[..., slice(*self.latent)]
 
     def make(self, rope: jaxkv.rope.Rope | None = ROPE) -> Any:
-        """Make an empty one. Without a rope an update leaves the signatures of `sign` alone."""
+        """Make an empty cache. Without a rope an update does not change signatures (`sign`)."""
         parts = [
             attention_cache(
                 layers=len(layers),
@@ -150,21 +150,20 @@ ALL_KINDS = [SMALL, RUNS, WIDE, STRIPES, SPLIT, WINDOW, CHUNKS, TWO, TWO_SPLIT, 
 ALL_KINDS += [GROUPS_WINDOW, GROUPS_RUNS, GROUPS_STRIPES, TILES, GROUPS_TILES, STACKED]
 
 WIDTH = 8
-"""Tokens of a row where all sequences are told something at once."""
+"""Tokens of a row, if all sequences get tokens at once."""
 
 
 @jax.jit
 def sign(
     cache: Any, ubatch: jaxkv.Ubatch, visible_until: jax.Array | None = None
 ) -> tuple[Any, list[jax.Array], list[jax.Array]]:
-    """Apply a ubatch and let every token sign its key and value; `contents_of` reads them.
+    """Apply a ubatch and write a signature as each token's key and value; `contents_of` reads them.
 
-    Queries are zero, so that the output of a token is the mean of the signatures it sees. Values
-    are what `Kind.value` says: keys with the other sign, or numbers of theirs.
+    Queries are zero, so the output of a token is the mean of visible signatures. `Kind.value`
+    defines the values: negated keys, or a slice of them.
 
     Returns:
-      The cache; the mask of each part, `[R, T, N]`; and what the tokens saw in each layer,
-      `[R, T, H, Dv]`.
+      The cache; masks of the parts, `[R, T, N]`; and outputs of the layers, `[R, T, H, Dv]`.
     """
     cache = jaxkv.apply(cache, ubatch)
     saw = []
@@ -183,7 +182,7 @@ def sign(
 def attend_signed(
     cache: Any, layer: int, ubatch: jaxkv.Ubatch, visible_until: jax.Array | None = None
 ) -> tuple[Any, jax.Array]:
-    """Attend with signatures in one layer; the cache, and what was seen, `[R, T, H, Dv]`."""
+    """Attend with signatures in one layer; the cache and the output, `[R, T, H, Dv]`."""
     latent = any(is_latent(buffers) for _, buffers in parts_of(cache))
     fields = (ubatch.sequences + 1, ubatch.positions, ubatch.tokens)
     labels = [0 * ubatch.tokens + layer * HEADS + h for h in range(HEADS)]
@@ -204,7 +203,7 @@ def plan_rows(cache: Any, tokens: Any, valid: Any, positions: Any = None) -> jax
 
 
 def parts_of(cache: Any) -> list[tuple[Cells, Buffers]]:
-    """List the tables and buffers of a cache, whether it is a hybrid one or not."""
+    """List the tables and buffers of a cache, hybrid or not."""
     table, buffers = cache.table, cache.buffers
     if not hasattr(table, "parts"):
         return [(table, buffers)]
@@ -212,7 +211,7 @@ def parts_of(cache: Any) -> list[tuple[Cells, Buffers]]:
 
 
 def _weights() -> dict[str, np.ndarray]:
-    """Make the weights of `think`, always the same, on the host: an import asks for no device."""
+    """Make the constant weights of `think` on the CPU: an import must not initialise devices."""
     rng, width, narrow = np.random.default_rng(0), 2 * HEADS * SIZE, HEADS * SIZE
     shapes = {"embedding": (VOCABULARY, width)}
     sizes = {"q": width, "k": narrow, "v": narrow, "out": width}
@@ -227,7 +226,7 @@ WEIGHTS = _weights()
 
 @jax.jit
 def think(cache: Any, ubatch: jaxkv.Ubatch) -> tuple[Any, jax.Array]:
-    """Run a real if tiny transformer over a ubatch; the cache, and logits `[O, V]`."""
+    """Run a tiny transformer over a ubatch; the cache, and logits `[O, V]`."""
     cache = jaxkv.apply(cache, ubatch)
     x = jnp.asarray(WEIGHTS["embedding"])[ubatch.tokens]
     for layer in range(LAYERS):
@@ -253,9 +252,9 @@ def run(cache: Any, batch: jaxkv.Batch, *, ubatch_size: int = 4) -> tuple[Any, j
 
 @functools.cache
 def filled(*counts: int, kind: Kind = SMALL) -> Any:
-    """Make a cache with so many tokens for sequences 0, 1, 2 ..., buffers and all.
+    """Make a cache with `counts` tokens of sequences 0, 1, 2 ..., buffers included.
 
-    It is a value, so all tests share one; none may donate it.
+    All tests share it; donating it is not allowed.
     """
     cache = kind.make()
     for seq, count in enumerate(counts):
@@ -266,15 +265,15 @@ def filled(*counts: int, kind: Kind = SMALL) -> Any:
 
 
 def updated(cache: Any) -> Any:
-    """Rotate keys by what they are owed."""
+    """Apply all pending shifts."""
     return jaxkv.apply(cache, jaxkv.init_update(cache))
 
 
 def drawn(cells: str, kind: Kind = SMALL) -> Any:
     """Make a cache from a drawing: `0{0} 1{0,1} .`, positions with their owners, or empty cells.
 
-    A third part, as in `7{0}+5`, is how far the cell has moved since its key was rotated. Streams
-    are parted by `|`, and what the drawing leaves out is empty.
+    A third part, as in `7{0}+5`, is the pending shift. `|` separates streams, and omitted cells are
+    empty.
     """
     table, buffers = split(kind.make())
     position, owners, shift = (np.array(x) for x in (table.position, table.owners, table.shift))
@@ -292,7 +291,7 @@ def drawn(cells: str, kind: Kind = SMALL) -> Any:
 
 
 def drawing(cache: Any) -> str:
-    """Draw the cells of a cache as `drawn` reads them, each stream up to its last one in use."""
+    """Draw the cells of a cache as `drawn` reads them, each stream up to its last used cell."""
     ((table, _),) = parts_of(cache)
     cells = cells_of(table)
     lines = []
@@ -308,7 +307,7 @@ def drawing(cache: Any) -> str:
 
 
 def cells_of(table: Cells) -> dict[Place, tuple[int, set[int], int]]:
-    """Read a table bit by bit: for each cell in use its position, owners and shift."""
+    """Read a table bit by bit: for each used cell its position, owners and shift."""
     position, owners, shift = (
         np.asarray(x).tolist() for x in (table.position, table.owners, table.shift)
     )
@@ -328,7 +327,7 @@ def cells_of(table: Cells) -> dict[Place, tuple[int, set[int], int]]:
 
 
 def contents_of(buffers: Buffers, layers: Sequence[int]) -> dict[Place, Content]:
-    """Read the signatures beside the cells, the same in every layer, head, key and value."""
+    """Read the signatures of the cells, the same in every layer, head, key and value."""
     k = by_layer(buffers.k, buffers.layers_per_array)  # [L, S, K, N, D]
     if not is_latent(buffers):
         np.testing.assert_array_equal(by_layer(buffers.v, buffers.layers_per_array), -k)
@@ -348,48 +347,48 @@ def is_latent(buffers: Any) -> bool:
 
 
 def by_layer(half: Sequence[Stored], depth: int) -> np.ndarray:
-    """Keys or values of all layers, `[L, S, K, N, D]`, unrounded; arrays are of `depth` layers."""
+    """Keys or values of all layers, `[L, S, K, N, D]`, integers; arrays are of `depth` layers."""
     arrays = [np.rint(dequantise(x)) if isinstance(x, Quantised) else np.asarray(x) for x in half]
     arrays = [x.reshape(-1, depth, *x.shape[1:]).swapaxes(0, 1) for x in arrays]
     return np.concatenate(arrays)
 
 
 def assert_identical(one: Any, other: Any) -> None:
-    """Two values are the same in structure, shapes, dtypes and every bit."""
+    """Two values are equal in structure, shapes, dtypes and every bit."""
     chex.assert_trees_all_equal_shapes_and_dtypes(one, other)
     chex.assert_trees_all_equal(jax.tree.map(bits, one), jax.tree.map(bits, other))
 
 
 def bits(array: Any) -> np.ndarray:
-    """The bytes of an array: to them -0 is not 0, and a NaN is itself."""
+    """The bytes of an array: -0 differs from 0, and a NaN equals itself."""
     return np.atleast_1d(np.asarray(array)).view(np.uint8)
 
 
 class Oracles(list[Side]):
-    """The oracles of the parts of a cache, and how their answers become one."""
+    """The oracles of the parts of a cache, and their combined results."""
 
     def fork(self) -> "Oracles":
         return Oracles(oracle.fork() for oracle in self)
 
     def last(self, seq: int) -> int:
-        """The largest position that all parts hold."""
+        """The largest position that all parts have."""
         return min(oracle.last(seq) for oracle in self)
 
     def first(self, seq: int) -> int:
-        """The smallest position that all parts hold; -1 if one is empty."""
+        """The smallest position that all parts have; -1 if one is empty."""
         found = [oracle.first(seq) for oracle in self]
         return -1 if min(found) < 0 else max(found)
 
     def reached(self, seq: int) -> int:
-        """Where a sequence goes on, less one."""
+        """The next position of a sequence minus 1."""
         return max(oracle.reached(seq) for oracle in self)
 
     def plan(self, tokens: Sequence[Token], *, ubatch_size: int | None) -> tuple[dict, list[Plan]]:
-        """Plan in every part: all faults, with the reason that counts; and the parts' ubatches."""
+        """Plan in every part: all faults by priority, and the ubatches of the parts."""
         options = dict(ubatch_size=ubatch_size, reached=self.reached)
         plans = [oracle.plan(tokens, **options) for oracle in self]
-        # Faults are looked for in this order, in all parts before the next: a sequence refused
-        # for one reason never gets to the next, and then no sequence gets cells.
+        # Each fault in this order is checked in all parts before the next one. A refused sequence
+        # is not checked further, and then no sequence gets cells.
         of_order = "NOT_CONTIGUOUS POSITION_GAP DUPLICATE_POSITION DECREASING_POSITION DIVERGED"
         faults: dict[int, Fault] = {}
         for stage in (of_order.split(), ["SHIFT_PENDING"]):

@@ -1,6 +1,6 @@
-"""A tiny model each of whose states names all tokens that it has seen, and its cache's twin.
+"""A tiny model whose states depend on all their tokens, and a cache with its oracles.
 
-What a state must be is computed again, bit for bit, from the tokens that the oracle remembers.
+The expected states are recomputed, bit for bit, from the tokens that the oracle stores.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,11 +32,11 @@ from tests.helpers.reference_cache import Oracle
 from tests.helpers.reference_states import Histories
 
 STATES = {"hash": ((), jnp.uint32), "trace": jax.ShapeDtypeStruct((2,), jnp.float32)}
-"""What each layer remembers: a number that tells all orders of all tokens apart, and a float."""
+"""The states of a layer: a hash of the tokens and their order, and a float."""
 
 
 def follow(state: dict[str, Any], token: Any, layer: int, xp: Any) -> dict[str, Any]:
-    """Let a state see a token: exact in NumPy as in JAX."""
+    """Update a state with a token: exact in NumPy and in JAX."""
     number = token.astype(xp.uint32)
     x = token.astype(xp.float32)[..., None]
     return {
@@ -46,7 +46,7 @@ def follow(state: dict[str, Any], token: Any, layer: int, xp: Any) -> dict[str, 
 
 
 def replay(history: Sequence[int], layer: int) -> dict[str, np.ndarray]:
-    """Compute the state that a history of tokens leaves, from nothing."""
+    """Compute the state after a history of tokens."""
     state = {"hash": np.zeros(1, np.uint32), "trace": np.zeros((1, 2), np.float32)}
     for token in history:
         state = follow(state, np.array([token]), layer, np)
@@ -54,7 +54,7 @@ def replay(history: Sequence[int], layer: int) -> dict[str, np.ndarray]:
 
 
 def compute(cache: Any, ubatch: jaxkv.Ubatch, kinds: str = "rr") -> tuple[Any, list[dict]]:
-    """Run every layer over a ubatch that was applied: `a` attends, `r` is recurrent, `b` is both.
+    """Run every layer over an applied ubatch: `a` attends, `r` is recurrent, `b` is both.
 
     Returns:
       The cache, and for each recurrent layer the states after each token, `[R, T + 1, ...]`.
@@ -121,7 +121,7 @@ def make(kept: int = 0, sequences: int = 3, layers: int = 2, streams: int = 1) -
 
 
 def kept_of(table: States, buffers: Any) -> dict[int, list[tuple[int, tuple[bytes, ...]]]]:
-    """List what each sequence can go on from: positions, and the bytes of all layers' states."""
+    """List the stored states of each sequence: positions, and the bytes of all layers."""
     position, cell = np.asarray(table.position), np.asarray(table.cell)
     arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(buffers)]
     return {
@@ -138,12 +138,12 @@ def kept_of(table: States, buffers: Any) -> dict[int, list[tuple[int, tuple[byte
 
 
 def states_of(cache: Any, seq: int = 0) -> list[tuple[int, tuple[bytes, ...]]]:
-    """List positions and bytes of what a sequence of a cache without attention keeps."""
+    """List positions and bytes of a sequence's states, in a cache without attention."""
     return kept_of(cache.table, cache.buffers)[seq]
 
 
 def bytes_of(history: Sequence[int], layers: Iterable[int]) -> tuple[bytes, ...]:
-    """The bytes that a history leaves in each layer, as `kept_of` lists them."""
+    """The bytes of a history's state in each layer, as `kept_of` lists them."""
     return tuple(
         leaf.tobytes() for layer in layers for leaf in jax.tree.leaves(replay(history, layer))
     )
@@ -151,10 +151,10 @@ def bytes_of(history: Sequence[int], layers: Iterable[int]) -> tuple[bytes, ...]
 
 @dataclass(frozen=True)
 class StateKind(Kind):
-    """A cache with states under test, alone or beside attention.
+    """A cache with states under test, with or without attention.
 
     model: the layers, see `compute`. Without attention the cache is no hybrid one.
-    kept: how many states are kept beside the current one.
+    kept: how many states are stored in addition to the current one.
     """
 
     model: str = "rr"
@@ -190,8 +190,8 @@ class StateKind(Kind):
 class Twin(reference_caches.Twin):
     """A cache with states and its oracles.
 
-    All tokens of a batch go into one ubatch, `[Q, WIDTH]`, so that little is compiled; or in parts
-    of 4, and then they must be of one sequence.
+    All tokens of a batch form one ubatch, `[Q, WIDTH]`, to limit compilation; or parts of 4, which
+    must be of one sequence.
     """
 
     def __init__(
@@ -221,13 +221,13 @@ class Twin(reference_caches.Twin):
         assert kept_of(table, buffers) == expected, jaxkv.show(self.cache)
 
     def run(self, cache: Any, ubatch: jaxkv.Ubatch, ahead: int | None = None) -> tuple[Any, ...]:
-        """Run the model; what its tokens see of attention is not compared."""
+        """Run the model; outputs of attention are not compared."""
         cache, _ = walk(cache, ubatch, self.kinds)
         return cache, [], []
 
 
 def told(kept: int = 0, counts: Sequence[int] = (10,), **options: Any) -> Twin:
-    """Make a twin whose sequences 0, 1, ... were told so many tokens."""
+    """Make a twin with `counts` tokens of sequences 0, 1, ..."""
     twin = Twin(kept=kept, **options)
     counts = list(counts)
     while any(counts):

@@ -1,4 +1,4 @@
-"""Reading a compiled program: what it holds beside its arguments, and what it copies."""
+"""Reading a compiled program: its temporary bytes, and its copies."""
 
 import math
 import re
@@ -9,17 +9,17 @@ _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 _SIZES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8}
 _COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "reduce-scatter")
 _COLLECTIVES += ("collective-permute", "collective-broadcast")
-# What moves or rewrites whole arrays. A fusion counts unless it writes into its operand.
+# Operations that move or rewrite whole arrays, including fusions that do not write in place.
 _MOVES = ("copy", "transpose", "select", "convert", "fusion", "concatenate", "gather", "broadcast")
 
 
 def temporary_bytes(compiled):
-    """Count the bytes that a program holds beside its arguments and results."""
+    """Count the bytes that a program needs in addition to its arguments and results."""
     return compiled.memory_analysis().temp_size_in_bytes
 
 
 def large_moves(compiled, at_least):
-    """List the instructions that produce an array of `at_least` bytes, in-place writes aside."""
+    """List the instructions that produce an array of `at_least` bytes, except in-place writes."""
     text = compiled.as_text()
     in_place = _in_place_computations(text)
     found = []
@@ -37,14 +37,14 @@ def large_moves(compiled, at_least):
 
 
 def collectives(compiled):
-    """List what a program sends between devices: the instruction, and the bytes it gives."""
+    """List transfers between devices: the instruction, and the bytes of its result."""
     found = []
     for line in compiled.as_text().splitlines():
         match = _INSTRUCTION.match(line)
         name = match and match[2].removesuffix("-start")
         if name in _COLLECTIVES:
             arrays = _ARRAY.findall(match[1])
-            if match[2] != name and len(arrays) > 1:  # one that only starts gives operands, too
+            if match[2] != name and len(arrays) > 1:  # a start also returns operands
                 arrays = arrays[len(arrays) // 2 :]
             found.append((name, sum(map(_bytes, arrays))))
     return found

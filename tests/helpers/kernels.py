@@ -21,7 +21,7 @@ from tests.helpers.caches import attention_cache
 SIZES = (64, 80, 96, 128, 256)
 DTYPES = ("float32", "bfloat16")
 CASES = [(dtype, size) for dtype in (*DTYPES, "int8") for size in SIZES]
-CASES.remove(("int8", 256))  # has two scales for each head and cell, which no kernel reads
+CASES.remove(("int8", 256))  # two scales per head and cell, which no kernel reads
 LAYERS, CELLS, GROUPS, QUERIES, FORKS = 2, 8192, 8, 4, 32
 
 # Instructions that name an array and move nothing.
@@ -34,16 +34,17 @@ def compiled(platform, function, *shapes, donate=()):
 
 
 def lying_on(devices):
-    """How an array lies on the first of some devices, by its shape and dtype."""
+    """A function from shape and dtype to an array on the first of some devices."""
     where = NamedSharding(Mesh(np.array(devices[:1]), ("x",)), P())
     return lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=where)
 
 
 def attention_shapes(of, size, dtype, *, streams=1, tokens=FORKS, cells=CELLS):
-    """The shapes of queries, keys, values, and a sight of two words of owners and a window.
+    """The shapes of queries, keys, values, and a `Visibility` with two words of owners and a
+    window.
 
-    `of` makes a shape on a device of the compiler's, of its sizes and its dtype. Queries beside
-    quantised buffers are bfloat16.
+    `of` makes the shape of an array on a device of the compiler. Queries for quantised buffers are
+    bfloat16.
     """
     visibility = Visibility(
         position=of((streams, cells), jnp.int32),
@@ -63,7 +64,7 @@ def attention_shapes(of, size, dtype, *, streams=1, tokens=FORKS, cells=CELLS):
 
 
 def layers_of_attention(implementation=None, **options):
-    """Attention of some layers that share a sight, each with keys and values of its own."""
+    """Attention of some layers with one `Visibility`, each with separate keys and values."""
 
     def run(q, buffers, visibility):
         for k, v in buffers:
@@ -74,7 +75,7 @@ def layers_of_attention(implementation=None, **options):
 
 
 def works_on(program, size, cells=CELLS):
-    """Name the instructions that give keys or values of a layer: what copies or writes them."""
+    """Name the instructions that return keys or values of a layer: copies and writes."""
     whole = re.compile(rf"\[\d+,{GROUPS},(?:{cells},{size}|{size},{cells})\]")
     found = []
     for line in program.as_text().splitlines():
@@ -85,9 +86,9 @@ def works_on(program, size, cells=CELLS):
 
 
 def of_attention(platform, of, size, dtype, tokens=FORKS):
-    """A token of each of some forks, which share all that they read.
+    """A token of each of some forks with shared cells.
 
-    What is held is compared with keys of the queries' dtype, since it is queries and sums.
+    Temporary bytes are compared with keys of the queries' dtype, since they store queries and sums.
     """
     q, k, v, visibility = attention_shapes(of, size, dtype, tokens=tokens)
     program = compiled(
@@ -131,6 +132,6 @@ def of_a_step(platform, of, dtype, size=128):
 
 
 def kernels(program):
-    """Count the calls of kernels of jaxkv's own."""
+    """Count the calls of jaxkv's kernels."""
     targets = r'custom_call_target="(?:tpu_custom_call|__gpu\$xla\.gpu\.triton)"'
     return len(re.findall(targets, program.as_text()))

@@ -1,4 +1,4 @@
-"""Meshes of virtual devices, and caches that lie on them."""
+"""Meshes of virtual devices, and caches on them."""
 
 import math
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Calls that raise, as data: what each raises, as `tests/data/mistakes` has it.
+"""Calls that raise, as data in `tests/data/mistakes`.
 
 A case is an expression and, indented below it, its exception with a pattern of the sentence.
 """
@@ -21,11 +21,11 @@ NAMES = {name: getattr(jaxkv, name) for name in jaxkv.__all__} | dict(
     jax=jax, jnp=jnp, np=np, jaxkv=jaxkv, partial=partial
 )
 NAMES |= dict(edit_sequences=edit_sequences, caches=caches, compose=compose_hybrid_cache)
-"""What expressions may name beside what their test names."""
+"""Names that all expressions may use, in addition to those of their test."""
 
 
 def mistakes(name):
-    """Pairs of a call and of what it raises."""
+    """Pairs of a call and its exception."""
     lines = (DATA / f"{name}.txt").read_text().splitlines()
     lines = [line for line in lines if line and not line.startswith("#")]
     assert not any(line.startswith(" ") for line in lines[::2]), name

@@ -7,7 +7,7 @@ import pytest
 
 
 def mostly_nightly(cases: Iterable[Any], few: Sequence[Any]) -> list[Any]:
-    """Return the cases of a test, all marked `nightly` but a few of them."""
+    """Return the cases of a test, all marked `nightly` except a few."""
     return in_lanes(cases, fast=few)
 
 

@@ -1,4 +1,4 @@
-"""Steps of a plain model with two layers on meshes, as shapes: what a compiler is asked about."""
+"""Steps of a plain model with two layers on meshes, as shapes to compile."""
 
 import math
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from tests.helpers.caches import attention_cache
 LAYERS = 2
 RULES = sharding.ShardingRules(cells="cells")
 MESSAGES = 9
-"""The most small messages of a step: what a plan asks and tells, and the rows of the logits."""
+"""The maximal number of small messages of a step: those of a plan, and the rows of the logits."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Pod:
         return {"embed": shape((self.vocabulary, width), self.dtype), "layers": [layer] * LAYERS}
 
     def ubatch(self, tokens):
-        """The shapes of a ubatch as a plan lays it out."""
+        """The shapes of a ubatch in the layout of a plan."""
         mesh = jax.sharding.get_mesh()
         (ubatch,) = jaxkv.init_full(self.cache(), ubatch_size=tokens).ubatches
         streams = RULES.split(mesh, streams=self.streams)["streams"]
@@ -87,7 +87,7 @@ class Pod:
         return jax.tree.map(lambda x, spec: shape(x.shape, x.dtype, *spec), ubatch, specs)
 
     def new(self, ubatch):
-        """The shapes of what a layer attends with, queries, keys and values."""
+        """The shapes of a layer's queries, keys and values."""
         names = dict(self.axes)
         rows = "data" if ubatch.row_is_sequence and self.streams > 1 and "data" in names else None
         tensor = "tensor" if "tensor" in names else None
@@ -116,7 +116,7 @@ class Pod:
         return *self.forward(params, cache, plan.ubatch), plan.ok
 
     def lower_step(self, platform="cpu"):
-        """Lower a step of all sequences on the mesh at hand; the cache is donated."""
+        """Lower a step of all sequences on the current mesh; the cache is donated."""
         tokens = [shape((self.sequences,), dtype) for dtype in ("int32", "bool")]
         step = jax.jit(self.step, donate_argnums=1)
         traced = step.trace(self.params(), self.cache(), *tokens)
@@ -133,7 +133,7 @@ class Pod:
 
 
 def placed(cache, rules=RULES):
-    """The same cache on the mesh at hand, which several processes may share."""
+    """The same cache on the current mesh, which several processes may share."""
     table, buffers = cache.table, cache.buffers
     cache = merge(table.with_sharding_rules(rules), buffers)
     where = shardings(cache, jax.sharding.get_mesh(), rules)
@@ -148,7 +148,7 @@ def shape(sizes, dtype, *spec):
 _SIZES = {"group": 4, "head_dim": 128, "width": 4096, "vocabulary": 256, "dtype": "bfloat16"}
 
 _STREAMS = {"sequences": 16, "streams": 16, **_SIZES}
-# By the name of a topology and the axes on it: layers like those of a model of 8B, for TPUs.
+# By topology and axes: layers like those of a model of 8B, for TPUs.
 OF_8B = {
     "v5e:4x4 data=2 tensor=8": Pod((("data", 2), ("tensor", 8)), **_STREAMS),
     "v5e:4x4 data=16": Pod((("data", 16),), **_STREAMS),

@@ -1,4 +1,4 @@
-"""The rules of an attention cache in plain Python, for the real one to be compared with.
+"""The rules of an attention cache in plain Python, compared with the real one.
 
 A cell is an entry of a dict, its owners are a set, and only names are shared with `jaxkv`. An
 `Oracle` changes in place, where the real cache is a value; `fork` copies it.
@@ -16,7 +16,7 @@ from tests.helpers.reference_window import Whole
 
 
 class Content(NamedTuple):
-    """The token whose key and value a cell's buffers hold. It stays when the cell is freed."""
+    """The token whose key and value are in a cell's buffers. It stays when the cell is freed."""
 
     sequence: int
     position: int  # that the key was rotated for
@@ -25,15 +25,15 @@ class Content(NamedTuple):
 
 @dataclass
 class Cell:
-    """A cell that is in use."""
+    """A used cell."""
 
     position: int
     owners: set[int]
-    shift: int = 0  # the position now, less the position that its key was rotated for
+    shift: int = 0  # the position minus the one of its key's rotation
 
 
 class Move(NamedTuple):
-    """A run of neighbouring cells that a defrag brings elsewhere."""
+    """A run of neighbouring cells that a defrag moves."""
 
     source: int
     destination: int
@@ -41,21 +41,21 @@ class Move(NamedTuple):
 
 
 def _copied(cells: dict[Place, Cell]) -> dict[Place, Cell]:
-    """Cells of their own, which are changed in place."""
+    """Copies of cells, which are changed in place."""
     return {place: replace(cell, owners={*cell.owners}) for place, cell in cells.items()}
 
 
 class Oracle(Side):
-    """`streams` streams of `size` cells, among which sequences are dealt out in equal runs.
+    """`streams` streams of `size` cells, with the same number of sequences in each.
 
-    order: the cells in the order in which they are taken.
-    tiles: the cells of each tile, where sequences may have tiles for themselves.
-    cells: the cells in use; one without an entry is free.
-    contents: what the buffers hold for a cell, whether it is in use still or not.
-    written: how often that was written, rotated or replaced.
-    evicted_below: for each sequence, one past the highest position that window reuse may have taken
-      from it. What edits make of it is told by the cache; `whole` says whether that is right.
-    whole: what the sequences would hold if nothing were ever taken from them.
+    order: the cells in the order of their use.
+    tiles: the cells of each tile, if sequences may have separate tiles.
+    cells: the used cells; others are free.
+    contents: the buffers' contents of a cell, used or not.
+    written: how often a cell was written, rotated or replaced.
+    evicted_below: for each sequence, one past the highest position that may have been evicted.
+      The cache sets it after edits; `whole` checks it.
+    whole: the sequences without evictions.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Oracle(Side):
         self.whole = Whole(sequences, streams)
 
     def fork(self) -> "Oracle":
-        """Copy it, as no change of a real cache ever needs to."""
+        """Copy it; the real cache needs no copies."""
         other = copy.copy(self)
         other.cells = _copied(self.cells)
         other.contents, other.written = self.contents.copy(), self.written.copy()
@@ -98,58 +98,58 @@ class Oracle(Side):
         return {place: cell for place, cell in self.cells.items() if seq in cell.owners}
 
     def first(self, seq: int) -> int:
-        """The smallest position of a sequence, -1 if it holds nothing."""
+        """The smallest position of a sequence, -1 if it is empty."""
         return min((cell.position for cell in self.holds(seq).values()), default=-1)
 
     def last(self, seq: int) -> int:
-        """The largest position of a sequence, -1 if it holds nothing."""
+        """The largest position of a sequence, -1 if it is empty."""
         return max((cell.position for cell in self.holds(seq).values()), default=-1)
 
     def reached(self, seq: int) -> int:
-        """The largest position that a sequence has come to, taken from it since or not."""
+        """The largest position of a sequence, evicted or not."""
         return self.whole.end(seq)
 
     def used(self) -> int:
-        """How many cells are in use; a shared one counts once."""
+        """How many cells are used; a shared one counts once."""
         return len(self.cells)
 
     def is_pending(self, seq: int) -> bool:
-        """Whether a key of a sequence is owed a rotation."""
+        """Whether a key of a sequence has a pending shift."""
         return any(cell.shift for cell in self.holds(seq).values())
 
     def can_resume(self, seq: int, pos: int) -> bool:
-        """Whether a sequence goes on at a position once what lies from there on is removed."""
+        """Whether a sequence can continue at a position once all from it on is removed."""
         cut = self.fork()
         cut.seq_rm(seq, max(pos, 0))
         return pos >= 0 and cut.reached(seq) in (-1, pos - 1) and cut.is_whole(seq)
 
     def is_whole(self, seq: int) -> bool:
-        """Whether the next token of a sequence sees what it would if nothing had been taken."""
+        """Whether the next token of a sequence attends to all tokens of its window."""
         low = self.window_begins(self.reached(seq) + 1)
         held = self.holds(seq).items()
         seen = [(cell.position, self.contents[p]) for p, cell in held if cell.position >= low]
         return sorted(seen) == self.whole.seen(seq, low)
 
     def has_lost(self, stream: int) -> bool:
-        """Whether anything was taken from a sequence of a stream."""
+        """Whether a sequence of a stream lost a cell to evictions."""
         mine = [seq for seq in range(self.sequences) if self.stream(seq) == stream]
         return any(len(self.whole.of(seq)) > len(self.holds(seq)) for seq in mine)
 
     def seen_next(self, seq: int) -> tuple:
-        """What the next token of a sequence sees, wherever that lies."""
+        """The tokens that the next token of a sequence attends to, in any cells."""
         low = self.window_begins(self.reached(seq) + 1)
         return self.reached(seq), self.whole.seen(seq, low)
 
     def sharing(self, seq: int) -> set[int]:
-        """The sequences that own a cell of a sequence, itself among them."""
+        """The sequences that own a cell of a sequence, itself included."""
         return {seq}.union(*(cell.owners for cell in self.holds(seq).values()))
 
     def free(self, stream: int) -> list[int]:
-        """The cells of a stream that are free, in the order in which they are taken."""
+        """The free cells of a stream, in the order of their use."""
         return [index for index in self.order if (stream, index) not in self.cells]
 
     def window_begins(self, position: int) -> int:
-        """The lowest position that a token at a position may see."""
+        """The lowest position that a token at a position may attend to."""
         if self.window is None:
             return 0
         rule, size = self.window
@@ -160,16 +160,13 @@ class Oracle(Side):
         return max(0, position - (size // 2 if rule == "symmetric" else size - 1))
 
     def window_ends(self, position: int) -> int | None:
-        """The highest position that a token at a position may see; None where there is no end."""
+        """The highest position that a token at a position may attend to; None without an end."""
         if self.window is None or self.window[0] != "symmetric":
             return None
         return position + self.window[1] // 2
 
     def sees(self, token: Token, ahead: int = 0) -> set[Place]:
-        """The cells that a token sees: all its sequences', inside of its window, up to itself.
-
-        Or so many positions ahead of itself, as far as its window goes.
-        """
+        """The visible cells of a token: of its sequences, in its window, up to `ahead` after it."""
         low, end = self.window_begins(token.position), self.window_ends(token.position)
         return {
             place
@@ -180,7 +177,7 @@ class Oracle(Side):
         }
 
     def hidden(self, stream: int) -> list[int]:
-        """The used cells of a stream that no next token of an owner sees, lowest position first."""
+        """The used cells of a stream hidden from its owners' next tokens, lowest position first."""
         unseen = []
         for (where, index), cell in self.cells.items():
             nexts = [self.window_begins(self.reached(seq) + 1) for seq in cell.owners]
@@ -189,13 +186,13 @@ class Oracle(Side):
         return [index for *_, index in sorted(unseen)]
 
     def usable(self, stream: int) -> list[int]:
-        """The cells that may be taken, in the order in which they are."""
+        """Free and hidden cells, in the order of their use."""
         return self.free(stream) + self.hidden(stream)
 
     # ----------------------------------------------------------------------------------- verbs
 
     def seq_rm(self, seq: int, p0: int = -1, p1: int = -1) -> None:
-        """Take a sequence (-1: every sequence) off its cells in a range; free what has no owner."""
+        """Remove a sequence (-1: every one) from its cells in a range; free cells without owner."""
         self._remove(seq, p0, p1)
         self.whole.seq_rm(seq, p0, p1)
 
@@ -211,10 +208,10 @@ class Oracle(Side):
                 del self.cells[place]
 
     def seq_cp(self, src: int, dsts: Iterable[int], p0: int = -1, p1: int = -1) -> bool:
-        """Let others own the cells of a sequence in a range, and keep what they have.
+        """Add owners to the cells of a sequence in a range.
 
-        In other streams they get copies instead, and nothing else. False, and all as it was, where
-        there are no cells for these.
+        Targets in other streams get copies only. False, without a change, if cells for these are
+        missing.
         """
         dsts, whole = [*dsts], self.whole.fork()
         self.whole.seq_cp(src, dsts, p0, p1)
@@ -223,9 +220,9 @@ class Oracle(Side):
         return given
 
     def seq_select(self, parents: Sequence[int], seqs: Sequence[int]) -> bool:
-        """Let sequences have what others held, each its parent, in place of their own.
+        """Replace the cells of sequences by those of their parents.
 
-        False, and all as it was, where there are no cells for copies between streams.
+        False, without a change, if cells for copies between streams are missing.
         """
         whole = self.whole.fork()
         self.whole.seq_select(parents, seqs)
@@ -234,7 +231,7 @@ class Oracle(Side):
         return given
 
     def _give(self, pairs: list[tuple[int, int]], p0: int, p1: int, *, keeps: bool) -> bool:
-        """Give a range of each parent to its sequence, which keeps what it has or loses it."""
+        """Give a range of each parent to its sequence, which keeps its cells or loses them."""
         pairs = [(parent, seq) for parent, seq in pairs if parent != seq]
         before = self.fork()
         if self.streams == self.sequences:
@@ -253,10 +250,10 @@ class Oracle(Side):
         return self._copy_apart(before, apart, p0, p1)
 
     def _copy_apart(self, before: "Oracle", pairs: list[tuple[int, int]], p0: int, p1: int) -> bool:
-        """Let sequences have copies of what others held, in place of their own, or undo all.
+        """Replace sequences by copies of their parents' cells, or undo all.
 
-        A stream gets what each parent held once, for all that want it. Cells that are copied are
-        not taken, though they may have come free.
+        A stream gets each parent's cells once, for all its targets. Copied cells are not reused,
+        although they may be free.
         """
         for _, seq in pairs:
             self._remove(seq)
@@ -298,14 +295,14 @@ class Oracle(Side):
         return True
 
     def _find(self, usable: list[int], count: int) -> list[int] | None:
-        """So many of the usable cells of a stream, neighbours if they must be; None if too few."""
+        """Choose `count` usable cells of a stream, neighbours if contiguous; None if too few."""
         if not self.contiguous:
             return usable[:count] if count <= len(usable) else None
         runs = [range(i, i + count) for i in range(self.size - count + 1)]
         return next((list(run) for run in runs if set(run) <= set(usable)), None)
 
     def _whole_first(self, stream: int, usable: list[int]) -> list[int]:
-        """Usable cells with those of tiles that are usable as a whole first; hidden ones last."""
+        """Usable cells, first those of completely usable tiles; hidden ones last."""
         whole = [index for tile in self.tiles if set(tile) <= set(usable) for index in tile]
         order = [*whole, *(index for tile in self.tiles for index in tile if index not in whole)]
 
@@ -318,7 +315,7 @@ class Oracle(Side):
     def _give_streams(
         self, before: "Oracle", pairs: list[tuple[int, int]], p0: int, p1: int
     ) -> None:
-        """Replace streams of one sequence each; contents as they lie, of free cells too."""
+        """Replace streams of one sequence each; contents keep their index, free cells too."""
         given = {
             parent: {
                 index: cell
@@ -338,14 +335,14 @@ class Oracle(Side):
                     self.contents[seq, index] = before.contents[parent, index]
 
     def seq_keep(self, seq: int) -> None:
-        """Free every cell that a sequence does not own; the others are its alone."""
+        """Free every cell that a sequence does not own; it becomes the only owner of the others."""
         self.cells = self.holds(seq)
         for cell in self.cells.values():
             cell.owners = {seq}
         self.whole.seq_keep(seq)
 
     def seq_add(self, seq: int, p0: int, p1: int, delta: int) -> None:
-        """Move the cells of a sequence in a range, for all owners; none stands before 0."""
+        """Add to positions of a sequence in a range, for all owners; negative ones are freed."""
         self._move_range(seq, p0, p1, lambda position: position + delta)
         self.whole.seq_add(seq, p0, p1, delta)
 
@@ -355,12 +352,12 @@ class Oracle(Side):
         self.whole.seq_div(seq, p0, p1, divisor)
 
     def clear(self) -> None:
-        """Free every cell. The buffers stay as they are."""
+        """Free every cell. The buffers do not change."""
         self.cells.clear()
         self.whole.clear()
 
     def update(self) -> int:
-        """Rotate every key that is owed it; how many there were."""
+        """Rotate every key with a pending shift; return their number."""
         owed = [place for place, cell in self.cells.items() if cell.shift]
         for place in owed:
             self.cells[place].shift = 0
@@ -368,10 +365,9 @@ class Oracle(Side):
         return len(owed)
 
     def moves(self, stream: int = 0, most: int | None = None) -> list[Move]:
-        """Plan to close all gaps with what lies behind them, in order; the last runs go first.
+        """Plan to fill all gaps with later cells, in order; the last runs go first.
 
-        Of them the first `most`, and where sequences have tiles for themselves as many whole ones
-        as have so many runs between them.
+        Return the first `most`; with tiles, as many complete tiles as have `most` runs.
         """
         free = self.free(stream)
         if not self.tiles:
@@ -390,7 +386,7 @@ class Oracle(Side):
         return moves
 
     def defrag(self, moves: Iterable[Move], stream: int = 0) -> None:
-        """Carry cells and contents where they go. The buffers keep the old bytes too."""
+        """Move cells and contents. The buffers keep the old bytes too."""
         for source, destination, length in moves:
             for i in range(length):
                 there, here = (stream, destination + i), (stream, source + i)
@@ -399,11 +395,11 @@ class Oracle(Side):
                 self.written[there] += 1
 
     def can_return_to(self, past: "Oracle") -> bool:
-        """Whether what the buffers held for the cells in use in the past is still the same."""
+        """Whether the buffers are unchanged for the used cells of the past."""
         return all(self.written[place] == past.written[place] for place in past.cells)
 
     def return_to(self, past: "Oracle") -> None:
-        """Take a past table back, beside the buffers of today."""
+        """Restore a past table with the current buffers."""
         self.cells, self.whole = _copied(past.cells), past.whole.fork()
         self.evicted_below = dict(past.evicted_below)
 
@@ -427,10 +423,9 @@ class Oracle(Side):
     ) -> Plan:
         """Check a batch, then find a cell for every token or for none.
 
-        Faults of position come before a pending rotation, and that before room. A sequence at fault
-        asks for no room. Of the others the smallest come first, and the lower id where two ask for
-        the same. Those that share a token ask together.
-        See `Side.faults` and `Side.cut` for the options.
+        Faults of position precede a pending rotation, and that precedes a lack of cells. A sequence
+        with a fault needs no cells. Of the others the smallest are first, then the lower id. Those
+        that share a token are one group. See `Side.faults` and `Side.cut` for the options.
         """
         batch = batch_rules.numbered(batch, reached)
         faults = self.faults(batch, reached)
@@ -443,10 +438,10 @@ class Oracle(Side):
         room = {seq: len(self.usable(self.stream(seq))) for seq in range(self.sequences)}
         too_big = []
         for seq in sorted(asks, key=lambda seq: (asks[seq], seq)):
-            if self.window is not None:  # only the ubatches themselves can tell
+            if self.window is not None:  # only the ubatches show it
                 continue
             beside = [one for one in room if self.stream(one) == self.stream(seq)]
-            # Behind one that did not fit no other of its stream can, since none is smaller.
+            # After one that did not fit no other of its stream fits, since none is smaller.
             if asks[seq] <= room[seq] and not set(beside) & set(too_big):
                 for one in beside:
                     room[one] -= asks[seq]
@@ -474,7 +469,7 @@ class Oracle(Side):
         return plan
 
     def _groups(self, batch: Sequence[Token], faults: Iterable[int]) -> dict[int, set[int]]:
-        """The sequences of a batch that share a token, or each alone, by the lowest of them."""
+        """The sequences of a batch that share a token, or single ones, by the lowest of them."""
         groups: list[set[int]] = []
         for token in batch:
             mine = token.owners - set(faults)
@@ -486,7 +481,7 @@ class Oracle(Side):
     def _apart(
         self, asks: Counter[int], room: dict[int, int], groups: dict[int, set[int]]
     ) -> dict[int, Fault]:
-        """The sequences that may lack a run though the batch is brought again without others."""
+        """The sequences that may lack a run even in a batch without the others."""
         if not self.contiguous or self.window is not None:
             return {}
         left = {}
@@ -502,7 +497,7 @@ class Oracle(Side):
         return apart
 
     def _slots(self, tokens: list[Token]) -> tuple[list[Place], list[tuple[Token, str]]]:
-        """The cell of each token; and those that find none, with the reason."""
+        """The cell of each token; and those without one, with the reason."""
         slots, unplaced = {}, []
         for stream in {self.stream(token.sequence) for token in tokens}:
             mine = [token for token in tokens if self.stream(token.sequence) == stream]
@@ -524,8 +519,8 @@ class Oracle(Side):
     def _in_tiles(self, stream: int, tokens: list[Token]) -> list[int]:
         """Cells for tokens in the order of their sequences, as many as there are.
 
-        First each sequence gets what is free where it is alone, and tiles without an owner; then
-        those that got none get what is left.
+        First each sequence gets free cells of tiles that only it owns, and of tiles without an
+        owner; then those without a cell get the rest.
         """
         free, hidden = self.free(stream), self.hidden(stream)
         owners = {
@@ -548,7 +543,7 @@ class Oracle(Side):
         return [found[token] for token in tokens if token in found]
 
     def stream_hash(self, stream: int) -> tuple:
-        """All that a plan on a stream depends on, spelled out, to be compared."""
+        """All data that a plan on a stream depends on."""
         cells = {
             index: (cell.position, sorted(cell.owners), cell.shift, self.contents[where, index])
             for (where, index), cell in self.cells.items()
@@ -559,7 +554,7 @@ class Oracle(Side):
         return cells, written, marks
 
     def apply(self, part: Part) -> bool:
-        """Let the tokens of a part move in and write keys and values, or change nothing."""
+        """Put the tokens of a part into cells and buffers, unless it is stale."""
         if not self.fits(part):
             return False
         for place, _ in part.tokens:
@@ -573,7 +568,7 @@ class Oracle(Side):
         return True
 
     def _evict(self, place: Place) -> None:
-        """Take a hidden cell, and all that its owners hold before it."""
+        """Evict a hidden cell, and all earlier cells of its owners."""
         taken = self.cells[place]
         for seq in list(taken.owners):
             self.evicted_below[seq] = max(self.evicted_below[seq], taken.position + 1)
@@ -585,7 +580,7 @@ class Oracle(Side):
 
 
 def _in_turn(size: int, shards: int) -> list[int]:
-    """Deal cells: so many of the first share, so many of the next one, and round again."""
+    """Order cells in stripes: some of the first share, some of the next one, and so on."""
     share = size // shards
     stripe = next(
         n for n in (64, 32, 16, 8, 4, 2, 1) if share % n == 0 and (4 * n <= share or n == 1)
@@ -600,7 +595,7 @@ def _in_turn(size: int, shards: int) -> list[int]:
 
 
 def _runs(pairs: list[tuple[int, int]]) -> list[Move]:
-    """Join what goes from neighbours to neighbours, of pairs of a source and a destination."""
+    """Join pairs of source and destination into runs of neighbours."""
     runs: list[Move] = []
     for source, gap in pairs:
         if runs and (source, gap) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
@@ -611,7 +606,7 @@ def _runs(pairs: list[tuple[int, int]]) -> list[Move]:
 
 
 def _tiles(size: int) -> list[tuple[int, ...]]:
-    """Cut cells into tiles, of which there are four or more if they can be cut at all."""
+    """Cut cells into tiles, at least four if possible."""
     fits = (n for n in (64, 32, 16, 8, 4, 2, 1) if size % n == 0 and (4 * n <= size or n == 1))
     tile = next(fits)
     return [(*range(i, i + tile),) for i in range(0, size, tile)]

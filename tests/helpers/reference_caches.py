@@ -1,4 +1,4 @@
-"""A cache and its oracles, led through the same life: what the one says the others say too."""
+"""A cache and its oracles, edited by the same verbs and compared."""
 
 import functools
 import random
@@ -26,10 +26,10 @@ from tests.helpers.reference_cache import Oracle
 
 
 class Twin:
-    """A cache and the oracles of its parts, led through the same verbs, compared after each.
+    """A cache and the oracles of its parts, edited by the same verbs, compared after each.
 
     in_rows: a batch is planned as one ubatch, with a row of WIDTH tokens for each sequence, which
-      is one shape for any batch; otherwise it is cut in ubatches of 4.
+      is one shape for any batch; otherwise it is split into ubatches of 4.
     """
 
     def __init__(self, kind: Kind, *, in_rows: bool = False) -> None:
@@ -37,18 +37,18 @@ class Twin:
         self.in_rows = in_rows
         self.cache = kind.make(rope=None)
         self.oracles = kind.oracles()
-        self.tokens = 0  # tokens made so far, so that each has its own number
+        self.tokens = 0  # tokens made so far, to number them
 
     def fork(self) -> tuple[Any, Oracles]:
         return self.cache, self.oracles.fork()
 
     def return_to(self, past: tuple[Any, Oracles]) -> None:
-        """Take back what `fork` remembered, buffers and all."""
+        """Restore the result of `fork`, buffers included."""
         cache, oracles = past
         self.cache, self.oracles = cache, oracles.fork()
 
     def compare(self) -> None:
-        """Tables, contents and answers agree, for every cell and every sequence."""
+        """Compare tables, contents and results, for every cell and every sequence."""
         parts = zip(parts_of(self.cache), self.kind.layers, self.oracles, strict=True)
         for (table, buffers), layers, oracle in parts:
             self.compare_part(table, buffers, layers, oracle)
@@ -62,7 +62,7 @@ class Twin:
         assert self.cache.seq_pos_max(ids).tolist() == [*map(self.oracles.last, ids)]
 
     def compare_part(self, table: Any, buffers: Any, layers: Sequence[int], oracle: Any) -> None:
-        """Cells, evictions and contents of a part that attends agree."""
+        """Compare cells, evictions and contents of an attention part."""
         expected = {p: (c.position, c.owners, c.shift) for p, c in oracle.cells.items()}
         assert cells_of(table) == expected, jaxkv.show(self.cache)
         marks = [*oracle.evicted_below.values()]
@@ -72,10 +72,10 @@ class Twin:
     def plan(
         self, sequences: Sequence[Any], positions: Any = None, *, in_parts: bool | None = None
     ) -> tuple[jaxkv.Plan, list[list[Part]]]:
-        """Plan new tokens, of a sequence or several each, on both sides; the answers are the same.
+        """Plan new tokens, of a sequence or several each, on both sides; the results are equal.
 
-        `in_parts` is whether they are cut in ubatches of 4, if not as `gather_rows` says. Returned
-        are the plan, and for each of its ubatches what the oracles would do.
+        `in_parts` selects ubatches of 4, by default as `in_rows` says. Returns the plan, and for
+        each of its ubatches the parts of the oracles.
         """
         in_parts = not self.in_rows if in_parts is None else in_parts
         tokens = self.batch(sequences, positions)
@@ -97,7 +97,7 @@ class Twin:
         assert plan.ok.item() == all(one.ok for one in plans), jaxkv.show(self.cache)
         if len(plans) == 1:
             assert faults == plans[0].faults
-        else:  # several parts may lack room: which sequences are named then is not spelled out
+        else:  # several parts may lack cells; which sequences are named is open
             assert expected.items() <= faults.items()
             assert set(faults) >= set.intersection(*(set(one.faults) for one in plans))
         if not plan.ok:
@@ -108,7 +108,7 @@ class Twin:
         """Make new tokens for an oracle; in place of a sequence there may be several."""
         first, self.tokens = self.tokens + 1, self.tokens + len(sequences)
         places = [None] * len(sequences) if positions is None else positions
-        most = 100 if self.kind.dtype == "int8" else self.tokens  # rounded, they stay apart
+        most = 100 if self.kind.dtype == "int8" else self.tokens  # distinct after rounding
         numbers = [1 + (number - 1) % most for number in range(first, self.tokens + 1)]
         sets = [sorted(np.atleast_1d(one).tolist()) for one in sequences]
         return [
@@ -127,16 +127,15 @@ class Twin:
     def decode(
         self, sequences: Sequence[Any], positions: Any = None, ahead: Any = None, **how: Any
     ) -> bool:
-        """Plan new tokens and run them on both sides, if there is room on either.
+        """Plan new tokens and run them on both sides, if both have cells.
 
-        Each sees so many positions `ahead` of its own, as `visible_until` tells; None leaves that
-        out.
+        Each attends up to `ahead` positions after it, as `visible_until`; None omits that.
         """
         plan, parts = self.plan(sequences, positions, **how)
         if plan.ok:
             for ubatch, part in zip(plan.ubatches, parts, strict=True):
                 assert self.step(ubatch, part, ahead)
-        else:  # computed all the same, a refused plan changes nothing
+        else:  # a refused plan has no effect, even if computed
             cache = self.cache
             for ubatch in plan.ubatches:
                 cache, *_ = self.run(cache, ubatch)
@@ -144,7 +143,7 @@ class Twin:
         return plan.ok.item()
 
     def step(self, ubatch: jaxkv.Ubatch, parts: Sequence[Part], ahead: int | None = None) -> bool:
-        """Run one ubatch on both sides; a stale one changes nothing on either."""
+        """Run one ubatch on both sides; a stale one leaves both unchanged."""
         before = self.cache
         self.cache, masks, saw = self.run(before, ubatch, ahead)
         pairs = [*zip(self.oracles, parts, strict=True)]
@@ -159,16 +158,16 @@ class Twin:
         return True
 
     def run(self, cache: Any, ubatch: jaxkv.Ubatch, ahead: int | None = None) -> tuple[Any, ...]:
-        """Run a model: the cache, the masks of parts, and what was seen in each layer."""
+        """Run a model: the cache, the masks of parts, and the outputs of each layer."""
         return sign(cache, ubatch, None if ahead is None else ubatch.positions + ahead)
 
     def compare_seen(
         self, ubatch: Any, oracle: Oracle, part: Part, mask: Any, saw: dict[int, Any], ahead: int
     ) -> None:
-        """What the tokens of a ubatch see of a part, and what they read there, agree."""
+        """Compare the masks of a ubatch's tokens in a part, and their outputs."""
         streams, valid = np.asarray(ubatch.row_stream), np.asarray(ubatch.valid)
         numbers, owner = np.asarray(ubatch.tokens), {t.token: t for _, t in part.tokens}
-        within = 0.5 if self.kind.dtype == "int8" else 0.0  # of what rounding takes
+        within = 0.5 if self.kind.dtype == "int8" else 0.0  # the rounding error
         for r, t in np.ndindex(*valid.shape):
             cells = {(int(streams[r]), int(i)) for i in np.flatnonzero(mask[r, t])}
             if not valid[r, t]:
@@ -180,7 +179,7 @@ class Twin:
             last = max(one.position for _, one in part.tokens if one.sequence == token.sequence)
             end = oracle.window_ends(token.position)
             reach = token.position + ahead
-            if last < (reach if end is None else min(reach, end)):  # sees what is not there yet
+            if last < (reach if end is None else min(reach, end)):  # attends to missing tokens
                 assert all(np.isnan(seen[r, t]).all() for seen in saw.values())
                 continue
             for layer, seen in saw.items():
@@ -191,19 +190,19 @@ class Twin:
         assert not owner
 
     def after(self, verb: str, *args: Any) -> Oracles | None:
-        """The oracles after a verb, which leaves those of the twin alone; None if one refuses."""
+        """The oracles after a verb, without changing those of the twin; None if one refuses."""
         after = self.oracles.fork()
         granted = [getattr(oracle, verb)(*args) for oracle in after]
         return None if False in granted else after
 
     def both(self, verb: str, *args: Any) -> None:
-        """Do what a verb that is never refused says, on both sides."""
+        """Apply a verb that is never refused, on both sides."""
         after = getattr(jaxkv, verb)(self.cache, *args)
         self.cache = after.cache if isinstance(after, jaxkv.EditResult) else after
         self.granted(self.after(verb, *args))
 
     def edit(self, verb: str, *args: Any) -> bool:
-        """Edit both sides, or neither where the cache refuses it for a reason."""
+        """Edit both sides, or neither if the cache refuses it for a reason."""
         before, after = self.cache, self.after(verb, *args)
         self.cache, ok = edit(verb, before, *args)
         if not ok:
@@ -215,7 +214,7 @@ class Twin:
         return True
 
     def granted(self, after: Oracles) -> None:
-        """Go on with other oracles, and the marks that the cache has."""
+        """Continue with other oracles, and the marks of the cache."""
         self.oracles = after
         for (table, _), oracle in zip(parts_of(self.cache), after, strict=True):
             if isinstance(oracle, Oracle):
@@ -225,7 +224,7 @@ class Twin:
             assert all(oracle.is_whole(seq) for oracle in after), jaxkv.show(self.cache)
 
     def may_refuse(self, after: Oracles) -> bool:
-        """Whether an edit may be refused: its parts end apart, or a window has taken something."""
+        """Whether an edit may be refused: its parts end differently, or a window evicted cells."""
         ids = range(self.kind.sequences)
         apart = any(len({oracle.reached(seq) for oracle in after}) > 1 for seq in ids)
         return apart or any(
@@ -234,7 +233,7 @@ class Twin:
 
     def seq_rm(self, seq: int, p0: int = -1, p1: int = -1) -> bool:
         ok = self.edit("seq_rm", seq, p0, p1)
-        assert ok or p0 > 0 or p1 >= 0  # the whole can always go
+        assert ok or p0 > 0 or p1 >= 0  # removing everything always works
         return ok
 
     def seq_cp(self, src: int, dsts: Sequence[int], p0: int = -1, p1: int = -1) -> bool:
@@ -260,12 +259,12 @@ class Twin:
         self.cache = jaxkv.apply(self.cache, plan)
 
     def rewind(self, past: tuple[Any, Oracles]) -> bool:
-        """Return to the table of a past on both sides, if both find that it can be."""
+        """Return to the table of a past on both sides, if both allow it."""
         cache, oracles = past
         before = self.cache
         self.cache, ok = jaxkv.rewind(before, to=cache.table)
         pairs = [*zip(self.oracles, oracles, strict=True)]
-        can = {oracle.can_return_to(then) for oracle, then in pairs}  # None: it cannot tell
+        can = {oracle.can_return_to(then) for oracle, then in pairs}  # None: unknown
         assert not ok or False not in can
         assert ok or can & {False, None}
         if not ok:
@@ -278,9 +277,9 @@ class Twin:
 
 @functools.cache
 def lived_in(kind: Kind, seed: int = 0) -> Any:
-    """Lead a cache through a short random life: holes, forks, several sequences, old keys.
+    """Make a cache by a short random run: holes, forks, several sequences, old keys.
 
-    It is a value, so all tests share one; none may donate it.
+    All tests share it; donating it is not allowed.
     """
     rng, twin = random.Random(seed), Twin(kind)
     ids = range(kind.sequences)

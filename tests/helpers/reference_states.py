@@ -1,6 +1,6 @@
-"""The rules of a recurrent cache in plain Python, for the real one to be compared with.
+"""The rules of a recurrent cache in plain Python, compared with the real one.
 
-The oracle keeps no state: it remembers the tokens that came before.
+The oracle stores no states, only the tokens before them.
 """
 
 import copy
@@ -14,17 +14,17 @@ from tests.helpers.batch_rules import Part, Plan, Side, Token, in_range, numbere
 
 @dataclass(eq=False)
 class Kept:
-    """A state, by the tokens it has seen. Sequences that share it share this very object."""
+    """A state, by its tokens. Sequences that share it share this object."""
 
     position: int
     history: tuple[int, ...]
-    number: int  # of all states that were ever made, so that a copy is told from what it is of
+    number: int  # counts all states ever made, to distinguish copies
 
 
 class Histories(Side):
-    """What `sequences` sequences remember, the newest `kept` + 1 states of each.
+    """The newest `kept` + 1 states of each of `sequences` sequences.
 
-    written: for each stream how often states were written there, by tokens or as copies.
+    written: for each stream how often states were written, by tokens or as copies.
     """
 
     in_rows = True
@@ -46,14 +46,14 @@ class Histories(Side):
         return self.states[seq][0].position if self.states[seq] else -1
 
     def reached(self, seq: int) -> int:
-        """Where a sequence goes on, less one."""
+        """The next position of a sequence minus 1."""
         return self.last(seq)
 
     def used(self) -> int:
         return len({state for states in self.states.values() for state in states})
 
     def can_resume(self, seq: int, pos: int) -> bool:
-        """Whether a token at a position has a state to go on from, or needs none."""
+        """Whether a token at a position has a state before it, or needs none."""
         if pos == 0 or self.reached(seq) < 0:
             return pos >= 0
         return any(state.position == pos - 1 for state in self.states[seq])
@@ -71,22 +71,22 @@ class Histories(Side):
         return False
 
     def seen_next(self, seq: int) -> tuple:
-        """What the next token of a sequence goes on from, or can be cut back to."""
+        """The states that the next token of a sequence can continue."""
         return self.reached(seq), [(s.position, s.history) for s in self.states[seq]]
 
     def sharing(self, seq: int) -> set[int]:
-        """The sequences that have a state of a sequence, itself among them."""
+        """The sequences that have a state of a sequence, itself included."""
         mine = set(self.states[seq])
         return {seq} | {other for other, states in self.states.items() if mine & set(states)}
 
     def stream_hash(self, stream: int) -> tuple:
-        """All that a plan on a stream depends on, spelled out, to be compared."""
+        """All data that a plan on a stream depends on."""
         mine = [seq for seq in self.states if self.stream(seq) == stream]
         states = [[(s.position, s.number) for s in self.states[seq]] for seq in mine]
         return states, self.written[stream]
 
     def _cut(self, seq: int, p0: int, p1: int) -> str:
-        """What a range means to one sequence: nothing, the whole of it, a cut, or a refusal."""
+        """Classify a range of one sequence: nothing, whole, a cut, or refused."""
         p0, end = max(p0, 0), self.reached(seq)
         if p0 > end or 0 <= p1 <= p0:
             return "nothing"
@@ -102,7 +102,7 @@ class Histories(Side):
             self.states[seq] = []
 
     def seq_rm(self, seq: int, p0: int = -1, p1: int = -1) -> bool:
-        """Forget a range of a sequence; -1 is every sequence, all or none."""
+        """Remove a range of a sequence; -1 is every sequence, all or none."""
         asked = list(self.states) if seq == -1 else [seq]
         cuts = {one: self._cut(one, p0, p1) for one in asked}
         if "refused" in cuts.values():
@@ -115,7 +115,7 @@ class Histories(Side):
         return True
 
     def seq_cp(self, src: int, dsts: Iterable[int], p0: int = -1, p1: int = -1) -> bool:
-        """Share the states of a sequence as it was at the end of a range, if one stands there.
+        """Share a sequence's states up to the end of a range, if a state is there.
 
         Targets in another stream get copies, which those of one stream share.
         """
@@ -132,14 +132,14 @@ class Histories(Side):
         return True
 
     def seq_select(self, parents: Sequence[int], seqs: Sequence[int]) -> None:
-        """Let sequences have the states of others, each those of its parent."""
+        """Replace the states of sequences by those of their parents."""
         states, copies = dict(self.states), self._copies()
         for parent, seq in zip(parents, seqs, strict=True):
             if parent != seq:
                 self.states[seq] = copies(seq, parent, states[parent])
 
     def _copies(self) -> Callable[[int, int, list[Kept]], list[Kept]]:
-        """Make what gives states: shared in a stream, and copied once to each other stream."""
+        """Return a function that gives states: shared in a stream, copied once to others."""
         made: dict[tuple[int, int], list[Kept]] = {}
 
         def given(seq: int, parent: int, states: list[Kept]) -> list[Kept]:
@@ -167,7 +167,7 @@ class Histories(Side):
         return 0
 
     def seq_add(self, seq: int, p0: int, p1: int, delta: int) -> bool:
-        """Move what stands in a range, for every sequence that shares it; nothing before 0."""
+        """Move states in a range, for every sequence that shares them; none below 0."""
         p0 = max(p0, 0)
         some = p0 <= self.last(seq) and (p1 < 0 or p0 < p1)
         if some and p0 + delta < 0:
@@ -176,12 +176,12 @@ class Histories(Side):
         return True
 
     def seq_div(self, seq: int, p0: int, p1: int, divisor: int) -> None:
-        """Divide what stands in a range; what is not current cannot be returned to any more."""
+        """Divide positions in a range; older states cannot be restored any longer."""
         if divisor > 1:
             self._move(seq, p0, p1, lambda position: position // divisor, drops=True)
 
     def _move(self, seq: int, p0: int, p1: int, move: Callable[[int], int], *, drops: bool) -> None:
-        """Move states, drop earlier ones if asked, and those not before all that came later."""
+        """Move states, drop earlier ones if asked, and those not before all later ones."""
         moved = [s for s in self.states[seq] if in_range(s.position, p0, p1)]
         for state in moved:
             state.position = move(state.position)
@@ -194,15 +194,15 @@ class Histories(Side):
             ]
 
     def can_return_to(self, past: "Histories") -> bool | None:
-        """Whether a past table can be taken back; None where cells would tell, which none has."""
+        """Whether a past table can be restored; None if it depends on cells, which it has not."""
         return True if self.written == past.written else None
 
     def return_to(self, past: "Histories") -> None:
-        """Take a past table back, though what was written since stays written."""
+        """Restore a past table; `written` keeps its counts."""
         self.states = past.fork().states
 
     def plan(self, batch: Sequence[Token], *, ubatch_size: int | None, **known: Any) -> Plan:
-        """Check a batch; there is always room. What is `known` is told to `Side.faults`."""
+        """Check a batch; cells never run out. `known` goes to `Side.faults`."""
         batch = numbered(batch, known["reached"])
         plan, after = Plan(faults=self.faults(batch, **known)), self.fork()
         for tokens in self.cut(batch, ubatch_size) if plan.ok else []:
@@ -211,7 +211,7 @@ class Histories(Side):
         return plan
 
     def apply(self, part: Part) -> bool:
-        """Let sequences see the tokens of a part, or change nothing."""
+        """Add the tokens of a part to sequences, unless it is stale."""
         if not self.fits(part):
             return False
         for _, (seq, position, token, _) in part.tokens:

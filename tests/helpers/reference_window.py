@@ -1,4 +1,4 @@
-"""A window's cache as it would be if no cell were ever taken: what few cells must agree with."""
+"""A window's cache without evictions, the reference for one with few cells."""
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
@@ -10,7 +10,7 @@ from tests.helpers.batch_rules import in_range
 
 @dataclass(eq=False)
 class Kept:
-    """A token that is kept for some sequences."""
+    """A token that is stored for some sequences."""
 
     position: int
     owners: set[int]
@@ -18,7 +18,7 @@ class Kept:
 
 
 class Whole:
-    """All tokens of `sequences` sequences in `streams` streams, whatever a window takes of them."""
+    """All tokens of `sequences` sequences in `streams` streams, evicted or not."""
 
     def __init__(self, sequences: int, streams: int) -> None:
         self.sequences_per_stream = sequences // streams
@@ -37,14 +37,14 @@ class Whole:
         return max((token.position for token in self.of(seq)), default=-1)
 
     def seen(self, seq: int, low: int) -> list[tuple[int, Any]]:
-        """What stands at a position and above it."""
+        """The tokens from a position on."""
         return sorted((t.position, t.content) for t in self.of(seq) if t.position >= low)
 
     def append(self, owners: Iterable[int], position: int, content: Any) -> None:
         self.tokens.append(Kept(position, {*owners}, content))
 
     def seq_rm(self, seq: int, p0: int = -1, p1: int = -1) -> None:
-        """Forget a range of a sequence, of all if it is -1."""
+        """Remove a range of a sequence, of all if it is -1."""
         for token in self.tokens:
             if in_range(token.position, p0, p1):
                 token.owners -= token.owners if seq == -1 else {seq}
@@ -59,12 +59,12 @@ class Whole:
         self.tokens = []
 
     def seq_cp(self, src: int, dsts: Iterable[int], p0: int = -1, p1: int = -1) -> None:
-        """Give sequences a range of another: shared in its stream, copied in place in others."""
+        """Give sequences a range of another: shared in its stream, copied in others."""
         given = [token for token in self.of(src) if in_range(token.position, p0, p1)]
         self._give([(given, src, dst) for dst in dsts if dst != src])
 
     def seq_select(self, parents: Sequence[int], seqs: Sequence[int]) -> None:
-        """Give sequences what their parents had, in place of their own."""
+        """Replace the tokens of sequences by those of their parents."""
         pairs = [pair for pair in zip(parents, seqs, strict=True) if pair[0] != pair[1]]
         given = [(self.of(parent), parent, seq) for parent, seq in pairs]
         for token in self.tokens:
@@ -72,7 +72,7 @@ class Whole:
         self._give(given)
 
     def _give(self, given: list[tuple[list[Kept], int, int]]) -> None:
-        """Give tokens of a sequence to another: these very ones in its stream, else copies."""
+        """Give tokens of a sequence to another: the same objects in its stream, else copies."""
         heirs: dict[tuple[int, int], set[int]] = {}
         for tokens, src, dst in given:
             if dst // self.sequences_per_stream == src // self.sequences_per_stream:
@@ -89,7 +89,7 @@ class Whole:
         self.tokens = [token for token in self.tokens if token.owners]
 
     def seq_add(self, seq: int, p0: int, p1: int, delta: int) -> None:
-        """Move a range of a sequence, for all owners; what would stand before 0 is forgotten."""
+        """Move a range of a sequence, for all owners; negative positions are removed."""
         self._move(seq, p0, p1, lambda position: position + delta)
 
     def seq_div(self, seq: int, p0: int, p1: int, divisor: int) -> None:

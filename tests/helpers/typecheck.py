@@ -1,7 +1,7 @@
-"""Annotations of `jaxkv` that name shapes are checked where functions are called.
+"""Check the shape annotations of `jaxkv` at each call.
 
 `pytest --check-types` imports the library through this hook. Names of annotations are imported for
-type checkers alone, so they are looked up at a function's first call.
+type checkers only, so they are resolved at a function's first call.
 """
 
 import ast
@@ -33,7 +33,7 @@ def checked(function):
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        if jax.config.jax_disable_jit:  # arrays of programs are then what callers pass
+        if jax.config.jax_disable_jit:  # arrays of programs then come from callers
             return function(*args, **kwargs)
         if not told:
             CHECKED.add(f"{function.__module__}.{function.__qualname__}")
@@ -47,7 +47,7 @@ def checked(function):
             return told[0](*args, **kwargs)
         except jaxtyping.TypeCheckError as error:
             if "checking the parameters" in str(error):
-                function(*args, **kwargs)  # says itself what is wrong, or the annotation does
+                function(*args, **kwargs)  # raises its own error, or the annotation does
             raise
 
     return call
@@ -55,7 +55,7 @@ def checked(function):
 
 @functools.cache
 def _guarded(module):
-    """What a module imports for type checkers."""
+    """Import the names that a module imports for type checkers."""
     tree = ast.parse(inspect.getsource(sys.modules[module]))
     names: dict[str, object] = {}
     for node in tree.body:

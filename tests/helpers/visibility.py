@@ -1,4 +1,4 @@
-"""A sight that shows what a mask shows: each token looks for an owner of its own."""
+"""A `Visibility` for a mask: each token has a separate owner."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +7,7 @@ from jaxkv.ops.attention.visibility import Visibility
 
 
 def sight_of_mask(mask, streams, count):
-    """A sight of `count` streams for a mask `[P, T, N]`, of which no two lists share a stream."""
+    """A `Visibility` of `count` streams for a mask `[P, T, N]`; lists share none."""
     mask, streams = np.asarray(mask), np.asarray(streams, np.int32)
     lists, tokens, cells = mask.shape
     owners = np.zeros((count, -(-tokens // 32), cells), np.uint32)

@@ -1,4 +1,4 @@
-"""The command line in this process, on a tiny model of letters; what it printed, as text."""
+"""The command line in this process, on a tiny model of letters; its output as text."""
 
 import io
 import json
@@ -19,7 +19,7 @@ from tests.models.tiny_files import CONFIG, DATA, VOCAB, tiny_tensors, write_fol
 LETTERS = [*"abcdefghijklmnopqrstuvwxyz0123456789:;Ġ", "<e>"]
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}a:"
 
-# What differs from run to run and between machines and versions, and what stands for it.
+# Output that differs between runs, machines and versions, and its placeholders.
 MASKS = [
     (r"\d+\.\d s$", "# s"),
     (r"[\d.,]+/s", "#/s"),
@@ -56,9 +56,9 @@ def letters_model(letters):
 
 @pytest.fixture
 def command(letters, letters_model, tmp_path, monkeypatch, capsys):
-    """Run the command line in a folder with models; the exit code, stdout and stderr.
+    """Run the command line in a folder with models; return the exit code, stdout and stderr.
 
-    `letters` is loaded once, since what is compiled for a model lives as long as it does.
+    `letters` is loaded once, since its compiled programs live as long as the model.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
@@ -84,10 +84,10 @@ def objects(out):
 
 
 def transcript(text, command):
-    """Run the lines of a transcript that begin with `$` again; the transcript with what they print.
+    """Run the `$` lines of a transcript again; return the transcript with their output.
 
-    Below such a line stand its stdin (`<`), stdout (`1`), stderr (`2`) and, unless it is 0, its
-    exit code (`=`).
+    After such a line come its stdin (`<`), stdout (`1`), stderr (`2`) and, unless it is 0, its exit
+    code (`=`).
     """
     lines = text.splitlines()
     found = []

@@ -1,4 +1,4 @@
-"""Recorded runs of llama.cpp; `data/golden/README.md` says how they were made."""
+"""Recorded runs of llama.cpp, described in `data/golden/README.md`."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""Tiny models of the test data that talk in letters: what they say makes no sense, and need not."""
+"""Tiny models of the test data that generate meaningless letters."""
 
 import functools
 from dataclasses import replace
@@ -12,7 +12,7 @@ from models.chat.speaker import Speaker
 from models.text.tokenizer import Tokenizer
 from tests.models.tiny_files import DATA
 
-CELLS = 64  # mostly: what is compiled for one size is shared
+CELLS = 64  # in most tests: programs of one size are shared
 
 
 @functools.cache
@@ -37,7 +37,7 @@ def speaker():
 
 @pytest.fixture(scope="session")
 def twice(speaker):
-    """A chat of two turns; `copied` before anything goes on from it, which donates its cache."""
+    """A chat of two turns; `copied` before a test continues it, which donates its cache."""
     return said(speaker, speaker.begin(conversations=3, cells=CELLS), "One", "Two")
 
 

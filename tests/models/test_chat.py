@@ -1,4 +1,4 @@
-"""Conversations without a terminal: each token once, undone, forked, and past a full cache."""
+"""Conversations without a terminal: each token computed once, undone, forked, past a full cache."""
 
 import json
 from contextlib import nullcontext
@@ -50,7 +50,7 @@ def test_undo_leaves_what_was_there_before(speaker, twice):
     thrice = said(speaker, copied(twice), "Three")
     back, why = edits.undo(thrice)
     assert (back.conversations, why) == (twice.conversations, "")
-    assert back.held == len(twice.now.tokens)  # the token that waited was computed, and stays
+    assert back.held == len(twice.now.tokens)  # the waiting token was computed, and stays
     assert next_answer(speaker, back) == next_answer(speaker, twice)
     none, _ = edits.undo(edits.undo(back)[0])
     assert none.now.turns == () == none.now.tokens and none.without_kept.num_used_cells() == 0
@@ -88,7 +88,7 @@ def test_answer_stopped_keeps_what_there_is(speaker, twice):
     assert 2 <= len(chat.now.tokens) - turn.asked < 9
     after = said(longer, copied(chat), "4", stopped=lambda: True)
     assert after.now.turns[-1].answer == "" and after.held == chat.held  # before it began
-    # What was said and not computed is computed with the next turn.
+    # Generated tokens that were not computed are computed with the next turn.
     assert said(speaker, after, "5").spent.read > len(after.now.tokens) - after.held
 
 
@@ -96,7 +96,7 @@ def test_answer_full_cache_ends_and_keeps_all(speaker):
     chat = said(speaker, speaker.begin(conversations=3, cells=CELLS), "1" * (CELLS - 7))
     turn = chat.now.turns[-1]
     assert (turn.finish, cells_of(chat.cache)) == ("full", (CELLS, CELLS))
-    assert len(turn.answer) == 3 and len(chat.now.tokens) == CELLS + 1  # one more was picked
+    assert len(turn.answer) == 3 and len(chat.now.tokens) == CELLS + 1  # one more was sampled
     chat = said(speaker, chat, "Two")
     assert [turn.finish for turn in chat.now.turns] == ["full", "full"]
     assert chat.now.turns[-1].answer == "" and cells_of(chat.cache) == (CELLS, CELLS)
@@ -125,12 +125,12 @@ def test_kept_texts_give_way_before_turns_are_forgotten(speaker, twice):
     chat = said(sliding, speaker.begin(conversations=3, cells=CELLS), "b" * 12, "b")
     chat = said(sliding, edits.drop(chat, "main"), "c" * 6, "c")
     chat = edits.drop(chat, "main")
-    assert sizes(chat) == [29, 23]  # both up to where the last answer began
+    assert sizes(chat) == [29, 23]  # up to the start of the last answer
     for count, kept in ((20, [23, 24]), (9, [45])):
         chat = said(sliding, chat, "d" * count)
         assert sizes(chat) == kept and chat.now.gap == 0
     chat = said(sliding, chat, "d" * 9)
     assert chat.now.gap > 0 and chat.now.turns[-1].finish == "length"
-    # Where letting go of it would not help it stays.
+    # It stays where removing it would not help.
     chat = said(speaker, copied(twice), "3" * CELLS)
     assert chat.now.turns[-1].finish == "full" and sizes(chat) == [twice.held]

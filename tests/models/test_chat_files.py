@@ -1,4 +1,4 @@
-"""Chats in files: they go on with nothing computed, and what is none is refused."""
+"""Chats in files: they continue without computing again; other files raise."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Conversations of models with windows and states, whose tokens cannot be taken back one by one."""
+"""Conversations of models with windows and states, which cannot roll back single tokens."""
 
 from dataclasses import replace
 
@@ -36,14 +36,14 @@ def test_undo_goes_back_to_kept_texts_without_computing(name, tmp_path):
             chat, why = edits.undo(chat)
             assert why == "" and chat.held >= len(chat.now.tokens) - 1
         chat = said(speaker, chat, str(5 - turns) * 150)
-        assert chat.spent.read == 1  # that message was kept, too
+        assert chat.spent.read == 1  # that message was kept too
         assert [turn.answer for turn in chat.now.turns] == answers[: 5 - turns]
     assert chat.computed == before + 3 * 4  # three answers, and the token before each
     save(tmp_path / "chat", chat, speaker.model)
     elsewhere = speaker.begin(conversations=4, cells=900, holders=4)
     back, why = edits.undo(load(tmp_path / "chat", elsewhere, speaker.model))
     assert why == "" and back.held >= len(back.now.tokens) - 1
-    chat, why = edits.undo(edits.undo(chat)[0])  # further than there are holders
+    chat, why = edits.undo(edits.undo(chat)[0])  # further than the holders
     assert "a window of 12 has let go of" in why or "a recurrent state cannot forget" in why
     assert said(speaker, chat, "2" * 150).now.turns[-1].answer == answers[1]
 
@@ -71,7 +71,7 @@ def test_undo_full_cache_of_states_goes_back_to_kept():
     stateful = Speaker(model=tiny("granite_hybrid"), max_tokens=4, ubatch_size=16)
     chat = said(stateful, stateful.begin(conversations=2, cells=CELLS), "One")
     again, why = edits.retract_answer(said(stateful, copied(chat), "Two"))
-    assert why == "" and again.held == chat.held  # a short message is one pass as well
+    assert why == "" and again.held == chat.held  # a short message is one pass too
     chat = said(stateful, chat, "2" * 30)
     full = said(stateful, copied(chat), "3" * 30)
     assert full.now.turns[-1].finish == "full"

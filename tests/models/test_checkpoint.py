@@ -113,10 +113,10 @@ def test_tensor_unpacks_without_second_copy():
 
 
 CONFIGS = json.loads((DATA / "configs_in_one_form.json").read_text())
-"""What is added to a config without a base, and what is found."""
+"""Additions to a config without a rope base, and the resulting values."""
 
 SCALINGS = json.loads((DATA / "scalings_of_gguf.json").read_text())
-"""Keys of a rope, factors beside them, and what is found, or the sentence that refuses them."""
+"""Rope keys and factors of a GGUF file, and the resulting scaling, or the error."""
 
 
 @pytest.mark.parametrize(("given", "wanted"), CONFIGS, ids=str)
@@ -245,7 +245,7 @@ def test_open_checkpoint_hub_id_without_network(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     refused("some/model", "'some/model'.*the network")
-    # What was downloaded once is found without a network.
+    # Downloaded files are found without a network.
     repository = tmp_path / "models--some--model"
     for name in ("refs", "snapshots"):
         (repository / name).mkdir(parents=True)

@@ -1,6 +1,6 @@
-"""The command line: what it prints is recorded in tests/data/cli.
+"""The command line: its output is recorded in tests/data/cli.
 
-RECORD_CLI=1 writes the transcripts anew; a new line `$ ...` in one is a new case.
+RECORD_CLI=1 writes the transcripts again; a new line `$ ...` in one is a new case.
 """
 
 import io
@@ -120,7 +120,7 @@ def test_main_device_out_of_memory_says_so(command, monkeypatch):
     status, _, err = command("generate", "--model", "letters", "once")
     assert status == 2 and "not enough memory" in err and "--cells" in err
     monkeypatch.setattr(modes, "generate_texts", lambda *args, **options: 1 / 0)
-    with pytest.raises(ZeroDivisionError):  # what nobody expected is raised
+    with pytest.raises(ZeroDivisionError):  # unexpected exceptions are raised
         command("generate", "--model", "letters", "once")
 
 
@@ -164,7 +164,7 @@ def test_noticed_raises_an_interrupt_that_python_dropped(capfd):
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt), watch_interrupts() as check:
         check()
-        Trap()  # it goes at once, and what its end raises is dropped
+        Trap()  # freed immediately; its exception is dropped
         check()
     assert signal.getsignal(signal.SIGINT) is before
     assert not capfd.readouterr().err

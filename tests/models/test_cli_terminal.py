@@ -1,4 +1,4 @@
-"""The command `chat` in a terminal: keys, completion, history, and a whole talk."""
+"""The command `chat` in a terminal: keys, completion, history, and a whole conversation."""
 
 import os
 import sys
@@ -34,7 +34,7 @@ def test_terminal_keys_edit_send_and_end(keys, tmp_path, capsys):
     assert keys("\x03on\r") == "on" and capsys.readouterr().err == "Ctrl-D ends the chat\n"
     with pytest.raises(EOFError):
         keys("\x04")
-    assert keys("\x1b[A\r") == "on"  # from the history of those before
+    assert keys("\x1b[A\r") == "on"  # from earlier history
     history = next(tmp_path.rglob("chat_history"))
     assert "+one\n+two\n" in history.read_text() and history.stat().st_mode & 0o77 == 0
 
@@ -51,7 +51,7 @@ def test_terminal_tab_completes_and_no_history_is_noted(keys, tmp_path, monkeypa
 
 
 @pytest.mark.nightly
-@pytest.mark.filterwarnings(r"ignore:os\.fork\(\) was called:RuntimeWarning")  # it execs at once
+@pytest.mark.filterwarnings(r"ignore:os\.fork\(\) was called:RuntimeWarning")  # execs immediately
 def test_chat_in_terminal_takes_keys_and_commands(letters, tmp_path):
     env = os.environ | {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
     env["XDG_STATE_HOME"] = str(tmp_path)
@@ -62,7 +62,7 @@ def test_chat_in_terminal_takes_keys_and_commands(letters, tmp_path):
         one.expect("/help lists the commands.")
         one.expect("main>")
         one.send("one\x1b\rtwo\r")
-        one.expect("[a-z0-9]{20}")  # the answer is being made
+        one.expect("[a-z0-9]{20}")  # during the answer
         one.sendintr()
         one.sendintr()  # one too many
         one.expect("note: the answer ends there and stays as it is; /retry for another")

@@ -1,4 +1,4 @@
-"""What a config says: which models are refused, and what a cache for the others takes."""
+"""Configs: models that raise, and cache sizes of the others."""
 
 import json
 
@@ -36,7 +36,7 @@ def test_config_unsupported_field_raises(tmp_path):
 
 
 def made_of(folder, name, changes, params):
-    """What a loader makes of a changed config: "refused" if a sentence names the first key."""
+    """The result of loading a changed config: "refused" if a sentence names the first key."""
     try:
         checkpoint = open_checkpoint(config_at(folder, name, **changes), weights=False)
         config = models.model.FAMILIES[checkpoint.architecture].config_of(checkpoint)
@@ -71,11 +71,11 @@ def test_load_weights_of_another_size_raises(tmp_path):
 
 
 def test_config_older_keys_mean_the_same(tmp_path):
-    plain = config_of(tmp_path, "falcon_h1")  # its mixer has no norm that could be before the gate
+    plain = config_of(tmp_path, "falcon_h1")  # its mixer has no norm before the gate
     changes = {"mamba_norm_before_gate": True, "mamba_rms_norm": None}
     assert config_of(tmp_path, "falcon_h1", **changes) == plain
 
-    wanted = config_of(tmp_path, "lfm2")  # the class of the family takes these keys first
+    wanted = config_of(tmp_path, "lfm2")  # the family's class uses these keys first
     older = {"block_ff_dim": 30, "intermediate_size": 7, "tie_embedding": True}
     older |= {"tie_word_embeddings": False, "full_attn_idxs": [1], "layer_types": None}
     assert config_of(tmp_path, "lfm2", **older) == wanted

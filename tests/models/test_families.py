@@ -24,10 +24,10 @@ LATENT = dict(rtol=0, atol=2e-5)
 
 
 class Record(NamedTuple):
-    """A model, and what transformers computed with it: NaN where logits are not recorded.
+    """A model and its results in transformers; logits that are not recorded are NaN.
 
-    tokens_per_step: so many tokens at the end of each text are fed one by one.
-    within: how far logits may lie apart.
+    steps: how many tokens at the end of each text are fed one at a time.
+    within: tolerance of logits.
     """
 
     model: Any
@@ -49,7 +49,7 @@ def recorded(name):
     latent = name in DEEPSEEKS
     if outputs is None:
         outputs, steps = np.arange(len(tokens)) % (1 if latent else 9) == 0, 0
-    if "greedy" in file:  # each of the best tokens was fed, too, but the last
+    if "greedy" in file:  # the greedy tokens were fed too, except the last
         outputs[-1], steps = True, 23
         tokens = np.append(tokens, file["greedy"][:-1])
         outputs = np.append(outputs, np.ones(steps, bool))
@@ -63,8 +63,8 @@ def recorded(name):
 class Way(NamedTuple):
     """How texts are fed.
 
-    tokens_per_step: whether the rest is fed token by token, or is a part of the prompts.
-    max_rollback: so many tokens of the prompts are taken back, and fed one by one.
+    steps: whether the last tokens are fed one at a time, or are a part of the prompts.
+    max_rollback: how many tokens of the prompts are rolled back, and fed one at a time.
     """
 
     ubatch_size: int
@@ -131,7 +131,7 @@ SHORT_UBATCHES = Way(3, max_rollback=2, streams=4)
 ALONE = Way(512, together=False, max_rollback=2, streams=4)
 POOLED = Way(5)
 WHOLE = Way(16, steps=False)  # one program
-# A window cache is smaller than the text then, so that its cells are used again and again.
+# A window cache is smaller than the text, so that its cells are reused several times.
 SMALL = dict.fromkeys(LLAMAS, dict(cells=128, ubatch_size=20, max_rollback=4))
 SMALL["gemma3"] = dict(cells=96, ubatch_size=16, max_rollback=4)
 SMALL |= dict.fromkeys(["t5_gated", "t5_tied"], dict(cells=96, source_cells=56))

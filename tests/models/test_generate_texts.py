@@ -1,4 +1,4 @@
-"""`generate_texts`: prompts side by side, when a text ends, and what is compiled."""
+"""`generate_texts`: batches of prompts, ends of texts, and compilation."""
 
 from dataclasses import replace
 

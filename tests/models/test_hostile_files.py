@@ -1,6 +1,6 @@
-"""Files that are damaged, or written to do harm: a `ModelError` of one line, or a model.
+"""Damaged or malicious files: a `ModelError` of one line, or a model that can be traced.
 
-A model can be traced, soon and in little cache. What is changed at random follows from the seed.
+Tracing is quick and its cache small. Random changes depend on the seed only.
 """
 
 import copy
@@ -22,7 +22,7 @@ from tests.snapshot.saved import changed
 FOLDERS = sorted(path.parent for path in DATA.glob("*/config.json"))
 TENSORS = {name: x for name, x in tiny_tensors().items() if not name.endswith(".bias")}
 VALUES, ADDED = json.loads((DATA / "hostile_values.json").read_text())
-"""What is put anywhere, and what is put into the top of a config."""
+"""Values that are put anywhere, and those that are added to a config."""
 
 METADATA = {f"llama.{key}": value for key, value in FIELDS.items()} | {
     "llama.rope.scaling.type": "yarn",
@@ -42,7 +42,7 @@ SENTENCEPIECE = METADATA | {
 GROWTH = 2**31
 SEEDS = [(range(8), False), (range(8, 60), False), (range(60, 360), True)]
 LANES = in_lanes(SEEDS, fast=SEEDS[:1], core=SEEDS[1:2])
-"""Bytes that the process may grow by in one case; what was built of bad sizes took 3 GB."""
+"""Bound of the process's growth in bytes for a case; arrays of bad sizes took 3 GB."""
 
 
 def mutated(values, rng, added=None):
@@ -69,7 +69,7 @@ def mutated(values, rng, added=None):
 
 
 def outcome(path, deep):
-    """Says "model" or "refused"; anything else is raised."""
+    """Return "model" or "refused"; other exceptions are raised."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
         model = models.load(path)

@@ -1,4 +1,4 @@
-"""The product with weights is the plain one, whichever factor comes first."""
+"""The product with weights equals the plain one in any order of factors."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The command `plan`: its numbers are those of models that are there."""
+"""The command `plan`: its numbers equal those of existing models."""
 
 import json
 import math

@@ -10,13 +10,13 @@ import pytest
 import jaxkv
 from tests.models.golden import check_logits, golden
 
-# How far logits may lie apart, and by how much a token must lead to be the same in any rounding.
+# The tolerance of logits, and the lead that a token needs to be the same in any rounding.
 WITHIN = {"smollm2": 1e-3, "gemma3": 3e-2}
 SURE = {"smollm2": 2e-3, "gemma3": 3e-2}
 
 
 def test_smollm2_generates_recorded_tokens(smollm2):
-    """The best token after a prompt and each one after it; not in a program, which is compiled."""
+    """The greedy tokens after a prompt; not in a loop, which would be compiled."""
     record = golden("models")["smollm2"][1]
     tokens = record["tokens"] + record["greedy"][:3]
     batch = jaxkv.make_batch(tokens, outputs=np.ones(len(tokens), bool))

@@ -19,7 +19,7 @@ ARCHITECTURES = {
 }
 FIELDS = json.loads((DATA / "fields_of_gguf.json").read_text())
 NAMES = ["mamba2", "granite_hybrid", "granite_hybrid_experts_rope", "lfm2", "falcon_h1"]
-"""A key of a file after the architecture's name, and those of configs."""
+"""Keys of a file after the architecture's name, and those of configs."""
 
 
 def fields_of(config):
@@ -31,7 +31,7 @@ def fields_of(config):
         return fields | {"ssm.inner_size": config["num_heads"] * config["head_dim"]}
     groups = config["num_key_value_heads"]
     if kind == "falcon_h1":
-        del fields["embedding_scale"]  # all that it multiplies by is in the weights
+        del fields["embedding_scale"]  # its factor is in the weights
         fields |= {"attention.head_count_kv": groups, "attention.key_length": config["head_dim"]}
     else:
         attends = [layer == "full_attention" for layer in config["layer_types"]]
@@ -44,7 +44,7 @@ def fields_of(config):
 
 
 def multiplied(name, array, config):
-    """A tensor of Falcon-H1 with what the config multiplies by in it."""
+    """A tensor of Falcon-H1 with the multipliers of the config in it."""
     c = config
     shared, heads = c["mamba_n_groups"] * c["mamba_d_state"], c["mamba_n_heads"]
     inner = heads * c["mamba_d_head"]
@@ -114,7 +114,7 @@ def test_load_gguf_recurrent_model_equals_folder(tmp_path, name):
         if "mixer" in sizes:
             sizes["mixer"]["eps"] = np.float32(sizes["mixer"]["eps"])
     params = folder.params
-    if name == "falcon_h1":  # these two are all that the folder leaves to the model
+    if name == "falcon_h1":  # the model gets only these two from the folder
         for one, factor in {"embedding": "embedding_factor", "head": "logits_factor"}.items():
             params["vocabulary"][one] *= wanted[factor]
             assert found.pop(factor) == 1 and wanted.pop(factor) != 1

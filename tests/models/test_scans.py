@@ -9,7 +9,7 @@ from jaxkv.ops import scans
 
 
 def rows_of(length, kept):
-    """Lengths of rows, which tokens are there, and after how many of them states are kept."""
+    """Lengths of rows, the mask of tokens, and the counts of tokens after which states are kept."""
     lengths = np.array([length, max(length - 3, 0), 0])
     counts = np.maximum(lengths[:, None] - kept + np.arange(kept + 1)[None], 0)
     valid = (np.arange(length)[None] < lengths[:, None])[..., None]

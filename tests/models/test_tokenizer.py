@@ -1,4 +1,4 @@
-"""Tokenizers: the same ids as the libraries that the vocabularies come from, and whole text."""
+"""Tokenizers: the same ids as the original libraries, and text of complete characters."""
 
 import json
 import random
@@ -89,8 +89,8 @@ def test_stream_of_any_ids_equals_decode(smollm2):
         ids = [rng.randrange(smollm2.size) for _ in range(20)]
         assert "".join(streamed(smollm2, ids)) == smollm2.decode(ids)
     cut = smollm2.encode("🗝")[:-1]
-    assert cut and streamed(smollm2, cut) == ("", "\ufffd")  # characters come whole
-    assert smollm2.decode([10**6, -1]) == ""  # no tokens
+    assert cut and streamed(smollm2, cut) == ("", "\ufffd")  # complete characters
+    assert smollm2.decode([10**6, -1]) == ""  # not tokens
 
 
 def test_encode_control_tokens_on_request(smollm2):
@@ -99,7 +99,7 @@ def test_encode_control_tokens_on_request(smollm2):
     assert not {1, 2} & set(plain) and (special[0], special[-1]) == (1, 2)
     assert smollm2.decode(special) == "user\nhi"
     assert smollm2.decode(special, special=True) == text
-    assert smollm2.encode(text) == plain  # asking for one leaves the next call alone
+    assert smollm2.encode(text) == plain  # the next call is unaffected
 
 
 def write_gguf(path, fields):
@@ -188,7 +188,7 @@ def test_sentencepiece_gguf_matches_library(tmp_path, space_first):
 
     fields = {
         "model": "llama",
-        # llama.cpp's converter writes spaces as spaces in the tokens of users' own.
+        # llama.cpp's converter writes spaces as spaces in user-defined tokens.
         "tokens": [theirs.id_to_piece(id).replace("▁▁", "  ") for id in ids],
         "scores": [theirs.get_score(id) for id in ids],
         "token_type": [kind(id) for id in ids],
@@ -203,7 +203,7 @@ def test_sentencepiece_gguf_matches_library(tmp_path, space_first):
         assert ours.decode(ours.encode(text)) == text
     assert ours.encode("</s>") != ours.encode("</s>", special=True) == [theirs.eos_id()]
     assert ours.stop_tokens == {theirs.eos_id()}
-    # A stream goes on from a text, so the space of its first word stays.
+    # A stream continues a text, so the space of its first word stays.
     assert ours.stream().feed(theirs.piece_to_id("▁t")) == " t"
 
 
@@ -252,7 +252,7 @@ def test_folder_chat_template_places(tmp_path):
     for template, said in (("s", "s"), (several, "d")):
         held = write_folder(tmp_path / "a", inner, chat_template=template)
         assert held.tokenizer().chat([]) == said
-    (tmp_path / "a" / "chat_template.jinja").write_text("f")  # goes before both
+    (tmp_path / "a" / "chat_template.jinja").write_text("f")  # has priority
     assert open_checkpoint(tmp_path / "a").tokenizer().chat([]) == "f"
 
 
@@ -273,4 +273,4 @@ def test_tokenizer_refused_files_raise(tmp_path):
     ]:
         with pytest.raises(ModelError, match=message):
             held.tokenizer()
-    assert file(eos_token_id=5).stop_tokens == {5}  # token ids are enough to run on
+    assert file(eos_token_id=5).stop_tokens == {5}  # token ids suffice

@@ -1,4 +1,4 @@
-"""Templates of chats: which tokens a turn adds, and what stays when turns are forgotten."""
+"""Chat templates: the tokens that a turn adds, and the rest after turns are removed."""
 
 from dataclasses import replace
 
@@ -29,12 +29,12 @@ def test_tokens_of_turn_together_are_those_of_template(tokenizer):
 TEMPLATES = {
     "chatml": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-    # As Gemma's: no system role of its own, and contents are stripped.
+    # Like Gemma's: no separate system role, and contents are stripped.
     "folded": "{% if messages[0].role == 'system' %}{% set first = messages[0].content + '\n\n' %}"
     "{% set rest = messages[1:] %}{% else %}{% set first, rest = '', messages %}{% endif %}"
     "{% for m in rest %}<|im_start|>{{ m.role }}\n{{ first if loop.first else '' }}"
     "{{ m.content | trim }}<|im_end|>\n{% endfor %}<|im_start|>model\n",
-    # As of Llama 2: no control token stands before an answer.
+    # Like that of Llama 2: no control token before an answer.
     "brackets": "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
     "{% else %} {{ m.content }}<|im_end|>{% endif %}{% endfor %}",
 }

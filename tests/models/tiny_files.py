@@ -1,4 +1,4 @@
-"""A tiny llama without meaning as a Hugging Face folder and as a GGUF file; recorded models."""
+"""A tiny random llama as a Hugging Face folder and as a GGUF file; recorded models."""
 
 import json
 from pathlib import Path
@@ -58,7 +58,7 @@ def tiny_tensors(dtype=np.float32):
 
 
 def config_at(folder, name, **changes):
-    """A folder with the config of a recorded model, changed, and no weights; None leaves out."""
+    """A folder with the changed config of a recorded model and no weights; None removes a key."""
     config = json.loads((DATA / name / "config.json").read_text()) | changes
     kept = {key: value for key, value in config.items() if value is not None}
     (folder / "config.json").write_text(json.dumps(kept))
@@ -93,7 +93,7 @@ FIELDS = {
 
 
 def write_gguf(path, tensors, arch="llama", kind=None, fields=None, base=FIELDS):
-    """Writes as llama.cpp's converter does: for llama, the halves of q and k interleaved."""
+    """Write as llama.cpp's converter does: for llama, the halves of q and k interleaved."""
     metadata = {f"{arch}.{key}": value for key, value in base.items()}
     metadata |= {"tokenizer.ggml.eos_token_id": 7} | (fields or {})
     names, packed = tiny_names(), []
@@ -116,7 +116,7 @@ def written(path, arch, metadata, tensors):
         try:
             type_ = gguf.GGUFValueType.UINT64 if large else gguf.GGUFValueType.get_type(value)
             writer._pack_val(value, type_, add_vtype=True)
-        except Exception:  # the format has no nulls, no dicts, no numbers of that size
+        except Exception:  # the format has no nulls, dicts or numbers of that size
             value, type_ = repr(value), gguf.GGUFValueType.STRING
         writer.add_key_value(key, value, type_)
     for name, array, raw in tensors:

@@ -1,4 +1,4 @@
-"""Batches: how they are made and cut, and how their outputs come back in order."""
+"""Batches: how they are made and split, and the order of their outputs."""
 
 from functools import partial
 
@@ -83,14 +83,14 @@ def test_layout_pads_to_buckets_and_never_past_the_sequences():
     "split_by", ["simple", "sequence", pytest.param("equal", marks=pytest.mark.core)]
 )
 def test_collect_restores_the_order_of_the_batch(split_by):
-    """Two sequences are dealt; each token asks for the logits of its own number."""
+    """Two sequences are interleaved; each token's logits are its own number."""
     tokens, sequences = np.array([5, 1, 4, 2, 6, 3, 7]), np.array([2, 0, 2, 0, 0, 2, 0])
     outputs = np.array([False, True, True, False, True, True, False])
     batch = make_batch(tokens, sequences=sequences, outputs=outputs)
     plan = jaxkv.init_batch(started(), batch, ubatch_size=4, split_by=split_by).check()
     assert len(plan.ubatches) > 1
     logits = []
-    for ubatch in plan.ubatches:  # a model whose logits are the token itself
+    for ubatch in plan.ubatches:  # a model whose logits are the token
         logits.append(ubatch.tokens.reshape(-1)[ubatch.outputs][:, None] * jnp.ones((1, 2)))
         assert ubatch.valid.sum() <= 4
     assert plan.gather_outputs(logits)[:, 0].tolist() == tokens[outputs].tolist()
@@ -99,7 +99,7 @@ def test_collect_restores_the_order_of_the_batch(split_by):
 
 
 def test_init_batch_traced_list_has_room_for_every_output():
-    """Which are marked is not known, so it may be each of them; else each sequence has one."""
+    """Outputs are traced, so each may be marked; without them each sequence has one."""
 
     @jax.jit
     def chosen(cache, tokens, outputs):
@@ -129,7 +129,7 @@ STATES = recurrent_cache(1, {"x": ((), jnp.float32)}, sequences=3)
     ids=["cells", "cells, traced", "states"],
 )
 def test_extra_goes_with_its_token(cache, traced):
-    """However a batch is cut, padded and brought into rows."""
+    """For any way of splitting, padding and arranging a batch."""
     tokens, valid = np.arange(5, 13), np.array([1, 1, 0, 1, 1, 1, 1, 1], bool)
     sequences = [0, 1, 77, 0, 2, 2, 0, 2]  # padding may have any
     batch = make_batch(tokens, sequences=sequences, valid=valid, extra=extra_of(tokens))
@@ -146,7 +146,7 @@ def test_extra_goes_with_its_token(cache, traced):
 
 @pytest.mark.core
 def test_extra_and_its_name_are_part_of_the_content():
-    """Keys of another place are not those that an earlier table knew."""
+    """Keys of another place differ from those of an earlier table."""
     cache = SMALL.make()
     extras = (None, {"at": [0, 1]}, {"at": [0, 2]}, {"to": [0, 1]})
     batches = [make_batch([1, 2], extra=extra) for extra in extras]
@@ -163,7 +163,7 @@ def test_extra_of_64_bits_becomes_32_where_it_fits():
 
 @pytest.mark.core
 def test_extra_reaches_prefill_and_its_derivative():
-    """A prompt in ubatches, and the derivative of what stands beside tokens."""
+    """A prompt in ubatches, and the derivative by an extra array."""
 
     def forward(params, cache, ubatch):
         x = (params[ubatch.tokens] * ubatch.extra["at"])[:, :, None]

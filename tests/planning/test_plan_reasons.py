@@ -1,6 +1,6 @@
-"""A refusal is an answer: afterwards every bit of the cache is what it was.
+"""A refused plan leaves every bit of the cache unchanged.
 
-Applied and computed all the same, a refused plan enters no table and no buffers.
+If it is applied and computed, it changes no table and no buffers.
 """
 
 import jax
@@ -16,8 +16,8 @@ from tests.helpers.mistakes import assert_raises, mistakes
 pytestmark = pytest.mark.core
 
 FAULTS = {
-    # name: the batch's sequences, its positions, and which are refused, and how. Sequence 0 holds 5
-    # tokens, 1 holds 3 and 2 none; 4 cells are free.
+    # name: the batch's sequences, its positions, and the refused ones with reasons. Sequence 0 has
+    # 5 tokens, 1 has 3 and 2 none; 4 cells are free.
     "no-room-for-one": ([2, 0, 2, 2, 2, 1, 1], None, {2: (Reason.OUT_OF_CELLS, 4, 1)}),
     "before-zero": ([2, 2, 2], [-1, 0, 1], {2: (Reason.NOT_CONTIGUOUS, 0, -1)}),
     "gap": ([1, 1, 1], [3, 4, 6], {1: (Reason.POSITION_GAP, 5, 6)}),
@@ -46,7 +46,7 @@ def test_init_batch_refused_says_why_and_changes_nothing(fault):
     assert not plan.ok and [seq not in expected for seq in range(3)] == plan.fits.tolist()
     answers = np.stack([plan.reason, plan.expected, plan.actual], axis=1)
     assert {seq: tuple(answers[seq]) for seq in range(3) if answers[seq, 0]} == expected
-    for ubatch in plan.ubatches:  # each token goes past the end, to a place of its own
+    for ubatch in plan.ubatches:  # each token has a separate slot past the end
         assert (ubatch.slots >= 12).all()
         assert len(np.unique(ubatch.slots)) == ubatch.slots.size
     assert_unchanged_by(cache, plan)
@@ -64,7 +64,7 @@ def test_init_batch_refused_says_why_and_changes_nothing(fault):
     [
         ([0, 1, 3, 4, 6, 7, 9, 10], 3, [1] * 8, [Reason.FRAGMENTED, Reason.OK]),  # no run of 3
         ([0, 1, 2, 4, 5, 7, 8, 10], 3, [1] * 8, [Reason.FRAGMENTED, Reason.OK]),  # one
-        ([0, 1, 2, 3, 4, 5, 7, 9], 3, [1] * 8, [Reason.FRAGMENTED, Reason.OK]),  # but none of 2
+        ([0, 1, 2, 3, 4, 5, 7, 9], 3, [1] * 8, [Reason.FRAGMENTED, Reason.OK]),  # no run of 2
         ([0, 1, 2, 6, 7], 4, [1] * 4 + [2] * 4, [Reason.FRAGMENTED, Reason.OUT_OF_CELLS]),
         ([0, 1, 2, 6, 7], 4, [1] * 4, [Reason.FRAGMENTED, Reason.OK]),
     ],

@@ -1,4 +1,4 @@
-"""Tokens that belong to several sequences: computed once, and each text reads as if alone."""
+"""Tokens of several sequences: computed once, with the results of separate sequences."""
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ def batch_of(sets, tokens=None):
 
 
 def test_make_batch_sequences_of_a_token_in_any_form():
-    """Sorted, the lowest of them apart; how many others there are is a power of two."""
+    """Sorted, the lowest in `sequences`; the number of others is a power of two."""
     array = [[0, 1, -1], [-1, 0, -1], [3, 2, 1]]
     for sequences in ([[1, 0], 0, (3, 1, 2)], [{0, 1}, [0], np.array([2, 3, 1])], jnp.array(array)):
         batch = make_batch([5, 6, 7], sequences=sequences)
@@ -48,7 +48,7 @@ def test_make_batch_sequences_of_a_token_in_any_form():
     assert batch.shared_with.tolist() == [[2, 3, 4, -1], [2, 3, 4, -1], [-1] * 4]
     rows = make_batch(np.array([[5], [7]]), sequences=np.array([[[0, 1]], [[2, -1]]]))
     assert rows.sequences.tolist() == [[0], [2]] and rows.shared_with.tolist() == [[[1]], [[-1]]]
-    assert make_batch([5, 6], sequences=[[0], [1]]).shared_with is None  # as of single ids
+    assert make_batch([5, 6], sequences=[[0], [1]]).shared_with is None  # as with single ids
 
 
 def shared(cache, *ids):
@@ -81,13 +81,13 @@ PARTED = "0{0,1} 1{0} 1{1}"
         ("0{0,1} 1{0,1} 2{0}", [[0, 1]], {1: (0, 3)}),
         ("0{0,1} 1{0,1}", [[0], [0, 1]], {1: (0, 3)}),  # not in the batch
         ("0{0,1} 1{0,1}", [[0], [1], [0, 1]], {1: (0, 3)}),
-        (". .", [[0], [0, 1]], {1: (0, 1)}),  # it begins where the other one goes on
+        (". .", [[0], [0, 1]], {1: (0, 1)}),  # it starts where the other one continues
         (PARTED, [[1, 2], [0]], {2: (1, 2)}),
         (". 0{0}", [[0, 1, 2]], {1: (0, 1), 2: (0, 1)}),
     ],
 )
 def test_init_batch_token_of_sequences_that_parted_is_refused(cells, sets, wanted):
-    """llama.cpp compares the ends of sequences alone; these may end alike."""
+    """llama.cpp compares only the last positions of sequences; these may be equal."""
     cache = drawn(cells)
     plan = jaxkv.init_batch(cache, batch_of(sets), ubatch_size=8)
     answers = np.stack([plan.reason, plan.expected, plan.actual], axis=1).tolist()
@@ -110,7 +110,7 @@ def test_init_batch_shared_tokens_fit_together_or_not_at_all():
     assert plan.fits.tolist() == [False, False, True]
     assert plan.expected.tolist() == [4, 4, 0] and plan.actual.tolist() == [2, 2, 0]
     assert jaxkv.init_batch(cache, batch.keep_sequences(plan.fits), ubatch_size=8).ok
-    # Counted once, a shared prompt fits where two copies of it would not.
+    # A shared prompt counts once and fits where two copies would not.
     assert jaxkv.init_batch(cache, batch_of([[0, 1]] * 3), ubatch_size=8).ok
 
 
@@ -129,7 +129,7 @@ def test_init_batch_traced_sets_match_known_ones():
         assert one.ok and after == "0{0,1,2} 1{0,1} 1{2} 2{1} 2{0}"
     for kind, wrong, seq, reason in (
         (SMALL, np.where(sets == 2, 3, sets), 0, Reason.UNKNOWN_SEQUENCE),
-        (SMALL, np.where(sets == 1, 0, sets), 0, Reason.DIVERGED),  # a sequence twice at one token
+        (SMALL, np.where(sets == 1, 0, sets), 0, Reason.DIVERGED),  # a repeated sequence
         (GROUPS, np.array([[[0, 3]], [[1, -1]]]), 3, Reason.DIVERGED),  # of two streams
     ):
         refused = plan(kind.make(), wrong)
@@ -139,7 +139,7 @@ def test_init_batch_traced_sets_match_known_ones():
 @core
 @pytest.mark.parametrize(("kind", "size"), [(WINDOW, 8), (GROUPS, 3)], ids=["window", "groups"])
 def test_run_trees_after_a_fork_read_as_if_alone(kind, size):
-    """A prompt of two sequences, a tree on it, a cut, and another tree."""
+    """A prompt of two sequences, a tree after it, a cut, and another tree."""
     rng = np.random.default_rng(1)
     prompt = rng.integers(1, 16, 4).tolist()
     cache, _ = run(kind.make(), batch_of([[0, 1]] * 4, prompt), ubatch_size=size)
@@ -152,7 +152,7 @@ def test_run_trees_after_a_fork_read_as_if_alone(kind, size):
             wanted = run(kind.make(), alone, ubatch_size=8)[1][len(prompt) :]
             np.testing.assert_allclose(logits[np.array(index)], wanted[: len(index)], atol=1e-5)
         prompt.append(tokens[0])
-        cache, _ = jaxkv.seq_rm(cache, [0, 1], len(prompt))  # they go on from what they share
+        cache, _ = jaxkv.seq_rm(cache, [0, 1], len(prompt))  # back to the shared prompt
 
 
 @core

@@ -1,7 +1,7 @@
-"""A plan is of one table: made before an edit it does nothing after it, to no kind of cache.
+"""A plan is valid for one table: after a later edit it changes no cache of any kind.
 
-Neither does a ubatch of another table, or a rival of the one that was applied, write buffers: what
-stands in a cell belongs to one text, and the right to write it is given for that text alone.
+A ubatch of another table, or a rival of the applied one, does not write buffers either: a cell
+accepts only the tokens for which it was planned.
 """
 
 import functools
@@ -57,7 +57,7 @@ def told(kind, cache, *rows):
 
 @partial(jax.jit, static_argnames="kinds")
 def written(cache, ubatch, kinds):
-    """Let all layers write what a ubatch brings, applied or not."""
+    """Write a ubatch in all layers, applied or not."""
     return compute(cache, ubatch, kinds)[0]
 
 
@@ -67,10 +67,10 @@ def same(one, other):
 
 @pytest.mark.parametrize("kind", ["pool", "contiguous", "recurrent", "hybrid of streams"])
 def test_ubatch_of_another_text_writes_nothing(kind):
-    """It brings the same tokens to the same positions and cells, or a rival that begins alike."""
+    """The same tokens for the same positions and cells, or a rival with the same first token."""
     one, other = filled(kind), filled(kind, text=(5, 4, 3, 2, 1))
     mine, foreign, rival = planned(one, [11, 12]), planned(other, [11, 12]), planned(one, [11, 13])
-    for late in (foreign, rival):  # what the table holds in the cells is compared by stamps
+    for late in (foreign, rival):  # the cells' contents are compared by hashes
         pairs = zip(jax.tree.leaves(mine.slots), jax.tree.leaves(late.slots), strict=True)
         assert all(np.array_equal(x, y) for x, y in pairs if x.dtype == np.int32)
     settled = jaxkv.apply(one, mine)
@@ -82,7 +82,7 @@ def test_ubatch_of_another_text_writes_nothing(kind):
 
 @pytest.mark.parametrize("kind", ["pool", "recurrent", "hybrid of streams"])
 def test_rewind_after_another_text_is_refused(kind):
-    """Same cells, positions and tokens are held; what came before them, or beside them, differs."""
+    """Cells, positions and tokens are equal; earlier or neighbouring tokens differ."""
     texts = (1, 2, 3, 4, 5), (2, 1, 3, 4, 5)
     pasts = [told(kind, told(kind, filled(kind, text), [11]), [12]) for text in texts]
     pasts = [jaxkv.seq_rm(jaxkv.seq_keep(cache, 0).cache, 0, 0, 5)[0] for cache in pasts]
@@ -101,7 +101,7 @@ def rm(cache, *args):
 
 
 def moved(cache):
-    """A token comes to another position, and the last position stays."""
+    """Move a token to another position; the last position stays."""
     return jaxkv.seq_add(rm(cache, 0, 1, 3), 0, 0, 1, delta=1).cache
 
 
@@ -119,13 +119,13 @@ EDITS = {
     "forgotten": lambda cache, kind: jaxkv.seq_keep(cache, 1).cache,
     "cleared": lambda cache, kind: jaxkv.clear(cache),
 }
-"""Edits of sequence 0, which ends where it did after most: positions alone do not tell."""
+"""Edits of sequence 0, most of which keep its last position: positions do not detect them."""
 
 UNCHANGED = {
     "recurrent": {"lost its middle", "moved", "rotated"},
     "hybrid of streams": {"lost its middle", "shared"},
 }
-"""Edits that change nothing, where there are states or in another stream only."""
+"""Edits without an effect on plans, for states or for another stream only."""
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_plan_made_before_an_edit_changes_nothing(kind, edit):
 
 @pytest.mark.parametrize("kind", ["split", "hybrid of streams"])
 def test_plan_outlives_an_edit_of_another_stream(kind):
-    """Carried out before it or after it, the sequence holds the same."""
+    """Applied before it or after it, the result is the same."""
     cache = filled(kind)
     late = planned(cache, [11, 12])
     edited, ok = jaxkv.seq_rm(cache, 1)
@@ -168,7 +168,7 @@ def test_commitment_is_stale_after_an_edit():
     for plan, edited in (
         (moves, caches.run(cache, jaxkv.make_batch([1], sequences=2))[0]),  # a destination
         (moves, rm(cache, 0, 5, -1)),  # a source
-        (moves, rm(cache, 0, 0, 1)),  # a cell that would have stayed
+        (moves, rm(cache, 0, 0, 1)),  # a cell that would stay
         (update, jaxkv.seq_add(moved, 0, 1, 2, delta=1).cache),
         (update, jaxkv.apply(moved, update)),
     ):
@@ -178,12 +178,12 @@ def test_commitment_is_stale_after_an_edit():
 
 @pytest.mark.parametrize("window", [0, 1])
 def test_commitment_stale_in_one_part_changes_no_part(window):
-    """The later edit is one that the other part has nothing of."""
+    """The later edit changes one part only."""
     make = partial(attention_cache, layers=1, kv_heads=HEADS, head_dim=SIZE, rope=ROPE)
     parts = [(make(cells=16), (0,))]
     parts.insert(window, (make(cells=8, window=Window.sliding(3)), (1,)))
     cache = compose_hybrid_cache(*parts)
-    for text in [range(4)] * 3:  # the window gives up what is hidden
+    for text in [range(4)] * 3:  # the window evicts hidden cells
         cache, _ = caches.run(cache, jaxkv.make_batch(text, sequences=0))
     cache = jaxkv.seq_add(cache, 0, 0, -1, delta=4).cache
     update = jaxkv.init_update(cache)
@@ -229,7 +229,7 @@ def test_plan_for_another_cache_raises():
         (states, hybrid),
         (hybrid, compose_hybrid_cache((cache, (0, 1)), (cache, (2, 3)))),
     ):
-        (ubatch,) = jaxkv.init_full(other, ubatch_size=4).ubatches  # shapes tell the cache too
+        (ubatch,) = jaxkv.init_full(other, ubatch_size=4).ubatches  # shapes identify the cache too
         update, moves = (jax.eval_shape(f, other) for f in (jaxkv.init_update, jaxkv.defrag_plan))
         for verb, *args in (
             *((jaxkv.apply, one, plan) for plan in (ubatch, update, moves)),

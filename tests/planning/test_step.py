@@ -25,7 +25,7 @@ def started(kind):
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", MODELS)
 def test_plan_step_gives_logits_of_one_by_one(name):
-    """Padding stands before, between and after them; sequences come in any order, or not at all."""
+    """Padding is before, between and after them; sequences are in any order, or default."""
     model = models.load(DATA / name)
 
     @jax.jit
@@ -61,7 +61,7 @@ def test_plan_step_of_states_outputs_each_token_in_its_place(ids):
 
 @pytest.mark.core
 def test_plan_step_refused_changes_nothing():
-    """Where there is no room, or a traced sequence comes twice."""
+    """Without enough cells, or with a repeated traced sequence."""
     cache = started(SMALL)  # of 12 cells, 3 are free
     plan = jax.jit(jaxkv.plan_step)
     tokens, valid = jnp.ones((2, 2), int), jnp.ones((2, 2), bool)
@@ -108,7 +108,7 @@ def test_seq_rm_many_is_one_after_another(kind):
 
 @pytest.mark.core
 def test_seq_rm_many_refuses_each_by_itself():
-    """States are kept for one step back."""
+    """States allow a rollback of one step."""
     cache = tell(make(kept=1), [1, 2, 3], [4, 5, 6], [7, 8, 9])
     cache, ok = jaxkv.seq_rm(cache, [0, 1, 2], [1, 2, 0])
     assert ok.tolist() == [False, True, True]
@@ -123,5 +123,5 @@ def test_seq_select_traced_unknown_ids_change_nothing(kind):
     assert_identical(jaxkv.seq_select(cache, [], []).cache, cache)
     for parents, ids in (([3, -1, 1], [0, 1, 1]), ([0, 0, 2], [3, -1, 2])):
         assert_identical(select(cache, jnp.array(parents), jnp.array(ids)), cache)
-    last = select(cache, jnp.array([1, 0, 2]), jnp.array([0, 1, 1]))  # of two the last one counts
+    last = select(cache, jnp.array([1, 0, 2]), jnp.array([0, 1, 1]))  # the last one of two counts
     assert last.seq_pos_max([0, 1, 2]).tolist() == [1, 3, 3]

@@ -1,4 +1,4 @@
-"""With JAX's 64 bits enabled, as gradient checks want it, dtypes stay as they are."""
+"""With 64-bit JAX, as for gradient checks, dtypes are unchanged."""
 
 from dataclasses import replace
 from functools import partial
@@ -76,7 +76,7 @@ def test_verbs_x64_keep_dtypes_and_tables(name):
 
 @pytest.mark.parametrize("implementation", [None, "tiles", "xla"])
 def test_attend_x64_sums_in_float64(implementation, wide):
-    """All but JAX's own attention, which rounds its weights."""
+    """Except JAX's own attention, which rounds its weights."""
     cache, ubatch = applied(lived_in(replace(SMALL, dtype="float64")))
     q, k, v = arrays_for(ubatch, dtype="float64")
     cache, out = jaxkv.attend(cache, 0, ubatch, q, k, v, implementation=implementation)

@@ -1,4 +1,4 @@
-"""What tests of servers share: requests, what each says alone, engines, and a server by hand."""
+"""Helpers for tests of servers: requests, the text of each alone, engines, and a manual server."""
 
 import functools
 import random
@@ -24,7 +24,7 @@ ROOMY = Kind("roomy", cells=64, sequences=6)
 GROUPS = Kind("groups", cells=48, sequences=6, streams=2)
 ALONE = Kind("alone", cells=64, sequences=1)
 STOP = [5]
-RULE = Constraint(  # what may come next depends on all tokens so far
+RULE = Constraint(  # allowed tokens depend on all earlier ones
     first=0,
     allowed=lambda state: jnp.arange(VOCABULARY) % 3 == state,
     advance=lambda state, token: (state + token + 1) % 3,
@@ -36,7 +36,7 @@ def tokens(count, seed=0, vocabulary=VOCABULARY):
 
 
 def mixed(count, *, seed=0, most=12):
-    """Requests of many lengths, some greedy, each with a seed and some with a stop of their own."""
+    """Requests of many lengths, some greedy, each with a seed, and some with stop tokens."""
     rng = random.Random(seed)
     made = []
     for i in range(count):
@@ -72,11 +72,11 @@ def in_one_piece(model):
 
 
 def alone(request, *, model=forward, params=None, cache=None, stop_tokens=STOP, last_n=64):
-    """A text by the loops themselves, in a cache of its own: tokens, log-probabilities, reason."""
+    """A request in the plain loops, in a separate cache: tokens, log-probabilities, reason."""
     cache = ALONE.make() if cache is None else cache
     stop_tokens = [*stop_tokens, *request.stop_tokens]
     stop_tokens = np.array(stop_tokens + [-1] * (2 - len(stop_tokens)), np.int32)
-    # Filters that are there and off: one program for all requests.
+    # Filters are present and neutral: one program for all requests.
     filters = {
         name: option.dtype(request.sampling.get(name, option.neutral))
         for name, option in OPTIONS.items()
@@ -120,7 +120,7 @@ def engine_of(kind, holders=None, *, model=forward, cells=None, **options):
 
 @functools.cache
 def warm(kind, **options):
-    """An engine that is warm, and empty whenever a test ends."""
+    """A warm engine, empty at the end of each test."""
     engine = engine_of(kind, **options)
     engine.warm_up()
     return engine
@@ -177,7 +177,7 @@ def told(cache, tokens, seq):
 
 @dataclass
 class Server:
-    """A cache with a store, and how many tokens it was told."""
+    """A cache with a store, and the number of computed tokens."""
 
     cache: Any
     store: PrefixStore
@@ -185,7 +185,7 @@ class Server:
     tell: Any = field(default=told)
 
     def ask(self, tokens, seq=0):
-        """Reuse what there is of a prompt and compute the rest."""
+        """Reuse the stored prefix of a prompt and compute the rest."""
         self.cache, self.store, found = self.store.fork(self.cache, tokens, seq)
         self.go_on(tokens[found.length :], seq)
         return found

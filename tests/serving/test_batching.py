@@ -1,4 +1,4 @@
-"""Requests through fewer sequences than there are: each text is the one that it would be alone."""
+"""More requests than sequences: each text equals that of the request run alone."""
 
 from dataclasses import replace
 from functools import partial
@@ -40,7 +40,7 @@ def test_engine_texts_are_as_each_alone(kind, holders):
             results.append(result)
             if waiting:
                 engine.submit(waiting.pop(0))
-        assert compiled() == 0 or kind is RUNS  # what closes gaps is compiled when it is needed
+        assert compiled() == 0 or kind is RUNS  # defragmentation compiles when it is needed
     results.sort(key=lambda result: result.id)
     assert_as_alone(results, requests, cache=replace(servers.ALONE, windows=kind.windows).make())
     assert_only_kept(engine)
@@ -49,7 +49,7 @@ def test_engine_texts_are_as_each_alone(kind, holders):
 
 
 def test_engine_texts_that_give_way_are_as_each_alone():
-    """Without reservations the youngest wait again, where those that run take all cells."""
+    """Without reservations the youngest requests wait again when running ones take all cells."""
     long = dict(max_new_tokens=18, sampling=dict(temperature=1.5))
     requests = [Request(prompt=[i, 3], seed=i, tag=i, **long) for i in range(6)]
     requests += servers.mixed(10, seed=1)
@@ -84,7 +84,7 @@ def test_cancel_frees_cells_at_once():
     endless = [Request(prompt=[1] * 6, max_new_tokens=16, tag=i) for i in range(3)]
     ids = [engine.submit(request) for request in endless]
     assert engine.step() == []
-    assert engine.tokens_of(ids[0]) and engine.cache.num_used_cells() > 0  # the others have no room
+    assert engine.tokens_of(ids[0]) and engine.cache.num_used_cells() > 0  # others lack cells
     assert engine.cancel(ids[1]) and engine.cancel(ids[0])
     assert engine.cache.num_used_cells() == 0
     assert not engine.cancel(ids[0])
@@ -165,7 +165,7 @@ def test_serve_no_allowed_token_ends_text():
 
 
 class Broken:
-    """A model that raises: while it is traced, or when it runs."""
+    """A model that raises: during tracing, or when it runs."""
 
     traced = run = False
 
@@ -231,7 +231,7 @@ def test_engine_that_lost_its_cache_raises(moment, monkeypatch):
 @pytest.mark.parametrize("rule", ["sliding", "chunked", "symmetric"])
 @pytest.mark.parametrize("streams", mostly_nightly([1, 2], few=[2]))
 def test_can_hold_is_exact_for_windows(rule, streams):
-    """Where it says that texts fit, none is ever refused; with a cell less, one may be."""
+    """If it is True no plan is ever refused; with a cell less, one may be."""
     windows, at_once, lengths = (jaxkv.Window(6, rule),), 4, [20, 17]
     enough = at_once + (3 if rule == "symmetric" else 5) * 2 // streams
     for cells in (enough, enough - 1):
@@ -239,7 +239,7 @@ def test_can_hold_is_exact_for_windows(rule, streams):
         holds = cache.table.can_allocate(np.array(lengths), at_once, np.zeros(streams, int))
         assert holds.tolist() == [cells == enough] * streams
         refused = False
-        for start in (0, *range(1, 20, 4)):  # so that a later piece begins at the end of a chunk
+        for start in (0, *range(1, 20, 4)):  # later pieces then start at the end of a chunk
             for seq, length in enumerate(lengths):
                 if count := min(4 if start else 1, max(length - start, 0)):
                     batch = jaxkv.make_batch([1] * count, sequences=seq)

@@ -1,4 +1,4 @@
-"""An engine with a store: what prompts begin with is computed and held once, and gives way."""
+"""An engine with a store: common prefixes are computed and stored once, and evicted if needed."""
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ def test_engine_store_reuses_text_that_ended():
 
 
 def test_engine_store_reuses_text_that_runs():
-    """Its prompt is remembered when another begins with it, so neither waits for the other."""
+    """Its prompt is stored when another request has the same prefix, so neither waits."""
     engine, common = engine_of(ROOMY, [5]), tokens(30)
     long = engine.submit(Request(prompt=[*common, 1], max_new_tokens=20))
     while not engine.tokens_of(long):
@@ -42,7 +42,7 @@ def test_engine_store_reuses_text_that_runs():
 
 
 def test_engine_store_prompt_waits_where_that_saves_time():
-    """For one on its way in: a pass over the weights costs as much as some 24 tokens."""
+    """It waits for a running prefix: a pass over the params costs as much as 24 tokens."""
     for shared, waits in ((30, True), (15, False)):
         engine, common = engine_of(ROOMY, [5]), tokens(shared)
         for last in ([1, 2, 3], [2, 3, 4], [3, 4, 1]):
@@ -72,14 +72,14 @@ def test_engine_takes_cache_and_store_of_another():
 
 
 def test_engine_store_gives_way_to_a_request_and_no_sooner():
-    """At last one that takes all cells runs at once, beginning with what was kept."""
+    """At last a request that needs all cells runs immediately, from its stored prefix."""
     engine = engine_of(POOL, [2, 3])
     ask(engine, tokens(8, 1))
     ask(engine, tokens(8, 2))
-    engine.submit(Request(prompt=tokens(4, 3), max_new_tokens=5))  # the 8 cells that are left
+    engine.submit(Request(prompt=tokens(4, 3), max_new_tokens=5))  # the 8 free cells
     engine._schedule.admit()
     assert placed(engine) == 1 and len(kept(engine)) == 2
-    rest = Request(prompt=tokens(8, 4), max_new_tokens=9)  # all that the first does not need
+    rest = Request(prompt=tokens(8, 4), max_new_tokens=9)  # all cells that the first does not need
     engine.submit(rest)
     engine._schedule.admit()
     assert placed(engine) == 2 and not kept(engine)
@@ -128,7 +128,7 @@ def test_engine_store_gives_way_before_any_text():
 
 
 def test_engine_store_copies_between_streams():
-    """The store has one holder, in stream 1: what ends in stream 0 is copied there."""
+    """The store has one holder, in stream 1: texts that end in stream 0 are copied there."""
     engine, common = engine_of(GROUPS, [5], stop_tokens=()), tokens(30)
     first = ask(engine, [*common, 1], max_new_tokens=3)
     assert first.prefix_hit.length == 0 and len(kept(engine)) == 1
@@ -172,7 +172,7 @@ class Counting:
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["llama_tied", "gemma3", "mamba2", "granite_hybrid"])
 def test_engine_store_computes_common_tokens_once(name):
-    """Of 64 prompts, 8 side by side, where cells are for 512 common tokens and 16 texts' own."""
+    """64 prompts, 8 at once, with cells for 512 common tokens and the rest of 16 texts."""
     own, max_new_tokens = 3, 10
     cells = 512 + 16 * (own + max_new_tokens - 1)
     counted, common = Counting(name, sequences=10, holders=[8, 9], cells=cells), tokens(512)

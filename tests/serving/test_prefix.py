@@ -1,7 +1,8 @@
-"""A store of prefixes: each token is computed once, held once, and a fork goes on as if computed.
+"""A prefix store: each token is computed and stored once, and a fork continues like a computed
+text.
 
-Where only the table matters tokens are applied and no model runs. How much was computed is counted
-by `Server`, which tells a cache the rest of a prompt after what was reused.
+Where only the table matters, tokens are applied and no model runs. `Server` counts the computed
+tokens: the rest of each prompt after its stored prefix.
 """
 
 from dataclasses import replace
@@ -51,14 +52,14 @@ def test_reuse_in_a_conversation_computes_each_token_once(kind):
         server.go_on(answer)
         text += answer
         assert server.remember(text) is Miss.NONE
-        server.forget()  # others may take the sequence until the next turn
+        server.forget()  # frees the sequence until the next turn
     assert server.computed == len(text) == 40
     assert len(server.store.prompts) == 1
     assert server.cache.num_used_cells() == server.held
 
 
 def test_store_keeps_no_text_with_a_hole_or_a_move():
-    """Nor gives one: a holder that lost a passage is good as far as that."""
+    """And forks none: of a holder with a hole only the tokens before it are used."""
     cache, text = POOL.make(), [1, 2, 3, 4, 5, 6]
     store = PrefixStore(cache, sequences=[3])
     cache = jaxkv.apply(cache, jaxkv.init_batch(cache, jaxkv.make_batch(text)))
@@ -107,7 +108,7 @@ def test_store_knows_the_text_that_a_state_has_seen():
     for claimed in ([1, 2, 3, 4, 5, 7], [2, 1, 3, 4, 5, 6]):
         assert store.store(cache, claimed, 0).hit.miss is Miss.OTHER_TEXT
     moved, _ = jaxkv.seq_add(cache, 0, 0, -1, delta=1)
-    moved, ok = jaxkv.seq_add(moved, 0, 1, -1, delta=-1)  # back again: what it has seen is the same
+    moved, ok = jaxkv.seq_add(moved, 0, 1, -1, delta=-1)  # back again: its content is the same
     cache = jaxkv.snapshot.load(jaxkv.snapshot.save(moved))
     cache, kept, (_, miss) = store.store(cache, text, 0)
     assert ok and miss is Miss.NONE
@@ -143,14 +144,14 @@ def test_reuse_of_a_state_has_seen_the_prefix():
 
 # ---- the cases of ollama's runner/ollamarunner/cache_test.go, until v0.30
 
-FIND_SLOT = {  # holders; texts that are held; a prompt, what is found of it; the texts afterwards
+FIND_SLOT = {  # holders; stored texts; a prompt, its match; the texts afterwards
     "Empty": ([1, 2], [], [1], (0, Miss.UNKNOWN), [[1]]),
     "Extend": ([1, 2, 3], [[1, 2, 3], [1, 5]], [1, 2, 3, 4], (3, Miss.NONE), None),
-    "New": ([1, 2], [[1]], [2], (0, Miss.UNKNOWN), [[1], [2]]),  # the empty one is taken
-    # There the slot is cut to [1] where no other is free. Here it is whole until it gives way.
+    "New": ([1, 2], [[1]], [2], (0, Miss.UNKNOWN), [[1], [2]]),  # the empty one is used
+    # ollama cuts the slot to [1] if no other is free. Here it is whole until it is evicted.
     "Fork": ([3], [[1, 2]], [1, 9], (1, Miss.NONE), [[1, 9]]),
     "Evict": ([1, 2], [[2, 3], [1]], [7, 8], (0, Miss.UNKNOWN), [[1], [7, 8]]),
-    # There ties go to the lowest slot; here to the text that was used last.
+    # In ollama ties go to the lowest slot; here to the most recently used text.
     "Equal": ([1, 2], [[1, 2, 3], [1, 2, 4]], [1, 2, 9], (2, Miss.NONE), [[1, 2, 4], [1, 2, 9]]),
     "Used": ([1, 2], [[1, 1], [2]], [1, 3], (1, Miss.NONE), [[1, 1], [1, 3]]),
     "exact match leaves one input": ([3], [[1, 2, 3]], [1, 2, 3], (2, Miss.NONE), [[1, 2, 3]]),
@@ -170,7 +171,7 @@ def test_reuse_finds_what_ollama_finds(case):
 def test_reuse_needs_what_the_window_of_a_text_shows():
     kind = Kind("", cells=10, sequences=2, windows=(jaxkv.Window.sliding(3),))
     server = serving(kind.make(), [1], range(8))
-    server.ask(range(20, 27))  # takes what the window of the holder hides
+    server.ask(range(20, 27))  # uses hidden cells of the holder
     server.forget()
     found = {5: (0, Miss.CONTEXT_EVICTED), 6: (5, Miss.NONE), 9: (8, Miss.NONE)}
     for asked, wanted in found.items():
@@ -194,7 +195,7 @@ def test_reuse_in_a_hybrid_needs_all_of_its_parts():
     assert server.remember(range(6)) is Miss.NO_STATE
     for texts in ((range(8), range(6)), (range(6), range(8))):
         server = serving(hybrid(), [1, 2], *texts)
-        assert len(server.texts) == 2  # the longer one cannot stand in for the shorter
+        assert len(server.texts) == 2  # the longer one does not replace the shorter
     assert server.ask([*range(6), 50]) == (6, Miss.NONE)
     assert server.ask([*range(7), 50]) == (6, Miss.NO_STATE)
     assert server.ask([*range(8), 50]) == (8, Miss.NONE)
@@ -302,7 +303,7 @@ def test_reuse_random_prompts_matches_computed(kind, data):
 
 
 def test_with_prompts_takes_what_a_snapshot_loads():
-    server = serving(POOL.make(), [2, 3], [1, 2, 3, 4])  # sequence 2 holds it
+    server = serving(POOL.make(), [2, 3], [1, 2, 3, 4])  # in sequence 2
     data = snapshot.save(with_numbers(server.cache), sequences=[2])
     cache = snapshot.load(data, into=POOL.make(), sequences={2: 3})
     store = PrefixStore(POOL.make(), sequences=[2, 3]).with_prompts({3: [1, 2, 3, 4]})

@@ -1,8 +1,8 @@
-"""One of several processes that hold a cache together; `test_processes.py` starts them.
+"""One of several processes that share a cache; `test_processes.py` starts them.
 
-`python -m tests.sharding.process_worker SCENARIO NUMBER COUNT PORT FOLDER`. What the first process
-computes alone, on one device and without a mesh, is what all want of what they compute together; so
-numbers are compared in each process, each the shards that it holds.
+`python -m tests.sharding.process_worker SCENARIO NUMBER COUNT PORT FOLDER`. The first process
+computes the expected results alone, on one device and without a mesh; each process compares its
+shards with them.
 """
 
 import math
@@ -30,7 +30,7 @@ from tests.sharding import tiny
 
 SAMPLER = generation.make_sampler(temperature=0.7)
 HEARTBEAT = 10
-"""Seconds without a sign of life after which a process counts as dead."""
+"""Seconds without a heartbeat after which a process counts as dead."""
 
 NEAR = jaxkv.Window.sliding(4)
 CASES = {
@@ -40,7 +40,7 @@ CASES = {
     "window": ("aa", dict(cells=24, streams=4, window=NEAR), dict(data=-1, cells=2)),
     "hybrid": ("ar", dict(cells=40, sequences=8, streams=4), dict(data=-1, tensor=2)),
 }
-"""Layers, sizes of the cache, and axes of the mesh, of which -1 is the devices that are left."""
+"""Layers, sizes of the cache, and axes of the mesh; -1 means the remaining devices."""
 
 
 def make(name: str) -> Any:
@@ -68,7 +68,7 @@ def planned(cache: Any, batch: jaxkv.Batch) -> Any:
 
 
 def of_first(compute: Callable[[], Any]) -> Any:
-    """Return what the first process computes, for all of them, which wait for its file."""
+    """Return the result of the first process in all processes, which wait for its file."""
     folder = Path(sys.argv[-1])
     file, ready = folder / "alone", folder / "alone is written"
     if jax.process_index() == 0:
@@ -99,7 +99,7 @@ def answers(cache: Any) -> dict[str, Any]:
 
 
 def story(name: str, cache: Any, params: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Lead a cache through loops and every verb: steps, the cache after each, and answers."""
+    """Run loops and every verb on a cache: steps, the cache after each, and results."""
     layers, sizes, _ = CASES[name]
     forward, last = tiny.model_of(layers), cache.table.spec.sequences - 1
 
@@ -163,8 +163,8 @@ def story(name: str, cache: Any, params: Any) -> Iterator[tuple[str, Any, Any]]:
 def verbs(name: str) -> None:
     """Every verb, together and then alone.
 
-    In this order, since a process may wait 30 seconds for another one and no longer, where it meets
-    that one for the first time in some group of devices.
+    In this order, since a process waits at most 30 seconds for another one when they first use a
+    group of devices together.
     """
 
     def noted(cache: Any, params: Any) -> dict[str, tuple[Any, Any]]:
@@ -178,7 +178,7 @@ def verbs(name: str) -> None:
 
 
 def requests() -> None:
-    """Requests have the same results in all processes, and as in one alone."""
+    """Requests have the same results in all processes, and as in a single one."""
 
     def served(cache: Any, params: Any) -> list:
         engine = Engine(tiny.model_of("ar"), params, cache, stop_tokens=[3], prefill_chunk=8)
@@ -198,7 +198,7 @@ def requests() -> None:
 
 
 def disagreement() -> None:
-    """Processes with one batch and table pass, and those with different ones are told."""
+    """Processes with equal batches and tables pass; different ones raise."""
     number = jax.process_index()
     with jax.set_mesh(mesh_of("tensor")):
         cache = planned(placed(make("tensor")), make_batch([[1, 2], [3]]))
@@ -211,11 +211,11 @@ def disagreement() -> None:
                 print(error, flush=True)
             else:
                 raise SystemExit("expected to be told that processes differ")
-        sharding.assert_in_sync(cache, make_batch([1]))  # nothing is broken by it
+        sharding.assert_in_sync(cache, make_batch([1]))  # still works
 
 
 def global_batches() -> None:
-    """Arrays of a batch that are split over processes are not looked at."""
+    """Arrays of a batch that are split over processes are not read."""
     mesh = mesh_of("window")
     with jax.set_mesh(mesh):
         cache, alone = placed(make("window")), make("window")
@@ -230,7 +230,7 @@ def global_batches() -> None:
 
 
 def killed(who: int) -> None:
-    """One of them dies while all compute; no other may wait for it for ever."""
+    """One process dies while all compute; the others must not wait for ever."""
     with jax.set_mesh(mesh_of("tensor")):
         forward, prompt = tiny.model_of("aa"), make_batch([1, 2, 3])
         cache, logits, *_ = jaxkv.prefill(forward, params(), placed(make("tensor")), prompt)

@@ -1,4 +1,4 @@
-"""Models on meshes give what one device gives, hold their shares alone, and send no weight."""
+"""Models on meshes: the results of one device, a share of arrays on each, weights not sent."""
 
 import json
 from functools import partial
@@ -92,7 +92,7 @@ def test_split_takes_axes_that_divide_its_parts(parts, with_cells, rules, axes, 
 
 @over_families
 def test_load_on_mesh_gives_each_device_its_share(name, tmp_path):
-    """In bfloat16, so that the host rounds as a device would; a config alone tells the same."""
+    """In bfloat16, so that the CPU rounds as a device would; a config gives the same sizes."""
     plain, mesh = models.load(DATA / name, dtype=jnp.bfloat16), make_mesh(DATA_TENSOR)
     model = models.load(DATA / name, dtype=jnp.bfloat16, mesh=mesh)
     whole = model.whole_weights()
@@ -127,7 +127,7 @@ def test_whole_weights_say_why_they_are_whole():
 
 @pytest.mark.parametrize("name", in_lanes(FAMILIES, fast=[], core=["llama_tied", "gemma3"]))
 def test_model_step_on_mesh_sends_sums(name):
-    """A sum for each part of a layer that is split, and that of the embedding."""
+    """A sum for each split part of a layer, and that of the embedding."""
     mesh = make_mesh(TENSOR)
     model = models.on_mesh(models.load_shapes(DATA / name), mesh, ShardingRules())
 
@@ -141,7 +141,7 @@ def test_model_step_on_mesh_sends_sums(name):
         run = jax.jit(step, donate_argnums=1)
         sent = collectives(run.lower(model.params, cache, tokens).compile())
     layers = len(model.family.layers_of(model.config, model.dtype))
-    # Attention and feed of each layer; the one key head of gemma3 is whole, and so is attention.
+    # Attention and feed-forward of each layer; gemma3 has one key head, so its attention is whole.
     exact = {"llama_tied": 2 * layers + 1, "gemma3": layers + 1}
     assert {name for name, _ in sent} == {"all-reduce"}
     assert len(sent) <= 2 * layers + 1 and len(sent) == exact.get(name, len(sent))
@@ -181,7 +181,7 @@ def test_prompts_and_tokens_on_mesh_match_one_device(name, sizes):
 
 @pytest.mark.nightly
 def test_generate_on_mesh_writes_the_same_tokens(capsys):
-    """Key/value heads of SmolLM2 are three; nothing is compiled after the warm-up."""
+    """SmolLM2 has three key/value heads; nothing compiles after the warm-up."""
     command = ["generate", "--json", "--max-tokens", "10", "The capital of France is", "One, two,"]
     assert main(command) == 0
     wanted = [json.loads(line)["tokens"] for line in capsys.readouterr().out.splitlines()]

@@ -37,6 +37,6 @@ def test_orbax_restores_hybrid_cache_on_another_mesh(tmp_path):
     assert jax.tree.all(jax.tree.map(lambda x, y: x.sharding == y.sharding, restored, shapes))
     plain = merge(restored.table.with_sharding_rules(None), restored.buffers)
     assert_identical(jax.device_get(plain), jax.device_get(cache))
-    with jax.set_mesh(mesh):  # and it goes on
+    with jax.set_mesh(mesh):  # it continues
         plan = jaxkv.init_batch(restored, jaxkv.make_batch([[7], [8], [9], [10]])).check()
         assert jaxkv.apply(restored, plan).num_used_cells() > cache.num_used_cells()

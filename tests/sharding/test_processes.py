@@ -1,6 +1,6 @@
-"""Caches that several processes hold together: as in one, and no process waits for ever.
+"""Caches that several processes share: the results of one, and no process waits for ever.
 
-`process_worker.py` is what each process runs, and compares its numbers.
+Each process runs `process_worker.py`, which compares its numbers.
 """
 
 import os
@@ -17,15 +17,15 @@ from tests.sharding.process_worker import CASES, HEARTBEAT
 
 ROOT = Path(__file__).parents[2]
 ENDED = 60
-"""Seconds in which the others end after one was killed: heartbeats, and what JAX does then."""
+"""Seconds for the others to end after one was killed: heartbeats, and JAX's shutdown."""
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
 
 def run(folder, scenario, count, limit=600):
-    """Run a scenario in processes; their exit codes, None for one that goes on, and outputs."""
-    # Each device of a processor waits in a thread for the others, and several programs are on their
-    # way at once: with the two threads of a small machine the devices block each other.
+    """Run a scenario in processes; their exit codes (None if still running) and outputs."""
+    # Each CPU device waits in a thread for the others, and several programs run at once: with the
+    # two threads of a small machine the devices block each other.
     env = {**os.environ, "JAX_NUM_CPU_DEVICES": "2", "NPROC": "16", "PYTHONUNBUFFERED": "1"}
     with socket.socket() as one:
         one.bind(("localhost", 0))
@@ -43,7 +43,7 @@ def run(folder, scenario, count, limit=600):
         while None in codes and time.monotonic() - begun < limit:
             time.sleep(0.1)
             codes = [process.poll() for process in started]
-            # One that failed is waited for by the others: what it says is what counts.
+            # Others wait for one that failed: its output is the cause.
             if any(code not in (None, 0) for code in codes):
                 limit = min(limit, time.monotonic() - begun + HEARTBEAT + ENDED)
     finally:
@@ -64,7 +64,7 @@ def test_processes_give_what_one_device_gives(scenario, tmp_path):
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_process_killed_ends_the_others(who, tmp_path):
-    """JAX says so and ends them, since what they wait for never comes: begin at a checkpoint."""
+    """JAX raises and ends them, since their peer never answers: restart from a checkpoint."""
     codes, texts = run(tmp_path, f"killed {who}", 2)
     shown, other = "\n---\n".join(texts), 1 - who
     assert codes[who] == -signal.SIGKILL and codes[other] not in (None, 0), shown

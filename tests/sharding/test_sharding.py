@@ -28,7 +28,7 @@ from tests.sharding.tiny import assert_close
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_random_verbs_on_mesh_match_oracle(kind):
-    """Tokens of several sequences stand in no rows, so that more is compiled for them."""
+    """Tokens of several sequences have no rows, so they compile more programs."""
     sets = kind.name in ("window", "groups-striped-window")
     options = dict(counts=(3, 7), moves=(2, 2), sets=sets, in_rows=kind.streams > 1 and not sets)
     with jax.set_mesh(mesh_of(**dict(kind.axes))):
@@ -100,7 +100,7 @@ def test_verbs_and_steps_on_mesh_match_one_device(mode, streams, axes):
 
 @pytest.mark.core
 def test_init_batch_one_stream_each_device_same_slots():
-    """Sequences of a stream come first by their number, in whatever order their rows are."""
+    """Slots follow the ids of the sequences of a stream, in any order of rows."""
     cache = Kind("groups", cells=8, sequences=4, streams=2).make()
     batch = jaxkv.make_batch([[1], [2]], sequences=[3, 2])
     (wanted,) = jaxkv.init_batch(cache, batch).ubatches
@@ -114,7 +114,7 @@ SPLITS = [(4, {"data": 2, "tensor": 2, "cells": 2}), (1, {"cells": 4})]
 
 @pytest.mark.parametrize(("streams", "axes"), in_lanes(SPLITS, fast=[], core=SPLITS[:1]), ids=str)
 def test_derivatives_on_mesh_match_one_device(streams, axes):
-    """By queries, keys, values, sinks, and a bias: that of the first layer has weights."""
+    """By queries, keys, values, sinks, and biases; the first layer's has weights."""
 
     def loss(arrays, cache, ubatch):
         q, k, v, sinks, params, array = arrays
@@ -124,7 +124,7 @@ def test_derivatives_on_mesh_match_one_device(streams, axes):
             q, v = q + out, v + out[:, :, ::2]
         return jnp.sum(jnp.where(ubatch.valid[..., None, None], jnp.sin(q), 0.0))
 
-    cells = 32 // streams  # so few that all devices hold some that are used
+    cells = 32 // streams  # few, so that all devices have used cells
     cache = Kind("full", cells=cells, sequences=4, streams=streams).make()
     texts = [list(range(i, 6 + i)) for i in range(4)]
     (ubatch,) = jaxkv.init_batch(cache, jaxkv.make_batch(texts)).check().ubatches

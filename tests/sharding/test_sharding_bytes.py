@@ -1,6 +1,6 @@
-"""What a compiler makes of caches on meshes: what is sent, what is held, what is copied.
+"""Compiled programs of caches on meshes: transfers, temporary bytes, copies.
 
-Compiled only, of shapes: nothing is allocated.
+Compiled from shapes, without allocation.
 """
 
 from dataclasses import replace
@@ -55,7 +55,7 @@ def test_step_sends_no_keys_and_no_tables(name, window):
     in_lanes([(name, 1) for name in PODS] + [("all", 16)], fast=[], core=[("all", 1)]),
 )
 def test_attend_sends_what_the_layout_says(name, tokens):
-    """To the byte; of several tokens for each sequence as many times more."""
+    """Exact bytes, proportional to the tokens of each sequence."""
     pod = PODS[name]
     with on_mesh(pod):
         program = pod.lower_attention(tokens * pod.sequences).compile()
@@ -77,7 +77,7 @@ def test_attend_over_many_cells_holds_two_hundredths(name):
 @pytest.mark.parametrize("name", ["groups", "all"])
 @pytest.mark.parametrize("plan", [jaxkv.init_update, jaxkv.defrag_plan])
 def test_update_and_defrag_send_scalars(name, plan):
-    """Unless cells move from device to device: then the chunks of each layer are sent."""
+    """If cells move between devices, chunks of each layer are sent too."""
     pod = PODS[name]
     with on_mesh(pod):
         program, layout = compiled(lambda m: jaxkv.apply(m, plan(m)), pod.cache()), pod.layout()
@@ -93,7 +93,7 @@ def test_update_and_defrag_send_scalars(name, plan):
 @pytest.mark.parametrize("name", in_lanes(["groups", "all"], fast=[], core=["all"]))
 @pytest.mark.parametrize("verb", ["seq_cp", "seq_select"])
 def test_copies_between_streams_send_chunks_and_a_line(name, verb):
-    """A line of the table for each sequence, and no more."""
+    """One line of the table for each sequence."""
     pod = PODS[name]
     last = pod.sequences - 1
     args = (0, last) if verb == "seq_cp" else ([0], [last])
@@ -104,6 +104,6 @@ def test_copies_between_streams_send_chunks_and_a_line(name, verb):
     line = 20 * pod.cells  # of a table of 32 sequences at most
     others = sum(size for _, size in hlo.collectives(program)) - 2 * LAYERS * chunk - line
     groups = pod.streams < pod.sequences
-    # The slots of a chunk, and counts and flags; or what layers hold, and what a window took.
+    # The slots of a chunk, counts and flags; or marks of layers and of window evictions.
     marks = 4 * LAYERS + 8
     assert 0 < others <= (8 * CHUNK + 32 * pod.streams if groups else marks + 4)

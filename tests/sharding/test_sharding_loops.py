@@ -1,4 +1,4 @@
-"""Loops and stores on a mesh give what they give on one device, and compile nothing late."""
+"""Loops and stores on a mesh: the results of one device, and no late compilation."""
 
 import jax
 import pytest
@@ -44,7 +44,7 @@ def after_beams_and_slides(forward, params, cache):
 
 
 def after_a_store(forward, params, cache):
-    """Logits after a prefix that another stream may hold, and what a store tells of it."""
+    """Logits after a prefix that another stream may hold, and the store's results."""
     store = PrefixStore(cache, sequences=HOLDERS)
     batch = jaxkv.make_batch([1, 2, 3, 4])
     cache, *_ = jaxkv.prefill(forward, params, cache, batch)
@@ -75,7 +75,7 @@ def after_requests(forward, params, cache):
 
 
 def check(story, kind, modes):
-    """A story of a cache on the mesh ends as it does on one device."""
+    """A story of a cache on the mesh ends as on one device."""
     layers, options = kind
     forward = model_of(layers)
     wanted = story(forward, params(), make(layers, **options))

@@ -1,4 +1,4 @@
-"""A cache without rules, whose heads the caller splits: nothing is sent, and values stay."""
+"""A cache without rules, with heads that the caller splits: no transfers, equal values."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
 
 def arguments(streams, dtype="float32"):
-    """A cache with some tokens, a ubatch that it has taken in, queries and keys."""
+    """A cache with some tokens, an applied ubatch, queries and keys."""
     sizes = dict(layers=1, cells=4096 // streams, kv_heads=KV_HEADS, head_dim=SIZE, sequences=Q)
     rope = jaxkv.make_rope(SIZE)
     cache = attention_cache(**sizes, streams=streams, rope=rope, dtype=dtype)
@@ -31,7 +31,7 @@ def arguments(streams, dtype="float32"):
 
 
 def placed(mesh, cache, ubatch, q, k):
-    """The same on four devices: heads apart, everything else on each."""
+    """The same on four devices: heads are split, everything else is replicated."""
 
     def put(tree, *spec):
         return jax.device_put(tree, NamedSharding(mesh, P(*spec)))

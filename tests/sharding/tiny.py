@@ -1,4 +1,4 @@
-"""A tiny model, and caches for it, that run on one device, on meshes and in several processes."""
+"""A tiny model and its caches, for one device, meshes and several processes."""
 
 import functools
 from functools import partial
@@ -22,7 +22,7 @@ KINDS = {
 
 
 def make(layers, *, sequences=4, streams=1, **attention):
-    """Make a cache of layers that attend, `a`, or are recurrent, `r`."""
+    """Make a cache of layers with attention, `a`, or recurrent states, `r`."""
     sizes = {"sequences": sequences, "streams": streams}
     places = {kind: [i for i, one in enumerate(layers) if one == kind] for kind in sorted(layers)}
     parts = []
@@ -42,7 +42,7 @@ def params():
 
 
 def whole(x):
-    """Ask for arrays that are whole on each device: a model with explicit axes has to."""
+    """Replicate arrays on each device, as a model with explicit axes must."""
     mesh = jax.sharding.get_abstract_mesh()
     return jax.sharding.reshard(x, P()) if AxisType.Explicit in mesh.axis_types else x
 
@@ -72,7 +72,7 @@ def model_of(layers):
 
 
 def assert_close(got, wanted, name="", atol=1e-4):
-    """Compare what this process holds of a tree with another one: floats nearly, else exactly."""
+    """Compare this process's shards of a tree with another tree: floats nearly, else exactly."""
     pairs = zip(jax.tree.leaves_with_path(got), jax.tree.leaves(wanted), strict=True)
     for (path, one), other in pairs:
         shards = one.addressable_shards if isinstance(one, jax.Array) else []

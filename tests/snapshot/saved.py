@@ -1,4 +1,4 @@
-"""Caches to save, and bytes of files that are damaged at random."""
+"""Caches to save, and randomly damaged files."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from jaxkv.kv.cells import Cells
 
 
 def changed(data, rng, stop):
-    """Bytes with something before `stop` overwritten, taken out, or cut off there."""
+    """Bytes with something before `stop` overwritten or removed, or the end cut off."""
     data, at = bytearray(data), rng.randrange(stop)
     match rng.randrange(8):
         case 0:
@@ -28,7 +28,7 @@ def changed(data, rng, stop):
 
 
 def with_numbers(cache, seed=0):
-    """A cache whose layers all hold random numbers for every cell."""
+    """A cache with random numbers in every cell of all layers."""
 
     def written(table):
         if not isinstance(table, Cells):

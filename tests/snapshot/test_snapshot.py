@@ -1,4 +1,4 @@
-"""Snapshots: what is loaded goes on as if it had stayed, in the same cells or in others."""
+"""Snapshots: a loaded cache continues like the saved one, in the same cells or in others."""
 
 import functools
 import random
@@ -44,7 +44,7 @@ LAYOUTS = [(*one, name) for one in [(0, 1, 0), (1, 4, 2), (2, 1, 2), (0, 4, 0)] 
 
 
 def scattered(kind, seed):
-    """A cache of one part with any cells: holes, shared ones, owed rotations, lost positions."""
+    """A cache of one part with any cells: holes, shared cells, pending shifts, lost positions."""
     rng = random.Random(seed)
     sharing, lines = kind.sequences // kind.streams, []
     for stream in range(kind.streams):
@@ -65,9 +65,9 @@ def scattered(kind, seed):
 
 
 def belongings(cache, seq, kept=0):
-    """All that a sequence has: in each part its positions, what is owed, and the bytes beside.
+    """For each part a sequence's positions, shifts and bytes.
 
-    Of its states the newest `kept`, 0 for all. Those are the last part.
+    The last part has its states: the newest `kept`, 0 for all.
     """
     is_states = cache.table.spec.kind == "recurrent"
     found = []
@@ -89,7 +89,7 @@ def belongings(cache, seq, kept=0):
 
 
 def unstamped(cache):
-    """The tables of a cache without stamps; and which layer lacks tokens or holds which state."""
+    """The tables of a cache without hashes; and incomplete layers, or the states of each layer."""
     fields = []
     for part in cache.parts:
         table = part.table
@@ -182,7 +182,7 @@ def test_load_makes_earlier_plans_and_tables_stale():
 @pytest.mark.parametrize(
     ("saved", "sequences", "target", "moves", "wanted"),
     [
-        # One of two that share a cell, and both into others, where they share it again.
+        # One of two that share a cell; and both into others, which share it again.
         ("0{0,1} 1{0} . 1{1} 2{1}", [1], "", None, "0{1} 1{1} 2{1}"),
         ("0{0,1} 1{0} . 1{1}", [1, 0], "0{0} . 0{2} 1{0,2}", [2, 1], "0{0} 0{1,2} 1{1} 1{0} 1{2}"),
         ("0{0,1} 1{0} . 1{1}", [1, 0], "0{0} . 0{2} 1{0,2}", {0: 2}, "0{0} 0{2} 1{2} 1{0}"),

@@ -1,6 +1,7 @@
-"""Files of snapshots: damaged, foreign, of another cache; refused with a sentence, in little room.
+"""Files of snapshots: damaged, foreign, of another cache; each raises one sentence, in bounded
+memory.
 
-What is changed at random is refused, since a checksum covers the whole file.
+Random damage is always detected, since a checksum covers the whole file.
 """
 
 import functools
@@ -37,12 +38,12 @@ pytestmark = pytest.mark.core
 OVERHEAD = 200_000
 SEEDS = [range(10), range(10, 100), range(1000, 2000)]
 VALUES = [-(2**31), -1, 0, 4, 2**31 - 1]
-"""Bytes that reading may take beside what a file holds: its header, parsed, and messages."""
+"""Bytes that reading may need in addition to the file: its parsed header, and messages."""
 
 
 @pytest.fixture(scope="module")
 def saved():
-    """A cache of bfloat16, 600 kB of which are live, and its file."""
+    """A cache of bfloat16 with 600 kB of used cells, and its file."""
     sizes = dict(cells=64, dtype=jnp.bfloat16, sequences=2)
     cache = attention_cache(layers=3, kv_heads=8, head_dim=128, **sizes)
     batch = jaxkv.make_batch([[1] * 30, [2] * 20])
@@ -59,7 +60,7 @@ def described(data, change):
 
 
 def check_refused(cache, data, words):
-    """Refused in one line, in every way that a file is loaded, in no more room than it takes."""
+    """Each way of loading raises one line, in no more memory than the file takes."""
     for load in (snapshot.load, lambda data: snapshot.load(data, into=cache)):
         tracemalloc.start()
         try:
@@ -76,7 +77,7 @@ def check_refused(cache, data, words):
 @pytest.mark.parametrize("seeds", mostly_nightly(SEEDS, SEEDS[:2]), ids=str)
 def test_load_of_damaged_file_raises(seeds, saved, tmp_path):
     cache, data = saved
-    stops = 8 + int.from_bytes(data[:8], "little"), len(data)  # in the header as often as behind it
+    stops = 8 + int.from_bytes(data[:8], "little"), len(data)  # in the header as often as after it
     for seed in seeds:
         damaged = changed(data, random.Random(seed), stops[seed % 2]) + bytes(seed % 3 // 2)
         (path := tmp_path / "damaged").write_bytes(damaged)
@@ -156,7 +157,7 @@ def test_inspect_reads_files_from_before_notes():
 
 
 def resigned(data, changes):
-    """A file with other arrays, or values at paths of its description, and right checksums."""
+    """A file with other arrays, or values at paths of its description, and correct checksums."""
     with open_file(data) as file:
         arrays = {name: file[name] for name in file.arrays}
     said = {name: value for name, value in file.description.items() if name != "arrays"}
@@ -285,6 +286,6 @@ def test_save_on_full_disk_leaves_the_old_file(tmp_path):
 
 
 def test_save_without_safetensors_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "safetensors", None)  # how Python notes what is not there
+    monkeypatch.setitem(sys.modules, "safetensors", None)  # marks it as missing
     with pytest.raises(ImportError, match="got none; pip install safetensors"):
         snapshot.save(make())
