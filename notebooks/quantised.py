@@ -3,9 +3,6 @@
 #
 # For readers whose KV cache needs too much memory. How many bytes per token do 8-bit keys and
 # values take, and how much do they raise the perplexity of a real text?
-#
-# The notebook also shows in which heads the rounding error is large and why, and which operations
-# round again.
 
 # %%
 import json
@@ -26,7 +23,7 @@ model = models.load()  # SmolLM2, 135 million parameters in 30 layers, from the 
 # ## How many bytes does a token take?
 #
 # The text is that of the repository's tests: a licence, of which 1,024 tokens are predicted here.
-# It is computed in four caches, 256 tokens at once. The caches differ only in the dtype of keys and
+# It is computed 256 tokens at once in four caches, which differ only in the dtype of keys and
 # values. Parameters and activations are float32.
 
 # %%
@@ -122,7 +119,7 @@ assert same > 0.999 and np.allclose(step, keys.scales[0], rtol=1e-5)
 #
 # The rule gives an error for each head of each layer: the root mean square (RMS) of the rounding
 # error, as a fraction of the RMS of the keys or values. It is computed from the float32 cache, so
-# each layer shows only its own error and not that of earlier layers.
+# each layer shows only its own error.
 
 # %%
 errors, peaks = {}, {}
@@ -173,7 +170,7 @@ for name, one in errors.items():
     np.testing.assert_allclose(one, peaks[name] / 127 / np.sqrt(12), rtol=0.1)
 
 # %% [markdown]
-# All heads are near this line: the peak alone explains the error, and keys have higher peaks.
+# All heads are near this line, and keys have higher peaks.
 #
 # A head of more than 128 numbers therefore has a scale for each 128 of them. A peak then affects
 # only its own 128 numbers.
@@ -216,9 +213,8 @@ print(f"{moved} cells have another token; every token has the codes that it had:
 
 # %% [markdown]
 # Only the rotation of moved keys rounds again. An update decodes the keys that moved, rotates them
-# and encodes them with new scales. Further moves add no error: after any number of moves the error
-# is that of one. Here the whole sequence moves up by 8 positions and back. Values have no position
-# and do not change.
+# and encodes them with new scales. Further moves add no error. Here the whole sequence moves up by
+# 8 positions and back. Values have no position and do not change.
 
 # %%
 back = cache

@@ -65,8 +65,8 @@ print(jaxkv.make_batch(embeddings=prefix).embeddings.shape)
 # share its cells. Then the tokens of all texts are computed in one ubatch, and attend to the
 # prefix. The loss is the mean negative log-likelihood of each token after the previous ones.
 #
-# The loss is an ordinary function of the prefix. Plans and edits of the table are integers and have
-# no gradient. Writes to the buffers and reads from them are differentiated.
+# Plans and edits of the table are integers without a gradient. Writes to the buffers and reads from
+# them are differentiated.
 
 
 # %%
@@ -127,9 +127,8 @@ assert losses[-1] < losses[0] / 10 and looked[24] < looked[0] * 0.8
 #
 # ## Does the model say it now?
 #
-# The generation loops need no special case for a prefix: they continue from a cache. `prefill`
-# computes the prefix, a fork adds three sequences as owners, and `prefill` adds the beginning of
-# each text.
+# The generation loops continue from a cache, with or without a prefix. `prefill` computes the
+# prefix, a fork adds three sequences as owners, and `prefill` adds the beginning of each text.
 
 # %%
 BEGINNINGS = ["Snow is", "Lemons are", "Ice is", "Feathers are"]

@@ -23,9 +23,8 @@ tokenizer = model.tokenizer
 # %% [markdown]
 # ## Generate without drafts
 #
-# There are two prompts, each in its own sequence. The first repeats itself, like instructions, code
-# and edited texts. The second is a story without repetition. Without drafts, 40 tokens of each take
-# 40 steps of the model.
+# Of two prompts, the first repeats itself, like instructions, code and edited texts. The second is
+# a story. Without drafts, 40 tokens of each take 40 steps of the model.
 
 # %%
 RULES = (
@@ -137,8 +136,8 @@ for name, turns, tried, accepted in zip(
     print(f"{name}: {STEPS} tokens in {turns} steps, {accepted} of {tried} guessed tokens held")
 
 # %% [markdown]
-# The texts are the same, token by token. The rules need 12 steps instead of 40, the story 30.
-# Drafts cost the story little: a step without drafts computes one token.
+# The texts are the same, token by token. The rules need 12 steps instead of 40, the story 30. A
+# step without drafts costs no more: it computes one token.
 #
 # ## Which tokens were accepted?
 #
@@ -252,8 +251,8 @@ for text, prompt in enumerate(prompts):
     assert last == len(prompt) + STEPS - 1
 
 # %% [markdown]
-# A cache with windows can also remove rejected tokens. So can recurrent layers, if their cache
-# stores enough states: `make_cache(max_rollback=3)` for `num_draft_tokens=3`. With fewer states,
+# A cache with windows can also remove rejected tokens, and one with recurrent layers if it stores
+# enough states: `make_cache(max_rollback=3)` for `num_draft_tokens=3`. With fewer states,
 # `speculate` raises before the model runs.
 #
 # ## Try next

