@@ -99,8 +99,7 @@ ax.spines[["top", "right"]].set_visible(False)
 # ## Which continuation is the most probable?
 #
 # Each token is returned with its log-probability. It is that of the model, before temperature and
-# `top_p`, so differently sampled texts can be compared. The sum is the log-probability of the whole
-# text.
+# `top_p`, so texts can be compared by the sum.
 
 # %%
 logprobs = np.concatenate([first.logprobs, rest.logprobs], axis=1)
@@ -119,8 +118,8 @@ ax.spines[["top", "right"]].set_visible(False)
 #
 # ## Continue the best two
 #
-# `seq_select` replaces each sequence by a fork of the given one, all at once. Here the two most
-# probable sequences continue twice each. The other two are removed, and their cells are free again.
+# `seq_select` replaces each sequence by a fork of the given one. Here the two most probable
+# sequences continue twice each. The cells of the other two are free again.
 
 # %%
 best, second = np.argsort(-total)[:2]
@@ -144,13 +143,13 @@ for parent, row in zip(parents, more.tokens, strict=True):
     print(f"from {parent}: …{text}")
 
 # %% [markdown]
-# The cache `after` is an immutable value, so the removed sequences can still be continued from it.
+# The removed sequences can still be continued from the cache `after`, an immutable value.
 #
 # ## Does a search find a more probable text?
 #
-# Greedy decoding (sequence 0) takes the most probable token each time, which need not give the most
-# probable text. `beam` extends several texts at once. In each step it scores all their next tokens,
-# and `seq_select` keeps the best. `length_penalty=0.0` ranks texts by probability only.
+# Greedy decoding (sequence 0) need not give the most probable text. `beam` extends several texts at
+# once. In each step it scores all their next tokens, and `seq_select` keeps the best.
+# `length_penalty=0.0` ranks texts by probability only.
 
 # %%
 beams = generation.beam(

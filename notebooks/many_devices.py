@@ -235,8 +235,7 @@ for part, count in messages.most_common():
 # %% [markdown]
 # Each of 30 layers has two sums, of the results of attention and of the feed-forward part: 576
 # numbers for each of the two sequences of a device. These are the cost of splitting the parameters.
-# No keys or values are sent, for sequences of any length: each device plans, writes and reads its
-# own cells.
+# No keys or values are sent: each device plans, writes and reads its own cells.
 #
 # ## Try next
 #

@@ -186,8 +186,8 @@ print(computed, "tokens of prompts computed;", anew, "without a store")
 #
 # ## Why is a prefix not found?
 #
-# A stored prompt is useful only up to the first token that differs from the new prompt. So put
-# variable parts at the end: a date in front of the instructions makes the whole prefix unusable.
+# A stored prompt is useful only up to the first token that differs. So put variable parts at the
+# end: a date in front of the instructions makes the whole prefix unusable.
 
 # %%
 for front in ("", "Today is Monday.\n", "Anna lives in Paris and likes to sing.\n"):
@@ -205,9 +205,8 @@ for front in ("", "Today is Monday.\n", "Anna lives in Paris and likes to sing.\
 #
 # ## How do you use the store tomorrow?
 #
-# A store is a value on the CPU and is not saved. Its holders are: a snapshot contains their cells
-# and their tokens. Later, the snapshot is loaded into the holders of a new cache, and
-# `with_prompts` gives their tokens to a new store.
+# A snapshot contains the cells and tokens of the holders, not the store. Later, it is loaded into
+# the holders of a new cache, and `with_prompts` gives their tokens to a new store.
 
 # %%
 path = Path(tempfile.mkdtemp()) / "texts.safetensors"

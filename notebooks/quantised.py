@@ -97,9 +97,9 @@ assert abs(lost["bfloat16"]) < 0.003 and lost["int8"] < 0.006 < lost["float8_e4m
 #
 # ## How are int8 codes computed?
 #
-# The rule is three lines. The largest number of a head gets the code 127, and the others are
-# rounded to steps of that size. The code below gives the codes of the first layer of the cache. In
-# that layer the inputs do not depend on rounded values.
+# The largest number of a head gets the code 127, and the others are rounded to steps of that size.
+# The code below gives the codes of the first layer, the inputs of which do not depend on rounded
+# values.
 
 
 # %%
@@ -188,9 +188,8 @@ np.testing.assert_allclose(codes @ query * scales[:, 0], (codes * scales) @ quer
 # %% [markdown]
 # ## Which operations round again?
 #
-# Edits of the table change no keys: a fork shares cells, and `seq_rm` frees them. Operations that
-# move keys copy the codes bit for bit. Here a passage is removed, and a defragmentation closes the
-# gaps.
+# Edits of the table change no keys. Operations that move keys copy the codes bit for bit. Here a
+# passage is removed, and a defragmentation closes the gaps.
 
 
 # %%

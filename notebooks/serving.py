@@ -86,8 +86,8 @@ for i, (prompt, _) in enumerate(ASKED):
     print(f"{i} {results[i].reason.name:6} {prompt} |{text!r}")
 
 # %% [markdown]
-# A result contains the tokens, their log-probabilities, the reason of the end, and the request.
-# `LENGTH` is the limit; after a stop token it would be `STOP`.
+# A result contains the tokens, their log-probabilities, the request, and the reason of its end:
+# `LENGTH`, or `STOP` after a stop token.
 #
 # ## How many cells do reservations leave empty?
 #
@@ -133,8 +133,7 @@ picture(cells, tokens, results, "with reservations")
 print(f"{len(cells)} steps, {cells.sum(axis=1).mean():.0f} of {CELLS} cells in use on average")
 
 # %% [markdown]
-# With reservations all started requests generate in every step, but on average only 39 of 96 cells
-# are in use.
+# All started requests generate in every step, but on average only 39 of 96 cells are in use.
 #
 # ## Is it faster without reservations?
 #

@@ -60,8 +60,7 @@ for row in plain.tokens:
 #
 # To record the accepted tokens, here is a custom drafter. A drafter has two methods: `propose`, and
 # `update`, which gets the number of cached tokens. This one wraps another drafter and records the
-# counts. It is an immutable value of arrays, so the loop can be compiled; `propose` and `update`
-# return a new one.
+# counts. It is an immutable value of arrays, so the loop can be compiled.
 
 
 # %%
@@ -137,7 +136,7 @@ for name, turns, tried, accepted in zip(
 
 # %% [markdown]
 # The texts are the same, token by token. The rules need 12 steps instead of 40, the story 30. A
-# step without drafts costs no more: it computes one token.
+# step without drafts computes one token.
 #
 # ## Which tokens were accepted?
 #
@@ -198,10 +197,9 @@ picture(notes, by_lookup, "guessed by looking up")
 #
 # ## Can another model draft?
 #
-# A smaller model with the same vocabulary can draft everywhere. It has its own cache, and its steps
-# cost time. SmolLM2 has no smaller model here, so the draft model is SmolLM2 with parameters
-# rounded to 8 bits (3 bits of mantissa). It is as slow as the model itself: the result shows the
-# accepted tokens, not the saved time.
+# A smaller model with the same vocabulary, and its own cache, can draft everywhere, at the cost of
+# its steps. Here it is SmolLM2 with parameters rounded to 8 bits (3 bits of mantissa). It is as
+# slow as the model itself: the result shows accepted tokens, not saved time.
 
 # %%
 rough = jax.tree.map(

@@ -60,9 +60,8 @@ print(states)
 print(keys)
 
 # %% [markdown]
-# The cache has two parts, which are updated together. The part with keys has a cell for each token.
-# The part with states has a cell for each *state*: for each of 4 sequences the current one and the
-# 4 before it.
+# The cache has two parts. The part with keys has a cell for each token. The part with states has a
+# cell for each *state*: for each of 4 sequences the current one and the 4 before it.
 #
 # How large is a state? Compare two lengths, without `max_rollback`:
 
@@ -201,8 +200,8 @@ print(said)
 print(jaxkv.show(cache.parts[0]))
 
 # %% [markdown]
-# The sequence has seven tokens, at positions 0 to 6. The cache has the states after the last five.
-# Which parts accept a cut at each position from 0 to 7, so that earlier tokens stay?
+# The sequence has seven tokens, at positions 0 to 6, and states after the last five. Which parts
+# accept a cut at each position, so that earlier tokens stay?
 
 # %%
 for name, part in zip(("states", "keys", "both"), (*cache.parts, cache), strict=True):
@@ -314,8 +313,8 @@ for ax, part, name in zip(axes, forked.parts, ("states", "keys"), strict=True):
 # %% [markdown]
 # Yes: the hatched cells are shared, and each sequence has its own cells after them.
 #
-# A fork at an earlier position uses the state at that position. If it is not stored, the fork is
-# refused and the cache is unchanged.
+# A fork at an earlier position uses the state there. If it is not stored, the fork is refused and
+# the cache is unchanged.
 
 # %%
 same, ok = jaxkv.seq_cp(forked, 0, 3, 0, 2)  # positions 0 and 1; the state after 1 is gone

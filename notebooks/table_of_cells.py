@@ -110,9 +110,9 @@ picture(cache, "cells are taken again, the lowest first")
 # ## Cut tokens out of the middle
 #
 # Keep only sequence 2, remove its positions 1 and 2 ("capital of"), and lower the following
-# positions by two to close the gap. The keys of the moved cells are still rotated for their old
-# positions. Until an update rotates them, `init_batch` refuses batches that attend to one of them.
-# (A moved cell that others share would move for them too, because a cell has one position.)
+# positions by two. The keys of the moved cells are still rotated for their old positions. Until an
+# update rotates them, `init_batch` refuses batches that attend to one of them. (A shared cell would
+# move for all owners, because it has one position.)
 
 # %%
 cache = jaxkv.seq_keep(cache, 2).cache
@@ -133,9 +133,8 @@ picture(cache, "the keys are rotated: 'The France is not the capital of France.'
 # %% [markdown]
 # ## Close gaps between cells
 #
-# Empty cells between used ones cost space only if cells must be adjacent. They cost time if
-# attention reads tiles with few used cells. `defrag_plan` plans the moves, and `apply` moves the
-# cells with their keys and values.
+# Gaps cost space only if cells must be adjacent, and time if attention reads tiles with few used
+# cells. `defrag_plan` plans the moves, and `apply` moves the cells with their keys and values.
 
 # %%
 moves = jaxkv.defrag_plan(cache)
@@ -163,7 +162,7 @@ assert jaxkv.show(after) == jaxkv.show(cache)
 #
 # - Fork a sequence and remove the first tokens of the fork, `jaxkv.seq_rm(cache, 3, 0, 2)`: which
 #   cells become empty?
-# - Give each sequence its own stream, `model.make_cache(cells=48, sequences=4, streams=4)`, and
-#   fork again. A fork now copies keys, and the picture has a line for each stream.
+# - Give each sequence its own stream, `model.make_cache(cells=48, sequences=4, streams=4)`: a fork
+#   then copies keys, and the picture has a line for each stream.
 # - `plot.attention_mask(cache, ubatch)` draws the cells that each token of a ubatch attends to.
 # - Write the loop yourself: `your_own_loop`.

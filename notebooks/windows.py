@@ -43,8 +43,7 @@ print(whole)
 # %% [markdown]
 # ## Which cells does a window evict?
 #
-# The numbers from 1 on are prefilled, 64 tokens at once. A second cache of full size has cells for
-# the whole sequence in all layers.
+# The numbers from 1 on are prefilled, 64 tokens at once, also into a cache of full size.
 
 # %%
 text = ", ".join(str(n) for n in range(1, 250))
@@ -127,9 +126,9 @@ plt.show()
 #
 # ## How far can a sequence be rolled back?
 #
-# A rollback removes the last tokens. The window of the next token then starts at a lower position,
-# and may include evicted tokens. `can_resume` returns, for a position, whether all cells that a
-# token there attends to are still stored. Every sequence can restart at position 0.
+# After a rollback, the window of the next token starts at a lower position, and may include evicted
+# tokens. `can_resume` returns whether all cells that a token at a position attends to are stored.
+# Every sequence can restart at position 0.
 
 # %%
 length = len(tokens)
@@ -171,8 +170,8 @@ again, logits_again, *_ = jaxkv.prefill(model.forward, model.params, back, batch
 np.testing.assert_allclose(logits_again, logits, atol=1e-2)
 
 # %% [markdown]
-# There are three ways to roll back further: a larger `max_rollback`, a cache of full size, or a
-# checkpoint, which is an earlier cache stored under another name.
+# To roll back further, use a larger `max_rollback`, a cache of full size, or a checkpoint (an
+# earlier cache that you keep).
 #
 # ## What does a gap do?
 #

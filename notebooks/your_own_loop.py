@@ -152,9 +152,8 @@ assert texts_of(made)[0] != texts_of(right)[0] and texts_of(made)[1] != texts_of
 print("two texts:", texts_of(made))
 
 # %% [markdown]
-# No error was raised, but both texts are wrong: with two sequences in a pool, the index of a cell
-# is not a position. The same error occurs after a fork, after a removed passage, and with padding
-# in a prompt.
+# Both texts are wrong, without an error: with two sequences in a pool, the index of a cell is not a
+# position. The same happens after a fork, after a removed passage, and with padding in a prompt.
 #
 # Which cells do the first two tokens attend to? A visible cell has the colour of its sequence.
 
@@ -178,8 +177,8 @@ below.grid(which="minor", color="#999999", linewidth=0.4)
 below.tick_params(which="minor", length=0)
 
 # %% [markdown]
-# By the table, each token attends to its own sequence and to itself. With the mask of mistake 1,
-# both tokens attend to the prompt of sequence 0 and to the first cells of sequence 1.
+# By the table, each token attends to its own sequence. With the hand-made mask, both attend to the
+# prompt of sequence 0 and to the first cells of sequence 1.
 #
 # ## Mistake 2: how many programs does a length in a shape compile?
 #
@@ -247,8 +246,8 @@ ax.spines[["top", "right"]].set_visible(False)
 # %% [markdown]
 # With the length in the table, one program is enough.
 #
-# Prompts do differ in length. `prefill` pads each to a power of two. Padding is not written to the
-# cache and attends to no cell. Prompts of 5 to 8 tokens use one program.
+# `prefill` pads each prompt to a power of two, so prompts of 5 to 8 tokens use one program. Padding
+# is not written to the cache and attends to no cell.
 
 # %%
 compiled = 0
@@ -295,8 +294,8 @@ ax.legend(loc="lower right", frameon=False)
 ax.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# Without donation, memory for two caches is in use, 24 MiB. With donation it is 12 MiB, and almost
-# all new bytes are logits.
+# Without donation two caches use 24 MiB. With donation it is 12 MiB, and almost all new bytes are
+# logits.
 #
 # Donated buffers are deleted, also for forks and checkpoints, which share them. Using one of these
 # raises an error that names the cause:
@@ -315,8 +314,8 @@ except ValueError as error:
 # %% [markdown]
 # To keep a cache as a checkpoint, donate from the second step on, or donate a copy,
 # `jax.tree.map(jnp.copy, cache)`. The loops of jaxkv make that copy unless they get `donate=True`.
-# In this example the table is donated too. To be able to `rewind`, donate only the buffers
-# (`cache.table` and `cache.buffers` are separate arguments).
+# Here the table is donated too. To be able to `rewind`, donate only the buffers (`cache.table` and
+# `cache.buffers`).
 
 # %% [markdown]
 # ## Mistake 4: how much does a ring buffer lose?
@@ -370,9 +369,8 @@ print(f"{fitted} of 80 tokens found room in {CELLS} cells")
 assert fitted == CELLS
 
 # %% [markdown]
-# If no cell is free, the plan is refused and no cell is overwritten. The loop decides how to
-# continue. `generation.context_shift` is one way: it keeps the first tokens, removes a passage
-# after them, and closes the gap.
+# If no cell is free, the plan is refused and no cell is overwritten. `generation.context_shift`
+# makes room: it keeps the first tokens, removes a passage after them, and closes the gap.
 
 
 # %%
@@ -414,10 +412,10 @@ ax.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
 # The ring is equal to the others until it wraps, at the vertical line. After that it loses more
-# than half a unit of log-probability per token: each next token is little more than half as
-# probable to the model. Sliding loses little, with the same 64 cells. It keeps the first tokens,
-# which the attention of many models depends on at any distance (Xiao et al. 2023, "Efficient
-# Streaming Language Models with Attention Sinks").
+# than half a unit of log-probability per token: tokens are little more than half as probable.
+# Sliding loses little, with the same 64 cells. It keeps the first tokens, which the attention of
+# many models depends on at any distance (Xiao et al. 2023, "Efficient Streaming Language Models
+# with Attention Sinks").
 #
 # ## Try next
 #
