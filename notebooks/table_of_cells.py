@@ -90,7 +90,7 @@ picture(cache, "three texts that share their beginning")
 # ## Remove tokens
 #
 # `seq_rm` removes a range of positions from a sequence. A cell without owners is empty. Here the
-# end of sequence 0 is removed, then all of sequence 1.
+# end of sequence 0 is removed, which no other sequence shares, then all of sequence 1.
 
 # %%
 cache, ok = jaxkv.seq_rm(cache, 0, len(prompts[0]), -1)

