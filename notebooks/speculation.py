@@ -212,8 +212,8 @@ _, notes, by_model = speculate(draft)
 picture(notes, by_model, "guessed by a rounded model")
 
 # %% [markdown]
-# Now the story gains almost as much. A draft token is rejected where the two models disagree about the
-# most probable token. The text is always that of the model, never that of the draft model.
+# Now the story gains almost as much. A draft token is rejected where the two models disagree about
+# the most probable token. The text is always that of the model, never that of the draft model.
 #
 # ## How many steps are saved?
 
