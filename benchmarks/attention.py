@@ -7,9 +7,9 @@ kernel. The distinct layers fill four times the last-level cache, so all reads c
 `jax.nn.dot_product_attention`, which takes `[B, N, K, D]`, and torch where it is installed.
 
 By default one token of each of `--batch` streams attends to all cells. `--tokens` sets the number
-of prompt tokens per stream, and `--seen` the fraction of cells that they attend to. With `--pool` each
-token is of another sequence, and they share the visible cells of their stream in runs of 64. These
-two options compare jaxkv's implementations only.
+of prompt tokens per stream, and `--seen` the fraction of cells that they attend to. With `--pool`
+each token is of another sequence, and they share the visible cells of their stream in runs of 64.
+These options compare jaxkv's implementations only.
 """
 
 import argparse
