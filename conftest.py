@@ -1,7 +1,7 @@
-"""How every test and doctest runs: on eight virtual CPU devices, strictly, compiling once.
+"""Settings of every test and doctest: eight virtual CPU devices, strict, one compilation.
 
-These are environment variables so that they stand before anything imports jax, and so that a test's
-subprocesses run in the same way. `pytest jaxkv/kv/cells.py` obeys it too.
+They are environment variables, set before anything imports jax, so that subprocesses of tests run
+in the same way. They also apply to `pytest jaxkv/kv/cells.py`.
 """
 
 import ctypes
@@ -23,9 +23,9 @@ _CACHE = tempfile.mkdtemp(prefix="jaxkv-xla-") if _OWN_CACHE else None
 if _CACHE:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE
 
-# Nearly all of the time goes into compiling. These take two thirds off it, and what a program does,
-# copies and holds is decided before they come in. The last one went with jaxlib 0.11, so on newer
-# Pythons the tests run what users run.
+# Compilation takes most of the time. These flags save two thirds of it. They do not change a
+# program's operations, copies and temporary bytes. jaxlib 0.11 removed the last flag, so with newer
+# Pythons the tests run the programs of users.
 _QUICKLY = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     _QUICKLY.append("--xla_cpu_use_fusion_emitters=false")
@@ -39,8 +39,8 @@ for _name, _value in {
 }.items():
     os.environ.setdefault(_name, _value)
 
-# Compiling trips deadlines and the first example is always slow, so neither says anything here. The
-# fast part draws the same examples every time: a change never fails by another's bad luck.
+# Compilation exceeds deadlines and the first example is always slow, so both checks are off. The
+# fast lane draws the same examples every time: a change must not fail by chance.
 _EXAMPLES: dict[str, Any] = {
     "deadline": None,
     "suppress_health_check": [hypothesis.HealthCheck.too_slow],
@@ -79,21 +79,21 @@ def pytest_configure(config: pytest.Config) -> None:
         hypothesis.settings.load_profile("nightly" if nightly else "change")
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave the examples of what stands on the core to the lane `core`."""
+    """Mark the examples of packages above the core for the lane `core`."""
     for item in items:
         if isinstance(item, pytest.DoctestItem) and item.path.parent.name in _ON_THE_CORE:
             item.add_marker(pytest.mark.core)
 
 
 def pytest_collectstart() -> None:
-    """Import the package before its files: alone, a file would become a second module."""
+    """Import the package before its files: otherwise a file would become a second module."""
     import jaxkv  # noqa: F401
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # what is there by now stays
+    gc.freeze()  # excludes existing objects from collections
 
 
 def pytest_report_header() -> str:
@@ -116,13 +116,13 @@ def names_of_examples(doctest_namespace: dict[str, Any]) -> None:
 
 
 _most = 1.5e9
-"""Bytes that a process may hold before it drops its compiled programs."""
+"""Bytes that a process may use before it drops its compiled programs."""
 
 
 def pytest_runtest_teardown() -> None:
-    """Drop compiled programs when a process has grown, so that two run beside an editor in 8 GB.
+    """Drop compiled programs when a process has grown, so that two fit into 8 GB.
 
-    Each holds a dozen mappings of the 65,530 that a process may have.
+    Each program uses a dozen of the 65,530 mappings that a process may have.
     """
     global _most
     if not sys.platform.startswith("linux") or _held() < _most:
@@ -131,12 +131,12 @@ def pytest_runtest_teardown() -> None:
 
     jax.clear_caches()
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # else what was freed stays with the process
+    ctypes.CDLL(None).malloc_trim(0)  # returns freed memory to the system
     _most = max(_most, _held() + 1e9)
 
 
 def _held() -> int:
-    """Return the bytes of memory that this process holds."""
+    """Return the bytes of memory that this process uses."""
     pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 

@@ -1,18 +1,17 @@
-# What .ci/run and .ci/nightly share: stages that are timed, a summary at the end, the README's test
-# command, and Pythons that run. Sourced in the repository root.
+# Shared by .ci/run and .ci/nightly: timed stages, a summary, the README's test command, and the search
+# for Pythons. Source it in the repository root.
 set -uo pipefail
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 export JAX_PLATFORMS=cpu PYTHONUNBUFFERED=1 PIP_NO_INPUT=1 PIP_ROOT_USER_ACTION=ignore
-# Without bytecode every process compiles all packages again, tests included.
+# Without bytecode every process would compile all packages again, tests included.
 unset PYTHONDONTWRITEBYTECODE PYTHONPATH VIRTUAL_ENV PYTEST_ADDOPTS
 
 failed=()
 summary=()
 
-# stage SECONDS HEADING COMMAND...: run it, say how it went and how long it took. It fails when the
-# time is over.
+# stage SECONDS HEADING COMMAND...: run it, print its result and its time. It fails after SECONDS.
 stage() {
   local limit=$1 heading=$2 start=$SECONDS status word=ok
   shift 2
@@ -64,7 +63,7 @@ in_lane() {
 
 version_of() { "$1" -c 'import sys, venv, ensurepip; print("%d.%d" % sys.version_info[:2])' 2>/dev/null; }
 
-# newer_than VERSION: the newest Python above it that runs (shims on PATH may exist and yet fail).
+# newer_than VERSION: the newest Python above it that runs (shims on PATH may exist and fail).
 newer_than() {
   local candidate found root
   root=$(pyenv root 2>/dev/null)

@@ -1,4 +1,4 @@
-"""Builds the wheel and checks that it holds jaxkv alone and imports with jax and numpy alone."""
+"""Builds the wheel and checks that it contains only jaxkv and imports with only jax and numpy."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ assert not others, f"importing jaxkv imports {{sorted(others)}}"
 
 
 def name_of(requirement: str) -> str:
-    """The package that a Requires-Dist line is about."""
+    """The package name of a Requires-Dist line."""
     return requirement.replace(">", " ").replace("!", " ").replace("=", " ").split()[0].rstrip(";")
 
 

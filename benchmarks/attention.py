@@ -1,15 +1,15 @@
-"""How near to the cache's speed is attention alone? Arrays only.
+"""Time of attention alone, relative to the cache's memory bandwidth. Arrays only.
 
-Run `python -m benchmarks.attention`. Keys and values of SmolLM2's shape, 3 heads of 64 in groups of
-3, or `--shape 8b` for 8 heads of 128 in groups of 4 in bfloat16, which says something on a GPU,
-where jaxkv runs its kernel. As many distinct layers follow each other as fill four times the
-last-level cache, so nothing is read from a cache. `jaxkv` is what `jaxkv.attend` runs, in several
-ways; the others are `jax.nn.dot_product_attention`, which takes `[B, N, K, D]`, and torch where it
-is installed.
+Run `python -m benchmarks.attention`. The default shape is that of SmolLM2, 3 heads of 64 in groups
+of 3. `--shape 8b` has 8 heads of 128 in groups of 4 in bfloat16, for GPUs, where jaxkv runs its
+kernel. The distinct layers fill four times the last-level cache, so all reads come from memory.
+`jaxkv` is the attention of `jaxkv.attend`, in several implementations. The others are
+`jax.nn.dot_product_attention`, which takes `[B, N, K, D]`, and torch where it is installed.
 
-By default a token of each of `--batch` streams sees all cells. `--tokens` are those of a prompt in
-each stream, which see `--seen` of the cells; with `--pool` each is of another sequence, and they
-share the seen cells of their stream in runs of 64. Then jaxkv is compared with itself alone.
+By default one token of each of `--batch` streams attends to all cells. `--tokens` sets the number
+of prompt tokens per stream, and `--seen` the fraction of cells that they attend to. With `--pool`
+each token is of another sequence, and they share the visible cells of their stream in runs of 64.
+These options compare jaxkv's implementations only.
 """
 
 import argparse
@@ -32,7 +32,7 @@ SHAPES = {"smollm2": (3, 3, 64, jnp.float32), "8b": (8, 4, 128, jnp.bfloat16)}
 
 
 def layers_of(one: Callable, layers: int) -> Callable[..., jax.Array]:
-    """Run one form of attention over all layers, each waiting for the one before."""
+    """Run one implementation of attention over all layers, each after the one before."""
 
     @jax.jit
     def run(q: jax.Array, k: list[jax.Array], v: list[jax.Array], *others: Any) -> jax.Array:
@@ -44,7 +44,7 @@ def layers_of(one: Callable, layers: int) -> Callable[..., jax.Array]:
 
 
 def torch_side(q: np.ndarray, k: list[np.ndarray], v: list[np.ndarray], group: int) -> Callable:
-    """Torch's own attention on its favourite layout, `[B, H, N, D]`."""
+    """Torch's attention on its fastest layout, `[B, H, N, D]`."""
     import torch
 
     torch.set_num_threads(machine.threads())
@@ -62,7 +62,7 @@ def torch_side(q: np.ndarray, k: list[np.ndarray], v: list[np.ndarray], group: i
 def visibility_of(
     batch: int, cells: int, tokens: int = 1, seen: float = 1.0, pool: bool = False
 ) -> Visibility:
-    """Tokens of each stream that look at the first cells of it, see the head of this file."""
+    """Tokens of each stream that attend to its first cells, see the module docstring."""
     live = round(seen * cells)
     cell = np.arange(cells)
     owner = cell // 64 % tokens if pool else np.zeros_like(cell)
@@ -91,7 +91,7 @@ def visibility_of(
 def sides_of(
     shape: tuple[int, int, int, Any], visibility: Visibility, layers: int, names: list[str] | None
 ) -> dict[str, Callable[[], object]]:
-    """All sides that can take part here, on the same arrays, after a look that they agree."""
+    """All available sides on the same arrays, after a check that their outputs agree."""
     heads, group, size, dtype = shape
     (batch, tokens), cells = visibility.at.shape, visibility.position.shape[1]
     rng = np.random.default_rng(0)
@@ -113,7 +113,7 @@ def sides_of(
         forms = {name: form for name, form in forms.items() if name in names}
     arrays = jax.tree.map(lambda x: jnp.asarray(x, dtype), (q, k, v))
     turned = (arrays[0], *jax.tree.map(lambda x: x.swapaxes(1, 2) + 0, arrays[1:]))
-    # The sight is no constant: the compiler would leave out what a cache has to do.
+    # The `Visibility` is an argument: as a constant, the compiler would remove a cache's work.
     ours = (*arrays, visibility, AttentionOptions())
     sides: dict[str, Callable[[], object]] = {
         name: partial(layers_of(form, layers), *(ours if name.startswith("jaxkv") else turned))
@@ -131,7 +131,7 @@ def sides_of(
 
 
 def main() -> None:
-    """Print the time of a layer in each form, and the fraction of the bandwidth."""
+    """Print the time of a layer in each implementation, and the fraction of the bandwidth."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="smollm2")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])

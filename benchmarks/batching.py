@@ -1,14 +1,14 @@
-"""How much does an engine get out of the sequences of a cache? SmolLM2 in float32, best tokens.
+"""Throughput of an engine, relative to fully used sequences. SmolLM2 in float32, greedy.
 
-Run `python -m benchmarks.batching`. Requests of mixed lengths go through `serving.Engine`
-with a stream for each sequence, and are compared with two sides that do the same work per token:
+Run `python -m benchmarks.batching`. Requests of mixed lengths go through `serving.Engine` with a
+stream for each sequence, and are compared with two sides that do the same work per token:
 
-- one by one: each request alone, in a cache of one sequence; 8 requests of the same spread, since
-  the rate does not depend on how many there are;
-- all busy: requests that all have the mean prompt and the mean limit, as many as sequences. None
-  ever waits, so this is what the sequences give at best, prompts included.
+- one by one: each request alone, in a cache of one sequence; 8 requests with the same distribution,
+  since the rate does not depend on their number;
+- all busy: as many requests as sequences, all with the mean prompt and the mean limit. None waits,
+  so this is the best possible rate of the sequences, prompts included.
 
-All take turns in one process. What counts are the tokens that requests asked for.
+The sides alternate in one process. Only requested tokens count.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from models.compiling import counting
 
 
 def requests_of(count: int, *, prompt: int, limit: int, seed: int = 0) -> list[Request]:
-    """Make requests whose lengths are spread evenly up to the largest."""
+    """Make requests with evenly distributed lengths up to the largest."""
     rng = np.random.default_rng(seed)
     lengths = rng.permutation(np.linspace(8, prompt, count).round().astype(int))
     limits = rng.permutation(np.linspace(8, limit, count).round().astype(int))
@@ -44,7 +44,7 @@ def tokens_of(requests: list[Request]) -> int:
 
 
 def through_engine(engine: Engine, requests: list[Request]) -> float:
-    """Run requests through an engine; milliseconds a token."""
+    """Run requests through an engine; milliseconds per token."""
     start = time.perf_counter()
     for request in requests:
         engine.submit(request)
@@ -54,7 +54,7 @@ def through_engine(engine: Engine, requests: list[Request]) -> float:
 
 
 def together(model: models.Model, cache: Any, requests: list[Request], *, chunk: int) -> Any:
-    """Run requests of equal lengths side by side, by the loops themselves; returns the cache."""
+    """Run requests of equal lengths in one batch with the plain loops; return the cache."""
     run, sampler = (model.forward, model.params), make_sampler()
     batch = jaxkv.make_batch([request.prompt for request in requests])
     cache, logits, sequences, *_ = jaxkv.prefill(*run, cache, batch, ubatch_size=chunk, donate=True)
@@ -72,7 +72,7 @@ def together(model: models.Model, cache: Any, requests: list[Request], *, chunk:
 def side_of(
     model: models.Model, groups: list[list[Request]], *, cells: int, chunk: int
 ) -> Callable:
-    """A side that runs groups of requests one after another; milliseconds a token."""
+    """A side that runs groups of requests one after another; milliseconds per token."""
     rows = len(groups[0])
     cache = model.make_cache(cells=cells, sequences=rows, streams=rows)
 
@@ -87,7 +87,7 @@ def side_of(
 
 
 def main() -> None:
-    """Print the milliseconds of a useful token of each side, and the ratios."""
+    """Print the milliseconds per useful token of each side, and the ratios."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--sequences", type=int, default=8)
@@ -120,7 +120,7 @@ def main() -> None:
         for one in requests
         if len(one.prompt) >= mean["prompt"]
     ][: args.sequences]
-    # The first turn does not count, and the engine is warm: let it be short.
+    # The first turn does not count and the engine is warm, so it is short.
     queues = chain([requests[: args.sequences]], repeat(requests))
     sides = {
         "batching": lambda: through_engine(engine, next(queues)),

@@ -1,8 +1,8 @@
-"""What does a beam search cost beside the steps of its model? Against `decode` of as many texts.
+"""Cost of a beam search, relative to `decode` of the same number of texts.
 
-Run `python -m benchmarks.beams`. SmolLM2 in float32, in one pool and with a stream each: a search
-of W beams and greedy decoding of W texts take as many steps of the same model from the same prompt,
-in turn. Beside it what choosing the best of W * V candidates takes alone, in two ways.
+Run `python -m benchmarks.beams`. SmolLM2 in float32, in one pool and with a stream each. A search
+of W beams and greedy decoding of W texts run the same number of steps from the same prompt. The
+sides alternate. The choice of the best of W * V candidates is also measured alone, in two ways.
 """
 
 import argparse
@@ -22,7 +22,7 @@ BEST = generation.make_sampler()
 
 
 class Side:
-    """A prompt in a cache for W sequences, from which both ways go on."""
+    """A prompt in a cache for W sequences, from which both sides continue."""
 
     def __init__(
         self, model: models.Model, prompt: np.ndarray, width: int, steps: int, split: bool
@@ -83,7 +83,7 @@ def choosing(width: int, vocabulary: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print the milliseconds of a step in each way, and what choosing takes of it."""
+    """Print the milliseconds of a step of each side, and those of the choice."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--width", type=int, nargs="+", default=[4])
     parser.add_argument("--prompt", type=int, default=256)

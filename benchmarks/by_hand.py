@@ -1,8 +1,8 @@
-"""Caches as one writes them by hand, for benchmarks to compare with: B sequences of one length.
+"""Minimal caches without a table, for comparison: B sequences of one length.
 
-There is no table: every sequence is as long as every other, its tokens stand in order, and all that
-is known is that length. The models run on them as they are: all that `jaxkv.attend` asks of a table
-is to attend, and that the ubatch was made for it.
+The tokens of each sequence are in order, and the cache stores only the common length. The models
+run on them unchanged: `jaxkv.attend` requires of a table only the method `attend`, and a ubatch
+made for it.
 """
 
 from dataclasses import dataclass, field
@@ -20,9 +20,9 @@ Layout = Literal["BNKD", "BKND"]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ByHand:
-    """In place of a table: how the buffers lie, L pairs of keys and values of B sequences.
+    """Replaces the table: the layout of L pairs of keys and values of B sequences.
 
-    layout: `[B, N, K, D]`, the form of most textbooks, or `[B, K, N, D]`.
+    layout: `[B, N, K, D]`, as in most textbooks, or `[B, K, N, D]`.
     """
 
     layout: Layout = field(metadata={"static": True})
@@ -48,7 +48,7 @@ class ByHand:
             causal,
             bias,
             visible_until,
-        )  # the layout decides, and the model has no more
+        )  # the layout decides, and the model has no other options
         position, axis = ubatch.slots[:, 0], 1 if self.layout == "BNKD" else 2
         old = buffers[layer]
         batch, cells, heads = q.shape[0], old[0].shape[axis], k.shape[2]
@@ -72,12 +72,12 @@ def make(
     """Make an empty cache."""
     shape = (batch, cells, kv_heads) if layout == "BNKD" else (batch, kv_heads, cells)
     buffers = tuple((jnp.zeros((*shape, head_dim)),) * 2 for _ in range(layers))
-    buffers = jax.tree.map(jnp.copy, buffers)  # each its own, so that all can be donated
+    buffers = jax.tree.map(jnp.copy, buffers)  # separate arrays, so that all can be donated
     return jaxkv.Cache(table=ByHand(layout=layout), buffers=buffers)
 
 
 def step_ubatch(tokens: jax.Array, position: jax.Array) -> jaxkv.Ubatch:
-    """Lay out one token of each sequence, `[B]`, all at the same position."""
+    """Lay out one token of each sequence, `[B]`, at the same position."""
     batch = tokens.shape[0]
     everyone = jnp.arange(batch, dtype=jnp.int32)
     at = jnp.full((batch, 1), position, jnp.int32)

@@ -1,15 +1,14 @@
-"""Is a benchmark faster or slower here than in another checkout? Live processes that take turns.
+"""Compare a benchmark between checkouts, in live processes that alternate.
 
     git worktree add ../before HEAD~5
     python -m benchmarks.checkouts loop ../before . ../before -- --batch 1 --rounds 10
 
-runs `benchmarks.loop` of each checkout, with its own library and the arguments after `--`, in a
-process of its own. Two runs one after the other differ by the minute and by the cache that they
-were given; processes that stay alive and take turns do so less. A checkout that is named twice
-shows how much is noise: above, the last.
+runs `benchmarks.loop` of each checkout, with its library and the arguments after `--`, in separate
+processes. Separate runs differ by time and by the state of the processor's caches; live processes
+that alternate differ less. A checkout that is named twice, as in the example, shows the noise.
 
-For programs that ask their sides through `benchmarks.turns.take_turns`. Sides are compared by name;
-`--same "split=streams 8"` says what the first checkout calls otherwise.
+The programs must run their sides with `benchmarks.turns.take_turns`. Sides are compared by name;
+`--same "split=streams 8"` gives the name of a side in the first checkout, if it differs.
 """
 
 import argparse
@@ -29,7 +28,7 @@ from benchmarks import turns  # in a process that serves, that of its checkout
 
 
 def serve(port: int, checkout: str, program: str, arguments: list[str]) -> None:
-    """Run a program of a checkout; its sides go when the parent names them."""
+    """Run a program of a checkout; a side runs when the parent names it."""
     sys.path[0] = checkout  # in place of the folder of this file
     parent = Connection(port)
     library = importlib.import_module("jaxkv").__file__
@@ -51,7 +50,7 @@ def serve(port: int, checkout: str, program: str, arguments: list[str]) -> None:
 
 
 def started(checkout: str, program: str, arguments: Sequence[str], shown: bool) -> Connection:
-    """Start a process that serves a checkout; what it prints is shown, or is not."""
+    """Start a process that serves a checkout, and show or hide its output."""
     here, there = Pipe()
     path = str(Path(checkout).resolve())
     subprocess.Popen(
@@ -66,13 +65,13 @@ def started(checkout: str, program: str, arguments: Sequence[str], shown: bool) 
 
 
 def asked(child: Connection, name: str) -> float:
-    """Let a side of a process go, and wait for what it took."""
+    """Run a side of a process, and return its time."""
     child.send(name)
     return answer(child)
 
 
 def answer(child: Connection) -> Any:
-    """Wait for what a process sends; one that ended has said why."""
+    """Wait for a message of a process; one that ended printed the reason."""
     try:
         return child.recv()
     except (EOFError, ConnectionError):
@@ -82,7 +81,7 @@ def answer(child: Connection) -> Any:
 def compare(
     children: Sequence[Connection], checkouts: Sequence[str], same: Mapping[str, str]
 ) -> None:
-    """Let all processes take turns, for as long as their programs ask for it."""
+    """Alternate between all processes until their programs end."""
     while any(asks := [answer(child) for child in children]):
         if not all(asks):
             raise SystemExit("a checkout's program has more to compare than another's")
@@ -108,7 +107,7 @@ def compare(
 
 
 def main() -> None:
-    """Print the milliseconds in each checkout, and how many times those of the first."""
+    """Print the milliseconds in each checkout, and the ratios to the first."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("program", help="a module of benchmarks, such as loop")
     parser.add_argument("checkouts", nargs="+", help="folders; the first is compared with")

@@ -1,8 +1,8 @@
-"""How long until a step may run? Tracing it, lowering it, compiling it, each by itself.
+"""Time until the first step: tracing, lowering and compiling, measured separately.
 
-Run `python -m benchmarks.compile`; `--model smollm2` takes a whole model instead of its attention
-alone. The time depends on what a program looks like and not on what is in its arrays, so shapes are
-enough. Every turn begins with all of JAX's caches empty.
+Run `python -m benchmarks.compile`; `--model smollm2` uses a whole model instead of its attention
+alone. Shapes suffice, since the time depends on the program and not on the contents of arrays. All
+JAX caches are empty at the start of every turn.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def attention_alone(tokens: int, cells: int) -> tuple[Callable, tuple]:
 
 
 def whole_model(name: str, tokens: int, cells: int) -> tuple[Callable, tuple]:
-    """The same of a model, with its weights."""
+    """The same for a model with its weights."""
     model = models.load(name)
 
     def step(params: object, cache: object, token: jax.Array) -> tuple:
@@ -68,7 +68,7 @@ def one_turn(step: Callable, shapes: tuple) -> tuple[list[float], int]:
 
 
 def main() -> None:
-    """Print the seconds of each part: the median, and from lowest to highest."""
+    """Print the seconds of each part: the median, the lowest and the highest."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--model", help="a whole model, by default attention alone")
     parser.add_argument("--tokens", type=int, default=8, help="one of each sequence")
@@ -79,7 +79,7 @@ def main() -> None:
         step, shapes = whole_model(args.model, args.tokens, args.cells)
     else:
         step, shapes = attention_alone(args.tokens, args.cells)
-    one_turn(step, shapes)  # imports, and what is compiled once in a process
+    one_turn(step, shapes)  # imports, and programs that compile once per process
     turns = [one_turn(step, shapes) for _ in range(args.turns)]
     print(f"{turns[0][1]} lines of StableHLO; seconds:")
     for name, took in zip(PARTS, np.transpose([times for times, _ in turns]), strict=True):

@@ -1,7 +1,7 @@
-"""What does each compiled program hold beside its arguments, and what large arrays does it copy?
+"""Temporary bytes and large copies of each compiled program.
 
-Run `python -m benchmarks.copies`. Compiled only; nothing runs, so the numbers are the same on every
-machine. They are those that `tests/attention/test_memory_bytes.py` puts bounds on.
+Run `python -m benchmarks.copies`. It only compiles, so the numbers are the same on every machine.
+`tests/attention/test_memory_bytes.py` sets bounds on them.
 """
 
 import argparse

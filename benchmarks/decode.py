@@ -1,10 +1,10 @@
-"""How fast is a whole decode step? Float32, all cells of each sequence nearly full.
+"""Time of a whole decode step. Float32, with nearly full cells of each sequence.
 
 Run `python -m benchmarks.decode`, or with `--model gemma3 --cells 8192` for a model with windows.
-Every side holds the same weights and the same number of visible positions, and repeats the step
-after the prompt; all take turns in one process. Peers, where they are installed: llama.cpp on
+Every side has the same weights and the same number of visible positions, and repeats the step after
+the prompt. The sides alternate in one process. Peers, where they are installed: llama.cpp on
 float32 and on Q8_0 files made from the same weights, and transformers with its static and its
-dynamic cache. Two caches written by hand run the same Flax model.
+dynamic cache. Two minimal caches (`by_hand`) run the same model.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from benchmarks.peers import peers_of
 
 
 def jaxkv_step(model: models.Model, prompts: np.ndarray, *, cells: int, split: bool) -> Callable:
-    """The step through jaxkv: plan, apply, run, pick. Returns what does one and gives its token."""
+    """The step through jaxkv (plan, apply, run, sample), as a function that returns its token."""
     batch, length = prompts.shape
     streams = batch if split else 1
     cache = model.make_cache(
@@ -34,7 +34,7 @@ def jaxkv_step(model: models.Model, prompts: np.ndarray, *, cells: int, split: b
     )
     token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     everyone = jnp.arange(batch, dtype=jnp.int32)
-    # The table stays that of the prompt, so that each step is the first one after it.
+    # The table stays that of the prompt, so each step is the first one after it.
     table, buffers = cache.table, cache.buffers
 
     @partial(jax.jit, donate_argnames="buffers")
@@ -57,7 +57,7 @@ def jaxkv_step(model: models.Model, prompts: np.ndarray, *, cells: int, split: b
 def by_hand_step(
     model: models.Model, prompts: np.ndarray, layout: by_hand.Layout, *, cells: int
 ) -> Callable:
-    """The same model on a cache written by hand. It holds zeros: only the time is asked for."""
+    """The same model on a minimal cache of zeros, for its time only."""
     batch, length = prompts.shape
     c = model.config
     sizes = {"layers": len(c.windows), "kv_heads": c.kv_heads, "head_dim": c.head_dim}
@@ -91,7 +91,7 @@ def peer_step(peer: Any, prompts: np.ndarray) -> Callable:
 def sides_of(
     model: models.Model, name: str, prompts: np.ndarray, cells: int
 ) -> dict[str, Callable]:
-    """All sides that can take part here."""
+    """All available sides."""
     batch = len(prompts)
     sides = {"jaxkv": jaxkv_step(model, prompts, cells=cells, split=batch > 1)}
     if batch > 1:
@@ -104,7 +104,7 @@ def sides_of(
 
 
 def main() -> None:
-    """Print the milliseconds of a step of each side, and what jaxkv's is to it."""
+    """Print the milliseconds of a step of each side, and the ratio of jaxkv's to it."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--model", default="smollm2", help="or gemma3, which has windows")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
@@ -123,7 +123,7 @@ def main() -> None:
     ids = np.random.default_rng(0).integers(100, 20_000, (max(args.batch), length), np.int32)
     for batch in args.batch:
         sides = sides_of(model, args.model, ids[:batch], args.cells)
-        # Random ids leave close calls; Q8_0 rounds, and what is written by hand has no prompt.
+        # Random prompts have close calls: Q8_0 rounds, and the minimal caches have no prompt.
         ours = sides["jaxkv"]()
         for name, side in sides.items():
             if "by hand" not in name and "q8_0" not in name:

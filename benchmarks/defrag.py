@@ -1,7 +1,7 @@
-"""What does closing every gap cost? Against a plain copy of the bytes that must move.
+"""Cost of a complete defragmentation, relative to a plain copy of the moved bytes.
 
-Run `python -m benchmarks.defrag`. Every second cell is empty, the worst there is: no two neighbours
-move together. Each number of moves at a time is repeated until nothing is left to move.
+Run `python -m benchmarks.defrag`. Every second cell is empty, which is the worst case: no two
+neighbours move together. Each number of moves per plan is repeated until no cell must move.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def gappy(cells: int, layers: int) -> jaxkv.Cache:
 
 
 def defragged(cache: jaxkv.Cache, max_moves: int | None) -> tuple[jaxkv.Cache, int, float]:
-    """Close all gaps; the cache, the plans that it took, and the seconds."""
+    """Close all gaps; the cache, the number of plans, and the seconds."""
     plans, start = 0, time.perf_counter()
     while True:
         plan = jaxkv.defrag_plan(cache, max_moves=max_moves)
@@ -42,7 +42,7 @@ def defragged(cache: jaxkv.Cache, max_moves: int | None) -> tuple[jaxkv.Cache, i
 
 @partial(jax.jit, donate_argnames="buffers")
 def copied(buffers: Any) -> Any:
-    """Copy a quarter of the cells, which is what must move, in one piece each."""
+    """Copy a quarter of the cells (those that must move) in one block each."""
 
     def half(x: jax.Array) -> jax.Array:
         count = x.shape[2] // 4
@@ -65,7 +65,7 @@ def main() -> None:
     plain = []
     for turn in range(args.rounds + 1):  # the first compiles
         for chunk in chunks if turn % 2 else chunks[::-1]:
-            if chunk == 1 and turn > 1:  # a thousand plans: once is enough
+            if chunk == 1 and turn > 1:  # a thousand plans: once suffices
                 continue
             cache = gappy(args.cells, args.layers)
             used = int(cache.num_used_cells())

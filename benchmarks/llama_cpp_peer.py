@@ -1,7 +1,7 @@
 """llama.cpp decoding the same weights, through llama-cpp-python's low-level functions.
 
 It is optional: `pip install llama-cpp-python` (it compiles C++). It reads files, so the weights are
-written to one first, as float32 or as Q8_0:
+first written to one, as float32 or as Q8_0:
 
     python -m benchmarks.llama_cpp_peer smollm2.gguf --kind f32
 """
@@ -56,7 +56,7 @@ def write(source: Path, target: Path, kind: str) -> None:
 
 @functools.cache
 def weights_file(model: str, kind: str) -> Path:
-    """Write the weights of a model into a temporary file, once in a process."""
+    """Write the weights of a model into a temporary file, once per process."""
     target = Path(tempfile.mkdtemp()) / f"{model}-{kind}.gguf"
     write(Path(open_checkpoint(model).source), target, kind)
     return target
@@ -65,8 +65,8 @@ def weights_file(model: str, kind: str) -> Path:
 class LlamaCppPeer:
     """B sequences in step, float32 keys and values, a stream for each.
 
-    `prefill` empties the cache and feeds a prompt to each; `step` feeds the tokens chosen last and
-    chooses the next; `rewind` takes back what was generated.
+    `prefill` empties the cache and feeds a prompt to each. `step` feeds the last chosen tokens and
+    chooses the next. `rewind` removes the generated tokens.
 
     Args:
       path: a GGUF file.
@@ -80,7 +80,7 @@ class LlamaCppPeer:
         import llama_cpp
 
         self.api = api = llama_cpp
-        # Silence: it logs every layer.
+        # It logs every layer.
         self._quiet = api.llama_log_callback(lambda *_: None)
         api.llama_log_set(self._quiet, ctypes.c_void_p(0))
         api.llama_backend_init()
@@ -123,7 +123,7 @@ class LlamaCppPeer:
             self.chosen[i] = self._best(i)
 
     def rewind(self) -> None:
-        """Take back what was generated since the prompt."""
+        """Remove the tokens generated since the prompt."""
         for seq in range(self.batch):
             self.api.llama_memory_seq_rm(self.cache, seq, self.prompt, -1)
         self._position, self.chosen = self.prompt, self._first.copy()

@@ -1,7 +1,7 @@
-"""What does the host cost? 1, 8 and 32 tokens a dispatch, against a loop in Python.
+"""Cost of dispatch: 1, 8 and 32 tokens per dispatch, against a Python loop.
 
-Run `python -m benchmarks.loop`. The same greedy decoding of SmolLM2 in float32; the loop in Python
-plans, applies, runs and picks, each in its own call, and looks at the token every time.
+Run `python -m benchmarks.loop`. All sides decode greedily with SmolLM2 in float32. The Python loop
+plans, applies, runs and samples in separate calls, and reads every token on the CPU.
 """
 
 import argparse
@@ -20,7 +20,7 @@ BEST = generation.make_sampler()
 
 
 class Side:
-    """B prompts in a cache of their own, from which generation starts again and again."""
+    """B prompts in a separate cache, from which each run starts again."""
 
     def __init__(self, model: models.Model, prompts: np.ndarray, *, tokens: int):
         self.model, self.tokens, self.batch = model, tokens, len(prompts)
@@ -33,7 +33,7 @@ class Side:
         self.first = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     def in_python(self) -> np.ndarray:
-        """A call for everything, and a look at each token."""
+        """Separate calls, with a read of each token."""
         table, token, chosen = self.table, np.asarray(self.first), []
         step = compiled_step(self.model.forward)
         for _ in range(self.tokens):
@@ -47,7 +47,7 @@ class Side:
         return np.stack(chosen, 1)
 
     def on_device(self, steps: int) -> Callable[[], np.ndarray]:
-        """`steps` tokens a dispatch."""
+        """`steps` tokens per dispatch."""
 
         def run() -> np.ndarray:
             cache, chosen = jaxkv.Cache(table=self.table, buffers=self.buffers), []
@@ -71,7 +71,7 @@ class Side:
 
 
 def main() -> None:
-    """Print the milliseconds a token for each number of tokens a dispatch."""
+    """Print the milliseconds per token for each number of tokens per dispatch."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--prompt", type=int, default=64)

@@ -1,7 +1,7 @@
-"""The machine behind a number: its processor, its versions, and how fast it reads cache.
+"""The machine of a measurement: its CPU, versions, and memory bandwidth.
 
 A decode step reads every weight and every visible key and value once, so bytes divided by the read
-bandwidth is the time that no program beats. Run `python -m benchmarks.machine`.
+bandwidth is a lower bound of its time. Run `python -m benchmarks.machine`.
 """
 
 import os
@@ -18,14 +18,14 @@ GIGA = 1e9
 
 
 def threads() -> int:
-    """The cores this process may use."""
+    """The cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def processor() -> str:
-    """The processor's own name, where the system tells."""
+    """The name of the CPU, where the system reports it."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text().splitlines():
@@ -35,7 +35,7 @@ def processor() -> str:
 
 
 def versions() -> dict[str, str]:
-    """The versions of the packages that a benchmark here may use; absent ones are left out."""
+    """The versions of the packages that a benchmark here may use; missing ones are omitted."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -46,7 +46,7 @@ def versions() -> dict[str, str]:
 
 
 def bandwidth(*, gigabytes: float = 1.0, workers: int | None = None, repeats: int = 5):
-    """Measures memory traffic over arrays that no cache holds.
+    """Measures memory traffic over arrays larger than every CPU cache.
 
     Args:
         gigabytes: size of the array that is read.
@@ -55,14 +55,14 @@ def bandwidth(*, gigabytes: float = 1.0, workers: int | None = None, repeats: in
 
     Returns:
         `read`, `copy` (bytes read plus bytes written) and `xla_read`, in GB/s. `read` is numpy's
-        maximum of float32 in threads, which needs the least arithmetic per byte; `xla_read` is the
-        same array's sum as jax compiles it.
+        maximum of float32 in threads, which needs the least arithmetic per byte. `xla_read` is
+        jax's sum of the same array.
     """
     import jax
     import jax.numpy as jnp
 
     workers = workers or threads()
-    # Written, not merely allocated: untouched pages all map to the one page of zeros.
+    # Written, since untouched pages of an allocation all map to one page of zeros.
     source = np.ones(int(gigabytes * GIGA) // 4, np.float32)
     target = np.ones_like(source)
     sources, targets = (np.array_split(a, workers * 4) for a in (source, target))
@@ -73,7 +73,7 @@ def bandwidth(*, gigabytes: float = 1.0, workers: int | None = None, repeats: in
             start = time.perf_counter()
             work()
             seconds.append(time.perf_counter() - start)
-        return min(seconds)  # other programs only ever make a run slower
+        return min(seconds)  # other programs only make a run slower
 
     with ThreadPoolExecutor(workers) as pool:
         read = timed(lambda: list(pool.map(np.max, sources)))
@@ -87,7 +87,7 @@ def bandwidth(*, gigabytes: float = 1.0, workers: int | None = None, repeats: in
 
 
 def device_copy(*, gigabytes: float = 1.0, repeats: int = 5) -> float:
-    """Measures how fast the default device copies its own memory: GB/s, read and written."""
+    """Measures how fast the default device copies its memory: GB/s, read and written."""
     import jax
     import jax.numpy as jnp
 
@@ -103,7 +103,7 @@ def device_copy(*, gigabytes: float = 1.0, repeats: int = 5) -> float:
 
 
 def main() -> None:
-    """Prints what a reader needs beside a number measured here."""
+    """Prints the properties of the machine for a measurement."""
     print(f"machine    {platform.system()} {platform.machine()}, {threads()} cores, {processor()}")
     print("versions   " + ", ".join(f"{name} {v}" for name, v in versions().items()))
     for workers in sorted({1, threads()}):

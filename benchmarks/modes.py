@@ -1,11 +1,10 @@
-"""One pool for all sequences, some, or one for each? What neighbours, pools and windows cost.
+"""Cost of other sequences, pools and windows: one pool for all sequences, several, or one for each.
 
-Run `python -m benchmarks.modes`: whole decode steps of SmolLM2 in float32, one token of each
-sequence that takes part; and of Gemma 3, where its weights are installed, with cells for its
-windows alone and for the whole text in every layer. All cases take turns in one run, there and
-back, so that ratios hold on a machine whose speed drifts. Peers are not compared here, only the
-modes with each other. `--only busy forks` takes the cases that have one of these words in their
-names.
+Run `python -m benchmarks.modes`. It measures whole decode steps of SmolLM2 in float32, one token of
+each active sequence. Gemma 3, where its weights are installed, has cells for its windows only, or
+for the whole text in every layer. All cases alternate in one run, so ratios are valid on a machine
+with drifting speed. Only modes are compared, not peers. `--only busy forks` selects the cases with
+one of these words in their names.
 """
 
 import argparse
@@ -23,10 +22,10 @@ from benchmarks import machine, turns
 
 
 class Case:
-    """A cache with sequences of given lengths, of which some take part in a step.
+    """A cache with sequences of given lengths, some of which take part in a step.
 
-    The first `shared` tokens of all are the same, in the same cells if in one pool. The last ones,
-    `grown`, came side by side, as they do where texts go on together.
+    The first `shared` tokens of all are the same, in the same cells if in one pool. The last
+    `grown` tokens are interleaved, as if the sequences were generated together.
     """
 
     def __init__(
@@ -43,7 +42,7 @@ class Case:
         cache = model.make_cache(sequences=len(lengths), **options)
 
         def fed(cache: Any, sequences: Sequence[int]) -> Any:
-            # The table is all that counts for time: the buffers stay zeros.
+            # Only the table affects the time, so the buffers stay zeros.
             batch = jaxkv.make_batch(np.zeros(len(sequences), np.int32), sequences=sequences)
             for ubatch in jaxkv.init_batch(cache, batch).check().ubatches:
                 cache = jaxkv.apply(cache, ubatch)
@@ -71,7 +70,7 @@ class Case:
         self.token = jnp.zeros(len(active), jnp.int32)
 
     def run(self) -> jax.Array:
-        """Do a step, always from the same table."""
+        """Run a step, always from the same table."""
         self.buffers, self.token, ok = self._step(
             self.model.params, self.table, self.buffers, self.token
         )
@@ -94,7 +93,7 @@ def windowed(positions: int) -> dict[str, Callable[[], Case]]:
 
 
 def main() -> None:
-    """Print the milliseconds of a step in each mode, and the ratios that matter."""
+    """Print the milliseconds of a step in each mode, and the important ratios."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--positions", type=int, default=1024, help="of each sequence")
     parser.add_argument("--windowed", type=int, default=8192, help="positions of Gemma 3")
@@ -110,7 +109,7 @@ def main() -> None:
     def case(
         lengths: Sequence[int], active: Sequence[int], streams: int, of: int = 8, **options: Any
     ) -> Callable[[], Case]:
-        """Deal the same cells out among streams, n for each of so many sequences."""
+        """Distribute the same cells among streams, n cells for each of `of` sequences."""
         cells = of * n // streams
         return partial(Case, model, lengths, active, streams=streams, cells=cells, **options)
 

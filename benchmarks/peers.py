@@ -10,17 +10,17 @@ from benchmarks import llama_cpp_peer, machine, transformers_peer
 def peers_of(
     model: models.Model, name: str, *, cells: int, batch: int, files: Sequence[str] = ("f32",)
 ) -> dict[str, Any]:
-    """Make the peers that hold the same weights; those that are absent are named.
+    """Make the peers with the same weights, and print the names of missing ones.
 
     Args:
       model: the model.
-      name: what `models.load` knows it by.
+      name: its name for `models.load`.
       cells: N, for each sequence.
       batch: B, the sequences in step.
       files: the kinds of files that llama.cpp reads, "f32" and "q8_0".
 
     Returns:
-      By name, what has `prefill`, `step`, `rewind` and `chosen`.
+      By name, objects with `prefill`, `step`, `rewind` and `chosen`.
     """
     options = {"cells": cells, "batch": batch, "threads": machine.threads()}
     peers = {}

@@ -1,12 +1,12 @@
-"""What does a store save? SmolLM2 in float32: engines with and without one, the same requests.
+"""Time saved by a prefix store: an engine with and without it. SmolLM2 in float32.
 
-Run `python -m benchmarks.prefix`. Sides take turns in one process:
+Run `python -m benchmarks.prefix`. The sides alternate in one process:
 
-- the first token: a prompt of common tokens that the store holds, and 32 of its own, until the
-  result of a request for one token is there; that it is remembered then counts too;
-- 16 prompts: 512 tokens in common that no one has computed before, 32 of their own and texts of 16,
-  through 8 sequences;
-- a conversation of 20 turns: each says 24 tokens and is answered with 24.
+- the first token: a prompt of stored common tokens and 32 new ones, until the result of a request
+  for one token, which includes storing the prompt;
+- 16 prompts: 512 common tokens that are not stored yet, 32 different ones and texts of 16, through
+  8 sequences;
+- a conversation of 20 turns, each with a message of 24 tokens and an answer of 24.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from benchmarks import machine, turns
 from jaxkv.serving.engine import Engine, Request
 
 OWN, TEXT = 32, 16
-"""The tokens of each prompt's own, and of its text."""
+"""The different tokens of each prompt, and the tokens of its text."""
 
 
 def tokens_of(seed: int, size: int) -> np.ndarray:
@@ -29,7 +29,7 @@ def tokens_of(seed: int, size: int) -> np.ndarray:
 
 
 def make_engine(model: models.Model, *, kept: bool, cells: int, sequences: int) -> Engine:
-    """Make an engine in a pool, with a store that has two sequences more, or without."""
+    """Make an engine in a pool, with a store and two more sequences for it, or without."""
     holders = [sequences, sequences + 1]
     cache = model.make_cache(cells=cells, sequences=sequences + 2)
     engine = Engine(
@@ -45,7 +45,7 @@ def make_engine(model: models.Model, *, kept: bool, cells: int, sequences: int) 
 
 
 def run(engine: Engine, requests: list[Request]) -> tuple[float, list, int]:
-    """Run requests; the milliseconds, the results, and the most cells that were in use."""
+    """Run requests; the milliseconds, the results, and the largest number of used cells."""
     start, results, cells = time.perf_counter(), [], 0
     for request in requests:
         engine.submit(request)
@@ -56,7 +56,7 @@ def run(engine: Engine, requests: list[Request]) -> tuple[float, list, int]:
 
 
 def first_token(engine: Engine, common: np.ndarray, seeds: count) -> Callable[[], float]:
-    """A side: a prompt that begins with common tokens, and ends as no other."""
+    """A side: a prompt that starts with common tokens and has a different end each time."""
 
     def side() -> float:
         prompt = np.append(common, tokens_of(next(seeds), OWN))
@@ -66,7 +66,7 @@ def first_token(engine: Engine, common: np.ndarray, seeds: count) -> Callable[[]
 
 
 def many(engine: Engine, requests: int, seeds: count, most: dict[str, int], name: str) -> Callable:
-    """A side: prompts with a beginning in common that is new in each turn."""
+    """A side: prompts with a common prefix that is new in each turn."""
 
     def side() -> float:
         common = tokens_of(next(seeds), 512)
@@ -80,7 +80,7 @@ def many(engine: Engine, requests: int, seeds: count, most: dict[str, int], name
 
 
 def conversation(engine: Engine, seeds: count) -> Callable[[], float]:
-    """A side: 20 turns, each a request with all that was said."""
+    """A side: 20 turns, each a request with the whole conversation."""
 
     def side() -> float:
         took, text = 0.0, np.zeros(0, int)
@@ -94,7 +94,7 @@ def conversation(engine: Engine, seeds: count) -> Callable[[], float]:
 
 
 def main() -> None:
-    """Print the milliseconds of each side, and how many times as long it takes without a store."""
+    """Print the milliseconds of each side, and the ratio without to with a store."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--common", type=int, nargs="+", default=[128, 512, 1536])

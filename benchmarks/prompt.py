@@ -1,7 +1,7 @@
-"""How fast is a prompt taken in? SmolLM2 in float32, in ubatches of several sizes.
+"""Time of a prompt. SmolLM2 in float32, in ubatches of several sizes.
 
-Run `python -m benchmarks.prompt`. All sides hold the same weights, read the same tokens and take
-turns in one process; llama.cpp and transformers take part where they are installed.
+Run `python -m benchmarks.prompt`. All sides have the same weights, read the same tokens and
+alternate in one process; llama.cpp and transformers take part where they are installed.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""What do keys and values of 8 bits save, and cost? Bytes, and the time of attention and of writes.
+"""Bytes and time of 8-bit keys and values, in attention and writes.
 
-Run `python -m benchmarks.quantised`. Keys and values of SmolLM2's shape, 3 heads of 64 in groups of
-3, in as many layers as fill four times the last-level cache in float32, through `jaxkv.attend`: a
-token of each of `--batch` sequences, a stream each, is written and sees all cells. Every dtype
-stores the same numbers; those of 8 bits have a scale for each head and cell.
+Run `python -m benchmarks.quantised`. Keys and values have SmolLM2's shape, 3 heads of 64 in groups
+of 3, in layers that fill four times the last-level cache in float32. `jaxkv.attend` writes a token
+of each of `--batch` sequences, a stream each, and attends to all cells. Every dtype stores the same
+numbers; those of 8 bits have a scale for each head and cell.
 """
 
 import argparse
@@ -23,7 +23,7 @@ DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn")
 
 
 def side_of(dtype: str, batch: int, cells: int, layers: int) -> tuple[Callable[[], object], int]:
-    """Make a step of a token for each sequence in a full cache, and say how many bytes it has."""
+    """Make a step of a token for each sequence in a full cache; return it and the cache's bytes."""
     cache = jaxkv.make_cache(
         jaxkv.CacheSpec.attention(layers=layers, kv_heads=HEADS, head_dim=SIZE),
         cells=cells,
@@ -61,7 +61,7 @@ def side_of(dtype: str, batch: int, cells: int, layers: int) -> tuple[Callable[[
     table, held, size = cache.table, cache.buffers, cache.buffers.nbytes
     q, k = numbers(batch, 1, HEADS * GROUP, 1), numbers(batch, 1, HEADS, 2)
 
-    def work() -> object:  # the same cell is written each time, since the table stays as it is
+    def work() -> object:  # writes the same cell each time, since the table stays
         nonlocal held
         held, out = step(table, held, q, k)
         return out
@@ -70,7 +70,7 @@ def side_of(dtype: str, batch: int, cells: int, layers: int) -> tuple[Callable[[
 
 
 def main() -> None:
-    """Print bytes and milliseconds a layer for each dtype, and how those compare with float32."""
+    """Print bytes and milliseconds per layer for each dtype, and the ratios to float32."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--cells", type=int, nargs="+", default=[2048, 8192])

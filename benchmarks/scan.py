@@ -29,7 +29,7 @@ def build(layers: int) -> tuple[mamba2.Config, Any, Any]:
 
 
 def main() -> None:
-    """Print the milliseconds a token of each way, and how many times the first one's that is."""
+    """Print the milliseconds per token of each way, and the ratios to the first."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=512)

@@ -1,11 +1,11 @@
-"""Is it faster to guess? `speculate` with prompt lookup against `decode`, the same texts.
+"""Time of `speculate` with prompt lookup, relative to `decode` of the same texts.
 
-Run `python -m benchmarks.speculation`. SmolLM2 in float32, one text: a passage that the model
-repeats, and a text that is drawn and repeats little. Both sides go on from the same cache and
-generate as many tokens, in turn; where nothing is drawn the tokens are compared, too.
+Run `python -m benchmarks.speculation`. SmolLM2 in float32 continues one text: a passage that the
+model repeats, or a sampled text with few repetitions. Both sides start from the same cache,
+generate the same number of tokens and alternate. Greedy tokens are also compared.
 
-`--branches 1 2 4` is about trees instead: on texts that go on in several ways, how many guessed
-tokens a step accepts with so many branches, and what a token costs.
+`--branches 1 2 4` measures trees instead, on texts with several continuations: the drafted tokens
+that a step accepts with n branches, and the time per token.
 """
 
 import argparse
@@ -36,11 +36,11 @@ FORKED = {
     ),
     "sums": "1 + 1 = 2\n2 + 2 = 4\n3 + 3 = 6\n4 + 4 = 8\n5 + 5 =",
 }
-"""Texts in which the same words go on in several ways."""
+"""Texts in which the same words have several continuations."""
 
 
 class Side:
-    """A prompt in a cache, from which both ways go on."""
+    """A prompt in a cache, from which both ways continue."""
 
     def __init__(
         self,
@@ -65,11 +65,11 @@ class Side:
         )
 
     def plainly(self) -> jax.Array:
-        """Generate a token a step."""
+        """Generate a token per step."""
         return self._sampled(jaxkv.decode).tokens
 
     def guessing(self) -> Any:
-        """Generate with guesses."""
+        """Generate with drafts."""
         return self._sampled(generation.speculate, drafter=self.draft)
 
     def _sampled(self, loop: Any, **options: Any) -> generation.DecodeResult:
@@ -78,7 +78,7 @@ class Side:
 
 
 def compare_branches(model: models.Model, args: argparse.Namespace) -> None:
-    """Print for each text and number of branches the steps, what they accept, and the cost."""
+    """Print for each text and number of branches the steps, their accepted tokens, and the cost."""
     best = generation.make_sampler()
     for name, text in FORKED.items():
         sides = {
@@ -106,7 +106,7 @@ def compare_branches(model: models.Model, args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Print the milliseconds of a token in both ways, and how the guesses went."""
+    """Print the milliseconds per token in both ways, and the share of accepted drafts."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--tries", type=int, default=3)
     parser.add_argument("--steps", type=int, default=64)

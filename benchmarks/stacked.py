@@ -1,10 +1,10 @@
-"""What does a scan over layers cost, and what does it save? Layers in one array, and layers apart.
+"""Cost and saving of a scan over layers: stacked layers in one array, against separate layers.
 
-Run `python -m benchmarks.stacked`. Random weights of SmolLM2-135M's sizes without embedding and
-head. Both sides run the same function for a layer: one in a loop in Python over layers apart, the
-other in a `jax.lax.scan` over layers that are stacked, and their outputs are compared.
-`--attention` leaves the weights out: what remains is planning, writing and attending. Compilers
-start with empty caches; steps take turns.
+Run `python -m benchmarks.stacked`. It uses random weights of SmolLM2-135M's sizes without embedding
+and head. Both sides run the same function for a layer: one in a Python loop over separate layers,
+the other in a `jax.lax.scan` over stacked layers. Their outputs are compared. `--attention` omits
+the weights: only planning, writing and attending remain. Compilers start with empty caches, and
+steps alternate.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def plain(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def layer(product: Any, ubatch: Any, cache: Any, x: jax.Array, w: Any, number: Any) -> tuple:
-    """Run a layer on `[R, T, WIDTH]`; without weights it attends and nothing else."""
+    """Run a layer on `[R, T, WIDTH]`; without weights it only attends."""
     tokens = x.shape[:2]
     if w is None:
         qkv = jnp.concatenate([x, x[..., : 2 * KV_HEADS * HEAD_DIM]], axis=2)
@@ -100,7 +100,7 @@ def side(
     for seq in range(batch):
         prompt = jaxkv.make_batch([1] * used, sequences=seq)
         for ubatch in jaxkv.init_batch(cache, prompt, ubatch_size=used).check().ubatches:
-            cache = jaxkv.apply(cache, ubatch)  # the buffers hold zeros: a time is asked for
+            cache = jaxkv.apply(cache, ubatch)  # buffers of zeros suffice for a time
     table, buffers = cache.table, cache.buffers
     if params is not None and not stacked:
         params = [jax.tree.map(lambda w, i=i: w[i], params) for i in range(LAYERS)]
@@ -142,7 +142,7 @@ def main() -> None:
     for dtype in args.dtype:
         product = plain if args.plain else linear
         sizes = product, params, args.batch, args.cells, args.used, dtype
-        side(*sizes, True)  # imports, and what is compiled once in a process
+        side(*sizes, True)  # imports, and programs that compile once per process
         sides, seconds = {}, {}
         for _ in range(args.compiles):
             for name, stacked in {"apart": False, "stacked": True}.items():

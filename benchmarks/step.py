@@ -1,9 +1,10 @@
-"""How fast is a whole decode step of a model with 8 billion weights? Random ones, in bfloat16.
+"""Time of a whole decode step of a model with 8 billion random weights, in bfloat16.
 
-Run `python -m benchmarks.step` on a GPU. `--layers` of 32 are there, of the shape of Llama 3.1 8B,
-without embedding and head: a plan, `apply`, and in each layer norms, products, a write and
-attention. The cache is filled to all but a few cells, a stream for each sequence, or with `--pool`
-one for all. Sides differ by `implementation=` alone; `params` is the same step without a cache.
+Run `python -m benchmarks.step` on a GPU. The model has `--layers` of the 32 layers of Llama 3.1 8B,
+without embedding and head. A step is a plan, `apply`, and in each layer norms, products, a write
+and attention. The cache is filled except for a few cells, with a stream for each sequence, or with
+`--pool` one for all. Sides differ only in `implementation=`; `params` is the same step without a
+cache.
 """
 
 import argparse
@@ -20,7 +21,7 @@ WIDTH, HIDDEN, HEADS, GROUP, SIZE = 4096, 14336, 8, 4, 128
 
 
 def weights_of(layers: int) -> list[dict[str, jax.Array]]:
-    """Random weights, of which no two layers share any."""
+    """Random weights, separate for each layer."""
     shapes = {
         "qkv": (HEADS * (GROUP + 2) * SIZE, WIDTH),
         "out": (WIDTH, HEADS * GROUP * SIZE),
@@ -56,7 +57,7 @@ def forward(params: list, cache: Any, ubatch: Any, x: jax.Array, attend: Any) ->
 
 
 def side(params: list, batch: int, cells: int, pool: bool, implementation: str | None) -> Any:
-    """A step that is repeated: the table stays as it is, so that each is the first one."""
+    """A step that is repeated from the same table, so that each is the first one."""
     layers, everyone = len(params), jnp.arange(batch, dtype=jnp.int32)
     cache = jaxkv.make_cache(
         jaxkv.CacheSpec.attention(layers=layers, kv_heads=HEADS, head_dim=SIZE),
@@ -68,7 +69,7 @@ def side(params: list, batch: int, cells: int, pool: bool, implementation: str |
     for seq in range(batch):
         prompt = jaxkv.make_batch([1] * (cells - 32), sequences=seq)
         for ubatch in jaxkv.init_batch(cache, prompt, ubatch_size=cells).check().ubatches:
-            cache = jaxkv.apply(cache, ubatch)  # the buffers hold zeros: a time is asked for
+            cache = jaxkv.apply(cache, ubatch)  # buffers of zeros suffice for a time
     table, buffers = cache.table, cache.buffers
     attend = partial(jaxkv.attend, implementation=implementation)
 

@@ -1,9 +1,9 @@
-"""What the compiler for TPUs expects a layer's attention to cost: cycles, without a TPU.
+"""Estimated cycles of a layer's attention from the TPU compiler, without a TPU.
 
 `pip install libtpu==0.0.42` fits jax 0.10.2. Instructions of XLA have an estimate in the compiled
-program; a kernel has none, but its schedule is dumped: a bundle of instructions is a cycle, and a
-turn takes as long as its bundles or as fetching its tiles, whichever is longer. So these are
-bounds from below of what each form takes, and no times.
+program. A kernel has none, but its schedule is dumped: a bundle of instructions is a cycle. A turn
+of its loop takes as long as its bundles or the transfer of its tiles, the longer of both. The
+numbers are lower bounds and no measured times.
 """
 
 import argparse
@@ -27,10 +27,10 @@ from tests.compilers.tpu_kernel import on
 from tests.helpers.kernels import GROUPS, QUERIES, attention_shapes, compiled, layers_of_attention
 
 DUMP = Path(os.environ["LIBTPU_INIT_ARGS"].split("=")[-1])
-"""Where the compiler writes its schedules."""
+"""The folder of the compiler's schedules."""
 
 BYTES = 819e9 / 940e6
-"""Bytes that a v5e reads in a cycle: 819 GB/s, as its data sheet has it, at 940 MHz."""
+"""Bytes that a v5e reads in a cycle: 819 GB/s according to its data sheet, at 940 MHz."""
 
 CASES = {
     "1 text": {},
@@ -44,7 +44,7 @@ CASES = {
 
 
 def bundles():
-    """Bundles of the kernel that was compiled last, its beginning and end included."""
+    """Bundles of the last compiled kernel, prologue and epilogue included."""
     found = {}
     for path in sorted(DUMP.glob("*jaxkv_attention*schedule-analysis_final_bundles.txt")):
         found = re.search(r"total scheduled bundles:\s+(\d+)", path.read_text())
@@ -66,7 +66,7 @@ def estimates(program):
 
 
 def a_layer(implementation, shapes):
-    """Cycles of a layer: of a program of two less one of one, for all cells and for a quarter."""
+    """Cycles of a layer: two layers minus one, for all cells and for a quarter."""
     q, k, v, visibility = shapes
     one, two = (
         compiled("tpu", layers_of_attention(implementation), q, [(k, v)] * layers, visibility)
@@ -77,7 +77,7 @@ def a_layer(implementation, shapes):
     lists, tokens = visibility.at.shape
     tiles = math.ceil(k.shape[2] / TILE)
     parts = (1, 0.25)
-    if implementation == "whole":  # small buffers are fetched before, which has no estimate
+    if implementation == "whole":  # small buffers are loaded before, which has no estimate
         read = 2 * k.size * k.dtype.itemsize / BYTES
         return [max(outside, read) for _ in parts]
     if implementation == "tiles":

@@ -1,9 +1,9 @@
-"""What the compiler for TPUs expects a planned step of the table to cost: cycles, without a TPU.
+"""Estimated cycles of a planned step of the table from the TPU compiler, without a TPU.
 
 64 sequences with a stream each plan and apply a token, with the table on one device and split over
-eight. As in `benchmarks.tpu_cycles` these are the compiler's estimates and no times. A program for
-a single step also brings the owners of cells into the order of its arguments, which is counted
-apart: in a loop it is not done.
+eight. As in `benchmarks.tpu_cycles` the numbers are the compiler's estimates. A program for a
+single step also converts the owners of cells to the layout of its arguments. This is counted
+separately, since a loop does not do it.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def compiled(chip, cells, devices):
 
 
 def cost(chip, cells, devices):
-    """Cycles of a step, those of the order of its arguments, and the most updates of a scatter."""
+    """Cycles of a step, those of the argument layout, and the largest number of scatter updates."""
     program = compiled(chip, cells, devices)
     (outside, inside), text = estimates(program), program.as_text()
     order = re.search(rf"= u32\[\d+,1,{cells}\]\S* copy\(.*estimated_cycles\":\"(\d+)", text)

@@ -1,7 +1,7 @@
-"""Hugging Face transformers doing the same work on the same weights, to take turns with.
+"""Hugging Face transformers doing the same work on the same weights, for comparison.
 
-It decodes greedily in float32, on the CPU and in the same process. It is optional:
-`pip install torch transformers` (torch's CPU build is enough).
+It decodes greedily in float32, on the CPU and in the same process. It is optional: `pip install
+torch transformers` (torch's CPU build suffices).
 """
 
 from collections.abc import Mapping
@@ -20,8 +20,8 @@ def available() -> bool:
 class TransformersPeer:
     """A Llama of Hugging Face transformers; B sequences in step.
 
-    `prefill` empties the cache and feeds a prompt to each; `step` feeds the tokens chosen last and
-    chooses the next; `rewind` takes back what was generated.
+    `prefill` empties the cache and feeds a prompt to each. `step` feeds the last chosen tokens and
+    chooses the next. `rewind` removes the generated tokens.
 
     Args:
       tensors: the weights as numpy arrays, under Hugging Face names; converted to float32.
@@ -29,7 +29,7 @@ class TransformersPeer:
       cells: N, the positions that a static cache is allocated for.
       batch: B, the sequences decoded together.
       threads: torch's threads.
-      cache: which of its caches.
+      cache: the kind of its cache.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class TransformersPeer:
         params = {name: torch.tensor(np.asarray(a, np.float32)) for name, a in tensors.items()}
         params.setdefault("lm_head.weight", params["model.embed_tokens.weight"])
         model.load_state_dict(params, strict=True, assign=True)
-        # The table of rotations is computed, not stored, so on "meta" it has no values yet.
+        # The table of rotations is computed, so on "meta" it has no values yet.
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
         self.model = model.eval()
 
@@ -75,11 +75,11 @@ class TransformersPeer:
         self._feed(self._next[:, None])
 
     def rewind(self) -> None:
-        """Take back what was generated since the prompt."""
+        """Remove the tokens generated since the prompt."""
         if self.kind == "dynamic":
             self.cache.crop(self._prompt - self._used)
         else:
-            for layer in self.cache.layers:  # what lies past the length is not looked at
+            for layer in self.cache.layers:  # cells after the length are not read
                 layer.cumulative_length.fill_(self._prompt)
         self._used, self._next = self._prompt, self._first
 
@@ -103,7 +103,7 @@ class TransformersPeer:
 
 
 def _llama_config(tensors: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that shape a LlamaConfig, taken from a `config.json`, new or old."""
+    """The keys of a `config.json`, new or old, that set the shape of a LlamaConfig."""
     kept = (
         "hidden_size",
         "intermediate_size",

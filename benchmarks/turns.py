@@ -1,8 +1,8 @@
-"""Taking turns: sides that do the same work in one process, there and back, and what came of it.
+"""Alternating measurements of sides that do the same work in one process.
 
-A machine that others use drifts by the minute, so a time says little and a ratio a lot, if both
-sides were measured in the same minutes. Order A-B-B-A cancels what drifts steadily; the median
-takes no notice of a disturbance.
+The speed of a shared machine drifts, so ratios of sides measured in the same minutes are more
+reliable than times. The order A-B-B-A cancels a steady drift, and the median ignores single
+disturbances.
 """
 
 import time
@@ -16,9 +16,9 @@ def take_turns(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[st
     """Ask each side how long it takes, `rounds` times, in the order A-B-B-A.
 
     Args:
-      sides: by name, a function that does the work and returns how long a unit of it took. It is
-        called once more at first, and that does not count: it compiles.
-      rounds: how often each is asked.
+      sides: by name, a function that does the work and returns the time of a unit. One uncounted
+        call at first compiles it.
+      rounds: how often each is called.
     """
     for side in sides.values():
         side()
@@ -35,10 +35,10 @@ def milliseconds(
     """Make a side of some work: the milliseconds of a unit, results awaited.
 
     Args:
-      work: what is done.
-      repeats: how often in a turn. With more than one it is done once before, uncounted, so that
-        what the sides before it left in the processor's caches is gone.
-      units: how many there are in one piece of work, such as tokens.
+      work: the work.
+      repeats: how often in a turn. With more than one, an uncounted call first replaces the data of
+        other sides in the CPU's caches.
+      units: the number of units in one call, such as tokens.
     """
 
     def side() -> float:
@@ -63,9 +63,9 @@ def table(
     """Print a line for each side; returns the medians.
 
     Args:
-      took: what `take_turns` returned, in milliseconds.
-      own: the sides that others are compared with: for each, how many times as long they took.
-      megabytes: what had to be read, at least.
+      took: the result of `take_turns`, in milliseconds.
+      own: the sides that others are compared with: for each, the ratio of their times.
+      megabytes: the bytes that must be read, at least.
       read: the measured read bandwidth in GB/s.
     """
     middle = {name: float(np.median(times)) for name, times in took.items()}

@@ -1,9 +1,9 @@
-"""What does each verb cost, and how does that grow with the cells?
+"""Cost of each verb, and its growth with the number of cells.
 
-Run `python -m benchmarks.verbs`. A pool that is three quarters full, shared by 32 sequences, and
-for the next plan also 8 streams of as many cells, empty, of one sequence each. For each verb: what
-the caller waits until the call returns, what it takes until the result is there, and the slope, the
-power of the number of cells that the time grows with (1 is linear).
+Run `python -m benchmarks.verbs`. The cache is a pool that is three quarters full, shared by 32
+sequences. For the next plan it is also 8 empty streams with as many cells, of one sequence each.
+For each verb it prints the time until the call returns, the time until the result is ready, and the
+slope. The slope is the power of the number of cells with which the time grows (1 is linear).
 """
 
 import argparse
@@ -22,7 +22,7 @@ STREAMS = 8
 
 
 def filled(cells: int) -> jaxkv.Cache:
-    """Make a pool, three quarters full, with as many tokens of each sequence."""
+    """Make a pool, three quarters full, with equally many tokens of each sequence."""
     spec = jaxkv.CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=None)
     cache = jaxkv.make_cache(spec, cells=cells, sequences=SEQUENCES)
     batch = jaxkv.make_batch(
@@ -43,7 +43,7 @@ def next_plan(cells: int, window: jaxkv.Window | None = None) -> Callable[[], ob
 
 
 def verbs(cache: jaxkv.Cache) -> dict[str, Callable[[], object]]:
-    """Everything there is to do with a cache, by name."""
+    """All verbs of a cache, by name."""
     each = jaxkv.make_batch([[1]] * SEQUENCES)
     prompt = jaxkv.make_batch(np.zeros(512, np.int32), sequences=np.arange(512) % SEQUENCES)
     ids, ones = jnp.arange(SEQUENCES), jnp.ones(SEQUENCES, bool)
@@ -77,7 +77,7 @@ def verbs(cache: jaxkv.Cache) -> dict[str, Callable[[], object]]:
 
 
 def microseconds(work: Callable[[], object], repeats: int) -> tuple[float, float]:
-    """Median time until a call returns, and until its result is there."""
+    """Median time until a call returns, and until its result is ready."""
     returned, there = [], []
     for _ in range(repeats + 2):
         start = time.perf_counter()

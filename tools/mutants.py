@@ -1,7 +1,8 @@
-"""Small mistakes that a source file might have, one at a time: what `tools.mutate` plants.
+"""Small mistakes in a source file, one at a time, for `tools.mutate`.
 
-A mutant is an edit of the text at a place that the syntax tree names, so that all else stays as it
-was written. Left alone are docstrings and other text, type hints, decorators, and what is raised.
+A mutant is an edit of the text at a place from the syntax tree, so the rest of the text is
+unchanged. Docstrings and other strings, type hints, decorators, and raised exceptions are not
+edited.
 """
 
 import ast
@@ -35,7 +36,7 @@ SWAPS: dict[type, tuple[str, str]] = {
     ast.LShift: ("<<", ">>"),
     ast.RShift: (">>", "<<"),
 }
-"""Operators, and what each is mistaken for."""
+"""Operators, and their replacements."""
 
 NAMES = {
     "min": "max", "minimum": "maximum", "any": "all", "argmin": "argmax", "cummin": "cummax",
@@ -43,13 +44,13 @@ NAMES = {
     "zeros_like": "ones_like",
 }  # fmt: skip
 NAMES |= {other: name for name, other in NAMES.items()}
-"""Functions and methods, and what each is mistaken for."""
+"""Functions and methods, and their replacements."""
 
 OMITTED = {"side", "prepend", "where", "initial", "reverse"}
-"""Keywords that a call may have been written without."""
+"""Keywords that may be omitted from a call."""
 
 PROMISES = {"strict", "stable", "unique_indices", "metadata"}
-"""Keywords whose values change nothing that a right program does."""
+"""Keywords whose values do not change the results of a correct program."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Mutant:
         return source[: self.start] + self.text + source[self.stop :]
 
     def key(self, source: str) -> tuple[str, str, str]:
-        """The file, the function and the changed lines: what names it wherever it moves."""
+        """The file, the function and the changed lines, which identify it after other edits."""
         begin = source.rfind("\n", 0, self.start) + 1
         end = source.find("\n", self.stop)
         lines = source[begin : self.start] + self.text + source[self.stop : end]
@@ -95,7 +96,7 @@ def mutants_of(file: str, source: str) -> list[Mutant]:
 
 
 def sample(every: list[Mutant], sources: dict[str, str], seed: int) -> list[Mutant]:
-    """Draw an order of all mutants, in which an edit of the code moves only those it touches."""
+    """Draw an order of all mutants; an edit of the code changes only the places of its mutants."""
     seen: Counter[tuple[str, str, str]] = Counter()
     order = {}
     for mutant in every:
@@ -116,7 +117,7 @@ def _parses(mutant: Mutant, source: str) -> bool:
 class _Finder(ast.NodeVisitor):
     def __init__(self, file: str, source: str) -> None:
         self.file, self.source = file, source
-        self.rows = [0]  # where each line begins
+        self.rows = [0]  # the start of each line
         for line in source.splitlines(keepends=True):
             self.rows.append(self.rows[-1] + len(line))
         self.path: list[str] = []
@@ -131,7 +132,7 @@ class _Finder(ast.NodeVisitor):
         return self._at(node.end_lineno, node.end_col_offset)
 
     def _at(self, line: int, column: int) -> int:
-        """Where a place of the tree, which counts bytes, is in the text."""
+        """Convert a place of the tree, which counts bytes, to an index of the text."""
         row = self.source[self.rows[line - 1] : self.rows[line]].encode()
         return self.rows[line - 1] + len(row[:column].decode())
 
@@ -144,7 +145,7 @@ class _Finder(ast.NodeVisitor):
         self.mutants.append(Mutant(self.file, where, line, start, stop, text))
 
     def swap(self, op: ast.AST, before: ast.AST, after: ast.AST) -> None:
-        """Mistake the operator between two operands."""
+        """Replace the operator between two operands."""
         if type(op) in SWAPS:
             old, new = SWAPS[type(op)]
             begin = self.stop(before)
@@ -152,10 +153,10 @@ class _Finder(ast.NodeVisitor):
             at = begin + gap.index(old)
             self.put(at, at + len(old), new)
 
-    # ---------------------------------------------------------------------- what is left alone
+    # ------------------------------------------------------------------------ left unchanged
 
     def visit_Raise(self, node: ast.Raise) -> None:
-        """What an error says is not behaviour; that it comes is, and the condition is mutated."""
+        """The message of an error is not behaviour; the condition of the `raise` is mutated."""
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
         if node.value is not None:
@@ -194,7 +195,7 @@ class _Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> None:
-        """Dropped, but that -1 stays a number that is mistaken as such."""
+        """Drop it, except in -1, which is mutated as a number."""
         if not isinstance(node.op, ast.USub) or not isinstance(node.operand, ast.Constant):
             self.put(self.start(node), self.start(node.operand), "")
         self.generic_visit(node)

@@ -1,21 +1,19 @@
-"""Plant small mistakes in the core, one at a time, and count how many the tests notice.
+"""Plant small mistakes in the core, one at a time, and count how many the tests detect.
 
     python -m tools.mutate --seed 0 --sample 200
 
-It fails where fewer than 95 % are noticed and chance does not explain it. A seeded sample of all
-mutants (`tools.mutants`) is run, each in a copy of the tree and never in place: the doctests and
-tests that know the file, until one fails; not those that `.ci/run` leaves out. Tests that killed
-many mutants of the same function or file in little time go first. Survivors are printed with their
-diffs, and at the end the share killed with its 95 % interval. A survivor is a test that is missing,
-or it changes nothing that can be observed; the latter are listed in `equivalents.toml`, each with
-its reason, and counted apart.
+It fails if fewer than 95 % are detected and chance does not explain it. It runs a seeded sample of
+all mutants (`tools.mutants`), each in a copy of the tree. A mutant gets the doctests and tests of
+its file, without those that `.ci/run` omits, until one fails. Tests that killed many mutants of the
+same function or file in little time run first. It prints survivors with their diffs, and at the end
+the share killed with its 95 % interval. A survivor is a missing test, or it has no observable
+effect; `equivalents.toml` lists the latter with reasons, and they are counted separately.
 
-Each mutant has a process of its own, forked from one that has imported what all of them need, but
-neither `jaxkv` nor any device of JAX, whose threads would not survive it.
+Each mutant has a separate process, forked from one that has imported the common modules. These
+exclude `jaxkv` and any device of JAX, whose threads would not survive the fork.
 
-mutmut and cosmic-ray were looked at. mutmut leaves decorated functions alone, which here are those
-under `jax.jit`. cosmic-ray mutates in place and has one test command for all modules. Neither draws
-a seeded sample.
+Two other tools do not fit. mutmut skips decorated functions, which here are those under `jax.jit`.
+cosmic-ray mutates in place and has one test command for all modules. Neither draws a seeded sample.
 """
 
 import argparse
@@ -46,13 +44,13 @@ from tools.mutants import Mutant, mutants_of, sample
 ROOT = Path(__file__).resolve().parent.parent
 CARRIED = ("jaxkv", "models", "tests", "docs/reference", "conftest.py", "pyproject.toml")
 PATIENCE = 5
-"""How many times as long as without a mistake a test may take: what loops for ever is noticed."""
+"""How many times its normal duration a test may take, which detects endless loops."""
 
 OPTIONS = [
     "-n", "0", "-x", "-q", "-m", "not nightly", "-p", "no:cacheprovider", "-o", "timeout=0",
     "--assert=plain", "--hypothesis-profile=mutants",
 ]  # fmt: skip
-"""What pytest is given: nobody reads why a test fails, so nothing is spent on it."""
+"""Options of pytest: no time is spent on reports of failures."""
 
 KNOWN_BY = {
     "jaxkv/window.py": "window limits stateful",
@@ -76,14 +74,14 @@ KNOWN_BY = {
     "jaxkv/planning/*.py": "arguments limits llama_cpp_edge_cases plan_reasons batch step sets "
     "streams window recurrent stale_plans stateful sources every_argument",
 }
-"""The core, as patterns of its files, and the tests that know each."""
+"""The core, as patterns of its files, and the tests of each."""
 
 DOCTESTS = ("jaxkv/api", "jaxkv/kv/make.py", "jaxkv/recurrent/table.py", "jaxkv/planning")
-"""Examples that go through the whole core."""
+"""Examples that use the whole core."""
 
 
 def main() -> int:
-    """Read the command line, and do it."""
+    """Read the command line and run."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.mutate", description=__doc__.split("\n")[0]
     )
@@ -140,7 +138,7 @@ def main() -> int:
 
 
 class History:
-    """How long tests take without a mistake, and which mutants they were run on and killed."""
+    """Durations of tests without a mistake, and the mutants that they ran on and killed."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -148,7 +146,7 @@ class History:
         self.kills: Counter[tuple[str, str]] = Counter()
 
     def add(self, mutant: Mutant | None, began: list[tuple[float, str]], killed: bool) -> None:
-        """Note tests in the order in which they began; the last killed, or is the end, unnamed."""
+        """Add tests in the order of their starts; the last killed, or is the unnamed end."""
         if mutant is None:
             for (start, test), (stop, _) in zip(began, began[1:], strict=False):
                 self.seconds[test] = stop - start
@@ -164,13 +162,13 @@ class History:
             return 0.0
         seconds = self.seconds.get(test, 1.0)
         share = 0.3 if test.startswith(mutant.file) else min(0.03 + 0.1 * seconds, 0.5)
-        for key in likeness(mutant, test):  # what is known of a wider group counts as one try
+        for key in likeness(mutant, test):  # a wider group counts as one try
             share = (self.kills[key] + share) / (self.runs[key] + 1)
         return share / (seconds + 0.02)
 
 
 def likeness(mutant: Mutant, test: str) -> list[tuple[str, str]]:
-    """Name groups of mutants and of tests that this pair is in, the widest first."""
+    """Name groups of mutants and of tests that contain this pair, the widest first."""
     tests, function = test.partition("::")[0], f"{mutant.file} {mutant.where}"
     return [("", tests), (mutant.file, tests), (mutant.file, test), (function, test)]
 
@@ -182,9 +180,9 @@ def outcomes(
     history: History,
     end: float = math.inf,
 ) -> Iterator[tuple[Mutant | None, str, str, float]]:
-    """Run tests on mutants, one in each tree at a time; none begins after `end`.
+    """Run tests on mutants, one in each tree at a time; none starts after `end`.
 
-    Yields each mutant, how it is noticed, the test that did, and seconds of a core.
+    Yields each mutant, its outcome, the test that detected it, and seconds of a core.
     """
     free, busy = list(trees), {}
 
@@ -192,7 +190,7 @@ def outcomes(
         pid, status, used = os.wait4(-1, 0)
         mutant, tree = busy.pop(pid)
         with suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)  # what tests started and left
+            os.killpg(pid, signal.SIGKILL)  # processes that tests started
         if mutant:
             write(tree / mutant.file, sources[mutant.file])
         free.append(tree)
@@ -219,7 +217,7 @@ def outcomes(
 
 
 def noticed(code: int, tree: Path) -> str:
-    """What an exit of pytest says: "killed", "too slow", or nothing where all tests passed."""
+    """Convert an exit code of pytest: "killed", "too slow", or "" if all tests passed."""
     if code == -signal.SIGALRM:
         return "too slow"
     if code in (3, 4):
@@ -228,7 +226,7 @@ def noticed(code: int, tree: Path) -> str:
 
 
 def run(tree: Path, tests: list[str], mutant: Mutant | None, history: History) -> None:
-    """Be a process that runs tests in a tree, and end."""
+    """Run tests in a tree as a process, and end it."""
     code = 1
     try:
         os.setsid()
@@ -249,7 +247,7 @@ def run(tree: Path, tests: list[str], mutant: Mutant | None, history: History) -
 
 
 class Watch:
-    """A plugin that orders tests, notes when each begins, and bounds how long it may take."""
+    """A plugin that orders tests, notes the start of each, and limits its duration."""
 
     def __init__(self, mutant: Mutant | None, history: History, began: TextIO) -> None:
         self.mutant, self.history, self.began = mutant, history, began
@@ -268,7 +266,7 @@ class Watch:
 
 
 def copied(tree: Path) -> Path:
-    """Copy what tests need into a folder."""
+    """Copy the files that tests need into a folder."""
     for name in CARRIED:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
@@ -277,7 +275,7 @@ def copied(tree: Path) -> Path:
 
 
 def prepare(cache: Path) -> None:
-    """Set what tests are run with, and import what no mutant changes."""
+    """Set the environment of the tests, and import modules that no mutant changes."""
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache))
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     runpy.run_path(str(ROOT / "conftest.py"))
@@ -290,13 +288,13 @@ def prepare(cache: Path) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a module, and forget what was compiled of it: edits come faster than clocks tick."""
+    """Write a module, and remove its bytecode: edits are faster than the clock of files."""
     path.write_text(text, encoding="utf-8")
     Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
 
 
 def files_of(pattern: str) -> list[Path]:
-    """The files of a pattern; one that finds none is out of date."""
+    """The files of a pattern; one without files is out of date."""
     found = [path for path in sorted(ROOT.glob(pattern)) if path.name != "__init__.py"]
     if not found:
         raise SystemExit(f"no file is {pattern!r}: bring tools/mutate.py up to date")
@@ -304,24 +302,24 @@ def files_of(pattern: str) -> list[Path]:
 
 
 def runs_of(file: str) -> list[str]:
-    """What knows a file: its own examples, the tests, and the examples of what is built on it."""
+    """The tests of a file: its doctests, the tests, and the doctests of dependent modules."""
     (names,) = {names for pattern, names in KNOWN_BY.items() if Path(file).match(pattern)}
     found = [next(ROOT.glob(f"tests/*/test_{name}.py")) for name in names.split()]
     return [file, *(str(path.relative_to(ROOT)) for path in found), *DOCTESTS]
 
 
 def equivalents() -> list[dict[str, str]]:
-    """What is listed as equivalent; every entry has a reason."""
+    """The listed equivalent mutants; every entry has a reason."""
     listed = tomllib.loads(Path(__file__).with_name("equivalents.toml").read_text("utf-8"))
     assert all(entry.keys() >= {"file", "function", "reason"} for entry in listed["mutant"])
     return listed["mutant"]
 
 
 def excuse(mutant: Mutant, source: str, listed: list[dict[str, str]]) -> str:
-    """The reason why a mutant changes nothing, or nothing.
+    """The reason why a mutant has no effect, or "".
 
-    An entry names a mutant by its file, its function and its line as it becomes; an entry without
-    a line is about all of the function.
+    An entry names a mutant by its file, its function and its changed line; an entry without a line
+    applies to the whole function.
     """
     file, where, line = mutant.key(source)
     for entry in listed:

@@ -1,10 +1,11 @@
-"""What works on which kind of cache, found by trying: `python -m tools.support` writes the page.
+"""Write the page of supported verbs per kind of cache: `python -m tools.support`.
 
-A verb *works* on a cache where what it does is seen in the table, the table has no fault, and the
-text goes on. Else it is refused, by a name. Anything between the two is a mistake, and raises.
+A verb *works* on a cache if the table shows its effect, the table has no fault, and the sequence
+can continue. Otherwise it is refused with a named reason. Any other outcome is a mistake, and
+raises.
 """
 
-if __name__ == "__main__":  # compiled as in the tests, which must be said before jax comes in
+if __name__ == "__main__":  # compiled as in the tests; must be set before importing jax
     import conftest  # noqa: F401
 
 import functools
@@ -24,10 +25,10 @@ from tests.helpers.caches import GROUPS, HEADS, ROPE, SIZE, SMALL, SPLIT, VOCABU
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "support.md"
 TOKENS = 12
-"""Tokens of the text that each verb is tried on: more than a window's cache has cells for."""
+"""Tokens of the text for each verb: more than a window's cache has cells for."""
 
 SAID = (np.arange(4) + TOKENS + 1) % VOCABULARY
-"""What the model says after it."""
+"""The model's next tokens."""
 
 YES, NONE = "yes", "-"
 
@@ -36,7 +37,7 @@ YES, NONE = "yes", "-"
 
 
 def columns() -> dict[str, tuple[Callable[[], Any], str]]:
-    """List each kind: its name, what makes one, and what layers `edit_sequences.compute` sees."""
+    """List each kind: its name, its constructor, and its layers for `edit_sequences.compute`."""
     kinds = {
         "one pool": replace(SMALL, cells=32),
         "a stream each": replace(SPLIT, cells=16),
@@ -52,7 +53,7 @@ def columns() -> dict[str, tuple[Callable[[], Any], str]]:
 
 
 def hybrid() -> Any:
-    """Make a cache with a layer of attention and one of states that keeps three."""
+    """Make a cache with a layer of attention and one of states with three checkpoints."""
     attention = CacheSpec.attention(layers=1, kv_heads=HEADS, head_dim=SIZE, rope=ROPE)
     states = CacheSpec.recurrent(layers=1, states=edit_sequences.STATES)
     spec = CacheSpec.hybrid((attention, [0]), (states, [1]))
@@ -60,7 +61,7 @@ def hybrid() -> Any:
 
 
 def with_source() -> Any:
-    """Make a cache with a layer of attention, one that looks at sources, and a source."""
+    """Make a cache with a layer of attention, one of cross-attention, and a source."""
     sizes = dict(layers=1, kv_heads=HEADS, head_dim=SIZE)
     text, sources = CacheSpec.attention(**sizes, rope=ROPE), CacheSpec.cross_attention(**sizes)
     spec = CacheSpec.hybrid((text, [0]), (sources, [1]))
@@ -72,13 +73,13 @@ def with_source() -> Any:
 
 @functools.cache
 def model(layers: str) -> Callable[..., Any]:
-    """Make a model that writes every layer and says the number after that of the token."""
+    """Make a model that writes every layer and returns the number after that of the token."""
 
     def forward(params: Any, cache: Any, ubatch: jaxkv.Ubatch) -> tuple[Any, jax.Array]:
         cache, _ = edit_sequences.compute(cache, ubatch, layers)
         said = (ubatch.tokens.reshape(-1)[ubatch.outputs] + 1) % VOCABULARY
         logits = jax.nn.one_hot(said, VOCABULARY)
-        if "s" in layers:  # the source is zeros, and NaN where it must not be looked at
+        if "s" in layers:  # zeros for a source, NaN where it must not be read
             q = jnp.zeros((*ubatch.valid.shape, HEADS, SIZE))
             logits += jnp.sum(jaxkv.attend(cache, layers.index("s"), ubatch, q)[1])
         return cache, logits
@@ -90,7 +91,7 @@ def model(layers: str) -> Callable[..., Any]:
 
 
 class Refused(Exception):
-    """A verb was refused; the message is the name of the refusal."""
+    """A verb was refused; the message is the name of the reason."""
 
 
 class Trial:
@@ -101,7 +102,7 @@ class Trial:
         self.cache, self.logits = self.told(self.empty, range(1, TOKENS + 1))
 
     def told(self, cache: Any, tokens: Any, seq: int = 0) -> tuple[Any, jax.Array]:
-        """Tell a sequence some tokens, or be refused by the reason of the plan."""
+        """Run some tokens of a sequence, or raise with the reason of the plan."""
         batch = jaxkv.make_batch(list(tokens), sequences=seq)
         plan = jaxkv.init_batch(cache, batch, ubatch_size=4)
         if not plan.ok:
@@ -110,7 +111,7 @@ class Trial:
         return cache, logits
 
     def goes_on(self, cache: Any, last: int, seq: int = 0) -> str:
-        """Return that it works where a sequence ends at a position, and takes one more token."""
+        """Return that it works if a sequence ends at a position, and accepts one more token."""
         assert cache.seq_pos_max(seq).item() == last
         assert not any(map(int, cache.check().values()))
         after, _ = self.told(cache, [7], seq)
@@ -118,7 +119,7 @@ class Trial:
         return YES
 
     def granted(self, cache: Any, ok: Any, last: int, seq: int = 0) -> str:
-        """Return that it works, or that the verb said no and changed nothing."""
+        """Return that it works, or that the verb was refused and left the cache unchanged."""
         if ok:
             return self.goes_on(cache, last, seq)
         assert self.goes_on(cache, TOKENS - 1) == YES
@@ -335,7 +336,7 @@ ROWS: dict[str, Callable[[Trial], str]] = {
 
 
 def tried(verb: Callable[[Trial], str], trial: Trial) -> str:
-    """Try a verb: that it works, that there is nothing to try, or the name of the refusal."""
+    """Try a verb: the result, or the name of the reason."""
     try:
         return verb(trial)
     except Refused as refusal:
@@ -355,7 +356,7 @@ def matrix() -> str:
 
 
 def parted(page: str) -> tuple[str, str, str]:
-    """Cut a page at the marks around its table."""
+    """Split a page at the marks around its table."""
     head, rest = page.split("<!-- begin -->\n")
     table, tail = rest.split("\n<!-- end -->")
     return head + "<!-- begin -->\n", table, "\n<!-- end -->" + tail

@@ -31,7 +31,7 @@ def test_attend_reads_streams_that_take_part_in_place(lists):
     """A gather of their keys would need as many temporary bytes."""
     one_stream, shapes = 2 * 8192 * 8 * 4, {"streams": 4, "lists": lists, "cells": 8192}
     assert hlo.temporary_bytes(of_attention(**shapes)) < one_stream / 2
-    assert hlo.temporary_bytes(of_attention("whole", **shapes)) > one_stream / 2  # fails
+    assert hlo.temporary_bytes(of_attention("whole", **shapes)) > one_stream / 2  # exceeds it
 
 
 def test_attend_long_prompt_holds_nothing_of_all_pairs():

@@ -135,7 +135,7 @@ def test_seq_cp_two_words_of_owners():
 
 @pytest.mark.parametrize("kind", [TWO, FOUR], ids=lambda kind: kind.name)
 def test_seq_select_sequences_change_places(kind):
-    """Between streams; a copied cell stays the source although it has no owner any longer."""
+    """Between streams; cells to copy are not reused, although they have no owner any longer."""
     cells = "0{0} 1{0} 2{0} 0{1} | 0{2} 1{2}" if kind is TWO else "0{0} 1{0} 2{0} | 0{1} | 0{2}"
     cache = noisy(cells, kind)
     for select in (jaxkv.seq_select, jax.jit(jaxkv.seq_select)):

@@ -180,7 +180,7 @@ def test_plan_step_tiled_holds_less_than_the_keys_of_a_pool():
 
 @core
 def test_sight_has_tiles_in_a_step_alone():
-    """A prompt uses the program of any pool."""
+    """A prompt uses the same program as in other pools."""
     for kind, tile in ((TILES, 4), (SCATTERED, None)):
         cache = kind.make()
         for batch, wanted in ([[[4]] * 3, tile], [[[5] * 8], None]):

@@ -367,7 +367,7 @@ class Oracle(Side):
     def moves(self, stream: int = 0, most: int | None = None) -> list[Move]:
         """Plan to fill all gaps with later cells, in order; the last runs go first.
 
-        Return the first `most`; with tiles, as many complete tiles as have `most` runs.
+        Return the first `most`; with tiles, complete tiles until there are `most` moves.
         """
         free = self.free(stream)
         if not self.tiles:
