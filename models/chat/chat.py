@@ -247,7 +247,7 @@ def _refusals(cache: jaxkv.Cache, sequence: int, end: int) -> list[str]:
         if jaxkv.seq_rm(part, sequence, end).ok:
             continue
         if has_states(part):
-            found.append("a recurrent state cannot forget what it has seen")
+            found.append("a recurrent state cannot forget earlier tokens")
         else:
             width = part.table.window.width
             found.append(f"a window of {width:,} has let go of what it would see")

@@ -50,7 +50,7 @@ def slide(chat: Chat) -> Chat:
     """
     conversation, cache, store = chat.now, chat.cache, chat.store
     if has_states(cache):
-        raise ChatError("a recurrent state cannot forget what it has seen: /drop begins anew.")
+        raise ChatError("a recurrent state cannot forget earlier tokens; /drop starts again.")
     start, num_held = conversation.frame.keep + conversation.gap, chat.held
     cut = cut_of(conversation)
     if num_held <= start or cut <= start:
@@ -96,7 +96,7 @@ def _why_stuck(chat: Chat) -> str:
             f"the tokens that would move may be shared with {', '.join(others)}: /drop what is not "
             "needed, or /undo."
         )
-    return "a window has let go of what it would see again: /drop begins anew."
+    return "a window has evicted cells that would be visible again; /drop starts again."
 
 
 def _grows(part: jaxkv.Cache) -> bool:

@@ -63,7 +63,7 @@ def load(path: str | os.PathLike, chat: Chat, model: Model) -> Chat:
         info = snapshot.inspect(path)
         found = conversations_in(info)
         if not found:
-            raise ChatError(f"{path} is a snapshot and no chat: /load reads what /save wrote.")
+            raise ChatError(f"{path} is a snapshot and no chat; /load reads files of /save.")
         if len(found) > chat.seats:
             raise ChatError(
                 f"{path} holds {len(found)} conversations, and {chat.seats} may be here: start "
@@ -79,7 +79,7 @@ def load(path: str | os.PathLike, chat: Chat, model: Model) -> Chat:
         kept = kept_tokens(info)
         current = info.notes["current"]
         if current not in found:
-            raise ValueError(f"it says that {current} goes on, which is not there")
+            raise ValueError(f"its current conversation {current} is missing")
         chat = _load_chat(path, replace(chat, cache=jaxkv.clear(chat.cache)), goes, kept)
     except OSError as error:
         raise ChatError(f"{path} cannot be read: {error.strerror or error}.") from error
@@ -123,7 +123,7 @@ def kept_tokens(info: SnapshotInfo) -> dict[int, list[int]]:
     spoken = {entry["sequence"] for entry in info.notes["conversations"].values()}
     numbers = [number for tokens in kept.values() for number in tokens]
     if spoken & {*kept} or not _are_counts(numbers):
-        raise ValueError("what it kept is not what /save writes")
+        raise ValueError("its stored prefixes are invalid")
     return kept
 
 
@@ -170,7 +170,7 @@ def _conversation(found: dict[str, Any], tokens: list[int]) -> Conversation:
         and _are_counts(numbers)
         and places == sorted(places)
     ):
-        raise ValueError("its conversations are not what /save writes")
+        raise ValueError("its conversations are invalid")
     return Conversation(
         sequence=found["sequence"],
         frame=frame,

@@ -129,7 +129,7 @@ class Checkpoint:
             if name not in self.asked and not left_out(name, self.config):
                 raise ModelError(
                     f"{self.source}: expected tensors that a {self.architecture!r} model reads, "
-                    f"got {name} of shape {tensor.shape}; what it does is not computed, so give "
+                    f"got {name} of shape {tensor.shape}; its effect is not computed, so give "
                     "another model."
                 )
 
