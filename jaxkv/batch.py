@@ -190,7 +190,8 @@ def make_batch(
       sequences: sequence ids.
 
         - `[B]`, or one id for all tokens; default 0.
-        - For a list of lists or rows, one id for each; default 0, 1, 2 and so on.
+        - For a list of lists, one id for each list; for rows, `[R, T]`. Default 0, 1, 2 and so on,
+          the number of the list or row.
         - A list of ids in place of one id, for a token that belongs to all of them. As an array,
           ids have one more axis, `[B, n]` or `[R, T, n]`, padded with -1.
 
@@ -203,7 +204,7 @@ def make_batch(
 
     Raises:
       ValueError: If not exactly one of `tokens` and `embeddings` is given, or shapes differ.
-      ValueError: If one of several lists is empty, or a concrete token is negative.
+      ValueError: If a list of a list of lists is empty, or a concrete valid token is negative.
       ValueError: If a list of ids is empty or repeats one.
       ValueError: If an integer does not fit into int32, or into the dtype that JAX gives to
         `extra`.

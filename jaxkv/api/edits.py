@@ -282,7 +282,7 @@ def seq_add(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, delta: Id) -> EditR
     each of them; `Cache.can_seq_add` returns whether each keeps one token at a position.
 
     Args:
-      cache: any cache with `rope=`.
+      cache: any cache; attention layers need `rope=`.
       seq: sequence to shift.
       p0: first position of the range.
       p1: one past the last position.
@@ -293,7 +293,8 @@ def seq_add(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, delta: Id) -> EditR
       get a negative position, or a next token would attend to an evicted cell.
 
     Raises:
-      ValueError: If the cache was made without `rope=`, so that keys cannot be rotated.
+      ValueError: If attention layers were made without `rope=`, so that keys cannot be rotated.
+      ValueError: If a concrete id is not from 0 to Q - 1, or a concrete bound is below -1.
 
     Examples:
       Remove a passage and close the gap:
@@ -326,11 +327,12 @@ def seq_add(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, delta: Id) -> EditR
 def seq_div(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, divisor: Id) -> EditResult:
     """Divide the positions of a range of a sequence, rounding down.
 
-    Keys are rotated later, see `seq_add`. Several tokens of a sequence may then have the same
-    position; no cell is freed. Of recurrent states only the last one at a position is kept.
+    Keys are rotated later, and shared cells move for all owners, see `seq_add`. Several tokens of a
+    sequence may then have the same position, or a lower one than their predecessor; no cell is
+    freed. Of recurrent states only the last one at a position is kept.
 
     Args:
-      cache: any cache with `rope=`.
+      cache: any cache; attention layers need `rope=`.
       seq: sequence to change.
       p0: first position of the range.
       p1: one past the last position.
@@ -341,7 +343,7 @@ def seq_div(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, divisor: Id) -> Edi
       to an evicted cell.
 
     Raises:
-      ValueError: If a concrete divisor is below 1, or the cache was made without `rope=`.
+      ValueError: If a concrete divisor is below 1, and as in `seq_add`.
 
     Examples:
       >>> cache = make_cache(

@@ -84,7 +84,8 @@ def attend(
 
     Raises:
       ValueError: If a shape does not fit the cache, or `layer` is not in `[0, L)`.
-      ValueError: If the ubatch is known to have written this layer before.
+      ValueError: If the ubatch wrote this layer before in the same trace. Outside of tracing the
+        later write wins.
       ValueError: If the ubatch was planned for a cache with another spec, or the buffers were
         donated.
       ValueError: If the implementation does not support the arguments, or `softcap` is not above 0.
@@ -94,6 +95,7 @@ def attend(
       TypeError: If a plan is passed as ubatch, or something else than an array of floats as array.
       TypeError: If `layer` is traced and the cache is not stacked, or `causal` is not a static
         bool.
+      TypeError: If only one of `k` and `v` is given, or the cache has no attention layers.
       TypeError: If the bias does not return floats, or closes over traced values.
 
     Examples:
@@ -253,11 +255,11 @@ def read_states(cache: Cache, layer: int, ubatch: Ubatch) -> dict[str, Shaped[Ar
       By name, the state of each row's sequence before the first token of the ubatch.
 
       - Zeros for a sequence without a state, for padding, and for a refused plan.
-      - NaN (or the lowest integer) for a stale ubatch, and if the layer did not write the state, or
-        has overwritten it.
+      - NaN (or the lowest integer) for a stale ubatch, and if the layer never wrote the state of
+        the previous ubatch, or overwrote it.
 
     Raises:
-      ValueError: If `layer` is not in `[0, L)`, or the buffers were donated.
+      ValueError: If `layer` is not a layer with states, or the buffers were donated.
       ValueError: If the ubatch was planned for a cache with another spec, or by
         `init_batch(encoder=True)`.
       TypeError: If `ubatch` is not a ubatch, `layer` is not a static integer, or the cache has no
@@ -322,7 +324,7 @@ def write_states(
 def _record_write(cache: Cache, layer: int | Int32[Array, ""], ubatch: Ubatch) -> Cache:
     """Return the cache with a note that the ubatch writes a layer; raise if it did before.
 
-    Only while tracing, where a model step runs; outside a repeated write has no effect.
+    Only while tracing, where a model step runs. Outside the later write wins.
     """
     if not isinstance(layer, int) or not is_traced(cache.table):
         return cache

@@ -103,10 +103,12 @@ def compact(
       donate: see `apply`.
 
     Returns:
-      The next cache, and `ok`: whether the batch fits, True without a batch.
+      The next cache, and `ok`: whether the batch fits, True without a batch. If `ok` is False, the
+      returned cache is rotated and compacted nevertheless.
 
     Raises:
       jax.errors.TracerBoolConversionError: Inside of `jit` with a batch.
+      ValueError: If `max_moves` is below 1, and as in `init_batch`.
 
     Examples:
       >>> cache = make_cache(

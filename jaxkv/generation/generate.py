@@ -65,7 +65,8 @@ def generate(
       spec: Spec of the cache to make. It has a stream for each sequence, with cells for the longest
         prompt and `max_new_tokens`.
       cache: A cache to continue from, instead of `spec`. Prompt i continues sequence
-        `i * num_samples`. The cache stays valid and is copied once.
+        `i * num_samples`, which is then forked into the sequences of the other samples and replaces
+        their tokens. The cache stays valid and is copied once.
       max_new_tokens: Maximum number of tokens to sample for each sequence.
       stop_tokens: Tokens that end a sequence, see `decode`.
       sampler: A sampler, such as from `make_sampler`; greedy by default.
@@ -78,12 +79,14 @@ def generate(
 
     Returns:
       Cache, state, and tokens with their log-probabilities, `[T, max_new_tokens]`. Rows are padded
-      after the end of a sequence; `lists()` omits the padding.
+      after the end of a sequence with -1 and 0; `lists()` omits the padding. If the cache has no
+      free cell for a next token, that sequence ends with `Reason.OUT_OF_CELLS`.
 
     Raises:
       PlanRefusedError: If the prompts or their samples do not fit into `cache`.
       ValueError: If both or neither of `spec` and `cache` are given.
-      ValueError: If there is no prompt or an empty one, and as in `decode`.
+      ValueError: If there is no prompt or an empty one, a count is below 1, `cache` has too few
+        sequences, and as in `decode`.
       TypeError: If tokens are not integers.
 
     Examples:

@@ -161,11 +161,11 @@ def warm_up(
     """Compile the programs of `prefill` for prompts of any length.
 
     With `longest`, a later `prefill` of one prompt of up to that length compiles nothing, if only
-    its last token has logits. Several prompts, other `outputs`, and without `longest` prompts of
-    several ubatches, still compile small programs of planning and ordering.
+    its last token has logits. Small programs of planning and ordering are still compiled for
+    several prompts and for other `outputs`, and without `longest` for prompts of several ubatches.
 
     Each power of two up to `ubatch_size` has a program, which is run with a refused ubatch. To
-    compile other loops, call them with a state without active sequences. For servers use
+    compile another loop, call it once with a state in which no sequence is active. For servers use
     `serving.Engine.warm_up`, after which nothing compiles.
 
     Args:
@@ -173,9 +173,8 @@ def warm_up(
       params: Model parameters, any pytree.
       cache: The cache that will be used, or one with the same shapes.
       ubatch_size: Maximum number of tokens that are computed at once, see `init_batch`.
-      sequences: Sequences of one batch, by default one. Batches with several streams, or with more
-        than 8 prompts, have programs for each number of prompts: call this for each expected
-        number.
+      sequences: The sequences of one batch. If they are in several streams, or more than 8, each
+        number of sequences has its own programs: call this for each expected number.
       longest: Length of the longest prompt. Planning of single prompts is compiled for all lengths
         up to it.
       donate: The `donate` of later calls of `prefill`. If False, the buffers are copied during this
@@ -185,7 +184,7 @@ def warm_up(
       The cache, unchanged bit for bit.
 
     Raises:
-      ValueError: If there is no sequence, or one is not in the cache.
+      ValueError: If there is no sequence, one is not in the cache, or a size is below 1.
       ValueError: If `ubatch_size` exceeds that of the cache.
 
     Examples:

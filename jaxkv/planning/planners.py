@@ -49,9 +49,9 @@ def init_batch(
 ) -> Plan:
     """Plan slots for the tokens of a batch. Reads the table only; the cache is unchanged.
 
-    The batch is checked first. Each sequence must continue one past its last position, without
-    gaps, duplicates or decreasing positions; an empty sequence may start at any position. The plan
-    is refused unless all tokens get a slot.
+    Each sequence must continue one past its last position, without gaps, duplicates or decreasing
+    positions; an empty sequence may start at any position. The plan is refused if one of these
+    rules is broken, or a token gets no slot.
 
     With `encoder`, the batch contains the tokens or embeddings (such as audio frames) that an
     encoder reads, for sequences without a source. Tokens of a source attend to each other, so the
@@ -64,7 +64,7 @@ def init_batch(
       cache: any cache.
       batch: the batch, from `make_batch`. If traced, it must fit one ubatch or come in rows.
       ubatch_size: the most tokens computed at once; by default that of the cache, or 512. The last
-        ubatch is padded to a power of two, so that few shapes are compiled.
+        ubatch is padded to a power of two, so that few shapes are compiled. Ignored with `encoder`.
       split_by: how the batch is cut: "simple", in token order; "equal", equally many tokens of
         several sequences; "sequence", one sequence at a time. The default is "simple" if rows may
         contain tokens of several sequences, and "equal" otherwise.
@@ -79,7 +79,9 @@ def init_batch(
       ValueError: If a traced batch is longer than `ubatch_size`, or lacks rows that the cache
         requires.
       ValueError: If `ubatch_size` exceeds that of the cache, or `split_by` is unknown.
-      ValueError: If a source has positions, or a token of it belongs to several sequences.
+      ValueError: If a source has positions, or a token of a source or of a recurrent cache belongs
+        to several sequences.
+      TypeError: If `encoder` is True and the cache has no cross-attention layers.
 
     Examples:
       >>> cache = make_cache(
@@ -149,7 +151,8 @@ def init_full(cache: Cache, *, ubatch_size: int | None = None, outputs: int | No
       outputs: the most tokens of a ubatch that output logits; by default one for each sequence.
 
     Returns:
-      A plan of one ubatch whose arrays are `jax.ShapeDtypeStruct`.
+      A plan of one ubatch of `ubatch_size` tokens, split among rows if each sequence has one, whose
+      arrays are `jax.ShapeDtypeStruct`.
 
     Raises:
       TypeError: If `ubatch_size` or `outputs` is not an integer.

@@ -117,11 +117,13 @@ def speculate(
 ) -> DecodeResult:
     """Generate like `decode`, verifying several draft tokens in each model step.
 
-    A sequence without free cells for its draft continues without drafts. A step without drafts
-    computes one token for each sequence.
+    A sequence without free cells for its draft continues without drafts, and ends with
+    `Reason.OUT_OF_CELLS` if its next token has no cell. A step without drafts computes one token
+    for each sequence.
 
     Several branches are computed in one ubatch. Each uses a sequence during the step: the sequence
-    itself, or an empty one of its stream. If too few are empty, fewer branches are used.
+    itself, or an empty one of its stream. If too few of these are empty at a step, that step has
+    fewer branches.
 
     Args:
       forward: See `prefill`.
