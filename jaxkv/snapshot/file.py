@@ -247,8 +247,7 @@ def _translate_read_errors(module: ModuleType) -> Iterator[None]:
         yield
     except module.SafetensorError as error:
         raise ValueError(
-            f"expected a snapshot, got a file that safetensors cannot read ({error}); save it "
-            "again, since it is damaged, cut short or of another format"
+            f"expected a snapshot, got a file that safetensors cannot read ({error}); save it again"
         ) from None
 
 

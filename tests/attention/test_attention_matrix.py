@@ -105,7 +105,7 @@ def in_core(way, name):
 def test_attend_matches_formula(way, name):
     one, options = case(**CASES[name]), OPTIONS.get(name, PLAIN)
     if (way, name) in REFUSED:
-        why = "neither a softcap nor sinks" if way == "xla" else "'pallas' (wants|adds no bias)"
+        why = "with softcap and sinks" if way == "xla" else "for 'pallas'|with bias, got 'pallas'"
         with pytest.raises(ValueError, match=why):
             attended(way, *one, options)
         return

@@ -26,7 +26,7 @@ MASKS = [
     (r"(compil\w+) \d+ program", r"\1 # program"),
     (r"the device has [\d.,]+ GB", "the device has # GB"),
     (r"\(choose from .*\)", "(choose from #)"),
-    (r"as safetensors \(.*?\)", "as safetensors (#)"),
+    (r"safetensors cannot read \(.*?\)", "safetensors cannot read (#)"),
     (r'("logprob": -\d+\.\d{4})\d+', r"\1#"),
     (r"\b(?=[0-9]*[a-f])[0-9a-f]{12,16}\b", "#"),
 ]
