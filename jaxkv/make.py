@@ -105,7 +105,8 @@ def make_cache(
         values are a part of their keys.
       ValueError: If layers of a stacked cache have different sizes, or a tuple has not one value
         for each part.
-      ValueError: If streams, or cells that a mesh splits, are not a multiple of its devices.
+      ValueError: If the number of streams, or of cells, is not a multiple of the devices that split
+        them.
 
     Examples:
       >>> spec = CacheSpec.attention(layers=2, kv_heads=3, head_dim=64)

@@ -50,7 +50,7 @@ class Rope:
           radians at every position.
 
         Raises:
-          ValueError: If shapes do not match, or heads are smaller than the rope.
+          ValueError: If shapes do not match, or a head has fewer numbers than the rope rotates.
           TypeError: If `x` is not floating, or positions are not integers.
 
         Examples:

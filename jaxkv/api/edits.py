@@ -130,7 +130,7 @@ def seq_cp(
     buffers and replaces all cells of `dst`; several `dst` in one stream share one copy. Recurrent
     states and the encoder source of `dst` are replaced, unless the range is empty.
 
-    With one stream for each sequence a copy always has free cells. `ok` is False:
+    With one stream for each sequence a copy always finds enough free cells. `ok` is False:
 
     - if sequences share several streams, and a stream has too few free cells;
     - if no recurrent state is stored at the end of the range;

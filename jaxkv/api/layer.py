@@ -56,9 +56,9 @@ def attend(
       softcap: c in c * tanh(x / c), applied to scaled products (Gemma 2).
       sinks: a logit for each head that takes part in the softmax and has no value.
       bias: added to scaled and capped products, see below.
-      causal: False makes later tokens of the ubatch visible, limited only by a symmetric window. A
-        token gets NaN if its plan has later tokens of its sequence in another ubatch; use a larger
-        `ubatch_size`.
+      causal: False makes later tokens of the ubatch visible, limited only by a symmetric window.
+        The output of a token is NaN if the plan has later tokens of the same sequence in another
+        ubatch; use a larger `ubatch_size`.
       visible_until: the last position visible to each token, by default its own; may be traced. It
         may be after the token (images, prefixes) or before it. A token gets NaN if its ubatch ends
         before that position. The window is counted from the token's own position.

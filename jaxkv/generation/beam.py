@@ -234,7 +234,7 @@ def beam(
       ([2, 1], [2, 1])
 
     Hugging Face: `generate(num_beams=W, length_penalty=length_penalty, early_stopping="never")`,
-    whose `sequences_scores` are ranks. llama.cpp: none; `llama_beam_search` was removed.
+    and its `sequences_scores` are the ranks here. llama.cpp: none; `llama_beam_search` was removed.
     """
     num_beams, num_tokens = (
         check_count(num_beams, "num_beams"),

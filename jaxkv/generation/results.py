@@ -40,7 +40,8 @@ class DecodeResult(NamedTuple):
 
     cache: The cache after the tokens.
     state: State of each sequence; `decode` and `speculate` continue from it.
-    tokens: Sampled tokens, -1 after the end of a sequence; None if `init_decode` got them.
+    tokens: Sampled tokens, -1 after the end of a sequence; None if `init_decode` was called with
+      tokens.
     logprobs: float32. Log-probabilities of the tokens under the unadjusted logits; 0 after the end
       of a sequence, NaN if it ended at logits with NaN or +inf.
     num_model_steps: Model steps in which a sequence was active, refused steps included.

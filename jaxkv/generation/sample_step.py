@@ -82,7 +82,7 @@ def init_decode(
 
     Raises:
       ValueError: If both or neither of `logits` and `tokens` are given.
-      ValueError: If the logits are not `[T, V]`, or several rows have no sequences.
+      ValueError: If the logits are not `[T, V]`, or have more than one row and no `sequences`.
       ValueError: If there are more rows than sequences, as in the padded logits of a traced
         `prefill`.
       ValueError: If a concrete cache has no tokens in the sequence of a row of logits.

@@ -468,7 +468,7 @@ def is_in_range(
 
 
 def to_word_mask(cell: Bool[Array, "S N"]) -> UInt32[Array, "S 1 N"]:
-    """Return a word of ones for each True cell, and of zeros for each False cell."""
+    """Return an integer for each cell: all bits set if it is True, else 0."""
     return jnp.where(cell, ~jnp.uint32(0), jnp.uint32(0))[:, None]
 
 

@@ -168,7 +168,7 @@ class StateTable(States, CacheTable):
         return EmptyPlan(spec=self.spec)
 
     def can_serve_layer(self, verb: str, layer: int) -> bool:
-        """Return whether `verb` is "states", which every layer supports."""
+        """Return whether `verb` is "states", the only one that the layers support."""
         del layer
         return verb == "states"
 

@@ -55,7 +55,7 @@ class Request:
     prompt: `[n]` int32. Its tokens, at least one.
     max_new_tokens: Maximum number of tokens to generate, at least 1.
     stop_tokens: Tokens that end the request, in addition to those of the engine.
-    seed: Seed of its draws, which depend only on it and on the position.
+    seed: Seed of the request's draws. A draw depends only on the seed and the position.
     sampling: Options of `generation.make_sampler`, one number for each; greedy by default.
     constraint_state: State of the engine's `Constraint` after the prompt; None for an unconstrained
       request.

@@ -133,7 +133,7 @@ def _find_first_accepted(
     drawn_from: Float[Array, "T V"],
     keys: Key[Array, " T"],
 ) -> tuple[Int32[Array, " T"], Float[Array, "T V"]]:
-    """Return the first accepted token of several branches, and residual logits.
+    """Return the first token that is accepted among several branches, and residual logits.
 
     Each is tested like a single draft token. After a rejection, p becomes max(p - q, 0), and the
     token is removed from q, since it was drawn without replacement (Jeon et al., 2024,

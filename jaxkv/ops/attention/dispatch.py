@@ -99,7 +99,7 @@ def best_for_tpu(
     visibility: Visibility,
     options: AttentionOptions,
 ) -> OnlineSoftmax:
-    """Run the kernel if it supports the arrays; see `docs/kernels.md` for the reasons.
+    """Run the kernel if it supports the arrays; `docs/kernels.md` lists which it does not.
 
     The exception is several streams of one tile each with one token each. No tile can be skipped or
     shared, so one product for all streams is faster than a grid step for each.

@@ -64,7 +64,7 @@ On other GPUs the compiler may reject the kernel: older and smaller ones have sp
 
 
 class KernelTiling(NamedTuple):
-    """How the work is split into programs, all static.
+    """Division of the work into programs. All fields are static.
 
     queries: X padded to a power of two: queries that share a key and are computed together.
     cells: C, the cells of a tile.

@@ -9,8 +9,8 @@ class Reader(GGUFReader):
     """A GGUF file mapped into memory: its fields and its tensors.
 
     `gguf.GGUFReader` makes several NumPy arrays for each element of an array: 16 seconds for the
-    262144 tokens of Gemma 3. Here numbers are one array, and strings are slices of the map.
-    `ReaderField.contents()` returns the same values.
+    262144 tokens of Gemma 3. This reader returns a list of numbers as one array, and strings as
+    slices of the mapped file. `ReaderField.contents()` returns the same values.
     """
 
     def _get_field_parts(self, orig_offs, raw_type):
