@@ -276,7 +276,7 @@ def make_batch(
         ]:
             raise ValueError(
                 f"expected a token at least in each list, got none for sequences {empty}; leave "
-                f"those lists out, and give sequences= for the others"
+                f"them out, and call make_batch with sequences= for the others"
             )
         sequences = np.repeat(ids, [len(row) for row in tokens], axis=0)
         tokens = np.concatenate([check_int32(row, "tokens") for row in tokens])
