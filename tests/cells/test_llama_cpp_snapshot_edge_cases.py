@@ -31,7 +31,7 @@ def test_load_into_refused_leaves_the_cache():
     before = drawing(cache)
     bfloats = snapshot.save(replace(SMALL, dtype="bfloat16").make())
     crowded = snapshot.save(drawn(" ".join(f"{i}{{2}}" for i in range(12))), sequences=2)
-    for data, message in ((bfloats, "the dtype of this one"), (crowded, "expected 12 cells")):
+    for data, message in ((bfloats, "the dtype of this one"), (crowded, "expected 12 free cells")):
         with pytest.raises((ValueError, jaxkv.PlanRefusedError), match=message):
             snapshot.load(data, into=cache, sequences={2: 2}, donate=True)
         assert drawing(cache) == before and plan_of(cache, 1).ok

@@ -56,7 +56,7 @@ def test_init_batch_refused_says_why_and_changes_nothing(fault):
     lines = str(refused.value).splitlines()[1:]
     for line, (seq, (reason, *numbers)) in zip(lines, expected.items(), strict=True):
         assert line.startswith(f"sequence {seq}: {reason.name}, ")
-        assert {*map(str, numbers)} <= {word.strip(":,") for word in line.split()}, line
+        assert {*map(str, numbers)} <= {word.strip(":,;") for word in line.split()}, line
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_missing_run_of_any_ubatch_refuses_the_batch(free, size, sequences, want
     )
     assert plan.reason.tolist() == [Reason.OK, *wanted]
     assert plan.fits.tolist() == [reason == Reason.OK for reason in plan.reason]
-    with pytest.raises(jaxkv.PlanRefusedError, match="sequence 1: FRAGMENTED, it brings "):
+    with pytest.raises(jaxkv.PlanRefusedError, match="sequence 1: FRAGMENTED, expected a run of "):
         plan.check()
     assert_unchanged_by(cache, plan)
 
@@ -148,7 +148,7 @@ def test_traced_negative_tokens_are_refused_and_padding_is_token_0():
     assert plan.reason.tolist() == [Reason.OK, Reason.NEGATIVE_TOKEN, Reason.OK]
     assert not ok and (step.slots >= 12).all()
     with pytest.raises(
-        jaxkv.PlanRefusedError, match="sequence 1: NEGATIVE_TOKEN, its token at 3 is"
+        jaxkv.PlanRefusedError, match="sequence 1: NEGATIVE_TOKEN, .* negative one at 3"
     ):
         plan.check()
     plan, step, ok = traced(cache, jnp.array([1, -1]), jnp.array([True, False]))
