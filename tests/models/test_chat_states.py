@@ -85,5 +85,5 @@ def test_undo_full_cache_of_states_goes_back_to_kept():
 
 def test_begin_sliding_states_raises():
     speaker = Speaker(model=tiny("mamba2"), on_full="slide")
-    with pytest.raises(ChatError, match="leave --on-full slide out"):
+    with pytest.raises(ChatError, match="leave out --on-full slide"):
         speaker.begin(conversations=1, cells=64)
