@@ -69,7 +69,7 @@ __all__ += ["draw", "generation", "ops", "serving"]
 __all__ += ["sharding", "snapshot"]
 
 
-if not TYPE_CHECKING:  # with it type checkers would accept every name
+if not TYPE_CHECKING:  # otherwise type checkers accept every name
 
     def __getattr__(name: str) -> object:
         """Import `generation` and `serving` at their first use."""

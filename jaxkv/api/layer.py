@@ -49,7 +49,7 @@ def attend(
       layer: 0 to L - 1, static. It may be traced if the cache is stacked, see `make_cache`.
       ubatch: the tokens. Keys and values of padding and of a refused plan are not written.
       q: queries, rotated by the layer's rope.
-      k: keys, rotated by the layer's rope. Without `k` and `v` nothing is written, as for layers
+      k: keys, rotated by the layer's rope. Without `k` and `v` no key is written, as for layers
         that share the keys of another layer.
       v: values. Left out if they are a part of the keys (`value_dim` of `CacheSpec.attention`).
       scale: factor of the dot products; default 1 / sqrt(D).
@@ -328,9 +328,8 @@ def _record_write(cache: Cache, layer: int | Int32[Array, ""], ubatch: Ubatch) -
     """
     if not isinstance(layer, int) or not is_traced(cache.table):
         return cache
-    last, layers = cache.written or (ubatch, frozenset())
-    if last is not ubatch:
-        layers = frozenset()
+    last, layers = cache.written or (None, frozenset())
+    layers = layers if last is ubatch else frozenset()
     if layer in layers:
         raise ValueError(
             f"expected a ubatch to write each layer once, got layer {layer} twice; give each layer "

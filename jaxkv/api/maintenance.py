@@ -141,7 +141,7 @@ _plan_defrag = jit_method(CacheTable.plan_defrag, static_argnames="max_moves")
 
 
 def rewind(cache: Cache, *, to: CacheTable) -> EditResult:
-    """Restore an earlier table with the buffers of a later cache: undo what was applied since.
+    """Restore an earlier table with the buffers of a later cache: undo later steps.
 
     The result is exact. `ok` is False if a cell of the earlier table was overwritten or rotated
     since: by a ubatch, a copy between streams, a defrag or an update. Plans made in between are
