@@ -57,8 +57,9 @@ def lay_out_batch(
     if batch.valid.ndim == 2:
         index = jnp.arange(batch.valid.size, dtype=jnp.int32).reshape(batch.valid.shape)
         index = jnp.take_along_axis(index, order_tokens_first(batch.valid), axis=1)
+        num_outputs = _most_outputs(spec, batch)
         batch = jax.tree.map(lambda x: x.reshape(index.size, *x.shape[2:]), batch)
-        return batch, [index], index.size
+        return batch, [index], num_outputs
     count = batch.valid.shape[0]
     if spec.single_sequence_rows:
         raise ValueError(
@@ -71,10 +72,19 @@ def lay_out_batch(
             f"plan it outside of jit, or pass ubatch_size={count}"
         )
     (index,) = simple_split(np.zeros(count, np.int32), ubatch_size)
-    num_outputs = (
-        index.size if batch.outputs is not None else next_power_of_two(max(spec.sequences, FEW))
-    )
-    return _pad_batch(batch, index.size), [index], num_outputs
+    return _pad_batch(batch, index.size), [index], _most_outputs(spec, batch)
+
+
+def _most_outputs(spec: TableSpec, batch: Batch) -> int:
+    """Return a bound of the outputs of a traced batch, from its shapes and known arrays."""
+    most = size = batch.valid.size
+    if batch.outputs is None:
+        ids = [ids for ids in (batch.sequences, batch.shared_with) if ids is not None]
+        known = np.unique(np.concatenate([np.ravel(x) for x in ids])) if is_concrete(ids) else None
+        most = spec.sequences if known is None else np.sum(known >= 0)
+    elif is_concrete(batch.outputs):
+        most = np.sum(batch.outputs)
+    return min(next_power_of_two(max(int(most), FEW)), size)
 
 
 def _lay_out_known_batch(

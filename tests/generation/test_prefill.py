@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -15,7 +16,7 @@ from jaxkv.cache import split
 from jaxkv.core import compile_cache
 from jaxkv.generation.model_step import compiled_step
 from tests.generation.tiny import BEST, DATA, begun, forward
-from tests.helpers.caches import assert_identical, filled
+from tests.helpers.caches import SMALL, assert_identical, filled
 from tests.helpers.mistakes import assert_raises, mistakes
 from tests.helpers.parametrize import mostly_nightly
 
@@ -32,6 +33,50 @@ def test_prefill_with_plan_does_not_plan_again():
     assert_identical((after, *rest), tuple(wanted))
     for row in mistakes("prefill"):
         assert_raises(*row, globals() | locals())
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    "case, num_outputs",
+    [("last", 2), ("known", 3), ("traced", 10)],
+)
+def test_prefill_in_jit_computes_logits_of_outputs_only(case, num_outputs):
+    tokens = np.arange(10, dtype=np.int32).reshape(2, 5)
+    outputs = np.zeros((2, 5), bool)
+    outputs[0, [2, 4]] = outputs[1, 1] = True
+
+    def run(tokens, traced, cache):
+        flags = {"last": None, "known": outputs, "traced": traced}[case]
+        return jaxkv.prefill(forward, None, cache, make_batch(tokens, outputs=flags))
+
+    cache = filled()
+    inside = jax.jit(run)(tokens, outputs, cache)
+    flags = None if case == "last" else outputs
+    outside = jaxkv.prefill(forward, None, cache, make_batch(tokens, outputs=flags))
+    rows = max(num_outputs, 8)
+    assert inside.logits.shape[0] == inside.sequences.shape[0] == rows
+    n = outside.logits.shape[0]
+    np.testing.assert_allclose(inside.logits[:n], outside.logits, atol=1e-5)
+    assert inside.sequences[:n].tolist() == outside.sequences.tolist()
+    assert inside.sequences[n:].tolist() == [-1] * (rows - n)
+
+
+@pytest.mark.core
+def test_prefill_in_jit_holds_no_logits_of_other_tokens():
+    vocabulary, cache = 4096, replace(SMALL, cells=64).make()
+
+    def wide(params, cache, ubatch):
+        cache, hidden = forward(None, cache, ubatch)
+        return cache, hidden @ params
+
+    def run(params, cache, tokens):
+        return jaxkv.prefill(wide, params, cache, make_batch(tokens)).logits
+
+    width = jaxkv.prefill(forward, None, cache, make_batch([1])).logits.shape[1]
+    args = jax.ShapeDtypeStruct((width, vocabulary), np.float32), cache
+    program = jax.jit(run).lower(*args, jax.ShapeDtypeStruct((2, 32), np.int32)).compile()
+    assert f"[8,{vocabulary}]" in program.as_text()
+    assert program.memory_analysis().temp_size_in_bytes < 64 * vocabulary * 4
 
 
 class Shifted:
