@@ -111,7 +111,10 @@ def names_of_examples(doctest_namespace: dict[str, Any]) -> None:
 
     import jaxkv
 
-    doctest_namespace.update({name: getattr(jaxkv, name) for name in jaxkv.__all__})
+    for name in jaxkv.__all__:
+        value = getattr(jaxkv, name)
+        # `pytest jaxkv/generation/decode.py` sets `jaxkv.generation.decode` to the module.
+        doctest_namespace[name] = getattr(value, name, value)
     doctest_namespace.update(jax=jax, jnp=jax.numpy, np=numpy, math=math)
 
 

@@ -47,7 +47,7 @@ from jaxkv.window import Window
 
 if TYPE_CHECKING:
     from jaxkv import generation, serving
-    from jaxkv.generation import beam, decode, encode, generate, prefill, speculate, warm_up
+    from jaxkv.generation import beam, decode, encode, generate, prefill, score, speculate, warm_up
 
 # Caches.
 __all__ = ["Cache", "CacheSpec", "Rope", "Window", "make_cache", "make_rope"]
@@ -63,7 +63,8 @@ __all__ += ["seq_rm", "seq_select"]
 # Functions for models.
 __all__ += ["attend", "read_kv", "read_states", "write_kv", "write_states"]
 # Loops.
-__all__ += ["beam", "decode", "encode", "generate", "prefill", "speculate", "warm_up"]
+__all__ += ["beam", "decode", "encode", "generate", "prefill", "score"]
+__all__ += ["speculate", "warm_up"]
 # Modules.
 __all__ += ["draw", "generation", "ops", "serving"]
 __all__ += ["sharding", "snapshot"]

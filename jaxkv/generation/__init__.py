@@ -12,6 +12,7 @@ from jaxkv.generation.prefill import prefill, warm_up
 from jaxkv.generation.results import BeamResult, DecodeResult, PrefillResult
 from jaxkv.generation.sample_step import init_decode
 from jaxkv.generation.sampler import Sampler
+from jaxkv.generation.score import score
 from jaxkv.generation.speculative.draft_model import draft_model
 from jaxkv.generation.speculative.drafters import Drafter, prompt_lookup
 from jaxkv.generation.speculative.speculate import speculate
@@ -19,8 +20,8 @@ from jaxkv.generation.state import DecodeState
 
 # Loops, and their states and results.
 __all__ = ["BeamResult", "DecodeResult", "DecodeState", "PrefillResult", "beam", "context_shift"]
-__all__ += ["decode", "encode", "generate", "init_decode", "model_step", "prefill", "self_extend"]
-__all__ += ["speculate", "warm_up"]
+__all__ += ["decode", "encode", "generate", "init_decode", "model_step", "prefill"]
+__all__ += ["score", "self_extend", "speculate", "warm_up"]
 # Drafters.
 __all__ += ["Drafter", "draft_model", "prompt_lookup"]
 # Samplers.

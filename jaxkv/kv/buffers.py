@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxkv.core.array_utils import nbytes, out_of_range_slots
 from jaxkv.core.constants import END
+from jaxkv.core.loops import repeat
 from jaxkv.core.partitioning import (
     AxisPartition,
     ShardingRules,
@@ -184,11 +185,12 @@ def map_kv(
     in_specs = (*streams, *(P(),) * (len(args) - by_stream), specs)
 
     def change_layers_in_turn(*args: PyTree) -> PyTree:
-        def of_layer(layer: jax.Array, arrays: PyTree) -> PyTree:
+        def of_layer(layer: jax.Array, arrays: PyTree, *args: PyTree) -> PyTree:
             layer_kv = jax.tree.map(lambda x: make_layer_view(x, layer, buffers.layers), arrays)
-            return map_arrays(lambda x: x.all, change(split, *args[:-1], layer_kv))
+            return map_arrays(lambda x: x.all, change(split, *args, layer_kv))
 
-        return jax.lax.fori_loop(jnp.int32(0), jnp.int32(buffers.layers), of_layer, args[-1])
+        layers = buffers.layers
+        return repeat(of_layer, jnp.int32(layers), layers, args[-1], *args[:-1])
 
     of_share = change_layers_in_turn if buffers.stacked else partial(change, split)
     k, v = map_shards(sharding_rules, of_share, in_specs, specs)(*args, (buffers.k, buffers.v))

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxkv.core.array_utils import out_of_range_slots
 from jaxkv.core.constants import EMPTY
 from jaxkv.core.hashing import hash_overwritten_cells
+from jaxkv.core.loops import repeat
 from jaxkv.core.partitioning import (
     AxisPartition,
     first_local_index,
@@ -140,21 +141,29 @@ def _copy_runs(
     split: Halves, src: jax.Array, targets: jax.Array, counts: jax.Array, arrays: PyTree
 ) -> PyTree:
     """Copy the first `counts` cells, `[n]`, of a stream to each of the targets, `[n]`."""
+    share, size, _ = _local_chunk_sizes(split, arrays, counts)
 
-    def copy_to_target(i: jax.Array, arrays: PyTree) -> PyTree:
-        share, size, count = _local_chunk_sizes(split, arrays, counts[i])
+    def copy_to_target(
+        i: jax.Array, arrays: PyTree, src: jax.Array, targets: jax.Array, counts: jax.Array
+    ) -> PyTree:
+        _, _, count = _local_chunk_sizes(split, arrays, counts[i])
+        return repeat(
+            copy_chunk, -(-count // size), -(-share // size), arrays, src, targets[i], count
+        )
 
-        def chunk(j: jax.Array, arrays: PyTree) -> PyTree:
-            first = jnp.minimum(j * size, share - size)  # the last one may overlap
+    def copy_chunk(
+        j: jax.Array, arrays: PyTree, src: jax.Array, dst: jax.Array, count: jax.Array
+    ) -> PyTree:
+        first = jnp.minimum(j * size, share - size)  # the last one may overlap
+        dst = jnp.where(j * size < count, dst, src)  # past the last one: nothing changes
 
-            def copy_array(x: Cached, how: AxisPartition) -> Cached:
-                return copy_cell_run(how, x, src, targets[i], first, size, count)
+        def copy_array(x: Cached, how: AxisPartition) -> Cached:
+            return copy_cell_run(how, x, src, dst, first, size, count)
 
-            return map_arrays(copy_array, arrays, split)
+        return map_arrays(copy_array, arrays, split)
 
-        return jax.lax.fori_loop(jnp.int32(0), -(-count // size), chunk, arrays)
-
-    return jax.lax.fori_loop(jnp.int32(0), jnp.int32(targets.size), copy_to_target, arrays)
+    num_targets = targets.size
+    return repeat(copy_to_target, jnp.int32(num_targets), num_targets, arrays, src, targets, counts)
 
 
 def select_between_streams(
@@ -216,9 +225,16 @@ def _select_cells(
     arrays: PyTree,
 ) -> PyTree:
     """Copy the first `count` cells of streams, `[n]`, to targets, `[n]`, where `does`."""
-    _, size, count = _local_chunk_sizes(split, arrays, count)
+    share, size, count = _local_chunk_sizes(split, arrays, count)
 
-    def chunk(i: jax.Array, arrays: PyTree) -> PyTree:
+    def select_chunk(
+        i: jax.Array,
+        arrays: PyTree,
+        source: jax.Array,
+        targets: jax.Array,
+        does: jax.Array,
+        count: jax.Array,
+    ) -> PyTree:
         slots = jnp.broadcast_to(i * size + jnp.arange(size), (targets.size, size))
         slots = jnp.where(does[:, None] & (slots < count), slots, out_of_range_slots(slots))
 
@@ -234,7 +250,8 @@ def _select_cells(
 
         return map_arrays(copy_array, arrays, split)
 
-    return jax.lax.fori_loop(jnp.int32(0), -(-count // size), chunk, arrays)
+    args = source, targets, does, count
+    return repeat(select_chunk, -(-count // size), -(-share // size), arrays, *args)
 
 
 def _round_up_to_chunks(cells: Cells, count: jax.Array) -> jax.Array:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxkv.core.array_utils import indices_of_true
 from jaxkv.core.constants import EMPTY
 from jaxkv.core.hashing import mix
+from jaxkv.core.loops import repeat
 from jaxkv.core.partitioning import AxisPartition
 from jaxkv.kv.buffers import Buffers, Cached, Halves, gather_from_any_device, map_kv, scatter_local
 from jaxkv.kv.cells import C, Cells, is_cell_empty
@@ -189,7 +190,7 @@ def _move_keys_and_values(
     """
     stream = jnp.arange(len(chunks))[:, None]
 
-    def move_chunk(i: jax.Array, arrays: PyTree) -> PyTree:
+    def move_chunk(i: jax.Array, arrays: PyTree, plan: DefragPlan) -> PyTree:
         source, destination = _list_chunk_moves(plan, size, i)
 
         def move_array(x: Cached, how: AxisPartition) -> Cached:
@@ -200,7 +201,7 @@ def _move_keys_and_values(
 
         return map_arrays(move_array, arrays, split)
 
-    return jax.lax.fori_loop(0, jnp.max(chunks), move_chunk, arrays)
+    return repeat(move_chunk, jnp.max(chunks), -(-size // CHUNK), arrays, plan)
 
 
 def _list_chunk_moves(plan: DefragPlan, size: int, i: jax.Array) -> tuple[jax.Array, jax.Array]:

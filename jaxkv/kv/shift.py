@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from jaxkv.core.array_utils import divmod_nonnegative, resolve_range_end
 from jaxkv.core.constants import EMPTY, END
+from jaxkv.core.loops import repeat
 from jaxkv.core.partitioning import first_local_index
 from jaxkv.kv.buffers import Buffers, Halves, gather, map_kv, scatter, stream_cell_axes
 from jaxkv.kv.cells import (
@@ -256,7 +257,13 @@ def _rotate_keys(
     start, by = start.reshape(-1), by.reshape(-1)
     count = jnp.cumsum(by != 0, dtype=jnp.int32)  # inclusive
 
-    def chunk(i: jax.Array, keys: tuple[Stored, ...]) -> tuple[Stored, ...]:
+    def rotate_chunk(
+        i: jax.Array,
+        keys: tuple[Stored, ...],
+        start: jax.Array,
+        by: jax.Array,
+        count: jax.Array,
+    ) -> tuple[Stored, ...]:
         number = i * CHUNK + jnp.arange(1, CHUNK + 1, dtype=jnp.int32)
         cell = jnp.searchsorted(count, number).astype(jnp.int32)
         stream, slot = divmod_nonnegative(cell, size)
@@ -272,4 +279,5 @@ def _rotate_keys(
             turned.append(k)
         return tuple(turned)
 
-    return jax.lax.fori_loop(jnp.int32(0), -(-count[-1] // CHUNK), chunk, keys), values
+    steps, limit = -(-count[-1] // CHUNK), -(-by.size // CHUNK)
+    return repeat(rotate_chunk, steps, limit, keys, start, by, count), values

@@ -1,0 +1,39 @@
+"""Loops of a traced number of steps that have derivatives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+X = TypeVar("X")
+
+
+def repeat(step: Callable[..., X], count: jax.Array, limit: int, carry: X, *args: Any) -> X:
+    """Run `carry = step(i, carry, *args)` for i below `count`, with derivatives by `carry`.
+
+    The derivative runs `limit` steps. A step from `count` on must return its `carry`.
+
+    >>> def step(i, x, stop):
+    ...     return jnp.where(i < stop, 2 * x, x)
+    >>> double = lambda x: repeat(step, jnp.int32(3), 5, x, 3)
+    >>> double(1.0).item(), jax.grad(double)(1.0).item()
+    (8.0, 8.0)
+    """
+
+    @jax.custom_jvp
+    def run(carry: X, count: jax.Array, *args: Any) -> X:
+        return jax.lax.fori_loop(jnp.int32(0), count, lambda i, x: step(i, x, *args), carry)
+
+    @run.defjvp
+    def derivative(primals: tuple, tangents: tuple) -> tuple[X, X]:
+        carry, _, *args = primals
+
+        def run_all(carry: X) -> X:
+            return jax.lax.fori_loop(0, limit, lambda i, x: step(i, x, *args), carry)
+
+        return run(*primals), jax.jvp(run_all, (carry,), tangents[:1])[1]
+
+    return run(carry, count, *args)

@@ -1,0 +1,246 @@
+"""Log-probabilities of given tokens. Common beginnings are computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.api.edits import seq_select
+from jaxkv.batch import make_batch
+from jaxkv.cache_spec import CacheSpec
+from jaxkv.core.array_utils import is_concrete
+from jaxkv.core.compile_cache import cached_program
+from jaxkv.core.validate import check_int32
+from jaxkv.generation.model_step import Forward, model_step
+from jaxkv.generation.sample_step import logprob_of
+from jaxkv.generation.trie import TrieLevel, trie_of_prompts, trie_of_texts
+from jaxkv.make import make_cache
+from jaxkv.planning.planners import init_batch
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int32, PyTree
+
+    from jaxkv.generation.types import Prompts
+
+
+def score(
+    forward: Forward,
+    params: PyTree,
+    texts: Prompts,
+    *,
+    prompts: Prompts | None = None,
+    spec: CacheSpec,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+) -> Float[Array, "n m"]:
+    """Return the log-probability of each token of each text, differentiable by `params`.
+
+    A prompt is computed once and forked into the texts that follow it, and so is its derivative.
+    Without `prompts`, texts that share 16 tokens or more at their beginning, or after another
+    shared beginning, compute them once. Recurrent states are forked in the same way.
+
+    Lists are padded to few lengths, so that batches with similar lengths share a program.
+
+    Args:
+      forward: See `prefill`. Compiled programs are cached by this function, so pass the same one.
+      params: Model parameters, any pytree.
+      texts: A list of tokens for each of n texts; or rows `[n, m]`, which may be traced, padded at
+        the end with -1 as in `DecodeResult.tokens`.
+      prompts: A list of tokens for each of n / G prompts, or rows. Text i follows prompt i // G.
+      spec: Spec of the model's cache. Each text has a stream.
+      dtype: Dtype of cached keys and values, see `make_cache`.
+
+    Returns:
+      float32. m is the length of the longest text, or of a row. 0 for padding, and for the first
+      token of a text without a prompt. For traced tokens past the vocabulary NaN.
+
+    Raises:
+      ValueError: If there is no text, or a prompt or a text without a prompt is empty.
+      ValueError: If n is not a multiple of the number of prompts.
+      ValueError: If a concrete token is negative in a list, or past the vocabulary.
+      ValueError: If the spec has cross-attention.
+      TypeError: If tokens are not integers, or `spec` is not a `CacheSpec`.
+
+    Examples:
+      A model that predicts the next number with a probability of 0.7:
+
+      >>> def forward(params, cache, ubatch):
+      ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
+      ...     cache, _ = attend(cache, 0, ubatch, x, x, x)
+      ...     x = jnp.log(jnp.roll(x, 1, axis=-1) * 0.6 + 0.1)
+      ...     return cache, x.reshape(-1, 4)[ubatch.outputs]
+      >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=4)
+      >>> out = score(forward, jnp.eye(4), [[2, 3], [2, 2, 3]], prompts=[[0, 1]], spec=spec)
+      >>> (10 * jnp.exp(out)).round().tolist()
+      [[7.0, 7.0, 10.0], [7.0, 1.0, 7.0]]
+
+    Hugging Face: `compute_transition_scores`.
+    """
+    _check_spec(spec)
+    index, width = None, None
+    if is_concrete(texts, prompts):
+        rows, width = _check_lists(texts, "texts", allow_empty=prompts is not None)
+        if prompts is None:
+            levels, index = trie_of_texts(rows)
+        else:
+            first, _ = _check_lists(prompts, "prompts", allow_empty=False)
+            _check_counts(len(first), len(rows))
+            levels = trie_of_prompts(first, rows)
+        largest = max(int(np.max(level.tokens)) for level in levels)
+    else:
+        levels, largest = _levels_of_traced_rows(texts, prompts), -1
+    program = cached_program(_build_score_program, forward)
+    logprobs, vocabulary = program(params, levels, index, spec=spec, dtype=jnp.dtype(dtype))
+    if largest >= vocabulary.shape[1]:
+        raise ValueError(
+            f"expected tokens below {vocabulary.shape[1]}, the size of the vocabulary, got "
+            f"{largest}; encode the texts by the tokenizer of this model"
+        )
+    return logprobs[:, :width]
+
+
+def _build_score_program(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
+    @partial(jax.jit, static_argnames=("spec", "dtype"))
+    def program(
+        params: PyTree,
+        levels: list[TrieLevel],
+        index: Int32[Array, "n m"] | None,
+        *,
+        spec: CacheSpec,
+        dtype: jnp.dtype,
+    ) -> tuple:
+        return _score_levels(forward(), params, levels, index, spec, dtype)
+
+    return program
+
+
+def _score_levels(
+    forward: Forward,
+    params: PyTree,
+    levels: list[TrieLevel],
+    index: Int32[Array, "n m"] | None,
+    spec: CacheSpec,
+    dtype: jnp.dtype,
+) -> tuple[Float[Array, "n m"], Array]:
+    """Return the log-probabilities of texts, and an array `[0, V]`.
+
+    `index` is the result of `trie_of_texts`; if it is None, the last level has a row for each text.
+    """
+    count = levels[0].parents.shape[0]
+    cache = make_cache(
+        spec,
+        cells=sum(level.tokens.shape[1] for level in levels),
+        sequences=count,
+        streams=count,
+        dtype=dtype,
+        ubatch_size=max(level.tokens.size for level in levels),
+    )
+    ok, ends, scores = True, None, []
+    for level in levels:
+        if ends is not None:
+            cache, forked = seq_select(cache, level.parents, jnp.arange(count))
+            ok, ends = ok & forked, ends[level.parents]
+        rows, tokens = jnp.maximum(level.sequences, 0), jnp.asarray(level.tokens)
+        valid = tokens >= 0
+        batch = make_batch(
+            jnp.maximum(tokens, 0),
+            sequences=jnp.broadcast_to(rows[:, None], tokens.shape),
+            valid=valid,
+            outputs=valid if level.is_scored else None,
+        )
+        plan = init_batch(cache, batch)
+        cache, logits = model_step(forward, params, cache, plan.ubatch)
+        ok, order, logits = ok & plan.ok, plan.ubatch.output_index, logits.astype(jnp.float32)
+        # The row of logits of each token.
+        place = jnp.zeros(tokens.size, jnp.int32)
+        place = place.at[order].set(jnp.arange(order.size), mode="drop").reshape(tokens.shape)
+        if level.is_scored:
+            following = jnp.pad(tokens[:, 1:], [(0, 0), (0, 1)], constant_values=-1).reshape(-1)
+            following = following.at[order].get(mode="fill", fill_value=-1)
+            logprobs = logprob_of(logits, following, following >= 0)[place[:, :-1]]
+            first = jnp.zeros(rows.shape)
+            if ends is not None:
+                first = logprob_of(ends[rows], tokens[:, 0], valid[:, 0])
+            logprobs = jnp.concatenate([first[:, None], logprobs], axis=1)
+            scores.append(jnp.where(valid, logprobs, 0).reshape(-1))
+        if level is not levels[-1]:
+            if ends is None:
+                ends = jnp.zeros((count, logits.shape[1]))
+            last = jnp.maximum(jnp.sum(valid, axis=1, keepdims=True) - 1, 0)
+            last = logits[jnp.take_along_axis(place, last, axis=1)[:, 0]]
+            into = jnp.where(level.sequences < 0, count, level.sequences)
+            ends = ends.at[into].set(last, mode="drop")
+    if index is None:
+        logprobs = scores[-1].reshape(levels[-1].tokens.shape)
+    else:
+        logprobs = jnp.where(index < 0, 0, jnp.concatenate(scores)[index])
+    return jnp.where(ok, logprobs, jnp.nan), logits[:0]
+
+
+def _levels_of_traced_rows(texts: Prompts, prompts: Prompts | None) -> list[TrieLevel]:
+    """Return a level of the prompts, if any, and one of the texts."""
+    rows = _check_rows(texts, "texts")
+    count = rows.shape[0]
+    ids = np.arange(count, dtype=np.int32)
+    if prompts is None:
+        return [TrieLevel(tokens=rows, sequences=ids, parents=ids, is_scored=True)]
+    first = _check_rows(prompts, "prompts")
+    _check_counts(first.shape[0], count)
+    parents = ids // (count // first.shape[0]) * (count // first.shape[0])
+    return [
+        TrieLevel(tokens=first, sequences=np.unique(parents), parents=ids, is_scored=False),
+        TrieLevel(tokens=rows, sequences=ids, parents=parents, is_scored=True),
+    ]
+
+
+def _check_spec(spec: object) -> None:
+    """Raise unless `spec` is the spec of a cache without sources."""
+    if not isinstance(spec, CacheSpec):
+        raise TypeError(f"expected a CacheSpec, got {type(spec)}; pass that of the model's cache")
+    if "cross_attention" in (spec.kind, *(part.kind for part, _ in spec.parts)):
+        raise ValueError(
+            "expected a spec without cross-attention, got one with sources; call encode and "
+            "prefill, and take the logits"
+        )
+
+
+def _check_counts(num_prompts: int, num_texts: int) -> None:
+    """Raise unless each prompt has equally many texts."""
+    if num_texts % num_prompts:
+        raise ValueError(
+            f"expected equally many texts for each of {num_prompts} prompts, got {num_texts}; pass "
+            "the texts of each prompt one after another"
+        )
+
+
+def _check_lists(
+    texts: Prompts, name: str, *, allow_empty: bool
+) -> tuple[list[Int32[np.ndarray, " _"]], int]:
+    """Return concrete texts as arrays, and the length of the longest or of a row."""
+    if getattr(texts, "ndim", 0) == 2:
+        rows = np.asarray(_check_rows(texts, name))
+        lists, width = [row[: np.sum(row >= 0)] for row in rows], rows.shape[1]
+        if any(np.any(row[len(text) :] >= 0) for row, text in zip(rows, lists, strict=True)):
+            raise ValueError(f"expected -1 only at the end of {name}, got it before a token; sort")
+    else:
+        lists = [np.asarray(check_int32(text, name, low=0)) for text in texts]
+        width = max(map(np.size, lists), default=0)
+    if not lists or any(text.ndim != 1 or not (text.size or allow_empty) for text in lists):
+        raise ValueError(
+            f"expected one of {name} or more, each a list of "
+            f"{'tokens' if allow_empty else 'one token or more'}, got {texts!r}; a single one is "
+            "[tokens]"
+        )
+    return lists, width
+
+
+def _check_rows(texts: Prompts, name: str) -> Int32[Array | np.ndarray, "n m"]:
+    """Return texts as rows of int32, lists padded with -1 at the end."""
+    if getattr(texts, "ndim", 0) != 2:
+        lists, width = _check_lists(texts, name, allow_empty=False)
+        texts = np.stack([np.pad(x, (0, width - len(x)), constant_values=-1) for x in lists])
+    return check_int32(texts, name)

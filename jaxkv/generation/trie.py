@@ -1,0 +1,154 @@
+"""Tries of texts: a common beginning of several texts is one row of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxkv.core.array_utils import next_power_of_two
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Int32
+
+    Texts = Sequence[Int32[np.ndarray, " _"]]
+
+MIN_SHARED = 16
+"""Fewest tokens of a common beginning that gets its own row."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrieLevel:
+    """Rows of tokens that are computed at once; row r continues sequence `sequences[r]`.
+
+    tokens: padded with -1 at the end of a row.
+    sequences: -1 for a row of padding.
+    parents: before the level, sequence q is forked from sequence `parents[q]`.
+    is_scored: static, whether log-probabilities of the tokens are returned.
+    """
+
+    tokens: Int32[Array | np.ndarray, "R T"]
+    sequences: Int32[Array | np.ndarray, " R"]
+    parents: Int32[Array | np.ndarray, " Q"]
+    is_scored: bool = field(metadata={"static": True})
+
+
+class _Segment(NamedTuple):
+    """Tokens that several texts share, from index `start` of each text."""
+
+    texts: list[int]
+    sequence: int
+    start: int
+    tokens: Int32[np.ndarray, " _"]
+
+
+def trie_of_texts(texts: Texts) -> tuple[list[TrieLevel], Int32[np.ndarray, "Q n"]]:
+    """Return the levels of Q texts, and for each token its index in the tokens of all levels.
+
+    >>> a, b = np.arange(20), np.arange(24)
+    >>> levels, index = trie_of_texts([b, a])
+    >>> [(x.tokens.shape, x.sequences.tolist(), x.parents.tolist()) for x in levels]
+    [((1, 24), [0], [0, 1]), ((1, 8), [0], [0, 1])]
+    >>> index[:, 18:22].tolist()
+    [[18, 19, 24, 25], [18, 19, -1, -1]]
+    """
+    count = len(texts)
+    index = np.full((count, max(map(len, texts))), -1, np.int32)
+    levels, num_tokens = [], 0
+    for segments, parents in _segments_by_level(texts, range(count)):
+        level = _make_level(segments, parents, count, is_scored=True)
+        for row, (members, _, start, tokens) in enumerate(segments):
+            first = num_tokens + row * level.tokens.shape[1]
+            index[members, start : start + len(tokens)] = first + np.arange(len(tokens))
+        levels.append(level)
+        num_tokens += level.tokens.size
+    return levels, index
+
+
+def trie_of_prompts(prompts: Texts, texts: Texts) -> list[TrieLevel]:
+    """Return the levels of prompts, and one of the texts; text i follows prompt i // G.
+
+    >>> levels = trie_of_prompts([np.arange(3)], [np.array([5]), np.array([6, 7])])
+    >>> [(x.tokens.shape, x.sequences.tolist(), x.parents.tolist()) for x in levels]
+    [((1, 8), [0], [0, 1]), ((2, 8), [0, 1], [0, 0])]
+    """
+    count = len(texts)
+    first = np.arange(count) // (count // len(prompts)) * (count // len(prompts))
+    levels = [
+        _make_level(segments, parents, count, is_scored=False)
+        for segments, parents in _segments_by_level(prompts, np.unique(first).tolist())
+    ]
+    rows = [_Segment([i], i, 0, text) for i, text in enumerate(texts)]
+    return [*levels, _make_level(rows, dict(enumerate(first)), count, is_scored=True)]
+
+
+def _segments_by_level(
+    texts: Texts, sequences: Sequence[int]
+) -> list[tuple[list[_Segment], dict[int, int]]]:
+    """Return for each level its segments, and the parents of sequences that begin in it.
+
+    `sequences` is the sequence of each text. A segment has the lowest sequence of its texts.
+    """
+    order = sorted(range(len(texts)), key=lambda i: texts[i].tolist())
+    common = [0, *(_common_length(texts[i], texts[j]) for i, j in pairwise(order))]
+    levels: list[tuple[list[_Segment], dict[int, int]]] = []
+    # Texts order[first:last] share their first `start` tokens, which `parent` has.
+    groups: list[tuple[int, int, int, int | None]] = [(0, len(order), 0, None)]
+    while groups:
+        segments, parents, below = [], {}, []
+        for first, last, start, parent in groups:
+            apart = (i for i in range(first + 1, last) if common[i] - start < MIN_SHARED)
+            for low, high in pairwise([first, *apart, last]):
+                members = order[low:high]
+                stop = min([len(texts[members[0]]), *common[low + 1 : high]])
+                sequence = min(sequences[i] for i in members)
+                if start < stop:
+                    segments.append(
+                        _Segment(members, sequence, start, texts[members[0]][start:stop])
+                    )
+                    parents[sequence] = sequence if parent is None else parent
+                if len(members) > 1:
+                    below.append((low, high, stop, sequence))
+        if segments:
+            levels.append((segments, parents))
+        groups = below
+    return levels
+
+
+def _common_length(a: np.ndarray, b: np.ndarray) -> int:
+    """Return the number of first tokens that two texts have in common."""
+    size = min(len(a), len(b))
+    different = np.flatnonzero(a[:size] != b[:size])
+    return int(different[0]) if different.size else size
+
+
+def _make_level(
+    segments: list[_Segment], parents: dict[int, int], count: int, *, is_scored: bool
+) -> TrieLevel:
+    """Return the level of some segments, padded to few shapes, of `count` sequences."""
+    shape = (
+        min(next_power_of_two(len(segments)), count),
+        _round_length(max(len(segment.tokens) for segment in segments)),
+    )
+    tokens, sequences = np.full(shape, -1, np.int32), np.full(shape[0], -1, np.int32)
+    for row, segment in enumerate(segments):
+        tokens[row, : len(segment.tokens)] = segment.tokens
+        sequences[row] = segment.sequence
+    forked = np.arange(count, dtype=np.int32)
+    forked[list(parents)] = list(parents.values())
+    return TrieLevel(tokens=tokens, sequences=sequences, parents=forked, is_scored=is_scored)
+
+
+def _round_length(length: int) -> int:
+    """Return the next power of two or three quarters of one, at least 8.
+
+    >>> [_round_length(n) for n in (0, 9, 13, 64, 65, 100)]
+    [8, 12, 16, 64, 96, 128]
+    """
+    above = max(next_power_of_two(length), 8)
+    return above // 4 * 3 if above > 8 and length <= above // 4 * 3 else above
