@@ -194,8 +194,8 @@ def seq_rm(
 
     A range without tokens of a sequence has no effect. A range of all tokens can always be removed.
     A range of the last tokens can be removed if a state is stored right before the range; that
-    state becomes the current state. Every other range is refused, because a state contains all its
-    tokens. If the range is refused for one sequence, no sequence changes.
+    state becomes the current state. Earlier tokens alone cannot be removed, because a state
+    contains all its tokens. If the range is refused for one sequence, no sequence changes.
     """
     stays, ok = _find_remaining_states(states, seq, start, stop)
     return drop_pairs(states, stays | ~ok), ok
