@@ -128,10 +128,7 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
     def extract_sequences(
         table: CellTable, buffers: Buffers, sequences: list[int]
     ) -> tuple[dict[str, np.ndarray], PyTree]:
-        """Copy the cells of the given sequences; keys and values are `[n, K, ...]`.
-
-        Raises a ValueError if a layer of a saved stream was not written after `apply`.
-        """
+        """Copy the cells of the given sequences; keys and values are `[n, K, ...]`."""
         host = to_host(table)
         missing = is_layer_incomplete(host)
         for seq in sequences:
@@ -310,8 +307,8 @@ def _assign_cells(
 ) -> tuple[Int32[np.ndarray, " S"], Int32[np.ndarray, "S N"], UInt32[np.ndarray, "S W N"]]:
     """Return the number of cells that each stream gets, and their saved indices and owners.
 
-    The saved index of an unused cell is n. Cells beyond N in a stream are counted, but not
-    returned.
+    The saved index of an unused cell is n. Saved cells beyond the N cells of a stream are only
+    counted.
     """
     begins = np.searchsorted(stream, np.arange(saved.streams + 1))
     found: dict[tuple[int, int], np.ndarray] = {}
