@@ -128,7 +128,7 @@ def _make_parts_query(
 def _make_layer_method(method: Callable[..., R], verb: str, *, writes: bool) -> Callable[..., R]:
     """Return a method that calls `method` of the part that serves a layer for a verb.
 
-    If `writes` is True, the first two results of `method` are the new table and buffers of the part.
+    If `writes` is True, the first results of `method` are the table and buffers of the part.
     """
 
     def call(
