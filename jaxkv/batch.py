@@ -139,14 +139,12 @@ class Ubatch(Partitioned):
     def state_write_steps(self, count: int) -> Int32[Array, "R count"]:
         """Return how many tokens of a row each of the last `count` states includes.
 
+        The result is max(n - count + 1 + i, 0) at index i, for a row of n valid tokens.
         `write_states` takes the states after the returned numbers of tokens. A number of 0 means
         the state before the row, which `write_states` does not write.
 
         Args:
           count: number of states, static; E + 1 for `write_states`.
-
-        Returns:
-          max(n - count + 1 + i, 0) at index i, for a row of n valid tokens.
 
         Raises:
           TypeError: If `count` is not an integer.

@@ -94,11 +94,8 @@ class Cache(Partitioned):
     def seq_pos_min(self, seq: Ids | None = None) -> Int32[Array, " ..."]:
         """Return the smallest position of each sequence; -1 for an empty sequence.
 
-        Args:
-          seq: sequence ids of any shape, which is the shape of the result; default all ids.
-
-        Raises:
-          ValueError: If a concrete id is not from 0 to Q - 1.
+        `seq` has ids of any shape, which is the shape of the result; default all ids. A concrete id
+        that is not from 0 to Q - 1 raises ValueError.
 
         Examples:
           >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
@@ -112,11 +109,8 @@ class Cache(Partitioned):
     def seq_pos_max(self, seq: Ids | None = None) -> Int32[Array, " ..."]:
         """Return the largest position of each sequence; -1 for an empty sequence.
 
-        Args:
-          seq: sequence ids of any shape, which is the shape of the result; default all ids.
-
-        Raises:
-          ValueError: If a concrete id is not from 0 to Q - 1.
+        `seq` has ids of any shape, which is the shape of the result; default all ids. A concrete id
+        that is not from 0 to Q - 1 raises ValueError.
 
         Examples:
           >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
@@ -147,15 +141,11 @@ class Cache(Partitioned):
         return _used(self.table)
 
     def can_resume(self, seq: Id, pos: Id) -> Bool[Array, ""]:
-        """Return whether a sequence can continue with its next token at a position.
+        """Return whether the next token of a sequence can have the position `pos`.
 
         True means that `seq_rm(cache, seq, pos)` returns `ok`, and that the next token is then at
         `pos`. Holes left by `seq_rm` do not matter. Every sequence can continue at position 0, and
         an empty sequence at any position.
-
-        Args:
-          seq: id of the sequence.
-          pos: position of the next token of the sequence.
 
         Examples:
           >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)

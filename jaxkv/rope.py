@@ -39,15 +39,14 @@ class Rope:
     def rotate(
         self, x: Float[Array | np.ndarray, "*n H D"], positions: Int[ArrayLike, "*n"]
     ) -> Float[Array, "*n H D"]:
-        """Rotate queries or keys to their positions.
+        """Rotate queries or keys to their positions. The result has the dtype of `x`.
+
+        Sines and products are computed in float32. Angles are exact to 1e-6 radians at every
+        position.
 
         Args:
           x: queries or keys of H heads (any number) with D numbers each.
           positions: position of each token.
-
-        Returns:
-          The rotated queries or keys, in the dtype of `x`. Sines and products are computed in
-          float32. Angles are exact to 1e-6 radians at every position.
 
         Raises:
           ValueError: If shapes do not match, or a head has fewer numbers than the rope rotates.
@@ -96,8 +95,7 @@ class Rope:
     def linear(self, *, factor: float) -> Rope:
         """Divide all frequencies by `factor`, for a context that is `factor` times as long.
 
-        Raises:
-          ValueError: If `factor` is 0.
+        A `factor` of 0 raises ValueError.
 
         >>> make_rope(4, base=100.0).linear(factor=2.0).frequencies
         (0.5, 0.05)
@@ -109,8 +107,7 @@ class Rope:
     def divide(self, factors: Sequence[float]) -> Rope:
         """Divide the frequency of each pair by its factor; some checkpoints store such factors.
 
-        Raises:
-          ValueError: If there is not one factor for each pair, or a factor is 0.
+        A wrong number of factors, or a factor of 0, raises ValueError.
 
         >>> make_rope(4, base=100.0).divide([1.0, 4.0]).frequencies
         (1.0, 0.025)

@@ -24,16 +24,14 @@ def apply(cache: Cache, plan: Ubatch | Plan | MaintenancePlan, *, donate: bool =
     """Commit a ubatch, or the plan of an update or a defrag, to a cache.
 
     A ubatch changes only the table; `attend` and `write_states` then write the buffers. The plan of
-    an update or a defrag changes the table and the buffers.
+    an update or a defrag changes the table and the buffers. A plan that was refused or is stale
+    leaves the cache unchanged (`is_current`).
 
     Args:
       cache: any cache.
       plan: a ubatch, a plan of one ubatch, or the result of `init_update` or `defrag_plan`.
       donate: If True, an update or a defrag outside of `jit` reuses the buffers of `cache`, and
         `cache` becomes invalid. If False, the buffers are copied.
-
-    Returns:
-      The next cache. A plan that was refused or is stale leaves the cache unchanged (`is_current`).
 
     Raises:
       TypeError: If `plan` is not a ubatch or a plan.
@@ -67,14 +65,8 @@ def is_current(cache: Cache, plan: Ubatch | Plan | MaintenancePlan) -> Bool[Arra
     - The plan of a defrag becomes stale when the set of empty cells changes.
 
     The plan of an update or a defrag covers all streams, and all parts of a hybrid cache.
-
-    Args:
-      cache: any cache.
-      plan: any plan that `apply` accepts.
-
-    Raises:
-      TypeError: If `plan` is not a ubatch or a plan.
-      ValueError: If `apply` raises ValueError for the plan.
+    `is_current` accepts the plans that `apply` accepts, and raises the errors of `apply` for
+    others.
 
     Examples:
       >>> cache = make_cache(

@@ -49,13 +49,14 @@ class EditResult(NamedTuple):
 def seq_rm(cache: Cache, seq: Ids | None = None, p0: Ids = 0, p1: Ids | None = None) -> EditResult:
     """Remove a range of positions from one sequence, from several, or from all.
 
-    A whole sequence can always be removed. The removal of a part of a sequence can be refused:
+    A whole sequence can always be removed, and only then its encoder source. The removal of a part
+    of a sequence can be refused:
 
     - With a window, `ok` is False if the next token would attend to an evicted cell.
     - With recurrent states, `ok` is False if tokens follow the range, or if no state is stored at
       the position before the range.
 
-    An encoder source (`CacheSpec.cross_attention`) is removed only with its whole sequence.
+    A cell is free when no sequence owns the cell.
 
     Args:
       cache: any cache.
@@ -64,13 +65,11 @@ def seq_rm(cache: Cache, seq: Ids | None = None, p0: Ids = 0, p1: Ids | None = N
       p1: one past the last position to remove; None or -1 means no end.
 
     Returns:
-      The next cache, and `ok` for each range. Several ranges are removed in order. A cell is free
-      when no sequence owns the cell.
+      The next cache, and `ok` for each range. Several ranges are removed in order.
 
     Raises:
       ValueError: If `seq`, `p0` and `p1` are not scalars or lists of one length.
-      ValueError: If a concrete sequence id is not from -1 to Q - 1, or a concrete bound is below
-        -1.
+      ValueError: If a concrete id is not from -1 to Q - 1, or a concrete bound is below -1.
 
     Examples:
       >>> cache = make_cache(
@@ -130,7 +129,7 @@ def seq_cp(
     other cells; remove those at positions of the range first (`seq_rm`). A copy to another stream
     copies the buffers and replaces all cells of the target. Several targets in one stream share one
     copy. Recurrent states and the encoder source of a target are replaced, unless the range is
-    empty.
+    empty. Repeating a copy has no effect.
 
     - `ok` is False if the stream of a target has too few free cells, possible only for 1 < S < Q.
     - `ok` is False if no recurrent state is stored at the end of the range.
@@ -144,9 +143,6 @@ def seq_cp(
       p1: one past the last position to copy; None means no end.
       donate: If True, a copy between streams outside of `jit` reuses the buffers of `cache`, and
         `cache` becomes invalid. If False, the buffers are copied.
-
-    Returns:
-      The next cache, and `ok`. Repeating a copy has no effect.
 
     Examples:
       >>> cache = make_cache(
@@ -213,13 +209,9 @@ def seq_select(cache: Cache, parents: Ids, sequences: Ids, *, donate: bool = Fal
       sequences: distinct ids of the sequences to replace. Other sequences are unchanged.
       donate: see `seq_cp`.
 
-    Returns:
-      The next cache, and `ok`.
-
     Raises:
       ValueError: If `parents` and `sequences` are not lists of one length.
-      ValueError: If a concrete id is repeated in `sequences`, or a concrete id is not from 0 to Q -
-        1.
+      ValueError: If `sequences` repeats a concrete id, or a concrete id is not from 0 to Q - 1.
 
     Examples:
       Sequence 1 becomes the parent of both sequences; the old cells of sequence 0 are free:
@@ -237,7 +229,7 @@ def seq_select(cache: Cache, parents: Ids, sequences: Ids, *, donate: bool = Fal
       >>> seq_select(cache, [1, 0], [0, 1]).cache.seq_pos_max([0, 1]).tolist()
       [2, 1]
 
-    llama.cpp: none; its beam search called `llama_memory_seq_cp` and `llama_memory_seq_rm` for each
+    llama.cpp: none; beam search called `llama_memory_seq_cp` and `llama_memory_seq_rm` for each
     beam.
     """
     table, buffers = split(cache)
@@ -252,14 +244,9 @@ def seq_select(cache: Cache, parents: Ids, sequences: Ids, *, donate: bool = Fal
 
 
 def seq_keep(cache: Cache, seq: Id) -> EditResult:
-    """Remove all sequences except one.
+    """Remove all sequences except `seq`; `ok` is always True.
 
-    Args:
-      cache: any cache.
-      seq: id of the sequence to keep, the only owner of its cells afterwards.
-
-    Returns:
-      The next cache, and `ok`, which is always True.
+    Afterwards the kept sequence is the only owner of its cells.
 
     Examples:
       >>> cache = make_cache(
@@ -283,17 +270,15 @@ def seq_add(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, delta: Id) -> EditR
     that would attend to a shifted key is refused. A shared cell is shifted for all of its owners.
     `Cache.can_seq_add` returns whether positions would stay unique in each sequence.
 
+    `ok` is False if a position would reach 2**31 - 1, or if a recurrent state would get a negative
+    position. `ok` is also False if the next token of a sequence would attend to an evicted cell.
+
     Args:
       cache: any cache; attention layers need `rope=` in `CacheSpec.attention`.
       seq: id of the sequence to shift.
       p0: first position of the range.
       p1: one past the last position of the range.
       delta: number to add to each position. Tokens with a negative new position are removed.
-
-    Returns:
-      The next cache, and `ok`. `ok` is False if a position would reach 2**31 - 1, or if a recurrent
-      state would get a negative position. `ok` is also False if the next token of a sequence would
-      attend to an evicted cell.
 
     Raises:
       ValueError: If attention layers were made without `rope=`, so that keys cannot be rotated.
@@ -335,6 +320,9 @@ def seq_div(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, divisor: Id) -> Edi
     have a lower position than the token before it. No cell of an attention layer is freed. Only the
     last recurrent state at each position is kept.
 
+    `ok` is False if a traced divisor is below 1, or if the next token of a sequence would attend to
+    an evicted cell.
+
     Args:
       cache: any cache; attention layers need `rope=` in `CacheSpec.attention`.
       seq: id of the sequence to change.
@@ -342,13 +330,8 @@ def seq_div(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, divisor: Id) -> Edi
       p1: one past the last position of the range.
       divisor: an integer of at least 1.
 
-    Returns:
-      The next cache, and `ok`. `ok` is False if a traced divisor is below 1, or if the next token
-      of a sequence would attend to an evicted cell.
-
     Raises:
-      ValueError: If a concrete divisor is below 1.
-      ValueError: If `seq_add` raises for the same cache, sequence or range.
+      ValueError: If a concrete divisor is below 1, or for arguments that `seq_add` rejects.
 
     Examples:
       >>> cache = make_cache(
@@ -360,8 +343,7 @@ def seq_div(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, divisor: Id) -> Edi
       position 0  0  1  1
       owed     0 -1 -1 -2
 
-    llama.cpp: `llama_memory_seq_div`. In the drawing, `owed` is the new position minus the old
-    position.
+    llama.cpp: `llama_memory_seq_div`. In the drawing, `owed` is the new minus the old position.
     """
     if is_concrete(divisor):
         check_count(divisor, "divisor")

@@ -157,21 +157,8 @@ def write_kv(
     """Write keys and values of a ubatch into a layer, without attention.
 
     A model can use `write_kv`, `read_kv` and its own attention function in place of `attend`.
-
-    Args:
-      cache: the cache after `apply` of `ubatch`.
-      layer: as for `attend`.
-      ubatch: as for `attend`.
-      k: keys, already rotated by the rope of the layer.
-      v: values. None if values are slices of the keys.
-
-    Returns:
-      The next cache. If the key or the value of a token and a head is not finite in the dtype of
-      the buffers, the key is stored as NaN and the value as zero.
-
-    Raises:
-      ValueError: As `attend`.
-      TypeError: As `attend`.
+    `write_kv` has the arguments and errors of `attend`. If the key or the value of a token and a
+    head is not finite in the dtype of the buffers, the key is stored as NaN and the value as zero.
 
     Examples:
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=1), cells=4)
@@ -203,14 +190,8 @@ def read_kv(
 
     Keys and values of all cells of a stream are returned. All rows of one stream are joined into
     one list of tokens. Reshape queries and positions to `[P, T, ...]` with
-    `x.reshape(*mask.shape[:2], ...)`.
-
-    Args:
-      cache: the cache after `apply` of `ubatch` and a write of the layer.
-      layer: as for `attend`.
-      ubatch: the tokens that attend.
-      causal: as for `attend`.
-      visible_until: as for `attend`.
+    `x.reshape(*mask.shape[:2], ...)`. `read_kv` has the arguments and errors of `attend`; the layer
+    must have been written.
 
     Returns:
       `(k, v, mask, positions)`, see `KVView`.
@@ -222,10 +203,6 @@ def read_kv(
       - The mask is False for padding and for a refused plan.
       - For a stale ubatch, the mask is True and all keys are NaN. All keys of a stream are also NaN
         if `attend` would return NaN for the whole stream.
-
-    Raises:
-      ValueError: As `attend`.
-      TypeError: As `attend`.
 
     Examples:
       `ops.attention.attention` with the result of `read_kv` equals `attend`:
@@ -261,16 +238,14 @@ def read_states(cache: Cache, layer: int, ubatch: Ubatch) -> dict[str, Shaped[Ar
       ubatch: the tokens to compute, one row for each sequence.
 
     Returns:
-      A dict from the name of each state to the states of all rows.
-
-      - A state is zero for a sequence without a stored state, for padding, and for a refused plan.
-      - States are NaN (integers: the lowest value) for a stale ubatch. States are also NaN if the
-        layer did not write the state of the previous ubatch, or overwrote that state.
+      A dict from the name of each state to the states of all rows. A state is zero for a sequence
+      without a stored state, for padding, and for a refused plan. States are NaN (integers: the
+      lowest value) for a stale ubatch. States are also NaN if the layer did not write the state of
+      the previous ubatch, or overwrote that state.
 
     Raises:
       ValueError: If `layer` is not a layer with states, or the buffers were donated.
-      ValueError: If the ubatch was planned for a cache with another spec, or by
-        `init_batch(encoder=True)`.
+      ValueError: If the ubatch was planned for another spec, or by `init_batch(encoder=True)`.
       TypeError: If `ubatch` is not a ubatch, `layer` is not a static integer, or the cache has no
         states.
 
@@ -295,17 +270,16 @@ def write_states(
 ) -> Cache:
     """Write the recurrent states after the last tokens of each row of a ubatch.
 
+    A layer writes the states of a ubatch once; a second write has no effect. States of padding, of
+    a refused plan and of a stale ubatch are not written.
+
     Args:
       cache: the cache after `apply` of `ubatch`.
       layer: number of the layer, 0 to L - 1, static.
-      ubatch: the computed tokens. States of padding, of a refused plan and of a stale ubatch are
-        not written.
+      ubatch: the computed tokens.
       states: by name, the states after each of the last E + 1 valid tokens of a row, oldest first.
         `ubatch.state_write_steps(E + 1)` returns how many tokens of a row each state includes; a
         state that includes no token is not written. If E is 0, `[R, ...]` is accepted too.
-
-    Returns:
-      The next cache. Only the first write of a layer for a ubatch has an effect.
 
     Raises:
       ValueError: If names or shapes are not those of the cache, and as `read_states`.
