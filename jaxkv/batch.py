@@ -38,7 +38,7 @@ class Batch:
     embeddings: embedding of each token; None if the batch has token ids.
     sequences: sequence id of each token; the lowest id of a token with several sequences.
     positions: position of each token; None for the positions after the last token of each sequence.
-    outputs: True for tokens to compute logits for; None for the last token of each sequence.
+    outputs: True for tokens that need logits; None selects the last token of each sequence.
     valid: False for padding.
     shared_with: further sequence ids of each token, padded with negative numbers; None if each
       token has one sequence.
@@ -57,7 +57,8 @@ class Batch:
     def keep_sequences(self, fits: Flags) -> Batch:
         """Keep the tokens of some sequences, and mark all other tokens as padding.
 
-        Shapes are unchanged. A token of several sequences stays valid if one of them is kept.
+        Shapes are unchanged. A token of several sequences stays valid if one of these sequences is
+        kept.
 
         Args:
           fits: True for each of the Q sequences to keep, such as `Plan.fits`.
@@ -102,7 +103,7 @@ class Ubatch(Partitioned):
     cell_hashes: hash of the cell of each token (`jaxkv.core.hashing`).
     valid: False for padding.
     more: True if a later ubatch of the plan has tokens of the token's sequence.
-    outputs: indices of the tokens to compute logits for, among the R * T tokens. Some indices are
+    outputs: indices of the tokens that need logits, among the R * T tokens. Some indices are
       padding, so that few shapes are compiled. `Plan.gather_outputs` sorts logits and removes
       padding.
     output_index: index of each output token in the batch; 2**31 - 1 for padding.
@@ -191,12 +192,13 @@ def make_batch(
         - For a list `[B]`, one id for each token, or one id for all tokens; default 0.
         - For a list of lists, one id for each list; default 0, 1, 2 and so on.
         - For rows, one id for each token, `[R, T]`; default the index of the row.
-        - Tokens that belong to several sequences have a list of ids in place of one id. An array of
-          ids then has one more axis, `[B, n]` or `[R, T, n]`, padded with -1.
+        - Tokens that belong to several sequences have a list of ids in place of one id. An array
+          with several ids for each token has one more axis, `[B, n]` or `[R, T, n]`, padded with
+          -1.
 
       positions: int32 position of each token; default the positions after the last token of each
         sequence.
-      outputs: bool, True for tokens to compute logits for; default the last token of each sequence.
+      outputs: bool, True for tokens that need logits; default the last token of each sequence.
       valid: bool, False for padding.
       extra: additional model inputs of each token by name, `[B, ...]` or `[R, T, ...]`, such as
         positions in an image. For a list of lists, the inputs of all lists are concatenated. Models
@@ -209,7 +211,7 @@ def make_batch(
       ValueError: If an integer does not fit into int32, or into the dtype that JAX gives to
         `extra`.
       TypeError: If tokens, sequence ids or positions are not integers.
-      TypeError: If `outputs` are not bool, or `valid` is not bool (or 0 and 1).
+      TypeError: If `outputs` is not bool, or `valid` is neither bool nor 0 and 1.
       TypeError: If `extra` is not a mapping of names to arrays of numbers.
 
     Examples:
@@ -487,7 +489,7 @@ def expand_streams_to_rows(
 ) -> Shaped[Array, "R ..."]:
     """Gather, for each row, the entry of the stream of the row.
 
-    With rows in the order of sequences, a broadcast replaces the gather, without communication.
+    For rows in the order of sequences, a broadcast without communication replaces the gather.
     """
     if not in_order:
         return x[row_stream]

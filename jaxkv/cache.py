@@ -94,8 +94,8 @@ class Cache(Partitioned):
     def seq_pos_min(self, seq: Ids | None = None) -> Int32[Array, " ..."]:
         """Return the smallest position of each sequence; -1 for an empty sequence.
 
-        `seq` has ids of any shape, which is the shape of the result; default all ids. A concrete id
-        that is not from 0 to Q - 1 raises ValueError.
+        `seq` is an array of sequence ids, default all ids. The result has the shape of `seq`. A
+        concrete id that is not from 0 to Q - 1 raises ValueError.
 
         Examples:
           >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
@@ -109,8 +109,8 @@ class Cache(Partitioned):
     def seq_pos_max(self, seq: Ids | None = None) -> Int32[Array, " ..."]:
         """Return the largest position of each sequence; -1 for an empty sequence.
 
-        `seq` has ids of any shape, which is the shape of the result; default all ids. A concrete id
-        that is not from 0 to Q - 1 raises ValueError.
+        `seq` is an array of sequence ids, default all ids. The result has the shape of `seq`. A
+        concrete id that is not from 0 to Q - 1 raises ValueError.
 
         Examples:
           >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
@@ -143,7 +143,7 @@ class Cache(Partitioned):
     def can_resume(self, seq: Id, pos: Id) -> Bool[Array, ""]:
         """Return whether the next token of a sequence can have the position `pos`.
 
-        True means that `seq_rm(cache, seq, pos)` returns `ok`, and that the next token is then at
+        The result is True if `seq_rm(cache, seq, pos)` is possible and the next token is then at
         `pos`. Holes left by `seq_rm` do not matter. Every sequence can continue at position 0, and
         an empty sequence at any position.
 
@@ -255,7 +255,7 @@ def split(cache: Cache) -> tuple[Any, PyTree]:
 def merge(table: CacheTable, buffers: PyTree) -> Cache:
     """Make a cache from a table and buffers: the inverse of `split`.
 
-    Values in the buffers of an attention cache must be finite, as `attend` stores them.
+    Values in the buffers of an attention cache must be finite; `attend` stores only finite values.
 
     Raises:
       TypeError: If `table` is not a table.

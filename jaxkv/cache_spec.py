@@ -31,7 +31,7 @@ class CacheSpec:
     """Cache layout of a model. Frozen, hashable, without arrays.
 
     `attention`, `recurrent`, `cross_attention` and `hybrid` make specs. Two specs are equal if
-    their caches have equal layers. A size that is equal in all layers is one number.
+    their caches have equal layers. A size is one number if it is equal in all layers, else a tuple.
 
     kind: "attention", "recurrent", "cross_attention" or "hybrid".
     layers: L, the number of layers; for a hybrid spec, one more than the highest layer number.
@@ -42,7 +42,7 @@ class CacheSpec:
     rope: rotation of the keys that models pass to `attend`; `NotGiven` if unknown.
     states: name, shape and dtype of each state, ordered by name.
     shard_dims: name, dimension and number of parts of each state that a mesh may split.
-    parts: pairs of a spec and its layer numbers, one for each part of a hybrid spec.
+    parts: pairs of a spec and layer numbers, one pair for each part of a hybrid spec.
 
     llama.cpp: `llama_hparams`.
     """
@@ -74,9 +74,9 @@ class CacheSpec:
           kv_heads: K, the number of key/value heads; one number, or one for each layer.
           head_dim: D, the size of a key; one number, or one for each layer.
           value_dim: Dv, the size of a value; one number, or one for each layer; default D. A slice
-            means that values are slices of the keys, as in latent attention (MLA). Such values are
-            not stored, and models pass only keys. The slice must leave out at least one number of
-            the key, and all numbers that the rope rotates (the first numbers of a key).
+            means that values are slices of the keys, as in latent attention (MLA). Values that are
+            slices are not stored, and models pass only keys. The slice must leave out at least one
+            number of the key, and all numbers that the rope rotates (the first numbers of a key).
           window: `Window` of all layers; None for no limit.
           rope: rotation of the keys that models pass to `attend`; one rope, or a tuple with one for
             each layer; None for keys without positions. If `rope` is not given, `seq_add`,
@@ -151,16 +151,17 @@ class CacheSpec:
         - `seq_pos_min` returns the lowest position to which the sequence can be rolled back.
 
         Any cache can serve as a checkpoint until its buffers are donated. An edited cache has the
-        same buffers as the cache before the edit. Do not donate in the first step after a
-        checkpoint, or pass a copy of the cache to that step. To keep one state while steps donate,
-        copy the sequence to an unused sequence with `seq_cp`.
+        same buffers as the cache before the edit. The first step after a checkpoint must not
+        donate, unless the step gets a copy of the cache. To keep one state while steps donate, copy
+        the sequence to an unused sequence with `seq_cp`.
 
         Args:
           layers: L, the number of layers.
           states: shape and dtype of each state of one sequence in one layer, by name: a
             `jax.ShapeDtypeStruct` or `(shape, dtype)`.
           shard_dims: by name of the state, the dimension that a mesh may split and the number of
-            parts, such as (0, heads). Other states are replicated on the devices of a stream.
+            parts, such as (0, heads). States without an entry are replicated on the devices of a
+            stream.
 
         Raises:
           TypeError: If a count is not an integer, or `states` is not a mapping of names to shapes
@@ -252,7 +253,7 @@ class CacheSpec:
         head_dim: int | Sequence[int],
         value_dim: int | Sequence[int] | None = None,
     ) -> CacheSpec:
-        """Return the spec of cross-attention layers, which is used as a part of a hybrid spec.
+        """Return the spec of cross-attention layers, for a part of a hybrid cache.
 
         `encode` or `init_batch(encoder=True)` writes the keys and values of an encoder source once.
         Each token of a sequence then attends to the whole source of the sequence, regardless of
@@ -318,8 +319,8 @@ class CacheSpec:
           ValueError: If there are no parts, or a part does not have one distinct number for each
             layer.
           ValueError: If a layer is in several parts with keys, or in several parts with states.
-          ValueError: If there are several `cross_attention` parts, or no other part, or one is
-            inside of a hybrid part.
+          ValueError: If there are several `cross_attention` parts, or no part of another kind.
+          ValueError: If a hybrid part contains a `cross_attention` part.
 
         Examples:
           Layers 0, 1, 3 and 4 have a window of 4 positions; layers 2 and 5 have no window:
@@ -432,7 +433,7 @@ def _check_layer_sizes(value: object, layers: int, name: str) -> tuple[int, ...]
 
 
 def _check_value_dims(value: object, keys: tuple[int, ...]) -> tuple[int | ValueSlice, ...]:
-    """Return the size of values, or their slice of the keys, for each layer."""
+    """Return the size of values, or the slice of keys that is the value, for each layer."""
 
     def make_value_slice(part: slice, key: int) -> ValueSlice:
         ends = range(*part.indices(key))

@@ -32,7 +32,7 @@ R = TypeVar("R")
 Layers = tuple[tuple[int, ...], ...]
 
 OWN = "buffers", "num_shared_cells"
-"""Names of arguments with one item for each part, or None. All parts get equal other arguments."""
+"""Names of arguments that are None or have one item for each part."""
 
 # Elementwise rules for arrays of equal shape, one for each part.
 _all = partial(reduce, jnp.logical_and)
@@ -386,7 +386,7 @@ class HybridTable(CacheTable):
         return self.parts[i].max_rollback(inner)
 
     def _parts_serving(self, verb: str, layer: int) -> list[tuple[int, int]]:
-        """Return index and inner layer number of each part that serves a layer."""
+        """Return (part index, layer number in the part) for each part that serves a layer."""
         return [
             (i, layers.index(layer))
             for i, (part, layers) in enumerate(zip(self.parts, self.layers, strict=True))
@@ -394,7 +394,7 @@ class HybridTable(CacheTable):
         ]
 
     def _part_serving(self, verb: str, layer: int) -> tuple[int, int]:
-        """Return index and inner layer number of the only part that serves a layer."""
+        """Return the entry of `_parts_serving`; raise ValueError unless there is exactly one."""
         found = self._parts_serving(verb, layer)
         if len(found) != 1:
             numbers = sorted({layer for layers in self.layers for layer in layers})

@@ -67,7 +67,7 @@ def jit_table(fun: Callable[..., R], **options: Any) -> Callable[..., R]:
 def jit_method(method: Callable[..., R], **options: Any) -> Callable[..., R]:
     """Compile a method of `CacheTable`, such as `seq_rm`, with `jit_table`.
 
-    The compiled function calls the method of the subclass that the given table has.
+    The compiled function calls the method of the given table's class.
     """
 
     def call(table: CacheTable, *args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -103,7 +103,7 @@ def check_concrete_cache(table: CacheTable, buffers: PyTree = ()) -> None:
 def replicate(table: CacheTable, answers: PyTree) -> PyTree:
     """Replicate arrays on the mesh of a table, so that every process can read the arrays.
 
-    Programs that were not compiled by `jit_table` need this, since a compiler may split outputs.
+    Use `replicate` in programs without output shardings, since a compiler may split outputs.
     """
     mesh = current_mesh(table.sharding_rules)
     if mesh is None:

@@ -23,7 +23,7 @@ from jaxkv.spec import check_sequences_and_streams
 X = TypeVar("X")
 
 ByPart: TypeAlias = X | tuple["ByPart[X]", ...]
-"""A value, or one for each part of a hybrid, possibly nested."""
+"""One value, or a tuple with one value for each part of a hybrid cache; tuples may be nested."""
 
 
 def make_cache(
@@ -47,10 +47,10 @@ def make_cache(
 
     Args:
       spec: layers, heads and windows of the model (`CacheSpec`).
-      cells: N, the number of cells of each stream. With a window, N is at most (W + ubatch_size +
-        max_rollback) * Q / S, which is also the default. Such a cache stores sequences of any
-        length. Recurrent layers ignore `cells` and have Q / S * (E + 1) cells. Cross-attention
-        layers have N cells for encoder sources.
+      cells: N, the number of cells of each stream. With a window, the default and the maximum of N
+        is (W + ubatch_size + max_rollback) * Q / S, enough for sequences of any length. Recurrent
+        layers ignore `cells` and have Q / S * (E + 1) cells. Cross-attention layers have N cells
+        for encoder sources.
       sequences: Q, the number of sequence ids.
       streams: S, the number of streams, a divisor of Q. Sequence q is in stream q // (Q // S).
         Sequences of one stream share the cells of the stream, and fork without a copy. With S = Q,
@@ -64,8 +64,8 @@ def make_cache(
         training.
       ubatch_size: largest ubatch that a cache with a window is sized for; larger plans are refused.
       max_rollback: with a window, the number of last tokens that can always be removed, default 32;
-        `max_rollback=cells` allows any number. In recurrent layers, E, the number of earlier states
-        to store, default 0. Each earlier state has the size of the current state.
+        `max_rollback=cells` allows any number. For recurrent layers, E: the number of earlier
+        states to store, default 0. Each earlier state has the size of the current state.
       placement: order in which a ubatch gets free cells of attention layers, without effect on
         results.
 
@@ -79,9 +79,9 @@ def make_cache(
           be a multiple of 64, or below 256.
 
       stacked: If True, one array stores the keys of all attention layers, and another array the
-        values, so that a layer number may be traced; see below. All layers must have equal sizes.
-      mesh: devices, each of which makes its share of the cache. Plans, and functions that use
-        buffers, then require `jax.set_mesh(mesh)`; edits and queries of the table do not.
+        values, so that a layer number may be traced. All layers must have equal sizes.
+      mesh: mesh of devices; each device makes its share of the cache. Plans, and functions that use
+        buffers, then require `jax.set_mesh(mesh)`; edits and queries of the table need no mesh.
       sharding_rules: mesh axes for the axes of the cache; default `sharding.ShardingRules()`.
 
     Returns:

@@ -122,7 +122,7 @@ class Plan:
     ok: True if every token of the batch has a cell.
     reason: a `Reason` for each sequence; OK for a sequence that is not in the batch. If a traced
       batch has an unknown sequence id, all sequences that would fit have UNKNOWN_SEQUENCE.
-    fits: True for sequences that fit if all others are left out; fewer tokens come first.
+    fits: True for sequences that fit if all others are left out; sequences with fewer tokens first.
     expected: the position, or the number of free cells, that the batch requires.
     actual: the position, or the number of free cells, found in place of `expected`.
 
@@ -154,7 +154,7 @@ class Plan:
         """Return the plan, or raise if the plan was refused.
 
         Raises:
-          PlanRefusedError: If the plan was refused. The message advises for each sequence.
+          PlanRefusedError: If the plan was refused. The message has advice for each sequence.
           TypeError: If the plan is traced; use `ok` inside of `jit`.
 
         Examples:

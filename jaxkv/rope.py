@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class Rope:
     """Rotary position embedding. Hashable, without arrays.
 
-    frequencies: angle of each pair of numbers in radians per position. Numbers of a head after
-      these pairs are not rotated.
+    frequencies: angle of each pair of numbers in radians per position. Further numbers of a head
+      are not rotated.
     interleaved: If True, pairs are (0, 1), (2, 3) and so on. If False, the n pairs are (0, n), (1,
       n + 1) and so on, as in Hugging Face models.
     attention_factor: factor by which rotated queries and keys are multiplied (YaRN).
@@ -208,7 +208,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class NotGiven:
-    """Rope of a cache that was made without `rope=`. The keys of such a cache cannot be shifted."""
+    """Rope of a cache that was made without `rope=`, so that keys cannot be shifted."""
 
 
 NOT_GIVEN = NotGiven()
@@ -244,9 +244,10 @@ def _angles(
 ) -> Float[Array, "*n pairs"]:
     """Return the angle of each pair, without full turns, in float32.
 
-    A product of position and frequency in float32 has an error of position * 2**-24. Turns per
-    position are therefore a 64-bit integer. The product of the position and the upper 32 bits drops
-    full turns exactly. The product with the lower bits adds at most half a turn.
+    A product of position and frequency in float32 has an error of position * 2**-24. Therefore
+    turns per position are stored as a 64-bit integer. The product of the position and the upper 32
+    bits drops full turns exactly. The product of the position and the lower 32 bits adds at most
+    half a turn.
     """
     fractions = [_fraction_of_a_turn(frequency) for frequency in frequencies]
     upper = np.array([f >> 32 for f in fractions], np.uint32).astype(np.int32)

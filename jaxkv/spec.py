@@ -103,10 +103,10 @@ def check_distinct(ids: PyTree) -> None:
 def mask_unchanged_targets(
     spec: TableSpec, parents: Int32[Array, " n"], ids: Int32[Array, " n"]
 ) -> tuple[Int32[Array, " n"], Int32[Array, " n"]]:
-    """Replace targets that do not change by Q, and unknown parents by 0.
+    """Write Q for targets that do not change, and 0 for unknown parents.
 
     A target does not change if target and parent are equal, or if one of the two is not a sequence
-    id. Of a repeated traced target, only the last entry is used.
+    id. If a traced target is repeated, only the last entry is used.
     """
     count = spec.sequences
     is_known = (parents >= 0) & (parents < count) & (ids >= 0) & (ids < count)

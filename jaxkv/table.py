@@ -49,7 +49,7 @@ class Admission(NamedTuple):
 
     fits: Whether each sequence fits; sequences with fewer tokens are admitted first.
     together: Like `fits`, but contiguous placement counts only the longest run of free cells.
-    num_remaining: Number of cells left in each sequence's stream after all sequences that fit.
+    num_remaining: Number of cells left in each sequence's stream after placing all that fit.
     """
 
     fits: Bool[Array, " Q"]
@@ -120,7 +120,7 @@ class CacheTable(Partitioned):
 
     A sequence id outside of `[0, Q)` leaves the table unchanged. A range consists of the positions
     from `start` to `stop` - 1. A negative start means 0, a negative stop means no end, and a stop
-    of 0 is an empty range. A refused edit returns the unchanged table and an `ok` of False.
+    of 0 means an empty range. A refused edit returns the unchanged table and an `ok` of False.
     """
 
     @property
@@ -231,7 +231,7 @@ class CacheTable(Partitioned):
     @abstractmethod
     @assignable
     def num_cells_saved_by_sharing(self) -> PyTree[Int32[Array, " S"]]:
-        """Return the number of cells saved in each stream: n - 1 for a cell of n owners."""
+        """Return how many cells sharing saves in each stream: n - 1 for a cell of n owners."""
 
     @abstractmethod
     @assignable
@@ -241,7 +241,7 @@ class CacheTable(Partitioned):
         at_once: int,
         num_shared_cells: PyTree[Int[np.ndarray, " S"]],
     ) -> Bool[np.ndarray, " S"]:
-        """Return which streams have enough cells for sequences of these lengths in any order.
+        """Return which streams have enough cells for sequences of given lengths in any order.
 
         The method runs on the CPU and reads only sizes. A cache with contiguous placement may need
         a defrag first. `lengths` are the largest numbers of tokens of each sequence. `at_once` is
@@ -255,10 +255,10 @@ class CacheTable(Partitioned):
         """Return the slot of each token, and the `Reason` of each token."""
 
     def slots_when_skipped(self, ubatch: Ubatch) -> PyTree:
-        """Return the slots of this part for a ubatch that stores its tokens only in other parts.
+        """Return the slots of a part for a ubatch that stores its tokens only in other parts.
 
-        By default the result is None, and operations of this part then reject the ubatch. A part
-        for cross-attention returns slots, so that tokens attend to encoder sources.
+        By default the result is None, and operations of the part then reject the ubatch. A part for
+        cross-attention returns slots, so that tokens attend to encoder sources.
         """
         del ubatch
 
@@ -350,8 +350,8 @@ class CacheTable(Partitioned):
     ) -> tuple[Self, Bool[Array, ""]]:
         """Add `delta` to the positions of a range of a sequence; return the table and `ok`.
 
-        From position `gap` to the range, the sequence has no present or evicted token; None if
-        unknown.
+        The sequence has no token, not even an evicted one, from `gap` to the range. A `gap` of None
+        means unknown.
         """
 
     @abstractmethod
@@ -491,7 +491,7 @@ def check_sizes(table: Any, streams: int, cells: int) -> None:
 
 
 def check_made_for(table: CacheTable, ubatch: Ubatch) -> None:
-    """Raise TypeError if `ubatch` is not a `Ubatch`, ValueError if its spec is another."""
+    """Raise TypeError if `ubatch` is no `Ubatch`, ValueError if the table has another spec."""
     if not isinstance(ubatch, Ubatch):
         raise TypeError(
             f"expected a ubatch, such as plan.ubatches[0], got {type(ubatch)}; pass one of "

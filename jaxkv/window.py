@@ -18,7 +18,7 @@ Rule = Literal["sliding", "chunked", "symmetric"]
 
 @dataclass(frozen=True)
 class Window:
-    """Range of positions that a token attends to. Hashable. Made by its static methods.
+    """Range of positions that a token attends to. Hashable. `Window.sliding(128)` makes a window.
 
     width: W, at least 1. A token attends to at most W positions up to its own position. With a
       symmetric window, a token attends to W // 2 positions on each side.
@@ -114,7 +114,7 @@ def max_lookback(window: Window) -> int:
 
 
 def first_seen(window: Window | None, position: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
-    """Return the lowest position that a token at a position attends to; monotonic.
+    """Return the lowest position that a token at `position` attends to; monotonic.
 
     >>> [
     ...     first_seen(window, jnp.int32(6)).item()
@@ -136,7 +136,7 @@ def last_seen(
     causal: bool = True,
     visible_until: Int32[Array, "#*n"] | None = None,
 ) -> Int32[Array, "*n"]:
-    """Return the highest position that a token at a position attends to.
+    """Return the highest position that a token at `position` attends to.
 
     `visible_until` replaces the position of the token as the limit; a symmetric window still
     applies.

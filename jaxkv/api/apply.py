@@ -60,13 +60,13 @@ def apply(cache: Cache, plan: Ubatch | Plan | MaintenancePlan, *, donate: bool =
 def is_current(cache: Cache, plan: Ubatch | Plan | MaintenancePlan) -> Bool[Array, ""]:
     """Return whether `apply` would commit a plan: False if the plan is stale or was refused.
 
-    - A ubatch becomes stale when an edit or an `apply` changes a stream that has its tokens.
+    - A ubatch becomes stale when an edit or an `apply` changes a stream with tokens of the ubatch.
     - The plan of an update becomes stale when the keys to rotate, or their angles, change.
     - The plan of a defrag becomes stale when the set of empty cells changes.
 
     The plan of an update or a defrag covers all streams, and all parts of a hybrid cache.
-    `is_current` accepts the plans that `apply` accepts, and raises the errors of `apply` for
-    others.
+    `is_current` accepts the plans that `apply` accepts, and raises the errors of `apply` for other
+    plans.
 
     Examples:
       >>> cache = make_cache(

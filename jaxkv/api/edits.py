@@ -1,9 +1,9 @@
 """Edits of sequences: remove, copy, keep, shift and divide. Each edit returns the next cache.
 
-- *Ids*: A sequence id is an integer from 0 to Q - 1. A concrete id outside of this range raises
-  ValueError. A traced id outside of this range leaves the cache unchanged.
+- *Ids*: A sequence id is an integer from 0 to Q - 1. A concrete id below 0 or above Q - 1 raises
+  ValueError. A traced id below 0 or above Q - 1 leaves the cache unchanged.
 - *Ranges*: A range consists of the positions from `p0` to `p1` - 1. A `p0` of -1 means 0. A `p1` of
-  None or -1 means no end. A `p1` of 0 is an empty range. A concrete bound below -1 raises
+  None or -1 means no end. A `p1` of 0 means an empty range. A concrete bound below -1 raises
   ValueError, and a traced bound below -1 makes `ok` False.
 - *Refusals*: A refused edit leaves the cache unchanged, and `ok` is False. An edit is refused if a
   part of the cache cannot make the edit, or if a sequence could not continue after its last token
@@ -39,7 +39,7 @@ class EditResult(NamedTuple):
     """Result of an edit.
 
     cache: The cache after all edits that were not refused.
-    ok: False if the edit was refused; `[n]` for n edits.
+    ok: False if the edit was refused; an array `[n]` for n edits.
     """
 
     cache: Cache
@@ -49,8 +49,8 @@ class EditResult(NamedTuple):
 def seq_rm(cache: Cache, seq: Ids | None = None, p0: Ids = 0, p1: Ids | None = None) -> EditResult:
     """Remove a range of positions from one sequence, from several, or from all.
 
-    A whole sequence can always be removed, and only then its encoder source. The removal of a part
-    of a sequence can be refused:
+    A whole sequence can always be removed. An encoder source is removed only with its whole
+    sequence. The removal of a part of a sequence can be refused:
 
     - With a window, `ok` is False if the next token would attend to an evicted cell.
     - With recurrent states, `ok` is False if tokens follow the range, or if no state is stored at
@@ -126,12 +126,12 @@ def seq_cp(
     """Copy a range of one sequence to other sequences, for example to fork a chat.
 
     Within a stream, the copy shares the cells of the range and copies no buffer. A target keeps its
-    other cells; remove those at positions of the range first (`seq_rm`). A copy to another stream
-    copies the buffers and replaces all cells of the target. Several targets in one stream share one
-    copy. Recurrent states and the encoder source of a target are replaced, unless the range is
-    empty. Repeating a copy has no effect.
+    old cells, so first remove its tokens at positions of the range (`seq_rm`). A copy to another
+    stream copies the buffers and replaces all cells of the target. Several targets in one stream
+    share one copy. Recurrent states and the encoder source of a target are replaced, unless the
+    range is empty. Repeating a copy has no effect.
 
-    - `ok` is False if the stream of a target has too few free cells, possible only for 1 < S < Q.
+    - `ok` is False if the stream of a target has too few free cells (only if 1 < S < Q).
     - `ok` is False if no recurrent state is stored at the end of the range.
     - `ok` is False if the next token of a target would attend to an evicted cell.
 
@@ -197,10 +197,10 @@ def seq_cp(
 def seq_select(cache: Cache, parents: Ids, sequences: Ids, *, donate: bool = False) -> EditResult:
     """Replace each sequence by a copy of its parent, as in a step of beam search.
 
-    All copies are made from the cache before the call. Within a stream, only the table changes. A
-    copy from another stream copies the buffers, as in `seq_cp`. `ok` is False if a stream has too
-    few free cells for the copies, possible only for 1 < S < Q. Cells of replaced sequences become
-    free only after all copies.
+    All copies are made from the input cache. Within a stream, only the table changes. A copy from
+    another stream copies the buffers, as in `seq_cp`. `ok` is False if a stream has too few free
+    cells for the copies (only if 1 < S < Q). Cells of replaced sequences become free only after all
+    copies are made.
 
     Args:
       cache: any cache.
@@ -246,7 +246,7 @@ def seq_select(cache: Cache, parents: Ids, sequences: Ids, *, donate: bool = Fal
 def seq_keep(cache: Cache, seq: Id) -> EditResult:
     """Remove all sequences except `seq`; `ok` is always True.
 
-    Afterwards the kept sequence is the only owner of its cells.
+    The kept sequence becomes the only owner of its cells.
 
     Examples:
       >>> cache = make_cache(
@@ -266,9 +266,9 @@ def seq_keep(cache: Cache, seq: Id) -> EditResult:
 def seq_add(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, delta: Id) -> EditResult:
     """Add `delta` to the positions of a range of a sequence.
 
-    `apply(cache, init_update(cache))` rotates all shifted keys at once. Before that update, a batch
-    that would attend to a shifted key is refused. A shared cell is shifted for all of its owners.
-    `Cache.can_seq_add` returns whether positions would stay unique in each sequence.
+    `apply(cache, init_update(cache))` rotates all shifted keys at once. Until such an update, a
+    batch that would attend to a shifted key is refused. A shared cell is shifted for all of its
+    owners. `Cache.can_seq_add` returns whether positions would stay unique in each sequence.
 
     `ok` is False if a position would reach 2**31 - 1, or if a recurrent state would get a negative
     position. `ok` is also False if the next token of a sequence would attend to an evicted cell.
@@ -316,9 +316,9 @@ def seq_div(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, divisor: Id) -> Edi
     """Divide the positions of a range of a sequence by `divisor`, rounding down.
 
     Keys are rotated by a later update, and shared cells are shifted for all owners, as in
-    `seq_add`. Afterwards several tokens of a sequence may have the same position. A token may also
-    have a lower position than the token before it. No cell of an attention layer is freed. Only the
-    last recurrent state at each position is kept.
+    `seq_add`. After the division, tokens of a sequence may have equal or decreasing positions. A
+    division frees no cell of an attention layer. Only the last recurrent state at each position is
+    kept.
 
     `ok` is False if a traced divisor is below 1, or if the next token of a sequence would attend to
     an evicted cell.
@@ -359,7 +359,7 @@ def seq_div(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, divisor: Id) -> Edi
 
 
 def clear(cache: Cache) -> Cache:
-    """Remove all sequences. The buffers are not changed, but no token attends to their contents.
+    """Remove all sequences. The buffers are not changed.
 
     Examples:
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=6)

@@ -58,7 +58,7 @@ def attend(
       scale: factor of the dot products of queries and keys; default 1 / sqrt(D).
       softcap: c in c * tanh(x / c), applied to the scaled dot products x (Gemma 2).
       sinks: an additional logit for each head, which takes part in the softmax without a value.
-      bias: a function or an array that is added to the scaled and capped dot products; see below.
+      bias: a function or an array that is added to the scaled and capped dot products.
       causal: If False, tokens also attend to later tokens of the ubatch, limited only by a
         symmetric window. The output of a token is NaN if another ubatch of the plan has later
         tokens of the sequence; use a larger `ubatch_size`.
@@ -156,9 +156,10 @@ def write_kv(
 ) -> Cache:
     """Write keys and values of a ubatch into a layer, without attention.
 
-    A model can use `write_kv`, `read_kv` and its own attention function in place of `attend`.
-    `write_kv` has the arguments and errors of `attend`. If the key or the value of a token and a
-    head is not finite in the dtype of the buffers, the key is stored as NaN and the value as zero.
+    A model can use `write_kv`, `read_kv` and its own attention function in place of `attend`. The
+    arguments and errors of `write_kv` are those of `attend`. If the key or the value of a token and
+    a head is not finite in the dtype of the buffers, the key is stored as NaN and the value as
+    zero.
 
     Examples:
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=1), cells=4)
@@ -190,8 +191,8 @@ def read_kv(
 
     Keys and values of all cells of a stream are returned. All rows of one stream are joined into
     one list of tokens. Reshape queries and positions to `[P, T, ...]` with
-    `x.reshape(*mask.shape[:2], ...)`. `read_kv` has the arguments and errors of `attend`; the layer
-    must have been written.
+    `x.reshape(*mask.shape[:2], ...)`. The arguments and errors of `read_kv` are those of `attend`.
+    The layer must have been written.
 
     Returns:
       `(k, v, mask, positions)`, see `KVView`.
@@ -279,11 +280,11 @@ def write_states(
       ubatch: the computed tokens.
       states: by name, the states after each of the last E + 1 valid tokens of a row, oldest first.
         `ubatch.state_write_steps(E + 1)` returns how many tokens of a row each state includes; a
-        state that includes no token is not written. If E is 0, `[R, ...]` is accepted too.
+        state that includes no token is not written. If E is 0, an array `[R, ...]` is accepted too.
 
     Raises:
-      ValueError: If names or shapes are not those of the cache, and as `read_states`.
-      TypeError: If `states` is not a mapping, and as `read_states`.
+      ValueError: If names or shapes are not those of the cache, or as for `read_states`.
+      TypeError: If `states` is not a mapping, or as for `read_states`.
 
     Examples:
       >>> cache = make_cache(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def init_update(cache: Cache) -> MaintenancePlan:
     """Plan the rotation of all keys with a pending shift; `apply` carries out the plan.
 
-    `pending` is the number of keys to rotate; a plan without keys costs nothing to apply. A stale
+    `pending` is the number of keys to rotate; a plan with 0 keys costs nothing to apply. A stale
     plan has no effect (`is_current`).
 
     Examples:
@@ -44,18 +44,18 @@ def init_update(cache: Cache) -> MaintenancePlan:
 
 
 def defrag_plan(cache: Cache, *, max_moves: int | None = None) -> MaintenancePlan:
-    """Plan the moves that bring all used cells to the front of their stream, for `apply`.
+    """Plan the moves that bring all used cells to the front of their stream.
 
     In tiled placement, whole tiles are moved, and free cells inside a tile stay reserved for the
-    sequence of the tile. `pending` is the number of cells to move. For attention, `source`,
-    `destination` and `length` describe the runs of cells to move, the last run first. A stale plan
-    has no effect (`is_current`).
+    sequence of the tile. `apply` carries out the plan. `pending` is the number of cells to move.
+    For attention, `source`, `destination` and `length` describe the runs of cells to move, the last
+    run first. A stale plan has no effect (`is_current`).
 
     Args:
       cache: any cache.
       max_moves: most runs of cells to move in each stream; None for no limit. In tiled placement,
         the last tile is always moved completely. Repeated calls end in the same order of cells for
-        every limit.
+        every `max_moves`.
 
     Raises:
       ValueError: If `max_moves` is below 1.
@@ -140,8 +140,8 @@ def rewind(cache: Cache, *, to: CacheTable) -> EditResult:
     """Restore an earlier table with the buffers of a later cache, to undo later steps.
 
     The restored cache equals the earlier cache exactly. `ok` is False if a ubatch, a copy between
-    streams, a defrag or an update overwrote or rotated a cell of the earlier table; the later cache
-    is then returned. Plans that were made after the earlier table are stale.
+    streams, a defrag or an update overwrote or rotated a cell of the earlier table. If `ok` is
+    False, the later cache is returned. Plans that were made after the earlier table are stale.
 
     Cells are compared by the hashes of their tokens. Model parameters are not compared: a cell that
     was rewritten with the same tokens counts as unchanged.
