@@ -116,8 +116,7 @@ def most_sequences(
 
 
 def whole_cells(model: Model, tokens: int) -> int:
-    """Return the number of cells for `tokens` tokens: a multiple of the devices that split cells.
-    """
+    """Round a number of tokens up to a multiple of the number of devices that split cells."""
     devices = model.rules.devices(model.mesh, "cells")
     return -(-tokens // devices) * devices
 

@@ -33,8 +33,7 @@ class Tensor:
         return Tensor(shape=turn(stand_in).shape, read=lambda: turn(self.read()))
 
     def cut(self, parts: int) -> "Tensor":
-        """Reshape the first dimension to `[parts, n]`; raise a ValueError if this is not possible.
-        """
+        """Reshape the first dimension to `[parts, n]`; or raise a ValueError."""
         return self.turned(lambda x: x.reshape(parts, -1, *x.shape[1:]))
 
 
