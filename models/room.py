@@ -24,8 +24,8 @@ def cells_for(
 ) -> int:
     """Return the number of cells of each stream for prompts and texts, a multiple of 256.
 
-    With split streams, the longest prompt determines the number. With a unified stream, the samples
-    of a prompt share the cells of the prompt.
+    With split streams, the longest prompt determines the number of cells. With a unified stream,
+    the samples of a prompt share the cells of the prompt.
 
     Examples:
       >>> (

@@ -43,7 +43,8 @@ def slide(chat: Chat) -> Chat:
 
     The tokens before the first message stay, and the newer half of the other tokens stays, if
     possible from the beginning of a turn. The texts of all turns stay. All stored prefixes are
-    evicted, since prefixes share the cells that shift. The chat is unchanged after an exception.
+    evicted if cells shift, since prefixes share these cells. The chat is unchanged after an
+    exception.
 
     Raises:
       ChatError: If the cache has recurrent states.

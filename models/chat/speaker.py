@@ -288,9 +288,9 @@ class Speaker:
 def marks_of(chat: Chat) -> list[int]:
     """Return the lengths of the prefixes to store: instructions, and all tokens except the last.
 
-    Other conversations begin with the instructions, and another answer begins before the last
-    token. A state can be stored only after a forward pass, so a prefix of a cache with states needs
-    more than `SHORT` new tokens.
+    Other conversations begin with the instructions. Another answer to the same message begins with
+    the computation of the last token. A state can be stored only after a forward pass, so a prefix
+    of a cache with states needs more than `SHORT` new tokens.
     """
     conversation, marks, before = chat.now, [], chat.held
     for mark in (
