@@ -177,7 +177,8 @@ def beam(
       num_tokens: n, the maximum number of tokens of a hypothesis, static.
       stop_tokens: `[n]`. Tokens that end a hypothesis; -1 is padding.
       sequences: `[W]`. Sequence ids of the beams, 0 to W - 1 by default. Tokens in `sequences[1:]`
-        are removed. If 1 < S < Q, all W sequences must be in one stream.
+        are removed. If sequences share several streams (1 < S < Q), all W sequences must be in one
+        stream.
       length_penalty: Exponent of the length in the normalised score. 0 ignores the length, and
         higher values prefer longer hypotheses.
       donate: Reuse the buffers of the input cache, see `prefill`.
@@ -185,16 +186,16 @@ def beam(
     Returns:
       A `BeamResult`. Sequence `sequences[i]` contains the prompt and the first `num_cached[i]`
       tokens of hypothesis i. To continue hypothesis i, compute its tokens from index
-      `num_cached[i]` on. The cache contains all tokens of an unfinished hypothesis except the last.
-      Of a finished hypothesis, the cache contains the tokens that a beam of the last step shares.
-      If a recurrent state is not stored, or a window evicted cells, the sequence is empty and
-      `num_cached[i]` is -1.
+      `num_cached[i]` on. The cache contains all tokens of an unfinished hypothesis except the last
+      token. For a finished hypothesis, the cache contains the tokens shared with a beam of the last
+      step. Sequence `sequences[i]` is empty and `num_cached[i]` is -1 if a recurrent state is not
+      stored, or a window evicted cells.
 
     Raises:
       ValueError: If `logits` are not `[V]` or `[1, V]`, or `stop_tokens` is not `[n]`.
       ValueError: If `length_penalty` is not one finite number.
       ValueError: If `sequences` is not `[W]`, or a concrete id is repeated or not in the cache.
-      ValueError: If 1 < S < Q, and `sequences` is traced or in several streams.
+      ValueError: If 1 < S < Q, and the ids in `sequences` are traced or in several streams.
       ValueError: If `num_beams` or `num_tokens` is below 1, or W exceeds the number of sequences.
       ValueError: If `sequences[0]` of a concrete cache is empty, or the cache was donated.
 

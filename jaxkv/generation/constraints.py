@@ -23,9 +23,9 @@ class Constraint:
     """State machine that restricts the next token, such as a grammar.
 
     `constrain` applies the constraint to all sequences of a sampler. An `Engine` applies its
-    constraint to requests with a `constraint_state`. `allowed` and `advance` can read tables of a
-    grammar library, or call the library with `jax.pure_callback`. Programs are cached by these two
-    functions, so pass the same functions every time.
+    constraint to requests with a `constraint_state`. The functions `allowed` and `advance` can read
+    tables of a grammar library, or call the library with `jax.pure_callback`. Programs are cached
+    by `allowed` and `advance`, so pass the same functions every time.
 
     To use several grammars, concatenate their tables, as in `allowed=lambda state: tables[state]`,
     and start each request in the first state of its grammar.
@@ -43,10 +43,10 @@ class Constraint:
     def constrain(self, sampler: Sampler) -> ConstrainedSampler:
         """Return a sampler that samples only allowed tokens.
 
-        If no token is allowed for a sequence, the sequence ends. `allowed` and `advance` also run
-        for ended sequences, for rejected draft tokens, and for token 0 if no token is allowed. A
-        callback must not raise for an ended sequence or an unsampled token, although its result is
-        discarded.
+        If no token is allowed for a sequence, the sequence ends. The functions `allowed` and
+        `advance` also run for ended sequences, for rejected draft tokens, and for token 0 if no
+        token is allowed. A callback must not raise for an ended sequence or an unsampled token,
+        although its result is discarded.
 
         Args:
           sampler: Sampler that chooses among the allowed tokens.
@@ -98,7 +98,7 @@ class ConstrainedSampler(Sampler):
 
     first: Initial state of the constraint; with `bound`, the present states of T sequences,
       `[T, ...]`.
-    bound: Which sequences are constrained; None if all are.
+    bound: Mask of the constrained sequences; None if all sequences are constrained.
     """
 
     sampler: Sampler

@@ -44,10 +44,10 @@ def context_shift(
       seq: Id of the sequence.
       num_keep: Number of tokens to keep at the beginning of the sequence.
       num_discard: Number of tokens to remove after the kept tokens.
-      donate: Reuse the buffers of the input cache, see `apply`. If False, the buffers are copied.
+      donate: Reuse the buffers of the input cache, see `apply`; by default the buffers are copied.
 
     Returns:
-      The cache and `ok`. `ok` is False, and the cache is unchanged, in these cases:
+      The cache and `ok`. If `ok` is False, the cache is unchanged, for one of these reasons:
 
       - The sequence has fewer than `num_keep + num_discard` positions.
       - Another sequence shares a cell that would move.
@@ -106,7 +106,7 @@ def self_extend(
     near tokens. No cell becomes free.
 
     Tokens with equal positions attend to each other, and are removed, moved and copied together.
-    Afterwards `can_seq_add` is False, since `seq_add` requires distinct positions.
+    After `self_extend`, `can_seq_add` is False, since `seq_add` requires distinct positions.
 
     Args:
       cache: A cache without recurrent states.
@@ -114,11 +114,12 @@ def self_extend(
       grouped: Number of grouped positions: 0 in the first call, then `grouped` of the last result.
       group: Number of tokens that share a position.
       width: Number of tokens that are grouped at once, a multiple of `group`.
-      donate: Reuse the buffers of the input cache, see `apply`. If False, the buffers are copied.
+      donate: Reuse the buffers of the input cache, see `apply`; by default the buffers are copied.
 
     Returns:
       The cache, `ok`, and `grouped` for the next call. With fewer than `width` ungrouped tokens,
-      nothing changes and `ok` is True. `ok` is False, and the cache is unchanged, in these cases:
+      nothing changes and `ok` is True. If `ok` is False, the cache is unchanged, for one of these
+      reasons:
 
       - Another sequence shares a cell that would move.
       - `grouped` is not the value of the last call, or tokens below position `grouped` were

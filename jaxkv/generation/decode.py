@@ -58,10 +58,10 @@ def decode(
     A sequence ends in these cases:
 
     - A stop token is sampled; the stop token is not written to the cache.
-    - `max_new_tokens` of `init_decode` is reached.
+    - The limit `max_new_tokens` of `init_decode` is reached.
     - No token is allowed, or the logits contain NaN or +inf.
-    - The plan of the next token is refused, for example because no cell is free. `finish_reason` is
-      the cause. Existing cells are never overwritten, and other sequences continue.
+    - The plan of the next token is refused, for example because no cell is free. The cause is
+      `finish_reason`. Existing cells are never overwritten, and other sequences continue.
 
     Invalid arguments raise before the model runs.
 
@@ -73,8 +73,8 @@ def decode(
       num_tokens: Maximum number of tokens to generate for each sequence, static.
       sampler: Sampler of the kind passed to `init_decode`; numbers such as the temperature may
         change. Greedy by default.
-      stop_tokens: `[n]` for all sequences, or `[T, n]` with a list for each sequence; -1 is
-        padding.
+      stop_tokens: Tokens that end a sequence: `[n]` for all sequences, or `[T, n]` with a list for
+        each sequence; -1 is padding.
       donate: Reuse the buffers of the input cache, see `prefill`.
 
     Returns:

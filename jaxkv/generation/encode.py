@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from jaxkv.table import CacheTable
 
 Encoder = Callable[[Any, Cache, Ubatch], Cache]
-"""Function `(params, cache, ubatch) -> cache`; `ubatch` has encoder sources, already applied."""
+"""Function `(params, cache, ubatch) -> cache`; the ubatch of sources is already applied."""
 
 
 def encode(
@@ -39,8 +39,8 @@ def encode(
 
     Args:
       encoder: Function `(params, cache, ubatch) -> cache`, compiled and cached as `forward` in
-        `prefill`. `ubatch` is already applied. `encoder` computes all tokens of `ubatch` at once,
-        and writes keys and values for each cross-attention layer with `write_kv`.
+        `prefill`. The ubatch is already applied. The encoder computes all tokens of `ubatch` at
+        once, and writes keys and values for each cross-attention layer with `write_kv`.
       params: Model parameters, any pytree.
       cache: A hybrid cache with a part for encoder sources (`CacheSpec.cross_attention`).
       batch: Source tokens: a `Batch`, or an argument of `make_batch`; see `init_batch`.

@@ -67,7 +67,7 @@ class FilterSampler(Sampler):
 
     @property
     def is_random(self) -> bool:
-        """Whether there is a temperature."""
+        """Whether `temperature` is not None."""
         return self.temperature is not None
 
     @property
@@ -159,8 +159,8 @@ def make_sampler(
     Args:
       temperature: Divisor of logits; 0 always takes the token with the highest logit.
       top_k: Keep the k tokens with the highest logits; 0 keeps all tokens.
-      top_p: Keep the most probable tokens with this total probability.
-      min_p: Keep tokens with at least this fraction of the highest probability.
+      top_p: Keep the most probable tokens until their total probability is `top_p`.
+      min_p: Keep tokens with at least `min_p` times the highest probability.
       repeat_penalty: Divides positive logits of recent tokens, and multiplies negative logits.
       frequency_penalty: Subtracted from the logit of a recent token for each occurrence.
       presence_penalty: Subtracted once from the logit of a recent token.
@@ -197,7 +197,7 @@ def make_sampler(
 
 
 def _check_option(name: str, value: object) -> Any:
-    """Return an option as an array `[]` or `[T]`; None if it is neutral for all sequences."""
+    """Return an option as an array `[]` or `[T]`; None if the option is neutral for all."""
     off, dtype, right, span = OPTIONS[name]
     if dtype == np.int32:
         array = check_int32(value, name, low=0)
@@ -230,9 +230,9 @@ def is_among_best(
     weights: Num[Array | np.ndarray, "T V"],
     min_weight: Num[Array, "*n"],
 ) -> Bool[Array, "T V"]:
-    """Return the fewest highest logits with a total weight of at least `min_weight`, as a mask.
+    """Return a mask of the fewest highest logits with a total weight of at least `min_weight`.
 
-    Equal logits are kept together. If the total weight is less, all logits are kept.
+    Equal logits are kept together. If all logits weigh less than `min_weight`, all are kept.
 
     >>> logits = jnp.array([[0.5, -1.0, 2.0, 0.5]])
     >>> is_among_best(logits, jnp.ones((1, 4)), jnp.array([2.0])).tolist()
@@ -251,7 +251,7 @@ def is_among_best(
 
 
 def _to_ordered_integers(x: Float[Array | np.ndarray, "*n"]) -> UInt32[Array, "*n"]:
-    """Return integers with the order of floats."""
+    """Map floats to integers of the same order."""
     x = jnp.where(x == 0, 0, x.astype(jnp.float32))  # -0.0 becomes 0.0
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     top = jnp.uint32(1 << 31)

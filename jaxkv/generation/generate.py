@@ -59,10 +59,10 @@ def generate(
     Sequence `i * num_samples + j` is sample j of prompt i.
 
     Args:
-      forward: See `prefill`. Pass the same function every time, since it is the key of the program
-        cache.
+      forward: See `prefill`. Pass the same function every time, since compiled programs are cached
+        by `forward`.
       params: Model parameters, any pytree.
-      prompts: A list of tokens for each prompt, each with at least one token.
+      prompts: For each prompt, a list of at least one token.
       spec: Spec of a new cache. The cache gets a stream for each sequence, with cells for the
         longest prompt and `max_new_tokens`.
       cache: A cache to continue from, instead of `spec`. Prompt i continues sequence
@@ -79,7 +79,7 @@ def generate(
       tokens_per_call: Maximum number of tokens of a sequence between two calls of `on_tokens`.
 
     Returns:
-      A `DecodeResult`. `tokens` and `logprobs` are `[T, max_new_tokens]`, padded with -1 and 0
+      A `DecodeResult` with `tokens` and `logprobs` `[T, max_new_tokens]`, padded with -1 and 0
       after the end of a sequence; `lists()` omits the padding. A sequence ends with
       `Reason.OUT_OF_CELLS` if the cache has no free cell for the next token.
 

@@ -1,6 +1,6 @@
 """Computation of prompts, and compilation ahead of time.
 
-Outside of `jax.jit`, a loop compiles its programs once for each function; inside, the loop is
+Outside of `jax.jit`, a loop is compiled once for each `forward`. Inside of `jax.jit`, a loop is
 traced into the calling program. Only buffers are donated: the table stays valid as a checkpoint.
 """
 
@@ -43,16 +43,16 @@ def prefill(
 
     Args:
       forward: Function `(params, cache, ubatch) -> cache, logits [O, V]`, called with an applied
-        ubatch; applying the ubatch again has no effect. `forward` is compiled once for each ubatch
-        shape, and cached as long as `forward` lives. Pass the same function every time: a method of
-        the same object is the same, a new lambda is not.
+        ubatch; applying the ubatch again has no effect. The function is compiled once for each
+        ubatch shape, and cached as long as `forward` lives. Pass the same function every time: a
+        method of the same object is the same, a new lambda is not.
       params: Model parameters, any pytree.
       cache: A cache with free cells for the batch.
       batch: A `Batch`, or an argument of `make_batch`, such as a list of tokens for each sequence.
       ubatch_size: Maximum number of tokens that are computed at once, see `init_batch`.
       plan: The plan of `batch` in `cache`, if `init_batch` was already called.
       donate: Reuse the buffers of the input cache; the buffers become invalid, and the table stays
-        valid. If False, the buffers are copied once, since forks and checkpoints share buffers.
+        valid. By default the buffers are copied once, since forks and checkpoints share buffers.
         Inside of `jit`, `donate` has no effect: donate the arguments of the jitted function.
 
     Returns:
@@ -166,26 +166,26 @@ def warm_up(
     several prompts, for other `outputs`, and, without `longest`, for prompts of several ubatches.
 
     To compile `decode` or another loop, call the loop once with a state without active sequences.
-    Servers use `serving.Engine.warm_up` instead, after which nothing compiles.
+    For servers, use `serving.Engine.warm_up` instead of this function.
 
     Args:
       forward: See `prefill`. The programs are cached as long as `forward` lives.
       params: Model parameters, any pytree.
-      cache: The cache that will be used, or a cache with the same shapes.
+      cache: The cache of later calls, or a cache with the same shapes.
       ubatch_size: Maximum number of tokens that are computed at once, see `init_batch`.
       sequences: Sequence ids of one batch. If the sequences are in several streams, or more than 8,
         call `warm_up` for each expected number of sequences.
       longest: Length of the longest prompt. Planning of single prompts is compiled for all lengths
         up to `longest`.
-      donate: The `donate` of later calls of `prefill`. If False, the buffers are copied during this
-        call, which needs twice the memory.
+      donate: Value of `donate` in later calls of `prefill`. If `donate` is False, the buffers are
+        copied during this call and need twice the memory.
 
     Returns:
       The cache, unchanged bit for bit.
 
     Raises:
       ValueError: If `sequences` is empty or has an id that is not in the cache.
-      ValueError: If a size is below 1, or `ubatch_size` exceeds that of the cache.
+      ValueError: If a size is below 1, or `ubatch_size` exceeds the ubatch size of the cache.
 
     Examples:
       >>> compiled = []

@@ -21,7 +21,7 @@ class PrefillResult(NamedTuple):
     cache: The cache after the batch.
     logits: Logits of the output tokens, in the order of the batch; None after `encode`.
     sequences: Lowest sequence id of each output token; None after `encode`.
-    ok: Whether the batch was computed. Outside of `jit`, a refused plan raises instead.
+    ok: Whether the batch was computed; always True outside of `jit`, where a refused plan raises.
     reason: A `Reason` for each sequence, see `Plan`.
     """
 
@@ -40,7 +40,7 @@ class DecodeResult(NamedTuple):
 
     cache: The cache after the call.
     state: State of each sequence, to continue with `decode` or `speculate`.
-    tokens: Sampled tokens; -1 after the end of a sequence. None if `init_decode` got `tokens`.
+    tokens: Sampled tokens; -1 after the end of a sequence. None after `init_decode` with `tokens`.
     logprobs: float32. Log-probabilities of `tokens` under the unadjusted logits; 0 after the end of
       a sequence, and NaN at non-finite logits that ended a sequence.
     num_model_steps: Number of model steps while a sequence was active, refused steps included.
@@ -79,7 +79,7 @@ class BeamResult(NamedTuple):
 
     cache: The cache after the search, with hypothesis i in the i-th beam sequence.
     tokens: Tokens of each hypothesis; -1 after the end.
-    scores: float32. Log-probability of all tokens of a hypothesis; -inf if fewer than W were found.
+    scores: float32. Log-probability of all tokens of a hypothesis; -inf for a missing hypothesis.
     lengths: Number of tokens of each hypothesis, including a stop token.
     num_cached: Number of tokens of each hypothesis in the cache; -1 if the sequence is empty.
     reason: The `Reason` of a refused plan that ended the search, NONFINITE_LOGITS, or OK.

@@ -61,17 +61,17 @@ def init_decode(
     Args:
       cache: The cache after the prompts.
       logits: The result of `prefill`, or logits `[T, V]` of the last prompt token of each sequence.
-        Repeat the logits of a prompt for its forks (`jnp.repeat`).
+        Repeat the logits of a prompt for each fork (`jnp.repeat`).
       tokens: `[T]`. First tokens that were sampled elsewhere and are not in the cache yet, instead
         of `logits`.
       sequences: `[T]`. Sequence ids of `logits` or `tokens`, unless `logits` is the result of
-        `prefill`. By default 0 for logits `[1, V]`, and 0 to T - 1 for `tokens`.
+        `prefill`. The default ids are 0 for logits `[1, V]`, and 0 to T - 1 for `tokens`.
       sampler: A sampler, such as from `make_sampler`; greedy by default.
       stop_tokens: Tokens that end a sequence, see `decode`; not applied to `tokens`.
       max_new_tokens: `[]` or `[T]`. Maximum number of tokens to sample for each sequence, including
         a first token that is sampled from `logits`. Unlimited by default.
-      seed: `[]` or `[T]`. One seed for all is folded with the sequence id, so that equal prompts
-        get different samples. With a seed for each sequence, draws depend only on the seed and the
+      seed: `[]` or `[T]`. A single seed is folded with each sequence id, so that equal prompts get
+        different samples. With a seed for each sequence, draws depend only on the seed and the
         start position.
       prompts: Prompt tokens of each sequence, for the penalties of a sampler: an array padded in
         front with -1, or a list of lists.
@@ -232,7 +232,7 @@ def sample_next_tokens(
     stop_tokens: Int32[Array | np.ndarray, "#T n"],
     active: Bool[Array, " T"],
 ) -> tuple[DecodeState, Int32[Array, " T"], Float[Array, " T"]]:
-    """Sample a token for each active sequence, -1 if none is allowed; end complete sequences."""
+    """Sample a token for each active sequence (-1: none allowed); end complete sequences."""
     logits = logits.astype(jnp.float32)
     adjusted = adjust_logits(sampler, logits, state.sampler_state)
     token = sample_tokens(sampler, adjusted, make_draw_keys(state.key, state.draw_index))
@@ -255,7 +255,7 @@ def sample_next_tokens(
 def logprob_of(
     logits: Float[Array, "T V"], tokens: Int32[Array, " T"], active: Bool[Array, " T"]
 ) -> Float[Array, " T"]:
-    """Return log-probabilities; 0 if inactive, else NaN if the logits have NaN or +inf."""
+    """Return log-probabilities: 0 for inactive sequences, NaN if logits have NaN or +inf."""
     token_logits = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[:, None], axis=1)[:, 0]
     # The maximum is subtracted first: a float32 sum of large logits would lose their differences.
     largest = jnp.max(logits, axis=1)

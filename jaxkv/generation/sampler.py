@@ -67,7 +67,7 @@ def check_sampler(sampler: object) -> Sampler:
 def adjust_logits(
     sampler: Sampler, logits: Float[Array, "T V"], state: PyTree
 ) -> Float[Array, "T V"]:
-    """Return adjusted logits; all NaN for sequences with NaN or +inf in their logits."""
+    """Return adjusted logits; all NaN for a sequence with NaN or +inf logits."""
     # A filter could mask a NaN, and the sequence would continue from invalid logits.
     return jnp.where(has_invalid_logits(logits)[:, None], jnp.nan, sampler.adjust(logits, state))
 

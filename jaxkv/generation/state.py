@@ -42,8 +42,8 @@ class DecodeState:
     remaining: Number of tokens that may still be sampled.
     reason: A `Reason`: OK, NONFINITE_LOGITS, EDITED, or the reason of a refused plan.
     key: Random key of each sequence; each draw folds `draw_index` into the key.
-    draw_index: Number of the next draw: at first the position of the drawn token, then counted up
-      with each token, so that draws differ even if positions are reused.
+    draw_index: Number of the next draw: first the position of the drawn token, then increased with
+      each token even if positions are reused.
     follows: Hash of the last token in the cache, to detect edits of the sequence.
     sampler_state: State of the sampler.
     """
@@ -128,7 +128,7 @@ def update_last_token_hashes(table: CacheTable, state: DecodeState) -> DecodeSta
 
 
 def check_sampler_state(sampler: object, state: DecodeState) -> Sampler:
-    """Return the sampler, greedy for None; raise if `state` is of another kind of sampler."""
+    """Return the sampler, greedy for None; raise if `state` is of another sampler kind."""
     sampler = make_sampler() if sampler is None else check_sampler(sampler)
     fresh = sampler.init(np.zeros((state.token.shape[0], 0), np.int32))
     expected, actual = (
@@ -185,7 +185,7 @@ def _prompts_as_rows(prompts: Prompts | None, count: int) -> Int32[Array | np.nd
 
 
 def _broadcast_to_texts(value: Ids, count: int, name: str) -> Any:
-    """Return one number for all sequences, or one for each, as `[T]` int32."""
+    """Return one number for all sequences, or one number for each, as `[T]` int32."""
     array = check_int32(value, name, low=0)
     if np.shape(array) not in ((), (count,)):
         raise ValueError(

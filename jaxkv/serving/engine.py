@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from jaxkv.generation.types import StopTokens
 
 DEFAULT_OPTIONS = ("temperature", "top_k", "top_p", "min_p")
-"""Options that requests may have by default, without penalties, which slow down each step."""
+"""Default sampling options of requests; penalties are excluded, since they slow each step."""
 
 
 class Engine:
@@ -44,22 +44,25 @@ class Engine:
     in chunks, and running requests continue between the chunks. The tokens of a request do not
     depend on other requests.
 
-    The engine owns the cache and donates its buffers in each step. An engine is not thread-safe:
-    call `submit` and `cancel` between steps.
+    The engine owns the cache and donates the buffers of the cache in each step. An engine is not
+    thread-safe: call `submit` and `cancel` between steps.
 
-    If `forward` raises during tracing, the engine is unchanged. A later error or interrupt loses
-    the cache. After that, methods that need the cache raise a RuntimeError, but `results` first
-    yields finished results, and `tokens_of` still returns the tokens of unfinished requests.
+    If `forward` raises during tracing, the engine is unchanged. An error or interrupt after tracing
+    loses the cache, and methods that need the cache then raise a RuntimeError. After a loss of the
+    cache, `results` first yields finished results, and `tokens_of` still returns the tokens of
+    unfinished requests.
 
     Args:
       forward: See `prefill`.
       params: Model parameters, any pytree.
       cache: A cache that is empty except for the sequences of `prefix_store`. The input cache is
-        donated; `engine.cache` is the current cache. Sequences of a stream share its cells.
+        donated; `engine.cache` is the current cache. Sequences of one stream share the cells of the
+        stream.
       stop_tokens: `[n]`. Tokens that end every request.
       prefill_chunk: Maximum number of prompt tokens that are computed at once. A running request
         waits for at most one chunk between two tokens.
-      tokens_per_step: Maximum number of tokens that a request generates before the CPU reads them.
+      tokens_per_step: Maximum number of tokens that a request generates before the CPU reads the
+        tokens.
       reserve: If True, a request starts only after cells for its prompt and `max_new_tokens` are
         reserved. If False, a request starts when its prompt fits; if cells run out, the youngest
         request is preempted and recomputed later.
@@ -68,21 +71,23 @@ class Engine:
       penalty_last_n: Number of recent tokens to penalise.
       max_stop_tokens: Maximum number of stop tokens of a request.
       constraint: Constraint, such as a grammar, of requests with a `constraint_state`. Every step
-        evaluates the constraint, even without such requests. States of the constraint are copied to
-        the CPU and back in each step, so keep the states small.
-      prefix_sequences: Sequences for a new `PrefixStore`, `engine.prefix_store`. Only tokens after
-        a stored prefix are computed. Requests are stored when they end, and where prompts with a
-        common prefix diverge. A request waits while another request computes a longer common
-        prefix. The least recently used prompts are evicted before a request waits for cells.
-      prefix_store: A store for `cache`, instead of `prefix_sequences`, such as a store with a limit
-        of cells, or the store of an earlier engine with the cache of that engine.
+        evaluates the constraint, even if no request has a constraint. States of the constraint are
+        copied to the CPU and back in each step, so keep the states small.
+      prefix_sequences: Sequence ids for a new `PrefixStore`, which becomes `engine.prefix_store`.
+        Only tokens after a stored prefix are computed. The store gets the tokens of each ended
+        request, and common prefixes of prompts. A request waits while another request computes a
+        longer common prefix. The least recently used prompts are evicted before a request waits for
+        cells.
+      prefix_store: A store for `cache`, instead of `prefix_sequences`: a store with a limit of
+        cells, or the store of an earlier engine with the same cache.
 
     Raises:
       ValueError: If the cache is not empty, was donated, or has a part for encoder sources.
-      ValueError: If a number is below 1, `max_stop_tokens` is below 0, or `prefill_chunk` exceeds
-        the ubatch size of the cache.
+      ValueError: If `prefill_chunk`, `tokens_per_step` or `penalty_last_n` is below 1, or
+        `max_stop_tokens` is below 0.
+      ValueError: If `prefill_chunk` exceeds the ubatch size of the cache.
       ValueError: If a name in `sampling_options` is unknown.
-      ValueError: If `constraint` returns other shapes or dtypes than required.
+      ValueError: If a function of `constraint` returns a wrong shape or dtype, see `Constraint`.
       ValueError: If `prefix_store` was made for another cache, leaves no sequence to requests, or
         is passed with `prefix_sequences`.
       TypeError: If `forward`, `constraint` or `prefix_store` has the wrong type.
@@ -203,13 +208,13 @@ got a cache of fewer; lower max_new_tokens, or make the cache larger
         return bool(self._done or self._schedule.all_requests)
 
     def submit(self, request: Request) -> int:
-        """Queue a request, and return its id, counted from 0.
+        """Queue a request; return the id of the request, counted from 0.
 
         Raises:
           ValueError: If the prompt is empty, a number is out of its range, there are too many stop
             tokens, or a sampling option is not allowed.
           ValueError: If `constraint_state` has other shapes or dtypes than `Constraint.first`, or
-            there is no constraint.
+            the engine has no constraint.
           ValueError: If the cache can never have enough cells for the prompt or, with `reserve`,
             for the prompt and `max_new_tokens`.
           TypeError: If `request` is not a `Request`, its numbers are not integers, or `sampling` is
@@ -227,8 +232,8 @@ got a cache of fewer; lower max_new_tokens, or make the cache larger
         The result of the request has the tokens generated so far.
 
         Raises:
-          ValueError: If there was no request with this id.
-          TypeError: If the id is not an integer.
+          ValueError: If no request has the id `request_id`.
+          TypeError: If `request_id` is not an integer.
         """
         text = self._live_request(request_id)
         if text is None:
@@ -242,8 +247,8 @@ got a cache of fewer; lower max_new_tokens, or make the cache larger
         """Return the generated tokens of a request; an empty list if the request has ended.
 
         Raises:
-          ValueError: If there was no request with this id.
-          TypeError: If the id is not an integer.
+          ValueError: If no request has the id `request_id`.
+          TypeError: If `request_id` is not an integer.
         """
         text = self._live_request(request_id)
         return [] if text is None else list(text.tokens)
@@ -265,8 +270,8 @@ got a cache of fewer; lower max_new_tokens, or make the cache larger
         Requests may be submitted and cancelled between two items.
 
         Yields:
-          The id of a request, its new tokens, and None. The last item of a request has a
-          `FinishReason` instead of None, and may have no tokens.
+          The id of a request, the new tokens of the request, and None. The last item of a request
+          has a `FinishReason` instead of None, and may have no tokens.
 
         Examples:
           >>> def forward(params, cache, ubatch):
@@ -295,7 +300,7 @@ got a cache of fewer; lower max_new_tokens, or make the cache larger
     def step(self) -> list[RequestOutput]:
         """Compute a chunk of prompts, then generate tokens; return results of ended requests.
 
-        For servers with their own loop, which submit and cancel requests between steps.
+        A server with its own loop calls `step`, and submits and cancels requests between steps.
         """
         self._run_step()
         done, self._done = self._done, []
@@ -304,7 +309,7 @@ got a cache of fewer; lower max_new_tokens, or make the cache larger
     def warm_up(self) -> None:
         """Compile all programs before the first request.
 
-        Only defragmentation (`placement="contiguous"`) is compiled at its first use.
+        Only defragmentation (`placement="contiguous"`) is compiled later, at the first use.
         """
         self._check_cache()
         self._runner.warm_up()
@@ -352,7 +357,7 @@ got a cache of fewer; lower max_new_tokens, or make the cache larger
                 self._generate(running)
 
     def _run_chunk(self, texts: list[RequestState]) -> None:
-        """Compute a chunk of prompts, and append first tokens to requests with a complete prompt."""
+        """Compute a chunk of prompts; append first tokens to requests with a complete prompt."""
         counts, outcome = self._runner.run_chunk(texts)
         if not any(counts):
             refused = [text for text in texts if outcome.reasons[text.sequence]]
@@ -419,7 +424,7 @@ got a cache of fewer; lower max_new_tokens, or make the cache larger
     def _preempt(
         self, refused: list[RequestState], reasons: Int32[Array | np.ndarray, " Q"]
     ) -> None:
-        """Preempt the youngest request of each full stream; end a request without others there.
+        """Preempt the youngest request of each full stream; a request alone in a full stream ends.
 
         A fragmented cache is defragmented first, and stored prompts are evicted first.
         """

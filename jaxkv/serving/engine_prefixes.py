@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class EnginePrefixes:
-    """Forks prompts from a store (None: no store), and stores prefixes that requests may share."""
+    """Forks prompts from an optional store, and stores prefixes that requests may share."""
 
     def __init__(self, runner: ModelRunner, store: PrefixStore | None):
         self._runner, self.store = runner, store
@@ -59,7 +59,7 @@ class EnginePrefixes:
 
     @property
     def cache_and_store(self) -> tuple[Cache, PrefixStore | None]:
-        """The cache and the store, for `rewind` while no buffer is copied or written."""
+        """Cache and store, an argument of `rewind` until a buffer is copied or written."""
         return self._runner.cache, self.store
 
     def rewind(self, past: tuple[Cache, PrefixStore | None]) -> None:
@@ -81,10 +81,10 @@ class EnginePrefixes:
     def find_match(
         self, text: RequestState, others: Sequence[RequestState], sequence: int
     ) -> PrefixMatch | None:
-        """Return the stored prefix to resume `text` from; None if `text` must wait.
+        """Return the stored prefix to resume a request from; None if the request must wait.
 
-        A longer common prefix that is in the cache of one of `others` is stored first. A longer
-        common prefix that cannot be resumed becomes a branch point of `text`.
+        If one of `others` has computed a longer common prefix, this prefix is stored first. A
+        longer common prefix that cannot be resumed becomes a branch point of `text`.
         """
         if self.store is None:
             return PrefixMatch(None, NOTHING)

@@ -48,11 +48,12 @@ if TYPE_CHECKING:
 
 
 class RunnerOutput(NamedTuple):
-    """Result of a call for each sequence, on the CPU.
+    """Results of a program call for all sequences, on the CPU.
 
     samples: Generated tokens, `[Q, 0]` if no token could be generated.
-    reasons: A `Reason` for each sequence: of a refused token, NONFINITE_LOGITS or OK.
-    rule_states: States of the constraint, a pytree of arrays `[Q, ...]`; empty if there are none.
+    reasons: A `Reason` for each sequence: OK, NONFINITE_LOGITS, or the reason of a refused plan.
+    rule_states: States of the constraint, a pytree of arrays `[Q, ...]`; empty without a constraint
+      or a token.
     """
 
     samples: SampledTokens
@@ -109,8 +110,8 @@ class ModelRunner:
     def run_chunk(self, texts: Sequence[RequestState]) -> tuple[list[int], RunnerOutput]:
         """Compute the next chunk of the prompts of requests, in the order of the requests.
 
-        Returns the number of computed tokens of each request, all 0 at a refused plan, and the
-        first tokens of requests whose prompt is complete.
+        Returns the number of computed tokens of each request, all 0 if the plan was refused, and
+        the first tokens of requests whose prompt is complete.
         """
         parts = [
             PromptPart(

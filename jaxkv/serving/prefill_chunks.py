@@ -99,7 +99,7 @@ def _min_prompt_cost(lengths: tuple[int, ...], count: int) -> int:
 def cut_chunk(
     spec: TableSpec, shapes: Sequence[ChunkShape], parts: Sequence[PromptPart]
 ) -> tuple[Chunk, list[int]]:
-    """Take the next chunk from prompts, in order; return the number of tokens of each prompt, too.
+    """Cut the next chunk from prompts, in order; return also the number of tokens of each prompt.
 
     The chunk shape minimises the cost of the chunk and of the remaining tokens.
     """
@@ -150,7 +150,7 @@ def chunk_program(forward: Forward) -> jax.stages.Wrapped:
 
     The program is the `jax.jit` of
     `(params, table, buffers, chunk) -> table, buffers, logits, (ok, reason)`, and donates the
-    buffers. `logits` `[Q, V]` are of sequences whose prompt ends in the chunk. If `ok` is False,
+    buffers. The logits `[Q, V]` are of sequences whose prompt ends in the chunk. If `ok` is False,
     the cache is unchanged.
     """
     return cached_program(_build_chunk_program, forward)

@@ -78,8 +78,8 @@ class RequestOutput:
     tokens: The generated tokens, including a stop token.
     logprobs: float32. Log-probabilities of `tokens` under the unadjusted logits.
     reason: Why the request ended.
-    prefix_hit: Length of the stored prefix that was found before the first token and was not
-      computed, and why no longer prefix was found.
+    prefix_hit: Length of the stored prefix that the request started from, and why no longer prefix
+      was used.
     request: The request.
     """
 
@@ -97,7 +97,7 @@ class RequestState:
 
     id: Id of the request; older requests have lower ids.
     sequence: Sequence id of the request; -1 while the request waits.
-    num_computed_tokens: Number of tokens in the cache, until the request runs.
+    num_computed_tokens: Number of tokens in the cache before the request runs.
     num_required_tokens: Number of tokens that must be in the cache before the request runs.
     branch_points: Lengths of prefixes that other requests share and that will be stored.
     prefix_hit: Stored prefix that was found before the first token.
@@ -299,7 +299,7 @@ def check_request(request: Request, limits: EngineConfig) -> Request:
 def make_batch_sampler(
     requests: Sequence[Request | None], *, sampling_options: frozenset[str], penalty_last_n: int
 ) -> FilterSampler:
-    """Return the sampler of T requests; None for a row without a request.
+    """Return the sampler of T requests; None for a sequence without a request.
 
     Filters are used in only three combinations, to limit the number of programs. A filter that a
     request does not need gets a neutral number, which has no effect.

@@ -155,7 +155,7 @@ class Scheduler:
         )
 
     def _num_required_cells(self, text: RequestState) -> int:
-        """Return the maximum number of cells of a request; without `reserve`, of the next step."""
+        """Return the cells of a request: in total or, without `reserve`, in the next step."""
         if self.reserves:
             return text.max_cached_tokens
         soon = len(text.request.prompt) + len(text.tokens) + self._steps

@@ -27,7 +27,8 @@ def verify_draft(
 ) -> tuple[Int32[Array, "T places"], Float[Array, "T places"], Bool[Array, "T places"], PyTree]:
     """Verify n draft tokens, and sample a token for each draft token and one after the draft.
 
-    The mask is True for tokens that follow accepted tokens only; the sampler state is after them.
+    The mask is True for tokens that follow only accepted tokens. The sampler state includes only
+    tokens with a True mask.
     """
     places = logits.shape[1]
     more = [(0, 0), (0, 1)]
@@ -80,8 +81,8 @@ def verify_branches(
     """Verify k branches of n draft tokens, and follow a branch that contains the sampled tokens.
 
     If branches were not drawn, the samples equal those of `decode`. Drawn branches are tested in
-    order, see `_find_first_accepted`. `logits` `[T, 1 + k * n, V]` are float32, of the last token
-    and then of each branch, and are not read at tokens of an earlier branch. Returns the results of
+    order, see `_find_first_accepted`. The float32 logits `[T, 1 + k * n, V]` are of the last token,
+    then of each branch; logits of tokens in an earlier branch are not read. Returns the results of
     `verify_draft` and the index of the followed branch.
     """
     length = draft.tokens.shape[2]
@@ -130,7 +131,7 @@ def _find_first_accepted(
     drawn_from: Float[Array, "T V"],
     keys: Key[Array, " T"],
 ) -> tuple[Int32[Array, " T"], Float[Array, "T V"]]:
-    """Return the first accepted token of several branches, -1 if none is, and residual logits.
+    """Return the first accepted token of several branches (-1: none), and residual logits.
 
     Each token is tested as in `_accept_guesses`, with p from `adjusted` and q from `drawn_from`.
     After a rejection, p becomes max(p - q, 0), and the rejected token is removed from q, since
@@ -171,9 +172,9 @@ def _accept_guesses(
 ) -> tuple[Bool[Array, " T"], Float[Array, "T V"]]:
     """Return which draft tokens are accepted, and the logits of replacement tokens.
 
-    A token that was drawn with probability q is accepted with probability min(1, p / q), and
-    replaced by a draw from max(p - q, 0), so that samples have the distribution p. If `drawn_from`
-    is None, q is 1 for the draft token.
+    A token that was drawn with probability q is accepted with probability min(1, p / q). A rejected
+    token is replaced by a draw from max(p - q, 0), so that samples have the distribution p. If
+    `drawn_from` is None, q is 1 for the draft token.
     """
     p = jax.nn.softmax(adjusted, axis=1)
     if drawn_from is None:

@@ -38,17 +38,16 @@ def draft_model(
     Args:
       forward: The draft model, see `prefill`; pass the same function every time.
       params: Parameters of the draft model, any pytree.
-      cache: Cache of the draft model, after the same prompts in the same sequences as in the cache
-        of the verifying model. With recurrent states, `max_rollback` must be at least
-        `num_draft_tokens`.
+      cache: Cache of the draft model, with the prompts in the same sequences as in the cache of
+        `speculate`. With recurrent states, `max_rollback` must be at least `num_draft_tokens`.
       batch_size: T, the number of sequences.
       num_draft_tokens: Maximum number of tokens of a draft, static.
       num_branches: k, the number of branches, static.
 
     Returns:
       A drafter for `speculate`. If the cache of the draft model has too few free cells, the active
-      sequences continue without drafts. A sequence gets no draft if its lengths in the two caches
-      differ, so repeat each edit of one cache in the other cache.
+      sequences continue without drafts. A sequence gets no draft if its length differs between
+      draft cache and main cache. Repeat each edit of the main cache in the draft cache.
 
     Raises:
       ValueError: If `batch_size`, `num_draft_tokens` or `num_branches` is below 1.

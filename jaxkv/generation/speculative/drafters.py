@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 class DraftTokens(NamedTuple):
     """Draft tokens of T sequences.
 
-    tokens: `[T, n]`, or `[T, k, n]` for k branches. Branches may share their first tokens.
+    tokens: Draft tokens `[T, n]`, or `[T, k, n]` for k branches. Branches may share their first
+      tokens.
     valid: Which tokens are drafted. Tokens after an invalid token are invalid.
     adjusted: float32. Adjusted logits of drawn tokens; None if tokens were not drawn. Branches that
       share tokens drew the next token without replacement, in the order of the branches.
@@ -58,7 +59,7 @@ class Drafter(ABC):
         """T, the number of sequences."""
 
     def check(self, cache: Cache) -> None:
-        """Raise a ValueError if drafts for `cache` are impossible; never by default."""
+        """Raise a ValueError if drafts for `cache` are impossible; the default never raises."""
         del cache
 
     @abstractmethod

@@ -85,7 +85,7 @@ class _Progress(NamedTuple):
 class _StepResult(NamedTuple):
     """Result of one step, for T sequences.
 
-    tokens: Sampled tokens at n + 1 places; only the first `num_tokens` count.
+    tokens: n + 1 sampled tokens, of which the first `num_tokens` are used.
     accepted: Number of accepted draft tokens.
     drafting: Which sequences still get drafts.
     """
@@ -312,7 +312,7 @@ def _append_rows(
 def _run_draft_width_step(
     setup: _Setup, draft: DraftTokens, active: Bool[Array, " T"], progress: _Progress
 ) -> tuple[Cache, _StepResult]:
-    """Run one step of active sequences; without drafts, the step computes one token for each."""
+    """Run one step; without drafts, the step computes one token for each active sequence."""
     # Each width is a loop of zero or one iterations, since `lax.cond` would copy the cache.
     texts, tries = draft.tokens.shape[0], draft.tokens.shape[-1]
     empty_turn = _StepResult(
@@ -410,7 +410,7 @@ def _feed_guess(
 
 
 def _check_vocabulary(draft: DraftTokens, logits: Float[Array, "T n V"]) -> None:
-    """Raise a ValueError if a draft was drawn from another vocabulary than that of `logits`."""
+    """Raise a ValueError if the vocabularies of a drawn draft and of `logits` differ."""
     if draft.adjusted is not None and draft.adjusted.shape[-1] != logits.shape[-1]:
         raise ValueError(
             f"expected a draft of {logits.shape[-1]} tokens, the vocabulary of the model, got one "

@@ -1,8 +1,8 @@
 """Trees of draft tokens: k branches of n tokens after the last token, in one ubatch.
 
-During a step, each branch is a sequence: the drafted sequence itself, or an empty sequence of its
-stream. Tokens that branches share are computed once and belong to all these branches. After the
-step, one branch is kept.
+During a step, each branch is a sequence: the drafted sequence itself, or an empty sequence of the
+same stream. Tokens that branches share are computed once and belong to all these branches. After
+the step, one branch is kept.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class TreeNodes(NamedTuple):
     """Tokens that the branches of T sequences share.
 
-    owns: Whether the branch of the last axis has the same tokens up to this token.
+    owns: `owns[t, i, j, m]` is True if branches i and m of sequence t have equal tokens 0 to j.
     first: Tokens that are in no earlier branch and must be computed.
     """
 
@@ -61,7 +61,7 @@ def check_branches(spec: TableSpec, texts: int, num_branches: int, cache_name: s
 def assign_branch_sequences(
     table: CacheTable, sequences: Int32[Array, " T"], num_branches: int
 ) -> Int32[Array, "T {num_branches}"]:
-    """Return ids of branches, ascending: a sequence and empty sequences of its stream, or Q."""
+    """Return sequence ids of branches in ascending order; Q for a branch without a sequence."""
     spec, count = table.spec, table.spec.sequences
     size = count // spec.streams
     free = (~table.nonempty_sequences()).at[sequences].set(False).reshape(spec.streams, size)

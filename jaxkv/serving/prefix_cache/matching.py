@@ -1,4 +1,4 @@
-"""Search for the longest prefix that a prompt and a sequence share and that can be resumed."""
+"""Search for the longest common prefix of a prompt and a sequence that can be resumed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ def common_prefix_length(tokens: Num[np.ndarray, " n"], other_tokens: Num[np.nda
 def find_resumable_positions(
     cache: Cache, seq: int, tokens: Int32[np.ndarray, " n"]
 ) -> tuple[Bool[np.ndarray, " n+1"], MissReason]:
-    """Return which prefix lengths a sequence can resume, always 0, and why not the full length."""
+    """Return which prefix lengths a sequence can resume, and why the full length is not possible.
+
+    Length 0 is always possible.
+    """
     last = tokens.size
     starts = np.arange(0, last + 1, BLOCK, dtype=np.int32)
     padded = np.pad(tokens, (0, starts[-1] + BLOCK - last))
@@ -87,8 +90,8 @@ def _resumable_in_block(
     """Return at which positions of a block a sequence can be resumed, as three masks.
 
     The masks are True where `can_resume` is True, where all earlier tokens are present, and where
-    no other token is present. `tokens` are expected from position `start` on. `before` and the last
-    result are the sums of the hashes before the block and up to the end of the block.
+    no other token is present. The block starts at position `start`, and `before` is the sum of the
+    hashes of earlier blocks. The last result is the sum of the hashes up to the end of the block.
     """
     positions = start + jnp.arange(BLOCK, dtype=jnp.int32)
     holds = positions <= table.seq_pos_max(seq) + 1

@@ -31,20 +31,21 @@ if TYPE_CHECKING:
 class PrefixStore:
     """Immutable index, on the CPU, of prompts in some sequences of a cache.
 
-    Each sequence of the store contains one prompt or is empty. `store` forks a prompt into a
-    sequence of the store, and `fork` forks a stored prefix into another sequence. Forks copy no
-    cells within a stream, where prompts share the cells of common prefixes. Forks between streams
-    copy cells.
+    Each sequence of the store contains one prompt or is empty. The method `store` forks a prompt
+    into a sequence of the store, and the method `fork` forks a stored prefix into another sequence.
+    Within a stream, forks copy no cells, and prompts share the cells of common prefixes. Forks
+    between streams copy cells.
 
-    Use a store only with the cache that was returned with it; an earlier cache and store can be
-    restored together. Only methods of the store may edit the sequences of the store. If a stored
-    prompt shares cells with a sequence, `Cache.can_seq_add` is False for the sequence until `evict`
-    is called. Tokens are integers: assign an id to each image or other model input.
+    Use a store only with the cache that the same call returned. An earlier store can be restored
+    together with its cache. Only methods of the store may edit the sequences of the store. If a
+    stored prompt shares cells with a sequence, `Cache.can_seq_add` is False for the sequence until
+    `evict` is called. Tokens are integers: assign an id to each image or other model input.
 
     sequences: Ids of the sequences of the store.
     cells: Maximum number of cells of the store; shared cells count once.
     prompts: The stored prompts, least recently used first.
-    evicted: Tokens of the last evicted prompts, latest last, at most as many prompts as sequences.
+    evicted: Tokens of the last evicted prompts, latest last, at most as many as the store has
+      sequences.
 
     llama.cpp: `cache_prompt` of the server.
     """
@@ -113,10 +114,10 @@ class PrefixStore:
     def fork(self, cache: Cache, tokens: Ids, seq: Id, *, donate: bool = False) -> PrefixResult:
         """Fork the longest stored prefix of a prompt into a sequence.
 
-        Afterwards the sequence contains only the first `hit.length` tokens of the prompt; compute
-        `tokens[hit.length:]` next. The last token of the prompt is never forked, since logits are
-        not stored. `fork` takes the prompt with the longest prefix that can be resumed
-        (`can_resume`), if possible from the same stream, and marks the prompt as the most recently
+        After `fork`, sequence `seq` contains only the first `hit.length` tokens of the prompt;
+        compute `tokens[hit.length:]` next. The last token of the prompt is never forked, since
+        logits are not stored. The stored prompt with the longest prefix that can be resumed
+        (`can_resume`) is forked, if possible from the same stream, and becomes the most recently
         used. A window may have evicted cells of a prefix, and a recurrent cache can resume only at
         stored states.
 
@@ -154,15 +155,15 @@ class PrefixStore:
     def store(self, cache: Cache, tokens: Ids, seq: Id, *, donate: bool = False) -> PrefixResult:
         """Store the first tokens of a sequence as a prompt; the sequence is unchanged.
 
-        Store a prompt where other prompts will diverge: at its end, or at the end of a common
-        prefix. A cache with a window keeps the cells in the window at the end of the stored prompt,
-        and a recurrent cache keeps the states there.
+        Store a prompt up to the position where other prompts will diverge, such as the end of a
+        common prefix. In a cache with a window, the store keeps cells in the window at the end of
+        the prompt. In a recurrent cache, the store keeps the states at the end of the prompt.
 
         A prompt that is already stored is not stored again. A new prompt replaces a stored prompt
         that is a prefix of the new prompt, unless only the stored prompt can be resumed at some
-        position. If the store has no empty sequence, or exceeds its `cells`, the least recently
-        used prompts are evicted. A prompt is stored in the stream of `seq`, or in any stream if the
-        store has no sequence there.
+        position. If the store has no empty sequence, or exceeds the limit `cells`, the least
+        recently used prompts are evicted. A prompt is stored in the stream of `seq`, or in another
+        stream if the store has no sequence in that stream.
 
         Args:
           cache: The cache of the store.
@@ -252,8 +253,8 @@ class PrefixStore:
     def num_used_cells(self, cache: Cache) -> int:
         """Return the number of cells of the store; shared cells count once.
 
-        Counts cells of all parts of a hybrid cache, and cells that sequences outside of the store
-        share.
+        Includes cells of all parts of a hybrid cache, and cells shared with sequences outside of
+        the store.
 
         Raises:
           ValueError: If the cache is traced, or has another spec than the store.
@@ -270,7 +271,7 @@ class PrefixStore:
           prompts: Tokens `[n]` of each prompt by sequence id, least recently used first.
 
         Raises:
-          ValueError: If a sequence is not in the store.
+          ValueError: If a sequence id of `prompts` is not in the store.
           TypeError: If tokens are not integers.
         """
         if others := set(prompts) - set(self.sequences):
@@ -291,8 +292,8 @@ class PrefixStore:
 
         Args:
           cache: The cache of the store.
-          donate: The `donate` of later calls of `fork` and `store`. If True, the input cache
-            becomes invalid.
+          donate: Value of `donate` in later calls of `fork` and `store`. If `donate` is True, the
+            input cache becomes invalid.
 
         Returns:
           The cache, with unchanged contents.
