@@ -35,9 +35,7 @@ FEW = 8
 
 
 def with_fallback_repr(line: Callable[[X], str]) -> Callable[[X], str]:
-    """Wrap a `repr` function: if it raises, the `repr` lists the types of the pytree's leaves.
-
-    An exception in a `repr` would hide the original error in a debugger or an error message.
+    """Wrap a `repr` to list the types of leaves instead of raising, which could hide another error.
     """
 
     @wraps(line)

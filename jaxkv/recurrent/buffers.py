@@ -1,8 +1,7 @@
 """Buffers of a recurrent cache: states are read, written and copied on each device.
 
-The mesh axes of streams split the streams; the axes of heads split a state along its dimension in
-`shard_dims`. Rows of a ubatch are split like the streams if `row_is_sequence`; otherwise every
-device has all rows.
+A mesh splits streams, and each state along its dimension in `shard_dims`. Rows of a ubatch are
+split like streams if `row_is_sequence`; otherwise every device has all rows.
 """
 
 from __future__ import annotations
@@ -146,10 +145,7 @@ def copy_cells(table: States, buffers: Buffers, source: Cell, target: Cell) -> B
 
 
 def state_partition_axes(table: States, name: str, mesh: AnyMesh | None = None) -> tuple:
-    """Return a `PartitionSpec` entry for each dimension of a state, up to the split dimension.
-
-    If `mesh` is None, the current mesh is used.
-    """
+    """Return the mesh axes of a state's dimensions; `mesh=None` means the current mesh."""
     mesh = current_mesh(table.sharding_rules) if mesh is None else mesh
     if table.sharding_rules is None or mesh is None:
         return ()

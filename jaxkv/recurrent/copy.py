@@ -88,11 +88,7 @@ def _is_replaced(states: States, src: jax.Array, dst: jax.Array, end: jax.Array)
 def seq_select(
     states: T, buffers: Buffers | None, parents: Int32[Array, " n"], targets: Int32[Array, " n"]
 ) -> tuple[T, Buffers | None]:
-    """Replace each sequence in `targets` by the sequence at the same index of `parents`.
-
-    Targets are distinct; a target of Q or more is skipped. `buffers` may be None if every parent is
-    in the stream of its target.
-    """
+    """Replace each sequence in `targets` by the sequence at the same index of `parents`."""
     return _assign_states(states, buffers, parents, targets, states)
 
 
@@ -114,10 +110,7 @@ def _assign_states(
 def _copy_states(
     states: T, buffers: Buffers, src: jax.Array, dst: jax.Array, cell: jax.Array
 ) -> tuple[T, Buffers, jax.Array]:
-    """Copy the states in `cell`, `[n, E + 1]`, to targets in other streams than the sources.
-
-    Returns the table, the buffers and the cells of each target, `[n, E + 1]`.
-    """
+    """Copy the states in `cell` to other streams; return table, buffers and the targets' cells."""
     cells, copies = _cells_of_targets(states, src, dst, cell)
     origin = (stream_of(states, src)[:, None], cell)
     where = (stream_of(states, dst)[:, None], jnp.where(copies, cells, states.num_cells))

@@ -53,10 +53,7 @@ def choose_slots(states: States, ubatch: Ubatch) -> tuple[StateSlots, Int32[Arra
 
 
 def _lowest_free(states: States, ubatch: Ubatch, new: jax.Array, placed: jax.Array) -> jax.Array:
-    """Return a cell for each new state, `[R, E + 1]` int32: empty cells first, then freed cells.
-
-    `new`, `[R, E + 1]` bool, marks the new states; `placed`, `[R]` bool, marks the rows with
-    tokens.
+    """Return a cell for each state in `new`: empty cells first, then cells that `placed` rows free.
     """
     steps = _num_new_states(states, ubatch, placed)[:, None]
     stays = jnp.arange(states.num_earlier_states + 1)[None] >= steps  # pairs that are not freed

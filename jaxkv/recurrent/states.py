@@ -157,8 +157,7 @@ def num_used_cells(states: States) -> Int32[Array, ""]:
 def stream_hash(states: States) -> UInt32[Array, " S"]:
     """Return a hash of each stream of the table; equal hashes mean equal streams.
 
-    The hash covers the pairs of all sequences and the `cell_hash` of all cells, also of free cells.
-    The hash does not cover `holds`, and changes if equal tokens are removed and added again.
+    The hash covers the pairs of all sequences and the `cell_hash` of all cells, but not `holds`.
     """
     _, local_ids = divmod_nonnegative(
         jnp.arange(states.sequences, dtype=jnp.int32), states.sequences_per_stream
@@ -292,10 +291,7 @@ def _find_moving_states(
 
 
 def _move_pairs(states: T, position: jax.Array, moves: jax.Array, drop: jax.Array) -> T:
-    """Set `position` of the pairs in `moves`; remove the pairs in `drop` and unreachable pairs.
-
-    A pair is unreachable unless its position is below the positions of all later pairs.
-    """
+    """Set `position` of pairs `moves`; remove pairs `drop` and pairs not below all later pairs."""
     is_present = states.position != EMPTY
     position = jnp.where(moves, position, states.position)
     later = jax.lax.cummin(jnp.where(is_present, position, END), axis=1, reverse=True)

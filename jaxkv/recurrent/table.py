@@ -1,7 +1,4 @@
-"""`StateTable`, the table of a recurrent cache, and construction of the cache.
-
-The cache stores E earlier states of each sequence, so that the last tokens can be removed exactly.
-"""
+"""`StateTable`, the table of a recurrent cache, and construction of the cache."""
 
 from __future__ import annotations
 

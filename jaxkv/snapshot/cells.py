@@ -307,8 +307,8 @@ def _assign_cells(
 ) -> tuple[Int32[np.ndarray, " S"], Int32[np.ndarray, "S N"], UInt32[np.ndarray, "S W N"]]:
     """Return the number of cells that each stream gets, and their saved indices and owners.
 
-    The saved index of an unused cell is n. Saved cells beyond the N cells of a stream are only
-    counted.
+    The saved index of an unused cell is n. Cells beyond N in a stream are counted, but not
+    returned.
     """
     begins = np.searchsorted(stream, np.arange(saved.streams + 1))
     found: dict[tuple[int, int], np.ndarray] = {}

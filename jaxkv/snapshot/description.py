@@ -27,10 +27,7 @@ class CellDescription(TypedDict):
 
 
 class StateDescription(TypedDict):
-    """Description of a part with recurrent states of L layers, Q sequences and S streams.
-
-    static: static fields of the part's table, by field name.
-    """
+    """Description of a recurrent part; `static` contains the static fields of the part's table."""
 
     kind: Literal["recurrent"]
     layers: int

@@ -107,8 +107,7 @@ def load(
     """Load a snapshot as a new cache, or write the saved sequences into an existing cache.
 
     A new cache has the sizes of the saved cache, each token in its saved cell, and bit-identical
-    results. Sequences that were not saved are empty. Cell hashes are new, so plans made for the
-    saved cache are stale.
+    results. Cell hashes are new, so plans made for the saved cache are stale.
 
     With `into`, the saved sequences replace sequences of `into`. The numbers of cells, sequences
     and streams, and the placement, may differ. Cells are chosen as for a batch; tiled placement
@@ -122,9 +121,8 @@ def load(
         saved cache. None makes a new cache.
       sequences: target ids in `into`, one for each saved sequence in saved order; by default the
         saved ids. A mapping from saved ids to target ids loads only the sequences in the mapping.
-      model_id: id of the current model; compared with the `model_id` of the snapshot if both are
-        given.
-      donate: if True, reuse the buffers of `into`, which becomes invalid. If False, copy the
+      model_id: id of the current model; compared with the snapshot's `model_id` if both are given.
+      donate: if True, reuse the buffers of `into`, which becomes invalid; if False, copy the
         buffers.
 
     Returns:
@@ -134,8 +132,8 @@ def load(
       FileNotFoundError: If the file does not exist.
       ImportError: If the package safetensors is not installed.
       OSError: If the path is a folder or a device.
-      PlanRefusedError: If a stream of `into` has too few free cells, or no long enough run of free
-        cells for contiguous placement.
+      PlanRefusedError: If a stream of `into` has too few free cells, or, for contiguous placement,
+        no run of enough free cells.
       TypeError: If `model_id` is not a JSON value, or `into` has shapes only.
       ValueError: If the file is not a snapshot, has another version, or is damaged.
       ValueError: If `model_id` differs, or the saved cache does not fit `into`.

@@ -1,8 +1,8 @@
 """GGUF files of recurrent models: Mamba-2, Granite 4, LFM2 and Falcon-H1.
 
 In GGUF files, decays are stored instead of their logarithms. Vectors have a second dimension, and
-convolutions have one dimension less. A gated product is stored as two tensors. The multipliers of a Falcon-H1
-config are already in the weights.
+convolutions have one dimension less. A gated product is stored as two tensors. The multipliers of a
+Falcon-H1 config are already in the weights.
 """
 
 import re
