@@ -104,10 +104,7 @@ def advance_search(
     stop_tokens: Int32[Array | np.ndarray, " n"],
     length_penalty: Float[Array, ""],
 ) -> tuple[Int32[Array, " W"], BeamSearch]:
-    """Extend the unfinished hypotheses by a token; return their parents' indices and the search.
-
-    If logits of an unfinished hypothesis are non-finite, only the reason of the search changes.
-    """
+    """Extend unfinished hypotheses by a token; only set the reason if logits are non-finite."""
     living, width = search.living, search.living.scores.size
     logits = logits.astype(jnp.float32)
     broken = jnp.any(is_filled(living) & has_invalid_logits(logits))
@@ -357,10 +354,7 @@ def _trim_sequences(
     sequences: Int32[Array, " W"],
     begins: Int32[Array, ""],
 ) -> tuple[Cache, Int32[Array, " W"]]:
-    """Keep in each sequence the longest prefix of the hypothesis that the cache contains.
-
-    `begins` is the position after the prompt. Returns the cache and `BeamResult.num_cached`.
-    """
+    """Keep in each sequence the longest prefix of the hypothesis that the cache contains."""
     place = jnp.arange(found.tokens.shape[1])[None]
     fed = place < jnp.minimum(found.lengths, search.length - 1)[:, None]
     same = found.tokens[:, None] == search.living.tokens[None]  # [W, W, n]

@@ -69,7 +69,8 @@ def decode(
       forward: See `prefill`.
       params: Model parameters, any pytree.
       cache: The cache after the prompts.
-      state: State of each sequence, from `init_decode` or an earlier call.
+      state: State of each sequence, from `init_decode` or an earlier call; the result has the next
+        state.
       num_tokens: Maximum number of tokens to generate for each sequence, static.
       sampler: Sampler of the kind passed to `init_decode`; numbers such as the temperature may
         change. Greedy by default.
@@ -77,12 +78,9 @@ def decode(
         each sequence; -1 is padding.
       donate: Reuse the buffers of the input cache, see `prefill`.
 
-    Returns:
-      A `DecodeResult` with the cache, the state to continue from, and the sampled tokens.
-
     Raises:
       ValueError: If the arrays of `state` differ in length, or fit another kind of sampler.
-      ValueError: If a concrete sequence is repeated or not in the cache.
+      ValueError: If a concrete sequence id is repeated or not in the cache.
       ValueError: If `num_tokens` is below 1, or the cache was donated.
       TypeError: If `sampler` is not a sampler or `state` is not a state.
 

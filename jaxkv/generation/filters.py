@@ -1,7 +1,4 @@
-"""Filters and penalties of logits.
-
-A sampler is an argument of compiled programs, so that a new temperature does not compile again.
-"""
+"""Filters and penalties of logits, as arrays, so that new values need no compilation."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def warm_up(
     longest: int | None = None,
     donate: bool = False,
 ) -> Cache:
-    """Compile the programs of `prefill` for prompts of any length.
+    """Compile the programs of `prefill` for prompts of any length; return the unchanged cache.
 
     There is a program for each power of two up to `ubatch_size`; each program is run with a refused
     ubatch. With `longest`, a later `prefill` of one prompt of at most `longest` tokens compiles
@@ -179,9 +179,6 @@ def warm_up(
         up to `longest`.
       donate: Value of `donate` in later calls of `prefill`. If `donate` is False, the buffers are
         copied during this call and need twice the memory.
-
-    Returns:
-      The cache, unchanged bit for bit.
 
     Raises:
       ValueError: If `sequences` is empty or has an id that is not in the cache.

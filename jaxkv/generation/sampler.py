@@ -45,10 +45,9 @@ class Sampler:
         return logits
 
     def update(self, state: PyTree, tokens: Int32[Array, " T"]) -> PyTree:
-        """Return the sampler state after one more token of each sequence.
+        """Return the sampler state after one more token of each sequence; -1 if none was sampled.
 
-        A token of -1 means that no token was sampled; loops discard the new state of such a
-        sequence.
+        Loops discard the new state of a sequence without a sampled token.
         """
         del tokens
         return state

@@ -32,9 +32,7 @@ if TYPE_CHECKING:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DecodeState:
-    """State of T sequences during generation, made by `init_decode`.
-
-    Positions are stored only in the cache.
+    """State of T sequences, made by `init_decode`; positions are stored only in the cache.
 
     token: The last sampled token of each sequence, which is not in the cache yet.
     sequence: Id of each sequence, without repetition.

@@ -1,7 +1,4 @@
-"""Types of arguments of generation loops, for type checkers and tests only.
-
-T is the number of sequences, and n the number of tokens of one sequence.
-"""
+"""Types of arguments of generation loops, with T sequences, for type checkers and tests."""
 
 from collections.abc import Sequence
 

@@ -42,10 +42,8 @@ class Engine:
 
     Requests wait for a free sequence and free cells, first come, first served. Prompts are computed
     in chunks, and running requests continue between the chunks. The tokens of a request do not
-    depend on other requests.
-
-    The engine owns the cache and donates the buffers of the cache in each step. An engine is not
-    thread-safe: call `submit` and `cancel` between steps.
+    depend on other requests. The engine owns the cache and donates the buffers in each step. An
+    engine is not thread-safe: call `submit` and `cancel` between steps.
 
     If `forward` raises during tracing, the engine is unchanged. An error or interrupt after tracing
     loses the cache, and methods that need the cache then raise a RuntimeError. After a loss of the
@@ -71,8 +69,8 @@ class Engine:
       penalty_last_n: Number of recent tokens to penalise.
       max_stop_tokens: Maximum number of stop tokens of a request.
       constraint: Constraint, such as a grammar, of requests with a `constraint_state`. Every step
-        evaluates the constraint, even if no request has a constraint. States of the constraint are
-        copied to the CPU and back in each step, so keep the states small.
+        evaluates the constraint and copies the states to the CPU and back, so keep the states
+        small.
       prefix_sequences: Sequence ids for a new `PrefixStore`, which becomes `engine.prefix_store`.
         Only tokens after a stored prefix are computed. The store gets the tokens of each ended
         request, and common prefixes of prompts. A request waits while another request computes a
@@ -298,19 +296,13 @@ got a cache of fewer; lower max_new_tokens, or make the cache larger
                     yield text.id, list(map(int, new)), None
 
     def step(self) -> list[RequestOutput]:
-        """Compute a chunk of prompts, then generate tokens; return results of ended requests.
-
-        A server with its own loop calls `step`, and submits and cancels requests between steps.
-        """
+        """Compute a chunk of prompts, then generate tokens; return results of ended requests."""
         self._run_step()
         done, self._done = self._done, []
         return done
 
     def warm_up(self) -> None:
-        """Compile all programs before the first request.
-
-        Only defragmentation (`placement="contiguous"`) is compiled later, at the first use.
-        """
+        """Compile all programs except defragmentation (`placement="contiguous"`)."""
         self._check_cache()
         self._runner.warm_up()
         self._prefixes.warm_up()
@@ -380,10 +372,9 @@ got a cache of fewer; lower max_new_tokens, or make the cache larger
             self._preempt(refused, outcome.reasons)
 
     def _choose_num_tokens(self, running: list[RequestState]) -> int:
-        """Return the number of tokens to generate in this step: 1 while prompts are computed.
+        """Return the number of tokens of this step: 1 while prompts are computed.
 
-        While requests wait, the number is at most the smallest number of remaining tokens of a
-        request.
+        While requests wait, the step ends as soon as one request can end.
         """
         if self._schedule.prefilling_texts:
             return 1
@@ -397,7 +388,7 @@ got a cache of fewer; lower max_new_tokens, or make the cache larger
     ) -> list[RequestState]:
         """Append sampled tokens, end complete requests, and return requests without a free cell.
 
-        Requests in a stream where another request ended are not returned, since cells became free.
+        A request is not returned if the end of another request freed cells in the stream.
         """
         ended, refused = [], []
         for text in texts:

@@ -83,8 +83,7 @@ class EnginePrefixes:
     ) -> PrefixMatch | None:
         """Return the stored prefix to resume a request from; None if the request must wait.
 
-        If one of `others` has computed a longer common prefix, this prefix is stored first. A
-        longer common prefix that cannot be resumed becomes a branch point of `text`.
+        If one of `others` has computed a longer common prefix, this prefix is stored first.
         """
         if self.store is None:
             return PrefixMatch(None, NOTHING)

@@ -1,8 +1,4 @@
-"""Programs of an engine, each of which computes all sequences of the cache.
-
-The state of requests is on the CPU and passed with each call, so programs do not depend on the
-assignment of requests to sequences.
-"""
+"""Programs of an engine; each program computes all sequences, with request states from the CPU."""
 
 from __future__ import annotations
 
@@ -108,10 +104,9 @@ class ModelRunner:
         jax.block_until_ready(self.cache.buffers)
 
     def run_chunk(self, texts: Sequence[RequestState]) -> tuple[list[int], RunnerOutput]:
-        """Compute the next chunk of the prompts of requests, in the order of the requests.
+        """Compute a chunk of prompts; return the number of computed tokens, and first tokens.
 
-        Returns the number of computed tokens of each request, all 0 if the plan was refused, and
-        the first tokens of requests whose prompt is complete.
+        The number is 0 for each request if the plan was refused.
         """
         parts = [
             PromptPart(

@@ -1,7 +1,4 @@
-"""Drafters, which draft the next tokens of sequences for `speculate` to verify.
-
-A drafter is an immutable pytree: `propose` and `update` return a new drafter.
-"""
+"""Drafters: immutable pytrees that draft the next tokens of sequences for `speculate`."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def speculate(
 
     If there are no free cells for a draft, the sequence continues without drafts. A sequence ends
     with `Reason.OUT_OF_CELLS` if its next token has no free cell. A step without drafts computes
-    one token for each sequence.
+    one token for each sequence. Rejected tokens are removed from all caches.
 
     Several branches are computed in one ubatch. During a step, each branch uses a sequence: the
     drafted sequence itself, or an empty sequence of its stream. If too few sequences are empty at
@@ -126,16 +126,13 @@ def speculate(
       cache: The cache after the prompts. With recurrent states, `max_rollback` must be at least
         `num_draft_tokens`, and only one branch is possible.
       state: State of each sequence, see `decode`.
-      drafter: A `Drafter`, such as from `prompt_lookup` or `draft_model`.
+      drafter: A `Drafter`, such as from `prompt_lookup` or `draft_model`; the result has the next
+        drafter.
       num_tokens: Maximum number of tokens to generate for each sequence, static.
       sampler: See `decode`.
       stop_tokens: Tokens that end a sequence, see `decode`.
       donate: Reuse the buffers of the input cache, see `prefill`. Buffers of a drafter are copied
         in each call.
-
-    Returns:
-      A `DecodeResult` with the sampled tokens, and the cache, state and drafter to continue with.
-      Rejected tokens are in no cache.
 
     Raises:
       ValueError: In the cases of `decode`, or if the cache stores too few states to roll back a

@@ -140,8 +140,7 @@ def _lay_out_trees(
 ) -> Int32[Array, "rows columns"]:
     """Return token indices in one row, or in a row for each branch, padded with NO_SLOT.
 
-    The row of the first branch starts with the last token. A shared token is in the row of the
-    lowest of its sequences.
+    The row of the first branch starts with the last token.
     """
     index = jnp.arange(texts * (1 + num_branches * length), dtype=jnp.int32)
     if not spec.single_sequence_rows:

@@ -155,6 +155,8 @@ class PrefixStore:
     def store(self, cache: Cache, tokens: Ids, seq: Id, *, donate: bool = False) -> PrefixResult:
         """Store the first tokens of a sequence as a prompt; the sequence is unchanged.
 
+        If `hit.length` of the result is 0, cache and store are unchanged.
+
         Store a prompt up to the position where other prompts will diverge, such as the end of a
         common prefix. In a cache with a window, the store keeps cells in the window at the end of
         the prompt. In a recurrent cache, the store keeps the states at the end of the prompt.
@@ -167,14 +169,10 @@ class PrefixStore:
 
         Args:
           cache: The cache of the store.
-          tokens: `[n]`. The tokens of the sequence from position 0 on, or only the first of these
-            tokens. Tokens that `generation.context_shift` moved cannot be stored.
+          tokens: `[n]`. Tokens of the sequence from position 0 on. Tokens that
+            `generation.context_shift` moved cannot be stored.
           seq: Id of a sequence that is not in the store.
           donate: Donate the buffers of `cache` if cells must be copied, see `seq_cp`.
-
-        Returns:
-          The cache, the store, and a `hit` with the number of stored tokens; 0 if nothing was
-          changed.
 
         Raises:
           ValueError: If the sequence has fewer positions than tokens, or in the cases of `fork`.
@@ -286,7 +284,7 @@ class PrefixStore:
         return self._replace_fields(prompts=tuple(cached), evicted=())
 
     def warm_up(self, cache: Cache, *, donate: bool = False) -> Cache:
-        """Compile the programs of `fork`, `store` and `evict`, for all prompt lengths.
+        """Compile the programs of all methods for all prompt lengths; return the unchanged cache.
 
         Each stream needs an empty sequence outside of the store, to compile copies between streams.
 
@@ -294,9 +292,6 @@ class PrefixStore:
           cache: The cache of the store.
           donate: Value of `donate` in later calls of `fork` and `store`. If `donate` is True, the
             input cache becomes invalid.
-
-        Returns:
-          The cache, with unchanged contents.
 
         Raises:
           ValueError: If the cache is traced, or has another spec than the store.
