@@ -35,8 +35,7 @@ FEW = 8
 
 
 def with_fallback_repr(line: Callable[[X], str]) -> Callable[[X], str]:
-    """Wrap a `repr` to list the types of leaves instead of raising, which could hide another error.
-    """
+    """Wrap a `repr` to list types of leaves instead of raising, which could hide another error."""
 
     @wraps(line)
     def safe_repr(self: X) -> str:

@@ -141,7 +141,7 @@ def _cells_of_targets(
 
     A target in the stream of its source shares the cells of the source. A target in another stream
     takes cells that are free after all targets have released their cells, so cells never run out.
-    Targets in one stream with the same source share the copy of the first of these targets.
+    Targets in one stream with the same source share one copy.
     """
     size = states.num_cells
     if states.sequences_per_stream == 1:  # a target frees all cells of its stream

@@ -38,8 +38,8 @@ class StateSlots:
 def choose_slots(states: States, ubatch: Ubatch) -> tuple[StateSlots, Int32[Array, "R T"]]:
     """Return a cell for each new state of a ubatch, and a `Reason` for each token, always OK.
 
-    A row of n tokens stores the states after its last min(n, E + 1) tokens. An equal number of the
-    oldest states of the sequence is freed, so cells never run out. Empty cells are used before
+    A row of n tokens stores the states after its last min(n, E + 1) tokens. Each new state frees
+    the oldest stored state of the sequence, so cells never run out. Empty cells are used before
     freed cells; a freed state is read before its cell is overwritten.
     """
     placed = jnp.any(ubatch.valid, axis=1)
@@ -53,8 +53,7 @@ def choose_slots(states: States, ubatch: Ubatch) -> tuple[StateSlots, Int32[Arra
 
 
 def _lowest_free(states: States, ubatch: Ubatch, new: jax.Array, placed: jax.Array) -> jax.Array:
-    """Return a cell for each state in `new`: empty cells first, then cells that `placed` rows free.
-    """
+    """Return a cell for each state in `new`: empty cells first, then cells of freed states."""
     steps = _num_new_states(states, ubatch, placed)[:, None]
     stays = jnp.arange(states.num_earlier_states + 1)[None] >= steps  # pairs that are not freed
     is_kept = is_occupied(states, jnp.where(stays, states.cell, states.num_cells))

@@ -51,7 +51,7 @@ def save(
 
     Raises:
       ImportError: If the package safetensors is not installed.
-      OSError: If writing fails, for example on a full disk. An existing file is kept.
+      OSError: If writing fails, for example on a full disk. A file at `path` is then unchanged.
       OSError: If `path` is a folder or a device, or the folder of `path` does not exist.
       TypeError: If `model_id` or `notes` is not a JSON value.
       TypeError: If sequence ids or tokens are not integers, or `cache` has shapes only.
