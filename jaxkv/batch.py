@@ -141,15 +141,9 @@ class Ubatch(Partitioned):
         """Return how many tokens of a row each of the last `count` states includes.
 
         The result is max(n - count + 1 + i, 0) at index i, for a row of n valid tokens.
-        `write_states` takes the states after the returned numbers of tokens. A number of 0 means
-        the state before the row, which `write_states` does not write.
-
-        Args:
-          count: number of states, static; E + 1 for `write_states`.
-
-        Raises:
-          TypeError: If `count` is not an integer.
-          ValueError: If `count` is below 1.
+        `write_states` takes the states after the returned numbers of tokens, with a static `count`
+        of E + 1. A number of 0 means the state before the row, which `write_states` does not write.
+        A `count` below 1 raises ValueError, and a `count` that is not an integer raises TypeError.
 
         Examples:
           >>> cache = make_cache(

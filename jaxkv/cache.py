@@ -182,9 +182,7 @@ class Cache(Partitioned):
     def num_rollback_states(self, layer: int) -> int:
         """Return E, the number of earlier states that a recurrent layer stores (`max_rollback`).
 
-        Raises:
-          TypeError: If the cache has no recurrent layers.
-          ValueError: If `layer` is not a recurrent layer of the cache.
+        A cache without recurrent layers raises TypeError. A layer without states raises ValueError.
 
         Examples:
           >>> spec = CacheSpec.recurrent(layers=1, states={"x": ((), jnp.int32)})

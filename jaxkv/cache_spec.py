@@ -136,8 +136,8 @@ class CacheSpec:
 
         The cache has cells for E + 1 states of each sequence, so that a batch always fits. E is
         `max_rollback` of `make_cache`. After `seq_cp`, sequences of one stream share states; a
-        shared state is never overwritten. Between streams, `seq_cp` makes one copy for all targets
-        in a stream.
+        shared state is never overwritten. A copy to another stream is made once for all targets in
+        that stream.
 
         Some edits of recurrent caches differ from those of attention caches:
 
@@ -152,8 +152,8 @@ class CacheSpec:
 
         Any cache can serve as a checkpoint until its buffers are donated. An edited cache has the
         same buffers as the cache before the edit. The first step after a checkpoint must not
-        donate, unless the step gets a copy of the cache. To keep one state while steps donate, copy
-        the sequence to an unused sequence with `seq_cp`.
+        donate, unless the step gets a copy of the cache. To keep a state although steps donate
+        buffers, copy the sequence to an unused sequence with `seq_cp`.
 
         Args:
           layers: L, the number of layers.
@@ -264,11 +264,7 @@ class CacheSpec:
         `seq_rm` removes the source only with the whole sequence. Shifts, `seq_pos_min` and
         `seq_pos_max` ignore sources.
 
-        Args:
-          layers: L, the number of layers.
-          kv_heads: K, see `attention`.
-          head_dim: D, see `attention`.
-          value_dim: Dv, see `attention`.
+        The arguments are those of `attention`, without slices for `value_dim`.
 
         Raises:
           TypeError: If a count is not an integer.

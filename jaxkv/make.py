@@ -63,9 +63,9 @@ def make_cache(
         Gradients with respect to quantised keys and values are zero; use another dtype for
         training.
       ubatch_size: largest ubatch that a cache with a window is sized for; larger plans are refused.
-      max_rollback: with a window, the number of last tokens that can always be removed, default 32;
-        `max_rollback=cells` allows any number. For recurrent layers, E: the number of earlier
-        states to store, default 0. Each earlier state has the size of the current state.
+      max_rollback: with a window, the number of last tokens that can always be removed; default 32.
+        `max_rollback=cells` allows the removal of any number. With recurrent layers, E, the number
+        of earlier states to store; default 0. Each earlier state has the size of the current state.
       placement: order in which a ubatch gets free cells of attention layers, without effect on
         results.
 
@@ -94,7 +94,7 @@ def make_cache(
     measured in `docs/performance.md`:
 
     - A write outside of `jit` copies all layers.
-    - A gradient with respect to the buffers has the size of all layers, for each layer.
+    - For each layer, the gradient with respect to the buffers has the size of all layers.
     - `read_kv`, and `attend` with the implementations "xla", "cudnn" and "whole", copy a layer
       before each read.
     - A write copies all layers on a CPU before jax 0.12, with bfloat16 or float8.
@@ -102,16 +102,15 @@ def make_cache(
 
     Raises:
       TypeError: If `spec` is not a `CacheSpec`, or a count is not an integer.
-      ValueError: If a count is below 1 or above 2**31 - 1, `cells` is missing, or `streams` does
-        not divide Q.
+      ValueError: If a count is below 1 or above 2**31 - 1, or `streams` does not divide Q.
+      ValueError: If `cells` is missing for attention layers without a window.
       ValueError: If a stream has 2**30 cells or more, or a layer has 2**60 numbers or more.
       ValueError: If `placement` is unknown, or N does not fit the placement.
       ValueError: If `dtype` is neither int8 nor a signed floating dtype with NaN.
       ValueError: If `dtype` has 8 bits, and values are slices of the keys.
       ValueError: If layers of a stacked cache have different sizes.
       ValueError: If a tuple does not have one value for each part.
-      ValueError: If the devices that split streams or cells do not divide the number of streams or
-        cells.
+      ValueError: If the devices of `mesh` cannot get equal shares of streams or cells.
       ValueError: If `sharding_rules` are given without a mesh.
 
     Examples:

@@ -138,11 +138,7 @@ class Plan:
 
     @property
     def ubatch(self) -> Ubatch:
-        """The only ubatch of a plan, for example of a plan from `plan_step`.
-
-        Raises:
-          ValueError: If the plan has several ubatches.
-        """
+        """The only ubatch of a plan, as of `plan_step`; ValueError for several ubatches."""
         if len(self.ubatches) != 1:
             raise ValueError(
                 f"expected a plan of one ubatch, got {len(self.ubatches)}; take each of "

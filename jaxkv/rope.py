@@ -134,13 +134,8 @@ class Rope:
 
         Pairs with more than `high_freq_factor` turns over the original context are unchanged. Pairs
         with fewer than `low_freq_factor` turns are divided by `factor`. Pairs between
-        `low_freq_factor` and `high_freq_factor` turns are interpolated.
-
-        Args:
-          factor: divisor of low frequencies.
-          low_freq_factor: number of turns below which a frequency is low.
-          high_freq_factor: number of turns above which a frequency is high.
-          original: number of positions of the original context.
+        `low_freq_factor` and `high_freq_factor` turns are interpolated. `original` is the number of
+        positions of the original context.
 
         >>> plain = make_rope(4, base=1e8)
         >>> slowed = plain.llama3(

@@ -60,8 +60,8 @@ class Admission(NamedTuple):
 class KVView(NamedTuple):
     """Keys and values that P lists of T tokens attend to in a layer.
 
-    All rows of one stream are joined into one list. With a stream for each sequence, each row is a
-    list.
+    All rows of one stream are joined into one list. If each sequence has its own stream, each row
+    is a list of tokens.
 
     k: Keys of all cells of each list's stream, in the dtype of the buffers; float32 if quantised.
     v: Values of all cells of each list's stream, in the same dtype as the keys.

@@ -321,17 +321,8 @@ def seq_div(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, divisor: Id) -> Edi
     kept.
 
     `ok` is False if a traced divisor is below 1, or if the next token of a sequence would attend to
-    an evicted cell.
-
-    Args:
-      cache: any cache; attention layers need `rope=` in `CacheSpec.attention`.
-      seq: id of the sequence to change.
-      p0: first position of the range.
-      p1: one past the last position of the range.
-      divisor: an integer of at least 1.
-
-    Raises:
-      ValueError: If a concrete divisor is below 1, or for arguments that `seq_add` rejects.
+    an evicted cell. A concrete divisor below 1 raises ValueError. The other arguments, and their
+    errors, are those of `seq_add`.
 
     Examples:
       >>> cache = make_cache(

@@ -51,14 +51,9 @@ def defrag_plan(cache: Cache, *, max_moves: int | None = None) -> MaintenancePla
     For attention, `source`, `destination` and `length` describe the runs of cells to move, the last
     run first. A stale plan has no effect (`is_current`).
 
-    Args:
-      cache: any cache.
-      max_moves: most runs of cells to move in each stream; None for no limit. In tiled placement,
-        the last tile is always moved completely. Repeated calls end in the same order of cells for
-        every `max_moves`.
-
-    Raises:
-      ValueError: If `max_moves` is below 1.
+    `max_moves` limits the number of runs to move in each stream; None means no limit. The last tile
+    in tiled placement is always moved completely. Repeated calls end in the same order of cells for
+    every `max_moves`. A `max_moves` below 1 raises ValueError.
 
     Examples:
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=6)
