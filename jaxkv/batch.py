@@ -104,7 +104,7 @@ class Ubatch(Partitioned):
     valid: False for padding.
     more: True if a later ubatch of the plan has tokens of the token's sequence.
     outputs: indices of the tokens that need logits, among the R * T tokens. Some indices are
-      padding, so that few shapes are compiled. `Plan.gather_outputs` sorts logits and removes
+      padding, so that few shapes are compiled. Use `Plan.gather_outputs` to sort logits and remove
       padding.
     output_index: index of each output token in the batch; 2**31 - 1 for padding.
     hash_before: hash of each stream when the slots were chosen; a tuple of arrays for a hybrid
@@ -140,10 +140,10 @@ class Ubatch(Partitioned):
     def state_write_steps(self, count: int) -> Int32[Array, "R count"]:
         """Return how many tokens of a row each of the last `count` states includes.
 
-        The result is max(n - count + 1 + i, 0) at index i, for a row of n valid tokens.
-        `write_states` takes the states after the returned numbers of tokens, with a static `count`
-        of E + 1. A number of 0 means the state before the row, which `write_states` does not write.
-        A `count` below 1 raises ValueError, and a `count` that is not an integer raises TypeError.
+        The result is max(n - count + 1 + i, 0) at index i, for a row of n valid tokens. For
+        `write_states`, the static `count` is E + 1. A number of 0 means the state before the row,
+        which `write_states` does not write. A `count` below 1 raises ValueError, and a `count` that
+        is not an integer raises TypeError.
 
         Examples:
           >>> cache = make_cache(
@@ -196,7 +196,8 @@ def make_batch(
       valid: bool, False for padding.
       extra: additional model inputs of each token by name, `[B, ...]` or `[R, T, ...]`, such as
         positions in an image. For a list of lists, the inputs of all lists are concatenated. Models
-        read the inputs from `Ubatch.extra`. `plan_step` and the loops accept no additional inputs.
+        read the inputs from `Ubatch.extra`. Additional inputs are not possible in `plan_step` and
+        the loops.
 
     Raises:
       ValueError: If not exactly one of `tokens` and `embeddings` is given, or shapes differ.

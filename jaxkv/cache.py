@@ -41,8 +41,8 @@ class Cache(Partitioned):
     table: `CacheTable` with the positions and owners of all cells.
     buffers: `Buffers` of keys and values; a tuple of states by layer; or, for a hybrid cache, a
       tuple of the buffers of the parts.
-    written: the last ubatch that wrote layers while tracing, and the numbers of these layers.
-      `written` serves to raise at a second write, and is not part of the pytree.
+    written: the last ubatch that wrote layers while tracing, and the numbers of these layers. The
+      field serves to raise at a second write, and is not part of the pytree.
 
     llama.cpp: `llama_memory_i`.
     """

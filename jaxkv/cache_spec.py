@@ -260,9 +260,9 @@ class CacheSpec:
         positions. Without a source, the output is zero.
 
         `seq_cp` and `seq_select` replace the source of the target by the source of the parent,
-        unless the range is empty. Within a stream, target and parent then share the source.
-        `seq_rm` removes the source only with the whole sequence. Shifts, `seq_pos_min` and
-        `seq_pos_max` ignore sources.
+        unless the range is empty. Within a stream, target and parent then share the source. A
+        removal (`seq_rm`) removes the source only with the whole sequence. Shifts, `seq_pos_min`
+        and `seq_pos_max` ignore sources.
 
         The arguments are those of `attention`, without slices for `value_dim`.
 

@@ -1,7 +1,7 @@
 """Hybrid cache: several caches that step together, each for some layers of a model.
 
-If one part refuses a batch, an edit or a ubatch, no part changes. Most methods of `HybridTable`
-call the same method of each part and combine the results (`_make_parts_method`).
+If a batch, an edit or a ubatch is not possible in one part, no part changes. Most methods of
+`HybridTable` call the same method of each part and combine the results (`_make_parts_method`).
 """
 
 from __future__ import annotations

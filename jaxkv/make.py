@@ -64,8 +64,9 @@ def make_cache(
         training.
       ubatch_size: largest ubatch that a cache with a window is sized for; larger plans are refused.
       max_rollback: with a window, the number of last tokens that can always be removed; default 32.
-        `max_rollback=cells` allows the removal of any number. With recurrent layers, E, the number
-        of earlier states to store; default 0. Each earlier state has the size of the current state.
+        With `max_rollback=cells`, any number of tokens can be removed. With recurrent layers, E,
+        the number of earlier states to store; default 0. Each earlier state has the size of the
+        current state.
       placement: order in which a ubatch gets free cells of attention layers, without effect on
         results.
 

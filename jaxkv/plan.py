@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Reason(IntEnum):
-    """Cause of a refusal for a sequence of a batch, or OK. `advice` is the error message."""
+    """Cause of a refusal for a sequence of a batch, or OK. The error message is in `advice`."""
 
     advice: str
 

@@ -134,8 +134,8 @@ class Rope:
 
         Pairs with more than `high_freq_factor` turns over the original context are unchanged. Pairs
         with fewer than `low_freq_factor` turns are divided by `factor`. Pairs between
-        `low_freq_factor` and `high_freq_factor` turns are interpolated. `original` is the number of
-        positions of the original context.
+        `low_freq_factor` and `high_freq_factor` turns are interpolated. The original context has
+        `original` positions.
 
         >>> plain = make_rope(4, base=1e8)
         >>> slowed = plain.llama3(

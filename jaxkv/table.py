@@ -49,7 +49,7 @@ class Admission(NamedTuple):
 
     fits: Whether each sequence fits; sequences with fewer tokens are admitted first.
     together: Like `fits`, but contiguous placement counts only the longest run of free cells.
-    num_remaining: Number of cells left in each sequence's stream after placing all that fit.
+    num_remaining: Cells left in each sequence's stream after placing the sequences that fit.
     """
 
     fits: Bool[Array, " Q"]
@@ -109,8 +109,8 @@ class MaintenancePlan(Partitioned):
 def assignable(method: Callable[..., R]) -> Callable[..., R]:
     """Allow a subclass to define a method by assigning a function.
 
-    Type checkers then compare only return types. `tests/cells/test_contract.py` compares the names
-    of the arguments.
+    Type checkers then compare only return types. A test, `tests/cells/test_contract.py`, compares
+    the names of the arguments.
     """
     return method
 
@@ -244,8 +244,8 @@ class CacheTable(Partitioned):
         """Return which streams have enough cells for sequences of given lengths in any order.
 
         The method runs on the CPU and reads only sizes. A cache with contiguous placement may need
-        a defrag first. `lengths` are the largest numbers of tokens of each sequence. `at_once` is
-        the largest number of tokens of a stream in one computation. `num_shared_cells` is the
+        a defrag first. The array `lengths` has the largest number of tokens of each sequence. At
+        most `at_once` tokens of a stream are computed at once. The array `num_shared_cells` is the
         present result of `num_cells_saved_by_sharing` on the CPU.
         """
 

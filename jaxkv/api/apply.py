@@ -64,9 +64,8 @@ def is_current(cache: Cache, plan: Ubatch | Plan | MaintenancePlan) -> Bool[Arra
     - The plan of an update becomes stale when the keys to rotate, or their angles, change.
     - The plan of a defrag becomes stale when the set of empty cells changes.
 
-    The plan of an update or a defrag covers all streams, and all parts of a hybrid cache.
-    `is_current` accepts the plans that `apply` accepts, and raises the errors of `apply` for other
-    plans.
+    The plan of an update or a defrag covers all streams, and all parts of a hybrid cache. The
+    accepted plans, and the errors for other plans, are those of `apply`.
 
     Examples:
       >>> cache = make_cache(

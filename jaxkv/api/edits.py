@@ -9,8 +9,8 @@
   part of the cache cannot make the edit, or if a sequence could not continue after its last token
   (`Cache.can_resume`).
 
-An edit of a stream makes all earlier ubatches for that stream stale. `is_current` lists the edits
-that make other plans stale.
+An edit of a stream makes all earlier ubatches for that stream stale. The docstring of `is_current`
+lists the edits that make other plans stale.
 """
 
 from __future__ import annotations
@@ -198,9 +198,9 @@ def seq_select(cache: Cache, parents: Ids, sequences: Ids, *, donate: bool = Fal
     """Replace each sequence by a copy of its parent, as in a step of beam search.
 
     All copies are made from the input cache. Within a stream, only the table changes. A copy from
-    another stream copies the buffers, as in `seq_cp`. `ok` is False if a stream has too few free
-    cells for the copies (only if 1 < S < Q). Cells of replaced sequences become free only after all
-    copies are made.
+    another stream copies the buffers, as in `seq_cp`. The flag `ok` is False if a stream has too
+    few free cells for the copies (only if 1 < S < Q). Cells of replaced sequences become free only
+    after all copies are made.
 
     Args:
       cache: any cache.
@@ -268,10 +268,12 @@ def seq_add(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, delta: Id) -> EditR
 
     `apply(cache, init_update(cache))` rotates all shifted keys at once. Until such an update, a
     batch that would attend to a shifted key is refused. A shared cell is shifted for all of its
-    owners. `Cache.can_seq_add` returns whether positions would stay unique in each sequence.
+    owners. The method `Cache.can_seq_add` returns whether positions would stay unique in each
+    sequence.
 
     `ok` is False if a position would reach 2**31 - 1, or if a recurrent state would get a negative
-    position. `ok` is also False if the next token of a sequence would attend to an evicted cell.
+    position. The flag `ok` is also False if the next token of a sequence would attend to an evicted
+    cell.
 
     Args:
       cache: any cache; attention layers need `rope=` in `CacheSpec.attention`.

@@ -42,8 +42,8 @@ def attend(
 ) -> tuple[Cache, Float[Array, "R T H Dv"]]:
     """Write keys and values of a ubatch into a layer, and attend to the visible cells.
 
-    A token attends to cells of its own sequences, within the window of the layer, at positions up
-    to the position of the token.
+    A token attends to cells of its sequences, within the window of the layer, at positions up to
+    the position of the token.
 
     Args:
       cache: the cache after `apply` of `ubatch`.
@@ -63,9 +63,9 @@ def attend(
         symmetric window. The output of a token is NaN if another ubatch of the plan has later
         tokens of the sequence; use a larger `ubatch_size`.
       visible_until: the highest position that each token attends to; default the position of the
-        token. `visible_until` may be traced, and may be before or after the token (images,
-        prefixes). The output of a token is NaN if the ubatch ends before `visible_until` of the
-        token. A window is measured from the position of the token, not from `visible_until`.
+        token. The position may be traced, and may be before or after the token (images, prefixes).
+        The output of a token is NaN if the ubatch ends before `visible_until` of the token. A
+        window is measured from the position of the token, not from `visible_until`.
       implementation: "tiles", "whole", "pallas", "xla" or "cudnn" (`jaxkv.ops.attention.dispatch`).
         None selects an implementation for the platform.
 
@@ -279,8 +279,9 @@ def write_states(
       layer: number of the layer, 0 to L - 1, static.
       ubatch: the computed tokens.
       states: by name, the states after each of the last E + 1 valid tokens of a row, oldest first.
-        `ubatch.state_write_steps(E + 1)` returns how many tokens of a row each state includes; a
-        state that includes no token is not written. If E is 0, an array `[R, ...]` is accepted too.
+        The method `ubatch.state_write_steps(E + 1)` returns how many tokens of a row each state
+        includes; a state that includes no token is not written. If E is 0, an array `[R, ...]` is
+        accepted too.
 
     Raises:
       ValueError: If names or shapes are not those of the cache, or as for `read_states`.

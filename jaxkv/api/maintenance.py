@@ -47,9 +47,9 @@ def defrag_plan(cache: Cache, *, max_moves: int | None = None) -> MaintenancePla
     """Plan the moves that bring all used cells to the front of their stream.
 
     In tiled placement, whole tiles are moved, and free cells inside a tile stay reserved for the
-    sequence of the tile. `apply` carries out the plan. `pending` is the number of cells to move.
-    For attention, `source`, `destination` and `length` describe the runs of cells to move, the last
-    run first. A stale plan has no effect (`is_current`).
+    sequence of the tile. The result is a plan for `apply`, with the number of cells to move in
+    `pending`. For attention, `source`, `destination` and `length` describe the runs of cells to
+    move, the last run first. A stale plan has no effect (`is_current`).
 
     `max_moves` limits the number of runs to move in each stream; None means no limit. The last tile
     in tiled placement is always moved completely. Repeated calls end in the same order of cells for
@@ -134,9 +134,9 @@ _plan_defrag = jit_method(CacheTable.plan_defrag, static_argnames="max_moves")
 def rewind(cache: Cache, *, to: CacheTable) -> EditResult:
     """Restore an earlier table with the buffers of a later cache, to undo later steps.
 
-    The restored cache equals the earlier cache exactly. `ok` is False if a ubatch, a copy between
-    streams, a defrag or an update overwrote or rotated a cell of the earlier table. If `ok` is
-    False, the later cache is returned. Plans that were made after the earlier table are stale.
+    The restored cache equals the earlier cache exactly. The flag `ok` is False if a ubatch, a copy
+    between streams, a defrag or an update overwrote or rotated a cell of the earlier table. If `ok`
+    is False, the later cache is returned. Plans that were made after the earlier table are stale.
 
     Cells are compared by the hashes of their tokens. Model parameters are not compared: a cell that
     was rewritten with the same tokens counts as unchanged.
