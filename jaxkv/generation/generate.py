@@ -177,7 +177,7 @@ def _check_prompts(prompts: Prompts) -> list[Int32[np.ndarray, " n"]]:
 def _report_tokens(
     out: DecodeResult, on_tokens: Callable[[int, list[int]], object] | None
 ) -> dict[str, Any]:
-    """Call `on_tokens` for sequences with new tokens; return the fields to join."""
+    """Call `on_tokens` for sequences with new tokens; return the fields in `ROWS` and `COUNTS`."""
     if on_tokens is not None:
         for text, tokens in enumerate(out.lists()):
             if tokens:

@@ -35,8 +35,8 @@ class PrefillResult(NamedTuple):
 class DecodeResult(NamedTuple):
     """Result of generating n tokens for each of T sequences.
 
-    Returned by `generate`, `init_decode`, `decode` and `speculate`. The last four fields are None
-    without a drafter.
+    Returned by `generate`, `init_decode`, `decode` and `speculate`. Without a drafter, the last
+    four fields are None.
 
     cache: The cache after the call.
     state: State of each sequence, to continue with `decode` or `speculate`.

@@ -59,7 +59,7 @@ class EnginePrefixes:
 
     @property
     def cache_and_store(self) -> tuple[Cache, PrefixStore | None]:
-        """Cache and store, an argument of `rewind` until a buffer is copied or written."""
+        """Cache and store for `rewind`, valid until a buffer is copied or written."""
         return self._runner.cache, self.store
 
     def rewind(self, past: tuple[Cache, PrefixStore | None]) -> None:
@@ -113,7 +113,7 @@ class EnginePrefixes:
         return prompt is not None and prompt.sequence // self._sharing == sequence // self._sharing
 
     def fork_prefix(self, match: PrefixMatch, sequence: int) -> PrefixHit:
-        """Fork a match into a sequence; return the hit, with length 0 if the match does not fit."""
+        """Fork a matched prefix into a sequence; the length is 0 if there are too few cells."""
         if self.store is None or match.prompt is None:
             return match.hit
         self._runner.cache, self.store, hit = self.store.fork_match(

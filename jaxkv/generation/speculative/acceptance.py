@@ -78,12 +78,12 @@ def verify_branches(
     PyTree,
     Int32[Array, " T"],
 ]:
-    """Verify k branches of n draft tokens, and follow a branch that contains the sampled tokens.
+    """Verify k branches of n draft tokens, and select the branch with the sampled tokens.
 
     If branches were not drawn, the samples equal those of `decode`. Drawn branches are tested in
-    order, see `_find_first_accepted`. The float32 logits `[T, 1 + k * n, V]` are of the last token,
-    then of each branch; logits of tokens in an earlier branch are not read. Returns the results of
-    `verify_draft` and the index of the followed branch.
+    order, see `_find_first_accepted`. The float32 logits `[T, 1 + k * n, V]` are of the last
+    sampled token, then of each branch; logits of tokens in an earlier branch are not read. Returns
+    the results of `verify_draft` and the index of the selected branch.
     """
     length = draft.tokens.shape[2]
     pad = [(0, 0), (0, 0), (0, 1)]

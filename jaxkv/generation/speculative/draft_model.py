@@ -52,8 +52,8 @@ def draft_model(
     Raises:
       ValueError: If `batch_size`, `num_draft_tokens` or `num_branches` is below 1.
       ValueError: If the cache stores too few recurrent states, or was donated.
-      ValueError: If there are several branches, and the cache has recurrent states, fewer than
-        `T * k` sequences, or a stream for each sequence.
+      ValueError: With several branches, if the cache has recurrent states, fewer than `T * k`
+        sequences, or a stream for each sequence.
       TypeError: If `forward` is not a function.
 
     Examples:

@@ -67,7 +67,7 @@ class Drafter(ABC):
         active: Bool[Array, " T"],
         at: Int32[Array, " T"],
     ) -> tuple[Self, DraftTokens]:
-        """Draft tokens after the last token of each sequence.
+        """Draft tokens after the last sampled token of each sequence.
 
         Args:
           sampler: Sampler that adjusts the logits of both the draft model and the verifying model.
@@ -89,7 +89,8 @@ class Drafter(ABC):
         Args:
           sequences: Ids of the sequences.
           at: Position of `fed[:, 0]`.
-          fed: The last token of each sequence, then n draft tokens of the followed branch.
+          fed: The last sampled token of each sequence, then the n draft tokens of the selected
+            branch.
           num_cached: Number of tokens of `fed` in the cache now; 0 for a sequence that ended.
         """
 

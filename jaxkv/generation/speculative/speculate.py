@@ -137,8 +137,8 @@ def speculate(
     Raises:
       ValueError: In the cases of `decode`, or if the cache stores too few states to roll back a
         draft.
-      ValueError: If there are several branches, and the cache has recurrent states, too few
-        sequences for all branches, or a stream for each sequence.
+      ValueError: With several branches, if the cache has recurrent states, fewer sequences than
+        branches, or a stream for each sequence.
       ValueError: If the drafter is for another number of sequences or another vocabulary.
       ValueError: If the cache of the drafter was donated, or has another number of sequences.
       TypeError: If `drafter`, `sampler` or `state` has the wrong type.

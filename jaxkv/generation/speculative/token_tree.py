@@ -1,4 +1,4 @@
-"""Trees of draft tokens: k branches of n tokens after the last token, in one ubatch.
+"""Trees of draft tokens: k branches of n tokens after the last sampled token, in one ubatch.
 
 During a step, each branch is a sequence: the drafted sequence itself, or an empty sequence of the
 same stream. Tokens that branches share are computed once and belong to all these branches. After
@@ -105,11 +105,11 @@ def plan_tree(
     active: Bool[Array, " T"],
     sequences: Int32[Array, "T k"],
 ) -> Plan:
-    """Plan the last token of each active sequence, and the branches after it, in one ubatch.
+    """Plan the last sampled token and the branches of each active sequence, in one ubatch.
 
     Requires a `table` with forked branches, ascending `sequences` with Q for a missing branch, and
-    no valid draft tokens in missing branches. The outputs, `[T, 1 + k * n]`, are of the last token,
-    then of each branch; outputs of tokens in an earlier branch are undefined.
+    no valid draft tokens in missing branches. The outputs, `[T, 1 + k * n]`, are of the last
+    sampled token, then of each branch; outputs of tokens in an earlier branch are undefined.
     """
     texts, branches, length = draft.tokens.shape
     nodes = find_tree_nodes(draft)
@@ -140,7 +140,7 @@ def _lay_out_trees(
 ) -> Int32[Array, "rows columns"]:
     """Return token indices in one row, or in a row for each branch, padded with NO_SLOT.
 
-    The row of the first branch starts with the last token.
+    The row of the first branch starts with the last sampled token.
     """
     index = jnp.arange(texts * (1 + num_branches * length), dtype=jnp.int32)
     if not spec.single_sequence_rows:

@@ -87,7 +87,7 @@ def _resumable_in_block(
     start: Int32[Array, ""],
     before: UInt32[Array, ""],
 ) -> tuple[Bool[Array, " block"], Bool[Array, " block"], Bool[Array, " block"], UInt32[Array, ""]]:
-    """Return at which positions of a block a sequence can be resumed, as three masks.
+    """Return three masks of the positions of a block at which a sequence can be resumed.
 
     The masks are True where `can_resume` is True, where all earlier tokens are present, and where
     no other token is present. The block starts at position `start`, and `before` is the sum of the

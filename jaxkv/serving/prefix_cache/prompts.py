@@ -54,7 +54,7 @@ class CachedPrompt:
 
 
 class PrefixMatch(NamedTuple):
-    """The stored prompt with the longest resumable prefix (None if there is none), and the hit."""
+    """The stored prompt with the longest resumable prefix, or None, and the prefix length."""
 
     prompt: CachedPrompt | None
     hit: PrefixHit

@@ -315,7 +315,7 @@ class PrefixStore:
         return cache
 
     def longest_match(self, cache: Cache, tokens: Int32[np.ndarray, " n"], seq: int) -> PrefixMatch:
-        """Return the stored prompt with the longest resumable prefix of `tokens`, and the hit."""
+        """Return the stored prompt with the longest resumable prefix of `tokens`."""
         sequences = self._sequences_in_stream(seq)
         agreeing = [
             (common_prefix_length(prompt.tokens, tokens[:-1]), prompt)
@@ -382,7 +382,7 @@ class PrefixStore:
         )
 
     def _sequences_in_stream(self, seq: int) -> tuple[int, ...]:
-        """Return the store's sequences in the stream of `seq`; all sequences if there are none."""
+        """Return the store's sequences in the stream of `seq`, or all of them if it has none."""
         per_stream = self._spec.sequences_per_stream
         near = tuple(
             own_seq for own_seq in self.sequences if own_seq // per_stream == seq // per_stream
@@ -441,7 +441,7 @@ class PrefixStore:
 
 
 class PrefixResult(NamedTuple):
-    """Result of `PrefixStore.fork` and `PrefixStore.store`: the next cache and store, and the hit.
+    """Result of `PrefixStore.fork` and `PrefixStore.store`: the next cache and store.
 
     hit: Number of tokens that were forked or stored, and why not more.
     """
