@@ -89,7 +89,7 @@ def init_decode(
       ValueError: If shapes differ, or `sampler` or `prompts` is for another number of sequences.
       ValueError: If a concrete token or limit is below 0.
       ValueError: If a concrete sequence id is repeated or not in the cache.
-      TypeError: If tokens, ids or limits are not integers, or `sampler` is not a sampler.
+      TypeError: If tokens, ids, limits or seeds are not integers, or `sampler` is not a sampler.
 
     Examples:
       Sequence 1 is a fork of sequence 0, and 2 is the stop token:

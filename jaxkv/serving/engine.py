@@ -48,7 +48,7 @@ class Engine:
     If `forward` raises during tracing, the engine is unchanged. An error or interrupt after tracing
     loses the cache, and methods that need the cache then raise a RuntimeError. After a loss of the
     cache, `results` first yields finished results, and `tokens_of` still returns the tokens of
-    unfinished requests.
+    unfinished requests, for a new engine.
 
     Args:
       forward: See `prefill`.
