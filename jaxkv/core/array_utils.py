@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def out_of_range_slots(slots: Shaped[Array, "*n"]) -> Int32[Array, "*n"]:
-    """Return distinct slots past the last cell, which writes with mode="drop" skip."""
+    """Return distinct slots past the last cell; writes with mode="drop" skip such slots."""
     return MAX_CELLS + jnp.arange(slots.size, dtype=jnp.int32).reshape(slots.shape)
 
 
@@ -47,7 +47,7 @@ def divmod_nonnegative(
 ) -> tuple[Int[Array, "*n"], Int[Array, "*n"]]:
     """Return quotients and remainders of integers that are not negative.
 
-    `//` and `%` also handle signs, with ten extra instructions each in every program.
+    `//` and `%` also handle signs, which adds ten instructions each to every program.
 
     >>> divmod_nonnegative(jnp.int32(7), 3)
     (Array(2, dtype=int32), Array(1, dtype=int32))

@@ -12,12 +12,13 @@ _kept: dict[tuple, tuple[list[weakref.ref], object]] = {}
 
 
 def cached_program(build: Callable[..., P], *functions: Callable) -> P:
-    """Return the program for these functions from a weak cache; build the program if absent.
+    """Return the program for some functions from a weak cache; build the program if absent.
 
-    A callable is found if it is the same object; a bound method, if its function and object are the
-    same. `build` takes a getter for each function, because a strong reference from the program
-    would keep a function alive. The caller must keep the functions alive while the program runs.
-    Raises a TypeError if a function is not callable, or does not support weak references.
+    Bound methods are equal if their functions and objects are identical. Callables that are not
+    bound methods are equal only if they are identical. `build` takes a getter for each function,
+    because a strong reference from the program would keep a function alive. The caller must keep
+    the functions alive while the program runs. Raises a TypeError if a function is not callable, or
+    does not support weak references.
     """
     for function in functions:
         if not callable(function):

@@ -6,7 +6,7 @@ EMPTY = -1
 """Position of an empty cell, and last position of an empty sequence."""
 
 END = np.iinfo(np.int32).max
-"""One past the largest position, and the end of a range of positions without an end."""
+"""One past the largest position; also the end of a range of positions without `stop`."""
 
 NO_SLOT = np.iinfo(np.int32).max
 """Batch index of padding in a row."""

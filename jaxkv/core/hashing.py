@@ -1,6 +1,6 @@
 """Hashes of cells and streams.
 
-The hash of a cell depends on its token and on all preceding tokens, as its keys and values do.
+The hash of a cell depends on its token and on all preceding tokens, like the key and the value.
 Plans that write different tokens to a cell produce different hashes, and overwriting a cell changes
 its hash. Different contents have equal hashes with a probability of 2**-32.
 """
@@ -28,7 +28,7 @@ def chain_hashes(*fields: jax.Array) -> jax.Array:
 
 
 def hash_overwritten_cells(old: jax.Array, new: jax.Array) -> jax.Array:
-    """Return the new hashes of cells with hashes `old` after a copy of cells with hashes `new`."""
+    """Return the hashes of cells with hashes `old` after copies with hashes `new` are written."""
     return mix(old + mix(new + 1))
 
 

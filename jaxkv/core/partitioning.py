@@ -1,6 +1,6 @@
-"""Sharding rules of caches on the current mesh (`jax.set_mesh`), and functions of a shard.
+"""Sharding rules of caches on the current mesh, and functions that run on each device's shard.
 
-A cache without sharding rules does not use a mesh.
+The mesh is set by `jax.set_mesh`. A cache without sharding rules does not use a mesh.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ WHOLE = AxisPartition()
 
 
 def make_axis_partition(sharding_rules: ShardingRules | None, **sizes: int) -> AxisPartition:
-    """Return how the current mesh splits dimensions of these sizes; see `ShardingRules.split`."""
+    """Return how the current mesh splits dimensions of the given sizes; see `ShardingRules.split`."""
     mesh = _require_mesh(sharding_rules)
     return (
         WHOLE
@@ -257,7 +257,7 @@ def gather_sharded(
 
 
 def broadcast_from_owner(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Return the values of the only device along `axes` with nonzero values, on all devices."""
+    """Return on all devices the values of the only device along `axes` with nonzero values."""
     # Bits are summed instead of floats, since -0.0 + 0.0 is 0.0.
     if not axes:
         return x
@@ -272,7 +272,7 @@ def broadcast_from_owner(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def current_mesh(sharding_rules: ShardingRules | None) -> AbstractMesh | None:
-    """Return the current mesh if caches with these rules are split on this mesh; otherwise None."""
+    """Return the current mesh if it splits caches with `sharding_rules`; otherwise None."""
     mesh = jax.sharding.get_abstract_mesh()
     # Inside of a caller's shard_map the cache is a share already.
     return (

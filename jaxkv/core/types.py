@@ -1,4 +1,4 @@
-"""Types for annotations, for type checkers and tests only. For letters see `jaxkv`."""
+"""Types for annotations, for type checkers and tests only. For letters of shapes see `jaxkv`."""
 
 from collections.abc import Sequence
 

@@ -48,7 +48,7 @@ def mark_used(
 ) -> C:
     """Store the tokens of the table `arriving` in the cells `slots`; skip slots past the last cell.
 
-    `is_incomplete` is True for layers that lack the keys and values of some of these tokens.
+    `is_incomplete` is True for layers that lack the keys and values of some tokens in `arriving`.
     """
     gets = jnp.any(slots < cells.num_cells, axis=1)[:, None]
     marks = advance_history_fields(cells.history, is_incomplete | is_layer_incomplete(cells))

@@ -90,7 +90,7 @@ class Buffers:
         return jax.tree.map(lambda x: make_layer_view(x, number, self.layers), halves)
 
     def with_layer(self, number: int | jax.Array, k: Stored, v: Values) -> Buffers:
-        """Return the buffers with `k` and `v`, in the form that `layer` returns, as a layer."""
+        """Replace the keys and values of a layer by `k` and `v`, in the form of `Buffers.layer`."""
         if self.stacked:
             k, v = map_arrays(lambda x: x.all, (k, v))
             return replace(self, k=(k,), v=(v,))
@@ -102,11 +102,11 @@ class Buffers:
 
 
 Halves = tuple[tuple[object, ...], tuple[object, ...]]
-"""A tuple for the arrays of keys and one for the arrays of values: an `AxisPartition` each."""
+"""Two tuples, for keys and for values, with an `AxisPartition` for each array."""
 
 
 def shardable_sizes(array: Stored, depth: int = 1) -> dict[str, int]:
-    """Return the sizes of an array of `depth` layers that a mesh may split, by sharding rule."""
+    """Return the sizes that a mesh may split in an array of `depth` layers, by sharding rule."""
     streams, kv_heads, cells, _ = array.shape
     return {"streams": streams // depth, "kv_heads": kv_heads, "cells": cells}
 
@@ -212,7 +212,7 @@ def write_cells(
     slots: Int[Array, "*#n"],
     new: Float[Array, "*#n K D"],
 ) -> Stored:
-    """Write keys or values into cells with `scatter`, quantised if `stored` is."""
+    """Write keys or values into cells with `scatter`, after quantising for a quantised array."""
 
     def scatter_array(array: Cached, new: jax.Array) -> Cached:
         return scatter(array, streams, slots, new)
@@ -341,7 +341,7 @@ def copy_cell_run(
 
 
 def _replace_array(array: A, new: PyTree) -> A:
-    """Return `new`, in a `LayerView` if `array` is one; `new` then contains all layers."""
+    """Return `new` in the form of `array`: an array, or a `LayerView` with all layers in `new`."""
     if isinstance(array, LayerView):
         return replace(array, all=new)
     return new
@@ -380,7 +380,7 @@ def _scatter_by_index(array: A, streams: jax.Array, slots: jax.Array, new: jax.A
 
 
 def _scatter_by_select(array: A, streams: jax.Array, slots: jax.Array, new: jax.Array) -> A:
-    """Implement `scatter` with one pass over all cells; for a `LayerView`, of all layers."""
+    """Implement `scatter` with one pass over all cells; for a `LayerView`, over all layers too."""
     cells, count = (array.shape[0], array.shape[2]), slots.size
     turn = jnp.arange(count, dtype=jnp.int32).reshape(slots.shape)
     turns = jnp.full(cells, count, jnp.int32)

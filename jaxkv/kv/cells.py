@@ -1,6 +1,6 @@
 """Table of an attention cache: position, owners and pending shift of each cell.
 
-An edit uses only the table, so its cost is independent of the model's size.
+The cost of an edit is independent of the model's size, since an edit uses only the table.
 
 A range of positions is `start` to `stop` - 1, both `[]` int32. A negative `start` means 0, a
 negative `stop` means no end, and a `stop` of 0 is an empty range. A sequence id is `[]` int32; an
@@ -33,7 +33,7 @@ WORD = 32
 """Number of sequences in one word of `owners`."""
 
 BLOCK = 128
-"""Number of cells that a CPU can compare with the 32 sequences of a word in registers."""
+"""Number of cells whose comparison with 32 sequences fits into a CPU's registers."""
 
 Placement = Literal["any", "contiguous", "striped", "tiled"]
 """The cells that a ubatch gets: the lowest, one contiguous run, alternating stripes, or tiles."""
@@ -50,10 +50,10 @@ class Cells:
     owners: Bit mask of the sequences that own each cell, in words of 32 sequences.
     shift: Present position of each cell minus the position that the cell's key was rotated for.
     evicted_below: One past the highest evicted position of each sequence.
-    cell_hash: Hash of the keys and values of each cell, see `jaxkv.core.hashing`. The hash shows
+    cell_hash: Hash of the keys and values of each cell, see `jaxkv.core.hashing`. `cell_hash` shows
       whether a cell was overwritten since an earlier table.
-    content: Hash of each cell's token and of the position at which its key was computed. Copies and
-      moves of the cell preserve this hash.
+    content: Hash of each cell's token and of the position at which the key was computed. Copies and
+      moves of a cell preserve `content`.
     history: Hash of all writes to a stream, before and after the last ubatch; both hashes are equal
       after a copy or a loaded snapshot.
     written: Hash of the writes that each layer has; not equal to `history[:, 1]` if the layer lacks
@@ -126,7 +126,7 @@ def empty_fields(*, layers: int, cells: int, sequences: int, streams: int) -> di
 def locate_owner_bit(
     cells: Cells, seq: Int[Array, "*n"]
 ) -> tuple[Int[Array, "*n"], Int[Array, "*n"], UInt32[Array, "*n"]]:
-    """Return the stream, word and bit of a sequence id in `owners`; arbitrary outside `[0, Q)`."""
+    """Return the stream, word and bit in `owners` of an id; arbitrary for an invalid id."""
     stream, local = divmod_nonnegative(seq, cells.sequences_per_stream)
     word, bit = divmod_nonnegative(local, WORD)
     return stream, word, bit.astype(jnp.uint32)
@@ -218,8 +218,8 @@ def num_cells_saved_by_sharing(cells: Cells) -> Int32[Array, " S"]:
 def seq_rm(cells: C, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]) -> C:
     """Remove `seq` (all sequences if -1) from the owners of cells with positions in a range.
 
-    A cell without owners becomes empty. If the range contains position `evicted_below - 1`, or ends
-    later, `evicted_below` becomes at most `start`.
+    A cell without owners becomes empty. If the range ends at or after `evicted_below`,
+    `evicted_below` becomes at most `start`.
     """
     seq_bits = jnp.where(seq == -1, ~jnp.uint32(0), sequence_bits(cells, seq))
     gone = seq_bits[..., None] & to_word_mask(is_in_range(cells, start, stop))
@@ -262,7 +262,7 @@ def eviction_mark_of_copy(
 
 
 def seq_select(cells: C, parents: Int32[Array, " n"], targets: Int32[Array, " n"]) -> C:
-    """Replace the cells of all `targets` at once by those of their `parents`, in one stream."""
+    """Replace the cells of all `targets` at once by the cells of `parents`, in one stream."""
     # Targets are distinct; a target of Q or more is skipped.
 
     def add_owner(i: jax.Array, owners: jax.Array) -> jax.Array:
@@ -317,7 +317,8 @@ def sequences_owning_cells(cells: Cells, where: Bool[Array, "S N"]) -> Bool[Arra
 def owns_same_cells(cells: Cells, partner: Int32[Array, " Q"]) -> Bool[Array, " Q"]:
     """Return whether each sequence owns exactly the cells of its partner.
 
-    `partner` is the index of each partner within the stream; True for a sequence's own index.
+    `partner` is the index of each partner within the stream. A sequence that is its own partner is
+    not compared.
     """
     partner = partner.reshape(cells.streams, cells.sequences_per_stream)
     local_ids = jnp.arange(cells.sequences_per_stream, dtype=jnp.int32)[None]
@@ -337,10 +338,10 @@ def owns_same_cells(cells: Cells, partner: Int32[Array, " Q"]) -> Bool[Array, " 
 
 
 def stream_hash(cells: Cells) -> UInt32[Array, " S"]:
-    """Return a hash of each stream: of all fields of its cells, and with a window `evicted_below`.
+    """Return a hash of each stream: of position, owners, shift and hash of all cells.
 
-    Undoing an edit restores the hash. Without a window the hash is a sum over cells, so an update
-    needs only the changed cells.
+    With a window, the hash includes `evicted_below`. Undoing an edit restores the hash. Without a
+    window the hash is a sum over cells, so an update needs only the changed cells.
     """
     index = jnp.broadcast_to(jnp.arange(cells.num_cells), cells.position.shape)
     owners = jnp.moveaxis(cells.owners, 1, -1)
@@ -367,9 +368,9 @@ def hash_cells(
 
 
 def rewind(cells: C, old: C) -> tuple[C, Bool[Array, ""]]:
-    """Return the table `old` with `cell_hash` and `written` updated to the present table.
+    """Return the table `old` with `cell_hash` and `written` updated by later writes.
 
-    Also return whether all used cells of `old` still contain the same keys and values.
+    The returned flag is whether all used cells of `old` still contain the same keys and values.
     """
     ok = jnp.all((cells.cell_hash == old.cell_hash) | is_cell_empty(old))
     before, after, past = cells.history[:, :1], cells.history[:, 1:], old.history[:, 1:]
@@ -387,7 +388,7 @@ def rewind(cells: C, old: C) -> tuple[C, Bool[Array, ""]]:
 
 
 def is_layer_incomplete(cells: Cells) -> jax.Array:
-    """Return whether each layer lacks tokens of each stream, `[S, L]` bool; also for NumPy."""
+    """Return which layers lack tokens of each stream, `[S, L]` bool; NumPy arrays work too."""
     return (cells.written != cells.history[:, 1:]) & ~is_cell_empty(cells).all(
         axis=1, keepdims=True
     )
@@ -396,7 +397,7 @@ def is_layer_incomplete(cells: Cells) -> jax.Array:
 def advance_history_fields(
     history: UInt32[Array, "S 2"], is_incomplete: Bool[Array, "S L"]
 ) -> dict[str, UInt32[Array, "S _"]]:
-    """Return `history` and `written` after a copy; layers in `is_incomplete` lack tokens."""
+    """Return `history` and `written` after a copy; layers `is_incomplete` lack copied tokens."""
     # The sum makes the mark differ from 0 after two zeros.
     mark = chain_hashes(history[:, 0], history[:, 1] + 1)[:, None]
     return {

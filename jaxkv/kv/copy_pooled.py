@@ -1,7 +1,7 @@
 """Copies between streams of several sequences each, into free cells.
 
-The cells of the targets are freed first. Cells to copy are never overwritten, even if they lose all
-owners. Copies can therefore run in chunks, and sequences can be swapped.
+A copy first frees the cells of its targets. Cells to copy are never overwritten, even if they lose
+all owners. Copies can therefore run in chunks, and sequences can be swapped.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ def _queue_copies(
     index = jnp.arange(cells.num_cells, dtype=jnp.int32)
 
     def queue_parent_cells(i: jax.Array, queue: tuple[C, jax.Array, jax.Array]) -> tuple:
-        """Append the cells of parent i to the copies into the stream of target i."""
+        """Add the cells of parent i to the list of copies into the stream of target i."""
         arriving, origin, num_copied = queue
         line = [cells.position, cells.owners, cells.shift, cells.cell_hash, cells.content]
         line = [gather_sharded(field, axes, theirs[i]) for field in line]

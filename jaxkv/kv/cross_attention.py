@@ -1,7 +1,7 @@
 """Cache of encoder sources, for cross-attention.
 
-A source is written once and then only read. Cells of a source have positions from 0, which no edit
-changes. Copying or removing a sequence copies or removes its source.
+A source is written once and then only read. The cells of a source have positions from 0, and no
+edit changes these positions. Copying or removing a sequence copies or removes its source.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class CrossAttentionTable(CellTable):
 
     Decoder tokens use no cells, and attend to all cells of their sequence.
 
-    of_sources: True, static. JAX does not compare types of dataclasses: without this field,
-      programs compiled for a `CellTable` could be reused.
+    of_sources: True, static. Prevents the reuse of programs compiled for a `CellTable`, since JAX
+      does not compare types of dataclasses.
     """
 
     of_sources: bool = field(default=True, metadata={"static": True})
@@ -84,7 +84,7 @@ class CrossAttentionTable(CellTable):
     def seq_rm(
         self, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]
     ) -> tuple[CellTable, Bool[Array, ""]]:
-        """Remove the source of a sequence if `start` <= 0 and `stop` < 0; otherwise keep it."""
+        """Remove the source of a sequence if `start` <= 0 and `stop` < 0; otherwise do nothing."""
         return super().seq_rm(seq, start, jnp.where((start <= 0) & (stop < 0), -1, 0))
 
     def seq_cp(
@@ -105,7 +105,7 @@ class CrossAttentionTable(CellTable):
         start: Int32[Array, ""],
         stop: Int32[Array, ""],
     ) -> tuple[Bool[Array, ""], Int32[Array, " m"]]:
-        """Return whether the copy is possible, and -1 as the last position of each target."""
+        """Return whether a copy is possible, and -1 as the last position of each target."""
         ok = self.can_seq_select(*self._parents_of_copy(src, dst, start, stop))
         return ok, jnp.full(jnp.atleast_1d(dst).shape, EMPTY)
 

@@ -37,7 +37,7 @@ class DefragPlan(MaintenancePlan):
     destination: Cell that the first cell of each run moves to.
     length: Number of cells of each run; 0 for entries after the last run.
     count: Number of runs of each stream.
-    free: Which cells were empty when the plan was made. The plan has no effect on a table with
+    free: Whether each cell was empty when the plan was made. The plan has no effect on a table with
       other empty cells.
     spec: Spec of the table when the plan was made, static.
     """
@@ -129,7 +129,7 @@ def _plan_stream_moves(
 
 
 def _find_tile_moves(is_used: jax.Array, tile: int) -> tuple[jax.Array, jax.Array]:
-    """Return which cells are sources, and which destinations, of moves of tiles; `[N]` bool."""
+    """Return the sources and the destinations of moves of whole tiles, `[N]` bool each."""
     cells = is_used.reshape(-1, tile)
     has_used, rank = jnp.any(cells, axis=1), jnp.arange(len(cells))
     used = jnp.sum(has_used)

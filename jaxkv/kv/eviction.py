@@ -86,7 +86,7 @@ def _local_ids_owning(cells: Cells, where: jax.Array) -> jax.Array:
 
 
 def _positions_by_local_id(cells: Cells, local: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return positions, `[S, N]`, and owner bit, `[W]`, of the `local`-th sequence of streams."""
+    """Return the positions and the owner bit of the sequence with index `local` in each stream."""
     word, bit = divmod_nonnegative(local, WORD)
     owners = jax.lax.dynamic_index_in_dim(cells.owners, word, axis=1, keepdims=False)
     bit = jnp.uint32(1) << bit.astype(jnp.uint32)
@@ -97,7 +97,7 @@ def _positions_by_local_id(cells: Cells, local: jax.Array) -> tuple[jax.Array, j
 def can_resume(cells: Cells, seq: Int32[Array, ""], pos: Int32[Array, ""]) -> Bool[Array, ""]:
     """Return whether a sequence that is cut at `pos` can continue at `pos`.
 
-    No position in the window of the next token may be evicted. An empty sequence can continue at
+    The window of the next token must contain no evicted position. An empty sequence can continue at
     any position.
     """
     positions, mark = sequence_positions(cells, seq), cells.evicted_below[seq]
@@ -113,8 +113,8 @@ def accept_edit(cells: C, edited: C, tip: Int32[Array, " Q"]) -> tuple[C, Bool[A
     """Return `edited` and True if every sequence can continue afterwards, else `cells` and False.
 
     A sequence can continue if its next token attends to no evicted position. The position of the
-    next token must be certain: one past a present token, or one past the last evicted token. `tip`
-    is the position after the edit of each sequence's evicted token `evicted_below - 1`.
+    next token must be certain: one past a present token, or one past the last evicted token. After
+    the edit, `tip` is the position of the token that was at `evicted_below - 1`.
     """
     if cells.window is None:
         return edited, jnp.array(True)

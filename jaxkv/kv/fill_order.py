@@ -1,9 +1,9 @@
 """Order in which the empty cells of a stream are taken: by index, or in stripes.
 
-If a mesh splits cells, each device stores a contiguous part of each stream. By index, a short
-sequence would be on the first device only. Striped placement alternates between the devices, a
-stripe of at most 64 contiguous cells at a time. The rank of a cell is its place in this order, from
-0.
+If a mesh splits cells, each device stores a contiguous part of each stream. If cells were taken by
+index, a short sequence would be on the first device only. Striped placement alternates between the
+devices, with a stripe of at most 64 contiguous cells at a time. The rank of a cell is its place in
+the order in which cells are taken, from 0.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ def _check_kv(
 def _check_visible_until(
     visible_until: Tokens | None, ubatch: Ubatch, causal: bool
 ) -> jax.Array | None:
-    """Return `visible_until` as an int32 array `[R, T]` or None; raise if it is invalid."""
+    """Check `visible_until`, and return an int32 array `[R, T]` or None."""
     if not isinstance(causal, bool | np.bool_):
         raise TypeError(
             f"expected causal as True or False, known while tracing, got {causal!r}; pass a "

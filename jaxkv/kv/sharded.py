@@ -1,6 +1,7 @@
 """Maps over streams and rows of a table, in which each device processes its own streams.
 
-Without these maps, the compiler gathers the whole table on every device to look up a traced stream.
+Without maps over devices, the compiler gathers the whole table on every device to look up a traced
+stream.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def map_streams(cells: Cells, work: Callable[..., W], *args: PyTree) -> W:
 
 
 def map_streams_gather(cells: Cells, work: Callable[..., T], *args: jax.Array) -> T:
-    """Call `work` with the streams of each device; all-gather int32 or bool results at once."""
+    """Call `work` with the streams of each device; gather the results with one collective."""
     axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
 
     def gather_on_shard(*args: PyTree) -> T:
@@ -53,8 +54,8 @@ def compare_last_tokens(
 ) -> tuple[UInt32[Array, " T"], Bool[Array, " T"]]:
     """Return `content` of the last cell of each sequence in `sequences`; 0 for an empty sequence.
 
-    Also return whether a cell at the last position has the hash in `contents`; `seq_div` may
-    produce two such cells.
+    The second result is whether a cell at the last position has the hash in `contents`. `seq_div`
+    may produce two cells at the last position.
     """
     axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
     does = is_sequence(cells, sequences)
@@ -86,8 +87,8 @@ def map_rows(
     """Call `work` with the streams of each device and the rows of a ubatch in these streams.
 
     `work` also gets the axes that split rows, and the axes along which padding differs. Rows in the
-    order of sequences are split. Otherwise each device gets all rows, and rows of other devices'
-    streams are padding.
+    order of sequences are split by stream. If rows are not in the order of sequences, each device
+    gets all rows, and rows of other devices' streams are padding.
     """
     axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
     rows = row_mesh_axes(ubatch, axes)

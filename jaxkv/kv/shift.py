@@ -87,8 +87,10 @@ def seq_add(
 
     A cell with a negative new position is freed. If a position would reach END, or an owner could
     not continue (see `eviction.accept_edit`), the table is unchanged and the returned flag is
-    False. `gap` is the lowest position from which no token, present or evicted, precedes the range;
-    None if unknown.
+    False.
+
+    The argument `gap` is the lowest position from which no token, present or evicted, precedes the
+    range.
     """
     moves = sequence_cells_in_range(cells, seq, start, stop)
     evicted = _highest_evicted(cells, seq, start, stop)
@@ -170,7 +172,7 @@ def _in_bounds(
 def _highest_evicted(
     cells: Cells, seq: jax.Array, start: jax.Array, stop: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the highest evicted position below `stop`, and whether it is moved, `[Q]`."""
+    """Return the highest evicted position below `stop`, and whether the edit moves it, `[Q]`."""
     # The evicted cell may have been shared, so it is moved for all sequences of the stream.
     highest = jnp.minimum(cells.evicted_below, resolve_range_end(stop)) - 1
     (stream, *_), (own_stream, *_) = (

@@ -119,7 +119,7 @@ def can_allocate(
     at_once: int,
     num_shared_cells: Int[np.ndarray, " S"],
 ) -> Bool[np.ndarray, " S"]:
-    """Return which streams have enough cells for sequences of `lengths` tokens, on the CPU."""
+    """Return on the CPU which streams have enough cells for sequences of `lengths` tokens."""
     # With a window, a stream needs at most the cells that the next token of each sequence attends
     # to, and `at_once` cells.
     lengths = np.asarray(lengths, np.int64).reshape(cells.streams, -1)
@@ -134,9 +134,9 @@ def choose_slots(cells: Cells, ubatch: Ubatch) -> tuple[Int32[Array, "R T"], Int
     """Choose a slot for each valid token of a ubatch; return slots and a `Reason` for each token.
 
     Empty cells are taken first, in the order of `placement`; then evictable cells, lowest position
-    first. Contiguous placement takes the first long enough run of these cells. If a token has no
-    cell, all slots are past the last cell, and the token's reason is OUT_OF_CELLS, or FRAGMENTED if
-    there are enough cells but no run.
+    first. Contiguous placement takes the first long enough run of empty and evictable cells. If a
+    token has no cell, all slots are past the last cell. The reason of a token without a cell is
+    OUT_OF_CELLS, or FRAGMENTED if there are enough cells but no run.
 
     llama.cpp: `llama_kv_cache::find_slot`.
     """
@@ -152,7 +152,7 @@ def choose_slots(cells: Cells, ubatch: Ubatch) -> tuple[Int32[Array, "R T"], Int
 def _search_cells(
     cells: Cells, ubatch: Ubatch, rows: tuple[str, ...], shared_axes: tuple[str, ...]
 ) -> tuple[jax.Array, jax.Array]:
-    """Choose slots in the streams of a device; all-gather slots and flags of fragmentation."""
+    """Choose slots in the streams of a device; all-gather slots and `is_fragmented` flags."""
     # The rows of a device's only stream are a list for attention, in any order.
     all_streams = ubatch.row_is_sequence or ubatch.spec.streams == 1
     if cells.placement == "tiled":
@@ -171,7 +171,7 @@ def _search_cells(
 def _choose_in_order(
     cells: Cells, ubatch: Ubatch, all_streams: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Choose slots for a ubatch without tiles; the results are those of `_search_cells`."""
+    """Choose slots for a ubatch if placement is not tiled; for results see `_search_cells`."""
     open_cells = usable_cells(cells)
     if all_streams and ubatch.valid.size == cells.streams:
         slots = _choose_single_cell(cells, open_cells).reshape(ubatch.valid.shape)
@@ -214,8 +214,8 @@ def choose_in_stream(
 ) -> tuple[Int32[Array, " T"], Bool[Array, ""]]:
     """Choose slots in a stream for the tokens numbered `turn`, from 1 to `total`.
 
-    A token without a cell gets a slot past the last cell. Also return whether contiguous placement
-    has enough open cells; False for other placements.
+    A token without a cell gets a slot past the last cell. The returned flag is whether contiguous
+    placement has enough open cells; False for other placements.
     """
     size, shards = cells.num_cells, cells.shards
     open_cells, position = to_fill_order(open_cells, shards), to_fill_order(position, shards)
@@ -232,7 +232,7 @@ def choose_in_stream(
 
 
 def _find_first_run(counts: jax.Array, length: jax.Array) -> jax.Array:
-    """Return the first run of `length` usable cells, from cumulative `counts`; N if none."""
+    """Return the start of the first run of `length` cells, from cumulative `counts`, or N."""
     cells = counts.shape[0]
     start = jnp.arange(cells)
     before = jnp.where(start > 0, counts[start - 1], 0)
@@ -350,6 +350,6 @@ def layer_history_after(
 
 
 def can_read_layer(cells: Cells, ubatch: Ubatch, written: UInt32[Array, " S"]) -> Bool[Array, " R"]:
-    """Return which rows have no slot, or a stream of which the layer lacks no token."""
+    """Return which rows have no slot, or a layer that has all tokens of the row's stream."""
     whole = written == cells.history[:, 1]
     return whole[ubatch.row_stream] | ~jnp.any(ubatch.slots < MAX_CELLS, axis=1)

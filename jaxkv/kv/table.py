@@ -147,7 +147,7 @@ class CellTable(Cells, CacheTable):
         start: Int32[Array, ""],
         stop: Int32[Array, ""],
     ) -> tuple[CellTable, Buffers | None]:
-        """Share cells of `src` with targets in its stream, and copy the cells to other streams."""
+        """Share cells of `src` with targets in the same stream, and copy cells to other streams."""
         if buffers is None:
             return cells.seq_cp(self, src, dst, start, stop), None
         if self.sequences_per_stream == 1:
@@ -163,7 +163,7 @@ class CellTable(Cells, CacheTable):
         start: Int32[Array, ""],
         stop: Int32[Array, ""],
     ) -> tuple[Bool[Array, ""], Int32[Array, " n"]]:
-        """Return whether all targets can continue and have cells, and their last positions."""
+        """Return whether all targets can continue with enough cells, and their last positions."""
         ok, ends = eviction.can_resume_after_copy(self, src, dst, start, stop)
         if self.spec.has_shared_streams:
             ok &= copy_pooled.plan_copy(self, src, dst, start, stop).need.ok

@@ -2,7 +2,7 @@
 
 If sequences share a stream, attention on a CPU multiplies a tile with the queries of its sequence
 only. Attention loops read larger tiles, see `TILE` in `jaxkv.ops.attention.active_tiles`. M is the
-number of tiles of a stream, and U the number of its sequences.
+number of tiles of a stream, and U the number of sequences of a stream.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def tile_size(cells: int) -> int:
 def check_tile_multiple(cells: int) -> None:
     """Raise if a stream has 256 cells or more, and their number is not a multiple of 64.
 
-    With tiles of a few cells, a step uses several times the memory of a layer's keys.
+    With tiles of a few cells, a decode step uses several times the memory of a layer's keys.
 
     >>> check_tile_multiple(100)
     >>> check_tile_multiple(4100)
@@ -110,7 +110,7 @@ def choose_for_list(
 ) -> Int32[Array, " T"]:
     """Choose a slot for each token of a list, in the order of sequences; N if no cell is left.
 
-    A token gets the lowest cell of the first kind in this list that has one:
+    A token gets a cell of the first kind in this list that has a cell left, lowest cell first:
 
     - an empty cell in a tile that only the token's sequence uses;
     - a cell of an empty tile; lower empty tiles are given to lower sequences that need a tile;

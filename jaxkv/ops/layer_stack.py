@@ -1,7 +1,7 @@
 """View of one layer in an array of the keys or values of all layers, for scans over layers.
 
-The array has one axis for streams and layers. A layer is therefore selected with the stream index,
-and only the cells that are read are copied.
+The array has one axis for streams and layers. A layer is selected with the stream index, and only
+the cells that are read are copied.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def map_arrays(change: Callable[..., PyTree], *stored: PyTree) -> PyTree:
 
 
 def gather_streams(stored: PyTree, streams: Int32[Array, " P"] | None) -> PyTree:
-    """Return `[P, ...]`, the given streams of arrays `[S, ...]`; all streams for None."""
+    """Return the given streams of arrays `[S, ...]`, or all streams for None."""
 
     def gather_array(x: jax.Array | LayerView) -> jax.Array:
         if isinstance(x, LayerView):

@@ -1,7 +1,7 @@
 """Values that are slices of the keys, as in multi-head latent attention (MLA).
 
-In MLA, a key is one latent vector for all heads, and rotated dimensions. The value is a slice of
-the key, so a cache stores keys only.
+In MLA, a key consists of a latent vector for all heads and of rotated dimensions. The value is a
+slice of the key, so a cache stores keys only.
 """
 
 from __future__ import annotations

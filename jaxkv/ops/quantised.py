@@ -1,9 +1,8 @@
-"""Keys and values in 8 bits: codes, and a scale for each head and cell, or for 128 dimensions.
+"""Keys and values in 8 bits: codes, and a scale for each head and cell, or each 128 dimensions.
 
-A few elements of a large head may be much larger than others, which would be imprecise with one
-scale for the whole head. Attention multiplies codes, and applies the scales to logits and weights.
-Additional letters: G groups of dimensions of a head with one scale, X queries that share a key, C
-cells.
+With one scale for a large head, a few large elements would make the other elements imprecise.
+Attention multiplies codes, and applies the scales to logits and weights. Additional letters: G
+groups of dimensions of a head with one scale, X queries that share a key, C cells.
 """
 
 from __future__ import annotations
@@ -86,14 +85,14 @@ def has_one_scale(x: Stored) -> bool:
 
 
 def expand_scales(scales: Float[Array, "... G"], size: int) -> Float[Array, "... _"]:
-    """Return the scale of each of D `size` elements; a single scale is returned unchanged."""
+    """Expand scales to one for each of `size` elements; a single scale is returned unchanged."""
     if scales.shape[-1] == 1:
         return scales
     return jnp.repeat(scales, SHARING, axis=-1)[..., :size]
 
 
 def codes_and_scales(x: PyTree) -> tuple[PyTree, PyTree]:
-    """Return codes and scales of a `Quantised`, or a plain array and None; also in kernels."""
+    """Return codes and scales of a `Quantised`, or a plain array and None; also for references."""
     return (x.codes, x.scales) if isinstance(x, Quantised) else (x, None)
 
 

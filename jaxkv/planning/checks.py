@@ -5,9 +5,8 @@ or B * n in token order if a token may have n sequences. Absent members are padd
 share a token have the same history: the same cells in the table, and the same preceding tokens in
 the batch.
 
-`ids` is the sequence of each member, Q for absent members. `ranks` is the result of
-`layout.rank_in_sequence` for members. `last` is the last position of each sequence in the table,
-and `demand` the number of its tokens or cells; both are `[Q]` int32.
+The argument `ids` is the sequence of each member, Q for absent members. The argument `ranks` is the
+result of `layout.rank_in_sequence` for members.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ class PlanBuilder:
     table: Table with the ubatches placed so far.
     batch: Flat batch with all positions and outputs.
     reason: Reason of each sequence before slots are chosen.
-    expected: See `Plan`; known before slots are chosen.
-    actual: See `Plan`; known before slots are chosen.
+    expected: Expected position or number of cells of each sequence, see `Plan`.
+    actual: Actual position or number of cells of each sequence, see `Plan`.
     late: Reason of each sequence, including reasons found while slots are chosen.
     demand: Number of cells that each sequence requires.
     available: Number of cells that are available to each sequence.
@@ -63,7 +62,7 @@ class PlanBuilder:
 def check_batch(
     table: CacheTable, batch: Batch, ranks: tuple[Int32[Array, " M"], Int32[Array, " M"]]
 ) -> PlanBuilder:
-    """Check a batch for all reasons of refusal that are known before slots are chosen."""
+    """Check a batch for all causes of a refusal that are known before slots are chosen."""
     count = table.spec.sequences
     members, valid = token_sequence_pairs(batch)
     is_known = (members >= 0) & (members < count)
@@ -133,8 +132,8 @@ def _find_faults(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Check tokens and positions, and that all sequences of a token have the same history.
 
-    Returns, for the first fault of each sequence, `[Q]` int32: a `Reason`, and the expected and the
-    actual position. For DIVERGED, the expected position is the token's first sequence.
+    Returns a `Reason`, the expected position and the actual position of each sequence's first
+    fault. For DIVERGED, the id of the token's first sequence is returned as the expected position.
     """
     ranks, before = numbers
     position = repeat_per_sequence(batch.positions, batch)
@@ -258,7 +257,7 @@ def num_required_cells(
     """Count the cells that each sequence requires; a shared token counts once.
 
     Sequences that share a token fit together or not at all, so the lowest sequence counts for all.
-    Returns, `[Q]` int32, the sequence that counts for each sequence, and the number of cells.
+    Returns, for each sequence, the sequence that counts, and the number of cells of this sequence.
     """
     count = fits.shape[0]
     ids, turn = (x.reshape(batch.valid.shape[0], -1) for x in (ids, turn))

@@ -137,7 +137,7 @@ def _check_nonempty(tokens: int) -> None:
 
 
 def _to_batch_indices(valid_index: np.ndarray, part: np.ndarray) -> np.ndarray:
-    """Convert indices `[R, T]` into the list of valid tokens to batch indices."""
+    """Convert indices among the valid tokens, `[R, T]`, to batch indices."""
     index = np.append(valid_index, NO_SLOT).astype(np.int32)
     return index[np.minimum(part, valid_index.size)]
 
@@ -167,9 +167,9 @@ def rank_in_sequence(
 ) -> tuple[PyTree[Int32[ArrayLike, "*M"]], PyTree[Int32[ArrayLike, "*M"]]]:
     """Return the number of preceding tokens of the same sequence for each token, `[B]` int32.
 
-    Also return, `[B]` int32, the index of the previous token of the sequence; a first token gets
-    its own index. Results of tokens that are not valid are undefined. NumPy arrays give NumPy
-    results.
+    The second result, `[B]` int32, is the index of the previous token of the sequence; a first
+    token gets its own index. Results of tokens that are not valid are undefined. NumPy arrays give
+    NumPy results.
 
     >>> rank_in_sequence(np.array([7, 8, 7, 7]), np.ones(4, bool))
     (array([0, 0, 1, 2], dtype=int32), array([0, 1, 0, 2], dtype=int32))
@@ -266,13 +266,14 @@ def sequence_split(sequences: np.ndarray, ubatch_size: int) -> list[np.ndarray]:
 def equal_split(
     sequences: np.ndarray, ubatch_size: int, *, after: np.ndarray | None = None
 ) -> list[np.ndarray]:
-    """Cut a batch into ubatches of rows of equal length, with one sequence in each row.
+    """Cut a batch into ubatches with rows of equal length; each row has tokens of one sequence.
 
-    Sequences are taken in the order of their first remaining token, at most `ubatch_size`
-    sequences. Rows are as long as the shortest sequence and `ubatch_size` allow. A sequence waits
-    if its first token follows a token that is neither computed yet nor in this ubatch. `after` is
-    the index of the token that precedes each token, `[B]` int32, -1 if there is none. If `after` is
-    None, each token precedes the next token of its sequence.
+    A ubatch takes at most `ubatch_size` sequences, in the order of their first remaining tokens.
+    Rows are as long as the shortest sequence and `ubatch_size` allow. A sequence waits if its first
+    token follows a token that is neither computed yet nor in this ubatch.
+
+    The argument `after` is the index of the token that precedes each token, `[B]` int32; -1 for a
+    first token. If `after` is None, each token precedes the next token of its sequence.
 
     >>> ids = np.array([0, 0, 0, 0, 1, 1])
     >>> [part.tolist() for part in equal_split(ids, 8)]

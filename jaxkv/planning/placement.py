@@ -38,7 +38,7 @@ def plan_single_ubatch(
     """Plan a batch that is one ubatch, for the table of any cache.
 
     `batch` is flat; for `ranks` see `checks`. `index` is the batch index of each token, NO_SLOT for
-    padding. `more` marks sequences that continue in a later ubatch; None if there are none.
+    padding. `more` marks sequences that continue in a later ubatch; None for no sequence.
     """
     builder, ubatch = place_ubatch(check_batch(table, batch, ranks), index, more, outputs=outputs)
     plan = finish_plan(builder)
@@ -94,7 +94,7 @@ def finish_plan(builder: PlanBuilder) -> Plan:
 def _order_rows(
     spec: TableSpec, batch: Batch, index: Int32[Array, "R T"]
 ) -> tuple[Int32[Array, "R T"], Bool[Array, " Q"]]:
-    """Return rows in the order of sequences, and sequences that break a rule of one row each."""
+    """Return ordered rows, and which sequences lack the row of their own that a cache requires."""
     count = spec.sequences
     none, index = jnp.zeros(count, bool), jnp.asarray(index)
     if not spec.single_sequence_rows:

@@ -50,8 +50,8 @@ def init_batch(
     """Plan slots for the tokens of a batch. The cache is unchanged, and only its table is read.
 
     Each sequence must continue one past its last position, without gaps, duplicates or decreasing
-    positions; an empty sequence may start at any position. The plan is refused if a sequence breaks
-    one of these rules, or a token gets no slot.
+    positions; an empty sequence may start at any position. The plan is refused if a sequence has
+    other positions, or a token gets no slot.
 
     With `encoder`, the batch contains the tokens or embeddings (such as audio frames) that an
     encoder reads, for sequences without a source. Tokens of a source attend to each other, so the
@@ -63,8 +63,8 @@ def init_batch(
       cache: any cache.
       batch: the batch, from `make_batch`. A traced batch must fit one ubatch or have rows.
       ubatch_size: largest number of tokens computed at once; by default the `ubatch_size` of the
-        cache, or 512. The last ubatch is padded to a power of two, so that few shapes are compiled.
-        Ignored with `encoder`.
+        cache, or 512. The last ubatch is padded to a power of two, at most `ubatch_size`, so that
+        few shapes are compiled. Ignored with `encoder`.
       split_by: how the batch is cut: "simple", in token order; "equal", with equally many tokens of
         several sequences; "sequence", with one sequence at a time. The default is "simple" if rows
         may contain tokens of several sequences, and "equal" otherwise.
@@ -91,7 +91,7 @@ def init_batch(
       >>> plan.ok.item(), plan.fits.tolist()
       (False, [False, True])
 
-      The batch does not fit, but its shorter prompt does:
+      The batch does not fit, but the shorter prompt does:
 
       >>> batch = make_batch([[1, 2, 3], [4, 5]]).keep_sequences(plan.fits)
       >>> cache = apply(cache, init_batch(cache, batch))
@@ -197,7 +197,7 @@ def _sequences_with_more(spec: TableSpec, flat: Batch, parts: list[PyTree]) -> l
 
 
 def check_ubatch_size(spec: TableSpec, ubatch_size: int | None) -> int:
-    """Return `ubatch_size`, or the default; raise if `ubatch_size` exceeds that of the cache."""
+    """Return `ubatch_size`, or the default; raise if `ubatch_size` exceeds the cache's."""
     if ubatch_size is None:
         return UBATCH_SIZE if spec.ubatch_size is None else spec.ubatch_size
     ubatch_size = check_count(ubatch_size, "ubatch_size")
@@ -219,7 +219,7 @@ def _mask_ubatch_unless(table: CacheTable, ok: Bool[Array, ""], ubatch: Ubatch) 
 def plan_step(
     cache: Cache, tokens: Tokens, *, sequences: Ids | None = None, active: Flags | None = None
 ) -> Plan:
-    """Plan the next tokens of several sequences; all of these tokens output logits.
+    """Plan the next tokens of several sequences; every token outputs logits.
 
     Args:
       cache: any cache.
@@ -231,11 +231,11 @@ def plan_step(
     Returns:
       A plan of one ubatch, `plan.ubatch`. The outputs of the ubatch are all tokens, in the order of
       `tokens`, so logits can be reshaped to `[T, V]` or `[T, n, V]`. A plan with `ok` False has no
-      effect. Its `reason` for each sequence may be: no free cell, a repeated sequence, a pending
-      shift, or evicted context.
+      effect. For each sequence of a refused plan, `reason` is the cause: no free cell, a repeated
+      sequence, a pending shift, or evicted context.
 
     Raises:
-      TypeError: If `tokens` or `sequences` is not of integers, or `active` is not bool.
+      TypeError: If `tokens` or `sequences` does not contain integers, or `active` is not bool.
       ValueError: If the shapes differ, or a known sequence id is repeated or invalid.
 
     Examples:

@@ -35,8 +35,8 @@ MASK = 1 << 22
 class ActiveTiles(NamedTuple):
     """Active tiles of P lists of tokens, each of which is cut into b equal blocks of t tokens.
 
-    mask: `[P * b, t, N]` bool, visible cells of each token. If this mask would be large, or there
-      is a bias, a `Visibility` of the blocks.
+    mask: `[P * b, t, N]` bool, visible cells of each token. `mask` is a `Visibility` of the blocks
+      instead if the array would be large or there is a bias.
     sees: Whether each token attends to any cell.
     streams: Stream of each block.
     tiles: Index of each pair, block * (tiles of a stream) + tile. Active pairs come first, ordered
@@ -167,7 +167,7 @@ def split_into_blocks(x: Shaped[Array, "P T ..."], blocks: int) -> Shaped[Array,
 
 
 def merge_blocks(sums: OnlineSoftmax, live: ActiveTiles, lists: int, tokens: int) -> OnlineSoftmax:
-    """Convert the partial softmax of P * b blocks to that of P `lists` of T `tokens`."""
+    """Convert the partial softmax of P * b blocks to a partial softmax of P lists of T tokens."""
     sums = jax.tree.map(
         lambda x: _merge_array_blocks(x, lists, tokens, live.tokens_per_block), sums
     )

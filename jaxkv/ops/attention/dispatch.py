@@ -42,9 +42,9 @@ Implementation = Literal["tiles", "whole", "pallas", "xla", "cudnn"]
 
 tiles: A loop over the tiles with a visible cell, see `jaxkv.ops.attention.xla_tiles`.
 whole: One product over all cells, faster than "tiles" if the overhead of a loop is larger.
-pallas: A kernel that reads each tile with a visible cell once for all queries of a stream. On TPUs
-  `jaxkv.ops.attention.pallas_tpu`, on NVIDIA GPUs `jaxkv.ops.attention.pallas_gpu`. On other
-  platforms the TPU kernel is interpreted, which is slow and meant for tests.
+pallas: A kernel that reads each tile with a visible cell once for all queries of a stream. The
+  kernel is `jaxkv.ops.attention.pallas_gpu` on NVIDIA GPUs, and `jaxkv.ops.attention.pallas_tpu` on
+  TPUs. On other platforms the TPU kernel is interpreted, which is slow and meant for tests.
 xla: `jax.nn.dot_product_attention`.
 cudnn: `jax.nn.dot_product_attention` with cuDNN, for float16 and bfloat16.
 """
@@ -74,7 +74,7 @@ def attend_by_shapes(
     visibility: Visibility,
     options: AttentionOptions,
 ) -> OnlineSoftmax:
-    """Choose "whole" or "tiles" by shapes, on platforms without a kernel."""
+    """Attend with "whole" or "tiles", chosen by shapes, on platforms without a kernel."""
     # The overhead of a loop with a data-dependent length is larger than the time to read hidden
     # cells. All cells are therefore read at once, unless logits need more bytes than keys and
     # values (as for a prompt), or more than `MAX_LOGIT_BYTES`. Logits of a single token are not in
@@ -97,7 +97,7 @@ def best_for_tpu(
     visibility: Visibility,
     options: AttentionOptions,
 ) -> OnlineSoftmax:
-    """Run the TPU kernel if it supports the arrays, see `docs/kernels.md`."""
+    """Run the TPU kernel if it supports the arrays; otherwise run `attend_by_shapes`."""
     # With several streams of one tile and one token each, no tile can be skipped or shared. One
     # product for all streams is then faster than the kernel.
     lists, tokens = visibility.at.shape
@@ -140,7 +140,7 @@ def best_for_cuda(
 
 
 def by_platform(**ways: Callable[..., OnlineSoftmax]) -> Callable[..., OnlineSoftmax]:
-    """Return a function that calls one of `ways`, selected by platform when it is lowered."""
+    """Return a function that calls one of `ways`, selected by the platform of the program."""
 
     def partial_attention(
         q: jax.Array, k: Stored, v: Stored, seen: PyTree, options: AttentionOptions
@@ -195,7 +195,7 @@ def attend(
 ) -> Float[Array, "P T H Dv"]:
     """Attend from lists of tokens to the cells of their streams; used by tests and benchmarks only.
 
-    For arguments see `AttentionFn`; an `implementation` of None selects one automatically.
+    For arguments see `AttentionFn`; an `implementation` of None selects the fastest.
     """
     return finalize(partial_attention(q, k, v, visibility, options, implementation), q, options)
 

@@ -51,7 +51,7 @@ def cudnn(
     visibility: Visibility,
     options: AttentionOptions,
 ) -> OnlineSoftmax:
-    """Call `jax.nn.dot_product_attention` with cuDNN; raise unless all are float16 or bfloat16."""
+    """Call `jax.nn.dot_product_attention` with cuDNN, for arrays of float16 or of bfloat16."""
     if (
         isinstance(k, Quantised)
         or isinstance(v, Quantised)

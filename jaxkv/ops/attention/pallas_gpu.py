@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, PyTree
 
     Ref = PyTree
-    """Memory that a kernel reads and writes, or `Quantised` of two such."""
+    """Reference to memory of a kernel, or a `Quantised` of two references."""
 
 DTYPES = (jnp.float32, jnp.bfloat16)
 """Dtypes of queries that the kernel supports."""
@@ -79,7 +79,7 @@ class KernelTiling(NamedTuple):
 
 
 def choose_tiling(q: Float[Array, "P T H D"], k: Stored, v: Stored) -> KernelTiling:
-    """Return the fastest tiling for these shapes on an H100 that compiles without spilling."""
+    """Return the fastest tiling for these shapes on an H100 for which registers suffice."""
     lists, tokens, heads, _ = q.shape
     group = heads // k.shape[1]
     exact, large = _is_exact(q, k, v), max(k.shape[3], v.shape[3]) > 128
@@ -346,7 +346,7 @@ def _pad_to_power_of_two(count: int) -> int:
 
 
 def _padded_range(count: int, size: int | None = None) -> tuple[jax.Array, jax.Array]:
-    """Return integers up to a power of two, or `size`, and whether each is below `count`."""
+    """Return integers up to a power of two, or up to `size`, and whether each is below `count`."""
     numbers = jnp.arange(_pad_to_power_of_two(count) if size is None else size, dtype=jnp.int32)
     return numbers, numbers < count
 
@@ -354,7 +354,7 @@ def _padded_range(count: int, size: int | None = None) -> tuple[jax.Array, jax.A
 def _load(
     ref: Ref, *where: jax.Array | int, inside: jax.Array | None, fill: float = 0
 ) -> jax.Array:
-    """Read `ref` at int32 indices `where`; `fill` where `inside` is False (None: all inside)."""
+    """Read `ref` at int32 indices `where`; `fill` where `inside` is False. None is True."""
     return triton.load(ref.at[where], mask=inside, other=None if inside is None else fill)
 
 

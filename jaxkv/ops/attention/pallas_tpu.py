@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, PyTree
 
     Ref = PyTree
-    """Memory that a kernel reads and writes, or `Quantised` of two such."""
+    """Reference to memory of a kernel, or a `Quantised` of two references."""
 
 DTYPES = (jnp.float32, jnp.bfloat16)
 """Dtypes of queries that the kernel supports."""
@@ -274,7 +274,7 @@ def _max_tokens_per_block(queries: int) -> int:
 
 
 def _has_cells_in_lanes(x: Stored) -> bool:
-    """Return whether the compiler stores these buffers, or scales, with cells in the lanes."""
+    """Return whether the compiler stores an array of buffers or scales with cells in the lanes."""
     return x.shape[3] % LANES != 0
 
 

@@ -1,7 +1,7 @@
-"""Partial (online) softmax over some cells, which can be merged with one over other cells.
+"""Partial (online) softmax over some cells, which can be merged with another over other cells.
 
-Arrays are packed: the G query heads of a key head and the T tokens of a list are X queries of one
-product, so that a key is read once for all X queries.
+Arrays are packed: G query heads of a key head and T tokens of a list are X queries of one product.
+A key is therefore read once for all X queries.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class OnlineSoftmax(NamedTuple):
         denom: Float[Array, "P K X"],
         out: Float[Array, "P K X Dv"],
     ) -> OnlineSoftmax:
-        """Add cells with `denom` and `out`, relative to `max_logit`, the highest logit of all."""
+        """Add cells with `denom` and `out`; `max_logit` is the highest logit of all cells."""
         down = jnp.exp(self.max_logit - max_logit)
         return OnlineSoftmax(max_logit, self.denom * down + denom, self.out * down[..., None] + out)
 
@@ -78,7 +78,7 @@ def mask_logits(
     mask: Bool[Array, "*#n C"],
     bias: Float[Array, "*#n #C"] | None = None,
 ) -> Float[Array, "*#n C"]:
-    """Add `bias`; set logits of hidden cells to LOWEST, and others to at least LOWEST / 2."""
+    """Add `bias`; set logits of hidden cells to LOWEST, other logits to at least LOWEST / 2."""
     # A visible NaN is kept.
     if bias is not None:
         logits, mask = logits + bias.astype(logits.dtype), mask & (bias != -jnp.inf)
@@ -86,19 +86,19 @@ def mask_logits(
 
 
 def zero_unseen(sums: OnlineSoftmax, sees: Bool[Array, "P T"]) -> OnlineSoftmax:
-    """Set the partial softmax of tokens without visible cells to that over no cells."""
+    """Replace the partial softmax of tokens without visible cells by `empty_softmax`."""
     # For these tokens, `sums` includes hidden cells, or is undefined if a kernel skipped the token.
     # For other tokens, the high logit of a visible cell removes the contribution of hidden cells.
     return _reset_unseen(sums, jnp.tile(sees, sums.denom.shape[2] // sees.shape[1])[:, None])
 
 
 def reset_where_bias_hides_all(sums: OnlineSoftmax) -> OnlineSoftmax:
-    """Set the partial softmax of queries whose bias hides all cells to that over no cells."""
+    """Replace the partial softmax of queries whose bias hides all cells by `empty_softmax`."""
     return _reset_unseen(sums, sums.max_logit != LOWEST)
 
 
 def _reset_unseen(sums: OnlineSoftmax, sees: jax.Array) -> OnlineSoftmax:
-    """Reset the partial softmax of queries for which `sees`, `[P, K or 1, X]`, is False."""
+    """Replace the partial softmax of queries where `sees`, `[P, K or 1, X]`, is False."""
     return OnlineSoftmax(
         jnp.where(sees, sums.max_logit, LOWEST),
         jnp.where(sees, sums.denom, 0.0),

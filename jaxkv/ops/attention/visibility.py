@@ -25,8 +25,8 @@ class Visibility:
     """Positions and owners of the cells of S streams and of P lists of T tokens.
 
     A token attends to those cells of its stream that its sequence owns, at positions up to the
-    token's position and within the window. An implementation computes a mask from these small
-    arrays only if needed.
+    token's position and within the window. An implementation computes a mask from a `Visibility`
+    only if needed.
 
     position: Position of each cell.
     owners: Bit mask of the sequences that own each cell.
@@ -41,7 +41,7 @@ class Visibility:
     visible_until: Last position that each token attends to; None for the token's own position.
     bias: Bias of the logits, `[P, T, H or 1, N]` or a function; None for no bias.
     tile: Number of cells of a tile that sequences reserve, static; None if sequences reserve no
-      tiles. This number selects the fastest computation and does not change the mask.
+      tiles. `tile` selects the fastest computation and does not change the mask.
     """
 
     position: Int32[Array, "S N"]
@@ -144,7 +144,7 @@ class QueryBounds(NamedTuple):
     def can_see(
         self, position: Int32[Array, "*#n"], owners: Sequence[Int32[Array, "*#n"]]
     ) -> Bool[Array, "*_"]:
-        """Return which cells are visible, from positions and W words of owners, which broadcast."""
+        """Return which cells with the given positions and owners are visible to each query."""
         owner = owners[0]
         for w, others in enumerate(owners[1:], 1):
             owner = jnp.where(self.word == w, others, owner)

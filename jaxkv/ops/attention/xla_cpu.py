@@ -1,7 +1,7 @@
 """Attention in forms that are fast on CPUs, selected by measurements.
 
-Barriers prevent the compiler from undoing these forms. Letters are those of `jaxkv.ops.attention`;
-J is the number of parts that the cells of a list are cut into.
+Optimization barriers prevent the compiler from changing the forms of products. Letters are those of
+`jaxkv.ops.attention`; J is the number of parts that the cells of a list are cut into.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def attend_by_tiles(
 
 
 def choose_add_cells(k: Stored) -> Added:
-    """Return the function that adds a tile to a partial softmax: a plain one for quantised keys."""
+    """Return the function that adds a tile: `xla.add_cells` if keys are quantised."""
     return xla.add_cells if isinstance(k, Quantised) else add_cells
 
 

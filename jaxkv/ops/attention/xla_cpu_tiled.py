@@ -1,8 +1,8 @@
 """Attention on CPUs over streams in which sequences reserve tiles of cells.
 
 One product for all tokens of a stream would multiply each token with the cells of all other tokens.
-Instead, a tile that is visible to one token only is multiplied with this token. A tile that is
-visible to several tokens is multiplied with all tokens, once. Letters are those of
+In this module, a tile that is visible to one token only is multiplied with this token. A tile that
+is visible to several tokens is multiplied with all tokens, once. Letters are those of
 `jaxkv.ops.attention`; M is the number of tiles of `Visibility.tile` cells.
 """
 
@@ -151,7 +151,7 @@ def add_cells(
 def _join_tiles(
     sums: OnlineSoftmax, sees: jax.Array, max_logit: jax.Array, denom: jax.Array, out: jax.Array
 ) -> OnlineSoftmax:
-    """Add the partial softmax of tiles to that of the tokens that attend to the tiles."""
+    """Add the partial softmax of tiles to the sums of the tokens that attend to the tiles."""
     # NaN is selected, never multiplied by the zeros of tokens that do not attend to the tile.
     lists, tokens, _ = sees.shape
     packed_shape, kv_heads = sums.max_logit.shape, max_logit.shape[1]
@@ -175,7 +175,7 @@ def _cut_tiles(x: Stored, size: int) -> Stored:
 
 
 def _multiply_queries_keys(q: jax.Array, k: Stored) -> jax.Array:
-    """Multiply queries `[P, K, M, G, D]` by keys `[P, K, M, C, D]`; return `[P, K, M, G, C]`."""
+    """Multiply queries `[P, K, M, G, D]` and keys `[P, K, M, C, D]`; return `[P, K, M, G, C]`."""
     logits = qk_logits(q, k, softmax_dtype(q), keys_first=True)
     return jax.lax.optimization_barrier(logits).swapaxes(3, 4)
 

@@ -81,7 +81,7 @@ def add_tiles_in_turn(
 
     Tiles are read from the buffers without copying a stream. `q` is packed and scaled. `pinned`
     prevents the compiler from moving work on a tile, such as a conversion, out of the loop, where
-    this work would be done for all cells.
+    the work would be done for all cells.
     """
     kv_heads, cells = k.shape[1:3]
     (k, v), streams, _ = flatten_layers((k, v), live.streams)

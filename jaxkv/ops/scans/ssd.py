@@ -115,8 +115,8 @@ def _states_after_counts(
 ) -> jax.Array:
     """Return the state after each of `counts` tokens, `[R, n, G, J, D, M]`; `counts` is `[R, n]`.
 
-    `state` is the state after the first count. Other arrays are those of `_state_after_chunk`, with
-    T tokens.
+    `state` is the state after the first count. The other arguments are those of
+    `_state_after_chunk`, with T tokens.
     """
 
     def body(state: jax.Array, turn: tuple) -> tuple:
