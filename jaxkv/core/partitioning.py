@@ -169,7 +169,7 @@ WHOLE = AxisPartition()
 
 
 def make_axis_partition(sharding_rules: ShardingRules | None, **sizes: int) -> AxisPartition:
-    """Return how the current mesh splits dimensions of the given sizes; see `ShardingRules.split`."""
+    """Return how the current mesh splits dimensions of `sizes`; see `ShardingRules.split`."""
     mesh = _require_mesh(sharding_rules)
     return (
         WHOLE

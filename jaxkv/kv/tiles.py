@@ -176,7 +176,7 @@ def _sole_owner(owners: jax.Array, size: int, count: int) -> jax.Array:
 
 
 def _locate_nth(counts: jax.Array, n: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the group of the n-th item (M if there is none), and the item's index in the group."""
+    """Return the group of the n-th item, M without such an item, and its index in the group."""
     ends = jnp.cumsum(counts, dtype=jnp.int32)
     group = jnp.searchsorted(ends, n, side="right").astype(jnp.int32)
     return group, n - _get_or_zero(ends - counts, group)

@@ -62,7 +62,7 @@ class PlanBuilder:
 def check_batch(
     table: CacheTable, batch: Batch, ranks: tuple[Int32[Array, " M"], Int32[Array, " M"]]
 ) -> PlanBuilder:
-    """Check a batch for all causes of a refusal that are known before slots are chosen."""
+    """Check all properties of a batch that can be checked before slots are chosen."""
     count = table.spec.sequences
     members, valid = token_sequence_pairs(batch)
     is_known = (members >= 0) & (members < count)

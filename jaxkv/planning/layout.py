@@ -273,7 +273,7 @@ def equal_split(
     token follows a token that is neither computed yet nor in this ubatch.
 
     The argument `after` is the index of the token that precedes each token, `[B]` int32; -1 for a
-    first token. If `after` is None, each token precedes the next token of its sequence.
+    first token. By default each token precedes the next token of its sequence.
 
     >>> ids = np.array([0, 0, 0, 0, 1, 1])
     >>> [part.tolist() for part in equal_split(ids, 8)]

@@ -94,7 +94,7 @@ def finish_plan(builder: PlanBuilder) -> Plan:
 def _order_rows(
     spec: TableSpec, batch: Batch, index: Int32[Array, "R T"]
 ) -> tuple[Int32[Array, "R T"], Bool[Array, " Q"]]:
-    """Return ordered rows, and which sequences lack the row of their own that a cache requires."""
+    """Return rows ordered by sequence, and which sequences break the rule of one row each."""
     count = spec.sequences
     none, index = jnp.zeros(count, bool), jnp.asarray(index)
     if not spec.single_sequence_rows:
