@@ -80,8 +80,8 @@ def token_hashes(
 ) -> jax.Array:
     """Return the cell hashes of tokens that are written together, `[R, T]` uint32.
 
-    `contents` is from `hash_contents`. `context`, `[R]` uint32, is the hash of each row's stream
-    before the write; other arguments are `[R, T]`.
+    The argument `contents` is from `hash_contents`. The argument `context`, `[R]` uint32, is the
+    hash of each row's stream before the write; other arguments are `[R, T]`.
     """
     token = chain_hashes(contents, positions, sequences)
     together = jnp.sum(jnp.where(valid, token, 0), dtype=jnp.uint32)

@@ -50,8 +50,8 @@ class Cells:
     owners: Bit mask of the sequences that own each cell, in words of 32 sequences.
     shift: Present position of each cell minus the position that the cell's key was rotated for.
     evicted_below: One past the highest evicted position of each sequence.
-    cell_hash: Hash of the keys and values of each cell, see `jaxkv.core.hashing`. `cell_hash` shows
-      whether a cell was overwritten since an earlier table.
+    cell_hash: Hash of the keys and values of each cell, see `jaxkv.core.hashing`. The array
+      `cell_hash` shows whether a cell was overwritten since an earlier table.
     content: Hash of each cell's token and of the position at which the key was computed. Copies and
       moves of a cell preserve `content`.
     history: Hash of all writes to a stream, before and after the last ubatch; both hashes are equal

@@ -54,8 +54,8 @@ def compare_last_tokens(
 ) -> tuple[UInt32[Array, " T"], Bool[Array, " T"]]:
     """Return `content` of the last cell of each sequence in `sequences`; 0 for an empty sequence.
 
-    The second result is whether a cell at the last position has the hash in `contents`. `seq_div`
-    may produce two cells at the last position.
+    The second result is whether a cell at the last position has the hash in `contents`; there may
+    be two cells at the last position after `seq_div`.
     """
     axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
     does = is_sequence(cells, sequences)

@@ -1,8 +1,8 @@
 """Edits of positions, and the later rotation of keys.
 
 A key is rotated for the position at which it was written. An edit changes the position only, and
-adds the difference to `shift`. `rotate_shifted_keys` applies the sum in one rotation; edits that
-cancel need no rotation.
+adds the difference to `shift`. Later, `rotate_shifted_keys` applies the sum in one rotation. Edits
+that cancel need no rotation.
 """
 
 from __future__ import annotations
@@ -193,8 +193,8 @@ def _move_eviction_marks(
 ) -> tuple[jax.Array, jax.Array]:
     """Return `evicted_below`, and the position of `evicted_below - 1`, after a move by `move`.
 
-    `evicted` is the result of `_highest_evicted`. `below` is one past the highest position before
-    the range that may be evicted.
+    The argument `evicted` is the result of `_highest_evicted`. The argument `below` is one past the
+    highest position before the range that may be evicted.
     """
     mark = cells.evicted_below
     highest, inside = evicted

@@ -104,8 +104,8 @@ def dequantised_dtype(x: Stored) -> jnp.dtype:
 def quantise_like(numbers: Float[Array, "... D"], like: Stored) -> Numbers:
     """Return numbers in the format of `like`, whose shape may differ.
 
-    Codes are rounded to the nearest, ties to even, and have no derivative. `numbers` has the dtype
-    `dequantised_dtype(like)`. A head with a non-finite number decodes to NaN only.
+    Codes are rounded to the nearest, ties to even, and have no derivative. The dtype of `numbers`
+    is `dequantised_dtype(like)`. A head with a non-finite number decodes to NaN only.
 
     >>> like = make_stored_zeros((1,), "int8")
     >>> quantise_like(jnp.array([[1.0, -2.0, 0.3], [0.0, 0.0, 0.0]]), like).codes.tolist()

@@ -37,8 +37,8 @@ def plan_single_ubatch(
 ) -> Plan:
     """Plan a batch that is one ubatch, for the table of any cache.
 
-    `batch` is flat; for `ranks` see `checks`. `index` is the batch index of each token, NO_SLOT for
-    padding. `more` marks sequences that continue in a later ubatch; None for no sequence.
+    The batch is flat; for `ranks` see `checks`. The argument `index` is the batch index of each
+    token, NO_SLOT for padding. The argument `more` marks sequences that continue in a later ubatch.
     """
     builder, ubatch = place_ubatch(check_batch(table, batch, ranks), index, more, outputs=outputs)
     plan = finish_plan(builder)

@@ -35,8 +35,8 @@ MASK = 1 << 22
 class ActiveTiles(NamedTuple):
     """Active tiles of P lists of tokens, each of which is cut into b equal blocks of t tokens.
 
-    mask: `[P * b, t, N]` bool, visible cells of each token. `mask` is a `Visibility` of the blocks
-      instead if the array would be large or there is a bias.
+    mask: `[P * b, t, N]` bool, visible cells of each token. If the array would be large or there is
+      a bias, `mask` is a `Visibility` of the blocks.
     sees: Whether each token attends to any cell.
     streams: Stream of each block.
     tiles: Index of each pair, block * (tiles of a stream) + tile. Active pairs come first, ordered

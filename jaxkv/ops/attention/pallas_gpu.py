@@ -249,11 +249,10 @@ def _kernel(
 ) -> None:
     """Attend from a block of tokens to a program's part of the active tiles, for one key head.
 
-    `tiles_of`, `starts` and `streams` are fields of `ActiveTiles`, with streams as indices into
-    `k`. `query_bounds` is `[P * b, X, 4]`, see `QueryBounds`. `position` and `owners` are those of
-    all cells. `q` is `[P * b, K, X, D]`; `k` and `v` are `[S * L, K, N, ...]`, and may be
-    quantised. `max_logit`, `denom` and `out` are outputs `[J, P * b, K, X, ...]`, see
-    `OnlineSoftmax`. `tiles` is the number of tiles of a stream, and `layers` is L.
+    Arguments `tiles_of`, `starts` and `streams` are fields of `ActiveTiles`; the streams are
+    indices into `k`. The shape of `query_bounds` is `[P * b, X, 4]`, and the shape of `q` is
+    `[P * b, K, X, D]`. Arrays `k` and `v` are `[S * L, K, N, ...]`, and may be quantised. Outputs
+    `max_logit`, `denom` and `out` are `[J, P * b, K, X, ...]`, see `OnlineSoftmax`.
     """
     block, part, head = (pl.program_id(i) for i in range(3))
     cells, stream = k.shape[2], streams[block]

@@ -204,12 +204,11 @@ def _kernel(
 ) -> None:
     """Add a tile to the partial softmax of a block, which is in fast memory until the next block.
 
-    `pairs` is `ActiveTiles.tiles`; `streams` is used by the index maps only. `query_bounds` is
-    `[1, X, 4]`, see `QueryBounds`. `position`, `[1, 1, C]`, and `owners`, `[1, W, C]`, are those of
-    the tile. `q` is `[1, h, X, D]`. `k` and `v` are `[1, h, C, ...]`, or `[1, h, ..., C]` where
-    `in_lanes`, and may be quantised with scales `[1, h, 1, C]`. `max_logit`, `denom` and `out` are
-    outputs `[1, h, X, ...]`, see `OnlineSoftmax`. `cells` is N, and `tiles` the number of tiles of
-    a stream.
+    The argument `pairs` is `ActiveTiles.tiles`; only the index maps use `streams`. The shapes of a
+    tile's `position` and `owners` are `[1, 1, C]` and `[1, W, C]`. The shapes of `query_bounds` and
+    `q` are `[1, X, 4]` and `[1, h, X, D]`. Arrays `k` and `v` are `[1, h, C, ...]`, or
+    `[1, h, ..., C]` where `in_lanes`; scales are `[1, h, 1, C]`. Outputs `max_logit`, `denom` and
+    `out` are `[1, h, X, ...]`, see `OnlineSoftmax`.
     """
     i = pl.program_id(1)
     block, tile = _split_pair_number(pairs[i], tiles)

@@ -41,7 +41,7 @@ class Visibility:
     visible_until: Last position that each token attends to; None for the token's own position.
     bias: Bias of the logits, `[P, T, H or 1, N]` or a function; None for no bias.
     tile: Number of cells of a tile that sequences reserve, static; None if sequences reserve no
-      tiles. `tile` selects the fastest computation and does not change the mask.
+      tiles. The field `tile` selects the fastest computation and does not change the mask.
     """
 
     position: Int32[Array, "S N"]

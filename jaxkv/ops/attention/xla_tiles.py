@@ -79,9 +79,9 @@ def add_tiles_in_turn(
 ) -> OnlineSoftmax:
     """Add the active tiles to the partial softmax `start`; callers must call `zero_unseen`.
 
-    Tiles are read from the buffers without copying a stream. `q` is packed and scaled. `pinned`
-    prevents the compiler from moving work on a tile, such as a conversion, out of the loop, where
-    the work would be done for all cells.
+    Tiles are read from the buffers without copying a stream. The queries `q` are packed and scaled.
+    With `pinned`, the compiler cannot move work on a tile, such as a conversion, out of the loop,
+    where the work would be done for all cells.
     """
     kv_heads, cells = k.shape[1:3]
     (k, v), streams, _ = flatten_layers((k, v), live.streams)
