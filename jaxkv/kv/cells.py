@@ -368,10 +368,8 @@ def hash_cells(
 
 
 def rewind(cells: C, old: C) -> tuple[C, Bool[Array, ""]]:
-    """Return the table `old` with `cell_hash` and `written` updated by later writes.
-
-    The returned flag is whether all used cells of `old` still contain the same keys and values.
-    """
+    """Return the table `old` with `cell_hash` and `written` updated by later writes."""
+    # The flag is whether all used cells of `old` still contain the same keys and values.
     ok = jnp.all((cells.cell_hash == old.cell_hash) | is_cell_empty(old))
     before, after, past = cells.history[:, :1], cells.history[:, 1:], old.history[:, 1:]
     whole = (

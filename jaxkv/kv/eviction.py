@@ -55,10 +55,8 @@ def is_evictable(cells: Cells) -> Bool[Array, "S N"]:
 
 
 def evict_cells(cells: C, evicted: Bool[Array, "S N"]) -> C:
-    """Remove each owner of a cell in `evicted` from that cell and from the owner's earlier cells.
-
-    The remaining cells of an owner have no gap, and start at position `evicted_below`.
-    """
+    """Remove each owner of a cell in `evicted` from that cell and from the owner's earlier cells."""
+    # The remaining cells of an owner have no gap, and start at position `evicted_below`.
     if cells.sequences_per_stream == 1:
         end = jnp.max(jnp.where(evicted, cells.position, EMPTY), axis=1)
         cells = replace(cells, evicted_below=jnp.maximum(cells.evicted_below, end + 1))
@@ -95,11 +93,8 @@ def _positions_by_local_id(cells: Cells, local: jax.Array) -> tuple[jax.Array, j
 
 
 def can_resume(cells: Cells, seq: Int32[Array, ""], pos: Int32[Array, ""]) -> Bool[Array, ""]:
-    """Return whether a sequence that is cut at `pos` can continue at `pos`.
-
-    The window of the next token must contain no evicted position. An empty sequence can continue at
-    any position.
-    """
+    """Return whether a sequence that is cut at `pos` can continue at `pos`."""
+    # The window of the next token must contain no evicted position.
     positions, mark = sequence_positions(cells, seq), cells.evicted_below[seq]
     highest = jnp.max(positions)
     last_kept = jnp.max(jnp.where(positions < pos, positions, EMPTY))

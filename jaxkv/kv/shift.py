@@ -132,10 +132,7 @@ def seq_div(
     stop: Int32[Array, ""],
     divisor: Int32[Array, ""],
 ) -> tuple[C, Bool[Array, ""]]:
-    """Divide positions in a range of a sequence, rounding down, for all owners of the cells.
-
-    If the divisor is below 1, or an owner could not continue, the returned flag is False.
-    """
+    """Divide positions in a range of a sequence, rounding down; for refusals see `seq_add`."""
     ok = divisor >= 1
     moves = sequence_cells_in_range(cells, seq, start, stop) & ok
     divisor = jnp.maximum(divisor, 1)

@@ -254,11 +254,9 @@ def members_with_other_history(
 def num_required_cells(
     ids: jax.Array, turn: jax.Array, fits: jax.Array, batch: Batch
 ) -> tuple[jax.Array, jax.Array]:
-    """Count the cells that each sequence requires; a shared token counts once.
-
-    Sequences that share a token fit together or not at all, so the lowest sequence counts for all.
-    Returns, for each sequence, the sequence that counts, and the number of cells of this sequence.
-    """
+    """Return the sequence that counts for each sequence, and the number of cells it requires."""
+    # Sequences that share a token fit together or not at all, so the lowest sequence counts for
+    # all.
     count = fits.shape[0]
     ids, turn = (x.reshape(batch.valid.shape[0], -1) for x in (ids, turn))
     ids = jnp.where(fits.at[ids].get(mode="fill", fill_value=False), ids, count)

@@ -193,10 +193,7 @@ def attend(
     options: AttentionOptions,
     implementation: Implementation | None = None,
 ) -> Float[Array, "P T H Dv"]:
-    """Attend from lists of tokens to the cells of their streams; used by tests and benchmarks only.
-
-    For arguments see `AttentionFn`; an `implementation` of None selects the fastest.
-    """
+    """Attend from lists of tokens to their streams, for tests and benchmarks; see `AttentionFn`."""
     return finalize(partial_attention(q, k, v, visibility, options, implementation), q, options)
 
 
