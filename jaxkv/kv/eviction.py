@@ -55,7 +55,7 @@ def is_evictable(cells: Cells) -> Bool[Array, "S N"]:
 
 
 def evict_cells(cells: C, evicted: Bool[Array, "S N"]) -> C:
-    """Remove each owner of a cell in `evicted` from that cell and from the owner's earlier cells."""
+    """Remove each owner of an `evicted` cell from that cell and from the owner's earlier cells."""
     # The remaining cells of an owner have no gap, and start at position `evicted_below`.
     if cells.sequences_per_stream == 1:
         end = jnp.max(jnp.where(evicted, cells.position, EMPTY), axis=1)
