@@ -15,7 +15,7 @@ Letters in array shapes:
   E  earlier recurrent states                    n  any number, d size of an embedding
 
 Public names are those of this module and of `draw`, `generation`, `ops`, `serving`, `sharding` and
-`snapshot`. `generation` and `serving` are imported at first use.
+`snapshot`. The modules `generation` and `serving` are imported at first use.
 """
 
 from importlib import import_module

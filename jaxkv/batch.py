@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 class Batch:
     """Tokens to plan, made by `make_batch`: a flat list `[B]`, or rows `[R, T]`.
 
-    Concrete arrays are NumPy arrays.
+    Arrays with concrete values are NumPy arrays.
 
-    tokens: None if embeddings are given.
-    embeddings: None if tokens are given.
-    sequences: sequence of each token; the lowest one of several.
-    positions: None for one past the last position of the sequence.
-    outputs: tokens to compute logits for; None for the last one of each sequence.
+    tokens: token ids; None if the batch has embeddings.
+    embeddings: embedding of each token; None if the batch has token ids.
+    sequences: sequence id of each token; the lowest id of a token with several sequences.
+    positions: position of each token; None for the positions after the last token of each sequence.
+    outputs: True for tokens that need logits; None selects the last token of each sequence.
     valid: False for padding.
-    shared_with: further sequences of each token, padded with negative numbers; None if each token
-      has one.
+    shared_with: further sequence ids of each token, padded with negative numbers; None if each
+      token has one sequence.
     extra: additional model inputs of each token, by name.
     """
 
@@ -55,16 +55,17 @@ class Batch:
     extra: dict[str, PyTree[Shaped[Array, "B ..."]]] | None = None
 
     def keep_sequences(self, fits: Flags) -> Batch:
-        """Mark the tokens of other sequences as padding. Shapes are unchanged.
+        """Keep the tokens of some sequences, and mark all other tokens as padding.
 
-        A token of several sequences stays for those that are kept.
+        Shapes are unchanged. A token of several sequences stays valid if one of these sequences is
+        kept.
 
         Args:
-          fits: for each of Q sequences whether it is kept, such as `Plan.fits`.
+          fits: True for each of the Q sequences to keep, such as `Plan.fits`.
 
         Raises:
           TypeError: If `fits` is not bool.
-          ValueError: If a concrete sequence of the batch has no entry in `fits`.
+          ValueError: If a concrete sequence id of the batch has no entry in `fits`.
         """
         xp = np if is_concrete(self, fits) else jnp
         fits = xp.asarray(check_bool(fits, "sequences that stay", or_integers=False))
@@ -89,29 +90,30 @@ class Batch:
 class Ubatch(Partitioned):
     """Part of a batch that is computed at once: R rows of T tokens, with padding.
 
-    tokens: None if the batch has embeddings.
-    embeddings: None if the batch has tokens.
+    tokens: token ids; None if the batch has embeddings.
+    embeddings: embedding of each token; None if the batch has token ids.
     positions: position of each token.
-    sequences: sequence of each token; the lowest one of several.
-    row_stream: stream of each row.
-    row_sequence: sequence of each row, if rows have one sequence; else 0.
-    slots: int32 `[R, T]`, the cell of each token. Padding, and all tokens of a refused plan, have
-      distinct indices past the last cell. `StateSlots` of a recurrent cache; for a hybrid cache a
-      tuple with an entry for each part, None for a part that the ubatch does not use. int32 leaves
-      are slots, uint32 leaves are hashes.
-    cell_hashes: hash of the content of each token's cell, see `jaxkv.core.hashing`.
+    sequences: sequence id of each token; the lowest id of a token with several sequences.
+    row_stream: index of the stream of each row.
+    row_sequence: sequence id of each row; 0 if a row may have tokens of several sequences.
+    slots: int32 `[R, T]`, the index of the cell of each token. Padding and all tokens of a refused
+      plan have distinct indices past the last cell. For a recurrent cache, `slots` is `StateSlots`.
+      For a hybrid cache, `slots` is a tuple with an entry for each part, None for an unused part.
+      Leaves of dtype int32 are slots, and leaves of dtype uint32 are hashes.
+    cell_hashes: hash of the cell of each token (`jaxkv.core.hashing`).
     valid: False for padding.
-    more: whether a later ubatch of the plan has tokens of the token's sequence.
-    outputs: indices into the R * T tokens to compute logits for. Some are padding, so that few
-      shapes are compiled. `Plan.gather_outputs` sorts logits and removes padding.
-    output_index: batch index of each output; 2**31 - 1 for padding.
-    hash_before: hash of each stream that slots were chosen for; a tuple for a hybrid cache. The
-      ubatch is stale if a stream that it uses has another hash.
+    more: True if a later ubatch of the plan has tokens of the token's sequence.
+    outputs: indices of the tokens that need logits, among the R * T tokens. Some indices are
+      padding, so that few shapes are compiled. Use `Plan.gather_outputs` to sort logits and remove
+      padding.
+    output_index: index of each output token in the batch; 2**31 - 1 for padding.
+    hash_before: hash of each stream when the slots were chosen; a tuple of arrays for a hybrid
+      cache. The ubatch is stale if a stream of the ubatch now has another hash.
     hash_after: hash of each stream after `apply`.
-    spec: static, of the cache that it was planned for.
-    row_is_sequence: static, whether R is Q and row r is of sequence r.
-    shared_with: further sequences of each token, see `Batch`.
-    extra: additional model inputs of each token, by name; arbitrary values in padding.
+    spec: static `TableSpec` of the cache that the ubatch was planned for.
+    row_is_sequence: static, True if R is Q and each row r has the tokens of sequence r.
+    shared_with: further sequence ids of each token, see `Batch`.
+    extra: additional model inputs of each token, by name; arbitrary values for padding.
 
     llama.cpp: `llama_ubatch`.
     """
@@ -136,20 +138,12 @@ class Ubatch(Partitioned):
     extra: dict[str, Shaped[Array, "R T ..."]] | None = None
 
     def state_write_steps(self, count: int) -> Int32[Array, "R count"]:
-        """Return the number of valid tokens up to each of the last ones of a row.
+        """Return how many tokens of a row each of the last `count` states includes.
 
-        The states after these tokens are the ones that `write_states` takes. 0 is the state before
-        the row; such an entry is not written.
-
-        Args:
-          count: number of last tokens, static; E + 1 for `write_states`.
-
-        Returns:
-          max(n - count + 1 + i, 0) at index i for a row of n valid tokens.
-
-        Raises:
-          TypeError: If `count` is not an integer.
-          ValueError: If `count` is below 1.
+        The result is max(n - count + 1 + i, 0) at index i, for a row of n valid tokens. For
+        `write_states`, the static `count` is E + 1. A number of 0 means the state before the row,
+        which `write_states` does not write. A `count` below 1 raises ValueError, and a `count` that
+        is not an integer raises TypeError.
 
         Examples:
           >>> cache = make_cache(
@@ -166,7 +160,7 @@ class Ubatch(Partitioned):
         )
 
     def partition_by(self, sharding_rules: ShardingRules, mesh: AnyMesh) -> Ubatch:
-        """Return a `PartitionSpec` for each array."""
+        """Return a `PartitionSpec` for each array of the ubatch."""
         streams = sharding_rules.split(mesh, streams=self.spec.streams)["streams"]
         return ubatch_partition_specs(self, streams)
 
@@ -181,34 +175,38 @@ def make_batch(
     valid: PyTree = None,
     extra: Mapping[str, PyTree] | None = None,
 ) -> Batch:
-    """Make a batch from tokens.
+    """Make a batch from token ids or embeddings.
 
     Args:
-      tokens: `[B]` int32; a list of lists, one for each sequence; or an array `[R, T]`, a row for
-        each sequence.
-      embeddings: `[B, d]` or `[R, T, d]` floats, in place of tokens.
-      sequences: sequence ids.
+      tokens: int32 token ids: a list `[B]`; a list of lists, one for each sequence; or an array
+        `[R, T]` with a row for each sequence.
+      embeddings: floats `[B, d]` or `[R, T, d]`, in place of token ids.
+      sequences: sequence ids of the tokens.
 
-        - `[B]`, or one id for all tokens; default 0.
-        - For a list of lists, one id for each list; for rows, `[R, T]`. Default 0, 1, 2 and so on,
-          the number of the list or row.
-        - A list of ids in place of one id, for a token that belongs to all of them. As an array,
-          ids have one more axis, `[B, n]` or `[R, T, n]`, padded with -1.
+        - For a list `[B]`, one id for each token, or one id for all tokens; default 0.
+        - For a list of lists, one id for each list; default 0, 1, 2 and so on.
+        - For rows, one id for each token, `[R, T]`; default the index of the row.
+        - Tokens that belong to several sequences have a list of ids in place of one id. An array
+          with several ids for each token has one more axis, `[B, n]` or `[R, T, n]`, padded with
+          -1.
 
-      positions: `[B]` int32; default one past the last position of the sequence.
-      outputs: `[B]` bool, tokens to compute logits for; default the last one of each sequence.
-      valid: `[B]` bool, False for padding.
-      extra: `[B, ...]` or `[R, T, ...]` by name, additional model inputs of each token, such as
-        positions in an image. For a list of lists, those of all tokens, list after list. They are
-        in `Ubatch.extra`. `plan_step` and the loops have none.
+      positions: int32 position of each token; default the positions after the last token of each
+        sequence.
+      outputs: bool, True for tokens that need logits; default the last token of each sequence.
+      valid: bool, False for padding.
+      extra: additional model inputs of each token by name, `[B, ...]` or `[R, T, ...]`, such as
+        positions in an image. For a list of lists, the inputs of all lists are concatenated. Models
+        read the inputs from `Ubatch.extra`. Additional inputs are not possible in `plan_step` and
+        the loops.
 
     Raises:
       ValueError: If not exactly one of `tokens` and `embeddings` is given, or shapes differ.
-      ValueError: If a list of a list of lists is empty, or a concrete valid token is negative.
-      ValueError: If a list of ids is empty or repeats one.
+      ValueError: If a list of tokens is empty, or a concrete valid token id is negative.
+      ValueError: If a list of sequence ids is empty or repeats an id.
       ValueError: If an integer does not fit into int32, or into the dtype that JAX gives to
         `extra`.
-      TypeError: If tokens, sequences or positions are not integers, or outputs or valid not bool.
+      TypeError: If tokens, sequence ids or positions are not integers.
+      TypeError: If `outputs` is not bool, or `valid` is neither bool nor 0 and 1.
       TypeError: If `extra` is not a mapping of names to arrays of numbers.
 
     Examples:
@@ -218,12 +216,12 @@ def make_batch(
       >>> batch.tokens, batch.sequences
       (array([11, 12, 13, 21, 22], dtype=int32), array([0, 0, 0, 1, 1], dtype=int32))
 
-      Sampled tokens, one for each sequence:
+      Sampled tokens, one for each of two sequences:
 
       >>> make_batch(np.array([[14], [23]])).sequences.tolist()
       [[0], [1]]
 
-      A prompt shared by two sequences, and one more token of each. The prompt is stored once:
+      A prompt shared by two sequences, stored once, and one more token of each sequence:
 
       >>> batch = make_batch([[11, 12], [13], [14]], sequences=[[0, 1], 0, 1])
       >>> batch.sequences.tolist(), batch.shared_with.tolist()
@@ -235,10 +233,10 @@ def make_batch(
       owner    + + 0 1 .
       position 0 1 2 2 .
 
-      The sequences of a shared token must share all tokens before it, see `Reason.DIVERGED`.
+      Sequences that share a token must share all earlier tokens (`Reason.DIVERGED`).
       Recurrent caches accept no shared tokens.
 
-      An additional model input, here the position in an image:
+      The position of each token in an image as an additional model input:
 
       >>> batch = make_batch([11, 12], extra={"place": np.array([[0, 0], [0, 1]])})
       >>> (ubatch,) = init_batch(cache, batch).ubatches
@@ -320,7 +318,7 @@ def make_batch(
                 "token"
             )
     valid = fields["valid"]
-    # Tokens on a device are not checked, since that would wait for the device.
+    # Tokens on a device are not checked, since a check would wait for the device.
     on_host = isinstance(tokens, np.ndarray) and isinstance(valid, np.ndarray)
     if on_host and (lowest := np.min(np.asarray(tokens), where=valid, initial=0)) < 0:
         raise ValueError(
@@ -333,7 +331,7 @@ def make_batch(
 
 
 def _check_extra(extra: object, shape: tuple[int, ...]) -> dict[str, PyTree]:
-    """Return additional model inputs by name, checked."""
+    """Check additional model inputs, and return them by name."""
     if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
         raise TypeError(
             f"expected extra as arrays by name, got {extra!r}; pass a dict of names to arrays"
@@ -361,7 +359,7 @@ def _check_extra(extra: object, shape: tuple[int, ...]) -> dict[str, PyTree]:
 
 
 def _to_32_bits(value: PyTree, kept: np.dtype, name: str) -> PyTree:
-    """Return 64-bit integers in JAX's dtype; raise if one does not fit."""
+    """Convert 64-bit integers to the dtype that JAX uses; raise if an integer does not fit."""
     low, high = jnp.iinfo(kept).min, jnp.iinfo(kept).max
     wrong = value[(value < low) | (value > high)]
     if wrong.size:
@@ -373,7 +371,7 @@ def _to_32_bits(value: PyTree, kept: np.dtype, name: str) -> PyTree:
 
 
 def _pad_sequence_sets(sequences: PyTree) -> PyTree:
-    """Return a list of ids and lists of ids as an array padded with -1; return others unchanged."""
+    """Return a list with lists of ids as an array padded with -1; return other values unchanged."""
     if not isinstance(sequences, Sequence):
         return sequences
     several = (list, tuple, set, frozenset, np.ndarray)
@@ -393,7 +391,7 @@ def _pad_sequence_sets(sequences: PyTree) -> PyTree:
 
 
 def _check_row_sequences(sequences: PyTree) -> PyTree:
-    """Return the sequences of rows as an array; raise for lists of different lengths."""
+    """Return the sequence ids of rows as an array; raise for lists of different lengths."""
     try:
         return sequences if isinstance(sequences, jax.Array) else np.asarray(sequences)
     except ValueError:
@@ -404,9 +402,9 @@ def _check_row_sequences(sequences: PyTree) -> PyTree:
 
 
 def _split_lowest_sequence(sets: PyTree) -> tuple[PyTree, PyTree]:
-    """Return the lowest id of each set `[..., n]`, and the others or None.
+    """Return the lowest id of each set `[..., n]`, and the other ids (None if there are none).
 
-    The number of others is padded to a power of two, so that few shapes are compiled.
+    The number of other ids is padded to a power of two, so that few shapes are compiled.
     """
     if not isinstance(sets, np.ndarray):
         sets = _sort_ids_lowest_first(sets, jnp)
@@ -427,19 +425,19 @@ def _split_lowest_sequence(sets: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def _sort_ids_lowest_first(sets: PyTree, xp: ModuleType) -> PyTree:
-    """Sort sets of ids `[..., n]`; negative ones become -1 and come last."""
+    """Sort sets of ids `[..., n]`; negative ids become -1 and come last."""
     ids = xp.sort(xp.where(sets < 0, END, sets), axis=-1)
     return xp.where(ids == END, -1, ids)
 
 
 def hash_tokens(ubatch: Ubatch) -> UInt32[Array, "R T"]:
-    """Return hashes of the tokens and their positions."""
+    """Return a hash of each token and its position."""
     found = hash_contents(ubatch.tokens, ubatch.embeddings, ubatch.extra)
     return chain_hashes(found, ubatch.positions)
 
 
 def mask_slots(ok: Bool[Array, ""], ubatch: Ubatch) -> Ubatch:
-    """Return the ubatch if `ok`, else one with all slots past the last cell."""
+    """Return the ubatch if `ok`, else the ubatch with all slots past the last cell."""
 
     def mask_leaf(leaf: jax.Array) -> jax.Array:
         return jnp.where(ok, leaf, out_of_range_slots(leaf)) if leaf.dtype == jnp.int32 else leaf
@@ -448,7 +446,7 @@ def mask_slots(ok: Bool[Array, ""], ubatch: Ubatch) -> Ubatch:
 
 
 def placed_rows(ubatch: Ubatch) -> jax.Array:
-    """Return which rows have a token with a cell, `[R]` bool; none in a refused plan."""
+    """Return which rows have a token with a cell, `[R]` bool; all False in a refused plan."""
     count = ubatch.valid.shape[0]
     answers = [
         jnp.any(slots.reshape(count, -1) < MAX_CELLS, axis=1)
@@ -459,9 +457,9 @@ def placed_rows(ubatch: Ubatch) -> jax.Array:
 
 
 def mask_rows_of_other_devices(ubatch: Ubatch, axes: tuple[str, ...], count: int) -> Ubatch:
-    """Return the ubatch local to a device, which has `count` of the streams that axes split.
+    """Return the ubatch for one device of a mesh, with the rows of other devices as padding.
 
-    Streams are renumbered from the device's first one; rows of other devices are padding.
+    On the device, the `count` local streams are numbered from 0.
     """
     if not axes:
         return ubatch
@@ -484,10 +482,9 @@ def mask_rows_of_other_devices(ubatch: Ubatch, axes: tuple[str, ...], count: int
 def expand_streams_to_rows(
     x: Shaped[Array, "S ..."], row_stream: Int32[Array, " R"], in_order: bool
 ) -> Shaped[Array, "R ..."]:
-    """Gather the entries of each row's stream.
+    """Gather, for each row, the entry of the stream of the row.
 
-    If rows are in the order of sequences, the gather is a broadcast, so that devices of a mesh need
-    no communication.
+    For rows in the order of sequences, a broadcast without communication replaces the gather.
     """
     if not in_order:
         return x[row_stream]
@@ -497,12 +494,12 @@ def expand_streams_to_rows(
 
 
 def row_mesh_axes(ubatch: Ubatch, streams: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the mesh axes that split rows: those of streams, if `row_is_sequence`."""
+    """Return the mesh axes that split rows: the axes of streams if `row_is_sequence`, else none."""
     return streams if ubatch.row_is_sequence else ()
 
 
 def ubatch_partition_specs(ubatch: Ubatch, streams: tuple[str, ...]) -> Ubatch:
-    """Return a `PartitionSpec` for each array, given the axes that split streams."""
+    """Return a `PartitionSpec` for each array of a ubatch, from the mesh axes of streams."""
     rows = row_mesh_axes(ubatch, streams)
     whole = {name: P() for name in ("outputs", "output_index")}
     digests = {name: P(streams) for name in ("hash_before", "hash_after")}
@@ -512,11 +509,7 @@ def ubatch_partition_specs(ubatch: Ubatch, streams: tuple[str, ...]) -> Ubatch:
 
 
 def ubatch_of_part(ubatch: Ubatch, part: int) -> Ubatch:
-    """Return the ubatch of one part of a hybrid cache.
-
-    Raises:
-      ValueError: If the ubatch is of an encoder source and does not use the part.
-    """
+    """Return the ubatch of one part of a hybrid cache; raise if the part has no slots."""
     if ubatch.slots[part] is None:
         raise ValueError(
             f"expected a ubatch of text for part {part}, which is of the text, got one of "

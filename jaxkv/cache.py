@@ -1,7 +1,6 @@
-"""`Cache`: an immutable value of a table and buffers.
+"""`Cache`: an immutable value of a small table and large buffers.
 
-The table is small and maps tokens to cells; the buffers have nearly all the bytes. Edits are
-compiled for the table alone, so that outside of `jit` no buffer is copied or donated.
+Edits are compiled as functions of the table, so an edit outside of `jit` copies no buffer.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ if TYPE_CHECKING:
 class Cache(Partitioned):
     """Immutable KV cache or recurrent-state cache of a set of sequences.
 
-    table: a `CacheTable`, the tokens of each cell.
-    buffers: `Buffers` of keys and values, a tuple of states by layer, or for a hybrid cache a tuple
-      of the buffers of its parts.
-    written: while tracing, the last ubatch that wrote layers, and their numbers. Not part of the
-      pytree; used to raise if a layer is written twice.
+    table: `CacheTable` with the positions and owners of all cells.
+    buffers: `Buffers` of keys and values; a tuple of states by layer; or, for a hybrid cache, a
+      tuple of the buffers of the parts.
+    written: the last ubatch that wrote layers while tracing, and the numbers of these layers. The
+      field serves to raise at a second write, and is not part of the pytree.
 
     llama.cpp: `llama_memory_i`.
     """
@@ -53,17 +52,17 @@ class Cache(Partitioned):
     written: tuple[Ubatch, frozenset[int]] | None = None
 
     cells: ClassVar[Callable[..., PyTree]]
-    """`jaxkv.draw.cell_view.view_cells`: the cells as NumPy arrays."""
+    """Return the cells as NumPy arrays; assigned from `jaxkv.draw.cell_view.view_cells`."""
 
     to_text: ClassVar[Callable[..., str]]
-    """`jaxkv.show`, assigned there."""
+    """Draw the cache as text; assigned from `jaxkv.show`."""
 
     to_html: ClassVar[Callable[..., str]]
-    """HTML that a notebook displays, assigned by `jaxkv.draw`."""
+    """Draw the cache as HTML for a notebook; assigned by `jaxkv.draw`."""
 
     @property
     def spec(self) -> CacheSpec:
-        """The `CacheSpec` of the cache, to make another with `make_cache(cache.spec, cells=...)`.
+        """`CacheSpec` of the cache, for example for `make_cache(cache.spec, cells=...)`.
 
         >>> cache = make_cache(CacheSpec.attention(layers=2, kv_heads=1, head_dim=4), cells=8)
         >>> cache.spec
@@ -73,7 +72,7 @@ class Cache(Partitioned):
 
     @property
     def parts(self) -> tuple[Cache, ...]:
-        """The parts of a hybrid cache as caches; for others the cache itself.
+        """The parts of a hybrid cache as caches; any other cache is its only part.
 
         >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
         >>> len(cache.parts)
@@ -84,7 +83,7 @@ class Cache(Partitioned):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of table and buffers; also for a cache of shapes only.
+        """Size of table and buffers in bytes; also works for a cache of shapes.
 
         >>> spec = CacheSpec.attention(layers=2, kv_heads=8, head_dim=128)
         >>> jax.eval_shape(lambda: make_cache(spec, cells=4096)).nbytes // 2**20
@@ -93,16 +92,10 @@ class Cache(Partitioned):
         return nbytes(self)
 
     def seq_pos_min(self, seq: Ids | None = None) -> Int32[Array, " ..."]:
-        """Return the smallest position of each sequence.
+        """Return the smallest position of each sequence; -1 for an empty sequence.
 
-        Args:
-          seq: sequence ids; default all.
-
-        Returns:
-          The shape of `seq`; -1 for an empty sequence.
-
-        Raises:
-          ValueError: If a concrete id is not from 0 to Q - 1.
+        `seq` is an array of sequence ids, default all ids. The result has the shape of `seq`. A
+        concrete id that is not from 0 to Q - 1 raises ValueError.
 
         Examples:
           >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
@@ -114,16 +107,10 @@ class Cache(Partitioned):
         return _seq_pos_min(self.table, self._check_sequence_ids(seq))
 
     def seq_pos_max(self, seq: Ids | None = None) -> Int32[Array, " ..."]:
-        """Return the largest position of each sequence.
+        """Return the largest position of each sequence; -1 for an empty sequence.
 
-        Args:
-          seq: sequence ids; default all.
-
-        Returns:
-          The shape of `seq`; -1 for an empty sequence.
-
-        Raises:
-          ValueError: If a concrete id is not from 0 to Q - 1.
+        `seq` is an array of sequence ids, default all ids. The result has the shape of `seq`. A
+        concrete id that is not from 0 to Q - 1 raises ValueError.
 
         Examples:
           >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
@@ -139,7 +126,7 @@ class Cache(Partitioned):
     def num_used_cells(self) -> Int32[Array, ""]:
         """Return the number of cells that store a token or a state.
 
-        A cell that several sequences share counts once. The cells of all `parts` of a hybrid cache
+        A cell that several sequences share counts once. The cells of all parts of a hybrid cache
         are added.
 
         Examples:
@@ -154,14 +141,11 @@ class Cache(Partitioned):
         return _used(self.table)
 
     def can_resume(self, seq: Id, pos: Id) -> Bool[Array, ""]:
-        """Return whether a sequence can continue at a position.
+        """Return whether the next token of a sequence can have the position `pos`.
 
-        True if `seq_rm(cache, seq, pos)` returns `ok` and the next token is then at `pos`. Holes
-        left by `seq_rm` do not matter. Every sequence can continue at 0, and an empty one anywhere.
-
-        Args:
-          seq: the sequence.
-          pos: position of its next token.
+        The result is True if `seq_rm(cache, seq, pos)` is possible and the next token is then at
+        `pos`. Holes left by `seq_rm` do not matter. Every sequence can continue at position 0, and
+        an empty sequence at any position.
 
         Examples:
           >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
@@ -174,19 +158,11 @@ class Cache(Partitioned):
         return _can_resume(self.table, ids, check_position(pos, "pos"))
 
     def can_seq_add(self, seq: Id, p0: Id, p1: Id | None, *, delta: Id) -> Bool[Array, ""]:
-        """Return whether `seq_add` would keep one token at a position in every sequence.
+        """Return whether positions would stay unique in every sequence after `seq_add`.
 
-        Cells that several sequences share move for all of them, possibly onto positions of other
-        tokens.
-
-        Args:
-          seq: the sequence.
-          p0: first position of the range.
-          p1: one past the last position.
-          delta: number added to each position.
-
-        Returns:
-          Also False if a position would reach 2**31 - 1.
+        `seq_add` moves a shared cell for all owners, possibly to the position of another token. The
+        result is also False if a position would reach 2**31 - 1. The arguments are those of
+        `seq_add`.
 
         Examples:
           >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=None)
@@ -204,13 +180,9 @@ class Cache(Partitioned):
         return _can_add(self.table, ids, *bounds, check_position(delta, "delta"))
 
     def num_rollback_states(self, layer: int) -> int:
-        """Return E, the number of earlier states stored for a recurrent layer.
+        """Return E, the number of earlier states that a recurrent layer stores (`max_rollback`).
 
-        It is `max_rollback` of `make_cache`. `write_states` takes E + 1 states.
-
-        Raises:
-          TypeError: If the cache has no recurrent layers.
-          ValueError: If the layer is not one of the cache.
+        A cache without recurrent layers raises TypeError. A layer without states raises ValueError.
 
         Examples:
           >>> spec = CacheSpec.recurrent(layers=1, states={"x": ((), jnp.int32)})
@@ -224,9 +196,8 @@ class Cache(Partitioned):
     def check(self) -> dict[str, Int32[Array, ""]]:
         """Count violated invariants of the table, for debugging.
 
-        Returns:
-          The number of cells or sequences that violate each invariant. All are 0 in tables made by
-          jaxkv.
+        The result has the number of cells or sequences that violate each invariant, by name. All
+        numbers are 0 for tables made by jaxkv.
 
         Examples:
           >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
@@ -236,7 +207,7 @@ class Cache(Partitioned):
         return _faults(self.table)
 
     def partition_by(self, sharding_rules: ShardingRules, mesh: AnyMesh) -> Cache:
-        """Return a `PartitionSpec` for each array."""
+        """Return a `PartitionSpec` for each array of the cache."""
         del sharding_rules  # the table's are used
         table, buffers = self.table.partition_specs(self.buffers, mesh)
         return Cache(table=table, buffers=buffers)
@@ -265,11 +236,7 @@ def _seq_pos_max(table: CacheTable, seq: Int32[Array, "*n"]) -> Int32[Array, "*n
 
 
 def split(cache: Cache) -> tuple[Any, PyTree]:
-    """Return the table and the buffers of a cache passed by a caller.
-
-    Raises:
-      TypeError: If it is not a cache, such as the pair that `seq_rm` returns.
-    """
+    """Return the table and the buffers of a cache; raise TypeError if `cache` is not a cache."""
     if isinstance(cache, Cache):
         return cache.table, cache.buffers
     if isinstance(cache, tuple):
@@ -286,10 +253,10 @@ def split(cache: Cache) -> tuple[Any, PyTree]:
 def merge(table: CacheTable, buffers: PyTree) -> Cache:
     """Make a cache from a table and buffers: the inverse of `split`.
 
-    Values in the buffers of an attention cache must be finite, as `attend` stores them.
+    Values in the buffers of an attention cache must be finite; `attend` stores only finite values.
 
     Raises:
-      TypeError: If the first argument is not a table.
+      TypeError: If `table` is not a table.
       ValueError: If the buffers have other streams or cells than the table.
     """
     if not isinstance(table, CacheTable):

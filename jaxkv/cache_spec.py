@@ -15,10 +15,10 @@ from jaxkv.rope import NOT_GIVEN, NotGiven, Rope
 from jaxkv.window import Window
 
 Ropes = Rope | NotGiven | tuple[Rope | NotGiven | None, ...] | None
-"""Rope of all layers, or of each."""
+"""One rope for all layers, or a tuple with one rope for each layer."""
 
 ValueDim = int | slice | ValueSlice
-"""Size of a value, or its slice of the key."""
+"""Size of a value, or the slice of a key that is the value."""
 
 State = jax.ShapeDtypeStruct | tuple[Sequence[int], jax.typing.DTypeLike]
 """Shape and dtype of a state."""
@@ -30,20 +30,19 @@ X = TypeVar("X")
 class CacheSpec:
     """Cache layout of a model. Frozen, hashable, without arrays.
 
-    Made by `attention`, `recurrent`, `cross_attention` and `hybrid`. Specs are equal if their
-    caches have equal layers. A size that all layers share is stored as one number, others as a
-    tuple.
+    `attention`, `recurrent`, `cross_attention` and `hybrid` make specs. Two specs are equal if
+    their caches have equal layers. A size is one number if it is equal in all layers, else a tuple.
 
     kind: "attention", "recurrent", "cross_attention" or "hybrid".
-    layers: L; for a hybrid one more than the highest layer number.
-    kv_heads: K, key/value heads.
-    head_dim: D, size of a key.
-    value_dim: Dv, size of a value, or a `ValueSlice` of the key.
-    window: None for no limit.
-    rope: rotation of the keys that `attend` is given; `NotGiven` if unknown.
+    layers: L, the number of layers; for a hybrid spec, one more than the highest layer number.
+    kv_heads: K, the number of key/value heads.
+    head_dim: D, the size of a key.
+    value_dim: Dv, the size of a value; a `ValueSlice` if values are slices of the keys.
+    window: `Window` of all layers; None for no limit.
+    rope: rotation of the keys that models pass to `attend`; `NotGiven` if unknown.
     states: name, shape and dtype of each state, ordered by name.
-    shard_dims: name, dimension and parts of each state that a mesh may split.
-    parts: specs of the parts of a hybrid, each with its layer numbers.
+    shard_dims: name, dimension and number of parts of each state that a mesh may split.
+    parts: pairs of a spec and layer numbers, one pair for each part of a hybrid spec.
 
     llama.cpp: `llama_hparams`.
     """
@@ -71,28 +70,30 @@ class CacheSpec:
         """Return the spec of self-attention layers.
 
         Args:
-          layers: L.
-          kv_heads: K, one number or one for each layer.
-          head_dim: D, one number or one for each layer.
-          value_dim: Dv, one number or one for each layer; default D. A slice if values are a part
-            of their keys, as in latent attention (MLA): they are not stored, and models pass keys
-            only. The slice must exclude at least one number of the key, and all numbers that the
-            rope rotates, which come first.
-          window: see `Window`; None for no limit.
-          rope: rotation of the keys that `attend` is given, one or one for each layer; None for
-            keys without positions. If left out, `seq_add`, `seq_div`, `generation.context_shift`
-            and `generation.self_extend` raise.
+          layers: L, the number of layers.
+          kv_heads: K, the number of key/value heads; one number, or one for each layer.
+          head_dim: D, the size of a key; one number, or one for each layer.
+          value_dim: Dv, the size of a value; one number, or one for each layer; default D. A slice
+            means that values are slices of the keys, as in latent attention (MLA). Values that are
+            slices are not stored, and models pass only keys. The slice must leave out at least one
+            number of the key, and all numbers that the rope rotates (the first numbers of a key).
+          window: `Window` of all layers; None for no limit.
+          rope: rotation of the keys that models pass to `attend`; one rope, or a tuple with one for
+            each layer; None for keys without positions. If `rope` is not given, `seq_add`,
+            `seq_div`, `generation.context_shift` and `generation.self_extend` raise.
 
         Raises:
-          TypeError: If a count is not an integer, `window` not a `Window`, or `rope` not a `Rope`.
+          TypeError: If a count is not an integer, `window` is not a `Window`, or `rope` is not a
+            `Rope`.
           ValueError: If a count is below 1 or above 2**31 - 1.
-          ValueError: If sizes and ropes do not match the number of layers or each other.
+          ValueError: If sizes or ropes do not match the number of layers, or do not match each
+            other.
 
         Examples:
           >>> CacheSpec.attention(layers=2, kv_heads=3, head_dim=64, window=Window.sliding(128))
           CacheSpec.attention(layers=2, kv_heads=3, head_dim=64, window=Window.sliding(128))
 
-          Latent attention; values are the last 8 of 12 numbers of a key:
+          Latent attention, in which a value is the last 8 of the 12 numbers of a key:
 
           >>> CacheSpec.attention(layers=2, kv_heads=1, head_dim=12, value_dim=slice(4, None))
           CacheSpec.attention(layers=2, kv_heads=1, head_dim=12, value_dim=slice(4, 12))
@@ -133,42 +134,47 @@ class CacheSpec:
     ) -> CacheSpec:
         """Return the spec of recurrent layers.
 
-        The cache has cells for E + 1 states of each sequence (`max_rollback` of `make_cache`), so
-        that a batch always fits. After `seq_cp` sequences of a stream share states, which are never
-        overwritten. Between streams `seq_cp` copies states, once for all targets of a stream.
+        The cache has cells for E + 1 states of each sequence, so that a batch always fits. E is
+        `max_rollback` of `make_cache`. After `seq_cp`, sequences of one stream share states; a
+        shared state is never overwritten. A copy to another stream is made once for all targets in
+        that stream.
 
-        Some edits differ from those of attention:
+        Some edits of recurrent caches differ from those of attention caches:
 
-        - `seq_rm` requires a stored state right before the range, unless it removes a whole
-          sequence.
+        - `seq_rm` requires a stored state at the position before the range, except for whole
+          sequences.
         - `seq_cp` replaces the states of the targets, and requires a stored state at the end of the
           range.
-        - `seq_add` moves states for all sequences that share them, and not below position 0.
-        - `seq_div` drops earlier states of the range and divides the position of the current one.
-        - `seq_pos_max` is the last position, and `seq_pos_min` the lowest one to roll back to.
+        - `seq_add` moves shared states for all owners, and is refused for negative new positions.
+        - `seq_div` removes earlier states of the range, and divides the position of the current
+          state.
+        - `seq_pos_min` returns the lowest position to which the sequence can be rolled back.
 
-        A kept cache is a checkpoint, unless its buffers are donated. An edit returns a cache with
-        the same buffers. So do not donate in the first step from a checkpoint, or copy the cache
-        before. To keep one state although steps donate, `seq_cp` it to an unused sequence.
+        Any cache can serve as a checkpoint until its buffers are donated. An edited cache has the
+        same buffers as the cache before the edit. The first step after a checkpoint must not
+        donate, unless the step gets a copy of the cache. To keep a state although steps donate
+        buffers, copy the sequence to an unused sequence with `seq_cp`.
 
         Args:
-          layers: L.
-          states: by name, shape and dtype of one sequence's state in one layer: a
+          layers: L, the number of layers.
+          states: shape and dtype of each state of one sequence in one layer, by name: a
             `jax.ShapeDtypeStruct` or `(shape, dtype)`.
-          shard_dims: by name, the dimension of a state that a mesh may split, and its number of
-            parts, such as (0, heads). Other states are replicated on the devices of a stream.
+          shard_dims: by name of the state, the dimension that a mesh may split and the number of
+            parts, such as (0, heads). States without an entry are replicated on the devices of a
+            stream.
 
         Raises:
-          TypeError: If a count is not an integer, or `states` not a mapping of names to shapes and
-            dtypes.
+          TypeError: If a count is not an integer, or `states` is not a mapping of names to shapes
+            and dtypes.
           ValueError: If there are no states, or a count is out of range.
-          ValueError: If `shard_dims` names no state, or the parts do not divide its dimension.
+          ValueError: If `shard_dims` names no state, or the number of parts does not divide the
+            dimension.
 
         Examples:
           >>> CacheSpec.recurrent(layers=2, states={"x": ((4, 8), "float32")})
           CacheSpec.recurrent(layers=2, states={'x': ((4, 8), 'float32')})
 
-          A state of two numbers, halved at each token before the token is added:
+          A model that halves a state of two numbers at each token and then adds the token:
 
           >>> spec = CacheSpec.recurrent(layers=1, states={"x": ((2,), jnp.float32)})
           >>> cache = make_cache(spec, max_rollback=2)
@@ -186,7 +192,7 @@ class CacheSpec:
           >>> print(show(cache))
           sequence 0 1 2 3
 
-          The last two tokens can be rolled back:
+          The last two tokens of the sequence can be removed:
 
           >>> [seq_rm(cache, 0, p0).ok.item() for p0 in (0, 1, 2, 3, 4)]
           [True, False, True, True, True]
@@ -195,7 +201,7 @@ class CacheSpec:
           >>> read_states(apply(cache, plan), 0, plan.ubatches[0])["x"].tolist()  # 8 / 2 + 4
           [[8.0, 8.0]]
 
-          Keep the cache as a checkpoint, continue, and return to the checkpoint:
+          Keep a cache as a checkpoint, continue, and return to the checkpoint:
 
           >>> def step(cache, ubatch):
           ...     return model(apply(cache, ubatch), ubatch)
@@ -207,7 +213,7 @@ class CacheSpec:
           >>> jax.tree.all(jax.tree.map(np.array_equal, again, once))
           True
 
-          A step that donates deletes the checkpoint, unless it is given a copy:
+          A step that donates deletes the checkpoint, unless the step gets a copy of the cache:
 
           >>> donating = jax.jit(step, donate_argnames="cache")
           >>> cache = donating(jax.tree.map(jnp.copy, checkpoint), plan.ubatches[0])
@@ -215,7 +221,7 @@ class CacheSpec:
           >>> checkpoint.buffers[0]["x"].is_deleted()
           True
 
-          Two streams for four sequences: 1 shares the state of 0; 2 and 3 share a copy:
+          Two streams: sequence 1 shares the state of 0, and sequences 2 and 3 share a copy:
 
           >>> cache = make_cache(spec, sequences=4, streams=2)
           >>> cache = apply(cache, init_batch(cache, make_batch([8])))
@@ -247,28 +253,25 @@ class CacheSpec:
         head_dim: int | Sequence[int],
         value_dim: int | Sequence[int] | None = None,
     ) -> CacheSpec:
-        """Return the spec of layers that attend to an encoder source: a part of a hybrid.
+        """Return the spec of cross-attention layers, for a part of a hybrid cache.
 
-        The keys and values of a source are written once (`init_batch(encoder=True)`, `encode`).
-        Each token of the sequence then attends to all of them, regardless of positions. Without a
-        source the output is zeros.
+        `encode` or `init_batch(encoder=True)` writes the keys and values of an encoder source once.
+        Each token of a sequence then attends to the whole source of the sequence, regardless of
+        positions. Without a source, the output is zero.
 
-        `seq_cp` and `seq_select` replace the source of the target by that of the parent, unless the
-        range is empty; within a stream it is shared. `seq_rm` removes the source with the whole
-        sequence. Other edits, `seq_pos_min` and `seq_pos_max` do not concern sources.
+        `seq_cp` and `seq_select` replace the source of the target by the source of the parent,
+        unless the range is empty. Within a stream, target and parent then share the source. A
+        removal (`seq_rm`) removes the source only with the whole sequence. Shifts, `seq_pos_min`
+        and `seq_pos_max` ignore sources.
 
-        Args:
-          layers: L.
-          kv_heads: K, see `attention`.
-          head_dim: D, see `attention`.
-          value_dim: Dv, see `attention`.
+        The arguments are those of `attention`, without slices for `value_dim`.
 
         Raises:
           TypeError: If a count is not an integer.
           ValueError: If a count is out of range, or sizes do not match the number of layers.
 
         Examples:
-          Layer 0 is the self-attention of a decoder layer, layer 1 its cross-attention:
+          A decoder layer with self-attention as layer 0 and cross-attention as layer 1:
 
           >>> sizes = dict(layers=1, kv_heads=1, head_dim=2)
           >>> text, source = CacheSpec.attention(**sizes), CacheSpec.cross_attention(**sizes)
@@ -284,7 +287,7 @@ class CacheSpec:
           owner    + + + . . .
           position 0 1 2 . . .
 
-        llama.cpp: `llama_cross`, which has the outputs of one encoder pass and no keys.
+        llama.cpp: `llama_cross`, which stores the outputs of one encoder pass and no keys.
         """
         layers = check_count(layers, "layers")
         keys = _check_layer_sizes(head_dim, layers, "head_dim")
@@ -304,18 +307,19 @@ class CacheSpec:
         """Return the spec of several caches that step together, each for some layers of a model.
 
         Args:
-          parts: pairs of a spec and the numbers of the model's layers that use it, in the part's
-            order. A layer with attention and recurrence is in two parts.
+          parts: pairs of a spec and a list of layer numbers of the model, one number for each layer
+            of the spec. A model layer with both attention and recurrence is in two parts.
 
         Raises:
-          TypeError: If an argument is not such a pair.
-          ValueError: If there are no parts, or a part's layer numbers are repeated or too many or
-            too few.
-          ValueError: If a layer is in several parts with keys, or in several with states.
-          ValueError: If there are several `cross_attention` parts, or only such parts.
+          TypeError: If an argument is not a pair of a spec and layer numbers.
+          ValueError: If there are no parts, or a part does not have one distinct number for each
+            layer.
+          ValueError: If a layer is in several parts with keys, or in several parts with states.
+          ValueError: If there are several `cross_attention` parts, or no part of another kind.
+          ValueError: If a hybrid part contains a `cross_attention` part.
 
         Examples:
-          Layers 0, 1, 3 and 4 have a window of 4 positions, layers 2 and 5 none:
+          Layers 0, 1, 3 and 4 have a window of 4 positions; layers 2 and 5 have no window:
 
           >>> sizes = dict(kv_heads=1, head_dim=2)
           >>> near = CacheSpec.attention(layers=4, window=Window.sliding(4), **sizes)
@@ -359,13 +363,13 @@ class CacheSpec:
 
     @property
     def _has_cross_attention(self) -> bool:
-        """Whether the spec, or a part of it, is of cross-attention."""
+        """Whether the spec, or a part of the spec, is for cross-attention."""
         return self.kind == "cross_attention" or any(
             part._has_cross_attention for part, _ in self.parts
         )
 
     def _array_kinds_of_layer(self, number: int) -> list[str]:
-        """Return "keys" and "states", once for each part that stores them for a layer."""
+        """Return "keys" or "states" for each part that stores arrays for a layer."""
         if self.kind != "hybrid":
             return ["states" if self.kind == "recurrent" else "keys"]
         owners = [(part, layers.index(number)) for part, layers in self.parts if number in layers]
@@ -392,7 +396,7 @@ class CacheSpec:
 
 
 def _field_text(value: object) -> str:
-    """Return the text of a field; for a rope its pairs and slowest frequency."""
+    """Return the text of a field; for a rope, the number of pairs and the slowest frequency."""
     if isinstance(value, tuple) and any(isinstance(x, Rope | ValueSlice) for x in value):
         return f"({', '.join(map(_field_text, value))})"
     if isinstance(value, Rope):
@@ -404,12 +408,12 @@ def _field_text(value: object) -> str:
 
 
 def _collapse_if_equal(values: tuple[X, ...]) -> X | tuple[X, ...]:
-    """Return one value if all are equal, else all."""
+    """Return one value if all values are equal, else the tuple of values."""
     return values[0] if all(value == values[0] for value in values) else values
 
 
 def _broadcast_to_layers(value: object, layers: int, name: str) -> tuple[object, ...]:
-    """Return one value for each layer."""
+    """Return a tuple with one value for each layer; raise if the number of values differs."""
     values = tuple(value) if isinstance(value, Sequence) else (value,) * layers
     if len(values) != layers:
         raise ValueError(
@@ -420,12 +424,12 @@ def _broadcast_to_layers(value: object, layers: int, name: str) -> tuple[object,
 
 
 def _check_layer_sizes(value: object, layers: int, name: str) -> tuple[int, ...]:
-    """Return a size for each layer, checked."""
+    """Return a tuple with one checked size for each layer."""
     return tuple(check_count(size, name) for size in _broadcast_to_layers(value, layers, name))
 
 
 def _check_value_dims(value: object, keys: tuple[int, ...]) -> tuple[int | ValueSlice, ...]:
-    """Return the size of values, or their slice of the key, for each layer."""
+    """Return the size of values, or the slice of keys that is the value, for each layer."""
 
     def make_value_slice(part: slice, key: int) -> ValueSlice:
         ends = range(*part.indices(key))
@@ -448,7 +452,7 @@ def _check_value_dims(value: object, keys: tuple[int, ...]) -> tuple[int | Value
 
 
 def _check_rope(rope: object, key: int, value: int | ValueSlice) -> None:
-    """Raise unless a rope fits the keys of a layer and does not rotate its values."""
+    """Raise unless a rope fits the keys of a layer and leaves values in the keys unrotated."""
     if not isinstance(rope, Rope | NotGiven | None):
         raise TypeError(
             f"expected a rope or None, got {rope!r}; make one, as make_rope(head_dim, base=10000.0)"
@@ -467,7 +471,7 @@ def _check_rope(rope: object, key: int, value: int | ValueSlice) -> None:
 
 
 def _state_shape(name: str, state: Any) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of a state, checked."""
+    """Check a state, and return its shape and dtype."""
     if hasattr(state, "shape"):
         return state
     if not isinstance(state, tuple) or len(state) != 2 or not isinstance(state[0], Sequence):
@@ -483,7 +487,7 @@ def _state_shape(name: str, state: Any) -> jax.ShapeDtypeStruct:
 def _check_shard_dims(
     shapes: Mapping[str, jax.ShapeDtypeStruct], splits: Mapping[str, tuple[int, int]]
 ) -> tuple[tuple[str, int, int], ...]:
-    """Return `shard_dims` as sorted tuples, checked."""
+    """Check `shard_dims`, and return its entries as tuples sorted by name."""
     for name, (dimension, parts) in splits.items():
         sizes = shapes[name].shape if name in shapes else ()
         if not 0 <= dimension < len(sizes) or sizes[dimension] % check_count(parts, "parts"):
@@ -496,7 +500,7 @@ def _check_shard_dims(
 
 
 def _check_part(pair: object) -> tuple[CacheSpec, tuple[int, ...]]:
-    """Return a part of a hybrid and its layer numbers, checked."""
+    """Check a part of a hybrid, and return its spec and layer numbers."""
     if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], CacheSpec)):
         raise TypeError(
             f"expected pairs of a CacheSpec and its layers, got {type(pair)}; write "

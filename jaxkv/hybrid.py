@@ -1,9 +1,7 @@
 """Hybrid cache: several caches that step together, each for some layers of a model.
 
-A batch, an edit or a ubatch that one part refuses changes no part. Parts may be of any kind, and
-are used through `jaxkv.table.CacheTable` only. Most methods of `HybridTable` call the same method
-of each part and combine the results; `_make_parts_query`, `_make_parts_method` and
-`_make_layer_method` build them.
+If a batch, an edit or a ubatch is not possible in one part, no part changes. Most methods of
+`HybridTable` call the same method of each part and combine the results (`_make_parts_method`).
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ R = TypeVar("R")
 Layers = tuple[tuple[int, ...], ...]
 
 OWN = "buffers", "num_shared_cells"
-"""Arguments with one item for each part, unless None; other arguments are equal for all parts."""
+"""Names of arguments that are None or have one item for each part."""
 
 # Elementwise rules for arrays of equal shape, one for each part.
 _all = partial(reduce, jnp.logical_and)
@@ -45,25 +43,25 @@ _smallest = partial(reduce, jnp.minimum)
 
 
 def _combine_first_positions(firsts: list[Int32[Array, ""]]) -> Int32[Array, ""]:
-    """Return the first position that all parts have; -1 if one is empty."""
+    """Return the highest of the first positions of all parts; -1 if a part is empty."""
     return jnp.where(_smallest(firsts) < 0, -1, _largest(firsts))
 
 
 def _combine_admissions(found: list[Admission]) -> Admission:
-    """Return which sequences fit in all parts, which admit them in the same order."""
+    """Return which sequences fit in all parts; all parts admit sequences in the same order."""
     fits, together, remaining = zip(*found, strict=True)
     return Admission(fits=_all(fits), together=_all(together), num_remaining=_smallest(remaining))
 
 
 def _with_part_tables(table: HybridTable, parts: list[CacheTable]) -> HybridTable:
-    """Return the table with other parts."""
+    """Return the hybrid table with new tables of the parts."""
     return replace(table, parts=tuple(parts))
 
 
 def _combine_parts_and_buffers(
     table: HybridTable, pairs: list[tuple[PyTree, PyTree]]
 ) -> tuple[HybridTable, PyTree]:
-    """Return the table, and the buffers, or None if the parts have none."""
+    """Return the hybrid table with new parts, and the buffers of all parts (or None)."""
     parts, buffers = zip(*pairs, strict=True)
     return replace(table, parts=parts), None if buffers[0] is None else buffers
 
@@ -71,9 +69,9 @@ def _combine_parts_and_buffers(
 def _commit_if_all_ok(
     table: HybridTable, answers: list[tuple[CacheTable, Bool[Array, ""]]]
 ) -> tuple[HybridTable, Bool[Array, ""]]:
-    """Return the edited table if all parts are ok, else the old one; and `ok`.
+    """Return the edited table and True if all parts are ok, else the old table and False.
 
-    `ok` is also False if a sequence becomes `missing`, for example because its parts end at
+    The edit is also refused if a sequence becomes `missing`, for example if parts then end at
     different positions.
     """
     parts, granted = zip(*answers, strict=True)
@@ -87,7 +85,7 @@ def _commit_if_all_ok(
 def _combine_copy_answers(
     table: HybridTable, answers: list[tuple[jax.Array, jax.Array]]
 ) -> tuple[jax.Array, jax.Array]:
-    """Return whether all parts can copy, with equal last positions; and these."""
+    """Return whether all parts can copy with equal last positions, and the last positions."""
     granted, ends = zip(*answers, strict=True)
     pairs = zip(table.parts, ends, strict=True)
     ends = [end for part, end in pairs if table._is_planned_part(part)]
@@ -95,16 +93,16 @@ def _combine_copy_answers(
 
 
 def _combine_plans(table: HybridTable, plans: list[MaintenancePlan]) -> HybridMaintenancePlan:
-    """Return the plans of all parts as one plan."""
+    """Combine the plans of all parts into one plan."""
     return HybridMaintenancePlan(parts=tuple(plans), spec=table.spec)
 
 
 def _make_parts_method(
     method: Callable[..., R], rule: Callable[..., R], which: str = "parts"
 ) -> Callable[..., R]:
-    """Return a method that calls `method` of each part and combines the results.
+    """Return a method that calls `method` of each part and returns `rule(table, results)`.
 
-    It returns `rule(table, results)`. `which` names the list of parts.
+    `which` is the name of the attribute of `HybridTable` with the list of parts.
     """
     per_part = {i for i, name in enumerate(signature(method).parameters, -1) if name in OWN}
 
@@ -123,14 +121,14 @@ def _make_parts_method(
 def _make_parts_query(
     method: Callable[..., R], rule: Callable[..., R], which: str = "parts"
 ) -> Callable[..., R]:
-    """Return a method as `_make_parts_method` does, with a rule of the results only."""
+    """Return a method as `_make_parts_method` does, for a `rule(results)` without the table."""
     return _make_parts_method(method, lambda _, returned: rule(returned), which)
 
 
 def _make_layer_method(method: Callable[..., R], verb: str, *, writes: bool) -> Callable[..., R]:
     """Return a method that calls `method` of the part that serves a layer for a verb.
 
-    If `writes`, its first results are a table and buffers, which replace those of the part.
+    If `writes` is True, the first results of `method` are the table and buffers of the part.
     """
 
     def call(
@@ -163,10 +161,10 @@ def _replace_part(parts: tuple[R, ...], i: int, part: R) -> tuple[R, ...]:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HybridMaintenancePlan(MaintenancePlan):
-    """Plans of an update or a defrag of all parts.
+    """Plan of an update or a defrag of all parts.
 
     parts: Plan of each part.
-    spec: Spec of the cache that was planned for, static.
+    spec: Static spec of the hybrid table for which the plan was made.
     """
 
     parts: tuple[MaintenancePlan, ...]
@@ -174,7 +172,7 @@ class HybridMaintenancePlan(MaintenancePlan):
 
     @property
     def pending(self) -> Int32[Array, ""]:
-        """Number of keys to rotate, or of cells to move, over all parts."""
+        """Number of keys to rotate, or of cells to move, in all parts."""
         return _sum([part.pending for part in self.parts])
 
     def is_current(self, table: HybridTable) -> Bool[Array, ""]:
@@ -185,7 +183,7 @@ class HybridMaintenancePlan(MaintenancePlan):
     def commit(
         self, table: HybridTable, buffers: tuple, ok: Bool[Array, ""]
     ) -> tuple[HybridTable, tuple]:
-        """Apply the plans of all parts if `ok`."""
+        """Apply the plans of all parts if `ok` is True."""
         parts = zip(self.parts, table.parts, buffers, strict=True)
         return _combine_parts_and_buffers(
             table, [plan.commit(part, arrays, ok) for plan, part, arrays in parts]
@@ -195,12 +193,12 @@ class HybridMaintenancePlan(MaintenancePlan):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HybridTable(CacheTable):
-    """Tables of caches that step together.
+    """Table of a hybrid cache: the tables of its parts.
 
-    parts: Tables.
-    layers: Layers of the model that each part serves, in the order of the part, static. A layer
-      that uses several caches, such as attention and a recurrence, occurs in each.
-    sharding_rules: Mesh axes that split the cache, static; equal in all parts.
+    parts: Table of each part.
+    layers: Static numbers of the model's layers that each part serves, in the order of the part. A
+      model layer with both attention and recurrence is in two parts.
+    sharding_rules: Static mesh axes that split the cache; equal in all parts.
     """
 
     parts: tuple[CacheTable, ...]
@@ -208,7 +206,7 @@ class HybridTable(CacheTable):
     sharding_rules: ShardingRules | None = field(default=None, metadata={"static": True})
 
     def pair_parts_with_buffers(self, buffers: tuple) -> tuple[tuple[CacheTable, PyTree], ...]:
-        """Return pairs of part and buffers."""
+        """Return pairs of a part and its buffers."""
         return tuple(zip(self.parts, buffers, strict=True))
 
     stream_hash = _make_parts_query(CacheTable.stream_hash, tuple)
@@ -248,7 +246,7 @@ class HybridTable(CacheTable):
 
     @property
     def spec(self) -> TableSpec:
-        """Static configuration of the cache."""
+        """Static configuration of the table."""
         parts = tuple(part.spec for part in self.parts)
         sizes = [part.ubatch_size for part in parts if part.ubatch_size is not None]
         kept = [part.max_rollback for part in parts if part.max_rollback is not None]
@@ -264,7 +262,7 @@ class HybridTable(CacheTable):
         )
 
     def cache_spec(self, buffers: tuple) -> CacheSpec:
-        """Return the `CacheSpec` of the model layers that the cache serves."""
+        """Return the hybrid `CacheSpec` of a cache with these buffers."""
         parts = zip(self.parts, buffers, self.layers, strict=True)
         return CacheSpec.hybrid(
             *((part.cache_spec(arrays), layers) for part, arrays, layers in parts)
@@ -276,17 +274,17 @@ class HybridTable(CacheTable):
         return any(part.is_batch for part in self.parts)
 
     def with_sharding_rules(self, sharding_rules: ShardingRules | None) -> HybridTable:
-        """Return the table with other sharding rules, also in the parts."""
+        """Return the table with other sharding rules in all parts."""
         parts = tuple(part.with_sharding_rules(sharding_rules) for part in self.parts)
         return replace(self, parts=parts, sharding_rules=sharding_rules)
 
     def num_layers(self, buffers: tuple) -> int:
-        """Return one more than the highest layer of all parts."""
+        """Return one more than the highest layer number of all parts."""
         del buffers
         return 1 + max(layer for layers in self.layers for layer in layers)
 
     def check_buffers(self, buffers: tuple) -> None:
-        """Raise if the number of parts differs, or buffers of a part do not fit it."""
+        """Raise if there are not as many buffers as parts, or if buffers do not fit a part."""
         if len(buffers) != len(self.parts):
             raise ValueError(
                 f"expected the buffers of {len(self.parts)} parts, got {len(buffers)}; join the "
@@ -301,7 +299,7 @@ class HybridTable(CacheTable):
             part.check_can_shift(arrays)
 
     def as_encoder_table(self) -> HybridTable:
-        """Return the table that encoder sources are planned for."""
+        """Return the table that `init_batch(encoder=True)` plans encoder sources for."""
         if not self.spec.has_cross_attention:
             return super().as_encoder_table()
         return _EncoderHybridTable(
@@ -309,23 +307,23 @@ class HybridTable(CacheTable):
         )
 
     def _is_planned_part(self, part: CacheTable) -> bool:
-        """Return whether planned tokens go into a part."""
+        """Return whether a plan stores its tokens in a part."""
         return not part.spec.is_cross_attention
 
     @property
     def _planned_parts(self) -> list[CacheTable]:
-        """Parts that planned tokens go into."""
+        """Parts in which a plan stores its tokens."""
         return [part for part in self.parts if self._is_planned_part(part)]
 
     def compare_last_tokens(
         self, sequences: Int32[Array, " T"], contents: UInt32[Array, " T"]
     ) -> tuple[UInt32[Array, " T"], Bool[Array, " T"]]:
-        """Compare in an attention part, if there is one, else in the first part."""
+        """Compare last tokens in an attention part; without such a part, in the first part."""
         parts = sorted(self._planned_parts, key=lambda part: part.spec.kind != "attention")
         return parts[0].compare_last_tokens(sequences, contents)
 
     def sequence_status(self, present: Bool[Array, " Q"]) -> SequenceStatus:
-        """Return the combined status; `missing` also if the last positions differ."""
+        """Combine the status of all parts; `missing` is also True if last positions differ."""
         found = [part.sequence_status(present) for part in self._planned_parts]
         last = _largest([status.last for status in found])
         ends_differ = present & _any([status.last != last for status in found])
@@ -336,7 +334,7 @@ class HybridTable(CacheTable):
         )
 
     def choose_slots(self, ubatch: Ubatch) -> tuple[tuple, Int[Array, "R T"]]:
-        """Return the slots of each part, and the highest `Reason` of each token."""
+        """Return a tuple with the slots of each part, and the highest `Reason` of each token."""
         slots, faults = [], []
         for part in self.parts:
             if self._is_planned_part(part):
@@ -348,7 +346,7 @@ class HybridTable(CacheTable):
         return tuple(slots), _largest(faults)
 
     def occupy(self, ubatch: Ubatch) -> HybridTable:
-        """Store a ubatch in each part that has slots for it."""
+        """Store the tokens of a ubatch in each part that has slots for the ubatch."""
         parts = [
             part if slots is None else part.occupy(ubatch_of_part(ubatch, i))
             for i, (part, slots) in enumerate(zip(self.parts, ubatch.slots, strict=True))
@@ -356,7 +354,7 @@ class HybridTable(CacheTable):
         return replace(self, parts=tuple(parts))
 
     def stream_hash_after(self, ubatch: Ubatch, occupied: HybridTable) -> tuple:
-        """Return the hashes of each part."""
+        """Return the stream hashes of each part after a ubatch."""
         return tuple(
             digest if slots is None else part.stream_hash_after(ubatch_of_part(ubatch, i), new)
             for i, (part, new, slots, digest) in enumerate(
@@ -365,13 +363,13 @@ class HybridTable(CacheTable):
         )
 
     def rewind(self, old: HybridTable) -> tuple[HybridTable, Bool[Array, ""]]:
-        """Rewind all parts; `ok` if all are ok."""
+        """Rewind all parts; `ok` is True if all parts can be restored."""
         pairs = zip(self.parts, old.parts, strict=True)
         parts, granted = zip(*(part.rewind(was) for part, was in pairs), strict=True)
         return replace(old, parts=parts), _all(granted)
 
     def count_broken_invariants(self) -> dict[str, Int32[Array, ""]]:
-        """Return the violations of each part."""
+        """Return the number of violations of each invariant in each part."""
         return {
             f"part {i}: {name}": number
             for i, part in enumerate(self.parts)
@@ -379,16 +377,16 @@ class HybridTable(CacheTable):
         }
 
     def can_serve_layer(self, verb: str, layer: int) -> bool:
-        """Return whether a part supports `verb` for a layer."""
+        """Return whether a part supports "attend" or "states" for a layer."""
         return bool(self._parts_serving(verb, layer))
 
     def max_rollback(self, layer: int) -> int:
-        """Return E of the part that serves a layer."""
+        """Return E, the number of earlier states, of the part that serves a layer."""
         i, inner = self._part_serving("states", layer)
         return self.parts[i].max_rollback(inner)
 
     def _parts_serving(self, verb: str, layer: int) -> list[tuple[int, int]]:
-        """Return the parts that serve a layer, each with its own number for the layer."""
+        """Return (part index, layer number in the part) for each part that serves a layer."""
         return [
             (i, layers.index(layer))
             for i, (part, layers) in enumerate(zip(self.parts, self.layers, strict=True))
@@ -396,7 +394,7 @@ class HybridTable(CacheTable):
         ]
 
     def _part_serving(self, verb: str, layer: int) -> tuple[int, int]:
-        """Return the only part that serves a layer, and its own number for the layer."""
+        """Return the entry of `_parts_serving`; raise ValueError unless there is exactly one."""
         found = self._parts_serving(verb, layer)
         if len(found) != 1:
             numbers = sorted({layer for layers in self.layers for layer in layers})
@@ -410,7 +408,7 @@ class HybridTable(CacheTable):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _EncoderHybridTable(HybridTable):
-    """Table that encoder sources are planned for; not the table of any cache.
+    """Table for plans of encoder sources only; no cache has this table.
 
     of_sources: True, static, see `CrossAttentionTable`.
     """
@@ -418,19 +416,14 @@ class _EncoderHybridTable(HybridTable):
     of_sources: bool = field(default=True, metadata={"static": True})
 
     def _is_planned_part(self, part: CacheTable) -> bool:
-        """Return whether planned sources go into a part."""
+        """Return whether a plan stores encoder sources in a part."""
         return part.spec.is_cross_attention
 
 
 def compose_hybrid_cache(*parts: tuple[Cache, tuple[int, ...]]) -> Cache:
-    """Combine caches into a hybrid cache.
+    """Combine pairs of a cache and its layer numbers into a hybrid cache (see `CacheSpec.hybrid`).
 
-    Args:
-      parts: Pairs of a cache and the layers of the model that it serves, see `CacheSpec.hybrid`.
-
-    Raises:
-      ValueError: If the parts differ in their sequences or streams.
-      ValueError: If `CacheSpec.hybrid` raises for their specs and layers.
+    Raise ValueError if the parts have different numbers of sequences or streams.
     """
     whole = CacheSpec.hybrid(*((cache.spec, numbers) for cache, numbers in parts))
     caches, layers = (

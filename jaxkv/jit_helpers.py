@@ -1,4 +1,4 @@
-"""Compilation of functions of tables, with the layout of caches on a mesh."""
+"""Compilation of functions of tables, with output shardings on a mesh."""
 
 from __future__ import annotations
 
@@ -26,13 +26,12 @@ R = TypeVar("R")
 def jit_table(fun: Callable[..., R], **options: Any) -> Callable[..., R]:
     """Compile a function of tables with `jax.jit` and its options.
 
-    On a mesh, output shardings are constrained: tables and rows of a ubatch are split like their
-    streams, other outputs are replicated, so they are readable by every process. Without the
-    constraint, a compiler may split the table of a loop differently.
+    On a mesh, tables and rows of ubatches are split like their streams. Other outputs are
+    replicated and can be read by every process. Without output shardings, a compiler may split the
+    table of a loop differently.
 
-    Raises:
-      ValueError: If an argument was donated before.
-      ValueError: If a table belongs to a batch of caches.
+    The compiled function raises ValueError if an argument was donated, or if a table belongs to a
+    batch of caches.
     """
 
     @partial(jax.jit, **options)
@@ -68,7 +67,7 @@ def jit_table(fun: Callable[..., R], **options: Any) -> Callable[..., R]:
 def jit_method(method: Callable[..., R], **options: Any) -> Callable[..., R]:
     """Compile a method of `CacheTable`, such as `seq_rm`, with `jit_table`.
 
-    The compiled function calls the method of this name of the table that is passed.
+    The compiled function calls the method of the given table's class.
     """
 
     def call(table: CacheTable, *args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -87,12 +86,7 @@ def check_not_batched(*tables: CacheTable) -> None:
 
 
 def check_concrete_cache(table: CacheTable, buffers: PyTree = ()) -> None:
-    """Raise unless the table and the buffers of one cache have concrete values.
-
-    Raises:
-      TypeError: If a leaf is a shape, not an array.
-      ValueError: If an array was donated.
-      ValueError: If the table belongs to a batch of caches, as `vmap` makes it.
+    """Raise TypeError for shapes without values, ValueError for a donated or batched cache.
 
     >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
     >>> check_concrete_cache(jax.tree.map(lambda x: x[None], cache.table))
@@ -107,9 +101,9 @@ def check_concrete_cache(table: CacheTable, buffers: PyTree = ()) -> None:
 
 
 def replicate(table: CacheTable, answers: PyTree) -> PyTree:
-    """Replicate arrays on the mesh of a table, so that every process can read them.
+    """Replicate arrays on the mesh of a table, so that every process can read the arrays.
 
-    Use it for programs without output constraints, which a compiler may split arbitrarily.
+    Use `replicate` in programs without output shardings, since a compiler may split outputs.
     """
     mesh = current_mesh(table.sharding_rules)
     if mesh is None:
@@ -120,7 +114,7 @@ def replicate(table: CacheTable, answers: PyTree) -> PyTree:
 
 
 def _output_partition_specs(out: PyTree, sharding_rules: ShardingRules, mesh: AnyMesh) -> PyTree:
-    """Return specs of the outputs of a program; those without a rule are replicated."""
+    """Return a `PartitionSpec` for each output; outputs without a rule are replicated."""
 
     def spec_of_output(x: object) -> PyTree:
         return x.partition_by(sharding_rules, mesh) if isinstance(x, Partitioned) else P()

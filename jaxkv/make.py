@@ -23,7 +23,7 @@ from jaxkv.spec import check_sequences_and_streams
 X = TypeVar("X")
 
 ByPart: TypeAlias = X | tuple["ByPart[X]", ...]
-"""A value, or one for each part of a hybrid, possibly nested."""
+"""One value, or a tuple with one value for each part of a hybrid cache; tuples may be nested."""
 
 
 def make_cache(
@@ -42,71 +42,77 @@ def make_cache(
 ) -> Cache:
     """Make an empty cache.
 
-    Options of one kind of layer apply to layers of that kind. For a hybrid spec, a tuple gives one
-    value for each part.
+    An option of one kind of layer has no effect on other layers. For a hybrid spec, an option may
+    be a tuple with one value for each part.
 
     Args:
-      spec: layers, heads and windows of the model, see `CacheSpec`.
-      cells: N, cells of each stream. For a window it may be left out, and is at most (W +
-        ubatch_size + max_rollback) * Q / S, which serves sequences of any length. Recurrent layers
-        ignore it and have Q / S * (E + 1). Cross-attention has N cells for encoder sources.
+      spec: layers, heads and windows of the model (`CacheSpec`).
+      cells: N, the number of cells of each stream. With a window, the default and the maximum of N
+        is (W + ubatch_size + max_rollback) * Q / S, enough for sequences of any length. Recurrent
+        layers ignore `cells` and have Q / S * (E + 1) cells. Cross-attention layers have N cells
+        for encoder sources.
       sequences: Q, the number of sequence ids.
-      streams: S, a divisor of Q. Sequence q is in stream q // (Q // S). Sequences of one stream
-        share its cells and fork without a copy. With S = Q a sequence attends only to its own
-        stream, so that its cost does not depend on other sequences. With 1 < S < Q, as for a stream
-        on each device, a copy between streams may be refused, see `seq_cp`.
-      dtype: of keys and values: a floating dtype or int8. Dtypes of 8 bits are quantised, with a
-        float32 scale for each head of a cell and each 128 numbers of it: 0.27 times the bytes of
-        float32 at a head size of 64. Derivatives by written keys and values are then zero; use
-        another dtype for training. States have the dtypes of the spec.
+      streams: S, the number of streams, a divisor of Q. Sequence q is in stream q // (Q // S).
+        Sequences of one stream share the cells of the stream, and fork without a copy. With S = Q,
+        the cost of a sequence does not depend on other sequences, since each sequence attends only
+        to its own stream. With 1 < S < Q, as for a stream on each device, a copy between streams
+        may be refused (`seq_cp`).
+      dtype: dtype of keys and values: a floating dtype or int8. Recurrent states have the dtypes of
+        the spec. Dtypes of 8 bits are quantised, with a float32 scale for each 128 numbers of a
+        head in a cell. Quantised keys with a head size of 64 take 0.27 times the bytes of float32.
+        Gradients with respect to quantised keys and values are zero; use another dtype for
+        training.
       ubatch_size: largest ubatch that a cache with a window is sized for; larger plans are refused.
-      max_rollback: for a window, the number of last tokens that can always be removed, default 32;
-        `max_rollback=cells` allows any. For recurrent layers E, the number of earlier states
-        stored, default 0; each is as large as the current one.
-      placement: which free cells a ubatch gets; attention layers only, and without effect on
+      max_rollback: with a window, the number of last tokens that can always be removed; default 32.
+        With `max_rollback=cells`, any number of tokens can be removed. With recurrent layers, E,
+        the number of earlier states to store; default 0. Each earlier state has the size of the
+        current state.
+      placement: order in which a ubatch gets free cells of attention layers, without effect on
         results.
 
-        - "any": the first ones.
-        - "contiguous": one run of neighbours. A plan is refused if no run is long enough, see
-          `compact`.
-        - "striped:n": in rotation from n runs of N / n cells, so that n devices that split the
-          cells have equal shares.
-        - "tiled": first those in tiles of 64 cells that no other sequence uses. On a CPU it makes
-          one stream about as fast as a stream for each sequence. N is a multiple of 64, or below
-          256.
+        - "any" takes the first free cells.
+        - "contiguous" takes one run of neighbouring cells. A plan is refused if no free run is long
+          enough (`compact`).
+        - "striped:n" takes cells in rotation from n runs of N / n cells, so that n devices that
+          split the cells have equal shares.
+        - "tiled" first takes cells in tiles of 64 cells that no other sequence uses. On a CPU, one
+          tiled stream is about as fast as one stream for each sequence. In tiled placement, N must
+          be a multiple of 64, or below 256.
 
-      stacked: store the keys of all attention layers in one array, and the values in another, so
-        that a layer number may be traced; see below. All layers must have equal sizes.
-      mesh: devices that each make their share of the cache. Plans, and functions that use buffers,
-        then need `jax.set_mesh(mesh)`; edits and questions do not.
-      sharding_rules: mesh axes for the axes of the cache, default `sharding.ShardingRules()`.
+      stacked: If True, one array stores the keys of all attention layers, and another array the
+        values, so that a layer number may be traced. All layers must have equal sizes.
+      mesh: mesh of devices; each device makes its share of the cache. Plans, and functions that use
+        buffers, then require `jax.set_mesh(mesh)`; edits and queries of the table need no mesh.
+      sharding_rules: mesh axes for the axes of the cache; default `sharding.ShardingRules()`.
 
     Returns:
-      The empty cache: for each layer keys `[S, K, N, D]` and values `[S, K, N, Dv]`, or states
+      The empty cache. Each layer has keys `[S, K, N, D]` and values `[S, K, N, Dv]`, or states
       `[S, Q / S * (E + 1), ...]`.
 
-    A stacked cache is made to be the carry of a `jax.lax.scan` over layers, so that one layer is
-    traced and compiled. `attend`, `write_kv` and `read_kv` take an int32 layer; a traced one out of
-    range is not written and reads NaN. Costs, measured in `docs/performance.md`:
+    A stacked cache can be the carry of a `jax.lax.scan` over layers, so that only one layer is
+    traced and compiled. `attend`, `write_kv` and `read_kv` accept an int32 layer number. A traced
+    layer number that is out of range writes nothing and reads NaN. Stacked caches have these costs,
+    measured in `docs/performance.md`:
 
-    - Outside of `jit` a write copies all layers.
-    - The derivative by the buffers has the size of all layers, for each layer.
-    - `implementation="xla"`, "cudnn" and "whole", and `read_kv`, copy a layer before they read it.
-    - With bfloat16 and float8 on a CPU before jax 0.12, and with heads below 128 on a TPU, a write
-      copies all layers.
+    - A write outside of `jit` copies all layers.
+    - For each layer, the gradient with respect to the buffers has the size of all layers.
+    - `read_kv`, and `attend` with the implementations "xla", "cudnn" and "whole", copy a layer
+      before each read.
+    - A write copies all layers on a CPU before jax 0.12, with bfloat16 or float8.
+    - A write copies all layers on a TPU, with head sizes below 128.
 
     Raises:
       TypeError: If `spec` is not a `CacheSpec`, or a count is not an integer.
-      ValueError: If a count is below 1 or above 2**31 - 1, `cells` is missing, or `streams` does
-        not divide Q.
-      ValueError: If a stream has 2**30 cells or more, or a layer 2**60 numbers or more.
-      ValueError: If `placement` is unknown, or N does not fit it.
-      ValueError: If `dtype` is neither floating with signs and NaN nor int8, or of 8 bits and
-        values are a part of their keys.
-      ValueError: If layers of a stacked cache have different sizes, or a tuple has not one value
-        for each part.
-      ValueError: If the number of streams, or of cells, is not a multiple of the devices that split
-        them.
+      ValueError: If a count is below 1 or above 2**31 - 1, or `streams` does not divide Q.
+      ValueError: If `cells` is missing for attention layers without a window.
+      ValueError: If a stream has 2**30 cells or more, or a layer has 2**60 numbers or more.
+      ValueError: If `placement` is unknown, or N does not fit the placement.
+      ValueError: If `dtype` is neither int8 nor a signed floating dtype with NaN.
+      ValueError: If `dtype` has 8 bits, and values are slices of the keys.
+      ValueError: If layers of a stacked cache have different sizes.
+      ValueError: If a tuple does not have one value for each part.
+      ValueError: If the devices of `mesh` cannot get equal shares of streams or cells.
+      ValueError: If `sharding_rules` are given without a mesh.
 
     Examples:
       >>> spec = CacheSpec.attention(layers=2, kv_heads=3, head_dim=64)
@@ -114,7 +120,7 @@ def make_cache(
       >>> cache.buffers.k[0].shape, cache.nbytes
       ((1, 3, 512, 64), 1583152)
 
-      Quantised, with scales:
+      A quantised cache with scales:
 
       >>> small = make_cache(spec, cells=512, sequences=8, dtype="int8")
       >>> keys = small.buffers.k[0]
@@ -127,7 +133,7 @@ def make_cache(
       >>> make_cache(spec, sequences=2, streams=2).buffers.k[0].shape
       (2, 3, 672, 64)
 
-      Two streams for four sequences; 0 and 1 share the first:
+      Two streams for four sequences; sequences 0 and 1 share the first stream:
 
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
       >>> cache = make_cache(spec, cells=4, sequences=4, streams=2)
@@ -138,7 +144,7 @@ def make_cache(
       owner    3 . . .
       position 0 . . .
 
-      Stripes in two runs of four cells, as for two devices:
+      Two stripes of four cells each, as for two devices:
 
       >>> cache = make_cache(spec, cells=8, placement="striped:2")
       >>> print(show(apply(cache, init_batch(cache, make_batch([1, 2, 3, 4, 5, 6])))))
@@ -153,7 +159,7 @@ def make_cache(
       >>> cache.buffers.k[0].shape, cache.buffers.k[0].addressable_shards[0].data.shape
       ((2, 2, 8, 4), (1, 1, 8, 4))
 
-      A hybrid of quantised attention and of recurrent states with three earlier states:
+      A hybrid cache with quantised attention and a recurrent layer with three earlier states:
 
       >>> states = CacheSpec.recurrent(layers=1, states={"x": ((2,), "float32")})
       >>> both = CacheSpec.hybrid((spec, [0]), (states, [1]))
@@ -162,9 +168,9 @@ def make_cache(
       >>> keys.k[0].dtype, states[0]["x"].shape, cache.spec == both
       (dtype('int8'), (1, 4, 2), True)
 
-    llama.cpp: `llama_kv_cache`, `llama_memory_recurrent`, `llama_kv_cache_iswa`,
-    `llama_memory_hybrid`, with `n_ctx`, `n_seq_max`, `kv_unified` for one stream, `type_k` and
-    `type_v` for the dtype, `n_ubatch`, `n_rs_seq` for `max_rollback` and `swa_full`.
+    llama.cpp: `llama_kv_cache`, `llama_memory_recurrent`, `llama_kv_cache_iswa` and
+    `llama_memory_hybrid`, with the parameters `n_ctx`, `n_seq_max`, `kv_unified` (one stream),
+    `type_k` and `type_v` (dtype), `n_ubatch`, `n_rs_seq` (`max_rollback`) and `swa_full`.
     """
     if not isinstance(spec, CacheSpec):
         raise TypeError(
@@ -194,7 +200,7 @@ def make_cache(
 
 
 def _make_from_spec(spec: CacheSpec, pools: Mapping[str, int], options: Mapping[str, Any]) -> Cache:
-    """Make a cache from the options of `make_cache`, part by part."""
+    """Make a cache, or each part of a hybrid cache, from the options of `make_cache`."""
     if spec.parts:
         return compose_hybrid_cache(
             *(
@@ -223,7 +229,7 @@ def _make_from_spec(spec: CacheSpec, pools: Mapping[str, int], options: Mapping[
 
 
 def _split_options(spec: CacheSpec, options: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the options of each part of a hybrid."""
+    """Return a list with the options of each part of a hybrid cache."""
     count = len(spec.parts)
     for name, value in options.items():
         if isinstance(value, tuple) and len(value) != count:

@@ -1,4 +1,4 @@
-"""Plans: where the tokens of a batch go, decided before the cache changes."""
+"""Plans: slots for the tokens of a batch, chosen before the cache changes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 class Reason(IntEnum):
-    """Why a sequence of a batch was refused; OK if it was not. `advice` is the error text."""
+    """Cause of a refusal for a sequence of a batch, or OK. The error message is in `advice`."""
 
     advice: str
 
     def __new__(cls, value: int, advice: str = "") -> Reason:
-        """Make a member of a number and its advice."""
+        """Make a member from its number and its advice."""
         member = int.__new__(cls, value)
         member._value_ = value
         member.advice = advice
@@ -109,22 +109,22 @@ class Reason(IntEnum):
 
 
 class PlanRefusedError(RuntimeError):
-    """Raised for a refused plan, or by a snapshot that does not fit. The cache is unchanged."""
+    """Error for a refused plan, or for a snapshot that does not fit. The cache is unchanged."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
-    """Where the tokens of a batch go, or why the batch is refused.
+    """Slots for the tokens of a batch, or the reasons why the batch is refused.
 
-    ubatches: parts to compute, in order. In a refused plan all slots are past the last cell, so
-      that `apply` and `attend` leave the cache unchanged.
-    ok: whether every token of the batch has a cell.
+    ubatches: parts of the batch to compute, in order. In a refused plan all slots are past the last
+      cell, so that `apply` and `attend` leave the cache unchanged.
+    ok: True if every token of the batch has a cell.
     reason: a `Reason` for each sequence; OK for a sequence that is not in the batch. If a traced
-      batch has an unknown sequence id, UNKNOWN_SEQUENCE for all sequences that would fit.
-    fits: sequences that fit together if the others are left out, chosen smallest first.
-    expected: position, or number of free cells, that the batch requires.
-    actual: position, or number of free cells, that was found in place of `expected`.
+      batch has an unknown sequence id, all sequences that would fit have UNKNOWN_SEQUENCE.
+    fits: True for sequences that fit if all others are left out; sequences with fewer tokens first.
+    expected: the position, or the number of free cells, that the batch requires.
+    actual: the position, or the number of free cells, found in place of `expected`.
 
     llama.cpp: `llama_memory_context_i`.
     """
@@ -138,11 +138,7 @@ class Plan:
 
     @property
     def ubatch(self) -> Ubatch:
-        """The only ubatch of a plan, as of `plan_step`.
-
-        Raises:
-          ValueError: If there are several.
-        """
+        """The only ubatch of a plan, as of `plan_step`; ValueError for several ubatches."""
         if len(self.ubatches) != 1:
             raise ValueError(
                 f"expected a plan of one ubatch, got {len(self.ubatches)}; take each of "
@@ -151,11 +147,11 @@ class Plan:
         return self.ubatches[0]
 
     def check(self) -> Plan:
-        """Return the plan, or raise if it was refused.
+        """Return the plan, or raise if the plan was refused.
 
         Raises:
-          PlanRefusedError: If the plan was refused. The message has the advice for each sequence.
-          TypeError: If the plan is traced; use `ok` there.
+          PlanRefusedError: If the plan was refused. The message has advice for each sequence.
+          TypeError: If the plan is traced; use `ok` inside of `jit`.
 
         Examples:
           >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
@@ -185,11 +181,11 @@ with a window, plan fewer tokens at once (ubatch_size=)
         """Concatenate the logits of all ubatches in the order of the batch.
 
         Args:
-          logits: `[O, V]` for each ubatch, a row for each of its `outputs`.
+          logits: `[O, V]` for each ubatch, with one row for each entry of `Ubatch.outputs`.
 
         Returns:
-          `[n, V]`, a row for each token of the batch with `outputs`. In a traced plan, where n is
-          unknown, rows of padding come last.
+          `[n, V]`, one row for each of the n tokens of the batch that are True in `outputs`. In a
+          traced plan, n is unknown, and rows of padding come last.
         """
         order = [ubatch.output_index for ubatch in self.ubatches]
         if len(logits) != len(order):

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 class Rope:
     """Rotary position embedding. Hashable, without arrays.
 
-    frequencies: radians per position of each pair of numbers. Numbers of a head beyond the pairs
+    frequencies: angle of each pair of numbers in radians per position. Further numbers of a head
       are not rotated.
-    interleaved: True for pairs (0, 1), (2, 3) ...; False for (0, n), (1, n + 1) ... with n pairs,
-      as in Hugging Face models.
-    attention_factor: factor of rotated queries and keys (YaRN).
+    interleaved: If True, pairs are (0, 1), (2, 3) and so on. If False, the n pairs are (0, n), (1,
+      n + 1) and so on, as in Hugging Face models.
+    attention_factor: factor by which rotated queries and keys are multiplied (YaRN).
     """
 
     frequencies: tuple[float, ...]
@@ -39,22 +39,21 @@ class Rope:
     def rotate(
         self, x: Float[Array | np.ndarray, "*n H D"], positions: Int[ArrayLike, "*n"]
     ) -> Float[Array, "*n H D"]:
-        """Rotate queries or keys to their positions.
+        """Rotate queries or keys to their positions. The result has the dtype of `x`.
+
+        Sines and products are computed in float32. Angles are exact to 1e-6 radians at every
+        position.
 
         Args:
-          x: queries or keys, H heads (any number) of D numbers.
+          x: queries or keys of H heads (any number) with D numbers each.
           positions: position of each token.
-
-        Returns:
-          The dtype of `x`. Sines and products are computed in float32. Angles are exact to 1e-6
-          radians at every position.
 
         Raises:
           ValueError: If shapes do not match, or a head has fewer numbers than the rope rotates.
           TypeError: If `x` is not floating, or positions are not integers.
 
         Examples:
-          A quarter turn of one pair; position 0 is the identity:
+          Rotate one pair by a quarter turn at position 1, and not at position 0:
 
           >>> quarter = Rope(frequencies=(math.pi / 2,))
           >>> x = jnp.array([[1.0, 0.0]])
@@ -94,10 +93,9 @@ class Rope:
         return jnp.concatenate([turned.astype(x.dtype), rest], axis=-1)
 
     def linear(self, *, factor: float) -> Rope:
-        """Divide all frequencies by `factor`, for a context `factor` times as long.
+        """Divide all frequencies by `factor`, for a context that is `factor` times as long.
 
-        Raises:
-          ValueError: If the factor is 0.
+        A `factor` of 0 raises ValueError.
 
         >>> make_rope(4, base=100.0).linear(factor=2.0).frequencies
         (0.5, 0.05)
@@ -107,10 +105,9 @@ class Rope:
         return self.divide([factor] * len(self.frequencies))
 
     def divide(self, factors: Sequence[float]) -> Rope:
-        """Divide the frequency of each pair by a factor, as stored in some checkpoints.
+        """Divide the frequency of each pair by its factor; some checkpoints store such factors.
 
-        Raises:
-          ValueError: If there is not one factor for each pair, or one of them is 0.
+        A wrong number of factors, or a factor of 0, raises ValueError.
 
         >>> make_rope(4, base=100.0).divide([1.0, 4.0]).frequencies
         (1.0, 0.025)
@@ -133,17 +130,12 @@ class Rope:
     def llama3(
         self, *, factor: float, low_freq_factor: float, high_freq_factor: float, original: int
     ) -> Rope:
-        """Scale low frequencies only, as Llama 3.1.
+        """Divide low frequencies by `factor`, as in Llama 3.1.
 
-        Pairs with more than `high_freq_factor` turns over the original context are unchanged. Those
-        with fewer than `low_freq_factor` turns are divided by `factor`. Between the two, both are
-        interpolated.
-
-        Args:
-          factor: divisor of low frequencies.
-          low_freq_factor: turns below which a frequency is low.
-          high_freq_factor: turns above which it is high.
-          original: positions of the original context.
+        Pairs with more than `high_freq_factor` turns over the original context are unchanged. Pairs
+        with fewer than `low_freq_factor` turns are divided by `factor`. Pairs between
+        `low_freq_factor` and `high_freq_factor` turns are interpolated. The original context has
+        `original` positions.
 
         >>> plain = make_rope(4, base=1e8)
         >>> slowed = plain.llama3(
@@ -170,15 +162,17 @@ class Rope:
         beta_slow: float = 1.0,
         attention_factor: float | None = None,
     ) -> Rope:
-        """Scale low frequencies and the logits of attention: YaRN (arXiv 2309.00071).
+        """Scale low frequencies and the logits of attention by YaRN (arXiv 2309.00071).
 
         Args:
-          factor: ratio of the new context to the original one.
-          original: positions of the original context.
-          base: base of the unscaled embedding.
-          beta_fast: turns over the original context above which a pair is unchanged.
-          beta_slow: turns below which a pair is divided by `factor`.
-          attention_factor: factor of queries and keys; default 0.1 ln(factor) + 1.
+          factor: ratio of the new context length to the original one.
+          original: number of positions of the original context.
+          base: base of the unscaled rope, see `make_rope`.
+          beta_fast: number of turns over the original context above which a pair is unchanged.
+          beta_slow: number of turns over the original context below which a frequency is divided by
+            `factor`.
+          attention_factor: factor of rotated queries and keys; default 0.1 ln(factor) + 1, but 1 if
+            `factor` is at most 1.
 
         >>> plain = make_rope(4, base=1e6)
         >>> slowed = plain.yarn(factor=4.0, original=2048, base=1e6)
@@ -209,7 +203,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class NotGiven:
-    """Rope of a cache that was made without `rope=`; its keys cannot be shifted."""
+    """Rope of a cache that was made without `rope=`, so that keys cannot be shifted."""
 
 
 NOT_GIVEN = NotGiven()
@@ -219,8 +213,8 @@ def make_rope(size: int, *, base: float = 10000.0, interleaved: bool = False) ->
     """Make an unscaled rotary embedding.
 
     Args:
-      size: rotated numbers of a head, even, at most D.
-      base: the slowest pair turns by about 1 / base radians per position.
+      size: number of rotated numbers of a head, even, at most D.
+      base: base of the frequencies; the slowest pair turns by about 1 / base radians per position.
       interleaved: see `Rope`.
 
     Raises:
@@ -245,9 +239,10 @@ def _angles(
 ) -> Float[Array, "*n pairs"]:
     """Return the angle of each pair, without full turns, in float32.
 
-    A float32 product has an error of position * 2**-24. The fraction of a turn per position is
-    therefore a 64-bit integer: a product of its upper 32 bits drops full turns exactly, and the
-    lower ones add at most half a turn.
+    A product of position and frequency in float32 has an error of position * 2**-24. Therefore
+    turns per position are stored as a 64-bit integer. The product of the position and the upper 32
+    bits drops full turns exactly. The product of the position and the lower 32 bits adds at most
+    half a turn.
     """
     fractions = [_fraction_of_a_turn(frequency) for frequency in frequencies]
     upper = np.array([f >> 32 for f in fractions], np.uint32).astype(np.int32)
@@ -263,6 +258,6 @@ _INVERSE_OF_TWO_PI = 0x28BE60DB9391054A7F09D5F47D4D3770
 
 
 def _fraction_of_a_turn(frequency: float) -> int:
-    """Return the fraction of a turn per position, times 2**64."""
+    """Return the fraction of a turn per position, multiplied by 2**64."""
     numerator, denominator = frequency.as_integer_ratio()
     return (numerator * _INVERSE_OF_TWO_PI // denominator >> 64) % 2**64

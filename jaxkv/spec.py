@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 class TableSpec:
     """Static configuration of a table. Hashable; caches with equal specs accept each other's plans.
 
-    kind: "attention", "source" (an encoder's), "recurrent" or "hybrid".
-    sequences: Q.
-    streams: S. Sequence q is in stream q // sequences_per_stream.
-    single_sequence_rows: whether a row of a ubatch has tokens of one sequence only.
-    ubatch_size: largest ubatch that the cache was sized for; None for any.
+    kind: "attention", "source" (encoder sources), "recurrent" or "hybrid".
+    sequences: Q, the number of sequence ids.
+    streams: S, the number of streams; sequence q is in stream q // sequences_per_stream.
+    single_sequence_rows: True if each row of a ubatch has tokens of only one sequence.
+    ubatch_size: largest ubatch that the cache was sized for; None for any size.
     max_rollback: E of recurrent states, the number of last tokens that can be removed; None for
       any.
     details: further (name, value) pairs that a plan depends on.
-    parts: specs of the parts of a hybrid cache.
+    parts: specs of the tables of all parts of a hybrid cache.
     """
 
     kind: str
@@ -53,21 +53,16 @@ class TableSpec:
 
     @property
     def is_cross_attention(self) -> bool:
-        """Whether the table holds encoder sources."""
+        """Whether the table is for encoder sources."""
         return self.kind == "source"
 
     @property
     def has_cross_attention(self) -> bool:
-        """Whether the table, or a part of it, holds encoder sources."""
+        """Whether the table, or a part of the table, is for encoder sources."""
         return self.is_cross_attention or any(part.has_cross_attention for part in self.parts)
 
     def sequence_ids(self, value: PyTree, *, lowest: int = 0) -> PyTree[Int32[ArrayLike, " ..."]]:
-        """Return sequence ids of a caller as int32.
-
-        Raises:
-          TypeError: If they are not integers.
-          ValueError: If a concrete one is not from `lowest` to Q - 1. Traced ones are not checked.
-        """
+        """Return sequence ids as int32; raise for concrete ids outside of `lowest` to Q - 1."""
         return check_int32(
             value,
             "sequence ids",
@@ -77,7 +72,7 @@ class TableSpec:
         )
 
     def sequence_id(self, value: PyTree, *, lowest: int = 0) -> PyTree[Int32[ArrayLike, ""]]:
-        """Return one sequence id as int32; see `sequence_ids`."""
+        """Return one sequence id as int32; raise as `sequence_ids`, and for a list of ids."""
         sequence = self.sequence_ids(value, lowest=lowest)
         if np.ndim(sequence):
             raise ValueError(
@@ -87,7 +82,7 @@ class TableSpec:
 
 
 def are_in_same_streams(spec: TableSpec, ids: PyTree, others: PyTree) -> bool:
-    """Return True if all pairs of sequences are concrete and share a stream."""
+    """Return True if S is 1, or if ids are concrete and each pair of ids shares a stream."""
     if spec.streams == 1:
         return True
     if not is_concrete(ids, others):
@@ -108,10 +103,10 @@ def check_distinct(ids: PyTree) -> None:
 def mask_unchanged_targets(
     spec: TableSpec, parents: Int32[Array, " n"], ids: Int32[Array, " n"]
 ) -> tuple[Int32[Array, " n"], Int32[Array, " n"]]:
-    """Replace targets that do not change by Q, and unknown parents by 0.
+    """Write Q for targets that do not change, and 0 for unknown parents.
 
-    A target does not change if it is its own parent, or if one of the two is not a sequence id. If
-    a traced target is repeated, the last one is used.
+    A target does not change if target and parent are equal, or if one of the two is not a sequence
+    id. If a traced target is repeated, only the last entry is used.
     """
     count = spec.sequences
     is_known = (parents >= 0) & (parents < count) & (ids >= 0) & (ids < count)
@@ -123,7 +118,7 @@ def mask_unchanged_targets(
 
 
 def check_sequences_and_streams(sequences: SupportsIndex, streams: SupportsIndex) -> dict[str, int]:
-    """Return the numbers of sequences and streams, checked.
+    """Check the numbers of sequences and streams, and return both by name.
 
     >>> check_sequences_and_streams(6, 4)
     Traceback (most recent call last):
@@ -143,7 +138,7 @@ def check_sequences_and_streams(sequences: SupportsIndex, streams: SupportsIndex
 
 
 def check_spec(spec: TableSpec, expected_spec: TableSpec, name: str) -> None:
-    """Raise ValueError unless `spec`, of something called `name`, is the expected one."""
+    """Raise ValueError if `spec`, the spec of an object called `name`, is not the expected spec."""
     if spec == expected_spec:
         return
     expected, actual = _flat_fields(expected_spec), _flat_fields(spec)
@@ -160,7 +155,7 @@ def check_spec(spec: TableSpec, expected_spec: TableSpec, name: str) -> None:
 
 
 def _flat_fields(spec: TableSpec, of: str = "") -> dict[str, object]:
-    """Return all fields by name, including those of parts."""
+    """Return the values of all fields by name, including the fields of parts."""
     names = [field.name for field in fields(spec) if field.name not in ("details", "parts")]
     pairs = [*((name, getattr(spec, name)) for name in names), *spec.details]
     values = {of + name: value for name, value in pairs}

@@ -1,6 +1,6 @@
-"""Contract of cache tables: the methods that edits, plans and loops call.
+"""`CacheTable`: the methods of a table that edits, plans and loops call.
 
-Subclasses of `CacheTable` are `CellTable` (attention), `CrossAttentionTable` (encoder sources),
+The subclasses of `CacheTable` are `CellTable` (attention), `CrossAttentionTable` (encoder sources),
 `StateTable` (recurrence) and `HybridTable` (several tables that step together).
 """
 
@@ -32,10 +32,10 @@ R = TypeVar("R")
 
 
 class SequenceStatus(NamedTuple):
-    """Status of the sequences in a batch.
+    """Status of each sequence that has tokens in a batch.
 
-    last: Last position that a sequence reached; -1 if it is empty or was not asked for.
-    missing: Whether the token at `last + 1` attends to a position whose cell or state is missing.
+    last: Last position of the sequence; -1 if the sequence is empty or not in the batch.
+    missing: Whether the next token attends to a position whose cell or state is missing.
     pending: Whether the sequence owns a key with a pending shift.
     """
 
@@ -45,11 +45,11 @@ class SequenceStatus(NamedTuple):
 
 
 class Admission(NamedTuple):
-    """Which sequences fit into the free cells.
+    """Sequences that fit into the free cells.
 
-    fits: Whether the tokens of a sequence fit; sequences with fewer tokens are admitted first.
-    together: Whether they certainly fit if the batch contains these sequences only.
-    num_remaining: Number of cells left after placing the sequences that fit.
+    fits: Whether each sequence fits; sequences with fewer tokens are admitted first.
+    together: Like `fits`, but contiguous placement counts only the longest run of free cells.
+    num_remaining: Cells left in each sequence's stream after placing the sequences that fit.
     """
 
     fits: Bool[Array, " Q"]
@@ -60,13 +60,13 @@ class Admission(NamedTuple):
 class KVView(NamedTuple):
     """Keys and values that P lists of T tokens attend to in a layer.
 
-    Unpacks into k, v, mask and positions. The rows of one stream form one list, in order; if each
-    sequence has its own stream, each row is a list.
+    All rows of one stream are joined into one list. If each sequence has its own stream, each row
+    is a list of tokens.
 
-    k: Keys of the cells of each list's stream, in the dtype of the buffers; float32 if quantised.
-    v: Values of these cells, in the same dtype.
-    mask: Which cells each token attends to.
-    positions: Position of each cell; -1 if empty.
+    k: Keys of all cells of each list's stream, in the dtype of the buffers; float32 if quantised.
+    v: Values of all cells of each list's stream, in the same dtype as the keys.
+    mask: True if a token attends to a cell.
+    positions: Position of each cell; -1 if the cell is empty.
     """
 
     k: Float[Array, "P K N D"]
@@ -78,7 +78,7 @@ class KVView(NamedTuple):
 class MaintenancePlan(Partitioned):
     """Plan of an update or a defrag: changes to a table and its buffers.
 
-    spec: Spec of the cache that was planned for, static.
+    spec: Static spec of the table for which the plan was made.
     """
 
     spec: TableSpec
@@ -90,27 +90,27 @@ class MaintenancePlan(Partitioned):
 
     @property
     def is_empty(self) -> bool:
-        """Whether `pending` is 0; the plan must have concrete values."""
+        """Whether `pending` is 0, for a plan with concrete values."""
         return not self.pending
 
     @abstractmethod
     def is_current(self, table: Any) -> Bool[Array, ""]:
-        """Return whether the parts of a table that the plan depends on are unchanged."""
+        """Return whether the fields of a table that the plan depends on are unchanged."""
 
     @abstractmethod
     def commit(self, table: Any, buffers: PyTree, ok: Bool[Array, ""]) -> tuple[Any, PyTree]:
-        """Apply the plan if `ok`, else return the table and buffers unchanged."""
+        """Apply the plan if `ok` is True, else return the table and buffers unchanged."""
 
     def partition_by(self, sharding_rules: ShardingRules, mesh: AnyMesh) -> P:
-        """Return one `PartitionSpec` for all arrays: that of the streams."""
+        """Return the `PartitionSpec` of the streams, which is used for all arrays of the plan."""
         return P(sharding_rules.split(mesh, streams=self.spec.streams)["streams"])
 
 
 def assignable(method: Callable[..., R]) -> Callable[..., R]:
     """Allow a subclass to define a method by assigning a function.
 
-    Type checkers then compare return types only. `tests/cells/test_contract.py` compares the names
-    of the arguments.
+    Type checkers then compare only return types. A test, `tests/cells/test_contract.py`, compares
+    the names of the arguments.
     """
     return method
 
@@ -118,24 +118,24 @@ def assignable(method: Callable[..., R]) -> Callable[..., R]:
 class CacheTable(Partitioned):
     """Table of a cache: the methods that edits, plans and loops call.
 
-    An id outside `[0, Q)` leaves the table unchanged. Ranges of positions are `start` to `stop` -
-    1: a negative start means 0, a negative stop means no end, and a stop of 0 is an empty range.
-    `ok` is False for a refused edit, which leaves the table unchanged.
+    A sequence id outside of `[0, Q)` leaves the table unchanged. A range consists of the positions
+    from `start` to `stop` - 1. A negative start means 0, a negative stop means no end, and a stop
+    of 0 means an empty range. A refused edit returns the unchanged table and an `ok` of False.
     """
 
     @property
     @abstractmethod
     def spec(self) -> TableSpec:
-        """Static configuration of the cache."""
+        """Static configuration of the table."""
 
     @abstractmethod
     def cache_spec(self, buffers: PyTree) -> CacheSpec:
-        """Return the `CacheSpec` of the layers that the cache with these buffers serves."""
+        """Return the `CacheSpec` of a cache with this table and these buffers."""
 
     @property
     @abstractmethod
     def is_batch(self) -> bool:
-        """Whether the arrays have a leading batch axis of caches, as `vmap` adds it."""
+        """Whether the arrays have a leading axis for a batch of caches, as `vmap` adds it."""
 
     sharding_rules: ShardingRules | None
     """Mesh axes that split the cache; None on one device."""
@@ -146,7 +146,7 @@ class CacheTable(Partitioned):
 
     @abstractmethod
     def partition_specs(self, buffers: PyTree, mesh: AnyMesh) -> tuple[Self, PyTree]:
-        """Return a `PartitionSpec` for each array of the table and the buffers (or None)."""
+        """Return a `PartitionSpec` for each array of the table and of the buffers (or None)."""
 
     def partition_by(self, sharding_rules: ShardingRules, mesh: AnyMesh) -> Self:
         """Return a `PartitionSpec` for each array, from the sharding rules of the table."""
@@ -154,7 +154,7 @@ class CacheTable(Partitioned):
         return self.partition_specs(None, mesh)[0]
 
     def pair_parts_with_buffers(self, buffers: PyTree) -> tuple[tuple[CacheTable, PyTree], ...]:
-        """Return pairs of part and buffers; a table that is not hybrid is its only part."""
+        """Return pairs of a part and its buffers; a table that is not hybrid is its only part."""
         return ((self, buffers),)
 
     @property
@@ -164,40 +164,40 @@ class CacheTable(Partitioned):
 
     @abstractmethod
     def num_layers(self, buffers: PyTree) -> int:
-        """Return L, the number of layers that the buffers serve."""
+        """Return L, the number of layers of the buffers."""
 
     @abstractmethod
     def check_buffers(self, buffers: PyTree) -> None:
         """Raise if the buffers have other streams or cells than the table."""
 
     def check_can_shift(self, buffers: PyTree) -> None:
-        """Raise if the positions of cells with these buffers cannot change."""
+        """Raise if positions cannot change in a cache with these buffers."""
         del buffers
 
     @abstractmethod
     @assignable
     def stream_hash(self) -> PyTree[UInt32[Array, " S"]]:
-        """Return a hash of each stream's content; a tuple of them in a hybrid cache."""
+        """Return the hash of each stream; a tuple of arrays for a hybrid cache."""
 
     @abstractmethod
     @assignable
     def seq_pos_min(self, seq: Int32[Array, ""]) -> Int32[Array, ""]:
-        """Return the smallest position of a sequence; -1 if it has none."""
+        """Return the smallest position of a sequence; -1 if the sequence is empty."""
 
     @abstractmethod
     @assignable
     def seq_pos_max(self, seq: Int32[Array, ""]) -> Int32[Array, ""]:
-        """Return the largest position of a sequence; -1 if it has none."""
+        """Return the largest position of a sequence; -1 if the sequence is empty."""
 
     @abstractmethod
     @assignable
     def compare_last_tokens(
         self, sequences: Int32[Array, " T"], contents: UInt32[Array, " T"]
     ) -> tuple[UInt32[Array, " T"], Bool[Array, " T"]]:
-        """Return each sequence's last content hash, and whether it equals `contents`."""
+        """Return the content hash of each sequence's last token, and if it equals `contents`."""
 
     def nonempty_sequences(self) -> Bool[Array, " Q"]:
-        """Return which sequences have a token, an evicted one, or an encoder source."""
+        """Return which sequences have a token, an evicted token, or an encoder source."""
         return self.sequence_status(jnp.ones(self.spec.sequences, bool)).last >= 0
 
     @abstractmethod
@@ -208,18 +208,19 @@ class CacheTable(Partitioned):
     @abstractmethod
     @assignable
     def sequence_status(self, present: Bool[Array, " Q"]) -> SequenceStatus:
-        """Return the status of the sequences in a batch."""
+        """Return the status of the sequences that are True in `present`."""
 
     @abstractmethod
     @assignable
     def find_fitting_sequences(self, demand: Int32[Array, " Q"]) -> Admission:
-        """Return which sequences find free cells for `demand` tokens each."""
+        """Return which sequences fit if each sequence gets `demand` new tokens."""
 
     @assignable
     def owns_same_cells(self, partner: Int32[Array, " Q"]) -> Bool[Array, " Q"]:
-        """Return whether each sequence owns exactly the cells of its partner.
+        """Return whether each sequence owns exactly the same cells as its partner.
 
-        `partner` is a number within the stream. Caches with recurrent states raise TypeError.
+        `partner` is the index of a sequence within the stream. Caches with recurrent states raise
+        TypeError.
         """
         del partner
         raise TypeError(
@@ -230,7 +231,7 @@ class CacheTable(Partitioned):
     @abstractmethod
     @assignable
     def num_cells_saved_by_sharing(self) -> PyTree[Int32[Array, " S"]]:
-        """Return the cells saved by sharing in each stream: n - 1 for n owners."""
+        """Return how many cells sharing saves in each stream: n - 1 for a cell of n owners."""
 
     @abstractmethod
     @assignable
@@ -240,27 +241,24 @@ class CacheTable(Partitioned):
         at_once: int,
         num_shared_cells: PyTree[Int[np.ndarray, " S"]],
     ) -> Bool[np.ndarray, " S"]:
-        """Return which streams have enough cells for sequences of these lengths.
+        """Return which streams have enough cells for sequences of given lengths in any order.
 
-        The answer is valid for any order of arrival. Runs on the CPU and reads sizes only. A
-        `contiguous` cache may need a defrag first.
-
-        Args:
-          lengths: Largest number of tokens of each sequence.
-          at_once: Largest number of tokens of a stream that are computed at once.
-          num_shared_cells: Current result of `num_cells_saved_by_sharing`, on the CPU.
+        The method runs on the CPU and reads only sizes. A cache with contiguous placement may need
+        a defrag first. The array `lengths` has the largest number of tokens of each sequence. At
+        most `at_once` tokens of a stream are computed at once. The array `num_shared_cells` is the
+        present result of `num_cells_saved_by_sharing` on the CPU.
         """
 
     @abstractmethod
     @assignable
     def choose_slots(self, ubatch: Ubatch) -> tuple[PyTree, Int32[Array, "R T"]]:
-        """Return the slot of each token, and a `Reason` for each token."""
+        """Return the slot of each token, and the `Reason` of each token."""
 
     def slots_when_skipped(self, ubatch: Ubatch) -> PyTree:
-        """Return the slots of this part for a ubatch of other parts of a hybrid cache.
+        """Return the slots of a part for a ubatch that stores its tokens only in other parts.
 
-        None by default: operations of this part then reject the ubatch. A part with encoder sources
-        returns slots, so that tokens attend to the sources.
+        By default the result is None, and operations of the part then reject the ubatch. A part for
+        cross-attention returns slots, so that tokens attend to encoder sources.
         """
         del ubatch
 
@@ -286,7 +284,7 @@ class CacheTable(Partitioned):
     def seq_rm(
         self, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]
     ) -> tuple[Self, Bool[Array, ""]]:
-        """Remove a range of a sequence, or of all sequences if -1; return also `ok`."""
+        """Remove a range of a sequence (-1 for all sequences); return the table and `ok`."""
 
     @abstractmethod
     @assignable
@@ -298,9 +296,9 @@ class CacheTable(Partitioned):
         start: Int32[Array, ""],
         stop: Int32[Array, ""],
     ) -> tuple[Self, PyTree]:
-        """Copy a range of a sequence to other sequences, if `can_seq_cp` returns True.
+        """Copy a range of a sequence to other sequences; callers first check `can_seq_cp`.
 
-        Buffers may be None if all sequences are of one stream.
+        Buffers may be None if all sequences are in one stream.
         """
 
     @abstractmethod
@@ -312,26 +310,23 @@ class CacheTable(Partitioned):
         start: Int32[Array, ""],
         stop: Int32[Array, ""],
     ) -> tuple[Bool[Array, ""], Int32[Array, " n"]]:
-        """Return whether `seq_cp` is possible, and the targets' last positions after it.
-
-        The position is -1 for a target that would be empty.
-        """
+        """Return whether `seq_cp` is possible, and the targets' new last positions or -1."""
 
     @abstractmethod
     @assignable
     def seq_select(
         self, buffers: PyTree, parents: Int32[Array, " n"], targets: Int32[Array, " n"]
     ) -> tuple[Self, PyTree]:
-        """Replace each target's content by its parent's, if `can_seq_select` is True.
+        """Replace each target by a copy of its parent; callers first check `can_seq_select`.
 
-        A target of Q is skipped. Buffers may be None if parents and targets are of the same stream.
+        A target of Q is skipped. Buffers may be None if each target is in the stream of its parent.
         """
 
     @abstractmethod
     def can_seq_select(
         self, parents: Int32[Array, " n"], targets: Int32[Array, " n"]
     ) -> Bool[Array, ""]:
-        """Return whether `seq_select` is possible."""
+        """Return whether `seq_select` is possible for these parents and targets."""
 
     @abstractmethod
     @assignable
@@ -355,8 +350,8 @@ class CacheTable(Partitioned):
     ) -> tuple[Self, Bool[Array, ""]]:
         """Add `delta` to the positions of a range of a sequence; return the table and `ok`.
 
-        `gap` is the lowest position from which no token, present or evicted, precedes the range;
-        None if unknown.
+        The sequence has no token, not even an evicted one, from `gap` to the range. A `gap` of None
+        means unknown.
         """
 
     @abstractmethod
@@ -379,16 +374,16 @@ class CacheTable(Partitioned):
         stop: Int32[Array, ""],
         divisor: Int32[Array, ""],
     ) -> tuple[Self, Bool[Array, ""]]:
-        """Floor-divide the positions of a range of a sequence; return the table and `ok`."""
+        """Divide the positions of a range of a sequence, rounding down; return table and `ok`."""
 
     @abstractmethod
     @assignable
     def can_resume(self, seq: Int32[Array, ""], pos: Int32[Array, ""]) -> Bool[Array, ""]:
-        """Return whether a sequence can continue at a position after it is cut there."""
+        """Return whether a sequence can continue at a position after later tokens are removed."""
 
     @abstractmethod
     def plan_shift(self) -> MaintenancePlan:
-        """Return the plan of all pending shifts."""
+        """Return the plan of an update, which rotates all keys with a pending shift."""
 
     @abstractmethod
     def plan_defrag(self, max_moves: int | None) -> MaintenancePlan:
@@ -397,7 +392,7 @@ class CacheTable(Partitioned):
     @abstractmethod
     @assignable
     def rewind(self, old: CacheTable) -> tuple[Self, Bool[Array, ""]]:
-        """Return `old` with later writes noted, and whether its cells are unchanged."""
+        """Return `old` with later overwrites noted, and whether its used cells are unchanged."""
 
     @abstractmethod
     @assignable
@@ -405,7 +400,7 @@ class CacheTable(Partitioned):
         """Return the number of violations of each invariant, by name."""
 
     def can_serve_layer(self, verb: str, layer: int) -> bool:
-        """Return whether a layer supports `verb`: "attend" or "states"."""
+        """Return whether a layer supports the verb "attend" or "states"."""
         del verb, layer
         return False
 
@@ -420,7 +415,7 @@ class CacheTable(Partitioned):
         v: Float[Array, "R T K Dv"] | None = None,
         **options: object,
     ) -> tuple[Self, PyTree, Float[Array, "R T H Dv"]]:
-        """Write keys and values, if any, and attend; options as in `jaxkv.attend`."""
+        """Write keys and values, if given, and attend; options are those of `jaxkv.attend`."""
         del buffers, layer, ubatch, q, k, v, options
         raise TypeError(
             f"expected a cache with attention layers, got kind {self.spec.kind!r}; use one with "
@@ -436,7 +431,7 @@ class CacheTable(Partitioned):
         k: Float[Array, "R T K D"],
         v: Float[Array, "R T K Dv"] | None = None,
     ) -> tuple[Self, PyTree]:
-        """Write keys and values into a layer."""
+        """Write keys and values of a ubatch into a layer."""
         del buffers, layer, ubatch, k, v
         raise TypeError(
             f"expected a cache with attention layers, got kind {self.spec.kind!r}; use one with "
@@ -445,7 +440,7 @@ class CacheTable(Partitioned):
 
     @assignable
     def read_kv(self, buffers: PyTree, layer: int, ubatch: Ubatch, **options: object) -> KVView:
-        """Return the keys and values of a ubatch's streams; options as in `jaxkv.read_kv`."""
+        """Return keys, values and mask for a ubatch; options are those of `jaxkv.read_kv`."""
         del buffers, layer, ubatch, options
         raise TypeError(
             f"expected a cache with attention layers, got kind {self.spec.kind!r}; use one with "
@@ -455,7 +450,7 @@ class CacheTable(Partitioned):
     def read_states(
         self, buffers: PyTree, layer: int, ubatch: Ubatch
     ) -> dict[str, Shaped[Array, "R ..."]]:
-        """Return the state that precedes each row, by name."""
+        """Return the state before the first token of each row, by name."""
         del buffers, layer, ubatch
         raise TypeError(
             f"expected a cache with recurrent layers, got kind {self.spec.kind!r}; use one with "
@@ -469,7 +464,7 @@ class CacheTable(Partitioned):
         ubatch: Ubatch,
         states: Mapping[str, Shaped[Array, "R E+1 ..."]],
     ) -> tuple[Self, PyTree]:
-        """Write the states after each row, by name, oldest first."""
+        """Write the states after the last tokens of each row, by name, oldest first."""
         del buffers, layer, ubatch, states
         raise TypeError(
             f"expected a cache with recurrent layers, got kind {self.spec.kind!r}; use one with "
@@ -477,7 +472,7 @@ class CacheTable(Partitioned):
         )
 
     def max_rollback(self, layer: int) -> int:
-        """Return E, the number of states that a layer keeps before the current one."""
+        """Return E, the number of earlier states that a recurrent layer stores."""
         del layer
         raise TypeError(
             f"expected a cache with recurrent layers, got kind {self.spec.kind!r}; use one with "
@@ -486,7 +481,7 @@ class CacheTable(Partitioned):
 
 
 def check_sizes(table: Any, streams: int, cells: int) -> None:
-    """Raise if the streams S and cells N of buffers differ from those of their table."""
+    """Raise if the numbers of streams and cells of buffers differ from those of the table."""
     sizes = table.streams, table.num_cells
     if (streams, cells) != sizes:
         raise ValueError(
@@ -496,12 +491,7 @@ def check_sizes(table: Any, streams: int, cells: int) -> None:
 
 
 def check_made_for(table: CacheTable, ubatch: Ubatch) -> None:
-    """Raise if a ubatch was planned for a cache with another spec.
-
-    Raises:
-      TypeError: If `ubatch` is not a `Ubatch`, for example a plan.
-      ValueError: If the specs differ.
-    """
+    """Raise TypeError if `ubatch` is no `Ubatch`, ValueError if the table has another spec."""
     if not isinstance(ubatch, Ubatch):
         raise TypeError(
             f"expected a ubatch, such as plan.ubatches[0], got {type(ubatch)}; pass one of "
@@ -511,7 +501,7 @@ def check_made_for(table: CacheTable, ubatch: Ubatch) -> None:
 
 
 def static_layer_number(layer: SupportsIndex) -> int:
-    """Return the layer as an int; raise if it is traced or not an integer."""
+    """Return a layer number as an int; raise if the number is traced or not an integer."""
     try:
         return operator.index(layer)
     except TypeError:

@@ -1,4 +1,4 @@
-"""Attention windows: which earlier positions a layer attends to."""
+"""Attention windows: the range of positions that a token of a layer attends to."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Rule = Literal["sliding", "chunked", "symmetric"]
 
 @dataclass(frozen=True)
 class Window:
-    """Range of positions that a token attends to. Hashable. Made by its static methods.
+    """Range of positions that a token attends to. Hashable. Make one as `Window.sliding(128)`.
 
-    width: W, at least 1. A token attends to at most W positions up to its own; with a symmetric
-      window to W // 2 on each side.
+    width: W, at least 1. A token attends to at most W positions up to its own position. With a
+      symmetric window, a token attends to W // 2 positions on each side.
     rule: "sliding", "chunked" or "symmetric".
     """
 
@@ -38,9 +38,9 @@ class Window:
 
     @staticmethod
     def sliding(width: int) -> Window:
-        """Attend to the last W positions, including the token's own (Mistral, Gemma).
+        """Attend to the last W positions, including the token's own position (Mistral, Gemma).
 
-        If attention is not causal, all later tokens are visible too.
+        With `causal=False`, a token also attends to all later tokens.
 
         >>> [
         ...     can_see(Window.sliding(3), jnp.int32(7), jnp.int32(key)).item()
@@ -56,7 +56,7 @@ class Window:
     def chunked(width: int) -> Window:
         """Attend to the token's own chunk of W positions, up to the token (Llama 4).
 
-        If attention is not causal, all later tokens are visible too.
+        With `causal=False`, a token also attends to all later tokens.
 
         >>> [
         ...     can_see(Window.chunked(4), jnp.int32(6), jnp.int32(key)).item()
@@ -70,7 +70,7 @@ class Window:
 
     @staticmethod
     def symmetric(width: int) -> Window:
-        """Attend to W // 2 positions on each side; to later ones only if not causal.
+        """Attend to W // 2 positions on each side; to later positions only with `causal=False`.
 
         >>> [
         ...     can_see(Window.symmetric(4), jnp.int32(6), jnp.int32(key)).item()
@@ -91,13 +91,9 @@ class Window:
 def num_cells_for_window(
     window: Window, *, ubatch_size: int, max_rollback: int, sharing: int
 ) -> int:
-    """Return the number of cells that a stream needs for sequences of any length.
+    """Return the number of cells that a stream with a window needs for sequences of any length.
 
-    Args:
-      window: of the layers.
-      ubatch_size: largest ubatch.
-      max_rollback: number of last tokens that can always be removed.
-      sharing: sequences of the stream.
+    `sharing` is the number of sequences of the stream.
 
     >>> num_cells_for_window(Window.sliding(512), ubatch_size=64, max_rollback=32, sharing=2)
     1216
@@ -118,7 +114,7 @@ def max_lookback(window: Window) -> int:
 
 
 def first_seen(window: Window | None, position: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
-    """Return the lowest position visible from a position; monotonic.
+    """Return the lowest position that a token at `position` attends to; monotonic.
 
     >>> [
     ...     first_seen(window, jnp.int32(6)).item()
@@ -140,9 +136,10 @@ def last_seen(
     causal: bool = True,
     visible_until: Int32[Array, "#*n"] | None = None,
 ) -> Int32[Array, "*n"]:
-    """Return the highest position visible from a position.
+    """Return the highest position that a token at `position` attends to.
 
-    `visible_until` replaces the token's own position as limit; a symmetric window still applies.
+    `visible_until` replaces the position of the token as the limit; a symmetric window still
+    applies.
 
     >>> [
     ...     last_seen(Window.symmetric(4), jnp.int32(6), causal=causal).item()
@@ -173,15 +170,9 @@ def can_see(
     causal: bool = True,
     visible_until: Int32[Array, "#*n"] | None = None,
 ) -> Bool[Array, "*n"]:
-    """Return whether a token at position `query` attends to one at position `key`.
+    """Return whether a token at position `query` attends to a token at position `key`.
 
-    Args:
-      window: None for no limit.
-      query: position of the token that attends.
-      key: position of the other token.
-      causal: False makes later tokens visible.
-      visible_until: see `last_seen`.
-
+    The arguments `causal` and `visible_until` are those of `attend`.
     llama.cpp: `llama_hparams::is_masked_swa`.
     """
     first, last = (

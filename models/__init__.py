@@ -1,6 +1,6 @@
 """Flax models on jaxkv caches, from GGUF files, Hugging Face folders or the hub.
 
-`load` returns a `Model`. The command line is `python -m models`.
+`load` returns a `Model`; `python -m models` is the command line.
 """
 
 from importlib import import_module

@@ -7,13 +7,13 @@ from typing import Any
 
 
 def leave(signum: int, frame: Any) -> None:
-    """End the process at once, since a loading extension could catch an exception."""
+    """End the process at once; an extension that is being loaded could catch an exception."""
     os.write(2, b"\n")
     os._exit(130)
 
 
 def run() -> int:
-    """Run the command line; handle Ctrl-C also during its imports, which take seconds."""
+    """Run the command line; handle Ctrl-C also during the imports, which take seconds."""
     default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if default:
         signal.signal(signal.SIGINT, leave)

@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation, and counts of compiled programs."""
+"""Ahead-of-time compilation of programs, and counts of compiled programs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -15,10 +15,10 @@ from jaxkv.generation.model_step import compiled_step
 def lower_steps(
     model: Any, cache: Any, plans: Sequence[jaxkv.Plan]
 ) -> tuple[list[Callable[[], Any]], list[jax.Array]]:
-    """Lower the programs of prefill plans, each once.
+    """Lower the programs of prefill plans, each program once.
 
-    Return functions that compile the programs, for `compile_all`, and for each plan zeros in the
-    shape of its logits.
+    Returns functions that compile the programs, as jobs for `compile_all`. Also returns an array of
+    zeros for each plan, in the shape of the plan's logits.
     """
     step, jobs, blanks = compiled_step(model.forward), [], {}
     for ubatch in [ubatch for plan in plans for ubatch in plan.ubatches]:
@@ -41,10 +41,10 @@ def _shape(ubatch: jaxkv.Ubatch) -> tuple:
 def compile_all(
     jobs: Sequence[Callable[[], Any]], tell: Callable[[int, int], None] | None = None
 ) -> list[Any]:
-    """Run compilation jobs in threads and return their results in order.
+    """Run compilation jobs in threads, and return their results in the order of the jobs.
 
-    XLA mostly uses one core for a program. `tell` is called with the number of finished jobs and of
-    all.
+    Threads use several cores, because XLA mostly uses one core for a program. `tell` is called with
+    the number of finished jobs and the number of all jobs.
     """
     tell = tell or (lambda done, total: None)
     tell(0, len(jobs))
@@ -65,9 +65,9 @@ def compile_all(
 
 @contextmanager
 def counting(*, traces: bool = False) -> Iterator[Callable[[], int]]:
-    """Count programs that this process compiles or reads from disk in this context.
+    """Count the programs that this process compiles or reads from disk inside the context.
 
-    With `traces`, functions that are traced count too. Yields a function that returns the count.
+    Yields a function that returns the count. With `traces`, traced functions are counted too.
     """
     # JAX also sends the first event for programs from the cache on disk.
     counted = ("backend_compile_duration", "jaxpr_trace_duration")[: 1 + traces]

@@ -17,12 +17,12 @@ from models.model import Model, name_of, on_mesh
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Cache of all layers of one kind.
+    """Memory of a cache part, which caches all layers of one kind.
 
-    kind: see `kind_of`.
-    each: bytes of one `unit` in these layers, summed over devices.
+    kind: name of the kind of layers, from `kind_of`.
+    each: bytes of one `unit` in all layers of the part, summed over devices.
     unit: "token" of a sequence, or "sequence" for recurrent states.
-    kept: for layers with a window, the cells for each sequence, else None.
+    kept: number of cells of each sequence in layers with a window; None for other layers.
     on_device: bytes of the buffers on each device.
     """
 
@@ -36,13 +36,13 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Memory of a model on each device of a mesh.
+    """Memory of a model and its cache on each device of a mesh.
 
-    mesh: sizes of the axes by name.
-    cache: `sequences`, `streams` and `cells`, which is None if nothing grows with the text.
-    parts: one for each kind of layer.
-    splits: names of the arrays that each axis splits.
-    whole: bytes of replicated params by reason.
+    mesh: sizes of the mesh axes, by name.
+    cache: `sequences`, `streams` and `cells` of the cache; `cells` is None without full attention.
+    parts: memory of each kind of layer.
+    splits: names of the arrays that each mesh axis splits.
+    whole: bytes of replicated params, by reason.
     """
 
     mesh: Mapping[str, int]
@@ -53,7 +53,7 @@ class Costs:
     whole: Mapping[str, int]
 
     def a_sequence(self, length: int | None) -> int:
-        """Return the bytes of buffers of one sequence of `length` tokens, on all devices."""
+        """Return the bytes of the buffers of a sequence of `length` tokens, on all devices."""
         found = 0
         for part in self.parts:
             tokens = length if part.kept is None else min(length or part.kept, part.kept)
@@ -62,9 +62,9 @@ class Costs:
 
 
 def costs_of(model: Model, **sizes: Any) -> Costs:
-    """Return the memory of a model on its mesh; `sizes` as in `Model.make_cache`.
+    """Return the memory of a model on its mesh; `sizes` are options of `Model.make_cache`.
 
-    Raises ValueError if the mesh cannot split the sizes, or they are inconsistent.
+    Raises a ValueError if the sizes are inconsistent, or the mesh cannot split the sizes.
     """
     cache = model.cache_shapes(**sizes)
     return Costs(
@@ -78,9 +78,9 @@ def costs_of(model: Model, **sizes: Any) -> Costs:
 
 
 def costs_on_fitted_mesh(model: Model, **sizes: Any) -> Costs | None:
-    """Return the memory on the mesh of `jaxkv.sharding.fit_mesh`; None if unchanged.
+    """Return the memory on the mesh of `jaxkv.sharding.fit_mesh`; None if the mesh is unchanged.
 
-    Raises ValueError if no mesh fits, or if the mesh found cannot split the sizes.
+    Raises a ValueError if no mesh fits the heads, or the new mesh cannot split the sizes.
     """
     cache = model.cache_shapes(**sizes)
     mesh, rules = fit_mesh(cache, model.mesh, model.rules)
@@ -92,8 +92,8 @@ def most_sequences(
 ) -> int:
     """Return how many sequences fit next to the params in `room` bytes of each device.
 
-    `length` is the tokens of each sequence, None if nothing grows with the text. Streams have
-    equally many sequences.
+    `length` is the number of tokens of each sequence; None if the cache size is independent of
+    length. All streams have the same number of sequences.
     """
 
     def fits(each: int) -> bool:
@@ -116,13 +116,13 @@ def most_sequences(
 
 
 def whole_cells(model: Model, tokens: int) -> int:
-    """Return the cells for `tokens` tokens, a multiple of the devices that split cells."""
+    """Round a number of tokens up to a multiple of the number of devices that split cells."""
     devices = model.rules.devices(model.mesh, "cells")
     return -(-tokens // devices) * devices
 
 
 def whole_bytes(model: Model) -> dict[str, int]:
-    """Return the bytes of replicated params by reason."""
+    """Return the bytes of replicated params, by the reason for replication."""
     bytes_of, why = Counter[str](), model.whole_weights()
     for path, array in jax.tree_util.tree_leaves_with_path(model.params):
         if reason := why.get(name_of(path)):
@@ -131,7 +131,7 @@ def whole_bytes(model: Model) -> dict[str, int]:
 
 
 def kind_of(part: jaxkv.Cache) -> str:
-    """Return the name of the kind of layers of a cache part."""
+    """Return a name for the kind of layers in a cache part, such as "full attention"."""
     if part.table.spec.kind == "recurrent":
         return "recurrent states"
     if part.table.spec.is_cross_attention:
@@ -141,12 +141,12 @@ def kind_of(part: jaxkv.Cache) -> str:
 
 
 def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
-    """Make a mesh of devices that need not exist."""
+    """Make a mesh without devices, from the sizes of the axes."""
     return AbstractMesh(tuple(sizes.values()), tuple(sizes))
 
 
 def _splits(model: Model, cache: jaxkv.Cache) -> dict[str, tuple[str, ...]]:
-    """Return the names of the arrays that each axis splits, from their shardings."""
+    """Return the names of the arrays that each mesh axis splits, from the arrays' shardings."""
     found: dict[str, dict[str, None]] = {axis: {} for axis in model.mesh.shape}
 
     def note(array: Any, *names: str) -> None:

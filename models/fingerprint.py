@@ -12,10 +12,11 @@ from models.model import Model, name_of
 
 
 def fingerprint(model: Model) -> dict[str, Any]:
-    """Return an identity of a model, for `jaxkv.snapshot`, as JSON values.
+    """Return an identity of a model for `jaxkv.snapshot`, as JSON values.
 
-    It contains the architecture, the dtype, and a digest of the config (without `implementation`)
-    and of the name, shape, dtype and first vector of each param.
+    The identity contains the architecture, the dtype, and a digest of config and params. The digest
+    covers the config without `implementation`, and the name, shape, dtype and first vector of each
+    param.
     """
     found = hashlib.sha256()
     sizes = asdict(model.config)

@@ -14,17 +14,17 @@ from models.texts import OnText, Text, Writer, check_prompts
 
 @dataclass(frozen=True, kw_only=True)
 class Generated:
-    """Texts, in order of prompts and samples, with statistics.
+    """Generated texts, in the order of prompts and samples, with statistics.
 
-    prompt_tokens: of all prompts, without samples.
-    compile_seconds: time of compilation; the other times begin after it.
+    prompt_tokens: number of tokens of all prompts; samples of a prompt count once.
+    compile_seconds: time of compilation, which is not part of the other times.
     prompt_seconds: time until the first token of each text was sampled.
-    decode_seconds: time from then to the end, for `decoded` tokens, stop tokens included.
-    tried: number of draft tokens, of which `accepted` were accepted.
-    cells: of all streams; windows have fewer.
-    used: cells in use at the end.
+    decode_seconds: time after the first tokens, for `decoded` tokens, including stop tokens.
+    tried: number of draft tokens; `accepted` of them were accepted.
+    cells: number of cells of all streams; layers with windows have fewer cells.
+    used: number of used cells at the end.
     nbytes: bytes of the whole cache.
-    compiles: programs compiled after the warm-up, expected to be 0.
+    compiles: number of programs compiled after the warm-up, expected to be 0.
     interrupted: whether an interrupt ended the texts.
     """
 
@@ -51,22 +51,22 @@ def generate_texts(
     on_text: OnText | None = None,
     on_compile: Callable[[int, int], None] | None = None,
 ) -> Generated:
-    """Continue prompts as sequences of one cache; each text is the same as alone.
+    """Continue prompts in one cache; each text is equal to a text generated alone.
 
     All programs are compiled first, so that the times exclude compilation. An interrupt during
     generation ends the texts.
 
     Args:
-      model: see `models.load`.
-      prompts: tokens of each prompt.
-      options: see `models.run.Options`.
-      on_text: called with each new piece of text.
-      on_compile: called with the number of compiled programs and of all.
+      model: model from `models.load`.
+      prompts: token ids of each prompt.
+      options: options of generation, see `models.run.Options`.
+      on_text: called with each new piece of a text.
+      on_compile: called with the number of compiled programs and the number of all programs.
 
     Raises:
-      PlanRefusedError: If the prompts do not fit the cache, before compilation.
-      ModelError: If the cache does not fit the device, before it is made.
-      ValueError: If there is no prompt, or one is empty.
+      PlanRefusedError: If the prompts do not fit the cache; raised before compilation.
+      ModelError: If the cache does not fit the device; raised before allocation.
+      ValueError: If there is no prompt, or a prompt is empty.
     """
     check_prompts(prompts)
     run = Run(model, prompts, options)

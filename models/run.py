@@ -1,4 +1,4 @@
-"""One generation run: its programs, prompts and texts."""
+"""A generation run: programs, prompts and texts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,22 +17,22 @@ from models.room import Streams
 from models.texts import Writer, finish_of
 
 RECENT = 1024
-"""Number of last tokens in which drafts are looked up."""
+"""Number of the last tokens of a text in which prompt lookup finds drafts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Options of generation.
 
-    sampler: the default takes the most likely token.
-    seed: of the first sample of each prompt; the next samples have the next seeds.
-    samples: texts for each prompt, which is computed once.
-    tries: largest number of draft tokens at a time, found by prompt lookup; 0 for none.
+    sampler: sampler of tokens; the default selects the most likely token.
+    seed: seed of the first sample of each prompt; further samples have the next seeds.
+    samples: number of texts for each prompt; the prompt is computed once.
+    tries: largest number of draft tokens at a time, found by prompt lookup; 0 for no drafts.
     max_tokens: largest number of tokens of each text.
-    cells: of each stream; default `models.room.cells_for`.
+    cells: number of cells of each stream; by default from `models.room.cells_for`.
     ubatch_size: largest number of prompt tokens computed at once.
-    streams: "unified", one stream for all texts, or "split", a stream for each.
-    steps_per_dispatch: tokens of each text for each dispatch.
+    streams: "unified" for one stream of all texts, or "split" for a stream for each text.
+    steps_per_dispatch: number of tokens of each text in each dispatch to the device.
 
     Raises:
       ValueError: If a number is too small, or `streams` is unknown.
@@ -59,7 +59,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Run:
-    """Prompts, continued as T texts.
+    """Continuation of prompts as T texts.
 
     The texts of prompt p are sequences `p * samples` to `(p + 1) * samples - 1`.
     """
@@ -70,36 +70,36 @@ class Run:
 
     @property
     def batch(self) -> jaxkv.Batch:
-        """The prompts, each in the sequence of its first sample."""
+        """The prompts, each in the sequence of the prompt's first sample."""
         first = np.arange(len(self.prompts)) * self.options.samples
         prompts = [np.asarray(prompt, np.int32) for prompt in self.prompts]
         return jaxkv.make_batch(prompts, sequences=first)
 
     @property
     def texts(self) -> list[Sequence[int]]:
-        """The prompt of each text."""
+        """The prompt of each text, as token ids."""
         return [prompt for prompt in self.prompts for _ in range(self.options.samples)]
 
     @property
     def stop(self) -> np.ndarray:
-        """Token ids that end a text, `[n]` int32."""
+        """Ids of the tokens that end a text, `[n]` int32."""
         return np.asarray(sorted(self.model.stop_tokens), np.int32)
 
     @property
     def steps(self) -> int:
-        """Tokens of each dispatch; 0 if there is none.
+        """Number of tokens of each dispatch; 0 if no dispatch is necessary.
 
-        Prefill gives the first token. The rest is divided evenly, since a shorter last dispatch
-        would be another program; the last one may exceed `max_tokens`.
+        Prefill gives the first token. All dispatches have the same number of tokens, since a
+        shorter last dispatch would be another program. The last dispatch may exceed `max_tokens`.
         """
         rest = self.options.max_tokens - 1
         dispatches = -(-rest // self.options.steps_per_dispatch)
         return -(-rest // dispatches) if dispatches else 0
 
     def compile(self, cache: Any, plan: jaxkv.Plan, tell: Callable[[int, int], None] | None) -> Any:
-        """Compile the programs of the run; return the cache, whose buffers are donated.
+        """Compile the programs of the run; return the cache, since its buffers are donated.
 
-        `tell` is called with the number of compiled programs and of all.
+        `tell` is called with the number of compiled programs and the number of all programs.
         """
         model = self.model
         jobs, (blank,) = lower_steps(model, cache, [plan])
@@ -131,7 +131,7 @@ class Run:
         return self.begin(cache, logits, limit=self.options.max_tokens)
 
     def begin(self, cache: Any, logits: jax.Array, *, limit: int) -> generation.DecodeResult:
-        """Fork each prompt for its samples, and sample their first tokens."""
+        """Fork each prompt for the samples, and sample the first token of each text."""
         samples = self.options.samples
         if samples > 1:
             for first in range(0, len(self.texts), samples):
@@ -146,7 +146,7 @@ class Run:
         )
 
     def draft(self) -> Any:
-        """Return the drafter, or None."""
+        """Return the drafter; None if `tries` is 0."""
         if not self.options.tries:
             return None
         return generation.prompt_lookup(
@@ -166,10 +166,10 @@ class Run:
     def go_on(
         self, first: generation.DecodeResult, writers: Sequence[Writer]
     ) -> tuple[Any, "Tally"]:
-        """Generate until every text has ended, or an interrupt ends the rest.
+        """Generate tokens until every text has ended; an interrupt ends the remaining texts.
 
         Returns:
-          The cache, and counts of the tokens after the first ones.
+          The cache, and counts of the tokens after the first token of each text.
         """
         draft, tally = self.draft(), Tally()
         cache, state = first.cache, first.state
@@ -191,7 +191,7 @@ class Run:
 
 
 def write(writers: Sequence[Writer], rows: np.ndarray, state: generation.DecodeState) -> int:
-    """Append tokens `[T, n]` to texts and end inactive texts; return the number appended."""
+    """Append tokens `[T, n]` to texts and end inactive texts; return the number of used tokens."""
     num_taken = 0
     for writer, row, goes_on, reason in zip(
         writers, rows, np.asarray(state.active), np.asarray(state.reason), strict=True
@@ -204,7 +204,7 @@ def write(writers: Sequence[Writer], rows: np.ndarray, state: generation.DecodeS
 
 @dataclass
 class Tally:
-    """Counts: sampled tokens, stop tokens included, draft tokens tried and accepted."""
+    """Counts of sampled tokens (including stop tokens), draft tokens and accepted draft tokens."""
 
     decoded: int = 0
     tried: int = 0
@@ -213,5 +213,5 @@ class Tally:
 
 
 def num_used_cells_of_fullest(cache: Any) -> int:
-    """Return the used cells of the cache part that has most of them."""
+    """Return the number of used cells in the cache part with the most used cells."""
     return max(int(part.num_used_cells()) for part in cache.parts)

@@ -1,4 +1,4 @@
-"""Beam search after one prompt at a time."""
+"""Beam search for several prompts, one prompt at a time."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ from models.texts import Text, check_prompts
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """Results of a search.
+    """Results of a beam search.
 
-    texts: the best one first.
+    texts: texts found, best text first.
     logprobs: mean log-probability of a token, for each text.
-    prompt_seconds: time of the prompt.
-    seconds: time of the search.
+    prompt_seconds: time to compute the prompt.
+    seconds: time of the search after the prompt.
     """
 
     texts: list[Text]
@@ -33,19 +33,19 @@ class Found:
 
 
 class Search:
-    """Beam search for each prompt; an iterable of `Found`, one for each prompt.
+    """Beam search for each prompt, as an iterable with a `Found` for each prompt.
 
     Args:
-      model: see `models.load`.
-      prompts: tokens of each prompt.
+      model: model from `models.load`.
+      prompts: token ids of each prompt.
       width: number of beams.
       max_tokens: largest number of tokens of a text.
-      cells: of the cache; the default fits each prompt and its texts.
+      cells: number of cells of the cache; the default fits each prompt with its texts.
       ubatch_size: largest number of prompt tokens computed at once.
 
     Raises:
       PlanRefusedError: If a prompt does not fit the cache.
-      ValueError: If there is no prompt, or one is empty.
+      ValueError: If there is no prompt, or a prompt is empty.
       ModelError: If the cache does not fit the device.
     """
 
@@ -79,7 +79,7 @@ class Search:
         self.nbytes = self._cache.nbytes
 
     def compile(self, tell: Callable[[int, int], None] | None = None) -> None:
-        """Compile the programs; `tell` receives the number of compiled ones and of all."""
+        """Compile the programs; `tell` gets the numbers of compiled and of all programs."""
         model = self._model
         jobs, blanks = lower_steps(model, self._cache, self._plans)
         jobs.append(self._search.lower(model.params, self._cache, blanks[0]).compile)

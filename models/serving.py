@@ -9,7 +9,7 @@ from models.room import Streams, cells_for, make_with_room
 from models.texts import Finish, Text, check_prompts
 
 CHUNK = 128
-"""Default for the largest number of prompt tokens computed at once."""
+"""Default of `ubatch_size`, the largest number of prompt tokens computed at once."""
 
 FINISH: dict[serving.FinishReason, Finish] = {
     serving.FinishReason.STOP: "stop",
@@ -19,13 +19,13 @@ FINISH: dict[serving.FinishReason, Finish] = {
     serving.FinishReason.NONFINITE_LOGITS: "nonfinite logits",
     serving.FinishReason.CANCELLED: "interrupted",
 }
-"""`Text.finish` for each reason of the engine."""
+"""Value of `Text.finish` for each reason of the engine."""
 
 
 class TooLongError(ValueError):
-    """A prompt and its text that do not fit the cache.
+    """Error for a prompt that, with its text, does not fit the cache.
 
-    enough: cells of each stream that suffice for all prompts.
+    enough: number of cells of each stream that is sufficient for all prompts.
     """
 
     def __init__(self, message: str, enough: int):
@@ -34,23 +34,23 @@ class TooLongError(ValueError):
 
 
 class Serving:
-    """Continues many prompts in a few sequences; each text is the same as alone.
+    """Continuation of many prompts in a few sequences; each text equals a text generated alone.
 
     Args:
-      model: see `models.load`.
-      prompts: tokens of each prompt.
+      model: model from `models.load`.
+      prompts: token ids of each prompt.
       sequences: largest number of prompts that run at once.
-      sampling: options of `generation.make_sampler`, a number each.
-      seed: of the draws of each text, which are independent of other texts.
+      sampling: options of `generation.make_sampler`, with a number for each option.
+      seed: seed of each text; samples are independent of other texts.
       max_tokens: largest number of tokens of a text.
-      cells: of each stream; the default fits any prompts that may run at once.
-      ubatch_size: largest number of prompt tokens computed at once; default 128, or a smaller power
-        of two if the prompts that may run at once are shorter.
-      streams: "split", a stream for each sequence, or "unified", one stream for all.
+      cells: number of cells of each stream; the default fits any prompts that may run at once.
+      ubatch_size: largest number of prompt tokens computed at once. The default is 128, or a
+        smaller power of two if the prompts that may run at once are shorter.
+      streams: "split" for a stream for each sequence, or "unified" for one stream.
 
     Raises:
-      TooLongError: If a prompt and its text do not fit the cache.
-      ValueError: If there is no prompt, or one is empty.
+      TooLongError: If a prompt with its text does not fit the cache.
+      ValueError: If there is no prompt, or a prompt is empty.
       ModelError: If the cache does not fit the device.
     """
 
@@ -111,9 +111,9 @@ class Serving:
         self._engine.warm_up()
 
     def texts(self, on_step: Callable[[], None] = lambda: None) -> Iterator[tuple[int, Text]]:
-        """Run until all texts have ended; yield each at its end, with its prompt's number.
+        """Run until all texts have ended; yield the prompt's index and the text when a text ends.
 
-        `on_step` is called before each step; an exception of it ends the run.
+        `on_step` is called before each step. An exception from `on_step` ends the run.
         """
         while self._engine.busy:
             on_step()
@@ -121,9 +121,9 @@ class Serving:
             yield from self._take_ended()
 
     def rest(self) -> Iterator[tuple[int, Text]]:
-        """Yield the remaining texts after an interrupt, some of them partial.
+        """Yield the remaining texts after an interrupt; some of these texts are incomplete.
 
-        No step is run, since the interrupt may have come inside one.
+        No step is run, since the interrupt may have occurred during a step.
         """
         yield from self._take_ended()
         for i, prompt in enumerate(self._prompts):

@@ -1,4 +1,4 @@
-"""A text during and after generation."""
+"""Texts during and after generation."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -8,12 +8,12 @@ import jaxkv
 from models.text.tokenizer import Tokenizer
 
 Finish = Literal["stop", "length", "full", "no token", "nonfinite logits", "interrupted"]
-"""Why a text ended: a stop token, `max_tokens`, a full cache, no allowed next token, logits with
-NaN or +inf, or an interrupt."""
+"""Reason why a text ended: a stop token, `max_tokens`, a full cache, no allowed next token, logits
+with NaN or +inf, or an interrupt."""
 
 
 def finish_of(reason: int) -> Finish:
-    """Return why a text ended without a stop token or limit, from its `DecodeState`."""
+    """Return why a text ended, from a `reason` of `DecodeState`; not for stop tokens or limits."""
     others: dict[int, Finish] = {
         jaxkv.Reason.OK: "no token",
         jaxkv.Reason.NONFINITE_LOGITS: "nonfinite logits",
@@ -22,7 +22,7 @@ def finish_of(reason: int) -> Finish:
 
 
 def check_prompts(prompts: Sequence[Sequence[int]]) -> None:
-    """Raise a ValueError unless there are prompts, of at least one token each."""
+    """Raise a ValueError if there is no prompt, or a prompt without tokens."""
     short = [i for i, prompt in enumerate(prompts, 1) if not len(prompt)]
     if short or not len(prompts):
         problem = f"none in prompt {short[0]}" if short else "no prompts"
@@ -32,7 +32,7 @@ def check_prompts(prompts: Sequence[Sequence[int]]) -> None:
 
 
 OnText = Callable[[int, str, bool], None]
-"""Called with the number of a text, a new piece of it, and whether that is the last one."""
+"""Function of the number of a text, a new piece of the text, and whether the piece is the last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class Text:
         tokenizer: Tokenizer,
         stop_tokens: frozenset[int],
     ) -> Self:
-        """Return the text of generated tokens, without a stop token at their end."""
+        """Return the `Text` of generated tokens, with a final stop token removed."""
         tokens = [int(token) for token in tokens]
         if tokens and tokens[-1] in stop_tokens:
             tokens, finish = tokens[:-1], "stop"
@@ -68,12 +68,12 @@ class Text:
 
 @dataclass
 class Writer:
-    """A growing text.
+    """A text during generation.
 
-    index: number of the text, for `on_text`.
+    index: number of the text, passed to `on_text`.
     on_text: called with each new piece of the text.
-    tokens: generated tokens without the stop token; `pieces` is their text.
-    finish: why it ended, None before its end.
+    tokens: generated tokens without the stop token; `pieces` contains their text.
+    finish: why the text ended; None while the text is growing.
     """
 
     index: int
@@ -89,7 +89,7 @@ class Writer:
         self.stream = self.tokenizer.stream()
 
     def write(self, tokens: Sequence[int]) -> int:
-        """Append tokens up to the end of the text; return the number used."""
+        """Append tokens until the text ends; return the number of tokens that were used."""
         if self.finish is not None:
             return 0
         piece, num_taken = "", 0
@@ -111,12 +111,12 @@ class Writer:
         return num_taken
 
     def end(self, finish: Finish, piece: str = "") -> None:
-        """End the text, after a last piece."""
+        """End the text with a last piece."""
         self.finish = finish
         self._tell(piece + self.stream.end(), True)
 
     def outcome(self, prompt_tokens: list[int]) -> Text:
-        """Return the text after its end."""
+        """Return the finished text as a `Text`."""
         return Text(
             prompt_tokens=prompt_tokens,
             tokens=self.tokens,

@@ -1,4 +1,4 @@
-"""Commit a ubatch, an update or a defrag to a cache."""
+"""`apply` commits a plan to a cache; `is_current` returns whether `apply` would commit a plan."""
 
 from __future__ import annotations
 
@@ -21,23 +21,21 @@ if TYPE_CHECKING:
 
 
 def apply(cache: Cache, plan: Ubatch | Plan | MaintenancePlan, *, donate: bool = False) -> Cache:
-    """Commit a ubatch or a plan. No other function carries out a plan.
+    """Commit a ubatch, or the plan of an update or a defrag, to a cache.
 
-    A ubatch changes the table; `attend` and `write_states` then write its buffers. The plan of an
-    update or a defrag changes both.
+    A ubatch changes only the table; `attend` and `write_states` then write the buffers. The plan of
+    an update or a defrag changes the table and the buffers. A plan that was refused or is stale
+    leaves the cache unchanged (`is_current`).
 
     Args:
       cache: any cache.
       plan: a ubatch, a plan of one ubatch, or the result of `init_update` or `defrag_plan`.
-      donate: If True, an update or a defrag outside of `jit` reuses the buffers of `cache`, which
-        becomes invalid. If False it copies them.
-
-    Returns:
-      The next cache. If the plan was refused or is stale, `cache` unchanged; see `is_current`.
+      donate: If True, an update or a defrag outside of `jit` reuses the buffers of `cache`, and
+        `cache` becomes invalid. If False, the buffers are copied.
 
     Raises:
       TypeError: If `plan` is not a ubatch or a plan.
-      ValueError: If the plan has several ubatches, since the model must run between them.
+      ValueError: If the plan has several ubatches, since the model must run after each ubatch.
       ValueError: If the plan was made for a cache with another spec.
 
     Examples:
@@ -60,22 +58,14 @@ def apply(cache: Cache, plan: Ubatch | Plan | MaintenancePlan, *, donate: bool =
 
 
 def is_current(cache: Cache, plan: Ubatch | Plan | MaintenancePlan) -> Bool[Array, ""]:
-    """Return whether `apply` would carry out a plan: False if it is stale or was refused.
+    """Return whether `apply` would commit a plan: False if the plan is stale or was refused.
 
-    - A ubatch is stale after any edit of a stream that it has tokens in, and after any `apply`
-      there.
-    - An update is stale if other keys, or the same keys by another angle, must be rotated now.
-    - A defrag is stale if other cells are empty now.
+    - A ubatch becomes stale when an edit or an `apply` changes a stream with tokens of the ubatch.
+    - The plan of an update becomes stale when the keys to rotate, or their angles, change.
+    - The plan of a defrag becomes stale when the set of empty cells changes.
 
-    For updates and defrags all streams count, and all parts of a hybrid cache.
-
-    Args:
-      cache: any cache.
-      plan: as for `apply`.
-
-    Raises:
-      TypeError: If `plan` is not a ubatch or a plan.
-      ValueError: As `apply`.
+    The plan of an update or a defrag covers all streams, and all parts of a hybrid cache. The
+    accepted plans, and the errors for other plans, are those of `apply`.
 
     Examples:
       >>> cache = make_cache(
@@ -85,7 +75,7 @@ def is_current(cache: Cache, plan: Ubatch | Plan | MaintenancePlan) -> Bool[Arra
       >>> is_current(cache, ubatch).item(), is_current(apply(cache, ubatch), ubatch).item()
       (True, False)
 
-      A defrag stays current after an edit that empties no cell:
+      The plan of a defrag stays current after an edit that frees no cell:
 
       >>> cache, _ = seq_rm(apply(cache, ubatch), 0, 0, 1)
       >>> moves = defrag_plan(cache)
@@ -99,7 +89,7 @@ def is_current(cache: Cache, plan: Ubatch | Plan | MaintenancePlan) -> Bool[Arra
 
 
 def _check_plan(plan: object, table: CacheTable) -> Ubatch | MaintenancePlan:
-    """Return a plan, or the ubatch of a plan that has one; raise as `apply` documents."""
+    """Return the ubatch or maintenance plan to commit; raise the errors that `apply` documents."""
     if isinstance(plan, Plan):
         if len(plan.ubatches) != 1:
             raise ValueError(
@@ -121,7 +111,7 @@ def _check_plan(plan: object, table: CacheTable) -> Ubatch | MaintenancePlan:
 
 @jit_table
 def _is_current(table: CacheTable, plan: Ubatch | MaintenancePlan) -> Bool[Array, ""]:
-    """Return whether a plan was made for the present table."""
+    """Return whether a ubatch or a maintenance plan is current for a table."""
     return (
         plan.is_current(table)
         if isinstance(plan, MaintenancePlan)
@@ -130,7 +120,7 @@ def _is_current(table: CacheTable, plan: Ubatch | MaintenancePlan) -> Bool[Array
 
 
 def _is_ubatch_current(table: CacheTable, ubatch: Ubatch) -> Bool[Array, ""]:
-    """Return whether the streams of a ubatch have the hashes that it was planned for."""
+    """Return whether the streams of a ubatch still have the hashes `hash_before`."""
     placed = placed_rows(ubatch)
     same = jax.tree.map(
         lambda digest, planned: digest == planned, table.stream_hash(), ubatch.hash_before
@@ -142,18 +132,18 @@ def _is_ubatch_current(table: CacheTable, ubatch: Ubatch) -> Bool[Array, ""]:
             for leaf in jax.tree.leaves(same)
         ],
     )
-    # One question to all rows, where two would be two messages on a mesh: 1 is current, 2 is stale.
+    # One reduction needs one message on a mesh: 0 is a row without a cell, 1 current, 2 stale.
     return jnp.max(jnp.where(placed, jnp.where(current, 1, 2), 0)) == 1
 
 
 @jit_table
 def _occupy(table: CacheTable, ubatch: Ubatch) -> CacheTable:
-    """Mark the slots of a ubatch as used, if the ubatch is current."""
+    """Store the tokens of a ubatch in its slots if the ubatch is current."""
     return table.occupy(mask_slots(_is_ubatch_current(table, ubatch), ubatch))
 
 
 def _apply_maintenance(plan: MaintenancePlan, table: CacheTable, buffers: PyTree) -> Cache:
-    """Carry out the plan of an update or a defrag, if it is current."""
+    """Commit the plan of an update or a defrag if the plan is current."""
     return merge(*plan.commit(table, buffers, plan.is_current(table)))
 
 

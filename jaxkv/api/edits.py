@@ -1,16 +1,16 @@
-"""Edits of sequences: remove, copy, keep, shift. Each returns the next cache.
+"""Edits of sequences: remove, copy, keep, shift and divide. Each edit returns the next cache.
 
-*Ids.* A sequence id is an integer from 0 to Q - 1. A concrete id outside of this range raises
-ValueError. A traced one leaves the cache unchanged.
+- *Ids*: A sequence id is an integer from 0 to Q - 1. A concrete id below 0 or above Q - 1 raises
+  ValueError. A traced id below 0 or above Q - 1 leaves the cache unchanged.
+- *Ranges*: A range consists of the positions from `p0` to `p1` - 1. A `p0` of -1 means 0. A `p1` of
+  None or -1 means no end. A `p1` of 0 means an empty range. A concrete bound below -1 raises
+  ValueError, and a traced bound below -1 makes `ok` False.
+- *Refusals*: A refused edit leaves the cache unchanged, and `ok` is False. An edit is refused if a
+  part of the cache cannot make the edit, or if a sequence could not continue after its last token
+  (`Cache.can_resume`).
 
-*Ranges.* `p0` to `p1` - 1 are positions. `p0` of -1 is 0, `p1` of None or -1 is no end, and `p1` of
-0 is an empty range. A concrete bound below -1 raises ValueError; with a traced one `ok` is False.
-
-*Refusals.* If `ok` is False the cache is unchanged. This happens if a part of the cache cannot make
-the edit, or if a sequence could not continue from its end afterwards (`Cache.can_resume`).
-
-An edit of a stream makes all ubatches stale that were planned for that stream. `is_current` lists
-the edits that make other plans stale.
+An edit of a stream makes all earlier ubatches for that stream stale. The docstring of `is_current`
+lists the edits that make other plans stale.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 class EditResult(NamedTuple):
     """Result of an edit.
 
-    cache: The next cache.
-    ok: False if the edit was refused; `cache` is then unchanged by it. `[n]` for n edits.
+    cache: The cache after all edits that were not refused.
+    ok: False if the edit was refused; an array `[n]` for n edits.
     """
 
     cache: Cache
@@ -49,27 +49,27 @@ class EditResult(NamedTuple):
 def seq_rm(cache: Cache, seq: Ids | None = None, p0: Ids = 0, p1: Ids | None = None) -> EditResult:
     """Remove a range of positions from one sequence, from several, or from all.
 
-    A whole sequence can always be removed. Otherwise `ok` is False:
+    A whole sequence can always be removed. An encoder source is removed only with its whole
+    sequence. The removal of a part of a sequence can be refused:
 
-    - with a window that has evicted cells, if the next token would attend to an evicted cell,
-    - with recurrent states, if no state is stored right before the range, or tokens follow the
-      range.
+    - With a window, `ok` is False if the next token would attend to an evicted cell.
+    - With recurrent states, `ok` is False if tokens follow the range, or if no state is stored at
+      the position before the range.
 
-    An encoder source (`CacheSpec.cross_attention`) is removed only with its whole sequence.
+    A cell is free when no sequence owns the cell.
 
     Args:
       cache: any cache.
-      seq: sequence ids. None or -1 is every sequence.
-      p0: first position to remove. -1 is 0.
-      p1: one past the last position. None or -1 is no end.
+      seq: a sequence id, or a list of sequence ids. None or -1 means every sequence.
+      p0: first position to remove; -1 means 0.
+      p1: one past the last position to remove; None or -1 means no end.
 
     Returns:
-      The next cache, and `ok` of each range. Several ranges are removed in order. A cell is free
-      once its last owner is removed.
+      The next cache, and `ok` for each range. Several ranges are removed in order.
 
     Raises:
-      ValueError: If `seq`, `p0` and `p1` are not scalars or lists of one length, an id is not from
-        0 to Q - 1, or a concrete bound is below -1.
+      ValueError: If `seq`, `p0` and `p1` are not scalars or lists of one length.
+      ValueError: If a concrete id is not from -1 to Q - 1, or a concrete bound is below -1.
 
     Examples:
       >>> cache = make_cache(
@@ -81,12 +81,12 @@ def seq_rm(cache: Cache, seq: Ids | None = None, p0: Ids = 0, p1: Ids | None = N
       owner    0 . . 0 . .
       position 0 . . 3 . .
 
-      The first and the last position are unchanged by a hole:
+      A hole does not change the smallest and the largest position of a sequence:
 
       >>> cache.seq_pos_min(0).item(), cache.seq_pos_max(0).item()
       (0, 3)
 
-      Remove the last token (a p0 of -1 would remove all):
+      Remove the last token of a sequence (`p0=-1` would remove the whole sequence):
 
       >>> shorter, ok = seq_rm(cache, 0, cache.seq_pos_max(0))
       >>> shorter.seq_pos_max(0).item()
@@ -123,30 +123,26 @@ def seq_cp(
     *,
     donate: bool = False,
 ) -> EditResult:
-    """Copy a range of one sequence to others: fork a conversation.
+    """Copy a range of one sequence to other sequences, for example to fork a chat.
 
-    Within a stream the cells are shared and no buffer is copied. `dst` keeps the cells that it has,
-    so remove those at the same positions first (`seq_rm`). A copy to another stream copies the
-    buffers and replaces all cells of `dst`; several `dst` in one stream share one copy. Recurrent
-    states and the encoder source of `dst` are replaced, unless the range is empty.
+    Within a stream, the copy shares the cells of the range and copies no buffer. A target keeps its
+    old cells, so first remove its tokens at positions of the range (`seq_rm`). A copy to another
+    stream copies the buffers and replaces all cells of the target. Several targets in one stream
+    share one copy. Recurrent states and the encoder source of a target are replaced, unless the
+    range is empty. Repeating a copy has no effect.
 
-    With one stream for each sequence a copy always finds enough free cells. `ok` is False:
-
-    - if sequences share several streams, and a stream has too few free cells;
-    - if no recurrent state is stored at the end of the range;
-    - if the next token of a `dst` would attend to an evicted cell.
+    - `ok` is False if the stream of a target has too few free cells (only if 1 < S < Q).
+    - `ok` is False if no recurrent state is stored at the end of the range.
+    - `ok` is False if the next token of a target would attend to an evicted cell.
 
     Args:
       cache: any cache.
-      src: sequence to copy.
-      dst: sequences that get its cells.
+      src: id of the sequence to copy.
+      dst: sequence id of the target, or a list of such ids.
       p0: first position to copy.
-      p1: one past the last position.
-      donate: If True, a copy between streams outside of `jit` reuses the buffers of `cache`, which
-        becomes invalid. If False it copies all buffers.
-
-    Returns:
-      The next cache, and `ok`. Repeating a copy has no effect.
+      p1: one past the last position to copy; None means no end.
+      donate: If True, a copy between streams outside of `jit` reuses the buffers of `cache`, and
+        `cache` becomes invalid. If False, the buffers are copied.
 
     Examples:
       >>> cache = make_cache(
@@ -157,7 +153,7 @@ def seq_cp(
       >>> cache.seq_pos_max([0, 1, 2]).tolist(), cache.num_used_cells().item()
       ([2, 1, 1], 3)
 
-      With one stream for each sequence:
+      A cache with one stream for each sequence:
 
       >>> cache = make_cache(
       ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4, sequences=2, streams=2
@@ -169,7 +165,7 @@ def seq_cp(
       owner    . 1 1 .
       position . 1 2 .
 
-      With two streams, sequences 0 and 1 share the first, and 2 and 3 the second:
+      Sequences 0 and 1 share one stream, and sequences 2 and 3 share another stream:
 
       >>> cache = make_cache(
       ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=3, sequences=4, streams=2
@@ -181,7 +177,7 @@ def seq_cp(
       owner    + . .
       position 1 . .
 
-      The cells of sequence 2 were replaced. A copy to 3 alone needs two free cells in its stream:
+      The copy replaced the cells of sequence 2. A copy to sequence 3 alone needs two free cells:
 
       >>> seq_cp(cache, 0, 3).ok.item()
       False
@@ -199,29 +195,26 @@ def seq_cp(
 
 
 def seq_select(cache: Cache, parents: Ids, sequences: Ids, *, donate: bool = False) -> EditResult:
-    """Replace each sequence by a copy of its parent: the step of a beam search.
+    """Replace each sequence by a copy of its parent, as in a step of beam search.
 
-    All copies read the cache as it was before the call. Within a stream only the table changes;
-    copies from another stream work as in `seq_cp`. If sequences share several streams, `ok` is
-    False if a stream has too few free cells for the copies. The replaced cells are freed only
-    afterwards.
+    All copies are made from the input cache. Within a stream, only the table changes. A copy from
+    another stream copies the buffers, as in `seq_cp`. The flag `ok` is False if a stream has too
+    few free cells for the copies (only if 1 < S < Q). Cells of replaced sequences become free only
+    after all copies are made.
 
     Args:
       cache: any cache.
-      parents: the sequence that each one is replaced by. Repeats, and the sequence itself, are
-        allowed.
-      sequences: distinct sequences to replace. Others are unchanged.
+      parents: sequence id of the parent of each entry of `sequences`. Ids may be repeated, and a
+        sequence may be its own parent.
+      sequences: distinct ids of the sequences to replace. Other sequences are unchanged.
       donate: see `seq_cp`.
 
-    Returns:
-      The next cache, and `ok`.
-
     Raises:
-      ValueError: If the shapes differ, or a concrete id is repeated in `sequences` or is not from 0
-        to Q - 1.
+      ValueError: If `parents` and `sequences` are not lists of one length.
+      ValueError: If `sequences` repeats a concrete id, or a concrete id is not from 0 to Q - 1.
 
     Examples:
-      Both beams continue from sequence 1; the cells of 0 are free:
+      Sequence 1 becomes the parent of both sequences; the old cells of sequence 0 are free:
 
       >>> cache = make_cache(
       ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=6, sequences=2
@@ -236,7 +229,8 @@ def seq_select(cache: Cache, parents: Ids, sequences: Ids, *, donate: bool = Fal
       >>> seq_select(cache, [1, 0], [0, 1]).cache.seq_pos_max([0, 1]).tolist()
       [2, 1]
 
-    llama.cpp: none; its beams were a `llama_memory_seq_cp` and a `llama_memory_seq_rm` for each.
+    llama.cpp: none; beam search called `llama_memory_seq_cp` and `llama_memory_seq_rm` for each
+    beam.
     """
     table, buffers = split(cache)
     ids = _check_parents(table, parents, sequences)
@@ -250,14 +244,9 @@ def seq_select(cache: Cache, parents: Ids, sequences: Ids, *, donate: bool = Fal
 
 
 def seq_keep(cache: Cache, seq: Id) -> EditResult:
-    """Remove all sequences but one.
+    """Remove all sequences except `seq`; `ok` is always True.
 
-    Args:
-      cache: any cache.
-      seq: sequence to keep. It becomes the only owner of its cells.
-
-    Returns:
-      The next cache, and `ok`, which is True.
+    The kept sequence becomes the only owner of its cells.
 
     Examples:
       >>> cache = make_cache(
@@ -275,29 +264,30 @@ def seq_keep(cache: Cache, seq: Id) -> EditResult:
 
 
 def seq_add(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, delta: Id) -> EditResult:
-    """Shift the positions of a range of a sequence.
+    """Add `delta` to the positions of a range of a sequence.
 
-    Keys are rotated later, all at once, by `apply(cache, init_update(cache))`. Before that, a batch
-    that would attend to a shifted key is refused. A cell that several sequences share moves for
-    each of them; `Cache.can_seq_add` returns whether each keeps one token at a position.
+    `apply(cache, init_update(cache))` rotates all shifted keys at once. Until such an update, a
+    batch that would attend to a shifted key is refused. A shared cell is shifted for all of its
+    owners. The method `Cache.can_seq_add` returns whether positions would stay unique in each
+    sequence.
+
+    `ok` is False if a position would reach 2**31 - 1, or if a recurrent state would get a negative
+    position. The flag `ok` is also False if the next token of a sequence would attend to an evicted
+    cell.
 
     Args:
-      cache: any cache; attention layers need `rope=`.
-      seq: sequence to shift.
+      cache: any cache; attention layers need `rope=` in `CacheSpec.attention`.
+      seq: id of the sequence to shift.
       p0: first position of the range.
-      p1: one past the last position.
-      delta: number added to each position. Tokens whose position becomes negative are removed.
-
-    Returns:
-      The next cache, and `ok`: False if a position would reach 2**31 - 1, a recurrent state would
-      get a negative position, or a next token would attend to an evicted cell.
+      p1: one past the last position of the range.
+      delta: number to add to each position. Tokens with a negative new position are removed.
 
     Raises:
       ValueError: If attention layers were made without `rope=`, so that keys cannot be rotated.
       ValueError: If a concrete id is not from 0 to Q - 1, or a concrete bound is below -1.
 
     Examples:
-      Remove a passage and close the gap:
+      Remove two tokens, and close the gap in the positions:
 
       >>> cache = make_cache(
       ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=make_rope(2)), cells=6
@@ -325,25 +315,16 @@ def seq_add(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, delta: Id) -> EditR
 
 
 def seq_div(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, divisor: Id) -> EditResult:
-    """Divide the positions of a range of a sequence, rounding down.
+    """Divide the positions of a range of a sequence by `divisor`, rounding down.
 
-    Keys are rotated later, and shared cells move for all owners, see `seq_add`. Several tokens of a
-    sequence may then have the same position, or a lower one than their predecessor; no cell is
-    freed. Of recurrent states only the last one at a position is kept.
+    Keys are rotated by a later update, and shared cells are shifted for all owners, as in
+    `seq_add`. After the division, tokens of a sequence may have equal or decreasing positions. A
+    division frees no cell of an attention layer. Only the last recurrent state at each position is
+    kept.
 
-    Args:
-      cache: any cache; attention layers need `rope=`.
-      seq: sequence to change.
-      p0: first position of the range.
-      p1: one past the last position.
-      divisor: an integer of at least 1.
-
-    Returns:
-      The next cache, and `ok`: False if a traced divisor is below 1, or a next token would attend
-      to an evicted cell.
-
-    Raises:
-      ValueError: If a concrete divisor is below 1, and as in `seq_add`.
+    `ok` is False if a traced divisor is below 1, or if the next token of a sequence would attend to
+    an evicted cell. A concrete divisor below 1 raises ValueError. The other arguments, and their
+    errors, are those of `seq_add`.
 
     Examples:
       >>> cache = make_cache(
@@ -355,7 +336,7 @@ def seq_div(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, divisor: Id) -> Edi
       position 0  0  1  1
       owed     0 -1 -1 -2
 
-    llama.cpp: `llama_memory_seq_div`. `owed` is the new position minus the old one.
+    llama.cpp: `llama_memory_seq_div`. In the drawing, `owed` is the new minus the old position.
     """
     if is_concrete(divisor):
         check_count(divisor, "divisor")
@@ -371,7 +352,7 @@ def seq_div(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, divisor: Id) -> Edi
 
 
 def clear(cache: Cache) -> Cache:
-    """Remove all sequences. Buffers keep their bytes, which no token attends to.
+    """Remove all sequences. The buffers are not changed.
 
     Examples:
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=6)
@@ -389,7 +370,7 @@ _clear = jit_method(CacheTable.clear)
 
 
 def _are_bounds(start: Int32[Array, ""], stop: Int32[Array, ""]) -> Bool[Array, ""]:
-    """Return whether traced bounds are at least -1."""
+    """Return whether both bounds of a range are at least -1."""
     return (start >= -1) & (stop >= -1)
 
 
@@ -399,7 +380,7 @@ def _edit_range(
     seq: Int32[Array, ""],
     *args: Int32[Array, ""],
 ) -> tuple[CacheTable, Bool[Array, ""]]:
-    """Edit a range of a sequence; with invalid bounds `ok` is False."""
+    """Edit a range of a sequence; return `ok` False if a bound is below -1."""
     are_bounds = _are_bounds(*args[:2])
     edited, ok = edit(jnp.where(are_bounds, seq, spec.sequences), *args)
     return edited, ok & are_bounds
@@ -435,7 +416,7 @@ def _copy_sequences(
     dst: Int32[Array, "*n"],
     *bounds: Int32[Array, ""],
 ) -> tuple[Cache, Bool[Array, ""]]:
-    """Return the cache after `CacheTable.seq_cp`, unchanged if `ok` is False; and `ok`."""
+    """Call `CacheTable.seq_cp` if possible; return the next cache and `ok`."""
     ok, _ = table.can_seq_cp(src, dst, *bounds)
     ok &= _are_bounds(*bounds)
     dst = jnp.where(ok, dst, table.spec.sequences)
@@ -449,7 +430,7 @@ _copy_donated = jit_table(_copy_sequences, donate_argnames="buffers")
 
 @jit_table
 def _keep(table: CacheTable, seq: Int32[Array, ""]) -> tuple[CacheTable, Bool[Array, ""]]:
-    """Return the table after `CacheTable.seq_keep`, and `ok`, True."""
+    """Return the table after `CacheTable.seq_keep`, and an `ok` of True."""
     return table.seq_keep(seq), jnp.array(True)
 
 
@@ -457,7 +438,7 @@ def _keep(table: CacheTable, seq: Int32[Array, ""]) -> tuple[CacheTable, Bool[Ar
 def _select_within_streams(
     table: CacheTable, parents: Int32[Array, " n"], ids: Int32[Array, " n"]
 ) -> tuple[CacheTable, Bool[Array, ""]]:
-    """Return the table after `CacheTable.seq_select` within streams, and `ok`, True."""
+    """Call `CacheTable.seq_select` without buffers; return the table and an `ok` of True."""
     table, _ = table.seq_select(None, *mask_unchanged_targets(table.spec, parents, ids))
     return table, jnp.array(True)
 
@@ -465,7 +446,7 @@ def _select_within_streams(
 def _select_sequences(
     table: CacheTable, buffers: PyTree, parents: Int32[Array, " n"], ids: Int32[Array, " n"]
 ) -> tuple[Cache, Bool[Array, ""]]:
-    """Return the cache after `CacheTable.seq_select`, unchanged if `ok` is False; and `ok`."""
+    """Call `CacheTable.seq_select` if possible; return the next cache and `ok`."""
     parents, ids = mask_unchanged_targets(table.spec, parents, ids)
     ok = table.can_seq_select(parents, ids)
     ids = jnp.where(ok, ids, table.spec.sequences)
@@ -479,11 +460,7 @@ _select_buffers_donated = jit_table(_select_sequences, donate_argnames="buffers"
 def _check_parents(
     table: CacheTable, parents: Ids, sequences: Ids
 ) -> tuple[Int32[ArrayLike, " n"], Int32[ArrayLike, " n"]]:
-    """Return parents and targets as int32 ids.
-
-    Raises:
-      ValueError: If the shapes differ, or a concrete target is repeated or not from 0 to Q - 1.
-    """
+    """Return ids of parents and targets as int32; raise the errors that `seq_select` documents."""
     ids = table.spec.sequence_ids(parents), table.spec.sequence_ids(sequences)
     if np.ndim(ids[0]) != 1 or np.shape(ids[0]) != np.shape(ids[1]):
         raise ValueError(

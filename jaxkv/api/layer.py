@@ -1,4 +1,4 @@
-"""Functions that a model calls in each layer, for a ubatch that was applied."""
+"""Functions that a model calls in each layer, after `apply` of a ubatch."""
 
 from __future__ import annotations
 
@@ -42,64 +42,71 @@ def attend(
 ) -> tuple[Cache, Float[Array, "R T H Dv"]]:
     """Write keys and values of a ubatch into a layer, and attend to the visible cells.
 
-    A token attends to the cells of its sequences at positions up to its own, within the window.
+    A token attends to cells of its sequences, within the window of the layer, at positions up to
+    the position of the token.
 
     Args:
-      cache: a cache that `ubatch` was applied to.
-      layer: 0 to L - 1, static. It may be traced if the cache is stacked, see `make_cache`.
-      ubatch: the tokens. Keys and values of padding and of a refused plan are not written.
-      q: queries, rotated by the layer's rope.
-      k: keys, rotated by the layer's rope. Without `k` and `v` no key is written, as for layers
-        that share the keys of another layer.
-      v: values. Left out if they are a part of the keys (`value_dim` of `CacheSpec.attention`).
-      scale: factor of the dot products; default 1 / sqrt(D).
-      softcap: c in c * tanh(x / c), applied to scaled products (Gemma 2).
-      sinks: a logit for each head that takes part in the softmax and has no value.
-      bias: added to scaled and capped products, see below.
-      causal: False makes later tokens of the ubatch visible, limited only by a symmetric window.
-        The output of a token is NaN if the plan has later tokens of the same sequence in another
-        ubatch; use a larger `ubatch_size`.
-      visible_until: the last position visible to each token, by default its own; may be traced. It
-        may be after the token (images, prefixes) or before it. A token gets NaN if its ubatch ends
-        before that position. The window is counted from the token's own position.
-      implementation: "tiles", "whole", "pallas", "xla" or "cudnn", see
-        `jaxkv.ops.attention.dispatch`. None selects one for the platform.
+      cache: the cache after `apply` of `ubatch`.
+      layer: number of the layer, 0 to L - 1, static. The number may be traced if the cache is
+        stacked (`make_cache`).
+      ubatch: the tokens to compute. Keys and values of padding and of a refused plan are not
+        written.
+      q: queries, already rotated by the rope of the layer.
+      k: keys, already rotated by the rope of the layer. If `k` and `v` are None, no key is written,
+        as for a layer that uses the keys of another layer.
+      v: values. None if values are slices of the keys (`value_dim` of `CacheSpec.attention`).
+      scale: factor of the dot products of queries and keys; default 1 / sqrt(D).
+      softcap: c in c * tanh(x / c), applied to the scaled dot products x (Gemma 2).
+      sinks: an additional logit for each head, which takes part in the softmax without a value.
+      bias: a function or an array that is added to the scaled and capped dot products.
+      causal: If False, tokens also attend to later tokens of the ubatch, limited only by a
+        symmetric window. The output of a token is NaN if another ubatch of the plan has later
+        tokens of the sequence; use a larger `ubatch_size`.
+      visible_until: the highest position that each token attends to; default the position of the
+        token. The position may be traced, and may be before or after the token (images, prefixes).
+        The output of a token is NaN if the ubatch ends before `visible_until` of the token. A
+        window is measured from the position of the token, not from `visible_until`.
+      implementation: "tiles", "whole", "pallas", "xla" or "cudnn" (`jaxkv.ops.attention.dispatch`).
+        None selects an implementation for the platform.
 
     Returns:
-      The cache with keys and values written, and the output in the dtype of `q`. Output rows are:
+      The cache with keys and values written, and the output in the dtype of `q`.
 
-      - zeros for padding, for a refused plan, and for a token without visible cells;
-      - NaN for a token that attends to a non-finite key or value; other tokens are unaffected;
-      - NaN for a ubatch that is stale or was not applied, whose keys are not written either;
-      - NaN for all tokens of a stream if the layer was not written after an `apply`, until `rewind`
-        restores a table from before that `apply` or all tokens of the stream are removed.
+      - Output rows are zero for padding, for a refused plan, and for a token without visible cells.
+      - An output row is NaN for a token that attends to a non-finite key or value; the outputs of
+        other tokens are unaffected.
+      - All output rows are NaN for a ubatch that is stale or was not applied; no key is written.
+      - All output rows of a stream are NaN if an earlier `apply` was not followed by a write of the
+        layer. The outputs of the stream stay NaN until `rewind` restores a table from before that
+        `apply`, or all tokens of the stream are removed.
 
-    A bias is a function `(query_position, cell_position, head) -> logits` of int32 arrays of four
-    dimensions that broadcast to `[P, H, T, N]`. Positions are the present ones, so it follows
-    `seq_add`. It is called tile by tile, and is static and hashed: define it once, with weights as
-    the leaves of a `jax.tree_util.Partial` or of a dataclass that is a pytree. A bias may also be
-    an array of floats that broadcasts to `[R, T, H, N]`, for the cells in the order of `read_kv`.
-    Both are differentiable. Numbers below -1.7e38 count as -1.7e38. A bias of -inf hides a cell
-    from a head; NaN or inf makes the head's output NaN.
+    A bias function has the form `(query_position, cell_position, head) -> logits`. The arguments of
+    a bias are int32 arrays of four dimensions that broadcast to `[P, H, T, N]`. A bias gets the
+    present positions, after shifts by `seq_add`. A bias function is called for each tile, and is
+    static and hashed. Define a bias function once, with weights as leaves of a
+    `jax.tree_util.Partial` or of a dataclass that is a pytree. A bias may also be an array of
+    floats that broadcasts to `[R, T, H, N]`, with cells in the order of `read_kv`. Bias functions
+    and bias arrays are differentiable. Bias values below -1.7e38 count as -1.7e38. A bias of -inf
+    hides a cell from a head. A bias of NaN or inf makes the output of the head NaN.
 
     Raises:
       ValueError: If a shape does not fit the cache, or `layer` is not in `[0, L)`.
-      ValueError: If the ubatch wrote this layer before in the same trace. Outside of tracing the
-        later write wins.
+      ValueError: If the ubatch already wrote the layer in the same trace. Outside of a trace, a
+        second write replaces the first.
       ValueError: If the ubatch was planned for a cache with another spec, or the buffers were
         donated.
       ValueError: If the implementation does not support the arguments, or `softcap` is not above 0.
-      ValueError: If `visible_until` and `causal=False` are both given.
-      ValueError: If the ubatch is one of `init_batch(encoder=True)`, and the layer not
-        cross-attention.
-      TypeError: If a plan is passed as ubatch, or something else than an array of floats as array.
-      TypeError: If `layer` is traced and the cache is not stacked, or `causal` is not a static
+      ValueError: If both `visible_until` and `causal=False` are given.
+      ValueError: If the ubatch is from `init_batch(encoder=True)`, and the layer is not a
+        cross-attention layer.
+      TypeError: If `ubatch` is a plan, or if an array argument is not an array of floats.
+      TypeError: If `layer` is traced and the cache is not stacked, or if `causal` is not a static
         bool.
       TypeError: If only one of `k` and `v` is given, or the cache has no attention layers.
-      TypeError: If the bias does not return floats, or closes over traced values.
+      TypeError: If the bias function does not return floats, or closes over traced values.
 
     Examples:
-      The second token attends to both; a ubatch that was not applied gets NaN:
+      The second token attends to both tokens; the output of a ubatch that was not applied is NaN:
 
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=1), cells=4)
       >>> (ubatch,) = init_batch(cache, make_batch([1, 2])).ubatches
@@ -110,12 +117,12 @@ def attend(
       >>> attend(cache, 0, ubatch, q, q, v)[1][0, :, 0, 0]
       Array([nan, nan], dtype=float32)
 
-      Another layer attends to the same keys and values:
+      A later layer of the model attends to the keys and values of cache layer 0:
 
       >>> attend(after, 0, ubatch, q + 1)[1][0, :, 0, 0]
       Array([2., 3.], dtype=float32)
 
-      A bias that falls by log 3 a position, and two tokens that attend to each other:
+      A bias that falls by log 3 per position, and then two tokens that attend to each other:
 
       >>> def nearer(query, key, head):
       ...     return (key - query) * math.log(3.0)
@@ -124,7 +131,7 @@ def attend(
       >>> attend(after, 0, ubatch, q, visible_until=jnp.array([[1, 1]]))[1][0, :, 0, 0]
       Array([3., 3.], dtype=float32)
 
-    llama.cpp: `cpy_k`, `cpy_v` and `build_attn`; its only bias is ALiBi, `f_max_alibi_bias`.
+    llama.cpp: `cpy_k`, `cpy_v` and `build_attn`, with ALiBi (`f_max_alibi_bias`) as the only bias.
     """
     options = {"scale": scale, "softcap": softcap, "sinks": sinks, "bias": bias}
     visibility = {"causal": causal, "visible_until": visible_until}
@@ -149,22 +156,10 @@ def write_kv(
 ) -> Cache:
     """Write keys and values of a ubatch into a layer, without attention.
 
-    `write_kv`, `read_kv` and attention of your own do the same as `attend`.
-
-    Args:
-      cache: a cache that `ubatch` was applied to.
-      layer: as for `attend`.
-      ubatch: as for `attend`.
-      k: keys, rotated by the layer's rope.
-      v: values, unless they are a part of the keys.
-
-    Returns:
-      The next cache. If a key or value of a head is not finite in the buffers' dtype, the value is
-      stored as zero and the key as NaN.
-
-    Raises:
-      ValueError: As `attend`.
-      TypeError: As `attend`.
+    A model can use `write_kv`, `read_kv` and its own attention function in place of `attend`. The
+    arguments and errors of `write_kv` are those of `attend`. If the key or the value of a token and
+    a head is not finite in the dtype of the buffers, the key is stored as NaN and the value as
+    zero.
 
     Examples:
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=1), cells=4)
@@ -194,32 +189,24 @@ def read_kv(
 ) -> KVView:
     """Return keys, values and mask of a layer for the tokens of a ubatch.
 
-    Keys and values are whole streams, as stored. Tokens are P lists of T: rows of one stream are
-    one list. Reshape queries and positions of the ubatch with `x.reshape(*mask.shape[:2], ...)`.
-
-    Args:
-      cache: a cache that `ubatch` was applied to, and whose layer was written.
-      layer: as for `attend`.
-      ubatch: the tokens that attend.
-      causal: as for `attend`.
-      visible_until: as for `attend`.
+    Keys and values of all cells of a stream are returned. All rows of one stream are joined into
+    one list of tokens. Reshape queries and positions to `[P, T, ...]` with
+    `x.reshape(*mask.shape[:2], ...)`. The arguments and errors of `read_kv` are those of `attend`.
+    The layer must have been written.
 
     Returns:
       `(k, v, mask, positions)`, see `KVView`.
 
-      - Values are finite. Keys that are masked for all tokens may be NaN: mask logits with
-        `jnp.where`, not by a product or a sum. For derivatives, replace these keys by zeros first.
-      - The key of a token that was not finite is NaN.
-      - Padding and a refused plan have an empty mask.
-      - A stale ubatch has a full mask and NaN keys. In the other cases in which `attend` returns
-        NaN, all keys of the list are NaN.
-
-    Raises:
-      ValueError: As `attend`.
-      TypeError: As `attend`.
+      - Values are finite. A key that is masked for all tokens may be NaN: mask logits with
+        `jnp.where`, not by a product or a sum. For derivatives, first replace keys that are masked
+        for all tokens by zeros.
+      - A key is NaN if the key or the value of the token was not finite.
+      - The mask is False for padding and for a refused plan.
+      - For a stale ubatch, the mask is True and all keys are NaN. All keys of a stream are also NaN
+        if `attend` would return NaN for the whole stream.
 
     Examples:
-      Two sequences of one stream are one list. `attend` computes `ops.attention.attention` of it:
+      `ops.attention.attention` with the result of `read_kv` equals `attend`:
 
       >>> cache = make_cache(
       ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=1), cells=4, sequences=2
@@ -244,24 +231,22 @@ def read_kv(
 
 @explain_donation_errors
 def read_states(cache: Cache, layer: int, ubatch: Ubatch) -> dict[str, Shaped[Array, "R ..."]]:
-    """Return the recurrent states that the rows of a ubatch start from.
+    """Return the recurrent states before the first token of each row of a ubatch.
 
     Args:
-      cache: a cache that `ubatch` was applied to, and whose layer was not written since.
-      layer: 0 to L - 1, static.
-      ubatch: the tokens, a row for each sequence.
+      cache: the cache after `apply` of `ubatch`, before `write_states` of the layer.
+      layer: number of the layer, 0 to L - 1, static.
+      ubatch: the tokens to compute, one row for each sequence.
 
     Returns:
-      By name, the state of each row's sequence before the first token of the ubatch.
-
-      - Zeros for a sequence without a state, for padding, and for a refused plan.
-      - NaN (or the lowest integer) for a stale ubatch, and if the layer never wrote the state of
-        the previous ubatch, or overwrote it.
+      A dict from the name of each state to the states of all rows. A state is zero for a sequence
+      without a stored state, for padding, and for a refused plan. States are NaN (integers: the
+      lowest value) for a stale ubatch. States are also NaN if the layer did not write the state of
+      the previous ubatch, or overwrote that state.
 
     Raises:
       ValueError: If `layer` is not a layer with states, or the buffers were donated.
-      ValueError: If the ubatch was planned for a cache with another spec, or by
-        `init_batch(encoder=True)`.
+      ValueError: If the ubatch was planned for another spec, or by `init_batch(encoder=True)`.
       TypeError: If `ubatch` is not a ubatch, `layer` is not a static integer, or the cache has no
         states.
 
@@ -284,24 +269,23 @@ def read_states(cache: Cache, layer: int, ubatch: Ubatch) -> dict[str, Shaped[Ar
 def write_states(
     cache: Cache, layer: int, ubatch: Ubatch, states: Mapping[str, Shaped[Array, "R ..."]]
 ) -> Cache:
-    """Write the recurrent states after the last tokens of each row.
+    """Write the recurrent states after the last tokens of each row of a ubatch.
+
+    A layer writes the states of a ubatch once; a second write has no effect. States of padding, of
+    a refused plan and of a stale ubatch are not written.
 
     Args:
-      cache: a cache that `ubatch` was applied to.
-      layer: 0 to L - 1, static.
-      ubatch: the tokens. States of padding, of a refused plan and of a stale ubatch are not
-        written.
-      states: by name, the states after each of the last E + 1 valid tokens of a row, the oldest
-        first. `ubatch.state_write_steps(E + 1)` returns the number of tokens before each of them; a
-        state with 0 is older than the ubatch and not written. If E is 0, `[R, ...]` is accepted
-        too.
-
-    Returns:
-      The next cache. A layer writes the states of a ubatch once; further writes have no effect.
+      cache: the cache after `apply` of `ubatch`.
+      layer: number of the layer, 0 to L - 1, static.
+      ubatch: the computed tokens.
+      states: by name, the states after each of the last E + 1 valid tokens of a row, oldest first.
+        The method `ubatch.state_write_steps(E + 1)` returns how many tokens of a row each state
+        includes; a state that includes no token is not written. If E is 0, an array `[R, ...]` is
+        accepted too.
 
     Raises:
-      ValueError: As `read_states`, and if names or shapes are not those of the cache.
-      TypeError: As `read_states`, and if `states` is not a mapping.
+      ValueError: If names or shapes are not those of the cache, or as for `read_states`.
+      TypeError: If `states` is not a mapping, or as for `read_states`.
 
     Examples:
       >>> cache = make_cache(
@@ -322,10 +306,7 @@ def write_states(
 
 
 def _record_write(cache: Cache, layer: int | Int32[Array, ""], ubatch: Ubatch) -> Cache:
-    """Return the cache with a note that the ubatch writes a layer; raise if it did before.
-
-    Only while tracing, where a model step runs. Outside the later write wins.
-    """
+    """Note in the cache that a ubatch wrote a layer; while tracing, raise at a second write."""
     if not isinstance(layer, int) or not is_traced(cache.table):
         return cache
     last, layers = cache.written or (None, frozenset())
@@ -339,7 +320,7 @@ def _record_write(cache: Cache, layer: int | Int32[Array, ""], ubatch: Ubatch) -
 
 
 def _layer_number(buffers: PyTree, layer: PyTree[int | Int32[Array, ""]]) -> PyTree:
-    """Return a layer number, which may be traced if the layers are stacked."""
+    """Return the number of a layer, which may be traced if the cache is stacked."""
     if not (isinstance(buffers, Buffers) and buffers.stacked and is_traced(layer)):
         return static_layer_number(layer)
     if jnp.shape(layer):

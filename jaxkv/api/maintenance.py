@@ -23,11 +23,10 @@ if TYPE_CHECKING:
 
 
 def init_update(cache: Cache) -> MaintenancePlan:
-    """Plan the rotation of all keys whose positions were shifted.
+    """Plan the rotation of all keys with a pending shift; `apply` carries out the plan.
 
-    Returns:
-      A plan for `apply`. `pending` is the number of keys to rotate; applying a plan with 0 costs
-      nothing. A stale plan has no effect, see `is_current`.
+    `pending` is the number of keys to rotate; a plan with 0 keys costs nothing to apply. A stale
+    plan has no effect (`is_current`).
 
     Examples:
       >>> cache = make_cache(
@@ -47,21 +46,14 @@ def init_update(cache: Cache) -> MaintenancePlan:
 def defrag_plan(cache: Cache, *, max_moves: int | None = None) -> MaintenancePlan:
     """Plan the moves that bring all used cells to the front of their stream.
 
-    In tiled placement whole tiles move. Gaps inside a tile remain, as free cells of the tile's
-    sequence.
+    In tiled placement, whole tiles are moved, and free cells inside a tile stay reserved for the
+    sequence of the tile. The result is a plan for `apply`, with the number of cells to move in
+    `pending`. For attention, `source`, `destination` and `length` describe the runs of cells to
+    move, the last run first. A stale plan has no effect (`is_current`).
 
-    Args:
-      cache: any cache.
-      max_moves: most runs of cells to move in each stream; None for no limit. In tiled placement
-        the last tile moves whole. Repeated calls reach the same order for every limit.
-
-    Returns:
-      A plan for `apply`. `pending` is the number of cells to move. For attention, `source`,
-      `destination` and `length` describe the runs of cells to move; the last run comes first. A
-      stale plan has no effect, see `is_current`.
-
-    Raises:
-      ValueError: If `max_moves` is below 1.
+    `max_moves` limits the number of runs to move in each stream; None means no limit. The last tile
+    in tiled placement is always moved completely. Repeated calls end in the same order of cells for
+    every `max_moves`. A `max_moves` below 1 raises ValueError.
 
     Examples:
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=6)
@@ -90,25 +82,24 @@ def compact(
     max_moves: int | None = None,
     donate: bool = False,
 ) -> EditResult:
-    """Rotate the keys of shifted cells, then close the gaps between cells.
+    """Rotate shifted keys, then close the gaps between used cells. No token is removed.
 
-    No token is removed. With a batch, each of the two steps runs only if the batch does not fit
-    yet.
+    If `batch` is given, the rotation and the defrag each run only if the batch does not fit yet.
 
     Args:
       cache: any cache.
-      batch: tokens that must fit; None to run both steps.
+      batch: tokens that must fit; None to run both the rotation and the defrag.
       ubatch_size: see `init_batch`.
       max_moves: see `defrag_plan`.
       donate: see `apply`.
 
     Returns:
-      The next cache, and `ok`: whether the batch fits, True without a batch. If `ok` is False, the
-      returned cache is rotated and compacted nevertheless.
+      The next cache, and `ok`: whether `batch` fits, or True without a batch. The next cache is
+      rotated and compacted even if `ok` is False.
 
     Raises:
-      jax.errors.TracerBoolConversionError: Inside of `jit` with a batch.
-      ValueError: If `max_moves` is below 1, and as in `init_batch`.
+      jax.errors.TracerBoolConversionError: If `compact` is called inside of `jit` with a batch.
+      ValueError: If `max_moves` is below 1, or `init_batch` raises for the batch.
 
     Examples:
       >>> cache = make_cache(
@@ -141,22 +132,19 @@ _plan_defrag = jit_method(CacheTable.plan_defrag, static_argnames="max_moves")
 
 
 def rewind(cache: Cache, *, to: CacheTable) -> EditResult:
-    """Restore an earlier table with the buffers of a later cache: undo later steps.
+    """Restore an earlier table with the buffers of a later cache, to undo later steps.
 
-    The result is exact. `ok` is False if a cell of the earlier table was overwritten or rotated
-    since: by a ubatch, a copy between streams, a defrag or an update. Plans made in between are
-    stale.
+    The restored cache equals the earlier cache exactly. The flag `ok` is False if a ubatch, a copy
+    between streams, a defrag or an update overwrote or rotated a cell of the earlier table. If `ok`
+    is False, the later cache is returned. Plans that were made after the earlier table are stale.
 
     Cells are compared by the hashes of their tokens. Model parameters are not compared: a cell that
     was rewritten with the same tokens counts as unchanged.
 
     Args:
       cache: the later cache.
-      to: `table` of the earlier cache, not donated. In a step that donates, donate the buffers
-        only.
-
-    Returns:
-      The earlier cache, and `ok`. If `ok` is False, `cache` unchanged.
+      to: `table` of the earlier cache, which must not be donated. In a step that donates, donate
+        only the buffers.
 
     Raises:
       TypeError: If `to` is not a table.
@@ -187,6 +175,6 @@ def rewind(cache: Cache, *, to: CacheTable) -> EditResult:
 
 @jit_table
 def _rewind(table: CacheTable, earlier: CacheTable) -> tuple[CacheTable, Bool[Array, ""]]:
-    """Return the table `earlier` if it can be restored, else `table`; and `ok`."""
+    """Return `earlier` and True if the earlier table can be restored, else `table` and False."""
     back, ok = table.rewind(earlier)
     return jax.tree.map(lambda new, old: jnp.where(ok, new, old), back, table), ok

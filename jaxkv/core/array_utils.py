@@ -18,21 +18,18 @@ if TYPE_CHECKING:
 
 
 def out_of_range_slots(slots: Shaped[Array, "*n"]) -> Int32[Array, "*n"]:
-    """Return distinct slots past the last cell.
-
-    In drop mode such writes are skipped, and indices stay unique. -1 would write the last cell.
-    """
+    """Return distinct slots past the last cell; writes with mode="drop" skip such slots."""
     return MAX_CELLS + jnp.arange(slots.size, dtype=jnp.int32).reshape(slots.shape)
 
 
 def nbytes(tree: PyTree) -> int:
-    """Return the bytes of all arrays, or shapes, of a tree."""
+    """Return the number of bytes of all arrays, or of all shapes, of a tree."""
     leaves = jax.tree.leaves(tree)
     return sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in leaves)
 
 
 def resolve_range_end(stop: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
-    """Return the end of a range of positions; END if it is negative."""
+    """Return the end `stop` of a range of positions; END for a negative `stop`."""
     return jnp.where(stop < 0, END, stop)
 
 
@@ -50,7 +47,7 @@ def divmod_nonnegative(
 ) -> tuple[Int[Array, "*n"], Int[Array, "*n"]]:
     """Return quotients and remainders of integers that are not negative.
 
-    `//` and `%` handle signs, at ten extra instructions each in every program.
+    `//` and `%` also handle signs, which adds ten instructions each to every program.
 
     >>> divmod_nonnegative(jnp.int32(7), 3)
     (Array(2, dtype=int32), Array(1, dtype=int32))
@@ -60,17 +57,18 @@ def divmod_nonnegative(
 
 
 def is_traced(*trees: PyTree) -> bool:
-    """Return whether any value is a tracer."""
+    """Return whether any value of the trees is a tracer."""
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(trees))
 
 
 def is_concrete(*trees: PyTree) -> bool:
-    """Return whether this process can read all values: none is traced or split over processes."""
+    """Return whether this process can read all values: no value is traced or on another process."""
     return all(map(_is_known, jax.tree.leaves(trees)))
 
 
 def to_host(tree: PyTree) -> PyTree:
-    """Return arrays as NumPy arrays. Every process must call it: split arrays are gathered."""
+    """Return a tree of NumPy arrays; arrays that are split over processes are gathered."""
+    # All processes must call this function.
     arrays = jax.tree.map(lambda x: x if _is_known(x) else process_allgather(x, tiled=True), tree)
     return jax.device_get(arrays)
 
@@ -82,7 +80,7 @@ def _is_known(x: object) -> bool:
 
 
 def next_power_of_two(count: int) -> int:
-    """Round up to a power of two, so that few shapes are compiled.
+    """Round an integer up to a power of two, so that few shapes are compiled.
 
     >>> [next_power_of_two(n) for n in (0, 1, 5, 64)]
     [1, 1, 8, 64]

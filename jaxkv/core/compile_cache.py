@@ -12,14 +12,13 @@ _kept: dict[tuple, tuple[list[weakref.ref], object]] = {}
 
 
 def cached_program(build: Callable[..., P], *functions: Callable) -> P:
-    """Return the program of these functions from a weak cache, building it if absent.
+    """Return the program for some functions from a weak cache; build the program if absent.
 
-    Bound methods are equal if their function and object are the same objects. Any other callable,
-    such as a lambda or a `functools.partial`, is equal only to itself.
-
-    `build` takes a getter for each function; a program with a strong reference to a function would
-    never be removed. The caller must keep the functions alive while the program runs. Raises a
-    TypeError if one is not callable, or does not support weak references.
+    Bound methods are equal if their functions and objects are identical. Callables that are not
+    bound methods are equal only if they are identical. A getter for each function is passed to
+    `build`, because a strong reference from the program would keep a function alive. The caller
+    must keep the functions alive while the program runs. Raises a TypeError if a function is not
+    callable, or does not support weak references.
     """
     for function in functions:
         if not callable(function):

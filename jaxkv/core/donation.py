@@ -1,4 +1,4 @@
-"""Detection of donated buffers, and the error for using them again."""
+"""Detection of donated buffers, and the error for a second use of donated buffers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ A = ParamSpec("A")
 
 
 def is_donated(*trees: PyTree) -> bool:
-    """Return whether any array was donated."""
+    """Return whether any array of the trees was donated."""
     leaves = jax.tree.leaves(trees)
     return any(isinstance(x, jax.Array) and not is_traced(x) and x.is_deleted() for x in leaves)
 
 
 def check_not_donated(*trees: PyTree, name: str = "a cache") -> None:
-    """Raise a ValueError, with `name`, if any array was donated."""
+    """Raise a ValueError that mentions `name` if any array of the trees was donated."""
     if is_donated(*trees):
         raise ValueError(
             f"expected {name} with its buffers, got one whose buffers were donated; use the "
@@ -33,10 +33,8 @@ def check_not_donated(*trees: PyTree, name: str = "a cache") -> None:
 
 
 def explain_donation_errors(fun: Callable[A, T]) -> Callable[A, T]:
-    """Decorate a function to raise the ValueError of `check_not_donated` for a donated cache.
-
-    JAX's error has no reason. Arguments are checked after it only, so other calls have no overhead.
-    """
+    """Decorate a function to raise the ValueError of `check_not_donated` for a donated cache."""
+    # Arguments are checked only after an error of JAX, so that other calls have no overhead.
 
     @wraps(fun)
     def call(*args: A.args, **kwargs: A.kwargs) -> T:

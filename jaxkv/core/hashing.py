@@ -1,9 +1,8 @@
-"""Hashes of the contents of cells and streams.
+"""Hashes of cells and streams.
 
-The keys and values of a token depend on it and on all preceding tokens, and so does its cell hash.
-It differs for plans that write different tokens to the same cells, and for cells that were
-overwritten since an earlier table. Streams with equal hashes have equal content. Different contents
-have equal hashes with a probability of 2**-32.
+The hash of a cell depends on its token and on all preceding tokens, like the key and the value.
+Plans that write different tokens to a cell produce different hashes, and overwriting a cell changes
+its hash. Different contents have equal hashes with a probability of 2**-32.
 """
 
 from collections.abc import Mapping
@@ -14,14 +13,14 @@ import jax.numpy as jnp
 
 
 def mix(value: jax.Array) -> jax.Array:
-    """Mix the bits of uint32: the last step of MurmurHash3."""
+    """Mix the bits of uint32 numbers, by the last step of MurmurHash3."""
     value = (value ^ (value >> 16)) * jnp.uint32(0x85EBCA6B)
     value = (value ^ (value >> 13)) * jnp.uint32(0xC2B2AE35)
     return value ^ (value >> 16)
 
 
 def chain_hashes(*fields: jax.Array) -> jax.Array:
-    """Hash several 32-bit arrays elementwise to uint32; their order matters."""
+    """Hash several 32-bit arrays elementwise to one uint32 array; the order of arrays matters."""
     value = jnp.uint32(0)
     for field in fields:
         value = mix(value * jnp.uint32(31) + field.astype(jnp.uint32))
@@ -29,18 +28,13 @@ def chain_hashes(*fields: jax.Array) -> jax.Array:
 
 
 def hash_overwritten_cells(old: jax.Array, new: jax.Array) -> jax.Array:
-    """Return hashes of cells with hash `old` after copies of cells with hash `new` are written.
-
-    They depend on both, since the content and its place change. uint32, elementwise.
-    """
+    """Return the hashes of cells with hashes `old` after copies with hashes `new` are written."""
     return mix(old + mix(new + 1))
 
 
 def sum_hashes(*numbers: jax.Array) -> jax.Array:
-    """Combine several hashes elementwise into one uint32, independent of their order.
-
-    Compilers store the result of a reduction; elementwise operations are repeated in each layer.
-    """
+    """Combine several hashes elementwise into one uint32, independent of the order of hashes."""
+    # A reduction is used because compilers would repeat elementwise operations in each layer.
     return jnp.sum(mix(jnp.stack(numbers)), axis=0, dtype=jnp.uint32)
 
 
@@ -51,8 +45,8 @@ def hash_contents(
 ) -> jax.Array:
     """Hash the content of each token, `[R, T]` uint32.
 
-    Either `tokens`, `[R, T]` int32, or `embeddings`, `[R, T, d]`, are given. `extra` contains
-    additional inputs of the model, `[R, T, ...]` by name.
+    The content is `tokens`, `[R, T]` int32, or `embeddings`, `[R, T, d]`, and arrays `[R, T, ...]`
+    of `extra` model inputs.
     """
     if tokens is not None:
         found = mix(tokens.astype(jnp.uint32))
@@ -65,7 +59,7 @@ def hash_contents(
 
 
 def _hash_numbers(numbers: jax.Array) -> jax.Array:
-    """Hash the elements of each token, `[R, T, ...]`, to `[R, T]` uint32."""
+    """Hash the numbers of each token, `[R, T, ...]`, to `[R, T]` uint32."""
     numbers = jax.lax.stop_gradient(numbers)
     if numbers.dtype.itemsize < 4:
         floating = jnp.issubdtype(numbers.dtype, jnp.floating)
@@ -86,8 +80,8 @@ def token_hashes(
 ) -> jax.Array:
     """Return the cell hashes of tokens that are written together, `[R, T]` uint32.
 
-    All arguments are `[R, T]` except `context`, the `[R]` uint32 hash of each row's stream before
-    the write. `contents` are from `hash_contents`.
+    The argument `contents` is from `hash_contents`. The argument `context`, `[R]` uint32, is the
+    hash of each row's stream before the write; other arguments are `[R, T]`.
     """
     token = chain_hashes(contents, positions, sequences)
     together = jnp.sum(jnp.where(valid, token, 0), dtype=jnp.uint32)

@@ -1,6 +1,6 @@
-"""Sharding rules of caches on a mesh, and functions of a device's share.
+"""Sharding rules of caches on the current mesh, and functions that run on each device's shard.
 
-The mesh is the current one (`jax.set_mesh`). A cache without rules does not use a mesh.
+The mesh is set by `jax.set_mesh`. A cache without sharding rules does not use a mesh.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 
 class Partitioned(ABC):
-    """A value with a `PartitionSpec` for its arrays, see `jaxkv.jit_helpers.jit_table`."""
+    """A value with a `PartitionSpec` for each array, see `jaxkv.jit_helpers.jit_table`."""
 
     @abstractmethod
     def partition_by(self, sharding_rules: ShardingRules, mesh: AnyMesh) -> PyTree:
-        """Return the value with a `PartitionSpec` for each array, or one for all of them."""
+        """Return the value with a `PartitionSpec` for each array, or with one for all arrays."""
 
 
 R = TypeVar("R")
 
 Axis = str | tuple[str, ...] | None
-"""An axis of a mesh, several axes that act as one, or none."""
+"""An axis of a mesh, several axes that act as one axis, or no axis."""
 
 _NAMES = {
     "streams": "streams",
@@ -50,14 +50,15 @@ _NAMES = {
 class ShardingRules:
     """Mesh axes that split the dimensions of a cache. Hashable and static.
 
-    An axis that is not in the mesh splits nothing, and neither does one for a single stream, head
-    or cell. If the number of heads is not a multiple of the devices, each device has all heads; see
-    `jaxkv.sharding.fit_mesh` and `device_bytes`.
+    An axis that is not in the mesh splits no dimension. A single stream, head or cell is not split.
+    If the number of heads is not a multiple of the number of devices, each device has all heads;
+    see `jaxkv.sharding.fit_mesh` and `jaxkv.sharding.device_bytes`.
 
-    streams: splits the streams of tables and buffers.
-    kv_heads: splits key/value heads, query heads of one latent, states (`shard_dims` of
-      `CacheSpec.recurrent`), and model parameters.
-    cells: splits the cells of each stream; its table stays whole.
+    streams: Axes that split the streams of tables and buffers.
+    kv_heads: Axes that split key/value heads, query heads with one latent vector, recurrent states
+      (`shard_dims` of `CacheSpec.recurrent`), and model parameters.
+    cells: Axes that split the cells of each stream in the buffers; the table of a stream is not
+      split.
     """
 
     streams: Axis = "data"
@@ -69,12 +70,12 @@ class ShardingRules:
         """Return the rules for caches from logical axis rules of MaxText or Flax.
 
         Args:
-          sharding_rules: pairs of a logical axis and a mesh axis; the first pair of a name counts.
-            Names are the fields, or cache_batch, cache_heads and cache_sequence; others are
-            ignored.
+          sharding_rules: pairs of a logical axis and a mesh axis; the first pair of a logical axis
+            counts. Logical axes are the fields of `ShardingRules`, or cache_batch, cache_heads and
+            cache_sequence. Pairs of other logical axes are ignored.
 
         Raises:
-          ValueError: If no pair has one of these names.
+          ValueError: If no pair has a logical axis of a cache.
 
         >>> ShardingRules.of(
         ...     [("activation_batch", "fsdp"), ("cache_batch", "data"), ("kv_heads", "tensor")]
@@ -98,15 +99,15 @@ class ShardingRules:
         return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
 
     def split(self, mesh: AnyMesh, **sizes: int) -> dict[str, tuple[str, ...]]:
-        """Return the mesh axes that split each size; none for a size of 1.
+        """Return the mesh axes that split dimensions of some sizes; no axes for a size of 1.
 
         Args:
           mesh: the mesh.
-          sizes: sizes by field name.
+          sizes: sizes of dimensions by field name.
 
         Raises:
-          ValueError: If streams or cells are not a multiple of their devices, or an axis would
-            split two sizes.
+          ValueError: If a number of streams or cells is not a multiple of the number of devices.
+          ValueError: If an axis would split two dimensions.
 
         >>> mesh = jax.make_mesh((4,), ("tensor",))
         >>> (
@@ -141,17 +142,17 @@ class ShardingRules:
         return found
 
     def present(self, mesh: AnyMesh, name: str) -> tuple[str, ...]:
-        """Return the mesh axes of a field that have several devices."""
+        """Return the mesh axes of a field that have more than one device."""
         return tuple(axis for axis in self.axes(name) if mesh.shape.get(axis, 1) > 1)
 
     def devices(self, mesh: AnyMesh, name: str) -> int:
-        """Return the number of devices that split a field; 1 if none do."""
+        """Return the number of devices that split a field; 1 if no axis splits the field."""
         return prod(mesh.shape[axis] for axis in self.present(mesh, name))
 
 
 @dataclass(frozen=True, kw_only=True)
 class AxisPartition:
-    """Axes of the current mesh that split each dimension; without axes it is whole."""
+    """Axes of the current mesh that split each dimension; no axes for a whole dimension."""
 
     streams: tuple[str, ...] = ()
     kv_heads: tuple[str, ...] = ()
@@ -159,7 +160,7 @@ class AxisPartition:
 
     @property
     def partition_spec(self) -> P:
-        """The spec of an array `[S, K, N, ...]`."""
+        """`PartitionSpec` of an array `[S, K, N, ...]`."""
         return P(self.streams, self.kv_heads, self.cells)
 
 
@@ -168,10 +169,7 @@ WHOLE = AxisPartition()
 
 
 def make_axis_partition(sharding_rules: ShardingRules | None, **sizes: int) -> AxisPartition:
-    """Return how the current mesh splits dimensions of these sizes.
-
-    Raises a ValueError if a cache has rules and no mesh is set, or a size cannot be split.
-    """
+    """Return how the current mesh splits dimensions of `sizes`; see `ShardingRules.split`."""
     mesh = _require_mesh(sharding_rules)
     return (
         WHOLE
@@ -186,11 +184,8 @@ def map_shards(
     in_specs: PyTree[P],
     out_specs: PyTree[P],
 ) -> Callable[..., R]:
-    """Return a function of whole arrays from a function of a device's share.
-
-    Without a mesh `of_share` is returned. It must do its own communication between devices.
-    `in_specs` and `out_specs` are trees, or tree prefixes, of `PartitionSpec`.
-    """
+    """Return a function of whole arrays that calls `of_share` with the shards of each device."""
+    # Specs are trees, or tree prefixes, of `PartitionSpec`.
     mesh = _require_mesh(sharding_rules)
     if mesh is None:
         return of_share
@@ -199,7 +194,7 @@ def map_shards(
         return run
 
     def reshard_arguments(*args: PyTree) -> R:
-        """Reshard arguments to `in_specs`, which explicit axes require."""
+        """Reshard arguments to `in_specs`, as explicit mesh axes require."""
 
         def reshard_argument(spec: P, arg: PyTree) -> PyTree:
             return jax.tree.map(
@@ -214,7 +209,7 @@ def map_shards(
 
 
 def keep_explicit_axes(spec: P, mesh: AnyMesh) -> P:
-    """Return a spec with the explicit axes of a mesh only, as in the type of an array.
+    """Return a `PartitionSpec` with only explicit mesh axes, as in the type of an array.
 
     >>> kinds = (AxisType.Auto, AxisType.Explicit)
     >>> mesh = jax.sharding.AbstractMesh((2, 2), ("data", "tensor"), axis_types=kinds)
@@ -231,17 +226,14 @@ def keep_explicit_axes(spec: P, mesh: AnyMesh) -> P:
 
 
 def first_local_index(axes: tuple[str, ...], size: int) -> PyTree[Int32[Array, ""] | int]:
-    """Return the index of the first of `size` elements in a device's share."""
+    """Return the global index of the first of the `size` elements of a device's shard."""
     return jax.lax.axis_index(axes) * size if axes else 0
 
 
 def to_local_index(
     index: Int32[Array, "*n"], axes: tuple[str, ...], count: int
 ) -> tuple[Int32[Array, "*n"], PyTree[Bool[Array, "*n"] | bool]]:
-    """Return indices local to a device's share of `count` elements, and whether they are in it.
-
-    Indices of other devices become 0. Without axes all indices are local and unchanged.
-    """
+    """Return indices in a shard of `count` elements (0 outside), and whether each is inside."""
     if not axes:
         return index, True
     local = index - first_local_index(axes, count)
@@ -255,7 +247,7 @@ def gather_sharded(
     index: Int32[Array, " ..."],
     *rest: Int32[Array, " ..."] | slice,
 ) -> Shaped[Array, " ..."]:
-    """Return `x[index, *rest]` on all devices, if `axes` split the first dimension of `x`."""
+    """Return `x[index, *rest]` on all devices, where `axes` split the first dimension of `x`."""
     local, is_own = to_local_index(index, axes, x.shape[0])
     found = x[(local, *rest)]
     if not axes:
@@ -265,10 +257,8 @@ def gather_sharded(
 
 
 def broadcast_from_owner(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Return on all devices along `axes` the values of one device; others must have zeros.
-
-    Bits are added instead of floats, since -0.0 + 0.0 is 0.0.
-    """
+    """Return on all devices the values of the only device along `axes` with nonzero values."""
+    # Bits are summed instead of floats, since -0.0 + 0.0 is 0.0.
     if not axes:
         return x
     if x.dtype == bool:
@@ -282,7 +272,7 @@ def broadcast_from_owner(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def current_mesh(sharding_rules: ShardingRules | None) -> AbstractMesh | None:
-    """Return the current mesh if it splits caches with these rules; None otherwise."""
+    """Return the current mesh if it splits caches with `sharding_rules`; otherwise None."""
     mesh = jax.sharding.get_abstract_mesh()
     # Inside of a caller's shard_map the cache is a share already.
     return (
@@ -291,7 +281,7 @@ def current_mesh(sharding_rules: ShardingRules | None) -> AbstractMesh | None:
 
 
 def _require_mesh(sharding_rules: ShardingRules | None) -> AbstractMesh | None:
-    """Return the current mesh; raise a ValueError if a cache has rules and no mesh is set."""
+    """Return `current_mesh`; raise a ValueError if a cache has rules and no mesh is set."""
     if sharding_rules is not None and jax.sharding.get_abstract_mesh().empty:
         raise ValueError(
             f"expected a mesh for a cache with {sharding_rules}, got none; call it inside of "

@@ -1,7 +1,7 @@
 """Trees with static node types, for samplers, drafters and functions of the caller.
 
-JAX compares the fields of registered dataclasses and ignores their types. A program that was
-compiled for one class may otherwise be reused for another class with equal fields.
+JAX compares the fields of registered dataclasses but ignores the classes. Without node types, a
+program compiled for one class could be reused for another class with equal fields.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ X = TypeVar("X")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TreeWithTypes(Generic[X]):
-    """A tree with the static types of its nodes; trees of other types do not share programs."""
+    """A tree and the static types of its nodes; trees of other types do not share programs."""
 
     value: X
     types: tuple[type, ...] = field(metadata={"static": True})

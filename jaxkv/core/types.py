@@ -1,7 +1,4 @@
-"""Types for annotations. Only type checkers and tests import this module.
-
-Letters are those of `jaxkv`.
-"""
+"""Types for annotations, for type checkers and tests only. For letters of shapes see `jaxkv`."""
 
 from collections.abc import Sequence
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def check_count(value: PyTree, name: str, *, low: int = 1, high: int = END) -> int:
-    """Return an integer argument in `[low, high]`, or raise.
+    """Return an integer argument in `[low, high]`; raise for other values.
 
     >>> check_count(2.5, "layers")
     Traceback (most recent call last):
@@ -39,7 +39,7 @@ def check_count(value: PyTree, name: str, *, low: int = 1, high: int = END) -> i
 
 
 def check_shape(shape: tuple[int, ...], name: str) -> None:
-    """Raise a ValueError for 2**60 elements or more: XLA aborts the process if int64 overflows.
+    """Raise a ValueError for a shape of 2**60 elements or more, with which XLA would abort.
 
     >>> check_shape((2**31, 2**31), "keys")
     Traceback (most recent call last):
@@ -63,9 +63,9 @@ def check_int32(
     """Return integers of a caller as int32, checked before the cast.
 
     The result is a NumPy array unless `value` is a JAX array or traced. Traced integers are clipped
-    to one outside of the bounds, as far as int32 permits, so they never become another valid
-    integer. Raises a TypeError for other types, and a ValueError, with `advice` at the end, if a
-    known integer is out of bounds.
+    to `[low - 1, high + 1]` where int32 permits, so an invalid integer never becomes valid. Raises
+    a TypeError for other types. Raises a ValueError that ends with `advice` if a known integer is
+    out of bounds.
 
     >>> check_int32(np.uint32(2**32 - 1), "seq", high=3)
     Traceback (most recent call last):
@@ -106,7 +106,7 @@ def check_int32(
 
 
 def check_position(value: PyTree, name: str) -> PyTree[Int32[ArrayLike, ""]]:
-    """Return a position, or a position offset, as int32; raise if it is not one int32 integer."""
+    """Return a position, or a difference of positions, as int32; raise for other values."""
     return _check_scalar(check_int32(value, name), name)
 
 
@@ -115,9 +115,8 @@ def check_bounds(
 ) -> tuple[PyTree[Int32[ArrayLike, "*n"]], PyTree[Int32[ArrayLike, "*m"]]]:
     """Return the bounds of a range of positions as int32.
 
-    -1 is position 0 for `p0`; for `p1`, -1 or None is the end of the sequence. Raises a TypeError
-    if one is not an integer, and a ValueError if a known one is below -1: positions do not count
-    from the end.
+    A `p0` of -1 is position 0; a `p1` of -1 or None is the end of the sequence. Raises a TypeError
+    if a bound is not an integer, and a ValueError if a known bound is below -1.
     """
     advice = "count from the beginning; the last n tokens begin at cache.seq_pos_max(seq) + 1 - n"
     p1 = -1 if p1 is None else p1
@@ -130,7 +129,7 @@ def check_bounds(
 def check_range(
     p0: PyTree, p1: PyTree
 ) -> tuple[PyTree[Int32[ArrayLike, ""]], PyTree[Int32[ArrayLike, ""]]]:
-    """Return the bounds of a single range, see `check_bounds`."""
+    """Return the bounds of a single range of positions, see `check_bounds`."""
     p0, p1 = check_bounds(p0, p1)
     return _check_scalar(p0, "p0"), _check_scalar(p1, "p1")
 
@@ -148,8 +147,8 @@ def check_bool(
 ) -> PyTree[Bool[ArrayLike, "*n"]]:
     """Return flags of a caller as bool; JAX arrays stay on their device.
 
-    `or_integers` accepts known integers 0 and 1, as in tokenizer masks; False is for flags that
-    could be confused with a list of indices. Raises a TypeError for other types.
+    With `or_integers`, known integers 0 and 1 are flags too, as in tokenizer masks. Raises a
+    TypeError for other types.
 
     >>> check_bool([1, 0], "valid")
     array([ True, False])
@@ -169,7 +168,7 @@ def check_bool(
 
 
 def _cast_to_int32(value: jax.Array, low: int, high: int) -> jax.Array:
-    """Cast traced integers; those beyond int32 are clipped to one outside of the bounds."""
+    """Cast traced integers to int32, after clipping to `[low - 1, high + 1]`."""
     span = jnp.iinfo(value.dtype)
     int32 = np.iinfo(np.int32)
     if span.max > int32.max:

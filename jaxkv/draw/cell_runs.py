@@ -1,4 +1,4 @@
-"""Runs of neighbouring cells that are drawn as one, and their labels."""
+"""Runs of neighbouring cells that are drawn in one column or box, and labels of runs."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class CellRun:
-    """Cells `start` to `stop` - 1 of a stream.
+    """A run of neighbouring cells in a stream, with indices from `start` to `stop - 1`.
 
-    owners: the sequences that own at least one of the cells.
-    positions: the lowest and the highest position; None if all cells are empty.
-    owed: the lowest and the highest pending shift.
-    shared: whether each cell is owned by all of several owners.
-    mixed: whether different runs were merged. Otherwise positions increase by one from cell to
-      cell, and owners and shifts are equal.
+    owners: ids of the sequences that own at least one cell of the run.
+    positions: lowest and highest position in the run; None if all cells are empty.
+    owed: lowest and highest pending shift in the run.
+    shared: whether several sequences own every cell of the run.
+    mixed: whether cells with different owners or shifts, or with gaps between positions, were
+      merged.
     """
 
     start: int
@@ -38,18 +38,17 @@ class CellRun:
 
 
 def single_cell_runs(view: CellView, stream: int) -> list[CellRun]:
-    """Return a run for each cell of a stream."""
+    """Return a run of one cell for each cell of a stream."""
     return [_make_run(view, stream, i, i + 1, mixed=False) for i in range(view.position.shape[1])]
 
 
 def merge_runs(
     view: CellView, stream: int, max_runs: int, fits: Callable[[list[CellRun]], bool] = bool
 ) -> list[CellRun]:
-    """Return the cells of a stream in at most `max_runs` runs.
+    """Return at most `max_runs` runs that cover all cells of a stream.
 
-    Neighbours with consecutive positions and equal owners and shifts form a run. If these are too
-    many, neighbouring short runs are merged, so that long runs stay visible. The result is the
-    first one for which `fits` returns True, or a single run.
+    Cells with consecutive positions, equal owners and equal shifts form a run. Neighbouring short
+    runs are merged, the shortest runs first, until `fits` returns True or one run is left.
     """
     bounds = _find_run_bounds(view, stream)
     sizes = np.diff(bounds)
@@ -72,12 +71,12 @@ def merge_runs(
 
 
 def format_range(first: int, last: int) -> str:
-    """Format a range of integers, both ends included."""
+    """Format a range of integers, with both ends included."""
     return str(first) if first == last else f"{first}..{last}" if first < 0 else f"{first}-{last}"
 
 
 def format_owners(run: CellRun) -> str:
-    """Format the owners of a run: `.` for none, `+` if several share each cell."""
+    """Format the owners of a run: `.` for no owner, `+` for owners that share every cell."""
     if run.shared:
         return "+"
     few = len(run.owners) <= 3
@@ -86,14 +85,14 @@ def format_owners(run: CellRun) -> str:
 
 
 def format_positions(run: CellRun) -> str:
-    """Format the positions of a run; `.` if its cells are empty."""
+    """Format the positions of a run; `.` if all cells of the run are empty."""
     if run.positions is None:
         return "."
     return ("~" if run.mixed else "") + format_range(*run.positions)
 
 
 def _find_run_bounds(view: CellView, stream: int) -> Int[np.ndarray, " n"]:
-    """Return the first cell of each run, and the number of cells at the end."""
+    """Return the first cell of each run, followed by the number of cells in the stream."""
     position, words, shift = view.position[stream], view.words[stream], view.shift[stream]
     empty = position == EMPTY
     follows = np.where(empty[1:], empty[:-1], (position[1:] == position[:-1] + 1) & ~empty[:-1])

@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CellView:
-    """Contents of the cells of a cache: NumPy arrays that later edits do not change.
+    """Positions, owners and shifts of all cells, as NumPy arrays that later edits do not change.
 
-    position: position of the token in a cell, or of the last token of a state; -1 if empty.
-    words: one bit for each sequence of the stream that owns the cell.
-    shift: pending shift of the key; 0 for states.
-    sequences: Q. Sequence q belongs to stream q // (Q // S).
+    position: position of the token in each cell, or of a state's last token; -1 if the cell is
+      empty.
+    words: bits of the sequences that own each cell, numbered within the stream.
+    shift: pending shift of the key in each cell; 0 for states.
+    sequences: number of sequences, Q; sequence q is in stream q // (Q // S).
     """
 
     position: Int32[np.ndarray, "S N"]
@@ -38,12 +39,12 @@ class CellView:
 
     @property
     def sequences_per_stream(self) -> int:
-        """Q // S, the number of sequences in a stream."""
+        """Number of sequences in each stream, Q // S."""
         return self.sequences // len(self.position)
 
     @property
     def owner(self) -> Int32[np.ndarray, "S N"]:
-        """The lowest sequence that owns each cell; -1 if empty."""
+        """Lowest id of the sequences that own each cell; -1 if the cell is empty."""
         found = np.full(self.position.shape, -1, np.int32)
         for i in reversed(range(self.words.shape[1])):
             word = self.words[:, i]
@@ -58,7 +59,7 @@ class CellView:
         return np.bitwise_count(self.words).sum(axis=1, dtype=np.int32)
 
     def sequence_positions(self, seq: int) -> Int32[np.ndarray, " N"]:
-        """Return the position of a sequence in each cell of its stream; -1 if it is not an owner.
+        """Return the position in each cell that a sequence owns in its stream; -1 in other cells.
 
         Raises:
           ValueError: If the sequence does not exist.
@@ -74,15 +75,15 @@ class CellView:
 
 
 def view_cells(cache: Cache) -> CellView:
-    """Return the contents of the cells of a cache, to draw or count them.
+    """Return the positions, owners and pending shifts of all cells of a cache.
 
     Args:
-      cache: a cache of cells or states; for a hybrid cache pass each of `cache.parts`. For a cache
-        that is split over processes, each process must call this.
+      cache: cache that is not hybrid, such as one of the `parts` of a hybrid cache. If the cache is
+        split over processes, every process must call `cells`.
 
     Raises:
       TypeError: If the cache is hybrid, traced, or has shapes only.
-      ValueError: If it was donated, or is a batch of caches, as `vmap` makes them.
+      ValueError: If the cache was donated, or is a batch of caches, which `vmap` makes.
 
     Examples:
       >>> cache = make_cache(
@@ -99,7 +100,7 @@ def view_cells(cache: Cache) -> CellView:
 
 
 def fetch_table(cache: Cache) -> CacheTable:
-    """Return the table of a cache with NumPy arrays; raises as `view_cells` does."""
+    """Return the table of a cache with NumPy arrays; raise if the table has no concrete values."""
     table, _ = split(cache)
     if is_traced(table):
         raise TypeError(
@@ -111,7 +112,7 @@ def fetch_table(cache: Cache) -> CacheTable:
 
 
 def part_names(table: CacheTable) -> list[str]:
-    """Return a name for each part of a hybrid table; an empty list for other tables."""
+    """Return a title for each part of a hybrid table; an empty list for other tables."""
     if not isinstance(table, HybridTable):
         return []
     return [
@@ -120,7 +121,7 @@ def part_names(table: CacheTable) -> list[str]:
 
 
 def make_cell_view(table: CacheTable) -> CellView:
-    """Return the contents of the cells of a table of NumPy arrays."""
+    """Return the `CellView` of a table with NumPy arrays; raise a TypeError for a hybrid table."""
     match table:
         case Cells():
             arrays = {
@@ -143,7 +144,7 @@ def make_cell_view(table: CacheTable) -> CellView:
 
 
 def _arrays_of_states(states: States) -> dict[str, np.ndarray]:
-    """Return position, owners and shift of each cell of a table of states."""
+    """Return the position, owner bits and shift of each cell of a recurrent table."""
     cells = (states.streams, states.num_cells)
     position = np.full(cells, EMPTY, np.int32)
     words = np.zeros(

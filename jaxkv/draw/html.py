@@ -17,10 +17,10 @@ from jaxkv.draw.colours import colour_of, text_colour_on
 from jaxkv.draw.repr import cache_repr
 
 CELLS = 32
-"""The most cells of a stream that are drawn one by one; of larger streams runs are drawn."""
+"""Highest number of cells drawn one by one; a larger stream is drawn as runs of cells."""
 
 STREAMS = 16
-"""The most streams that are drawn."""
+"""Highest number of streams that are drawn."""
 
 _BOX = (
     "display:inline-block;box-sizing:border-box;min-width:2.2em;padding:1px 4px;margin:1px;"
@@ -31,11 +31,11 @@ _SMALL = "font-size:75%;opacity:.75"
 
 
 def html_of(cache: Cache) -> str:
-    """Return the cells of a cache as HTML: owners, with their colours, and positions.
+    """Return a cache as HTML, with the owners and positions of cells.
 
-    A shared cell has a bar with the colours of its owners. Text and borders without a background
-    colour use the colour of the page, so dark pages work. If values are unknown, or the pytree is
-    not a valid cache, only the `repr` is returned.
+    Each owner has a colour; a shared cell has a bar with the colours of its owners. Elements
+    without a background colour use the text colour of the page, so dark pages work. If values are
+    unknown, or the pytree is not a valid cache, the HTML contains only the `repr`.
     """
     line = f'<div style="margin:4px 0"><code>{escape(cache_repr(cache))}</code></div>'
     try:
@@ -74,7 +74,7 @@ def _render_cells(cache: Cache) -> str:
 
 
 def _render_run(run: CellRun) -> str:
-    """Return a run as a box: owners, positions and pending shifts."""
+    """Return a run as an HTML box with owners, positions and pending shifts."""
     empty = run.positions is None
     fill = "transparent" if empty or run.mixed else colour_of(run.owners[0])
     text = "inherit" if fill == "transparent" else text_colour_on(fill)
@@ -96,7 +96,7 @@ def _render_run(run: CellRun) -> str:
 
 
 def _render_owner_bar(run: CellRun) -> str:
-    """Return a bar with the colours of several owners; empty for one owner."""
+    """Return an HTML bar with the colours of a run's owners; empty for one owner."""
     if len(run.owners) < 2:
         return ""
     parts = "".join(
@@ -107,7 +107,7 @@ def _render_owner_bar(run: CellRun) -> str:
 
 
 def _tooltip_text(run: CellRun) -> str:
-    """Return the text of the tooltip."""
+    """Return the tooltip of a run: cell indices, owners and positions."""
     cells = (
         f"cell {run.start}" if run.stop - run.start == 1 else f"cells {run.start} to {run.stop - 1}"
     )

@@ -1,8 +1,8 @@
 """Plots of caches with matplotlib: `pip install matplotlib`.
 
-Each function draws on `ax`, matplotlib's `Axes`, or on new ones if it is not given, and returns
-them. It raises an ImportError without matplotlib. Sequences have seven colours that colour-blind
-readers can distinguish; then they repeat.
+Each function draws on the matplotlib `Axes` in `ax`, or on new axes, and returns the axes. Each
+function raises an ImportError without matplotlib. Seven colours, which colour-blind readers can
+distinguish, repeat over the sequences.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 __all__ = ["cells", "nbytes", "occupancy", "attention_mask"]
 
 TEXTS = 160
-"""The most cells of a plot with positions written into them."""
+"""Highest number of cells in a plot with positions written into the cells."""
 
 ACROSS = 24
-"""The most cells of a line with positions written into them."""
+"""Highest number of cells in a line with positions written into the cells."""
 
 GREY = "#dddddd"
 FREE = "#ffffff"
@@ -48,16 +48,17 @@ LINE = "#999999"
 def cells(cache: Cache, ax: Axes | None = None) -> Axes:
     """Draw the owner of each cell.
 
-    One stream is drawn as a grid, from the top left, line by line. Several streams are one line
-    each. If there is space, positions are written into the cells. A shared cell has the colour of
-    its lowest owner, and is hatched.
+    A single stream is drawn as a grid, line by line from the top left. Several streams are drawn as
+    one line each. Positions are written into the cells if there is space. A shared cell has the
+    colour of its lowest owner, and is hatched.
 
     Args:
-      cache: a cache of cells or states; for a hybrid cache pass each of `cache.parts`.
-      ax: the axes; None for new ones.
+      cache: cache that is not hybrid, such as one of the `parts` of a hybrid cache.
+      ax: matplotlib axes to draw on; None for new axes.
 
     Raises:
-      TypeError, ValueError: see `Cache.cells`.
+      TypeError: If the cache is hybrid, traced, or has shapes only.
+      ValueError: If the cache was donated, or is a batch of caches, which `vmap` makes.
     """
     view = view_cells(cache)
     ax = _ensure_axes(ax)
@@ -107,13 +108,14 @@ def occupancy(
     """Draw the number of used cells at each step.
 
     Args:
-      steps: caches, drawn by lowest owner; or counts from `cache.num_used_cells()`, which need less
-        memory than caches.
-      cells: number of cells, drawn as a line; by default that of the caches, over all parts.
-      ax: the axes; None for new ones.
+      steps: caches, or numbers of used cells from `cache.num_used_cells()`, one for each step.
+        Caches are drawn with the colour of each cell's lowest owner; numbers need less memory.
+      cells: number of cells, drawn as a line; by default the number of cells in all parts of a
+        cache.
+      ax: matplotlib axes to draw on; None for new axes.
 
     Raises:
-      ValueError: If `steps` is empty or mixes caches and counts, or a cache was donated.
+      ValueError: If `steps` is empty or mixes caches and numbers, or a cache was donated.
     """
     if len(steps) == 0:
         raise ValueError(
@@ -166,21 +168,22 @@ def attention_mask(
 ) -> Axes:
     """Draw the attention mask: the cells that each token of a ubatch attends to.
 
-    Lines are tokens without padding, columns are cells of their stream. A visible cell has the
-    colour of the token's sequence; other used cells are grey.
+    Each valid token is a line, and each cell of its stream is a column. A visible cell has
+    the colour of the token's sequence; other used cells are grey.
 
     Args:
-      cache: a cache that the ubatch was applied to.
-      ubatch: the tokens.
-      part: index of the part of a hybrid cache.
-      causal: False also shows later tokens as visible.
-      by_position: draw a column for each position of the token's sequence instead of each cell.
-      ax: the axes; None for new ones.
+      cache: cache to which the ubatch was applied.
+      ubatch: ubatch with the tokens to draw.
+      part: index of a part, if the cache is hybrid.
+      causal: if False, tokens at later positions are also visible.
+      by_position: if True, draw a column for each position of the token's sequence, not for each
+        cell.
+      ax: matplotlib axes to draw on; None for new axes.
 
     Raises:
-      TypeError: If the cache, or that part, is not of attention.
-      ValueError: If the ubatch was made for another cache or not applied, or its cells have
-        changed.
+      TypeError: If the cache, or the part, is recurrent or for cross-attention.
+      ValueError: If the ubatch was made for another cache or not applied, or a cell was
+        overwritten.
     """
     table, _ = split(cache)
     check_made_for(table, ubatch)
@@ -225,8 +228,8 @@ def nbytes(cache: Cache, ax: Axes | None = None) -> Axes:
     """Draw the bytes of a cache by type: table, keys, values or states.
 
     Args:
-      cache: any cache, or the shapes of one (`jax.eval_shape`).
-      ax: the axes; None for new ones.
+      cache: cache, or its shapes from `jax.eval_shape`.
+      ax: matplotlib axes to draw on; None for new axes.
     """
     ax = _ensure_axes(ax)
     parts = cache.parts
@@ -263,7 +266,7 @@ def _ensure_axes(ax: Axes | None) -> Axes:
 
 
 def _import_matplotlib(module: str) -> ModuleType:
-    """Import a module of matplotlib, which only plots require."""
+    """Import a module of matplotlib; raise an ImportError if matplotlib is not installed."""
     try:
         return importlib.import_module(f"matplotlib.{module}")
     except ImportError as error:
@@ -273,7 +276,7 @@ def _import_matplotlib(module: str) -> ModuleType:
 
 
 def _wrap_cells(x: np.ndarray, across: int, fill: int) -> np.ndarray:
-    """Wrap one stream into lines of `across` cells; `fill` pads the last line."""
+    """Wrap a single stream into lines of `across` cells; `fill` pads the last line."""
     if len(x) > 1:
         return x
     missing = -x.size % across
@@ -281,14 +284,14 @@ def _wrap_cells(x: np.ndarray, across: int, fill: int) -> np.ndarray:
 
 
 def _marks_to_rgb(marks: np.ndarray) -> np.ndarray:
-    """Return RGB of sequences; -1 is empty, -2 past the last cell, -3 used but not visible."""
+    """Return the RGB of each mark: a sequence id, -1 (empty), -2 (padding) or -3 (not visible)."""
     to_rgb = _import_matplotlib("colors").to_rgb
     table = np.array([to_rgb(colour) for colour in (*PALETTE, GREY, FREE, FREE)])
     return table[np.where(marks < 0, marks, marks % len(PALETTE))]
 
 
 def _marks_by_position(view: CellView, seen: np.ndarray, sequence: np.ndarray) -> np.ndarray:
-    """Return `[T, n]` marks of the positions of each token's sequence, see `_marks_to_rgb`."""
+    """Return marks `[T, n]` of the n positions of each token's sequence, see `_marks_to_rgb`."""
     width = int(view.position.max()) + 1
     marks = np.full((len(seen), width), -1)
     for i, seq in enumerate(sequence):
@@ -307,7 +310,7 @@ def _draw_grid_lines(ax: Axes, shape: tuple[int, ...]) -> None:
 
 
 def _hatch_cells(ax: Axes, where: np.ndarray) -> None:
-    """Hatch cells of an image; neighbours in a line are one polygon."""
+    """Hatch the cells in `where`; neighbouring cells in a line are one polygon."""
     rows, columns = np.nonzero(np.diff(np.pad(where, ((0, 0), (1, 1))), axis=1))
     left, right, top = columns[::2] - 0.5, columns[1::2] - 0.5, rows[::2] - 0.5
     x, y = [left, right, right, left], [top, top, top + 1, top + 1]
@@ -319,7 +322,7 @@ def _hatch_cells(ax: Axes, where: np.ndarray) -> None:
 
 
 def _colour_labels(sequences: Iterable[int], name: str = "sequence") -> list[tuple[str, str]]:
-    """Return each colour with a label of its first two sequences, in ascending order."""
+    """Return each colour with a label that names the first two sequences of this colour."""
     found: dict[str, list[int]] = {}
     for seq in sequences:
         found.setdefault(colour_of(seq), []).append(seq)
@@ -330,7 +333,7 @@ def _colour_labels(sequences: Iterable[int], name: str = "sequence") -> list[tup
 
 
 def _legend(ax: Axes, labels: list[tuple[str, str]]) -> None:
-    """Draw a legend of the colours outside of the plot."""
+    """Draw a legend of the colours next to the plot."""
     patch = _import_matplotlib("patches").Patch
     handles = [
         patch(facecolor=FREE, edgecolor="black", hatch="////", label=name)
@@ -351,6 +354,6 @@ def _legend(ax: Axes, labels: list[tuple[str, str]]) -> None:
 
 
 def _choose_ticks(count: int) -> list[int]:
-    """Return the indices of labelled lines: all, or about eight."""
+    """Return the indices of lines with a tick label: all lines, or about eight lines."""
     step = 1 if count <= 12 else -(-count // 8)
     return list(range(0, count, step))

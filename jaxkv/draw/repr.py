@@ -1,4 +1,4 @@
-"""One-line `repr` of caches, plans and batches, which never raises."""
+"""One-line `repr` of caches, plans and batches; a `repr` never raises."""
 
 from __future__ import annotations
 
@@ -31,14 +31,11 @@ if TYPE_CHECKING:
 X = TypeVar("X")
 
 FEW = 8
-"""The most elements of an array that are printed."""
+"""Highest number of elements of an array that is printed with values."""
 
 
 def with_fallback_repr(line: Callable[[X], str]) -> Callable[[X], str]:
-    """Make a `repr` of a pytree fall back to the types of its leaves, of any type, if it raises.
-
-    An exception in a debugger or an error message would hide the original error.
-    """
+    """Wrap a `repr` to list types of leaves instead of raising, which could hide another error."""
 
     @wraps(line)
     def safe_repr(self: X) -> str:
@@ -54,13 +51,13 @@ def with_fallback_repr(line: Callable[[X], str]) -> Callable[[X], str]:
 
 @with_fallback_repr
 def cache_repr(cache: Cache) -> str:
-    """Return kind, sizes and number of used cells of a cache, or why it is unknown."""
+    """Return the kind, sizes and number of used cells of a cache."""
     return f"Cache({_format_sizes(cache.table, cache.buffers)}: {_format_usage(cache)})"
 
 
 @with_fallback_repr
 def plan_repr(plan: Plan) -> str:
-    """Return the ubatches of a plan, or the refused sequences."""
+    """Return the shapes of a plan's ubatches, or the refused sequences with their reasons."""
     shapes = ", ".join("{} x {}".format(*ubatch.valid.shape) for ubatch in plan.ubatches)
     ubatches = f"{len(plan.ubatches)} ubatch{'es' * (len(plan.ubatches) != 1)}: {shapes} tokens"
     if (ok := _to_numpy_or_none(plan.ok)) is None:
@@ -77,7 +74,7 @@ def plan_repr(plan: Plan) -> str:
 
 @with_fallback_repr
 def ubatch_repr(ubatch: Ubatch) -> str:
-    """Return the sizes and the sequences of a ubatch."""
+    """Return the kind, shape and sequences of a ubatch."""
     rows, tokens = ubatch.valid.shape
     valid, sequences = _to_numpy_or_none(ubatch.valid), _to_numpy_or_none(ubatch.sequences)
     if valid is None or sequences is None:
@@ -94,14 +91,14 @@ def ubatch_repr(ubatch: Ubatch) -> str:
 
 @with_fallback_repr
 def fields_repr(value: Any) -> str:
-    """Return the fields of a dataclass: values of small arrays, otherwise dtypes and shapes."""
+    """Return the fields of a dataclass, with values of small arrays, and shapes of large arrays."""
     pairs = ((field.name, getattr(value, field.name)) for field in fields(value))
     shown = [f"{name}={_format_field(x)}" for name, x in pairs if x is not None]
     return f"{type(value).__name__}({', '.join(shown)})"
 
 
 def _format_sizes(table: CacheTable, buffers: PyTree) -> str:
-    """Return kind and sizes of a cache; trailing axes only, since `vmap` adds leading ones."""
+    """Return the kind and sizes of a cache from trailing axes, because `vmap` adds leading axes."""
     size = f"{_format_dtypes(buffers)}, {format_bytes(nbytes((table, buffers)))}"
     match table:
         case CellTable():
@@ -148,7 +145,7 @@ def _format_dtypes(buffers: PyTree) -> str:
 
 
 def _format_usage(cache: Cache) -> str:
-    """Return the number of used cells, or the reason why it is unknown."""
+    """Return the number of used cells, or the reason why the number is unknown."""
     if is_traced(cache):
         return "traced"
     if is_donated(cache.table):
@@ -164,7 +161,7 @@ def _format_usage(cache: Cache) -> str:
 
 
 def _num_used_cells(table: CacheTable) -> int | None:
-    """Return the number of used cells in all streams; None if unknown."""
+    """Return the number of used cells in all streams; None if the number is unknown."""
     if isinstance(table, States):
         position, cell = _to_numpy_or_none(table.position), _to_numpy_or_none(table.cell)
         if position is None or cell is None:
@@ -179,7 +176,7 @@ def _num_used_cells(table: CacheTable) -> int | None:
 
 
 def _format_field(value: Any) -> str:
-    """Return a short text of a field."""
+    """Return a short text for the value of a field."""
     if isinstance(value, TableSpec):
         return value.kind
     if hasattr(value, "shape") and hasattr(value, "dtype"):
@@ -197,7 +194,7 @@ def _format_field(value: Any) -> str:
 
 
 def _to_numpy_or_none(x: object) -> np.ndarray | None:
-    """Return an array as a NumPy one; None if this process cannot read its values."""
+    """Return `x` as a NumPy array; None if this process cannot read the values."""
     if isinstance(x, np.ndarray | np.generic):
         return np.asarray(x)
     if not isinstance(x, jax.Array) or not is_concrete(x) or x.is_deleted():
@@ -206,7 +203,7 @@ def _to_numpy_or_none(x: object) -> np.ndarray | None:
 
 
 def format_bytes(count: int) -> str:
-    """Format a number of bytes in the largest unit that is not above it."""
+    """Format a number of bytes with a unit from bytes to TiB."""
     size, units = float(count), ["bytes", "KiB", "MiB", "GiB", "TiB"]
     while size >= 1024 and len(units) > 1:
         size, units = size / 1024, units[1:]

@@ -20,23 +20,22 @@ if TYPE_CHECKING:
 def show(cache: Cache, *, width: int | None = 100) -> str:
     """Draw the table of a cache as text: a column for each cell, owner above position.
 
-    For a recurrent cache, each line is a sequence with the positions of its stored states, the
-    current one last. For a hybrid cache, its parts follow each other.
+    For a recurrent cache, each line has the positions of a sequence's states, current state last.
+    For a hybrid cache, the parts are drawn below each other.
 
     Args:
-      cache: any cache. For a cache that is split over processes, each process must call this.
-      width: the most characters of a line; None for any number. If the cells do not fit,
-        consecutive ones share a column, and a line above has their indices.
+      cache: any cache. If the cache is split over processes, every process must call `show`.
+      width: highest number of characters in a line; None for no limit. If the cells do not fit, a
+        column shows a run of cells, and the first line has the indices of these cells.
 
     Returns:
-      Two lines for each stream. `.` is an empty cell, a number is the only owner, `+` several
-      owners. A third line, `owed`, shows pending shifts if there are any. If there are too many
-      columns, short runs are merged: `~` with all owners, and `~` with the lowest and the highest
-      position.
+      Two lines for each stream: owners and positions. An empty cell is `.`, several owners are `+`.
+      A third line, `owed`, shows pending shifts, if any. A label that begins with `~` is of several
+      short runs in one column: all owners, and the lowest and highest position.
 
     Raises:
       TypeError: If the cache is traced, or has shapes only.
-      ValueError: If it was donated, or is a batch of caches, as `vmap` makes them.
+      ValueError: If the cache was donated, or is a batch of caches, which `vmap` makes.
 
     Examples:
       >>> cache = make_cache(
@@ -94,7 +93,7 @@ def _fits_width(lines: list[list[str]], width: int | None) -> bool:
 
 
 def _format_cells(view: CellView, stream: int) -> list[str]:
-    """Return the lines of a stream with a column for each cell."""
+    """Return the text lines of a stream, with a column for each cell."""
     empty = view.position[stream] == EMPTY
     mark = np.where(view.num_owners[stream] > 1, "+", view.owner[stream].astype(str))
     columns = {"owner": mark, "position": view.position[stream].astype(str)}
@@ -106,7 +105,7 @@ def _format_cells(view: CellView, stream: int) -> list[str]:
 
 
 def _format_stream(view: CellView, stream: int, width: int | None) -> list[str]:
-    """Return the lines of a stream with a column for each run of cells."""
+    """Return the text lines of a stream, with a column for each run of cells."""
 
     def format_runs(runs: list[CellRun]) -> list[str]:
         columns = {
@@ -128,7 +127,7 @@ def _format_stream(view: CellView, stream: int, width: int | None) -> list[str]:
 
 
 def _align_columns(columns: dict[str, list[str]]) -> list[str]:
-    """Return a line for each name, with aligned columns."""
+    """Return a text line for each row name, with aligned columns."""
     width = [max(map(len, column)) for column in zip(*columns.values(), strict=True)]
     return [" ".join([name.ljust(8), *map(str.rjust, row, width)]) for name, row in columns.items()]
 
@@ -150,6 +149,6 @@ def _format_states(table: States, width: int | None) -> list[str]:
 
 
 def _format_state_positions(positions: np.ndarray) -> str:
-    """Return the positions of the states of a sequence, with ranges for consecutive ones."""
+    """Return the positions of a sequence's states, with consecutive positions as ranges."""
     runs = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1)
     return " ".join(format_range(run[0], run[-1]) for run in runs if run.size) or "."

@@ -1,4 +1,4 @@
-"""Loops that run a model over a cache, and the samplers that choose tokens in them."""
+"""Generation loops over a cache, with their samplers and drafters."""
 
 from jaxkv.generation.beam import beam
 from jaxkv.generation.constraints import Constraint

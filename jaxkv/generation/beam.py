@@ -1,7 +1,4 @@
-"""Beam search on the device.
-
-W is the number of beams, and n the maximum number of tokens of a hypothesis.
-"""
+"""Beam search on the device, with W beams and hypotheses of at most n tokens."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class BeamTexts(NamedTuple):
-    """W hypotheses: tokens, scores and lengths as in `BeamResult`."""
+    """Tokens, scores and lengths of W hypotheses, as in `BeamResult`."""
 
     tokens: Int32[Array, "W n"]
     scores: Float[Array, " W"]
@@ -46,12 +43,10 @@ class BeamTexts(NamedTuple):
 
 
 class BeamSearch(NamedTuple):
-    """State of a search.
+    """State of a beam search.
 
-    living: Unfinished hypotheses, all of one length, ordered by score.
-    ended: The best finished hypotheses, ordered by rank.
-    length: Length of the unfinished hypotheses.
-    reason: See `BeamResult`.
+    living: Unfinished hypotheses of equal length, ordered by score.
+    ended: The W best finished hypotheses, ordered by normalised score.
     """
 
     living: BeamTexts
@@ -61,7 +56,7 @@ class BeamSearch(NamedTuple):
 
 
 def init_search(num_beams: int, num_tokens: int) -> BeamSearch:
-    """Return a search with one empty hypothesis."""
+    """Return the initial state of a beam search, with one empty hypothesis."""
     none = BeamTexts(
         tokens=jnp.full((num_beams, num_tokens), -1, jnp.int32),
         scores=jnp.full(num_beams, -jnp.inf, jnp.float32),
@@ -72,30 +67,27 @@ def init_search(num_beams: int, num_tokens: int) -> BeamSearch:
 
 
 def is_filled(texts: BeamTexts) -> Bool[Array, " W"]:
-    """Return which hypotheses exist."""
+    """Return which of W entries contain a hypothesis."""
     return texts.scores != -jnp.inf
 
 
 def _normalised_scores(texts: BeamTexts, length_penalty: Float[Array, ""]) -> Float[Array, " W"]:
-    """Return the ranks of hypotheses, float32: scores normalised by length."""
+    """Return scores divided by `length ** length_penalty`, float32."""
     return texts.scores / jnp.maximum(texts.lengths, 1).astype(jnp.float32) ** length_penalty
 
 
 def select_best_texts(
     first: BeamTexts, second: BeamTexts, length_penalty: Float[Array, ""]
 ) -> BeamTexts:
-    """Return the W best of 2 * W hypotheses by rank; ties in their order."""
+    """Return the W best of 2 * W hypotheses by normalised score; ties keep their order."""
     both = jax.tree.map(lambda *parts: jnp.concatenate(parts), first, second)
     _, index = jax.lax.top_k(_normalised_scores(both, length_penalty), first.scores.size)
     return jax.tree.map(lambda x: x[index], both)
 
 
 def can_improve(search: BeamSearch, length_penalty: Float[Array, ""]) -> Bool[Array, ""]:
-    """Return whether an unfinished hypothesis may still be among the W best.
-
-    Scores never increase. The rank bound uses the greatest length, or the current length for a
-    negative penalty.
-    """
+    """Return whether an unfinished hypothesis can still become one of the W best."""
+    # Scores never increase: the bound is the present score at the most favourable length.
     living, steps = search.living, search.living.tokens.shape[1]
     length = jnp.where(length_penalty >= 0, steps, search.length)
     reach = _normalised_scores(
@@ -112,12 +104,7 @@ def advance_search(
     stop_tokens: Int32[Array | np.ndarray, " n"],
     length_penalty: Float[Array, ""],
 ) -> tuple[Int32[Array, " W"], BeamSearch]:
-    """Extend the unfinished hypotheses by one token.
-
-    Returns:
-      For each unfinished hypothesis the index of the one that it extends, and the search. If logits
-      of an unfinished hypothesis are non-finite, the search is unchanged except for its reason.
-    """
+    """Extend unfinished hypotheses by a token; only set the reason if logits are non-finite."""
     living, width = search.living, search.living.scores.size
     logits = logits.astype(jnp.float32)
     broken = jnp.any(is_filled(living) & has_invalid_logits(logits))
@@ -165,49 +152,53 @@ def beam(
     length_penalty: Num[ArrayLike, ""] = 1.0,
     donate: bool = False,
 ) -> BeamResult:
-    """Search for the W most probable hypotheses of up to n tokens after a prompt.
+    """Search for the W most probable hypotheses of at most n tokens after a prompt.
 
-    A step extends each beam by each token of the vocabulary. Of these W * V candidates:
+    Each step extends each beam by each token of the vocabulary, which gives W * V candidates:
 
-    - the W best by score without a stop token are the next beams;
-    - those among the W best that end with a stop token are finished. The W best of all finished
-      hypotheses by rank, `score / length ** length_penalty`, are kept.
+    - The next beams are the W best candidates by score that do not end with a stop token.
+    - Candidates that end with a stop token are finished if they are among the W best by score.
 
-    Ties are ordered by beam, then by token. Tokens with a logit of -inf are excluded. The search
-    ends after n tokens, if the plan of a step is refused, or if no beam can exceed the rank of W
-    finished hypotheses. Then beams and finished hypotheses are ranked together. The result equals
-    that of a search without early stopping.
+    The W finished hypotheses with the highest normalised scores,
+    `score / length ** length_penalty`, are kept. Equal scores are ordered by beam, then by token.
+    Tokens with a logit of -inf are excluded. The search ends after n tokens, at a refused plan, or
+    as soon as no beam can change the result. Finally, beams and finished hypotheses are sorted
+    together by normalised score.
 
     Args:
       forward: See `prefill`.
       params: Model parameters, any pytree.
-      cache: The cache after the prompt, which is in the first of `sequences`.
+      cache: A cache with the prompt in sequence `sequences[0]`.
       logits: Logits of the last token of the prompt.
-      num_beams: W, static. A step computes one token for each of W sequences.
+      num_beams: W, the number of beams, static. Each step computes one token for each beam.
       num_tokens: n, the maximum number of tokens of a hypothesis, static.
-      stop_tokens: `[n]`. Tokens that end a hypothesis; -1 pads.
-      sequences: `[W]`. The sequences of the beams, 0 to W - 1 by default. Tokens in all but the
-        first one are removed. If sequences share streams, all must be in one stream.
-      length_penalty: Exponent of the length in a rank: 0 ignores the length, higher values prefer
-        longer hypotheses.
+      stop_tokens: `[n]`. Tokens that end a hypothesis; -1 is padding.
+      sequences: `[W]`. Sequence ids of the beams, 0 to W - 1 by default. Tokens in `sequences[1:]`
+        are removed. If sequences share several streams (1 < S < Q), all W sequences must be in one
+        stream.
+      length_penalty: Exponent of the length in the normalised score. 0 ignores the length, and
+        higher values prefer longer hypotheses.
       donate: Reuse the buffers of the input cache, see `prefill`.
 
     Returns:
-      The cache and the hypotheses. Sequence i contains the prompt and the first `num_cached` tokens
-      of hypothesis i: all but the last one if unfinished, else those shared with a beam of the last
-      step. To continue a hypothesis, feed its other tokens. A sequence is empty if it needs a state
-      that is not stored, or cells that a window evicted.
+      A `BeamResult`. Sequence `sequences[i]` contains the prompt and the first `num_cached[i]`
+      tokens of hypothesis i. To continue hypothesis i, compute its tokens from index
+      `num_cached[i]` on. The cache contains all tokens of an unfinished hypothesis except the last
+      token. For a finished hypothesis, the cache contains the tokens shared with a beam of the last
+      step. Sequence `sequences[i]` is empty and `num_cached[i]` is -1 if a recurrent state is not
+      stored, or a window evicted cells.
 
     Raises:
-      ValueError: If the logits are not of one token, or `length_penalty` is not one finite number.
-      ValueError: If there are not W sequences, or a concrete one is repeated or not in the cache.
-      ValueError: If sequences share streams, and these are traced or in several streams.
-      ValueError: If `num_beams` or `num_tokens` is below 1.
-      ValueError: If the first sequence of a concrete cache is empty, or the cache was donated.
+      ValueError: If `logits` are not `[V]` or `[1, V]`, or `stop_tokens` is not `[n]`.
+      ValueError: If `length_penalty` is not one finite number.
+      ValueError: If `sequences` is not `[W]`, or a concrete id is repeated or not in the cache.
+      ValueError: If 1 < S < Q, and the ids in `sequences` are traced or in several streams.
+      ValueError: If `num_beams` or `num_tokens` is below 1, or W exceeds the number of sequences.
+      ValueError: If `sequences[0]` of a concrete cache is empty, or the cache was donated.
 
     Examples:
-      A model that predicts the next number, or less likely the one after it. 3 is the stop token,
-      and the length is ignored:
+      The model predicts t + 1 after token t, or t + 2 with a lower probability. Token 3 is the stop
+      token:
 
       >>> def forward(params, cache, ubatch):
       ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
@@ -234,7 +225,8 @@ def beam(
       ([2, 1], [2, 1])
 
     Hugging Face: `generate(num_beams=W, length_penalty=length_penalty, early_stopping="never")`,
-    and its `sequences_scores` are the ranks here. llama.cpp: none; `llama_beam_search` was removed.
+    where `sequences_scores` are the normalised scores. llama.cpp: none since the removal of
+    `llama_beam_search`.
     """
     num_beams, num_tokens = (
         check_count(num_beams, "num_beams"),
@@ -265,7 +257,7 @@ def beam(
 
 
 def _logits_as_row(logits: Float[ArrayLike, " V"] | Float[ArrayLike, "1 V"]) -> Float[Array, "1 V"]:
-    """Return checked logits as a row."""
+    """Return checked logits as `[1, V]`."""
     shape = np.shape(logits)
     if len(shape) not in (1, 2) or shape[:-1] not in ((), (1,)) or not shape[-1]:
         raise ValueError(
@@ -281,7 +273,7 @@ def _logits_as_row(logits: Float[ArrayLike, " V"] | Float[ArrayLike, "1 V"]) -> 
 def _check_sequences(
     spec: TableSpec, sequences: Ids | None, num_beams: int
 ) -> Int32[Array | np.ndarray, " {num_beams}"]:
-    """Return the sequences of the beams, or raise."""
+    """Return the checked sequence ids of the beams."""
     if num_beams > spec.sequences:
         raise ValueError(
             f"expected num_beams of at most {spec.sequences}, a sequence for each beam, "
@@ -327,7 +319,7 @@ def _run_search(
     *,
     num_tokens: int,
 ) -> tuple[Cache, tuple]:
-    """Run `beam` as a part of a program; return the cache and the other fields."""
+    """Run `beam` inside a traced program; return the cache and the other fields of `BeamResult`."""
     sequences = jnp.asarray(sequences)
     begins = last_positions(cache.table)[sequences[0]] + 1
     rows = jnp.arange(sequences.size, dtype=jnp.int32)
@@ -362,10 +354,7 @@ def _trim_sequences(
     sequences: Int32[Array, " W"],
     begins: Int32[Array, ""],
 ) -> tuple[Cache, Int32[Array, " W"]]:
-    """Keep in each sequence the longest available prefix of its hypothesis.
-
-    `begins` is the position after the prompt. Returns the cache and `BeamResult.num_cached`.
-    """
+    """Keep in each sequence the longest prefix of the hypothesis that the cache contains."""
     place = jnp.arange(found.tokens.shape[1])[None]
     fed = place < jnp.minimum(found.lengths, search.length - 1)[:, None]
     same = found.tokens[:, None] == search.living.tokens[None]  # [W, W, n]

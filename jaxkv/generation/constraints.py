@@ -1,4 +1,4 @@
-"""Constraints on the next token, such as a grammar, for all sequences or for some."""
+"""Constraints on the next token, such as a grammar, for all or some sequences."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Constraint:
-    """Constraint on the next token, such as a grammar, as a state machine.
+    """State machine that restricts the next token, such as a grammar.
 
-    Tables of a grammar library, or a callback to it (`jax.pure_callback`), can be used. `constrain`
-    applies it to all sequences of a sampler. An `Engine` applies it to requests with a
-    `constraint_state`.
+    `constrain` applies the constraint to all sequences of a sampler. An `Engine` applies its
+    constraint to requests with a `constraint_state`. The functions `allowed` and `advance` can read
+    tables of a grammar library, or call the library with `jax.pure_callback`. Programs are cached
+    by `allowed` and `advance`, so pass the same functions every time.
 
     To use several grammars, concatenate their tables, as in `allowed=lambda state: tables[state]`,
     and start each request in the first state of its grammar.
 
-    first: A pytree of arrays, the state before the first generated token; prompts do not change it.
-      States of all requests have its shapes.
-    allowed: Function from a state to the tokens that may come next, pure.
-    advance: Function `(state, token) -> state`, pure. Programs are cached by these functions, so
-      pass the same ones every time.
+    first: A pytree of arrays. State before the first generated token, independent of prompts; all
+      states have the same shapes.
+    allowed: Pure function from a state to a mask `[V]` of the tokens that may come next.
+    advance: Pure function `(state, token) -> state`.
     """
 
     first: PyTree
@@ -43,21 +43,21 @@ class Constraint:
     def constrain(self, sampler: Sampler) -> ConstrainedSampler:
         """Return a sampler that samples only allowed tokens.
 
-        If no token is allowed for a sequence, the sequence ends. All sequences are computed
-        together. So both functions are also called for ended sequences, and `advance` with tokens
-        that are not sampled: rejected drafts, or 0 if no token is allowed. Their results are
-        discarded there, but callbacks must not raise.
+        If no token is allowed for a sequence, the sequence ends. The functions `allowed` and
+        `advance` also run for ended sequences, for rejected draft tokens, and for token 0 if no
+        token is allowed. A callback must not raise for an ended sequence or an unsampled token,
+        although its result is discarded.
 
         Args:
-          sampler: Sampler of the allowed tokens.
+          sampler: Sampler that chooses among the allowed tokens.
 
         Raises:
           TypeError: If `sampler` is not a sampler, or `allowed` or `advance` is not a function.
           ValueError: If `first` has no array, or `allowed` does not return `[V]` bool.
-          ValueError: If `advance` returns a state with other shapes or dtypes.
+          ValueError: If `advance` returns a state with other shapes or dtypes than `first`.
 
         Examples:
-          Increasing tokens:
+          Only tokens above the last token are allowed:
 
           >>> rising = generation.Constraint(
           ...     first=jnp.int32(-1),
@@ -69,7 +69,7 @@ class Constraint:
           >>> rising.adjust(jnp.zeros((1, 4)), state).tolist()
           [[-inf, -inf, 0.0, 0.0]]
 
-          The same with a callback to the CPU:
+          The same constraint with a callback to the CPU:
 
           >>> def allowed(last):
           ...     mask = jax.ShapeDtypeStruct((4,), bool)
@@ -96,12 +96,9 @@ class Constraint:
 class ConstrainedSampler(Sampler):
     """Sampler restricted to allowed tokens, made by `Constraint.constrain`.
 
-    sampler: Sampler of the allowed tokens.
-    first: A pytree of arrays, the initial state of the constraint. With `bound` it is `[T, ...]`,
-      the states of T sequences after their tokens so far.
-    bound: Sequences that are constrained; None for all.
-    allowed: See `Constraint`, static.
-    advance: See `Constraint`, static.
+    first: Initial state of the constraint; with `bound`, the present states of T sequences,
+      `[T, ...]`.
+    bound: Mask of the constrained sequences; None if all sequences are constrained.
     """
 
     sampler: Sampler
@@ -112,11 +109,11 @@ class ConstrainedSampler(Sampler):
 
     @property
     def is_random(self) -> bool:
-        """Whether the sampler of the allowed tokens is random."""
+        """Whether the field `sampler` is random."""
         return self.sampler.is_random
 
     def init(self, prompts: Int[Array | np.ndarray, "T n"]) -> PyTree:
-        """Return the states of the constraint, independent of prompts, and of the sampler."""
+        """Return the states of the constraint and of `sampler`."""
         if self.bound is not None:
             return self.first, self.sampler.init(prompts)
         count = len(prompts)
@@ -124,7 +121,7 @@ class ConstrainedSampler(Sampler):
         return first, self.sampler.init(prompts)
 
     def adjust(self, logits: Float[Array, "T V"], state: PyTree) -> Float[Array, "T V"]:
-        """Set float32 logits of disallowed tokens to -inf, then adjust the rest."""
+        """Set float32 logits of disallowed tokens to -inf, then apply `sampler`."""
         rule, rest = state
         allowed = jax.vmap(self.allowed)(rule)
         if allowed.shape != logits.shape:
@@ -137,7 +134,7 @@ class ConstrainedSampler(Sampler):
         return self.sampler.adjust(jnp.where(allowed, logits, -jnp.inf), rest)
 
     def update(self, state: PyTree, tokens: Int32[Array, " T"]) -> PyTree:
-        """Advance both by tokens; the constraint keeps its state if a token is -1."""
+        """Advance the states of the constraint, unless the token is -1, and of `sampler`."""
         rule, rest = state
         advanced = jax.vmap(self.advance)(rule, jnp.maximum(tokens, 0))
         rule = select_per_text(tokens >= 0, advanced, rule)
@@ -145,7 +142,7 @@ class ConstrainedSampler(Sampler):
 
 
 def check_constraint(constraint: object) -> Constraint:
-    """Return a constraint with its first state as NumPy arrays. Raise as `constrain`.
+    """Return a checked constraint with `first` as NumPy arrays; raise as `Constraint.constrain`.
 
     >>> rule = Constraint(
     ...     first=0, allowed=lambda s: jnp.arange(4) > s, advance=lambda s, token: token > 0
@@ -184,7 +181,7 @@ def check_constraint(constraint: object) -> Constraint:
 
 
 def check_initial_state(constraint: Constraint | None, state: PyTree) -> PyTree:
-    """Return the checked constraint state of a request as NumPy arrays; None for None."""
+    """Return the checked `constraint_state` of a request as NumPy arrays; None if unconstrained."""
     if state is None:
         return None
     if constraint is None:
@@ -205,9 +202,7 @@ def check_initial_state(constraint: Constraint | None, state: PyTree) -> PyTree:
 def make_constrained_sampler(
     constraint: Constraint, sampler: Sampler, states: Sequence[PyTree]
 ) -> ConstrainedSampler:
-    """Return the sampler of T sequences with states, None if unconstrained.
-
-    Increasing tokens, in the first of two sequences:
+    """Return a sampler for T sequences with constraint states; a state of None has no constraint.
 
     >>> rule = Constraint(
     ...     first=-1,
@@ -237,5 +232,5 @@ def _to_jax_dtype(x: ArrayLike) -> Array | np.ndarray:
 
 
 def _describe_shapes(tree: PyTree) -> PyTree:
-    """Return the dtype and shape of each array of a tree, as strings."""
+    """Return the dtype and shape of each array of a pytree as strings."""
     return jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)

@@ -1,7 +1,7 @@
-"""Context extension: remove tokens and shift the rest, or share positions.
+"""Context extension: remove old tokens (`context_shift`), or share positions (`self_extend`).
 
-Both move and rotate cached keys. Keys and values of all layers except the first were computed with
-the earlier context and positions, and are not recomputed.
+Cached keys are rotated and not recomputed: above the first layer, keys and values still depend on
+the earlier context and positions.
 """
 
 from __future__ import annotations
@@ -32,30 +32,31 @@ if TYPE_CHECKING:
 def context_shift(
     cache: Cache, seq: Id, *, num_keep: Id, num_discard: Id, donate: bool = False
 ) -> EditResult:
-    """Remove tokens of a sequence and shift the following ones to close the gap.
+    """Remove tokens of a sequence, and move later tokens to lower positions.
 
-    Tokens 0 to `num_keep - 1` stay, such as a system prompt or attention sinks. The next
-    `num_discard` tokens are removed. All later tokens get lower positions, and their keys are
-    rotated. This combines `seq_rm`, `seq_add` and `init_update`.
+    Tokens at positions 0 to `num_keep - 1` stay, such as a system prompt or attention sinks. The
+    next `num_discard` tokens are removed. The positions of later tokens are reduced by
+    `num_discard`, and the keys of later tokens are rotated. Combines `seq_rm`, `seq_add` and
+    `init_update`.
 
     Args:
       cache: A cache without recurrent states.
-      seq: The sequence.
-      num_keep: Number of tokens at its beginning that stay.
-      num_discard: Number of tokens to remove after them.
-      donate: Reuse the buffers of the input cache, see `apply`. Otherwise they are copied.
+      seq: Id of the sequence.
+      num_keep: Number of tokens to keep at the beginning of the sequence.
+      num_discard: Number of tokens to remove after the kept tokens.
+      donate: Reuse the buffers of the input cache, see `apply`; by default the buffers are copied.
 
     Returns:
       The cache and `ok`. If `ok` is False, the cache is unchanged, for one of these reasons:
 
-      - the sequence has fewer than `num_keep + num_discard` positions;
-      - another sequence shares a cell that would move;
-      - evicted first tokens would be in the window again.
+      - The sequence has fewer than `num_keep + num_discard` positions.
+      - Another sequence shares a cell that would move.
+      - Evicted tokens at the beginning would be in the window again.
 
     Raises:
       ValueError: If the cache has recurrent states or was made without `rope=`.
       ValueError: If `num_keep` or `num_discard` is not one number.
-      ValueError: If a concrete `num_keep` is below 0, or a concrete `num_discard` below 1.
+      ValueError: If a concrete `num_keep` is below 0, or a concrete `num_discard` is below 1.
       ValueError: If `seq` is concrete and not in the cache, or the cache was donated.
 
     Examples:
@@ -70,7 +71,7 @@ def context_shift(
       >>> ok.item(), init_batch(cache, make_batch([7, 8])).ok.item()
       (True, True)
 
-    llama.cpp: the context shift of its programs, `n_keep` and `n_discard`.
+    llama.cpp: context shift with `n_keep` and `n_discard`.
     """
     table, buffers = split(cache)
     _check_attention_only(table.spec, "a state cannot forget what it has seen")
@@ -85,11 +86,9 @@ def context_shift(
 
 
 class SelfExtendResult(NamedTuple):
-    """Result of `self_extend`.
+    """Result of `self_extend`: the cache, and `grouped` for the next call.
 
-    cache: The next cache.
     ok: False if the call was refused and the cache is unchanged.
-    grouped: Number of grouped positions, for the next call.
     """
 
     cache: Cache
@@ -100,36 +99,38 @@ class SelfExtendResult(NamedTuple):
 def self_extend(
     cache: Cache, seq: Id, grouped: Id, *, group: int, width: int, donate: bool = False
 ) -> SelfExtendResult:
-    """Let `group` neighbouring tokens share a position, to extend the context.
+    """Move groups of neighbouring tokens to shared positions, to extend the context.
 
     Every `width` ungrouped tokens are moved to `width // group` positions, and later tokens get
     lower positions. Attention then uses approximate distances to far tokens and exact distances to
-    near ones.
+    near tokens. No cell becomes free.
 
-    No cell becomes free. Tokens with equal positions attend to each other, and are removed
-    (`seq_rm`), moved and copied together. `can_seq_add` is False afterwards, since it requires
-    distinct positions.
+    Tokens with equal positions attend to each other, and are removed, moved and copied together.
+    After `self_extend`, `can_seq_add` is False, since `seq_add` requires distinct positions.
 
     Args:
       cache: A cache without recurrent states.
-      seq: The sequence. Its next token still has its last position plus 1.
-      grouped: Number of grouped positions: 0 at first, then the value of the last call.
+      seq: Id of the sequence. The next token still gets the last position plus 1.
+      grouped: Number of grouped positions: 0 in the first call, then `grouped` of the last result.
       group: Number of tokens that share a position.
       width: Number of tokens that are grouped at once, a multiple of `group`.
-      donate: Reuse the buffers of the input cache, see `apply`. Otherwise they are copied.
+      donate: Reuse the buffers of the input cache, see `apply`; by default the buffers are copied.
 
     Returns:
-      The cache, `ok` and `grouped` for the next call. `ok` is also True if no `width` tokens are
-      ungrouped yet. If it is False, the cache is unchanged, for one of these reasons:
+      The cache, `ok`, and `grouped` for the next call. With fewer than `width` ungrouped tokens,
+      nothing changes and `ok` is True. If `ok` is False, the cache is unchanged, for one of these
+      reasons:
 
-      - another sequence shares a cell that would move;
-      - `grouped` is not the value of the last call, or tokens below it were removed;
-      - an intermediate position would reach 2**31 - 1;
-      - evicted tokens would be in the window of the next token again.
+      - Another sequence shares a cell that would move.
+      - `grouped` is not the value of the last call, or tokens below position `grouped` were
+        removed.
+      - An intermediate position would reach 2**31 - 1.
+      - Evicted tokens would be in the window of the next token again.
 
     Raises:
       ValueError: If the cache has recurrent states or was made without `rope=`.
-      ValueError: If `group` or `width` is not in `[1, 2**31)`, or `width` no multiple of `group`.
+      ValueError: If `group` or `width` is not in `[1, 2**31)`, or `width` is no multiple of
+        `group`.
       ValueError: If `grouped` is not one number, or `seq` is concrete and not in the cache.
       ValueError: If the cache was donated.
 
@@ -166,7 +167,7 @@ def self_extend(
 def _check_token_count(
     value: Id, name: str, low: int = -END
 ) -> Int32[Array | np.ndarray | np.int32, ""]:
-    """Return a single checked integer as int32."""
+    """Return a checked scalar integer as int32."""
     if np.ndim(value):
         raise ValueError(
             f"expected one integer for {name}, got the shape {np.shape(value)}; pass a scalar"
@@ -175,7 +176,7 @@ def _check_token_count(
 
 
 def _check_attention_only(spec: TableSpec, why: str) -> None:
-    """Raise unless a cache has no recurrent states."""
+    """Raise a ValueError if a cache has recurrent states."""
     kinds = [part.kind for part in spec.parts or (spec,)]
     if spec.max_rollback is not None:
         description = f"kind {spec.kind!r}" + (f" ({', '.join(kinds)})" if spec.parts else "")
@@ -189,7 +190,7 @@ def _context_shift_table(
     num_keep: Int32[Array, ""],
     num_discard: Int32[Array, ""],
 ) -> tuple[CacheTable, MaintenancePlan, Bool[Array, ""]]:
-    """Return the table after `context_shift`, the plan of its update, and `ok`."""
+    """Return the table after `context_shift`, a plan that rotates keys, and `ok`."""
     next_position = table.seq_pos_max(seq) + 1
     ok = (num_keep >= 0) & (num_discard >= 1) & (num_discard <= next_position - num_keep)
     moves = jnp.where(ok, num_keep + num_discard, 0)
@@ -208,7 +209,7 @@ def _self_extend_table(
     group: Int32[Array, ""],
     width: Int32[Array, ""],
 ) -> tuple[CacheTable, MaintenancePlan, Int32[Array, ""], Bool[Array, ""]]:
-    """Return the table after `self_extend`, the plan of its update, `done` and `ok`."""
+    """Return the table after `self_extend`, a plan that rotates keys, `grouped` and `ok`."""
     next_position = table.seq_pos_max(seq) + 1
     short = jax.lax.div(width, group)
     end = jnp.int32(END)
@@ -242,11 +243,9 @@ def _self_extend_table(
 def _has_unshared_cells(
     table: CacheTable, seq: Int32[Array, ""], start: Int32[Array, ""]
 ) -> Bool[Array, ""]:
-    """Return whether a sequence shares no cell from a position on.
+    """Return whether a sequence shares no cell from position `start` on."""
 
-    The number of cells that their removal frees depends on other sequences only if one is shared.
-    """
-
+    # The number of cells that a removal frees depends on other sequences only if a cell is shared.
     def num_freed_cells(table: CacheTable) -> jax.Array:
         end, _ = table.seq_rm(seq, jnp.int32(0), start)
         rest, _ = end.seq_rm(seq, jnp.int32(0), jnp.int32(END))
@@ -258,7 +257,7 @@ def _has_unshared_cells(
 def _select_table_and_plan(
     ok: Bool[Array, ""], new: CacheTable, old: CacheTable
 ) -> tuple[CacheTable, MaintenancePlan]:
-    """Return the new table and the plan of its update, or the old and an empty plan."""
+    """Return the new table and its update plan if `ok`, else the old table and an empty plan."""
     table = jax.tree.map(lambda x, y: jnp.where(ok, x, y), new, old)
     # If not `ok`, the update of an empty table is planned, so that pending shifts stay pending.
     plan = jax.tree.map(lambda x, y: jnp.where(ok, x, y), new, new.clear()).plan_shift()

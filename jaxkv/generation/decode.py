@@ -1,4 +1,4 @@
-"""Token generation for several sequences, in one loop on the device."""
+"""Token generation for several sequences in one loop on the device."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def decode(
 ) -> DecodeResult:
     """Generate up to `num_tokens` tokens for each sequence, in one device loop.
 
-    A sequence ends if:
+    A sequence ends in these cases:
 
-    - it samples a stop token, which is not written to the cache;
-    - it reaches its limit (`max_new_tokens` of `init_decode`);
-    - no token is allowed, or its logits contain NaN or +inf;
-    - its next token is refused, for example if no cell is free; `reason` is the cause. Existing
-      cells are never overwritten, and other sequences continue.
+    - A stop token is sampled; the stop token is not written to the cache.
+    - The limit `max_new_tokens` of `init_decode` is reached.
+    - No token is allowed, or the logits contain NaN or +inf.
+    - The plan of the next token is refused, for example because no cell is free. The cause is
+      `finish_reason`. Existing cells are never overwritten, and other sequences continue.
 
     Invalid arguments raise before the model runs.
 
@@ -69,24 +69,23 @@ def decode(
       forward: See `prefill`.
       params: Model parameters, any pytree.
       cache: The cache after the prompts.
-      state: State of each sequence; `generation.init_decode` makes the first.
+      state: State of each sequence, from `init_decode` or an earlier call; the result has the next
+        state.
       num_tokens: Maximum number of tokens to generate for each sequence, static.
-      sampler: A sampler of the kind that the state was made with; its numbers may change. Greedy by
-        default.
-      stop_tokens: `[n]` for all sequences or `[T, n]`, one row for each; -1 pads.
+      sampler: Sampler of the kind passed to `init_decode`; numbers such as the temperature may
+        change. Greedy by default.
+      stop_tokens: Tokens that end a sequence: `[n]` for all sequences, or `[T, n]` with a list for
+        each sequence; -1 is padding.
       donate: Reuse the buffers of the input cache, see `prefill`.
 
-    Returns:
-      The cache, the state to continue from, and the sampled tokens with their log-probabilities.
-
     Raises:
-      ValueError: If the arrays of `state` differ in length, or it is from another kind of sampler.
-      ValueError: If a concrete sequence is repeated or not in the cache.
+      ValueError: If the arrays of `state` differ in length, or fit another kind of sampler.
+      ValueError: If a concrete sequence id is repeated or not in the cache.
       ValueError: If `num_tokens` is below 1, or the cache was donated.
       TypeError: If `sampler` is not a sampler or `state` is not a state.
 
     Examples:
-      A model that predicts the next number; 3 is the stop token, sequence 1 is limited to two:
+      The model predicts the next number. 3 is the stop token, and sequence 1 may get two tokens:
 
       >>> def forward(params, cache, ubatch):
       ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
@@ -149,7 +148,7 @@ def _decode(
     stop_tokens: Int32[Array | np.ndarray, "T n"],
     num_tokens: int,
 ) -> tuple[Cache, DecodeState, SampledTokens]:
-    """Run `decode` as a part of the program being traced."""
+    """Run `decode` inside a traced program."""
 
     def should_continue(carry: tuple) -> jax.Array:
         _, state, _, i = carry

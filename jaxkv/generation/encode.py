@@ -1,4 +1,4 @@
-"""Encoders, which write the sources of cross-attention to a cache."""
+"""Computation of encoder sources, which cross-attention reads from a cache."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from jaxkv.table import CacheTable
 
 Encoder = Callable[[Any, Cache, Ubatch], Cache]
-"""`(params, cache, ubatch) -> cache`, for an applied ubatch of encoder sources."""
+"""Function `(params, cache, ubatch) -> cache`; the ubatch of sources is already applied."""
 
 
 def encode(
@@ -35,28 +35,28 @@ def encode(
     *,
     donate: bool = False,
 ) -> PrefillResult:
-    """Run an encoder and write the cross-attention sources of sequences.
+    """Run an encoder, and write the encoder sources of sequences to a cache.
 
     Args:
-      encoder: `(params, cache, ubatch) -> cache`, called with an applied ubatch of sources. It
-        computes all tokens of `ubatch` at once and writes their keys and values for each
-        cross-attention layer (`write_kv`). It is compiled and cached as `forward` in `prefill`.
+      encoder: Function `(params, cache, ubatch) -> cache`, compiled and cached as `forward` in
+        `prefill`. The ubatch is already applied. The encoder computes all tokens of `ubatch` at
+        once, and writes keys and values for each cross-attention layer with `write_kv`.
       params: Model parameters, any pytree.
-      cache: A hybrid cache with a part of `CacheSpec.cross_attention`.
-      batch: The sources: a `Batch`, or an argument of `make_batch`; see `init_batch`.
+      cache: A hybrid cache with a part for encoder sources (`CacheSpec.cross_attention`).
+      batch: Source tokens: a `Batch`, or an argument of `make_batch`; see `init_batch`.
       donate: Reuse the buffers of the input cache, see `prefill`.
 
     Returns:
-      The cache with the sources, without logits. If the plan is traced and `ok` is False, the cache
-      is the input, bit for bit.
+      A `PrefillResult` without logits. Inside of `jit`, a refused plan does not raise: `ok` is
+      False, and the cache is unchanged, bit for bit.
 
     Raises:
-      PlanRefusedError: If the sources do not fit, or a sequence has a source already.
-      TypeError: If the cache has no part for sources.
-      ValueError: If `encoder` does not return a written cache, or the cache was donated.
+      PlanRefusedError: If the sources do not fit, or a sequence already has a source.
+      TypeError: If the cache has no part for encoder sources.
+      ValueError: If `encoder` does not return an updated cache, or the cache was donated.
 
     Examples:
-      An encoder without self-attention, and a decoder that repeats its source:
+      An encoder without self-attention, and a decoder that repeats the source:
 
       >>> def encoder(params, cache, ubatch):
       ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]

@@ -1,9 +1,4 @@
-"""Filters and penalties of logits.
-
-A sampler is a pytree of arrays and an argument of compiled programs, so a new temperature does not
-compile again. Its arrays are for all sequences, `[]`, or for each, `[T]`. Its state, such as recent
-tokens, is a part of `DecodeState`.
-"""
+"""Filters and penalties of logits, as arrays, so that new values need no compilation."""
 
 from __future__ import annotations
 
@@ -27,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class SamplingOption(NamedTuple):
-    """A numeric option of `make_sampler`; `neutral` is its value without effect."""
+    """Numeric option of `make_sampler`; the value `neutral` has no effect."""
 
     neutral: float
     dtype: type[np.number]
@@ -44,7 +39,7 @@ OPTIONS = {
     "frequency_penalty": SamplingOption(0.0, np.float32, lambda x: x == x, "finite"),
     "presence_penalty": SamplingOption(0.0, np.float32, lambda x: x == x, "finite"),
 }
-"""Options of `make_sampler`, in its order, without `penalty_last_n`."""
+"""Options of `make_sampler` except `penalty_last_n`, in the order of the arguments."""
 
 EVERY = np.iinfo(np.int32).max
 """Larger than any vocabulary."""
@@ -53,10 +48,9 @@ EVERY = np.iinfo(np.int32).max
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FilterSampler(Sampler):
-    """Sampler of `make_sampler`; a filter of None is skipped.
+    """Sampler made by `make_sampler`; a filter of None is skipped.
 
-    Fields are the arguments of `make_sampler`: arrays `[]` or `[T]`, floats as float32.
-    `penalty_last_n` is static.
+    Fields are the arguments of `make_sampler`, with floats as float32; `penalty_last_n` is static.
     """
 
     temperature: Float[Array | np.ndarray, "*n"] | None
@@ -70,7 +64,7 @@ class FilterSampler(Sampler):
 
     @property
     def is_random(self) -> bool:
-        """Whether there is a temperature."""
+        """Whether `temperature` is not None."""
         return self.temperature is not None
 
     @property
@@ -79,7 +73,7 @@ class FilterSampler(Sampler):
         return any(penalty is not None for penalty in penalties)
 
     def init(self, prompts: Int[Array | np.ndarray, "T n"]) -> PyTree:
-        """Return the recent tokens, `[T, last_n]` int32, padded in front with -1."""
+        """Return the last `penalty_last_n` prompt tokens, padded with -1; () without penalties."""
         for name in OPTIONS:
             shape = np.shape(getattr(self, name))
             if shape not in ((), (len(prompts),)):
@@ -156,23 +150,22 @@ def make_sampler(
 ) -> FilterSampler:
     """Make a sampler from filters and penalties.
 
-    Each argument except `penalty_last_n` is one number, or a list or array `[T]` with a number for
-    each sequence. Traced values are not checked, and their filters are never skipped.
+    Each argument except `penalty_last_n` is one number for all sequences, or a list or array `[T]`.
+    Traced numbers are not checked, and filters with traced numbers are never skipped.
 
     Args:
-      temperature: Divisor of logits; 0 always takes the best token.
-      top_k: Keep the k best tokens; 0 keeps all.
-      top_p: Keep the best tokens with this total probability.
-      min_p: Keep tokens with at least this fraction of the best token's probability.
-      repeat_penalty: Divisor of positive logits of recent tokens, and factor of negative ones.
+      temperature: Divisor of logits; 0 always takes the token with the highest logit.
+      top_k: Keep the k tokens with the highest logits; 0 keeps all tokens.
+      top_p: Keep the fewest most probable tokens with a total probability of at least `top_p`.
+      min_p: Keep tokens with at least `min_p` times the highest probability.
+      repeat_penalty: Divides positive logits of recent tokens, and multiplies negative logits.
       frequency_penalty: Subtracted from the logit of a recent token for each occurrence.
       presence_penalty: Subtracted once from the logit of a recent token.
-      penalty_last_n: Number of recent tokens, prompt included, static.
+      penalty_last_n: Number of recent tokens to penalise, prompt tokens included, static.
 
     Returns:
-      The sampler. It applies penalties, then top-k, top-p and min-p, each to the result of the
-      previous one, and the temperature last, as llama.cpp does. Ties with the last kept token are
-      kept.
+      A sampler that applies penalties, top-k, top-p, min-p and the temperature, in this order, as
+      llama.cpp does. Tokens with the same logit as the last kept token are also kept.
 
     Raises:
       ValueError: If a number is out of its range, as float32 or int32.
@@ -185,7 +178,7 @@ def make_sampler(
       >>> make_sampler(temperature=[0, 1]).adjust(jnp.zeros((2, 3)), ()).tolist()
       [[0.0, -inf, -inf], [0.0, 0.0, 0.0]]
 
-    llama.cpp: `llama_sampler_chain_default` with the samplers of these names.
+    llama.cpp: `llama_sampler_chain_default` with samplers of the same names.
     """
     numbers = {
         "temperature": temperature,
@@ -201,7 +194,7 @@ def make_sampler(
 
 
 def _check_option(name: str, value: object) -> Any:
-    """Return the array of an option, `[]` or `[T]`; None if neutral for all sequences."""
+    """Return an option as an array `[]` or `[T]`; None if the option is neutral for all."""
     off, dtype, right, span = OPTIONS[name]
     if dtype == np.int32:
         array = check_int32(value, name, low=0)
@@ -220,12 +213,12 @@ def _check_option(name: str, value: object) -> Any:
 
 
 def _mask_logits(logits: Float[Array, "T V"], stays: Bool[Array, "T V"]) -> Float[Array, "T V"]:
-    """Return logits where `stays` is True, else -inf."""
+    """Set logits to -inf where `stays` is False."""
     return jnp.where(stays, logits, -jnp.inf)
 
 
 def _as_column(value: Shaped[ArrayLike, "*n"]) -> Shaped[Array, "m 1"]:
-    """Return a number for each sequence as a column; one for all as `[1, 1]`."""
+    """Return one number for each sequence as `[T, 1]`, or one number for all as `[1, 1]`."""
     return jnp.asarray(value).reshape(-1, 1)
 
 
@@ -234,10 +227,9 @@ def is_among_best(
     weights: Num[Array | np.ndarray, "T V"],
     min_weight: Num[Array, "*n"],
 ) -> Bool[Array, "T V"]:
-    """Return the fewest best logits with a total weight of at least `min_weight`.
+    """Return a mask of the fewest highest logits with a total weight of at least `min_weight`.
 
-    `logits` are float32. Ties are kept together. All are kept if their weight is less. Weights are
-    at least 0, such as ones to count or probabilities to sum.
+    Equal logits are kept together. If all logits weigh less than `min_weight`, all are kept.
 
     >>> logits = jnp.array([[0.5, -1.0, 2.0, 0.5]])
     >>> is_among_best(logits, jnp.ones((1, 4)), jnp.array([2.0])).tolist()
@@ -256,7 +248,7 @@ def is_among_best(
 
 
 def _to_ordered_integers(x: Float[Array | np.ndarray, "*n"]) -> UInt32[Array, "*n"]:
-    """Return integers with the order of floats."""
+    """Map floats to integers of the same order."""
     x = jnp.where(x == 0, 0, x.astype(jnp.float32))  # -0.0 becomes 0.0
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     top = jnp.uint32(1 << 31)

@@ -1,4 +1,4 @@
-"""Generation from prompts in one call: `prefill`, `init_decode` and `decode`."""
+"""Generation from prompts in one call."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from jaxkv.generation.types import Prompts, Seeds, StopTokens
 
 ROWS = {"tokens": -1, "logprobs": 0}
-"""Result fields with a number for each token, and their padding."""
+"""Fields of `DecodeResult` with one value for each token, and the padding of each field."""
 COUNTS = ("num_model_steps", "num_drafted", "num_accepted")
-"""Result fields with a count for each sequence."""
+"""Fields of `DecodeResult` with a count for each sequence."""
 ROUND = 64
-"""Cells of a stream are a multiple of this: similar lengths share programs."""
+"""The cells of a stream are a multiple of `ROUND`, so that similar lengths share programs."""
 
 
 def generate(
@@ -55,42 +55,43 @@ def generate(
 ) -> DecodeResult:
     """Generate tokens after prompts.
 
-    Calls `prefill`, `init_decode` and `decode`, or `speculate` if a drafter is given. Sequence
-    `i * num_samples + j` is sample j of prompt i.
+    Calls `prefill`, `init_decode`, and then `decode`, or `speculate` if a drafter is passed.
+    Sequence `i * num_samples + j` is sample j of prompt i.
 
     Args:
-      forward: See `prefill`. Compiled programs are cached by this function, so pass the same one.
+      forward: See `prefill`. Pass the same function every time, since compiled programs are cached
+        by `forward`.
       params: Model parameters, any pytree.
-      prompts: A list of tokens for each prompt, each with at least one token.
-      spec: Spec of the cache to make. It has a stream for each sequence, with cells for the longest
-        prompt and `max_new_tokens`.
+      prompts: For each prompt, a list of at least one token.
+      spec: Spec of a new cache. The cache gets a stream for each sequence, with cells for the
+        longest prompt and `max_new_tokens`.
       cache: A cache to continue from, instead of `spec`. Prompt i continues sequence
-        `i * num_samples`, which is then forked into the sequences of the other samples and replaces
-        their tokens. The cache stays valid and is copied once.
+        `i * num_samples`. Sequences of further samples are replaced by forks of sequence
+        `i * num_samples`. The input cache stays valid; its buffers are copied once.
       max_new_tokens: Maximum number of tokens to sample for each sequence.
       stop_tokens: Tokens that end a sequence, see `decode`.
       sampler: A sampler, such as from `make_sampler`; greedy by default.
       seed: Seed of the draws, see `init_decode`.
-      num_samples: Number of samples of each prompt. A prompt is computed once.
+      num_samples: Number of samples of each prompt; each prompt is computed once.
       drafter: Drafts several tokens for each model step, for all sequences; see `speculate`.
-      on_tokens: Called as `on_tokens(sequence, tokens)` as soon as tokens are on the CPU. The
-        result does not depend on it.
+      on_tokens: Called as `on_tokens(sequence, tokens)` as soon as new tokens are on the CPU. The
+        result does not depend on `on_tokens`.
       tokens_per_call: Maximum number of tokens of a sequence between two calls of `on_tokens`.
 
     Returns:
-      Cache, state, and tokens with their log-probabilities, `[T, max_new_tokens]`. Rows are padded
-      after the end of a sequence with -1 and 0; `lists()` omits the padding. If the cache has no
-      free cell for a next token, that sequence ends with `Reason.OUT_OF_CELLS`.
+      A `DecodeResult` with `tokens` and `logprobs` `[T, max_new_tokens]`, padded with -1 and 0
+      after the end of a sequence; `lists()` omits the padding. A sequence ends with
+      `Reason.OUT_OF_CELLS` if the cache has no free cell for the next token.
 
     Raises:
       PlanRefusedError: If the prompts or their samples do not fit into `cache`.
-      ValueError: If both or neither of `spec` and `cache` are given.
-      ValueError: If there is no prompt or an empty one, a count is below 1, `cache` has too few
-        sequences, and as in `decode`.
+      ValueError: If both or neither of `spec` and `cache` are passed.
+      ValueError: If there is no prompt or an empty prompt, or a count is below 1.
+      ValueError: If `cache` has too few sequences, or in the cases of `decode`.
       TypeError: If tokens are not integers.
 
     Examples:
-      A model that predicts the next number; 3 is the stop token:
+      The model predicts the next number, and 3 is the stop token:
 
       >>> def forward(params, cache, ubatch):
       ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
@@ -163,7 +164,7 @@ def generate(
 
 
 def _check_prompts(prompts: Prompts) -> list[Int32[np.ndarray, " n"]]:
-    """Return the tokens of each prompt as arrays, or raise."""
+    """Return the checked tokens of each prompt as arrays."""
     lists = [np.asarray(check_int32(prompt, "the tokens of a prompt", low=0)) for prompt in prompts]
     if not lists or any(tokens.ndim != 1 or not tokens.size for tokens in lists):
         raise ValueError(
@@ -176,7 +177,7 @@ def _check_prompts(prompts: Prompts) -> list[Int32[np.ndarray, " n"]]:
 def _report_tokens(
     out: DecodeResult, on_tokens: Callable[[int, list[int]], object] | None
 ) -> dict[str, Any]:
-    """Call `on_tokens` for sequences with new tokens; return the fields to join."""
+    """Call `on_tokens` for sequences with new tokens; return the fields in `ROWS` and `COUNTS`."""
     if on_tokens is not None:
         for text, tokens in enumerate(out.lists()):
             if tokens:
@@ -185,7 +186,7 @@ def _report_tokens(
 
 
 def _join_calls(parts: list[dict[str, Any]], num_remaining: int) -> dict[str, Any]:
-    """Concatenate the fields of several calls, padded by `num_remaining` tokens."""
+    """Join the result fields of several calls, padded by `num_remaining` tokens."""
     joined: dict[str, Any] = {
         name: jnp.pad(
             jnp.concatenate([part[name] for part in parts], axis=1),

@@ -25,16 +25,14 @@ if TYPE_CHECKING:
 X = TypeVar("X")
 
 Forward = Callable[[Any, Cache, Ubatch], tuple[Cache, jax.Array]]
-"""`(params, cache, ubatch) -> cache, logits [O, V]`, for an applied ubatch."""
+"""Function `(params, cache, ubatch) -> cache, logits [O, V]`; `ubatch` is already applied."""
 
 
 def compiled_step(forward: Forward) -> jax.stages.Wrapped:
-    """Return the compiled step of `prefill`, for loops in Python.
+    """Return the compiled model step of `prefill`, for loops in Python.
 
-    Returns:
-      The `jax.jit` of `(params, table, buffers, ubatch) -> table, buffers, logits`, cached as long
-      as `forward` lives. It applies the ubatch and donates the buffers. Its `lower` allows to
-      compile ahead of time and to analyse the cost.
+    The step is the `jax.jit` of `(params, table, buffers, ubatch) -> table, buffers, logits`. The
+    step applies the ubatch, donates the buffers, and is cached as long as `forward` lives.
 
     Examples:
       >>> def forward(params, cache, ubatch):
@@ -54,7 +52,11 @@ def compiled_step(forward: Forward) -> jax.stages.Wrapped:
 def model_step(
     forward: Forward, params: PyTree, cache: Cache, ubatch: Ubatch
 ) -> tuple[Cache, Float[Array, "O V"]]:
-    """Apply a ubatch and run the model; return the cache and the logits."""
+    """Apply a ubatch and run the model; return the cache and the logits.
+
+    Raises:
+      ValueError: If `forward` does not return an updated cache and logits `[O, V]`.
+    """
     cache = apply(cache, ubatch)
     check_made_for(cache.table, ubatch)
     output = forward(params, cache, ubatch)
@@ -89,7 +91,7 @@ def model_step(
 
 
 def _check_written_layers(before: Cache, after: Cache) -> None:
-    """Raise unless keys were written to each attention layer with separate buffers."""
+    """Raise a ValueError if an attention layer has no new keys; stacked layers are not checked."""
     pairs = zip(before.parts, after.parts, strict=True)
     every = getattr(before.table, "layers", None)
     for i, (old, new) in enumerate(pairs):
@@ -115,7 +117,7 @@ def _build_step_program(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
 
 
 def own_or_copied_buffers(cache: Cache, donate: bool) -> tuple[CacheTable, PyTree]:
-    """Return the table, and the buffers to donate or copies; raise if donated before."""
+    """Return the table and the buffers, copied unless `donate`; raise if donated before."""
     table, buffers = cache.table, cache.buffers
     check_not_donated(buffers)
     return table, buffers if donate else copy_arrays(buffers)
@@ -123,5 +125,5 @@ def own_or_copied_buffers(cache: Cache, donate: bool) -> tuple[CacheTable, PyTre
 
 @jax.jit
 def copy_arrays(tree: X) -> X:
-    """Copy the arrays of a tree, so that the copies can be donated."""
+    """Copy the arrays of a pytree, so that the copies can be donated."""
     return jax.tree.map(jnp.copy, tree)

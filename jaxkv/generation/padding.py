@@ -1,4 +1,4 @@
-"""Rows of tokens padded in front, and selection for each sequence."""
+"""Padding of token lists in front, and selection of array entries by sequence."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def take_last_tokens(
 def pad_prompts(
     prompts: Prompts, max_length: int | None = None
 ) -> Int32[Array | np.ndarray, "T m"]:
-    """Return prompts, or their last `max_length` tokens, as rows with -1 in front."""
+    """Return the last `max_length` tokens of each prompt as an array, padded in front with -1."""
     if getattr(prompts, "ndim", 0) == 2:
         rows = check_int32(prompts, "prompts")
     else:
@@ -56,12 +56,12 @@ def pad_prompts(
 
 
 def stop_tokens_as_list(stop_tokens: StopTokens) -> Tokens:
-    """Return a set of stop tokens as a sorted list; return other values unchanged."""
+    """Return a set of stop tokens as a sorted list; return other types unchanged."""
     return sorted(stop_tokens) if isinstance(stop_tokens, (set, frozenset)) else stop_tokens
 
 
 def select_per_text(which: Bool[Array, " T"], new: X, old: X) -> X:
-    """Select leaves `[T, ...]` of `new` where `which` is True, else of `old`."""
+    """Select arrays `[T, ...]` of `new` for sequences where `which` is True, of `old` elsewhere."""
 
     def choose(new: jax.Array, old: jax.Array) -> jax.Array:
         return jnp.where(which.reshape(-1, *[1] * (jnp.ndim(old) - 1)), new, old)

@@ -1,7 +1,7 @@
 """Computation of prompts, and compilation ahead of time.
 
-Outside of `jax.jit`, a loop compiles its programs once for each function. Inside, it is traced into
-the program that calls it. Only buffers are donated. The table stays valid as a checkpoint.
+Outside of `jax.jit`, a loop is compiled once for each `forward`. Inside of `jax.jit`, a loop is
+traced into the calling program. Only buffers are donated: the table stays valid as a checkpoint.
 """
 
 from __future__ import annotations
@@ -42,32 +42,32 @@ def prefill(
     """Run a batch through a model, ubatch by ubatch.
 
     Args:
-      forward: `(params, cache, ubatch) -> cache, logits [O, V]`, called with an applied ubatch;
-        applying it again has no effect. It is compiled once for each ubatch shape, and cached as
-        long as it lives. Pass the same function every time: a method of the same object is the
-        same, a new lambda is not.
+      forward: Function `(params, cache, ubatch) -> cache, logits [O, V]`, called with an applied
+        ubatch; applying the ubatch again has no effect. The function is compiled once for each
+        ubatch shape, and cached as long as `forward` lives. Pass the same function every time: a
+        method of the same object is the same, a new lambda is not.
       params: Model parameters, any pytree.
       cache: A cache with free cells for the batch.
       batch: A `Batch`, or an argument of `make_batch`, such as a list of tokens for each sequence.
       ubatch_size: Maximum number of tokens that are computed at once, see `init_batch`.
-      plan: The plan of this batch in this cache, if `init_batch` was called already.
-      donate: Reuse the buffers of the input cache, which become invalid. By default they are copied
-        once, because forks and checkpoints share them. The table stays valid in both cases. Inside
-        of `jit` this has no effect: donate the arguments of the jitted function.
+      plan: The plan of `batch` in `cache`, if `init_batch` was already called.
+      donate: Reuse the buffers of the input cache; the buffers become invalid, and the table stays
+        valid. By default the buffers are copied once, since forks and checkpoints share buffers.
+        Inside of `jit`, `donate` has no effect: donate the arguments of the jitted function.
 
     Returns:
-      The cache after the batch, and the logits of its output tokens with their sequences.
+      A `PrefillResult` with the logits and sequence ids of the output tokens.
 
-      Inside of `jit` and other transformations a refused plan cannot raise. If `ok` is False there,
-      the cache is the input, bit for bit, and the logits are undefined. The logits are padded to
-      `[O, V]`: use `logits[:n]` for n output tokens. The sequence of padding rows is -1.
+      Inside of `jit`, a refused plan does not raise: `ok` is False, the cache is unchanged, bit for
+      bit, and the logits are undefined. Logits are padded to `[O, V]` inside of `jit`: use
+      `logits[:n]` for n output tokens. The sequence id of padding is -1.
 
     Raises:
       PlanRefusedError: If the batch is invalid or does not fit. The input cache stays valid.
-      ValueError: If `forward` does not return a written cache and logits `[O, V]`.
-      ValueError: If `plan` is stale, has another number of tokens, or `ubatch_size` is given too.
-      ValueError: If the cache was donated.
-      TypeError: If `plan` is not a plan, or `batch` is not a batch and has no tokens.
+      ValueError: If `forward` does not return an updated cache and logits `[O, V]`.
+      ValueError: If `plan` is stale or has another number of tokens than `batch`.
+      ValueError: If `plan` and `ubatch_size` are both passed, or the cache was donated.
+      TypeError: If `plan` is not a `Plan`, or `batch` is not a `Batch` and has no tokens.
 
     Examples:
       A model with one attention layer:
@@ -81,7 +81,7 @@ def prefill(
       >>> logits.shape, cache.num_used_cells().item()
       ((1, 4), 3)
 
-      Inside of `jit`:
+      Inside of `jit`, a batch that does not fit leaves the cache unchanged:
 
       >>> @jax.jit
       ... def feed(params, cache, tokens):
@@ -118,7 +118,7 @@ def prefill(
 
 
 def _sequences_of_outputs(ubatch: Ubatch) -> Any:
-    """Return the sequence of each output of a ubatch, `[O]` int32; -1 for padding."""
+    """Return the sequence id of each output of a ubatch, `[O]` int32; -1 for padding."""
     xp = np if is_concrete(ubatch.sequences, ubatch.outputs, ubatch.output_index) else jnp
     sequences, outputs, order = map(
         xp.asarray, (ubatch.sequences, ubatch.outputs, ubatch.output_index)
@@ -158,34 +158,31 @@ def warm_up(
     longest: int | None = None,
     donate: bool = False,
 ) -> Cache:
-    """Compile the programs of `prefill` for prompts of any length.
+    """Compile the programs of `prefill` for prompts of any length; return the unchanged cache.
 
-    With `longest`, a later `prefill` of one prompt of up to that length compiles nothing, if only
-    its last token has logits. Small programs of planning and ordering are still compiled for
-    several prompts and for other `outputs`, and without `longest` for prompts of several ubatches.
+    There is a program for each power of two up to `ubatch_size`; each program is run with a refused
+    ubatch. With `longest`, a later `prefill` of one prompt of at most `longest` tokens compiles
+    nothing, if only the last token has logits. Small programs of planning may still be compiled for
+    several prompts, for other `outputs`, and, without `longest`, for prompts of several ubatches.
 
-    Each power of two up to `ubatch_size` has a program, which is run with a refused ubatch. To
-    compile another loop, call it once with a state in which no sequence is active. For servers use
-    `serving.Engine.warm_up`, after which nothing compiles.
+    To compile `decode` or another loop, call the loop once with a state without active sequences.
+    For servers, use `serving.Engine.warm_up` instead of this function.
 
     Args:
-      forward: See `prefill`. The programs are cached as long as it lives.
+      forward: See `prefill`. The programs are cached as long as `forward` lives.
       params: Model parameters, any pytree.
-      cache: The cache that will be used, or one with the same shapes.
+      cache: The cache of later calls, or a cache with the same shapes.
       ubatch_size: Maximum number of tokens that are computed at once, see `init_batch`.
-      sequences: The sequences of one batch. If they are in several streams, or more than 8, each
-        number of sequences has its own programs: call this for each expected number.
+      sequences: Sequence ids of one batch. If the sequences are in several streams, or more than 8,
+        call `warm_up` for each expected number of sequences.
       longest: Length of the longest prompt. Planning of single prompts is compiled for all lengths
-        up to it.
-      donate: The `donate` of later calls of `prefill`. If False, the buffers are copied during this
-        call and need twice the memory.
-
-    Returns:
-      The cache, unchanged bit for bit.
+        up to `longest`.
+      donate: Value of `donate` in later calls of `prefill`. If `donate` is False, the buffers are
+        copied during this call and need twice the memory.
 
     Raises:
-      ValueError: If there is no sequence, one is not in the cache, or a size is below 1.
-      ValueError: If `ubatch_size` exceeds that of the cache.
+      ValueError: If `sequences` is empty or has an id that is not in the cache.
+      ValueError: If a size is below 1, or `ubatch_size` exceeds the ubatch size of the cache.
 
     Examples:
       >>> compiled = []

@@ -20,8 +20,8 @@ class PrefillResult(NamedTuple):
 
     cache: The cache after the batch.
     logits: Logits of the output tokens, in the order of the batch; None after `encode`.
-    sequences: Sequence of each row of logits, the lowest of several; None after `encode`.
-    ok: Whether the batch was computed. Outside of transformations a refused plan raises instead.
+    sequences: Lowest sequence id of each output token; None after `encode`.
+    ok: Whether the batch was computed; always True outside of `jit`, where a refused plan raises.
     reason: A `Reason` for each sequence, see `Plan`.
     """
 
@@ -35,19 +35,18 @@ class PrefillResult(NamedTuple):
 class DecodeResult(NamedTuple):
     """Result of generating n tokens for each of T sequences.
 
-    Returned by `generate`, `init_decode`, `decode` and `speculate`. The last four fields are set
-    only if a drafter is used.
+    Returned by `generate`, `init_decode`, `decode` and `speculate`. Without a drafter, the last
+    four fields are None.
 
-    cache: The cache after the tokens.
-    state: State of each sequence; `decode` and `speculate` continue from it.
-    tokens: Sampled tokens, -1 after the end of a sequence; None if `init_decode` was called with
-      tokens.
-    logprobs: float32. Log-probabilities of the tokens under the unadjusted logits; 0 after the end
-      of a sequence, NaN if it ended at logits with NaN or +inf.
-    num_model_steps: Model steps in which a sequence was active, refused steps included.
-    num_drafted: Number of drafted tokens.
-    num_accepted: Number of accepted tokens, stop tokens included.
-    drafter: The drafter to continue with.
+    cache: The cache after the call.
+    state: State of each sequence, to continue with `decode` or `speculate`.
+    tokens: Sampled tokens; -1 after the end of a sequence. None after `init_decode` with `tokens`.
+    logprobs: float32. Log-probabilities of `tokens` under the unadjusted logits; 0 after the end of
+      a sequence, and NaN at non-finite logits that ended a sequence.
+    num_model_steps: Number of model steps while a sequence was active, refused steps included.
+    num_drafted: Number of draft tokens of each sequence.
+    num_accepted: Number of accepted draft tokens, stop tokens included.
+    drafter: The drafter for the next call of `speculate`.
     """
 
     cache: Cache
@@ -61,11 +60,11 @@ class DecodeResult(NamedTuple):
 
     @property
     def finish_reason(self) -> Int32[Array, " T"]:
-        """A `Reason` for each sequence: OK unless an error or a refused plan ended it."""
+        """A `Reason` for each sequence: OK unless an error or a refused plan ended the sequence."""
         return self.state.reason
 
     def lists(self) -> list[list[int]]:
-        """Return the tokens of each sequence as lists without padding.
+        """Return the tokens of each sequence as a list without padding.
 
         >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=4), cells=8)
         >>> cache = apply(cache, init_batch(cache, make_batch([1])))
@@ -78,12 +77,12 @@ class DecodeResult(NamedTuple):
 class BeamResult(NamedTuple):
     """Result of `beam`: the W best hypotheses, best first.
 
-    cache: The cache after the search. The i-th beam sequence has the first tokens of hypothesis i.
-    tokens: The tokens of each hypothesis, -1 after its end.
-    scores: float32. Log-probability of all tokens after the prompt; -inf if fewer were found.
-    lengths: Number of tokens of each hypothesis, its stop token included.
-    num_cached: Number of its tokens in the cache, without the prompt; -1 if its sequence is empty.
-    reason: A `Reason`: of the refused plan that ended the search, or NONFINITE_LOGITS, or OK.
+    cache: The cache after the search, with hypothesis i in the i-th beam sequence.
+    tokens: Tokens of each hypothesis; -1 after the end.
+    scores: float32. Log-probability of all tokens of a hypothesis; -inf for a missing hypothesis.
+    lengths: Number of tokens of each hypothesis, including a stop token.
+    num_cached: Number of tokens of each hypothesis in the cache; -1 if the sequence is empty.
+    reason: The `Reason` of a refused plan that ended the search, NONFINITE_LOGITS, or OK.
     """
 
     cache: Cache

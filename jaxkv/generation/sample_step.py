@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class SampledTokens(NamedTuple):
-    """Tokens and their log-probabilities, as in `DecodeResult`."""
+    """Tokens and log-probabilities, as in `DecodeResult`."""
 
     tokens: Int32[Array, "T n"]
     logprobs: Float[Array, "T n"]
@@ -56,43 +56,43 @@ def init_decode(
     seed: Seeds = 0,
     prompts: Prompts | None = None,
 ) -> DecodeResult:
-    """Start sequences after their prompts with a sampled or given first token.
+    """Make the initial state of sequences, with a sampled or given first token.
 
     Args:
       cache: The cache after the prompts.
-      logits: The result of `prefill`, or `[T, V]` logits of the last prompt token of each sequence.
-        Forks of one prompt have equal rows (`jnp.repeat`).
-      tokens: `[T]`. First tokens that were sampled elsewhere, instead of `logits`. They are not in
-        the cache yet.
-      sequences: `[T]`. The sequence id of each row, unless `logits` is the result of `prefill`. By
-        default 0 for a single row of logits, and 0 to T - 1 for tokens.
+      logits: The result of `prefill`, or logits `[T, V]` of the last prompt token of each sequence.
+        Repeat the logits of a prompt for each fork (`jnp.repeat`).
+      tokens: `[T]`. First tokens that were sampled elsewhere and are not in the cache yet, instead
+        of `logits`.
+      sequences: `[T]`. Sequence ids of `logits` or `tokens`, unless `logits` is the result of
+        `prefill`. The default ids are 0 for logits `[1, V]`, and 0 to T - 1 for `tokens`.
       sampler: A sampler, such as from `make_sampler`; greedy by default.
-      stop_tokens: Tokens that end a sequence, see `decode`; not applied to given tokens.
-      max_new_tokens: `[]` or `[T]`. Maximum number of tokens to sample for each sequence, the first
-        one included if sampled here. Unlimited by default.
-      seed: `[]` or `[T]`. One seed for all is folded with the sequence id, so that equal prompts
-        have different samples. With a seed for each, draws depend only on it and the start
-        position.
-      prompts: An array padded in front with -1, or a list of lists: preceding tokens of each
-        sequence, for the penalties of a sampler.
+      stop_tokens: Tokens that end a sequence, see `decode`; not applied to `tokens`.
+      max_new_tokens: `[]` or `[T]`. Maximum number of tokens to sample for each sequence, including
+        a first token that is sampled from `logits`. Unlimited by default.
+      seed: `[]` or `[T]`. A single seed is folded with each sequence id, so that equal prompts get
+        different samples. With a seed for each sequence, draws depend only on the seed and the
+        start position.
+      prompts: Prompt tokens of each sequence, for the penalties of a sampler: an array padded in
+        front with -1, or a list of lists.
 
     Returns:
-      The unchanged cache, the state for `decode`, and the first tokens, `[T, 1]`; None for given
-      tokens.
+      A `DecodeResult` with the unchanged cache, the state for `decode`, and the first tokens
+      `[T, 1]`. If `tokens` were passed, `tokens` of the result is None.
 
     Raises:
-      ValueError: If both or neither of `logits` and `tokens` are given.
-      ValueError: If the logits are not `[T, V]`, or have more than one row and no `sequences`.
-      ValueError: If there are more rows than sequences, as in the padded logits of a traced
-        `prefill`.
-      ValueError: If a concrete cache has no tokens in the sequence of a row of logits.
+      ValueError: If both or neither of `logits` and `tokens` are passed.
+      ValueError: If `logits` are not `[T, V]`, or T is above 1 and there are no `sequences`.
+      ValueError: If `sequences` are passed with the result of `prefill`.
+      ValueError: If T exceeds the number of sequences, as for padded logits of a traced `prefill`.
+      ValueError: If a sequence of `logits` is empty in a concrete cache.
       ValueError: If shapes differ, or `sampler` or `prompts` is for another number of sequences.
       ValueError: If a concrete token or limit is below 0.
-      ValueError: If a concrete sequence is repeated or not in the cache.
-      TypeError: If a number is not an integer, or `sampler` is not a sampler.
+      ValueError: If a concrete sequence id is repeated or not in the cache.
+      TypeError: If tokens, ids, limits or seeds are not integers, or `sampler` is not a sampler.
 
     Examples:
-      Two sequences of one prompt, the second one a fork; 2 is the stop token:
+      Sequence 1 is a fork of sequence 0, and 2 is the stop token:
 
       >>> cache = make_cache(
       ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=4), cells=8, sequences=2
@@ -111,7 +111,7 @@ def init_decode(
       >>> out.tokens.tolist(), out.state.active.tolist()
       ([[2], [1]], [False, True])
 
-      Tokens that were sampled elsewhere:
+      First tokens that were sampled elsewhere:
 
       >>> state = generation.init_decode(cache, tokens=[5, 7], max_new_tokens=[1, 9]).state
       >>> state.sequence.tolist(), state.remaining.tolist()
@@ -172,7 +172,7 @@ def init_decode(
 
 
 def empty_samples(texts: int, num_tokens: int) -> SampledTokens:
-    """Return results `[T, num_tokens]` before any token: -1 and 0."""
+    """Return tokens of -1 and log-probabilities of 0, `[T, num_tokens]`."""
     shape = texts, num_tokens
     return SampledTokens(jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32))
 
@@ -182,7 +182,7 @@ def check_prompts_present(
     sequences: Int32[Array | np.ndarray, " T"],
     active: Bool[Array | np.ndarray, " T"],
 ) -> None:
-    """Raise if the sequence of an active row is empty, unless traced."""
+    """Raise a ValueError if an active sequence is empty; traced arguments are not checked."""
     if is_traced(table, sequences, active):
         return
     empty = np.asarray(active & (_ends(table)[sequences] < 0))
@@ -203,7 +203,7 @@ def sample_first_tokens(
     stop_tokens: Int32[Array | np.ndarray, "#T n"],
     state: DecodeState,
 ) -> tuple[DecodeState, Int32[Array, "T 1"], Float[Array, "T 1"]]:
-    """Sample first tokens; return the state, the tokens and log-probabilities."""
+    """Sample first tokens; return the state, the tokens and their log-probabilities."""
     return _sample_first_tokens(table, attach_node_types(sampler), logits, stop_tokens, state)
 
 
@@ -232,10 +232,7 @@ def sample_next_tokens(
     stop_tokens: Int32[Array | np.ndarray, "#T n"],
     active: Bool[Array, " T"],
 ) -> tuple[DecodeState, Int32[Array, " T"], Float[Array, " T"]]:
-    """Sample one more token for active sequences, and end those that are complete.
-
-    Returns the state, the tokens, -1 for none, and their log-probabilities, float32.
-    """
+    """Sample a token for each active sequence (-1: none allowed); end complete sequences."""
     logits = logits.astype(jnp.float32)
     adjusted = adjust_logits(sampler, logits, state.sampler_state)
     token = sample_tokens(sampler, adjusted, make_draw_keys(state.key, state.draw_index))
@@ -258,7 +255,7 @@ def sample_next_tokens(
 def logprob_of(
     logits: Float[Array, "T V"], tokens: Int32[Array, " T"], active: Bool[Array, " T"]
 ) -> Float[Array, " T"]:
-    """Return log-probabilities; 0 if inactive, else NaN for non-finite logits."""
+    """Return log-probabilities: 0 for inactive sequences, NaN if logits have NaN or +inf."""
     token_logits = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[:, None], axis=1)[:, 0]
     # The maximum is subtracted first: a float32 sum of large logits would lose their differences.
     largest = jnp.max(logits, axis=1)
@@ -271,12 +268,12 @@ def logprob_of(
 def mark_nonfinite_logits(
     logits: Float[Array, "T V"], active: Bool[Array, " T"], reason: Int32[Array, " T"]
 ) -> Int32[Array, " T"]:
-    """Set the reason of active sequences with non-finite logits to NONFINITE_LOGITS."""
+    """Set the reason of active sequences with NaN or +inf in their logits to NONFINITE_LOGITS."""
     return jnp.where(active & has_invalid_logits(logits), Reason.NONFINITE_LOGITS, reason)
 
 
 def check_stop_tokens(stop_tokens: StopTokens, count: int) -> Int32[Array | np.ndarray, "T n"]:
-    """Return stop tokens as `[1, n]` or `[T, n]`; raise if they have another shape."""
+    """Return checked stop tokens as `[1, n]` or `[T, n]`."""
     rows = check_int32(stop_tokens_as_list(stop_tokens), "stop_tokens")
     if np.ndim(rows) == 1:
         return rows[None]

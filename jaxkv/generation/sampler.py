@@ -1,4 +1,4 @@
-"""Base class of samplers, and the functions of loops that draw tokens."""
+"""Base class of samplers, and functions that sample tokens from adjusted logits."""
 
 from __future__ import annotations
 
@@ -13,51 +13,48 @@ if TYPE_CHECKING:
 
 
 class Sampler:
-    """Adjusts logits before a token is drawn.
+    """Base class of samplers, which adjust logits before tokens are sampled.
 
-    Make one with `make_sampler` or `Constraint.constrain`, or write a subclass. A subclass is a
-    registered dataclass (`jax.tree_util.register_dataclass`) with three pure methods. They compute
-    T sequences at once, and each sequence independently of the others.
+    Make a sampler with `make_sampler` or `Constraint.constrain`, or write a subclass: a dataclass,
+    registered with `jax.tree_util.register_dataclass`, with the pure methods `init`, `adjust` and
+    `update`. The methods compute T sequences at once, each independently of the other sequences.
     """
 
     @property
     def is_random(self) -> bool:
-        """Whether tokens are drawn at random; if False, the best token is taken."""
+        """Whether tokens are drawn at random; if False, the highest logit is taken."""
         return True
 
     def init(self, prompts: Int[Array | np.ndarray, "T n"]) -> PyTree:
-        """Return the state of T sequences.
+        """Return the initial sampler state, a pytree of arrays `[T, ...]`; empty by default.
 
         Args:
-          prompts: The last known tokens of their prompts; -1 pads, in front.
-
-        Returns:
-          A tree of arrays `[T, ...]`; empty by default.
+          prompts: The last tokens of each prompt, padded in front with -1.
         """
         del prompts
         return ()
 
     def adjust(self, logits: Float[Array, "T V"], state: PyTree) -> Float[Array, "T V"]:
-        """Return the adjusted logits, -inf for tokens that are not allowed.
+        """Return the adjusted logits; a logit of -inf excludes a token.
 
         Args:
           logits: float32. Logits of the model.
-          state: State of the sequences.
+          state: Sampler state of the sequences.
         """
         del state
         return logits
 
     def update(self, state: PyTree, tokens: Int32[Array, " T"]) -> PyTree:
-        """Return the state after one more token of each sequence; -1 for none.
+        """Return the sampler state after one more token of each sequence; -1 if none was sampled.
 
-        Loops discard the new state of sequences that sample no token.
+        Loops discard the new state of a sequence without a sampled token.
         """
         del tokens
         return state
 
 
 def check_sampler(sampler: object) -> Sampler:
-    """Return a sampler, or raise a TypeError if it is not one."""
+    """Return a sampler; raise a TypeError for other types."""
     if not isinstance(sampler, Sampler):
         raise TypeError(
             f"expected a sampler, such as generation.make_sampler(), got {type(sampler)}; make "
@@ -69,20 +66,20 @@ def check_sampler(sampler: object) -> Sampler:
 def adjust_logits(
     sampler: Sampler, logits: Float[Array, "T V"], state: PyTree
 ) -> Float[Array, "T V"]:
-    """Return adjusted logits; NaN for sequences with non-finite logits."""
+    """Return adjusted logits; all NaN for a sequence with NaN or +inf logits."""
     # A filter could mask a NaN, and the sequence would continue from invalid logits.
     return jnp.where(has_invalid_logits(logits)[:, None], jnp.nan, sampler.adjust(logits, state))
 
 
 def has_invalid_logits(logits: Float[Array, "*n V"]) -> Bool[Array, "*n"]:
-    """Return which rows of logits contain NaN or +inf."""
+    """Return which logits `[V]` contain NaN or +inf."""
     return jnp.any(jnp.isnan(logits) | (logits == jnp.inf), axis=-1)
 
 
 def make_draw_keys(
     key: Key[Array, " T"], numbers: Int32[Array, " T"], use: int = 0
 ) -> Key[Array, " T"]:
-    """Return keys of draws; `use` is 0 for tokens, 1 for acceptance, 2 for drafts."""
+    """Return random keys of draws; `use` is 0 for tokens, 1 for acceptance, 2 for drafts."""
     keys = jax.vmap(jax.random.fold_in)(key, numbers)
     return keys if use == 0 else jax.vmap(jax.random.fold_in, (0, None))(keys, use)
 
@@ -90,9 +87,7 @@ def make_draw_keys(
 def sample_tokens(
     sampler: Sampler, adjusted: Float[Array, "T V"], keys: Key[Array, " T"]
 ) -> Int32[Array, " T"]:
-    """Sample a token for each sequence from adjusted logits, float32.
-
-    Returns -1 if no token is allowed or a logit is NaN.
+    """Sample a token for each sequence; -1 if no token is allowed or a logit is NaN.
 
     >>> keys = jax.random.split(jax.random.key(0), 3)
     >>> best = generation.make_sampler()

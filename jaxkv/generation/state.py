@@ -32,20 +32,17 @@ if TYPE_CHECKING:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DecodeState:
-    """State of T sequences during generation, made by `init_decode`.
+    """State of T sequences, made by `init_decode`; positions are stored only in the cache.
 
-    Positions are not stored here; the cache contains them.
-
-    token: The last sampled token, not in the cache yet.
-    sequence: The sequence id of each row, without repetition.
-    active: Sequences that have not ended.
-    remaining: How many more tokens may be sampled.
-    reason: A `Reason`: OK, or why a sequence ended: the reason of a refused plan, NONFINITE_LOGITS
-      or EDITED.
-    key: Random key of each sequence. Each draw folds its number into it.
-    draw_index: Number of the next draw. It starts as the position of the drawn token and then
-      counts tokens, so that no number is repeated if positions are reused.
-    follows: Hash of the last token in the cache, before `token`. It detects edits.
+    token: The last sampled token of each sequence, which is not in the cache yet.
+    sequence: Id of each sequence, without repetition.
+    active: False for sequences that have ended.
+    remaining: Number of tokens that may still be sampled.
+    reason: A `Reason`: OK, NONFINITE_LOGITS, EDITED, or the reason of a refused plan.
+    key: Random key of each sequence; each draw folds `draw_index` into the key.
+    draw_index: Number of the next draw: first the position of the drawn token, then increased with
+      each token even if positions are reused.
+    follows: Hash of the last token in the cache, to detect edits of the sequence.
     sampler_state: State of the sampler.
     """
 
@@ -73,7 +70,7 @@ def make_decode_state(
     seed: Seeds,
     prompts: Prompts | None,
 ) -> DecodeState:
-    """Return the initial state of sequences; the sampler counts `prompts` only."""
+    """Return the initial state of sequences; the sampler state includes only `prompts`."""
     table, _ = split(cache)
     token = check_int32(tokens, "tokens", low=0)
     if np.ndim(token) != 1:
@@ -108,12 +105,12 @@ def make_decode_state(
 
 
 def last_positions(table: CacheTable) -> Int32[Array, " Q"]:
-    """Return the last position of each sequence; -1 if empty."""
+    """Return the last position of each sequence; -1 if the sequence is empty."""
     return table.sequence_status(jnp.ones(table.spec.sequences, bool)).last
 
 
 def end_edited_texts(table: CacheTable, state: DecodeState) -> DecodeState:
-    """End sequences, as EDITED, whose last token changed; shifts do not change it."""
+    """End sequences whose last cached token changed, with the reason EDITED; shifts are ignored."""
     _, same = table.compare_last_tokens(state.sequence, state.follows)
     edited = state.active & ~same
     reason = jnp.where(edited, Reason.EDITED, state.reason)
@@ -121,7 +118,7 @@ def end_edited_texts(table: CacheTable, state: DecodeState) -> DecodeState:
 
 
 def update_last_token_hashes(table: CacheTable, state: DecodeState) -> DecodeState:
-    """Update `follows` from the table, except for sequences that ended as EDITED."""
+    """Update `follows` from the table, except for sequences with the reason EDITED."""
     edited = state.reason == Reason.EDITED
     follows, _ = table.compare_last_tokens(state.sequence, state.follows)
     follows = jnp.where(edited, state.follows, follows)
@@ -129,7 +126,7 @@ def update_last_token_hashes(table: CacheTable, state: DecodeState) -> DecodeSta
 
 
 def check_sampler_state(sampler: object, state: DecodeState) -> Sampler:
-    """Return the sampler, greedy for None; raise unless `state` is of its kind."""
+    """Return the sampler, greedy for None; raise if `state` is of another sampler kind."""
     sampler = make_sampler() if sampler is None else check_sampler(sampler)
     fresh = sampler.init(np.zeros((state.token.shape[0], 0), np.int32))
     expected, actual = (
@@ -174,7 +171,7 @@ def check_state(spec: TableSpec, state: DecodeState) -> DecodeState:
 
 
 def _prompts_as_rows(prompts: Prompts | None, count: int) -> Int32[Array | np.ndarray, "{count} m"]:
-    """Return the prompts of T sequences as rows; `[T, 0]` for None."""
+    """Return the prompts of T sequences as an array; `[T, 0]` for None."""
     if prompts is None:
         return np.zeros((count, 0), np.int32)
     if len(prompts) != count:
@@ -186,7 +183,7 @@ def _prompts_as_rows(prompts: Prompts | None, count: int) -> Int32[Array | np.nd
 
 
 def _broadcast_to_texts(value: Ids, count: int, name: str) -> Any:
-    """Return `[T]` int32 of one number for all sequences, or of one number for each."""
+    """Return one number for all sequences, or one number for each, as `[T]` int32."""
     array = check_int32(value, name, low=0)
     if np.shape(array) not in ((), (count,)):
         raise ValueError(
@@ -198,7 +195,7 @@ def _broadcast_to_texts(value: Ids, count: int, name: str) -> Any:
 
 
 def _check_seed(seed: Seeds, count: int) -> Seeds:
-    """Return a checked seed for all sequences or one for each, as uint32 if known."""
+    """Return checked seeds, as uint32 unless traced."""
     if np.shape(seed) not in ((), (count,)):
         raise ValueError(
             f"expected a seed [] or [{count}], got {np.shape(seed)}; pass a scalar, or one for "
@@ -226,7 +223,7 @@ def _check_seed(seed: Seeds, count: int) -> Seeds:
 def _init_draw_state(
     table: CacheTable, seed: Integer[Array, "*n"], ids: Int32[Array, " T"]
 ) -> tuple[Key[Array, " T"], Int32[Array, " T"], UInt32[Array, " T"]]:
-    """Return keys, numbers of the next draws and hashes of the last cached tokens."""
+    """Return `key`, `draw_index` and `follows` of the initial state."""
     if jnp.ndim(seed):
         keys = jax.vmap(jax.random.key)(seed)
     else:

@@ -1,7 +1,4 @@
-"""Types of loop arguments, for type checkers and tests only.
-
-Letters are those of `jaxkv`; here T counts sequences, and n the tokens of one sequence.
-"""
+"""Types of arguments of generation loops, with T sequences, for type checkers and tests."""
 
 from collections.abc import Sequence
 
@@ -11,13 +8,13 @@ from jaxtyping import Array, ArrayLike, Integer, Num
 from jaxkv.core.types import Ids, Tokens
 
 Prompts = Integer[Array | np.ndarray, "T n"] | Sequence[Ids]
-"""The tokens of each sequence: an array, or a list of lists or of arrays."""
+"""Tokens of each sequence: an array `[T, n]`, or a list of token lists or arrays."""
 
 StopTokens = Tokens | set[int] | frozenset[int]
-"""Tokens that end a sequence, for all sequences or for each."""
+"""Tokens that end a sequence: one list for all sequences, or one list for each sequence."""
 
 Seeds = Integer[ArrayLike, "..."] | Sequence[int]
-"""One seed for all sequences, or one for each."""
+"""One seed for all sequences, or one seed for each sequence."""
 
 Numbers = Num[ArrayLike, "..."] | Sequence[float]
-"""One number for all sequences, or one for each."""
+"""One number for all sequences, or one number for each sequence."""

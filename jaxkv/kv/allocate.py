@@ -1,7 +1,4 @@
-"""Cells for tokens with keys: copied from another stream, or loaded.
-
-They take cells as the tokens of a ubatch do. With tiles, empty tiles come first, for any sequence.
-"""
+"""Choice of cells for tokens whose keys are copied between streams or loaded from a snapshot."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def num_fitting_tokens(cells: Cells, open_cells: Bool[Array, "S N"]) -> Int32[Array, " S"]:
-    """Return the number of tokens of each stream that fit into open cells."""
+    """Return the number of tokens that fit into `open_cells`, for each stream."""
     if cells.placement == "contiguous":
         return longest_run(open_cells)
     return jnp.sum(open_cells, axis=1, dtype=jnp.int32)
@@ -31,7 +28,7 @@ def num_fitting_tokens(cells: Cells, open_cells: Bool[Array, "S N"]) -> Int32[Ar
 def choose_cells(
     cells: Cells, open_cells: Bool[Array, "S N"], demand: Int32[Array, " S"]
 ) -> Int32[Array, "S N"]:
-    """Return slots for the first `demand` tokens of each stream; N for others."""
+    """Return slots for the first `demand[s]` tokens of each stream s, and N for further tokens."""
     turn = 1 + jnp.arange(cells.num_cells, dtype=jnp.int32)
 
     def choose_for_stream(
@@ -49,10 +46,9 @@ def choose_cells(
 def mark_used(
     cells: C, slots: Int32[Array, "S N"], arriving: C, is_incomplete: Bool[Array, "S L"]
 ) -> C:
-    """Store the tokens of `arriving`, by turn, in slots; skip slots past the end.
+    """Store the tokens of the table `arriving` in the cells `slots`; skip slots past the last cell.
 
-    `is_incomplete` are the layers that lack some of these tokens. The hashes in `arriving` identify
-    their keys and values.
+    `is_incomplete` is True for layers that lack the keys and values of some tokens in `arriving`.
     """
     gets = jnp.any(slots < cells.num_cells, axis=1)[:, None]
     marks = advance_history_fields(cells.history, is_incomplete | is_layer_incomplete(cells))

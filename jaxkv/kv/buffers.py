@@ -37,7 +37,7 @@ LayerKV = tuple[Stored, Values]
 """Keys `[S, K, N, D]` and values `[S, K, N, Dv]` of a layer."""
 
 Cached = jax.Array | LayerView
-"""Keys or values, codes or scales of a layer: an array `[S, K, N, D]`, or `LayerView`."""
+"""Keys, values, codes or scales of one layer: an array `[S, K, N, D]`, or a `LayerView`."""
 
 X = TypeVar("X")
 A = TypeVar("A", bound=Cached)
@@ -48,17 +48,15 @@ A = TypeVar("A", bound=Cached)
 class Buffers:
     """Keys and values of all cells, for each layer.
 
-    Quantised layers are `Quantised`: an array of 8-bit codes and an array of scales. Values that
-    are a slice of the keys are `ValueSlice`, which has no array. Stacked layers share one array, so
-    the layer number may be traced. The axis of heads precedes that of cells, so that the keys of a
-    head are contiguous.
+    The axis of heads precedes the axis of cells, so that all keys of a head are contiguous.
 
-    k: L arrays `[S, K, N, D]` of keys, rotated for the cell's position less its shift. If stacked,
-      one `[S * L, K, N, D]`, in which row s * L + l is stream s of layer l.
-    v: L arrays `[S, K, N, Dv]` of values; if stacked, one `[S * L, K, N, Dv]`.
+    k: L arrays `[S, K, N, D]` of keys. If stacked, one array `[S * L, K, N, D]`, in which index s *
+      L + l is stream s of layer l. A key is rotated for the position of its cell minus the cell's
+      shift.
+    v: L arrays `[S, K, N, Dv]` of values; if stacked, one array `[S * L, K, N, Dv]`.
     ropes: Rotary embedding of each layer's keys, static; None if keys have no position, `NotGiven`
       if the cache was made without `rope=`.
-    stacked: Whether one array stores all layers, which then have equal sizes, static.
+    stacked: Whether one array stores all layers, so that a layer number may be traced, static.
     """
 
     k: tuple[Stored, ...]
@@ -68,32 +66,32 @@ class Buffers:
 
     @property
     def layers(self) -> int:
-        """L, the number of layers."""
+        """Number of layers, L."""
         return len(self.ropes)
 
     @property
     def nbytes(self) -> int:
-        """Size of all layers in bytes."""
+        """Size in bytes of the keys and values of all layers."""
         return nbytes(self)
 
     @property
     def layers_per_array(self) -> int:
-        """Number of layers in each array."""
+        """Number of layers in each array: L if stacked, otherwise 1."""
         return self.layers if self.stacked else 1
 
     def map_layers(self, of_layer: Callable[[Stored, Values], X]) -> list[X]:
-        """Return `of_layer(k, v)` for each layer; stacked layers get the same arrays."""
+        """Return `of_layer(k, v)` for each layer; stacked layers all get the same arrays."""
         return [of_layer(k, v) for k, v in zip(self.k, self.v, strict=True)] * self.layers_per_array
 
     def layer(self, number: int | jax.Array) -> LayerKV:
-        """Return the keys and values of a layer; as `LayerView` if stacked."""
+        """Return the keys and values of a layer; a `LayerView` of each if layers are stacked."""
         if not self.stacked:
             return self.k[number], self.v[number]
         halves = self.k[0], self.v[0]
         return jax.tree.map(lambda x: make_layer_view(x, number, self.layers), halves)
 
     def with_layer(self, number: int | jax.Array, k: Stored, v: Values) -> Buffers:
-        """Return the buffers with new keys and values of a layer, in the form of `layer`."""
+        """Replace the keys and values of a layer by `k` and `v`, in the form of `Buffers.layer`."""
         if self.stacked:
             k, v = map_arrays(lambda x: x.all, (k, v))
             return replace(self, k=(k,), v=(v,))
@@ -105,21 +103,17 @@ class Buffers:
 
 
 Halves = tuple[tuple[object, ...], tuple[object, ...]]
-"""How a mesh splits the keys and the values of each layer: an `AxisPartition` for each array."""
+"""Two tuples, for keys and for values, with an `AxisPartition` for each array."""
 
 
 def shardable_sizes(array: Stored, depth: int = 1) -> dict[str, int]:
-    """Return the sizes of keys or values that a mesh may split, by sharding rule.
-
-    The array is `[S * depth, K, N, ...]`, with `depth` layers. The streams of a device are the same
-    in all layers.
-    """
+    """Return the sizes that a mesh may split in an array of `depth` layers, by sharding rule."""
     streams, kv_heads, cells, _ = array.shape
     return {"streams": streams // depth, "kv_heads": kv_heads, "cells": cells}
 
 
 def layer_partition_specs(split: AxisPartition, layer_kv: LayerKV) -> PyTree:
-    """Return a `PartitionSpec` for each array of a layer."""
+    """Return the keys and values of a layer with a `PartitionSpec` in place of each array."""
 
     def spec_of_array(x: Cached) -> PyTree:
         specs: PyTree = split.partition_spec, P(split.streams)
@@ -136,14 +130,9 @@ def axes_of_queries(
     heads: int,
     depth: int = 1,
 ) -> tuple[str, ...]:
-    """Return the mesh axes that split the H query heads: those of the key heads.
-
-    With values that are a slice of the keys and K = 1 (MLA), all query heads attend to one head,
-    which each device stores whole. The `kv_heads` rule then splits the query heads, unless its axes
-    split streams or cells. Queries of a single ordinary head are not split: its projection params
-    are replicated, so splitting would add communication. Empty without a mesh. `depth` is that of
-    `shardable_sizes`.
-    """
+    """Return the mesh axes that split the query heads; no axes without a mesh."""
+    # With MLA, each device stores the only key head, and `kv_heads` splits the query heads. Other
+    # single key heads have replicated projection params, so a split would add communication.
     if sharding_rules is None or mesh is None:
         return ()
     split = sharding_rules.split(mesh, **shardable_sizes(keys, depth))
@@ -154,7 +143,7 @@ def axes_of_queries(
 
 
 def kv_partitions(sharding_rules: ShardingRules | None, buffers: Buffers) -> Halves:
-    """Return how the current mesh splits the keys and values of each layer."""
+    """Return how the current mesh splits each array of keys and values."""
     halves, depth = (buffers.k, buffers.v), buffers.layers_per_array
     return jax.tree.map(
         lambda x: make_axis_partition(sharding_rules, **shardable_sizes(x, depth)), halves
@@ -162,7 +151,7 @@ def kv_partitions(sharding_rules: ShardingRules | None, buffers: Buffers) -> Hal
 
 
 def stream_cell_axes(split: Halves) -> AxisPartition:
-    """Return how streams and cells are split, which is equal for all arrays."""
+    """Return the mesh axes that split streams and cells, which are equal for all arrays."""
     return replace(jax.tree.leaves(split)[0], kv_heads=())
 
 
@@ -173,11 +162,11 @@ def map_kv(
     *args: PyTree,
     by_stream: int = 0,
 ) -> Buffers:
-    """Change keys and values on each device; stacked layers one after the other.
+    """Replace keys and values by `change(split, *args, (k, v))` on each device.
 
-    `change` maps `Halves`, `args` and the device's `(k, v)` to new `(k, v)`, of all layers or, if
-    stacked, of one. The first `by_stream` of `args` are `[S, ...]` and split by streams; the others
-    are replicated.
+    `change` gets a device's shard of all layers, or of one layer at a time if layers are stacked.
+    The first `by_stream` of `args` have the shape `[S, ...]` and are split by streams; other
+    arguments are replicated.
     """
     split = kv_partitions(sharding_rules, buffers)
     specs = jax.tree.map(lambda partition: partition.partition_spec, split)
@@ -205,12 +194,8 @@ def write_keys_and_values(
     k: Float[Array, "R T K D"],
     v: Float[Array, "R T K Dv"] | None = None,
 ) -> tuple[Stored, Values]:
-    """Write the keys and values of a ubatch into a layer; skip slots past the end.
-
-    Stored values are always finite, so a masked cell contributes 0. If a head's key or value is not
-    finite in the dtype of the buffers (float32 if quantised), its value is stored as 0 and its key
-    as NaN. Tokens that attend to this cell get NaN; other tokens are unaffected.
-    """
+    """Write the keys and values of a ubatch into a layer; skip slots past the last cell."""
+    # Stored values are always finite, so that a masked cell contributes 0.
     if isinstance(values, ValueSlice):
         k = values.nan_unless_finite(k.astype(dequantised_dtype(keys)))
         return write_cells(keys, streams[:, None], slots, k), values
@@ -229,7 +214,7 @@ def write_cells(
     slots: Int[Array, "*#n"],
     new: Float[Array, "*#n K D"],
 ) -> Stored:
-    """Quantise if needed, and write keys or values into cells; see `scatter`."""
+    """Write keys or values into cells with `scatter`, after quantising for a quantised array."""
 
     def scatter_array(array: Cached, new: jax.Array) -> Cached:
         return scatter(array, streams, slots, new)
@@ -240,11 +225,7 @@ def write_cells(
 def gather_from_any_device(
     split: AxisPartition, array: Cached, streams: Int[Array, "*#n"], slots: Int[Array, "*#n"]
 ) -> Shaped[Array, "*#n K D"]:
-    """Read keys or values at global streams and slots; see `gather`.
-
-    `array` is the device's share, split as in `split`. The result is equal on all devices along the
-    axes of streams and cells.
-    """
+    """Return the keys or values at global `streams` and `slots`, on all devices."""
     here = gather(array, *_to_local_slots(split, array, streams, slots))
     return broadcast_from_owner(here, (*split.streams, *split.cells))
 
@@ -256,14 +237,14 @@ def scatter_local(
     slots: Int[Array, "*#n"],
     new: Shaped[Array, "*#n K D"],
 ) -> A:
-    """Write keys or values at those global streams and slots that the device stores."""
+    """Write keys or values whose global stream and slot are in this device's shard `array`."""
     return scatter(array, *_to_local_slots(split, array, streams, slots), new)
 
 
 def _to_local_slots(
     split: AxisPartition, array: Cached, streams: jax.Array, slots: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Convert global streams and slots to local ones; drop slots of other devices."""
+    """Convert global streams and slots to indices in a shard; drop slots of other devices."""
     if split.streams:
         streams, is_own = to_local_index(streams, split.streams, array.shape[0])
         slots = jnp.where(jnp.broadcast_to(is_own, slots.shape), slots, out_of_range_slots(slots))
@@ -277,7 +258,7 @@ def _to_local_slots(
 def offset_slots_into_range(
     slots: Int32[Array, "*n"], first: jax.Array | int, count: int
 ) -> Int32[Array, "*n"]:
-    """Subtract `first` from slots in `[first, first + count)`; drop all others."""
+    """Subtract `first` from slots in `[first, first + count)`; other slots become out of range."""
     is_within = (slots >= first) & (slots < first + count)
     return jnp.where(is_within, slots - first, out_of_range_slots(slots))
 
@@ -285,7 +266,7 @@ def offset_slots_into_range(
 def gather(
     array: Cached, streams: Int[Array, "*#n"], slots: Int[Array, "*#n"]
 ) -> Shaped[Array, "*#n K D"]:
-    """Read keys or values of a layer, `[S, K, N, D]`; zeros past the last cell."""
+    """Return the keys or values of a layer at `streams` and `slots`; zeros past the last cell."""
     if isinstance(array, LayerView):
         return gather(array.all, array.stream_indices(streams), slots)
     by_head = slots.ndim  # the axis of heads, in indices and in the result
@@ -309,10 +290,7 @@ def gather(
 def scatter(
     array: A, streams: Int[Array, "*#n"], slots: Int[Array, "*#n"], new: Shaped[Array, "*#n K D"]
 ) -> A:
-    """Write keys or values into distinct cells of a layer, in place if it is donated.
-
-    Slots past the last cell are skipped. `new` has the dtype of the array.
-    """
+    """Write keys or values into distinct cells of a layer; skip slots past the last cell."""
     if not _is_upcast_by_cpu_write(array.dtype):
         return _scatter_by_index(array, streams, slots, new)
     ways = {"cpu": _scatter_by_select, "default": _scatter_by_index}
@@ -330,8 +308,8 @@ def copy_cell_run(
 ) -> Cached:
     """Copy `size` contiguous cells from stream `src` to the same cells of stream `dst`.
 
-    `array` is the device's share, split as in `split`. Streams are global; `first` is an index of
-    the share. Cells from `end` on are unchanged; this matters only if cells are split.
+    `src` and `dst` are global streams; `first` and `end` are cell indices of the device's shard. If
+    a mesh splits cells, cells from `end` on are unchanged.
     """
     shape, zero = (1, array.shape[1], size, array.shape[3]), jnp.zeros_like(first)
 
@@ -365,20 +343,20 @@ def copy_cell_run(
 
 
 def _replace_array(array: A, new: PyTree) -> A:
-    """Return `new` in the form of `array`; in a `LayerView`, `new` has all layers."""
+    """Return `new` in the form of `array`: an array, or a `LayerView` with all layers in `new`."""
     if isinstance(array, LayerView):
         return replace(array, all=new)
     return new
 
 
 def _scatter_index(array: jax.Array, streams: jax.Array, slots: jax.Array) -> jax.Array:
-    """Return the stream and the cell of each token for each head, `[..., K, 2]` int32."""
+    """Return the indices of the stream and the cell of each token and head, `[..., K, 2]` int32."""
     pairs = jnp.stack(jnp.broadcast_arrays(streams, slots), axis=-1)[..., None, :]
     return jnp.broadcast_to(pairs, (*slots.shape, array.shape[1], 2))
 
 
 def _scatter_by_index(array: A, streams: jax.Array, slots: jax.Array, new: jax.Array) -> A:
-    """Implement `scatter` with one index for each cell and head."""
+    """Implement `scatter` with an XLA scatter, which has one index for each cell and head."""
     if isinstance(array, LayerView):
         return _replace_array(
             array, _scatter_by_index(array.all, array.stream_indices(streams), slots, new)
@@ -404,7 +382,7 @@ def _scatter_by_index(array: A, streams: jax.Array, slots: jax.Array, new: jax.A
 
 
 def _scatter_by_select(array: A, streams: jax.Array, slots: jax.Array, new: jax.Array) -> A:
-    """Implement `scatter` with one pass over all cells (a `LayerView`: of all layers)."""
+    """Implement `scatter` with one pass over all cells; for a `LayerView`, over all layers too."""
     cells, count = (array.shape[0], array.shape[2]), slots.size
     turn = jnp.arange(count, dtype=jnp.int32).reshape(slots.shape)
     turns = jnp.full(cells, count, jnp.int32)
@@ -424,9 +402,6 @@ def _scatter_by_select(array: A, streams: jax.Array, slots: jax.Array, new: jax.
 
 
 def _is_upcast_by_cpu_write(dtype: jnp.dtype) -> bool:
-    """Return whether XLA on a CPU converts a whole array to write a part of it.
-
-    In jax 0.10 it does so for bfloat16 and smaller floating dtypes, to float32 and back.
-    """
+    """Return whether XLA on a CPU converts a whole array to float32 to write some cells."""
     narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 and dtype != jnp.float16
     return jax.__version_info__ < (0, 12) and narrow

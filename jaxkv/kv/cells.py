@@ -1,11 +1,10 @@
 """Table of an attention cache: position, owners and pending shift of each cell.
 
-It contains no keys or values, so the cost of an edit is independent of the model's size. Derived
-values, such as the number of used cells or the last position of a sequence, are not stored.
+The cost of an edit is independent of the model's size, since an edit uses only the table.
 
-Ranges of positions are `start` to `stop` - 1, `[]` int32: a negative start means 0, a negative stop
-means no end, and a stop of 0 is an empty range. Ids are `[]` int32; an id outside `[0, Q)` leaves
-the table unchanged.
+A range of positions is `start` to `stop` - 1, both `[]` int32. A negative `start` means 0, a
+negative `stop` means no end, and a `stop` of 0 is an empty range. A sequence id is `[]` int32; an
+id outside `[0, Q)` leaves the table unchanged.
 """
 
 from __future__ import annotations
@@ -31,40 +30,40 @@ T = TypeVar("T")
 C = TypeVar("C", bound="Cells")
 
 WORD = 32
-"""Number of sequences in one word of owners."""
+"""Number of sequences in one word of `owners`."""
 
 BLOCK = 128
-"""Cells that fit into a CPU's registers when compared with all sequences of a word."""
+"""Number of cells whose comparison with 32 sequences fits into a CPU's registers."""
 
 Placement = Literal["any", "contiguous", "striped", "tiled"]
-"""Which cells a ubatch may get: any, lowest first; one contiguous run; any, in stripes; any, in
-tiles."""
+"""The cells that a ubatch gets: the lowest, one contiguous run, alternating stripes, or tiles."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Cells:
-    """S independent tables of N cells for Q sequences; the base of `CellTable`.
+    """Table of S streams of N cells for Q sequences; the base class of `CellTable`.
 
     Sequence q is in stream q // (Q // S). A cell has an owner if and only if it has a position. An
-    empty cell has no pending shift.
+    empty cell has a shift of 0.
 
-    position: Position of the token in the cell; EMPTY (-1) if empty.
-    owners: One bit for each sequence that owns the cell, 32 to a word.
-    shift: Present position minus the position that the key was rotated for.
-    evicted_below: One past the highest position that a window evicted from the sequence.
-    cell_hash: Hash of the keys and values of the cell, see `jaxkv.core.hashing`. It
-      shows whether they were overwritten since an earlier table.
-    content: Hash of the cell's token and of the position at which its key was computed. Copies and
-      moves preserve it, so it identifies the tokens of a sequence.
-    history: Hash of all writes to the stream, before and after the last ubatch. Both are equal if a
-      copy or a snapshot came last.
-    written: `history` of each layer. It differs from that of the stream if a ubatch was applied and
-      the layer was not written.
-    placement: Which cells a ubatch may get, static.
-    shards: Number of equal shares of cells that stripes alternate between, static; 1 if not
-      striped.
-    window: Window of attention, static. Cells outside the windows of all next tokens are evictable.
-    ubatch_size: Largest number of tokens of a ubatch that N was chosen for, static; None for any.
+    position: Position of the token in each cell; EMPTY (-1) for an empty cell.
+    owners: Bit mask of the sequences that own each cell, in words of 32 sequences.
+    shift: Present position of each cell minus the position that the cell's key was rotated for.
+    evicted_below: One past the highest evicted position of each sequence.
+    cell_hash: Hash of the keys and values of each cell, see `jaxkv.core.hashing`. The array
+      `cell_hash` shows whether a cell was overwritten since an earlier table.
+    content: Hash of each cell's token and of the position at which the key was computed. Copies and
+      moves of a cell preserve `content`.
+    history: Hash of all writes to a stream, before and after the last ubatch; both hashes are equal
+      after a copy or a loaded snapshot.
+    written: Hash of the writes that each layer has; not equal to `history[:, 1]` if the layer lacks
+      an applied ubatch.
+    placement: Order in which empty cells are taken, static.
+    shards: Number of equal parts of a stream that striped placement alternates between, static; 1
+      for other placements.
+    window: Range of positions that a token attends to, static.
+    ubatch_size: Largest number of tokens of a ubatch that N was computed for, static; None for no
+      limit.
     sharding_rules: Mesh axes that split the cache, static; None on one device.
     """
 
@@ -84,33 +83,33 @@ class Cells:
 
     @property
     def is_batch(self) -> bool:
-        """Whether the arrays have a leading batch axis, as `vmap` adds it."""
+        """Whether the arrays have a leading batch axis, added by `jax.vmap`."""
         return self.cell_hash.ndim != 2
 
     @property
     def streams(self) -> int:
-        """S, the number of streams."""
+        """Number of streams, S."""
         return self.position.shape[0]
 
     @property
     def num_cells(self) -> int:
-        """N, the number of cells in each stream."""
+        """Number of cells in each stream, N."""
         return self.position.shape[1]
 
     @property
     def sequences(self) -> int:
-        """Q, the number of sequences."""
+        """Number of sequences, Q."""
         return self.evicted_below.shape[0]
 
     @property
     def sequences_per_stream(self) -> int:
-        """Q // S, the number of sequences in each stream."""
+        """Number of sequences in each stream, Q // S."""
         return self.sequences // self.streams
 
 
 @partial(jax.jit, static_argnames=("layers", "cells", "sequences", "streams"))
 def empty_fields(*, layers: int, cells: int, sequences: int, streams: int) -> dict[str, jax.Array]:
-    """Return the array fields of `Cells` with all cells empty, by name."""
+    """Return the arrays of `Cells` for a table of empty cells, by field name."""
     words = -(-(sequences // streams) // WORD)
     return {
         "position": jnp.full((streams, cells), EMPTY, jnp.int32),
@@ -127,45 +126,39 @@ def empty_fields(*, layers: int, cells: int, sequences: int, streams: int) -> di
 def locate_owner_bit(
     cells: Cells, seq: Int[Array, "*n"]
 ) -> tuple[Int[Array, "*n"], Int[Array, "*n"], UInt32[Array, "*n"]]:
-    """Return the stream, the word and the bit that store the ownership of a sequence.
-
-    For an id outside `[0, Q)` the result is arbitrary; mask it.
-    """
+    """Return the stream, word and bit in `owners` of an id; arbitrary for an invalid id."""
     stream, local = divmod_nonnegative(seq, cells.sequences_per_stream)
     word, bit = divmod_nonnegative(local, WORD)
     return stream, word, bit.astype(jnp.uint32)
 
 
 def is_sequence(cells: Cells, seq: Int[Array, "*n"]) -> Bool[Array, "*n"]:
-    """Return whether an id is in `[0, Q)`."""
+    """Return whether a sequence id is in `[0, Q)`."""
     return (seq >= 0) & (seq < cells.sequences)
 
 
 def sequence_positions(cells: Cells, seq: Int32[Array, ""]) -> Int32[Array, " N"]:
-    """Return the position of each cell of a sequence, EMPTY for other cells."""
+    """Return the positions of cells that a sequence owns, and EMPTY for all other cells."""
     stream, word, bit = locate_owner_bit(cells, seq)
     owns = (cells.owners[stream, word] >> bit) & 1 == 1
     return jnp.where(owns & is_sequence(cells, seq), cells.position[stream], EMPTY)
 
 
 def seq_pos_min(cells: Cells, seq: Int32[Array, ""]) -> Int32[Array, ""]:
-    """Return the smallest position of a sequence, -1 if it has none."""
+    """Return the smallest position of a sequence; -1 for an empty sequence."""
     positions = sequence_positions(cells, seq)
     lowest = jnp.min(jnp.where(positions == EMPTY, END, positions))
     return jnp.where(lowest == END, EMPTY, lowest)
 
 
 def seq_pos_max(cells: Cells, seq: Int32[Array, ""]) -> Int32[Array, ""]:
-    """Return the largest position of a sequence, -1 if it has none."""
+    """Return the largest position of a sequence; -1 for an empty sequence."""
     return jnp.max(sequence_positions(cells, seq))
 
 
 def last_positions(cells: Cells, asked: Bool[Array, " Q"]) -> Int32[Array, " Q"]:
-    """Return the largest position of each sequence in `asked`, -1 if it has none.
-
-    For other sequences the result may be -1. One pass over the cells serves all sequences of a
-    word.
-    """
+    """Return the largest position of each sequence in `asked`; -1 for an empty sequence."""
+    # The result of a sequence that is not in `asked` may be -1.
     if cells.sequences_per_stream == 1:
         return jnp.max(cells.position, axis=1)
     streams, words, _ = cells.owners.shape
@@ -186,7 +179,7 @@ def last_positions(cells: Cells, asked: Bool[Array, " Q"]) -> Int32[Array, " Q"]
 def _last_positions_by_chunk(
     size: int, owners: jax.Array, position: jax.Array, asked: jax.Array
 ) -> jax.Array:
-    """Return last positions for words `asked`, `[S, W, WORD]`, `size` cells at a time."""
+    """Return last positions, `[S, W, WORD]`, for words in `asked`, `size` cells at a time."""
     streams, words, cells = owners.shape
     bit = jnp.arange(WORD, dtype=jnp.uint32)
 
@@ -207,26 +200,26 @@ def _last_positions_by_chunk(
 
 
 def is_cell_empty(cells: Cells) -> jax.Array:
-    """Return which cells are empty, `[S, N]` bool; NumPy works too."""
+    """Return whether each cell is empty, `[S, N]` bool; NumPy arrays give a NumPy result."""
     return cells.position == EMPTY
 
 
 def num_used_cells(cells: Cells) -> Int32[Array, ""]:
-    """Return the number of used cells, over all streams."""
+    """Return the number of used cells of all streams together."""
     return jnp.sum(~is_cell_empty(cells), dtype=jnp.int32)
 
 
 def num_cells_saved_by_sharing(cells: Cells) -> Int32[Array, " S"]:
-    """Return the cells saved by sharing in each stream: n - 1 for n owners."""
+    """Return how many cells each stream saves by sharing: n - 1 for each cell with n owners."""
     owned = jnp.sum(jax.lax.population_count(cells.owners), axis=(1, 2), dtype=jnp.int32)
     return owned - jnp.sum(~is_cell_empty(cells), axis=1, dtype=jnp.int32)
 
 
 def seq_rm(cells: C, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]) -> C:
-    """Remove one sequence (all sequences if `seq` is -1) from its cells in a range.
+    """Remove `seq` (all sequences if -1) from the owners of cells with positions in a range.
 
-    A cell without a remaining owner becomes empty. A range that ends at or after `evicted_below`
-    lowers it to at most the start of the range.
+    A cell without owners becomes empty. If the range ends at or after `evicted_below`,
+    `evicted_below` becomes at most `start`.
     """
     seq_bits = jnp.where(seq == -1, ~jnp.uint32(0), sequence_bits(cells, seq))
     gone = seq_bits[..., None] & to_word_mask(is_in_range(cells, start, stop))
@@ -247,11 +240,7 @@ def seq_cp(
     start: Int32[Array, ""],
     stop: Int32[Array, ""],
 ) -> C:
-    """Add sequences of the same stream as owners of the cells of `src` in a range.
-
-    The targets `dst` keep the cells that they own already. Repeating the copy has no further
-    effect.
-    """
+    """Add the sequences `dst` to the owners of the cells of `src` in a range, in one stream."""
     shared = is_owned_by(cells, sequence_bits(cells, src)) & is_in_range(cells, start, stop)
     gained = jax.vmap(partial(sequence_bits, cells))(jnp.atleast_1d(dst))  # [n, S, W]
     gained = jax.lax.reduce_or(gained, axes=(0,))
@@ -267,16 +256,14 @@ def seq_cp(
 def eviction_mark_of_copy(
     cells: Cells, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]
 ) -> Int32[Array, ""]:
-    """Return the eviction mark of a copy of a range of a sequence."""
+    """Return `evicted_below` of a new sequence that is a copy of a range of `seq`."""
     mark = jnp.minimum(cells.evicted_below[seq], resolve_range_end(stop))
     return jnp.where(jnp.maximum(start, 0) < mark, mark, 0)
 
 
 def seq_select(cells: C, parents: Int32[Array, " n"], targets: Int32[Array, " n"]) -> C:
-    """Replace the cells of all targets at once by those of their parents.
-
-    Parents and targets are of the same stream. Targets are distinct; an id of Q or more is skipped.
-    """
+    """Replace the cells of all `targets` at once by the cells of `parents`, in one stream."""
+    # Targets are distinct; a target of Q or more is skipped.
 
     def add_owner(i: jax.Array, owners: jax.Array) -> jax.Array:
         shared = is_owned_by(cells, sequence_bits(cells, parents[i]))
@@ -293,7 +280,7 @@ def seq_select(cells: C, parents: Int32[Array, " n"], targets: Int32[Array, " n"
 
 
 def seq_keep(cells: C, seq: Int32[Array, ""]) -> C:
-    """Remove all sequences except one; cells that it does not own become empty."""
+    """Remove all sequences except `seq`; cells that `seq` does not own become empty."""
     only = with_owners(cells, cells.owners & sequence_bits(cells, seq)[..., None])
     only = replace(
         only, evicted_below=jnp.where(jnp.arange(cells.sequences) == seq, cells.evicted_below, 0)
@@ -302,7 +289,7 @@ def seq_keep(cells: C, seq: Int32[Array, ""]) -> C:
 
 
 def clear(cells: C) -> C:
-    """Empty all cells; no shift is pending and no position counts as evicted."""
+    """Empty all cells; set `shift` and `evicted_below` to 0."""
     return replace(
         cells,
         position=jnp.full_like(cells.position, EMPTY),
@@ -313,17 +300,14 @@ def clear(cells: C) -> C:
 
 
 def fold_over_true(asked: Bool[Array, " n"], look: Callable[[jax.Array, T], T], start: T) -> T:
-    """Fold over the indices at which `asked` is True, in order.
-
-    Indices are those of sequences or of words of owners. A reduction over all pairs of sequences
-    and cells costs a hundred times more in a large table.
-    """
+    """Fold `look` over the indices at which `asked` is True, in increasing order."""
+    # In a large table, a reduction over all pairs of sequences and cells takes 100 times longer.
     ids = indices_of_true(asked, asked.size)
     return jax.lax.fori_loop(0, jnp.sum(asked), lambda i, carry: look(ids[i], carry), start)
 
 
 def sequences_owning_cells(cells: Cells, where: Bool[Array, "S N"]) -> Bool[Array, " Q"]:
-    """Return which sequences own at least one cell in `where`."""
+    """Return whether each sequence owns at least one cell that is True in `where`."""
     words = [jnp.where(where, cells.owners[:, w], 0) for w in range(cells.owners.shape[1])]
     some = jnp.stack([jax.lax.reduce_or(word, axes=(1,)) for word in words], axis=1)  # [S, W]
     stream, word, bit = locate_owner_bit(cells, jnp.arange(cells.sequences))
@@ -333,7 +317,8 @@ def sequences_owning_cells(cells: Cells, where: Bool[Array, "S N"]) -> Bool[Arra
 def owns_same_cells(cells: Cells, partner: Int32[Array, " Q"]) -> Bool[Array, " Q"]:
     """Return whether each sequence owns exactly the cells of its partner.
 
-    `partner` is a number within the stream; a sequence's own number skips the comparison.
+    `partner` is the index of each partner within the stream. A sequence that is its own partner is
+    not compared.
     """
     partner = partner.reshape(cells.streams, cells.sequences_per_stream)
     local_ids = jnp.arange(cells.sequences_per_stream, dtype=jnp.int32)[None]
@@ -353,10 +338,10 @@ def owns_same_cells(cells: Cells, partner: Int32[Array, " Q"]) -> Bool[Array, " 
 
 
 def stream_hash(cells: Cells) -> UInt32[Array, " S"]:
-    """Return a hash of each stream's content.
+    """Return a hash of each stream: of position, owners, shift and hash of all cells.
 
-    It covers position, owners, shift and hash of each cell, and the eviction marks. Undoing an edit
-    restores it. Without a window it is a sum over cells, so changed cells suffice to update it.
+    With a window, the hash includes `evicted_below`. Undoing an edit restores the hash. Without a
+    window the hash is a sum over cells, so an update needs only the changed cells.
     """
     index = jnp.broadcast_to(jnp.arange(cells.num_cells), cells.position.shape)
     owners = jnp.moveaxis(cells.owners, 1, -1)
@@ -378,12 +363,13 @@ def hash_cells(
     cell_hash: UInt32[Array, "*#n"],
     owners: UInt32[Array, "*#n W"],
 ) -> UInt32[Array, "*#n"]:
-    """Return the terms of cells in `stream_hash`; the last axis of `owners` is W."""
+    """Return the summand of each cell in `stream_hash`; the last axis of `owners` is W."""
     return chain_hashes(index, position, shift, cell_hash, *jnp.unstack(owners, axis=-1))
 
 
 def rewind(cells: C, old: C) -> tuple[C, Bool[Array, ""]]:
-    """Return `old` with later writes noted, and whether its cells are unchanged."""
+    """Return the table `old` with `cell_hash` and `written` updated by later writes."""
+    # The flag is whether all used cells of `old` still contain the same keys and values.
     ok = jnp.all((cells.cell_hash == old.cell_hash) | is_cell_empty(old))
     before, after, past = cells.history[:, :1], cells.history[:, 1:], old.history[:, 1:]
     whole = (
@@ -400,7 +386,7 @@ def rewind(cells: C, old: C) -> tuple[C, Bool[Array, ""]]:
 
 
 def is_layer_incomplete(cells: Cells) -> jax.Array:
-    """Return which layers lack tokens of a stream, `[S, L]` bool; NumPy works too."""
+    """Return which layers lack tokens of each stream, `[S, L]` bool; NumPy arrays work too."""
     return (cells.written != cells.history[:, 1:]) & ~is_cell_empty(cells).all(
         axis=1, keepdims=True
     )
@@ -409,10 +395,7 @@ def is_layer_incomplete(cells: Cells) -> jax.Array:
 def advance_history_fields(
     history: UInt32[Array, "S 2"], is_incomplete: Bool[Array, "S L"]
 ) -> dict[str, UInt32[Array, "S _"]]:
-    """Return `history` and `written` after tokens were added without a ubatch.
-
-    `is_incomplete` are the layers that lack tokens afterwards.
-    """
+    """Return `history` and `written` after a copy; layers `is_incomplete` lack copied tokens."""
     # The sum makes the mark differ from 0 after two zeros.
     mark = chain_hashes(history[:, 0], history[:, 1] + 1)[:, None]
     return {
@@ -422,16 +405,13 @@ def advance_history_fields(
 
 
 def hashes_after_rotation(cells: Cells, where: Bool[Array, "S N"]) -> UInt32[Array, "S N"]:
-    """Return the cell hashes after rotating the keys of the cells in `where`.
-
-    They depend on the pending shift, so branches that rotate a key by different shifts get
-    different hashes.
-    """
+    """Return `cell_hash` after a rotation of the keys in the cells that are True in `where`."""
+    # The shift is hashed, so that branches with different shifts of a key get different hashes.
     return jnp.where(where, chain_hashes(cells.cell_hash, cells.shift), cells.cell_hash)
 
 
 def count_broken_invariants(cells: Cells) -> dict[str, Int32[Array, ""]]:
-    """Return the number of violations of each invariant, by name."""
+    """Return the number of violations of each invariant of the table, by name."""
     owned = jnp.any(cells.owners != 0, axis=1)
     known_bits = jax.vmap(partial(sequence_bits, cells))(jnp.arange(cells.sequences))  # [Q, S, W]
     unknown = cells.owners & ~jax.lax.reduce_or(known_bits, axes=(0,))[..., None]
@@ -448,7 +428,7 @@ def count_broken_invariants(cells: Cells) -> dict[str, Int32[Array, ""]]:
 
 
 def sequence_bits(cells: Cells, seq: Int[Array, ""]) -> UInt32[Array, "S W"]:
-    """Return words for `owners` in which only the bit of a sequence is set."""
+    """Return words in the form of `owners` in which only the bit of a sequence is set."""
     stream, word, bit = locate_owner_bit(cells, seq)
     streams, words, _ = cells.owners.shape
     here = (jnp.arange(streams)[:, None] == stream) & (jnp.arange(words)[None] == word)
@@ -456,24 +436,24 @@ def sequence_bits(cells: Cells, seq: Int[Array, ""]) -> UInt32[Array, "S W"]:
 
 
 def is_owned_by(cells: Cells, words: UInt32[Array, "S W"]) -> Bool[Array, "S N"]:
-    """Return which cells have an owner among `words`."""
+    """Return whether each cell has an owner whose bit is set in `words`."""
     return jnp.any(cells.owners & words[..., None] != 0, axis=1)
 
 
 def is_in_range(
     cells: Cells, start: Int32[Array, ""], stop: Int32[Array, ""]
 ) -> Bool[Array, "S N"]:
-    """Return which cells have a position in a range; an empty cell has none."""
+    """Return whether the position of each cell is in a range; False for empty cells."""
     return (cells.position >= jnp.maximum(start, 0)) & (cells.position < resolve_range_end(stop))
 
 
 def to_word_mask(cell: Bool[Array, "S N"]) -> UInt32[Array, "S 1 N"]:
-    """Return an integer for each cell: all bits set if it is True, else 0."""
+    """Return a uint32 number for each flag: all bits set for True, 0 for False."""
     return jnp.where(cell, ~jnp.uint32(0), jnp.uint32(0))[:, None]
 
 
 def with_owners(cells: C, owners: UInt32[Array, "S W N"]) -> C:
-    """Replace the owners; a cell without an owner becomes empty, with a shift of 0."""
+    """Replace `owners`; a cell without owners becomes empty and gets a shift of 0."""
     kept = jnp.any(owners != 0, axis=1)
     return replace(
         cells,

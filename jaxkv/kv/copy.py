@@ -1,7 +1,4 @@
-"""Copies between streams of one sequence each, into the same cells of the target.
-
-If sequences share streams, a copy needs free cells, see `jaxkv.kv.copy_pooled`.
-"""
+"""Copies between streams of one sequence each; see `copy_pooled` for shared streams."""
 
 from __future__ import annotations
 
@@ -59,11 +56,8 @@ def copy_between_streams(
     start: Int32[Array, ""],
     stop: Int32[Array, ""],
 ) -> tuple[C, Buffers]:
-    """Replace sequences `dst`, except `src`, by a range of `src`.
-
-    Tokens keep their cells, so contiguous cells are copied as slices. Pending shifts are copied
-    too.
-    """
+    """Replace each sequence in `dst`, except `src`, by a range of `src` with pending shifts."""
+    # Copied tokens keep their cell indices, so contiguous cells are copied as slices.
     targets = jnp.atleast_1d(dst)
 
     def copy_into_target(i: jax.Array, carry: tuple[C, jax.Array]) -> tuple[C, jax.Array]:
@@ -80,7 +74,7 @@ def copy_between_streams(
 def _copy_range(
     cells: C, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
 ) -> tuple[C, jax.Array]:
-    """Copy in the table; return the number of cells to copy in the buffers, `[]` int32."""
+    """Copy a range in the table; return the number of cells to copy in the buffers, `[]` int32."""
     does = is_sequence(cells, src) & is_sequence(cells, dst) & (src != dst)
     axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
 
@@ -104,11 +98,8 @@ def _replace_range(
     start: jax.Array,
     stop: jax.Array,
 ) -> tuple[C, jax.Array]:
-    """Replace stream `dst` by a range of `source`, if `does` and `dst` is in `cells`.
-
-    `source` is a table of one stream; `dst` is numbered as in `cells`. Also return the number of
-    cells to copy in the buffers, `[]` int32.
-    """
+    """Replace stream `dst` of `cells` by a range of the only stream of `source`, if `does`."""
+    # A `dst` outside of `cells` belongs to another device and is skipped.
     shared = is_in_range(source, start, stop)[0]  # [N]
     index = jnp.arange(cells.num_cells, dtype=jnp.int32)
     end = jnp.where(does, jnp.max(jnp.where(shared, index, -1)) + 1, 0)
@@ -140,7 +131,7 @@ def _replace_range(
 def _copy_runs(
     split: Halves, src: jax.Array, targets: jax.Array, counts: jax.Array, arrays: PyTree
 ) -> PyTree:
-    """Copy the first `counts` cells, `[n]`, of a stream to each of the targets, `[n]`."""
+    """Copy the first `counts[i]` cells of stream `src` to stream `targets[i]`, for each i."""
     share, size, _ = _local_chunk_sizes(split, arrays, counts)
 
     def copy_to_target(
@@ -169,11 +160,8 @@ def _copy_runs(
 def select_between_streams(
     cells: C, buffers: Buffers, parents: Int32[Array, " n"], targets: Int32[Array, " n"]
 ) -> tuple[C, Buffers]:
-    """Replace all targets at once by their parents.
-
-    Targets are distinct; an id that is no sequence is skipped. A chunk is read from all parents
-    before it is written to any target, so sequences can be swapped.
-    """
+    """Replace all distinct `targets` at once by `parents`; skip targets outside `[0, Q)`."""
+    # Each chunk is read from all parents before a target is written, so sequences can be swapped.
     does = is_sequence(cells, targets)
     targets = jnp.where(does, targets, cells.streams)
     source = jnp.where(does, parents, 0)
@@ -193,10 +181,7 @@ def select_between_streams(
 def _replace_streams(
     axes: tuple[str, ...], cells: C, source: jax.Array, targets: jax.Array, does: jax.Array
 ) -> tuple[C, jax.Array]:
-    """Replace targets in `cells` by streams `source`, `[n]`, where `does`.
-
-    The table rows of `source` are sent to all devices.
-    """
+    """Replace stream `targets[i]` of the table by stream `source[i]`, where `does[i]` is True."""
     lines = jax.tree.map(lambda field: gather_sharded(field, axes, source), cells)
     index = jnp.arange(cells.num_cells, dtype=jnp.int32)
     used_cells = jnp.where(does[:, None] & (lines.position != EMPTY), index, -1)
@@ -224,7 +209,7 @@ def _select_cells(
     count: jax.Array,
     arrays: PyTree,
 ) -> PyTree:
-    """Copy the first `count` cells of streams, `[n]`, to targets, `[n]`, where `does`."""
+    """Copy the first `count` cells of stream `source[i]` to `targets[i]`, if `does[i]`."""
     share, size, count = _local_chunk_sizes(split, arrays, count)
 
     def select_chunk(
@@ -255,7 +240,7 @@ def _select_cells(
 
 
 def _round_up_to_chunks(cells: Cells, count: jax.Array) -> jax.Array:
-    """Round a number of cells up to whole chunks, at most N; `[]` int32."""
+    """Round a number of cells up to a multiple of the chunk size, at most N; `[]` int32."""
     size = min(CHUNK, cells.num_cells)
     return jnp.minimum(-(-count // size) * size, cells.num_cells)
 
@@ -263,7 +248,7 @@ def _round_up_to_chunks(cells: Cells, count: jax.Array) -> jax.Array:
 def _local_chunk_sizes(
     split: Halves, arrays: PyTree, count: jax.Array
 ) -> tuple[int, int, jax.Array]:
-    """Return the sizes of a device's share and of a chunk, and the number of the share's cells."""
+    """Return the sizes of a shard and a chunk, and how many of `count` cells are in the shard."""
     share = arrays[0][0].shape[2]
     first = first_local_index(stream_cell_axes(split).cells, share)
     return share, min(CHUNK, share), jnp.clip(count - first, 0, share)

@@ -1,8 +1,7 @@
-"""Copies between streams with several sequences each, into free cells.
+"""Copies between streams of several sequences each, into free cells.
 
-A copy takes cells as a ubatch does, after the cells of its targets are freed. The cells that are
-copied are never taken, even if they have no owner afterwards. So copies can run in chunks, and
-sequences can be swapped.
+A copy first frees the cells of its targets. Cells to copy are never overwritten, even if they lose
+all owners. Copies can therefore run in chunks, and sequences can be swapped.
 """
 
 from __future__ import annotations
@@ -59,10 +58,10 @@ if TYPE_CHECKING:
 
 
 class CopyDemand(NamedTuple):
-    """Cells that copies between streams need.
+    """Numbers of cells that a copy between streams needs and finds.
 
     demand: Number of cells to copy into each stream.
-    found: Number of cells available for them.
+    found: Number of cells of each stream that may be used for the copy.
     """
 
     demand: Int32[Array, " S"]
@@ -70,21 +69,21 @@ class CopyDemand(NamedTuple):
 
     @property
     def ok(self) -> Bool[Array, ""]:
-        """Whether all streams have enough cells."""
+        """Whether each stream has enough cells."""
         return jnp.all(self.demand <= self.found)
 
 
 class CopyPlan(NamedTuple, Generic[C]):
-    """Plan of copies: cells shared within streams, and cells copied between them.
+    """Plan of a copy: cells shared within streams, and cells copied between streams.
 
-    Each stream receives `need.demand` cells, the first entries of the arrays `[S, N]`.
+    The first `need.demand[s]` entries for stream s of `arriving`, `origin` and `slots` are valid.
 
-    left: Table after the sharing, and after freeing the other cells of the targets.
-    arriving: Table of the copies, by turn: positions, shifts, hashes and contents of the originals,
-      and the new owners.
-    origin: Cell to copy, numbered over all streams.
-    slots: Destination of the copy.
-    need: Number of cells that each stream needs, and gets if the copy fits.
+    left: Table with the shared cells, in which the other cells of the targets are free.
+    arriving: Table of the copied tokens, with the new owners. Positions, shifts, hashes and
+      contents are those of the original cells.
+    origin: Index of each cell to copy, stream * N + cell.
+    slots: Slot of each copied cell.
+    need: Number of cells that each stream needs and finds.
     """
 
     left: C
@@ -97,7 +96,7 @@ class CopyPlan(NamedTuple, Generic[C]):
 def plan_copy(
     cells: C, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
 ) -> CopyPlan[C]:
-    """Plan `seq_cp`: share cells within a stream, and replace targets in other streams."""
+    """Plan `seq_cp`: share cells in the stream of `src`, and replace targets in other streams."""
     dst = jnp.atleast_1d(dst)
     parents = jnp.broadcast_to(src, dst.shape)
     is_cross_stream = _is_in_other_stream(cells, parents, dst)
@@ -106,7 +105,7 @@ def plan_copy(
 
 
 def plan_select(cells: C, parents: jax.Array, targets: jax.Array) -> CopyPlan[C]:
-    """Plan `seq_select`; targets are distinct, an id that is no sequence is skipped."""
+    """Plan `seq_select` for distinct `targets`; skip targets outside `[0, Q)`."""
     is_cross_stream = _is_in_other_stream(cells, parents, targets)
     base = seq_select(cells, parents, jnp.where(is_cross_stream, cells.sequences, targets))
     everything = jnp.int32(0), jnp.int32(-1)
@@ -114,10 +113,8 @@ def plan_select(cells: C, parents: jax.Array, targets: jax.Array) -> CopyPlan[C]
 
 
 def execute_copy(cells: C, buffers: Buffers, transfer: CopyPlan[C]) -> tuple[C, Buffers]:
-    """Apply a plan to the table and the buffers, if all streams have enough cells.
-
-    A layer that lacks tokens of a source stream lacks tokens of the target stream afterwards.
-    """
+    """Apply a copy plan to the table and the buffers, if each stream has enough cells."""
+    # A layer that lacks tokens of a source stream lacks tokens of the target stream afterwards.
     base, arriving, origin, slots, need = transfer
     gets = need.ok & (jnp.arange(cells.num_cells)[None] < need.demand[:, None])
     slots = jnp.where(gets, slots, out_of_range_slots(slots))
@@ -134,10 +131,7 @@ def execute_copy(cells: C, buffers: Buffers, transfer: CopyPlan[C]) -> tuple[C, 
 def _copy_planned_cells(
     split: Halves, origin: jax.Array, slots: jax.Array, num_copied: jax.Array, arrays: PyTree
 ) -> PyTree:
-    """Copy the keys and values of the first `num_copied` slots of each stream.
-
-    `origin` and `slots` are read on the devices of the target streams, and sent to the others.
-    """
+    """Copy keys and values into the first `num_copied[s]` slots of each stream s."""
     ends = jnp.cumsum(num_copied)
     by_streams, size = stream_cell_axes(split).streams, slots.shape[1]
 
@@ -162,7 +156,7 @@ def _copy_planned_cells(
 
 
 def _is_in_other_stream(cells: Cells, parents: jax.Array, targets: jax.Array) -> jax.Array:
-    """Return which targets are in another stream than their parent; `[n]` bool."""
+    """Return whether each target is in another stream than its parent; `[n]` bool."""
     (theirs, *_), (ours, *_) = locate_owner_bit(cells, parents), locate_owner_bit(cells, targets)
     return is_sequence(cells, parents) & is_sequence(cells, targets) & (theirs != ours)
 
@@ -176,10 +170,7 @@ def _plan_transfer(
     start: jax.Array,
     stop: jax.Array,
 ) -> CopyPlan[C]:
-    """Plan copies of a range of parents to targets, where `is_cross_stream`, `[n]`.
-
-    `base` is the table after the sharing within streams.
-    """
+    """Plan copies of a range of each parent to its target, where `is_cross_stream` is True."""
 
     def combine_sequence_bits(ids: jax.Array) -> jax.Array:
         ids = jnp.where(is_cross_stream, ids, cells.sequences)
@@ -223,12 +214,8 @@ def _queue_copies(
     start: jax.Array,
     stop: jax.Array,
 ) -> tuple[C, jax.Array, jax.Array, jax.Array, jax.Array]:
-    """List copies into some streams, and choose `open_cells` for them.
-
-    Table rows of a parent's stream are sent to all devices. `base` is the table that receives the
-    copies, and `like`, `[n, n]` bool, is which targets share a copy. Returns `arriving`, `origin`
-    and `slots` of a `CopyPlan`, and both fields of its `need`.
-    """
+    """List the cells to copy into each stream of a device, and choose slots in `open_cells`."""
+    # Targets i and j share one copy if `like[i, j]`.
     (streams, words, bits_of), (theirs, word, bit) = (
         locate_owner_bit(cells, targets),
         locate_owner_bit(cells, parents),
@@ -239,7 +226,7 @@ def _queue_copies(
     index = jnp.arange(cells.num_cells, dtype=jnp.int32)
 
     def queue_parent_cells(i: jax.Array, queue: tuple[C, jax.Array, jax.Array]) -> tuple:
-        """Append the cells of a parent to the queue of its target's stream."""
+        """Add the cells of parent i to the list of copies into the stream of target i."""
         arriving, origin, num_copied = queue
         line = [cells.position, cells.owners, cells.shift, cells.cell_hash, cells.content]
         line = [gather_sharded(field, axes, theirs[i]) for field in line]

@@ -1,8 +1,7 @@
 """Cache of encoder sources, for cross-attention.
 
-A source is written once, completely, and then only read. The positions of its cells start at 0, and
-edits of the sequence's positions do not change them. Copying or removing a sequence copies or
-removes its source.
+A source is written once and then only read. The cells of a source have positions from 0, and no
+edit changes these positions. Copying or removing a sequence copies or removes its source.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ if TYPE_CHECKING:
 
 
 class CrossAttentionSlots(NamedTuple):
-    """Slots of a ubatch of decoder tokens in a part with encoder sources.
+    """Slots of decoder tokens in a part with encoder sources.
 
-    looks: 0 for a token that attends; an index past the last cell for padding and refused plans.
+    looks: 0 for a token that attends; past the last cell for padding and for refused plans.
     """
 
     looks: Int32[Array, "R T"]
@@ -41,44 +40,43 @@ class CrossAttentionSlots(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CrossAttentionTable(CellTable):
-    """Table of encoder sources: a `CellTable` that ignores edits of positions.
+    """Table of encoder sources: a `CellTable` without edits of positions.
 
-    Sources are added with `init_batch(encoder=True)`. A ubatch of decoder tokens uses no cells, and
-    its tokens attend to all cells of their sequence.
+    Decoder tokens use no cells, and attend to all cells of their sequence.
 
-    of_sources: True, static. JAX compares the fields of dataclasses but not their types. Without
-      this field a program compiled for a `CellTable` could be reused for this table.
+    of_sources: True, static. Prevents the reuse of programs compiled for a `CellTable`, since JAX
+      does not compare types of dataclasses.
     """
 
     of_sources: bool = field(default=True, metadata={"static": True})
 
     @property
     def spec(self) -> TableSpec:
-        """Static configuration of the cache."""
+        """Static configuration of the table."""
         return replace(super().spec, kind="source")
 
     def cache_spec(self, buffers: Buffers) -> CacheSpec:
-        """Return the `CacheSpec` of the model layers that the cache serves."""
+        """Return the `CacheSpec` of the layers in `buffers`."""
         return replace(super().cache_spec(buffers), kind="cross_attention")
 
     def can_allocate(
         self, lengths: Int[np.ndarray, " Q"], at_once: int, num_shared_cells: Int[np.ndarray, " S"]
     ) -> Bool[np.ndarray, " S"]:
-        """Return True for all streams: decoder tokens use no cells here."""
+        """Return True for each stream, since decoder tokens use no cells."""
         del lengths, at_once, num_shared_cells
         return np.ones(self.streams, bool)
 
     def slots_when_skipped(self, ubatch: Ubatch) -> CrossAttentionSlots:
-        """Return slots with which all valid tokens attend."""
+        """Return slots with which all valid tokens of a ubatch attend."""
         looks = out_of_range_slots(ubatch.positions)
         return CrossAttentionSlots(jnp.where(ubatch.valid, 0, looks))
 
     def occupy(self, ubatch: Ubatch) -> Self:
-        """Store a source in its slots; decoder tokens have none."""
+        """Store the tokens of sources in their slots; decoder tokens leave the table unchanged."""
         return self if isinstance(ubatch.slots, CrossAttentionSlots) else super().occupy(ubatch)
 
     def stream_hash_after(self, ubatch: Ubatch, occupied: CellTable) -> UInt32[Array, " S"]:
-        """Return the hash after a ubatch; decoder tokens do not change it."""
+        """Return the hash of each stream after a ubatch; decoder tokens do not change the hash."""
         if isinstance(ubatch.slots, CrossAttentionSlots):
             return ubatch.hash_before
         return super().stream_hash_after(ubatch, occupied)
@@ -86,7 +84,7 @@ class CrossAttentionTable(CellTable):
     def seq_rm(
         self, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]
     ) -> tuple[CellTable, Bool[Array, ""]]:
-        """Remove a source if `start` <= 0 and `stop` < 0; otherwise keep it."""
+        """Remove the source of a sequence if `start` <= 0 and `stop` < 0; otherwise do nothing."""
         return super().seq_rm(seq, start, jnp.where((start <= 0) & (stop < 0), -1, 0))
 
     def seq_cp(
@@ -97,7 +95,7 @@ class CrossAttentionTable(CellTable):
         start: Int32[Array, ""],
         stop: Int32[Array, ""],
     ) -> tuple[CellTable, Buffers | None]:
-        """Replace the sources of the targets by that of `src`, unless the range is empty."""
+        """Replace the sources of `dst` by the source of `src`, unless the range is empty."""
         return self.seq_select(buffers, *self._parents_of_copy(src, dst, start, stop))
 
     def can_seq_cp(
@@ -107,14 +105,14 @@ class CrossAttentionTable(CellTable):
         start: Int32[Array, ""],
         stop: Int32[Array, ""],
     ) -> tuple[Bool[Array, ""], Int32[Array, " m"]]:
-        """Return whether the copy is possible; the last positions are all -1."""
+        """Return whether a copy is possible, and -1 as the last position of each target."""
         ok = self.can_seq_select(*self._parents_of_copy(src, dst, start, stop))
         return ok, jnp.full(jnp.atleast_1d(dst).shape, EMPTY)
 
     def _parents_of_copy(
         self, src: jax.Array, dst: jax.Array, start: jax.Array, stop: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Return the parents and targets of a copy, `[n]`; a target of Q is unchanged."""
+        """Return the parents and targets of a copy, `[n]`; an unchanged target becomes Q."""
         targets = jnp.atleast_1d(dst)
         parent = jnp.where(
             jnp.maximum(start, 0) < resolve_range_end(stop), src, -1
@@ -129,7 +127,7 @@ class CrossAttentionTable(CellTable):
         delta: Int32[Array, ""],
         gap: Int32[Array, ""] | None = None,
     ) -> tuple[CrossAttentionTable, Bool[Array, ""]]:
-        """Return the table unchanged: a source keeps its positions."""
+        """Return the table unchanged, since a source keeps its positions."""
         del seq, start, stop, delta, gap
         return self, jnp.array(True)
 
@@ -140,7 +138,7 @@ class CrossAttentionTable(CellTable):
         stop: Int32[Array, ""],
         delta: Int32[Array, ""],
     ) -> Bool[Array, ""]:
-        """Return True, since no position changes."""
+        """Return True, since a source keeps its positions."""
         del seq, start, stop, delta
         return jnp.array(True)
 
@@ -151,12 +149,12 @@ class CrossAttentionTable(CellTable):
         stop: Int32[Array, ""],
         divisor: Int32[Array, ""],
     ) -> tuple[CrossAttentionTable, Bool[Array, ""]]:
-        """Return the table unchanged: a source keeps its positions."""
+        """Return the table unchanged, since a source keeps its positions."""
         del seq, start, stop, divisor
         return self, jnp.array(True)
 
     def can_resume(self, seq: Int32[Array, ""], pos: Int32[Array, ""]) -> Bool[Array, ""]:
-        """Return True: a source is complete for every position."""
+        """Return True, since a source is complete for every position."""
         del seq, pos
         return jnp.array(True)
 
@@ -172,7 +170,7 @@ class CrossAttentionTable(CellTable):
         visible_until: Tokens | None = None,
         **options: Any,
     ) -> tuple[CellTable, Buffers, Float[Array, "R T H Dv"]]:
-        """Attend to all cells of the sources; for a ubatch of sources see `jaxkv.attend`."""
+        """Attend from decoder tokens to all cells of their sources, or from a source to itself."""
         if not isinstance(ubatch.slots, CrossAttentionSlots):
             return super().attend(
                 buffers, layer, ubatch, q, k, v, visible_until=visible_until, **options
@@ -198,13 +196,13 @@ class CrossAttentionTable(CellTable):
         k: Float[Array, "R T K D"],
         v: Float[Array, "R T K Dv"] | None = None,
     ) -> tuple[CellTable, Buffers]:
-        """Write the keys and values of sources."""
+        """Write the keys and values of sources; raise for a ubatch of decoder tokens."""
         if isinstance(ubatch.slots, CrossAttentionSlots):
             _refuse_to_write()
         return super().write_kv(buffers, layer, ubatch, k, v)
 
     def read_kv(self, buffers: Buffers, layer: int, ubatch: Ubatch, **options: Any) -> KVView:
-        """Return the keys and values of the sources, all visible to decoder tokens."""
+        """Return the keys and values of sources, all visible to decoder tokens."""
         if not isinstance(ubatch.slots, CrossAttentionSlots):
             return super().read_kv(buffers, layer, ubatch, **options)
         _refuse_visible_until(options.get("visible_until"))
@@ -212,16 +210,13 @@ class CrossAttentionTable(CellTable):
 
 
 def as_source_table(table: CellTable) -> CrossAttentionTable:
-    """Convert a `CellTable` to a table of encoder sources."""
+    """Convert a `CellTable` to a `CrossAttentionTable`."""
     return CrossAttentionTable(**{f.name: getattr(table, f.name) for f in fields(table)})
 
 
 def _as_attention_ubatch(ubatch: Ubatch) -> Ubatch:
-    """Return a ubatch of decoder tokens with the slots that attention expects.
-
-    Sequences that share a token own the same source (otherwise the plan is refused), so the first
-    sequence is sufficient.
-    """
+    """Return a ubatch of decoder tokens in the form that `CellTable.attend` requires."""
+    # All sequences of a shared token have the same source, so the first sequence is sufficient.
     no_more = jnp.zeros_like(ubatch.more)  # the source is complete in every ubatch
     return replace(ubatch, slots=ubatch.slots.looks, shared_with=None, more=no_more)
 

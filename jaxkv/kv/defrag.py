@@ -1,4 +1,4 @@
-"""Defragmentation: closing the gaps between used cells, in fill order."""
+"""Defragmentation: moves of used cells into the gaps between used cells, in fill order."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DefragPlan(MaintenancePlan):
-    """Moves that close gaps: runs of contiguous cells and their destinations.
+    """Plan of moves that close gaps: runs of contiguous cells, and their destinations.
 
-    M = N // 2 is the largest possible number of runs. The first `count` of a stream are valid.
+    M = N // 2 is the largest possible number of runs of a stream.
 
-    source: First cell of each run, those last in fill order first.
-    destination: Destination of that cell; the rest of the run follows.
-    length: Number of cells in the run; 0 after the last run.
-    count: Number of runs.
-    free: Which cells were empty when planned. On a table with other empty cells the plan has no
-      effect.
-    spec: Spec of the cache that was planned for, static.
+    source: First cell of each run; the last run in fill order comes first.
+    destination: Cell that the first cell of each run moves to.
+    length: Number of cells of each run; 0 for entries after the last run.
+    count: Number of runs of each stream.
+    free: Whether each cell was empty when the plan was made. The plan has no effect on a table with
+      other empty cells.
+    spec: Spec of the table when the plan was made, static.
     """
 
     source: Int32[Array, "S M"]
@@ -56,21 +56,20 @@ class DefragPlan(MaintenancePlan):
         return jnp.sum(self.length, dtype=jnp.int32)
 
     def is_current(self, table: Cells) -> Bool[Array, ""]:
-        """Return whether the table's empty cells are those of the plan."""
+        """Return whether the empty cells of the table are the same as when the plan was made."""
         return jnp.all(self.free == is_cell_empty(table))
 
     def commit(self, table: C, buffers: Buffers, ok: Bool[Array, ""]) -> tuple[C, Buffers]:
-        """Move the cells if `ok`."""
+        """Move the cells of the plan if `ok`."""
         return move_cells(table, buffers, self, ok)
 
 
 def plan_moves(cells: Cells, max_moves: int | None, spec: TableSpec) -> DefragPlan:
-    """Plan the moves that close gaps, or the first `max_moves` runs of each stream.
+    """Plan all moves that close gaps, or the first `max_moves` runs of each stream.
 
-    With U used cells, those of rank U or more move into the gaps of lower rank, in fill order (see
-    `fill_order`). So each cell moves at most once, and no destination is also a source. With tiles,
-    whole tiles move into empty tiles, with their gaps. The last tile of `max_moves` moves
-    completely, even if this exceeds `max_moves`.
+    In a stream with U used cells, used cells of rank U or more move to empty cells of a lower rank
+    (see `fill_order`). In tiled placement, whole tiles move into empty tiles; the last tile moves
+    completely, even if its runs exceed `max_moves`.
     """
     tile = tile_size(cells.num_cells) if cells.placement == "tiled" else None
     plan = jax.vmap(partial(_plan_stream_moves, spec, cells.shards, tile))(is_cell_empty(cells))
@@ -90,7 +89,7 @@ def plan_moves(cells: Cells, max_moves: int | None, spec: TableSpec) -> DefragPl
 def _plan_stream_moves(
     spec: TableSpec, shards: int, tile: int | None, empty: jax.Array
 ) -> DefragPlan:
-    """Plan the moves of one stream; of whole tiles if `tile` is given."""
+    """Plan the moves of one stream; if `tile` is given, move whole tiles of `tile` cells."""
     size = empty.shape[0]
     max_moves = max(size // 2, 1)
     rank, is_used = jnp.arange(size), to_fill_order(~empty, shards)
@@ -131,7 +130,7 @@ def _plan_stream_moves(
 
 
 def _find_tile_moves(is_used: jax.Array, tile: int) -> tuple[jax.Array, jax.Array]:
-    """Return which cells are moved from and moved to if whole tiles move; `[N]` bool."""
+    """Return the sources and the destinations of moves of whole tiles, `[N]` bool each."""
     cells = is_used.reshape(-1, tile)
     has_used, rank = jnp.any(cells, axis=1), jnp.arange(len(cells))
     used = jnp.sum(has_used)
@@ -144,7 +143,7 @@ def _find_tile_moves(is_used: jax.Array, tile: int) -> tuple[jax.Array, jax.Arra
 def move_cells(
     cells: C, buffers: Buffers, plan: DefragPlan, ok: Bool[Array, ""]
 ) -> tuple[C, Buffers]:
-    """Move cells in the table and the buffers, CHUNK at a time, if `ok`."""
+    """Move the cells of a plan in the table and the buffers, in chunks of CHUNK cells, if `ok`."""
     size = cells.num_cells
     chunks = jnp.where(ok, -(-jnp.sum(plan.length, axis=1) // CHUNK), 0)  # [S]
 
@@ -184,10 +183,7 @@ def move_cells(
 def _move_keys_and_values(
     size: int, split: Halves, plan: DefragPlan, chunks: jax.Array, arrays: PyTree
 ) -> PyTree:
-    """Move keys and values in chunks, each gathered before it is scattered.
-
-    `size` is N. If a mesh splits cells, each chunk is sent to all devices of its stream.
-    """
+    """Move keys and values in chunks; read each chunk completely before writing it."""
     stream = jnp.arange(len(chunks))[:, None]
 
     def move_chunk(i: jax.Array, arrays: PyTree, plan: DefragPlan) -> PyTree:
@@ -205,7 +201,7 @@ def _move_keys_and_values(
 
 
 def _list_chunk_moves(plan: DefragPlan, size: int, i: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return sources and destinations of the i-th chunk of each stream, `[S, CHUNK]`."""
+    """Return the source and destination cells of the i-th chunk of each stream, `[S, CHUNK]`."""
     turn = i * CHUNK + jnp.arange(CHUNK)
 
     def of_stream(plan: DefragPlan) -> tuple[jax.Array, jax.Array]:
@@ -222,11 +218,11 @@ def _list_chunk_moves(plan: DefragPlan, size: int, i: jax.Array) -> tuple[jax.Ar
 
 
 def _gather_cells(field: jax.Array, cell: jax.Array) -> jax.Array:
-    """Return a field `[S, N]` at cells `[S, n]` of each stream; 0 past the last cell."""
+    """Return a table field `[S, N]` at cells `[S, n]`; 0 for cells past the last one."""
     return jax.vmap(lambda row, at: row.at[at].get(mode="fill", fill_value=0))(field, cell)
 
 
 def _scatter_cells(field: jax.Array, cell: jax.Array, value: jax.Array | int) -> jax.Array:
-    """Write a field `[S, N]` at cells `[S, n]` of each stream."""
+    """Write `value` into a table field `[S, N]` at cells `[S, n]`."""
     put = jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop", unique_indices=True))
     return put(field, cell, jnp.broadcast_to(jnp.asarray(value, field.dtype), cell.shape))

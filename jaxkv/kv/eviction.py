@@ -1,4 +1,4 @@
-"""Windows: eviction, and the positions at which sequences can continue."""
+"""Eviction of cells outside of windows, and checks whether sequences can continue."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def is_evictable(cells: Cells) -> Bool[Array, "S N"]:
-    """Return used cells that are outside the window of every owner's next token."""
+    """Return which used cells are outside the window of every owner's next token."""
     if cells.window is None:
         return jnp.zeros(cells.position.shape, bool)
     if cells.sequences_per_stream == 1:
@@ -55,11 +55,8 @@ def is_evictable(cells: Cells) -> Bool[Array, "S N"]:
 
 
 def evict_cells(cells: C, evicted: Bool[Array, "S N"]) -> C:
-    """Remove cells from their owners, and with them all earlier cells of these owners.
-
-    The remaining cells of an owner then have no gap, and `evicted_below` is their start. `evicted`
-    may include empty cells.
-    """
+    """Remove each owner of an `evicted` cell from that cell and from the owner's earlier cells."""
+    # The remaining cells of an owner have no gap, and start at position `evicted_below`.
     if cells.sequences_per_stream == 1:
         end = jnp.max(jnp.where(evicted, cells.position, EMPTY), axis=1)
         cells = replace(cells, evicted_below=jnp.maximum(cells.evicted_below, end + 1))
@@ -82,15 +79,12 @@ def evict_cells(cells: C, evicted: Bool[Array, "S N"]) -> C:
 
 
 def _local_ids_owning(cells: Cells, where: jax.Array) -> jax.Array:
-    """Return which sequence numbers own a cell of `where` in any stream, `[Q / S]`."""
+    """Return `[Q // S]` bool: whether the i-th sequence of any stream owns a cell in `where`."""
     return jnp.any(sequences_owning_cells(cells, where).reshape(cells.streams, -1), axis=0)
 
 
 def _positions_by_local_id(cells: Cells, local: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the positions and the owner bit of one sequence number in each stream.
-
-    Positions are `[S, N]` int32, EMPTY for cells of other sequences; the bit is in `[W]` uint32.
-    """
+    """Return the positions and the owner bit of the sequence with index `local` in each stream."""
     word, bit = divmod_nonnegative(local, WORD)
     owners = jax.lax.dynamic_index_in_dim(cells.owners, word, axis=1, keepdims=False)
     bit = jnp.uint32(1) << bit.astype(jnp.uint32)
@@ -99,10 +93,8 @@ def _positions_by_local_id(cells: Cells, local: jax.Array) -> tuple[jax.Array, j
 
 
 def can_resume(cells: Cells, seq: Int32[Array, ""], pos: Int32[Array, ""]) -> Bool[Array, ""]:
-    """Return whether a sequence that is cut at `pos` can continue there.
-
-    The window of the next token must be complete. An empty sequence can continue anywhere.
-    """
+    """Return whether a sequence that is cut at `pos` can continue at `pos`."""
+    # The window of the next token must contain no evicted position.
     positions, mark = sequence_positions(cells, seq), cells.evicted_below[seq]
     highest = jnp.max(positions)
     last_kept = jnp.max(jnp.where(positions < pos, positions, EMPTY))
@@ -113,12 +105,11 @@ def can_resume(cells: Cells, seq: Int32[Array, ""], pos: Int32[Array, ""]) -> Bo
 
 
 def accept_edit(cells: C, edited: C, tip: Int32[Array, " Q"]) -> tuple[C, Bool[Array, ""]]:
-    """Return the edited table and True, or `cells` and False if it is refused.
+    """Return `edited` and True if every sequence can continue afterwards, else `cells` and False.
 
-    It is refused if a sequence could not continue afterwards. A sequence can continue if its next
-    token attends to no evicted position. The position of that token must be certain: it follows a
-    present token, or the last evicted one. `tip` is the position of `evicted_below - 1` after the
-    edit.
+    A sequence can continue if its next token attends to no evicted position. The position of the
+    next token must be certain: one past a present token, or one past the last evicted token. After
+    the edit, `tip` is the position of the token that was at `evicted_below - 1`.
     """
     if cells.window is None:
         return edited, jnp.array(True)
@@ -137,7 +128,7 @@ def can_resume_after_copy(
     start: Int32[Array, ""],
     stop: Int32[Array, ""],
 ) -> tuple[Bool[Array, ""], Int32[Array, " m"]]:
-    """Return whether targets can continue after a copy; and their last positions."""
+    """Return whether all targets of a copy can continue, and the last position of each target."""
     dst = jnp.atleast_1d(dst)
     positions, marks = sequence_positions(cells, src), cells.evicted_below
     copied = (positions >= jnp.maximum(start, 0)) & (positions < resolve_range_end(stop))
@@ -161,15 +152,16 @@ def can_resume_after_copy(
 
 
 def _can_go_on(cells: Cells, mark: jax.Array, end: jax.Array, certain: jax.Array) -> jax.Array:
-    """Return whether sequences can continue.
+    """Return whether sequences can continue after an edit or a copy.
 
-    `mark` is one past the highest position that may be evicted, `end` the highest present position
-    (EMPTY if none), and `certain` whether position `mark - 1` existed.
+    The argument `mark` is one past the highest position that may be evicted. The argument `end` is
+    the last present position, or EMPTY. The argument `certain` is whether a token at position
+    `mark - 1` existed.
     """
     complete = mark <= first_seen(cells.window, jnp.maximum(end, mark - 1) + 1)
     return (mark == 0) | (complete & ((end >= mark - 1) | certain))
 
 
 def is_context_evicted(cells: Cells, position: Int32[Array, " Q"]) -> Bool[Array, " Q"]:
-    """Return which sequences attend to an evicted position with a token at `position`."""
+    """Return whether a token at `position` of each sequence attends to an evicted position."""
     return cells.evicted_below > first_seen(cells.window, position)

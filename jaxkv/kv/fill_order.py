@@ -1,8 +1,9 @@
-"""Order in which the cells of a stream are filled: by number, or in stripes.
+"""Order in which the empty cells of a stream are taken: by index, or in stripes.
 
-If a mesh splits cells, each device stores a contiguous share. Filled by number, a short sequence
-would be on the first device only. Stripes alternate between the shares, a few contiguous cells at a
-time: at most 64, and a power of two that divides the share. The cell filled first has rank 0.
+If a mesh splits cells, each device stores a contiguous part of each stream. If cells were taken by
+index, a short sequence would be on the first device only. Striped placement alternates between the
+devices, with a stripe of at most 64 contiguous cells at a time. The rank of a cell is its place in
+the order in which cells are taken, from 0.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ STRIPE = 64
 
 
 def to_fill_order(x: Shaped[Array, "... N"], shards: int) -> Shaped[Array, "... N"]:
-    """Reorder an array of cells by rank.
+    """Reorder an array over cells from the order of indices to the order of ranks.
 
     >>> to_fill_order(jnp.arange(16), 2)
     Array([ 0,  1,  8,  9,  2,  3, 10, 11,  4,  5, 12, 13,  6,  7, 14, 15],      dtype=int32)
@@ -33,7 +34,7 @@ def to_fill_order(x: Shaped[Array, "... N"], shards: int) -> Shaped[Array, "... 
 
 
 def cells_at_ranks(rank: Int32[Array, "*n"], cells: int, shards: int) -> Int32[Array, "*n"]:
-    """Return the cells of ranks; a rank of `cells` or more is unchanged.
+    """Return the indices of the cells at some ranks; a rank of `cells` or more is unchanged.
 
     >>> cells_at_ranks(jnp.array([2, 4, 15, 16]), 16, 2)
     Array([ 8,  2, 15, 16], dtype=int32)
@@ -47,10 +48,7 @@ def cells_at_ranks(rank: Int32[Array, "*n"], cells: int, shards: int) -> Int32[A
 
 
 def _stripe_sizes(cells: int, shards: int) -> tuple[int, int]:
-    """Return the number of cells of a stripe, and of stripes in each share.
-
-    A stripe is smaller than 64 if the share is not a multiple of 64 or has fewer than four stripes.
-    """
+    """Return the number of cells of a stripe, and the number of stripes on a device."""
     share = cells // shards
     stripe = gcd(STRIPE, share)
     while stripe > 1 and 4 * stripe > share:

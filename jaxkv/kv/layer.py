@@ -1,4 +1,4 @@
-"""Layer operations of an attention cache: write, read and attend."""
+"""Implementations of `attend`, `write_kv` and `read_kv` for attention layers."""
 
 from __future__ import annotations
 
@@ -68,11 +68,7 @@ def attend(
     visible_until: Tokens | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[C, Buffers, Float[Array, "R T H Dv"]]:
-    """Write the keys and values of a ubatch, if given, and attend; see `jaxkv.attend`.
-
-    Tokens of a stale ubatch are not written and get NaN. Tokens get NaN, too, if the layer lacks
-    tokens of their stream.
-    """
+    """Implement `jaxkv.attend` for attention layers."""
     layer_kv = _get_layer_kv(buffers, layer)
     new = () if k is None and v is None else _check_kv(ubatch, layer_kv, k, v)
     _check_array("q", q)
@@ -110,7 +106,7 @@ def write_kv(
     k: Float[Array | np.ndarray, "R T K D"],
     v: Float[Array | np.ndarray, "R T K Dv"] | None,
 ) -> tuple[C, Buffers]:
-    """Write the keys and values of a ubatch, see `jaxkv.write_kv`."""
+    """Implement `jaxkv.write_kv` for attention layers."""
     layer_kv = _get_layer_kv(buffers, layer)
     mark, layer_kv = _write_layer(
         table, ubatch, layer_kv, table.written[:, layer], _check_kv(ubatch, layer_kv, k, v)
@@ -127,7 +123,7 @@ def read_kv(
     causal: bool = True,
     visible_until: Tokens | None = None,
 ) -> KVView:
-    """Return the keys and values that a ubatch attends to, see `jaxkv.read_kv`."""
+    """Implement `jaxkv.read_kv` for attention layers."""
     visible_until = _check_visible_until(visible_until, ubatch, causal)
     layer_kv = _get_layer_kv(buffers, layer)
     return _visible_kv(table, ubatch, layer_kv, table.written[:, layer], visible_until, causal)
@@ -140,7 +136,7 @@ def _with_layer_history(table: C, layer: int | jax.Array, mark: jax.Array) -> C:
 
 
 def _get_layer_kv(buffers: Buffers, layer: int | jax.Array) -> LayerKV:
-    """Return the keys and values of a layer; raise if it is out of range."""
+    """Return the keys and values of a layer; raise if a known layer number is out of range."""
     if not is_traced(layer) and not 0 <= layer < buffers.layers:
         raise ValueError(
             f"expected a layer from 0 to {buffers.layers - 1}, got {layer}; make the cache with "
@@ -150,7 +146,7 @@ def _get_layer_kv(buffers: Buffers, layer: int | jax.Array) -> LayerKV:
 
 
 def _check_array(name: str, x: object) -> jax.Array | np.ndarray:
-    """Return `x` if it is an array of floats, else raise."""
+    """Return the argument `x` if it is an array of floats; otherwise raise with its `name`."""
     if not isinstance(x, jax.Array | np.ndarray):
         raise TypeError(f"expected an array for {name}, got {type(x)}; convert it with jnp.asarray")
     if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -161,7 +157,7 @@ def _check_array(name: str, x: object) -> jax.Array | np.ndarray:
 def _check_kv(
     ubatch: Ubatch, layer_kv: LayerKV, k: object, v: object
 ) -> tuple[jax.Array | np.ndarray, ...]:
-    """Return the checked keys and values of a ubatch; keys only with `ValueSlice`."""
+    """Check `k` and `v` and return them; return `k` alone if values are slices of the keys."""
     keys, values = layer_kv
     if isinstance(values, ValueSlice):
         if v is not None:
@@ -194,7 +190,7 @@ def _check_kv(
 def _check_visible_until(
     visible_until: Tokens | None, ubatch: Ubatch, causal: bool
 ) -> jax.Array | None:
-    """Return the last position that each token attends to, `[R, T]` int32, checked."""
+    """Check `visible_until`, and return an int32 array `[R, T]` or None."""
     if not isinstance(causal, bool | np.bool_):
         raise TypeError(
             f"expected causal as True or False, known while tracing, got {causal!r}; pass a "
@@ -223,7 +219,7 @@ def _write_local_kv(
     where: jax.Array,
     new: tuple[jax.Array, ...],
 ) -> LayerKV:
-    """Write `new` from `_check_kv`, if not empty, into slots `where` of a share."""
+    """Write the arrays `new`, if any, into slots `where` of this device's shard."""
     if not new:
         return layer_kv
     if split.cells:
@@ -240,7 +236,7 @@ def _local_visibility(
     causal: bool,
     visible_until: jax.Array | None,
 ) -> Visibility:
-    """Return the visibility of the cells in a device's share, see `visibility_of`."""
+    """Return the `Visibility` of the cells in this device's shard, see `visibility_of`."""
     visibility, count = (
         visibility_of(table, ubatch, causal=causal, visible_until=visible_until),
         layer_kv[0].shape[2],
@@ -253,17 +249,14 @@ def _local_visibility(
 
 
 def _slots_to_write(table: Cells, ubatch: Ubatch, layer_kv: LayerKV) -> tuple[jax.Array, jax.Array]:
-    """Return slots and current rows, see `slots.committed_slots`.
-
-    A traced layer that is out of range makes all rows stale.
-    """
+    """Return `slots.committed_slots`; rows are stale if a traced layer number is out of range."""
     where, current = slots.committed_slots(table, ubatch)
     keys, _ = codes_and_scales(layer_kv[0])
     return where, current & jnp.all(keys.is_in_range) if isinstance(keys, LayerView) else current
 
 
 def _all_over_axes(flags: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Return which flags are True on all devices along some axes."""
+    """Return whether each flag is True on all devices along `axes`."""
     return jax.lax.pmin(flags.astype(jnp.int32), axes) == 1 if axes else flags
 
 
@@ -275,10 +268,7 @@ def _write_layer(
     mark: jax.Array,
     new: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, LayerKV]:
-    """Write into a layer, on a mesh each device into its share.
-
-    `mark` is `written` of the layer, `[S]` uint32, and `new` the result of `_check_kv`.
-    """
+    """Write `new` into a layer, on a mesh each device into its shard."""
     split = make_axis_partition(table.sharding_rules, **shardable_sizes(layer_kv[0]))
 
     def write_on_shard(
@@ -310,12 +300,7 @@ def _visible_kv(
     visible_until: jax.Array | None,
     causal: bool,
 ) -> KVView:
-    """Return the keys and values of each list's stream.
-
-    All keys of a list are NaN, and all cells visible, if its stream was edited. They are NaN also
-    if a token of the list attends to tokens that the layer or the ubatch lacks. `mark` is that of
-    `_write_layer`.
-    """
+    """Return the keys and values of the stream of each list of tokens, see `jaxkv.read_kv`."""
     split = make_axis_partition(table.sharding_rules, **shardable_sizes(layer_kv[0]))
     rows = row_mesh_axes(ubatch, split.streams)
     shared_axes = () if rows else split.streams
@@ -380,14 +365,9 @@ def _attend_layer(
     causal: bool,
     implementation: Implementation | None,
 ) -> tuple[jax.Array, tuple[PyTree, ...], jax.Array]:
-    """Write into a layer, if `new` is not empty, and attend.
-
-    It is traced once for all layers. Each device writes its share and attends to its cells. Rows in
-    the order of sequences are split like their streams; other rows are computed on all devices. One
-    collective merges the partial softmax of equal rows. `mark` and `new` are those of
-    `_write_layer`, and `bias` is `[R, T, H or 1, N]` or a `PositionBias`. Returns the new `mark`,
-    the new keys and values (empty if `new` is), and `[R, T, H, Dv]`.
-    """
+    """Write into a layer if `new` is not empty, and attend; traced once for all layers."""
+    # Rows in the order of sequences are split like their streams. Other rows are computed on all
+    # devices, and one collective merges the partial softmax of each row.
     split = make_axis_partition(table.sharding_rules, **shardable_sizes(layer_kv[0]))
     heads = axes_of_queries(
         table.sharding_rules, current_mesh(table.sharding_rules), *layer_kv, q.shape[2]
@@ -456,7 +436,7 @@ def _attend_layer(
 def _specs_of_bias(
     bias: BiasOfLists | None, rows: tuple[str, ...], heads: tuple[str, ...], cells: tuple[str, ...]
 ) -> PositionBias | P | None:
-    """Return how a bias is split: as rows, query heads and cells."""
+    """Return the `PartitionSpec` of a bias, which is split like rows, query heads and cells."""
     if isinstance(bias, PositionBias):
         return replace(bias, function=P(), heads=P(heads))
     if bias is None:

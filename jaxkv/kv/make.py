@@ -1,4 +1,4 @@
-"""Construction of an attention cache: checked sizes, empty table and buffers."""
+"""Construction of an attention cache: checks of sizes, an empty table and empty buffers."""
 
 from typing import Any
 
@@ -31,10 +31,7 @@ def make_attention_cache(
     placement: str,
     stacked: bool,
 ) -> Cache:
-    """Make an empty cache of attention layers, see `make_cache`.
-
-    `ubatch_size` and `max_rollback` are used with a window only.
-    """
+    """Implement `make_cache` for attention layers."""
     kind, shards = parse_placement(placement)
     _check_dtype(dtype)
     ubatch_size = check_count(ubatch_size, "ubatch_size")
@@ -75,7 +72,7 @@ def make_attention_cache(
 def _zero_buffers(
     spec: CacheSpec, streams: int, cells: int, dtype: jax.typing.DTypeLike, *, stacked: bool
 ) -> Buffers:
-    """Return buffers of zeros, one array for each layer, or one for all if `stacked`."""
+    """Return buffers of zeros: one array for each layer, or one for all layers if `stacked`."""
     names = "kv_heads", "head_dim", "value_dim", "rope"
     heads, keys, values, ropes = (_per_layer(spec, name) for name in names)
     if jnp.dtype(dtype).itemsize == 1 and any(isinstance(value, ValueSlice) for value in values):
@@ -110,13 +107,13 @@ def _zero_buffers(
 
 
 def _per_layer(spec: CacheSpec, name: str) -> tuple[Any, ...]:
-    """Return a field of the spec as a tuple with one value for each layer."""
+    """Return the field `name` of the spec as a tuple with one value for each layer."""
     value = getattr(spec, name)
     return value if isinstance(value, tuple) else (value,) * spec.layers
 
 
 def parse_placement(placement: str) -> tuple[Placement, int]:
-    """Return the placement, and the number of shares that stripes alternate between."""
+    """Return the kind of placement, and n for a placement "striped:n" (1 for other kinds)."""
     if placement in ("any", "contiguous", "tiled"):
         return placement, 1
     kind, _, shards = str(placement).partition(":")
@@ -129,7 +126,7 @@ def parse_placement(placement: str) -> tuple[Placement, int]:
 
 
 def _check_dtype(dtype_like: jax.typing.DTypeLike) -> None:
-    """Raise if keys and values cannot be stored in a dtype."""
+    """Raise if a dtype cannot store keys and values."""
     try:
         dtype = jnp.dtype(dtype_like)
     except TypeError:

@@ -1,8 +1,4 @@
-"""Attention mask of a ubatch: cells of the token's sequence, up to its position.
-
-If a token has several sequences, these share all cells before it; otherwise the plan is refused.
-The owners are therefore compared with the first sequence only.
-"""
+"""Attention mask of a ubatch: a token attends to cells of its sequence, up to its position."""
 
 from __future__ import annotations
 
@@ -29,18 +25,9 @@ def visibility_of(
     causal: bool = True,
     visible_until: Int32[Array, "R T"] | None = None,
 ) -> Visibility:
-    """Return the inputs of the attention mask for the tokens of a ubatch.
-
-    The table must contain the ubatch. Empty cells have no owner, so no token attends to them. A
-    token without a slot (padding, a refused plan) attends to no cell. For windows see
-    `jaxkv.window`; `causal` and `visible_until` are those of `jaxkv.attend`. Rows of one stream
-    form one list of tokens if `slots.group_rows_by_stream` groups them; its keys are then read
-    once.
-
-    Raises:
-      ValueError: If attention is not causal or `visible_until` is given, and a token may belong to
-        several sequences.
-    """
+    """Return the inputs of the attention mask for a ubatch that was applied to the table."""
+    # All sequences of a shared token own the same earlier cells, or the plan is refused. The mask
+    # therefore compares owners with the first sequence of a token only.
     if ubatch.shared_with is not None and not (causal and visible_until is None):
         raise ValueError(
             "expected causal attention without visible_until for tokens of several sequences, got "
@@ -71,12 +58,9 @@ def visibility_of(
 def needs_unwritten_tokens(
     cells: Cells, ubatch: Ubatch, *, causal: bool, visible_until: Int32[Array, "R T"] | None
 ) -> Bool[Array, "R T"] | None:
-    """Return which tokens attend to a token that is not written yet.
-
-    With `visible_until`, such a token's last position is after the end of the ubatch. Without
-    causal attention, its sequence continues in a later ubatch of the plan, within the window.
-    Returns None if no token attends to later positions.
-    """
+    """Return which tokens attend to tokens that are not written yet; None if no token can."""
+    # These tokens attend beyond the last token of their sequence in this ubatch. Without causal
+    # attention, their sequence must continue in a later ubatch of the plan.
     if causal and visible_until is None:
         return None
     looks = ubatch.valid & (ubatch.slots < MAX_CELLS)
@@ -95,9 +79,6 @@ def visible_cells_mask(
     causal: bool = True,
     visible_until: Int32[Array, "R T"] | None = None,
 ) -> Bool[Array, "R T N"]:
-    """Return which cells each token attends to; arguments as in `visibility_of`.
-
-    llama.cpp: `set_input_kq_mask`.
-    """
+    """Return which cells each token attends to (llama.cpp: `set_input_kq_mask`)."""
     mask = compute_mask(visibility_of(cells, ubatch, causal=causal, visible_until=visible_until))
     return mask.reshape(*ubatch.valid.shape, cells.num_cells)

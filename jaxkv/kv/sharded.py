@@ -1,7 +1,7 @@
-"""Functions of a table that run on the device of each stream.
+"""Maps over streams and rows of a table, in which each device processes its own streams.
 
-Without them, the compiler gathers the whole table on every device to look up a traced stream.
-Without a mesh they call their function directly.
+Without maps over devices, the compiler gathers the whole table on every device to look up a traced
+stream.
 """
 
 from __future__ import annotations
@@ -34,20 +34,13 @@ Axes = tuple[str, ...]
 
 
 def map_streams(cells: Cells, work: Callable[..., W], *args: PyTree) -> W:
-    """Map `work` over streams; its results are split like the streams.
-
-    `work` is called with the device's streams and its part of `args`, which are `[S, ...]` or `[Q,
-    ...]`, or trees of such arrays.
-    """
+    """Call `work` with the streams of each device; arguments and results are split by streams."""
     streams = P(make_axis_partition(cells.sharding_rules, streams=cells.streams).streams)
     return map_shards(cells.sharding_rules, work, streams, streams)(cells, *args)
 
 
 def map_streams_gather(cells: Cells, work: Callable[..., T], *args: jax.Array) -> T:
-    """Map `work` over streams, and all-gather its results with one collective.
-
-    `work` returns int32 or bool arrays of equal shapes.
-    """
+    """Call `work` with the streams of each device; gather the results with one collective."""
     axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
 
     def gather_on_shard(*args: PyTree) -> T:
@@ -59,10 +52,10 @@ def map_streams_gather(cells: Cells, work: Callable[..., T], *args: jax.Array) -
 def compare_last_tokens(
     cells: Cells, sequences: Int32[Array, " T"], contents: UInt32[Array, " T"]
 ) -> tuple[UInt32[Array, " T"], Bool[Array, " T"]]:
-    """Return the content of the last cell of some sequences, on all devices.
+    """Return `content` of the last cell of each sequence in `sequences`; 0 for an empty sequence.
 
-    Also return whether any cell at the last position (`seq_div` may produce two) has the content in
-    `contents`. The content of an empty sequence is 0.
+    The second result is whether a cell at the last position has the hash in `contents`; there may
+    be two cells at the last position after `seq_div`.
     """
     axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
     does = is_sequence(cells, sequences)
@@ -91,12 +84,11 @@ def map_rows(
     work: Callable[[C, Ubatch, Axes, Axes], W],
     out_specs: Callable[[Axes], P],
 ) -> W:
-    """Map `work` over the rows of a ubatch, on the devices of their streams.
+    """Call `work` with the streams of each device and the rows of a ubatch in these streams.
 
-    `work` is called with the device's streams and rows, the axes that split the rows, and the axes
-    along which devices have different padding. Rows in the order of sequences are split; otherwise
-    each device gets all rows, with those of other streams as padding. `out_specs` maps the axes of
-    the streams to the `PartitionSpec` of the result.
+    `work` also gets the axes that split rows, and the axes along which padding differs. Rows in the
+    order of sequences are split by stream. If rows are not in the order of sequences, each device
+    gets all rows, and rows of other devices' streams are padding.
     """
     axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
     rows = row_mesh_axes(ubatch, axes)
@@ -117,7 +109,7 @@ def map_rows(
 
 
 def gather_over_axes(found: T, axes: tuple[str, ...]) -> T:
-    """Concatenate the results of devices along some axes; int32 or bool of one shape."""
+    """All-gather int32 or bool arrays of one shape along mesh axes, with one collective."""
     if not axes:
         return found
     leaves, form = jax.tree.flatten(found)

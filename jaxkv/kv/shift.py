@@ -1,8 +1,8 @@
-"""Moves of positions, and the later rotation of the moved keys.
+"""Edits of positions, and the later rotation of keys.
 
-A key is rotated for the position at which it was written. A move changes the position only; `shift`
-accumulates the differences until `rotate_shifted_keys` applies them in one rotation. Moves that
-cancel need none. Ranges and ids are those of `jaxkv.kv.cells`.
+A key is rotated for the position at which it was written. An edit changes the position only, and
+adds the difference to `shift`. Later, `rotate_shifted_keys` applies the sum in one rotation. Edits
+that cancel need no rotation.
 """
 
 from __future__ import annotations
@@ -46,16 +46,17 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int32, PyTree
 
 CHUNK = 256
-"""Number of cells that are rotated or moved at a time."""
+"""Number of cells that are rotated or moved at once."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShiftPlan(MaintenancePlan):
-    """Plan of all pending shifts.
+    """Plan of the rotation of all keys with a pending shift.
 
-    shift: The table's `shift` when planned. On a table with another `shift` the plan has no effect.
-    spec: Spec of the cache that was planned for, static.
+    shift: `shift` of the table when the plan was made. The plan has no effect on a table with
+      another `shift`.
+    spec: Spec of the table when the plan was made, static.
     """
 
     shift: Int32[Array, "S N"]
@@ -67,11 +68,11 @@ class ShiftPlan(MaintenancePlan):
         return jnp.sum(self.shift != 0, dtype=jnp.int32)
 
     def is_current(self, table: Cells) -> Bool[Array, ""]:
-        """Return whether the table's `shift` is that of the plan."""
+        """Return whether `shift` of the table is the same as when the plan was made."""
         return jnp.all(self.shift == table.shift)
 
     def commit(self, table: C, buffers: Buffers, ok: Bool[Array, ""]) -> tuple[C, Buffers]:
-        """Rotate the keys if `ok`."""
+        """Rotate the keys of the plan if `ok`."""
         return rotate_shifted_keys(table, buffers, ok)
 
 
@@ -83,13 +84,14 @@ def seq_add(
     delta: Int32[Array, ""],
     gap: Int32[Array, ""] | None = None,
 ) -> tuple[C, Bool[Array, ""]]:
-    """Add `delta` to the positions of a sequence in a range, for all owners.
+    """Add `delta` to positions in a range of a sequence, for all owners of the cells.
 
-    A cell whose position becomes negative is freed. If a position would reach END, or an owner
-    could not continue (`eviction.accept_edit`), the table is unchanged and `ok` is False.
+    A cell with a negative new position is freed. If a position would reach END, or an owner could
+    not continue (see `eviction.accept_edit`), the table is unchanged and the returned flag is
+    False.
 
-    `gap` is the lowest position from which no token, present or evicted, precedes the range; None
-    if unknown.
+    The argument `gap` is the lowest position from which no token, present or evicted, precedes the
+    range.
     """
     moves = sequence_cells_in_range(cells, seq, start, stop)
     evicted = _highest_evicted(cells, seq, start, stop)
@@ -111,7 +113,7 @@ def can_seq_add(
     stop: Int32[Array, ""],
     delta: Int32[Array, ""],
 ) -> Bool[Array, ""]:
-    """Return whether positions remain unique and below END in every owner of the cells."""
+    """Return whether positions remain unique and below END for each owner of the moved cells."""
     moves = sequence_cells_in_range(cells, seq, start, stop)
     after = _move_positions(cells, moves, cells.position + delta)
 
@@ -131,11 +133,7 @@ def seq_div(
     stop: Int32[Array, ""],
     divisor: Int32[Array, ""],
 ) -> tuple[C, Bool[Array, ""]]:
-    """Divide the positions of a sequence in a range, rounding down, for all owners.
-
-    If the divisor is less than 1, or an owner could not continue (`eviction.accept_edit`), the
-    table is unchanged and `ok` is False.
-    """
+    """Divide positions in a range of a sequence, rounding down; for refusals see `seq_add`."""
     ok = divisor >= 1
     moves = sequence_cells_in_range(cells, seq, start, stop) & ok
     divisor = jnp.maximum(divisor, 1)
@@ -155,14 +153,14 @@ def seq_div(
 def sequence_cells_in_range(
     cells: Cells, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]
 ) -> Bool[Array, "S N"]:
-    """Return the cells of a sequence in a range."""
+    """Return which cells a sequence owns and have a position in a range."""
     return is_owned_by(cells, sequence_bits(cells, seq)) & is_in_range(cells, start, stop)
 
 
 def _in_bounds(
     cells: Cells, moves: jax.Array, evicted: tuple[jax.Array, jax.Array], delta: jax.Array
 ) -> jax.Array:
-    """Return whether all moved positions, also evicted ones, stay below END."""
+    """Return whether all moved positions, including evicted positions, stay below END."""
     highest, inside = evicted
     highest = jnp.max(jnp.where(inside, highest, EMPTY))
     highest = jnp.maximum(highest, jnp.max(jnp.where(moves, cells.position, EMPTY)))
@@ -172,10 +170,8 @@ def _in_bounds(
 def _highest_evicted(
     cells: Cells, seq: jax.Array, start: jax.Array, stop: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the highest evicted position in a range, and whether it moves, `[Q]`.
-
-    An evicted cell that was shared moves for all owners: any sequence of the stream may have one.
-    """
+    """Return the highest evicted position below `stop`, and whether the edit moves it, `[Q]`."""
+    # The evicted cell may have been shared, so it is moved for all sequences of the stream.
     highest = jnp.minimum(cells.evicted_below, resolve_range_end(stop)) - 1
     (stream, *_), (own_stream, *_) = (
         locate_owner_bit(cells, jnp.arange(cells.sequences)),
@@ -193,11 +189,10 @@ def _move_eviction_marks(
     below: jax.Array,
     move: Callable[[jax.Array], jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the eviction marks after a move, as if the evicted cells moved too.
+    """Return `evicted_below`, and the position of `evicted_below - 1`, after a move by `move`.
 
-    Also return the position of `evicted_below - 1` after the move. `evicted` is the result of
-    `_highest_evicted`, and `below` one past the highest position before the range that may be
-    evicted. `move` preserves the order of positions `[Q]` in the range.
+    The argument `evicted` is the result of `_highest_evicted`. The argument `below` is one past the
+    highest position before the range that may be evicted.
     """
     mark = cells.evicted_below
     highest, inside = evicted
@@ -210,7 +205,7 @@ def _move_eviction_marks(
 
 
 def _move_positions(cells: C, moves: jax.Array, position: jax.Array) -> C:
-    """Set the positions of the cells in `moves`; a negative one frees the cell."""
+    """Set positions of the cells in `moves`, and add to `shift`; negative positions free cells."""
     moved = replace(
         cells,
         position=jnp.where(moves, position, cells.position),
@@ -221,11 +216,8 @@ def _move_positions(cells: C, moves: jax.Array, position: jax.Array) -> C:
 
 
 def rotate_shifted_keys(cells: C, buffers: Buffers, ok: Bool[Array, ""]) -> tuple[C, Buffers]:
-    """Rotate keys with a pending shift, and reset it to 0, if `ok`.
-
-    Keys are rotated by the difference of positions, so the attention factor of a rope is not
-    applied twice. Values have no position.
-    """
+    """Rotate keys with a pending shift, and set the shift to 0, if `ok`."""
+    # Rotation by a difference of positions does not apply the attention factor of a rope twice.
     owed = (cells.shift != 0) & ok
     by = jnp.where(owed, cells.shift, 0)
     ropes = buffers.ropes[: len(buffers.k)]
@@ -248,7 +240,7 @@ def _rotate_keys(
     by: jax.Array,
     arrays: PyTree,
 ) -> PyTree:
-    """Rotate keys from positions `start` by `by`, both `[S, N]`, where `by` is not 0."""
+    """Rotate keys from positions `start` by `by` positions, both `[S, N]`, where `by` is not 0."""
     keys, values = arrays
     axes, size = stream_cell_axes(split).cells, keys[0].shape[2]
     if axes:  # each device rotates its own cells

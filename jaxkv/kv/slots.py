@@ -1,4 +1,4 @@
-"""Choice of cells for the tokens of a ubatch, and their occupation."""
+"""Choice of cells for the tokens of a ubatch, and storage of the tokens in these cells."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class TokenLists(NamedTuple):
-    """Lists of tokens that share a stream, whose keys are read once for each list.
+    """Lists of tokens that share a stream; attention reads keys once for each list.
 
     streams: Stream of each list.
     all_streams: Whether P is S and list p contains all tokens of stream p.
@@ -49,19 +49,16 @@ class TokenLists(NamedTuple):
 
 
 def group_rows_by_stream(cells: Cells, ubatch: Ubatch) -> TokenLists:
-    """Return the lists that the rows of a ubatch form.
-
-    With one stream, all rows form one list. If row r is sequence r, the rows of a stream are
-    contiguous and form a list. Otherwise each row is a list, because the streams of rows are
-    traced.
-    """
+    """Return the lists of tokens that the rows of a ubatch form."""
+    # If row r is sequence r, the rows of each stream are contiguous. Otherwise each row is a list,
+    # because the streams of rows are traced.
     if cells.streams == 1 or ubatch.row_is_sequence:
         return TokenLists(jnp.arange(cells.streams, dtype=jnp.int32), all_streams=True)
     return TokenLists(ubatch.row_stream, all_streams=False)
 
 
 def sequence_status(cells: Cells, present: Bool[Array, " Q"]) -> SequenceStatus:
-    """Return the status of the sequences in a batch; the last positions may be evicted."""
+    """Return the status of each sequence in `present`; the last position may be evicted."""
     last = jnp.where(
         present, jnp.maximum(last_positions(cells, present), cells.evicted_below - 1), EMPTY
     )
@@ -73,18 +70,14 @@ def sequence_status(cells: Cells, present: Bool[Array, " Q"]) -> SequenceStatus:
 
 
 def usable_cells(cells: Cells) -> Bool[Array, "S N"]:
-    """Return the cells that a token may get: empty or evictable."""
+    """Return which cells a token may get: empty cells and evictable cells."""
     return is_cell_empty(cells) | is_evictable(cells)
 
 
 def find_fitting_sequences(cells: Cells, demand: Int32[Array, " Q"]) -> Admission:
-    """Return which sequences fit into the usable cells, smallest demand first.
-
-    A small demand is never refused because of a larger one; 0 always fits. With a window, all
-    sequences
-    fit: evictions happen only as each ubatch is placed. If `placement` is "contiguous", `fits`
-    ignores fragmentation, and `together` compares with the longest run.
-    """
+    """Return which sequences have enough usable cells, counted in order of increasing demand."""
+    # With a window all sequences fit, since each ubatch evicts cells when it is placed. With
+    # contiguous placement, `fits` ignores fragmentation, and `together` uses the longest run.
     open_cells = usable_cells(cells)
     room = jnp.sum(open_cells, axis=1, dtype=jnp.int32)  # [S]
     if cells.window is not None:
@@ -110,7 +103,7 @@ def longest_run(open_cells: Bool[Array, "S N"]) -> Int32[Array, " S"]:
 
 
 def _fit_smallest_first(demand: jax.Array, room: jax.Array) -> jax.Array:
-    """Return which sequences fit into `room`, `[S]`, smallest demand first."""
+    """Return which sequences fit into `room` cells, `[S]`, in order of increasing demand."""
 
     def of_stream(demand: jax.Array, room: jax.Array) -> jax.Array:
         order = jnp.argsort(demand, stable=True)
@@ -126,12 +119,9 @@ def can_allocate(
     at_once: int,
     num_shared_cells: Int[np.ndarray, " S"],
 ) -> Bool[np.ndarray, " S"]:
-    """Return which streams have cells for sequences of `lengths` tokens.
-
-    Runs on the CPU. Only the sizes of the table are read. Shared cells count once. With a window, a
-    stream needs at most the cells that the next token of each sequence attends to, and `at_once`
-    cells.
-    """
+    """Return on the CPU which streams have enough cells for sequences of `lengths` tokens."""
+    # With a window, a stream needs at most the cells that the next token of each sequence attends
+    # to, and `at_once` cells.
     lengths = np.asarray(lengths, np.int64).reshape(cells.streams, -1)
     needed = lengths.sum(axis=1) - num_shared_cells
     if cells.window is not None:
@@ -141,16 +131,12 @@ def can_allocate(
 
 
 def choose_slots(cells: Cells, ubatch: Ubatch) -> tuple[Int32[Array, "R T"], Int[Array, "R T"]]:
-    """Choose a cell for every valid token.
+    """Choose a slot for each valid token of a ubatch; return slots and a `Reason` for each token.
 
-    Empty cells come first, in the order of `placement`: the lowest, the next stripe, or see
-    `tiles.choose_for_list`. Evictable cells follow, lowest positions first. A contiguous placement
-    uses the first run of empty and evictable cells. Sequences of a stream are placed in order.
-
-    Returns:
-      The slot of each token, past the last cell for padding and if a token of the ubatch has no
-      cell. And a `Reason` for each token: OUT_OF_CELLS, or FRAGMENTED if enough cells exist but no
-      run.
+    Empty cells are taken first, in the order of `placement`; then evictable cells, lowest position
+    first. Contiguous placement takes the first long enough run of empty and evictable cells. If a
+    token has no cell, all slots are past the last cell. The reason of a token without a cell is
+    OUT_OF_CELLS, or FRAGMENTED if there are enough cells but no run.
 
     llama.cpp: `llama_kv_cache::find_slot`.
     """
@@ -166,11 +152,7 @@ def choose_slots(cells: Cells, ubatch: Ubatch) -> tuple[Int32[Array, "R T"], Int
 def _search_cells(
     cells: Cells, ubatch: Ubatch, rows: tuple[str, ...], shared_axes: tuple[str, ...]
 ) -> tuple[jax.Array, jax.Array]:
-    """Choose cells in some streams (see `sharded.map_rows`), and gather them.
-
-    Also return, `[R, T]` bool, whether enough cells are free but no run is long enough. A
-    token without a cell gets a slot past the last cell.
-    """
+    """Choose slots in the streams of a device; all-gather slots and `is_fragmented` flags."""
     # The rows of a device's only stream are a list for attention, in any order.
     all_streams = ubatch.row_is_sequence or ubatch.spec.streams == 1
     if cells.placement == "tiled":
@@ -189,7 +171,7 @@ def _search_cells(
 def _choose_in_order(
     cells: Cells, ubatch: Ubatch, all_streams: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Choose cells for a ubatch without tiles; return as `_search_cells`."""
+    """Choose slots for a ubatch if placement is not tiled; for results see `_search_cells`."""
     open_cells = usable_cells(cells)
     if all_streams and ubatch.valid.size == cells.streams:
         slots = _choose_single_cell(cells, open_cells).reshape(ubatch.valid.shape)
@@ -230,11 +212,10 @@ def choose_in_stream(
     turn: Int32[Array, " T"],
     total: Int32[Array, ""],
 ) -> tuple[Int32[Array, " T"], Bool[Array, ""]]:
-    """Choose cells of a stream, in the order of `placement`, for turns 1 to `total`.
+    """Choose slots in a stream for the tokens numbered `turn`, from 1 to `total`.
 
-    Returns:
-      The slot of each token, past the last cell if it has none; and whether a contiguous placement
-      has enough cells (False for other placements).
+    A token without a cell gets a slot past the last cell. The returned flag is whether contiguous
+    placement has enough open cells; False for other placements.
     """
     size, shards = cells.num_cells, cells.shards
     open_cells, position = to_fill_order(open_cells, shards), to_fill_order(position, shards)
@@ -251,10 +232,7 @@ def choose_in_stream(
 
 
 def _find_first_run(counts: jax.Array, length: jax.Array) -> jax.Array:
-    """Return the start of the first run of `length` usable cells; N if there is none.
-
-    `counts` `[N]` is the cumulative number of usable cells.
-    """
+    """Return the start of the first run of `length` cells, from cumulative `counts`, or N."""
     cells = counts.shape[0]
     start = jnp.arange(cells)
     before = jnp.where(start > 0, counts[start - 1], 0)
@@ -264,15 +242,12 @@ def _find_first_run(counts: jax.Array, length: jax.Array) -> jax.Array:
 
 
 def occupy(cells: C, ubatch: Ubatch) -> C:
-    """Store the tokens of a ubatch in its slots; slots past the last cell are skipped.
-
-    llama.cpp: `llama_kv_cache::apply_ubatch`.
-    """
+    """Store the tokens of a ubatch in their slots (llama.cpp: `llama_kv_cache::apply_ubatch`)."""
     return map_rows(cells, ubatch, lambda cells, ubatch, *_: _occupy_streams(cells, ubatch), P)
 
 
 def _occupy_streams(cells: C, ubatch: Ubatch) -> C:
-    """Store the tokens of some streams, see `sharded.map_rows`."""
+    """Implement `occupy` for the streams of a device, see `sharded.map_rows`."""
     where = (ubatch.row_stream[:, None], ubatch.slots)
     if cells.window is not None:
         nothing = jnp.zeros(cells.position.shape, bool)
@@ -293,7 +268,7 @@ def _occupy_streams(cells: C, ubatch: Ubatch) -> C:
 
 
 def _history_after(cells: Cells, ubatch: Ubatch) -> jax.Array:
-    """Return `history` of streams after a ubatch, `[S, 2]` uint32."""
+    """Return `history` of each stream after a ubatch, `[S, 2]` uint32."""
     is_placed = ubatch.slots < cells.num_cells
     count, total = (
         _sum_by_stream(cells, ubatch, jnp.sum(x, axis=1, dtype=jnp.uint32))
@@ -305,14 +280,14 @@ def _history_after(cells: Cells, ubatch: Ubatch) -> jax.Array:
 
 
 def _sum_by_stream(cells: Cells, ubatch: Ubatch, x: jax.Array) -> jax.Array:
-    """Sum values of rows `[R]` over each stream `[S]`; modulo 2**32 if unsigned."""
+    """Sum a value `x` of each row, `[R]`, over the rows of each stream; unsigned sums wrap."""
     if ubatch.row_is_sequence:
         return jnp.sum(x.reshape(cells.streams, -1), axis=1, dtype=x.dtype)
     return jnp.zeros(cells.streams, x.dtype).at[ubatch.row_stream].add(x)
 
 
 def _owner_words(cells: Cells, ubatch: Ubatch) -> jax.Array:
-    """Return the owners of the cells that tokens get, `[R, T, W]` uint32."""
+    """Return the words of `owners` for the slots of a ubatch, `[R, T, W]` uint32."""
     words = jnp.arange(cells.owners.shape[1])
 
     def owner_bits(sequences: jax.Array) -> jax.Array:
@@ -327,16 +302,13 @@ def _owner_words(cells: Cells, ubatch: Ubatch) -> jax.Array:
 
 
 def stream_hash_after(cells: Cells, ubatch: Ubatch) -> UInt32[Array, " S"]:
-    """Return `stream_hash` after a ubatch occupies its slots, without a window.
-
-    Only the slots are hashed: they are empty before, and `hash_before` of the ubatch is that of the
-    table.
-    """
+    """Return `stream_hash` after a ubatch is stored, in a table without a window."""
+    # The slots are empty before, and `hash_before` of the ubatch is the hash of the table.
     return map_rows(cells, ubatch, lambda cells, ubatch, *_: _stream_hash_after(cells, ubatch), P)
 
 
 def _stream_hash_after(cells: Cells, ubatch: Ubatch) -> jax.Array:
-    """Return `stream_hash_after` of some streams, `[S]`, see `sharded.map_rows`."""
+    """Implement `stream_hash_after` for the streams of a device, see `sharded.map_rows`."""
     slots, streams = ubatch.slots, ubatch.row_stream
     stamp = cells.cell_hash.at[streams[:, None], slots].get(mode="fill", fill_value=0)
     owners, none = _owner_words(cells, ubatch), jnp.zeros_like(slots)
@@ -352,10 +324,10 @@ def _stream_hash_after(cells: Cells, ubatch: Ubatch) -> jax.Array:
 
 
 def committed_slots(cells: Cells, ubatch: Ubatch) -> tuple[Int32[Array, "R T"], Bool[Array, " R"]]:
-    """Return the slots to write, and which rows are current.
+    """Return the slots to write, and whether each row is current.
 
-    A row is stale if its ubatch was not applied or its stream was edited since. Slots are past the
-    last cell for padding, a refused plan and stale rows.
+    A row is stale if its ubatch was not applied, or if its stream was edited afterwards. Slots are
+    past the last cell for padding, refused plans and stale rows.
     """
     placed = ubatch.slots < MAX_CELLS
     stream = ubatch.row_stream
@@ -367,11 +339,8 @@ def committed_slots(cells: Cells, ubatch: Ubatch) -> tuple[Int32[Array, "R T"], 
 def layer_history_after(
     cells: Cells, ubatch: Ubatch, slots: Int32[Array, "R T"], written: UInt32[Array, " S"]
 ) -> UInt32[Array, " S"]:
-    """Return `written` of a layer after it has written a ubatch.
-
-    `slots` are those of `committed_slots`. `written` is unchanged if the layer lacks tokens that
-    are still in the stream.
-    """
+    """Return `written` of a layer after the layer has written a ubatch into `slots`."""
+    # `written` is unchanged if the layer lacks other tokens of the stream.
     count = jnp.sum(slots < cells.num_cells, axis=1, dtype=jnp.int32)
     count = _sum_by_stream(cells, ubatch, count)
     before, after = cells.history.T
@@ -381,6 +350,6 @@ def layer_history_after(
 
 
 def can_read_layer(cells: Cells, ubatch: Ubatch, written: UInt32[Array, " S"]) -> Bool[Array, " R"]:
-    """Return which rows have no slot, or a layer (`written`) without missing tokens."""
+    """Return which rows have no slot, or a layer that has all tokens of the row's stream."""
     whole = written == cells.history[:, 1]
     return whole[ubatch.row_stream] | ~jnp.any(ubatch.slots < MAX_CELLS, axis=1)

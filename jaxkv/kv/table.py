@@ -54,7 +54,7 @@ class CellTable(Cells, CacheTable):
 
     @property
     def spec(self) -> TableSpec:
-        """Static configuration of the cache."""
+        """Static configuration of the table."""
         return TableSpec(
             kind="attention",
             sequences=self.sequences,
@@ -70,7 +70,7 @@ class CellTable(Cells, CacheTable):
         )
 
     def cache_spec(self, buffers: Buffers) -> CacheSpec:
-        """Return the `CacheSpec` of the model layers that the cache serves."""
+        """Return the `CacheSpec` of the layers in `buffers`."""
         ends = buffers.map_layers(lambda k, v: (k.shape[-3], k.shape[-1], _value_dim(v)))
         heads, keys, values = zip(*ends, strict=True)
         return CacheSpec.attention(len(ends), heads, keys, values, self.window, buffers.ropes)
@@ -82,7 +82,7 @@ class CellTable(Cells, CacheTable):
     def partition_specs(
         self, buffers: Buffers | None, mesh: AnyMesh
     ) -> tuple[PyTree, Buffers | None]:
-        """Split streams, and the heads and cells of the buffers."""
+        """Return a `PartitionSpec` for each array of the table and the buffers."""
         rules = self.sharding_rules or ShardingRules()
 
         def spec_of_array(x: jax.Array) -> P:
@@ -97,12 +97,12 @@ class CellTable(Cells, CacheTable):
         return buffers.layers
 
     def check_buffers(self, buffers: Buffers) -> None:
-        """Raise if keys have other streams or cells than the table."""
+        """Raise if the buffers have another number of streams or cells than the table."""
         streams, _, size, _ = buffers.k[0].shape
         check_sizes(self, streams // buffers.layers_per_array, size)
 
     def check_can_shift(self, buffers: Buffers) -> None:
-        """Raise if the rope of a layer was not given."""
+        """Raise if the cache was made without `rope=`."""
         if any(isinstance(rope, NotGiven) for rope in buffers.ropes):
             raise ValueError(
                 "expected a cache made with rope= to move keys, got one made without; make it with "
@@ -110,23 +110,23 @@ class CellTable(Cells, CacheTable):
             )
 
     def stream_hash(self) -> UInt32[Array, " S"]:
-        """Hash each stream on its own device."""
+        """Return `cells.stream_hash`, computed on the device of each stream."""
         return map_streams(self, cells.stream_hash)
 
     def sequence_status(self, present: Bool[Array, " Q"]) -> SequenceStatus:
-        """Compute the status on the device of each stream, and gather it."""
+        """Return `slots.sequence_status`, computed on each stream's device and all-gathered."""
         return map_streams_gather(self, slots.sequence_status, present)
 
     def find_fitting_sequences(self, demand: Int32[Array, " Q"]) -> Admission:
-        """Compute the admission on the device of each stream, and gather it."""
+        """Return `slots.find_fitting_sequences`, computed on each stream's device and gathered."""
         return map_streams_gather(self, slots.find_fitting_sequences, demand)
 
     def owns_same_cells(self, partner: Int32[Array, " Q"]) -> Bool[Array, " Q"]:
-        """Compare owners on the device of each stream, and gather the result."""
+        """Return `cells.owns_same_cells`, computed on each stream's device and all-gathered."""
         return map_streams_gather(self, cells.owns_same_cells, partner)
 
     def stream_hash_after(self, ubatch: Ubatch, occupied: CellTable) -> UInt32[Array, " S"]:
-        """Hash only the cells of the ubatch, unless a window may have evicted others."""
+        """Return `stream_hash` after a ubatch; without a window, hash only the ubatch's cells."""
         if self.window is not None:
             return occupied.stream_hash()
         return slots.stream_hash_after(self, ubatch)
@@ -134,7 +134,7 @@ class CellTable(Cells, CacheTable):
     def seq_rm(
         self, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]
     ) -> tuple[CellTable, Bool[Array, ""]]:
-        """Remove a range; refused if a sequence could not continue afterwards."""
+        """Remove a range of a sequence, if every sequence can continue afterwards."""
         return eviction.accept_edit(
             self, cells.seq_rm(self, seq, start, stop), self.evicted_below - 1
         )
@@ -147,7 +147,7 @@ class CellTable(Cells, CacheTable):
         start: Int32[Array, ""],
         stop: Int32[Array, ""],
     ) -> tuple[CellTable, Buffers | None]:
-        """Share cells within a stream; copy them between streams, into free cells if Q > S."""
+        """Share cells of `src` with targets in the same stream, and copy cells to other streams."""
         if buffers is None:
             return cells.seq_cp(self, src, dst, start, stop), None
         if self.sequences_per_stream == 1:
@@ -163,7 +163,7 @@ class CellTable(Cells, CacheTable):
         start: Int32[Array, ""],
         stop: Int32[Array, ""],
     ) -> tuple[Bool[Array, ""], Int32[Array, " n"]]:
-        """Return whether targets can continue and have cells; and their last positions."""
+        """Return whether all targets can continue with enough cells, and their last positions."""
         ok, ends = eviction.can_resume_after_copy(self, src, dst, start, stop)
         if self.spec.has_shared_streams:
             ok &= copy_pooled.plan_copy(self, src, dst, start, stop).need.ok
@@ -172,7 +172,7 @@ class CellTable(Cells, CacheTable):
     def seq_select(
         self, buffers: Buffers | None, parents: Int32[Array, " n"], targets: Int32[Array, " n"]
     ) -> tuple[CellTable, Buffers | None]:
-        """Share cells within a stream; copy them between streams, into free cells if Q > S."""
+        """Share cells of parents within a stream, and copy cells of parents between streams."""
         if buffers is None:
             return cells.seq_select(self, parents, targets), None
         if self.sequences_per_stream == 1:
@@ -184,25 +184,25 @@ class CellTable(Cells, CacheTable):
     def can_seq_select(
         self, parents: Int32[Array, " n"], targets: Int32[Array, " n"]
     ) -> Bool[Array, ""]:
-        """Return whether targets find the free cells that they need."""
+        """Return whether there are enough free cells for all targets."""
         if not self.spec.has_shared_streams:
             return jnp.array(True)
         return copy_pooled.plan_select(self, parents, targets).need.ok
 
     def plan_shift(self) -> MaintenancePlan:
-        """Return the plan of all pending shifts."""
+        """Return the plan of the rotation of all keys with a pending shift."""
         return shift.ShiftPlan(shift=self.shift, spec=self.spec)
 
     def plan_defrag(self, max_moves: int | None) -> MaintenancePlan:
-        """Return the plan of the moves that close gaps between used cells."""
+        """Return the plan of moves that close gaps between used cells."""
         return defrag.plan_moves(self, max_moves, self.spec)
 
     def can_serve_layer(self, verb: str, layer: int) -> bool:
-        """Return whether `verb` is "attend", which every layer supports."""
+        """Return whether `verb` is "attend", which every attention layer supports."""
         del layer
         return verb == "attend"
 
 
 def _value_dim(v: Values) -> int | ValueSlice:
-    """Return the size of a value, or the slice of the key that is the value."""
+    """Return the size of a value, or the `ValueSlice` if values are slices of the keys."""
     return v if isinstance(v, ValueSlice) else v.shape[-1]

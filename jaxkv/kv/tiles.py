@@ -1,11 +1,8 @@
-"""Tiles: contiguous cells that belong to one sequence while space permits.
+"""Tiles: runs of cells that are reserved for one sequence while there is space.
 
-If sequences share a stream, attention on a CPU multiplies a tile of one sequence with the queries
-of that sequence only. A tile has 64 cells, or in a cache of fewer than 256 cells a smaller power of
-two that divides N. Attention loops read other, larger tiles, see `TILE` in
-`jaxkv.ops.attention.active_tiles`.
-
-M is the number of tiles of a stream, and U the number of its sequences.
+If sequences share a stream, attention on a CPU multiplies a tile with the queries of its sequence
+only. Attention loops read larger tiles, see `TILE` in `jaxkv.ops.attention.active_tiles`. M is the
+number of tiles of a stream, and U the number of sequences of a stream.
 """
 
 from __future__ import annotations
@@ -27,11 +24,11 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int32, UInt32
 
 TILE = 64
-"""Largest number of cells in a tile of a sequence."""
+"""Largest number of cells in a tile that is reserved for a sequence."""
 
 
 def tile_size(cells: int) -> int:
-    """Return the number of cells in a tile, for streams of N `cells`.
+    """Return the number of cells in a tile: a divisor of `cells`, a power of two, at most 64.
 
     >>> [tile_size(cells) for cells in (4096, 96, 100, 12, 5)]
     [64, 16, 4, 2, 1]
@@ -43,10 +40,9 @@ def tile_size(cells: int) -> int:
 
 
 def check_tile_multiple(cells: int) -> None:
-    """Raise if N `cells` have space for four tiles of 64 but are not a multiple of 64.
+    """Raise if a stream has 256 cells or more, and their number is not a multiple of 64.
 
-    With tiles of a few cells, a step uses several times the memory of a layer's keys, and is slower
-    than without tiles.
+    With tiles of a few cells, a decode step uses several times the memory of a layer's keys.
 
     >>> check_tile_multiple(100)
     >>> check_tile_multiple(4100)
@@ -61,9 +57,7 @@ def check_tile_multiple(cells: int) -> None:
 
 
 def order_open_tiles_first(open_cells: Bool[Array, " N"]) -> Int32[Array, " N"]:
-    """Return the cells of a stream, those of entirely open tiles first.
-
-    Copies use them in this order, for any sequence.
+    """Return the cells of a stream for copies; cells of entirely open tiles come first.
 
     >>> order_open_tiles_first(jnp.array([True, False, False, True, True, True, True, True]))
     Array([4, 5, 6, 7, 0, 1, 2, 3], dtype=int32)
@@ -75,10 +69,7 @@ def order_open_tiles_first(open_cells: Bool[Array, " N"]) -> Int32[Array, " N"]:
 
 
 def choose_in_tiles(cells: Cells, ubatch: Ubatch, all_streams: bool) -> Int32[Array, "R T"]:
-    """Choose cells for a ubatch, see `choose_for_list`; N for a token without one.
-
-    `all_streams` is whether the rows are those of each stream in order.
-    """
+    """Choose slots for a ubatch with `choose_for_list`; N for a token without a cell."""
     unseen = None if cells.window is None else is_evictable(cells)
     pool = StreamCells(cells.owners, is_cell_empty(cells), unseen, cells.position)
     _, word, bit = locate_owner_bit(cells, ubatch.sequences)
@@ -103,8 +94,8 @@ class StreamCells(NamedTuple):
     """Cells of a stream.
 
     owners: Owners of each cell.
-    free: Which cells are empty.
-    hidden: Which other cells may be evicted; None if none may.
+    free: Whether each cell is empty.
+    hidden: Whether each used cell may be evicted; None if no cell may be evicted.
     position: Position of each cell.
     """
 
@@ -117,16 +108,16 @@ class StreamCells(NamedTuple):
 def choose_for_list(
     pool: StreamCells, sequences: Int32[Array, " T"], valid: Bool[Array, " T"], count: int
 ) -> Int32[Array, " T"]:
-    """Choose a cell for each token of a list; N if none is left.
+    """Choose a slot for each token of a list, in the order of sequences; N if no cell is left.
 
-    A token gets the first of these cells that exists, the lowest first:
+    A token gets a cell of the first kind in this list that has a cell left, lowest cell first:
 
-    1. an empty cell of a tile with tokens of its sequence only;
-    2. a cell of an empty tile; the first of these tiles go to the lowest sequences that need one;
-    3. any other empty cell;
-    4. an evictable cell, in order of positions.
+    - an empty cell in a tile that only the token's sequence uses;
+    - a cell of an empty tile; lower empty tiles are given to lower sequences that need a tile;
+    - any other empty cell;
+    - the evictable cell with the lowest position.
 
-    Sequences are served in order of their numbers; `count` is U.
+    `count` is U, the number of sequences of the stream.
     """
     cells, size = pool.free.size, tile_size(pool.free.size)
     in_turn = jnp.argsort(jnp.where(valid, sequences, count), stable=True)
@@ -170,12 +161,12 @@ def choose_for_list(
 
 
 def _get_or_zero(x: jax.Array, index: jax.Array) -> jax.Array:
-    """Return `x[index]` for `x` `[n]`, in the shape of `index`; 0 past the end."""
+    """Return `x[index]` for an array `x` of shape `[n]`; 0 for an index past the end."""
     return x.at[index].get(mode="fill", fill_value=0)
 
 
 def _sole_owner(owners: jax.Array, size: int, count: int) -> jax.Array:
-    """Return the only sequence with tokens in each tile, `[M]`; else U or more."""
+    """Return the only sequence with tokens in each tile, `[M]`; U or more for other tiles."""
     words = owners.reshape(owners.shape[0], -1, size)
     words = jax.lax.reduce(words, jnp.uint32(0), jax.lax.bitwise_or, (2,))  # [W, M]
     alone = jnp.sum(jax.lax.population_count(words), axis=0) == 1
@@ -185,10 +176,7 @@ def _sole_owner(owners: jax.Array, size: int, count: int) -> jax.Array:
 
 
 def _locate_nth(counts: jax.Array, n: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the group of the n-th item, and its number in the group from 0.
-
-    `counts` `[M]` are the numbers of items in groups. The group is M past the last item.
-    """
+    """Return the group of the n-th item, M without such an item, and its index in the group."""
     ends = jnp.cumsum(counts, dtype=jnp.int32)
     group = jnp.searchsorted(ends, n, side="right").astype(jnp.int32)
     return group, n - _get_or_zero(ends - counts, group)

@@ -1,7 +1,7 @@
 """View of one layer in an array of the keys or values of all layers, for scans over layers.
 
-The array has one dimension for streams and layers, so a layer is selected with the stream index,
-and only the cells that are read are copied.
+The array has one axis for streams and layers. A layer is selected with the stream index, and only
+the cells that are read are copied.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 class LayerView:
     """Keys or values of one layer, used in place of an array `[S, K, N, D]`.
 
-    Writes to a layer outside of 0 to L - 1 are skipped; reads of it must not be used.
+    Writes to a layer outside of 0 to L - 1 are skipped; reads of such a layer must not be used.
 
-    all: keys or values of all layers. Index s * L + l is stream s of layer l.
-    layer: index of the layer, equal for all streams; may be traced.
+    all: Keys or values of all layers. Index s * L + l is stream s of layer l.
+    layer: Index of the layer, repeated for each stream; may be traced.
     """
 
     all: Num[Array, "S*L K N D"]
@@ -33,17 +33,17 @@ class LayerView:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the layer, `[S, K, N, D]`."""
+        """Shape of the layer, `[S, K, N, D]`."""
         return (len(self.layer), *self.all.shape[1:])
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The dtype of the array."""
+        """Dtype of the array."""
         return self.all.dtype
 
     @property
     def layers(self) -> int:
-        """The number of layers, L."""
+        """Number of layers, L."""
         return self.all.shape[0] // len(self.layer)
 
     @property
@@ -52,7 +52,7 @@ class LayerView:
         return (self.layer >= 0) & (self.layer < self.layers)
 
     def stream_indices(self, streams: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
-        """Return the indices of streams of this layer in `all`; past the end if it does not exist.
+        """Return the indices in `all` of streams of this layer; past the end for an invalid layer.
 
         >>> keys = LayerView(jnp.zeros((6, 1, 4, 8)), jnp.array([2, 2]))
         >>> keys.shape, keys.layers, keys.stream_indices(jnp.array([1, 0])).tolist()
@@ -80,10 +80,7 @@ def map_arrays(change: Callable[..., PyTree], *stored: PyTree) -> PyTree:
 
 
 def gather_streams(stored: PyTree, streams: Int32[Array, " P"] | None) -> PyTree:
-    """Return `[P, ...]` of arrays `[S, ...]` for streams, or all streams for None.
-
-    The result is a copy, except for all streams of a plain array.
-    """
+    """Return the given streams of arrays `[S, ...]`, or all streams for None."""
 
     def gather_array(x: jax.Array | LayerView) -> jax.Array:
         if isinstance(x, LayerView):
@@ -97,7 +94,7 @@ def gather_streams(stored: PyTree, streams: Int32[Array, " P"] | None) -> PyTree
 def flatten_layers(
     stored: PyTree, streams: Int32[Array, "*n"]
 ) -> tuple[PyTree, Int32[Array, "*n"], int]:
-    """Return arrays `[S * L, ...]`, indices of the streams in them, and L, 1 for a single layer."""
+    """Return arrays `[S * L, ...]`, indices of `streams` in them, and L (1 without views)."""
     for x in filter(is_layer_view, jax.tree.leaves(stored, is_leaf=is_layer_view)):
         numbers = jnp.minimum(x.stream_indices(streams), x.all.shape[0] - 1)
         return map_arrays(lambda x: x.all, stored), numbers, x.layers

@@ -1,7 +1,7 @@
 """Values that are slices of the keys, as in multi-head latent attention (MLA).
 
-In MLA, one latent vector replaces the keys and values of all heads; a key also contains rotated
-dimensions. The value is a slice of the key, so a cache stores keys only.
+In MLA, a key consists of a latent vector for all heads and of rotated dimensions. The value is a
+slice of the key, so a cache stores keys only.
 """
 
 from __future__ import annotations
@@ -21,23 +21,21 @@ if TYPE_CHECKING:
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class ValueSlice:
-    """The slice of a key that is its value, used in place of an array of values.
+    """Slice of a key that is the value, used in place of an array of values.
 
-    first: first dimension of the slice.
-    last: one past the last dimension. The slice is not the whole key.
+    first: First dimension of the slice.
+    last: One past the last dimension of the slice, which is not the whole key.
     """
 
     first: int
     last: int
 
     def slice_values(self, x: Float[Array, "... D"]) -> Float[Array, "... Dv"]:
-        """Return the values of keys, or weighted values of weighted keys, in the same dtype."""
+        """Return the values of keys, or the weighted values of weighted keys, in the same dtype."""
         return x[..., self.first : self.last]
 
     def nan_unless_finite(self, keys: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
-        """Return keys with finite values.
-
-        A non-finite key becomes zeros in its value, and NaN elsewhere.
+        """Return keys with finite values: a non-finite key becomes 0 in its value and NaN outside.
 
         >>> ValueSlice(1, 3).nan_unless_finite(
         ...     jnp.array([[1.0, 2.0, 3.0], [4.0, jnp.inf, 5.0]])
@@ -51,7 +49,7 @@ class ValueSlice:
 
 
 Values = Stored | ValueSlice
-"""Stored values of a layer."""
+"""Stored values of a layer, or the slice of the keys."""
 
 
 def value_dim(v: Values) -> int:

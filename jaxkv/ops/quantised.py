@@ -1,15 +1,8 @@
-"""Keys and values in 8 bits: codes, with a scale for each head and cell, or each 128 dimensions.
+"""Keys and values in 8 bits: codes, and a scale for each head and cell, or each 128 dimensions.
 
-A few elements of a large head may be much larger than the others, which would lose precision with
-one scale for the whole head.
-
-`quantise_like` and `dequantise` define the codes. Attention multiplies codes, and applies the
-scales to logits and weights: `qk_logits`, `weighted_values`, and kernels with `codes_and_scales`.
-Other operations map over codes and scales (`jax.tree.map`): both have dimensions for streams,
-heads and cells first, and a last dimension.
-
-Additional letters: G groups of dimensions of a head with one scale, X queries that share a key, C
-cells that are weighted.
+With one scale for a large head, a few large elements would make the other elements imprecise.
+Attention multiplies codes, and applies the scales to logits and weights. Additional letters: G
+groups of dimensions of a head with one scale, X queries that share a key, C cells.
 """
 
 from __future__ import annotations
@@ -28,7 +21,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Num, PyTree
 
 SHARING = 128
-"""The most dimensions of a head that share a scale."""
+"""Largest number of dimensions of a head that share a scale."""
 
 
 @jax.tree_util.register_dataclass
@@ -36,11 +29,11 @@ SHARING = 128
 class Quantised:
     """Keys or values of a layer in 8 bits, used in place of an array.
 
-    An element is its code times the scale of its head and cell, or of its group in a large head. A
-    non-finite head of a cell has codes 0 and scales NaN.
+    An element is its code times the scale of its head and cell, or of its group in a large head. If
+    an element of a head is not finite, all codes of the head are 0 and its scales are NaN.
 
     codes: `[S, K, N, D]` int8, or an 8-bit floating dtype.
-    scales: largest absolute value of each of G groups, divided by the largest code.
+    scales: Largest absolute value of each of G groups, divided by the largest code.
     """
 
     codes: Num[Array, "S K N D"]
@@ -48,24 +41,24 @@ class Quantised:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the keys or values."""
+        """Shape of the keys or values."""
         return self.codes.shape
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The dtype of the codes, which is that of the cache."""
+        """Dtype of the codes."""
         return self.codes.dtype
 
 
 Numbers = jax.Array | Quantised
-"""Keys or values that are read or written."""
+"""Keys or values to read or write."""
 
 Stored = Numbers | LayerView
 """Stored keys or values of a layer; a `LayerView` if one array contains all layers."""
 
 
 def make_stored_zeros(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Numbers:
-    """Return zeros, quantised if the dtype has 8 bits.
+    """Return zeros, which are `Quantised` if the dtype has 8 bits.
 
     >>> make_stored_zeros((1, 2, 3, 4), "int8").scales.shape
     (1, 2, 3, 1)
@@ -78,7 +71,7 @@ def make_stored_zeros(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Nu
 
 
 def scale_groups(size: int) -> list[slice]:
-    """Return the slices of a head that share a scale.
+    """Return the slices of a head's dimensions that share a scale.
 
     >>> scale_groups(64), scale_groups(160)
     ([slice(0, 64, None)], [slice(0, 128, None), slice(128, 160, None)])
@@ -92,27 +85,27 @@ def has_one_scale(x: Stored) -> bool:
 
 
 def expand_scales(scales: Float[Array, "... G"], size: int) -> Float[Array, "... _"]:
-    """Return the scale of each element; D is `size`. A single scale is returned unchanged."""
+    """Expand scales to one for each of `size` elements; a single scale is returned unchanged."""
     if scales.shape[-1] == 1:
         return scales
     return jnp.repeat(scales, SHARING, axis=-1)[..., :size]
 
 
 def codes_and_scales(x: PyTree) -> tuple[PyTree, PyTree]:
-    """Return codes and scales, or a plain array and None; also for references in kernels."""
+    """Return codes and scales of a `Quantised`, or a plain array and None; also for references."""
     return (x.codes, x.scales) if isinstance(x, Quantised) else (x, None)
 
 
 def dequantised_dtype(x: Stored) -> jnp.dtype:
-    """Return the dtype of the decoded elements: float32 if quantised."""
+    """Return the dtype of the decoded elements: float32 for a `Quantised`."""
     return x.scales.dtype if isinstance(x, Quantised) else x.dtype
 
 
 def quantise_like(numbers: Float[Array, "... D"], like: Stored) -> Numbers:
-    """Return numbers in the format of `like`, of any shape.
+    """Return numbers in the format of `like`, whose shape may differ.
 
-    Codes are rounded to nearest, ties to even, and have no derivative. Numbers have the dtype of
-    `dequantised_dtype(like)`. A head with a non-finite number decodes to NaN only.
+    Codes are rounded to the nearest, ties to even, and have no derivative. The dtype of `numbers`
+    is `dequantised_dtype(like)`. A head with a non-finite number decodes to NaN only.
 
     >>> like = make_stored_zeros((1,), "int8")
     >>> quantise_like(jnp.array([[1.0, -2.0, 0.3], [0.0, 0.0, 0.0]]), like).codes.tolist()
@@ -135,7 +128,7 @@ def quantise_like(numbers: Float[Array, "... D"], like: Stored) -> Numbers:
 def compute_codes(
     numbers: Float[Array, "... D"], scales: Float[Array, "... G"], dtype: jnp.dtype
 ) -> Num[Array, "... D"]:
-    """Return the codes of numbers for given scales; 0 if a scale is 0 or NaN."""
+    """Return the codes of numbers for given scales; 0 for a scale of 0 or NaN."""
     by = expand_scales(scales, numbers.shape[-1])
     is_positive = by > 0
     codes = jnp.where(is_positive, numbers, 0) / jnp.where(is_positive, by, 1)
@@ -156,7 +149,7 @@ def is_integer_dtype(dtype: jnp.dtype) -> bool:
 
 
 def dequantise(x: Numbers) -> Float[Array, "... D"]:
-    """Return the decoded numbers, with the dtype of `dequantised_dtype`.
+    """Return the decoded numbers, in the dtype `dequantised_dtype(x)`.
 
     >>> like = make_stored_zeros((1,), "int8")
     >>> dequantise(quantise_like(jnp.array([127.0, -3.4, jnp.nan]), like)).tolist()
@@ -170,7 +163,7 @@ def dequantise(x: Numbers) -> Float[Array, "... D"]:
 def qk_logits(
     q: Float[Array, "... X D"], k: Stored, dtype: jnp.dtype, *, keys_first: bool = False
 ) -> Float[Array, "... _ _"]:
-    """Multiply queries with keys `[..., C, D]`; `[..., X, C]`, or `[..., C, X]` if `keys_first`."""
+    """Multiply queries with keys `[..., C, D]` to `[..., X, C]`; `[..., C, X]` if `keys_first`."""
     codes, scales = codes_and_scales(k)
     form = "...xd,...cd->...cx" if keys_first else "...xd,...cd->...xc"
     product = partial(jnp.einsum, form, preferred_element_type=dtype)

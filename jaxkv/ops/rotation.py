@@ -1,11 +1,9 @@
 """Rotation of stored keys to new positions, without accumulating rounding errors.
 
-A rotated key of 16 or 8 bits is rounded. If each move started from the last result, every move
-would add an error. Instead a move rotates the key to position 0 and rounds its pairs to a grid
-there. The grid is wide enough to undo the rounding at any position: the first move rounds to the
-grid, and later moves recover the same grid points.
-
-Letters: C cells, K key heads, D dimensions of a head.
+A rotated key of 16 or 8 bits is rounded, so repeated rotations of the last result would add errors.
+Each move of a key therefore rotates the key to position 0 and rounds its pairs of elements to a
+grid. The grid is wide enough to undo the rounding at any position, so all moves after the first
+find the same grid points.
 """
 
 from __future__ import annotations
@@ -34,15 +32,13 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Int32
 
 WIDTH = np.float32(2**0.5)
-"""Width of the grid in units of the last place. Rounding changes each element of a pair by at most
-half a unit, and the pair by less than half of this width.
-"""
+"""Width of the grid in units of the last place: at least twice the rounding error of a pair."""
 
 
 def rotate_keys(
     keys: Numbers, start: Int32[Array, " C"], stop: Int32[Array, " C"], rope: Rope
 ) -> Numbers:
-    """Rotate keys `[C, K, D]`, with the rope's `attention_factor` applied, to other positions."""
+    """Rotate keys `[C, K, D]` from positions `start` to `stop`, without the attention factor."""
     rope = replace(rope, attention_factor=1.0)
     if not isinstance(keys, Quantised) and keys.dtype.itemsize > 2:
         return rope.rotate(keys, stop - start)
@@ -60,7 +56,7 @@ def rotate_keys(
 
 
 def _round_to_grid(plain: jax.Array, unit: jax.Array, rope: Rope) -> jax.Array:
-    """Round pairs at position 0 to the grid; `unit` is a pair's largest unit of the last place."""
+    """Round pairs at position 0 to the grid; `unit` is the unit of the last place of each pair."""
     size, width = 2 * len(rope.frequencies), WIDTH * unit
     pairs = jnp.round(plain / width) * width
     return jnp.concatenate([pairs[..., :size], plain[..., size:]], axis=-1)
@@ -69,7 +65,7 @@ def _round_to_grid(plain: jax.Array, unit: jax.Array, rope: Rope) -> jax.Array:
 def _map_pairs(
     combine: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, rope: Rope
 ) -> jax.Array:
-    """Combine the two elements of each pair; other dimensions are unchanged; `[..., D]`."""
+    """Combine the two elements of each rotated pair; other dimensions of `x` are unchanged."""
     pairs = len(rope.frequencies)
     axis = -1 if rope.interleaved else -2
     turned, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
@@ -79,7 +75,7 @@ def _map_pairs(
 
 
 def _rounding_unit(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Return the unit of the last place of non-negative numbers in a dtype; float32."""
+    """Return the unit of the last place of non-negative numbers in a dtype, as float32."""
     if is_integer_dtype(dtype):
         return jnp.ones_like(x)
     info = jnp.finfo(dtype)
@@ -89,10 +85,8 @@ def _rounding_unit(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 def _choose_scales(keys: Quantised, lengths: jax.Array) -> jax.Array:
-    """Return scales for which the codes of all pairs fit at every position.
-
-    Scales that fit are kept: with other scales each move would round differently.
-    """
+    """Return scales for which the codes of all pairs fit at every position."""
+    # Old scales that fit are kept, because each move with other scales would round differently.
     max_code = largest_code(keys.dtype)
     unit = _rounding_unit(jnp.float32(max_code), keys.dtype)
     groups = scale_groups(lengths.shape[-1])

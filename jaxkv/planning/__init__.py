@@ -1,1 +1,1 @@
-"""From a batch to ubatches with slots, or to a refusal with its reasons."""
+"""Planners: a batch becomes ubatches with slots, or is refused with reasons."""

@@ -1,14 +1,12 @@
 """Checks of a batch before slots are chosen.
 
-A member is a pair of a token and one of its sequences. A batch of B tokens has M members: B, or
-B * n in token order if a token may have n sequences. Absent members count as padding.
+A member is a pair of a token and one of its sequences. A flat batch of B tokens has M members: B,
+or B * n in token order if a token may have n sequences. Absent members are padding. Sequences that
+share a token have the same history: the same cells in the table, and the same preceding tokens in
+the batch.
 
-Sequences that share a token have the same history: the same cells in the table, and the same
-preceding tokens in the batch. So sets of sequences only shrink along a batch, and form a tree.
-
-In this module batches are flat. `ids` is the sequence of each member, Q if absent. `ranks` is the
-result of `layout.rank_in_sequence` for members. `last` is the last position of each sequence in the
-table, `[Q]` int32, and `demand` the number of its tokens or cells, `[Q]` int32.
+The argument `ids` is the sequence of each member, Q for absent members. The argument `ranks` is the
+result of `layout.rank_in_sequence` for members.
 """
 
 from __future__ import annotations
@@ -38,12 +36,15 @@ if TYPE_CHECKING:
 class PlanBuilder:
     """A plan in progress.
 
-    table: the table, with the ubatches placed so far.
-    batch: the flat batch, with all positions and outputs.
-    reason, expected, actual: see `Plan`; known before slots are chosen.
-    late: `reason`, or the reason found while slots are chosen.
-    demand, available: cells that each sequence requires, and cells available to it.
-    together: sequences that are certain to fit if planned without the refused ones.
+    table: Table with the ubatches placed so far.
+    batch: Flat batch with all positions and outputs.
+    reason: Reason of each sequence before slots are chosen.
+    expected: Expected position or number of cells of each sequence, see `Plan`.
+    actual: Actual position or number of cells of each sequence, see `Plan`.
+    late: Reason of each sequence, including reasons found while slots are chosen.
+    demand: Number of cells that each sequence requires.
+    available: Number of cells that are available to each sequence.
+    together: Whether each sequence is certain to fit in a plan without the refused sequences.
     """
 
     table: CacheTable
@@ -61,7 +62,7 @@ class PlanBuilder:
 def check_batch(
     table: CacheTable, batch: Batch, ranks: tuple[Int32[Array, " M"], Int32[Array, " M"]]
 ) -> PlanBuilder:
-    """Check everything that can be checked before slots are chosen."""
+    """Check all properties of a batch that can be checked before slots are chosen."""
     count = table.spec.sequences
     members, valid = token_sequence_pairs(batch)
     is_known = (members >= 0) & (members < count)
@@ -110,7 +111,7 @@ def check_batch(
 def _fill_in_defaults(
     batch: Batch, ids: jax.Array, ranks: jax.Array, demand: jax.Array, last: jax.Array
 ) -> Batch:
-    """Set missing positions (after the last one) and outputs (last token of a sequence)."""
+    """Set missing positions (from `last` on) and outputs (the last token of each sequence)."""
     positions, outputs = batch.positions, batch.outputs
     if positions is None:
         positions = last.at[ids].get(mode="fill", fill_value=-1) + 1 + ranks
@@ -129,13 +130,10 @@ def _find_faults(
     last: jax.Array,
     has_diverged: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Check tokens and positions, and that sequences of a token have the same history.
+    """Check tokens and positions, and that all sequences of a token have the same history.
 
-    `valid` marks present members, `numbers` is `ranks`, and `has_diverged` is the result of
-    `members_with_other_history`, or None if each token has one sequence.
-
-    Returns `[Q]` int32 each: a `Reason`, and the expected and actual position of the first fault.
-    If sequences have diverged, these are the token's first sequence and its position.
+    Returns a `Reason`, the expected position and the actual position of each sequence's first
+    fault. For DIVERGED, the id of the token's first sequence is returned as the expected position.
     """
     ranks, before = numbers
     position = repeat_per_sequence(batch.positions, batch)
@@ -172,11 +170,7 @@ def _find_faults(
 
 
 def check_shared_tokens(spec: TableSpec, batch: Batch) -> None:
-    """Raise a ValueError unless the cache allows the shared tokens of a batch.
-
-    The cache must not have states. Concrete sequence ids must be valid, and those of a token in one
-    stream.
-    """
+    """Raise a ValueError unless the cache supports the shared tokens of a batch."""
     if batch.shared_with is None:
         return
     if spec.max_rollback is not None:
@@ -218,7 +212,7 @@ def token_sequence_pairs(
 
 
 def repeat_per_sequence(x: Shaped[Array, " B"], batch: Batch) -> Shaped[Array, " M"]:
-    """Repeat values of tokens for their members."""
+    """Repeat the value of each token for its members."""
     return x if batch.shared_with is None else jnp.repeat(x, batch.shared_with.shape[-1] + 1)
 
 
@@ -238,7 +232,7 @@ def members_with_other_history(
     ranks: tuple[Int32[Array, " M"], Int32[Array, " M"]],
     batch: Batch,
 ) -> Bool[Array, " M"]:
-    """Return the members whose history differs from that of the token's first sequence."""
+    """Return which members have another history than the first sequence of their token."""
     spec, count = table.spec, table.spec.sequences
     turn, before, ids = (x.reshape(batch.valid.shape[0], -1) for x in (*ranks, ids))
     begins = turn == 0
@@ -260,13 +254,9 @@ def members_with_other_history(
 def num_required_cells(
     ids: jax.Array, turn: jax.Array, fits: jax.Array, batch: Batch
 ) -> tuple[jax.Array, jax.Array]:
-    """Count the cells that each sequence requires; a shared token counts once.
-
-    Sequences that share a token fit together or not at all, so the lowest of them counts for all.
-    `turn` is the first of `ranks`, and `fits` selects the sequences that count.
-
-    Returns `[Q]` int32 each: the sequence that counts for each one, and the number of cells.
-    """
+    """Return the sequence that counts for each sequence, and the number of cells it requires."""
+    # Sequences that share a token fit together or not at all, so the lowest sequence counts for
+    # all.
     count = fits.shape[0]
     ids, turn = (x.reshape(batch.valid.shape[0], -1) for x in (ids, turn))
     ids = jnp.where(fits.at[ids].get(mode="fill", fill_value=False), ids, count)

@@ -1,13 +1,10 @@
 """Layout of a batch in ubatches, with rows padded to few shapes.
 
-A batch with known values is laid out on the CPU; `rank_in_sequence`, `order_tokens_first` and
-`gather_rows` run on the device if it is traced.
-
-Each `..._split` takes the sequence of every token, `[B]`, and `ubatch_size`. It returns one index
-array `[R, T]` for each ubatch: the batch index of each token, NO_SLOT for padding. T is a power of
-two up to `ubatch_size`, which also bounds the valid tokens of a ubatch. Tokens of a sequence keep
-their order. A token of several sequences counts as one of the lowest of them; no token is computed
-before the tokens that precede it.
+A batch with known values is laid out on the CPU. Each function `..._split` takes the sequence of
+each token, `[B]`, and returns an index array `[R, T]` for each ubatch: the batch index of each
+token, NO_SLOT for padding. A ubatch has at most `ubatch_size` valid tokens, and T is a power of two
+or `ubatch_size`. Tokens of a sequence keep their order. A token of several sequences counts as a
+token of the lowest sequence, and is computed after all tokens that precede it.
 """
 
 from __future__ import annotations
@@ -31,22 +28,19 @@ if TYPE_CHECKING:
 
 
 SplitBy = Literal["simple", "equal", "sequence"]
-"""How a batch is cut into ubatches."""
+"""How a batch is cut into ubatches, see `init_batch`."""
 
 FEW = 8
-"""Smallest bucket of outputs: 8 outputs cost as much as 1, and fewer shapes are compiled."""
+"""Smallest padded number of outputs: 8 outputs cost as much as 1, and fewer shapes are compiled."""
 
 
 def lay_out_batch(
     spec: TableSpec, batch: Batch, ubatch_size: int, split_by: SplitBy | None
 ) -> tuple[Batch, list[PyTree[Int32[ArrayLike, "R T"]]], int]:
-    """Assign tokens to ubatches; by shapes only if the batch is traced.
+    """Assign the tokens of a batch to ubatches; by shapes only if the batch is traced.
 
-    `split_by` None is the default of the cache.
-
-    Returns:
-      The flat batch, padded to a bucket; `[R, T]` indices into it for each ubatch, NO_SLOT for
-      padding; and the largest number of outputs of a ubatch, in a bucket.
+    Returns the flat, padded batch; batch indices `[R, T]` for each ubatch, NO_SLOT for padding; and
+    the largest number of outputs of a ubatch, padded.
     """
     check_shared_tokens(spec, batch)
     if split_by is None:
@@ -90,7 +84,7 @@ def _most_outputs(spec: TableSpec, batch: Batch) -> int:
 def _lay_out_known_batch(
     spec: TableSpec, batch: Batch, ubatch_size: int, split_by: SplitBy
 ) -> tuple[Batch, list[PyTree], int]:
-    """Assign the tokens of a batch with known values, see `lay_out_batch`."""
+    """Implement `lay_out_batch` for a batch with known values."""
     batch, valid_index = _flat_batch(spec, batch)
     sequences = batch.sequences[valid_index]
     after = (
@@ -117,11 +111,8 @@ def _lay_out_known_batch(
 def layout_single_ubatch(
     spec: TableSpec, batch: Batch
 ) -> tuple[Batch, PyTree[Int32[ArrayLike, "R T"]]]:
-    """Arrange a batch as one ubatch of any length, for batches that must not be cut.
-
-    Each sequence has its own row, so an encoder never mixes tokens of two sequences. A traced batch
-    keeps its rows. Returns the flat batch, and `[R, T]` indices into it, NO_SLOT for padding.
-    """
+    """Arrange a batch as one ubatch of any length, for batches that must not be cut."""
+    # Each sequence has its own row, so an encoder never mixes tokens of two sequences.
     if not is_concrete(batch):
         flat, (index,), _ = lay_out_batch(spec, batch, batch.valid.size, None)
         return flat, index
@@ -138,7 +129,7 @@ def layout_single_ubatch(
 
 
 def _flat_batch(spec: TableSpec, batch: Batch) -> tuple[Batch, np.ndarray]:
-    """Flatten a batch with known values; also return the `[n]` indices of its valid tokens."""
+    """Flatten a batch with known values; also return the batch indices of valid tokens, `[n]`."""
     axes, count = batch.valid.ndim, batch.valid.size
     batch = jax.tree.map(lambda x: np.asarray(x).reshape(count, *x.shape[axes:]), batch)
     valid_index = np.flatnonzero(batch.valid)
@@ -156,13 +147,13 @@ def _check_nonempty(tokens: int) -> None:
 
 
 def _to_batch_indices(valid_index: np.ndarray, part: np.ndarray) -> np.ndarray:
-    """Convert indices into valid tokens, `[R, T]`, to batch indices."""
+    """Convert indices among the valid tokens, `[R, T]`, to batch indices."""
     index = np.append(valid_index, NO_SLOT).astype(np.int32)
     return index[np.minimum(part, valid_index.size)]
 
 
 def _pad_row_count(part: np.ndarray, spec: TableSpec) -> np.ndarray:
-    """Pad the rows of a ubatch to a power of two, or to all sequences, so that few shapes occur."""
+    """Pad the number of rows of a ubatch to a power of two or to Q, so that few shapes occur."""
     num_rows = next_power_of_two(len(part))
     if spec.single_sequence_rows:
         num_rows = max(min(num_rows, spec.sequences), len(part))
@@ -170,27 +161,25 @@ def _pad_row_count(part: np.ndarray, spec: TableSpec) -> np.ndarray:
 
 
 def _pad_batch(batch: Batch, size: int) -> Batch:
-    """Pad a flat batch, `[B]` to `[size]`, with tokens that are not valid."""
+    """Pad a flat batch to `size` tokens, with tokens that are not valid."""
     xp = np if is_concrete(batch) else jnp
     extra = size - batch.valid.shape[0]
     return jax.tree.map(lambda x: xp.pad(x, [(0, extra)] + [(0, 0)] * (x.ndim - 1)), batch)
 
 
 def order_tokens_first(valid: jax.Array) -> jax.Array:
-    """Return an order of each row with padding last, as recurrent caches require; `[R, T]`."""
+    """Return an order of each row, `[R, T]`, with padding last, as recurrent caches require."""
     return jnp.argsort(~valid, axis=1, stable=True).astype(jnp.int32)
 
 
 def rank_in_sequence(
     sequences: PyTree[Int[ArrayLike, "*M"]], valid: PyTree[Bool[ArrayLike, "*M"]]
 ) -> tuple[PyTree[Int32[ArrayLike, "*M"]], PyTree[Int32[ArrayLike, "*M"]]]:
-    """Return the index of each token within its sequence, in batch order.
+    """Return the number of preceding tokens of the same sequence for each token, `[B]` int32.
 
-    Results of tokens that are not valid are undefined. NumPy arrays give NumPy results.
-
-    Returns:
-      `[B]` int32, the number of preceding tokens of the sequence; and `[B]` int32, the index of the
-      previous one, or the token's own index if it is the first.
+    The second result, `[B]` int32, is the index of the previous token of the sequence; a first
+    token gets its own index. Results of tokens that are not valid are undefined. NumPy arrays give
+    NumPy results.
 
     >>> rank_in_sequence(np.array([7, 8, 7, 7]), np.ones(4, bool))
     (array([0, 0, 1, 2], dtype=int32), array([0, 1, 0, 2], dtype=int32))
@@ -207,7 +196,7 @@ def rank_in_sequence(
 
 
 def preceding_tokens(sequences: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return the token that precedes each token, `[B]` int32; -1 if it is the first.
+    """Return the index of the token that precedes each token, `[B]` int32; -1 for a first token.
 
     >>> preceding_tokens(np.array([0, 0, 1]), np.array([[1], [-1], [-1]]))
     array([-1,  0,  0], dtype=int32)
@@ -220,7 +209,7 @@ def preceding_tokens(sequences: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 
 def gather_rows(batch: Batch, index: jax.Array) -> Batch:
-    """Arrange tokens of a flat batch in rows by `index`, `[R, T]`; NO_SLOT gives token 0."""
+    """Arrange tokens of a flat batch in rows by batch indices `[R, T]`; NO_SLOT gives padding."""
 
     def gather_field(field: jax.Array) -> jax.Array:
         return field[jnp.minimum(index, field.shape[0] - 1)]
@@ -234,7 +223,7 @@ def gather_rows(batch: Batch, index: jax.Array) -> Batch:
 def split_batch(
     split_by: SplitBy, sequences: np.ndarray, ubatch_size: int, after: np.ndarray | None = None
 ) -> list[np.ndarray]:
-    """Cut a batch; raise a ValueError if `split_by` is unknown. `after`: see `equal_split`.
+    """Cut a batch (for `after` see `equal_split`); raise a ValueError if `split_by` is unknown.
 
     >>> split_batch("even", np.array([0, 0]), 1)
     Traceback (most recent call last):
@@ -269,7 +258,7 @@ def simple_split(sequences: np.ndarray, ubatch_size: int) -> list[np.ndarray]:
 
 
 def sequence_split(sequences: np.ndarray, ubatch_size: int) -> list[np.ndarray]:
-    """Cut a batch so that a ubatch has tokens of one sequence; each ubatch is one row.
+    """Cut a batch into ubatches with tokens of one sequence; each ubatch is one row.
 
     >>> ids = np.array([0, 1, 0, 1, 1])
     >>> [part[part != NO_SLOT].tolist() for part in sequence_split(ids, 2)]
@@ -287,14 +276,14 @@ def sequence_split(sequences: np.ndarray, ubatch_size: int) -> list[np.ndarray]:
 def equal_split(
     sequences: np.ndarray, ubatch_size: int, *, after: np.ndarray | None = None
 ) -> list[np.ndarray]:
-    """Cut a batch so that a ubatch has equally many tokens of some sequences, a row each.
+    """Cut a batch into ubatches with rows of equal length; each row has tokens of one sequence.
 
-    Sequences are taken in the order of their first remaining token, at most `ubatch_size`. Each row
-    is as long as the shortest sequence and `ubatch_size` allow. A sequence waits if its first token
-    follows one that is neither computed yet nor in this ubatch.
+    A ubatch takes at most `ubatch_size` sequences, in the order of their first remaining tokens.
+    Rows are as long as the shortest sequence and `ubatch_size` allow. A sequence waits if its first
+    token follows a token that is neither computed yet nor in this ubatch.
 
-    `after` is the token that precedes each token, `[B]` int32, -1 if none. If it is None,
-    each token precedes the next one of its sequence.
+    The argument `after` is the index of the token that precedes each token, `[B]` int32; -1 for a
+    first token. By default each token precedes the next token of its sequence.
 
     >>> ids = np.array([0, 0, 0, 0, 1, 1])
     >>> [part.tolist() for part in equal_split(ids, 8)]
@@ -330,18 +319,18 @@ def equal_split(
 
 
 def _num_tokens_from_each(taking: list[np.ndarray], ubatch_size: int) -> int:
-    """Return the row length for some sequences, given as `[n]` int32 each."""
+    """Return the number of tokens in each row, for sequences with token indices `taking`."""
     return min(ubatch_size // len(taking), min(map(len, taking)))
 
 
 def _indices_by_sequence(sequences: np.ndarray) -> list[np.ndarray]:
-    """Return the `[n]` int32 token indices of each sequence, in order of first appearance."""
+    """Return the token indices of each sequence, `[n]` int32, in order of first appearance."""
     _, firsts = np.unique(sequences, return_index=True)
     return [np.flatnonzero(sequences == sequences[i]).astype(np.int32) for i in sorted(firsts)]
 
 
 def _pad_row_lengths(rows: list[np.ndarray], ubatch_size: int) -> np.ndarray:
-    """Pad rows of equal length, `[n]` int32 each, to a bucket; `[R, T]` int32."""
+    """Pad rows of equal length, `[n]` int32 each, to a power of two or `ubatch_size`; `[R, T]`."""
     length = len(rows[0])
     part = np.full((len(rows), min(next_power_of_two(length), ubatch_size)), NO_SLOT, np.int32)
     part[:, :length] = rows

@@ -1,4 +1,4 @@
-"""Slots for the tokens of a ubatch, and the result of a plan."""
+"""Choice of slots for the tokens of a ubatch, and the result of a plan."""
 
 from __future__ import annotations
 
@@ -37,9 +37,8 @@ def plan_single_ubatch(
 ) -> Plan:
     """Plan a batch that is one ubatch, for the table of any cache.
 
-    `batch` is flat, and `ranks` is the result of `layout.rank_in_sequence` for its members, see
-    `checks`. `index` is the batch index of each token, NO_SLOT for padding. `more` marks sequences
-    that continue in a later ubatch, None for none.
+    The batch is flat; for `ranks` see `checks`. The argument `index` is the batch index of each
+    token, NO_SLOT for padding. The argument `more` marks sequences that continue in a later ubatch.
     """
     builder, ubatch = place_ubatch(check_batch(table, batch, ranks), index, more, outputs=outputs)
     plan = finish_plan(builder)
@@ -54,7 +53,7 @@ def place_ubatch(
     *,
     outputs: int,
 ) -> tuple[PlanBuilder, Ubatch]:
-    """Choose slots for a ubatch and add it to the plan's table; see `plan_single_ubatch`."""
+    """Choose slots for a ubatch, and add the ubatch to the plan; see `plan_single_ubatch`."""
     table, batch = builder.table, builder.batch
     index, mixed = _order_rows(table.spec, batch, index)
     more = jnp.zeros(table.spec.sequences, bool) if more is None else more
@@ -76,7 +75,7 @@ def place_ubatch(
 
 @jit_table
 def finish_plan(builder: PlanBuilder) -> Plan:
-    """Return the plan, without its ubatches."""
+    """Return the finished plan, without its ubatches."""
     reason, late = builder.late, builder.late != builder.reason
     ok = jnp.all(reason == Reason.OK)
     # These sequences have enough cells, but may have no free run once the others are left out.
@@ -95,11 +94,7 @@ def finish_plan(builder: PlanBuilder) -> Plan:
 def _order_rows(
     spec: TableSpec, batch: Batch, index: Int32[Array, "R T"]
 ) -> tuple[Int32[Array, "R T"], Bool[Array, " Q"]]:
-    """Sort the rows of a ubatch by sequence if there is one for each sequence.
-
-    Also return the sequences that share a row or have several, if each requires one row; the plan
-    is refused for them.
-    """
+    """Return rows ordered by sequence, and which sequences break the rule of one row each."""
     count = spec.sequences
     none, index = jnp.zeros(count, bool), jnp.asarray(index)
     if not spec.single_sequence_rows:
@@ -118,7 +113,7 @@ def _order_rows(
 
 
 def _row_sequence(part: Batch) -> Int32[Array, " R"]:
-    """Return the sequence of each row; -1 if it has no token."""
+    """Return the sequence of each row; -1 for a row without tokens."""
     return jnp.max(jnp.where(part.valid, part.sequences, -1), axis=1)
 
 
@@ -129,7 +124,7 @@ def _build_ubatch(
     more: Bool[Array, " Q"],
     outputs: int,
 ) -> Ubatch:
-    """Arrange the tokens of a ubatch in rows, `[R, T]`, without slots."""
+    """Arrange the tokens of a ubatch in rows, `[R, T]`, without choosing slots."""
     spec, part = table.spec, gather_rows(batch, index)
     in_order = spec.single_sequence_rows and index.shape[0] == spec.sequences
     if not spec.single_sequence_rows:
@@ -172,7 +167,7 @@ def _build_ubatch(
 def _hash_row_contexts(
     digests: PyTree[UInt32[Array, " S"]], stream: Int32[Array, " R"], in_order: bool
 ) -> UInt32[Array, " R"]:
-    """Return a hash of the stream of each row; hashes of the parts of a hybrid are added."""
+    """Return a hash of the stream of each row; hashes of the parts of a hybrid cache are added."""
     leaves = jax.tree.leaves(digests)
     return reduce(
         jnp.add, [expand_streams_to_rows(mix(digest), stream, in_order) for digest in leaves]
@@ -182,7 +177,7 @@ def _hash_row_contexts(
 def _select_outputs(
     part: Batch, index: Int32[Array, "R T"], outputs: int
 ) -> tuple[Int32[Array, " O"], Int32[Array, " O"]]:
-    """Return the tokens of a ubatch that output logits, and their batch indices; `[O]` int32."""
+    """Return the indices of tokens that output logits: in the ubatch, and in the batch; `[O]`."""
     order = jnp.where(part.outputs & part.valid, index, NO_SLOT).reshape(-1)
     tokens = order.shape[0]
     if outputs >= tokens:  # every token may be an output: no selection is needed

@@ -1,4 +1,4 @@
-"""Planners: `init_batch`, `init_full` and `plan_step`."""
+"""Planners of the public interface: `init_batch`, `init_full` and `plan_step`."""
 
 from __future__ import annotations
 
@@ -47,38 +47,38 @@ def init_batch(
     split_by: SplitBy | None = None,
     encoder: bool = False,
 ) -> Plan:
-    """Plan slots for the tokens of a batch. Reads the table only; the cache is unchanged.
+    """Plan slots for the tokens of a batch. The cache is unchanged, and only its table is read.
 
     Each sequence must continue one past its last position, without gaps, duplicates or decreasing
-    positions; an empty sequence may start at any position. The plan is refused if one of these
-    rules is broken, or a token gets no slot.
+    positions; an empty sequence may start at any position. The plan is refused if a sequence has
+    other positions, or a token gets no slot.
 
     With `encoder`, the batch contains the tokens or embeddings (such as audio frames) that an
     encoder reads, for sequences without a source. Tokens of a source attend to each other, so the
     batch is one ubatch of any length, with a row for each sequence and positions from 0. A traced
-    batch keeps its rows; a traced list is one row, which raises if the cache requires a row for
-    each sequence. After `apply`, `write_kv` writes the keys and values of each cross-attention
-    layer, as `encode` does.
+    batch keeps its rows. After `apply`, `write_kv` writes the keys and values of each
+    cross-attention layer, as `encode` does.
 
     Args:
       cache: any cache.
-      batch: the batch, from `make_batch`. If traced, it must fit one ubatch or come in rows.
-      ubatch_size: the most tokens computed at once; by default that of the cache, or 512. The last
-        ubatch is padded to a power of two, so that few shapes are compiled. Ignored with `encoder`.
-      split_by: how the batch is cut: "simple", in token order; "equal", equally many tokens of
-        several sequences; "sequence", one sequence at a time. The default is "simple" if rows may
-        contain tokens of several sequences, and "equal" otherwise.
-      encoder: plan encoder sources for the layers of `CacheSpec.cross_attention`.
+      batch: the batch, from `make_batch`. A traced batch must fit one ubatch or have rows.
+      ubatch_size: largest number of tokens computed at once; by default the `ubatch_size` of the
+        cache, or 512. The last ubatch is padded to a power of two, at most `ubatch_size`, so that
+        few shapes are compiled. Ignored with `encoder`.
+      split_by: how the batch is cut: "simple", in token order; "equal", with equally many tokens of
+        several sequences; "sequence", with one sequence at a time. The default is "simple" if rows
+        may contain tokens of several sequences, and "equal" otherwise.
+      encoder: if True, plan encoder sources for the layers of `CacheSpec.cross_attention`.
 
     Returns:
-      A `Plan`; `plan.ok` is a value, and `plan.check()` raises instead.
+      A `Plan`. A refused plan has `ok` False, and `plan.check()` raises for a refused plan.
 
     Raises:
       TypeError: If `batch` is not a batch.
       ValueError: If a known sequence id is invalid, or the batch is empty.
-      ValueError: If a traced batch is longer than `ubatch_size`, or lacks rows that the cache
-        requires.
-      ValueError: If `ubatch_size` exceeds that of the cache, or `split_by` is unknown.
+      ValueError: If a traced batch is longer than `ubatch_size`, or has no rows and the cache
+        requires a row for each sequence.
+      ValueError: If `ubatch_size` exceeds the `ubatch_size` of the cache, or `split_by` is unknown.
       ValueError: If a source has positions, or a token of a source or of a recurrent cache belongs
         to several sequences.
       TypeError: If `encoder` is True and the cache has no cross-attention layers.
@@ -91,7 +91,7 @@ def init_batch(
       >>> plan.ok.item(), plan.fits.tolist()
       (False, [False, True])
 
-      The batch does not fit. The shorter prompt does:
+      The batch does not fit, but the shorter prompt does:
 
       >>> batch = make_batch([[1, 2, 3], [4, 5]]).keep_sequences(plan.fits)
       >>> cache = apply(cache, init_batch(cache, batch))
@@ -110,13 +110,13 @@ def init_batch(
       >>> attend(apply(cache, ubatch), 1, ubatch, jnp.zeros((1, 2, 1, 1)))[1][0, :, 0, 0]
       Array([4., 4.], dtype=float32)
 
-      A source is written once:
+      A sequence with a source cannot get another source:
 
       >>> plan = init_batch(cache, make_batch([5]), encoder=True)
       >>> Reason(plan.reason[0].item()).name
       'ENCODER_ALREADY_WRITTEN'
 
-    llama.cpp: `llama_memory_i::init_batch`; of sources, `llama_encode`.
+    llama.cpp: `llama_memory_i::init_batch`, and `llama_encode` for sources.
     """
     table, _ = split(cache)
     if not isinstance(batch, Batch):
@@ -140,23 +140,24 @@ def init_batch(
 
 
 def init_full(cache: Cache, *, ubatch_size: int | None = None, outputs: int | None = None) -> Plan:
-    """Plan the largest ubatch of a full cache, as shapes.
+    """Plan the largest ubatch of a full cache as shapes, to compile ahead or to count bytes.
 
-    For compiling ahead and counting bytes. No array is allocated; `cache` may be shapes itself
-    (`jax.eval_shape`).
+    No array is allocated; `cache` may be a tree of shapes (`jax.eval_shape`).
 
     Args:
       cache: any cache, or its shapes.
-      ubatch_size: the most tokens computed at once, see `init_batch`.
-      outputs: the most tokens of a ubatch that output logits; by default one for each sequence.
+      ubatch_size: largest number of tokens computed at once, see `init_batch`.
+      outputs: largest number of tokens of a ubatch that output logits; by default one for each
+        sequence.
 
     Returns:
-      A plan of one ubatch of `ubatch_size` tokens, split among rows if each sequence has one, whose
-      arrays are `jax.ShapeDtypeStruct`.
+      A plan of one ubatch whose arrays are `jax.ShapeDtypeStruct`. The ubatch has `ubatch_size`
+      tokens, split among rows if each sequence has a row.
 
     Raises:
       TypeError: If `ubatch_size` or `outputs` is not an integer.
-      ValueError: If one of them is below 1, or `ubatch_size` exceeds that of the cache.
+      ValueError: If `ubatch_size` or `outputs` is below 1, or `ubatch_size` exceeds the
+        `ubatch_size` of the cache.
 
     Examples:
       >>> make = lambda: make_cache(
@@ -187,7 +188,7 @@ def init_full(cache: Cache, *, ubatch_size: int | None = None, outputs: int | No
 
 
 def _sequences_with_more(spec: TableSpec, flat: Batch, parts: list[PyTree]) -> list[PyTree]:
-    """Return for each ubatch the sequences that continue in a later one, `[Q]` bool."""
+    """Return for each ubatch which sequences continue in a later ubatch, `[Q]` bool."""
     later, found = np.zeros(spec.sequences, bool), []
     for part in reversed(parts):
         found.append(later.copy())
@@ -196,7 +197,7 @@ def _sequences_with_more(spec: TableSpec, flat: Batch, parts: list[PyTree]) -> l
 
 
 def check_ubatch_size(spec: TableSpec, ubatch_size: int | None) -> int:
-    """Return `ubatch_size`, or the default; raise if it exceeds that of the cache."""
+    """Return `ubatch_size`, or the default; raise if `ubatch_size` exceeds the cache's."""
     if ubatch_size is None:
         return UBATCH_SIZE if spec.ubatch_size is None else spec.ubatch_size
     ubatch_size = check_count(ubatch_size, "ubatch_size")
@@ -218,23 +219,24 @@ def _mask_ubatch_unless(table: CacheTable, ok: Bool[Array, ""], ubatch: Ubatch) 
 def plan_step(
     cache: Cache, tokens: Tokens, *, sequences: Ids | None = None, active: Flags | None = None
 ) -> Plan:
-    """Plan the next tokens of several sequences, all of which output logits.
+    """Plan the next tokens of several sequences; every token outputs logits.
 
     Args:
       cache: any cache.
-      tokens: `[T]` int32, one for each sequence; or `[T, n]`, n for each.
-      sequences: `[T]` int32 without repeats; by default 0, 1, 2 and so on.
-      active: bool, in the shape of `tokens`; others are padding, in any place. By default all are
-        active.
+      tokens: `[T]` int32, one token for each sequence; or `[T, n]`, n tokens for each sequence.
+      sequences: `[T]` int32, distinct sequence ids; by default 0, 1, 2 and so on.
+      active: bool, in the shape of `tokens`; inactive tokens are padding, in any place. By default
+        all tokens are active.
 
     Returns:
-      A plan of one ubatch, `plan.ubatch`. Its outputs are all tokens in this order, so logits can
-      be reshaped to `[T, V]` or `[T, n, V]`. A plan with `ok` False has no effect, and `reason` is
-      set for each sequence: no free cell, a repeated sequence, a pending shift, or evicted context.
+      A plan of one ubatch, `plan.ubatch`. The outputs of the ubatch are all tokens, in the order of
+      `tokens`, so logits can be reshaped to `[T, V]` or `[T, n, V]`. A plan with `ok` False has no
+      effect. For each sequence of a refused plan, `reason` is the cause: no free cell, a repeated
+      sequence, a pending shift, or evicted context.
 
     Raises:
-      TypeError: If tokens or sequences are not integers, or `active` is not bool.
-      ValueError: If the shapes differ, or a known sequence is repeated or invalid.
+      TypeError: If `tokens` or `sequences` does not contain integers, or `active` is not bool.
+      ValueError: If the shapes differ, or a known sequence id is repeated or invalid.
 
     Examples:
       >>> cache = make_cache(
@@ -251,7 +253,7 @@ def plan_step(
       >>> [Reason(reason).name for reason in plan.reason.tolist()]
       ['OK', 'OUT_OF_CELLS']
 
-    llama.cpp: `llama_batch` of a token for each sequence, and `init_batch`.
+    llama.cpp: `init_batch` with a `llama_batch` of one token for each sequence.
     """
     table, _ = split(cache)
     rows = check_int32(tokens, "tokens")
@@ -277,7 +279,7 @@ def plan_next(
     sequences: Int32[Array, " T"],
     valid: Bool[Array, "T n"],
 ) -> Plan:
-    """Return the plan of `plan_step`; the reason of a repeated sequence is DUPLICATE_POSITION."""
+    """Implement `plan_step`; the reason of a repeated sequence is DUPLICATE_POSITION."""
     spec, (count, length) = table.spec, np.shape(valid)
     flat = make_batch(
         tokens.reshape(-1),
@@ -305,7 +307,7 @@ def plan_next(
 def check_next_tokens(
     spec: TableSpec, tokens: PyTree, sequences: Ids, valid: PyTree
 ) -> tuple[PyTree, PyTree, PyTree]:
-    """Return tokens `[T, n]`, sequences `[T]` and valid `[T, n]` as int32 and bool, or raise."""
+    """Return tokens `[T, n]`, sequences `[T]` and valid `[T, n]`; raise for invalid ids."""
     if 0 in np.shape(tokens):
         raise ValueError(
             f"expected a token at least, got tokens of the shape {np.shape(tokens)}; pass one "
@@ -319,10 +321,8 @@ def check_next_tokens(
 
 
 def _rank_in_rows(valid: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return `layout.rank_in_sequence` of tokens `[T, n]`, for rows of different sequences.
-
-    Rows with a repeated sequence get wrong ranks, but their plan is refused.
-    """
+    """Return `layout.rank_in_sequence` of tokens `[T, n]` if each row has another sequence."""
+    # Rows with a repeated sequence get wrong ranks, but their plan is refused.
     index = jnp.arange(valid.size, dtype=jnp.int32).reshape(valid.shape)
     ranks = jnp.cumsum(valid, axis=1, dtype=jnp.int32) - valid
     latest = jax.lax.cummax(jnp.where(valid, index, -1), axis=1)
@@ -333,7 +333,7 @@ def _rank_in_rows(valid: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _lay_out_next_tokens(
     spec: TableSpec, ids: jax.Array, valid: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the index of the ubatch, and the place of each token in it, `[T, n]` int32."""
+    """Return the batch indices of a ubatch, and the index of each token in the ubatch, `[T, n]`."""
     count, length = valid.shape
     index = jnp.arange(count * length, dtype=jnp.int32).reshape(count, length)
     if not spec.single_sequence_rows:
@@ -349,7 +349,7 @@ def _lay_out_next_tokens(
 
 
 def _init_encoder(table: CacheTable, batch: Batch) -> Plan:
-    """Plan encoder sources, see `init_batch`."""
+    """Implement `init_batch` for encoder sources."""
     table = table.as_encoder_table()
     if batch.shared_with is not None:
         raise ValueError(
@@ -373,7 +373,7 @@ def _plan_empty_sequences(
     ranks: tuple[Int32[Array, " M"], Int32[Array, " M"]],
     index: Int32[Array, "R T"],
 ) -> Plan:
-    """Plan a batch whose sequences must be empty; arguments as in `plan_single_ubatch`."""
+    """Plan a batch whose sequences must be empty; for arguments see `plan_single_ubatch`."""
     plan = plan_single_ubatch(table, batch, ranks, index, outputs=FEW)
     reason = jnp.where(
         plan.reason == Reason.NOT_CONTIGUOUS, Reason.ENCODER_ALREADY_WRITTEN, plan.reason

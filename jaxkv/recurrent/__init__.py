@@ -1,1 +1,1 @@
-"""Recurrent cache: a table of states, and buffers of their numbers."""
+"""Recurrent cache: a table of positions and cells, and buffers that store states."""

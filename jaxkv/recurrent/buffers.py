@@ -1,8 +1,7 @@
-"""Buffers of a recurrent cache: reading, writing and copying states on each device.
+"""Buffers of a recurrent cache: states are read, written and copied on each device.
 
-A mesh splits streams, and states along the dimension in `shard_dims`, with the axes of heads. Rows
-in the order of sequences are split like their streams; states of other rows are broadcast along the
-axes of streams.
+A mesh splits streams, and each state along its dimension in `shard_dims`. Rows of a ubatch are
+split like streams if `row_is_sequence`; otherwise every device has all rows.
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ if TYPE_CHECKING:
     from jaxkv.recurrent.table import StateTable
 
 Buffers = tuple[dict[str, jax.Array], ...]
-"""States of all cells, `[S, N, ...]`, for each layer, by name."""
+"""For each layer, the states of all cells, `[S, N, ...]`, by state name."""
 
 Cell = tuple[jax.Array, jax.Array]
-"""Stream and number of cells, both int32, broadcast to each other."""
+"""Stream indices and cell indices, int32, which broadcast to each other."""
 
 
 @partial(jax.jit, static_argnames="layer")
 def read_layer_states(
     table: StateTable, layer: int, ubatch: Ubatch, arrays: dict[str, Shaped[Array, "S N ..."]]
 ) -> dict[str, Shaped[Array, "R ..."]]:
-    """Return the states of a layer before each row, by name."""
+    """Return the states of one layer before each row of a ubatch, by state name."""
     streams, rows, specs = _layout_specs(table, ubatch)
 
     def read_on_shard(
@@ -76,10 +75,7 @@ def write_layer_states(
     states: dict[str, Shaped[Array, "R _ ..."]],
     arrays: dict[str, Shaped[Array, "S N ..."]],
 ) -> tuple[StateTable, dict[str, Shaped[Array, "S N ..."]]]:
-    """Write the states of a layer after each row, by name; E + 1 for each row.
-
-    Returns the table, with `holds` updated, and the states of the layer.
-    """
+    """Write E + 1 states of each row into a layer; return the table and the layer's states."""
     streams, rows, specs = _layout_specs(table, ubatch)
 
     def write_on_shard(
@@ -113,7 +109,7 @@ def write_layer_states(
 def _layout_specs(
     table: StateTable, ubatch: Ubatch
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[PyTree, Ubatch]]:
-    """Return the mesh axes of streams and of rows, and specs of table and ubatch."""
+    """Return mesh axes of streams, mesh axes of rows, and `PartitionSpec`s of table and ubatch."""
     streams = make_axis_partition(table.sharding_rules, streams=table.streams).streams
     mesh = current_mesh(table.sharding_rules)
     of_table = P() if mesh is None else table.partition_specs(None, mesh)[0]
@@ -125,7 +121,7 @@ def _layout_specs(
 
 
 def copy_cells(table: States, buffers: Buffers, source: Cell, target: Cell) -> Buffers:
-    """Copy states between cells of all streams; all are read before any is written."""
+    """Copy states from cells `source` to cells `target`; all reads precede all writes."""
     streams = make_axis_partition(table.sharding_rules, streams=table.streams).streams
 
     def copy_on_shard(source: Cell, target: Cell, buffers: Buffers) -> Buffers:
@@ -149,10 +145,7 @@ def copy_cells(table: States, buffers: Buffers, source: Cell, target: Cell) -> B
 
 
 def state_partition_axes(table: States, name: str, mesh: AnyMesh | None = None) -> tuple:
-    """Return the axes of each dimension of a state, up to the split one.
-
-    `mesh` defaults to the current one.
-    """
+    """Return the mesh axes of a state's dimensions; `mesh=None` means the current mesh."""
     mesh = current_mesh(table.sharding_rules) if mesh is None else mesh
     if table.sharding_rules is None or mesh is None:
         return ()
@@ -164,7 +157,7 @@ def state_partition_axes(table: States, name: str, mesh: AnyMesh | None = None) 
 
 
 def _unreadable_value(dtype: jnp.dtype) -> float | int:
-    """Return the value of a state that must not be used: NaN, or the lowest integer."""
+    """Return the marker of an unusable state: NaN, the lowest integer, or False."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return jnp.nan
     return jnp.iinfo(dtype).min if jnp.issubdtype(dtype, jnp.integer) else False

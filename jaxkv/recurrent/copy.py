@@ -1,4 +1,4 @@
-"""Copies of states: shared within a stream, copied between streams."""
+"""Copies of recurrent states: sequences of one stream share cells, other streams get copies."""
 
 from __future__ import annotations
 
@@ -36,13 +36,12 @@ def seq_cp(
     start: Int32[Array, ""],
     stop: Int32[Array, ""],
 ) -> tuple[T, Buffers | None]:
-    """Replace targets by the states of `src` up to the end of a range.
+    """Replace the states of each target by the states of `src` up to the end of a range.
 
-    Sequences of one stream share cells. Targets in another stream get copies, and `buffers` may be
-    None only without such targets. The start of the range has no effect unless the range is empty,
-    because a state contains all earlier tokens. `can_seq_cp` checks that a state exists at its end.
-    If the range contains no token of `src`, targets in its stream are unchanged, and others become
-    empty.
+    Targets in the stream of `src` share the cells of `src`. Targets in other streams get copies,
+    which require `buffers`. The start of the range matters only if the range is empty, because a
+    state contains all earlier tokens. If `src` has no token in the range, targets in the stream of
+    `src` are unchanged, and targets in other streams become empty.
     """
     end = _last_in_range(states, src, start, stop)
     fork = drop_pairs(states, states.position <= end)
@@ -59,9 +58,10 @@ def can_seq_cp(
     start: Int32[Array, ""],
     stop: Int32[Array, ""],
 ) -> tuple[Bool[Array, ""], Int32[Array, " m"]]:
-    """Return whether `src` has a state at the end of a range; and the targets' ends.
+    """Return whether `seq_cp` is possible, and the last position of each target after the copy.
 
-    The state is not needed if no target changes or the range contains no token.
+    A copy requires a state of `src` at the end of the range, unless no target changes or `src` has
+    no token in the range.
     """
     end, dst = _last_in_range(states, src, start, stop), jnp.atleast_1d(dst)
     gets = is_sequence(states, src) & is_sequence(states, dst) & _is_replaced(states, src, dst, end)
@@ -71,7 +71,7 @@ def can_seq_cp(
 
 
 def _last_in_range(states: States, src: jax.Array, start: jax.Array, stop: jax.Array) -> jax.Array:
-    """Return the last position of a sequence in a range, `[]` int32; -1 if none."""
+    """Return the last position of `src` in a range; -1 if the range contains no token of `src`."""
     start, end = (
         jnp.maximum(start, 0),
         jnp.minimum(resolve_range_end(stop) - 1, seq_pos_max(states, src)),
@@ -80,7 +80,7 @@ def _last_in_range(states: States, src: jax.Array, start: jax.Array, stop: jax.A
 
 
 def _is_replaced(states: States, src: jax.Array, dst: jax.Array, end: jax.Array) -> jax.Array:
-    """Return which targets, `[n]`, a copy up to position `end` replaces."""
+    """Return which targets change if `src` is copied up to position `end`, `[n]` bool."""
     is_cross_stream = stream_of(states, dst) != stream_of(states, src)
     return (dst != src) & ((end != EMPTY) | is_cross_stream)
 
@@ -88,18 +88,14 @@ def _is_replaced(states: States, src: jax.Array, dst: jax.Array, end: jax.Array)
 def seq_select(
     states: T, buffers: Buffers | None, parents: Int32[Array, " n"], targets: Int32[Array, " n"]
 ) -> tuple[T, Buffers | None]:
-    """Replace all targets at once by their parents.
-
-    Targets are distinct; an id that is no sequence is skipped. `buffers` may be None if parents and
-    targets are of the same stream.
-    """
+    """Replace each sequence in `targets` by the sequence at the same index of `parents`."""
     return _assign_states(states, buffers, parents, targets, states)
 
 
 def _assign_states(
     source: States, buffers: Buffers | None, src: jax.Array, dst: jax.Array, states: T
 ) -> tuple[T, Buffers | None]:
-    """Set the pairs of targets, `[n]`, to those of sequences `src`, `[n]`, in `source`."""
+    """Copy the (position, cell) pairs of sequences `src` in `source` to sequences `dst`."""
     position, cell = source.position[src], source.cell[src]
     if buffers is not None:
         states, buffers, cell = _copy_states(states, buffers, src, dst, cell)
@@ -114,11 +110,7 @@ def _assign_states(
 def _copy_states(
     states: T, buffers: Buffers, src: jax.Array, dst: jax.Array, cell: jax.Array
 ) -> tuple[T, Buffers, jax.Array]:
-    """Copy states of sequences, cells `[n, E + 1]`, to targets in other streams.
-
-    All states are read before any is written. Returns the table, the buffers, and the cells of each
-    target, `[n, E + 1]`.
-    """
+    """Copy the states in `cell` to other streams; return table, buffers and the targets' cells."""
     cells, copies = _cells_of_targets(states, src, dst, cell)
     origin = (stream_of(states, src)[:, None], cell)
     where = (stream_of(states, dst)[:, None], jnp.where(copies, cells, states.num_cells))
@@ -145,12 +137,11 @@ def _copy_states(
 def _cells_of_targets(
     states: States, src: jax.Array, dst: jax.Array, cell: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the new cells of targets, `[n, E + 1]`; and which of them are copies.
+    """Return the cells of each target after a copy, and whether each cell is a new copy.
 
-    Within a stream a target shares the cells of its source. In another stream it takes cells that
-    are free once all targets have freed theirs. Targets need at most E + 1 cells each, so cells
-    always suffice. Targets of one stream with the same parent share a copy, made for the first of
-    them.
+    A target in the stream of its source shares the cells of the source. A target in another stream
+    takes cells that are free after all targets have released their cells, so cells never run out.
+    Targets in one stream with the same source share one copy.
     """
     size = states.num_cells
     if states.sequences_per_stream == 1:  # a target frees all cells of its stream

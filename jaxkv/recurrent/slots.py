@@ -1,4 +1,4 @@
-"""Choice of cells for the states after a ubatch, and their occupation."""
+"""Slots of recurrent states: cells for the states after a ubatch are chosen, then occupied."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ if TYPE_CHECKING:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StateSlots:
-    """Cells for the states of a ubatch; an index past the last cell means none.
+    """Cell indices for the states of a ubatch; an index past the last cell means no state.
 
-    source: Cell of the state before a row; none if the row starts without a state.
-    cells: Cells of the states after the last tokens of a row, oldest first.
-    source_stamp: Hash of the state in `source`.
+    source: Cell index of the state before each row; past the last cell if a row starts without a
+      state.
+    cells: Cell indices of the states after the last tokens of each row, oldest state first.
+    source_stamp: `cell_hash` of each cell in `source`.
     """
 
     source: Int32[Array, " R"]
@@ -35,15 +36,11 @@ class StateSlots:
 
 
 def choose_slots(states: States, ubatch: Ubatch) -> tuple[StateSlots, Int32[Array, "R T"]]:
-    """Choose a cell for each state that is stored after a ubatch.
+    """Return a cell for each new state of a ubatch, and a `Reason` for each token, always OK.
 
-    A row of n tokens stores the states after its last min(n, E + 1) tokens and frees as many of the
-    oldest states of its sequence, so cells always suffice. Empty cells come first, then freed ones;
-    a freed state is read before it is overwritten.
-
-    Returns:
-      The slots; and for each token a `Reason`, always OK. Planning refuses two rows of one
-      sequence.
+    A row of n tokens stores the states after its last min(n, E + 1) tokens. Each new state frees
+    the oldest stored state of the sequence, so cells never run out. Empty cells are used before
+    freed cells; a freed state is read before its cell is overwritten.
     """
     placed = jnp.any(ubatch.valid, axis=1)
     new = placed[:, None] & (ubatch.state_write_steps(states.num_earlier_states + 1) > 0)
@@ -56,10 +53,7 @@ def choose_slots(states: States, ubatch: Ubatch) -> tuple[StateSlots, Int32[Arra
 
 
 def _lowest_free(states: States, ubatch: Ubatch, new: jax.Array, placed: jax.Array) -> jax.Array:
-    """Return a free cell of the stream for each new state, `[R, E + 1]` int32.
-
-    `new`, `[R, E + 1]` bool, are the new states, and `placed`, `[R]` bool, the rows with tokens.
-    """
+    """Return a cell for each state in `new`: empty cells first, then cells of freed states."""
     steps = _num_new_states(states, ubatch, placed)[:, None]
     stays = jnp.arange(states.num_earlier_states + 1)[None] >= steps  # pairs that are not freed
     is_kept = is_occupied(states, jnp.where(stays, states.cell, states.num_cells))
@@ -74,7 +68,7 @@ def _lowest_free(states: States, ubatch: Ubatch, new: jax.Array, placed: jax.Arr
 
 
 def occupy(states: T, ubatch: Ubatch) -> T:
-    """Store the states of a ubatch in its slots."""
+    """Store the positions, cells and hashes of the new states of a ubatch in the table."""
     slots: StateSlots = ubatch.slots
     new = slots.cells < MAX_CELLS
     steps = _num_new_states(states, ubatch, new[:, -1])
@@ -105,18 +99,18 @@ def occupy(states: T, ubatch: Ubatch) -> T:
 
 
 def current_rows(states: States, ubatch: Ubatch) -> Bool[Array, " R"]:
-    """Return the rows that have no slot, or a stream that is not edited since."""
+    """Return which rows have no slot, or a stream that was not edited after `apply`."""
     same = (stream_hash(states) == ubatch.hash_after)[ubatch.row_stream]
     return same | (ubatch.slots.cells[:, -1] >= MAX_CELLS)
 
 
 @partial(jax.jit, static_argnames="layer")
 def can_read_source(states: States, layer: int, ubatch: Ubatch) -> Bool[Array, " R"]:
-    """Return the rows with a readable source, or without one.
+    """Return which rows can read the state before the row in a layer, or start without a state.
 
-    A source is unreadable if the ubatch is stale, or if the layer has not written the state or has
-    overwritten it. So a layer can compute a ubatch twice only if the ubatch does not reuse the
-    cells of its sources.
+    The state is unreadable if the ubatch is stale, or if the layer has not written the state or has
+    overwritten its cell. A layer can therefore compute a ubatch twice only if the ubatch does not
+    reuse the cells of its source states.
     """
     source = (ubatch.row_stream, ubatch.slots.source)
     layer_stamp = states.holds[layer].at[source].get(mode="fill", fill_value=0)
@@ -126,7 +120,7 @@ def can_read_source(states: States, layer: int, ubatch: Ubatch) -> Bool[Array, "
 
 @partial(jax.jit, static_argnames="layer")
 def writable_cells(states: States, layer: int, ubatch: Ubatch) -> Int32[Array, "R pairs"]:
-    """Return the cells that a layer may write: none if stale or written already."""
+    """Return the slots of a ubatch; out of range if a row is stale or the layer wrote the cell."""
     where = (ubatch.row_stream[:, None], ubatch.slots.cells)
     stamp = states.cell_hash.at[where].get(mode="fill", fill_value=0)
     layer_stamp = states.holds[layer].at[where].get(mode="fill", fill_value=0)
@@ -136,7 +130,7 @@ def writable_cells(states: States, layer: int, ubatch: Ubatch) -> Int32[Array, "
 
 @partial(jax.jit, static_argnames="layer")
 def note_written(states: T, layer: int, ubatch: Ubatch, cells: Int32[Array, "R pairs"]) -> T:
-    """Update `holds` of a layer with the states in `cells`, from `writable_cells`."""
+    """Set `holds` of a layer to `cell_hash` in `cells`, which `writable_cells` returned."""
     where = (ubatch.row_stream[:, None], cells)
     stamp = states.cell_hash.at[where].get(mode="fill", fill_value=0)
     holds = states.holds.at[layer, *where].set(stamp, mode="drop", unique_indices=True)
@@ -144,7 +138,7 @@ def note_written(states: T, layer: int, ubatch: Ubatch, cells: Int32[Array, "R p
 
 
 def _num_new_states(states: States, ubatch: Ubatch, placed: jax.Array) -> jax.Array:
-    """Return the number of new states of each sequence, `[Q]`, from rows `placed`."""
+    """Return the number of new states of each sequence, `[Q]`, in the rows that `placed` marks."""
     count = jnp.sum(
         ubatch.state_write_steps(states.num_earlier_states + 1) > 0, axis=1, dtype=jnp.int32
     )
@@ -153,7 +147,7 @@ def _num_new_states(states: States, ubatch: Ubatch, placed: jax.Array) -> jax.Ar
 
 
 def _take_at_kept_states(states: States, ubatch: Ubatch, field: jax.Array) -> jax.Array:
-    """Return a field `[R, T]` at the last token of each stored state, `[R, E + 1]`."""
+    """Return `field`, `[R, T]`, at the last token of each stored state, `[R, E + 1]`."""
     turn = jnp.cumsum(ubatch.valid, axis=1, dtype=jnp.int32)
     kept = ubatch.state_write_steps(states.num_earlier_states + 1)
     index = jnp.sum(turn[:, None] < kept[..., None], axis=2, dtype=jnp.int32)  # [R, E + 1]

@@ -1,11 +1,11 @@
 """Table of a recurrent cache: positions and cells of the states of each sequence.
 
 A recurrent state summarises all tokens up to its position. Each sequence has a current state and up
-to E earlier ones, as pairs of a position and a cell. Forking shares cells and removing the last
-tokens drops pairs, so states are never moved or copied within a stream. Earlier states cannot be
-recovered from later ones; `seq_rm` is refused if it would need one.
+to E earlier states, each as a pair of a position and a cell. A fork shares cells, and removing the
+last tokens drops pairs, so no state is moved or copied within a stream. An earlier state cannot be
+computed from a later one, so `seq_rm` is refused if it needs a state that is not stored.
 
-Ranges of positions and ids are those of `jaxkv.kv.cells`.
+Ranges of positions and sequence ids are defined in `jaxkv.kv.cells`.
 """
 
 from __future__ import annotations
@@ -31,20 +31,19 @@ T = TypeVar("T", bound="States")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class States:
-    """The E + 1 newest states of each of Q sequences, in S streams of N cells.
+    """The E + 1 newest states of each of Q sequences, in S streams of N = Q / S * (E + 1) cells.
 
-    N is Q / S * (E + 1). Sequence q is in stream q // (Q // S). The pairs of a sequence are
-    ordered: empty pairs first, then earlier states by increasing position, the current state last.
+    Sequence q is in stream q // (Q // S). The (position, cell) pairs of a sequence are ordered:
+    empty pairs first, then earlier states by increasing position, then the current state.
 
-    position: Position of the last token of a state; EMPTY (-1) if there is no state.
-    cell: Cell of the state in the sequence's stream, shared by forks; N if there is no state.
-    cell_hash: Hash of the last token of the state in a cell, see `jaxkv.core.hashing`.
-    content: Sum of the hashes of all tokens of the state, each with its original position. Copies
-      and moves preserve it, as `Cells.content`.
-    holds: `cell_hash` of the state in a layer's buffers. `occupy` updates `cell_hash` before states
-      are computed, and each layer is written once.
-    sharding_rules: Mesh axes that split the cache, static; None on one device.
-    shard_dims: Name, dimension and number of parts of each state that a mesh may split, static.
+    position: Position of the last token of each state; EMPTY (-1) if there is no state.
+    cell: Cell index of each state within the stream of the sequence; N if there is no state.
+    cell_hash: Hash of the last token of the state in each cell, see `jaxkv.core.hashing`.
+    content: Sum of the hashes of all tokens of the state in each cell, with their original
+      positions.
+    holds: `cell_hash` of the state that each layer has written into each cell of its buffers.
+    sharding_rules: Mesh axes that split the cache; None on one device. Static.
+    shard_dims: Name, dimension and number of parts of each state that a mesh may split. Static.
     """
 
     position: Int32[Array, "Q E+1"]
@@ -57,32 +56,32 @@ class States:
 
     @property
     def sequences(self) -> int:
-        """Q, the number of sequences."""
+        """Number of sequences in the cache, Q."""
         return self.position.shape[0]
 
     @property
     def is_batch(self) -> bool:
-        """Whether the arrays have a leading batch axis, as `vmap` adds it."""
+        """True if the arrays have a leading batch axis, which `vmap` adds."""
         return self.cell_hash.ndim != 2
 
     @property
     def streams(self) -> int:
-        """S, the number of streams."""
+        """Number of streams in the cache, S."""
         return self.cell_hash.shape[0]
 
     @property
     def sequences_per_stream(self) -> int:
-        """Q // S, the number of sequences in each stream."""
+        """Number of sequences in each stream, Q // S."""
         return self.sequences // self.streams
 
     @property
     def num_earlier_states(self) -> int:
-        """E, the number of states before the current one."""
+        """Number of stored states before the current state of a sequence, E."""
         return self.position.shape[1] - 1
 
     @property
     def num_cells(self) -> int:
-        """N, the number of cells in each stream."""
+        """Number of cells in each stream, N."""
         return self.cell_hash.shape[1]
 
 
@@ -90,7 +89,7 @@ class States:
 def empty_fields(
     *, layers: int, sequences: int, streams: int, max_rollback: int
 ) -> dict[str, jax.Array]:
-    """Return the fields of `States` without a state, by name; `max_rollback` is E."""
+    """Return the array fields of an empty `States`, by field name; `max_rollback` is E."""
     pairs, cells = (sequences, max_rollback + 1), sequences // streams * (max_rollback + 1)
     return {
         "position": jnp.full(pairs, EMPTY, jnp.int32),
@@ -102,7 +101,7 @@ def empty_fields(
 
 
 def streams_of_sequences(states: States) -> Int32[Array, "Q 1"]:
-    """Return the stream of each sequence, with the axes of `cell`."""
+    """Return the stream of each sequence, with an axis to broadcast against `cell`."""
     stream, _ = divmod_nonnegative(
         jnp.arange(states.sequences, dtype=jnp.int32), states.sequences_per_stream
     )
@@ -110,31 +109,31 @@ def streams_of_sequences(states: States) -> Int32[Array, "Q 1"]:
 
 
 def stream_of(states: States, seq: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
-    """Return the stream of a sequence; arbitrary for an id outside `[0, Q)`."""
+    """Return the stream of each sequence; arbitrary for an id outside `[0, Q)`."""
     return divmod_nonnegative(seq, states.sequences_per_stream)[0]
 
 
 def is_sequence(states: States, seq: Int32[Array, "*n"]) -> Bool[Array, "*n"]:
-    """Return whether an id is in `[0, Q)`."""
+    """Return whether a sequence id is in `[0, Q)`."""
     return (seq >= 0) & (seq < states.sequences)
 
 
 def seq_pos_min(states: States, seq: Int32[Array, ""]) -> Int32[Array, ""]:
-    """Return the lowest position that a sequence can be rolled back to; -1 if empty."""
+    """Return the position of the oldest stored state of a sequence; -1 if the sequence is empty."""
     positions = states.position[seq]
     lowest = jnp.min(jnp.where(positions == EMPTY, END, positions))
     return jnp.where(is_sequence(states, seq) & (lowest != END), lowest, EMPTY)
 
 
 def seq_pos_max(states: States, seq: Int32[Array, ""]) -> Int32[Array, ""]:
-    """Return the position of a sequence's current state; -1 if empty."""
+    """Return the position of the current state of a sequence; -1 if the sequence is empty."""
     return jnp.where(is_sequence(states, seq), states.position[seq, -1], EMPTY)
 
 
 def compare_last_tokens(
     states: States, sequences: Int32[Array, " T"], contents: UInt32[Array, " T"]
 ) -> tuple[UInt32[Array, " T"], Bool[Array, " T"]]:
-    """Return the contents of current states, 0 if none, and whether they match."""
+    """Return `content` of current states (0 if none), and whether each value equals `contents`."""
     place = stream_of(states, sequences), states.cell[sequences, -1]
     found = states.content.at[place].get(mode="fill", fill_value=0)
     found = jnp.where(is_sequence(states, sequences), found, 0)
@@ -142,7 +141,7 @@ def compare_last_tokens(
 
 
 def is_occupied(states: States, cell: Int32[Array, "Q pairs"]) -> Bool[Array, "S N"]:
-    """Return which cells occur in pairs `[Q, E + 1]`."""
+    """Return which cells of each stream have an index in `cell`."""
     return (
         jnp.zeros(states.cell_hash.shape, bool)
         .at[streams_of_sequences(states), cell]
@@ -151,15 +150,14 @@ def is_occupied(states: States, cell: Int32[Array, "Q pairs"]) -> Bool[Array, "S
 
 
 def num_used_cells(states: States) -> Int32[Array, ""]:
-    """Return the number of cells with a state; shared cells count once."""
+    """Return the number of cells that store a state; shared cells count once."""
     return jnp.sum(is_occupied(states, states.cell), dtype=jnp.int32)
 
 
 def stream_hash(states: States) -> UInt32[Array, " S"]:
-    """Return a hash of each stream's content.
+    """Return a hash of each stream of the table; equal hashes mean equal streams.
 
-    Equal hashes mean equal tables. It covers position and cell of each pair, and the hashes of all
-    cells, also free ones, but not `holds`. So it changes if the same tokens are added again.
+    The hash covers the pairs of all sequences and the `cell_hash` of all cells, but not `holds`.
     """
     _, local_ids = divmod_nonnegative(
         jnp.arange(states.sequences, dtype=jnp.int32), states.sequences_per_stream
@@ -175,14 +173,14 @@ def stream_hash(states: States) -> UInt32[Array, " S"]:
 
 
 def sequence_status(states: States, present: Bool[Array, " Q"]) -> SequenceStatus:
-    """Return the status of the sequences in a batch."""
+    """Return the status of the sequences in `present`: no missing tokens, no pending shifts."""
     nothing = jnp.zeros_like(present)
     last = jnp.where(present, states.position[:, -1], EMPTY)
     return SequenceStatus(last=last, missing=nothing, pending=nothing)
 
 
 def can_resume(states: States, seq: Int32[Array, ""], pos: Int32[Array, ""]) -> Bool[Array, ""]:
-    """Return whether a sequence has the state before a position, or needs none."""
+    """Return whether a sequence is empty, `pos` is 0, or a state at `pos - 1` is stored."""
     empty = states.position[seq, -1] == EMPTY
     stands = jnp.any(states.position[seq] == pos - 1) & (pos > 0)
     return is_sequence(states, seq) & (pos >= 0) & (empty | stands | (pos == 0))
@@ -191,12 +189,12 @@ def can_resume(states: States, seq: Int32[Array, ""], pos: Int32[Array, ""]) -> 
 def seq_rm(
     states: T, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]
 ) -> tuple[T, Bool[Array, ""]]:
-    """Remove a range of a sequence, or of all sequences if -1; return also `ok`.
+    """Remove a range of a sequence, or of all sequences if `seq` is -1; return the table and `ok`.
 
-    A range without tokens of the sequence is granted and has no effect. Last tokens can be removed
-    if a state exists right before the range; it becomes the current one. All tokens can always be
-    removed. Other ranges are refused, because a state contains all its tokens. If one sequence
-    refuses, the table is unchanged.
+    A range without tokens of a sequence has no effect. A range of all tokens can always be removed.
+    A range of the last tokens can be removed if a state is stored right before the range; that
+    state becomes the current state. Earlier tokens alone cannot be removed, because a state
+    contains all its tokens. If the range is refused for one sequence, no sequence changes.
     """
     stays, ok = _find_remaining_states(states, seq, start, stop)
     return drop_pairs(states, stays | ~ok), ok
@@ -205,7 +203,7 @@ def seq_rm(
 def _find_remaining_states(
     states: States, seq: jax.Array, start: jax.Array, stop: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the pairs that remain, `[Q, E + 1]` bool; and `ok`, `[]` bool."""
+    """Return which pairs remain after `seq_rm`, `[Q, E + 1]` bool, and `ok`, `[]` bool."""
     asked = (seq == -1) | (jnp.arange(states.sequences) == seq)
     end = jnp.where(asked, states.position[:, -1], EMPTY)
     start, stop = jnp.maximum(start, 0), resolve_range_end(stop)
@@ -218,7 +216,7 @@ def _find_remaining_states(
 
 
 def seq_keep(states: T, seq: Int32[Array, ""]) -> T:
-    """Remove all sequences except one; an id outside `[0, Q)` has no effect."""
+    """Remove all sequences except `seq`; an id outside `[0, Q)` has no effect."""
     stays = (jnp.arange(states.sequences) == seq) | ~is_sequence(states, seq)
     return drop_pairs(states, stays[:, None])
 
@@ -236,10 +234,10 @@ def seq_add(
     delta: Int32[Array, ""],
     gap: Int32[Array, ""] | None = None,
 ) -> tuple[T, Bool[Array, ""]]:
-    """Add `delta` to the positions of a sequence in a range, for all owners.
+    """Add `delta` to the positions of a sequence in a range, for all owners of the cells.
 
     If a position would reach END or become negative, the table is unchanged and `ok` is False. An
-    earlier state is dropped if its position is no longer below those of all later states.
+    earlier state is dropped unless its new position is below the positions of all later states.
     """
     del gap  # used with windows only
     ok = can_seq_add(states, seq, start, stop, delta)
@@ -254,7 +252,7 @@ def can_seq_add(
     stop: Int32[Array, ""],
     delta: Int32[Array, ""],
 ) -> Bool[Array, ""]:
-    """Return whether all moved positions stay in `[0, END)`."""
+    """Return whether `seq_add` keeps all moved positions in `[0, END)`."""
     moves = _find_moving_states(states, seq, start, stop)
     highest = jnp.max(jnp.where(moves, states.position, EMPTY))
     start = jnp.maximum(start, 0)
@@ -269,10 +267,10 @@ def seq_div(
     stop: Int32[Array, ""],
     divisor: Int32[Array, ""],
 ) -> tuple[T, Bool[Array, ""]]:
-    """Divide the positions of a sequence in a range, rounding down.
+    """Divide the positions of a sequence in a range by `divisor`, rounding down.
 
-    Several tokens may then have the same position, so earlier states in the range are dropped. With
-    a divisor below 1 the table is unchanged and `ok` is False.
+    A divisor above 1 drops earlier states in the range, because several tokens may get the same
+    position. If `divisor` is below 1, the table is unchanged and `ok` is False.
     """
     moves = _find_moving_states(states, seq, start, stop) & (divisor > 1)
     earlier = moves & (jnp.arange(states.num_earlier_states + 1) < states.num_earlier_states)[None]
@@ -283,7 +281,7 @@ def seq_div(
 def _find_moving_states(
     states: States, seq: jax.Array, start: jax.Array, stop: jax.Array
 ) -> jax.Array:
-    """Return the pairs, `[Q, E + 1]` bool, whose cell is in a range of a sequence."""
+    """Return which pairs, `[Q, E + 1]` bool, have a cell that `seq` has in a range of positions."""
     inside = (states.position >= jnp.maximum(start, 0)) & (
         states.position < resolve_range_end(stop)
     )
@@ -293,10 +291,7 @@ def _find_moving_states(
 
 
 def _move_pairs(states: T, position: jax.Array, moves: jax.Array, drop: jax.Array) -> T:
-    """Move pairs `moves` to `position`; remove pairs `drop` and unreachable ones.
-
-    All are `[Q, E + 1]`. A pair is unreachable if its position is not below all later ones.
-    """
+    """Set `position` of pairs `moves`; remove pairs `drop` and pairs not below all later pairs."""
     is_present = states.position != EMPTY
     position = jnp.where(moves, position, states.position)
     later = jax.lax.cummin(jnp.where(is_present, position, END), axis=1, reverse=True)
@@ -305,14 +300,14 @@ def _move_pairs(states: T, position: jax.Array, moves: jax.Array, drop: jax.Arra
 
 
 def rewind(states: T, old: T) -> tuple[T, Bool[Array, ""]]:
-    """Return `old` with later writes noted, and whether its cells are unchanged."""
+    """Return `old` with the current hashes, and whether the cells of `old` are unchanged."""
     same = jnp.all(states.holds == old.holds, axis=0) & (states.cell_hash == old.cell_hash)
     back = replace(old, cell_hash=states.cell_hash, holds=states.holds)
     return back, jnp.all(same | ~is_occupied(old, old.cell))
 
 
 def count_broken_invariants(states: States) -> dict[str, Int32[Array, ""]]:
-    """Return the number of violations of each invariant, by name."""
+    """Return the number of violations of each invariant, by name of the invariant."""
     is_present, celled = states.position != EMPTY, states.cell < states.num_cells
     rises = states.position[:, 1:] > states.position[:, :-1]
     times = jax.vmap(
@@ -334,10 +329,7 @@ def count_broken_invariants(states: States) -> dict[str, Int32[Array, ""]]:
 
 
 def drop_pairs(states: T, stays: jax.Array) -> T:
-    """Remove the pairs outside `stays`, and move the others to the end.
-
-    `stays` is bool, broadcast to `[Q, E + 1]`.
-    """
+    """Remove the pairs where `stays` is False, and move the others to the end of each row."""
     stays = jnp.broadcast_to(stays, states.position.shape) & (states.position != EMPTY)
     order = jnp.argsort(stays, axis=1, stable=True)  # dropped pairs first
     position = jnp.where(stays, states.position, EMPTY)

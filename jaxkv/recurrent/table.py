@@ -1,8 +1,4 @@
-"""Table of a recurrent cache, assembled, and construction of a cache.
-
-A recurrent layer reads a state of fixed size and not the keys of all tokens. The cache stores E
-earlier states, so that the last tokens of a sequence can be removed exactly.
-"""
+"""`StateTable`, the table of a recurrent cache, and construction of the cache."""
 
 from __future__ import annotations
 
@@ -42,7 +38,7 @@ if TYPE_CHECKING:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EmptyPlan(MaintenancePlan):
-    """Empty plan of an update or a defrag, with the `spec` of its cache."""
+    """Plan of an update or a defrag of a recurrent cache, always without changes."""
 
     spec: TableSpec = field(metadata={"static": True})
 
@@ -67,7 +63,7 @@ class EmptyPlan(MaintenancePlan):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StateTable(States, CacheTable):
-    """Table of a recurrent cache: `States` with the methods of `CacheTable`."""
+    """Table of a recurrent cache: the arrays of `States` with the methods of `CacheTable`."""
 
     stream_hash = states.stream_hash
     seq_pos_min = states.seq_pos_min
@@ -92,7 +88,7 @@ class StateTable(States, CacheTable):
 
     @property
     def spec(self) -> TableSpec:
-        """Static configuration of the cache."""
+        """Static configuration of the table."""
         return TableSpec(
             kind="recurrent",
             sequences=self.sequences,
@@ -104,18 +100,18 @@ class StateTable(States, CacheTable):
         )
 
     def cache_spec(self, buffers: Buffers) -> CacheSpec:
-        """Return the `CacheSpec` of the model layers that the cache serves."""
+        """Return a `CacheSpec` of the model layers with states in `buffers`."""
         leading = self.cell_hash.ndim
         states = {name: (x.shape[leading:], x.dtype) for name, x in buffers[0].items()}
         splits = {name: (dimension, parts) for name, dimension, parts in self.shard_dims}
         return CacheSpec.recurrent(len(buffers), states, splits)
 
     def with_sharding_rules(self, sharding_rules: ShardingRules | None) -> StateTable:
-        """Return the table with other sharding rules."""
+        """Return a copy of the table with the given sharding rules."""
         return replace(self, sharding_rules=sharding_rules)
 
     def partition_specs(self, buffers: Buffers | None, mesh: AnyMesh) -> tuple[PyTree, PyTree]:
-        """Split streams, and states along the dimension in `shard_dims`."""
+        """Return specs that split streams, and states along the dimension in `shard_dims`."""
         streams = (self.sharding_rules or ShardingRules()).split(mesh, streams=self.streams)[
             "streams"
         ]
@@ -128,54 +124,54 @@ class StateTable(States, CacheTable):
         )
 
     def num_layers(self, buffers: Buffers) -> int:
-        """Return L."""
+        """Return the number of layers, L."""
         return len(buffers)
 
     def check_buffers(self, buffers: Buffers) -> None:
-        """Raise if states have other streams or cells than the table."""
+        """Raise a ValueError unless states and table have equal numbers of streams and cells."""
         check_sizes(self, *next(iter(buffers[0].values())).shape[:2])
 
     def find_fitting_sequences(self, demand: Int32[Array, " Q"]) -> Admission:
-        """Return that all sequences fit: each frees as many states as it gets."""
+        """Return that all sequences fit, because each one frees as many states as it gets."""
         all_fit = demand >= 0
         return Admission(all_fit, all_fit, jnp.full_like(demand, END))
 
     def num_cells_saved_by_sharing(self) -> Int32[Array, " S"]:
-        """Return zeros: each sequence has cells for its states, shared or not."""
+        """Return zeros, because every sequence has E + 1 cells, even if it shares them."""
         return jnp.zeros(self.streams, jnp.int32)
 
     def can_allocate(
         self, lengths: Int[np.ndarray, " Q"], at_once: int, num_shared_cells: Int[np.ndarray, " S"]
     ) -> Bool[np.ndarray, " S"]:
-        """Return True for all streams: the size of a state is independent of the length."""
+        """Return True for each stream: the number of tokens does not affect the size of a state."""
         del lengths, at_once, num_shared_cells
         return np.ones(self.streams, bool)
 
     def can_seq_select(
         self, parents: Int32[Array, " n"], targets: Int32[Array, " n"]
     ) -> Bool[Array, ""]:
-        """Return True: targets free as many states as they get."""
+        """Return True, because a stream has E + 1 cells for each of its sequences."""
         del parents, targets
         return jnp.array(True)
 
     def plan_shift(self) -> MaintenancePlan:
-        """Return an empty plan: no shift is pending."""
+        """Return an empty plan, because states have no pending shifts."""
         return EmptyPlan(spec=self.spec)
 
     def plan_defrag(self, max_moves: int | None) -> MaintenancePlan:
-        """Return an empty plan: there are no gaps to close."""
+        """Return an empty plan, because a recurrent cache has no gaps to close."""
         del max_moves
         return EmptyPlan(spec=self.spec)
 
     def can_serve_layer(self, verb: str, layer: int) -> bool:
-        """Return whether `verb` is "states", the only one that the layers support."""
+        """Return whether `verb` is "states", the only verb of recurrent layers."""
         del layer
         return verb == "states"
 
     def read_states(
         self, buffers: Buffers, layer: int, ubatch: Ubatch
     ) -> dict[str, Shaped[Array, "R ..."]]:
-        """Return the states before each row, by name; raise if the layer is out of range."""
+        """Return a layer's states before each row, by state name."""
         self._check_layer(layer)
         return read_layer_states(self, layer, ubatch, buffers[layer])
 
@@ -186,7 +182,7 @@ class StateTable(States, CacheTable):
         ubatch: Ubatch,
         states: Mapping[str, Shaped[Array, "R ..."]],
     ) -> tuple[StateTable, Buffers]:
-        """Check and write states, `[R, E + 1, ...]`, or `[R, ...]` if E is 0."""
+        """Check and write a layer's states, `[R, E + 1, ...]`, or `[R, ...]` if E is 0."""
         self._check_layer(layer)
         old = buffers[layer]
         if not isinstance(states, Mapping):
@@ -213,7 +209,7 @@ class StateTable(States, CacheTable):
         return table, (*buffers[:layer], new, *buffers[layer + 1 :])
 
     def max_rollback(self, layer: int) -> int:
-        """Return E, the same for every layer."""
+        """Return the number of earlier states, E, which is equal for all layers."""
         self._check_layer(layer)
         return self.num_earlier_states
 
@@ -228,7 +224,7 @@ class StateTable(States, CacheTable):
 def make_recurrent_cache(
     spec: CacheSpec, *, sequences: int, streams: int, max_rollback: int
 ) -> Cache:
-    """Make an empty recurrent cache of Q / S * (E + 1) cells in each stream."""
+    """Make an empty recurrent cache with Q / S * (E + 1) cells in each stream."""
     max_rollback = check_count(max_rollback, "max_rollback", low=0)
     cells = check_count(
         sequences // streams * (max_rollback + 1), "states of a stream", high=MAX_CELLS - 1

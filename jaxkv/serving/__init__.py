@@ -1,4 +1,4 @@
-"""Serving: an engine for many requests, and a cache of prompt prefixes."""
+"""Engine that runs many requests, and a store of prompt prefixes."""
 
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.prefix_cache.prompts import MissReason

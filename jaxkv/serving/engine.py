@@ -1,4 +1,4 @@
-"""Engine: many requests in the sequences of one cache, scheduled on the CPU."""
+"""Engine that runs many requests in the sequences of one cache, scheduled on the CPU."""
 
 from __future__ import annotations
 
@@ -34,63 +34,64 @@ if TYPE_CHECKING:
     from jaxkv.generation.types import StopTokens
 
 DEFAULT_OPTIONS = ("temperature", "top_k", "top_p", "min_p")
-"""Options that requests may have by default; penalties add work to each step."""
+"""Default sampling options of requests; penalties are excluded, since they slow each step."""
 
 
 class Engine:
     """Runs many requests in the Q sequences of a cache.
 
-    A request waits for a sequence and cells, first come, first served. Prompts are computed in
-    chunks, between which running requests continue. The tokens of a request do not depend on other
-    requests.
+    Requests wait for a free sequence and free cells, first come, first served. Prompts are computed
+    in chunks, and running requests continue between the chunks. The tokens of a request do not
+    depend on other requests. The engine owns the cache and donates the buffers in each step. An
+    engine is not thread-safe: call `submit` and `cancel` between steps.
 
-    The engine owns the cache and donates its buffers in each step. It is not thread-safe: call
-    `submit` and `cancel` between steps.
-
-    If `forward` raises while it is traced, before any computation, the engine is unchanged. A later
-    error or interrupt loses the cache. Then methods that need it raise a RuntimeError; `results`
-    yields finished results first. `tokens_of` still returns the tokens of other requests, to
-    continue them in a new engine.
+    If `forward` raises during tracing, the engine is unchanged. An error or interrupt after tracing
+    loses the cache, and methods that need the cache then raise a RuntimeError. After a loss of the
+    cache, `results` first yields finished results, and `tokens_of` still returns the tokens of
+    unfinished requests, for a new engine.
 
     Args:
       forward: See `prefill`.
       params: Model parameters, any pytree.
-      cache: A cache without tokens outside of `prefix_store`. It is donated; `engine.cache` is the
-        current cache. Sequences of a stream share its cells.
+      cache: A cache that is empty except for the sequences of `prefix_store`. The input cache is
+        donated; `engine.cache` is the current cache. Sequences of one stream share the cells of the
+        stream.
       stop_tokens: `[n]`. Tokens that end every request.
       prefill_chunk: Maximum number of prompt tokens that are computed at once. A running request
         waits for at most one chunk between two tokens.
-      tokens_per_step: Maximum number of tokens of a request that are generated before the CPU reads
-        them.
+      tokens_per_step: Maximum number of tokens that a request generates before the CPU reads the
+        tokens.
       reserve: If True, a request starts only after cells for its prompt and `max_new_tokens` are
-        reserved. If False, it starts as soon as its prompt fits; when cells run out, the youngest
+        reserved. If False, a request starts when its prompt fits; if cells run out, the youngest
         request is preempted and recomputed later.
       sampling_options: Options of `generation.make_sampler` that requests may have, by default
         without penalties.
-      penalty_last_n: Number of recent tokens for penalties.
+      penalty_last_n: Number of recent tokens to penalise.
       max_stop_tokens: Maximum number of stop tokens of a request.
-      constraint: Constraint, such as a grammar, of requests with a `constraint_state`. It is
-        evaluated in every step, for any requests. Its states are copied to the CPU and back in each
-        call, so keep them small.
-      prefix_sequences: Sequences for a new `PrefixStore`, `engine.prefix_store`. Prompts with a
-        stored prefix compute only the rest. Requests are stored when they end, and where prompts
-        with a common prefix diverge. A request waits while another one computes a longer prefix of
-        it. The least recently used prompts are evicted before a request waits for cells.
-      prefix_store: A store for this cache, instead of `prefix_sequences`, such as one with a limit
-        of cells, or of an earlier engine with its cache.
+      constraint: Constraint, such as a grammar, of requests with a `constraint_state`. Every step
+        evaluates the constraint and copies the states to the CPU and back, so keep the states
+        small.
+      prefix_sequences: Sequence ids for a new `PrefixStore`, which becomes `engine.prefix_store`.
+        Only tokens after a stored prefix are computed. The store gets the tokens of each ended
+        request, and common prefixes of prompts. A request waits while another request computes a
+        longer common prefix. The least recently used prompts are evicted before a request waits for
+        cells.
+      prefix_store: A store for `cache`, instead of `prefix_sequences`: a store with a limit of
+        cells, or the store of an earlier engine with the same cache.
 
     Raises:
-      ValueError: If the cache is not empty, was donated or has a part for sources.
-      ValueError: If a number is below 1, `max_stop_tokens` below 0, or `prefill_chunk` exceeds the
-        ubatch size of the cache.
-      ValueError: If an option is unknown.
-      ValueError: If the constraint returns other shapes or dtypes than required.
-      ValueError: If the store was made for another cache, leaves no sequence to requests, or is
-        given with `prefix_sequences`.
-      TypeError: If `forward`, `constraint` or `prefix_store` has another type.
+      ValueError: If the cache is not empty, was donated, or has a part for encoder sources.
+      ValueError: If `prefill_chunk`, `tokens_per_step` or `penalty_last_n` is below 1, or
+        `max_stop_tokens` is below 0.
+      ValueError: If `prefill_chunk` exceeds the ubatch size of the cache.
+      ValueError: If a name in `sampling_options` is unknown.
+      ValueError: If a function of `constraint` returns a wrong shape or dtype, see `Constraint`.
+      ValueError: If `prefix_store` was made for another cache, leaves no sequence to requests, or
+        is passed with `prefix_sequences`.
+      TypeError: If `forward`, `constraint` or `prefix_store` has the wrong type.
 
     Examples:
-      A model that predicts the next number; 3 is the stop token:
+      The model predicts the next number, and 3 is the stop token:
 
       >>> def forward(params, cache, ubatch):
       ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
@@ -110,7 +111,7 @@ class Engine:
       2 [1] LENGTH
       1 [0, 1, 2, 3] STOP
 
-      A request that can never fit raises, and ended requests use no cells:
+      `submit` raises for a request that can never fit, and ended requests use no cells:
 
       >>> engine.submit(request(prompt=[1, 2, 3], max_new_tokens=7))
       Traceback (most recent call last):
@@ -120,8 +121,7 @@ got a cache of fewer; lower max_new_tokens, or make the cache larger
       >>> engine.cache.num_used_cells().item()
       0
 
-      With prefix sequences a repeated prompt is computed only from its last token on, which gives
-      the logits:
+      With `prefix_sequences`, only the last token of a repeated prompt is computed:
 
       >>> engine = serving.Engine(
       ...     forward, jnp.eye(4), engine.cache, prefix_sequences=[1], prefill_chunk=8
@@ -197,7 +197,7 @@ got a cache of fewer; lower max_new_tokens, or make the cache larger
 
     @property
     def prefix_store(self) -> PrefixStore | None:
-        """The current store of `engine.cache`; None without one."""
+        """The current prefix store of `engine.cache`; None if there is no store."""
         return self._prefixes.store
 
     @property
@@ -206,19 +206,16 @@ got a cache of fewer; lower max_new_tokens, or make the cache larger
         return bool(self._done or self._schedule.all_requests)
 
     def submit(self, request: Request) -> int:
-        """Queue a request.
-
-        Returns:
-          Its id, counted from 0.
+        """Queue a request; return the id of the request, counted from 0.
 
         Raises:
           ValueError: If the prompt is empty, a number is out of its range, there are too many stop
             tokens, or a sampling option is not allowed.
           ValueError: If `constraint_state` has other shapes or dtypes than `Constraint.first`, or
-            there is no constraint.
-          ValueError: If the cache can never have the cells: for the prompt, with `reserve` also for
-            the limit.
-          TypeError: If `request` is not a request, its numbers are not integers, or `sampling` is
+            the engine has no constraint.
+          ValueError: If the cache can never have enough cells for the prompt or, with `reserve`,
+            for the prompt and `max_new_tokens`.
+          TypeError: If `request` is not a `Request`, its numbers are not integers, or `sampling` is
             not a dict.
         """
         self._check_cache()
@@ -228,14 +225,13 @@ got a cache of fewer; lower max_new_tokens, or make the cache larger
         return text.id
 
     def cancel(self, request_id: int) -> bool:
-        """End a request now, and free its cells; its result has the tokens so far.
+        """End a request now, and free its cells; return False if the request has already ended.
 
-        Returns:
-          Whether it was still waiting or running.
+        The result of the request has the tokens generated so far.
 
         Raises:
-          ValueError: If there was no such request.
-          TypeError: If the id is not an integer.
+          ValueError: If no request has the id `request_id`.
+          TypeError: If `request_id` is not an integer.
         """
         text = self._live_request(request_id)
         if text is None:
@@ -246,19 +242,17 @@ got a cache of fewer; lower max_new_tokens, or make the cache larger
         return True
 
     def tokens_of(self, request_id: int) -> list[int]:
-        """Return the tokens generated so far for a waiting or running request.
-
-        The list is empty for an ended request.
+        """Return the generated tokens of a request; an empty list if the request has ended.
 
         Raises:
-          ValueError: If there was no such request.
-          TypeError: If the id is not an integer.
+          ValueError: If no request has the id `request_id`.
+          TypeError: If `request_id` is not an integer.
         """
         text = self._live_request(request_id)
         return [] if text is None else list(text.tokens)
 
     def results(self) -> Iterator[RequestOutput]:
-        """Run steps until all requests have ended, and yield their results.
+        """Run steps until all requests have ended, and yield the results of requests.
 
         Requests may be submitted and cancelled between two results.
         """
@@ -274,8 +268,8 @@ got a cache of fewer; lower max_new_tokens, or make the cache larger
         Requests may be submitted and cancelled between two items.
 
         Yields:
-          The id of a request, its new tokens, and None. The last item of a request has a reason
-          instead of None, and may have no tokens.
+          The id of a request, the new tokens of the request, and None. The last item of a request
+          has a `FinishReason` instead of None, and may have no tokens.
 
         Examples:
           >>> def forward(params, cache, ubatch):
@@ -302,19 +296,13 @@ got a cache of fewer; lower max_new_tokens, or make the cache larger
                     yield text.id, list(map(int, new)), None
 
     def step(self) -> list[RequestOutput]:
-        """Compute a chunk of prompts, then tokens of running requests; return results.
-
-        For servers with their own loop, which submit and cancel between steps.
-        """
+        """Compute a chunk of prompts, then generate tokens; return results of ended requests."""
         self._run_step()
         done, self._done = self._done, []
         return done
 
     def warm_up(self) -> None:
-        """Compile all programs before the first request.
-
-        Only defragmentation (`placement="contiguous"`) is compiled when it is needed.
-        """
+        """Compile all programs except defragmentation (`placement="contiguous"`)."""
         self._check_cache()
         self._runner.warm_up()
         self._prefixes.warm_up()
@@ -330,7 +318,7 @@ got a cache of fewer; lower max_new_tokens, or make the cache larger
 
     @contextmanager
     def _note_if_cut_short(self) -> Iterator[None]:
-        """Mark the engine as failed if an error occurs after the cache was replaced."""
+        """Mark the cache as lost if an error occurs after the cache was replaced."""
         before = self._runner.cache
         try:
             yield
@@ -339,7 +327,7 @@ got a cache of fewer; lower max_new_tokens, or make the cache larger
             raise
 
     def _live_request(self, request_id: int) -> RequestState | None:
-        """Return a request that waits or runs; None if it has ended."""
+        """Return the state of a request that waits or runs; None if the request has ended."""
         request_id = check_count(request_id, "the id of a request", low=0)
         if request_id >= self._next:
             raise ValueError(
@@ -349,7 +337,7 @@ got a cache of fewer; lower max_new_tokens, or make the cache larger
         return next((text for text in self._schedule.all_requests if text.id == request_id), None)
 
     def _run_step(self) -> None:
-        """Run one step; results stay in `_done`."""
+        """Run one step, and append the results of ended requests to `_done`."""
         self._check_cache()
         with self._note_if_cut_short():
             self._schedule.admit()
@@ -361,7 +349,7 @@ got a cache of fewer; lower max_new_tokens, or make the cache larger
                 self._generate(running)
 
     def _run_chunk(self, texts: list[RequestState]) -> None:
-        """Compute a chunk of prompts, and append the first token of complete ones."""
+        """Compute a chunk of prompts; append first tokens to requests with a complete prompt."""
         counts, outcome = self._runner.run_chunk(texts)
         if not any(counts):
             refused = [text for text in texts if outcome.reasons[text.sequence]]
@@ -384,10 +372,9 @@ got a cache of fewer; lower max_new_tokens, or make the cache larger
             self._preempt(refused, outcome.reasons)
 
     def _choose_num_tokens(self, running: list[RequestState]) -> int:
-        """Return the number of tokens to generate in this step.
+        """Return the number of tokens of this step: 1 while prompts are computed.
 
-        One while a prompt is computed, since its sequence generates nothing meanwhile. While
-        requests wait, not more than the first running one needs to end.
+        While requests wait, the step ends as soon as one request can end.
         """
         if self._schedule.prefilling_texts:
             return 1
@@ -399,9 +386,9 @@ got a cache of fewer; lower max_new_tokens, or make the cache larger
     def _append_tokens(
         self, texts: list[RequestState], allowed: dict[int, int], outcome: RunnerOutput
     ) -> list[RequestState]:
-        """Append sampled tokens to requests, and end those that are complete.
+        """Append sampled tokens, end complete requests, and return requests without a free cell.
 
-        Returns the requests without a free cell, except in streams where one was freed since.
+        A request is not returned if the end of another request freed cells in the stream.
         """
         ended, refused = [], []
         for text in texts:
@@ -428,10 +415,9 @@ got a cache of fewer; lower max_new_tokens, or make the cache larger
     def _preempt(
         self, refused: list[RequestState], reasons: Int32[Array | np.ndarray, " Q"]
     ) -> None:
-        """Preempt the youngest request of each full stream; end one that is alone there.
+        """Preempt the youngest request of each full stream; a request alone in a full stream ends.
 
-        A fragmented cache is defragmented first, and stored prompts are evicted first. `reasons`
-        are those of `RunnerOutput`.
+        A fragmented cache is defragmented first, and stored prompts are evicted first.
         """
         if Reason.FRAGMENTED in reasons and self._runner.close_gaps():
             return
@@ -446,7 +432,7 @@ got a cache of fewer; lower max_new_tokens, or make the cache larger
                 self._finish_requests([(youngest, FinishReason.OUT_OF_CELLS)])
 
     def _finish_requests(self, ended: list[tuple[RequestState, FinishReason]]) -> None:
-        """Store and remove the tokens of ended requests, and queue their results."""
+        """Store the tokens of ended requests as prefixes, free the cells, and queue the results."""
         placed = [text for text, _ in ended if text.sequence >= 0]
         for text in placed:
             self._prefixes.store_finished_text(text)

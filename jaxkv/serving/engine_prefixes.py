@@ -1,4 +1,4 @@
-"""Prefixes of an engine: a store for the cache of its runner."""
+"""Prefix store of an engine, for the cache of the engine's runner."""
 
 from __future__ import annotations
 
@@ -24,14 +24,7 @@ if TYPE_CHECKING:
 
 
 class EnginePrefixes:
-    """Forks prompts from a store, and stores prefixes that requests may share.
-
-    `runner` has the cache of the store. `store=None` disables it.
-
-    Raises:
-      ValueError: If the store is for another cache or takes all sequences, or other cells are used.
-      TypeError: If `store` is not a store.
-    """
+    """Forks prompts from an optional store, and stores prefixes that requests may share."""
 
     def __init__(self, runner: ModelRunner, store: PrefixStore | None):
         self._runner, self.store = runner, store
@@ -61,12 +54,12 @@ class EnginePrefixes:
         return self.store.sequences if self.store else ()
 
     def num_stored_tokens(self, stream: int) -> dict[int, int]:
-        """Return the number of tokens of each stored prompt in a stream, by sequence."""
+        """Return the number of tokens of each stored prompt in a stream, by sequence id."""
         return {text.sequence: text.tokens.size for text in self._prompts_in_stream(stream)}
 
     @property
     def cache_and_store(self) -> tuple[Cache, PrefixStore | None]:
-        """The cache and the store, for `rewind` while no buffer is copied or written."""
+        """Cache and store for `rewind`, valid until a buffer is copied or written."""
         return self._runner.cache, self.store
 
     def rewind(self, past: tuple[Cache, PrefixStore | None]) -> None:
@@ -74,7 +67,7 @@ class EnginePrefixes:
         self._runner.cache, self.store = past
 
     def num_cells_saved_by_sharing(self) -> PyTree:
-        """Return `CacheTable.num_cells_saved_by_sharing` on the CPU; 0 without a store."""
+        """Return `CacheTable.num_cells_saved_by_sharing` on the CPU; zeros without a store."""
         if self.store is None:
             return self.nothing
         return jax.device_get(_num_cells_saved_by_sharing(self._runner.cache.table))
@@ -88,10 +81,9 @@ class EnginePrefixes:
     def find_match(
         self, text: RequestState, others: Sequence[RequestState], sequence: int
     ) -> PrefixMatch | None:
-        """Return the stored prefix to resume `text` from; None to wait for a longer one.
+        """Return the stored prefix to resume a request from; None if the request must wait.
 
-        A longer prefix that one of `others` has computed is stored first. If a longer common prefix
-        cannot be resumed, its length becomes a branch point of `text`.
+        If one of `others` has computed a longer common prefix, this prefix is stored first.
         """
         if self.store is None:
             return PrefixMatch(None, NOTHING)
@@ -116,12 +108,12 @@ class EnginePrefixes:
         return match
 
     def is_in_same_stream(self, match: PrefixMatch, sequence: int) -> bool:
-        """Return whether a match is in the stream of a sequence, so forks copy nothing."""
+        """Return whether a match is in the stream of a sequence, so that a fork copies no cells."""
         prompt = match.prompt
         return prompt is not None and prompt.sequence // self._sharing == sequence // self._sharing
 
     def fork_prefix(self, match: PrefixMatch, sequence: int) -> PrefixHit:
-        """Fork a match into a sequence; return the hit, of length 0 if it does not fit."""
+        """Fork a matched prefix into a sequence; the length is 0 if there are too few cells."""
         if self.store is None or match.prompt is None:
             return match.hit
         self._runner.cache, self.store, hit = self.store.fork_match(
@@ -130,7 +122,7 @@ class EnginePrefixes:
         return hit
 
     def store_prefix(self, text: RequestState, length: int) -> None:
-        """Store the first `length` tokens of a request, if any and if they can be resumed."""
+        """Store the first `length` tokens of a request, if these tokens can be resumed."""
         if self.store is None or not length:
             return
         tokens = text.all_tokens()[:length]
@@ -139,13 +131,13 @@ class EnginePrefixes:
         )
 
     def store_finished_text(self, text: RequestState) -> None:
-        """Store a request that ends; first mark its source as recently used, to keep it."""
+        """Store a request that ends, after marking its source prompt as recently used."""
         if self.store and text.source:
             self.store = self.store.touch(text.source)
         self.store_prefix(text, text.num_cached_tokens)
 
     def evict_one(self, stream: int) -> bool:
-        """Evict the least recently used prompt of a stream; return whether there was one."""
+        """Evict the least recently used prompt of a stream; return False if there is no prompt."""
         texts = self._prompts_in_stream(stream)
         if self.store and texts:
             self._runner.cache, self.store = self.store.evict_prompt(self._runner.cache, texts[0])

@@ -1,8 +1,4 @@
-"""Programs of an engine over its cache, each with a row for every sequence.
-
-The state of requests is on the CPU and passed with each call; only the cache is on the device. So
-programs do not depend on the assignment of requests to sequences.
-"""
+"""Programs of an engine; each program computes all sequences, with request states from the CPU."""
 
 from __future__ import annotations
 
@@ -48,12 +44,12 @@ if TYPE_CHECKING:
 
 
 class RunnerOutput(NamedTuple):
-    """Result of a call, by sequence, on the CPU.
+    """Results of a program call for all sequences, on the CPU.
 
-    samples: Generated tokens; none if no token could be generated.
-    reasons: A `Reason` for each sequence: of a refused token, NONFINITE_LOGITS or OK.
-    rule_states: A pytree of arrays `[Q, ...]`, the states of the constraint; empty without a
-      constraint or a token.
+    samples: Generated tokens, `[Q, 0]` if no token could be generated.
+    reasons: A `Reason` for each sequence: OK, NONFINITE_LOGITS, or the reason of a refused plan.
+    rule_states: States of the constraint, a pytree of arrays `[Q, ...]`; empty without a constraint
+      or a token.
     """
 
     samples: SampledTokens
@@ -62,7 +58,7 @@ class RunnerOutput(NamedTuple):
 
 
 class _ResumeOptions(TypedDict):
-    """Arguments of `make_decode_state` for each sequence."""
+    """Arguments of `make_decode_state`, with values for each sequence."""
 
     max_new_tokens: Int32[np.ndarray, " Q"]
     seed: UInt32[np.ndarray, " Q"]
@@ -70,10 +66,7 @@ class _ResumeOptions(TypedDict):
 
 
 class ModelRunner:
-    """Computes chunks of prompts and generates tokens with a cache that it owns.
-
-    The arguments are those of `Engine`. The input cache is donated; `runner.cache` is current.
-    """
+    """Computes chunks of prompts, and generates tokens, with the arguments of `Engine`."""
 
     def __init__(
         self,
@@ -111,10 +104,9 @@ class ModelRunner:
         jax.block_until_ready(self.cache.buffers)
 
     def run_chunk(self, texts: Sequence[RequestState]) -> tuple[list[int], RunnerOutput]:
-        """Compute the next chunk of the prompts of requests, in their order.
+        """Compute a chunk of prompts; return the number of computed tokens, and first tokens.
 
-        Returns the number of computed tokens of each request, all 0 if the plan was refused, and
-        the first tokens of requests whose prompts end in the chunk.
+        The number is 0 for each request if the plan was refused.
         """
         parts = [
             PromptPart(
@@ -158,13 +150,13 @@ class ModelRunner:
         return jax.device_get(RunnerOutput(samples, state.reason, self._constraint_states(state)))
 
     def remove_sequences(self, sequences: Sequence[int]) -> None:
-        """Remove all tokens of sequences, with one program for any of them."""
+        """Remove all tokens of `sequences`; one program is compiled for any sequences."""
         rows = np.arange(self._facts.sequences, dtype=np.int32)
         ends = np.where(np.isin(rows, sequences), np.int32(-1), np.int32(0))
         self.cache, _ = seq_rm(self.cache, rows, np.zeros_like(rows), ends)
 
     def close_gaps(self) -> bool:
-        """Defragment the cache; return whether there was a gap."""
+        """Defragment the cache; return False if there was no gap."""
         plan = defrag_plan(self.cache)
         if plan.is_empty:
             return False
@@ -172,13 +164,13 @@ class ModelRunner:
         return True
 
     def stop_tokens_of(self, text: RequestState) -> list[int]:
-        """Return the tokens that end a request."""
+        """Return the stop tokens of the engine and of a request."""
         return [*self._stop.tolist(), *np.asarray(text.request.stop_tokens).tolist()]
 
     def _compute_chunk(
         self, chunk: Chunk
     ) -> tuple[Float[Array, "Q V"], tuple[Bool[Array, ""], Int32[Array, " Q"]]]:
-        """Compute a chunk; return the logits, and `ok` and the reasons of its plan."""
+        """Compute a chunk; return the logits, and `ok` and `reason` of the plan."""
         program = chunk_program(self._forward)
         table, buffers, logits, plan = program(
             self._weights, self.cache.table, self.cache.buffers, chunk
@@ -203,7 +195,7 @@ class ModelRunner:
     def _make_resume_options(
         self, texts: Sequence[RequestState], turns: int
     ) -> tuple[Sampler, Int32[np.ndarray, "Q n"], _ResumeOptions]:
-        """Return the sampler, the stop tokens, and options of `make_decode_state`."""
+        """Return the sampler, the stop tokens, and the options of `make_decode_state`."""
         rows, last_n = self._facts.sequences, self._limits.penalty_last_n
         requests: list[Request | None] = [None] * rows
         states: list[PyTree] = [None] * rows

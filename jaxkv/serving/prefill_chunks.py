@@ -1,4 +1,4 @@
-"""Chunks of waiting prompts, in few shapes with one program for each."""
+"""Chunks of waiting prompts, in a few shapes that are compiled."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from jaxkv.table import CacheTable
 
 SMALLEST = 8
-"""Tokens of the shortest row that is compiled; shorter rows cost the same."""
+"""Number of tokens of the shortest compiled row; shorter rows cost the same."""
 
 PASS = 24
 """Number of tokens whose computation takes about as long as reading the params."""
 
 
 class ChunkShape(NamedTuple):
-    """R rows of T tokens."""
+    """Shape of a chunk: the number of rows, and the number of tokens of a row."""
 
     rows: int
     tokens: int
@@ -42,12 +42,9 @@ class ChunkShape(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Chunk:
-    """Parts of prompts, in rows.
+    """Parts of prompts, in rows; token, sequence id and validity of each entry.
 
-    tokens: Tokens of the prompts.
-    sequences: The sequence of each token.
-    valid: False for padding, at the end of a row.
-    ends: Which tokens are the last of their prompt.
+    ends: Which tokens are the last token of a prompt.
     """
 
     tokens: Int32[np.ndarray, "R T"]
@@ -57,16 +54,16 @@ class Chunk:
 
 
 class PromptPart(NamedTuple):
-    """The remaining tokens of a prompt, and its sequence."""
+    """The sequence id and the remaining tokens of a prompt."""
 
     sequence: int
     tokens: Int32[np.ndarray, " n"]
 
 
 def chunk_shapes(spec: TableSpec, size: int) -> list[ChunkShape]:
-    """Return the shapes of chunks of at most `size` tokens in a cache.
+    """Return shapes of chunks of at most `size` tokens.
 
-    One row of several lengths, and several shorter rows if each row has one sequence.
+    Chunks have several rows only if each row must have a single sequence.
 
     >>> cache = make_cache(
     ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=9, sequences=3, streams=3
@@ -87,7 +84,7 @@ def chunk_shapes(spec: TableSpec, size: int) -> list[ChunkShape]:
 
 @functools.cache
 def _min_prompt_cost(lengths: tuple[int, ...], count: int) -> int:
-    """Return the minimum cost of `count` tokens of a prompt in chunks of `lengths`.
+    """Return the minimum cost to compute `count` tokens of a prompt in chunks of `lengths`.
 
     >>> [_min_prompt_cost((8, 64), n) - PASS for n in (5, 8, 9, 64)]
     [8, 8, 40, 64]
@@ -102,10 +99,9 @@ def _min_prompt_cost(lengths: tuple[int, ...], count: int) -> int:
 def cut_chunk(
     spec: TableSpec, shapes: Sequence[ChunkShape], parts: Sequence[PromptPart]
 ) -> tuple[Chunk, list[int]]:
-    """Take the next chunk from prompts, in their order.
+    """Cut the next chunk from prompts, in order; return also the number of tokens of each prompt.
 
-    Returns the chunk, and its number of tokens of each part. Its shape has the lowest cost for
-    itself and the remaining tokens, which are counted prompt by prompt.
+    The chunk shape minimises the cost of the chunk and of the remaining tokens.
     """
 
     def chunk_lengths(shape: ChunkShape) -> list[int]:
@@ -140,7 +136,7 @@ def cut_chunk(
 
 
 def empty_chunk(shape: ChunkShape) -> Chunk:
-    """Return a chunk of padding."""
+    """Return a chunk of padding only."""
     return Chunk(
         tokens=np.zeros(shape, np.int32),
         sequences=np.zeros(shape, np.int32),
@@ -152,9 +148,10 @@ def empty_chunk(shape: ChunkShape) -> Chunk:
 def chunk_program(forward: Forward) -> jax.stages.Wrapped:
     """Return the program that computes a chunk, cached as long as `forward` lives.
 
-    It is the `jax.jit` of `(params, table, buffers, chunk) -> table, buffers, logits, (ok, reason)`
-    and donates the buffers. The logits, `[Q, V]`, are of each sequence whose prompt ends in the
-    chunk. If `ok` is False, nothing was changed, and `reason`, `[Q]` int32, is the cause.
+    The program is the `jax.jit` of
+    `(params, table, buffers, chunk) -> table, buffers, logits, (ok, reason)`, and donates the
+    buffers. The logits `[Q, V]` are of sequences whose prompt ends in the chunk. If `ok` is False,
+    the cache is unchanged.
     """
     return cached_program(_build_chunk_program, forward)
 

@@ -1,4 +1,4 @@
-"""Requests of an engine and their results; samplers of running requests."""
+"""Requests and results of an engine, and samplers of running requests."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ CHUNK = 128
 """Default maximum number of prompt tokens that are computed at once."""
 
 NOTHING = PrefixHit(0, MissReason.UNKNOWN)
-"""The hit of a prompt without a store."""
+"""The `PrefixHit` of a request without a prefix store."""
 
 
 class FinishReason(Enum):
     """Why a request ended.
 
-    STOP: Its last token is a stop token.
-    LENGTH: It has `max_new_tokens` tokens.
-    OUT_OF_CELLS: No cell is free, and no other request can be preempted. Impossible with `reserve`.
+    STOP: The last token is a stop token.
+    LENGTH: The request has `max_new_tokens` tokens.
+    OUT_OF_CELLS: No cell is free, and no other request can be preempted; impossible with `reserve`.
     NO_TOKEN: No token was allowed.
-    NONFINITE_LOGITS: Its logits contain NaN or +inf.
-    CANCELLED: It was cancelled.
+    NONFINITE_LOGITS: The logits contain NaN or +inf.
+    CANCELLED: `Engine.cancel` ended the request.
     """
 
     STOP = "stop"
@@ -52,13 +52,12 @@ class FinishReason(Enum):
 class Request:
     """A prompt and the options of its generation.
 
-    prompt: `[n]` int32. Its tokens, at least one.
+    prompt: `[n]` int32. Tokens of the prompt, at least one.
     max_new_tokens: Maximum number of tokens to generate, at least 1.
-    stop_tokens: Tokens that end the request, in addition to those of the engine.
-    seed: Seed of the request's draws. A draw depends only on the seed and the position.
-    sampling: Options of `generation.make_sampler`, one number for each; greedy by default.
-    constraint_state: State of the engine's `Constraint` after the prompt; None for an unconstrained
-      request.
+    stop_tokens: Tokens that end the request, in addition to the stop tokens of the engine.
+    seed: Seed of the draws. A draw depends only on the seed and the position.
+    sampling: Options of `generation.make_sampler`, one number for each option; greedy by default.
+    constraint_state: State of the engine's `Constraint` after the prompt; None for no constraint.
     tag: Any value, returned with the result.
     """
 
@@ -76,11 +75,11 @@ class RequestOutput:
     """Result of a request.
 
     id: The id that `Engine.submit` returned.
-    tokens: The generated tokens, stop token included.
-    logprobs: float32. Their log-probabilities under the unadjusted logits.
+    tokens: The generated tokens, including a stop token.
+    logprobs: float32. Log-probabilities of `tokens` under the unadjusted logits.
     reason: Why the request ended.
-    prefix_hit: Length of the stored prefix that was not computed, as found before the first token,
-      and why it was not longer.
+    prefix_hit: Length of the stored prefix that the request started from, and why no longer prefix
+      was used.
     request: The request.
     """
 
@@ -96,16 +95,14 @@ class RequestOutput:
 class RequestState:
     """A request that waits or runs.
 
-    id: Id of the request; a lower one is older.
-    tokens: The generated tokens.
-    logprobs: Their log-probabilities.
-    sequence: Its sequence; -1 while it waits.
-    num_computed_tokens: Number of tokens in the cache, until it runs.
-    num_required_tokens: Number of tokens that must be in the cache before it runs.
-    branch_points: Lengths of its prefixes that other requests share, which will be stored.
-    prefix_hit: The prefix that was in the store before its first token.
-    source: The stored prompt that it was resumed from; None if there was none.
-    constraint_state: State of the engine's constraint after these tokens; None without one.
+    id: Id of the request; older requests have lower ids.
+    sequence: Sequence id of the request; -1 while the request waits.
+    num_computed_tokens: Number of tokens in the cache before the request runs.
+    num_required_tokens: Number of tokens that must be in the cache before the request runs.
+    branch_points: Lengths of prefixes that other requests share and that will be stored.
+    prefix_hit: Stored prefix that was found before the first token.
+    source: Stored prompt that the request was resumed from; None if there was none.
+    constraint_state: State of the engine's constraint after `tokens`; None for no constraint.
     """
 
     id: int
@@ -125,12 +122,12 @@ class RequestState:
 
     @property
     def is_running(self) -> bool:
-        """Whether it has a sequence, and all of its prompt is in the cache."""
+        """Whether the request has a sequence, and the whole prompt is in the cache."""
         return self.sequence >= 0 and self.num_computed_tokens >= self.num_required_tokens
 
     @property
     def prefill_target(self) -> int:
-        """Number of tokens to compute before a prefix is stored or it runs."""
+        """Number of tokens to compute until a prefix is stored or the request runs."""
         return min(
             [cut for cut in self.branch_points if cut > self.num_computed_tokens]
             + [self.num_required_tokens]
@@ -146,16 +143,16 @@ class RequestState:
 
     @property
     def num_remaining_tokens(self) -> int:
-        """How many more tokens may be generated."""
+        """Number of tokens that may still be generated."""
         return self.request.max_new_tokens - len(self.tokens)
 
     @property
     def max_cached_tokens(self) -> int:
-        """Maximum number of tokens in the cache; its last token is never written."""
+        """Maximum number of tokens in the cache; the last generated token is never written."""
         return len(self.request.prompt) + self.request.max_new_tokens - 1
 
     def begin_from_prefix(self, source: CachedPrompt | None, found: PrefixHit) -> None:
-        """Start after `found.length` tokens that were forked from a stored prompt."""
+        """Start the request after `found.length` tokens that were forked from a stored prompt."""
         self.source, self.num_computed_tokens = source, found.length
         self.num_required_tokens = len(self.request.prompt) + len(self.tokens)
         if not self.tokens:
@@ -183,7 +180,7 @@ class RequestState:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Limits of requests, from arguments of `Engine`; they determine program shapes."""
+    """Limits of requests, from arguments of `Engine`; the limits determine program shapes."""
 
     prefill_chunk: int
     tokens_per_step: int
@@ -203,7 +200,7 @@ def check_config(
     max_stop_tokens: int,
     constraint: Constraint | None,
 ) -> EngineConfig:
-    """Return the limits of an engine for a cache, checked; see `Engine`."""
+    """Return checked limits of an engine; the arguments are those of `Engine`."""
     max_chunk = check_ubatch_size(spec, None)
     if isinstance(sampling_options, str):
         raise TypeError(
@@ -302,11 +299,10 @@ def check_request(request: Request, limits: EngineConfig) -> Request:
 def make_batch_sampler(
     requests: Sequence[Request | None], *, sampling_options: frozenset[str], penalty_last_n: int
 ) -> FilterSampler:
-    """Return the sampler of T requests; None for a row without a request.
+    """Return the sampler of T requests; None for a sequence without a request.
 
-    Filters are present if any request needs them, in three combinations only, to limit the number
-    of programs. The result of a request does not depend on that, since neutral numbers have no
-    effect.
+    Filters are used in only three combinations, to limit the number of programs. A filter that a
+    request does not need gets a neutral number, which has no effect.
 
     >>> hot, best = (
     ...     Request(prompt=[1], max_new_tokens=1, sampling=dict(temperature=t)) for t in (0.7, 0.0)
@@ -358,5 +354,5 @@ def sampler_variants(sampling_options: frozenset[str]) -> list[dict[str, float]]
 
 
 def _needs_ranking(numbers: dict[str, Num[np.ndarray, " T"]]) -> Bool[np.ndarray, " T"]:
-    """Return which requests need a filter that ranks the whole vocabulary."""
+    """Return which requests use a filter that ranks the whole vocabulary."""
     return (numbers["top_k"] > 0) | (numbers["top_p"] < 1)

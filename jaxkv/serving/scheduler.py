@@ -1,4 +1,4 @@
-"""Request scheduler (CPU side): assigns sequences, queues and preempts requests."""
+"""Request scheduler on the CPU: assigns sequences, queues and preempts requests."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ if TYPE_CHECKING:
 
 
 class Scheduler:
-    """Assigns the sequences of a cache to requests, first come, first served.
-
-    Of the table only sizes are used. Prompts in `prefixes` are evicted for requests.
-    """
+    """Assigns sequences of a cache to requests; evicts stored prompts if cells are needed."""
 
     def __init__(
         self, table: CacheTable, *, limits: EngineConfig, reserve: bool, prefixes: EnginePrefixes
@@ -57,12 +54,12 @@ class Scheduler:
         return text.sequence // self._sharing
 
     def texts_in_stream(self, stream: int) -> list[RequestState]:
-        """Return the requests in a stream, oldest first."""
+        """Return the requests with a sequence in a stream, oldest first."""
         first = stream * self._sharing
         return _sort_by_age([*filter(None, self._placed[first : first + self._sharing])])
 
     def queue_request(self, text: RequestState) -> None:
-        """Queue a request; raise a ValueError if the cache can never have its cells."""
+        """Queue a request; raise a ValueError if the whole cache has too few cells."""
         request = text.request
         length = text.max_cached_tokens if self.reserves else len(request.prompt)
         if not self._can_allocate({0: length}, self._prefixes.nothing)[0]:
@@ -76,7 +73,7 @@ class Scheduler:
         self._waiting.append(text)
 
     def admit(self) -> None:
-        """Assign sequences to waiting requests, in their order, as long as they fit."""
+        """Assign sequences to waiting requests in order, until a request does not fit."""
         for stream in range(self._table.spec.streams):  # running requests need cells first
             while not self._has_room(stream) and self._prefixes.evict_one(stream):
                 pass
@@ -106,16 +103,16 @@ class Scheduler:
         insort(self._waiting, text, key=lambda text: text.id)
 
     def _free_sequences(self) -> list[int]:
-        """Return one free sequence of each stream that has one."""
+        """Return one free sequence of each stream that has a free sequence."""
         free = [q for q, text in enumerate(self._placed) if not text]
         free = [q for q in free if q not in self._prefixes.sequences]
         return [*{q // self._sharing: q for q in reversed(free)}.values()][::-1]
 
     def _assign_sequence(self, text: RequestState, free: list[int], match: PrefixMatch) -> bool:
-        """Assign a free sequence to a request if its cells fit next to running requests.
+        """Assign a free sequence to a request if its cells fit; return whether the request fits.
 
-        Prompts are evicted only if no stream has enough cells otherwise. The stream of the match is
-        tried first, since a fork in it needs no cells.
+        The stream of the match is tried first, since a fork within a stream needs no cells. Prompts
+        are evicted only if no stream has enough cells otherwise.
         """
         free = sorted(
             free, key=lambda sequence: not self._prefixes.is_in_same_stream(match, sequence)
@@ -129,7 +126,7 @@ class Scheduler:
     def _try_assign_sequence(
         self, text: RequestState, sequence: int, match: PrefixMatch, gives_way: bool
     ) -> bool:
-        """Assign a sequence if the request fits in its stream; return whether it did."""
+        """Assign a sequence if the request fits into the stream; return whether it fits."""
         past, near = (
             self._prefixes.cache_and_store,
             self._prefixes.is_in_same_stream(match, sequence),
@@ -147,7 +144,7 @@ class Scheduler:
         return True
 
     def _has_room(self, stream: int) -> bool:
-        """Return whether the requests and stored prompts of a stream have enough cells."""
+        """Return whether a stream has enough cells for its requests and stored prompts."""
         beside = self.texts_in_stream(stream)
         kept = self._prefixes.num_stored_tokens(stream)
         if not kept and len(beside) < 2:
@@ -158,7 +155,7 @@ class Scheduler:
         )
 
     def _num_required_cells(self, text: RequestState) -> int:
-        """Return the number of cells of a request: its maximum, or those of the next step."""
+        """Return the cells of a request: in total or, without `reserve`, in the next step."""
         if self.reserves:
             return text.max_cached_tokens
         soon = len(text.request.prompt) + len(text.tokens) + self._steps
@@ -167,7 +164,7 @@ class Scheduler:
     def _can_allocate(
         self, lengths: dict[int, int], num_shared_cells: PyTree
     ) -> Bool[np.ndarray, " S"]:
-        """Return which streams have cells for `lengths`, tokens by sequence."""
+        """Return which streams have enough cells for `lengths`, the tokens of each sequence."""
         tokens = np.zeros(len(self._placed), np.int64)
         tokens[[*lengths]] = [*lengths.values()]
         return self._table.can_allocate(tokens, self._at_once, num_shared_cells)

@@ -1,7 +1,7 @@
 """Caches on several devices: sharding rules, meshes, and bytes per device.
 
-Functions use the current mesh, `jax.set_mesh(mesh)`. Edits, plans and loops are the same as on one
-device.
+Functions use the current mesh, which `jax.set_mesh(mesh)` sets. Edits, plans and loops are called
+as on one device.
 """
 
 from jaxkv.core.partitioning import ShardingRules

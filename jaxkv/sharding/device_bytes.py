@@ -30,14 +30,13 @@ if TYPE_CHECKING:
 class DeviceBytes:
     """Bytes of a cache on each device of a mesh.
 
-    devices: number of devices.
-    table: bytes of the table on a device.
-    buffers: bytes of keys, values and states on a device.
-    params: bytes of model parameters on a device; 0 if not given.
-    sent: bytes that attention sends to a device in a step of one token for each sequence.
-    whole: streams and heads that are not split although the rules name an axis, without states.
-    uneven: advice for each part that stores a short sequence on few of the devices that split
-      cells.
+    devices: number of devices in the mesh.
+    table: bytes of the table on each device.
+    buffers: bytes of keys, values and states on each device.
+    params: bytes of model parameters on each device; 0 if no parameters were passed.
+    sent: bytes that attention sends to each device in a step of one token for each sequence.
+    whole: messages about streams and heads that are not split although the rules name a mesh axis.
+    uneven: messages about parts that store a short sequence on only some of the devices.
     """
 
     devices: int
@@ -50,11 +49,11 @@ class DeviceBytes:
 
     @property
     def total(self) -> int:
-        """All bytes on a device."""
+        """Bytes of table, buffers and parameters on each device."""
         return self.table + self.buffers + self.params
 
     def check(self, room: int) -> DeviceBytes:
-        """Return self; raise a ValueError if the total exceeds `room` bytes on a device."""
+        """Return self; raise a ValueError if `total` exceeds `room` bytes."""
         if self.total > room:
             raise ValueError(
                 f"expected at most {room:,} bytes on each of {self.devices} devices, got "
@@ -83,19 +82,20 @@ def device_bytes(
     heads: int | None = None,
     params: PyTree = None,
 ) -> DeviceBytes:
-    """Return the bytes of a cache on each device, without allocating it.
+    """Return the bytes of a cache on each device of a mesh, without allocating the cache.
 
     Args:
-      cache: any cache, or its shapes.
-      mesh: the mesh, which may be abstract.
-      sharding_rules: mesh axes that split the cache.
-      heads: H, query heads, for the bytes sent; by default the number of key/value heads.
-      params: model parameters, or their shapes, with shardings. Arrays without a sharding count
-        whole.
+      cache: cache, or its shapes from `jax.eval_shape`.
+      mesh: concrete or abstract mesh.
+      sharding_rules: names of the mesh axes that split the cache.
+      heads: number of query heads, H, for `sent`; by default the number of key/value heads.
+      params: model parameters, or their shapes, with shardings. An array without a sharding counts
+        fully on each device.
 
     Raises:
-      ValueError: If several streams or cells are not a multiple of the devices that split them.
-      ValueError: If `heads` is not a multiple of the key/value heads.
+      ValueError: If the number of streams, or of cells, is above 1 and not a multiple of its
+        devices.
+      ValueError: If `heads` is not a multiple of the number of key/value heads.
 
     Examples:
       >>> mesh = jax.make_mesh((2, 2), ("data", "tensor"))
@@ -113,7 +113,7 @@ def device_bytes(
       in all                     8,470,608 bytes
       sent in a step                     0 bytes
 
-      If cells are split, `uneven` reports a short sequence that is not spread over all devices:
+      If devices split cells, `uneven` names a placement that uses all devices for a short sequence:
 
       >>> make = lambda: make_cache(
       ...     CacheSpec.attention(layers=2, kv_heads=1, head_dim=64), cells=1024
@@ -155,12 +155,12 @@ placement='striped:4'
 
 
 def key_arrays(cache: Cache) -> list[Stored]:
-    """Return the keys of all attention layers, `[S, K, N, D]`; `[S * L, K, N, D]` if stacked."""
+    """Return the keys of all attention layers, `[S, K, N, D]`, or `[S * L, K, N, D]` if stacked."""
     return [x for part in cache.parts if isinstance(part.buffers, Buffers) for x in part.buffers.k]
 
 
 def _local_bytes(x: jax.Array | jax.ShapeDtypeStruct, where: Sharding | None) -> int:
-    """Return the bytes of an array on each device."""
+    """Return the bytes of an array's shard on each device."""
     shape = x.shape if where is None else where.shard_shape(x.shape)
     return prod(shape) * np.dtype(x.dtype).itemsize
 
@@ -168,7 +168,7 @@ def _local_bytes(x: jax.Array | jax.ShapeDtypeStruct, where: Sharding | None) ->
 def _softmax_bytes(
     part: Cache, mesh: AnyMesh, sharding_rules: ShardingRules, heads: int | None
 ) -> int:
-    """Return the bytes of partial softmaxes that each device receives in one step."""
+    """Return the bytes of the partial softmaxes that each device receives in one step."""
     if not isinstance(part.buffers, Buffers):
         return 0
 
@@ -186,7 +186,7 @@ def _softmax_bytes(
 
 
 def _describe_unsplit(part: Cache, mesh: AnyMesh, sharding_rules: ShardingRules) -> list[str]:
-    """Describe sizes that are not split although the rules name an axis."""
+    """Return a message for each size that is not split although the rules name a mesh axis."""
     sizes = [("streams", part.table.spec.streams)]
     sizes += [("kv_heads", k.shape[1]) for k in key_arrays(part)]
     return [
@@ -198,7 +198,7 @@ def _describe_unsplit(part: Cache, mesh: AnyMesh, sharding_rules: ShardingRules)
 
 
 def _describe_uneven_fill(part: Cache, mesh: AnyMesh, sharding_rules: ShardingRules) -> list[str]:
-    """Return the placement that spreads a short sequence over all devices that split cells."""
+    """Return a message with a better placement if a short sequence does not use all devices."""
     axes, devices = sharding_rules.present(mesh, "cells"), sharding_rules.devices(mesh, "cells")
     if not isinstance(part.table, Cells) or part.table.shards % devices == 0:
         return []

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from jaxkv.core.types import AnyMesh
 
 Surplus = Literal["cells", "replicate", "refuse"]
-"""Use of devices that exceed the heads: split cells, replicate heads, or raise."""
+"""Use of the devices that exceed the heads: split cells, replicate heads, or raise."""
 
 
 def fit_mesh(
@@ -25,24 +25,25 @@ def fit_mesh(
     *,
     surplus: Surplus = "cells",
 ) -> tuple[AnyMesh, ShardingRules]:
-    """Return a mesh and rules that fit the heads of a cache, if an axis has too many devices.
+    """Return a mesh and sharding rules for a cache with fewer heads than devices.
 
     Args:
-      cache: any cache, or its shapes.
-      mesh: the mesh, which may be abstract.
-      sharding_rules: mesh axes that split the cache; one axis must split the heads.
-      surplus: use of the devices that exceed the heads. "cells": they split the cells of a head,
-        whose number must be a multiple; a placement striped in as many runs, see `make_cache`,
-        fills them evenly. "replicate": they have copies. "refuse": raise.
+      cache: cache, or its shapes from `jax.eval_shape`.
+      mesh: concrete or abstract mesh.
+      sharding_rules: names of the mesh axes that split the cache; one axis must split the heads.
+      surplus: use of the devices that exceed the heads. "cells": these devices split the cells of
+        each head; the number of cells must be a multiple, and `striped:n` placement fills n devices
+        evenly. "replicate": these devices have copies of heads. "refuse": raise a ValueError.
 
     Returns:
-      The mesh with that axis cut in two, the second named "cells" or "copies", and its rules. Both
-      are unchanged if the devices divide the heads, or no layer has several heads; then another
-      axis may split the cells. States are ignored.
+      The mesh with the axis of heads split in two, the second named "cells" or "copies", and the
+      rules. Mesh and rules are unchanged if the devices divide the heads, or each layer has one
+      head. States are ignored.
 
     Raises:
-      ValueError: If the heads do not fit and `surplus` is "refuse", several axes split them, or the
-        mesh already has an axis with the new name.
+      ValueError: If the devices do not divide the heads, and `surplus` is "refuse".
+      ValueError: If the devices do not divide the heads, and several mesh axes split the heads.
+      ValueError: If the mesh already has an axis with the name of the new axis.
       ValueError: If `surplus` is unknown.
 
     Examples:

@@ -1,4 +1,4 @@
-"""Caches on a mesh: shardings, sharded construction, and a check that processes agree."""
+"""Shardings of a cache, construction on a mesh, and a check that processes agree."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ if TYPE_CHECKING:
 
 
 def shardings(cache: Cache, mesh: AnyMesh, sharding_rules: ShardingRules) -> Cache:
-    """Return the `NamedSharding` of each array, as a cache whose tables contain the rules.
+    """Return the `NamedSharding` of each array, as a cache with the rules in its table.
 
-    Raises a ValueError if streams or cells are more than one, and not a multiple of their devices.
-    Heads that are not a multiple are whole on each device.
+    Heads are replicated if their number is not a multiple of the devices that would split them.
     """
     table, buffers = split(cache)
     specs = table.with_sharding_rules(sharding_rules).partition_specs(buffers, mesh)
@@ -36,14 +35,19 @@ def shardings(cache: Cache, mesh: AnyMesh, sharding_rules: ShardingRules) -> Cac
 
 
 def shapes(make: Callable[[], Cache], mesh: AnyMesh, sharding_rules: ShardingRules) -> Cache:
-    """Return the shapes of a cache on a mesh, with shardings, without allocating it.
+    """Return the shapes of a cache on a mesh, with shardings, without allocating the cache.
 
-    Use them for `init_full`, to compile a step ahead, and as the target of an Orbax restore.
+    The shapes can be passed to `init_full`, used to compile a step before the cache is made, and
+    used as the target of an Orbax restore.
 
     Args:
-      make: makes the cache, with static sizes.
-      mesh: the mesh.
-      sharding_rules: mesh axes that split the cache.
+      make: function without arguments that makes the cache; all sizes must be static.
+      mesh: concrete or abstract mesh.
+      sharding_rules: names of the mesh axes that split the cache.
+
+    Raises:
+      ValueError: If the number of streams, or of cells, is above 1 and not a multiple of its
+        devices.
     """
     cache = jax.eval_shape(make)
     where = shardings(cache, mesh, sharding_rules)
@@ -60,10 +64,10 @@ def shapes(make: Callable[[], Cache], mesh: AnyMesh, sharding_rules: ShardingRul
 def make_sharded(
     make: Callable[[], Cache], mesh: Mesh, sharding_rules: ShardingRules | None = None
 ) -> Cache:
-    """Make a cache on a mesh; each device allocates its own share only.
+    """Make a cache on a mesh; each device allocates only its own share.
 
-    Planning a batch, and reading or writing buffers, then require the current mesh
-    (`jax.set_mesh(mesh)`); edits and queries of the table do not. Raises as `shardings`.
+    Planning, and reading or writing buffers, then require the current mesh (`jax.set_mesh(mesh)`).
+    Edits and queries of the table do not require a mesh.
     """
     sharding_rules = ShardingRules() if sharding_rules is None else sharding_rules
 
@@ -82,18 +86,19 @@ def _is_partition_spec(x: object) -> bool:
 def assert_in_sync(cache: Cache, batch: PyTree = None) -> None:
     """Raise unless all processes have the same table and the same batch.
 
-    JAX does not compare replicated values: processes with different batches would continue with
-    different plans. Every process must call this, outside of `jit`.
+    JAX does not compare replicated values, so processes with different batches would make different
+    plans. Every process must call `assert_in_sync` outside of `jit`.
 
     Args:
-      cache: any cache.
-      batch: a tree of arrays and numbers, such as a `Batch`. Arrays that are split over processes
+      cache: cache whose table is compared; buffers are not compared.
+      batch: pytree of arrays and numbers, such as a `Batch`. Arrays that are split over processes
         are ignored.
 
     Raises:
-      RuntimeError: If processes differ; raised in every process, with their indices.
+      RuntimeError: If the table or batch of a process differs; raised in every process, with the
+        indices of the differing processes.
       TypeError: If the cache is traced, or has shapes only.
-      ValueError: If the table was donated, or is that of a batch of caches.
+      ValueError: If the table was donated, or the cache is a batch of caches.
 
     Examples:
       >>> mesh = jax.make_mesh((2, 2), ("data", "tensor"))

@@ -1,12 +1,12 @@
-"""Snapshots: save a cache, or some of its sequences, to a file or bytes; load it.
+"""Snapshots: save a cache, or some of its sequences, to a file or bytes, and load a snapshot.
 
-A snapshot contains the live cells only: those owned by a saved sequence, with keys and values or
-states, positions and pending shifts. It contains its own description; `load(into=cache)` writes
-saved sequences into free cells of another cache. Loading a damaged file, or one that does not fit,
-raises and leaves the cache unchanged.
+A snapshot describes its cache and contains the cells of the saved sequences: keys and values or
+states, positions and pending shifts. `load` makes a new cache; `load(into=cache)` writes the saved
+sequences into free cells of `cache`. If a file is damaged or does not fit, `load` raises and
+`cache` is unchanged.
 
-Requires the package safetensors: `pip install safetensors`. Save a cache on a mesh with Orbax
-instead, see docs/howto/snapshots.md.
+Snapshots require the package safetensors: `pip install safetensors`. A cache on a mesh is saved
+with Orbax instead, see docs/howto/snapshots.md.
 """
 
 from jaxkv.snapshot.load import inspect, load

@@ -1,6 +1,6 @@
-"""Split caches into the parts that a snapshot saves, and name their arrays.
+"""Parts of a cache that a snapshot saves, and names of the saved arrays.
 
-Names are tree paths: `table.position`, `buffers.k.0`; in a hybrid cache `table.parts.0.position`.
+Each name is a tree path: `table.position`, `buffers.k.0`, or `table.parts.0.position` if hybrid.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ KINDS: dict[str, type[Part]] = {
     "recurrent": StatePart,
     "source": SourcePart,
 }
-"""Part class for each kind of spec."""
+"""Subclass of `Part` for each `kind` of a `TableSpec`."""
 
 
 class NamedPart(NamedTuple):
-    """A part of a cache, how it is saved, and the prefixes of its array names."""
+    """A part of a cache, the class that saves the part, and the prefixes of its array names."""
 
     part: type[Part]
     cache: Cache
@@ -47,7 +47,7 @@ class NamedPart(NamedTuple):
 
 
 def name_parts(cache: Cache) -> list[NamedPart]:
-    """Return the parts of a cache; one part if it is not hybrid."""
+    """Return the parts of a hybrid cache, or any other cache as its only part."""
     if not isinstance(cache.table, HybridTable):
         return [NamedPart(KINDS[cache.table.spec.kind], cache, "table.", "buffers.")]
     return [
@@ -57,7 +57,7 @@ def name_parts(cache: Cache) -> list[NamedPart]:
 
 
 def describe(cache: Cache) -> PartDescription | HybridDescription:
-    """Return the static description of a cache, as JSON values."""
+    """Return the description of a cache in a snapshot, as JSON values."""
     found = [
         entry.part.describe(entry.cache.table, entry.cache.buffers) for entry in name_parts(cache)
     ]
@@ -67,7 +67,7 @@ def describe(cache: Cache) -> PartDescription | HybridDescription:
 
 
 def make_empty_cache(file: SnapshotFile) -> Cache:
-    """Make the empty cache that a snapshot describes."""
+    """Make an empty cache from the description in a snapshot."""
     description = file.description["cache"]
     if description["kind"] != "hybrid":
         return merge(*_make_part(file, description, "buffers."))
@@ -77,11 +77,7 @@ def make_empty_cache(file: SnapshotFile) -> Cache:
 
 
 def cache_shapes(file: SnapshotFile) -> Cache:
-    """Return the shapes of the cache that a snapshot describes.
-
-    Raises a ValueError if description, sequences and arrays do not match, or JAX would change a
-    dtype.
-    """
+    """Return the shapes of the saved cache; raise a ValueError if description and arrays differ."""
     check_dtypes(file)
     try:
         cache = jax.eval_shape(partial(make_empty_cache, file))
@@ -118,7 +114,7 @@ def _check_arrays(file: SnapshotFile, cache: Cache) -> None:
 
 
 def with_parts(cache: Cache, pairs: list[tuple[CacheTable, PyTree]]) -> Cache:
-    """Return a cache with new tables and buffers of its parts."""
+    """Return a cache with a new table and new buffers for each part."""
     if not isinstance(cache.table, HybridTable):
         return merge(*pairs[0])
     tables, buffers = zip(*pairs, strict=True)
@@ -136,10 +132,7 @@ def check_dtypes(file: SnapshotFile) -> None:
 
 
 def check_saveable(cache: Cache) -> None:
-    """Raise unless this is one cache, on one device, with known values.
-
-    TypeError: no cache, or shapes only. ValueError: traced, split over a mesh, donated, or batched.
-    """
+    """Raise a TypeError or ValueError unless `cache` is one concrete cache on one device."""
     table, buffers = split(cache)
     if table.sharding_rules is not None or not is_concrete(cache):
         found = (
@@ -155,7 +148,7 @@ def check_saveable(cache: Cache) -> None:
 
 
 def check_fits(saved: Cache, cache: Cache) -> None:
-    """Raise a ValueError, with the field's name, if a saved cache does not fit into another."""
+    """Raise a ValueError with the first difference if a saved cache does not fit another cache."""
     own_parts, saved_parts = name_parts(cache), name_parts(saved)
     kinds = [[entry.cache.table.spec.kind for entry in found] for found in (own_parts, saved_parts)]
     _check_same("kind", cache.table.spec.kind, saved.table.spec.kind)

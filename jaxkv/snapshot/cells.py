@@ -1,7 +1,7 @@
 """Snapshots of attention caches.
 
-n is the number of live cells in a snapshot, ordered by stream and cell. A shared cell is saved
-once, and restored once into each stream to which one of its owners is restored.
+A snapshot has n cells, ordered by stream and cell. A shared cell is saved once. Loading restores a
+cell once into each stream that gets one of the cell's owners.
 """
 
 from __future__ import annotations
@@ -57,21 +57,24 @@ if TYPE_CHECKING:
     from jaxkv.snapshot.parts import Fill
 
 CHUNK = 256
-"""Number of cells per read or write."""
+"""Number of cells that one read or write transfers."""
 
 
 class CellPart(Part[CellTable, Buffers, "CellDescription"]):
-    """An attention cache, and how a snapshot stores the arrays of its table.
+    """Saving and loading of attention caches, with these table arrays.
 
-    position, shift, stream, cell: `[n]` int32, as in the table.
-    content: `[n]` uint32, as in the table.
-    owners: `[n, W]` uint32. The saved sequences that own the cell, one bit each, as in its stream.
-    evicted_below: `[q]` int32, for each of q saved sequences.
+    position: `[n]` int32. Position of the token in each saved cell.
+    shift: `[n]` int32. Pending shift of the key in each saved cell.
+    stream: `[n]` int32. Stream index of each saved cell.
+    cell: `[n]` int32. Cell index of each saved cell.
+    content: `[n]` uint32. Content hash of each saved cell.
+    owners: `[n, W]` uint32. Bits of the saved sequences that own each cell, as in the table.
+    evicted_below: `[q]` int32. Eviction mark of each of the q saved sequences.
     """
 
     @staticmethod
     def describe(table: CellTable, buffers: Buffers) -> CellDescription:
-        """Return sizes, static fields and ropes."""
+        """Return the sizes, static fields and ropes of a cache, as JSON values."""
         return {
             "kind": "attention",
             "cells": table.num_cells,
@@ -84,7 +87,7 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
 
     @staticmethod
     def make_empty(description: CellDescription, entries: Entries) -> tuple[CellTable, Buffers]:
-        """Make an empty cache with heads of the saved sizes."""
+        """Make an empty cache with the saved sizes and heads."""
         ropes = from_json(description["ropes"])
         sizes = {name: description[name] for name in ("cells", "sequences", "streams")}
         static = {name: from_json(value) for name, value in description["static"].items()}
@@ -108,7 +111,7 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
 
     @staticmethod
     def compatibility_fields(table: CellTable, buffers: Buffers) -> dict[str, object]:
-        """Return layers, head sizes, dtypes, window and ropes."""
+        """Return the layers, head sizes, dtypes, window and ropes of a cache."""
         dtypes = [x.dtype.name for x in (*buffers.k, *buffers.v) if not isinstance(x, ValueSlice)]
         return {
             "layers": buffers.layers,
@@ -125,10 +128,7 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
     def extract_sequences(
         table: CellTable, buffers: Buffers, sequences: list[int]
     ) -> tuple[dict[str, np.ndarray], PyTree]:
-        """Copy all cells that one of the sequences owns; keys and values are `[n, K, ...]`.
-
-        Raises a ValueError if a layer of their streams was not written after an `apply`.
-        """
+        """Copy the cells of the given sequences; keys and values are `[n, K, ...]`."""
         host = to_host(table)
         missing = is_layer_incomplete(host)
         for seq in sequences:
@@ -157,7 +157,7 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
     def saved_shapes(
         table: CellTable, buffers: Buffers, count: int, saved: int
     ) -> tuple[dict[str, Form], PyTree]:
-        """Return shapes and dtypes of the arrays of the class, and of keys and values."""
+        """Return the shapes and dtypes of the arrays from `extract_sequences`."""
         each = jax.ShapeDtypeStruct((count,), jnp.int32)
         found: dict[str, Form] = dict.fromkeys(("position", "shift", "stream", "cell"), each)
         found["content"] = jax.ShapeDtypeStruct((count,), jnp.uint32)
@@ -168,7 +168,7 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
 
     @staticmethod
     def check_saved_table(table: CellTable, read: Read, sequences: list[int]) -> None:
-        """Check that saved positions, shifts, owners and eviction marks are valid."""
+        """Raise a ValueError if a saved position, shift, owner or eviction mark is invalid."""
         check_places(read, table.streams, table.num_cells)
         position, shift = (read(name).astype(np.int64) for name in ("position", "shift"))
         check_values(
@@ -193,7 +193,7 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
         seed: int,
         fresh: bool,
     ) -> SlotAssignment:
-        """Choose slots as a copy between streams does, or use the saved slots."""
+        """Choose a free cell for each saved cell if `fresh`; otherwise use the saved cell index."""
         demand, origin, owners = _assign_cells(table, saved, read("stream"), read("owners"), moves)
         marks = np.full(table.sequences, EMPTY, np.int32)
         marks[moves.new] = read("evicted_below")[moves.turn]
@@ -228,7 +228,7 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
 
     @staticmethod
     def fill_buffers(buffers: Buffers, prefix: str, fill: Fill) -> Buffers:
-        """Return the buffers with all layers filled, one at a time."""
+        """Return the buffers with the arrays of all layers filled, one layer at a time."""
         called = buffer_names(_unstack_layers(buffers), prefix)
         for i in range(buffers.layers):
             arrays = map_arrays(fill, buffers.layer(i), (called.k[i], called.v[i]))
@@ -239,19 +239,19 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
     def write_array(
         array: Array | LayerView, placed: SlotAssignment, new: np.ndarray
     ) -> Array | LayerView:
-        """Write the keys or values of a layer, saved as `[n, K, ...]`."""
+        """Write saved keys or values, `[n, K, ...]`, into the array of a layer."""
         where = placed.streams, placed.cells
         return write_cells(array, *where, new, placed.origin, write=scatter, size=CHUNK)
 
 
 def _unstack_layers(buffers: Buffers) -> Buffers:
-    """Return the buffers with one entry for each layer, as in a file."""
+    """Return the buffers with one array for each layer, as in a snapshot."""
     k, v = zip(*(buffers.layer(i) for i in range(buffers.layers)), strict=True)
     return replace(buffers, k=k, v=v, stacked=False)
 
 
 def _owner_words(table: CellTable, sequences: list[int]) -> UInt32[np.ndarray, "S W"]:
-    """Return the owner bits of some sequences, for each stream."""
+    """Return the owner bits of the given sequences in each stream."""
     found = np.zeros(table.owners.shape[:2], np.uint32)
     for seq in sequences:
         stream, word, bit = _locate_owner_bit(table, seq)
@@ -266,7 +266,7 @@ def _check_cache_sizes(
     latent: list[list[int] | None],
     form: Callable[[str], tuple[np.dtype, tuple[int, ...]]],
 ) -> None:
-    """Raise as `make_cache` does for invalid sizes and static fields."""
+    """Raise the exceptions of `make_cache` for invalid sizes and static fields."""
     layers = range(len(ropes))
     heads, keys = zip(*(form(f"k.{i}")[1][1:] for i in layers), strict=True)
     values = [slice(*x) if (x := latent[i]) else form(f"v.{i}")[1][2] for i in layers]
@@ -293,7 +293,7 @@ def _check_cache_sizes(
 
 
 def _locate_owner_bit(table: CellTable, seq: int) -> tuple[int, int, int]:
-    """Return the stream, word and bit of a sequence, as `cells.locate_owner_bit` does."""
+    """Return the stream of a sequence, and the word and bit of its owner bit."""
     stream, local = divmod(seq, table.sequences_per_stream)
     return stream, *divmod(local, WORD)
 
@@ -305,9 +305,10 @@ def _assign_cells(
     owners: UInt32[np.ndarray, "n X"],
     moves: SequenceMap,
 ) -> tuple[Int32[np.ndarray, " S"], Int32[np.ndarray, "S N"], UInt32[np.ndarray, "S W N"]]:
-    """Return how many cells each stream gets, the saved cell for each of them, and their owners.
+    """Return the number of cells that each stream gets, and their saved indices and owners.
 
-    Unused entries are n. If a stream would get more than N cells, the excess is only counted.
+    The saved index of an unused cell is n. Cells beyond N in a stream are counted, but not
+    returned.
     """
     begins = np.searchsorted(stream, np.arange(saved.streams + 1))
     found: dict[tuple[int, int], np.ndarray] = {}
@@ -339,9 +340,9 @@ def _assign_cells(
 def _release_sequences(
     table: CellTable, marks: Int32[ArrayLike, " Q"]
 ) -> tuple[CellTable, Bool[Array, "S N"], Int32[Array, " S"]]:
-    """Remove sequences whose mark is not -1, and set their eviction marks to it.
+    """Remove sequences with a mark other than -1, and set their `evicted_below` to the mark.
 
-    Also return the free cells, and the number of cells of each stream that a snapshot may fill.
+    Also returns the free cells, and the number of cells that a snapshot may fill in each stream.
     """
     goes = marks != EMPTY
     ids = jnp.where(goes, jnp.arange(table.sequences, dtype=jnp.int32), table.sequences)
@@ -366,7 +367,7 @@ def _occupy_cells(
     origin: Int32[Array, "S N"],
     seed: UInt32[Array, ""],
 ) -> CellTable:
-    """Write cells into a table, with hashes of the seed and the index in the file."""
+    """Write restored cells into a table; `cell_hash` is a hash of `seed` and `origin`."""
     stamp = chain_hashes(jnp.broadcast_to(seed, origin.shape), origin)
     fields = {"position": position, "shift": shift, "content": content, "owners": owners}
     arriving = replace(rest, cell_hash=stamp, **fields)
@@ -374,22 +375,22 @@ def _occupy_cells(
 
 
 def _value_slice_bounds(v: Values) -> list[int] | None:
-    """Return the slice of the key that is the value; None if values are stored."""
+    """Return the bounds of the key slice that is the value; None if values are stored."""
     return [v.first, v.last] if isinstance(v, ValueSlice) else None
 
 
 class SourcePart(CellPart):
-    """A cross-attention cache; its arrays are those of `CellPart`."""
+    """Saving and loading of cross-attention caches, with the arrays of `CellPart`."""
 
     @staticmethod
     def describe(table: CellTable, buffers: Buffers) -> CellDescription:
-        """Return sizes, static fields and ropes; `of_sources` follows from the kind."""
+        """Return sizes, ropes and static fields without `of_sources`, as JSON values."""
         found = CellPart.describe(table, buffers)
         static = {name: x for name, x in found["static"].items() if name != "of_sources"}
         return {**found, "kind": "source", "static": static}
 
     @staticmethod
     def make_empty(description: CellDescription, entries: Entries) -> tuple[CellTable, Buffers]:
-        """Make an empty cache with heads of the saved sizes."""
+        """Make an empty cross-attention cache with the saved sizes and heads."""
         table, buffers = CellPart.make_empty(description, entries)
         return as_source_table(table), buffers

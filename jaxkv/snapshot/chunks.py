@@ -1,6 +1,6 @@
-"""Copies of cells between buffers and the CPU, in chunks of one size.
+"""Copies of cells between buffers and the CPU, in chunks of equal size.
 
-One program is compiled for a buffer, for any number of cells; it needs memory for one extra chunk.
+Equal sizes let one compiled program copy any number of cells. A copy needs memory for one chunk.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 A = TypeVar("A", bound=jax.Array | LayerView)
 
 Read = Callable[[A, jax.Array, jax.Array], jax.Array]
-"""Read an array at streams and cells."""
+"""Function that reads an array at stream and cell indices."""
 Write = Callable[[A, jax.Array, jax.Array, jax.Array], A]
-"""Write an array at streams and cells; cells past the last one are skipped."""
+"""Function that writes an array at stream and cell indices; skips cells past the last one."""
 
 
 def take_cells(
@@ -34,7 +34,7 @@ def take_cells(
     read: Read[A],
     size: int,
 ) -> Shaped[np.ndarray, "n ..."]:
-    """Return the contents of cells of a buffer as a NumPy array."""
+    """Return the contents of the given cells of a buffer as a NumPy array."""
     shape = jax.eval_shape(read, array, streams, cells)
     out = np.empty(shape.shape, shape.dtype)
     for here, where in _iterate_chunks(streams, cells, size):
@@ -51,7 +51,7 @@ def write_cells(
     write: Write[A],
     size: int,
 ) -> A:
-    """Write `new[origin]` into cells; `array` is donated."""
+    """Write `new[origin]` into the given cells of `array`, which is donated."""
     for here, where in _iterate_chunks(streams, cells, size):
         chunk = new[origin[here]]
         pad = [(0, size - len(chunk)), *[(0, 0)] * (chunk.ndim - 1)]
@@ -62,7 +62,7 @@ def write_cells(
 def _iterate_chunks(
     streams: Int32[np.ndarray, " n"], cells: Int32[np.ndarray, " n"], size: int
 ) -> Iterator[tuple[slice, tuple[Int32[np.ndarray, " C"], Int32[np.ndarray, " C"]]]]:
-    """Yield slices of `cells` with chunks of C = `size`; padding is past the last cell."""
+    """Yield a slice, and stream and cell indices of `size` cells, for each chunk; pad the last."""
     for start in range(0, len(cells), size):
         here = slice(start, start + size)
         stream, cell = np.zeros(size, np.int32), MAX_CELLS + np.arange(size, dtype=np.int32)
@@ -74,7 +74,7 @@ def _iterate_chunks(
 def _take_chunk(
     array: A, streams: Int32[Array, " C"], cells: Int32[Array, " C"], *, read: Read[A]
 ) -> Shaped[Array, "C ..."]:
-    """Read a chunk of C cells."""
+    """Read the C cells of one chunk."""
     return read(array, streams, cells)
 
 
@@ -87,5 +87,5 @@ def _write_chunk(
     *,
     write: Write[A],
 ) -> A:
-    """Write a chunk of C cells; `array` is donated."""
+    """Write the C cells of one chunk into `array`, which is donated."""
     return write(array, streams, cells, jnp.asarray(new, array.dtype))

@@ -1,7 +1,4 @@
-"""Types of the JSON of a snapshot. Only type checkers import this module.
-
-Letters are those of `jaxkv`.
-"""
+"""Types of the JSON description in a snapshot, imported only by type checkers."""
 
 from __future__ import annotations
 
@@ -13,11 +10,11 @@ Json: TypeAlias = None | bool | int | float | str | Sequence["Json"] | Mapping[s
 
 
 class CellDescription(TypedDict):
-    """A part with N cells of keys and values, Q sequences and S streams.
+    """Description of a part with N cells of keys and values, Q sequences and S streams.
 
-    static: static fields of its table, by name.
+    static: static fields of the part's table, by field name.
     ropes: rope of each layer.
-    latent: for each layer, bounds of the slice of the key that is the value; None if stored.
+    latent: for each layer, bounds of the key slice that is the value; None if values are stored.
     """
 
     kind: Literal["attention", "source"]
@@ -30,10 +27,7 @@ class CellDescription(TypedDict):
 
 
 class StateDescription(TypedDict):
-    """A part with recurrent states of L layers, Q sequences and S streams.
-
-    `static` are the static fields of its table, by name.
-    """
+    """Description of a recurrent part; `static` contains the static fields of the part's table."""
 
     kind: Literal["recurrent"]
     layers: int
@@ -47,7 +41,7 @@ PartDescription = CellDescription | StateDescription
 
 
 class HybridDescription(TypedDict):
-    """A hybrid cache; `layers` are the layers of each part in the model."""
+    """Description of a hybrid cache; `layers` contains the model layers of each part."""
 
     kind: Literal["hybrid"]
     layers: Json
@@ -55,7 +49,7 @@ class HybridDescription(TypedDict):
 
 
 class ArrayDescription(TypedDict):
-    """Dtype, shape and checksum of an array of a file."""
+    """Dtype, shape and checksum of one saved array."""
 
     dtype: str
     shape: list[int]
@@ -63,13 +57,13 @@ class ArrayDescription(TypedDict):
 
 
 class SnapshotContent(TypedDict):
-    """Contents of a snapshot without its arrays.
+    """Description of a snapshot without its arrays.
 
-    cache: static description of the cache.
+    cache: description of the saved cache.
     sequences: ids of the saved sequences.
-    tokens: tokens of each saved sequence; None if not given.
-    model: identifies the model; None if not given.
-    notes: the caller's notes; absent in older files.
+    tokens: token ids of each saved sequence; None if no tokens were passed for the sequence.
+    model: `model_id` passed to `save`; None if no id was passed.
+    notes: `notes` passed to `save`; the key is absent in older files.
     """
 
     cache: PartDescription | HybridDescription
@@ -80,6 +74,6 @@ class SnapshotContent(TypedDict):
 
 
 class SnapshotDescription(SnapshotContent):
-    """Contents of a snapshot, with its arrays by name."""
+    """Description of a snapshot with its arrays, by array name."""
 
     arrays: dict[str, ArrayDescription]

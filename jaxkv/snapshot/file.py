@@ -1,11 +1,9 @@
-"""The file of a snapshot: safetensors with a description and checksums in its metadata.
+"""Snapshot files: safetensors with a description and checksums in the metadata.
 
-The metadata contain the format and version, a description in JSON, and a checksum of the
-description. The description lists the dtype, shape and checksum of each array. Dtypes that
-NumPy lacks, such as bfloat16, are stored as bytes.
-
-safetensors writes all arrays at once, so saving requires memory for the whole file. Loading reads
-one array at a time.
+The metadata contain the format, the version, a JSON description, and a checksum of the description.
+The description lists the dtype, shape and checksum of each array. Dtypes that NumPy lacks, such as
+bfloat16, are stored as bytes. Saving requires memory for the whole file, because safetensors writes
+all arrays at once. Loading reads one array at a time.
 """
 
 from __future__ import annotations
@@ -32,20 +30,20 @@ FORMAT = "jaxkv.snapshot"
 VERSION = 2
 
 Source = str | os.PathLike | bytes
-"""Path of a snapshot file, or its bytes."""
+"""Path of a snapshot file, or the bytes of a snapshot."""
 
 _PLAIN = {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"}
 _PLAIN |= {"float16", "float32", "float64", "complex64"}
-"""Dtypes that safetensors and NumPy both support."""
+"""Names of the dtypes that safetensors and NumPy both support."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotFile:
-    """An open snapshot. The description is checked; arrays are not read yet.
+    """An open snapshot with a checked description; arrays are read on access.
 
-    description: the description, as passed to `file_bytes`.
-    arrays: dtype and shape of each array, by name.
-    seed: a hash of the description, with the checksums of all arrays.
+    description: description of the snapshot, from the metadata of the file.
+    arrays: dtype and shape of each array, by array name.
+    seed: hash of the description, which includes the checksums of all arrays.
     """
 
     description: SnapshotDescription
@@ -54,7 +52,7 @@ class SnapshotFile:
     _read: Callable[[str], np.ndarray]
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """Read an array; raise a ValueError if it differs from its description."""
+        """Read an array; raise a ValueError if the array does not match the description."""
         stored, (dtype, shape) = self._read(name), self.arrays[name]
         plain = dtype.name in _PLAIN
         form = (dtype, shape) if plain else (np.uint8, (math.prod(shape) * dtype.itemsize,))
@@ -72,7 +70,7 @@ class SnapshotFile:
         return _bytes_of(stored).view(dtype).reshape(shape)
 
     def check(self) -> None:
-        """Read all arrays one by one; raise a ValueError if one differs from its description."""
+        """Read all arrays one by one; raise a ValueError if one does not match the description."""
         for name in self.arrays:
             self[name]
 
@@ -80,11 +78,7 @@ class SnapshotFile:
 def write_file(
     path: str | os.PathLike, description: SnapshotContent, arrays: Mapping[str, np.ndarray]
 ) -> None:
-    """Write a snapshot to a temporary file in the same folder, then rename it.
-
-    Raises an OSError if writing fails, or the path is a folder or a device. On failure an existing
-    file is kept.
-    """
+    """Write a snapshot to a temporary file next to `path`, then rename this file to `path`."""
     module, path = _import_safetensors(), _resolve_path(path)
     if not path.parent.is_dir():
         raise FileNotFoundError(f"expected a folder {path.parent} for {path}, got none; make it")
@@ -104,7 +98,7 @@ def write_file(
 
 
 def json_round_trip(value: object, name: str) -> Json:
-    """Encode and decode a value as JSON; raise a TypeError, with `name`, if this fails.
+    """Encode and decode a value as JSON; raise a TypeError if the value is not a JSON value.
 
     >>> json_round_trip(("a", 1), "model")
     ['a', 1]
@@ -119,17 +113,13 @@ def json_round_trip(value: object, name: str) -> Json:
 
 
 def file_bytes(description: SnapshotContent, arrays: Mapping[str, np.ndarray]) -> bytes:
-    """Return the bytes of a file; see `write_file`."""
+    """Return a snapshot as the bytes of a file."""
     return _import_safetensors().numpy.save(*_pack(description, arrays))
 
 
 @contextmanager
 def open_file(source: Source) -> Iterator[SnapshotFile]:
-    """Open a snapshot; its arrays are not checked yet.
-
-    Raises a FileNotFoundError if there is no file, an OSError for a folder or a device, and a
-    ValueError if it is not a snapshot, has another version, or a damaged description.
-    """
+    """Open a snapshot and check the description; each array is checked when it is read."""
     module = _import_safetensors()
     if isinstance(source, bytes | bytearray | memoryview):
         data = bytes(source)
@@ -152,7 +142,7 @@ def open_file(source: Source) -> Iterator[SnapshotFile]:
 def _pack(
     description: SnapshotContent, arrays: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Return the arrays to store, by name, and the metadata."""
+    """Return the arrays of a snapshot as stored, by array name, and the metadata of the file."""
     stored = {name: _plain_array(array) for name, array in arrays.items()}
     entries = {
         name: {
@@ -168,14 +158,14 @@ def _pack(
 
 
 def _plain_array(array: np.ndarray) -> np.ndarray:
-    """Return an array in its shape, or as `[n]` uint8 bytes if its dtype is not plain."""
+    """Return an array unchanged, or as `[n]` uint8 bytes if the dtype is not in `_PLAIN`."""
     return np.ascontiguousarray(array) if array.dtype.name in _PLAIN else _bytes_of(array)
 
 
 def _file_from_metadata(
     metadata: dict[str, str] | None, names: Iterable[str], read: Callable[[str], np.ndarray]
 ) -> SnapshotFile:
-    """Check metadata, and return the file that they describe."""
+    """Return the snapshot that metadata describe; raise a ValueError for invalid metadata."""
     metadata = metadata or {}
     if metadata.get("format") != FORMAT:
         raise ValueError(
@@ -209,9 +199,9 @@ def _file_from_metadata(
 
 
 def _resolve_path(path: str | os.PathLike) -> Path:
-    """Return the real path of a file; raise an OSError if it is a folder or a device.
+    """Return the real path of a file; raise an OSError for a folder or a device.
 
-    A rename could replace a device, and would replace a link, which is therefore followed.
+    Links are followed, because a rename would replace the link instead of the file behind the link.
     """
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
@@ -222,7 +212,7 @@ def _resolve_path(path: str | os.PathLike) -> Path:
 
 
 def _sha256(array: np.ndarray) -> str:
-    """Return the checksum of the bytes of an array."""
+    """Return the SHA-256 checksum of the bytes of an array."""
     return hashlib.sha256(_bytes_of(array).data).hexdigest()
 
 
@@ -232,7 +222,7 @@ def _bytes_of(array: np.ndarray) -> np.ndarray:
 
 
 def _sync_to_disk(path: str) -> None:
-    """Set the default permissions of a new file, and flush it to disk."""
+    """Set the default permissions of a new file, and flush the file to disk."""
     mask = os.umask(0)
     os.umask(mask)
     os.chmod(path, 0o666 & ~mask)
@@ -252,7 +242,7 @@ def _translate_read_errors(module: ModuleType) -> Iterator[None]:
 
 
 def _import_safetensors() -> ModuleType:
-    """Import safetensors, which only snapshots require."""
+    """Import safetensors; raise an ImportError if the package is not installed."""
     try:
         import safetensors
         import safetensors.numpy

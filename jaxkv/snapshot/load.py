@@ -1,4 +1,4 @@
-"""Loading a snapshot into a new cache, or sequences of it into an existing one."""
+"""Loading of a snapshot as a new cache, or of its sequences into an existing cache."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 class SnapshotInfo:
     """Description of a snapshot, returned by `inspect`.
 
-    version: version of the format.
+    version: version of the snapshot format.
     sequences: ids of the saved sequences.
-    tokens: tokens saved with a sequence, by sequence.
-    model: `model_id` passed to `save`; None if not given.
-    notes: notes passed to `save`; None if not given.
+    tokens: token ids passed to `save`, by sequence id.
+    model: `model_id` passed to `save`; None if no id was passed.
+    notes: `notes` passed to `save`; None if no notes were passed.
     cache: shapes of the cache that `load` makes, with `nbytes` and `table.spec`.
-    arrays: dtype and shape of each array of the file, by name.
+    arrays: dtype and shape of each array in the file, by array name.
     """
 
     version: int
@@ -58,13 +58,15 @@ def inspect(source: Source) -> SnapshotInfo:
     """Return the description of a snapshot without reading its arrays.
 
     Args:
-      source: path of the file, or bytes.
+      source: path of a snapshot file, or the bytes of a snapshot.
 
     Raises:
       FileNotFoundError: If the file does not exist.
-      ValueError: If it is not a snapshot, has another version, or is cut short.
-      ValueError: If the description is damaged. Damaged arrays are detected by `load`.
-      ValueError: If it contains 64-bit arrays and `jax_enable_x64` is off.
+      ImportError: If the package safetensors is not installed.
+      OSError: If the path is a folder or a device.
+      ValueError: If the file is not a snapshot, has another version, or is cut short.
+      ValueError: If the description is damaged; damaged arrays are detected only by `load`.
+      ValueError: If the snapshot contains 64-bit arrays and `jax_enable_x64` is off.
 
     Examples:
       >>> cache = make_cache(
@@ -102,39 +104,43 @@ def load(
     model_id: Json = None,
     donate: bool = False,
 ) -> Cache:
-    """Load a saved cache, or write its sequences into another cache.
+    """Load a snapshot as a new cache, or write the saved sequences into an existing cache.
 
-    The new cache has the size of the saved one, with each token in its saved cell. It continues
-    with bit-identical results. Sequences that were not saved are empty. Hashes of cells are new,
-    so plans made for the saved cache are stale.
+    A new cache has the sizes of the saved cache, each token in its saved cell, and bit-identical
+    results. Cell hashes are new, so plans made for the saved cache are stale.
 
-    With `into`, saved sequences replace sequences of that cache. Sizes, streams and placement may
-    differ. Cells are chosen as for a batch; tiled placement uses empty tiles first, in saved order.
-    An empty saved sequence makes its target empty. Sequences that shared cells share them again if
-    they are in one stream. If `into` stores fewer states, the newest are loaded. Other sequences
-    are unchanged; cells hidden by a window may be reused.
+    With `into`, the saved sequences replace sequences of `into`. The numbers of cells, sequences
+    and streams, and the placement, may differ. Cells are chosen as for a batch; tiled placement
+    fills empty tiles first, in saved order. Evictable cells of `into` may be reused. Saved
+    sequences that share cells share cells again if their targets are in one stream. If `into`
+    stores fewer states for each sequence, the newest states are loaded.
 
     Args:
-      source: path of the file, or bytes.
-      into: any cache on one device, with the same layers, heads, dtypes, states, ropes and windows.
-      sequences: with `into`, the targets of the saved sequences, one or several in saved order. A
-        mapping from saved to target ids loads only these. Default: the saved ids.
-      model_id: id of the model; compared with that of the snapshot if both are given.
-      donate: with `into`, reuse its buffers; otherwise they are copied, and `into` stays valid.
+      source: path of a snapshot file, or the bytes of a snapshot.
+      into: cache on one device, with the layers, heads, dtypes, states, ropes and windows of the
+        saved cache. None makes a new cache.
+      sequences: target ids in `into`, one for each saved sequence in saved order; by default the
+        saved ids. A mapping from saved ids to target ids loads only the sequences in the mapping.
+      model_id: id of the current model; compared with the snapshot's `model_id` if both are given.
+      donate: if True, reuse the buffers of `into`, which becomes invalid; if False, copy the
+        buffers.
 
     Returns:
-      The cache. With `into`, all plans of the changed streams are stale.
+      The loaded cache. All plans made for changed streams of `into` are stale.
 
     Raises:
       FileNotFoundError: If the file does not exist.
-      PlanRefusedError: If a stream of `into` has too few free cells, or no free run of them where
-        cells must be contiguous.
+      ImportError: If the package safetensors is not installed.
+      OSError: If the path is a folder or a device.
+      PlanRefusedError: If a stream of `into` has too few free cells, or, for contiguous placement,
+        no run of enough free cells.
       TypeError: If `model_id` is not a JSON value, or `into` has shapes only.
-      ValueError: If it is not a snapshot, has another version, or is damaged.
-      ValueError: If `model_id` differs, or the snapshot does not fit `into`.
-      ValueError: If it contains 64-bit arrays and `jax_enable_x64` is off.
+      ValueError: If the file is not a snapshot, has another version, or is damaged.
+      ValueError: If `model_id` differs, or the saved cache does not fit `into`.
+      ValueError: If the snapshot contains 64-bit arrays and `jax_enable_x64` is off.
       ValueError: If `into` is traced, split over a mesh, donated, or a batch of caches.
-      ValueError: If a sequence id is unknown or repeated, or `sequences` is given without `into`.
+      ValueError: If a sequence id is unknown or repeated, or a target id is missing.
+      ValueError: If `sequences` is given without `into`.
 
     Examples:
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
@@ -152,7 +158,7 @@ def load(
       ...
       ValueError: expected a snapshot, got a file that safetensors cannot read (...); ...
 
-      Load into sequence 2 of another cache, and into sequence 0, which frees its cells:
+      Load the saved sequence into sequence 2 of another cache, or instead of sequence 0:
 
       >>> other = make_cache(
       ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=5, sequences=3
@@ -194,7 +200,7 @@ def load(
 
 
 def _check_model(file: SnapshotFile, model: Json) -> Cache:
-    """Return the shapes of the saved cache; raise if both model ids are known and differ."""
+    """Return the shapes of the saved cache; raise if both model ids are given and differ."""
     source = file.description["model"]
     if model is not None and source is not None and json_round_trip(model, "model_id") != source:
         raise ValueError(
@@ -207,7 +213,7 @@ def _check_model(file: SnapshotFile, model: Json) -> Cache:
 def _map_sequences(
     saved: list[int], cache: Cache, sequences: int | Sequence[int] | Mapping[int, int] | None
 ) -> SequenceMap:
-    """Return the mapping from saved sequences to targets."""
+    """Return the mapping from saved sequences to targets; raise a ValueError for invalid ids."""
     spec, goes = cache.table.spec, {seq: seq for seq in saved}
     if isinstance(sequences, Mapping):
         if not set(sequences) <= set(saved):
@@ -238,7 +244,7 @@ def _restore(
     fresh: bool,
     donate: bool = True,
 ) -> Cache:
-    """Return a cache with saved sequences written into it; the file is checked first."""
+    """Write saved sequences into `cache`, after a check of all arrays in the file."""
     file.check()
     for part, part_cache, table, _ in name_parts(saved):
         part.check_saved_table(

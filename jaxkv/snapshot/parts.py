@@ -1,4 +1,4 @@
-"""`Part`, the interface to save and restore a kind of cache, and its helpers."""
+"""`Part`, the interface that saves and restores one kind of cache, and helper functions."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ B = TypeVar("B")
 D = TypeVar("D")
 
 Entries = Mapping[str, tuple[np.dtype, tuple[int, ...]]]
-"""Dtype and shape of the saved buffer arrays of a part, by name."""
+"""Dtype and shape of each saved buffer array of a part, by array name."""
 
 Form = jax.ShapeDtypeStruct
-"""Dtype and shape of an array."""
+"""Dtype and shape of a saved array."""
 
 Read = Callable[[str], np.ndarray]
-"""Read an array of a part by name."""
+"""Function that reads a saved array of a part by name."""
 
 Fill = Callable[[Any, str], Any]
-"""Fill a buffer array with the saved values of that name."""
+"""Function that writes the saved array with a given name into a buffer array."""
 
 _VALUES = {"Window": Window, "Rope": Rope, "NotGiven": NotGiven}
-"""Classes of static field values, by name in a file."""
+"""Classes of static field values, by class name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlotAssignment:
-    """Slots of saved cells or states in a cache.
+    """Slots in a cache for saved cells or states.
 
-    table: the table after restoring.
-    streams: stream of each written cell.
-    cells: slot of each written cell.
-    origin: index in the snapshot of its content.
+    table: table with the restored sequences.
+    streams: stream index of each written cell.
+    cells: cell index of each written cell.
+    origin: index in the snapshot of the cell or state that each written cell gets.
     """
 
     table: CacheTable
@@ -60,11 +60,11 @@ class SlotAssignment:
 
 
 class SequenceMap(NamedTuple):
-    """Mapping from saved sequences to targets; three lists of equal length.
+    """Mapping from saved sequences to target sequences, as three lists of equal length.
 
-    turn: index of the sequence among the saved ones.
-    old: saved id.
-    new: target id, without repeats.
+    turn: index of each sequence in the list of saved sequences.
+    old: saved id of each sequence.
+    new: target id of each sequence, without repeats.
     """
 
     turn: list[int]
@@ -73,29 +73,29 @@ class SequenceMap(NamedTuple):
 
 
 class Part(ABC, Generic[T, B, D]):
-    """Save and restore one kind of cache, with tables T, buffers B and description D."""
+    """Interface to save and restore a kind of cache, with table T, buffers B, description D."""
 
     @staticmethod
     @abstractmethod
     def describe(table: T, buffers: B) -> D:
-        """Return the static description of a cache, as JSON values."""
+        """Return the description of a cache in a snapshot, as JSON values."""
 
     @staticmethod
     @abstractmethod
     def make_empty(description: D, entries: Entries) -> tuple[T, B]:
-        """Return the table and the buffers of an empty cache."""
+        """Return the table and the buffers of an empty cache with the saved sizes."""
 
     @staticmethod
     @abstractmethod
     def compatibility_fields(table: T, buffers: B) -> dict[str, object]:
-        """Return the fields that must be equal to load a snapshot, by name."""
+        """Return properties, by name, in which a saved cache and the target cache must be equal."""
 
     @staticmethod
     @abstractmethod
     def extract_sequences(
         table: T, buffers: B, sequences: list[int]
     ) -> tuple[dict[str, np.ndarray], PyTree]:
-        """Return table arrays of sequences, by name, and a tree of buffer values `[n, ...]`."""
+        """Return saved table arrays, by name, and a tree of saved buffer arrays, `[n, ...]`."""
 
     @staticmethod
     @abstractmethod
@@ -107,29 +107,28 @@ class Part(ABC, Generic[T, B, D]):
     @staticmethod
     @abstractmethod
     def check_saved_table(table: T, read: Read, sequences: list[int]) -> None:
-        """Raise a ValueError if a cache with these saved arrays would break an invariant."""
+        """Raise a ValueError if a cache with the saved arrays would break an invariant."""
 
     @staticmethod
     @abstractmethod
     def assign_slots(
         table: T, saved: T, read: Read, moves: SequenceMap, seed: int, fresh: bool
     ) -> SlotAssignment:
-        """Remove the target sequences from a table and add the saved ones.
+        """Remove the target sequences from a table, and add the saved sequences.
 
-        Only shapes of `saved` are read; `seed` makes cell hashes unique to the file. Unless
-        `fresh`, the saved cells are used. Raises a PlanRefusedError if a stream has too few free
-        cells.
+        Only shapes of `saved` are read. `seed` makes cell hashes unique to the file. The saved cell
+        indices are used unless `fresh` is True.
         """
 
     @staticmethod
     def fill_buffers(buffers: B, prefix: str, fill: Fill) -> B:
-        """Return the buffers with each array filled by `fill`."""
+        """Return the buffers with `fill` applied to each array and its name."""
         return jax.tree.map(fill, buffers, buffer_names(buffers, prefix))
 
     @staticmethod
     @abstractmethod
     def write_array(array: Any, placed: SlotAssignment, new: np.ndarray) -> Any:
-        """Write the saved values, `[n, ...]`, into a buffer array, which is donated."""
+        """Write saved values, `[n, ...]`, into a buffer array, which is donated."""
 
 
 def check_values(ok: np.ndarray, name: str, values: np.ndarray, rule: str) -> None:
@@ -149,7 +148,7 @@ def check_values(ok: np.ndarray, name: str, values: np.ndarray, rule: str) -> No
 
 
 def check_places(read: Read, streams: int, cells: int) -> None:
-    """Raise a ValueError unless the saved cells are in a table, unique and in order."""
+    """Raise a ValueError unless the saved cells are inside the table, unique and sorted."""
     stream, cell = (read(name).astype(np.int64) for name in ("stream", "cell"))
     check_values((stream >= 0) & (stream < streams), "stream", stream, f"from 0 to {streams - 1}")
     check_values((cell >= 0) & (cell < cells), "cell", cell, f"from 0 to {cells - 1}")
@@ -158,7 +157,7 @@ def check_places(read: Read, streams: int, cells: int) -> None:
 
 
 def buffer_names(buffers: PyTree, prefix: str) -> PyTree:
-    """Return the name of each buffer array of a part, as a tree like `buffers`."""
+    """Return a tree like `buffers` with the name of each array in a snapshot."""
 
     def name_of_path(path: KeyPath, _: object) -> str:
         return prefix + jax.tree_util.keystr(path, simple=True, separator=".")
@@ -167,7 +166,7 @@ def buffer_names(buffers: PyTree, prefix: str) -> PyTree:
 
 
 def static_fields(table: Cells | States) -> dict[str, Json]:
-    """Return the static fields of a table as JSON values, without its sharding rules."""
+    """Return the static fields of a table except `sharding_rules`, as JSON values."""
     return {
         field.name: to_json(getattr(table, field.name))
         for field in fields(table)
@@ -176,7 +175,7 @@ def static_fields(table: Cells | States) -> dict[str, Json]:
 
 
 def to_json(value: Any) -> Json:
-    """Convert a static value to JSON.
+    """Convert the value of a static field to a JSON value.
 
     >>> to_json((None, Window(4, "sliding")))
     [None, {'Window': {'width': 4, 'rule': 'sliding'}}]
@@ -190,7 +189,7 @@ def to_json(value: Any) -> Json:
 
 
 def from_json(value: Any) -> Any:
-    """Convert a JSON value made by `to_json` back to a static value.
+    """Convert a JSON value from `to_json` back to the value of a static field.
 
     >>> from_json([None, {"Window": {"width": 4, "rule": "sliding"}}])
     (None, Window.sliding(4))

@@ -1,4 +1,4 @@
-"""Saving a cache, or some of its sequences, to a file or bytes."""
+"""Saving of a cache, or of some of its sequences, to a file or bytes."""
 
 from __future__ import annotations
 
@@ -31,30 +31,35 @@ def save(
 ) -> bytes | None:
     """Save a cache, or some of its sequences, to a file or bytes.
 
-    The file contains live cells only, with pending shifts, stored states and eviction marks of
-    windows. Empty cells and cell hashes are not saved. The contents are written to a temporary
-    file, which is then renamed, so a partial file never has this path.
+    A snapshot contains the cells or states of the saved sequences, with pending shifts and eviction
+    marks of windows. Empty cells and cell hashes are not saved. The file is written under a
+    temporary name and then renamed, so a file at `path` is always complete.
 
     Args:
-      cache: any cache on one device.
-      path: path of the file; an existing file is replaced, links are followed. None returns bytes.
-      sequences: sequences to save, without repeats. Default: all, including empty ones.
-      tokens: tokens of a sequence, by sequence, returned by `inspect`. A cache stores no tokens.
-      model_id: id of the model, any JSON value. `load` compares it with its own.
-      notes: any JSON value, returned by `inspect`.
+      cache: cache on one device.
+      path: path of the file. An existing file is replaced, and links are followed. None returns
+        bytes.
+      sequences: ids of the sequences to save, without repeats. Default: all sequences, also empty
+        ones.
+      tokens: token ids by sequence id, returned by `inspect`. A cache itself stores no tokens.
+      model_id: JSON value that identifies the model. `load` compares it with the caller's
+        `model_id`.
+      notes: JSON value for any use, returned by `inspect`.
 
     Returns:
-      The bytes of the file; None if it was written to a path.
+      The bytes of the snapshot; None if `path` is given.
 
     Raises:
       ImportError: If the package safetensors is not installed.
-      OSError: If writing fails, for example on a full disk, or the path is a folder or a device. An
-        existing file is kept.
+      OSError: If writing fails, for example on a full disk. A file at `path` is then unchanged.
+      OSError: If `path` is a folder or a device, or the folder of `path` does not exist.
       TypeError: If `model_id` or `notes` is not a JSON value.
-      TypeError: If ids or tokens are not integers, or the cache has shapes only.
-      ValueError: If the cache is traced, split over a mesh, donated, or a batch of caches.
+      TypeError: If sequence ids or tokens are not integers, or `cache` has shapes only.
+      TypeError: If `tokens` is not a mapping.
+      ValueError: If `cache` is traced, split over a mesh, donated, or a batch of caches.
+      ValueError: If a layer of the cache was not written after `apply`.
       ValueError: If a sequence id is unknown or repeated.
-      ValueError: If tokens are not a list, or belong to a sequence that is not saved.
+      ValueError: If the tokens of a sequence are not a list, or the sequence is not saved.
 
     Examples:
       >>> import tempfile
@@ -89,7 +94,7 @@ def _collect_content(
     model: Json,
     notes: Json,
 ) -> tuple[SnapshotContent, dict[str, np.ndarray]]:
-    """Return the description and the arrays of a snapshot, see `Part.extract_sequences`."""
+    """Return the description and the arrays of a snapshot."""
     check_saveable(cache)
     spec = cache.table.spec
     ids = np.arange(spec.sequences) if sequences is None else spec.sequence_ids(sequences)
@@ -127,7 +132,7 @@ def _collect_content(
 
 
 def _token_list(text: Sequence[int], seq: int) -> list[int]:
-    """Return the tokens of a sequence as a list."""
+    """Return the tokens of a sequence as a list of integers."""
     found = np.asarray(check_int32(text, "tokens"))
     if found.ndim != 1:
         raise ValueError(

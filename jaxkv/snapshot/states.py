@@ -1,7 +1,7 @@
 """Snapshots of recurrent caches.
 
-n is the number of states in a snapshot. A shared state is saved once, and restored once into each
-stream to which one of its sequences is restored. A cache with fewer states gets the newest ones.
+A snapshot has n states. A shared state is saved once. Loading restores a state once into each
+stream that gets one of the state's sequences. A cache that stores fewer states gets the newest.
 """
 
 from __future__ import annotations
@@ -42,22 +42,24 @@ if TYPE_CHECKING:
     from jaxkv.snapshot.description import StateDescription
 
 CHUNK = 8
-"""Number of states per read or write."""
+"""Number of states that one read or write transfers."""
 
 
 class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
-    """A recurrent cache, and how a snapshot stores the arrays of its table.
+    """Saving and loading of recurrent caches, with these table arrays.
 
-    position: `[q, E + 1]` int32, for each of q saved sequences; EMPTY (-1) if there is no state.
-    state: `[q, E + 1]` int32. Index of the state among the n saved ones; n if there is none.
-    stream, cell: `[n]` int32, the saved cell of each state.
-    content: `[n]` uint32, as in the table.
-    written: `[L, n]` bool. Whether each layer had written the state.
+    position: `[q, E + 1]` int32. Positions of the states of q saved sequences; EMPTY (-1) if no
+      state.
+    state: `[q, E + 1]` int32. Index of each state among the n saved states; n if there is no state.
+    stream: `[n]` int32. Stream index of each saved state.
+    cell: `[n]` int32. Cell index of each saved state.
+    content: `[n]` uint32. Content hash of each saved state.
+    written: `[L, n]` bool. Whether each layer had written each state.
     """
 
     @staticmethod
     def describe(table: StateTable, buffers: Buffers) -> StateDescription:
-        """Return sizes and static fields."""
+        """Return the sizes and static fields of a cache, as JSON values."""
         return {
             "kind": "recurrent",
             "layers": len(buffers),
@@ -69,7 +71,7 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
 
     @staticmethod
     def make_empty(description: StateDescription, entries: Entries) -> tuple[StateTable, Buffers]:
-        """Make an empty cache with states of the saved sizes."""
+        """Make an empty cache with the saved sizes and states."""
         sizes = {
             name: description[name] for name in ("layers", "sequences", "streams", "max_rollback")
         }
@@ -88,7 +90,7 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
 
     @staticmethod
     def compatibility_fields(table: StateTable, buffers: Buffers) -> dict[str, object]:
-        """Return layers, and shapes and dtypes of states."""
+        """Return the number of layers, and the shapes and dtypes of states."""
         return {
             "layers": len(buffers),
             "states": [
@@ -101,7 +103,7 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
     def extract_sequences(
         table: StateTable, buffers: Buffers, sequences: list[int]
     ) -> tuple[dict[str, np.ndarray], PyTree]:
-        """Copy all states of the sequences; those of a layer are `[n, ...]`, by name."""
+        """Copy the states of the given sequences; a layer's states are `[n, ...]`, by name."""
         host = to_host(table)
         ids, size = np.array(sequences, int), host.num_cells
         place = ids[:, None] // host.sequences_per_stream * size + host.cell[ids]
@@ -124,7 +126,7 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
     def saved_shapes(
         table: StateTable, buffers: Buffers, count: int, saved: int
     ) -> tuple[dict[str, Form], PyTree]:
-        """Return shapes and dtypes of the arrays of the class, and of states."""
+        """Return the shapes and dtypes of the arrays from `extract_sequences`."""
         each = jax.ShapeDtypeStruct((count,), jnp.int32)
         pairs = jax.ShapeDtypeStruct((saved, table.num_earlier_states + 1), jnp.int32)
         found = {"position": pairs, "state": pairs, "stream": each, "cell": each}
@@ -134,7 +136,7 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
 
     @staticmethod
     def check_saved_table(table: StateTable, read: Read, sequences: list[int]) -> None:
-        """Check that saved positions and state indices are valid."""
+        """Raise a ValueError if a saved position or state index is invalid."""
         check_places(read, table.streams, table.num_cells)
         position, state, stream = read("position"), read("state"), read("stream")
         size, kept = len(stream), position != EMPTY
@@ -164,7 +166,7 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
         seed: int,
         fresh: bool,
     ) -> SlotAssignment:
-        """Assign states to free cells, or to their saved cells; a stream always has enough."""
+        """Choose a free cell for each state if `fresh`; otherwise use the saved cell."""
         host = jax.tree.map(np.array, to_host(table))
         position, state = _take_newest_states(
             table.num_earlier_states + 1, read("position"), read("state"), moves.turn
@@ -192,7 +194,7 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
 
     @staticmethod
     def write_array(array: Array, placed: SlotAssignment, new: np.ndarray) -> Array:
-        """Write the states with one name in a layer, saved as `[n, ...]`."""
+        """Write the saved values of one state, `[n, ...]`, into the array of a layer."""
         where = placed.streams, placed.cells
         return write_cells(array, *where, new, placed.origin, write=_write_states, size=CHUNK)
 
@@ -203,14 +205,14 @@ def _take_newest_states(
     state: Int32[np.ndarray, "q e"],
     turns: list[int],
 ) -> tuple[Int32[np.ndarray, "m {pairs}"], Int32[np.ndarray, "m {pairs}"]]:
-    """Return positions and indices of the newest states of some sequences, newest last."""
+    """Return positions and indices of the `pairs` newest states of sequences, newest last."""
     padding = [(0, 0), (max(pairs - position.shape[1], 0), 0)]
     position = np.pad(position[turns, -pairs:], padding, constant_values=EMPTY)
     return position, np.pad(state[turns, -pairs:], padding)
 
 
 def _lowest_free(host: States, streams: Int32[np.ndarray, " n"]) -> Int32[np.ndarray, " n"]:
-    """Return the lowest free cells of the streams, one for each entry."""
+    """Return a free cell for each entry of `streams`, lowest cells first."""
     cells = np.zeros(len(streams), np.int32)
     for stream in np.unique(streams):
         used_cells = host.cell[
@@ -225,7 +227,7 @@ def _lowest_free(host: States, streams: Int32[np.ndarray, " n"]) -> Int32[np.nda
 def _read_states(
     array: Shaped[Array, "S N *state"], streams: Int32[Array, " m"], cells: Int32[Array, " m"]
 ) -> Shaped[Array, " m *state"]:
-    """Read the states of cells; zeros for cells past the last one."""
+    """Read the states in the given cells; cells past the last one give zeros."""
     return array.at[streams, cells].get(mode="fill", fill_value=0)
 
 
@@ -235,5 +237,5 @@ def _write_states(
     cells: Int32[Array, " m"],
     new: Shaped[Array, " m *state"],
 ) -> Shaped[Array, "S N *state"]:
-    """Write the states of cells; cells past the last one are skipped."""
+    """Write states into the given cells; cells past the last one are skipped."""
     return array.at[streams, cells].set(new, mode="drop", unique_indices=True)

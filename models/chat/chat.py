@@ -1,8 +1,9 @@
-"""Conversations in one cache, as an immutable value, and functions that edit it.
+"""Conversations in one cache, as an immutable value, and functions that edit them.
 
-Each conversation has a sequence. All share the cells of one stream, so a fork copies no cells. The
-other sequences belong to a prefix store (`jaxkv.serving.PrefixStore`). It stores the tokens before
-a turn, for caches that cannot roll back, and for conversations with a common prefix.
+Each conversation has a sequence of the cache. All conversations share the cells of one stream, so a
+fork copies no cells. The remaining sequences belong to a prefix store
+(`jaxkv.serving.PrefixStore`), which stores the tokens before a turn. Stored prefixes replace a
+rollback that the cache cannot do, and are shared by conversations with a common prefix.
 """
 
 from collections.abc import Mapping
@@ -18,11 +19,11 @@ MAIN = "main"
 
 @dataclass(frozen=True, kw_only=True)
 class Spent:
-    """Cost of the last answer.
+    """Number of tokens and time of the last answer.
 
-    read: tokens computed before it, in `read_seconds`.
-    made: tokens of the answer with its stop token, computed in `made_seconds`.
-    slid: tokens removed from the cache to make room.
+    read: tokens of the message, computed before the answer in `read_seconds`.
+    made: tokens of the answer, including the stop token, computed in `made_seconds`.
+    slid: tokens removed from the cache to free cells for the answer.
     """
 
     read: int = 0
@@ -36,11 +37,11 @@ class Spent:
 class Chat:
     """Conversations in one cache.
 
-    store: prefixes stored in other sequences of the cache.
-    conversations: by name; `current` is the name of the current one.
-    computed: tokens computed for all conversations.
-    reused: tokens found in the store, which were not computed again.
-    spent: cost of the last answer.
+    store: prefixes stored in sequences that belong to no conversation.
+    conversations: conversations by name; `current` is the name of the current conversation.
+    computed: number of tokens computed for all conversations.
+    reused: number of tokens found in the prefix store instead of being computed again.
+    spent: number of tokens and time of the last answer.
     """
 
     cache: jaxkv.Cache
@@ -63,7 +64,7 @@ class Chat:
 
     @property
     def held(self) -> int:
-        """Number of the current conversation's first tokens that need no computation."""
+        """Number of first tokens of the current conversation that need no computation."""
         return self.now.index(num_held_tokens(self.cache, self.now.sequence))
 
     @property
@@ -72,13 +73,13 @@ class Chat:
         return jaxkv.seq_rm(self.cache, self.store.sequences)[0]
 
     def going_on(self, conversation: Conversation, cache: jaxkv.Cache) -> "Chat":
-        """Return the chat with a new current conversation and cache."""
+        """Return the chat with a new cache and a new value of the current conversation."""
         conversations = {**self.conversations, self.current: conversation}
         return replace(self, conversations=conversations, cache=cache)
 
 
 def spend(chat: Chat, **more: float) -> Chat:
-    """Return a chat with amounts added to `spent`."""
+    """Return a chat with amounts added to the fields of `spent`, by name."""
     spent = {name: getattr(chat.spent, name) + amount for name, amount in more.items()}
     return replace(chat, spent=replace(chat.spent, **spent))
 
@@ -89,14 +90,15 @@ def has_states(cache: jaxkv.Cache) -> bool:
 
 
 def num_held_tokens(cache: jaxkv.Cache, sequence: int) -> int:
-    """Return the length of a sequence in the cache, evicted cells included."""
+    """Return the number of tokens of a sequence in the cache, including evicted tokens."""
     return int(cache.seq_pos_max(sequence)) + 1
 
 
 def remember(chat: Chat, length: int) -> Chat:
-    """Store the first tokens of the current conversation, but none after a gap.
+    """Store the first `length` tokens of the current conversation in the prefix store.
 
-    Keys after a gap were computed with the removed tokens visible.
+    Nothing is stored if a removed token precedes one of these tokens, since the keys after a gap
+    were computed with attention to the removed tokens.
     """
     conversation = chat.now
     if not 0 < length <= conversation.gapless(chat.held):
@@ -108,7 +110,10 @@ def remember(chat: Chat, length: int) -> Chat:
 
 
 def recall(chat: Chat, length: int) -> tuple[Chat, MissReason]:
-    """Fork a longer stored prefix, if any; return the chat and why tokens are missing."""
+    """Fork the longest stored prefix if it is longer than the cached tokens.
+
+    Returns the chat, and the reason why no longer prefix was found.
+    """
     conversation = chat.now
     # `fork` never returns the last token of a prompt, so one more is given.
     text = conversation.tokens[: conversation.gapless(length) + 1]
@@ -119,7 +124,7 @@ def recall(chat: Chat, length: int) -> tuple[Chat, MissReason]:
 
 
 def use_instructions(chat: Chat) -> Chat:
-    """Mark the stored instructions as recently used, so that they are evicted last."""
+    """Mark the stored instructions as recently used, so that other prefixes are evicted first."""
     conversation = chat.now
     if not conversation.tokens or not conversation.frame.keep:
         return chat
@@ -129,7 +134,7 @@ def use_instructions(chat: Chat) -> Chat:
 
 
 def fork(chat: Chat, name: str) -> Chat:
-    """Copy the current conversation under another name (`seq_cp`); it stays current.
+    """Copy the current conversation to a new name (`seq_cp`), without switching to the copy.
 
     Raises:
       ChatError: If the name is taken or is not one word, or if there are `seats` conversations.
@@ -152,16 +157,16 @@ def fork(chat: Chat, name: str) -> Chat:
 
 
 def switch(chat: Chat, name: str) -> Chat:
-    """Make another conversation current; raise `ChatError` if there is none."""
+    """Switch to another conversation; raise `ChatError` if no conversation has the name."""
     _check_there(chat, name)
     return replace(chat, current=name)
 
 
 def drop(chat: Chat, name: str) -> Chat:
-    """Remove a conversation (`seq_rm`); the current one becomes empty.
+    """Remove a conversation (`seq_rm`), or make the conversation empty if it is the current one.
 
-    Its stored prefixes remain until they are evicted. Raises `ChatError` if there is none of that
-    name.
+    Stored prefixes of the conversation remain until eviction. Raises `ChatError` if no conversation
+    has the name.
     """
     _check_there(chat, name)
     gone = chat.conversations[name]
@@ -175,13 +180,13 @@ def drop(chat: Chat, name: str) -> Chat:
 
 
 def undo(chat: Chat) -> tuple[Chat, str]:
-    """Remove the last turn by a rollback (`seq_rm`) or from a stored prefix.
+    """Remove the last turn of the current conversation, by a rollback or from a stored prefix.
 
     Returns:
-      The chat, and the reason if tokens must be computed again, else "".
+      The chat, and a text that says why tokens must be computed again; "" if this is not necessary.
 
     Raises:
-      ChatError: If there is no turn.
+      ChatError: If the conversation has no turn.
     """
     _check_turns(chat)
     chat, why = take_back(chat, chat.now.turns[-1].start)
@@ -189,9 +194,10 @@ def undo(chat: Chat) -> tuple[Chat, str]:
 
 
 def retract_answer(chat: Chat) -> tuple[Chat, str]:
-    """Remove the last answer, before another one; returns and raises as `undo`.
+    """Remove the last answer of the current conversation, so that another answer can follow.
 
-    The message stays in the cache except for its last token, whose logits begin the answer.
+    The message stays in the cache except for its last token, whose logits begin the answer. Returns
+    and exceptions are those of `undo`.
     """
     _check_turns(chat)
     chat, why = take_back(chat, chat.now.turns[-1].asked - 1)
@@ -199,13 +205,14 @@ def retract_answer(chat: Chat) -> tuple[Chat, str]:
 
 
 def take_back(chat: Chat, length: int) -> tuple[Chat, str]:
-    """Shorten the current conversation to at most `length` cached tokens.
+    """Shorten the current conversation to at most `length` tokens in the cache.
 
-    It has a turn, and `length` is at least the number of tokens before it. The cache has all of
-    them if it can roll back, else those of a stored prefix.
+    The conversation has at least one turn, and the last turn begins at or before `length`. If the
+    cache cannot roll back, the conversation gets the tokens of a stored prefix.
 
     Returns:
-      The chat, and the reason if tokens before the last turn were lost, else "".
+      The chat, and a text that says why tokens before the last turn were lost; "" if none were
+      lost.
     """
     cache, conversation = chat.cache, chat.now
     end = conversation.place(length)
@@ -237,11 +244,11 @@ NOT_KEPT = {
     MissReason.INCOMPLETE: "what was kept has lost a passage",
     MissReason.NO_STATE: "no state was kept from there",
 }
-"""Reasons for a miss as the end of a sentence; with one stream there is no other reason."""
+"""End of a sentence for each reason why a prefix is missing in a cache of one stream."""
 
 
 def _refusals(cache: jaxkv.Cache, sequence: int, end: int) -> list[str]:
-    """Return why parts of a cache cannot roll back to a position."""
+    """Return the reasons why parts of a cache cannot roll back to a position."""
     found = []
     for part in cache.parts:
         if jaxkv.seq_rm(part, sequence, end).ok:

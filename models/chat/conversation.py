@@ -1,7 +1,7 @@
-"""A conversation as an immutable value: its turns and tokens.
+"""A conversation as an immutable value: turns and tokens.
 
-The cache contains a prefix of the tokens and is the only record of its length. The rest is computed
-with the next turn, each token once.
+The cache stores the first tokens of a conversation, and is the only record of their number. The
+remaining tokens are computed with the next turn, each token once.
 """
 
 from collections.abc import Sequence
@@ -13,15 +13,15 @@ from models.texts import Finish
 
 
 class ChatError(Exception):
-    """An edit or turn that is not possible; the conversation is unchanged."""
+    """An edit or a turn that is not possible; the conversation is unchanged."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """A message and its answer.
+    """A message of the user and the answer of the model.
 
     start: number of tokens of the conversation before the turn.
-    asked: number of tokens before the answer.
+    asked: number of tokens of the conversation before the answer.
     finish: why the answer ended.
     """
 
@@ -36,9 +36,9 @@ class Turn:
 class Conversation:
     """Turns in one sequence of a cache.
 
-    system: instructions at the beginning; None for those of the template.
-    tokens: of all turns, without the model's stop tokens.
-    gap: number of tokens removed after the first `frame.keep`, see `models.chat.room.slide`.
+    system: instructions at the beginning; None for the instructions of the template.
+    tokens: tokens of all turns, without stop tokens of the model.
+    gap: number of tokens that `models.chat.room.slide` removed after the first `frame.keep` tokens.
     """
 
     sequence: int
@@ -49,7 +49,7 @@ class Conversation:
     gap: int = 0
 
     def messages(self, *new: str) -> list[dict[str, str]]:
-        """Return the messages for a template, `new` at the end."""
+        """Return all messages of the conversation, then `new`, as input of a chat template."""
         found = instructions(self.system)
         for turn in self.turns:
             found.append({"role": "user", "content": turn.message})
@@ -57,7 +57,7 @@ class Conversation:
         return found + [{"role": "user", "content": message} for message in new]
 
     def ask(self, message: str, tokens: Sequence[int]) -> Self:
-        """Return it with a new turn; `tokens` as from `models.text.turns.tokens_of_turn`.
+        """Return the conversation with a new turn; `tokens` are from `tokens_of_turn`.
 
         >>> one = Conversation(sequence=0, frame=Frame(keep=1, closing=0)).ask("Hi", [1, 2, 3])
         >>> one.tokens, one.turns[0].start, one.turns[0].asked
@@ -68,14 +68,14 @@ class Conversation:
         return replace(self, tokens=(*self.tokens, *tokens), turns=(*self.turns, turn))
 
     def answered(self, tokens: Sequence[int], text: str, finish: Finish) -> Self:
-        """Return it with this answer in the last turn, replacing an earlier one."""
+        """Return the conversation with a new or replaced answer in the last turn."""
         turn = self.turns[-1]
         said = (*self.tokens[: turn.asked], *map(int, tokens))
         turn = replace(turn, answer=text, finish=finish)
         return replace(self, tokens=said, turns=(*self.turns[:-1], turn))
 
     def undone(self) -> Self:
-        """Return it without its last turn.
+        """Return the conversation without the last turn.
 
         >>> one = Conversation(sequence=0, frame=Frame(keep=1, closing=0))
         >>> one.ask("Hi", [1, 2, 3]).answered([4], "Ho", "stop").undone() == one
@@ -86,16 +86,16 @@ class Conversation:
         return replace(self, tokens=self.tokens[:start], turns=self.turns[:-1], gap=gap)
 
     def unanswered(self) -> Self:
-        """Return it without its last answer; the message's last token is computed again."""
+        """Return the conversation without the last answer, ready for another answer."""
         gap = self._gap_before(self.turns[-1].asked - 1)
         return replace(self.answered((), "", "interrupted"), gap=gap)
 
     def _gap_before(self, index: int) -> int:
-        """Return the gap if it ends before a token, else 0 (the gap is computed again)."""
+        """Return the gap if it ends at or before token `index`; 0 if the gap is computed again."""
         return self.gap if index >= self.frame.keep + self.gap else 0
 
     def place(self, index: int) -> int:
-        """Return the position of a token in the cache, or of the next one.
+        """Return the position in the cache of the token with an index in the conversation.
 
         >>> Conversation(sequence=0, frame=Frame(keep=2, closing=0), gap=10).place(15)
         5
@@ -103,7 +103,7 @@ class Conversation:
         return index if index < self.frame.keep else max(index - self.gap, self.frame.keep)
 
     def gapless(self, length: int) -> int:
-        """Return how many of the first tokens have no removed token before them.
+        """Return the number of the first `length` tokens without a removed token before them.
 
         >>> Conversation(sequence=0, frame=Frame(keep=2, closing=0), gap=10).gapless(15)
         2
@@ -111,10 +111,10 @@ class Conversation:
         return min(length, self.frame.keep) if self.gap else length
 
     def index(self, place: int) -> int:
-        """Return the number of tokens before a position, removed ones included."""
+        """Return the number of tokens before a position in the cache, including removed tokens."""
         return place if place < self.frame.keep else place + self.gap
 
 
 def instructions(system: str | None) -> list[dict[str, str]]:
-    """Return the messages before the first one of the user."""
+    """Return the messages before the first message of the user."""
     return [] if system is None else [{"role": "system", "content": system}]

@@ -1,4 +1,4 @@
-"""Room in a full cache: evict stored prefixes first, then remove old turns."""
+"""Free cells in a full cache: evict stored prefixes first, then remove old turns."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,18 +13,20 @@ from models.chat.conversation import ChatError, Conversation
 
 
 def cells_of(cache: jaxkv.Cache) -> tuple[int, int]:
-    """Return the used and all cells of the fullest part.
+    """Return the number of used cells and of all cells in the fullest part of a cache.
 
-    Parts with a window or states count only if there are no others, since they do not grow.
+    Parts with a window or with states have a fixed size, so they count only if there are no other
+    parts.
     """
     grows = [part for part in cache.parts if _grows(part)] or [*cache.parts]
     return max((int(part.num_used_cells()), part.table.num_cells) for part in grows)
 
 
 def give_way(chat: Chat, tokens: int) -> Chat | None:
-    """Evict stored prefixes, least recently used first, until `tokens` tokens fit.
+    """Evict stored prefixes, least recently used first, until `tokens` more tokens fit.
 
-    Return None, with nothing evicted, if they fit already or would not fit.
+    Returns None, without an eviction, if the tokens already fit or would not fit after all
+    evictions.
     """
     if _num_tokens_left(chat.cache, chat.now.sequence) >= tokens:
         return None
@@ -39,14 +41,15 @@ def give_way(chat: Chat, tokens: int) -> Chat | None:
 def slide(chat: Chat) -> Chat:
     """Remove the oldest turns of the current conversation, by a context shift.
 
-    The tokens before the first message stay, and the newer half of the rest, from the beginning of
-    a turn if there is one. The texts of all turns stay. Stored prefixes are evicted, since they
-    share the cells that shift. The chat is unchanged after an exception.
+    The tokens before the first message stay, and the newer half of the other tokens stays, if
+    possible from the beginning of a turn. The texts of all turns stay. All stored prefixes are
+    evicted if cells shift, since prefixes share these cells. The chat is unchanged after an
+    exception.
 
     Raises:
       ChatError: If the cache has recurrent states.
-      ChatError: If a fork shares the cells, or a window evicted cells that would become visible.
-      ChatError: If no tokens can be removed.
+      ChatError: If a fork shares the cells, or evicted cells would become visible in a window.
+      ChatError: If the conversation has no tokens to remove.
     """
     conversation, cache, store = chat.now, chat.cache, chat.store
     if has_states(cache):
@@ -89,7 +92,7 @@ def cut_of(conversation: Conversation) -> int:
 
 
 def _why_stuck(chat: Chat) -> str:
-    """Return why the oldest turns cannot be removed."""
+    """Return the reason why the oldest turns cannot be removed."""
     others = [name for name in chat.conversations if name != chat.current]
     if any(num_held_tokens(chat.cache, chat.conversations[name].sequence) for name in others):
         return (
@@ -104,7 +107,7 @@ def _grows(part: jaxkv.Cache) -> bool:
 
 
 def _num_tokens_left(cache: jaxkv.Cache, sequence: int) -> int:
-    """Return how many more tokens of a sequence fit."""
+    """Return the number of additional tokens of a sequence that fit into the cache."""
     table = cache.table
     return int(_room(table)[sequence])
 

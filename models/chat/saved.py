@@ -1,4 +1,4 @@
-"""Chats in files: a snapshot of the cache, with stored prefixes and texts."""
+"""Chats in files: a snapshot of the cache, with conversations and stored prefixes."""
 
 import os
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ from models.text.turns import Frame
 from models.texts import Finish
 
 KIND = "models.chat"
-"""Value of `kind` in the notes of a chat's snapshot."""
+"""Value of `kind` in the notes of a snapshot that contains a chat."""
 
 
 def save(path: str | os.PathLike, chat: Chat, model: Model) -> None:
-    """Write all conversations and stored prefixes of a chat; raise `ChatError` if it fails."""
+    """Write all conversations and stored prefixes of a chat to a file; may raise `ChatError`."""
     found = chat.conversations
     tokens = {conversation.sequence: conversation.tokens for conversation in found.values()}
     kept = {prompt.sequence: prompt.tokens for prompt in chat.store.prompts}
@@ -48,16 +48,16 @@ def save(path: str | os.PathLike, chat: Chat, model: Model) -> None:
 
 
 def load(path: str | os.PathLike, chat: Chat, model: Model) -> Chat:
-    """Return a chat with the conversations of a file; they replace those of `chat`.
+    """Return a chat whose conversations are replaced by the conversations in a file.
 
     Args:
-      path: a file of `save`.
-      chat: its cache may have another size; it is donated.
-      model: the model that computed the conversations.
+      path: file written by `save`.
+      chat: chat with any size of cache; the cache is donated.
+      model: model that computed the saved conversations.
 
     Raises:
-      ChatError: If the file is missing, damaged, not a chat, of another model, or too large for the
-        cache. The chat is then unchanged.
+      ChatError: If the file is missing or damaged, contains no chat, is of another model, or does
+        not fit the cache. The chat is then unchanged.
     """
     try:
         info = snapshot.inspect(path)
@@ -97,10 +97,10 @@ def load(path: str | os.PathLike, chat: Chat, model: Model) -> Chat:
 def _load_chat(
     path: str | os.PathLike, chat: Chat, goes: dict[int, int], kept: dict[int, list[int]]
 ) -> Chat:
-    """Load conversations into an empty chat, with stored prefixes if all of them fit.
+    """Load conversations into an empty chat, with stored prefixes if all prefixes fit.
 
-    `goes` maps saved to new sequences; `kept` maps saved sequences of prefixes to tokens, least
-    recently used first. The cache of `chat` is donated.
+    `goes` maps saved sequences to target sequences. `kept` maps the saved sequences of prefixes to
+    tokens, least recently used first. The cache of `chat` is donated.
     """
     latest = [*kept][-len(chat.store.sequences) :]
     places = dict(zip(latest, chat.store.sequences, strict=False))
@@ -114,10 +114,10 @@ def _load_chat(
 
 
 def kept_tokens(info: SnapshotInfo) -> dict[int, list[int]]:
-    """Return a dict from each saved sequence to the tokens of its stored prefix.
+    """Return the tokens of each stored prefix, by saved sequence.
 
     Raises:
-      KeyError, TypeError, ValueError: If the notes are not those of `save`.
+      KeyError, TypeError, ValueError: If the notes were not written by `save`.
     """
     kept = {sequence: info.tokens[sequence] for sequence in info.notes["kept"]}
     spoken = {entry["sequence"] for entry in info.notes["conversations"].values()}
@@ -128,10 +128,10 @@ def kept_tokens(info: SnapshotInfo) -> dict[int, list[int]]:
 
 
 def conversations_in(info: SnapshotInfo) -> dict[str, Conversation]:
-    """Return the conversations of a snapshot by name, none if it is not a chat.
+    """Return the conversations of a snapshot by name; an empty dict if the snapshot is not a chat.
 
     Raises:
-      KeyError, TypeError, ValueError: If the notes are not those of `save`.
+      KeyError, TypeError, ValueError: If the notes were not written by `save`.
     """
     if not isinstance(info.notes, dict) or info.notes.get("kind") != KIND:
         return {}
@@ -142,21 +142,21 @@ def conversations_in(info: SnapshotInfo) -> dict[str, Conversation]:
 
 
 def fingerprint_text(model: Any) -> str:
-    """Return a model identity of a snapshot as a string."""
+    """Return the model identity in a snapshot as a string."""
     if isinstance(model, dict):
         return " ".join(str(value) for value in model.values())
     return "one without a name" if model is None else str(model)
 
 
 def _conversation_json(conversation: Conversation) -> dict[str, Any]:
-    """Return a conversation as JSON values, without tokens, which the snapshot stores."""
+    """Return a conversation as JSON values, without the tokens, which the snapshot stores."""
     found = asdict(conversation)
     del found["tokens"]
     return found
 
 
 def _conversation(found: dict[str, Any], tokens: list[int]) -> Conversation:
-    """Make a conversation from unchecked values of a file."""
+    """Make a conversation from values in a file; raise a ValueError for invalid values."""
     turns = tuple(Turn(**turn) for turn in found["turns"])
     texts = [text for turn in turns for text in (turn.message, turn.answer)]
     if found["system"] is not None:
@@ -182,5 +182,5 @@ def _conversation(found: dict[str, Any], tokens: list[int]) -> Conversation:
 
 
 def _are_counts(numbers: Sequence[Any]) -> bool:
-    """Return whether all are integers in [0, 2**31)."""
+    """Return whether all numbers are integers in `[0, 2**31)`."""
     return all(type(number) is int and 0 <= number < 2**31 for number in numbers)

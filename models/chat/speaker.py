@@ -1,4 +1,4 @@
-"""Computation of answers: uncached tokens of a conversation, then new tokens."""
+"""Computation of answers: first the uncached tokens of a conversation, then new tokens."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,18 +39,18 @@ HOLDERS = 8
 """Default number of stored prefixes."""
 
 OnFull = Literal["stop", "slide"]
-"""Whether a full cache ends an answer, or the oldest turns are removed."""
+"""Whether a full cache ends an answer or removes the oldest turns."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speaker:
     """A model that answers in conversations.
 
-    model: has a chat template, see `models.load`.
-    seed: attempt n at an answer draws with `seed + n`.
+    model: model with a chat template, see `models.load`.
+    seed: attempt n at an answer samples with `seed + n`.
     max_tokens: largest number of tokens of an answer.
     ubatch_size: largest number of tokens computed at once.
-    steps: tokens of an answer for each dispatch.
+    steps: number of tokens of an answer in each dispatch to the device.
     """
 
     model: Model
@@ -69,16 +69,16 @@ class Speaker:
     def begin(
         self, *, conversations: int, cells: int, holders: int = HOLDERS, system: str | None = None
     ) -> Chat:
-        """Return an empty chat.
+        """Return a chat with one empty conversation.
 
         Args:
-          conversations: largest number of conversations, forks included.
-          cells: of the cache, shared by all conversations.
+          conversations: largest number of conversations, including forks.
+          cells: number of cells of the cache, shared by all conversations.
           holders: number of stored prefixes, see `jaxkv.serving.PrefixStore`.
           system: instructions at the beginning of each conversation.
 
         Raises:
-          ModelError: If there is no chat template, or it rejects the instructions.
+          ModelError: If the model has no chat template, or the template rejects the instructions.
           ModelError: If the cache does not fit the device.
           ChatError: If `on_full` is "slide" and the cache has recurrent states.
         """
@@ -98,7 +98,7 @@ class Speaker:
         return Chat(cache=cache, store=store, conversations={MAIN: first})
 
     def compile(self, chat: Chat, tell: Callable[[int, int], None] | None = None) -> Chat:
-        """Compile the programs of answers; return the chat, whose buffers are donated."""
+        """Compile the programs of answers; return the chat, since its buffers are donated."""
         table, buffers = chat.cache.table, chat.cache.buffers
         params, forward = self.model.params, self.model.forward
         jobs: list[Callable[[], Any]] = []
@@ -133,17 +133,17 @@ class Speaker:
         on_text: Callable[[str], None] = lambda text: None,
         stopped: Callable[[], bool] = lambda: False,
     ) -> Chat:
-        """Answer the last turn of the current conversation; the chat's cache is donated.
+        """Answer the last turn of the current conversation; the cache of the chat is donated.
 
-        If it is stopped or the cache is full before the answer, the rest of the message is computed
-        with the next turn or attempt.
+        If `stopped` returns True or the cache is full before the answer begins, the remaining
+        tokens of the message are computed in the next turn or attempt.
 
         Args:
-          chat: a chat with a turn.
+          chat: chat with at least one turn in the current conversation.
           attempt: number of earlier answers to the same message.
-          on_read: called with the computed and all tokens of a long message.
+          on_read: called with the number of computed tokens and of all tokens of a long message.
           on_text: called with each new piece of the answer.
-          stopped: called between pieces; the answer ends when it returns True.
+          stopped: called between pieces of the answer; True ends the answer.
         """
         chat, began = replace(chat, spent=Spent()), perf_counter()
         chat, logits = self._read_message(chat, stopped, on_read)
@@ -156,7 +156,7 @@ class Speaker:
         return spend(chat, made_seconds=perf_counter() - began)
 
     def settle(self, chat: Chat) -> Chat:
-        """Compute the uncached tokens of the conversation, so that forks share them."""
+        """Compute the uncached tokens of the current conversation, so that forks share cells."""
         return self._read_message(chat)[0]
 
     def _read_message(
@@ -165,9 +165,9 @@ class Speaker:
         stopped: Callable[[], bool] = lambda: False,
         on_read: Callable[[int, int], None] = lambda done, total: None,
     ) -> tuple[Chat, jax.Array | None]:
-        """Compute the tokens of a conversation that are neither cached nor stored.
+        """Compute the tokens of the current conversation that are neither cached nor stored.
 
-        Return the chat and the logits after them, `[1, V]`; None if stopped or full.
+        Returns the chat, and the logits after the last token, `[1, V]`; None if stopped or full.
         """
         logits, model, read = None, self.model, 0
         if chat.held < len(chat.now.tokens):
@@ -243,7 +243,7 @@ class Speaker:
         return replace(chat, computed=chat.computed + chat.held - num_held)
 
     def _more_room(self, chat: Chat, tokens: int) -> Chat | None:
-        """Evict stored prefixes, or slide if `on_full` allows it; None if neither helps."""
+        """Evict stored prefixes, or slide if `on_full` is "slide"; None if no cell becomes free."""
         if (found := give_way(chat, tokens)) is not None:
             return found
         if self.on_full != "slide":
@@ -286,10 +286,11 @@ class Speaker:
 
 
 def marks_of(chat: Chat) -> list[int]:
-    """Return the lengths of prefixes to store: instructions, and all tokens but one.
+    """Return the lengths of the prefixes to store: instructions, and all tokens except the last.
 
-    Other conversations and answers start from these. A state can be stored only at the end of a
-    forward pass, so with states a mark needs more than `SHORT` new tokens.
+    Other conversations begin with the instructions. Another answer to the same message begins with
+    the computation of the last token. A state can be stored only after a forward pass, so a prefix
+    of a cache with states needs more than `SHORT` new tokens.
     """
     conversation, marks, before = chat.now, [], chat.held
     for mark in (
@@ -315,8 +316,8 @@ def _read(
 ) -> tuple[Any, Any, jax.Array, jax.Array]:
     """Compute the first `count` of `[T]` tokens of a sequence, in one compiled shape.
 
-    The buffers are donated. Return table, buffers, logits after the last token, `[1, V]`, and `ok`,
-    `[]` bool. If it is False the cache is unchanged and the logits are meaningless.
+    Returns table, buffers, the logits after the last token, `[1, V]`, and `ok`, `[]` bool. The
+    buffers are donated. If `ok` is False, the cache is unchanged and the logits are meaningless.
     """
     cache = jaxkv.Cache(table=table, buffers=buffers)
     index = jnp.arange(tokens.shape[0])

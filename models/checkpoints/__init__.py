@@ -1,1 +1,1 @@
-"""Weights and configs from files, in one form for all formats."""
+"""Weights, configs and tokenizers from files, in one form for all file formats."""

@@ -1,7 +1,7 @@
 """Checkpoints: weights, config and tokenizer of a model, for every file format.
 
 Tensors have the names and orientation of Hugging Face (`[out, in]`). Configs have the keys of
-`config.json`. Readers of other formats convert to them.
+`config.json`. Readers of other formats convert tensors and configs to this form.
 """
 
 import re
@@ -19,26 +19,26 @@ from models.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class Tensor:
-    """A tensor in a file: its shape, and a function that reads it at each call."""
+    """A tensor in a file: the shape, and a function that reads the values at each call."""
 
     shape: tuple[int, ...]
     read: Callable[[], np.ndarray]
 
     def turned(self, turn: Callable[[np.ndarray], np.ndarray]) -> "Tensor":
-        """Return the tensor rearranged by `turn`.
+        """Return the tensor with values rearranged by `turn`.
 
-        Raises ValueError or IndexError if `turn` does not accept the shape.
+        Raises a ValueError or IndexError if `turn` does not accept the shape.
         """
         stand_in = np.broadcast_to(np.float32(0), self.shape)  # a view of one number
         return Tensor(shape=turn(stand_in).shape, read=lambda: turn(self.read()))
 
     def cut(self, parts: int) -> "Tensor":
-        """Reshape the first dimension to `[parts, n]`; ValueError if it is not a multiple."""
+        """Reshape the first dimension to `[parts, n]`; or raise a ValueError."""
         return self.turned(lambda x: x.reshape(parts, -1, *x.shape[1:]))
 
 
 def join(tensors: Sequence[Tensor], axis: int) -> Tensor:
-    """Concatenate tensors; raise ValueError if their other dimensions differ."""
+    """Concatenate tensors along `axis`; raise a ValueError if other dimensions differ."""
     if len(tensors) == 1:
         return tensors[0]
     shapes = [list(tensor.shape) for tensor in tensors]
@@ -55,7 +55,7 @@ def join(tensors: Sequence[Tensor], axis: int) -> Tensor:
 
 
 def check_numbers(values: np.ndarray, name: str, source: str) -> np.ndarray:
-    """Return the values of a tensor; raise `ModelError` for integers (packed weights)."""
+    """Return the values of a tensor; raise `ModelError` for integers, which are packed weights."""
     if values.dtype.kind in "biuc":  # NumPy does not count bfloat16 among floating-point numbers
         raise ModelError(
             f"{source}: expected floating-point numbers in {name}, got {values.dtype}; give the "
@@ -66,14 +66,14 @@ def check_numbers(values: np.ndarray, name: str, source: str) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Checkpoint:
-    """Tensors that are read on demand, with the config and tokenizer.
+    """Tensors that are read on demand, with the config and tokenizer of a model.
 
-    source: file or folder name, for messages.
+    source: name of the file or folder, for messages.
     architecture: `model_type` of Hugging Face ("llama", "qwen3", ...).
     config: keys of `config.json`, completed by `models.checkpoints.config.complete`.
     tensors: tensors by Hugging Face name.
-    end_tokens: ids of tokens that end a text, as the files declare them.
-    load_tokenizer: builds the tokenizer; raises `ModelError` if the files have none.
+    end_tokens: ids of the tokens that end a text, as declared in the files.
+    load_tokenizer: builds the tokenizer; raises `ModelError` if the files contain no tokenizer.
     asked: names of the tensors that were requested.
     """
 
@@ -99,22 +99,22 @@ class Checkpoint:
         return len({layer[1] for layer in found if layer})
 
     def tensor(self, name: str) -> np.ndarray:
-        """Read one tensor; each call reads it again.
+        """Read the values of a tensor; each call reads the file again.
 
         Args:
-          name: a Hugging Face name, such as "model.layers.0.self_attn.q_proj.weight".
+          name: Hugging Face name, such as "model.layers.0.self_attn.q_proj.weight".
 
         Returns:
-          The values as stored (float32, float16 or `ml_dtypes.bfloat16`), or float32 for quantised
-          blocks. They may be a read-only view of the file.
+          Stored values (float32, float16 or `ml_dtypes.bfloat16`), or float32 for quantised blocks.
+          The array may be a read-only view of the file.
 
         Raises:
-          ModelError: If there is no such tensor.
+          ModelError: If the checkpoint has no tensor of this name.
         """
         return self.unread(name).read()
 
     def unread(self, name: str) -> Tensor:
-        """Return one tensor without reading it; raise `ModelError` if there is none."""
+        """Return a tensor without reading the values; raise `ModelError` if the name is unknown."""
         if name not in self.tensors:
             raise ModelError(
                 f"{self.source} has no tensor {name!r} among its {len(self.tensors)}; "
@@ -124,7 +124,7 @@ class Checkpoint:
         return self.tensors[name]
 
     def check_all_asked(self) -> None:
-        """Raise `ModelError` for the first tensor with an effect that was not requested."""
+        """Raise `ModelError` if a tensor that has an effect was not requested."""
         for name, tensor in self.tensors.items():
             if name not in self.asked and not left_out(name, self.config):
                 raise ModelError(
@@ -134,7 +134,7 @@ class Checkpoint:
                 )
 
     def tokenizer(self) -> Tokenizer:
-        """Return the tokenizer, built at the first call."""
+        """Return the tokenizer, which is built at the first call."""
         return self._tokenizer
 
     @cached_property
@@ -143,7 +143,7 @@ class Checkpoint:
 
     @cached_property
     def stop_tokens(self) -> frozenset[int]:
-        """Token ids that end a sequence or a turn."""
+        """Ids of the tokens that end a sequence or a turn."""
         try:
             return self.end_tokens | self.tokenizer().stop_tokens
         except ModelError:  # weights without a tokenizer still run on token ids

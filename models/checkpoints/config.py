@@ -1,4 +1,4 @@
-"""Configs in one form: defaults and older keys of `config.json` files resolved."""
+"""Configs in one form: defaults filled in, and older keys of `config.json` converted."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -161,14 +161,14 @@ _KINDS_OF = {
 def complete(
     config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]], source: str
 ) -> dict[str, Any]:
-    """Return a config with all keys that models read, each checked to be in its range.
+    """Return a config with all keys that models read, with values checked for their range.
 
     - `rope_theta` and `rope_scaling` are at the top level, see `models.checkpoints.stretches`.
     - `layer_types` has "full_attention", "sliding_attention" or "linear_attention" (recurrent) for
-      each layer, and `sliding_window` is None if it is switched off.
-    - `intermediate_size` is that of the tensors; LFM2 files derive it from other keys.
-    - `tie_word_embeddings`, `attention_bias` and `mamba_rms_norm` agree with the tensors, and so
-      does `vocab_size` if the file has none.
+      each layer, and `sliding_window` is None if windows are switched off.
+    - `intermediate_size` is the size of the tensors; LFM2 files derive the size from other keys.
+    - `tie_word_embeddings`, `attention_bias` and `mamba_rms_norm` agree with the tensors. A missing
+      `vocab_size` is inferred from the tensors.
 
     Args:
       config: keys of the file, with `model_type`.
@@ -176,7 +176,7 @@ def complete(
       source: file name, for messages.
 
     Raises:
-      ModelError: If a key is missing, is out of range, or contradicts another.
+      ModelError: If a key is missing, is out of range, or contradicts another key.
     """
     out = {key: value for key, value in _with_new_keys(config).items() if value is not None}
     lift_rope(out, source)
@@ -222,9 +222,9 @@ def complete(
 
 
 def implied_tensors(config: Mapping[str, Any], source: str) -> dict[str, tuple[int, ...]]:
-    """Return the tensor shapes that `complete` needs, inferred from a config alone.
+    """Return the tensor shapes that `complete` requires, inferred from a config alone.
 
-    Absent keys have the defaults of the family's class in `transformers`. Raises `ModelError` if
+    An absent key has the default of the family's class in `transformers`. Raises `ModelError` if
     the vocabulary size is unknown.
     """
     family = config["model_type"]
@@ -246,7 +246,7 @@ def implied_tensors(config: Mapping[str, Any], source: str) -> dict[str, tuple[i
 def _scales(config: Mapping[str, Any]) -> bool:
     """Return whether a T5 model scales the input of its head.
 
-    If the key is absent, it does unless `tie_word_embeddings` is False.
+    If `scale_decoder_outputs` is absent, the input is scaled unless `tie_word_embeddings` is False.
     """
     scales = config.get("scale_decoder_outputs")
     return config.get("tie_word_embeddings") is not False if scales is None else scales
@@ -258,7 +258,7 @@ def _with_new_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _adjust_hidden(config: dict[str, Any], source: str) -> None:
-    """Set `intermediate_size` to the width of LFM2's tensors, in place."""
+    """Set `intermediate_size` in place to the width of LFM2's tensors."""
     c, multiple = config, config["block_multiple_of"]
     size = int(c["block_ffn_dim_multiplier"] * int(2 * c["intermediate_size"] / 3))
     c["intermediate_size"] = -(-size // multiple) * multiple
@@ -285,7 +285,7 @@ def _layer_types(config: dict[str, Any]) -> list[str]:
 
 
 def _check_agreement(config: dict[str, Any], source: str) -> None:
-    """Check that the fields which a family uses are consistent."""
+    """Raise `ModelError` if the config fields that a family uses contradict each other."""
     c, family = config, config["model_type"]
     kinds = _KINDS_OF.get(family, {_FULL, _SLIDING})
     for kind in c["layer_types"]:
@@ -341,7 +341,7 @@ def _check_agreement(config: dict[str, Any], source: str) -> None:
 
 
 def _check_routing(config: dict[str, Any], source: str) -> None:
-    """Check that the expert routing fields of DeepSeek are consistent."""
+    """Raise `ModelError` if the fields for expert routing of DeepSeek contradict each other."""
     c, experts = config, config["n_routed_experts"]
     newer = c["model_type"] == "deepseek_v3"
     groups, least = c["n_group"], 2 if newer else 1  # number of experts that rank a group

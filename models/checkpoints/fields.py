@@ -1,4 +1,4 @@
-"""Types and ranges of config fields, checked before a model is built from them."""
+"""Types and ranges of config fields, checked before a model is built."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -136,14 +136,14 @@ _ROPE = {
 
 
 def check_config(config: Mapping[str, Any], source: str) -> None:
-    """Check the known fields of a config; raise `ModelError` for the first bad one."""
+    """Check the known fields of a config; raise `ModelError` for the first invalid field."""
     for name, kind in _CONFIG.items():
         if name in config:
             check(config[name], kind, name, source)
 
 
 def check_rope(scaling: Any, name: str, source: str) -> None:
-    """Check the fields of a rope scaling object; raise `ModelError` for a bad one."""
+    """Check the fields of a rope scaling object; raise `ModelError` for an invalid field."""
     if not isinstance(scaling, dict):
         raise refusal(scaling, "an object", name, source)
     for key, kind in _ROPE.items():

@@ -22,7 +22,7 @@ _PREFIXES = (
 
 
 def open_folder(folder: Path, *, weights: bool = True) -> Checkpoint:
-    """Open a folder; tensors are read on demand, or left out without `weights`."""
+    """Open a Hugging Face folder; tensors are read on demand, or absent without `weights`."""
     top = read_json(folder / "config.json")
     if not top:
         raise ModelError(
@@ -68,7 +68,7 @@ def open_folder(folder: Path, *, weights: bool = True) -> Checkpoint:
 
 
 def _end_tokens(folder: Path, *configs: dict[str, Any]) -> frozenset[int]:
-    """Return the end-of-text ids of several configs, each one id or a list."""
+    """Return the end-of-text ids in configs; the value of each config is an id or a list of ids."""
     ends: set[int] = set()
     for config in configs:
         found = config.get("eos_token_id")
@@ -109,7 +109,7 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _shards(folder: Path) -> tuple[list[Path], list[str]]:
-    """Return the files with tensors, and the tensor names in the index."""
+    """Return the paths of the files with tensors, and the tensor names in the index file."""
     index = read_json(folder / "model.safetensors.index.json").get("weight_map")
     if index is not None:
         files = list(index.values()) if isinstance(index, dict) else [index]

@@ -1,7 +1,7 @@
-"""Keys of `config.json` that are read, have one supported value, or no effect.
+"""Keys of `config.json` that are read, that must have one value, or that have no effect.
 
-An unread key could change the computation, so other keys raise an error. Null values count as
-absent, as in `transformers`.
+Every other key raises an error, since an unread key could change the computation. Null values count
+as absent, as in `transformers`.
 """
 
 import json
@@ -189,9 +189,9 @@ _MEANINGLESS_IN = {
 
 
 def check_keys(family: str, config: Mapping[str, Any], source: str) -> None:
-    """Check the keys of a config, as in its file, for its family.
+    """Check the keys of a config, as in the file, for a model family.
 
-    Raises `ModelError` for an unknown family or key, or a value that is not supported.
+    Raises `ModelError` for an unknown family, an unknown key, or an unsupported value.
     """
     if family not in _READ:
         raise ModelError(
@@ -216,13 +216,13 @@ def check_keys(family: str, config: Mapping[str, Any], source: str) -> None:
 
 
 def brief_json(value: Any) -> str:
-    """Return a value as JSON, in at most 60 characters."""
+    """Return a value as JSON, shortened to 60 characters."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def key_error(key: str, expected: str, value: Any, source: str) -> ModelError:
-    """Return the error for a key or value that is not supported."""
+    """Return the `ModelError` for an unsupported key or value."""
     return ModelError(
         f"{source}: expected {key} {expected}, got {brief_json(value)}; such models are not "
         "computed, so give another one."

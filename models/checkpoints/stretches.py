@@ -1,7 +1,7 @@
-"""Rope parameters of a config, in older and newer forms, converted to one form.
+"""Rope parameters of a config, converted from older and newer forms to one form.
 
-A file may have them in `rope_parameters`, in `rope_scaling` and at the top level. Repeated values
-must be equal, since `transformers` and other programs differ in which one they read.
+Rope parameters can be in `rope_parameters`, in `rope_scaling` and at the top level. Repeated values
+must be equal, since `transformers` and other programs differ in the place that they read.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ _NUMBERS = {
     "llama3": {"factor", "high_freq_factor", "low_freq_factor"},
     "yarn": set(_YARN.split()),
 }
-"""Keys of a scaling rule, read or ignored, in addition to `_ALWAYS`."""
+"""Keys of each scaling rule that are read or ignored, in addition to `_ALWAYS`."""
 _ALWAYS = {"original_max_position_embeddings"}
 _BESIDE = {
     "partial_rotary_factor": "partial_rotary_factor",
@@ -33,11 +33,12 @@ _BESIDE = {
 def lift_rope(config: dict[str, Any], source: str) -> None:
     """Move the rope parameters of a config to the top level, in place.
 
-    They become `rope_theta`, `partial_rotary_factor` and `rope_local_base_freq`, if the file has
-    them anywhere, and `rope_scaling`: None or a dict with `rope_type`.
+    The new keys are `rope_theta`, `partial_rotary_factor` and `rope_local_base_freq`, if the file
+    has these values, and `rope_scaling`: None or a dict with `rope_type`.
 
     Raises:
-      ModelError: If a value is out of range, is unused by its rule, or differs from a repeated one.
+      ModelError: If a value is out of range, is unused by the scaling rule, or is repeated with
+        another value.
     """
     said = [(name, key, config[name]) for name, key in _BESIDE.items() if name in config]
     for name in ("rope_parameters", "rope_scaling"):
@@ -56,7 +57,7 @@ def lift_rope(config: dict[str, Any], source: str) -> None:
 
 
 def _said(family: str, rope: Any, name: str, source: str) -> Iterator[tuple[str, Any]]:
-    """Yield the keys and values of one rope object."""
+    """Yield the keys and values of a rope object in a config."""
     check_rope(rope, name, source)
     if family == "gemma3_text" and "full_attention" in rope:  # one object for each kind of layer
         for kind in rope:

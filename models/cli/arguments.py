@@ -10,24 +10,24 @@ from models.cli.numbers import MOST_CELLS, bytes_of, mesh_sizes, number, whole
 from models.room import Streams
 
 SAMPLING = {"top_k": 40, "top_p": 0.95, "min_p": 0.05, "seed": 0}
-"""Defaults at a temperature above 0; the filters are those of llama.cpp."""
+"""Default sampling options at temperatures above 0; filters have the defaults of llama.cpp."""
 
 
 COMPILING = (
     "Compiling takes longer than most texts do: with JAX_COMPILATION_CACHE_DIR set to a folder, "
     "the next run reads its programs from there."
 )
-"""End of the help of commands that compile."""
+"""Last sentence in the help of commands that compile programs."""
 
 OBJECT = "print one JSON object instead of a text"
 
 
 class InputError(Exception):
-    """A request that is not possible; the message is a sentence for the user."""
+    """A request of the user that is not possible; the message is a sentence."""
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
+    """A parser with one-line error messages."""
 
     def error(self, message: str) -> NoReturn:
         """Raise `InputError`, which `main` prints, instead of exiting."""
@@ -128,7 +128,7 @@ def add_plan(add_command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def add_prompts(add: Callable[..., Any]) -> None:
-    """Add the prompts and the format of the output."""
+    """Add the arguments for prompts and the output format."""
     add("prompts", nargs="*", metavar="PROMPT", help="a text to continue; - reads it from stdin")
     add(
         "--file",
@@ -147,7 +147,7 @@ def add_prompts(add: Callable[..., Any]) -> None:
 
 
 def add_model(add: Callable[..., Any]) -> None:
-    """Add the model."""
+    """Add the argument for the model."""
     add(
         "--model",
         default="smollm2",
@@ -158,7 +158,7 @@ def add_model(add: Callable[..., Any]) -> None:
 
 
 def add_texts(add: Callable[..., Any]) -> None:
-    """Add the number and kind of texts."""
+    """Add the options for the number and kind of texts."""
     add(
         "--max-tokens",
         type=whole(1, 2**30),
@@ -282,7 +282,7 @@ def add_sampling(add: Callable[..., Any], *, temperature: float = 0.0) -> None:
 
 
 def add_cache(add: Callable[..., Any]) -> None:
-    """Add the options of the cache; None means the default of each mode."""
+    """Add the options of the cache; a default of None depends on the mode."""
     add(
         "--sequences",
         type=whole(1, 2**16),
@@ -313,7 +313,7 @@ def add_cache(add: Callable[..., Any]) -> None:
 
 
 def add_plan_cache(add: Callable[..., Any]) -> None:
-    """Add the options of `plan`: cache, memory limit and format."""
+    """Add the options of `plan`: cache, memory limit and output format."""
     add(
         "--sequences",
         type=whole(1, 2**20),
@@ -358,7 +358,7 @@ def add_plan_cache(add: Callable[..., Any]) -> None:
 
 
 def add_dtype(add: Callable[..., Any]) -> None:
-    """Add the dtypes of params and cache."""
+    """Add the options for the dtypes of params and cache."""
     add(
         "--dtype",
         choices=["float32", "bfloat16", "float16"],
@@ -375,7 +375,7 @@ def add_dtype(add: Callable[..., Any]) -> None:
 
 
 def add_devices(add: Callable[..., Any], purpose: str, note: str) -> None:
-    """Add the mesh; `purpose` and `note` are the beginning and the end of its help."""
+    """Add the option for the mesh; the help begins with `purpose` and ends with `note`."""
     add(
         "--mesh",
         type=mesh_sizes,
@@ -386,7 +386,7 @@ def add_devices(add: Callable[..., Any], purpose: str, note: str) -> None:
 
 
 def check_together(args: argparse.Namespace) -> None:
-    """Raise `InputError` for options that are incompatible."""
+    """Raise `InputError` for options that cannot be combined."""
     for name in ("samples", "speculate"):
         if (args.file or args.beams) and getattr(args, name) not in (0, 1):
             raise InputError(f"--{name} does not go with --file or --beams.")

@@ -22,14 +22,14 @@ from models.errors import ModelError
 from models.meshes import make_mesh
 
 CELLS = 4096
-"""Default number of cells, if the model allows texts of this length."""
+"""Largest default for the number of cells; a model with shorter texts has fewer cells."""
 
 
 def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
-    """Run the command `chat`; return the exit code, 130 if a pipe was interrupted.
+    """Run the command `chat`; return the exit code, which is 130 if a pipe was interrupted.
 
-    Raises `InputError` for incompatible options, and the error of a line of a pipe, or of the
-    start.
+    Raises `InputError` for options that cannot be combined. An error in a line of a pipe, or in the
+    first steps, is also raised.
     """
     if args.load and args.system:
         raise InputError("--system is for a new conversation: it does not go with --load.")
@@ -79,7 +79,7 @@ def talk_on(
 def converse(talk: Talk, source: Source) -> int:
     """Handle lines until the input ends; return the exit code.
 
-    An error ends a pipe; in a terminal it is printed.
+    An error is raised if the input is a pipe, and printed in a terminal.
     """
     while True:
         try:
@@ -101,7 +101,7 @@ def converse(talk: Talk, source: Source) -> int:
 
 
 def after(talk: Talk, word: str) -> Callable[[], list[str]] | None:
-    """Return the completions of a command's argument; None for a file name."""
+    """Return a function that completes the argument of a command; None if it is a file name."""
     takes = COMMANDS[word].takes
     if "FILE" in takes:
         return None

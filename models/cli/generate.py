@@ -20,9 +20,9 @@ from models.model import Model, load
 
 
 def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
-    """Run the command `generate`; return the exit code, 130 after an interrupt.
+    """Run the command `generate`; return the exit code, which is 130 after an interrupt.
 
-    It checks for an interrupt at each piece of text, and then prints the partial texts.
+    After an interrupt, `generate` ends at the next piece of text and prints the partial texts.
     """
     check_together(args)
     written = read_prompts(args)
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
 
 
 def load_with_progress(args: argparse.Namespace, mesh: Mesh | None) -> Model:
-    """Load the model with a progress bar, or a line if stderr is not a terminal."""
+    """Load the model with a progress bar, or with one line if stderr is not a terminal."""
     name, began = args.model, perf_counter()
     try:
         with progress("loading") as tell:

@@ -1,4 +1,4 @@
-"""The command `inspect`: describe a snapshot or checkpoint without its arrays."""
+"""The command `inspect`: describe a snapshot or a checkpoint without reading arrays."""
 
 import argparse
 import json
@@ -24,8 +24,8 @@ from models.model import load_shapes, on_mesh
 def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
     """Run the command `inspect`.
 
-    Raises `InputError` if the file is missing, damaged or of another kind, `ModelError` if it is a
-    checkpoint that cannot be run.
+    Raises `InputError` if the file is missing, damaged or of an unknown format, and `ModelError` if
+    a checkpoint cannot be run.
     """
     path = Path(os.path.expanduser(args.file))
     try:
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether a path is that of a checkpoint, possibly a damaged one."""
+    """Return whether a path is the path of a checkpoint, possibly a damaged one."""
     if path.is_dir() or path.suffix == ".gguf":
         return True
     with path.open("rb") as file:
@@ -54,7 +54,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def of_snapshot(path: Path) -> dict[str, Any]:
-    """Return the description of a snapshot; raise `InputError` for other or damaged files."""
+    """Return the description of a snapshot; raise `InputError` for a damaged or other file."""
     try:
         info = snapshot.inspect(path)
         chats = conversations_in(info)
@@ -122,9 +122,9 @@ def page_of_snapshot(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def of_checkpoint(path: Path) -> dict[str, Any]:
-    """Return the description of a checkpoint; raise `ModelError` if it cannot be run.
+    """Return the description of a checkpoint; raise `ModelError` if the model cannot be run.
 
-    A folder needs only `config.json`.
+    In a Hugging Face folder, only `config.json` is necessary.
     """
     model = on_mesh(load_shapes(path), abstract_mesh({"data": 1}), RULES)
     checkpoint = model.checkpoint

@@ -1,7 +1,8 @@
-"""Handlers of Ctrl-C.
+"""Signal handlers of Ctrl-C.
 
 Python drops an exception that a signal handler raises inside a callback of the garbage collector or
-of a weak reference. So the handlers also record the signal, to raise it at the next piece of text.
+of a weak reference. Each handler therefore also records the signal, so that an exception can be
+raised at the next piece of text.
 """
 
 import signal
@@ -14,7 +15,7 @@ from typing import Any
 
 @contextmanager
 def watch_interrupts() -> Iterator[Callable[[], None]]:
-    """Record interrupts; yield a function that raises KeyboardInterrupt after one."""
+    """Record interrupts; yield a function that raises KeyboardInterrupt after an interrupt."""
     came = False
 
     def note(signum: int, frame: Any) -> None:
@@ -44,9 +45,9 @@ def watch_interrupts() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def defer_interrupts() -> Iterator[Callable[[], bool]]:
-    """Record interrupts without raising; yield a function that returns whether one came.
+    """Record interrupts without raising; yield a function that returns whether one occurred.
 
-    Used for steps that must complete, such as those that donate a cache.
+    Steps that must complete, such as steps that donate a cache, run in this context.
     """
     came = False
 

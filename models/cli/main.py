@@ -1,8 +1,12 @@
 """The command line: `generate`, `chat`, `plan` and `inspect`.
 
-Results (texts, answers, plans, JSON) go to stdout, everything else to stderr. Exit codes: 0 for
-success; 1 if the reader closed the pipe of stdout; 2 for a request that is not possible, or an
-output that cannot be written; 130 for an interrupt.
+Results (texts, answers, plans, JSON) are written to stdout, and all other output to stderr. Exit
+codes:
+
+- 0: success;
+- 1: the reader of stdout closed the pipe;
+- 2: the request is not possible, or the output cannot be written;
+- 130: interrupt.
 """
 
 import os
@@ -27,7 +31,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line, by default with `sys.argv`; return the exit code."""
+    """Run the command line, by default with the arguments in `sys.argv`; return the exit code."""
     open_streams()
     try:
         args = parser().parse_args(argv)
@@ -62,12 +66,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def open_streams() -> None:
-    """Open the null device in place of closed standard streams."""
+    """Open the null device in place of each closed standard stream."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (open until exit)
 
 
 def drop_output() -> None:
-    """Discard buffered output, which Python would write at exit."""
+    """Discard the buffered output that Python would write at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

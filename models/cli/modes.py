@@ -24,11 +24,11 @@ from models.texts import Text
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Arguments of a mode, which returns the exit code.
+    """Arguments of a mode of `generate`; each mode is a function that returns the exit code.
 
-    written: prompts as the user wrote them; `prompts` are their tokens.
+    written: prompts as the user wrote them; `prompts` contains the tokens of these prompts.
     sampling: options of `make_sampler`; empty for greedy sampling.
-    check_interrupt: raises KeyboardInterrupt after an interrupt.
+    check_interrupt: function that raises KeyboardInterrupt after an interrupt.
     """
 
     model: Model
@@ -40,13 +40,13 @@ class Job:
     check_interrupt: Callable[[], None]
 
     def given(self, *names: str) -> dict[str, Any]:
-        """Return the arguments that the user gave."""
+        """Return the named arguments that the user gave, as a dict."""
         values = {name: getattr(self.args, name) for name in names}
         return {name: value for name, value in values.items() if value is not None}
 
 
 def continue_prompts(job: Job) -> int:
-    """Continue the prompts in parallel, printing texts as they grow."""
+    """Continue all prompts in parallel, and print texts while they are generated."""
     args = job.args
     options = Options(
         sampler=make_sampler(**job.sampling),
@@ -135,7 +135,7 @@ def serve_file(job: Job) -> int:
 
 
 def search_beams(job: Job) -> int:
-    """Search for the most probable texts of each prompt, printing the best one."""
+    """Search for the most probable texts of each prompt, and print the best text."""
     args, count, interrupted = job.args, len(job.prompts), False
     sizes = job.given("max_tokens", "cells", "ubatch_size")
     try:
@@ -187,8 +187,8 @@ def show_whole(job: Job, index: int, text: Text, *, first: bool) -> None:
 def too_long(job: Job, where: str, enough: int, *, alone: bool) -> str:
     """Return the message for prompts that do not fit.
 
-    `where` names the owner of the cells, `enough` is the number that suffices, `alone` is whether
-    each prompt has separate cells.
+    `where` names the stream or cache with the cells, and `enough` is a sufficient number of cells.
+    If `alone`, each prompt has separate cells.
     """
     lengths = [len(prompt) for prompt in job.prompts]
     if len(lengths) == 1:

@@ -1,4 +1,4 @@
-"""Numbers and sizes in arguments."""
+"""Parsers of numbers and sizes in arguments."""
 
 import argparse
 import contextlib
@@ -20,7 +20,7 @@ MOST_DEVICES = 2**20
 
 
 def whole(lowest: int, highest: int) -> Callable[[str], int]:
-    """Return a parser of integers in a range."""
+    """Return a parser of integers from `lowest` to `highest`."""
 
     def read(text: str) -> int:
         with contextlib.suppress(ValueError):
@@ -33,7 +33,7 @@ def whole(lowest: int, highest: int) -> Callable[[str], int]:
 
 
 def mesh_sizes(text: str) -> dict[str, int]:
-    """Parse the axes of a mesh (see `models.meshes.RULES`), such as data=2,tensor=2."""
+    """Parse the sizes of mesh axes (see `models.meshes.RULES`), such as data=2,tensor=2."""
     sizes: dict[str, int] = {}
     for axis in text.split(","):
         name, _, size = axis.partition("=")
@@ -51,7 +51,7 @@ def mesh_sizes(text: str) -> dict[str, int]:
 
 
 def bytes_of(text: str) -> int:
-    """Parse a number of bytes, with a unit of 1,000 or of 1,024.
+    """Parse a number of bytes, with units such as GB (powers of 1,000) or GiB (powers of 1,024).
 
     >>> bytes_of("16GB"), bytes_of("1.5 KiB"), bytes_of("7")
     (16000000000, 1536, 7)
@@ -68,7 +68,7 @@ def bytes_of(text: str) -> int:
 
 
 def number(lowest: float, highest: float, *, above: bool = False) -> Callable[[str], float]:
-    """Return a parser of finite numbers in a range, without `lowest` if `above`."""
+    """Return a parser of finite numbers in a range; `above` excludes `lowest` from the range."""
     expected = f"above {lowest}" if above else f"of at least {lowest}"
     if highest < math.inf:
         expected += f" and at most {highest}"

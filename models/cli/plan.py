@@ -18,8 +18,8 @@ from models.room import limits
 def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
     """Run the command `plan`.
 
-    Raises `InputError` if the mesh cannot split the sizes, or, after printing, if a device needs
-    more than `--room`.
+    Raises `InputError` if the mesh cannot split the sizes. If a device needs more memory than
+    `--room`, `InputError` is raised after the results are printed.
     """
     model = load_shapes(args.model, dtype=jnp.dtype(args.dtype), cache_dtype=args.cache_dtype)
     model = on_mesh(model, abstract_mesh(args.mesh or {"data": 1}), RULES)
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
 
 
 def read_sizes(args: argparse.Namespace, model: Model) -> dict[str, Any]:
-    """Return the requested sizes of the cache."""
+    """Return the sizes of the cache that the user requested."""
     streams = args.streams or (args.mesh or {}).get("data", 1)
     sequences = args.sequences or streams
     if sequences % streams:
@@ -68,20 +68,20 @@ def read_sizes(args: argparse.Namespace, model: Model) -> dict[str, Any]:
 
 
 def length_of(sizes: dict[str, Any]) -> int | None:
-    """Return the cells of a stream for each of its sequences; None if nothing grows."""
+    """Return the number of cells of a stream for each sequence; None without full attention."""
     if sizes["cells"] is None:
         return None
     return max(sizes["cells"] * sizes["streams"] // sizes["sequences"], 1)
 
 
 def grows(model: Model) -> bool:
-    """Return whether memory grows with the length of a text (full attention)."""
+    """Return whether the cache grows with the length of a text, due to full attention."""
     layers = model.family.layers_of(model.config, model.dtype)
     return any(kept.window is None for kept in attending(layers))
 
 
 def ask_sizes(ask: Callable[..., Any], *args: Any, **sizes: Any) -> Any:
-    """Call a function; raise its ValueErrors as `InputError`."""
+    """Call a function, and raise `InputError` in place of a ValueError."""
     try:
         return ask(*args, **sizes)
     except ValueError as error:
@@ -89,7 +89,7 @@ def ask_sizes(ask: Callable[..., Any], *args: Any, **sizes: Any) -> Any:
 
 
 def advise(model: Model, costs: Costs, sizes: dict[str, Any]) -> tuple[Costs | None, str]:
-    """Return the costs on a mesh that splits replicated heads, or the reason for none."""
+    """Return the costs on a mesh that splits replicated heads; or None and the reason, if any."""
     if not any("kv_heads" in line for line in costs.layout.whole):
         return None, ""
     try:
@@ -100,6 +100,6 @@ def advise(model: Model, costs: Costs, sizes: dict[str, Any]) -> tuple[Costs | N
 
 
 def count_sequences(model: Model, sizes: dict[str, Any], *, room: int, length: int | None) -> int:
-    """Return how many sequences fit into `room` bytes of each device."""
+    """Return the number of sequences that fit into `room` bytes of each device."""
     same = {name: sizes[name] for name in ("streams", "ubatch_size")}
     return ask_sizes(most_sequences, model, room=room, length=length, **same)

@@ -15,14 +15,15 @@ from models.model import Model
 class Answer:
     """Results of the command `plan`.
 
-    model: on the requested mesh, with shapes as params.
-    costs: on this mesh.
-    fitted: costs on a mesh that splits the heads; None if this one does, or none can.
-    advice: text in place of `fitted`, or "".
-    room: bytes of each device, None if unknown.
-    here: whether `room` is that of this machine's device.
-    length: tokens of each sequence to fit; None if nothing grows with the text.
-    most: number of such sequences that fit; None without `room`.
+    model: model on the requested mesh, with shapes as params.
+    costs: memory on the requested mesh.
+    fitted: memory on a mesh that splits the heads; None if `costs` has such a mesh or no mesh can.
+    advice: reason why `fitted` is None, or "".
+    room: bytes of memory of each device; None if unknown.
+    here: whether `room` is the memory of a device of this machine.
+    length: number of tokens of each sequence in `most`; None if the cache does not grow with
+      length.
+    most: number of sequences that fit into `room`; None if `room` is None.
     """
 
     model: Model
@@ -36,7 +37,7 @@ class Answer:
 
 
 def show(args: argparse.Namespace, answer: Answer) -> None:
-    """Print an answer."""
+    """Print the results of `plan`."""
     if args.json:
         put(json.dumps(as_object(args, answer)) + "\n")
         return
@@ -83,7 +84,7 @@ def whole(costs: Costs) -> Iterator[str]:
 
 
 def advice(answer: Answer) -> Iterator[str]:
-    """Yield lines about heads that the number of devices does not divide."""
+    """Yield lines of advice about heads that the number of devices does not divide."""
     if answer.fitted is not None:
         layout = answer.fitted.layout
         yield f"for these heads take --mesh {axes_of(answer.fitted.mesh)}, on each device:"
@@ -96,7 +97,7 @@ def advice(answer: Answer) -> Iterator[str]:
 
 
 def fitting(answer: Answer) -> Iterator[str]:
-    """Yield lines about the bytes of a sequence, and the number that fits."""
+    """Yield lines about the bytes of a sequence and the number of sequences that fit."""
     each, length = answer.costs.a_sequence(answer.length), of_length(answer)
     together = ", on all devices together" if answer.costs.layout.devices > 1 else ""
     yield f"a sequence{length} takes {in_units(each)}{together}"
@@ -106,17 +107,17 @@ def fitting(answer: Answer) -> Iterator[str]:
 
 
 def sequences(answer: Answer) -> str:
-    """Format how many sequences fit, and their length."""
+    """Format the number of sequences that fit, and the length of these sequences."""
     return plural(answer.most, "sequence") + of_length(answer)
 
 
 def of_length(answer: Answer) -> str:
-    """Format the length of a sequence, or ""."""
+    """Format the length of a sequence; "" if the length is None."""
     return "" if answer.length is None else f" of {plural(answer.length, 'token')}"
 
 
 def too_large(answer: Answer) -> str:
-    """Return the message for a model that needs more than `--room`."""
+    """Return the message for a model that needs more memory than `--room`."""
     layout, room = answer.costs.layout, answer.room
     head = f"{in_units(layout.total)} on each device are more than --room {in_units(room)}; "
     if answer.fitted is not None and answer.fitted.layout.total <= room:
@@ -134,7 +135,7 @@ def too_large(answer: Answer) -> str:
 
 
 def as_object(args: argparse.Namespace, answer: Answer) -> dict[str, Any]:
-    """Return an answer as JSON values."""
+    """Return the results of `plan` as JSON values."""
     return {
         "model": args.model,
         "architecture": answer.model.checkpoint.architecture,
@@ -156,7 +157,7 @@ def as_object(args: argparse.Namespace, answer: Answer) -> dict[str, Any]:
 
 
 def costs_object(costs: Costs) -> dict[str, Any]:
-    """Return costs as JSON values, with the total of each device."""
+    """Return costs as JSON values, including the total for each device."""
     found = asdict(costs)
     found["layout"]["total"] = costs.layout.total
     return found

@@ -12,7 +12,7 @@ from models.model import Model
 def read_prompts(args: argparse.Namespace) -> list[str]:
     """Return the prompts: arguments, stdin for "-", or the lines of a file.
 
-    Raises `InputError` if there are none, or one is unreadable or empty.
+    Raises `InputError` if there is no prompt, or if a prompt is empty or unreadable.
     """
     if args.file:
         prompts = read_file(args.file)
@@ -27,7 +27,7 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
 
 
 def read_file(name: str) -> list[str]:
-    """Return the lines of a file that are not blank."""
+    """Return the lines of a file, without blank lines."""
     try:
         with open(name, encoding="utf-8") as lines:
             prompts = [line.removesuffix("\n") for line in lines if line.strip()]
@@ -39,7 +39,7 @@ def read_file(name: str) -> list[str]:
 
 
 def read_stdin() -> str:
-    """Return all of stdin without its last line end."""
+    """Return the text of stdin, without the final line end."""
     try:
         return sys.stdin.read().removesuffix("\n")
     except UnicodeDecodeError as error:
@@ -47,7 +47,7 @@ def read_stdin() -> str:
 
 
 def check_prompts(prompts: Sequence[str]) -> None:
-    """Raise `InputError` for prompts that are empty or not UTF-8."""
+    """Raise `InputError` for a prompt that is empty or not UTF-8."""
     for i, prompt in enumerate(prompts, 1):
         which = "the prompt" if len(prompts) == 1 else f"prompt {i} of {len(prompts)}"
         if not prompt.strip():
@@ -59,7 +59,7 @@ def check_prompts(prompts: Sequence[str]) -> None:
 
 
 def encode(model: Model, prompt: str, chat: bool) -> list[int]:
-    """Return the tokens of a prompt; raise `InputError` if there are none."""
+    """Return the tokens of a prompt; raise `InputError` if the prompt has no tokens."""
     text = prompt
     if chat:
         text = model.tokenizer.chat([{"role": "user", "content": prompt}])
@@ -71,7 +71,7 @@ def encode(model: Model, prompt: str, chat: bool) -> list[int]:
 
 
 def warn_of_control(model: Model, prompts: Sequence[str], chat: bool) -> None:
-    """Print which prompts contain names of control tokens, and how these are read."""
+    """Print the names of control tokens in prompts, and whether such names are read as tokens."""
     how = "as a control token, as in a template" if chat else "as plain text"
     for i, prompt in enumerate(prompts, 1):
         names = sorted(name for name in model.tokenizer.control if name in prompt)

@@ -1,4 +1,4 @@
-"""Output about finished texts: JSON, notes and the summary."""
+"""Output about finished texts: JSON, notes and a summary."""
 
 import json
 import math
@@ -19,7 +19,7 @@ def print_json(prompt: str, text: Text, **more: Any) -> None:
 
 
 def note_full(texts: Sequence[Text], how: str = "") -> None:
-    """Print how many texts ended in a full cache, if any."""
+    """Print the number of texts that ended because the cache was full, if not 0."""
     early = sum(text.finish == "full" for text in texts)
     if early:
         note(
@@ -28,7 +28,7 @@ def note_full(texts: Sequence[Text], how: str = "") -> None:
 
 
 def note_interrupted(done: int, count: int) -> None:
-    """Print how many prompts were done before an interrupt."""
+    """Print the number of prompts that were finished before an interrupt."""
     note(f"note: interrupted with {done} of {plural(count, 'prompt')} done")
 
 
@@ -39,7 +39,7 @@ def note_summary(parts: Sequence[str], nbytes: int, compiles: int) -> None:
 
 
 def note_shares(model: Model) -> None:
-    """Print the bytes of params on each device, and of replicated ones with reasons."""
+    """Print the bytes of params on each device, and the bytes of replicated params with reasons."""
     share = sum(
         math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
         for array in jax.tree.leaves(model.params)
@@ -56,10 +56,10 @@ def note_shares(model: Model) -> None:
 
 
 def tokens_of(texts: Sequence[Text]) -> tuple[int, int]:
-    """Count the tokens of prompts and of generated texts."""
+    """Return the number of tokens of all prompts and of all generated texts."""
     return sum(len(text.prompt_tokens) for text in texts), sum(len(text.tokens) for text in texts)
 
 
 def rate(tokens: int, seconds: float) -> str:
-    """Format a number of tokens and their rate."""
+    """Format a number of tokens and the tokens per second."""
     return f"{plural(tokens, 'token')}, {tokens / max(seconds, 1e-9):.1f}/s"

@@ -10,7 +10,7 @@ from models.cli.screen import note
 def read_sampling(args: argparse.Namespace, *, beams: bool = False) -> tuple[dict[str, Any], int]:
     """Return the options of `make_sampler` (empty for greedy sampling) and the seed.
 
-    Options without effect, as at temperature 0 and with `beams`, are printed.
+    Prints the options that have no effect at temperature 0 or with `beams`.
     """
     choices = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
     options = SAMPLING | choices

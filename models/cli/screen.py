@@ -11,14 +11,14 @@ from tqdm import tqdm
 
 
 class Progress(Protocol):
-    """Callback for progress."""
+    """Callback that shows progress."""
 
     def __call__(self, done: int, total: int) -> None:
-        """Receive the number of finished parts and of all."""
+        """Receive the number of finished parts and the number of all parts."""
 
 
 class Screen:
-    """Prints several texts one below the other, and the first unfinished one token by token."""
+    """Print several texts below each other, and the first unfinished text token by token."""
 
     def __init__(self, prompts: Sequence[str], *, chat: bool):
         heads = [heading(prompts, i, chat=chat) for i in range(len(prompts))]
@@ -27,7 +27,7 @@ class Screen:
         self.live = 0
 
     def __call__(self, index: int, piece: str, done: bool) -> None:
-        """Add a piece of a text, and whether it is the last one."""
+        """Add a piece of a text; `done` is True for the last piece."""
         self.waiting[index] += piece + "\n" * done
         self.ended[index] = done
         while self.live < len(self.ended):
@@ -40,9 +40,10 @@ class Screen:
 
 
 def heading(prompts: Sequence[str], index: int, *, chat: bool) -> str:
-    """Return the output before a text: its number, if there are several, and prompt.
+    """Return the heading of a text: the prompt, and a number if there are several texts.
 
-    A single chat message is left out. Terminals show prompts dimmed, unless NO_COLOR is set.
+    The heading of a single chat answer is empty. Terminals show prompts dimmed, unless NO_COLOR is
+    set.
     """
     prompt, several = prompts[index], len(prompts) > 1
     if sys.stdout.isatty() and "NO_COLOR" not in os.environ:
@@ -53,7 +54,7 @@ def heading(prompts: Sequence[str], index: int, *, chat: bool) -> str:
 
 
 def put(text: str, *, flush: bool = False) -> None:
-    """Write to stdout, with "?" for characters that its encoding lacks."""
+    """Write to stdout, with "?" for each character that the encoding of stdout lacks."""
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
     if flush:
@@ -70,7 +71,7 @@ def plain(text: str) -> str:
 
 
 def brief(text: str) -> str:
-    """Return the beginning of a message, in one line."""
+    """Return the beginning of a message as one line."""
     line = plain(" ".join(text.split()))
     return line if len(line) <= 60 else line[:57] + "..."
 
@@ -82,7 +83,7 @@ def note(line: str) -> None:
 
 @contextlib.contextmanager
 def progress(label: str) -> Iterator[Progress]:
-    """Show progress in a bar, if stderr is a terminal."""
+    """Show a progress bar, if stderr is a terminal."""
     bar = None
 
     def tell(done: int, total: int) -> None:
@@ -124,7 +125,7 @@ def compiling() -> Iterator[Progress]:
 
 
 def make_bar(label: str, total: int) -> tqdm:
-    """Make a bar that disappears at its end; only on terminals."""
+    """Make a progress bar that is shown only on terminals and disappears at the end."""
     return tqdm(
         total=total,
         desc=label,
@@ -135,7 +136,7 @@ def make_bar(label: str, total: int) -> tqdm:
 
 
 def plural(count: int, noun: str) -> str:
-    """Format a number of things."""
+    """Format a number and a noun, in the plural if necessary."""
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
@@ -152,7 +153,7 @@ def in_units(count: int) -> str:
 
 
 def axes_of(mesh: Mapping[str, int]) -> str:
-    """Format the sizes of a mesh as `--mesh` reads them."""
+    """Format the sizes of mesh axes in the syntax of `--mesh`."""
     return ",".join(f"{name}={size}" for name, size in mesh.items())
 
 

@@ -1,4 +1,4 @@
-"""Messages and commands of a chat."""
+"""Messages and commands of a chat in a terminal or pipe."""
 
 import os
 import shutil
@@ -21,12 +21,12 @@ from models.cli.screen import brief, megabytes, note, plain, plural, progress, p
 
 @dataclass
 class Talk:
-    """A chat and its state.
+    """A chat and the state of its user interface.
 
-    chat: the current value.
-    attempts: answers to the last message before the current one, by conversation.
+    chat: current value of the chat.
+    attempts: number of earlier answers to the last message, by conversation.
     interrupted: whether the last answer was interrupted.
-    answering: makes a context for the time of an answer.
+    answering: makes a context manager that is active during an answer.
     """
 
     speaker: Speaker
@@ -36,10 +36,10 @@ class Talk:
     answering: Callable[[], AbstractContextManager] = nullcontext
 
     def take(self, line: str) -> None:
-        """Handle a line: a command, or a message to answer.
+        """Handle a line of input: run a command, or answer a message.
 
-        Raises `ChatError` if it is not possible, with the chat unchanged, and `ModelError` if the
-        template rejects the message.
+        Raises `ChatError` if the command is not possible, with the chat unchanged. Raises
+        `ModelError` if the template rejects the message.
         """
         if not line.startswith("/"):
             self.say(line)
@@ -58,7 +58,7 @@ class Talk:
         self.answer(attempt=0)
 
     def answer(self, *, attempt: int) -> None:
-        """Print an answer to the last message as it grows; an interrupt ends it."""
+        """Answer the last message and print the text as it grows; an interrupt ends the answer."""
         self.attempts[self.chat.current] = attempt
         with self.answering(), defer_interrupts() as came, progress("reading") as read:
             self.chat = self.speaker.answer(
@@ -72,7 +72,7 @@ class Talk:
         self.note_finish(self.chat.now.turns[-1])
 
     def note_finish(self, turn: Turn) -> None:
-        """Print why an answer ended, except after a stop token."""
+        """Print the reason why an answer ended, except after a stop token."""
         if turn.finish == "full":
             used, cells = cells_of(self.chat.without_kept)
             where = "ends there" if turn.answer else "finds no room"
@@ -90,7 +90,7 @@ class Talk:
             note("note: the model's logits hold NaN or infinity, so no token can be picked")
 
     def describe(self) -> str:
-        """Return a line about the current conversation."""
+        """Return a line of text about the current conversation."""
         conversation = self.chat.now
         if not conversation.turns:
             return f"{self.chat.current}: nothing has been said"
@@ -102,7 +102,7 @@ class Talk:
 
 @dataclass(frozen=True)
 class Command:
-    """A command: the names of its arguments, its help and its function."""
+    """A command of the chat: names of arguments, help text and function."""
 
     takes: str
     help: str
@@ -137,7 +137,7 @@ def retry(talk: Talk, rest: str) -> None:
 
 
 def fork(talk: Talk, rest: str) -> None:
-    """Copy the conversation under another name."""
+    """Copy the current conversation to a new name."""
     talk.chat = talk.speaker.settle(talk.chat)  # it donates the buffers, also if the fork fails
     talk.chat = edits.fork(talk.chat, rest)
     note(f"{rest}: a fork of {talk.chat.current}, which goes on; /switch {rest} goes there")
@@ -166,7 +166,7 @@ def slide_now(talk: Talk, rest: str) -> None:
 
 
 def draw(talk: Talk, rest: str) -> None:
-    """Print the cache table of the conversations."""
+    """Print the cache table of all conversations."""
     _nothing(rest)
     names = {conversation.sequence: name for name, conversation in talk.chat.conversations.items()}
     width = shutil.get_terminal_size((100, 24)).columns
@@ -175,7 +175,7 @@ def draw(talk: Talk, rest: str) -> None:
 
 
 def stats(talk: Talk, rest: str) -> None:
-    """Print the use of the cache, counts of tokens, and speeds."""
+    """Print the used cells, counts of tokens, and speeds."""
     _nothing(rest)
     chat, spent = talk.chat, talk.chat.spent
     used, cells = cells_of(chat.without_kept)
@@ -208,7 +208,7 @@ def save_all(talk: Talk, rest: str) -> None:
 
 
 def load_all(talk: Talk, rest: str) -> None:
-    """Replace all conversations by those of a file."""
+    """Replace all conversations by the conversations in a file."""
     talk.chat = load(_path(rest, "/load"), talk.chat, talk.speaker.model)
     talk.attempts.clear()
     names = ", ".join(map(plain, talk.chat.conversations))

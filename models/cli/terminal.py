@@ -1,4 +1,4 @@
-"""Input from a terminal, with line editing and history, or from a pipe."""
+"""Input of a chat: a terminal with line editing and history, or a pipe."""
 
 import contextlib
 import sys
@@ -17,26 +17,26 @@ from models.cli.arguments import InputError
 from models.cli.screen import note
 
 Words = Mapping[str, Callable[[], list[str]] | None]
-"""Commands, with a function that returns completions of the argument; None for file names."""
+"""For each command, a function that returns completions of its argument; None for file names."""
 
 
 class Source(Protocol):
-    """Source of messages and commands."""
+    """Source of messages and commands of a chat."""
 
     interactive: bool
 
     def read(self, name: str) -> str:
-        """Return the next one; `name` is the prompt. Raise EOFError at the end."""
+        """Return the next line of input; raise EOFError at the end. `name` is the prompt."""
         ...
 
 
 class Pipe:
-    """Source of lines of stdin."""
+    """Source that reads the lines of stdin."""
 
     interactive = False
 
     def read(self, name: str) -> str:
-        """Return the next line."""
+        """Return the next line of stdin."""
         del name
         try:
             line = sys.stdin.readline()
@@ -48,7 +48,7 @@ class Pipe:
 
 
 class Terminal:
-    """Source of messages from a terminal: Enter sends, Alt+Enter begins a new line."""
+    """Source that reads from a terminal: Enter sends, Alt+Enter begins a new line."""
 
     interactive = True
 
@@ -74,7 +74,7 @@ class Terminal:
         )
 
     def read(self, name: str) -> str:
-        """Return the next message; Ctrl-C discards the line, Ctrl-D ends."""
+        """Return the next message; Ctrl-C discards the current line, Ctrl-D ends the chat."""
         while True:
             try:
                 return self._session.prompt(f"{name}> ")
@@ -85,7 +85,7 @@ class Terminal:
 
 @contextlib.contextmanager
 def hide_keys() -> Iterator[None]:
-    """Disable the echo of keys during an answer; they are read with the next line."""
+    """Disable the echo of keys during an answer; the next line of input contains these keys."""
     try:
         import termios
     except ImportError:  # Windows has no termios, so keys are shown
@@ -126,7 +126,7 @@ class _Commands(Completer):
 
 
 def _history() -> History:
-    """Return the history of earlier chats, from a file that only its owner can read."""
+    """Return the input history of earlier chats, from a file that only its owner can read."""
     try:
         file = user_state_path("jaxkv", appauthor=False, ensure_exists=True) / "chat_history"
         file.touch(mode=0o600)

@@ -1,1 +1,1 @@
-"""Model families."""
+"""Model families: modules with a Flax model, its config and its checkpoint tensors."""

@@ -1,4 +1,4 @@
-"""Cache specs and options of models, by kind of layer."""
+"""Cache specs and cache options of models, by kind of layer."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,10 +15,10 @@ from models.meshes import Split
 
 @dataclass(frozen=True, kw_only=True)
 class Attends:
-    """Keys and values of an attention layer.
+    """Keys and values that an attention layer caches.
 
-    window: None for full attention.
-    value_dim: slice of a key that is its value; None if values are stored, with D numbers.
+    window: window of the layer; None for full attention.
+    value_dim: slice of a key that is used as the value; None if values of size D are stored.
     """
 
     kv_heads: int
@@ -30,7 +30,7 @@ class Attends:
 
 @dataclass(frozen=True, kw_only=True)
 class Recurs:
-    """States of a recurrent layer, and their splits on a mesh, by name."""
+    """States that a recurrent layer caches, and how a mesh splits them, by state name."""
 
     states: Mapping[str, jax.ShapeDtypeStruct]
     splits: Mapping[str, Split]
@@ -38,7 +38,7 @@ class Recurs:
 
 @dataclass(frozen=True, kw_only=True)
 class CrossAttends:
-    """Keys and values of encoder sources, of a cross-attention layer."""
+    """Keys and values of encoder sources that a cross-attention layer caches."""
 
     kv_heads: int
     head_dim: int
@@ -49,18 +49,18 @@ Layer = Kept | tuple[Kept, ...]  # several for a layer with attention and a recu
 
 
 def all_kept(layers: Sequence[Layer]) -> list[tuple[int, Kept]]:
-    """Return the cache contents of all layers, each with its layer number."""
+    """Return the layer number and the cached arrays of each layer, in one list."""
     several = (layer if isinstance(layer, tuple) else (layer,) for layer in layers)
     return [(i, kept) for i, layer in enumerate(several) for kept in layer]
 
 
 def attending(layers: Sequence[Layer]) -> list[Attends]:
-    """Return the cache contents of attention layers."""
+    """Return the cached keys and values of all attention layers."""
     return [kept for _, kept in all_kept(layers) if isinstance(kept, Attends)]
 
 
 def windows_of(checkpoint: Checkpoint) -> tuple[Window | None, ...]:
-    """Return the window of each layer, None for full attention."""
+    """Return the window of each layer; None for full attention."""
     c = checkpoint.config
     slides = [kind == "sliding_attention" for kind in c["layer_types"]]
     window = jaxkv.Window.sliding(c["sliding_window"]) if any(slides) else None
@@ -70,8 +70,8 @@ def windows_of(checkpoint: Checkpoint) -> tuple[Window | None, ...]:
 def spec_of(layers: Sequence[Layer]) -> jaxkv.CacheSpec:
     """Return the cache spec of L layers, each of one or several kinds.
 
-    Several kinds make a hybrid, with a part for each, in order of first use. The ropes in a part
-    may differ.
+    Layers of several kinds make a hybrid cache, with a part for each kind in order of first use.
+    The ropes of layers in a part may differ.
     """
     kinds: list[tuple[Kept, list[tuple[int, Kept]]]] = []
     for i, kept in all_kept(layers):
@@ -106,7 +106,7 @@ def _part(kind: Kept, members: Sequence[Kept]) -> jaxkv.CacheSpec:
 
 
 def make_cache(layers: Sequence[Layer], **options: Any) -> jaxkv.Cache:
-    """Make the cache of a model's layers; options as in `options_of`."""
+    """Make the cache of a model's layers; `options` are the arguments of `options_of`."""
     spec = spec_of(layers)
     return jaxkv.make_cache(spec, **options_of(spec, **options))
 
@@ -123,19 +123,19 @@ def options_of(
     """Return the options of `jaxkv.make_cache` for the cache of a model.
 
     Args:
-      spec: of the cache.
-      cells: N, cells of each stream, in layers with full attention. May be None if there are none:
-        windows and states have the same size for any length.
-      source_cells: cells of each stream for encoder sources, default `cells`.
-      max_rollback: removable tokens of each sequence in layers with windows or states; None is 32
-        for windows and 0 for states, each of which is stored whole.
-      full_windows: give `cells` to layers with windows too, so that any position can be rolled
-        back.
+      spec: spec of the cache.
+      cells: number of cells of each stream (N) in layers with full attention. None is allowed if
+        every layer has a window or states, whose sizes are independent of the number of tokens.
+      source_cells: number of cells of each stream for encoder sources, by default `cells`.
+      max_rollback: number of tokens of each sequence that can be removed in layers with windows or
+        states. None is 32 for windows and 0 for states, because each state is stored whole.
+      full_windows: if True, layers with windows also have `cells` cells, so that a rollback can go
+        back to any position.
       options: other options of `jaxkv.make_cache`.
 
     Raises:
-      TypeError: If there is a `placement` or `stacked`, and no attention layer.
-      TypeError: If there are `source_cells`, and no cross-attention layer.
+      TypeError: If `placement` or `stacked` is given, and no layer has attention.
+      TypeError: If `source_cells` is given, and no layer has cross-attention.
 
     llama.cpp: `llama_kv_cache_iswa`, `swa_full`; `llama_memory_hybrid`.
     """
@@ -148,7 +148,7 @@ def options_of(
         raise TypeError("no layer of this model looks at a source, so leave out source_cells")
 
     def of_parts(value: Any, replacement: Any, where: Callable[[jaxkv.CacheSpec], bool]) -> Any:
-        """Return a value for each part, `replacement` for some; one value for one part."""
+        """Return one value for each part, or a single value if the cache has one part."""
         values = tuple(replacement if where(part) else value for part in parts)
         return values if spec.parts else values[0]
 

@@ -1,9 +1,9 @@
 """DeepSeek V2 and V3: multi-head latent attention (MLA) and experts.
 
-Keys and values of all heads are linear functions of one vector of a token, the latent. The cache
-contains the latent and a few rotated numbers, as one key head whose values are a slice of it.
-Queries are multiplied by the matrix of keys, and outputs by that of values (the absorbed form), so
-a step reads each latent once for all heads.
+The keys and values of all heads are linear functions of one vector for each token, the latent. The
+cache stores the latent and a few rotated numbers as one key head; the value is a slice of the key.
+Queries are multiplied by the matrix of keys, and outputs by the matrix of values (the absorbed
+form), so a step reads each latent once for all heads.
 """
 
 from dataclasses import dataclass, replace
@@ -28,19 +28,21 @@ from models.meshes import Split
 
 ARCHITECTURES = ("deepseek_v2", "deepseek_v3")
 EPS = 1e-6
-"""Epsilon of the norms in attention, independent of the config."""
+"""Epsilon of the norms in attention, which does not depend on the config."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
     """Selection of experts.
 
-    experts: number of experts; `chosen` of them for each token.
-    groups: groups of neighbouring experts; `chosen_groups` of them are considered for each token.
-    scores: "softmax" over all logits (V2) or "sigmoid" of each (V3). For "sigmoid" a correction is
-      added to select experts, and a group is ranked by its two best experts in place of one.
-    normalised: whether the factors of the chosen experts are divided by their sum.
-    factor: factor of the result.
+    experts: number of experts; `chosen` experts are selected for each token.
+    groups: number of groups of neighbouring experts; `chosen_groups` groups are selected for each
+      token.
+    scores: "softmax" over all logits (V2) or "sigmoid" of each logit (V3). With "sigmoid", a
+      correction is added to select experts, and a group is ranked by its two best experts instead
+      of the best.
+    normalised: whether the factors of the chosen experts are divided by the sum of these factors.
+    factor: factor of the sum of expert outputs.
     """
 
     experts: int
@@ -54,16 +56,16 @@ class Routing:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Configuration; other fields: see `models.families.language_model`.
+    """Configuration of DeepSeek; other fields are in `models.families.language_model`.
 
-    dense: number of first layers without experts; `hidden` is the size inside them.
-    query_rank: rank of the query projection, 0 for full rank.
+    dense: number of first layers without experts; `hidden` is the inner size of these layers.
+    query_rank: rank of the query projection; 0 for full rank.
     rank: size of the latent.
-    straight: numbers of a query without rotation.
-    turned: rotated numbers of a query and of a cell.
-    value_dim: numbers of a head's value.
-    expert_hidden: size inside an expert.
-    shared_hidden: size inside the feed-forward part of all tokens, in layers with experts.
+    straight: size of the part of a query head without rotation.
+    turned: size of the rotated part of a query head and of a key.
+    value_dim: size of the value of a head.
+    expert_hidden: inner size of an expert.
+    shared_hidden: inner size of the feed-forward part for all tokens, in layers with experts.
     """
 
     layers: int
@@ -107,7 +109,7 @@ class LatentAttention(nnx.Module):
         self.output = Linear(c.heads * c.value_dim, c.width, dtype, rngs, split=by_head(axis=1))
 
     def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Attend from `x`, `[R, T, width]`; return the cache and the output."""
+        """Attend from `x`, `[R, T, width]`, to the cache; return the cache and the output."""
         c = self.config
         q = self.query(self.query_norm(self.query_down(x)) if c.query_rank else x)
         q, q_turned = jnp.split(q, [c.straight], axis=-1)
@@ -131,7 +133,7 @@ class LatentAttention(nnx.Module):
 
 
 class Router(nnx.Module):
-    """Selects groups of experts, then experts in these groups."""
+    """Selector of groups of experts, then of experts in these groups."""
 
     def __init__(self, config: Config, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.routing = config.routing
@@ -140,7 +142,7 @@ class Router(nnx.Module):
             self.correction = nnx.Param(jnp.zeros(self.routing.experts, jnp.float32))
 
     def __call__(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Select for tokens `[n, width]`; return factors and experts, `[n, chosen]` each."""
+        """Select experts for tokens `[n, width]`; return factors and ids, `[n, chosen]` each."""
         r = self.routing
         # Scores are close to each other, so they are computed in float32.
         logits = linear(tokens.astype(jnp.float32), self.weight[...].astype(jnp.float32))
@@ -179,7 +181,7 @@ class Block(nnx.Module):
             self.experts = Experts(c.width, c.expert_hidden, count, router, dtype, rngs)
 
     def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Apply the layer to `x`, `[R, T, width]`; return the cache and the next `x`."""
+        """Apply the layer to `x`, `[R, T, width]`; return the cache and the new `x`."""
         cache, out = self.attention(cache, ubatch, self.attention_norm(x))
         x = x + out
         y = self.feed_norm(x)
@@ -190,7 +192,7 @@ class Block(nnx.Module):
 
 
 class DeepSeek(LanguageModel):
-    """The model of this family."""
+    """Flax module of DeepSeek V2 and V3."""
 
     def __init__(self, config: Config, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
         c = config
@@ -235,7 +237,7 @@ def config_of(checkpoint: Checkpoint) -> Config:
 
 
 def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
-    """Return the source of each parameter of `DeepSeek`."""
+    """Return a `Tensor` of the checkpoint for each parameter of `DeepSeek`."""
     source, c = Sources(checkpoint), config
 
     def attention(name: str) -> dict:
@@ -286,7 +288,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
 
 
 def layers_of(config: Config, dtype: Any) -> list[Attends]:
-    """Return the cache contents of each layer; `dtype` is unused."""
+    """Return the keys and values that each layer caches; `dtype` is unused."""
     del dtype
     size = config.turned + config.rank
     values = slice(config.turned, size)

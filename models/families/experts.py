@@ -1,4 +1,4 @@
-"""Mixtures of experts."""
+"""Mixture-of-experts layers."""
 
 from functools import partial
 from typing import Protocol
@@ -11,15 +11,15 @@ from models.meshes import Split
 
 
 class Router(Protocol):
-    """Module of a family that selects experts."""
+    """Module of a model family that selects experts."""
 
     def __call__(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Select experts for tokens; return float32 factors and ids, `[n, chosen]` each."""
+        """Select experts for tokens; return float32 factors and expert ids, `[n, chosen]` each."""
         ...
 
 
 class Experts(nnx.Module):
-    """`count` feed-forward parts of width `hidden`, a few of them for each token."""
+    """`count` feed-forward parts (experts) of inner size `hidden`, of which a token uses a few."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Experts(nnx.Module):
         self.down = _matrices(rngs, (count, hidden, width), dtype, split=inside(axis=1))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Sum the outputs of each token's experts, times their factors."""
+        """Return the sum of the outputs of each token's experts, multiplied by factors."""
         tokens = x.reshape(-1, self.width)
         share, chosen = self.router(tokens)
         share = share.astype(x.dtype)

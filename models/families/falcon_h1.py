@@ -1,8 +1,8 @@
 """Falcon-H1: attention and a Mamba-2 mixer in parallel in each layer.
 
-Both parts of the hybrid cache have all layer numbers. Multipliers of matrix products are folded
-into the matrices when these are read, as in llama.cpp's converter. Those of embeddings and logits
-are not, since the two may share one matrix.
+Both parts of the hybrid cache have all layer numbers. Multipliers of matrix products are multiplied
+into the matrices when the matrices are read, as in llama.cpp's converter. Multipliers of embeddings
+and logits are applied separately, since embedding and head may share one matrix.
 """
 
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ ARCHITECTURES = ("falcon_h1",)
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Configuration; other fields: see `models.families.language_model`.
+    """Configuration of Falcon-H1; other fields are in `models.families.language_model`.
 
     mixer: configuration of the Mamba-2 mixer of each layer.
     embedding_factor: factor of embeddings.
@@ -63,7 +63,7 @@ class Block(nnx.Module):
         self.feed = GatedFeed(c.width, c.hidden, jax.nn.silu, dtype, rngs)
 
     def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Apply the layer to `x`, `[R, T, width]`; return the cache and the next `x`."""
+        """Apply the layer to `x`, `[R, T, width]`; return the cache and the new `x`."""
         y = self.mix_norm(x)
         cache, attended = self.attention(cache, ubatch, y)
         cache, mixed = self.mixer(cache, ubatch, y)
@@ -72,7 +72,7 @@ class Block(nnx.Module):
 
 
 class FalconH1(LanguageModel):
-    """The model of this family."""
+    """Flax module of Falcon-H1."""
 
     def __init__(self, config: Config, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
         c = self.config = config
@@ -110,7 +110,7 @@ def config_of(checkpoint: Checkpoint) -> Config:
 
 
 def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
-    """Return the source of each parameter of `FalconH1`."""
+    """Return a `Tensor` of the checkpoint for each parameter of `FalconH1`."""
     source = Sources(with_multipliers(checkpoint, config.mixer))
 
     def block(layer: str) -> dict:
@@ -131,7 +131,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
 
 
 def with_multipliers(checkpoint: Checkpoint, mixer: mamba2.Sizes) -> Checkpoint:
-    """Fold the multipliers of inputs and outputs into matrices; there are no biases."""
+    """Return a checkpoint with multipliers of inputs and outputs multiplied into the matrices."""
     c = checkpoint.config
     attention_in, (gate, down) = c["attention_in_multiplier"], c["mlp_multipliers"]
     # Rows are in the order gate, input of heads, `b`, `c`, steps.

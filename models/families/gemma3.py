@@ -1,4 +1,4 @@
-"""Gemma 3: most layers have a window, every n-th layer full attention."""
+"""Gemma 3: most layers have a window, and every n-th layer has full attention."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -25,11 +25,11 @@ ARCHITECTURES = ("gemma3_text",)
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Configuration; other fields: see `models.families.language_model`.
+    """Configuration of Gemma 3; other fields are in `models.families.language_model`.
 
     ropes: rotary embedding of each layer.
-    softcap: soft limit of attention logits, None for none.
-    final_softcap: soft limit of logits, None for none.
+    softcap: soft limit of attention logits; None for no limit.
+    final_softcap: soft limit of logits; None for no limit.
     """
 
     width: int
@@ -70,14 +70,14 @@ class Block(nnx.Module):
         self.after_feed_norm = norm(c.width)
 
     def __call__(self, cache: Any, ubatch: Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Apply the layer to `x`, `[R, T, width]`; return the cache and the next `x`."""
+        """Apply the layer to `x`, `[R, T, width]`; return the cache and the new `x`."""
         cache, out = self.attention(cache, ubatch, self.attention_norm(x))
         x = x + self.after_attention_norm(out)
         return cache, x + self.after_feed_norm(self.feed(self.feed_norm(x)))
 
 
 class Gemma3(LanguageModel):
-    """The model of this family."""
+    """Flax module of Gemma 3."""
 
     def __init__(self, config: Config, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
         c = self.config = config
@@ -127,7 +127,7 @@ def config_of(checkpoint: Checkpoint) -> Config:
 
 
 def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
-    """Return the source of each parameter of `Gemma3`."""
+    """Return a `Tensor` of the checkpoint for each parameter of `Gemma3`."""
     source = Sources(checkpoint)
 
     def block(layer: str) -> dict:
@@ -151,7 +151,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
 
 
 def layers_of(config: Config, dtype: Any) -> list[Attends]:
-    """Return the cache contents of each layer; `dtype` is unused."""
+    """Return the keys and values that each layer caches; `dtype` is unused."""
     del dtype
     return [
         Attends(kv_heads=config.kv_heads, head_dim=config.head_dim, rope=rope, window=window)

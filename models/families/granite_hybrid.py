@@ -1,6 +1,6 @@
-"""Granite 4: mostly Mamba-2 layers, attention in some, possibly experts.
+"""Granite 4: most layers have a Mamba-2 mixer and some have attention; experts are optional.
 
-Most models have no positional encoding, since recurrent layers order the tokens.
+Most models have no positional encoding, since recurrent layers depend on the order of tokens.
 """
 
 from dataclasses import dataclass
@@ -28,16 +28,16 @@ ARCHITECTURES = ("granitemoehybrid",)
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Configuration; other fields: see `models.families.language_model`.
+    """Configuration of Granite 4; other fields are in `models.families.language_model`.
 
-    attends: whether each of the L layers has attention; the others have a Mamba-2 mixer.
-    hidden: size inside the feed-forward part that all tokens share.
+    attends: whether each of the L layers has attention; the other layers have a Mamba-2 mixer.
+    hidden: inner size of the feed-forward part that all tokens share.
     mixer: configuration of the Mamba-2 mixers.
     embedding_factor: factor of embeddings.
-    residual_factor: factor of each part of a layer, before the sum.
+    residual_factor: factor of the output of each part of a layer, before the residual sum.
     logits_divisor: divisor of logits.
-    experts: number of experts, 0 for none; `chosen` of them for each token.
-    expert_hidden: size inside an expert.
+    experts: number of experts, or 0; `chosen` experts are selected for each token.
+    expert_hidden: inner size of an expert.
     """
 
     attends: tuple[bool, ...]
@@ -63,14 +63,14 @@ class Config:
 
 
 class Router(nnx.Module):
-    """Selects the experts with the largest logits; the factors are a softmax of these."""
+    """Selector of the experts with the largest logits; the factors are a softmax of the logits."""
 
     def __init__(self, config: Config, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.weight = matrix(rngs, (config.experts, config.width), dtype)
         self.chosen = config.chosen
 
     def __call__(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Select for tokens `[n, width]`; return factors and experts, `[n, chosen]` each."""
+        """Select experts for tokens `[n, width]`; return factors and ids, `[n, chosen]` each."""
         logits = linear(tokens, self.weight[...]).astype(jnp.float32)
         logits, chosen = jax.lax.top_k(logits, self.chosen)
         return jax.nn.softmax(logits, axis=-1), chosen
@@ -102,7 +102,7 @@ class Block(nnx.Module):
             self.experts = Experts(c.width, c.expert_hidden, c.experts, router, dtype, rngs)
 
     def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Apply the layer to `x`, `[R, T, width]`; return the cache and the next `x`."""
+        """Apply the layer to `x`, `[R, T, width]`; return the cache and the new `x`."""
         c = self.config
         cache, out = self.mixer(cache, ubatch, self.mix_norm(x))
         x = x + out * c.residual_factor
@@ -114,7 +114,7 @@ class Block(nnx.Module):
 
 
 class GraniteHybrid(LanguageModel):
-    """The model of this family."""
+    """Flax module of Granite 4."""
 
     def __init__(self, config: Config, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
         c = self.config = config
@@ -160,7 +160,7 @@ def config_of(checkpoint: Checkpoint) -> Config:
 
 
 def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
-    """Return the source of each parameter of `GraniteHybrid`."""
+    """Return a `Tensor` of the checkpoint for each parameter of `GraniteHybrid`."""
     source = Sources(checkpoint)
 
     def experts(name: str) -> dict:
@@ -208,7 +208,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
 
 
 def layers_of(config: Config, dtype: Any) -> list[Layer]:
-    """Return the cache contents of each layer; `dtype` is that of convolution states."""
+    """Return the arrays that each layer caches; convolution states have dtype `dtype`."""
     attends = Attends(kv_heads=config.kv_heads, head_dim=config.head_dim, rope=config.rope)
     mixes = mamba2.recurs(config.mixer, dtype)
     return [attends if is_attention else mixes for is_attention in config.attends]

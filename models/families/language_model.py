@@ -1,17 +1,19 @@
-"""Base class of the families.
+"""Base class of all model families.
 
-Fields that several families have in their `Config`, which is hashable:
+Each family has a hashable `Config`. Several families have these fields:
 
-- `layers`: L.
+- `layers`: number of layers, L.
 - `width`: size of a token's vector between layers.
-- `hidden`: size of a token's vector inside the feed-forward part.
-- `heads`: H, query heads. `kv_heads`: K, key/value heads. `head_dim`: D.
-- `vocabulary`: V.
+- `hidden`: inner size of the feed-forward part.
+- `heads`: number of query heads, H.
+- `kv_heads`: number of key/value heads, K.
+- `head_dim`: size of a head, D.
+- `vocabulary`: number of token ids, V.
 - `eps`: epsilon of the norms.
-- `rope`: rotary embedding of queries and keys; None for none.
+- `rope`: rotary embedding of queries and keys; None for no rotation.
 - `windows`: window of each layer; None for full attention.
 - `scale`: factor of query-key products.
-- `tied`: whether the embedding matrix is also the head.
+- `tied`: whether the embedding matrix is also used as the head.
 - `bias`: whether query, key and value projections have biases.
 - `implementation`: attention implementation, see `jaxkv.attend`; None lets jaxkv choose.
 """
@@ -28,9 +30,10 @@ from models.families.layers import RMSNorm, Vocabulary
 class LanguageModel(nnx.Module):
     """A model from tokens to logits: embedding, layers, norm and head.
 
-    vocabulary: the embedding and the head.
-    blocks: layers; each maps the cache, the ubatch and `x`, `[R, T, width]`, to the cache and `x`.
-    norm: of the last layer's output.
+    vocabulary: module with the embedding and the head.
+    blocks: layers; each layer maps the cache, the ubatch and `x`, `[R, T, width]`, to the cache and
+      `x`.
+    norm: normalisation of the last layer's output.
     """
 
     vocabulary: Vocabulary
@@ -46,7 +49,7 @@ class LanguageModel(nnx.Module):
         return self.vocabulary.logits(x)
 
     def __call__(self, cache: Any, ubatch: Ubatch) -> tuple[Any, jax.Array]:
-        """Run an applied ubatch; return the cache and logits `[O, V]`, float32."""
+        """Run the model on an applied ubatch; return the cache and logits `[O, V]`, float32."""
         x = self.embed(ubatch.tokens) if ubatch.embeddings is None else ubatch.embeddings
         for block in self.blocks:
             cache, x = block(cache, ubatch, x)

@@ -1,4 +1,4 @@
-"""Layers that families share: vocabulary, norm, linear, attention, feed-forward."""
+"""Layers that several families share: vocabulary, norm, linear, attention, feed-forward."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +18,7 @@ from models.meshes import WHOLE, Split
 class RMSNorm(nnx.Module):
     """RMS normalisation in float32.
 
-    groups: number of parts that are normalised separately.
+    groups: number of parts of a vector that are normalised separately.
     less_one: whether the stored weight is the factor minus 1, as in Gemma.
     """
 
@@ -29,7 +29,7 @@ class RMSNorm(nnx.Module):
         self.eps, self.groups, self.less_one = eps, groups, less_one
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalise the last dimension; the result has the dtype of the weight."""
+        """Normalise the last dimension of `x`; the result has the dtype of the weight."""
         y = x.astype(jnp.float32).reshape(*x.shape[:-1], self.groups, -1)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
         weight = self.weight[...].astype(jnp.float32) + self.less_one
@@ -38,9 +38,9 @@ class RMSNorm(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """A linear map to one dimension or several, with an optional bias.
+    """A linear map to one or several dimensions, with an optional bias.
 
-    `split` is that of the matrix, `[outputs, inputs]`; a bias has the split of the outputs.
+    `split` is the split of the matrix, `[outputs, inputs]`. The bias is split like the outputs.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Linear(nnx.Module):
             self.bias = nnx.Param(jnp.zeros(shape, dtype), split=bias_split)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Map the last dimension from `inputs` to `outputs`."""
+        """Map the last dimension of `x` from size `inputs` to `outputs`."""
         y = linear(x, self.weight[...])
         if not self.biased:
             return y
@@ -70,7 +70,7 @@ class Linear(nnx.Module):
 
 
 class Vocabulary(nnx.Module):
-    """The embedding and the head: one matrix if `tied`."""
+    """The embedding and the head of a model; both use one matrix if `tied`."""
 
     def __init__(self, size: int, width: int, dtype: jnp.dtype, rngs: nnx.Rngs, *, tied: bool):
         self.tied = tied
@@ -90,7 +90,7 @@ class Vocabulary(nnx.Module):
 
 
 class Heads(Protocol):
-    """Sizes that `Attention` reads, see `models.families.language_model`."""
+    """Config fields that `Attention` reads, see `models.families.language_model`."""
 
     width: int
     heads: int
@@ -100,19 +100,20 @@ class Heads(Protocol):
 
 
 class Attention(nnx.Module):
-    """Attention over the cache, with its projections.
+    """Attention over the cache, with projections of queries, keys, values and outputs.
 
-    Weights are grouped by key/value head, so that a mesh can split them. `qkv`,
-    `[K, (G + 2) * D, width]`, has the G = H / K query heads of each key/value head, its key and its
-    value. `output` is `[width, H * D]`, with query heads in the same order.
+    Weights are grouped by key/value head, so that a mesh can split them. The weights `qkv`,
+    `[K, (G + 2) * D, width]`, contain G = H / K query heads, the key and the value of each
+    key/value head. The weights `output` are `[width, H * D]`, with query heads in the order of
+    `qkv`.
 
-    layer: number of the layer in the cache.
-    rope: rotary embedding of queries and keys, None for none.
+    layer: layer number in the cache.
+    rope: rotary embedding of queries and keys; None for no rotation.
     bias: whether `qkv` has biases.
     output_bias: whether `output` has a bias.
-    norm: makes the norms of query heads and of key heads; None for none.
-    scale: factor of query-key products, None for 1 / sqrt(D).
-    softcap: soft limit of attention logits, None for none.
+    norm: function that makes the norms of query heads and key heads; None for no norms.
+    scale: factor of query-key products; None for 1 / sqrt(D).
+    softcap: soft limit of attention logits; None for no limit.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class Attention(nnx.Module):
     ) -> tuple[Any, jax.Array]:
         """Attend from `x`, `[R, T, width]`, to the cache; return the cache and the output.
 
-        `added` is a bias of attention logits, see `jaxkv.attend`; None for none.
+        `added` is a bias of attention logits, see `jaxkv.attend`; None for no bias.
         """
         c = self.config
         group, token = c.heads // c.kv_heads, x.shape[:2]
@@ -178,9 +179,9 @@ class Attention(nnx.Module):
 
 
 class GatedFeed(nnx.Module):
-    """A gated feed-forward part.
+    """A feed-forward part with a gate.
 
-    Gate and up projection are one product with weights `[2, hidden, width]`.
+    The gate and the up projection are one matrix product with weights `[2, hidden, width]`.
     """
 
     def __init__(
@@ -199,7 +200,7 @@ class GatedFeed(nnx.Module):
         self.down = Linear(hidden, width, dtype, rngs, bias=bias, split=inside())
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Map each token of `x`, `[R, T, width]`."""
+        """Map each token's vector in `x`, `[R, T, width]`, to a vector of the same size."""
         gate, up = jnp.unstack(self.gate_up(x), axis=-2)
         return self.down(self.activation(gate) * up)
 

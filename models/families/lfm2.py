@@ -1,6 +1,6 @@
 """LFM2: gated short convolutions, and attention in some layers.
 
-The state of a convolution is the last few of its inputs.
+The state of a convolution consists of the last few inputs of the convolution.
 """
 
 from dataclasses import dataclass
@@ -27,10 +27,10 @@ ARCHITECTURES = ("lfm2",)
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Configuration; other fields: see `models.families.language_model`.
+    """Configuration of LFM2; other fields are in `models.families.language_model`.
 
-    attends: whether each of the L layers has attention; the others have a convolution.
-    kernel: tokens of a convolution.
+    attends: whether each of the L layers has attention; the other layers have a convolution.
+    kernel: number of tokens that a convolution reads.
     """
 
     attends: tuple[bool, ...]
@@ -48,7 +48,7 @@ class Config:
 
 
 def split_of(config: Config) -> Split:
-    """Return the split of channels, the second dimension of an array."""
+    """Return the split of channels, which are the second dimension of an array."""
     return Split(axis=1, parts=config.width, of="channels of a convolution")
 
 
@@ -90,14 +90,14 @@ class Block(nnx.Module):
         self.feed = GatedFeed(c.width, c.hidden, jax.nn.silu, dtype, rngs)
 
     def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Apply the layer to `x`, `[R, T, width]`; return the cache and the next `x`."""
+        """Apply the layer to `x`, `[R, T, width]`; return the cache and the new `x`."""
         cache, out = self.mixer(cache, ubatch, self.mix_norm(x))
         x = x + out
         return cache, x + self.feed(self.feed_norm(x))
 
 
 class LFM2(LanguageModel):
-    """The model of this family."""
+    """Flax module of LFM2."""
 
     def __init__(self, config: Config, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
         c = config
@@ -126,7 +126,7 @@ def config_of(checkpoint: Checkpoint) -> Config:
 
 
 def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
-    """Return the source of each parameter of `LFM2`."""
+    """Return a `Tensor` of the checkpoint for each parameter of `LFM2`."""
     source = Sources(checkpoint)
 
     def attention(name: str) -> dict:
@@ -167,7 +167,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
 
 
 def layers_of(config: Config, dtype: Any) -> list[Layer]:
-    """Return the cache contents of each layer; `dtype` is that of convolution states."""
+    """Return the arrays that each layer caches; convolution states have dtype `dtype`."""
     attends = Attends(kv_heads=config.kv_heads, head_dim=config.head_dim, rope=config.rope)
     convolves = Recurs(
         states={"conv": jax.ShapeDtypeStruct((config.kernel - 1, config.width), dtype)},

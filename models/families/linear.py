@@ -1,4 +1,4 @@
-"""Products with a matrix, arranged so that reading weights takes most of the time."""
+"""Matrix products in which reading the weights takes most of the time."""
 
 import jax
 import jax.numpy as jnp
@@ -7,23 +7,24 @@ from flax import nnx
 from models.meshes import WHOLE, Split
 
 FEW = 64
-"""Largest number of rows for which the weights are the first factor on a CPU."""
+"""Largest number of rows in `x` for which a CPU uses the weights as the first factor."""
 
 
 def matrix(
     rngs: nnx.Rngs, shape: tuple[int, ...], dtype: jnp.dtype, *, split: Split = WHOLE
 ) -> nnx.Param:
-    """Make random weights `[..., n]` for `linear`, which map n numbers."""
+    """Make random weights `[..., n]` for `linear`, which map vectors of size n."""
     values = jax.random.normal(rngs.params(), shape, dtype) * shape[-1] ** -0.5
     return nnx.Param(values, split=split)
 
 
 @jax.jit  # a program of many layers contains it once for each shape
 def linear(x: jax.Array, weights: jax.Array) -> jax.Array:
-    """Map the last dimension of `x` by a matrix: `[..., n]` and `[m, n]` to `[..., m]`.
+    """Multiply the last dimension of `x` by a matrix: `[..., n]` and `[m, n]` give `[..., m]`.
 
-    In place of m the weights may have several dimensions, which the result then has. Sums are at
-    least float32. The platform that a program is lowered for selects the implementation.
+    The weights and the result may have several dimensions in place of m. Sums are computed in
+    float32 or a wider dtype. The implementation depends on the platform for which a program is
+    lowered.
     """
     rows = x.reshape(-1, x.shape[-1])
     out = jax.lax.platform_dependent(rows, weights, cpu=_on_a_processor, default=_plain)
@@ -36,13 +37,13 @@ def _plain(rows: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 def _on_a_processor(rows: jax.Array, weights: jax.Array) -> jax.Array:
-    """Return the same as `_plain`, arranged for XLA on CPUs.
+    """Return the result of `_plain`, computed in a form that is fast with XLA on CPUs.
 
-    CPU cores share the rows of the first factor, so with few tokens the weights are that factor.
-    The barrier prevents XLA from swapping the factors. For other dtypes than float32, a product
-    with a single row converts all weights first, so a single row is duplicated. Weights of three
-    dimensions would be transposed for each product. They are merged on a single device; on a mesh
-    any dimension may be split.
+    CPU cores share the rows of the first factor, so the weights are the first factor if there are
+    few tokens. A barrier prevents XLA from swapping the factors. A product with a single row
+    converts all weights first, unless the dtype is float32, so a single row is duplicated. XLA
+    would transpose weights of three dimensions for each product. On a single device the dimensions
+    are merged; on a mesh any dimension may be split.
     """
     count = rows.shape[0]
     if weights.dtype == jnp.float32 and count <= FEW:

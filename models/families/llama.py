@@ -1,4 +1,4 @@
-"""Llama, Mistral, SmolLM2, Qwen 2 and Qwen 3."""
+"""Models of the families Llama, Mistral, SmolLM2, Qwen 2 and Qwen 3."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -24,9 +24,9 @@ ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Configuration; other fields: see `models.families.language_model`.
+    """Configuration of Llama; other fields are in `models.families.language_model`.
 
-    norms: whether query and key heads are normalised (Qwen 3).
+    norms: whether query heads and key heads are normalised (Qwen 3).
     """
 
     width: int
@@ -63,14 +63,14 @@ class Block(nnx.Module):
         self.feed = GatedFeed(c.width, c.hidden, jax.nn.silu, dtype, rngs)
 
     def __call__(self, cache: Any, ubatch: Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Apply the layer to `x`, `[R, T, width]`; return the cache and the next `x`."""
+        """Apply the layer to `x`, `[R, T, width]`; return the cache and the new `x`."""
         cache, out = self.attention(cache, ubatch, self.attention_norm(x))
         x = x + out
         return cache, x + self.feed(self.feed_norm(x))
 
 
 class Llama(LanguageModel):
-    """The model of this family."""
+    """Flax module of Llama, Mistral, SmolLM2 and Qwen."""
 
     def __init__(self, config: Config, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
         c = config
@@ -100,7 +100,7 @@ def config_of(checkpoint: Checkpoint) -> Config:
 
 
 def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
-    """Return the source of each parameter of `Llama`."""
+    """Return a `Tensor` of the checkpoint for each parameter of `Llama`."""
     source = Sources(checkpoint)
 
     def block(layer: str) -> dict:
@@ -125,7 +125,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
 
 
 def layers_of(config: Config, dtype: Any) -> list[Attends]:
-    """Return the cache contents of each layer; `dtype` is unused."""
+    """Return the keys and values that each layer caches; `dtype` is unused."""
     del dtype
     sizes = {"kv_heads": config.kv_heads, "head_dim": config.head_dim, "rope": config.rope}
     return [Attends(**sizes, window=window) for window in config.windows]

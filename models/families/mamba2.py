@@ -24,13 +24,13 @@ ARCHITECTURES = ("mamba2",)
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Configuration of a Mamba-2 mixer; hashable.
+    """Hashable configuration of a Mamba-2 mixer.
 
-    heads: H, parts with a state each.
-    head_dim: P, channels of a head.
-    state: M, numbers of the state for each channel.
-    groups: G, groups of heads that share input and output vectors.
-    kernel: tokens of the convolution.
+    heads: number of heads, H; each head has a state.
+    head_dim: number of channels of a head, P.
+    state: numbers in the state for each channel, M.
+    groups: number of groups of heads, G; heads of a group share input and output vectors.
+    kernel: number of tokens that the convolution reads.
     limits: smallest and largest step size.
     bias: whether the projections have biases.
     norm: whether the gated output is normalised.
@@ -50,12 +50,12 @@ class Sizes:
 
     @property
     def inner(self) -> int:
-        """Channels of all heads."""
+        """Number of channels of all heads."""
         return self.heads * self.head_dim
 
     @property
     def shared(self) -> int:
-        """Numbers of a token that heads share: `b` and `c` of each group."""
+        """Size of the vectors `b` and `c` of all groups, for each token."""
         return 2 * self.groups * self.state
 
     def by_group(self, axis: int) -> Split:
@@ -63,7 +63,7 @@ class Sizes:
         return Split(axis=axis, parts=self.groups, of="groups of heads")
 
     def by_head(self, axis: int) -> Split:
-        """Return the split of arrays by head: by group if there are several groups."""
+        """Return the split of arrays by head, or by group if there are several groups."""
         if self.groups > 1:
             return self.by_group(axis)
         return Split(axis=axis, parts=self.heads, of="heads of a mixer")
@@ -71,7 +71,7 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Configuration, see `models.families.language_model`; `mixer` is that of all layers."""
+    """Configuration of Mamba-2; `mixer` is the configuration of the mixer of each layer."""
 
     layers: int
     vocabulary: int
@@ -102,14 +102,14 @@ class Filter(nnx.Module):
     def __call__(
         self, x: jax.Array, tail: jax.Array, counts: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Convolve `x`, `[R, T, channels]`, after its tail; see `scans.convolve`."""
+        """Convolve `x`, `[R, T, channels]`, after the earlier inputs `tail`; see `scans`."""
         bias = self.bias[0] if self.biased else None
         x, tails = scans.convolve(x, tail, self.weight[...], bias, counts)
         return jax.nn.silu(x), tails
 
 
 class Mixer(nnx.Module):
-    """A short convolution and a selective state-space recurrence."""
+    """A short convolution, followed by a selective state-space recurrence."""
 
     def __init__(self, sizes: Sizes, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = self.sizes = sizes
@@ -159,7 +159,7 @@ class Mixer(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer: a mixer over the cache."""
+    """One layer: a Mamba-2 mixer over the cache."""
 
     def __init__(self, config: Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = config
@@ -167,14 +167,14 @@ class Block(nnx.Module):
         self.mixer = Mixer(c.mixer, layer, dtype, rngs)
 
     def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Apply the layer to `x`, `[R, T, width]`; return the cache and the next `x`."""
+        """Apply the layer to `x`, `[R, T, width]`; return the cache and the new `x`."""
         cache, out = self.mixer(cache, ubatch, self.norm(x))
         # `x` is float32 between the layers, as in training; norms cast it.
         return cache, x.astype(jnp.float32) + out
 
 
 class Mamba2(LanguageModel):
-    """The model of this family."""
+    """Flax module of Mamba-2."""
 
     def __init__(self, config: Config, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
         c = config
@@ -207,7 +207,7 @@ def config_of(checkpoint: Checkpoint) -> Config:
 
 
 def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
-    """Return the source of each parameter of `Mamba2`."""
+    """Return a `Tensor` of the checkpoint for each parameter of `Mamba2`."""
     source = Sources(checkpoint)
 
     def block(layer: str) -> dict:
@@ -224,7 +224,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
 
 
 def sizes_of(checkpoint: Checkpoint, **switches: bool) -> Sizes:
-    """Read the configuration of a mixer in a hybrid model from its checkpoint."""
+    """Read the configuration of the mixers in a hybrid model from its checkpoint."""
     c = checkpoint.config
     return Sizes(
         width=c["hidden_size"],
@@ -241,7 +241,7 @@ def sizes_of(checkpoint: Checkpoint, **switches: bool) -> Sizes:
 
 
 def mixer_weights_of(source: Sources, sizes: Sizes, name: str) -> dict:
-    """Return the source of each parameter of a `Mixer`."""
+    """Return a `Tensor` for each parameter of a `Mixer`."""
     inner = sizes.inner
 
     def projection(turn: Callable[[np.ndarray], np.ndarray]) -> dict:
@@ -291,7 +291,7 @@ def recurs(sizes: Sizes, dtype: Any) -> Recurs:
 
 
 def layers_of(config: Config, dtype: Any) -> list[Recurs]:
-    """Return the cache contents of each layer; `dtype` is that of convolution states."""
+    """Return the arrays that each layer caches; convolution states have dtype `dtype`."""
     return [recurs(config.mixer, dtype)] * config.layers
 
 

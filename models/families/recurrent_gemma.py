@@ -1,4 +1,4 @@
-"""RecurrentGemma: layers with windows of attention, and gated linear recurrences."""
+"""RecurrentGemma: attention layers with windows, and layers with gated linear recurrences."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -23,13 +23,13 @@ ARCHITECTURES = ("recurrent_gemma",)
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Configuration; other fields: see `models.families.language_model`.
+    """Configuration of RecurrentGemma; other fields are in `models.families.language_model`.
 
-    attends: whether each of the L layers has attention; the others are recurrent.
+    attends: whether each of the L layers has attention; the other layers are recurrent.
     inner: size of the state of a recurrent layer.
-    heads: H, query heads, and blocks of the gates of recurrent layers.
-    kernel: tokens of the convolution of a recurrent layer.
-    window: positions that a query attends to, its own included.
+    heads: number of query heads, H, and of blocks in the gates of recurrent layers.
+    kernel: number of tokens that the convolution of a recurrent layer reads.
+    window: number of positions that a query attends to, including its own position.
     softcap: soft limit of logits.
     """
 
@@ -52,7 +52,7 @@ class Config:
 
 
 def split_of(config: Config, *, axis: int) -> Split:
-    """Return the split of a recurrent layer's channels, by blocks of the gates."""
+    """Return the split of a recurrent layer's channels, by block of the gates."""
     return Split(axis=axis, parts=config.heads, of="parts of a recurrent layer")
 
 
@@ -120,14 +120,14 @@ class Block(nnx.Module):
         self.feed = GatedFeed(c.width, c.hidden, gelu, dtype, rngs, bias=True)
 
     def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Apply the layer to `x`, `[R, T, width]`; return the cache and the next `x`."""
+        """Apply the layer to `x`, `[R, T, width]`; return the cache and the new `x`."""
         cache, out = self.mixer(cache, ubatch, self.mix_norm(x))
         x = x + out
         return cache, x + self.feed(self.feed_norm(x))
 
 
 class RecurrentGemma(LanguageModel):
-    """The model of this family."""
+    """Flax module of RecurrentGemma."""
 
     def __init__(self, config: Config, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
         c = self.config = config
@@ -171,7 +171,7 @@ def config_of(checkpoint: Checkpoint) -> Config:
 
 
 def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
-    """Return the source of each parameter of `RecurrentGemma`."""
+    """Return a `Tensor` of the checkpoint for each parameter of `RecurrentGemma`."""
     source = Sources(checkpoint)
 
     def recurrence(name: str) -> dict:
@@ -210,7 +210,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
 
 
 def layers_of(config: Config, dtype: Any) -> list[Layer]:
-    """Return the cache contents of each layer; `dtype` is that of convolution states."""
+    """Return the arrays that each layer caches; convolution states have dtype `dtype`."""
     attends = Attends(
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,

@@ -1,4 +1,4 @@
-"""Rotary embeddings of configs."""
+"""Rotary embeddings from the configs of models."""
 
 import math
 from typing import Any
@@ -61,7 +61,7 @@ def plain_rope(checkpoint: Checkpoint, base: float) -> Rope:
 
 
 def yarn_sharpness(checkpoint: Checkpoint) -> float:
-    """Return YaRN's `mscale_all_dim` factor, or 1; attention scales by its square."""
+    """Return YaRN's `mscale_all_dim` factor, or 1; attention logits are scaled by its square."""
     scaling = checkpoint.config["rope_scaling"] or {}
     return _sharpness(scaling.get("factor", 1.0), scaling.get("mscale_all_dim") or 0.0)
 

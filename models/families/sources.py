@@ -1,4 +1,4 @@
-"""Mapping from tensors of a checkpoint to parameters, without reading tensors."""
+"""Mapping from the tensors of a checkpoint to parameters, without reading the tensors."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from models.errors import ModelError
 
 
 class Sources:
-    """Makes sources of parameters from the tensors of one checkpoint."""
+    """Maker of a `Tensor` for each parameter, from the tensors of one checkpoint."""
 
     def __init__(self, checkpoint: Checkpoint):
         self.checkpoint = checkpoint
@@ -22,10 +22,10 @@ class Sources:
         axis: int = 0,
         turn: Callable[[np.ndarray], np.ndarray] | None = None,
     ) -> Tensor:
-        """Concatenate tensors along `axis`, then rearrange them by `turn`.
+        """Concatenate tensors along `axis`, then rearrange the result by `turn`.
 
-        With `parts`, the first dimension of each is split into `[parts, n]` before. Raises
-        `ModelError` if a tensor is missing or its shape does not fit the others.
+        With `parts`, the first dimension of each tensor is split into `[parts, n]` before
+        concatenation. Raises `ModelError` if a tensor is missing, or has a shape that does not fit.
         """
         tensors = [self.checkpoint.unread(name) for name in names]
         try:
@@ -39,7 +39,7 @@ class Sources:
             ) from error
 
     def norm(self, name: str) -> dict[str, Tensor]:
-        """Return the source of an `RMSNorm`."""
+        """Return the tensors for an `RMSNorm`."""
         return {"weight": self.tensor(f"{name}.weight")}
 
     def linear(
@@ -48,7 +48,7 @@ class Sources:
         bias: bool = False,
         **arranged: Any,
     ) -> dict[str, Tensor]:
-        """Return the sources of a `Linear` that combines matrices, options as in `tensor`."""
+        """Return the tensors for a `Linear` that combines matrices; `arranged` is for `tensor`."""
         tree = {"weight": self.tensor(*(f"{name}.weight" for name in names), **arranged)}
         if bias:
             tree["bias"] = self.tensor(*(f"{name}.bias" for name in names), **arranged)
@@ -63,7 +63,7 @@ class Sources:
         output_bias: bool = False,
         output: str = "o_proj",
     ) -> dict[str, dict]:
-        """Return the sources of an `Attention`, by the names that most families use."""
+        """Return the tensors for an `Attention`, with the names that most families use."""
         names = (f"{name}.{letter}_proj" for letter in "qkv")
         return {
             "qkv": self.linear(*names, bias=bias, parts=kv_heads, axis=1),
@@ -71,7 +71,7 @@ class Sources:
         }
 
     def gated_feed(self, name: str, *, bias: bool = False) -> dict[str, dict]:
-        """Return the sources of a `GatedFeed`, by the names that most families use."""
+        """Return the tensors for a `GatedFeed`, with the names that most families use."""
         names = f"{name}.gate_proj", f"{name}.up_proj"
         return {
             "gate_up": self.linear(*names, bias=bias, parts=1),
@@ -79,7 +79,7 @@ class Sources:
         }
 
     def vocabulary(self, embedding: str, *, tied: bool) -> dict[str, Tensor]:
-        """Return the sources of a `Vocabulary`."""
+        """Return the tensors for a `Vocabulary`."""
         if tied:
             return {"head": self.tensor(embedding)}
         return {"head": self.tensor("lm_head.weight"), "embedding": self.tensor(embedding)}

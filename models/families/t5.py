@@ -1,7 +1,8 @@
 """T5: an encoder of sources, and a decoder with cross-attention.
 
-The encoder processes a source at once and has no cache; the keys and values of the decoder's
-cross-attention are cached. Both halves have a bias by distance in place of a positional encoding.
+The encoder processes a source at once and has no cache. The cache stores the keys and values of the
+decoder, including cross-attention. Encoder and decoder have a distance bias instead of a positional
+encoding.
 """
 
 from dataclasses import dataclass, field
@@ -26,16 +27,16 @@ ARCHITECTURES = ("t5",)
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Configuration; other fields: see `models.families.language_model`.
+    """Configuration of T5; other fields are in `models.families.language_model`.
 
-    encoders: layers of the encoder.
-    layers: L, layers of the decoder. In the cache, self-attention has layer numbers below L, and
-      cross-attention the next L numbers.
+    encoders: number of layers of the encoder.
+    layers: number of layers of the decoder, L. In the cache, self-attention has layer numbers below
+      L, and cross-attention has the next L numbers.
     buckets: number of distance buckets of the biases.
-    farthest: distances from here on share the last bucket.
-    gated: whether the feed-forward part is gated, with GELU; otherwise it has ReLU.
+    farthest: distance; this and all larger distances are in the last bucket.
+    gated: whether the feed-forward part has a gate with GELU; otherwise it has ReLU.
     scaled: whether the input of the head is divided by sqrt(width).
-    start: token that begins a text.
+    start: id of the token that begins a text.
     """
 
     encoders: int
@@ -56,18 +57,18 @@ class Config:
 
     @property
     def kv_heads(self) -> int:
-        """K, key/value heads: equal to H."""
+        """Number of key/value heads, K, which is equal to H."""
         return self.heads
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Distances:
-    """A bias by distance, with a bucket for each short one, logarithmic for others.
+    """A bias by distance: one bucket for each short distance, and logarithmic buckets for others.
 
-    table: `[buckets, H]`.
-    farthest: distances from here on share the last bucket, static.
-    both_ways: whether later positions have separate buckets, static.
+    table: `[buckets, H]`. Bias of each bucket and head.
+    farthest: distance; this and all larger distances are in the last bucket. Static.
+    both_ways: whether later positions have separate buckets. Static.
     """
 
     table: jax.Array
@@ -75,7 +76,7 @@ class Distances:
     both_ways: bool = field(metadata={"static": True})
 
     def __call__(self, query: jax.Array, key: jax.Array, head: jax.Array) -> jax.Array:
-        """Return the bias of attention logits, for positions of tokens and cells."""
+        """Return the bias of attention logits, given positions of tokens and cells."""
         buckets = self.table.shape[0]
         ahead, away = 0, jnp.maximum(query - key, 0)
         if self.both_ways:
@@ -89,7 +90,7 @@ class Distances:
 
 
 class Bias(nnx.Module):
-    """Bias table of the encoder or of the decoder, shared by its layers."""
+    """Bias table that all layers of the encoder, or of the decoder, share."""
 
     def __init__(self, config: Config, dtype: jnp.dtype, *, both_ways: bool):
         c = config
@@ -97,7 +98,7 @@ class Bias(nnx.Module):
         self.made = partial(Distances, farthest=c.farthest, both_ways=both_ways)
 
     def __call__(self) -> Distances:
-        """Return the bias as a function of positions."""
+        """Return the bias as a function of positions of tokens and cells."""
         return self.made(self.table[...].astype(jnp.float32))
 
 
@@ -111,7 +112,7 @@ class Feed(nnx.Module):
         self.down = Linear(c.hidden, c.width, dtype, rngs, split=inside(axis=1))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Map each token of `x`, `[R, T, width]`."""
+        """Map each token's vector in `x`, `[R, T, width]`, to a vector of the same size."""
         return self.down(jax.nn.relu(self.up(x)))
 
 
@@ -122,7 +123,7 @@ def make_feed(config: Config, dtype: jnp.dtype, rngs: nnx.Rngs) -> GatedFeed | F
 
 
 class CrossAttention(nnx.Module):
-    """Attention to encoder sources, whose keys and values are computed once."""
+    """Attention to encoder sources; the keys and values of a source are computed once."""
 
     def __init__(self, config: Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = self.config = config
@@ -133,7 +134,7 @@ class CrossAttention(nnx.Module):
         self.output = Linear(c.heads * c.head_dim, c.width, dtype, rngs, split=by_head(axis=1))
 
     def keep(self, cache: Any, ubatch: jaxkv.Ubatch, read: jax.Array) -> Any:
-        """Write keys and values of an encoder's output, `[R, T, width]`; return the cache."""
+        """Write keys and values of an encoder output, `[R, T, width]`; return the cache."""
         return jaxkv.write_kv(cache, self.layer, ubatch, *jnp.split(self.kv(read), 2, axis=-1))
 
     def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
@@ -158,10 +159,10 @@ class EncoderBlock(nnx.Module):
         self.feed = make_feed(c, dtype, rngs)
 
     def __call__(self, x: jax.Array, added: jax.Array) -> jax.Array:
-        """Apply the layer to `x`, with `added`, `[R, H, T, T]`, to attention logits.
+        """Apply the layer to `x`, with `added`, `[R, H, T, T]`, as bias of attention logits.
 
-        `added` is the lowest finite number for a query and a key of different sources, and not
-        -inf, which would make padding rows NaN.
+        For a query and a key of different sources, `added` is the lowest finite number. An `added`
+        of -inf would make padding rows NaN.
         """
         q, k, v = jnp.split(self.qkv(self.mix_norm(x)), 3, axis=-1)
         logits = jnp.einsum("rthd,rshd->rhts", q, k, preferred_element_type=jnp.float32)
@@ -184,7 +185,7 @@ class Block(nnx.Module):
         self.feed = make_feed(c, dtype, rngs)
 
     def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
-        """Apply the layer to `x`, `[R, T, width]`; return the cache and the next `x`."""
+        """Apply the layer to `x`, `[R, T, width]`; return the cache and the new `x`."""
         cache, out = self.mixer(cache, ubatch, self.mix_norm(x), self.bias())
         x = x + out
         cache, out = self.looker(cache, ubatch, self.look_norm(x))
@@ -193,7 +194,7 @@ class Block(nnx.Module):
 
 
 class T5(LanguageModel):
-    """The model of this family."""
+    """Flax module of T5."""
 
     def __init__(self, config: Config, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
         c = self.config = config
@@ -211,7 +212,7 @@ class T5(LanguageModel):
         return super().logits(x * self.config.width**-0.5 if self.config.scaled else x)
 
     def encode(self, cache: Any, ubatch: jaxkv.Ubatch) -> Any:
-        """Encode an applied ubatch of sources; return the cache with keys and values."""
+        """Encode an applied ubatch of sources; return the cache with keys and values of sources."""
         x = self.embed(ubatch.tokens) if ubatch.embeddings is None else ubatch.embeddings
         at, sequence = ubatch.positions, ubatch.sequences
         heads = jnp.arange(self.config.heads, dtype=jnp.int32)[:, None, None]
@@ -248,7 +249,7 @@ def config_of(checkpoint: Checkpoint) -> Config:
 
 
 def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
-    """Return the source of each parameter of `T5`."""
+    """Return a `Tensor` of the checkpoint for each parameter of `T5`."""
     source, heads = Sources(checkpoint), config.heads
 
     def product(name: str, matrices: str) -> dict:
@@ -305,7 +306,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
 
 
 def layers_of(config: Config, dtype: Any) -> list[Layer]:
-    """Return the cache contents of all layers: self-attention, then cross-attention."""
+    """Return the arrays that all layers cache: self-attention, then cross-attention."""
     del dtype
     sizes = dict(kv_heads=config.heads, head_dim=config.head_dim)
     return [Attends(rope=None, **sizes)] * config.layers + [CrossAttends(**sizes)] * config.layers

@@ -11,11 +11,11 @@ from models.errors import ModelError, brief
 def render(template: str, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
     """Render a chat template up to the beginning of the answer.
 
-    Templates are programs that come with the weights. They run in jinja's sandbox and cannot change
-    their arguments.
+    A template is a program that comes with the weights. The template runs in jinja's sandbox, and
+    cannot change its arguments.
 
     Args:
-      template: jinja source.
+      template: jinja source of the template.
       messages: dicts with "role" and "content".
       **variables: variables of the template: `bos_token`, `tools`, `enable_thinking` ...
     """

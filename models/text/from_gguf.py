@@ -19,7 +19,7 @@ _TEXT = Kind(words="a text", holds=lambda value: isinstance(value, str))
 
 
 def _words(digits: str) -> list:
-    """Return the pre-tokenizers of newer byte-level vocabularies, for a digit pattern."""
+    """Return the pre-tokenizers of newer byte-level vocabularies, given a pattern for digits."""
     either_case = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
     letters = r"[^\r\n\p{L}\p{N}]?\p{L}+"
     signs = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -29,7 +29,7 @@ def _words(digits: str) -> list:
 
 
 def _letters(split: bool) -> pre_tokenizers.PreTokenizer:
-    """Return the byte-to-letter step, after GPT-2's pre-tokenization if `split`."""
+    """Return the byte-to-letter step; `split` adds GPT-2's pre-tokenization before the step."""
     return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split)
 
 
@@ -49,8 +49,8 @@ _CUTS: dict[str, Callable[[], list]] = {
 def tokenizer_from_gguf(get: Callable[..., Any], source: str) -> Tokenizer:
     """Build the tokenizer of a GGUF file.
 
-    `get` returns the value of a metadata key, or its second argument; `source` is a file name for
-    messages.
+    `get` returns the value of a metadata key, or its second argument if the key is absent. `source`
+    is a file name for messages.
     """
 
     def field(key: str, default: Any = None) -> Any:
@@ -96,7 +96,7 @@ def _id(field: Callable, key: str, default: int | None, source: str) -> int | No
 def _for_each_token(
     field: Callable, key: str, kind: Kind, default: Any, count: int, source: str
 ) -> list:
-    """Return a metadata list with one value for each token, or the default for all."""
+    """Return a metadata list with a value for each token, or `count` times `default` if absent."""
     values = field(key) or [default] * count
     check(values, several(kind, count), f"tokenizer.ggml.{key}", source)
     if len(values) != count:
@@ -140,7 +140,7 @@ def _pieces(
     source: str,
     **fields: Any,
 ) -> Tokenizer:
-    """Build a SentencePiece tokenizer through a model proto."""
+    """Build a SentencePiece tokenizer from a model proto."""
     from sentencepiece import SentencePieceProcessor
     from sentencepiece.sentencepiece_model_pb2 import ModelProto
 

@@ -15,9 +15,10 @@ from models.text.tokenizer import Tokenizer
 
 
 def tokenizer_from_folder(folder: Path, config: dict[str, Any]) -> Tokenizer:
-    """Build the tokenizer of a folder.
+    """Build the tokenizer of a Hugging Face folder.
 
-    `config` gives `bos_token_id` and `eos_token_id` if `tokenizer_config.json` has no such tokens.
+    If `tokenizer_config.json` has no such tokens, `config` provides `bos_token_id` and
+    `eos_token_id`.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -56,7 +57,7 @@ def tokenizer_from_folder(folder: Path, config: dict[str, Any]) -> Tokenizer:
 
 
 def from_tokenizers(inner: tokenizers.Tokenizer, *, source: str, **fields: Any) -> Tokenizer:
-    """Make a `Tokenizer` from one of the `tokenizers` package.
+    """Make a `Tokenizer` from a tokenizer of the package `tokenizers`.
 
     `source` is a file name for messages; `fields` are fields of `Tokenizer` that `inner` lacks.
     """
@@ -96,7 +97,7 @@ def from_tokenizers(inner: tokenizers.Tokenizer, *, source: str, **fields: Any) 
 
 
 def _steps(decoder: Any) -> list[dict[str, Any]]:
-    """Return the steps of a decoder, as in its file format."""
+    """Return the steps of a decoder, in the form of `tokenizer.json`."""
     if decoder is None:
         return []
     step = json.loads(decoder.__getstate__())

@@ -1,4 +1,4 @@
-"""Bytes of vocabulary entries, in the two spellings of bytes as text."""
+"""Bytes of vocabulary entries, which are text in one of two spellings."""
 
 import functools
 import re
@@ -10,7 +10,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 def _byte_letters() -> dict[str, int]:
     """Return the byte of each letter of a byte-level vocabulary.
 
-    Printable bytes are their own letters; the others are letters above 255, in order.
+    Each printable byte is its own letter. The other bytes are letters above 255, in order.
     """
     letters = sorted(ByteLevel.alphabet())
     codes = {letter: ord(letter) for letter in letters if ord(letter) < 256}
@@ -19,7 +19,7 @@ def _byte_letters() -> dict[str, int]:
 
 
 def from_letters(token: str) -> bytes:
-    """Return the bytes of an entry of a byte-level vocabulary."""
+    """Return the bytes of an entry in a byte-level vocabulary."""
     letters = _byte_letters()
     return b"".join(
         bytes((letters[letter],)) if letter in letters else letter.encode() for letter in token
@@ -27,7 +27,7 @@ def from_letters(token: str) -> bytes:
 
 
 def from_pieces(token: str) -> bytes:
-    """Return the bytes of a SentencePiece entry: "▁" is a space, <0x0A> a single byte."""
+    """Return the bytes of a SentencePiece entry: "▁" is a space, and <0x0A> is a single byte."""
     if re.fullmatch("<0x[0-9A-F]{2}>", token):
         return bytes((int(token[3:5], 16),))
     return token.replace("▁", " ").encode()

@@ -1,7 +1,7 @@
-"""Tokenizers: text to token ids and back.
+"""Tokenizers, which convert text to token ids and token ids to text.
 
-A token is a string of bytes. Decoding joins the bytes and reads them as UTF-8. A character may
-extend over several tokens, so decoding token by token needs a `Stream`.
+Each token is a string of bytes. Decoding joins the bytes of tokens and reads them as UTF-8. A
+character may extend over several tokens, so decoding token by token requires a `Stream`.
 """
 
 import codecs
@@ -27,17 +27,17 @@ _ENDS = {
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Tokenizer:
-    """A vocabulary and its rules.
+    """A vocabulary with rules for splitting text into tokens.
 
-    to_ids: splits a text into ids; if its second argument is True, names of control tokens in the
-      text become those tokens.
-    to_bytes: bytes of an id, empty for an unknown id.
-    size: number of ids.
-    control: ids of control tokens by name; they have no text.
-    bos: id that begins a sequence, or None.
-    eos: id that ends a sequence, or None.
+    to_ids: function that splits a text into token ids. If its second argument is True, names of
+      control tokens in the text become control tokens.
+    to_bytes: function that returns the bytes of a token id; empty for an unknown id.
+    size: number of token ids.
+    control: ids of control tokens, by name; control tokens have no text.
+    bos: id of the token that begins a sequence, or None.
+    eos: id of the token that ends a sequence, or None.
     add_bos: whether prompts begin with `bos`.
-    space_first: whether encoding adds a space before the text; decoding drops it.
+    space_first: whether encoding adds a space before the text, which decoding removes.
     template: chat template, or None.
     """
 
@@ -56,48 +56,48 @@ class Tokenizer:
 
     @property
     def stop_tokens(self) -> frozenset[int]:
-        """Ids that end a turn or a text, by declaration or by name."""
+        """Ids of the tokens that end a turn or a text, by declaration or by name."""
         ids = {self.control[name] for name in _ENDS & self.control.keys()}
         return frozenset(ids if self.eos is None else ids | {self.eos})
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Return the ids of a text, without `bos` (see `prompt`).
+        """Return the token ids of a text, without `bos` (see `prompt`).
 
         Args:
           text: any string.
-          special: whether names of control tokens ("<|im_start|>") become those tokens. Leave it
-            False for text from others.
+          special: whether names of control tokens ("<|im_start|>") become control tokens. Use False
+            for text that is not trusted.
         """
         return self.to_ids(text, special)
 
     def prompt(self, text: str, *, special: bool = False) -> list[int]:
-        """Return the ids of a text that begins a sequence, after `bos` if `add_bos`.
+        """Return the token ids of a text that begins a sequence, after `bos` if `add_bos`.
 
-        `bos` is not added twice, since chat templates may contain it.
+        A text that begins with `bos`, as chat templates may, does not get a second `bos`.
         """
         ids = self.encode(text, special=special)
         needs_bos = self.add_bos and self.bos is not None and ids[:1] != [self.bos]
         return [self.bos, *ids] if needs_bos else ids
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
-        """Return the text of ids; bytes that are not UTF-8 become replacement characters.
+        """Return the text of token ids; bytes that are not UTF-8 become replacement characters.
 
         Args:
           ids: token ids.
-          special: whether to include control tokens by name.
+          special: whether the text includes the names of control tokens.
         """
         stream = self.stream(special=special)
         text = "".join(map(stream.feed, ids)) + stream.end()
         return text.removeprefix(" ") if self.space_first else text
 
     def stream(self, *, special: bool = False) -> "Stream":
-        """Return a decoder of ids, one at a time, that continue a text."""
+        """Return a decoder that decodes the token ids of a continued text one at a time."""
         return Stream(self, special)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """Return the prompt of a conversation, up to the beginning of the answer.
 
-        Encode it with `special=True`, since it contains names of control tokens.
+        The prompt contains names of control tokens, so encode the prompt with `special=True`.
 
         Args:
           messages: dicts with "role" and "content".
@@ -116,7 +116,7 @@ class Tokenizer:
 
 
 class Stream:
-    """Decodes ids one at a time into whole characters."""
+    """Decoder of token ids, one at a time, into whole characters."""
 
     def __init__(self, tokenizer: Tokenizer, special: bool = False):
         self._to_bytes = tokenizer.to_bytes
@@ -124,10 +124,10 @@ class Stream:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, id: int) -> str:
-        """Return the text that this id completes; empty in the middle of a character."""
+        """Return the text that a token id completes; empty in the middle of a character."""
         id = int(id)  # arrays of one number are accepted
         return "" if id in self._hidden else self._decoder.decode(self._to_bytes(id))
 
     def end(self) -> str:
-        """Return a replacement character for an incomplete character, else ""."""
+        """Return a replacement character if the last character is incomplete; otherwise ""."""
         return self._decoder.decode(b"", final=True)

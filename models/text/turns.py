@@ -1,12 +1,12 @@
 """Tokens of a conversation turn by turn, so that each token is computed once.
 
-A template renders a whole conversation. The tokens of a turn are those of its text after the last
-answer, which are the end of that answer, the message, and the beginning of the next answer. Answers
-keep the tokens that were generated. The result equals the tokens of the whole text, except if:
+A template renders a whole conversation. The tokens of a turn are the tokens of the rendered text
+after the last answer: the end of this answer, the message, and the beginning of the next answer.
+Answers keep the generated tokens. All turns together equal the tokens of the whole text, except if:
 
 - the tokenizer merges the beginning of an answer with the text before it, or splits the text of an
-  answer into other tokens than those generated;
-- the template changes earlier answers, for example strips them or removes thoughts;
+  answer into other tokens than the generated tokens;
+- the template changes earlier answers, for example strips spaces or removes thoughts;
 - the vocabulary adds a space before each piece of text (`Tokenizer.space_first`).
 """
 
@@ -17,18 +17,18 @@ from models.errors import ModelError
 from models.text.tokenizer import Tokenizer
 
 Messages = Sequence[Mapping[str, str]]
-"""Each with "role" and "content"."""
+"""Messages, each a dict with "role" and "content"."""
 
 _MARK = "\ue000mark\ue001"
-"""Placeholder for a text in a template, made of private-use characters."""
+"""Placeholder for a text in a template, with private-use characters."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Frame:
-    """Numbers of tokens that a template adds.
+    """Numbers of tokens that a template adds to a conversation.
 
-    keep: before the text of the first message: `bos`, instructions.
-    closing: between an answer and the text of the next message.
+    keep: number of tokens before the text of the first message: `bos` and instructions.
+    closing: number of tokens between an answer and the text of the next message.
     """
 
     keep: int
@@ -36,14 +36,14 @@ class Frame:
 
 
 def frame_of(tokenizer: Tokenizer, instructions: Messages) -> Frame:
-    """Return the `Frame` of a tokenizer's template for these instructions.
+    """Return the `Frame` of a tokenizer's template for the given instructions.
 
     Args:
-      tokenizer: with a chat template.
-      instructions: a system message, or nothing.
+      tokenizer: tokenizer with a chat template.
+      instructions: a list with a system message, or an empty list.
 
     Raises:
-      ModelError: If there is no template, or it rejects the messages.
+      ModelError: If the tokenizer has no template, or the template rejects the messages.
     """
     first, second = _MARK + "1", _MARK + "2"
     asked = [*instructions, {"role": "user", "content": first}]
@@ -60,15 +60,15 @@ def frame_of(tokenizer: Tokenizer, instructions: Messages) -> Frame:
 
 
 def tokens_of_turn(tokenizer: Tokenizer, messages: Messages) -> list[int]:
-    """Return the tokens that a new message adds, up to the beginning of its answer.
+    """Return the tokens that a new message adds, up to the beginning of the answer.
 
     Args:
-      tokenizer: with a chat template.
-      messages: the conversation, with the new message last. If an answer precedes it, the tokens
-        begin with the end of that answer, in place of the model's stop token.
+      tokenizer: tokenizer with a chat template.
+      messages: messages of the conversation, with the new message last. If an answer precedes the
+        new message, the tokens begin with the template's end of that answer, not with a stop token.
 
     Raises:
-      ModelError: If there is no template, or it rejects the messages.
+      ModelError: If the tokenizer has no template, or the template rejects the messages.
     """
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers:

@@ -1,4 +1,4 @@
-"""Acceptance of draft tokens, and sampling of their replacements, from logits."""
+"""Acceptance of draft tokens, and sampling of replacement tokens."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def verify_draft(
     state: DecodeState,
     ok: Bool[Array, " T"],
 ) -> tuple[Int32[Array, "T places"], Float[Array, "T places"], Bool[Array, "T places"], PyTree]:
-    """Sample a token at each place, as far as the draft is accepted.
+    """Verify n draft tokens, and sample a token for each draft token and one after the draft.
 
-    `draft` has n tokens, and `logits`, float32, n + 1 places. Returns the tokens, their
-    log-probabilities, which of them follow accepted tokens only, and the sampler state after those.
+    The mask is True for tokens that follow only accepted tokens. The sampler state includes only
+    tokens with a True mask.
     """
     places = logits.shape[1]
     more = [(0, 0), (0, 1)]
@@ -78,14 +78,12 @@ def verify_branches(
     PyTree,
     Int32[Array, " T"],
 ]:
-    """Sample a token at each place, and follow a branch that offers it.
+    """Verify k branches of n draft tokens, and select the branch with the sampled tokens.
 
-    If branches were not drawn, tokens are sampled as without a draft, so samples equal those of
-    `decode`. Branches that were drawn are tested in order, see `_find_first_accepted`.
-
-    `draft` has tokens `[T, k, n]`. `logits`, float32, have 1 + k * n nodes: the last token, then
-    each branch. They are undefined at tokens of an earlier branch. Returns the results of
-    `verify_draft`, and the branch that was followed.
+    If branches were not drawn, the samples equal those of `decode`. Drawn branches are tested in
+    order, see `_find_first_accepted`. The float32 logits `[T, 1 + k * n, V]` are of the last
+    sampled token, then of each branch; logits of tokens in an earlier branch are not read. Returns
+    the results of `verify_draft` and the index of the selected branch.
     """
     length = draft.tokens.shape[2]
     pad = [(0, 0), (0, 0), (0, 1)]
@@ -133,15 +131,11 @@ def _find_first_accepted(
     drawn_from: Float[Array, "T V"],
     keys: Key[Array, " T"],
 ) -> tuple[Int32[Array, " T"], Float[Array, "T V"]]:
-    """Return the first token that is accepted among several branches, and residual logits.
+    """Return the first accepted token of several branches (-1: none), and residual logits.
 
-    Each is tested like a single draft token. After a rejection, p becomes max(p - q, 0), and the
-    token is removed from q, since it was drawn without replacement (Jeon et al., 2024,
-    arXiv:2402.14160).
-
-    p is the softmax of `adjusted`, the logits of the model, and q of `drawn_from`, those of the
-    draft. The keys are folded for each branch. If none is accepted, the token is -1, and the
-    residual logits are for a draw.
+    Each token is tested as in `_accept_guesses`, with p from `adjusted` and q from `drawn_from`.
+    After a rejection, p becomes max(p - q, 0), and the rejected token is removed from q, since
+    tokens are drawn without replacement (Jeon et al., 2024, arXiv:2402.14160).
     """
     p, q = jax.nn.softmax(adjusted, axis=1), jax.nn.softmax(drawn_from, axis=1)
     accepted = jnp.full(asked.shape[0], -1, jnp.int32)
@@ -165,7 +159,7 @@ def _find_first_accepted(
 def _normalise_residual(
     rest: Float[Array, "T V"], whole: Float[Array, "T V"]
 ) -> Float[Array, "T V"]:
-    """Return residual probabilities with sum 1; `whole` if all are 0."""
+    """Scale residual probabilities to a sum of 1; return `whole` if all are 0."""
     total = jnp.sum(rest, axis=1, keepdims=True)
     return jnp.where(total > 0, rest / jnp.where(total > 0, total, 1), whole)
 
@@ -176,11 +170,11 @@ def _accept_guesses(
     drawn_from: Float[Array, "T V"] | None,
     keys: Key[Array, " T"],
 ) -> tuple[Bool[Array, " T"], Float[Array, "T V"]]:
-    """Return whether draft tokens are accepted, and the logits to draw from if not.
+    """Return which draft tokens are accepted, and the logits of replacement tokens.
 
-    A token drawn with probability q is accepted with probability min(1, p / q). Its replacement is
-    drawn from max(p - q, 0), so the result has the distribution p. Without `drawn_from`, the token
-    was not drawn, and q is 1.
+    A token that was drawn with probability q is accepted with probability min(1, p / q). A rejected
+    token is replaced by a draw from max(p - q, 0), so that samples have the distribution p. If
+    `drawn_from` is None, q is 1 for the draft token.
     """
     p = jax.nn.softmax(adjusted, axis=1)
     if drawn_from is None:

@@ -1,4 +1,4 @@
-"""Drafter from a smaller model, with one branch or several."""
+"""Drafters from a smaller model, with one branch or several."""
 
 from __future__ import annotations
 
@@ -28,36 +28,36 @@ def draft_model(
     num_draft_tokens: int = 3,
     num_branches: int = 1,
 ) -> DraftModel:
-    """Make a drafter from a smaller model with the same vocabulary and its own cache.
+    """Make a drafter from a smaller model with the same vocabulary.
 
-    With several branches, each starts with one of the k best first tokens. This helps if the first
-    draft token is often wrong and the second best right. A draft step computes one token for each
-    branch, and the verifying model computes all branches. With a random sampler, branches are
-    drawn, and the samples keep the distribution of the model.
+    The k branches of a draft start with the k best first tokens. Several branches help if the first
+    draft token is often wrong and the second best token is right. A draft step computes one token
+    for each branch, and the verifying model computes all branches at once. With a random sampler,
+    branches are drawn, and samples keep the distribution of the verifying model.
 
     Args:
       forward: The draft model, see `prefill`; pass the same function every time.
-      params: Its parameters, any pytree.
-      cache: Its cache after the same prompts, in the same sequences. Recurrent states need a
-        `max_rollback` of at least `num_draft_tokens`. Several branches need a cache without
-        recurrent states, and a sequence for each branch.
+      params: Parameters of the draft model, any pytree.
+      cache: Cache of the draft model, with the prompts in the same sequences as in the cache of
+        `speculate`. With recurrent states, `max_rollback` must be at least `num_draft_tokens`.
       batch_size: T, the number of sequences.
       num_draft_tokens: Maximum number of tokens of a draft, static.
-      num_branches: k, the number of first tokens, static.
+      num_branches: k, the number of branches, static.
 
     Returns:
-      The drafter, for `speculate`. If its cache has no free cells for all active sequences, they
-      continue without drafts. So does a sequence with another length in its cache: repeat edits of
-      one cache in the other.
+      A drafter for `speculate`. If the cache of the draft model has too few free cells, the active
+      sequences continue without drafts. A sequence gets no draft if its length differs between
+      draft cache and main cache. Repeat each edit of the main cache in the draft cache.
 
     Raises:
-      ValueError: If a number is below 1, the cache stores too few states, or it was donated.
-      ValueError: If there are several branches, and the cache has recurrent states, fewer than
-        `T * k` sequences, or a stream for each sequence.
+      ValueError: If `batch_size`, `num_draft_tokens` or `num_branches` is below 1.
+      ValueError: If the cache stores too few recurrent states, or was donated.
+      ValueError: With several branches, if the cache has recurrent states, fewer than `T * k`
+        sequences, or a stream for each sequence.
       TypeError: If `forward` is not a function.
 
     Examples:
-      Two sequences with three branches need six sequences of the cache:
+      Two sequences with three branches each need a cache of six sequences:
 
       >>> def forward(params, cache, ubatch):
       ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
@@ -69,7 +69,7 @@ def draft_model(
       >>> drafter.guessed.shape
       (2, 3, 3)
 
-    llama.cpp: `examples/speculative`, with `n_parallel` for the branches.
+    llama.cpp: `examples/speculative`, where `n_parallel` is the number of branches.
     """
     batch_size = check_count(batch_size, "batch_size")
     num_draft_tokens = check_count(num_draft_tokens, "num_draft_tokens")

@@ -1,7 +1,4 @@
-"""Drafters, which draft the next tokens of sequences for `speculate` to verify.
-
-A drafter is an immutable pytree; each step returns the next one.
-"""
+"""Drafters: immutable pytrees that draft the next tokens of sequences for `speculate`."""
 
 from __future__ import annotations
 
@@ -31,10 +28,11 @@ if TYPE_CHECKING:
 class DraftTokens(NamedTuple):
     """Draft tokens of T sequences.
 
-    tokens: `[T, n]`, or `[T, k, n]` for k branches, which may share their first tokens.
-    valid: Which tokens are drafted. Tokens after an invalid one are invalid.
-    adjusted: float32. Adjusted logits that the tokens were drawn from; None if they were not drawn.
-      Branches that share tokens drew the next one without replacement, in their order.
+    tokens: Draft tokens `[T, n]`, or `[T, k, n]` for k branches. Branches may share their first
+      tokens.
+    valid: Which tokens are drafted. Tokens after an invalid token are invalid.
+    adjusted: float32. Adjusted logits of drawn tokens; None if tokens were not drawn. Branches that
+      share tokens drew the next token without replacement, in the order of the branches.
     """
 
     tokens: Int32[Array, "T *k n"]
@@ -58,7 +56,7 @@ class Drafter(ABC):
         """T, the number of sequences."""
 
     def check(self, cache: Cache) -> None:
-        """Raise a ValueError if drafts for this cache are impossible; by default never."""
+        """Raise a ValueError if drafts for `cache` are impossible; the default never raises."""
         del cache
 
     @abstractmethod
@@ -69,13 +67,13 @@ class Drafter(ABC):
         active: Bool[Array, " T"],
         at: Int32[Array, " T"],
     ) -> tuple[Self, DraftTokens]:
-        """Draft tokens after the last token of each sequence.
+        """Draft tokens after the last sampled token of each sequence.
 
         Args:
-          sampler: Adjusts the logits of a draft model like those of the model.
+          sampler: Sampler that adjusts the logits of both the draft model and the verifying model.
           state: State of the sequences.
-          active: Sequences that get a draft.
-          at: Position of the last token of each sequence, which is in no cache yet.
+          active: Which sequences get a draft.
+          at: Position of `state.token`, which is in no cache yet.
         """
 
     @abstractmethod
@@ -91,8 +89,9 @@ class Drafter(ABC):
         Args:
           sequences: Ids of the sequences.
           at: Position of `fed[:, 0]`.
-          fed: The last token of each sequence and n draft tokens, those of the followed branch.
-          num_cached: How many of them are in the cache now, 0 for a sequence that ended.
+          fed: The last sampled token of each sequence, then the n draft tokens of the selected
+            branch.
+          num_cached: Number of tokens of `fed` in the cache now; 0 for a sequence that ended.
         """
 
 
@@ -102,9 +101,7 @@ class PromptLookup(Drafter):
     """Drafter of `prompt_lookup`.
 
     recent: The last C cached tokens of each sequence, padded in front with -1.
-    ngram: Number of tokens that must occur again, static.
-    num_draft_tokens: See `Drafter`, static.
-    num_branches: See `Drafter`, static.
+    ngram: Number of last tokens that must occur again, static.
     """
 
     recent: Int32[Array, "T C"]
@@ -153,7 +150,7 @@ class PromptLookup(Drafter):
         fed: Int32[Array, "T places"],
         num_cached: Int32[Array, " T"],
     ) -> PromptLookup:
-        """Append the tokens that are in the cache now."""
+        """Append the first `num_cached` tokens of `fed` to `recent`."""
         del sequences, at
         text = jnp.concatenate([self.recent, fed], axis=1)
         index = jnp.arange(self.recent.shape[1])[None] + num_cached[:, None]
@@ -168,18 +165,19 @@ def prompt_lookup(
     recent: int = 512,
     num_branches: int = 1,
 ) -> PromptLookup:
-    """Make a drafter for `speculate` from earlier occurrences of the last tokens.
+    """Make a drafter that copies the tokens after earlier occurrences of the last tokens.
 
-    It costs little, and helps if outputs repeat themselves or their prompts, as in edits, summaries
-    and code. Without an occurrence there is no draft, and the step computes one token.
+    The search is cheap, and helps if outputs repeat earlier parts of the output or the prompt, as
+    in edits, summaries and code. If the last tokens did not occur before, the step has no draft and
+    computes one token.
 
     Args:
-      prompts: The tokens of each sequence so far, an array or a list of lists.
-      ngram: Number of tokens that must occur again, static.
+      prompts: Tokens of each sequence so far, an array or a list of lists.
+      ngram: Number of last tokens that must occur again, static.
       num_draft_tokens: Maximum number of tokens of a draft, static.
-      recent: C, the number of last tokens that are searched, static.
-      num_branches: Maximum number of branches, static: distinct continuations of the last
-        occurrences.
+      recent: C, the number of recent tokens to search, static.
+      num_branches: Maximum number of branches, static. Branches are distinct continuations of the
+        last tokens.
 
     Raises:
       ValueError: If a number is below 1, or `recent` is not greater than `ngram`.
@@ -193,7 +191,7 @@ def prompt_lookup(
       >>> guess.tokens.tolist(), guess.valid.tolist()
       ([[3, 4, 1]], [[True, True, True]])
 
-      Two branches, since 1, 2 has two continuations:
+      The tokens 1, 2 occurred twice, with two continuations:
 
       >>> draft = generation.prompt_lookup(
       ...     [[1, 2, 3, 1, 2, 4, 1]], num_draft_tokens=2, recent=8, num_branches=2
@@ -225,11 +223,8 @@ def prompt_lookup(
 class DraftModel(Drafter):
     """Drafter of `draft_model` with one branch.
 
-    params: Parameters of the draft model.
-    cache: Its cache, with the same sequences as the cache of the model.
-    unfed: The single token that its cache lacks; -1 if it lacks none, or more.
-    forward: The draft model, static.
-    num_draft_tokens: See `Drafter`, static.
+    cache: Cache of the draft model, with the same sequences as the cache of the verifying model.
+    unfed: The only token that `cache` lacks; -1 if `cache` lacks no token or several tokens.
     """
 
     params: PyTree
@@ -244,7 +239,7 @@ class DraftModel(Drafter):
         return self.unfed.shape[0]
 
     def check(self, cache: Cache) -> None:
-        """Raise a ValueError if its cache was donated or has another number of sequences."""
+        """Raise a ValueError if the draft cache was donated or has another number of sequences."""
         check_not_donated(self.cache, name="the draft's cache")
         expected, actual = (x.table.spec.sequences for x in (cache, self.cache))
         if expected != actual:
@@ -260,10 +255,7 @@ class DraftModel(Drafter):
         active: Bool[Array, " T"],
         at: Int32[Array, " T"],
     ) -> tuple[DraftModel, DraftTokens]:
-        """Run the draft model token by token; the first step also feeds `unfed`.
-
-        A sequence with another length in its cache gets no draft.
-        """
+        """Run the draft model token by token; the first step also computes `unfed`."""
         last = last_positions(self.cache.table)[state.sequence]
         active = active & (last + 1 + (self.unfed >= 0) == at)
         tokens = jnp.stack([self.unfed, state.token], axis=1)
@@ -306,7 +298,7 @@ class DraftModel(Drafter):
         fed: Int32[Array, "T places"],
         num_cached: Int32[Array, " T"],
     ) -> DraftModel:
-        """Remove rejected tokens. If all were accepted, the last one becomes `unfed`."""
+        """Remove rejected tokens; if all tokens were accepted, the last token becomes `unfed`."""
         cache, _ = seq_rm(self.cache, sequences, at + num_cached)
         num_missing = at + num_cached - 1 - last_positions(cache.table)[sequences]
         last = jnp.take_along_axis(fed, jnp.maximum(num_cached - 1, 0)[:, None], axis=1)[:, 0]

@@ -1,8 +1,7 @@
-"""Speculative decoding: draft tokens are verified in one model step.
+"""Speculative decoding: one model step verifies several draft tokens.
 
 Greedy samples equal those of `decode`, except for rounding at ties. Random samples have the same
-distribution: draft tokens are accepted by comparing two distributions (Leviathan, Kalman and
-Matias, 2023, arXiv:2211.17192).
+distribution as samples of `decode` (Leviathan, Kalman and Matias, 2023, arXiv:2211.17192).
 """
 
 from __future__ import annotations
@@ -59,10 +58,7 @@ class _DraftedTokens(NamedTuple):
 
 
 class _Setup(NamedTuple):
-    """Constants of a loop, see `speculate`.
-
-    `sequences` are those of the branches, see `token_tree`; None for a single branch.
-    """
+    """Constants of a `speculate` loop; `sequences` are the ids of branches, None for one branch."""
 
     forward: Forward
     sampler: Sampler
@@ -72,10 +68,10 @@ class _Setup(NamedTuple):
 
 
 class _Progress(NamedTuple):
-    """State of a loop, with the sampled tokens in `made`.
+    """State of a `speculate` loop.
 
-    at: Position of the last token of each sequence, which is in no cache yet.
-    drafting: Sequences that still get drafts.
+    at: Position of `state.token`, which is in no cache yet.
+    drafting: Which sequences still get drafts.
     """
 
     cache: Cache
@@ -89,10 +85,9 @@ class _Progress(NamedTuple):
 class _StepResult(NamedTuple):
     """Result of one step, for T sequences.
 
-    tokens: Sampled tokens at n + 1 places, of which the first `num_tokens` count.
-    logprobs: float32. Their log-probabilities.
-    accepted: How many of them were drafted.
-    drafting: Sequences that still get drafts.
+    tokens: n + 1 sampled tokens, of which the first `num_tokens` are used.
+    accepted: Number of accepted draft tokens.
+    drafting: Which sequences still get drafts.
     """
 
     tokens: Int32[Array, "T places"]
@@ -117,41 +112,39 @@ def speculate(
 ) -> DecodeResult:
     """Generate like `decode`, verifying several draft tokens in each model step.
 
-    A sequence without free cells for its draft continues without drafts, and ends with
-    `Reason.OUT_OF_CELLS` if its next token has no cell. A step without drafts computes one token
-    for each sequence.
+    If there are no free cells for a draft, the sequence continues without drafts. A sequence ends
+    with `Reason.OUT_OF_CELLS` if its next token has no free cell. A step without drafts computes
+    one token for each sequence. Rejected tokens are removed from all caches.
 
-    Several branches are computed in one ubatch. Each uses a sequence during the step: the sequence
-    itself, or an empty one of its stream. If too few of these are empty at a step, that step has
-    fewer branches.
+    Several branches are computed in one ubatch. During a step, each branch uses a sequence: the
+    drafted sequence itself, or an empty sequence of its stream. If too few sequences are empty at
+    the start of the call, all steps have fewer branches.
 
     Args:
       forward: See `prefill`.
       params: Model parameters, any pytree.
-      cache: The cache after the prompts. Recurrent states need a `max_rollback` of at least
-        `num_draft_tokens`, and allow a single branch only.
+      cache: The cache after the prompts. With recurrent states, `max_rollback` must be at least
+        `num_draft_tokens`, and only one branch is possible.
       state: State of each sequence, see `decode`.
-      drafter: From `prompt_lookup` or `draft_model`, or another `Drafter`.
+      drafter: A `Drafter`, such as from `prompt_lookup` or `draft_model`; the result has the next
+        drafter.
       num_tokens: Maximum number of tokens to generate for each sequence, static.
       sampler: See `decode`.
       stop_tokens: Tokens that end a sequence, see `decode`.
-      donate: Reuse the buffers of the input cache, see `prefill`. Those of a drafter are copied in
-        each call.
-
-    Returns:
-      The cache, the state and the drafter to continue with, and the sampled tokens. Rejected tokens
-      are in no cache.
+      donate: Reuse the buffers of the input cache, see `prefill`. Buffers of a drafter are copied
+        in each call.
 
     Raises:
-      ValueError: If the cache stores too few states to roll back a draft, and as in `decode`.
-      ValueError: If there are several branches, and the cache has recurrent states, too few
-        sequences for all branches, or a stream for each sequence.
+      ValueError: In the cases of `decode`, or if the cache stores too few states to roll back a
+        draft.
+      ValueError: With several branches, if the cache has recurrent states, fewer sequences than
+        branches, or a stream for each sequence.
       ValueError: If the drafter is for another number of sequences or another vocabulary.
       ValueError: If the cache of the drafter was donated, or has another number of sequences.
-      TypeError: If `drafter`, `sampler` or `state` has another type.
+      TypeError: If `drafter`, `sampler` or `state` has the wrong type.
 
     Examples:
-      A model that counts modulo 3; nine tokens take three steps:
+      The model counts modulo 3, and nine tokens take three steps:
 
       >>> def forward(params, cache, ubatch):
       ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
@@ -226,7 +219,7 @@ def _build_speculate_program(forward: Callable[[], Forward]) -> jax.stages.Wrapp
 def _speculate(
     setup: _Setup, draft: Drafter, cache: Cache, state: DecodeState, num_tokens: int
 ) -> tuple[Cache, DecodeState, Drafter, _DraftedTokens]:
-    """Run `speculate` as a part of the program being traced."""
+    """Run `speculate` inside a traced program."""
     texts, tries = state.token.shape[0], draft.num_draft_tokens
     if draft.num_branches > 1:
         table = cache.table
@@ -307,7 +300,7 @@ def _append_rows(
     new: Shaped[Array, "T n"],
     num_new: Int32[Array, " T"],
 ) -> Shaped[Array, "T steps"]:
-    """Write the first `num_new` values of `new` to each row, from `start` on."""
+    """Write the first `num_new` values of `new` into each row of `rows`, from index `start` on."""
     turn = jnp.arange(new.shape[1], dtype=jnp.int32)[None]
     where = jnp.where(turn < num_new[:, None], start[:, None] + turn, rows.shape[1])
     return rows.at[jnp.arange(rows.shape[0])[:, None], where].set(new, mode="drop")
@@ -316,10 +309,8 @@ def _append_rows(
 def _run_draft_width_step(
     setup: _Setup, draft: DraftTokens, active: Bool[Array, " T"], progress: _Progress
 ) -> tuple[Cache, _StepResult]:
-    """Run one step of active sequences, one token wide if there is no draft.
-
-    Each width is a loop of zero or one iterations, since `lax.cond` would copy the cache.
-    """
+    """Run one step; without drafts, the step computes one token for each active sequence."""
+    # Each width is a loop of zero or one iterations, since `lax.cond` would copy the cache.
     texts, tries = draft.tokens.shape[0], draft.tokens.shape[-1]
     empty_turn = _StepResult(
         tokens=jnp.zeros((texts, tries + 1), jnp.int32),
@@ -351,7 +342,7 @@ def _run_draft_width_step(
 def _feed_and_verify(
     setup: _Setup, draft: DraftTokens, active: Bool[Array, " T"], progress: _Progress
 ) -> tuple[Cache, _StepResult]:
-    """Run the model on last tokens and their draft; keep the accepted tokens."""
+    """Run the model on last tokens and drafts, and keep the accepted tokens."""
     state = progress.state
     guessed = jnp.any(draft.valid, axis=tuple(range(1, draft.valid.ndim)))
     feed = _feed_guess if draft.tokens.ndim == 2 else _feed_branches
@@ -403,10 +394,7 @@ def _feed_and_verify(
 def _feed_guess(
     setup: _Setup, draft: DraftTokens, active: Bool[Array, " T"], progress: _Progress
 ) -> tuple[Cache, Plan, Bool[Array, " T"], tuple, DraftTokens]:
-    """Run the model on the last token of each active sequence and the draft after it.
-
-    Returns the cache, the plan, continuing sequences, results of `verify_draft`, and the draft.
-    """
+    """Run the model on last tokens and drafts; also return which sequences were computed."""
     table, state = progress.cache.table, progress.state
     fed = jnp.concatenate([state.token[:, None], draft.tokens], axis=1)
     valid = jnp.concatenate([active[:, None], draft.valid], axis=1)
@@ -419,7 +407,7 @@ def _feed_guess(
 
 
 def _check_vocabulary(draft: DraftTokens, logits: Float[Array, "T n V"]) -> None:
-    """Raise unless a drawn draft has the vocabulary of the logits."""
+    """Raise a ValueError if the vocabularies of a drawn draft and of `logits` differ."""
     if draft.adjusted is not None and draft.adjusted.shape[-1] != logits.shape[-1]:
         raise ValueError(
             f"expected a draft of {logits.shape[-1]} tokens, the vocabulary of the model, got one "
@@ -430,7 +418,7 @@ def _check_vocabulary(draft: DraftTokens, logits: Float[Array, "T n V"]) -> None
 def _feed_branches(
     setup: _Setup, draft: DraftTokens, active: Bool[Array, " T"], progress: _Progress
 ) -> tuple[Cache, Plan, Bool[Array, " T"], tuple, DraftTokens]:
-    """Run `_feed_guess` for a draft of several branches, and keep one of them."""
+    """Run the model as `_feed_guess` for several branches, and keep one branch."""
     state, sequences = progress.state, setup.sequences
     assert sequences is not None
     table = token_tree.fork_branches(progress.cache.table, sequences, state.sequence)

@@ -1,8 +1,8 @@
-"""Trees of draft tokens: several branches after one token, in one ubatch.
+"""Trees of draft tokens: k branches of n tokens after the last sampled token, in one ubatch.
 
-Each branch is a sequence that is forked for one step: the sequence itself, and empty ones of its
-stream. Tokens that branches share are computed once and belong to all of them. There are k branches
-of n tokens, and one of them is kept.
+During a step, each branch is a sequence: the drafted sequence itself, or an empty sequence of the
+same stream. Tokens that branches share are computed once and belong to all these branches. After
+the step, one branch is kept.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 
 class TreeNodes(NamedTuple):
-    """Shared tokens in the branches of T sequences.
+    """Tokens that the branches of T sequences share.
 
-    owns: Whether a token of a branch belongs to another branch: both have equal tokens up to it.
-    first: Tokens that are in no earlier branch, which are computed.
+    owns: `owns[t, i, j, m]` is True if branches i and m of sequence t have equal tokens 0 to j.
+    first: Tokens that are in no earlier branch and must be computed.
     """
 
     owns: Bool[Array, "T k n k"]
@@ -42,7 +42,7 @@ class TreeNodes(NamedTuple):
 
 
 def check_branches(spec: TableSpec, texts: int, num_branches: int, cache_name: str) -> None:
-    """Raise a ValueError unless a cache can have k branches of each sequence."""
+    """Raise a ValueError unless a cache can fork each of `texts` sequences into branches."""
     if num_branches == 1:
         return
     if spec.max_rollback is not None:
@@ -61,10 +61,7 @@ def check_branches(spec: TableSpec, texts: int, num_branches: int, cache_name: s
 def assign_branch_sequences(
     table: CacheTable, sequences: Int32[Array, " T"], num_branches: int
 ) -> Int32[Array, "T {num_branches}"]:
-    """Return the sequences of branches, in ascending order, Q if too few are free.
-
-    A branch has the sequence itself, or an empty one of its stream.
-    """
+    """Return sequence ids of branches in ascending order; Q for a branch without a sequence."""
     spec, count = table.spec, table.spec.sequences
     size = count // spec.streams
     free = (~table.nonempty_sequences()).at[sequences].set(False).reshape(spec.streams, size)
@@ -81,7 +78,7 @@ def assign_branch_sequences(
 
 
 def find_tree_nodes(draft: DraftTokens) -> TreeNodes:
-    """Find the tokens that branches share, of tokens `[T, k, n]`."""
+    """Find the tokens that branches share in draft tokens `[T, k, n]`."""
     tokens, valid = (jnp.moveaxis(x, 1, 2) for x in (draft.tokens, draft.valid))
     both = valid[..., None] & valid[..., None, :] & (tokens[..., None] == tokens[..., None, :])
     owns = jnp.moveaxis(jnp.cumprod(both, axis=1) > 0, 1, 2)
@@ -94,7 +91,7 @@ def find_tree_nodes(draft: DraftTokens) -> TreeNodes:
 def fork_branches(
     table: CacheTable, sequences: Int32[Array, "T k"], roots: Int32[Array, " T"]
 ) -> CacheTable:
-    """Fork the sequences `roots` into those of their branches."""
+    """Fork each sequence of `roots` into the sequences of its branches."""
     parents = jnp.broadcast_to(roots[:, None], sequences.shape).reshape(-1)
     targets = jnp.where(sequences == roots[:, None], table.spec.sequences, sequences)
     return table.seq_select(None, parents, targets.reshape(-1))[0]
@@ -108,12 +105,11 @@ def plan_tree(
     active: Bool[Array, " T"],
     sequences: Int32[Array, "T k"],
 ) -> Plan:
-    """Plan the last token of each active sequence, and the branches after it.
+    """Plan the last sampled token and the branches of each active sequence, in one ubatch.
 
-    `table` has the branches forked; their `sequences` ascend, Q for none. Draft tokens `[T, k, n]`
-    of branches without a sequence are not valid. Returns a plan of one ubatch. Its outputs are
-    `[T, 1 + k * n]`: the last token, then branch by branch. Those of tokens in an earlier branch
-    are undefined.
+    Requires a `table` with forked branches, ascending `sequences` with Q for a missing branch, and
+    no valid draft tokens in missing branches. The outputs, `[T, 1 + k * n]`, are of the last
+    sampled token, then of each branch; outputs of tokens in an earlier branch are undefined.
     """
     texts, branches, length = draft.tokens.shape
     nodes = find_tree_nodes(draft)
@@ -142,11 +138,9 @@ def plan_tree(
 def _lay_out_trees(
     spec: TableSpec, texts: int, num_branches: int, length: int
 ) -> Int32[Array, "rows columns"]:
-    """Return the indices of tokens in rows: one row, or one for each branch.
+    """Return token indices in one row, or in a row for each branch, padded with NO_SLOT.
 
-    The row of the first branch starts with the last token. If a row has one sequence, a token is in
-    the row of the lowest of its sequences. Indices are `[1, T * (1 + k * n)]`, or `[T * k, 1 + n]`
-    padded with NO_SLOT.
+    The row of the first branch starts with the last sampled token.
     """
     index = jnp.arange(texts * (1 + num_branches * length), dtype=jnp.int32)
     if not spec.single_sequence_rows:
@@ -164,7 +158,7 @@ def keep_branch(
     sequences: Int32[Array, "T k"],
     branch: Int32[Array, " T"],
 ) -> CacheTable:
-    """Replace each of `roots` by one of its branches, and clear the others."""
+    """Replace each sequence of `roots` by one of its branches, and clear the other branches."""
     parents = jnp.take_along_axis(sequences, branch[:, None], axis=1)[:, 0]
     table, _ = table.seq_select(None, parents, roots)
     others = jnp.where(sequences == roots[:, None], table.spec.sequences, sequences).reshape(-1)

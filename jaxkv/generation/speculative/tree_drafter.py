@@ -27,8 +27,7 @@ class TreeDraftModel(DraftModel):
     """Drafter of `draft_model` with several branches.
 
     guessed: Tokens of the last draft.
-    sequences: Sequences of its branches in the cache of the draft model, see `token_tree`.
-    num_branches: See `Drafter`, static.
+    sequences: Sequence ids of the branches in the cache of the draft model, see `token_tree`.
     """
 
     guessed: Int32[Array, "T k n"]
@@ -42,10 +41,7 @@ class TreeDraftModel(DraftModel):
         active: Bool[Array, " T"],
         at: Int32[Array, " T"],
     ) -> tuple[TreeDraftModel, DraftTokens]:
-        """Draft branches from the best next tokens, each continued by its best tokens.
-
-        A random sampler draws distinct first tokens, and then each continuation.
-        """
+        """Draft branches from the k best tokens, and continue each branch with its best tokens."""
         table = self.cache.table
         last = last_positions(table)[state.sequence]
         going = active & (last + 1 + (self.unfed >= 0) == at)
@@ -107,7 +103,7 @@ class TreeDraftModel(DraftModel):
     def _pick_distinct_tokens(
         self, sampler: Sampler, adjusted: Float[Array, "T V"], keys: Key[Array, " T"]
     ) -> Int32[Array, "T k"]:
-        """Return k distinct tokens: the best, or drawn without replacement."""
+        """Return k distinct tokens: the best tokens, or draws without replacement."""
         if adjusted.shape[1] < self.num_branches:
             raise ValueError(
                 f"expected at most as many branches as the {adjusted.shape[1]} tokens of the "
@@ -126,7 +122,7 @@ class TreeDraftModel(DraftModel):
         fed: Int32[Array, "T places"],
         num_cached: Int32[Array, " T"],
     ) -> DraftModel:
-        """Keep the accepted branch, and update as with a single one."""
+        """Keep the accepted branch, and update the drafter as with a single branch."""
         table, buffers = self.cache.table, self.cache.buffers
         turn = jnp.arange(1, fed.shape[1], dtype=jnp.int32)
         same = (self.guessed == fed[:, None, 1:]) | (turn[None] >= num_cached[:, None])[:, None]

@@ -1,13 +1,9 @@
-"""Tiles of cells with at least one visible cell, which a loop or a kernel reads.
+"""Active tiles: tiles of cells with at least one visible cell, which a loop or a kernel reads.
 
-A stream may be large and mostly empty, full of other sequences, or one of many of which few are
-used. So cells are cut into tiles and tokens into blocks. An array lists the pairs of a block and a
-tile with a visible cell; a change of the list needs no compilation.
-
-These tiles are read at once. The tiles that a sequence may reserve are smaller and control where
-tokens are placed, see `jaxkv.kv.tiles`; attention uses only their size, `Visibility.tile`.
-
-Letters are those of `jaxkv.ops.attention`; M pairs of a block and a tile.
+Cells are cut into tiles and tokens into blocks. An array lists the pairs of a block and an active
+tile, so that a change of the list needs no compilation. The smaller tiles that sequences reserve
+are those of `jaxkv.kv.tiles`. Letters are those of `jaxkv.ops.attention`; M is the number of pairs
+of a block and a tile.
 """
 
 from __future__ import annotations
@@ -26,28 +22,27 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 TILE = 512
-"""Cells of a tile: large enough that their product takes longer than the overhead of a loop."""
+"""Number of cells of a tile; large, so that a product takes longer than the overhead of a loop."""
 
 BLOCK = 256
-"""The most tokens of a block, which read a tile together.
-
-Most blocks of a long prompt attend only to the tiles before their own.
+"""Largest number of tokens of a block. Blocks let early tokens of a long prompt skip later tiles.
 """
 
 MASK = 1 << 22
-"""The most pairs of a token and a cell with a mask that is shared by all layers: 4 MB."""
+"""Largest number of pairs of a token and a cell for which all layers share a mask: 4 MB."""
 
 
 class ActiveTiles(NamedTuple):
-    """Tiles with at least one visible cell, for P lists of tokens in b equal blocks of t.
+    """Active tiles of P lists of tokens, each of which is cut into b equal blocks of t tokens.
 
-    mask: `[P * b, t, N]` bool, visible cells of each token. If it would be large, or there is a
-      bias, the visibility of the blocks, from which the mask of a tile is computed.
-    sees: whether a token attends to any cell.
-    streams: stream of each block.
-    tiles: index of each pair, block * (tiles of a stream) + tile. Active pairs come first, by
-      block.
-    starts: index in `tiles` of the first active tile of each block; at the end their total number.
+    mask: `[P * b, t, N]` bool, visible cells of each token. If the array would be large or there is
+      a bias, `mask` is a `Visibility` of the blocks.
+    sees: Whether each token attends to any cell.
+    streams: Stream of each block.
+    tiles: Index of each pair, block * (tiles of a stream) + tile. Active pairs come first, ordered
+      by block.
+    starts: Index in `tiles` of the first active tile of each block; the last entry is the number of
+      active tiles.
     """
 
     mask: jax.Array | Visibility
@@ -63,13 +58,13 @@ class ActiveTiles(NamedTuple):
 
     @property
     def tokens_per_block(self) -> int:
-        """The tokens of a block, t."""
+        """Number of tokens of a block, t."""
         return self.sees.shape[1]
 
     def mask_and_bias_of_tile(
         self, block: Int32[Array, ""], first: Int32[Array, ""], size: int
     ) -> tuple[Bool[Array, "1 t C"], Float[Array, "1 _ t C"] | None]:
-        """Return mask and bias, of H heads or one, of a block for `size` cells from `first`."""
+        """Return the mask, and the bias or None, of a block for `size` cells from `first`."""
         zero = jnp.zeros_like(first)
         if not isinstance(self.mask, Visibility):
             return slice_of(self.mask, (block, zero, first), (1, self.tokens_per_block, size)), None
@@ -96,10 +91,8 @@ class ActiveTiles(NamedTuple):
 def find_active_tiles(
     visibility: Visibility, max_tokens: int = BLOCK, size: int = TILE
 ) -> ActiveTiles:
-    """List the active tiles of `size` cells, for blocks of at most `max_tokens` tokens.
-
-    Each layer calls this, as it calls `compute_mask`; the compiler computes it once.
-    """
+    """List the active tiles of `size` cells, for blocks of at most `max_tokens` tokens."""
+    # All layers call this function with equal arguments, and the compiler computes the list once.
     lists, tokens = visibility.at.shape
     cells = visibility.position.shape[1]
     blocks, size = -(-tokens // max_tokens), min(size, cells)
@@ -120,7 +113,7 @@ def find_active_tiles(
 
 
 def _split_visibility(visibility: Visibility, blocks: int) -> Visibility:
-    """Return the `Visibility` of the P * b blocks of P lists; b is `blocks`."""
+    """Return a `Visibility` in which each list of tokens is cut into `blocks` lists."""
     lists = visibility.streams.size * blocks
     return replace(
         visibility.slice_tokens(partial(split_into_blocks, blocks=blocks)),
@@ -130,10 +123,8 @@ def _split_visibility(visibility: Visibility, blocks: int) -> Visibility:
 
 
 def _find_seen_cells(visibility: Visibility) -> tuple[jax.Array, jax.Array]:
-    """Return the visible cells of each list, `[P, N]`, and the tokens with any, `[P, T]` bool.
-
-    A loop over tokens avoids a mask of all pairs.
-    """
+    """Return which cells lists attend to, `[P, N]`, and which tokens attend to a cell, `[P, T]`."""
+    # A loop over tokens avoids a mask of all pairs of a token and a cell.
     visibility = replace(visibility, bias=None)
 
     def of_token(i: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -152,7 +143,7 @@ def _find_seen_cells(visibility: Visibility) -> tuple[jax.Array, jax.Array]:
 def query_bounds_in_blocks(
     visibility: Visibility, blocks: int, queries: int
 ) -> Int32[Array, "Pb X 4"]:
-    """Return the fields of `QueryBounds` for queries in blocks; b is `blocks`, G is `queries`."""
+    """Return the four fields of `QueryBounds` for queries in blocks; G is `queries`."""
     looks = jnp.stack(query_bounds_of(visibility), axis=-1)
     return jnp.tile(split_into_blocks(looks, blocks), (1, queries, 1))
 
@@ -167,7 +158,7 @@ def scalar_at(x: Shaped[Array, " n"], i: Int32[Array, ""]) -> Shaped[Array, ""]:
 
 
 def split_into_blocks(x: Shaped[Array, "P T ..."], blocks: int) -> Shaped[Array, "Pb t ..."]:
-    """Cut lists of tokens into b equal `blocks`, padded with tokens that attend to nothing."""
+    """Cut each list of tokens into b equal `blocks`, padded with tokens that attend to no cell."""
     if blocks == 1:
         return x
     size = -(-x.shape[1] // blocks)
@@ -176,7 +167,7 @@ def split_into_blocks(x: Shaped[Array, "P T ..."], blocks: int) -> Shaped[Array,
 
 
 def merge_blocks(sums: OnlineSoftmax, live: ActiveTiles, lists: int, tokens: int) -> OnlineSoftmax:
-    """Return the partial softmax of P `lists` of T `tokens` from that of their P * b blocks."""
+    """Convert the partial softmax of P * b blocks to a partial softmax of P lists of T tokens."""
     sums = jax.tree.map(
         lambda x: _merge_array_blocks(x, lists, tokens, live.tokens_per_block), sums
     )
@@ -184,7 +175,7 @@ def merge_blocks(sums: OnlineSoftmax, live: ActiveTiles, lists: int, tokens: int
 
 
 def _merge_array_blocks(x: jax.Array, lists: int, tokens: int, size: int) -> jax.Array:
-    """Undo `split_into_blocks` for packed sums; `[P * b, K, X, ...]` to `[P, K, G * T, ...]`."""
+    """Undo `split_into_blocks` for an array `[P * b, K, X, ...]`; return `[P, K, G * T, ...]`."""
     if x.shape[0] == lists:
         return x
     kv_heads, rest = x.shape[1], x.shape[3:]

@@ -17,27 +17,27 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32
 
 Function = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""Bias of a logit: a function of the token's position, the cell's position, and the query head.
+"""A function that returns the bias of logits for token positions, cell positions and query heads.
 
-The three arguments are int32, `[P, 1, T, 1]`, `[P, 1, T or 1, N]` and `[1, H, 1, 1]`; the result is
-floats that broadcast to `[P, H, T, N]`. The bias of hidden cells is ignored.
+The arguments are int32 arrays `[P, 1, T, 1]`, `[P, 1, T or 1, N]` and `[1, H, 1, 1]`. The result is
+an array of floats that broadcasts to `[P, H, T, N]`; the bias of hidden cells is ignored.
 
 A function is static and hashed, so a new function object is compiled again. A function with
-parameters is a pytree with these as leaves: `jax.tree_util.Partial(function, params)`, or a
-dataclass.
+parameters is a pytree with the parameters as leaves: `jax.tree_util.Partial(function, params)`, or
+a dataclass.
 """
 
 Bias = Function | jax.Array | np.ndarray
-"""A function, or an array `[R, T, H, N]` of floats for the cells of a row's stream."""
+"""A bias function, or an array `[R, T, H, N]` of floats for the cells of each row's stream."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PositionBias:
-    """A bias that is computed where it is used.
+    """Bias function of positions, which is called where the bias is used.
 
-    function: see `Function`; with its types, see `attach_node_types`.
-    heads: indices of the query heads; on a mesh those in a device's share.
+    function: The function with the types of its nodes, see `attach_node_types`.
+    heads: Indices of the query heads; on a mesh, of the query heads of the device.
     """
 
     function: TreeWithTypes[Function]
@@ -46,7 +46,7 @@ class PositionBias:
     def compute_bias(
         self, at: Int32[Array, "P T"], position: Int32[Array, "P _ N"]
     ) -> Float[Array, "P _ T N"]:
-        """Return the bias of queries at positions `at` for cells, for H heads or one for all."""
+        """Return the bias of tokens at positions `at` for cells at `position`, of H heads or 1."""
         key = position[:, None]
         added = self.function.value(at[:, None, :, None], key, self.heads[None, :, None, None])
         shape = (at.shape[0], added.shape[1], at.shape[1], key.shape[3])
@@ -58,14 +58,14 @@ BiasOfLists = jax.Array | PositionBias
 
 
 def check_bias(bias: object, shape: tuple[int, ...]) -> BiasOfLists | None:
-    """Return the bias of a caller, for a `shape` of R rows, T tokens, H heads and N cells.
+    """Return the bias that a caller passed, as an array or a `PositionBias`, after checks.
 
-    An array is broadcast over rows, tokens and cells, and not over heads: `[R, T, H or 1, N]`.
+    `shape` is (R, T, H, N). An array is broadcast to `[R, T, H or 1, N]`.
 
     Raises:
-      TypeError: If the bias is neither a function nor an array of floats, or closes over traced
-        arrays that are not among its leaves.
-      ValueError: If the bias does not broadcast to the shape.
+      TypeError: If the bias is neither a function nor an array of floats, or if the function closes
+        over traced arrays that are not among its leaves.
+      ValueError: If the bias does not broadcast to `shape`.
 
     >>> check_bias(jnp.zeros((1, 1, 2, 1)), (3, 5, 2, 8)).shape
     (3, 5, 2, 8)
@@ -110,7 +110,7 @@ def check_bias(bias: object, shape: tuple[int, ...]) -> BiasOfLists | None:
 def _check_fit(
     letters: str, x: jax.Array | np.ndarray | jax.ShapeDtypeStruct, shape: tuple[int, ...]
 ) -> None:
-    """Raise unless an array, or its shape, has floats that broadcast to `shape`."""
+    """Raise unless the array or shape `x` has floats that broadcast to `shape`."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"expected a bias of floats, got {x.dtype}; cast it")
     fits = all(n in (1, size) for n, size in zip(x.shape, shape, strict=False))

@@ -1,4 +1,4 @@
-"""Attention over streams of cells: selection of an implementation."""
+"""Selection of an implementation of attention over streams of cells."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 Implementation = Literal["tiles", "whole", "pallas", "xla", "cudnn"]
 """Names of implementations.
 
-tiles: reads only tiles with a visible cell, see `jaxkv.ops.attention.xla_tiles`.
-whole: reads all cells in one product; faster if the overhead of a loop is larger.
-pallas: a kernel that reads the same tiles as "tiles", once for all queries of a stream. On TPUs
-  `jaxkv.ops.attention.pallas_tpu`, on NVIDIA GPUs `jaxkv.ops.attention.pallas_gpu`. On other
-  platforms the TPU kernel is interpreted, which is slow and meant for tests.
+tiles: A loop over the tiles with a visible cell, see `jaxkv.ops.attention.xla_tiles`.
+whole: One product over all cells, faster than "tiles" if the overhead of a loop is larger.
+pallas: A kernel that reads each tile with a visible cell once for all queries of a stream. The
+  kernel is `jaxkv.ops.attention.pallas_gpu` on NVIDIA GPUs, and `jaxkv.ops.attention.pallas_tpu` on
+  TPUs. On other platforms the TPU kernel is interpreted, which is slow and meant for tests.
 xla: `jax.nn.dot_product_attention`.
 cudnn: `jax.nn.dot_product_attention` with cuDNN, for float16 and bfloat16.
 """
@@ -52,19 +52,19 @@ cudnn: `jax.nn.dot_product_attention` with cuDNN, for float16 and bfloat16.
 AttentionFn = Callable[[jax.Array, Stored, Stored, Visibility, AttentionOptions], OnlineSoftmax]
 """An implementation: a function of queries, keys, values, a `Visibility` and options.
 
-q: `[P, T, H, D]` floats, queries of P lists of tokens. Query head h reads key/value head
-  h // (H / K).
+q: `[P, T, H, D]` floats, queries of P lists of tokens. Query head h reads key/value head h // (H /
+  K).
 k: `[S, K, N, D]`, keys of all streams. Keys of hidden cells may have any value, including NaN.
-v: `[S, K, N, Dv]`, values, all of them finite.
-visibility: positions, owners and bias, from which an implementation computes its mask. A cell that
+v: `[S, K, N, Dv]`, values of all streams, all finite.
+visibility: `Visibility` of the cells, from which an implementation computes its mask. A cell that
   the bias hides has the lowest logit, see `mask_logits`.
-options: scale and softcap. Sinks are added later, after all cells.
+options: Scale and softcap; an implementation ignores the sinks, which are added at the end.
 
-It returns a partial softmax, which can be merged with that over other cells.
+The function returns a partial softmax, which can be merged with a partial softmax over other cells.
 """
 
 MAX_LOGIT_BYTES = 1 << 28
-"""The most bytes of logits, of all cells, in memory at once: 256 MB."""
+"""Largest number of bytes of the logits of all cells that are in memory at once: 256 MB."""
 
 
 def attend_by_shapes(
@@ -74,13 +74,11 @@ def attend_by_shapes(
     visibility: Visibility,
     options: AttentionOptions,
 ) -> OnlineSoftmax:
-    """Choose an implementation by shapes, on platforms without a kernel.
-
-    A loop with a data-dependent length waits for the CPU or the previous iteration, which takes
-    longer than reading hidden cells. So all cells are read at once, unless their logits need more
-    bytes than keys and values, as for a prompt, or more than `MAX_LOGIT_BYTES`. Logits are in
-    memory only if a list has several tokens.
-    """
+    """Attend with "whole" or "tiles", chosen by shapes, on platforms without a kernel."""
+    # The overhead of a loop with a data-dependent length is larger than the time to read hidden
+    # cells. All cells are therefore read at once, unless logits need more bytes than keys and
+    # values (as for a prompt), or more than `MAX_LOGIT_BYTES`. Logits of a single token are not in
+    # memory.
     logits = q.shape[1] * q.shape[2] * jnp.dtype(jnp.float32).itemsize  # bytes of a cell
     read = k.shape[1] * (k.shape[3] + v.shape[3]) * k.dtype.itemsize
     logit_bytes = q.shape[0] * logits * k.shape[2] if q.shape[1] > 1 else 0
@@ -99,11 +97,9 @@ def best_for_tpu(
     visibility: Visibility,
     options: AttentionOptions,
 ) -> OnlineSoftmax:
-    """Run the kernel if it supports the arrays; `docs/kernels.md` lists which it does not.
-
-    The exception is several streams of one tile each with one token each. No tile can be skipped or
-    shared, so one product for all streams is faster than a grid step for each.
-    """
+    """Run the TPU kernel if it supports the arrays; otherwise run `attend_by_shapes`."""
+    # With several streams of one tile and one token each, no tile can be skipped or shared. One
+    # product for all streams is then faster than the kernel.
     lists, tokens = visibility.at.shape
     small = lists > 1 and tokens == 1 and k.shape[2] <= TILE
     way = (
@@ -121,10 +117,8 @@ def kernel_for_cuda(
     visibility: Visibility,
     options: AttentionOptions,
 ) -> OnlineSoftmax:
-    """Run the kernel if it supports the arrays.
-
-    JAX also traces it for platforms that never run it, so it does not raise.
-    """
+    """Run the GPU kernel if it supports the arrays; otherwise run `attend_by_shapes`."""
+    # JAX traces this function also for platforms that never run it, so the function does not raise.
     way = (
         pallas_gpu.partial_attention
         if pallas_gpu.can_attend(q, k, v, visibility)
@@ -140,13 +134,13 @@ def best_for_cuda(
     visibility: Visibility,
     options: AttentionOptions,
 ) -> OnlineSoftmax:
-    """Run the kernel on GPUs that it is fast on."""
+    """Run the GPU kernel on GPUs on which it is fast; otherwise run `attend_by_shapes`."""
     way = kernel_for_cuda if pallas_gpu.is_fast() else attend_by_shapes
     return way(q, k, v, visibility, options)
 
 
 def by_platform(**ways: Callable[..., OnlineSoftmax]) -> Callable[..., OnlineSoftmax]:
-    """Select one of `ways` by platform when it is lowered; `seen` is a `Visibility` or a mask."""
+    """Return a function that calls one of `ways`, selected by the platform of the program."""
 
     def partial_attention(
         q: jax.Array, k: Stored, v: Stored, seen: PyTree, options: AttentionOptions
@@ -158,7 +152,7 @@ def by_platform(**ways: Callable[..., OnlineSoftmax]) -> Callable[..., OnlineSof
 
 
 def with_derivatives(**ways: AttentionFn) -> AttentionFn:
-    """Return a differentiable, batchable implementation from one for each platform."""
+    """Return an implementation with derivatives and `vmap`, from a function for each platform."""
 
     def differentiable_attention(
         q: jax.Array, k: Stored, v: Stored, visibility: Visibility, options: AttentionOptions
@@ -199,20 +193,7 @@ def attend(
     options: AttentionOptions,
     implementation: Implementation | None = None,
 ) -> Float[Array, "P T H Dv"]:
-    """Attend from lists of tokens to the cells of their streams.
-
-    Used by tests and benchmarks only. Layers of a model use `jaxkv.kv.layer`, which traces and
-    lowers `_attend_layer` once for all layers, and calls `partial_attention` and `finalize`.
-
-    The arguments are those of `AttentionFn`; `implementation` None selects one automatically. The
-    output has the dtype of `q`, and zeros for tokens that attend to no cell. Hidden cells do not
-    affect derivatives. Those of jaxkv's implementations are derivatives of the plain formula, in
-    both modes.
-
-    Raises:
-      ValueError: If the implementation is unknown, or does not support the arguments.
-      RuntimeError: By JAX, if cuDNN is requested and not available.
-    """
+    """Attend from lists of tokens to their streams, for tests and benchmarks; see `AttentionFn`."""
     return finalize(partial_attention(q, k, v, visibility, options, implementation), q, options)
 
 
@@ -224,10 +205,8 @@ def partial_attention(
     options: AttentionOptions,
     implementation: Implementation | None,
 ) -> OnlineSoftmax:
-    """Return the partial softmax of `attend`, over all cells and without sinks.
-
-    Latent values are slices of the keys: whole keys are weighted, so that no slice is copied.
-    """
+    """Return the partial softmax of `attend`, over all cells and without sinks."""
+    # If values are slices of the keys, whole keys are weighted, so that no slice is copied.
     if isinstance(v, ValueSlice):
         sums = partial_attention(q, k, k, visibility, options, implementation)
         return sums._replace(out=v.slice_values(sums.out))
@@ -249,7 +228,7 @@ def partial_attention(
 def finalize(
     sums: OnlineSoftmax, q: Float[Array, "P T H D"], options: AttentionOptions
 ) -> Float[Array, "P T H Dv"]:
-    """Add sinks and normalise the softmax, in the dtype of the queries."""
+    """Add sinks, and return the normalised outputs in the dtype of the queries."""
     return ungroup_queries(normalize(with_sinks(sums, options.sinks)), q.shape[1]).astype(q.dtype)
 
 
@@ -269,20 +248,20 @@ def attention(
     softcap: float | None = None,
     sinks: Float[Array, " H"] | None = None,
 ) -> Float[Array, "R T H Dv"]:
-    """Attend from every token to the cells that are True in a mask, on plain arrays.
+    """Attend from each token to the cells that are True in a mask, on plain arrays.
 
     Args:
       q: queries. Query head h reads key/value head h // (H / K).
-      k: keys, one set for each row of tokens.
-      v: values. All of them must be finite, including those of hidden cells.
-      mask: the visible cells of each token.
+      k: keys of each row.
+      v: values of each row. All values must be finite, including values of hidden cells.
+      mask: which cells each token attends to.
       scale: factor of the products of queries and keys; by default 1 / sqrt(D).
-      softcap: c, which bounds these products: each becomes c * tanh(x / c).
-      sinks: additional logit of each head, without a value.
+      softcap: bound c of the scaled products: each product x becomes c * tanh(x / c).
+      sinks: additional logit of each query head, without a value.
 
     Returns:
-      The output, in the dtype of `q`; sums and softmax are float32, or float64 for float64 queries.
-      A token without visible cells gets zeros. Keys of hidden cells may have any value and do not
+      The output, in the dtype of `q`. The softmax is float32, or float64 for float64 queries. A
+      token without visible cells gets zeros. Keys of hidden cells may have any value and do not
       affect derivatives. A token with a visible NaN key gets NaN.
 
     Raises:
@@ -315,7 +294,7 @@ def attention(
 def check_attention_arguments(
     q: Num[Array, "R T H D"], k: Stored, v: Stored, options: AttentionOptions
 ) -> None:
-    """Raise unless queries, keys, values and options match; P, S and R may differ."""
+    """Raise unless queries, keys, values and options match; first dimensions may differ."""
     heads, size = q.shape[2:]
     if not jnp.issubdtype(q.dtype, jnp.floating):
         raise TypeError(

@@ -1,7 +1,7 @@
-"""Attention of JAX, compiled by XLA or with cuDNN.
+"""`jax.nn.dot_product_attention` as an implementation, compiled by XLA or with cuDNN.
 
-It returns the log of its sums in the dtype of the queries. For float16 and bfloat16 that is too
-imprecise to merge partial softmaxes, so sinks raise.
+JAX returns the log of softmax sums in the dtype of the queries. In float16 and bfloat16 the log is
+too imprecise to merge partial softmaxes, so sinks raise.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def xla(
     visibility: Visibility,
     options: AttentionOptions,
 ) -> OnlineSoftmax:
-    """Call `jax.nn.dot_product_attention` in the wider dtype of queries and decoded buffers."""
+    """Call `jax.nn.dot_product_attention` in the widest dtype of queries, keys and values."""
     k, v = (
         dequantise(visibility.gather_list_streams(k)),
         dequantise(visibility.gather_list_streams(v)),
@@ -51,11 +51,7 @@ def cudnn(
     visibility: Visibility,
     options: AttentionOptions,
 ) -> OnlineSoftmax:
-    """Call `jax.nn.dot_product_attention` with cuDNN, see `jaxkv.ops.attention.dispatch`.
-
-    Raises a ValueError unless queries and buffers are all float16 or all bfloat16. JAX raises a
-    RuntimeError if cuDNN is not available.
-    """
+    """Call `jax.nn.dot_product_attention` with cuDNN, for arrays of float16 or of bfloat16."""
     if (
         isinstance(k, Quantised)
         or isinstance(v, Quantised)
@@ -84,7 +80,7 @@ def _call_jax_nn(
     visibility: Visibility,
     options: AttentionOptions,
 ) -> OnlineSoftmax:
-    """Attend to keys `[P, K, N, D]` and values `[P, K, N, Dv]`, for queries `[P, T, H, D]`."""
+    """Attend from queries `[P, T, H, D]` to keys `[P, K, N, D]` and values `[P, K, N, Dv]`."""
     if options.softcap is not None or options.sinks is not None:
         raise ValueError(
             f"expected an implementation with softcap and sinks, got {name!r}; pass "

@@ -1,19 +1,17 @@
-"""Kernel for NVIDIA GPUs: each active tile is read once for all queries that attend to it.
+"""Kernel for NVIDIA GPUs that reads each active tile once for all queries that attend to the tile.
 
-The active tiles of a block of tokens, see `jaxkv.ops.attention.active_tiles`, are split over
+The active tiles of a block of tokens (see `jaxkv.ops.attention.active_tiles`) are split over
 several programs, so that one sequence uses all multiprocessors. Each program computes a partial
-softmax of its tiles, and a second kernel merges them (flash-decoding). The mask is computed in the
-kernel from the first and the last visible position.
+softmax over its tiles. A second kernel merges the partial softmaxes (flash-decoding).
 
 A block has at most as many queries as fit into the registers of a program. Blocks of a list run
-concurrently, so that they share tiles through the GPU's cache.
+concurrently, so that blocks share tiles in the GPU's cache. The compiler requires sizes that are
+powers of two, so numbers of queries and of dimensions are rounded up and masked. Quantised codes
+are multiplied without decoding; logits and weights are multiplied by the scales. A bias would have
+to be added before `cap_logits`.
 
-Buffers are read in place. The compiler requires sizes that are powers of two, so the numbers of
-queries and of head dimensions are rounded up, and masked. Quantised codes are multiplied as they
-are; logits and weights are multiplied by the scales. A bias would be added before `cap_logits`.
-
-Letters are those of `jaxkv.ops.attention`; M pairs of a block and a tile, J programs that share a
-block.
+Letters are those of `jaxkv.ops.attention`; M is the number of pairs of a block and a tile, J the
+number of programs that share a block.
 """
 
 from __future__ import annotations
@@ -42,35 +40,35 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, PyTree
 
     Ref = PyTree
-    """Memory that a kernel reads and writes, or `Quantised` of two such."""
+    """Reference to memory of a kernel, or a `Quantised` of two references."""
 
 DTYPES = (jnp.float32, jnp.bfloat16)
-"""Dtypes that the kernel computes with."""
+"""Dtypes of queries that the kernel supports."""
 
 STORED = (*DTYPES, jnp.int8)
-"""Dtypes of buffers that the kernel reads."""
+"""Dtypes of keys and values that the kernel supports."""
 
 LARGEST = 256
-"""The largest head size of keys and values: their tiles must fit into a multiprocessor."""
+"""Largest head size of keys and values for which tiles fit into a multiprocessor."""
 
 PROGRAMS = 264
-"""Programs that run at once on an H100: two per multiprocessor. Other GPUs are filled less."""
+"""Number of programs that run at once on an H100: two for each multiprocessor."""
 
 HOPPER = ("H100", "H20", "H800")
-"""Name parts of GPUs with the memory of an H100; they match H200 and GH200 too.
+"""Parts of the names of GPUs with the memory of an H100, including H200 and GH200.
 
-On other GPUs the compiler may reject the kernel: older and smaller ones have space for fewer tiles.
+The compiler may reject the kernel for other GPUs, which have space for fewer tiles.
 """
 
 
 class KernelTiling(NamedTuple):
     """Division of the work into programs. All fields are static.
 
-    queries: X padded to a power of two: queries that share a key and are computed together.
-    cells: C, the cells of a tile.
-    programs: J, the number of programs that share the tiles of a block of tokens.
-    warps: the number of warps of a program.
-    stages: the number of tiles that are fetched or computed at once.
+    queries: Number of queries that share a key and are computed together, a power of two.
+    cells: Number of cells of a tile, C.
+    programs: Number of programs that share the tiles of a block of tokens, J.
+    warps: Number of warps of a program.
+    stages: Number of tiles that are fetched or computed at once.
     """
 
     queries: int
@@ -81,7 +79,7 @@ class KernelTiling(NamedTuple):
 
 
 def choose_tiling(q: Float[Array, "P T H D"], k: Stored, v: Stored) -> KernelTiling:
-    """Return the fastest tiling on an H100 that compiles without spilling, by shapes."""
+    """Return the fastest tiling for these shapes on an H100 for which registers suffice."""
     lists, tokens, heads, _ = q.shape
     group = heads // k.shape[1]
     exact, large = _is_exact(q, k, v), max(k.shape[3], v.shape[3]) > 128
@@ -102,15 +100,14 @@ def choose_tiling(q: Float[Array, "P T H D"], k: Stored, v: Stored) -> KernelTil
 
 
 def _is_exact(q: jax.Array, k: Stored, v: Stored) -> bool:
-    """Return whether products are exact in float32, which needs the registers of three products."""
+    """Return whether products are exact in float32, which takes registers for three products."""
     return jnp.float32 in (q.dtype, k.dtype, v.dtype)
 
 
 def can_attend(q: Float[Array, "P T H D"], k: Stored, v: Stored, visibility: Visibility) -> bool:
-    """Return whether the kernel supports these dtypes and heads, this mesh, and no bias.
-
-    A compiler cannot split a kernel over devices: on a mesh it runs only on shares.
-    """
+    """Return whether the kernel supports the dtypes, heads, mesh and bias of the arguments."""
+    # A compiler cannot split a kernel over devices, so on a mesh the kernel runs in `shard_map`
+    # only.
     split = set(jax.sharding.get_abstract_mesh().axis_types) - {jax.sharding.AxisType.Manual}
     size = max(k.shape[3], v.shape[3])
     max_group = 64 if not _is_exact(q, k, v) else 128 if size <= 128 else 16
@@ -120,11 +117,7 @@ def can_attend(q: Float[Array, "P T H D"], k: Stored, v: Stored, visibility: Vis
 
 
 def is_fast() -> bool:
-    """Return whether the kernel is fast on all target GPUs.
-
-    The target is the abstract device (`jax.sharding.AbstractDevice`) if set, else this machine's
-    GPUs.
-    """
+    """Return whether the kernel is fast on the abstract device if set, else on all local GPUs."""
     target = jax.sharding.get_abstract_mesh().abstract_device
     try:
         devices = jax.local_devices(backend="cuda") if target is None else [target]
@@ -143,11 +136,7 @@ def partial_attention(
     cut: KernelTiling | None = None,
     interpret: bool = False,
 ) -> OnlineSoftmax:
-    """Attend to the cells of active tiles, see `AttentionFn` in `jaxkv.ops.attention.dispatch`.
-
-    `cut` is the tiling, None for `choose_tiling`. `interpret` runs the kernels step by step as
-    plain JAX, on any platform, which is slow. Raises a ValueError unless `can_attend`.
-    """
+    """Attend to the cells of active tiles; raise a ValueError unless `can_attend`."""
     if not can_attend(q, k, v, visibility):
         raise ValueError(
             f"expected float32, bfloat16 or int8 with heads of at most {SHARING}, heads of at most "
@@ -207,7 +196,7 @@ def partial_attention(
 
 
 def _softmax_shapes(*shape: int) -> list[jax.ShapeDtypeStruct]:
-    """Return the float32 arrays of a partial softmax with the shape `[..., X, Dv]`."""
+    """Return the float32 shapes of an `OnlineSoftmax` whose `out` has the shape `[..., X, Dv]`."""
     return [jax.ShapeDtypeStruct(s, jnp.float32) for s in (shape[:-1], shape[:-1], shape)]
 
 
@@ -221,7 +210,7 @@ def _call_kernel(
     interpret: bool,
     **options: int,
 ) -> list[jax.Array]:
-    """Run a kernel; each program gets all arrays, whole."""
+    """Run a kernel in which each program gets references to whole arrays."""
 
     def whole_array_spec(x: jax.Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
         return pl.BlockSpec(x.shape, lambda *_: (0,) * len(x.shape))
@@ -258,26 +247,12 @@ def _kernel(
     layers: int,
     interpret: bool,
 ) -> None:
-    """Attend to a program's share of the tiles of a block of tokens, for one key head.
+    """Attend from a block of tokens to a program's part of the active tiles, for one key head.
 
-    Args:
-      tiles_of: `[M]` int32, of `ActiveTiles`.
-      starts: `[P * b + 1]` int32, of `ActiveTiles`.
-      streams: `[P * b]` int32, of `ActiveTiles`, as indices into keys and values.
-      query_bounds: `[P * b, X, 4]` int32, see `QueryBounds`.
-      position: `[S, N]` int32, of cells.
-      owners: `[S, W, N]` int32, of cells.
-      q: `[P * b, K, X, D]`, queries.
-      k: `[S * L, K, N, D]`, keys of L layers; quantised, codes and scales `[S * L, K, N, 1]`.
-      v: `[S * L, K, N, Dv]`, values; may be quantised too.
-      max_logit: `[J, P * b, K, X]`, see `OnlineSoftmax`.
-      denom: `[J, P * b, K, X]`, see `OnlineSoftmax`.
-      out: `[J, P * b, K, X, Dv]`, see `OnlineSoftmax`.
-      options: only the softcap is used.
-      cut: the tiling.
-      tiles: tiles of a stream.
-      layers: L.
-      interpret: whether products are those of plain JAX.
+    Arguments `tiles_of`, `starts` and `streams` are fields of `ActiveTiles`; the streams are
+    indices into `k`. The shape of `query_bounds` is `[P * b, X, 4]`, and the shape of `q` is
+    `[P * b, K, X, D]`. Arrays `k` and `v` are `[S * L, K, N, ...]`, and may be quantised. Outputs
+    `max_logit`, `denom` and `out` are `[J, P * b, K, X, ...]`, see `OnlineSoftmax`.
     """
     block, part, head = (pl.program_id(i) for i in range(3))
     cells, stream = k.shape[2], streams[block]
@@ -303,7 +278,7 @@ def _kernel(
         def load_tile(
             x: Ref, number: jax.Array, inside: jax.Array
         ) -> tuple[jax.Array, jax.Array | None]:
-            """Read keys or values, or codes, `[C, n]`; and scales, `[1, C]`, or None."""
+            """Return keys, values or codes, `[C, n]`, and scales, `[1, C]`, or None."""
             numbers, scales = codes_and_scales(x)
             where = stream, head, cell[:, None], number[None]
             found = _load(numbers, *where, inside=_tile_bounds_mask(in_cells, inside, x.shape[3]))
@@ -349,7 +324,7 @@ def _merge_programs(
     denom: Ref,
     out: Ref,
 ) -> None:
-    """Merge the outputs of `_kernel` of J programs for a query."""
+    """Merge the partial softmaxes of J programs of `_kernel`, for one query."""
     where = tuple(pl.program_id(i) for i in range(3))
     part, in_part = _padded_range(out_of.shape[0])
     value, in_value = _padded_range(out_of.shape[4])
@@ -365,12 +340,12 @@ def _merge_programs(
 
 
 def _pad_to_power_of_two(count: int) -> int:
-    """Return the next power of two, at least 16, the minimum of a matrix unit."""
+    """Return the next power of two, at least 16, which is the smallest size of a matrix unit."""
     return max(16, 1 << (count - 1).bit_length())
 
 
 def _padded_range(count: int, size: int | None = None) -> tuple[jax.Array, jax.Array]:
-    """Return integers up to a power of two, or `size`, and whether they are below `count`."""
+    """Return integers up to a power of two, or up to `size`, and whether each is below `count`."""
     numbers = jnp.arange(_pad_to_power_of_two(count) if size is None else size, dtype=jnp.int32)
     return numbers, numbers < count
 
@@ -378,20 +353,14 @@ def _padded_range(count: int, size: int | None = None) -> tuple[jax.Array, jax.A
 def _load(
     ref: Ref, *where: jax.Array | int, inside: jax.Array | None, fill: float = 0
 ) -> jax.Array:
-    """Read an array at int32 indices `where`, which broadcast together; `fill` if not `inside`.
-
-    `inside` is bool, of the shape of the indices; None if all are inside.
-    """
+    """Read `ref` at int32 indices `where`; `fill` where `inside` is False. None is True."""
     return triton.load(ref.at[where], mask=inside, other=None if inside is None else fill)
 
 
 def _tile_bounds_mask(
     in_cells: jax.Array | None, inside: jax.Array, count: int
 ) -> jax.Array | None:
-    """Return which elements of a tile exist, `[C or 1, n]` bool; None if all do.
-
-    `in_cells` is None if all cells exist; `inside` is for the `count` dimensions of a key or value.
-    """
+    """Return which elements of a tile exist, `[C or 1, n]` bool; None if all elements exist."""
     if in_cells is None and inside.size == count:
         return None
     every = jnp.ones((1, 1), bool) if in_cells is None else in_cells[:, None]
@@ -399,11 +368,9 @@ def _tile_bounds_mask(
 
 
 def _multiply_tile(a: jax.Array, b: jax.Array, over: int, *, interpret: bool) -> jax.Array:
-    """Multiply `[X, D or C]` by a tile, `[C, D]` or `[C, Dv]`, over its dimension `over`.
-
-    The result is `[X, C or Dv]` float32. Three TF32 products on the matrix units are as exact as
-    one in float32, see `docs/kernels.md`; by default the compiler would use one.
-    """
+    """Multiply `a`, `[X, D or C]`, by a tile `b` over dimension `over` of `b`, in float32."""
+    # Three TF32 products on the matrix units are as exact as one float32 product, see
+    # `docs/kernels.md`. By default the compiler would use one TF32 product.
     exact = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
     exact = jax.lax.Precision.HIGHEST if interpret or a.dtype != jnp.float32 else exact
     dimensions = ((1,), (over,)), ((), ())

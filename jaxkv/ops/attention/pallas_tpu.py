@@ -1,18 +1,17 @@
-"""Kernel for TPUs: each active tile is read once for all queries that attend to it.
+"""Kernel for TPUs that reads each active tile once for all queries that attend to the tile.
 
-The grid is a list of pairs of a block of tokens and an active tile, see
-`jaxkv.ops.attention.active_tiles`. The keys and values of the next pair, for several heads, are
-fetched while a pair is computed; other cells are not read. The mask is computed in the kernel from
-the first and the last visible position.
+The grid is a list of pairs of a block of tokens and an active tile (see
+`jaxkv.ops.attention.active_tiles`). While a pair is computed, the keys and values of the next pair
+are fetched, for several heads.
 
-Buffers are read in place. The TPU compiler stores arrays in lines of 128 lanes. If the head size is
-a multiple, a cell fills whole lines; for other head sizes the lanes contain neighbouring cells, so
-that no padding is needed. The kernel reads tiles of both layouts. Quantised codes are multiplied
-as they are; logits and weights are multiplied by the scales, which have cells in the lanes. A bias
-would be added before `cap_logits`.
+The TPU compiler stores arrays in lines of 128 lanes. If the head size is a multiple of 128, the
+lanes contain the dimensions of a cell. For other head sizes the lanes contain neighbouring cells,
+so that no padding is needed. The kernel reads both layouts in place. Quantised codes are multiplied
+without decoding; logits and weights are multiplied by the scales. A bias would have to be added
+before `cap_logits`.
 
-Letters are those of `jaxkv.ops.attention`; M pairs of a block and a tile, h key heads that are
-computed at once.
+Letters are those of `jaxkv.ops.attention`; M is the number of pairs of a block and a tile, h the
+number of key heads that are computed at once.
 """
 
 from __future__ import annotations
@@ -49,32 +48,31 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, PyTree
 
     Ref = PyTree
-    """Memory that a kernel reads and writes, or `Quantised` of two such."""
+    """Reference to memory of a kernel, or a `Quantised` of two references."""
 
 DTYPES = (jnp.float32, jnp.bfloat16)
-"""Dtypes that a TPU computes with."""
+"""Dtypes of queries that the kernel supports."""
 
 QUERIES = 128
-"""Queries that share a key and are computed together: the size of a matrix unit."""
+"""Number of queries that share a key and are computed together: the size of a matrix unit."""
 
 LANES = 128
-"""Elements of a line in the memory layout of the compiler."""
+"""Number of elements of a line in the memory layout of the compiler."""
 
 STORED = (*DTYPES, jnp.int8)
-"""Dtypes of buffers that the kernel reads."""
+"""Dtypes of keys and values that the kernel supports."""
 
 VMEM = 6 << 20
-"""The most bytes of tiles and logits in memory at once; the limit of a kernel is 16 MB."""
+"""Largest number of bytes of tiles and logits in fast memory; the limit of a kernel is 16 MB."""
 
 PAIRS = 1 << 17
-"""The most pairs of a block and a tile: the list is in scalar memory, of 1 MB."""
+"""Largest number of pairs of a block and a tile; the list is in scalar memory of 1 MB."""
 
 
 def can_attend(q: Float[Array, "P T H D"], k: Stored, v: Stored, visibility: Visibility) -> bool:
-    """Return whether the kernel supports these dtypes and sizes, this mesh, and no bias.
-
-    A compiler cannot split a kernel over devices: on a mesh it runs only on shares.
-    """
+    """Return whether the kernel supports the dtypes, sizes, mesh and bias of the arguments."""
+    # A compiler cannot split a kernel over devices, so on a mesh the kernel runs in `shard_map`
+    # only.
     split = set(jax.sharding.get_abstract_mesh().axis_types) - {jax.sharding.AxisType.Manual}
     tokens, queries = visibility.at.shape[1], q.shape[2] // k.shape[1]
     pairs = (
@@ -96,11 +94,7 @@ def partial_attention(
     *,
     interpret: bool = False,
 ) -> OnlineSoftmax:
-    """Attend to the cells of active tiles, see `AttentionFn` in `jaxkv.ops.attention.dispatch`.
-
-    `interpret` runs the kernel step by step as plain JAX, on any platform, which is slow. Raises a
-    ValueError unless `can_attend`.
-    """
+    """Attend to the cells of active tiles; raise a ValueError unless `can_attend`."""
     if not can_attend(q, k, v, visibility):
         raise ValueError(
             f"expected float32, bfloat16 or int8 with heads of at most {SHARING}, at most {PAIRS} "
@@ -119,7 +113,7 @@ def partial_attention(
     owners = jax.lax.bitcast_convert_type(visibility.owners, jnp.int32)
 
     def make_index_map(where: Callable[..., tuple]) -> Callable[..., tuple]:
-        """Return an index map: the part of an array for a step of the grid."""
+        """Return an index map from a step of the grid to a part of an array."""
 
         def index_of_grid_step(h: jax.Array, i: jax.Array, pairs: Ref, streams: Ref) -> tuple:
             block, tile = _split_pair_number(pairs[i], tiles)
@@ -208,25 +202,13 @@ def _kernel(
     tiles: int,
     in_lanes: tuple[bool, bool],
 ) -> None:
-    """Add a tile to the partial softmax of a block, kept in fast memory until the next block.
+    """Add a tile to the partial softmax of a block, which is in fast memory until the next block.
 
-    Args:
-      pairs: `[M]` int32, indices of pairs of a block and a tile, by block.
-      streams: `[P * b]` int32, used by the index maps only.
-      query_bounds: `[1, X, 4]` int32, see `QueryBounds`.
-      position: `[1, 1, C]` int32, of the cells of the tile.
-      owners: `[1, W, C]` int32, of the cells of the tile.
-      q: `[1, h, X, D]`, queries of some heads.
-      k: `[1, h, C, D]`, keys, or `[1, h, D, C]` with cells in the lanes; quantised, codes of this
-        shape and scales `[1, h, 1, C]`.
-      v: `[1, h, C, Dv]`, values, or `[1, h, Dv, C]`; may be quantised too.
-      max_logit: `[1, h, X, 1]`, see `OnlineSoftmax`.
-      denom: `[1, h, X, 1]`, see `OnlineSoftmax`.
-      out: `[1, h, X, Dv]`, see `OnlineSoftmax`.
-      options: only the softcap is used.
-      cells: N.
-      tiles: tiles of a stream.
-      in_lanes: whether keys, and values, have cells in the lanes.
+    The argument `pairs` is `ActiveTiles.tiles`; only the index maps use `streams`. The shapes of a
+    tile's `position` and `owners` are `[1, 1, C]` and `[1, W, C]`. The shapes of `query_bounds` and
+    `q` are `[1, X, 4]` and `[1, h, X, D]`. Arrays `k` and `v` are `[1, h, C, ...]`, or
+    `[1, h, ..., C]` where `in_lanes`; scales are `[1, h, 1, C]`. Outputs `max_logit`, `denom` and
+    `out` are `[1, h, X, ...]`, see `OnlineSoftmax`.
     """
     i = pl.program_id(1)
     block, tile = _split_pair_number(pairs[i], tiles)
@@ -276,40 +258,36 @@ def _zero_after(x: jax.Array, axis: int, count: jax.Array) -> jax.Array:
 def _multiply_tile(
     a: jax.Array, b: jax.Array, over: jax.lax.DotDimensionNumbers, dtype: jnp.dtype
 ) -> jax.Array:
-    """Multiply `[h, X, D or C]` by a tile over some dimensions; `[h, X, C or Dv]` in a dtype."""
+    """Multiply `a`, `[h, X, D or C]`, by a tile `b` over some dimensions, in `dtype`."""
     return jax.lax.dot_general(a, b, over, preferred_element_type=dtype)
 
 
 def _split_pair_number(number: jax.Array, tiles: int) -> tuple[jax.Array, jax.Array]:
-    """Return the block and the tile of a pair index; all int32."""
+    """Return the block and the tile of the pair with index `number`; all int32."""
     return jax.lax.div(number, jnp.int32(tiles)), jax.lax.rem(number, jnp.int32(tiles))
 
 
 def _max_tokens_per_block(queries: int) -> int:
-    """Return the most tokens of a block, with G `queries` of a token for each key head."""
+    """Return the largest number of tokens of a block, with `queries` query heads of a key head."""
     return max(1, QUERIES // queries)
 
 
 def _has_cells_in_lanes(x: Stored) -> bool:
-    """Return whether the compiler stores these buffers, or scales, with cells in the lanes."""
+    """Return whether the compiler stores an array of buffers or scales with cells in the lanes."""
     return x.shape[3] % LANES != 0
 
 
 def _pin_buffers_to_hbm(x: jax.Array, interpret: bool) -> jax.Array:
-    """Return buffers in HBM as the kernel reads them, `[S, K, D, N]` with cells in the lanes.
-
-    Otherwise the compiler would copy small buffers to fast memory before it writes and reads them.
-    """
+    """Return buffers in HBM in the layout of the kernel: `[S, K, D, N]` with cells in the lanes."""
+    # Otherwise the compiler would copy small buffers to fast memory before each write and read.
     x = x.swapaxes(2, 3) if _has_cells_in_lanes(x) else x
     return x if interpret else pltpu.with_memory_space_constraint(x, pltpu.HBM)
 
 
 def _heads_at_once(q: jax.Array, k: Stored, v: Stored) -> int:
-    """Return h, a divisor of K, for queries `[P * b, K, X, D]` and keys `[S, K, N, D]`.
-
-    With more heads each fetch is larger, and the mask is computed once for all of them. Each head
-    needs two tiles, one of which is being fetched, and four arrays of the size of the logits.
-    """
+    """Return h, the largest divisor of K for which tiles and logits fit into `VMEM` bytes."""
+    # More heads make fetches larger, and share one mask. Each head needs two tiles, one of which is
+    # being fetched, and four arrays of the size of the logits.
     size = min(TILE, k.shape[2])
     tiles = 2 * size * (k.shape[3] * k.dtype.itemsize + v.shape[3] * v.dtype.itemsize)
     logits = 4 * size * q.shape[2] * softmax_dtype(q).itemsize

@@ -1,4 +1,4 @@
-"""Reference attention, to which the implementations are compared."""
+"""Reference implementation of attention, for comparisons in tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def reference(
     mask: Bool[Array | np.ndarray, "P T N"],
     options: AttentionOptions,
 ) -> Float[Array, "P T H Dv"]:
-    """Attend with the plain formula, in float32, from P lists of tokens."""
+    """Attend from P lists of tokens with the plain formula, in float32."""
     heads, cells = q.shape[2], k.shape[2]
     k, v = (jnp.repeat(x.astype(jnp.float32), heads // k.shape[1], axis=1) for x in (k, v))
     logits = jnp.einsum("pthd,phnd->pthn", options.scale_queries(q.astype(jnp.float32)), k)

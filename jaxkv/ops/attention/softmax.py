@@ -1,7 +1,7 @@
-"""Partial (online) softmax: it can be merged with the softmax over other cells.
+"""Partial (online) softmax over some cells, which can be merged with another over other cells.
 
-Its arrays are packed: the G query heads of a key head and the T tokens of a list are X queries of
-one product, so a key is read once for all of them.
+Arrays are packed: G query heads of a key head and T tokens of a list are X queries of one product.
+A key is therefore read once for all X queries.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Shaped
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
-"""The logit of a hidden cell. It is finite, so max and exp never compute inf - inf."""
+"""Logit of a hidden cell; finite, so that max and exp never compute inf - inf."""
 
 
 @jax.tree_util.register_dataclass
@@ -25,9 +25,10 @@ LOWEST = float(jnp.finfo(jnp.float32).min)
 class AttentionOptions:
     """Options of a model's attention.
 
-    scale: factor of the products of queries and keys, static; None for 1 / sqrt(D).
-    softcap: c, which bounds these products: each becomes c * tanh(x / c); static; None for none.
-    sinks: additional logit of each head, without a value.
+    scale: Factor of the products of queries and keys, static; None for 1 / sqrt(D).
+    softcap: Bound c of the scaled products, static: each product x becomes c * tanh(x / c). None
+      for no bound.
+    sinks: Additional logit of each query head, without a value.
     """
 
     scale: float | None = field(default=None, metadata={"static": True})
@@ -35,11 +36,11 @@ class AttentionOptions:
     sinks: Float[Array | np.ndarray, " H"] | None = None
 
     def scale_queries(self, q: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
-        """Return queries times the scale, in their dtype."""
+        """Return queries times the scale, in the dtype of the queries."""
         return q * jnp.asarray(q.shape[-1] ** -0.5 if self.scale is None else self.scale, q.dtype)
 
     def cap_logits(self, logits: Float[Array, "*n"]) -> Float[Array, "*n"]:
-        """Return logits bounded by the softcap, if there is one."""
+        """Return logits bounded by the softcap, or unchanged logits without a softcap."""
         cap = self.softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
@@ -47,9 +48,9 @@ class AttentionOptions:
 class OnlineSoftmax(NamedTuple):
     """Partial softmax over some cells, for queries from `group_queries`, in `softmax_dtype`.
 
-    max_logit: the highest logit; LOWEST if no cell is visible.
-    denom: sum of exp(logit - max_logit).
-    out: sum of values times exp(logit - max_logit).
+    max_logit: Highest logit of each query; LOWEST if no cell is visible.
+    denom: Sum of exp(logit - max_logit).
+    out: Sum of values times exp(logit - max_logit).
     """
 
     max_logit: Float[Array, "P K X"]
@@ -62,11 +63,7 @@ class OnlineSoftmax(NamedTuple):
         denom: Float[Array, "P K X"],
         out: Float[Array, "P K X Dv"],
     ) -> OnlineSoftmax:
-        """Return the partial softmax over these cells and others.
-
-        `max_logit` is the highest logit of both; `denom` and `out` of the others are relative to
-        it.
-        """
+        """Add cells with `denom` and `out`; `max_logit` is the highest logit of all cells."""
         down = jnp.exp(self.max_logit - max_logit)
         return OnlineSoftmax(max_logit, self.denom * down + denom, self.out * down[..., None] + out)
 
@@ -81,32 +78,27 @@ def mask_logits(
     mask: Bool[Array, "*#n C"],
     bias: Float[Array, "*#n #C"] | None = None,
 ) -> Float[Array, "*#n C"]:
-    """Set logits of hidden cells to LOWEST, and others to at least LOWEST / 2; visible NaN is kept.
-
-    A bias is added, if there is one; -inf hides the cell. All arguments broadcast to the result.
-    """
+    """Add `bias`; set logits of hidden cells to LOWEST, other logits to at least LOWEST / 2."""
+    # A visible NaN is kept.
     if bias is not None:
         logits, mask = logits + bias.astype(logits.dtype), mask & (bias != -jnp.inf)
     return jnp.where(mask, jnp.maximum(logits, LOWEST / 2), LOWEST)
 
 
 def zero_unseen(sums: OnlineSoftmax, sees: Bool[Array, "P T"]) -> OnlineSoftmax:
-    """Reset the partial softmax of tokens without visible cells.
-
-    Otherwise it may contain hidden cells, since its highest logit is LOWEST, or any numbers if a
-    kernel skipped the token. A visible cell in a later tile, or on another device, has a much
-    higher logit, which removes the contribution of hidden cells.
-    """
+    """Replace the partial softmax of tokens without visible cells by `empty_softmax`."""
+    # For these tokens, `sums` includes hidden cells, or is undefined if a kernel skipped the token.
+    # For other tokens, the high logit of a visible cell removes the contribution of hidden cells.
     return _reset_unseen(sums, jnp.tile(sees, sums.denom.shape[2] // sees.shape[1])[:, None])
 
 
 def reset_where_bias_hides_all(sums: OnlineSoftmax) -> OnlineSoftmax:
-    """Reset queries whose bias hides all cells: their highest logit is LOWEST."""
+    """Replace the partial softmax of queries whose bias hides all cells by `empty_softmax`."""
     return _reset_unseen(sums, sums.max_logit != LOWEST)
 
 
 def _reset_unseen(sums: OnlineSoftmax, sees: jax.Array) -> OnlineSoftmax:
-    """Reset the partial softmax of queries without visible cells; `sees` is `[P, K or 1, X]`."""
+    """Replace the partial softmax of queries where `sees`, `[P, K or 1, X]`, is False."""
     return OnlineSoftmax(
         jnp.where(sees, sums.max_logit, LOWEST),
         jnp.where(sees, sums.denom, 0.0),
@@ -141,7 +133,7 @@ def merge_over_devices(sums: OnlineSoftmax, axes: tuple[str, ...]) -> OnlineSoft
 
 
 def with_sinks(sums: OnlineSoftmax, sinks: Float[Array | np.ndarray, " H"] | None) -> OnlineSoftmax:
-    """Add the sinks, if there are any, to the partial softmax over all cells."""
+    """Add the sinks, if not None, to the partial softmax over all cells."""
     if sinks is None:
         return sums
     lists, kv_heads, queries = sums.denom.shape
@@ -154,12 +146,12 @@ def with_sinks(sums: OnlineSoftmax, sinks: Float[Array | np.ndarray, " H"] | Non
 
 
 def normalize(sums: OnlineSoftmax) -> Float[Array, "P K X Dv"]:
-    """Divide by the sum; zeros if no cell is visible."""
+    """Return `out` divided by `denom`; zeros if no cell is visible."""
     return sums.out / jnp.where(sums.denom == 0.0, 1.0, sums.denom)[..., None]
 
 
 def group_queries(q: Shaped[Array, "P T H D"], kv_heads: int) -> Shaped[Array, "P K X D"]:
-    """Arrange queries for one product with each key head; X is G * T."""
+    """Pack G query heads of each key head and T tokens into an axis of X = G * T queries."""
     lists, tokens, _, size = q.shape
     return (
         q.reshape(lists, tokens, kv_heads, -1, size)
@@ -169,7 +161,7 @@ def group_queries(q: Shaped[Array, "P T H D"], kv_heads: int) -> Shaped[Array, "
 
 
 def group_heads(x: Shaped[Array, "P _ T C"], kv_heads: int) -> Shaped[Array, "P _ _ T C"]:
-    """Split query heads by key head; H or 1 to K or 1 and G or 1."""
+    """Split H or 1 query heads into K or 1 key heads, with G or 1 query heads each."""
     lists, heads, *pairs = x.shape
     return x.reshape(lists, min(heads, kv_heads), -1, *pairs)
 

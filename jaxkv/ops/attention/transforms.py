@@ -1,7 +1,4 @@
-"""Derivatives and `vmap` of attention implementations.
-
-The arrays are those of `jaxkv.ops.attention.dispatch.AttentionFn`.
-"""
+"""Derivatives and `vmap` of attention implementations, see `dispatch.AttentionFn`."""
 
 from __future__ import annotations
 
@@ -25,11 +22,9 @@ if TYPE_CHECKING:
 def with_derivatives_of(
     plain: Callable[..., OnlineSoftmax], way: Callable[..., OnlineSoftmax]
 ) -> Callable[..., OnlineSoftmax]:
-    """Return the implementation `way` with the derivatives of `plain`, in both modes.
-
-    A loop with a data-dependent length has no reverse mode, and the fastest forward computation may
-    have a slow backward one. `seen` is a `Visibility` or a mask.
-    """
+    """Return the implementation `way` with the derivatives of `plain`, forward and reverse."""
+    # A loop with a data-dependent length has no reverse mode, and the fastest implementation may
+    # have slow derivatives.
 
     def partial_attention(
         q: jax.Array, k: Stored, v: Stored, seen: PyTree, options: AttentionOptions
@@ -50,11 +45,9 @@ def with_derivatives_of(
 
 
 def fold_vmap(way: Callable[..., OnlineSoftmax]) -> Callable[..., OnlineSoftmax]:
-    """Return an implementation that runs `vmap` as one cache with the streams of the whole batch.
-
-    Otherwise a `cond` with conditions that differ in the batch would compute both branches, and a
-    loop would run for all caches until the longest one ends.
-    """
+    """Return an implementation in which a `vmap` over caches runs as one cache with all streams."""
+    # Otherwise a `cond` would compute both branches, and a loop would run for all caches until the
+    # longest loop ends.
 
     def partial_attention(
         q: jax.Array, k: Stored, v: Stored, visibility: Visibility, options: AttentionOptions

@@ -22,24 +22,26 @@ Tree = TypeVar("Tree")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Visibility:
-    """Positions and owners of the cells of S streams, and P lists of T tokens.
+    """Positions and owners of the cells of S streams and of P lists of T tokens.
 
-    A token attends to the cells of its stream with the token's owner, at positions up to its own
-    and within the window. This is small; an implementation computes a mask from it only if needed.
+    A token attends to those cells of its stream that its sequence owns, at positions up to the
+    token's position and within the window. An implementation computes a mask from a `Visibility`
+    only if needed.
 
-    position: position of each cell.
-    owners: one bit for each sequence that owns the cell.
-    streams: stream of each list of tokens.
-    at: position of each token.
-    word: index of the word, of W, with the token's owner.
-    bit: the word with the owner's bit set; 0 for padding, which attends to nothing.
-    window: the window, static.
-    causal: False lets tokens attend to later tokens too, static.
-    all_streams: whether P is S and list p has stream p, static. Shapes do not determine this.
-    visible_until: last position that each token attends to; None for its own position.
-    bias: bias of the logits, `[P, T, H or 1, N]` or a function; None for none.
-    tile: size of a tile that sequences reserve, static; None if they reserve none. It selects the
-      fastest computation and does not change the mask.
+    position: Position of each cell.
+    owners: Bit mask of the sequences that own each cell.
+    streams: Stream of each list of tokens.
+    at: Position of each token.
+    word: Index of the word of `owners` with the bit of the token's sequence.
+    bit: Word in which only the bit of the token's sequence is set; 0 for padding, which attends to
+      no cell.
+    window: Window of attention, static.
+    causal: False if tokens attend to later tokens too, static.
+    all_streams: Whether P is S and list p has stream p, static.
+    visible_until: Last position that each token attends to; None for the token's own position.
+    bias: Bias of the logits, `[P, T, H or 1, N]` or a function; None for no bias.
+    tile: Number of cells of a tile that sequences reserve, static; None if sequences reserve no
+      tiles. The field `tile` selects the fastest computation and does not change the mask.
     """
 
     position: Int32[Array, "S N"]
@@ -56,7 +58,7 @@ class Visibility:
     tile: int | None = field(default=None, metadata={"static": True})
 
     def slice_cells(self, first: Int32[Array, ""], count: int) -> Visibility:
-        """Return the visibility of `count` cells from `first`, an int32 number."""
+        """Return the visibility of `count` cells from the int32 index `first`."""
 
         def cut(x: jax.Array) -> jax.Array:
             return jax.lax.dynamic_slice_in_dim(x, first, count, axis=-1)
@@ -69,7 +71,7 @@ class Visibility:
         )
 
     def slice_tokens(self, cut: Callable[[jax.Array], jax.Array]) -> Visibility:
-        """Return the visibility of other tokens; `cut` selects them from arrays `[P, T, ...]`."""
+        """Return the visibility of tokens that `cut` selects from arrays `[P, T, ...]`."""
         return replace(
             self,
             at=cut(self.at),
@@ -80,18 +82,14 @@ class Visibility:
         )
 
     def gather_list_streams(self, x: PyTree) -> PyTree:
-        """Return the stream of each list, `[P, ...]`, of arrays `[S, ...]`."""
+        """Return `[P, ...]`, the stream of each list, from arrays `[S, ...]`."""
         return gather_streams(x, None if self.all_streams else self.streams)
 
 
 @jax.jit
 def compute_mask(visibility: Visibility) -> Bool[Array, "P T N"]:
-    """Return the cells that each token attends to.
-
-    Each layer calls this; the compiler computes it once for layers with the same visibility.
-
-    llama.cpp: `set_input_kq_mask`.
-    """
+    """Return which cells each token attends to (llama.cpp: `set_input_kq_mask`)."""
+    # The compiler computes the mask once for all layers with the same visibility.
     owners = visibility.gather_list_streams(visibility.owners)  # [P, W, N]
     owner = owners[:, 0][:, None]
     for w in range(1, owners.shape[1]):  # Selecting one of few words avoids a stored gather.
@@ -110,11 +108,9 @@ def compute_mask(visibility: Visibility) -> Bool[Array, "P T N"]:
 def compute_bias(
     visibility: Visibility, seen: Bool[Array, "P T N"] | None = None
 ) -> Float[Array, "P _ T N"] | None:
-    """Return the bias of all pairs, for H heads or one; None without bias.
-
-    With the mask `seen`, for derivatives, hidden cells get the position of the token, so that the
-    derivative of a bias function is finite there.
-    """
+    """Return the bias of all pairs of a token and a cell, of H heads or 1; None without bias."""
+    # With a mask `seen`, hidden cells get the position of the token, so that derivatives of a bias
+    # function are finite.
     if not isinstance(visibility.bias, PositionBias):
         return None if visibility.bias is None else visibility.bias.swapaxes(1, 2)
     position = visibility.gather_list_streams(visibility.position)[:, None]
@@ -124,21 +120,20 @@ def compute_bias(
 
 
 def with_bias_array(visibility: Visibility) -> Visibility:
-    """Return a visibility with any bias as an array `[P, T, H or 1, N]`."""
+    """Return a visibility whose bias, if any, is an array `[P, T, H or 1, N]`."""
     bias = compute_bias(visibility)
     return replace(visibility, bias=None if bias is None else bias.swapaxes(1, 2))
 
 
 class QueryBounds(NamedTuple):
-    """Positions and owner that a query attends to, for comparisons in a kernel.
+    """Positions and sequence that a query attends to, for comparisons in a kernel.
 
-    The window is converted to a first and a last position. All arrays are int32 and of one shape:
-    `[P, T]` for tokens, `[X, 1]` for the X queries of a kernel.
+    All arrays are int32 of one shape: `[P, T]` for tokens, `[X, 1]` for the X queries of a kernel.
 
-    first: the first position that the query attends to.
-    last: the last position.
-    word: index of the word with its owner.
-    bit: the word with the owner's bit set; 0 for padding.
+    first: First position that the query attends to.
+    last: Last position that the query attends to.
+    word: Index of the word of `owners` with the bit of the query's sequence.
+    bit: Word in which only the bit of the query's sequence is set; 0 for padding.
     """
 
     first: Int32[Array, "*_"]
@@ -149,10 +144,7 @@ class QueryBounds(NamedTuple):
     def can_see(
         self, position: Int32[Array, "*#n"], owners: Sequence[Int32[Array, "*#n"]]
     ) -> Bool[Array, "*_"]:
-        """Return whether cells are visible, from int32 positions and W words of owners.
-
-        All arrays broadcast together: `[X, 1]` and `[1, C]`, for C cells, give `[X, C]`.
-        """
+        """Return which cells with the given positions and owners are visible to each query."""
         owner = owners[0]
         for w, others in enumerate(owners[1:], 1):
             owner = jnp.where(self.word == w, others, owner)

@@ -30,7 +30,7 @@ def attend_all_cells(
     visibility: Visibility,
     options: AttentionOptions,
 ) -> OnlineSoftmax:
-    """Attend to all cells of the streams in use, see `jaxkv.ops.attention.dispatch`."""
+    """Attend to all cells of each list's stream; for arguments see `dispatch.AttentionFn`."""
     of_lists, mask = visibility.gather_list_streams, compute_mask(visibility)
     return attend_by_mask(q, of_lists(k), of_lists(v), mask, options, compute_bias(visibility))
 
@@ -43,11 +43,9 @@ def attend_differentiably(
     options: AttentionOptions,
     bias: Float[Array, "P _ T N"] | None = None,
 ) -> OnlineSoftmax:
-    """Compute `attend_by_mask` with derivatives that hidden cells do not affect.
-
-    Derivatives multiply keys and values by the zeros of hidden cells, and NaN times zero is NaN. So
-    cells that are hidden from all tokens of a list are set to zero, in a copy.
-    """
+    """Compute `attend_by_mask` with derivatives that hidden cells do not affect."""
+    # Derivatives multiply hidden keys and values by zeros, and NaN times zero is NaN. Cells that
+    # are hidden from all tokens of a list are therefore set to zero, in a copy.
     seen = jnp.any(mask, axis=1)[:, None, :, None]
     k, v = (jnp.where(seen, dequantise(x), 0) for x in (k, v))
     return attend_by_mask(q, k, v, mask, options, bias)
@@ -61,10 +59,7 @@ def attend_by_mask(
     options: AttentionOptions,
     bias: Float[Array, "P _ T N"] | None = None,
 ) -> OnlineSoftmax:
-    """Attend to the cells of each list that are visible in its mask.
-
-    Keys and values, `[P, K, N, ...]`, are those of the stream of each list; values must be finite.
-    """
+    """Attend from lists to keys and values `[P, K, N, ...]` of their streams; values are finite."""
     q = group_queries(options.scale_queries(q), k.shape[1])
     logits = _masked_logits(q, k, mask, options, bias)
     highest = jax.lax.stop_gradient(jnp.max(logits, axis=-1))
@@ -81,10 +76,10 @@ def add_cells(
     options: AttentionOptions,
     bias: Float[Array, "P _ T C"] | None = None,
 ) -> OnlineSoftmax:
-    """Add the cells `k` and `v`, `[P, K, C, ...]`, to a partial softmax.
+    """Add cells with keys and values `[P, K, C, ...]` to a partial softmax.
 
-    `q` is packed and scaled, values are finite, and only the softcap of `options` is used. A token
-    without visible cells gets wrong sums, so callers must call `zero_unseen` at the end.
+    `q` is packed and scaled, and values are finite. A token without visible cells gets wrong sums,
+    so callers must call `zero_unseen` at the end.
     """
     logits = _masked_logits(q, k, mask, options, bias)
     highest = jax.lax.stop_gradient(jnp.maximum(jnp.max(logits, axis=-1), sums.max_logit))
@@ -94,7 +89,7 @@ def add_cells(
 def _masked_logits(
     q: jax.Array, k: Numbers, mask: jax.Array, options: AttentionOptions, bias: jax.Array | None
 ) -> jax.Array:
-    """Return masked logits `[P, K, X, C]` in `softmax_dtype`; arguments as in `add_cells`."""
+    """Return masked logits `[P, K, X, C]` in `softmax_dtype`; for arguments see `add_cells`."""
     logits = qk_logits(q, k, softmax_dtype(q))
     by_token = options.cap_logits(logits).reshape(*q.shape[:2], -1, *mask.shape[1:])
     bias = None if bias is None else group_heads(bias, k.shape[1])
@@ -102,6 +97,6 @@ def _masked_logits(
 
 
 def _sum_weighted_values(weights: jax.Array, v: Numbers) -> tuple[jax.Array, jax.Array]:
-    """Sum weights `[P, K, X, C]` to `[P, K, X]`, and weighted values to `[P, K, X, Dv]`."""
+    """Return the sums of weights, `[P, K, X]`, and the sums of weighted values, `[P, K, X, Dv]`."""
     out = weighted_values(weights, v)
     return jnp.sum(weights, axis=-1), out

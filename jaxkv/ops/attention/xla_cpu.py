@@ -1,9 +1,7 @@
 """Attention in forms that are fast on CPUs, selected by measurements.
 
-Barriers prevent the compiler from undoing these forms. Programs for other platforms have neither
-these barriers nor these cuts.
-
-Letters are those of `jaxkv.ops.attention`; J parts that the cells of a list are cut into.
+Optimization barriers prevent the compiler from changing the forms of products. Letters are those of
+`jaxkv.ops.attention`; J is the number of parts that the cells of a list are cut into.
 """
 
 from __future__ import annotations
@@ -33,37 +31,34 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
 
 FEW = 0.4
-"""Share of active tiles below which reading tiles one by one is faster."""
+"""Fraction of active tiles below which reading tiles one by one is faster."""
 
 SMALL = 4
-"""The most tiles of all lists that are always read at once: selecting tiles takes time too."""
+"""Largest number of tiles of all lists that are always read at once."""
 
 LARGE = 16
-"""The most tokens of a list for which all cells may be read at once.
-
-For more tokens tiles are read one by one: the logits of all cells would be large.
-"""
+"""Largest number of tokens of a list for which all cells may be read at once."""
 
 SEVERAL = 8
-"""Tokens of a list from which tiles are also read one by one if logits exceed `LOGITS`."""
+"""Number of tokens of a list from which tiles are read one by one if logits exceed `LOGITS`."""
 
 LOGITS = 1 << 23
-"""Bytes of the logits of all cells that fit into the CPU's cache: 8 MB."""
+"""Largest number of bytes of logits that fit into the CPU's cache: 8 MB."""
 
 HUGE = 1 << 17
-"""Cells of a stream from which two tokens of a list already count as `SEVERAL`."""
+"""Number of cells of a stream from which two tokens of a list count as `SEVERAL`."""
 
 THIN = 32
-"""The most queries of a key head for which cells are cut into parts, see `_split_cells`."""
+"""Largest number of queries of a key head for which cells are cut into parts."""
 
 PRODUCTS = 384
-"""Independent products from which cells are not cut further: enough for all cores."""
+"""Number of independent products from which cells are not cut further: enough for all cores."""
 
 PART = 64
-"""The fewest cells of a part."""
+"""Smallest number of cells of a part."""
 
 EXACT = 1024
-"""The most weights that are summed with a product: for more it is less exact than a sum."""
+"""Largest number of weights that are summed with a product; for more, a sum is more exact."""
 
 
 def attend_by_shapes(
@@ -73,7 +68,7 @@ def attend_by_shapes(
     visibility: Visibility,
     options: AttentionOptions,
 ) -> OnlineSoftmax:
-    """Read tiles if few are active or tokens are many, and all cells at once otherwise."""
+    """Read tiles if few tiles are active or tokens are many; otherwise read all cells at once."""
     if isinstance(k, Quantised | LayerView) or isinstance(v, Quantised | LayerView):
         return attend_by_tiles(q, k, v, visibility, options)
     if not visibility.all_streams or are_logits_large(q, k) or upcasts_by_tile(k):
@@ -105,7 +100,7 @@ def attend_by_tiles(
 
 
 def choose_add_cells(k: Stored) -> Added:
-    """Return the function that adds a tile; the plain one is faster for quantised keys."""
+    """Return the function that adds a tile: `xla.add_cells` if keys are quantised."""
     return xla.add_cells if isinstance(k, Quantised) else add_cells
 
 
@@ -116,7 +111,7 @@ def attend_all_cells(
     visibility: Visibility,
     options: AttentionOptions,
 ) -> OnlineSoftmax:
-    """Attend to all cells of the streams in use, see `jaxkv.ops.attention.dispatch`."""
+    """Attend to all cells of each list's stream; for arguments see `dispatch.AttentionFn`."""
     if isinstance(k, Quantised) or isinstance(v, Quantised):
         return xla.attend_all_cells(q, k, v, visibility, options)
     of_lists, mask = visibility.gather_list_streams, compute_mask(visibility)
@@ -131,7 +126,7 @@ def attend_by_mask(
     options: AttentionOptions,
     bias: Float[Array, "P _ T N"] | None = None,
 ) -> OnlineSoftmax:
-    """Compute `jaxkv.ops.attention.xla.attend_by_mask`."""
+    """Compute `jaxkv.ops.attention.xla.attend_by_mask` in a form for CPUs."""
     q = group_queries(options.scale_queries(q), k.shape[1])
     return zero_unseen(attend_packed(q, k, v, mask, options, bias), jnp.any(mask, axis=2))
 
@@ -163,7 +158,7 @@ def add_cells(
     options: AttentionOptions,
     bias: Float[Array, "P _ T C"] | None = None,
 ) -> OnlineSoftmax:
-    """Compute `jaxkv.ops.attention.xla.add_cells`."""
+    """Compute `jaxkv.ops.attention.xla.add_cells` in a form for CPUs."""
     logits, v = _masked_logits(q, k, mask, options, bias), _split_cells(v, q.shape[2])
     highest = jnp.max(logits, axis=(2, 5)).reshape(sums.max_logit.shape)
     highest = jax.lax.stop_gradient(jnp.maximum(highest, sums.max_logit))
@@ -190,7 +185,7 @@ def _masked_logits(
 
 
 def are_logits_large(q: Float[Array, "*_"], k: Stored) -> bool:
-    """Return whether the logits of all cells take more time than a loop over tiles."""
+    """Return whether computing the logits of all cells takes longer than a loop over tiles."""
     lists, tokens, heads, _ = q.shape
     logits = lists * tokens * heads * k.shape[2] * softmax_dtype(q).itemsize
     several = tokens >= SEVERAL or (tokens > 1 and k.shape[2] >= HUGE)
@@ -198,16 +193,14 @@ def are_logits_large(q: Float[Array, "*_"], k: Stored) -> bool:
 
 
 def upcasts_by_tile(k: Stored) -> bool:
-    """Return whether keys `[S, K, N, D]` are converted to float32 first, tile by tile."""
+    """Return whether keys are converted to float32, one tile at a time."""
     return k.dtype.itemsize < 4
 
 
 def _split_cells(x: jax.Array, queries: int) -> jax.Array:
-    """Cut keys or values into parts; `[P, K, N, D]` to `[P, K, J, C, D]`, without a copy.
-
-    A CPU assigns whole products to its cores, and a few thin ones use only one core. With many
-    queries X, or few cells, there is one part.
-    """
+    """Cut keys or values `[P, K, N, D]` into J parts `[P, K, J, C, D]`, without a copy."""
+    # A CPU assigns whole products to its cores, so a few products with few queries use only one
+    # core.
     products, parts, size = x.shape[0] * x.shape[1], 1, x.shape[2]
     while queries <= THIN and products * parts < PRODUCTS and size % 2 == 0 and size >= 2 * PART:
         parts, size = 2 * parts, size // 2
@@ -215,12 +208,10 @@ def _split_cells(x: jax.Array, queries: int) -> jax.Array:
 
 
 def _multiply_queries_keys(q: jax.Array, k: jax.Array) -> jax.Array:
-    """Multiply queries `[P, K, X, D]` and keys `[P, K, J, C, D]`; `[P, K, J, X, C]`.
-
-    With few queries keys come first, since the first factor is split over the cores. The barrier
-    prevents the compiler from swapping the factors to avoid the small transpose. With many queries
-    there is one part; its dimension is removed, since it would double the time of the product.
-    """
+    """Multiply queries `[P, K, X, D]` and keys `[P, K, J, C, D]`; return `[P, K, J, X, C]`."""
+    # With few queries, keys are the first factor, which a CPU splits over its cores. The barrier
+    # prevents the compiler from swapping the factors. With many queries J is 1, and its axis would
+    # double the time of the product.
     dtype = softmax_dtype(q)
     if q.shape[2] > THIN:
         logits = jnp.einsum("pkxd,pkcd->pkxc", q, k[:, :, 0], preferred_element_type=dtype)
@@ -230,11 +221,8 @@ def _multiply_queries_keys(q: jax.Array, k: jax.Array) -> jax.Array:
 
 
 def _sum_weighted_values(weights: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Sum weights `[P, K, J, G, T, C]` to `[P, K, X]`, and weighted values to `[P, K, X, Dv]`.
-
-    Values are `[P, K, J, C, Dv]`. The barrier prevents the compiler from merging the products of
-    all parts.
-    """
+    """Return the sums of weights, `[P, K, X]`, and the sums of weighted values, `[P, K, X, Dv]`."""
+    # The barrier prevents the compiler from merging the products of all parts.
     if weights.shape[5] <= EXACT:  # In a branch a sum takes longer than a product with ones.
         ones = jnp.ones(weights.shape[5], weights.dtype)
         total = jnp.einsum("pkjgtc,c->pkgt", weights, ones)

@@ -1,13 +1,9 @@
 """Attention on CPUs over streams in which sequences reserve tiles of cells.
 
-One product for all tokens of a stream multiplies each token with the cells of all others. Here a
-tile that is visible to one token only is multiplied with this token; a tile that is visible to
-several tokens is multiplied with all tokens, once.
-
-Tiles of sequences have `Visibility.tile` cells. A loop reads several of them at once, as one tile
-of `jaxkv.ops.attention.active_tiles`.
-
-Letters are those of `jaxkv.ops.attention`; M tiles of a list, or of a piece of its cells.
+One product for all tokens of a stream would multiply each token with the cells of all other tokens.
+In this module, a tile that is visible to one token only is multiplied with this token. A tile that
+is visible to several tokens is multiplied with all tokens, once. Letters are those of
+`jaxkv.ops.attention`; M is the number of tiles of `Visibility.tile` cells.
 """
 
 from __future__ import annotations
@@ -48,11 +44,9 @@ def attend_by_shapes(
     visibility: Visibility,
     options: AttentionOptions,
 ) -> OnlineSoftmax:
-    """Multiply each tile that is visible to one token with this token only.
-
-    If tokens have no such tiles, or several attend to most of a stream, all cells are multiplied
-    with all tokens at once.
-    """
+    """Multiply each tile that is visible to one token with this token only."""
+    # If there are no such tiles, or most cells are visible to several tokens, all cells are
+    # multiplied with all tokens at once.
     tokens, cells, size = visibility.at.shape[1], k.shape[2], visibility.tile
     if size is None or cells % size or not visibility.all_streams or not 1 < tokens <= BLOCK:
         return xla_cpu.attend_by_shapes(q, k, v, visibility, options)
@@ -106,11 +100,8 @@ def attend_by_shapes(
 def split_tiles(
     visibility: Visibility, size: int
 ) -> tuple[Visibility, Visibility, Bool[Array, "P T"]]:
-    """Return the visibility of tiles that are visible to one token, and that of all other tiles.
-
-    Also return the tokens with any visible cell; C is `size`. Each layer calls this, as it calls
-    `compute_mask`; the compiler computes it once.
-    """
+    """Return the visibility of tiles that one token attends to, and that of all other tiles."""
+    # The third result is which tokens attend to any cell.
     mask = compute_mask(visibility)
     seen = jnp.any(mask.reshape(*mask.shape[:2], -1, size), axis=3)  # [P, T, M]
     alone = jnp.repeat(jnp.sum(seen, axis=1) == 1, size, axis=1)[:, None]
@@ -135,10 +126,7 @@ def add_cells(
     options: AttentionOptions,
     bias: Float[Array, "P _ T C"] | None = None,
 ) -> OnlineSoftmax:
-    """Compute `jaxkv.ops.attention.xla.add_cells` for tiles that are visible to one token each.
-
-    `size` is C, the cells of a tile; the other arguments are for M * C cells.
-    """
+    """Compute `jaxkv.ops.attention.xla.add_cells` for tiles that are visible to one token each."""
     lists, tokens, _ = mask.shape
     kv_heads = k.shape[1]
     cut = mask.reshape(lists, tokens, -1, size)
@@ -163,11 +151,8 @@ def add_cells(
 def _join_tiles(
     sums: OnlineSoftmax, sees: jax.Array, max_logit: jax.Array, denom: jax.Array, out: jax.Array
 ) -> OnlineSoftmax:
-    """Add the partial softmax of tiles to that of the tokens that attend to them, `[P, T, M]` bool.
-
-    `max_logit` and `denom` of tiles are `[P, K, M, G]`, and `out` is `[P, K, M, G, Dv]`. NaN is
-    selected, and never multiplied by the zeros of tokens that do not attend to it.
-    """
+    """Add the partial softmax of tiles to the sums of the tokens that attend to the tiles."""
+    # NaN is selected, never multiplied by the zeros of tokens that do not attend to the tile.
     lists, tokens, _ = sees.shape
     packed_shape, kv_heads = sums.max_logit.shape, max_logit.shape[1]
     max_logit, denom = (
@@ -185,17 +170,17 @@ def _join_tiles(
 
 
 def _cut_tiles(x: Stored, size: int) -> Stored:
-    """Cut keys or values into tiles; `[P, K, M * C, D]` to `[P, K, M, C, D]`, without a copy."""
+    """Cut keys or values `[P, K, M * C, D]` into tiles `[P, K, M, C, D]`, without a copy."""
     return jax.tree.map(lambda y: y.reshape(*y.shape[:2], -1, size, y.shape[3]), x)
 
 
 def _multiply_queries_keys(q: jax.Array, k: Stored) -> jax.Array:
-    """Multiply keys `[P, K, M, C, D]` and queries `[P, K, M, G, D]` of tiles; `[P, K, M, G, C]`."""
+    """Multiply queries `[P, K, M, G, D]` and keys `[P, K, M, C, D]`; return `[P, K, M, G, C]`."""
     logits = qk_logits(q, k, softmax_dtype(q), keys_first=True)
     return jax.lax.optimization_barrier(logits).swapaxes(3, 4)
 
 
 def _sum_weighted_values(weights: jax.Array, v: Stored) -> tuple[jax.Array, jax.Array]:
-    """Sum weights `[P, K, M, G, C]` to `[P, K, M, G]`, and values to `[P, K, M, G, Dv]`."""
+    """Return the sums of weights, `[P, K, M, G]`, and of weighted values, `[P, K, M, G, Dv]`."""
     out = weighted_values(weights, v)
     return jnp.sum(weights, axis=-1), jax.lax.optimization_barrier(out)

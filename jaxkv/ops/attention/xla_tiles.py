@@ -1,7 +1,4 @@
-"""Attention over active tiles in a loop with an online softmax.
-
-The time of a step grows with the number of active tiles, see `jaxkv.ops.attention.active_tiles`.
-"""
+"""Attention in a loop over active tiles (see `active_tiles`), with an online softmax."""
 
 from __future__ import annotations
 
@@ -45,7 +42,7 @@ def attend_by_tiles(
     visibility: Visibility,
     options: AttentionOptions,
 ) -> OnlineSoftmax:
-    """Attend to the cells of active tiles, see `jaxkv.ops.attention.dispatch`."""
+    """Attend to the cells of active tiles; for arguments see `dispatch.AttentionFn`."""
     return attend_in_blocks(q, k, v, visibility, options, xla.add_cells)
 
 
@@ -59,10 +56,7 @@ def attend_in_blocks(
     *,
     pinned: bool = False,
 ) -> OnlineSoftmax:
-    """Attend to active tiles with `added`, for blocks of tokens.
-
-    `pinned` is that of `add_tiles_in_turn`.
-    """
+    """Attend to active tiles with `added`, for blocks of tokens; see `add_tiles_in_turn`."""
     live = find_active_tiles(visibility)
     lists, tokens = visibility.at.shape
     packed_q = group_queries(
@@ -83,12 +77,11 @@ def add_tiles_in_turn(
     *,
     pinned: bool = False,
 ) -> OnlineSoftmax:
-    """Add the active tiles to a partial softmax; callers must call `zero_unseen`.
+    """Add the active tiles to the partial softmax `start`; callers must call `zero_unseen`.
 
-    Tiles are read from the buffers `[S, K, N, ...]` without copying the streams in use. `q` is
-    packed and scaled, and only the softcap of `options` is used. `start` is the partial softmax
-    over other cells. `pinned` prevents the compiler from moving work on a tile, such as a
-    conversion, out of the loop, where it would apply to all cells.
+    Tiles are read from the buffers without copying a stream. The queries `q` are packed and scaled.
+    With `pinned`, the compiler cannot move work on a tile, such as a conversion, out of the loop,
+    where the work would be done for all cells.
     """
     kv_heads, cells = k.shape[1:3]
     (k, v), streams, _ = flatten_layers((k, v), live.streams)

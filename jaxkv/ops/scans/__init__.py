@@ -1,7 +1,7 @@
 """Recurrences over the tokens of a row, in parallel over time.
 
-A row of a ubatch continues from the state before its first token, and returns the states after some
-of its last tokens for the cache. All sums are float32.
+The recurrence of a row starts from the state before the first token of the row. The results include
+the states after some of the last tokens of the row, for the cache. All sums are float32.
 
 Additional letters in this package:
 

@@ -21,14 +21,14 @@ def convolve(
     """Convolve each channel over time, causally.
 
     Args:
-      x: inputs, finite in padding too.
-      tail: the F - 1 inputs before the first token.
+      x: inputs, finite also at padding.
+      tail: the F - 1 inputs before the first token of each row.
       weight: filter, oldest input first.
-      bias: bias of each channel, or None.
+      bias: bias of each channel, or None for no bias.
       counts: number of tokens of the row before each returned tail.
 
     Returns:
-      The outputs, float32, and the tails, in the dtype of `tail`.
+      The outputs, float32, and the returned tails, in the dtype of `tail`.
 
     Examples:
       >>> x = jnp.arange(1.0, 5.0).reshape(1, 4, 1)

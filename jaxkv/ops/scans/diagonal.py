@@ -20,13 +20,13 @@ def scan_diagonal(
     """Run `state = decay * state + x` over time, as an associative scan.
 
     Args:
-      decay: decays, 1 in padding.
-      x: inputs, 0 in padding.
-      state: the state before the first token.
+      decay: decays, 1 at padding.
+      x: inputs, 0 at padding.
+      state: state before the first token of each row.
       counts: number of tokens of the row before each returned state.
 
     Returns:
-      The state after each token, and the states after `counts` tokens, both float32.
+      The state after each token, and the state after each number of tokens in `counts`, float32.
 
     Examples:
       >>> decay, x = jnp.full((1, 3, 1), 0.5), jnp.ones((1, 3, 1))

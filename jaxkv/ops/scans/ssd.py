@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32
 
 CHUNK = 64
-"""Tokens of a chunk. Fewer make more and smaller products, more make more masked scores."""
+"""Number of tokens of a chunk. Small chunks make more products, large chunks more masked scores."""
 
 
 def scan_ssd(
@@ -27,23 +27,23 @@ def scan_ssd(
 ) -> tuple[Float[Array, "R T H D"], Float[Array, "R n H D M"]]:
     """Run the recurrence of Mamba-2: `state = exp(step * rate) * state + step * x * b`.
 
-    The output of a token is `state @ c`. A chunk of tokens is computed like attention, with decays
-    as weights; the state is carried from chunk to chunk. See Dao and Gu, Transformers are SSMs,
-    2024, section 6.
+    The output of a token is `state @ c`. Each chunk of tokens is computed like attention with
+    decays as weights, and passes its state to the next chunk. See Dao and Gu, Transformers are
+    SSMs, 2024, section 6.
 
     Args:
-      x: inputs, finite in padding too.
-      steps: step sizes, 0 in padding, which leaves the state unchanged.
+      x: inputs, finite also at padding.
+      steps: step sizes, 0 at padding, which leaves the state unchanged.
       rate: decay rate of each head, below 0.
-      b: projection into the state.
+      b: projection of the input into the state.
       c: projection of the state to the output.
-      state: the state before the first token.
-      counts: number of tokens of the row before each returned state, increasing by at most 1, as
-        from `Ubatch.state_write_steps`.
-      chunk: tokens of a chunk.
+      state: state before the first token of each row.
+      counts: number of tokens of the row before each returned state, increasing by at most 1, as in
+        `Ubatch.state_write_steps`.
+      chunk: number of tokens of a chunk.
 
     Returns:
-      The outputs, and the states after `counts` tokens, both float32.
+      The outputs, and the state after each number of tokens in `counts`, both float32.
 
     Examples:
       >>> x, step, one = jnp.ones((1, 3, 1, 1)), jnp.ones((1, 3, 1)), jnp.ones((1, 3, 1, 1))
@@ -101,7 +101,8 @@ def scan_ssd(
 def _state_after_chunk(state: jax.Array, x: jax.Array, logs: jax.Array, b: jax.Array) -> jax.Array:
     """Return the state after all tokens of a chunk, `[R, G, J, D, M]` float32.
 
-    `x`, times steps, is `[R, t, G, J, D]`; `logs`, log decays, `[R, t, G, J]`; `b` `[R, t, G, M]`.
+    `x`, inputs times step sizes, is `[R, t, G, J, D]`; `logs`, log decays, is `[R, t, G, J]`; `b`
+    is `[R, t, G, M]`.
     """
     total = jnp.cumsum(logs, axis=1)
     x = x * jnp.exp(total[:, -1:] - total)[..., None]
@@ -112,10 +113,10 @@ def _state_after_chunk(state: jax.Array, x: jax.Array, logs: jax.Array, b: jax.A
 def _states_after_counts(
     state: jax.Array, x: jax.Array, logs: jax.Array, b: jax.Array, counts: jax.Array
 ) -> jax.Array:
-    """Return the states after `counts` tokens, `[R, n, G, J, D, M]`; counts are `[R, n]` int32.
+    """Return the state after each of `counts` tokens, `[R, n, G, J, D, M]`; `counts` is `[R, n]`.
 
-    `state` is that after the first count. The other arrays are those of `_state_after_chunk`, with
-    T tokens.
+    `state` is the state after the first count. The other arguments are those of
+    `_state_after_chunk`, with T tokens.
     """
 
     def body(state: jax.Array, turn: tuple) -> tuple:

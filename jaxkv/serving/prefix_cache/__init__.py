@@ -1,1 +1,1 @@
-"""Prefix cache: a store of prompts, and the search for common prefixes."""
+"""Prefix store, and the search for common prefixes of prompts."""

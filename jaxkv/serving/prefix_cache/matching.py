@@ -1,4 +1,4 @@
-"""Length of the prefix that a prompt and a sequence share and that can be resumed."""
+"""Search for the longest common prefix of a prompt and a sequence that can be resumed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from jaxkv.table import CacheTable
 
 BLOCK = 1024
-"""Positions of one call of a program, so that all prompt lengths share a program."""
+"""Number of positions of a program call; prompts of all lengths share the program."""
 
 
 def common_prefix_length(tokens: Num[np.ndarray, " n"], other_tokens: Num[np.ndarray, " m"]) -> int:
@@ -39,7 +39,10 @@ def common_prefix_length(tokens: Num[np.ndarray, " n"], other_tokens: Num[np.nda
 def find_resumable_positions(
     cache: Cache, seq: int, tokens: Int32[np.ndarray, " n"]
 ) -> tuple[Bool[np.ndarray, " n+1"], MissReason]:
-    """Return which prefix lengths a sequence can resume, 0 always, and why not all."""
+    """Return which prefix lengths a sequence can resume, and why the full length is not possible.
+
+    Length 0 is always possible.
+    """
     last = tokens.size
     starts = np.arange(0, last + 1, BLOCK, dtype=np.int32)
     padded = np.pad(tokens, (0, starts[-1] + BLOCK - last))
@@ -84,12 +87,11 @@ def _resumable_in_block(
     start: Int32[Array, ""],
     before: UInt32[Array, ""],
 ) -> tuple[Bool[Array, " block"], Bool[Array, " block"], Bool[Array, " block"], UInt32[Array, ""]]:
-    """Return at which positions of a block a sequence can be resumed.
+    """Return three masks of the positions of a block at which a sequence can be resumed.
 
-    `tokens` are expected from position `start` on, and `before` is the sum of the hashes before it.
-    Returns three masks, and the sum of the hashes up to the end of the block. The masks are True
-    where `can_resume` is, where all earlier tokens are present, and where no other token is
-    present.
+    The masks are True where `can_resume` is True, where all earlier tokens are present, and where
+    no other token is present. The block starts at position `start`, and `before` is the sum of the
+    hashes of earlier blocks. The last result is the sum of the hashes up to the end of the block.
     """
     positions = start + jnp.arange(BLOCK, dtype=jnp.int32)
     holds = positions <= table.seq_pos_max(seq) + 1
@@ -109,9 +111,10 @@ def _resumable_in_block(
 def _has_same_content(
     index: Int32[Array, " n"], found: UInt32[Array, " n"], expected: UInt32[Array, " block"]
 ) -> Bool[Array, " block"]:
-    """Return the positions of a block at which all found hashes equal the expected one.
+    """Return the positions of a block at which all found hashes equal the expected hash.
 
-    `index` is the offset of each found hash in the block; others are ignored.
+    `index` is the offset of each found hash in the block; an offset outside of the block is
+    ignored.
     """
     here = (index >= 0) & (index < BLOCK)
     differs = here & (found != expected.at[index].get(mode="fill", fill_value=0))
@@ -121,7 +124,7 @@ def _has_same_content(
 def _has_unbroken_prefix(
     cells: Cells, seq: Int32[Array, ""], positions: Int32[Array, " n"]
 ) -> Bool[Array, " n"]:
-    """Return whether all tokens before each position exist unshifted, or were evicted."""
+    """Return whether all tokens before each position are in unshifted cells or were evicted."""
     mark, (stream, *_) = cells.evicted_below[seq], locate_owner_bit(cells, seq)
     own_positions = jnp.where(cells.shift[stream] == 0, sequence_positions(cells, seq), EMPTY)
     own_positions = jnp.sort(jnp.where(own_positions < mark, END, own_positions))

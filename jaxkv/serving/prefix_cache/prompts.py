@@ -1,4 +1,4 @@
-"""Stored prompts, and results of a search in a store."""
+"""Stored prompts, and results of a search in a prefix store."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ if TYPE_CHECKING:
 
 
 class MissReason(IntEnum):
-    """Why a prompt was not forked further, or not stored.
+    """Why a longer prefix of a prompt was not forked, or a prompt was not stored.
 
-    NONE: It was forked as far as it agrees with a stored prompt, or it was stored.
-    UNKNOWN: No stored prompt starts with its first token.
-    EVICTED: A prompt with a longer common prefix was evicted.
-    CONTEXT_EVICTED: A window evicted cells that its next token attends to, or they were removed.
-    NO_STATE: A recurrent cache has no state at that position.
-    OUT_OF_CELLS: It needs more cells than the store may use, or than are free for a copy.
-    INCOMPLETE: The sequence lacks a token at a position from 0 on, or tokens were shifted.
-    OTHER_TEXT: The sequence has other tokens, or computed them at other positions.
+    NONE: The common prefix with a stored prompt was forked, or the prompt was stored.
+    UNKNOWN: No stored prompt starts with the first token of the prompt.
+    EVICTED: A stored prompt with a longer common prefix was evicted.
+    CONTEXT_EVICTED: Cells that the next token attends to were evicted by a window or removed.
+    NO_STATE: A recurrent cache has no state at the end of the common prefix.
+    OUT_OF_CELLS: The prompt needs more cells than the store may use, or than are free for a copy.
+    INCOMPLETE: The sequence lacks a token at a position of the prompt, or tokens were shifted.
+    OTHER_TEXT: The sequence has other tokens, or its tokens were computed at other positions.
     """
 
     NONE = 0
@@ -37,8 +37,8 @@ class MissReason(IntEnum):
 class PrefixHit(NamedTuple):
     """Length of a prompt prefix that was forked or stored.
 
-    length: Number of tokens that are in the sequence after `fork`, or in the store after `store`.
-    miss: Why it is not longer.
+    length: Number of tokens in the sequence after `fork`, or in the store after `store`.
+    miss: Why the length is not greater.
     """
 
     length: int
@@ -47,22 +47,14 @@ class PrefixHit(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CachedPrompt:
-    """A stored prompt.
-
-    sequence: The sequence of the store that contains it.
-    tokens: Its tokens from position 0 on.
-    """
+    """A stored prompt: the tokens from position 0 on, and the id of the sequence of the store."""
 
     sequence: int
     tokens: Int32[np.ndarray, " n"]
 
 
 class PrefixMatch(NamedTuple):
-    """The stored prompt with the longest resumable prefix.
-
-    prompt: The stored prompt; None if no prompt matches.
-    hit: Length of the prefix.
-    """
+    """The stored prompt with the longest resumable prefix, or None, and the prefix length."""
 
     prompt: CachedPrompt | None
     hit: PrefixHit

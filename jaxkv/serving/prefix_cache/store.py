@@ -1,4 +1,4 @@
-"""Prefix store: prompts in sequences of a cache, and forks from and to them."""
+"""Prefix store: prompts in sequences of a cache, and forks from and to these sequences."""
 
 from __future__ import annotations
 
@@ -31,21 +31,23 @@ if TYPE_CHECKING:
 class PrefixStore:
     """Immutable index, on the CPU, of prompts in some sequences of a cache.
 
-    Each sequence of the store contains one prompt or is empty. `store` forks a prompt into one of
-    them, and `fork` forks a prefix into another sequence. Within a stream forks copy no cells, and
-    prompts share the cells of common prefixes. Between streams cells are copied.
+    Each sequence of the store contains one prompt or is empty. The method `store` forks a prompt
+    into a sequence of the store, and the method `fork` forks a stored prefix into another sequence.
+    Within a stream, forks copy no cells, and prompts share the cells of common prefixes. Forks
+    between streams copy cells.
 
-    A store belongs to the cache of the same result, and earlier pairs can be restored. Only its
-    methods may edit its sequences. `seq_add` moves cells for all owners: if `Cache.can_seq_add` is
-    False since a stored prompt shares them, call `evict` first. Tokens are integers: assign an id
-    to each image or other model input.
+    Use a store only with the cache that the same call returned. An earlier store can be restored
+    together with its cache. Only methods of the store may edit the sequences of the store. If a
+    stored prompt shares cells with a sequence, `Cache.can_seq_add` is False for the sequence until
+    `evict` is called. Tokens are integers: assign an id to each image or other model input.
 
-    sequences: The sequences of the store.
+    sequences: Ids of the sequences of the store.
     cells: Maximum number of cells of the store; shared cells count once.
     prompts: The stored prompts, least recently used first.
-    evicted: Tokens of evicted prompts, latest last, at most one for each sequence.
+    evicted: Tokens of the last evicted prompts, latest last, at most as many as the store has
+      sequences.
 
-    llama.cpp: the common prefix of a slot in its server, `cache_prompt`.
+    llama.cpp: `cache_prompt` of the server.
     """
 
     sequences: tuple[int, ...]
@@ -58,15 +60,15 @@ class PrefixStore:
         """Make an empty store.
 
         Args:
-          cache: Any cache. Later calls require caches of the same spec.
-          sequences: Empty sequences to reserve for the store. If the cache has several streams,
-            take some of each.
+          cache: A cache; later calls require caches of the same spec.
+          sequences: Ids of empty sequences to reserve for the store, some from each stream.
           cells: Maximum number of cells of the store; unlimited by default.
 
         Raises:
-          ValueError: If there is no sequence, or one is not in the cache, repeated or not empty.
-          ValueError: If `cells` is below 1, or the cache is traced or has a part for sources.
-          TypeError: If ids or cells are not integers.
+          ValueError: If `sequences` is empty, or an id is repeated or not in the cache.
+          ValueError: If a sequence of `sequences` is not empty, or `cells` is below 1.
+          ValueError: If the cache is traced or has a part for encoder sources.
+          TypeError: If ids or `cells` are not integers.
 
         Examples:
           >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
@@ -101,7 +103,7 @@ class PrefixStore:
         )
 
     def __repr__(self) -> str:
-        """Return the number of prompts, their tokens, and the limits, in one line."""
+        """Return the numbers of prompts, tokens and sequences, and the limit of cells."""
         tokens = sum(prompt.tokens.size for prompt in self.prompts)
         limit = f", at most {self.cells} cells" if self.cells < END else ""
         return (
@@ -112,21 +114,22 @@ class PrefixStore:
     def fork(self, cache: Cache, tokens: Ids, seq: Id, *, donate: bool = False) -> PrefixResult:
         """Fork the longest stored prefix of a prompt into a sequence.
 
-        Afterwards the sequence contains the first `hit.length` tokens of the prompt only; compute
-        `tokens[hit.length:]` next. At least one token remains, since logits are not stored. The
-        prompt with the longest resumable prefix is forked (see `can_resume`), if possible from the
-        same stream, and becomes the most recently used. A window may have evicted cells, and a
-        recurrent cache can resume only at stored states.
+        After `fork`, sequence `seq` contains only the first `hit.length` tokens of the prompt;
+        compute `tokens[hit.length:]` next. The last token of the prompt is never forked, since
+        logits are not stored. The stored prompt with the longest prefix that can be resumed
+        (`can_resume`) is forked, if possible from the same stream, and becomes the most recently
+        used. A window may have evicted cells of a prefix, and a recurrent cache can resume only at
+        stored states.
 
         Args:
           cache: The cache of the store.
           tokens: `[n]`. The whole prompt.
-          seq: A sequence that is not in the store.
-          donate: Donate the buffers of the cache if cells must be copied, see `seq_cp`.
+          seq: Id of a sequence that is not in the store.
+          donate: Donate the buffers of `cache` if cells must be copied, see `seq_cp`.
 
         Raises:
           ValueError: If the cache is traced, or has another spec than the store.
-          ValueError: If there is no token, or `seq` is not in the cache or is in the store.
+          ValueError: If `tokens` is empty, or `seq` is in the store or not in the cache.
           TypeError: If tokens are not integers.
 
         Examples:
@@ -139,7 +142,7 @@ class PrefixStore:
           >>> hit.length, hit.miss.name, cache.seq_pos_max(1).item(), cache.num_used_cells().item()
           (2, 'NONE', 1, 3)
 
-          The last token is always computed, and the first may be unknown:
+          The last token is never forked, and an unknown first token gives length 0:
 
           >>> store.fork(cache, [1, 2, 3], seq=1).hit
           PrefixHit(length=2, miss=<MissReason.NONE: 0>)
@@ -150,34 +153,33 @@ class PrefixStore:
         return self.fork_match(cache, self.longest_match(cache, text, to), to, donate=donate)
 
     def store(self, cache: Cache, tokens: Ids, seq: Id, *, donate: bool = False) -> PrefixResult:
-        """Store the first tokens of a sequence, which is unchanged.
+        """Store the first tokens of a sequence as a prompt; the sequence is unchanged.
 
-        Store a prompt where other prompts will diverge: at its end, or at the end of a common
-        prefix. A window keeps the cells in the window there, and a recurrent cache the states
-        there.
+        If `hit.length` of the result is 0, cache and store are unchanged.
 
-        A prompt that is stored already is not stored again. A stored prompt that the new one
-        extends is replaced, unless it can be resumed at a position where the new one cannot. If no
-        sequence of the store is empty, or its `cells` are exceeded, the least recently used prompts
-        are evicted. A sequence in the stream of `seq` is used, or any if the store has none there.
+        Store a prompt up to the position where other prompts will diverge, such as the end of a
+        common prefix. In a cache with a window, the store keeps cells in the window at the end of
+        the prompt. In a recurrent cache, the store keeps the states at the end of the prompt.
+
+        A prompt that is already stored is not stored again. A new prompt replaces a stored prompt
+        that is a prefix of the new prompt, unless only the stored prompt can be resumed at some
+        position. If the store has no empty sequence, or exceeds the limit `cells`, the least
+        recently used prompts are evicted. A prompt is stored in the stream of `seq`, or in another
+        stream if the store has no sequence in that stream.
 
         Args:
           cache: The cache of the store.
-          tokens: `[n]`. The tokens of the sequence from position 0 on, or the first of them. After
-            `generation.context_shift` a sequence has other tokens than were computed.
-          seq: A sequence that is not in the store.
-          donate: Donate the buffers of the cache if cells must be copied, see `seq_cp`.
-
-        Returns:
-          The cache, the store, and a `hit` with the number of stored tokens. If it is 0, nothing
-          was changed.
+          tokens: `[n]`. Tokens of the sequence from position 0 on. Tokens that
+            `generation.context_shift` moved cannot be stored.
+          seq: Id of a sequence that is not in the store.
+          donate: Donate the buffers of `cache` if cells must be copied, see `seq_cp`.
 
         Raises:
-          ValueError: If the sequence has fewer positions than tokens, and as in `fork`.
+          ValueError: If the sequence has fewer positions than tokens, or in the cases of `fork`.
           TypeError: If tokens are not integers.
 
         Examples:
-          With a window of two positions and few cells, the first tokens are evicted:
+          The window has two positions, and the first tokens were evicted:
 
           >>> spec = CacheSpec.attention(1, 1, 2, window=Window.sliding(2))
           >>> cache = make_cache(spec, cells=5, sequences=2)
@@ -218,16 +220,17 @@ class PrefixStore:
         return kept or PrefixResult(cache, self, PrefixHit(0, MissReason.OUT_OF_CELLS))
 
     def evict(self, cache: Cache, *, cells: int) -> EvictResult:
-        """Evict the least recently used prompts until the store has few enough cells.
+        """Evict the least recently used prompts until the store has at most `cells` cells.
 
-        Cells that are shared with sequences outside of the store stay in use.
+        Cells that sequences outside of the store share stay in use.
 
         Args:
           cache: The cache of the store.
-          cells: Maximum number of cells afterwards; 0 evicts all prompts.
+          cells: Maximum number of cells of the store afterwards; 0 evicts all prompts.
 
         Raises:
-          ValueError: If `cells` is below 0, and as in `fork`.
+          ValueError: If `cells` is below 0, or the cache is traced or has another spec than the
+            store.
 
         Examples:
           >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
@@ -248,8 +251,8 @@ class PrefixStore:
     def num_used_cells(self, cache: Cache) -> int:
         """Return the number of cells of the store; shared cells count once.
 
-        Includes all parts of a hybrid cache, as `Cache.num_used_cells`, and cells that are shared
-        with sequences outside of the store.
+        Includes cells of all parts of a hybrid cache, and cells shared with sequences outside of
+        the store.
 
         Raises:
           ValueError: If the cache is traced, or has another spec than the store.
@@ -260,13 +263,13 @@ class PrefixStore:
         return int(only.num_used_cells())
 
     def with_prompts(self, prompts: Mapping[int, Ids]) -> PrefixStore:
-        """Return the store with other prompts, such as those of a snapshot.
+        """Return a store with the given prompts, such as the prompts of a snapshot.
 
         Args:
-          prompts: Tokens `[n]` that each sequence contains, by sequence, least recently used first.
+          prompts: Tokens `[n]` of each prompt by sequence id, least recently used first.
 
         Raises:
-          ValueError: If a sequence is not in the store.
+          ValueError: If a sequence id of `prompts` is not in the store.
           TypeError: If tokens are not integers.
         """
         if others := set(prompts) - set(self.sequences):
@@ -281,21 +284,17 @@ class PrefixStore:
         return self._replace_fields(prompts=tuple(cached), evicted=())
 
     def warm_up(self, cache: Cache, *, donate: bool = False) -> Cache:
-        """Compile the programs of `fork`, `store` and `evict`, for all prompt lengths.
+        """Compile the programs of all methods for all prompt lengths; return the unchanged cache.
 
-        Requires an empty sequence outside of the store in each stream: a copy to another stream is
-        compiled with an empty sequence.
+        Each stream needs an empty sequence outside of the store, to compile copies between streams.
 
         Args:
           cache: The cache of the store.
-          donate: The `donate` of later calls of `fork` and `store`. If True, the input cache
-            becomes invalid.
-
-        Returns:
-          The cache, with unchanged contents.
+          donate: Value of `donate` in later calls of `fork` and `store`. If `donate` is True, the
+            input cache becomes invalid.
 
         Raises:
-          ValueError: As in `fork`.
+          ValueError: If the cache is traced, or has another spec than the store.
 
         Examples:
           >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
@@ -316,7 +315,7 @@ class PrefixStore:
         return cache
 
     def longest_match(self, cache: Cache, tokens: Int32[np.ndarray, " n"], seq: int) -> PrefixMatch:
-        """Return the stored prompt with the longest resumable prefix, and its length."""
+        """Return the stored prompt with the longest resumable prefix of `tokens`."""
         sequences = self._sequences_in_stream(seq)
         agreeing = [
             (common_prefix_length(prompt.tokens, tokens[:-1]), prompt)
@@ -345,7 +344,7 @@ class PrefixStore:
     def fork_match(
         self, cache: Cache, match: PrefixMatch, seq: int, *, donate: bool
     ) -> PrefixResult:
-        """Replace the tokens of a sequence by the prefix that `longest_match` found."""
+        """Replace the tokens of a sequence by the prefix of a match of `longest_match`."""
         (source, hit), (cache, _) = match, seq_rm(cache, seq)
         if source is None:
             return PrefixResult(cache, self, hit)
@@ -355,13 +354,13 @@ class PrefixStore:
         return PrefixResult(cache, self.touch(source), hit)
 
     def touch(self, prompt: CachedPrompt) -> PrefixStore:
-        """Return a store with this prompt as the most recently used, if it is stored."""
+        """Return a store with `prompt` as the most recently used, if `prompt` is in the store."""
         if not any(past is prompt for past in self.prompts):
             return self
         return self._replace_fields(prompts=(*self._without_prompt(prompt).prompts, prompt))
 
     def evict_prompt(self, cache: Cache, prompt: CachedPrompt) -> EvictResult:
-        """Empty the sequence of a prompt, and add the prompt to `evicted`."""
+        """Empty the sequence of a prompt, and add the tokens of the prompt to `evicted`."""
         cache, _ = seq_rm(cache, prompt.sequence)
         evicted = (*self.evicted, prompt.tokens)[-len(self.sequences) :]
         return EvictResult(cache, self._without_prompt(prompt)._replace_fields(evicted=evicted))
@@ -383,7 +382,7 @@ class PrefixStore:
         )
 
     def _sequences_in_stream(self, seq: int) -> tuple[int, ...]:
-        """Return the sequences of the store in the stream of `seq`, or all if it has none."""
+        """Return the store's sequences in the stream of `seq`, or all of them if it has none."""
         per_stream = self._spec.sequences_per_stream
         near = tuple(
             own_seq for own_seq in self.sequences if own_seq // per_stream == seq // per_stream
@@ -393,7 +392,7 @@ class PrefixStore:
     def _fork_into_store(
         self, cache: Cache, prompt: CachedPrompt, sequences: tuple[int, ...], donate: bool
     ) -> PrefixResult | None:
-        """Fork a prompt into one of `sequences`; return None if it does not fit."""
+        """Fork a prompt into one of `sequences`; return None if the prompt does not fit."""
         size = prompt.tokens.size
         alone, _ = seq_rm(seq_keep(cache, prompt.sequence).cache, prompt.sequence, size)
         if int(alone.num_used_cells()) > self.cells:
@@ -416,7 +415,7 @@ class PrefixStore:
     def _check_tokens(
         self, cache: Cache, tokens: Ids, seq: Id
     ) -> tuple[Int32[np.ndarray, " n"], int]:
-        """Return checked tokens, and a sequence that is not in the store."""
+        """Return checked tokens, and the id of a sequence that is not in the store."""
         self._check_made_for(cache)
         source = int(cache.table.spec.sequence_id(seq))
         if source in self.sequences:
@@ -433,7 +432,7 @@ class PrefixStore:
         return prompt, source
 
     def _check_made_for(self, cache: Cache) -> None:
-        """Raise unless the store was made for a cache of this spec."""
+        """Raise a ValueError unless the store was made for a cache of this spec."""
         if _spec_of(cache) != self._spec:
             raise ValueError(
                 "expected the cache that the store was made for, or one of its spec, got another; "
@@ -442,11 +441,9 @@ class PrefixStore:
 
 
 class PrefixResult(NamedTuple):
-    """Result of `PrefixStore.fork` and `PrefixStore.store`.
+    """Result of `PrefixStore.fork` and `PrefixStore.store`: the next cache and store.
 
-    cache: The next cache.
-    store: The next store.
-    hit: How many tokens were forked or stored, and why not more.
+    hit: Number of tokens that were forked or stored, and why not more.
     """
 
     cache: Cache
@@ -455,18 +452,14 @@ class PrefixResult(NamedTuple):
 
 
 class EvictResult(NamedTuple):
-    """Result of `PrefixStore.evict`.
-
-    cache: The next cache.
-    store: The next store.
-    """
+    """Result of `PrefixStore.evict`: the next cache and the next store."""
 
     cache: Cache
     store: PrefixStore
 
 
 def _spec_of(cache: Cache) -> TableSpec:
-    """Return the spec of a cache; raise a ValueError if it is traced."""
+    """Return the spec of a cache; raise a ValueError if the cache is traced."""
     table, _ = split(cache)
     if not is_concrete(table):
         raise ValueError(
@@ -477,7 +470,7 @@ def _spec_of(cache: Cache) -> TableSpec:
 
 
 def _can_copy(cache: Cache, src: int, dst: int, stop: int) -> Bool[Array, ""]:
-    """Return whether the table allows `seq_cp` of positions below `stop`."""
+    """Return whether `seq_cp` of the positions below `stop` is possible."""
     return _table_can_copy(cache.table, *map(np.int32, (src, dst, 0, stop)))
 
 

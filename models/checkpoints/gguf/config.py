@@ -32,7 +32,7 @@ _READ = {*_CONFIG.values(), *(f"rope.scaling.{name}" for name in _SCALING.values
     "rope.scale_linear",
     "rope.scaling.type",
 }
-"""Keys that every architecture reads, without the prefix."""
+"""Metadata keys that are read for every architecture, without the prefix."""
 _READ_IN = {
     "gemma3": {
         "attention.sliding_window",
@@ -70,15 +70,15 @@ _TOKENIZER = frozenset(
 
 
 def config_from_gguf(arch: str, get: Metadata, factors: list | None = None) -> dict[str, Any]:
-    """Convert metadata to a config; absent values are None.
+    """Convert the metadata of a GGUF file to a config; absent values are None.
 
     Args:
       arch: architecture name in the file, the prefix of most keys.
-      get: the metadata.
+      get: metadata of the file.
       factors: values of the tensor `rope_freqs.weight`, or None.
 
     Raises:
-      ModelError: If a value that others are derived from is out of range.
+      ModelError: If a value from which other values are derived is out of range.
     """
     known_keys = _READ | _READ_IN.get(arch, set()) | _MEANINGLESS | {"attention.value_length"}
     _check(f"{arch}.", known_keys, _ONLY, get)  # llama.cpp reads no other keys
@@ -119,8 +119,8 @@ def config_from_gguf(arch: str, get: Metadata, factors: list | None = None) -> d
 def _scaling(arch: str, get: Metadata, factors: list | None) -> dict[str, Any] | None:
     """Return the rope scaling in Hugging Face's form.
 
-    GGUF files of Llama 3.1 and later contain D/2 divisors of the frequencies in place of the
-    "llama3" rule. They are returned as `{"rope_type": "factors", "factors": [...]}`.
+    GGUF files of Llama 3.1 and later contain D/2 divisors of the frequencies instead of the
+    "llama3" rule. Such divisors are returned as `{"rope_type": "factors", "factors": [...]}`.
     """
     kind, name = get(f"{arch}.rope.scaling.type"), f"{arch}.rope.scaling.factor"
     factor = get(name) or get(f"{arch}.rope.scale_linear")  # key of older files
@@ -139,7 +139,7 @@ def _scaling(arch: str, get: Metadata, factors: list | None) -> dict[str, Any] |
 
 
 def check_tokenizer(get: Metadata) -> None:
-    """Raise `ModelError` for the first tokenizer key or value that is not supported."""
+    """Raise `ModelError` for the first unsupported tokenizer key or value."""
     _check(
         "tokenizer.ggml.", _TOKENIZER, {"add_eos_token": (False,), "add_sep_token": (False,)}, get
     )

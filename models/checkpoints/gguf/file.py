@@ -1,11 +1,11 @@
 """Checkpoints in GGUF files, converted to the form of Hugging Face.
 
-Three things differ, besides those in `recurrent.py`:
+Three properties of tensors are converted, in addition to those in `recurrent.py`:
 
 - names of tensors;
 - rows of q and k in files of architectures "llama" and "granitehybrid", in the order for rotating
   neighbours (Hugging Face rotates row i with row i + D/2);
-- Gemma's norm weights, to which 1 is added.
+- norm weights of Gemma, which are 1 larger in GGUF files.
 """
 
 import re
@@ -140,7 +140,7 @@ def _shape(tensor: Any) -> tuple[int, ...]:
 
 
 def _tensor(name: str, tensor: Any, arch: str, config: dict, source: str) -> Tensor:
-    """Return a tensor that is converted to Hugging Face's form when it is read."""
+    """Return a tensor that is converted to Hugging Face's form at each read."""
     part = name.split(".")[-2]
     shape = _shape(tensor)
     rows = None
@@ -157,7 +157,7 @@ def _tensor(name: str, tensor: Any, arch: str, config: dict, source: str) -> Ten
 
 
 def _plain(name: str, arch: str) -> str | None:
-    """Return the Hugging Face name of a tensor; None if the architecture lacks it."""
+    """Return the Hugging Face name of a tensor; None if the architecture has no such tensor."""
     if arch in recurrent.ARCHITECTURES:
         return recurrent.plain(name, arch)
     if name == "output.weight":
@@ -171,7 +171,7 @@ def _plain(name: str, arch: str) -> str | None:
 
 
 def _halves(rows: int, heads: int) -> np.ndarray:
-    """Return the row order that maps neighbouring pairs to halves, for each head."""
+    """Return the row order that moves neighbouring pairs to the two halves of each head."""
     return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
 

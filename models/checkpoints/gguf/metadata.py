@@ -1,4 +1,4 @@
-"""The metadata of a GGUF file, by key."""
+"""Metadata of a GGUF file, by key."""
 
 from typing import Any
 
@@ -8,13 +8,13 @@ from models.kinds import Kind, check
 
 
 class Metadata:
-    """Metadata values by key, optionally checked for their kind."""
+    """Metadata values by key, with optional checks of their types and ranges."""
 
     def __init__(self, reader: Reader, source: str):
         self._reader, self.source = reader, source
 
     def __call__(self, key: str, default: Any = None) -> Any:
-        """Return the value of a key, or `default`; raise `ModelError` if it is unreadable."""
+        """Return the value of a key, or `default`; raise `ModelError` for an unreadable value."""
         field = self._reader.get_field(key)
         if field is None:
             return default
@@ -31,7 +31,7 @@ class Metadata:
         return [key for key in self._reader.fields if key.startswith(prefix)]
 
     def checked(self, key: str, kind: Kind, default: Any = None) -> Any:
-        """Return the value of a key, or `default`; raise `ModelError` if of another kind."""
+        """Return the value of a key, or `default`; raise `ModelError` unless it is of `kind`."""
         value = self(key)
         if value is None:
             return default

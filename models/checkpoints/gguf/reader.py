@@ -1,4 +1,4 @@
-"""`gguf.GGUFReader` with fast reading of long arrays."""
+"""`gguf.GGUFReader` with faster reading of long metadata arrays."""
 
 import struct
 
@@ -6,11 +6,12 @@ from gguf import GGUFEndian, GGUFReader, GGUFValueType
 
 
 class Reader(GGUFReader):
-    """A GGUF file mapped into memory: its fields and its tensors.
+    """A GGUF file mapped into memory: metadata fields and tensors.
 
-    `gguf.GGUFReader` makes several NumPy arrays for each element of an array: 16 seconds for the
-    262144 tokens of Gemma 3. This reader returns a list of numbers as one array, and strings as
-    slices of the mapped file. `ReaderField.contents()` returns the same values.
+    `gguf.GGUFReader` makes several NumPy arrays for each element of a metadata array, which takes
+    16 seconds for the 262144 tokens of Gemma 3. `Reader` returns a list of numbers as one array,
+    and strings as slices of the mapped file. `ReaderField.contents()` returns the same values in
+    both readers.
     """
 
     def _get_field_parts(self, orig_offs, raw_type):

@@ -1,8 +1,8 @@
 """GGUF files of recurrent models: Mamba-2, Granite 4, LFM2 and Falcon-H1.
 
-Besides names, four things differ: decays are stored in place of their logarithms, vectors have a
-second dimension, convolutions have one dimension less, and gated products are two tensors. The
-multipliers of a Falcon-H1 config are already in its weights.
+In GGUF files, decays are stored instead of their logarithms. Vectors have a second dimension, and
+convolutions have one dimension less. A gated product is stored as two tensors. The multipliers of a
+Falcon-H1 config are already in the weights.
 """
 
 import re
@@ -36,7 +36,7 @@ READ = {
     "lfm2": {"shortconv.l_cache"},
     "falcon-h1": _SSM,
 }
-"""Further keys that an architecture reads, without the prefix."""
+"""Additional metadata keys that are read for an architecture, without the prefix."""
 ARCHITECTURES = tuple(READ)
 
 _WHOLE = {
@@ -124,7 +124,7 @@ _LAYER = {
 
 
 def plain(name: str, arch: str) -> str | None:
-    """Return the Hugging Face name of a tensor or of a half of one; None if unknown."""
+    """Return the Hugging Face name of a tensor or of half a tensor; None for an unknown name."""
     found = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
     if found is None:
         return _WHOLE[arch].get(name)
@@ -134,9 +134,9 @@ def plain(name: str, arch: str) -> str | None:
 
 
 def to_hugging_face(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
-    """Convert tensors, by the names of `plain`, to Hugging Face's form.
+    """Convert tensors with names from `plain` to Hugging Face's form.
 
-    Raises `ModelError` if one lacks its other half, or has a shape of another kind.
+    Raises `ModelError` if one of two halves is missing, or a shape is invalid.
     """
     out = {}
     for name, tensor in tensors.items():
@@ -168,7 +168,7 @@ def _tensor_to_hugging_face(name: str, tensor: Tensor) -> Tensor:
 
 
 def config_from_gguf(arch: str, get: Metadata, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config keys of a recurrent model; `config` has those of all models."""
+    """Return the config keys of a recurrent model; `config` has the keys of all models."""
     count = whole(1, 2**24)
     kernel, inner, numbers, heads, groups = (
         get.checked(f"{arch}.ssm.{name}", count)
