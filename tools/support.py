@@ -311,7 +311,7 @@ ROWS: dict[str, Callable[[Trial], str]] = {
     "a prompt, and a token more": prompt,
     "`plan_step` inside of `jit`": traced,
     "a token of two sequences": shared,
-    "a verb under `vmap`": mapped,
+    "an edit under `vmap`": mapped,
     "`seq_rm` of a sequence": whole,
     "`seq_rm` of the last 2 tokens": end,
     "`seq_rm` of the last 6": half,

@@ -298,7 +298,7 @@ def seq_add(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, delta: Id) -> EditR
       >>> print(show(cache))
       owner    0 . .  0  0 .
       position 0 . .  1  2 .
-      owed     0 . . -2 -2 .
+      shift    0 . . -2 -2 .
       >>> init_batch(cache, make_batch([6])).ok.item()
       False
       >>> cache = apply(cache, init_update(cache))
@@ -334,9 +334,9 @@ def seq_div(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, divisor: Id) -> Edi
       >>> print(show(seq_div(cache, 0, 0, -1, divisor=2).cache))
       owner    0  0  0  0
       position 0  0  1  1
-      owed     0 -1 -1 -2
+      shift    0 -1 -1 -2
 
-    llama.cpp: `llama_memory_seq_div`. In the drawing, `owed` is the new minus the old position.
+    llama.cpp: `llama_memory_seq_div`. In the drawing, `shift` is the new minus the old position.
     """
     if is_concrete(divisor):
         check_count(divisor, "divisor")

@@ -22,7 +22,7 @@ class CellRun:
 
     owners: ids of the sequences that own at least one cell of the run.
     positions: lowest and highest position in the run; None if all cells are empty.
-    owed: lowest and highest pending shift in the run.
+    shift: lowest and highest pending shift in the run.
     shared: whether several sequences own every cell of the run.
     mixed: whether cells with different owners or shifts, or with gaps between positions, were
       merged.
@@ -32,7 +32,7 @@ class CellRun:
     stop: int
     owners: tuple[int, ...]
     positions: tuple[int, int] | None
-    owed: tuple[int, int]
+    shift: tuple[int, int]
     shared: bool
     mixed: bool
 
@@ -111,7 +111,7 @@ def _make_run(view: CellView, stream: int, start: int, stop: int, *, mixed: bool
         stop=stop,
         owners=owners,
         positions=(int(positions.min()), int(positions.max())) if positions.size else None,
-        owed=(int(shift.min()), int(shift.max())),
+        shift=(int(shift.min()), int(shift.max())),
         shared=not mixed and len(owners) > 1,
         mixed=mixed,
     )

@@ -88,8 +88,8 @@ def _render_run(run: CellRun) -> str:
     lines = [owners, format_positions(run)]
     if empty:
         lines = ["·", "" if run.stop - run.start == 1 else f"{run.stop - run.start:,} free"]
-    if run.owed != (0, 0):
-        lines.append(f"owed {format_range(*run.owed)}")
+    if run.shift != (0, 0):
+        lines.append(f"shift {format_range(*run.shift)}")
     small = "".join(f'<div style="font-size:80%">{line or "&nbsp;"}</div>' for line in lines[1:])
     content = f"<b>{lines[0]}</b>{small}{_render_owner_bar(run)}"
     return f'<div title="{_tooltip_text(run)}" style="{style}">{content}</div>'

@@ -30,7 +30,7 @@ def show(cache: Cache, *, width: int | None = 100) -> str:
 
     Returns:
       Two lines for each stream: owners and positions. An empty cell is `.`, several owners are `+`.
-      A third line, `owed`, shows pending shifts, if any. A label that begins with `~` is of several
+      A third line, `shift`, shows pending shifts, if any. A label that begins with `~` is of several
       short runs in one column: all owners, and the lowest and highest position.
 
     Raises:
@@ -98,7 +98,7 @@ def _format_cells(view: CellView, stream: int) -> list[str]:
     mark = np.where(view.num_owners[stream] > 1, "+", view.owner[stream].astype(str))
     columns = {"owner": mark, "position": view.position[stream].astype(str)}
     if view.shift[stream].any():
-        columns["owed"] = view.shift[stream].astype(str)
+        columns["shift"] = view.shift[stream].astype(str)
     return _align_columns(
         {name: np.where(empty, ".", row).tolist() for name, row in columns.items()}
     )
@@ -114,8 +114,8 @@ def _format_stream(view: CellView, stream: int, width: int | None) -> list[str]:
             "position": [format_positions(run) for run in runs],
         }
         if view.shift[stream].any():
-            columns["owed"] = [
-                "." if run.positions is None else format_range(*run.owed) for run in runs
+            columns["shift"] = [
+                "." if run.positions is None else format_range(*run.shift) for run in runs
             ]
         return _align_columns(columns)
 

@@ -420,7 +420,7 @@ def count_broken_invariants(cells: Cells) -> dict[str, Int32[Array, ""]]:
         "position without an owner": ~is_cell_empty(cells) & ~owned,
         "owner without a position": is_cell_empty(cells) & owned,
         "owner that is no sequence": unknown != 0,
-        "rotation owed to an empty cell": is_cell_empty(cells) & (cells.shift != 0),
+        "shift of an empty cell": is_cell_empty(cells) & (cells.shift != 0),
         "rotated for a negative position": ~is_cell_empty(cells) & (cells.position < cells.shift),
         "evicted below a negative position": cells.evicted_below < 0,
     }

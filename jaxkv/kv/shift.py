@@ -218,8 +218,8 @@ def _move_positions(cells: C, moves: jax.Array, position: jax.Array) -> C:
 def rotate_shifted_keys(cells: C, buffers: Buffers, ok: Bool[Array, ""]) -> tuple[C, Buffers]:
     """Rotate keys with a pending shift, and set the shift to 0, if `ok`."""
     # Rotation by a difference of positions does not apply the attention factor of a rope twice.
-    owed = (cells.shift != 0) & ok
-    by = jnp.where(owed, cells.shift, 0)
+    pending = (cells.shift != 0) & ok
+    by = jnp.where(pending, cells.shift, 0)
     ropes = buffers.ropes[: len(buffers.k)]
     start = cells.position - cells.shift
     buffers = map_kv(
@@ -227,8 +227,8 @@ def rotate_shifted_keys(cells: C, buffers: Buffers, ok: Bool[Array, ""]) -> tupl
     )
     cells = replace(
         cells,
-        shift=jnp.where(owed, 0, cells.shift),
-        cell_hash=hashes_after_rotation(cells, owed),
+        shift=jnp.where(pending, 0, cells.shift),
+        cell_hash=hashes_after_rotation(cells, pending),
     )
     return cells, buffers
 

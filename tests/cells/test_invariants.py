@@ -30,7 +30,7 @@ def broken(cache, field, where, value):
         ),
         ("owners", (0, 0, 5), 1, ["owner without a position"]),
         ("owners", (0, 0, 1), 1 | 1 << 3, ["owner that is no sequence"]),
-        ("shift", (0, 5), 2, ["rotation owed to an empty cell"]),
+        ("shift", (0, 5), 2, ["shift of an empty cell"]),
         ("shift", (0, 1), 2, ["rotated for a negative position"]),
         ("evicted_below", (2,), -1, ["evicted below a negative position"]),
     ],

@@ -358,11 +358,11 @@ class Oracle(Side):
 
     def update(self) -> int:
         """Rotate every key with a pending shift; return their number."""
-        owed = [place for place, cell in self.cells.items() if cell.shift]
-        for place in owed:
+        pending = [place for place, cell in self.cells.items() if cell.shift]
+        for place in pending:
             self.cells[place].shift = 0
-        self.written.update(owed)
-        return len(owed)
+        self.written.update(pending)
+        return len(pending)
 
     def moves(self, stream: int = 0, most: int | None = None) -> list[Move]:
         """Plan to fill all gaps with later cells, in order; the last runs go first.

@@ -88,14 +88,14 @@ def test_store_knows_the_text_that_a_sequence_holds():
     store = PrefixStore(empty, sequences=[3])
     assert ok
     for cache, claimed in ((slid, [1, 2, 5, 6]), (other, text[:4]), (placed, text)):
-        assert store.store(cache, claimed, 0).hit.miss is Miss.OTHER_TEXT
+        assert store.store(cache, claimed, 0).hit.miss is Miss.OTHER_TOKENS
     cache, _ = jaxkv.seq_cp(told(told(empty, [9, 9], 1), text), 0, 2)
     cache = jaxkv.apply(jaxkv.seq_rm(cache, 1)[0], jaxkv.defrag_plan(jaxkv.seq_rm(cache, 1)[0]))
     cache, store, (_, miss) = store.store(cache, text, 2)
     assert miss is Miss.NONE
     refilled = told(jaxkv.seq_rm(cache, 3)[0], [1, 2, 9, 4, 5, 6], 3)
     for holding in (refilled, told(empty, [1, 2, 9, 4, 5, 6], 3)):
-        assert store.fork(holding, [*text, 7], 1).hit == (2, Miss.OTHER_TEXT)
+        assert store.fork(holding, [*text, 7], 1).hit == (2, Miss.OTHER_TOKENS)
     assert store.fork(cache, [*text, 7], 1).hit == (6, Miss.NONE)
 
 
@@ -106,7 +106,7 @@ def test_store_knows_the_text_that_a_state_has_seen():
     for part in (text[:2], text[2:3], text[3:]):
         cache = edit_sequences.run(cache, jaxkv.make_batch(part, sequences=0))
     for claimed in ([1, 2, 3, 4, 5, 7], [2, 1, 3, 4, 5, 6]):
-        assert store.store(cache, claimed, 0).hit.miss is Miss.OTHER_TEXT
+        assert store.store(cache, claimed, 0).hit.miss is Miss.OTHER_TOKENS
     moved, _ = jaxkv.seq_add(cache, 0, 0, -1, delta=1)
     moved, ok = jaxkv.seq_add(moved, 0, 1, -1, delta=-1)  # back again: its content is the same
     cache = jaxkv.snapshot.load(jaxkv.snapshot.save(moved))
@@ -115,7 +115,7 @@ def test_store_knows_the_text_that_a_state_has_seen():
     assert kept.fork(cache, [*text, 7], 1).hit == (6, Miss.NONE)
     cache, _ = jaxkv.seq_rm(cache, 2)
     refilled = edit_sequences.run(cache, jaxkv.make_batch([9, *text[1:]], sequences=2))
-    assert kept.fork(refilled, [*text, 7], 1).hit == (0, Miss.OTHER_TEXT)
+    assert kept.fork(refilled, [*text, 7], 1).hit == (0, Miss.OTHER_TOKENS)
 
 
 @over_kinds

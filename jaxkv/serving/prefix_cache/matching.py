@@ -66,7 +66,7 @@ def find_resumable_positions(
                 else MissReason.NO_STATE,
             ),
             (whole, MissReason.INCOMPLETE),
-            (same, MissReason.OTHER_TEXT),
+            (same, MissReason.OTHER_TOKENS),
         ]
         for can, reason in reasons:
             miss = reason if miss is MissReason.NONE and not can[last] else miss

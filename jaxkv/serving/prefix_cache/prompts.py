@@ -21,7 +21,7 @@ class MissReason(IntEnum):
     NO_STATE: A recurrent cache has no state at the end of the common prefix.
     OUT_OF_CELLS: The prompt needs more cells than the store may use, or than are free for a copy.
     INCOMPLETE: The sequence lacks a token at a position of the prompt, or tokens were shifted.
-    OTHER_TEXT: The sequence has other tokens, or its tokens were computed at other positions.
+    OTHER_TOKENS: The sequence has other tokens, or its tokens were computed at other positions.
     """
 
     NONE = 0
@@ -31,7 +31,7 @@ class MissReason(IntEnum):
     NO_STATE = 4
     OUT_OF_CELLS = 5
     INCOMPLETE = 6
-    OTHER_TEXT = 7
+    OTHER_TOKENS = 7
 
 
 class PrefixHit(NamedTuple):
