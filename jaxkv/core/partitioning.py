@@ -8,11 +8,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.dtypes import float0
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -258,17 +260,29 @@ def gather_sharded(
 
 def broadcast_from_owner(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Return on all devices the values of the only device along `axes` with nonzero values."""
-    # Bits are summed instead of floats, since -0.0 + 0.0 is 0.0.
     if not axes:
         return x
     if x.dtype == bool:
         return jax.lax.psum(x.astype(jnp.int32), axes) > 0
+    return _sum_bits(x, axes)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _sum_bits(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Return `broadcast_from_owner` of numbers."""
+    # Bits are summed instead of floats, since -0.0 + 0.0 is 0.0. Bits have no derivative.
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return jax.lax.complex(
-            broadcast_from_owner(x.real, axes), broadcast_from_owner(x.imag, axes)
-        )
+        return jax.lax.complex(_sum_bits(x.real, axes), _sum_bits(x.imag, axes))
     bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
     return jax.lax.bitcast_convert_type(jax.lax.psum(bits, axes), x.dtype)
+
+
+@_sum_bits.defjvp
+def _sum_bits_derivative(axes: tuple[str, ...], primals: tuple, tangents: tuple) -> tuple:
+    (x,), (tangent,) = primals, tangents
+    if tangent.dtype != float0:
+        tangent = jax.lax.psum(tangent, axes)
+    return _sum_bits(x, axes), tangent
 
 
 def current_mesh(sharding_rules: ShardingRules | None) -> AbstractMesh | None:

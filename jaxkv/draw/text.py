@@ -30,8 +30,8 @@ def show(cache: Cache, *, width: int | None = 100) -> str:
 
     Returns:
       Two lines for each stream: owners and positions. An empty cell is `.`, several owners are `+`.
-      A third line, `shift`, shows pending shifts, if any. A label that begins with `~` is of several
-      short runs in one column: all owners, and the lowest and highest position.
+      A third line, `shift`, shows pending shifts, if any. A label that begins with `~` is of
+      several short runs in one column: all owners, and the lowest and highest position.
 
     Raises:
       TypeError: If the cache is traced, or has shapes only.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -21,6 +22,7 @@ from jaxkv.generation.sample_step import init_decode
 from jaxkv.generation.sampler import Sampler
 from jaxkv.generation.speculative.drafters import Drafter
 from jaxkv.generation.speculative.speculate import speculate
+from jaxkv.generation.state import check_seed, is_key
 from jaxkv.make import make_cache
 from jaxkv.plan import PlanRefusedError
 
@@ -71,7 +73,8 @@ def generate(
       max_new_tokens: Maximum number of tokens to sample for each sequence.
       stop_tokens: Tokens that end a sequence, see `decode`.
       sampler: A sampler, such as from `make_sampler`; greedy by default.
-      seed: Seed of the draws, see `init_decode`.
+      seed: Seed of the draws: an integer or a key of `jax.random`, or `[T]` of them. A sample does
+        not depend on the number of samples and of prompts.
       num_samples: Number of samples of each prompt; each prompt is computed once.
       drafter: Drafts several tokens for each model step, for all sequences; see `speculate`.
       on_tokens: Called as `on_tokens(sequence, tokens)` as soon as new tokens are on the CPU. The
@@ -145,7 +148,7 @@ def generate(
         sampler=sampler,
         stop_tokens=stop_tokens,
         max_new_tokens=max_new_tokens,
-        seed=seed,
+        seed=_keys_of_samples(check_seed(seed, count), count, num_samples),
         prompts=[tokens for tokens in lists for _ in range(num_samples)],
     )
     parts, num_remaining = [_report_tokens(out, on_tokens)], max_new_tokens - 1
@@ -172,6 +175,20 @@ def _check_prompts(prompts: Prompts) -> list[Int32[np.ndarray, " n"]]:
             f"single prompt is [tokens]"
         )
     return lists
+
+
+def _keys_of_samples(seed: Seeds, count: int, num_samples: int) -> Seeds:
+    """Return a key for each sample; seeds for each sample are returned as they are.
+
+    Sample 0 of prompt i has the key of sequence i without samples.
+    """
+    if np.ndim(seed):
+        return seed
+    fold = jax.vmap(jax.random.fold_in)
+    prompt, sample = np.divmod(np.arange(count), num_samples)
+    key = seed if is_key(seed) else jax.random.key(seed)
+    keys = fold(jnp.broadcast_to(key, count), prompt)
+    return jnp.where(sample == 0, keys, fold(keys, sample))
 
 
 def _report_tokens(

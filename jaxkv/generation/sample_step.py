@@ -70,7 +70,8 @@ def init_decode(
       stop_tokens: Tokens that end a sequence, see `decode`; not applied to `tokens`.
       max_new_tokens: `[]` or `[T]`. Maximum number of tokens to sample for each sequence, including
         a first token that is sampled from `logits`. Unlimited by default.
-      seed: `[]` or `[T]`. A single seed is folded with each sequence id, so that equal prompts get
+      seed: `[]` or `[T]` integers, or keys of `jax.random`. A single seed is folded with each
+        sequence id, so that equal prompts get
         different samples. With a seed for each sequence, draws depend only on the seed and the
         start position.
       prompts: Prompt tokens of each sequence, for the penalties of a sampler: an array padded in

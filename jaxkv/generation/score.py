@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxkv.api.edits import seq_select
 from jaxkv.batch import make_batch
+from jaxkv.cache import Cache, merge
 from jaxkv.cache_spec import CacheSpec
 from jaxkv.core.array_utils import is_concrete
 from jaxkv.core.compile_cache import cached_program
@@ -25,6 +26,7 @@ from jaxkv.planning.planners import init_batch
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32, PyTree
 
+    from jaxkv.core.partitioning import ShardingRules
     from jaxkv.generation.types import Prompts
 
 
@@ -36,6 +38,7 @@ def score(
     prompts: Prompts | None = None,
     spec: CacheSpec,
     dtype: jax.typing.DTypeLike = jnp.float32,
+    sharding_rules: ShardingRules | None = None,
 ) -> Float[Array, "n m"]:
     """Return the log-probability of each token of each text, differentiable by `params`.
 
@@ -53,6 +56,7 @@ def score(
       prompts: A list of tokens for each of n / G prompts, or rows. Text i follows prompt i // G.
       spec: Spec of the model's cache. Each text has a stream.
       dtype: Dtype of cached keys and values, see `make_cache`.
+      sharding_rules: Mesh axes that split the cache on the mesh of `jax.set_mesh`.
 
     Returns:
       float32. m is the length of the longest text, or of a row. 0 for padding, and for the first
@@ -94,7 +98,8 @@ def score(
     else:
         levels, largest = _levels_of_traced_rows(texts, prompts), -1
     program = cached_program(_build_score_program, forward)
-    logprobs, vocabulary = program(params, levels, index, spec=spec, dtype=jnp.dtype(dtype))
+    options = {"spec": spec, "dtype": jnp.dtype(dtype), "sharding_rules": sharding_rules}
+    logprobs, vocabulary = program(params, levels, index, **options)
     if largest >= vocabulary.shape[1]:
         raise ValueError(
             f"expected tokens below {vocabulary.shape[1]}, the size of the vocabulary, got "
@@ -104,7 +109,7 @@ def score(
 
 
 def _build_score_program(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
-    @partial(jax.jit, static_argnames=("spec", "dtype"))
+    @partial(jax.jit, static_argnames=("spec", "dtype", "sharding_rules"))
     def program(
         params: PyTree,
         levels: list[TrieLevel],
@@ -112,8 +117,20 @@ def _build_score_program(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
         *,
         spec: CacheSpec,
         dtype: jnp.dtype,
+        sharding_rules: ShardingRules | None,
     ) -> tuple:
-        return _score_levels(forward(), params, levels, index, spec, dtype)
+        count = levels[0].parents.shape[0]
+        cache = make_cache(
+            spec,
+            cells=sum(level.tokens.shape[1] for level in levels),
+            sequences=count,
+            streams=count,
+            dtype=dtype,
+            ubatch_size=max(level.tokens.size for level in levels),
+        )
+        if sharding_rules is not None:
+            cache = merge(cache.table.with_sharding_rules(sharding_rules), cache.buffers)
+        return _score_levels(forward(), params, cache, levels, index)
 
     return program
 
@@ -121,24 +138,15 @@ def _build_score_program(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
 def _score_levels(
     forward: Forward,
     params: PyTree,
+    cache: Cache,
     levels: list[TrieLevel],
     index: Int32[Array, "n m"] | None,
-    spec: CacheSpec,
-    dtype: jnp.dtype,
 ) -> tuple[Float[Array, "n m"], Array]:
-    """Return the log-probabilities of texts, and an array `[0, V]`.
+    """Return the log-probabilities of texts, and an array `[0, V]`, from an empty cache.
 
     `index` is the result of `trie_of_texts`; if it is None, the last level has a row for each text.
     """
     count = levels[0].parents.shape[0]
-    cache = make_cache(
-        spec,
-        cells=sum(level.tokens.shape[1] for level in levels),
-        sequences=count,
-        streams=count,
-        dtype=dtype,
-        ubatch_size=max(level.tokens.size for level in levels),
-    )
     ok, ends, scores = True, None, []
     for level in levels:
         if ends is not None:

@@ -88,7 +88,7 @@ def make_decode_state(
     remaining = _broadcast_to_texts(
         END if max_new_tokens is None else max_new_tokens, count, "max_new_tokens"
     )
-    key, draw, follows = _init_draw_state(table, _check_seed(seed, count), ids)
+    key, draw, follows = _init_draw_state(table, check_seed(seed, count), ids)
     state = DecodeState(
         token=token,
         sequence=ids,
@@ -194,23 +194,23 @@ def _broadcast_to_texts(value: Ids, count: int, name: str) -> Any:
     return xp.broadcast_to(array, (count,))
 
 
-def _check_seed(seed: Seeds, count: int) -> Seeds:
+def is_key(seed: Seeds) -> bool:
+    """Return whether a seed is a key of `jax.random`, or an array of keys."""
+    return isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key)
+
+
+def check_seed(seed: Seeds, count: int) -> Seeds:
     """Return checked seeds, as uint32 unless traced."""
     if np.shape(seed) not in ((), (count,)):
         raise ValueError(
             f"expected a seed [] or [{count}], got {np.shape(seed)}; pass a scalar, or one for "
             "each text"
         )
-    if not is_concrete(seed):
+    if not is_concrete(seed) or is_key(seed):
         return seed
-    if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
-        raise TypeError(
-            "expected integers for seed, got a key of jax.random; pass the number that it is "
-            "made of"
-        )
     array = np.asarray(seed)
     if array.dtype.kind not in "iu":
-        raise TypeError(f"expected integers for seed, got {array.dtype}; pass an int")
+        raise TypeError(f"expected integers for seed, got {array.dtype}; pass an int or a key")
     wrong = array[(array < 0) | (array >= 2**32)]
     if wrong.size:
         raise ValueError(
@@ -221,12 +221,11 @@ def _check_seed(seed: Seeds, count: int) -> Seeds:
 
 @jit_table
 def _init_draw_state(
-    table: CacheTable, seed: Integer[Array, "*n"], ids: Int32[Array, " T"]
+    table: CacheTable, seed: Integer[Array, "*n"] | Key[Array, "*n"], ids: Int32[Array, " T"]
 ) -> tuple[Key[Array, " T"], Int32[Array, " T"], UInt32[Array, " T"]]:
     """Return `key`, `draw_index` and `follows` of the initial state."""
-    if jnp.ndim(seed):
-        keys = jax.vmap(jax.random.key)(seed)
-    else:
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), ids)
+    keys = seed if is_key(seed) else jnp.vectorize(jax.random.key)(seed)
+    if not jnp.ndim(seed):
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(keys, ids)
     follows, _ = table.compare_last_tokens(ids, jnp.zeros(ids.shape, jnp.uint32))
     return keys, last_positions(table)[ids] + 2, follows

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import jax
@@ -261,6 +262,71 @@ got a cache of fewer; lower max_new_tokens, or make the cache larger
                 self._run_step()
             while self._done:
                 yield self._done.pop(0)
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        *,
+        num_samples: int = 1,
+        on_output: Callable[[RequestOutput, int], object] | None = None,
+    ) -> list[RequestOutput]:
+        """Run any number of requests to their end; the engine runs as many at once as fit.
+
+        With `prefix_sequences`, samples of a request compute the prompt once.
+
+        Args:
+          requests: Requests to submit.
+          num_samples: Number of samples of each request. Sample j has the seed `request.seed + j`.
+          on_output: Called as `on_output(output, num_left)` when a sample ends.
+
+        Returns:
+          The output of sample j of request i at index `i * num_samples + j`. Outputs of requests
+          that were submitted before are returned by the next `step` or `results`.
+
+        Raises:
+          ValueError: If `num_samples` is below 1, or as in `submit`; nothing is submitted.
+          TypeError: If `num_samples` is not an integer, or as in `submit`.
+
+        Examples:
+          >>> def forward(params, cache, ubatch):
+          ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
+          ...     cache, _ = attend(cache, 0, ubatch, x, x, x)
+          ...     return cache, jnp.roll(x, 1, axis=-1).reshape(-1, 4)[ubatch.outputs]
+          >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=4)
+          >>> engine = serving.Engine(forward, jnp.eye(4), make_cache(spec, cells=8))
+          >>> requests = [serving.Request(prompt=[n], max_new_tokens=2) for n in (1, 2)]
+          >>> outputs = engine.generate(requests, on_output=lambda output, left: print(left))
+          1
+          0
+          >>> [output.tokens.tolist() for output in outputs]
+          [[2, 3], [3, 0]]
+        """
+        num_samples = check_count(num_samples, "num_samples")
+        for request in requests:
+            check_request(request, self._limits)
+        samples = [
+            replace(request, seed=(int(request.seed) + j) % 2**32)
+            for request in requests
+            for j in range(num_samples)
+        ]
+        ids = [self.submit(sample) for sample in samples]
+        outputs: dict[int, RequestOutput] = {}
+        others: list[RequestOutput] = []
+        try:
+            while len(outputs) < len(ids):
+                for output in self.step():
+                    if output.id < ids[0]:
+                        others.append(output)
+                        continue
+                    outputs[output.id] = output
+                    if on_output is not None:
+                        on_output(output, len(ids) - len(outputs))
+        except BaseException:
+            others += outputs.values()  # not lost: `results` returns them
+            raise
+        finally:
+            self._done = others + self._done
+        return [outputs[request_id] for request_id in ids]
 
     def stream(self) -> Iterator[tuple[int, list[int], FinishReason | None]]:
         """Run steps until all requests have ended, and yield tokens as they are generated.

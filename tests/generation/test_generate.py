@@ -61,6 +61,15 @@ def test_generate_samples_fork_their_prompt():
         assert run([PROMPTS[i]], sampler=WARM, seed=[seed]).lists() == [out.lists()[row]]
 
 
+@pytest.mark.parametrize("seed", [3, jax.random.key(3)], ids=["number", "key"])
+def test_generate_sample_does_not_depend_on_neighbours(seed):
+    few = run(PROMPTS[:2], sampler=WARM, seed=seed, num_samples=2).lists()
+    many = run(sampler=WARM, seed=seed, num_samples=3).lists()
+    alone = run(sampler=WARM, seed=seed).lists()
+    assert few == [many[i] for i in (0, 1, 3, 4)] and alone == many[::3]
+    assert len({tuple(tokens) for tokens in many}) == len(many)
+
+
 def test_generate_samples_replace_what_their_sequences_held():
     cache = jaxkv.make_cache(SPEC, cells=64, sequences=2)
     cache, *_ = jaxkv.prefill(by_table, TABLE, cache, jaxkv.make_batch([8, 9, 8], sequences=1))
