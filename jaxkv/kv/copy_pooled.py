@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.core.array_utils import divmod_nonnegative, out_of_range_slots, resolve_range_end
+from jaxkv.core.loops import repeat
 from jaxkv.core.partitioning import (
     AxisPartition,
     gather_sharded,
@@ -135,7 +136,14 @@ def _copy_planned_cells(
     ends = jnp.cumsum(num_copied)
     by_streams, size = stream_cell_axes(split).streams, slots.shape[1]
 
-    def chunk(i: jax.Array, arrays: PyTree) -> PyTree:
+    def copy_chunk(
+        i: jax.Array,
+        arrays: PyTree,
+        origin: jax.Array,
+        slots: jax.Array,
+        num_copied: jax.Array,
+        ends: jax.Array,
+    ) -> PyTree:
         number = i * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)
         stream = jnp.searchsorted(ends, number, side="right").astype(jnp.int32)
         stream = jnp.minimum(stream, num_copied.size - 1)
@@ -152,7 +160,8 @@ def _copy_planned_cells(
 
         return map_arrays(copy_array, arrays, split)
 
-    return jax.lax.fori_loop(jnp.int32(0), -(-ends[-1] // CHUNK), chunk, arrays)
+    steps, limit = -(-ends[-1] // CHUNK), -(-num_copied.size * size // CHUNK)
+    return repeat(copy_chunk, steps, limit, arrays, origin, slots, num_copied, ends)
 
 
 def _is_in_other_stream(cells: Cells, parents: jax.Array, targets: jax.Array) -> jax.Array:

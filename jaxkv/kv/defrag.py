@@ -184,10 +184,10 @@ def _move_keys_and_values(
     size: int, split: Halves, plan: DefragPlan, chunks: jax.Array, arrays: PyTree
 ) -> PyTree:
     """Move keys and values in chunks; read each chunk completely before writing it."""
-    stream = jnp.arange(len(chunks))[:, None]
 
     def move_chunk(i: jax.Array, arrays: PyTree, plan: DefragPlan) -> PyTree:
         source, destination = _list_chunk_moves(plan, size, i)
+        stream = jnp.arange(len(source))[:, None]
 
         def move_array(x: Cached, how: AxisPartition) -> Cached:
             how = replace(how, streams=())  # moves stay within a device's streams

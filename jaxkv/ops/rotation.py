@@ -57,9 +57,19 @@ def rotate_keys(
 
 def _round_to_grid(plain: jax.Array, unit: jax.Array, rope: Rope) -> jax.Array:
     """Round pairs at position 0 to the grid; `unit` is the unit of the last place of each pair."""
-    size, width = 2 * len(rope.frequencies), WIDTH * unit
-    pairs = jnp.round(plain / width) * width
+    tiny = jnp.finfo(jnp.float32).tiny  # a width below it is flushed to 0
+    size, width = 2 * len(rope.frequencies), jax.lax.stop_gradient(jnp.maximum(WIDTH * unit, tiny))
+    pairs = _round(plain / width) * width
     return jnp.concatenate([pairs[..., :size], plain[..., size:]], axis=-1)
+
+
+@jax.custom_jvp
+def _round(x: jax.Array) -> jax.Array:
+    """Round to integers; the derivative is 1, as of other roundings to a dtype."""
+    return jnp.round(x)
+
+
+_round.defjvps(lambda tangent, _, __: tangent)
 
 
 def _map_pairs(
