@@ -12,9 +12,9 @@ X = TypeVar("X")
 
 
 def repeat(step: Callable[..., X], count: jax.Array, limit: int, carry: X, *args: Any) -> X:
-    """Run `carry = step(i, carry, *args)` for i below `count`, with derivatives by `carry`.
+    """Run a step a number of times, as `jax.lax.fori_loop` does, with derivatives by `carry`.
 
-    The derivative runs `limit` steps. A step from `count` on must return its `carry`.
+    The derivative runs `limit` steps. A step must return its carry for an index from `count` on.
 
     >>> def step(i, x, stop):
     ...     return jnp.where(i < stop, 2 * x, x)

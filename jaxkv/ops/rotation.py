@@ -56,7 +56,7 @@ def rotate_keys(
 
 
 def _round_to_grid(plain: jax.Array, unit: jax.Array, rope: Rope) -> jax.Array:
-    """Round pairs at position 0 to the grid; `unit` is the unit of the last place of each pair."""
+    """Round pairs at position 0 to the grid, given the unit of the last place of each pair."""
     size, width = 2 * len(rope.frequencies), WIDTH * unit
     pairs = jnp.round(plain / width) * width
     return jnp.concatenate([pairs[..., :size], plain[..., size:]], axis=-1)
