@@ -14,7 +14,7 @@ X = TypeVar("X")
 def repeat(step: Callable[..., X], count: jax.Array, limit: int, carry: X, *args: Any) -> X:
     """Run a step a number of times, as `jax.lax.fori_loop` does, with derivatives by `carry`.
 
-    The derivative runs `limit` steps. A step must return its carry for an index from `count` on.
+    The derivative runs all steps below `limit`. A step from index `count` on must return its carry.
 
     >>> def step(i, x, stop):
     ...     return jnp.where(i < stop, 2 * x, x)

@@ -235,7 +235,7 @@ def plan_step(
       sequence, a pending shift, or evicted context.
 
     Raises:
-      TypeError: If `tokens` or `sequences` does not contain integers, or `active` is not bool.
+      TypeError: If tokens or sequence ids are not integers, or the array `active` is not bool.
       ValueError: If the shapes differ, or a known sequence id is repeated or invalid.
 
     Examples:

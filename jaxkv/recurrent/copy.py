@@ -80,7 +80,7 @@ def _last_in_range(states: States, src: jax.Array, start: jax.Array, stop: jax.A
 
 
 def _is_replaced(states: States, src: jax.Array, dst: jax.Array, end: jax.Array) -> jax.Array:
-    """Return which targets change if `src` is copied up to position `end`, `[n]` bool."""
+    """Return which targets change if a sequence is copied up to a position, `[n]` bool."""
     is_cross_stream = stream_of(states, dst) != stream_of(states, src)
     return (dst != src) & ((end != EMPTY) | is_cross_stream)
 

@@ -27,7 +27,7 @@ class StateSlots:
     source: Cell index of the state before each row; past the last cell if a row starts without a
       state.
     cells: Cell indices of the states after the last tokens of each row, oldest state first.
-    source_stamp: Hash `cell_hash` of each cell in `source`, when the plan was made.
+    source_stamp: The hash of each source cell when the plan was made.
     """
 
     source: Int32[Array, " R"]

@@ -53,7 +53,7 @@ class DeviceBytes:
         return self.table + self.buffers + self.params
 
     def check(self, room: int) -> DeviceBytes:
-        """Return self; raise a ValueError if a device needs more than `room` bytes."""
+        """Return self; raise a ValueError if the total exceeds the available bytes of a device."""
         if self.total > room:
             raise ValueError(
                 f"expected at most {room:,} bytes on each of {self.devices} devices, got "
