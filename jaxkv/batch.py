@@ -64,8 +64,8 @@ class Batch:
           fits: True for each of the Q sequences to keep, such as `Plan.fits`.
 
         Raises:
-          TypeError: If `fits` is not bool.
-          ValueError: If a concrete sequence id of the batch has no entry in `fits`.
+          TypeError: If the flags are not bool.
+          ValueError: If a concrete sequence id of the batch has no flag.
         """
         xp = np if is_concrete(self, fits) else jnp
         fits = xp.asarray(check_bool(fits, "sequences that stay", or_integers=False))
@@ -97,9 +97,9 @@ class Ubatch(Partitioned):
     row_stream: index of the stream of each row.
     row_sequence: sequence id of each row; 0 if a row may have tokens of several sequences.
     slots: int32 `[R, T]`, the index of the cell of each token. Padding and all tokens of a refused
-      plan have distinct indices past the last cell. For a recurrent cache, `slots` is `StateSlots`.
-      For a hybrid cache, `slots` is a tuple with an entry for each part, None for an unused part.
-      Leaves of dtype int32 are slots, and leaves of dtype uint32 are hashes.
+      plan have distinct indices past the last cell. For a recurrent cache, the slots are a
+      `StateSlots`. For a hybrid cache, the slots are a tuple with an entry for each part, None for
+      an unused part. Leaves of dtype int32 are slots, and uint32 leaves are hashes.
     cell_hashes: hash of the cell of each token (`jaxkv.core.hashing`).
     valid: False for padding.
     more: True if a later ubatch of the plan has tokens of the token's sequence.
@@ -109,7 +109,7 @@ class Ubatch(Partitioned):
     output_index: index of each output token in the batch; 2**31 - 1 for padding.
     hash_before: hash of each stream when the slots were chosen; a tuple of arrays for a hybrid
       cache. The ubatch is stale if a stream of the ubatch now has another hash.
-    hash_after: hash of each stream after `apply`.
+    hash_after: hash of each stream after the ubatch was applied.
     spec: static `TableSpec` of the cache that the ubatch was planned for.
     row_is_sequence: static, True if R is Q and each row r has the tokens of sequence r.
     shared_with: further sequence ids of each token, see `Batch`.
@@ -138,12 +138,12 @@ class Ubatch(Partitioned):
     extra: dict[str, Shaped[Array, "R T ..."]] | None = None
 
     def state_write_steps(self, count: int) -> Int32[Array, "R count"]:
-        """Return how many tokens of a row each of the last `count` states includes.
+        """Return how many tokens of a row each of the last states includes.
 
-        The result is max(n - count + 1 + i, 0) at index i, for a row of n valid tokens. For
-        `write_states`, the static `count` is E + 1. A number of 0 means the state before the row,
-        which `write_states` does not write. A `count` below 1 raises ValueError, and a `count` that
-        is not an integer raises TypeError.
+        For a row of n valid tokens and a static `count` of states, the result at index i is max(n -
+        count + 1 + i, 0). The count for `write_states` is E + 1. A number of 0 means the state
+        before the row, which `write_states` does not write. A `count` below 1 raises ValueError,
+        and a `count` that is not an integer raises TypeError.
 
         Examples:
           >>> cache = make_cache(
@@ -178,7 +178,7 @@ def make_batch(
     """Make a batch from token ids or embeddings.
 
     Args:
-      tokens: int32 token ids: a list `[B]`; a list of lists, one for each sequence; or an array
+      tokens: int32 token ids: a list `[B]`, a list with a list for each sequence, or an array
         `[R, T]` with a row for each sequence.
       embeddings: floats `[B, d]` or `[R, T, d]`, in place of token ids.
       sequences: sequence ids of the tokens.
@@ -197,17 +197,18 @@ def make_batch(
       extra: additional model inputs of each token by name, `[B, ...]` or `[R, T, ...]`, such as
         positions in an image. For a list of lists, the inputs of all lists are concatenated. Models
         read the inputs from `Ubatch.extra`. Additional inputs are not possible in `plan_step` and
-        the loops.
+        in generation loops.
 
     Raises:
-      ValueError: If not exactly one of `tokens` and `embeddings` is given, or shapes differ.
+      ValueError: If not exactly one of token ids and embeddings is given, or shapes differ.
       ValueError: If a list of tokens is empty, or a concrete valid token id is negative.
       ValueError: If a list of sequence ids is empty or repeats an id.
-      ValueError: If an integer does not fit into int32, or into the dtype that JAX gives to
-        `extra`.
+      ValueError: If an integer does not fit into int32, or an additional input does not fit into
+        the dtype that JAX uses.
       TypeError: If tokens, sequence ids or positions are not integers.
-      TypeError: If `outputs` is not bool, or `valid` is neither bool nor 0 and 1.
-      TypeError: If `extra` is not a mapping of names to arrays of numbers.
+      TypeError: If flags of outputs are not bool, or flags of validity are neither bool nor 0 and
+        1.
+      TypeError: If the argument `extra` is not a mapping of names to arrays of numbers.
 
     Examples:
       Two prompts of different lengths, for sequences 0 and 1:
@@ -437,7 +438,7 @@ def hash_tokens(ubatch: Ubatch) -> UInt32[Array, "R T"]:
 
 
 def mask_slots(ok: Bool[Array, ""], ubatch: Ubatch) -> Ubatch:
-    """Return the ubatch if `ok`, else the ubatch with all slots past the last cell."""
+    """Return the ubatch if `ok` is True, else the ubatch with all slots past the last cell."""
 
     def mask_leaf(leaf: jax.Array) -> jax.Array:
         return jnp.where(ok, leaf, out_of_range_slots(leaf)) if leaf.dtype == jnp.int32 else leaf
@@ -459,7 +460,7 @@ def placed_rows(ubatch: Ubatch) -> jax.Array:
 def mask_rows_of_other_devices(ubatch: Ubatch, axes: tuple[str, ...], count: int) -> Ubatch:
     """Return the ubatch for one device of a mesh, with the rows of other devices as padding.
 
-    On the device, the `count` local streams are numbered from 0.
+    On the device, local streams are numbered from 0 to `count` - 1.
     """
     if not axes:
         return ubatch

@@ -39,7 +39,7 @@ class Cache(Partitioned):
     """Immutable KV cache or recurrent-state cache of a set of sequences.
 
     table: `CacheTable` with the positions and owners of all cells.
-    buffers: `Buffers` of keys and values; a tuple of states by layer; or, for a hybrid cache, a
+    buffers: `Buffers` of keys and values, or a tuple of states by layer. For a hybrid cache, a
       tuple of the buffers of the parts.
     written: the last ubatch that wrote layers while tracing, and the numbers of these layers. The
       field serves to raise at a second write, and is not part of the pytree.
@@ -52,17 +52,17 @@ class Cache(Partitioned):
     written: tuple[Ubatch, frozenset[int]] | None = None
 
     cells: ClassVar[Callable[..., PyTree]]
-    """Return the cells as NumPy arrays; assigned from `jaxkv.draw.cell_view.view_cells`."""
+    """Return the cells as NumPy arrays (`jaxkv.draw.cell_view.view_cells`)."""
 
     to_text: ClassVar[Callable[..., str]]
-    """Draw the cache as text; assigned from `jaxkv.show`."""
+    """Draw the cache as text (`jaxkv.show`)."""
 
     to_html: ClassVar[Callable[..., str]]
-    """Draw the cache as HTML for a notebook; assigned by `jaxkv.draw`."""
+    """Draw the cache as HTML for a notebook (`jaxkv.draw`)."""
 
     @property
     def spec(self) -> CacheSpec:
-        """`CacheSpec` of the cache, for example for `make_cache(cache.spec, cells=...)`.
+        """`CacheSpec` of the cache, for example for another call of `make_cache`.
 
         >>> cache = make_cache(CacheSpec.attention(layers=2, kv_heads=1, head_dim=4), cells=8)
         >>> cache.spec
@@ -72,7 +72,7 @@ class Cache(Partitioned):
 
     @property
     def parts(self) -> tuple[Cache, ...]:
-        """The parts of a hybrid cache as caches; any other cache is its only part.
+        """The parts of a hybrid cache as caches; a cache that is not hybrid is its only part.
 
         >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
         >>> len(cache.parts)
@@ -143,9 +143,9 @@ class Cache(Partitioned):
     def can_resume(self, seq: Id, pos: Id) -> Bool[Array, ""]:
         """Return whether the next token of a sequence can have the position `pos`.
 
-        The result is True if `seq_rm(cache, seq, pos)` is possible and the next token is then at
-        `pos`. Holes left by `seq_rm` do not matter. Every sequence can continue at position 0, and
-        an empty sequence at any position.
+        The result is True if `seq_rm` can remove the tokens from position `pos` on, and the next
+        token is then at `pos`. Holes left by `seq_rm` do not matter. Every sequence can continue at
+        position 0, and an empty sequence at any position.
 
         Examples:
           >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
@@ -236,7 +236,7 @@ def _seq_pos_max(table: CacheTable, seq: Int32[Array, "*n"]) -> Int32[Array, "*n
 
 
 def split(cache: Cache) -> tuple[Any, PyTree]:
-    """Return the table and the buffers of a cache; raise TypeError if `cache` is not a cache."""
+    """Return the table and the buffers of a cache; raise TypeError unless a cache is passed."""
     if isinstance(cache, Cache):
         return cache.table, cache.buffers
     if isinstance(cache, tuple):
@@ -256,7 +256,7 @@ def merge(table: CacheTable, buffers: PyTree) -> Cache:
     Values in the buffers of an attention cache must be finite; `attend` stores only finite values.
 
     Raises:
-      TypeError: If `table` is not a table.
+      TypeError: If the argument `table` is not a table.
       ValueError: If the buffers have other streams or cells than the table.
     """
     if not isinstance(table, CacheTable):

@@ -30,8 +30,8 @@ X = TypeVar("X")
 class CacheSpec:
     """Cache layout of a model. Frozen, hashable, without arrays.
 
-    `attention`, `recurrent`, `cross_attention` and `hybrid` make specs. Two specs are equal if
-    their caches have equal layers. A size is one number if it is equal in all layers, else a tuple.
+    The methods `attention`, `recurrent`, `cross_attention` and `hybrid` make specs. Two specs are
+    equal if their caches have equal layers. Sizes that differ between layers are tuples.
 
     kind: "attention", "recurrent", "cross_attention" or "hybrid".
     layers: L, the number of layers; for a hybrid spec, one more than the highest layer number.
@@ -73,18 +73,17 @@ class CacheSpec:
           layers: L, the number of layers.
           kv_heads: K, the number of key/value heads; one number, or one for each layer.
           head_dim: D, the size of a key; one number, or one for each layer.
-          value_dim: Dv, the size of a value; one number, or one for each layer; default D. A slice
+          value_dim: Dv, the size of a value: one number, or one for each layer; default D. A slice
             means that values are slices of the keys, as in latent attention (MLA). Values that are
             slices are not stored, and models pass only keys. The slice must leave out at least one
             number of the key, and all numbers that the rope rotates (the first numbers of a key).
           window: `Window` of all layers; None for no limit.
-          rope: rotation of the keys that models pass to `attend`; one rope, or a tuple with one for
-            each layer; None for keys without positions. If `rope` is not given, `seq_add`,
+          rope: rotation of the keys that models pass to `attend`: one rope, or a tuple with one
+            rope for each layer. None is for keys without positions. If no rope is given, `seq_add`,
             `seq_div`, `generation.context_shift` and `generation.self_extend` raise.
 
         Raises:
-          TypeError: If a count is not an integer, `window` is not a `Window`, or `rope` is not a
-            `Rope`.
+          TypeError: If a count is not an integer, or a window or a rope has the wrong type.
           ValueError: If a count is below 1 or above 2**31 - 1.
           ValueError: If sizes or ropes do not match the number of layers, or do not match each
             other.
@@ -164,11 +163,11 @@ class CacheSpec:
             stream.
 
         Raises:
-          TypeError: If a count is not an integer, or `states` is not a mapping of names to shapes
-            and dtypes.
+          TypeError: If a count is not an integer, or the argument `states` is not a mapping of
+            names to shapes and dtypes.
           ValueError: If there are no states, or a count is out of range.
-          ValueError: If `shard_dims` names no state, or the number of parts does not divide the
-            dimension.
+          ValueError: If `shard_dims` contains an unknown state, or the number of parts does not
+            divide the dimension.
 
         Examples:
           >>> CacheSpec.recurrent(layers=2, states={"x": ((4, 8), "float32")})
@@ -255,16 +254,16 @@ class CacheSpec:
     ) -> CacheSpec:
         """Return the spec of cross-attention layers, for a part of a hybrid cache.
 
-        `encode` or `init_batch(encoder=True)` writes the keys and values of an encoder source once.
-        Each token of a sequence then attends to the whole source of the sequence, regardless of
-        positions. Without a source, the output is zero.
+        The function `encode` writes the keys and values of an encoder source once. Each token of a
+        sequence then attends to the whole source of the sequence, regardless of positions. Without
+        a source, the output is zero.
 
         `seq_cp` and `seq_select` replace the source of the target by the source of the parent,
         unless the range is empty. Within a stream, target and parent then share the source. A
         removal (`seq_rm`) removes the source only with the whole sequence. Shifts, `seq_pos_min`
         and `seq_pos_max` ignore sources.
 
-        The arguments are those of `attention`, without slices for `value_dim`.
+        The arguments are those of `CacheSpec.attention`, but `value_dim` is not a slice.
 
         Raises:
           TypeError: If a count is not an integer.

@@ -32,7 +32,7 @@ R = TypeVar("R")
 Layers = tuple[tuple[int, ...], ...]
 
 OWN = "buffers", "num_shared_cells"
-"""Names of arguments that are None or have one item for each part."""
+"""Names of arguments that are lists with an item for each part, or None."""
 
 # Elementwise rules for arrays of equal shape, one for each part.
 _all = partial(reduce, jnp.logical_and)
@@ -71,8 +71,8 @@ def _commit_if_all_ok(
 ) -> tuple[HybridTable, Bool[Array, ""]]:
     """Return the edited table and True if all parts are ok, else the old table and False.
 
-    The edit is also refused if a sequence becomes `missing`, for example if parts then end at
-    different positions.
+    The edit is also refused if `SequenceStatus.missing` becomes True, for example if the last
+    positions of the parts would differ.
     """
     parts, granted = zip(*answers, strict=True)
     changed = replace(table, parts=parts)
@@ -85,7 +85,7 @@ def _commit_if_all_ok(
 def _combine_copy_answers(
     table: HybridTable, answers: list[tuple[jax.Array, jax.Array]]
 ) -> tuple[jax.Array, jax.Array]:
-    """Return whether all parts can copy with equal last positions, and the last positions."""
+    """Return whether all parts can copy to equal last positions, and the last positions."""
     granted, ends = zip(*answers, strict=True)
     pairs = zip(table.parts, ends, strict=True)
     ends = [end for part, end in pairs if table._is_planned_part(part)]
@@ -100,9 +100,9 @@ def _combine_plans(table: HybridTable, plans: list[MaintenancePlan]) -> HybridMa
 def _make_parts_method(
     method: Callable[..., R], rule: Callable[..., R], which: str = "parts"
 ) -> Callable[..., R]:
-    """Return a method that calls `method` of each part and returns `rule(table, results)`.
+    """Return a method that calls a method of each part, and combines the results by a function.
 
-    `which` is the name of the attribute of `HybridTable` with the list of parts.
+    The last argument names the attribute of `HybridTable` with the parts.
     """
     per_part = {i for i, name in enumerate(signature(method).parameters, -1) if name in OWN}
 
@@ -121,14 +121,14 @@ def _make_parts_method(
 def _make_parts_query(
     method: Callable[..., R], rule: Callable[..., R], which: str = "parts"
 ) -> Callable[..., R]:
-    """Return a method as `_make_parts_method` does, for a `rule(results)` without the table."""
+    """Return a method as `_make_parts_method` does, for a function that gets only the results."""
     return _make_parts_method(method, lambda _, returned: rule(returned), which)
 
 
 def _make_layer_method(method: Callable[..., R], verb: str, *, writes: bool) -> Callable[..., R]:
-    """Return a method that calls `method` of the part that serves a layer for a verb.
+    """Return a method that calls a method of one part: the part that supports a verb for a layer.
 
-    If `writes` is True, the first results of `method` are the table and buffers of the part.
+    If the method writes to a cache, the first results of the part are its table and buffers.
     """
 
     def call(
@@ -196,8 +196,8 @@ class HybridTable(CacheTable):
     """Table of a hybrid cache: the tables of its parts.
 
     parts: Table of each part.
-    layers: Static numbers of the model's layers that each part serves, in the order of the part. A
-      model layer with both attention and recurrence is in two parts.
+    layers: Static numbers of the model's layers that each part serves, in the order of layers of
+      the part. A model layer with both attention and recurrence is in two parts.
     sharding_rules: Static mesh axes that split the cache; equal in all parts.
     """
 
@@ -299,7 +299,7 @@ class HybridTable(CacheTable):
             part.check_can_shift(arrays)
 
     def as_encoder_table(self) -> HybridTable:
-        """Return the table that `init_batch(encoder=True)` plans encoder sources for."""
+        """Return the table for which `init_batch` plans encoder sources."""
         if not self.spec.has_cross_attention:
             return super().as_encoder_table()
         return _EncoderHybridTable(
@@ -318,12 +318,12 @@ class HybridTable(CacheTable):
     def compare_last_tokens(
         self, sequences: Int32[Array, " T"], contents: UInt32[Array, " T"]
     ) -> tuple[UInt32[Array, " T"], Bool[Array, " T"]]:
-        """Compare last tokens in an attention part; without such a part, in the first part."""
+        """Compare last tokens in an attention part; if no part has attention, in the first part."""
         parts = sorted(self._planned_parts, key=lambda part: part.spec.kind != "attention")
         return parts[0].compare_last_tokens(sequences, contents)
 
     def sequence_status(self, present: Bool[Array, " Q"]) -> SequenceStatus:
-        """Combine the status of all parts; `missing` is also True if last positions differ."""
+        """Combine the status of all parts; also mark sequences whose last positions differ."""
         found = [part.sequence_status(present) for part in self._planned_parts]
         last = _largest([status.last for status in found])
         ends_differ = present & _any([status.last != last for status in found])
@@ -363,7 +363,7 @@ class HybridTable(CacheTable):
         )
 
     def rewind(self, old: HybridTable) -> tuple[HybridTable, Bool[Array, ""]]:
-        """Rewind all parts; `ok` is True if all parts can be restored."""
+        """Rewind all parts; return also whether all parts can be restored."""
         pairs = zip(self.parts, old.parts, strict=True)
         parts, granted = zip(*(part.rewind(was) for part, was in pairs), strict=True)
         return replace(old, parts=parts), _all(granted)

@@ -103,7 +103,7 @@ def check_concrete_cache(table: CacheTable, buffers: PyTree = ()) -> None:
 def replicate(table: CacheTable, answers: PyTree) -> PyTree:
     """Replicate arrays on the mesh of a table, so that every process can read the arrays.
 
-    Use `replicate` in programs without output shardings, since a compiler may split outputs.
+    Call the function in programs without output shardings, since a compiler may split outputs.
     """
     mesh = current_mesh(table.sharding_rules)
     if mesh is None:

@@ -49,8 +49,8 @@ def make_cache(
       spec: layers, heads and windows of the model (`CacheSpec`).
       cells: N, the number of cells of each stream. With a window, the default and the maximum of N
         is (W + ubatch_size + max_rollback) * Q / S, enough for sequences of any length. Recurrent
-        layers ignore `cells` and have Q / S * (E + 1) cells. Cross-attention layers have N cells
-        for encoder sources.
+        layers ignore the argument `cells`, and have Q / S * (E + 1) cells. Cross-attention layers
+        have N cells for encoder sources.
       sequences: Q, the number of sequence ids.
       streams: S, the number of streams, a divisor of Q. Sequence q is in stream q // (Q // S).
         Sequences of one stream share the cells of the stream, and fork without a copy. With S = Q,
@@ -64,15 +64,15 @@ def make_cache(
         training.
       ubatch_size: largest ubatch that a cache with a window is sized for; larger plans are refused.
       max_rollback: with a window, the number of last tokens that can always be removed; default 32.
-        With `max_rollback=cells`, any number of tokens can be removed. With recurrent layers, E,
-        the number of earlier states to store; default 0. Each earlier state has the size of the
-        current state.
+        If `max_rollback` is N, any number of tokens can be removed. With recurrent layers, E, the
+        number of earlier states to store; default 0. Each earlier state has the size of the current
+        state.
       placement: order in which a ubatch gets free cells of attention layers, without effect on
         results.
 
         - "any" takes the first free cells.
         - "contiguous" takes one run of neighbouring cells. A plan is refused if no free run is long
-          enough (`compact`).
+          enough (see `compact`).
         - "striped:n" takes cells in rotation from n runs of N / n cells, so that n devices that
           split the cells have equal shares.
         - "tiled" first takes cells in tiles of 64 cells that no other sequence uses. On a CPU, one
@@ -81,8 +81,8 @@ def make_cache(
 
       stacked: If True, one array stores the keys of all attention layers, and another array the
         values, so that a layer number may be traced. All layers must have equal sizes.
-      mesh: mesh of devices; each device makes its share of the cache. Plans, and functions that use
-        buffers, then require `jax.set_mesh(mesh)`; edits and queries of the table need no mesh.
+      mesh: mesh of devices; each device makes its share of the cache. On a mesh, plans and
+        functions that use buffers require `jax.set_mesh`; edits and queries of the table do not.
       sharding_rules: mesh axes for the axes of the cache; default `sharding.ShardingRules()`.
 
     Returns:
@@ -90,9 +90,9 @@ def make_cache(
       `[S, Q / S * (E + 1), ...]`.
 
     A stacked cache can be the carry of a `jax.lax.scan` over layers, so that only one layer is
-    traced and compiled. `attend`, `write_kv` and `read_kv` accept an int32 layer number. A traced
-    layer number that is out of range writes nothing and reads NaN. Stacked caches have these costs,
-    measured in `docs/performance.md`:
+    traced and compiled. The functions `attend`, `write_kv` and `read_kv` accept an int32 layer
+    number. A traced layer number that is out of range writes nothing and reads NaN. Stacked caches
+    have these costs, measured in `docs/performance.md`:
 
     - A write outside of `jit` copies all layers.
     - For each layer, the gradient with respect to the buffers has the size of all layers.
@@ -102,16 +102,16 @@ def make_cache(
     - A write copies all layers on a TPU, with head sizes below 128.
 
     Raises:
-      TypeError: If `spec` is not a `CacheSpec`, or a count is not an integer.
-      ValueError: If a count is below 1 or above 2**31 - 1, or `streams` does not divide Q.
-      ValueError: If `cells` is missing for attention layers without a window.
+      TypeError: If the spec is not a `CacheSpec`, or a count is not an integer.
+      ValueError: If a count is below 1 or above 2**31 - 1, or S does not divide Q.
+      ValueError: If attention layers have no window, and the number of cells is missing.
       ValueError: If a stream has 2**30 cells or more, or a layer has 2**60 numbers or more.
-      ValueError: If `placement` is unknown, or N does not fit the placement.
-      ValueError: If `dtype` is neither int8 nor a signed floating dtype with NaN.
-      ValueError: If `dtype` has 8 bits, and values are slices of the keys.
+      ValueError: If the placement is unknown, or N does not fit the placement.
+      ValueError: If the dtype is neither int8 nor a signed floating dtype with NaN.
+      ValueError: If the dtype has 8 bits, and values are slices of the keys.
       ValueError: If layers of a stacked cache have different sizes.
       ValueError: If a tuple does not have one value for each part.
-      ValueError: If the devices of `mesh` cannot get equal shares of streams or cells.
+      ValueError: If the devices of the mesh cannot get equal shares of streams or cells.
       ValueError: If `sharding_rules` are given without a mesh.
 
     Examples:

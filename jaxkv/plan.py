@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Reason(IntEnum):
-    """Cause of a refusal for a sequence of a batch, or OK. The error message is in `advice`."""
+    """Cause of a refusal for a sequence of a batch, or OK, with an error message (`advice`)."""
 
     advice: str
 
@@ -122,9 +122,9 @@ class Plan:
     ok: True if every token of the batch has a cell.
     reason: a `Reason` for each sequence; OK for a sequence that is not in the batch. If a traced
       batch has an unknown sequence id, all sequences that would fit have UNKNOWN_SEQUENCE.
-    fits: True for sequences that fit if all others are left out; sequences with fewer tokens first.
+    fits: True for a set of sequences that fit together; sequences with fewer tokens are preferred.
     expected: the position, or the number of free cells, that the batch requires.
-    actual: the position, or the number of free cells, found in place of `expected`.
+    actual: the position, or the number of free cells, that was found.
 
     llama.cpp: `llama_memory_context_i`.
     """
@@ -138,7 +138,7 @@ class Plan:
 
     @property
     def ubatch(self) -> Ubatch:
-        """The only ubatch of a plan, as of `plan_step`; ValueError for several ubatches."""
+        """The only ubatch of a plan, such as of `plan_step`; several ubatches raise ValueError."""
         if len(self.ubatches) != 1:
             raise ValueError(
                 f"expected a plan of one ubatch, got {len(self.ubatches)}; take each of "
@@ -151,7 +151,7 @@ class Plan:
 
         Raises:
           PlanRefusedError: If the plan was refused. The message has advice for each sequence.
-          TypeError: If the plan is traced; use `ok` inside of `jit`.
+          TypeError: If the plan is traced; inside of `jit`, use the field `ok`.
 
         Examples:
           >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
@@ -184,8 +184,8 @@ with a window, plan fewer tokens at once (ubatch_size=)
           logits: `[O, V]` for each ubatch, with one row for each entry of `Ubatch.outputs`.
 
         Returns:
-          `[n, V]`, one row for each of the n tokens of the batch that are True in `outputs`. In a
-          traced plan, n is unknown, and rows of padding come last.
+          `[n, V]`, one row for each of the n tokens of the batch that need logits. In a traced
+          plan, n is unknown, and rows of padding come last.
         """
         order = [ubatch.output_index for ubatch in self.ubatches]
         if len(logits) != len(order):

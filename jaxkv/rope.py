@@ -93,7 +93,7 @@ class Rope:
         return jnp.concatenate([turned.astype(x.dtype), rest], axis=-1)
 
     def linear(self, *, factor: float) -> Rope:
-        """Divide all frequencies by `factor`, for a context that is `factor` times as long.
+        """Divide all frequencies by a factor: the new context length over the original length.
 
         A `factor` of 0 raises ValueError.
 
@@ -130,12 +130,12 @@ class Rope:
     def llama3(
         self, *, factor: float, low_freq_factor: float, high_freq_factor: float, original: int
     ) -> Rope:
-        """Divide low frequencies by `factor`, as in Llama 3.1.
+        """Divide low frequencies by a factor, as in Llama 3.1.
 
-        Pairs with more than `high_freq_factor` turns over the original context are unchanged. Pairs
-        with fewer than `low_freq_factor` turns are divided by `factor`. Pairs between
-        `low_freq_factor` and `high_freq_factor` turns are interpolated. The original context has
-        `original` positions.
+        Frequencies with more than `high_freq_factor` turns over the original context are unchanged.
+        Frequencies with fewer than `low_freq_factor` turns are divided by the factor. Frequencies
+        between the two limits are interpolated. The original context has as many positions as the
+        argument `original`.
 
         >>> plain = make_rope(4, base=1e8)
         >>> slowed = plain.llama3(
@@ -168,11 +168,11 @@ class Rope:
           factor: ratio of the new context length to the original one.
           original: number of positions of the original context.
           base: base of the unscaled rope, see `make_rope`.
-          beta_fast: number of turns over the original context above which a pair is unchanged.
+          beta_fast: number of turns over the original context above which a frequency is unchanged.
           beta_slow: number of turns over the original context below which a frequency is divided by
-            `factor`.
-          attention_factor: factor of rotated queries and keys; default 0.1 ln(factor) + 1, but 1 if
-            `factor` is at most 1.
+            the factor.
+          attention_factor: factor of rotated queries and keys. The default is 1 for a context ratio
+            r of at most 1, else 0.1 ln(r) + 1.
 
         >>> plain = make_rope(4, base=1e6)
         >>> slowed = plain.yarn(factor=4.0, original=2048, base=1e6)
@@ -203,7 +203,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class NotGiven:
-    """Rope of a cache that was made without `rope=`, so that keys cannot be shifted."""
+    """Rope of a cache that was made without the argument `rope`, so that keys cannot be shifted."""
 
 
 NOT_GIVEN = NotGiven()
@@ -218,7 +218,7 @@ def make_rope(size: int, *, base: float = 10000.0, interleaved: bool = False) ->
       interleaved: see `Rope`.
 
     Raises:
-      ValueError: If `size` is odd or below 2, or `base` is not above 0.
+      ValueError: If the size is odd or below 2, or the base is not above 0.
 
     Examples:
       >>> make_rope(4, base=100.0).frequencies

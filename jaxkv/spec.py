@@ -62,7 +62,7 @@ class TableSpec:
         return self.is_cross_attention or any(part.has_cross_attention for part in self.parts)
 
     def sequence_ids(self, value: PyTree, *, lowest: int = 0) -> PyTree[Int32[ArrayLike, " ..."]]:
-        """Return sequence ids as int32; raise for concrete ids outside of `lowest` to Q - 1."""
+        """Return sequence ids as int32; raise for concrete ids below a minimum or above Q - 1."""
         return check_int32(
             value,
             "sequence ids",
@@ -103,7 +103,7 @@ def check_distinct(ids: PyTree) -> None:
 def mask_unchanged_targets(
     spec: TableSpec, parents: Int32[Array, " n"], ids: Int32[Array, " n"]
 ) -> tuple[Int32[Array, " n"], Int32[Array, " n"]]:
-    """Write Q for targets that do not change, and 0 for unknown parents.
+    """Return parents and targets, with Q for unchanged targets and 0 for unknown parents.
 
     A target does not change if target and parent are equal, or if one of the two is not a sequence
     id. If a traced target is repeated, only the last entry is used.
@@ -138,7 +138,7 @@ def check_sequences_and_streams(sequences: SupportsIndex, streams: SupportsIndex
 
 
 def check_spec(spec: TableSpec, expected_spec: TableSpec, name: str) -> None:
-    """Raise ValueError if `spec`, the spec of an object called `name`, is not the expected spec."""
+    """Raise ValueError with the name of an object unless the spec of the object is expected."""
     if spec == expected_spec:
         return
     expected, actual = _flat_fields(expected_spec), _flat_fields(spec)

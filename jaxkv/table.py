@@ -48,7 +48,7 @@ class Admission(NamedTuple):
     """Sequences that fit into the free cells.
 
     fits: Whether each sequence fits; sequences with fewer tokens are admitted first.
-    together: Like `fits`, but contiguous placement counts only the longest run of free cells.
+    together: As `Admission.fits`, but contiguous placement counts only the longest free run.
     num_remaining: Cells left in each sequence's stream after placing the sequences that fit.
     """
 
@@ -90,7 +90,7 @@ class MaintenancePlan(Partitioned):
 
     @property
     def is_empty(self) -> bool:
-        """Whether `pending` is 0, for a plan with concrete values."""
+        """Whether a plan with concrete values rotates no keys and moves no cells."""
         return not self.pending
 
     @abstractmethod
@@ -120,7 +120,7 @@ class CacheTable(Partitioned):
 
     A sequence id outside of `[0, Q)` leaves the table unchanged. A range consists of the positions
     from `start` to `stop` - 1. A negative start means 0, a negative stop means no end, and a stop
-    of 0 means an empty range. A refused edit returns the unchanged table and an `ok` of False.
+    of 0 means an empty range. A refused edit returns the unchanged table and the flag False.
     """
 
     @property
@@ -194,7 +194,7 @@ class CacheTable(Partitioned):
     def compare_last_tokens(
         self, sequences: Int32[Array, " T"], contents: UInt32[Array, " T"]
     ) -> tuple[UInt32[Array, " T"], Bool[Array, " T"]]:
-        """Return the content hash of each sequence's last token, and if it equals `contents`."""
+        """Return hashes of the last tokens of sequences, and whether they equal given hashes."""
 
     def nonempty_sequences(self) -> Bool[Array, " Q"]:
         """Return which sequences have a token, an evicted token, or an encoder source."""
@@ -208,19 +208,19 @@ class CacheTable(Partitioned):
     @abstractmethod
     @assignable
     def sequence_status(self, present: Bool[Array, " Q"]) -> SequenceStatus:
-        """Return the status of the sequences that are True in `present`."""
+        """Return the status of the sequences that are True in a mask."""
 
     @abstractmethod
     @assignable
     def find_fitting_sequences(self, demand: Int32[Array, " Q"]) -> Admission:
-        """Return which sequences fit if each sequence gets `demand` new tokens."""
+        """Return which sequences fit if each sequence gets the given number of new tokens."""
 
     @assignable
     def owns_same_cells(self, partner: Int32[Array, " Q"]) -> Bool[Array, " Q"]:
         """Return whether each sequence owns exactly the same cells as its partner.
 
-        `partner` is the index of a sequence within the stream. Caches with recurrent states raise
-        TypeError.
+        The partner is given as the index of a sequence within the stream. Caches with recurrent
+        states raise TypeError.
         """
         del partner
         raise TypeError(
@@ -244,9 +244,9 @@ class CacheTable(Partitioned):
         """Return which streams have enough cells for sequences of given lengths in any order.
 
         The method runs on the CPU and reads only sizes. A cache with contiguous placement may need
-        a defrag first. The array `lengths` has the largest number of tokens of each sequence. At
-        most `at_once` tokens of a stream are computed at once. The array `num_shared_cells` is the
-        present result of `num_cells_saved_by_sharing` on the CPU.
+        a defrag first. A length is the largest number of tokens of a sequence. At most `at_once`
+        tokens of a stream are computed at once. The array `num_shared_cells` is the present result
+        of `num_cells_saved_by_sharing` on the CPU.
         """
 
     @abstractmethod
@@ -263,7 +263,7 @@ class CacheTable(Partitioned):
         del ubatch
 
     def as_encoder_table(self) -> Self:
-        """Return the table that `init_batch(encoder=True)` plans encoder sources for."""
+        """Return the table for which `init_batch` plans encoder sources."""
         raise TypeError(
             f"expected a cache with a part for sources, got kind {self.spec.kind!r}; make one of "
             f"CacheSpec.hybrid with a part of CacheSpec.cross_attention"
@@ -275,7 +275,7 @@ class CacheTable(Partitioned):
         """Store the tokens of a ubatch in its slots."""
 
     def stream_hash_after(self, ubatch: Ubatch, occupied: Any) -> PyTree[UInt32[Array, " S"]]:
-        """Return the `stream_hash` of the table that `occupy` returned for a ubatch."""
+        """Return the stream hashes after a ubatch, from the table that `occupy` returned."""
         del ubatch
         return occupied.stream_hash()
 
@@ -284,7 +284,7 @@ class CacheTable(Partitioned):
     def seq_rm(
         self, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]
     ) -> tuple[Self, Bool[Array, ""]]:
-        """Remove a range of a sequence (-1 for all sequences); return the table and `ok`."""
+        """Remove a range of a sequence (-1 for all sequences); return the table and a flag."""
 
     @abstractmethod
     @assignable
@@ -348,10 +348,10 @@ class CacheTable(Partitioned):
         delta: Int32[Array, ""],
         gap: Int32[Array, ""] | None = None,
     ) -> tuple[Self, Bool[Array, ""]]:
-        """Add `delta` to the positions of a range of a sequence; return the table and `ok`.
+        """Add `delta` to the positions of a range of a sequence; return the table and a flag.
 
-        The sequence has no token, not even an evicted one, from `gap` to the range. A `gap` of None
-        means unknown.
+        The sequence has no token, not even an evicted token, at positions from `gap` up to the
+        range. The gap may be None.
         """
 
     @abstractmethod
@@ -374,7 +374,7 @@ class CacheTable(Partitioned):
         stop: Int32[Array, ""],
         divisor: Int32[Array, ""],
     ) -> tuple[Self, Bool[Array, ""]]:
-        """Divide the positions of a range of a sequence, rounding down; return table and `ok`."""
+        """Divide the positions of a range, rounding down; return the table and a flag."""
 
     @abstractmethod
     @assignable
@@ -392,7 +392,7 @@ class CacheTable(Partitioned):
     @abstractmethod
     @assignable
     def rewind(self, old: CacheTable) -> tuple[Self, Bool[Array, ""]]:
-        """Return `old` with later overwrites noted, and whether its used cells are unchanged."""
+        """Return an older table with overwrites noted, and whether its used cells are unchanged."""
 
     @abstractmethod
     @assignable
@@ -491,7 +491,7 @@ def check_sizes(table: Any, streams: int, cells: int) -> None:
 
 
 def check_made_for(table: CacheTable, ubatch: Ubatch) -> None:
-    """Raise TypeError if `ubatch` is no `Ubatch`, ValueError if the table has another spec."""
+    """Raise TypeError if an object is not a `Ubatch`, ValueError if the table has another spec."""
     if not isinstance(ubatch, Ubatch):
         raise TypeError(
             f"expected a ubatch, such as plan.ubatches[0], got {type(ubatch)}; pass one of "

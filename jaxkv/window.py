@@ -93,7 +93,7 @@ def num_cells_for_window(
 ) -> int:
     """Return the number of cells that a stream with a window needs for sequences of any length.
 
-    `sharing` is the number of sequences of the stream.
+    The argument `sharing` is the number of sequences of the stream.
 
     >>> num_cells_for_window(Window.sliding(512), ubatch_size=64, max_rollback=32, sharing=2)
     1216
@@ -114,7 +114,7 @@ def max_lookback(window: Window) -> int:
 
 
 def first_seen(window: Window | None, position: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
-    """Return the lowest position that a token at `position` attends to; monotonic.
+    """Return the lowest position that a token attends to; monotonic in the token's position.
 
     >>> [
     ...     first_seen(window, jnp.int32(6)).item()
@@ -136,7 +136,7 @@ def last_seen(
     causal: bool = True,
     visible_until: Int32[Array, "#*n"] | None = None,
 ) -> Int32[Array, "*n"]:
-    """Return the highest position that a token at `position` attends to.
+    """Return the highest position that a token attends to.
 
     `visible_until` replaces the position of the token as the limit; a symmetric window still
     applies.
@@ -170,7 +170,7 @@ def can_see(
     causal: bool = True,
     visible_until: Int32[Array, "#*n"] | None = None,
 ) -> Bool[Array, "*n"]:
-    """Return whether a token at position `query` attends to a token at position `key`.
+    """Return whether the token at a query position attends to the token at a key position.
 
     The arguments `causal` and `visible_until` are those of `attend`.
     llama.cpp: `llama_hparams::is_masked_swa`.

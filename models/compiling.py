@@ -43,8 +43,8 @@ def compile_all(
 ) -> list[Any]:
     """Run compilation jobs in threads, and return their results in the order of the jobs.
 
-    Threads use several cores, because XLA mostly uses one core for a program. `tell` is called with
-    the number of finished jobs and the number of all jobs.
+    Threads use several cores, because XLA mostly uses one core for a program. The function `tell`
+    is called with the number of finished jobs and the number of all jobs.
     """
     tell = tell or (lambda done, total: None)
     tell(0, len(jobs))

@@ -90,10 +90,10 @@ def costs_on_fitted_mesh(model: Model, **sizes: Any) -> Costs | None:
 def most_sequences(
     model: Model, *, room: int, length: int | None, streams: int, **sizes: Any
 ) -> int:
-    """Return how many sequences fit next to the params in `room` bytes of each device.
+    """Return how many sequences fit next to the params in the given number of bytes of each device.
 
-    `length` is the number of tokens of each sequence; None if the cache size is independent of
-    length. All streams have the same number of sequences.
+    The argument `length` is the number of tokens of each sequence; None if the cache size is
+    independent of length. All streams have the same number of sequences.
     """
 
     def fits(each: int) -> bool:

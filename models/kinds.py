@@ -26,7 +26,7 @@ def whole(lowest: int, highest: int) -> Kind:
 
 
 def number(lowest: float, highest: float, *, above: bool = False) -> Kind:
-    """Return the kind of finite numbers in a range; `above` excludes `lowest` from the range."""
+    """Return the kind of finite numbers in a range, which excludes `lowest` if `above` is True."""
 
     def holds(value: Any) -> bool:
         if type(value) not in (int, float) or not lowest <= value <= highest:

@@ -187,7 +187,7 @@ def load(
       dtype: dtype of the params.
       cache_dtype: dtype of caches, see `Model.make_cache`; None for the dtype of the params.
       implementation: attention implementation, see `jaxkv.attend`; None lets jaxkv choose.
-      mesh: mesh that splits the params. Run the model in `with jax.set_mesh(mesh):`.
+      mesh: mesh that splits the params. Run the model inside a block `with jax.set_mesh(mesh):`.
       rules: mesh axes that split params: the axes of `kv_heads`, and the axes of `cells` for some
         params.
       progress: called with the number of loaded arrays and the number of all arrays.
@@ -258,7 +258,7 @@ def load_shapes(
       may be abstract. Use `cache_shapes` instead of `make_cache`.
 
     Raises:
-      ModelError: If `load` would raise it; the weights in the files are not checked.
+      ModelError: If the model does not exist or cannot be run; weights are not checked.
 
     Examples:
       >>> model = load_shapes()  # doctest: +SKIP

@@ -87,7 +87,7 @@ def make_with_room(
 
 
 def limits(devices: int) -> Iterator[int]:
-    """Yield memory limits of `devices` devices; for CPUs, of the machine and the process."""
+    """Yield memory limits of a number of devices; for CPUs, of the machine and the process."""
     device = jax.devices()[0]
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:

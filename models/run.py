@@ -61,7 +61,7 @@ class Options:
 class Run:
     """Continuation of prompts as T texts.
 
-    The texts of prompt p are sequences `p * samples` to `(p + 1) * samples - 1`.
+    The texts of prompt p are neighbouring sequences; the first of these is `p * samples`.
     """
 
     model: Model
@@ -99,7 +99,7 @@ class Run:
     def compile(self, cache: Any, plan: jaxkv.Plan, tell: Callable[[int, int], None] | None) -> Any:
         """Compile the programs of the run; return the cache, since its buffers are donated.
 
-        `tell` is called with the number of compiled programs and the number of all programs.
+        The function `tell` is called with the numbers of compiled programs and of all programs.
         """
         model = self.model
         jobs, (blank,) = lower_steps(model, cache, [plan])

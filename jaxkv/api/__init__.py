@@ -1,1 +1,1 @@
-"""Functions over any cache: edits, maintenance, `apply`, and functions that models call."""
+"""Functions of a cache: edits, maintenance, `apply`, and functions that models call."""

@@ -30,11 +30,11 @@ def apply(cache: Cache, plan: Ubatch | Plan | MaintenancePlan, *, donate: bool =
     Args:
       cache: any cache.
       plan: a ubatch, a plan of one ubatch, or the result of `init_update` or `defrag_plan`.
-      donate: If True, an update or a defrag outside of `jit` reuses the buffers of `cache`, and
-        `cache` becomes invalid. If False, the buffers are copied.
+      donate: If True, an update or a defrag outside of `jit` reuses the buffers of the input cache,
+        which becomes invalid. If False, the buffers are copied.
 
     Raises:
-      TypeError: If `plan` is not a ubatch or a plan.
+      TypeError: If the argument `plan` is neither a ubatch nor a plan.
       ValueError: If the plan has several ubatches, since the model must run after each ubatch.
       ValueError: If the plan was made for a cache with another spec.
 
@@ -60,12 +60,12 @@ def apply(cache: Cache, plan: Ubatch | Plan | MaintenancePlan, *, donate: bool =
 def is_current(cache: Cache, plan: Ubatch | Plan | MaintenancePlan) -> Bool[Array, ""]:
     """Return whether `apply` would commit a plan: False if the plan is stale or was refused.
 
-    - A ubatch becomes stale when an edit or an `apply` changes a stream with tokens of the ubatch.
+    - A ubatch becomes stale when an edit or another ubatch changes a stream of the ubatch.
     - The plan of an update becomes stale when the keys to rotate, or their angles, change.
     - The plan of a defrag becomes stale when the set of empty cells changes.
 
     The plan of an update or a defrag covers all streams, and all parts of a hybrid cache. The
-    accepted plans, and the errors for other plans, are those of `apply`.
+    accepted plans and the errors are those of `apply`.
 
     Examples:
       >>> cache = make_cache(
@@ -120,7 +120,7 @@ def _is_current(table: CacheTable, plan: Ubatch | MaintenancePlan) -> Bool[Array
 
 
 def _is_ubatch_current(table: CacheTable, ubatch: Ubatch) -> Bool[Array, ""]:
-    """Return whether the streams of a ubatch still have the hashes `hash_before`."""
+    """Return whether the hashes of streams are those in the field `hash_before` of a ubatch."""
     placed = placed_rows(ubatch)
     same = jax.tree.map(
         lambda digest, planned: digest == planned, table.stream_hash(), ubatch.hash_before

@@ -4,10 +4,10 @@
   ValueError. A traced id below 0 or above Q - 1 leaves the cache unchanged.
 - *Ranges*: A range consists of the positions from `p0` to `p1` - 1. A `p0` of -1 means 0. A `p1` of
   None or -1 means no end. A `p1` of 0 means an empty range. A concrete bound below -1 raises
-  ValueError, and a traced bound below -1 makes `ok` False.
-- *Refusals*: A refused edit leaves the cache unchanged, and `ok` is False. An edit is refused if a
-  part of the cache cannot make the edit, or if a sequence could not continue after its last token
-  (`Cache.can_resume`).
+  ValueError, and a traced bound below -1 sets the flag `ok` to False.
+- *Refusals*: A refused edit leaves the cache unchanged, and the flag `ok` is False. An edit is
+  refused if a part of the cache cannot make the edit, or if a sequence could not continue after its
+  last token (`Cache.can_resume`).
 
 An edit of a stream makes all earlier ubatches for that stream stale. The docstring of `is_current`
 lists the edits that make other plans stale.
@@ -65,10 +65,10 @@ def seq_rm(cache: Cache, seq: Ids | None = None, p0: Ids = 0, p1: Ids | None = N
       p1: one past the last position to remove; None or -1 means no end.
 
     Returns:
-      The next cache, and `ok` for each range. Several ranges are removed in order.
+      The next cache, and the flag `ok` for each range. Several ranges are removed in order.
 
     Raises:
-      ValueError: If `seq`, `p0` and `p1` are not scalars or lists of one length.
+      ValueError: If `seq`, `p0` and `p1` are not scalars or lists of equal length.
       ValueError: If a concrete id is not from -1 to Q - 1, or a concrete bound is below -1.
 
     Examples:
@@ -86,7 +86,7 @@ def seq_rm(cache: Cache, seq: Ids | None = None, p0: Ids = 0, p1: Ids | None = N
       >>> cache.seq_pos_min(0).item(), cache.seq_pos_max(0).item()
       (0, 3)
 
-      Remove the last token of a sequence (`p0=-1` would remove the whole sequence):
+      Remove the last token of a sequence (with `p0=-1`, the whole sequence would be removed):
 
       >>> shorter, ok = seq_rm(cache, 0, cache.seq_pos_max(0))
       >>> shorter.seq_pos_max(0).item()
@@ -141,8 +141,8 @@ def seq_cp(
       dst: sequence id of the target, or a list of such ids.
       p0: first position to copy.
       p1: one past the last position to copy; None means no end.
-      donate: If True, a copy between streams outside of `jit` reuses the buffers of `cache`, and
-        `cache` becomes invalid. If False, the buffers are copied.
+      donate: If True, a copy between streams outside of `jit` reuses the buffers of the input
+        cache, which becomes invalid. If False, the buffers are copied.
 
     Examples:
       >>> cache = make_cache(
@@ -204,14 +204,14 @@ def seq_select(cache: Cache, parents: Ids, sequences: Ids, *, donate: bool = Fal
 
     Args:
       cache: any cache.
-      parents: sequence id of the parent of each entry of `sequences`. Ids may be repeated, and a
-        sequence may be its own parent.
+      parents: id of the parent of each sequence to replace. Ids may be repeated, and a sequence may
+        be its own parent.
       sequences: distinct ids of the sequences to replace. Other sequences are unchanged.
       donate: see `seq_cp`.
 
     Raises:
-      ValueError: If `parents` and `sequences` are not lists of one length.
-      ValueError: If `sequences` repeats a concrete id, or a concrete id is not from 0 to Q - 1.
+      ValueError: If `parents` and `sequences` are not lists of equal length.
+      ValueError: If a concrete id to replace is repeated, or a concrete id is not from 0 to Q - 1.
 
     Examples:
       Sequence 1 becomes the parent of both sequences; the old cells of sequence 0 are free:
@@ -229,8 +229,7 @@ def seq_select(cache: Cache, parents: Ids, sequences: Ids, *, donate: bool = Fal
       >>> seq_select(cache, [1, 0], [0, 1]).cache.seq_pos_max([0, 1]).tolist()
       [2, 1]
 
-    llama.cpp: none; beam search called `llama_memory_seq_cp` and `llama_memory_seq_rm` for each
-    beam.
+    llama.cpp: beam search called `llama_memory_seq_cp` and `llama_memory_seq_rm` for each beam.
     """
     table, buffers = split(cache)
     ids = _check_parents(table, parents, sequences)
@@ -244,7 +243,7 @@ def seq_select(cache: Cache, parents: Ids, sequences: Ids, *, donate: bool = Fal
 
 
 def seq_keep(cache: Cache, seq: Id) -> EditResult:
-    """Remove all sequences except `seq`; `ok` is always True.
+    """Remove all sequences except one; the flag `ok` is always True.
 
     The kept sequence becomes the only owner of its cells.
 
@@ -266,7 +265,7 @@ def seq_keep(cache: Cache, seq: Id) -> EditResult:
 def seq_add(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, delta: Id) -> EditResult:
     """Add `delta` to the positions of a range of a sequence.
 
-    `apply(cache, init_update(cache))` rotates all shifted keys at once. Until such an update, a
+    An update (`init_update`, then `apply`) rotates all shifted keys at once. Before the update, a
     batch that would attend to a shifted key is refused. A shared cell is shifted for all of its
     owners. The method `Cache.can_seq_add` returns whether positions would stay unique in each
     sequence.
@@ -276,14 +275,14 @@ def seq_add(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, delta: Id) -> EditR
     cell.
 
     Args:
-      cache: any cache; attention layers need `rope=` in `CacheSpec.attention`.
+      cache: any cache; attention layers need the argument `rope` of `CacheSpec.attention`.
       seq: id of the sequence to shift.
       p0: first position of the range.
       p1: one past the last position of the range.
       delta: number to add to each position. Tokens with a negative new position are removed.
 
     Raises:
-      ValueError: If attention layers were made without `rope=`, so that keys cannot be rotated.
+      ValueError: If attention layers have no known rope, so that keys cannot be rotated.
       ValueError: If a concrete id is not from 0 to Q - 1, or a concrete bound is below -1.
 
     Examples:
@@ -315,7 +314,7 @@ def seq_add(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, delta: Id) -> EditR
 
 
 def seq_div(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, divisor: Id) -> EditResult:
-    """Divide the positions of a range of a sequence by `divisor`, rounding down.
+    """Divide the positions of a range of a sequence by a number, rounding down.
 
     Keys are rotated by a later update, and shared cells are shifted for all owners, as in
     `seq_add`. After the division, tokens of a sequence may have equal or decreasing positions. A
@@ -336,7 +335,7 @@ def seq_div(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, divisor: Id) -> Edi
       position 0  0  1  1
       shift    0 -1 -1 -2
 
-    llama.cpp: `llama_memory_seq_div`. In the drawing, `shift` is the new minus the old position.
+    llama.cpp: `llama_memory_seq_div`. The drawn shift is the new position minus the old position.
     """
     if is_concrete(divisor):
         check_count(divisor, "divisor")
@@ -380,7 +379,7 @@ def _edit_range(
     seq: Int32[Array, ""],
     *args: Int32[Array, ""],
 ) -> tuple[CacheTable, Bool[Array, ""]]:
-    """Edit a range of a sequence; return `ok` False if a bound is below -1."""
+    """Edit a range of a sequence; refuse the edit if a bound is below -1."""
     are_bounds = _are_bounds(*args[:2])
     edited, ok = edit(jnp.where(are_bounds, seq, spec.sequences), *args)
     return edited, ok & are_bounds
@@ -416,7 +415,7 @@ def _copy_sequences(
     dst: Int32[Array, "*n"],
     *bounds: Int32[Array, ""],
 ) -> tuple[Cache, Bool[Array, ""]]:
-    """Call `CacheTable.seq_cp` if possible; return the next cache and `ok`."""
+    """Call `CacheTable.seq_cp` if possible; return the next cache and the flag `ok`."""
     ok, _ = table.can_seq_cp(src, dst, *bounds)
     ok &= _are_bounds(*bounds)
     dst = jnp.where(ok, dst, table.spec.sequences)
@@ -430,7 +429,7 @@ _copy_donated = jit_table(_copy_sequences, donate_argnames="buffers")
 
 @jit_table
 def _keep(table: CacheTable, seq: Int32[Array, ""]) -> tuple[CacheTable, Bool[Array, ""]]:
-    """Return the table after `CacheTable.seq_keep`, and an `ok` of True."""
+    """Return the table after `CacheTable.seq_keep`, and the flag True."""
     return table.seq_keep(seq), jnp.array(True)
 
 
@@ -438,7 +437,7 @@ def _keep(table: CacheTable, seq: Int32[Array, ""]) -> tuple[CacheTable, Bool[Ar
 def _select_within_streams(
     table: CacheTable, parents: Int32[Array, " n"], ids: Int32[Array, " n"]
 ) -> tuple[CacheTable, Bool[Array, ""]]:
-    """Call `CacheTable.seq_select` without buffers; return the table and an `ok` of True."""
+    """Call `CacheTable.seq_select` without buffers; return the table and the flag True."""
     table, _ = table.seq_select(None, *mask_unchanged_targets(table.spec, parents, ids))
     return table, jnp.array(True)
 
@@ -446,7 +445,7 @@ def _select_within_streams(
 def _select_sequences(
     table: CacheTable, buffers: PyTree, parents: Int32[Array, " n"], ids: Int32[Array, " n"]
 ) -> tuple[Cache, Bool[Array, ""]]:
-    """Call `CacheTable.seq_select` if possible; return the next cache and `ok`."""
+    """Call `CacheTable.seq_select` if possible; return the next cache and the flag `ok`."""
     parents, ids = mask_unchanged_targets(table.spec, parents, ids)
     ok = table.can_seq_select(parents, ids)
     ids = jnp.where(ok, ids, table.spec.sequences)

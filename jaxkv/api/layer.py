@@ -1,4 +1,4 @@
-"""Functions that a model calls in each layer, after `apply` of a ubatch."""
+"""Functions that a model calls in each layer, after a ubatch was applied."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def attend(
     the position of the token.
 
     Args:
-      cache: the cache after `apply` of `ubatch`.
+      cache: a cache to which the ubatch was applied (`apply`).
       layer: number of the layer, 0 to L - 1, static. The number may be traced if the cache is
         stacked (`make_cache`).
       ubatch: the tokens to compute. Keys and values of padding and of a refused plan are not
@@ -64,8 +64,8 @@ def attend(
         tokens of the sequence; use a larger `ubatch_size`.
       visible_until: the highest position that each token attends to; default the position of the
         token. The position may be traced, and may be before or after the token (images, prefixes).
-        The output of a token is NaN if the ubatch ends before `visible_until` of the token. A
-        window is measured from the position of the token, not from `visible_until`.
+        The output of a token is NaN if the ubatch ends before the highest position that the token
+        attends to. A window is measured from the position of the token, not from `visible_until`.
       implementation: "tiles", "whole", "pallas", "xla" or "cudnn" (`jaxkv.ops.attention.dispatch`).
         None selects an implementation for the platform.
 
@@ -76,32 +76,32 @@ def attend(
       - An output row is NaN for a token that attends to a non-finite key or value; the outputs of
         other tokens are unaffected.
       - All output rows are NaN for a ubatch that is stale or was not applied; no key is written.
-      - All output rows of a stream are NaN if an earlier `apply` was not followed by a write of the
-        layer. The outputs of the stream stay NaN until `rewind` restores a table from before that
-        `apply`, or all tokens of the stream are removed.
+      - All output rows of a stream are NaN if the layer was not written for an earlier ubatch of
+        the stream. The outputs of the stream stay NaN until `rewind` restores a table from before
+        this ubatch, or all tokens of the stream are removed.
 
-    A bias function has the form `(query_position, cell_position, head) -> logits`. The arguments of
-    a bias are int32 arrays of four dimensions that broadcast to `[P, H, T, N]`. A bias gets the
-    present positions, after shifts by `seq_add`. A bias function is called for each tile, and is
-    static and hashed. Define a bias function once, with weights as leaves of a
-    `jax.tree_util.Partial` or of a dataclass that is a pytree. A bias may also be an array of
+    A bias function has the arguments `query_position`, `cell_position` and `head`, and returns
+    logits. The arguments are int32 arrays of four dimensions that broadcast to `[P, H, T, N]`. A
+    bias function gets the present positions, after shifts by `seq_add`. A bias function is called
+    for each tile, and is static and hashed. Define a bias function once, with weights as leaves of
+    a `jax.tree_util.Partial` or of a dataclass that is a pytree. A bias may also be an array of
     floats that broadcasts to `[R, T, H, N]`, with cells in the order of `read_kv`. Bias functions
     and bias arrays are differentiable. Bias values below -1.7e38 count as -1.7e38. A bias of -inf
     hides a cell from a head. A bias of NaN or inf makes the output of the head NaN.
 
     Raises:
-      ValueError: If a shape does not fit the cache, or `layer` is not in `[0, L)`.
+      ValueError: If a shape does not fit the cache, or the layer number is not in `[0, L)`.
       ValueError: If the ubatch already wrote the layer in the same trace. Outside of a trace, a
-        second write replaces the first.
+        second write replaces the first write.
       ValueError: If the ubatch was planned for a cache with another spec, or the buffers were
         donated.
       ValueError: If the implementation does not support the arguments, or `softcap` is not above 0.
       ValueError: If both `visible_until` and `causal=False` are given.
-      ValueError: If the ubatch is from `init_batch(encoder=True)`, and the layer is not a
-        cross-attention layer.
-      TypeError: If `ubatch` is a plan, or if an array argument is not an array of floats.
-      TypeError: If `layer` is traced and the cache is not stacked, or if `causal` is not a static
-        bool.
+      ValueError: If the ubatch has encoder sources, and the layer is not a cross-attention layer.
+      TypeError: If a plan is passed as the ubatch, or if an array argument is not an array of
+        floats.
+      TypeError: If the layer number is traced and the cache is not stacked, or if `causal` is not a
+        static bool.
       TypeError: If only one of `k` and `v` is given, or the cache has no attention layers.
       TypeError: If the bias function does not return floats, or closes over traced values.
 
@@ -190,12 +190,12 @@ def read_kv(
     """Return keys, values and mask of a layer for the tokens of a ubatch.
 
     Keys and values of all cells of a stream are returned. All rows of one stream are joined into
-    one list of tokens. Reshape queries and positions to `[P, T, ...]` with
-    `x.reshape(*mask.shape[:2], ...)`. The arguments and errors of `read_kv` are those of `attend`.
-    The layer must have been written.
+    one list of tokens. Reshape queries and positions to `[P, T, ...]`; P and T are the first two
+    sizes of the mask. The arguments and errors of `read_kv` are those of `attend`. The layer must
+    have been written.
 
     Returns:
-      `(k, v, mask, positions)`, see `KVView`.
+      Keys, values, mask and positions of the cells, see `KVView`.
 
       - Values are finite. A key that is masked for all tokens may be NaN: mask logits with
         `jnp.where`, not by a product or a sum. For derivatives, first replace keys that are masked
@@ -206,7 +206,7 @@ def read_kv(
         if `attend` would return NaN for the whole stream.
 
     Examples:
-      `ops.attention.attention` with the result of `read_kv` equals `attend`:
+      `ops.attention.attention` computes the output of `attend` from the result of `read_kv`:
 
       >>> cache = make_cache(
       ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=1), cells=4, sequences=2
@@ -234,7 +234,7 @@ def read_states(cache: Cache, layer: int, ubatch: Ubatch) -> dict[str, Shaped[Ar
     """Return the recurrent states before the first token of each row of a ubatch.
 
     Args:
-      cache: the cache after `apply` of `ubatch`, before `write_states` of the layer.
+      cache: a cache to which the ubatch was applied, before `write_states` of the layer.
       layer: number of the layer, 0 to L - 1, static.
       ubatch: the tokens to compute, one row for each sequence.
 
@@ -245,10 +245,10 @@ def read_states(cache: Cache, layer: int, ubatch: Ubatch) -> dict[str, Shaped[Ar
       the previous ubatch, or overwrote that state.
 
     Raises:
-      ValueError: If `layer` is not a layer with states, or the buffers were donated.
-      ValueError: If the ubatch was planned for another spec, or by `init_batch(encoder=True)`.
-      TypeError: If `ubatch` is not a ubatch, `layer` is not a static integer, or the cache has no
-        states.
+      ValueError: If the layer has no states, or the buffers were donated.
+      ValueError: If the ubatch was planned for another spec, or has encoder sources.
+      TypeError: If the ubatch has the wrong type, the layer number is not a static integer, or the
+        cache has no states.
 
     Examples:
       >>> cache = make_cache(
@@ -275,17 +275,17 @@ def write_states(
     a refused plan and of a stale ubatch are not written.
 
     Args:
-      cache: the cache after `apply` of `ubatch`.
+      cache: a cache to which the ubatch was applied (`apply`).
       layer: number of the layer, 0 to L - 1, static.
       ubatch: the computed tokens.
       states: by name, the states after each of the last E + 1 valid tokens of a row, oldest first.
-        The method `ubatch.state_write_steps(E + 1)` returns how many tokens of a row each state
-        includes; a state that includes no token is not written. If E is 0, an array `[R, ...]` is
-        accepted too.
+        The method `Ubatch.state_write_steps` returns how many tokens of a row each state includes;
+        a state that includes no token is not written. If E is 0, an array `[R, ...]` is accepted
+        too.
 
     Raises:
-      ValueError: If names or shapes are not those of the cache, or as for `read_states`.
-      TypeError: If `states` is not a mapping, or as for `read_states`.
+      ValueError: If names or shapes are not those of the cache, or in the cases of `read_states`.
+      TypeError: If the argument `states` is not a mapping, or in the cases of `read_states`.
 
     Examples:
       >>> cache = make_cache(

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 def init_update(cache: Cache) -> MaintenancePlan:
-    """Plan the rotation of all keys with a pending shift; `apply` carries out the plan.
+    """Plan the rotation of all keys with a pending shift, for `apply`.
 
-    `pending` is the number of keys to rotate; a plan with 0 keys costs nothing to apply. A stale
-    plan has no effect (`is_current`).
+    The property `pending` is the number of keys to rotate; a plan with 0 keys costs nothing to
+    apply. A stale plan has no effect (`is_current`).
 
     Examples:
       >>> cache = make_cache(
@@ -47,9 +47,9 @@ def defrag_plan(cache: Cache, *, max_moves: int | None = None) -> MaintenancePla
     """Plan the moves that bring all used cells to the front of their stream.
 
     In tiled placement, whole tiles are moved, and free cells inside a tile stay reserved for the
-    sequence of the tile. The result is a plan for `apply`, with the number of cells to move in
-    `pending`. For attention, `source`, `destination` and `length` describe the runs of cells to
-    move, the last run first. A stale plan has no effect (`is_current`).
+    sequence of the tile. The result is a plan for `apply`; the property `pending` is the number of
+    cells to move. For attention, the fields `source`, `destination` and `length` describe the runs
+    of cells to move, the last run first. A stale plan has no effect (`is_current`).
 
     `max_moves` limits the number of runs to move in each stream; None means no limit. The last tile
     in tiled placement is always moved completely. Repeated calls end in the same order of cells for
@@ -84,7 +84,7 @@ def compact(
 ) -> EditResult:
     """Rotate shifted keys, then close the gaps between used cells. No token is removed.
 
-    If `batch` is given, the rotation and the defrag each run only if the batch does not fit yet.
+    If a batch is given, the rotation and the defrag each run only if the batch does not fit yet.
 
     Args:
       cache: any cache.
@@ -94,8 +94,8 @@ def compact(
       donate: see `apply`.
 
     Returns:
-      The next cache, and `ok`: whether `batch` fits, or True without a batch. The next cache is
-      rotated and compacted even if `ok` is False.
+      The next cache, and the flag `ok`: whether the batch fits, or True without a batch. The next
+      cache is rotated and compacted even if the batch does not fit.
 
     Raises:
       jax.errors.TracerBoolConversionError: If `compact` is called inside of `jit` with a batch.
@@ -143,12 +143,12 @@ def rewind(cache: Cache, *, to: CacheTable) -> EditResult:
 
     Args:
       cache: the later cache.
-      to: `table` of the earlier cache, which must not be donated. In a step that donates, donate
+      to: table of the earlier cache; the table must not be donated. In a step that donates, donate
         only the buffers.
 
     Raises:
-      TypeError: If `to` is not a table.
-      ValueError: If `to` is the table of a cache with another spec.
+      TypeError: If the second argument is not a table.
+      ValueError: If the earlier table is of a cache with another spec.
 
     Examples:
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
@@ -175,6 +175,6 @@ def rewind(cache: Cache, *, to: CacheTable) -> EditResult:
 
 @jit_table
 def _rewind(table: CacheTable, earlier: CacheTable) -> tuple[CacheTable, Bool[Array, ""]]:
-    """Return `earlier` and True if the earlier table can be restored, else `table` and False."""
+    """Return the earlier table and True if it can be restored, else the later table and False."""
     back, ok = table.rewind(earlier)
     return jax.tree.map(lambda new, old: jnp.where(ok, new, old), back, table), ok

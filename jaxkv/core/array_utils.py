@@ -29,12 +29,12 @@ def nbytes(tree: PyTree) -> int:
 
 
 def resolve_range_end(stop: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
-    """Return the end `stop` of a range of positions; END for a negative `stop`."""
+    """Return the end of a range of positions; END if the given end is negative."""
     return jnp.where(stop < 0, END, stop)
 
 
 def indices_of_true(which: Bool[Array, " n"], count: int) -> Int32[Array, " count"]:
-    """Return the first `count` indices of True values, padded with `which.size`.
+    """Return the first indices of True values, padded with the size of the array.
 
     >>> indices_of_true(jnp.array([False, True, True, False]), 3)
     Array([1, 2, 4], dtype=int32)
@@ -47,7 +47,7 @@ def divmod_nonnegative(
 ) -> tuple[Int[Array, "*n"], Int[Array, "*n"]]:
     """Return quotients and remainders of integers that are not negative.
 
-    `//` and `%` also handle signs, which adds ten instructions each to every program.
+    The operators `//` and `%` also handle signs, which adds ten instructions each to every program.
 
     >>> divmod_nonnegative(jnp.int32(7), 3)
     (Array(2, dtype=int32), Array(1, dtype=int32))

@@ -24,7 +24,7 @@ def is_donated(*trees: PyTree) -> bool:
 
 
 def check_not_donated(*trees: PyTree, name: str = "a cache") -> None:
-    """Raise a ValueError that mentions `name` if any array of the trees was donated."""
+    """Raise a ValueError with a name in the message if any array of the trees was donated."""
     if is_donated(*trees):
         raise ValueError(
             f"expected {name} with its buffers, got one whose buffers were donated; use the "

@@ -28,7 +28,7 @@ def chain_hashes(*fields: jax.Array) -> jax.Array:
 
 
 def hash_overwritten_cells(old: jax.Array, new: jax.Array) -> jax.Array:
-    """Return the hashes of cells with hashes `old` after copies with hashes `new` are written."""
+    """Return the hashes of overwritten cells, from the hashes of the old and the new contents."""
     return mix(old + mix(new + 1))
 
 
@@ -80,8 +80,8 @@ def token_hashes(
 ) -> jax.Array:
     """Return the cell hashes of tokens that are written together, `[R, T]` uint32.
 
-    The argument `contents` is from `hash_contents`. The argument `context`, `[R]` uint32, is the
-    hash of each row's stream before the write; other arguments are `[R, T]`.
+    The argument `contents` is the result of `hash_contents`. The argument `context`, `[R]` uint32,
+    is the hash of each row's stream before the write; other arguments are `[R, T]`.
     """
     token = chain_hashes(contents, positions, sequences)
     together = jnp.sum(jnp.where(valid, token, 0), dtype=jnp.uint32)

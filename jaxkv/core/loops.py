@@ -12,7 +12,7 @@ X = TypeVar("X")
 
 
 def repeat(step: Callable[..., X], count: jax.Array, limit: int, carry: X, *args: Any) -> X:
-    """Run `carry = step(i, carry, *args)` for i below `count`, with derivatives by `carry`.
+    """Run a step a number of times, as `jax.lax.fori_loop` does, with derivatives by `carry`.
 
     The derivative runs `limit` steps. A step from `count` on must return its `carry`. Arrays
     that `step` reads are `args`; those of an enclosing function cannot be traced.

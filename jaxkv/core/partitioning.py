@@ -171,7 +171,7 @@ WHOLE = AxisPartition()
 
 
 def make_axis_partition(sharding_rules: ShardingRules | None, **sizes: int) -> AxisPartition:
-    """Return how the current mesh splits dimensions of `sizes`; see `ShardingRules.split`."""
+    """Return how the current mesh splits dimensions of given sizes; see `ShardingRules.split`."""
     mesh = _require_mesh(sharding_rules)
     return (
         WHOLE
@@ -186,7 +186,7 @@ def map_shards(
     in_specs: PyTree[P],
     out_specs: PyTree[P],
 ) -> Callable[..., R]:
-    """Return a function of whole arrays that calls `of_share` with the shards of each device."""
+    """Return a function of whole arrays that calls a function with the shards of each device."""
     # Specs are trees, or tree prefixes, of `PartitionSpec`.
     mesh = _require_mesh(sharding_rules)
     if mesh is None:
@@ -196,7 +196,7 @@ def map_shards(
         return run
 
     def reshard_arguments(*args: PyTree) -> R:
-        """Reshard arguments to `in_specs`, as explicit mesh axes require."""
+        """Reshard arguments to the given specs, as explicit mesh axes require."""
 
         def reshard_argument(spec: P, arg: PyTree) -> PyTree:
             return jax.tree.map(
@@ -228,14 +228,14 @@ def keep_explicit_axes(spec: P, mesh: AnyMesh) -> P:
 
 
 def first_local_index(axes: tuple[str, ...], size: int) -> PyTree[Int32[Array, ""] | int]:
-    """Return the global index of the first of the `size` elements of a device's shard."""
+    """Return the global index of the first element of a device's shard, given the shard's size."""
     return jax.lax.axis_index(axes) * size if axes else 0
 
 
 def to_local_index(
     index: Int32[Array, "*n"], axes: tuple[str, ...], count: int
 ) -> tuple[Int32[Array, "*n"], PyTree[Bool[Array, "*n"] | bool]]:
-    """Return indices in a shard of `count` elements (0 outside), and whether each is inside."""
+    """Return indices in a shard (0 for indices outside), and whether each index is in the shard."""
     if not axes:
         return index, True
     local = index - first_local_index(axes, count)
@@ -249,7 +249,7 @@ def gather_sharded(
     index: Int32[Array, " ..."],
     *rest: Int32[Array, " ..."] | slice,
 ) -> Shaped[Array, " ..."]:
-    """Return `x[index, *rest]` on all devices, where `axes` split the first dimension of `x`."""
+    """Return `x[index, *rest]` on all devices, where mesh axes split the first dimension of `x`."""
     local, is_own = to_local_index(index, axes, x.shape[0])
     found = x[(local, *rest)]
     if not axes:
@@ -259,7 +259,7 @@ def gather_sharded(
 
 
 def broadcast_from_owner(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Return on all devices the values of the only device along `axes` with nonzero values."""
+    """Return on all devices the values of the only device that has nonzero values."""
     if not axes:
         return x
     if x.dtype == bool:

@@ -62,10 +62,10 @@ def check_int32(
 ) -> PyTree[Int32[ArrayLike, "*n"]]:
     """Return integers of a caller as int32, checked before the cast.
 
-    The result is a NumPy array unless `value` is a JAX array or traced. Traced integers are clipped
-    to `[low - 1, high + 1]` where int32 permits, so an invalid integer never becomes valid. Raises
-    a TypeError for other types. Raises a ValueError that ends with `advice` if a known integer is
-    out of bounds.
+    The result is a NumPy array unless the argument is a JAX array or traced. Traced integers are
+    clipped to `[low - 1, high + 1]` where int32 permits, so an invalid integer never becomes valid.
+    Raises a TypeError for values that are not integers. Raises a ValueError with advice if a known
+    integer is out of bounds.
 
     >>> check_int32(np.uint32(2**32 - 1), "seq", high=3)
     Traceback (most recent call last):
@@ -147,8 +147,8 @@ def check_bool(
 ) -> PyTree[Bool[ArrayLike, "*n"]]:
     """Return flags of a caller as bool; JAX arrays stay on their device.
 
-    With `or_integers`, known integers 0 and 1 are flags too, as in tokenizer masks. Raises a
-    TypeError for other types.
+    If `or_integers` is True, known integers 0 and 1 are flags too, as in tokenizer masks. Raises a
+    TypeError for values that are not flags.
 
     >>> check_bool([1, 0], "valid")
     array([ True, False])

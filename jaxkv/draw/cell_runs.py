@@ -47,8 +47,8 @@ def merge_runs(
 ) -> list[CellRun]:
     """Return at most `max_runs` runs that cover all cells of a stream.
 
-    Cells with consecutive positions, equal owners and equal shifts form a run. Neighbouring short
-    runs are merged, the shortest runs first, until `fits` returns True or one run is left.
+    Cells with consecutive positions, equal owners and equal shifts form a run. Neighbouring runs
+    are merged, the shortest runs first, until `fits(runs)` is True or one run is left.
     """
     bounds = _find_run_bounds(view, stream)
     sizes = np.diff(bounds)
@@ -76,7 +76,7 @@ def format_range(first: int, last: int) -> str:
 
 
 def format_owners(run: CellRun) -> str:
-    """Format the owners of a run: `.` for no owner, `+` for owners that share every cell."""
+    """Format the owners of a run: a dot for no owner, a plus if owners share every cell."""
     if run.shared:
         return "+"
     few = len(run.owners) <= 3
@@ -85,7 +85,7 @@ def format_owners(run: CellRun) -> str:
 
 
 def format_positions(run: CellRun) -> str:
-    """Format the positions of a run; `.` if all cells of the run are empty."""
+    """Format the positions of a run; a dot if all cells of the run are empty."""
     if run.positions is None:
         return "."
     return ("~" if run.mixed else "") + format_range(*run.positions)

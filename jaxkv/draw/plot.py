@@ -176,7 +176,7 @@ def attention_mask(
       ubatch: ubatch with the tokens to draw.
       part: index of a part, if the cache is hybrid.
       causal: if False, tokens at later positions are also visible.
-      by_position: if True, draw a column for each position of the token's sequence, not for each
+      by_position: if True, draw a column for each position of the token's sequence instead of each
         cell.
       ax: matplotlib axes to draw on; None for new axes.
 
@@ -276,7 +276,7 @@ def _import_matplotlib(module: str) -> ModuleType:
 
 
 def _wrap_cells(x: np.ndarray, across: int, fill: int) -> np.ndarray:
-    """Wrap a single stream into lines of `across` cells; `fill` pads the last line."""
+    """Wrap a single stream into lines of a given number of cells, and pad the last line."""
     if len(x) > 1:
         return x
     missing = -x.size % across
@@ -310,7 +310,7 @@ def _draw_grid_lines(ax: Axes, shape: tuple[int, ...]) -> None:
 
 
 def _hatch_cells(ax: Axes, where: np.ndarray) -> None:
-    """Hatch the cells in `where`; neighbouring cells in a line are one polygon."""
+    """Hatch the given cells; neighbouring cells in a line are one polygon."""
     rows, columns = np.nonzero(np.diff(np.pad(where, ((0, 0), (1, 1))), axis=1))
     left, right, top = columns[::2] - 0.5, columns[1::2] - 0.5, rows[::2] - 0.5
     x, y = [left, right, right, left], [top, top, top + 1, top + 1]

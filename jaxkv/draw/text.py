@@ -29,9 +29,9 @@ def show(cache: Cache, *, width: int | None = 100) -> str:
         column shows a run of cells, and the first line has the indices of these cells.
 
     Returns:
-      Two lines for each stream: owners and positions. An empty cell is `.`, several owners are `+`.
-      A third line, `shift`, shows pending shifts, if any. A label that begins with `~` is of
-      several short runs in one column: all owners, and the lowest and highest position.
+      Two lines for each stream: owners and positions. A dot marks an empty cell, and a plus marks a
+      cell with several owners. A third line, `shift`, shows pending shifts, if any. A tilde marks a
+      column with several short runs, all their owners, and their lowest and highest position.
 
     Raises:
       TypeError: If the cache is traced, or has shapes only.

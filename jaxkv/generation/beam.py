@@ -72,7 +72,7 @@ def is_filled(texts: BeamTexts) -> Bool[Array, " W"]:
 
 
 def _normalised_scores(texts: BeamTexts, length_penalty: Float[Array, ""]) -> Float[Array, " W"]:
-    """Return scores divided by `length ** length_penalty`, float32."""
+    """Return normalised scores: scores divided by a power of the length, float32."""
     return texts.scores / jnp.maximum(texts.lengths, 1).astype(jnp.float32) ** length_penalty
 
 
@@ -104,7 +104,7 @@ def advance_search(
     stop_tokens: Int32[Array | np.ndarray, " n"],
     length_penalty: Float[Array, ""],
 ) -> tuple[Int32[Array, " W"], BeamSearch]:
-    """Extend unfinished hypotheses by a token; only set the reason if logits are non-finite."""
+    """Extend unfinished hypotheses by a token; for non-finite logits, set only the reason."""
     living, width = search.living, search.living.scores.size
     logits = logits.astype(jnp.float32)
     broken = jnp.any(is_filled(living) & has_invalid_logits(logits))
@@ -159,42 +159,42 @@ def beam(
     - The next beams are the W best candidates by score that do not end with a stop token.
     - Candidates that end with a stop token are finished if they are among the W best by score.
 
-    The W finished hypotheses with the highest normalised scores,
-    `score / length ** length_penalty`, are kept. Equal scores are ordered by beam, then by token.
-    Tokens with a logit of -inf are excluded. The search ends after n tokens, at a refused plan, or
-    as soon as no beam can change the result. Finally, beams and finished hypotheses are sorted
-    together by normalised score.
+    The W finished hypotheses with the highest normalised scores are kept. A normalised score is
+    `score / length ** length_penalty`. Equal scores are ordered by beam, then by token. Tokens with
+    a logit of -inf are excluded. The search ends after n tokens, at a refused plan, or as soon as
+    no beam can change the result. Finally, beams and finished hypotheses are sorted together by
+    normalised score.
 
     Args:
       forward: See `prefill`.
       params: Model parameters, any pytree.
-      cache: A cache with the prompt in sequence `sequences[0]`.
+      cache: A cache with the prompt in the first beam sequence.
       logits: Logits of the last token of the prompt.
       num_beams: W, the number of beams, static. Each step computes one token for each beam.
       num_tokens: n, the maximum number of tokens of a hypothesis, static.
       stop_tokens: `[n]`. Tokens that end a hypothesis; -1 is padding.
-      sequences: `[W]`. Sequence ids of the beams, 0 to W - 1 by default. Tokens in `sequences[1:]`
-        are removed. If sequences share several streams (1 < S < Q), all W sequences must be in one
-        stream.
+      sequences: `[W]`. Sequence ids of the beams, 0 to W - 1 by default. Tokens in all beam
+        sequences except the first are removed. If sequences share several streams (1 < S < Q), all
+        W sequences must be in one stream.
       length_penalty: Exponent of the length in the normalised score. 0 ignores the length, and
         higher values prefer longer hypotheses.
       donate: Reuse the buffers of the input cache, see `prefill`.
 
     Returns:
-      A `BeamResult`. Sequence `sequences[i]` contains the prompt and the first `num_cached[i]`
-      tokens of hypothesis i. To continue hypothesis i, compute its tokens from index
-      `num_cached[i]` on. The cache contains all tokens of an unfinished hypothesis except the last
-      token. For a finished hypothesis, the cache contains the tokens shared with a beam of the last
-      step. Sequence `sequences[i]` is empty and `num_cached[i]` is -1 if a recurrent state is not
-      stored, or a window evicted cells.
+      A `BeamResult`. Beam sequence i contains the prompt and the first `num_cached[i]` tokens of
+      hypothesis i. To continue hypothesis i, compute its tokens from index `num_cached[i]` on. The
+      cache contains all tokens of an unfinished hypothesis except the last token. For a finished
+      hypothesis, the cache contains the tokens shared with a beam of the last step. Beam sequence i
+      is empty and `num_cached[i]` is -1 if a recurrent state is not stored, or a window evicted
+      cells.
 
     Raises:
-      ValueError: If `logits` are not `[V]` or `[1, V]`, or `stop_tokens` is not `[n]`.
+      ValueError: If the shape of logits is not `[V]` or `[1, V]`, or stop tokens are not a list.
       ValueError: If `length_penalty` is not one finite number.
-      ValueError: If `sequences` is not `[W]`, or a concrete id is repeated or not in the cache.
-      ValueError: If 1 < S < Q, and the ids in `sequences` are traced or in several streams.
+      ValueError: If there are not W ids of beams, or a concrete id is repeated or not in the cache.
+      ValueError: If 1 < S < Q, and the ids of the beams are traced or in several streams.
       ValueError: If `num_beams` or `num_tokens` is below 1, or W exceeds the number of sequences.
-      ValueError: If `sequences[0]` of a concrete cache is empty, or the cache was donated.
+      ValueError: If the first beam sequence of a concrete cache is empty, or the cache was donated.
 
     Examples:
       The model predicts t + 1 after token t, or t + 2 with a lower probability. Token 3 is the stop
@@ -224,8 +224,8 @@ def beam(
       >>> beams.num_cached.tolist(), beams.cache.seq_pos_max([0, 1]).tolist()
       ([2, 1], [2, 1])
 
-    Hugging Face: `generate(num_beams=W, length_penalty=length_penalty, early_stopping="never")`,
-    where `sequences_scores` are the normalised scores. llama.cpp: none since the removal of
+    Hugging Face: `generate` with `num_beams`, `length_penalty` and `early_stopping="never"`, where
+    `sequences_scores` are the normalised scores. llama.cpp: none since the removal of
     `llama_beam_search`.
     """
     num_beams, num_tokens = (
@@ -319,7 +319,7 @@ def _run_search(
     *,
     num_tokens: int,
 ) -> tuple[Cache, tuple]:
-    """Run `beam` inside a traced program; return the cache and the other fields of `BeamResult`."""
+    """Run the search of `beam` in a traced program; return the fields of `BeamResult`."""
     sequences = jnp.asarray(sequences)
     begins = last_positions(cache.table)[sequences[0]] + 1
     rows = jnp.arange(sequences.size, dtype=jnp.int32)

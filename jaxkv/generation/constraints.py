@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 class Constraint:
     """State machine that restricts the next token, such as a grammar.
 
-    `constrain` applies the constraint to all sequences of a sampler. An `Engine` applies its
-    constraint to requests with a `constraint_state`. The functions `allowed` and `advance` can read
-    tables of a grammar library, or call the library with `jax.pure_callback`. Programs are cached
-    by `allowed` and `advance`, so pass the same functions every time.
+    The method `constrain` applies the constraint to all sequences of a sampler. An `Engine` applies
+    its constraint to requests with a `constraint_state`. The functions `allowed` and `advance` can
+    read tables of a grammar library, or call the library with `jax.pure_callback`. Programs are
+    cached by the functions `allowed` and `advance`, so pass the same functions every time.
 
-    To use several grammars, concatenate their tables, as in `allowed=lambda state: tables[state]`,
-    and start each request in the first state of its grammar.
+    To use several grammars, concatenate their tables, and start each request in the first state of
+    its grammar.
 
     first: A pytree of arrays. State before the first generated token, independent of prompts; all
       states have the same shapes.
     allowed: Pure function from a state to a mask `[V]` of the tokens that may come next.
-    advance: Pure function `(state, token) -> state`.
+    advance: Pure function from a state and a token to the next state.
     """
 
     first: PyTree
@@ -52,9 +52,9 @@ class Constraint:
           sampler: Sampler that chooses among the allowed tokens.
 
         Raises:
-          TypeError: If `sampler` is not a sampler, or `allowed` or `advance` is not a function.
-          ValueError: If `first` has no array, or `allowed` does not return `[V]` bool.
-          ValueError: If `advance` returns a state with other shapes or dtypes than `first`.
+          TypeError: If the sampler or one of the two functions has the wrong type.
+          ValueError: If a state has no array, or allowed tokens are not returned as a mask `[V]`.
+          ValueError: If the function `advance` changes the shapes or the dtypes of a state.
 
         Examples:
           Only tokens above the last token are allowed:
@@ -96,8 +96,8 @@ class Constraint:
 class ConstrainedSampler(Sampler):
     """Sampler restricted to allowed tokens, made by `Constraint.constrain`.
 
-    first: Initial state of the constraint; with `bound`, the present states of T sequences,
-      `[T, ...]`.
+    first: Initial state of the constraint. If a mask of constrained sequences is given, the present
+      states of T sequences, `[T, ...]`.
     bound: Mask of the constrained sequences; None if all sequences are constrained.
     """
 
@@ -109,11 +109,11 @@ class ConstrainedSampler(Sampler):
 
     @property
     def is_random(self) -> bool:
-        """Whether the field `sampler` is random."""
+        """Whether the wrapped sampler is random."""
         return self.sampler.is_random
 
     def init(self, prompts: Int[Array | np.ndarray, "T n"]) -> PyTree:
-        """Return the states of the constraint and of `sampler`."""
+        """Return the states of the constraint and of the wrapped sampler."""
         if self.bound is not None:
             return self.first, self.sampler.init(prompts)
         count = len(prompts)
@@ -121,7 +121,7 @@ class ConstrainedSampler(Sampler):
         return first, self.sampler.init(prompts)
 
     def adjust(self, logits: Float[Array, "T V"], state: PyTree) -> Float[Array, "T V"]:
-        """Set float32 logits of disallowed tokens to -inf, then apply `sampler`."""
+        """Set float32 logits of disallowed tokens to -inf, then apply the wrapped sampler."""
         rule, rest = state
         allowed = jax.vmap(self.allowed)(rule)
         if allowed.shape != logits.shape:
@@ -134,7 +134,7 @@ class ConstrainedSampler(Sampler):
         return self.sampler.adjust(jnp.where(allowed, logits, -jnp.inf), rest)
 
     def update(self, state: PyTree, tokens: Int32[Array, " T"]) -> PyTree:
-        """Advance the states of the constraint, unless the token is -1, and of `sampler`."""
+        """Advance the states of the wrapped sampler and, for sampled tokens, of the constraint."""
         rule, rest = state
         advanced = jax.vmap(self.advance)(rule, jnp.maximum(tokens, 0))
         rule = select_per_text(tokens >= 0, advanced, rule)
@@ -142,7 +142,7 @@ class ConstrainedSampler(Sampler):
 
 
 def check_constraint(constraint: object) -> Constraint:
-    """Return a checked constraint with `first` as NumPy arrays; raise as `Constraint.constrain`.
+    """Return a checked constraint with NumPy arrays; raise as `Constraint.constrain`.
 
     >>> rule = Constraint(
     ...     first=0, allowed=lambda s: jnp.arange(4) > s, advance=lambda s, token: token > 0
@@ -202,7 +202,7 @@ def check_initial_state(constraint: Constraint | None, state: PyTree) -> PyTree:
 def make_constrained_sampler(
     constraint: Constraint, sampler: Sampler, states: Sequence[PyTree]
 ) -> ConstrainedSampler:
-    """Return a sampler for T sequences with constraint states; a state of None has no constraint.
+    """Return a sampler for T sequences with constraint states; None for an unconstrained sequence.
 
     >>> rule = Constraint(
     ...     first=-1,

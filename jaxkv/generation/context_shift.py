@@ -54,10 +54,10 @@ def context_shift(
       - Evicted tokens at the beginning would be in the window again.
 
     Raises:
-      ValueError: If the cache has recurrent states or was made without `rope=`.
+      ValueError: If the cache has recurrent states or was made without the argument `rope`.
       ValueError: If `num_keep` or `num_discard` is not one number.
       ValueError: If a concrete `num_keep` is below 0, or a concrete `num_discard` is below 1.
-      ValueError: If `seq` is concrete and not in the cache, or the cache was donated.
+      ValueError: If a concrete sequence id is not in the cache, or the cache was donated.
 
     Examples:
       >>> cache = make_cache(
@@ -86,7 +86,7 @@ def context_shift(
 
 
 class SelfExtendResult(NamedTuple):
-    """Result of `self_extend`: the cache, and `grouped` for the next call.
+    """Result of `self_extend`: the cache, and the argument `grouped` of the next call.
 
     ok: False if the call was refused and the cache is unchanged.
     """
@@ -101,9 +101,9 @@ def self_extend(
 ) -> SelfExtendResult:
     """Move groups of neighbouring tokens to shared positions, to extend the context.
 
-    Every `width` ungrouped tokens are moved to `width // group` positions, and later tokens get
-    lower positions. Attention then uses approximate distances to far tokens and exact distances to
-    near tokens. No cell becomes free.
+    When enough tokens are ungrouped (`width`), each group of these tokens moves to one position,
+    and later tokens get lower positions. Attention then uses approximate distances to far tokens
+    and exact distances to near tokens. No cell becomes free.
 
     Tokens with equal positions attend to each other, and are removed, moved and copied together.
     After `self_extend`, `can_seq_add` is False, since `seq_add` requires distinct positions.
@@ -111,27 +111,25 @@ def self_extend(
     Args:
       cache: A cache without recurrent states.
       seq: Id of the sequence. The next token still gets the last position plus 1.
-      grouped: Number of grouped positions: 0 in the first call, then `grouped` of the last result.
+      grouped: Number of grouped positions: 0 in the first call, then from the last result.
       group: Number of tokens that share a position.
-      width: Number of tokens that are grouped at once, a multiple of `group`.
+      width: Number of tokens that are grouped at once, a multiple of the size of a group.
       donate: Reuse the buffers of the input cache, see `apply`; by default the buffers are copied.
 
     Returns:
-      The cache, `ok`, and `grouped` for the next call. With fewer than `width` ungrouped tokens,
-      nothing changes and `ok` is True. If `ok` is False, the cache is unchanged, for one of these
-      reasons:
+      The cache, the flag `ok`, and the argument `grouped` of the next call. If fewer tokens than
+      `width` are ungrouped, nothing changes and `ok` is True. If `ok` is False, the cache is
+      unchanged, for one of these reasons:
 
       - Another sequence shares a cell that would move.
-      - `grouped` is not the value of the last call, or tokens below position `grouped` were
-        removed.
+      - The argument `grouped` is not from the last result, or grouped tokens were removed.
       - An intermediate position would reach 2**31 - 1.
       - Evicted tokens would be in the window of the next token again.
 
     Raises:
-      ValueError: If the cache has recurrent states or was made without `rope=`.
-      ValueError: If `group` or `width` is not in `[1, 2**31)`, or `width` is no multiple of
-        `group`.
-      ValueError: If `grouped` is not one number, or `seq` is concrete and not in the cache.
+      ValueError: If the cache has recurrent states or was made without the argument `rope`.
+      ValueError: If the width is not a multiple of the group size, or one is not in `[1, 2**31)`.
+      ValueError: If the argument `grouped` is not one number, or a concrete id is not in the cache.
       ValueError: If the cache was donated.
 
     Examples:
@@ -190,7 +188,7 @@ def _context_shift_table(
     num_keep: Int32[Array, ""],
     num_discard: Int32[Array, ""],
 ) -> tuple[CacheTable, MaintenancePlan, Bool[Array, ""]]:
-    """Return the table after `context_shift`, a plan that rotates keys, and `ok`."""
+    """Return the table after `context_shift`, a plan that rotates keys, and the flag `ok`."""
     next_position = table.seq_pos_max(seq) + 1
     ok = (num_keep >= 0) & (num_discard >= 1) & (num_discard <= next_position - num_keep)
     moves = jnp.where(ok, num_keep + num_discard, 0)
@@ -209,7 +207,7 @@ def _self_extend_table(
     group: Int32[Array, ""],
     width: Int32[Array, ""],
 ) -> tuple[CacheTable, MaintenancePlan, Int32[Array, ""], Bool[Array, ""]]:
-    """Return the table after `self_extend`, a plan that rotates keys, `grouped` and `ok`."""
+    """Return the table and a plan that rotates keys, then the fields `grouped` and `ok`."""
     next_position = table.seq_pos_max(seq) + 1
     short = jax.lax.div(width, group)
     end = jnp.int32(END)
@@ -243,7 +241,7 @@ def _self_extend_table(
 def _has_unshared_cells(
     table: CacheTable, seq: Int32[Array, ""], start: Int32[Array, ""]
 ) -> Bool[Array, ""]:
-    """Return whether a sequence shares no cell from position `start` on."""
+    """Return whether a sequence shares no cell from a position on."""
 
     # The number of cells that a removal frees depends on other sequences only if a cell is shared.
     def num_freed_cells(table: CacheTable) -> jax.Array:
@@ -257,7 +255,7 @@ def _has_unshared_cells(
 def _select_table_and_plan(
     ok: Bool[Array, ""], new: CacheTable, old: CacheTable
 ) -> tuple[CacheTable, MaintenancePlan]:
-    """Return the new table and its update plan if `ok`, else the old table and an empty plan."""
+    """Return the new table and its plan if `ok` is True, else the old table and an empty plan."""
     table = jax.tree.map(lambda x, y: jnp.where(ok, x, y), new, old)
     # If not `ok`, the update of an empty table is planned, so that pending shifts stay pending.
     plan = jax.tree.map(lambda x, y: jnp.where(ok, x, y), new, new.clear()).plan_shift()

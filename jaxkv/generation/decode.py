@@ -59,7 +59,7 @@ def decode(
 
     - A stop token is sampled; the stop token is not written to the cache.
     - The limit `max_new_tokens` of `init_decode` is reached.
-    - No token is allowed, or the logits contain NaN or +inf.
+    - No token is allowed, or a logit is NaN or +inf.
     - The plan of the next token is refused, for example because no cell is free. The cause is
       `finish_reason`. Existing cells are never overwritten, and other sequences continue.
 
@@ -79,10 +79,10 @@ def decode(
       donate: Reuse the buffers of the input cache, see `prefill`.
 
     Raises:
-      ValueError: If the arrays of `state` differ in length, or fit another kind of sampler.
+      ValueError: If the arrays of the state differ in length, or fit another kind of sampler.
       ValueError: If a concrete sequence id is repeated or not in the cache.
       ValueError: If `num_tokens` is below 1, or the cache was donated.
-      TypeError: If `sampler` is not a sampler or `state` is not a state.
+      TypeError: If the sampler or the state has the wrong type.
 
     Examples:
       The model predicts the next number. 3 is the stop token, and sequence 1 may get two tokens:
@@ -148,7 +148,7 @@ def _decode(
     stop_tokens: Int32[Array | np.ndarray, "T n"],
     num_tokens: int,
 ) -> tuple[Cache, DecodeState, SampledTokens]:
-    """Run `decode` inside a traced program."""
+    """Run the loop of `decode` inside a traced program."""
 
     def should_continue(carry: tuple) -> jax.Array:
         _, state, _, i = carry

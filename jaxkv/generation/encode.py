@@ -38,9 +38,9 @@ def encode(
     """Run an encoder, and write the encoder sources of sequences to a cache.
 
     Args:
-      encoder: Function `(params, cache, ubatch) -> cache`, compiled and cached as `forward` in
-        `prefill`. The ubatch is already applied. The encoder computes all tokens of `ubatch` at
-        once, and writes keys and values for each cross-attention layer with `write_kv`.
+      encoder: Function `(params, cache, ubatch) -> cache`, compiled and cached like the model
+        function of `prefill`. The ubatch is already applied. The encoder computes all tokens of the
+        ubatch at once, and writes keys and values for each cross-attention layer with `write_kv`.
       params: Model parameters, any pytree.
       cache: A hybrid cache with a part for encoder sources (`CacheSpec.cross_attention`).
       batch: Source tokens: a `Batch`, or an argument of `make_batch`; see `init_batch`.
@@ -53,7 +53,7 @@ def encode(
     Raises:
       PlanRefusedError: If the sources do not fit, or a sequence already has a source.
       TypeError: If the cache has no part for encoder sources.
-      ValueError: If `encoder` does not return an updated cache, or the cache was donated.
+      ValueError: If the encoder does not return an updated cache, or the cache was donated.
 
     Examples:
       An encoder without self-attention, and a decoder that repeats the source:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class SamplingOption(NamedTuple):
-    """Numeric option of `make_sampler`; the value `neutral` has no effect."""
+    """Numeric option of `make_sampler`, with a neutral value that has no effect."""
 
     neutral: float
     dtype: type[np.number]
@@ -64,7 +64,7 @@ class FilterSampler(Sampler):
 
     @property
     def is_random(self) -> bool:
-        """Whether `temperature` is not None."""
+        """Whether the sampler has a temperature."""
         return self.temperature is not None
 
     @property
@@ -73,7 +73,7 @@ class FilterSampler(Sampler):
         return any(penalty is not None for penalty in penalties)
 
     def init(self, prompts: Int[Array | np.ndarray, "T n"]) -> PyTree:
-        """Return the last `penalty_last_n` prompt tokens, padded with -1; () without penalties."""
+        """Return the last prompt tokens, padded with -1; without penalties, an empty tuple."""
         for name in OPTIONS:
             shape = np.shape(getattr(self, name))
             if shape not in ((), (len(prompts),)):
@@ -114,7 +114,7 @@ class FilterSampler(Sampler):
         return jnp.where(temperature > 0, cooled, alone)
 
     def update(self, state: PyTree, tokens: Int32[Array, " T"]) -> PyTree:
-        """Drop the oldest recent token and append `tokens`."""
+        """Drop the oldest recent token of each sequence, and append the new token."""
         if not self._has_penalty:
             return state
         return jnp.concatenate([state[:, 1:], tokens[:, None]], axis=1)
@@ -158,9 +158,9 @@ def make_sampler(
       top_k: Keep the k tokens with the highest logits; 0 keeps all tokens.
       top_p: Keep the fewest most probable tokens with a total probability of at least `top_p`.
       min_p: Keep tokens with at least `min_p` times the highest probability.
-      repeat_penalty: Divides positive logits of recent tokens, and multiplies negative logits.
-      frequency_penalty: Subtracted from the logit of a recent token for each occurrence.
-      presence_penalty: Subtracted once from the logit of a recent token.
+      repeat_penalty: Divisor of positive logits of recent tokens, and factor of negative logits.
+      frequency_penalty: Number to subtract from a logit for each recent occurrence of the token.
+      presence_penalty: Number to subtract once from the logit of a recent token.
       penalty_last_n: Number of recent tokens to penalise, prompt tokens included, static.
 
     Returns:
@@ -168,7 +168,7 @@ def make_sampler(
       llama.cpp does. Tokens with the same logit as the last kept token are also kept.
 
     Raises:
-      ValueError: If a number is out of its range, as float32 or int32.
+      ValueError: If a number is out of its range after conversion to float32 or int32.
       TypeError: If an argument is not a number.
 
     Examples:
@@ -194,7 +194,7 @@ def make_sampler(
 
 
 def _check_option(name: str, value: object) -> Any:
-    """Return an option as an array `[]` or `[T]`; None if the option is neutral for all."""
+    """Return an option as an array `[]` or `[T]`; None if it has no effect."""
     off, dtype, right, span = OPTIONS[name]
     if dtype == np.int32:
         array = check_int32(value, name, low=0)
@@ -213,12 +213,12 @@ def _check_option(name: str, value: object) -> Any:
 
 
 def _mask_logits(logits: Float[Array, "T V"], stays: Bool[Array, "T V"]) -> Float[Array, "T V"]:
-    """Set logits to -inf where `stays` is False."""
+    """Set logits to -inf where a mask is False."""
     return jnp.where(stays, logits, -jnp.inf)
 
 
 def _as_column(value: Shaped[ArrayLike, "*n"]) -> Shaped[Array, "m 1"]:
-    """Return one number for each sequence as `[T, 1]`, or one number for all as `[1, 1]`."""
+    """Return one number for each sequence as `[T, 1]`, or one common number as `[1, 1]`."""
     return jnp.asarray(value).reshape(-1, 1)
 
 
@@ -229,7 +229,7 @@ def is_among_best(
 ) -> Bool[Array, "T V"]:
     """Return a mask of the fewest highest logits with a total weight of at least `min_weight`.
 
-    Equal logits are kept together. If all logits weigh less than `min_weight`, all are kept.
+    Equal logits are kept together. If the total weight is below `min_weight`, all logits are kept.
 
     >>> logits = jnp.array([[0.5, -1.0, 2.0, 0.5]])
     >>> is_among_best(logits, jnp.ones((1, 4)), jnp.array([2.0])).tolist()

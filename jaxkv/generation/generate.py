@@ -36,7 +36,7 @@ ROWS = {"tokens": -1, "logprobs": 0}
 COUNTS = ("num_model_steps", "num_drafted", "num_accepted")
 """Fields of `DecodeResult` with a count for each sequence."""
 ROUND = 64
-"""The cells of a stream are a multiple of `ROUND`, so that similar lengths share programs."""
+"""The number of cells of a stream is a multiple of `ROUND`; similar lengths share programs."""
 
 
 def generate(
@@ -57,17 +57,17 @@ def generate(
 ) -> DecodeResult:
     """Generate tokens after prompts.
 
-    Calls `prefill`, `init_decode`, and then `decode`, or `speculate` if a drafter is passed.
+    This function calls `prefill`, then `init_decode`, then `decode` (with a drafter, `speculate`).
     Sequence `i * num_samples + j` is sample j of prompt i.
 
     Args:
       forward: See `prefill`. Pass the same function every time, since compiled programs are cached
-        by `forward`.
+        by function.
       params: Model parameters, any pytree.
       prompts: For each prompt, a list of at least one token.
       spec: Spec of a new cache. The cache gets a stream for each sequence, with cells for the
         longest prompt and `max_new_tokens`.
-      cache: A cache to continue from, instead of `spec`. Prompt i continues sequence
+      cache: A cache to continue from, instead of a spec. Prompt i continues sequence
         `i * num_samples`. Sequences of further samples are replaced by forks of sequence
         `i * num_samples`. The input cache stays valid; its buffers are copied once.
       max_new_tokens: Maximum number of tokens to sample for each sequence.
@@ -77,20 +77,20 @@ def generate(
         not depend on the number of samples and of prompts.
       num_samples: Number of samples of each prompt; each prompt is computed once.
       drafter: Drafts several tokens for each model step, for all sequences; see `speculate`.
-      on_tokens: Called as `on_tokens(sequence, tokens)` as soon as new tokens are on the CPU. The
-        result does not depend on `on_tokens`.
+      on_tokens: Function of a sequence id and a list of new tokens, called as soon as the tokens
+        are on the CPU. The result does not depend on `on_tokens`.
       tokens_per_call: Maximum number of tokens of a sequence between two calls of `on_tokens`.
 
     Returns:
-      A `DecodeResult` with `tokens` and `logprobs` `[T, max_new_tokens]`, padded with -1 and 0
-      after the end of a sequence; `lists()` omits the padding. A sequence ends with
+      A `DecodeResult` with tokens and log-probabilities, padded with -1 and 0 after the end of a
+      sequence. The method `DecodeResult.lists` omits the padding. A sequence ends with
       `Reason.OUT_OF_CELLS` if the cache has no free cell for the next token.
 
     Raises:
-      PlanRefusedError: If the prompts or their samples do not fit into `cache`.
-      ValueError: If both or neither of `spec` and `cache` are passed.
+      PlanRefusedError: If the prompts or their samples do not fit into the given cache.
+      ValueError: If both or neither of the arguments `spec` and `cache` are passed.
       ValueError: If there is no prompt or an empty prompt, or a count is below 1.
-      ValueError: If `cache` has too few sequences, or in the cases of `decode`.
+      ValueError: If the cache has too few sequences, or in the cases of `decode`.
       TypeError: If tokens are not integers.
 
     Examples:
@@ -194,7 +194,7 @@ def _keys_of_samples(seed: Seeds, count: int, num_samples: int) -> Seeds:
 def _report_tokens(
     out: DecodeResult, on_tokens: Callable[[int, list[int]], object] | None
 ) -> dict[str, Any]:
-    """Call `on_tokens` for sequences with new tokens; return the fields in `ROWS` and `COUNTS`."""
+    """Report new tokens of each sequence; return the fields in `ROWS` and `COUNTS`."""
     if on_tokens is not None:
         for text, tokens in enumerate(out.lists()):
             if tokens:

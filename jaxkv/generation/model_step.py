@@ -25,14 +25,15 @@ if TYPE_CHECKING:
 X = TypeVar("X")
 
 Forward = Callable[[Any, Cache, Ubatch], tuple[Cache, jax.Array]]
-"""Function `(params, cache, ubatch) -> cache, logits [O, V]`; `ubatch` is already applied."""
+"""Function `(params, cache, ubatch) -> cache, logits [O, V]`; the ubatch is already applied."""
 
 
 def compiled_step(forward: Forward) -> jax.stages.Wrapped:
     """Return the compiled model step of `prefill`, for loops in Python.
 
-    The step is the `jax.jit` of `(params, table, buffers, ubatch) -> table, buffers, logits`. The
-    step applies the ubatch, donates the buffers, and is cached as long as `forward` lives.
+    The step is a jitted function of params, table, buffers and ubatch that returns table, buffers
+    and logits. The step applies the ubatch, donates the buffers, and is cached as long as the model
+    function lives.
 
     Examples:
       >>> def forward(params, cache, ubatch):
@@ -55,7 +56,7 @@ def model_step(
     """Apply a ubatch and run the model; return the cache and the logits.
 
     Raises:
-      ValueError: If `forward` does not return an updated cache and logits `[O, V]`.
+      ValueError: If the model function does not return an updated cache and logits `[O, V]`.
     """
     cache = apply(cache, ubatch)
     check_made_for(cache.table, ubatch)
@@ -117,7 +118,7 @@ def _build_step_program(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
 
 
 def own_or_copied_buffers(cache: Cache, donate: bool) -> tuple[CacheTable, PyTree]:
-    """Return the table and the buffers, copied unless `donate`; raise if donated before."""
+    """Return the table, and the buffers or a copy of the buffers; raise for donated buffers."""
     table, buffers = cache.table, cache.buffers
     check_not_donated(buffers)
     return table, buffers if donate else copy_arrays(buffers)

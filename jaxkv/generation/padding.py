@@ -23,7 +23,7 @@ X = TypeVar("X")
 def take_last_tokens(
     tokens: Int[Array | np.ndarray, "T n"], length: int
 ) -> Int[Array | np.ndarray, "T {length}"]:
-    """Return the last `length` tokens of each row, padded in front with -1.
+    """Return the last tokens of each row, padded in front with -1.
 
     >>> (
     ...     take_last_tokens(np.array([[1, 2, 3]]), 2).tolist(),
@@ -56,12 +56,12 @@ def pad_prompts(
 
 
 def stop_tokens_as_list(stop_tokens: StopTokens) -> Tokens:
-    """Return a set of stop tokens as a sorted list; return other types unchanged."""
+    """Return a set of stop tokens as a sorted list; return a list or an array unchanged."""
     return sorted(stop_tokens) if isinstance(stop_tokens, (set, frozenset)) else stop_tokens
 
 
 def select_per_text(which: Bool[Array, " T"], new: X, old: X) -> X:
-    """Select arrays `[T, ...]` of `new` for sequences where `which` is True, of `old` elsewhere."""
+    """Select new array entries for sequences where a mask is True, old array entries elsewhere."""
 
     def choose(new: jax.Array, old: jax.Array) -> jax.Array:
         return jnp.where(which.reshape(-1, *[1] * (jnp.ndim(old) - 1)), new, old)

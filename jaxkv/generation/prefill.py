@@ -1,7 +1,7 @@
 """Computation of prompts, and compilation ahead of time.
 
-Outside of `jax.jit`, a loop is compiled once for each `forward`. Inside of `jax.jit`, a loop is
-traced into the calling program. Only buffers are donated: the table stays valid as a checkpoint.
+Outside of `jax.jit`, a loop is compiled once for each model function. Inside of `jax.jit`, a loop
+is traced into the calling program. Only buffers are donated: the table stays valid as a checkpoint.
 """
 
 from __future__ import annotations
@@ -44,30 +44,30 @@ def prefill(
     Args:
       forward: Function `(params, cache, ubatch) -> cache, logits [O, V]`, called with an applied
         ubatch; applying the ubatch again has no effect. The function is compiled once for each
-        ubatch shape, and cached as long as `forward` lives. Pass the same function every time: a
-        method of the same object is the same, a new lambda is not.
+        ubatch shape, and the compiled program is cached as long as the function lives. Pass the
+        same function, or the same method of one object, every time, and not a new lambda.
       params: Model parameters, any pytree.
       cache: A cache with free cells for the batch.
       batch: A `Batch`, or an argument of `make_batch`, such as a list of tokens for each sequence.
       ubatch_size: Maximum number of tokens that are computed at once, see `init_batch`.
-      plan: The plan of `batch` in `cache`, if `init_batch` was already called.
+      plan: The plan of the batch, if `init_batch` was already called.
       donate: Reuse the buffers of the input cache; the buffers become invalid, and the table stays
         valid. By default the buffers are copied once, since forks and checkpoints share buffers.
-        Inside of `jit`, `donate` has no effect: donate the arguments of the jitted function.
+        Inside of `jit`, `donate=True` has no effect: donate arguments of the jitted function.
 
     Returns:
       A `PrefillResult` with the logits and sequence ids of the output tokens.
 
       Inside of `jit`, a refused plan does not raise: `ok` is False, the cache is unchanged, bit for
-      bit, and the logits are undefined. Logits are padded to `[O, V]` inside of `jit`: use
-      `logits[:n]` for n output tokens. The sequence id of padding is -1.
+      bit, and the logits are undefined. Inside of `jit`, logits are padded to `[O, V]`; the first n
+      rows are the logits of n output tokens. The sequence id of padding is -1.
 
     Raises:
       PlanRefusedError: If the batch is invalid or does not fit. The input cache stays valid.
-      ValueError: If `forward` does not return an updated cache and logits `[O, V]`.
-      ValueError: If `plan` is stale or has another number of tokens than `batch`.
-      ValueError: If `plan` and `ubatch_size` are both passed, or the cache was donated.
-      TypeError: If `plan` is not a `Plan`, or `batch` is not a `Batch` and has no tokens.
+      ValueError: If the model function does not return an updated cache and logits `[O, V]`.
+      ValueError: If the plan is stale, or has another number of tokens than the batch.
+      ValueError: If a plan and a ubatch size are both passed, or the cache was donated.
+      TypeError: If the plan is not a `Plan`, or tokens are not integers.
 
     Examples:
       A model with one attention layer:
@@ -161,27 +161,27 @@ def warm_up(
     """Compile the programs of `prefill` for prompts of any length; return the unchanged cache.
 
     There is a program for each power of two up to `ubatch_size`; each program is run with a refused
-    ubatch. With `longest`, a later `prefill` of one prompt of at most `longest` tokens compiles
-    nothing, if only the last token has logits. Small programs of planning may still be compiled for
-    several prompts, for other `outputs`, and, without `longest`, for prompts of several ubatches.
+    ubatch. If the longest length is given, a later `prefill` of one prompt of at most this length
+    compiles nothing, if only the last token has logits. Small programs may still be compiled for
+    several prompts, for further output tokens or, without the longest length, for several ubatches.
 
-    To compile `decode` or another loop, call the loop once with a state without active sequences.
+    To compile a loop such as `decode`, call the loop once with a state without active sequences.
     For servers, use `serving.Engine.warm_up` instead of this function.
 
     Args:
-      forward: See `prefill`. The programs are cached as long as `forward` lives.
+      forward: See `prefill`. The programs are cached as long as the model function lives.
       params: Model parameters, any pytree.
       cache: The cache of later calls, or a cache with the same shapes.
       ubatch_size: Maximum number of tokens that are computed at once, see `init_batch`.
       sequences: Sequence ids of one batch. If the sequences are in several streams, or more than 8,
         call `warm_up` for each expected number of sequences.
-      longest: Length of the longest prompt. Planning of single prompts is compiled for all lengths
-        up to `longest`.
-      donate: Value of `donate` in later calls of `prefill`. If `donate` is False, the buffers are
+      longest: Length of the longest prompt. Planning of a single prompt is compiled for all lengths
+        up to the longest.
+      donate: Value of the argument `donate` in later calls of `prefill`. If False, the buffers are
         copied during this call and need twice the memory.
 
     Raises:
-      ValueError: If `sequences` is empty or has an id that is not in the cache.
+      ValueError: If no sequence id is given, or an id is not in the cache.
       ValueError: If a size is below 1, or `ubatch_size` exceeds the ubatch size of the cache.
 
     Examples:
@@ -227,5 +227,5 @@ def warm_up(
 
 
 def _bucket_lengths(limit: int) -> list[int]:
-    """Return the powers of two below `limit`, and `limit`."""
+    """Return the powers of two below a limit, and the limit."""
     return sorted({min(next_power_of_two(length), limit) for length in range(1, limit + 1)})

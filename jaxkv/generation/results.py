@@ -19,8 +19,8 @@ class PrefillResult(NamedTuple):
     """Result of `prefill` and `encode`.
 
     cache: The cache after the batch.
-    logits: Logits of the output tokens, in the order of the batch; None after `encode`.
-    sequences: Lowest sequence id of each output token; None after `encode`.
+    logits: Logits of the output tokens, in the order of the batch; None in a result of `encode`.
+    sequences: Lowest sequence id of each output token; None in a result of `encode`.
     ok: Whether the batch was computed; always True outside of `jit`, where a refused plan raises.
     reason: A `Reason` for each sequence, see `Plan`.
     """
@@ -40,9 +40,9 @@ class DecodeResult(NamedTuple):
 
     cache: The cache after the call.
     state: State of each sequence, to continue with `decode` or `speculate`.
-    tokens: Sampled tokens; -1 after the end of a sequence. None after `init_decode` with `tokens`.
-    logprobs: float32. Log-probabilities of `tokens` under the unadjusted logits; 0 after the end of
-      a sequence, and NaN at non-finite logits that ended a sequence.
+    tokens: Sampled tokens; -1 after the end of a sequence. None if `init_decode` got the tokens.
+    logprobs: float32. Log-probabilities of the tokens under the unadjusted logits; 0 after the end
+      of a sequence. Non-finite logits that end a sequence give NaN.
     num_model_steps: Number of model steps while a sequence was active, refused steps included.
     num_drafted: Number of draft tokens of each sequence.
     num_accepted: Number of accepted draft tokens, stop tokens included.

@@ -64,10 +64,10 @@ def init_decode(
         Repeat the logits of a prompt for each fork (`jnp.repeat`).
       tokens: `[T]`. First tokens that were sampled elsewhere and are not in the cache yet, instead
         of `logits`.
-      sequences: `[T]`. Sequence ids of `logits` or `tokens`, unless `logits` is the result of
-        `prefill`. The default ids are 0 for logits `[1, V]`, and 0 to T - 1 for `tokens`.
+      sequences: `[T]`. Sequence ids, which must not be passed with the result of `prefill`. The
+        default ids are 0 for logits `[1, V]`, and 0 to T - 1 for given tokens.
       sampler: A sampler, such as from `make_sampler`; greedy by default.
-      stop_tokens: Tokens that end a sequence, see `decode`; not applied to `tokens`.
+      stop_tokens: Tokens that end a sequence, see `decode`; not applied to given tokens.
       max_new_tokens: `[]` or `[T]`. Maximum number of tokens to sample for each sequence, including
         a first token that is sampled from `logits`. Unlimited by default.
       seed: `[]` or `[T]` integers, or keys of `jax.random`. A single seed is folded with each
@@ -79,18 +79,19 @@ def init_decode(
 
     Returns:
       A `DecodeResult` with the unchanged cache, the state for `decode`, and the first tokens
-      `[T, 1]`. If `tokens` were passed, `tokens` of the result is None.
+      `[T, 1]`. If tokens were passed, the field `tokens` of the result is None.
 
     Raises:
-      ValueError: If both or neither of `logits` and `tokens` are passed.
-      ValueError: If `logits` are not `[T, V]`, or T is above 1 and there are no `sequences`.
-      ValueError: If `sequences` are passed with the result of `prefill`.
+      ValueError: If both or neither of the arguments `logits` and `tokens` are passed.
+      ValueError: If the shape of logits is not `[T, V]`, or T is above 1 without sequence ids.
+      ValueError: If sequence ids are passed with the result of `prefill`.
       ValueError: If T exceeds the number of sequences, as for padded logits of a traced `prefill`.
-      ValueError: If a sequence of `logits` is empty in a concrete cache.
-      ValueError: If shapes differ, or `sampler` or `prompts` is for another number of sequences.
+      ValueError: If logits are passed for a sequence that is empty in a concrete cache.
+      ValueError: If shapes differ, or the sampler or the prompts have another number of sequences.
       ValueError: If a concrete token or limit is below 0.
       ValueError: If a concrete sequence id is repeated or not in the cache.
-      TypeError: If tokens, ids, limits or seeds are not integers, or `sampler` is not a sampler.
+      TypeError: If tokens, ids, limits or seeds are not integers, or the sampler has the wrong
+        type.
 
     Examples:
       Sequence 1 is a fork of sequence 0, and 2 is the stop token:
@@ -256,7 +257,7 @@ def sample_next_tokens(
 def logprob_of(
     logits: Float[Array, "T V"], tokens: Int32[Array, " T"], active: Bool[Array, " T"]
 ) -> Float[Array, " T"]:
-    """Return log-probabilities: 0 for inactive sequences, NaN if logits have NaN or +inf."""
+    """Return log-probabilities: 0 for inactive sequences, NaN if a logit is NaN or +inf."""
     token_logits = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[:, None], axis=1)[:, 0]
     # The maximum is subtracted first: a float32 sum of large logits would lose their differences.
     largest = jnp.max(logits, axis=1)
@@ -269,7 +270,7 @@ def logprob_of(
 def mark_nonfinite_logits(
     logits: Float[Array, "T V"], active: Bool[Array, " T"], reason: Int32[Array, " T"]
 ) -> Int32[Array, " T"]:
-    """Set the reason of active sequences with NaN or +inf in their logits to NONFINITE_LOGITS."""
+    """Set the reason NONFINITE_LOGITS for active sequences with a logit of NaN or +inf."""
     return jnp.where(active & has_invalid_logits(logits), Reason.NONFINITE_LOGITS, reason)
 
 

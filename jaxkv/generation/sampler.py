@@ -45,7 +45,7 @@ class Sampler:
         return logits
 
     def update(self, state: PyTree, tokens: Int32[Array, " T"]) -> PyTree:
-        """Return the sampler state after one more token of each sequence; -1 if none was sampled.
+        """Return the sampler state after a new token of each sequence; -1 if no token was sampled.
 
         Loops discard the new state of a sequence without a sampled token.
         """
@@ -54,7 +54,7 @@ class Sampler:
 
 
 def check_sampler(sampler: object) -> Sampler:
-    """Return a sampler; raise a TypeError for other types."""
+    """Return a sampler; raise a TypeError if the argument is not a sampler."""
     if not isinstance(sampler, Sampler):
         raise TypeError(
             f"expected a sampler, such as generation.make_sampler(), got {type(sampler)}; make "
@@ -66,20 +66,20 @@ def check_sampler(sampler: object) -> Sampler:
 def adjust_logits(
     sampler: Sampler, logits: Float[Array, "T V"], state: PyTree
 ) -> Float[Array, "T V"]:
-    """Return adjusted logits; all NaN for a sequence with NaN or +inf logits."""
+    """Return adjusted logits; all are NaN for a sequence with a logit of NaN or +inf."""
     # A filter could mask a NaN, and the sequence would continue from invalid logits.
     return jnp.where(has_invalid_logits(logits)[:, None], jnp.nan, sampler.adjust(logits, state))
 
 
 def has_invalid_logits(logits: Float[Array, "*n V"]) -> Bool[Array, "*n"]:
-    """Return which logits `[V]` contain NaN or +inf."""
+    """Return whether each row of logits has a logit of NaN or +inf."""
     return jnp.any(jnp.isnan(logits) | (logits == jnp.inf), axis=-1)
 
 
 def make_draw_keys(
     key: Key[Array, " T"], numbers: Int32[Array, " T"], use: int = 0
 ) -> Key[Array, " T"]:
-    """Return random keys of draws; `use` is 0 for tokens, 1 for acceptance, 2 for drafts."""
+    """Return random keys for draws of one use: 0 for tokens, 1 for acceptance, 2 for drafts."""
     keys = jax.vmap(jax.random.fold_in)(key, numbers)
     return keys if use == 0 else jax.vmap(jax.random.fold_in, (0, None))(keys, use)
 

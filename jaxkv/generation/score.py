@@ -40,34 +40,36 @@ def score(
     dtype: jax.typing.DTypeLike = jnp.float32,
     sharding_rules: ShardingRules | None = None,
 ) -> Float[Array, "n m"]:
-    """Return the log-probability of each token of each text, differentiable by `params`.
+    """Return the log-probability of each token of each text, differentiable in the parameters.
 
-    A prompt is computed once and forked into the texts that follow it, and so is its derivative.
-    Without `prompts`, texts that share 16 tokens or more at their beginning, or after another
-    shared beginning, compute them once. Recurrent states are forked in the same way.
+    A prompt, and the derivative of a prompt, are computed once for all texts that follow the
+    prompt. Without prompts, a common beginning of texts is computed once, if it has at least 16
+    tokens. A longer beginning of fewer texts is also computed once, if it adds at least 16 tokens.
 
     Lists are padded to few lengths, so that batches with similar lengths share a program.
 
     Args:
-      forward: See `prefill`. Compiled programs are cached by this function, so pass the same one.
+      forward: See `prefill`. Programs are cached by function, so pass the same function every time.
       params: Model parameters, any pytree.
-      texts: A list of tokens for each of n texts; or rows `[n, m]`, which may be traced, padded at
-        the end with -1 as in `DecodeResult.tokens`.
-      prompts: A list of tokens for each of n / G prompts, or rows. Text i follows prompt i // G.
+      texts: A list of tokens for each of n texts, or rows `[n, m]`; -1 is padding. Rows may be
+        traced.
+      prompts: A list of tokens for each prompt, or rows. With G texts for each prompt, text i
+        follows prompt i // G.
       spec: Spec of the model's cache. Each text has a stream.
       dtype: Dtype of cached keys and values, see `make_cache`.
       sharding_rules: Mesh axes that split the cache on the mesh of `jax.set_mesh`.
 
     Returns:
-      float32. m is the length of the longest text, or of a row. 0 for padding, and for the first
-      token of a text without a prompt. For traced tokens past the vocabulary NaN.
+      Log-probabilities in float32; m is the length of the longest text, or of a row. The result is
+      0 for padding and for the first token of a text without a prompt. The result is NaN for traced
+      tokens past the vocabulary.
 
     Raises:
       ValueError: If there is no text, or a prompt or a text without a prompt is empty.
       ValueError: If n is not a multiple of the number of prompts.
       ValueError: If a concrete token is negative in a list, or past the vocabulary.
       ValueError: If the spec has cross-attention.
-      TypeError: If tokens are not integers, or `spec` is not a `CacheSpec`.
+      TypeError: If tokens are not integers, or the spec is not a `CacheSpec`.
 
     Examples:
       A model that predicts the next number with a probability of 0.7:
@@ -144,7 +146,7 @@ def _score_levels(
 ) -> tuple[Float[Array, "n m"], Array]:
     """Return the log-probabilities of texts, and an array `[0, V]`, from an empty cache.
 
-    `index` is the result of `trie_of_texts`; if it is None, the last level has a row for each text.
+    The argument `index` is from `trie_of_texts`, or None if the last level has a row for each text.
     """
     count = levels[0].parents.shape[0]
     ok, ends, scores = True, None, []
@@ -190,7 +192,7 @@ def _score_levels(
 
 
 def _levels_of_traced_rows(texts: Prompts, prompts: Prompts | None) -> list[TrieLevel]:
-    """Return a level of the prompts, if any, and one of the texts."""
+    """Return a level of the prompts, if there are prompts, and a level of the texts."""
     rows = _check_rows(texts, "texts")
     count = rows.shape[0]
     ids = np.arange(count, dtype=np.int32)
@@ -206,7 +208,7 @@ def _levels_of_traced_rows(texts: Prompts, prompts: Prompts | None) -> list[Trie
 
 
 def _check_spec(spec: object) -> None:
-    """Raise unless `spec` is the spec of a cache without sources."""
+    """Raise unless a spec is for a cache without encoder sources."""
     if not isinstance(spec, CacheSpec):
         raise TypeError(f"expected a CacheSpec, got {type(spec)}; pass that of the model's cache")
     if "cross_attention" in (spec.kind, *(part.kind for part, _ in spec.parts)):
@@ -228,7 +230,7 @@ def _check_counts(num_prompts: int, num_texts: int) -> None:
 def _check_lists(
     texts: Prompts, name: str, *, allow_empty: bool
 ) -> tuple[list[Int32[np.ndarray, " _"]], int]:
-    """Return concrete texts as arrays, and the length of the longest or of a row."""
+    """Return concrete texts as arrays, and the length of the longest text or of a row."""
     if getattr(texts, "ndim", 0) == 2:
         rows = np.asarray(_check_rows(texts, name))
         lists, width = [row[: np.sum(row >= 0)] for row in rows], rows.shape[1]
@@ -247,7 +249,7 @@ def _check_lists(
 
 
 def _check_rows(texts: Prompts, name: str) -> Int32[Array | np.ndarray, "n m"]:
-    """Return texts as rows of int32, lists padded with -1 at the end."""
+    """Return texts as int32 rows; pad lists with -1 at the end."""
     if getattr(texts, "ndim", 0) != 2:
         lists, width = _check_lists(texts, name, allow_empty=False)
         texts = np.stack([np.pad(x, (0, width - len(x)), constant_values=-1) for x in lists])

@@ -40,8 +40,8 @@ class DecodeState:
     remaining: Number of tokens that may still be sampled.
     reason: A `Reason`: OK, NONFINITE_LOGITS, EDITED, or the reason of a refused plan.
     key: Random key of each sequence; each draw folds `draw_index` into the key.
-    draw_index: Number of the next draw: first the position of the drawn token, then increased with
-      each token even if positions are reused.
+    draw_index: Number of the next draw: initially the position of the drawn token, then one more
+      for each token, even if positions are reused.
     follows: Hash of the last token in the cache, to detect edits of the sequence.
     sampler_state: State of the sampler.
     """
@@ -70,7 +70,7 @@ def make_decode_state(
     seed: Seeds,
     prompts: Prompts | None,
 ) -> DecodeState:
-    """Return the initial state of sequences; the sampler state includes only `prompts`."""
+    """Return the initial state of sequences; the sampler state includes only the prompts."""
     table, _ = split(cache)
     token = check_int32(tokens, "tokens", low=0)
     if np.ndim(token) != 1:
@@ -118,7 +118,7 @@ def end_edited_texts(table: CacheTable, state: DecodeState) -> DecodeState:
 
 
 def update_last_token_hashes(table: CacheTable, state: DecodeState) -> DecodeState:
-    """Update `follows` from the table, except for sequences with the reason EDITED."""
+    """Update hashes of last tokens from the table, except for sequences with the reason EDITED."""
     edited = state.reason == Reason.EDITED
     follows, _ = table.compare_last_tokens(state.sequence, state.follows)
     follows = jnp.where(edited, state.follows, follows)
@@ -126,7 +126,7 @@ def update_last_token_hashes(table: CacheTable, state: DecodeState) -> DecodeSta
 
 
 def check_sampler_state(sampler: object, state: DecodeState) -> Sampler:
-    """Return the sampler, greedy for None; raise if `state` is of another sampler kind."""
+    """Return the sampler, greedy for None; raise if the state is of another kind of sampler."""
     sampler = make_sampler() if sampler is None else check_sampler(sampler)
     fresh = sampler.init(np.zeros((state.token.shape[0], 0), np.int32))
     expected, actual = (
@@ -183,7 +183,7 @@ def _prompts_as_rows(prompts: Prompts | None, count: int) -> Int32[Array | np.nd
 
 
 def _broadcast_to_texts(value: Ids, count: int, name: str) -> Any:
-    """Return one number for all sequences, or one number for each, as `[T]` int32."""
+    """Return one number, or one number for each sequence, as an int32 array `[T]`."""
     array = check_int32(value, name, low=0)
     if np.shape(array) not in ((), (count,)):
         raise ValueError(
@@ -223,7 +223,7 @@ def check_seed(seed: Seeds, count: int) -> Seeds:
 def _init_draw_state(
     table: CacheTable, seed: Integer[Array, "*n"] | Key[Array, "*n"], ids: Int32[Array, " T"]
 ) -> tuple[Key[Array, " T"], Int32[Array, " T"], UInt32[Array, " T"]]:
-    """Return `key`, `draw_index` and `follows` of the initial state."""
+    """Return the fields `key`, `draw_index` and `follows` of the initial state."""
     keys = seed if is_key(seed) else jnp.vectorize(jax.random.key)(seed)
     if not jnp.ndim(seed):
         keys = jax.vmap(jax.random.fold_in, (None, 0))(keys, ids)

@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     Texts = Sequence[Int32[np.ndarray, " _"]]
 
 MIN_SHARED = 16
-"""Fewest tokens of a common beginning that gets its own row."""
+"""Minimum number of tokens of a common beginning that gets its own row."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrieLevel:
-    """Rows of tokens that are computed at once; row r continues sequence `sequences[r]`.
+    """Rows of tokens that are computed at once; each row continues a sequence.
 
     tokens: padded with -1 at the end of a row.
     sequences: -1 for a row of padding.
-    parents: before the level, sequence q is forked from sequence `parents[q]`.
+    parents: the sequence from which each sequence is forked before the level is computed.
     is_scored: static, whether log-probabilities of the tokens are returned.
     """
 
@@ -39,7 +39,7 @@ class TrieLevel:
 
 
 class _Segment(NamedTuple):
-    """Tokens that several texts share, from index `start` of each text."""
+    """Tokens that several texts share, beginning at the same index in each text."""
 
     texts: list[int]
     sequence: int
@@ -71,7 +71,7 @@ def trie_of_texts(texts: Texts) -> tuple[list[TrieLevel], Int32[np.ndarray, "Q n
 
 
 def trie_of_prompts(prompts: Texts, texts: Texts) -> list[TrieLevel]:
-    """Return the levels of prompts, and one of the texts; text i follows prompt i // G.
+    """Return the levels of the prompts, then a level of the texts; prompts have equally many texts.
 
     >>> levels = trie_of_prompts([np.arange(3)], [np.array([5]), np.array([6, 7])])
     >>> [(x.tokens.shape, x.sequences.tolist(), x.parents.tolist()) for x in levels]
@@ -90,9 +90,9 @@ def trie_of_prompts(prompts: Texts, texts: Texts) -> list[TrieLevel]:
 def _segments_by_level(
     texts: Texts, sequences: Sequence[int]
 ) -> list[tuple[list[_Segment], dict[int, int]]]:
-    """Return for each level its segments, and the parents of sequences that begin in it.
+    """For each level, return the segments, and the parents of sequences that begin in the level.
 
-    `sequences` is the sequence of each text. A segment has the lowest sequence of its texts.
+    Texts are in the given sequences. A segment has the lowest sequence of its texts.
     """
     order = sorted(range(len(texts)), key=lambda i: texts[i].tolist())
     common = [0, *(_common_length(texts[i], texts[j]) for i, j in pairwise(order))]
@@ -130,7 +130,7 @@ def _common_length(a: np.ndarray, b: np.ndarray) -> int:
 def _make_level(
     segments: list[_Segment], parents: dict[int, int], count: int, *, is_scored: bool
 ) -> TrieLevel:
-    """Return the level of some segments, padded to few shapes, of `count` sequences."""
+    """Return a level of segments, padded so that few shapes are compiled."""
     shape = (
         min(next_power_of_two(len(segments)), count),
         _round_length(max(len(segment.tokens) for segment in segments)),
@@ -145,7 +145,7 @@ def _make_level(
 
 
 def _round_length(length: int) -> int:
-    """Return the next power of two or three quarters of one, at least 8.
+    """Round a length up to the next number 2**n or 3 * 2**n, at least 8.
 
     >>> [_round_length(n) for n in (0, 9, 13, 64, 65, 100)]
     [8, 12, 16, 64, 96, 128]

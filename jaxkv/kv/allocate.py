@@ -46,9 +46,9 @@ def choose_cells(
 def mark_used(
     cells: C, slots: Int32[Array, "S N"], arriving: C, is_incomplete: Bool[Array, "S L"]
 ) -> C:
-    """Store the tokens of the table `arriving` in the cells `slots`; skip slots past the last cell.
+    """Store the tokens of the table `arriving` at the given slots; skip slots past the last cell.
 
-    `is_incomplete` is True for layers that lack the keys and values of some tokens in `arriving`.
+    The array `is_incomplete` is True for layers that lack keys and values of these tokens.
     """
     gets = jnp.any(slots < cells.num_cells, axis=1)[:, None]
     marks = advance_history_fields(cells.history, is_incomplete | is_layer_incomplete(cells))

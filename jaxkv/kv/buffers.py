@@ -80,7 +80,7 @@ class Buffers:
         return self.layers if self.stacked else 1
 
     def map_layers(self, of_layer: Callable[[Stored, Values], X]) -> list[X]:
-        """Return `of_layer(k, v)` for each layer; stacked layers all get the same arrays."""
+        """Call `of_layer` for the arrays of each layer; stacked layers all get the same arrays."""
         return [of_layer(k, v) for k, v in zip(self.k, self.v, strict=True)] * self.layers_per_array
 
     def layer(self, number: int | jax.Array) -> LayerKV:
@@ -91,7 +91,7 @@ class Buffers:
         return jax.tree.map(lambda x: make_layer_view(x, number, self.layers), halves)
 
     def with_layer(self, number: int | jax.Array, k: Stored, v: Values) -> Buffers:
-        """Replace the keys and values of a layer by `k` and `v`, in the form of `Buffers.layer`."""
+        """Replace keys and values of a layer by arrays in the form of `Buffers.layer`."""
         if self.stacked:
             k, v = map_arrays(lambda x: x.all, (k, v))
             return replace(self, k=(k,), v=(v,))
@@ -107,7 +107,7 @@ Halves = tuple[tuple[object, ...], tuple[object, ...]]
 
 
 def shardable_sizes(array: Stored, depth: int = 1) -> dict[str, int]:
-    """Return the sizes that a mesh may split in an array of `depth` layers, by sharding rule."""
+    """Return the sizes that a mesh may split in an array of several layers, by sharding rule."""
     streams, kv_heads, cells, _ = array.shape
     return {"streams": streams // depth, "kv_heads": kv_heads, "cells": cells}
 
@@ -162,11 +162,11 @@ def map_kv(
     *args: PyTree,
     by_stream: int = 0,
 ) -> Buffers:
-    """Replace keys and values by `change(split, *args, (k, v))` on each device.
+    """Replace the keys and values on each device by the result of the function `change`.
 
-    `change` gets a device's shard of all layers, or of one layer at a time if layers are stacked.
-    The first `by_stream` of `args` have the shape `[S, ...]` and are split by streams; other
-    arguments are replicated.
+    The function gets a device's shard of all layers, or of one layer at a time if layers are
+    stacked. The first arguments, `by_stream` in number, have the shape `[S, ...]` and are split by
+    streams; other arguments are replicated.
     """
     split = kv_partitions(sharding_rules, buffers)
     specs = jax.tree.map(lambda partition: partition.partition_spec, split)
@@ -214,7 +214,7 @@ def write_cells(
     slots: Int[Array, "*#n"],
     new: Float[Array, "*#n K D"],
 ) -> Stored:
-    """Write keys or values into cells with `scatter`, after quantising for a quantised array."""
+    """Write keys or values into cells, after quantising for a quantised array."""
 
     def scatter_array(array: Cached, new: jax.Array) -> Cached:
         return scatter(array, streams, slots, new)
@@ -258,7 +258,7 @@ def _to_local_slots(
 def offset_slots_into_range(
     slots: Int32[Array, "*n"], first: jax.Array | int, count: int
 ) -> Int32[Array, "*n"]:
-    """Subtract `first` from slots in `[first, first + count)`; other slots become out of range."""
+    """Count slots from the slot `first`; slots outside `[first, first + count)` become invalid."""
     is_within = (slots >= first) & (slots < first + count)
     return jnp.where(is_within, slots - first, out_of_range_slots(slots))
 
@@ -306,10 +306,10 @@ def copy_cell_run(
     size: int,
     end: Int32[Array, ""],
 ) -> Cached:
-    """Copy `size` contiguous cells from stream `src` to the same cells of stream `dst`.
+    """Copy a run of contiguous cells from one stream to the same cells of another stream.
 
-    `src` and `dst` are global streams; `first` and `end` are cell indices of the device's shard. If
-    a mesh splits cells, cells from `end` on are unchanged.
+    Both streams are global; the start and the end of the run are cell indices of the device's
+    shard. If a mesh splits cells, cells from the index `end` on are unchanged.
     """
     shape, zero = (1, array.shape[1], size, array.shape[3]), jnp.zeros_like(first)
 
@@ -343,7 +343,7 @@ def copy_cell_run(
 
 
 def _replace_array(array: A, new: PyTree) -> A:
-    """Return `new` in the form of `array`: an array, or a `LayerView` with all layers in `new`."""
+    """Return a new array in the form of the old one: an array, or a `LayerView` with all layers."""
     if isinstance(array, LayerView):
         return replace(array, all=new)
     return new
@@ -356,7 +356,7 @@ def _scatter_index(array: jax.Array, streams: jax.Array, slots: jax.Array) -> ja
 
 
 def _scatter_by_index(array: A, streams: jax.Array, slots: jax.Array, new: jax.Array) -> A:
-    """Implement `scatter` with an XLA scatter, which has one index for each cell and head."""
+    """Implement the function `scatter` with an XLA scatter, with indices for each cell and head."""
     if isinstance(array, LayerView):
         return _replace_array(
             array, _scatter_by_index(array.all, array.stream_indices(streams), slots, new)
@@ -382,7 +382,7 @@ def _scatter_by_index(array: A, streams: jax.Array, slots: jax.Array, new: jax.A
 
 
 def _scatter_by_select(array: A, streams: jax.Array, slots: jax.Array, new: jax.Array) -> A:
-    """Implement `scatter` with one pass over all cells; for a `LayerView`, over all layers too."""
+    """Implement the function `scatter` with one pass over all cells, or all cells of all layers."""
     cells, count = (array.shape[0], array.shape[2]), slots.size
     turn = jnp.arange(count, dtype=jnp.int32).reshape(slots.shape)
     turns = jnp.full(cells, count, jnp.int32)

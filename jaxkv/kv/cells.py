@@ -2,9 +2,9 @@
 
 The cost of an edit is independent of the model's size, since an edit uses only the table.
 
-A range of positions is `start` to `stop` - 1, both `[]` int32. A negative `start` means 0, a
-negative `stop` means no end, and a `stop` of 0 is an empty range. A sequence id is `[]` int32; an
-id outside `[0, Q)` leaves the table unchanged.
+A range of positions goes from `start` to `stop - 1`; `start` and `stop` are `[]` int32. A negative
+start means 0, a negative end means no end, and an end of 0 means an empty range. A sequence id is
+`[]` int32; an id outside `[0, Q)` leaves the table unchanged.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ T = TypeVar("T")
 C = TypeVar("C", bound="Cells")
 
 WORD = 32
-"""Number of sequences in one word of `owners`."""
+"""Number of sequences in one word of the array `owners`."""
 
 BLOCK = 128
 """Number of cells whose comparison with 32 sequences fits into a CPU's registers."""
 
 Placement = Literal["any", "contiguous", "striped", "tiled"]
-"""The cells that a ubatch gets: the lowest, one contiguous run, alternating stripes, or tiles."""
+"""The cells of a ubatch: the lowest cells, one contiguous run, alternating stripes, or tiles."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,7 +53,7 @@ class Cells:
     cell_hash: Hash of the keys and values of each cell, see `jaxkv.core.hashing`. The array
       `cell_hash` shows whether a cell was overwritten since an earlier table.
     content: Hash of each cell's token and of the position at which the key was computed. Copies and
-      moves of a cell preserve `content`.
+      moves of a cell preserve this hash.
     history: Hash of all writes to a stream, before and after the last ubatch; both hashes are equal
       after a copy or a loaded snapshot.
     written: Hash of the writes that each layer has; not equal to `history[:, 1]` if the layer lacks
@@ -126,7 +126,7 @@ def empty_fields(*, layers: int, cells: int, sequences: int, streams: int) -> di
 def locate_owner_bit(
     cells: Cells, seq: Int[Array, "*n"]
 ) -> tuple[Int[Array, "*n"], Int[Array, "*n"], UInt32[Array, "*n"]]:
-    """Return the stream, word and bit in `owners` of an id; arbitrary for an invalid id."""
+    """Return the stream of a sequence id, and the word and bit of the id in the array `owners`."""
     stream, local = divmod_nonnegative(seq, cells.sequences_per_stream)
     word, bit = divmod_nonnegative(local, WORD)
     return stream, word, bit.astype(jnp.uint32)
@@ -157,7 +157,7 @@ def seq_pos_max(cells: Cells, seq: Int32[Array, ""]) -> Int32[Array, ""]:
 
 
 def last_positions(cells: Cells, asked: Bool[Array, " Q"]) -> Int32[Array, " Q"]:
-    """Return the largest position of each sequence in `asked`; -1 for an empty sequence."""
+    """Return the largest position of each sequence that is asked for; -1 for an empty sequence."""
     # The result of a sequence that is not in `asked` may be -1.
     if cells.sequences_per_stream == 1:
         return jnp.max(cells.position, axis=1)
@@ -179,7 +179,7 @@ def last_positions(cells: Cells, asked: Bool[Array, " Q"]) -> Int32[Array, " Q"]
 def _last_positions_by_chunk(
     size: int, owners: jax.Array, position: jax.Array, asked: jax.Array
 ) -> jax.Array:
-    """Return last positions, `[S, W, WORD]`, for words in `asked`, `size` cells at a time."""
+    """Return the last positions, `[S, W, WORD]`, for the asked words, some cells at a time."""
     streams, words, cells = owners.shape
     bit = jnp.arange(WORD, dtype=jnp.uint32)
 
@@ -300,14 +300,14 @@ def clear(cells: C) -> C:
 
 
 def fold_over_true(asked: Bool[Array, " n"], look: Callable[[jax.Array, T], T], start: T) -> T:
-    """Fold `look` over the indices at which `asked` is True, in increasing order."""
+    """Fold the function `look` over the indices of True elements, in increasing order."""
     # In a large table, a reduction over all pairs of sequences and cells takes 100 times longer.
     ids = indices_of_true(asked, asked.size)
     return jax.lax.fori_loop(0, jnp.sum(asked), lambda i, carry: look(ids[i], carry), start)
 
 
 def sequences_owning_cells(cells: Cells, where: Bool[Array, "S N"]) -> Bool[Array, " Q"]:
-    """Return whether each sequence owns at least one cell that is True in `where`."""
+    """Return whether each sequence owns at least one of the given cells."""
     words = [jnp.where(where, cells.owners[:, w], 0) for w in range(cells.owners.shape[1])]
     some = jnp.stack([jax.lax.reduce_or(word, axes=(1,)) for word in words], axis=1)  # [S, W]
     stream, word, bit = locate_owner_bit(cells, jnp.arange(cells.sequences))
@@ -317,8 +317,8 @@ def sequences_owning_cells(cells: Cells, where: Bool[Array, "S N"]) -> Bool[Arra
 def owns_same_cells(cells: Cells, partner: Int32[Array, " Q"]) -> Bool[Array, " Q"]:
     """Return whether each sequence owns exactly the cells of its partner.
 
-    `partner` is the index of each partner within the stream. A sequence that is its own partner is
-    not compared.
+    The argument `partner` is the index of each partner within the stream. A sequence that is its
+    own partner is not compared.
     """
     partner = partner.reshape(cells.streams, cells.sequences_per_stream)
     local_ids = jnp.arange(cells.sequences_per_stream, dtype=jnp.int32)[None]
@@ -363,12 +363,12 @@ def hash_cells(
     cell_hash: UInt32[Array, "*#n"],
     owners: UInt32[Array, "*#n W"],
 ) -> UInt32[Array, "*#n"]:
-    """Return the summand of each cell in `stream_hash`; the last axis of `owners` is W."""
+    """Return the summand of each cell in `stream_hash`; the last axis of owners is W."""
     return chain_hashes(index, position, shift, cell_hash, *jnp.unstack(owners, axis=-1))
 
 
 def rewind(cells: C, old: C) -> tuple[C, Bool[Array, ""]]:
-    """Return the table `old` with `cell_hash` and `written` updated by later writes."""
+    """Return the older table, with the hashes `cell_hash` and `written` updated by later writes."""
     # The flag is whether all used cells of `old` still contain the same keys and values.
     ok = jnp.all((cells.cell_hash == old.cell_hash) | is_cell_empty(old))
     before, after, past = cells.history[:, :1], cells.history[:, 1:], old.history[:, 1:]
@@ -395,7 +395,7 @@ def is_layer_incomplete(cells: Cells) -> jax.Array:
 def advance_history_fields(
     history: UInt32[Array, "S 2"], is_incomplete: Bool[Array, "S L"]
 ) -> dict[str, UInt32[Array, "S _"]]:
-    """Return `history` and `written` after a copy; layers `is_incomplete` lack copied tokens."""
+    """Return the fields `history` and `written` after a copy; incomplete layers lack tokens."""
     # The sum makes the mark differ from 0 after two zeros.
     mark = chain_hashes(history[:, 0], history[:, 1] + 1)[:, None]
     return {
@@ -405,7 +405,7 @@ def advance_history_fields(
 
 
 def hashes_after_rotation(cells: Cells, where: Bool[Array, "S N"]) -> UInt32[Array, "S N"]:
-    """Return `cell_hash` after a rotation of the keys in the cells that are True in `where`."""
+    """Return the array `cell_hash` after a rotation of the keys in the given cells."""
     # The shift is hashed, so that branches with different shifts of a key get different hashes.
     return jnp.where(where, chain_hashes(cells.cell_hash, cells.shift), cells.cell_hash)
 
@@ -428,7 +428,7 @@ def count_broken_invariants(cells: Cells) -> dict[str, Int32[Array, ""]]:
 
 
 def sequence_bits(cells: Cells, seq: Int[Array, ""]) -> UInt32[Array, "S W"]:
-    """Return words in the form of `owners` in which only the bit of a sequence is set."""
+    """Return owner words of all streams, in which only the bit of one sequence is set."""
     stream, word, bit = locate_owner_bit(cells, seq)
     streams, words, _ = cells.owners.shape
     here = (jnp.arange(streams)[:, None] == stream) & (jnp.arange(words)[None] == word)
@@ -436,7 +436,7 @@ def sequence_bits(cells: Cells, seq: Int[Array, ""]) -> UInt32[Array, "S W"]:
 
 
 def is_owned_by(cells: Cells, words: UInt32[Array, "S W"]) -> Bool[Array, "S N"]:
-    """Return whether each cell has an owner whose bit is set in `words`."""
+    """Return whether each cell has an owner whose bit is set in the given words."""
     return jnp.any(cells.owners & words[..., None] != 0, axis=1)
 
 
@@ -453,7 +453,7 @@ def to_word_mask(cell: Bool[Array, "S N"]) -> UInt32[Array, "S 1 N"]:
 
 
 def with_owners(cells: C, owners: UInt32[Array, "S W N"]) -> C:
-    """Replace `owners`; a cell without owners becomes empty and gets a shift of 0."""
+    """Replace the array `owners`; a cell without owners becomes empty and gets a shift of 0."""
     kept = jnp.any(owners != 0, axis=1)
     return replace(
         cells,

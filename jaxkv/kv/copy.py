@@ -98,7 +98,7 @@ def _replace_range(
     start: jax.Array,
     stop: jax.Array,
 ) -> tuple[C, jax.Array]:
-    """Replace stream `dst` of `cells` by a range of the only stream of `source`, if `does`."""
+    """Replace a stream of one table by a range of the only stream of another, if `does` is True."""
     # A `dst` outside of `cells` belongs to another device and is skipped.
     shared = is_in_range(source, start, stop)[0]  # [N]
     index = jnp.arange(cells.num_cells, dtype=jnp.int32)
@@ -181,7 +181,7 @@ def select_between_streams(
 def _replace_streams(
     axes: tuple[str, ...], cells: C, source: jax.Array, targets: jax.Array, does: jax.Array
 ) -> tuple[C, jax.Array]:
-    """Replace stream `targets[i]` of the table by stream `source[i]`, where `does[i]` is True."""
+    """Replace each target stream of the table by its source stream, unless its flag is False."""
     lines = jax.tree.map(lambda field: gather_sharded(field, axes, source), cells)
     index = jnp.arange(cells.num_cells, dtype=jnp.int32)
     used_cells = jnp.where(does[:, None] & (lines.position != EMPTY), index, -1)
@@ -209,7 +209,7 @@ def _select_cells(
     count: jax.Array,
     arrays: PyTree,
 ) -> PyTree:
-    """Copy the first `count` cells of stream `source[i]` to `targets[i]`, if `does[i]`."""
+    """Copy the first cells of each source stream to its target stream, unless its flag is False."""
     share, size, count = _local_chunk_sizes(split, arrays, count)
 
     def select_chunk(
@@ -248,7 +248,7 @@ def _round_up_to_chunks(cells: Cells, count: jax.Array) -> jax.Array:
 def _local_chunk_sizes(
     split: Halves, arrays: PyTree, count: jax.Array
 ) -> tuple[int, int, jax.Array]:
-    """Return the sizes of a shard and a chunk, and how many of `count` cells are in the shard."""
+    """Return the sizes of a shard and a chunk, and the number of cells to copy in the shard."""
     share = arrays[0][0].shape[2]
     first = first_local_index(stream_cell_axes(split).cells, share)
     return share, min(CHUNK, share), jnp.clip(count - first, 0, share)

@@ -77,7 +77,7 @@ class CopyDemand(NamedTuple):
 class CopyPlan(NamedTuple, Generic[C]):
     """Plan of a copy: cells shared within streams, and cells copied between streams.
 
-    The first `need.demand[s]` entries for stream s of `arriving`, `origin` and `slots` are valid.
+    Entries of stream s in `arriving`, `origin` and `slots` are valid below index `need.demand[s]`.
 
     left: Table with the shared cells, in which the other cells of the targets are free.
     arriving: Table of the copied tokens, with the new owners. Positions, shifts, hashes and

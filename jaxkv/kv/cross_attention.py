@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class CrossAttentionSlots(NamedTuple):
     """Slots of decoder tokens in a part with encoder sources.
 
-    looks: 0 for a token that attends; past the last cell for padding and for refused plans.
+    looks: Slot 0 for a token that attends; an invalid slot for padding and for refused plans.
     """
 
     looks: Int32[Array, "R T"]

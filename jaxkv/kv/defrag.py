@@ -38,8 +38,8 @@ class DefragPlan(MaintenancePlan):
     destination: Cell that the first cell of each run moves to.
     length: Number of cells of each run; 0 for entries after the last run.
     count: Number of runs of each stream.
-    free: Whether each cell was empty when the plan was made. The plan has no effect on a table with
-      other empty cells.
+    free: Whether each cell was empty when the plan was made. The plan has no effect on a table in
+      which other cells are empty.
     spec: Spec of the table when the plan was made, static.
     """
 
@@ -60,7 +60,7 @@ class DefragPlan(MaintenancePlan):
         return jnp.all(self.free == is_cell_empty(table))
 
     def commit(self, table: C, buffers: Buffers, ok: Bool[Array, ""]) -> tuple[C, Buffers]:
-        """Move the cells of the plan if `ok`."""
+        """Move the cells of the plan if `ok` is True."""
         return move_cells(table, buffers, self, ok)
 
 
@@ -89,7 +89,7 @@ def plan_moves(cells: Cells, max_moves: int | None, spec: TableSpec) -> DefragPl
 def _plan_stream_moves(
     spec: TableSpec, shards: int, tile: int | None, empty: jax.Array
 ) -> DefragPlan:
-    """Plan the moves of one stream; if `tile` is given, move whole tiles of `tile` cells."""
+    """Plan the moves of one stream; if a tile size is given, move whole tiles."""
     size = empty.shape[0]
     max_moves = max(size // 2, 1)
     rank, is_used = jnp.arange(size), to_fill_order(~empty, shards)
@@ -143,7 +143,7 @@ def _find_tile_moves(is_used: jax.Array, tile: int) -> tuple[jax.Array, jax.Arra
 def move_cells(
     cells: C, buffers: Buffers, plan: DefragPlan, ok: Bool[Array, ""]
 ) -> tuple[C, Buffers]:
-    """Move the cells of a plan in the table and the buffers, in chunks of CHUNK cells, if `ok`."""
+    """Move the cells of a plan in table and buffers, CHUNK cells at a time, if `ok` is True."""
     size = cells.num_cells
     chunks = jnp.where(ok, -(-jnp.sum(plan.length, axis=1) // CHUNK), 0)  # [S]
 

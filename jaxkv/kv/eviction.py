@@ -79,12 +79,12 @@ def evict_cells(cells: C, evicted: Bool[Array, "S N"]) -> C:
 
 
 def _local_ids_owning(cells: Cells, where: jax.Array) -> jax.Array:
-    """Return `[Q // S]` bool: whether the i-th sequence of any stream owns a cell in `where`."""
+    """Return whether each local index, `[Q // S]`, is of a sequence that owns a given cell."""
     return jnp.any(sequences_owning_cells(cells, where).reshape(cells.streams, -1), axis=0)
 
 
 def _positions_by_local_id(cells: Cells, local: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the positions and the owner bit of the sequence with index `local` in each stream."""
+    """Return the positions and the owner bit of the sequences with one index in their streams."""
     word, bit = divmod_nonnegative(local, WORD)
     owners = jax.lax.dynamic_index_in_dim(cells.owners, word, axis=1, keepdims=False)
     bit = jnp.uint32(1) << bit.astype(jnp.uint32)
@@ -105,11 +105,11 @@ def can_resume(cells: Cells, seq: Int32[Array, ""], pos: Int32[Array, ""]) -> Bo
 
 
 def accept_edit(cells: C, edited: C, tip: Int32[Array, " Q"]) -> tuple[C, Bool[Array, ""]]:
-    """Return `edited` and True if every sequence can continue afterwards, else `cells` and False.
+    """Return the edited table and True if every sequence can continue, else the old one and False.
 
     A sequence can continue if its next token attends to no evicted position. The position of the
-    next token must be certain: one past a present token, or one past the last evicted token. After
-    the edit, `tip` is the position of the token that was at `evicted_below - 1`.
+    next token must be certain: one past a present token, or one past the last evicted token. The
+    argument `tip` is the position, after the edit, of the token that was at `evicted_below - 1`.
     """
     if cells.window is None:
         return edited, jnp.array(True)
@@ -155,7 +155,7 @@ def _can_go_on(cells: Cells, mark: jax.Array, end: jax.Array, certain: jax.Array
     """Return whether sequences can continue after an edit or a copy.
 
     The argument `mark` is one past the highest position that may be evicted. The argument `end` is
-    the last present position, or EMPTY. The argument `certain` is whether a token at position
+    the last present position, or EMPTY. The argument `certain` is True if a token at position
     `mark - 1` existed.
     """
     complete = mark <= first_seen(cells.window, jnp.maximum(end, mark - 1) + 1)
@@ -163,5 +163,5 @@ def _can_go_on(cells: Cells, mark: jax.Array, end: jax.Array, certain: jax.Array
 
 
 def is_context_evicted(cells: Cells, position: Int32[Array, " Q"]) -> Bool[Array, " Q"]:
-    """Return whether a token at `position` of each sequence attends to an evicted position."""
+    """Return whether a token at a position of each sequence attends to an evicted position."""
     return cells.evicted_below > first_seen(cells.window, position)

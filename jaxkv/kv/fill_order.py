@@ -34,7 +34,7 @@ def to_fill_order(x: Shaped[Array, "... N"], shards: int) -> Shaped[Array, "... 
 
 
 def cells_at_ranks(rank: Int32[Array, "*n"], cells: int, shards: int) -> Int32[Array, "*n"]:
-    """Return the indices of the cells at some ranks; a rank of `cells` or more is unchanged.
+    """Return the indices of the cells at some ranks; a rank past the last cell is unchanged.
 
     >>> cells_at_ranks(jnp.array([2, 4, 15, 16]), 16, 2)
     Array([ 8,  2, 15, 16], dtype=int32)

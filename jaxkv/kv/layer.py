@@ -130,7 +130,7 @@ def read_kv(
 
 
 def _with_layer_history(table: C, layer: int | jax.Array, mark: jax.Array) -> C:
-    """Return the table with `mark`, `[S]` uint32, as `written` of a layer."""
+    """Return the table with a new hash in the field `written` of a layer, `[S]` uint32."""
     here = jnp.arange(table.written.shape[1]) == layer  # all False for a traced layer out of range
     return replace(table, written=jnp.where(here, mark[:, None], table.written))
 
@@ -146,7 +146,7 @@ def _get_layer_kv(buffers: Buffers, layer: int | jax.Array) -> LayerKV:
 
 
 def _check_array(name: str, x: object) -> jax.Array | np.ndarray:
-    """Return the argument `x` if it is an array of floats; otherwise raise with its `name`."""
+    """Return an argument if it is an array of floats; otherwise raise an error with its name."""
     if not isinstance(x, jax.Array | np.ndarray):
         raise TypeError(f"expected an array for {name}, got {type(x)}; convert it with jnp.asarray")
     if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -157,7 +157,7 @@ def _check_array(name: str, x: object) -> jax.Array | np.ndarray:
 def _check_kv(
     ubatch: Ubatch, layer_kv: LayerKV, k: object, v: object
 ) -> tuple[jax.Array | np.ndarray, ...]:
-    """Check `k` and `v` and return them; return `k` alone if values are slices of the keys."""
+    """Check the new keys and values; return only the keys if values are slices of the keys."""
     keys, values = layer_kv
     if isinstance(values, ValueSlice):
         if v is not None:
@@ -219,7 +219,7 @@ def _write_local_kv(
     where: jax.Array,
     new: tuple[jax.Array, ...],
 ) -> LayerKV:
-    """Write the arrays `new`, if any, into slots `where` of this device's shard."""
+    """Write the new arrays, if any, into the given slots of this device's shard."""
     if not new:
         return layer_kv
     if split.cells:
@@ -256,7 +256,7 @@ def _slots_to_write(table: Cells, ubatch: Ubatch, layer_kv: LayerKV) -> tuple[ja
 
 
 def _all_over_axes(flags: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Return whether each flag is True on all devices along `axes`."""
+    """Return whether each flag is True on all devices along the given mesh axes."""
     return jax.lax.pmin(flags.astype(jnp.int32), axes) == 1 if axes else flags
 
 
@@ -268,7 +268,7 @@ def _write_layer(
     mark: jax.Array,
     new: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, LayerKV]:
-    """Write `new` into a layer, on a mesh each device into its shard."""
+    """Write new keys and values into a layer; on a mesh, each device writes into its shard."""
     split = make_axis_partition(table.sharding_rules, **shardable_sizes(layer_kv[0]))
 
     def write_on_shard(
@@ -365,7 +365,7 @@ def _attend_layer(
     causal: bool,
     implementation: Implementation | None,
 ) -> tuple[jax.Array, tuple[PyTree, ...], jax.Array]:
-    """Write into a layer if `new` is not empty, and attend; traced once for all layers."""
+    """Write new keys and values, if any, into a layer, and attend; traced once for all layers."""
     # Rows in the order of sequences are split like their streams. Other rows are computed on all
     # devices, and one collective merges the partial softmax of each row.
     split = make_axis_partition(table.sharding_rules, **shardable_sizes(layer_kv[0]))

@@ -107,7 +107,7 @@ def _zero_buffers(
 
 
 def _per_layer(spec: CacheSpec, name: str) -> tuple[Any, ...]:
-    """Return the field `name` of the spec as a tuple with one value for each layer."""
+    """Return the spec's field with the given name, as a tuple with one value for each layer."""
     value = getattr(spec, name)
     return value if isinstance(value, tuple) else (value,) * spec.layers
 

@@ -34,13 +34,13 @@ Axes = tuple[str, ...]
 
 
 def map_streams(cells: Cells, work: Callable[..., W], *args: PyTree) -> W:
-    """Call `work` with the streams of each device; arguments and results are split by streams."""
+    """Call a function with each device's streams; arguments and results are split by streams."""
     streams = P(make_axis_partition(cells.sharding_rules, streams=cells.streams).streams)
     return map_shards(cells.sharding_rules, work, streams, streams)(cells, *args)
 
 
 def map_streams_gather(cells: Cells, work: Callable[..., T], *args: jax.Array) -> T:
-    """Call `work` with the streams of each device; gather the results with one collective."""
+    """Call a function with each device's streams; gather the results with one collective."""
     axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
 
     def gather_on_shard(*args: PyTree) -> T:
@@ -52,9 +52,9 @@ def map_streams_gather(cells: Cells, work: Callable[..., T], *args: jax.Array) -
 def compare_last_tokens(
     cells: Cells, sequences: Int32[Array, " T"], contents: UInt32[Array, " T"]
 ) -> tuple[UInt32[Array, " T"], Bool[Array, " T"]]:
-    """Return `content` of the last cell of each sequence in `sequences`; 0 for an empty sequence.
+    """Return the content hash of each sequence's last cell; 0 for an empty sequence.
 
-    The second result is whether a cell at the last position has the hash in `contents`; there may
+    The second result is whether a cell at the last position has the given content hash; there may
     be two cells at the last position after `seq_div`.
     """
     axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
@@ -84,11 +84,11 @@ def map_rows(
     work: Callable[[C, Ubatch, Axes, Axes], W],
     out_specs: Callable[[Axes], P],
 ) -> W:
-    """Call `work` with the streams of each device and the rows of a ubatch in these streams.
+    """Call a function with the streams of each device and the rows of a ubatch in these streams.
 
-    `work` also gets the axes that split rows, and the axes along which padding differs. Rows in the
-    order of sequences are split by stream. If rows are not in the order of sequences, each device
-    gets all rows, and rows of other devices' streams are padding.
+    The function also gets the axes that split rows, and the axes along which padding differs. Rows
+    in the order of sequences are split by stream. If rows are not in the order of sequences, each
+    device gets all rows, and rows of other devices' streams are padding.
     """
     axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
     rows = row_mesh_axes(ubatch, axes)

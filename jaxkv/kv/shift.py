@@ -1,8 +1,8 @@
 """Edits of positions, and the later rotation of keys.
 
 A key is rotated for the position at which it was written. An edit changes the position only, and
-adds the difference to `shift`. Later, `rotate_shifted_keys` applies the sum in one rotation. Edits
-that cancel need no rotation.
+adds the difference to the array `shift`. Later, `rotate_shifted_keys` applies the sum in one
+rotation. Edits that cancel need no rotation.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ CHUNK = 256
 class ShiftPlan(MaintenancePlan):
     """Plan of the rotation of all keys with a pending shift.
 
-    shift: `shift` of the table when the plan was made. The plan has no effect on a table with
-      another `shift`.
+    shift: Pending shifts of the table when the plan was made. The plan has no effect on a table
+      with other pending shifts.
     spec: Spec of the table when the plan was made, static.
     """
 
@@ -68,11 +68,11 @@ class ShiftPlan(MaintenancePlan):
         return jnp.sum(self.shift != 0, dtype=jnp.int32)
 
     def is_current(self, table: Cells) -> Bool[Array, ""]:
-        """Return whether `shift` of the table is the same as when the plan was made."""
+        """Return whether the pending shifts are the same as when the plan was made."""
         return jnp.all(self.shift == table.shift)
 
     def commit(self, table: C, buffers: Buffers, ok: Bool[Array, ""]) -> tuple[C, Buffers]:
-        """Rotate the keys of the plan if `ok`."""
+        """Rotate the keys of the plan if `ok` is True."""
         return rotate_shifted_keys(table, buffers, ok)
 
 
@@ -153,7 +153,7 @@ def seq_div(
 def sequence_cells_in_range(
     cells: Cells, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]
 ) -> Bool[Array, "S N"]:
-    """Return which cells a sequence owns and have a position in a range."""
+    """Return which cells a sequence owns at positions in a range."""
     return is_owned_by(cells, sequence_bits(cells, seq)) & is_in_range(cells, start, stop)
 
 
@@ -170,7 +170,7 @@ def _in_bounds(
 def _highest_evicted(
     cells: Cells, seq: jax.Array, start: jax.Array, stop: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the highest evicted position below `stop`, and whether the edit moves it, `[Q]`."""
+    """Return the highest evicted positions, `[Q]`, and whether the edit moves these positions."""
     # The evicted cell may have been shared, so it is moved for all sequences of the stream.
     highest = jnp.minimum(cells.evicted_below, resolve_range_end(stop)) - 1
     (stream, *_), (own_stream, *_) = (
@@ -189,10 +189,10 @@ def _move_eviction_marks(
     below: jax.Array,
     move: Callable[[jax.Array], jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
-    """Return `evicted_below`, and the position of `evicted_below - 1`, after a move by `move`.
+    """Return `evicted_below` after a move, and the new position of the last evicted position.
 
-    The argument `evicted` is the result of `_highest_evicted`. The argument `below` is one past the
-    highest position before the range that may be evicted.
+    The argument `evicted` is from `_highest_evicted`. The value of `below` is one past the highest
+    position before the range that may be evicted.
     """
     mark = cells.evicted_below
     highest, inside = evicted
@@ -205,7 +205,7 @@ def _move_eviction_marks(
 
 
 def _move_positions(cells: C, moves: jax.Array, position: jax.Array) -> C:
-    """Set positions of the cells in `moves`, and add to `shift`; negative positions free cells."""
+    """Set positions of the moved cells and update the shifts; negative positions free cells."""
     moved = replace(
         cells,
         position=jnp.where(moves, position, cells.position),
@@ -216,7 +216,7 @@ def _move_positions(cells: C, moves: jax.Array, position: jax.Array) -> C:
 
 
 def rotate_shifted_keys(cells: C, buffers: Buffers, ok: Bool[Array, ""]) -> tuple[C, Buffers]:
-    """Rotate keys with a pending shift, and set the shift to 0, if `ok`."""
+    """Rotate keys with a pending shift, and set the shift to 0, if `ok` is True."""
     # Rotation by a difference of positions does not apply the attention factor of a rope twice.
     pending = (cells.shift != 0) & ok
     by = jnp.where(pending, cells.shift, 0)
@@ -240,7 +240,7 @@ def _rotate_keys(
     by: jax.Array,
     arrays: PyTree,
 ) -> PyTree:
-    """Rotate keys from positions `start` by `by` positions, both `[S, N]`, where `by` is not 0."""
+    """Rotate each key from its position by a number of positions, if not 0; both are `[S, N]`."""
     keys, values = arrays
     axes, size = stream_cell_axes(split).cells, keys[0].shape[2]
     if axes:  # each device rotates its own cells

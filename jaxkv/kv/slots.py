@@ -58,7 +58,7 @@ def group_rows_by_stream(cells: Cells, ubatch: Ubatch) -> TokenLists:
 
 
 def sequence_status(cells: Cells, present: Bool[Array, " Q"]) -> SequenceStatus:
-    """Return the status of each sequence in `present`; the last position may be evicted."""
+    """Return the status of each present sequence; the last position may be evicted."""
     last = jnp.where(
         present, jnp.maximum(last_positions(cells, present), cells.evicted_below - 1), EMPTY
     )
@@ -103,7 +103,7 @@ def longest_run(open_cells: Bool[Array, "S N"]) -> Int32[Array, " S"]:
 
 
 def _fit_smallest_first(demand: jax.Array, room: jax.Array) -> jax.Array:
-    """Return which sequences fit into `room` cells, `[S]`, in order of increasing demand."""
+    """Return which sequences fit into the usable cells, in order of increasing demand."""
 
     def of_stream(demand: jax.Array, room: jax.Array) -> jax.Array:
         order = jnp.argsort(demand, stable=True)
@@ -119,7 +119,7 @@ def can_allocate(
     at_once: int,
     num_shared_cells: Int[np.ndarray, " S"],
 ) -> Bool[np.ndarray, " S"]:
-    """Return on the CPU which streams have enough cells for sequences of `lengths` tokens."""
+    """Return on the CPU which streams have enough cells for sequences of the given lengths."""
     # With a window, a stream needs at most the cells that the next token of each sequence attends
     # to, and `at_once` cells.
     lengths = np.asarray(lengths, np.int64).reshape(cells.streams, -1)
@@ -212,7 +212,7 @@ def choose_in_stream(
     turn: Int32[Array, " T"],
     total: Int32[Array, ""],
 ) -> tuple[Int32[Array, " T"], Bool[Array, ""]]:
-    """Choose slots in a stream for the tokens numbered `turn`, from 1 to `total`.
+    """Choose slots in a stream for tokens with numbers from 1 to `total`.
 
     A token without a cell gets a slot past the last cell. The returned flag is whether contiguous
     placement has enough open cells; False for other placements.
@@ -232,7 +232,7 @@ def choose_in_stream(
 
 
 def _find_first_run(counts: jax.Array, length: jax.Array) -> jax.Array:
-    """Return the start of the first run of `length` cells, from cumulative `counts`, or N."""
+    """Return the start of the first run of a given length, from cumulative counts; N if none."""
     cells = counts.shape[0]
     start = jnp.arange(cells)
     before = jnp.where(start > 0, counts[start - 1], 0)
@@ -247,7 +247,7 @@ def occupy(cells: C, ubatch: Ubatch) -> C:
 
 
 def _occupy_streams(cells: C, ubatch: Ubatch) -> C:
-    """Implement `occupy` for the streams of a device, see `sharded.map_rows`."""
+    """Implement the function `occupy` for the streams of a device, see `sharded.map_rows`."""
     where = (ubatch.row_stream[:, None], ubatch.slots)
     if cells.window is not None:
         nothing = jnp.zeros(cells.position.shape, bool)
@@ -268,7 +268,7 @@ def _occupy_streams(cells: C, ubatch: Ubatch) -> C:
 
 
 def _history_after(cells: Cells, ubatch: Ubatch) -> jax.Array:
-    """Return `history` of each stream after a ubatch, `[S, 2]` uint32."""
+    """Return the hashes `history` of each stream after a ubatch, `[S, 2]` uint32."""
     is_placed = ubatch.slots < cells.num_cells
     count, total = (
         _sum_by_stream(cells, ubatch, jnp.sum(x, axis=1, dtype=jnp.uint32))
@@ -280,14 +280,14 @@ def _history_after(cells: Cells, ubatch: Ubatch) -> jax.Array:
 
 
 def _sum_by_stream(cells: Cells, ubatch: Ubatch, x: jax.Array) -> jax.Array:
-    """Sum a value `x` of each row, `[R]`, over the rows of each stream; unsigned sums wrap."""
+    """Sum one value for each row, `[R]`, over the rows of each stream; unsigned sums wrap."""
     if ubatch.row_is_sequence:
         return jnp.sum(x.reshape(cells.streams, -1), axis=1, dtype=x.dtype)
     return jnp.zeros(cells.streams, x.dtype).at[ubatch.row_stream].add(x)
 
 
 def _owner_words(cells: Cells, ubatch: Ubatch) -> jax.Array:
-    """Return the words of `owners` for the slots of a ubatch, `[R, T, W]` uint32."""
+    """Return the words of the array `owners` for the slots of a ubatch, `[R, T, W]` uint32."""
     words = jnp.arange(cells.owners.shape[1])
 
     def owner_bits(sequences: jax.Array) -> jax.Array:
@@ -339,7 +339,7 @@ def committed_slots(cells: Cells, ubatch: Ubatch) -> tuple[Int32[Array, "R T"], 
 def layer_history_after(
     cells: Cells, ubatch: Ubatch, slots: Int32[Array, "R T"], written: UInt32[Array, " S"]
 ) -> UInt32[Array, " S"]:
-    """Return `written` of a layer after the layer has written a ubatch into `slots`."""
+    """Return the hash `written` of a layer after the layer has written a ubatch."""
     # `written` is unchanged if the layer lacks other tokens of the stream.
     count = jnp.sum(slots < cells.num_cells, axis=1, dtype=jnp.int32)
     count = _sum_by_stream(cells, ubatch, count)
@@ -350,6 +350,6 @@ def layer_history_after(
 
 
 def can_read_layer(cells: Cells, ubatch: Ubatch, written: UInt32[Array, " S"]) -> Bool[Array, " R"]:
-    """Return which rows have no slot, or a layer that has all tokens of the row's stream."""
+    """Return which rows have no slot, or have a stream of which the layer has all tokens."""
     whole = written == cells.history[:, 1]
     return whole[ubatch.row_stream] | ~jnp.any(ubatch.slots < MAX_CELLS, axis=1)

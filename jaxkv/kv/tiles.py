@@ -28,7 +28,7 @@ TILE = 64
 
 
 def tile_size(cells: int) -> int:
-    """Return the number of cells in a tile: a divisor of `cells`, a power of two, at most 64.
+    """Return the number of cells in a tile: a divisor of the cells of a stream, at most 64.
 
     >>> [tile_size(cells) for cells in (4096, 96, 100, 12, 5)]
     [64, 16, 4, 2, 1]
@@ -117,7 +117,7 @@ def choose_for_list(
     - any other empty cell;
     - the evictable cell with the lowest position.
 
-    `count` is U, the number of sequences of the stream.
+    The argument `count` is U, the number of sequences of the stream.
     """
     cells, size = pool.free.size, tile_size(pool.free.size)
     in_turn = jnp.argsort(jnp.where(valid, sequences, count), stable=True)
@@ -176,7 +176,7 @@ def _sole_owner(owners: jax.Array, size: int, count: int) -> jax.Array:
 
 
 def _locate_nth(counts: jax.Array, n: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the group of the n-th item, M without such an item, and its index in the group."""
+    """Return the group of the n-th item (M if none), and the index of the item in the group."""
     ends = jnp.cumsum(counts, dtype=jnp.int32)
     group = jnp.searchsorted(ends, n, side="right").astype(jnp.int32)
     return group, n - _get_or_zero(ends - counts, group)

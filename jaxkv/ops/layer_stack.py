@@ -52,7 +52,7 @@ class LayerView:
         return (self.layer >= 0) & (self.layer < self.layers)
 
     def stream_indices(self, streams: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
-        """Return the indices in `all` of streams of this layer; past the end for an invalid layer.
+        """Return the indices of this layer's streams in the array; past the end for no valid layer.
 
         >>> keys = LayerView(jnp.zeros((6, 1, 4, 8)), jnp.array([2, 2]))
         >>> keys.shape, keys.layers, keys.stream_indices(jnp.array([1, 0])).tolist()
@@ -65,7 +65,7 @@ class LayerView:
 def make_layer_view(
     array: Num[Array, "SL K N D"], layer: int | Int32[Array, ""], layers: int
 ) -> LayerView:
-    """Return the view of a layer in an array of S * L streams; L is `layers`."""
+    """Return the view of a layer in an array of S * L streams, for L layers."""
     return LayerView(array, jnp.full(array.shape[0] // layers, layer, jnp.int32))
 
 

@@ -85,7 +85,7 @@ def has_one_scale(x: Stored) -> bool:
 
 
 def expand_scales(scales: Float[Array, "... G"], size: int) -> Float[Array, "... _"]:
-    """Expand scales to one for each of `size` elements; a single scale is returned unchanged."""
+    """Expand scales to one for each element of a head; a single scale is returned unchanged."""
     if scales.shape[-1] == 1:
         return scales
     return jnp.repeat(scales, SHARING, axis=-1)[..., :size]
@@ -102,10 +102,10 @@ def dequantised_dtype(x: Stored) -> jnp.dtype:
 
 
 def quantise_like(numbers: Float[Array, "... D"], like: Stored) -> Numbers:
-    """Return numbers in the format of `like`, whose shape may differ.
+    """Return numbers in the format of stored keys or values, whose shape may differ.
 
-    Codes are rounded to the nearest, ties to even, and have no derivative. The dtype of `numbers`
-    is `dequantised_dtype(like)`. A head with a non-finite number decodes to NaN only.
+    Codes are rounded to the nearest, ties to even, and have no derivative. The numbers have the
+    dtype `dequantised_dtype(like)`. A head with a non-finite number decodes to NaN only.
 
     >>> like = make_stored_zeros((1,), "int8")
     >>> quantise_like(jnp.array([[1.0, -2.0, 0.3], [0.0, 0.0, 0.0]]), like).codes.tolist()
@@ -163,7 +163,7 @@ def dequantise(x: Numbers) -> Float[Array, "... D"]:
 def qk_logits(
     q: Float[Array, "... X D"], k: Stored, dtype: jnp.dtype, *, keys_first: bool = False
 ) -> Float[Array, "... _ _"]:
-    """Multiply queries with keys `[..., C, D]` to `[..., X, C]`; `[..., C, X]` if `keys_first`."""
+    """Multiply queries with keys; return `[..., X, C]`, or `[..., C, X]` if `keys_first`."""
     codes, scales = codes_and_scales(k)
     form = "...xd,...cd->...cx" if keys_first else "...xd,...cd->...xc"
     product = partial(jnp.einsum, form, preferred_element_type=dtype)

@@ -5,8 +5,8 @@ or B * n in token order if a token may have n sequences. Absent members are padd
 share a token have the same history: the same cells in the table, and the same preceding tokens in
 the batch.
 
-The argument `ids` is the sequence of each member, Q for absent members. The argument `ranks` is the
-result of `layout.rank_in_sequence` for members.
+The array `ids` contains the sequence of each member, and Q for absent members. The arrays `ranks`
+are the result of `layout.rank_in_sequence` for members.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def check_batch(
 def _fill_in_defaults(
     batch: Batch, ids: jax.Array, ranks: jax.Array, demand: jax.Array, last: jax.Array
 ) -> Batch:
-    """Set missing positions (from `last` on) and outputs (the last token of each sequence)."""
+    """Set missing positions (after the last ones) and outputs (the last token of each sequence)."""
     positions, outputs = batch.positions, batch.outputs
     if positions is None:
         positions = last.at[ids].get(mode="fill", fill_value=-1) + 1 + ranks
@@ -217,7 +217,7 @@ def repeat_per_sequence(x: Shaped[Array, " B"], batch: Batch) -> Shaped[Array, "
 
 
 def any_per_token(x: Bool[Array, " M"], batch: Batch) -> Bool[Array, " B"]:
-    """Return whether any member of each token is True."""
+    """Return whether the value of any member of each token is True."""
     return x if batch.shared_with is None else jnp.any(x.reshape(batch.valid.shape[0], -1), axis=1)
 
 
@@ -232,7 +232,7 @@ def members_with_other_history(
     ranks: tuple[Int32[Array, " M"], Int32[Array, " M"]],
     batch: Batch,
 ) -> Bool[Array, " M"]:
-    """Return which members have another history than the first sequence of their token."""
+    """Return which members have another history than the first member with the same token."""
     spec, count = table.spec, table.spec.sequences
     turn, before, ids = (x.reshape(batch.valid.shape[0], -1) for x in (*ranks, ids))
     begins = turn == 0
@@ -254,7 +254,7 @@ def members_with_other_history(
 def num_required_cells(
     ids: jax.Array, turn: jax.Array, fits: jax.Array, batch: Batch
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the sequence that counts for each sequence, and the number of cells it requires."""
+    """Return a representative of sequences that share tokens, and the number of required cells."""
     # Sequences that share a token fit together or not at all, so the lowest sequence counts for
     # all.
     count = fits.shape[0]

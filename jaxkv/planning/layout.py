@@ -1,10 +1,10 @@
 """Layout of a batch in ubatches, with rows padded to few shapes.
 
-A batch with known values is laid out on the CPU. Each function `..._split` takes the sequence of
-each token, `[B]`, and returns an index array `[R, T]` for each ubatch: the batch index of each
-token, NO_SLOT for padding. A ubatch has at most `ubatch_size` valid tokens, and T is a power of two
-or `ubatch_size`. Tokens of a sequence keep their order. A token of several sequences counts as a
-token of the lowest sequence, and is computed after all tokens that precede it.
+A batch with known values is laid out on the CPU. Each splitting function takes the sequence of each
+token, `[B]`, and returns an index array `[R, T]` for each ubatch: the batch index of each token,
+NO_SLOT for padding. A ubatch has at most `ubatch_size` valid tokens; T is `ubatch_size` or a power
+of two. The tokens of a sequence stay in order. A token of several sequences counts for the lowest
+sequence, and is computed after all preceding tokens.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def lay_out_batch(
 ) -> tuple[Batch, list[PyTree[Int32[ArrayLike, "R T"]]], int]:
     """Assign the tokens of a batch to ubatches; by shapes only if the batch is traced.
 
-    Returns the flat, padded batch; batch indices `[R, T]` for each ubatch, NO_SLOT for padding; and
-    the largest number of outputs of a ubatch, padded.
+    Returns the flat, padded batch, and the batch indices `[R, T]` of each ubatch, with NO_SLOT for
+    padding. The last result is the largest number of outputs of a ubatch, padded.
     """
     check_shared_tokens(spec, batch)
     if split_by is None:
@@ -161,7 +161,7 @@ def _pad_row_count(part: np.ndarray, spec: TableSpec) -> np.ndarray:
 
 
 def _pad_batch(batch: Batch, size: int) -> Batch:
-    """Pad a flat batch to `size` tokens, with tokens that are not valid."""
+    """Pad a flat batch with tokens that are not valid, up to a given number of tokens."""
     xp = np if is_concrete(batch) else jnp
     extra = size - batch.valid.shape[0]
     return jax.tree.map(lambda x: xp.pad(x, [(0, extra)] + [(0, 0)] * (x.ndim - 1)), batch)
@@ -223,7 +223,7 @@ def gather_rows(batch: Batch, index: jax.Array) -> Batch:
 def split_batch(
     split_by: SplitBy, sequences: np.ndarray, ubatch_size: int, after: np.ndarray | None = None
 ) -> list[np.ndarray]:
-    """Cut a batch (for `after` see `equal_split`); raise a ValueError if `split_by` is unknown.
+    """Cut a batch by one of the three functions; raise a ValueError if `split_by` is unknown.
 
     >>> split_batch("even", np.array([0, 0]), 1)
     Traceback (most recent call last):
@@ -282,8 +282,8 @@ def equal_split(
     Rows are as long as the shortest sequence and `ubatch_size` allow. A sequence waits if its first
     token follows a token that is neither computed yet nor in this ubatch.
 
-    The argument `after` is the index of the token that precedes each token, `[B]` int32; -1 for a
-    first token. By default each token precedes the next token of its sequence.
+    The array `after` contains the index of the token that precedes each token, `[B]` int32; -1 for
+    a first token. By default each token precedes the next token of its sequence.
 
     >>> ids = np.array([0, 0, 0, 0, 1, 1])
     >>> [part.tolist() for part in equal_split(ids, 8)]
@@ -319,7 +319,7 @@ def equal_split(
 
 
 def _num_tokens_from_each(taking: list[np.ndarray], ubatch_size: int) -> int:
-    """Return the number of tokens in each row, for sequences with token indices `taking`."""
+    """Return the number of tokens in each row, from the remaining token indices of sequences."""
     return min(ubatch_size // len(taking), min(map(len, taking)))
 
 

@@ -37,8 +37,9 @@ def plan_single_ubatch(
 ) -> Plan:
     """Plan a batch that is one ubatch, for the table of any cache.
 
-    The batch is flat; for `ranks` see `checks`. The argument `index` is the batch index of each
-    token, NO_SLOT for padding. The argument `more` marks sequences that continue in a later ubatch.
+    The batch is flat; for the argument `ranks` see `checks`. The array `index` contains the batch
+    index of each token, NO_SLOT for padding. The array `more` is True for sequences that continue
+    later.
     """
     builder, ubatch = place_ubatch(check_batch(table, batch, ranks), index, more, outputs=outputs)
     plan = finish_plan(builder)

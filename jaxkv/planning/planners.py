@@ -235,7 +235,7 @@ def plan_step(
       sequence, a pending shift, or evicted context.
 
     Raises:
-      TypeError: If `tokens` or `sequences` does not contain integers, or `active` is not bool.
+      TypeError: If tokens or sequence ids are not integers, or the array `active` is not bool.
       ValueError: If the shapes differ, or a known sequence id is repeated or invalid.
 
     Examples:
@@ -321,7 +321,7 @@ def check_next_tokens(
 
 
 def _rank_in_rows(valid: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return `layout.rank_in_sequence` of tokens `[T, n]` if each row has another sequence."""
+    """Return `layout.rank_in_sequence` of tokens `[T, n]`, if no sequence is repeated."""
     # Rows with a repeated sequence get wrong ranks, but their plan is refused.
     index = jnp.arange(valid.size, dtype=jnp.int32).reshape(valid.shape)
     ranks = jnp.cumsum(valid, axis=1, dtype=jnp.int32) - valid

@@ -80,7 +80,7 @@ def _last_in_range(states: States, src: jax.Array, start: jax.Array, stop: jax.A
 
 
 def _is_replaced(states: States, src: jax.Array, dst: jax.Array, end: jax.Array) -> jax.Array:
-    """Return which targets change if `src` is copied up to position `end`, `[n]` bool."""
+    """Return which targets change if a sequence is copied up to a position, `[n]` bool."""
     is_cross_stream = stream_of(states, dst) != stream_of(states, src)
     return (dst != src) & ((end != EMPTY) | is_cross_stream)
 
@@ -95,7 +95,7 @@ def seq_select(
 def _assign_states(
     source: States, buffers: Buffers | None, src: jax.Array, dst: jax.Array, states: T
 ) -> tuple[T, Buffers | None]:
-    """Copy the (position, cell) pairs of sequences `src` in `source` to sequences `dst`."""
+    """Copy the (position, cell) pairs of source sequences to target sequences."""
     position, cell = source.position[src], source.cell[src]
     if buffers is not None:
         states, buffers, cell = _copy_states(states, buffers, src, dst, cell)
@@ -110,7 +110,7 @@ def _assign_states(
 def _copy_states(
     states: T, buffers: Buffers, src: jax.Array, dst: jax.Array, cell: jax.Array
 ) -> tuple[T, Buffers, jax.Array]:
-    """Copy the states in `cell` to other streams; return table, buffers and the targets' cells."""
+    """Copy states in cells to other streams; return table, buffers and the cells of the targets."""
     cells, copies = _cells_of_targets(states, src, dst, cell)
     origin = (stream_of(states, src)[:, None], cell)
     where = (stream_of(states, dst)[:, None], jnp.where(copies, cells, states.num_cells))

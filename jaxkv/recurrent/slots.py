@@ -27,7 +27,7 @@ class StateSlots:
     source: Cell index of the state before each row; past the last cell if a row starts without a
       state.
     cells: Cell indices of the states after the last tokens of each row, oldest state first.
-    source_stamp: `cell_hash` of each cell in `source`.
+    source_stamp: The hash of each source cell when the plan was made.
     """
 
     source: Int32[Array, " R"]
@@ -53,7 +53,7 @@ def choose_slots(states: States, ubatch: Ubatch) -> tuple[StateSlots, Int32[Arra
 
 
 def _lowest_free(states: States, ubatch: Ubatch, new: jax.Array, placed: jax.Array) -> jax.Array:
-    """Return a cell for each state in `new`: empty cells first, then cells of freed states."""
+    """Return a cell for each new state: empty cells first, then cells of freed states."""
     steps = _num_new_states(states, ubatch, placed)[:, None]
     stays = jnp.arange(states.num_earlier_states + 1)[None] >= steps  # pairs that are not freed
     is_kept = is_occupied(states, jnp.where(stays, states.cell, states.num_cells))
@@ -99,7 +99,7 @@ def occupy(states: T, ubatch: Ubatch) -> T:
 
 
 def current_rows(states: States, ubatch: Ubatch) -> Bool[Array, " R"]:
-    """Return which rows have no slot, or a stream that was not edited after `apply`."""
+    """Return which rows have no slot, or have a stream that was not edited after `apply`."""
     same = (stream_hash(states) == ubatch.hash_after)[ubatch.row_stream]
     return same | (ubatch.slots.cells[:, -1] >= MAX_CELLS)
 
@@ -130,7 +130,7 @@ def writable_cells(states: States, layer: int, ubatch: Ubatch) -> Int32[Array, "
 
 @partial(jax.jit, static_argnames="layer")
 def note_written(states: T, layer: int, ubatch: Ubatch, cells: Int32[Array, "R pairs"]) -> T:
-    """Set `holds` of a layer to `cell_hash` in `cells`, which `writable_cells` returned."""
+    """Set the hashes `holds` of a layer at the cells from `writable_cells`."""
     where = (ubatch.row_stream[:, None], cells)
     stamp = states.cell_hash.at[where].get(mode="fill", fill_value=0)
     holds = states.holds.at[layer, *where].set(stamp, mode="drop", unique_indices=True)
@@ -138,7 +138,7 @@ def note_written(states: T, layer: int, ubatch: Ubatch, cells: Int32[Array, "R p
 
 
 def _num_new_states(states: States, ubatch: Ubatch, placed: jax.Array) -> jax.Array:
-    """Return the number of new states of each sequence, `[Q]`, in the rows that `placed` marks."""
+    """Return the number of new states of each sequence, `[Q]`, in the rows that have tokens."""
     count = jnp.sum(
         ubatch.state_write_steps(states.num_earlier_states + 1) > 0, axis=1, dtype=jnp.int32
     )
@@ -147,7 +147,7 @@ def _num_new_states(states: States, ubatch: Ubatch, placed: jax.Array) -> jax.Ar
 
 
 def _take_at_kept_states(states: States, ubatch: Ubatch, field: jax.Array) -> jax.Array:
-    """Return `field`, `[R, T]`, at the last token of each stored state, `[R, E + 1]`."""
+    """Return a field's values, `[R, T]`, at the last token of each stored state, `[R, E + 1]`."""
     turn = jnp.cumsum(ubatch.valid, axis=1, dtype=jnp.int32)
     kept = ubatch.state_write_steps(states.num_earlier_states + 1)
     index = jnp.sum(turn[:, None] < kept[..., None], axis=2, dtype=jnp.int32)  # [R, E + 1]

@@ -133,7 +133,7 @@ def seq_pos_max(states: States, seq: Int32[Array, ""]) -> Int32[Array, ""]:
 def compare_last_tokens(
     states: States, sequences: Int32[Array, " T"], contents: UInt32[Array, " T"]
 ) -> tuple[UInt32[Array, " T"], Bool[Array, " T"]]:
-    """Return `content` of current states (0 if none), and whether each value equals `contents`."""
+    """Return the content hashes of current states (0 if none), and which equal the given hashes."""
     place = stream_of(states, sequences), states.cell[sequences, -1]
     found = states.content.at[place].get(mode="fill", fill_value=0)
     found = jnp.where(is_sequence(states, sequences), found, 0)
@@ -141,7 +141,7 @@ def compare_last_tokens(
 
 
 def is_occupied(states: States, cell: Int32[Array, "Q pairs"]) -> Bool[Array, "S N"]:
-    """Return which cells of each stream have an index in `cell`."""
+    """Return which cells of each stream are among the given cells of sequences."""
     return (
         jnp.zeros(states.cell_hash.shape, bool)
         .at[streams_of_sequences(states), cell]
@@ -157,7 +157,7 @@ def num_used_cells(states: States) -> Int32[Array, ""]:
 def stream_hash(states: States) -> UInt32[Array, " S"]:
     """Return a hash of each stream of the table; equal hashes mean equal streams.
 
-    The hash covers the pairs of all sequences and the `cell_hash` of all cells, but not `holds`.
+    The hash covers the fields `position`, `cell` and `cell_hash`.
     """
     _, local_ids = divmod_nonnegative(
         jnp.arange(states.sequences, dtype=jnp.int32), states.sequences_per_stream
@@ -173,7 +173,7 @@ def stream_hash(states: States) -> UInt32[Array, " S"]:
 
 
 def sequence_status(states: States, present: Bool[Array, " Q"]) -> SequenceStatus:
-    """Return the status of the sequences in `present`: no missing tokens, no pending shifts."""
+    """Return the status of the present sequences: no missing tokens, no pending shifts."""
     nothing = jnp.zeros_like(present)
     last = jnp.where(present, states.position[:, -1], EMPTY)
     return SequenceStatus(last=last, missing=nothing, pending=nothing)
@@ -189,7 +189,7 @@ def can_resume(states: States, seq: Int32[Array, ""], pos: Int32[Array, ""]) -> 
 def seq_rm(
     states: T, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]
 ) -> tuple[T, Bool[Array, ""]]:
-    """Remove a range of a sequence, or of all sequences if `seq` is -1; return the table and `ok`.
+    """Remove a range of a sequence, or of all if `seq` is -1; return whether this was possible.
 
     A range without tokens of a sequence has no effect. A range of all tokens can always be removed.
     A range of the last tokens can be removed if a state is stored right before the range; that
@@ -281,7 +281,7 @@ def seq_div(
 def _find_moving_states(
     states: States, seq: jax.Array, start: jax.Array, stop: jax.Array
 ) -> jax.Array:
-    """Return which pairs, `[Q, E + 1]` bool, have a cell that `seq` has in a range of positions."""
+    """Return which pairs, `[Q, E + 1]` bool, have a cell that the sequence has in a range."""
     inside = (states.position >= jnp.maximum(start, 0)) & (
         states.position < resolve_range_end(stop)
     )
@@ -291,7 +291,7 @@ def _find_moving_states(
 
 
 def _move_pairs(states: T, position: jax.Array, moves: jax.Array, drop: jax.Array) -> T:
-    """Set `position` of pairs `moves`; remove pairs `drop` and pairs not below all later pairs."""
+    """Move some pairs to new positions; remove others, and pairs not below all later pairs."""
     is_present = states.position != EMPTY
     position = jnp.where(moves, position, states.position)
     later = jax.lax.cummin(jnp.where(is_present, position, END), axis=1, reverse=True)
@@ -300,7 +300,7 @@ def _move_pairs(states: T, position: jax.Array, moves: jax.Array, drop: jax.Arra
 
 
 def rewind(states: T, old: T) -> tuple[T, Bool[Array, ""]]:
-    """Return `old` with the current hashes, and whether the cells of `old` are unchanged."""
+    """Return the older table with the current hashes, and whether its cells are unchanged."""
     same = jnp.all(states.holds == old.holds, axis=0) & (states.cell_hash == old.cell_hash)
     back = replace(old, cell_hash=states.cell_hash, holds=states.holds)
     return back, jnp.all(same | ~is_occupied(old, old.cell))
@@ -329,7 +329,7 @@ def count_broken_invariants(states: States) -> dict[str, Int32[Array, ""]]:
 
 
 def drop_pairs(states: T, stays: jax.Array) -> T:
-    """Remove the pairs where `stays` is False, and move the others to the end of each row."""
+    """Remove all pairs except the given ones, which move to the end of their rows."""
     stays = jnp.broadcast_to(stays, states.position.shape) & (states.position != EMPTY)
     order = jnp.argsort(stays, axis=1, stable=True)  # dropped pairs first
     position = jnp.where(stays, states.position, EMPTY)

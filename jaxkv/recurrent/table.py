@@ -132,7 +132,7 @@ class StateTable(States, CacheTable):
         check_sizes(self, *next(iter(buffers[0].values())).shape[:2])
 
     def find_fitting_sequences(self, demand: Int32[Array, " Q"]) -> Admission:
-        """Return that all sequences fit, because each one frees as many states as it gets."""
+        """Return that all sequences fit, because each sequence frees as many states as it gets."""
         all_fit = demand >= 0
         return Admission(all_fit, all_fit, jnp.full_like(demand, END))
 

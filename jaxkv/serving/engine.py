@@ -44,12 +44,12 @@ class Engine:
     Requests wait for a free sequence and free cells, first come, first served. Prompts are computed
     in chunks, and running requests continue between the chunks. The tokens of a request do not
     depend on other requests. The engine owns the cache and donates the buffers in each step. An
-    engine is not thread-safe: call `submit` and `cancel` between steps.
+    engine is not thread-safe: call the methods `submit` and `cancel` between steps.
 
-    If `forward` raises during tracing, the engine is unchanged. An error or interrupt after tracing
-    loses the cache, and methods that need the cache then raise a RuntimeError. After a loss of the
-    cache, `results` first yields finished results, and `tokens_of` still returns the tokens of
-    unfinished requests, for a new engine.
+    If the model function raises during tracing, the engine is unchanged. An error or interrupt
+    after tracing loses the cache, and methods that need the cache then raise a RuntimeError. After
+    a loss of the cache, finished results can be read by the method `results`, and tokens of
+    unfinished requests by `tokens_of`.
 
     Args:
       forward: See `prefill`.
@@ -77,8 +77,8 @@ class Engine:
         request, and common prefixes of prompts. A request waits while another request computes a
         longer common prefix. The least recently used prompts are evicted before a request waits for
         cells.
-      prefix_store: A store for `cache`, instead of `prefix_sequences`: a store with a limit of
-        cells, or the store of an earlier engine with the same cache.
+      prefix_store: A store for the cache, instead of `prefix_sequences`: for example a store with a
+        limit of cells, or the store of an earlier engine.
 
     Raises:
       ValueError: If the cache is not empty, was donated, or has a part for encoder sources.
@@ -86,10 +86,10 @@ class Engine:
         `max_stop_tokens` is below 0.
       ValueError: If `prefill_chunk` exceeds the ubatch size of the cache.
       ValueError: If a name in `sampling_options` is unknown.
-      ValueError: If a function of `constraint` returns a wrong shape or dtype, see `Constraint`.
+      ValueError: If a function of the constraint returns a wrong shape or dtype, see `Constraint`.
       ValueError: If `prefix_store` was made for another cache, leaves no sequence to requests, or
         is passed with `prefix_sequences`.
-      TypeError: If `forward`, `constraint` or `prefix_store` has the wrong type.
+      TypeError: If the model function, the constraint or the store has the wrong type.
 
     Examples:
       The model predicts the next number, and 3 is the stop token:
@@ -112,7 +112,7 @@ class Engine:
       2 [1] LENGTH
       1 [0, 1, 2, 3] STOP
 
-      `submit` raises for a request that can never fit, and ended requests use no cells:
+      The method `submit` raises for a request that can never fit, and ended requests use no cells:
 
       >>> engine.submit(request(prompt=[1, 2, 3], max_new_tokens=7))
       Traceback (most recent call last):
@@ -214,10 +214,10 @@ got a cache of fewer; lower max_new_tokens, or make the cache larger
             tokens, or a sampling option is not allowed.
           ValueError: If `constraint_state` has other shapes or dtypes than `Constraint.first`, or
             the engine has no constraint.
-          ValueError: If the cache can never have enough cells for the prompt or, with `reserve`,
-            for the prompt and `max_new_tokens`.
-          TypeError: If `request` is not a `Request`, its numbers are not integers, or `sampling` is
-            not a dict.
+          ValueError: If the cache can never have enough cells for the prompt or, if `reserve` is
+            True, for the prompt and `max_new_tokens`.
+          TypeError: If the request is not a `Request`, its numbers are not integers, or its options
+            are not a dict.
         """
         self._check_cache()
         text = RequestState(id=self._next, request=check_request(request, self._limits))
@@ -368,7 +368,7 @@ got a cache of fewer; lower max_new_tokens, or make the cache larger
         return done
 
     def warm_up(self) -> None:
-        """Compile all programs except defragmentation (`placement="contiguous"`)."""
+        """Compile all programs except the defragmentation of a cache with contiguous placement."""
         self._check_cache()
         self._runner.warm_up()
         self._prefixes.warm_up()
@@ -483,7 +483,7 @@ got a cache of fewer; lower max_new_tokens, or make the cache larger
     ) -> None:
         """Preempt the youngest request of each full stream; a request alone in a full stream ends.
 
-        A fragmented cache is defragmented first, and stored prompts are evicted first.
+        If gaps can be closed or a stored prompt can be evicted, no request is preempted.
         """
         if Reason.FRAGMENTED in reasons and self._runner.close_gaps():
             return

@@ -59,7 +59,7 @@ class EnginePrefixes:
 
     @property
     def cache_and_store(self) -> tuple[Cache, PrefixStore | None]:
-        """Cache and store for `rewind`, valid until a buffer is copied or written."""
+        """Cache and store, which `rewind` can restore until a buffer is copied or written."""
         return self._runner.cache, self.store
 
     def rewind(self, past: tuple[Cache, PrefixStore | None]) -> None:
@@ -83,7 +83,7 @@ class EnginePrefixes:
     ) -> PrefixMatch | None:
         """Return the stored prefix to resume a request from; None if the request must wait.
 
-        If one of `others` has computed a longer common prefix, this prefix is stored first.
+        If another request has computed a longer common prefix, this prefix is stored first.
         """
         if self.store is None:
             return PrefixMatch(None, NOTHING)
@@ -122,7 +122,7 @@ class EnginePrefixes:
         return hit
 
     def store_prefix(self, text: RequestState, length: int) -> None:
-        """Store the first `length` tokens of a request, if these tokens can be resumed."""
+        """Store the first tokens of a request, if these tokens can be resumed."""
         if self.store is None or not length:
             return
         tokens = text.all_tokens()[:length]
@@ -131,7 +131,7 @@ class EnginePrefixes:
         )
 
     def store_finished_text(self, text: RequestState) -> None:
-        """Store a request that ends, after marking its source prompt as recently used."""
+        """Store the tokens of a request that ends; mark its stored prompt as recently used."""
         if self.store and text.source:
             self.store = self.store.touch(text.source)
         self.store_prefix(text, text.num_cached_tokens)

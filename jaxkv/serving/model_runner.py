@@ -130,7 +130,7 @@ class ModelRunner:
         return counts if ok else [0] * len(counts), first._replace(reasons=reasons)
 
     def generate(self, texts: Sequence[RequestState], turns: int) -> RunnerOutput:
-        """Generate at most `turns` tokens for each request."""
+        """Generate tokens for each request, up to a maximum number."""
         sampler, stop, options = self._make_resume_options(texts, turns)
         tokens = np.zeros(self._facts.sequences, np.int32)
         for text in texts:
@@ -150,7 +150,7 @@ class ModelRunner:
         return jax.device_get(RunnerOutput(samples, state.reason, self._constraint_states(state)))
 
     def remove_sequences(self, sequences: Sequence[int]) -> None:
-        """Remove all tokens of `sequences`; one program is compiled for any sequences."""
+        """Remove all tokens of some sequences; one program serves all choices of sequences."""
         rows = np.arange(self._facts.sequences, dtype=np.int32)
         ends = np.where(np.isin(rows, sequences), np.int32(-1), np.int32(0))
         self.cache, _ = seq_rm(self.cache, rows, np.zeros_like(rows), ends)
@@ -170,7 +170,7 @@ class ModelRunner:
     def _compute_chunk(
         self, chunk: Chunk
     ) -> tuple[Float[Array, "Q V"], tuple[Bool[Array, ""], Int32[Array, " Q"]]]:
-        """Compute a chunk; return the logits, and `ok` and `reason` of the plan."""
+        """Compute a chunk; return the logits, and the fields `ok` and `reason` of the plan."""
         program = chunk_program(self._forward)
         table, buffers, logits, plan = program(
             self._weights, self.cache.table, self.cache.buffers, chunk

@@ -42,7 +42,7 @@ class ChunkShape(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Chunk:
-    """Parts of prompts, in rows; token, sequence id and validity of each entry.
+    """Parts of prompts, in rows: the token, the sequence id and the validity of each entry.
 
     ends: Which tokens are the last token of a prompt.
     """
@@ -61,7 +61,7 @@ class PromptPart(NamedTuple):
 
 
 def chunk_shapes(spec: TableSpec, size: int) -> list[ChunkShape]:
-    """Return shapes of chunks of at most `size` tokens.
+    """Return shapes of chunks up to a maximum number of tokens.
 
     Chunks have several rows only if each row must have a single sequence.
 
@@ -84,7 +84,7 @@ def chunk_shapes(spec: TableSpec, size: int) -> list[ChunkShape]:
 
 @functools.cache
 def _min_prompt_cost(lengths: tuple[int, ...], count: int) -> int:
-    """Return the minimum cost to compute `count` tokens of a prompt in chunks of `lengths`.
+    """Return the minimum cost to compute tokens of a prompt in chunks of the given lengths.
 
     >>> [_min_prompt_cost((8, 64), n) - PASS for n in (5, 8, 9, 64)]
     [8, 8, 40, 64]
@@ -99,7 +99,7 @@ def _min_prompt_cost(lengths: tuple[int, ...], count: int) -> int:
 def cut_chunk(
     spec: TableSpec, shapes: Sequence[ChunkShape], parts: Sequence[PromptPart]
 ) -> tuple[Chunk, list[int]]:
-    """Cut the next chunk from prompts, in order; return also the number of tokens of each prompt.
+    """Cut the next chunk from prompts, in order; return it and the number of tokens of each prompt.
 
     The chunk shape minimises the cost of the chunk and of the remaining tokens.
     """
@@ -146,12 +146,11 @@ def empty_chunk(shape: ChunkShape) -> Chunk:
 
 
 def chunk_program(forward: Forward) -> jax.stages.Wrapped:
-    """Return the program that computes a chunk, cached as long as `forward` lives.
+    """Return the program that computes a chunk, cached as long as the model function lives.
 
-    The program is the `jax.jit` of
-    `(params, table, buffers, chunk) -> table, buffers, logits, (ok, reason)`, and donates the
-    buffers. The logits `[Q, V]` are of sequences whose prompt ends in the chunk. If `ok` is False,
-    the cache is unchanged.
+    The program is a jitted function of params, table, buffers and chunk, and donates the buffers.
+    It returns the table, the buffers, logits `[Q, V]` and the pair `(ok, reason)`. Only sequences
+    whose prompt ends in the chunk have logits. If `ok` is False, the cache is unchanged.
     """
     return cached_program(_build_chunk_program, forward)
 

@@ -34,9 +34,9 @@ class FinishReason(Enum):
 
     STOP: The last token is a stop token.
     LENGTH: The request has `max_new_tokens` tokens.
-    OUT_OF_CELLS: No cell is free, and no other request can be preempted; impossible with `reserve`.
+    OUT_OF_CELLS: No cell is free or reserved, and no other request can be preempted.
     NO_TOKEN: No token was allowed.
-    NONFINITE_LOGITS: The logits contain NaN or +inf.
+    NONFINITE_LOGITS: A logit was NaN or +inf.
     CANCELLED: `Engine.cancel` ended the request.
     """
 
@@ -76,10 +76,10 @@ class RequestOutput:
 
     id: The id that `Engine.submit` returned.
     tokens: The generated tokens, including a stop token.
-    logprobs: float32. Log-probabilities of `tokens` under the unadjusted logits.
+    logprobs: float32. Log-probabilities of the tokens under the unadjusted logits.
     reason: Why the request ended.
-    prefix_hit: Length of the stored prefix that the request started from, and why no longer prefix
-      was used.
+    prefix_hit: Length of the stored prefix that the request started from, and why a longer prefix
+      was not used.
     request: The request.
     """
 
@@ -102,7 +102,7 @@ class RequestState:
     branch_points: Lengths of prefixes that other requests share and that will be stored.
     prefix_hit: Stored prefix that was found before the first token.
     source: Stored prompt that the request was resumed from; None if there was none.
-    constraint_state: State of the engine's constraint after `tokens`; None for no constraint.
+    constraint_state: State of the constraint after the generated tokens; None for no constraint.
     """
 
     id: int
@@ -152,7 +152,7 @@ class RequestState:
         return len(self.request.prompt) + self.request.max_new_tokens - 1
 
     def begin_from_prefix(self, source: CachedPrompt | None, found: PrefixHit) -> None:
-        """Start the request after `found.length` tokens that were forked from a stored prompt."""
+        """Start the request after the tokens that were forked from a stored prompt."""
         self.source, self.num_computed_tokens = source, found.length
         self.num_required_tokens = len(self.request.prompt) + len(self.tokens)
         if not self.tokens:
@@ -163,7 +163,7 @@ class RequestState:
         return np.append(self.request.prompt, np.asarray(self.tokens, np.int32))
 
     def last_tokens(self, count: int) -> list[int]:
-        """Return at most `count` of the last tokens."""
+        """Return the last tokens, up to a maximum number."""
         return [*self.request.prompt[-count:].tolist(), *self.tokens[-count:]][-count:]
 
     def to_output(self, reason: FinishReason) -> RequestOutput:

@@ -155,7 +155,7 @@ class Scheduler:
         )
 
     def _num_required_cells(self, text: RequestState) -> int:
-        """Return the cells of a request: in total or, without `reserve`, in the next step."""
+        """Return how many cells a request needs: in total if reserved, else for the next step."""
         if self.reserves:
             return text.max_cached_tokens
         soon = len(text.request.prompt) + len(text.tokens) + self._steps
@@ -164,7 +164,7 @@ class Scheduler:
     def _can_allocate(
         self, lengths: dict[int, int], num_shared_cells: PyTree
     ) -> Bool[np.ndarray, " S"]:
-        """Return which streams have enough cells for `lengths`, the tokens of each sequence."""
+        """Return which streams have enough cells for the given numbers of tokens of sequences."""
         tokens = np.zeros(len(self._placed), np.int64)
         tokens[[*lengths]] = [*lengths.values()]
         return self._table.can_allocate(tokens, self._at_once, num_shared_cells)

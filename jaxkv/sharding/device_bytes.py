@@ -53,7 +53,7 @@ class DeviceBytes:
         return self.table + self.buffers + self.params
 
     def check(self, room: int) -> DeviceBytes:
-        """Return self; raise a ValueError if `total` exceeds `room` bytes."""
+        """Return self; raise a ValueError if the total exceeds the available bytes of a device."""
         if self.total > room:
             raise ValueError(
                 f"expected at most {room:,} bytes on each of {self.devices} devices, got "
@@ -113,7 +113,7 @@ def device_bytes(
       in all                     8,470,608 bytes
       sent in a step                     0 bytes
 
-      If devices split cells, `uneven` names a placement that uses all devices for a short sequence:
+      If devices split cells, the field `uneven` names a placement for short sequences:
 
       >>> make = lambda: make_cache(
       ...     CacheSpec.attention(layers=2, kv_heads=1, head_dim=64), cells=1024

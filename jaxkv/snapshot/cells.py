@@ -193,7 +193,7 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
         seed: int,
         fresh: bool,
     ) -> SlotAssignment:
-        """Choose a free cell for each saved cell if `fresh`; otherwise use the saved cell index."""
+        """Choose a free cell for each saved cell if `fresh` is True, else use the saved index."""
         demand, origin, owners = _assign_cells(table, saved, read("stream"), read("owners"), moves)
         marks = np.full(table.sequences, EMPTY, np.int32)
         marks[moves.new] = read("evicted_below")[moves.turn]
@@ -367,7 +367,7 @@ def _occupy_cells(
     origin: Int32[Array, "S N"],
     seed: UInt32[Array, ""],
 ) -> CellTable:
-    """Write restored cells into a table; `cell_hash` is a hash of `seed` and `origin`."""
+    """Write restored cells into a table; `cell_hash` is a hash of the seed and the saved index."""
     stamp = chain_hashes(jnp.broadcast_to(seed, origin.shape), origin)
     fields = {"position": position, "shift": shift, "content": content, "owners": owners}
     arriving = replace(rest, cell_hash=stamp, **fields)

@@ -158,7 +158,7 @@ def _pack(
 
 
 def _plain_array(array: np.ndarray) -> np.ndarray:
-    """Return an array unchanged, or as `[n]` uint8 bytes if the dtype is not in `_PLAIN`."""
+    """Return an array unchanged, or as `[n]` uint8 bytes if `_PLAIN` does not contain the dtype."""
     return np.ascontiguousarray(array) if array.dtype.name in _PLAIN else _bytes_of(array)
 
 

@@ -109,38 +109,38 @@ def load(
     A new cache has the sizes of the saved cache, each token in its saved cell, and bit-identical
     results. Cell hashes are new, so plans made for the saved cache are stale.
 
-    With `into`, the saved sequences replace sequences of `into`. The numbers of cells, sequences
-    and streams, and the placement, may differ. Cells are chosen as for a batch; tiled placement
-    fills empty tiles first, in saved order. Evictable cells of `into` may be reused. Saved
-    sequences that share cells share cells again if their targets are in one stream. If `into`
-    stores fewer states for each sequence, the newest states are loaded.
+    If an existing cache is passed as `into`, the saved sequences replace sequences of that cache.
+    The numbers of cells, sequences and streams, and the placement, may differ. Cells are chosen as
+    for a batch; tiled placement fills empty tiles first, in saved order. Evictable cells may be
+    reused. Saved sequences that share cells share cells again if their targets are in one stream.
+    If the existing cache stores fewer states for each sequence, the newest states are loaded.
 
     Args:
       source: path of a snapshot file, or the bytes of a snapshot.
       into: cache on one device, with the layers, heads, dtypes, states, ropes and windows of the
         saved cache. None makes a new cache.
-      sequences: target ids in `into`, one for each saved sequence in saved order; by default the
-        saved ids. A mapping from saved ids to target ids loads only the sequences in the mapping.
+      sequences: target ids, one for each saved sequence in saved order; by default the saved ids. A
+        mapping from saved ids to target ids loads only the sequences in the mapping.
       model_id: id of the current model; compared with the snapshot's `model_id` if both are given.
-      donate: if True, reuse the buffers of `into`, which becomes invalid; if False, copy the
-        buffers.
+      donate: if True, reuse the buffers of the existing cache, which becomes invalid; if False,
+        copy the buffers.
 
     Returns:
-      The loaded cache. All plans made for changed streams of `into` are stale.
+      The loaded cache. All plans made for changed streams of the existing cache are stale.
 
     Raises:
       FileNotFoundError: If the file does not exist.
       ImportError: If the package safetensors is not installed.
       OSError: If the path is a folder or a device.
-      PlanRefusedError: If a stream of `into` has too few free cells, or, for contiguous placement,
-        no run of enough free cells.
-      TypeError: If `model_id` is not a JSON value, or `into` has shapes only.
+      PlanRefusedError: If a stream has too few free cells, or, for contiguous placement, no long
+        enough run of free cells.
+      TypeError: If `model_id` is not a JSON value, or the existing cache has shapes only.
       ValueError: If the file is not a snapshot, has another version, or is damaged.
-      ValueError: If `model_id` differs, or the saved cache does not fit `into`.
+      ValueError: If `model_id` differs, or the saved cache does not fit the existing cache.
       ValueError: If the snapshot contains 64-bit arrays and `jax_enable_x64` is off.
-      ValueError: If `into` is traced, split over a mesh, donated, or a batch of caches.
+      ValueError: If the existing cache is traced, split over a mesh, donated, or a batch of caches.
       ValueError: If a sequence id is unknown or repeated, or a target id is missing.
-      ValueError: If `sequences` is given without `into`.
+      ValueError: If `sequences` is given without an existing cache.
 
     Examples:
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)

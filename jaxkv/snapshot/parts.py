@@ -116,13 +116,13 @@ class Part(ABC, Generic[T, B, D]):
     ) -> SlotAssignment:
         """Remove the target sequences from a table, and add the saved sequences.
 
-        Only shapes of `saved` are read. `seed` makes cell hashes unique to the file. The saved cell
-        indices are used unless `fresh` is True.
+        Only the shapes of the saved table are read. The seed makes cell hashes unique to the file.
+        The saved cell indices are used unless `fresh` is True.
         """
 
     @staticmethod
     def fill_buffers(buffers: B, prefix: str, fill: Fill) -> B:
-        """Return the buffers with `fill` applied to each array and its name."""
+        """Return the buffers, each array replaced by `fill(array, name)`."""
         return jax.tree.map(fill, buffers, buffer_names(buffers, prefix))
 
     @staticmethod
@@ -132,7 +132,7 @@ class Part(ABC, Generic[T, B, D]):
 
 
 def check_values(ok: np.ndarray, name: str, values: np.ndarray, rule: str) -> None:
-    """Raise a ValueError with the first of `values` that breaks a rule.
+    """Raise a ValueError with the first value that breaks a rule.
 
     >>> check_values(np.array([True, False]), "cell", np.array([1, 9]), "from 0 to 3")
     Traceback (most recent call last):

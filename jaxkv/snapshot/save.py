@@ -55,7 +55,7 @@ def save(
       OSError: If `path` is a folder or a device, or the folder of `path` does not exist.
       TypeError: If `model_id` or `notes` is not a JSON value.
       TypeError: If sequence ids or tokens are not integers, or `cache` has shapes only.
-      TypeError: If `tokens` is not a mapping.
+      TypeError: If the argument `tokens` is not a mapping.
       ValueError: If `cache` is traced, split over a mesh, donated, or a batch of caches.
       ValueError: If a layer of the cache was not written after `apply`.
       ValueError: If a sequence id is unknown or repeated.

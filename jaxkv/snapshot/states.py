@@ -166,7 +166,7 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
         seed: int,
         fresh: bool,
     ) -> SlotAssignment:
-        """Choose a free cell for each state if `fresh`; otherwise use the saved cell."""
+        """Choose a free cell for each state if `fresh` is True; otherwise use the saved cell."""
         host = jax.tree.map(np.array, to_host(table))
         position, state = _take_newest_states(
             table.num_earlier_states + 1, read("position"), read("state"), moves.turn
@@ -205,14 +205,14 @@ def _take_newest_states(
     state: Int32[np.ndarray, "q e"],
     turns: list[int],
 ) -> tuple[Int32[np.ndarray, "m {pairs}"], Int32[np.ndarray, "m {pairs}"]]:
-    """Return positions and indices of the `pairs` newest states of sequences, newest last."""
+    """Return positions and indices of the newest states of sequences, newest state last."""
     padding = [(0, 0), (max(pairs - position.shape[1], 0), 0)]
     position = np.pad(position[turns, -pairs:], padding, constant_values=EMPTY)
     return position, np.pad(state[turns, -pairs:], padding)
 
 
 def _lowest_free(host: States, streams: Int32[np.ndarray, " n"]) -> Int32[np.ndarray, " n"]:
-    """Return a free cell for each entry of `streams`, lowest cells first."""
+    """Return a free cell for each of the given streams, lowest cells first."""
     cells = np.zeros(len(streams), np.int32)
     for stream in np.unique(streams):
         used_cells = host.cell[

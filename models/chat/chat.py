@@ -79,7 +79,7 @@ class Chat:
 
 
 def spend(chat: Chat, **more: float) -> Chat:
-    """Return a chat with amounts added to the fields of `spent`, by name."""
+    """Return a chat in which amounts are added to the fields of `Chat.spent` with their names."""
     spent = {name: getattr(chat.spent, name) + amount for name, amount in more.items()}
     return replace(chat, spent=replace(chat.spent, **spent))
 
@@ -112,7 +112,7 @@ def remember(chat: Chat, length: int) -> Chat:
 def recall(chat: Chat, length: int) -> tuple[Chat, MissReason]:
     """Fork the longest stored prefix if it is longer than the cached tokens.
 
-    Returns the chat, and the reason why no longer prefix was found.
+    Returns the chat, and the reason why a longer prefix is missing.
     """
     conversation = chat.now
     # `fork` never returns the last token of a prompt, so one more is given.
@@ -137,7 +137,7 @@ def fork(chat: Chat, name: str) -> Chat:
     """Copy the current conversation to a new name (`seq_cp`), without switching to the copy.
 
     Raises:
-      ChatError: If the name is taken or is not one word, or if there are `seats` conversations.
+      ChatError: If the name is taken or is not one word, or if `chat.seats` conversations exist.
     """
     if not name or len(name.split()) != 1:
         raise ChatError("a fork needs a name of one word: /fork NAME.")

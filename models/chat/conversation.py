@@ -49,7 +49,7 @@ class Conversation:
     gap: int = 0
 
     def messages(self, *new: str) -> list[dict[str, str]]:
-        """Return all messages of the conversation, then `new`, as input of a chat template."""
+        """Return all messages of the conversation and the new ones, as input of a chat template."""
         found = instructions(self.system)
         for turn in self.turns:
             found.append({"role": "user", "content": turn.message})
@@ -75,7 +75,7 @@ class Conversation:
         return replace(self, tokens=said, turns=(*self.turns[:-1], turn))
 
     def undone(self) -> Self:
-        """Return the conversation without the last turn.
+        """Evict stored prefixes, least recently used first, until a number of further tokens fits.
 
         >>> one = Conversation(sequence=0, frame=Frame(keep=1, closing=0))
         >>> one.ask("Hi", [1, 2, 3]).answered([4], "Ho", "stop").undone() == one
@@ -91,7 +91,7 @@ class Conversation:
         return replace(self.answered((), "", "interrupted"), gap=gap)
 
     def _gap_before(self, index: int) -> int:
-        """Return the gap if it ends at or before token `index`; 0 if the gap is computed again."""
+        """Return the gap if the gap ends at or before a token; 0 if the gap is computed again."""
         return self.gap if index >= self.frame.keep + self.gap else 0
 
     def place(self, index: int) -> int:

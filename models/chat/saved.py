@@ -99,8 +99,8 @@ def _load_chat(
 ) -> Chat:
     """Load conversations into an empty chat, with stored prefixes if all prefixes fit.
 
-    `goes` maps saved sequences to target sequences. `kept` maps the saved sequences of prefixes to
-    tokens, least recently used first. The cache of `chat` is donated.
+    The dict `goes` maps saved sequences to target sequences. The dict `kept` maps saved sequences
+    of prefixes to tokens, least recently used first. The cache of `chat` is donated.
     """
     latest = [*kept][-len(chat.store.sequences) :]
     places = dict(zip(latest, chat.store.sequences, strict=False))

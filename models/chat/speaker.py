@@ -243,7 +243,7 @@ class Speaker:
         return replace(chat, computed=chat.computed + chat.held - num_held)
 
     def _more_room(self, chat: Chat, tokens: int) -> Chat | None:
-        """Evict stored prefixes, or slide if `on_full` is "slide"; None if no cell becomes free."""
+        """Evict stored prefixes, or call `slide` if `on_full` says so; None if no cell is freed."""
         if (found := give_way(chat, tokens)) is not None:
             return found
         if self.on_full != "slide":
@@ -314,7 +314,7 @@ def _read(
     sequence: jax.Array,
     count: jax.Array,
 ) -> tuple[Any, Any, jax.Array, jax.Array]:
-    """Compute the first `count` of `[T]` tokens of a sequence, in one compiled shape.
+    """Compute the first `count` tokens of a sequence, padded to `[T]`, in one compiled shape.
 
     Returns table, buffers, the logits after the last token, `[1, V]`, and `ok`, `[]` bool. The
     buffers are donated. If `ok` is False, the cache is unchanged and the logits are meaningless.

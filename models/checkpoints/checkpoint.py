@@ -25,15 +25,15 @@ class Tensor:
     read: Callable[[], np.ndarray]
 
     def turned(self, turn: Callable[[np.ndarray], np.ndarray]) -> "Tensor":
-        """Return the tensor with values rearranged by `turn`.
+        """Return the tensor with values rearranged by the function `turn`.
 
-        Raises a ValueError or IndexError if `turn` does not accept the shape.
+        Raises a ValueError or IndexError if the function does not accept the shape.
         """
         stand_in = np.broadcast_to(np.float32(0), self.shape)  # a view of one number
         return Tensor(shape=turn(stand_in).shape, read=lambda: turn(self.read()))
 
     def cut(self, parts: int) -> "Tensor":
-        """Reshape the first dimension to `[parts, n]`; or raise a ValueError."""
+        """Reshape the first dimension to `[parts, n]`; raise a ValueError for other lengths."""
         return self.turned(lambda x: x.reshape(parts, -1, *x.shape[1:]))
 
 

@@ -187,8 +187,8 @@ def show_whole(job: Job, index: int, text: Text, *, first: bool) -> None:
 def too_long(job: Job, where: str, enough: int, *, alone: bool) -> str:
     """Return the message for prompts that do not fit.
 
-    `where` names the stream or cache with the cells, and `enough` is a sufficient number of cells.
-    If `alone`, each prompt has separate cells.
+    The argument `where` is the name of the stream or cache with the cells, and `enough` is a
+    sufficient number of cells. If `alone` is True, each prompt has separate cells.
     """
     lengths = [len(prompt) for prompt in job.prompts]
     if len(lengths) == 1:

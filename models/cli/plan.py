@@ -100,6 +100,6 @@ def advise(model: Model, costs: Costs, sizes: dict[str, Any]) -> tuple[Costs | N
 
 
 def count_sequences(model: Model, sizes: dict[str, Any], *, room: int, length: int | None) -> int:
-    """Return the number of sequences that fit into `room` bytes of each device."""
+    """Return the number of sequences that fit into the given number of bytes of each device."""
     same = {name: sizes[name] for name in ("streams", "ubatch_size")}
     return ask_sizes(most_sequences, model, room=room, length=length, **same)

@@ -17,13 +17,12 @@ class Answer:
 
     model: model on the requested mesh, with shapes as params.
     costs: memory on the requested mesh.
-    fitted: memory on a mesh that splits the heads; None if `costs` has such a mesh or no mesh can.
+    fitted: memory on a mesh that splits the heads; None if unnecessary or impossible.
     advice: reason why `fitted` is None, or "".
     room: bytes of memory of each device; None if unknown.
     here: whether `room` is the memory of a device of this machine.
-    length: number of tokens of each sequence in `most`; None if the cache does not grow with
-      length.
-    most: number of sequences that fit into `room`; None if `room` is None.
+    length: number of tokens of each counted sequence; None if the cache does not grow with length.
+    most: number of sequences that fit into a device; None if the device's memory is unknown.
     """
 
     model: Model

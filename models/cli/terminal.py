@@ -26,7 +26,7 @@ class Source(Protocol):
     interactive: bool
 
     def read(self, name: str) -> str:
-        """Return the next line of input; raise EOFError at the end. `name` is the prompt."""
+        """Return the next line of input, after a prompt; raise EOFError at the end."""
         ...
 
 

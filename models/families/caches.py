@@ -128,9 +128,9 @@ def options_of(
         every layer has a window or states, whose sizes are independent of the number of tokens.
       source_cells: number of cells of each stream for encoder sources, by default `cells`.
       max_rollback: number of tokens of each sequence that can be removed in layers with windows or
-        states. None is 32 for windows and 0 for states, because each state is stored whole.
-      full_windows: if True, layers with windows also have `cells` cells, so that a rollback can go
-        back to any position.
+        states. The default is 32 for windows and 0 for states, because each state is stored whole.
+      full_windows: if True, layers with windows have as many cells as other layers, so that a
+        rollback can go back to any position.
       options: other options of `jaxkv.make_cache`.
 
     Raises:

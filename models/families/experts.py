@@ -19,7 +19,7 @@ class Router(Protocol):
 
 
 class Experts(nnx.Module):
-    """`count` feed-forward parts (experts) of inner size `hidden`, of which a token uses a few."""
+    """Feed-forward parts (experts), of which a token uses a few."""
 
     def __init__(
         self,

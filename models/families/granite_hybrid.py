@@ -36,7 +36,7 @@ class Config:
     embedding_factor: factor of embeddings.
     residual_factor: factor of the output of each part of a layer, before the residual sum.
     logits_divisor: divisor of logits.
-    experts: number of experts, or 0; `chosen` experts are selected for each token.
+    experts: number of experts, or 0; a token uses as many experts as the field `chosen` says.
     expert_hidden: inner size of an expert.
     """
 
@@ -208,7 +208,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
 
 
 def layers_of(config: Config, dtype: Any) -> list[Layer]:
-    """Return the arrays that each layer caches; convolution states have dtype `dtype`."""
+    """Return the arrays that each layer caches; `dtype` is the dtype of convolution states."""
     attends = Attends(kv_heads=config.kv_heads, head_dim=config.head_dim, rope=config.rope)
     mixes = mamba2.recurs(config.mixer, dtype)
     return [attends if is_attention else mixes for is_attention in config.attends]

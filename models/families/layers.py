@@ -40,7 +40,7 @@ class RMSNorm(nnx.Module):
 class Linear(nnx.Module):
     """A linear map to one or several dimensions, with an optional bias.
 
-    `split` is the split of the matrix, `[outputs, inputs]`. The bias is split like the outputs.
+    The matrix, `[outputs, inputs]`, is split as `split` says. The bias is split like the outputs.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Attention(nnx.Module):
     ) -> tuple[Any, jax.Array]:
         """Attend from `x`, `[R, T, width]`, to the cache; return the cache and the output.
 
-        `added` is a bias of attention logits, see `jaxkv.attend`; None for no bias.
+        The argument `added` is a bias of attention logits, see `jaxkv.attend`; None for no bias.
         """
         c = self.config
         group, token = c.heads // c.kv_heads, x.shape[:2]

@@ -53,7 +53,7 @@ def split_of(config: Config) -> Split:
 
 
 class ShortConvolution(nnx.Module):
-    """Convolution of each channel over the last `kernel` tokens, between two gates."""
+    """Convolution of each channel over the last few tokens, between two gates."""
 
     def __init__(self, config: Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = config
@@ -167,7 +167,7 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
 
 
 def layers_of(config: Config, dtype: Any) -> list[Layer]:
-    """Return the arrays that each layer caches; convolution states have dtype `dtype`."""
+    """Return the arrays that each layer caches; `dtype` is the dtype of convolution states."""
     attends = Attends(kv_heads=config.kv_heads, head_dim=config.head_dim, rope=config.rope)
     convolves = Recurs(
         states={"conv": jax.ShapeDtypeStruct((config.kernel - 1, config.width), dtype)},

@@ -102,7 +102,7 @@ class Filter(nnx.Module):
     def __call__(
         self, x: jax.Array, tail: jax.Array, counts: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Convolve `x`, `[R, T, channels]`, after the earlier inputs `tail`; see `scans`."""
+        """Convolve `x`, `[R, T, channels]`, which follows the inputs in `tail`; see `scans`."""
         bias = self.bias[0] if self.biased else None
         x, tails = scans.convolve(x, tail, self.weight[...], bias, counts)
         return jax.nn.silu(x), tails
@@ -291,7 +291,7 @@ def recurs(sizes: Sizes, dtype: Any) -> Recurs:
 
 
 def layers_of(config: Config, dtype: Any) -> list[Recurs]:
-    """Return the arrays that each layer caches; convolution states have dtype `dtype`."""
+    """Return the arrays that each layer caches; `dtype` is the dtype of convolution states."""
     return [recurs(config.mixer, dtype)] * config.layers
 
 

@@ -22,9 +22,9 @@ class Sources:
         axis: int = 0,
         turn: Callable[[np.ndarray], np.ndarray] | None = None,
     ) -> Tensor:
-        """Concatenate tensors along `axis`, then rearrange the result by `turn`.
+        """Concatenate tensors along an axis, then rearrange the result by the function `turn`.
 
-        With `parts`, the first dimension of each tensor is split into `[parts, n]` before
+        If `parts` is given, the first dimension of each tensor is split into `[parts, n]` before
         concatenation. Raises `ModelError` if a tensor is missing, or has a shape that does not fit.
         """
         tensors = [self.checkpoint.unread(name) for name in names]
@@ -48,7 +48,7 @@ class Sources:
         bias: bool = False,
         **arranged: Any,
     ) -> dict[str, Tensor]:
-        """Return the tensors for a `Linear` that combines matrices; `arranged` is for `tensor`."""
+        """Return the tensors for a `Linear` that combines matrices; options are as for `tensor`."""
         tree = {"weight": self.tensor(*(f"{name}.weight" for name in names), **arranged)}
         if bias:
             tree["bias"] = self.tensor(*(f"{name}.bias" for name in names), **arranged)

@@ -33,7 +33,7 @@ class Config:
     layers: number of layers of the decoder, L. In the cache, self-attention has layer numbers below
       L, and cross-attention has the next L numbers.
     buckets: number of distance buckets of the biases.
-    farthest: distance; this and all larger distances are in the last bucket.
+    farthest: smallest distance that is in the last bucket, with all larger distances.
     gated: whether the feed-forward part has a gate with GELU; otherwise it has ReLU.
     scaled: whether the input of the head is divided by sqrt(width).
     start: id of the token that begins a text.
@@ -67,7 +67,7 @@ class Distances:
     """A bias by distance: one bucket for each short distance, and logarithmic buckets for others.
 
     table: `[buckets, H]`. Bias of each bucket and head.
-    farthest: distance; this and all larger distances are in the last bucket. Static.
+    farthest: smallest distance that is in the last bucket, with all larger distances. Static.
     both_ways: whether later positions have separate buckets. Static.
     """
 
@@ -159,10 +159,10 @@ class EncoderBlock(nnx.Module):
         self.feed = make_feed(c, dtype, rngs)
 
     def __call__(self, x: jax.Array, added: jax.Array) -> jax.Array:
-        """Apply the layer to `x`, with `added`, `[R, H, T, T]`, as bias of attention logits.
+        """Apply the layer to `x`, with a bias of attention logits, `[R, H, T, T]`.
 
-        For a query and a key of different sources, `added` is the lowest finite number. An `added`
-        of -inf would make padding rows NaN.
+        For a query and a key of different sources, the bias is the lowest finite number. A bias of
+        -inf would make padding rows NaN.
         """
         q, k, v = jnp.split(self.qkv(self.mix_norm(x)), 3, axis=-1)
         logits = jnp.einsum("rthd,rshd->rhts", q, k, preferred_element_type=jnp.float32)

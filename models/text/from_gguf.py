@@ -29,7 +29,7 @@ def _words(digits: str) -> list:
 
 
 def _letters(split: bool) -> pre_tokenizers.PreTokenizer:
-    """Return the byte-to-letter step; `split` adds GPT-2's pre-tokenization before the step."""
+    """Return the byte-to-letter step, preceded by GPT-2's pre-tokenization if `split` is True."""
     return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split)
 
 
@@ -49,8 +49,8 @@ _CUTS: dict[str, Callable[[], list]] = {
 def tokenizer_from_gguf(get: Callable[..., Any], source: str) -> Tokenizer:
     """Build the tokenizer of a GGUF file.
 
-    `get` returns the value of a metadata key, or its second argument if the key is absent. `source`
-    is a file name for messages.
+    The function `get` returns the value of a metadata key, or a default if the key is absent. The
+    argument `source` is a file name for messages.
     """
 
     def field(key: str, default: Any = None) -> Any:
@@ -96,7 +96,7 @@ def _id(field: Callable, key: str, default: int | None, source: str) -> int | No
 def _for_each_token(
     field: Callable, key: str, kind: Kind, default: Any, count: int, source: str
 ) -> list:
-    """Return a metadata list with a value for each token, or `count` times `default` if absent."""
+    """Return a metadata list with a value for each token; the default is repeated if absent."""
     values = field(key) or [default] * count
     check(values, several(kind, count), f"tokenizer.ggml.{key}", source)
     if len(values) != count:

@@ -59,7 +59,7 @@ def tokenizer_from_folder(folder: Path, config: dict[str, Any]) -> Tokenizer:
 def from_tokenizers(inner: tokenizers.Tokenizer, *, source: str, **fields: Any) -> Tokenizer:
     """Make a `Tokenizer` from a tokenizer of the package `tokenizers`.
 
-    `source` is a file name for messages; `fields` are fields of `Tokenizer` that `inner` lacks.
+    The argument `source` is a file name for messages; `fields` are fields that `inner` lacks.
     """
     steps = _steps(inner.decoder)
     kinds = {step["type"] for step in steps}

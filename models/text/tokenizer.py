@@ -29,8 +29,8 @@ _ENDS = {
 class Tokenizer:
     """A vocabulary with rules for splitting text into tokens.
 
-    to_ids: function that splits a text into token ids. If its second argument is True, names of
-      control tokens in the text become control tokens.
+    to_ids: function that splits a text into token ids. If the second argument of the function is
+      True, names of control tokens in the text become control tokens.
     to_bytes: function that returns the bytes of a token id; empty for an unknown id.
     size: number of token ids.
     control: ids of control tokens, by name; control tokens have no text.
@@ -71,7 +71,7 @@ class Tokenizer:
         return self.to_ids(text, special)
 
     def prompt(self, text: str, *, special: bool = False) -> list[int]:
-        """Return the token ids of a text that begins a sequence, after `bos` if `add_bos`.
+        """Return the token ids of a text that begins a sequence, with `bos` first if `add_bos`.
 
         A text that begins with `bos`, as chat templates may, does not get a second `bos`.
         """

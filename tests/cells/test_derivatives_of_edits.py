@@ -87,4 +87,6 @@ def test_shift_of_zero_keys_is_zero(dtype):
     cache = with_tokens(dtype=dtype)
     cache, _ = jaxkv.seq_add(cache, 0, 0, None, delta=3)
     cache = jaxkv.apply(cache, jaxkv.init_update(cache))
-    assert all(np.all(np.asarray(leaf, np.float32) == 0) for leaf in jax.tree.leaves(cache.buffers.k))
+    assert all(
+        np.all(np.asarray(leaf, np.float32) == 0) for leaf in jax.tree.leaves(cache.buffers.k)
+    )

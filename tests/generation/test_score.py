@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import jaxkv
-import models
 from jaxkv.generation.trie import MIN_SHARED, trie_of_texts
 from models.compiling import counting
 from tests.generation.tiny import DATA, load
@@ -64,7 +63,9 @@ def expected(forward, spec, params, texts, prompts=None):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("texts, prompts", [(TREE, None), (ANSWERS, PROMPTS)], ids=["tree", "prompts"])
+@pytest.mark.parametrize(
+    "texts, prompts", [(TREE, None), (ANSWERS, PROMPTS)], ids=["tree", "prompts"]
+)
 @pytest.mark.parametrize("name", mostly_nightly(MODELS, few=FEW))
 def test_score_and_its_gradient_equal_texts_alone(name, texts, prompts):
     model = load(name)
@@ -81,4 +82,81 @@ def test_score_and_its_gradient_equal_texts_alone(name, texts, prompts):
     (_, wanted), steps = jax.jit(jax.value_and_grad(theirs, has_aux=True))(model.params)
     np.testing.assert_allclose(found, wanted, atol=1e-5)
     for one, other in zip(jax.tree.leaves(slopes), jax.tree.leaves(steps), strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-4 * float(jnp.abs(other).max()) + 1e-7)
+        np.testing.assert_allclose(
+            one, other, rtol=0, atol=1e-4 * float(jnp.abs(other).max()) + 1e-7
+        )
+
+
+def by_previous(params, cache, ubatch):
+    """Predict the next token from a token and the one before it."""
+    x = jnp.take(params, ubatch.tokens, axis=0)[..., None, :1]
+    cache, mean = jaxkv.attend(cache, 0, ubatch, x, x, x)
+    rows = ubatch.tokens.reshape(-1)[ubatch.outputs]
+    return cache, jnp.log(jnp.take(params, rows, axis=0)) + mean.reshape(-1, 1)[ubatch.outputs]
+
+
+scored = partial(jaxkv.score, by_previous, spec=SPEC)
+
+
+@pytest.mark.core
+def test_trie_has_each_token_of_a_common_beginning_once():
+    texts = [np.array(text) for text in TREE]
+    levels, index = trie_of_texts(texts)
+    tokens = np.concatenate([level.tokens.reshape(-1) for level in levels])
+    for text, row in zip(texts, index, strict=True):
+        assert tokens[row[row >= 0]].tolist() == text.tolist()
+    prefixes = {tuple(text[: i + 1]) for text in TREE for i in range(len(text))}
+    extra = len(OTHER)  # short beginnings are computed again
+    assert np.sum(tokens >= 0) == len(prefixes) + extra
+    assert [level.tokens.shape[0] for level in levels] == [4, 2, 2]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("prompts", [None, PROMPTS], ids=["texts", "prompts"])
+def test_score_of_traced_rows_equals_that_of_lists(prompts):
+    texts = [text or [3] for text in ANSWERS]
+    padded = -np.ones((4, 9), np.int32)
+    for row, text in zip(padded, texts, strict=True):
+        row[: len(text)] = text
+    wanted = scored(TABLE, texts, prompts=prompts)
+    found = jax.jit(lambda rows: scored(TABLE, rows, prompts=prompts))(padded)
+    assert found.shape == padded.shape and np.all(np.asarray(found)[padded < 0] == 0)
+    np.testing.assert_allclose(found[:, : wanted.shape[1]], wanted, atol=1e-6)
+    np.testing.assert_array_equal(scored(TABLE, padded, prompts=prompts)[:, :7], wanted)
+    padded[0, 1] = 99
+    assert np.isnan(jax.jit(lambda rows: scored(TABLE, rows, prompts=prompts))(padded)[0, 1])
+
+
+@pytest.mark.core
+def test_score_under_transformations():
+    tables = jnp.stack([TABLE, TABLE[::-1]])
+    mapped = jax.vmap(lambda table: scored(table, TREE))(tables)
+    for table, found in zip(tables, mapped, strict=True):
+        np.testing.assert_allclose(found, scored(table, TREE), atol=1e-6)
+    again = jax.checkpoint(by_previous)
+
+    def total(forward, table):
+        return jnp.sum(jaxkv.score(forward, table, ANSWERS, prompts=PROMPTS, spec=SPEC))
+
+    slopes = jax.grad(partial(total, again))(TABLE)
+    np.testing.assert_allclose(slopes, jax.grad(partial(total, by_previous))(TABLE), rtol=1e-5)
+    half = scored(TABLE.astype(jnp.bfloat16), TREE, dtype=jnp.bfloat16)
+    assert half.dtype == jnp.float32
+    np.testing.assert_allclose(half, scored(TABLE, TREE), atol=0.1)
+
+
+@pytest.mark.core
+def test_score_of_similar_batches_compiles_once():
+    scored(TABLE, ANSWERS, prompts=PROMPTS)
+    with counting() as compiled:
+        for lengths in ([4, 5, 6, 3], [8, 1, 1, 2], [3, 3, 3, 3]):
+            scored(TABLE, draw(*lengths), prompts=draw(10, 9))
+        assert compiled() <= 1  # a slice for each length of the result
+    scored(TABLE, ANSWERS, prompts=PROMPTS)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("call, outcome", mistakes("score"))
+def test_score_bad_argument_raises(call, outcome):
+    sources = jaxkv.CacheSpec.cross_attention(layers=1, kv_heads=1, head_dim=1)
+    assert_raises(call, outcome, globals() | locals())

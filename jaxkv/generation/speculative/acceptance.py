@@ -82,8 +82,8 @@ def verify_branches(
 
     If branches were not drawn, the samples equal those of `decode`. Drawn branches are tested in
     order, see `_find_first_accepted`. The float32 logits `[T, 1 + k * n, V]` are of the last
-    sampled token, then of each branch; logits of tokens in an earlier branch are not read. Returns
-    the results of `verify_draft` and the index of the selected branch.
+    sampled token, then of each branch; for a token that branches share, only logits of the first
+    branch are read. Returns the results of `verify_draft` and the index of the selected branch.
     """
     length = draft.tokens.shape[2]
     pad = [(0, 0), (0, 0), (0, 1)]
@@ -133,9 +133,9 @@ def _find_first_accepted(
 ) -> tuple[Int32[Array, " T"], Float[Array, "T V"]]:
     """Return the first accepted token of several branches (-1: none), and residual logits.
 
-    Each token is tested as in `_accept_guesses`, with p from `adjusted` and q from `drawn_from`.
-    After a rejection, p becomes max(p - q, 0), and the rejected token is removed from q, since
-    tokens are drawn without replacement (Jeon et al., 2024, arXiv:2402.14160).
+    Each token is tested as in `_accept_guesses`, with p from the adjusted logits and q from
+    `drawn_from`. After a rejection, p becomes max(p - q, 0), and the rejected token is removed from
+    q, since tokens are drawn without replacement (Jeon et al., 2024, arXiv:2402.14160).
     """
     p, q = jax.nn.softmax(adjusted, axis=1), jax.nn.softmax(drawn_from, axis=1)
     accepted = jnp.full(asked.shape[0], -1, jnp.int32)
@@ -159,7 +159,7 @@ def _find_first_accepted(
 def _normalise_residual(
     rest: Float[Array, "T V"], whole: Float[Array, "T V"]
 ) -> Float[Array, "T V"]:
-    """Scale residual probabilities to a sum of 1; return `whole` if all are 0."""
+    """Scale residual probabilities to a sum of 1; if all are 0, return the old probabilities."""
     total = jnp.sum(rest, axis=1, keepdims=True)
     return jnp.where(total > 0, rest / jnp.where(total > 0, total, 1), whole)
 

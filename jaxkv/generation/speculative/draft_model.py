@@ -54,7 +54,7 @@ def draft_model(
       ValueError: If the cache stores too few recurrent states, or was donated.
       ValueError: With several branches, if the cache has recurrent states, fewer than `T * k`
         sequences, or a stream for each sequence.
-      TypeError: If `forward` is not a function.
+      TypeError: If the argument `forward` is not a function.
 
     Examples:
       Two sequences with three branches each need a cache of six sequences:

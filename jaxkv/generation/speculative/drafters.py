@@ -56,7 +56,7 @@ class Drafter(ABC):
         """T, the number of sequences."""
 
     def check(self, cache: Cache) -> None:
-        """Raise a ValueError if drafts for `cache` are impossible; the default never raises."""
+        """Raise a ValueError if drafts for a cache are impossible; the default never raises."""
         del cache
 
     @abstractmethod
@@ -73,7 +73,7 @@ class Drafter(ABC):
           sampler: Sampler that adjusts the logits of both the draft model and the verifying model.
           state: State of the sequences.
           active: Which sequences get a draft.
-          at: Position of `state.token`, which is in no cache yet.
+          at: Position of the last sampled token, which is in no cache yet.
         """
 
     @abstractmethod
@@ -91,7 +91,7 @@ class Drafter(ABC):
           at: Position of `fed[:, 0]`.
           fed: The last sampled token of each sequence, then the n draft tokens of the selected
             branch.
-          num_cached: Number of tokens of `fed` in the cache now; 0 for a sequence that ended.
+          num_cached: Number of fed tokens that are now in the cache; 0 for a sequence that ended.
         """
 
 
@@ -150,7 +150,7 @@ class PromptLookup(Drafter):
         fed: Int32[Array, "T places"],
         num_cached: Int32[Array, " T"],
     ) -> PromptLookup:
-        """Append the first `num_cached` tokens of `fed` to `recent`."""
+        """Append the newly cached tokens to the recent tokens."""
         del sequences, at
         text = jnp.concatenate([self.recent, fed], axis=1)
         index = jnp.arange(self.recent.shape[1])[None] + num_cached[:, None]
@@ -180,7 +180,7 @@ def prompt_lookup(
         last tokens.
 
     Raises:
-      ValueError: If a number is below 1, or `recent` is not greater than `ngram`.
+      ValueError: If a number is below 1, or the number `recent` is not greater than `ngram`.
 
     Examples:
       >>> draft = generation.prompt_lookup([[1, 2, 3, 4, 1]], recent=8)
@@ -224,7 +224,7 @@ class DraftModel(Drafter):
     """Drafter of `draft_model` with one branch.
 
     cache: Cache of the draft model, with the same sequences as the cache of the verifying model.
-    unfed: The only token that `cache` lacks; -1 if `cache` lacks no token or several tokens.
+    unfed: The only token that the cache lacks; -1 if the cache lacks no token or several tokens.
     """
 
     params: PyTree
@@ -255,7 +255,7 @@ class DraftModel(Drafter):
         active: Bool[Array, " T"],
         at: Int32[Array, " T"],
     ) -> tuple[DraftModel, DraftTokens]:
-        """Run the draft model token by token; the first step also computes `unfed`."""
+        """Run the draft model token by token; the first step also computes a missing token."""
         last = last_positions(self.cache.table)[state.sequence]
         active = active & (last + 1 + (self.unfed >= 0) == at)
         tokens = jnp.stack([self.unfed, state.token], axis=1)
@@ -298,7 +298,7 @@ class DraftModel(Drafter):
         fed: Int32[Array, "T places"],
         num_cached: Int32[Array, " T"],
     ) -> DraftModel:
-        """Remove rejected tokens; if all tokens were accepted, the last token becomes `unfed`."""
+        """Remove rejected tokens; if all tokens were accepted, note the one missing token."""
         cache, _ = seq_rm(self.cache, sequences, at + num_cached)
         num_missing = at + num_cached - 1 - last_positions(cache.table)[sequences]
         last = jnp.take_along_axis(fed, jnp.maximum(num_cached - 1, 0)[:, None], axis=1)[:, 0]

@@ -58,7 +58,7 @@ class _DraftedTokens(NamedTuple):
 
 
 class _Setup(NamedTuple):
-    """Constants of a `speculate` loop; `sequences` are the ids of branches, None for one branch."""
+    """Constants of the loop of `speculate`, with sequence ids of branches (None for one branch)."""
 
     forward: Forward
     sampler: Sampler
@@ -68,9 +68,9 @@ class _Setup(NamedTuple):
 
 
 class _Progress(NamedTuple):
-    """State of a `speculate` loop.
+    """State of the loop of `speculate`.
 
-    at: Position of `state.token`, which is in no cache yet.
+    at: Position of the last sampled token, which is in no cache yet.
     drafting: Which sequences still get drafts.
     """
 
@@ -141,7 +141,7 @@ def speculate(
         branches, or a stream for each sequence.
       ValueError: If the drafter is for another number of sequences or another vocabulary.
       ValueError: If the cache of the drafter was donated, or has another number of sequences.
-      TypeError: If `drafter`, `sampler` or `state` has the wrong type.
+      TypeError: If the drafter, the sampler or the state has the wrong type.
 
     Examples:
       The model counts modulo 3, and nine tokens take three steps:
@@ -219,7 +219,7 @@ def _build_speculate_program(forward: Callable[[], Forward]) -> jax.stages.Wrapp
 def _speculate(
     setup: _Setup, draft: Drafter, cache: Cache, state: DecodeState, num_tokens: int
 ) -> tuple[Cache, DecodeState, Drafter, _DraftedTokens]:
-    """Run `speculate` inside a traced program."""
+    """Run the loop of `speculate` inside a traced program."""
     texts, tries = state.token.shape[0], draft.num_draft_tokens
     if draft.num_branches > 1:
         table = cache.table
@@ -300,7 +300,7 @@ def _append_rows(
     new: Shaped[Array, "T n"],
     num_new: Int32[Array, " T"],
 ) -> Shaped[Array, "T steps"]:
-    """Write the first `num_new` values of `new` into each row of `rows`, from index `start` on."""
+    """Write the first new values of each sequence into its row, from a start index on."""
     turn = jnp.arange(new.shape[1], dtype=jnp.int32)[None]
     where = jnp.where(turn < num_new[:, None], start[:, None] + turn, rows.shape[1])
     return rows.at[jnp.arange(rows.shape[0])[:, None], where].set(new, mode="drop")
@@ -407,7 +407,7 @@ def _feed_guess(
 
 
 def _check_vocabulary(draft: DraftTokens, logits: Float[Array, "T n V"]) -> None:
-    """Raise a ValueError if the vocabularies of a drawn draft and of `logits` differ."""
+    """Raise a ValueError if the vocabularies of a drawn draft and of the logits differ."""
     if draft.adjusted is not None and draft.adjusted.shape[-1] != logits.shape[-1]:
         raise ValueError(
             f"expected a draft of {logits.shape[-1]} tokens, the vocabulary of the model, got one "

@@ -42,7 +42,7 @@ class TreeNodes(NamedTuple):
 
 
 def check_branches(spec: TableSpec, texts: int, num_branches: int, cache_name: str) -> None:
-    """Raise a ValueError unless a cache can fork each of `texts` sequences into branches."""
+    """Raise a ValueError unless a cache can fork each drafted sequence into branches."""
     if num_branches == 1:
         return
     if spec.max_rollback is not None:
@@ -78,7 +78,7 @@ def assign_branch_sequences(
 
 
 def find_tree_nodes(draft: DraftTokens) -> TreeNodes:
-    """Find the tokens that branches share in draft tokens `[T, k, n]`."""
+    """Find the draft tokens that branches share."""
     tokens, valid = (jnp.moveaxis(x, 1, 2) for x in (draft.tokens, draft.valid))
     both = valid[..., None] & valid[..., None, :] & (tokens[..., None] == tokens[..., None, :])
     owns = jnp.moveaxis(jnp.cumprod(both, axis=1) > 0, 1, 2)
@@ -91,7 +91,7 @@ def find_tree_nodes(draft: DraftTokens) -> TreeNodes:
 def fork_branches(
     table: CacheTable, sequences: Int32[Array, "T k"], roots: Int32[Array, " T"]
 ) -> CacheTable:
-    """Fork each sequence of `roots` into the sequences of its branches."""
+    """Fork each drafted sequence into the sequences of its branches."""
     parents = jnp.broadcast_to(roots[:, None], sequences.shape).reshape(-1)
     targets = jnp.where(sequences == roots[:, None], table.spec.sequences, sequences)
     return table.seq_select(None, parents, targets.reshape(-1))[0]
@@ -107,9 +107,9 @@ def plan_tree(
 ) -> Plan:
     """Plan the last sampled token and the branches of each active sequence, in one ubatch.
 
-    Requires a `table` with forked branches, ascending `sequences` with Q for a missing branch, and
-    no valid draft tokens in missing branches. The outputs, `[T, 1 + k * n]`, are of the last
-    sampled token, then of each branch; outputs of tokens in an earlier branch are undefined.
+    The table has forked branches, and sequence ids ascend, with Q for a missing branch, which has
+    no valid draft tokens. The outputs `[T, 1 + k * n]` are of the last sampled token, then of each
+    branch; for a token that branches share, only the output of the first branch is defined.
     """
     texts, branches, length = draft.tokens.shape
     nodes = find_tree_nodes(draft)
@@ -158,7 +158,7 @@ def keep_branch(
     sequences: Int32[Array, "T k"],
     branch: Int32[Array, " T"],
 ) -> CacheTable:
-    """Replace each sequence of `roots` by one of its branches, and clear the other branches."""
+    """Replace each drafted sequence by one of its branches, and clear the other branches."""
     parents = jnp.take_along_axis(sequences, branch[:, None], axis=1)[:, 0]
     table, _ = table.seq_select(None, parents, roots)
     others = jnp.where(sequences == roots[:, None], table.spec.sequences, sequences).reshape(-1)

@@ -64,7 +64,7 @@ class ActiveTiles(NamedTuple):
     def mask_and_bias_of_tile(
         self, block: Int32[Array, ""], first: Int32[Array, ""], size: int
     ) -> tuple[Bool[Array, "1 t C"], Float[Array, "1 _ t C"] | None]:
-        """Return the mask, and the bias or None, of a block for `size` cells from `first`."""
+        """Return the mask, and the bias or None, of a block of tokens for the cells of one tile."""
         zero = jnp.zeros_like(first)
         if not isinstance(self.mask, Visibility):
             return slice_of(self.mask, (block, zero, first), (1, self.tokens_per_block, size)), None
@@ -91,7 +91,7 @@ class ActiveTiles(NamedTuple):
 def find_active_tiles(
     visibility: Visibility, max_tokens: int = BLOCK, size: int = TILE
 ) -> ActiveTiles:
-    """List the active tiles of `size` cells, for blocks of at most `max_tokens` tokens."""
+    """List the active tiles for blocks of tokens, given the largest sizes of tiles and blocks."""
     # All layers call this function with equal arguments, and the compiler computes the list once.
     lists, tokens = visibility.at.shape
     cells = visibility.position.shape[1]
@@ -113,7 +113,7 @@ def find_active_tiles(
 
 
 def _split_visibility(visibility: Visibility, blocks: int) -> Visibility:
-    """Return a `Visibility` in which each list of tokens is cut into `blocks` lists."""
+    """Return a `Visibility` in which each list of tokens is cut into several lists."""
     lists = visibility.streams.size * blocks
     return replace(
         visibility.slice_tokens(partial(split_into_blocks, blocks=blocks)),
@@ -123,7 +123,7 @@ def _split_visibility(visibility: Visibility, blocks: int) -> Visibility:
 
 
 def _find_seen_cells(visibility: Visibility) -> tuple[jax.Array, jax.Array]:
-    """Return which cells lists attend to, `[P, N]`, and which tokens attend to a cell, `[P, T]`."""
+    """Return which cells a list attends to, `[P, N]`, and which tokens attend to any, `[P, T]`."""
     # A loop over tokens avoids a mask of all pairs of a token and a cell.
     visibility = replace(visibility, bias=None)
 
@@ -143,7 +143,7 @@ def _find_seen_cells(visibility: Visibility) -> tuple[jax.Array, jax.Array]:
 def query_bounds_in_blocks(
     visibility: Visibility, blocks: int, queries: int
 ) -> Int32[Array, "Pb X 4"]:
-    """Return the four fields of `QueryBounds` for queries in blocks; G is `queries`."""
+    """Return the four fields of `QueryBounds` for all queries in blocks of tokens."""
     looks = jnp.stack(query_bounds_of(visibility), axis=-1)
     return jnp.tile(split_into_blocks(looks, blocks), (1, queries, 1))
 
@@ -158,7 +158,7 @@ def scalar_at(x: Shaped[Array, " n"], i: Int32[Array, ""]) -> Shaped[Array, ""]:
 
 
 def split_into_blocks(x: Shaped[Array, "P T ..."], blocks: int) -> Shaped[Array, "Pb t ..."]:
-    """Cut each list of tokens into b equal `blocks`, padded with tokens that attend to no cell."""
+    """Cut each list of tokens into b equal blocks, padded with tokens that attend to no cell."""
     if blocks == 1:
         return x
     size = -(-x.shape[1] // blocks)

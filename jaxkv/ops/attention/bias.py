@@ -46,7 +46,7 @@ class PositionBias:
     def compute_bias(
         self, at: Int32[Array, "P T"], position: Int32[Array, "P _ N"]
     ) -> Float[Array, "P _ T N"]:
-        """Return the bias of tokens at positions `at` for cells at `position`, of H heads or 1."""
+        """Return the bias for positions of tokens and of cells, of H heads or of 1."""
         key = position[:, None]
         added = self.function.value(at[:, None, :, None], key, self.heads[None, :, None, None])
         shape = (at.shape[0], added.shape[1], at.shape[1], key.shape[3])
@@ -60,12 +60,12 @@ BiasOfLists = jax.Array | PositionBias
 def check_bias(bias: object, shape: tuple[int, ...]) -> BiasOfLists | None:
     """Return the bias that a caller passed, as an array or a `PositionBias`, after checks.
 
-    `shape` is (R, T, H, N). An array is broadcast to `[R, T, H or 1, N]`.
+    The shape is (R, T, H, N). An array is broadcast to `[R, T, H or 1, N]`.
 
     Raises:
       TypeError: If the bias is neither a function nor an array of floats, or if the function closes
         over traced arrays that are not among its leaves.
-      ValueError: If the bias does not broadcast to `shape`.
+      ValueError: If the bias does not broadcast to the shape.
 
     >>> check_bias(jnp.zeros((1, 1, 2, 1)), (3, 5, 2, 8)).shape
     (3, 5, 2, 8)
@@ -110,7 +110,7 @@ def check_bias(bias: object, shape: tuple[int, ...]) -> BiasOfLists | None:
 def _check_fit(
     letters: str, x: jax.Array | np.ndarray | jax.ShapeDtypeStruct, shape: tuple[int, ...]
 ) -> None:
-    """Raise unless the array or shape `x` has floats that broadcast to `shape`."""
+    """Raise unless an array or a shape has floats that broadcast to the given shape."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"expected a bias of floats, got {x.dtype}; cast it")
     fits = all(n in (1, size) for n, size in zip(x.shape, shape, strict=False))

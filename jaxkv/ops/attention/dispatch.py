@@ -140,7 +140,7 @@ def best_for_cuda(
 
 
 def by_platform(**ways: Callable[..., OnlineSoftmax]) -> Callable[..., OnlineSoftmax]:
-    """Return a function that calls one of `ways`, selected by the platform of the program."""
+    """Return a function that calls the implementation for the platform of the program."""
 
     def partial_attention(
         q: jax.Array, k: Stored, v: Stored, seen: PyTree, options: AttentionOptions

@@ -7,8 +7,8 @@ softmax over its tiles. A second kernel merges the partial softmaxes (flash-deco
 A block has at most as many queries as fit into the registers of a program. Blocks of a list run
 concurrently, so that blocks share tiles in the GPU's cache. The compiler requires sizes that are
 powers of two, so numbers of queries and of dimensions are rounded up and masked. Quantised codes
-are multiplied without decoding; logits and weights are multiplied by the scales. A bias would have
-to be added before `cap_logits`.
+are multiplied without decoding; logits and weights are multiplied by the scales. The kernel takes
+no bias, which would have to be added before `cap_logits`.
 
 Letters are those of `jaxkv.ops.attention`; M is the number of pairs of a block and a tile, J the
 number of programs that share a block.
@@ -196,7 +196,7 @@ def partial_attention(
 
 
 def _softmax_shapes(*shape: int) -> list[jax.ShapeDtypeStruct]:
-    """Return the float32 shapes of an `OnlineSoftmax` whose `out` has the shape `[..., X, Dv]`."""
+    """Return the float32 shapes of an `OnlineSoftmax` with outputs of shape `[..., X, Dv]`."""
     return [jax.ShapeDtypeStruct(s, jnp.float32) for s in (shape[:-1], shape[:-1], shape)]
 
 
@@ -345,7 +345,7 @@ def _pad_to_power_of_two(count: int) -> int:
 
 
 def _padded_range(count: int, size: int | None = None) -> tuple[jax.Array, jax.Array]:
-    """Return integers up to a power of two, or up to `size`, and whether each is below `count`."""
+    """Return integers from 0, in a padded number, and whether each integer is below `count`."""
     numbers = jnp.arange(_pad_to_power_of_two(count) if size is None else size, dtype=jnp.int32)
     return numbers, numbers < count
 
@@ -353,7 +353,7 @@ def _padded_range(count: int, size: int | None = None) -> tuple[jax.Array, jax.A
 def _load(
     ref: Ref, *where: jax.Array | int, inside: jax.Array | None, fill: float = 0
 ) -> jax.Array:
-    """Read `ref` at int32 indices `where`; `fill` where `inside` is False. None is True."""
+    """Read a reference at int32 indices; return `fill` where `inside` is neither True nor None."""
     return triton.load(ref.at[where], mask=inside, other=None if inside is None else fill)
 
 
@@ -368,7 +368,7 @@ def _tile_bounds_mask(
 
 
 def _multiply_tile(a: jax.Array, b: jax.Array, over: int, *, interpret: bool) -> jax.Array:
-    """Multiply `a`, `[X, D or C]`, by a tile `b` over dimension `over` of `b`, in float32."""
+    """Multiply numbers, `[X, D or C]`, by one dimension of a tile, in float32."""
     # Three TF32 products on the matrix units are as exact as one float32 product, see
     # `docs/kernels.md`. By default the compiler would use one TF32 product.
     exact = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3

@@ -7,8 +7,8 @@ are fetched, for several heads.
 The TPU compiler stores arrays in lines of 128 lanes. If the head size is a multiple of 128, the
 lanes contain the dimensions of a cell. For other head sizes the lanes contain neighbouring cells,
 so that no padding is needed. The kernel reads both layouts in place. Quantised codes are multiplied
-without decoding; logits and weights are multiplied by the scales. A bias would have to be added
-before `cap_logits`.
+without decoding; logits and weights are multiplied by the scales. The kernel takes no bias, which
+would have to be added before `cap_logits`.
 
 Letters are those of `jaxkv.ops.attention`; M is the number of pairs of a block and a tile, h the
 number of key heads that are computed at once.
@@ -204,11 +204,11 @@ def _kernel(
 ) -> None:
     """Add a tile to the partial softmax of a block, which is in fast memory until the next block.
 
-    The argument `pairs` is `ActiveTiles.tiles`; only the index maps use `streams`. The shapes of a
-    tile's `position` and `owners` are `[1, 1, C]` and `[1, W, C]`. The shapes of `query_bounds` and
-    `q` are `[1, X, 4]` and `[1, h, X, D]`. Arrays `k` and `v` are `[1, h, C, ...]`, or
-    `[1, h, ..., C]` where `in_lanes`; scales are `[1, h, 1, C]`. Outputs `max_logit`, `denom` and
-    `out` are `[1, h, X, ...]`, see `OnlineSoftmax`.
+    The array `pairs` is `ActiveTiles.tiles`; only the index maps use the array `streams`. The
+    shapes of a tile's `position` and `owners` are `[1, 1, C]` and `[1, W, C]`. The shapes of
+    `query_bounds` and `q` are `[1, X, 4]` and `[1, h, X, D]`. Arrays `k` and `v` are
+    `[1, h, C, ...]`, or `[1, h, ..., C]` if cells are in the lanes; scales are `[1, h, 1, C]`.
+    Outputs `max_logit`, `denom` and `out` are `[1, h, X, ...]`, see `OnlineSoftmax`.
     """
     i = pl.program_id(1)
     block, tile = _split_pair_number(pairs[i], tiles)
@@ -258,17 +258,17 @@ def _zero_after(x: jax.Array, axis: int, count: jax.Array) -> jax.Array:
 def _multiply_tile(
     a: jax.Array, b: jax.Array, over: jax.lax.DotDimensionNumbers, dtype: jnp.dtype
 ) -> jax.Array:
-    """Multiply `a`, `[h, X, D or C]`, by a tile `b` over some dimensions, in `dtype`."""
+    """Multiply numbers, `[h, X, D or C]`, by some dimensions of a tile."""
     return jax.lax.dot_general(a, b, over, preferred_element_type=dtype)
 
 
 def _split_pair_number(number: jax.Array, tiles: int) -> tuple[jax.Array, jax.Array]:
-    """Return the block and the tile of the pair with index `number`; all int32."""
+    """Return the block and the tile of a pair, given the int32 index of the pair."""
     return jax.lax.div(number, jnp.int32(tiles)), jax.lax.rem(number, jnp.int32(tiles))
 
 
 def _max_tokens_per_block(queries: int) -> int:
-    """Return the largest number of tokens of a block, with `queries` query heads of a key head."""
+    """Return the largest number of tokens of a block, given G, the query heads of a key head."""
     return max(1, QUERIES // queries)
 
 
@@ -285,7 +285,7 @@ def _pin_buffers_to_hbm(x: jax.Array, interpret: bool) -> jax.Array:
 
 
 def _heads_at_once(q: jax.Array, k: Stored, v: Stored) -> int:
-    """Return h, the largest divisor of K for which tiles and logits fit into `VMEM` bytes."""
+    """Return h, the largest divisor of K for which tiles and logits fit into fast memory."""
     # More heads make fetches larger, and share one mask. Each head needs two tiles, one of which is
     # being fetched, and four arrays of the size of the logits.
     size = min(TILE, k.shape[2])

@@ -1,4 +1,4 @@
-"""Partial (online) softmax over some cells, which can be merged with another over other cells.
+"""Partial (online) softmax over some cells; partial softmaxes over different cells can be merged.
 
 Arrays are packed: G query heads of a key head and T tokens of a list are X queries of one product.
 A key is therefore read once for all X queries.
@@ -63,7 +63,7 @@ class OnlineSoftmax(NamedTuple):
         denom: Float[Array, "P K X"],
         out: Float[Array, "P K X Dv"],
     ) -> OnlineSoftmax:
-        """Add cells with `denom` and `out`; `max_logit` is the highest logit of all cells."""
+        """Merge the sums `denom` and `out` of more cells, given the highest logit of all cells."""
         down = jnp.exp(self.max_logit - max_logit)
         return OnlineSoftmax(max_logit, self.denom * down + denom, self.out * down[..., None] + out)
 
@@ -78,7 +78,7 @@ def mask_logits(
     mask: Bool[Array, "*#n C"],
     bias: Float[Array, "*#n #C"] | None = None,
 ) -> Float[Array, "*#n C"]:
-    """Add `bias`; set logits of hidden cells to LOWEST, other logits to at least LOWEST / 2."""
+    """Add a bias; set logits of hidden cells to LOWEST, other logits to at least LOWEST / 2."""
     # A visible NaN is kept.
     if bias is not None:
         logits, mask = logits + bias.astype(logits.dtype), mask & (bias != -jnp.inf)
@@ -98,7 +98,7 @@ def reset_where_bias_hides_all(sums: OnlineSoftmax) -> OnlineSoftmax:
 
 
 def _reset_unseen(sums: OnlineSoftmax, sees: jax.Array) -> OnlineSoftmax:
-    """Replace the partial softmax of queries where `sees`, `[P, K or 1, X]`, is False."""
+    """Reset the partial softmax of queries where the mask `sees`, `[P, K or 1, X]`, is False."""
     return OnlineSoftmax(
         jnp.where(sees, sums.max_logit, LOWEST),
         jnp.where(sees, sums.denom, 0.0),
@@ -146,7 +146,7 @@ def with_sinks(sums: OnlineSoftmax, sinks: Float[Array | np.ndarray, " H"] | Non
 
 
 def normalize(sums: OnlineSoftmax) -> Float[Array, "P K X Dv"]:
-    """Return `out` divided by `denom`; zeros if no cell is visible."""
+    """Divide the weighted values by the denominators; return zeros if no cell is visible."""
     return sums.out / jnp.where(sums.denom == 0.0, 1.0, sums.denom)[..., None]
 
 

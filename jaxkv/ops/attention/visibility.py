@@ -58,7 +58,7 @@ class Visibility:
     tile: int | None = field(default=None, metadata={"static": True})
 
     def slice_cells(self, first: Int32[Array, ""], count: int) -> Visibility:
-        """Return the visibility of `count` cells from the int32 index `first`."""
+        """Return the visibility of `count` cells, the first of which has the index `first`."""
 
         def cut(x: jax.Array) -> jax.Array:
             return jax.lax.dynamic_slice_in_dim(x, first, count, axis=-1)
@@ -71,7 +71,7 @@ class Visibility:
         )
 
     def slice_tokens(self, cut: Callable[[jax.Array], jax.Array]) -> Visibility:
-        """Return the visibility of tokens that `cut` selects from arrays `[P, T, ...]`."""
+        """Return the visibility of the tokens that a function cuts out of arrays `[P, T, ...]`."""
         return replace(
             self,
             at=cut(self.at),

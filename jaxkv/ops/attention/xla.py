@@ -78,8 +78,8 @@ def add_cells(
 ) -> OnlineSoftmax:
     """Add cells with keys and values `[P, K, C, ...]` to a partial softmax.
 
-    `q` is packed and scaled, and values are finite. A token without visible cells gets wrong sums,
-    so callers must call `zero_unseen` at the end.
+    The queries are packed and scaled, and the values are finite. A token without visible cells gets
+    wrong sums, so callers must call `zero_unseen` at the end.
     """
     logits = _masked_logits(q, k, mask, options, bias)
     highest = jax.lax.stop_gradient(jnp.maximum(jnp.max(logits, axis=-1), sums.max_logit))

@@ -40,19 +40,19 @@ LARGE = 16
 """Largest number of tokens of a list for which all cells may be read at once."""
 
 SEVERAL = 8
-"""Number of tokens of a list from which tiles are read one by one if logits exceed `LOGITS`."""
+"""Number of tokens of a list from which tiles are read one by one if logits exceed 8 MB."""
 
 LOGITS = 1 << 23
 """Largest number of bytes of logits that fit into the CPU's cache: 8 MB."""
 
 HUGE = 1 << 17
-"""Number of cells of a stream from which two tokens of a list count as `SEVERAL`."""
+"""Number of cells of a stream from which SEVERAL means two tokens of a list."""
 
 THIN = 32
 """Largest number of queries of a key head for which cells are cut into parts."""
 
 PRODUCTS = 384
-"""Number of independent products from which cells are not cut further: enough for all cores."""
+"""Number of independent products that is enough for all cores, so cells are not cut further."""
 
 PART = 64
 """Smallest number of cells of a part."""

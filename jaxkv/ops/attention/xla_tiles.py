@@ -56,7 +56,7 @@ def attend_in_blocks(
     *,
     pinned: bool = False,
 ) -> OnlineSoftmax:
-    """Attend to active tiles with `added`, for blocks of tokens; see `add_tiles_in_turn`."""
+    """Attend to active tiles for blocks of tokens, with a function that adds tiles."""
     live = find_active_tiles(visibility)
     lists, tokens = visibility.at.shape
     packed_q = group_queries(
@@ -77,11 +77,11 @@ def add_tiles_in_turn(
     *,
     pinned: bool = False,
 ) -> OnlineSoftmax:
-    """Add the active tiles to the partial softmax `start`; callers must call `zero_unseen`.
+    """Add the active tiles to a partial softmax; callers must call `zero_unseen`.
 
     Tiles are read from the buffers without copying a stream. The queries `q` are packed and scaled.
-    With `pinned`, the compiler cannot move work on a tile, such as a conversion, out of the loop,
-    where the work would be done for all cells.
+    If `pinned` is True, the compiler cannot move work on a tile, such as a conversion, out of the
+    loop, where the work would be done for all cells.
     """
     kv_heads, cells = k.shape[1:3]
     (k, v), streams, _ = flatten_layers((k, v), live.streams)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32
 
 CHUNK = 64
-"""Number of tokens of a chunk. Small chunks make more products, large chunks more masked scores."""
+"""Number of tokens of a chunk, a compromise between many products and many masked scores."""
 
 
 def scan_ssd(
@@ -101,8 +101,8 @@ def scan_ssd(
 def _state_after_chunk(state: jax.Array, x: jax.Array, logs: jax.Array, b: jax.Array) -> jax.Array:
     """Return the state after all tokens of a chunk, `[R, G, J, D, M]` float32.
 
-    `x`, inputs times step sizes, is `[R, t, G, J, D]`; `logs`, log decays, is `[R, t, G, J]`; `b`
-    is `[R, t, G, M]`.
+    The inputs `x` times step sizes are `[R, t, G, J, D]`, the log decays `logs` are `[R, t, G, J]`,
+    and `b` is `[R, t, G, M]`.
     """
     total = jnp.cumsum(logs, axis=1)
     x = x * jnp.exp(total[:, -1:] - total)[..., None]
@@ -113,9 +113,9 @@ def _state_after_chunk(state: jax.Array, x: jax.Array, logs: jax.Array, b: jax.A
 def _states_after_counts(
     state: jax.Array, x: jax.Array, logs: jax.Array, b: jax.Array, counts: jax.Array
 ) -> jax.Array:
-    """Return the state after each of `counts` tokens, `[R, n, G, J, D, M]`; `counts` is `[R, n]`.
+    """Return the state after each number of tokens in `counts`, `[R, n]`, as `[R, n, G, J, D, M]`.
 
-    `state` is the state after the first count. The other arguments are those of
+    The argument `state` is the state after the first count. The other arguments are those of
     `_state_after_chunk`, with T tokens.
     """
 

@@ -87,11 +87,11 @@ def _resumable_in_block(
     start: Int32[Array, ""],
     before: UInt32[Array, ""],
 ) -> tuple[Bool[Array, " block"], Bool[Array, " block"], Bool[Array, " block"], UInt32[Array, ""]]:
-    """Return three masks of the positions of a block at which a sequence can be resumed.
+    """Return three masks of the positions of a block, to decide where a sequence can be resumed.
 
     The masks are True where `can_resume` is True, where all earlier tokens are present, and where
-    no other token is present. The block starts at position `start`, and `before` is the sum of the
-    hashes of earlier blocks. The last result is the sum of the hashes up to the end of the block.
+    no wrong token is present. The last argument is the sum of the hashes of earlier blocks. The
+    last result is the sum of the hashes up to the end of the block.
     """
     positions = start + jnp.arange(BLOCK, dtype=jnp.int32)
     holds = positions <= table.seq_pos_max(seq) + 1
@@ -113,8 +113,8 @@ def _has_same_content(
 ) -> Bool[Array, " block"]:
     """Return the positions of a block at which all found hashes equal the expected hash.
 
-    `index` is the offset of each found hash in the block; an offset outside of the block is
-    ignored.
+    The argument `index` is the offset of each found hash in the block; an offset outside of the
+    block is ignored.
     """
     here = (index >= 0) & (index < BLOCK)
     differs = here & (found != expected.at[index].get(mode="fill", fill_value=0))

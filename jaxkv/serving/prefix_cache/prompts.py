@@ -37,8 +37,8 @@ class MissReason(IntEnum):
 class PrefixHit(NamedTuple):
     """Length of a prompt prefix that was forked or stored.
 
-    length: Number of tokens in the sequence after `fork`, or in the store after `store`.
-    miss: Why the length is not greater.
+    length: Number of tokens that were forked into the sequence, or stored.
+    miss: Why a longer prefix was not forked or stored.
     """
 
     length: int

@@ -36,10 +36,10 @@ class PrefixStore:
     Within a stream, forks copy no cells, and prompts share the cells of common prefixes. Forks
     between streams copy cells.
 
-    Use a store only with the cache that the same call returned. An earlier store can be restored
-    together with its cache. Only methods of the store may edit the sequences of the store. If a
-    stored prompt shares cells with a sequence, `Cache.can_seq_add` is False for the sequence until
-    `evict` is called. Tokens are integers: assign an id to each image or other model input.
+    Use a store only with the cache that was returned together with the store. An earlier store can
+    be restored together with its cache. Only methods of the store may edit the sequences of the
+    store. If a stored prompt shares cells with a sequence, `Cache.can_seq_add` is False until the
+    prompt is evicted. Tokens are integers: assign an id to each image or other model input.
 
     sequences: Ids of the sequences of the store.
     cells: Maximum number of cells of the store; shared cells count once.
@@ -65,10 +65,10 @@ class PrefixStore:
           cells: Maximum number of cells of the store; unlimited by default.
 
         Raises:
-          ValueError: If `sequences` is empty, or an id is repeated or not in the cache.
-          ValueError: If a sequence of `sequences` is not empty, or `cells` is below 1.
+          ValueError: If no sequence id is given, or an id is repeated or not in the cache.
+          ValueError: If a reserved sequence is not empty, or the number of cells is below 1.
           ValueError: If the cache is traced or has a part for encoder sources.
-          TypeError: If ids or `cells` are not integers.
+          TypeError: If an id or the number of cells is not an integer.
 
         Examples:
           >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
@@ -114,22 +114,22 @@ class PrefixStore:
     def fork(self, cache: Cache, tokens: Ids, seq: Id, *, donate: bool = False) -> PrefixResult:
         """Fork the longest stored prefix of a prompt into a sequence.
 
-        After `fork`, sequence `seq` contains only the first `hit.length` tokens of the prompt;
-        compute `tokens[hit.length:]` next. The last token of the prompt is never forked, since
+        After the fork, the sequence contains only the first `hit.length` tokens of the prompt;
+        next, compute the rest of the prompt. The last token of the prompt is never forked, since
         logits are not stored. The stored prompt with the longest prefix that can be resumed
         (`can_resume`) is forked, if possible from the same stream, and becomes the most recently
-        used. A window may have evicted cells of a prefix, and a recurrent cache can resume only at
-        stored states.
+        used prompt. A window may have evicted cells of a prefix, and a recurrent cache can resume
+        only at stored states.
 
         Args:
           cache: The cache of the store.
           tokens: `[n]`. The whole prompt.
           seq: Id of a sequence that is not in the store.
-          donate: Donate the buffers of `cache` if cells must be copied, see `seq_cp`.
+          donate: Donate the buffers of the cache if cells must be copied, see `seq_cp`.
 
         Raises:
           ValueError: If the cache is traced, or has another spec than the store.
-          ValueError: If `tokens` is empty, or `seq` is in the store or not in the cache.
+          ValueError: If no token is given, or the sequence is in the store or not in the cache.
           TypeError: If tokens are not integers.
 
         Examples:
@@ -163,16 +163,16 @@ class PrefixStore:
 
         A prompt that is already stored is not stored again. A new prompt replaces a stored prompt
         that is a prefix of the new prompt, unless only the stored prompt can be resumed at some
-        position. If the store has no empty sequence, or exceeds the limit `cells`, the least
-        recently used prompts are evicted. A prompt is stored in the stream of `seq`, or in another
-        stream if the store has no sequence in that stream.
+        position. If the store has no empty sequence, or exceeds its limit of cells, the least
+        recently used prompts are evicted. A prompt is stored in the stream of the sequence, or in
+        another stream if the store has no sequence in that stream.
 
         Args:
           cache: The cache of the store.
           tokens: `[n]`. Tokens of the sequence from position 0 on. Tokens that
             `generation.context_shift` moved cannot be stored.
           seq: Id of a sequence that is not in the store.
-          donate: Donate the buffers of `cache` if cells must be copied, see `seq_cp`.
+          donate: Donate the buffers of the cache if cells must be copied, see `seq_cp`.
 
         Raises:
           ValueError: If the sequence has fewer positions than tokens, or in the cases of `fork`.
@@ -220,7 +220,7 @@ class PrefixStore:
         return kept or PrefixResult(cache, self, PrefixHit(0, MissReason.OUT_OF_CELLS))
 
     def evict(self, cache: Cache, *, cells: int) -> EvictResult:
-        """Evict the least recently used prompts until the store has at most `cells` cells.
+        """Evict the least recently used prompts until the store has at most a number of cells.
 
         Cells that sequences outside of the store share stay in use.
 
@@ -229,8 +229,8 @@ class PrefixStore:
           cells: Maximum number of cells of the store afterwards; 0 evicts all prompts.
 
         Raises:
-          ValueError: If `cells` is below 0, or the cache is traced or has another spec than the
-            store.
+          ValueError: If the number of cells is below 0, or the cache is traced or has another spec
+            than the store.
 
         Examples:
           >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
@@ -269,7 +269,7 @@ class PrefixStore:
           prompts: Tokens `[n]` of each prompt by sequence id, least recently used first.
 
         Raises:
-          ValueError: If a sequence id of `prompts` is not in the store.
+          ValueError: If the sequence id of a prompt is not in the store.
           TypeError: If tokens are not integers.
         """
         if others := set(prompts) - set(self.sequences):
@@ -290,8 +290,8 @@ class PrefixStore:
 
         Args:
           cache: The cache of the store.
-          donate: Value of `donate` in later calls of `fork` and `store`. If `donate` is True, the
-            input cache becomes invalid.
+          donate: Value of the argument `donate` in later calls of the methods `fork` and `store`.
+            If True, the input cache becomes invalid.
 
         Raises:
           ValueError: If the cache is traced, or has another spec than the store.
@@ -315,7 +315,7 @@ class PrefixStore:
         return cache
 
     def longest_match(self, cache: Cache, tokens: Int32[np.ndarray, " n"], seq: int) -> PrefixMatch:
-        """Return the stored prompt with the longest resumable prefix of `tokens`."""
+        """Return the stored prompt that shares the longest resumable prefix with given tokens."""
         sequences = self._sequences_in_stream(seq)
         agreeing = [
             (common_prefix_length(prompt.tokens, tokens[:-1]), prompt)
@@ -354,13 +354,13 @@ class PrefixStore:
         return PrefixResult(cache, self.touch(source), hit)
 
     def touch(self, prompt: CachedPrompt) -> PrefixStore:
-        """Return a store with `prompt` as the most recently used, if `prompt` is in the store."""
+        """Return a store in which a prompt, if stored, is the most recently used prompt."""
         if not any(past is prompt for past in self.prompts):
             return self
         return self._replace_fields(prompts=(*self._without_prompt(prompt).prompts, prompt))
 
     def evict_prompt(self, cache: Cache, prompt: CachedPrompt) -> EvictResult:
-        """Empty the sequence of a prompt, and add the tokens of the prompt to `evicted`."""
+        """Empty the sequence of a prompt, and note the tokens of the prompt as evicted."""
         cache, _ = seq_rm(cache, prompt.sequence)
         evicted = (*self.evicted, prompt.tokens)[-len(self.sequences) :]
         return EvictResult(cache, self._without_prompt(prompt)._replace_fields(evicted=evicted))
@@ -382,7 +382,7 @@ class PrefixStore:
         )
 
     def _sequences_in_stream(self, seq: int) -> tuple[int, ...]:
-        """Return the store's sequences in the stream of `seq`, or all of them if it has none."""
+        """Return the store's sequences in a stream; if there are none, all of the store."""
         per_stream = self._spec.sequences_per_stream
         near = tuple(
             own_seq for own_seq in self.sequences if own_seq // per_stream == seq // per_stream
@@ -392,7 +392,7 @@ class PrefixStore:
     def _fork_into_store(
         self, cache: Cache, prompt: CachedPrompt, sequences: tuple[int, ...], donate: bool
     ) -> PrefixResult | None:
-        """Fork a prompt into one of `sequences`; return None if the prompt does not fit."""
+        """Fork a prompt into one of the given sequences; return None if the prompt does not fit."""
         size = prompt.tokens.size
         alone, _ = seq_rm(seq_keep(cache, prompt.sequence).cache, prompt.sequence, size)
         if int(alone.num_used_cells()) > self.cells:
@@ -470,7 +470,7 @@ def _spec_of(cache: Cache) -> TableSpec:
 
 
 def _can_copy(cache: Cache, src: int, dst: int, stop: int) -> Bool[Array, ""]:
-    """Return whether `seq_cp` of the positions below `stop` is possible."""
+    """Return whether `seq_cp` can copy the first positions of a sequence."""
     return _table_can_copy(cache.table, *map(np.int32, (src, dst, 0, stop)))
 
 

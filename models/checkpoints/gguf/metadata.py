@@ -31,7 +31,7 @@ class Metadata:
         return [key for key in self._reader.fields if key.startswith(prefix)]
 
     def checked(self, key: str, kind: Kind, default: Any = None) -> Any:
-        """Return the value of a key, or `default`; raise `ModelError` unless it is of `kind`."""
+        """Return the value of a key, or `default`; raise `ModelError` for values of other kinds."""
         value = self(key)
         if value is None:
             return default
