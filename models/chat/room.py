@@ -54,13 +54,13 @@ def slide(chat: Chat) -> Chat:
     conversation, cache, store = chat.now, chat.cache, chat.store
     if has_states(cache):
         raise ChatError("a recurrent state cannot forget earlier tokens; /drop starts again.")
-    start, num_held = conversation.frame.keep + conversation.gap, chat.held
+    start, num_cached = conversation.frame.keep + conversation.gap, chat.num_cached
     cut = cut_of(conversation)
-    if num_held <= start or cut <= start:
+    if num_cached <= start or cut <= start:
         raise ChatError(
             "there is nothing to forget yet: /drop a conversation, or give more --cells."
         )
-    if cut >= num_held:  # the kept half begins after the cached tokens
+    if cut >= num_cached:  # the kept half begins after the cached tokens
         cache, ok = jaxkv.seq_rm(cache, conversation.sequence, conversation.frame.keep)
     else:
         drop = cut - start
@@ -70,7 +70,7 @@ def slide(chat: Chat) -> Chat:
         )
     if not ok:
         raise ChatError(_why_stuck(chat))
-    return replace(chat, store=store).going_on(
+    return replace(chat, store=store).with_current(
         replace(conversation, gap=cut - conversation.frame.keep), cache
     )
 

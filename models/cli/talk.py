@@ -66,15 +66,15 @@ class Talk:
             )
             self.interrupted = came()
         put("\n", flush=True)
-        if self.chat.spent.slid:
-            slid = plural(self.chat.spent.slid, "token")
+        if self.chat.spent.removed_tokens:
+            slid = plural(self.chat.spent.removed_tokens, "token")
             note(f"note: the cache was full: {slid} of the oldest turns are forgotten")
         self.note_finish(self.chat.now.turns[-1])
 
     def note_finish(self, turn: Turn) -> None:
         """Print the reason why an answer ended, except after a stop token."""
         if turn.finish == "full":
-            used, cells = cells_of(self.chat.without_kept)
+            used, cells = cells_of(self.chat.without_prefixes)
             where = "ends there" if turn.answer else "finds no room"
             slides = "" if has_states(self.chat.cache) else "/slide, "
             note(f"note: the cache is full, {used:,} of {cells:,} cells; the answer {where}")
@@ -170,7 +170,7 @@ def draw(talk: Talk, rest: str) -> None:
     _nothing(rest)
     names = {conversation.sequence: name for name, conversation in talk.chat.conversations.items()}
     width = shutil.get_terminal_size((100, 24)).columns
-    put(jaxkv.show(talk.chat.without_kept, width=width) + "\n")
+    put(jaxkv.show(talk.chat.without_prefixes, width=width) + "\n")
     put("owner " + ", ".join(f"{seq} is {names[seq]}" for seq in sorted(names)) + "\n", flush=True)
 
 
@@ -178,11 +178,11 @@ def stats(talk: Talk, rest: str) -> None:
     """Print the used cells, counts of tokens, and speeds."""
     _nothing(rest)
     chat, spent = talk.chat, talk.chat.spent
-    used, cells = cells_of(chat.without_kept)
+    used, cells = cells_of(chat.without_prefixes)
     kept = cells_of(chat.cache)[0] - used
     lines = [
         f"{talk.describe()}",
-        f"{plural(len(chat.now.tokens), 'token')}, {chat.held:,} of them in the cache"
+        f"{plural(len(chat.now.tokens), 'token')}, {chat.num_cached:,} of them in the cache"
         + f", {chat.now.gap:,} forgotten" * bool(chat.now.gap),
         f"cache: {used:,} of {cells:,} cells used, {megabytes(chat.cache.nbytes)}, "
         f"{len(chat.conversations)} of {plural(chat.seats, 'conversation')}",
@@ -191,10 +191,10 @@ def stats(talk: Talk, rest: str) -> None:
         f"computed: {plural(chat.computed, 'token')} in all, and {chat.reused:,} found in what was "
         "kept",
     ]
-    if spent.made:
+    if spent.answer_tokens:
         lines.append(
-            f"last answer: {rate(spent.made, spent.made_seconds)}, after "
-            f"{rate(spent.read, spent.read_seconds)}"
+            f"last answer: {rate(spent.answer_tokens, spent.answer_seconds)}, after "
+            f"{rate(spent.prompt_tokens, spent.prompt_seconds)}"
         )
     put("\n".join(lines) + "\n", flush=True)
 
@@ -242,7 +242,7 @@ COMMANDS = {
 
 def _note_lost(talk: Talk, why: str) -> None:
     if why:
-        count = plural(len(talk.chat.now.tokens) - talk.chat.held, "token")
+        count = plural(len(talk.chat.now.tokens) - talk.chat.num_cached, "token")
         note(f"note: {why}: {count} will be computed again with the next answer")
 
 

@@ -23,12 +23,12 @@ def test_load_saved_chat_goes_on_with_nothing_computed(speaker, twice, tmp_path)
     save(path, chat, speaker.model)
     loaded = load(path, speaker.begin(conversations=3, cells=CELLS), speaker.model)
     assert (loaded.conversations, loaded.current) == (chat.conversations, "main")
-    assert loaded.computed == 0 and loaded.held == twice.held
+    assert loaded.computed == 0 and loaded.num_cached == twice.num_cached
     assert next_answer(speaker, loaded) == next_answer(speaker, twice)
     undone, _ = edits.undo(said(speaker, loaded, "3" * 20))
     save(tmp_path / "undone", undone, speaker.model)  # fits into fewer cells and sequences
     few = load(tmp_path / "undone", speaker.begin(conversations=2, cells=32), speaker.model)
-    assert few.now == undone.now and few.held == undone.held and not few.store.prompts
+    assert few.now == undone.now and few.num_cached == undone.num_cached and not few.store.prompts
     info = snapshot.inspect(path)
     assert info.model == fingerprint(speaker.model)
     assert info.sequences == (0, 1, *(text.sequence for text in twice.store.prompts))
