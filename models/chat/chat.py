@@ -147,8 +147,8 @@ def fork(chat: Chat, name: str) -> Chat:
     free = [seat for seat in range(chat.seats) if seat not in used_seats]
     if not free:
         raise ChatError(
-            f"there are {chat.seats} conversations, as many as there may be: /drop one, or start "
-            f"with --conversations {2 * chat.seats}."
+            f"there are {chat.seats} conversations, the maximum: /drop one, or start with "
+            f"--conversations {2 * chat.seats}."
         )
     source, target = chat.now.sequence, free[0]
     cache, _ = jaxkv.seq_cp(chat.cache, source, target)
@@ -237,12 +237,12 @@ def take_back(chat: Chat, length: int) -> tuple[Chat, str]:
 
 
 MISS_TEXTS = {
-    MissReason.NONE: "nothing was kept from there",
-    MissReason.UNKNOWN: "nothing was kept of it",
-    MissReason.EVICTED: "what was kept from there had to give way",
-    MissReason.CONTEXT_EVICTED: "so has what was kept",
-    MissReason.INCOMPLETE: "what was kept has lost a passage",
-    MissReason.NO_STATE: "no state was kept from there",
+    MissReason.NONE: "no prefix up to there is stored",
+    MissReason.UNKNOWN: "no prefix of it is stored",
+    MissReason.EVICTED: "its stored prefix was evicted",
+    MissReason.CONTEXT_EVICTED: "those of the stored prefix too",
+    MissReason.INCOMPLETE: "the stored prefix lacks tokens",
+    MissReason.NO_STATE: "no state is stored there",
 }
 """End of a sentence for each reason why a prefix is missing in a cache of one stream."""
 
@@ -254,10 +254,10 @@ def _refusals(cache: jaxkv.Cache, sequence: int, end: int) -> list[str]:
         if jaxkv.seq_rm(part, sequence, end).ok:
             continue
         if has_states(part):
-            found.append("a recurrent state cannot forget earlier tokens")
+            found.append("tokens cannot be removed from a recurrent state")
         else:
             width = part.table.window.width
-            found.append(f"a window of {width:,} has let go of what it would see")
+            found.append(f"earlier cells of a window of {width:,} are evicted")
     return found
 
 
@@ -269,4 +269,4 @@ def _check_there(chat: Chat, name: str) -> None:
 
 def _check_turns(chat: Chat) -> None:
     if not chat.now.turns:
-        raise ChatError("nothing has been said yet in this conversation.")
+        raise ChatError("this conversation has no turn; type a message.")

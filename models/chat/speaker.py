@@ -91,7 +91,7 @@ class Speaker:
         )
         if has_states(cache) and self.on_full == "slide":
             raise ChatError(
-                "a recurrent state cannot forget earlier tokens; leave out --on-full slide."
+                "tokens cannot be removed from a recurrent state; leave out --on-full slide."
             )
         first = Conversation(sequence=0, frame=frame, system=system)
         store = PrefixStore(cache, sequences=range(conversations, conversations + holders))

@@ -54,7 +54,7 @@ def test_undo_leaves_what_was_there_before(speaker, twice):
     assert next_answer(speaker, back) == next_answer(speaker, twice)
     none, _ = edits.undo(edits.undo(back)[0])
     assert none.now.turns == () == none.now.tokens and none.without_prefixes.num_used_cells() == 0
-    with pytest.raises(ChatError, match="nothing has been said"):
+    with pytest.raises(ChatError, match="this conversation has no turn"):
         edits.undo(none)
 
 
@@ -106,9 +106,9 @@ def test_answer_full_cache_ends_and_keeps_all(speaker):
 
 
 def test_slide_shared_or_empty_conversation_raises(speaker, twice):
-    with pytest.raises(ChatError, match="may be shared with b: /drop what is not needed"):
+    with pytest.raises(ChatError, match="may be shared with b: /drop a conversation"):
         slide(edits.fork(copied(twice), "b"))
-    with pytest.raises(ChatError, match="there is nothing to forget yet"):
+    with pytest.raises(ChatError, match="no turn can be removed"):
         slide(speaker.begin(conversations=3, cells=CELLS))
     slid = slide(copied(twice))
     assert slid.now.gap > 0 and slid.now.turns == twice.now.turns
@@ -117,7 +117,7 @@ def test_slide_shared_or_empty_conversation_raises(speaker, twice):
 
 
 @pytest.mark.nightly
-def test_kept_texts_give_way_before_turns_are_forgotten(speaker, twice):
+def test_stored_prefixes_are_evicted_before_turns_are_removed(speaker, twice):
     sliding = replace(speaker, on_full="slide")
 
     def sizes(chat):

@@ -44,7 +44,7 @@ def test_undo_goes_back_to_kept_texts_without_computing(name, tmp_path):
     back, why = edits.undo(load(tmp_path / "chat", elsewhere, speaker.model))
     assert why == "" and back.num_cached >= len(back.now.tokens) - 1
     chat, why = edits.undo(edits.undo(chat)[0])  # further than the holders
-    assert "a window of 12 has let go of" in why or "a recurrent state cannot forget" in why
+    assert "a window of 12 are evicted" in why or "removed from a recurrent state" in why
     assert said(speaker, chat, "2" * 150).now.turns[-1].answer == answers[1]
 
 
