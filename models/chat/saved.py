@@ -73,7 +73,7 @@ def load(path: str | os.PathLike, chat: Chat, model: Model) -> Chat:
         if info.model != own_model:
             raise ChatError(
                 f"{path}: expected a chat with {fingerprint_text(own_model)}, got one with "
-                f"{fingerprint_text(info.model)}; start with that --model."
+                f"{fingerprint_text(info.model)}; start with its --model."
             )
         goes = {conversation.sequence: seat for seat, conversation in enumerate(found.values())}
         kept = kept_tokens(info)

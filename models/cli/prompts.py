@@ -66,7 +66,7 @@ def encode(model: Model, prompt: str, chat: bool) -> list[int]:
     # Templates contain names of control tokens; names in a message become tokens too.
     tokens = model.tokenizer.prompt(text, special=chat)
     if not tokens:
-        raise InputError(f"the model has no tokens for the prompt {brief(prompt)!r}.")
+        raise InputError(f"the model has no tokens for the prompt {brief(prompt)!r}; give another.")
     return tokens
 
 
