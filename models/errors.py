@@ -7,5 +7,6 @@ class ModelError(Exception):
 
 def brief(error: Exception) -> str:
     """Return the first line of an exception's message, at most 200 characters."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
+    text = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+    lines = text.strip().splitlines() or [type(error).__name__]
     return lines[0][:200].rstrip(".")

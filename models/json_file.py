@@ -21,14 +21,14 @@ def read_json(path: Path) -> dict[str, Any]:
         size = path.stat().st_size
         if size > LIMIT:
             raise ModelError(
-                f"{path} has {size} bytes where at most {LIMIT} are read; it is not a file of "
-                "this kind, so download it again."
+                f"{path}: expected a JSON file of at most {LIMIT} bytes, got {size}; download it "
+                "again."
             )
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not JSON ({brief(error)}); download it again.") from error
     if not isinstance(content, dict):
         raise ModelError(
-            f"{path} holds a {type(content).__name__} where an object is wanted; download it again."
+            f"{path}: expected a JSON object, got a {type(content).__name__}; download it again."
         )
     return content

@@ -84,6 +84,6 @@ def check(value: Any, kind: Kind, name: str, source: str) -> None:
 def refusal(value: Any, expected: str, name: str, source: str) -> ModelError:
     """Return the `ModelError` for a value that is not of the expected kind."""
     return ModelError(
-        f"{source} has {name} = {_BRIEF.repr(value)} where {expected} is wanted; it is damaged or "
-        "of a kind that is not known here, so download it again or give another model."
+        f"{source}: expected {expected} for {name}, got {_BRIEF.repr(value)}; it is damaged or not "
+        "supported, so download it again or give another model."
     )

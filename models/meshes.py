@@ -80,13 +80,14 @@ def make_mesh(sizes: Mapping[str, int]) -> Mesh:
         kind = devices[0].platform
         virtual = (
             f"set JAX_NUM_CPU_DEVICES={num_devices}, or "
-            f"XLA_FLAGS=--xla_force_host_platform_device_count={num_devices}, to have virtual ones"
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={num_devices}, for virtual devices"
             if kind == "cpu"
             else "give smaller sizes"
         )
         raise ModelError(
-            f"A mesh of {' x '.join(f'{name}={size}' for name, size in sizes.items())} takes "
-            f"{num_devices} devices and there are {len(devices)} ({kind}); {virtual}."
+            f"expected {num_devices} devices for the mesh "
+            f"{','.join(f'{name}={size}' for name, size in sizes.items())}, got {len(devices)} "
+            f"({kind}); {virtual}."
         )
     return jax.make_mesh(
         tuple(sizes.values()),

@@ -160,7 +160,7 @@ class Model:
     def whole_weights(self) -> dict[str, str]:
         """Return the names of replicated params, each with the reason for replication."""
         if self.mesh is None:
-            raise ValueError("expected a model on a mesh, got one without: load(..., mesh=mesh)")
+            raise ValueError("expected a model on a mesh, got one without; load(..., mesh=mesh)")
         why = jax.tree.map(
             lambda split: split.why_whole(self.mesh, self.rules) or "",
             splits_of(self.family, self.config),
@@ -212,8 +212,8 @@ def load(
     if implementation is not None:
         if not hasattr(config, "implementation"):
             raise ModelError(
-                f"{checkpoint.source} has no attention to choose implementation={implementation!r} "
-                f"for; leave it out."
+                f"{checkpoint.source} has no attention; leave out "
+                f"implementation={implementation!r}."
             )
         config = replace(config, implementation=implementation)
     _check_layers(checkpoint)
@@ -349,8 +349,8 @@ def _check_layers(checkpoint: Checkpoint) -> None:
     # DeepSeek V3 has further layers for multi-token prediction, which are not read.
     if num_layers not in (expected, expected + (config.get("num_nextn_predict_layers") or 0)):
         raise ModelError(
-            f"{checkpoint.source} has tensors of {num_layers} layers where its config says "
-            f"{expected}; is the config that of another model?"
+            f"{checkpoint.source}: expected tensors of {expected} layers, as in its config, got "
+            f"{num_layers}; give the config of the same model."
         )
 
 
@@ -360,8 +360,8 @@ def _check_cache(checkpoint: Checkpoint, family: ModuleType, config: Any, dtype:
         return
     if any(kept.value_dim is not None for kept in attending(family.layers_of(config, dtype))):
         raise ModelError(
-            f"{checkpoint.source} has values that are a part of its keys, which cannot be stored "
-            f"as {jnp.dtype(dtype)}; give a cache of 16 bits or more, such as bfloat16."
+            f"{checkpoint.source}: expected a cache dtype of 16 bits or more, since values are "
+            f"slices of keys, got {jnp.dtype(dtype)}; give bfloat16."
         )
 
 
@@ -371,8 +371,8 @@ def _check_shapes(checkpoint: Checkpoint, shapes: Any, sources: Any) -> None:
     def check(path: Any, expected: jax.ShapeDtypeStruct, source: Tensor) -> None:
         if source.shape != expected.shape:
             raise ModelError(
-                f"{checkpoint.source} has {source.shape} for {name_of(path)} where its config says "
-                f"{expected.shape}; is the config that of another model?"
+                f"{checkpoint.source}: expected {name_of(path)} of shape {expected.shape}, as in "
+                f"its config, got {source.shape}; give the config of the same model."
             )
 
     jax.tree_util.tree_map_with_path(check, shapes, sources)

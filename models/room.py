@@ -70,7 +70,7 @@ def make_with_room(
     try:
         cache = jax.eval_shape(make)
     except ValueError as error:
-        raise ModelError(f"No such cache can be made: {brief(error)}.") from error
+        raise ModelError(f"The cache cannot be made: {brief(error)}.") from error
     mesh = jax.sharding.get_mesh()
     rules, devices, num_bytes = cache.table.sharding_rules, 1, cache.nbytes
     if rules is not None and not mesh.empty:

@@ -52,9 +52,9 @@ class Options:
         least = {"max_tokens": 1, "samples": 1, "tries": 0, "steps_per_dispatch": 1}
         for name, lowest in least.items():
             if getattr(self, name) < lowest:
-                raise ValueError(f"{name} must be at least {lowest}, got {getattr(self, name)}")
+                raise ValueError(f"expected {name} of at least {lowest}, got {getattr(self, name)}")
         if self.streams not in get_args(Streams):
-            raise ValueError(f'streams must be "unified" or "split", got {self.streams!r}')
+            raise ValueError(f"expected streams 'unified' or 'split', got {self.streams!r}")
 
 
 @dataclass(frozen=True)

@@ -21,16 +21,16 @@ MAIN = "main"
 class Spent:
     """Number of tokens and time of the last answer.
 
-    read: tokens of the message, computed before the answer in `read_seconds`.
-    made: tokens of the answer, including the stop token, computed in `made_seconds`.
-    slid: tokens removed from the cache to free cells for the answer.
+    prompt_tokens: tokens of the message, computed before the answer in `prompt_seconds`.
+    answer_tokens: tokens of the answer, including the stop token, computed in `answer_seconds`.
+    removed_tokens: tokens removed from the cache to free cells for the answer.
     """
 
-    read: int = 0
-    read_seconds: float = 0.0
-    made: int = 0
-    made_seconds: float = 0.0
-    slid: int = 0
+    prompt_tokens: int = 0
+    prompt_seconds: float = 0.0
+    answer_tokens: int = 0
+    answer_seconds: float = 0.0
+    removed_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,16 +63,16 @@ class Chat:
         return self.cache.table.spec.sequences - len(self.store.sequences)
 
     @property
-    def held(self) -> int:
+    def num_cached(self) -> int:
         """Number of first tokens of the current conversation that need no computation."""
         return self.now.index(num_held_tokens(self.cache, self.now.sequence))
 
     @property
-    def without_kept(self) -> jaxkv.Cache:
+    def without_prefixes(self) -> jaxkv.Cache:
         """The cache without the stored prefixes, for display."""
         return jaxkv.seq_rm(self.cache, self.store.sequences)[0]
 
-    def going_on(self, conversation: Conversation, cache: jaxkv.Cache) -> "Chat":
+    def with_current(self, conversation: Conversation, cache: jaxkv.Cache) -> "Chat":
         """Return the chat with a new cache and a new value of the current conversation."""
         conversations = {**self.conversations, self.current: conversation}
         return replace(self, conversations=conversations, cache=cache)
@@ -101,7 +101,7 @@ def remember(chat: Chat, length: int) -> Chat:
     were computed with attention to the removed tokens.
     """
     conversation = chat.now
-    if not 0 < length <= conversation.gapless(chat.held):
+    if not 0 < length <= conversation.gapless(chat.num_cached):
         return chat
     cache, store, _ = chat.store.store(
         chat.cache, conversation.tokens[:length], conversation.sequence
@@ -118,7 +118,7 @@ def recall(chat: Chat, length: int) -> tuple[Chat, MissReason]:
     # `fork` never returns the last token of a prompt, so one more is given.
     text = conversation.tokens[: conversation.gapless(length) + 1]
     cache, store, hit = chat.store.fork(chat.cache, text, conversation.sequence)
-    if (more := hit.length - chat.held) <= 0:
+    if (more := hit.length - chat.num_cached) <= 0:
         return chat, hit.miss
     return replace(chat, cache=cache, store=store, reused=chat.reused + more), hit.miss
 
@@ -147,8 +147,8 @@ def fork(chat: Chat, name: str) -> Chat:
     free = [seat for seat in range(chat.seats) if seat not in used_seats]
     if not free:
         raise ChatError(
-            f"there are {chat.seats} conversations, as many as there may be: /drop one, or start "
-            f"with --conversations {2 * chat.seats}."
+            f"there are {chat.seats} conversations, the maximum: /drop one, or start with "
+            f"--conversations {2 * chat.seats}."
         )
     source, target = chat.now.sequence, free[0]
     cache, _ = jaxkv.seq_cp(chat.cache, source, target)
@@ -190,7 +190,7 @@ def undo(chat: Chat) -> tuple[Chat, str]:
     """
     _check_turns(chat)
     chat, why = take_back(chat, chat.now.turns[-1].start)
-    return chat.going_on(chat.now.undone(), chat.cache), why
+    return chat.with_current(chat.now.undone(), chat.cache), why
 
 
 def retract_answer(chat: Chat) -> tuple[Chat, str]:
@@ -201,7 +201,7 @@ def retract_answer(chat: Chat) -> tuple[Chat, str]:
     """
     _check_turns(chat)
     chat, why = take_back(chat, chat.now.turns[-1].asked - 1)
-    return chat.going_on(chat.now.unanswered(), chat.cache), why
+    return chat.with_current(chat.now.unanswered(), chat.cache), why
 
 
 def take_back(chat: Chat, length: int) -> tuple[Chat, str]:
@@ -232,17 +232,17 @@ def take_back(chat: Chat, length: int) -> tuple[Chat, str]:
         return chat, ""
     return (
         chat,
-        f"{' and '.join(_refusals(cache, conversation.sequence, end))}, and {NOT_KEPT[miss]}",
+        f"{' and '.join(_refusals(cache, conversation.sequence, end))}, and {MISS_TEXTS[miss]}",
     )
 
 
-NOT_KEPT = {
-    MissReason.NONE: "nothing was kept from there",
-    MissReason.UNKNOWN: "nothing was kept of it",
-    MissReason.EVICTED: "what was kept from there had to give way",
-    MissReason.CONTEXT_EVICTED: "so has what was kept",
-    MissReason.INCOMPLETE: "what was kept has lost a passage",
-    MissReason.NO_STATE: "no state was kept from there",
+MISS_TEXTS = {
+    MissReason.NONE: "no prefix up to there is stored",
+    MissReason.UNKNOWN: "no prefix of it is stored",
+    MissReason.EVICTED: "its stored prefix was evicted",
+    MissReason.CONTEXT_EVICTED: "those of the stored prefix too",
+    MissReason.INCOMPLETE: "the stored prefix lacks tokens",
+    MissReason.NO_STATE: "no state is stored there",
 }
 """End of a sentence for each reason why a prefix is missing in a cache of one stream."""
 
@@ -254,10 +254,10 @@ def _refusals(cache: jaxkv.Cache, sequence: int, end: int) -> list[str]:
         if jaxkv.seq_rm(part, sequence, end).ok:
             continue
         if has_states(part):
-            found.append("a recurrent state cannot forget earlier tokens")
+            found.append("tokens cannot be removed from a recurrent state")
         else:
             width = part.table.window.width
-            found.append(f"a window of {width:,} has let go of what it would see")
+            found.append(f"earlier cells of a window of {width:,} are evicted")
     return found
 
 
@@ -269,4 +269,4 @@ def _check_there(chat: Chat, name: str) -> None:
 
 def _check_turns(chat: Chat) -> None:
     if not chat.now.turns:
-        raise ChatError("nothing has been said yet in this conversation.")
+        raise ChatError("this conversation has no turn; type a message.")

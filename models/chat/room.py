@@ -53,14 +53,12 @@ def slide(chat: Chat) -> Chat:
     """
     conversation, cache, store = chat.now, chat.cache, chat.store
     if has_states(cache):
-        raise ChatError("a recurrent state cannot forget earlier tokens; /drop starts again.")
-    start, num_held = conversation.frame.keep + conversation.gap, chat.held
+        raise ChatError("tokens cannot be removed from a recurrent state; /drop to restart.")
+    start, num_cached = conversation.frame.keep + conversation.gap, chat.num_cached
     cut = cut_of(conversation)
-    if num_held <= start or cut <= start:
-        raise ChatError(
-            "there is nothing to forget yet: /drop a conversation, or give more --cells."
-        )
-    if cut >= num_held:  # the kept half begins after the cached tokens
+    if num_cached <= start or cut <= start:
+        raise ChatError("no turn can be removed: /drop a conversation, or start with more --cells.")
+    if cut >= num_cached:  # the kept half begins after the cached tokens
         cache, ok = jaxkv.seq_rm(cache, conversation.sequence, conversation.frame.keep)
     else:
         drop = cut - start
@@ -70,7 +68,7 @@ def slide(chat: Chat) -> Chat:
         )
     if not ok:
         raise ChatError(_why_stuck(chat))
-    return replace(chat, store=store).going_on(
+    return replace(chat, store=store).with_current(
         replace(conversation, gap=cut - conversation.frame.keep), cache
     )
 
@@ -96,10 +94,10 @@ def _why_stuck(chat: Chat) -> str:
     others = [name for name in chat.conversations if name != chat.current]
     if any(num_held_tokens(chat.cache, chat.conversations[name].sequence) for name in others):
         return (
-            f"the tokens that would move may be shared with {', '.join(others)}: /drop what is not "
-            "needed, or /undo."
+            f"tokens to shift may be shared with {', '.join(others)}: /drop a conversation, or "
+            "/undo."
         )
-    return "a window has evicted cells that would be visible again; /drop starts again."
+    return "a window has evicted cells that would be visible again; /drop to restart."
 
 
 def _grows(part: jaxkv.Cache) -> bool:

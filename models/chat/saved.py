@@ -63,17 +63,17 @@ def load(path: str | os.PathLike, chat: Chat, model: Model) -> Chat:
         info = snapshot.inspect(path)
         found = conversations_in(info)
         if not found:
-            raise ChatError(f"{path} is a snapshot and no chat; /load reads files of /save.")
+            raise ChatError(f"{path} is a snapshot without a chat; /load a file from /save.")
         if len(found) > chat.seats:
             raise ChatError(
-                f"{path} holds {len(found)} conversations, and {chat.seats} may be here: start "
+                f"{path} contains {len(found)} conversations, and the limit is {chat.seats}: start "
                 f"with --conversations {len(found)}."
             )
         own_model = fingerprint(model)
         if info.model != own_model:
             raise ChatError(
-                f"{path} is of another model, {fingerprint_text(info.model)}, and this is "
-                f"{fingerprint_text(own_model)}."
+                f"{path}: expected a chat with {fingerprint_text(own_model)}, got one with "
+                f"{fingerprint_text(info.model)}; start with its --model."
             )
         goes = {conversation.sequence: seat for seat, conversation in enumerate(found.values())}
         kept = kept_tokens(info)
@@ -145,7 +145,7 @@ def fingerprint_text(model: Any) -> str:
     """Return the model identity in a snapshot as a string."""
     if isinstance(model, dict):
         return " ".join(str(value) for value in model.values())
-    return "one without a name" if model is None else str(model)
+    return "an unnamed model" if model is None else str(model)
 
 
 def _conversation_json(conversation: Conversation) -> dict[str, Any]:

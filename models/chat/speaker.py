@@ -91,7 +91,7 @@ class Speaker:
         )
         if has_states(cache) and self.on_full == "slide":
             raise ChatError(
-                "a recurrent state cannot forget earlier tokens; leave out --on-full slide."
+                "tokens cannot be removed from a recurrent state; leave out --on-full slide."
             )
         first = Conversation(sequence=0, frame=frame, system=system)
         store = PrefixStore(cache, sequences=range(conversations, conversations + holders))
@@ -115,14 +115,14 @@ class Speaker:
         chat = replace(chat, cache=chat.store.warm_up(cache))
         blank = jnp.zeros(logits.shape, logits.dtype, device=self.model.logits_sharding)
         # This compiles the small programs and the queries of edits.
-        outputs = self._begin(cache, blank, chat.now, 0, limit=0), chat.held
+        outputs = self._begin(cache, blank, chat.now, 0, limit=0), chat.num_cached
         return replace(chat, cache=jax.block_until_ready((chat.cache, outputs))[0])
 
     def ask(self, chat: Chat, message: str) -> Chat:
         """Add an unanswered turn; raise `ModelError` if the template rejects the message."""
         tokens = tokens_of_turn(self.model.tokenizer, chat.now.messages(message))
-        chat = remember(use_instructions(chat), chat.held)
-        return chat.going_on(chat.now.ask(message, tokens), chat.cache)
+        chat = remember(use_instructions(chat), chat.num_cached)
+        return chat.with_current(chat.now.ask(message, tokens), chat.cache)
 
     def answer(
         self,
@@ -147,13 +147,13 @@ class Speaker:
         """
         chat, began = replace(chat, spent=Spent()), perf_counter()
         chat, logits = self._read_message(chat, stopped, on_read)
-        chat = spend(chat, read_seconds=perf_counter() - began)
+        chat = spend(chat, prompt_seconds=perf_counter() - began)
         if logits is None:
             finish = "interrupted" if stopped() else "full"
-            return chat.going_on(chat.now.answered((), "", finish), chat.cache)
+            return chat.with_current(chat.now.answered((), "", finish), chat.cache)
         began = perf_counter()
         chat = self._speak(chat, logits, attempt, on_text, stopped)
-        return spend(chat, made_seconds=perf_counter() - began)
+        return spend(chat, answer_seconds=perf_counter() - began)
 
     def settle(self, chat: Chat) -> Chat:
         """Compute the uncached tokens of the current conversation, so that forks share cells."""
@@ -170,16 +170,16 @@ class Speaker:
         Returns the chat, and the logits after the last token, `[1, V]`; None if stopped or full.
         """
         logits, model, read = None, self.model, 0
-        if chat.held < len(chat.now.tokens):
+        if chat.num_cached < len(chat.now.tokens):
             chat, _ = recall(chat, len(chat.now.tokens) - 1)
-        total = len(chat.now.tokens) - chat.held
+        total = len(chat.now.tokens) - chat.num_cached
         marks = marks_of(chat)
-        while (num_held := chat.held) < len(chat.now.tokens):
+        while (num_cached := chat.num_cached) < len(chat.now.tokens):
             if stopped():
                 return chat, None
-            rest = chat.now.tokens[num_held:]
+            rest = chat.now.tokens[num_cached:]
             if has_states(chat.cache) or chat.now.gap:
-                ahead = [mark - num_held for mark in marks if mark > num_held]
+                ahead = [mark - num_cached for mark in marks if mark > num_cached]
                 rest = rest[: min(ahead, default=len(rest))]
             width = self.ubatch_size if len(rest) > 2 * SHORT else min(SHORT, self.ubatch_size)
             tokens = np.zeros(width, np.int32)
@@ -190,10 +190,10 @@ class Speaker:
             table, buffers, logits, ok = _read(model.forward, *args)
             chat = replace(chat, cache=jaxkv.Cache(table=table, buffers=buffers))
             if ok:
-                chat = spend(replace(chat, computed=chat.computed + count), read=count)
+                chat = spend(replace(chat, computed=chat.computed + count), prompt_tokens=count)
                 read += count
                 for mark in marks:
-                    chat = remember(chat, mark) if num_held < mark else chat
+                    chat = remember(chat, mark) if num_cached < mark else chat
                 if total > self.ubatch_size:
                     on_read(min(read, total), total)
             elif (roomier := self._more_room(chat, count)) is not None:
@@ -211,15 +211,15 @@ class Speaker:
         stopped: Callable[[], bool],
     ) -> Chat:
         """Generate an answer from the logits after a message."""
-        model, cache, num_held = self.model, chat.cache, chat.held
+        model, cache, num_cached = self.model, chat.cache, chat.num_cached
         rules = model.tokenizer, model.stop_tokens, self.max_tokens
         writer = Writer(0, *rules, lambda which, text, ended: on_text(text))
         out = self._begin(cache, logits, chat.now, attempt, limit=self.max_tokens)
         while True:
             cache, state = out.cache, out.state
             row = np.asarray(out.tokens)[0]
-            chat = spend(chat, made=writer.write(row[row >= 0]))
-            chat = chat.going_on(chat.now.answered(writer.tokens, "", "interrupted"), cache)
+            chat = spend(chat, answer_tokens=writer.write(row[row >= 0]))
+            chat = chat.with_current(chat.now.answered(writer.tokens, "", "interrupted"), cache)
             if writer.finish is None and stopped():
                 writer.end("interrupted")
             elif writer.finish is None and not np.asarray(state.active)[0]:
@@ -238,9 +238,9 @@ class Speaker:
                 break
             out = self._decode(cache, state)
         answered = chat.now.answered(writer.tokens, "".join(writer.pieces), writer.finish)
-        chat = chat.going_on(answered, cache)
+        chat = chat.with_current(answered, cache)
         # A last token is computed only before a stop token, so cached tokens are counted.
-        return replace(chat, computed=chat.computed + chat.held - num_held)
+        return replace(chat, computed=chat.computed + chat.num_cached - num_cached)
 
     def _more_room(self, chat: Chat, tokens: int) -> Chat | None:
         """Evict stored prefixes, or call `slide` if `on_full` says so; None if no cell is freed."""
@@ -252,7 +252,7 @@ class Speaker:
             found = slide(chat)
         except ChatError:
             return None
-        return spend(found, slid=found.now.gap - chat.now.gap)
+        return spend(found, removed_tokens=found.now.gap - chat.now.gap)
 
     def _begin(
         self, cache: Any, logits: jax.Array, conversation: Conversation, attempt: int, *, limit: int
@@ -292,7 +292,7 @@ def marks_of(chat: Chat) -> list[int]:
     the computation of the last token. A state can be stored only after a forward pass, so a prefix
     of a cache with states needs more than `SHORT` new tokens.
     """
-    conversation, marks, before = chat.now, [], chat.held
+    conversation, marks, before = chat.now, [], chat.num_cached
     for mark in (
         [conversation.frame.keep]
         if conversation.gap

@@ -43,10 +43,10 @@ def join(tensors: Sequence[Tensor], axis: int) -> Tensor:
         return tensors[0]
     shapes = [list(tensor.shape) for tensor in tensors]
     if any(not -len(shape) <= axis < len(shape) for shape in shapes):
-        raise ValueError(f"{shapes} have no dimension {axis}")
+        raise ValueError(f"shapes {shapes} have no dimension {axis}")
     length = sum(shape.pop(axis) for shape in shapes)
     if any(shape != shapes[0] for shape in shapes):
-        raise ValueError(f"{[tensor.shape for tensor in tensors]} do not fit together")
+        raise ValueError(f"shapes {[tensor.shape for tensor in tensors]} differ")
     shapes[0].insert(axis % len(tensors[0].shape), length)
     return Tensor(
         shape=tuple(shapes[0]),
@@ -118,7 +118,7 @@ class Checkpoint:
         if name not in self.tensors:
             raise ModelError(
                 f"{self.source} has no tensor {name!r} among its {len(self.tensors)}; "
-                "look at names() for those it holds."
+                "names() lists them."
             )
         self.asked.add(name)
         return self.tensors[name]

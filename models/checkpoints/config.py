@@ -185,8 +185,8 @@ def complete(
     for key in _NEEDED_BY.get(out["model_type"], _NEEDED):
         if key not in out:
             raise ModelError(
-                f"{source} is a {out['model_type']!r} model whose config has no {key}; "
-                "only decoders configured the way llama is can be read."
+                f"{source}: expected {key} in the config of a {out['model_type']!r} model, got "
+                "none; add it."
             )
     if "qk_rope_head_dim" in out:  # DeepSeek files use head_dim otherwise, or lack it
         out["head_dim"] = out["qk_rope_head_dim"]
@@ -231,8 +231,8 @@ def implied_tensors(config: Mapping[str, Any], source: str) -> dict[str, tuple[i
     size = config.get("vocab_size") or _VOCABULARY.get(family)
     if not size:
         raise ModelError(
-            f"{source} has a config.json without vocab_size, and no weights were asked for that "
-            "would tell it; add it."
+            f"{source}: expected vocab_size in config.json, got none; add it, since no weights are "
+            "read."
         )
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (size,)}
     tied = _scales(config) if family == "t5" else _with_new_keys(config).get("tie_word_embeddings")
@@ -306,7 +306,7 @@ def _check_agreement(config: dict[str, Any], source: str) -> None:
             expected = f"mamba_n_heads times mamba_d_head ({inner})"
             raise refusal(c["mamba_d_ssm"], expected, "mamba_d_ssm", source)
         if c["mamba_rms_norm"] and c["mamba_norm_before_gate"]:
-            raise refusal(True, "False, the gate first,", "mamba_norm_before_gate", source)
+            raise refusal(True, "False", "mamba_norm_before_gate", source)
     elif family == "granitemoehybrid":
         whole_parts.append(("mamba_n_heads", "mamba_n_groups"))
         experts, chosen = c["num_local_experts"], c["num_experts_per_tok"]

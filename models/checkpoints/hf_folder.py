@@ -27,7 +27,7 @@ def open_folder(folder: Path, *, weights: bool = True) -> Checkpoint:
     if not top:
         raise ModelError(
             f"{folder} has no config.json, so it is not a Hugging Face model folder; give the "
-            "folder that holds config.json and *.safetensors, or the path of a .gguf file."
+            "folder that contains config.json and *.safetensors, or the path of a .gguf file."
         )
     inner = top.get("text_config") or {}
     if not isinstance(inner, dict):
@@ -35,12 +35,12 @@ def open_folder(folder: Path, *, weights: bool = True) -> Checkpoint:
     config = {**top, **inner}
     if not isinstance(config.get("model_type"), str):
         raise ModelError(
-            f"{folder / 'config.json'} names no model_type, so its family is unknown; "
+            f"{folder / 'config.json'} has no model_type, so its family is unknown; "
             'add one, such as "model_type": "llama".'
         )
     if config.get("quantization_config"):
         raise ModelError(
-            f"{folder} holds weights that are packed for another program (quantization_config in "
+            f"{folder} has weights that are packed for another program (quantization_config in "
             "its config.json); give the model's unpacked folder or a .gguf file."
         )
     check_keys(config["model_type"], inner or top, str(folder / "config.json"))
@@ -87,8 +87,8 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
     for shard in shards:
         if not shard.is_file():
             raise ModelError(
-                f"{folder} lists {shard.name} in its index but does not hold it; download the "
-                "missing shard."
+                f"{folder} lists {shard.name} in its index but does not contain it; download "
+                "the missing shard."
             )
         try:
             # The reader stays open: it maps the file, so only tensors that are read use memory.
@@ -104,7 +104,9 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
             ) from error
     for name in names:
         if _plain(name) not in tensors:
-            raise ModelError(f"{folder} lists {name} in its index, but no shard holds it.")
+            raise ModelError(
+                f"{folder} lists {name} in its index, but no shard contains it; download it again."
+            )
     return tensors
 
 
@@ -115,7 +117,7 @@ def _shards(folder: Path) -> tuple[list[Path], list[str]]:
         files = list(index.values()) if isinstance(index, dict) else [index]
         for file in files:
             if not isinstance(file, str) or Path(file).name != file:
-                expected = "the names of files beside it"
+                expected = "names of files in the same folder"
                 raise refusal(
                     file, expected, "weight_map", f"{folder}/model.safetensors.index.json"
                 )
@@ -136,7 +138,7 @@ def _read(reader: Any, name: str, shard: Path) -> np.ndarray:
         values = reader.get_tensor(name)
     except Exception as error:  # the library raises many kinds, also for dtypes that NumPy lacks
         raise ModelError(
-            f"{shard} holds {name} in a form that cannot be read ({brief(error)}); give weights in "
+            f"{shard}: {name} cannot be read ({brief(error)}); give weights in "
             "float32, float16 or bfloat16."
         ) from error
     return check_numbers(values, name, str(shard))

@@ -195,7 +195,8 @@ def check_keys(family: str, config: Mapping[str, Any], source: str) -> None:
     """
     if family not in _READ:
         raise ModelError(
-            f"{source} has the model_type {brief_json(family)}; known are {', '.join(_READ)}."
+            f"{source}: expected a model_type of {', '.join(_READ)}, got {brief_json(family)}; "
+            "give another model."
         )
     known_keys = _EVERY | _READ[family] | _MEANINGLESS | _MEANINGLESS_IN.get(family, set())
     only = _ONLY_EVERYWHERE | _ONLY.get(family, {})
@@ -225,5 +226,5 @@ def key_error(key: str, expected: str, value: Any, source: str) -> ModelError:
     """Return the `ModelError` for an unsupported key or value."""
     return ModelError(
         f"{source}: expected {key} {expected}, got {brief_json(value)}; such models are not "
-        "computed, so give another one."
+        "supported, so give another one."
     )

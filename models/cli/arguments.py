@@ -14,12 +14,12 @@ SAMPLING = {"top_k": 40, "top_p": 0.95, "min_p": 0.05, "seed": 0}
 
 
 COMPILING = (
-    "Compiling takes longer than most texts do: with JAX_COMPILATION_CACHE_DIR set to a folder, "
-    "the next run reads its programs from there."
+    "Compiling takes longer than most texts. With JAX_COMPILATION_CACHE_DIR set to a folder, "
+    "later runs load the compiled programs."
 )
 """Last sentence in the help of commands that compile programs."""
 
-OBJECT = "print one JSON object instead of a text"
+OBJECT = "print one JSON object instead of text"
 
 
 class InputError(Exception):
@@ -53,7 +53,7 @@ def add_generate(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     command = add_command(
         "generate",
         help="continue texts, or answer messages",
-        description="Continue one or more prompts, side by side in one cache. Texts go to stdout, "
+        description="Continue one or more prompts together in one cache. Texts go to stdout, "
         "progress and numbers to stderr.",
         epilog=COMPILING,
     )
@@ -66,8 +66,8 @@ def add_generate(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     add_dtype(command.add_argument)
     add_devices(
         command.add_argument,
-        "run on several devices, as data=2,tensor=2 does on four",
-        "A processor has one device, or as many as JAX_NUM_CPU_DEVICES says (default: one device)",
+        "run on several devices, such as data=2,tensor=2 for four",
+        "A CPU is one device, or JAX_NUM_CPU_DEVICES devices (default: one device)",
     )
 
 
@@ -76,9 +76,9 @@ def add_chat(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     command = add_command(
         "chat",
         help="talk with a model: fork, undo, save and load conversations",
-        description="Talk with a model in a terminal, or by a pipe whose lines are messages. Each "
-        "token of a conversation is computed once. /help lists the commands: /undo, /retry, /fork, "
-        "/switch, /drop, /slide, /show, /stats, /save and /load.",
+        description="Talk with a model in a terminal, or through a pipe, one message a line. "
+        "Each token of a conversation is computed once. /help lists the commands: /undo, /retry, "
+        "/fork, /switch, /drop, /slide, /show, /stats, /save and /load.",
         epilog=COMPILING,
     )
     command.set_defaults(command="chat")
@@ -88,8 +88,8 @@ def add_chat(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     add_dtype(command.add_argument)
     add_devices(
         command.add_argument,
-        "run on several devices, as tensor=2 does on two",
-        "A processor has one device, or as many as JAX_NUM_CPU_DEVICES says (default: one device)",
+        "run on several devices, such as tensor=2 for two",
+        "A CPU is one device, or JAX_NUM_CPU_DEVICES devices (default: one device)",
     )
 
 
@@ -97,9 +97,9 @@ def add_inspect(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the command `inspect`."""
     command = add_command(
         "inspect",
-        help="tell what a snapshot or a checkpoint holds",
-        description="Tell what is in a file: a snapshot of a cache, such as a saved chat, a GGUF "
-        "file, or a Hugging Face folder. Keys, values and weights are not read.",
+        help="print the contents of a snapshot or a checkpoint",
+        description="Print the contents of a file: a snapshot of a cache, such as a saved chat, a "
+        "GGUF file, or a Hugging Face folder. Keys, values and weights are not read.",
     )
     command.set_defaults(command="inspect")
     command.add_argument("file", metavar="FILE", help="a snapshot, a .gguf file, or a folder")
@@ -110,11 +110,11 @@ def add_plan(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the command `plan`."""
     command = add_command(
         "plan",
-        help="tell what weights and a cache take on each device",
-        description="Tell what the weights and the cache of a model take on each device, and how "
-        "many sequences fit. No weight is read and no device is needed; of a Hugging Face folder "
-        "or a hub id, config.json is enough.",
-        epilog="It ends with 2 if --room is too little.",
+        help="print the memory of weights and a cache on each device",
+        description="Print the memory of the weights and the cache of a model on each device, and "
+        "how many sequences fit. No weight is read and no device is needed; config.json is enough "
+        "for a Hugging Face folder or a hub id.",
+        epilog="The exit code is 2 if --room is too small.",
     )
     command.set_defaults(command="plan")
     add_model(command.add_argument)
@@ -122,8 +122,8 @@ def add_plan(add_command: Callable[..., argparse.ArgumentParser]) -> None:
     add_dtype(command.add_argument)
     add_devices(
         command.add_argument,
-        "the devices, as data=32,tensor=8 stands for 256",
-        "They need not be there (default: one device)",
+        "the devices, such as data=32,tensor=8 for 256",
+        "The devices need not exist (default: one device)",
     )
 
 
@@ -133,16 +133,16 @@ def add_prompts(add: Callable[..., Any]) -> None:
     add(
         "--file",
         metavar="FILE",
-        help="a file of prompts, one a line: they take turns in --sequences sequences, and each "
-        "text is shown when it has ended",
+        help="a file with a prompt on each line; up to --sequences prompts run at once, and each "
+        "text is printed when it ends",
     )
     add("--chat", action="store_true", help="each prompt is a message to answer")
     add(
         "--json",
         action="store_true",
-        help="print one JSON object a line for each text, in the order of the prompts, with --file "
-        "in that of their ends and with index: prompt, prompt_tokens, tokens, text, and finish: "
-        '"stop", "length", "full", "no token", "nonfinite logits" or "interrupted"',
+        help="print each text as a JSON object on one line, in the order of the prompts; with "
+        "--file as texts end, with an index. Keys: prompt, prompt_tokens, tokens, text, and "
+        'finish: "stop", "length", "full", "no token", "nonfinite logits" or "interrupted"',
     )
 
 
@@ -171,30 +171,30 @@ def add_texts(add: Callable[..., Any]) -> None:
         type=whole(1, 2**20),
         default=1,
         metavar="N",
-        help="how many texts to make of each prompt, with the seeds from --seed on; the prompt is "
+        help="number of texts for each prompt, with seeds from --seed on; the prompt is "
         "computed once (default: 1)",
     )
     add(
         "--beams",
         type=whole(1, 2**16),
         metavar="N",
-        help="search for the most probable texts, following N side by side, instead of sampling; "
-        "the best one is shown, with --json all of them and their logprob by token",
+        help="search for the most probable text with N beams, instead of sampling; prints the best "
+        "text, with --json all texts and their mean logprob of a token",
     )
     add(
         "--speculate",
         action="store_const",
         const=3,
         default=0,
-        help="guess up to 3 tokens at a time by looking up where the last ones occurred before, "
-        "and check them in one step: faster where texts repeat themselves",
+        help="draft up to 3 tokens at a time by prompt lookup, and check them in one step: faster "
+        "if texts repeat earlier tokens",
     )
 
 
 def add_conversations(add: Callable[..., Any]) -> None:
     """Add the options of conversations."""
-    add("--system", metavar="TEXT", help="instructions that a conversation begins with")
-    add("--load", metavar="FILE", help="go on with what /save wrote")
+    add("--system", metavar="TEXT", help="instructions at the beginning of each conversation")
+    add("--load", metavar="FILE", help="load a chat from /save")
     add(
         "--max-tokens",
         type=whole(1, 2**30),
@@ -206,7 +206,7 @@ def add_conversations(add: Callable[..., Any]) -> None:
         "--cells",
         type=whole(1, MOST_CELLS),
         metavar="N",
-        help="tokens that the cache holds, of all conversations together; forks share theirs "
+        help="cells of the cache, for the tokens of all conversations; forks share cells "
         "(default: 4096, or the longest text of the model)",
     )
     add(
@@ -214,23 +214,23 @@ def add_conversations(add: Callable[..., Any]) -> None:
         type=whole(1, 2**10),
         default=4,
         metavar="N",
-        help="the most conversations, forks included (default: 4)",
+        help="the most conversations, including forks (default: 4)",
     )
     add(
         "--holders",
         type=whole(1, 2**10),
         default=HOLDERS,
         metavar="N",
-        help="the most texts that are kept beside them, for /undo, /retry and conversations that "
-        "begin alike; they give way where cells are needed, and each takes the states of a text "
-        f"where layers are recurrent (default: {HOLDERS})",
+        help="the most stored prefixes, for /undo, /retry and conversations with a common "
+        "beginning; they are evicted if cells are needed, and each takes the states of a sequence "
+        f"in recurrent layers (default: {HOLDERS})",
     )
     add(
         "--on-full",
         choices=get_args(OnFull),
         default="stop",
-        help="where the cache is full: end the answer and say so, or forget the oldest turns and "
-        "go on (default: stop)",
+        help="if the cache is full: end the answer, or remove the oldest turns and continue "
+        "(default: stop)",
     )
     add(
         "--ubatch-size",
@@ -248,7 +248,7 @@ def add_sampling(add: Callable[..., Any], *, temperature: float = 0.0) -> None:
         type=number(0, math.inf),
         default=temperature,
         metavar="X",
-        help="0 takes the likeliest token each time, so that the text is always the same; "
+        help="0 selects the most likely token, so the text is always the same; "
         f"at 0.8 or so it varies with the seed (default: {temperature:g})",
     )
     with_temperature = "with a temperature above 0: "
@@ -256,21 +256,20 @@ def add_sampling(add: Callable[..., Any], *, temperature: float = 0.0) -> None:
         "--top-k",
         type=whole(0, 2**30),
         metavar="N",
-        help=with_temperature + "choose among the N likeliest tokens, 0 for all (default: 40)",
+        help=with_temperature + "sample from the N most likely tokens, 0 for all (default: 40)",
     )
     add(
         "--top-p",
         type=number(0, 1, above=True),
         metavar="X",
-        help=with_temperature + "choose among the likeliest tokens that have this probability "
-        "together, 1 for all (default: 0.95)",
+        help=with_temperature + "sample from the most likely tokens with this total "
+        "probability, 1 for all (default: 0.95)",
     )
     add(
         "--min-p",
         type=number(0, 1),
         metavar="X",
-        help=with_temperature
-        + "leave out tokens less likely than this share of the likeliest one, "
+        help=with_temperature + "leave out tokens below this share of the highest probability, "
         "0 for none (default: 0.05)",
     )
     add(
@@ -293,15 +292,15 @@ def add_cache(add: Callable[..., Any]) -> None:
         "--cells",
         type=whole(1, MOST_CELLS),
         metavar="N",
-        help="tokens that the cache holds, prompts and texts together; with --streams split, in "
-        "each stream (default: as many as are needed, in steps of 256)",
+        help="cells of the cache, for prompts and texts; with --streams split, of each stream "
+        "(default: as many as are needed, in steps of 256)",
     )
     add(
         "--streams",
         choices=get_args(Streams),
-        help="one pool of cells that all texts share, or as many cells for each text that runs, "
-        "which is faster with long texts and takes more memory with uneven ones (default: unified; "
-        "with --file, split)",
+        help="unified: all texts share the cells; split: each running text has a stream of cells, "
+        "which is faster for long texts and takes more memory for texts of different lengths "
+        "(default: unified; with --file, split)",
     )
     add(
         "--ubatch-size",
@@ -318,19 +317,19 @@ def add_plan_cache(add: Callable[..., Any]) -> None:
         "--sequences",
         type=whole(1, 2**20),
         metavar="Q",
-        help="texts that may be told apart (default: one for each stream)",
+        help="number of sequences (default: one for each stream)",
     )
     add(
         "--streams",
         type=whole(1, 2**20),
         metavar="S",
-        help="pools of cells, each for as many sequences (default: one for each device of data)",
+        help="streams with equal numbers of sequences (default: one for each device of data)",
     )
     add(
         "--cells",
         type=whole(1, MOST_CELLS),
         metavar="N",
-        help="tokens that a stream holds (default: the longest text of the model, for each of its "
+        help="cells of each stream (default: the longest text of the model, for each of its "
         "sequences)",
     )
     add(
@@ -338,21 +337,22 @@ def add_plan_cache(add: Callable[..., Any]) -> None:
         type=whole(1, 2**20),
         default=512,
         metavar="N",
-        help="the most tokens that are computed at once: windows are made for it (default: 512)",
+        help="the most tokens that are computed at once; windows have cells for them "
+        "(default: 512)",
     )
     add(
         "--room",
         type=bytes_of,
         metavar="BYTES",
-        help="of a device, such as 16GB or 80GiB: tells how many sequences fit (default: without "
-        "--mesh, what this machine's device has)",
+        help="memory of a device, such as 16GB or 80GiB, to print how many sequences fit (default: "
+        "without --mesh, the memory of this machine's device)",
     )
     add(
         "--length",
         type=whole(1, 2**30),
         metavar="N",
-        help="tokens of each of the sequences that are to fit (default: the cells of "
-        "a stream for each of its sequences)",
+        help="tokens of each sequence that must fit (default: the cells of a stream for each of "
+        "its sequences)",
     )
     add("--json", action="store_true", help=OBJECT)
 
@@ -363,14 +363,14 @@ def add_dtype(add: Callable[..., Any]) -> None:
         "--dtype",
         choices=["float32", "bfloat16", "float16"],
         default="float32",
-        help="of weights and cache (default: float32)",
+        help="dtype of weights and cache (default: float32)",
     )
     add(
         "--cache-dtype",
         choices=["float32", "bfloat16", "float16", "int8", "float8_e4m3fn"],
-        help="of the cache alone; int8 and float8_e4m3fn store keys and values as codes of 8 bits "
-        "with scales, about a quarter of the bytes of float32, and leave states as they are "
-        "(default: that of the weights)",
+        help="dtype of the cache; int8 and float8_e4m3fn store keys and values as 8-bit codes with "
+        "scales, about a quarter of the bytes of float32, and do not change states "
+        "(default: the dtype of the weights)",
     )
 
 
@@ -380,8 +380,8 @@ def add_devices(add: Callable[..., Any], purpose: str, note: str) -> None:
         "--mesh",
         type=mesh_sizes,
         metavar="NAME=N,...",
-        help=f"{purpose}: tensor splits weights and key/value heads, data streams, and cells the "
-        f"cells of each stream, and feed-forward parts. {note}",
+        help=f"{purpose}: data splits streams, tensor splits weights and key/value heads, and "
+        f"cells splits the cells of each stream and feed-forward parts. {note}",
     )
 
 
@@ -389,12 +389,12 @@ def check_together(args: argparse.Namespace) -> None:
     """Raise `InputError` for options that cannot be combined."""
     for name in ("samples", "speculate"):
         if (args.file or args.beams) and getattr(args, name) not in (0, 1):
-            raise InputError(f"--{name} does not go with --file or --beams.")
+            raise InputError(f"use --{name} without --file and --beams.")
     if args.file and (args.prompts or args.beams):
-        raise InputError("--file goes with neither PROMPT nor --beams.")
+        raise InputError("use --file without PROMPT and --beams.")
     if args.sequences and not args.file:
-        raise InputError("--sequences goes with --file alone.")
+        raise InputError("use --sequences only with --file.")
     if args.beams and args.streams:
-        raise InputError("--streams does not go with --beams: they share the cells of the prompt.")
+        raise InputError("use --beams without --streams: beams share the cells of the prompt.")
     if args.beams and args.temperature:
-        raise InputError("--beams takes the most probable texts: leave --temperature out.")
+        raise InputError("use --beams without --temperature: beams are not sampled.")

@@ -32,9 +32,9 @@ def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
     first steps, is also raised.
     """
     if args.load and args.system:
-        raise InputError("--system is for a new conversation: it does not go with --load.")
+        raise InputError("use --load without --system, which is for new conversations.")
     if args.load and args.mesh:
-        raise InputError("--load does not go with --mesh: a file is loaded on one device.")
+        raise InputError("use --load without --mesh: a file is loaded on one device.")
     mesh = make_mesh(args.mesh) if args.mesh else None
     with jax.set_mesh(mesh) if mesh else nullcontext():
         return talk_on(args, check_interrupt, mesh)

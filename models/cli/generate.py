@@ -58,8 +58,8 @@ def load_with_progress(args: argparse.Namespace, mesh: Mesh | None) -> Model:
         raise InputError(f"{name} cannot be read: {error.strerror or error}.") from error
     if model.encoder is not None:
         raise InputError(
-            f"{name} reads a source with an encoder, which the command line has no place for; run "
-            "it from Python: jaxkv.encode(model.encoder, ...), and then prefill and decode."
+            f"{name} has an encoder, which the command line does not support; run it from Python: "
+            "jaxkv.encode(model.encoder, ...), then prefill and decode."
         )
     jax.block_until_ready(model.params)
     kind = f"{model.checkpoint.architecture}, {model.size / 1e6:.1f}M weights in {args.dtype}"

@@ -106,9 +106,9 @@ def page_of_snapshot(found: Mapping[str, Any]) -> Iterator[str]:
     yield (
         f"cache: {plural(cache['sequences'], 'sequence')} in "
         f"{plural(cache['streams'], 'stream')} of {plural(cache['cells'], 'cell')}, "
-        f"{in_units(cache['bytes'])} when it is loaded"
+        f"{in_units(cache['bytes'])} when loaded"
     )
-    yield f"\n{'held of':<20}{'layers':>6}{'bytes':>18}"
+    yield f"\n{'cache of':<20}{'layers':>6}{'bytes':>18}"
     for part in found["parts"]:
         yield f"{part['kind']:<20}{part['layers']:>6}{part['bytes']:>18,}"
     yield f"\n{'sequence':<10}{'tokens':>8}"
@@ -118,7 +118,7 @@ def page_of_snapshot(found: Mapping[str, Any]) -> Iterator[str]:
         if entry["conversation"] is not None:
             line += f"  {entry['conversation']}: {plural(entry['turns'], 'turn')}"
             line += f", the last one: {brief(entry['last'])}" if entry["turns"] else ""
-        yield line + "  kept, to be gone back to" * entry["kept"]
+        yield line + "  stored prefix" * entry["kept"]
 
 
 def of_checkpoint(path: Path) -> dict[str, Any]:
@@ -154,9 +154,9 @@ def page_of_checkpoint(found: Mapping[str, Any]) -> Iterator[str]:
     longest, vocabulary = found["longest"], found["vocabulary"]
     yield f"{found['file']}: {found['architecture']}, {found['weights'] / 1e6:,.1f}M weights"
     if longest is not None:
-        yield f"texts: of at most {plural(longest, 'token')}"
+        yield f"texts: at most {plural(longest, 'token')}"
     if vocabulary is None:
-        yield "tokenizer: none, so it runs on tokens alone"
+        yield "tokenizer: none, so prompts are token ids"
     else:
         which = "with a chat template" if found["template"] else "without a chat template"
         yield f"tokenizer: {plural(vocabulary, 'token')}, {which}"

@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
         print(
-            "error: the device has not enough memory for this model and cache; give fewer --cells, "
+            "error: not enough memory on the device for this model and cache; give fewer --cells, "
             "a smaller --ubatch-size, --cache-dtype int8, or --dtype bfloat16.",
             file=sys.stderr,
         )

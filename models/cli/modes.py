@@ -77,12 +77,12 @@ def continue_prompts(job: Job) -> int:
             print_json(prompt, text)
     elif made.interrupted:
         note("")  # the interrupted text has no line end
-    note_full(made.texts, f"{made.used} of its {made.cells} cells are used and ")
+    note_full(made.texts, f"{made.used} of {made.cells} cells are used and ")
     parts = [f"prompt: {rate(made.prompt_tokens, made.prompt_seconds)}"]
     if made.decoded:
         parts.append(f"generation: {rate(made.decoded, made.decode_seconds)}")
     if made.tried:
-        parts.append(f"guesses: {made.accepted} of {made.tried} held")
+        parts.append(f"drafts: {made.accepted} of {made.tried} accepted")
     parts.append(f"cells: {made.used} of {made.cells} used")
     note_summary(parts, made.nbytes, made.compiles)
     return 130 if made.interrupted else 0
@@ -196,8 +196,8 @@ def too_long(job: Job, where: str, enough: int, *, alone: bool) -> str:
     elif alone:
         which, tokens = "the longest prompt has", max(lengths)
     else:
-        which, tokens = f"the {len(lengths)} prompts have together", sum(lengths)
+        which, tokens = f"the {len(lengths)} prompts together have", sum(lengths)
     return (
-        f"{which} {tokens} tokens and {where} holds {job.args.cells} cells; give --cells {enough} "
-        "to have room for the text too, or a shorter prompt."
+        f"{which} {tokens} tokens and {where} has {job.args.cells} cells; give --cells {enough} "
+        "to fit the text too, or a shorter prompt."
     )

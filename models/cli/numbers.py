@@ -40,7 +40,7 @@ def mesh_sizes(text: str) -> dict[str, int]:
         count = int(size) if size.isdecimal() and len(size) < 10 else 0
         if not name.isidentifier() or name in sizes or not 1 <= count <= MOST_DEVICES:
             raise argparse.ArgumentTypeError(
-                f"expected names with a size from 1 to {MOST_DEVICES}, each once, such as "
+                f"expected distinct names with sizes from 1 to {MOST_DEVICES}, such as "
                 f"data=2,tensor=2, got {brief(text)!r}"
             )
         sizes[name] = count

@@ -54,14 +54,14 @@ def read_sizes(args: argparse.Namespace, model: Model) -> dict[str, Any]:
     if sequences % streams:
         enough = -(-sequences // streams) * streams
         raise InputError(
-            f"{sequences} sequences cannot be dealt out evenly among {streams} streams; give "
+            f"{sequences} sequences cannot be divided evenly among {streams} streams; give "
             f"--sequences {enough}, or other --streams."
         )
     cells = args.cells
     if cells is None and grows(model):
         longest = model.checkpoint.config.get("max_position_embeddings")
         if longest is None:
-            raise InputError("the model does not say how long its texts may be; give --cells.")
+            raise InputError("the config has no max_position_embeddings; give --cells.")
         cells = longest * (sequences // streams)
     sizes = {"sequences": sequences, "streams": streams, "ubatch_size": args.ubatch_size}
     return {"cells": cells, **sizes}
@@ -96,7 +96,7 @@ def advise(model: Model, costs: Costs, sizes: dict[str, Any]) -> tuple[Costs | N
         finer = costs_on_fitted_mesh(model, **sizes)
     except ValueError as error:
         return None, f"no mesh fits the heads: {error}"
-    return finer, "" if finer else "an axis named cells splits the cells of a head that is alone"
+    return finer, "" if finer else "an axis named cells can split the cells of a single head"
 
 
 def count_sequences(model: Model, sizes: dict[str, Any], *, room: int, length: int | None) -> int:

@@ -70,14 +70,14 @@ def parts(costs: Costs) -> Iterator[str]:
 
 def splits(costs: Costs) -> Iterator[str]:
     """Yield lines about the arrays that each mesh axis splits."""
-    yield "what the mesh splits"
+    yield "arrays that the mesh splits"
     for axis, names in costs.splits.items():
         yield f"{f'{axis}={costs.mesh[axis]}':<16}{', '.join(names) or 'nothing'}"
 
 
 def whole(costs: Costs) -> Iterator[str]:
     """Yield lines about replicated params, with reasons."""
-    yield "weights that are whole on each device"
+    yield "weights that the mesh does not split"
     for reason, size in costs.whole.items():
         yield f"{size:>16,} bytes: {reason}"
 
@@ -86,7 +86,7 @@ def advice(answer: Answer) -> Iterator[str]:
     """Yield lines of advice about heads that the number of devices does not divide."""
     if answer.fitted is not None:
         layout = answer.fitted.layout
-        yield f"for these heads take --mesh {axes_of(answer.fitted.mesh)}, on each device:"
+        yield f"for these heads give --mesh {axes_of(answer.fitted.mesh)}; on each device:"
         yield (
             f"weights {in_units(layout.params)}, buffers {in_units(layout.buffers)}, in all "
             f"{in_units(layout.total)}, sent in a step {in_units(layout.sent)}"
@@ -101,8 +101,8 @@ def fitting(answer: Answer) -> Iterator[str]:
     together = ", on all devices together" if answer.costs.layout.devices > 1 else ""
     yield f"a sequence{length} takes {in_units(each)}{together}"
     if answer.most is not None:
-        where = ", which this device has," if answer.here else " on each device"
-        yield f"into {in_units(answer.room)}{where} fit {sequences(answer)}"
+        where = ", the memory of this device" if answer.here else " on each device"
+        yield f"{sequences(answer)} fit into {in_units(answer.room)}{where}"
 
 
 def sequences(answer: Answer) -> str:
@@ -123,7 +123,7 @@ def too_large(answer: Answer) -> str:
         return f"{head}give --mesh {axes_of(answer.fitted.mesh)}."
     more = "or more devices to tensor or cells"
     if layout.params > room:
-        return f"{head}the weights alone are: give more devices to tensor or cells."
+        return f"{head}the weights alone exceed it: give more devices to tensor or cells."
     if not answer.most:
         return f"{head}give fewer --cells, {more}."
     if answer.length is None:

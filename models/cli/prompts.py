@@ -20,7 +20,7 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
         if not args.prompts:
             raise InputError("give a PROMPT, - to read it from stdin, or --file FILE.")
         if args.prompts.count("-") > 1:
-            raise InputError("- may stand once: stdin is one prompt.")
+            raise InputError("give - once: stdin is one prompt.")
         prompts = [read_stdin() if prompt == "-" else prompt for prompt in args.prompts]
     check_prompts(prompts)
     return prompts
@@ -34,7 +34,7 @@ def read_file(name: str) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{name} cannot be read: {error}.") from None
     if not prompts:
-        raise InputError(f"{name} holds no prompts: give one a line.")
+        raise InputError(f"{name} has no prompts: write one on each line.")
     return prompts
 
 
@@ -66,15 +66,15 @@ def encode(model: Model, prompt: str, chat: bool) -> list[int]:
     # Templates contain names of control tokens; names in a message become tokens too.
     tokens = model.tokenizer.prompt(text, special=chat)
     if not tokens:
-        raise InputError(f"the model has no token for any of the prompt {brief(prompt)!r}.")
+        raise InputError(f"the model has no tokens for the prompt {brief(prompt)!r}; give another.")
     return tokens
 
 
 def warn_of_control(model: Model, prompts: Sequence[str], chat: bool) -> None:
     """Print the names of control tokens in prompts, and whether such names are read as tokens."""
-    how = "as a control token, as in a template" if chat else "as plain text"
+    how = "as a control token" if chat else "as plain text"
     for i, prompt in enumerate(prompts, 1):
         names = sorted(name for name in model.tokenizer.control if name in prompt)
         if names:
             which = "the prompt" if len(prompts) == 1 else f"prompt {i}"
-            note(f"note: {which} holds {', '.join(names)}, which is read {how}")
+            note(f"note: {which} contains {', '.join(names)}, which is read {how}")

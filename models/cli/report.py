@@ -23,7 +23,7 @@ def note_full(texts: Sequence[Text], how: str = "") -> None:
     early = sum(text.finish == "full" for text in texts)
     if early:
         note(
-            f"note: the cache is full: {how}{plural(early, 'text')} would go on; give more --cells"
+            f"note: the cache is full: {how}{plural(early, 'text')} ended early; give more --cells"
         )
 
 

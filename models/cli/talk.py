@@ -66,38 +66,36 @@ class Talk:
             )
             self.interrupted = came()
         put("\n", flush=True)
-        if self.chat.spent.slid:
-            slid = plural(self.chat.spent.slid, "token")
-            note(f"note: the cache was full: {slid} of the oldest turns are forgotten")
+        if self.chat.spent.removed_tokens:
+            removed = plural(self.chat.spent.removed_tokens, "token")
+            note(f"note: the cache was full: {removed} of the oldest turns were removed")
         self.note_finish(self.chat.now.turns[-1])
 
     def note_finish(self, turn: Turn) -> None:
         """Print the reason why an answer ended, except after a stop token."""
         if turn.finish == "full":
-            used, cells = cells_of(self.chat.without_kept)
-            where = "ends there" if turn.answer else "finds no room"
+            used, cells = cells_of(self.chat.without_prefixes)
+            answer = "the answer is incomplete" if turn.answer else "there is no answer"
             slides = "" if has_states(self.chat.cache) else "/slide, "
-            note(f"note: the cache is full, {used:,} of {cells:,} cells; the answer {where}")
-            note(f"To make room: {slides}/drop NAME or /undo; then /retry.")
-            note("Or /save FILE, and go on with chat --load FILE and more --cells.")
+            note(f"note: the cache is full, {used:,} of {cells:,} cells; {answer}")
+            note(f"To free cells: {slides}/drop NAME or /undo; then /retry.")
+            note("Or /save FILE, and start chat --load FILE with more --cells.")
         elif turn.finish == "length":
-            note(f"note: the answer has --max-tokens, {self.speaker.max_tokens:,}, and ends there")
+            note(f"note: the answer reached --max-tokens, {self.speaker.max_tokens:,}")
         elif turn.finish == "interrupted":
-            note("note: the answer ends there and stays as it is; /retry for another")
+            note("note: the answer was interrupted; /retry generates another")
         elif turn.finish == "no token":
-            note("note: the model allows no token to come next")
+            note("note: every next token has probability 0")
         elif turn.finish == "nonfinite logits":
-            note("note: the model's logits hold NaN or infinity, so no token can be picked")
+            note("note: the logits contain NaN or infinity, so no token can be sampled")
 
     def describe(self) -> str:
         """Return a line of text about the current conversation."""
         conversation = self.chat.now
+        line = f"{self.chat.current}: {plural(len(conversation.turns), 'turn')}"
         if not conversation.turns:
-            return f"{self.chat.current}: nothing has been said"
-        last = brief(conversation.turns[-1].message)
-        return (
-            f"{self.chat.current}: {plural(len(conversation.turns), 'turn')}, the last one: {last}"
-        )
+            return line
+        return f"{line}, the last one: {brief(conversation.turns[-1].message)}"
 
 
 @dataclass(frozen=True)
@@ -120,7 +118,7 @@ def undo(talk: Talk, rest: str) -> None:
     turn = talk.chat.now.turns[-1:]
     talk.chat, why = edits.undo(talk.chat)
     talk.attempts.pop(talk.chat.current, None)
-    note(f"took back: {brief(turn[0].message)}")
+    note(f"removed: {brief(turn[0].message)}")
     _note_lost(talk, why)
 
 
@@ -140,7 +138,7 @@ def fork(talk: Talk, rest: str) -> None:
     """Copy the current conversation to a new name."""
     talk.chat = talk.speaker.settle(talk.chat)  # it donates the buffers, also if the fork fails
     talk.chat = edits.fork(talk.chat, rest)
-    note(f"{rest}: a fork of {talk.chat.current}, which goes on; /switch {rest} goes there")
+    note(f"{rest}: a fork of {talk.chat.current}; to continue the fork, /switch {rest}")
 
 
 def switch(talk: Talk, rest: str) -> None:
@@ -154,7 +152,7 @@ def drop(talk: Talk, rest: str) -> None:
     name = rest or talk.chat.current
     talk.chat = edits.drop(talk.chat, name)
     talk.attempts.pop(name, None)
-    note(f"{name}: forgotten" + ", and begins anew" * (name == talk.chat.current))
+    note(f"{name}: " + ("emptied" if name == talk.chat.current else "removed"))
 
 
 def slide_now(talk: Talk, rest: str) -> None:
@@ -162,7 +160,7 @@ def slide_now(talk: Talk, rest: str) -> None:
     _nothing(rest)
     before = talk.chat.now.gap
     talk.chat = slide(talk.chat)
-    note(f"{plural(talk.chat.now.gap - before, 'token')} of the oldest turns are forgotten")
+    note(f"removed {plural(talk.chat.now.gap - before, 'token')} of the oldest turns")
 
 
 def draw(talk: Talk, rest: str) -> None:
@@ -170,7 +168,7 @@ def draw(talk: Talk, rest: str) -> None:
     _nothing(rest)
     names = {conversation.sequence: name for name, conversation in talk.chat.conversations.items()}
     width = shutil.get_terminal_size((100, 24)).columns
-    put(jaxkv.show(talk.chat.without_kept, width=width) + "\n")
+    put(jaxkv.show(talk.chat.without_prefixes, width=width) + "\n")
     put("owner " + ", ".join(f"{seq} is {names[seq]}" for seq in sorted(names)) + "\n", flush=True)
 
 
@@ -178,23 +176,22 @@ def stats(talk: Talk, rest: str) -> None:
     """Print the used cells, counts of tokens, and speeds."""
     _nothing(rest)
     chat, spent = talk.chat, talk.chat.spent
-    used, cells = cells_of(chat.without_kept)
+    used, cells = cells_of(chat.without_prefixes)
     kept = cells_of(chat.cache)[0] - used
     lines = [
         f"{talk.describe()}",
-        f"{plural(len(chat.now.tokens), 'token')}, {chat.held:,} of them in the cache"
-        + f", {chat.now.gap:,} forgotten" * bool(chat.now.gap),
+        f"{plural(len(chat.now.tokens), 'token')}, {chat.now.place(chat.num_cached):,} of them in "
+        "the cache" + f", {chat.now.gap:,} removed" * bool(chat.now.gap),
         f"cache: {used:,} of {cells:,} cells used, {megabytes(chat.cache.nbytes)}, "
         f"{len(chat.conversations)} of {plural(chat.seats, 'conversation')}",
-        f"kept: {len(chat.store.prompts)} of {plural(len(chat.store.sequences), 'text')}, "
-        f"{plural(kept, 'cell')} more",
-        f"computed: {plural(chat.computed, 'token')} in all, and {chat.reused:,} found in what was "
-        "kept",
+        f"stored prefixes: {len(chat.store.prompts)} of {len(chat.store.sequences):,}, "
+        f"{plural(kept, 'more cell')}",
+        f"computed: {plural(chat.computed, 'token')}, and {chat.reused:,} reused from prefixes",
     ]
-    if spent.made:
+    if spent.answer_tokens:
         lines.append(
-            f"last answer: {rate(spent.made, spent.made_seconds)}, after "
-            f"{rate(spent.read, spent.read_seconds)}"
+            f"last answer: {rate(spent.answer_tokens, spent.answer_seconds)}, after "
+            f"{rate(spent.prompt_tokens, spent.prompt_seconds)}"
         )
     put("\n".join(lines) + "\n", flush=True)
 
@@ -225,16 +222,16 @@ def help_all(talk: Talk, rest: str) -> None:
 
 
 COMMANDS = {
-    "/undo": Command("", "take the last turn back", undo),
+    "/undo": Command("", "remove the last turn", undo),
     "/retry": Command("", "answer the last message again", retry),
     "/fork": Command("NAME", "copy the conversation under another name", fork),
-    "/switch": Command("NAME", "go on with another conversation", switch),
-    "/drop": Command("[NAME]", "forget a conversation, or begin this one anew", drop),
-    "/slide": Command("", "forget the oldest turns of this conversation", slide_now),
-    "/show": Command("", "draw the cache: whose token stands in which cell", draw),
-    "/stats": Command("", "tell what is held, what was computed, and how fast", stats),
-    "/save": Command("FILE", "write all conversations into a file", save_all),
-    "/load": Command("FILE", "go on with what /save wrote, in place of what is here", load_all),
+    "/switch": Command("NAME", "continue another conversation", switch),
+    "/drop": Command("[NAME]", "remove a conversation, or empty the current one", drop),
+    "/slide": Command("", "remove the oldest turns of this conversation", slide_now),
+    "/show": Command("", "draw the cache: owners and positions of cells", draw),
+    "/stats": Command("", "print used cells, computed tokens and speed", stats),
+    "/save": Command("FILE", "write all conversations to a file", save_all),
+    "/load": Command("FILE", "replace all conversations by those in a file", load_all),
     "/help": Command("", "list the commands", help_all),
 }
 """Commands by name."""
@@ -242,16 +239,16 @@ COMMANDS = {
 
 def _note_lost(talk: Talk, why: str) -> None:
     if why:
-        count = plural(len(talk.chat.now.tokens) - talk.chat.held, "token")
+        count = plural(len(talk.chat.now.tokens) - talk.chat.num_cached, "token")
         note(f"note: {why}: {count} will be computed again with the next answer")
 
 
 def _nothing(rest: str) -> None:
     if rest:
-        raise ChatError(f"this command takes nothing, got {rest!r}.")
+        raise ChatError(f"expected no argument, got {rest!r}; leave it out.")
 
 
 def _path(rest: str, command: str) -> str:
     if not rest:
-        raise ChatError(f"a file is wanted: {command} FILE.")
+        raise ChatError(f"expected a file name, got none; {command} FILE.")
     return os.path.expanduser(rest)

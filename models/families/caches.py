@@ -143,9 +143,9 @@ def options_of(
     kinds = {part.kind for part in parts}
     unused = sorted({"placement", "stacked"} & options.keys())
     if unused and "attention" not in kinds:
-        raise TypeError(f"no layer of this model attends, so leave out {', '.join(unused)}")
+        raise TypeError(f"no layer of this model has attention; leave out {', '.join(unused)}")
     if source_cells is not None and "cross_attention" not in kinds:
-        raise TypeError("no layer of this model looks at a source, so leave out source_cells")
+        raise TypeError("no layer of this model has cross-attention; leave out source_cells")
 
     def of_parts(value: Any, replacement: Any, where: Callable[[jaxkv.CacheSpec], bool]) -> Any:
         """Return one value for each part, or a single value if the cache has one part."""

@@ -104,8 +104,8 @@ def config_of(checkpoint: Checkpoint) -> Config:
     c = checkpoint.config
     if not c["tie_word_embeddings"]:
         raise ModelError(
-            f"{checkpoint.source} has a head of its own; only Gemma 3 models with their embedding "
-            "as the head can be run."
+            f"{checkpoint.source}: expected a head tied to the embedding, as in Gemma 3, got "
+            "lm_head.weight; give another model."
         )
     # Only layers with full attention have scaled positions.
     rope, local = rope_of(checkpoint), plain_rope(checkpoint, c["rope_local_base_freq"])

@@ -27,7 +27,7 @@ def linear(x: jax.Array, weights: jax.Array) -> jax.Array:
     lowered.
     """
     rows = x.reshape(-1, x.shape[-1])
-    out = jax.lax.platform_dependent(rows, weights, cpu=_on_a_processor, default=_plain)
+    out = jax.lax.platform_dependent(rows, weights, cpu=_on_cpu, default=_plain)
     return out.reshape(*x.shape[:-1], *weights.shape[:-1]).astype(jnp.result_type(x, weights))
 
 
@@ -36,7 +36,7 @@ def _plain(rows: jax.Array, weights: jax.Array) -> jax.Array:
     return jnp.einsum("tn,...n->t...", rows, weights, preferred_element_type=exact)
 
 
-def _on_a_processor(rows: jax.Array, weights: jax.Array) -> jax.Array:
+def _on_cpu(rows: jax.Array, weights: jax.Array) -> jax.Array:
     """Return the result of `_plain`, computed in a form that is fast with XLA on CPUs.
 
     CPU cores share the rows of the first factor, so the weights are the first factor if there are

@@ -28,21 +28,21 @@ def rope_of(checkpoint: Checkpoint) -> Rope:
     }
     if kind not in needs:
         raise ModelError(
-            f"{checkpoint.source} stretches its positions by {kind!r}; "
-            "known are linear, llama3, yarn and factors stored in the file."
+            f"{checkpoint.source}: expected a rope_type of {', '.join(needs)}, got {kind!r}; give "
+            "another model."
         )
     for name in needs[kind]:
         if scaling.get(name) is None:
             raise ModelError(
-                f"{checkpoint.source} stretches its positions by {kind!r} without {name}, which "
-                "that rule needs; add it to rope_scaling in its config."
+                f"{checkpoint.source}: expected {name} for rope_type {kind!r}, got none; add it to "
+                "rope_scaling in its config."
             )
     try:
         return _stretch(rope, kind, scaling, c["rope_theta"])
     except ValueError as error:
         raise ModelError(
-            f"{checkpoint.source} stretches its positions by {kind!r} in a way that cannot be "
-            f"({error}); download it again."
+            f"{checkpoint.source}: the values for rope_type {kind!r} are invalid ({error}); "
+            "download it again."
         ) from error
 
 
@@ -53,9 +53,9 @@ def plain_rope(checkpoint: Checkpoint, base: float) -> Rope:
     size = int(c["head_dim"] * factor)
     if size < 2 or size % 2:
         raise ModelError(
-            f"{checkpoint.source} turns {size} numbers of each head (head_dim = {c['head_dim']}, "
-            f"partial_rotary_factor = {factor}) where an even number of at least 2 is wanted; "
-            "its config is damaged, so download it again."
+            f"{checkpoint.source}: expected an even number of rotated dimensions, at least 2, got "
+            f"{size} (head_dim = {c['head_dim']}, partial_rotary_factor = {factor}); download it "
+            "again."
         )
     return jaxkv.make_rope(size, base=base)
 
@@ -83,7 +83,9 @@ def _stretch(rope: Rope, kind: str, scaling: dict[str, Any], base: float) -> Rop
         case "llama3":
             low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
             if low >= high:
-                raise ValueError(f"low_freq_factor is {low} and high_freq_factor {high}")
+                raise ValueError(
+                    f"expected low_freq_factor below {high} (high_freq_factor), got {low}"
+                )
             return rope.llama3(
                 factor=scaling["factor"],
                 low_freq_factor=low,

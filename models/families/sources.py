@@ -34,8 +34,8 @@ class Sources:
         except (LookupError, ValueError) as error:
             shapes = ", ".join(str(tensor.shape) for tensor in tensors)
             raise ModelError(
-                f"{self.checkpoint.source} has {' and '.join(names)} of shape {shapes}, which do "
-                f"not make one weight ({error}); is it damaged? Download it again."
+                f"{self.checkpoint.source}: {' and '.join(names)} of shape {shapes} cannot be "
+                f"joined ({error}); download it again."
             ) from error
 
     def norm(self, name: str) -> dict[str, Tensor]:

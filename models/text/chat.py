@@ -39,7 +39,7 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], **variables: An
         )
     except Exception as error:  # a template can raise any exception
         raise ModelError(
-            f"The model's chat template does not take these messages: {brief(error)}."
+            f"These messages do not fit the model's chat template: {brief(error)}."
         ) from error
 
 

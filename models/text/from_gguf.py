@@ -57,10 +57,10 @@ def tokenizer_from_gguf(get: Callable[..., Any], source: str) -> Tokenizer:
         return get(f"tokenizer.ggml.{key}", default)
 
     kind, tokens = field("model"), field("tokens")
-    if kind not in ("gpt2", "llama") or not tokens:
+    if kind not in ("gpt2", "llama"):
         raise ModelError(
-            f"{source} has a tokenizer of kind {kind!r}; 'gpt2' (byte-level) and 'llama' "
-            "(SentencePiece) can be read."
+            f"{source}: expected a tokenizer of kind 'gpt2' (byte-level) or 'llama' "
+            f"(SentencePiece), got {kind!r}; give another model."
         )
     check(tokens, several(_TEXT, 2**24), "tokenizer.ggml.tokens", source)
     pre = field("pre", "default")
@@ -109,8 +109,8 @@ def _byte_level(
 ) -> Inner:
     if not isinstance(pre, str) or pre not in _CUTS:
         raise ModelError(
-            f"{source} cuts text by the rule {pre!r}; those that can be read are "
-            f"{', '.join(_CUTS)}."
+            f"{source}: expected a pre-tokenizer of {', '.join(_CUTS)}, got {pre!r}; give another "
+            "model."
         )
     vocabulary = {token: id for id, token in enumerate(tokens)}
     pairs = [tuple(merge.split(" ", 1)) for merge in merges]
@@ -118,8 +118,7 @@ def _byte_level(
         inner = Inner(models.BPE(vocabulary, pairs, ignore_merges=pre in _LLAMA_3))
     except Exception as error:  # the library raises Exception, or TypeError for half a pair
         raise ModelError(
-            f"{source} has merges that do not go with its tokens ({brief(error)}); download "
-            "it again."
+            f"{source} has merges that do not match its tokens ({brief(error)}); download it again."
         ) from error
     inner.pre_tokenizer = pre_tokenizers.Sequence(_CUTS[pre]())
     inner.decoder = decoders.ByteLevel()
@@ -161,8 +160,7 @@ def _pieces(
         processor = SentencePieceProcessor(model_proto=proto.SerializeToString())
     except Exception as error:  # the library raises RuntimeError for invalid vocabularies
         raise ModelError(
-            f"{source} has a vocabulary that SentencePiece does not take ({brief(error)}); "
-            "download it again."
+            f"{source} has an invalid SentencePiece vocabulary ({brief(error)}); download it again."
         ) from error
 
     control = {token: id for id, token in enumerate(tokens) if types[id] in (_CONTROL, _UNKNOWN)}

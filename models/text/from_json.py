@@ -69,8 +69,8 @@ def from_tokenizers(inner: tokenizers.Tokenizer, *, source: str, **fields: Any) 
         spelled = from_pieces
     else:
         raise ModelError(
-            f"{source} decodes by {sorted(kinds) or 'no rule'}; byte-level and SentencePiece "
-            "vocabularies can be read."
+            f"{source}: expected a byte-level or SentencePiece decoder, got "
+            f"{', '.join(sorted(kinds)) or 'none'}; give another model."
         )
     added = inner.get_added_tokens_decoder()
     lock = Lock()
@@ -121,5 +121,5 @@ def _template(folder: Path, settings: dict[str, Any]) -> str | None:
             (each.get("template") for each in templates if each.get("name") == "default"), None
         )
     if found is not None and not isinstance(found, str):
-        raise refusal(found, "a text, or a list of them by name", "chat_template", str(folder))
+        raise refusal(found, "a text, or a list of named texts", "chat_template", str(folder))
     return found

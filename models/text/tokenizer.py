@@ -104,10 +104,7 @@ class Tokenizer:
           **variables: variables of the template, such as `tools` or `enable_thinking`.
         """
         if self.template is None:
-            raise ModelError(
-                "This model has no chat template, so it is not one to chat with; "
-                "give it a text to continue."
-            )
+            raise ModelError("This model has no chat template; give it a text to continue.")
         from models.text.chat import render
 
         names = {id: name for name, id in self.control.items()}

@@ -50,11 +50,11 @@ def test_undo_leaves_what_was_there_before(speaker, twice):
     thrice = said(speaker, copied(twice), "Three")
     back, why = edits.undo(thrice)
     assert (back.conversations, why) == (twice.conversations, "")
-    assert back.held == len(twice.now.tokens)  # the waiting token was computed, and stays
+    assert back.num_cached == len(twice.now.tokens)  # the waiting token was computed, and stays
     assert next_answer(speaker, back) == next_answer(speaker, twice)
     none, _ = edits.undo(edits.undo(back)[0])
-    assert none.now.turns == () == none.now.tokens and none.without_kept.num_used_cells() == 0
-    with pytest.raises(ChatError, match="nothing has been said"):
+    assert none.now.turns == () == none.now.tokens and none.without_prefixes.num_used_cells() == 0
+    with pytest.raises(ChatError, match="this conversation has no turn"):
         edits.undo(none)
 
 
@@ -62,9 +62,9 @@ def test_unanswered_computes_one_token_and_draws_anew(speaker, twice):
     speaker = replace(speaker, sampler=make_sampler(temperature=9.0))
     chat = speaker.answer(speaker.ask(copied(twice), "Three"))
     again, why = edits.retract_answer(chat)
-    assert why == "" and again.held == again.now.turns[-1].asked - 1
+    assert why == "" and again.num_cached == again.now.turns[-1].asked - 1
     other = speaker.answer(again, attempt=1)
-    assert other.spent.read == 1 and len(other.now.turns) == 3
+    assert other.spent.prompt_tokens == 1 and len(other.now.turns) == 3
     assert other.now.turns[-1].answer != chat.now.turns[-1].answer
     same = speaker.answer(edits.retract_answer(other)[0], attempt=0)
     assert same.now == chat.now
@@ -87,9 +87,10 @@ def test_answer_stopped_keeps_what_there_is(speaker, twice):
     assert turn.finish == "interrupted" and turn.answer == "".join(heard) != ""
     assert 2 <= len(chat.now.tokens) - turn.asked < 9
     after = said(longer, copied(chat), "4", stopped=lambda: True)
-    assert after.now.turns[-1].answer == "" and after.held == chat.held  # before it began
+    assert after.now.turns[-1].answer == ""  # it was interrupted before the answer
+    assert after.num_cached == chat.num_cached
     # Generated tokens that were not computed are computed with the next turn.
-    assert said(speaker, after, "5").spent.read > len(after.now.tokens) - after.held
+    assert said(speaker, after, "5").spent.prompt_tokens > len(after.now.tokens) - after.num_cached
 
 
 def test_answer_full_cache_ends_and_keeps_all(speaker):
@@ -101,13 +102,13 @@ def test_answer_full_cache_ends_and_keeps_all(speaker):
     assert [turn.finish for turn in chat.now.turns] == ["full", "full"]
     assert chat.now.turns[-1].answer == "" and cells_of(chat.cache) == (CELLS, CELLS)
     back, _ = edits.undo(edits.undo(chat)[0])
-    assert back.now.turns == () and cells_of(back.without_kept) == (0, CELLS)
+    assert back.now.turns == () and cells_of(back.without_prefixes) == (0, CELLS)
 
 
 def test_slide_shared_or_empty_conversation_raises(speaker, twice):
-    with pytest.raises(ChatError, match="may be shared with b: /drop what is not needed"):
+    with pytest.raises(ChatError, match="may be shared with b: /drop a conversation"):
         slide(edits.fork(copied(twice), "b"))
-    with pytest.raises(ChatError, match="there is nothing to forget yet"):
+    with pytest.raises(ChatError, match="no turn can be removed"):
         slide(speaker.begin(conversations=3, cells=CELLS))
     slid = slide(copied(twice))
     assert slid.now.gap > 0 and slid.now.turns == twice.now.turns
@@ -116,7 +117,7 @@ def test_slide_shared_or_empty_conversation_raises(speaker, twice):
 
 
 @pytest.mark.nightly
-def test_kept_texts_give_way_before_turns_are_forgotten(speaker, twice):
+def test_stored_prefixes_are_evicted_before_turns_are_removed(speaker, twice):
     sliding = replace(speaker, on_full="slide")
 
     def sizes(chat):
@@ -133,4 +134,4 @@ def test_kept_texts_give_way_before_turns_are_forgotten(speaker, twice):
     assert chat.now.gap > 0 and chat.now.turns[-1].finish == "length"
     # It stays where removing it would not help.
     chat = said(speaker, copied(twice), "3" * CELLS)
-    assert chat.now.turns[-1].finish == "full" and sizes(chat) == [twice.held]
+    assert chat.now.turns[-1].finish == "full" and sizes(chat) == [twice.num_cached]

@@ -23,12 +23,12 @@ def test_load_saved_chat_goes_on_with_nothing_computed(speaker, twice, tmp_path)
     save(path, chat, speaker.model)
     loaded = load(path, speaker.begin(conversations=3, cells=CELLS), speaker.model)
     assert (loaded.conversations, loaded.current) == (chat.conversations, "main")
-    assert loaded.computed == 0 and loaded.held == twice.held
+    assert loaded.computed == 0 and loaded.num_cached == twice.num_cached
     assert next_answer(speaker, loaded) == next_answer(speaker, twice)
     undone, _ = edits.undo(said(speaker, loaded, "3" * 20))
     save(tmp_path / "undone", undone, speaker.model)  # fits into fewer cells and sequences
     few = load(tmp_path / "undone", speaker.begin(conversations=2, cells=32), speaker.model)
-    assert few.now == undone.now and few.held == undone.held and not few.store.prompts
+    assert few.now == undone.now and few.num_cached == undone.num_cached and not few.store.prompts
     info = snapshot.inspect(path)
     assert info.model == fingerprint(speaker.model)
     assert info.sequences == (0, 1, *(text.sequence for text in twice.store.prompts))
@@ -54,12 +54,12 @@ def test_load_other_files_raises_and_changes_nothing(speaker, twice, tmp_path):
 
     refused("cannot be read: No such file", path=tmp_path / "none")
     few, narrow = (speaker.begin(conversations=n, cells=cells) for n, cells in ((2, 64), (3, 9)))
-    refused("holds 3 conversations, and 2 may be here", chat=few)
+    refused("contains 3 conversations, and the limit is 2", chat=few)
     refused("does not fit: .* start with more --cells", chat=narrow)
     other = replace(speaker.model, dtype=jnp.dtype("bfloat16"))
-    refused("is of another model, llama float32", model=other)
+    refused("expected a chat with llama bfloat16 .*, got one with llama float32", model=other)
     snapshot.save(chat.cache, path=tmp_path / "plain", model_id=fingerprint(speaker.model))
-    refused("is a snapshot and no chat", path=tmp_path / "plain")
+    refused("is a snapshot without a chat", path=tmp_path / "plain")
     data = path.read_bytes()
     (tmp_path / "cut").write_bytes(data[:-9])
     refused("cannot be loaded: expected a snapshot", path=tmp_path / "cut")

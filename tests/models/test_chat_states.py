@@ -20,31 +20,31 @@ def test_undo_goes_back_to_kept_texts_without_computing(name, tmp_path):
     chat = speaker.begin(conversations=2, cells=900, holders=6, system="s" * 40)
     for i in range(20):
         chat = said(speaker, chat, f"Turn {i}")
-    assert chat.computed == chat.held == len(chat.now.tokens) - 1 and chat.reused == 0
+    assert chat.computed == chat.num_cached == len(chat.now.tokens) - 1 and chat.reused == 0
     chat = said(speaker, edits.drop(chat, "main"), "You")
-    assert chat.spent.read <= chat.now.turns[0].asked - chat.now.frame.keep
+    assert chat.spent.prompt_tokens <= chat.now.turns[0].asked - chat.now.frame.keep
     chat = edits.drop(chat, "main")
     for letter in "1234":
         chat = said(speaker, chat, letter * 150)
     before, answers = chat.computed, [turn.answer for turn in chat.now.turns]
     chat, why = edits.retract_answer(chat)
-    assert why == "" and chat.held == len(chat.now.tokens) - 1
+    assert why == "" and chat.num_cached == len(chat.now.tokens) - 1
     chat = speaker.answer(chat)
-    assert (chat.spent.read, [turn.answer for turn in chat.now.turns]) == (1, answers)
+    assert (chat.spent.prompt_tokens, [turn.answer for turn in chat.now.turns]) == (1, answers)
     for turns in (1, 2):
         for _ in range(turns):
             chat, why = edits.undo(chat)
-            assert why == "" and chat.held >= len(chat.now.tokens) - 1
+            assert why == "" and chat.num_cached >= len(chat.now.tokens) - 1
         chat = said(speaker, chat, str(5 - turns) * 150)
-        assert chat.spent.read == 1  # that message was kept too
+        assert chat.spent.prompt_tokens == 1  # that message was kept too
         assert [turn.answer for turn in chat.now.turns] == answers[: 5 - turns]
     assert chat.computed == before + 3 * 4  # three answers, and the token before each
     save(tmp_path / "chat", chat, speaker.model)
     elsewhere = speaker.begin(conversations=4, cells=900, holders=4)
     back, why = edits.undo(load(tmp_path / "chat", elsewhere, speaker.model))
-    assert why == "" and back.held >= len(back.now.tokens) - 1
+    assert why == "" and back.num_cached >= len(back.now.tokens) - 1
     chat, why = edits.undo(edits.undo(chat)[0])  # further than the holders
-    assert "a window of 12 has let go of" in why or "a recurrent state cannot forget" in why
+    assert "a window of 12 are evicted" in why or "removed from a recurrent state" in why
     assert said(speaker, chat, "2" * 150).now.turns[-1].answer == answers[1]
 
 
@@ -58,11 +58,11 @@ def test_undo_window_recomputes_without_what_was_forgotten():
     for _ in range(4):
         chat, _ = edits.undo(chat)
     now = chat.now
-    assert chat.held == 0 < now.gap
+    assert chat.num_cached == 0 < now.gap
     rest = now.tokens[: now.frame.keep] + now.tokens[now.frame.keep + now.gap :]
-    never = begun.going_on(replace(begun.now.ask("", rest), frame=now.frame), begun.cache)
+    never = begun.with_current(replace(begun.now.ask("", rest), frame=now.frame), begun.cache)
     (chat, found), (_, wanted) = (speaker._read_message(one) for one in (chat, never))
-    assert chat.held == len(now.tokens)
+    assert chat.num_cached == len(now.tokens)
     np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
@@ -71,14 +71,14 @@ def test_undo_full_cache_of_states_goes_back_to_kept():
     stateful = Speaker(model=tiny("granite_hybrid"), max_tokens=4, ubatch_size=16)
     chat = said(stateful, stateful.begin(conversations=2, cells=CELLS), "One")
     again, why = edits.retract_answer(said(stateful, copied(chat), "Two"))
-    assert why == "" and again.held == chat.held  # a short message is one pass too
+    assert why == "" and again.num_cached == chat.num_cached  # a short message is one pass too
     chat = said(stateful, chat, "2" * 30)
     full = said(stateful, copied(chat), "3" * 30)
     assert full.now.turns[-1].finish == "full"
     back, why = edits.undo(full)
     assert why == "" and back.now == chat.now
     chat, _ = edits.undo(chat)
-    assert cells_of(chat.cache)[0] > cells_of(chat.without_kept)[0] + 20
+    assert cells_of(chat.cache)[0] > cells_of(chat.without_prefixes)[0] + 20
     chat = said(stateful, chat, "4" * 30)
     assert chat.now.turns[-1].finish == "length" and cells_of(chat.cache)[0] <= CELLS
 

@@ -65,12 +65,12 @@ def test_chat_in_terminal_takes_keys_and_commands(letters, tmp_path):
         one.expect("[a-z0-9]{20}")  # during the answer
         one.sendintr()
         one.sendintr()  # one too many
-        one.expect("note: the answer ends there and stays as it is; /retry for another")
+        one.expect("note: the answer was interrupted; /retry generates another")
         one.expect("main>")
         for line, wanted in [
             ("/fork b", "b: a fork of main"),
             ("/switch b", "b: 1 turn, the last one: one two"),
-            ("/undo", "took back: one two"),
+            ("/undo", "removed: one two"),
             (f"/save {tmp_path / 'chat.safetensors'}", "saved 2 conversations in "),
         ]:
             one.send(line + "\r")

@@ -44,7 +44,7 @@ def test_mesh_argument_is_read_as_axes_and_sizes():
     for text in ("", "4", "tensor", "tensor=0", "tensor=x", "a=2,a=2", "=2", "a=2,"):
         with pytest.raises(InputError, match="such as data=2,tensor=2"):
             parser().parse_args(["generate", "hello", "--mesh", text])
-    with pytest.raises(models.ModelError, match="takes 64 devices.*JAX_NUM_CPU_DEVICES=64"):
+    with pytest.raises(models.ModelError, match="expected 64 devices.*JAX_NUM_CPU_DEVICES=64"):
         make_mesh({"data": 8, "tensor": 8})
 
 

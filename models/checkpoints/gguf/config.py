@@ -107,7 +107,7 @@ def config_from_gguf(arch: str, get: Metadata, factors: list | None = None) -> d
         config |= recurrent.config_from_gguf(arch, get, config)
     values = get(f"{arch}.attention.value_length")
     if values not in (None, config["head_dim"]):
-        expected = f"{config['head_dim']}, as many numbers as a key has"
+        expected = f"{config['head_dim']}, the size of a key"
         raise key_error(f"{arch}.attention.value_length", expected, values, get.source)
     config["rope_scaling"] = _scaling(arch, get, factors)
     turned = get.checked(f"{arch}.rope.dimension_count", count)
@@ -128,7 +128,7 @@ def _scaling(arch: str, get: Metadata, factors: list | None) -> dict[str, Any] |
         kind = "linear"
     if factors is not None:
         if kind not in (None, "none"):
-            raise key_error(name, "left out beside rope_freqs.weight", factor, get.source)
+            raise key_error(name, "left out next to rope_freqs.weight", factor, get.source)
         return {"rope_type": "factors", "factors": factors}
     if kind in (None, "none"):
         return None

@@ -69,8 +69,8 @@ def open_gguf(path: Path) -> Checkpoint:
     arch = get("general.architecture")
     if not isinstance(arch, str) or arch not in _FAMILIES:
         raise ModelError(
-            f"{path} holds a model of architecture {arch!r}; those that can be read are "
-            f"{', '.join(_FAMILIES)}."
+            f"{path}: expected an architecture of {', '.join(_FAMILIES)}, got {arch!r}; give "
+            "another model."
         )
     if get.checked("split.count", whole(0, 2**16), 1) > 1:
         raise ModelError(f"{path} is one part of several; merge the parts with llama-gguf-split.")
@@ -129,8 +129,8 @@ def _plain_names(path: Path, arch: str, stored: dict) -> dict[str, Any]:
     by_name = {_plain(name, arch): tensor for name, tensor in stored.items()}
     if None in by_name:
         raise ModelError(
-            f"{path} holds a tensor {by_name[None].name!r}, which the {arch} models read here do "
-            "not have; its kind (a mixture of experts, perhaps) is not supported."
+            f"{path}: expected tensors of a supported {arch} model, got {by_name[None].name!r}, of "
+            "a mixture of experts perhaps; give another model."
         )
     return by_name
 
@@ -148,8 +148,8 @@ def _tensor(name: str, tensor: Any, arch: str, config: dict, source: str) -> Ten
         heads = config["num_attention_heads" if part == "q_proj" else "num_key_value_heads"]
         if shape[0] % (2 * heads):
             raise ModelError(
-                f"{source} has {tensor.name} with {shape[0]} rows where {heads} heads, each of an "
-                "even number of rows, are wanted; download it again."
+                f"{source}: expected a multiple of {2 * heads} rows ({heads} heads of even size) "
+                f"in {tensor.name}, got {shape[0]}; download it again."
             )
         rows = _halves(shape[0], heads)
     less = 1.0 if arch == "gemma3" and part.endswith("norm") else 0.0

@@ -22,8 +22,8 @@ class Metadata:
             return field.contents()
         except Exception as error:  # for invalid UTF-8 or missing bytes
             raise ModelError(
-                f"{self.source} has a value for {key} that cannot be read ({brief(error)}); it is "
-                "damaged, so download it again."
+                f"{self.source}: the value of {key} cannot be read ({brief(error)}); download it "
+                "again."
             ) from error
 
     def keys(self, prefix: str) -> list[str]:

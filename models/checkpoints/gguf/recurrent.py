@@ -150,8 +150,8 @@ def to_hugging_face(tensors: Mapping[str, Tensor], source: str) -> dict[str, Ten
                 out[name] = _tensor_to_hugging_face(name, tensor)
         except (LookupError, ValueError) as error:
             raise ModelError(
-                f"{source} holds {name} in parts or of a shape {tensor.shape} that its kind of "
-                f"model does not have ({error}); download it again."
+                f"{source}: {name} has a wrong shape, {tensor.shape}, or no second half "
+                f"({error}); download it again."
             ) from error
     return out
 
