@@ -60,9 +60,9 @@ def score(
       sharding_rules: Mesh axes that split the cache on the mesh of `jax.set_mesh`.
 
     Returns:
-      Log-probabilities in float32; m is the length of the longest text, or of a row. The result is
-      0 for padding and for the first token of a text without a prompt. The result is NaN for traced
-      tokens past the vocabulary.
+      Log-probabilities in float32: 0 for padding and for the first token of a text without a
+      prompt, NaN for traced tokens past the vocabulary. m is the length of a row, or for lists the
+      length of the longest text, rounded up.
 
     Raises:
       ValueError: If there is no text, or a prompt or a text without a prompt is empty.
@@ -81,19 +81,19 @@ def score(
       ...     return cache, x.reshape(-1, 4)[ubatch.outputs]
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=4)
       >>> out = score(forward, jnp.eye(4), [[2, 3], [2, 2, 3]], prompts=[[0, 1]], spec=spec)
-      >>> (10 * jnp.exp(out)).round().tolist()
+      >>> (10 * jnp.exp(out[:, :3])).round().tolist()
       [[7.0, 7.0, 10.0], [7.0, 1.0, 7.0]]
 
     Hugging Face: `compute_transition_scores`.
     """
     _check_spec(spec)
-    index, width = None, None
+    index, width = None, texts.shape[1] if getattr(texts, "ndim", 0) == 2 else None
     if is_concrete(texts, prompts):
-        rows, width = _check_lists(texts, "texts", allow_empty=prompts is not None)
+        rows = _check_lists(texts, "texts", allow_empty=prompts is not None)
         if prompts is None:
             levels, index = trie_of_texts(rows)
         else:
-            first, _ = _check_lists(prompts, "prompts", allow_empty=False)
+            first = _check_lists(prompts, "prompts", allow_empty=False)
             _check_counts(len(first), len(rows))
             levels = trie_of_prompts(first, rows)
         largest = max(int(np.max(level.tokens)) for level in levels)
@@ -227,30 +227,28 @@ def _check_counts(num_prompts: int, num_texts: int) -> None:
         )
 
 
-def _check_lists(
-    texts: Prompts, name: str, *, allow_empty: bool
-) -> tuple[list[Int32[np.ndarray, " _"]], int]:
-    """Return concrete texts as arrays, and the length of the longest text or of a row."""
+def _check_lists(texts: Prompts, name: str, *, allow_empty: bool) -> list[Int32[np.ndarray, " _"]]:
+    """Return concrete texts as arrays without padding."""
     if getattr(texts, "ndim", 0) == 2:
         rows = np.asarray(_check_rows(texts, name))
-        lists, width = [row[: np.sum(row >= 0)] for row in rows], rows.shape[1]
+        lists = [row[: np.sum(row >= 0)] for row in rows]
         if any(np.any(row[len(text) :] >= 0) for row, text in zip(rows, lists, strict=True)):
             raise ValueError(f"expected -1 only at the end of {name}, got it before a token; sort")
     else:
         lists = [np.asarray(check_int32(text, name, low=0)) for text in texts]
-        width = max(map(np.size, lists), default=0)
     if not lists or any(text.ndim != 1 or not (text.size or allow_empty) for text in lists):
         raise ValueError(
             f"expected one of {name} or more, each a list of "
             f"{'tokens' if allow_empty else 'one token or more'}, got {texts!r}; a single one is "
             "[tokens]"
         )
-    return lists, width
+    return lists
 
 
 def _check_rows(texts: Prompts, name: str) -> Int32[Array | np.ndarray, "n m"]:
     """Return texts as int32 rows; pad lists with -1 at the end."""
     if getattr(texts, "ndim", 0) != 2:
-        lists, width = _check_lists(texts, name, allow_empty=False)
+        lists = _check_lists(texts, name, allow_empty=False)
+        width = max(map(len, lists))
         texts = np.stack([np.pad(x, (0, width - len(x)), constant_values=-1) for x in lists])
     return check_int32(texts, name)

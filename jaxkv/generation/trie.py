@@ -58,7 +58,7 @@ def trie_of_texts(texts: Texts) -> tuple[list[TrieLevel], Int32[np.ndarray, "Q n
     [[18, 19, 24, 25], [18, 19, -1, -1]]
     """
     count = len(texts)
-    index = np.full((count, max(map(len, texts))), -1, np.int32)
+    index = np.full((count, _round_length(max(map(len, texts)))), -1, np.int32)
     levels, num_tokens = [], 0
     for segments, parents in _segments_by_level(texts, range(count)):
         level = _make_level(segments, parents, count, is_scored=True)

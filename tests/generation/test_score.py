@@ -12,14 +12,13 @@ from jaxkv.generation.trie import MIN_SHARED, trie_of_texts
 from models.compiling import counting
 from tests.generation.tiny import DATA, load
 from tests.helpers.mistakes import assert_raises, mistakes
-from tests.helpers.parametrize import mostly_nightly
+from tests.helpers.parametrize import in_lanes
 
 MODELS = sorted(
     path.name
     for path in DATA.iterdir()
     if (path / "config.json").exists() and not path.name.startswith("t5")
 )
-FEW = ["gemma3", "granite_hybrid", "llama_tied"]
 SPEC = jaxkv.CacheSpec.attention(layers=1, kv_heads=1, head_dim=1)
 TABLE = jax.nn.softmax(2 * jax.random.normal(jax.random.key(0), (16, 16)))
 RNG = np.random.default_rng(0)
@@ -35,50 +34,49 @@ TREE = [[*FIRST, 1, 2], [*FIRST, *THEN, 1], [*FIRST, *THEN, 2, 3, 4], OTHER, FIR
 PROMPTS, ANSWERS = draw(5, 9), [*draw(3, 7, 0, 4)]
 
 
-def alone(forward, spec, params, text):
-    """Log-probabilities of a text but its first token, by `prefill`."""
-    cache = jaxkv.make_cache(spec, cells=64)
-    batch = jaxkv.make_batch([text], outputs=np.ones(len(text), bool))
-    logits = jaxkv.prefill(forward, params, cache, batch, ubatch_size=64).logits
-    logprobs = jax.nn.log_softmax(logits.astype(jnp.float32))
-    return logprobs[jnp.arange(len(text) - 1), jnp.array(text[1:])]
-
-
-def rows(parts, width):
-    return jnp.stack([jnp.pad(part, (0, width - len(part))) for part in parts])
+CASES = {"tree": (TREE, None), "prompts": (ANSWERS, PROMPTS)}
+EVERY = [(name, case) for name in MODELS for case in CASES]
+CORE = [("llama_tied", "tree"), ("granite_hybrid", "prompts")]
 
 
 def expected(forward, spec, params, texts, prompts=None):
-    """The result of `score`, each text computed alone."""
-    if prompts is None:
-        parts = [jnp.pad(alone(forward, spec, params, text), (1, 0)) for text in texts]
-    else:
-        group = len(texts) // len(prompts)
-        whole = [prompts[i // group] + text for i, text in enumerate(texts)]
-        parts = [
-            alone(forward, spec, params, text)[len(text) - len(answer) - 1 :]
-            for text, answer in zip(whole, texts, strict=True)
-        ]
-    return rows(parts, max(map(len, texts)))
+    """Log-probabilities of each text computed alone, in a stream of a cache."""
+    starts = [[]] * len(texts)
+    if prompts is not None:
+        starts = [prompts[i // (len(texts) // len(prompts))] for i in range(len(texts))]
+    whole = [start + text for start, text in zip(starts, texts, strict=True)]
+    tokens = np.zeros((len(texts), max(map(len, whole))), np.int32)
+    valid = np.zeros(tokens.shape, bool)
+    for i, text in enumerate(whole):
+        tokens[i, : len(text)], valid[i, : len(text)] = text, True
+    cache = jaxkv.make_cache(spec, cells=64, sequences=len(texts), streams=len(texts))
+    batch = jaxkv.make_batch(jnp.asarray(tokens), valid=jnp.asarray(valid), outputs=valid)
+    logits = jaxkv.prefill(forward, params, cache, batch).logits[: valid.sum()]
+    logprobs = jax.nn.log_softmax(logits.astype(jnp.float32))
+    found, first = [], 0
+    for start, text in zip(starts, texts, strict=True):
+        length = len(start) + len(text)
+        rows = jnp.arange(first, first + length - 1)
+        row = logprobs[rows, jnp.array([*start, *text][1:], jnp.int32)]
+        found.append(row[len(start) - 1 :] if start else jnp.pad(row, (1, 0)))
+        first += length
+    width = max(map(len, texts))
+    return jnp.stack([jnp.pad(row, (0, width - len(row))) for row in found])
 
 
-@pytest.mark.core
-@pytest.mark.parametrize(
-    "texts, prompts", [(TREE, None), (ANSWERS, PROMPTS)], ids=["tree", "prompts"]
-)
-@pytest.mark.parametrize("name", mostly_nightly(MODELS, few=FEW))
-def test_score_and_its_gradient_equal_texts_alone(name, texts, prompts):
-    model = load(name)
+@pytest.mark.parametrize("name, case", in_lanes(EVERY, fast=[], core=CORE))
+def test_score_and_its_gradient_equal_texts_alone(name, case):
+    model, (texts, prompts) = load(name), CASES[case]
     weights = RNG.normal(size=(len(texts), max(map(len, texts)))).astype(np.float32)
 
     def loss(scoring, params):
-        logprobs = scoring(params, texts, prompts=prompts)
+        logprobs = scoring(params, texts, prompts=prompts)[:, : weights.shape[1]]
         return jnp.sum(logprobs * weights), logprobs
 
     spec, forward = model.cache_spec, model.forward
     ours = partial(loss, partial(jaxkv.score, forward, spec=spec))
     theirs = partial(loss, partial(expected, forward, spec))
-    (_, found), slopes = jax.value_and_grad(ours, has_aux=True)(model.params)
+    (_, found), slopes = jax.jit(jax.value_and_grad(ours, has_aux=True))(model.params)
     (_, wanted), steps = jax.jit(jax.value_and_grad(theirs, has_aux=True))(model.params)
     np.testing.assert_allclose(found, wanted, atol=1e-5)
     for one, other in zip(jax.tree.leaves(slopes), jax.tree.leaves(steps), strict=True):
@@ -121,8 +119,8 @@ def test_score_of_traced_rows_equals_that_of_lists(prompts):
     wanted = scored(TABLE, texts, prompts=prompts)
     found = jax.jit(lambda rows: scored(TABLE, rows, prompts=prompts))(padded)
     assert found.shape == padded.shape and np.all(np.asarray(found)[padded < 0] == 0)
-    np.testing.assert_allclose(found[:, : wanted.shape[1]], wanted, atol=1e-6)
-    np.testing.assert_array_equal(scored(TABLE, padded, prompts=prompts)[:, :7], wanted)
+    np.testing.assert_allclose(found[:, :8], wanted, atol=1e-6)
+    np.testing.assert_array_equal(scored(TABLE, padded, prompts=prompts)[:, :8], wanted)
     padded[0, 1] = 99
     assert np.isnan(jax.jit(lambda rows: scored(TABLE, rows, prompts=prompts))(padded)[0, 1])
 
@@ -130,9 +128,9 @@ def test_score_of_traced_rows_equals_that_of_lists(prompts):
 @pytest.mark.core
 def test_score_under_transformations():
     tables = jnp.stack([TABLE, TABLE[::-1]])
-    mapped = jax.vmap(lambda table: scored(table, TREE))(tables)
-    for table, found in zip(tables, mapped, strict=True):
-        np.testing.assert_allclose(found, scored(table, TREE), atol=1e-6)
+    run = partial(scored, texts=ANSWERS, prompts=PROMPTS)
+    for table, found in zip(tables, jax.vmap(run)(tables), strict=True):
+        np.testing.assert_allclose(found, run(table), atol=1e-6)
     again = jax.checkpoint(by_previous)
 
     def total(forward, table):
@@ -140,19 +138,19 @@ def test_score_under_transformations():
 
     slopes = jax.grad(partial(total, again))(TABLE)
     np.testing.assert_allclose(slopes, jax.grad(partial(total, by_previous))(TABLE), rtol=1e-5)
-    half = scored(TABLE.astype(jnp.bfloat16), TREE, dtype=jnp.bfloat16)
+    half = run(TABLE.astype(jnp.bfloat16), dtype=jnp.bfloat16)
     assert half.dtype == jnp.float32
-    np.testing.assert_allclose(half, scored(TABLE, TREE), atol=0.1)
+    np.testing.assert_allclose(half, run(TABLE), atol=0.1)
 
 
 @pytest.mark.core
 def test_score_of_similar_batches_compiles_once():
-    scored(TABLE, ANSWERS, prompts=PROMPTS)
+    scored(TABLE, ANSWERS, prompts=PROMPTS), scored(TABLE, draw(13, 14, 15, 14))
     with counting() as compiled:
         for lengths in ([4, 5, 6, 3], [8, 1, 1, 2], [3, 3, 3, 3]):
             scored(TABLE, draw(*lengths), prompts=draw(10, 9))
-        assert compiled() <= 1  # a slice for each length of the result
-    scored(TABLE, ANSWERS, prompts=PROMPTS)
+            scored(TABLE, draw(*[13 + length % 4 for length in lengths]))
+        assert compiled() == 0
 
 
 @pytest.mark.core
