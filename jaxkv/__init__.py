@@ -22,7 +22,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from jaxkv import draw, ops, sharding, snapshot
-from jaxkv.api.apply import apply, is_current
+from jaxkv.api.apply import apply
 from jaxkv.api.edits import (
     EditResult,
     clear,
@@ -56,7 +56,7 @@ __all__ += ["show"]
 __all__ += ["Batch", "Plan", "PlanRefusedError", "Reason", "Ubatch"]
 __all__ += ["init_batch", "init_full", "make_batch", "plan_step"]
 # Commits of plans.
-__all__ += ["apply", "compact", "defrag_plan", "init_update", "is_current", "rewind"]
+__all__ += ["apply", "compact", "defrag_plan", "init_update", "rewind"]
 # Edits of sequences.
 __all__ += ["EditResult", "clear", "seq_add", "seq_cp", "seq_div", "seq_keep"]
 __all__ += ["seq_rm", "seq_select"]

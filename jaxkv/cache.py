@@ -51,6 +51,9 @@ class Cache(Partitioned):
     buffers: PyTree
     written: tuple[Ubatch, frozenset[int]] | None = None
 
+    is_current: ClassVar[Callable[..., Bool[Array, ""]]]
+    """Return whether `apply` would commit a plan (`jaxkv.api.apply.is_current`)."""
+
     cells: ClassVar[Callable[..., PyTree]]
     """Return the cells as NumPy arrays (`jaxkv.draw.cell_view.view_cells`)."""
 

@@ -1,4 +1,4 @@
-"""`apply` commits a plan to a cache; `is_current` returns whether `apply` would commit a plan."""
+"""`apply`, which commits a plan to a cache, and the method `Cache.is_current`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def apply(cache: Cache, plan: Ubatch | Plan | MaintenancePlan, *, donate: bool =
 
     A ubatch changes only the table; `attend` and `write_states` then write the buffers. The plan of
     an update or a defrag changes the table and the buffers. A plan that was refused or is stale
-    leaves the cache unchanged (`is_current`).
+    leaves the cache unchanged (`Cache.is_current`).
 
     Args:
       cache: any cache.
@@ -72,20 +72,23 @@ def is_current(cache: Cache, plan: Ubatch | Plan | MaintenancePlan) -> Bool[Arra
       ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=None), cells=4
       ... )
       >>> (ubatch,) = init_batch(cache, make_batch([1, 2])).ubatches
-      >>> is_current(cache, ubatch).item(), is_current(apply(cache, ubatch), ubatch).item()
+      >>> cache.is_current(ubatch).item(), apply(cache, ubatch).is_current(ubatch).item()
       (True, False)
 
       The plan of a defrag stays current after an edit that frees no cell:
 
       >>> cache, _ = seq_rm(apply(cache, ubatch), 0, 0, 1)
       >>> moves = defrag_plan(cache)
-      >>> is_current(seq_add(cache, 0, 1, -1, delta=3).cache, moves).item()
+      >>> seq_add(cache, 0, 1, -1, delta=3).cache.is_current(moves).item()
       True
-      >>> is_current(clear(cache), moves).item()
+      >>> clear(cache).is_current(moves).item()
       False
     """
     table, _ = split(cache)
     return _is_current(table, _check_plan(plan, table))
+
+
+Cache.is_current = is_current
 
 
 def _check_plan(plan: object, table: CacheTable) -> Ubatch | MaintenancePlan:

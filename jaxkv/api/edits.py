@@ -9,8 +9,8 @@
   refused if a part of the cache cannot make the edit, or if a sequence could not continue after its
   last token (`Cache.can_resume`).
 
-An edit of a stream makes all earlier ubatches for that stream stale. The docstring of `is_current`
-lists the edits that make other plans stale.
+An edit of a stream makes all earlier ubatches for that stream stale. The docstring of
+`Cache.is_current` lists the edits that make other plans stale.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def init_update(cache: Cache) -> MaintenancePlan:
     """Plan the rotation of all keys with a pending shift, for `apply`.
 
     The property `pending` is the number of keys to rotate; a plan with 0 keys costs nothing to
-    apply. A stale plan has no effect (`is_current`).
+    apply. A stale plan has no effect (`Cache.is_current`).
 
     Examples:
       >>> cache = make_cache(
@@ -49,7 +49,7 @@ def defrag_plan(cache: Cache, *, max_moves: int | None = None) -> MaintenancePla
     In tiled placement, whole tiles are moved, and free cells inside a tile stay reserved for the
     sequence of the tile. The result is a plan for `apply`; the property `pending` is the number of
     cells to move. For attention, the fields `source`, `destination` and `length` describe the runs
-    of cells to move, the last run first. A stale plan has no effect (`is_current`).
+    of cells to move, the last run first. A stale plan has no effect (`Cache.is_current`).
 
     `max_moves` limits the number of runs to move in each stream; None means no limit. The last tile
     in tiled placement is always moved completely. Repeated calls end in the same order of cells for

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.api.apply import is_current
 from jaxkv.batch import Batch, Ubatch, make_batch, mask_slots
 from jaxkv.cache import Cache, merge, split
 from jaxkv.core.array_utils import is_concrete, is_traced, next_power_of_two
@@ -144,7 +143,7 @@ def _check_plan(cache: Cache, batch: Batch, ubatch_size: int | None, plan: objec
                 f"expected a plan of the batch's {num_tokens} tokens, got one of {num_planned}; "
                 "plan this batch"
             )
-    if not is_traced(cache, plan) and not is_current(cache, plan.ubatches[0]):
+    if not is_traced(cache, plan) and not cache.is_current(plan.ubatches[0]):
         raise ValueError("expected a plan of this cache as it is, got a stale one; plan again")
 
 

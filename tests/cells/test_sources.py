@@ -258,7 +258,7 @@ def test_edit_of_a_source_makes_plans_and_tables_stale():
     cache = filled()
     (ubatch,) = jaxkv.init_batch(cache, make_batch([1], sequences=0)).ubatches
     read = encode(cache, [[7]], [2])
-    assert jaxkv.is_current(cache, ubatch) and not jaxkv.is_current(read, ubatch)
+    assert cache.is_current(ubatch) and not read.is_current(ubatch)
     q = jnp.ones((*ubatch.valid.shape, 2, SIZE // 2))
     after = jaxkv.apply(cache, ubatch)
     shown, mask = jaxkv.read_kv(after, CROSS, ubatch)[::2]
@@ -269,7 +269,7 @@ def test_edit_of_a_source_makes_plans_and_tables_stale():
     for edited in (encode(after, [[7]], [2]), jaxkv.seq_rm(after, 3)[0], jaxkv.clear(after)):
         assert np.isnan(jaxkv.attend(edited, CROSS, ubatch, q)[1]).all()
     plan = jaxkv.init_batch(cache, make_batch([7], sequences=2), encoder=True)
-    assert not jaxkv.is_current(tell(cache, [[3]], [2])[0], plan.ubatches[0])
+    assert not tell(cache, [[3]], [2])[0].is_current(plan.ubatches[0])
     gone, _ = jaxkv.seq_rm(cache, 1)  # its source's cells are overwritten
     assert not jaxkv.rewind(encode(gone, [[1]], [2]), to=cache.table)[1]
 

@@ -164,7 +164,7 @@ def test_commitment_is_stale_after_an_edit():
     cache, _ = jaxkv.seq_rm(caches.filled(7), 0, 1, 3)
     moved = jaxkv.seq_add(cache, 0, 3, -1, delta=-2).cache
     moves, update = jaxkv.defrag_plan(cache), jaxkv.init_update(moved)
-    assert jaxkv.is_current(cache, moves) and jaxkv.is_current(moved, update)
+    assert cache.is_current(moves) and moved.is_current(update)
     for plan, edited in (
         (moves, caches.run(cache, jaxkv.make_batch([1], sequences=2))[0]),  # a destination
         (moves, rm(cache, 0, 5, -1)),  # a source
@@ -172,7 +172,7 @@ def test_commitment_is_stale_after_an_edit():
         (update, jaxkv.seq_add(moved, 0, 1, 2, delta=1).cache),
         (update, jaxkv.apply(moved, update)),
     ):
-        assert not jaxkv.is_current(edited, plan)
+        assert not edited.is_current(plan)
         assert_identical(jaxkv.apply(edited, plan), edited)
 
 
@@ -196,7 +196,7 @@ def test_commitment_stale_in_one_part_changes_no_part(window):
         assert all(part.pending for part in plan.parts)
         assert_identical(edited.parts[window], before.parts[window])
         assert_identical(jaxkv.apply(edited, plan), edited)
-        assert jaxkv.is_current(before, plan) and not jaxkv.is_current(edited, plan)
+        assert before.is_current(plan) and not edited.is_current(plan)
 
 
 def test_commitment_stale_in_one_stream_changes_no_stream():
@@ -233,7 +233,7 @@ def test_plan_for_another_cache_raises():
         update, moves = (jax.eval_shape(f, other) for f in (jaxkv.init_update, jaxkv.defrag_plan))
         for verb, *args in (
             *((jaxkv.apply, one, plan) for plan in (ubatch, update, moves)),
-            (jaxkv.is_current, one, ubatch),
+            (type(one).is_current, one, ubatch),
             (jaxkv.attend, one, 0, ubatch, x, x, x),
             (jaxkv.read_states, one, 0, ubatch),
             (lambda cache, table: jaxkv.rewind(cache, to=table), one, other.table),

@@ -175,7 +175,7 @@ def test_load_makes_earlier_plans_and_tables_stale():
     (ubatch,) = jaxkv.init_batch(cache, jaxkv.make_batch([1])).ubatches
     data = snapshot.save(cache)
     for loaded in (snapshot.load(data), snapshot.load(data, into=cache)):
-        assert not jaxkv.is_current(loaded, ubatch)
+        assert not loaded.is_current(ubatch)
         assert not jaxkv.rewind(loaded, to=cache.table)[1]
 
 
