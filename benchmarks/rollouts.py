@@ -19,7 +19,7 @@ from benchmarks import machine, turns
 
 LAYERS, HEADS, KV_HEADS, SIZE, VOCABULARY = 4, 8, 4, 64, 4096
 WIDTH = HEADS * SIZE
-ROPE = jaxkv.make_rope(SIZE)
+ROPE = jaxkv.Rope.make(SIZE)
 SPEC = jaxkv.CacheSpec.attention(LAYERS, KV_HEADS, SIZE, rope=ROPE)
 
 Attend = Callable[..., jax.Array]

@@ -45,7 +45,8 @@ def main() -> None:
             temporaries = program.memory_analysis().temp_size_in_bytes
             traffic = program.cost_analysis()["bytes accessed"]
             print(
-                f"  {name:12s} temporaries {temporaries / 1e6:6.0f} MB, accessed {traffic / 1e6:7.0f} MB"
+                f"  {name:12s} temporaries {temporaries / 1e6:6.0f} MB, "
+                f"accessed {traffic / 1e6:7.0f} MB"
             )
 
 

@@ -42,7 +42,7 @@ from jaxkv.draw import show
 from jaxkv.make import make_cache
 from jaxkv.plan import Plan, PlanRefusedError, Reason
 from jaxkv.planning.planners import init_batch, init_full, plan_step
-from jaxkv.rope import Rope, make_rope
+from jaxkv.rope import Rope
 from jaxkv.window import Window
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from jaxkv.generation import beam, decode, encode, generate, prefill, score, speculate, warm_up
 
 # Caches.
-__all__ = ["Cache", "CacheSpec", "Rope", "Window", "make_cache", "make_rope"]
+__all__ = ["Cache", "CacheSpec", "Rope", "Window", "make_cache"]
 __all__ += ["show"]
 # Batches and plans.
 __all__ += ["Batch", "Plan", "PlanRefusedError", "Reason", "Ubatch"]

@@ -454,13 +454,13 @@ def _check_rope(rope: object, key: int, value: int | ValueSlice) -> None:
     """Raise unless a rope fits the keys of a layer and leaves values in the keys unrotated."""
     if not isinstance(rope, Rope | NotGiven | None):
         raise TypeError(
-            f"expected a rope or None, got {rope!r}; make one, as make_rope(head_dim, base=10000.0)"
+            f"expected a rope or None, got {rope!r}; make one, as Rope.make(head_dim, base=10000.0)"
         )
     turned = 2 * len(rope.frequencies) if isinstance(rope, Rope) else 0
     if turned > key:
         raise ValueError(
             f"expected a rope of {key // 2} pairs at most for keys of {key}, got one of "
-            f"{turned // 2}; make it for the head, make_rope({key})"
+            f"{turned // 2}; make it for the head, Rope.make({key})"
         )
     if isinstance(value, ValueSlice) and value.first < turned:
         raise ValueError(

@@ -36,6 +36,32 @@ class Rope:
                 f"{self.frequencies} and {self.attention_factor}; check the model's config"
             )
 
+    @staticmethod
+    def make(size: int, *, base: float = 10000.0, interleaved: bool = False) -> Rope:
+        """Make an unscaled rotary embedding.
+
+        Args:
+          size: number of rotated numbers of a head, even, at most D.
+          base: base of the frequencies. The slowest pair turns by about 1 / base radians per
+            position.
+          interleaved: see `Rope`.
+
+        Raises:
+          ValueError: If the size is odd or below 2, or the base is not above 0.
+
+        Examples:
+          >>> Rope.make(4, base=100.0).frequencies
+          (1.0, 0.1)
+
+        llama.cpp: `rope_freq_base`.
+        """
+        if size % 2 or size < 2:
+            raise ValueError(f"expected an even size, got {size}; numbers are rotated in pairs")
+        if not base > 0:
+            raise ValueError(f"expected a base above 0, got {base}; pass base=10000.0")
+        frequencies = tuple(float(base ** (-pair / size)) for pair in range(0, size, 2))
+        return Rope(frequencies=frequencies, interleaved=interleaved)
+
     def rotate(
         self, x: Float[Array | np.ndarray, "*n H D"], positions: Int[ArrayLike, "*n"]
     ) -> Float[Array, "*n H D"]:
@@ -97,7 +123,7 @@ class Rope:
 
         A `factor` of 0 raises ValueError.
 
-        >>> make_rope(4, base=100.0).linear(factor=2.0).frequencies
+        >>> Rope.make(4, base=100.0).linear(factor=2.0).frequencies
         (0.5, 0.05)
 
         llama.cpp: `LLAMA_ROPE_SCALING_TYPE_LINEAR`.
@@ -109,7 +135,7 @@ class Rope:
 
         A wrong number of factors, or a factor of 0, raises ValueError.
 
-        >>> make_rope(4, base=100.0).divide([1.0, 4.0]).frequencies
+        >>> Rope.make(4, base=100.0).divide([1.0, 4.0]).frequencies
         (1.0, 0.025)
 
         llama.cpp: `rope_freqs`.
@@ -137,7 +163,7 @@ class Rope:
         between the two limits are interpolated. The original context has as many positions as the
         argument `original`.
 
-        >>> plain = make_rope(4, base=1e8)
+        >>> plain = Rope.make(4, base=1e8)
         >>> slowed = plain.llama3(
         ...     factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original=8192
         ... )
@@ -167,14 +193,14 @@ class Rope:
         Args:
           factor: ratio of the new context length to the original one.
           original: number of positions of the original context.
-          base: base of the unscaled rope, see `make_rope`.
+          base: base of the unscaled rope, see `Rope.make`.
           beta_fast: number of turns over the original context above which a frequency is unchanged.
           beta_slow: number of turns over the original context below which a frequency is divided by
             the factor.
           attention_factor: factor of rotated queries and keys. The default is 1 for a context ratio
             r of at most 1, else 0.1 ln(r) + 1.
 
-        >>> plain = make_rope(4, base=1e6)
+        >>> plain = Rope.make(4, base=1e6)
         >>> slowed = plain.yarn(factor=4.0, original=2048, base=1e6)
         >>> [old / new for old, new in zip(plain.frequencies, slowed.frequencies)]
         [1.0, 4.0]
@@ -207,31 +233,6 @@ class NotGiven:
 
 
 NOT_GIVEN = NotGiven()
-
-
-def make_rope(size: int, *, base: float = 10000.0, interleaved: bool = False) -> Rope:
-    """Make an unscaled rotary embedding.
-
-    Args:
-      size: number of rotated numbers of a head, even, at most D.
-      base: base of the frequencies; the slowest pair turns by about 1 / base radians per position.
-      interleaved: see `Rope`.
-
-    Raises:
-      ValueError: If the size is odd or below 2, or the base is not above 0.
-
-    Examples:
-      >>> make_rope(4, base=100.0).frequencies
-      (1.0, 0.1)
-
-    llama.cpp: `rope_freq_base`.
-    """
-    if size % 2 or size < 2:
-        raise ValueError(f"expected an even size, got {size}; numbers are rotated in pairs")
-    if not base > 0:
-        raise ValueError(f"expected a base above 0, got {base}; pass base=10000.0")
-    frequencies = tuple(float(base ** (-pair / size)) for pair in range(0, size, 2))
-    return Rope(frequencies=frequencies, interleaved=interleaved)
 
 
 def _angles(

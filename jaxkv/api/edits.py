@@ -289,7 +289,7 @@ def seq_add(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, delta: Id) -> EditR
       Remove two tokens, and close the gap in the positions:
 
       >>> cache = make_cache(
-      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=make_rope(2)), cells=6
+      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=Rope.make(2)), cells=6
       ... )
       >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3, 4, 5])))
       >>> cache, _ = seq_rm(cache, 0, 1, 3)
@@ -327,7 +327,7 @@ def seq_div(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, divisor: Id) -> Edi
 
     Examples:
       >>> cache = make_cache(
-      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=make_rope(2)), cells=4
+      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=Rope.make(2)), cells=4
       ... )
       >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3, 4])))
       >>> print(show(seq_div(cache, 0, 0, -1, divisor=2).cache))

@@ -30,7 +30,7 @@ def init_update(cache: Cache) -> MaintenancePlan:
 
     Examples:
       >>> cache = make_cache(
-      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=make_rope(2)), cells=4
+      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=Rope.make(2)), cells=4
       ... )
       >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
       >>> cache, ok = seq_add(cache, 0, 1, -1, delta=4)

@@ -61,7 +61,7 @@ def context_shift(
 
     Examples:
       >>> cache = make_cache(
-      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=make_rope(2)), cells=6
+      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=Rope.make(2)), cells=6
       ... )
       >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3, 4, 5, 6])))
       >>> cache, ok = generation.context_shift(cache, 0, num_keep=1, num_discard=3)
@@ -134,7 +134,7 @@ def self_extend(
 
     Examples:
       >>> cache = make_cache(
-      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=make_rope(2)), cells=8
+      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=Rope.make(2)), cells=8
       ... )
       >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3, 4, 5])))
       >>> cache, ok, grouped = generation.self_extend(cache, 0, 0, group=2, width=4)

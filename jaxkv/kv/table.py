@@ -106,7 +106,7 @@ class CellTable(Cells, CacheTable):
         if any(isinstance(rope, NotGiven) for rope in buffers.ropes):
             raise ValueError(
                 "expected a cache made with rope= to move keys, got one made without; make it with "
-                "rope=make_rope(...), or rope=None if keys have no positions"
+                "rope=Rope.make(...), or rope=None if keys have no positions"
             )
 
     def stream_hash(self) -> UInt32[Array, " S"]:

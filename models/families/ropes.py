@@ -57,7 +57,7 @@ def plain_rope(checkpoint: Checkpoint, base: float) -> Rope:
             f"{size} (head_dim = {c['head_dim']}, partial_rotary_factor = {factor}); download it "
             "again."
         )
-    return jaxkv.make_rope(size, base=base)
+    return jaxkv.Rope.make(size, base=base)
 
 
 def yarn_sharpness(checkpoint: Checkpoint) -> float:

@@ -17,7 +17,7 @@ from tests.helpers.parametrize import in_lanes
 
 LAYERS, CELLS, HEADS, SIZE, SEQUENCES = 3, 16384, 2, 64, 8
 LAYER = CELLS * HEADS * SIZE * 4  # bytes of one layer's keys in float32, 8 MB
-ROPE = jaxkv.make_rope(SIZE)
+ROPE = jaxkv.Rope.make(SIZE)
 core = pytest.mark.core
 
 # XLA of jax 0.10 rewrites the whole array to update a part of it in bfloat16. This needs no

@@ -50,7 +50,7 @@ SIZES = {
 
 
 def make(cells=24, **options):
-    rope = jaxkv.make_rope(4, base=100.0)  # of the numbers before PART
+    rope = jaxkv.Rope.make(4, base=100.0)  # of the numbers before PART
     sizes = dict(layers=LAYERS, cells=cells, kv_heads=HEADS, head_dim=SIZE, sequences=4, rope=rope)
     return attention_cache(**sizes, **options)
 

@@ -63,7 +63,7 @@ def twice(make):
 
 SHARED = partial(make_batch, [[1], [2]], sequences=[[0, 3], 1])
 APART = partial(make_batch, [1, 2], sequences=[0, 2])
-ROPE = jaxkv.make_rope(4)
+ROPE = jaxkv.Rope.make(4)
 HEADS, PLACES = np.ones((1, 3, 2, 4), np.float32), np.zeros((1, 3), np.int32)
 
 

@@ -10,7 +10,7 @@ from jaxkv.cache import Cache
 from tests.helpers.meshes import mesh_of
 from tests.helpers.parametrize import in_lanes
 
-SPEC = jaxkv.CacheSpec.attention(layers=2, kv_heads=2, head_dim=4, rope=jaxkv.make_rope(4))
+SPEC = jaxkv.CacheSpec.attention(layers=2, kv_heads=2, head_dim=4, rope=jaxkv.Rope.make(4))
 LENGTHS = [6, 3, 5]
 CACHES = {
     "pool": {},

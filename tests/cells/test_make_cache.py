@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import CacheSpec, make_cache, make_rope
+from jaxkv import CacheSpec, Rope, make_cache
 from jaxkv.hybrid import HybridTable
 from jaxkv.kv.table import CellTable
 from jaxkv.sharding.make import shardings
 from tests.helpers.meshes import RULES, mesh_of
 from tests.helpers.mistakes import assert_raises, mistakes
 
-ROPE, FAST = make_rope(4), make_rope(4, base=100.0)
+ROPE, FAST = Rope.make(4), Rope.make(4, base=100.0)
 NEAR = jaxkv.Window.sliding(6)
 HEADS = dict(kv_heads=2, head_dim=8)
 SIZES = dict(layers=2, **HEADS)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import make_rope
+from jaxkv import Rope
 
 POSITIONS = np.array([[0, 1, 5], [63, 64, 2000]], np.int32)
 
@@ -38,7 +38,7 @@ NEAR = np.minimum(POSITIONS, 64)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rotated", [8, 4, 2])
 def test_rotate_is_complex_multiplication(rotated, interleaved):
-    rope = make_rope(rotated, base=10000.0, interleaved=interleaved)
+    rope = Rope.make(rotated, base=10000.0, interleaved=interleaved)
     frequencies = [10000.0 ** (-2 * i / rotated) for i in range(rotated // 2)]
     for positions, atol in ((POSITIONS, 2e-3), (NEAR, 2e-5)):
         expected = reference(heads(), positions, frequencies, interleaved=interleaved)
@@ -48,7 +48,7 @@ def test_rotate_is_complex_multiplication(rotated, interleaved):
 
 
 def test_rotate_keeps_dtype_and_traces():
-    x, rope = jnp.asarray(heads(), jnp.bfloat16), make_rope(8)
+    x, rope = jnp.asarray(heads(), jnp.bfloat16), Rope.make(8)
     out = jax.jit(rope.rotate)(x, POSITIONS)
     assert out.dtype == jnp.bfloat16
     wide = rope.rotate(x.astype(jnp.float32), POSITIONS)
@@ -62,7 +62,7 @@ def test_llama3_stretches_long_wavelengths():
     expected = (1 - smooth) * plain / 8 + smooth * plain
     assert {0, 1} < {*smooth.tolist()}, "the three ranges are not all there"
     options = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original=8192)
-    rope = make_rope(128, base=500000.0).llama3(**options)
+    rope = Rope.make(128, base=500000.0).llama3(**options)
     np.testing.assert_allclose(rope.frequencies, expected, rtol=1e-12)
 
 
@@ -86,7 +86,7 @@ def yarn_reference(size, base, factor, original, fast=32.0, slow=1.0):
     [(128, 10000.0, 16.0, 4096), (64, 1e6, 4.0, 32768), (128, 150000.0, 32.0, 4096)],
 )
 def test_yarn_matches_the_paper(size, base, factor, original):
-    rope = make_rope(size, base=base).yarn(factor=factor, original=original, base=base)
+    rope = Rope.make(size, base=base).yarn(factor=factor, original=original, base=base)
     expected, turns, plain = yarn_reference(size, base, factor, original)
     np.testing.assert_allclose(rope.frequencies, expected, rtol=1e-10)
     # The two ends of the ramp are exactly as in the paper.
@@ -97,9 +97,9 @@ def test_yarn_matches_the_paper(size, base, factor, original):
 
 
 def test_yarn_multiplies_by_attention_factor():
-    rope = make_rope(8).yarn(factor=4.0, original=64, base=10000.0)
-    given = make_rope(8).yarn(factor=4.0, original=64, base=10000.0, attention_factor=0.7)
+    rope = Rope.make(8).yarn(factor=4.0, original=64, base=10000.0)
+    given = Rope.make(8).yarn(factor=4.0, original=64, base=10000.0, attention_factor=0.7)
     for one, factor in ((rope, 0.1 * math.log(4) + 1), (given, 0.7)):
         expected = reference(heads(), NEAR, rope.frequencies, factor=factor)
         np.testing.assert_allclose(one.rotate(heads(), NEAR), expected, atol=2e-5)
-    assert make_rope(8).yarn(factor=1.0, original=64, base=10000.0).attention_factor == 1.0
+    assert Rope.make(8).yarn(factor=1.0, original=64, base=10000.0).attention_factor == 1.0

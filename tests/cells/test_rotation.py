@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import make_rope
+from jaxkv import Rope
 from jaxkv.ops.quantised import dequantise
 from tests.helpers.caches import attention_cache
 from tests.helpers.parametrize import in_lanes
@@ -49,7 +49,7 @@ def keys_of(cache):
 
 
 def test_attend_is_the_same_wherever_a_text_begins():
-    rope, args = make_rope(32), heads(32)
+    rope, args = Rope.make(32), heads(32)
     cache, near = written(0, *args, rope=rope)
     for start in MAX_CELLS:
         far, out = written(start, *args, rope=rope)
@@ -59,10 +59,10 @@ def test_attend_is_the_same_wherever_a_text_begins():
 
 
 ROPES = {
-    "halves": make_rope(32),
-    "partial neighbours": make_rope(16, interleaved=True),
-    "yarn": make_rope(32).yarn(factor=4.0, original=64, base=1e4),
-    "two scales": make_rope(160),
+    "halves": Rope.make(32),
+    "partial neighbours": Rope.make(16, interleaved=True),
+    "yarn": Rope.make(32).yarn(factor=4.0, original=64, base=1e4),
+    "two scales": Rope.make(160),
 }
 FORMS = ["bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2"]
 

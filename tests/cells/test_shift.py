@@ -14,13 +14,13 @@ from jaxkv.cache import merge, split
 from tests.helpers.caches import Kind, assert_identical, attention_cache, drawing, drawn, updated
 
 core = pytest.mark.core
-PLAIN = jaxkv.make_rope(6, base=100.0)
+PLAIN = jaxkv.Rope.make(6, base=100.0)
 ALL = (  # one for each layer; of keys of 6 numbers
     PLAIN,
     None,
-    jaxkv.make_rope(6, base=100.0, interleaved=True),
-    jaxkv.make_rope(4, base=100.0),
-    jaxkv.make_rope(4, base=100.0, interleaved=True),
+    jaxkv.Rope.make(6, base=100.0, interleaved=True),
+    jaxkv.Rope.make(4, base=100.0),
+    jaxkv.Rope.make(4, base=100.0, interleaved=True),
     PLAIN.linear(factor=4.0),
     PLAIN.yarn(factor=4.0, original=64, base=100.0),
 )

@@ -183,7 +183,7 @@ def test_make_cache_sized_by_window_matches_a_large_one(window, streams, each):
     It comes in batches of `each` tokens, of which two are rolled back.
     """
     sizes = dict(layers=2, kv_heads=2, head_dim=4, sequences=2, streams=streams, window=window)
-    sizes["rope"] = jaxkv.make_rope(4, base=100.0)
+    sizes["rope"] = jaxkv.Rope.make(4, base=100.0)
     small = attention_cache(**sizes, ubatch_size=4, max_rollback=2)
     large = attention_cache(**sizes, cells=96)
     assert small.buffers.k[0].shape[2] == (window.width + 6) * 2 // streams

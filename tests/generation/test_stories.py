@@ -11,7 +11,7 @@ from jaxkv import generation, serving
 
 pytestmark = pytest.mark.core
 
-ROPE = jaxkv.make_rope(8)
+ROPE = jaxkv.Rope.make(8)
 SPEC = jaxkv.CacheSpec.attention(layers=2, kv_heads=2, head_dim=8, rope=ROPE)
 PROMPTS = [[1, 2, 3, 4], [5, 6]]
 

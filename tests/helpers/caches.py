@@ -32,7 +32,7 @@ LAYERS = 2
 HEADS = 2  # of keys and values; queries have twice as many
 SIZE = 4
 VOCABULARY = 16
-ROPE = jaxkv.make_rope(SIZE, base=100.0)
+ROPE = jaxkv.Rope.make(SIZE, base=100.0)
 
 
 def attention_cache(**sizes: Any) -> Any:

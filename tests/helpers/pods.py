@@ -59,7 +59,7 @@ class Pod:
         window = None if self.window is None else jaxkv.Window.sliding(self.window)
         sizes = dict(cells=self.cells, sequences=self.sequences, streams=self.streams)
         sizes |= dict(layers=LAYERS, kv_heads=self.kv_heads, head_dim=self.head_dim)
-        rope = jaxkv.make_rope(self.head_dim)
+        rope = jaxkv.Rope.make(self.head_dim)
         return attention_cache(**sizes, window=window, dtype=self.dtype, rope=rope)
 
     def cache(self):

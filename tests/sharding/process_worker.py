@@ -45,7 +45,7 @@ CASES = {
 
 def make(name: str) -> Any:
     layers, sizes, _ = CASES[name]
-    return tiny.make(layers, rope=jaxkv.make_rope(4, base=100.0), **sizes)
+    return tiny.make(layers, rope=jaxkv.Rope.make(4, base=100.0), **sizes)
 
 
 def params() -> jax.Array:

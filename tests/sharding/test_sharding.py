@@ -88,7 +88,7 @@ def edited(params, cache):
     ("mode", "streams", "axes"), in_lanes(MODES, fast=[], core=MODES[:1]), ids=str
 )
 def test_verbs_and_steps_on_mesh_match_one_device(mode, streams, axes):
-    cells, rope = 16 if streams == 1 else 12, jaxkv.make_rope(4, base=100.0)  # all shares are used
+    cells, rope = 16 if streams == 1 else 12, jaxkv.Rope.make(4, base=100.0)  # all shares are used
     plain = tiny.make("aa", cells=cells, streams=streams, rope=rope)
     wanted = edited(tiny.params(), plain)
     with jax.set_mesh(mesh_of(mode, **axes)):

@@ -93,5 +93,5 @@ def test_loops_on_mesh_match_one_device(story, kind, modes):
 
 
 def test_beam_slide_extend_on_mixed_mesh_match_one_device():
-    kind = "a", {"streams": 2, "rope": jaxkv.make_rope(4)}
+    kind = "a", {"streams": 2, "rope": jaxkv.Rope.make(4)}
     check(after_beams_and_slides, kind, (EXPLICIT[0], AUTO[0], EXPLICIT[0]))

@@ -21,7 +21,7 @@ AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 def arguments(streams, dtype="float32"):
     """A cache with some tokens, an applied ubatch, queries and keys."""
     sizes = dict(layers=1, cells=4096 // streams, kv_heads=KV_HEADS, head_dim=SIZE, sequences=Q)
-    rope = jaxkv.make_rope(SIZE)
+    rope = jaxkv.Rope.make(SIZE)
     cache = attention_cache(**sizes, streams=streams, rope=rope, dtype=dtype)
     batch = jaxkv.make_batch(np.arange(12).reshape(Q, 3))
     (ubatch,) = jaxkv.init_batch(cache, batch).check().ubatches
