@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from jaxkv import draw, ops, sharding, snapshot
 from jaxkv.api.apply import apply
+from jaxkv.api.attention_layers import AttentionLayers
 from jaxkv.api.edits import (
     EditResult,
     clear,
@@ -61,7 +62,7 @@ __all__ += ["apply", "compact", "defrag_plan", "init_update", "rewind"]
 __all__ += ["EditResult", "clear", "seq_add", "seq_cp", "seq_div", "seq_keep"]
 __all__ += ["seq_rm", "seq_select"]
 # Functions for models.
-__all__ += ["attend", "read_kv", "read_states", "write_kv", "write_states"]
+__all__ += ["AttentionLayers", "attend", "read_kv", "read_states", "write_kv", "write_states"]
 # Loops.
 __all__ += ["beam", "decode", "encode", "generate", "prefill", "score"]
 __all__ += ["speculate", "warm_up"]

@@ -1,0 +1,131 @@
+"""`AttentionLayers`: attention for models whose attention function can be replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from jaxkv.api.layer import attend
+from jaxkv.batch import Ubatch
+from jaxkv.cache import Cache
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+OPTIONS = ("scale", "softcap", "sinks")
+"""Options of `attend` that a model may pass to its attention function."""
+NO_EFFECT = ("mask", "is_causal", "deterministic", "broadcast_dropout", "dropout_rng", "dtype")
+NO_EFFECT += ("precision", "module", "implementation")
+"""Options of `flax` and `jax.nn` that are ignored: the cache has the mask, and dropout is off."""
+
+
+class AttentionLayers:
+    """Attention function of all layers of a model, for one call of `forward`.
+
+    The function replaces the attention function of `nnx.MultiHeadAttention`, of Linen's
+    `MultiHeadDotProductAttention`, or any other function of q, k and v. Each call is the next layer
+    of the cache, in the order of the layer numbers. Index the object to choose a layer. The model
+    rotates queries and keys itself. The mask of the model is ignored, since a token attends to the
+    visible cells of its sequences.
+
+    A layer inside of `jax.checkpoint` or of a scan cannot call the function; use `attend` there.
+
+    Args:
+      cache: A cache to which the ubatch was applied.
+      ubatch: The tokens to compute.
+
+    Raises:
+      ValueError: If a layer is called twice, the model has more layers than the cache, or the model
+        passes a bias or uses dropout.
+      ValueError: By the property `cache`, if a layer was not called.
+      TypeError: If the model passes another option.
+
+    Examples:
+      A model of two layers that does not know of the cache:
+
+      >>> def model(params, tokens, attention):
+      ...     x = jnp.take(params, tokens, axis=0)[:, :, None]
+      ...     for _ in range(2):
+      ...         x = x + attention(x, x, x, mask=None)
+      ...     return x.reshape(-1, 4)
+      >>> def forward(params, cache, ubatch):
+      ...     layers = AttentionLayers(cache, ubatch)
+      ...     x = model(params, ubatch.tokens, layers)
+      ...     return layers.cache, x[ubatch.outputs] @ params.T
+      >>> cache = make_cache(CacheSpec.attention(layers=2, kv_heads=1, head_dim=4), cells=8)
+      >>> prefill(forward, jnp.eye(4), cache, [1, 2, 3]).logits.shape
+      (1, 4)
+    """
+
+    def __init__(self, cache: Cache, ubatch: Ubatch):
+        self._cache, self._ubatch = cache, ubatch
+        self._layers = [
+            layer
+            for layer in range(cache.spec.layers)
+            if cache.table.can_serve_layer("attend", layer)
+        ]
+        self._called: list[int] = []
+
+    def __call__(
+        self,
+        q: Float[Array, "R T H D"],
+        k: Float[Array, "R T K D"],
+        v: Float[Array, "R T K Dv"],
+        **options: object,
+    ) -> Float[Array, "R T H Dv"]:
+        """Return the output of the next layer; see `attend`."""
+        if len(self._called) == len(self._layers):
+            raise ValueError(
+                f"expected {len(self._layers)} calls, one for each attention layer of the cache, "
+                "got one more; make the cache with the layers of the model"
+            )
+        return self._attend(self._layers[len(self._called)], q, k, v, **options)
+
+    def __getitem__(self, layer: int) -> Callable[..., Float[Array, "R T H Dv"]]:
+        """Return the attention function of a layer, such as for `attention_fn=layers[0]`."""
+        return partial(self._attend, layer)
+
+    @property
+    def cache(self) -> Cache:
+        """The cache after all layers."""
+        if missing := [layer for layer in self._layers if layer not in self._called]:
+            raise ValueError(
+                f"expected a call for each of {len(self._layers)} attention layers, got none for "
+                f"layers {missing}; call the function in each layer, or attend in a scan"
+            )
+        return self._cache
+
+    def _attend(
+        self,
+        layer: int,
+        q: Float[Array, "R T H D"],
+        k: Float[Array, "R T K D"],
+        v: Float[Array, "R T K Dv"],
+        *,
+        bias: object = None,
+        dropout_rate: float = 0.0,
+        **options: object,
+    ) -> Float[Array, "R T H Dv"]:
+        """Attend in a layer, once."""
+        if layer in self._called:
+            raise ValueError(
+                f"expected one call for each layer, got a second one for layer {layer}; give each "
+                "layer its own number"
+            )
+        if bias is not None:
+            raise ValueError("expected no bias, got one; call attend(bias=) in the model")
+        if dropout_rate and not options.get("deterministic", False):
+            raise ValueError(
+                f"expected attention without dropout, got a rate of {dropout_rate}; pass "
+                "deterministic=True"
+            )
+        given = {name: x for name, x in options.items() if x is not None and name not in NO_EFFECT}
+        if unknown := given.keys() - OPTIONS:
+            raise TypeError(
+                f"expected options among {', '.join(OPTIONS)}, got {', '.join(sorted(unknown))}; "
+                "call attend in the model"
+            )
+        self._cache, out = attend(self._cache, layer, self._ubatch, q, k, v, **given)
+        self._called.append(layer)
+        return out

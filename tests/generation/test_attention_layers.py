@@ -1,0 +1,102 @@
+"""Models of Flax whose attention function is replaced equal the same models without a cache."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import jaxkv
+from jaxkv import AttentionLayers
+from tests.helpers.mistakes import assert_raises, mistakes
+
+pytestmark = pytest.mark.core
+
+LAYERS, TOKENS = 2, [3, 1, 4, 1, 5]
+SPEC = jaxkv.CacheSpec.attention(LAYERS, kv_heads=2, head_dim=4, rope=None)
+RNGS = nnx.Rngs(0)
+
+
+class Decoder(nnx.Module):
+    def __init__(self):
+        self.embed = nnx.Embed(9, 8, rngs=RNGS)
+        sizes = dict(num_heads=2, in_features=8, decode=False, rngs=RNGS)
+        self.blocks = nnx.List([nnx.MultiHeadAttention(**sizes) for _ in range(LAYERS)])
+
+    def __call__(self, tokens, mask=None):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x, mask=mask)
+        return self.embed.attend(x)
+
+
+class LinenDecoder(nn.Module):
+    attention_fn: object = nn.dot_product_attention
+
+    @nn.compact
+    def __call__(self, tokens, mask=None):
+        embed = nn.Embed(9, 8)
+        x = embed(tokens)
+        for _ in range(LAYERS):
+            block = nn.MultiHeadDotProductAttention(num_heads=2, attention_fn=self.attention_fn)
+            x = x + block(x, mask=mask)
+        return embed.attend(x)
+
+
+GRAPH, WEIGHTS = nnx.split(Decoder())
+VARIABLES = LinenDecoder().init(jax.random.key(0), jnp.array([TOKENS]))
+
+
+def nnx_forward(params, cache, ubatch, order=range(LAYERS)):
+    model, layers = nnx.merge(GRAPH, params), AttentionLayers(cache, ubatch)
+    for block, layer in zip(model.blocks, order, strict=False):
+        block.attention_fn = layers[layer]
+    logits = model(ubatch.tokens)
+    return layers.cache, logits.reshape(-1, 9)[ubatch.outputs]
+
+
+def linen_forward(params, cache, ubatch):
+    layers = AttentionLayers(cache, ubatch)
+    logits = LinenDecoder(layers).apply(params, ubatch.tokens)
+    return layers.cache, logits.reshape(-1, 9)[ubatch.outputs]
+
+
+MODELS = {
+    "nnx": (nnx_forward, WEIGHTS, lambda *args: nnx.merge(GRAPH, WEIGHTS)(*args)),
+    "linen": (linen_forward, VARIABLES, lambda *args: LinenDecoder().apply(VARIABLES, *args)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_model_with_replaced_attention_equals_itself(name):
+    forward, params, plain = MODELS[name]
+    cache, found = jaxkv.make_cache(SPEC, cells=8), []
+    for part in (TOKENS[:3], TOKENS[3:]):
+        batch = jaxkv.make_batch(part, outputs=np.ones(len(part), bool))
+        cache, logits, *_ = jaxkv.prefill(forward, params, cache, batch)
+        found.append(logits)
+    wanted = plain(jnp.array([TOKENS]), jnp.tril(jnp.ones((1, 1, 5, 5), bool)))
+    np.testing.assert_allclose(jnp.concatenate(found), wanted[0], atol=1e-5)
+    out = jaxkv.generate(forward, params, [TOKENS], spec=SPEC, max_new_tokens=3)
+    text = [*TOKENS]
+    for token in out.lists()[0]:
+        mask = jnp.tril(jnp.ones((1, 1, len(text), len(text)), bool))
+        assert token == jnp.argmax(plain(jnp.array([text]), mask)[0, -1])
+        text.append(token)
+
+
+@pytest.mark.parametrize("call, outcome", mistakes("attention_layers"))
+def test_attention_layers_mistake_raises(call, outcome):
+    cache = jaxkv.make_cache(SPEC, cells=8)
+    ubatch = jaxkv.init_batch(cache, jaxkv.make_batch([1, 2])).ubatch
+    x = jnp.zeros((1, 2, 2, 4))
+
+    def layers(*called):
+        made = AttentionLayers(jaxkv.apply(cache, ubatch), ubatch)
+        for layer in called:
+            made[layer](x, x, x)
+        return made
+
+    run = jaxkv.prefill
+    assert_raises(call, outcome, globals() | locals())
