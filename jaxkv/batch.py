@@ -185,7 +185,7 @@ def make_batch(
 
         - For a list `[B]`, one id for each token, or one id for all tokens; default 0.
         - For a list of lists, one id for each list; default 0, 1, 2 and so on.
-        - For rows, one id for each token, `[R, T]`; default the index of the row.
+        - For rows, one id for each row or token, `[R]` or `[R, T]`; default the index of the row.
         - Tokens that belong to several sequences have a list of ids in place of one id. An array
           with several ids for each token has one more axis, `[B, n]` or `[R, T, n]`, padded with
           -1.
@@ -304,6 +304,9 @@ def make_batch(
     if np.ndim(sequences) == 0:
         xp = np if is_concrete(sequences) else jnp
         sequences = xp.full(shape, sequences)
+    elif len(shape) == 2 and sequences.shape == shape[:1]:
+        xp = np if is_concrete(sequences) else jnp
+        sequences = xp.broadcast_to(sequences[:, None], shape)
     elif sequences.shape[:-1] == shape:
         sequences, others = _split_lowest_sequence(sequences)
     fields = {

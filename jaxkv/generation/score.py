@@ -158,7 +158,7 @@ def _score_levels(
         valid = tokens >= 0
         batch = make_batch(
             jnp.maximum(tokens, 0),
-            sequences=jnp.broadcast_to(rows[:, None], tokens.shape),
+            sequences=rows,
             valid=valid,
             outputs=valid if level.is_scored else None,
         )

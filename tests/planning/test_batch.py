@@ -23,6 +23,14 @@ def started():
     return drawn("0{0} 1{0} 2{0} 3{0}")
 
 
+def test_make_batch_of_rows_takes_an_id_for_each_row():
+    wanted = [[4, 4, 4], [1, 1, 1]]
+    rows, ids = np.ones((2, 3), np.int32), np.array([4, 1])
+    assert make_batch(rows, sequences=ids).sequences.tolist() == wanted
+    traced = jax.jit(lambda rows, ids: make_batch(rows, sequences=ids).sequences)(rows, ids)
+    assert traced.tolist() == wanted
+
+
 @pytest.mark.parametrize(
     ("tokens", "sequences", "wanted"),
     [
