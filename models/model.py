@@ -23,6 +23,7 @@ from models.families import (
     deepseek,
     falcon_h1,
     gemma3,
+    gpt_oss,
     granite_hybrid,
     lfm2,
     llama,
@@ -45,6 +46,7 @@ FAMILIES: dict[str, ModuleType] = {
         lfm2,
         falcon_h1,
         deepseek,
+        gpt_oss,
         t5,
     )
     for name in family.ARCHITECTURES

@@ -53,6 +53,24 @@ _FAMILY = {
         "sliding_window": 4096,
         "sliding_window_pattern": 6,
     },
+    "gpt_oss": {
+        "attention_bias": True,
+        "head_dim": 64,
+        "num_experts_per_tok": 4,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        },
+        "rope_theta": 150000.0,
+        "sliding_window": 128,
+        "sliding_window_pattern": 2,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+    },
     "granitemoehybrid": {
         "embedding_multiplier": 1.0,
         "logits_scaling": 1.0,
@@ -120,6 +138,7 @@ _NEEDED_BY = {
     "deepseek_v2": (*_LATENT, *_NEEDED),
     "deepseek_v3": (*_LATENT, *_NEEDED),
     "falcon_h1": (*_MIXES, *_NEEDED),
+    "gpt_oss": ("num_local_experts", *_NEEDED),
     "granitemoehybrid": (
         "shared_intermediate_size",
         "attention_multiplier",
@@ -309,10 +328,7 @@ def _check_agreement(config: dict[str, Any], source: str) -> None:
             raise refusal(True, "False", "mamba_norm_before_gate", source)
     elif family == "granitemoehybrid":
         whole_parts.append(("mamba_n_heads", "mamba_n_groups"))
-        experts, chosen = c["num_local_experts"], c["num_experts_per_tok"]
-        if experts and not 1 <= chosen <= experts:
-            raise refusal(chosen, f"1 to {experts} experts", "num_experts_per_tok", source)
-        if experts and "intermediate_size" not in c:
+        if c["num_local_experts"] and "intermediate_size" not in c:
             raise refusal(None, "a width of experts", "intermediate_size", source)
     elif family == "t5":
         name, exact = "relative_attention_max_distance", c["relative_attention_num_buckets"] // 2
@@ -326,6 +342,9 @@ def _check_agreement(config: dict[str, Any], source: str) -> None:
             raise refusal(c["head_dim"], expected, "head_dim", source)
         c.setdefault("lru_width", c["hidden_size"])
         whole_parts.append(("lru_width", "num_attention_heads"))
+    experts, chosen = c.get("num_local_experts", 0), c.get("num_experts_per_tok", 0)
+    if (experts or family == "gpt_oss") and not 1 <= chosen <= experts:
+        raise refusal(chosen, f"1 to {experts} experts", "num_experts_per_tok", source)
     for key, *sizes in _EXPANDS:
         if key in c and "mamba_d_ssm" not in c:
             inner = c[sizes[0]] * c[sizes[1]]

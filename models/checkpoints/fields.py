@@ -106,6 +106,8 @@ _CONFIG = {
     "ssm_multipliers": exactly(_FACTOR, 5),
     "ssm_out_multiplier": _FACTOR,
     "state_size": _HEAD,
+    "swiglu_alpha": _POSITIVE,
+    "swiglu_limit": _POSITIVE,
     "tie_word_embeddings": FLAG,
     "time_step_limit": exactly(_LIMIT, 2),
     "topk_group": _HEADS,

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from models.checkpoints import mxfp4
 from models.checkpoints.checkpoint import Checkpoint, Tensor, check_numbers
 from models.checkpoints.config import complete, implied_tensors
 from models.checkpoints.keys import check_keys
@@ -38,13 +39,14 @@ def open_folder(folder: Path, *, weights: bool = True) -> Checkpoint:
             f"{folder / 'config.json'} has no model_type, so its family is unknown; "
             'add one, such as "model_type": "llama".'
         )
-    if config.get("quantization_config"):
+    packing = config.get("quantization_config")
+    if packing and not (isinstance(packing, dict) and packing.get("quant_method") == "mxfp4"):
         raise ModelError(
             f"{folder} has weights that are packed for another program (quantization_config in "
             "its config.json); give the model's unpacked folder or a .gguf file."
         )
     check_keys(config["model_type"], inner or top, str(folder / "config.json"))
-    tensors = _tensors(folder) if weights else {}
+    tensors = _tensors(folder, packed=bool(packing)) if weights else {}
     if weights:
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
     else:
@@ -79,7 +81,8 @@ def _end_tokens(folder: Path, *configs: dict[str, Any]) -> frozenset[int]:
     return frozenset(ends)
 
 
-def _tensors(folder: Path) -> dict[str, Tensor]:
+def _tensors(folder: Path, *, packed: bool) -> dict[str, Tensor]:
+    """Return the tensors of a folder, which are unpacked from MXFP4 if `packed` is True."""
     from safetensors import safe_open
 
     shards, names = _shards(folder)
@@ -96,7 +99,9 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
             for name in list(reader.keys()):  # it has `keys` but is not a mapping
                 tensors[_plain(name)] = Tensor(
                     shape=tuple(reader.get_slice(name).get_shape()),
-                    read=partial(_read, reader, name, shard),
+                    read=partial(
+                        _read, reader, name, shard, packed=packed and name.endswith(mxfp4.ENDINGS)
+                    ),
                 )
         except Exception as error:  # the library raises many kinds
             raise ModelError(
@@ -107,7 +112,7 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
             raise ModelError(
                 f"{folder} lists {name} in its index, but no shard contains it; download it again."
             )
-    return tensors
+    return mxfp4.unpacked(tensors, str(folder)) if packed else tensors
 
 
 def _shards(folder: Path) -> tuple[list[Path], list[str]]:
@@ -133,7 +138,7 @@ def _shards(folder: Path) -> tuple[list[Path], list[str]]:
     return shards, []
 
 
-def _read(reader: Any, name: str, shard: Path) -> np.ndarray:
+def _read(reader: Any, name: str, shard: Path, *, packed: bool) -> np.ndarray:
     try:
         values = reader.get_tensor(name)
     except Exception as error:  # the library raises many kinds, also for dtypes that NumPy lacks
@@ -141,7 +146,8 @@ def _read(reader: Any, name: str, shard: Path) -> np.ndarray:
             f"{shard}: {name} cannot be read ({brief(error)}); give weights in "
             "float32, float16 or bfloat16."
         ) from error
-    return check_numbers(values, name, str(shard))
+    check = mxfp4.check_bytes if packed else check_numbers
+    return check(values, name, str(shard))
 
 
 def _plain(name: str) -> str:

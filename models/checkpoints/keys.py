@@ -50,6 +50,11 @@ _READ = {
         "attn_logit_softcapping final_logit_softcapping layer_types query_pre_attn_scalar "
         "rope_local_base_freq sliding_window sliding_window_pattern"
     ),
+    "gpt_oss": _ATTENDS
+    | _words(
+        "attention_bias layer_types num_experts_per_tok num_local_experts quantization_config "
+        "sliding_window swiglu_alpha swiglu_limit"
+    ),
     "granitemoehybrid": _ATTENDS
     | _MIXES
     | _words(
@@ -114,6 +119,7 @@ _ONLY: dict[str, dict[str, tuple[Any, ...]]] = {
         "tie_word_embeddings": (True,),
         "use_bidirectional_attention": (False,),
     },
+    "gpt_oss": {"attention_bias": (False, True)},
     "granitemoehybrid": {
         "attention_bias": (False, True),
         "normalization_function": ("rmsnorm",),
@@ -135,6 +141,7 @@ _ONLY: dict[str, dict[str, tuple[Any, ...]]] = {
 _SAME = {
     "deepseek_v2": {"num_key_value_heads": "num_attention_heads"},
     "deepseek_v3": {"num_key_value_heads": "num_attention_heads"},
+    "gpt_oss": {"experts_per_token": "num_experts_per_tok", "num_experts": "num_local_experts"},
     "lfm2": {
         "block_dim": "hidden_size",
         "block_norm_eps": "norm_eps",
@@ -175,6 +182,7 @@ _MEANINGLESS_IN = {
     "deepseek_v3": {"qk_head_dim"},
     "falcon_h1": {"mamba_chunk_size", "mlp_expansion_factor"},
     "gemma3_text": {"_sliding_window_pattern"},  # the class derives it from the other
+    "gpt_oss": {"initial_context_length"},  # repeats a value of rope_scaling
     "granitemoehybrid": {"mamba_chunk_size"},
     "lfm2": _words(
         "block_mlp_init_scale block_out_init_scale block_use_xavier_init conv_use_xavier_init"

@@ -33,8 +33,8 @@ _BESIDE = {
 def lift_rope(config: dict[str, Any], source: str) -> None:
     """Move the rope parameters of a config to the top level, in place.
 
-    The new keys are `rope_theta`, `partial_rotary_factor` and `rope_local_base_freq`, if the file
-    has these values, and `rope_scaling`: None or a dict with `rope_type`.
+    The new keys are those that the file has of `rope_theta`, `partial_rotary_factor`,
+    `rope_local_base_freq`, and `rope_scaling`: None or a dict with `rope_type`.
 
     Raises:
       ModelError: If a value is out of range, is unused by the scaling rule, or is repeated with
@@ -52,7 +52,7 @@ def lift_rope(config: dict[str, Any], source: str) -> None:
                 f"{source}: expected the same {key} in {first_name} and {name}, got "
                 f"{brief_json(first_value)} and {brief_json(value)}; remove the one that is wrong."
             )
-    config["rope_scaling"] = None
+    config.pop("rope_scaling", None)
     config |= {key: value for key, (_, value) in found.items()}
 
 
@@ -87,7 +87,5 @@ def _flat(rope: Any, name: str, source: str) -> Iterator[tuple[str, Any]]:
     for key, value in rope.items() if kind in _NUMBERS else ():
         if key not in _NUMBERS[kind] | _ALWAYS | {"rope_type"}:
             raise refusal(value, f"no value with rope_type {kind!r}", f"{name}.{key}", source)
-    if rope.pop("truncate", True) is not True:
-        raise refusal(False, "true", f"{name}.truncate", source)
     rope.pop("finetuned", None)
     yield "rope_scaling", None if kind == "default" else rope

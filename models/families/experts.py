@@ -1,5 +1,6 @@
 """Mixture-of-experts layers."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from models.families.linear import linear, matrix
 from models.meshes import Split
 
 
@@ -18,8 +20,44 @@ class Router(Protocol):
         ...
 
 
+class TopRouter(nnx.Module):
+    """Selector of the experts with the largest logits; the factors are a softmax of the logits."""
+
+    def __init__(
+        self,
+        width: int,
+        count: int,
+        chosen: int,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+        *,
+        bias: bool = False,
+    ):
+        self.weight = matrix(rngs, (count, width), dtype)
+        self.chosen, self.biased = chosen, bias
+        if bias:
+            self.bias = nnx.Param(jnp.zeros(count, dtype))
+
+    def __call__(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Select experts for tokens `[n, width]`; return factors and ids, `[n, chosen]` each."""
+        logits = linear(tokens, self.weight[...]).astype(jnp.float32)
+        if self.biased:
+            logits = logits + self.bias[...][None]
+        logits, chosen = jax.lax.top_k(logits, self.chosen)
+        return jax.nn.softmax(logits, axis=-1), chosen
+
+
+def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Return the product of the up projection and the gate, the gate after SiLU."""
+    return jax.nn.silu(gate) * up
+
+
 class Experts(nnx.Module):
-    """Feed-forward parts (experts), of which a token uses a few."""
+    """Feed-forward parts (experts), of which a token uses a few.
+
+    activation: function of gates and up projections that returns the inputs of the down projection.
+    bias: whether the three projections have biases.
+    """
 
     def __init__(
         self,
@@ -29,37 +67,60 @@ class Experts(nnx.Module):
         router: Router,
         dtype: jnp.dtype,
         rngs: nnx.Rngs,
+        *,
+        activation: Callable[[jax.Array, jax.Array], jax.Array] = swiglu,
+        bias: bool = False,
     ):
         self.width, self.count, self.router = width, count, router
+        self.activation, self.biased = activation, bias
         inside = partial(Split, parts=hidden, of="numbers inside an expert", with_cells=True)
         up = partial(_matrices, rngs, (count, width, hidden), dtype)
         # Gate and up projection are separate products: `ragged_dot` takes one matrix for each
         # expert, and a split of a joint matrix would separate gates from their products.
         self.gate, self.up = up(split=inside(axis=2)), up(split=inside(axis=2))
         self.down = _matrices(rngs, (count, hidden, width), dtype, split=inside(axis=1))
+        if bias:
+            zeros = jnp.zeros((count, hidden), dtype)
+            self.gate_bias = nnx.Param(zeros, split=inside(axis=1))
+            self.up_bias = nnx.Param(zeros, split=inside(axis=1))
+            self.down_bias = nnx.Param(jnp.zeros((count, width), dtype))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return the sum of the outputs of each token's experts, multiplied by factors."""
         tokens = x.reshape(-1, self.width)
         share, chosen = self.router(tokens)
         share = share.astype(x.dtype)
-        if chosen.size <= self.count:  # with few tokens, fewer weights are read
-            gate, up = (
-                jnp.einsum("nd,nkdh->nkh", tokens, weight[...][chosen])
-                for weight in (self.gate, self.up)
-            )
-            out = jnp.einsum(
-                "nkh,nkhd,nk->nd", jax.nn.silu(gate) * up, self.down[...][chosen], share
-            )
-            return out.reshape(x.shape)
-        # With many tokens, each expert has one product with all of its tokens, which are sorted.
+        few = chosen.size <= self.count  # with few tokens, fewer weights are read
+        out = (self._by_token if few else self._by_expert)(tokens, share, chosen)
+        if self.biased:
+            out = out + jnp.einsum("nk,nkd->nd", share, self.down_bias[...][chosen])
+        return out.reshape(x.shape)
+
+    def _by_token(self, tokens: jax.Array, share: jax.Array, chosen: jax.Array) -> jax.Array:
+        """Multiply each token by the matrices of its experts."""
+        gate, up = (
+            jnp.einsum("nd,nkdh->nkh", tokens, weight[...][chosen])
+            for weight in (self.gate, self.up)
+        )
+        inner = self._inner(gate, up, chosen)
+        return jnp.einsum("nkh,nkhd,nk->nd", inner, self.down[...][chosen], share)
+
+    def _by_expert(self, tokens: jax.Array, share: jax.Array, chosen: jax.Array) -> jax.Array:
+        """Multiply the matrices of each expert by all of its tokens, which are sorted."""
         order = jnp.argsort(chosen.reshape(-1))
         sizes = jnp.bincount(chosen.reshape(-1), length=self.count)
         sent = tokens[order // chosen.shape[1]]
         gate, up = (jax.lax.ragged_dot(sent, weight[...], sizes) for weight in (self.gate, self.up))
-        out = jax.lax.ragged_dot(jax.nn.silu(gate) * up, self.down[...], sizes)
+        inner = self._inner(gate, up, chosen.reshape(-1)[order])
+        out = jax.lax.ragged_dot(inner, self.down[...], sizes)
         out = out * share.reshape(-1)[order][:, None]
-        return jnp.zeros_like(tokens).at[order // chosen.shape[1]].add(out).reshape(x.shape)
+        return jnp.zeros_like(tokens).at[order // chosen.shape[1]].add(out)
+
+    def _inner(self, gate: jax.Array, up: jax.Array, experts: jax.Array) -> jax.Array:
+        """Add biases and apply the activation; `experts` has one id for each vector."""
+        if self.biased:
+            gate, up = gate + self.gate_bias[...][experts], up + self.up_bias[...][experts]
+        return self.activation(gate, up)
 
 
 def _matrices(

@@ -114,6 +114,7 @@ class Attention(nnx.Module):
     norm: function that makes the norms of query heads and key heads; None for no norms.
     scale: factor of query-key products; None for 1 / sqrt(D).
     softcap: soft limit of attention logits; None for no limit.
+    sinks: whether each query head has a sink, a logit of the softmax without a value.
     """
 
     def __init__(
@@ -129,6 +130,7 @@ class Attention(nnx.Module):
         norm: Callable[[], RMSNorm] | None = None,
         scale: float | None = None,
         softcap: float | None = None,
+        sinks: bool = False,
     ):
         c = self.config = config
         self.layer, self.rope, self.scale, self.softcap = layer, rope, scale, softcap
@@ -145,6 +147,9 @@ class Attention(nnx.Module):
         self.norms = norm is not None
         if norm is not None:
             self.q_norm, self.k_norm = norm(), norm()
+        self.has_sinks = sinks
+        if sinks:
+            self.sinks = nnx.Param(jnp.zeros(c.heads, dtype), split=by_head(axis=0))
 
     def __call__(
         self, cache: Any, ubatch: Ubatch, x: jax.Array, added: Any = None
@@ -172,6 +177,7 @@ class Attention(nnx.Module):
             *(part.reshape(*token, -1, c.head_dim) for part in (q, k, v)),
             scale=self.scale,
             softcap=self.softcap,
+            sinks=self.sinks[...] if self.has_sinks else None,
             bias=added,
             implementation=c.implementation,
         )

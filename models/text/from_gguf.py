@@ -18,14 +18,30 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER = 1, 2, 3, 4
 _TEXT = Kind(words="a text", holds=lambda value: isinstance(value, str))
 
 
+_EITHER_CASE = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_BEFORE = r"[^\r\n\p{L}\p{N}]?"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
 def _words(digits: str) -> list:
     """Return the pre-tokenizers of newer byte-level vocabularies, given a pattern for digits."""
-    either_case = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-    letters = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+    letters = rf"{_BEFORE}\p{{L}}+"
     signs = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
-    spaces = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-    pattern = "|".join((either_case, letters, digits, signs, spaces))
-    return [pre_tokenizers.Split(Regex(pattern), "isolated"), _letters(False)]
+    return _split(_EITHER_CASE, letters, digits, signs, _SPACES)
+
+
+def _o200k() -> list:
+    """Return the pre-tokenizers of the vocabulary of GPT-4o and gpt-oss."""
+    upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+    words = (
+        f"{_BEFORE}{word}{_EITHER_CASE}?" for word in (f"{upper}*{lower}+", f"{upper}+{lower}*")
+    )
+    signs = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
+    return _split(*words, r"\p{N}{1,3}", signs, _SPACES)
+
+
+def _split(*patterns: str) -> list:
+    return [pre_tokenizers.Split(Regex("|".join(patterns)), "isolated"), _letters(False)]
 
 
 def _letters(split: bool) -> pre_tokenizers.PreTokenizer:
@@ -42,6 +58,7 @@ _CUTS: dict[str, Callable[[], list]] = {
         lambda: [pre_tokenizers.Digits(individual_digits=True), _letters(True)],
     ),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), lambda: _words(r"\p{N}")),
+    "gpt-4o": _o200k,
     **dict.fromkeys((*_LLAMA_3, "smaug-bpe"), lambda: _words(r"\p{N}{1,3}")),
 }
 

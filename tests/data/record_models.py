@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 HERE = Path(__file__).parent
 LLAMAS = ["llama_tied", "llama_llama3", "llama_yarn", "llama_linear", "mistral", "qwen2", "qwen3"]
@@ -132,23 +134,55 @@ def record_gemma3(prompt: int = 60) -> None:
     record("gemma3", tokens=tokens[0, :prompt], greedy=tokens[0, prompt:], logits=logits)
 
 
-def record_recurrent() -> None:
+def record_texts(name: str, net: torch.nn.Module) -> None:
     """Record three prompts, each with its 32 greedy tokens, concatenated.
 
     `tokens` consists of lists of `lengths`; `outputs` marks the tokens with recorded logits: every
     fifth of a prompt, and all from its last token on.
     """
+    prompts = [torch.randint(1, 96, (length,)) for length in (90, 7, 33)]
+    texts = [continued(net, prompt[None], 32) for prompt in prompts]
+    logits = np.concatenate([net(text, use_cache=False).logits[0] for text in texts])
+    lengths = [len(text[0]) for text in texts]
+    ats = [np.arange(length) for length in lengths]
+    outputs = np.concatenate([(at % 5 == 0) | (at >= len(at) - 33) for at in ats])
+    tokens = np.concatenate([text[0] for text in texts])
+    record(name, tokens=tokens, lengths=lengths, outputs=outputs, logits=logits[outputs])
+
+
+def record_recurrent() -> None:
     for seed, name in enumerate(RECURRENT):
         net = recurrent(name, seed)
-        prompts = [torch.randint(1, 96, (length,)) for length in (90, 7, 33)]
-        texts = [continued(net, prompt[None], 32) for prompt in prompts]
-        logits = np.concatenate([net(text, use_cache=False).logits[0] for text in texts])
-        lengths = [len(text[0]) for text in texts]
-        ats = [np.arange(length) for length in lengths]
-        outputs = np.concatenate([(at % 5 == 0) | (at >= len(at) - 33) for at in ats])
+        record_texts(name, net)
         write(name, net)
-        tokens = np.concatenate([text[0] for text in texts])
-        record(name, tokens=tokens, lengths=lengths, outputs=outputs, logits=logits[outputs])
+
+
+def pack_experts(net: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Replace the matrices of experts by random MXFP4 numbers; return these in packed form."""
+    packed = {}
+    for key, parameter in net.named_parameters():
+        if key.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            experts, inputs, outputs = parameter.shape
+            shape = (experts, outputs, inputs // 32)
+            blocks = torch.randint(256, (*shape, 16), dtype=torch.uint8)
+            scales = torch.randint(122, 125, shape, dtype=torch.uint8)
+            parameter.copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
+            packed |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
+    return packed
+
+
+def record_gpt_oss() -> None:
+    """Record the texts of a model in bfloat16 and of one with experts in MXFP4."""
+    for seed, name in enumerate(["gpt_oss", "gpt_oss_mxfp4"]):
+        net = recurrent(name, seed)
+        net.set_experts_implementation("eager")
+        for parameter in net.parameters():  # rope frequencies, which are buffers, are not rounded
+            parameter.copy_(parameter.bfloat16())
+        packed = pack_experts(net) if name == "gpt_oss_mxfp4" else {}
+        record_texts(name, net)
+        tensors = {key: values.bfloat16() for key, values in net.named_parameters()}
+        tensors = {key: x for key, x in tensors.items() if f"{key}_blocks" not in packed}
+        save_file(tensors | packed, HERE / name / "model.safetensors")
 
 
 def shifted(
@@ -218,5 +252,6 @@ if __name__ == "__main__":
         record_llamas()
         record_gemma3()
         record_recurrent()
+        record_gpt_oss()
         record_deepseeks()
         record_t5s()

@@ -145,6 +145,7 @@ GEMMA = {"sliding_window": 5, "sliding_window_pattern": 2, "key_length": 8}
 FORMS = {
     "llama": FORM,
     "gemma3": FORM | {f"attention.{key}": value for key, value in GEMMA.items()},
+    "gpt-oss": FORM | {"attention.sliding_window": 5, "expert_count": 32},
     "lfm2": FORM | {"attention.head_count_kv": [0, 2], "shortconv.l_cache": 3},
 }
 

@@ -137,7 +137,7 @@ SMALL["gemma3"] = dict(cells=96, ubatch_size=16, max_rollback=4)
 SMALL |= dict.fromkeys(["t5_gated", "t5_tied"], dict(cells=96, source_cells=56))
 FAST = ("llama_tied", Way(20))
 CORE = ["deepseek_v2_groups", "gemma3", "t5_tied", "recurrent_gemma"]
-CORE = [(name, WHOLE) for name in [*CORE, "granite_hybrid_experts_rope", "lfm2"]]
+CORE = [(name, WHOLE) for name in [*CORE, "granite_hybrid_experts_rope", "lfm2", "gpt_oss"]]
 NIGHTLY = [
     *[(name, Way(20)) for name in LLAMAS if name != "llama_tied"],
     ("gemma3", Way(4)),
@@ -150,6 +150,8 @@ NIGHTLY = [
     *[(name, ONE_BY_ONE) for name in ("mamba2_biased", "granite_hybrid")],
     *[(name, IN_UBATCHES) for name in ("recurrent_gemma", "falcon_h1_norm")],
     *[(name, SHORT_UBATCHES) for name in ("lfm2", "falcon_h1")],
+    *[("gpt_oss", way) for way in (POOLED, ONE_BY_ONE, SHORT_UBATCHES)],
+    *[("gpt_oss_mxfp4", way) for way in (ALONE, IN_UBATCHES)],
 ]
 
 

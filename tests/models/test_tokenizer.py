@@ -136,6 +136,13 @@ NEWER = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 @pytest.mark.parametrize(
@@ -144,6 +151,7 @@ NEWER = (
         ("gpt-2", pre_tokenizers.ByteLevel(add_prefix_space=False)),
         ("qwen2", split(NEWER % r"\p{N}")),
         ("llama-bpe", split(NEWER % r"\p{N}{1,3}")),
+        ("gpt-4o", split(O200K)),
     ],
 )
 def test_byte_level_folder_and_gguf_match_library(tmp_path, pre, cut):

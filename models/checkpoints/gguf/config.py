@@ -3,10 +3,13 @@
 from collections.abc import Container, Mapping
 from typing import Any
 
-from models.checkpoints.gguf import recurrent
+from models.checkpoints.gguf import gpt_oss, recurrent
 from models.checkpoints.gguf.metadata import Metadata
 from models.checkpoints.keys import brief_json, key_error
 from models.kinds import whole
+
+CONVERTERS = {arch: module for module in (gpt_oss, recurrent) for arch in module.READ}
+"""Module that converts tensors and keys of an architecture."""
 
 # Config key of Hugging Face -> key of the file, after the architecture's name.
 _CONFIG = {
@@ -39,6 +42,7 @@ _READ_IN = {
         "attention.sliding_window_pattern",
         "rope.freq_base_swa",
     },
+    **gpt_oss.READ,
     **recurrent.READ,
 }
 # Supported values; llama.cpp has others too.
@@ -103,8 +107,8 @@ def config_from_gguf(arch: str, get: Metadata, factors: list | None = None) -> d
             config["layer_types"] = [kinds[bool(slides)] for slides in pattern]
         else:
             config["sliding_window_pattern"] = pattern
-    if arch in recurrent.ARCHITECTURES:
-        config |= recurrent.config_from_gguf(arch, get, config)
+    if arch in CONVERTERS:
+        config |= CONVERTERS[arch].config_from_gguf(arch, get, config)
     values = get(f"{arch}.attention.value_length")
     if values not in (None, config["head_dim"]):
         expected = f"{config['head_dim']}, the size of a key"
@@ -116,7 +120,7 @@ def config_from_gguf(arch: str, get: Metadata, factors: list | None = None) -> d
     return config
 
 
-def _scaling(arch: str, get: Metadata, factors: list | None) -> dict[str, Any] | None:
+def _scaling(arch: str, get: Metadata, factors: list | None) -> dict[str, Any]:
     """Return the rope scaling in Hugging Face's form.
 
     GGUF files of Llama 3.1 and later contain D/2 divisors of the frequencies instead of the
@@ -131,10 +135,12 @@ def _scaling(arch: str, get: Metadata, factors: list | None) -> dict[str, Any] |
             raise key_error(name, "left out next to rope_freqs.weight", factor, get.source)
         return {"rope_type": "factors", "factors": factors}
     if kind in (None, "none"):
-        return None
+        return {"rope_type": "default"}
     if kind == "linear":
         return {"rope_type": kind, "factor": factor}
     found = {key: get(f"{arch}.rope.scaling.{name}") for key, name in _SCALING.items()}
+    if arch == "gpt-oss":  # trained without rounding, which llama.cpp applies to all models
+        found["truncate"] = False
     return {"rope_type": kind} | {key: value for key, value in found.items() if value is not None}
 
 

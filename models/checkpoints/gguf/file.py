@@ -1,6 +1,7 @@
 """Checkpoints in GGUF files, converted to the form of Hugging Face.
 
-Three properties of tensors are converted, in addition to those in `recurrent.py`:
+Three properties of tensors are converted, in addition to those in `recurrent.py` and
+`gpt_oss.py`:
 
 - names of tensors;
 - rows of q and k in files of architectures "llama" and "granitehybrid", in the order for rotating
@@ -20,8 +21,7 @@ from gguf.quants import dequantize
 
 from models.checkpoints.checkpoint import Checkpoint, Tensor, check_numbers
 from models.checkpoints.config import complete
-from models.checkpoints.gguf import recurrent
-from models.checkpoints.gguf.config import check_tokenizer, config_from_gguf
+from models.checkpoints.gguf.config import CONVERTERS, check_tokenizer, config_from_gguf
 from models.checkpoints.gguf.metadata import Metadata
 from models.checkpoints.gguf.reader import Reader
 from models.errors import ModelError, brief
@@ -37,6 +37,7 @@ _FAMILIES = {
     "granitehybrid": "granitemoehybrid",
     "lfm2": "lfm2",
     "falcon-h1": "falcon_h1",
+    "gpt-oss": "gpt_oss",
 }
 
 _WHOLE = {"token_embd": "embed_tokens", "output_norm": "norm"}
@@ -86,8 +87,8 @@ def open_gguf(path: Path) -> Checkpoint:
     tensors = {
         name: _tensor(name, tensor, arch, config, str(path)) for name, tensor in by_name.items()
     }
-    if arch in recurrent.ARCHITECTURES:
-        tensors = recurrent.to_hugging_face(tensors, str(path))
+    if arch in CONVERTERS:
+        tensors = CONVERTERS[arch].to_hugging_face(tensors, str(path))
 
     def load_tokenizer():
         from models.text.from_gguf import tokenizer_from_gguf
@@ -158,8 +159,8 @@ def _tensor(name: str, tensor: Any, arch: str, config: dict, source: str) -> Ten
 
 def _plain(name: str, arch: str) -> str | None:
     """Return the Hugging Face name of a tensor; None if the architecture has no such tensor."""
-    if arch in recurrent.ARCHITECTURES:
-        return recurrent.plain(name, arch)
+    if arch in CONVERTERS:
+        return CONVERTERS[arch].plain(name, arch)
     if name == "output.weight":
         return "lm_head.weight"
     found = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)

@@ -37,7 +37,6 @@ READ = {
     "falcon-h1": _SSM,
 }
 """Additional metadata keys that are read for an architecture, without the prefix."""
-ARCHITECTURES = tuple(READ)
 
 _WHOLE = {
     "mamba2": {

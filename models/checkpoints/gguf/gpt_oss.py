@@ -1,0 +1,102 @@
+"""GGUF files of gpt-oss, in which gate and up projections of experts are two tensors."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from models.checkpoints.checkpoint import Tensor, join
+from models.checkpoints.gguf.metadata import Metadata
+from models.checkpoints.keys import key_error
+from models.errors import ModelError
+
+READ = {
+    "gpt-oss": {
+        "attention.sliding_window",
+        "expert_count",
+        "expert_feed_forward_length",
+        "expert_used_count",
+    }
+}
+"""Additional metadata keys that are read, without the prefix."""
+
+_WHOLE = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_BIASED = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate_inp": "mlp.router",
+}
+# Names that end in .gate and .up are parts of one tensor.
+_LAYER = {
+    "attn_norm.weight": "input_layernorm.weight",
+    "attn_sinks.weight": "self_attn.sinks",
+    "post_attention_norm.weight": "post_attention_layernorm.weight",
+    "ffn_gate_exps.weight": "mlp.experts.gate_up_proj.gate",
+    "ffn_gate_exps.bias": "mlp.experts.gate_up_proj_bias.gate",
+    "ffn_up_exps.weight": "mlp.experts.gate_up_proj.up",
+    "ffn_up_exps.bias": "mlp.experts.gate_up_proj_bias.up",
+    "ffn_down_exps.weight": "mlp.experts.down_proj",
+    "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
+} | {
+    f"{name}.{end}": f"{plain}.{end}"
+    for name, plain in _BIASED.items()
+    for end in ("weight", "bias")
+}
+
+
+def plain(name: str, arch: str) -> str | None:
+    """Return the Hugging Face name of a tensor or of a part; None for an unknown name."""
+    del arch
+    found = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
+    if found is None:
+        return _WHOLE.get(name)
+    layer, part = found.groups()
+    return f"model.layers.{layer}.{_LAYER[part]}" if part in _LAYER else None
+
+
+def to_hugging_face(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
+    """Convert tensors with the names that `plain` returns to Hugging Face's form.
+
+    Matrices of experts are transposed, and gates and up projections alternate in one tensor. Raises
+    `ModelError` if a part is missing, or a shape is invalid.
+    """
+    out = {}
+    for name, tensor in tensors.items():
+        if name.endswith(".up"):
+            continue
+        try:
+            if name.endswith(".gate"):
+                name = name.removesuffix(".gate")
+                tensor = _alternating(tensor, tensors[f"{name}.up"])
+            if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+                tensor = tensor.turned(lambda x: x.swapaxes(1, 2))
+            out[name] = tensor
+        except (LookupError, ValueError) as error:
+            raise ModelError(
+                f"{source}: {name} has a wrong shape, {tensor.shape}, or no second half "
+                f"({error}); download it again."
+            ) from error
+    return out
+
+
+def _alternating(gate: Tensor, up: Tensor) -> Tensor:
+    """Return the tensor with gates and up projections in turn along the second dimension."""
+    pairs = join([half.turned(lambda x: x[:, :, None]) for half in (gate, up)], axis=2)
+    return pairs.turned(lambda x: x.reshape(len(x), -1, *x.shape[3:]))
+
+
+def config_from_gguf(arch: str, get: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the additional config keys; `config` has the keys of all models."""
+    hidden, name = config["intermediate_size"], f"{arch}.expert_feed_forward_length"
+    if get(name) not in (None, hidden):
+        raise key_error(name, f"{hidden}, as feed_forward_length", get(name), get.source)
+    return {
+        "num_experts_per_tok": get(f"{arch}.expert_used_count"),
+        "num_local_experts": get(f"{arch}.expert_count"),
+        "sliding_window": get(f"{arch}.attention.sliding_window"),
+    }

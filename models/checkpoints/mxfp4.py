@@ -1,0 +1,75 @@
+"""MXFP4 in safetensors files: blocks of 32 numbers of 4 bits with a shared exponent.
+
+A matrix for each expert is stored as rows of blocks, in two tensors of bytes:
+
+- `_blocks`, `[experts, rows, blocks, 16]`. A byte has two numbers, the first in the lower bits.
+- `_scales`, `[experts, rows, blocks]`. A scale is an exponent of 2 plus 127, or 255 for NaN.
+
+The format is that of "OCP Microscaling Formats (MX) Specification, version 1.0".
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from models.checkpoints.checkpoint import Tensor
+from models.errors import ModelError
+
+ENDINGS = ("_blocks", "_scales")
+"""Ends of the names of packed tensors."""
+
+_NUMBERS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+_NUMBERS = np.concatenate([_NUMBERS, -_NUMBERS])
+_PAIRS = np.stack([np.tile(_NUMBERS, 16), np.repeat(_NUMBERS, 16)], axis=1).view(np.complex64)[:, 0]
+"""The two numbers of each byte, as one element, which NumPy gathers faster than a row of two."""
+_FACTORS = np.append(np.ldexp(np.float32(1), np.arange(-127, 128)), np.float32(np.nan))
+
+
+def unpack(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Return the float32 numbers `[..., 32 * n]` of blocks `[..., n, 16]` and scales `[..., n]`."""
+    numbers = _PAIRS[blocks].view(np.float32)
+    numbers *= _FACTORS[scales][..., None]
+    return numbers.reshape(*scales.shape[:-1], -1)
+
+
+def unpacked(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
+    """Replace each pair of packed tensors by a tensor with the rows as the last dimension.
+
+    Raises `ModelError` if a tensor of a pair is missing, or shapes do not fit.
+    """
+    out = dict(tensors)
+    for name in tensors:
+        if not name.endswith("_blocks"):
+            continue
+        plain = name.removesuffix("_blocks")
+        blocks, scales = out.pop(name), out.pop(f"{plain}_scales", None)
+        if scales is None or len(scales.shape) != 3 or blocks.shape != (*scales.shape, 16):
+            raise ModelError(
+                f"{source}: expected {plain}_scales of shape [a, b, c] for {name} of shape "
+                f"[a, b, c, 16], got {scales and scales.shape} and {blocks.shape}; download it "
+                "again."
+            )
+        out[plain] = _unpacked(blocks, scales)
+    return out
+
+
+def _unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
+    experts, rows, count = scales.shape
+
+    def read() -> np.ndarray:
+        out = np.empty((experts, rows, 32 * count), np.float32)
+        pairs = zip(blocks.read(), scales.read(), strict=True)
+        for expert, pair in enumerate(pairs):  # one at a time, to avoid a second copy of all
+            out[expert] = unpack(*pair)
+        return out.swapaxes(1, 2)
+
+    return Tensor(shape=(experts, 32 * count, rows), read=read)
+
+
+def check_bytes(values: np.ndarray, name: str, source: str) -> np.ndarray:
+    """Return the values of a packed tensor; raise `ModelError` unless they are bytes."""
+    if values.dtype != np.uint8:
+        raise ModelError(
+            f"{source}: expected bytes in {name}, got {values.dtype}; download it again."
+        )
+    return values

@@ -1,0 +1,160 @@
+"""gpt-oss: attention with sinks, windows in every other layer, and experts with biases."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import jaxkv
+from jaxkv import Ubatch
+from jaxkv.rope import Rope
+from jaxkv.window import Window
+from models.checkpoints.checkpoint import Checkpoint
+from models.families.caches import Attends, windows_of
+from models.families.experts import Experts, TopRouter
+from models.families.language_model import LanguageModel
+from models.families.layers import Attention, RMSNorm, Vocabulary
+from models.families.ropes import rope_of
+from models.families.sources import Sources
+
+ARCHITECTURES = ("gpt_oss",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Configuration of gpt-oss; other fields are in `models.families.language_model`.
+
+    hidden: inner size of an expert.
+    experts: number of experts, of which `chosen` experts are selected for each token.
+    alpha: factor of the gate inside the sigmoid.
+    limit: largest gate, and largest absolute value of an up projection.
+    bias: whether all projections of attention have biases.
+    """
+
+    width: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    eps: float
+    rope: Rope
+    windows: tuple[Window | None, ...]
+    experts: int
+    chosen: int
+    alpha: float
+    limit: float
+    tied: bool = False
+    bias: bool = True
+    implementation: jaxkv.ops.attention.Implementation | None = None
+
+
+def clamped_swiglu(gate: jax.Array, up: jax.Array, *, alpha: float, limit: float) -> jax.Array:
+    """Return the gate after a scaled SiLU, times the up projection plus 1; both are clamped."""
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return gate * jax.nn.sigmoid(alpha * gate) * (up + 1)
+
+
+class Block(nnx.Module):
+    """One layer: attention over the cache, then experts."""
+
+    def __init__(self, config: Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
+        c = config
+        self.attention_norm = RMSNorm(c.width, c.eps, dtype)
+        self.attention = Attention(
+            c, layer, dtype, rngs, rope=c.rope, bias=c.bias, output_bias=c.bias, sinks=True
+        )
+        self.feed_norm = RMSNorm(c.width, c.eps, dtype)
+        self.experts = Experts(
+            c.width,
+            c.hidden,
+            c.experts,
+            TopRouter(c.width, c.experts, c.chosen, dtype, rngs, bias=True),
+            dtype,
+            rngs,
+            activation=partial(clamped_swiglu, alpha=c.alpha, limit=c.limit),
+            bias=True,
+        )
+
+    def __call__(self, cache: Any, ubatch: Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
+        """Apply the layer to `x`, `[R, T, width]`; return the cache and the new `x`."""
+        cache, out = self.attention(cache, ubatch, self.attention_norm(x))
+        x = x + out
+        return cache, x + self.experts(self.feed_norm(x))
+
+
+class GptOss(LanguageModel):
+    """Flax module of gpt-oss."""
+
+    def __init__(self, config: Config, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
+        c = config
+        self.vocabulary = Vocabulary(c.vocabulary, c.width, dtype, rngs, tied=c.tied)
+        layers = range(len(c.windows))
+        self.blocks = nnx.List([Block(c, layer, dtype, rngs) for layer in layers])
+        self.norm = RMSNorm(c.width, c.eps, dtype)
+
+
+def config_of(checkpoint: Checkpoint) -> Config:
+    """Read the configuration of a model from its checkpoint."""
+    c = checkpoint.config
+    return Config(
+        width=c["hidden_size"],
+        hidden=c["intermediate_size"],
+        heads=c["num_attention_heads"],
+        kv_heads=c["num_key_value_heads"],
+        head_dim=c["head_dim"],
+        vocabulary=c["vocab_size"],
+        eps=c["rms_norm_eps"],
+        rope=rope_of(checkpoint),
+        windows=windows_of(checkpoint),
+        experts=c["num_local_experts"],
+        chosen=c["num_experts_per_tok"],
+        alpha=c["swiglu_alpha"],
+        limit=c["swiglu_limit"],
+        tied=c["tie_word_embeddings"],
+        bias=c["attention_bias"],
+    )
+
+
+def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
+    """Return a `Tensor` of the checkpoint for each parameter of `GptOss`."""
+    source, bias = Sources(checkpoint), config.bias
+
+    def experts(name: str) -> dict:
+        tree: dict[str, Any] = {"router": source.linear(f"{name}.router", bias=True)}
+        for end in ("", "_bias"):
+            both = f"{name}.experts.gate_up_proj{end}"  # gates are at even indices
+            tree[f"gate{end}"] = source.tensor(both, turn=lambda x: x[..., ::2])
+            tree[f"up{end}"] = source.tensor(both, turn=lambda x: x[..., 1::2])
+            tree[f"down{end}"] = source.tensor(f"{name}.experts.down_proj{end}")
+        return tree
+
+    def block(layer: str) -> dict:
+        attention = source.attention(
+            f"{layer}.self_attn", kv_heads=config.kv_heads, bias=bias, output_bias=bias
+        )
+        return {
+            "attention_norm": source.norm(f"{layer}.input_layernorm"),
+            "attention": attention | {"sinks": source.tensor(f"{layer}.self_attn.sinks")},
+            "feed_norm": source.norm(f"{layer}.post_attention_layernorm"),
+            "experts": experts(f"{layer}.mlp"),
+        }
+
+    return {
+        "vocabulary": source.vocabulary("model.embed_tokens.weight", tied=config.tied),
+        "blocks": {i: block(f"model.layers.{i}") for i in range(len(config.windows))},
+        "norm": source.norm("model.norm"),
+    }
+
+
+def layers_of(config: Config, dtype: Any) -> list[Attends]:
+    """Return the keys and values that each layer caches; `dtype` is unused."""
+    del dtype
+    sizes = {"kv_heads": config.kv_heads, "head_dim": config.head_dim, "rope": config.rope}
+    return [Attends(**sizes, window=window) for window in config.windows]
+
+
+MODULE = GptOss
