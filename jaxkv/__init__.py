@@ -1,6 +1,6 @@
 """Key/value caches for JAX as immutable values.
 
-A cache is a pytree of a table, which maps tokens to cells, and of buffers of keys and values. Every
+A cache is a pytree: a table, which maps tokens to cells, and buffers of keys and values. Every
 operation is a pure function that returns the next cache.
 
 Letters in array shapes:

@@ -488,7 +488,7 @@ def expand_streams_to_rows(
 ) -> Shaped[Array, "R ..."]:
     """Gather, for each row, the entry of the stream of the row.
 
-    For rows in the order of sequences, a broadcast without communication replaces the gather.
+    If each row r has the tokens of sequence r, entries are broadcast without communication.
     """
     if not in_order:
         return x[row_stream]

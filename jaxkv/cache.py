@@ -254,7 +254,7 @@ def split(cache: Cache) -> tuple[Any, PyTree]:
 
 
 def merge(table: CacheTable, buffers: PyTree) -> Cache:
-    """Make a cache from a table and buffers: the inverse of `split`.
+    """Make a cache from a table and buffers: the inverse of the function `split`.
 
     Values in the buffers of an attention cache must be finite; `attend` stores only finite values.
 

@@ -43,7 +43,7 @@ _smallest = partial(reduce, jnp.minimum)
 
 
 def _combine_first_positions(firsts: list[Int32[Array, ""]]) -> Int32[Array, ""]:
-    """Return the highest of the first positions of all parts; -1 if a part is empty."""
+    """Return the largest first position among the parts; -1 if a part is empty."""
     return jnp.where(_smallest(firsts) < 0, -1, _largest(firsts))
 
 
@@ -172,7 +172,7 @@ class HybridMaintenancePlan(MaintenancePlan):
 
     @property
     def pending(self) -> Int32[Array, ""]:
-        """Number of keys to rotate, or of cells to move, in all parts."""
+        """Number of keys to rotate, or number of cells to move, in all parts."""
         return _sum([part.pending for part in self.parts])
 
     def is_current(self, table: HybridTable) -> Bool[Array, ""]:
@@ -318,7 +318,7 @@ class HybridTable(CacheTable):
     def compare_last_tokens(
         self, sequences: Int32[Array, " T"], contents: UInt32[Array, " T"]
     ) -> tuple[UInt32[Array, " T"], Bool[Array, " T"]]:
-        """Compare last tokens in an attention part; if no part has attention, in the first part."""
+        """Compare last tokens in an attention part, or in the first part if there is none."""
         parts = sorted(self._planned_parts, key=lambda part: part.spec.kind != "attention")
         return parts[0].compare_last_tokens(sequences, contents)
 

@@ -72,7 +72,7 @@ class TableSpec:
         )
 
     def sequence_id(self, value: PyTree, *, lowest: int = 0) -> PyTree[Int32[ArrayLike, ""]]:
-        """Return one sequence id as int32; raise as `sequence_ids`, and for a list of ids."""
+        """Return one sequence id as int32; raise as `sequence_ids` does, and for a list of ids."""
         sequence = self.sequence_ids(value, lowest=lowest)
         if np.ndim(sequence):
             raise ValueError(

@@ -86,7 +86,7 @@ class MaintenancePlan(Partitioned):
     @property
     @abstractmethod
     def pending(self) -> Int32[Array, ""]:
-        """Number of keys to rotate, or of cells to move."""
+        """Number of keys to rotate, or number of cells to move."""
 
     @property
     def is_empty(self) -> bool:
@@ -275,7 +275,7 @@ class CacheTable(Partitioned):
         """Store the tokens of a ubatch in its slots."""
 
     def stream_hash_after(self, ubatch: Ubatch, occupied: Any) -> PyTree[UInt32[Array, " S"]]:
-        """Return the stream hashes after a ubatch, from the table that `occupy` returned."""
+        """Return the stream hashes after a ubatch, from the table returned by `occupy`."""
         del ubatch
         return occupied.stream_hash()
 
@@ -350,8 +350,8 @@ class CacheTable(Partitioned):
     ) -> tuple[Self, Bool[Array, ""]]:
         """Add `delta` to the positions of a range of a sequence; return the table and a flag.
 
-        The sequence has no token, not even an evicted token, at positions from `gap` up to the
-        range. The gap may be None.
+        The sequence has no token, not even an evicted token, at positions from the argument `gap`,
+        if not None, up to the range.
         """
 
     @abstractmethod

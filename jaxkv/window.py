@@ -18,7 +18,7 @@ Rule = Literal["sliding", "chunked", "symmetric"]
 
 @dataclass(frozen=True)
 class Window:
-    """Range of positions that a token attends to. Hashable. Make one as `Window.sliding(128)`.
+    """Range of positions that a token attends to. Hashable. Example: `Window.sliding(128)`.
 
     width: W, at least 1. A token attends to at most W positions up to its own position. With a
       symmetric window, a token attends to W // 2 positions on each side.

@@ -1,6 +1,6 @@
 """Flax models on jaxkv caches, from GGUF files, Hugging Face folders or the hub.
 
-`load` returns a `Model`; `python -m models` is the command line.
+The function `load` returns a `Model`; `python -m models` is the command line.
 """
 
 from importlib import import_module

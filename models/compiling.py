@@ -67,7 +67,7 @@ def compile_all(
 def counting(*, traces: bool = False) -> Iterator[Callable[[], int]]:
     """Count the programs that this process compiles or reads from disk inside the context.
 
-    Yields a function that returns the count. With `traces`, traced functions are counted too.
+    Yields a function that returns the count. If `traces` is True, traced functions are counted too.
     """
     # JAX also sends the first event for programs from the cache on disk.
     counted = ("backend_compile_duration", "jaxpr_trace_duration")[: 1 + traces]

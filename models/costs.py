@@ -53,7 +53,7 @@ class Costs:
     whole: Mapping[str, int]
 
     def a_sequence(self, length: int | None) -> int:
-        """Return the bytes of the buffers of a sequence of `length` tokens, on all devices."""
+        """Return the bytes of the buffers of a sequence with `length` tokens, on all devices."""
         found = 0
         for part in self.parts:
             tokens = length if part.kept is None else min(length or part.kept, part.kept)
@@ -90,7 +90,7 @@ def costs_on_fitted_mesh(model: Model, **sizes: Any) -> Costs | None:
 def most_sequences(
     model: Model, *, room: int, length: int | None, streams: int, **sizes: Any
 ) -> int:
-    """Return how many sequences fit next to the params in the given number of bytes of each device.
+    """Return how many sequences fit next to the params, given the bytes of each device.
 
     The argument `length` is the number of tokens of each sequence; None if the cache size is
     independent of length. All streams have the same number of sequences.

@@ -20,7 +20,7 @@ class Generated:
     compile_seconds: time of compilation, which is not part of the other times.
     prompt_seconds: time until the first token of each text was sampled.
     decode_seconds: time after the first tokens, for `decoded` tokens, including stop tokens.
-    tried: number of draft tokens, of which `accepted` tokens were accepted.
+    tried: number of draft tokens; the field `accepted` is the number of accepted draft tokens.
     cells: number of cells of all streams; layers with windows have fewer cells.
     used: number of used cells at the end.
     nbytes: bytes of the whole cache.

@@ -26,7 +26,7 @@ def whole(lowest: int, highest: int) -> Kind:
 
 
 def number(lowest: float, highest: float, *, above: bool = False) -> Kind:
-    """Return the kind of finite numbers in a range, which excludes `lowest` if `above` is True."""
+    """Return the kind of finite numbers in a range, without the lower limit if `above` is True."""
 
     def holds(value: Any) -> bool:
         if type(value) not in (int, float) or not lowest <= value <= highest:
@@ -50,7 +50,7 @@ def several(kind: Kind, max_items: int) -> Kind:
 
 
 def exactly(kind: Kind, count: int) -> Kind:
-    """Return the kind of lists of `count` values of a kind."""
+    """Return the kind of lists of a fixed number of values of a kind."""
     return Kind(
         words=f"a list of {count}, each {kind.words}",
         holds=lambda value: (

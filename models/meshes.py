@@ -1,4 +1,4 @@
-"""Splits of parameters on a mesh."""
+"""Rules that determine how a mesh splits parameters."""
 
 import re
 from collections.abc import Mapping
@@ -70,7 +70,7 @@ WHOLE = Split(axis=0, parts=1, of="every device needs all of it")
 """`Split` of params that are replicated on all devices."""
 
 RULES = ShardingRules(cells="cells")
-"""Rules of the command line: `data` splits streams, `tensor` splits heads, `cells` splits cells."""
+"""Rules of the command line: axis `data` splits streams, `tensor` heads and `cells` cells."""
 
 
 def make_mesh(sizes: Mapping[str, int]) -> Mesh:

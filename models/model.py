@@ -106,7 +106,7 @@ class Model:
     def cache_spec(self) -> jaxkv.CacheSpec:
         """Spec of this model's caches, for `jaxkv.make_cache`.
 
-        If the params are not float32, `jaxkv.make_cache` also needs `dtype`. On a mesh it also
+        If the params are not float32, `jaxkv.make_cache` needs the argument `dtype`. On a mesh it
         needs `mesh`, `sharding_rules` and `placement`. `Model.make_cache` passes these arguments.
         """
         return self._spec(self._dtype(None))
@@ -324,7 +324,7 @@ def encoder_of(family: ModuleType, config: Any, dtype: Any) -> Callable | None:
 
 @lru_cache(maxsize=4)
 def splits_of(family: ModuleType, config: Any) -> Any:
-    """Return the `Split` of each param, as a tree like the params."""
+    """Return a tree like the params, with the `Split` object of each param."""
     _, state = _abstract(family, config, jnp.float32)
     return nnx.to_pure_dict(
         jax.tree.map(

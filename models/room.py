@@ -24,8 +24,8 @@ def cells_for(
 ) -> int:
     """Return the number of cells of each stream for prompts and texts, a multiple of 256.
 
-    With split streams, the longest prompt determines the number of cells. With a unified stream,
-    the samples of a prompt share the cells of the prompt.
+    If each text has a stream, the longest prompt determines the number of cells. If texts share one
+    stream, the samples of a prompt share the cells of the prompt.
 
     Examples:
       >>> (

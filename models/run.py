@@ -35,7 +35,7 @@ class Options:
     steps_per_dispatch: number of tokens of each text in each dispatch to the device.
 
     Raises:
-      ValueError: If a number is too small, or `streams` is unknown.
+      ValueError: If a number is too small, or the value of `streams` is unknown.
     """
 
     sampler: Sampler = field(default_factory=make_sampler)
@@ -70,7 +70,7 @@ class Run:
 
     @property
     def batch(self) -> jaxkv.Batch:
-        """The prompts, each in the sequence of the prompt's first sample."""
+        """The prompts as a batch, in the sequences of their first samples."""
         first = np.arange(len(self.prompts)) * self.options.samples
         prompts = [np.asarray(prompt, np.int32) for prompt in self.prompts]
         return jaxkv.make_batch(prompts, sequences=first)
@@ -99,7 +99,7 @@ class Run:
     def compile(self, cache: Any, plan: jaxkv.Plan, tell: Callable[[int, int], None] | None) -> Any:
         """Compile the programs of the run; return the cache, since its buffers are donated.
 
-        The function `tell` is called with the numbers of compiled programs and of all programs.
+        The function `tell` is called with two numbers: compiled programs, and all programs.
         """
         model = self.model
         jobs, (blank,) = lower_steps(model, cache, [plan])
@@ -146,7 +146,7 @@ class Run:
         )
 
     def draft(self) -> Any:
-        """Return the drafter; None if `tries` is 0."""
+        """Return the drafter; None if the option `tries` is 0."""
         if not self.options.tries:
             return None
         return generation.prompt_lookup(

@@ -79,7 +79,7 @@ class Search:
         self.nbytes = self._cache.nbytes
 
     def compile(self, tell: Callable[[int, int], None] | None = None) -> None:
-        """Compile the programs; call `tell` with the numbers of compiled and of all programs."""
+        """Compile the programs; call `tell` with two numbers: compiled, and in total."""
         model = self._model
         jobs, blanks = lower_steps(model, self._cache, self._plans)
         jobs.append(self._search.lower(model.params, self._cache, blanks[0]).compile)

@@ -37,7 +37,7 @@ OnText = Callable[[int, str, bool], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """A generated text; `tokens` excludes the prompt and the stop token."""
+    """A generated text; the field `tokens` excludes the prompt and the stop token."""
 
     prompt_tokens: list[int]
     tokens: list[int]
@@ -72,7 +72,7 @@ class Writer:
 
     index: number of the text, passed to `on_text`.
     on_text: called with each new piece of the text.
-    tokens: generated tokens without the stop token; `pieces` contains their text.
+    tokens: generated tokens without the stop token; `pieces` contains the text of these tokens.
     finish: why the text ended; None while the text is growing.
     """
 

@@ -92,7 +92,7 @@ Cache.is_current = is_current
 
 
 def _check_plan(plan: object, table: CacheTable) -> Ubatch | MaintenancePlan:
-    """Return the ubatch or maintenance plan to commit; raise the errors that `apply` documents."""
+    """Return the ubatch or maintenance plan to commit; raise errors as `apply` does."""
     if isinstance(plan, Plan):
         if len(plan.ubatches) != 1:
             raise ValueError(

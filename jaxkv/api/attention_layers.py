@@ -38,7 +38,7 @@ class AttentionLayers:
     Raises:
       ValueError: If a layer is called twice, the model has more layers than the cache, or the model
         passes a bias or uses dropout.
-      ValueError: By the property `cache`, if a layer was not called.
+      ValueError: If the property `cache` is read before every layer was called.
       TypeError: If the model passes another option.
 
     Examples:

@@ -100,8 +100,8 @@ def attend(
       ValueError: If the ubatch has encoder sources, and the layer is not a cross-attention layer.
       TypeError: If a plan is passed as the ubatch, or if an array argument is not an array of
         floats.
-      TypeError: If the layer number is traced and the cache is not stacked, or if `causal` is not a
-        static bool.
+      TypeError: If the layer number is traced and the cache is not stacked, or if the argument
+        `causal` is not a static bool.
       TypeError: If only one of `k` and `v` is given, or the cache has no attention layers.
       TypeError: If the bias function does not return floats, or closes over traced values.
 
@@ -284,8 +284,8 @@ def write_states(
         too.
 
     Raises:
-      ValueError: If names or shapes are not those of the cache, or in the cases of `read_states`.
-      TypeError: If the argument `states` is not a mapping, or in the cases of `read_states`.
+      ValueError: If names or shapes are not those of the cache, or if `read_states` would raise.
+      TypeError: If the argument `states` is not a mapping, or if `read_states` would raise.
 
     Examples:
       >>> cache = make_cache(

@@ -23,7 +23,7 @@ def out_of_range_slots(slots: Shaped[Array, "*n"]) -> Int32[Array, "*n"]:
 
 
 def nbytes(tree: PyTree) -> int:
-    """Return the number of bytes of all arrays, or of all shapes, of a tree."""
+    """Return the number of bytes of a tree of arrays or of shapes."""
     leaves = jax.tree.leaves(tree)
     return sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in leaves)
 

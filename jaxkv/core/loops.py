@@ -12,10 +12,10 @@ X = TypeVar("X")
 
 
 def repeat(step: Callable[..., X], count: jax.Array, limit: int, carry: X, *args: Any) -> X:
-    """Run a step a number of times, as `jax.lax.fori_loop` does, with derivatives by `carry`.
+    """Run a step a number of times, as `jax.lax.fori_loop` does, differentiable in `carry`.
 
-    The derivative runs `limit` steps. A step from `count` on must return its `carry`. Arrays
-    that `step` reads are `args`; those of an enclosing function cannot be traced.
+    The derivative runs `limit` steps, so a step with index `count` or higher must return its carry
+    unchanged. Pass traced arrays of an enclosing function in `args`.
 
     >>> def step(i, x, stop):
     ...     return jnp.where(i < stop, 2 * x, x)

@@ -63,7 +63,7 @@ def check_int32(
     """Return integers of a caller as int32, checked before the cast.
 
     The result is a NumPy array unless the argument is a JAX array or traced. Traced integers are
-    clipped to `[low - 1, high + 1]` where int32 permits, so an invalid integer never becomes valid.
+    clipped to `[low - 1, high + 1]` if int32 permits, so an invalid integer never becomes valid.
     Raises a TypeError for values that are not integers. Raises a ValueError with advice if a known
     integer is out of bounds.
 

@@ -1,7 +1,7 @@
 """Views of a cache: text, one-line `repr`, HTML for notebooks, and plots.
 
-`show` returns text, and `plot` uses matplotlib. This module also attaches `repr` to caches, plans
-and batches, and the methods `cells`, `to_text` and `to_html` to `Cache`.
+The function `show` returns text; functions in `plot` use matplotlib. This module also attaches
+`repr` to caches, plans and batches, and the methods `cells`, `to_text` and `to_html` to `Cache`.
 
 Examples:
   >>> cache = make_cache(

@@ -115,7 +115,7 @@ def occupancy(
       ax: matplotlib axes to draw on; None for new axes.
 
     Raises:
-      ValueError: If `steps` is empty or mixes caches and numbers, or a cache was donated.
+      ValueError: If there is no step, if caches and numbers are mixed, or if a cache was donated.
     """
     if len(steps) == 0:
         raise ValueError(

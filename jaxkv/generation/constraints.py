@@ -32,7 +32,7 @@ class Constraint:
 
     first: A pytree of arrays. State before the first generated token, independent of prompts; all
       states have the same shapes.
-    allowed: Pure function from a state to a mask `[V]` of the tokens that may come next.
+    allowed: Pure function that maps a state to a mask `[V]` of the tokens that may come next.
     advance: Pure function from a state and a token to the next state.
     """
 
@@ -142,7 +142,7 @@ class ConstrainedSampler(Sampler):
 
 
 def check_constraint(constraint: object) -> Constraint:
-    """Return a checked constraint with NumPy arrays; raise as `Constraint.constrain`.
+    """Return a checked constraint with NumPy arrays; raise as `Constraint.constrain` does.
 
     >>> rule = Constraint(
     ...     first=0, allowed=lambda s: jnp.arange(4) > s, advance=lambda s, token: token > 0
@@ -227,7 +227,7 @@ def make_constrained_sampler(
 
 
 def _to_jax_dtype(x: ArrayLike) -> Array | np.ndarray:
-    """Return an array with a dtype of JAX, as a NumPy array unless traced."""
+    """Cast an array to the dtype that JAX uses for it; return a NumPy array unless traced."""
     return np.asarray(jnp.asarray(x)) if is_concrete(x) else jnp.asarray(x)
 
 

@@ -74,7 +74,7 @@ def generate(
       stop_tokens: Tokens that end a sequence, see `decode`.
       sampler: A sampler, such as from `make_sampler`; greedy by default.
       seed: Seed of the draws: an integer or a key of `jax.random`, or `[T]` of them. A sample does
-        not depend on the number of samples and of prompts.
+        not depend on how many samples and prompts there are.
       num_samples: Number of samples of each prompt; each prompt is computed once.
       drafter: Drafts several tokens for each model step, for all sequences; see `speculate`.
       on_tokens: Function of a sequence id and a list of new tokens, called as soon as the tokens
@@ -90,7 +90,7 @@ def generate(
       PlanRefusedError: If the prompts or their samples do not fit into the given cache.
       ValueError: If both or neither of the arguments `spec` and `cache` are passed.
       ValueError: If there is no prompt or an empty prompt, or a count is below 1.
-      ValueError: If the cache has too few sequences, or in the cases of `decode`.
+      ValueError: If the cache has too few sequences, or if `decode` would raise.
       TypeError: If tokens are not integers.
 
     Examples:

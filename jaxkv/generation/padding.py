@@ -61,7 +61,7 @@ def stop_tokens_as_list(stop_tokens: StopTokens) -> Tokens:
 
 
 def select_per_text(which: Bool[Array, " T"], new: X, old: X) -> X:
-    """Select new array entries for sequences where a mask is True, old array entries elsewhere."""
+    """Select new array entries for sequences that a mask marks, and old entries for others."""
 
     def choose(new: jax.Array, old: jax.Array) -> jax.Array:
         return jnp.where(which.reshape(-1, *[1] * (jnp.ndim(old) - 1)), new, old)

@@ -350,7 +350,7 @@ def _replace_array(array: A, new: PyTree) -> A:
 
 
 def _scatter_index(array: jax.Array, streams: jax.Array, slots: jax.Array) -> jax.Array:
-    """Return the indices of the stream and the cell of each token and head, `[..., K, 2]` int32."""
+    """Return stream and cell indices for each token and head, `[..., K, 2]` int32."""
     pairs = jnp.stack(jnp.broadcast_arrays(streams, slots), axis=-1)[..., None, :]
     return jnp.broadcast_to(pairs, (*slots.shape, array.shape[1], 2))
 

@@ -126,7 +126,7 @@ def empty_fields(*, layers: int, cells: int, sequences: int, streams: int) -> di
 def locate_owner_bit(
     cells: Cells, seq: Int[Array, "*n"]
 ) -> tuple[Int[Array, "*n"], Int[Array, "*n"], UInt32[Array, "*n"]]:
-    """Return the stream of a sequence id, and the word and bit of the id in the array `owners`."""
+    """Return the stream of a sequence id, and its word and bit in the array `owners`."""
     stream, local = divmod_nonnegative(seq, cells.sequences_per_stream)
     word, bit = divmod_nonnegative(local, WORD)
     return stream, word, bit.astype(jnp.uint32)
@@ -240,7 +240,7 @@ def seq_cp(
     start: Int32[Array, ""],
     stop: Int32[Array, ""],
 ) -> C:
-    """Add the sequences `dst` to the owners of the cells of `src` in a range, in one stream."""
+    """Make the sequences `dst` owners of cells of `src` in a range; all are in one stream."""
     shared = is_owned_by(cells, sequence_bits(cells, src)) & is_in_range(cells, start, stop)
     gained = jax.vmap(partial(sequence_bits, cells))(jnp.atleast_1d(dst))  # [n, S, W]
     gained = jax.lax.reduce_or(gained, axes=(0,))
@@ -368,7 +368,7 @@ def hash_cells(
 
 
 def rewind(cells: C, old: C) -> tuple[C, Bool[Array, ""]]:
-    """Return the older table, with the hashes `cell_hash` and `written` updated by later writes."""
+    """Return the older table, with the fields `cell_hash` and `written` updated by later writes."""
     # The flag is whether all used cells of `old` still contain the same keys and values.
     ok = jnp.all((cells.cell_hash == old.cell_hash) | is_cell_empty(old))
     before, after, past = cells.history[:, :1], cells.history[:, 1:], old.history[:, 1:]

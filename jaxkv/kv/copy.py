@@ -98,7 +98,7 @@ def _replace_range(
     start: jax.Array,
     stop: jax.Array,
 ) -> tuple[C, jax.Array]:
-    """Replace a stream of one table by a range of the only stream of another, if `does` is True."""
+    """Replace a stream by a range of the only stream of another table, if a flag is True."""
     # A `dst` outside of `cells` belongs to another device and is skipped.
     shared = is_in_range(source, start, stop)[0]  # [N]
     index = jnp.arange(cells.num_cells, dtype=jnp.int32)
@@ -248,7 +248,7 @@ def _round_up_to_chunks(cells: Cells, count: jax.Array) -> jax.Array:
 def _local_chunk_sizes(
     split: Halves, arrays: PyTree, count: jax.Array
 ) -> tuple[int, int, jax.Array]:
-    """Return the sizes of a shard and a chunk, and the number of cells to copy in the shard."""
+    """Return three numbers of cells: in a shard, in a chunk, and to copy in the shard."""
     share = arrays[0][0].shape[2]
     first = first_local_index(stream_cell_axes(split).cells, share)
     return share, min(CHUNK, share), jnp.clip(count - first, 0, share)

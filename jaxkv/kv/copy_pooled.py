@@ -77,7 +77,7 @@ class CopyDemand(NamedTuple):
 class CopyPlan(NamedTuple, Generic[C]):
     """Plan of a copy: cells shared within streams, and cells copied between streams.
 
-    Entries of stream s in `arriving`, `origin` and `slots` are valid below index `need.demand[s]`.
+    In `arriving`, `origin` and `slots`, the first `need.demand[s]` entries of stream s are valid.
 
     left: Table with the shared cells, in which the other cells of the targets are free.
     arriving: Table of the copied tokens, with the new owners. Positions, shifts, hashes and
@@ -179,7 +179,7 @@ def _plan_transfer(
     start: jax.Array,
     stop: jax.Array,
 ) -> CopyPlan[C]:
-    """Plan copies of a range of each parent to its target, where `is_cross_stream` is True."""
+    """Plan copies of a range from parents to those targets that `is_cross_stream` marks."""
 
     def combine_sequence_bits(ids: jax.Array) -> jax.Array:
         ids = jnp.where(is_cross_stream, ids, cells.sequences)

@@ -223,6 +223,6 @@ def _gather_cells(field: jax.Array, cell: jax.Array) -> jax.Array:
 
 
 def _scatter_cells(field: jax.Array, cell: jax.Array, value: jax.Array | int) -> jax.Array:
-    """Write `value` into a table field `[S, N]` at cells `[S, n]`."""
+    """Write values into a table field `[S, N]` at cells `[S, n]`."""
     put = jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop", unique_indices=True))
     return put(field, cell, jnp.broadcast_to(jnp.asarray(value, field.dtype), cell.shape))

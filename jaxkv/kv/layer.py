@@ -130,7 +130,7 @@ def read_kv(
 
 
 def _with_layer_history(table: C, layer: int | jax.Array, mark: jax.Array) -> C:
-    """Return the table with a new hash in the field `written` of a layer, `[S]` uint32."""
+    """Return the table with a new hash in the field `written`, for one layer, `[S]` uint32."""
     here = jnp.arange(table.written.shape[1]) == layer  # all False for a traced layer out of range
     return replace(table, written=jnp.where(here, mark[:, None], table.written))
 

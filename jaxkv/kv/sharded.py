@@ -86,9 +86,9 @@ def map_rows(
 ) -> W:
     """Call a function with the streams of each device and the rows of a ubatch in these streams.
 
-    The function also gets the axes that split rows, and the axes along which padding differs. Rows
-    in the order of sequences are split by stream. If rows are not in the order of sequences, each
-    device gets all rows, and rows of other devices' streams are padding.
+    The function also gets the axes that split rows, and the axes along which padding differs. If
+    each row r has the tokens of sequence r, rows are split by stream. Otherwise each device gets
+    all rows, and rows of other devices' streams are padding.
     """
     axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
     rows = row_mesh_axes(ubatch, axes)

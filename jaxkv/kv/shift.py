@@ -191,7 +191,7 @@ def _move_eviction_marks(
 ) -> tuple[jax.Array, jax.Array]:
     """Return `evicted_below` after a move, and the new position of the last evicted position.
 
-    The argument `evicted` is from `_highest_evicted`. The value of `below` is one past the highest
+    The argument `evicted` is from `_highest_evicted`. The argument `below` is one past the highest
     position before the range that may be evicted.
     """
     mark = cells.evicted_below

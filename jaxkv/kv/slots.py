@@ -268,7 +268,7 @@ def _occupy_streams(cells: C, ubatch: Ubatch) -> C:
 
 
 def _history_after(cells: Cells, ubatch: Ubatch) -> jax.Array:
-    """Return the hashes `history` of each stream after a ubatch, `[S, 2]` uint32."""
+    """Return the field `history` of each stream after a ubatch, `[S, 2]` uint32."""
     is_placed = ubatch.slots < cells.num_cells
     count, total = (
         _sum_by_stream(cells, ubatch, jnp.sum(x, axis=1, dtype=jnp.uint32))
@@ -339,7 +339,7 @@ def committed_slots(cells: Cells, ubatch: Ubatch) -> tuple[Int32[Array, "R T"], 
 def layer_history_after(
     cells: Cells, ubatch: Ubatch, slots: Int32[Array, "R T"], written: UInt32[Array, " S"]
 ) -> UInt32[Array, " S"]:
-    """Return the hash `written` of a layer after the layer has written a ubatch."""
+    """Return the field `written` of a layer after the layer has written a ubatch."""
     # `written` is unchanged if the layer lacks other tokens of the stream.
     count = jnp.sum(slots < cells.num_cells, axis=1, dtype=jnp.int32)
     count = _sum_by_stream(cells, ubatch, count)

@@ -198,7 +198,7 @@ class CellTable(Cells, CacheTable):
         return defrag.plan_moves(self, max_moves, self.spec)
 
     def can_serve_layer(self, verb: str, layer: int) -> bool:
-        """Return whether `verb` is "attend", which every attention layer supports."""
+        """Return whether the argument `verb` is "attend", which every attention layer supports."""
         del layer
         return verb == "attend"
 

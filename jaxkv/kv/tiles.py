@@ -108,7 +108,7 @@ class StreamCells(NamedTuple):
 def choose_for_list(
     pool: StreamCells, sequences: Int32[Array, " T"], valid: Bool[Array, " T"], count: int
 ) -> Int32[Array, " T"]:
-    """Choose a slot for each token of a list, in the order of sequences; N if no cell is left.
+    """Choose a slot for each token, lower sequence ids first; N for a token without a cell.
 
     A token gets a cell of the first kind in this list that has a cell left, lowest cell first:
 

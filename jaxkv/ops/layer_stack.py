@@ -1,4 +1,4 @@
-"""View of one layer in an array of the keys or values of all layers, for scans over layers.
+"""View of one layer in an array that stores the keys or values of all layers, for scans.
 
 The array has one axis for streams and layers. A layer is selected with the stream index, and only
 the cells that are read are copied.

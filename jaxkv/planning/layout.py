@@ -278,9 +278,9 @@ def equal_split(
 ) -> list[np.ndarray]:
     """Cut a batch into ubatches with rows of equal length; each row has tokens of one sequence.
 
-    A ubatch takes at most `ubatch_size` sequences, in the order of their first remaining tokens.
-    Rows are as long as the shortest sequence and `ubatch_size` allow. A sequence waits if its first
-    token follows a token that is neither computed yet nor in this ubatch.
+    A ubatch takes at most `ubatch_size` sequences, in the order of their next tokens. Rows are as
+    long as the shortest sequence and `ubatch_size` allow. A sequence waits if its first token
+    follows a token that is neither computed yet nor in this ubatch.
 
     The array `after` contains the index of the token that precedes each token, `[B]` int32; -1 for
     a first token. By default each token precedes the next token of its sequence.

@@ -53,7 +53,7 @@ def init_batch(
     positions; an empty sequence may start at any position. The plan is refused if a sequence has
     other positions, or a token gets no slot.
 
-    With `encoder`, the batch contains the tokens or embeddings (such as audio frames) that an
+    If `encoder` is True, the batch contains the tokens or embeddings (such as audio frames) that an
     encoder reads, for sequences without a source. Tokens of a source attend to each other, so the
     batch is one ubatch of any length, with a row for each sequence and positions from 0. A traced
     batch keeps its rows. After `apply`, `write_kv` writes the keys and values of each
@@ -74,7 +74,7 @@ def init_batch(
       A `Plan`. A refused plan has `ok` False, and `plan.check()` raises for a refused plan.
 
     Raises:
-      TypeError: If `batch` is not a batch.
+      TypeError: If the argument `batch` is not a `Batch`.
       ValueError: If a known sequence id is invalid, or the batch is empty.
       ValueError: If a traced batch is longer than `ubatch_size`, or has no rows and the cache
         requires a row for each sequence.
@@ -142,7 +142,7 @@ def init_batch(
 def init_full(cache: Cache, *, ubatch_size: int | None = None, outputs: int | None = None) -> Plan:
     """Plan the largest ubatch of a full cache as shapes, to compile ahead or to count bytes.
 
-    No array is allocated; `cache` may be a tree of shapes (`jax.eval_shape`).
+    No array is allocated; the argument `cache` may be a tree of shapes (`jax.eval_shape`).
 
     Args:
       cache: any cache, or its shapes.
@@ -155,9 +155,9 @@ def init_full(cache: Cache, *, ubatch_size: int | None = None, outputs: int | No
       tokens, split among rows if each sequence has a row.
 
     Raises:
-      TypeError: If `ubatch_size` or `outputs` is not an integer.
-      ValueError: If `ubatch_size` or `outputs` is below 1, or `ubatch_size` exceeds the
-        `ubatch_size` of the cache.
+      TypeError: If `ubatch_size` or the argument `outputs` is not an integer.
+      ValueError: If `ubatch_size` or the argument `outputs` is below 1, or `ubatch_size` exceeds
+        the `ubatch_size` of the cache.
 
     Examples:
       >>> make = lambda: make_cache(
@@ -230,9 +230,9 @@ def plan_step(
 
     Returns:
       A plan of one ubatch, `plan.ubatch`. The outputs of the ubatch are all tokens, in the order of
-      `tokens`, so logits can be reshaped to `[T, V]` or `[T, n, V]`. A plan with `ok` False has no
-      effect. For each sequence of a refused plan, `reason` is the cause: no free cell, a repeated
-      sequence, a pending shift, or evicted context.
+      the argument `tokens`, so logits can be reshaped to `[T, V]` or `[T, n, V]`. A plan with `ok`
+      False has no effect. For each sequence of a refused plan, `reason` is the cause: no free cell,
+      a repeated sequence, a pending shift, or evicted context.
 
     Raises:
       TypeError: If tokens or sequence ids are not integers, or the array `active` is not bool.
@@ -307,7 +307,7 @@ def plan_next(
 def check_next_tokens(
     spec: TableSpec, tokens: PyTree, sequences: Ids, valid: PyTree
 ) -> tuple[PyTree, PyTree, PyTree]:
-    """Return tokens `[T, n]`, sequences `[T]` and valid `[T, n]`; raise for invalid ids."""
+    """Return tokens `[T, n]`, sequence ids `[T]` and flags `[T, n]`; raise for invalid ids."""
     if 0 in np.shape(tokens):
         raise ValueError(
             f"expected a token at least, got tokens of the shape {np.shape(tokens)}; pass one "

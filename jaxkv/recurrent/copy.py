@@ -71,7 +71,7 @@ def can_seq_cp(
 
 
 def _last_in_range(states: States, src: jax.Array, start: jax.Array, stop: jax.Array) -> jax.Array:
-    """Return the last position of `src` in a range; -1 if the range contains no token of `src`."""
+    """Return the last position of the sequence `src` in a range; -1 if there is none."""
     start, end = (
         jnp.maximum(start, 0),
         jnp.minimum(resolve_range_end(stop) - 1, seq_pos_max(states, src)),

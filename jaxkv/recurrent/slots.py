@@ -120,7 +120,7 @@ def can_read_source(states: States, layer: int, ubatch: Ubatch) -> Bool[Array, "
 
 @partial(jax.jit, static_argnames="layer")
 def writable_cells(states: States, layer: int, ubatch: Ubatch) -> Int32[Array, "R pairs"]:
-    """Return the slots of a ubatch; out of range if a row is stale or the layer wrote the cell."""
+    """Return slots of a ubatch, out of range for stale rows and for cells that the layer wrote."""
     where = (ubatch.row_stream[:, None], ubatch.slots.cells)
     stamp = states.cell_hash.at[where].get(mode="fill", fill_value=0)
     layer_stamp = states.holds[layer].at[where].get(mode="fill", fill_value=0)

@@ -267,10 +267,10 @@ def seq_div(
     stop: Int32[Array, ""],
     divisor: Int32[Array, ""],
 ) -> tuple[T, Bool[Array, ""]]:
-    """Divide the positions of a sequence in a range by `divisor`, rounding down.
+    """Divide the positions of a sequence in a range by a divisor, rounding down.
 
     A divisor above 1 drops earlier states in the range, because several tokens may get the same
-    position. If `divisor` is below 1, the table is unchanged and `ok` is False.
+    position. If the divisor is below 1, the table is unchanged and `ok` is False.
     """
     moves = _find_moving_states(states, seq, start, stop) & (divisor > 1)
     earlier = moves & (jnp.arange(states.num_earlier_states + 1) < states.num_earlier_states)[None]

@@ -164,7 +164,7 @@ class StateTable(States, CacheTable):
         return EmptyPlan(spec=self.spec)
 
     def can_serve_layer(self, verb: str, layer: int) -> bool:
-        """Return whether `verb` is "states", the only verb of recurrent layers."""
+        """Return whether the argument `verb` is "states", the only verb of recurrent layers."""
         del layer
         return verb == "states"
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class RunnerOutput(NamedTuple):
-    """Results of a program call for all sequences, on the CPU.
+    """Results of one call of a program for all sequences, on the CPU.
 
     samples: Generated tokens, `[Q, 0]` if no token could be generated.
     reasons: A `Reason` for each sequence: OK, NONFINITE_LOGITS, or the reason of a refused plan.

@@ -99,7 +99,7 @@ def _min_prompt_cost(lengths: tuple[int, ...], count: int) -> int:
 def cut_chunk(
     spec: TableSpec, shapes: Sequence[ChunkShape], parts: Sequence[PromptPart]
 ) -> tuple[Chunk, list[int]]:
-    """Cut the next chunk from prompts, in order; return it and the number of tokens of each prompt.
+    """Cut the next chunk from prompts, in order; return the chunk and the token counts by prompt.
 
     The chunk shape minimises the cost of the chunk and of the remaining tokens.
     """

@@ -226,7 +226,7 @@ def check_config(
 
 
 def check_request(request: Request, limits: EngineConfig) -> Request:
-    """Return a request with its numbers as int32; raise as `Engine.submit`.
+    """Return a request with its numbers as int32; raise as `Engine.submit` does.
 
     >>> limits = EngineConfig(
     ...     prefill_chunk=8,

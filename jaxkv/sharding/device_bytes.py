@@ -88,14 +88,14 @@ def device_bytes(
       cache: cache, or its shapes from `jax.eval_shape`.
       mesh: concrete or abstract mesh.
       sharding_rules: names of the mesh axes that split the cache.
-      heads: number of query heads, H, for `sent`; by default the number of key/value heads.
+      heads: number of query heads, for the field `sent`; default: the number of key/value heads.
       params: model parameters, or their shapes, with shardings. An array without a sharding counts
         fully on each device.
 
     Raises:
-      ValueError: If the number of streams, or of cells, is above 1 and not a multiple of its
+      ValueError: If a number of streams or cells is above 1 and not a multiple of the number of
         devices.
-      ValueError: If `heads` is not a multiple of the number of key/value heads.
+      ValueError: If the argument `heads` is not a multiple of the number of key/value heads.
 
     Examples:
       >>> mesh = jax.make_mesh((2, 2), ("data", "tensor"))

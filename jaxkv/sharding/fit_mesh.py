@@ -41,10 +41,10 @@ def fit_mesh(
       head. States are ignored.
 
     Raises:
-      ValueError: If the devices do not divide the heads, and `surplus` is "refuse".
+      ValueError: If the devices do not divide the heads, and the argument `surplus` is "refuse".
       ValueError: If the devices do not divide the heads, and several mesh axes split the heads.
       ValueError: If the mesh already has an axis with the name of the new axis.
-      ValueError: If `surplus` is unknown.
+      ValueError: If the value of `surplus` is unknown.
 
     Examples:
       Two heads on four devices:

@@ -46,7 +46,7 @@ def shapes(make: Callable[[], Cache], mesh: AnyMesh, sharding_rules: ShardingRul
       sharding_rules: names of the mesh axes that split the cache.
 
     Raises:
-      ValueError: If the number of streams, or of cells, is above 1 and not a multiple of its
+      ValueError: If a number of streams or cells is above 1 and not a multiple of the number of
         devices.
     """
     cache = jax.eval_shape(make)

@@ -132,7 +132,7 @@ def check_dtypes(file: SnapshotFile) -> None:
 
 
 def check_saveable(cache: Cache) -> None:
-    """Raise a TypeError or ValueError unless `cache` is one concrete cache on one device."""
+    """Raise a TypeError or ValueError unless an object is one concrete cache on one device."""
     table, buffers = split(cache)
     if table.sharding_rules is not None or not is_concrete(cache):
         found = (

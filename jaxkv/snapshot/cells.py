@@ -384,7 +384,7 @@ class SourcePart(CellPart):
 
     @staticmethod
     def describe(table: CellTable, buffers: Buffers) -> CellDescription:
-        """Return sizes, ropes and static fields without `of_sources`, as JSON values."""
+        """Return sizes, ropes and static fields except `of_sources`, as JSON values."""
         found = CellPart.describe(table, buffers)
         static = {name: x for name, x in found["static"].items() if name != "of_sources"}
         return {**found, "kind": "source", "static": static}

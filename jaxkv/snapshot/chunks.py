@@ -51,7 +51,7 @@ def write_cells(
     write: Write[A],
     size: int,
 ) -> A:
-    """Write saved values, selected by `origin`, into some cells of an array, which is donated."""
+    """Write the saved values at the indices `origin` into cells of an array, which is donated."""
     for here, where in _iterate_chunks(streams, cells, size):
         chunk = new[origin[here]]
         pad = [(0, size - len(chunk)), *[(0, 0)] * (chunk.ndim - 1)]

@@ -27,7 +27,7 @@ class CellDescription(TypedDict):
 
 
 class StateDescription(TypedDict):
-    """Description of a recurrent part; `static` contains the static fields of the part's table."""
+    """Description of a recurrent part; the field `static` has static fields of the table."""
 
     kind: Literal["recurrent"]
     layers: int
@@ -41,7 +41,7 @@ PartDescription = CellDescription | StateDescription
 
 
 class HybridDescription(TypedDict):
-    """Description of a hybrid cache; `layers` contains the model layers of each part."""
+    """Description of a hybrid cache; the field `layers` lists the model layers of each part."""
 
     kind: Literal["hybrid"]
     layers: Json

@@ -41,7 +41,7 @@ class SnapshotInfo:
     tokens: token ids passed to `save`, by sequence id.
     model: `model_id` passed to `save`; None if no id was passed.
     notes: `notes` passed to `save`; None if no notes were passed.
-    cache: shapes of the cache that `load` makes, with `nbytes` and `table.spec`.
+    cache: shapes of the cache that the function `load` makes, with `nbytes` and `table.spec`.
     arrays: dtype and shape of each array in the file, by array name.
     """
 
@@ -109,11 +109,11 @@ def load(
     A new cache has the sizes of the saved cache, each token in its saved cell, and bit-identical
     results. Cell hashes are new, so plans made for the saved cache are stale.
 
-    If an existing cache is passed as `into`, the saved sequences replace sequences of that cache.
-    The numbers of cells, sequences and streams, and the placement, may differ. Cells are chosen as
-    for a batch; tiled placement fills empty tiles first, in saved order. Evictable cells may be
-    reused. Saved sequences that share cells share cells again if their targets are in one stream.
-    If the existing cache stores fewer states for each sequence, the newest states are loaded.
+    If the argument `into` is a cache, the saved sequences replace sequences of that cache. The
+    numbers of cells, sequences and streams, and the placement, may differ. Cells are chosen as for
+    a batch; tiled placement fills empty tiles first, in saved order. Evictable cells may be reused.
+    Saved sequences that share cells share cells again if their targets are in one stream. If the
+    existing cache stores fewer states for each sequence, the newest states are loaded.
 
     Args:
       source: path of a snapshot file, or the bytes of a snapshot.
@@ -140,7 +140,7 @@ def load(
       ValueError: If the snapshot contains 64-bit arrays and `jax_enable_x64` is off.
       ValueError: If the existing cache is traced, split over a mesh, donated, or a batch of caches.
       ValueError: If a sequence id is unknown or repeated, or a target id is missing.
-      ValueError: If `sequences` is given without an existing cache.
+      ValueError: If the argument `sequences` is given without an existing cache.
 
     Examples:
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
@@ -244,7 +244,7 @@ def _restore(
     fresh: bool,
     donate: bool = True,
 ) -> Cache:
-    """Write saved sequences into `cache`, after a check of all arrays in the file."""
+    """Write saved sequences into a cache, after a check of all arrays in the file."""
     file.check()
     for part, part_cache, table, _ in name_parts(saved):
         part.check_saved_table(

@@ -102,7 +102,7 @@ class Part(ABC, Generic[T, B, D]):
     def saved_shapes(
         table: T, buffers: B, count: int, saved: int
     ) -> tuple[dict[str, Form], PyTree]:
-        """Return the shapes of `extract_sequences` for `count` cells and `saved` sequences."""
+        """Return the shapes from `extract_sequences` for a number of cells and saved sequences."""
 
     @staticmethod
     @abstractmethod
@@ -157,7 +157,7 @@ def check_places(read: Read, streams: int, cells: int) -> None:
 
 
 def buffer_names(buffers: PyTree, prefix: str) -> PyTree:
-    """Return a tree like `buffers` with the name of each array in a snapshot."""
+    """Return a tree like the buffers, with the name of each array in place of the array."""
 
     def name_of_path(path: KeyPath, _: object) -> str:
         return prefix + jax.tree_util.keystr(path, simple=True, separator=".")

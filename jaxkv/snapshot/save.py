@@ -33,7 +33,7 @@ def save(
 
     A snapshot contains the cells or states of the saved sequences, with pending shifts and eviction
     marks of windows. Empty cells and cell hashes are not saved. The file is written under a
-    temporary name and then renamed, so a file at `path` is always complete.
+    temporary name and then renamed, so a file with the final name is always complete.
 
     Args:
       cache: cache on one device.
@@ -42,21 +42,21 @@ def save(
       sequences: ids of the sequences to save, without repeats. Default: all sequences, also empty
         ones.
       tokens: token ids by sequence id, returned by `inspect`. A cache itself stores no tokens.
-      model_id: JSON value that identifies the model. `load` compares it with the caller's
-        `model_id`.
+      model_id: JSON value that identifies the model. The function `load` compares it with the
+        argument `model_id` of `load`.
       notes: JSON value for any use, returned by `inspect`.
 
     Returns:
-      The bytes of the snapshot; None if `path` is given.
+      The bytes of the snapshot; None if a path is given.
 
     Raises:
       ImportError: If the package safetensors is not installed.
-      OSError: If writing fails, for example on a full disk. A file at `path` is then unchanged.
-      OSError: If `path` is a folder or a device, or the folder of `path` does not exist.
-      TypeError: If `model_id` or `notes` is not a JSON value.
-      TypeError: If sequence ids or tokens are not integers, or `cache` has shapes only.
+      OSError: If writing fails, for example on a full disk. An earlier file is then unchanged.
+      OSError: If the path is a folder or a device, or the folder of the path does not exist.
+      TypeError: If `model_id` or the argument `notes` is not a JSON value.
+      TypeError: If sequence ids or tokens are not integers, or the cache has shapes only.
       TypeError: If the argument `tokens` is not a mapping.
-      ValueError: If `cache` is traced, split over a mesh, donated, or a batch of caches.
+      ValueError: If the cache is traced, split over a mesh, donated, or a batch of caches.
       ValueError: If a layer of the cache was not written after `apply`.
       ValueError: If a sequence id is unknown or repeated.
       ValueError: If the tokens of a sequence are not a list, or the sequence is not saved.

@@ -19,7 +19,7 @@ MAIN = "main"
 
 @dataclass(frozen=True, kw_only=True)
 class Spent:
-    """Number of tokens and time of the last answer.
+    """Time and numbers of tokens of the last answer.
 
     prompt_tokens: tokens of the message, computed before the answer in `prompt_seconds`.
     answer_tokens: tokens of the answer, including the stop token, computed in `answer_seconds`.
@@ -38,10 +38,10 @@ class Chat:
     """Conversations in one cache.
 
     store: prefixes stored in sequences that belong to no conversation.
-    conversations: conversations by name; `current` is the name of the current conversation.
+    conversations: conversations by name, one of which is the field `current`.
     computed: number of tokens computed for all conversations.
     reused: number of tokens found in the prefix store instead of being computed again.
-    spent: number of tokens and time of the last answer.
+    spent: time and numbers of tokens of the last answer.
     """
 
     cache: jaxkv.Cache
@@ -95,7 +95,7 @@ def num_held_tokens(cache: jaxkv.Cache, sequence: int) -> int:
 
 
 def remember(chat: Chat, length: int) -> Chat:
-    """Store the first `length` tokens of the current conversation in the prefix store.
+    """Store a number of first tokens of the current conversation in the prefix store.
 
     Nothing is stored if a removed token precedes one of these tokens, since the keys after a gap
     were computed with attention to the removed tokens.
@@ -205,10 +205,10 @@ def retract_answer(chat: Chat) -> tuple[Chat, str]:
 
 
 def take_back(chat: Chat, length: int) -> tuple[Chat, str]:
-    """Shorten the current conversation to at most `length` tokens in the cache.
+    """Shorten the current conversation to a maximum number of tokens in the cache.
 
-    The conversation has at least one turn, and the last turn begins at or before `length`. If the
-    cache cannot roll back, the conversation gets the tokens of a stored prefix.
+    The conversation has at least one turn, and the last turn begins at or before this number. If
+    the cache cannot roll back, the conversation gets the tokens of a stored prefix.
 
     Returns:
       The chat, and a text that says why tokens before the last turn were lost; "" if none were

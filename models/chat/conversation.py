@@ -49,7 +49,7 @@ class Conversation:
     gap: int = 0
 
     def messages(self, *new: str) -> list[dict[str, str]]:
-        """Return all messages of the conversation and the new ones, as input of a chat template."""
+        """Return old and new messages of the conversation, as input of a chat template."""
         found = instructions(self.system)
         for turn in self.turns:
             found.append({"role": "user", "content": turn.message})
@@ -103,7 +103,7 @@ class Conversation:
         return index if index < self.frame.keep else max(index - self.gap, self.frame.keep)
 
     def gapless(self, length: int) -> int:
-        """Return the number of the first `length` tokens without a removed token before them.
+        """Return how many of the first `length` tokens precede all removed tokens.
 
         >>> Conversation(sequence=0, frame=Frame(keep=2, closing=0), gap=10).gapless(15)
         2

@@ -13,7 +13,7 @@ from models.chat.conversation import ChatError, Conversation
 
 
 def cells_of(cache: jaxkv.Cache) -> tuple[int, int]:
-    """Return the number of used cells and of all cells in the fullest part of a cache.
+    """Return two numbers for the fullest part of a cache: used cells, and all cells.
 
     Parts with a window or with states have a fixed size, so they count only if there are no other
     parts.
@@ -23,7 +23,7 @@ def cells_of(cache: jaxkv.Cache) -> tuple[int, int]:
 
 
 def give_way(chat: Chat, tokens: int) -> Chat | None:
-    """Evict stored prefixes, least recently used first, until `tokens` more tokens fit.
+    """Evict stored prefixes, least recently used first, until a number of further tokens fits.
 
     Returns None, without an eviction, if the tokens already fit or would not fit after all
     evictions.
@@ -74,7 +74,7 @@ def slide(chat: Chat) -> Chat:
 
 
 def cut_of(conversation: Conversation) -> int:
-    """Return the index of the first token that `slide` keeps after the instructions.
+    """Return the index of the first token that the function `slide` keeps after the instructions.
 
     >>> from models.text.turns import Frame
     >>> one = Conversation(sequence=0, frame=Frame(keep=2, closing=1))

@@ -17,7 +17,7 @@ from models.text.turns import Frame
 from models.texts import Finish
 
 KIND = "models.chat"
-"""Value of `kind` in the notes of a snapshot that contains a chat."""
+"""Value of the key `kind` in the notes of a snapshot that contains a chat."""
 
 
 def save(path: str | os.PathLike, chat: Chat, model: Model) -> None:
@@ -100,7 +100,7 @@ def _load_chat(
     """Load conversations into an empty chat, with stored prefixes if all prefixes fit.
 
     The dict `goes` maps saved sequences to target sequences. The dict `kept` maps saved sequences
-    of prefixes to tokens, least recently used first. The cache of `chat` is donated.
+    of prefixes to tokens, least recently used first. The cache of the chat is donated.
     """
     latest = [*kept][-len(chat.store.sequences) :]
     places = dict(zip(latest, chat.store.sequences, strict=False))

@@ -141,7 +141,7 @@ class Speaker:
         Args:
           chat: chat with at least one turn in the current conversation.
           attempt: number of earlier answers to the same message.
-          on_read: called with the number of computed tokens and of all tokens of a long message.
+          on_read: called with two numbers of tokens of a long message: computed, and in total.
           on_text: called with each new piece of the answer.
           stopped: called between pieces of the answer; True ends the answer.
         """
@@ -243,7 +243,7 @@ class Speaker:
         return replace(chat, computed=chat.computed + chat.num_cached - num_cached)
 
     def _more_room(self, chat: Chat, tokens: int) -> Chat | None:
-        """Evict stored prefixes, or call `slide` if `on_full` says so; None if no cell is freed."""
+        """Evict stored prefixes, or old turns if `on_full` is "slide"; None if no cell is freed."""
         if (found := give_way(chat, tokens)) is not None:
             return found
         if self.on_full != "slide":
@@ -314,7 +314,7 @@ def _read(
     sequence: jax.Array,
     count: jax.Array,
 ) -> tuple[Any, Any, jax.Array, jax.Array]:
-    """Compute the first `count` tokens of a sequence, padded to `[T]`, in one compiled shape.
+    """Compute some first tokens of a sequence, padded to `[T]`, in one compiled shape.
 
     Returns table, buffers, the logits after the last token, `[1, V]`, and `ok`, `[]` bool. The
     buffers are donated. If `ok` is False, the cache is unchanged and the logits are meaningless.

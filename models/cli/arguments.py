@@ -30,7 +30,7 @@ class Parser(argparse.ArgumentParser):
     """A parser with one-line error messages."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise `InputError`, which `main` prints, instead of exiting."""
+        """Raise `InputError`, which the function `main` prints, instead of exiting."""
         raise InputError(message)
 
 
@@ -312,7 +312,7 @@ def add_cache(add: Callable[..., Any]) -> None:
 
 
 def add_plan_cache(add: Callable[..., Any]) -> None:
-    """Add the options of `plan`: cache, memory limit and output format."""
+    """Add the options of the command plan: cache, memory limit and output format."""
     add(
         "--sequences",
         type=whole(1, 2**20),
@@ -375,7 +375,7 @@ def add_dtype(add: Callable[..., Any]) -> None:
 
 
 def add_devices(add: Callable[..., Any], purpose: str, note: str) -> None:
-    """Add the option for the mesh; the help begins with `purpose` and ends with `note`."""
+    """Add the option for the mesh; `purpose` and `note` are the first and last part of its help."""
     add(
         "--mesh",
         type=mesh_sizes,

@@ -22,7 +22,7 @@ from models.model import Model, load
 def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
     """Run the command `generate`; return the exit code, which is 130 after an interrupt.
 
-    After an interrupt, `generate` ends at the next piece of text and prints the partial texts.
+    After an interrupt, the command ends at the next piece of text and prints the partial texts.
     """
     check_together(args)
     written = read_prompts(args)

@@ -1,4 +1,4 @@
-"""Modes of `generate`: parallel prompts, queued prompts of a file, and beam search."""
+"""Modes of the command generate: parallel prompts, queued prompts of a file, and beam search."""
 
 import argparse
 import sys
@@ -24,9 +24,9 @@ from models.texts import Text
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Arguments of a mode of `generate`; each mode is a function that returns the exit code.
+    """Arguments of a mode; each mode is a function that returns the exit code.
 
-    written: prompts as the user wrote them; `prompts` contains the tokens of these prompts.
+    written: prompts as the user wrote them, before the conversion to the tokens in `prompts`.
     sampling: options of `make_sampler`; empty for greedy sampling.
     check_interrupt: function that raises KeyboardInterrupt after an interrupt.
     """

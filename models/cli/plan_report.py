@@ -18,9 +18,9 @@ class Answer:
     model: model on the requested mesh, with shapes as params.
     costs: memory on the requested mesh.
     fitted: memory on a mesh that splits the heads; None if unnecessary or impossible.
-    advice: reason why `fitted` is None, or "".
+    advice: reason why the field `fitted` is None, or "".
     room: bytes of memory of each device; None if unknown.
-    here: whether `room` is the memory of a device of this machine.
+    here: whether the field `room` is the memory of a device of this machine.
     length: number of tokens of each counted sequence; None if the cache does not grow with length.
     most: number of sequences that fit into a device; None if the device's memory is unknown.
     """
@@ -36,7 +36,7 @@ class Answer:
 
 
 def show(args: argparse.Namespace, answer: Answer) -> None:
-    """Print the results of `plan`."""
+    """Print the results of the command plan."""
     if args.json:
         put(json.dumps(as_object(args, answer)) + "\n")
         return
@@ -134,7 +134,7 @@ def too_large(answer: Answer) -> str:
 
 
 def as_object(args: argparse.Namespace, answer: Answer) -> dict[str, Any]:
-    """Return the results of `plan` as JSON values."""
+    """Return the results of the command plan as JSON values."""
     return {
         "model": args.model,
         "architecture": answer.model.checkpoint.architecture,

@@ -56,7 +56,7 @@ def note_shares(model: Model) -> None:
 
 
 def tokens_of(texts: Sequence[Text]) -> tuple[int, int]:
-    """Return the number of tokens of all prompts and of all generated texts."""
+    """Return two numbers of tokens: in all prompts, and in all generated texts."""
     return sum(len(text.prompt_tokens) for text in texts), sum(len(text.tokens) for text in texts)
 
 

@@ -35,9 +35,9 @@ EPS = 1e-6
 class Routing:
     """Selection of experts.
 
-    experts: number of experts, of which `chosen` experts are selected for each token.
-    groups: number of groups of neighbouring experts, of which `chosen_groups` groups are selected
-      for each token.
+    experts: number of experts; the field `chosen` is the number selected for each token.
+    groups: number of groups of neighbouring experts; `chosen_groups` is the number selected for
+      each token.
     scores: "softmax" over all logits (V2) or "sigmoid" of each logit (V3). With "sigmoid", a
       correction is added to select experts, and a group is ranked by its two best experts instead
       of the best.
@@ -58,7 +58,7 @@ class Routing:
 class Config:
     """Configuration of DeepSeek; other fields are in `models.families.language_model`.
 
-    dense: number of first layers without experts; the inner size of these layers is `hidden`.
+    dense: number of first layers without experts; their inner size is the field `hidden`.
     query_rank: rank of the query projection; 0 for full rank.
     rank: size of the latent.
     straight: size of the part of a query head without rotation.

@@ -40,7 +40,7 @@ class RMSNorm(nnx.Module):
 class Linear(nnx.Module):
     """A linear map to one or several dimensions, with an optional bias.
 
-    The matrix, `[outputs, inputs]`, is split as `split` says. The bias is split like the outputs.
+    The argument `split` is for the matrix, `[outputs, inputs]`; the bias is split like the outputs.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Linear(nnx.Module):
             self.bias = nnx.Param(jnp.zeros(shape, dtype), split=bias_split)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Map the last dimension of `x` from size `inputs` to `outputs`."""
+        """Map the last dimension of `x`, of size `inputs`, to the size or shape `outputs`."""
         y = linear(x, self.weight[...])
         if not self.biased:
             return y
@@ -104,13 +104,13 @@ class Attention(nnx.Module):
 
     Weights are grouped by key/value head, so that a mesh can split them. The weights `qkv`,
     `[K, (G + 2) * D, width]`, contain G = H / K query heads, the key and the value of each
-    key/value head. The weights `output` are `[width, H * D]`, with query heads in the order of
-    `qkv`.
+    key/value head. The weights of the output projection are `[width, H * D]`, with query heads in
+    the order of `qkv`.
 
     layer: layer number in the cache.
     rope: rotary embedding of queries and keys; None for no rotation.
     bias: whether `qkv` has biases.
-    output_bias: whether `output` has a bias.
+    output_bias: whether the output projection has a bias.
     norm: function that makes the norms of query heads and key heads; None for no norms.
     scale: factor of query-key products; None for 1 / sqrt(D).
     softcap: soft limit of attention logits; None for no limit.

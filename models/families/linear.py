@@ -13,7 +13,7 @@ FEW = 64
 def matrix(
     rngs: nnx.Rngs, shape: tuple[int, ...], dtype: jnp.dtype, *, split: Split = WHOLE
 ) -> nnx.Param:
-    """Make random weights `[..., n]` for `linear`, which map vectors of size n."""
+    """Make random weights `[..., n]` for the function `linear`, which map vectors of size n."""
     values = jax.random.normal(rngs.params(), shape, dtype) * shape[-1] ** -0.5
     return nnx.Param(values, split=split)
 

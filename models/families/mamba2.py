@@ -59,11 +59,11 @@ class Sizes:
         return 2 * self.groups * self.state
 
     def by_group(self, axis: int) -> Split:
-        """Return the split of arrays that the heads of a group share."""
+        """Return how a mesh may split an array that the heads of a group share."""
         return Split(axis=axis, parts=self.groups, of="groups of heads")
 
     def by_head(self, axis: int) -> Split:
-        """Return the split of arrays by head, or by group if there are several groups."""
+        """Return how a mesh may split an array: by groups if there are several, else by heads."""
         if self.groups > 1:
             return self.by_group(axis)
         return Split(axis=axis, parts=self.heads, of="heads of a mixer")
@@ -71,7 +71,7 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Configuration of Mamba-2; `mixer` is the configuration of the mixer of each layer."""
+    """Configuration of Mamba-2; the field `mixer` configures the mixer of each layer."""
 
     layers: int
     vocabulary: int

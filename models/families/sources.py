@@ -24,7 +24,7 @@ class Sources:
     ) -> Tensor:
         """Concatenate tensors along an axis, then rearrange the result by the function `turn`.
 
-        If `parts` is given, the first dimension of each tensor is split into `[parts, n]` before
+        If a number `parts` is given, the first dimension of each tensor becomes `[parts, n]` before
         concatenation. Raises `ModelError` if a tensor is missing, or has a shape that does not fit.
         """
         tensors = [self.checkpoint.unread(name) for name in names]
@@ -48,7 +48,7 @@ class Sources:
         bias: bool = False,
         **arranged: Any,
     ) -> dict[str, Tensor]:
-        """Return the tensors for a `Linear` that combines matrices; options are as for `tensor`."""
+        """Return the tensors for a `Linear` that combines matrices; for options see `tensor`."""
         tree = {"weight": self.tensor(*(f"{name}.weight" for name in names), **arranged)}
         if bias:
             tree["bias"] = self.tensor(*(f"{name}.bias" for name in names), **arranged)

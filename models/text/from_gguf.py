@@ -45,7 +45,7 @@ def _split(*patterns: str) -> list:
 
 
 def _letters(split: bool) -> pre_tokenizers.PreTokenizer:
-    """Return the byte-to-letter step, preceded by GPT-2's pre-tokenization if `split` is True."""
+    """Return the byte-to-letter step, preceded by GPT-2's pre-tokenization if a flag is True."""
     return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split)
 
 

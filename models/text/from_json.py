@@ -17,7 +17,7 @@ from models.text.tokenizer import Tokenizer
 def tokenizer_from_folder(folder: Path, config: dict[str, Any]) -> Tokenizer:
     """Build the tokenizer of a Hugging Face folder.
 
-    If `tokenizer_config.json` has no such tokens, `config` provides `bos_token_id` and
+    If `tokenizer_config.json` has no such tokens, the argument `config` provides `bos_token_id` and
     `eos_token_id`.
     """
     path = folder / "tokenizer.json"
@@ -59,7 +59,7 @@ def tokenizer_from_folder(folder: Path, config: dict[str, Any]) -> Tokenizer:
 def from_tokenizers(inner: tokenizers.Tokenizer, *, source: str, **fields: Any) -> Tokenizer:
     """Make a `Tokenizer` from a tokenizer of the package `tokenizers`.
 
-    The argument `source` is a file name for messages; `fields` are fields that `inner` lacks.
+    The argument `source` is a file name for messages; `fields` adds fields that `inner` lacks.
     """
     steps = _steps(inner.decoder)
     kinds = {step["type"] for step in steps}

@@ -61,7 +61,7 @@ class Tokenizer:
         return frozenset(ids if self.eos is None else ids | {self.eos})
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Return the token ids of a text, without `bos` (see `prompt`).
+        """Return the token ids of a text, without `bos` (see the method `prompt`).
 
         Args:
           text: any string.

@@ -135,7 +135,7 @@ def speculate(
         in each call.
 
     Raises:
-      ValueError: In the cases of `decode`, or if the cache stores too few states to roll back a
+      ValueError: If `decode` would raise, or if the cache stores too few states to roll back a
         draft.
       ValueError: With several branches, if the cache has recurrent states, fewer sequences than
         branches, or a stream for each sequence.

@@ -64,7 +64,7 @@ class ActiveTiles(NamedTuple):
     def mask_and_bias_of_tile(
         self, block: Int32[Array, ""], first: Int32[Array, ""], size: int
     ) -> tuple[Bool[Array, "1 t C"], Float[Array, "1 _ t C"] | None]:
-        """Return the mask, and the bias or None, of a block of tokens for the cells of one tile."""
+        """Return the mask and the bias (or None) for a block of tokens and the cells of a tile."""
         zero = jnp.zeros_like(first)
         if not isinstance(self.mask, Visibility):
             return slice_of(self.mask, (block, zero, first), (1, self.tokens_per_block, size)), None

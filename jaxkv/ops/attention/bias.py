@@ -34,7 +34,7 @@ Bias = Function | jax.Array | np.ndarray
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PositionBias:
-    """Bias function of positions, which is called where the bias is used.
+    """Bias function of positions, which is called for each tile or product that adds the bias.
 
     function: The function with the types of its nodes, see `attach_node_types`.
     heads: Indices of the query heads; on a mesh, of the query heads of the device.
@@ -46,7 +46,7 @@ class PositionBias:
     def compute_bias(
         self, at: Int32[Array, "P T"], position: Int32[Array, "P _ N"]
     ) -> Float[Array, "P _ T N"]:
-        """Return the bias for positions of tokens and of cells, of H heads or of 1."""
+        """Return the bias for positions of tokens and positions of cells, with H heads or 1."""
         key = position[:, None]
         added = self.function.value(at[:, None, :, None], key, self.heads[None, :, None, None])
         shape = (at.shape[0], added.shape[1], at.shape[1], key.shape[3])

@@ -6,9 +6,9 @@ softmax over its tiles. A second kernel merges the partial softmaxes (flash-deco
 
 A block has at most as many queries as fit into the registers of a program. Blocks of a list run
 concurrently, so that blocks share tiles in the GPU's cache. The compiler requires sizes that are
-powers of two, so numbers of queries and of dimensions are rounded up and masked. Quantised codes
-are multiplied without decoding; logits and weights are multiplied by the scales. The kernel takes
-no bias, which would have to be added before `cap_logits`.
+powers of two, so the number of queries and the number of dimensions are rounded up, with a mask.
+Quantised codes are multiplied without decoding; logits and weights are multiplied by the scales.
+The kernel takes no bias, which would have to be added before `cap_logits`.
 
 Letters are those of `jaxkv.ops.attention`; M is the number of pairs of a block and a tile, J the
 number of programs that share a block.
@@ -353,7 +353,7 @@ def _padded_range(count: int, size: int | None = None) -> tuple[jax.Array, jax.A
 def _load(
     ref: Ref, *where: jax.Array | int, inside: jax.Array | None, fill: float = 0
 ) -> jax.Array:
-    """Read a reference at int32 indices; return `fill` where `inside` is neither True nor None."""
+    """Read a reference at int32 indices; return `fill` for elements that are not `inside`."""
     return triton.load(ref.at[where], mask=inside, other=None if inside is None else fill)
 
 

@@ -98,7 +98,7 @@ def reset_where_bias_hides_all(sums: OnlineSoftmax) -> OnlineSoftmax:
 
 
 def _reset_unseen(sums: OnlineSoftmax, sees: jax.Array) -> OnlineSoftmax:
-    """Reset the partial softmax of queries where the mask `sees`, `[P, K or 1, X]`, is False."""
+    """Reset the partial softmax of queries that are False in the mask `sees`, `[P, K or 1, X]`."""
     return OnlineSoftmax(
         jnp.where(sees, sums.max_logit, LOWEST),
         jnp.where(sees, sums.denom, 0.0),

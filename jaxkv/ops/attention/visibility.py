@@ -22,7 +22,7 @@ Tree = TypeVar("Tree")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Visibility:
-    """Positions and owners of the cells of S streams and of P lists of T tokens.
+    """Positions and owners of cells in S streams, and of tokens in P lists of T tokens.
 
     A token attends to those cells of its stream that its sequence owns, at positions up to the
     token's position and within the window. An implementation computes a mask from a `Visibility`
@@ -58,7 +58,7 @@ class Visibility:
     tile: int | None = field(default=None, metadata={"static": True})
 
     def slice_cells(self, first: Int32[Array, ""], count: int) -> Visibility:
-        """Return the visibility of `count` cells, the first of which has the index `first`."""
+        """Return the visibility of a number of cells, from the cell with index `first` on."""
 
         def cut(x: jax.Array) -> jax.Array:
             return jax.lax.dynamic_slice_in_dim(x, first, count, axis=-1)
@@ -108,7 +108,7 @@ def compute_mask(visibility: Visibility) -> Bool[Array, "P T N"]:
 def compute_bias(
     visibility: Visibility, seen: Bool[Array, "P T N"] | None = None
 ) -> Float[Array, "P _ T N"] | None:
-    """Return the bias of all pairs of a token and a cell, of H heads or 1; None without bias."""
+    """Return the bias for each pair of a token and a cell, with H heads or 1; None if absent."""
     # With a mask `seen`, hidden cells get the position of the token, so that derivatives of a bias
     # function are finite.
     if not isinstance(visibility.bias, PositionBias):

@@ -46,7 +46,7 @@ LOGITS = 1 << 23
 """Largest number of bytes of logits that fit into the CPU's cache: 8 MB."""
 
 HUGE = 1 << 17
-"""Number of cells of a stream from which SEVERAL means two tokens of a list."""
+"""Number of cells of a stream from which two tokens of a list count as SEVERAL tokens."""
 
 THIN = 32
 """Largest number of queries of a key head for which cells are cut into parts."""

@@ -100,7 +100,7 @@ def attend_by_shapes(
 def split_tiles(
     visibility: Visibility, size: int
 ) -> tuple[Visibility, Visibility, Bool[Array, "P T"]]:
-    """Return the visibility of tiles that one token attends to, and that of all other tiles."""
+    """Return two visibilities: of tiles that one token attends to, and of all other tiles."""
     # The third result is which tokens attend to any cell.
     mask = compute_mask(visibility)
     seen = jnp.any(mask.reshape(*mask.shape[:2], -1, size), axis=3)  # [P, T, M]
@@ -181,6 +181,6 @@ def _multiply_queries_keys(q: jax.Array, k: Stored) -> jax.Array:
 
 
 def _sum_weighted_values(weights: jax.Array, v: Stored) -> tuple[jax.Array, jax.Array]:
-    """Return the sums of weights, `[P, K, M, G]`, and of weighted values, `[P, K, M, G, Dv]`."""
+    """Return sums of weights, `[P, K, M, G]`, and sums of weighted values, `[P, K, M, G, Dv]`."""
     out = weighted_values(weights, v)
     return jnp.sum(weights, axis=-1), jax.lax.optimization_barrier(out)

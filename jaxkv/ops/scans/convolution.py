@@ -28,7 +28,7 @@ def convolve(
       counts: number of tokens of the row before each returned tail.
 
     Returns:
-      The outputs, float32, and the returned tails, in the dtype of `tail`.
+      The outputs, float32, and the returned tails, in the dtype of the argument `tail`.
 
     Examples:
       >>> x = jnp.arange(1.0, 5.0).reshape(1, 4, 1)

@@ -26,7 +26,7 @@ def scan_diagonal(
       counts: number of tokens of the row before each returned state.
 
     Returns:
-      The state after each token, and the state after each number of tokens in `counts`, float32.
+      States after each token, and after the numbers of tokens in the array `counts`, float32.
 
     Examples:
       >>> decay, x = jnp.full((1, 3, 1), 0.5), jnp.ones((1, 3, 1))

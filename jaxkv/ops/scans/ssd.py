@@ -43,7 +43,7 @@ def scan_ssd(
       chunk: number of tokens of a chunk.
 
     Returns:
-      The outputs, and the state after each number of tokens in `counts`, both float32.
+      The outputs, and the state after each number of tokens in the argument `counts`, in float32.
 
     Examples:
       >>> x, step, one = jnp.ones((1, 3, 1, 1)), jnp.ones((1, 3, 1)), jnp.ones((1, 3, 1, 1))
@@ -101,8 +101,8 @@ def scan_ssd(
 def _state_after_chunk(state: jax.Array, x: jax.Array, logs: jax.Array, b: jax.Array) -> jax.Array:
     """Return the state after all tokens of a chunk, `[R, G, J, D, M]` float32.
 
-    The inputs `x` times step sizes are `[R, t, G, J, D]`, the log decays `logs` are `[R, t, G, J]`,
-    and `b` is `[R, t, G, M]`.
+    The array `x`, `[R, t, G, J, D]`, contains inputs times step sizes. The array `logs`,
+    `[R, t, G, J]`, contains logarithms of decays. The shape of `b` is `[R, t, G, M]`.
     """
     total = jnp.cumsum(logs, axis=1)
     x = x * jnp.exp(total[:, -1:] - total)[..., None]

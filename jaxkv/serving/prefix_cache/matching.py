@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from jaxkv.table import CacheTable
 
 BLOCK = 1024
-"""Number of positions of a program call; prompts of all lengths share the program."""
+"""Number of positions that a program checks in one call, for prompts of any length."""
 
 
 def common_prefix_length(tokens: Num[np.ndarray, " n"], other_tokens: Num[np.ndarray, " m"]) -> int:
@@ -87,10 +87,10 @@ def _resumable_in_block(
     start: Int32[Array, ""],
     before: UInt32[Array, ""],
 ) -> tuple[Bool[Array, " block"], Bool[Array, " block"], Bool[Array, " block"], UInt32[Array, ""]]:
-    """Return three masks of the positions of a block, to decide where a sequence can be resumed.
+    """Return three masks, which show at which positions of a block a sequence can be resumed.
 
-    The masks are True where `can_resume` is True, where all earlier tokens are present, and where
-    no wrong token is present. The last argument is the sum of the hashes of earlier blocks. The
+    The masks are True at positions for which `can_resume` is True, all earlier tokens are present,
+    and no wrong token is present. The last argument is the sum of the hashes of earlier blocks. The
     last result is the sum of the hashes up to the end of the block.
     """
     positions = start + jnp.arange(BLOCK, dtype=jnp.int32)

@@ -47,7 +47,7 @@ class PrefixHit(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CachedPrompt:
-    """A stored prompt: the tokens from position 0 on, and the id of the sequence of the store."""
+    """A stored prompt: its tokens from position 0 on, and the id of its sequence."""
 
     sequence: int
     tokens: Int32[np.ndarray, " n"]

@@ -175,7 +175,7 @@ class PrefixStore:
           donate: Donate the buffers of the cache if cells must be copied, see `seq_cp`.
 
         Raises:
-          ValueError: If the sequence has fewer positions than tokens, or in the cases of `fork`.
+          ValueError: If the sequence has fewer positions than tokens, or if `fork` would raise.
           TypeError: If tokens are not integers.
 
         Examples:

@@ -14,7 +14,7 @@ class Metadata:
         self._reader, self.source = reader, source
 
     def __call__(self, key: str, default: Any = None) -> Any:
-        """Return the value of a key, or `default`; raise `ModelError` for an unreadable value."""
+        """Return the value of a key, or a default; raise `ModelError` for an unreadable value."""
         field = self._reader.get_field(key)
         if field is None:
             return default
@@ -31,7 +31,7 @@ class Metadata:
         return [key for key in self._reader.fields if key.startswith(prefix)]
 
     def checked(self, key: str, kind: Kind, default: Any = None) -> Any:
-        """Return the value of a key, or `default`; raise `ModelError` for values of other kinds."""
+        """Return the value of a key, or a default; raise `ModelError` for values of other kinds."""
         value = self(key)
         if value is None:
             return default

@@ -133,7 +133,7 @@ def plain(name: str, arch: str) -> str | None:
 
 
 def to_hugging_face(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
-    """Convert tensors with the names that `plain` returns to Hugging Face's form.
+    """Convert tensors with the names that the function `plain` returns to Hugging Face's form.
 
     Raises `ModelError` if one of two halves is missing, or a shape is invalid.
     """
