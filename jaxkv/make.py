@@ -47,10 +47,11 @@ def make_cache(
 
     Args:
       spec: layers, heads and windows of the model (`CacheSpec`).
-      cells: N, the number of cells of each stream. With a window, the default and the maximum of N
-        is (W + ubatch_size + max_rollback) * Q / S, enough for sequences of any length. Recurrent
-        layers ignore the argument `cells`, and have Q / S * (E + 1) cells. Cross-attention layers
-        have N cells for encoder sources.
+      cells: N, the number of cells of each stream. With a window, the default is (W + ubatch_size +
+        max_rollback) * Q / S, rounded up for the placement. The default is enough for sequences of
+        any length, and a larger number is reduced to it. Recurrent layers ignore the argument
+        `cells`, and have Q / S * (E + 1) cells. Cross-attention layers have N cells for encoder
+        sources.
       sequences: Q, the number of sequence ids.
       streams: S, the number of streams, a divisor of Q. Sequence q is in stream q // (Q // S).
         Sequences of one stream share the cells of the stream, and fork without a copy. With S = Q,
@@ -62,9 +63,11 @@ def make_cache(
         head in a cell. Quantised keys with a head size of 64 take 0.27 times the bytes of float32.
         Gradients with respect to quantised keys and values are zero; use another dtype for
         training.
-      ubatch_size: largest ubatch that a cache with a window is sized for; larger plans are refused.
-      max_rollback: with a window, the number of last tokens that can always be removed; default 32.
-        If `max_rollback` is N, any number of tokens can be removed. With recurrent layers, E, the
+      ubatch_size: with a window, the largest ubatch that the default N is sized for. With the
+        default N, `init_batch` raises ValueError for a larger ubatch.
+      max_rollback: with a window, the number of last tokens that can always be removed with the
+        default N; default 32. If `max_rollback` is `cells`, N is not reduced, and any number of
+        tokens can be removed until a stream is full. With recurrent layers, E, the
         number of earlier states to store; default 0. Each earlier state has the size of the current
         state.
       placement: order in which a ubatch gets free cells of attention layers, without effect on
@@ -73,8 +76,8 @@ def make_cache(
         - "any" takes the first free cells.
         - "contiguous" takes one run of neighbouring cells. A plan is refused if no free run is long
           enough (see `compact`).
-        - "striped:n" takes cells in rotation from n runs of N / n cells, so that n devices that
-          split the cells have equal shares.
+        - "striped:n" takes cells in rotation from n runs of N / n cells, up to 64 at a time, so
+          that n devices that split the cells have equal shares.
         - "tiled" first takes cells in tiles of 64 cells that no other sequence uses. On a CPU, one
           tiled stream is about as fast as one stream for each sequence. In tiled placement, N must
           be a multiple of 64, or below 256.
@@ -102,16 +105,19 @@ def make_cache(
     - A write copies all layers on a TPU, with head sizes below 128.
 
     Raises:
-      TypeError: If the spec is not a `CacheSpec`, or a count is not an integer.
-      ValueError: If a count is below 1 or above 2**31 - 1, or S does not divide Q.
+      TypeError: If the spec is not a `CacheSpec`, a count is not an integer, or `dtype` is no
+        dtype.
+      ValueError: If a count is below 1 (`max_rollback`: below 0) or above 2**31 - 1, or S does not
+        divide Q.
       ValueError: If attention layers have no window, and the number of cells is missing.
       ValueError: If a stream has 2**30 cells or more, or a layer has 2**60 numbers or more.
       ValueError: If the placement is unknown, or N does not fit the placement.
       ValueError: If the dtype is neither int8 nor a signed floating dtype with NaN.
       ValueError: If the dtype has 8 bits, and values are slices of the keys.
-      ValueError: If layers of a stacked cache have different sizes.
+      ValueError: If layers of a stacked cache have different sizes or ropes.
       ValueError: If a tuple does not have one value for each part.
-      ValueError: If the devices of the mesh cannot get equal shares of streams or cells.
+      ValueError: If the devices of the mesh cannot get equal shares of streams or cells, or an
+        axis of the mesh would split two dimensions.
       ValueError: If `sharding_rules` are given without a mesh.
 
     Examples:

@@ -60,8 +60,8 @@ class Admission(NamedTuple):
 class KVView(NamedTuple):
     """Keys and values that P lists of T tokens attend to in a layer.
 
-    All rows of one stream are joined into one list. If each sequence has its own stream, each row
-    is a list of tokens.
+    The rows of a stream are one list if S is 1 or the ubatch has a row for each sequence; otherwise
+    each row is a list.
 
     k: Keys of all cells of each list's stream, in the dtype of the buffers; float32 if quantised.
     v: Values of all cells of each list's stream, in the same dtype as the keys.

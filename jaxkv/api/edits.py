@@ -245,7 +245,12 @@ def seq_select(cache: Cache, parents: Ids, sequences: Ids, *, donate: bool = Fal
 def seq_keep(cache: Cache, seq: Id) -> EditResult:
     """Remove all sequences except one; the flag `ok` is always True.
 
-    The kept sequence becomes the only owner of its cells.
+    The kept sequence becomes the only owner of its cells. Encoder sources of other sequences are
+    removed. A traced unknown id changes nothing.
+
+    Raises:
+      TypeError: If the id is not an integer.
+      ValueError: If a concrete id is not from 0 to Q - 1.
 
     Examples:
       >>> cache = make_cache(
@@ -318,12 +323,23 @@ def seq_div(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, divisor: Id) -> Edi
 
     Keys are rotated by a later update, and shared cells are shifted for all owners, as in
     `seq_add`. After the division, tokens of a sequence may have equal or decreasing positions. A
-    division frees no cell of an attention layer. Only the last recurrent state at each position is
-    kept.
+    division frees no cell of an attention layer. A division by more than 1 removes all earlier
+    recurrent states in the range.
 
-    `ok` is False if a traced divisor is below 1, or if the next token of a sequence would attend to
-    an evicted cell. A concrete divisor below 1 raises ValueError. The other arguments, and their
-    errors, are those of `seq_add`.
+    `ok` is False if a traced divisor is below 1, the next token of a sequence would attend to an
+    evicted cell, or the last positions of the parts of a hybrid cache would differ.
+
+    Args:
+      cache: any cache whose keys have a rope.
+      seq: sequence id. A traced unknown id changes nothing, and `ok` is True.
+      p0: first position of the range; -1 means 0.
+      p1: position after the range; None or -1 means the end.
+      divisor: at least 1.
+
+    Raises:
+      TypeError: If a number is not an integer.
+      ValueError: If a concrete id is unknown, a concrete divisor is below 1, a concrete bound is
+        below -1, or the cache cannot rotate keys.
 
     Examples:
       >>> cache = make_cache(

@@ -91,8 +91,8 @@ def attend(
 
     Raises:
       ValueError: If a shape does not fit the cache, or the layer number is not in `[0, L)`.
-      ValueError: If the ubatch already wrote the layer in the same trace. Outside of a trace, a
-        second write replaces the first write.
+      ValueError: If the ubatch already wrote the layer, with a static number, in the same trace.
+        Outside of a trace, a second write replaces the first write.
       ValueError: If the ubatch was planned for a cache with another spec, or the buffers were
         donated.
       ValueError: If the implementation does not support the arguments, or `softcap` is not above 0.
@@ -157,9 +157,9 @@ def write_kv(
     """Write keys and values of a ubatch into a layer, without attention.
 
     A model can use `write_kv`, `read_kv` and its own attention function in place of `attend`. The
-    arguments and errors of `write_kv` are those of `attend`. If the key or the value of a token and
-    a head is not finite in the dtype of the buffers, the key is stored as NaN and the value as
-    zero.
+    arguments and errors of `write_kv` are those of `attend`. Nothing is written for padding, or for
+    a ubatch that is refused, stale or not applied. If the key or the value of a token and a head is
+    not finite in the dtype of the buffers, the key is stored as NaN and the value as zero.
 
     Examples:
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=1), cells=4)
@@ -189,10 +189,10 @@ def read_kv(
 ) -> KVView:
     """Return keys, values and mask of a layer for the tokens of a ubatch.
 
-    Keys and values of all cells of a stream are returned. All rows of one stream are joined into
-    one list of tokens. Reshape queries and positions to `[P, T, ...]`; P and T are the first two
-    sizes of the mask. The arguments and errors of `read_kv` are those of `attend`. The layer must
-    have been written.
+    Keys and values of all cells of a stream are returned. The rows of a stream are one list of
+    tokens if S is 1 or the ubatch has a row for each sequence; otherwise each row is a list.
+    Reshape queries and positions to `[P, T, ...]`; P and T are the first two sizes of the mask. The
+    arguments and errors of `read_kv` are those of `attend`.
 
     Returns:
       Keys, values, mask and positions of the cells, see `KVView`.
@@ -201,9 +201,10 @@ def read_kv(
         `jnp.where`, not by a product or a sum. For derivatives, first replace keys that are masked
         for all tokens by zeros.
       - A key is NaN if the key or the value of the token was not finite.
-      - The mask is False for padding and for a refused plan.
-      - For a stale ubatch, the mask is True and all keys are NaN. All keys of a stream are also NaN
-        if `attend` would return NaN for the whole stream.
+      - The mask is False for padding and for a refused plan, unless the ubatch is stale.
+      - For a stale ubatch, the mask is True and all keys are NaN. All keys of a list are also NaN
+        if the layer was not written, or if a token of the list attends to later tokens that are not
+        written (`causal=False`, `visible_until`).
 
     Examples:
       `ops.attention.attention` computes the output of `attend` from the result of `read_kv`:

@@ -161,9 +161,10 @@ def beam(
 
     The W finished hypotheses with the highest normalised scores are kept. A normalised score is
     `score / length ** length_penalty`. Equal scores are ordered by beam, then by token. Tokens with
-    a logit of -inf are excluded. The search ends after n tokens, at a refused plan, or as soon as
-    no beam can change the result. Finally, beams and finished hypotheses are sorted together by
-    normalised score.
+    a logit of -inf are excluded. The score of a hypothesis is the sum of its log-probabilities. The
+    search ends after n tokens, at a refused plan, at logits with NaN or inf (`reason` is set), or
+    as soon as no beam can change the result. Finally, beams and finished hypotheses are sorted
+    together by normalised score.
 
     Args:
       forward: See `prefill`.
@@ -190,7 +191,8 @@ def beam(
 
     Raises:
       ValueError: If the shape of logits is not `[V]` or `[1, V]`, or stop tokens are not a list.
-      ValueError: If `length_penalty` is not one finite number.
+      ValueError: If `length_penalty` is not one finite number, or logits are not floats.
+      TypeError: If a count, a sequence id or a stop token is not an integer.
       ValueError: If there are not W ids of beams, or a concrete id is repeated or not in the cache.
       ValueError: If 1 < S < Q, and the ids of the beams are traced or in several streams.
       ValueError: If `num_beams` or `num_tokens` is below 1, or W exceeds the number of sequences.
@@ -209,7 +211,7 @@ def beam(
       ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=4), cells=8, sequences=2
       ... )
       >>> cache, logits, *_ = prefill(forward, jnp.eye(4), cache, make_batch([0]))
-      >>> beams = generation.beam(
+      >>> beams = beam(
       ...     forward,
       ...     jnp.eye(4),
       ...     cache,

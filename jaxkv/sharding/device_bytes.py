@@ -200,7 +200,9 @@ def _describe_unsplit(part: Cache, mesh: AnyMesh, sharding_rules: ShardingRules)
 def _describe_uneven_fill(part: Cache, mesh: AnyMesh, sharding_rules: ShardingRules) -> list[str]:
     """Return a message with a better placement if a short sequence does not use all devices."""
     axes, devices = sharding_rules.present(mesh, "cells"), sharding_rules.devices(mesh, "cells")
-    if not isinstance(part.table, Cells) or part.table.shards % devices == 0:
+    # Sources have no other placement, and a single cell is not split.
+    is_fixed = not isinstance(part.table, Cells) or part.table.spec.is_cross_attention
+    if is_fixed or part.table.num_cells == 1 or part.table.shards % devices == 0:
         return []
     placement = part.table.placement
     if placement == "striped":

@@ -55,10 +55,10 @@ class SnapshotInfo:
 
 
 def inspect(source: Source) -> SnapshotInfo:
-    """Return the description of a snapshot without reading its arrays.
+    """Return the description of a snapshot; the arrays of a file are not read.
 
     Args:
-      source: path of a snapshot file, or the bytes of a snapshot.
+      source: path of a snapshot file, or the bytes of a snapshot. Bytes are copied.
 
     Raises:
       FileNotFoundError: If the file does not exist.
