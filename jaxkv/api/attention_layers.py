@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxkv.api.layer import attend
 from jaxkv.batch import Ubatch
@@ -72,7 +72,7 @@ class AttentionLayers:
         q: Float[Array, "R T H D"],
         k: Float[Array, "R T K D"],
         v: Float[Array, "R T K Dv"],
-        **options: object,
+        **options: Any,
     ) -> Float[Array, "R T H Dv"]:
         """Return the output of the next layer; see `attend`."""
         if len(self._called) == len(self._layers):
@@ -105,7 +105,7 @@ class AttentionLayers:
         *,
         bias: object = None,
         dropout_rate: float = 0.0,
-        **options: object,
+        **options: Any,
     ) -> Float[Array, "R T H Dv"]:
         """Attend in a layer, once."""
         if layer in self._called:

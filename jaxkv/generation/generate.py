@@ -46,6 +46,7 @@ def generate(
     *,
     spec: CacheSpec | None = None,
     cache: Cache | None = None,
+    dtype: jax.typing.DTypeLike = jnp.float32,
     max_new_tokens: int = 128,
     stop_tokens: StopTokens = (),
     sampler: Sampler | None = None,
@@ -70,6 +71,7 @@ def generate(
       cache: A cache to continue from, instead of a spec. Prompt i continues sequence
         `i * num_samples`. Sequences of further samples are replaced by forks of sequence
         `i * num_samples`. The input cache stays valid; its buffers are copied once.
+      dtype: Dtype of keys and values in the cache of `spec`, see `make_cache`.
       max_new_tokens: Maximum number of tokens to sample for each sequence.
       stop_tokens: Tokens that end a sequence, see `decode`.
       sampler: A sampler, such as from `make_sampler`; greedy by default.
@@ -120,7 +122,7 @@ def generate(
         cells = max(map(len, lists)) + max_new_tokens + drafted
         cells = -(-cells // ROUND) * ROUND
         sizes = {"sequences": count, "streams": count, "max_rollback": drafted or None}
-        cache = make_cache(spec, cells=cells, **sizes)
+        cache = make_cache(spec, cells=cells, dtype=dtype, **sizes)
     elif spec is not None or cache is None:
         arguments = "neither" if spec is None else "both"
         raise ValueError(
@@ -186,8 +188,8 @@ def _keys_of_samples(seed: Seeds, count: int, num_samples: int) -> Seeds:
         return seed
     fold = jax.vmap(jax.random.fold_in)
     prompt, sample = np.divmod(np.arange(count), num_samples)
-    key = seed if is_key(seed) else jax.random.key(seed)
-    keys = fold(jnp.broadcast_to(key, count), prompt)
+    key = seed if is_key(seed) else jax.random.key(jnp.asarray(seed))
+    keys = fold(jnp.broadcast_to(jnp.asarray(key), count), prompt)
     return jnp.where(sample == 0, keys, fold(keys, sample))
 
 

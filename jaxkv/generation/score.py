@@ -61,8 +61,8 @@ def score(
 
     Returns:
       Log-probabilities in float32: 0 for padding and for the first token of a text without a
-      prompt, NaN for traced tokens past the vocabulary. m is the length of a row, or for lists the
-      length of the longest text, rounded up.
+      prompt, NaN for traced tokens past the vocabulary. m is the length of a row of `texts`; for
+      lists it is at least the length of the longest text.
 
     Raises:
       ValueError: If there is no text, or a prompt or a text without a prompt is empty.
@@ -87,7 +87,7 @@ def score(
     Hugging Face: `compute_transition_scores`.
     """
     _check_spec(spec)
-    index, width = None, texts.shape[1] if getattr(texts, "ndim", 0) == 2 else None
+    index = None
     if is_concrete(texts, prompts):
         rows = _check_lists(texts, "texts", allow_empty=prompts is not None)
         if prompts is None:
@@ -107,7 +107,9 @@ def score(
             f"expected tokens below {vocabulary.shape[1]}, the size of the vocabulary, got "
             f"{largest}; encode the texts by the tokenizer of this model"
         )
-    return logprobs[:, :width]
+    # Rows keep their length. Lists get that of a level, so that few shapes are sliced.
+    is_array = isinstance(texts, (jax.Array, np.ndarray))
+    return logprobs[:, : texts.shape[1]] if is_array and texts.ndim == 2 else logprobs
 
 
 def _build_score_program(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
@@ -149,46 +151,76 @@ def _score_levels(
     The argument `index` is from `trie_of_texts`, or None if the last level has a row for each text.
     """
     count = levels[0].parents.shape[0]
-    ok, ends, scores = True, None, []
+    ok, scores = jnp.array(True), []
+    ends: Float[Array, "Q V"] | None = None
     for level in levels:
         if ends is not None:
             cache, forked = seq_select(cache, level.parents, jnp.arange(count))
             ok, ends = ok & forked, ends[level.parents]
-        rows, tokens = jnp.maximum(level.sequences, 0), jnp.asarray(level.tokens)
+        tokens = jnp.asarray(level.tokens)
         valid = tokens >= 0
         batch = make_batch(
             jnp.maximum(tokens, 0),
-            sequences=rows,
+            sequences=jnp.maximum(level.sequences, 0),
             valid=valid,
             outputs=valid if level.is_scored else None,
         )
         plan = init_batch(cache, batch)
         cache, logits = model_step(forward, params, cache, plan.ubatch)
         ok, order, logits = ok & plan.ok, plan.ubatch.output_index, logits.astype(jnp.float32)
-        # The row of logits of each token.
-        place = jnp.zeros(tokens.size, jnp.int32)
-        place = place.at[order].set(jnp.arange(order.size), mode="drop").reshape(tokens.shape)
         if level.is_scored:
-            following = jnp.pad(tokens[:, 1:], [(0, 0), (0, 1)], constant_values=-1).reshape(-1)
-            following = following.at[order].get(mode="fill", fill_value=-1)
-            logprobs = logprob_of(logits, following, following >= 0)[place[:, :-1]]
-            first = jnp.zeros(rows.shape)
-            if ends is not None:
-                first = logprob_of(ends[rows], tokens[:, 0], valid[:, 0])
-            logprobs = jnp.concatenate([first[:, None], logprobs], axis=1)
-            scores.append(jnp.where(valid, logprobs, 0).reshape(-1))
-        if level is not levels[-1]:
-            if ends is None:
-                ends = jnp.zeros((count, logits.shape[1]))
-            last = jnp.maximum(jnp.sum(valid, axis=1, keepdims=True) - 1, 0)
-            last = logits[jnp.take_along_axis(place, last, axis=1)[:, 0]]
-            into = jnp.where(level.sequences < 0, count, level.sequences)
-            ends = ends.at[into].set(last, mode="drop")
+            scores.append(_score_rows(level, logits, order, ends).reshape(-1))
+        ends = _update_ends(level, logits, order, ends)
     if index is None:
         logprobs = scores[-1].reshape(levels[-1].tokens.shape)
     else:
         logprobs = jnp.where(index < 0, 0, jnp.concatenate(scores)[index])
-    return jnp.where(ok, logprobs, jnp.nan), logits[:0]
+    return jnp.where(ok, logprobs, jnp.nan), jnp.asarray(ends)[:0]
+
+
+def _score_rows(
+    level: TrieLevel,
+    logits: Float[Array, "O V"],
+    order: Int32[Array, " O"],
+    ends: Float[Array, "Q V"] | None,
+) -> Float[Array, "R T"]:
+    """Return the log-probabilities of the tokens of a level; 0 for padding.
+
+    Token `order[i]` has the logits i. The first token of a row has the logits in `ends`, see
+    `_update_ends`.
+    """
+    tokens = jnp.asarray(level.tokens)
+    following = jnp.pad(tokens[:, 1:], [(0, 0), (0, 1)], constant_values=-1).reshape(-1)
+    following = following.at[order].get(mode="fill", fill_value=-1)
+    logprobs = logprob_of(logits, following, following >= 0)
+    logprobs = logprobs[_rows_of_logits(tokens, order)[:, :-1]]
+    first = jnp.zeros(tokens.shape[:1])
+    if ends is not None:
+        sequences = jnp.maximum(level.sequences, 0)
+        first = logprob_of(ends[sequences], tokens[:, 0], tokens[:, 0] >= 0)
+    logprobs = jnp.concatenate([first[:, None], logprobs], axis=1)
+    return jnp.where(tokens >= 0, logprobs, 0)
+
+
+def _update_ends(
+    level: TrieLevel,
+    logits: Float[Array, "O V"],
+    order: Int32[Array, " O"],
+    ends: Float[Array, "Q V"] | None,
+) -> Float[Array, "Q V"]:
+    """Return the logits of the last token of each sequence after a level."""
+    tokens, count = jnp.asarray(level.tokens), level.parents.shape[0]
+    last = jnp.maximum(jnp.sum(tokens >= 0, axis=1, keepdims=True) - 1, 0)
+    row = jnp.take_along_axis(_rows_of_logits(tokens, order), last, axis=1)[:, 0]
+    into = jnp.where(level.sequences < 0, count, level.sequences)
+    ends = jnp.zeros((count, logits.shape[1])) if ends is None else ends
+    return ends.at[into].set(logits[row], mode="drop")
+
+
+def _rows_of_logits(tokens: Int32[Array, "R T"], order: Int32[Array, " O"]) -> Int32[Array, "R T"]:
+    """Return the row of logits of each token; 0 for a token without logits."""
+    row = jnp.zeros(tokens.size, jnp.int32)
+    return row.at[order].set(jnp.arange(order.size), mode="drop").reshape(tokens.shape)
 
 
 def _levels_of_traced_rows(texts: Prompts, prompts: Prompts | None) -> list[TrieLevel]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -78,10 +78,11 @@ def trie_of_prompts(prompts: Texts, texts: Texts) -> list[TrieLevel]:
     [((1, 8), [0], [0, 1]), ((2, 8), [0, 1], [0, 0])]
     """
     count = len(texts)
-    first = np.arange(count) // (count // len(prompts)) * (count // len(prompts))
+    group = count // len(prompts)
+    first = [i // group * group for i in range(count)]
     levels = [
         _make_level(segments, parents, count, is_scored=False)
-        for segments, parents in _segments_by_level(prompts, np.unique(first).tolist())
+        for segments, parents in _segments_by_level(prompts, range(0, count, group))
     ]
     rows = [_Segment([i], i, 0, text) for i, text in enumerate(texts)]
     return [*levels, _make_level(rows, dict(enumerate(first)), count, is_scored=True)]
@@ -128,7 +129,7 @@ def _common_length(a: np.ndarray, b: np.ndarray) -> int:
 
 
 def _make_level(
-    segments: list[_Segment], parents: dict[int, int], count: int, *, is_scored: bool
+    segments: list[_Segment], parents: Mapping[int, int], count: int, *, is_scored: bool
 ) -> TrieLevel:
     """Return a level of segments, padded so that few shapes are compiled."""
     shape = (

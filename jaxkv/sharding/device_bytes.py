@@ -201,7 +201,7 @@ def _describe_uneven_fill(part: Cache, mesh: AnyMesh, sharding_rules: ShardingRu
     """Return a message with a better placement if a short sequence does not use all devices."""
     axes, devices = sharding_rules.present(mesh, "cells"), sharding_rules.devices(mesh, "cells")
     # Sources have no other placement, and a single cell is not split.
-    is_fixed = not isinstance(part.table, Cells) or part.table.spec.is_cross_attention
+    is_fixed = part.table.spec.is_cross_attention or not isinstance(part.table, Cells)
     if is_fixed or part.table.num_cells == 1 or part.table.shards % devices == 0:
         return []
     placement = part.table.placement
