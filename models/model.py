@@ -27,6 +27,7 @@ from models.families import (
     lfm2,
     llama,
     mamba2,
+    qwen3_next,
     recurrent_gemma,
     t5,
 )
@@ -44,6 +45,7 @@ FAMILIES: dict[str, ModuleType] = {
         recurrent_gemma,
         lfm2,
         falcon_h1,
+        qwen3_next,
         deepseek,
         t5,
     )

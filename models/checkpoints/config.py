@@ -78,6 +78,11 @@ _FAMILY = {
         "use_bias": False,
         "use_conv_bias": True,
     },
+    "qwen3_next": {
+        "full_attention_interval": 4,
+        "norm_topk_prob": True,
+        "partial_rotary_factor": 0.25,
+    },
     "recurrent_gemma": {"partial_rotary_factor": 0.5},
     "t5": {
         "decoder_start_token_id": 0,
@@ -136,6 +141,19 @@ _NEEDED_BY = {
         "n_groups",
         "conv_kernel",
     ),
+    "qwen3_next": (
+        "head_dim",
+        "linear_conv_kernel_dim",
+        "linear_key_head_dim",
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+        "linear_value_head_dim",
+        "moe_intermediate_size",
+        "num_experts",
+        "num_experts_per_tok",
+        "shared_expert_intermediate_size",
+        *_ATTENDS,
+    ),
     "recurrent_gemma": ("attention_window_size", "conv1d_width", "logits_soft_cap", *_NEEDED),
     "t5": ("num_layers", "head_dim", *_NEEDED),
 }
@@ -154,6 +172,7 @@ _KINDS_OF = {
     "granitemoehybrid": {_FULL, _LINEAR},
     "lfm2": {_FULL, _LINEAR},
     "mamba2": {_LINEAR},
+    "qwen3_next": {_FULL, _LINEAR},
     "recurrent_gemma": {_SLIDING, _LINEAR},
 }
 
@@ -275,6 +294,9 @@ def _layer_types(config: dict[str, Any]) -> list[str]:
     if config["model_type"] == "lfm2":
         attends = config.get("full_attn_idxs", layers)
         return [_FULL if layer in attends else _LINEAR for layer in layers]
+    if config["model_type"] == "qwen3_next":
+        interval = config["full_attention_interval"]
+        return [_LINEAR if (layer + 1) % interval else _FULL for layer in layers]
     if config["sliding_window"] is None:
         slides = [False for _ in layers]
     elif pattern := config.get("sliding_window_pattern"):  # every n-th layer has full attention
@@ -314,6 +336,11 @@ def _check_agreement(config: dict[str, Any], source: str) -> None:
             raise refusal(chosen, f"1 to {experts} experts", "num_experts_per_tok", source)
         if experts and "intermediate_size" not in c:
             raise refusal(None, "a width of experts", "intermediate_size", source)
+    elif family == "qwen3_next":
+        whole_parts.append(("linear_num_value_heads", "linear_num_key_heads"))
+        experts, chosen = c["num_experts"], c["num_experts_per_tok"]
+        if not 1 <= chosen <= experts:
+            raise refusal(chosen, f"1 to {experts} experts", "num_experts_per_tok", source)
     elif family == "t5":
         name, exact = "relative_attention_max_distance", c["relative_attention_num_buckets"] // 2
         if c[name] <= exact:

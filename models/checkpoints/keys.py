@@ -70,6 +70,12 @@ _READ = {
     "mistral": _ATTENDS | {"sliding_window"},
     "qwen2": _ATTENDS | _WINDOWS,
     "qwen3": _ATTENDS | _WINDOWS,
+    "qwen3_next": _ATTENDS
+    | _words(
+        "full_attention_interval layer_types linear_conv_kernel_dim linear_key_head_dim "
+        "linear_num_key_heads linear_num_value_heads linear_value_head_dim moe_intermediate_size "
+        "norm_topk_prob num_experts num_experts_per_tok shared_expert_intermediate_size"
+    ),
     "recurrent_gemma": _ATTENDS
     | _words(
         "attention_bias attention_window_size block_types conv1d_width logits_soft_cap lru_width"
@@ -123,6 +129,7 @@ _ONLY: dict[str, dict[str, tuple[Any, ...]]] = {
     "llama": {"rope_interleaved": (False,)},
     "mamba2": {"rms_norm": (True,)},
     "qwen2": {"attention_bias": (True,)},
+    "qwen3_next": {"decoder_sparse_step": (1,), "mlp_only_layers": ([],)},
     "recurrent_gemma": {
         "attention_bias": (False, True),
         "embeddings_scale_by_sqrt_dim": (True,),

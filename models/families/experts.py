@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from models.families.linear import linear, matrix
 from models.meshes import Split
 
 
@@ -16,6 +17,34 @@ class Router(Protocol):
     def __call__(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Select experts for tokens; return float32 factors and expert ids, `[n, chosen]` each."""
         ...
+
+
+class SoftmaxRouter(nnx.Module):
+    """Selector of the experts with the largest logits.
+
+    The factors are a softmax of the logits of the selected experts if `normalised`, or else of all
+    logits.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        count: int,
+        chosen: int,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+        *,
+        normalised: bool = True,
+    ):
+        self.weight = matrix(rngs, (count, width), dtype)
+        self.chosen, self.normalised = chosen, normalised
+
+    def __call__(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Select experts for tokens `[n, width]`; return factors and ids, `[n, chosen]` each."""
+        logits = linear(tokens, self.weight[...]).astype(jnp.float32)
+        best, chosen = jax.lax.top_k(logits, self.chosen)
+        shared = best if self.normalised else logits
+        return jnp.exp(best - jax.nn.logsumexp(shared, axis=-1, keepdims=True)), chosen
 
 
 class Experts(nnx.Module):

@@ -16,10 +16,9 @@ from jaxkv.rope import Rope
 from models.checkpoints.checkpoint import Checkpoint
 from models.families import mamba2
 from models.families.caches import Attends, Layer
-from models.families.experts import Experts
+from models.families.experts import Experts, SoftmaxRouter
 from models.families.language_model import LanguageModel
 from models.families.layers import Attention, GatedFeed, RMSNorm, Vocabulary
-from models.families.linear import linear, matrix
 from models.families.ropes import rope_of
 from models.families.sources import Sources
 
@@ -62,20 +61,6 @@ class Config:
     implementation: jaxkv.ops.attention.Implementation | None = None
 
 
-class Router(nnx.Module):
-    """Selector of the experts with the largest logits; the factors are a softmax of the logits."""
-
-    def __init__(self, config: Config, dtype: jnp.dtype, rngs: nnx.Rngs):
-        self.weight = matrix(rngs, (config.experts, config.width), dtype)
-        self.chosen = config.chosen
-
-    def __call__(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Select experts for tokens `[n, width]`; return factors and ids, `[n, chosen]` each."""
-        logits = linear(tokens, self.weight[...]).astype(jnp.float32)
-        logits, chosen = jax.lax.top_k(logits, self.chosen)
-        return jax.nn.softmax(logits, axis=-1), chosen
-
-
 class Block(nnx.Module):
     """One layer: attention or a mixer over the cache, then feed-forward parts."""
 
@@ -98,7 +83,7 @@ class Block(nnx.Module):
         self.feed_norm = RMSNorm(c.width, c.eps, dtype)
         self.feed = GatedFeed(c.width, c.hidden, jax.nn.silu, dtype, rngs)
         if c.experts:
-            router = Router(c, dtype, rngs)
+            router = SoftmaxRouter(c.width, c.experts, c.chosen, dtype, rngs)
             self.experts = Experts(c.width, c.expert_hidden, c.experts, router, dtype, rngs)
 
     def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:

@@ -114,6 +114,8 @@ class Attention(nnx.Module):
     norm: function that makes the norms of query heads and key heads; None for no norms.
     scale: factor of query-key products; None for 1 / sqrt(D).
     softcap: soft limit of attention logits; None for no limit.
+    gated: whether outputs are multiplied by the sigmoids of G gates, `[G, D]`, which are projected
+      after the value of each key/value head.
     """
 
     def __init__(
@@ -129,12 +131,15 @@ class Attention(nnx.Module):
         norm: Callable[[], RMSNorm] | None = None,
         scale: float | None = None,
         softcap: float | None = None,
+        gated: bool = False,
     ):
         c = self.config = config
         self.layer, self.rope, self.scale, self.softcap = layer, rope, scale, softcap
+        self.gated = gated
         # Queries, keys and values are one product: with few tokens most time is spent on reading
         # weights, and fewer, larger products read them faster.
-        size = (c.heads // c.kv_heads + 2) * c.head_dim
+        group = c.heads // c.kv_heads
+        size = (group + 2 + group * gated) * c.head_dim
         by_head = partial(Split, parts=c.kv_heads, of="key/value heads")
         self.qkv = Linear(
             c.width, (c.kv_heads, size), dtype, rngs, bias=bias, split=by_head(axis=0)
@@ -155,8 +160,8 @@ class Attention(nnx.Module):
         """
         c = self.config
         group, token = c.heads // c.kv_heads, x.shape[:2]
-        qkv = self.qkv(x).reshape(*token, c.kv_heads, group + 2, c.head_dim)
-        qk, v = jnp.split(qkv, [group + 1], axis=3)
+        qkv = self.qkv(x).reshape(*token, c.kv_heads, -1, c.head_dim)
+        qk, v, gate = jnp.split(qkv, [group + 1, group + 2], axis=3)
         if self.norms:
             q, k = jnp.split(qk, [group], axis=3)
             qk = jnp.concatenate([self.q_norm(q), self.k_norm(k)], axis=3)
@@ -175,7 +180,10 @@ class Attention(nnx.Module):
             bias=added,
             implementation=c.implementation,
         )
-        return cache, self.output(out.reshape(*token, -1))
+        out = out.reshape(*token, -1)
+        if self.gated:
+            out = out * jax.nn.sigmoid(gate.reshape(out.shape))
+        return cache, self.output(out)
 
 
 class GatedFeed(nnx.Module):
