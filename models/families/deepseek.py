@@ -261,10 +261,10 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
         return tree
 
     def experts(name: str) -> dict:
-        router = {"weight": source.tensor(f"{name}.gate.weight")}
+        tree = source.experts(name, count=c.routing.experts)
         if c.routing.scores == "sigmoid":
-            router["correction"] = source.tensor(f"{name}.gate.e_score_correction_bias")
-        return {"router": router} | source.experts(f"{name}.experts", count=c.routing.experts)
+            tree["router"]["correction"] = source.tensor(f"{name}.gate.e_score_correction_bias")
+        return tree
 
     def block(i: int) -> dict:
         layer, sparse = f"model.layers.{i}", i >= c.dense

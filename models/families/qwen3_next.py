@@ -229,14 +229,13 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
         mixer = (
             attention(f"{layer}.self_attn") if c.attends[i] else delta_rule(f"{layer}.linear_attn")
         )
-        router = {"weight": source.tensor(f"{layer}.mlp.gate.weight")}
         return {
             "mix_norm": source.norm(f"{layer}.input_layernorm"),
             "mixer": mixer,
             "feed_norm": source.norm(f"{layer}.post_attention_layernorm"),
             "feed": source.gated_feed(f"{layer}.mlp.shared_expert"),
             "feed_gate": source.linear(f"{layer}.mlp.shared_expert_gate"),
-            "experts": {"router": router} | source.experts(f"{layer}.mlp.experts", count=c.experts),
+            "experts": source.experts(f"{layer}.mlp", count=c.experts),
         }
 
     return {
