@@ -27,6 +27,7 @@ from models.families import (
     lfm2,
     llama,
     mamba2,
+    olmo2,
     qwen3_next,
     recurrent_gemma,
     t5,
@@ -39,6 +40,7 @@ FAMILIES: dict[str, ModuleType] = {
     name: family
     for family in (
         llama,
+        olmo2,
         gemma3,
         mamba2,
         granite_hybrid,

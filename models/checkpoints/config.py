@@ -78,6 +78,7 @@ _FAMILY = {
         "use_bias": False,
         "use_conv_bias": True,
     },
+    "olmo2": {"rms_norm_eps": 1e-5},
     "qwen3_moe": {"norm_topk_prob": False, "use_sliding_window": False},
     "qwen3_next": {
         "full_attention_interval": 4,
@@ -174,6 +175,7 @@ _KINDS_OF = {
     "granitemoehybrid": {_FULL, _LINEAR},
     "lfm2": {_FULL, _LINEAR},
     "mamba2": {_LINEAR},
+    "olmo2": {_FULL},
     "qwen3_moe": {_FULL},
     "qwen3_next": {_FULL, _LINEAR},
     "recurrent_gemma": {_SLIDING, _LINEAR},

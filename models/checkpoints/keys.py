@@ -69,6 +69,7 @@ _READ = {
         "time_step_limit use_bias use_conv_bias"
     ),
     "mistral": _ATTENDS | {"sliding_window"},
+    "olmo2": _ATTENDS,
     "qwen2": _ATTENDS | _WINDOWS,
     "qwen3": _ATTENDS | _WINDOWS,
     "qwen3_moe": _ATTENDS

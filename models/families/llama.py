@@ -64,7 +64,7 @@ class Block(nnx.Module):
             rngs,
             rope=c.rope,
             bias=c.bias,
-            norm=partial(RMSNorm, c.head_dim, c.eps, dtype) if c.norms else None,
+            norm=partial(RMSNorm, eps=c.eps, dtype=dtype) if c.norms else None,
         )
         self.feed_norm = RMSNorm(c.width, c.eps, dtype)
         if c.experts:

@@ -130,8 +130,7 @@ class Block(nnx.Module):
         norm = partial(RMSNorm, eps=c.eps, dtype=dtype, less_one=True)
         self.mix_norm = norm(c.width)
         if c.attends[layer]:
-            head_norm = partial(norm, c.head_dim)
-            self.mixer = Attention(c, layer, dtype, rngs, rope=c.rope, norm=head_norm, gated=True)
+            self.mixer = Attention(c, layer, dtype, rngs, rope=c.rope, norm=norm, gated=True)
         else:
             self.mixer = DeltaRule(c, layer, dtype, rngs)
         self.feed_norm = norm(c.width)

@@ -15,7 +15,7 @@ import transformers
 
 HERE = Path(__file__).parent
 LLAMAS = ["llama_tied", "llama_llama3", "llama_yarn", "llama_linear", "mistral", "qwen2", "qwen3"]
-LLAMAS += ["mistral_window", "qwen2_window", "qwen3_window", "qwen3_moe"]
+LLAMAS += ["mistral_window", "qwen2_window", "qwen3_window", "qwen3_moe", "olmo2"]
 RECURRENT = ["mamba2", "mamba2_biased", "granite_hybrid", "granite_hybrid_rope"]
 RECURRENT += ["granite_hybrid_experts", "granite_hybrid_experts_rope", "recurrent_gemma"]
 RECURRENT += ["lfm2", "falcon_h1", "falcon_h1_norm", "qwen3_next"]

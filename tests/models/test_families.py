@@ -18,7 +18,7 @@ from tests.models.tiny_files import DATA, config_at
 
 SEQUENCES = (2, 0, 3)  # of the texts; one of the four stays empty
 LLAMAS = ["llama_linear", "llama_llama3", "llama_tied", "llama_yarn", "mistral", "mistral_window"]
-LLAMAS += ["qwen2", "qwen2_window", "qwen3", "qwen3_moe", "qwen3_window"]
+LLAMAS += ["olmo2", "qwen2", "qwen2_window", "qwen3", "qwen3_moe", "qwen3_window"]
 DEEPSEEKS = ["deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "deepseek_v3_halves"]
 LATENT = dict(rtol=0, atol=2e-5)
 
