@@ -30,10 +30,11 @@ def scan_gated_delta(
     *,
     chunk: int = CHUNK,
 ) -> tuple[Float[Array, "R T H D"], Float[Array, "R n H M D"]]:
-    """Run `state = decay * state`, then `state += outer(k, beta * (v - k @ state))`, over time.
+    """Run the gated delta rule over time.
 
-    The output of a token is `q @ state`. In a chunk the values added to the state are the solution
-    of a triangular system. With these values the recurrence is linear, so outputs are computed like
+    A token changes the state to `decay * state`, then adds `outer(k, beta * (v - k @ state))`. The
+    output of the token is `q @ state`. In a chunk, the values `beta * (v - k @ state)` solve a
+    triangular system. With these values the recurrence is linear, so outputs are computed like
     attention with decays as weights.
 
     Args:
@@ -41,7 +42,7 @@ def scan_gated_delta(
       k: keys, finite also at padding.
       v: values, finite also at padding.
       log_decay: logarithms of decays, 0 at padding.
-      beta: shares of the difference that are added, 0 at padding.
+      beta: factors of the differences between values and `k @ state`, 0 at padding.
       state: state before the first token of each row.
       counts: number of tokens of the row before each returned state, as in
         `Ubatch.state_write_steps`.
@@ -49,6 +50,13 @@ def scan_gated_delta(
 
     Returns:
       The outputs, and the state after each number of tokens in `counts`, both float32.
+
+    Examples:
+      >>> one, half = jnp.ones((1, 3, 1, 1)), jnp.full((1, 3, 1), 0.5)
+      >>> state, counts = jnp.full((1, 1, 1, 1), 8.0), jnp.array([[2, 3]])
+      >>> out, states = scan_gated_delta(one, one, one, jnp.log(half), half, state, counts)
+      >>> out.ravel(), states.ravel()
+      (Array([2.5    , 1.125  , 0.78125], dtype=float32), Array([1.125  , 0.78125], dtype=float32))
     """
     rows, length, groups, _ = q.shape
     kept = min(counts.shape[1] - 1, length)

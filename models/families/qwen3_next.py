@@ -99,7 +99,7 @@ class DeltaRule(nnx.Module):
         x, gate = jnp.split(self.input(x), [c.channels // c.key_heads], axis=-1)
         rate = jnp.exp(self.rate_log[...]).reshape(1, 1, -1)
         log_decay = -rate * jax.nn.softplus(steps + self.step_bias[...].reshape(1, 1, -1))
-        # Padding has inputs and shares of 0 and does not decay, so it does not change the state.
+        # Padding has inputs and factors of 0 and does not decay, so it does not change the state.
         valid = ubatch.valid[..., None]
         x = jnp.where(valid, x.reshape(*token, -1), 0)
         log_decay, beta = (jnp.where(valid, y, 0) for y in (log_decay, jax.nn.sigmoid(beta)))
@@ -119,6 +119,7 @@ class DeltaRule(nnx.Module):
 
 
 def _unit(x: jax.Array) -> jax.Array:
+    """Divide vectors by their length."""
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
 
 
