@@ -28,6 +28,8 @@ from models.families import (
     lfm2,
     llama,
     mamba2,
+    olmo2,
+    qwen3_next,
     recurrent_gemma,
     t5,
 )
@@ -39,12 +41,14 @@ FAMILIES: dict[str, ModuleType] = {
     name: family
     for family in (
         llama,
+        olmo2,
         gemma3,
         mamba2,
         granite_hybrid,
         recurrent_gemma,
         lfm2,
         falcon_h1,
+        qwen3_next,
         deepseek,
         gpt_oss,
         t5,

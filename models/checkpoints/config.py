@@ -96,6 +96,13 @@ _FAMILY = {
         "use_bias": False,
         "use_conv_bias": True,
     },
+    "olmo2": {"rms_norm_eps": 1e-5},
+    "qwen3_moe": {"norm_topk_prob": False, "use_sliding_window": False},
+    "qwen3_next": {
+        "full_attention_interval": 4,
+        "norm_topk_prob": True,
+        "partial_rotary_factor": 0.25,
+    },
     "recurrent_gemma": {"partial_rotary_factor": 0.5},
     "t5": {
         "decoder_start_token_id": 0,
@@ -108,6 +115,7 @@ _FAMILY = {
 # Older or family-specific names of keys. They take precedence, the last one if there are two.
 _OLDER = {
     "lfm2": {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"},
+    "qwen3_moe": {"num_local_experts": "num_experts"},
     "t5": {
         "d_ff": "intermediate_size",
         "d_kv": "head_dim",
@@ -124,6 +132,7 @@ _ANY = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "rope_scaling": None, "slid
 _ATTENDS = ("hidden_size", "num_hidden_layers", "num_attention_heads")
 _NEEDED = (*_ATTENDS, "intermediate_size")
 _MIXES = ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv")
+_CHOOSES = ("moe_intermediate_size", "num_experts", "num_experts_per_tok")
 _LATENT = (
     "kv_lora_rank",
     "qk_nope_head_dim",
@@ -155,6 +164,18 @@ _NEEDED_BY = {
         "n_groups",
         "conv_kernel",
     ),
+    "qwen3_moe": (*_CHOOSES, *_ATTENDS),
+    "qwen3_next": (
+        "head_dim",
+        "linear_conv_kernel_dim",
+        "linear_key_head_dim",
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+        "linear_value_head_dim",
+        "shared_expert_intermediate_size",
+        *_CHOOSES,
+        *_ATTENDS,
+    ),
     "recurrent_gemma": ("attention_window_size", "conv1d_width", "logits_soft_cap", *_NEEDED),
     "t5": ("num_layers", "head_dim", *_NEEDED),
 }
@@ -173,6 +194,9 @@ _KINDS_OF = {
     "granitemoehybrid": {_FULL, _LINEAR},
     "lfm2": {_FULL, _LINEAR},
     "mamba2": {_LINEAR},
+    "olmo2": {_FULL},
+    "qwen3_moe": {_FULL},
+    "qwen3_next": {_FULL, _LINEAR},
     "recurrent_gemma": {_SLIDING, _LINEAR},
 }
 
@@ -294,6 +318,9 @@ def _layer_types(config: dict[str, Any]) -> list[str]:
     if config["model_type"] == "lfm2":
         attends = config.get("full_attn_idxs", layers)
         return [_FULL if layer in attends else _LINEAR for layer in layers]
+    if config["model_type"] == "qwen3_next":
+        interval = config["full_attention_interval"]
+        return [_LINEAR if (layer + 1) % interval else _FULL for layer in layers]
     if config["sliding_window"] is None:
         slides = [False for _ in layers]
     elif pattern := config.get("sliding_window_pattern"):  # every n-th layer has full attention
@@ -330,6 +357,12 @@ def _check_agreement(config: dict[str, Any], source: str) -> None:
         whole_parts.append(("mamba_n_heads", "mamba_n_groups"))
         if c["num_local_experts"] and "intermediate_size" not in c:
             raise refusal(None, "a width of experts", "intermediate_size", source)
+    elif family in ("qwen3_moe", "qwen3_next"):
+        if family == "qwen3_next":
+            whole_parts.append(("linear_num_value_heads", "linear_num_key_heads"))
+        experts, chosen = c["num_experts"], c["num_experts_per_tok"]
+        if not 1 <= chosen <= experts:
+            raise refusal(chosen, f"1 to {experts} experts", "num_experts_per_tok", source)
     elif family == "t5":
         name, exact = "relative_attention_max_distance", c["relative_attention_num_buckets"] // 2
         if c[name] <= exact:

@@ -28,6 +28,7 @@ _MIXES = _words(
     "mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_state mamba_expand mamba_n_groups "
     "mamba_n_heads time_step_limit"
 )
+_CHOOSES = _words("moe_intermediate_size norm_topk_prob num_experts num_experts_per_tok")
 _LATENT = _words(
     "first_k_dense_replace kv_lora_rank moe_intermediate_size n_group n_routed_experts "
     "n_shared_experts norm_topk_prob num_experts_per_tok num_nextn_predict_layers q_lora_rank "
@@ -73,8 +74,19 @@ _READ = {
         "time_step_limit use_bias use_conv_bias"
     ),
     "mistral": _ATTENDS | {"sliding_window"},
+    "olmo2": _ATTENDS,
     "qwen2": _ATTENDS | _WINDOWS,
     "qwen3": _ATTENDS | _WINDOWS,
+    "qwen3_moe": _ATTENDS
+    | _CHOOSES
+    | _words("num_local_experts sliding_window use_sliding_window"),
+    "qwen3_next": _ATTENDS
+    | _CHOOSES
+    | _words(
+        "full_attention_interval layer_types linear_conv_kernel_dim linear_key_head_dim "
+        "linear_num_key_heads linear_num_value_heads linear_value_head_dim "
+        "shared_expert_intermediate_size"
+    ),
     "recurrent_gemma": _ATTENDS
     | _words(
         "attention_bias attention_window_size block_types conv1d_width logits_soft_cap lru_width"
@@ -129,6 +141,12 @@ _ONLY: dict[str, dict[str, tuple[Any, ...]]] = {
     "llama": {"rope_interleaved": (False,)},
     "mamba2": {"rms_norm": (True,)},
     "qwen2": {"attention_bias": (True,)},
+    "qwen3_moe": {
+        "decoder_sparse_step": (1,),
+        "mlp_only_layers": ([],),
+        "use_sliding_window": (False,),
+    },
+    "qwen3_next": {"decoder_sparse_step": (1,), "mlp_only_layers": ([],)},
     "recurrent_gemma": {
         "attention_bias": (False, True),
         "embeddings_scale_by_sqrt_dim": (True,),
@@ -191,6 +209,7 @@ _MEANINGLESS_IN = {
         "chunk_size norm_before_gate rescale_prenorm_residual residual_in_fp32 time_step_floor "
         "time_step_max time_step_min time_step_rank"
     ),
+    "qwen3_moe": {"max_window_layers"},  # windows are not supported
     "recurrent_gemma": {"final_w_init_variance_scale", "w_init_variance_scale"},
     "t5": {"dense_act_fn", "is_gated_act", "n_positions"},  # two repeat feed_forward_proj
 }

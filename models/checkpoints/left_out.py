@@ -24,6 +24,8 @@ def left_out(name: str, config: Mapping[str, Any]) -> bool:
     """Return whether the tensor with a Hugging Face name has no effect on logits."""
     if config["model_type"] == "t5" and name in _T5:
         return True
+    if config["model_type"] == "qwen3_next" and name.startswith("mtp."):  # predicts further tokens
+        return True
     if name == "lm_head.weight":  # repeats the embedding
         return bool(config["tie_word_embeddings"])
     if layer := re.match(r"model\.layers\.(\d+)\.", name):

@@ -261,14 +261,10 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
         return tree
 
     def experts(name: str) -> dict:
-        def all_of(part: str) -> Tensor:
-            names = (f"{name}.experts.{i}.{part}_proj.weight" for i in range(c.routing.experts))
-            return source.tensor(*names, parts=1, turn=lambda x: x.swapaxes(1, 2))
-
-        router = {"weight": source.tensor(f"{name}.gate.weight")}
+        tree = source.experts(name, count=c.routing.experts)
         if c.routing.scores == "sigmoid":
-            router["correction"] = source.tensor(f"{name}.gate.e_score_correction_bias")
-        return {"router": router} | {part: all_of(part) for part in ("gate", "up", "down")}
+            tree["router"]["correction"] = source.tensor(f"{name}.gate.e_score_correction_bias")
+        return tree
 
     def block(i: int) -> dict:
         layer, sparse = f"model.layers.{i}", i >= c.dense

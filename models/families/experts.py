@@ -20,8 +20,12 @@ class Router(Protocol):
         ...
 
 
-class TopRouter(nnx.Module):
-    """Selector of the experts with the largest logits; the factors are a softmax of the logits."""
+class SoftmaxRouter(nnx.Module):
+    """Selector of the experts with the largest logits.
+
+    The factors are a softmax of the logits of the selected experts if `normalised`, or else of all
+    logits.
+    """
 
     def __init__(
         self,
@@ -32,9 +36,10 @@ class TopRouter(nnx.Module):
         rngs: nnx.Rngs,
         *,
         bias: bool = False,
+        normalised: bool = True,
     ):
         self.weight = matrix(rngs, (count, width), dtype)
-        self.chosen, self.biased = chosen, bias
+        self.chosen, self.biased, self.normalised = chosen, bias, normalised
         if bias:
             self.bias = nnx.Param(jnp.zeros(count, dtype))
 
@@ -43,8 +48,9 @@ class TopRouter(nnx.Module):
         logits = linear(tokens, self.weight[...]).astype(jnp.float32)
         if self.biased:
             logits = logits + self.bias[...][None]
-        logits, chosen = jax.lax.top_k(logits, self.chosen)
-        return jax.nn.softmax(logits, axis=-1), chosen
+        best, chosen = jax.lax.top_k(logits, self.chosen)
+        shared = best if self.normalised else logits
+        return jnp.exp(best - jax.nn.logsumexp(shared, axis=-1, keepdims=True)), chosen
 
 
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:

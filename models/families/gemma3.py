@@ -60,7 +60,7 @@ class Block(nnx.Module):
             dtype,
             rngs,
             rope=c.ropes[layer],
-            norm=partial(norm, c.head_dim),
+            norm=norm,
             scale=c.scale,
             softcap=c.softcap,
         )

@@ -14,7 +14,7 @@ from jaxkv.rope import Rope
 from jaxkv.window import Window
 from models.checkpoints.checkpoint import Checkpoint
 from models.families.caches import Attends, windows_of
-from models.families.experts import Experts, TopRouter
+from models.families.experts import Experts, SoftmaxRouter
 from models.families.language_model import LanguageModel
 from models.families.layers import Attention, RMSNorm, Vocabulary
 from models.families.ropes import rope_of
@@ -72,7 +72,7 @@ class Block(nnx.Module):
             c.width,
             c.hidden,
             c.experts,
-            TopRouter(c.width, c.experts, c.chosen, dtype, rngs, bias=True),
+            SoftmaxRouter(c.width, c.experts, c.chosen, dtype, rngs, bias=True),
             dtype,
             rngs,
             activation=partial(clamped_swiglu, alpha=c.alpha, limit=c.limit),

@@ -16,7 +16,7 @@ from jaxkv.rope import Rope
 from models.checkpoints.checkpoint import Checkpoint
 from models.families import mamba2
 from models.families.caches import Attends, Layer
-from models.families.experts import Experts, TopRouter
+from models.families.experts import Experts, SoftmaxRouter
 from models.families.language_model import LanguageModel
 from models.families.layers import Attention, GatedFeed, RMSNorm, Vocabulary
 from models.families.ropes import rope_of
@@ -83,7 +83,7 @@ class Block(nnx.Module):
         self.feed_norm = RMSNorm(c.width, c.eps, dtype)
         self.feed = GatedFeed(c.width, c.hidden, jax.nn.silu, dtype, rngs)
         if c.experts:
-            router = TopRouter(c.width, c.experts, c.chosen, dtype, rngs)
+            router = SoftmaxRouter(c.width, c.experts, c.chosen, dtype, rngs)
             self.experts = Experts(c.width, c.expert_hidden, c.experts, router, dtype, rngs)
 
     def __call__(self, cache: Any, ubatch: jaxkv.Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:

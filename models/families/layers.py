@@ -26,7 +26,7 @@ class RMSNorm(nnx.Module):
         self, size: int, eps: float, dtype: jnp.dtype, *, groups: int = 1, less_one: bool = False
     ):
         self.weight = nnx.Param(jnp.full(size, 0 if less_one else 1, dtype))
-        self.eps, self.groups, self.less_one = eps, groups, less_one
+        self.size, self.eps, self.groups, self.less_one = size, eps, groups, less_one
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalise the last dimension of `x`; the result has the dtype of the weight."""
@@ -110,10 +110,14 @@ class Attention(nnx.Module):
     layer: layer number in the cache.
     rope: rotary embedding of queries and keys; None for no rotation.
     bias: whether `qkv` has biases.
-    output_bias: whether the output projection has a bias.
-    norm: function that makes the norms of query heads and key heads; None for no norms.
+    output_bias: whether `output` has a bias.
+    norm: function that makes a norm of vectors of a size, for queries and for keys; None for no
+      norms.
+    joint_norms: whether all query heads, and all key heads, are normalised as one vector.
     scale: factor of query-key products; None for 1 / sqrt(D).
     softcap: soft limit of attention logits; None for no limit.
+    gated: whether outputs are multiplied by the sigmoids of G gates, `[G, D]`, which are projected
+      after the value of each key/value head.
     sinks: whether each query head has a sink, a logit of the softmax without a value.
     """
 
@@ -127,16 +131,20 @@ class Attention(nnx.Module):
         rope: Rope | None,
         bias: bool = False,
         output_bias: bool = False,
-        norm: Callable[[], RMSNorm] | None = None,
+        norm: Callable[[int], RMSNorm] | None = None,
+        joint_norms: bool = False,
         scale: float | None = None,
         softcap: float | None = None,
+        gated: bool = False,
         sinks: bool = False,
     ):
         c = self.config = config
         self.layer, self.rope, self.scale, self.softcap = layer, rope, scale, softcap
+        self.gated = gated
         # Queries, keys and values are one product: with few tokens most time is spent on reading
         # weights, and fewer, larger products read them faster.
-        size = (c.heads // c.kv_heads + 2) * c.head_dim
+        group = c.heads // c.kv_heads
+        size = (group + 2 + group * gated) * c.head_dim
         by_head = partial(Split, parts=c.kv_heads, of="key/value heads")
         self.qkv = Linear(
             c.width, (c.kv_heads, size), dtype, rngs, bias=bias, split=by_head(axis=0)
@@ -146,7 +154,9 @@ class Attention(nnx.Module):
         )
         self.norms = norm is not None
         if norm is not None:
-            self.q_norm, self.k_norm = norm(), norm()
+            self.q_norm, self.k_norm = (
+                norm(c.head_dim * (heads if joint_norms else 1)) for heads in (c.heads, c.kv_heads)
+            )
         self.has_sinks = sinks
         if sinks:
             self.sinks = nnx.Param(jnp.zeros(c.heads, dtype), split=by_head(axis=0))
@@ -160,11 +170,14 @@ class Attention(nnx.Module):
         """
         c = self.config
         group, token = c.heads // c.kv_heads, x.shape[:2]
-        qkv = self.qkv(x).reshape(*token, c.kv_heads, group + 2, c.head_dim)
-        qk, v = jnp.split(qkv, [group + 1], axis=3)
+        qkv = self.qkv(x).reshape(*token, c.kv_heads, -1, c.head_dim)
+        qk, v, gate = jnp.split(qkv, [group + 1, group + 2], axis=3)
         if self.norms:
-            q, k = jnp.split(qk, [group], axis=3)
-            qk = jnp.concatenate([self.q_norm(q), self.k_norm(k)], axis=3)
+            pairs = zip((self.q_norm, self.k_norm), jnp.split(qk, [group], axis=3), strict=True)
+            qk = jnp.concatenate(
+                [norm(y.reshape(*token, -1, norm.size)).reshape(y.shape) for norm, y in pairs],
+                axis=3,
+            )
         turned = qk.reshape(*token, -1, c.head_dim)
         if self.rope:
             turned = self.rope.rotate(turned, ubatch.positions)
@@ -181,7 +194,10 @@ class Attention(nnx.Module):
             bias=added,
             implementation=c.implementation,
         )
-        return cache, self.output(out.reshape(*token, -1))
+        out = out.reshape(*token, -1)
+        if self.gated:
+            out = out * jax.nn.sigmoid(gate.reshape(out.shape))
+        return cache, self.output(out)
 
 
 class GatedFeed(nnx.Module):

@@ -82,7 +82,7 @@ class Block(nnx.Module):
         c = config
         self.mix_norm = RMSNorm(c.width, c.eps, dtype)
         if c.attends[layer]:
-            norm = partial(RMSNorm, c.head_dim, c.eps, dtype)
+            norm = partial(RMSNorm, eps=c.eps, dtype=dtype)
             self.mixer = Attention(c, layer, dtype, rngs, rope=c.rope, norm=norm)
         else:
             self.mixer = ShortConvolution(c, layer, dtype, rngs)

@@ -1,4 +1,4 @@
-"""Models of the families Llama, Mistral, SmolLM2, Qwen 2 and Qwen 3."""
+"""Models of the families Llama, Mistral, SmolLM2, Qwen 2 and Qwen 3, also with experts."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -14,12 +14,13 @@ from jaxkv.rope import Rope
 from jaxkv.window import Window
 from models.checkpoints.checkpoint import Checkpoint
 from models.families.caches import Attends, windows_of
+from models.families.experts import Experts, SoftmaxRouter
 from models.families.language_model import LanguageModel
 from models.families.layers import Attention, GatedFeed, RMSNorm, Vocabulary
 from models.families.ropes import rope_of
 from models.families.sources import Sources
 
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,9 @@ class Config:
     """Configuration of Llama; other fields are in `models.families.language_model`.
 
     norms: whether query heads and key heads are normalised (Qwen 3).
+    experts: number of experts of inner size `hidden`, of which `chosen` experts are selected for
+      each token; 0 for one feed-forward part without selection.
+    normalised: whether the factors of the chosen experts are divided by the sum of these factors.
     """
 
     width: int
@@ -41,11 +45,14 @@ class Config:
     tied: bool = True
     bias: bool = False
     norms: bool = False
+    experts: int = 0
+    chosen: int = 0
+    normalised: bool = False
     implementation: jaxkv.ops.attention.Implementation | None = None
 
 
 class Block(nnx.Module):
-    """One layer: attention over the cache, then a gated feed-forward part."""
+    """One layer: attention over the cache, then a gated feed-forward part or experts."""
 
     def __init__(self, config: Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         c = config
@@ -57,10 +64,16 @@ class Block(nnx.Module):
             rngs,
             rope=c.rope,
             bias=c.bias,
-            norm=partial(RMSNorm, c.head_dim, c.eps, dtype) if c.norms else None,
+            norm=partial(RMSNorm, eps=c.eps, dtype=dtype) if c.norms else None,
         )
         self.feed_norm = RMSNorm(c.width, c.eps, dtype)
-        self.feed = GatedFeed(c.width, c.hidden, jax.nn.silu, dtype, rngs)
+        if c.experts:
+            router = SoftmaxRouter(
+                c.width, c.experts, c.chosen, dtype, rngs, normalised=c.normalised
+            )
+            self.feed = Experts(c.width, c.hidden, c.experts, router, dtype, rngs)
+        else:
+            self.feed = GatedFeed(c.width, c.hidden, jax.nn.silu, dtype, rngs)
 
     def __call__(self, cache: Any, ubatch: Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
         """Apply the layer to `x`, `[R, T, width]`; return the cache and the new `x`."""
@@ -83,9 +96,10 @@ class Llama(LanguageModel):
 def config_of(checkpoint: Checkpoint) -> Config:
     """Read the configuration of a model from its checkpoint."""
     c = checkpoint.config
+    selects = checkpoint.architecture == "qwen3_moe"
     return Config(
         width=c["hidden_size"],
-        hidden=c["intermediate_size"],
+        hidden=c["moe_intermediate_size" if selects else "intermediate_size"],
         heads=c["num_attention_heads"],
         kv_heads=c["num_key_value_heads"],
         head_dim=c["head_dim"],
@@ -95,7 +109,10 @@ def config_of(checkpoint: Checkpoint) -> Config:
         windows=windows_of(checkpoint),
         tied=c["tie_word_embeddings"],
         bias=c["attention_bias"],
-        norms=checkpoint.architecture == "qwen3",
+        norms=checkpoint.architecture in ("qwen3", "qwen3_moe"),
+        experts=c["num_experts"] if selects else 0,
+        chosen=c["num_experts_per_tok"] if selects else 0,
+        normalised=selects and c["norm_topk_prob"],
     )
 
 
@@ -114,7 +131,11 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
             "attention_norm": source.norm(f"{layer}.input_layernorm"),
             "attention": attention,
             "feed_norm": source.norm(f"{layer}.post_attention_layernorm"),
-            "feed": source.gated_feed(f"{layer}.mlp"),
+            "feed": (
+                source.experts(f"{layer}.mlp", count=config.experts)
+                if config.experts
+                else source.gated_feed(f"{layer}.mlp")
+            ),
         }
 
     return {

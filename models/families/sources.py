@@ -78,6 +78,16 @@ class Sources:
             "down": self.linear(f"{name}.down_proj", bias=bias),
         }
 
+    def experts(self, name: str, *, count: int) -> dict[str, Any]:
+        """Return the tensors for `Experts`, from a tensor for each expert."""
+
+        def all_of(part: str) -> Tensor:
+            names = (f"{name}.experts.{i}.{part}_proj.weight" for i in range(count))
+            return self.tensor(*names, parts=1, turn=lambda x: x.swapaxes(1, 2))
+
+        router = {"weight": self.tensor(f"{name}.gate.weight")}
+        return {"router": router} | {part: all_of(part) for part in ("gate", "up", "down")}
+
     def vocabulary(self, embedding: str, *, tied: bool) -> dict[str, Tensor]:
         """Return the tensors for a `Vocabulary`."""
         if tied:

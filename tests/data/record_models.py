@@ -17,10 +17,10 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 HERE = Path(__file__).parent
 LLAMAS = ["llama_tied", "llama_llama3", "llama_yarn", "llama_linear", "mistral", "qwen2", "qwen3"]
-LLAMAS += ["mistral_window", "qwen2_window", "qwen3_window"]
+LLAMAS += ["mistral_window", "qwen2_window", "qwen3_window", "qwen3_moe", "olmo2"]
 RECURRENT = ["mamba2", "mamba2_biased", "granite_hybrid", "granite_hybrid_rope"]
 RECURRENT += ["granite_hybrid_experts", "granite_hybrid_experts_rope", "recurrent_gemma"]
-RECURRENT += ["lfm2", "falcon_h1", "falcon_h1_norm"]
+RECURRENT += ["lfm2", "falcon_h1", "falcon_h1_norm", "qwen3_next"]
 DEEPSEEKS = ["deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "deepseek_v3_halves"]
 # Seeds and gains for texts without repetition.
 T5S = {"t5_gated": (48, 1.2), "t5_tied": (64, 1.5)}
@@ -70,6 +70,8 @@ def recurrent(name: str, seed: int) -> torch.nn.Module:
             parameter.copy_(0.5 * torch.randn_like(parameter))
         else:
             parameter.copy_(torch.randn_like(parameter) * 1.5 * parameter.shape[-1] ** -0.5)
+        if name == "qwen3_next" and key.endswith("A_log"):  # or a state lasts for two tokens
+            parameter.sub_(4.0)
     return net
 
 

@@ -208,7 +208,8 @@ def test_beam_fewer_texts_than_width():
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("name", "streams"), [("llama_tied", 4), ("granite_hybrid", 1), ("recurrent_gemma", 4)]
+    ("name", "streams"),
+    [("llama_tied", 4), ("granite_hybrid", 1), ("qwen3_next", 1), ("recurrent_gemma", 4)],
 )
 def test_beam_of_a_model_matches_search_without_cache(name, streams):
     """States allow a rollback of one step, so ended texts may have no cached tokens."""

@@ -73,6 +73,7 @@ def assert_says_the_same(model, draft, cache, state, *, atol=2e-4):
         ("mamba2", "itself", "pool"),
         ("granite_hybrid", "lookup", "pool"),
         ("granite_hybrid", "another", "split"),
+        ("qwen3_next", "another", "split"),
         ("recurrent_gemma", "another", "pool"),
     ],
 )

@@ -82,6 +82,11 @@ def test_config_older_keys_mean_the_same(tmp_path):
     assert wanted.hidden == 24  # 0.9 of two thirds of 30, in eights
     assert config_of(tmp_path, "lfm2", block_auto_adjust_ff_dim=False).hidden == 30
 
+    older = {"num_experts": 6, "num_local_experts": None}
+    assert config_of(tmp_path, "qwen3_moe", **older) == config_of(tmp_path, "qwen3_moe")
+    interval = {"full_attention_interval": 2, "layer_types": None}
+    assert config_of(tmp_path, "qwen3_next", **interval) == config_of(tmp_path, "qwen3_next")
+
     both = {"rope_scaling": LINEAR | {"rope_type": None, "type": "linear"}, "rope_theta": 10000}
     assert config_of(tmp_path, "llama_linear", **both) == config_of(tmp_path, "llama_linear")
     for name, tied in [("t5_gated", False), ("t5_tied", None)]:

@@ -18,7 +18,7 @@ from tests.models.tiny_files import DATA, config_at
 
 SEQUENCES = (2, 0, 3)  # of the texts; one of the four stays empty
 LLAMAS = ["llama_linear", "llama_llama3", "llama_tied", "llama_yarn", "mistral", "mistral_window"]
-LLAMAS += ["qwen2", "qwen2_window", "qwen3", "qwen3_window"]
+LLAMAS += ["olmo2", "qwen2", "qwen2_window", "qwen3", "qwen3_moe", "qwen3_window"]
 DEEPSEEKS = ["deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "deepseek_v3_halves"]
 LATENT = dict(rtol=0, atol=2e-5)
 
@@ -65,6 +65,7 @@ class Way(NamedTuple):
 
     steps: whether the last tokens are fed one at a time, or are a part of the prompts.
     max_rollback: how many tokens of the prompts are rolled back, and fed one at a time.
+    texts: how many of the texts are fed.
     """
 
     ubatch_size: int
@@ -73,6 +74,7 @@ class Way(NamedTuple):
     max_rollback: int = 0
     streams: int = 1
     full_windows: bool = False
+    texts: int = 3
 
 
 @functools.cache
@@ -131,6 +133,7 @@ SHORT_UBATCHES = Way(3, max_rollback=2, streams=4)
 ALONE = Way(512, together=False, max_rollback=2, streams=4)
 POOLED = Way(5)
 WHOLE = Way(16, steps=False)  # one program
+FIRST = Way(128, steps=False, texts=1)
 # A window cache is smaller than the text, so that its cells are reused several times.
 SMALL = dict.fromkeys(LLAMAS, dict(cells=128, ubatch_size=20, max_rollback=4))
 SMALL["gemma3"] = dict(cells=96, ubatch_size=16, max_rollback=4)
@@ -138,18 +141,19 @@ SMALL |= dict.fromkeys(["t5_gated", "t5_tied"], dict(cells=96, source_cells=56))
 FAST = ("llama_tied", Way(20))
 CORE = ["deepseek_v2_groups", "gemma3", "t5_tied", "recurrent_gemma"]
 CORE = [(name, WHOLE) for name in [*CORE, "granite_hybrid_experts_rope", "lfm2", "gpt_oss"]]
+CORE += [("qwen3_next", FIRST)]
 NIGHTLY = [
     *[(name, Way(20)) for name in LLAMAS if name != "llama_tied"],
     ("gemma3", Way(4)),
     ("gemma3", Way(1, streams=4, full_windows=True)),
     ("t5_gated", Way(16)),
     ("t5_tied", Way(16, streams=4)),
-    *[(name, POOLED) for name in ("mamba2", "granite_hybrid_experts")],
+    *[(name, POOLED) for name in ("mamba2", "granite_hybrid_experts", "qwen3_next")],
     *[(name, ALONE) for name in ("mamba2", "recurrent_gemma", "granite_hybrid_rope")],
-    *[(name, ALONE) for name in ("lfm2", "falcon_h1")],
+    *[(name, ALONE) for name in ("lfm2", "falcon_h1", "qwen3_next")],
     *[(name, ONE_BY_ONE) for name in ("mamba2_biased", "granite_hybrid")],
-    *[(name, IN_UBATCHES) for name in ("recurrent_gemma", "falcon_h1_norm")],
-    *[(name, SHORT_UBATCHES) for name in ("lfm2", "falcon_h1")],
+    *[(name, IN_UBATCHES) for name in ("recurrent_gemma", "falcon_h1_norm", "qwen3_next")],
+    *[(name, SHORT_UBATCHES) for name in ("lfm2", "falcon_h1", "qwen3_next")],
     *[("gpt_oss", way) for way in (POOLED, ONE_BY_ONE, SHORT_UBATCHES)],
     *[("gpt_oss_mxfp4", way) for way in (ALONE, IN_UBATCHES)],
 ]
@@ -164,7 +168,7 @@ def name_of(value):
 )
 def test_logits_match_transformers(name, way):
     record = recorded(name)
-    which = range(len(record.tokens))
+    which = range(len(record.tokens))[: way.texts]
     options = dict(cells=512, max_rollback=way.max_rollback, full_windows=way.full_windows)
     options |= dict(sequences=4, streams=way.streams) | SMALL.get(name, {})
     for group in [which] if way.together else [[i] for i in which]:
@@ -230,3 +234,13 @@ def test_deepseek_layers_for_further_tokens_are_left_out(tmp_path):
     config_at(tmp_path, "deepseek_v3", num_nextn_predict_layers=0)
     with pytest.raises(models.ModelError, match="tensors of 3 layers, as in its config, got 4"):
         models.load(tmp_path)
+
+
+@pytest.mark.nightly
+def test_qwen3_next_layers_for_further_tokens_are_left_out(tmp_path):
+    tensors = load_file(DATA / "qwen3_next" / "model.safetensors")
+    further = {"mtp.fc.weight": tensors["model.embed_tokens.weight"]}
+    save_file(tensors | further, tmp_path / "model.safetensors")
+    wanted = models.load(DATA / "qwen3_next").params
+    found = models.load(config_at(tmp_path, "qwen3_next")).params
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkv.ops import scans
+from models.families.delta_rule import scan_gated_delta
 
 
 def rows_of(length, kept):
@@ -34,6 +35,29 @@ def test_scan_ssd_equals_loop_over_tokens(length, kept):
             added = (steps[r, t][:, None] * x[r, t])[..., None] * into[:, None]
             now = np.exp(steps[r, t] * rate)[:, None, None] * now + added
             np.testing.assert_allclose(out[r, t], np.sum(now * out_of[:, None], -1), atol=3e-5)
+            every.append(now)
+        np.testing.assert_allclose(states[r], np.stack(every)[counts[r]], atol=3e-5)
+
+
+@pytest.mark.parametrize(("length", "kept"), [(1, 2), (40, 3)])
+def test_scan_gated_delta_equals_loop_over_tokens(length, kept):
+    lengths, valid, counts, rng = rows_of(length, kept)
+    heads, size, groups, numbers = 4, 5, 2, 6
+    q, k = rng.normal(size=(2, 3, length, groups, numbers)) * numbers**-0.5
+    v = rng.normal(size=(3, length, heads, size))
+    log_decay = np.where(valid, -np.abs(rng.normal(size=(3, length, heads))), 0)
+    beta = np.where(valid, rng.uniform(size=(3, length, heads)), 0)
+    state = rng.normal(size=(3, heads, numbers, size))
+    arrays = (jnp.asarray(a, jnp.float32) for a in (q, k, v, log_decay, beta, state))
+    out, states = jax.jit(scan_gated_delta, static_argnames="chunk")(*arrays, counts, chunk=16)
+    for r in range(3):
+        every, now = [state[r]], state[r]
+        for t in range(lengths[r]):
+            query, key = (np.repeat(y[r, t], heads // groups, axis=0)[..., None] for y in (q, k))
+            now = np.exp(log_decay[r, t])[:, None, None] * now
+            missing = v[r, t] - np.sum(key * now, 1)
+            now = now + key * (beta[r, t][:, None] * missing)[:, None]
+            np.testing.assert_allclose(out[r, t], np.sum(query * now, 1), atol=3e-5)
             every.append(now)
         np.testing.assert_allclose(states[r], np.stack(every)[counts[r]], atol=3e-5)
 

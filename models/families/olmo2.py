@@ -1,0 +1,71 @@
+"""OLMo 2: norms follow attention and feed-forward parts, and normalise all heads jointly."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxkv import Ubatch
+from models.checkpoints.checkpoint import Checkpoint
+from models.families import llama
+from models.families.language_model import LanguageModel
+from models.families.layers import Attention, GatedFeed, RMSNorm, Vocabulary
+from models.families.sources import Sources
+
+ARCHITECTURES = ("olmo2",)
+
+
+class Block(nnx.Module):
+    """One layer: attention over the cache, then a gated feed-forward part, each with a norm."""
+
+    def __init__(self, config: llama.Config, layer: int, dtype: jnp.dtype, rngs: nnx.Rngs):
+        c = config
+        norm = partial(RMSNorm, eps=c.eps, dtype=dtype)
+        self.attention = Attention(c, layer, dtype, rngs, rope=c.rope, norm=norm, joint_norms=True)
+        self.attention_norm = norm(c.width)
+        self.feed = GatedFeed(c.width, c.hidden, jax.nn.silu, dtype, rngs)
+        self.feed_norm = norm(c.width)
+
+    def __call__(self, cache: Any, ubatch: Ubatch, x: jax.Array) -> tuple[Any, jax.Array]:
+        """Apply the layer to `x`, `[R, T, width]`; return the cache and the new `x`."""
+        cache, out = self.attention(cache, ubatch, x)
+        x = x + self.attention_norm(out)
+        return cache, x + self.feed_norm(self.feed(x))
+
+
+class OLMo2(LanguageModel):
+    """Flax module of OLMo 2."""
+
+    def __init__(self, config: llama.Config, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
+        c = config
+        self.vocabulary = Vocabulary(c.vocabulary, c.width, dtype, rngs, tied=c.tied)
+        layers = range(len(c.windows))
+        self.blocks = nnx.List([Block(c, layer, dtype, rngs) for layer in layers])
+        self.norm = RMSNorm(c.width, c.eps, dtype)
+
+
+def weights_of(checkpoint: Checkpoint, config: llama.Config) -> dict:
+    """Return a `Tensor` of the checkpoint for each parameter of `OLMo2`."""
+    source = Sources(checkpoint)
+
+    def block(layer: str) -> dict:
+        name = f"{layer}.self_attn"
+        norms = {f"{letter}_norm": source.norm(f"{name}.{letter}_norm") for letter in "qk"}
+        return {
+            "attention": source.attention(name, kv_heads=config.kv_heads, bias=False) | norms,
+            "attention_norm": source.norm(f"{layer}.post_attention_layernorm"),
+            "feed": source.gated_feed(f"{layer}.mlp"),
+            "feed_norm": source.norm(f"{layer}.post_feedforward_layernorm"),
+        }
+
+    return {
+        "vocabulary": source.vocabulary("model.embed_tokens.weight", tied=config.tied),
+        "blocks": {i: block(f"model.layers.{i}") for i in range(len(config.windows))},
+        "norm": source.norm("model.norm"),
+    }
+
+
+config_of, layers_of = llama.config_of, llama.layers_of
+MODULE = OLMo2
