@@ -306,7 +306,7 @@ def make_batch(
         sequences = xp.full(shape, sequences)
     elif len(shape) == 2 and sequences.shape == shape[:1]:
         xp = np if is_concrete(sequences) else jnp
-        sequences = xp.broadcast_to(sequences[:, None], shape)
+        sequences = xp.broadcast_to(xp.asarray(sequences)[:, None], shape)
     elif sequences.shape[:-1] == shape:
         sequences, others = _split_lowest_sequence(sequences)
     fields = {

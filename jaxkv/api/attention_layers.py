@@ -39,7 +39,7 @@ class AttentionLayers:
       ValueError: If a layer is called twice, the model has more layers than the cache, or the model
         passes a bias or uses dropout.
       ValueError: If the property `cache` is read before every layer was called.
-      TypeError: If the model passes another option.
+      TypeError: If `cache` or `ubatch` has another type, or the model passes another option.
 
     Examples:
       A model of two layers that does not know of the cache:
@@ -59,6 +59,11 @@ class AttentionLayers:
     """
 
     def __init__(self, cache: Cache, ubatch: Ubatch):
+        if not isinstance(cache, Cache) or not isinstance(ubatch, Ubatch):
+            raise TypeError(
+                f"expected a cache and a ubatch, got {type(cache)} and {type(ubatch)}; pass those "
+                "of forward"
+            )
         self._cache, self._ubatch = cache, ubatch
         self._layers = [
             layer

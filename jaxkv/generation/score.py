@@ -14,7 +14,7 @@ from jaxkv.api.edits import seq_select
 from jaxkv.batch import make_batch
 from jaxkv.cache import Cache, merge
 from jaxkv.cache_spec import CacheSpec
-from jaxkv.core.array_utils import is_concrete
+from jaxkv.core.array_utils import is_concrete, is_traced
 from jaxkv.core.compile_cache import cached_program
 from jaxkv.core.validate import check_int32
 from jaxkv.generation.model_step import Forward, model_step
@@ -56,7 +56,8 @@ def score(
       prompts: A list of tokens for each prompt, or rows. With G texts for each prompt, text i
         follows prompt i // G.
       spec: Spec of the model's cache. Each text has a stream.
-      dtype: Dtype of cached keys and values, see `make_cache`.
+      dtype: Dtype of cached keys and values, see `make_cache`. Keys and values of 8 bits have no
+        gradient.
       sharding_rules: Mesh axes that split the cache on the mesh of `jax.set_mesh`.
 
     Returns:
@@ -87,18 +88,24 @@ def score(
     Hugging Face: `compute_transition_scores`.
     """
     _check_spec(spec)
-    index = None
+    index, is_computable = None, True
     if is_concrete(texts, prompts):
-        rows = _check_lists(texts, "texts", allow_empty=prompts is not None)
+        lists = _check_lists(texts, "texts", allow_empty=prompts is not None)
         if prompts is None:
-            levels, index = trie_of_texts(rows)
+            levels, index = trie_of_texts(lists)
         else:
             first = _check_lists(prompts, "prompts", allow_empty=False)
-            _check_counts(len(first), len(rows))
-            levels = trie_of_prompts(first, rows)
+            _check_counts(len(first), len(lists))
+            levels = trie_of_prompts(first, lists)
         largest = max(int(np.max(level.tokens)) for level in levels)
+        if _is_array(texts):
+            index = _index_of_rows(np.asarray(texts), levels[-1] if index is None else index)
     else:
         levels, largest = _levels_of_traced_rows(texts, prompts), -1
+        index = _index_of_rows(_check_rows(texts, "texts"), levels[-1])
+        if prompts is not None:  # an empty prompt has no logits
+            is_computable = jnp.any(levels[0].tokens >= 0, axis=1)
+            is_computable = jnp.repeat(is_computable, len(index) // len(is_computable))[:, None]
     program = cached_program(_build_score_program, forward)
     options = {"spec": spec, "dtype": jnp.dtype(dtype), "sharding_rules": sharding_rules}
     logprobs, vocabulary = program(params, levels, index, **options)
@@ -107,9 +114,29 @@ def score(
             f"expected tokens below {vocabulary.shape[1]}, the size of the vocabulary, got "
             f"{largest}; encode the texts by the tokenizer of this model"
         )
-    # Rows keep their length. Lists get that of a level, so that few shapes are sliced.
-    is_array = isinstance(texts, (jax.Array, np.ndarray))
-    return logprobs[:, : texts.shape[1]] if is_array and texts.ndim == 2 else logprobs
+    return logprobs if is_computable is True else jnp.where(is_computable, logprobs, jnp.nan)
+
+
+def _is_array(texts: Prompts) -> bool:
+    """Return whether texts are rows of an array, with negative numbers as padding."""
+    return getattr(texts, "ndim", 0) == 2
+
+
+def _index_of_rows(
+    rows: Int32[Array | np.ndarray, "n m"], of: TrieLevel | Int32[np.ndarray, "n k"]
+) -> Int32[Array | np.ndarray, "n m"]:
+    """Return the index of each token of rows in the scored tokens; -1 for padding.
+
+    The argument `of` is the index of texts without padding, or a level with a row for each text.
+    """
+    xp = np if is_concrete(rows) else jnp
+    valid = rows >= 0
+    place = xp.maximum(xp.cumsum(valid, axis=1, dtype=np.int32) - 1, 0)
+    if isinstance(of, TrieLevel):
+        place += xp.arange(len(rows), dtype=np.int32)[:, None] * of.tokens.shape[1]
+    else:
+        place = np.take_along_axis(of, np.asarray(place), axis=1)
+    return xp.where(valid, place, -1)
 
 
 def _build_score_program(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
@@ -224,19 +251,25 @@ def _rows_of_logits(tokens: Int32[Array, "R T"], order: Int32[Array, " O"]) -> I
 
 
 def _levels_of_traced_rows(texts: Prompts, prompts: Prompts | None) -> list[TrieLevel]:
-    """Return a level of the prompts, if there are prompts, and a level of the texts."""
-    rows = _check_rows(texts, "texts")
+    """Return a level of the prompts, if any, and one of the texts, padding last."""
+    rows = _padding_last(_check_rows(texts, "texts"))
     count = rows.shape[0]
     ids = np.arange(count, dtype=np.int32)
     if prompts is None:
         return [TrieLevel(tokens=rows, sequences=ids, parents=ids, is_scored=True)]
-    first = _check_rows(prompts, "prompts")
+    first = _padding_last(_check_rows(prompts, "prompts"))
     _check_counts(first.shape[0], count)
     parents = ids // (count // first.shape[0]) * (count // first.shape[0])
     return [
         TrieLevel(tokens=first, sequences=np.unique(parents), parents=ids, is_scored=False),
         TrieLevel(tokens=rows, sequences=ids, parents=parents, is_scored=True),
     ]
+
+
+def _padding_last(rows: Int32[Array | np.ndarray, "n m"]) -> Int32[Array, "n m"]:
+    """Move the negative numbers of each row to its end."""
+    order = jnp.argsort(rows < 0, axis=1, stable=True)
+    return jnp.take_along_axis(jnp.asarray(rows), order, axis=1)
 
 
 def _check_spec(spec: object) -> None:
@@ -252,7 +285,7 @@ def _check_spec(spec: object) -> None:
 
 def _check_counts(num_prompts: int, num_texts: int) -> None:
     """Raise unless each prompt has equally many texts."""
-    if num_texts % num_prompts:
+    if not num_prompts or num_texts % num_prompts:
         raise ValueError(
             f"expected equally many texts for each of {num_prompts} prompts, got {num_texts}; pass "
             "the texts of each prompt one after another"
@@ -261,11 +294,9 @@ def _check_counts(num_prompts: int, num_texts: int) -> None:
 
 def _check_lists(texts: Prompts, name: str, *, allow_empty: bool) -> list[Int32[np.ndarray, " _"]]:
     """Return concrete texts as arrays without padding."""
-    if getattr(texts, "ndim", 0) == 2:
-        rows = np.asarray(_check_rows(texts, name))
-        lists = [row[: np.sum(row >= 0)] for row in rows]
-        if any(np.any(row[len(text) :] >= 0) for row, text in zip(rows, lists, strict=True)):
-            raise ValueError(f"expected -1 only at the end of {name}, got it before a token; sort")
+    if _is_array(texts):
+        rows = check_int32(np.asarray(texts), name)
+        lists = [row[row >= 0] for row in rows]
     else:
         lists = [np.asarray(check_int32(text, name, low=0)) for text in texts]
     if not lists or any(text.ndim != 1 or not (text.size or allow_empty) for text in lists):
@@ -279,7 +310,11 @@ def _check_lists(texts: Prompts, name: str, *, allow_empty: bool) -> list[Int32[
 
 def _check_rows(texts: Prompts, name: str) -> Int32[Array | np.ndarray, "n m"]:
     """Return texts as int32 rows; pad lists with -1 at the end."""
-    if getattr(texts, "ndim", 0) != 2:
+    if not _is_array(texts):
+        if is_traced(texts):
+            raise ValueError(
+                f"expected traced {name} as rows [n, m], got {type(texts)}; pad lists with -1"
+            )
         lists = _check_lists(texts, name, allow_empty=False)
         width = max(map(len, lists))
         texts = np.stack([np.pad(x, (0, width - len(x)), constant_values=-1) for x in lists])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -201,6 +202,8 @@ def is_key(seed: Seeds) -> bool:
 
 def check_seed(seed: Seeds, count: int) -> Seeds:
     """Return checked seeds, as uint32 unless traced."""
+    if isinstance(seed, Sequence) and seed and is_key(seed[0]):
+        seed = jnp.stack(seed)
     if np.shape(seed) not in ((), (count,)):
         raise ValueError(
             f"expected a seed [] or [{count}], got {np.shape(seed)}; pass a scalar, or one for "

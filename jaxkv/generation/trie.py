@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 MIN_SHARED = 16
 """Minimum number of tokens of a common beginning that gets its own row."""
 
+MAX_LEVELS = 4
+"""Most levels; each is compiled. Beginnings that only later levels would share are repeated."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -101,9 +104,10 @@ def _segments_by_level(
     # Texts order[first:last] share their first `start` tokens, which `parent` has.
     groups: list[tuple[int, int, int, int | None]] = [(0, len(order), 0, None)]
     while groups:
+        is_last = len(levels) == MAX_LEVELS - 1
         segments, parents, below = [], {}, []
         for first, last, start, parent in groups:
-            apart = (i for i in range(first + 1, last) if common[i] - start < MIN_SHARED)
+            apart = (i for i in range(first + 1, last) if is_last or common[i] - start < MIN_SHARED)
             for low, high in pairwise([first, *apart, last]):
                 members = order[low:high]
                 stop = min([len(texts[members[0]]), *common[low + 1 : high]])

@@ -74,10 +74,14 @@ def _most_outputs(spec: TableSpec, batch: Batch) -> int:
     most = size = batch.valid.size
     if batch.outputs is None:
         ids = [ids for ids in (batch.sequences, batch.shared_with) if ids is not None]
-        known = np.unique(np.concatenate([np.ravel(x) for x in ids])) if is_concrete(ids) else None
+        known = (
+            np.unique(np.concatenate([np.asarray(x).reshape(-1) for x in ids]))
+            if is_concrete(ids)
+            else None
+        )
         most = spec.sequences if known is None else np.sum(known >= 0)
     elif is_concrete(batch.outputs):
-        most = np.sum(batch.outputs)
+        most = np.sum(np.asarray(batch.outputs))
     return min(next_power_of_two(max(int(most), FEW)), size)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -265,7 +265,7 @@ got a cache of fewer; lower max_new_tokens, or make the cache larger
 
     def generate(
         self,
-        requests: Sequence[Request],
+        requests: Iterable[Request],
         *,
         num_samples: int = 1,
         on_output: Callable[[RequestOutput, int], object] | None = None,
@@ -301,26 +301,34 @@ got a cache of fewer; lower max_new_tokens, or make the cache larger
           >>> [output.tokens.tolist() for output in outputs]
           [[2, 3], [3, 0]]
         """
-        num_samples = check_count(num_samples, "num_samples")
+        num_samples, requests = check_count(num_samples, "num_samples"), list(requests)
+        if on_output is not None and not callable(on_output):
+            raise TypeError(f"expected a function on_output, got {type(on_output)}; pass one")
         for request in requests:
             check_request(request, self._limits)
-        samples = [
-            replace(request, seed=(int(request.seed) + j) % 2**32)
-            for request in requests
-            for j in range(num_samples)
-        ]
-        ids = [self.submit(sample) for sample in samples]
+        ids: list[int] = []
         outputs: dict[int, RequestOutput] = {}
         others: list[RequestOutput] = []
         try:
-            while len(outputs) < len(ids):
-                for output in self.step():
-                    if output.id < ids[0]:
-                        others.append(output)
-                        continue
-                    outputs[output.id] = output
-                    if on_output is not None:
-                        on_output(output, len(ids) - len(outputs))
+            for request in requests:
+                for j in range(num_samples):
+                    sample = replace(request, seed=(int(request.seed) + j) % 2**32)
+                    ids.append(self.submit(sample))
+        except BaseException:
+            for request_id in ids:
+                self.cancel(request_id)
+            self._done = [output for output in self._done if output.id not in ids]
+            raise
+        try:
+            for output in self.results() if ids else ():
+                if output.id not in ids:
+                    others.append(output)
+                    continue
+                outputs[output.id] = output
+                if on_output is not None:
+                    on_output(output, len(ids) - len(outputs))
+                if len(outputs) == len(ids):
+                    break
         except BaseException:
             others += outputs.values()  # not lost: `results` returns them
             raise

@@ -1,6 +1,7 @@
 """Record the results of tiny random models in Hugging Face transformers.
 
-Run where torch 2.13 and transformers 5.23 or 5.24 are installed: `python tests/data/record_models.py`.
+Run where torch 2.13 and transformers 5.23 or 5.24 are installed: `python
+tests/data/record_models.py`.
 
 A folder here is a model in its published form. Its `config.json` existed first and sets the size.
 The weights are random. The functions below document the arrays of `run.npz` or `logits.npz`. Seeds

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -46,10 +47,10 @@ def test_prefill_in_jit_computes_logits_of_outputs_only(case, num_outputs):
     outputs[0, [2, 4]] = outputs[1, 1] = True
 
     def run(tokens, traced, cache):
-        flags = {"last": None, "known": outputs, "traced": traced}[case]
+        flags = {"last": None, "known": known, "traced": traced}[case]
         return jaxkv.prefill(forward, None, cache, make_batch(tokens, outputs=flags))
 
-    cache = filled()
+    cache, known = filled(), jnp.array(outputs)
     inside = jax.jit(run)(tokens, outputs, cache)
     flags = None if case == "last" else outputs
     outside = jaxkv.prefill(forward, None, cache, make_batch(tokens, outputs=flags))

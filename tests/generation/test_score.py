@@ -110,6 +110,16 @@ def test_trie_has_each_token_of_a_common_beginning_once():
 
 
 @pytest.mark.core
+def test_trie_of_a_long_chain_has_few_levels():
+    text = np.arange(400) % 7
+    levels, index = trie_of_texts([text[: 20 * i] for i in range(1, 20)])
+    assert len(levels) == 4
+    tokens = np.concatenate([level.tokens.reshape(-1) for level in levels])
+    for i, row in enumerate(index):
+        assert tokens[row[row >= 0]].tolist() == text[: 20 * (i + 1)].tolist()
+
+
+@pytest.mark.core
 @pytest.mark.parametrize("prompts", [None, PROMPTS], ids=["texts", "prompts"])
 def test_score_of_traced_rows_equals_that_of_lists(prompts):
     texts = [text or [3] for text in ANSWERS]
@@ -120,7 +130,17 @@ def test_score_of_traced_rows_equals_that_of_lists(prompts):
     found = jax.jit(lambda rows: scored(TABLE, rows, prompts=prompts))(padded)
     assert found.shape == padded.shape and np.all(np.asarray(found)[padded < 0] == 0)
     np.testing.assert_allclose(found[:, :8], wanted, atol=1e-6)
-    np.testing.assert_array_equal(scored(TABLE, padded, prompts=prompts)[:, :8], wanted)
+    np.testing.assert_allclose(scored(TABLE, padded, prompts=prompts), found, atol=1e-6)
+    spread = np.insert(padded, [0, 3], -1, axis=1)  # padding may be anywhere
+    run = partial(scored, TABLE, prompts=prompts)
+    for again in (run(spread), jax.jit(lambda rows: run(rows))(spread)):
+        np.testing.assert_allclose(np.delete(again, [0, 4], axis=1), found, atol=1e-6)
+    if prompts is not None:
+        rows = np.array([[-1, -1, *PROMPTS[0], -1, -1], PROMPTS[1]])
+        again = jax.jit(lambda rows: scored(TABLE, padded, prompts=rows))
+        np.testing.assert_allclose(again(rows), found, atol=1e-6)
+        rows[0] = -1
+        assert np.isnan(again(rows)[:2]).all() and np.isfinite(again(rows)[2:]).all()
     padded[0, 1] = 99
     assert np.isnan(jax.jit(lambda rows: scored(TABLE, rows, prompts=prompts))(padded)[0, 1])
 

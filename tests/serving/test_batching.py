@@ -48,6 +48,35 @@ def test_engine_texts_are_as_each_alone(kind, holders):
     assert not holders or sum(result.prefix_hit.length for result in results) > 20
 
 
+def test_engine_generate_returns_samples_in_order():
+    earlier, *requests = servers.mixed(5)
+    engine, left = warm(POOL), []
+    first = engine.submit(earlier)
+    outputs = engine.generate(
+        iter(requests), num_samples=2, on_output=lambda _, count: left.append(count)
+    )
+    assert_as_alone(
+        outputs, [replace(one, seed=one.seed + j) for one in requests for j in range(2)]
+    )
+    assert sorted(left) == [*range(8)] and [one.id for one in engine.results()] == [first]
+
+
+def test_engine_generate_that_raises_loses_nothing():
+    requests, engine = servers.mixed(4), warm(POOL)
+    for wrong in (Request(prompt=[1] * 999, max_new_tokens=1), "request"):
+        with pytest.raises((ValueError, TypeError)):
+            engine.generate([*requests, wrong])
+        assert not engine.busy
+
+    def interrupt(output, count):
+        engine.submit(requests[0])
+        raise RuntimeError("interrupted")
+
+    with pytest.raises(RuntimeError, match="interrupted"):
+        engine.generate(requests, on_output=interrupt)
+    assert len([*engine.results()]) == len(requests) + 1
+
+
 def test_engine_texts_that_give_way_are_as_each_alone():
     """Without reservations the youngest requests wait again when running ones take all cells."""
     long = dict(max_new_tokens=18, sampling=dict(temperature=1.5))
