@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -24,9 +24,10 @@ from jaxkv.make import make_cache
 from jaxkv.planning.planners import init_batch
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int32, PyTree
+    from jaxtyping import Array, Float, Int32, Integer, PyTree
 
     from jaxkv.core.partitioning import ShardingRules
+    from jaxkv.core.types import Ids
     from jaxkv.generation.types import Prompts
 
 
@@ -35,11 +36,11 @@ def score(
     params: PyTree,
     texts: Prompts,
     *,
-    prompts: Prompts | None = None,
+    prompts: Integer[Array | np.ndarray, "P k"] | Sequence[Ids] | None = None,
     spec: CacheSpec,
     dtype: jax.typing.DTypeLike = jnp.float32,
     sharding_rules: ShardingRules | None = None,
-) -> Float[Array, "n m"]:
+) -> Float[Array, "T n"]:
     """Return the log-probability of each token of each text, differentiable in the parameters.
 
     A prompt, and the derivative of a prompt, are computed once for all texts that follow the
@@ -51,7 +52,7 @@ def score(
     Args:
       forward: See `prefill`. Programs are cached by function, so pass the same function every time.
       params: Model parameters, any pytree.
-      texts: A list of tokens for each of n texts, or rows `[n, m]`; -1 is padding. Rows may be
+      texts: A list of tokens for each of T texts, or rows `[T, n]`; -1 is padding. Rows may be
         traced.
       prompts: A list of tokens for each prompt, or rows. With G texts for each prompt, text i
         follows prompt i // G.
@@ -62,12 +63,12 @@ def score(
 
     Returns:
       Log-probabilities in float32: 0 for padding and for the first token of a text without a
-      prompt, NaN for traced tokens past the vocabulary. m is the length of a row of `texts`; for
+      prompt, NaN for traced tokens past the vocabulary. n is the length of a row of `texts`; for
       lists it is at least the length of the longest text.
 
     Raises:
       ValueError: If there is no text, or a prompt or a text without a prompt is empty.
-      ValueError: If n is not a multiple of the number of prompts.
+      ValueError: If T is not a multiple of P, the number of prompts.
       ValueError: If a concrete token is negative in a list, or past the vocabulary.
       ValueError: If the spec has cross-attention.
       TypeError: If tokens are not integers, or the spec is not a `CacheSpec`.
@@ -123,8 +124,8 @@ def _is_array(texts: Prompts) -> bool:
 
 
 def _index_of_rows(
-    rows: Int32[Array | np.ndarray, "n m"], of: TrieLevel | Int32[np.ndarray, "n k"]
-) -> Int32[Array | np.ndarray, "n m"]:
+    rows: Int32[Array | np.ndarray, "T n"], of: TrieLevel | Int32[np.ndarray, "T m"]
+) -> Int32[Array | np.ndarray, "T n"]:
     """Return the index of each token of rows in the scored tokens; -1 for padding.
 
     The argument `of` is the index of texts without padding, or a level with a row for each text.
@@ -144,7 +145,7 @@ def _build_score_program(forward: Callable[[], Forward]) -> jax.stages.Wrapped:
     def program(
         params: PyTree,
         levels: list[TrieLevel],
-        index: Int32[Array, "n m"] | None,
+        index: Int32[Array, "T n"] | None,
         *,
         spec: CacheSpec,
         dtype: jnp.dtype,
@@ -171,8 +172,8 @@ def _score_levels(
     params: PyTree,
     cache: Cache,
     levels: list[TrieLevel],
-    index: Int32[Array, "n m"] | None,
-) -> tuple[Float[Array, "n m"], Array]:
+    index: Int32[Array, "T n"] | None,
+) -> tuple[Float[Array, "T n"], Array]:
     """Return the log-probabilities of texts, and an array `[0, V]`, from an empty cache.
 
     The argument `index` is from `trie_of_texts`, or None if the last level has a row for each text.
@@ -266,7 +267,7 @@ def _levels_of_traced_rows(texts: Prompts, prompts: Prompts | None) -> list[Trie
     ]
 
 
-def _padding_last(rows: Int32[Array | np.ndarray, "n m"]) -> Int32[Array, "n m"]:
+def _padding_last(rows: Int32[Array | np.ndarray, "T n"]) -> Int32[Array, "T n"]:
     """Move the negative numbers of each row to its end."""
     order = jnp.argsort(rows < 0, axis=1, stable=True)
     return jnp.take_along_axis(jnp.asarray(rows), order, axis=1)
@@ -308,12 +309,12 @@ def _check_lists(texts: Prompts, name: str, *, allow_empty: bool) -> list[Int32[
     return lists
 
 
-def _check_rows(texts: Prompts, name: str) -> Int32[Array | np.ndarray, "n m"]:
+def _check_rows(texts: Prompts, name: str) -> Int32[Array | np.ndarray, "T n"]:
     """Return texts as int32 rows; pad lists with -1 at the end."""
     if not _is_array(texts):
         if is_traced(texts):
             raise ValueError(
-                f"expected traced {name} as rows [n, m], got {type(texts)}; pad lists with -1"
+                f"expected traced {name} as rows [T, n], got {type(texts)}; pad lists with -1"
             )
         lists = _check_lists(texts, name, allow_empty=False)
         width = max(map(len, lists))

@@ -13,9 +13,8 @@ import numpy as np
 from jaxkv.core.array_utils import next_power_of_two
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Int32
+    from jaxtyping import Array, Int, Int32
 
-    Texts = Sequence[Int32[np.ndarray, " _"]]
 
 MIN_SHARED = 16
 """Minimum number of tokens of a common beginning that gets its own row."""
@@ -47,10 +46,12 @@ class _Segment(NamedTuple):
     texts: list[int]
     sequence: int
     start: int
-    tokens: Int32[np.ndarray, " _"]
+    tokens: Int[np.ndarray, " _"]
 
 
-def trie_of_texts(texts: Texts) -> tuple[list[TrieLevel], Int32[np.ndarray, "Q n"]]:
+def trie_of_texts(
+    texts: Sequence[Int[np.ndarray, " _"]],
+) -> tuple[list[TrieLevel], Int32[np.ndarray, "Q n"]]:
     """Return the levels of Q texts, and for each token its index in the tokens of all levels.
 
     >>> a, b = np.arange(20), np.arange(24)
@@ -73,7 +74,9 @@ def trie_of_texts(texts: Texts) -> tuple[list[TrieLevel], Int32[np.ndarray, "Q n
     return levels, index
 
 
-def trie_of_prompts(prompts: Texts, texts: Texts) -> list[TrieLevel]:
+def trie_of_prompts(
+    prompts: Sequence[Int[np.ndarray, " _"]], texts: Sequence[Int[np.ndarray, " _"]]
+) -> list[TrieLevel]:
     """Return the levels of the prompts, then a level of the texts; prompts have equally many texts.
 
     >>> levels = trie_of_prompts([np.arange(3)], [np.array([5]), np.array([6, 7])])
@@ -92,7 +95,7 @@ def trie_of_prompts(prompts: Texts, texts: Texts) -> list[TrieLevel]:
 
 
 def _segments_by_level(
-    texts: Texts, sequences: Sequence[int]
+    texts: Sequence[Int[np.ndarray, " _"]], sequences: Sequence[int]
 ) -> list[tuple[list[_Segment], dict[int, int]]]:
     """For each level, return the segments, and the parents of sequences that begin in the level.
 

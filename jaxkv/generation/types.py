@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Array, ArrayLike, Integer, Num
+from jaxtyping import Array, ArrayLike, Integer, Key, Num
 
 from jaxkv.core.types import Ids, Tokens
 
@@ -13,7 +13,7 @@ Prompts = Integer[Array | np.ndarray, "T n"] | Sequence[Ids]
 StopTokens = Tokens | set[int] | frozenset[int]
 """Tokens that end a sequence: one list for all sequences, or one list for each sequence."""
 
-Seeds = Integer[ArrayLike, "..."] | Sequence[int]
+Seeds = Integer[ArrayLike, "..."] | Key[Array, "..."] | Sequence[int] | Sequence[Key[Array, ""]]
 """One seed for all sequences, or one seed for each sequence."""
 
 Numbers = Num[ArrayLike, "..."] | Sequence[float]
