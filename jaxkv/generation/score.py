@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -24,11 +24,10 @@ from jaxkv.make import make_cache
 from jaxkv.planning.planners import init_batch
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int32, Integer, PyTree
+    from jaxtyping import Array, Float, Int32, PyTree
 
     from jaxkv.core.partitioning import ShardingRules
-    from jaxkv.core.types import Ids
-    from jaxkv.generation.types import Prompts
+    from jaxkv.generation.types import Prompts, SharedPrompts
 
 
 def score(
@@ -36,7 +35,7 @@ def score(
     params: PyTree,
     texts: Prompts,
     *,
-    prompts: Integer[Array | np.ndarray, "P k"] | Sequence[Ids] | None = None,
+    prompts: SharedPrompts | None = None,
     spec: CacheSpec,
     dtype: jax.typing.DTypeLike = jnp.float32,
     sharding_rules: ShardingRules | None = None,

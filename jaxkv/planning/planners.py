@@ -151,10 +151,10 @@ def init_full(cache: Cache, *, ubatch_size: int | None = None, outputs: int | No
         sequence.
 
     Returns:
-      A plan of one ubatch whose arrays are `jax.ShapeDtypeStruct`. The ubatch is `[1,
-      ubatch_size]`, or `[Q, max(ubatch_size // Q, 1)]` if rows have one sequence each (S > 1, or
-      recurrent states). The number of cells has no effect. O is the next power of two from 8 that
-      fits `outputs`, at most R * T.
+      A plan of one ubatch whose arrays are `jax.ShapeDtypeStruct`. The ubatch is
+      `[1, ubatch_size]`, or `[Q, max(ubatch_size // Q, 1)]` if rows have one sequence each (S > 1,
+      or recurrent states). The number of cells has no effect. O is the next power of two from 8
+      that fits `outputs`, at most R * T.
 
     Raises:
       TypeError: If `ubatch_size` or the argument `outputs` is not an integer.
