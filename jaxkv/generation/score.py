@@ -46,7 +46,8 @@ def score(
     prompt. Without prompts, a common beginning of texts is computed once, if it has at least 16
     tokens. A longer beginning of fewer texts is also computed once, if it adds at least 16 tokens.
 
-    Lists are padded to few lengths, so that batches with similar lengths share a program.
+    Lists are padded to few lengths, so that batches with similar lengths share a program. Without
+    `prompts`, batches whose shared beginnings differ in number or length compile new programs.
 
     Args:
       forward: See `prefill`. Programs are cached by function, so pass the same function every time.
