@@ -187,6 +187,7 @@ class Rope:
         beta_fast: float = 32.0,
         beta_slow: float = 1.0,
         attention_factor: float | None = None,
+        truncate: bool = True,
     ) -> Rope:
         """Scale low frequencies and the logits of attention by YaRN (arXiv 2309.00071).
 
@@ -199,6 +200,7 @@ class Rope:
             the factor.
           attention_factor: factor of rotated queries and keys. The default is 1 for a context ratio
             r of at most 1, else 0.1 ln(r) + 1.
+          truncate: If True, the two limits are rounded to whole pairs. gpt-oss does not round.
 
         >>> plain = Rope.make(4, base=1e6)
         >>> slowed = plain.yarn(factor=4.0, original=2048, base=1e6)
@@ -215,8 +217,10 @@ class Rope:
         def pair_of(turns: float) -> float:
             return pairs * math.log(original / (turns * 2 * math.pi)) / math.log(base)
 
-        low = max(math.floor(pair_of(beta_fast)), 0)
-        high = min(math.ceil(pair_of(beta_slow)), 2 * pairs - 1)
+        low, high = pair_of(beta_fast), pair_of(beta_slow)
+        if truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, 2 * pairs - 1)
         slow = np.clip((np.arange(pairs) - low) / max(high - low, 0.001), 0.0, 1.0)
         if attention_factor is None:
             attention_factor = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -304,13 +304,12 @@ got a cache of fewer; lower max_new_tokens, or make the cache larger
         num_samples, requests = check_count(num_samples, "num_samples"), list(requests)
         if on_output is not None and not callable(on_output):
             raise TypeError(f"expected a function on_output, got {type(on_output)}; pass one")
-        for request in requests:
-            check_request(request, self._limits)
         ids: list[int] = []
         outputs: dict[int, RequestOutput] = {}
         others: list[RequestOutput] = []
         try:
             for request in requests:
+                check_request(request, self._limits)
                 for j in range(num_samples):
                     sample = replace(request, seed=(int(request.seed) + j) % 2**32)
                     ids.append(self.submit(sample))

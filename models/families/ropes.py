@@ -1,10 +1,7 @@
 """Rotary embeddings from the configs of models."""
 
 import math
-from dataclasses import replace
 from typing import Any
-
-import numpy as np
 
 import jaxkv
 from jaxkv.rope import Rope
@@ -101,30 +98,13 @@ def _stretch(rope: Rope, kind: str, scaling: dict[str, Any], base: float) -> Rop
             if attention_factor is None and sharper and of_all:
                 factor = scaling["factor"]
                 attention_factor = _sharpness(factor, sharper) / _sharpness(factor, of_all)
-            sizes = {
-                "factor": scaling["factor"],
-                "original": original,
-                "base": base,
-                "beta_fast": scaling.get("beta_fast") or 32.0,
-                "beta_slow": scaling.get("beta_slow") or 1.0,
-            }
-            stretched = rope.yarn(**sizes, attention_factor=attention_factor)
-            if scaling.get("truncate", True):
-                return stretched
-            return replace(stretched, frequencies=_untruncated_yarn(rope, **sizes))
+            return rope.yarn(
+                factor=scaling["factor"],
+                original=original,
+                base=base,
+                beta_fast=scaling.get("beta_fast") or 32.0,
+                beta_slow=scaling.get("beta_slow") or 1.0,
+                attention_factor=attention_factor,
+                truncate=scaling.get("truncate", True),
+            )
     return rope
-
-
-def _untruncated_yarn(
-    rope: Rope, *, factor: float, original: int, base: float, beta_fast: float, beta_slow: float
-) -> tuple[float, ...]:
-    """Return the frequencies of `Rope.yarn` for limits that are not rounded to whole pairs."""
-    frequencies = np.asarray(rope.frequencies)
-    pairs = len(frequencies)
-    low, high = (
-        pairs * math.log(original / (turns * 2 * math.pi)) / math.log(base)
-        for turns in (beta_fast, beta_slow)
-    )
-    low, high = max(low, 0), min(high, 2 * pairs - 1)
-    slow = np.clip((np.arange(pairs) - low) / max(high - low, 0.001), 0.0, 1.0)
-    return tuple((frequencies * (1 - slow + slow / factor)).tolist())
