@@ -102,8 +102,9 @@ def score(
         if _is_array(texts):
             index = _index_of_rows(np.asarray(texts), levels[-1] if index is None else index)
     else:
-        levels, largest = _levels_of_traced_rows(texts, prompts), -1
-        index = _index_of_rows(_check_rows(texts, "texts"), levels[-1])
+        traced = _check_rows(texts, "texts")
+        levels, largest = _levels_of_traced_rows(traced, prompts), -1
+        index = _index_of_rows(traced, levels[-1])
         if prompts is not None:  # an empty prompt has no logits
             is_computable = jnp.any(levels[0].tokens >= 0, axis=1)
             is_computable = jnp.repeat(is_computable, len(index) // len(is_computable))[:, None]
@@ -196,9 +197,10 @@ def _score_levels(
         plan = init_batch(cache, batch)
         cache, logits = model_step(forward, params, cache, plan.ubatch)
         ok, order, logits = ok & plan.ok, plan.ubatch.output_index, logits.astype(jnp.float32)
+        place = _rows_of_logits(tokens, order)
         if level.is_scored:
-            scores.append(_score_rows(level, logits, order, ends).reshape(-1))
-        ends = _update_ends(level, logits, order, ends)
+            scores.append(_score_rows(level, logits, order, place, ends).reshape(-1))
+        ends = _update_ends(level, logits, place, ends)
     if index is None:
         logprobs = scores[-1].reshape(levels[-1].tokens.shape)
     else:
@@ -210,18 +212,19 @@ def _score_rows(
     level: TrieLevel,
     logits: Float[Array, "O V"],
     order: Int32[Array, " O"],
+    place: Int32[Array, "R T"],
     ends: Float[Array, "Q V"] | None,
 ) -> Float[Array, "R T"]:
     """Return the log-probabilities of the tokens of a level; 0 for padding.
 
-    Token `order[i]` has the logits i. The first token of a row has the logits in `ends`, see
-    `_update_ends`.
+    Token `order[i]` has the logits i, and `place` is the inverse. The first token of a row has the
+    logits in `ends`, see `_update_ends`.
     """
     tokens = jnp.asarray(level.tokens)
     following = jnp.pad(tokens[:, 1:], [(0, 0), (0, 1)], constant_values=-1).reshape(-1)
     following = following.at[order].get(mode="fill", fill_value=-1)
     logprobs = logprob_of(logits, following, following >= 0)
-    logprobs = logprobs[_rows_of_logits(tokens, order)[:, :-1]]
+    logprobs = logprobs[place[:, :-1]]
     first = jnp.zeros(tokens.shape[:1])
     if ends is not None:
         sequences = jnp.maximum(level.sequences, 0)
@@ -233,13 +236,13 @@ def _score_rows(
 def _update_ends(
     level: TrieLevel,
     logits: Float[Array, "O V"],
-    order: Int32[Array, " O"],
+    place: Int32[Array, "R T"],
     ends: Float[Array, "Q V"] | None,
 ) -> Float[Array, "Q V"]:
     """Return the logits of the last token of each sequence after a level."""
     tokens, count = jnp.asarray(level.tokens), level.parents.shape[0]
     last = jnp.maximum(jnp.sum(tokens >= 0, axis=1, keepdims=True) - 1, 0)
-    row = jnp.take_along_axis(_rows_of_logits(tokens, order), last, axis=1)[:, 0]
+    row = jnp.take_along_axis(place, last, axis=1)[:, 0]
     into = jnp.where(level.sequences < 0, count, level.sequences)
     ends = jnp.zeros((count, logits.shape[1])) if ends is None else ends
     return ends.at[into].set(logits[row], mode="drop")
@@ -251,9 +254,11 @@ def _rows_of_logits(tokens: Int32[Array, "R T"], order: Int32[Array, " O"]) -> I
     return row.at[order].set(jnp.arange(order.size), mode="drop").reshape(tokens.shape)
 
 
-def _levels_of_traced_rows(texts: Prompts, prompts: Prompts | None) -> list[TrieLevel]:
+def _levels_of_traced_rows(
+    texts: Int32[Array | np.ndarray, "T n"], prompts: SharedPrompts | None
+) -> list[TrieLevel]:
     """Return a level of the prompts, if any, and one of the texts, padding last."""
-    rows = _padding_last(_check_rows(texts, "texts"))
+    rows = _padding_last(texts)
     count = rows.shape[0]
     ids = np.arange(count, dtype=np.int32)
     if prompts is None:
