@@ -246,7 +246,7 @@ def seq_keep(cache: Cache, seq: Id) -> EditResult:
     """Remove all sequences except one; the flag `ok` is always True.
 
     The kept sequence becomes the only owner of its cells. Encoder sources of other sequences are
-    removed. A traced unknown id changes nothing.
+    removed. For a traced unknown id, the cache is unchanged.
 
     Raises:
       TypeError: If the id is not an integer.
@@ -331,7 +331,7 @@ def seq_div(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, divisor: Id) -> Edi
 
     Args:
       cache: any cache whose keys have a rope.
-      seq: sequence id. A traced unknown id changes nothing, and `ok` is True.
+      seq: sequence id. For a traced unknown id, the cache is unchanged and `ok` is True.
       p0: first position of the range; -1 means 0.
       p1: position after the range; None or -1 means the end.
       divisor: at least 1.
