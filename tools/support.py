@@ -287,13 +287,13 @@ def search(trial: Trial) -> str:
     return YES
 
 
-def slide(trial: Trial) -> str:
+def context_shift(trial: Trial) -> str:
     return trial.granted(
         *generation.context_shift(trial.cache, 0, num_keep=1, num_discard=2), TOKENS - 3
     )
 
 
-def extend(trial: Trial) -> str:
+def self_extend(trial: Trial) -> str:
     cache, ok, _ = generation.self_extend(trial.cache, 0, 0, group=2, width=4)
     return trial.granted(cache, ok, TOKENS // 2 - 1)
 
@@ -329,8 +329,8 @@ ROWS: dict[str, Callable[[Trial], str]] = {
     "`decode`": generate,
     "`generation.speculate`": guess,
     "`generation.beam`": search,
-    "`generation.slide`": slide,
-    "`generation.extend`": extend,
+    "`generation.context_shift`": context_shift,
+    "`generation.self_extend`": self_extend,
     "`serving.Engine`": requests,
 }
 

@@ -13,9 +13,11 @@ from jaxkv.api.edits import seq_select
 from jaxkv.batch import make_batch
 from jaxkv.cache import Cache
 from jaxkv.cache_spec import CacheSpec
-from jaxkv.core.validate import check_count, check_int32
+from jaxkv.core.array_utils import is_traced
+from jaxkv.core.validate import check_count
 from jaxkv.generation.decode import decode
 from jaxkv.generation.model_step import Forward
+from jaxkv.generation.padding import check_token_lists
 from jaxkv.generation.prefill import prefill
 from jaxkv.generation.results import DecodeResult
 from jaxkv.generation.sample_step import init_decode
@@ -27,7 +29,7 @@ from jaxkv.make import make_cache
 from jaxkv.plan import PlanRefusedError
 
 if TYPE_CHECKING:
-    from jaxtyping import Int32, PyTree
+    from jaxtyping import PyTree
 
     from jaxkv.generation.types import Prompts, Seeds, StopTokens
 
@@ -65,7 +67,7 @@ def generate(
       forward: See `prefill`. Pass the same function every time, since compiled programs are cached
         by function.
       params: Model parameters, any pytree.
-      prompts: For each prompt, a list of at least one token.
+      prompts: For each prompt, a list of at least one token; or rows `[T, n]`, with -1 as padding.
       spec: Spec of a new cache. The cache gets a stream for each sequence, with cells for the
         longest prompt and `max_new_tokens`.
       cache: A cache to continue from, instead of a spec. Prompt i continues sequence
@@ -92,6 +94,7 @@ def generate(
       PlanRefusedError: If the prompts or their samples do not fit into the given cache.
       ValueError: If both or neither of the arguments `spec` and `cache` are passed.
       ValueError: If there is no prompt or an empty prompt, or a count is below 1.
+      ValueError: If an argument is traced.
       ValueError: If the cache has too few sequences, or if `decode` would raise.
       TypeError: If tokens are not integers.
 
@@ -114,7 +117,12 @@ def generate(
     max_new_tokens = check_count(max_new_tokens, "max_new_tokens")
     num_samples = check_count(num_samples, "num_samples")
     tokens_per_call = check_count(tokens_per_call, "tokens_per_call")
-    lists = _check_prompts(prompts)
+    if is_traced(params, prompts, cache):
+        raise ValueError(
+            "expected concrete params, prompts and cache, got traced ones; call generate outside of "
+            "jit, or prefill, init_decode and decode inside"
+        )
+    lists = check_token_lists(prompts, "prompts")
     count = len(lists) * num_samples
     is_own_cache = cache is None
     if spec is not None and cache is None:
@@ -166,17 +174,6 @@ def generate(
         parts.append(_report_tokens(out, on_tokens))
         num_remaining -= size
     return out._replace(**_join_calls(parts, num_remaining), drafter=drafter)
-
-
-def _check_prompts(prompts: Prompts) -> list[Int32[np.ndarray, " n"]]:
-    """Return the checked tokens of each prompt as arrays."""
-    lists = [np.asarray(check_int32(prompt, "the tokens of a prompt", low=0)) for prompt in prompts]
-    if not lists or any(tokens.ndim != 1 or not tokens.size for tokens in lists):
-        raise ValueError(
-            f"expected one prompt or more, each a list of one token or more, got {prompts!r}; a "
-            f"single prompt is [tokens]"
-        )
-    return lists
 
 
 def _keys_of_samples(seed: Seeds, count: int, num_samples: int) -> Seeds:

@@ -36,11 +36,34 @@ def take_last_tokens(
     return xp.pad(recent, [(0, 0), (length - recent.shape[1], 0)], constant_values=-1)
 
 
+def is_rows(texts: Prompts) -> bool:
+    """Return whether texts are rows of an array, with negative numbers as padding."""
+    return getattr(texts, "ndim", 0) == 2
+
+
+def check_token_lists(
+    texts: Prompts, name: str, *, allow_empty: bool = False
+) -> list[Int32[np.ndarray, " _"]]:
+    """Return concrete texts as arrays without padding."""
+    if is_rows(texts):
+        rows = check_int32(np.asarray(texts), name)
+        lists = [row[row >= 0] for row in rows]
+    else:
+        lists = [np.asarray(check_int32(text, name, low=0)) for text in texts]
+    if not lists or any(text.ndim != 1 or not (text.size or allow_empty) for text in lists):
+        raise ValueError(
+            f"expected a list of {name}, each a list of "
+            f"{'tokens' if allow_empty else 'one token or more'}, got {texts!r}; pass [tokens] for "
+            "a single one"
+        )
+    return lists
+
+
 def pad_prompts(
     prompts: Prompts, max_length: int | None = None
 ) -> Int32[Array | np.ndarray, "T m"]:
     """Return the last `max_length` tokens of each prompt as an array, padded in front with -1."""
-    if getattr(prompts, "ndim", 0) == 2:
+    if is_rows(prompts):
         rows = check_int32(prompts, "prompts")
     else:
         lists = [check_int32(prompt, "prompts") for prompt in prompts]

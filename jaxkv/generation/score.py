@@ -18,6 +18,7 @@ from jaxkv.core.array_utils import is_concrete, is_traced
 from jaxkv.core.compile_cache import cached_program
 from jaxkv.core.validate import check_int32
 from jaxkv.generation.model_step import Forward, model_step
+from jaxkv.generation.padding import check_token_lists, is_rows
 from jaxkv.generation.sample_step import logprob_of
 from jaxkv.generation.trie import TrieLevel, trie_of_prompts, trie_of_texts
 from jaxkv.make import make_cache
@@ -91,16 +92,16 @@ def score(
     _check_spec(spec)
     index, is_computable = None, True
     if is_concrete(texts, prompts):
-        lists = _check_lists(texts, "texts", allow_empty=prompts is not None)
+        lists = check_token_lists(texts, "texts", allow_empty=prompts is not None)
         if prompts is None:
             levels, index = trie_of_texts(lists)
         else:
-            first = _check_lists(prompts, "prompts", allow_empty=False)
+            first = check_token_lists(prompts, "prompts")
             _check_counts(len(first), len(lists))
             levels = trie_of_prompts(first, lists)
         largest = max(int(np.max(level.tokens)) for level in levels)
-        if _is_array(texts):
-            index = _index_of_rows(np.asarray(texts), levels[-1] if index is None else index)
+        if is_rows(texts):
+            index = _index_of_rows(texts, levels[-1] if index is None else index)
     else:
         traced = _check_rows(texts, "texts")
         levels, largest = _levels_of_traced_rows(traced, prompts), -1
@@ -119,11 +120,6 @@ def score(
     return logprobs if is_computable is True else jnp.where(is_computable, logprobs, jnp.nan)
 
 
-def _is_array(texts: Prompts) -> bool:
-    """Return whether texts are rows of an array, with negative numbers as padding."""
-    return getattr(texts, "ndim", 0) == 2
-
-
 def _index_of_rows(
     rows: Int32[Array | np.ndarray, "T n"], of: TrieLevel | Int32[np.ndarray, "T m"]
 ) -> Int32[Array | np.ndarray, "T n"]:
@@ -132,12 +128,12 @@ def _index_of_rows(
     The argument `of` is the index of texts without padding, or a level with a row for each text.
     """
     xp = np if is_concrete(rows) else jnp
-    valid = rows >= 0
+    valid = xp.asarray(rows) >= 0
     place = xp.maximum(xp.cumsum(valid, axis=1, dtype=np.int32) - 1, 0)
     if isinstance(of, TrieLevel):
         place += xp.arange(len(rows), dtype=np.int32)[:, None] * of.tokens.shape[1]
     else:
-        place = np.take_along_axis(of, np.asarray(place), axis=1)
+        place = xp.take_along_axis(of, place, axis=1)
     return xp.where(valid, place, -1)
 
 
@@ -298,30 +294,14 @@ def _check_counts(num_prompts: int, num_texts: int) -> None:
         )
 
 
-def _check_lists(texts: Prompts, name: str, *, allow_empty: bool) -> list[Int32[np.ndarray, " _"]]:
-    """Return concrete texts as arrays without padding."""
-    if _is_array(texts):
-        rows = check_int32(np.asarray(texts), name)
-        lists = [row[row >= 0] for row in rows]
-    else:
-        lists = [np.asarray(check_int32(text, name, low=0)) for text in texts]
-    if not lists or any(text.ndim != 1 or not (text.size or allow_empty) for text in lists):
-        raise ValueError(
-            f"expected one of {name} or more, each a list of "
-            f"{'tokens' if allow_empty else 'one token or more'}, got {texts!r}; a single one is "
-            "[tokens]"
-        )
-    return lists
-
-
 def _check_rows(texts: Prompts, name: str) -> Int32[Array | np.ndarray, "T n"]:
     """Return texts as int32 rows; pad lists with -1 at the end."""
-    if not _is_array(texts):
+    if not is_rows(texts):
         if is_traced(texts):
             raise ValueError(
                 f"expected traced {name} as rows [T, n], got {type(texts)}; pad lists with -1"
             )
-        lists = _check_lists(texts, name, allow_empty=False)
+        lists = check_token_lists(texts, name)
         width = max(map(len, lists))
         texts = np.stack([np.pad(x, (0, width - len(x)), constant_values=-1) for x in lists])
     return check_int32(texts, name)

@@ -38,6 +38,8 @@ def test_generate_equals_calls_in_a_row():
     np.testing.assert_array_equal(out.tokens, np.concatenate([first.tokens, rest.tokens], axis=1))
     assert_identical(out.cache.table, rest.cache.table)
     assert out.finish_reason.tolist() == rest.finish_reason.tolist()
+    padded = np.stack([np.pad(text, (1, 9 - len(text)), constant_values=-1) for text in PROMPTS])
+    assert run(padded, sampler=WARM, seed=3).lists() == out.lists()
 
 
 def test_generate_on_tokens_streams_same_texts():

@@ -133,12 +133,14 @@ def test_score_of_traced_rows_equals_that_of_lists(prompts):
     np.testing.assert_allclose(scored(TABLE, padded, prompts=prompts), found, atol=1e-6)
     spread = np.insert(padded, [0, 3], -1, axis=1)  # padding may be anywhere
     run = partial(scored, TABLE, prompts=prompts)
-    for again in (run(spread), jax.jit(lambda rows: run(rows))(spread)):
+    constant = jnp.asarray(spread)
+    for again in (run(spread), jax.jit(run)(spread), jax.jit(lambda: run(constant))()):
         np.testing.assert_allclose(np.delete(again, [0, 4], axis=1), found, atol=1e-6)
     if prompts is not None:
         rows = np.array([[-1, -1, *PROMPTS[0], -1, -1], PROMPTS[1]])
-        again = jax.jit(lambda rows: scored(TABLE, padded, prompts=rows))
-        np.testing.assert_allclose(again(rows), found, atol=1e-6)
+        for texts in (padded, jnp.asarray(padded)):
+            again = jax.jit(lambda rows, texts=texts: scored(TABLE, texts, prompts=rows))
+            np.testing.assert_allclose(again(rows), found, atol=1e-6)
         rows[0] = -1
         assert np.isnan(again(rows)[:2]).all() and np.isfinite(again(rows)[2:]).all()
     padded[0, 1] = 99
