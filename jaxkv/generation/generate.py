@@ -119,8 +119,8 @@ def generate(
     tokens_per_call = check_count(tokens_per_call, "tokens_per_call")
     if is_traced(params, prompts, cache):
         raise ValueError(
-            "expected concrete params, prompts and cache, got traced ones; call generate outside of "
-            "jit, or prefill, init_decode and decode inside"
+            "expected concrete params, prompts and cache, got traced ones; call generate outside "
+            "of jit, or prefill, init_decode and decode inside"
         )
     lists = check_token_lists(prompts, "prompts")
     count = len(lists) * num_samples
