@@ -121,7 +121,7 @@ def _make_parts_method(
 def _make_parts_query(
     method: Callable[..., R], rule: Callable[..., R], which: str = "parts"
 ) -> Callable[..., R]:
-    """Return a method as `_make_parts_method` does, for a function that gets only the results."""
+    """Return the method of `_make_parts_method` for a function that gets only the results."""
     return _make_parts_method(method, lambda _, returned: rule(returned), which)
 
 

@@ -171,7 +171,7 @@ def _score_levels(
     levels: list[TrieLevel],
     index: Int32[Array, "T n"] | None,
 ) -> tuple[Float[Array, "T n"], Array]:
-    """Return the log-probabilities of texts, and an array `[0, V]`, from an empty cache.
+    """Return the log-probabilities of texts, and the vocabulary size as an array `[0, V]`.
 
     The argument `index` is from `trie_of_texts`, or None if the last level has a row for each text.
     """

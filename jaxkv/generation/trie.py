@@ -20,7 +20,7 @@ MIN_SHARED = 16
 """Minimum number of tokens of a common beginning that gets its own row."""
 
 MAX_LEVELS = 4
-"""Most levels; each is compiled. Beginnings that only later levels would share are repeated."""
+"""Maximum number of levels; each level is compiled. Further common beginnings are repeated."""
 
 
 @jax.tree_util.register_dataclass

@@ -232,7 +232,7 @@ def members_with_other_history(
     ranks: tuple[Int32[Array, " M"], Int32[Array, " M"]],
     batch: Batch,
 ) -> Bool[Array, " M"]:
-    """Return which members have another history than the first member with the same token."""
+    """Return the members whose history differs from that of the first member of their token."""
     spec, count = table.spec, table.spec.sequences
     turn, before, ids = (x.reshape(batch.valid.shape[0], -1) for x in (*ranks, ids))
     begins = turn == 0

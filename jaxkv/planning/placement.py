@@ -168,7 +168,7 @@ def _build_ubatch(
 def _hash_row_contexts(
     digests: PyTree[UInt32[Array, " S"]], stream: Int32[Array, " R"], in_order: bool
 ) -> UInt32[Array, " R"]:
-    """Return a stream hash for each row; hashes of the parts of a hybrid cache are added."""
+    """Return a stream hash for each row: the sum of the hashes of the parts of a hybrid cache."""
     leaves = jax.tree.leaves(digests)
     return reduce(
         jnp.add, [expand_streams_to_rows(mix(digest), stream, in_order) for digest in leaves]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from jaxkv.core.types import AnyMesh
 
 Surplus = Literal["cells", "replicate", "refuse"]
-"""Use of the devices that exceed the heads: split cells, replicate heads, or raise."""
+"""Use of the remaining devices if there are more devices than heads, see `fit_mesh`."""
 
 
 def fit_mesh(
@@ -31,9 +31,10 @@ def fit_mesh(
       cache: cache, or its shapes from `jax.eval_shape`.
       mesh: concrete or abstract mesh.
       sharding_rules: names of the mesh axes that split the cache; one axis must split the heads.
-      surplus: use of the devices that exceed the heads. "cells": these devices split the cells of
-        each head; the number of cells must be a multiple, and `striped:n` placement fills n devices
-        evenly. "replicate": these devices have copies of heads. "refuse": raise a ValueError.
+      surplus: use of the remaining devices if there are more devices than heads. "cells": these
+        devices split the cells of each head; the number of cells must be a multiple, and
+        `striped:n` placement fills n devices evenly. "replicate": these devices have copies of
+        heads. "refuse": raise a ValueError.
 
     Returns:
       The mesh with the axis of heads split in two, the second named "cells" or "copies", and the

@@ -312,7 +312,7 @@ def add_cache(add: Callable[..., Any]) -> None:
 
 
 def add_plan_cache(add: Callable[..., Any]) -> None:
-    """Add the options of the command plan: cache, memory limit and output format."""
+    """Add the options of `models plan`: cache, memory limit and output format."""
     add(
         "--sequences",
         type=whole(1, 2**20),

@@ -1,4 +1,4 @@
-"""Modes of the command generate: parallel prompts, queued prompts of a file, and beam search."""
+"""Modes of `models generate`: parallel prompts, queued prompts of a file, and beam search."""
 
 import argparse
 import sys

@@ -1,4 +1,4 @@
-"""Output of the command `plan`."""
+"""Output of `models plan`."""
 
 import argparse
 import json
@@ -13,7 +13,7 @@ from models.model import Model
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Results of the command `plan`.
+    """Results of `models plan`.
 
     model: model on the requested mesh, with shapes as params.
     costs: memory on the requested mesh.
@@ -36,7 +36,7 @@ class Answer:
 
 
 def show(args: argparse.Namespace, answer: Answer) -> None:
-    """Print the results of the command plan."""
+    """Print the results of `models plan`."""
     if args.json:
         put(json.dumps(as_object(args, answer)) + "\n")
         return
@@ -134,7 +134,7 @@ def too_large(answer: Answer) -> str:
 
 
 def as_object(args: argparse.Namespace, answer: Answer) -> dict[str, Any]:
-    """Return the results of the command plan as JSON values."""
+    """Return the results of `models plan` as JSON values."""
     return {
         "model": args.model,
         "architecture": answer.model.checkpoint.architecture,

@@ -418,7 +418,7 @@ def _check_vocabulary(draft: DraftTokens, logits: Float[Array, "T n V"]) -> None
 def _feed_branches(
     setup: _Setup, draft: DraftTokens, active: Bool[Array, " T"], progress: _Progress
 ) -> tuple[Cache, Plan, Bool[Array, " T"], tuple, DraftTokens]:
-    """Run the model as `_feed_guess` for several branches, and keep one branch."""
+    """Run the model once for all branches of a draft, and keep one branch."""
     state, sequences = progress.state, setup.sequences
     assert sequences is not None
     table = token_tree.fork_branches(progress.cache.table, sequences, state.sequence)
