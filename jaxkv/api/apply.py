@@ -36,7 +36,9 @@ def apply(cache: Cache, plan: Ubatch | Plan | MaintenancePlan, *, donate: bool =
     Raises:
       TypeError: If the argument `plan` is neither a ubatch nor a plan.
       ValueError: If the plan has several ubatches, since the model must run after each ubatch.
-      ValueError: If the plan was made for a cache with another spec.
+      ValueError: If the plan was made for a cache with another kind, window, placement, or
+        size of a ubatch, or other cells, sequences or streams. Heads and dtypes are not compared.
+      ValueError: If an update or a defrag needs buffers that were donated.
 
     Examples:
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)

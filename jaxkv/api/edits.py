@@ -49,8 +49,8 @@ class EditResult(NamedTuple):
 def seq_rm(cache: Cache, seq: Ids | None = None, p0: Ids = 0, p1: Ids | None = None) -> EditResult:
     """Remove a range of positions from one sequence, from several, or from all.
 
-    A whole sequence can always be removed. An encoder source is removed only with its whole
-    sequence. The removal of a part of a sequence can be refused:
+    A whole sequence can always be removed. An encoder source is removed only if `p0` is 0 and `p1`
+    is None. The removal of a part of a sequence can be refused:
 
     - With a window, `ok` is False if the next token would attend to an evicted cell.
     - With recurrent states, `ok` is False if tokens follow the range, or if no state is stored at
@@ -65,11 +65,13 @@ def seq_rm(cache: Cache, seq: Ids | None = None, p0: Ids = 0, p1: Ids | None = N
       p1: one past the last position to remove; None or -1 means no end.
 
     Returns:
-      The next cache, and the flag `ok` for each range. Several ranges are removed in order.
+      The next cache, and the flag `ok` for each range. Several ranges are removed in order. `ok`
+      is False for a traced bound below -1; a traced unknown id has no effect, and `ok` is True.
 
     Raises:
       ValueError: If `seq`, `p0` and `p1` are not scalars or lists of equal length.
       ValueError: If a concrete id is not from -1 to Q - 1, or a concrete bound is below -1.
+      TypeError: If an id or a bound is not an integer.
 
     Examples:
       >>> cache = make_cache(
@@ -367,7 +369,7 @@ def seq_div(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, divisor: Id) -> Edi
 
 
 def clear(cache: Cache) -> Cache:
-    """Remove all sequences. The buffers are not changed.
+    """Remove all sequences, with their sources and states. The buffers are not changed.
 
     Examples:
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=6)

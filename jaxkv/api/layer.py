@@ -55,55 +55,57 @@ def attend(
       k: keys, already rotated by the rope of the layer. If `k` and `v` are None, no key is written,
         as for a layer that uses the keys of another layer.
       v: values. None if values are slices of the keys (`value_dim` of `CacheSpec.attention`).
-      scale: factor of the dot products of queries and keys; default 1 / sqrt(D).
-      softcap: c in c * tanh(x / c), applied to the scaled dot products x (Gemma 2).
+      scale: factor of the dot products of queries and keys; default 1 / sqrt(D). Static.
+      softcap: c in c * tanh(x / c), applied to the scaled dot products x (Gemma 2). Static.
       sinks: an additional logit for each head, which takes part in the softmax without a value.
       bias: a function or an array that is added to the scaled and capped dot products.
       causal: If False, tokens also attend to later tokens of the ubatch, limited only by a
-        symmetric window. The output of a token is NaN if another ubatch of the plan has later
-        tokens of the sequence; use a larger `ubatch_size`.
+        symmetric window. The output of a token is NaN if a later ubatch of the plan has tokens that
+        the token attends to; use a larger `ubatch_size`.
       visible_until: the highest position that each token attends to; default the position of the
         token. The position may be traced, and may be before or after the token (images, prefixes).
         The output of a token is NaN if the ubatch ends before the highest position that the token
         attends to. A window is measured from the position of the token, not from `visible_until`.
       implementation: "tiles", "whole", "pallas", "xla" or "cudnn" (`jaxkv.ops.attention.dispatch`).
-        None selects an implementation for the platform.
+        None selects an implementation for the platform. "cudnn" needs an NVIDIA GPU.
 
     Returns:
       The cache with keys and values written, and the output in the dtype of `q`.
 
       - Output rows are zero for padding, for a refused plan, and for a token without visible cells.
-      - An output row is NaN for a token that attends to a non-finite key or value; the outputs of
-        other tokens are unaffected.
-      - All output rows are NaN for a ubatch that is stale or was not applied; no key is written.
-      - All output rows of a stream are NaN if the layer was not written for an earlier ubatch of
-        the stream. The outputs of the stream stay NaN until `rewind` restores a table from before
-        this ubatch, or all tokens of the stream are removed.
+      - A token that attends to a non-finite key or value gets NaN in the query heads of that key;
+        other outputs are unaffected.
+      - Rows of a stream are NaN, and not written, if the ubatch is stale there or was not applied.
+      - All output rows of a stream are NaN if the layer was not written for this or an earlier
+        ubatch of the stream. After the next `apply`, the outputs stay NaN until `rewind` restores a
+        table from before the unwritten ubatch, or all tokens of the stream are removed.
 
     A bias function has the arguments `query_position`, `cell_position` and `head`, and returns
-    logits. The arguments are int32 arrays of four dimensions that broadcast to `[P, H, T, N]`. A
+    logits. Arguments (int32) and logits have four dimensions that broadcast to `[P, H, T, N]`. A
     bias function gets the present positions, after shifts by `seq_add`. A bias function is called
     for each tile, and is static and hashed. Define a bias function once, with weights as leaves of
     a `jax.tree_util.Partial` or of a dataclass that is a pytree. A bias may also be an array of
-    floats that broadcasts to `[R, T, H, N]`, with cells in the order of `read_kv`. Bias functions
+    floats `[R, T, H, N]` (or 1 for a size), with cells in the order of `read_kv`. Bias functions
     and bias arrays are differentiable. Bias values below -1.7e38 count as -1.7e38. A bias of -inf
     hides a cell from a head. A bias of NaN or inf makes the output of the head NaN.
 
     Raises:
-      ValueError: If a shape does not fit the cache, or the layer number is not in `[0, L)`.
+      ValueError: If a shape does not fit the cache, or no attention layer has the layer number.
       ValueError: If the ubatch already wrote the layer, with a static number, in the same trace.
         Outside of a trace, a second write replaces the first write.
-      ValueError: If the ubatch was planned for a cache with another spec, or the buffers were
-        donated.
-      ValueError: If the implementation does not support the arguments, or `softcap` is not above 0.
-      ValueError: If both `visible_until` and `causal=False` are given.
+      ValueError: If the ubatch was planned for a cache of other sizes, see `apply`, or the buffers
+        were donated.
+      ValueError: If the implementation is unknown or does not support the arguments.
+      ValueError: If `softcap` is not a finite number above 0.
+      ValueError: If both `visible_until` and `causal=False` are given, or one with shared tokens.
       ValueError: If the ubatch has encoder sources, and the layer is not a cross-attention layer.
-      TypeError: If a plan is passed as the ubatch, or if an array argument is not an array of
-        floats.
+      ValueError: If other ubatches pass `k`, `v` or `visible_until` to a cross-attention layer.
+      TypeError: If a plan is passed as the ubatch, if `q`, `k`, `v`, `sinks` or a bias array is not
+        an array of floats, or if `visible_until` is not of integers.
       TypeError: If the layer number is traced and the cache is not stacked, or if the argument
         `causal` is not a static bool.
-      TypeError: If only one of `k` and `v` is given, or the cache has no attention layers.
-      TypeError: If the bias function does not return floats, or closes over traced values.
+      TypeError: If only one of `k` and `v` is given (with `value_dim`: `v`), or no layer attends.
+      TypeError: If a bias is no function or array, returns no floats or closes over traced values.
 
     Examples:
       The second token attends to both tokens; the output of a ubatch that was not applied is NaN:
@@ -200,11 +202,11 @@ def read_kv(
       - Values are finite. A key that is masked for all tokens may be NaN: mask logits with
         `jnp.where`, not by a product or a sum. For derivatives, first replace keys that are masked
         for all tokens by zeros.
-      - A key is NaN if the key or the value of the token was not finite.
+      - A key is NaN if the key or the value of the token and the head was not finite.
       - The mask is False for padding and for a refused plan, unless the ubatch is stale.
-      - For a stale ubatch, the mask is True and all keys are NaN. All keys of a list are also NaN
-        if the layer was not written, or if a token of the list attends to later tokens that are not
-        written (`causal=False`, `visible_until`).
+      - If a ubatch is stale for the stream of a list or not applied, the mask of the list is True
+        and its keys are NaN. All keys are also NaN if the layer was not written, or if a token of
+        the list attends to later tokens that are not written (`causal=False`, `visible_until`).
 
     Examples:
       `ops.attention.attention` computes the output of `attend` from the result of `read_kv`:

@@ -43,19 +43,20 @@ def context_shift(
       cache: A cache without recurrent states.
       seq: Id of the sequence.
       num_keep: Number of tokens to keep at the beginning of the sequence.
-      num_discard: Number of tokens to remove after the kept tokens.
+      num_discard: Number of positions to remove after the kept tokens.
       donate: Reuse the buffers of the input cache, see `apply`; by default the buffers are copied.
 
     Returns:
       The cache and `ok`. If `ok` is False, the cache is unchanged, for one of these reasons:
 
-      - The sequence has fewer than `num_keep + num_discard` positions.
+      - The last position of the sequence is below `num_keep + num_discard - 1`.
       - Another sequence shares a cell that would move.
       - Evicted tokens at the beginning would be in the window again.
+      - A traced `seq`, `num_keep` or `num_discard` is out of range.
 
     Raises:
       ValueError: If the cache has recurrent states or was made without the argument `rope`.
-      ValueError: If `num_keep` or `num_discard` is not one number.
+      ValueError: If `seq`, `num_keep` or `num_discard` is not one number.
       ValueError: If a concrete `num_keep` is below 0, or a concrete `num_discard` is below 1.
       ValueError: If a concrete sequence id is not in the cache, or the cache was donated.
 

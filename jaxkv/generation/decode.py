@@ -61,7 +61,8 @@ def decode(
     - The limit `max_new_tokens` of `init_decode` is reached.
     - No token is allowed, or a logit is NaN or +inf.
     - The plan of the next token is refused, for example because no cell is free. The cause is
-      `finish_reason`. Existing cells are never overwritten, and other sequences continue.
+      `finish_reason`. No cell that a token may attend to is overwritten; other sequences continue.
+    - An edit changed the last token in the cache since the state was made (`Reason.EDITED`).
 
     Invalid arguments raise before the model runs.
 
@@ -79,10 +80,11 @@ def decode(
       donate: Reuse the buffers of the input cache, see `prefill`.
 
     Raises:
-      ValueError: If the arrays of the state differ in length, or fit another kind of sampler.
+      ValueError: If arrays of state or sampler differ in length, or fit another kind of sampler.
       ValueError: If a concrete sequence id is repeated or not in the cache.
-      ValueError: If `num_tokens` is below 1, or the cache was donated.
-      TypeError: If the sampler or the state has the wrong type.
+      ValueError: If `num_tokens` is below 1, the cache was donated, or stop tokens are misshapen.
+      ValueError: If the model function returns wrong results, see `generation.model_step`.
+      TypeError: If the sampler, the state or the model function has the wrong type.
 
     Examples:
       The model predicts the next number. 3 is the stop token, and sequence 1 may get two tokens:

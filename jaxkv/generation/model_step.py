@@ -56,7 +56,9 @@ def model_step(
     """Apply a ubatch and run the model; return the cache and the logits.
 
     Raises:
-      ValueError: If the model function does not return an updated cache and logits `[O, V]`.
+      ValueError: If the model function does not return an updated cache and float logits `[O, V]`,
+        or writes no keys in an attention layer, or if `apply` would raise.
+      TypeError: If a plan is passed as the ubatch.
     """
     cache = apply(cache, ubatch)
     check_made_for(cache.table, ubatch)

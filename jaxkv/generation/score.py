@@ -44,11 +44,11 @@ def score(
     """Return the log-probability of each token of each text, differentiable in the parameters.
 
     A prompt, and the derivative of a prompt, are computed once for all texts that follow the
-    prompt. Without prompts, a common beginning of texts is computed once, if it has at least 16
-    tokens. A longer beginning of fewer texts is also computed once, if it adds at least 16 tokens.
+    prompt. Without prompts, a common beginning of concrete texts is computed once, if it has at
+    least 16 tokens. Longer beginnings of fewer texts, 16 tokens longer each, are too (at most 2).
 
-    Lists are padded to few lengths, so that batches with similar lengths share a program. Without
-    `prompts`, batches whose shared beginnings differ in number or length compile new programs.
+    Lists are padded to few lengths, so that batches with similar lengths share a program. Batches
+    whose texts or prompts share beginnings of another number or length compile new programs.
 
     Args:
       forward: See `prefill`. Programs are cached by function, so pass the same function every time.
@@ -64,13 +64,15 @@ def score(
 
     Returns:
       Log-probabilities in float32: 0 for padding and for the first token of a text without a
-      prompt, NaN for traced tokens past the vocabulary. n is the length of a row of `texts`; for
-      lists it is at least the length of the longest text.
+      prompt, NaN for a token after a logit of NaN or +inf. If an argument is traced, also NaN for
+      tokens past the vocabulary, and for the whole row of a text with an empty prompt. n is the
+      length of a row of `texts`; for lists it is at least the length of the longest text.
 
     Raises:
       ValueError: If there is no text, or a prompt or a text without a prompt is empty.
       ValueError: If T is not a multiple of P, the number of prompts.
-      ValueError: If a concrete token is negative in a list, or past the vocabulary.
+      ValueError: If a token is negative in a list or, if nothing is traced, past the vocabulary.
+      ValueError: If traced texts or prompts are not rows, or a text is not one list of tokens.
       ValueError: If the spec has cross-attention.
       TypeError: If tokens are not integers, or the spec is not a `CacheSpec`.
 

@@ -14,8 +14,8 @@ SAMPLING = {"top_k": 40, "top_p": 0.95, "min_p": 0.05, "seed": 0}
 
 
 COMPILING = (
-    "Compiling takes longer than most texts. With JAX_COMPILATION_CACHE_DIR set to a folder, "
-    "later runs load the compiled programs."
+    "Compiling takes longer than most texts. Compiled programs are stored in the user's cache "
+    "folder, or in JAX_COMPILATION_CACHE_DIR, and later runs load them."
 )
 """Last sentence in the help of commands that compile programs."""
 
@@ -69,6 +69,7 @@ def add_generate(add_command: Callable[..., argparse.ArgumentParser]) -> None:
         "run on several devices, such as data=2,tensor=2 for four",
         "A CPU is one device, or JAX_NUM_CPU_DEVICES devices (default: one device)",
     )
+    add_compilation_cache(command.add_argument)
 
 
 def add_chat(add_command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -91,6 +92,7 @@ def add_chat(add_command: Callable[..., argparse.ArgumentParser]) -> None:
         "run on several devices, such as tensor=2 for two",
         "A CPU is one device, or JAX_NUM_CPU_DEVICES devices (default: one device)",
     )
+    add_compilation_cache(command.add_argument)
 
 
 def add_inspect(add_command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -355,6 +357,16 @@ def add_plan_cache(add: Callable[..., Any]) -> None:
         "its sequences)",
     )
     add("--json", action="store_true", help=OBJECT)
+
+
+def add_compilation_cache(add: Callable[..., Any]) -> None:
+    """Add the option for the compilation cache."""
+    add(
+        "--no-compilation-cache",
+        dest="compilation_cache",
+        action="store_false",
+        help="compile all programs, and store none in the user's cache folder",
+    )
 
 
 def add_dtype(add: Callable[..., Any]) -> None:

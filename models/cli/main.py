@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 
 import jax
+from platformdirs import user_cache_path
 
 from models.chat.conversation import ChatError
 from models.cli import chat, generate, inspect, plan
@@ -30,12 +31,18 @@ COMMANDS = {
 }
 
 
+MAX_CACHE_BYTES = 10**9
+"""Maximum size of the compilation cache; programs that were not used for longest are deleted."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line, by default with the arguments in `sys.argv`; return the exit code."""
     open_streams()
     try:
         args = parser().parse_args(argv)
         with watch_interrupts() as check_interrupt:
+            if getattr(args, "compilation_cache", False):
+                use_compilation_cache()
             status = COMMANDS[args.command](args, check_interrupt)
         sys.stdout.flush()
     except (InputError, ModelError, ChatError) as error:
@@ -70,6 +77,22 @@ def open_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (open until exit)
+
+
+def use_compilation_cache() -> None:
+    """Store compiled programs in the user's cache folder, unless JAX already has a folder."""
+    if jax.config.jax_compilation_cache_dir or not jax.config.jax_enable_compilation_cache:
+        return
+    folder = user_cache_path("jaxkv") / "compiled"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        note(f"compiled programs are not stored: {folder} cannot be made ({error.strerror}).")
+        return
+    note(f"compiled programs are stored in {folder}")
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_compilation_cache_max_size", MAX_CACHE_BYTES)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def drop_output() -> None:

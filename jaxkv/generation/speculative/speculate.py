@@ -113,7 +113,7 @@ def speculate(
     """Generate like `decode`, verifying several draft tokens in each model step.
 
     If there are no free cells for a draft, the sequence continues without drafts. A sequence ends
-    with `Reason.OUT_OF_CELLS` if its next token has no free cell. A step without drafts computes
+    as in `decode`, for example if its next token has no free cell. A step without drafts computes
     one token for each sequence. Rejected tokens are removed from all caches.
 
     Several branches are computed in one ubatch. During a step, each branch uses a sequence: the
@@ -139,7 +139,8 @@ def speculate(
         draft.
       ValueError: With several branches, if the cache has recurrent states, fewer sequences than
         branches, or a stream for each sequence.
-      ValueError: If the drafter is for another number of sequences or another vocabulary.
+      ValueError: If the drafter is for another number of sequences.
+      ValueError: If a draft model has another vocabulary and the sampler draws at random.
       ValueError: If the cache of the drafter was donated, or has another number of sequences.
       TypeError: If the drafter, the sampler or the state has the wrong type.
 
