@@ -95,9 +95,12 @@ class AttentionLayers:
     def cache(self) -> Cache:
         """The cache after all layers."""
         if missing := [layer for layer in self._layers if layer not in self._called]:
+            remedy = "call the function in each layer, or attend in a scan"
+            if not self._called:
+                remedy = "read the cache after the model has run, with this object as its attention"
             raise ValueError(
                 f"expected a call for each of {len(self._layers)} attention layers, got none for "
-                f"layers {missing}; call the function in each layer, or attend in a scan"
+                f"layers {missing}; {remedy}"
             )
         return self._cache
 

@@ -78,8 +78,8 @@ class FilterSampler(Sampler):
             shape = np.shape(getattr(self, name))
             if shape not in ((), (len(prompts),)):
                 raise ValueError(
-                    f"expected {name} [] or [{len(prompts)}], one for each text, got {shape}; "
-                    "pass a scalar, or one for each text"
+                    f"expected {name} [] or [{len(prompts)}], one for each sequence, got {shape}; "
+                    "pass a scalar, or one for each sequence"
                 )
         if not self._has_penalty:
             return ()
@@ -207,7 +207,8 @@ def _check_option(name: str, value: object) -> Any:
     is_known = is_concrete(array)
     if array.ndim > 1 or (is_known and not np.all(right(array) & np.isfinite(array))):
         raise ValueError(
-            f"expected {name} {span}, a scalar or one for each text, got {value}; pass such numbers"
+            f"expected {name} {span}, a scalar or one for each sequence, got {value}; pass such "
+            "numbers"
         )
     return None if is_known and np.all(array == off) else array
 

@@ -67,7 +67,8 @@ def generate(
       forward: See `prefill`. Pass the same function every time, since compiled programs are cached
         by function.
       params: Model parameters, any pytree.
-      prompts: For each prompt, a list of at least one token; or rows `[T, n]`, with -1 as padding.
+      prompts: A list of at least one token for each of P prompts, or rows `[P, n]`, with -1 as
+        padding. Tokens are not compared with the vocabulary.
       spec: Spec of a new cache. The cache gets a stream for each sequence, with cells for the
         longest prompt and `max_new_tokens`.
       cache: A cache to continue from, instead of a spec. Prompt i continues sequence
@@ -77,8 +78,8 @@ def generate(
       max_new_tokens: Maximum number of tokens to sample for each sequence.
       stop_tokens: Tokens that end a sequence, see `decode`.
       sampler: A sampler, such as from `make_sampler`; greedy by default.
-      seed: Seed of the draws: an integer or a key of `jax.random`, or `[T]` of them. A sample does
-        not depend on how many samples and prompts there are.
+      seed: Seed of the draws: an integer or a key of `jax.random`, or one for each of the T
+        sequences. A sample does not depend on how many samples and prompts there are.
       num_samples: Number of samples of each prompt; each prompt is computed once.
       drafter: Drafts several tokens for each model step, for all sequences; see `speculate`.
       on_tokens: Function of a sequence id and a list of new tokens, called as soon as the tokens
@@ -117,10 +118,10 @@ def generate(
     max_new_tokens = check_count(max_new_tokens, "max_new_tokens")
     num_samples = check_count(num_samples, "num_samples")
     tokens_per_call = check_count(tokens_per_call, "tokens_per_call")
-    if is_traced(params, prompts, cache):
+    if is_traced(params, prompts, cache, seed, sampler):
         raise ValueError(
-            "expected concrete params, prompts and cache, got traced ones; call generate outside "
-            "of jit, or prefill, init_decode and decode inside"
+            "expected concrete arguments of generate, got traced ones; call prefill, init_decode "
+            "and decode inside of jit, and score for gradients"
         )
     lists = check_token_lists(prompts, "prompts")
     count = len(lists) * num_samples
@@ -137,6 +138,11 @@ def generate(
             f"expected spec= or cache=, got {arguments}; pass the spec of the model's cache"
         )
 
+    if cache.table.spec.sequences < count:
+        raise ValueError(
+            f"expected a cache of {count} sequences, one for each sample of each prompt, got "
+            f"{cache.table.spec.sequences}; make it with sequences={count}"
+        )
     first = range(0, count, num_samples)
     batch = make_batch(lists, sequences=[*first])
     result = prefill(forward, params, cache, batch, donate=is_own_cache)

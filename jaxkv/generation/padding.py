@@ -45,17 +45,24 @@ def check_token_lists(
     texts: Prompts, name: str, *, allow_empty: bool = False
 ) -> list[Int32[np.ndarray, " _"]]:
     """Return concrete texts as arrays without padding."""
+    tokens = f"the tokens of {name}"
     if is_rows(texts):
-        rows = check_int32(np.asarray(texts), name)
+        rows = check_int32(np.asarray(texts), tokens)
         lists = [row[row >= 0] for row in rows]
     else:
-        lists = [np.asarray(check_int32(text, name, low=0)) for text in texts]
-    if not lists or any(text.ndim != 1 or not (text.size or allow_empty) for text in lists):
+        advice = "pass rows with padding as an array"
+        lists = [np.asarray(check_int32(text, tokens, low=0, advice=advice)) for text in texts]
+    if not lists or any(text.ndim != 1 for text in lists):
         raise ValueError(
-            f"expected a list of {name}, each a list of "
-            f"{'tokens' if allow_empty else 'one token or more'}, got {texts!r}; pass [tokens] for "
-            "a single one"
+            f"expected a list of tokens for each of the {name}, got {texts!r:.60}; pass [tokens] "
+            "for a single one"
         )
+    for i, text in enumerate(lists):
+        if not text.size and not allow_empty:
+            raise ValueError(
+                f"expected one token or more in each of the {name}, got none in {name}[{i}]; begin "
+                "with the token that begins a text, or leave it out"
+            )
     return lists
 
 

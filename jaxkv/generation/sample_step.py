@@ -282,6 +282,6 @@ def check_stop_tokens(stop_tokens: StopTokens, count: int) -> Int32[Array | np.n
     if np.ndim(rows) != 2 or rows.shape[0] not in (1, count):
         raise ValueError(
             f"expected stop tokens [n] or [{count}, n], got {np.shape(rows)}; pass a flat list, "
-            "or a list for each text"
+            "or a list for each sequence"
         )
     return rows

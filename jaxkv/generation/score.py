@@ -53,8 +53,8 @@ def score(
     Args:
       forward: See `prefill`. Programs are cached by function, so pass the same function every time.
       params: Model parameters, any pytree.
-      texts: A list of tokens for each of T texts, or rows `[T, n]`; -1 is padding. Rows may be
-        traced.
+      texts: A list of tokens for each of T texts, or rows `[T, n]`, with -1 as padding
+        anywhere. Rows may be traced.
       prompts: A list of tokens for each prompt, or rows. With G texts for each prompt, text i
         follows prompt i // G.
       spec: Spec of the model's cache. Each text has a stream.

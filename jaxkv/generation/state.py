@@ -77,7 +77,7 @@ def make_decode_state(
     if np.ndim(token) != 1:
         raise ValueError(
             f"expected tokens [T], got the shape {np.shape(token)}; pass a flat list, one token "
-            "for each text"
+            "for each sequence"
         )
     count = token.shape[0]
     ids = table.spec.sequence_ids(np.arange(count) if sequences is None else sequences)
@@ -178,7 +178,7 @@ def _prompts_as_rows(prompts: Prompts | None, count: int) -> Int32[Array | np.nd
     if len(prompts) != count:
         raise ValueError(
             f"expected the prompts of {count} texts, got {len(prompts)}; pass a list of tokens "
-            "for each text"
+            "for each sequence"
         )
     return pad_prompts(prompts)
 
@@ -189,7 +189,7 @@ def _broadcast_to_texts(value: Ids, count: int, name: str) -> Any:
     if np.shape(array) not in ((), (count,)):
         raise ValueError(
             f"expected {name} [] or [{count}], got {np.shape(array)}; pass a scalar, or one for "
-            "each text"
+            "each sequence"
         )
     xp = np if is_concrete(array) else jnp
     return xp.broadcast_to(array, (count,))
@@ -207,7 +207,7 @@ def check_seed(seed: Seeds, count: int) -> Seeds:
     if np.shape(seed) not in ((), (count,)):
         raise ValueError(
             f"expected a seed [] or [{count}], got {np.shape(seed)}; pass a scalar, or one for "
-            "each text"
+            "each sequence"
         )
     if not is_concrete(seed) or is_key(seed):
         return seed

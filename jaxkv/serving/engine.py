@@ -75,8 +75,8 @@ class Engine:
       prefix_sequences: Sequence ids for a new `PrefixStore`, which becomes `engine.prefix_store`.
         Only tokens after a stored prefix are computed. The store gets the tokens of each ended
         request, and common prefixes of prompts. A request waits while another request computes a
-        longer common prefix. The least recently used prompts are evicted before a request waits for
-        cells.
+        common prefix that is longer by more than 24 tokens. The least recently used prompts are
+        evicted before a request waits for cells.
       prefix_store: A store for the cache, instead of `prefix_sequences`: for example a store with a
         limit of cells, or the store of an earlier engine.
 
@@ -272,11 +272,12 @@ got a cache of fewer; lower max_new_tokens, or make the cache larger
     ) -> list[RequestOutput]:
         """Run any number of requests to their end; the engine runs as many at once as fit.
 
-        With `prefix_sequences`, samples of a request compute the prompt once.
+        With `prefix_sequences`, samples of a request compute a prompt of 26 tokens or more once.
 
         Args:
           requests: Requests to submit.
-          num_samples: Number of samples of each request. Sample j has the seed `request.seed + j`.
+          num_samples: Number of samples of each request. Sample j of request i has the seed
+            `request.seed + i * num_samples + j`.
           on_output: Called as `on_output(output, num_left)` when a sample ends.
 
         Returns:
@@ -286,6 +287,7 @@ got a cache of fewer; lower max_new_tokens, or make the cache larger
         Raises:
           ValueError: If `num_samples` is below 1, or as in `submit`; nothing is submitted.
           TypeError: If `num_samples` is not an integer, or as in `submit`.
+          Exception: As in `on_output`. The requests continue; `results` returns their outputs.
 
         Examples:
           >>> def forward(params, cache, ubatch):
@@ -308,11 +310,11 @@ got a cache of fewer; lower max_new_tokens, or make the cache larger
         outputs: dict[int, RequestOutput] = {}
         others: list[RequestOutput] = []
         try:
-            for request in requests:
+            for i, request in enumerate(requests):
                 check_request(request, self._limits)
                 for j in range(num_samples):
-                    sample = replace(request, seed=(int(request.seed) + j) % 2**32)
-                    ids.append(self.submit(sample))
+                    seed = int(request.seed) + i * num_samples + j
+                    ids.append(self.submit(replace(request, seed=seed % 2**32)))
         except BaseException:
             for request_id in ids:
                 self.cancel(request_id)

@@ -271,10 +271,11 @@ def check_request(request: Request, limits: EngineConfig) -> Request:
         )
     for name, value in request.sampling.items():
         if name not in limits.sampling_options:
+            known = name in OPTIONS
+            remedy = "make the engine with it in sampling_options=" if known else "pass one of them"
             raise ValueError(
                 f"expected sampling options of "
-                f"{', '.join(sorted(limits.sampling_options)) or 'none'}, got {name!r}; "
-                f"make the engine with it in sampling_options="
+                f"{', '.join(sorted(limits.sampling_options)) or 'none'}, got {name!r}; {remedy}"
             )
         if np.ndim(value):
             raise ValueError(

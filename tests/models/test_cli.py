@@ -202,3 +202,29 @@ def test_process_interrupted_while_importing_ends_quietly(seconds):
         one.send_signal(signal.SIGINT)
         out, err = one.communicate(timeout=120)
     assert (one.returncode, out, err) == (130, "", "\n")
+
+
+@pytest.mark.core
+def test_compiled_programs_are_stored_and_damaged_files_are_harmless(letters, tmp_path):
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "COLUMNS": "100"}
+    del environment["JAX_COMPILATION_CACHE_DIR"]
+    command = [sys.executable, "-m", "models", "generate", "--model", str(letters), "once"]
+    command += ["--max-tokens", "4"]
+    folder = tmp_path / "jaxkv" / "compiled"
+
+    def run(*arguments, **variables):
+        options = {"text": True, "capture_output": True, "check": True}
+        return subprocess.run([*command, *arguments], env=environment | variables, **options)
+
+    other = tmp_path / "other"
+    off = run("--no-compilation-cache"), run(JAX_COMPILATION_CACHE_DIR=str(other))
+    assert not folder.exists() and [*other.glob("*-cache")]
+    first = run()
+    assert f"compiled programs are stored in {folder}" in first.stderr
+    files = {path: path.read_bytes() for path in folder.glob("*-cache")}
+    assert any("jit_step" in path.name for path in files)
+    for path, data in files.items():
+        path.write_bytes(data[: len(data) // 2])
+    damaged = run()
+    assert "Error reading persistent compilation cache" in damaged.stderr
+    assert {one.stdout for one in (*off, first, damaged)} == {first.stdout}

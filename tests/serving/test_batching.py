@@ -55,9 +55,8 @@ def test_engine_generate_returns_samples_in_order():
     outputs = engine.generate(
         iter(requests), num_samples=2, on_output=lambda _, count: left.append(count)
     )
-    assert_as_alone(
-        outputs, [replace(one, seed=one.seed + j) for one in requests for j in range(2)]
-    )
+    both = [one for one in requests for _ in range(2)]
+    assert_as_alone(outputs, [replace(one, seed=one.seed + k) for k, one in enumerate(both)])
     assert sorted(left) == [*range(8)] and [one.id for one in engine.results()] == [first]
 
 
