@@ -88,8 +88,8 @@ def loss_of_repeated(params: Any, prompt: jax.Array, answers: jax.Array, gains: 
 
 
 def loss_of_shared(params: Any, prompt: jax.Array, answers: jax.Array, gains: jax.Array):
-    """The policy loss by `jaxkv.score`."""
-    rules = jaxkv.sharding.ShardingRules()  # without a mesh they have no effect
+    """The policy loss by `jaxkv.score`, on the mesh of `jax.set_mesh` if there is one."""
+    rules = None if jax.sharding.get_abstract_mesh().empty else jaxkv.sharding.ShardingRules()
     scores = jaxkv.score(
         forward, params, answers, prompts=prompt[None], spec=SPEC, sharding_rules=rules
     )
