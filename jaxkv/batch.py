@@ -149,7 +149,7 @@ class Ubatch(Partitioned):
           >>> cache = make_cache(
           ...     CacheSpec.recurrent(layers=1, states={"sum": ((), jnp.float32)}), sequences=2
           ... )
-          >>> plan = init_batch(cache, make_batch([[1, 2, 3], [4]]))
+          >>> plan = init_batch(cache, make_batch([[1, 2, 3], [4]]), split_by="equal")
           >>> [ubatch.state_write_steps(2).tolist() for ubatch in plan.ubatches]
           [[[0, 1], [0, 1]], [[1, 2]]]
         """

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.batch import Ubatch
-from jaxkv.core.array_utils import is_concrete
+from jaxkv.core.array_utils import is_concrete, take_rows
 from jaxkv.core.constants import NO_SLOT
 
 if TYPE_CHECKING:
@@ -194,12 +194,13 @@ with a window, plan fewer tokens at once (ubatch_size=)
                 f"{len(logits)}; pass the logits of each ubatch"
             )
         if not is_concrete(order):
-            take = jnp.argsort(jnp.concatenate(order), stable=True)
-            return jnp.concatenate(logits)[take]
+            return take_rows(logits, jnp.argsort(jnp.concatenate(order), stable=True))
         # Leaving out ubatches without outputs means that few shapes are concatenated.
         pairs = list(zip(map(np.asarray, order), logits, strict=True))
         some = [pair for pair in pairs if np.any(pair[0] != NO_SLOT)] or pairs[:1]
         order = np.concatenate([index for index, _ in some])
         take = np.argsort(order, stable=True)[: np.sum(order != NO_SLOT)]
         rows = [row for _, row in some]
-        return (rows[0] if len(rows) == 1 else jnp.concatenate(rows))[take]
+        if all(isinstance(row, np.ndarray) for row in rows):
+            return np.concatenate(rows)[take]
+        return take_rows(rows, take)

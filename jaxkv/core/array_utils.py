@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import jax
@@ -77,6 +78,18 @@ def _is_known(x: object) -> bool:
     if isinstance(x, jax.core.Tracer):
         return False
     return not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
+
+
+@jax.jit
+def take_rows(
+    parts: Sequence[Shaped[Array, "*_"]], index: Int[Array | np.ndarray, " n"]
+) -> Shaped[Array, "*_"]:
+    """Return the rows of concatenated arrays with given indices, by one program.
+
+    >>> take_rows([np.array([5, 6]), np.array([7])], np.array([2, 0])).tolist()
+    [7, 5]
+    """
+    return jnp.concatenate(parts)[index]
 
 
 def next_power_of_two(count: int) -> int:

@@ -102,7 +102,9 @@ def check_int32(
         raise ValueError(
             f"expected {name} from {low} to {high}, got {wrong.reshape(-1)[0]}; {advice}"
         )
-    return value.astype(jnp.int32) if isinstance(value, jax.Array) else array.astype(np.int32)
+    if not isinstance(value, jax.Array):
+        return array.astype(np.int32)
+    return value if value.dtype == jnp.int32 else value.astype(jnp.int32)
 
 
 def check_position(value: PyTree, name: str) -> PyTree[Int32[ArrayLike, ""]]:

@@ -251,7 +251,7 @@ def beam(
     if is_traced(params, cache, args):
         cache, found = _run_search(forward, params, cache, *args, num_tokens=num_tokens)
         return BeamResult(cache, *found)
-    check_prompts_present(cache.table, ids[:1], np.ones(1, bool))
+    check_prompts_present(cache.seq_pos_max(ids[:1]), ids[:1], np.ones(1, bool))
     table, buffers = own_or_copied_buffers(cache, donate)
     search = cached_program(_build_search_program, forward)
     table, buffers, found = search(params, table, buffers, *args, num_tokens=num_tokens)

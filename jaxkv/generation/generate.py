@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -13,7 +14,7 @@ from jaxkv.api.edits import seq_select
 from jaxkv.batch import make_batch
 from jaxkv.cache import Cache
 from jaxkv.cache_spec import CacheSpec
-from jaxkv.core.array_utils import is_traced
+from jaxkv.core.array_utils import is_traced, take_rows
 from jaxkv.core.validate import check_count
 from jaxkv.generation.decode import decode
 from jaxkv.generation.model_step import Forward
@@ -29,7 +30,7 @@ from jaxkv.make import make_cache
 from jaxkv.plan import PlanRefusedError
 
 if TYPE_CHECKING:
-    from jaxtyping import PyTree
+    from jaxtyping import Array, Int32, Integer, Key, PyTree
 
     from jaxkv.generation.types import Prompts, Seeds, StopTokens
 
@@ -156,7 +157,7 @@ def generate(
                 f"expected cells for {num_samples} samples of each prompt, got too few in their "
                 f"streams; make a cache with more cells"
             )
-        logits = jnp.repeat(logits, num_samples, axis=0)
+        logits = take_rows([logits], np.repeat(np.arange(len(lists)), num_samples))
     out = init_decode(
         cache,
         logits=logits,
@@ -164,11 +165,11 @@ def generate(
         sampler=sampler,
         stop_tokens=stop_tokens,
         max_new_tokens=max_new_tokens,
-        seed=_keys_of_samples(check_seed(seed, count), count, num_samples),
+        seed=_keys_of_samples(check_seed(seed, count), count, num_samples=num_samples),
         prompts=[tokens for tokens in lists for _ in range(num_samples)],
     )
     parts, num_remaining = [_report_tokens(out, on_tokens)], max_new_tokens - 1
-    while num_remaining and bool(jnp.any(out.state.active)):
+    while num_remaining and np.asarray(out.state.active).any():
         size = num_remaining if on_tokens is None else min(tokens_per_call, num_remaining)
         options = {"num_tokens": size, "sampler": sampler, "stop_tokens": stop_tokens}
         args = forward, params, out.cache, out.state
@@ -182,17 +183,27 @@ def generate(
     return out._replace(**_join_calls(parts, num_remaining), drafter=drafter)
 
 
-def _keys_of_samples(seed: Seeds, count: int, num_samples: int) -> Seeds:
+def _keys_of_samples(seed: Seeds, count: int, *, num_samples: int) -> Seeds:
     """Return a key for each sample; seeds for each sample are returned as they are.
 
     Sample 0 of prompt i has the key of sequence i without samples.
     """
-    if np.ndim(seed):
+    if np.ndim(seed) or num_samples == 1:
         return seed
+    return _fold_samples(seed, np.divmod(np.arange(count, dtype=np.int32), num_samples))
+
+
+@jax.jit
+def _fold_samples(
+    seed: Integer[Array, ""] | Key[Array, ""],
+    indices: tuple[Int32[Array, " T"], Int32[Array, " T"]],
+) -> Key[Array, " T"]:
+    """Fold the index of a prompt and, if it is not 0, the index of a sample into a key."""
     fold = jax.vmap(jax.random.fold_in)
-    prompt, sample = np.divmod(np.arange(count), num_samples)
-    key = seed if is_key(seed) else jax.random.key(jnp.asarray(seed))
-    keys = fold(jnp.broadcast_to(jnp.asarray(key), count), prompt)
+    prompt, sample = indices
+    keys = fold(
+        jnp.broadcast_to(seed if is_key(seed) else jax.random.key(seed), prompt.shape), prompt
+    )
     return jnp.where(sample == 0, keys, fold(keys, sample))
 
 
@@ -207,6 +218,7 @@ def _report_tokens(
     return {name: getattr(out, name) for name in (*ROWS, *COUNTS)}
 
 
+@partial(jax.jit, static_argnames="num_remaining")
 def _join_calls(parts: list[dict[str, Any]], num_remaining: int) -> dict[str, Any]:
     """Join the result fields of several calls, padded by `num_remaining` tokens."""
     joined: dict[str, Any] = {

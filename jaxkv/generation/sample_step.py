@@ -25,7 +25,7 @@ from jaxkv.generation.sampler import (
     make_draw_keys,
     sample_tokens,
 )
-from jaxkv.generation.state import DecodeState, last_positions, make_decode_state
+from jaxkv.generation.state import DecodeState, make_decode_state
 from jaxkv.jit_helpers import jit_table
 from jaxkv.plan import Reason
 
@@ -163,7 +163,8 @@ def init_decode(
         )
     none = np.zeros(logits.shape[0], np.int32)
     state = begin(none, sequences)
-    check_prompts_present(cache.table, state.sequence, state.active)
+    if not is_traced(state):
+        check_prompts_present(np.asarray(state.draw_index) - 2, state.sequence, state.active)
     table = cache.table
     return DecodeResult(
         cache,
@@ -180,22 +181,17 @@ def empty_samples(texts: int, num_tokens: int) -> SampledTokens:
 
 
 def check_prompts_present(
-    table: CacheTable,
+    last: Int32[Array | np.ndarray, " T"],
     sequences: Int32[Array | np.ndarray, " T"],
     active: Bool[Array | np.ndarray, " T"],
 ) -> None:
-    """Raise a ValueError if an active sequence is empty; traced arguments are not checked."""
-    if is_traced(table, sequences, active):
-        return
-    empty = np.asarray(active & (_ends(table)[sequences] < 0))
+    """Raise a ValueError if an active sequence is empty, with -1 as the last position."""
+    empty = np.asarray(active) & (np.asarray(last) < 0)
     if empty.any():
         raise ValueError(
             f"expected the prompt of each text in its sequence, got nothing in sequence "
             f"{np.asarray(sequences)[empty][0]}; pass sequences="
         )
-
-
-_ends = jit_table(last_positions)
 
 
 def sample_first_tokens(

@@ -95,14 +95,15 @@ def make_decode_state(
         sequence=ids,
         active=remaining > 0,
         remaining=remaining,
-        reason=jnp.full(count, Reason.OK, jnp.int32),
+        reason=np.full(count, Reason.OK, np.int32),
         key=key,
         draw_index=draw,
         follows=follows,
         sampler_state=sampler.init(_prompts_as_rows(prompts, count)),
     )
     state = check_state(table.spec, state)
-    return jax.tree.map(jnp.asarray, state)
+    # `jnp.asarray` would compile a program for each shape and dtype.
+    return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jax.device_put(x), state)
 
 
 def last_positions(table: CacheTable) -> Int32[Array, " Q"]:

@@ -1,5 +1,6 @@
 """Construction of an attention cache: checks of sizes, an empty table and empty buffers."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -59,18 +60,31 @@ def make_attention_cache(
         )
     if kind == "tiled":
         check_tile_multiple(cells)
+    sizes = {"cells": cells, "sequences": sequences, "streams": streams}
+    fields, buffers = _make_arrays(spec, **sizes, dtype=jnp.dtype(dtype), stacked=stacked)
     table = CellTable(
-        **empty_fields(layers=spec.layers, cells=cells, sequences=sequences, streams=streams),
+        **fields,
         placement=kind,
         shards=shards,
         window=spec.window,
         ubatch_size=window_ubatch_size,
     )
-    return merge(table, _zero_buffers(spec, streams, cells, dtype, stacked=stacked))
+    return merge(table, buffers)
+
+
+@partial(
+    jax.jit, static_argnums=0, static_argnames=("cells", "sequences", "streams", "dtype", "stacked")
+)
+def _make_arrays(
+    spec: CacheSpec, *, cells: int, sequences: int, streams: int, dtype: jnp.dtype, stacked: bool
+) -> tuple[dict[str, jax.Array], Buffers]:
+    """Return the arrays of an empty table, and buffers, by one program."""
+    fields = empty_fields(layers=spec.layers, cells=cells, sequences=sequences, streams=streams)
+    return fields, _zero_buffers(spec, streams, cells, dtype, stacked=stacked)
 
 
 def _zero_buffers(
-    spec: CacheSpec, streams: int, cells: int, dtype: jax.typing.DTypeLike, *, stacked: bool
+    spec: CacheSpec, streams: int, cells: int, dtype: jnp.dtype, *, stacked: bool
 ) -> Buffers:
     """Return buffers of zeros: one array for each layer, or one for all layers if `stacked`."""
     names = "kv_heads", "head_dim", "value_dim", "rope"

@@ -34,6 +34,10 @@ FEW = 8
 """Smallest padded number of outputs: 8 outputs cost as much as 1, and fewer shapes are compiled."""
 
 
+CHEAP = 64
+"""Number of slots of a ubatch that is computed faster than another shape is compiled."""
+
+
 def lay_out_batch(
     spec: TableSpec, batch: Batch, ubatch_size: int, split_by: SplitBy | None
 ) -> tuple[Batch, list[PyTree[Int32[ArrayLike, "R T"]]], int]:
@@ -43,8 +47,6 @@ def lay_out_batch(
     padding. The last result is the largest number of outputs of a ubatch, padded.
     """
     check_shared_tokens(spec, batch)
-    if split_by is None:
-        split_by = "equal" if spec.single_sequence_rows else "simple"
     if is_concrete(batch):
         return _lay_out_known_batch(spec, batch, ubatch_size, split_by)
     _check_nonempty(batch.valid.size)
@@ -86,7 +88,7 @@ def _most_outputs(spec: TableSpec, batch: Batch) -> int:
 
 
 def _lay_out_known_batch(
-    spec: TableSpec, batch: Batch, ubatch_size: int, split_by: SplitBy
+    spec: TableSpec, batch: Batch, ubatch_size: int, split_by: SplitBy | None
 ) -> tuple[Batch, list[PyTree], int]:
     """Implement `lay_out_batch` for a batch with known values."""
     batch, valid_index = _flat_batch(spec, batch)
@@ -96,7 +98,13 @@ def _lay_out_known_batch(
         if batch.shared_with is None
         else preceding_tokens(sequences, batch.shared_with[valid_index])
     )
-    parts = split_batch(split_by, sequences, ubatch_size, after)
+    by_default: SplitBy = "equal" if spec.single_sequence_rows else "simple"
+    parts = split_batch(split_by or by_default, sequences, ubatch_size, after)
+    fits = valid_index.size <= ubatch_size and after is None
+    if split_by is None and spec.single_sequence_rows and fits and len(parts) > 1:
+        padded = _pad_rows_to_longest(_indices_by_sequence(sequences))
+        if padded.size <= max(2 * sum(part.size for part in parts), CHEAP):
+            parts = [padded]
     parts = [_pad_row_count(part, spec) for part in parts]
     if batch.outputs is None:
         members, valid = token_sequence_pairs(batch)
@@ -121,12 +129,8 @@ def layout_single_ubatch(
         flat, (index,), _ = lay_out_batch(spec, batch, batch.valid.size, None)
         return flat, index
     flat, valid_index = _flat_batch(spec, batch)
-    rows = sequence_split(flat.sequences[valid_index], next_power_of_two(valid_index.size))
-    longest = max(row.shape[1] for row in rows)
-    padded = [
-        np.pad(row, [(0, 0), (0, longest - row.shape[1])], constant_values=NO_SLOT) for row in rows
-    ]
-    part = _pad_row_count(np.concatenate(padded), spec)
+    rows = _pad_rows_to_longest(_indices_by_sequence(flat.sequences[valid_index]))
+    part = _pad_row_count(rows, spec)
     return _pad_batch(flat, next_power_of_two(flat.valid.size)), _to_batch_indices(
         valid_index, part
     )
@@ -331,6 +335,12 @@ def _indices_by_sequence(sequences: np.ndarray) -> list[np.ndarray]:
     """Return the token indices of each sequence, `[n]` int32, in order of first appearance."""
     _, firsts = np.unique(sequences, return_index=True)
     return [np.flatnonzero(sequences == sequences[i]).astype(np.int32) for i in sorted(firsts)]
+
+
+def _pad_rows_to_longest(rows: list[np.ndarray]) -> np.ndarray:
+    """Pad rows, `[n]` int32 each, to a power of two that fits the longest row; `[R, T]`."""
+    longest = next_power_of_two(max(map(len, rows)))
+    return np.stack([np.pad(x, (0, longest - len(x)), constant_values=NO_SLOT) for x in rows])
 
 
 def _pad_row_lengths(rows: list[np.ndarray], ubatch_size: int) -> np.ndarray:

@@ -82,6 +82,16 @@ def test_layout_pads_to_buckets_and_never_past_the_sequences():
     for prompts, rows in (([[1]], 1), ([[1], [2]], 2), ([[1], [2], [3]], 3)):
         _, (part,), _ = lay_out_batch(cache.table.spec, make_batch(prompts), 512, None)
         assert part.shape == (rows, 1)
+    for lengths, wanted in (
+        ([5, 1, 3], [(3, 8)]),  # a padded row for each, instead of three shapes
+        ([200, 1, 1], [(3, 1), (1, 256)]),  # there would be more padding than tokens
+        ([200, 200, 150], [(3, 256), (2, 64)]),  # more tokens than fit into one
+    ):
+        batch = make_batch([[1] * length for length in lengths])
+        flat, parts, _ = lay_out_batch(cache.table.spec, batch, 512, None)
+        assert [part.shape for part in parts] == wanted
+        taken = np.concatenate([part[part != NO_SLOT] for part in parts])
+        assert sorted(taken) == [*range(sum(lengths))]
     for size, tokens in ((2, 1), (7, 2)):
         (ubatch,) = jaxkv.init_full(cache, ubatch_size=size).ubatches
         assert ubatch.tokens.shape == (3, tokens)
