@@ -1,6 +1,8 @@
 """The platform of lowering selects the program, also if traced on another."""
 
 import functools
+import subprocess
+import sys
 from functools import partial
 
 import jax
@@ -102,3 +104,18 @@ def test_lowered_for_tpu_small_streams_are_read_at_once():
             lowering_platforms=("tpu",)
         )
         assert ("tpu_custom_call" in lowered.as_text()) == kernel
+
+
+def test_import_jaxkv_leaves_slow_modules_for_later():
+    slow = (
+        "pallas",
+        "jaxkv.generation",
+        "jaxkv.serving",
+        "flax",
+        "optax",
+        "matplotlib",
+        "safetensors",
+    )
+    code = f"import sys, jaxkv; print([x for x in sys.modules if any(y in x for y in {slow})])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout == "[]\n"

@@ -1,4 +1,7 @@
-"""Selection of an implementation of attention over streams of cells."""
+"""Selection of an implementation of attention over streams of cells.
+
+Modules of kernels are imported in functions, since Pallas takes longer to import than jaxkv.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,6 @@ import numpy as np
 
 from jaxkv.ops.attention import (
     jax_nn,
-    pallas_gpu,
-    pallas_tpu,
     xla,
     xla_cpu,
     xla_cpu_tiled,
@@ -63,6 +64,12 @@ options: Scale and softcap; an implementation ignores the sinks, which are added
 The function returns a partial softmax, which can be merged with a partial softmax over other cells.
 """
 
+HOPPER = ("H100", "H20", "H800")
+"""Parts of the names of GPUs with the memory of an H100, including H200 and GH200.
+
+The compiler may reject the kernel for other GPUs, which have space for fewer tiles.
+"""
+
 MAX_LOGIT_BYTES = 1 << 28
 """Largest number of bytes of the logits of all cells that are in memory at once: 256 MB."""
 
@@ -98,6 +105,8 @@ def best_for_tpu(
     options: AttentionOptions,
 ) -> OnlineSoftmax:
     """Run the TPU kernel if it supports the arrays; otherwise run `attend_by_shapes`."""
+    from jaxkv.ops.attention import pallas_tpu
+
     # With several streams of one tile and one token each, no tile can be skipped or shared. One
     # product for all streams is then faster than the kernel.
     lists, tokens = visibility.at.shape
@@ -118,6 +127,8 @@ def kernel_for_cuda(
     options: AttentionOptions,
 ) -> OnlineSoftmax:
     """Run the GPU kernel if it supports the arrays; otherwise run `attend_by_shapes`."""
+    from jaxkv.ops.attention import pallas_gpu
+
     # JAX traces this function also for platforms that never run it, so the function does not raise.
     way = (
         pallas_gpu.partial_attention
@@ -135,8 +146,33 @@ def best_for_cuda(
     options: AttentionOptions,
 ) -> OnlineSoftmax:
     """Run the GPU kernel on GPUs on which it is fast; otherwise run `attend_by_shapes`."""
-    way = kernel_for_cuda if pallas_gpu.is_fast() else attend_by_shapes
+    way = kernel_for_cuda if _is_hopper() else attend_by_shapes
     return way(q, k, v, visibility, options)
+
+
+def _is_hopper() -> bool:
+    """Return whether the abstract device, or else each local GPU, has a name in `HOPPER`."""
+    target = jax.sharding.get_abstract_mesh().abstract_device
+    try:
+        devices = jax.local_devices(backend="cuda") if target is None else [target]
+    except RuntimeError:  # no GPU
+        return False
+    return all(any(name in device.device_kind for name in HOPPER) for device in devices)
+
+
+def tpu_kernel(
+    q: Float[Array, "P T H D"],
+    k: Stored,
+    v: Stored,
+    visibility: Visibility,
+    options: AttentionOptions,
+    *,
+    interpret: bool = False,
+) -> OnlineSoftmax:
+    """Run the TPU kernel; raise a ValueError if it does not support the arrays."""
+    from jaxkv.ops.attention import pallas_tpu
+
+    return pallas_tpu.partial_attention(q, k, v, visibility, options, interpret=interpret)
 
 
 def by_platform(**ways: Callable[..., OnlineSoftmax]) -> Callable[..., OnlineSoftmax]:
@@ -175,9 +211,9 @@ IMPLEMENTATIONS: dict[Implementation | None, AttentionFn] = {
     "tiles": with_derivatives(cpu=xla_cpu.attend_by_tiles, default=xla_tiles.attend_by_tiles),
     "whole": with_derivatives(cpu=xla_cpu.attend_all_cells, default=xla.attend_all_cells),
     "pallas": with_derivatives(
-        tpu=pallas_tpu.partial_attention,
+        tpu=tpu_kernel,
         cuda=kernel_for_cuda,
-        default=partial(pallas_tpu.partial_attention, interpret=True),
+        default=partial(tpu_kernel, interpret=True),
     ),
     "xla": jax_nn.xla,
     "cudnn": jax_nn.cudnn,

@@ -54,12 +54,6 @@ LARGEST = 256
 PROGRAMS = 264
 """Number of programs that run at once on an H100: two for each multiprocessor."""
 
-HOPPER = ("H100", "H20", "H800")
-"""Parts of the names of GPUs with the memory of an H100, including H200 and GH200.
-
-The compiler may reject the kernel for other GPUs, which have space for fewer tiles.
-"""
-
 
 class KernelTiling(NamedTuple):
     """Division of the work into programs. All fields are static.
@@ -114,16 +108,6 @@ def can_attend(q: Float[Array, "P T H D"], k: Stored, v: Stored, visibility: Vis
     fits = size <= LARGEST and q.shape[2] // k.shape[1] <= max_group and visibility.bias is None
     dtypes = q.dtype in DTYPES and k.dtype in STORED and v.dtype in STORED
     return dtypes and fits and not split and has_one_scale(k) and has_one_scale(v)
-
-
-def is_fast() -> bool:
-    """Return whether the kernel is fast on the abstract device if set, else on all local GPUs."""
-    target = jax.sharding.get_abstract_mesh().abstract_device
-    try:
-        devices = jax.local_devices(backend="cuda") if target is None else [target]
-    except RuntimeError:  # no GPU
-        return False
-    return all(any(name in device.device_kind for name in HOPPER) for device in devices)
 
 
 def partial_attention(
