@@ -49,9 +49,8 @@ class Numbers:
         return 63
 
 
-@pytest.fixture(scope="module")
-def page():
-    """The definitions of the page, with tunix's models and its sampler."""
+def definitions():
+    """The definitions of the page, by name."""
     (folder,) = importlib.util.find_spec("tunix").submodule_search_locations
     parent = types.ModuleType("tunix")
     parent.__path__ = [folder]
@@ -61,12 +60,18 @@ def page():
     assert len(lines) <= 30
     names: dict = {}
     exec(adapter + uses.split("\n\n\n")[0], names)
-    with jax.numpy_rank_promotion("allow"):  # tunix promotes ranks
-        yield names
+    return names
 
 
-def make(kind):
-    """A tiny random model whose attention is not nearly uniform."""
+@pytest.fixture(scope="module")
+def page():
+    """The definitions of the page, where tunix may promote ranks."""
+    with jax.numpy_rank_promotion("allow"):
+        yield definitions()
+
+
+def make(kind, sizes=SIZES):
+    """A random model whose attention is not nearly uniform."""
     if kind == "llama3":
         from tunix.models.llama3.model import Llama3 as Model
         from tunix.models.llama3.model import ModelConfig
@@ -74,7 +79,7 @@ def make(kind):
         from tunix.models.qwen3.model import ModelConfig
         from tunix.models.qwen3.model import Qwen3 as Model
     tied = {"weight_tying": True} if kind == "llama3" else {}
-    graph, params = nnx.split(Model(ModelConfig(**SIZES, **tied), rngs=nnx.Rngs(0)))
+    graph, params = nnx.split(Model(ModelConfig(**sizes, **tied), rngs=nnx.Rngs(0)))
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(7), len(leaves))
     random = [
