@@ -82,7 +82,8 @@ class Twin:
         if in_parts:
             numbers = [token.token for token in tokens]
             batch = jaxkv.make_batch(numbers, sequences=sequences, positions=positions)
-            plan = jaxkv.init_batch(self.cache, batch, ubatch_size=4)
+            split_by = "equal" if self.kind.streams > 1 else None  # as llama.cpp
+            plan = jaxkv.init_batch(self.cache, batch, ubatch_size=4, split_by=split_by)
         else:
             plan = plan_rows(self.cache, *self.rows(numbered(tokens, self.oracles.reached)))
         expected, plans = self.oracles.plan(tokens, ubatch_size=4 if in_parts else None)

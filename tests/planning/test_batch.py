@@ -1,5 +1,6 @@
 """Batches: how they are made and split, and the order of their outputs."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -14,6 +15,7 @@ from jaxkv import make_batch
 from jaxkv.core.array_utils import next_power_of_two
 from jaxkv.core.constants import NO_SLOT
 from jaxkv.planning.layout import equal_split, lay_out_batch, sequence_split, simple_split
+from tests.generation.tiny import forward, load
 from tests.helpers.caches import SMALL, SPLIT, attention_cache, drawn, recurrent_cache
 
 SPLITS = [simple_split, equal_split, sequence_split]
@@ -95,6 +97,32 @@ def test_layout_pads_to_buckets_and_never_past_the_sequences():
     for size, tokens in ((2, 1), (7, 2)):
         (ubatch,) = jaxkv.init_full(cache, ubatch_size=size).ubatches
         assert ubatch.tokens.shape == (3, tokens)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", ["split", "window", "hybrid"])
+def test_padded_rows_of_ragged_prompts_equal_rows_of_equal_lengths(name):
+    if name == "hybrid":
+        model = load("granite_hybrid")
+        run, cache = (
+            (model.forward, model.params),
+            model.make_cache(cells=16, sequences=3, streams=3),
+        )
+    else:
+        windows = (jaxkv.Window.sliding(3),) if name == "window" else (None,)
+        run, cache = (forward, None), replace(SPLIT, cells=12, windows=windows).make()
+    found, wanted = cache, cache
+    for lengths in ([5, 1, 3], [1, 2, 1], [2, 1]):
+        batch = make_batch([[3 + i, *range(n - 1)] for i, n in enumerate(lengths)])
+        plan = jaxkv.init_batch(found, batch)
+        assert len(plan.ubatches) == 1
+        found, logits, *_ = jaxkv.prefill(*run, found, batch, plan=plan)
+        plan = jaxkv.init_batch(wanted, batch, split_by="equal")
+        assert len(plan.ubatches) > 1
+        wanted, others, *_ = jaxkv.prefill(*run, wanted, batch, plan=plan)
+        np.testing.assert_allclose(logits, others, atol=2e-5)
+        assert found.seq_pos_max().tolist() == wanted.seq_pos_max().tolist()
+        assert found.seq_pos_min().tolist() == wanted.seq_pos_min().tolist()
 
 
 @pytest.mark.parametrize(
