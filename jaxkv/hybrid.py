@@ -32,7 +32,7 @@ R = TypeVar("R")
 Layers = tuple[tuple[int, ...], ...]
 
 OWN = "buffers", "num_shared_cells"
-"""Names of arguments that are lists with an item for each part, or None."""
+"""Names of arguments that are None, or lists with an item for each part."""
 
 # Elementwise rules for arrays of equal shape, one for each part.
 _all = partial(reduce, jnp.logical_and)
@@ -48,7 +48,7 @@ def _combine_first_positions(firsts: list[Int32[Array, ""]]) -> Int32[Array, ""]
 
 
 def _combine_admissions(found: list[Admission]) -> Admission:
-    """Return which sequences fit in all parts; all parts admit sequences in the same order."""
+    """Return the sequences that fit in every part, since parts admit sequences in one order."""
     fits, together, remaining = zip(*found, strict=True)
     return Admission(fits=_all(fits), together=_all(together), num_remaining=_smallest(remaining))
 

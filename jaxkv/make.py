@@ -89,8 +89,8 @@ def make_cache(
       sharding_rules: mesh axes for the axes of the cache; default `sharding.ShardingRules()`.
 
     Returns:
-      The empty cache. Each layer has keys `[S, K, N, D]` and values `[S, K, N, Dv]`, or states
-      `[S, Q / S * (E + 1), ...]`.
+      The empty cache. An attention layer has keys `[S, K, N, D]` and values `[S, K, N, Dv]`. A
+      recurrent layer has states `[S, n, ...]`, where n is Q / S * (`max_rollback` + 1).
 
     A stacked cache can be the carry of a `jax.lax.scan` over layers, so that only one layer is
     traced and compiled. The functions `attend`, `write_kv` and `read_kv` accept an int32 layer

@@ -15,8 +15,8 @@ def fingerprint(model: Model) -> dict[str, Any]:
     """Return an identity of a model for `jaxkv.snapshot`, as JSON values.
 
     The identity contains the architecture, the dtype, and a digest of config and params. The digest
-    covers the config without `implementation`, and the name, shape, dtype and first vector of each
-    param.
+    covers the fields of the config except `implementation`, and the name, shape, dtype and first
+    vector of each param.
     """
     found = hashlib.sha256()
     sizes = asdict(model.config)

@@ -67,7 +67,7 @@ def _devices(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> int:
 
 
 WHOLE = Split(axis=0, parts=1, of="every device needs all of it")
-"""`Split` of params that are replicated on all devices."""
+"""`Split` of a param that each device has as a whole."""
 
 RULES = ShardingRules(cells="cells")
 """Rules of the command line: axis `data` splits streams, `tensor` heads and `cells` cells."""

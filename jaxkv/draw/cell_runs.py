@@ -76,7 +76,7 @@ def format_range(first: int, last: int) -> str:
 
 
 def format_owners(run: CellRun) -> str:
-    """Format the owners of a run: a dot for no owner, a plus if owners share every cell."""
+    """Format the owners of a run as ids: "." for no owner, "+" if several own every cell."""
     if run.shared:
         return "+"
     few = len(run.owners) <= 3

@@ -41,7 +41,7 @@ CHEAP = 64
 def lay_out_batch(
     spec: TableSpec, batch: Batch, ubatch_size: int, split_by: SplitBy | None
 ) -> tuple[Batch, list[PyTree[Int32[ArrayLike, "R T"]]], int]:
-    """Assign the tokens of a batch to ubatches; by shapes only if the batch is traced.
+    """Assign the tokens of a batch to ubatches: of a traced batch, by the shapes alone.
 
     Returns the flat, padded batch, and the batch indices `[R, T]` of each ubatch, with NO_SLOT for
     padding. The last result is the largest number of outputs of a ubatch, padded.

@@ -41,7 +41,7 @@ PartDescription = CellDescription | StateDescription
 
 
 class HybridDescription(TypedDict):
-    """Description of a hybrid cache; the field `layers` lists the model layers of each part."""
+    """Description of a hybrid cache, with the model layers of each part in `layers`."""
 
     kind: Literal["hybrid"]
     layers: Json

@@ -54,7 +54,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def of_snapshot(path: Path) -> dict[str, Any]:
-    """Return the description of a snapshot; raise `InputError` for a damaged or other file."""
+    """Return the description of a snapshot; raise `InputError` if it is no snapshot or damaged."""
     try:
         info = snapshot.inspect(path)
         chats = conversations_in(info)
