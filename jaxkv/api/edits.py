@@ -200,15 +200,16 @@ def seq_select(cache: Cache, parents: Ids, sequences: Ids, *, donate: bool = Fal
     """Replace each sequence by a copy of its parent, as in a step of beam search.
 
     All copies are made from the input cache. Within a stream, only the table changes. A copy from
-    another stream copies the buffers, as in `seq_cp`. The flag `ok` is False if a stream has too
-    few free cells for the copies (only if 1 < S < Q). Cells of replaced sequences become free only
-    after all copies are made.
+    another stream copies the buffers, as in `seq_cp`. If 1 < S < Q, such a copy of keys and values
+    needs free cells, or cells that only replaced sequences own and no parent owns. If a stream has
+    too few of these cells, the flag `ok` is False, and the cache is unchanged.
 
     Args:
       cache: any cache.
       parents: id of the parent of each sequence to replace. Ids may be repeated, and a sequence may
         be its own parent.
-      sequences: distinct ids of the sequences to replace. Other sequences are unchanged.
+      sequences: distinct ids of the sequences to replace. Other sequences are unchanged. A pair
+        with a traced unknown id has no effect; only one pair of a repeated traced id is used.
       donate: see `seq_cp`.
 
     Raises:
@@ -273,24 +274,26 @@ def seq_add(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, delta: Id) -> EditR
     """Add `delta` to the positions of a range of a sequence.
 
     An update (`init_update`, then `apply`) rotates all shifted keys at once. Before the update, a
-    batch that would attend to a shifted key is refused. A shared cell is shifted for all of its
-    owners. The method `Cache.can_seq_add` returns whether positions would stay unique in each
-    sequence.
+    batch is refused if a sequence of the batch owns a shifted key. A shared cell is shifted for all
+    of its owners. The method `Cache.can_seq_add` returns whether positions would stay unique in
+    each sequence; `seq_add` also accepts equal positions.
 
-    `ok` is False if a position would reach 2**31 - 1, or if a recurrent state would get a negative
-    position. The flag `ok` is also False if the next token of a sequence would attend to an evicted
-    cell.
+    If `ok` is False, the cache is unchanged. `ok` is False if a position would reach 2**31 - 1, if
+    the next token of a sequence would attend to an evicted cell, or if the last positions of the
+    parts of a hybrid cache would differ. With recurrent states, `ok` is also False if the range has
+    tokens and `p0 + delta` is negative.
 
     Args:
       cache: any cache; attention layers need the argument `rope` of `CacheSpec.attention`.
-      seq: id of the sequence to shift.
-      p0: first position of the range.
-      p1: one past the last position of the range.
+      seq: id of the sequence to shift. For a traced unknown id, the cache is unchanged.
+      p0: first position of the range; -1 means 0. A traced bound below -1 sets `ok` to False.
+      p1: one past the last position of the range; None or -1 means no end.
       delta: number to add to each position. Tokens with a negative new position are removed.
 
     Raises:
       ValueError: If attention layers have no known rope, so that keys cannot be rotated.
       ValueError: If a concrete id is not from 0 to Q - 1, or a concrete bound is below -1.
+      ValueError: If an argument is a list, or the size of a concrete `delta` exceeds 2**31 - 1.
 
     Examples:
       Remove two tokens, and close the gap in the positions:

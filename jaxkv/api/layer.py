@@ -274,17 +274,17 @@ def write_states(
 ) -> Cache:
     """Write the recurrent states after the last tokens of each row of a ubatch.
 
-    A layer writes the states of a ubatch once; a second write has no effect. States of padding, of
-    a refused plan and of a stale ubatch are not written.
+    A layer writes the states of a ubatch once; a second write has no effect. No state is written
+    for padding, for a refused plan, or for a ubatch that is stale or not applied.
 
     Args:
       cache: a cache to which the ubatch was applied (`apply`).
       layer: number of the layer, 0 to L - 1, static.
       ubatch: the computed tokens.
-      states: by name, the states after each of the last E + 1 valid tokens of a row, oldest first.
-        The method `Ubatch.state_write_steps` returns how many tokens of a row each state includes;
-        a state that includes no token is not written. If E is 0, an array `[R, ...]` is accepted
-        too.
+      states: by name, an array `[R, E + 1, ...]` of the states after each of the last E + 1 valid
+        tokens of a row, oldest first. States are cast to the dtype of the cache. The method
+        `Ubatch.state_write_steps` returns how many tokens of a row each state includes; a state
+        that includes no token is not written. If E is 0, an array `[R, ...]` is accepted too.
 
     Raises:
       ValueError: If names or shapes are not those of the cache, or if `read_states` would raise.

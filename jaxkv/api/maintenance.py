@@ -49,12 +49,14 @@ def defrag_plan(cache: Cache, *, max_moves: int | None = None) -> MaintenancePla
     In striped placement, cells move to the front of each run. In tiled placement, whole tiles are
     moved, and free cells inside a tile stay reserved for the sequence of the tile. The result is a
     plan for `apply`; the property `pending` is the number of cells to move. For attention, the
-    fields `source`, `destination` and `length` describe the runs of cells to move, the last run
-    first. A stale plan has no effect (`Cache.is_current`).
+    fields `source`, `destination` and `length`, int32 `[S, M]`, describe the runs of cells to move,
+    the last run first; unused entries have length 0. For recurrent states, no cell is moved. A
+    stale plan has no effect (`Cache.is_current`).
 
     `max_moves` limits the number of runs to move in each stream; None means no limit. The last tile
     in tiled placement is always moved completely. Repeated calls end in the same order of cells for
-    every `max_moves`. A `max_moves` below 1 raises ValueError; no integer, TypeError.
+    every `max_moves`. A `max_moves` below 1 raises ValueError. A `max_moves` that is traced or not
+    an integer raises TypeError.
 
     Examples:
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=6)

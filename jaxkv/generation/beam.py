@@ -173,7 +173,7 @@ def beam(
       logits: Logits of the last token of the prompt.
       num_beams: W, the number of beams, static. Each step computes one token for each beam.
       num_tokens: n, the maximum number of tokens of a hypothesis, static.
-      stop_tokens: `[n]`. Tokens that end a hypothesis; -1 is padding.
+      stop_tokens: `[k]`, or a set. Tokens that end a hypothesis; -1 is padding.
       sequences: `[W]`. Sequence ids of the beams, 0 to W - 1 by default. Tokens in all beam
         sequences except the first are removed. If sequences share several streams (1 < S < Q), all
         W sequences must be in one stream.
@@ -187,16 +187,17 @@ def beam(
       cache contains all tokens of an unfinished hypothesis except the last token. For a finished
       hypothesis, the cache contains the tokens shared with a beam of the last step. Beam sequence i
       is empty and `num_cached[i]` is -1 if a recurrent state is not stored, or a window evicted
-      cells.
+      cells. The score of a missing hypothesis is -inf.
 
     Raises:
-      ValueError: If the shape of logits is not `[V]` or `[1, V]`, or stop tokens are not a list.
-      ValueError: If `length_penalty` is not one finite number, or logits are not floats.
+      ValueError: If logits are not `[V]` or `[1, V]`, or stop tokens are not `[k]`.
+      ValueError: If logits are not floats, or `length_penalty` is not one number, finite if known.
       TypeError: If a count, a sequence id or a stop token is not an integer.
       ValueError: If there are not W ids of beams, or a concrete id is repeated or not in the cache.
       ValueError: If 1 < S < Q, and the ids of the beams are traced or in several streams.
       ValueError: If `num_beams` or `num_tokens` is below 1, or W exceeds the number of sequences.
-      ValueError: If the first beam sequence of a concrete cache is empty, or the cache was donated.
+      ValueError: Without traced arguments, if the first beam is empty or the cache was donated.
+      ValueError: If the model function returns wrong results, see `generation.model_step`.
 
     Examples:
       The model predicts t + 1 after token t, or t + 2 with a lower probability. Token 3 is the stop

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxkv.api.edits import seq_select
 from jaxkv.batch import make_batch
-from jaxkv.cache import Cache
+from jaxkv.cache import Cache, split
 from jaxkv.cache_spec import CacheSpec
 from jaxkv.core.array_utils import is_traced, take_rows
 from jaxkv.core.validate import check_count
@@ -62,13 +62,13 @@ def generate(
     """Generate tokens after prompts.
 
     This function calls `prefill`, then `init_decode`, then `decode` (with a drafter, `speculate`).
-    Sequence `i * num_samples + j` is sample j of prompt i.
+    Sequence `i * num_samples + j` is sample j of prompt i. Call `generate` outside of `jit`.
 
     Args:
       forward: See `prefill`. Pass the same function every time, since compiled programs are cached
         by function.
       params: Model parameters, any pytree.
-      prompts: A list of at least one token for each of P prompts, or rows `[P, n]`, with -1 as
+      prompts: A list of at least one token for each of P prompts, or an array `[P, n]` with -1 as
         padding. Tokens are not compared with the vocabulary.
       spec: Spec of a new cache. The cache gets a stream for each sequence, with cells for the
         longest prompt and `max_new_tokens`.
@@ -79,13 +79,14 @@ def generate(
       max_new_tokens: Maximum number of tokens to sample for each sequence.
       stop_tokens: Tokens that end a sequence, see `decode`.
       sampler: A sampler, such as from `make_sampler`; greedy by default.
-      seed: Seed of the draws: an integer or a key of `jax.random`, or one for each of the T
-        sequences. A sample does not depend on how many samples and prompts there are.
+      seed: An integer from 0 to 2**32 - 1 or a key of `jax.random`, or one for each of the
+        P * num_samples sequences. A sample does not depend on the numbers of samples and prompts.
       num_samples: Number of samples of each prompt; each prompt is computed once.
       drafter: Drafts several tokens for each model step, for all sequences; see `speculate`.
       on_tokens: Function of a sequence id and a list of new tokens, called as soon as the tokens
-        are on the CPU. The result does not depend on `on_tokens`.
-      tokens_per_call: Maximum number of tokens of a sequence between two calls of `on_tokens`.
+        are on the CPU. Without a drafter, the result does not depend on `on_tokens`.
+      tokens_per_call: Maximum number of tokens of a sequence between two calls of `on_tokens`. With
+        a drafter, `tokens_per_call` changes randomly drawn tokens and the counts of drafts.
 
     Returns:
       A `DecodeResult` with tokens and log-probabilities, padded with -1 and 0 after the end of a
@@ -93,12 +94,13 @@ def generate(
       `Reason.OUT_OF_CELLS` if the cache has no free cell for the next token.
 
     Raises:
-      PlanRefusedError: If the prompts or their samples do not fit into the given cache.
+      PlanRefusedError: If the plan of the prompts is refused, or samples do not fit into the cache.
       ValueError: If both or neither of the arguments `spec` and `cache` are passed.
-      ValueError: If there is no prompt or an empty prompt, or a count is below 1.
-      ValueError: If an argument is traced.
-      ValueError: If the cache has too few sequences, or if `decode` would raise.
-      TypeError: If tokens are not integers.
+      ValueError: If there is no prompt or an empty prompt, or a list contains a negative token.
+      ValueError: If a count is below 1, or the range or the number of seeds is wrong.
+      ValueError: If `params`, `prompts`, `cache`, `seed`, `sampler` or `stop_tokens` is traced.
+      ValueError: If sequences are too few, or `make_cache`, `decode` or `speculate` would raise.
+      TypeError: If tokens, counts or seeds are not integers.
 
     Examples:
       The model predicts the next number, and 3 is the stop token:
@@ -119,7 +121,7 @@ def generate(
     max_new_tokens = check_count(max_new_tokens, "max_new_tokens")
     num_samples = check_count(num_samples, "num_samples")
     tokens_per_call = check_count(tokens_per_call, "tokens_per_call")
-    if is_traced(params, prompts, cache, seed, sampler):
+    if is_traced(params, prompts, cache, seed, sampler, stop_tokens):
         raise ValueError(
             "expected concrete arguments of generate, got traced ones; call prefill, init_decode "
             "and decode inside of jit, and score for gradients"
@@ -139,10 +141,10 @@ def generate(
             f"expected spec= or cache=, got {arguments}; pass the spec of the model's cache"
         )
 
-    if cache.table.spec.sequences < count:
+    if (sequences := split(cache)[0].spec.sequences) < count:
         raise ValueError(
             f"expected a cache of {count} sequences, one for each sample of each prompt, got "
-            f"{cache.table.spec.sequences}; make it with sequences={count}"
+            f"{sequences}; make it with sequences={count}"
         )
     first = range(0, count, num_samples)
     batch = make_batch(lists, sequences=[*first])

@@ -227,19 +227,20 @@ def plan_step(
     Args:
       cache: any cache.
       tokens: `[T]` int32, one token for each sequence; or `[T, n]`, n tokens for each sequence.
-      sequences: `[T]` int32, distinct sequence ids; by default 0, 1, 2 and so on.
-      active: bool, in the shape of `tokens`; inactive tokens are padding, in any place. By default
-        all tokens are active.
+      sequences: `[T]` int32, distinct sequence ids; by default 0, 1, 2 and so on. The id of a row
+        without active tokens is not checked.
+      active: bool, or known 0 and 1, in the shape of `tokens`; inactive tokens are padding, in any
+        place. By default all tokens are active.
 
     Returns:
       A plan of one ubatch, `plan.ubatch`. The outputs of the ubatch are all tokens, in the order of
       the argument `tokens`, so logits can be reshaped to `[T, V]` or `[T, n, V]`. A plan with `ok`
-      False has no effect. For each sequence of a refused plan, `reason` is the cause: no free cell,
-      a repeated sequence, a pending shift, or evicted context.
+      False has no effect. The array `reason` has a `Reason` for each sequence id of the cache: OK
+      for a sequence that would fit, else the cause, such as OUT_OF_CELLS or NEGATIVE_TOKEN.
 
     Raises:
-      TypeError: If tokens or sequence ids are not integers, or the array `active` is not bool.
-      ValueError: If the shapes differ, or a known sequence id is repeated or invalid.
+      TypeError: If tokens or ids are not integers, or `active` is neither bool nor known 0 and 1.
+      ValueError: If shapes differ, there is no token, or a known active id is repeated or invalid.
 
     Examples:
       >>> cache = make_cache(
@@ -249,7 +250,7 @@ def plan_step(
       >>> plan.ok.item(), plan.ubatch.slots.tolist(), plan.ubatch.outputs.tolist()
       (True, [[0, 1]], [0, 1])
 
-      Three tokens of sequence 1 use all cells, so the token of sequence 0 does not fit:
+      The one token of sequence 0 would fit, and then the three tokens of sequence 1 do not fit:
 
       >>> tokens, active = [[7, 8, 9], [5, 0, 0]], [[1, 1, 1], [1, 0, 0]]
       >>> plan = plan_step(cache, tokens, sequences=[1, 0], active=active)
@@ -262,7 +263,7 @@ def plan_step(
     rows = check_int32(tokens, "tokens")
     shape = np.shape(rows)
     valid = np.ones(shape, bool) if active is None else check_bool(active, "active")
-    ids: PyTree = np.arange(*shape[:1]) if sequences is None else sequences
+    ids: PyTree = np.arange(shape[0] if shape else 0) if sequences is None else sequences
     shapes = [shape, np.shape(valid), np.shape(ids)]
     if len(shape) not in (1, 2) or shapes[1:] != [shape, shape[:1]]:
         raise ValueError(

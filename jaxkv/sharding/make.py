@@ -87,17 +87,19 @@ def assert_in_sync(cache: Cache, batch: PyTree = None) -> None:
     """Raise unless all processes have the same table and the same batch.
 
     JAX does not compare replicated values, so processes with different batches would make different
-    plans. Every process must call `assert_in_sync` outside of `jit`.
+    plans. Every process must call `assert_in_sync` outside of `jit`. The bytes of all arrays are
+    compared; shapes, dtypes and static fields are not compared.
 
     Args:
       cache: cache whose table is compared; buffers are not compared.
-      batch: pytree of arrays and numbers, such as a `Batch`. Arrays that are split over processes
-        are ignored.
+      batch: pytree of arrays and numbers, such as a `Batch`. Arrays that are traced, or split over
+        processes, are ignored.
 
     Raises:
       RuntimeError: If the table or batch of a process differs; raised in every process, with the
         indices of the differing processes.
-      TypeError: If the cache is traced, or has shapes only.
+      RuntimeError: If an array of the batch was donated.
+      TypeError: If the cache is traced or has shapes only, or the batch has a `jax.random.key`.
       ValueError: If the table was donated, or the cache is a batch of caches.
 
     Examples:

@@ -63,7 +63,7 @@ def inspect(source: Source) -> SnapshotInfo:
     Raises:
       FileNotFoundError: If the file does not exist.
       ImportError: If the package safetensors is not installed.
-      OSError: If the path is a folder or a device.
+      OSError: If the path is a folder or a device, or the file cannot be opened.
       ValueError: If the file is not a snapshot, has another version, or is cut short.
       ValueError: If the description is damaged; damaged arrays are detected only by `load`.
       ValueError: If the snapshot contains 64-bit arrays and `jax_enable_x64` is off.
@@ -107,7 +107,7 @@ def load(
     """Load a snapshot as a new cache, or write the saved sequences into an existing cache.
 
     A new cache has the sizes of the saved cache, each token in its saved cell, and bit-identical
-    results. Cell hashes are new, so plans made for the saved cache are stale.
+    results. Cell hashes are new, so ubatches planned for a stream with saved tokens are stale.
 
     If the argument `into` is a cache, the saved sequences replace sequences of that cache. The
     numbers of cells, sequences and streams, and the placement, may differ. Cells are chosen as for
@@ -126,20 +126,21 @@ def load(
         copy the buffers.
 
     Returns:
-      The loaded cache. All plans made for changed streams of the existing cache are stale.
+      The loaded cache. All ubatches planned for changed streams of the existing cache are stale.
+      The plan of an update or a defrag may stay current (`Cache.is_current`).
 
     Raises:
       FileNotFoundError: If the file does not exist.
       ImportError: If the package safetensors is not installed.
-      OSError: If the path is a folder or a device.
+      OSError: If the path is a folder or a device, or the file cannot be opened.
       PlanRefusedError: If a stream has too few free cells, or, for contiguous placement, no long
-        enough run of free cells.
-      TypeError: If `model_id` is not a JSON value, or the existing cache has shapes only.
+        enough run of free cells. The existing cache is then unchanged.
+      TypeError: If a compared `model_id` is not JSON, or the existing cache has shapes only.
       ValueError: If the file is not a snapshot, has another version, or is damaged.
       ValueError: If `model_id` differs, or the saved cache does not fit the existing cache.
       ValueError: If the snapshot contains 64-bit arrays and `jax_enable_x64` is off.
       ValueError: If the existing cache is traced, split over a mesh, donated, or a batch of caches.
-      ValueError: If a sequence id is unknown or repeated, or a target id is missing.
+      ValueError: If a sequence id is unknown or repeated, or the number of target ids is wrong.
       ValueError: If the argument `sequences` is given without an existing cache.
 
     Examples:
