@@ -163,7 +163,7 @@ def init_decode(
         )
     none = np.zeros(logits.shape[0], np.int32)
     state = begin(none, sequences)
-    if not is_traced(state):
+    if not is_traced(state.draw_index, state.sequence, state.active):
         check_prompts_present(np.asarray(state.draw_index) - 2, state.sequence, state.active)
     table = cache.table
     return DecodeResult(

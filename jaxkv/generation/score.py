@@ -103,7 +103,7 @@ def score(
             levels = trie_of_prompts(first, lists)
         largest = max(int(np.max(level.tokens)) for level in levels)
         if is_rows(texts):
-            index = _index_of_rows(texts, levels[-1] if index is None else index)
+            index = _index_of_rows(np.asarray(texts), levels[-1] if index is None else index)
     else:
         traced = _check_rows(texts, "texts")
         levels, largest = _levels_of_traced_rows(traced, prompts), -1
@@ -135,7 +135,7 @@ def _index_of_rows(
     if isinstance(of, TrieLevel):
         place += xp.arange(len(rows), dtype=np.int32)[:, None] * of.tokens.shape[1]
     else:
-        place = xp.take_along_axis(of, place, axis=1)
+        place = np.take_along_axis(of, np.asarray(place), axis=1)
     return xp.where(valid, place, -1)
 
 

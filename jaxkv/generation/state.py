@@ -90,12 +90,13 @@ def make_decode_state(
         END if max_new_tokens is None else max_new_tokens, count, "max_new_tokens"
     )
     key, draw, follows = _init_draw_state(table, check_seed(seed, count), ids)
+    reason: PyTree = np.full(count, Reason.OK, np.int32)
     state = DecodeState(
         token=token,
         sequence=ids,
         active=remaining > 0,
         remaining=remaining,
-        reason=np.full(count, Reason.OK, np.int32),
+        reason=reason,
         key=key,
         draw_index=draw,
         follows=follows,

@@ -61,7 +61,7 @@ def make_attention_cache(
     if kind == "tiled":
         check_tile_multiple(cells)
     sizes = {"cells": cells, "sequences": sequences, "streams": streams}
-    fields, buffers = _make_arrays(spec, **sizes, dtype=jnp.dtype(dtype), stacked=stacked)
+    fields, buffers = _make_arrays(spec, **sizes, dtype=jnp.dtype(dtype), stacked=bool(stacked))
     table = CellTable(
         **fields,
         placement=kind,

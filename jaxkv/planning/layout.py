@@ -100,10 +100,11 @@ def _lay_out_known_batch(
     )
     by_default: SplitBy = "equal" if spec.single_sequence_rows else "simple"
     parts = split_batch(split_by or by_default, sequences, ubatch_size, after)
-    fits = valid_index.size <= ubatch_size and after is None
+    fits = valid_index.size <= ubatch_size and after is None and _needs_same_cells_in_any_cut(spec)
     if split_by is None and spec.single_sequence_rows and fits and len(parts) > 1:
-        padded = _pad_rows_to_longest(_indices_by_sequence(sequences))
-        if padded.size <= max(2 * sum(part.size for part in parts), CHEAP):
+        padded = _pad_rows_to_longest(_indices_by_sequence(sequences), ubatch_size)
+        few = 1.25 * sum(part.size for part in parts)
+        if padded.size <= max(min(few, ubatch_size), CHEAP):
             parts = [padded]
     parts = [_pad_row_count(part, spec) for part in parts]
     if batch.outputs is None:
@@ -120,6 +121,18 @@ def _lay_out_known_batch(
     )
 
 
+def _needs_same_cells_in_any_cut(spec: TableSpec) -> bool:
+    """Return whether the cells that a batch needs do not depend on the cut into ubatches.
+
+    A window with few cells evicts cells between ubatches. Contiguous placement needs a free run for
+    the tokens of a sequence in one ubatch.
+    """
+    details = dict(spec.details)
+    evicts = details.get("window") is not None and spec.ubatch_size is None
+    contiguous = details.get("placement") == "contiguous"
+    return not evicts and not contiguous and all(map(_needs_same_cells_in_any_cut, spec.parts))
+
+
 def layout_single_ubatch(
     spec: TableSpec, batch: Batch
 ) -> tuple[Batch, PyTree[Int32[ArrayLike, "R T"]]]:
@@ -129,7 +142,8 @@ def layout_single_ubatch(
         flat, (index,), _ = lay_out_batch(spec, batch, batch.valid.size, None)
         return flat, index
     flat, valid_index = _flat_batch(spec, batch)
-    rows = _pad_rows_to_longest(_indices_by_sequence(flat.sequences[valid_index]))
+    size = next_power_of_two(valid_index.size)
+    rows = _pad_rows_to_longest(_indices_by_sequence(flat.sequences[valid_index]), size)
     part = _pad_row_count(rows, spec)
     return _pad_batch(flat, next_power_of_two(flat.valid.size)), _to_batch_indices(
         valid_index, part
@@ -337,9 +351,9 @@ def _indices_by_sequence(sequences: np.ndarray) -> list[np.ndarray]:
     return [np.flatnonzero(sequences == sequences[i]).astype(np.int32) for i in sorted(firsts)]
 
 
-def _pad_rows_to_longest(rows: list[np.ndarray]) -> np.ndarray:
-    """Pad rows, `[n]` int32 each, to a power of two that fits the longest row; `[R, T]`."""
-    longest = next_power_of_two(max(map(len, rows)))
+def _pad_rows_to_longest(rows: list[np.ndarray], ubatch_size: int) -> np.ndarray:
+    """Pad rows, `[n]` int32 each, to `ubatch_size` or a smaller power of two; `[R, T]`."""
+    longest = min(next_power_of_two(max(map(len, rows))), ubatch_size)
     return np.stack([np.pad(x, (0, longest - len(x)), constant_values=NO_SLOT) for x in rows])
 
 

@@ -68,7 +68,7 @@ def init_batch(
       split_by: how the batch is cut: "simple", in token order; "equal", with equally many tokens of
         several sequences; "sequence", with one sequence at a time. The default is "simple" if rows
         may contain tokens of several sequences. Otherwise the default is one ubatch with a padded
-        row for each sequence, if few slots are padding, and else "equal".
+        row for each sequence, if few slots are padding and the cells suffice, and else "equal".
       encoder: if True, plan encoder sources for the layers of `CacheSpec.cross_attention`.
 
     Returns:

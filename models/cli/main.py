@@ -89,9 +89,13 @@ def use_compilation_cache() -> None:
     except OSError as error:
         note(f"compiled programs are not stored: {folder} cannot be made ({error.strerror}).")
         return
+    if not os.access(folder, os.W_OK):
+        note(f"compiled programs are not stored: {folder} is not writable.")
+        return
     note(f"compiled programs are stored in {folder}")
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_compilation_cache_max_size", MAX_CACHE_BYTES)
+    if jax.config.jax_compilation_cache_max_size < 0:  # JAX's default, no limit
+        jax.config.update("jax_compilation_cache_max_size", MAX_CACHE_BYTES)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 

@@ -16,7 +16,17 @@ from jaxkv.core.array_utils import next_power_of_two
 from jaxkv.core.constants import NO_SLOT
 from jaxkv.planning.layout import equal_split, lay_out_batch, sequence_split, simple_split
 from tests.generation.tiny import forward, load
-from tests.helpers.caches import SMALL, SPLIT, attention_cache, drawn, recurrent_cache
+from tests.helpers.caches import (
+    HEADS,
+    LAYERS,
+    ROPE,
+    SIZE,
+    SMALL,
+    SPLIT,
+    attention_cache,
+    drawn,
+    recurrent_cache,
+)
 
 SPLITS = [simple_split, equal_split, sequence_split]
 
@@ -87,6 +97,8 @@ def test_layout_pads_to_buckets_and_never_past_the_sequences():
     for lengths, wanted in (
         ([5, 1, 3], [(3, 8)]),  # a padded row for each, instead of three shapes
         ([200, 1, 1], [(3, 1), (1, 256)]),  # there would be more padding than tokens
+        ([257, 255], [(2, 256), (1, 2)]),  # and more than 512 slots
+        ([60, 60, 50], [(3, 64)]),
         ([200, 200, 150], [(3, 256), (2, 64)]),  # more tokens than fit into one
     ):
         batch = make_batch([[1] * length for length in lengths])
@@ -109,8 +121,10 @@ def test_padded_rows_of_ragged_prompts_equal_rows_of_equal_lengths(name):
             model.make_cache(cells=16, sequences=3, streams=3),
         )
     else:
-        windows = (jaxkv.Window.sliding(3),) if name == "window" else (None,)
-        run, cache = (forward, None), replace(SPLIT, cells=12, windows=windows).make()
+        window = jaxkv.Window.sliding(3) if name == "window" else None
+        spec = jaxkv.CacheSpec.attention(LAYERS, HEADS, SIZE, window=window, rope=ROPE)
+        sizes = dict(cells=None if window else 12, sequences=3, streams=3)
+        run, cache = (forward, None), jaxkv.make_cache(spec, **sizes)
     found, wanted = cache, cache
     for lengths in ([5, 1, 3], [1, 2, 1], [2, 1]):
         batch = make_batch([[3 + i, *range(n - 1)] for i, n in enumerate(lengths)])
@@ -123,6 +137,12 @@ def test_padded_rows_of_ragged_prompts_equal_rows_of_equal_lengths(name):
         np.testing.assert_allclose(logits, others, atol=2e-5)
         assert found.seq_pos_max().tolist() == wanted.seq_pos_max().tolist()
         assert found.seq_pos_min().tolist() == wanted.seq_pos_min().tolist()
+
+
+def test_window_with_few_cells_takes_ragged_prompts_in_several_ubatches():
+    cache = replace(SPLIT, cells=8, windows=(jaxkv.Window.sliding(4),)).make()
+    plan = jaxkv.init_batch(cache, make_batch([[1] * 10, [2] * 5])).check()
+    assert [ubatch.valid.shape for ubatch in plan.ubatches] == [(2, 8), (1, 8)]
 
 
 @pytest.mark.parametrize(

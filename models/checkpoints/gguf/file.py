@@ -60,7 +60,7 @@ _GEMMA_LAYER = _LAYER | {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 
-_CHUNK = 1 << 20  # values unpacked at a time, to avoid a second copy of a tensor
+_CHUNK = 1 << 16  # values unpacked at a time, which fit into a CPU's cache
 
 
 def open_gguf(path: Path) -> Checkpoint:
@@ -201,5 +201,8 @@ def _unpack(raw: np.ndarray, kind: Kind) -> np.ndarray:
     out = np.empty((len(raw), *first.shape[1:]), np.float32)
     step = max(1, _CHUNK // first.size)
     for start in range(0, len(raw), step):
-        out[start : start + step] = dequantize(raw[start : start + step], kind)
+        part = raw[start : start + step]
+        # As one row, since `dequantize` loops over groups of 16 rows.
+        row = dequantize(part.reshape(1, -1), kind)
+        out[start : start + step] = row.reshape(len(part), *first.shape[1:])
     return out
