@@ -8,15 +8,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-import jaxkv
 from jaxkv import Ubatch
-from jaxkv.rope import Rope
-from jaxkv.window import Window
 from models.checkpoints.checkpoint import Checkpoint
-from models.families.caches import Attends, windows_of
+from models.families import llama
+from models.families.caches import windows_of
 from models.families.experts import Experts, SoftmaxRouter
-from models.families.language_model import LanguageModel
-from models.families.layers import Attention, RMSNorm, Vocabulary
+from models.families.layers import Attention, RMSNorm
 from models.families.ropes import rope_of
 from models.families.sources import Sources
 
@@ -24,32 +21,17 @@ ARCHITECTURES = ("gpt_oss",)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
-    """Configuration of gpt-oss; other fields are in `models.families.language_model`.
+class Config(llama.Config):
+    """Configuration of gpt-oss; other fields are in `models.families.llama`.
 
-    hidden: inner size of an expert.
-    experts: number of experts, of which `chosen` experts are selected for each token.
     alpha: factor of the gate inside the sigmoid.
     limit: largest gate, and largest absolute value of an up projection.
     bias: whether all projections of attention have biases.
     """
 
-    width: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
-    eps: float
-    rope: Rope
-    windows: tuple[Window | None, ...]
-    experts: int
-    chosen: int
     alpha: float
     limit: float
-    tied: bool = False
     bias: bool = True
-    implementation: jaxkv.ops.attention.Implementation | None = None
 
 
 def clamped_swiglu(gate: jax.Array, up: jax.Array, *, alpha: float, limit: float) -> jax.Array:
@@ -86,15 +68,10 @@ class Block(nnx.Module):
         return cache, x + self.experts(self.feed_norm(x))
 
 
-class GptOss(LanguageModel):
+class GptOss(llama.Llama):
     """Flax module of gpt-oss."""
 
-    def __init__(self, config: Config, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
-        c = config
-        self.vocabulary = Vocabulary(c.vocabulary, c.width, dtype, rngs, tied=c.tied)
-        layers = range(len(c.windows))
-        self.blocks = nnx.List([Block(c, layer, dtype, rngs) for layer in layers])
-        self.norm = RMSNorm(c.width, c.eps, dtype)
+    block = Block
 
 
 def config_of(checkpoint: Checkpoint) -> Config:
@@ -150,11 +127,5 @@ def weights_of(checkpoint: Checkpoint, config: Config) -> dict:
     }
 
 
-def layers_of(config: Config, dtype: Any) -> list[Attends]:
-    """Return the keys and values that each layer caches; `dtype` is unused."""
-    del dtype
-    sizes = {"kv_heads": config.kv_heads, "head_dim": config.head_dim, "rope": config.rope}
-    return [Attends(**sizes, window=window) for window in config.windows]
-
-
+layers_of = llama.layers_of
 MODULE = GptOss

@@ -83,13 +83,15 @@ class Block(nnx.Module):
 
 
 class Llama(LanguageModel):
-    """Flax module of Llama, Mistral, SmolLM2 and Qwen."""
+    """Flax module of Llama, Mistral, SmolLM2 and Qwen; other families replace `block`."""
+
+    block: type[nnx.Module] = Block
 
     def __init__(self, config: Config, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
         c = config
         self.vocabulary = Vocabulary(c.vocabulary, c.width, dtype, rngs, tied=c.tied)
         layers = range(len(c.windows))
-        self.blocks = nnx.List([Block(c, layer, dtype, rngs) for layer in layers])
+        self.blocks = nnx.List([self.block(c, layer, dtype, rngs) for layer in layers])
         self.norm = RMSNorm(c.width, c.eps, dtype)
 
 

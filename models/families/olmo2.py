@@ -10,8 +10,7 @@ from flax import nnx
 from jaxkv import Ubatch
 from models.checkpoints.checkpoint import Checkpoint
 from models.families import llama
-from models.families.language_model import LanguageModel
-from models.families.layers import Attention, GatedFeed, RMSNorm, Vocabulary
+from models.families.layers import Attention, GatedFeed, RMSNorm
 from models.families.sources import Sources
 
 ARCHITECTURES = ("olmo2",)
@@ -35,15 +34,10 @@ class Block(nnx.Module):
         return cache, x + self.feed_norm(self.feed(x))
 
 
-class OLMo2(LanguageModel):
+class OLMo2(llama.Llama):
     """Flax module of OLMo 2."""
 
-    def __init__(self, config: llama.Config, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs):
-        c = config
-        self.vocabulary = Vocabulary(c.vocabulary, c.width, dtype, rngs, tied=c.tied)
-        layers = range(len(c.windows))
-        self.blocks = nnx.List([Block(c, layer, dtype, rngs) for layer in layers])
-        self.norm = RMSNorm(c.width, c.eps, dtype)
+    block = Block
 
 
 def weights_of(checkpoint: Checkpoint, config: llama.Config) -> dict:

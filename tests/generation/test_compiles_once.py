@@ -190,7 +190,7 @@ def test_warm_up_leaves_nothing_to_compile(what):
 @pytest.mark.parametrize("num_samples", [1, 2])
 def test_first_generate_of_ragged_prompts_compiles_few_programs(num_samples):
     spec = jaxkv.CacheSpec.attention(layers=1, kv_heads=1, head_dim=num_samples)
-    prompts = [[1] * length for length in (5, 1, 3)]
+    prompts, params = [[1] * length for length in (5, 1, 3)], jnp.float32(1)
 
     def model(params, cache, ubatch):
         x = jnp.ones((*ubatch.valid.shape, 1, num_samples)) * params
@@ -199,7 +199,7 @@ def test_first_generate_of_ragged_prompts_compiles_few_programs(num_samples):
 
     with counting() as compiled:
         out = jaxkv.generate(
-            model, jnp.float32(1), prompts, spec=spec, max_new_tokens=4, num_samples=num_samples
+            model, params, prompts, spec=spec, max_new_tokens=4, num_samples=num_samples
         )
     assert out.tokens.shape == (3 * num_samples, 4)
     assert compiled() <= (8 if num_samples == 1 else 11)
