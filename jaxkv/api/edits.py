@@ -400,7 +400,7 @@ def _edit_range(
     seq: Int32[Array, ""],
     *args: Int32[Array, ""],
 ) -> tuple[CacheTable, Bool[Array, ""]]:
-    """Edit a range of a sequence; refuse the edit if a bound is below -1."""
+    """Edit a range of a sequence; if a bound is below -1, return False and no edit."""
     are_bounds = _are_bounds(*args[:2])
     edited, ok = edit(jnp.where(are_bounds, seq, spec.sequences), *args)
     return edited, ok & are_bounds

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from models.checkpoints.checkpoint import Tensor, join
+from models.checkpoints.gguf.halves import convert_tensors
 from models.checkpoints.gguf.metadata import Metadata
 from models.checkpoints.keys import key_error
-from models.errors import ModelError
 
 READ = {
     "gpt-oss": {
@@ -65,23 +65,14 @@ def to_hugging_face(tensors: Mapping[str, Tensor], source: str) -> dict[str, Ten
     Matrices of experts are transposed, and gates and up projections alternate in one tensor. Raises
     `ModelError` if a part is missing, or a shape is invalid.
     """
-    out = {}
-    for name, tensor in tensors.items():
-        if name.endswith(".up"):
-            continue
-        try:
-            if name.endswith(".gate"):
-                name = name.removesuffix(".gate")
-                tensor = _alternating(tensor, tensors[f"{name}.up"])
-            if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-                tensor = tensor.turned(lambda x: x.swapaxes(1, 2))
-            out[name] = tensor
-        except (LookupError, ValueError) as error:
-            raise ModelError(
-                f"{source}: {name} has a wrong shape, {tensor.shape}, or no second half "
-                f"({error}); download it again."
-            ) from error
-    return out
+    return convert_tensors(tensors, source, join_halves=_alternating, convert=_transposed)
+
+
+def _transposed(name: str, tensor: Tensor) -> Tensor:
+    """Return a matrix of experts transposed, and other tensors unchanged."""
+    if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+        return tensor.turned(lambda x: x.swapaxes(1, 2))
+    return tensor
 
 
 def _alternating(gate: Tensor, up: Tensor) -> Tensor:

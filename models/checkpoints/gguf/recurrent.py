@@ -13,8 +13,8 @@ import numpy as np
 
 from models.checkpoints.checkpoint import Tensor, join
 from models.checkpoints.fields import LAYERS
+from models.checkpoints.gguf.halves import convert_tensors
 from models.checkpoints.gguf.metadata import Metadata
-from models.errors import ModelError
 from models.kinds import number, several, whole
 
 _SSM = {
@@ -137,22 +137,13 @@ def to_hugging_face(tensors: Mapping[str, Tensor], source: str) -> dict[str, Ten
 
     Raises `ModelError` if one of two halves is missing, or a shape is invalid.
     """
-    out = {}
-    for name, tensor in tensors.items():
-        if name.endswith(".up"):
-            continue
-        try:
-            if name.endswith(".gate"):
-                name = name.removesuffix(".gate")
-                out[name] = join([tensor, tensors[f"{name}.up"]], axis=-2)
-            else:
-                out[name] = _tensor_to_hugging_face(name, tensor)
-        except (LookupError, ValueError) as error:
-            raise ModelError(
-                f"{source}: {name} has a wrong shape, {tensor.shape}, or no second half "
-                f"({error}); download it again."
-            ) from error
-    return out
+    return convert_tensors(
+        tensors, source, join_halves=_one_above_the_other, convert=_tensor_to_hugging_face
+    )
+
+
+def _one_above_the_other(gate: Tensor, up: Tensor) -> Tensor:
+    return join([gate, up], axis=-2)
 
 
 def _tensor_to_hugging_face(name: str, tensor: Tensor) -> Tensor:

@@ -1,0 +1,34 @@
+"""Conversion of GGUF tensors, some of them in two halves, to the form of Hugging Face."""
+
+from collections.abc import Callable, Mapping
+
+from models.checkpoints.checkpoint import Tensor
+from models.errors import ModelError
+
+
+def convert_tensors(
+    tensors: Mapping[str, Tensor],
+    source: str,
+    *,
+    join_halves: Callable[[Tensor, Tensor], Tensor],
+    convert: Callable[[str, Tensor], Tensor],
+) -> dict[str, Tensor]:
+    """Join the tensors with names in `.gate` and `.up`, and convert all tensors.
+
+    Raises `ModelError` if one of two halves is missing, or a shape is invalid.
+    """
+    out = {}
+    for name, tensor in tensors.items():
+        if name.endswith(".up"):
+            continue
+        try:
+            if name.endswith(".gate"):
+                name = name.removesuffix(".gate")
+                tensor = join_halves(tensor, tensors[f"{name}.up"])
+            out[name] = convert(name, tensor)
+        except (LookupError, ValueError) as error:
+            raise ModelError(
+                f"{source}: {name} has a wrong shape, {tensor.shape}, or no second half "
+                f"({error}); download it again."
+            ) from error
+    return out
