@@ -56,6 +56,13 @@ def test_lowered_for_gpu_token_reads_all_cells_and_prompt_tiles():
     assert "stablehlo.while" in step_for("cpu")
 
 
+def test_lowered_for_gpu_without_pallas_triton_runs_no_kernel(monkeypatch):
+    monkeypatch.delattr(jaxkv.ops.attention, "pallas_gpu", raising=False)
+    monkeypatch.setitem(sys.modules, "jaxkv.ops.attention.pallas_gpu", None)
+    lowered = step_for("cuda", size=72, implementation="pallas", gpu="NVIDIA H100 80GB HBM3")
+    assert "triton" not in lowered and "dot_general" in lowered
+
+
 def test_lowered_for_tpu_runs_kernel():
     for tokens in (1, 128):
         assert "tpu_custom_call" in step_for("tpu", tokens=tokens)

@@ -127,9 +127,11 @@ def kernel_for_cuda(
     options: AttentionOptions,
 ) -> OnlineSoftmax:
     """Run the GPU kernel if it supports the arrays; otherwise run `attend_by_shapes`."""
-    from jaxkv.ops.attention import pallas_gpu
-
     # JAX traces this function also for platforms that never run it, so the function does not raise.
+    try:
+        from jaxkv.ops.attention import pallas_gpu
+    except ImportError:  # a version of JAX without Pallas for Triton, which is deprecated
+        return attend_by_shapes(q, k, v, visibility, options)
     way = (
         pallas_gpu.partial_attention
         if pallas_gpu.can_attend(q, k, v, visibility)
