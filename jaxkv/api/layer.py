@@ -32,7 +32,7 @@ def attend(
     k: Float[Array, "R T K D"] | None = None,
     v: Float[Array, "R T K Dv"] | None = None,
     *,
-    scale: float | None = None,
+    scale: float | Float[Array, ""] | None = None,
     softcap: float | None = None,
     sinks: Float[Array, " H"] | None = None,
     bias: Bias | None = None,
@@ -55,7 +55,7 @@ def attend(
       k: keys, already rotated by the rope of the layer. If `k` and `v` are None, no key is written,
         as for a layer that uses the keys of another layer.
       v: values. None if values are slices of the keys (`value_dim` of `CacheSpec.attention`).
-      scale: factor of the dot products of queries and keys; default 1 / sqrt(D). Static.
+      scale: factor of the dot products of queries and keys; default 1 / sqrt(D).
       softcap: c in c * tanh(x / c), applied to the scaled dot products x (Gemma 2). Static.
       sinks: an additional logit for each head, which takes part in the softmax without a value.
       bias: a function or an array that is added to the scaled and capped dot products.

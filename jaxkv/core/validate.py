@@ -1,4 +1,4 @@
-"""Checks of arguments: integers within bounds, flags, and sizes that XLA supports."""
+"""Checks of arguments: integers within bounds, numbers, flags, and sizes that XLA supports."""
 
 from __future__ import annotations
 
@@ -36,6 +36,24 @@ def check_count(value: PyTree, name: str, *, low: int = 1, high: int = END) -> i
     if number > high:
         raise ValueError(f"expected {name} of at most {high}, got {number}; pass {high} or less")
     return number
+
+
+def check_number(value: PyTree, name: str) -> float:
+    """Return a number as a float; raise a TypeError if it is traced, or no number.
+
+    >>> check_number("high", "scale")
+    Traceback (most recent call last):
+    ...
+    TypeError: expected a number for scale, known while tracing, got 'high'; pass a float
+    """
+    try:
+        if isinstance(value, str):
+            raise TypeError
+        return float(value)
+    except TypeError:
+        raise TypeError(
+            f"expected a number for {name}, known while tracing, got {value!r}; pass a float"
+        ) from None
 
 
 def check_shape(shape: tuple[int, ...], name: str) -> None:

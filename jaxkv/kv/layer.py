@@ -60,7 +60,7 @@ def attend(
     k: Float[Array | np.ndarray, "R T K D"] | None,
     v: Float[Array | np.ndarray, "R T K Dv"] | None,
     *,
-    scale: float | None = None,
+    scale: float | Float[Array, ""] | None = None,
     softcap: float | None = None,
     sinks: Float[Array | np.ndarray, " H"] | None = None,
     bias: Bias | None = None,
@@ -85,6 +85,10 @@ def attend(
             f"expected q [R, T, H, D] of {(*ubatch.valid.shape, 'H', size)}, H a multiple of "
             f"{heads}, got {q.shape}; tokens come before heads"
         )
+    if isinstance(scale, jax.Array):  # options are static, and an array may be traced
+        if scale.ndim:
+            raise ValueError(f"expected one scale, got the shape {scale.shape}; pass a scalar")
+        q, scale = q * scale.astype(q.dtype), 1.0
     options = AttentionOptions(scale=scale, softcap=softcap, sinks=sinks)
     added = check_bias(bias, (*q.shape[:3], layer_kv[0].shape[2]))
     visible_until = _check_visible_until(visible_until, ubatch, causal)

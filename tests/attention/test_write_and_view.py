@@ -55,6 +55,14 @@ def test_attend_is_write_view_and_formula(kind, causal):
         np.testing.assert_allclose(out, wanted, **CLOSE)
 
 
+def test_attend_traced_or_array_scale_is_like_number():
+    cache, ubatch = applied(lived_in(SMALL))
+    attend = partial(jaxkv.attend, cache, 0, ubatch, *arrays_for(ubatch, 0))
+    _, wanted = attend(scale=0.3)
+    for found in (attend(scale=jnp.array(0.3)), jax.jit(lambda x: attend(scale=x))(0.3)):
+        np.testing.assert_allclose(found[1], wanted, **CLOSE)
+
+
 def test_write_and_view_stale_ubatch_writes_nothing_and_sees_nan():
     cache, ubatch = applied(lived_in(SMALL), sequences=[0])
     q, k, v = arrays_for(ubatch)

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.core.validate import check_number
+
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Shaped
 
@@ -34,6 +36,12 @@ class AttentionOptions:
     scale: float | None = field(default=None, metadata={"static": True})
     softcap: float | None = field(default=None, metadata={"static": True})
     sinks: Float[Array | np.ndarray, " H"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.scale is not None:
+            object.__setattr__(self, "scale", check_number(self.scale, "scale"))
+        if self.softcap is not None:
+            object.__setattr__(self, "softcap", check_number(self.softcap, "softcap"))
 
     def scale_queries(self, q: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
         """Return queries times the scale, in the dtype of the queries."""
