@@ -23,7 +23,7 @@ from jaxkv.generation.prefill import prefill
 from jaxkv.generation.results import DecodeResult
 from jaxkv.generation.sample_step import init_decode
 from jaxkv.generation.sampler import Sampler
-from jaxkv.generation.speculative.drafters import Drafter
+from jaxkv.generation.speculative.drafters import Drafter, check_drafter
 from jaxkv.generation.speculative.speculate import speculate
 from jaxkv.generation.state import check_seed, is_key
 from jaxkv.make import make_cache
@@ -130,7 +130,7 @@ def generate(
     count = len(lists) * num_samples
     is_own_cache = cache is None
     if spec is not None and cache is None:
-        drafted = 0 if drafter is None else drafter.num_draft_tokens
+        drafted = 0 if drafter is None else check_drafter(drafter).num_draft_tokens
         cells = max(map(len, lists)) + max_new_tokens + drafted
         cells = -(-cells // ROUND) * ROUND
         sizes = {"sequences": count, "streams": count, "max_rollback": drafted or None}

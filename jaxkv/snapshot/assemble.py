@@ -5,6 +5,7 @@ Each name is a tree path: `table.position`, `buffers.k.0`, or `table.parts.0.pos
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,7 +22,7 @@ from jaxkv.snapshot.cells import CellPart, SourcePart
 from jaxkv.snapshot.file import SnapshotFile
 from jaxkv.snapshot.parts import Part, buffer_names, from_json, to_json
 from jaxkv.snapshot.states import StatePart
-from jaxkv.spec import check_distinct
+from jaxkv.spec import TableSpec, check_distinct
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree
@@ -93,7 +94,7 @@ def cache_shapes(file: SnapshotFile) -> Cache:
 def _check_arrays(file: SnapshotFile, cache: Cache) -> None:
     """Raise a ValueError if arrays, sequence ids or token lists do not match the cache."""
     saved, tokens = file.description["sequences"], file.description["tokens"]
-    check_distinct(cache.table.spec.sequence_ids(saved))
+    list_sequences(cache.table.spec, saved)
     for text in tokens:
         check_int32([] if text is None else text, "tokens")
     expected: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
@@ -129,6 +130,15 @@ def check_dtypes(file: SnapshotFile) -> None:
                 f"expected {name} of {dtype} as saved, got a JAX without 64 bits; set "
                 f'jax_enable_x64, as by jax.config.update("jax_enable_x64", True)'
             )
+
+
+def list_sequences(spec: TableSpec, sequences: int | Sequence[int]) -> list[int]:
+    """Return sequence ids as a list; raise if an id is invalid or repeated."""
+    ids = spec.sequence_ids(sequences)
+    if np.ndim(ids) > 1:
+        raise ValueError(f"expected a list of sequence ids, got {sequences}; pass a flat list")
+    check_distinct(ids)
+    return np.atleast_1d(ids).tolist()
 
 
 def check_saveable(cache: Cache) -> None:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxkv.cache import Cache
 from jaxkv.snapshot.assemble import (
@@ -16,13 +15,13 @@ from jaxkv.snapshot.assemble import (
     cache_shapes,
     check_fits,
     check_saveable,
+    list_sequences,
     make_empty_cache,
     name_parts,
     with_parts,
 )
 from jaxkv.snapshot.file import VERSION, SnapshotFile, Source, json_round_trip, open_file
 from jaxkv.snapshot.parts import SequenceMap
-from jaxkv.spec import check_distinct
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -224,16 +223,15 @@ def _map_sequences(
             )
         goes = dict(sequences)
     elif sequences is not None:
-        targets = np.atleast_1d(spec.sequence_ids(sequences)).tolist()
+        targets = list_sequences(spec, sequences)
         if len(targets) != len(saved):
             raise ValueError(
                 f"expected a target for each of the saved sequences {saved}, got {targets}; "
                 f"pass as many, or a mapping of those that are wanted"
             )
         goes = dict(zip(saved, targets, strict=True))
-    new = spec.sequence_ids([*goes.values()])
-    check_distinct(new)
-    return SequenceMap([saved.index(seq) for seq in goes], [*goes], np.asarray(new).tolist())
+    new = list_sequences(spec, [*goes.values()])
+    return SequenceMap([saved.index(seq) for seq in goes], [*goes], new)
 
 
 def _restore(

@@ -12,9 +12,8 @@ import numpy as np
 from jaxkv.cache import Cache
 from jaxkv.core.validate import check_int32
 from jaxkv.snapshot import file
-from jaxkv.snapshot.assemble import check_saveable, describe, name_parts
+from jaxkv.snapshot.assemble import check_saveable, describe, list_sequences, name_parts
 from jaxkv.snapshot.parts import buffer_names
-from jaxkv.spec import check_distinct
 
 if TYPE_CHECKING:
     from jaxkv.snapshot.description import Json, SnapshotContent
@@ -97,9 +96,7 @@ def _collect_content(
     """Return the description and the arrays of a snapshot."""
     check_saveable(cache)
     spec = cache.table.spec
-    ids = np.arange(spec.sequences) if sequences is None else spec.sequence_ids(sequences)
-    check_distinct(ids)
-    saved = np.atleast_1d(ids).tolist()
+    saved = list_sequences(spec, range(spec.sequences) if sequences is None else sequences)
     texts = {} if tokens is None else tokens
     if not isinstance(texts, Mapping):
         raise TypeError(

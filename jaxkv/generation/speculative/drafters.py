@@ -306,6 +306,16 @@ class DraftModel(Drafter):
         return replace(self, cache=cache, unfed=jnp.where(num_missing == 1, unfed, -1))
 
 
+def check_drafter(drafter: object) -> Drafter:
+    """Return a drafter; raise a TypeError for any other value."""
+    if not isinstance(drafter, Drafter):
+        raise TypeError(
+            f"expected a drafter, got {type(drafter)}; make one with "
+            "generation.prompt_lookup(prompts)"
+        )
+    return drafter
+
+
 def check_rollback(cache: Cache, num_states: int, cache_name: str) -> None:
     """Raise a ValueError unless a cache can roll back `num_states` tokens."""
     spec = split(cache)[0].spec

@@ -26,7 +26,12 @@ from jaxkv.generation.sample_step import check_stop_tokens, empty_samples
 from jaxkv.generation.sampler import Sampler
 from jaxkv.generation.speculative import token_tree
 from jaxkv.generation.speculative.acceptance import verify_branches, verify_draft
-from jaxkv.generation.speculative.drafters import Drafter, DraftTokens, check_rollback
+from jaxkv.generation.speculative.drafters import (
+    Drafter,
+    DraftTokens,
+    check_drafter,
+    check_rollback,
+)
 from jaxkv.generation.state import (
     DecodeState,
     check_sampler_state,
@@ -164,12 +169,7 @@ def speculate(
     llama.cpp: `examples/speculative` and `examples/prompt_lookup`.
     """
     num_tokens = check_count(num_tokens, "num_tokens")
-    if not isinstance(drafter, Drafter):
-        raise TypeError(
-            f"expected a draft, such as generation.prompt_lookup(prompts), got {type(drafter)}; "
-            "make one with generation.prompt_lookup(prompts)"
-        )
-    check_rollback(cache, drafter.num_draft_tokens, "the cache")
+    check_rollback(cache, check_drafter(drafter).num_draft_tokens, "the cache")
     token_tree.check_branches(
         split(cache)[0].spec, drafter.batch_size, drafter.num_branches, "a cache"
     )
