@@ -220,8 +220,8 @@ def rank_in_sequence(
 def preceding_tokens(sequences: np.ndarray, others: np.ndarray) -> np.ndarray:
     """Return the index of the token that precedes each token, `[B]` int32; -1 for a first token.
 
-    >>> preceding_tokens(np.array([0, 0, 1]), np.array([[1], [-1], [-1]]))
-    array([-1,  0,  0], dtype=int32)
+    >>> preceding_tokens(np.array([2, 0, 0, 1]), np.array([[-1], [1], [-1], [-1]]))
+    array([-1, -1,  1,  1], dtype=int32)
     """
     ids = np.concatenate([sequences[:, None], others], axis=1)
     ranks, before = (

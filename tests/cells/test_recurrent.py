@@ -16,6 +16,7 @@ import pytest
 import jaxkv
 from jaxkv import Reason, make_batch
 from jaxkv.cache import merge, split
+from jaxkv.core.hashing import chain_hashes, hash_contents
 from jaxkv.hybrid import compose_hybrid_cache
 from tests.helpers.caches import WIDTH, assert_identical, attention_cache, contents_of, plan_rows
 from tests.helpers.edit_sequences import (
@@ -206,6 +207,27 @@ def test_read_states_of_a_new_sequence_ignores_old_bytes():
         cache = tell(merge(table, tuple(poison)), [1, 2, 3])
         wanted = [(p, bytes_of([1, 2, 3][: p + 1], (0, 1))) for p in range(3)]
         assert states_of(cache) == wanted
+    cache = tell(make(0), [1], [2], [3])  # no cell is unused
+    cache = tell(jaxkv.seq_rm(cache, 0)[0], [4])
+    assert states_of(cache) == [(0, bytes_of([4], (0, 1)))]
+
+
+def test_read_states_after_a_write_while_a_cell_is_empty_reads_the_same():
+    """An empty cell is used before the cell of a freed state."""
+    cache = tell(make(0), [1, 2])
+    ubatch = planned(cache, [3])
+    later, _ = walk(cache, ubatch)
+    states = [jaxkv.read_states(one, 0, ubatch) for one in (jaxkv.apply(cache, ubatch), later)]
+    assert_identical(*states)
+
+
+def test_content_of_a_copied_state_is_the_sum_of_its_tokens():
+    cache = jaxkv.seq_cp(tell(make(3, streams=3), [1, 2, 3]), 0, 2).cache
+    hashes = chain_hashes(hash_contents(jnp.array([1, 2, 3]), None), jnp.arange(3))
+    total = jnp.full(3, jnp.sum(hashes, dtype=jnp.uint32))
+    _, same = cache.table.compare_last_tokens(jnp.arange(3), total)
+    assert same.tolist() == [True, False, True]
+    assert cache.table.cell[2].tolist() == [4, 1, 2, 3]  # each state has a cell of its own
 
 
 def test_steps_to_keep_skips_holes_in_a_row():

@@ -67,8 +67,11 @@ def test_run_traced_rows_matches_one_stream(kind):
 @core
 def test_init_batch_traced_mixed_rows_are_refused():
     """A row of several sequences, and several rows of one."""
-    cache, valid = fed(FOUR, *LENGTHS), jnp.ones((4, 2), bool)
-    for sequences in ([[0, 1], [2, 2], [1, 1], [3, 3]], [[1, 1], [1, 1], [0, 0], [2, 2]]):
+    cache, rows = fed(FOUR, *LENGTHS), jnp.arange(4)[:, None] + jnp.zeros((1, 2), jnp.int32)
+    for sequences, valid in (
+        ([[0, 1], [2, 2], [0, 0], [3, 3]], rows != 2),
+        ([[1, 1], [1, 1], [0, 0], [2, 2]], rows >= 0),
+    ):
         after, _, reason = traced_rows(cache, 1 + 0 * valid, jnp.array(sequences), valid)
         assert Reason.MIXED_ROW in reason.tolist()
         assert_identical(after, cache)

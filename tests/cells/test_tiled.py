@@ -163,6 +163,13 @@ def test_attend_tiled_derivatives_in_vmap_match_those_without():
 
 
 @core
+def test_plan_step_tiled_rows_of_one_stream_take_separate_tiles():
+    """Lower sequences first, in any order of rows."""
+    plan = jaxkv.plan_step(replace(TILES, streams=2).make(), [5, 6], sequences=[3, 2])
+    assert plan.ubatch.slots.tolist() == [[4], [0]]
+
+
+@core
 def test_plan_step_tiled_holds_less_than_the_keys_of_a_pool():
     """No copy of keys or values, and logits only for the tiles of each token."""
     sizes = {"layers": 1, "kv_heads": 3, "head_dim": 64, "sequences": 8}

@@ -93,6 +93,12 @@ def test_init_batch_takes_cells_that_no_next_token_sees(kind, cells, count, afte
     assert drawing(cache) == after and cache.table.evicted_below.tolist() == evicted_below
 
 
+@core
+def test_plan_step_of_one_token_without_a_cell_is_refused():
+    plan = jaxkv.plan_step(drawn("0{0} 1{0} 2{0}", SHORT), [1])
+    assert plan.reason.tolist() == [Reason.OUT_OF_CELLS, Reason.OK, Reason.OK]
+
+
 def test_apply_takes_hidden_cells_of_a_neighbour():
     """Trap 28. The neighbour's next token attends to all its cells; a longer rollback is refused.
 

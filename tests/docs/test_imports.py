@@ -77,8 +77,12 @@ def test_imports_of_jaxkv_leave_models_out():
     assert not [path for path, _ in modules("jaxkv") if imported(path, names)]
 
 
-def test_import_asks_for_no_device():
-    """`jax.distributed.initialize` must run first, in a pod and in the tests of processes."""
+def test_import_asks_for_no_device_and_no_jaxtyping():
+    """`jax.distributed.initialize` must run first, in a pod and in the tests of processes.
+
+    jaxtyping is for type checkers only.
+    """
     packages = "jaxkv, jaxkv.draw, jaxkv.generation, jaxkv.serving, jaxkv.sharding, jaxkv.snapshot"
-    command = [sys.executable, "-c", f"import {packages}, tests.sharding.process_worker"]
+    code = f"import sys; sys.modules['jaxtyping'] = None; import {packages}"
+    command = [sys.executable, "-c", f"{code}, tests.sharding.process_worker"]
     subprocess.run(command, cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "none"}, check=True)

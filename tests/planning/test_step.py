@@ -12,7 +12,7 @@ import models
 from jaxkv import Reason
 from jaxkv.planning.planners import plan_next
 from tests.helpers.caches import SMALL, SPLIT, WINDOW, assert_identical, drawn, filled
-from tests.helpers.edit_sequences import make, tell
+from tests.helpers.edit_sequences import StateKind, make, tell
 
 DATA = Path(__file__).parent.parent / "data"
 MODELS = ("llama_tied", "mamba2", "granite_hybrid", "recurrent_gemma")
@@ -57,6 +57,13 @@ def test_plan_step_of_states_outputs_each_token_in_its_place(ids):
     plan = jaxkv.plan_step(cache, tokens, sequences=jnp.array(ids), active=tokens > 0)
     told = plan.ubatch.tokens.reshape(-1)[plan.ubatch.outputs].reshape(tokens.shape)
     assert plan.ok and told[tokens > 0].tolist() == tokens[tokens > 0].tolist()
+
+
+@pytest.mark.core
+def test_plan_step_of_a_hybrid_in_one_stream_takes_cells_in_the_order_of_rows():
+    cache = StateKind("hybrid", 16, 3, model="ar").make()
+    plan = jaxkv.plan_step(cache, [5, 6], sequences=[1, 0])
+    assert plan.ubatch.slots[0].tolist() == [[0], [1]]
 
 
 @pytest.mark.core

@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 from jax.tree_util import Partial
 
 import jaxkv
-from jaxkv import sharding
+from jaxkv import Reason, sharding
 from jaxkv.cache import merge
 from jaxkv.sharding.make import make_sharded
 from tests.attention.formula import slope
@@ -107,6 +107,10 @@ def test_init_batch_one_stream_each_device_same_slots():
     assert wanted.slots.tolist() == [[1], [0]]
     with jax.set_mesh(mesh_of(data=2)):
         assert_identical(jaxkv.init_batch(placed(cache), batch).ubatches[0], wanted)
+    cache = Kind("window", cells=1, sequences=4, streams=2, windows=(near,)).make()
+    with jax.set_mesh(mesh_of(data=2)):
+        reason = jaxkv.init_batch(placed(cache), batch).reason
+    assert reason.tolist() == [Reason.OK, Reason.OK, Reason.OK, Reason.OUT_OF_CELLS]
 
 
 SPLITS = [(4, {"data": 2, "tensor": 2, "cells": 2}), (1, {"cells": 4})]
