@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import jax
@@ -340,7 +340,9 @@ def splits_of(family: ModuleType, config: Any) -> Any:
 
 
 def _abstract(family: ModuleType, config: Any, dtype: Any) -> tuple[nnx.GraphDef, nnx.State]:
-    return nnx.split(nnx.eval_shape(lambda: family.MODULE(config, dtype=dtype, rngs=nnx.Rngs(0))))
+    # A count of keys, as in `nnx.Rngs`, takes most of the time, and shapes need only one key.
+    rngs = SimpleNamespace(params=lambda: jax.random.key(0))
+    return nnx.split(nnx.eval_shape(lambda: family.MODULE(config, dtype=dtype, rngs=rngs)))
 
 
 def name_of(path: Any) -> str:
