@@ -22,7 +22,9 @@ HEADS, GROUP, SIZE = 3, 3, 64
 DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn")
 
 
-def side_of(dtype: str, batch: int, cells: int, layers: int) -> tuple[Callable[[], object], int]:
+def side_of(
+    dtype: str, batch: int, cells: int, layers: int, queries: str
+) -> tuple[Callable[[], object], int]:
     """Make a step of a token for each sequence in a full cache; return it and the cache's bytes."""
     cache = jaxkv.make_cache(
         jaxkv.CacheSpec.attention(layers=layers, kv_heads=HEADS, head_dim=SIZE),
@@ -59,7 +61,8 @@ def side_of(dtype: str, batch: int, cells: int, layers: int) -> tuple[Callable[[
         return cache.buffers, q
 
     table, held, size = cache.table, cache.buffers, cache.buffers.nbytes
-    q, k = numbers(batch, 1, HEADS * GROUP, 1), numbers(batch, 1, HEADS, 2)
+    q = numbers(batch, 1, HEADS * GROUP, 1).astype(dtype if queries == "stored" else queries)
+    k = numbers(batch, 1, HEADS, 2)
 
     def work() -> object:  # writes the same cell each time, since the table stays
         nonlocal held
@@ -77,12 +80,13 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--megabytes", type=float, default=160, help="of all layers in float32")
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--queries", default="float32", help="dtype, or 'stored' as in the cache")
     args = parser.parse_args()
     machine.main()
     for batch, cells in itertools.product(args.batch, args.cells):
         layer = 2 * batch * HEADS * cells * SIZE * 4 / 1e6
         layers = max(2, -(-int(args.megabytes) // int(layer + 1)))
-        sides = {name: side_of(name, batch, cells, layers) for name in args.dtypes}
+        sides = {name: side_of(name, batch, cells, layers, args.queries) for name in args.dtypes}
         print(f"batch {batch}, {cells} cells, {layers} layers; ms a layer, and bytes of buffers:")
         took = turns.take_turns(
             {n: turns.milliseconds(w, repeats=2, units=layers) for n, (w, _) in sides.items()},

@@ -1,7 +1,8 @@
 """Attention in forms that are fast on CPUs, selected by measurements.
 
-Optimization barriers prevent the compiler from changing the forms of products. Letters are those of
-`jaxkv.ops.attention`; J is the number of parts that the cells of a list are cut into.
+Optimization barriers prevent the compiler from changing the forms of products. The product of two
+bfloat16 arrays converts neither of them to float32. Letters are those of `jaxkv.ops.attention`; J
+is the number of parts that the cells of a list are cut into.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def attend_by_shapes(
     """Read tiles if few tiles are active or tokens are many; otherwise read all cells at once."""
     if isinstance(k, Quantised | LayerView) or isinstance(v, Quantised | LayerView):
         return attend_by_tiles(q, k, v, visibility, options)
-    if not visibility.all_streams or are_logits_large(q, k) or upcasts_by_tile(k):
+    if not visibility.all_streams or are_logits_large(q, k) or converts_cells(q, k):
         return attend_by_tiles(q, k, v, visibility, options)
     live, mask = find_active_tiles(visibility), compute_mask(visibility)
     if live.tiles.size <= SMALL:
@@ -95,7 +96,7 @@ def attend_by_tiles(
 ) -> OnlineSoftmax:
     """Attend to the cells of active tiles, see `jaxkv.ops.attention.xla_tiles`."""
     return attend_in_blocks(
-        q, k, v, visibility, options, choose_add_cells(k), pinned=upcasts_by_tile(k)
+        q, k, v, visibility, options, choose_add_cells(k), pinned=converts_cells(q, k)
     )
 
 
@@ -141,11 +142,12 @@ def attend_packed(
 ) -> OnlineSoftmax:
     """Attend to all cells, for packed and scaled queries; callers must call `zero_unseen`."""
     logits, v = _masked_logits(q, k, mask, options, bias), _split_cells(v, q.shape[2])
+    in_two = is_bfloat16_product(q, k, q.shape[2])
     # The compiler fuses maximum, difference and exponential into one fast function, unless another
     # operation is between them, such as a guard against -inf or a maximum of earlier cells.
     highest = jax.lax.stop_gradient(jnp.max(logits, axis=(2, 5), keepdims=True))
     return OnlineSoftmax(
-        highest.reshape(q.shape[:3]), *_sum_weighted_values(jnp.exp(logits - highest), v)
+        highest.reshape(q.shape[:3]), *_sum_weighted_values(jnp.exp(logits - highest), v, in_two)
     )
 
 
@@ -162,10 +164,9 @@ def add_cells(
     logits, v = _masked_logits(q, k, mask, options, bias), _split_cells(v, q.shape[2])
     highest = jnp.max(logits, axis=(2, 5)).reshape(sums.max_logit.shape)
     highest = jax.lax.stop_gradient(jnp.maximum(highest, sums.max_logit))
-    shape = (*q.shape[:2], 1, -1, mask.shape[1], 1)
-    return sums.merge_block(
-        highest, *_sum_weighted_values(jnp.exp(logits - highest.reshape(shape)), v)
-    )
+    weights = jnp.exp(logits - highest.reshape(*q.shape[:2], 1, -1, mask.shape[1], 1))
+    in_two = is_bfloat16_product(q, k, q.shape[2])
+    return sums.merge_block(highest, *_sum_weighted_values(weights, v, in_two))
 
 
 def _masked_logits(
@@ -192,9 +193,15 @@ def are_logits_large(q: Float[Array, "*_"], k: Stored) -> bool:
     return tokens > LARGE or (several and logits > LOGITS)
 
 
-def upcasts_by_tile(k: Stored) -> bool:
-    """Return whether keys are converted to float32, one tile at a time."""
-    return k.dtype.itemsize < 4
+def converts_cells(q: Float[Array, "P T H D"], k: Stored) -> bool:
+    """Return whether products convert keys and values to float32, one tile at a time."""
+    queries = q.shape[1] * q.shape[2] // k.shape[1]
+    return k.dtype.itemsize < 4 and not is_bfloat16_product(q, k, queries)
+
+
+def is_bfloat16_product(q: Float[Array, "*_"], k: Stored, queries: int) -> bool:
+    """Return whether products have bfloat16 factors, for some queries of each key head."""
+    return q.dtype == k.dtype == jnp.bfloat16 and queries <= THIN
 
 
 def _split_cells(x: jax.Array, queries: int) -> jax.Array:
@@ -216,18 +223,32 @@ def _multiply_queries_keys(q: jax.Array, k: jax.Array) -> jax.Array:
     if q.shape[2] > THIN:
         logits = jnp.einsum("pkxd,pkcd->pkxc", q, k[:, :, 0], preferred_element_type=dtype)
         return logits[:, :, None]
+    rows = q.shape[2]
+    if rows == 1 and is_bfloat16_product(q, k, rows):  # a single row converts all keys
+        q = jnp.pad(q, ((0, 0), (0, 0), (0, 1), (0, 0)))
     logits = jnp.einsum("pkjcd,pkxd->pkjcx", k, q, preferred_element_type=dtype)
-    return jax.lax.optimization_barrier(logits).swapaxes(3, 4)
+    return jax.lax.optimization_barrier(logits).swapaxes(3, 4)[:, :, :, :rows]
 
 
-def _sum_weighted_values(weights: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the sums of weights, `[P, K, X]`, and the sums of weighted values, `[P, K, X, Dv]`."""
-    # The barrier prevents the compiler from merging the products of all parts.
+def _sum_weighted_values(
+    weights: jax.Array, v: jax.Array, in_two: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Return the sums of weights, `[P, K, X]`, and the sums of weighted values, `[P, K, X, Dv]`.
+
+    If `in_two` is True, a weight is the sum of two numbers in the dtype of the values.
+    """
     if weights.shape[5] <= EXACT:  # In a branch a sum takes longer than a product with ones.
         ones = jnp.ones(weights.shape[5], weights.dtype)
         total = jnp.einsum("pkjgtc,c->pkgt", weights, ones)
     else:
         total = jnp.sum(weights, axis=(2, 5))
-    weights = weights.reshape(*weights.shape[:3], -1, weights.shape[5])
-    out = jnp.einsum("pkjxc,pkjcd->pkjxd", weights, v, preferred_element_type=weights.dtype)
-    return total.reshape(*out.shape[:2], -1), jax.lax.optimization_barrier(out).sum(2)
+    dtype, parts = weights.dtype, [weights.reshape(*weights.shape[:3], -1, weights.shape[5])]
+    if in_two:
+        high = jax.lax.reduce_precision(parts[0], exponent_bits=8, mantissa_bits=7)
+        parts = [x.astype(v.dtype) for x in (high, parts[0] - high)]
+    rows = jnp.concatenate(parts, axis=3)
+    out = jnp.einsum("pkjxc,pkjcd->pkjxd", rows, v, preferred_element_type=dtype)
+    # The barrier prevents the compiler from merging the products of all parts.
+    out = jax.lax.optimization_barrier(out).sum(2)
+    out = out.reshape(*out.shape[:2], len(parts), -1, out.shape[3]).sum(2)
+    return total.reshape(*out.shape[:2], -1), out
