@@ -113,7 +113,9 @@ def test_seq_cp_hybrid_copies_in_all_parts_or_none():
     """The part with a window can evict cells, the other one cannot."""
     kinds = replace(NEAR, windows=(None,)), NEAR
     parts = [drawn("0{0} 1{0} 2{0} | 0{2} 1{2} 2{2} 3{2}", kind) for kind in kinds]
-    assert [jaxkv.seq_cp(part, 0, [1, 3]).ok.item() for part in parts] == [False, True]
+    copies = [jaxkv.seq_cp(part, 0, [1, 3]) for part in parts]
+    assert [ok.item() for _, ok in copies] == [False, True]
+    assert copies[1].cache.table.evicted_below.tolist() == [0, 0, 1, 0]
     cache = compose_hybrid_cache(*zip(parts, ((0, 1), (2, 3)), strict=True))
     assert refused(cache, 0, [1, 3])
 

@@ -15,7 +15,7 @@ LENGTHS = [6, 3, 5]
 CACHES = {
     "pool": {},
     "streams": {"streams": 4},
-    "shared streams": {"streams": 2},
+    "shared streams": {"streams": 2, "cells": 9},  # the copies of `seq_select` fill a stream
     "stacked": {"streams": 4, "stacked": True},
     "bfloat16": {"dtype": jnp.bfloat16},
     "mesh": {"streams": 4, "mesh": mesh_of(data=2, tensor=2)},
@@ -34,18 +34,19 @@ def defrag(cache):
 
 
 EDITS = {
-    "seq_cp": lambda cache: jaxkv.seq_cp(cache, 0, [1, 3]).cache,
-    "seq_select": lambda cache: jaxkv.seq_select(cache, [2, 0], [1, 3]).cache,
+    "seq_cp": lambda cache: jaxkv.seq_cp(cache, 0, [1, 2]).cache,
+    "seq_select": lambda cache: jaxkv.seq_select(cache, [0, 1], [2, 3]).cache,
     "shift": shift,
     "defrag": defrag,
 }
 ALL = [(edit, kind) for edit in EDITS for kind in CACHES]
 CORE = [("seq_cp", "shared streams"), ("seq_select", "streams"), ("seq_select", "mesh")]
 CORE += [("shift", "bfloat16"), ("defrag", "pool"), ("seq_cp", "streams")]
+CORE += [("seq_select", "shared streams")]
 
 
 def with_tokens(**options):
-    cache = jaxkv.make_cache(SPEC, cells=16, sequences=4, **options)
+    cache = jaxkv.make_cache(SPEC, sequences=4, **{"cells": 16} | options)
     for sequence, length in enumerate(LENGTHS):
         batch = jaxkv.make_batch(np.arange(length), sequences=sequence)
         cache = jaxkv.apply(cache, jaxkv.init_batch(cache, batch))

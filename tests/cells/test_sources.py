@@ -148,6 +148,8 @@ def test_encode_and_prefill_see_all_of_their_source():
     assert_said(logits, SOURCES[:3], ABC)
     assert cache.seq_pos_max(range(Q)).tolist() == [1, 2, 0, -1]  # of the decoder
     assert cache.num_used_cells().item() == 6 + 8
+    nothing = [np.zeros(1, int)] * 2
+    assert cache.table.can_allocate(np.array([9, 9, 9, 5]), 4, nothing).all()
     logits, ok, there = traced(make(), jnp.array([4, 5, 6]), jnp.array([0, 2]))
     assert ok and there
     assert_said(logits[:1], [[4, 5, 6]], [[0, 2]])

@@ -17,7 +17,7 @@ LONG = replace(STRIPES, cells=1024, placement=f"striped:{SHARDS}", sequences=2)
 BY_NUMBER = {"placement": "any"}
 
 
-@pytest.mark.parametrize(("share", "shards"), [(3, 2), (65, 3), (320, 4)])
+@pytest.mark.parametrize(("share", "shards"), [(3, 2), (6, 2), (65, 3), (320, 4)])
 def test_dealt_and_cell_of_match_oracle(share, shards):
     cells = share * shards
     order = to_fill_order(jnp.arange(cells), shards).tolist()

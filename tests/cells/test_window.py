@@ -113,6 +113,18 @@ def test_apply_takes_hidden_cells_of_a_neighbour():
     assert cache.seq_pos_min([0, 1]).tolist() == [2, 0]
 
 
+def test_evicted_sequence_continues_after_its_last_token_and_moves():
+    cache = in_turn(POOL.make(), *[0] * 4)
+    cache = jaxkv.apply(cache, plan_of(cache, 4, 1))
+    assert drawing(cache) == "0{1} 1{1} 2{1} 3{1}" and resumable(cache) == [0, 4]
+    moved, ok = jaxkv.seq_add(cache, 0, 0, -1, delta=2)
+    assert ok and resumable(moved) == [0, 6]
+    # A copy with an uncertain end is refused, although the target's own end is certain.
+    holed = jaxkv.seq_add(in_turn(cache, *[1] * 4), 1, 7, 8, delta=-7).cache
+    assert drawing(holed).count("0{1}-7") == 1 and holed.table.evicted_below.tolist() == [4, 4]
+    assert not jaxkv.seq_cp(holed, 1, 0, 0, 4).ok
+
+
 def test_seq_rm_that_leaves_a_token_to_miss_something_is_refused():
     """Trap 29. llama.cpp reports success, and attention lacks cells."""
     cache = one_by_one(NEAR.make(), 10)
@@ -125,7 +137,8 @@ def test_seq_rm_that_leaves_a_token_to_miss_something_is_refused():
     same, ok = jaxkv.seq_rm(cache, 0, 6)
     assert not ok and not cache.can_resume(0, 6)
     assert_identical(same, cache)
-    assert plan_of(jaxkv.seq_rm(cache, 0)[0]).ok
+    for emptied in (jaxkv.seq_rm(cache, 0)[0], jaxkv.seq_rm(cache, -1)[0], jaxkv.clear(cache)):
+        assert emptied.num_used_cells() == 0 and plan_of(emptied).ok
     # Cells that the caller removes do not count as missing, as in a cache without a window.
     holed, _ = jaxkv.seq_rm(drawn("0{0} 1{0} 2{0} 3{0}", NEAR), 0, 1, 3)
     assert holed.table.evicted_below[0] == 0 and plan_of(holed).ok

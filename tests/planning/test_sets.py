@@ -84,15 +84,17 @@ PARTED = "0{0,1} 1{0} 1{1}"
         (". .", [[0], [0, 1]], {1: (0, 1)}),  # it starts where the other one continues
         (PARTED, [[1, 2], [0]], {2: (1, 2)}),
         (". 0{0}", [[0, 1, 2]], {1: (0, 1), 2: (0, 1)}),
+        (f"{PARTED} | 0{{2,3}}", [[0, 1]], {1: (0, 2)}),  # in one of two streams
     ],
 )
 def test_init_batch_token_of_sequences_that_parted_is_refused(cells, sets, wanted):
     """llama.cpp compares only the last positions of sequences; these may be equal."""
-    cache = drawn(cells)
+    cache = drawn(cells, GROUPS if "|" in cells else SMALL)
     plan = jaxkv.init_batch(cache, batch_of(sets), ubatch_size=8)
     answers = np.stack([plan.reason, plan.expected, plan.actual], axis=1).tolist()
     assert answers == [
-        [Reason.DIVERGED, *wanted[seq]] if seq in wanted else [Reason.OK, 0, 0] for seq in range(3)
+        [Reason.DIVERGED, *wanted[seq]] if seq in wanted else [Reason.OK, 0, 0]
+        for seq in range(cache.table.sequences)
     ]
     assert_identical(jaxkv.apply(cache, plan.ubatches[0]), cache)
     with pytest.raises(
