@@ -67,17 +67,20 @@ KNOWN_BY = {
     "jaxkv/kv/copy_pooled.py": "copies stateful every_argument sharding unwritten_layers",
     "jaxkv/kv/allocate.py": "copies stateful every_argument",
     "jaxkv/recurrent/s*.py": "arguments limits copies invariants recurrent stale_plans stateful "
-    "every_argument",
-    "jaxkv/recurrent/copy.py": "copies recurrent stale_plans stateful every_argument",
+    "every_argument prefix",
+    "jaxkv/recurrent/copy.py": "prefix copies recurrent stale_plans stateful every_argument",
     "jaxkv/hybrid.py": "arguments limits window recurrent stale_plans plan_reasons stateful "
     "sources copies",
     "jaxkv/planning/*.py": "arguments limits llama_cpp_edge_cases plan_reasons batch step sets "
-    "streams window recurrent stale_plans stateful sources every_argument",
+    "streams window recurrent stale_plans stateful sources every_argument loop_contract",
 }
 """The core, as patterns of its files, and the tests of each."""
 
-DOCTESTS = ("jaxkv/api", "jaxkv/kv/make.py", "jaxkv/recurrent/table.py", "jaxkv/planning")
-"""Examples that use the whole core."""
+OF_ALL = (
+    *("jaxkv/api", "jaxkv/kv/make.py", "jaxkv/recurrent/table.py", "jaxkv/planning"),
+    "tests/docs/test_imports.py::test_import_asks_for_no_device_and_no_jaxtyping",
+)
+"""Tests of every file: examples that use the whole core, and imports."""
 
 
 def main() -> int:
@@ -302,10 +305,10 @@ def files_of(pattern: str) -> list[Path]:
 
 
 def runs_of(file: str) -> list[str]:
-    """The tests of a file: its doctests, the tests, and the doctests of dependent modules."""
+    """The tests of a file: its doctests, its tests, and the tests of all files."""
     (names,) = {names for pattern, names in KNOWN_BY.items() if Path(file).match(pattern)}
     found = [next(ROOT.glob(f"tests/*/test_{name}.py")) for name in names.split()]
-    return [file, *(str(path.relative_to(ROOT)) for path in found), *DOCTESTS]
+    return [file, *(str(path.relative_to(ROOT)) for path in found), *OF_ALL]
 
 
 def equivalents() -> list[dict[str, str]]:
