@@ -156,7 +156,7 @@ def make_sampler(
     Args:
       temperature: Divisor of logits; 0 always takes the token with the highest logit.
       top_k: Keep the k tokens with the highest logits; 0 keeps all tokens.
-      top_p: Keep the fewest most probable tokens with a total probability of at least `top_p`.
+      top_p: Keep the most probable tokens, as few as have a total probability of at least `top_p`.
       min_p: Keep tokens with at least `min_p` times the highest probability.
       repeat_penalty: Divisor of positive logits of recent tokens, and factor of negative logits.
       frequency_penalty: Number to subtract from a logit for each recent occurrence of the token.

@@ -186,7 +186,7 @@ def _prompts_as_rows(prompts: Prompts | None, count: int) -> Int32[Array | np.nd
 
 
 def _broadcast_to_texts(value: Ids, count: int, name: str) -> Any:
-    """Return one number, or one number for each sequence, as an int32 array `[T]`."""
+    """Return an int32 array `[T]` from one number, or from a number for each sequence."""
     array = check_int32(value, name, low=0)
     if np.shape(array) not in ((), (count,)):
         raise ValueError(

@@ -99,7 +99,8 @@ def _segments_by_level(
 ) -> list[tuple[list[_Segment], dict[int, int]]]:
     """For each level, return the segments, and the parents of sequences that begin in the level.
 
-    Texts are in the given sequences. A segment has the lowest sequence of its texts.
+    Texts are in the given sequences. A segment is computed in the lowest of the sequences of
+    its texts.
     """
     order = sorted(range(len(texts)), key=lambda i: texts[i].tolist())
     common = [0, *(_common_length(texts[i], texts[j]) for i, j in pairwise(order))]

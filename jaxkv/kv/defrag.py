@@ -80,8 +80,8 @@ def plan_moves(cells: Cells, max_moves: int | None, spec: TableSpec) -> DefragPl
         count = jnp.minimum(plan.count, max_moves)
     else:  # a tile that is moved in part could not be joined again
         last = min(max_moves, turn.size) - 1
-        goes = (turn <= last) | (plan.source // tile == plan.source[:, last, None] // tile)
-        count = jnp.sum(goes & (turn < plan.count[:, None]), axis=1, dtype=jnp.int32)
+        moves = (turn <= last) | (plan.source // tile == plan.source[:, last, None] // tile)
+        count = jnp.sum(moves & (turn < plan.count[:, None]), axis=1, dtype=jnp.int32)
     takes_part = turn < count[:, None]
     return replace(plan, count=count, length=jnp.where(takes_part, plan.length, 0))
 

@@ -1,7 +1,7 @@
 """Edits of positions, and the later rotation of keys.
 
 A key is rotated for the position at which it was written. An edit changes the position only, and
-adds the difference to the array `shift`. Later, `rotate_shifted_keys` applies the sum in one
+adds the difference to `shift`. Later, `rotate_shifted_keys` applies the sum in one
 rotation. Edits that cancel need no rotation.
 """
 

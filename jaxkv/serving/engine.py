@@ -75,8 +75,8 @@ class Engine:
       prefix_sequences: Sequence ids for a new `PrefixStore`, which becomes `engine.prefix_store`.
         Only tokens after a stored prefix are computed. The store gets the tokens of each ended
         request, and common prefixes of prompts. A request waits while another request computes a
-        common prefix that is longer by more than 24 tokens. The least recently used prompts are
-        evicted before a request waits for cells.
+        common prefix with more than 24 tokens that are not stored yet. The least recently used
+        prompts are evicted before a request waits for cells.
       prefix_store: A store for the cache, instead of `prefix_sequences`: for example a store with a
         limit of cells, or the store of an earlier engine.
 
@@ -272,7 +272,7 @@ got a cache of fewer; lower max_new_tokens, or make the cache larger
     ) -> list[RequestOutput]:
         """Run any number of requests to their end; the engine runs as many at once as fit.
 
-        With `prefix_sequences`, samples of a request compute a prompt of 26 tokens or more once.
+        With `prefix_sequences`, a prompt of at least 26 tokens is computed once for all samples.
 
         Args:
           requests: Requests to submit.

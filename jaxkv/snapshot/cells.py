@@ -344,11 +344,11 @@ def _release_sequences(
 
     Also returns the free cells, and the number of cells that a snapshot may fill in each stream.
     """
-    goes = marks != EMPTY
-    ids = jnp.where(goes, jnp.arange(table.sequences, dtype=jnp.int32), table.sequences)
+    is_removed = marks != EMPTY
+    ids = jnp.where(is_removed, jnp.arange(table.sequences, dtype=jnp.int32), table.sequences)
     gone = jax.lax.reduce_or(jax.vmap(partial(sequence_bits, table))(ids), axes=(0,))
     rest = with_owners(table, table.owners & ~gone[..., None])
-    rest = replace(rest, evicted_below=jnp.where(goes, marks, rest.evicted_below))
+    rest = replace(rest, evicted_below=jnp.where(is_removed, marks, rest.evicted_below))
     open_cells = usable_cells(rest)
     return rest, open_cells, num_fitting_tokens(rest, open_cells)
 

@@ -214,14 +214,14 @@ def _map_sequences(
     saved: list[int], cache: Cache, sequences: int | Sequence[int] | Mapping[int, int] | None
 ) -> SequenceMap:
     """Return the mapping from saved sequences to targets; raise a ValueError for invalid ids."""
-    spec, goes = cache.table.spec, {seq: seq for seq in saved}
+    spec, target_of = cache.table.spec, {seq: seq for seq in saved}
     if isinstance(sequences, Mapping):
         if not set(sequences) <= set(saved):
             raise ValueError(
                 f"expected some of the saved sequences {saved}, got {sorted(sequences)}; pass "
                 "ids of snapshot.inspect(path)"
             )
-        goes = dict(sequences)
+        target_of = dict(sequences)
     elif sequences is not None:
         targets = list_sequences(spec, sequences)
         if len(targets) != len(saved):
@@ -229,9 +229,9 @@ def _map_sequences(
                 f"expected a target for each of the saved sequences {saved}, got {targets}; "
                 f"pass as many, or a mapping of those that are wanted"
             )
-        goes = dict(zip(saved, targets, strict=True))
-    new = list_sequences(spec, [*goes.values()])
-    return SequenceMap([saved.index(seq) for seq in goes], [*goes], new)
+        target_of = dict(zip(saved, targets, strict=True))
+    new = list_sequences(spec, [*target_of.values()])
+    return SequenceMap([saved.index(seq) for seq in target_of], [*target_of], new)
 
 
 def _restore(

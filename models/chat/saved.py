@@ -75,12 +75,12 @@ def load(path: str | os.PathLike, chat: Chat, model: Model) -> Chat:
                 f"{path}: expected a chat with {fingerprint_text(own_model)}, got one with "
                 f"{fingerprint_text(info.model)}; start with its --model."
             )
-        goes = {conversation.sequence: seat for seat, conversation in enumerate(found.values())}
+        targets = {conversation.sequence: seat for seat, conversation in enumerate(found.values())}
         kept = kept_tokens(info)
         current = info.notes["current"]
         if current not in found:
             raise ValueError(f"its current conversation {current} is missing")
-        chat = _load_chat(path, replace(chat, cache=jaxkv.clear(chat.cache)), goes, kept)
+        chat = _load_chat(path, replace(chat, cache=jaxkv.clear(chat.cache)), targets, kept)
     except OSError as error:
         raise ChatError(f"{path} cannot be read: {error.strerror or error}.") from error
     except jaxkv.PlanRefusedError as error:
@@ -95,20 +95,20 @@ def load(path: str | os.PathLike, chat: Chat, model: Model) -> Chat:
 
 
 def _load_chat(
-    path: str | os.PathLike, chat: Chat, goes: dict[int, int], kept: dict[int, list[int]]
+    path: str | os.PathLike, chat: Chat, targets: dict[int, int], kept: dict[int, list[int]]
 ) -> Chat:
     """Load conversations into an empty chat, with stored prefixes if all prefixes fit.
 
-    The dict `goes` maps saved sequences to target sequences. The dict `kept` maps saved sequences
-    of prefixes to tokens, least recently used first. The cache of the chat is donated.
+    The dict `targets` maps saved sequences to target sequences. The dict `kept` maps saved
+    sequences of prefixes to tokens, least recently used first. The cache of the chat is donated.
     """
     latest = [*kept][-len(chat.store.sequences) :]
     places = dict(zip(latest, chat.store.sequences, strict=False))
     try:
-        cache = snapshot.load(path, into=chat.cache, sequences=goes | places, donate=True)
+        cache = snapshot.load(path, into=chat.cache, sequences=targets | places, donate=True)
     except jaxkv.PlanRefusedError:
         places = {}
-        cache = snapshot.load(path, into=chat.cache, sequences=goes, donate=True)
+        cache = snapshot.load(path, into=chat.cache, sequences=targets, donate=True)
     store = chat.store.with_prompts({seq: kept[saved_seq] for saved_seq, seq in places.items()})
     return replace(chat, cache=cache, store=store)
 

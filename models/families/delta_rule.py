@@ -80,10 +80,10 @@ def scan_gated_delta(
         return (_state_after(state, k, log_decay, added), early), out
 
     def step(state: jax.Array, turn: tuple) -> tuple:
-        at, goes = (x[:, None, None, None, None] for x in turn)
+        at, is_within = (x[:, None, None, None, None] for x in turn)
         token = [jnp.take_along_axis(x, at, axis=3) for x in tokens]
         added, _ = _chunk(state, *token)
-        state = jnp.where(goes, _state_after(state, token[1], token[3], added), state)
+        state = jnp.where(is_within, _state_after(state, token[1], token[3], added), state)
         return state, state
 
     chunks = tuple(_split_into_chunks(x, min(chunk, length)) for x in (*tokens, soon))

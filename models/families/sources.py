@@ -48,7 +48,7 @@ class Sources:
         bias: bool = False,
         **arranged: Any,
     ) -> dict[str, Tensor]:
-        """Return the tensors for a `Linear` that combines matrices; for options see `tensor`."""
+        """Return the tensors for a `Linear` that combines matrices, with options of `tensor`."""
         tree = {"weight": self.tensor(*(f"{name}.weight" for name in names), **arranged)}
         if bias:
             tree["bias"] = self.tensor(*(f"{name}.bias" for name in names), **arranged)

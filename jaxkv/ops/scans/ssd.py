@@ -120,17 +120,17 @@ def _states_after_counts(
     """
 
     def body(state: jax.Array, turn: tuple) -> tuple:
-        at, goes = turn
+        at, advances = turn
         x_, logs_, b_ = (
             jnp.take_along_axis(part, at.reshape(-1, *[1] * (part.ndim - 1)), axis=1)
             for part in (x, logs, b)
         )
         new = _state_after_chunk(state, x_, logs_, b_)
-        state = jnp.where(goes.reshape(-1, *[1] * (state.ndim - 1)), new, state)
+        state = jnp.where(advances.reshape(-1, *[1] * (state.ndim - 1)), new, state)
         return state, state
 
-    at, goes = counts[:, :-1].T, (counts[:, 1:] > counts[:, :-1]).T
-    _, states = jax.lax.scan(body, state, (at, goes))
+    at, advances = counts[:, :-1].T, (counts[:, 1:] > counts[:, :-1]).T
+    _, states = jax.lax.scan(body, state, (at, advances))
     return jnp.concatenate([state[:, None], jnp.moveaxis(states, 0, 1)], axis=1)
 
 
