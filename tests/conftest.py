@@ -1,7 +1,6 @@
 """Fixtures of several test files: real weights, loaded once."""
 
 import importlib.util
-from dataclasses import replace
 
 import pytest
 
@@ -12,18 +11,6 @@ def smollm2():
     import models  # only here: it takes a second to import
 
     return models.load("smollm2")
-
-
-@pytest.fixture(scope="session")
-def small(smollm2):
-    """The real tokenizer, embedding and head, and two of the thirty layers."""
-    from models.model import functional
-
-    config = replace(smollm2.config, windows=smollm2.config.windows[:2])
-    forward, shapes = functional(smollm2.family, config, smollm2.dtype)
-    blocks = smollm2.params["blocks"]
-    params = {**smollm2.params, "blocks": {i: blocks[i] for i in shapes["blocks"]}}
-    return replace(smollm2, config=config, forward=forward, params=params)
 
 
 @pytest.fixture(scope="session")

@@ -116,7 +116,6 @@ def coded(x: Any, dtype: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def rounded(x: Any, dtype: str) -> np.ndarray:
-    """Quantise and dequantise numbers."""
     codes, scales = coded(x, dtype)
     return codes.astype(np.float32) * np.repeat(scales, 128, axis=-1)[..., : codes.shape[-1]]
 
@@ -141,9 +140,8 @@ def slope(weights: jax.Array, query: jax.Array, key: jax.Array, head: jax.Array)
 
 
 def places(weights: jax.Array) -> PositionBias:
-    return PositionBias(
-        function=attach_node_types(Partial(slope, weights)), heads=jnp.arange(len(weights))
-    )
+    function = attach_node_types(Partial(slope, weights))
+    return PositionBias(function=function, heads=jnp.arange(len(weights)))
 
 
 def visibility(

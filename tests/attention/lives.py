@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -10,6 +9,7 @@ import jaxkv
 from jaxkv.cache import merge
 from tests.attention.formula import formula
 from tests.helpers.caches import HEADS, ROPE, SIZE, drawn
+from tests.snapshot.saved import with_numbers
 
 CLOSE = dict(rtol=0, atol=2e-6)
 
@@ -24,11 +24,7 @@ def lived_in(kind):
         lines.append(f"0{{{one}}} . 3{{{one}}} 5{{{both}}} 6{{{other}}} . 1{{{other}}}")
     table = drawn("|".join(lines), replace(kind, latent=None)).table
     buffers = kind.make(rope=None if kind.latent else ROPE).buffers
-    rng = np.random.default_rng(1)
-    k, v = jax.tree.map(
-        lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), (buffers.k, buffers.v)
-    )
-    return merge(table, replace(buffers, k=k, v=v))
+    return with_numbers(merge(table, buffers), seed=1)
 
 
 def applied(cache, sequences=(0, 1)):
@@ -55,9 +51,7 @@ def seen(cache, layer, ubatch, q, bias=0.0, **options):
     """Attention of a layer by the formula, `[R, T, H, Dv]`; bias is `[P, H, T, N]`."""
     k, v, mask, positions = map(np.asarray, jaxkv.read_kv(cache, layer, ubatch, **options))
     if not options:  # a token attends to itself and to no later one; padding to nothing
-        at, valid = (
-            np.asarray(x).reshape(mask.shape[:2]) for x in (ubatch.positions, ubatch.valid)
-        )
+        at, valid = (np.reshape(x, mask.shape[:2]) for x in (ubatch.positions, ubatch.valid))
         last = np.where(mask, positions[:, None], -1).max(-1)
         np.testing.assert_array_equal(last, np.where(valid, at, -1))
     q = np.asarray(q)

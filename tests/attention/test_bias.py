@@ -1,7 +1,4 @@
-"""Biases and `visible_until` in caches after edits, also on meshes, against NumPy.
-
-`test_attention_matrix.py` tests biases in each implementation.
-"""
+"""Biases and `visible_until` in caches after edits, also on meshes, against NumPy."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -19,7 +16,7 @@ from tests.attention.lives import CLOSE, applied, arrays_for, between, lived_in,
 from tests.helpers.caches import GROUPS, SMALL, SPLIT, WINDOW, Kind
 from tests.helpers.meshes import mesh_of, placed
 from tests.helpers.mistakes import assert_raises, mistakes
-from tests.helpers.parametrize import mostly_nightly
+from tests.helpers.parametrize import in_lanes
 
 pytestmark = pytest.mark.core
 
@@ -60,11 +57,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "form", "mode", "axes", "sequences"),
-    mostly_nightly(CASES, CASES[:5]),
-    ids=lambda x: getattr(x, "name", str(x)),
-)
+@pytest.mark.parametrize("kind, form, mode, axes, sequences", in_lanes(CASES, CASES[:5]), ids=str)
 def test_attend_bias_and_until_match_formula(kind, form, mode, axes, sequences):
     """Trap 55: a bias uses shifted positions.
 
@@ -76,11 +69,8 @@ def test_attend_bias_and_until_match_formula(kind, form, mode, axes, sequences):
         q, k, v = arrays_for(ubatch)
         after = jaxkv.write_kv(cache, 0, ubatch, k, v)
         ahead = jnp.arange(ubatch.valid.size, dtype=jnp.int32).reshape(ubatch.valid.shape) % 3 - 1
-        last = (
-            jnp.full(kind.sequences, -1)
-            .at[ubatch.sequences]
-            .max(jnp.where(ubatch.valid, ubatch.positions, -1))[ubatch.sequences]
-        )
+        there = jnp.where(ubatch.valid, ubatch.positions, -1)
+        last = jnp.full(kind.sequences, -1).at[ubatch.sequences].max(there)[ubatch.sequences]
         for visible_until in (None, jnp.minimum(ubatch.positions + ahead, last)):
             added = between(T5, cache, ubatch, visible_until)
             array = added.swapaxes(1, 2).reshape(*ubatch.valid.shape, H, -1)

@@ -70,9 +70,7 @@ MATRIX = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("way", "name"), in_lanes(MATRIX, fast=[("default", "plain")], core=MATRIX), ids=str
-)
+@pytest.mark.parametrize(("way", "name"), in_lanes(MATRIX, MATRIX[:1], MATRIX), ids=str)
 def test_attend_derivatives_match_formula(way, name):
     """Reverse and forward mode; cells hidden from all tokens are not read."""
     arguments, options = CASES[name]
@@ -81,9 +79,8 @@ def test_attend_derivatives_match_formula(way, name):
     seen = np.zeros((3, 40), bool)
     seen[np.asarray(visibility.streams)] = visible(visibility).any(1)
     k, dirty = (jnp.where(seen[:, None, :, None], x, jnp.nan) for x in (k, v))
-    assert_close(
-        derived(WAYS[way], q, k, v if way == "xla" else dirty, visibility, options), wanted
-    )
+    found = derived(WAYS[way], q, k, v if way == "xla" else dirty, visibility, options)
+    assert_close(found, wanted)
 
 
 def stack(*trees):
@@ -93,9 +90,7 @@ def stack(*trees):
 @core
 def test_vmap_over_caches_computes_once_and_matches_each():
     """`vmap` must not turn `cond` into a `select`, which computes both branches."""
-    cases = [
-        case(seed, cells=2 * TILE + 40, holes=holes) for seed, holes in enumerate((0.7, 0.0, 1.0))
-    ]
+    cases = [case(seed, cells=2 * TILE + 40, holes=holes) for seed, holes in enumerate([0.7, 0, 1])]
     alone = partial(WAYS["default"], options=ALL)
     together = jax.jit(jax.vmap(alone)).lower(*stack(*cases)).compile()
     for got, one in zip(together(*stack(*cases)), cases, strict=True):
@@ -124,9 +119,8 @@ def test_vmap_over_biases_and_derivatives_match_each(bias, shared):
         rows = zip(*arrays, [one.visibility for one in cases], own, strict=True)
         return sum(loss(by_formula, *row) for row in rows)
 
-    found, wanted = (
-        jax.jit(jax.value_and_grad(f, range(4)))(weights, *together[:3]) for f in (at_once, apart)
-    )
+    derive = [jax.jit(jax.value_and_grad(f, range(4))) for f in (at_once, apart)]
+    found, wanted = (f(weights, *together[:3]) for f in derive)
     assert_close(found, wanted)
     alone = jax.jit(at_once)(weights, *together[:3])  # without derivatives it is another program
     np.testing.assert_allclose(alone, wanted[0], rtol=1e-5)
@@ -169,8 +163,6 @@ def test_grad_through_write_and_view_matches_attend():
 
 @core
 def test_grad_of_forgotten_nan_is_unchanged():
-    """Keys and values that are hidden from all tokens do not reach a gradient."""
-
     def learn(q, k, v, rest):
         cache, _ = told(None, q, k + rest, v + rest)
         return jnp.sum(told(jaxkv.clear(cache), q[:, :1], k[:, :1], v[:, :1])[1] ** 2)

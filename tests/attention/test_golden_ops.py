@@ -40,9 +40,7 @@ def test_ops_answer_as_llama_cpp(name, placement, defrag, request):
     cache = model.make_cache(**sizes, streams=streams, placement=placement)
     rest = dict(ubatch_size=size, donate=True)
     for step in script["steps"]:
-        if step["op"] == "clear":
-            cache = jaxkv.clear(cache)
-        elif step["op"] != "decode":
+        if step["op"] != "decode":
             cache, ok = edit(step["op"], cache, *step["args"])
             assert bool(ok) == (step["ret"] if step["op"] == "seq_rm" else True)
         else:

@@ -1,7 +1,4 @@
-"""Compiled programs of attention: temporary bytes, copies, and work that layers share.
-
-Nothing runs.
-"""
+"""Compiled programs of attention, not run: temporary bytes, copies, and work that layers share."""
 
 import re
 from functools import partial
@@ -55,7 +52,6 @@ def test_attend_latent_step_copies_no_keys(tokens):
 
 
 def test_attend_layers_share_mask_and_list_of_tiles():
-    """Compares the compiled programs of 1 layer and of 4."""
     arrays = jax.eval_shape(partial(case, streams=1, tokens=8, cells=8 * TILE))
 
     def layers(q, k, v, visibility, count):

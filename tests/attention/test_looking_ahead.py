@@ -55,9 +55,8 @@ def test_token_cut_off_from_what_it_sees_reads_nan(how, window, streams):
     for size in (16, 8, 4):
         sizes = dict(layers=1, cells=32, kv_heads=1, head_dim=SIZE, sequences=2)
         cache = attention_cache(**sizes, streams=streams, window=window)
-        batch = jaxkv.make_batch(
-            embeddings=X, outputs=np.ones(COUNT, bool), extra={"visible_until": IMAGE}, sequences=1
-        )
+        options = dict(outputs=np.ones(COUNT, bool), extra={"visible_until": IMAGE})
+        batch = jaxkv.make_batch(embeddings=X, sequences=1, **options)
         _, out = jaxkv.prefill(forward, None, cache, batch, ubatch_size=size)[:2]
         ends = np.minimum(np.arange(COUNT) // size * size + size, COUNT) - 1
         reach = np.max(np.where(sees, np.arange(COUNT), -1), axis=1)

@@ -18,7 +18,7 @@ from tests.helpers.parametrize import in_lanes
 LAYERS, CELLS, HEADS, SIZE, SEQUENCES = 3, 16384, 2, 64, 8
 LAYER = CELLS * HEADS * SIZE * 4  # bytes of one layer's keys in float32, 8 MB
 ROPE = jaxkv.Rope.make(SIZE)
-core = pytest.mark.core
+pytestmark = pytest.mark.core
 
 # XLA of jax 0.10 rewrites the whole array to update a part of it in bfloat16, and no other dtype.
 # It may keep the array in float32 while a layer attends.
@@ -78,9 +78,7 @@ STEPS += [(dtype, 8, False) for dtype in ("float32", "bfloat16", "int8", "float1
 STEPS += [("int8", 8, True), ("int8", 1, False), ("float32", 8, True)]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tokens", "stacked"), in_lanes(STEPS, fast=[], core=[*STEPS[:4], STEPS[5]])
-)
+@pytest.mark.parametrize("dtype, tokens, stacked", in_lanes(STEPS, core=[*STEPS[:4], STEPS[5]]))
 def test_step_copies_no_layer(dtype, tokens, stacked):
     cache = cache_shapes(dtype, stacked=stacked)
     (ubatch,) = jaxkv.init_full(cache, ubatch_size=tokens).ubatches
@@ -99,8 +97,6 @@ def write_and_look(cache):
 
 
 def loop(cache):
-    """The body of a generation loop: plan, apply, run."""
-
     def body(carry):
         return planned_step(carry[0]), carry[1] + 1
 
@@ -113,21 +109,16 @@ def edited(cache):
     return cache
 
 
-@core
 @pytest.mark.parametrize(("program", "tokens"), [(write_and_look, 1), (loop, 1), (edited, 0)])
 def test_program_copies_no_layer(program, tokens):
     check(program, cache_shapes(), tokens=tokens)
 
 
-@core
 def test_step_of_single_key_head_copies_no_layer():
     """One token, one key head, in a pool so small that attention reads it at once."""
     cache = cache_shapes(cells=2048, heads=1)
-    programs = [jax.jit(planned_step, donate_argnums=which) for which in (0, ())]
-    moves, copies = (
-        hlo.large_moves(program.lower(cache).compile(), 2048 * SIZE * 4 // 2)
-        for program in programs
-    )
+    programs = [jax.jit(planned_step, donate_argnums=which).lower(cache) for which in (0, ())]
+    moves, copies = (hlo.large_moves(one.compile(), 2048 * SIZE * 4 // 2) for one in programs)
     assert moves == [] and copies  # without donation the cache is copied
 
 
@@ -141,7 +132,6 @@ def step_of_states(cache):
     return cache
 
 
-@core
 @pytest.mark.parametrize(("program", "share"), [(step_of_states, 2), (edited, 100)])
 def test_program_of_states_copies_no_layer(program, share):
     """A step needs space for the states of its rows and not of all cells; a verb needs none."""
@@ -182,14 +172,12 @@ MOVES = {
 }
 
 
-MOVES_IN_CORE = [
+MOVED = [
     ("update", "int8", 1, False),
     ("defrag", "float32", 1, False),
     ("update", "float32", 1, True),
     ("seq_cp", "float32", SEQUENCES, False),
     ("seq_select", "float32", 2, False),
-]
-MOVES_AT_NIGHT = [
     ("defrag", "bfloat16", 1, False),
     ("update", "float16", 1, False),
     ("defrag", "int8", 1, True),
@@ -198,15 +186,11 @@ MOVES_AT_NIGHT = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "streams", "stacked"),
-    in_lanes([*MOVES_IN_CORE, *MOVES_AT_NIGHT], fast=[], core=MOVES_IN_CORE),
-)
+@pytest.mark.parametrize("name, dtype, streams, stacked", in_lanes(MOVED, core=MOVED[:5]))
 def test_move_copies_no_layer(name, dtype, streams, stacked):
     check(MOVES[name], cache_shapes(dtype, streams=streams, stacked=stacked), dtype=dtype)
 
 
-@core
 def test_answers_read_no_buffers():
     def answered(cache):
         return [answer(cache) for answer in ANSWERS.values()]
@@ -218,7 +202,6 @@ def test_answers_read_no_buffers():
     assert compiled.memory_analysis().argument_size_in_bytes <= table.nbytes
 
 
-@core
 def test_edits_outside_of_jit_keep_the_same_buffers():
     sizes = dict(layers=1, cells=8, kv_heads=1, head_dim=2, sequences=SEQUENCES)
     cache = attention_cache(**sizes, rope=None)

@@ -1,8 +1,6 @@
 """The kernels for TPUs and GPUs: random tables, head sizes, and the tiles that they read.
 
-They run interpreted; on a GPU the GPU kernel runs compiled. `test_attention_matrix.py` tests their
-features, `tests/compilers/test_tpu_compiler.py` and `tests/compilers/test_gpu_compiler.py` compile
-them.
+They run interpreted; on a GPU the GPU kernel runs compiled. `tests/compilers` compiles both.
 """
 
 import hypothesis
@@ -15,15 +13,12 @@ from jaxkv.ops.attention import pallas_gpu, pallas_tpu
 from jaxkv.ops.attention.active_tiles import TILE, find_active_tiles
 from jaxkv.window import Window
 from tests.attention.formula import case, visible
-from tests.attention.ways import attended
+from tests.attention.ways import TRITON, attended
 from tests.helpers.parametrize import in_lanes
 from tests.helpers.visibility import sight_of_mask
 
 core = pytest.mark.core
-# jax 0.11 and later warn about Pallas Triton, which the GPU kernel uses.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
-)
+pytestmark = TRITON
 LONG = 2 * TILE + 40
 KERNELS = ("tpu", "gpu")
 TABLES = [
@@ -36,9 +31,7 @@ TABLES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("way", "window", "causal"), in_lanes(TABLES, fast=[], core=TABLES[:2]), ids=str
-)
+@pytest.mark.parametrize("way, window, causal", in_lanes(TABLES, core=TABLES[:2]), ids=str)
 @hypothesis.given(
     seed=st.integers(0, 1 << 30),
     holes=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
@@ -57,7 +50,7 @@ SOME = [("float32", (80, 80)), ("bfloat16", (128, 128)), ("float32", (256, 128))
 
 
 @pytest.mark.parametrize("way", KERNELS)
-@pytest.mark.parametrize(("dtype", "sizes"), in_lanes(HEADS, fast=[], core=SOME))
+@pytest.mark.parametrize(("dtype", "sizes"), in_lanes(HEADS, core=SOME))
 def test_kernel_head_sizes_match_formula(way, dtype, sizes):
     queries = "float32" if dtype == "int8" else dtype
     options = {"dtype": dtype, "queries": queries, "size": sizes[0], "value_dim": sizes[1]}

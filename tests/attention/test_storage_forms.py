@@ -6,7 +6,6 @@ The plain cache contains the numbers that the other one stores, and gets the sam
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,6 @@ import pytest
 from jax.sharding import AxisType
 
 import jaxkv
-import models
 from jaxkv import make_batch, snapshot
 from jaxkv.cache import merge
 from jaxkv.ops.mla import ValueSlice
@@ -24,12 +22,12 @@ from jaxkv.sharding.make import shardings
 from jaxkv.snapshot.assemble import describe
 from jaxkv.snapshot.file import file_bytes
 from tests.attention.formula import MOST, coded, rounded
+from tests.generation.tiny import load
 from tests.helpers.caches import attention_cache, updated
 from tests.helpers.meshes import mesh_of, placed
 from tests.helpers.mistakes import assert_raises, mistakes
 from tests.helpers.parametrize import in_lanes
 
-DATA = Path(__file__).parent.parent / "data"
 core = pytest.mark.core
 LAYERS, HEADS, SIZE, PART = 2, 2, 8, slice(4, 8)
 FORMS = {
@@ -160,11 +158,8 @@ LIVES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("form", "sizes", "mode", "axes"), in_lanes(LIVES, fast=[], core=LIVES[:4]), ids=str
-)
+@pytest.mark.parametrize("form, sizes, mode, axes", in_lanes(LIVES, core=LIVES[:4]), ids=str)
 def test_storage_form_life_matches_plain_cache(form, sizes, mode, axes):
-    """Each verb edits the cache (on a mesh if there are axes) and a plain one."""
     cache, form = make(**FORMS[form], **SIZES[sizes]), FORMS[form]
     with jax.set_mesh(mesh_of(mode, **axes)) if axes else nullcontext():
         if axes:
@@ -183,7 +178,7 @@ def test_storage_form_life_matches_plain_cache(form, sizes, mode, axes):
         told(cache, form)
 
 
-@pytest.mark.parametrize("name", in_lanes(FORMS, fast=[], core=["latent", "stacked int8"]))
+@pytest.mark.parametrize("name", in_lanes(FORMS, core=["latent", "stacked int8"]))
 def test_snapshot_storage_form_goes_on_as_plain_cache(name):
     """Also loaded into a cache of other sizes; files do not record that layers are stacked."""
     form = FORMS[name]
@@ -327,10 +322,9 @@ def test_nbytes_of_storage_forms():
 
 def test_layout_stacked_layers_are_split_as_layers_apart():
     mesh, rules = mesh_of(data=2, tensor=2), jaxkv.sharding.ShardingRules()
-    one, other = (jax.eval_shape(partial(make, streams=4, stacked=on)) for on in (True, False))
-    assert jaxkv.sharding.device_bytes(one, mesh, rules) == jaxkv.sharding.device_bytes(
-        other, mesh, rules
-    )
+    shapes = [jax.eval_shape(partial(make, streams=4, stacked=on)) for on in (True, False)]
+    one, other = (jaxkv.sharding.device_bytes(x, mesh, rules) for x in shapes)
+    assert one == other
     one = jax.eval_shape(partial(make, stacked=True))  # one stream, which nothing splits
     specs = shardings(one, mesh, rules).buffers.k[0].spec
     assert not specs[0] and specs[1] == "tensor"
@@ -338,14 +332,13 @@ def test_layout_stacked_layers_are_split_as_layers_apart():
 
 @core
 def test_model_int8_cache_keeps_dtype_of_states():
-    model = models.load(DATA / "granite_hybrid")
+    model = load("granite_hybrid")
     cache = jax.eval_shape(lambda: model.make_cache(cells=8, dtype="int8"))
     found = {np.dtype(x.dtype).name for x in jax.tree.leaves(cache.buffers)}
     assert found == {"int8", "float32"}
 
 
 def test_latent_bad_values_raise():
-    """Also values for a layer of latents, or none for a layer that has values."""
     cache = make(value_dim=(PART, 5))
     (ubatch,) = jaxkv.init_full(cache, ubatch_size=1).ubatches
     q, k = (jnp.ones((*ubatch.valid.shape, n, SIZE)) for n in (2 * HEADS, HEADS))

@@ -8,21 +8,9 @@ import pytest
 
 import jaxkv
 from jaxkv import snapshot
-from tests.helpers.caches import (
-    ALL_KINDS,
-    CODES,
-    GROUPS,
-    LATENT,
-    LAYERS,
-    SMALL,
-    SPLIT,
-    STACKED,
-    TWO,
-    attend_signed,
-    plan_rows,
-    sign,
-)
-from tests.helpers.parametrize import mostly_nightly
+from tests.helpers import caches
+from tests.helpers.caches import GROUPS, LAYERS, SMALL, SPLIT, attend_signed, plan_rows, sign
+from tests.helpers.parametrize import in_lanes
 
 pytestmark = pytest.mark.core
 
@@ -50,15 +38,14 @@ def plan(cache, *counts):
 
 
 def gives_nan(saw):
-    """Which layers have a NaN output."""
     return [bool(np.isnan(out).any()) for out in saw]
 
 
-KINDS = [*ALL_KINDS, CODES, LATENT]
-few = [SMALL, TWO, SPLIT, STACKED, LATENT]
+KINDS = [*caches.ALL_KINDS, caches.CODES, caches.LATENT]
+few = [SMALL, caches.TWO, SPLIT, caches.STACKED, caches.LATENT]
 
 
-@pytest.mark.parametrize("kind", mostly_nightly(KINDS, few), ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", in_lanes(KINDS, few), ids=str)
 def test_layer_that_lacks_tokens_reads_nan_until_it_lacks_none(kind):
     cache, saw = step(kind.make(None), plan(kind.make(None), 1, 0))
     assert gives_nan(saw) == [False, False]
@@ -90,7 +77,7 @@ def test_layer_that_lacks_tokens_reads_nan_until_it_lacks_none(kind):
         assert gives_nan(step(one, plan(one, 2))[1]) == [False, False]
 
 
-@pytest.mark.parametrize("kind", [SPLIT, GROUPS], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [SPLIT, GROUPS], ids=str)
 @pytest.mark.parametrize("copy", [jaxkv.seq_cp, jaxkv.seq_select], ids=["seq_cp", "seq_select"])
 def test_copy_between_streams_lacks_what_its_source_lacks(kind, copy):
     last = kind.sequences - 1

@@ -1,6 +1,7 @@
 """`attend` equals `write_kv`, `read_kv`, and attention over the result."""
 
 from functools import partial
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -8,38 +9,26 @@ import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv.cache import merge
 from jaxkv.core.partitioning import WHOLE
 from jaxkv.hybrid import compose_hybrid_cache
 from jaxkv.kv.buffers import copy_cell_run, gather, scatter
 from tests.attention.lives import CLOSE, applied, arrays_for, lived_in, seen
-from tests.helpers import edit_sequences
-from tests.helpers.caches import (
-    ALL_KINDS,
-    GROUPS_STRIPES,
-    HEADS,
-    LATENT,
-    LAYERS,
-    SMALL,
-    STACKED,
-    TILES,
-    assert_identical,
-)
+from tests.helpers import caches, edit_sequences
+from tests.helpers.caches import HEADS, LATENT, LAYERS, SMALL, STACKED, assert_identical, lost
 from tests.helpers.mistakes import assert_raises, mistakes
-from tests.helpers.parametrize import mostly_nightly
+from tests.helpers.parametrize import in_lanes
 
 pytestmark = pytest.mark.core
 
-KINDS = [kind for kind in [*ALL_KINDS, LATENT] if len(kind.windows) == 1]
+KINDS = [kind for kind in [*caches.ALL_KINDS, LATENT] if len(kind.windows) == 1]
 
 
-@pytest.mark.parametrize(
-    ("kind", "causal"),
-    mostly_nightly(
-        [*((kind, True) for kind in KINDS), (SMALL, False), (GROUPS_STRIPES, False)],
-        [(kind, True) for kind in (SMALL, TILES, STACKED, LATENT)] + [(GROUPS_STRIPES, False)],
-    ),
-    ids=lambda x: getattr(x, "name", str(x)),
-)
+CASES = [*product(KINDS, [True]), (SMALL, False), (caches.GROUPS_STRIPES, False)]
+FEW = [*product((SMALL, caches.TILES, STACKED, LATENT), [True]), CASES[-1]]
+
+
+@pytest.mark.parametrize(("kind", "causal"), in_lanes(CASES, FEW), ids=str)
 def test_attend_is_write_view_and_formula(kind, causal):
     cache, ubatch = applied(lived_in(kind))
     for layer in range(LAYERS):
@@ -94,7 +83,7 @@ S, N, D = 3, 40, 4
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 
 
-@pytest.mark.parametrize("dtype", mostly_nightly(DTYPES, ["bfloat16", "float32"]))
+@pytest.mark.parametrize("dtype", in_lanes(DTYPES, ["bfloat16", "float32"]))
 def test_scatter_gather_and_copy_run_move_bits(dtype):
     rng = np.random.default_rng(0)
     array, many = (jnp.asarray(rng.normal(size=(S, HEADS, N, D)), dtype) for _ in range(2))
@@ -135,8 +124,7 @@ def look(cache, layer):
 
 def test_write_and_view_bad_arguments_raise():
     cache, ubatch = applied(lived_in(SMALL))
-    gone = jax.tree.map(jnp.copy, cache)
-    jax.tree.map(lambda x: x.delete(), gone.buffers)
+    gone = merge(cache.table, lost(cache.buffers))
     names = dict(zip("qkv", arrays_for(ubatch), strict=True), m=cache, u=ubatch, gone=gone)
     for call, outcome in mistakes("layers"):
         assert_raises(call, outcome, globals() | names)

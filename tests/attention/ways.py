@@ -3,11 +3,16 @@
 from functools import partial
 
 import jax
+import pytest
 
 from jaxkv.ops.attention import attention, dispatch, pallas_gpu
 from jaxkv.ops.attention.softmax import reset_where_bias_hides_all
 from jaxkv.ops.attention.visibility import compute_mask
 from tests.attention.formula import PLAIN
+
+# jax 0.11 and later warn about Pallas Triton, which the GPU kernel uses.
+DEPRECATED = "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
+TRITON = pytest.mark.filterwarnings(DEPRECATED)
 
 
 def on_masks(q, k, v, visibility, options):
@@ -27,11 +32,9 @@ def closing(weigh):
     return attend
 
 
+GPU = pallas_gpu.partial_attention
 WEIGH = {
-    "gpu": dispatch.by_platform(
-        cuda=pallas_gpu.partial_attention,
-        default=partial(pallas_gpu.partial_attention, interpret=True),
-    ),
+    "gpu": dispatch.by_platform(cuda=GPU, default=partial(GPU, interpret=True)),
     "elsewhere": dispatch.attend_by_shapes,  # neither a CPU nor a kernel
 }
 WAYS = {

@@ -15,22 +15,11 @@ COUNT = 8
 NEAR = Kind("near", cells=6, sequences=3, windows=(jaxkv.Window.sliding(4),))
 
 
-def plan_of(
-    cache: Any,
-    tokens: int | Sequence[int] = 1,
-    sequences: int | Sequence[int] = 0,
-    *,
-    positions: Sequence[int] | None = None,
-    sets: Sequence[Sequence[int]] | None = None,
-) -> jaxkv.Plan:
-    """Plan tokens, or a number of them; `sets` gives each token up to 3 sequences."""
+def plan_of(cache: Any, tokens: int | Sequence[int] = 1, sequences: Any = 0) -> jaxkv.Plan:
+    """Plan tokens, or a number of them."""
     tokens = [1] * tokens if isinstance(tokens, int) else tokens
-    if sets is None:
-        ids = np.broadcast_to(sequences, len(tokens))
-    else:
-        ids = [[*one, *[-1] * (3 - len(one))] for one in sets]
-    positions = None if positions is None else _padded(positions)
-    return _planned(cache, _padded(tokens), _padded(ids), _padded([1] * len(tokens)), positions)
+    rows = tokens, np.broadcast_to(sequences, len(tokens)), [1] * len(tokens)
+    return _planned(cache, *(np.pad(np.int32(row), (0, COUNT - len(row))) for row in rows))
 
 
 def tell(cache: Any, tokens: int | Sequence[int], sequences: Any = 0) -> tuple[Any, jax.Array]:
@@ -50,21 +39,16 @@ def told(*counts: int) -> Any:
 def one_by_one(cache: Any, count: int, seq: int = 0) -> Any:
     """Apply `count` tokens of a sequence one after the other, without writing keys and values."""
     for _ in range(count):
-        cache = jaxkv.apply(cache, plan_of(cache, 1, seq).check())
+        batch = make_batch([[1]], sequences=[seq])
+        cache = jaxkv.apply(cache, jaxkv.init_batch(cache, batch).check())
     return cache
 
 
 def resumable(cache: Any, seq: int = 0, visible_until: int = 10) -> list[int]:
-    """List the positions at which a sequence can continue."""
     return [pos for pos in range(visible_until) if cache.can_resume(seq, pos)]
 
 
-def _padded(values: Any) -> np.ndarray:
-    values = np.asarray(values, np.int32)
-    return np.pad(values, [(0, COUNT - len(values)), *[(0, 0)] * (values.ndim - 1)])
-
-
 @jax.jit
-def _planned(cache: Any, tokens: Any, sequences: Any, valid: Any, positions: Any) -> jaxkv.Plan:
-    batch = make_batch(tokens, sequences=sequences, positions=positions, valid=valid != 0)
+def _planned(cache: Any, tokens: Any, sequences: Any, valid: Any) -> jaxkv.Plan:
+    batch = make_batch(tokens, sequences=sequences, valid=valid != 0)
     return jaxkv.init_batch(cache, batch)

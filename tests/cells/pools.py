@@ -2,11 +2,10 @@
 
 import functools
 
-import jax
 import numpy as np
 
-from jaxkv.cache import merge, split
 from tests.helpers.caches import Kind, cells_of, drawn, plan_rows, think
+from tests.snapshot.saved import with_numbers
 
 ONE = Kind("one-stream", cells=24, sequences=4)
 TWO = Kind("two-streams", cells=12, sequences=4, streams=2)
@@ -24,9 +23,7 @@ def fed(kind, *lengths):
 
 def noisy(cells, kind):
     """A cache from a drawing (`drawn`), with different keys and values in all cells."""
-    table, buffers = split(drawn(cells, kind))
-    keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(buffers))))
-    return merge(table, jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape), buffers))
+    return with_numbers(drawn(cells, kind))
 
 
 def texts_of(cache):

@@ -44,9 +44,8 @@ def nearly_right(
 ) -> list[list[int]]:
     """Sets of a random tree of sequences that own the same cells; some trees have an error."""
     seq = rng.choice(pool)
-    alike = [
-        other for other in pool if all(one.holds(other) == one.holds(seq) for one in twin.oracles)
-    ]
+    held = {other: [one.holds(other) for one in twin.oracles] for other in pool}
+    alike = [other for other in pool if held[other] == held[seq]]
     sets = tree_of(rng, alike, count)
     for _ in range(rng.choice([0, 0, 1, 3])):
         sets[rng.randrange(count)] = rng.sample(pool, rng.randint(1, min(3, len(pool))))
@@ -145,7 +144,6 @@ class Machine(RuleBasedStateMachine):
 
     @rule(many=st.booleans(), numbers=seven, in_parts=st.booleans())
     def plan(self, many: bool, numbers: list[int], in_parts: bool) -> None:
-        """Plan now and apply later."""
         sequences = [*map(self.seq, numbers[: self.counts[many]])]
         if in_parts and self.parts:
             self.kept = self.twin.plan([sequences[0]] * 7, in_parts=True)
@@ -169,7 +167,6 @@ class Machine(RuleBasedStateMachine):
 
     @rule(number=ids, back=st.integers(0, 5))
     def cut(self, number: int, back: int) -> None:
-        """Roll back the last few tokens."""
         start = max(self.twin.oracles.reached(self.seq(number)) + 1 - back, 0)
         self.seq_rm(number, start, -1)
 
@@ -187,10 +184,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(parents=two, numbers=two)
     def seq_select(self, parents: list[int], numbers: list[int]) -> None:
-        pairs = {
-            self.seq(number): self.seq(parent)
-            for number, parent in zip(numbers, parents, strict=True)
-        }
+        pairs = dict(zip(map(self.seq, numbers), map(self.seq, parents), strict=True))
         with self.only(*pairs):
             self.twin.edit("seq_select", [*pairs.values()], [*pairs])
 
@@ -202,13 +196,12 @@ class Machine(RuleBasedStateMachine):
 
     @rule(how=st.sampled_from(["range", "others", "all"]), number=ids, p0=edges, p1=edges)
     def forget(self, how: str, number: int, p0: int, p1: int) -> None:
-        """Remove cells of several sequences."""
         if how == "range":
             self.twin.seq_rm(-1, p0, p1)
         elif how == "others":
-            self.twin.both("seq_keep", self.seq(number))
+            assert self.twin.edit("seq_keep", self.seq(number))
         else:
-            self.twin.both("clear")
+            assert self.twin.edit("clear")
 
     @rule()
     def update(self) -> None:
@@ -242,9 +235,8 @@ class Verbs(Machine):
     """The machine of a cache with attention only."""
 
     def __init__(self, kind: Kind, *, in_rows: bool = False, **options: Any) -> None:
-        super().__init__(
-            reference_caches.Twin(kind, in_rows=in_rows), **{"looks_ahead": True} | options
-        )
+        twin = reference_caches.Twin(kind, in_rows=in_rows)
+        super().__init__(twin, **{"looks_ahead": True} | options)
 
 
 class StateVerbs(Machine):

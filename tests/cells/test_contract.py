@@ -12,9 +12,7 @@ from jaxkv.table import CacheTable
 
 KINDS = CellTable, CrossAttentionTable, StateTable, HybridTable
 BY_NAME = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD
-METHODS = [
-    name for name, one in vars(CacheTable).items() if inspect.isfunction(one) and name[0] != "_"
-]
+METHODS = [name for name, _ in inspect.getmembers(CacheTable, inspect.isfunction) if name[0] != "_"]
 
 
 def arguments(method):

@@ -135,7 +135,7 @@ def test_seq_cp_two_words_of_owners():
     assert copied.seq_pos_max([0, 33, 39, 40, 41, 78]).tolist() == [1, 1, 1, 0, 1, 1]
 
 
-@pytest.mark.parametrize("kind", [TWO, FOUR], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [TWO, FOUR], ids=str)
 def test_seq_select_sequences_change_places(kind):
     """Between streams; cells to copy are not reused, although they have no owner any longer."""
     cells = "0{0} 1{0} 2{0} 0{1} | 0{2} 1{2}" if kind is TWO else "0{0} 1{0} 2{0} | 0{1} | 0{2}"

@@ -58,7 +58,7 @@ def dot(xs, ys):
     return sum(jnp.vdot(*(np.float32(1) * leaf for leaf in pair)) for pair in pairs)
 
 
-@pytest.mark.parametrize("edit, kind", in_lanes(ALL, fast=[], core=CORE))
+@pytest.mark.parametrize("edit, kind", in_lanes(ALL, core=CORE))
 def test_derivative_of_edit_is_transposed(edit, kind):
     with jax.set_mesh(CACHES[kind].get("mesh", mesh_of())):
         cache = with_tokens(**CACHES[kind])
@@ -88,6 +88,4 @@ def test_shift_of_zero_keys_is_zero(dtype):
     cache = with_tokens(dtype=dtype)
     cache, _ = jaxkv.seq_add(cache, 0, 0, None, delta=3)
     cache = jaxkv.apply(cache, jaxkv.init_update(cache))
-    assert all(
-        np.all(np.asarray(leaf, np.float32) == 0) for leaf in jax.tree.leaves(cache.buffers.k)
-    )
+    assert not any(np.asarray(leaf, float).any() for leaf in jax.tree.leaves(cache.buffers.k))

@@ -13,17 +13,8 @@ from jaxkv import make_batch
 from jaxkv.core.hashing import hash_contents
 from jaxkv.hybrid import compose_hybrid_cache
 from jaxkv.kv import cells
-from tests.helpers.caches import (
-    GROUPS,
-    SMALL,
-    SPLIT,
-    WIDE,
-    WINDOW,
-    assert_identical,
-    attention_cache,
-    drawn,
-    recurrent_cache,
-)
+from tests.helpers import caches
+from tests.helpers.caches import SMALL, WINDOW, assert_identical, attention_cache, drawn
 
 pytestmark = pytest.mark.core
 
@@ -33,7 +24,7 @@ STATES = {"x": ((), jnp.float32)}
 
 
 def states():
-    return recurrent_cache(1, STATES, sequences=3)
+    return caches.recurrent_cache(1, STATES, sequences=3)
 
 
 def test_edits_traced_bounds_below_minus_one_are_refused():
@@ -72,7 +63,7 @@ def test_seq_add_or_token_to_int32_max_is_refused(make):
 def test_hybrid_cache_takes_smallest_limits_of_parts():
     one = dict(layers=1, kv_heads=1, head_dim=4, window=jaxkv.Window.sliding(4))
     parts = [attention_cache(**one, ubatch_size=size) for size in (8, 4)]
-    parts += [recurrent_cache(1, STATES, max_rollback=n) for n in (3, 5)]
+    parts += [caches.recurrent_cache(1, STATES, max_rollback=n) for n in (3, 5)]
     cache = compose_hybrid_cache(*((part, (i,)) for i, part in enumerate(parts)))
     assert (cache.table.spec.ubatch_size, cache.table.spec.max_rollback) == (4, 3)
     assert len(jaxkv.init_batch(cache, make_batch([1] * 8)).ubatches) == 2  # the default size
@@ -80,9 +71,10 @@ def test_hybrid_cache_takes_smallest_limits_of_parts():
 
 def test_spared_counts_each_owner_of_a_cell_but_one():
     """Per stream, and in words after the first; the engine uses it to reserve cells."""
-    table = drawn("0{0,1} . 1{0} | 0{3} 1{3,2} 2{2,3}", GROUPS).table
+    table = drawn("0{0,1} . 1{0} | 0{3} 1{3,2} 2{2,3}", caches.GROUPS).table
     assert table.num_cells_saved_by_sharing().tolist() == [1, 2]
-    assert drawn("0{0,1,39} 1{0,39}", WIDE).table.num_cells_saved_by_sharing().tolist() == [3]
+    table = drawn("0{0,1,39} 1{0,39}", caches.WIDE).table
+    assert table.num_cells_saved_by_sharing().tolist() == [3]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +83,7 @@ def test_spared_counts_each_owner_of_a_cell_but_one():
         (SMALL, [6, 4, 2], 4, [0], [True]),
         (SMALL, [6, 4, 3], 4, [0], [False]),
         (SMALL, [6, 4, 3], 4, [1], [True]),
-        (SPLIT, [8, 9, 0], 1, [0, 0, 0], [True, False, True]),
+        (caches.SPLIT, [8, 9, 0], 1, [0, 0, 0], [True, False, True]),
         (WINDOW, [99, 99, 99], 6, [0], [True]),  # of each, the two tokens in its window
         (replace(WINDOW, cells=8), [8, 3, 0], 4, [2], [True]),
         (replace(WINDOW, cells=7), [8, 3, 0], 4, [2], [False]),

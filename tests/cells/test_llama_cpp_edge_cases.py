@@ -63,10 +63,8 @@ EDITS = [
 @pytest.mark.parametrize(("verb", "args", "cells", "after"), EDITS)
 def test_edits_leave_drawn_cells_and_all_bytes(verb, args, cells, after):
     before = noisy(cells, SMALL)
-    cache = edit(verb, before, *args)
-    if isinstance(cache, jaxkv.EditResult):
-        cache, ok = cache
-        assert ok
+    cache, ok = edit(verb, before, *args)
+    assert ok
     assert drawing(cache) == after and cache.num_used_cells() == after.count("{")
     assert_identical(cache.buffers, before.buffers)
     assert jaxkv.init_update(cache).pending == after.count("}-")
@@ -107,19 +105,10 @@ def test_make_batch_outputs_are_the_last_of_each_sequence():
 
 
 @pytest.mark.core
-def test_init_batch_sets_in_any_order_are_one_plan():
-    """Trap 52: llama.cpp's mask uses the sequence that is named first."""
-    cache = drawn("0{0,1,2} 1{0,1,2}")
-    plans = [plan_of(cache, 2, sets=sets) for sets in ([[0, 1], [1]], [[1, 0], [1]])]
-    assert plans[0].ok
-    assert_identical(*plans)
-
-
-@pytest.mark.core
 def test_rewind_takes_a_token_from_all_its_sequences():
     """Trap 70: llama.cpp rolls an aborted token back in one of its sequences only."""
     cache = drawn("0{0,1} 1{0,1}")
-    later = jaxkv.apply(cache, plan_of(cache, 1, sets=[[0, 1]]))
+    later = jaxkv.apply(cache, jaxkv.init_batch(cache, make_batch([1], sequences=[[0, 1]])))
     assert later.seq_pos_max([0, 1]).tolist() == [2, 2]
     back, ok = jaxkv.rewind(later, to=cache.table)
     assert ok and drawing(back) == drawing(cache)

@@ -57,6 +57,7 @@ UNLIKE = [f"float32[2,{sizes}]" for sizes in ("2,16,8", "4,16,4", "2,16,4", "4,1
 OF_INT8 = ["int8[2,2,16,8]", "float32[2,2,16,1]"] * 4
 STACKED_INT8 = ["int8[4,2,16,8]", "float32[4,2,16,1]"] * 2
 STACKED = dict(stacked=True, dtype=jnp.bfloat16)
+STRIPED = dict(placement="striped", stripes=4)
 BY_SIZES = dict(ubatch_size=3, max_rollback=2, placement="striped:4")
 SMALLER = dict(cells=((8, None),), max_rollback=((32, 3),))
 CASES = {  # spec, options, and the expected parts
@@ -67,22 +68,14 @@ CASES = {  # spec, options, and the expected parts
         name: (ATTENTION, dict(cells=16, placement=name), [cells(16, placement=name)])
         for name in ("contiguous", "tiled")
     },
-    "striped": (
-        ATTENTION,
-        dict(cells=16, placement="striped:4"),
-        [cells(16, placement="striped", stripes=4)],
-    ),
+    "striped": (ATTENTION, dict(cells=16, placement="striped:4"), [cells(16, **STRIPED)]),
     "shapes of each layer": (SHAPED, dict(cells=16), [cells(16, UNLIKE)]),
     "latent": (LATENT, dict(cells=16), [cells(16, ["float32[2,1,16,8]"] * 2)]),
     "window": (WINDOW, {}, [cells(1100, ubatch_size=512)]),
     "window that needs less": (WINDOW, dict(cells=4096), [cells(1100, ubatch_size=512)]),
     "window that needs more": (WINDOW, dict(cells=16), [cells(16)]),
     "window of all": (WINDOW, dict(cells=4096, max_rollback=4096), [cells(4096)]),
-    "window by sizes": (
-        WINDOW,
-        BY_SIZES,
-        [cells(24, ubatch_size=3, placement="striped", stripes=4)],
-    ),
+    "window by sizes": (WINDOW, BY_SIZES, [cells(24, ubatch_size=3, **STRIPED)]),
     "recurrent": (RECURRENT, {}, [states(2)]),
     "recurrent with earlier states": (RECURRENT, dict(cells=16, max_rollback=3), [states(8)]),
     "hybrid": (HYBRID, dict(cells=16), [cells(16)] * 3 + [states(2)]),
@@ -90,7 +83,7 @@ CASES = {  # spec, options, and the expected parts
         HYBRID,
         APART,
         [
-            cells(16, STACKED_INT8, placement="striped", stripes=4),
+            cells(16, STACKED_INT8, **STRIPED),
             cells(24, ["float16[2,2,24,8]"] * 4, ubatch_size=4, placement="contiguous"),
             cells(8, ["bfloat16[2,2,8,8]"] * 4),
             states(8),
@@ -100,12 +93,11 @@ CASES = {  # spec, options, and the expected parts
 }
 
 
-def leaves_of(table, buffers):
-    """Pairs of table and buffers of a cache that is not a hybrid, or of each part."""
-    if not isinstance(table, HybridTable):
-        return [(table, buffers)]
-    pairs = zip(table.parts, buffers, strict=True)
-    return [leaf for pair in pairs for leaf in leaves_of(*pair)]
+def leaves_of(cache):
+    """A cache that is not a hybrid, or each part."""
+    if not isinstance(cache.table, HybridTable):
+        return [cache]
+    return [leaf for part in cache.parts for leaf in leaves_of(part)]
 
 
 def found(cache):
@@ -115,7 +107,7 @@ def found(cache):
             return table.num_cells, arrays
         return table.num_cells, table.ubatch_size, table.placement, table.shards, arrays
 
-    return [of(*pair) for pair in leaves_of(cache.table, cache.buffers)]
+    return [of(leaf.table, leaf.buffers) for leaf in leaves_of(cache)]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -123,10 +115,8 @@ def test_make_cache_makes_empty_table_and_buffers_of_its_spec(name):
     spec, options, wanted = CASES[name]
     cache = make_cache(spec, **options, **POOLS)
     assert found(cache) == wanted
-    assert all(
-        table.spec.sequences == 4 and table.streams == 2
-        for table, _ in leaves_of(cache.table, cache.buffers)
-    )
+    tables = [leaf.table for leaf in leaves_of(cache)]
+    assert all(table.spec.sequences == 4 and table.streams == 2 for table in tables)
     assert not any(np.any(np.asarray(x, float)) for x in jax.tree.leaves(cache.buffers))
     assert cache.num_used_cells() == 0
     assert cache.spec == spec and hash(cache.spec) == hash(spec)
@@ -158,9 +148,8 @@ def test_specs_are_equal_however_they_are_written():
     assert attention != CacheSpec.attention(2, 2, 8, rope=None) != CacheSpec.attention(2, 2, 8)
     assert attention != CacheSpec.attention(2, 2, 8, rope=(ROPE, FAST))
     one = CacheSpec.recurrent(1, {"x": ((2,), "float32"), "y": ((), jnp.int32)})
-    other = CacheSpec.recurrent(
-        1, {"y": jax.ShapeDtypeStruct((), jnp.int32), "x": ((2,), jnp.float32)}, {}
-    )
+    shape = jax.ShapeDtypeStruct((), jnp.int32)
+    other = CacheSpec.recurrent(1, {"y": shape, "x": ((2,), jnp.float32)}, {})
     assert one == other and hash(one) == hash(other)
     assert CacheSpec.attention(2, 1, 8, slice(-4, 8), rope=ROPE) == LATENT
 

@@ -18,31 +18,15 @@ from jaxkv import Reason, make_batch
 from jaxkv.cache import merge, split
 from jaxkv.core.hashing import chain_hashes, hash_contents
 from jaxkv.hybrid import compose_hybrid_cache
+from tests.helpers import edit_sequences
 from tests.helpers.caches import WIDTH, assert_identical, attention_cache, contents_of, plan_rows
-from tests.helpers.edit_sequences import (
-    bytes_of,
-    kept_of,
-    make,
-    planned,
-    states_of,
-    tell,
-    told,
-    walk,
-)
+from tests.helpers.edit_sequences import bytes_of, make, planned, states_of, tell, told, walk
 from tests.helpers.mistakes import assert_raises, mistakes
-from tests.helpers.parametrize import mostly_nightly
+from tests.helpers.parametrize import in_lanes
 
 pytestmark = pytest.mark.core
 
 HYBRID = {"kinds": "ra", "window": jaxkv.Window.sliding(4)}
-
-
-def test_seq_cp_traced_to_itself_or_unknown_changes_nothing():
-    """Between streams, where a clipped index would write to the last sequence."""
-    cache = told(kept=3, counts=(3, 2, 2), streams=3).cache
-    copied = jax.jit(jaxkv.seq_cp)
-    for src, dst in ((0, 0), (0, 3), (0, -1), (3, 0), (-1, 0)):
-        assert_identical(copied(cache, src, dst).cache, cache)
 
 
 def test_seq_cp_of_no_state_to_itself_and_another_is_refused():
@@ -52,7 +36,7 @@ def test_seq_cp_of_no_state_to_itself_and_another_is_refused():
     assert_identical(copied, cache)
 
 
-@pytest.mark.parametrize("kept", mostly_nightly([0, 3], [0]))
+@pytest.mark.parametrize("kept", in_lanes([0, 3], [0]))
 def test_seq_cp_fork_that_goes_on_leaves_its_origin(kept):
     """Trap 68; and a cell is always free, for any order of forks and steps."""
     twin = told(kept=kept, counts=(5, 0, 0))
@@ -66,7 +50,7 @@ def test_seq_cp_fork_that_goes_on_leaves_its_origin(kept):
     assert twin.cache.num_used_cells() == 3 * (kept + 1)
 
 
-@pytest.mark.parametrize("kept", mostly_nightly([0, 1, 3], [3]))
+@pytest.mark.parametrize("kept", in_lanes([0, 1, 3], [3]))
 def test_seq_rm_rollback_is_exact_or_refused(kept):
     """Traps 62 to 65: after batches of every length, single steps too, and after another cut."""
     twin, states = told(kept=kept, counts=(8,)), kept + 1
@@ -124,7 +108,7 @@ def test_rewind_with_donated_buffers_finds_shared_states():
     twin = told(kept=1, counts=(3, 0, 0), kinds="ar")
     alone = twin.cache.table
     twin.edit("seq_cp", 0, [2])
-    known = kept_of(*twin.parts()[:2])
+    known = edit_sequences.kept_of(twin.cache.parts[-1])
     shared, buffers = split(jax.tree.map(jnp.copy, twin.cache))
     table, (plan, _) = shared, twin.plan([0] * 11, in_parts=True)
     for ubatch in plan.ubatches:
@@ -132,7 +116,7 @@ def test_rewind_with_donated_buffers_finds_shared_states():
     for past in (alone, shared):  # the same cells
         twin.cache, ok = jaxkv.rewind(merge(table, buffers), to=past)
         assert ok and not twin.cache.is_current(plan.ubatches[0])  # its cells were written since
-    assert kept_of(*twin.parts()[:2]) == known
+    assert edit_sequences.kept_of(twin.cache.parts[-1]) == known
 
 
 def test_rewind_then_the_same_step_gives_the_same():
@@ -264,7 +248,7 @@ def test_compose_hybrids_finds_each_layer():
     assert cache.num_rollback_states(1) == 1
     cache = tell(cache, [1, 2, 3], [4], kinds="ab")
     inner, states = cache.parts
-    assert kept_of(states.table, states.buffers)[0][-1] == (2, bytes_of([1, 2, 3], [1]))
+    assert edit_sequences.kept_of(states)[0][-1] == (2, bytes_of([1, 2, 3], [1]))
     for part, layer in zip(inner.parts, (1, 0), strict=True):
         assert len(contents_of(part.buffers, [layer])) == 4
     with pytest.raises(ValueError, match="one of the layers .[01], [01]. .* got 0"):

@@ -74,7 +74,6 @@ FORMS = ["bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2"]
             *((dtype, "halves") for dtype in FORMS),
             *(("int8", rope) for rope in ("two scales", "partial neighbours", "yarn")),
         ],
-        fast=[],
         core=[("bfloat16", "halves"), ("int8", "partial neighbours")],
     ),
 )

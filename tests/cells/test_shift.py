@@ -104,15 +104,9 @@ def added(cache, p0, p1, delta):
         # Trap 11: a position that turns negative frees the cell for all.
         ("0{0,1} 1{0} 2{0}", lambda m: added(m, 0, -1, -2), ". . 0{0}-2"),
         # Trap 12: shifts add up to one rotation.
-        (
-            "0{0} 1{0}", lambda m: added(added(m, 0, -1, 3), 0, -1, -1),
-            "2{0}+2 3{0}+2",
-        ),
+        ("0{0} 1{0}", lambda m: added(added(m, 0, -1, 3), 0, -1, -1), "2{0}+2 3{0}+2"),
         # Trap 13: shifts that cancel leave none pending.
-        (
-            "0{0} 1{0}", lambda m: added(added(m, 0, -1, 3), 3, -1, -3),
-            "0{0} 1{0}",
-        ),
+        ("0{0} 1{0}", lambda m: added(added(m, 0, -1, 3), 3, -1, -3), "0{0} 1{0}"),
         # Trap 14: a freed cell has no pending shift.
         ("0{0} 8{0}+3", lambda m: jaxkv.seq_rm(m, 0, 8)[0], "0{0}"),
         # Trap 15: after a division the shift is the new position minus the old one.

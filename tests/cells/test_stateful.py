@@ -8,11 +8,11 @@ import jaxkv
 from tests.cells.state_machine import StateVerbs, Verbs
 from tests.helpers.caches import ALL_KINDS, CODES, GROUPS_STRIPES, LATENT, SMALL, Kind
 
+pytestmark = pytest.mark.core
+
 KINDS = {kind.name: kind for kind in [*ALL_KINDS, CODES, LATENT]}
 NEAR = jaxkv.Window.sliding(4)
-WIDE_TILES = Kind(
-    "tiled-two-owner-words", cells=24, sequences=40, placement="tiled", windows=(NEAR,)
-)
+WIDE_TILES = Kind("tiled-two-owner-words", 24, sequences=40, placement="tiled", windows=(NEAR,))
 GROUPS = {"sequences": 4, "streams": 2}
 STATES = {
     "recurrent": {"kinds": "rr", "kept": 3},
@@ -29,24 +29,20 @@ STATES = {
 
 
 def run(machine, runs, steps):
-    run_state_machine_as_test(
-        machine, settings=settings(max_examples=runs, stateful_step_count=steps, derandomize=True)
-    )
+    options = settings(max_examples=runs, stateful_step_count=steps, derandomize=True)
+    run_state_machine_as_test(machine, settings=options)
 
 
-@pytest.mark.core
 def test_verbs_match_oracle_of_one_pool():
     run(lambda: Verbs(SMALL, counts=(3, 7), moves=(2, 2), looks_ahead=False), runs=15, steps=20)
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("kind", [WIDE_TILES, GROUPS_STRIPES], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [WIDE_TILES, GROUPS_STRIPES], ids=str)
 def test_verbs_match_oracles_in_rows(kind):
     """All ubatches have one shape, to limit compilation."""
     run(lambda: Verbs(kind, moves=(2, 2), in_rows=True), runs=15, steps=25)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("name", ["hybrid with a window", "groups with a window"])
 def test_verbs_match_oracles_of_a_hybrid_with_states(name):
     run(lambda: StateVerbs(STATES[name]), runs=10, steps=20)

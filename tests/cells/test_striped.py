@@ -21,7 +21,7 @@ BY_NUMBER = {"placement": "any"}
 def test_dealt_and_cell_of_match_oracle(share, shards):
     cells = share * shards
     order = to_fill_order(jnp.arange(cells), shards).tolist()
-    assert order == Oracle(cells, 1, shards=shards).order
+    assert order == Oracle(cells, 1, placement=f"striped:{shards}").order
     assert cells_at_ranks(jnp.arange(cells + 1), cells, shards).tolist() == [*order, cells]
 
 
@@ -37,7 +37,6 @@ UNEVEN = "fills the devices unevenly that split cells by cells; take placement='
     ],
 )
 def test_layout_tells_whether_devices_hold_alike(made, said):
-    layout = sharding.device_bytes(
-        jax.eval_shape(replace(LONG, **made).make), mesh_of(cells=4), RULES
-    )
+    cache = jax.eval_shape(replace(LONG, **made).make)
+    layout = sharding.device_bytes(cache, mesh_of(cells=4), RULES)
     assert "\n".join(layout.uneven) == said and str(layout).endswith(said or " bytes")

@@ -1,7 +1,4 @@
-"""Tiles of one sequence each, and attention that reads a tile for the tokens that attend to it.
-
-`test_stateful` compares the cells of tokens with the oracle.
-"""
+"""Tiles of one sequence each, and attention that reads a tile for the tokens that attend to it."""
 
 from dataclasses import replace
 from functools import partial
@@ -77,11 +74,8 @@ def case(kind, *, lists=1, cells=2048, size=TILE, seed=0, values=D + 1):
 
 
 def int8(q, k, v, visibility):
-    return (
-        q,
-        *(quantise_like(x, make_stored_zeros((1, 1, 1, x.shape[3]), "int8")) for x in (k, v)),
-        visibility,
-    )
+    k, v = (quantise_like(x, make_stored_zeros((1, 1, 1, x.shape[3]), "int8")) for x in (k, v))
+    return q, k, v, visibility
 
 
 def bfloat16(q, k, v, visibility):
@@ -131,11 +125,8 @@ KINDS = ("own", "few", "shared", "both", "any", "nothing", "one token")
     ],
 )
 def test_attend_tiled_matches_attention_without_tiles(kinds, sizes, change):
-    options = (
-        AttentionOptions()
-        if sizes or change
-        else AttentionOptions(scale=0.3, softcap=2.0, sinks=SINKS)
-    )
+    special = {} if sizes or change else dict(scale=0.3, softcap=2.0, sinks=SINKS)
+    options = AttentionOptions(**special)
     for kind in kinds:
         q, k, v, visibility = change(*case(kind, **sizes)) if change else case(kind, **sizes)
         got = attend(q, k, v, visibility, options)
@@ -147,9 +138,8 @@ def test_attend_tiled_matches_attention_without_tiles(kinds, sizes, change):
 
 @core
 def test_attend_tiled_derivatives_in_vmap_match_those_without():
-    batch = jax.tree.map(
-        lambda *leaves: jnp.stack(leaves), *(case("both", cells=512, seed=seed) for seed in (0, 1))
-    )
+    cases = [case("both", cells=512, seed=seed) for seed in (0, 1)]
+    batch = jax.tree.map(lambda *leaves: jnp.stack(leaves), *cases)
 
     def derive(tile):
         def loss(q, k, v, visibility):

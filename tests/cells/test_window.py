@@ -1,10 +1,10 @@
 """Windows: the cells that tokens attend to, evicted cells, and limits of rollback.
 
-Traps are numbered as in `docs/reference/llama_cpp_traps.md`. `test_every_argument` compares the
-marks of evicted positions after each verb.
+Traps are numbered as in `docs/reference/llama_cpp_traps.md`.
 """
 
 from dataclasses import replace
+from itertools import product
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +12,6 @@ import pytest
 
 import jaxkv
 from jaxkv import Reason, make_batch
-from jaxkv.kv.mask import visible_cells_mask
 from jaxkv.window import Window, can_see
 from tests.cells.plans import NEAR, one_by_one, plan_of, resumable
 from tests.helpers.caches import Kind, assert_identical, attention_cache, drawing, drawn, run
@@ -22,38 +21,9 @@ core = pytest.mark.core
 SIX = "0{0} 1{0} 2{0} 3{0} 4{0} 5{0}"
 MIXED = "2{0} 0{0} 1{0} 3{0} 4{0} 5{0}"
 POOL = Kind("pool", cells=4, sequences=2, windows=(Window.sliding(1),))
-CONTIGUOUS = Kind(
-    "contiguous", cells=6, sequences=1, windows=(Window.sliding(3),), placement="contiguous"
-)
+CONTIGUOUS = Kind("contiguous", 6, 1, placement="contiguous", windows=(Window.sliding(3),))
 SHORT = Kind("short", cells=3, sequences=3, windows=NEAR.windows)
 EACH = Kind("one-each", cells=4, sequences=2, streams=2, windows=POOL.windows)
-
-
-@pytest.mark.parametrize(
-    ("window", "causal", "seen"),
-    [
-        (None, True, {5: [0, 1, 2, 3, 4, 5]}),
-        (None, False, {5: [*range(12)]}),
-        (Window.sliding(4), True, {5: [2, 3, 4, 5], 2: [0, 1, 2], 11: [8, 9, 10, 11]}),
-        (Window.sliding(1), True, {5: [5], 0: [0]}),
-        (
-            Window.chunked(4),
-            True,
-            {5: [4, 5], 7: [4, 5, 6, 7], 8: [8]},
-        ),  # trap 53: 8 starts a chunk
-        (Window.symmetric(5), True, {5: [3, 4, 5]}),
-        (Window.symmetric(5), False, {5: [3, 4, 5, 6, 7]}),  # trap 54: ahead too
-    ],
-    ids=str,
-)
-def test_visible_of_windows(window, causal, seen):
-    kind = Kind("seen", cells=12, sequences=1, windows=(window,))
-    cache = drawn(" ".join(f"{i}{{0}}" for i in range(12)), kind)
-    (ubatch,) = plan_of(Kind("blank", cells=12, sequences=1).make()).ubatches
-    for query, positions in seen.items():
-        at = replace(ubatch, positions=0 * ubatch.positions + query)
-        mask = visible_cells_mask(cache.table, at, causal=causal)[0, 0]
-        assert np.flatnonzero(mask).tolist() == positions
 
 
 def test_sees_symmetric_window_at_the_last_position():
@@ -151,14 +121,6 @@ def test_hybrid_cache_resumes_where_all_parts_do():
     assert ends == [[0, 11, 12], [0, *range(6, 13)], [0, 11, 12]]
 
 
-def in_turn(cache, *ids):
-    """Apply a token of each sequence."""
-    for seq in ids:
-        batch = make_batch([[1]], sequences=[seq])
-        cache = jaxkv.apply(cache, jaxkv.init_batch(cache, batch).check())
-    return cache
-
-
 def test_apply_plan_made_before_marks_changed_is_stale():
     """Removing evicted positions changes no cell, only the mark."""
     cache = one_by_one(NEAR.make(), 8)
@@ -171,31 +133,23 @@ def test_apply_plan_made_before_marks_changed_is_stale():
 
 
 @core
-@pytest.mark.parametrize("kind", [POOL, EACH], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [POOL, EACH], ids=str)
 def test_marks_never_fall_when_moved_cells_are_taken(kind):
     """A cell moved to a position before the evicted ones is evicted like others."""
-    cache = jaxkv.seq_add(in_turn(kind.make(), *[0] * 6), 0, 3, -1, delta=-3).cache
+    cache = jaxkv.seq_add(one_by_one(kind.make(), 6), 0, 3, -1, delta=-3).cache
     cache = jaxkv.apply(cache, jaxkv.init_update(cache))
     assert sorted(drawing(cache).rstrip(" |").split()) == ["0{0}", "1{0}", "2{0}", "2{0}"]
     assert resumable(cache) == [0, 1, 2, 3]
-    cache = in_turn(cache, 0)
+    cache = one_by_one(cache, 1)
     assert sorted(drawing(cache).rstrip(" |").split()) == [".", "2{0}", "2{0}", "3{0}"]
     assert resumable(cache) == [0, 3, 4]
 
 
-@pytest.mark.parametrize(
-    ("window", "streams", "each"),
-    in_lanes(
-        [
-            (window, s, 8)
-            for window in (Window.sliding(4), Window.chunked(4), Window.symmetric(6))
-            for s in (1, 2)
-        ]
-        + [(Window.chunked(4), 2, 2)],
-        fast=[],
-        core=[(Window.chunked(4), 2, 2)],
-    ),
-)
+WINDOWS = Window.sliding(4), Window.chunked(4), Window.symmetric(6)
+SIZED = [(Window.chunked(4), 2, 2), *product(WINDOWS, (1, 2), (8,))]
+
+
+@pytest.mark.parametrize(("window", "streams", "each"), in_lanes(SIZED, core=SIZED[:1]))
 def test_make_cache_sized_by_window_matches_a_large_one(window, streams, each):
     """Cells for window, ubatch and rollback suffice for a sequence of any length.
 

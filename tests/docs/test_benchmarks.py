@@ -1,23 +1,19 @@
 """The caches that benchmarks compare with compute the same logits."""
 
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxkv
-import models
 from benchmarks import by_hand
-
-DATA = Path(__file__).parents[1] / "data"
+from tests.generation.tiny import load
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["BNKD", "BKND"])
 def test_cache_by_hand_gives_the_same_logits(layout):
-    model = models.load(DATA / "llama_tied")
+    model = load("llama_tied")
     c = model.config
     sizes = {"layers": len(c.windows), "kv_heads": c.kv_heads, "head_dim": c.head_dim}
     theirs = by_hand.make(layout, batch=2, cells=8, **sizes)

@@ -32,9 +32,7 @@ PAGES = ["README.md"] + [
 LONG = ["docs/howto/generate.md", "docs/howto/pods.md"]  # as slow as all others together
 
 
-@pytest.mark.parametrize(
-    "page", in_lanes(PAGES, fast=[], core=[page for page in PAGES if page not in LONG])
-)
+@pytest.mark.parametrize("page", in_lanes(PAGES, core=[page for page in PAGES if page not in LONG]))
 def test_page_prints_its_outputs(page):
     names, shown = {}, 0
     for mark, code, text in blocks(page):

@@ -13,13 +13,14 @@ import pytest
 
 import jaxkv
 from jaxkv import make_batch
+from jaxkv.cache import merge
 from jaxkv.draw import plot
 from jaxkv.draw.cell_runs import merge_runs
 from jaxkv.draw.colours import PALETTE
 from jaxkv.draw.html import html_of
 from jaxkv.hybrid import compose_hybrid_cache
 from jaxkv.kv.mask import visible_cells_mask
-from tests.helpers.caches import Kind, attention_cache, drawn, recurrent_cache
+from tests.helpers.caches import Kind, attention_cache, drawn, lost, recurrent_cache
 from tests.helpers.mistakes import assert_raises, mistakes
 
 pytestmark = pytest.mark.core
@@ -67,13 +68,6 @@ ALL = [pool, streams, states, hybrid]
 over_all = pytest.mark.parametrize("make", ALL, ids=lambda make: make.__name__)
 
 
-def donated(cache, *, table=True):
-    copy = jax.tree.map(jnp.copy, cache)
-    for x in jax.tree.leaves(copy if table else copy.buffers):
-        x.delete()  # as donation does
-    return copy
-
-
 @functools.cache
 def interleaved():
     owners = np.random.default_rng(0).integers(0, 4, 291).tolist()
@@ -118,8 +112,8 @@ def test_repr_of_cache_is_one_line(make):
         (cache, f": {counts} used)"),
         (traced[0], ": traced)"),
         (jax.eval_shape(make), ": shapes alone)"),
-        (donated(cache), ": donated)"),
-        (donated(cache, table=False), f": {counts} used, buffers donated)"),
+        (lost(cache), ": donated)"),
+        (merge(cache.table, lost(cache.buffers)), f": {counts} used, buffers donated)"),
         *((one, ")") for one in (cache.table, batched(cache), *odd)),
     ]:
         line = repr(one)
@@ -147,7 +141,7 @@ def test_repr_html_has_text_and_no_script(make):
     assert html.count("<div") == html.count("</div>") and "<script" not in html
     texts = re.sub(r"<[^>]*>", " ", html.split("</code>")[1]).split()
     assert {"0", "1"} <= set(texts)
-    lost = [html_of(donated(make())), html_of(jax.eval_shape(make)), html_of(batched(make()))]
+    lost = [html_of(lost(make())), html_of(jax.eval_shape(make)), html_of(batched(make()))]
     lost += [html_of(jax.tree.map(lambda x, leaf=leaf: leaf, make())) for leaf in (None, np.True_)]
     assert all(one.count("<div") == 1 for one in lost)
 

@@ -2,7 +2,6 @@
 
 import functools
 from functools import partial
-from operator import attrgetter
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ import jaxkv
 from jaxkv import generation, make_batch
 from tests.generation.tiny import CLOSE, assert_sound, ends, load
 from tests.helpers.caches import VOCABULARY, Kind, think
-from tests.helpers.parametrize import mostly_nightly
+from tests.helpers.parametrize import in_lanes
 
 pytestmark = pytest.mark.core
 
@@ -21,7 +20,6 @@ POOL = Kind("pool", cells=30, sequences=5)
 SPLIT = Kind("split", cells=16, sequences=5, streams=5)
 PROMPT = (7, 3, 11, 5)
 WIDTH, STEPS = 3, 5
-name = attrgetter("name")
 FREE = jnp.zeros((VOCABULARY, VOCABULARY))
 STOPS = [(4, 7, -1), (10, 15, -1), (2, 10, 13)]
 NONE = (-1, -1, -1)
@@ -100,7 +98,7 @@ def prompted(kind, seq=0):
 search = partial(generation.beam, forward, FREE, num_beams=WIDTH, num_tokens=STEPS)
 
 
-@pytest.mark.parametrize("kind", mostly_nightly([POOL, SPLIT], few=[POOL]), ids=name)
+@pytest.mark.parametrize("kind", in_lanes([POOL, SPLIT], fast=[POOL]), ids=str)
 def test_beam_matches_search_without_cache(kind):
     cache, logits = prompted(kind)
     for length_penalty, number in ((1.0, 0), (0.0, 1), (3.0, 2), (-1.0, 0), (0.0, 2), (1.0, 2)):
@@ -134,7 +132,7 @@ def assert_held(cache, beams, sequences, logits_after, forward=forward, params=F
     np.testing.assert_allclose(found, wanted, **CLOSE)
 
 
-@pytest.mark.parametrize("kind", mostly_nightly([POOL, SPLIT], few=[SPLIT]), ids=name)
+@pytest.mark.parametrize("kind", in_lanes([POOL, SPLIT], fast=[SPLIT]), ids=str)
 def test_beam_leaves_texts_in_its_own_sequences(kind):
     cache, logits = prompted(kind, seq=3)
     batch = make_batch([[1, 2], [5, 6, 7], [4]], sequences=[0, 1, 2])

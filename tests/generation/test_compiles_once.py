@@ -15,7 +15,7 @@ from models.compiling import counting
 from tests.generation.tiny import begun, forward, speculated
 from tests.helpers import caches as kinds
 from tests.helpers.caches import SMALL, SPLIT, Kind, assert_identical, filled, think, updated
-from tests.helpers.parametrize import mostly_nightly
+from tests.helpers.parametrize import in_lanes
 from tests.helpers.reference_caches import lived_in
 
 pytestmark = pytest.mark.core
@@ -119,16 +119,10 @@ def speculate(i):
     speculated(draft, cache, state, num_tokens=6, sampler=generation.make_sampler())
 
 
-LOOPS: dict[str, Callable] = {
-    "plan": plan,
-    "ubatches": ubatches,
-    "chat": chat,
-    "speculate": speculate,
-    "search": search_and_slide,
-}
+LOOPS = {loop.__name__: loop for loop in (plan, ubatches, chat, speculate, search_and_slide)}
 
 
-@pytest.mark.parametrize("loop", mostly_nightly(LOOPS, few=["plan", "ubatches", "chat", "search"]))
+@pytest.mark.parametrize("loop", in_lanes(LOOPS, [name for name in LOOPS if name != "speculate"]))
 def test_loop_other_values_trace_nothing(loop):
     LOOPS[loop](0)
     with counting(traces=True) as heard:
@@ -179,7 +173,7 @@ WARMED: dict[str, Callable] = {
 }
 
 
-@pytest.mark.parametrize("what", mostly_nightly(WARMED, few=["prompts-streams", "longest"]))
+@pytest.mark.parametrize("what", in_lanes(WARMED, fast=["prompts-streams", "longest"]))
 def test_warm_up_leaves_nothing_to_compile(what):
     use = WARMED[what]()
     with counting(traces=True) as heard:
@@ -198,8 +192,7 @@ def test_first_generate_of_ragged_prompts_compiles_few_programs(num_samples):
         return cache, jnp.tile(x.reshape(-1, num_samples)[ubatch.outputs], 3)
 
     with counting() as compiled:
-        out = jaxkv.generate(
-            model, params, prompts, spec=spec, max_new_tokens=4, num_samples=num_samples
-        )
+        options = dict(max_new_tokens=4, num_samples=num_samples)
+        out = jaxkv.generate(model, params, prompts, spec=spec, **options)
     assert out.tokens.shape == (3 * num_samples, 4)
     assert compiled() <= (8 if num_samples == 1 else 11)

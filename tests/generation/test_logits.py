@@ -7,10 +7,10 @@ import pytest
 import jaxkv
 from jaxkv import Reason, generation, make_batch
 from jaxkv.generation.filters import make_sampler
-from jaxkv.serving.request import FinishReason, Request
+from jaxkv.serving.engine import Engine, FinishReason, Request
 from tests.generation.tiny import BEST, begun, by_table
 from tests.helpers.caches import attention_cache
-from tests.serving.servers import serve
+from tests.serving.servers import run as run_requests
 
 WARM = make_sampler(temperature=1.0)
 TABLE = jnp.roll(jnp.eye(4), 1, axis=1) + 0.01
@@ -68,6 +68,6 @@ def test_loops_broken_logits_end_the_text_by_name(wrong):
     assert beams.reason == Reason.NONFINITE_LOGITS
     assert beams.tokens[0].tolist() == [1, 2, 3, -1, -1] and np.isfinite(beams.scores[0])
     asked = [Request(prompt=[0], max_new_tokens=9), Request(prompt=[0, 3], max_new_tokens=9)]
-    for result in serve(forward, None, jaxkv.clear(cache), asked, prefill_chunk=8):
-        assert result.reason == FinishReason.NONFINITE_LOGITS
-        assert result.tokens.tolist() == [[1, 2, 3], []][result.id]
+    results = run_requests(Engine(forward, None, jaxkv.clear(cache), prefill_chunk=8), asked)
+    assert {result.reason for result in results} == {FinishReason.NONFINITE_LOGITS}
+    assert [result.tokens.tolist() for result in results] == [[1, 2, 3], []]

@@ -14,7 +14,7 @@ from jaxkv.generation.sampler import Sampler
 from jaxkv.ops.attention.bias import check_bias
 from jaxkv.serving import PrefixStore
 from tests.generation import tiny
-from tests.generation.tiny import begun, buffers_of, ends, forward, load
+from tests.generation.tiny import begun, ends, forward, load
 from tests.helpers.caches import SPLIT, VOCABULARY, assert_identical, filled
 from tests.helpers.parametrize import in_lanes
 
@@ -72,7 +72,7 @@ def assert_gives_up(call, cache):
     wanted = call(cache)
     assert_identical(cache, before)
     assert_identical(call(given, donate=True), wanted)
-    assert all(one.is_deleted() for one in buffers_of(given))
+    assert all(one.is_deleted() for one in jax.tree.leaves(given.buffers))
     assert_identical(given.table, before.table)
     with pytest.raises(ValueError, match="buffers were donated"):
         call(given)
@@ -206,7 +206,7 @@ LOOPS_OF_SAMPLERS = {
 }
 
 
-@pytest.mark.parametrize("loop", in_lanes(LOOPS_OF_SAMPLERS, fast=[], core=["begin"]))
+@pytest.mark.parametrize("loop", in_lanes(LOOPS_OF_SAMPLERS, core=["begin"]))
 def test_samplers_of_equal_fields_share_no_program(loop):
     """JAX compares their fields and not their types; only `begin` runs: others take 50 MB each."""
     cache = filled(3, kind=SPLIT)

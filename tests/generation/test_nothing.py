@@ -87,9 +87,7 @@ def test_calls_of_nothing_give_nothing_or_one_sentence(call, outcome):
 def test_calls_of_nothing_are_all_that_are_public():
     """Their headings are the names of the called functions."""
     modules = jaxkv, generation, serving, snapshot
-    public = {
-        (name, getattr(one, name)) for one in modules for name in one.__all__ if name[0].islower()
-    }
+    public = [(name, getattr(one, name)) for one in modules for name in one.__all__]
     names = {name for name, one in public if inspect.isfunction(one)}
     called = re.findall(r"^# (\w+)$", (DATA / "nothing.txt").read_text(), re.M)
     assert names - {*called} == {*OTHERS.split()}

@@ -19,7 +19,7 @@ from jaxkv.generation.model_step import compiled_step
 from tests.generation.tiny import BEST, DATA, begun, forward
 from tests.helpers.caches import SMALL, assert_identical, filled
 from tests.helpers.mistakes import assert_raises, mistakes
-from tests.helpers.parametrize import mostly_nightly
+from tests.helpers.parametrize import in_lanes
 
 MODELS = ["llama_tied", "mamba2", "granite_hybrid", "recurrent_gemma"]
 
@@ -37,10 +37,7 @@ def test_prefill_with_plan_does_not_plan_again():
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(
-    "case, num_outputs",
-    [("last", 2), ("known", 3), ("traced", 10)],
-)
+@pytest.mark.parametrize("case, num_outputs", [("last", 2), ("known", 3), ("traced", 10)])
 def test_prefill_in_jit_computes_logits_of_outputs_only(case, num_outputs):
     tokens = np.arange(10, dtype=np.int32).reshape(2, 5)
     outputs = np.zeros((2, 5), bool)
@@ -118,7 +115,7 @@ def test_program_dies_with_its_function(collected_soon):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("name", mostly_nightly(MODELS, few=MODELS[:1]))
+@pytest.mark.parametrize("name", in_lanes(MODELS, fast=MODELS[:1]))
 def test_weights_of_a_model_die_with_it(name, collected_soon):
     model = models.load(DATA / name)
     jaxkv.prefill(model.forward, model.params, model.make_cache(cells=8), make_batch([1]))

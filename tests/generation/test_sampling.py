@@ -45,9 +45,8 @@ def counted(numbers):
     sampler = make_sampler(**numbers)
     logits = jnp.broadcast_to(LOGITS, (20_000, 5))
     state = sampler.init(np.zeros((20_000, 0), np.int32))
-    return jnp.bincount(
-        sample_tokens(sampler, sampler.adjust(logits, state), keys_of(20_000)), length=5
-    )
+    drawn = sample_tokens(sampler, sampler.adjust(logits, state), keys_of(20_000))
+    return jnp.bincount(drawn, length=5)
 
 
 def draws(**options):

@@ -1,7 +1,6 @@
 """Speculation: the same texts as a plain loop, or equally distributed draws, in fewer steps."""
 
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -16,22 +15,18 @@ from jaxkv.generation.speculative.drafters import DraftTokens
 from tests.generation import tiny
 from tests.generation.tiny import BEST, begun, by_table, decoded, ends, forward, speculated, texts
 from tests.helpers.caches import SMALL, SPLIT, VOCABULARY, Kind, attention_cache, filled
-from tests.helpers.parametrize import mostly_nightly
+from tests.helpers.parametrize import in_lanes
 
 pytestmark = pytest.mark.core
 WAYS_TO_DRAW = [("lookup", 1.0), ("model", 0.6), ("tree", 1.0)]
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["tokens", "start"],
-    meta_fields=["num_draft_tokens"],
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Known(generation.Drafter):
     tokens: jax.Array
     start: jax.Array
-    num_draft_tokens: int = 3
+    num_draft_tokens: int = field(default=3, metadata={"static": True})
 
     @property
     def batch_size(self):
@@ -61,9 +56,7 @@ def test_nodes_of_branches_that_begin_alike_are_shared():
     np.testing.assert_array_equal(nodes.owns[0, 0], [[1, 1, 1], [1, 1, 0], [1, 0, 0]])
 
 
-@pytest.mark.parametrize(
-    "kind", mostly_nightly([SMALL, SPLIT], few=[SPLIT]), ids=["pool", "streams"]
-)
+@pytest.mark.parametrize("kind", in_lanes([SMALL, SPLIT], [SPLIT]), ids=["pool", "streams"])
 def test_speculate_ends_texts_as_decode_does(kind):
     prompts = jaxkv.prefill(forward, None, kind.make(), make_batch([[1, 2, 1], [3]]))
     cache = prompts.cache
@@ -109,7 +102,7 @@ def test_speculate_texts_in_any_sequences():
     assert ends(made.cache, [0, 1, 2]) == ends(wanted.cache, [0, 1, 2])
 
 
-@pytest.mark.parametrize("num_branches", mostly_nightly([1, 2], few=[1]))
+@pytest.mark.parametrize("num_branches", in_lanes([1, 2], fast=[1]))
 def test_speculate_nan_logit_of_hidden_token_ends_text(num_branches):
     params = (jnp.roll(jnp.eye(4), 1, axis=1) + 0.01).at[3, 0].set(jnp.nan)
     prompt, rule = [1, 2, 3, 1], dict(allowed=lambda s: jnp.arange(4) > s, advance=lambda s, t: s)
@@ -123,9 +116,7 @@ def test_speculate_nan_logit_of_hidden_token_ends_text(num_branches):
     assert made.tokens[0].tolist() == [3, -1, -1, -1, -1, -1]
 
 
-@pytest.mark.parametrize(
-    ("kind", "temperature"), mostly_nightly(WAYS_TO_DRAW, few=WAYS_TO_DRAW[:2])
-)
+@pytest.mark.parametrize("kind, temperature", in_lanes(WAYS_TO_DRAW, fast=WAYS_TO_DRAW[:2]))
 def test_speculate_draws_have_chances_of_the_model(kind, temperature):
     count, rounds, each = 256, 16, 1 + (kind == "tree")
     sampler, cache = make_sampler(temperature=temperature), tiny.table_cache(count, each=each)

@@ -3,7 +3,6 @@
 import functools
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -61,10 +60,6 @@ def table_cache(texts, *, each=1):
     cache = attention_cache(layers=1, kv_heads=1, head_dim=1, **sizes)
     batch = make_batch([[0]] * texts, sequences=np.arange(0, each * texts, each))
     return jaxkv.prefill(by_table, CHANCES[0], cache, batch)[0]
-
-
-def buffers_of(cache):
-    return jax.tree.leaves(cache.buffers)
 
 
 def ends(cache, sequences):

@@ -67,6 +67,9 @@ class Kind:
     stacked: bool = False
     latent: tuple[int, int] | None = None
 
+    def __str__(self) -> str:
+        return self.name
+
     @property
     def layers(self) -> tuple[tuple[int, ...], ...]:
         """For each part, the layers that it serves."""
@@ -79,21 +82,11 @@ class Kind:
 
     def make(self, rope: jaxkv.rope.Rope | None = ROPE) -> Any:
         """Make an empty cache. Without a rope an update does not change signatures (`sign`)."""
+        sizes = dict(cells=self.cells, kv_heads=HEADS, head_dim=SIZE, rope=rope, dtype=self.dtype)
+        sizes |= dict(sequences=self.sequences, streams=self.streams, placement=self.placement)
+        sizes |= dict(stacked=self.stacked, value_dim=self.latent and slice(*self.latent))
         parts = [
-            attention_cache(
-                layers=len(layers),
-                cells=self.cells,
-                kv_heads=HEADS,
-                head_dim=SIZE,
-                value_dim=None if self.latent is None else slice(*self.latent),
-                sequences=self.sequences,
-                streams=self.streams,
-                window=window,
-                rope=rope,
-                placement=self.placement,
-                dtype=self.dtype,
-                stacked=self.stacked,
-            )
+            attention_cache(layers=len(layers), window=window, **sizes)
             for window, layers in zip(self.windows, self.layers, strict=True)
         ]
         if len(parts) == 1:
@@ -101,18 +94,9 @@ class Kind:
         return compose_hybrid_cache(*zip(parts, self.layers, strict=True))
 
     def oracles(self) -> "Oracles":
-        return Oracles(
-            Oracle(
-                self.cells,
-                self.sequences,
-                contiguous=self.placement == "contiguous",
-                shards=int(self.placement.partition(":")[2] or 1),
-                tiled=self.placement == "tiled",
-                streams=self.streams,
-                window=window and (window.rule, window.width),
-            )
-            for window in self.windows
-        )
+        sizes = (self.cells, self.sequences, self.streams, self.placement)
+        windows = [window and (window.rule, window.width) for window in self.windows]
+        return Oracles(Oracle(*sizes, window=window) for window in windows)
 
 
 SMALL = Kind("small", cells=12, sequences=3)
@@ -122,23 +106,12 @@ SPLIT = Kind("split", cells=8, sequences=3, streams=3)
 WINDOW = replace(SMALL, name="window", windows=(Window.sliding(3),))
 CHUNKS = replace(SPLIT, name="chunks", cells=10, windows=(Window.chunked(4),))
 TWO = Kind("full-and-window", cells=14, sequences=3, windows=(None, Window.sliding(4)))
-TWO_SPLIT = Kind(
-    "full-and-window-split", 10, 3, "contiguous", streams=3, windows=(None, Window.symmetric(5))
-)
+TWO_SPLIT = Kind("full-and-window-split", 10, 3, "contiguous", 3, (None, Window.symmetric(5)))
 GROUPS = Kind("groups", cells=10, sequences=4, streams=2)
 GROUPS_WINDOW = replace(GROUPS, name="groups-window", cells=9, windows=(Window.sliding(3),))
-GROUPS_RUNS = Kind(
-    "groups-contiguous-full-and-window",
-    12,
-    8,
-    "contiguous",
-    streams=4,
-    windows=(None, Window.chunked(4)),
-)
+GROUPS_RUNS = Kind("groups-contiguous-two-parts", 12, 8, "contiguous", 4, (None, Window.chunked(4)))
 STRIPES = Kind("striped", cells=16, sequences=3, placement="striped:2")
-GROUPS_STRIPES = Kind(
-    "groups-striped-window", 9, 4, "striped:3", streams=2, windows=(Window.sliding(3),)
-)
+GROUPS_STRIPES = Kind("groups-striped-window", 9, 4, "striped:3", 2, (Window.sliding(3),))
 TILES = Kind("tiled", cells=16, sequences=4, placement="tiled")
 GROUPS_TILES = replace(
     TILES, name="groups-tiled-full-and-window", streams=2, windows=(None, Window.sliding(3))
@@ -170,7 +143,7 @@ def sign(
     for layer in range(LAYERS):
         cache, seen = attend_signed(cache, layer, ubatch, visible_until)
         saw.append(seen)
-    parts = [table for table, _ in parts_of(cache)]
+    parts = [part.table for part in cache.parts]
     own = [ubatch] if len(parts) == 1 else [ubatch_of_part(ubatch, i) for i in range(len(parts))]
     masks = [
         visible_cells_mask(table, one, visible_until=visible_until)
@@ -183,15 +156,14 @@ def attend_signed(
     cache: Any, layer: int, ubatch: jaxkv.Ubatch, visible_until: jax.Array | None = None
 ) -> tuple[Any, jax.Array]:
     """Attend with signatures in one layer; the cache and the output, `[R, T, H, Dv]`."""
-    latent = any(is_latent(buffers) for _, buffers in parts_of(cache))
+    latent = any(is_latent(part.buffers) for part in cache.parts)
     fields = (ubatch.sequences + 1, ubatch.positions, ubatch.tokens)
     labels = [0 * ubatch.tokens + layer * HEADS + h for h in range(HEADS)]
     k = jnp.stack([jnp.stack([*fields, label], -1) for label in labels], axis=-2)
     k = k.astype(jnp.float32)
     q = jnp.zeros((*ubatch.valid.shape, 2 * HEADS, SIZE))
-    return jaxkv.attend(
-        cache, layer, ubatch, q, k, None if latent else -k, visible_until=visible_until
-    )
+    v = None if latent else -k
+    return jaxkv.attend(cache, layer, ubatch, q, k, v, visible_until=visible_until)
 
 
 @jax.jit
@@ -200,14 +172,6 @@ def plan_rows(cache: Any, tokens: Any, valid: Any, positions: Any = None) -> jax
     sequences = jnp.broadcast_to(jnp.arange(tokens.shape[0])[:, None], tokens.shape)
     batch = jaxkv.make_batch(tokens, sequences=sequences, positions=positions, valid=valid != 0)
     return jaxkv.init_batch(cache, batch)
-
-
-def parts_of(cache: Any) -> list[tuple[Cells, Buffers]]:
-    """List the tables and buffers of a cache, hybrid or not."""
-    table, buffers = cache.table, cache.buffers
-    if not hasattr(table, "parts"):
-        return [(table, buffers)]
-    return [*zip(table.parts, buffers, strict=True)]
 
 
 def _weights() -> dict[str, np.ndarray]:
@@ -228,12 +192,10 @@ WEIGHTS = _weights()
 def think(cache: Any, ubatch: jaxkv.Ubatch) -> tuple[Any, jax.Array]:
     """Run a tiny transformer over a ubatch; the cache, and logits `[O, V]`."""
     cache = jaxkv.apply(cache, ubatch)
-    x = jnp.asarray(WEIGHTS["embedding"])[ubatch.tokens]
+    x, heads = jnp.asarray(WEIGHTS["embedding"])[ubatch.tokens], (*ubatch.valid.shape, -1, SIZE)
     for layer in range(LAYERS):
-        q, k, v = (
-            (x @ WEIGHTS[name][layer]).reshape(*ubatch.valid.shape, -1, SIZE) for name in "qkv"
-        )
-        q, k = (ROPE.rotate(heads, ubatch.positions) for heads in (q, k))
+        q, k, v = ((x @ WEIGHTS[name][layer]).reshape(heads) for name in "qkv")
+        q, k = (ROPE.rotate(one, ubatch.positions) for one in (q, k))
         cache, out = jaxkv.attend(cache, layer, ubatch, q, k, v)
         x = jnp.tanh(x + out.reshape(x.shape) @ WEIGHTS["out"][layer])
     x = x.reshape(-1, x.shape[-1])[ubatch.outputs]
@@ -265,7 +227,6 @@ def filled(*counts: int, kind: Kind = SMALL) -> Any:
 
 
 def updated(cache: Any) -> Any:
-    """Apply all pending shifts."""
     return jaxkv.apply(cache, jaxkv.init_update(cache))
 
 
@@ -292,10 +253,8 @@ def drawn(cells: str, kind: Kind = SMALL) -> Any:
 
 def drawing(cache: Any) -> str:
     """Draw the cells of a cache as `drawn` reads them, each stream up to its last used cell."""
-    ((table, _),) = parts_of(cache)
-    cells = cells_of(table)
-    lines = []
-    for stream in range(table.streams):
+    cells, lines = cells_of(cache.table), []
+    for stream in range(cache.table.streams):
         used = [index for where, index in cells if where == stream]
         line = ["."] * (max(used, default=-1) + 1)
         for index in used:
@@ -308,18 +267,12 @@ def drawing(cache: Any) -> str:
 
 def cells_of(table: Cells) -> dict[Place, tuple[int, set[int], int]]:
     """Read a table bit by bit: for each used cell its position, owners and shift."""
-    position, owners, shift = (
-        np.asarray(x).tolist() for x in (table.position, table.owners, table.shift)
-    )
+    position, owners, shift = (x.tolist() for x in (table.position, table.owners, table.shift))
     read = {}
     for stream, index in np.ndindex(*table.position.shape):
         first = stream * table.sequences_per_stream
-        mine = {
-            first + 32 * word + bit
-            for word, bits in enumerate(owners[stream])
-            for bit in range(32)
-            if bits[index] >> bit & 1
-        }
+        bits = sum(words[index] << 32 * i for i, words in enumerate(owners[stream]))
+        mine = {first + bit for bit in range(bits.bit_length()) if bits >> bit & 1}
         cell = position[stream][index], mine, shift[stream][index]
         if cell != (-1, set(), 0):
             read[stream, index] = cell
@@ -398,9 +351,20 @@ class Oracles(list[Side]):
         return faults, plans
 
 
-def edit(verb, cache, *args):
-    """Call an edit by its name; the last argument of `seq_add` and `seq_div` is a keyword."""
-    keyword = {"seq_add": "delta", "seq_div": "divisor"}.get(verb)
-    if keyword is None:
-        return getattr(jaxkv, verb)(cache, *args)
-    return getattr(jaxkv, verb)(cache, *args[:-1], **{keyword: args[-1]})
+def edit(verb: str, cache: Any, *args: Any) -> tuple[Any, Any]:
+    """Call an edit by its name; the cache, and whether the edit was made.
+
+    The last argument of `seq_add` and `seq_div` is a keyword.
+    """
+    keyword, options = {"seq_add": "delta", "seq_div": "divisor"}.get(verb), {}
+    if keyword:
+        *args, options[keyword] = args
+    found = getattr(jaxkv, verb)(cache, *args, **options)
+    return found if isinstance(found, jaxkv.EditResult) else (found, True)
+
+
+def lost(tree: Any) -> Any:
+    """A copy whose arrays are deleted, as donation does."""
+    copy = jax.tree.map(jnp.copy, tree)
+    jax.tree.map(lambda x: x.delete(), copy)
+    return copy

@@ -15,19 +15,8 @@ import numpy as np
 import jaxkv
 from jaxkv.hybrid import compose_hybrid_cache
 from jaxkv.recurrent.states import States
-from tests.helpers import reference_caches
-from tests.helpers.caches import (
-    HEADS,
-    SIZE,
-    WIDTH,
-    Kind,
-    Oracles,
-    attend_signed,
-    attention_cache,
-    parts_of,
-    plan_rows,
-    recurrent_cache,
-)
+from tests.helpers import caches, reference_caches
+from tests.helpers.caches import Kind, Oracles, attend_signed, attention_cache, plan_rows
 from tests.helpers.reference_cache import Oracle
 from tests.helpers.reference_states import Histories
 
@@ -79,10 +68,8 @@ def compute(cache: Any, ubatch: jaxkv.Ubatch, kinds: str = "rr") -> tuple[Any, l
                 for n in before
             }
             last = ubatch.state_write_steps(cache.num_rollback_states(layer) + 1)
-            written = {
-                "hash": jnp.take_along_axis(states["hash"], last, axis=1),
-                "trace": jnp.take_along_axis(states["trace"], last[..., None], axis=1),
-            }
+            at = jax.vmap(lambda row, steps: row[steps])
+            written = {name: at(x, last) for name, x in states.items()}
             cache = jaxkv.write_states(cache, layer, ubatch, written)
             passed.append(states)
     return cache, passed
@@ -102,7 +89,7 @@ def run(cache: Any, batch: jaxkv.Batch, *, ubatch_size: int = 4, kinds: str = "r
 def planned(cache: Any, *rows: Sequence[int]) -> jaxkv.Ubatch:
     """Plan tokens for sequences 0, 1, 2, at most WIDTH each, that fit; as one ubatch."""
     sequences = cache.table.spec.sequences
-    table = np.zeros((2, sequences, WIDTH), np.int32)
+    table = np.zeros((2, sequences, caches.WIDTH), np.int32)
     for seq, row in enumerate(rows):
         table[:, seq, : len(row)] = row, [1] * len(row)
     (ubatch,) = plan_rows(cache, *table).check().ubatches
@@ -117,19 +104,18 @@ def tell(cache: Any, *rows: Sequence[int], kinds: str = "rr") -> Any:
 def make(kept: int = 0, sequences: int = 3, layers: int = 2, streams: int = 1) -> Any:
     """Make a recurrent cache that fits the model."""
     sizes = dict(sequences=sequences, streams=streams, max_rollback=kept)
-    return recurrent_cache(layers, STATES, **sizes)
+    return caches.recurrent_cache(layers, STATES, **sizes)
 
 
-def kept_of(table: States, buffers: Any) -> dict[int, list[tuple[int, tuple[bytes, ...]]]]:
+def kept_of(cache: Any) -> dict[int, list[tuple[int, tuple[bytes, ...]]]]:
     """List the stored states of each sequence: positions, and the bytes of all layers."""
+    table: States = cache.table
     position, cell = np.asarray(table.position), np.asarray(table.cell)
-    arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(buffers)]
+    arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(cache.buffers)]
+    share = table.sequences_per_stream
     return {
         seq: [
-            (
-                int(p),
-                tuple(array[seq // table.sequences_per_stream, c].tobytes() for array in arrays),
-            )
+            (int(p), tuple(array[seq // share, c].tobytes() for array in arrays))
             for p, c in zip(position[seq], cell[seq], strict=True)
             if p >= 0
         ]
@@ -139,14 +125,12 @@ def kept_of(table: States, buffers: Any) -> dict[int, list[tuple[int, tuple[byte
 
 def states_of(cache: Any, seq: int = 0) -> list[tuple[int, tuple[bytes, ...]]]:
     """List positions and bytes of a sequence's states, in a cache without attention."""
-    return kept_of(cache.table, cache.buffers)[seq]
+    return kept_of(cache)[seq]
 
 
 def bytes_of(history: Sequence[int], layers: Iterable[int]) -> tuple[bytes, ...]:
     """The bytes of a history's state in each layer, as `kept_of` lists them."""
-    return tuple(
-        leaf.tobytes() for layer in layers for leaf in jax.tree.leaves(replay(history, layer))
-    )
+    return tuple(x.tobytes() for x in jax.tree.leaves([replay(history, i) for i in layers]))
 
 
 @dataclass(frozen=True)
@@ -162,10 +146,7 @@ class StateKind(Kind):
 
     @property
     def layers(self) -> tuple[tuple[int, ...], ...]:
-        served = (
-            tuple(i for i, kind in enumerate(self.model) if kind in "ab"),
-            tuple(i for i, kind in enumerate(self.model) if kind in "rb"),
-        )
+        served = (tuple(i for i, one in enumerate(self.model) if one in of) for of in ("ab", "rb"))
         return tuple(filter(None, served))
 
     def make(self, rope: Any = None) -> Any:
@@ -174,7 +155,7 @@ class StateKind(Kind):
         if not attending:
             return states
         sizes = dict(cells=self.cells, sequences=self.sequences, streams=self.streams)
-        sizes |= dict(layers=len(*attending), kv_heads=HEADS, head_dim=SIZE)
+        sizes |= dict(layers=len(*attending), kv_heads=caches.HEADS, head_dim=caches.SIZE)
         attention = attention_cache(**sizes, window=self.windows[0], rope=rope)
         return compose_hybrid_cache((attention, *attending), (states, recurrent))
 
@@ -207,18 +188,15 @@ class Twin(reference_caches.Twin):
         super().__init__(StateKind("states", model=kinds, **sizes, **options), in_rows=True)
         self.kinds, self.sequences = kinds, sequences
 
-    def parts(self) -> list[Any]:
-        return [x for part in reversed(parts_of(self.cache)) for x in part]
-
-    def compare_part(self, table: Any, buffers: Any, layers: Sequence[int], oracle: Any) -> None:
+    def compare_part(self, part: Any, layers: Sequence[int], oracle: Any) -> None:
         if isinstance(oracle, Oracle):
-            super().compare_part(table, buffers, layers, oracle)
+            super().compare_part(part, layers, oracle)
             return
         expected = {
             seq: [(s.position, bytes_of(s.history, layers)) for s in states]
             for seq, states in oracle.states.items()
         }
-        assert kept_of(table, buffers) == expected, jaxkv.show(self.cache)
+        assert kept_of(part) == expected, jaxkv.show(self.cache)
 
     def run(self, cache: Any, ubatch: jaxkv.Ubatch, ahead: int | None = None) -> tuple[Any, ...]:
         """Run the model; outputs of attention are not compared."""
@@ -231,7 +209,7 @@ def told(kept: int = 0, counts: Sequence[int] = (10,), **options: Any) -> Twin:
     twin = Twin(kept=kept, **options)
     counts = list(counts)
     while any(counts):
-        now = [min(count, WIDTH) for count in counts]
+        now = [min(count, caches.WIDTH) for count in counts]
         assert twin.decode([seq for seq, count in enumerate(now) for _ in range(count)])
         counts = [count - some for count, some in zip(counts, now, strict=True)]
     twin.compare()

@@ -18,33 +18,32 @@ def temporary_bytes(compiled):
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+def instructions(compiled):
+    """List the instructions: the results, the operation, and the line."""
+    matches = map(_INSTRUCTION.match, compiled.as_text().splitlines())
+    return [(match[1], match[2], match.string) for match in matches if match]
+
+
 def large_moves(compiled, at_least):
     """List the instructions that produce an array of `at_least` bytes, except in-place writes."""
-    text = compiled.as_text()
-    in_place = _in_place_computations(text)
-    found = []
-    for line in text.splitlines():
-        match = _INSTRUCTION.match(line)
-        if match is None or match[2] not in _MOVES:
-            continue
-        if max(map(_bytes, _ARRAY.findall(match[1])), default=0) < at_least:
-            continue
+    in_place, found = _in_place_computations(compiled.as_text()), []
+    for results, operation, line in instructions(compiled):
+        largest = max(map(_bytes, _ARRAY.findall(results)), default=0)
         called = re.search(r"calls=%?([\w.-]+)", line)
-        if match[2] == "fusion" and called and called[1] in in_place:
-            continue
-        found.append(line.strip()[:160])
+        writes = operation == "fusion" and called and called[1] in in_place
+        if operation in _MOVES and largest >= at_least and not writes:
+            found.append(line.strip()[:160])
     return found
 
 
 def collectives(compiled):
     """List transfers between devices: the instruction, and the bytes of its result."""
     found = []
-    for line in compiled.as_text().splitlines():
-        match = _INSTRUCTION.match(line)
-        name = match and match[2].removesuffix("-start")
+    for results, operation, _ in instructions(compiled):
+        name = operation.removesuffix("-start")
         if name in _COLLECTIVES:
-            arrays = _ARRAY.findall(match[1])
-            if match[2] != name and len(arrays) > 1:  # a start also returns operands
+            arrays = _ARRAY.findall(results)
+            if operation != name and len(arrays) > 1:  # a start also returns operands
                 arrays = arrays[len(arrays) // 2 :]
             found.append((name, sum(map(_bytes, arrays))))
     return found

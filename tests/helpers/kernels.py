@@ -77,12 +77,8 @@ def layers_of_attention(implementation=None, **options):
 def works_on(program, size, cells=CELLS):
     """Name the instructions that return keys or values of a layer: copies and writes."""
     whole = re.compile(rf"\[\d+,{GROUPS},(?:{cells},{size}|{size},{cells})\]")
-    found = []
-    for line in program.as_text().splitlines():
-        match = re.match(r"\s*(?:ROOT )?%?[\w.-]+ = (\(.*?\)|\S+) ([\w-]+)\(", line)
-        if match and whole.search(match[1]) and match[2] not in _NO_WORK:
-            found.append(match[2])
-    return found
+    found = [name for results, name, _ in hlo.instructions(program) if whole.search(results)]
+    return [name for name in found if name not in _NO_WORK]
 
 
 def of_attention(platform, of, size, dtype, tokens=FORKS):
@@ -91,9 +87,8 @@ def of_attention(platform, of, size, dtype, tokens=FORKS):
     Temporary bytes are compared with keys of the queries' dtype, since they store queries and sums.
     """
     q, k, v, visibility = attention_shapes(of, size, dtype, tokens=tokens)
-    program = compiled(
-        platform, layers_of_attention(softcap=30.0), q, [(k, v)] * LAYERS, visibility
-    )
+    layers = layers_of_attention(softcap=30.0)
+    program = compiled(platform, layers, q, [(k, v)] * LAYERS, visibility)
     return {
         "kernels": kernels(program),
         "works": works_on(program, size),

@@ -1,7 +1,7 @@
 """Meshes of virtual devices, and caches on them."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 from jax.sharding import AxisType
@@ -29,8 +29,8 @@ class OnMesh(Kind):
 near = jaxkv.Window.sliding(3)
 
 
-def _kind(name, axes, **options):
-    return OnMesh(name, sequences=4, axes=tuple(axes.items()), **options)
+def _kind(name, axes, sequences=4, **options):
+    return OnMesh(name, sequences=sequences, axes=tuple(axes.items()), **options)
 
 
 DATA_CELLS, TENSOR_CELLS = {"data": 2, "cells": 2}, {"tensor": 2, "cells": 2}
@@ -42,10 +42,7 @@ KINDS = [
     _kind("full-and-window", DATA_CELLS, cells=14, streams=4, windows=(None, near)),
     _kind("groups", {"data": 2, "tensor": 2}, cells=10, streams=2),
     _kind("groups-contiguous", DATA_CELLS, cells=10, streams=2, placement="contiguous"),
-    replace(
-        _kind("groups-striped-window", DATA_CELLS, cells=16, streams=4, windows=(near,), **STRIPED),
-        sequences=8,
-    ),
+    _kind("striped-window", DATA_CELLS, 8, cells=16, streams=4, windows=(near,), **STRIPED),
     _kind("tiled", TENSOR_CELLS, cells=16, placement="tiled"),
     _kind("groups-tiled", DATA_CELLS, cells=16, streams=2, windows=(None, near), placement="tiled"),
 ]

@@ -17,9 +17,8 @@ from jaxkv.hybrid import compose_hybrid_cache
 from tests.helpers import caches, edit_sequences
 
 DATA = Path(__file__).parents[1] / "data" / "mistakes"
-NAMES = {name: getattr(jaxkv, name) for name in jaxkv.__all__} | dict(
-    jax=jax, jnp=jnp, np=np, jaxkv=jaxkv, partial=partial
-)
+NAMES = {name: getattr(jaxkv, name) for name in jaxkv.__all__}
+NAMES |= dict(jax=jax, jnp=jnp, np=np, jaxkv=jaxkv, partial=partial)
 NAMES |= dict(edit_sequences=edit_sequences, caches=caches, compose=compose_hybrid_cache)
 """Names that all expressions may use, in addition to those of their test."""
 

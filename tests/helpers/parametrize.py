@@ -6,12 +6,7 @@ from typing import Any
 import pytest
 
 
-def mostly_nightly(cases: Iterable[Any], few: Sequence[Any]) -> list[Any]:
-    """Return the cases of a test, all marked `nightly` except a few."""
-    return in_lanes(cases, fast=few)
-
-
-def in_lanes(cases: Iterable[Any], *, fast: Sequence[Any], core: Sequence[Any] = ()) -> list[Any]:
+def in_lanes(cases: Iterable[Any], fast: Sequence[Any] = (), core: Sequence[Any] = ()) -> list[Any]:
     """Return the cases of a test, each in its lane: `nightly` where it is in neither list."""
     cases = list(cases)
     missing = [one for one in [*fast, *core] if one not in cases]

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from tests.helpers import batch_rules
 from tests.helpers.batch_rules import Fault, Part, Place, Plan, Side, Token, in_range
-from tests.helpers.reference_window import Whole
 
 
 class Content(NamedTuple):
@@ -40,11 +39,6 @@ class Move(NamedTuple):
     length: int
 
 
-def _copied(cells: dict[Place, Cell]) -> dict[Place, Cell]:
-    """Copies of cells, which are changed in place."""
-    return {place: replace(cell, owners={*cell.owners}) for place, cell in cells.items()}
-
-
 class Oracle(Side):
     """`streams` streams of `size` cells, with the same number of sequences in each.
 
@@ -55,47 +49,43 @@ class Oracle(Side):
     written: how often a cell was written, rotated or replaced.
     evicted_below: for each sequence, one past the highest position that may have been evicted.
       The cache sets it after edits; `whole` checks it.
-    whole: the sequences without evictions.
+    whole: where a window may evict cells, the same cache without evictions.
     """
 
     def __init__(
         self,
         size: int,
         sequences: int,
-        *,
-        contiguous: bool = False,
-        shards: int = 1,
-        tiled: bool = False,
         streams: int = 1,
+        placement: str = "any",
         window: tuple[str, int] | None = None,
-        in_rows: bool | None = None,
     ) -> None:
-        self.size = size
-        self.sequences = sequences
-        self.contiguous = contiguous
-        self.order = _in_turn(size, shards)
-        self.tiles = _tiles(size) if tiled else []
-        self.streams = streams
-        self.window = window
-        self.in_rows = streams > 1 if in_rows is None else in_rows
+        self.size, self.sequences, self.streams, self.window = size, sequences, streams, window
+        self.contiguous = placement == "contiguous"
+        self.order = _in_turn(size, shards=int(placement.partition(":")[2] or 1))
+        self.tiles = _tiles(size) if placement == "tiled" else []
+        self.in_rows = streams > 1
         self.cells: dict[Place, Cell] = {}
         self.contents: dict[Place, Content] = {}
         self.written: Counter[Place] = Counter()
         self.evicted_below = dict.fromkeys(range(sequences), 0)
-        self.whole = Whole(sequences, streams)
+        self.whole = Oracle(1000, sequences, streams) if window else None
 
     def fork(self) -> "Oracle":
-        """Copy it; the real cache needs no copies."""
         other = copy.copy(self)
-        other.cells = _copied(self.cells)
+        other.cells = {p: replace(cell, owners={*cell.owners}) for p, cell in self.cells.items()}
         other.contents, other.written = self.contents.copy(), self.written.copy()
-        other.evicted_below, other.whole = {**self.evicted_below}, self.whole.fork()
+        other.evicted_below, other.whole = {**self.evicted_below}, self.whole and self.whole.fork()
         return other
 
     # ------------------------------------------------------------------------------- questions
 
     def holds(self, seq: int) -> dict[Place, Cell]:
         return {place: cell for place, cell in self.cells.items() if seq in cell.owners}
+
+    def held(self, seq: int, p0: int, p1: int) -> dict[Place, Cell]:
+        """The cells of a sequence in a range."""
+        return {p: one for p, one in self.holds(seq).items() if in_range(one.position, p0, p1)}
 
     def first(self, seq: int) -> int:
         """The smallest position of a sequence, -1 if it is empty."""
@@ -107,14 +97,12 @@ class Oracle(Side):
 
     def reached(self, seq: int) -> int:
         """The largest position of a sequence, evicted or not."""
-        return self.whole.end(seq)
+        return (self.whole or self).last(seq)
 
     def used(self) -> int:
-        """How many cells are used; a shared one counts once."""
         return len(self.cells)
 
     def is_pending(self, seq: int) -> bool:
-        """Whether a key of a sequence has a pending shift."""
         return any(cell.shift for cell in self.holds(seq).values())
 
     def can_resume(self, seq: int, pos: int) -> bool:
@@ -126,19 +114,22 @@ class Oracle(Side):
     def is_whole(self, seq: int) -> bool:
         """Whether the next token of a sequence attends to all tokens of its window."""
         low = self.window_begins(self.reached(seq) + 1)
+        return self.seen(seq, low) == (self.whole or self).seen(seq, low)
+
+    def seen(self, seq: int, low: int) -> list[tuple[int, Content]]:
+        """The tokens of a sequence from a position on."""
         held = self.holds(seq).items()
-        seen = [(cell.position, self.contents[p]) for p, cell in held if cell.position >= low]
-        return sorted(seen) == self.whole.seen(seq, low)
+        return sorted((cell.position, self.contents[p]) for p, cell in held if cell.position >= low)
 
     def has_lost(self, stream: int) -> bool:
         """Whether a sequence of a stream lost a cell to evictions."""
         mine = [seq for seq in range(self.sequences) if self.stream(seq) == stream]
-        return any(len(self.whole.of(seq)) > len(self.holds(seq)) for seq in mine)
+        return any(len((self.whole or self).holds(seq)) > len(self.holds(seq)) for seq in mine)
 
     def seen_next(self, seq: int) -> tuple:
         """The tokens that the next token of a sequence attends to, in any cells."""
         low = self.window_begins(self.reached(seq) + 1)
-        return self.reached(seq), self.whole.seen(seq, low)
+        return self.reached(seq), (self.whole or self).seen(seq, low)
 
     def sharing(self, seq: int) -> set[int]:
         """The sequences that own a cell of a sequence, itself included."""
@@ -194,16 +185,14 @@ class Oracle(Side):
     def seq_rm(self, seq: int, p0: int = -1, p1: int = -1) -> None:
         """Remove a sequence (-1: every one) from its cells in a range; free cells without owner."""
         self._remove(seq, p0, p1)
-        self.whole.seq_rm(seq, p0, p1)
+        if self.whole:
+            self.whole._remove(seq, p0, p1)
 
     def _remove(self, seq: int, p0: int = -1, p1: int = -1) -> None:
         for place, cell in list(self.cells.items()):
             if not in_range(cell.position, p0, p1):
                 continue
-            if seq == -1:
-                cell.owners.clear()
-            else:
-                cell.owners.discard(seq)
+            cell.owners -= cell.owners if seq == -1 else {seq}
             if not cell.owners:
                 del self.cells[place]
 
@@ -213,27 +202,21 @@ class Oracle(Side):
         Targets in other streams get copies only. False, without a change, if cells for these are
         missing.
         """
-        dsts, whole = [*dsts], self.whole.fork()
-        self.whole.seq_cp(src, dsts, p0, p1)
-        if not (given := self._give([(src, dst) for dst in dsts], p0, p1, keeps=True)):
-            self.whole = whole
-        return given
+        return self._give([(src, dst) for dst in dsts], p0, p1, keeps=True)
 
     def seq_select(self, parents: Sequence[int], seqs: Sequence[int]) -> bool:
         """Replace the cells of sequences by those of their parents.
 
         False, without a change, if cells for copies between streams are missing.
         """
-        whole = self.whole.fork()
-        self.whole.seq_select(parents, seqs)
-        if not (given := self._give([*zip(parents, seqs, strict=True)], 0, -1, keeps=False)):
-            self.whole = whole
-        return given
+        return self._give([*zip(parents, seqs, strict=True)], 0, -1, keeps=False)
 
     def _give(self, pairs: list[tuple[int, int]], p0: int, p1: int, *, keeps: bool) -> bool:
         """Give a range of each parent to its sequence, which keeps its cells or loses them."""
         pairs = [(parent, seq) for parent, seq in pairs if parent != seq]
         before = self.fork()
+        if self.whole:
+            self.whole._give(pairs, p0, p1, keeps=keeps)
         if self.streams == self.sequences:
             self._give_streams(before, pairs, p0, p1)
             return True
@@ -243,10 +226,9 @@ class Oracle(Side):
                 continue
             if not keeps:
                 self._remove(seq)
-            for place, cell in before.holds(parent).items():
-                if in_range(cell.position, p0, p1):
-                    again = Cell(cell.position, set(), cell.shift)
-                    self.cells.setdefault(place, again).owners.add(seq)
+            for place, cell in before.held(parent, p0, p1).items():
+                again = Cell(cell.position, set(), cell.shift)
+                self.cells.setdefault(place, again).owners.add(seq)
         return self._copy_apart(before, apart, p0, p1)
 
     def _copy_apart(self, before: "Oracle", pairs: list[tuple[int, int]], p0: int, p1: int) -> bool:
@@ -257,14 +239,7 @@ class Oracle(Side):
         """
         for _, seq in pairs:
             self._remove(seq)
-        copied = {
-            parent: [
-                place
-                for place, cell in sorted(before.holds(parent).items())
-                if in_range(cell.position, p0, p1)
-            ]
-            for parent, _ in pairs
-        }
+        copied = {parent: sorted(before.held(parent, p0, p1)) for parent, _ in pairs}
         sources = [place for places in copied.values() for place in places]
         heirs: dict[tuple[int, int], set[int]] = {}
         for parent, seq in pairs:
@@ -280,7 +255,7 @@ class Oracle(Side):
             usable = [index for index in self.usable(stream) if (stream, index) not in sources]
             found = self._find(self._whole_first(stream, usable), len(wanted))
             if found is None:
-                self.cells = before.cells
+                self.cells, self.whole = before.cells, before.whole
                 return False
             arrivals += [((stream, index), *one) for index, one in zip(found, wanted, strict=True)]
         for place, _, _ in arrivals:
@@ -316,17 +291,10 @@ class Oracle(Side):
         self, before: "Oracle", pairs: list[tuple[int, int]], p0: int, p1: int
     ) -> None:
         """Replace streams of one sequence each; contents keep their index, free cells too."""
-        given = {
-            parent: {
-                index: cell
-                for (_, index), cell in before.holds(parent).items()
-                if in_range(cell.position, p0, p1)
-            }
-            for parent, _ in pairs
-        }
+        given = {parent: before.held(parent, p0, p1) for parent, _ in pairs}
         for parent, seq in pairs:
             self._remove(seq)
-            for index, cell in given[parent].items():
+            for (_, index), cell in given[parent].items():
                 self.cells[seq, index] = Cell(cell.position, {seq}, cell.shift)
             for index in range(self.size) if any(given.values()) else ():
                 self.written[seq, index] += 1
@@ -339,22 +307,24 @@ class Oracle(Side):
         self.cells = self.holds(seq)
         for cell in self.cells.values():
             cell.owners = {seq}
-        self.whole.seq_keep(seq)
+        if self.whole:
+            self.whole.seq_keep(seq)
 
     def seq_add(self, seq: int, p0: int, p1: int, delta: int) -> None:
         """Add to positions of a sequence in a range, for all owners; negative ones are freed."""
         self._move_range(seq, p0, p1, lambda position: position + delta)
-        self.whole.seq_add(seq, p0, p1, delta)
+        if self.whole:
+            self.whole.seq_add(seq, p0, p1, delta)
 
     def seq_div(self, seq: int, p0: int, p1: int, divisor: int) -> None:
-        """Divide the positions of a sequence in a range, for all owners."""
         self._move_range(seq, p0, p1, lambda position: position // divisor)
-        self.whole.seq_div(seq, p0, p1, divisor)
+        if self.whole:
+            self.whole.seq_div(seq, p0, p1, divisor)
 
     def clear(self) -> None:
-        """Free every cell. The buffers do not change."""
         self.cells.clear()
-        self.whole.clear()
+        if self.whole:
+            self.whole.clear()
 
     def update(self) -> int:
         """Rotate every key with a pending shift; return their number."""
@@ -400,21 +370,15 @@ class Oracle(Side):
 
     def return_to(self, past: "Oracle") -> None:
         """Restore a past table with the current buffers."""
-        self.cells, self.whole = _copied(past.cells), past.whole.fork()
-        self.evicted_below = dict(past.evicted_below)
+        past = past.fork()
+        self.cells, self.whole, self.evicted_below = past.cells, past.whole, past.evicted_below
 
     def _move_range(self, seq: int, p0: int, p1: int, to: Callable[[int], int]) -> None:
-        """Move cells for all their owners."""
-        for place, cell in self.holds(seq).items():
-            if in_range(cell.position, p0, p1):
-                self._move(place, to(cell.position))
-
-    def _move(self, place: Place, position: int) -> None:
-        cell = self.cells[place]
-        cell.shift += position - cell.position
-        cell.position = position
-        if position < 0:
-            del self.cells[place]
+        for place, cell in self.held(seq, p0, p1).items():
+            cell.shift += to(cell.position) - cell.position
+            cell.position = to(cell.position)
+            if cell.position < 0:
+                del self.cells[place]
 
     # ---------------------------------------------------------------------------------- batches
 
@@ -543,7 +507,6 @@ class Oracle(Side):
         return [found[token] for token in tokens if token in found]
 
     def stream_hash(self, stream: int) -> tuple:
-        """All data that a plan on a stream depends on."""
         cells = {
             index: (cell.position, sorted(cell.owners), cell.shift, self.contents[where, index])
             for (where, index), cell in self.cells.items()
@@ -561,37 +524,28 @@ class Oracle(Side):
             if place in self.cells:
                 self._evict(place)
         for place, token in part.tokens:
-            self.cells[place] = Cell(position=token.position, owners=set(token.owners))
-            self.contents[place] = Content(token.sequence, token.position, token.token)
-            self.written[place] += 1
-            self.whole.append(token.owners, token.position, self.contents[place])
+            self._write(place, token)
+            if self.whole:
+                self.whole._write((place[0], self.whole.free(place[0])[0]), token)
         return True
+
+    def _write(self, place: Place, token: Token) -> None:
+        self.cells[place] = Cell(position=token.position, owners=set(token.owners))
+        self.contents[place] = Content(token.sequence, token.position, token.token)
+        self.written[place] += 1
 
     def _evict(self, place: Place) -> None:
         """Evict a hidden cell, and all earlier cells of its owners."""
         taken = self.cells[place]
         for seq in list(taken.owners):
             self.evicted_below[seq] = max(self.evicted_below[seq], taken.position + 1)
-            for one, cell in self.holds(seq).items():
-                if cell.position < self.evicted_below[seq]:
-                    cell.owners.discard(seq)
-                    if not cell.owners:
-                        del self.cells[one]
+            self._remove(seq, 0, self.evicted_below[seq])
 
 
 def _in_turn(size: int, shards: int) -> list[int]:
     """Order cells in stripes: some of the first share, some of the next one, and so on."""
     share = size // shards
-    stripe = next(
-        n for n in (64, 32, 16, 8, 4, 2, 1) if share % n == 0 and (4 * n <= share or n == 1)
-    )
-    shares = [[*range(i * share, (i + 1) * share)] for i in range(shards)]
-    order = []
-    while any(shares):
-        for cells in shares:
-            order += cells[:stripe]
-            del cells[:stripe]
-    return order
+    return [n * share + i for stripe in _tiles(share) for n in range(shards) for i in stripe]
 
 
 def _runs(pairs: list[tuple[int, int]]) -> list[Move]:

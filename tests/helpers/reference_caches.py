@@ -8,20 +8,9 @@ from typing import Any
 import numpy as np
 
 import jaxkv
+from tests.helpers import caches
 from tests.helpers.batch_rules import Fault, Part, Token, numbered
-from tests.helpers.caches import (
-    HEADS,
-    WIDTH,
-    Kind,
-    Oracles,
-    assert_identical,
-    cells_of,
-    contents_of,
-    edit,
-    parts_of,
-    plan_rows,
-    sign,
-)
+from tests.helpers.caches import HEADS, Kind, Oracles, assert_identical, cells_of, edit, plan_rows
 from tests.helpers.reference_cache import Oracle
 
 
@@ -49,9 +38,8 @@ class Twin:
 
     def compare(self) -> None:
         """Compare tables, contents and results, for every cell and every sequence."""
-        parts = zip(parts_of(self.cache), self.kind.layers, self.oracles, strict=True)
-        for (table, buffers), layers, oracle in parts:
-            self.compare_part(table, buffers, layers, oracle)
+        for one in zip(self.cache.parts, self.kind.layers, self.oracles, strict=True):
+            self.compare_part(*one)
         faults = self.cache.check()
         assert not any(map(int, faults.values())), faults
         ids = [*range(self.kind.sequences)]
@@ -61,13 +49,13 @@ class Twin:
         assert self.cache.seq_pos_min(ids).tolist() == [*map(self.oracles.first, ids)]
         assert self.cache.seq_pos_max(ids).tolist() == [*map(self.oracles.last, ids)]
 
-    def compare_part(self, table: Any, buffers: Any, layers: Sequence[int], oracle: Any) -> None:
+    def compare_part(self, part: Any, layers: Sequence[int], oracle: Any) -> None:
         """Compare cells, evictions and contents of an attention part."""
         expected = {p: (c.position, c.owners, c.shift) for p, c in oracle.cells.items()}
-        assert cells_of(table) == expected, jaxkv.show(self.cache)
+        assert cells_of(part.table) == expected, jaxkv.show(self.cache)
         marks = [*oracle.evicted_below.values()]
-        assert table.evicted_below.tolist() == marks, jaxkv.show(self.cache)
-        assert contents_of(buffers, layers) == oracle.contents, jaxkv.show(self.cache)
+        assert part.table.evicted_below.tolist() == marks, jaxkv.show(self.cache)
+        assert caches.contents_of(part.buffers, layers) == oracle.contents, jaxkv.show(self.cache)
 
     def plan(
         self, sequences: Sequence[Any], positions: Any = None, *, in_parts: bool | None = None
@@ -87,11 +75,10 @@ class Twin:
         else:
             plan = plan_rows(self.cache, *self.rows(numbered(tokens, self.oracles.reached)))
         expected, plans = self.oracles.plan(tokens, ubatch_size=4 if in_parts else None)
+        answers = np.stack([plan.reason, plan.expected, plan.actual], axis=1).tolist()
         faults = {
             seq: Fault(jaxkv.Reason(reason).name, wanted, found)
-            for seq, (reason, wanted, found) in enumerate(
-                np.stack([plan.reason, plan.expected, plan.actual], axis=1).tolist()
-            )
+            for seq, (reason, wanted, found) in enumerate(answers)
             if reason != jaxkv.Reason.OK
         }
         assert np.flatnonzero(~np.asarray(plan.fits)).tolist() == sorted(faults)
@@ -119,7 +106,7 @@ class Twin:
 
     def rows(self, tokens: Sequence[Token]) -> np.ndarray:
         """Arrange numbers, presence and positions of tokens in rows, `[3, Q, WIDTH]`."""
-        table = np.zeros((3, self.kind.sequences, WIDTH), np.int32)
+        table = np.zeros((3, self.kind.sequences, caches.WIDTH), np.int32)
         for token in tokens:
             row = table[:, token.sequence]
             row[:, np.count_nonzero(row[1])] = token.token, 1, token.position
@@ -160,7 +147,7 @@ class Twin:
 
     def run(self, cache: Any, ubatch: jaxkv.Ubatch, ahead: int | None = None) -> tuple[Any, ...]:
         """Run a model: the cache, the masks of parts, and the outputs of each layer."""
-        return sign(cache, ubatch, None if ahead is None else ubatch.positions + ahead)
+        return caches.sign(cache, ubatch, None if ahead is None else ubatch.positions + ahead)
 
     def compare_seen(
         self, ubatch: Any, oracle: Oracle, part: Part, mask: Any, saw: dict[int, Any], ahead: int
@@ -196,12 +183,6 @@ class Twin:
         granted = [getattr(oracle, verb)(*args) for oracle in after]
         return None if False in granted else after
 
-    def both(self, verb: str, *args: Any) -> None:
-        """Apply a verb that is never refused, on both sides."""
-        after = getattr(jaxkv, verb)(self.cache, *args)
-        self.cache = after.cache if isinstance(after, jaxkv.EditResult) else after
-        self.granted(self.after(verb, *args))
-
     def edit(self, verb: str, *args: Any) -> bool:
         """Edit both sides, or neither if the cache refuses it for a reason."""
         before, after = self.cache, self.after(verb, *args)
@@ -217,9 +198,9 @@ class Twin:
     def granted(self, after: Oracles) -> None:
         """Continue with other oracles, and the marks of the cache."""
         self.oracles = after
-        for (table, _), oracle in zip(parts_of(self.cache), after, strict=True):
+        for part, oracle in zip(self.cache.parts, after, strict=True):
             if isinstance(oracle, Oracle):
-                oracle.evicted_below = dict(enumerate(table.evicted_below.tolist()))
+                oracle.evicted_below = dict(enumerate(part.table.evicted_below.tolist()))
         for seq in range(self.kind.sequences):
             assert len({oracle.reached(seq) for oracle in after}) == 1, jaxkv.show(self.cache)
             assert all(oracle.is_whole(seq) for oracle in after), jaxkv.show(self.cache)

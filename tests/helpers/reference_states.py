@@ -46,7 +46,6 @@ class Histories(Side):
         return self.states[seq][0].position if self.states[seq] else -1
 
     def reached(self, seq: int) -> int:
-        """The next position of a sequence minus 1."""
         return self.last(seq)
 
     def used(self) -> int:
@@ -80,7 +79,6 @@ class Histories(Side):
         return {seq} | {other for other, states in self.states.items() if mine & set(states)}
 
     def stream_hash(self, stream: int) -> tuple:
-        """All data that a plan on a stream depends on."""
         mine = [seq for seq in self.states if self.stream(seq) == stream]
         states = [[(s.position, s.number) for s in self.states[seq]] for seq in mine]
         return states, self.written[stream]

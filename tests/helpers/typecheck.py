@@ -23,8 +23,6 @@ ROOT = Path(__file__).parents[2]
 DTYPES = "Bool Float Inexact Int Integer Int32 Key Num Shaped UInt32"
 SHAPES = tuple(f"{name}[" for name in DTYPES.split())
 MARK = "_checked_types"
-CHECKED: set[str] = set()
-"""Functions whose arguments were checked."""
 
 
 def checked(function):
@@ -36,7 +34,6 @@ def checked(function):
         if jax.config.jax_disable_jit:  # arrays of programs then come from callers
             return function(*args, **kwargs)
         if not told:
-            CHECKED.add(f"{function.__module__}.{function.__qualname__}")
             names = {**function.__globals__, **_guarded(function.__module__), "Self": object}
             function.__annotations__ = {
                 name: eval(text, names) if isinstance(text, str) else text

@@ -17,7 +17,6 @@ from tests.models.tiny_files import DATA, config_at
 
 pytestmark = pytest.mark.core
 
-LINEAR = {"rope_type": "linear", "factor": 2.0}
 REFUSED = json.loads((DATA / "configs_refused.json").read_text())
 KEYS = json.loads((DATA / "config_keys.json").read_text())
 TRIED = json.loads((DATA / "config_keys_tried.json").read_text())
@@ -70,28 +69,25 @@ def test_load_weights_of_another_size_raises(tmp_path):
         models.load(config_at(tmp_path, "qwen2", intermediate_size=40))
 
 
+LFM2 = {"block_ff_dim": 30, "intermediate_size": 7, "tie_embedding": True}  # these come first
+LFM2 |= {"tie_word_embeddings": False, "full_attn_idxs": [1], "layer_types": None}
+LINEAR = {"rope_type": None, "type": "linear", "factor": 2.0}
+OLDER = [
+    ("falcon_h1", {"mamba_norm_before_gate": True, "mamba_rms_norm": None}),
+    ("lfm2", LFM2),
+    ("qwen3_moe", {"num_experts": 6, "num_local_experts": None}),
+    ("qwen3_next", {"full_attention_interval": 2, "layer_types": None}),
+    ("llama_linear", {"rope_scaling": LINEAR, "rope_theta": 10000}),
+    ("t5_gated", {"scale_decoder_outputs": None, "tie_word_embeddings": False}),
+    ("t5_tied", {"scale_decoder_outputs": None, "tie_word_embeddings": None}),
+]
+
+
 def test_config_older_keys_mean_the_same(tmp_path):
-    plain = config_of(tmp_path, "falcon_h1")  # its mixer has no norm before the gate
-    changes = {"mamba_norm_before_gate": True, "mamba_rms_norm": None}
-    assert config_of(tmp_path, "falcon_h1", **changes) == plain
-
-    wanted = config_of(tmp_path, "lfm2")  # the family's class uses these keys first
-    older = {"block_ff_dim": 30, "intermediate_size": 7, "tie_embedding": True}
-    older |= {"tie_word_embeddings": False, "full_attn_idxs": [1], "layer_types": None}
-    assert config_of(tmp_path, "lfm2", **older) == wanted
-    assert wanted.hidden == 24  # 0.9 of two thirds of 30, in eights
+    for name, older in OLDER:
+        assert config_of(tmp_path, name, **older) == config_of(tmp_path, name), name
+    assert config_of(tmp_path, "lfm2").hidden == 24  # 0.9 of two thirds of 30, in eights
     assert config_of(tmp_path, "lfm2", block_auto_adjust_ff_dim=False).hidden == 30
-
-    older = {"num_experts": 6, "num_local_experts": None}
-    assert config_of(tmp_path, "qwen3_moe", **older) == config_of(tmp_path, "qwen3_moe")
-    interval = {"full_attention_interval": 2, "layer_types": None}
-    assert config_of(tmp_path, "qwen3_next", **interval) == config_of(tmp_path, "qwen3_next")
-
-    both = {"rope_scaling": LINEAR | {"rope_type": None, "type": "linear"}, "rope_theta": 10000}
-    assert config_of(tmp_path, "llama_linear", **both) == config_of(tmp_path, "llama_linear")
-    for name, tied in [("t5_gated", False), ("t5_tied", None)]:
-        older = {"scale_decoder_outputs": None, "tie_word_embeddings": tied}
-        assert config_of(tmp_path, name, **older) == config_of(tmp_path, name)
     assert config_of(tmp_path, "t5_gated", num_decoder_layers=None).layers == 3  # as the encoder
 
 

@@ -13,22 +13,17 @@ import jaxkv
 import models
 from jaxkv import make_batch
 from models.checkpoints import mxfp4
-from tests.models.tiny_files import DATA, config_at, written
+from tests.models.tiny_files import DATA, config_at, fields_of, written
 
 MXFP4 = gguf.GGMLQuantizationType.MXFP4
 PLAIN = load_file(DATA / "gpt_oss_mxfp4" / "model.safetensors")
+NUMBERS = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(float)
 PACKED = sorted(name.removesuffix("_blocks") for name in PLAIN if name.endswith("_blocks"))
-
-
-def number_of(bits):
-    """The number of 4 bits: a sign, two bits of an exponent and one bit of a fraction."""
-    sign, exponent, fraction = -1.0 if bits & 8 else 1.0, bits >> 1 & 3, bits & 1
-    return sign * (fraction / 2 if exponent == 0 else (1 + fraction / 2) * 2.0 ** (exponent - 1))
 
 
 def numbers_of(block, scale):
     bits = [half for byte in block.tolist() for half in (byte & 15, byte >> 4)]
-    return [number_of(half) * 2.0 ** (int(scale) - 127) for half in bits]
+    return (NUMBERS[bits] * 2.0 ** (int(scale) - 127)).tolist()
 
 
 def folder_of(path, tensors, **changes):
@@ -118,19 +113,12 @@ def write_gguf(path, checkpoint, kind):
             packed = values if raw is None else gguf.quants.quantize(values, raw)
             tensors.append((f"{names.get_name(part)}.{end}", packed, raw))
     scaling = config["rope_scaling"]
-    fields = {
-        "block_count": config["num_hidden_layers"],
+    fields = fields_of(config) | {
         "context_length": config["max_position_embeddings"],
-        "embedding_length": config["hidden_size"],
-        "feed_forward_length": config["intermediate_size"],
         "expert_feed_forward_length": config["intermediate_size"],
-        "expert_count": config["num_local_experts"],
-        "expert_used_count": config["num_experts_per_tok"],
-        "attention.head_count": config["num_attention_heads"],
         "attention.head_count_kv": config["num_key_value_heads"],
         "attention.key_length": config["head_dim"],
         "attention.value_length": config["head_dim"],
-        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
         "attention.sliding_window": config["sliding_window"],
         "rope.freq_base": float(config["rope_theta"]),
         "rope.scaling.type": "yarn",

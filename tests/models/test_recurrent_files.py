@@ -1,7 +1,6 @@
 """Recurrent and hybrid models in GGUF files, as llama.cpp's converter writes them."""
 
 import dataclasses
-import json
 
 import gguf
 import jax
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 
 import models
-from tests.models.tiny_files import DATA, interleaved, written
+from tests.models.tiny_files import DATA, fields_of, interleaved, written
 
 ARCHITECTURES = {
     "mamba2": gguf.MODEL_ARCH.MAMBA2,
@@ -17,15 +16,11 @@ ARCHITECTURES = {
     "lfm2": gguf.MODEL_ARCH.LFM2,
     "falcon_h1": gguf.MODEL_ARCH.FALCON_H1,
 }
-FIELDS = json.loads((DATA / "fields_of_gguf.json").read_text())
 NAMES = ["mamba2", "granite_hybrid", "granite_hybrid_experts_rope", "lfm2", "falcon_h1"]
-"""Keys of a file after the architecture's name, and those of configs."""
 
 
-def fields_of(config):
-    kind = config["model_type"]
-    named = [(name, key) for name, keys in FIELDS.items() for key in keys.split()]
-    fields = {name: config[key] for name, key in named if config.get(key) is not None}
+def all_fields_of(config):
+    kind, fields = config["model_type"], fields_of(config)
     if kind == "mamba2":
         fields |= {"feed_forward_length": 0, "attention.head_count": 0}
         return fields | {"ssm.inner_size": config["num_heads"] * config["head_dim"]}
@@ -99,7 +94,7 @@ def write_gguf(path, checkpoint):
             if not config.get("num_local_experts"):
                 where = where.replace("_shexp", "")
             tensors.append((where, np.ascontiguousarray(values), None))
-    metadata = {f"{called}.{key}": value for key, value in fields_of(config).items()}
+    metadata = {f"{called}.{key}": value for key, value in all_fields_of(config).items()}
     return written(path, called, metadata, tensors)
 
 

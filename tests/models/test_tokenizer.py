@@ -182,10 +182,8 @@ def test_sentencepiece_gguf_matches_library(tmp_path, space_first):
     options = dict(model_type="bpe", vocab_size=420, byte_fallback=True, character_coverage=0.98)
     options |= dict(normalization_rule_name="identity", remove_extra_whitespaces=False)
     options |= dict(add_dummy_prefix=space_first, user_defined_symbols=own, minloglevel=2)
-    lines = iter(TEXT.splitlines() * 3)
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=lines, model_writer=trained, **options
-    )
+    options |= dict(sentence_iterator=iter(TEXT.splitlines() * 3), model_writer=trained)
+    sentencepiece.SentencePieceTrainer.train(**options)
     theirs = sentencepiece.SentencePieceProcessor(model_proto=trained.getvalue())
     ids = range(theirs.vocab_size())
 
@@ -218,9 +216,8 @@ def test_sentencepiece_gguf_matches_library(tmp_path, space_first):
 def test_folder_with_sentencepiece_rules(tmp_path):
     vocabulary = {"<unk>": 0, "<s>": 1, "▁": 2, "a": 3, "b": 4, "▁a": 5}
     vocabulary |= {f"<0x{byte:02X}>": 6 + byte for byte in range(256)}
-    inner = tokenizers.Tokenizer(
-        tokenizers.models.BPE(vocabulary, [("▁", "a")], byte_fallback=True, unk_token="<unk>")
-    )
+    options = dict(byte_fallback=True, unk_token="<unk>")
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [("▁", "a")], **options))
     inner.add_special_tokens(["<s>"])
     spaces = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     inner.normalizer = normalizers.Sequence(spaces)

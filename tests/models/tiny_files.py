@@ -23,38 +23,27 @@ CONFIG = {
     "vocab_size": VOCAB,
     "eos_token_id": 7,
 }
-LAYER_NAMES = {
-    "input_layernorm.weight": ("attn_norm.weight", (HIDDEN,)),
-    "self_attn.q_proj.weight": ("attn_q.weight", (HEADS * SIZE, HIDDEN)),
-    "self_attn.q_proj.bias": ("attn_q.bias", (HEADS * SIZE,)),
-    "self_attn.k_proj.weight": ("attn_k.weight", (KV_HEADS * SIZE, HIDDEN)),
-    "self_attn.k_proj.bias": ("attn_k.bias", (KV_HEADS * SIZE,)),
-    "self_attn.v_proj.weight": ("attn_v.weight", (KV_HEADS * SIZE, HIDDEN)),
-    "self_attn.o_proj.weight": ("attn_output.weight", (HIDDEN, HEADS * SIZE)),
-    "post_attention_layernorm.weight": ("ffn_norm.weight", (HIDDEN,)),
-    "mlp.gate_proj.weight": ("ffn_gate.weight", (INNER, HIDDEN)),
-    "mlp.up_proj.weight": ("ffn_up.weight", (INNER, HIDDEN)),
-    "mlp.down_proj.weight": ("ffn_down.weight", (HIDDEN, INNER)),
+OF_LAYER = {
+    "input_layernorm.weight": (HIDDEN,),
+    "self_attn.q_proj.weight": (HEADS * SIZE, HIDDEN),
+    "self_attn.q_proj.bias": (HEADS * SIZE,),
+    "self_attn.k_proj.weight": (KV_HEADS * SIZE, HIDDEN),
+    "self_attn.k_proj.bias": (KV_HEADS * SIZE,),
+    "self_attn.v_proj.weight": (KV_HEADS * SIZE, HIDDEN),
+    "self_attn.o_proj.weight": (HIDDEN, HEADS * SIZE),
+    "post_attention_layernorm.weight": (HIDDEN,),
+    "mlp.gate_proj.weight": (INNER, HIDDEN),
+    "mlp.up_proj.weight": (INNER, HIDDEN),
+    "mlp.down_proj.weight": (HIDDEN, INNER),
 }
-
-
-def tiny_names():
-    """Hugging Face name -> (name in a GGUF file, shape)."""
-    names = {
-        "model.embed_tokens.weight": ("token_embd.weight", (VOCAB, HIDDEN)),
-        "model.norm.weight": ("output_norm.weight", (HIDDEN,)),
-        "lm_head.weight": ("output.weight", (VOCAB, HIDDEN)),
-    }
-    for layer in range(LAYERS):
-        for name, (short, shape) in LAYER_NAMES.items():
-            names[f"model.layers.{layer}.{name}"] = (f"blk.{layer}.{short}", shape)
-    return names
+SHAPES = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,)}
+SHAPES |= {"lm_head.weight": (VOCAB, HIDDEN)}
+SHAPES |= {f"model.layers.{i}.{name}": OF_LAYER[name] for i in range(LAYERS) for name in OF_LAYER}
 
 
 def tiny_tensors(dtype=np.float32):
     random = np.random.default_rng(0)
-    shapes = {name: shape for name, (_, shape) in tiny_names().items()}
-    return {name: random.normal(size=shape).astype(dtype) for name, shape in shapes.items()}
+    return {name: random.normal(size=shape).astype(dtype) for name, shape in SHAPES.items()}
 
 
 def config_at(folder, name, **changes):
@@ -80,32 +69,33 @@ def interleaved(array, heads):
     return halves.swapaxes(1, 2).reshape(array.shape)
 
 
-FIELDS = {
-    "block_count": LAYERS,
-    "embedding_length": HIDDEN,
-    "feed_forward_length": INNER,
-    "attention.head_count": HEADS,
-    "attention.head_count_kv": KV_HEADS,
-    "context_length": 128,
-    "attention.layer_norm_rms_epsilon": 1e-5,
-    "rope.freq_base": 50000.0,
-}
+KEYS = json.loads((DATA / "fields_of_gguf.json").read_text())
+"""Keys of a file after the architecture's name, and those of configs."""
+
+
+def fields_of(config):
+    named = [(name, key) for name, keys in KEYS.items() for key in keys.split()]
+    return {name: config[key] for name, key in named if config.get(key) is not None}
+
+
+FIELDS = fields_of(CONFIG) | {"attention.head_count_kv": KV_HEADS, "context_length": 128}
 
 
 def write_gguf(path, tensors, arch="llama", kind=None, fields=None, base=FIELDS):
     """Write as llama.cpp's converter does: for llama, the halves of q and k interleaved."""
     metadata = {f"{arch}.{key}": value for key, value in base.items()}
     metadata |= {"tokenizer.ggml.eos_token_id": 7} | (fields or {})
-    names, packed = tiny_names(), []
+    names, packed = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, LAYERS), []
     for name, array in tensors.items():
         if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
             heads = HEADS if ".q_proj." in name else KV_HEADS
             array = np.ascontiguousarray(interleaved(array, heads))
         raw = kind if array.ndim == 2 else None
-        raw = BF16 if raw is None and array.dtype == ml_dtypes.bfloat16 else raw
+        if array.dtype == ml_dtypes.bfloat16:
+            raw = raw or gguf.GGMLQuantizationType.BF16
         if raw is not None:
             array = gguf.quants.quantize(array.astype(np.float32), raw)
-        packed.append((names[name][0] if name in names else name, array, raw))
+        packed.append((names.get_name(name, (".weight", ".bias")) or name, array, raw))
     return written(path, arch, metadata, packed)
 
 
@@ -126,8 +116,3 @@ def written(path, arch, metadata, tensors):
     writer.write_tensors_to_file()
     writer.close()
     return path
-
-
-BF16 = gguf.GGMLQuantizationType.BF16
-Q8_0 = gguf.GGMLQuantizationType.Q8_0
-Q4_0 = gguf.GGMLQuantizationType.Q4_0

@@ -16,17 +16,7 @@ from jaxkv.core.array_utils import next_power_of_two
 from jaxkv.core.constants import NO_SLOT
 from jaxkv.planning.layout import equal_split, lay_out_batch, sequence_split, simple_split
 from tests.generation.tiny import forward, load
-from tests.helpers.caches import (
-    HEADS,
-    LAYERS,
-    ROPE,
-    SIZE,
-    SMALL,
-    SPLIT,
-    attention_cache,
-    drawn,
-    recurrent_cache,
-)
+from tests.helpers.caches import SMALL, SPLIT, attention_cache, drawn, recurrent_cache
 
 SPLITS = [simple_split, equal_split, sequence_split]
 
@@ -116,15 +106,11 @@ def test_layout_pads_to_buckets_and_never_past_the_sequences():
 def test_padded_rows_of_ragged_prompts_equal_rows_of_equal_lengths(name):
     if name == "hybrid":
         model = load("granite_hybrid")
-        run, cache = (
-            (model.forward, model.params),
-            model.make_cache(cells=16, sequences=3, streams=3),
-        )
+        run = model.forward, model.params
+        cache = model.make_cache(cells=16, sequences=3, streams=3)
     else:
         window = jaxkv.Window.sliding(3) if name == "window" else None
-        spec = jaxkv.CacheSpec.attention(LAYERS, HEADS, SIZE, window=window, rope=ROPE)
-        sizes = dict(cells=None if window else 12, sequences=3, streams=3)
-        run, cache = (forward, None), jaxkv.make_cache(spec, **sizes)
+        run, cache = (forward, None), replace(SPLIT, cells=12, windows=(window,)).make()
     found, wanted = cache, cache
     for lengths in ([5, 1, 3], [1, 2, 1], [2, 1]):
         batch = make_batch([[3 + i, *range(n - 1)] for i, n in enumerate(lengths)])

@@ -1,7 +1,4 @@
-"""A refused plan leaves every bit of the cache unchanged.
-
-If it is applied and computed, it changes no table and no buffers.
-"""
+"""A refused plan leaves every bit of table and buffers unchanged, applied and computed too."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import Cache, Reason, apply, init_batch, make_batch, seq_rm
+from jaxkv import Cache, PlanRefusedError, Reason, apply, init_batch, make_batch, seq_rm
 from tests.helpers.caches import RUNS, assert_identical, filled, think
 from tests.helpers.mistakes import assert_raises, mistakes
 
@@ -52,7 +49,7 @@ def test_init_batch_refused_says_why_and_changes_nothing(fault):
         assert len(np.unique(ubatch.slots)) == ubatch.slots.size
     assert_unchanged_by(cache, plan)
 
-    with pytest.raises(jaxkv.PlanRefusedError) as refused:
+    with pytest.raises(PlanRefusedError) as refused:
         plan.check()
     lines = str(refused.value).splitlines()[1:]
     for line, (seq, (reason, *numbers)) in zip(lines, expected.items(), strict=True):
@@ -75,12 +72,11 @@ def test_missing_run_of_any_ubatch_refuses_the_batch(free, size, sequences, want
     cache = filled(12, kind=RUNS)
     for cell in free:
         cache, _ = seq_rm(cache, 0, cell, cell + 1)
-    plan = init_batch(
-        cache, make_batch([1] * len(sequences), sequences=sequences), ubatch_size=size
-    )
+    batch = make_batch([1] * len(sequences), sequences=sequences)
+    plan = init_batch(cache, batch, ubatch_size=size)
     assert plan.reason.tolist() == [Reason.OK, *wanted]
     assert plan.fits.tolist() == [reason == Reason.OK for reason in plan.reason]
-    with pytest.raises(jaxkv.PlanRefusedError, match="sequence 1: FRAGMENTED, expected a run of "):
+    with pytest.raises(PlanRefusedError, match="sequence 1: FRAGMENTED, expected a run of "):
         plan.check()
     assert_unchanged_by(cache, plan)
 
@@ -148,9 +144,7 @@ def test_traced_negative_tokens_are_refused_and_padding_is_token_0():
     plan, step, ok = traced(cache, jnp.array([1, -1]), jnp.array([True, True]))
     assert plan.reason.tolist() == [Reason.OK, Reason.NEGATIVE_TOKEN, Reason.OK]
     assert not ok and (step.slots >= 12).all()
-    with pytest.raises(
-        jaxkv.PlanRefusedError, match="sequence 1: NEGATIVE_TOKEN, .* negative one at 3"
-    ):
+    with pytest.raises(PlanRefusedError, match="sequence 1: NEGATIVE_TOKEN, .* negative one at 3"):
         plan.check()
     plan, step, ok = traced(cache, jnp.array([1, -1]), jnp.array([True, False]))
     assert plan.ok and ok and plan.ubatches[0].tokens.min() == step.tokens.min() == 0

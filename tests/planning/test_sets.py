@@ -6,20 +6,9 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import Reason, make_batch
-from jaxkv.kv.mask import visible_cells_mask
-from tests.helpers.caches import (
-    GROUPS,
-    HEADS,
-    SIZE,
-    SMALL,
-    WINDOW,
-    assert_identical,
-    drawing,
-    drawn,
-    run,
-    think,
-)
+from jaxkv import PlanRefusedError, Reason, make_batch
+from tests.helpers import caches
+from tests.helpers.caches import GROUPS, SMALL, WINDOW, assert_identical, drawing, drawn, run, think
 from tests.helpers.mistakes import assert_raises, mistakes
 
 core = pytest.mark.core
@@ -93,13 +82,11 @@ def test_init_batch_token_of_sequences_that_parted_is_refused(cells, sets, wante
     plan = jaxkv.init_batch(cache, batch_of(sets), ubatch_size=8)
     answers = np.stack([plan.reason, plan.expected, plan.actual], axis=1).tolist()
     assert answers == [
-        [Reason.DIVERGED, *wanted[seq]] if seq in wanted else [Reason.OK, 0, 0]
-        for seq in range(cache.table.sequences)
+        [Reason.DIVERGED, *wanted[q]] if q in wanted else [0] * 3
+        for q in range(cache.table.sequences)
     ]
     assert_identical(jaxkv.apply(cache, plan.ubatches[0]), cache)
-    with pytest.raises(
-        jaxkv.PlanRefusedError, match="DIVERGED, expected its token at . to share all"
-    ):
+    with pytest.raises(PlanRefusedError, match="DIVERGED, expected its token at . to share all"):
         plan.check()
 
 
@@ -158,18 +145,6 @@ def test_run_trees_after_a_fork_read_as_if_alone(kind, size):
 
 
 @core
-def test_visible_of_shared_tokens_is_causal():
-    (ubatch,) = jaxkv.init_batch(SMALL.make(), batch_of([[0, 1], [0]])).ubatches
-    cache = jaxkv.apply(SMALL.make(), ubatch)
-    sees = visible_cells_mask(cache.table, ubatch)[0, :2, :3]
-    assert sees.tolist() == [[True, False, False], [True, True, False]]
-    with pytest.raises(
-        ValueError, match="expected causal attention without visible_until for tokens of several"
-    ):
-        visible_cells_mask(cache.table, ubatch, causal=False)
-
-
-@core
 def test_attend_stale_plan_of_other_owners_reads_nan():
     """The same tokens for other sets are another plan."""
     both, one = (
@@ -178,5 +153,5 @@ def test_attend_stale_plan_of_other_owners_reads_nan():
     )
     after, logits = think(SMALL.make(), both)
     assert jnp.isfinite(logits).all()
-    q = jnp.ones((*one.valid.shape, 2 * HEADS, SIZE))
+    q = jnp.ones((*one.valid.shape, 2 * caches.HEADS, caches.SIZE))
     assert jnp.isnan(jaxkv.attend(after, 0, one, q)[1][:, :2]).all()

@@ -16,18 +16,7 @@ import jaxkv
 from jaxkv.hybrid import compose_hybrid_cache
 from jaxkv.window import Window
 from tests.helpers import caches
-from tests.helpers.caches import (
-    HEADS,
-    ROPE,
-    RUNS,
-    SIZE,
-    SMALL,
-    SPLIT,
-    assert_identical,
-    attention_cache,
-    drawn,
-    recurrent_cache,
-)
+from tests.helpers.caches import RUNS, SMALL, SPLIT, assert_identical, attention_cache, drawn
 from tests.helpers.edit_sequences import StateKind, compute, planned, tell
 
 pytestmark = pytest.mark.core
@@ -122,6 +111,7 @@ EDITS = {
 """Edits of sequence 0, most of which keep its last position: positions do not detect them."""
 
 UNCHANGED = {
+    "pool": set(),
     "recurrent": {"lost its middle", "moved", "rotated"},
     "hybrid of streams": {"lost its middle", "shared"},
 }
@@ -130,12 +120,7 @@ UNCHANGED = {
 
 @pytest.mark.parametrize(
     ("kind", "edit"),
-    [
-        (kind, edit)
-        for kind in ("pool", "recurrent", "hybrid of streams")
-        for edit in EDITS
-        if edit not in UNCHANGED.get(kind, ())
-    ],
+    [(kind, edit) for kind in UNCHANGED for edit in EDITS if edit not in UNCHANGED[kind]],
 )
 def test_plan_made_before_an_edit_changes_nothing(kind, edit):
     cache = filled(kind)
@@ -178,8 +163,8 @@ def test_commitment_is_stale_after_an_edit():
 
 @pytest.mark.parametrize("window", [0, 1])
 def test_commitment_stale_in_one_part_changes_no_part(window):
-    """The later edit changes one part only."""
-    make = partial(attention_cache, layers=1, kv_heads=HEADS, head_dim=SIZE, rope=ROPE)
+    sizes = dict(layers=1, kv_heads=caches.HEADS, head_dim=caches.SIZE, rope=caches.ROPE)
+    make = partial(attention_cache, **sizes)
     parts = [(make(cells=16), (0,))]
     parts.insert(window, (make(cells=8, window=Window.sliding(3)), (1,)))
     cache = compose_hybrid_cache(*parts)
@@ -214,7 +199,7 @@ def test_commitment_stale_in_one_stream_changes_no_stream():
 
 def test_plan_for_another_cache_raises():
     make = partial(attention_cache, layers=2, cells=12, kv_heads=2, head_dim=4, sequences=3)
-    of_states = partial(recurrent_cache, layers=2, sequences=3)
+    of_states = partial(caches.recurrent_cache, layers=2, sequences=3)
     of_states = partial(of_states, states={"x": ((2,), "float32")})
     cache, striped, states = make(), make(placement="striped:2"), of_states()
     hybrid = compose_hybrid_cache((cache, (0, 1)))

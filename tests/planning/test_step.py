@@ -1,20 +1,18 @@
 """Planning the next tokens of several sequences, and editing several sequences at once."""
 
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxkv
-import models
 from jaxkv import Reason
 from jaxkv.planning.planners import plan_next
+from tests.generation.tiny import load
 from tests.helpers.caches import SMALL, SPLIT, WINDOW, assert_identical, drawn, filled
 from tests.helpers.edit_sequences import StateKind, make, tell
+from tests.helpers.parametrize import in_lanes
 
-DATA = Path(__file__).parent.parent / "data"
 MODELS = ("llama_tied", "mamba2", "granite_hybrid", "recurrent_gemma")
 
 
@@ -26,7 +24,7 @@ def started(kind):
 @pytest.mark.parametrize("name", MODELS)
 def test_plan_step_gives_logits_of_one_by_one(name):
     """Padding is before, between and after them; sequences are in any order, or default."""
-    model = models.load(DATA / name)
+    model = load(name)
 
     @jax.jit
     def feed(cache, tokens, sequences, valid):
@@ -98,9 +96,8 @@ def test_plan_step_flags_may_be_integers():
 
 
 @pytest.mark.parametrize(
-    "kind", [SMALL, *(pytest.param(kind, marks=pytest.mark.core) for kind in (SPLIT, WINDOW))],
-    ids=lambda kind: kind.name,
-)  # fmt: skip
+    "kind", in_lanes([SMALL, SPLIT, WINDOW], [SMALL], [SPLIT, WINDOW]), ids=str
+)
 def test_seq_rm_many_is_one_after_another(kind):
     cache = wanted = started(kind)
     cuts = [(1, 1, -1), (2, -1, 2), (2, 3, -1)]
@@ -123,7 +120,7 @@ def test_seq_rm_many_refuses_each_by_itself():
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("kind", [SMALL, SPLIT], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [SMALL, SPLIT], ids=str)
 def test_seq_select_traced_unknown_ids_change_nothing(kind):
     cache = started(kind)
     select = jax.jit(lambda *args: jaxkv.seq_select(*args).cache)

@@ -11,17 +11,10 @@ import pytest
 import jaxkv
 from jaxkv import generation, make_batch, serving
 from tests.attention.lives import applied, arrays_for, lived_in, seen
-from tests.helpers.caches import (
-    SMALL,
-    STRIPES,
-    TILES,
-    TWO_SPLIT,
-    WINDOW,
-    assert_identical,
-    attention_cache,
-)
+from tests.helpers import caches
+from tests.helpers.caches import SMALL, assert_identical, attention_cache
 from tests.helpers.edit_sequences import StateKind
-from tests.helpers.parametrize import mostly_nightly
+from tests.helpers.parametrize import in_lanes
 
 pytestmark = pytest.mark.core
 
@@ -37,7 +30,7 @@ def dtypes(tree):
 
 
 CACHES = {
-    **{kind.name: kind for kind in (STRIPES, TILES, TWO_SPLIT, WINDOW)},
+    **{kind.name: kind for kind in (caches.STRIPES, caches.TILES, caches.TWO_SPLIT, caches.WINDOW)},
     "states": StateKind("states", 0, 3, kept=2),
     "states, split": StateKind("states, split", 0, 3, streams=3, kept=2),
     "hybrid": StateKind("hybrid", 12, 3, model="ba", kept=2),
@@ -66,7 +59,7 @@ def tables_of_life(cache):
     return tables
 
 
-@pytest.mark.parametrize("name", mostly_nightly(CACHES, few=["striped", "states"]))
+@pytest.mark.parametrize("name", in_lanes(CACHES, fast=["striped", "states"]))
 def test_verbs_x64_keep_dtypes_and_tables(name):
     with jax.enable_x64(True):
         found = tables_of_life(CACHES[name].make())
@@ -91,7 +84,7 @@ def forward(params, cache, ubatch):
     return cache, out.reshape(-1, 8)[ubatch.outputs] @ params.T
 
 
-@pytest.mark.parametrize("draft", mostly_nightly(["lookup", "model"], few=["lookup"]))
+@pytest.mark.parametrize("draft", in_lanes(["lookup", "model"], fast=["lookup"]))
 def test_loops_x64_keep_dtypes_and_pick_the_same(draft, wide):
     prompts, numbers = [[1, 2, 1, 2], [3, 4, 3]], {np.dtype(np.int32), np.dtype(np.float32)}
     params = jax.random.normal(jax.random.key(0), (12, 8), jnp.float64)
@@ -103,9 +96,8 @@ def test_loops_x64_keep_dtypes_and_pick_the_same(draft, wide):
     sampler = make_sampler(temperature=[0.7, 0.0], top_p=0.9, top_k=5, repeat_penalty=1.1)
     begin = partial(generation.init_decode, cache, logits=logits, sequences=ids, max_new_tokens=9)
     state = begin(sampler=sampler, stop_tokens=[0], seed=2, prompts=prompts).state
-    _, after, *_ = picked = jaxkv.decode(
-        forward, params, cache, state, num_tokens=8, sampler=sampler, stop_tokens=[0]
-    )
+    options = dict(num_tokens=8, sampler=sampler, stop_tokens=[0])
+    _, after, *_ = picked = jaxkv.decode(forward, params, cache, state, **options)
     assert dtypes(after) == dtypes(state) and {*dtypes(picked[2:4])} == numbers
 
     rest = params, cache, begin(sampler=make_sampler()).state
@@ -117,9 +109,8 @@ def test_loops_x64_keep_dtypes_and_pick_the_same(draft, wide):
     assert {*dtypes(made[2:7])} == numbers
     np.testing.assert_array_equal(made.tokens[:, :8], picked.tokens)
 
-    beams = generation.beam(
-        forward, params, cache, logits[0], num_beams=2, num_tokens=4, stop_tokens=[0]
-    )
+    options = dict(num_beams=2, num_tokens=4, stop_tokens=[0])
+    beams = generation.beam(forward, params, cache, logits[0], **options)
     assert beams.tokens.dtype == np.int32 and beams.scores.dtype == np.float32
     slid, ok = generation.context_shift(cache, 0, num_keep=1, num_discard=1)
     grouped, grew, _ = generation.self_extend(cache, 0, 0, group=2, width=2)

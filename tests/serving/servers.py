@@ -133,14 +133,6 @@ def run(engine, requests):
     return [found[one] for one in ids]
 
 
-def serve(forward, params, cache, requests, **options):
-    """The outputs of requests to an engine, in the order in which they end."""
-    engine = Engine(forward, params, cache, **options)
-    for request in requests:
-        engine.submit(request)
-    return list(engine.results())
-
-
 def ask(engine, prompt, max_new_tokens=1, **options):
     (result,) = run(engine, [Request(prompt=prompt, max_new_tokens=max_new_tokens, **options)])
     return result

@@ -14,7 +14,7 @@ from jaxkv.serving.engine import Engine, FinishReason, Request
 from models.compiling import counting
 from tests.generation.tiny import forward, load
 from tests.helpers.caches import Kind
-from tests.helpers.parametrize import mostly_nightly
+from tests.helpers.parametrize import in_lanes
 from tests.serving import servers
 from tests.serving.servers import POOL, STREAMS, alone, assert_as_alone, assert_only_kept, run, warm
 
@@ -25,11 +25,7 @@ RUNS = replace(servers.ROOMY, placement="contiguous")
 CACHES = [(POOL, None), (STREAMS, None), (GROUPS_WINDOW, (5,)), (RUNS, (5,))]
 
 
-@pytest.mark.parametrize(
-    ("kind", "holders"),
-    mostly_nightly(CACHES, few=CACHES[2:3]),
-    ids=["pool", "streams", "store-groups-window", "store-contiguous"],
-)
+@pytest.mark.parametrize(("kind", "holders"), in_lanes(CACHES, fast=CACHES[2:3]), ids=str)
 def test_engine_texts_are_as_each_alone(kind, holders):
     requests = servers.begun_alike(servers.mixed(20), most=20) if holders else servers.mixed(20)
     engine, waiting, results = warm(kind, holders=holders), list(requests), []
@@ -174,11 +170,9 @@ def test_submit_copies_options_and_prompt():
 def test_serve_penalties_count_prompts():
     options = dict(repeat_penalty=1.6, presence_penalty=0.5)
     requests = [replace(one, sampling=options) for one in servers.mixed(6, seed=3)]
-    more = dict(
-        stop_tokens=servers.STOP, prefill_chunk=8, sampling_options=options, penalty_last_n=4
-    )
-    for result in servers.serve(forward, None, POOL.make(), requests, **more):
-        tokens, _, _ = alone(requests[result.id], last_n=4)
+    engine = servers.engine_of(POOL, sampling_options=options, penalty_last_n=4)
+    for result, request in zip(run(engine, requests), requests, strict=True):
+        tokens, _, _ = alone(request, last_n=4)
         assert result.tokens.tolist() == tokens.tolist()
 
 
@@ -188,7 +182,7 @@ def test_serve_no_allowed_token_ends_text():
         return cache, jnp.full_like(logits, -jnp.inf)
 
     request = Request(prompt=[1, 2], max_new_tokens=3)
-    (result,) = servers.serve(mute, None, POOL.make(), [request], prefill_chunk=8)
+    (result,) = run(servers.engine_of(POOL, model=mute), [request])
     assert result.reason == FinishReason.NO_TOKEN and result.tokens.size == 0
 
 
@@ -257,7 +251,7 @@ def test_engine_that_lost_its_cache_raises(moment, monkeypatch):
 
 
 @pytest.mark.parametrize("rule", ["sliding", "chunked", "symmetric"])
-@pytest.mark.parametrize("streams", mostly_nightly([1, 2], few=[2]))
+@pytest.mark.parametrize("streams", in_lanes([1, 2], fast=[2]))
 def test_can_hold_is_exact_for_windows(rule, streams):
     """If it is True no plan is ever refused; with a cell less, one may be."""
     windows, at_once, lengths = (jaxkv.Window(6, rule),), 4, [20, 17]

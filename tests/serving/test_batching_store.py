@@ -7,7 +7,7 @@ import pytest
 from jaxkv.serving import MissReason, PrefixStore
 from jaxkv.serving.engine import Engine, Request
 from tests.generation.tiny import forward, load
-from tests.helpers.parametrize import mostly_nightly
+from tests.helpers.parametrize import in_lanes
 from tests.serving import servers
 from tests.serving.servers import GROUPS, POOL, ROOMY, ask, engine_of, kept, placed, tokens
 
@@ -193,7 +193,7 @@ def test_engine_store_computes_common_tokens_once(name):
     servers.assert_only_kept(engine)
 
 
-@pytest.mark.parametrize(("name", "miss"), mostly_nightly(LEARN, few=LEARN[:1]))
+@pytest.mark.parametrize(("name", "miss"), in_lanes(LEARN, fast=LEARN[:1]))
 def test_engine_store_learns_where_prompts_part(name, miss):
     engine = Counting(name, sequences=4, holders=[1, 2, 3], cells=2400).engine
     common = tokens(200)

@@ -22,7 +22,7 @@ from tests.generation.tiny import assert_sound
 from tests.helpers import edit_sequences
 from tests.helpers.caches import GROUPS, Kind, assert_identical, drawing
 from tests.helpers.edit_sequences import bytes_of, states_of
-from tests.helpers.parametrize import in_lanes, mostly_nightly
+from tests.helpers.parametrize import in_lanes
 from tests.serving.servers import Server, serving, states, tokens
 from tests.snapshot.saved import with_numbers
 
@@ -38,7 +38,7 @@ def hybrid(max_rollback=0):
 
 
 MAKES = {"full": POOL.make, "window": WINDOW.make, "states": states, "hybrid": hybrid}
-over_kinds = pytest.mark.parametrize("kind", mostly_nightly(MAKES, few=["hybrid"]))
+over_kinds = pytest.mark.parametrize("kind", in_lanes(MAKES, fast=["hybrid"]))
 
 
 @over_kinds
@@ -274,7 +274,7 @@ RANDOM = {
 }
 
 
-@pytest.mark.parametrize("kind", mostly_nightly(RANDOM, few=["full", "hybrid"]))
+@pytest.mark.parametrize("kind", in_lanes(RANDOM, fast=["full", "hybrid"]))
 @settings(max_examples=20)
 @given(data=st.data())
 def test_reuse_random_prompts_matches_computed(kind, data):

@@ -115,9 +115,8 @@ def story(name: str, cache: Any, params: Any) -> Iterator[tuple[str, Any, Any]]:
     cache, logits = told(cache, *texts, sequences=ids)
     yield "prompts", cache, logits
 
-    _, state, *_ = first = generation.init_decode(
-        cache, logits=logits, sampler=SAMPLER, sequences=ids, max_new_tokens=7
-    )
+    options = dict(sampler=SAMPLER, sequences=ids, max_new_tokens=7)
+    _, state, *_ = first = generation.init_decode(cache, logits=logits, **options)
     decode = partial(jaxkv.decode, forward, sampler=SAMPLER)
     out = decode(params, cache, state, num_tokens=3)
     cache, state = out.cache, out.state

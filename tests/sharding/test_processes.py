@@ -1,7 +1,4 @@
-"""Caches that several processes share: the results of one, and no process waits for ever.
-
-Each process runs `process_worker.py`, which compares its numbers.
-"""
+"""Caches that several processes share: the results of one, and no process waits for ever."""
 
 import os
 import signal

@@ -26,10 +26,10 @@ from tests.sharding.tiny import assert_close
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_random_verbs_on_mesh_match_oracle(kind):
     """Tokens of several sequences have no rows, so they compile more programs."""
-    sets = kind.name in ("window", "groups-striped-window")
+    sets = kind.name in ("window", "striped-window")
     options = dict(counts=(3, 7), moves=(2, 2), sets=sets, in_rows=kind.streams > 1 and not sets)
     with jax.set_mesh(mesh_of(**dict(kind.axes))):
         run(lambda: state_machine.Verbs(kind, **options), runs=10, steps=20)
@@ -84,9 +84,7 @@ def edited(params, cache):
     return *jax.jit(forward)(params, jaxkv.apply(cache, ubatch), ubatch), first
 
 
-@pytest.mark.parametrize(
-    ("mode", "streams", "axes"), in_lanes(MODES, fast=[], core=MODES[:1]), ids=str
-)
+@pytest.mark.parametrize("mode, streams, axes", in_lanes(MODES, core=MODES[:1]), ids=str)
 def test_verbs_and_steps_on_mesh_match_one_device(mode, streams, axes):
     cells, rope = 16 if streams == 1 else 12, jaxkv.Rope.make(4, base=100.0)  # all shares are used
     plain = tiny.make("aa", cells=cells, streams=streams, rope=rope)
@@ -116,7 +114,7 @@ def test_init_batch_one_stream_each_device_same_slots():
 SPLITS = [(4, {"data": 2, "tensor": 2, "cells": 2}), (1, {"cells": 4})]
 
 
-@pytest.mark.parametrize(("streams", "axes"), in_lanes(SPLITS, fast=[], core=SPLITS[:1]), ids=str)
+@pytest.mark.parametrize(("streams", "axes"), in_lanes(SPLITS, core=SPLITS[:1]), ids=str)
 def test_derivatives_on_mesh_match_one_device(streams, axes):
     """By queries, keys, values, sinks, and biases; the first layer's has weights."""
 

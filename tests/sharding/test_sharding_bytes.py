@@ -1,7 +1,4 @@
-"""Compiled programs of caches on meshes: transfers, temporary bytes, copies.
-
-Compiled from shapes, without allocation.
-"""
+"""Compiled programs of caches on meshes, from shapes: transfers, temporary bytes, copies."""
 
 from dataclasses import replace
 
@@ -33,7 +30,7 @@ def compiled(fun, *args):
 
 @pytest.mark.parametrize(
     ("name", "window"),
-    in_lanes([(name, None) for name in PODS] + [("all", 1000)], fast=[], core=[("all", None)]),
+    in_lanes([(name, None) for name in PODS] + [("all", 1000)], core=[("all", None)]),
 )
 def test_step_sends_no_keys_and_no_tables(name, window):
     pod = replace(PODS[name], window=window)
@@ -52,7 +49,7 @@ def test_step_sends_no_keys_and_no_tables(name, window):
 
 @pytest.mark.parametrize(
     ("name", "tokens"),
-    in_lanes([(name, 1) for name in PODS] + [("all", 16)], fast=[], core=[("all", 1)]),
+    in_lanes([(name, 1) for name in PODS] + [("all", 16)], core=[("all", 1)]),
 )
 def test_attend_sends_what_the_layout_says(name, tokens):
     """Exact bytes, proportional to the tokens of each sequence."""
@@ -64,7 +61,7 @@ def test_attend_sends_what_the_layout_says(name, tokens):
     assert hlo.temporary_bytes(program) <= tokens * 4_000_000
 
 
-@pytest.mark.parametrize("name", in_lanes(PODS, fast=[], core=["all"]))
+@pytest.mark.parametrize("name", in_lanes(PODS, core=["all"]))
 def test_attend_over_many_cells_holds_two_hundredths(name):
     pod = replace(PODS[name], cells=1 << 20, head_dim=128)
     with on_mesh(pod):
@@ -90,7 +87,7 @@ def test_update_and_defrag_send_scalars(name, plan):
     assert program.memory_analysis().alias_size_in_bytes == layout.table + layout.buffers
 
 
-@pytest.mark.parametrize("name", in_lanes(["groups", "all"], fast=[], core=["all"]))
+@pytest.mark.parametrize("name", in_lanes(["groups", "all"], core=["all"]))
 @pytest.mark.parametrize("verb", ["seq_cp", "seq_select"])
 def test_copies_between_streams_send_chunks_and_a_line(name, verb):
     """One line of the table for each sequence."""

@@ -75,7 +75,6 @@ def after_requests(forward, params, cache):
 
 
 def check(story, kind, modes):
-    """A story of a cache on the mesh ends as on one device."""
     layers, options = kind
     forward = model_of(layers)
     wanted = story(forward, params(), make(layers, **options))

@@ -30,14 +30,14 @@ def changed(data, rng, stop):
 def with_numbers(cache, seed=0):
     """A cache with random numbers in every cell of all layers."""
 
-    def written(table):
-        if not isinstance(table, Cells):
-            return table
-        return replace(table, written=table.history[:, 1:] + 0 * table.written)
+    def is_cells(x):
+        return isinstance(x, Cells)
 
-    table, buffers = cache.table, cache.buffers
-    parts = tuple(map(written, getattr(table, "parts", ())))
-    table = replace(table, parts=parts) if parts else written(table)
-    rng = np.random.default_rng(seed)
-    draw = lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype)  # noqa: E731
-    return merge(table, jax.tree.map(draw, buffers))
+    def written(x):
+        return replace(x, written=x.history[:, 1:] + 0 * x.written) if is_cells(x) else x
+
+    def draw(x):
+        return jnp.asarray(rng.normal(size=x.shape), x.dtype)
+
+    rng, table = np.random.default_rng(seed), jax.tree.map(written, cache.table, is_leaf=is_cells)
+    return merge(table, jax.tree.map(draw, cache.buffers))

@@ -16,10 +16,11 @@ from jaxkv import snapshot
 from jaxkv.cache import merge, split
 from jaxkv.kv.cells import Cells, is_layer_incomplete
 from jaxkv.recurrent.states import is_occupied
+from tests.cells.pools import texts_of
 from tests.generation.tiny import assert_sound
 from tests.helpers import caches, edit_sequences
 from tests.helpers.caches import GROUPS, RUNS, SMALL, Kind, assert_identical, drawing, drawn
-from tests.helpers.parametrize import in_lanes, mostly_nightly
+from tests.helpers.parametrize import in_lanes
 from tests.snapshot.saved import with_numbers
 
 STATES = {
@@ -69,22 +70,12 @@ def belongings(cache, seq, kept=0):
 
     The last part has its states: the newest `kept`, 0 for all.
     """
-    is_states = cache.table.spec.kind == "recurrent"
     found = []
-    for table, buffers in [split(cache)] if is_states else caches.parts_of(cache):
-        if not isinstance(table, Cells):
-            found.append(edit_sequences.kept_of(table, buffers)[seq][-kept:])
-            continue
-        stream, local = divmod(seq, table.sequences_per_stream)
-        owned = np.asarray(table.owners)[stream, local // 32] >> (local % 32) & 1 == 1
-        cells = np.flatnonzero(owned)
-        position, shift = (np.asarray(x)[stream, cells] for x in (table.position, table.shift))
-        arrays = [np.asarray(x)[stream][:, cells] for x in (*buffers.k, *buffers.v)]
-        mine = [
-            (int(position[i]), int(shift[i]), tuple(x[:, i].tobytes() for x in arrays))
-            for i in range(len(cells))
-        ]
-        found.append((int(table.evicted_below[seq]), sorted(mine)))
+    for part in cache.parts:
+        if isinstance(part.table, Cells):
+            found.append((int(part.table.evicted_below[seq]), texts_of(part)[seq]))
+        else:
+            found.append(edit_sequences.kept_of(part)[seq][-kept:])
     return found
 
 
@@ -132,9 +123,7 @@ def lived(name, seed=0):
     return twin.cache
 
 
-@pytest.mark.parametrize(
-    "kind", in_lanes(KINDS, fast=KINDS[:1], core=KINDS[1:]), ids=lambda kind: kind.name
-)
+@pytest.mark.parametrize("kind", in_lanes(KINDS, fast=KINDS[:1], core=KINDS[1:]), ids=str)
 def test_load_returns_the_saved_cache(kind, tmp_path):
     cache = scattered(kind, 0)
     snapshot.save(cache, path=tmp_path / "all")
@@ -145,7 +134,7 @@ def test_load_returns_the_saved_cache(kind, tmp_path):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("name", mostly_nightly(STATES, few=["hybrid in groups"]))
+@pytest.mark.parametrize("name", in_lanes(STATES, fast=["hybrid in groups"]))
 def test_load_of_states_goes_on_as_the_saved_cache(name):
     cache, kinds = lived(name), STATES[name]["kinds"]
     loaded = snapshot.load(snapshot.save(cache))
@@ -241,7 +230,7 @@ def test_load_returns_states_of_any_dtype_and_name():
         fast=[(FULL[0], FULL[1])],
         core=[(FULL[1], FULL[2]), (FULL[2], FULL[0]), (WINDOWS[1], WINDOWS[0])],
     ),
-    ids=lambda kind: kind.name,
+    ids=str,
 )
 def test_load_into_another_layout_moves_all_of_a_sequence(source, target):
     for seed in range(5):
@@ -260,9 +249,7 @@ def test_load_into_another_layout_moves_all_of_a_sequence(source, target):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(
-    ("seed", "streams", "kept", "name"), mostly_nightly(LAYOUTS, few=[(1, 4, 2, "states")])
-)
+@pytest.mark.parametrize("seed, streams, kept, name", in_lanes(LAYOUTS, [(1, 4, 2, "states")]))
 def test_load_into_another_layout_takes_newest_states(seed, streams, kept, name):
     options = STATES[name]
     cache, kinds = lived(name, seed), options["kinds"]
