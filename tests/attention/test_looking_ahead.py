@@ -1,5 +1,7 @@
 """Tokens that attend to later positions: all of these are in their ubatch, or outputs are NaN."""
 
+from itertools import product
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -37,12 +39,8 @@ def model(how, window):
     return forward, sees
 
 
-CASES = [
-    (how, window, streams)
-    for how in ("visible_until", "causal=False")
-    for window in (None, Window.symmetric(SIZE), Window.sliding(SIZE))
-    for streams in (1, 2)
-]
+WINDOWS = None, Window.symmetric(SIZE), Window.sliding(SIZE)
+CASES = [*product(("visible_until", "causal=False"), WINDOWS, (1, 2))]
 
 
 @pytest.mark.parametrize(

@@ -259,12 +259,13 @@ class Twin:
 
 @functools.cache
 def lived_in(kind: Kind, seed: int = 0) -> Any:
-    """Make a cache by a short random run: holes, forks, several sequences, old keys.
+    """All tests share the cache; donating it is not allowed."""
+    return live(Twin(kind), seed)
 
-    All tests share it; donating it is not allowed.
-    """
-    rng, twin = random.Random(seed), Twin(kind)
-    ids = range(kind.sequences)
+
+def live(twin: Twin, seed: int) -> Any:
+    """Return the cache after a short random run: holes, forks, several sequences, old keys."""
+    rng, ids = random.Random(seed), range(twin.kind.sequences)
     for _ in range(4):
         for _ in range(3):
             twin.decode([rng.choice(ids) for _ in range(rng.choice([1, 7]))])

@@ -16,6 +16,7 @@ from jaxkv.core.array_utils import next_power_of_two
 from jaxkv.core.constants import NO_SLOT
 from jaxkv.planning.layout import equal_split, lay_out_batch, sequence_split, simple_split
 from tests.generation.tiny import forward, load
+from tests.helpers import caches
 from tests.helpers.caches import SMALL, SPLIT, attention_cache, drawn, recurrent_cache
 
 SPLITS = [simple_split, equal_split, sequence_split]
@@ -109,8 +110,10 @@ def test_padded_rows_of_ragged_prompts_equal_rows_of_equal_lengths(name):
         run = model.forward, model.params
         cache = model.make_cache(cells=16, sequences=3, streams=3)
     else:
-        window = jaxkv.Window.sliding(3) if name == "window" else None
-        run, cache = (forward, None), replace(SPLIT, cells=12, windows=(window,)).make()
+        sizes = {"window": jaxkv.Window.sliding(3)} if name == "window" else {"cells": 12}
+        sizes |= dict(layers=caches.LAYERS, kv_heads=caches.HEADS, head_dim=caches.SIZE)
+        cache = attention_cache(**sizes, rope=caches.ROPE, sequences=3, streams=3)
+        run = forward, None
     found, wanted = cache, cache
     for lengths in ([5, 1, 3], [1, 2, 1], [2, 1]):
         batch = make_batch([[3 + i, *range(n - 1)] for i, n in enumerate(lengths)])

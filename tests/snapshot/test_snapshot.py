@@ -18,7 +18,7 @@ from jaxkv.kv.cells import Cells, is_layer_incomplete
 from jaxkv.recurrent.states import is_occupied
 from tests.cells.pools import texts_of
 from tests.generation.tiny import assert_sound
-from tests.helpers import caches, edit_sequences
+from tests.helpers import caches, edit_sequences, reference_caches
 from tests.helpers.caches import GROUPS, RUNS, SMALL, Kind, assert_identical, drawing, drawn
 from tests.helpers.parametrize import in_lanes
 from tests.snapshot.saved import with_numbers
@@ -110,17 +110,7 @@ def run(cache, kinds, seq, count):
 
 @functools.cache
 def lived(name, seed=0):
-    rng, twin = random.Random(seed), edit_sequences.Twin(**STATES[name])
-    ids = range(twin.sequences)
-    for _ in range(4):
-        for seq in rng.sample(ids, 2):
-            try:
-                twin.cache = run(twin.cache, twin.kinds, seq, rng.choice([3, 4]))
-            except jaxkv.PlanRefusedError:
-                twin.cache, _ = jaxkv.seq_rm(twin.cache, seq)
-        src, dst = rng.choice(ids), rng.choice(ids)
-        twin.cache, _ = jaxkv.seq_cp(twin.cache, src, dst)
-    return twin.cache
+    return reference_caches.live(edit_sequences.Twin(**STATES[name]), seed)
 
 
 @pytest.mark.parametrize("kind", in_lanes(KINDS, fast=KINDS[:1], core=KINDS[1:]), ids=str)
