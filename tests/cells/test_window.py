@@ -84,13 +84,13 @@ def test_apply_takes_hidden_cells_of_a_neighbour():
 
 
 def test_evicted_sequence_continues_after_its_last_token_and_moves():
-    cache = in_turn(POOL.make(), *[0] * 4)
+    cache = one_by_one(POOL.make(), 4)
     cache = jaxkv.apply(cache, plan_of(cache, 4, 1))
     assert drawing(cache) == "0{1} 1{1} 2{1} 3{1}" and resumable(cache) == [0, 4]
     moved, ok = jaxkv.seq_add(cache, 0, 0, -1, delta=2)
     assert ok and resumable(moved) == [0, 6]
     # A copy with an uncertain end is refused, although the target's own end is certain.
-    holed = jaxkv.seq_add(in_turn(cache, *[1] * 4), 1, 7, 8, delta=-7).cache
+    holed = jaxkv.seq_add(one_by_one(cache, 4, 1), 1, 7, 8, delta=-7).cache
     assert drawing(holed).count("0{1}-7") == 1 and holed.table.evicted_below.tolist() == [4, 4]
     assert not jaxkv.seq_cp(holed, 1, 0, 0, 4).ok
 
