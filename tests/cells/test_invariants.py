@@ -52,6 +52,7 @@ def test_check_invariants_names_what_is_wrong_with_cells(field, where, value, wr
         ("cell", (0, 0), -1, "cell before the first"),
         ("position", (0, 0), 3, "positions that do not rise"),
         ("position", (0, 0), 4, "positions that do not rise"),
+        ("position", (1, 1), 4, "positions that do not rise"),
         ("cell", (0, 0), None, "one cell twice"),
         ("position", (2, 2), 4, "shared cell with two positions"),
     ],

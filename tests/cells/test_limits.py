@@ -101,6 +101,8 @@ def test_inspect_finds_last_positions_in_any_block_size(size, monkeypatch):
     monkeypatch.setattr(cells, "BLOCK", size)
     table = drawn("0{0} 1{0} 2{0} 3{0} 4{0} . . 0{1} 1{1} 2{1} 0{2}").table
     assert table.sequence_status(jnp.ones(3, bool)).last.tolist() == [4, 2, 0]
+    table = drawn("0{0} | 0{2} 1{2}", GROUPS).table
+    assert table.sequence_status(jnp.arange(4) > 1).last.tolist() == [-1, -1, 1, -1]
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

@@ -34,6 +34,7 @@ def test_seq_cp_of_no_state_to_itself_and_another_is_refused():
     copied, ok = jaxkv.seq_cp(cache, 0, [0, 1], 0, 2)
     assert not ok and cache.can_resume(0, 0)
     assert_identical(copied, cache)
+    assert not jax.jit(jaxkv.seq_div)(cache, 0, 0, -1, divisor=0).ok
 
 
 @pytest.mark.parametrize("kept", in_lanes([0, 3], [0]))
@@ -73,6 +74,7 @@ def test_edits_of_hybrid_change_all_parts_or_none():
         jax.jit(jaxkv.seq_rm)(cache, 0, 3)[0],
         jaxkv.seq_add(cache, 0, 0, 4, delta=far).cache,
         jaxkv.seq_add(cache, 0, 0, 4, delta=9).cache,  # the last positions would differ
+        jaxkv.seq_add(cache, 0, 0, 4, delta=10).cache,  # the last position of one part only
     ):
         assert_identical(after, cache)
     assert not cache.can_seq_add(0, 0, 4, delta=far)
@@ -213,6 +215,9 @@ def test_content_of_a_copied_state_is_the_sum_of_its_tokens():
     _, same = cache.table.compare_last_tokens(jnp.arange(3), total)
     assert same.tolist() == [True, False, True]
     assert cache.table.cell[2].tolist() == [4, 1, 2, 3]  # each state has a cell of its own
+    cache = tell(make(0, sequences=6, streams=2), [1], [2], [3])  # no copy is necessary
+    shared = jax.jit(jaxkv.seq_cp)(cache, 0, 1).cache
+    assert_identical(shared.table.content, cache.table.content)
 
 
 def test_steps_to_keep_skips_holes_in_a_row():

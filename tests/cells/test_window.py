@@ -12,6 +12,8 @@ import pytest
 
 import jaxkv
 from jaxkv import Reason, make_batch
+from jaxkv.hybrid import compose_hybrid_cache
+from jaxkv.kv.mask import visible_cells_mask
 from jaxkv.window import Window, can_see
 from tests.cells.plans import NEAR, one_by_one, plan_of, resumable
 from tests.helpers.caches import Kind, assert_identical, attention_cache, drawing, drawn, run
@@ -23,6 +25,8 @@ MIXED = "2{0} 0{0} 1{0} 3{0} 4{0} 5{0}"
 POOL = Kind("pool", cells=4, sequences=2, windows=(Window.sliding(1),))
 CONTIGUOUS = Kind("contiguous", 6, 1, placement="contiguous", windows=(Window.sliding(3),))
 SHORT = Kind("short", cells=3, sequences=3, windows=NEAR.windows)
+BLOCKS = Kind("chunks", cells=6, sequences=3, windows=(Window.chunked(4),))
+SINGLE = Kind("one cell of two words", cells=1, sequences=64, windows=NEAR.windows)
 EACH = Kind("one-each", cells=4, sequences=2, streams=2, windows=POOL.windows)
 
 
@@ -49,6 +53,7 @@ def test_sees_symmetric_window_at_the_last_position():
         (NEAR, "0{0,1} 1{0,1} 2{0} 3{0} 4{0} 5{0}", 2, None, None),
         (NEAR, "0{0,1} 1{0,1} 2{0} 3{0} 4{0} 5{0}", 1, "0{1} 1{1} 6{0} 3{0} 4{0} 5{0}", [3, 0, 0]),
         (CONTIGUOUS, MIXED, 1, "6{0} . . 3{0} 4{0} 5{0}", [3]),  # a contiguous run
+        (CONTIGUOUS, SIX, 4, "6{0} 7{0} 8{0} 9{0} 4{0} 5{0}", [4]),  # 6 attends to 4
         (CONTIGUOUS, SIX, 5, None, None),
         pytest.param(SHORT, "0{0} 1{0} 2{0}", 1, None, None, marks=core),  # all are visible
     ],
@@ -67,6 +72,7 @@ def test_init_batch_takes_cells_that_no_next_token_sees(kind, cells, count, afte
 def test_plan_step_of_one_token_without_a_cell_is_refused():
     plan = jaxkv.plan_step(drawn("0{0} 1{0} 2{0}", SHORT), [1])
     assert plan.reason.tolist() == [Reason.OUT_OF_CELLS, Reason.OK, Reason.OK]
+    assert jaxkv.plan_step(drawn("0{40}", SINGLE), [1]).reason[0] == Reason.OUT_OF_CELLS
 
 
 def test_apply_takes_hidden_cells_of_a_neighbour():
@@ -119,6 +125,29 @@ def test_hybrid_cache_resumes_where_all_parts_do():
     both = replace(NEAR, cells=8, windows=tuple(kind.windows[0] for kind in parts))
     ends = [resumable(one_by_one(kind.make(), 12), visible_until=13) for kind in (*parts, both)]
     assert ends == [[0, 11, 12], [0, *range(6, 13)], [0, 11, 12]]
+
+
+@core
+def test_edits_of_an_evicted_chunk_leave_a_certain_next_position_or_are_refused():
+    cache = jaxkv.apply(drawn(SIX, BLOCKS), plan_of(drawn(SIX, BLOCKS), 4, 1))
+    assert drawing(cache) == "0{1} 1{1} 2{1} 3{1} 4{0} 5{0}"
+    for _, ok in (jaxkv.seq_rm(cache, 0, 4), jaxkv.seq_cp(cache, 0, 2, 0, 4)):
+        assert not ok
+    # All tokens of 0 are evicted, so each copy continues at 4, also after a cut of its own tokens.
+    cache = drawn("0{0} 1{0} 2{0} 3{0} 0{2} 1{2} 2{2}", replace(BLOCKS, cells=7))
+    cache, ok = jaxkv.seq_cp(jaxkv.apply(cache, plan_of(cache, 4, 1)), 0, 2)
+    assert ok and cache.can_resume(2, 4)
+    cache, ok = jaxkv.seq_rm(cache, 2, 2, 3)
+    assert ok
+
+
+@core
+def test_seq_cp_hybrid_of_an_evicted_chunk_ends_where_all_parts_do():
+    kinds = replace(BLOCKS, cells=8, windows=(None,)), replace(BLOCKS, cells=4)
+    parts = [drawn("0{0} 1{0} 2{0} 3{0}", kind) for kind in kinds]
+    cache = compose_hybrid_cache(*zip(parts, ((0, 1), (2, 3)), strict=True))
+    cache, ok = jaxkv.seq_cp(jaxkv.apply(cache, plan_of(cache, 4, 1)), 0, 2)
+    assert ok and cache.can_resume(2, 4)
 
 
 def test_apply_plan_made_before_marks_changed_is_stale():

@@ -55,6 +55,9 @@ def test_plan_step_of_states_outputs_each_token_in_its_place(ids):
     plan = jaxkv.plan_step(cache, tokens, sequences=jnp.array(ids), active=tokens > 0)
     told = plan.ubatch.tokens.reshape(-1)[plan.ubatch.outputs].reshape(tokens.shape)
     assert plan.ok and told[tokens > 0].tolist() == tokens[tokens > 0].tolist()
+    cache = tell(cache, [], [], [1, 2])
+    plan = jaxkv.plan_step(cache, jnp.array(ids), sequences=ids, active=jnp.array(ids) == 2)
+    assert jaxkv.apply(cache, plan).table.position[2].tolist() == [1, 2]
 
 
 @pytest.mark.core
