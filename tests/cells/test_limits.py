@@ -14,7 +14,7 @@ from jaxkv.core.hashing import hash_contents
 from jaxkv.hybrid import compose_hybrid_cache
 from jaxkv.kv import cells
 from tests.helpers import caches
-from tests.helpers.caches import SMALL, WINDOW, assert_identical, attention_cache, drawn
+from tests.helpers.caches import GROUPS, SMALL, WINDOW, assert_identical, attention_cache, drawn
 
 pytestmark = pytest.mark.core
 

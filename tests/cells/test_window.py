@@ -13,7 +13,6 @@ import pytest
 import jaxkv
 from jaxkv import Reason, make_batch
 from jaxkv.hybrid import compose_hybrid_cache
-from jaxkv.kv.mask import visible_cells_mask
 from jaxkv.window import Window, can_see
 from tests.cells.plans import NEAR, one_by_one, plan_of, resumable
 from tests.helpers.caches import Kind, assert_identical, attention_cache, drawing, drawn, run
