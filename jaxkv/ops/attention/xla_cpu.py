@@ -7,6 +7,7 @@ is the number of parts that the cells of a list are cut into.
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import TYPE_CHECKING
 
 import jax
@@ -142,12 +143,13 @@ def attend_packed(
 ) -> OnlineSoftmax:
     """Attend to all cells, for packed and scaled queries; callers must call `zero_unseen`."""
     logits, v = _masked_logits(q, k, mask, options, bias), _split_cells(v, q.shape[2])
-    in_two = is_bfloat16_product(q, k, q.shape[2])
+    in_bfloat16 = is_bfloat16_product(q, k, q.shape[2])
     # The compiler fuses maximum, difference and exponential into one fast function, unless another
     # operation is between them, such as a guard against -inf or a maximum of earlier cells.
     highest = jax.lax.stop_gradient(jnp.max(logits, axis=(2, 5), keepdims=True))
     return OnlineSoftmax(
-        highest.reshape(q.shape[:3]), *_sum_weighted_values(jnp.exp(logits - highest), v, in_two)
+        highest.reshape(q.shape[:3]),
+        *_sum_weighted_values(jnp.exp(logits - highest), v, in_bfloat16),
     )
 
 
@@ -165,8 +167,8 @@ def add_cells(
     highest = jnp.max(logits, axis=(2, 5)).reshape(sums.max_logit.shape)
     highest = jax.lax.stop_gradient(jnp.maximum(highest, sums.max_logit))
     weights = jnp.exp(logits - highest.reshape(*q.shape[:2], 1, -1, mask.shape[1], 1))
-    in_two = is_bfloat16_product(q, k, q.shape[2])
-    return sums.merge_block(highest, *_sum_weighted_values(weights, v, in_two))
+    in_bfloat16 = is_bfloat16_product(q, k, q.shape[2])
+    return sums.merge_block(highest, *_sum_weighted_values(weights, v, in_bfloat16))
 
 
 def _masked_logits(
@@ -201,7 +203,8 @@ def converts_cells(q: Float[Array, "P T H D"], k: Stored) -> bool:
 
 def is_bfloat16_product(q: Float[Array, "*_"], k: Stored, queries: int) -> bool:
     """Return whether products have bfloat16 factors, for some queries of each key head."""
-    return q.dtype == k.dtype == jnp.bfloat16 and queries <= THIN
+    dtypes = jnp.bfloat16, jnp.float32
+    return k.dtype == jnp.bfloat16 and q.dtype in dtypes and queries <= THIN
 
 
 def _split_cells(x: jax.Array, queries: int) -> jax.Array:
@@ -223,32 +226,36 @@ def _multiply_queries_keys(q: jax.Array, k: jax.Array) -> jax.Array:
     if q.shape[2] > THIN:
         logits = jnp.einsum("pkxd,pkcd->pkxc", q, k[:, :, 0], preferred_element_type=dtype)
         return logits[:, :, None]
-    rows = q.shape[2]
-    if rows == 1 and is_bfloat16_product(q, k, rows):  # a single row converts all keys
-        q = jnp.pad(q, ((0, 0), (0, 0), (0, 1), (0, 0)))
-    logits = jnp.einsum("pkjcd,pkxd->pkjcx", k, q, preferred_element_type=dtype)
-    return jax.lax.optimization_barrier(logits).swapaxes(3, 4)[:, :, :, :rows]
+    factors = _bfloat16_terms(q) if is_bfloat16_product(q, k, q.shape[2]) else [q]
+    rows = jnp.concatenate(factors, axis=2)
+    logits = jnp.einsum("pkjcd,pkxd->pkjcx", k, rows, preferred_element_type=dtype)
+    logits = jax.lax.optimization_barrier(logits).swapaxes(3, 4)
+    return reduce(jnp.add, jnp.split(logits, len(factors), axis=3))
+
+
+def _bfloat16_terms(x: Float[Array, "*n X C"]) -> list[jax.Array]:
+    """Split a factor into bfloat16 arrays whose sum has 16 bits of each number."""
+    # If a product has a single row, it converts the other factor.
+    if x.dtype == jnp.bfloat16:
+        return [x] if x.shape[-2] > 1 else [x, jnp.zeros_like(x)]
+    high = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+    return [high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)]
 
 
 def _sum_weighted_values(
-    weights: jax.Array, v: jax.Array, in_two: bool
+    weights: jax.Array, v: jax.Array, in_bfloat16: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the sums of weights, `[P, K, X]`, and the sums of weighted values, `[P, K, X, Dv]`.
-
-    If `in_two` is True, a weight is the sum of two numbers in the dtype of the values.
-    """
+    """Return the sums of weights, `[P, K, X]`, and the sums of weighted values, `[P, K, X, Dv]`."""
     if weights.shape[5] <= EXACT:  # In a branch a sum takes longer than a product with ones.
         ones = jnp.ones(weights.shape[5], weights.dtype)
         total = jnp.einsum("pkjgtc,c->pkgt", weights, ones)
     else:
         total = jnp.sum(weights, axis=(2, 5))
-    dtype, parts = weights.dtype, [weights.reshape(*weights.shape[:3], -1, weights.shape[5])]
-    if in_two:
-        high = jax.lax.reduce_precision(parts[0], exponent_bits=8, mantissa_bits=7)
-        parts = [x.astype(v.dtype) for x in (high, parts[0] - high)]
-    rows = jnp.concatenate(parts, axis=3)
+    dtype, weights = weights.dtype, weights.reshape(*weights.shape[:3], -1, weights.shape[5])
+    factors = _bfloat16_terms(weights) if in_bfloat16 else [weights]
+    rows = jnp.concatenate(factors, axis=3)
     out = jnp.einsum("pkjxc,pkjcd->pkjxd", rows, v, preferred_element_type=dtype)
     # The barrier prevents the compiler from merging the products of all parts.
     out = jax.lax.optimization_barrier(out).sum(2)
-    out = out.reshape(*out.shape[:2], len(parts), -1, out.shape[3]).sum(2)
+    out = reduce(jnp.add, jnp.split(out, len(factors), axis=2))
     return total.reshape(*out.shape[:2], -1), out
