@@ -61,7 +61,7 @@ def side_of(
         return cache.buffers, q
 
     table, held, size = cache.table, cache.buffers, cache.buffers.nbytes
-    q = numbers(batch, 1, HEADS * GROUP, 1).astype(dtype if queries == "stored" else queries)
+    q = numbers(batch, 1, HEADS * GROUP, 1).astype(queries)
     k = numbers(batch, 1, HEADS, 2)
 
     def work() -> object:  # writes the same cell each time, since the table stays
@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--megabytes", type=float, default=160, help="of all layers in float32")
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--queries", default="float32", help="dtype, or 'stored' as in the cache")
+    parser.add_argument("--queries", default="float32", help="dtype of the queries")
     args = parser.parse_args()
     machine.main()
     for batch, cells in itertools.product(args.batch, args.cells):
