@@ -322,7 +322,7 @@ def _run_search(
     *,
     num_tokens: int,
 ) -> tuple[Cache, tuple]:
-    """Run the search of `beam` in a traced program; return the fields of `BeamResult`."""
+    """Run a beam search in a traced program; return the fields of `BeamResult`."""
     sequences = jnp.asarray(sequences)
     begins = last_positions(cache.table)[sequences[0]] + 1
     rows = jnp.arange(sequences.size, dtype=jnp.int32)

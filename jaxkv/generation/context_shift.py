@@ -87,7 +87,7 @@ def context_shift(
 
 
 class SelfExtendResult(NamedTuple):
-    """Result of `self_extend`: the cache, and the argument `grouped` of the next call.
+    """Result of `self_extend`: the cache, and `grouped` for the next call.
 
     ok: False if the call was refused and the cache is unchanged.
     """
@@ -118,7 +118,7 @@ def self_extend(
       donate: Reuse the buffers of the input cache, see `apply`; by default the buffers are copied.
 
     Returns:
-      The cache, the flag `ok`, and the argument `grouped` of the next call. If fewer tokens than
+      The cache, the flag `ok`, and `grouped` for the next call. If fewer tokens than
       `width` are ungrouped, nothing changes and `ok` is True. If `ok` is False, the cache is
       unchanged, for one of these reasons:
 

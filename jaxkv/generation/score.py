@@ -125,7 +125,7 @@ def score(
 def _index_of_rows(
     rows: Int32[Array | np.ndarray, "T n"], of: TrieLevel | Int32[np.ndarray, "T m"]
 ) -> Int32[Array | np.ndarray, "T n"]:
-    """Return the index of each token of rows in the scored tokens; -1 for padding.
+    """For each token of `rows`, return its index in the scored tokens; -1 for padding.
 
     The argument `of` is the index of texts without padding, or a level with a row for each text.
     """

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class CrossAttentionSlots(NamedTuple):
-    """Slots of decoder tokens in a part with encoder sources.
+    """Slots of decoder tokens in a part of the cache that stores encoder sources.
 
     looks: Slot 0 for a token that attends; an invalid slot for padding and for refused plans.
     """

@@ -268,7 +268,7 @@ def _occupy_streams(cells: C, ubatch: Ubatch) -> C:
 
 
 def _history_after(cells: Cells, ubatch: Ubatch) -> jax.Array:
-    """Return the field `history` of each stream after a ubatch, `[S, 2]` uint32."""
+    """Return `history` of each stream after a ubatch, `[S, 2]` uint32."""
     is_placed = ubatch.slots < cells.num_cells
     count, total = (
         _sum_by_stream(cells, ubatch, jnp.sum(x, axis=1, dtype=jnp.uint32))

@@ -35,7 +35,7 @@ class ValueSlice:
         return x[..., self.first : self.last]
 
     def nan_unless_finite(self, keys: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
-        """Return keys with finite values: a non-finite key becomes 0 in its value and NaN outside.
+        """Replace non-finite keys: by 0 in the slice that is the value, and by NaN elsewhere.
 
         >>> ValueSlice(1, 3).nan_unless_finite(
         ...     jnp.array([[1.0, 2.0, 3.0], [4.0, jnp.inf, 5.0]])

@@ -28,8 +28,8 @@ CELLS = 4096
 def run(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> int:
     """Run the command `chat`; return the exit code, which is 130 if a pipe was interrupted.
 
-    Raises `InputError` for options that cannot be combined. An error in a line of a pipe, or in the
-    first steps, is also raised.
+    Raises `InputError` for options that cannot be combined. An error is also raised if the input is
+    a pipe, or before the first line of input.
     """
     if args.load and args.system:
         raise InputError("use --load without --system, which is for new conversations.")

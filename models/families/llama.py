@@ -28,8 +28,8 @@ class Config:
     """Configuration of Llama; other fields are in `models.families.language_model`.
 
     norms: whether query heads and key heads are normalised (Qwen 3).
-    experts: number of experts of inner size `hidden`, of which `chosen` experts are selected for
-      each token; 0 for one feed-forward part without selection.
+    experts: number of experts, each of inner size `hidden`; each token selects `chosen` of them. 0
+      for one feed-forward part without selection.
     normalised: whether the factors of the chosen experts are divided by the sum of these factors.
     """
 

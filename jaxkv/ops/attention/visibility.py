@@ -32,7 +32,7 @@ class Visibility:
     owners: Bit mask of the sequences that own each cell.
     streams: Stream of each list of tokens.
     at: Position of each token.
-    word: Index of the word of `owners` with the bit of the token's sequence.
+    word: Index of the word, in `owners`, that has the bit of the sequence of the token.
     bit: Word in which only the bit of the token's sequence is set; 0 for padding, which attends to
       no cell.
     window: Window of attention, static.
@@ -132,7 +132,7 @@ class QueryBounds(NamedTuple):
 
     first: First position that the query attends to.
     last: Last position that the query attends to.
-    word: Index of the word of `owners` with the bit of the query's sequence.
+    word: Index of the word, in `owners`, that has the bit of the sequence of the query.
     bit: Word in which only the bit of the query's sequence is set; 0 for padding.
     """
 

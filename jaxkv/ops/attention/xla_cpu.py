@@ -202,7 +202,7 @@ def converts_cells(q: Float[Array, "P T H D"], k: Stored) -> bool:
 
 
 def is_bfloat16_product(q: Float[Array, "*_"], k: Stored, queries: int) -> bool:
-    """Return whether products have bfloat16 factors, for some queries of each key head."""
+    """Return whether products have bfloat16 factors; `queries` is their number for a key head."""
     dtypes = jnp.bfloat16, jnp.float32
     return k.dtype == jnp.bfloat16 and q.dtype in dtypes and queries <= THIN
 
