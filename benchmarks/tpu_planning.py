@@ -5,9 +5,9 @@ eight. As in `benchmarks.tpu_cycles` the numbers are the compiler's estimates. A
 single step also converts the owners of cells to the layout of its arguments. This is counted
 separately, since a loop does not do it.
 
-`--model` prints the share of plans, `apply` and masks in a step of the layers of Llama 3.1 8B: what
-one layer takes more than the second. The compiler estimates nothing for the kernel of attention,
-so the shares are upper bounds.
+`--model` prints the share of plans, `apply` and masks in a step of the layers of Llama 3.1 8B: the
+cycles of a model of one layer, less those that a second layer adds. The shares are upper bounds,
+since the compiler estimates nothing for the kernel of attention.
 """
 
 import argparse

@@ -340,7 +340,8 @@ def splits_of(family: ModuleType, config: Any) -> Any:
 
 
 def _abstract(family: ModuleType, config: Any, dtype: Any) -> tuple[nnx.GraphDef, nnx.State]:
-    # A count of keys, as in `nnx.Rngs`, takes most of the time, and shapes need only one key.
+    # `nnx.Rngs` counts keys, which takes most of the time. Shapes need one key, and families call
+    # only `params`.
     rngs = SimpleNamespace(params=lambda: jax.random.key(0))
     return nnx.split(nnx.eval_shape(lambda: family.MODULE(config, dtype=dtype, rngs=rngs)))
 

@@ -96,7 +96,8 @@ def attend(
       ValueError: If the ubatch was planned for a cache of other sizes, see `apply`, or the buffers
         were donated.
       ValueError: If the implementation is unknown or does not support the arguments.
-      ValueError: If `softcap` is not a finite number above 0.
+      ValueError: If `softcap` is not a finite number above 0, or a `scale` array is not a scalar.
+      TypeError: If `scale` is not a number or an array of floats, or `softcap` not a known number.
       ValueError: If both `visible_until` and `causal=False` are given, or one with shared tokens.
       ValueError: If the ubatch has encoder sources, and the layer is not a cross-attention layer.
       ValueError: If other ubatches pass `k`, `v` or `visible_until` to a cross-attention layer.

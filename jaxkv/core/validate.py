@@ -47,10 +47,10 @@ def check_number(value: PyTree, name: str) -> float:
     TypeError: expected a number for scale, known while tracing, got 'high'; pass a float
     """
     try:
-        if isinstance(value, str):
+        if isinstance(value, str | bytes):
             raise TypeError
         return float(value)
-    except TypeError:
+    except (TypeError, ValueError, OverflowError):
         raise TypeError(
             f"expected a number for {name}, known while tracing, got {value!r}; pass a float"
         ) from None

@@ -100,7 +100,7 @@ def generate(
       ValueError: If a count is below 1, or the range or the number of seeds is wrong.
       ValueError: If `params`, `prompts`, `cache`, `seed`, `sampler` or `stop_tokens` is traced.
       ValueError: If sequences are too few, or `make_cache`, `decode` or `speculate` would raise.
-      TypeError: If tokens, counts or seeds are not integers.
+      TypeError: If tokens, counts or seeds are not integers, or the drafter is no `Drafter`.
 
     Examples:
       The model predicts the next number, and 3 is the stop token:
@@ -121,6 +121,8 @@ def generate(
     max_new_tokens = check_count(max_new_tokens, "max_new_tokens")
     num_samples = check_count(num_samples, "num_samples")
     tokens_per_call = check_count(tokens_per_call, "tokens_per_call")
+    if drafter is not None:
+        check_drafter(drafter)
     if is_traced(params, prompts, cache, seed, sampler, stop_tokens):
         raise ValueError(
             "expected concrete arguments of generate, got traced ones; call prefill, init_decode "
@@ -130,7 +132,7 @@ def generate(
     count = len(lists) * num_samples
     is_own_cache = cache is None
     if spec is not None and cache is None:
-        drafted = 0 if drafter is None else check_drafter(drafter).num_draft_tokens
+        drafted = 0 if drafter is None else drafter.num_draft_tokens
         cells = max(map(len, lists)) + max_new_tokens + drafted
         cells = -(-cells // ROUND) * ROUND
         sizes = {"sequences": count, "streams": count, "max_rollback": drafted or None}

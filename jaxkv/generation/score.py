@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens. Common beginnings are computed once."""
+"""Log-probabilities of given tokens. Common prefixes are computed once."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def score(
     """Return the log-probability of each token of each text, differentiable in the parameters.
 
     A prompt, and the derivative of a prompt, are computed once for all texts that follow the
-    prompt. Without prompts, a common beginning of concrete texts is computed once, if it has at
-    least 16 tokens. Longer beginnings of fewer texts, 16 tokens longer each, are too (at most 2).
+    prompt. Without prompts, a common prefix of concrete texts is computed once, if it has at
+    least 16 tokens. Longer prefixes of fewer texts, 16 tokens longer each, are too (at most 2).
 
     Lists are padded to few lengths, so that batches with similar lengths share a program. Batches
-    whose texts or prompts share beginnings of another number or length compile new programs.
+    whose texts or prompts share prefixes of another number or length compile new programs.
 
     Args:
       forward: See `prefill`. Programs are cached by function, so pass the same function every time.

@@ -1,4 +1,4 @@
-"""Tries of texts: a common beginning of several texts is one row of tokens."""
+"""Tries of texts: a common prefix of several texts is one row of tokens."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 MIN_SHARED = 16
-"""Minimum number of tokens of a common beginning that gets its own row."""
+"""Minimum number of tokens of a common prefix that gets its own row."""
 
 MAX_LEVELS = 4
-"""Maximum number of levels; each level is compiled. Further common beginnings are repeated."""
+"""Maximum number of levels; each level is compiled. Further common prefixes are repeated."""
 
 
 @jax.tree_util.register_dataclass

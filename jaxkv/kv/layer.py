@@ -38,7 +38,7 @@ from jaxkv.kv.mask import needs_unwritten_tokens, visibility_of
 from jaxkv.ops.attention import dispatch as attention
 from jaxkv.ops.attention.bias import Bias, BiasOfLists, PositionBias, check_bias
 from jaxkv.ops.attention.dispatch import Implementation
-from jaxkv.ops.attention.softmax import AttentionOptions, merge_over_devices
+from jaxkv.ops.attention.softmax import AttentionOptions, make_options, merge_over_devices
 from jaxkv.ops.attention.visibility import Visibility, compute_mask
 from jaxkv.ops.layer_stack import LayerView, gather_streams
 from jaxkv.ops.mla import ValueSlice
@@ -88,8 +88,9 @@ def attend(
     if isinstance(scale, jax.Array):  # options are static, and an array may be traced
         if scale.ndim:
             raise ValueError(f"expected one scale, got the shape {scale.shape}; pass a scalar")
-        q, scale = q * scale.astype(q.dtype), 1.0
-    options = AttentionOptions(scale=scale, softcap=softcap, sinks=sinks)
+        q = jnp.asarray(q)
+        q, scale = q * _check_array("scale", scale).astype(q.dtype), 1.0
+    options = make_options(scale, softcap, sinks)
     added = check_bias(bias, (*q.shape[:3], layer_kv[0].shape[2]))
     visible_until = _check_visible_until(visible_until, ubatch, causal)
     arrays = new, q, options, added, visible_until

@@ -57,7 +57,7 @@ def save(
       TypeError: If the argument `tokens` is not a mapping.
       ValueError: If the cache is traced, split over a mesh, donated, or a batch of caches.
       ValueError: If a layer of the cache was not written after `apply`.
-      ValueError: If a sequence id is unknown or repeated.
+      ValueError: If a sequence id is unknown or repeated, or the list of ids is nested.
       ValueError: If the tokens of a sequence are not a list, or the sequence is not saved.
 
     Examples:

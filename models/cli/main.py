@@ -9,7 +9,6 @@ codes:
 - 130: interrupt.
 """
 
-import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -18,10 +17,19 @@ import jax
 from platformdirs import user_cache_path
 
 from models.chat.conversation import ChatError
+from models.cli import chat, generate, inspect, plan
 from models.cli.arguments import InputError, parser
 from models.cli.interrupts import watch_interrupts
 from models.cli.screen import note
 from models.errors import ModelError
+
+COMMANDS = {
+    "generate": generate.run,
+    "chat": chat.run,
+    "plan": plan.run,
+    "inspect": inspect.run,
+}
+
 
 MAX_CACHE_BYTES = 10**9
 """Maximum size of the compilation cache; programs that were not used for longest are deleted."""
@@ -35,8 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with watch_interrupts() as check_interrupt:
             if getattr(args, "compilation_cache", False):
                 use_compilation_cache()
-            command = importlib.import_module(f"models.cli.{args.command}")
-            status = command.run(args, check_interrupt)
+            status = COMMANDS[args.command](args, check_interrupt)
         sys.stdout.flush()
     except (InputError, ModelError, ChatError) as error:
         note(f"error: {error}")

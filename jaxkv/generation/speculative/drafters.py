@@ -307,7 +307,7 @@ class DraftModel(Drafter):
 
 
 def check_drafter(drafter: object) -> Drafter:
-    """Return a drafter; raise a TypeError for any other value."""
+    """Return the argument if it is a drafter; otherwise raise a TypeError."""
     if not isinstance(drafter, Drafter):
         raise TypeError(
             f"expected a drafter, got {type(drafter)}; make one with "

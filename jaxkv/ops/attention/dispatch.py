@@ -25,6 +25,7 @@ from jaxkv.ops.attention.active_tiles import TILE
 from jaxkv.ops.attention.softmax import (
     AttentionOptions,
     OnlineSoftmax,
+    make_options,
     normalize,
     reset_where_bias_hides_all,
     ungroup_queries,
@@ -129,9 +130,11 @@ def kernel_for_cuda(
     """Run the GPU kernel if it supports the arrays; otherwise run `attend_by_shapes`."""
     # JAX traces this function also for platforms that never run it, so the function does not raise.
     try:
-        from jaxkv.ops.attention import pallas_gpu
-    except ImportError:  # a version of JAX without Pallas for Triton, which is deprecated
+        from jax.experimental.pallas import triton  # noqa: F401
+    except ImportError:  # JAX deprecates Pallas for Triton
         return attend_by_shapes(q, k, v, visibility, options)
+    from jaxkv.ops.attention import pallas_gpu
+
     way = (
         pallas_gpu.partial_attention
         if pallas_gpu.can_attend(q, k, v, visibility)
@@ -317,7 +320,7 @@ def attention(
       >>> attention(q, k, v, jnp.array([[[False, False, False]]]))[0, 0, 0]
       Array([0.], dtype=float32)
     """
-    options = AttentionOptions(scale=scale, softcap=softcap, sinks=sinks)
+    options = make_options(scale, softcap, sinks)
     check_attention_arguments(q, k, v, options)
     mask_shape = (*q.shape[:2], k.shape[2])
     if k.shape[0] != q.shape[0] or mask.shape != mask_shape:

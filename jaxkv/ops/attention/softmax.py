@@ -37,12 +37,6 @@ class AttentionOptions:
     softcap: float | None = field(default=None, metadata={"static": True})
     sinks: Float[Array | np.ndarray, " H"] | None = None
 
-    def __post_init__(self) -> None:
-        if self.scale is not None:
-            object.__setattr__(self, "scale", check_number(self.scale, "scale"))
-        if self.softcap is not None:
-            object.__setattr__(self, "softcap", check_number(self.softcap, "softcap"))
-
     def scale_queries(self, q: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
         """Return queries times the scale, in the dtype of the queries."""
         return q * jnp.asarray(q.shape[-1] ** -0.5 if self.scale is None else self.scale, q.dtype)
@@ -51,6 +45,17 @@ class AttentionOptions:
         """Return logits bounded by the softcap, or unchanged logits without a softcap."""
         cap = self.softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def make_options(
+    scale: float | None, softcap: float | None, sinks: Float[Array | np.ndarray, " H"] | None
+) -> AttentionOptions:
+    """Return options; raise a TypeError if the scale or the softcap is traced, or no number."""
+    return AttentionOptions(
+        scale=None if scale is None else check_number(scale, "scale"),
+        softcap=None if softcap is None else check_number(softcap, "softcap"),
+        sinks=sinks,
+    )
 
 
 class OnlineSoftmax(NamedTuple):

@@ -1,8 +1,7 @@
 """Attention in forms that are fast on CPUs, selected by measurements.
 
-Optimization barriers prevent the compiler from changing the forms of products. The product of two
-bfloat16 arrays converts neither of them to float32. Letters are those of `jaxkv.ops.attention`; J
-is the number of parts that the cells of a list are cut into.
+Optimization barriers prevent the compiler from changing the forms of products. Letters are those of
+`jaxkv.ops.attention`; J is the number of parts that the cells of a list are cut into.
 """
 
 from __future__ import annotations
@@ -59,6 +58,9 @@ PRODUCTS = 384
 PART = 64
 """Smallest number of cells of a part."""
 
+SPLITS = jax.__version_info__ >= (0, 12)
+"""Whether factors of bfloat16 cells are split; XLA of jax 0.10 converts all cells after a write."""
+
 EXACT = 1024
 """Largest number of weights that are summed with a product; for more, a sum is more exact."""
 
@@ -73,7 +75,7 @@ def attend_by_shapes(
     """Read tiles if few tiles are active or tokens are many; otherwise read all cells at once."""
     if isinstance(k, Quantised | LayerView) or isinstance(v, Quantised | LayerView):
         return attend_by_tiles(q, k, v, visibility, options)
-    if not visibility.all_streams or are_logits_large(q, k) or converts_cells(q, k):
+    if not visibility.all_streams or are_logits_large(q, k) or reads_by_tile(q, k):
         return attend_by_tiles(q, k, v, visibility, options)
     live, mask = find_active_tiles(visibility), compute_mask(visibility)
     if live.tiles.size <= SMALL:
@@ -97,7 +99,7 @@ def attend_by_tiles(
 ) -> OnlineSoftmax:
     """Attend to the cells of active tiles, see `jaxkv.ops.attention.xla_tiles`."""
     return attend_in_blocks(
-        q, k, v, visibility, options, choose_add_cells(k), pinned=converts_cells(q, k)
+        q, k, v, visibility, options, choose_add_cells(k), pinned=k.dtype.itemsize < 4
     )
 
 
@@ -143,13 +145,11 @@ def attend_packed(
 ) -> OnlineSoftmax:
     """Attend to all cells, for packed and scaled queries; callers must call `zero_unseen`."""
     logits, v = _masked_logits(q, k, mask, options, bias), _split_cells(v, q.shape[2])
-    in_bfloat16 = is_bfloat16_product(q, k, q.shape[2])
     # The compiler fuses maximum, difference and exponential into one fast function, unless another
     # operation is between them, such as a guard against -inf or a maximum of earlier cells.
     highest = jax.lax.stop_gradient(jnp.max(logits, axis=(2, 5), keepdims=True))
     return OnlineSoftmax(
-        highest.reshape(q.shape[:3]),
-        *_sum_weighted_values(jnp.exp(logits - highest), v, in_bfloat16),
+        highest.reshape(q.shape[:3]), *_sum_weighted_values(jnp.exp(logits - highest), v)
     )
 
 
@@ -167,8 +167,7 @@ def add_cells(
     highest = jnp.max(logits, axis=(2, 5)).reshape(sums.max_logit.shape)
     highest = jax.lax.stop_gradient(jnp.maximum(highest, sums.max_logit))
     weights = jnp.exp(logits - highest.reshape(*q.shape[:2], 1, -1, mask.shape[1], 1))
-    in_bfloat16 = is_bfloat16_product(q, k, q.shape[2])
-    return sums.merge_block(highest, *_sum_weighted_values(weights, v, in_bfloat16))
+    return sums.merge_block(highest, *_sum_weighted_values(weights, v))
 
 
 def _masked_logits(
@@ -195,16 +194,11 @@ def are_logits_large(q: Float[Array, "*_"], k: Stored) -> bool:
     return tokens > LARGE or (several and logits > LOGITS)
 
 
-def converts_cells(q: Float[Array, "P T H D"], k: Stored) -> bool:
-    """Return whether products convert keys and values to float32, one tile at a time."""
+def reads_by_tile(q: Float[Array, "P T H D"], k: Stored) -> bool:
+    """Return whether the compiler converts keys and values to float32, so one tile at a time."""
     queries = q.shape[1] * q.shape[2] // k.shape[1]
-    return k.dtype.itemsize < 4 and not is_bfloat16_product(q, k, queries)
-
-
-def is_bfloat16_product(q: Float[Array, "*_"], k: Stored, queries: int) -> bool:
-    """Return whether products have bfloat16 factors; `queries` is their number for a key head."""
-    dtypes = jnp.bfloat16, jnp.float32
-    return k.dtype == jnp.bfloat16 and q.dtype in dtypes and queries <= THIN
+    splits = k.dtype == jnp.bfloat16 and q.dtype in (jnp.float32, k.dtype) and queries <= THIN
+    return k.dtype.itemsize < 4 and not (splits and SPLITS)
 
 
 def _split_cells(x: jax.Array, queries: int) -> jax.Array:
@@ -226,25 +220,30 @@ def _multiply_queries_keys(q: jax.Array, k: jax.Array) -> jax.Array:
     if q.shape[2] > THIN:
         logits = jnp.einsum("pkxd,pkcd->pkxc", q, k[:, :, 0], preferred_element_type=dtype)
         return logits[:, :, None]
-    factors = _bfloat16_terms(q) if is_bfloat16_product(q, k, q.shape[2]) else [q]
-    rows = jnp.concatenate(factors, axis=2)
+    terms = _terms_for(k, q)
+    rows = jnp.concatenate(terms, axis=2)
     logits = jnp.einsum("pkjcd,pkxd->pkjcx", k, rows, preferred_element_type=dtype)
     logits = jax.lax.optimization_barrier(logits).swapaxes(3, 4)
-    return reduce(jnp.add, jnp.split(logits, len(factors), axis=3))
+    return reduce(jnp.add, jnp.split(logits, len(terms), axis=3))
 
 
-def _bfloat16_terms(x: Float[Array, "*n X C"]) -> list[jax.Array]:
-    """Split a factor into bfloat16 arrays whose sum has 16 bits of each number."""
-    # If a product has a single row, it converts the other factor.
+def _terms_for(cells: jax.Array, x: Float[Array, "*n X C"]) -> list[jax.Array]:
+    """Split the rows of a factor of bfloat16 cells into bfloat16 terms with 16 bits in total.
+
+    Other factors are returned whole.
+    """
+    # The compiler multiplies two bfloat16 arrays without a conversion, unless one has a single row.
+    if not SPLITS or cells.dtype != jnp.bfloat16 or x.shape[-2] > THIN:
+        return [x]
     if x.dtype == jnp.bfloat16:
-        return [x] if x.shape[-2] > 1 else [x, jnp.zeros_like(x)]
+        return [x] if x.shape[-2] > 1 else [x / 2, x / 2]
+    if x.dtype != jnp.float32:
+        return [x]
     high = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
     return [high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)]
 
 
-def _sum_weighted_values(
-    weights: jax.Array, v: jax.Array, in_bfloat16: bool
-) -> tuple[jax.Array, jax.Array]:
+def _sum_weighted_values(weights: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the sums of weights, `[P, K, X]`, and the sums of weighted values, `[P, K, X, Dv]`."""
     if weights.shape[5] <= EXACT:  # In a branch a sum takes longer than a product with ones.
         ones = jnp.ones(weights.shape[5], weights.dtype)
@@ -252,10 +251,9 @@ def _sum_weighted_values(
     else:
         total = jnp.sum(weights, axis=(2, 5))
     dtype, weights = weights.dtype, weights.reshape(*weights.shape[:3], -1, weights.shape[5])
-    factors = _bfloat16_terms(weights) if in_bfloat16 else [weights]
-    rows = jnp.concatenate(factors, axis=3)
+    terms = _terms_for(v, weights)
+    rows = jnp.concatenate(terms, axis=3)
     out = jnp.einsum("pkjxc,pkjcd->pkjxd", rows, v, preferred_element_type=dtype)
     # The barrier prevents the compiler from merging the products of all parts.
-    out = jax.lax.optimization_barrier(out).sum(2)
-    out = reduce(jnp.add, jnp.split(out, len(factors), axis=2))
+    out = reduce(jnp.add, jnp.split(jax.lax.optimization_barrier(out).sum(2), len(terms), axis=2))
     return total.reshape(*out.shape[:2], -1), out

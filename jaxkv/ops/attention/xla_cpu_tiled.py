@@ -57,7 +57,7 @@ def attend_by_shapes(
     )
     few = xla_cpu.FEW * lone_tiles.tiles.size
     packed_q = group_queries(options.scale_queries(q), k.shape[1])
-    narrow = k.dtype.itemsize < 4
+    narrow = k.dtype.itemsize < 4  # products of own tiles convert cells
     # Keys and values are converted, or copied out of all layers, for a few tiles at a time.
     piecewise = narrow or isinstance(k, LayerView) or isinstance(v, LayerView)
     each, mask = partial(add_cells, size), compute_mask(lone_visibility)
