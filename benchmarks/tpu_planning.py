@@ -97,12 +97,14 @@ def step_of_model(layers, sequences, streams, tokens):
         return cache.table, cache.buffers, x
 
     topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
-    lying = SingleDeviceSharding(topology.devices[0])
+    on_device = SingleDeviceSharding(topology.devices[0])
     given = (
         *(jax.eval_shape(lambda: step.weights_of(layers)), cache.table, cache.buffers),
         jax.ShapeDtypeStruct((sequences, tokens), jnp.int32),
     )
-    given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lying), given)
+    given = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_device), given
+    )
     traced = jax.jit(run, donate_argnums=(1, 2)).trace(*given)
     return traced.lower(lowering_platforms=("tpu",)).compile()
 

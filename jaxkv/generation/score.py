@@ -45,7 +45,7 @@ def score(
 
     A prompt, and the derivative of a prompt, are computed once for all texts that follow the
     prompt. Without prompts, a common prefix of concrete texts is computed once, if it has at
-    least 16 tokens. Longer prefixes of fewer texts, 16 tokens longer each, are too (at most 2).
+    least 16 tokens. So are at most 2 longer prefixes of fewer texts, each 16 tokens longer.
 
     Lists are padded to few lengths, so that batches with similar lengths share a program. Batches
     whose texts or prompts share prefixes of another number or length compile new programs.

@@ -160,7 +160,7 @@ got a cache of fewer; lower max_new_tokens, or make the cache larger
         check_not_donated(cache)
         if table.spec.has_cross_attention:
             raise ValueError(
-                "expected a cache without cross-attention, got one with it; call encode and "
+                "expected a cache without cross-attention, got such layers; call encode and "
                 "decode, since requests have no encoder source"
             )
         self._limits = check_config(
@@ -388,7 +388,7 @@ got a cache of fewer; lower max_new_tokens, or make the cache larger
             raise RuntimeError(
                 "expected an engine with its cache, got one that has lost it: a step was cut short "
                 "by an error or an interrupt, or engine.cache was donated. Make a new engine with "
-                "a new cache; results() still has what had ended, tokens_of the other tokens"
+                "a new cache; results() returns the ended requests, tokens_of the other tokens"
             )
 
     @contextmanager

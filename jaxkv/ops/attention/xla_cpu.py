@@ -197,8 +197,7 @@ def are_logits_large(q: Float[Array, "*_"], k: Stored) -> bool:
 def reads_by_tile(q: Float[Array, "P T H D"], k: Stored) -> bool:
     """Return whether the compiler converts keys and values to float32, so one tile at a time."""
     queries = q.shape[1] * q.shape[2] // k.shape[1]
-    splits = k.dtype == jnp.bfloat16 and q.dtype in (jnp.float32, k.dtype) and queries <= THIN
-    return k.dtype.itemsize < 4 and not (splits and SPLITS)
+    return k.dtype.itemsize < 4 and not _has_terms(k, q.dtype, queries)
 
 
 def _split_cells(x: jax.Array, queries: int) -> jax.Array:
@@ -227,18 +226,22 @@ def _multiply_queries_keys(q: jax.Array, k: jax.Array) -> jax.Array:
     return reduce(jnp.add, jnp.split(logits, len(terms), axis=3))
 
 
+def _has_terms(cells: Stored, dtype: jnp.dtype, rows: int) -> bool:
+    """Return whether `_terms_for` splits a factor of a dtype with a number of rows."""
+    dtypes = jnp.float32, jnp.bfloat16
+    return SPLITS and cells.dtype == jnp.bfloat16 and dtype in dtypes and rows <= THIN
+
+
 def _terms_for(cells: jax.Array, x: Float[Array, "*n X C"]) -> list[jax.Array]:
     """Split the rows of a factor of bfloat16 cells into bfloat16 terms with 16 bits in total.
 
     Other factors are returned whole.
     """
     # The compiler multiplies two bfloat16 arrays without a conversion, unless one has a single row.
-    if not SPLITS or cells.dtype != jnp.bfloat16 or x.shape[-2] > THIN:
+    if not _has_terms(cells, x.dtype, x.shape[-2]):
         return [x]
     if x.dtype == jnp.bfloat16:
         return [x] if x.shape[-2] > 1 else [x / 2, x / 2]
-    if x.dtype != jnp.float32:
-        return [x]
     high = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
     return [high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)]
 

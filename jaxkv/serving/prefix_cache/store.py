@@ -79,7 +79,7 @@ class PrefixStore:
         spec = _spec_of(cache)
         if spec.has_cross_attention:
             raise ValueError(
-                "expected a cache without cross-attention, got one with it; fork a sequence with "
+                "expected a cache without cross-attention, got such layers; fork a sequence with "
                 "the same encoder source (seq_cp)"
             )
         if not isinstance(sequences, np.ndarray | jax.Array):

@@ -76,7 +76,7 @@ def _transposed(name: str, tensor: Tensor) -> Tensor:
 
 
 def _alternating(gate: Tensor, up: Tensor) -> Tensor:
-    """Return the tensor with gates and up projections in turn along the second dimension."""
+    """Return the tensor with alternating gates and up projections along the second dimension."""
     pairs = join([half.turned(lambda x: x[:, :, None]) for half in (gate, up)], axis=2)
     return pairs.turned(lambda x: x.reshape(len(x), -1, *x.shape[3:]))
 
