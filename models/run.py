@@ -103,18 +103,15 @@ class Run:
         """
         model = self.model
         jobs, (blank,) = lower_steps(model, cache, [plan])
+        # Run the small programs once, on zero logits and an empty cache.
+        cache, *_ = idle = self.begin(cache, blank, limit=0)
         if self.steps:
-            # Without active texts the loop ends before its first step.
-            options = {"max_new_tokens": 0, "sampler": self.options.sampler, "prompts": self.texts}
-            idle = generation.init_decode(
-                cache, tokens=np.zeros(len(self.texts), np.int32), **options
-            ).state
-            jobs.append(lambda: self.generate(cache, idle, self.draft()))
+            # Without active texts the loop ends before its first step. The state is the output of
+            # a program, as in `feed`, since on a mesh other states have other shardings.
+            jobs.append(lambda: self.generate(cache, idle.state, self.draft()))
         done = compile_all(jobs, tell)
         if self.steps:
             cache = done[-1].cache
-        # Run the small programs once, on zero logits and an empty cache.
-        cache = self.begin(cache, blank, limit=0).cache
         num_used_cells_of_fullest(cache)
         return jax.block_until_ready((cache, model.params))[0]
 

@@ -30,7 +30,15 @@ def shardings(cache: Cache, mesh: AnyMesh, sharding_rules: ShardingRules) -> Cac
     """
     table, buffers = split(cache)
     specs = table.with_sharding_rules(sharding_rules).partition_specs(buffers, mesh)
-    where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=_is_partition_spec)
+
+    def to_sharding(spec: P) -> NamedSharding:
+        # Without trailing None, as programs return it: JAX compiles again for another spec.
+        axes = tuple(spec)
+        while axes and axes[-1] is None:
+            axes = axes[:-1]
+        return NamedSharding(mesh, P(*axes))
+
+    where = jax.tree.map(to_sharding, specs, is_leaf=_is_partition_spec)
     return Cache(table=where[0], buffers=where[1])
 
 

@@ -182,3 +182,12 @@ def test_fitted_splits_cells_of_heads_that_do_not_divide():
     assert dict(copies.shape) == {"tensor": 2, "copies": 2} and rules == RULES
     with pytest.raises(ValueError, match="surplus='cells'"):
         sharding.fit_mesh(cache, mesh, RULES, surplus="refuse")
+
+
+def test_program_on_mesh_compiles_once_for_its_own_result():
+    """JAX compiles again for another `PartitionSpec`, also if only a trailing None differs."""
+    cut = jax.jit(lambda cache: jaxkv.seq_rm(cache, 0, 1).cache)
+    with jax.set_mesh(mesh_of(data=2, tensor=2)):
+        cache = placed(tiny.make("ar", cells=8, sequences=2, streams=2))
+        cut(cut(cache))
+    assert cut._cache_size() == 1
