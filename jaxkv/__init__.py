@@ -13,9 +13,6 @@ Letters in array shapes:
   Q  sequences                                   V  vocabulary
   W  words of 32 owners                          P  lists of tokens that share a stream
   E  earlier recurrent states                    n  any number, d size of an embedding
-
-Public names are those of this module and of `draw`, `generation`, `ops`, `serving`, `sharding` and
-`snapshot`. The modules `generation` and `serving` are imported at first use.
 """
 
 from importlib import import_module

@@ -57,11 +57,9 @@ class Batch:
     def keep_sequences(self, fits: Flags) -> Batch:
         """Keep the tokens of some sequences, and mark all other tokens as padding.
 
-        Shapes are unchanged. A token of several sequences stays valid if one of these sequences is
-        kept.
-
-        Args:
-          fits: True for each of the Q sequences to keep, such as `Plan.fits`.
+        `fits` has a bool for each of the Q sequences, True to keep the sequence, such as
+        `Plan.fits`. Shapes are unchanged. A token of several sequences stays valid if one of them
+        is kept.
 
         Raises:
           TypeError: If the flags are not bool.
@@ -90,30 +88,26 @@ class Batch:
 class Ubatch(Partitioned):
     """Part of a batch that is computed at once: R rows of T tokens, with padding.
 
-    tokens: token ids; None if the batch has embeddings.
-    embeddings: embedding of each token; None if the batch has token ids.
+    tokens, embeddings, sequences, shared_with, extra: as in `Batch`; `extra` is arbitrary for
+      padding.
     positions: position of each token.
-    sequences: sequence id of each token; the lowest id of a token with several sequences.
     row_stream: index of the stream of each row.
     row_sequence: sequence id of each row; 0 if a row may have tokens of several sequences.
     slots: int32 `[R, T]`, the index of the cell of each token. Padding and all tokens of a refused
       plan have distinct indices past the last cell. For a recurrent cache, the slots are a
       `StateSlots`. For a hybrid cache, the slots are a tuple with an entry for each part, None for
-      an unused part. Leaves of dtype int32 are slots, and uint32 leaves are hashes.
+      an unused part. In all of these, int32 leaves are indices and uint32 leaves are hashes.
     cell_hashes: hash of the cell of each token (`jaxkv.core.hashing`).
     valid: False for padding.
     more: True if a later ubatch of the plan has tokens of the token's sequence.
-    outputs: indices of the tokens that need logits, among the R * T tokens. Some indices are
-      padding, so that few shapes are compiled. Use `Plan.gather_outputs` to sort logits and remove
-      padding.
+    outputs: indices among the R * T tokens of those that need logits, with padding;
+      `Plan.gather_outputs` sorts logits and removes padding.
     output_index: index of each output token in the batch; 2**31 - 1 for padding.
     hash_before: hash of each stream when the slots were chosen; a tuple of arrays for a hybrid
       cache. The ubatch is stale if a stream of the ubatch now has another hash.
     hash_after: hash of each stream after the ubatch was applied.
     spec: static `TableSpec` of the cache that the ubatch was planned for.
     row_is_sequence: static, True if R is Q and each row r has the tokens of sequence r.
-    shared_with: further sequence ids of each token, see `Batch`.
-    extra: additional model inputs of each token, by name; arbitrary values for padding.
 
     llama.cpp: `llama_ubatch`.
     """
@@ -146,9 +140,8 @@ class Ubatch(Partitioned):
         and a `count` that is not an integer raises TypeError.
 
         Examples:
-          >>> cache = make_cache(
-          ...     CacheSpec.recurrent(layers=1, states={"sum": ((), jnp.float32)}), sequences=2
-          ... )
+          >>> spec = CacheSpec.recurrent(layers=1, states={"sum": ((), jnp.float32)})
+          >>> cache = make_cache(spec, sequences=2)
           >>> plan = init_batch(cache, make_batch([[1, 2, 3], [4]]), split_by="equal")
           >>> [ubatch.state_write_steps(2).tolist() for ubatch in plan.ubatches]
           [[[0, 1], [0, 1]], [[1, 2]]]
@@ -186,9 +179,9 @@ def make_batch(
         - For a list `[B]`, one id for each token, or one id for all tokens; default 0.
         - For a list of lists, one id for each list; default 0, 1, 2 and so on.
         - For rows, one id for each row or token, `[R]` or `[R, T]`; default the index of the row.
-        - Tokens that belong to several sequences have a list of ids in place of one id. An array
-          with several ids for each token has one more axis, `[B, n]` or `[R, T, n]`, padded with
-          -1.
+        - Tokens of several sequences have a list of ids in place of one id, or one more axis in an
+          array, `[B, n]` or `[R, T, n]`, padded with -1. The sequences must share all earlier
+          tokens (`Reason.DIVERGED`). Recurrent caches accept no shared tokens.
 
       positions: int32 position of each token; default the positions after the last token of each
         sequence.
@@ -205,10 +198,9 @@ def make_batch(
       ValueError: If a list of sequence ids is empty or repeats an id.
       ValueError: If an integer does not fit into int32, or an additional input does not fit into
         the dtype that JAX uses.
-      TypeError: If tokens, sequence ids or positions are not integers.
-      TypeError: If flags of outputs are not bool, or flags of validity are neither bool nor 0 and
-        1.
-      TypeError: If the argument `extra` is not a mapping of names to arrays of numbers.
+      TypeError: If tokens, sequence ids or positions are not integers, `outputs` is not bool, or
+        `valid` is neither bool nor 0 and 1.
+      TypeError: If `extra` is not a mapping of names to arrays of numbers.
 
     Examples:
       Two prompts of different lengths, for sequences 0 and 1:
@@ -217,32 +209,14 @@ def make_batch(
       >>> batch.tokens, batch.sequences
       (array([11, 12, 13, 21, 22], dtype=int32), array([0, 0, 0, 1, 1], dtype=int32))
 
-      Sampled tokens, one for each of two sequences:
-
-      >>> make_batch(np.array([[14], [23]])).sequences.tolist()
-      [[0], [1]]
-
       A prompt shared by two sequences, stored once, and one more token of each sequence:
 
       >>> batch = make_batch([[11, 12], [13], [14]], sequences=[[0, 1], 0, 1])
-      >>> batch.sequences.tolist(), batch.shared_with.tolist()
-      ([0, 0, 0, 1], [[1], [1], [-1], [-1]])
-      >>> cache = make_cache(
-      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=5, sequences=2
-      ... )
+      >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
+      >>> cache = make_cache(spec, cells=5, sequences=2)
       >>> print(show(apply(cache, init_batch(cache, batch))))
       owner    + + 0 1 .
       position 0 1 2 2 .
-
-      Sequences that share a token must share all earlier tokens (`Reason.DIVERGED`).
-      Recurrent caches accept no shared tokens.
-
-      The position of each token in an image as an additional model input:
-
-      >>> batch = make_batch([11, 12], extra={"place": np.array([[0, 0], [0, 1]])})
-      >>> (ubatch,) = init_batch(cache, batch).ubatches
-      >>> ubatch.extra["place"][0, :2].tolist()
-      [[0, 0], [0, 1]]
 
     llama.cpp: `llama_batch`.
     """
@@ -406,10 +380,7 @@ def _check_row_sequences(sequences: PyTree) -> PyTree:
 
 
 def _split_lowest_sequence(sets: PyTree) -> tuple[PyTree, PyTree]:
-    """Return the lowest id of each set `[..., n]`, and the other ids (None if there are none).
-
-    The number of other ids is padded to a power of two, so that few shapes are compiled.
-    """
+    """Return the lowest id of each set `[..., n]`, and the other ids; None if there are none."""
     if not isinstance(sets, np.ndarray):
         sets = _sort_ids_lowest_first(sets, jnp)
         return sets[..., 0], sets[..., 1:] if sets.shape[-1] > 1 else None
@@ -461,9 +432,9 @@ def placed_rows(ubatch: Ubatch) -> jax.Array:
 
 
 def mask_rows_of_other_devices(ubatch: Ubatch, axes: tuple[str, ...], count: int) -> Ubatch:
-    """Return the ubatch for one device of a mesh, with the rows of other devices as padding.
+    """Return the ubatch for one device, with the rows of other devices as padding.
 
-    On the device, local streams are numbered from 0 to `count` - 1.
+    Streams are numbered from 0 to `count` - 1 on each device.
     """
     if not axes:
         return ubatch
@@ -488,7 +459,7 @@ def expand_streams_to_rows(
 ) -> Shaped[Array, "R ..."]:
     """Gather, for each row, the entry of the stream of the row.
 
-    If each row r has the tokens of sequence r, entries are broadcast without communication.
+    If `in_order`, each row r has the tokens of sequence r, and no communication is needed.
     """
     if not in_order:
         return x[row_stream]

@@ -41,8 +41,8 @@ class Cache(Partitioned):
     table: `CacheTable` with the positions and owners of all cells.
     buffers: `Buffers` of keys and values, or a tuple of states by layer. For a hybrid cache, a
       tuple of the buffers of the parts.
-    written: the last ubatch that wrote layers while tracing, and the numbers of these layers. The
-      field serves to raise at a second write, and is not part of the pytree.
+    written: the last ubatch that wrote layers while tracing, and the numbers of these layers: used
+      to raise at a second write, and not part of the pytree.
 
     llama.cpp: `llama_memory_i`.
     """
@@ -65,22 +65,12 @@ class Cache(Partitioned):
 
     @property
     def spec(self) -> CacheSpec:
-        """`CacheSpec` of the cache, for example for another call of `make_cache`.
-
-        >>> cache = make_cache(CacheSpec.attention(layers=2, kv_heads=1, head_dim=4), cells=8)
-        >>> cache.spec
-        CacheSpec.attention(layers=2, kv_heads=1, head_dim=4)
-        """
+        """`CacheSpec` of the cache, for example for another call of `make_cache`."""
         return self.table.cache_spec(self.buffers)
 
     @property
     def parts(self) -> tuple[Cache, ...]:
-        """The parts of a hybrid cache as caches; a cache that is not hybrid is its only part.
-
-        >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
-        >>> len(cache.parts)
-        1
-        """
+        """The parts of a hybrid cache as caches; a cache that is not hybrid is its only part."""
         pairs = self.table.pair_parts_with_buffers(self.buffers)
         return tuple(Cache(table=table, buffers=buffers) for table, buffers in pairs)
 
@@ -112,8 +102,7 @@ class Cache(Partitioned):
     def seq_pos_max(self, seq: Ids | None = None) -> Int32[Array, " ..."]:
         """Return the largest position of each sequence; -1 for an empty sequence.
 
-        `seq` is an array of sequence ids, default all ids. The result has the shape of `seq`. A
-        concrete id that is not from 0 to Q - 1 raises ValueError.
+        The argument, the shape of the result and the error are those of `seq_pos_min`.
 
         Examples:
           >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
@@ -127,10 +116,9 @@ class Cache(Partitioned):
         return _seq_pos_max(self.table, self._check_sequence_ids(seq))
 
     def num_used_cells(self) -> Int32[Array, ""]:
-        """Return the number of cells that store a token or a state.
+        """Return the number of cells that store a token or a state, in all parts of a hybrid cache.
 
-        A cell that several sequences share counts once. The cells of all parts of a hybrid cache
-        are added.
+        A cell that several sequences share counts once.
 
         Examples:
           >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
@@ -151,8 +139,7 @@ class Cache(Partitioned):
         position 0, and an empty sequence at any position.
 
         Examples:
-          >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
-          >>> cache = make_cache(spec, cells=4)
+          >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
           >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
           >>> [cache.can_resume(0, pos).item() for pos in (0, 2, 3, 4)]
           [True, True, True, False]
@@ -164,19 +151,16 @@ class Cache(Partitioned):
         """Return whether positions would stay unique in every sequence after `seq_add`.
 
         `seq_add` moves a shared cell for all owners, possibly to the position of another token. The
-        result is also False if a position would reach 2**31 - 1. The arguments are those of
+        result is also False if a position would reach 2**31 - 1. Arguments and errors are those of
         `seq_add`.
 
         Examples:
           >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=None)
           >>> cache = make_cache(spec, cells=6, sequences=2)
           >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3, 4])))
-          >>> fork, _ = seq_cp(cache, 0, 1)
-          >>> fork, _ = seq_rm(fork, 0, 0, 2)
+          >>> fork, _ = seq_rm(seq_cp(cache, 0, 1).cache, 0, 0, 2)
           >>> fork.can_seq_add(0, 2, None, delta=-2).item()  # sequence 1 has tokens at 0 and 1
           False
-          >>> seq_keep(fork, 0).cache.can_seq_add(0, 2, None, delta=-2).item()
-          True
         """
         self.table.check_can_shift(self.buffers)
         ids, bounds = self.table.spec.sequence_id(seq), check_range(p0, p1)
@@ -256,11 +240,8 @@ def split(cache: Cache) -> tuple[Any, PyTree]:
 def merge(table: CacheTable, buffers: PyTree) -> Cache:
     """Make a cache from a table and buffers: the inverse of the function `split`.
 
-    Values in the buffers of an attention cache must be finite; `attend` stores only finite values.
-
-    Raises:
-      TypeError: If the argument `table` is not a table.
-      ValueError: If the buffers have other streams or cells than the table.
+    Values in the buffers of an attention cache must be finite. Raises a TypeError if `table` is not
+    a table, and a ValueError if the buffers have other streams or cells than the table.
     """
     if not isinstance(table, CacheTable):
         raise TypeError(f"expected the table of a cache, got {type(table)}; pass cache.table")

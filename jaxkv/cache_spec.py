@@ -35,8 +35,7 @@ class CacheSpec:
 
     kind: "attention", "recurrent", "cross_attention" or "hybrid".
     layers: L, the number of layers; for a hybrid spec, one more than the highest layer number.
-    kv_heads: K, the number of key/value heads.
-    head_dim: D, the size of a key.
+    kv_heads, head_dim: K and D, the number of key/value heads and the size of a key.
     value_dim: Dv, the size of a value; a `ValueSlice` if values are slices of the keys.
     window: `Window` of all layers; None for no limit.
     rope: rotation of the keys that models pass to `attend`; `NotGiven` if unknown.
@@ -85,15 +84,11 @@ class CacheSpec:
         Raises:
           TypeError: If a count is not an integer, or a window or a rope has the wrong type.
           ValueError: If a count is below 1 or above 2**31 - 1.
-          ValueError: If sizes or ropes do not match the number of layers, or do not match each
-            other.
+          ValueError: If sizes or ropes do not match the number of layers or each other.
 
         Examples:
           >>> CacheSpec.attention(layers=2, kv_heads=3, head_dim=64, window=Window.sliding(128))
           CacheSpec.attention(layers=2, kv_heads=3, head_dim=64, window=Window.sliding(128))
-
-          Latent attention, in which a value is the last 8 of the 12 numbers of a key:
-
           >>> CacheSpec.attention(layers=2, kv_heads=1, head_dim=12, value_dim=slice(4, None))
           CacheSpec.attention(layers=2, kv_heads=1, head_dim=12, value_dim=slice(4, 12))
 
@@ -135,97 +130,47 @@ class CacheSpec:
 
         The cache has cells for E + 1 states of each sequence, so that a batch always fits. E is
         `max_rollback` of `make_cache`. After `seq_cp`, sequences of one stream share states; a
-        shared state is never overwritten. A copy to another stream is made once for all targets in
-        that stream.
+        shared state is never overwritten. `seq_pos_min` returns the position of the oldest stored
+        state. The functions `seq_rm`, `seq_cp`, `seq_add` and `seq_div` describe their effects on
+        recurrent states.
 
-        Some edits of recurrent caches differ from those of attention caches:
-
-        - `seq_rm` requires a stored state at the position before the range, except for whole
-          sequences.
-        - `seq_cp` replaces the states of the targets, and requires a stored state at the end of the
-          range.
-        - `seq_add` moves shared states for all owners, and is refused for negative new positions.
-        - `seq_div` removes earlier states of the range, and divides the position of the current
-          state.
-        - `seq_pos_min` returns the lowest position to which the sequence can be rolled back.
-
-        Any cache can serve as a checkpoint until its buffers are donated. An edited cache has the
-        same buffers as the cache before the edit. The first step after a checkpoint must not
-        donate, unless the step gets a copy of the cache. To keep a state although steps donate
-        buffers, copy the sequence to an unused sequence with `seq_cp`.
+        A cache can serve as a checkpoint until its buffers are donated. An edited cache has the
+        same buffers as the cache before the edit, so a donation invalidates both. To keep a state
+        although steps donate buffers, copy the sequence to an unused sequence with `seq_cp`.
 
         Args:
           layers: L, the number of layers.
           states: shape and dtype of each state of one sequence in one layer, by name: a
             `jax.ShapeDtypeStruct` or `(shape, dtype)`.
           shard_dims: by name of the state, the dimension that a mesh may split and the number of
-            parts, such as (0, heads). States without an entry are replicated on the devices of a
-            stream.
+            parts, such as (0, heads). Other states are replicated on the devices of a stream.
 
         Raises:
-          TypeError: If a count is not an integer, or the argument `states` is not a mapping of
-            names to shapes and dtypes.
+          TypeError: If a count is not an integer, or `states` not a mapping to shapes and dtypes.
           ValueError: If there are no states, or a count is out of range.
-          ValueError: If `shard_dims` contains an unknown state, or the number of parts does not
-            divide the dimension.
+          ValueError: If `shard_dims` contains an unknown state, a dimension that the state does not
+            have, or a number of parts that does not divide the dimension.
 
         Examples:
-          >>> CacheSpec.recurrent(layers=2, states={"x": ((4, 8), "float32")})
-          CacheSpec.recurrent(layers=2, states={'x': ((4, 8), 'float32')})
-
           A model that halves a state of two numbers at each token and then adds the token:
 
           >>> spec = CacheSpec.recurrent(layers=1, states={"x": ((2,), jnp.float32)})
           >>> cache = make_cache(spec, max_rollback=2)
           >>> def model(cache, ubatch):
-          ...     x = read_states(cache, 0, ubatch)["x"]
-          ...     after = [x]
+          ...     after = [read_states(cache, 0, ubatch)["x"]]
           ...     for t in range(ubatch.tokens.shape[1]):
-          ...         x = jnp.where(ubatch.valid[:, t, None], x / 2 + ubatch.tokens[:, t, None], x)
-          ...         after.append(x)
+          ...         x = after[-1] / 2 + ubatch.tokens[:, t, None]
+          ...         after.append(jnp.where(ubatch.valid[:, t, None], x, after[-1]))
           ...     last = ubatch.state_write_steps(cache.num_rollback_states(0) + 1)
           ...     x = jnp.take_along_axis(jnp.stack(after, 1), last[..., None], axis=1)
           ...     return write_states(cache, 0, ubatch, {"x": x})
           >>> plan = init_batch(cache, make_batch([8, 4, 2, 1]))
-          >>> cache = model(apply(cache, plan), plan.ubatches[0])
-          >>> print(show(cache))
-          sequence 0 1 2 3
+          >>> cache = model(apply(cache, plan), plan.ubatch)
 
           The last two tokens of the sequence can be removed:
 
           >>> [seq_rm(cache, 0, p0).ok.item() for p0 in (0, 1, 2, 3, 4)]
           [True, False, True, True, True]
-          >>> cache, ok = seq_rm(cache, 0, 2)
-          >>> plan = init_batch(cache, make_batch([0]))
-          >>> read_states(apply(cache, plan), 0, plan.ubatches[0])["x"].tolist()  # 8 / 2 + 4
-          [[8.0, 8.0]]
-
-          Keep a cache as a checkpoint, continue, and return to the checkpoint:
-
-          >>> def step(cache, ubatch):
-          ...     return model(apply(cache, ubatch), ubatch)
-          >>> def tell(cache, *tokens):
-          ...     return step(cache, init_batch(cache, make_batch(tokens)).check().ubatches[0])
-          >>> checkpoint, once = cache, tell(cache, 6, 3)
-          >>> cache, _ = seq_rm(tell(cache, 5, 5, 5), 0, 4)
-          >>> again = tell(checkpoint, 6, 3)
-          >>> jax.tree.all(jax.tree.map(np.array_equal, again, once))
-          True
-
-          A step that donates deletes the checkpoint, unless the step gets a copy of the cache:
-
-          >>> donating = jax.jit(step, donate_argnames="cache")
-          >>> cache = donating(jax.tree.map(jnp.copy, checkpoint), plan.ubatches[0])
-          >>> cache = donating(checkpoint, plan.ubatches[0])
-          >>> checkpoint.buffers[0]["x"].is_deleted()
-          True
-
-          Two streams: sequence 1 shares the state of 0, and sequences 2 and 3 share a copy:
-
-          >>> cache = make_cache(spec, sequences=4, streams=2)
-          >>> cache = apply(cache, init_batch(cache, make_batch([8])))
-          >>> seq_cp(cache, 0, [1, 2, 3]).cache.num_used_cells().item()
-          2
 
         llama.cpp: `llama_memory_recurrent`, `n_embd_r`, `n_embd_s`.
         """
@@ -259,9 +204,9 @@ class CacheSpec:
         a source, the output is zero.
 
         `seq_cp` and `seq_select` replace the source of the target by the source of the parent,
-        unless the range is empty. Within a stream, target and parent then share the source. A
-        removal (`seq_rm`) removes the source only with the whole sequence. Shifts, `seq_pos_min`
-        and `seq_pos_max` ignore sources.
+        unless the range is empty. Within a stream, target and parent then share the source.
+        `seq_rm` removes the source only with the whole sequence. Shifts, `seq_pos_min` and
+        `seq_pos_max` ignore sources.
 
         The arguments are those of `CacheSpec.attention`, but `value_dim` is not a slice.
 
@@ -275,16 +220,10 @@ class CacheSpec:
           >>> sizes = dict(layers=1, kv_heads=1, head_dim=2)
           >>> text, source = CacheSpec.attention(**sizes), CacheSpec.cross_attention(**sizes)
           >>> spec = CacheSpec.hybrid((text, [0]), (source, [1]))
-          >>> cache = make_cache(spec, cells=(8, 6), sequences=2)
-          >>> cache = apply(cache, init_batch(cache, make_batch([[7, 8, 9], [5]]), encoder=True))
-          >>> cache = apply(cache, init_batch(cache, make_batch([0, 3])))
-          >>> print(show(seq_cp(cache, 0, 1).cache))
-          part 0, layers 0
-          owner    + + . . . . . .
-          position 0 1 . . . . . .
-          part 1, layers 1
-          owner    + + + . . .
-          position 0 1 2 . . .
+          >>> cache = make_cache(spec, cells=(8, 6))
+          >>> cache = apply(cache, init_batch(cache, make_batch([7, 8, 9]), encoder=True))
+          >>> [part.num_used_cells().item() for part in cache.parts]
+          [0, 3]
 
         llama.cpp: `llama_cross`, which stores the outputs of one encoder pass and no keys.
         """
@@ -314,8 +253,8 @@ class CacheSpec:
           ValueError: If there are no parts, or a part does not have one distinct number for each
             layer.
           ValueError: If a layer is in several parts with keys, or in several parts with states.
-          ValueError: If there are several `cross_attention` parts, or no part of another kind.
-          ValueError: If a hybrid part contains a `cross_attention` part.
+          ValueError: If there are several `cross_attention` parts, or no part of another kind, or a
+            hybrid part contains a `cross_attention` part.
 
         Examples:
           Layers 0, 1, 3 and 4 have a window of 4 positions; layers 2 and 5 have no window:
@@ -323,11 +262,8 @@ class CacheSpec:
           >>> sizes = dict(kv_heads=1, head_dim=2)
           >>> near = CacheSpec.attention(layers=4, window=Window.sliding(4), **sizes)
           >>> far = CacheSpec.attention(layers=2, **sizes)
-          >>> cache = make_cache(
-          ...     CacheSpec.hybrid((near, [0, 1, 3, 4]), (far, [2, 5])),
-          ...     cells=(None, 64),
-          ...     sequences=2,
-          ... )
+          >>> spec = CacheSpec.hybrid((near, [0, 1, 3, 4]), (far, [2, 5]))
+          >>> cache = make_cache(spec, cells=(None, 64), sequences=2)
           >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
           >>> [part.num_used_cells().item() for part in cache.parts]
           [3, 3]

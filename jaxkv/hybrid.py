@@ -1,7 +1,6 @@
 """Hybrid cache: several caches that step together, each for some layers of a model.
 
-If a batch, an edit or a ubatch is not possible in one part, no part changes. Most methods of
-`HybridTable` call the same method of each part and combine the results (`_make_parts_method`).
+If a batch, an edit or a ubatch is not possible in one part, no part changes.
 """
 
 from __future__ import annotations
@@ -71,8 +70,7 @@ def _commit_if_all_ok(
 ) -> tuple[HybridTable, Bool[Array, ""]]:
     """Return the edited table and True if all parts are ok, else the old table and False.
 
-    The edit is also refused if `SequenceStatus.missing` becomes True, for example if the last
-    positions of the parts would differ.
+    The edit is also refused if `SequenceStatus.missing` becomes True for a sequence.
     """
     parts, granted = zip(*answers, strict=True)
     changed = replace(table, parts=parts)
@@ -100,10 +98,7 @@ def _combine_plans(table: HybridTable, plans: list[MaintenancePlan]) -> HybridMa
 def _make_parts_method(
     method: Callable[..., R], rule: Callable[..., R], which: str = "parts"
 ) -> Callable[..., R]:
-    """Return a method that calls a method of each part, and combines the results by a function.
-
-    The last argument names the attribute of `HybridTable` with the parts.
-    """
+    """Return a method that calls a method of each part in `which`, and combines the results."""
     per_part = {i for i, name in enumerate(signature(method).parameters, -1) if name in OWN}
 
     def call(table: HybridTable, *args: PyTree, **options: PyTree) -> R:
@@ -126,9 +121,9 @@ def _make_parts_query(
 
 
 def _make_layer_method(method: Callable[..., R], verb: str, *, writes: bool) -> Callable[..., R]:
-    """Return a method that calls a method of one part: the part that supports a verb for a layer.
+    """Return a method that calls a method of the part that supports a verb for a layer.
 
-    If the method writes to a cache, the first results of the part are its table and buffers.
+    If `writes`, the first results of the part are its table and buffers.
     """
 
     def call(
@@ -161,11 +156,7 @@ def _replace_part(parts: tuple[R, ...], i: int, part: R) -> tuple[R, ...]:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HybridMaintenancePlan(MaintenancePlan):
-    """Plan of an update or a defrag of all parts.
-
-    parts: Plan of each part.
-    spec: Static spec of the hybrid table for which the plan was made.
-    """
+    """Plan of an update or a defrag of all parts of a hybrid table."""
 
     parts: tuple[MaintenancePlan, ...]
     spec: TableSpec = field(metadata={"static": True})
@@ -195,7 +186,6 @@ class HybridMaintenancePlan(MaintenancePlan):
 class HybridTable(CacheTable):
     """Table of a hybrid cache: the tables of its parts.
 
-    parts: Table of each part.
     layers: Static numbers of the model's layers that each part serves, in the order of layers of
       the part. A model layer with both attention and recurrence is in two parts.
     sharding_rules: Static mesh axes that split the cache; equal in all parts.
@@ -408,10 +398,7 @@ class HybridTable(CacheTable):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _EncoderHybridTable(HybridTable):
-    """Table for plans of encoder sources only; no cache has this table.
-
-    of_sources: True, static, see `CrossAttentionTable`.
-    """
+    """Table for plans of encoder sources only; no cache has this table."""
 
     of_sources: bool = field(default=True, metadata={"static": True})
 

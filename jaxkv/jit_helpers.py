@@ -26,12 +26,9 @@ R = TypeVar("R")
 def jit_table(fun: Callable[..., R], **options: Any) -> Callable[..., R]:
     """Compile a function of tables with `jax.jit` and its options.
 
-    On a mesh, tables and rows of ubatches are split like their streams. Other outputs are
-    replicated and can be read by every process. Without output shardings, a compiler may split the
-    table of a loop differently.
-
-    The compiled function raises ValueError if an argument was donated, or if a table belongs to a
-    batch of caches.
+    On a mesh, tables and rows of ubatches are split like their streams; other outputs are
+    replicated. The compiled function raises ValueError if an argument was donated, or if a table
+    belongs to a batch of caches.
     """
 
     @partial(jax.jit, **options)
@@ -65,10 +62,7 @@ def jit_table(fun: Callable[..., R], **options: Any) -> Callable[..., R]:
 
 
 def jit_method(method: Callable[..., R], **options: Any) -> Callable[..., R]:
-    """Compile a method of `CacheTable`, such as `seq_rm`, with `jit_table`.
-
-    The compiled function calls the method of the given table's class.
-    """
+    """Compile a method of `CacheTable` with `jit_table`, called on the class of the given table."""
 
     def call(table: CacheTable, *args: PyTree, **kwargs: PyTree) -> PyTree:
         return getattr(table, method.__name__)(*args, **kwargs)
@@ -91,7 +85,6 @@ def check_concrete_cache(table: CacheTable, buffers: PyTree = ()) -> None:
     >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
     >>> check_concrete_cache(jax.tree.map(lambda x: x[None], cache.table))
     Traceback (most recent call last):
-    ...
     ValueError: expected one cache, got a batch of them; go over it with jax.vmap, or ...
     """
     if not all(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves((table, buffers))):
@@ -103,7 +96,7 @@ def check_concrete_cache(table: CacheTable, buffers: PyTree = ()) -> None:
 def replicate(table: CacheTable, answers: PyTree) -> PyTree:
     """Replicate arrays on the mesh of a table, so that every process can read the arrays.
 
-    Call the function in programs without output shardings, since a compiler may split outputs.
+    A program without output shardings must call the function, since a compiler may split outputs.
     """
     mesh = current_mesh(table.sharding_rules)
     if mesh is None:

@@ -47,29 +47,26 @@ def make_cache(
 
     Args:
       spec: layers, heads and windows of the model (`CacheSpec`).
-      cells: N, the number of cells of each stream. With a window, the default is (W + ubatch_size +
-        max_rollback) * Q / S, rounded up for the placement. The default is enough for sequences of
-        any length, and a larger number is reduced to it. Recurrent layers ignore the argument
-        `cells`, and have Q / S * (E + 1) cells. Cross-attention layers have N cells for encoder
-        sources.
+      cells: N, the number of cells of each stream. A batch that needs more cells than are free
+        is refused (`init_batch`). With a window, the default is (W + ubatch_size + max_rollback) *
+        Q / S, rounded up for the placement. The default is enough for sequences of any length, and
+        a larger number is reduced to it. Recurrent layers ignore `cells`. Cross-attention layers
+        have N cells for encoder sources.
       sequences: Q, the number of sequence ids.
       streams: S, the number of streams, a divisor of Q. Sequence q is in stream q // (Q // S).
         Sequences of one stream share the cells of the stream, and fork without a copy. With S = Q,
-        the cost of a sequence does not depend on other sequences, since each sequence attends only
-        to its own stream. With 1 < S < Q, as for a stream on each device, a copy between streams
-        may be refused (`seq_cp`).
+        the cost of a sequence does not depend on other sequences. With 1 < S < Q, as for a stream
+        on each device, a copy between streams may be refused (`seq_cp`).
       dtype: dtype of keys and values: a floating dtype or int8. Recurrent states have the dtypes of
         the spec. Dtypes of 8 bits are quantised, with a float32 scale for each 128 numbers of a
         head in a cell. Quantised keys with a head size of 64 take 0.27 times the bytes of float32.
-        Gradients with respect to quantised keys and values are zero; use another dtype for
-        training.
+        Gradients with respect to quantised keys and values are zero; train with another dtype.
       ubatch_size: with a window, the largest ubatch that the default N is sized for. With the
         default N, `init_batch` raises ValueError for a larger ubatch.
       max_rollback: with a window, the number of last tokens that can always be removed with the
         default N; default 32. If `max_rollback` is `cells`, N is not reduced, and any number of
-        tokens can be removed until a stream is full. With recurrent layers, E, the
-        number of earlier states to store; default 0. Each earlier state has the size of the current
-        state.
+        tokens can be removed until a stream is full. With recurrent layers, E, the number of
+        earlier states to store, each as large as the current state; default 0.
       placement: order in which a ubatch gets free cells of attention layers, without effect on
         results.
 
@@ -79,100 +76,51 @@ def make_cache(
         - "striped:n" takes cells in rotation from n runs of N / n cells, up to 64 at a time, so
           that n devices that split the cells have equal shares.
         - "tiled" first takes cells in tiles of 64 cells that no other sequence uses. On a CPU, one
-          tiled stream is about as fast as one stream for each sequence. In tiled placement, N must
-          be a multiple of 64, or below 256.
+          tiled stream is about as fast as one stream for each sequence. N must be a multiple of 64,
+          or below 256.
 
       stacked: If True, one array stores the keys of all attention layers, and another array the
-        values, so that a layer number may be traced. All layers must have equal sizes.
+        values. All layers must have equal sizes. The cache can be the carry of a `jax.lax.scan`
+        over layers, which compiles only one layer: `attend`, `write_kv` and `read_kv` accept a
+        traced int32 layer number. A traced number out of range writes nothing and reads NaN.
       mesh: mesh of devices; each device makes its share of the cache. On a mesh, plans and
         functions that use buffers require `jax.set_mesh`; edits and queries of the table do not.
       sharding_rules: mesh axes for the axes of the cache; default `sharding.ShardingRules()`.
 
     Returns:
       The empty cache. An attention layer has keys `[S, K, N, D]` and values `[S, K, N, Dv]`. A
-      recurrent layer has states `[S, n, ...]`, where n is Q / S * (`max_rollback` + 1).
+      recurrent layer has states `[S, n, ...]`, where n is Q / S * (E + 1).
 
-    A stacked cache can be the carry of a `jax.lax.scan` over layers, so that only one layer is
-    traced and compiled. The functions `attend`, `write_kv` and `read_kv` accept an int32 layer
-    number. A traced layer number that is out of range writes nothing and reads NaN. Stacked caches
-    have these costs, measured in `docs/performance.md`:
+    Stacked caches have these costs, measured in `docs/performance.md`:
 
-    - A write outside of `jit` copies all layers.
+    - A write copies all layers outside of `jit`, on a CPU before jax 0.12 with bfloat16 or float8,
+      and on a TPU with head sizes below 128.
     - For each layer, the gradient with respect to the buffers has the size of all layers.
     - `read_kv`, and `attend` with the implementations "xla", "cudnn" and "whole", copy a layer
       before each read.
-    - A write copies all layers on a CPU before jax 0.12, with bfloat16 or float8.
-    - A write copies all layers on a TPU, with head sizes below 128.
 
     Raises:
-      TypeError: If the spec is not a `CacheSpec`, a count is not an integer, or `dtype` is no
-        dtype.
+      TypeError: If `spec` is not a `CacheSpec`, a count is not an integer, or `dtype` no dtype.
       ValueError: If a count is below 1 (`max_rollback`: below 0) or above 2**31 - 1, or S does not
         divide Q.
-      ValueError: If attention layers have no window, and the number of cells is missing.
-      ValueError: If a stream has 2**30 cells or more, or a layer has 2**60 numbers or more.
+      ValueError: If `cells` is missing for attention layers without a window, a stream has 2**30
+        cells or more, or a layer has 2**60 numbers or more.
       ValueError: If the placement is unknown, or N does not fit the placement.
-      ValueError: If the dtype is neither int8 nor a signed floating dtype with NaN.
-      ValueError: If the dtype has 8 bits, and values are slices of the keys.
+      ValueError: If the dtype is neither int8 nor a signed floating dtype with NaN, or has 8 bits
+        although values are slices of the keys.
       ValueError: If layers of a stacked cache have different sizes or ropes.
       ValueError: If a tuple does not have one value for each part.
-      ValueError: If the devices of the mesh cannot get equal shares of streams or cells, or an
-        axis of the mesh would split two dimensions.
-      ValueError: If `sharding_rules` are given without a mesh.
+      ValueError: If the devices of the mesh cannot get equal shares of streams or cells, an axis of
+        the mesh would split two dimensions, or `sharding_rules` are given without a mesh.
 
     Examples:
       >>> spec = CacheSpec.attention(layers=2, kv_heads=3, head_dim=64)
       >>> cache = make_cache(spec, cells=512, sequences=8)
       >>> cache.buffers.k[0].shape, cache.nbytes
       ((1, 3, 512, 64), 1583152)
-
-      A quantised cache with scales:
-
       >>> small = make_cache(spec, cells=512, sequences=8, dtype="int8")
-      >>> keys = small.buffers.k[0]
-      >>> keys.dtype, keys.codes.shape, keys.scales.shape, small.nbytes
-      (dtype('int8'), (1, 3, 512, 64), (1, 3, 512, 1), 428080)
-
-      A window of 128 positions, with a stream for each of two sequences:
-
-      >>> spec = CacheSpec.attention(2, 3, 64, window=Window.sliding(128))
-      >>> make_cache(spec, sequences=2, streams=2).buffers.k[0].shape
-      (2, 3, 672, 64)
-
-      Two streams for four sequences; sequences 0 and 1 share the first stream:
-
-      >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
-      >>> cache = make_cache(spec, cells=4, sequences=4, streams=2)
-      >>> batch = make_batch([[1], [2], [3]], sequences=[3, 1, 0])
-      >>> print(show(apply(cache, init_batch(cache, batch))))
-      owner    0 1 . .
-      position 0 0 . .
-      owner    3 . . .
-      position 0 . . .
-
-      Two stripes of four cells each, as for two devices:
-
-      >>> cache = make_cache(spec, cells=8, placement="striped:2")
-      >>> print(show(apply(cache, init_batch(cache, make_batch([1, 2, 3, 4, 5, 6])))))
-      owner    0 0 0 . 0 0 0 .
-      position 0 2 4 . 1 3 5 .
-
-      A mesh on which each device has half of the streams and half of the heads:
-
-      >>> mesh = jax.make_mesh((2, 2), ("data", "tensor"))
-      >>> spec = CacheSpec.attention(layers=1, kv_heads=2, head_dim=4)
-      >>> cache = make_cache(spec, cells=8, sequences=2, streams=2, mesh=mesh)
-      >>> cache.buffers.k[0].shape, cache.buffers.k[0].addressable_shards[0].data.shape
-      ((2, 2, 8, 4), (1, 1, 8, 4))
-
-      A hybrid cache with quantised attention and a recurrent layer with three earlier states:
-
-      >>> states = CacheSpec.recurrent(layers=1, states={"x": ((2,), "float32")})
-      >>> both = CacheSpec.hybrid((spec, [0]), (states, [1]))
-      >>> cache = make_cache(both, cells=64, dtype="int8", max_rollback=3)
-      >>> keys, states = cache.buffers
-      >>> keys.k[0].dtype, states[0]["x"].shape, cache.spec == both
-      (dtype('int8'), (1, 4, 2), True)
+      >>> small.buffers.k[0].codes.shape, small.buffers.k[0].scales.shape, small.nbytes
+      ((1, 3, 512, 64), (1, 3, 512, 1), 428080)
 
     llama.cpp: `llama_kv_cache`, `llama_memory_recurrent`, `llama_kv_cache_iswa` and
     `llama_memory_hybrid`, with the parameters `n_ctx`, `n_seq_max`, `kv_unified` (one stream),

@@ -123,8 +123,8 @@ class Plan:
     reason: a `Reason` for each sequence; OK for a sequence that is not in the batch. If a traced
       batch has an unknown sequence id, all sequences that would fit have UNKNOWN_SEQUENCE.
     fits: True for a set of sequences that fit together; sequences with fewer tokens are preferred.
-    expected: the position, or the number of free cells, that the batch requires.
-    actual: the position, or the number of free cells, that was found.
+    expected, actual: the position, or the number of free cells, that the batch requires, and that
+      was found.
 
     llama.cpp: `llama_memory_context_i`.
     """
@@ -159,9 +159,7 @@ class Plan:
           Traceback (most recent call last):
           ...
           jaxkv.plan.PlanRefusedError: the batch was refused, and nothing was changed.
-          sequence 0: OUT_OF_CELLS, expected 5 free cells, got 4; remove a sequence (seq_rm), \
-plan the sequences that fit (batch.keep_sequences(plan.fits)), make the cache larger (cells=), or, \
-with a window, plan fewer tokens at once (ubatch_size=)
+          sequence 0: OUT_OF_CELLS, expected 5 free cells, got 4; remove a sequence (seq_rm), ...
         """
         if not is_concrete(self.ok):
             raise TypeError("expected a concrete plan to check, got a traced one; use plan.ok")

@@ -67,8 +67,7 @@ class Rope:
     ) -> Float[Array, "*n H D"]:
         """Rotate queries or keys to their positions. The result has the dtype of `x`.
 
-        Sines and products are computed in float32. Angles are exact to 1e-6 radians at every
-        position.
+        Sines and products are float32. Angles are exact to 1e-6 radians at every position.
 
         Args:
           x: queries or keys of H heads (any number) with D numbers each.
@@ -79,14 +78,9 @@ class Rope:
           TypeError: If `x` is not floating, or positions are not integers.
 
         Examples:
-          Rotate one pair by a quarter turn at position 1, and not at position 0:
-
-          >>> quarter = Rope(frequencies=(math.pi / 2,))
-          >>> x = jnp.array([[1.0, 0.0]])
-          >>> quarter.rotate(x, jnp.array(1)).round(3) + 0.0
+          >>> quarter = Rope(frequencies=(math.pi / 2,))  # a quarter turn per position
+          >>> quarter.rotate(jnp.array([[1.0, 0.0]]), jnp.array(1)).round(3) + 0.0
           Array([[0., 1.]], dtype=float32)
-          >>> quarter.rotate(x, jnp.array(0))
-          Array([[1., 0.]], dtype=float32)
 
         llama.cpp: `ggml_rope_ext`.
         """
@@ -158,10 +152,9 @@ class Rope:
     ) -> Rope:
         """Divide low frequencies by a factor, as in Llama 3.1.
 
-        Frequencies with more than `high_freq_factor` turns over the original context are unchanged.
-        Frequencies with fewer than `low_freq_factor` turns are divided by the factor. Frequencies
-        between the two limits are interpolated. The original context has as many positions as the
-        argument `original`.
+        The original context has `original` positions. Frequencies with more than `high_freq_factor`
+        turns over the original context are unchanged. Frequencies with fewer than `low_freq_factor`
+        turns are divided by the factor. Frequencies between the two limits are interpolated.
 
         >>> plain = Rope.make(4, base=1e8)
         >>> slowed = plain.llama3(
@@ -196,8 +189,7 @@ class Rope:
           original: number of positions of the original context.
           base: base of the unscaled rope, see `Rope.make`.
           beta_fast: number of turns over the original context above which a frequency is unchanged.
-          beta_slow: number of turns over the original context below which a frequency is divided by
-            the factor.
+          beta_slow: number of turns below which a frequency is divided by the factor.
           attention_factor: factor of rotated queries and keys. The default is 1 for a context ratio
             r of at most 1, else 0.1 ln(r) + 1.
           truncate: If True, the two limits are rounded to whole pairs. gpt-oss does not round.
@@ -244,10 +236,9 @@ def _angles(
 ) -> Float[Array, "*n pairs"]:
     """Return the angle of each pair, without full turns, in float32.
 
-    A product of position and frequency in float32 has an error of position * 2**-24. Therefore
-    turns per position are stored as a 64-bit integer. The product of the position and the upper 32
-    bits drops full turns exactly. The product of the position and the lower 32 bits adds at most
-    half a turn.
+    A product of position and frequency in float32 has an error of position * 2**-24. Turns per
+    position are therefore a 64-bit integer: the product with its upper 32 bits drops full turns
+    exactly, and the product with its lower 32 bits adds at most half a turn.
     """
     fractions = [_fraction_of_a_turn(frequency) for frequency in frequencies]
     upper = np.array([f >> 32 for f in fractions], np.uint32).astype(np.int32)

@@ -22,12 +22,10 @@ class TableSpec:
     """Static configuration of a table. Hashable; caches with equal specs accept each other's plans.
 
     kind: "attention", "source" (encoder sources), "recurrent" or "hybrid".
-    sequences: Q, the number of sequence ids.
-    streams: S, the number of streams; sequence q is in stream q // sequences_per_stream.
+    sequences, streams: Q and S; sequence q is in stream q // sequences_per_stream.
     single_sequence_rows: True if each row of a ubatch has tokens of only one sequence.
     ubatch_size: largest ubatch that the cache was sized for; None for any size.
-    max_rollback: E of recurrent states, the number of last tokens that can be removed; None for
-      any.
+    max_rollback: number of last tokens that can be removed, E of recurrent states; None for any.
     details: further (name, value) pairs that a plan depends on.
     parts: specs of the tables of all parts of a hybrid cache.
     """
@@ -122,7 +120,6 @@ def check_sequences_and_streams(sequences: SupportsIndex, streams: SupportsIndex
 
     >>> check_sequences_and_streams(6, 4)
     Traceback (most recent call last):
-    ...
     ValueError: expected streams that deal out 6 sequences evenly, one of [1, 2, 3, 6], got 4; ...
     """
     sequences = check_count(sequences, "sequences")

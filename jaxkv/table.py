@@ -1,7 +1,6 @@
 """`CacheTable`: the methods of a table that edits, plans and loops call.
 
-The subclasses of `CacheTable` are `CellTable` (attention), `CrossAttentionTable` (encoder sources),
-`StateTable` (recurrence) and `HybridTable` (several tables that step together).
+Subclasses: `CellTable`, `CrossAttentionTable` (encoder sources), `StateTable` and `HybridTable`.
 """
 
 from __future__ import annotations
@@ -58,10 +57,7 @@ class Admission(NamedTuple):
 
 
 class KVView(NamedTuple):
-    """Keys and values that P lists of T tokens attend to in a layer.
-
-    The rows of a stream are one list if S is 1 or the ubatch has a row for each sequence; otherwise
-    each row is a list.
+    """Keys and values that P lists of T tokens attend to in a layer; for the lists see `read_kv`.
 
     k: Keys of all cells of each list's stream, in the dtype of the buffers; float32 if quantised.
     v: Values of all cells of each list's stream, in the same dtype as the keys.
@@ -109,8 +105,7 @@ class MaintenancePlan(Partitioned):
 def assignable(method: Callable[..., R]) -> Callable[..., R]:
     """Allow a subclass to define a method by assigning a function.
 
-    Type checkers then compare only return types. A test, `tests/cells/test_contract.py`, compares
-    the names of the arguments.
+    Type checkers then compare only return types; `tests/cells/test_contract.py` compares arguments.
     """
     return method
 
@@ -219,8 +214,7 @@ class CacheTable(Partitioned):
     def owns_same_cells(self, partner: Int32[Array, " Q"]) -> Bool[Array, " Q"]:
         """Return whether each sequence owns exactly the same cells as its partner.
 
-        The partner is given as the index of a sequence within the stream. Caches with recurrent
-        states raise TypeError.
+        The partner is an index within the stream. Caches with recurrent states raise TypeError.
         """
         del partner
         raise TypeError(
@@ -243,10 +237,9 @@ class CacheTable(Partitioned):
     ) -> Bool[np.ndarray, " S"]:
         """Return which streams have enough cells for sequences of given lengths in any order.
 
-        The method runs on the CPU and reads only sizes. A cache with contiguous placement may need
-        a defrag first. A length is the largest number of tokens of a sequence. At most `at_once`
-        tokens of a stream are computed at once. The array `num_shared_cells` is the present result
-        of `num_cells_saved_by_sharing` on the CPU.
+        A length is the largest number of tokens of a sequence; at most `at_once` tokens of a stream
+        are computed at once. Contiguous placement may need a defrag first. Only sizes are read, on
+        the CPU.
         """
 
     @abstractmethod
@@ -257,8 +250,7 @@ class CacheTable(Partitioned):
     def slots_when_skipped(self, ubatch: Ubatch) -> PyTree:
         """Return the slots of a part for a ubatch that stores its tokens only in other parts.
 
-        By default the result is None, and operations of the part then reject the ubatch. A part for
-        cross-attention returns slots, so that tokens attend to encoder sources.
+        The default None makes operations of the part reject the ubatch.
         """
         del ubatch
 
@@ -350,8 +342,8 @@ class CacheTable(Partitioned):
     ) -> tuple[Self, Bool[Array, ""]]:
         """Add `delta` to the positions of a range of a sequence; return the table and a flag.
 
-        The sequence has no token, not even an evicted token, at positions from the argument `gap`,
-        if not None, up to the range.
+        If `gap` is not None, the sequence has neither tokens nor evicted tokens at positions from
+        `gap` up to the range.
         """
 
     @abstractmethod

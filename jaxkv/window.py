@@ -42,11 +42,8 @@ class Window:
 
         With `causal=False`, a token also attends to all later tokens.
 
-        >>> [
-        ...     can_see(Window.sliding(3), jnp.int32(7), jnp.int32(key)).item()
-        ...     for key in (4, 5, 7, 8)
-        ... ]
-        [False, True, True, False]
+        >>> can_see(Window.sliding(3), jnp.int32(7), jnp.arange(4, 9)).tolist()
+        [False, True, True, True, False]
 
         llama.cpp: `LLAMA_SWA_TYPE_STANDARD`.
         """
@@ -58,11 +55,8 @@ class Window:
 
         With `causal=False`, a token also attends to all later tokens.
 
-        >>> [
-        ...     can_see(Window.chunked(4), jnp.int32(6), jnp.int32(key)).item()
-        ...     for key in (3, 4, 6, 7)
-        ... ]
-        [False, True, True, False]
+        >>> can_see(Window.chunked(4), jnp.int32(6), jnp.arange(3, 8)).tolist()
+        [False, True, True, True, False]
 
         llama.cpp: `LLAMA_SWA_TYPE_CHUNKED`.
         """
@@ -72,11 +66,8 @@ class Window:
     def symmetric(width: int) -> Window:
         """Attend to W // 2 positions on each side; to later positions only with `causal=False`.
 
-        >>> [
-        ...     can_see(Window.symmetric(4), jnp.int32(6), jnp.int32(key)).item()
-        ...     for key in (3, 4, 6, 7)
-        ... ]
-        [False, True, True, False]
+        >>> can_see(Window.symmetric(4), jnp.int32(6), jnp.arange(3, 8)).tolist()
+        [False, True, True, True, False]
         >>> can_see(Window.symmetric(4), jnp.int32(6), jnp.int32(8), causal=False).item()
         True
 
@@ -91,9 +82,7 @@ class Window:
 def num_cells_for_window(
     window: Window, *, ubatch_size: int, max_rollback: int, sharing: int
 ) -> int:
-    """Return the number of cells that a stream with a window needs for sequences of any length.
-
-    The argument `sharing` is the number of sequences of the stream.
+    """Return the number of cells that a window requires for `sharing` sequences of any length.
 
     >>> num_cells_for_window(Window.sliding(512), ubatch_size=64, max_rollback=32, sharing=2)
     1216
@@ -104,10 +93,7 @@ def num_cells_for_window(
 def max_lookback(window: Window) -> int:
     """Return the largest distance to an earlier position that a token attends to.
 
-    >>> [
-    ...     max_lookback(window)
-    ...     for window in (Window.sliding(4), Window.chunked(4), Window.symmetric(4))
-    ... ]
+    >>> [max_lookback(x) for x in (Window.sliding(4), Window.chunked(4), Window.symmetric(4))]
     [3, 3, 2]
     """
     return window.width // 2 if window.rule == "symmetric" else window.width - 1
@@ -116,10 +102,7 @@ def max_lookback(window: Window) -> int:
 def first_seen(window: Window | None, position: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
     """Return the lowest position that a token attends to; monotonic in the token's position.
 
-    >>> [
-    ...     first_seen(window, jnp.int32(6)).item()
-    ...     for window in (None, Window.sliding(3), Window.chunked(4))
-    ... ]
+    >>> [first_seen(x, jnp.int32(6)).item() for x in (None, Window.sliding(3), Window.chunked(4))]
     [0, 4, 4]
     """
     if window is None:
@@ -136,20 +119,12 @@ def last_seen(
     causal: bool = True,
     visible_until: Int32[Array, "#*n"] | None = None,
 ) -> Int32[Array, "*n"]:
-    """Return the highest position that a token attends to.
+    """Return the highest position that a token attends to; `visible_until` replaces its position.
 
-    `visible_until` replaces the position of the token as the limit; a symmetric window still
-    applies.
-
-    >>> [
-    ...     last_seen(Window.symmetric(4), jnp.int32(6), causal=causal).item()
-    ...     for causal in (True, False)
-    ... ]
-    [6, 8]
-    >>> last_seen(Window.sliding(4), jnp.int32(6), causal=False).item()
-    2147483647
     >>> last_seen(Window.symmetric(4), jnp.int32(6), visible_until=jnp.int32(9)).item()
     8
+    >>> last_seen(Window.sliding(4), jnp.int32(6), causal=False).item()
+    2147483647
     """
     if visible_until is not None:
         return jnp.minimum(visible_until, last_seen(window, position, causal=False))
@@ -172,8 +147,7 @@ def can_see(
 ) -> Bool[Array, "*n"]:
     """Return whether the token at a query position attends to the token at a key position.
 
-    The arguments `causal` and `visible_until` are those of `attend`.
-    llama.cpp: `llama_hparams::is_masked_swa`.
+    For `causal` and `visible_until` see `attend`. llama.cpp: `llama_hparams::is_masked_swa`.
     """
     first, last = (
         first_seen(window, query),

@@ -23,26 +23,27 @@ NO_EFFECT += ("precision", "module", "implementation")
 class AttentionLayers:
     """Attention function of all layers of a model, for one call of `forward`.
 
-    The function replaces the attention function of `nnx.MultiHeadAttention`, of Linen's
-    `MultiHeadDotProductAttention`, or any other function of q, k and v. Each call is the next layer
-    of the cache, in the order of the layer numbers. Index the object to choose a layer. The model
-    rotates queries and keys itself. The mask of the model is ignored, since a token attends to the
-    visible cells of its sequences.
+    Pass the object as the attention function of `nnx.MultiHeadAttention`, of Linen's
+    `MultiHeadDotProductAttention`, or of any model that calls a function of q, k and v. Each call
+    is the next layer of the cache, in the order of the layer numbers. Index the object to choose a
+    layer. The model rotates queries and keys. The mask of the model is ignored, since a token
+    attends to the visible cells of its sequences.
 
     A layer inside of `jax.checkpoint` or of a scan cannot call the function; use `attend` there.
 
     Args:
-      cache: A cache to which the ubatch was applied.
-      ubatch: The tokens to compute.
+      cache: a cache to which the ubatch was applied.
+      ubatch: the tokens to compute.
 
     Raises:
+      TypeError: If `cache` or `ubatch` has another type, or the model passes another option than
+        `scale`, `softcap`, `sinks` and those that flax or `jax.nn` pass.
       ValueError: If a layer is called twice, the model has more layers than the cache, or the model
         passes a bias or uses dropout.
       ValueError: If the property `cache` is read before every layer was called.
-      TypeError: If `cache` or `ubatch` has another type, or the model passes another option.
 
     Examples:
-      A model of two layers that does not know of the cache:
+      A model of two layers that takes an attention function:
 
       >>> def model(params, tokens, attention):
       ...     x = jnp.take(params, tokens, axis=0)[:, :, None]

@@ -1,16 +1,7 @@
 """Edits of sequences: remove, copy, keep, shift and divide. Each edit returns the next cache.
 
-- *Ids*: A sequence id is an integer from 0 to Q - 1. A concrete id below 0 or above Q - 1 raises
-  ValueError. A traced id below 0 or above Q - 1 leaves the cache unchanged.
-- *Ranges*: A range consists of the positions from `p0` to `p1` - 1. A `p0` of -1 means 0. A `p1` of
-  None or -1 means no end. A `p1` of 0 means an empty range. A concrete bound below -1 raises
-  ValueError, and a traced bound below -1 sets the flag `ok` to False.
-- *Refusals*: A refused edit leaves the cache unchanged, and the flag `ok` is False. An edit is
-  refused if a part of the cache cannot make the edit, or if a sequence could not continue after its
-  last token (`Cache.can_resume`).
-
-An edit of a stream makes all earlier ubatches for that stream stale. The docstring of
-`Cache.is_current` lists the edits that make other plans stale.
+The docstring of `seq_rm` describes the ranges of positions of all edits. An edit of a stream makes
+earlier ubatches for that stream stale.
 """
 
 from __future__ import annotations
@@ -49,24 +40,25 @@ class EditResult(NamedTuple):
 def seq_rm(cache: Cache, seq: Ids | None = None, p0: Ids = 0, p1: Ids | None = None) -> EditResult:
     """Remove a range of positions from one sequence, from several, or from all.
 
-    A whole sequence can always be removed. An encoder source is removed only if `p0` is 0 and `p1`
-    is None. The removal of a part of a sequence can be refused:
+    A cell is free when no sequence owns the cell. A whole sequence can always be removed. An
+    encoder source is removed only with the range from 0 to the end. A refused edit leaves the cache
+    unchanged, and `ok` is False. The removal of a part of a sequence is refused:
 
-    - With a window, `ok` is False if the next token would attend to an evicted cell.
-    - With recurrent states, `ok` is False if tokens follow the range, or if no state is stored at
-      the position before the range.
-
-    A cell is free when no sequence owns the cell.
+    - With a window, if the next token would attend to an evicted cell.
+    - With recurrent states, if tokens follow the range, or if no state is stored at the position
+      before the range.
+    - With a hybrid cache, if one part refuses, or if the last positions of the parts would differ.
 
     Args:
       cache: any cache.
-      seq: a sequence id, or a list of sequence ids. None or -1 means every sequence.
+      seq: a sequence id, or a list of sequence ids. None or -1 means every sequence. A traced
+        unknown id has no effect, and `ok` is True.
       p0: first position to remove; -1 means 0.
-      p1: one past the last position to remove; None or -1 means no end.
+      p1: one past the last position to remove; None or -1 means no end, and 0 an empty range. A
+        traced bound below -1 leaves the cache unchanged, and `ok` is False.
 
     Returns:
-      The next cache, and the flag `ok` for each range. Several ranges are removed in order. `ok`
-      is False for a traced bound below -1; a traced unknown id has no effect, and `ok` is True.
+      The next cache, and the flag `ok` for each range. Several ranges are removed in order.
 
     Raises:
       ValueError: If `seq`, `p0` and `p1` are not scalars or lists of equal length.
@@ -74,32 +66,17 @@ def seq_rm(cache: Cache, seq: Ids | None = None, p0: Ids = 0, p1: Ids | None = N
       TypeError: If an id or a bound is not an integer.
 
     Examples:
-      >>> cache = make_cache(
-      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=6, sequences=2
-      ... )
+      Remove two tokens, then the last token (`p0=-1` would remove the whole sequence):
+
+      >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
+      >>> cache = make_cache(spec, cells=6, sequences=2)
       >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3, 4])))
       >>> cache, ok = seq_rm(cache, 0, 1, 3)
       >>> print(show(cache))
       owner    0 . . 0 . .
       position 0 . . 3 . .
-
-      A hole does not change the smallest and the largest position of a sequence:
-
-      >>> cache.seq_pos_min(0).item(), cache.seq_pos_max(0).item()
-      (0, 3)
-
-      Remove the last token of a sequence (with `p0=-1`, the whole sequence would be removed):
-
-      >>> shorter, ok = seq_rm(cache, 0, cache.seq_pos_max(0))
-      >>> shorter.seq_pos_max(0).item()
+      >>> seq_rm(cache, 0, cache.seq_pos_max(0)).cache.seq_pos_max(0).item()
       0
-
-      Remove a range from each of two sequences:
-
-      >>> cache = apply(cache, init_batch(cache, make_batch([5, 6], sequences=1)))
-      >>> cache, ok = seq_rm(cache, [0, 1], [3, 1])
-      >>> cache.seq_pos_max([0, 1]).tolist(), ok.tolist()
-      ([0, 0], [True, True])
 
     llama.cpp: `llama_memory_seq_rm`.
     """
@@ -139,48 +116,30 @@ def seq_cp(
 
     Args:
       cache: any cache.
-      src: id of the sequence to copy.
+      src: id of the sequence to copy. A traced unknown id in `src` or `dst` has no effect.
       dst: sequence id of the target, or a list of such ids.
-      p0: first position to copy.
-      p1: one past the last position to copy; None means no end.
+      p0: first position to copy; -1 means 0. A traced bound below -1 sets `ok` to False.
+      p1: one past the last position to copy; None or -1 means no end.
       donate: If True, a copy between streams outside of `jit` reuses the buffers of the input
         cache, which becomes invalid. If False, the buffers are copied.
 
+    Raises:
+      ValueError: If a concrete id is not from 0 to Q - 1, or a concrete bound is below -1.
+      ValueError: If `src`, `p0` or `p1` is a list.
+      TypeError: If an id or a bound is not an integer.
+
     Examples:
-      >>> cache = make_cache(
-      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=6, sequences=3
-      ... )
+      >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
+      >>> cache = make_cache(spec, cells=6, sequences=3)
       >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
       >>> cache, ok = seq_cp(cache, 0, [1, 2], 0, 2)
       >>> cache.seq_pos_max([0, 1, 2]).tolist(), cache.num_used_cells().item()
       ([2, 1, 1], 3)
 
-      A cache with one stream for each sequence:
+      Sequences 2 and 3 are in another stream, in which one cell is free:
 
-      >>> cache = make_cache(
-      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4, sequences=2, streams=2
-      ... )
-      >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
-      >>> print(show(seq_cp(cache, 0, 1, 1).cache))
-      owner    0 0 0 .
-      position 0 1 2 .
-      owner    . 1 1 .
-      position . 1 2 .
-
-      Sequences 0 and 1 share one stream, and sequences 2 and 3 share another stream:
-
-      >>> cache = make_cache(
-      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=3, sequences=4, streams=2
-      ... )
+      >>> cache = make_cache(spec, cells=3, sequences=4, streams=2)
       >>> cache = apply(cache, init_batch(cache, make_batch([[1, 2], [3, 4]], sequences=[0, 2])))
-      >>> print(show(seq_cp(cache, 0, [1, 2, 3], 1).cache))
-      owner    0 + .
-      position 0 1 .
-      owner    + . .
-      position 1 . .
-
-      The copy replaced the cells of sequence 2. A copy to sequence 3 alone needs two free cells:
-
       >>> seq_cp(cache, 0, 3).ok.item()
       False
 
@@ -219,18 +178,12 @@ def seq_select(cache: Cache, parents: Ids, sequences: Ids, *, donate: bool = Fal
     Examples:
       Sequence 1 becomes the parent of both sequences; the old cells of sequence 0 are free:
 
-      >>> cache = make_cache(
-      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=6, sequences=2
-      ... )
+      >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
+      >>> cache = make_cache(spec, cells=6, sequences=2)
       >>> cache = apply(cache, init_batch(cache, make_batch([[1, 2], [3, 4, 5]])))
       >>> print(show(seq_select(cache, [1, 1], [0, 1]).cache))
       owner    . . + + + .
       position . . 0 1 2 .
-
-      Two sequences swap:
-
-      >>> seq_select(cache, [1, 0], [0, 1]).cache.seq_pos_max([0, 1]).tolist()
-      [2, 1]
 
     llama.cpp: beam search called `llama_memory_seq_cp` and `llama_memory_seq_rm` for each beam.
     """
@@ -256,9 +209,8 @@ def seq_keep(cache: Cache, seq: Id) -> EditResult:
       ValueError: If a concrete id is not from 0 to Q - 1.
 
     Examples:
-      >>> cache = make_cache(
-      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=6, sequences=2
-      ... )
+      >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
+      >>> cache = make_cache(spec, cells=6, sequences=2)
       >>> cache = apply(cache, init_batch(cache, make_batch([[1, 2], [3]])))
       >>> seq_keep(cache, 1).cache.seq_pos_max([0, 1]).tolist()
       [-1, 0]
@@ -275,8 +227,8 @@ def seq_add(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, delta: Id) -> EditR
 
     An update (`init_update`, then `apply`) rotates all shifted keys at once. Before the update, a
     batch is refused if a sequence of the batch owns a shifted key. A shared cell is shifted for all
-    of its owners. The method `Cache.can_seq_add` returns whether positions would stay unique in
-    each sequence; `seq_add` also accepts equal positions.
+    of its owners. `seq_add` accepts positions that become equal; `Cache.can_seq_add` returns
+    whether positions would stay unique in each sequence.
 
     If `ok` is False, the cache is unchanged. `ok` is False if a position would reach 2**31 - 1, if
     the next token of a sequence would attend to an evicted cell, or if the last positions of the
@@ -291,16 +243,16 @@ def seq_add(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, delta: Id) -> EditR
       delta: number to add to each position. Tokens with a negative new position are removed.
 
     Raises:
-      ValueError: If attention layers have no known rope, so that keys cannot be rotated.
+      TypeError: If an id, a bound or `delta` is not an integer.
+      ValueError: If attention layers were made without the argument `rope`.
       ValueError: If a concrete id is not from 0 to Q - 1, or a concrete bound is below -1.
       ValueError: If an argument is a list, or the size of a concrete `delta` exceeds 2**31 - 1.
 
     Examples:
       Remove two tokens, and close the gap in the positions:
 
-      >>> cache = make_cache(
-      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=Rope.make(2)), cells=6
-      ... )
+      >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=Rope.make(2))
+      >>> cache = make_cache(spec, cells=6)
       >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3, 4, 5])))
       >>> cache, _ = seq_rm(cache, 0, 1, 3)
       >>> cache, ok = seq_add(cache, 0, 3, -1, delta=-2)
@@ -308,11 +260,9 @@ def seq_add(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, delta: Id) -> EditR
       owner    0 . .  0  0 .
       position 0 . .  1  2 .
       shift    0 . . -2 -2 .
-      >>> init_batch(cache, make_batch([6])).ok.item()
-      False
-      >>> cache = apply(cache, init_update(cache))
-      >>> init_batch(cache, make_batch([6])).ok.item()
-      True
+      >>> updated = apply(cache, init_update(cache))
+      >>> [init_batch(x, make_batch([6])).ok.item() for x in (cache, updated)]
+      [False, True]
 
     llama.cpp: `llama_memory_seq_add`.
     """
@@ -335,21 +285,20 @@ def seq_div(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, divisor: Id) -> Edi
     evicted cell, or the last positions of the parts of a hybrid cache would differ.
 
     Args:
-      cache: any cache whose keys have a rope.
+      cache: any cache; attention layers need the argument `rope` of `CacheSpec.attention`.
       seq: sequence id. For a traced unknown id, the cache is unchanged and `ok` is True.
-      p0: first position of the range; -1 means 0.
-      p1: position after the range; None or -1 means the end.
+      p0: first position of the range; -1 means 0. A traced bound below -1 sets `ok` to False.
+      p1: one past the last position of the range; None or -1 means no end.
       divisor: at least 1.
 
     Raises:
-      TypeError: If a number is not an integer.
-      ValueError: If a concrete id is unknown, a concrete divisor is below 1, a concrete bound is
-        below -1, or the cache cannot rotate keys.
+      TypeError: If the divisor is not an integer.
+      ValueError: If a concrete divisor is below 1.
+      TypeError, ValueError: If `seq_add` would raise for the same cache, sequence and range.
 
     Examples:
-      >>> cache = make_cache(
-      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=Rope.make(2)), cells=4
-      ... )
+      >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=Rope.make(2))
+      >>> cache = make_cache(spec, cells=4)
       >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3, 4])))
       >>> print(show(seq_div(cache, 0, 0, -1, divisor=2).cache))
       owner    0  0  0  0

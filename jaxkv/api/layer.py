@@ -47,8 +47,7 @@ def attend(
 
     Args:
       cache: a cache to which the ubatch was applied (`apply`).
-      layer: number of the layer, 0 to L - 1, static. The number may be traced if the cache is
-        stacked (`make_cache`).
+      layer: number of the layer, 0 to L - 1, static; may be traced if the cache is stacked.
       ubatch: the tokens to compute. Keys and values of padding and of a refused plan are not
         written.
       q: queries, already rotated by the rope of the layer.
@@ -58,14 +57,23 @@ def attend(
       scale: factor of the dot products of queries and keys; default 1 / sqrt(D).
       softcap: c in c * tanh(x / c), applied to the scaled dot products x (Gemma 2). Static.
       sinks: an additional logit for each head, which takes part in the softmax without a value.
-      bias: a function or an array that is added to the scaled and capped dot products.
+      bias: logits that are added to the scaled and capped dot products, differentiable. Values
+        below -1.7e38 count as -1.7e38, -inf hides a cell from a head, and NaN or inf makes the
+        output of the head NaN. The bias is an array or a function:
+
+        - An array of floats `[R, T, H, N]` (or 1 for a size), with cells in the order of `read_kv`.
+        - A function of query positions, cell positions and heads (int32), after shifts by
+          `seq_add`. Arguments and result have four dimensions that broadcast to `[P, H, T, N]`. The
+          function is static and hashed: define it once, with weights as leaves of a
+          `jax.tree_util.Partial` or of a dataclass that is a pytree.
+
       causal: If False, tokens also attend to later tokens of the ubatch, limited only by a
         symmetric window. The output of a token is NaN if a later ubatch of the plan has tokens that
         the token attends to; use a larger `ubatch_size`.
-      visible_until: the highest position that each token attends to; default the position of the
-        token. The position may be traced, and may be before or after the token (images, prefixes).
+      visible_until: the highest position that each token attends to, before or after the token
+        (images, prefixes); default the position of the token. A window is measured from the token.
         The output of a token is NaN if the ubatch ends before the highest position that the token
-        attends to. A window is measured from the position of the token, not from `visible_until`.
+        attends to.
       implementation: "tiles", "whole", "pallas", "xla" or "cudnn" (`jaxkv.ops.attention.dispatch`).
         None selects an implementation for the platform. "cudnn" needs an NVIDIA GPU.
 
@@ -77,17 +85,8 @@ def attend(
         other outputs are unaffected.
       - Rows of a stream are NaN, and not written, if the ubatch is stale there or was not applied.
       - All output rows of a stream are NaN if the layer was not written for this or an earlier
-        ubatch of the stream. After the next `apply`, the outputs stay NaN until `rewind` restores a
-        table from before the unwritten ubatch, or all tokens of the stream are removed.
-
-    A bias function has the arguments `query_position`, `cell_position` and `head`, and returns
-    logits. Arguments (int32) and logits have four dimensions that broadcast to `[P, H, T, N]`. A
-    bias function gets the present positions, after shifts by `seq_add`. A bias function is called
-    for each tile, and is static and hashed. Define a bias function once, with weights as leaves of
-    a `jax.tree_util.Partial` or of a dataclass that is a pytree. A bias may also be an array of
-    floats `[R, T, H, N]` (or 1 for a size), with cells in the order of `read_kv`. Bias functions
-    and bias arrays are differentiable. Bias values below -1.7e38 count as -1.7e38. A bias of -inf
-    hides a cell from a head. A bias of NaN or inf makes the output of the head NaN.
+        ubatch of the stream, until `rewind` restores a table from before the unwritten ubatch, or
+        all tokens of the stream are removed.
 
     Raises:
       ValueError: If a shape does not fit the cache, or no attention layer has the layer number.
@@ -97,15 +96,16 @@ def attend(
         were donated.
       ValueError: If the implementation is unknown or does not support the arguments.
       ValueError: If `softcap` is not a finite number above 0, or a `scale` array is not a scalar.
-      TypeError: If `scale` is not a number or an array of floats, or `softcap` not a known number.
       ValueError: If both `visible_until` and `causal=False` are given, or one with shared tokens.
-      ValueError: If the ubatch has encoder sources, and the layer is not a cross-attention layer.
-      ValueError: If other ubatches pass `k`, `v` or `visible_until` to a cross-attention layer.
-      TypeError: If a plan is passed as the ubatch, if `q`, `k`, `v`, `sinks` or a bias array is not
-        an array of floats, or if `visible_until` is not of integers.
-      TypeError: If the layer number is traced and the cache is not stacked, or if the argument
-        `causal` is not a static bool.
-      TypeError: If only one of `k` and `v` is given (with `value_dim`: `v`), or no layer attends.
+      ValueError: If a ubatch of encoder sources is passed to a self-attention layer, or another
+        ubatch passes `k`, `v` or `visible_until` to a cross-attention layer.
+      TypeError: If a plan is passed as the ubatch, or the cache has no attention layers.
+      TypeError: If `q`, `k`, `v`, `sinks` or a bias array is not an array of floats, or
+        `visible_until` is not of integers.
+      TypeError: If `scale` is not a number or an array of floats, `softcap` is not a known number,
+        or `causal` is not a static bool.
+      TypeError: If only one of `k` and `v` is given, or `v` although values are slices of keys.
+      TypeError: If the layer number is traced and the cache is not stacked.
       TypeError: If a bias is no function or array, returns no floats or closes over traced values.
 
     Examples:
@@ -120,19 +120,11 @@ def attend(
       >>> attend(cache, 0, ubatch, q, q, v)[1][0, :, 0, 0]
       Array([nan, nan], dtype=float32)
 
-      A later layer of the model attends to the keys and values of cache layer 0:
+      A bias that falls by log 3 per position:
 
-      >>> attend(after, 0, ubatch, q + 1)[1][0, :, 0, 0]
-      Array([2., 3.], dtype=float32)
-
-      A bias that falls by log 3 per position, and then two tokens that attend to each other:
-
-      >>> def nearer(query, key, head):
-      ...     return (key - query) * math.log(3.0)
+      >>> nearer = lambda query, key, head: (key - query) * math.log(3.0)
       >>> attend(after, 0, ubatch, q, bias=nearer)[1][0, :, 0, 0]
       Array([2. , 3.5], dtype=float32)
-      >>> attend(after, 0, ubatch, q, visible_until=jnp.array([[1, 1]]))[1][0, :, 0, 0]
-      Array([3., 3.], dtype=float32)
 
     llama.cpp: `cpy_k`, `cpy_v` and `build_attn`, with ALiBi (`f_max_alibi_bias`) as the only bias.
     """
@@ -200,10 +192,10 @@ def read_kv(
     Returns:
       Keys, values, mask and positions of the cells, see `KVView`.
 
-      - Values are finite. A key that is masked for all tokens may be NaN: mask logits with
-        `jnp.where`, not by a product or a sum. For derivatives, first replace keys that are masked
-        for all tokens by zeros.
-      - A key is NaN if the key or the value of the token and the head was not finite.
+      - Values are finite. A key is NaN if the key or the value of the token and the head was not
+        finite.
+      - A key that is masked for all tokens may be NaN: mask logits with `jnp.where`, not by a
+        product or a sum. For derivatives, first replace such keys by zeros.
       - The mask is False for padding and for a refused plan, unless the ubatch is stale.
       - If a ubatch is stale for the stream of a list or not applied, the mask of the list is True
         and its keys are NaN. All keys are also NaN if the layer was not written, or if a token of
@@ -212,15 +204,14 @@ def read_kv(
     Examples:
       `ops.attention.attention` computes the output of `attend` from the result of `read_kv`:
 
-      >>> cache = make_cache(
-      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=1), cells=4, sequences=2
-      ... )
+      >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=1)
+      >>> cache = make_cache(spec, cells=4, sequences=2)
       >>> (ubatch,) = init_batch(cache, make_batch([[1, 2], [3, 4]])).ubatches
       >>> x = jnp.arange(4.0).reshape(1, 4, 1, 1)
       >>> cache, out = attend(apply(cache, ubatch), 0, ubatch, x, x, x)
       >>> k, v, mask, positions = read_kv(cache, 0, ubatch)
-      >>> positions, mask.astype(int)[0].tolist()
-      (Array([[0, 1, 0, 1]], dtype=int32), [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]])
+      >>> mask.astype(int)[0].tolist()
+      [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
       >>> bool(jnp.allclose(ops.attention.attention(x, k, v, mask), out))
       True
 
@@ -255,11 +246,10 @@ def read_states(cache: Cache, layer: int, ubatch: Ubatch) -> dict[str, Shaped[Ar
         cache has no states.
 
     Examples:
-      >>> cache = make_cache(
-      ...     CacheSpec.recurrent(layers=2, states={"x": ((3,), jnp.bfloat16)}), sequences=4
-      ... )
+      >>> spec = CacheSpec.recurrent(layers=2, states={"x": ((3,), jnp.bfloat16)})
+      >>> cache = make_cache(spec, sequences=4)
       >>> plan = init_batch(cache, make_batch([[1, 2], [3, 4]]))
-      >>> read_states(apply(cache, plan), 1, plan.ubatches[0])["x"].shape
+      >>> read_states(apply(cache, plan), 1, plan.ubatch)["x"].shape
       (2, 3)
 
     llama.cpp: `build_rs`.
@@ -289,17 +279,16 @@ def write_states(
 
     Raises:
       ValueError: If names or shapes are not those of the cache, or if `read_states` would raise.
-      TypeError: If the argument `states` is not a mapping, or if `read_states` would raise.
+      TypeError: If `states` is not a mapping, or if `read_states` would raise.
 
     Examples:
-      >>> cache = make_cache(
-      ...     CacheSpec.recurrent(layers=1, states={"x": ((), jnp.float32)}), sequences=2
-      ... )
+      >>> spec = CacheSpec.recurrent(layers=1, states={"x": ((), jnp.float32)})
+      >>> cache = make_cache(spec, sequences=2)
       >>> plan = init_batch(cache, make_batch([[1, 2], [3, 4]]))
-      >>> ubatch = plan.ubatches[0]
-      >>> cache = write_states(apply(cache, plan), 0, ubatch, {"x": jnp.array([5.0, 6.0])})
+      >>> cache = apply(cache, plan)
+      >>> cache = write_states(cache, 0, plan.ubatch, {"x": jnp.array([5.0, 6.0])})
       >>> plan = init_batch(cache, make_batch([7], sequences=1))
-      >>> read_states(apply(cache, plan), 0, plan.ubatches[0])["x"]
+      >>> read_states(apply(cache, plan), 0, plan.ubatch)["x"]
       Array([6.], dtype=float32)
 
     llama.cpp: the copies to `r_l` and `s_l` that a model's graph makes.

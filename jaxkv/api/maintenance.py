@@ -29,9 +29,8 @@ def init_update(cache: Cache) -> MaintenancePlan:
     apply. A stale plan has no effect (`Cache.is_current`).
 
     Examples:
-      >>> cache = make_cache(
-      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=Rope.make(2)), cells=4
-      ... )
+      >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=Rope.make(2))
+      >>> cache = make_cache(spec, cells=4)
       >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
       >>> cache, ok = seq_add(cache, 0, 1, -1, delta=4)
       >>> init_update(cache).pending.item()
@@ -47,25 +46,29 @@ def defrag_plan(cache: Cache, *, max_moves: int | None = None) -> MaintenancePla
     """Plan the moves that bring all used cells to the front of their stream.
 
     In striped placement, cells move to the front of each run. In tiled placement, whole tiles are
-    moved, and free cells inside a tile stay reserved for the sequence of the tile. The result is a
-    plan for `apply`; the property `pending` is the number of cells to move. For attention, the
-    fields `source`, `destination` and `length`, int32 `[S, M]`, describe the runs of cells to move,
-    the last run first; unused entries have length 0. For recurrent states, no cell is moved. A
-    stale plan has no effect (`Cache.is_current`).
+    moved, and free cells inside a tile stay reserved for the sequence of the tile. Recurrent states
+    are never moved.
 
-    `max_moves` limits the number of runs to move in each stream; None means no limit. The last tile
-    in tiled placement is always moved completely. Repeated calls end in the same order of cells for
-    every `max_moves`. A `max_moves` below 1 raises ValueError. A `max_moves` that is traced or not
-    an integer raises TypeError.
+    Args:
+      cache: any cache.
+      max_moves: largest number of runs to move in each stream; None means no limit. The last tile
+        in tiled placement is always moved completely. Repeated calls end in the same order of cells
+        for every `max_moves`.
+
+    Returns:
+      A plan for `apply`; a stale plan has no effect (`Cache.is_current`). The property `pending` is
+      the number of cells to move. For attention, the fields `source`, `destination` and `length`,
+      `[S, M]` int32, describe the runs to move, the last run first; unused entries have length 0.
+
+    Raises:
+      TypeError: If `max_moves` is traced or not an integer.
+      ValueError: If `max_moves` is below 1.
 
     Examples:
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=6)
       >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3, 4, 5])))
       >>> cache, _ = seq_rm(cache, 0, 1, 3)
-      >>> plan = defrag_plan(cache)
-      >>> [x[0, 0].item() for x in (plan.source, plan.destination, plan.length)]
-      [3, 1, 2]
-      >>> print(show(apply(cache, plan)))
+      >>> print(show(apply(cache, defrag_plan(cache))))
       owner    0 0 0 . . .
       position 0 3 4 . . .
 
@@ -105,9 +108,8 @@ def compact(
       ValueError: If `max_moves` is below 1, or `init_batch` raises for the batch.
 
     Examples:
-      >>> cache = make_cache(
-      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4, placement="contiguous"
-      ... )
+      >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
+      >>> cache = make_cache(spec, cells=4, placement="contiguous")
       >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3])))
       >>> cache, _ = seq_rm(cache, 0, 0, 1)
       >>> batch = make_batch([4, 5])
@@ -137,9 +139,9 @@ _plan_defrag = jit_method(CacheTable.plan_defrag, static_argnames="max_moves")
 def rewind(cache: Cache, *, to: CacheTable) -> EditResult:
     """Restore an earlier table with the buffers of a later cache, to undo later steps.
 
-    The restored cache equals the earlier cache exactly. The flag `ok` is False if a ubatch, a copy
-    between streams, a defrag or an update overwrote or rotated a cell of the earlier table. If `ok`
-    is False, the later cache is returned. Plans that were made after the earlier table are stale.
+    The flag `ok` is False if a ubatch, a copy between streams, a defrag or an update overwrote or
+    rotated a cell of the earlier table. If `ok` is False, the later cache is returned. Plans that
+    were made after the earlier table are stale.
 
     Cells are compared by the hashes of their tokens. Model parameters are not compared: a cell that
     was rewritten with the same tokens counts as unchanged.
@@ -150,23 +152,15 @@ def rewind(cache: Cache, *, to: CacheTable) -> EditResult:
         only the buffers.
 
     Raises:
-      TypeError: If the second argument is not a table.
+      TypeError: If `to` is not a table.
       ValueError: If the earlier table is of a cache with another spec.
 
     Examples:
       >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
-      >>> table = cache.table
       >>> later = apply(cache, init_batch(cache, make_batch([1, 2])))
-      >>> cache, ok = rewind(later, to=table)
-      >>> cache.num_used_cells().item(), ok.item()
+      >>> before, ok = rewind(later, to=cache.table)
+      >>> before.num_used_cells().item(), ok.item()
       (0, True)
-
-      A cell that was overwritten cannot be restored:
-
-      >>> table = later.table
-      >>> other = apply(clear(later), init_batch(clear(later), make_batch([3])))
-      >>> rewind(other, to=table).ok.item()
-      False
     """
     table, buffers = split(cache)
     if not isinstance(to, CacheTable):

@@ -46,9 +46,7 @@ def indices_of_true(which: Bool[Array, " n"], count: int) -> Int32[Array, " coun
 def divmod_nonnegative(
     numbers: Int[Array, "*n"], size: int
 ) -> tuple[Int[Array, "*n"], Int[Array, "*n"]]:
-    """Return quotients and remainders of integers that are not negative.
-
-    The operators `//` and `%` also handle signs, which adds ten instructions each to every program.
+    """Return quotients and remainders of non-negative integers; `//` needs more instructions.
 
     >>> divmod_nonnegative(jnp.int32(7), 3)
     (Array(2, dtype=int32), Array(1, dtype=int32))
@@ -93,9 +91,5 @@ def take_rows(
 
 
 def next_power_of_two(count: int) -> int:
-    """Round an integer up to a power of two, so that few shapes are compiled.
-
-    >>> [next_power_of_two(n) for n in (0, 1, 5, 64)]
-    [1, 1, 8, 64]
-    """
+    """Round an integer up to a power of two, so that few shapes are compiled; at least 1."""
     return 1 << max(count - 1, 0).bit_length()

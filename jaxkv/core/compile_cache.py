@@ -14,11 +14,9 @@ _kept: dict[tuple, tuple[list[weakref.ref], object]] = {}
 def cached_program(build: Callable[..., P], *functions: Callable) -> P:
     """Return the program for some functions from a weak cache; build the program if absent.
 
-    Bound methods are equal if their functions and objects are identical. Callables that are not
-    bound methods are equal only if they are identical. The argument `build` is called with weak
-    references to the functions, since a program with strong references would keep them in memory.
-    The caller must keep the functions alive while the program runs. Raises a TypeError if a
-    function is not callable, or does not support weak references.
+    Bound methods are equal if their functions and objects are identical. The argument `build` gets
+    weak references to the functions, so the caller must keep the functions alive while the program
+    runs. Raises a TypeError if a function is not callable, or does not support weak references.
     """
     for function in functions:
         if not callable(function):

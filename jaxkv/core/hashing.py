@@ -1,8 +1,7 @@
 """Hashes of cells and streams.
 
-The hash of a cell depends on its token and on all preceding tokens, like the key and the value.
-Plans that write different tokens to a cell produce different hashes, and overwriting a cell changes
-its hash. Different contents have equal hashes with a probability of 2**-32.
+The hash of a cell depends on its token and on all preceding tokens. Different contents have equal
+hashes with a probability of 2**-32.
 """
 
 from collections.abc import Mapping
@@ -43,11 +42,7 @@ def hash_contents(
     embeddings: jax.Array | None,
     extra: Mapping[str, jax.Array] | None = None,
 ) -> jax.Array:
-    """Hash the content of each token, `[R, T]` uint32.
-
-    The content is `tokens`, `[R, T]` int32, or `embeddings`, `[R, T, d]`, and arrays `[R, T, ...]`
-    of `extra` model inputs.
-    """
+    """Hash tokens `[R, T]` or embeddings `[R, T, d]`, with extra inputs, to `[R, T]` uint32."""
     if tokens is not None:
         found = mix(tokens.astype(jnp.uint32))
     else:
@@ -80,8 +75,8 @@ def token_hashes(
 ) -> jax.Array:
     """Return the cell hashes of tokens that are written together, `[R, T]` uint32.
 
-    The argument `contents` is the result of `hash_contents`. The argument `context`, `[R]` uint32,
-    is the hash of each row's stream before the write; other arguments are `[R, T]`.
+    The argument `contents` is from `hash_contents`; `context`, `[R]` uint32, is the hash of each
+    row's stream before the write. Other arguments are `[R, T]`.
     """
     token = chain_hashes(contents, positions, sequences)
     together = jnp.sum(jnp.where(valid, token, 0), dtype=jnp.uint32)

@@ -17,11 +17,10 @@ def repeat(step: Callable[..., X], count: jax.Array, limit: int, carry: X, *args
     The derivative runs `limit` steps, so a step with index `count` or higher must return its carry
     unchanged. Pass traced arrays of an enclosing function in `args`.
 
-    >>> def step(i, x, stop):
-    ...     return jnp.where(i < stop, 2 * x, x)
-    >>> double = lambda x: repeat(step, jnp.int32(3), 5, x, 3)
-    >>> double(1.0).item(), jax.grad(double)(1.0).item()
-    (8.0, 8.0)
+    >>> def step(i, x, count):
+    ...     return jnp.where(i < count, 2 * x, x)
+    >>> jax.grad(lambda x: repeat(step, jnp.int32(3), 5, x, 3))(1.0).item()
+    8.0
     """
 
     @jax.custom_jvp

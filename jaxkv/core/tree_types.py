@@ -1,8 +1,4 @@
-"""Trees with static node types, for samplers, drafters and functions of the caller.
-
-JAX compares the fields of registered dataclasses but ignores the classes. Without node types, a
-program compiled for one class could be reused for another class with equal fields.
-"""
+"""Trees with static node types; JAX compares the fields of dataclasses but not the classes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -18,13 +18,7 @@ if TYPE_CHECKING:
 
 
 def check_count(value: PyTree, name: str, *, low: int = 1, high: int = END) -> int:
-    """Return an integer argument in `[low, high]`; raise for other values.
-
-    >>> check_count(2.5, "layers")
-    Traceback (most recent call last):
-    ...
-    TypeError: expected an integer for layers, got 2.5; pass an int
-    """
+    """Return an integer argument in `[low, high]`; raise for other values."""
     try:
         if isinstance(value, bool | np.bool_):
             raise TypeError
@@ -39,13 +33,7 @@ def check_count(value: PyTree, name: str, *, low: int = 1, high: int = END) -> i
 
 
 def check_number(value: PyTree, name: str) -> float:
-    """Return a number as a float; raise a TypeError if it is traced, or no number.
-
-    >>> check_number("high", "scale")
-    Traceback (most recent call last):
-    ...
-    TypeError: expected a number for scale, known while tracing, got 'high'; pass a float
-    """
+    """Return a number as a float; raise a TypeError if it is traced, or no number."""
     try:
         if isinstance(value, str | bytes):
             raise TypeError
@@ -78,21 +66,11 @@ def check_int32(
     high: int = END,
     advice: str = "pass one in this range",
 ) -> PyTree[Int32[ArrayLike, "*n"]]:
-    """Return integers of a caller as int32, checked before the cast.
+    """Return integers as int32, as a NumPy array unless the argument is a JAX array or traced.
 
-    The result is a NumPy array unless the argument is a JAX array or traced. Traced integers are
-    clipped to `[low - 1, high + 1]` if int32 permits, so an invalid integer never becomes valid.
-    Raises a TypeError for values that are not integers. Raises a ValueError with advice if a known
-    integer is out of bounds.
-
-    >>> check_int32(np.uint32(2**32 - 1), "seq", high=3)
-    Traceback (most recent call last):
-    ...
-    ValueError: expected seq from -2147483647 to 3, got 4294967295; pass one in this range
-    >>> check_int32([0, 1.5], "positions")
-    Traceback (most recent call last):
-    ...
-    TypeError: expected integers for positions, got float64; cast them
+    Traced integers are clipped to `[low - 1, high + 1]` if int32 permits, so an invalid integer
+    never becomes valid. Raises a TypeError for values that are not integers. Raises a ValueError
+    with advice for a known integer out of bounds, and for lists of different lengths.
     """
     if type(value) is int and low <= value <= high:  # Fast path for the most common argument.
         return np.int32(value)
@@ -136,7 +114,7 @@ def check_bounds(
     """Return the bounds of a range of positions as int32.
 
     A `p0` of -1 is position 0; a `p1` of -1 or None is the end of the sequence. Raises a TypeError
-    if a bound is not an integer, and a ValueError if a known bound is below -1.
+    for a bound that is not an integer, and a ValueError for a known bound below -1.
     """
     advice = "count from the beginning; the last n tokens begin at cache.seq_pos_max(seq) + 1 - n"
     p1 = -1 if p1 is None else p1
@@ -165,17 +143,9 @@ def _check_scalar(value: PyTree[Int32[ArrayLike, "*n"]], name: str) -> PyTree[In
 def check_bool(
     value: PyTree, name: str, *, or_integers: bool = True
 ) -> PyTree[Bool[ArrayLike, "*n"]]:
-    """Return flags of a caller as bool; JAX arrays stay on their device.
+    """Return flags of a caller as bool; raise a TypeError for values that are not flags.
 
-    If `or_integers` is True, known integers 0 and 1 are flags too, as in tokenizer masks. Raises a
-    TypeError for values that are not flags.
-
-    >>> check_bool([1, 0], "valid")
-    array([ True, False])
-    >>> check_bool([1, 0], "outputs", or_integers=False)
-    Traceback (most recent call last):
-    ...
-    TypeError: expected bool for outputs, got int64; pass one for each, not indices
+    JAX arrays stay on their device. If `or_integers` is True, known integers 0 and 1 are flags too.
     """
     array = value if isinstance(value, jax.Array) else np.asarray(value)
     binary = or_integers and is_concrete(array) and np.issubdtype(array.dtype, np.integer)

@@ -1,20 +1,11 @@
 """Views of a cache: text, one-line `repr`, HTML for notebooks, and plots.
 
-The function `show` returns text; functions in `plot` use matplotlib. This module also attaches
-`repr` to caches, plans and batches, and the methods `cells`, `to_text` and `to_html` to `Cache`.
+The function `show` returns text; functions in `plot` use matplotlib. Caches, plans and batches have
+a one-line `repr`. Caches have the methods `cells`, `to_text` and `to_html`.
 
 Examples:
-  >>> cache = make_cache(
-  ...     CacheSpec.attention(layers=2, kv_heads=1, head_dim=4), cells=8, sequences=3
-  ... )
-  >>> cache
+  >>> make_cache(CacheSpec.attention(layers=2, kv_heads=1, head_dim=4), cells=8, sequences=3)
   Cache(attention, layers=2, cells=8, sequences=3, kv_heads=1, float32, 700 bytes: 0 used)
-  >>> plan = init_batch(cache, make_batch([[1, 2, 3], [4] * 9]))
-  >>> plan
-  Plan(refused: sequence 1 OUT_OF_CELLS)
-  >>> jax.eval_shape(lambda: cache)
-  Cache(attention, layers=2, cells=8, sequences=3, kv_heads=1, float32, 700 bytes: shapes
-  alone)
 """
 
 from collections.abc import Callable

@@ -24,8 +24,7 @@ class CellRun:
     positions: lowest and highest position in the run; None if all cells are empty.
     shift: lowest and highest pending shift in the run.
     shared: whether several sequences own every cell of the run.
-    mixed: whether cells with different owners or shifts, or with gaps between positions, were
-      merged.
+    mixed: whether the run was merged from several runs.
     """
 
     start: int

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 class CellView:
     """Positions, owners and shifts of all cells, as NumPy arrays that later edits do not change.
 
-    position: position of the token in each cell, or of a state's last token; -1 if the cell is
-      empty.
+    position: position of the token in each cell, or of a state's last token; -1 if empty.
     words: bits of the sequences that own each cell, numbered within the stream.
     shift: pending shift of the key in each cell; 0 for states.
     sequences: number of sequences, Q; sequence q is in stream q // (Q // S).
@@ -86,9 +85,8 @@ def view_cells(cache: Cache) -> CellView:
       ValueError: If the cache was donated, or is a batch of caches, which `vmap` makes.
 
     Examples:
-      >>> cache = make_cache(
-      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=5, sequences=3
-      ... )
+      >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
+      >>> cache = make_cache(spec, cells=5, sequences=3)
       >>> cache = apply(cache, init_batch(cache, make_batch([[1, 2], [3]])))
       >>> view = seq_cp(cache, 0, 2).cache.cells()
       >>> view.position.tolist(), view.owner.tolist(), view.num_owners.tolist()

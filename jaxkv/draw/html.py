@@ -33,8 +33,7 @@ _SMALL = "font-size:75%;opacity:.75"
 def html_of(cache: Cache) -> str:
     """Return a cache as HTML, with the owners and positions of cells.
 
-    Each owner has a colour; a shared cell has a bar with the colours of its owners. Elements
-    without a background colour use the text colour of the page, so dark pages work. If values are
+    Each owner has a colour; a shared cell has a bar with the colours of its owners. If values are
     unknown, or the pytree is not a valid cache, the HTML contains only the `repr`.
     """
     line = f'<div style="margin:4px 0"><code>{escape(cache_repr(cache))}</code></div>'

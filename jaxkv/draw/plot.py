@@ -1,8 +1,7 @@
 """Plots of caches with matplotlib: `pip install matplotlib`.
 
-Each function draws on the matplotlib `Axes` in `ax`, or on new axes, and returns the axes. Each
-function raises an ImportError without matplotlib. Seven colours, which colour-blind readers can
-distinguish, repeat over the sequences.
+Each function draws on the matplotlib `Axes` in `ax`, or on new axes, and returns the axes. Without
+matplotlib, each function raises an ImportError. Seven colours repeat over the sequences.
 """
 
 from __future__ import annotations
@@ -46,11 +45,10 @@ LINE = "#999999"
 
 
 def cells(cache: Cache, ax: Axes | None = None) -> Axes:
-    """Draw the owner of each cell.
+    """Draw the owner of each cell, and positions if there is space.
 
-    A single stream is drawn as a grid, line by line from the top left. Several streams are drawn as
-    one line each. Positions are written into the cells if there is space. A shared cell has the
-    colour of its lowest owner, and is hatched.
+    A single stream is a grid, line by line from the top left; each of several streams is one line.
+    A shared cell has the colour of its lowest owner, and is hatched.
 
     Args:
       cache: cache that is not hybrid, such as one of the `parts` of a hybrid cache.
@@ -109,9 +107,9 @@ def occupancy(
 
     Args:
       steps: caches, or numbers of used cells from `cache.num_used_cells()`, one for each step.
-        Caches are drawn with the colour of each cell's lowest owner; numbers need less memory.
-      cells: number of cells, drawn as a line; by default the number of cells in all parts of a
-        cache.
+        Caches are drawn with the colour of each cell's lowest owner.
+      cells: number of cells, drawn as a line. By default, the line is at the number of cells of the
+        first cache for caches, and absent for numbers.
       ax: matplotlib axes to draw on; None for new axes.
 
     Raises:
@@ -166,24 +164,23 @@ def attention_mask(
     by_position: bool = False,
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw the attention mask: the cells that each token of a ubatch attends to.
+    """Draw the attention mask of a ubatch: a line for each valid token, a column for each cell.
 
-    Each valid token is a line, and each cell of its stream is a column. A visible cell has
-    the colour of the token's sequence; other used cells are grey.
+    The cells are those of the token's stream. A visible cell has the colour of the token's
+    sequence; other used cells are grey.
 
     Args:
       cache: cache to which the ubatch was applied.
       ubatch: ubatch with the tokens to draw.
       part: index of a part, if the cache is hybrid.
       causal: if False, tokens at later positions are also visible.
-      by_position: if True, draw a column for each position of the token's sequence instead of each
-        cell.
+      by_position: if True, a column is a position of the token's sequence.
       ax: matplotlib axes to draw on; None for new axes.
 
     Raises:
       TypeError: If the cache, or the part, is recurrent or for cross-attention.
-      ValueError: If the ubatch was made for another cache or not applied, or a cell was
-        overwritten.
+      ValueError: If the ubatch was made for another cache or not applied.
+      ValueError: If a cell of the ubatch was overwritten.
     """
     table, _ = split(cache)
     check_made_for(table, ubatch)

@@ -21,7 +21,8 @@ def show(cache: Cache, *, width: int | None = 100) -> str:
     """Draw the table of a cache as text: a column for each cell, owner above position.
 
     For a recurrent cache, each line has the positions of a sequence's states, current state last.
-    For a hybrid cache, the parts are drawn below each other.
+    For a hybrid cache, the parts are drawn below each other. llama.cpp: the debug drawing of
+    `find_slot`.
 
     Args:
       cache: any cache. If the cache is split over processes, every process must call `show`.
@@ -38,36 +39,13 @@ def show(cache: Cache, *, width: int | None = 100) -> str:
       ValueError: If the cache was donated, or is a batch of caches, which `vmap` makes.
 
     Examples:
-      >>> cache = make_cache(
-      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=6, sequences=12
-      ... )
+      >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
+      >>> cache = make_cache(spec, cells=6, sequences=12)
       >>> batch = make_batch([[1, 2, 3], [4]], sequences=[0, 11])
       >>> cache = apply(cache, init_batch(cache, batch))
       >>> print(show(seq_cp(cache, 0, 5, 0, 1).cache))
       owner    + 0 0 11 . .
       position 0 1 2  0 . .
-
-      >>> cache = make_cache(
-      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4096, sequences=2
-      ... )
-      >>> cache = apply(cache, init_batch(cache, make_batch(np.zeros(300, int))))
-      >>> print(show(seq_cp(cache, 0, 1, 0, 40).cache))
-      cells    0-39 40-299 300-4095
-      owner       +      0        .
-      position 0-39 40-299        .
-
-      >>> cache = make_cache(
-      ...     CacheSpec.recurrent(layers=1, states={"x": ((), jnp.float32)}),
-      ...     sequences=2,
-      ...     max_rollback=2,
-      ... )
-      >>> cache = apply(cache, init_batch(cache, make_batch([[1, 2], [3, 4]])))
-      >>> cache = apply(cache, init_batch(cache, make_batch([5, 6])))
-      >>> print(show(seq_cp(cache, 1, 0, 0, 1).cache))
-      sequence 0 . . 0
-      sequence 1 . 0 1
-
-    llama.cpp: the debug drawing of `find_slot`.
     """
     return _draw_table(fetch_table(cache), width)
 

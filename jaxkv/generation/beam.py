@@ -43,11 +43,7 @@ class BeamTexts(NamedTuple):
 
 
 class BeamSearch(NamedTuple):
-    """State of a beam search.
-
-    living: Unfinished hypotheses of equal length, ordered by score.
-    ended: The W best finished hypotheses, ordered by normalised score.
-    """
+    """State of a beam search; `living` is ordered by score, `ended` by normalised score."""
 
     living: BeamTexts
     ended: BeamTexts
@@ -154,17 +150,17 @@ def beam(
 ) -> BeamResult:
     """Search for the W most probable hypotheses of at most n tokens after a prompt.
 
-    Each step extends each beam by each token of the vocabulary, which gives W * V candidates:
+    The score of a hypothesis is the sum of its log-probabilities, and the normalised score is
+    `score / length ** length_penalty`. Each step extends each beam by each token of the vocabulary,
+    except tokens with a logit of -inf:
 
-    - The next beams are the W best candidates by score that do not end with a stop token.
-    - Candidates that end with a stop token are finished if they are among the W best by score.
+    - The next beams are the W best extensions by score that do not end with a stop token.
+    - Extensions that end with a stop token are finished if they are among the W best by score.
 
-    The W finished hypotheses with the highest normalised scores are kept. A normalised score is
-    `score / length ** length_penalty`. Equal scores are ordered by beam, then by token. Tokens with
-    a logit of -inf are excluded. The score of a hypothesis is the sum of its log-probabilities. The
-    search ends after n tokens, at a refused plan, at logits with NaN or inf (`reason` is set), or
-    as soon as no beam can change the result. Finally, beams and finished hypotheses are sorted
-    together by normalised score.
+    The result has the W best of all finished hypotheses and last beams, by normalised score. Equal
+    scores are ordered by beam, then by token. The search ends after n tokens, or if no beam can
+    change the result. A refused plan (for example, no cell is free) or a logit of NaN or +inf also
+    ends the search, with a `reason`.
 
     Args:
       forward: See `prefill`.
@@ -174,30 +170,28 @@ def beam(
       num_beams: W, the number of beams, static. Each step computes one token for each beam.
       num_tokens: n, the maximum number of tokens of a hypothesis, static.
       stop_tokens: `[k]`, or a set. Tokens that end a hypothesis; -1 is padding.
-      sequences: `[W]`. Sequence ids of the beams, 0 to W - 1 by default. Tokens in all beam
-        sequences except the first are removed. If sequences share several streams (1 < S < Q), all
-        W sequences must be in one stream.
+      sequences: `[W]`. Sequence ids of the beams, 0 to W - 1 by default. If 1 < S < Q, all ids must
+        be in one stream. Tokens in all beam sequences except the first are removed.
       length_penalty: Exponent of the length in the normalised score. 0 ignores the length, and
         higher values prefer longer hypotheses.
       donate: Reuse the buffers of the input cache, see `prefill`.
 
     Returns:
       A `BeamResult`. Beam sequence i contains the prompt and the first `num_cached[i]` tokens of
-      hypothesis i. To continue hypothesis i, compute its tokens from index `num_cached[i]` on. The
-      cache contains all tokens of an unfinished hypothesis except the last token. For a finished
-      hypothesis, the cache contains the tokens shared with a beam of the last step. Beam sequence i
-      is empty and `num_cached[i]` is -1 if a recurrent state is not stored, or a window evicted
-      cells. The score of a missing hypothesis is -inf.
+      hypothesis i: all except the last token of an unfinished hypothesis, or the tokens that a
+      finished hypothesis shares with a beam of the last step. To continue hypothesis i, compute its
+      other tokens. If a recurrent state is missing or a window evicted cells, the sequence is empty
+      and `num_cached[i]` is -1.
 
     Raises:
-      ValueError: If logits are not `[V]` or `[1, V]`, or stop tokens are not `[k]`.
-      ValueError: If logits are not floats, or `length_penalty` is not one number, finite if known.
-      TypeError: If a count, a sequence id or a stop token is not an integer.
+      ValueError: If logits are not floats `[V]` or `[1, V]`, or stop tokens are not `[k]`.
+      ValueError: If `length_penalty` is not one number, or is concrete and not finite.
       ValueError: If there are not W ids of beams, or a concrete id is repeated or not in the cache.
       ValueError: If 1 < S < Q, and the ids of the beams are traced or in several streams.
       ValueError: If `num_beams` or `num_tokens` is below 1, or W exceeds the number of sequences.
       ValueError: Without traced arguments, if the first beam is empty or the cache was donated.
       ValueError: If the model function returns wrong results, see `generation.model_step`.
+      TypeError: If a count, a sequence id or a stop token is not an integer.
 
     Examples:
       The model predicts t + 1 after token t, or t + 2 with a lower probability. Token 3 is the stop
@@ -208,28 +202,18 @@ def beam(
       ...     cache, _ = attend(cache, 0, ubatch, x, x, x)
       ...     says = 2 * jnp.roll(x, 1, axis=-1) + jnp.roll(x, 2, axis=-1)
       ...     return cache, says.reshape(-1, 4)[ubatch.outputs]
-      >>> cache = make_cache(
-      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=4), cells=8, sequences=2
-      ... )
+      >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=4)
+      >>> cache = make_cache(spec, cells=8, sequences=2)
       >>> cache, logits, *_ = prefill(forward, jnp.eye(4), cache, make_batch([0]))
-      >>> beams = beam(
-      ...     forward,
-      ...     jnp.eye(4),
-      ...     cache,
-      ...     logits,
-      ...     num_beams=2,
-      ...     num_tokens=3,
-      ...     stop_tokens=[3],
-      ...     length_penalty=0.0,
-      ... )
+      >>> options = dict(num_beams=2, num_tokens=3, stop_tokens=[3], length_penalty=0.0)
+      >>> beams = beam(forward, jnp.eye(4), cache, logits, **options)
       >>> beams.tokens.tolist(), beams.lengths.tolist()
       ([[1, 2, 3], [1, 3, -1]], [3, 2])
       >>> beams.num_cached.tolist(), beams.cache.seq_pos_max([0, 1]).tolist()
       ([2, 1], [2, 1])
 
-    Hugging Face: `generate` with `num_beams`, `length_penalty` and `early_stopping="never"`, where
-    `sequences_scores` are the normalised scores. llama.cpp: none since the removal of
-    `llama_beam_search`.
+    Hugging Face: `generate` with `num_beams`, `length_penalty` and `early_stopping="never"`; its
+    `sequences_scores` are the normalised scores. llama.cpp: the removed `llama_beam_search`.
     """
     num_beams, num_tokens = (
         check_count(num_beams, "num_beams"),

@@ -24,14 +24,12 @@ class Constraint:
 
     The method `constrain` applies the constraint to all sequences of a sampler. An `Engine` applies
     its constraint to requests with a `constraint_state`. The functions `allowed` and `advance` can
-    read tables of a grammar library, or call the library with `jax.pure_callback`. Programs are
-    cached by the functions `allowed` and `advance`, so pass the same functions every time.
+    call a grammar library with `jax.pure_callback`. Pass the same two functions every time, since
+    compiled programs are cached for them. To use several grammars, concatenate their tables, and
+    start each request in the first state of its grammar.
 
-    To use several grammars, concatenate their tables, and start each request in the first state of
-    its grammar.
-
-    first: A pytree of arrays. State before the first generated token, independent of prompts; all
-      states have the same shapes.
+    first: A pytree of arrays. State before the first generated token, independent of prompts. All
+      states have the shapes of `first`.
     allowed: Pure function that maps a state to a mask `[V]` of the tokens that may come next.
     advance: Pure function from a state and a token to the next state.
     """
@@ -44,17 +42,17 @@ class Constraint:
         """Return a sampler that samples only allowed tokens.
 
         If no token is allowed for a sequence, the sequence ends. The functions `allowed` and
-        `advance` also run for ended sequences, for rejected draft tokens, and for token 0 if no
-        token is allowed. A callback must not raise for an ended sequence or an unsampled token,
-        although its result is discarded.
+        `advance` also run for ended sequences and rejected draft tokens, and `advance` runs for
+        token 0 if no token is allowed. Callbacks must not raise in these cases, although their
+        results are discarded.
 
         Args:
           sampler: Sampler that chooses among the allowed tokens.
 
         Raises:
           TypeError: If the sampler or one of the two functions has the wrong type.
-          ValueError: If a state has no array, or allowed tokens are not returned as a mask `[V]`.
-          ValueError: If the function `advance` changes the shapes or the dtypes of a state.
+          ValueError: If the first state has no array, `allowed` does not return a bool mask `[V]`,
+            or `advance` changes the shapes or dtypes of a state.
 
         Examples:
           Only tokens above the last token are allowed:
@@ -67,18 +65,6 @@ class Constraint:
           >>> state = rising.init(np.zeros((1, 0), np.int32))
           >>> state = rising.update(state, jnp.array([1]))
           >>> rising.adjust(jnp.zeros((1, 4)), state).tolist()
-          [[-inf, -inf, 0.0, 0.0]]
-
-          The same constraint with a callback to the CPU:
-
-          >>> def allowed(last):
-          ...     mask = jax.ShapeDtypeStruct((4,), bool)
-          ...     ask = lambda last: np.arange(4) > last
-          ...     return jax.pure_callback(ask, mask, last, vmap_method="sequential")
-          >>> asking = generation.Constraint(
-          ...     first=jnp.int32(-1), allowed=allowed, advance=lambda last, token: token
-          ... ).constrain(generation.make_sampler())
-          >>> asking.adjust(jnp.zeros((1, 4)), state).tolist()
           [[-inf, -inf, 0.0, 0.0]]
         """
         rule = check_constraint(self)
@@ -96,8 +82,7 @@ class Constraint:
 class ConstrainedSampler(Sampler):
     """Sampler restricted to allowed tokens, made by `Constraint.constrain`.
 
-    first: Initial state of the constraint. If a mask of constrained sequences is given, the present
-      states of T sequences, `[T, ...]`.
+    first: Initial state of the constraint; if `bound` is not None, current states `[T, ...]`.
     bound: Mask of the constrained sequences; None if all sequences are constrained.
     """
 
@@ -202,7 +187,7 @@ def check_initial_state(constraint: Constraint | None, state: PyTree) -> PyTree:
 def make_constrained_sampler(
     constraint: Constraint, sampler: Sampler, states: Sequence[PyTree]
 ) -> ConstrainedSampler:
-    """Return a sampler for T sequences with constraint states; None for an unconstrained sequence.
+    """Return a sampler for T sequences with constraint states; None for no constraint.
 
     >>> rule = Constraint(
     ...     first=-1,

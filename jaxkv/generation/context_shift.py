@@ -1,8 +1,4 @@
-"""Context extension: remove old tokens (`context_shift`), or share positions (`self_extend`).
-
-Cached keys are rotated and not recomputed: above the first layer, keys and values still depend on
-the earlier context and positions.
-"""
+"""Context extension: remove old tokens (`context_shift`), or share positions (`self_extend`)."""
 
 from __future__ import annotations
 
@@ -36,8 +32,8 @@ def context_shift(
 
     Tokens at positions 0 to `num_keep - 1` stay, such as a system prompt or attention sinks. The
     next `num_discard` tokens are removed. The positions of later tokens are reduced by
-    `num_discard`, and the keys of later tokens are rotated. Combines `seq_rm`, `seq_add` and
-    `init_update`.
+    `num_discard`. The keys of later tokens are rotated, not recomputed: above the first layer, keys
+    and values still depend on the removed tokens.
 
     Args:
       cache: A cache without recurrent states.
@@ -55,15 +51,14 @@ def context_shift(
       - A traced `seq`, `num_keep` or `num_discard` is out of range.
 
     Raises:
-      ValueError: If the cache has recurrent states or was made without the argument `rope`.
-      ValueError: If `seq`, `num_keep` or `num_discard` is not one number.
+      ValueError: If the cache has recurrent states, was made without `rope`, or was donated.
+      ValueError: If an argument is not one number, or a concrete `seq` is not in the cache.
       ValueError: If a concrete `num_keep` is below 0, or a concrete `num_discard` is below 1.
-      ValueError: If a concrete sequence id is not in the cache, or the cache was donated.
+      TypeError: If a number is not an integer.
 
     Examples:
-      >>> cache = make_cache(
-      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=Rope.make(2)), cells=6
-      ... )
+      >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=Rope.make(2))
+      >>> cache = make_cache(spec, cells=6)
       >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3, 4, 5, 6])))
       >>> cache, ok = generation.context_shift(cache, 0, num_keep=1, num_discard=3)
       >>> print(show(cache))
@@ -87,10 +82,7 @@ def context_shift(
 
 
 class SelfExtendResult(NamedTuple):
-    """Result of `self_extend`: the cache, and `grouped` for the next call.
-
-    ok: False if the call was refused and the cache is unchanged.
-    """
+    """Result of `self_extend`, with `grouped` for the next call. If not `ok`, nothing changed."""
 
     cache: Cache
     ok: Bool[Array, ""]
@@ -102,9 +94,9 @@ def self_extend(
 ) -> SelfExtendResult:
     """Move groups of neighbouring tokens to shared positions, to extend the context.
 
-    When enough tokens are ungrouped (`width`), each group of these tokens moves to one position,
-    and later tokens get lower positions. Attention then uses approximate distances to far tokens
-    and exact distances to near tokens. No cell becomes free.
+    Each time `width` tokens are ungrouped, each group of these tokens moves to one position, and
+    later tokens get lower positions. Attention then uses approximate distances to far tokens and
+    exact distances to near tokens. Keys are rotated, not recomputed. No cell becomes free.
 
     Tokens with equal positions attend to each other, and are removed, moved and copied together.
     After `self_extend`, `can_seq_add` is False, since `seq_add` requires distinct positions.
@@ -114,13 +106,12 @@ def self_extend(
       seq: Id of the sequence. The next token still gets the last position plus 1.
       grouped: Number of grouped positions: 0 in the first call, then from the last result.
       group: Number of tokens that share a position.
-      width: Number of tokens that are grouped at once, a multiple of the size of a group.
+      width: Number of tokens that are grouped at once, a multiple of `group`.
       donate: Reuse the buffers of the input cache, see `apply`; by default the buffers are copied.
 
     Returns:
-      The cache, the flag `ok`, and `grouped` for the next call. If fewer tokens than
-      `width` are ungrouped, nothing changes and `ok` is True. If `ok` is False, the cache is
-      unchanged, for one of these reasons:
+      The cache, `ok` and `grouped`. If fewer than `width` tokens are ungrouped, nothing changes and
+      `ok` is True. If `ok` is False, the cache is unchanged, for one of these reasons:
 
       - Another sequence shares a cell that would move.
       - The argument `grouped` is not from the last result, or grouped tokens were removed.
@@ -128,15 +119,14 @@ def self_extend(
       - Evicted tokens would be in the window of the next token again.
 
     Raises:
-      ValueError: If the cache has recurrent states or was made without the argument `rope`.
-      ValueError: If the width is not a multiple of the group size, or one is not in `[1, 2**31)`.
+      ValueError: If the cache has recurrent states, was made without `rope`, or was donated.
+      ValueError: If `width` is not a multiple of `group`, or one of both is not in `[1, 2**31)`.
       ValueError: If the argument `grouped` is not one number, or a concrete id is not in the cache.
-      ValueError: If the cache was donated.
+      TypeError: If a number is not an integer.
 
     Examples:
-      >>> cache = make_cache(
-      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=Rope.make(2)), cells=8
-      ... )
+      >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=Rope.make(2))
+      >>> cache = make_cache(spec, cells=8)
       >>> cache = apply(cache, init_batch(cache, make_batch([1, 2, 3, 4, 5])))
       >>> cache, ok, grouped = generation.self_extend(cache, 0, 0, group=2, width=4)
       >>> print(show(cache))

@@ -64,14 +64,11 @@ def decode(
       `finish_reason`. No cell that a token may attend to is overwritten; other sequences continue.
     - An edit changed the last token in the cache since the state was made (`Reason.EDITED`).
 
-    Invalid arguments raise before the model runs.
-
     Args:
       forward: See `prefill`.
       params: Model parameters, any pytree.
       cache: The cache after the prompts.
-      state: State of each sequence, from `init_decode` or an earlier call; the result has the next
-        state.
+      state: State of each sequence, from `init_decode` or the result of an earlier call.
       num_tokens: Maximum number of tokens to generate for each sequence, static.
       sampler: Sampler of the kind passed to `init_decode`; numbers such as the temperature may
         change. Greedy by default.
@@ -93,9 +90,8 @@ def decode(
       ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
       ...     cache, _ = attend(cache, 0, ubatch, x, x, x)
       ...     return cache, jnp.roll(x, 1, axis=-1).reshape(-1, 4)[ubatch.outputs]
-      >>> cache = make_cache(
-      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=4), cells=8, sequences=2
-      ... )
+      >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=4)
+      >>> cache = make_cache(spec, cells=8, sequences=2)
       >>> state = generation.init_decode(cache, tokens=[1, 3], max_new_tokens=[9, 2]).state
       >>> out = decode(forward, jnp.eye(4), cache, state, num_tokens=3, stop_tokens=[3])
       >>> out.lists(), out.state.active.tolist(), out.cache.seq_pos_max([0, 1]).tolist()

@@ -39,8 +39,8 @@ def encode(
 
     Args:
       encoder: Function `(params, cache, ubatch) -> cache`, compiled and cached like the model
-        function of `prefill`. The ubatch is already applied. The encoder computes all tokens of the
-        ubatch at once, and writes keys and values for each cross-attention layer with `write_kv`.
+        function of `prefill`. The ubatch contains all source tokens and is already applied. The
+        function writes keys and values for each cross-attention layer with `write_kv`.
       params: Model parameters, any pytree.
       cache: A hybrid cache with a part for encoder sources (`CacheSpec.cross_attention`).
       batch: Source tokens: a `Batch`, or an argument of `make_batch`; see `init_batch`.
@@ -68,8 +68,7 @@ def encode(
       ...     return cache, x.reshape(-1, 4)[ubatch.outputs]
       >>> sizes = dict(layers=1, kv_heads=1, head_dim=4)
       >>> text, sources = CacheSpec.attention(**sizes), CacheSpec.cross_attention(**sizes)
-      >>> spec = CacheSpec.hybrid((text, [0]), (sources, [1]))
-      >>> cache = make_cache(spec, cells=8, sequences=2)
+      >>> cache = make_cache(CacheSpec.hybrid((text, [0]), (sources, [1])), cells=8, sequences=2)
       >>> cache = encode(encoder, jnp.eye(4), cache, [[2, 2, 2], [3]]).cache
       >>> cache, logits, *_ = prefill(forward, jnp.eye(4), cache, [[0], [0, 1]])
       >>> jnp.argmax(logits, axis=-1).tolist()

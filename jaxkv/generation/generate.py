@@ -65,16 +65,15 @@ def generate(
     Sequence `i * num_samples + j` is sample j of prompt i. Call `generate` outside of `jit`.
 
     Args:
-      forward: See `prefill`. Pass the same function every time, since compiled programs are cached
-        by function.
+      forward: See `prefill`.
       params: Model parameters, any pytree.
       prompts: A list of at least one token for each of P prompts, or an array `[P, n]` with -1 as
         padding. Tokens are not compared with the vocabulary.
       spec: Spec of a new cache. The cache gets a stream for each sequence, with cells for the
         longest prompt and `max_new_tokens`.
       cache: A cache to continue from, instead of a spec. Prompt i continues sequence
-        `i * num_samples`. Sequences of further samples are replaced by forks of sequence
-        `i * num_samples`. The input cache stays valid; its buffers are copied once.
+        `i * num_samples`; forks of this sequence replace the sequences of further samples. The
+        input cache stays valid; its buffers are copied once.
       dtype: Dtype of keys and values in the cache of `spec`, see `make_cache`.
       max_new_tokens: Maximum number of tokens to sample for each sequence.
       stop_tokens: Tokens that end a sequence, see `decode`.
@@ -83,15 +82,13 @@ def generate(
         P * num_samples sequences. A sample does not depend on the numbers of samples and prompts.
       num_samples: Number of samples of each prompt; each prompt is computed once.
       drafter: Drafts several tokens for each model step, for all sequences; see `speculate`.
-      on_tokens: Function of a sequence id and a list of new tokens, called as soon as the tokens
-        are on the CPU. Without a drafter, the result does not depend on `on_tokens`.
+      on_tokens: Function of a sequence id and new tokens, called when the tokens are on the CPU.
       tokens_per_call: Maximum number of tokens of a sequence between two calls of `on_tokens`. With
         a drafter, `tokens_per_call` changes randomly drawn tokens and the counts of drafts.
 
     Returns:
-      A `DecodeResult` with tokens and log-probabilities, padded with -1 and 0 after the end of a
-      sequence. The method `DecodeResult.lists` omits the padding. A sequence ends with
-      `Reason.OUT_OF_CELLS` if the cache has no free cell for the next token.
+      A `DecodeResult`; the method `DecodeResult.lists` omits the padding of tokens. A sequence ends
+      with `Reason.OUT_OF_CELLS` if the cache has no free cell for the next token.
 
     Raises:
       PlanRefusedError: If the plan of the prompts is refused, or samples do not fit into the cache.
@@ -110,11 +107,9 @@ def generate(
       ...     cache, _ = attend(cache, 0, ubatch, x, x, x)
       ...     return cache, jnp.roll(x, 1, axis=-1).reshape(-1, 4)[ubatch.outputs]
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=4)
-      >>> out = generate(
-      ...     forward, jnp.eye(4), [[0, 1], [3]], spec=spec, max_new_tokens=5, stop_tokens=[3]
-      ... )
-      >>> out.lists(), out.tokens.shape
-      ([[2, 3], [0, 1, 2, 3]], (2, 5))
+      >>> options = dict(spec=spec, max_new_tokens=5, stop_tokens=[3])
+      >>> generate(forward, jnp.eye(4), [[0, 1], [3]], **options).lists()
+      [[2, 3], [0, 1, 2, 3]]
 
     llama.cpp: `examples/batched`. Hugging Face: `generate`.
     """
@@ -188,10 +183,7 @@ def generate(
 
 
 def _keys_of_samples(seed: Seeds, count: int, *, num_samples: int) -> Seeds:
-    """Return a key for each sample; seeds for each sample are returned as they are.
-
-    Sample 0 of prompt i has the key of sequence i without samples.
-    """
+    """Return a key for each sample; seeds for each sample are returned unchanged."""
     if np.ndim(seed) or num_samples == 1:
         return seed
     return _fold_samples(seed, np.divmod(np.arange(count, dtype=np.int32), num_samples))

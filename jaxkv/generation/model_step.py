@@ -31,21 +31,9 @@ Forward = Callable[[Any, Cache, Ubatch], tuple[Cache, jax.Array]]
 def compiled_step(forward: Forward) -> jax.stages.Wrapped:
     """Return the compiled model step of `prefill`, for loops in Python.
 
-    The step is a jitted function of params, table, buffers and ubatch that returns table, buffers
-    and logits. The step applies the ubatch, donates the buffers, and is cached as long as the model
-    function lives.
-
-    Examples:
-      >>> def forward(params, cache, ubatch):
-      ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
-      ...     cache, x = attend(cache, 0, ubatch, x, x, x)
-      ...     return cache, x.reshape(-1, 4)[ubatch.outputs] @ params.T
-      >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=4), cells=8)
-      >>> plan = plan_step(cache, jnp.array([3]))
-      >>> step = compiled_step(forward)
-      >>> table, buffers, logits = step(jnp.eye(4), cache.table, cache.buffers, plan.ubatch)
-      >>> merge(table, buffers).num_used_cells().item()
-      1
+    The step is a jitted function of params, table, buffers and ubatch. The step applies the ubatch,
+    donates the buffers, and returns table, buffers and logits. The step is cached as long as the
+    model function lives.
     """
     return cached_program(_build_step_program, forward)
 

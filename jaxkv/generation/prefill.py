@@ -1,8 +1,4 @@
-"""Computation of prompts, and compilation ahead of time.
-
-Outside of `jax.jit`, a loop is compiled once for each model function. Inside of `jax.jit`, a loop
-is traced into the calling program. Only buffers are donated: the table stays valid as a checkpoint.
-"""
+"""Computation of prompts, and compilation ahead of time."""
 
 from __future__ import annotations
 
@@ -42,35 +38,32 @@ def prefill(
 
     Args:
       forward: Function `(params, cache, ubatch) -> cache, logits [O, V]`, called with an applied
-        ubatch; applying the ubatch again has no effect. The function is compiled once for each
-        ubatch shape, and the compiled program is cached as long as the function lives. Pass the
-        same function, or the same method of one object, every time, and not a new lambda.
+        ubatch; applying the ubatch again has no effect. Programs for each ubatch shape are cached
+        as long as the function lives: pass the same function, or the same method of one object,
+        every time, and not a new lambda.
       params: Model parameters, any pytree.
       cache: A cache with free cells for the batch.
       batch: A `Batch`, or an argument of `make_batch`, such as a list of tokens for each sequence.
       ubatch_size: Maximum number of tokens that are computed at once, see `init_batch`.
       plan: The plan of the batch, if `init_batch` was already called.
-      donate: Reuse the buffers of the input cache; the buffers become invalid, and the table stays
-        valid. By default the buffers are copied once, since forks and checkpoints share buffers.
-        Inside of `jit`, `donate=True` has no effect: donate arguments of the jitted function.
+      donate: Reuse the buffers of the input cache, which become invalid; the table stays valid. By
+        default, the buffers are copied once. Inside of `jit`, `donate` has no effect: donate
+        arguments of the jitted function.
 
     Returns:
       A `PrefillResult` with the logits and sequence ids of the output tokens.
 
       Inside of `jit`, a refused plan does not raise: `ok` is False, the cache is unchanged, bit for
-      bit, and the logits are undefined. Inside of `jit`, logits are padded to `[O, V]`; the first n
-      rows are the logits of n output tokens. The sequence id of padding is -1.
+      bit, and the logits are undefined. Inside of `jit`, the result is padded: the first n rows of
+      logits `[O, V]` belong to the n output tokens, and further sequence ids are -1.
 
     Raises:
       PlanRefusedError: If the batch is invalid or does not fit. The input cache stays valid.
-      ValueError: If the model function does not return an updated cache and logits `[O, V]`.
-      ValueError: If the plan is stale, or has another number of tokens than the batch.
-      ValueError: If a plan and a ubatch size are both passed, or the cache was donated.
+      ValueError: If the plan is stale, is for another token count, or is passed with `ubatch_size`.
+      ValueError: If the cache was donated, or `forward` returns no updated cache or no logits.
       TypeError: If the plan is not a `Plan`, or tokens are not integers.
 
     Examples:
-      A model with one attention layer:
-
       >>> def forward(params, cache, ubatch):
       ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
       ...     cache, x = attend(cache, 0, ubatch, x, x, x)
@@ -82,10 +75,8 @@ def prefill(
 
       Inside of `jit`, a batch that does not fit leaves the cache unchanged:
 
-      >>> @jax.jit
-      ... def feed(params, cache, tokens):
-      ...     return prefill(forward, params, cache, make_batch(tokens))
-      >>> result = feed(jnp.eye(4), cache, jnp.arange(6))
+      >>> feed = jax.jit(lambda cache, tokens: prefill(forward, jnp.eye(4), cache, tokens))
+      >>> result = feed(cache, jnp.arange(6))
       >>> result.cache.num_used_cells().item(), result.ok.item()
       (3, False)
 
@@ -159,25 +150,23 @@ def warm_up(
 ) -> Cache:
     """Compile the programs of `prefill` for prompts of any length; return the unchanged cache.
 
-    There is a program for each power of two up to `ubatch_size`; each program is run with a refused
-    ubatch. If the longest length is given, a later `prefill` of one prompt of at most this length
-    compiles nothing, if only the last token has logits. Small programs may still be compiled for
-    several prompts, for further output tokens or, without the longest length, for several ubatches.
+    There is a program for each power of two up to `ubatch_size`. If `longest` is given, a later
+    `prefill` of one prompt of at most `longest` tokens compiles nothing, if only the last token has
+    logits. Other calls may still compile small programs.
 
     To compile a loop such as `decode`, call the loop once with a state without active sequences.
     For servers, use `serving.Engine.warm_up` instead of this function.
 
     Args:
-      forward: See `prefill`. The programs are cached as long as the model function lives.
+      forward: See `prefill`.
       params: Model parameters, any pytree.
       cache: The cache of later calls, or a cache with the same shapes.
       ubatch_size: Maximum number of tokens that are computed at once, see `init_batch`.
       sequences: Sequence ids of one batch. If the sequences are in several streams, or more than 8,
         call `warm_up` for each expected number of sequences.
-      longest: Length of the longest prompt. Planning of a single prompt is compiled for all lengths
-        up to the longest.
-      donate: Value of the argument `donate` in later calls of `prefill`. If False, the buffers are
-        copied during this call and need twice the memory.
+      longest: Maximum length of a single prompt whose planning is compiled.
+      donate: Value of `donate` in later calls of `prefill`. If False, the buffers are copied during
+        this call and need twice the memory.
 
     Raises:
       ValueError: If no sequence id is given, or an id is not in the cache.

@@ -35,8 +35,7 @@ class PrefillResult(NamedTuple):
 class DecodeResult(NamedTuple):
     """Result of generating n tokens for each of T sequences.
 
-    Returned by `generate`, `init_decode`, `decode` and `speculate`. Without a drafter, the last
-    four fields are None.
+    Without a drafter, the last four fields are None.
 
     cache: The cache after the call.
     state: State of each sequence, to continue with `decode` or `speculate`.
@@ -64,13 +63,7 @@ class DecodeResult(NamedTuple):
         return self.state.reason
 
     def lists(self) -> list[list[int]]:
-        """Return the tokens of each sequence as a list without padding.
-
-        >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=4), cells=8)
-        >>> cache = apply(cache, init_batch(cache, make_batch([1])))
-        >>> generation.init_decode(cache, logits=jnp.array([[0.0, 2.0]])).lists()
-        [[1]]
-        """
+        """Return the tokens of each sequence as a list without padding."""
         return [[token for token in row if token >= 0] for row in np.asarray(self.tokens).tolist()]
 
 

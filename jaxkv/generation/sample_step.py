@@ -71,9 +71,8 @@ def init_decode(
       max_new_tokens: `[]` or `[T]`. Maximum number of tokens to sample for each sequence, including
         a first token that is sampled from `logits`. Unlimited by default.
       seed: `[]` or `[T]` integers, or keys of `jax.random`. A single seed is folded with each
-        sequence id, so that equal prompts get
-        different samples. With a seed for each sequence, draws depend only on the seed and the
-        start position.
+        sequence id, so that equal prompts get different samples. With a seed for each sequence,
+        draws depend only on the seed and the start position.
       prompts: Prompt tokens of each sequence, for the penalties of a sampler: an array padded in
         front with -1, or a list of lists.
 
@@ -88,36 +87,24 @@ def init_decode(
       ValueError: If T exceeds the number of sequences, as for padded logits of a traced `prefill`.
       ValueError: If logits are passed for a sequence that is empty in a concrete cache.
       ValueError: If shapes differ, or the sampler or the prompts have another number of sequences.
-      ValueError: If a concrete token or limit is below 0.
+      ValueError: If a concrete token or limit is below 0, or a concrete seed not in `[0, 2**32)`.
       ValueError: If a concrete sequence id is repeated or not in the cache.
-      TypeError: If tokens, ids, limits or seeds are not integers, or the sampler has the wrong
-        type.
+      TypeError: If tokens, ids, limits or seeds are not integers, or the sampler is no `Sampler`.
 
     Examples:
       Sequence 1 is a fork of sequence 0, and 2 is the stop token:
 
-      >>> cache = make_cache(
-      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=4), cells=8, sequences=2
-      ... )
+      >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=4)
+      >>> cache = make_cache(spec, cells=8, sequences=2)
       >>> cache = apply(cache, init_batch(cache, make_batch([1])))
       >>> cache, ok = seq_cp(cache, 0, 1)
-      >>> logits = jnp.array([[0.0, 2.0, 1.0, 1.5]])
+      >>> logits = jnp.repeat(jnp.array([[0.0, 2.0, 1.0, 1.5]]), 2, axis=0)
+      >>> sampler = generation.make_sampler(temperature=1.0)
       >>> out = generation.init_decode(
-      ...     cache,
-      ...     logits=jnp.repeat(logits, 2, axis=0),
-      ...     sequences=[0, 1],
-      ...     sampler=generation.make_sampler(temperature=1.0),
-      ...     stop_tokens=[2],
-      ...     seed=5,
+      ...     cache, logits=logits, sequences=[0, 1], sampler=sampler, stop_tokens=[2], seed=5
       ... )
       >>> out.tokens.tolist(), out.state.active.tolist()
       ([[2], [1]], [False, True])
-
-      First tokens that were sampled elsewhere:
-
-      >>> state = generation.init_decode(cache, tokens=[5, 7], max_new_tokens=[1, 9]).state
-      >>> state.sequence.tolist(), state.remaining.tolist()
-      ([0, 1], [1, 9])
     """
     if (logits is None) == (tokens is None):
         arguments = "neither" if logits is None else "both"

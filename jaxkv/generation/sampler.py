@@ -87,14 +87,7 @@ def make_draw_keys(
 def sample_tokens(
     sampler: Sampler, adjusted: Float[Array, "T V"], keys: Key[Array, " T"]
 ) -> Int32[Array, " T"]:
-    """Sample a token for each sequence; -1 if no token is allowed or a logit is NaN.
-
-    >>> keys = jax.random.split(jax.random.key(0), 3)
-    >>> best = generation.make_sampler()
-    >>> logits = jnp.array([[0.1, 0.7], [-jnp.inf, -jnp.inf], [0.1, jnp.nan]])
-    >>> generation.sampler.sample_tokens(best, logits, keys).tolist()
-    [1, -1, -1]
-    """
+    """Sample a token for each sequence; -1 if no token is allowed or a logit is NaN."""
     if sampler.is_random:
         # Noise is drawn for each token, not for each rank, so a rounding error that swaps two ranks
         # does not change the draw.

@@ -44,18 +44,16 @@ def score(
     """Return the log-probability of each token of each text, differentiable in the parameters.
 
     A prompt, and the derivative of a prompt, are computed once for all texts that follow the
-    prompt. Without prompts, a common prefix of concrete texts is computed once, if it has at
-    least 16 tokens. So are at most 2 longer prefixes of fewer texts, each 16 tokens longer.
-
-    Lists are padded to few lengths, so that batches with similar lengths share a program. Batches
-    whose texts or prompts share prefixes of another number or length compile new programs.
+    prompt. Without prompts, prefixes that concrete texts share are computed once: at most 3
+    prefixes of a text, each at least 16 tokens longer than the one before. Batches of lists with
+    similar lengths share a program, unless the numbers or lengths of these prefixes differ.
 
     Args:
-      forward: See `prefill`. Programs are cached by function, so pass the same function every time.
+      forward: See `prefill`.
       params: Model parameters, any pytree.
-      texts: A list of tokens for each of T texts, or rows `[T, n]`, with -1 as padding
-        anywhere. Rows may be traced.
-      prompts: A list of tokens for each prompt, or rows. With G texts for each prompt, text i
+      texts: A list of tokens for each of T texts, or rows `[T, n]`, with -1 as padding anywhere.
+        Rows may be traced.
+      prompts: A list of tokens for each of P prompts, or rows. With G texts for each prompt, text i
         follows prompt i // G.
       spec: Spec of the model's cache. Each text has a stream.
       dtype: Dtype of cached keys and values, see `make_cache`. Keys and values of 8 bits have no
@@ -64,14 +62,14 @@ def score(
 
     Returns:
       Log-probabilities in float32: 0 for padding and for the first token of a text without a
-      prompt, NaN for a token after a logit of NaN or +inf. If an argument is traced, also NaN for
-      tokens past the vocabulary, and for the whole row of a text with an empty prompt. n is the
+      prompt, NaN for a token after a logit of NaN or +inf. If texts or prompts are traced, also NaN
+      for tokens past the vocabulary, and for all tokens of a text with an empty prompt. n is the
       length of a row of `texts`; for lists it is at least the length of the longest text.
 
     Raises:
       ValueError: If there is no text, or a prompt or a text without a prompt is empty.
-      ValueError: If T is not a multiple of P, the number of prompts.
-      ValueError: If a token is negative in a list or, if nothing is traced, past the vocabulary.
+      ValueError: If T is not a multiple of P.
+      ValueError: If a token is negative in a list or, in concrete arguments, past the vocabulary.
       ValueError: If traced texts or prompts are not rows, or a text is not one list of tokens.
       ValueError: If the spec has cross-attention.
       TypeError: If tokens are not integers, or the spec is not a `CacheSpec`.
@@ -125,10 +123,7 @@ def score(
 def _index_of_rows(
     rows: Int32[Array | np.ndarray, "T n"], of: TrieLevel | Int32[np.ndarray, "T m"]
 ) -> Int32[Array | np.ndarray, "T n"]:
-    """For each token of `rows`, return its index in the scored tokens; -1 for padding.
-
-    The argument `of` is the index of texts without padding, or a level with a row for each text.
-    """
+    """Return for each token of `rows` its index in the scored tokens; -1 for padding."""
     xp = np if is_concrete(rows) else jnp
     valid = xp.asarray(rows) >= 0
     place = xp.maximum(xp.cumsum(valid, axis=1, dtype=np.int32) - 1, 0)
@@ -173,10 +168,7 @@ def _score_levels(
     levels: list[TrieLevel],
     index: Int32[Array, "T n"] | None,
 ) -> tuple[Float[Array, "T n"], Array]:
-    """Return the log-probabilities of texts, and the vocabulary size as an array `[0, V]`.
-
-    The argument `index` is from `trie_of_texts`, or None if the last level has a row for each text.
-    """
+    """Return the log-probabilities of texts, and the vocabulary size as an array `[0, V]`."""
     count = levels[0].parents.shape[0]
     ok, scores = jnp.array(True), []
     ends: Float[Array, "Q V"] | None = None
@@ -213,11 +205,7 @@ def _score_rows(
     place: Int32[Array, "R T"],
     ends: Float[Array, "Q V"] | None,
 ) -> Float[Array, "R T"]:
-    """Return the log-probabilities of the tokens of a level; 0 for padding.
-
-    Token `order[i]` has the logits i, and `place` is the inverse. The first token of a row has the
-    logits in `ends`, see `_update_ends`.
-    """
+    """Return log-probabilities of tokens of a level; token `order[i]` has row i of the logits."""
     tokens = jnp.asarray(level.tokens)
     following = jnp.pad(tokens[:, 1:], [(0, 0), (0, 1)], constant_values=-1).reshape(-1)
     following = following.at[order].get(mode="fill", fill_value=-1)

@@ -41,8 +41,7 @@ class DecodeState:
     remaining: Number of tokens that may still be sampled.
     reason: A `Reason`: OK, NONFINITE_LOGITS, EDITED, or the reason of a refused plan.
     key: Random key of each sequence; each draw folds `draw_index` into the key.
-    draw_index: Number of the next draw: initially the position of the drawn token, then one more
-      for each token, even if positions are reused.
+    draw_index: Position of the first drawn token plus the number of tokens drawn since.
     follows: Hash of the last token in the cache, to detect edits of the sequence.
     sampler_state: State of the sampler.
     """

@@ -20,7 +20,7 @@ MIN_SHARED = 16
 """Minimum number of tokens of a common prefix that gets its own row."""
 
 MAX_LEVELS = 4
-"""Maximum number of levels; each level is compiled. Further common prefixes are repeated."""
+"""Maximum number of levels; each level is compiled. In the last, each text has its own row."""
 
 
 @jax.tree_util.register_dataclass
@@ -54,12 +54,9 @@ def trie_of_texts(
 ) -> tuple[list[TrieLevel], Int32[np.ndarray, "Q n"]]:
     """Return the levels of Q texts, and for each token its index in the tokens of all levels.
 
-    >>> a, b = np.arange(20), np.arange(24)
-    >>> levels, index = trie_of_texts([b, a])
+    >>> levels, index = trie_of_texts([np.arange(24), np.arange(20)])
     >>> [(x.tokens.shape, x.sequences.tolist(), x.parents.tolist()) for x in levels]
     [((1, 24), [0], [0, 1]), ((1, 8), [0], [0, 1])]
-    >>> index[:, 18:22].tolist()
-    [[18, 19, 24, 25], [18, 19, -1, -1]]
     """
     count = len(texts)
     index = np.full((count, _round_length(max(map(len, texts)))), -1, np.int32)
@@ -77,7 +74,7 @@ def trie_of_texts(
 def trie_of_prompts(
     prompts: Sequence[Int[np.ndarray, " _"]], texts: Sequence[Int[np.ndarray, " _"]]
 ) -> list[TrieLevel]:
-    """Return the levels of the prompts, then a level of the texts; prompts have equally many texts.
+    """Return the levels of prompts, then a level of texts; prompts have equally many texts.
 
     >>> levels = trie_of_prompts([np.arange(3)], [np.array([5]), np.array([6, 7])])
     >>> [(x.tokens.shape, x.sequences.tolist(), x.parents.tolist()) for x in levels]
@@ -97,11 +94,7 @@ def trie_of_prompts(
 def _segments_by_level(
     texts: Sequence[Int[np.ndarray, " _"]], sequences: Sequence[int]
 ) -> list[tuple[list[_Segment], dict[int, int]]]:
-    """For each level, return the segments, and the parents of sequences that begin in the level.
-
-    Texts are in the given sequences. A segment is computed in the lowest of the sequences of
-    its texts.
-    """
+    """Return segments and parents by level; a segment is in the lowest sequence of its texts."""
     order = sorted(range(len(texts)), key=lambda i: texts[i].tolist())
     common = [0, *(_common_length(texts[i], texts[j]) for i, j in pairwise(order))]
     levels: list[tuple[list[_Segment], dict[int, int]]] = []

@@ -46,7 +46,7 @@ def choose_cells(
 def mark_used(
     cells: C, slots: Int32[Array, "S N"], arriving: C, is_incomplete: Bool[Array, "S L"]
 ) -> C:
-    """Store the tokens of `arriving`, a table, in the given slots; skip slots past the last cell.
+    """Store the tokens of the table `arriving` in slots; skip slots past the last cell.
 
     The array `is_incomplete` is True for layers that lack keys and values of these tokens.
     """

@@ -48,11 +48,8 @@ A = TypeVar("A", bound=Cached)
 class Buffers:
     """Keys and values of all cells, for each layer.
 
-    The axis of heads precedes the axis of cells, so that all keys of a head are contiguous.
-
     k: L arrays `[S, K, N, D]` of keys. If stacked, one array `[S * L, K, N, D]`, in which index s *
-      L + l is stream s of layer l. A key is rotated for the position of its cell minus the cell's
-      shift.
+      L + l is stream s of layer l. A key is rotated for its cell's position minus the shift.
     v: L arrays `[S, K, N, Dv]` of values; if stacked, one array `[S * L, K, N, Dv]`.
     ropes: Rotary embedding of each layer's keys, static; None if keys have no position, `NotGiven`
       if the cache was made without `rope=`.
@@ -164,9 +161,8 @@ def map_kv(
 ) -> Buffers:
     """Replace the keys and values on each device by the result of the function `change`.
 
-    The function gets a device's shard of all layers, or of one layer at a time if layers are
-    stacked. The first arguments, `by_stream` in number, have the shape `[S, ...]` and are split by
-    streams; other arguments are replicated.
+    The function gets a device's shard of all layers, or of one layer at a time if stacked. The
+    first `by_stream` arguments are `[S, ...]` and split by streams; other arguments are replicated.
     """
     split = kv_partitions(sharding_rules, buffers)
     specs = jax.tree.map(lambda partition: partition.partition_spec, split)
@@ -308,8 +304,8 @@ def copy_cell_run(
 ) -> Cached:
     """Copy a run of contiguous cells from one stream to the same cells of another stream.
 
-    Both streams are global; the start and the end of the run are cell indices of the device's
-    shard. If a mesh splits cells, cells from the index `end` on are unchanged.
+    Streams are global, cells are indices in the device's shard. If a mesh splits cells, cells from
+    `end` on are unchanged.
     """
     shape, zero = (1, array.shape[1], size, array.shape[3]), jnp.zeros_like(first)
 

@@ -1,10 +1,7 @@
 """Table of an attention cache: position, owners and pending shift of each cell.
 
-The cost of an edit is independent of the model's size, since an edit uses only the table.
-
-A range of positions goes from `start` to `stop - 1`; `start` and `stop` are `[]` int32. A negative
-start means 0, a negative end means no end, and an end of 0 means an empty range. A sequence id is
-`[]` int32; an id outside `[0, Q)` leaves the table unchanged.
+A range of positions goes from `start` to `stop - 1`, both `[]` int32. A negative start means 0, and
+a negative end means no end. A sequence id outside `[0, Q)` leaves the table unchanged.
 """
 
 from __future__ import annotations
@@ -43,15 +40,13 @@ Placement = Literal["any", "contiguous", "striped", "tiled"]
 class Cells:
     """Table of S streams of N cells for Q sequences; the base class of `CellTable`.
 
-    Sequence q is in stream q // (Q // S). A cell has an owner if and only if it has a position. An
-    empty cell has a shift of 0.
+    Sequence q is in stream q // (Q // S). A cell has an owner if and only if it has a position.
 
     position: Position of the token in each cell; EMPTY (-1) for an empty cell.
     owners: Bit mask of the sequences that own each cell, in words of 32 sequences.
-    shift: Present position of each cell minus the position that the cell's key was rotated for.
+    shift: Present position minus the position that the key was rotated for; 0 for an empty cell.
     evicted_below: One past the highest evicted position of each sequence.
-    cell_hash: Hash of the keys and values of each cell, see `jaxkv.core.hashing`. The array
-      `cell_hash` shows whether a cell was overwritten since an earlier table.
+    cell_hash: Hash of each cell's keys and values, which shows whether a cell was overwritten.
     content: Hash of each cell's token and of the position at which the key was computed. Copies and
       moves of a cell preserve this hash.
     history: Hash of all writes to a stream, before and after the last ubatch; both hashes are equal
@@ -59,11 +54,9 @@ class Cells:
     written: Hash of the writes that each layer has; not equal to `history[:, 1]` if the layer lacks
       an applied ubatch.
     placement: Order in which empty cells are taken, static.
-    shards: Number of equal parts of a stream that striped placement alternates between, static; 1
-      for other placements.
+    shards: Number of parts of a stream in striped placement, static; 1 for other placements.
     window: Range of positions that a token attends to, static.
-    ubatch_size: Largest number of tokens of a ubatch that N was computed for, static; None for no
-      limit.
+    ubatch_size: Largest ubatch that N was computed for, in tokens, static; None for no limit.
     sharding_rules: Mesh axes that split the cache, static; None on one device.
     """
 
@@ -315,11 +308,7 @@ def sequences_owning_cells(cells: Cells, where: Bool[Array, "S N"]) -> Bool[Arra
 
 
 def owns_same_cells(cells: Cells, partner: Int32[Array, " Q"]) -> Bool[Array, " Q"]:
-    """Return whether each sequence owns exactly the cells of its partner.
-
-    The argument `partner` is the index of each partner within the stream. A sequence that is its
-    own partner is not compared.
-    """
+    """Return whether each sequence owns exactly the cells of its partner in its stream."""
     partner = partner.reshape(cells.streams, cells.sequences_per_stream)
     local_ids = jnp.arange(cells.sequences_per_stream, dtype=jnp.int32)[None]
 
@@ -338,10 +327,9 @@ def owns_same_cells(cells: Cells, partner: Int32[Array, " Q"]) -> Bool[Array, " 
 
 
 def stream_hash(cells: Cells) -> UInt32[Array, " S"]:
-    """Return a hash of each stream: of position, owners, shift and hash of all cells.
+    """Return a hash of position, owners, shift and hash of all cells, for each stream.
 
-    With a window, the hash includes `evicted_below`. Undoing an edit restores the hash. Without a
-    window the hash is a sum over cells, so an update needs only the changed cells.
+    With a window, the hash includes `evicted_below`. Undoing an edit restores the hash.
     """
     index = jnp.broadcast_to(jnp.arange(cells.num_cells), cells.position.shape)
     owners = jnp.moveaxis(cells.owners, 1, -1)

@@ -1,8 +1,4 @@
-"""Copies between streams of several sequences each, into free cells.
-
-A copy first frees the cells of its targets. Cells to copy are never overwritten, even if they lose
-all owners. Copies can therefore run in chunks, and sequences can be swapped.
-"""
+"""Copies between streams of several sequences each, into free cells."""
 
 from __future__ import annotations
 
@@ -59,11 +55,7 @@ if TYPE_CHECKING:
 
 
 class CopyDemand(NamedTuple):
-    """Numbers of cells that a copy between streams needs and finds.
-
-    demand: Number of cells to copy into each stream.
-    found: Number of cells of each stream that may be used for the copy.
-    """
+    """Numbers of cells that a copy needs in each stream (`demand`), and may use (`found`)."""
 
     demand: Int32[Array, " S"]
     found: Int32[Array, " S"]
@@ -77,12 +69,10 @@ class CopyDemand(NamedTuple):
 class CopyPlan(NamedTuple, Generic[C]):
     """Plan of a copy: cells shared within streams, and cells copied between streams.
 
-    In `arriving`, `origin` and `slots`, the first `need.demand[s]` entries of stream s are valid.
-
     left: Table with the shared cells, in which the other cells of the targets are free.
-    arriving: Table of the copied tokens, with the new owners. Positions, shifts, hashes and
-      contents are those of the original cells.
-    origin: Index of each cell to copy, stream * N + cell.
+    arriving: Table of the copied tokens, with the new owners and the fields of the original cells.
+    origin: Index of each cell to copy, stream * N + cell. The first `need.demand[s]` entries of
+      stream s are valid, also in `slots` and `arriving`.
     slots: Slot of each copied cell.
     need: Number of cells that each stream needs and finds.
     """

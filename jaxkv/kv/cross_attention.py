@@ -1,8 +1,4 @@
-"""Cache of encoder sources, for cross-attention.
-
-A source is written once and then only read. The cells of a source have positions from 0, and no
-edit changes these positions. Copying or removing a sequence copies or removes its source.
-"""
+"""Cache of encoder sources, for cross-attention, which are written once and then only read."""
 
 from __future__ import annotations
 
@@ -29,10 +25,7 @@ if TYPE_CHECKING:
 
 
 class CrossAttentionSlots(NamedTuple):
-    """Slots of decoder tokens in a part of the cache that stores encoder sources.
-
-    looks: Slot 0 for a token that attends; an invalid slot for padding and for refused plans.
-    """
+    """Slots of decoder tokens: 0 for a token that attends, past the last cell for other tokens."""
 
     looks: Int32[Array, "R T"]
 
@@ -40,12 +33,10 @@ class CrossAttentionSlots(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CrossAttentionTable(CellTable):
-    """Table of encoder sources: a `CellTable` without edits of positions.
+    """Table of encoder sources, without edits of positions; decoder tokens use no cells.
 
-    Decoder tokens use no cells, and attend to all cells of their sequence.
-
-    of_sources: True, static. Prevents the reuse of programs compiled for a `CellTable`, since JAX
-      does not compare types of dataclasses.
+    of_sources: True, static. JAX does not compare types of dataclasses, and would otherwise reuse
+      programs compiled for a `CellTable`.
     """
 
     of_sources: bool = field(default=True, metadata={"static": True})

@@ -30,16 +30,14 @@ if TYPE_CHECKING:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DefragPlan(MaintenancePlan):
-    """Plan of moves that close gaps: runs of contiguous cells, and their destinations.
-
-    M = N // 2 is the largest possible number of runs of a stream.
+    """Plan of moves that close gaps: up to M = max(N // 2, 1) runs of cells of each stream.
 
     source: First cell of each run; the last run in fill order comes first.
     destination: Cell that the first cell of each run moves to.
     length: Number of cells of each run; 0 for entries after the last run.
     count: Number of runs of each stream.
-    free: Whether each cell was empty when the plan was made. The plan has no effect on a table in
-      which other cells are empty.
+    free: Whether each cell was empty when the plan was made. If the empty cells of a table differ,
+      the plan has no effect.
     spec: Spec of the table when the plan was made, static.
     """
 
@@ -67,9 +65,8 @@ class DefragPlan(MaintenancePlan):
 def plan_moves(cells: Cells, max_moves: int | None, spec: TableSpec) -> DefragPlan:
     """Plan all moves that close gaps, or the first `max_moves` runs of each stream.
 
-    In a stream with U used cells, used cells of rank U or more move to empty cells of a lower rank
-    (see `fill_order`). In tiled placement, whole tiles move into empty tiles; the last tile moves
-    completely, even if its runs exceed `max_moves`.
+    In a stream with U used cells, used cells of rank U or more move to empty cells of a lower rank.
+    In tiled placement, whole tiles move; the last tile moves completely, even beyond `max_moves`.
     """
     tile = tile_size(cells.num_cells) if cells.placement == "tiled" else None
     plan = jax.vmap(partial(_plan_stream_moves, spec, cells.shards, tile))(is_cell_empty(cells))

@@ -152,12 +152,7 @@ def can_resume_after_copy(
 
 
 def _can_go_on(cells: Cells, mark: jax.Array, end: jax.Array, certain: jax.Array) -> jax.Array:
-    """Return whether sequences can continue after an edit or a copy.
-
-    The argument `mark` is one past the highest position that may be evicted. The argument `end` is
-    the last present position, or EMPTY. The argument `certain` is True if a token at position
-    `mark - 1` existed.
-    """
+    """Return whether sequences can continue; `certain` is whether a token at `mark - 1` existed."""
     complete = mark <= first_seen(cells.window, jnp.maximum(end, mark - 1) + 1)
     return (mark == 0) | (complete & ((end >= mark - 1) | certain))
 

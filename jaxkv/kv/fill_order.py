@@ -1,9 +1,7 @@
 """Order in which the empty cells of a stream are taken: by index, or in stripes.
 
-If a mesh splits cells, each device stores a contiguous part of each stream. If cells were taken by
-index, a short sequence would be on the first device only. Striped placement alternates between the
-devices, with a stripe of at most 64 contiguous cells at a time. The rank of a cell is its place in
-the order in which cells are taken, from 0.
+Striped placement alternates between the devices that split cells, with at most 64 contiguous cells
+at a time. The rank of a cell is its place in the order, from 0.
 """
 
 from __future__ import annotations
@@ -23,22 +21,14 @@ STRIPE = 64
 
 
 def to_fill_order(x: Shaped[Array, "... N"], shards: int) -> Shaped[Array, "... N"]:
-    """Reorder an array over cells from the order of indices to the order of ranks.
-
-    >>> to_fill_order(jnp.arange(16), 2)
-    Array([ 0,  1,  8,  9,  2,  3, 10, 11,  4,  5, 12, 13,  6,  7, 14, 15],      dtype=int32)
-    """
+    """Reorder an array over cells from the order of indices to the order of ranks."""
     stripe, turns = _stripe_sizes(x.shape[-1], shards)
     rest = x.shape[:-1]
     return x.reshape(*rest, shards, turns, stripe).swapaxes(-3, -2).reshape(x.shape)
 
 
 def cells_at_ranks(rank: Int32[Array, "*n"], cells: int, shards: int) -> Int32[Array, "*n"]:
-    """Return the indices of the cells at some ranks; a rank past the last cell is unchanged.
-
-    >>> cells_at_ranks(jnp.array([2, 4, 15, 16]), 16, 2)
-    Array([ 8,  2, 15, 16], dtype=int32)
-    """
+    """Return the indices of the cells at some ranks; a rank past the last cell is unchanged."""
     if shards == 1:
         return rank
     stripe, turns = _stripe_sizes(cells, shards)

@@ -1,8 +1,4 @@
-"""Maps over streams and rows of a table, in which each device processes its own streams.
-
-Without maps over devices, the compiler gathers the whole table on every device to look up a traced
-stream.
-"""
+"""Maps over streams and rows of a table, in which each device processes its own streams."""
 
 from __future__ import annotations
 
@@ -52,10 +48,10 @@ def map_streams_gather(cells: Cells, work: Callable[..., T], *args: jax.Array) -
 def compare_last_tokens(
     cells: Cells, sequences: Int32[Array, " T"], contents: UInt32[Array, " T"]
 ) -> tuple[UInt32[Array, " T"], Bool[Array, " T"]]:
-    """Return the content hash of each sequence's last cell; 0 for an empty sequence.
+    """Compare the content hash of each sequence's last cell with the array `contents`.
 
-    The second result is whether a cell at the last position has the given content hash; there may
-    be two cells at the last position after `seq_div`.
+    The results are the hash, 0 for an empty sequence, and whether the hashes are equal. After
+    `seq_div`, two cells may be at the last position; the comparison includes both.
     """
     axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
     does = is_sequence(cells, sequences)
@@ -87,8 +83,7 @@ def map_rows(
     """Call a function with the streams of each device and the rows of a ubatch in these streams.
 
     The function also gets the axes that split rows, and the axes along which padding differs. If
-    each row r has the tokens of sequence r, rows are split by stream. Otherwise each device gets
-    all rows, and rows of other devices' streams are padding.
+    rows are not split, each device gets all rows, with rows of other devices' streams as padding.
     """
     axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
     rows = row_mesh_axes(ubatch, axes)

@@ -1,9 +1,4 @@
-"""Edits of positions, and the later rotation of keys.
-
-A key is rotated for the position at which it was written. An edit changes the position only, and
-adds the difference to `shift`. Later, `rotate_shifted_keys` applies the sum in one
-rotation. Edits that cancel need no rotation.
-"""
+"""Edits of positions, which add to `shift`, and the later rotation of keys by the summed shifts."""
 
 from __future__ import annotations
 
@@ -54,8 +49,8 @@ CHUNK = 256
 class ShiftPlan(MaintenancePlan):
     """Plan of the rotation of all keys with a pending shift.
 
-    shift: Pending shifts of the table when the plan was made. The plan has no effect on a table
-      with other pending shifts.
+    shift: Pending shifts of the table when the plan was made. If the shifts of a table differ, the
+      plan has no effect.
     spec: Spec of the table when the plan was made, static.
     """
 
@@ -87,11 +82,8 @@ def seq_add(
     """Add `delta` to positions in a range of a sequence, for all owners of the cells.
 
     A cell with a negative new position is freed. If a position would reach END, or an owner could
-    not continue (see `eviction.accept_edit`), the table is unchanged and the returned flag is
-    False.
-
-    The argument `gap` is the lowest position from which no token, present or evicted, precedes the
-    range.
+    not continue (see `eviction.accept_edit`), the table is unchanged and the flag is False. The
+    argument `gap` is the lowest position from which no present or evicted token precedes the range.
     """
     moves = sequence_cells_in_range(cells, seq, start, stop)
     evicted = _highest_evicted(cells, seq, start, stop)
@@ -189,11 +181,7 @@ def _move_eviction_marks(
     below: jax.Array,
     move: Callable[[jax.Array], jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
-    """Return `evicted_below` after a move, and the new position of the last evicted position.
-
-    The argument `evicted` is from `_highest_evicted`. The argument `below` is one past the highest
-    position before the range that may be evicted.
-    """
+    """Return `evicted_below` after a move, and the new position of the last evicted position."""
     mark = cells.evicted_below
     highest, inside = evicted
     moved = jnp.maximum(move(highest) + 1, 0)

@@ -131,14 +131,11 @@ def can_allocate(
 
 
 def choose_slots(cells: Cells, ubatch: Ubatch) -> tuple[Int32[Array, "R T"], Int[Array, "R T"]]:
-    """Choose a slot for each valid token of a ubatch; return slots and a `Reason` for each token.
+    """Return a slot and a `Reason` for each token of a ubatch (llama.cpp: `find_slot`).
 
     Empty cells are taken first, in the order of `placement`; then evictable cells, lowest position
-    first. Contiguous placement takes the first long enough run of empty and evictable cells. If a
-    token has no cell, all slots are past the last cell. The reason of a token without a cell is
-    OUT_OF_CELLS, or FRAGMENTED if there are enough cells but no run.
-
-    llama.cpp: `llama_kv_cache::find_slot`.
+    first. If a token has no cell, all slots are past the last cell. The reason of a token without a
+    cell is OUT_OF_CELLS, or FRAGMENTED if there are enough cells but no contiguous run.
     """
     slots, is_fragmented = map_rows(cells, ubatch, _search_cells, lambda _: P())
     fault = jnp.where(is_fragmented, Reason.FRAGMENTED, Reason.OUT_OF_CELLS)

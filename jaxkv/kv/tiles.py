@@ -1,8 +1,7 @@
 """Tiles: runs of cells that are reserved for one sequence while there is space.
 
-If sequences share a stream, attention on a CPU multiplies a tile with the queries of its sequence
-only. Attention loops read larger tiles, see `TILE` in `jaxkv.ops.attention.active_tiles`. M is the
-number of tiles of a stream, and U the number of sequences of a stream.
+M is the number of tiles of a stream, and U the number of sequences of a stream. Attention loops
+read larger tiles, see `TILE` in `jaxkv.ops.attention.active_tiles`.
 """
 
 from __future__ import annotations
@@ -40,14 +39,9 @@ def tile_size(cells: int) -> int:
 
 
 def check_tile_multiple(cells: int) -> None:
-    """Raise if a stream has 256 cells or more, and their number is not a multiple of 64.
+    """Raise a ValueError if a stream has 256 cells or more, and not a multiple of 64.
 
     With tiles of a few cells, a decode step uses several times the memory of a layer's keys.
-
-    >>> check_tile_multiple(100)
-    >>> check_tile_multiple(4100)
-    Traceback (most recent call last):
-    ValueError: expected a number of cells that tiles of 64 divide, got 4100; take 4160
     """
     if cells >= 4 * TILE and cells % TILE:
         raise ValueError(
@@ -108,16 +102,11 @@ class StreamCells(NamedTuple):
 def choose_for_list(
     pool: StreamCells, sequences: Int32[Array, " T"], valid: Bool[Array, " T"], count: int
 ) -> Int32[Array, " T"]:
-    """Choose a slot for each token, lower sequence ids first; N for a token without a cell.
+    """Choose a slot for each token, lower ids of U sequences first; N for a token without a cell.
 
-    A token gets a cell of the first kind in this list that has a cell left, lowest cell first:
-
-    - an empty cell in a tile that only the token's sequence uses;
-    - a cell of an empty tile; lower empty tiles are given to lower sequences that need a tile;
-    - any other empty cell;
-    - the evictable cell with the lowest position.
-
-    The argument `count` is U, the number of sequences of the stream.
+    A token gets a cell of the first kind that has a cell left, lowest cell first: an empty cell in
+    a tile that only its sequence uses; a cell of an empty tile; any other empty cell; the evictable
+    cell with the lowest position. Lower empty tiles are given to lower sequences that need a tile.
     """
     cells, size = pool.free.size, tile_size(pool.free.size)
     in_turn = jnp.argsort(jnp.where(valid, sequences, count), stable=True)

@@ -1,8 +1,4 @@
-"""View of one layer in an array that stores the keys or values of all layers, for scans.
-
-The array has one axis for streams and layers. A layer is selected with the stream index, and only
-the cells that are read are copied.
-"""
+"""View of one layer in an array that stores the keys or values of all layers, for scans."""
 
 from __future__ import annotations
 
@@ -52,7 +48,7 @@ class LayerView:
         return (self.layer >= 0) & (self.layer < self.layers)
 
     def stream_indices(self, streams: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
-        """Return the indices of this layer's streams in the array; past the end for no valid layer.
+        """Return the indices of streams in the array; past the end if the layer does not exist.
 
         >>> keys = LayerView(jnp.zeros((6, 1, 4, 8)), jnp.array([2, 2]))
         >>> keys.shape, keys.layers, keys.stream_indices(jnp.array([1, 0])).tolist()

@@ -1,8 +1,4 @@
-"""Values that are slices of the keys, as in multi-head latent attention (MLA).
-
-In MLA, a key consists of a latent vector for all heads and of rotated dimensions. The value is a
-slice of the key, so a cache stores keys only.
-"""
+"""Values that are slices of the keys, as in multi-head latent attention (MLA)."""
 
 from __future__ import annotations
 
@@ -35,7 +31,7 @@ class ValueSlice:
         return x[..., self.first : self.last]
 
     def nan_unless_finite(self, keys: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
-        """Replace non-finite keys: by 0 in the slice that is the value, and by NaN elsewhere.
+        """Set keys with a non-finite element to 0 in the slice of the value, to NaN elsewhere.
 
         >>> ValueSlice(1, 3).nan_unless_finite(
         ...     jnp.array([[1.0, 2.0, 3.0], [4.0, jnp.inf, 5.0]])

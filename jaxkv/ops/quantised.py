@@ -1,8 +1,7 @@
 """Keys and values in 8 bits: codes, and a scale for each head and cell, or each 128 dimensions.
 
-With one scale for a large head, a few large elements would make the other elements imprecise.
-Attention multiplies codes, and applies the scales to logits and weights. Additional letters: G
-groups of dimensions of a head with one scale, X queries that share a key, C cells.
+Additional letters: G groups of dimensions of a head with one scale, X queries that share a key, C
+cells.
 """
 
 from __future__ import annotations
@@ -27,10 +26,9 @@ SHARING = 128
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Quantised:
-    """Keys or values of a layer in 8 bits, used in place of an array.
+    """Keys or values of a layer in 8 bits, used in place of an array: codes times scales.
 
-    An element is its code times the scale of its head and cell, or of its group in a large head. If
-    an element of a head is not finite, all codes of the head are 0 and its scales are NaN.
+    If an element of a head is not finite, all codes of the head are 0 and its scales are NaN.
 
     codes: `[S, K, N, D]` int8, or an 8-bit floating dtype.
     scales: Largest absolute value of each of G groups, divided by the largest code.
@@ -58,11 +56,7 @@ Stored = Numbers | LayerView
 
 
 def make_stored_zeros(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Numbers:
-    """Return zeros, which are `Quantised` if the dtype has 8 bits.
-
-    >>> make_stored_zeros((1, 2, 3, 4), "int8").scales.shape
-    (1, 2, 3, 1)
-    """
+    """Return zeros, which are `Quantised` if the dtype has 8 bits."""
     numbers = jnp.zeros(shape, dtype)
     if numbers.dtype.itemsize > 1:
         return numbers
@@ -71,7 +65,7 @@ def make_stored_zeros(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Nu
 
 
 def scale_groups(size: int) -> list[slice]:
-    """Return the slices of a head's dimensions that share a scale.
+    """Return the slices of a head's dimensions that share a scale: 128 dimensions or fewer each.
 
     >>> scale_groups(64), scale_groups(160)
     ([slice(0, 64, None)], [slice(0, 128, None), slice(128, 160, None)])
@@ -102,14 +96,10 @@ def dequantised_dtype(x: Stored) -> jnp.dtype:
 
 
 def quantise_like(numbers: Float[Array, "... D"], like: Stored) -> Numbers:
-    """Return numbers in the format of stored keys or values, whose shape may differ.
+    """Return numbers of dtype `dequantised_dtype(like)` in the format of stored keys or values.
 
-    Codes are rounded to the nearest, ties to even, and have no derivative. The numbers have the
-    dtype `dequantised_dtype(like)`. A head with a non-finite number decodes to NaN only.
-
-    >>> like = make_stored_zeros((1,), "int8")
-    >>> quantise_like(jnp.array([[1.0, -2.0, 0.3], [0.0, 0.0, 0.0]]), like).codes.tolist()
-    [[64, -127, 19], [0, 0, 0]]
+    Codes are rounded to the nearest, ties to even, and have no derivative. A head with a non-finite
+    number decodes to NaN only. The shape of `like` may differ.
     """
     if not isinstance(like, Quantised):
         return numbers
@@ -149,12 +139,7 @@ def is_integer_dtype(dtype: jnp.dtype) -> bool:
 
 
 def dequantise(x: Numbers) -> Float[Array, "... D"]:
-    """Return the decoded numbers, in the dtype `dequantised_dtype(x)`.
-
-    >>> like = make_stored_zeros((1,), "int8")
-    >>> dequantise(quantise_like(jnp.array([127.0, -3.4, jnp.nan]), like)).tolist()
-    [nan, nan, nan]
-    """
+    """Return the decoded numbers, in the dtype `dequantised_dtype(x)`."""
     if not isinstance(x, Quantised):
         return x
     return x.codes.astype(x.scales.dtype) * expand_scales(x.scales, x.shape[-1])

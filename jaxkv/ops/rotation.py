@@ -1,9 +1,7 @@
 """Rotation of stored keys to new positions, without accumulating rounding errors.
 
-A rotated key of 16 or 8 bits is rounded, so repeated rotations of the last result would add errors.
-Each move of a key therefore rotates the key to position 0 and rounds its pairs of elements to a
-grid. The grid is wide enough to undo the rounding at any position, so all moves after the first
-find the same grid points.
+Each move of a key of 16 or 8 bits rotates the key to position 0, and rounds it to a grid that is
+wide enough to undo the rounding at any position. All moves after the first find equal grid points.
 """
 
 from __future__ import annotations

@@ -1,12 +1,6 @@
-"""Checks of a batch before slots are chosen.
+"""Checks of a batch before slots are chosen, for M members: pairs of a token and a sequence.
 
-A member is a pair of a token and one of its sequences. A flat batch of B tokens has M members: B,
-or B * n in token order if a token may have n sequences. Absent members are padding. Sequences that
-share a token have the same history: the same cells in the table, and the same preceding tokens in
-the batch.
-
-The array `ids` contains the sequence of each member, and Q for absent members. The arrays `ranks`
-are the result of `layout.rank_in_sequence` for members.
+M is B, or B * n if a token may have n sequences. `ids` has Q for absent members.
 """
 
 from __future__ import annotations
@@ -39,11 +33,9 @@ class PlanBuilder:
     table: Table with the ubatches placed so far.
     batch: Flat batch with all positions and outputs.
     reason: Reason of each sequence before slots are chosen.
-    expected: Expected position or number of cells of each sequence, see `Plan`.
-    actual: Actual position or number of cells of each sequence, see `Plan`.
     late: Reason of each sequence, including reasons found while slots are chosen.
-    demand: Number of cells that each sequence requires.
-    available: Number of cells that are available to each sequence.
+    expected, actual: Position or number of cells of each sequence, see `Plan`.
+    demand, available: Number of cells that each sequence requires, and number available to it.
     together: Whether each sequence is certain to fit in a plan without the refused sequences.
     """
 
@@ -130,10 +122,9 @@ def _find_faults(
     last: jax.Array,
     has_diverged: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Check tokens and positions, and that all sequences of a token have the same history.
+    """Return the `Reason`, expected position and actual position of each sequence's first fault.
 
-    Returns a `Reason`, the expected position and the actual position of each sequence's first
-    fault. For DIVERGED, the id of the token's first sequence is returned as the expected position.
+    For DIVERGED, the expected position is the id of the token's first sequence.
     """
     ranks, before = numbers
     position = repeat_per_sequence(batch.positions, batch)
@@ -232,7 +223,10 @@ def members_with_other_history(
     ranks: tuple[Int32[Array, " M"], Int32[Array, " M"]],
     batch: Batch,
 ) -> Bool[Array, " M"]:
-    """Return the members whose history differs from that of the first member of their token."""
+    """Return the members whose history differs from that of the first member of their token.
+
+    A history is the cells in the table, and the preceding tokens in the batch.
+    """
     spec, count = table.spec, table.spec.sequences
     turn, before, ids = (x.reshape(batch.valid.shape[0], -1) for x in (*ranks, ids))
     begins = turn == 0

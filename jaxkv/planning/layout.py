@@ -1,10 +1,6 @@
-"""Layout of a batch in ubatches, with rows padded to few shapes.
+"""Layout of a batch in ubatches: index arrays `[R, T]` of batch indices, NO_SLOT for padding.
 
-A batch with known values is laid out on the CPU. Each splitting function takes the sequence of each
-token, `[B]`, and returns an index array `[R, T]` for each ubatch: the batch index of each token,
-NO_SLOT for padding. A ubatch has at most `ubatch_size` valid tokens; T is `ubatch_size` or a power
-of two. The tokens of a sequence stay in order. A token of several sequences counts for the lowest
-sequence, and is computed after all preceding tokens.
+Tokens of a sequence stay in order. A token of several sequences counts for the lowest of them.
 """
 
 from __future__ import annotations
@@ -43,8 +39,8 @@ def lay_out_batch(
 ) -> tuple[Batch, list[PyTree[Int32[ArrayLike, "R T"]]], int]:
     """Assign the tokens of a batch to ubatches: of a traced batch, by the shapes alone.
 
-    Returns the flat, padded batch, and the batch indices `[R, T]` of each ubatch, with NO_SLOT for
-    padding. The last result is the largest number of outputs of a ubatch, padded.
+    Returns the flat, padded batch, the batch indices `[R, T]` of each ubatch, and the largest
+    number of outputs of a ubatch, padded.
     """
     check_shared_tokens(spec, batch)
     if is_concrete(batch):
@@ -122,11 +118,7 @@ def _lay_out_known_batch(
 
 
 def _needs_same_cells_in_any_cut(spec: TableSpec) -> bool:
-    """Return whether the cells that a batch needs do not depend on the cut into ubatches.
-
-    A window with few cells evicts cells between ubatches. Contiguous placement needs a free run for
-    the tokens of a sequence in one ubatch.
-    """
+    """Return whether no cut needs evictions or free runs, so that all cuts need the same cells."""
     details = dict(spec.details)
     evicts = details.get("window") is not None and spec.ubatch_size is None
     contiguous = details.get("placement") == "contiguous"
@@ -200,8 +192,7 @@ def rank_in_sequence(
     """Return the number of preceding tokens of the same sequence for each token, `[B]` int32.
 
     The second result, `[B]` int32, is the index of the previous token of the sequence; a first
-    token gets its own index. Results of tokens that are not valid are undefined. NumPy arrays give
-    NumPy results.
+    token gets its own index. Results of tokens that are not valid are undefined.
 
     >>> rank_in_sequence(np.array([7, 8, 7, 7]), np.ones(4, bool))
     (array([0, 0, 1, 2], dtype=int32), array([0, 1, 0, 2], dtype=int32))
@@ -249,7 +240,6 @@ def split_batch(
 
     >>> split_batch("even", np.array([0, 0]), 1)
     Traceback (most recent call last):
-    ...
     ValueError: expected split_by of 'simple', 'equal' or 'sequence', got 'even'; pass ...
     """
     ways = {
@@ -266,13 +256,11 @@ def split_batch(
 
 
 def simple_split(sequences: np.ndarray, ubatch_size: int) -> list[np.ndarray]:
-    """Cut a batch in token order; each ubatch is one row.
+    """Cut a batch in token order; each ubatch is one row (llama.cpp: `split_simple`).
 
     >>> ids = np.array([0, 0, 0, 1, 1])
     >>> [(part != NO_SLOT).sum().item() for part in simple_split(ids, 4)]
     [4, 1]
-
-    llama.cpp: `split_simple`.
     """
     index = np.arange(len(sequences), dtype=np.int32)
     starts = range(0, len(sequences), ubatch_size)
@@ -280,13 +268,11 @@ def simple_split(sequences: np.ndarray, ubatch_size: int) -> list[np.ndarray]:
 
 
 def sequence_split(sequences: np.ndarray, ubatch_size: int) -> list[np.ndarray]:
-    """Cut a batch into ubatches with tokens of one sequence; each ubatch is one row.
+    """Cut a batch into ubatches of one row with tokens of one sequence (llama.cpp: `split_seq`).
 
     >>> ids = np.array([0, 1, 0, 1, 1])
     >>> [part[part != NO_SLOT].tolist() for part in sequence_split(ids, 2)]
     [[0, 2], [1, 3], [4]]
-
-    llama.cpp: `split_seq`.
     """
     parts = []
     for index in _indices_by_sequence(sequences):
@@ -301,11 +287,9 @@ def equal_split(
     """Cut a batch into ubatches with rows of equal length; each row has tokens of one sequence.
 
     A ubatch takes at most `ubatch_size` sequences, in the order of their next tokens. Rows are as
-    long as the shortest sequence and `ubatch_size` allow. A sequence waits if its first token
-    follows a token that is neither computed yet nor in this ubatch.
-
-    The array `after` contains the index of the token that precedes each token, `[B]` int32; -1 for
-    a first token. By default each token precedes the next token of its sequence.
+    long as the shortest sequence and `ubatch_size` allow. `after` has the index of the token that
+    precedes each token, `[B]` int32, -1 for a first token. A sequence waits if its first token
+    follows a token that is neither computed yet nor in this ubatch. llama.cpp: `split_equal`.
 
     >>> ids = np.array([0, 0, 0, 0, 1, 1])
     >>> [part.tolist() for part in equal_split(ids, 8)]
@@ -314,12 +298,8 @@ def equal_split(
     Sequence 1 continues after the second token of sequence 0:
 
     >>> after = np.array([-1, 0, 1, 2, 1, 4])
-    >>> [part.tolist() for part in equal_split(ids, 8, after=after)]
-    [[[0, 1], [4, 5]], [[2, 3]]]
     >>> [part.tolist() for part in equal_split(ids, 2, after=after)]
     [[[0, 1]], [[2], [4]], [[3], [5]]]
-
-    llama.cpp: `split_equal`.
     """
     rest = _indices_by_sequence(sequences)
     parts = []

@@ -35,11 +35,10 @@ def plan_single_ubatch(
     *,
     outputs: int,
 ) -> Plan:
-    """Plan a batch that is one ubatch, for the table of any cache.
+    """Plan a flat batch that is one ubatch, for the table of any cache; for `ranks` see `checks`.
 
-    The batch is flat; for the argument `ranks` see `checks`. The array `index` contains the batch
-    index of each token, NO_SLOT for padding. The array `more` is True for sequences that continue
-    later.
+    `index` has the batch index of each token, NO_SLOT for padding. `more` is True for sequences
+    that continue later.
     """
     builder, ubatch = place_ubatch(check_batch(table, batch, ranks), index, more, outputs=outputs)
     plan = finish_plan(builder)

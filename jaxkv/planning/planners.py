@@ -51,13 +51,7 @@ def init_batch(
 
     Each sequence must continue one past its last position, without gaps, duplicates or decreasing
     positions; an empty sequence may start at any position. The plan is refused if a sequence has
-    other positions, or a token gets no slot.
-
-    If `encoder` is True, the batch contains the tokens or embeddings (such as audio frames) that an
-    encoder reads, for sequences without a source. Tokens of a source attend to each other, so the
-    batch is one ubatch of any length, with a row for each sequence and positions from 0. A traced
-    batch keeps its rows. After `apply`, `write_kv` writes the keys and values of each
-    cross-attention layer, as `encode` does.
+    other positions, or a token gets no slot, as in a full cache.
 
     Args:
       cache: any cache.
@@ -69,53 +63,37 @@ def init_batch(
         several sequences; "sequence", with one sequence at a time. The default is "simple" if rows
         may contain tokens of several sequences. Otherwise the default is one ubatch with a padded
         row for each sequence, if few slots are padding and the cells suffice, and else "equal".
-      encoder: if True, plan encoder sources for the layers of `CacheSpec.cross_attention`.
+      encoder: if True, plan the tokens or embeddings (such as audio frames) that an encoder reads,
+        for sequences without a source (else `Reason.ENCODER_ALREADY_WRITTEN`). The batch is one
+        ubatch of any length, with a row for each sequence and positions from 0; a traced batch
+        keeps its rows. After `apply`, `write_kv` writes the keys and values of each layer of
+        `CacheSpec.cross_attention`, as `encode` does.
 
     Returns:
       A `Plan`. A refused plan has `ok` False, and `plan.check()` raises for a refused plan.
 
     Raises:
-      TypeError: If the argument `batch` is not a `Batch`.
+      TypeError: If `batch` is not a `Batch`, or `encoder` is True and the cache has no
+        cross-attention layers.
       ValueError: If a known sequence id is invalid, or the batch is empty.
       ValueError: If a traced batch is longer than `ubatch_size`, or has no rows and the cache
         requires a row for each sequence.
       ValueError: If `ubatch_size` exceeds the `ubatch_size` of the cache, or `split_by` is unknown.
       ValueError: If a source has positions, or a token of a source or of a recurrent cache belongs
         to several sequences.
-      TypeError: If `encoder` is True and the cache has no cross-attention layers.
 
     Examples:
-      >>> cache = make_cache(
-      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4, sequences=2
-      ... )
-      >>> plan = init_batch(cache, make_batch([[1, 2, 3], [4, 5]]))
+      The batch does not fit into four cells, but the shorter prompt does:
+
+      >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
+      >>> cache = make_cache(spec, cells=4, sequences=2)
+      >>> batch = make_batch([[1, 2, 3], [4, 5]])
+      >>> plan = init_batch(cache, batch)
       >>> plan.ok.item(), plan.fits.tolist()
       (False, [False, True])
-
-      The batch does not fit, but the shorter prompt does:
-
-      >>> batch = make_batch([[1, 2, 3], [4, 5]]).keep_sequences(plan.fits)
-      >>> cache = apply(cache, init_batch(cache, batch))
+      >>> cache = apply(cache, init_batch(cache, batch.keep_sequences(plan.fits)))
       >>> cache.seq_pos_max([0, 1]).tolist()
       [-1, 1]
-
-      Two tokens attend to a source of three tokens:
-
-      >>> sizes = dict(layers=1, kv_heads=1, head_dim=1)
-      >>> text, sources = CacheSpec.attention(**sizes), CacheSpec.cross_attention(**sizes)
-      >>> cache = make_cache(CacheSpec.hybrid((text, [0]), (sources, [1])), cells=4)
-      >>> (ubatch,) = init_batch(cache, make_batch([7, 8, 9]), encoder=True).ubatches
-      >>> k, v = jnp.zeros((1, 4, 1, 1)), jnp.array([2.0, 4.0, 6.0, 0.0]).reshape(1, 4, 1, 1)
-      >>> cache = write_kv(apply(cache, ubatch), 1, ubatch, k, v)
-      >>> (ubatch,) = init_batch(cache, make_batch([0, 3])).ubatches
-      >>> attend(apply(cache, ubatch), 1, ubatch, jnp.zeros((1, 2, 1, 1)))[1][0, :, 0, 0]
-      Array([4., 4.], dtype=float32)
-
-      A sequence with a source cannot get another source:
-
-      >>> plan = init_batch(cache, make_batch([5]), encoder=True)
-      >>> Reason(plan.reason[0].item()).name
-      'ENCODER_ALREADY_WRITTEN'
 
     llama.cpp: `llama_memory_i::init_batch`, and `llama_encode` for sources.
     """
@@ -158,21 +136,17 @@ def init_full(cache: Cache, *, ubatch_size: int | None = None, outputs: int | No
       that fits `outputs`, at most R * T.
 
     Raises:
-      TypeError: If `ubatch_size` or the argument `outputs` is not an integer.
-      ValueError: If `ubatch_size` or the argument `outputs` is below 1, or `ubatch_size` exceeds
-        the `ubatch_size` of the cache.
+      TypeError: If `ubatch_size` or `outputs` is not an integer.
+      ValueError: If `ubatch_size` or `outputs` is below 1, or `ubatch_size` exceeds the
+        `ubatch_size` of the cache.
 
     Examples:
-      >>> make = lambda: make_cache(
-      ...     CacheSpec.attention(layers=2, kv_heads=8, head_dim=128), cells=4096, sequences=4
-      ... )
-      >>> cache = jax.eval_shape(make)
-      >>> plan = init_full(cache, ubatch_size=256)
-      >>> compiled = jax.jit(apply).lower(cache, plan.ubatches[0]).compile()
-      >>> init_full(cache).ubatches[0].tokens.shape  # by default
-      (1, 512)
-      >>> init_full(cache, outputs=20).ubatches[0].outputs.shape  # a power of two
-      (32,)
+      >>> spec = CacheSpec.attention(layers=2, kv_heads=8, head_dim=128)
+      >>> cache = jax.eval_shape(lambda: make_cache(spec, cells=4096, sequences=4))
+      >>> ubatch = init_full(cache, outputs=20).ubatch
+      >>> ubatch.tokens.shape, ubatch.outputs.shape
+      ((1, 512), (32,))
+      >>> compiled = jax.jit(apply).lower(cache, ubatch).compile()
 
     llama.cpp: `llama_memory_i::init_full`.
     """
@@ -243,9 +217,8 @@ def plan_step(
       ValueError: If shapes differ, there is no token, or a known active id is repeated or invalid.
 
     Examples:
-      >>> cache = make_cache(
-      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=3, sequences=2
-      ... )
+      >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
+      >>> cache = make_cache(spec, cells=3, sequences=2)
       >>> plan = plan_step(cache, [7, 8])
       >>> plan.ok.item(), plan.ubatch.slots.tolist(), plan.ubatch.outputs.tolist()
       (True, [[0, 1]], [0, 1])

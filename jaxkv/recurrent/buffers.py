@@ -1,8 +1,4 @@
-"""Buffers of a recurrent cache: states are read, written and copied on each device.
-
-A mesh splits the streams. A mesh also splits the dimension of each state that `shard_dims` names.
-Rows of a ubatch are split like streams if `row_is_sequence`; otherwise every device has all rows.
-"""
+"""Buffers of a recurrent cache: states are read, written and copied on each device."""
 
 from __future__ import annotations
 

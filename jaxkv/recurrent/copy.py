@@ -39,9 +39,8 @@ def seq_cp(
     """Replace the states of each target by the states of `src` up to the end of a range.
 
     Targets in the stream of `src` share the cells of `src`. Targets in other streams get copies,
-    which require `buffers`. The start of the range matters only if the range is empty, because a
-    state contains all earlier tokens. If `src` has no token in the range, targets in the stream of
-    `src` are unchanged, and targets in other streams become empty.
+    which require `buffers`. If `src` has no token in the range, targets in the stream of `src` are
+    unchanged, and targets in other streams become empty.
     """
     end = _last_in_range(states, src, start, stop)
     fork = drop_pairs(states, states.position <= end)
@@ -60,8 +59,8 @@ def can_seq_cp(
 ) -> tuple[Bool[Array, ""], Int32[Array, " m"]]:
     """Return whether `seq_cp` is possible, and the last position of each target after the copy.
 
-    A copy requires a state of `src` at the end of the range, unless no target changes or `src` has
-    no token in the range.
+    If any target changes and `src` has tokens in the range, a copy requires a state of `src` at the
+    end of the range.
     """
     end, dst = _last_in_range(states, src, start, stop), jnp.atleast_1d(dst)
     gets = is_sequence(states, src) & is_sequence(states, dst) & _is_replaced(states, src, dst, end)
@@ -137,12 +136,7 @@ def _copy_states(
 def _cells_of_targets(
     states: States, src: jax.Array, dst: jax.Array, cell: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the cells of each target after a copy, and whether each cell is a new copy.
-
-    A target in the stream of its source shares the cells of the source. A target in another stream
-    takes cells that are free after all targets have released their cells, so cells never run out.
-    Targets in one stream with the same source share one copy.
-    """
+    """Return the cells of each target after a copy, and whether each cell is a new copy."""
     size = states.num_cells
     if states.sequences_per_stream == 1:  # a target frees all cells of its stream
         cells = jnp.where(cell < size, jnp.arange(size, dtype=jnp.int32), size)

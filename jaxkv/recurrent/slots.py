@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 class StateSlots:
     """Cell indices for the states of a ubatch; an index past the last cell means no state.
 
-    source: Cell index of the state before each row; past the last cell if a row starts without a
-      state.
+    source: Cell index of the state before each row.
     cells: Cell indices of the states after the last tokens of each row, oldest state first.
     source_stamp: The hash of each source cell when the plan was made.
     """
@@ -39,8 +38,7 @@ def choose_slots(states: States, ubatch: Ubatch) -> tuple[StateSlots, Int32[Arra
     """Return a cell for each new state of a ubatch, and a `Reason` for each token, always OK.
 
     A row of n tokens stores the states after its last min(n, E + 1) tokens. Each new state frees
-    the oldest stored state of the sequence, so cells never run out. Empty cells are used before
-    freed cells; a freed state is read before its cell is overwritten.
+    the oldest stored state of the sequence, so cells never run out.
     """
     placed = jnp.any(ubatch.valid, axis=1)
     new = placed[:, None] & (ubatch.state_write_steps(states.num_earlier_states + 1) > 0)
@@ -108,9 +106,8 @@ def current_rows(states: States, ubatch: Ubatch) -> Bool[Array, " R"]:
 def can_read_source(states: States, layer: int, ubatch: Ubatch) -> Bool[Array, " R"]:
     """Return which rows can read the state before the row in a layer, or start without a state.
 
-    The state is unreadable if the ubatch is stale, or if the layer has not written the state or has
-    overwritten its cell. A layer can therefore compute a ubatch twice only if the ubatch does not
-    reuse the cells of its source states.
+    A row cannot read the state if the ubatch is stale, or if the layer has not written the state or
+    has overwritten its cell.
     """
     source = (ubatch.row_stream, ubatch.slots.source)
     layer_stamp = states.holds[layer].at[source].get(mode="fill", fill_value=0)

@@ -1,11 +1,7 @@
 """Table of a recurrent cache: positions and cells of the states of each sequence.
 
-A recurrent state summarises all tokens up to its position. Each sequence has a current state and up
-to E earlier states, each as a pair of a position and a cell. A fork shares cells, and removing the
-last tokens drops pairs, so no state is moved or copied within a stream. An earlier state cannot be
-computed from a later one, so `seq_rm` is refused if it needs a state that is not stored.
-
-Ranges of positions and sequence ids are defined in `jaxkv.kv.cells`.
+Each sequence has a current state and up to E earlier states, each as a pair of a position and a
+cell. Within a stream no state is moved or copied. For ranges and sequence ids see `jaxkv.kv.cells`.
 """
 
 from __future__ import annotations
@@ -39,8 +35,7 @@ class States:
     position: Position of the last token of each state; EMPTY (-1) if there is no state.
     cell: Cell index of each state within the stream of the sequence; N if there is no state.
     cell_hash: Hash of the last token of the state in each cell, see `jaxkv.core.hashing`.
-    content: Sum of the hashes of all tokens of the state in each cell, with their original
-      positions.
+    content: Sum of the hashes of all tokens of the state in each cell, at original positions.
     holds: `cell_hash` of the state that each layer has written into each cell of its buffers.
     sharding_rules: Mesh axes that split the cache; None on one device. Static.
     shard_dims: Name, dimension and number of parts of each state that a mesh may split. Static.
@@ -155,10 +150,7 @@ def num_used_cells(states: States) -> Int32[Array, ""]:
 
 
 def stream_hash(states: States) -> UInt32[Array, " S"]:
-    """Return a hash of each stream of the table; equal hashes mean equal streams.
-
-    The hash covers the fields `position`, `cell` and `cell_hash`.
-    """
+    """Return a hash of `position`, `cell` and `cell_hash` for each stream of the table."""
     _, local_ids = divmod_nonnegative(
         jnp.arange(states.sequences, dtype=jnp.int32), states.sequences_per_stream
     )
@@ -191,10 +183,9 @@ def seq_rm(
 ) -> tuple[T, Bool[Array, ""]]:
     """Remove a range of a sequence, or of all if `seq` is -1; return whether this was possible.
 
-    A range without tokens of a sequence has no effect. A range of all tokens can always be removed.
-    A range of the last tokens can be removed if a state is stored right before the range; that
-    state becomes the current state. Earlier tokens alone cannot be removed, because a state
-    contains all its tokens. If the range is refused for one sequence, no sequence changes.
+    A range without tokens has no effect. A range of the last tokens can be removed if it starts at
+    0, or if a state is stored right before the range; that state becomes the current state. Earlier
+    tokens alone cannot be removed. If the range is refused for one sequence, no sequence changes.
     """
     stays, ok = _find_remaining_states(states, seq, start, stop)
     return drop_pairs(states, stays | ~ok), ok
@@ -269,8 +260,8 @@ def seq_div(
 ) -> tuple[T, Bool[Array, ""]]:
     """Divide the positions of a sequence in a range by a divisor, rounding down.
 
-    A divisor above 1 drops earlier states in the range, because several tokens may get the same
-    position. If the divisor is below 1, the table is unchanged and `ok` is False.
+    A divisor above 1 drops earlier states in the range. If the divisor is below 1, the table is
+    unchanged and `ok` is False.
     """
     moves = _find_moving_states(states, seq, start, stop) & (divisor > 1)
     earlier = moves & (jnp.arange(states.num_earlier_states + 1) < states.num_earlier_states)[None]

@@ -43,48 +43,42 @@ class Engine:
 
     Requests wait for a free sequence and free cells, first come, first served. Prompts are computed
     in chunks, and running requests continue between the chunks. The tokens of a request do not
-    depend on other requests. The engine owns the cache and donates the buffers in each step. An
-    engine is not thread-safe: call the methods `submit` and `cancel` between steps.
+    depend on other requests. An engine is not thread-safe: call the methods `submit` and `cancel`
+    between steps.
 
     If the model function raises during tracing, the engine is unchanged. An error or interrupt
-    after tracing loses the cache, and methods that need the cache then raise a RuntimeError. After
-    a loss of the cache, finished results can be read by the method `results`, and tokens of
-    unfinished requests by `tokens_of`.
+    after tracing loses the cache, and methods that need the cache then raise a RuntimeError. The
+    method `results` still returns finished results, and `tokens_of` tokens of unfinished requests.
 
     Args:
       forward: See `prefill`.
       params: Model parameters, any pytree.
       cache: A cache that is empty except for the sequences of `prefix_store`. The input cache is
-        donated; `engine.cache` is the current cache. Sequences of one stream share the cells of the
-        stream.
+        donated; `engine.cache` is the current cache.
       stop_tokens: `[n]`. Tokens that end every request.
       prefill_chunk: Maximum number of prompt tokens that are computed at once. A running request
         waits for at most one chunk between two tokens.
-      tokens_per_step: Maximum number of tokens that a request generates before the CPU reads the
-        tokens.
+      tokens_per_step: Maximum number of tokens that a request generates before the CPU reads them.
       reserve: If True, a request starts only after cells for its prompt and `max_new_tokens` are
         reserved. If False, a request starts when its prompt fits; if cells run out, the youngest
         request is preempted and recomputed later.
-      sampling_options: Options of `generation.make_sampler` that requests may have, by default
-        without penalties.
+      sampling_options: Options of `generation.make_sampler` for requests; by default no penalties.
       penalty_last_n: Number of recent tokens to penalise.
       max_stop_tokens: Maximum number of stop tokens of a request.
       constraint: Constraint, such as a grammar, of requests with a `constraint_state`. Every step
-        evaluates the constraint and copies the states to the CPU and back, so keep the states
-        small.
-      prefix_sequences: Sequence ids for a new `PrefixStore`, which becomes `engine.prefix_store`.
-        Only tokens after a stored prefix are computed. The store gets the tokens of each ended
-        request, and common prefixes of prompts. A request waits while another request computes a
-        common prefix with more than 24 tokens that are not stored yet. The least recently used
-        prompts are evicted before a request waits for cells.
+        evaluates the constraint and copies the states to the CPU and back.
+      prefix_sequences: Sequence ids for a new store, `engine.prefix_store`. Only tokens after a
+        stored prefix are computed. The store gets the tokens of each ended request, and common
+        prefixes of prompts. A request waits while another request computes a common prefix with
+        more than 24 tokens that are not stored yet. The least recently used prompts are evicted
+        before a request waits for cells.
       prefix_store: A store for the cache, instead of `prefix_sequences`: for example a store with a
         limit of cells, or the store of an earlier engine.
 
     Raises:
       ValueError: If the cache is not empty, was donated, or has a part for encoder sources.
-      ValueError: If `prefill_chunk`, `tokens_per_step` or `penalty_last_n` is below 1, or
-        `max_stop_tokens` is below 0.
-      ValueError: If `prefill_chunk` exceeds the ubatch size of the cache.
+      ValueError: If `prefill_chunk`, `tokens_per_step` or `penalty_last_n` is below 1,
+        `max_stop_tokens` is below 0, or `prefill_chunk` exceeds the ubatch size of the cache.
       ValueError: If a name in `sampling_options` is unknown.
       ValueError: If a function of the constraint returns a wrong shape or dtype, see `Constraint`.
       ValueError: If `prefix_store` was made for another cache, leaves no sequence to requests, or
@@ -98,12 +92,9 @@ class Engine:
       ...     x = jnp.take(params, ubatch.tokens, axis=0)[:, :, None]
       ...     cache, _ = attend(cache, 0, ubatch, x, x, x)
       ...     return cache, jnp.roll(x, 1, axis=-1).reshape(-1, 4)[ubatch.outputs]
-      >>> cache = make_cache(
-      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=4), cells=8, sequences=2
-      ... )
-      >>> engine = serving.Engine(
-      ...     forward, jnp.eye(4), cache, stop_tokens=[3], prefill_chunk=8
-      ... )
+      >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=4)
+      >>> cache = make_cache(spec, cells=8, sequences=2)
+      >>> engine = serving.Engine(forward, jnp.eye(4), cache, stop_tokens=[3], prefill_chunk=8)
       >>> request = serving.Request
       >>> ids = [engine.submit(request(prompt=[n], max_new_tokens=n + 1)) for n in (1, 3, 0)]
       >>> for result in engine.results():
@@ -112,26 +103,12 @@ class Engine:
       2 [1] LENGTH
       1 [0, 1, 2, 3] STOP
 
-      The method `submit` raises for a request that can never fit, and ended requests use no cells:
+      The method `submit` raises for a request that can never fit:
 
       >>> engine.submit(request(prompt=[1, 2, 3], max_new_tokens=7))
       Traceback (most recent call last):
       ...
-      ValueError: expected cells for 9 tokens, of a prompt of 3 and a limit of 7 less the last, \
-got a cache of fewer; lower max_new_tokens, or make the cache larger
-      >>> engine.cache.num_used_cells().item()
-      0
-
-      With `prefix_sequences`, only the last token of a repeated prompt is computed:
-
-      >>> engine = serving.Engine(
-      ...     forward, jnp.eye(4), engine.cache, prefix_sequences=[1], prefill_chunk=8
-      ... )
-      >>> for _ in range(2):
-      ...     _ = engine.submit(request(prompt=[0, 1, 2], max_new_tokens=2))
-      ...     print(next(engine.results()).prefix_hit)
-      PrefixHit(length=0, miss=<MissReason.UNKNOWN: 1>)
-      PrefixHit(length=2, miss=<MissReason.NONE: 0>)
+      ValueError: expected cells for 9 tokens, of a prompt of 3 and a limit of 7 less the last, ...
     """
 
     def __init__(
@@ -243,12 +220,7 @@ got a cache of fewer; lower max_new_tokens, or make the cache larger
         return True
 
     def tokens_of(self, request_id: int) -> list[int]:
-        """Return the generated tokens of a request; an empty list if the request has ended.
-
-        Raises:
-          ValueError: If no request has the id `request_id`.
-          TypeError: If `request_id` is not an integer.
-        """
+        """Return the generated tokens of a request, [] if it has ended; raise as `cancel` does."""
         text = self._live_request(request_id)
         return [] if text is None else list(text.tokens)
 
@@ -270,7 +242,7 @@ got a cache of fewer; lower max_new_tokens, or make the cache larger
         num_samples: int = 1,
         on_output: Callable[[RequestOutput, int], object] | None = None,
     ) -> list[RequestOutput]:
-        """Run any number of requests to their end; the engine runs as many at once as fit.
+        """Run requests to their end, as many at once as fit.
 
         With `prefix_sequences`, a prompt of at least 26 tokens is computed once for all samples.
 
@@ -447,10 +419,7 @@ got a cache of fewer; lower max_new_tokens, or make the cache larger
             self._preempt(refused, outcome.reasons)
 
     def _choose_num_tokens(self, running: list[RequestState]) -> int:
-        """Return the number of tokens of this step: 1 while prompts are computed.
-
-        While requests wait, the step ends as soon as one request can end.
-        """
+        """Return the number of tokens of this step: 1 while prompts are computed."""
         if self._schedule.prefilling_texts:
             return 1
         lefts = [text.num_remaining_tokens for text in running]
@@ -461,10 +430,7 @@ got a cache of fewer; lower max_new_tokens, or make the cache larger
     def _append_tokens(
         self, texts: list[RequestState], allowed: dict[int, int], outcome: RunnerOutput
     ) -> list[RequestState]:
-        """Append sampled tokens, end complete requests, and return requests without a free cell.
-
-        A request is not returned if the end of another request freed cells in the stream.
-        """
+        """Append sampled tokens, end complete requests, and return requests without a free cell."""
         ended, refused = [], []
         for text in texts:
             row, samples = text.sequence, outcome.samples
@@ -490,10 +456,7 @@ got a cache of fewer; lower max_new_tokens, or make the cache larger
     def _preempt(
         self, refused: list[RequestState], reasons: Int32[Array | np.ndarray, " Q"]
     ) -> None:
-        """Preempt the youngest request of each full stream; a request alone in a full stream ends.
-
-        If gaps can be closed or a stored prompt can be evicted, no request is preempted.
-        """
+        """Preempt the youngest request of each full stream; a request alone in a stream ends."""
         if Reason.FRAGMENTED in reasons and self._runner.close_gaps():
             return
         for stream in {self._schedule.stream_of(text) for text in refused}:

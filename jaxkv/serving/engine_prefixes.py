@@ -81,10 +81,7 @@ class EnginePrefixes:
     def find_match(
         self, text: RequestState, others: Sequence[RequestState], sequence: int
     ) -> PrefixMatch | None:
-        """Return the stored prefix to resume a request from; None if the request must wait.
-
-        If another request has computed a longer common prefix, this prefix is stored first.
-        """
+        """Return the stored prefix to resume a request from; None if the request must wait."""
         if self.store is None:
             return PrefixMatch(None, NOTHING)
         tokens = text.all_tokens()

@@ -48,8 +48,7 @@ class RunnerOutput(NamedTuple):
 
     samples: Generated tokens, `[Q, 0]` if no token could be generated.
     reasons: A `Reason` for each sequence: OK, NONFINITE_LOGITS, or the reason of a refused plan.
-    rule_states: States of the constraint, a pytree of arrays `[Q, ...]`; empty without a constraint
-      or a token.
+    rule_states: States of the constraint; empty without a constraint or a token.
     """
 
     samples: SampledTokens
@@ -104,10 +103,7 @@ class ModelRunner:
         jax.block_until_ready(self.cache.buffers)
 
     def run_chunk(self, texts: Sequence[RequestState]) -> tuple[list[int], RunnerOutput]:
-        """Compute a chunk of prompts; return the number of computed tokens, and first tokens.
-
-        The number is 0 for each request if the plan was refused.
-        """
+        """Compute a chunk of prompts; return token counts (0: refused plan) and first tokens."""
         parts = [
             PromptPart(
                 text.sequence, text.all_tokens()[text.num_computed_tokens : text.prefill_target]

@@ -42,10 +42,7 @@ class ChunkShape(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Chunk:
-    """Parts of prompts, in rows: the token, the sequence id and the validity of each entry.
-
-    ends: Which tokens are the last token of a prompt.
-    """
+    """Parts of prompts, in rows; `ends` shows which tokens are the last token of a prompt."""
 
     tokens: Int32[np.ndarray, "R T"]
     sequences: Int32[np.ndarray, "R T"]
@@ -61,9 +58,7 @@ class PromptPart(NamedTuple):
 
 
 def chunk_shapes(spec: TableSpec, size: int) -> list[ChunkShape]:
-    """Return shapes of chunks up to a maximum number of tokens.
-
-    Chunks have several rows only if each row must have a single sequence.
+    """Return shapes of at most `size` tokens; several rows only if each row must have one sequence.
 
     >>> cache = make_cache(
     ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=9, sequences=3, streams=3
@@ -99,10 +94,7 @@ def _min_prompt_cost(lengths: tuple[int, ...], count: int) -> int:
 def cut_chunk(
     spec: TableSpec, shapes: Sequence[ChunkShape], parts: Sequence[PromptPart]
 ) -> tuple[Chunk, list[int]]:
-    """Cut the next chunk from prompts, in order; return the chunk and the token counts by prompt.
-
-    The chunk shape minimises the cost of the chunk and of the remaining tokens.
-    """
+    """Cut the next chunk from prompts, in order; return the chunk and token counts by prompt."""
 
     def chunk_lengths(shape: ChunkShape) -> list[int]:
         if spec.single_sequence_rows:
@@ -148,9 +140,8 @@ def empty_chunk(shape: ChunkShape) -> Chunk:
 def chunk_program(forward: Forward) -> jax.stages.Wrapped:
     """Return the program that computes a chunk, cached as long as the model function lives.
 
-    The program is a jitted function of params, table, buffers and chunk, and donates the buffers.
-    It returns the table, the buffers, logits `[Q, V]` and the pair `(ok, reason)`. Only sequences
-    whose prompt ends in the chunk have logits. If `ok` is False, the cache is unchanged.
+    The program donates the buffers. Only sequences whose prompt ends in the chunk have logits `[Q,
+    V]`.
     """
     return cached_program(_build_chunk_program, forward)
 

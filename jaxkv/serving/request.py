@@ -78,8 +78,7 @@ class RequestOutput:
     tokens: The generated tokens, including a stop token.
     logprobs: float32. Log-probabilities of the tokens under the unadjusted logits.
     reason: Why the request ended.
-    prefix_hit: Length of the stored prefix that the request started from, and why a longer prefix
-      was not used.
+    prefix_hit: Length of the stored prefix that was used, and why not a longer prefix.
     request: The request.
     """
 
@@ -93,16 +92,13 @@ class RequestOutput:
 
 @dataclass(kw_only=True, eq=False)
 class RequestState:
-    """A request that waits or runs.
+    """A request that waits or runs; older requests have lower ids.
 
-    id: Id of the request; older requests have lower ids.
     sequence: Sequence id of the request; -1 while the request waits.
     num_computed_tokens: Number of tokens in the cache before the request runs.
     num_required_tokens: Number of tokens that must be in the cache before the request runs.
     branch_points: Lengths of prefixes that other requests share and that will be stored.
-    prefix_hit: Stored prefix that was found before the first token.
     source: Stored prompt that the request was resumed from; None if there was none.
-    constraint_state: State of the constraint after the generated tokens; None for no constraint.
     """
 
     id: int
@@ -226,20 +222,7 @@ def check_config(
 
 
 def check_request(request: Request, limits: EngineConfig) -> Request:
-    """Return a request with its numbers as int32; raise as `Engine.submit` does.
-
-    >>> limits = EngineConfig(
-    ...     prefill_chunk=8,
-    ...     tokens_per_step=1,
-    ...     sampling_options=frozenset(),
-    ...     penalty_last_n=1,
-    ...     max_stop_tokens=1,
-    ... )
-    >>> check_request(Request(prompt=[], max_new_tokens=1), limits)
-    Traceback (most recent call last):
-    ...
-    ValueError: expected a prompt [n] of at least one token, got the shape (0,); ...
-    """
+    """Return a request with its numbers as int32; raise as `Engine.submit` does."""
     if not isinstance(request, Request):
         raise TypeError(
             f"expected a Request, got {type(request)}; make one with serving.Request(prompt=...)"
@@ -302,8 +285,7 @@ def make_batch_sampler(
 ) -> FilterSampler:
     """Return the sampler of T requests; None for a sequence without a request.
 
-    Filters are used in only three combinations, to limit the number of programs. A filter that a
-    request does not need gets a neutral number, which has no effect.
+    Filters are used in only three combinations, to limit the number of programs.
 
     >>> hot, best = (
     ...     Request(prompt=[1], max_new_tokens=1, sampling=dict(temperature=t)) for t in (0.7, 0.0)

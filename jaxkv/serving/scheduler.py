@@ -109,11 +109,7 @@ class Scheduler:
         return [*{q // self._sharing: q for q in reversed(free)}.values()][::-1]
 
     def _assign_sequence(self, text: RequestState, free: list[int], match: PrefixMatch) -> bool:
-        """Assign a free sequence to a request if its cells fit; return whether the request fits.
-
-        The stream of the match is tried first, since a fork within a stream needs no cells. Prompts
-        are evicted only if no stream has enough cells otherwise.
-        """
+        """Assign a free sequence to a request if its cells fit; return whether the request fits."""
         free = sorted(
             free, key=lambda sequence: not self._prefixes.is_in_same_stream(match, sequence)
         )

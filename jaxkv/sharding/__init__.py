@@ -1,7 +1,6 @@
 """Caches on several devices: sharding rules, meshes, and bytes per device.
 
-Functions use the current mesh, which `jax.set_mesh(mesh)` sets. Edits, plans and loops are called
-as on one device.
+Plans and loops are called with `jax.set_mesh(mesh)`, edits with or without it.
 """
 
 from jaxkv.core.partitioning import ShardingRules

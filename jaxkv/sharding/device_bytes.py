@@ -92,6 +92,10 @@ def device_bytes(
       params: model parameters, or their shapes, with shardings. An array without a sharding counts
         fully on each device.
 
+    Returns:
+      The bytes `table`, `buffers`, `params`, `sent` by attention in a step, and `total`; messages
+      `whole` about sizes that are not split, and `uneven` about placements for short sequences.
+
     Raises:
       ValueError: If a number of streams or cells is above 1 and not a multiple of the number of
         devices.
@@ -99,12 +103,8 @@ def device_bytes(
 
     Examples:
       >>> mesh = jax.make_mesh((2, 2), ("data", "tensor"))
-      >>> make = lambda: make_cache(
-      ...     CacheSpec.attention(layers=2, kv_heads=4, head_dim=64),
-      ...     cells=1024,
-      ...     sequences=8,
-      ...     streams=8,
-      ... )
+      >>> spec = CacheSpec.attention(layers=2, kv_heads=4, head_dim=64)
+      >>> make = lambda: make_cache(spec, cells=1024, sequences=8, streams=8)
       >>> print(sharding.device_bytes(jax.eval_shape(make), mesh, sharding.ShardingRules()))
       on each of 4 devices
       table                         82,000 bytes
@@ -112,16 +112,6 @@ def device_bytes(
       weights                            0 bytes
       in all                     8,470,608 bytes
       sent in a step                     0 bytes
-
-      If devices split cells, the field `uneven` names a placement for short sequences:
-
-      >>> make = lambda: make_cache(
-      ...     CacheSpec.attention(layers=2, kv_heads=1, head_dim=64), cells=1024
-      ... )
-      >>> rules = sharding.ShardingRules(cells=("data", "tensor"))
-      >>> print(*sharding.device_bytes(jax.eval_shape(make), mesh, rules).uneven)
-      placement='any' fills the devices unevenly that split cells by data, tensor; take \
-placement='striped:4'
     """
     of_keys = {k.shape[1] for k in key_arrays(cache)}
     if heads is not None and any(check_count(heads, "heads") % kv_heads for kv_heads in of_keys):

@@ -42,14 +42,11 @@ def fit_mesh(
       head. States are ignored.
 
     Raises:
-      ValueError: If the devices do not divide the heads, and the argument `surplus` is "refuse".
-      ValueError: If the devices do not divide the heads, and several mesh axes split the heads.
-      ValueError: If the mesh already has an axis with the name of the new axis.
       ValueError: If the value of `surplus` is unknown.
+      ValueError: If the devices do not divide the heads, and the argument `surplus` is "refuse",
+        several mesh axes split the heads, or the mesh already has an axis with the new name.
 
     Examples:
-      Two heads on four devices:
-
       >>> mesh = jax.make_mesh((4,), ("tensor",))
       >>> make = lambda: make_cache(CacheSpec.attention(layers=1, kv_heads=2, head_dim=4), cells=64)
       >>> mesh, rules = sharding.fit_mesh(jax.eval_shape(make), mesh, sharding.ShardingRules())

@@ -24,10 +24,7 @@ if TYPE_CHECKING:
 
 
 def shardings(cache: Cache, mesh: AnyMesh, sharding_rules: ShardingRules) -> Cache:
-    """Return the `NamedSharding` of each array, as a cache with the rules in its table.
-
-    Heads are replicated if their number is not a multiple of the devices that would split them.
-    """
+    """Return the `NamedSharding` of each array, as a cache with the rules in its table."""
     table, buffers = split(cache)
     specs = table.with_sharding_rules(sharding_rules).partition_specs(buffers, mesh)
 
@@ -45,8 +42,8 @@ def shardings(cache: Cache, mesh: AnyMesh, sharding_rules: ShardingRules) -> Cac
 def shapes(make: Callable[[], Cache], mesh: AnyMesh, sharding_rules: ShardingRules) -> Cache:
     """Return the shapes of a cache on a mesh, with shardings, without allocating the cache.
 
-    The shapes can be passed to `init_full`, used to compile a step before the cache is made, and
-    used as the target of an Orbax restore.
+    The shapes are for `init_full`, for a step that is compiled before the cache is made, and for
+    the target of an Orbax restore.
 
     Args:
       make: function without arguments that makes the cache; all sizes must be static.
@@ -74,8 +71,7 @@ def make_sharded(
 ) -> Cache:
     """Make a cache on a mesh; each device allocates only its own share.
 
-    Planning, and reading or writing buffers, then require the current mesh (`jax.set_mesh(mesh)`).
-    Edits and queries of the table do not require a mesh.
+    Planning, and reading or writing buffers, then require the current mesh; edits do not.
     """
     sharding_rules = ShardingRules() if sharding_rules is None else sharding_rules
 
@@ -94,9 +90,8 @@ def _is_partition_spec(x: object) -> bool:
 def assert_in_sync(cache: Cache, batch: PyTree = None) -> None:
     """Raise unless all processes have the same table and the same batch.
 
-    JAX does not compare replicated values, so processes with different batches would make different
-    plans. Every process must call `assert_in_sync` outside of `jit`. The bytes of all arrays are
-    compared; shapes, dtypes and static fields are not compared.
+    Every process must call `assert_in_sync` outside of `jit`. The bytes of all arrays are compared;
+    shapes, dtypes and static fields are not compared.
 
     Args:
       cache: cache whose table is compared; buffers are not compared.

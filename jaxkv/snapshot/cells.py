@@ -1,7 +1,6 @@
-"""Snapshots of attention caches.
+"""Snapshots of attention caches: n cells, ordered by stream and cell, shared cells only once.
 
-A snapshot has n cells, ordered by stream and cell. A shared cell is saved once. Loading restores a
-cell once into each stream that gets one of the cell's owners.
+Loading restores a cell once into each stream that gets one of the cell's owners.
 """
 
 from __future__ import annotations
@@ -61,15 +60,12 @@ CHUNK = 256
 
 
 class CellPart(Part[CellTable, Buffers, "CellDescription"]):
-    """Saving and loading of attention caches, with these table arrays.
+    """Saving and loading of attention caches: arrays of n saved cells and q saved sequences.
 
-    position: `[n]` int32. Position of the token in each saved cell.
-    shift: `[n]` int32. Pending shift of the key in each saved cell.
-    stream: `[n]` int32. Stream index of each saved cell.
-    cell: `[n]` int32. Cell index of each saved cell.
+    position, shift, stream, cell: `[n]` int32. Position, pending shift and indices of each cell.
     content: `[n]` uint32. Content hash of each saved cell.
     owners: `[n, W]` uint32. Bits of the saved sequences that own each cell, as in the table.
-    evicted_below: `[q]` int32. Eviction mark of each of the q saved sequences.
+    evicted_below: `[q]` int32. Eviction mark of each saved sequence.
     """
 
     @staticmethod
@@ -305,10 +301,9 @@ def _assign_cells(
     owners: UInt32[np.ndarray, "n X"],
     moves: SequenceMap,
 ) -> tuple[Int32[np.ndarray, " S"], Int32[np.ndarray, "S N"], UInt32[np.ndarray, "S W N"]]:
-    """Return the number of cells that each stream gets, and their saved indices and owners.
+    """Return the number of cells of each stream, and the saved indices and the owners of the cells.
 
-    The saved index of an unused cell is n. Cells beyond N in a stream are counted, but not
-    returned.
+    The saved index of an unused cell is n. Cells beyond N in a stream are only counted.
     """
     begins = np.searchsorted(stream, np.arange(saved.streams + 1))
     found: dict[tuple[int, int], np.ndarray] = {}

@@ -57,10 +57,8 @@ class ArrayDescription(TypedDict):
 
 
 class SnapshotContent(TypedDict):
-    """Description of a snapshot without its arrays.
+    """Description of a snapshot without its arrays, with ids and tokens of the saved sequences.
 
-    cache: description of the saved cache.
-    sequences: ids of the saved sequences.
     tokens: token ids of each saved sequence; None if no tokens were passed for the sequence.
     model: `model_id` passed to `save`; None if no id was passed.
     notes: `notes` passed to `save`; the key is absent in older files.

@@ -1,9 +1,6 @@
-"""Snapshot files: safetensors with a description and checksums in the metadata.
+"""Snapshot files: safetensors with a JSON description and checksums in the metadata.
 
-The metadata contain the format, the version, a JSON description, and a checksum of the description.
-The description lists the dtype, shape and checksum of each array. Dtypes that NumPy lacks, such as
-bfloat16, are stored as bytes. Saving requires memory for the whole file, because safetensors writes
-all arrays at once. Loading reads one array at a time.
+Saving needs memory for the whole file. Dtypes that NumPy lacks, as bfloat16, are stored as bytes.
 """
 
 from __future__ import annotations
@@ -41,7 +38,6 @@ _PLAIN |= {"float16", "float32", "float64", "complex64"}
 class SnapshotFile:
     """An open snapshot with a checked description; arrays are read on access.
 
-    description: description of the snapshot, from the metadata of the file.
     arrays: dtype and shape of each array, by array name.
     seed: hash of the description, which includes the checksums of all arrays.
     """
@@ -201,7 +197,7 @@ def _file_from_metadata(
 def _resolve_path(path: str | os.PathLike) -> Path:
     """Return the real path of a file; raise an OSError for a folder or a device.
 
-    Links are followed, because a rename would replace the link instead of the file behind the link.
+    Links are followed, because a rename would replace the link.
     """
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():

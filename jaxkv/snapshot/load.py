@@ -35,11 +35,9 @@ if TYPE_CHECKING:
 class SnapshotInfo:
     """Description of a snapshot, returned by `inspect`.
 
-    version: version of the snapshot format.
-    sequences: ids of the saved sequences.
+    version, sequences: version of the snapshot format, and ids of the saved sequences.
     tokens: token ids passed to `save`, by sequence id.
-    model: `model_id` passed to `save`; None if no id was passed.
-    notes: `notes` passed to `save`; None if no notes were passed.
+    model, notes: `model_id` and `notes` passed to `save`; None if not passed.
     cache: shapes of the cache that the function `load` makes, with `nbytes` and `table.spec`.
     arrays: dtype and shape of each array in the file, by array name.
     """
@@ -56,30 +54,17 @@ class SnapshotInfo:
 def inspect(source: Source) -> SnapshotInfo:
     """Return the description of a snapshot; the arrays of a file are not read.
 
-    Args:
-      source: path of a snapshot file, or the bytes of a snapshot. Bytes are copied.
-
-    Raises:
-      FileNotFoundError: If the file does not exist.
-      ImportError: If the package safetensors is not installed.
-      OSError: If the path is a folder or a device, or the file cannot be opened.
-      ValueError: If the file is not a snapshot, has another version, or is cut short.
-      ValueError: If the description is damaged; damaged arrays are detected only by `load`.
-      ValueError: If the snapshot contains 64-bit arrays and `jax_enable_x64` is off.
+    `source` is the path of a snapshot file, or the bytes of a snapshot. Bytes are copied. The
+    errors are those of `load(source)`, but damaged arrays are detected only by `load`.
 
     Examples:
-      >>> cache = make_cache(
-      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=6, sequences=2
-      ... )
-      >>> (ubatch,) = init_batch(cache, make_batch([[1, 2, 3], [4, 5]])).ubatches
+      >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=6)
+      >>> (ubatch,) = init_batch(cache, make_batch([1, 2, 3])).ubatches
       >>> keys = jnp.ones((*ubatch.valid.shape, 1, 2))
       >>> cache = write_kv(apply(cache, ubatch), 0, ubatch, keys, keys)
-      >>> data = snapshot.save(cache, tokens={1: [4, 5]}, notes={"names": ["a", "b"]})
-      >>> info = snapshot.inspect(data)
+      >>> info = snapshot.inspect(snapshot.save(cache, tokens={0: [1, 2, 3]}, notes={"name": "a"}))
       >>> info.sequences, info.tokens, info.notes, info.arrays["buffers.k.0"]
-      ((0, 1), {1: [4, 5]}, {'names': ['a', 'b']}, ('float32', (5, 1, 2)))
-      >>> info.cache.table.spec.kind, info.cache.nbytes == cache.nbytes
-      ('attention', True)
+      ((0,), {0: [1, 2, 3]}, {'name': 'a'}, ('float32', (3, 1, 2)))
     """
     with open_file(source) as file:
         said, cache = file.description, cache_shapes(file)
@@ -108,11 +93,12 @@ def load(
     A new cache has the sizes of the saved cache, each token in its saved cell, and bit-identical
     results. Cell hashes are new, so ubatches planned for a stream with saved tokens are stale.
 
-    If the argument `into` is a cache, the saved sequences replace sequences of that cache. The
-    numbers of cells, sequences and streams, and the placement, may differ. Cells are chosen as for
-    a batch; tiled placement fills empty tiles first, in saved order. Evictable cells may be reused.
-    Saved sequences that share cells share cells again if their targets are in one stream. If the
-    existing cache stores fewer states for each sequence, the newest states are loaded.
+    If `into` is a cache, the saved sequences replace sequences of that cache. The numbers of cells,
+    sequences and streams, and the placement, may differ. Cells are chosen as for a batch; tiled
+    placement fills empty tiles first, in saved order. Evictable cells may be reused. Saved
+    sequences that share cells share cells again if their targets are in one stream. If the existing
+    cache stores fewer states for each sequence, the newest states are loaded. If the snapshot is
+    damaged or does not fit, the existing cache is unchanged.
 
     Args:
       source: path of a snapshot file, or the bytes of a snapshot.
@@ -121,63 +107,47 @@ def load(
       sequences: target ids, one for each saved sequence in saved order; by default the saved ids. A
         mapping from saved ids to target ids loads only the sequences in the mapping.
       model_id: id of the current model; compared with the snapshot's `model_id` if both are given.
-      donate: if True, reuse the buffers of the existing cache, which becomes invalid; if False,
-        copy the buffers.
+      donate: if True, reuse the buffers of the existing cache, which becomes invalid.
 
     Returns:
       The loaded cache. All ubatches planned for changed streams of the existing cache are stale.
       The plan of an update or a defrag may stay current (`Cache.is_current`).
 
     Raises:
-      FileNotFoundError: If the file does not exist.
       ImportError: If the package safetensors is not installed.
-      OSError: If the path is a folder or a device, or the file cannot be opened.
+      OSError: If the file does not exist, is a folder or a device, or cannot be opened.
       PlanRefusedError: If a stream has too few free cells, or, for contiguous placement, no long
-        enough run of free cells. The existing cache is then unchanged.
+        enough run of free cells.
       TypeError: If a compared `model_id` is not JSON, or the existing cache has shapes only.
       ValueError: If the file is not a snapshot, has another version, or is damaged.
       ValueError: If `model_id` differs, or the saved cache does not fit the existing cache.
       ValueError: If the snapshot contains 64-bit arrays and `jax_enable_x64` is off.
       ValueError: If the existing cache is traced, split over a mesh, donated, or a batch of caches.
-      ValueError: If a sequence id is unknown or repeated, or the number of target ids is wrong.
-      ValueError: If the argument `sequences` is given without an existing cache.
+      ValueError: If a sequence id is unknown or repeated, the number of target ids is wrong, or
+        `sequences` is given without an existing cache.
 
     Examples:
-      >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
+      >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
+      >>> cache = make_cache(spec, cells=4)
       >>> (ubatch,) = init_batch(cache, make_batch([1, 2, 3])).ubatches
       >>> keys = jnp.ones((*ubatch.valid.shape, 1, 2))
       >>> cache = write_kv(apply(cache, ubatch), 0, ubatch, keys, keys)
-      >>> cache, _ = seq_rm(cache, 0, 1, 2)
-      >>> data = snapshot.save(cache, model_id={"name": "tiny", "layers": 1})
+      >>> data = snapshot.save(cache)
       >>> print(show(snapshot.load(data)))
-      owner    0 . 0 .
-      position 0 . 2 .
+      owner    0 0 0 .
+      position 0 1 2 .
 
+      Load the saved sequence into sequence 2 of another cache:
+
+      >>> other = make_cache(spec, cells=5, sequences=3)
+      >>> other = apply(other, init_batch(other, make_batch([[3], [4]])))
+      >>> print(show(snapshot.load(data, into=other, sequences=[2])))
+      owner    0 1 2 2 2
+      position 0 0 0 1 2
       >>> snapshot.load(data[:-1])
       Traceback (most recent call last):
       ...
       ValueError: expected a snapshot, got a file that safetensors cannot read (...); ...
-
-      Load the saved sequence into sequence 2 of another cache, or instead of sequence 0:
-
-      >>> other = make_cache(
-      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=5, sequences=3
-      ... )
-      >>> other = apply(other, init_batch(other, make_batch([[3], [4, 5]])))
-      >>> print(show(snapshot.load(data, into=other, sequences=[2])))
-      owner    0 1 1 2 2
-      position 0 0 1 0 2
-      >>> print(show(snapshot.load(data, into=other, sequences=[0])))
-      owner    0 1 1 0 .
-      position 0 0 1 2 .
-
-      >>> snapshot.load(
-      ...     data, into=make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=1), cells=5)
-      ... )
-      Traceback (most recent call last):
-      ...
-      ValueError: expected a snapshot of a cache with the head_dim of this one, [1], got one with \
-[2]; nothing was changed
 
     llama.cpp: `llama_state_load_file`, `llama_state_set_data`, `llama_state_seq_load_file`,
     `llama_state_seq_set_data`.

@@ -48,8 +48,7 @@ class SlotAssignment:
     """Slots in a cache for saved cells or states.
 
     table: table with the restored sequences.
-    streams: stream index of each written cell.
-    cells: cell index of each written cell.
+    streams, cells: stream index and cell index of each written cell.
     origin: index in the snapshot of the cell or state that each written cell gets.
     """
 
@@ -116,8 +115,8 @@ class Part(ABC, Generic[T, B, D]):
     ) -> SlotAssignment:
         """Remove the target sequences from a table, and add the saved sequences.
 
-        Only the shapes of the saved table are read. The seed makes cell hashes unique to the file.
-        The saved cell indices are used unless `fresh` is True.
+        Only the shapes of `saved` are read. The seed makes cell hashes unique to the file. The
+        saved cell indices are used unless `fresh` is True.
         """
 
     @staticmethod
@@ -136,7 +135,6 @@ def check_values(ok: np.ndarray, name: str, values: np.ndarray, rule: str) -> No
 
     >>> check_values(np.array([True, False]), "cell", np.array([1, 9]), "from 0 to 3")
     Traceback (most recent call last):
-    ...
     ValueError: expected cell from 0 to 3, got 9; the snapshot was changed after it was saved, ...
     """
     if not np.all(ok):

@@ -38,11 +38,9 @@ def save(
       cache: cache on one device.
       path: path of the file. An existing file is replaced, and links are followed. None returns
         bytes.
-      sequences: ids of the sequences to save, without repeats. Default: all sequences, also empty
-        ones.
+      sequences: ids of the sequences to save, without repeats; default all, also empty ones.
       tokens: token ids by sequence id, returned by `inspect`. A cache itself stores no tokens.
-      model_id: JSON value that identifies the model. The function `load` compares it with the
-        argument `model_id` of `load`.
+      model_id: JSON value that identifies the model, compared with the `model_id` of `load`.
       notes: JSON value for any use, returned by `inspect`.
 
     Returns:
@@ -52,9 +50,8 @@ def save(
       ImportError: If the package safetensors is not installed.
       OSError: If writing fails, for example on a full disk. An earlier file is then unchanged.
       OSError: If the path is a folder or a device, or the folder of the path does not exist.
-      TypeError: If `model_id` or the argument `notes` is not a JSON value.
+      TypeError: If `model_id` or `notes` is not a JSON value, or `tokens` is not a mapping.
       TypeError: If sequence ids or tokens are not integers, or the cache has shapes only.
-      TypeError: If the argument `tokens` is not a mapping.
       ValueError: If the cache is traced, split over a mesh, donated, or a batch of caches.
       ValueError: If a layer of the cache was not written after `apply`.
       ValueError: If a sequence id is unknown or repeated, or the list of ids is nested.
@@ -62,9 +59,8 @@ def save(
 
     Examples:
       >>> import tempfile
-      >>> cache = make_cache(
-      ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=6, sequences=2
-      ... )
+      >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
+      >>> cache = make_cache(spec, cells=6, sequences=2)
       >>> (ubatch,) = init_batch(cache, make_batch([[1, 2, 3], [4, 5]])).ubatches
       >>> keys = jnp.ones((*ubatch.valid.shape, 1, 2))
       >>> cache = write_kv(apply(cache, ubatch), 0, ubatch, keys, keys)
@@ -73,8 +69,6 @@ def save(
       >>> print(show(snapshot.load(path)))
       owner    . . . 1 1 .
       position . . . 0 1 .
-      >>> snapshot.load(snapshot.save(cache)).num_used_cells().item()
-      5
 
     llama.cpp: `llama_state_save_file`, `llama_state_seq_save_file`, `llama_state_get_data`,
     `llama_state_seq_get_data`.

@@ -1,7 +1,6 @@
-"""Snapshots of recurrent caches.
+"""Snapshots of recurrent caches: n states, a shared state only once.
 
-A snapshot has n states. A shared state is saved once. Loading restores a state once into each
-stream that gets one of the state's sequences. A cache that stores fewer states gets the newest.
+A cache that stores fewer states gets the newest states.
 """
 
 from __future__ import annotations
@@ -46,13 +45,11 @@ CHUNK = 8
 
 
 class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
-    """Saving and loading of recurrent caches, with these table arrays.
+    """Saving and loading of recurrent caches: arrays of n saved states and q saved sequences.
 
-    position: `[q, E + 1]` int32. Positions of the states of q saved sequences; EMPTY (-1) if no
-      state.
-    state: `[q, E + 1]` int32. Index of each state among the n saved states; n if there is no state.
-    stream: `[n]` int32. Stream index of each saved state.
-    cell: `[n]` int32. Cell index of each saved state.
+    position: `[q, E + 1]` int32. Positions of the states of each sequence; -1 if no state.
+    state: `[q, E + 1]` int32. Index of each state among the n saved states; n if no state.
+    stream, cell: `[n]` int32. Stream index and cell index of each saved state.
     content: `[n]` uint32. Content hash of each saved state.
     written: `[L, n]` bool. Whether each layer had written each state.
     """

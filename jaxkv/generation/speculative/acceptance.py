@@ -27,8 +27,8 @@ def verify_draft(
 ) -> tuple[Int32[Array, "T places"], Float[Array, "T places"], Bool[Array, "T places"], PyTree]:
     """Verify n draft tokens, and sample a token for each draft token and one after the draft.
 
-    The mask is True for tokens that follow only accepted tokens. The sampler state includes only
-    tokens with a True mask.
+    The mask is True for tokens that follow only accepted tokens; the sampler state includes only
+    these.
     """
     places = logits.shape[1]
     more = [(0, 0), (0, 1)]
@@ -78,12 +78,10 @@ def verify_branches(
     PyTree,
     Int32[Array, " T"],
 ]:
-    """Verify k branches of n draft tokens, and select the branch with the sampled tokens.
+    """Verify k branches of n draft tokens; return as `verify_draft`, with the selected branch.
 
-    If branches were not drawn, the samples equal those of `decode`. Drawn branches are tested in
-    order, see `_find_first_accepted`. The float32 logits `[T, 1 + k * n, V]` are of the last
-    sampled token, then of each branch; for a token that branches share, only logits of the first
-    branch are read. Returns the results of `verify_draft` and the index of the selected branch.
+    The logits `[T, 1 + k * n, V]` are of the last sampled token, then of each branch. For a token
+    that branches share, only logits of the first branch are read.
     """
     length = draft.tokens.shape[2]
     pad = [(0, 0), (0, 0), (0, 1)]
@@ -133,9 +131,8 @@ def _find_first_accepted(
 ) -> tuple[Int32[Array, " T"], Float[Array, "T V"]]:
     """Return the first accepted token of several branches (-1: none), and residual logits.
 
-    Each token is tested as in `_accept_guesses`, with p from the adjusted logits and q from
-    `drawn_from`. After a rejection, p becomes max(p - q, 0), and the rejected token is removed from
-    q, since tokens are drawn without replacement (Jeon et al., 2024, arXiv:2402.14160).
+    After a rejection, p becomes max(p - q, 0), and the rejected token is removed from q, since
+    tokens are drawn without replacement (Jeon et al., 2024, arXiv:2402.14160).
     """
     p, q = jax.nn.softmax(adjusted, axis=1), jax.nn.softmax(drawn_from, axis=1)
     accepted = jnp.full(asked.shape[0], -1, jnp.int32)
@@ -172,9 +169,8 @@ def _accept_guesses(
 ) -> tuple[Bool[Array, " T"], Float[Array, "T V"]]:
     """Return which draft tokens are accepted, and the logits of replacement tokens.
 
-    A token that was drawn with probability q is accepted with probability min(1, p / q). A rejected
-    token is replaced by a draw from max(p - q, 0), so that samples have the distribution p. If
-    `drawn_from` is None, q is 1 for the draft token.
+    A token that was drawn with probability q is accepted with probability min(1, p / q).
+    Replacements are drawn from max(p - q, 0). If `drawn_from` is None, q is 1 for the draft token.
     """
     p = jax.nn.softmax(adjusted, axis=1)
     if drawn_from is None:

@@ -30,13 +30,12 @@ def draft_model(
 ) -> DraftModel:
     """Make a drafter from a smaller model with the same vocabulary.
 
-    The k branches of a draft start with the k best first tokens. Several branches help if the first
-    draft token is often wrong and the second best token is right. A draft step computes one token
-    for each branch, and the verifying model computes all branches at once. With a random sampler,
-    branches are drawn, and samples keep the distribution of the verifying model.
+    The k branches of a draft start with the k best first tokens. Several branches help if the
+    second best token is often right. A draft step computes one token for each branch. With a random
+    sampler, branches are drawn, and samples keep the distribution of the verifying model.
 
     Args:
-      forward: The draft model, see `prefill`; pass the same function every time.
+      forward: The draft model, see `prefill`.
       params: Parameters of the draft model, any pytree.
       cache: Cache of the draft model, with the prompts in the same sequences as in the cache of
         `speculate`. With recurrent states, `max_rollback` must be at least `num_draft_tokens`.

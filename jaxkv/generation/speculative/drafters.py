@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 class DraftTokens(NamedTuple):
     """Draft tokens of T sequences.
 
-    tokens: Draft tokens `[T, n]`, or `[T, k, n]` for k branches. Branches may share their first
-      tokens.
+    tokens: `[T, n]`, or `[T, k, n]` for k branches. Branches may share their first tokens.
     valid: Which tokens are drafted. Tokens after an invalid token are invalid.
     adjusted: float32. Adjusted logits of drawn tokens; None if tokens were not drawn. Branches that
       share tokens drew the next token without replacement, in the order of the branches.
@@ -70,7 +69,7 @@ class Drafter(ABC):
         """Draft tokens after the last sampled token of each sequence.
 
         Args:
-          sampler: Sampler that adjusts the logits of both the draft model and the verifying model.
+          sampler: Sampler of both the draft model and the verifying model.
           state: State of the sequences.
           active: Which sequences get a draft.
           at: Position of the last sampled token, which is in no cache yet.
@@ -89,8 +88,7 @@ class Drafter(ABC):
         Args:
           sequences: Ids of the sequences.
           at: Position of `fed[:, 0]`.
-          fed: The last sampled token of each sequence, then the n draft tokens of the selected
-            branch.
+          fed: The last sampled token, then the n draft tokens of the selected branch.
           num_cached: Number of fed tokens that are now in the cache; 0 for a sequence that ended.
         """
 
@@ -98,11 +96,7 @@ class Drafter(ABC):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PromptLookup(Drafter):
-    """Drafter of `prompt_lookup`.
-
-    recent: The last C cached tokens of each sequence, padded in front with -1.
-    ngram: Number of last tokens that must occur again, static.
-    """
+    """Drafter of `prompt_lookup`; `recent` is padded in front with -1."""
 
     recent: Int32[Array, "T C"]
     ngram: int = field(metadata={"static": True})
@@ -167,17 +161,15 @@ def prompt_lookup(
 ) -> PromptLookup:
     """Make a drafter that copies the tokens after earlier occurrences of the last tokens.
 
-    The search is cheap, and helps if outputs repeat earlier parts of the output or the prompt, as
-    in edits, summaries and code. If the last tokens did not occur before, the step has no draft and
-    computes one token.
+    The drafter helps if outputs repeat earlier tokens, as in edits, summaries and code. If the last
+    tokens did not occur before, the step has no draft and computes one token.
 
     Args:
       prompts: Tokens of each sequence so far, an array or a list of lists.
       ngram: Number of last tokens that must occur again, static.
       num_draft_tokens: Maximum number of tokens of a draft, static.
       recent: C, the number of recent tokens to search, static.
-      num_branches: Maximum number of branches, static. Branches are distinct continuations of the
-        last tokens.
+      num_branches: Maximum number of branches (distinct continuations of the last tokens), static.
 
     Raises:
       ValueError: If a number is below 1, or the number `recent` is not greater than `ngram`.
@@ -190,14 +182,6 @@ def prompt_lookup(
       >>> _, guess = draft.propose(best, state, jnp.array([True]), jnp.array([5]))
       >>> guess.tokens.tolist(), guess.valid.tolist()
       ([[3, 4, 1]], [[True, True, True]])
-
-      The tokens 1, 2 occurred twice, with two continuations:
-
-      >>> draft = generation.prompt_lookup(
-      ...     [[1, 2, 3, 1, 2, 4, 1]], num_draft_tokens=2, recent=8, num_branches=2
-      ... )
-      >>> draft.propose(best, state, jnp.array([True]), jnp.array([7]))[1].tokens.tolist()
-      [[[4, 1], [3, 1]]]
 
     llama.cpp: `examples/prompt_lookup`.
     """
@@ -223,7 +207,6 @@ def prompt_lookup(
 class DraftModel(Drafter):
     """Drafter of `draft_model` with one branch.
 
-    cache: Cache of the draft model, with the same sequences as the cache of the verifying model.
     unfed: The only token that the cache lacks; -1 if the cache lacks no token or several tokens.
     """
 

@@ -1,8 +1,4 @@
-"""Speculative decoding: one model step verifies several draft tokens.
-
-Greedy samples equal those of `decode`, except for rounding at ties. Random samples have the same
-distribution as samples of `decode` (Leviathan, Kalman and Matias, 2023, arXiv:2211.17192).
-"""
+"""Speculative decoding: one model step verifies several draft tokens."""
 
 from __future__ import annotations
 
@@ -73,11 +69,7 @@ class _Setup(NamedTuple):
 
 
 class _Progress(NamedTuple):
-    """State of the loop of `speculate`.
-
-    at: Position of the last sampled token, which is in no cache yet.
-    drafting: Which sequences still get drafts.
-    """
+    """State of the loop of `speculate`; `at` is the position of the last sampled token."""
 
     cache: Cache
     state: DecodeState
@@ -88,12 +80,7 @@ class _Progress(NamedTuple):
 
 
 class _StepResult(NamedTuple):
-    """Result of one step, for T sequences.
-
-    tokens: n + 1 sampled tokens, of which the first `num_tokens` are used.
-    accepted: Number of accepted draft tokens.
-    drafting: Which sequences still get drafts.
-    """
+    """Result of one step: n + 1 sampled tokens, of which the first `num_tokens` are used."""
 
     tokens: Int32[Array, "T places"]
     logprobs: Float[Array, "T places"]
@@ -117,13 +104,13 @@ def speculate(
 ) -> DecodeResult:
     """Generate like `decode`, verifying several draft tokens in each model step.
 
-    If there are no free cells for a draft, the sequence continues without drafts. A sequence ends
-    as in `decode`, for example if its next token has no free cell. A step without drafts computes
-    one token for each sequence. Rejected tokens are removed from all caches.
+    Greedy samples equal those of `decode`, except for rounding at ties. Random samples have the
+    same distribution as samples of `decode` (Leviathan et al., 2023, arXiv:2211.17192). Rejected
+    tokens are removed from all caches. If there are no free cells for a draft, the sequence
+    continues without drafts. If the next token has no free cell, the sequence ends as in `decode`.
 
-    Several branches are computed in one ubatch. During a step, each branch uses a sequence: the
-    drafted sequence itself, or an empty sequence of its stream. If too few sequences are empty at
-    the start of the call, all steps have fewer branches.
+    During a step, each branch uses the drafted sequence or an empty sequence of the same stream. If
+    too few sequences are empty at the start of the call, all steps have fewer branches.
 
     Args:
       forward: See `prefill`.
@@ -131,22 +118,19 @@ def speculate(
       cache: The cache after the prompts. With recurrent states, `max_rollback` must be at least
         `num_draft_tokens`, and only one branch is possible.
       state: State of each sequence, see `decode`.
-      drafter: A `Drafter`, such as from `prompt_lookup` or `draft_model`; the result has the next
-        drafter.
+      drafter: A `Drafter`, such as from `prompt_lookup` or `draft_model`. Each call copies the
+        buffers of the drafter.
       num_tokens: Maximum number of tokens to generate for each sequence, static.
       sampler: See `decode`.
-      stop_tokens: Tokens that end a sequence, see `decode`.
-      donate: Reuse the buffers of the input cache, see `prefill`. Buffers of a drafter are copied
-        in each call.
+      stop_tokens: See `decode`.
+      donate: Reuse the buffers of the input cache, see `prefill`.
 
     Raises:
-      ValueError: If `decode` would raise, or if the cache stores too few states to roll back a
-        draft.
+      ValueError: If `decode` would raise, or the cache stores too few states to roll back a draft.
       ValueError: With several branches, if the cache has recurrent states, fewer sequences than
         branches, or a stream for each sequence.
-      ValueError: If the drafter is for another number of sequences.
       ValueError: If a draft model has another vocabulary and the sampler draws at random.
-      ValueError: If the cache of the drafter was donated, or has another number of sequences.
+      ValueError: If the drafter or its cache has another number of sequences, or was donated.
       TypeError: If the drafter, the sampler or the state has the wrong type.
 
     Examples:
@@ -160,9 +144,8 @@ def speculate(
       >>> cache, logits, *_ = prefill(forward, jnp.eye(3), cache, make_batch([0, 1, 2, 0]))
       >>> state = generation.init_decode(cache, logits=logits).state
       >>> drafter = generation.prompt_lookup([[0, 1, 2, 0]])
-      >>> out = generation.speculate(
-      ...     forward, jnp.eye(3), cache, state, drafter=drafter, num_tokens=9
-      ... )
+      >>> options = dict(drafter=drafter, num_tokens=9)
+      >>> out = generation.speculate(forward, jnp.eye(3), cache, state, **options)
       >>> out.tokens.tolist(), out.num_model_steps.item(), out.num_accepted.item()
       ([[2, 0, 1, 2, 0, 1, 2, 0, 1]], 3, 6)
 

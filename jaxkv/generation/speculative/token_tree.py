@@ -1,9 +1,4 @@
-"""Trees of draft tokens: k branches of n tokens after the last sampled token, in one ubatch.
-
-During a step, each branch is a sequence: the drafted sequence itself, or an empty sequence of the
-same stream. Tokens that branches share are computed once and belong to all these branches. After
-the step, one branch is kept.
-"""
+"""Trees of k branches of n draft tokens in one ubatch; each branch is a sequence during a step."""
 
 from __future__ import annotations
 
@@ -107,9 +102,9 @@ def plan_tree(
 ) -> Plan:
     """Plan the last sampled token and the branches of each active sequence, in one ubatch.
 
-    The table has forked branches, and sequence ids ascend, with Q for a missing branch, which has
-    no valid draft tokens. The outputs `[T, 1 + k * n]` are of the last sampled token, then of each
-    branch; for a token that branches share, only the output of the first branch is defined.
+    The table has forked branches. Sequence ids ascend, with Q for a missing branch. The outputs
+    `[T, 1 + k * n]` are of the last sampled token, then of each branch. For a token that branches
+    share, only the output of the first branch is defined.
     """
     texts, branches, length = draft.tokens.shape
     nodes = find_tree_nodes(draft)
@@ -138,10 +133,7 @@ def plan_tree(
 def _lay_out_trees(
     spec: TableSpec, texts: int, num_branches: int, length: int
 ) -> Int32[Array, "rows columns"]:
-    """Return token indices in one row, or in a row for each branch, padded with NO_SLOT.
-
-    The row of the first branch starts with the last sampled token.
-    """
+    """Return token indices in one row, or in a row for each branch, padded with NO_SLOT."""
     index = jnp.arange(texts * (1 + num_branches * length), dtype=jnp.int32)
     if not spec.single_sequence_rows:
         return index[None]

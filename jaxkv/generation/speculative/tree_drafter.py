@@ -24,11 +24,7 @@ if TYPE_CHECKING:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TreeDraftModel(DraftModel):
-    """Drafter of `draft_model` with several branches.
-
-    guessed: Tokens of the last draft.
-    sequences: Sequence ids of the branches in the cache of the draft model, see `token_tree`.
-    """
+    """Drafter of `draft_model` with several branches; `guessed` are tokens of the last draft."""
 
     guessed: Int32[Array, "T k n"]
     sequences: Int32[Array, "T k"]

@@ -1,9 +1,7 @@
 """Active tiles: tiles of cells with at least one visible cell, which a loop or a kernel reads.
 
-Cells are cut into tiles and tokens into blocks. An array lists the pairs of a block and an active
-tile, so that a change of the list needs no compilation. The smaller tiles that sequences reserve
-are those of `jaxkv.kv.tiles`. Letters are those of `jaxkv.ops.attention`; M is the number of pairs
-of a block and a tile.
+An array lists the M pairs of a block of tokens and an active tile, so that a change of the list
+needs no compilation. The smaller tiles that sequences reserve are those of `jaxkv.kv.tiles`.
 """
 
 from __future__ import annotations
@@ -25,8 +23,7 @@ TILE = 512
 """Number of cells of a tile; large, so that a product takes longer than the overhead of a loop."""
 
 BLOCK = 256
-"""Largest number of tokens of a block. Blocks let early tokens of a long prompt skip later tiles.
-"""
+"""Largest number of tokens of a block, so that early tokens of a long prompt skip later tiles."""
 
 MASK = 1 << 22
 """Largest number of pairs of a token and a cell for which all layers share a mask: 4 MB."""
@@ -35,14 +32,12 @@ MASK = 1 << 22
 class ActiveTiles(NamedTuple):
     """Active tiles of P lists of tokens, each of which is cut into b equal blocks of t tokens.
 
-    mask: `[P * b, t, N]` bool, visible cells of each token. If the array would be large or there is
-      a bias, `mask` is a `Visibility` of the blocks.
+    mask: `[P * b, t, N]` bool, visible cells of each token; a `Visibility` of the blocks if the
+      array would be large or there is a bias.
     sees: Whether each token attends to any cell.
     streams: Stream of each block.
-    tiles: Index of each pair, block * (tiles of a stream) + tile. Active pairs come first, ordered
-      by block.
-    starts: Index in `tiles` of the first active tile of each block; the last entry is the number of
-      active tiles.
+    tiles: Index of each pair, block * (tiles of a stream) + tile; active pairs first, by block.
+    starts: Index in `tiles` of each block's first active tile; last, the number of active tiles.
     """
 
     mask: jax.Array | Visibility

@@ -23,8 +23,8 @@ The arguments are int32 arrays `[P, 1, T, 1]`, `[P, 1, T or 1, N]` and `[1, H, 1
 an array of floats that broadcasts to `[P, H, T, N]`; the bias of hidden cells is ignored.
 
 A function is static and hashed, so a new function object is compiled again. A function with
-parameters is a pytree with the parameters as leaves: `jax.tree_util.Partial(function, params)`, or
-a dataclass.
+parameters is a pytree with the parameters as leaves, such as
+`jax.tree_util.Partial(function, params)`.
 """
 
 Bias = Function | jax.Array | np.ndarray
@@ -34,7 +34,7 @@ Bias = Function | jax.Array | np.ndarray
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PositionBias:
-    """Bias function of positions, which is called for each tile or product that adds the bias.
+    """Bias function of positions, and the query heads for which it is called.
 
     function: The function with the types of its nodes, see `attach_node_types`.
     heads: Indices of the query heads; on a mesh, of the query heads of the device.
@@ -58,21 +58,12 @@ BiasOfLists = jax.Array | PositionBias
 
 
 def check_bias(bias: object, shape: tuple[int, ...]) -> BiasOfLists | None:
-    """Return the bias that a caller passed, as an array or a `PositionBias`, after checks.
+    """Check the bias of a caller; return an array `[R, T, H or 1, N]`, a `PositionBias` or None.
 
-    The shape is (R, T, H, N). An array is broadcast to `[R, T, H or 1, N]`.
-
-    Raises:
-      TypeError: If the bias is neither a function nor an array of floats, or if the function closes
-        over traced arrays that are not among its leaves.
-      ValueError: If the bias does not broadcast to the shape.
-
-    >>> check_bias(jnp.zeros((1, 1, 2, 1)), (3, 5, 2, 8)).shape
-    (3, 5, 2, 8)
-    >>> check_bias(lambda query, key, head: jnp.ones((1, 3, 5, 8)), (3, 5, 2, 8))
-    Traceback (most recent call last):
-    ...
-    ValueError: expected a bias that broadcasts to [R, H, T, N] of (3, 2, 5, 8), got ...; reshape it
+    The shape is (R, T, H, N). Raises a TypeError if the bias is neither a function nor an array of
+    floats, if the function returns anything else than one array of floats, or if the function
+    closes over traced arrays that are not among its leaves. Raises a ValueError if the bias does
+    not broadcast to the shape.
     """
     if bias is None:
         return None

@@ -1,7 +1,4 @@
-"""Selection of an implementation of attention over streams of cells.
-
-Modules of kernels are imported in functions, since Pallas takes longer to import than jaxkv.
-"""
+"""Selection of an implementation of attention; functions import Pallas, as its import is slow."""
 
 from __future__ import annotations
 
@@ -42,27 +39,24 @@ if TYPE_CHECKING:
 Implementation = Literal["tiles", "whole", "pallas", "xla", "cudnn"]
 """Names of implementations.
 
-tiles: A loop over the tiles with a visible cell, see `jaxkv.ops.attention.xla_tiles`.
+tiles: A loop over the tiles with a visible cell.
 whole: One product over all cells, faster than "tiles" if the overhead of a loop is larger.
-pallas: A kernel that reads each tile with a visible cell once for all queries of a stream. The
-  kernel is `jaxkv.ops.attention.pallas_gpu` on NVIDIA GPUs, and `jaxkv.ops.attention.pallas_tpu` on
-  TPUs. On other platforms the TPU kernel is interpreted, which is slow and meant for tests.
+pallas: A kernel that reads each tile with a visible cell once for all queries of a stream. On
+  platforms other than NVIDIA GPUs and TPUs the TPU kernel is interpreted, slowly, for tests.
 xla: `jax.nn.dot_product_attention`.
 cudnn: `jax.nn.dot_product_attention` with cuDNN, for float16 and bfloat16.
 """
 
 AttentionFn = Callable[[jax.Array, Stored, Stored, Visibility, AttentionOptions], OnlineSoftmax]
-"""An implementation: a function of queries, keys, values, a `Visibility` and options.
+"""An implementation: a function that returns a partial softmax over all cells.
 
 q: `[P, T, H, D]` floats, queries of P lists of tokens. Query head h reads key/value head h // (H /
   K).
 k: `[S, K, N, D]`, keys of all streams. Keys of hidden cells may have any value, including NaN.
 v: `[S, K, N, Dv]`, values of all streams, all finite.
-visibility: `Visibility` of the cells, from which an implementation computes its mask. A cell that
-  the bias hides has the lowest logit, see `mask_logits`.
+visibility: `Visibility` of the cells. A cell that the bias hides has the lowest logit, see
+  `mask_logits`.
 options: Scale and softcap; an implementation ignores the sinks, which are added at the end.
-
-The function returns a partial softmax, which can be merged with a partial softmax over other cells.
 """
 
 HOPPER = ("H100", "H20", "H800")
@@ -293,7 +287,7 @@ def attention(
 
     Args:
       q: queries. Query head h reads key/value head h // (H / K).
-      k: keys of each row.
+      k: keys of each row. Keys of hidden cells may be NaN and do not affect derivatives.
       v: values of each row. All values must be finite, including values of hidden cells.
       mask: which cells each token attends to.
       scale: factor of the products of queries and keys; by default 1 / sqrt(D).
@@ -301,24 +295,19 @@ def attention(
       sinks: additional logit of each query head, without a value.
 
     Returns:
-      The output, in the dtype of `q`. The softmax is float32, or float64 for float64 queries. A
-      token without visible cells gets zeros. Keys of hidden cells may have any value and do not
-      affect derivatives. A token with a visible NaN key gets NaN.
+      The output, in the dtype of `q`: zeros for a token without visible cells, NaN for a token with
+      a visible NaN key. The softmax is float32, or float64 for float64 queries.
 
     Raises:
       ValueError: If H is not a multiple of K, shapes do not match, or `softcap` is not a finite
         number above 0.
-      TypeError: If the queries are not floats.
+      TypeError: If the queries are not floats, or `scale` or `softcap` is not a number.
 
     Examples:
-      Two equal keys have equal weights; a hidden key has weight 0, even if it is NaN:
-
       >>> q, v = jnp.ones((1, 1, 1, 1)), jnp.array([2.0, 4.0, 6.0]).reshape(1, 1, 3, 1)
       >>> k = jnp.array([1.0, 1.0, jnp.nan]).reshape(1, 1, 3, 1)
       >>> attention(q, k, v, jnp.array([[[True, True, False]]]))[0, 0, 0]
       Array([3.], dtype=float32)
-      >>> attention(q, k, v, jnp.array([[[False, False, False]]]))[0, 0, 0]
-      Array([0.], dtype=float32)
     """
     options = make_options(scale, softcap, sinks)
     check_attention_arguments(q, k, v, options)

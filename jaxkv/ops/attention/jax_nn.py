@@ -1,8 +1,4 @@
-"""`jax.nn.dot_product_attention` as an implementation, compiled by XLA or with cuDNN.
-
-JAX returns the log of softmax sums in the dtype of the queries. In float16 and bfloat16 the log is
-too imprecise to merge partial softmaxes, so sinks raise.
-"""
+"""`jax.nn.dot_product_attention` as an implementation, compiled by XLA or with cuDNN."""
 
 from __future__ import annotations
 

@@ -1,17 +1,7 @@
 """Kernel for NVIDIA GPUs that reads each active tile once for all queries that attend to the tile.
 
-The active tiles of a block of tokens (see `jaxkv.ops.attention.active_tiles`) are split over
-several programs, so that one sequence uses all multiprocessors. Each program computes a partial
-softmax over its tiles. A second kernel merges the partial softmaxes (flash-decoding).
-
-A block has at most as many queries as fit into the registers of a program. Blocks of a list run
-concurrently, so that blocks share tiles in the GPU's cache. The compiler requires sizes that are
-powers of two, so the number of queries and the number of dimensions are rounded up, with a mask.
-Quantised codes are multiplied without decoding; logits and weights are multiplied by the scales.
-The kernel takes no bias, which would have to be added before `cap_logits`.
-
-Letters are those of `jaxkv.ops.attention`; M is the number of pairs of a block and a tile, J the
-number of programs that share a block.
+The active tiles of a block of tokens are split over J programs, so that one sequence uses all
+multiprocessors. A second kernel merges the partial softmaxes of the programs (flash-decoding).
 """
 
 from __future__ import annotations
@@ -233,10 +223,8 @@ def _kernel(
 ) -> None:
     """Attend from a block of tokens to a program's part of the active tiles, for one key head.
 
-    Arguments `tiles_of`, `starts` and `streams` are fields of `ActiveTiles`; the streams are
-    indices into `k`. The shape of `query_bounds` is `[P * b, X, 4]`, and the shape of `q` is
-    `[P * b, K, X, D]`. Arrays `k` and `v` are `[S * L, K, N, ...]`, and may be quantised. Outputs
-    `max_logit`, `denom` and `out` are `[J, P * b, K, X, ...]`, see `OnlineSoftmax`.
+    Shapes: `query_bounds` `[P * b, X, 4]`, `q` `[P * b, K, X, D]`, `k` and `v`
+    `[S * L, K, N, ...]`, and outputs `[J, P * b, K, X, ...]`. The array `streams` indexes `k`.
     """
     block, part, head = (pl.program_id(i) for i in range(3))
     cells, stream = k.shape[2], streams[block]

@@ -1,17 +1,7 @@
 """Kernel for TPUs that reads each active tile once for all queries that attend to the tile.
 
-The grid is a list of pairs of a block of tokens and an active tile (see
-`jaxkv.ops.attention.active_tiles`). While a pair is computed, the keys and values of the next pair
-are fetched, for several heads.
-
-The TPU compiler stores arrays in lines of 128 lanes. If the head size is a multiple of 128, the
-lanes contain the dimensions of a cell. For other head sizes the lanes contain neighbouring cells,
-so that no padding is needed. The kernel reads both layouts in place. Quantised codes are multiplied
-without decoding; logits and weights are multiplied by the scales. The kernel takes no bias, which
-would have to be added before `cap_logits`.
-
-Letters are those of `jaxkv.ops.attention`; M is the number of pairs of a block and a tile, h the
-number of key heads that are computed at once.
+The 128 lanes of a line of memory contain dimensions of a cell if the head size is a multiple of
+128, otherwise neighbouring cells. M is the number of pairs of a block and a tile.
 """
 
 from __future__ import annotations
@@ -204,11 +194,9 @@ def _kernel(
 ) -> None:
     """Add a tile to the partial softmax of a block, which is in fast memory until the next block.
 
-    The array `pairs` is `ActiveTiles.tiles`; only the index maps use the array `streams`. The
-    shapes of a tile's `position` and `owners` are `[1, 1, C]` and `[1, W, C]`. The shapes of
-    `query_bounds` and `q` are `[1, X, 4]` and `[1, h, X, D]`. Arrays `k` and `v` are
-    `[1, h, C, ...]`, or `[1, h, ..., C]` if cells are in the lanes; scales are `[1, h, 1, C]`.
-    Outputs `max_logit`, `denom` and `out` are `[1, h, X, ...]`, see `OnlineSoftmax`.
+    Shapes: `position` `[1, 1, C]`, `owners` `[1, W, C]`, `query_bounds` `[1, X, 4]`, `q`
+    `[1, h, X, D]` for h heads at once, `k` and `v` `[1, h, C, ...]`, or `[1, h, ..., C]` if cells
+    are in the lanes, scales `[1, h, 1, C]`, and outputs `[1, h, X, ...]`.
     """
     i = pl.program_id(1)
     block, tile = _split_pair_number(pairs[i], tiles)

@@ -1,7 +1,6 @@
 """Partial (online) softmax over some cells; partial softmaxes over different cells can be merged.
 
-Arrays are packed: G query heads of a key head and T tokens of a list are X queries of one product.
-A key is therefore read once for all X queries.
+Arrays are packed: the T tokens and the G query heads of a key head are one axis of X queries.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ class AttentionOptions:
     """Options of a model's attention.
 
     scale: Factor of the products of queries and keys, static; None for 1 / sqrt(D).
-    softcap: Bound c of the scaled products, static: each product x becomes c * tanh(x / c). None
-      for no bound.
+    softcap: Bound c of scaled products x, which become c * tanh(x / c), static; None for no bound.
     sinks: Additional logit of each query head, without a value.
     """
 

@@ -25,23 +25,21 @@ class Visibility:
     """Positions and owners of cells in S streams, and of tokens in P lists of T tokens.
 
     A token attends to those cells of its stream that its sequence owns, at positions up to the
-    token's position and within the window. An implementation computes a mask from a `Visibility`
-    only if needed.
+    token's position and within the window.
 
     position: Position of each cell.
     owners: Bit mask of the sequences that own each cell.
     streams: Stream of each list of tokens.
     at: Position of each token.
-    word: Index of the word, in `owners`, that has the bit of the sequence of the token.
-    bit: Word in which only the bit of the token's sequence is set; 0 for padding, which attends to
-      no cell.
+    word: Index, in `owners`, of the word with the bit of the token's sequence.
+    bit: Word with only the bit of the token's sequence; 0 for padding, which attends to no cell.
     window: Window of attention, static.
     causal: False if tokens attend to later tokens too, static.
     all_streams: Whether P is S and list p has stream p, static.
     visible_until: Last position that each token attends to; None for the token's own position.
     bias: Bias of the logits, `[P, T, H or 1, N]` or a function; None for no bias.
-    tile: Number of cells of a tile that sequences reserve, static; None if sequences reserve no
-      tiles. The field `tile` selects the fastest computation and does not change the mask.
+    tile: Number of cells of a tile that sequences reserve, static; None for no tiles. The mask does
+      not depend on `tile`.
     """
 
     position: Int32[Array, "S N"]
@@ -126,14 +124,12 @@ def with_bias_array(visibility: Visibility) -> Visibility:
 
 
 class QueryBounds(NamedTuple):
-    """Positions and sequence that a query attends to, for comparisons in a kernel.
-
-    All arrays are int32 of one shape: `[P, T]` for tokens, `[X, 1]` for the X queries of a kernel.
+    """Range of positions and sequence of a query, all int32: `[P, T]`, or `[X, 1]` in a kernel.
 
     first: First position that the query attends to.
     last: Last position that the query attends to.
-    word: Index of the word, in `owners`, that has the bit of the sequence of the query.
-    bit: Word in which only the bit of the query's sequence is set; 0 for padding.
+    word: Index, in `owners`, of the word with the bit of the query's sequence.
+    bit: Word with only the bit of the query's sequence; 0 for padding.
     """
 
     first: Int32[Array, "*_"]

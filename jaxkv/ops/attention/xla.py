@@ -76,10 +76,9 @@ def add_cells(
     options: AttentionOptions,
     bias: Float[Array, "P _ T C"] | None = None,
 ) -> OnlineSoftmax:
-    """Add cells with keys and values `[P, K, C, ...]` to a partial softmax.
+    """Add cells `[P, K, C, ...]` to a partial softmax; callers must call `zero_unseen` at the end.
 
-    The queries are packed and scaled, and the values are finite. A token without visible cells gets
-    wrong sums, so callers must call `zero_unseen` at the end.
+    The queries are packed and scaled, and the values are finite.
     """
     logits = _masked_logits(q, k, mask, options, bias)
     highest = jax.lax.stop_gradient(jnp.maximum(jnp.max(logits, axis=-1), sums.max_logit))

@@ -1,8 +1,4 @@
-"""Attention in forms that are fast on CPUs, selected by measurements.
-
-Optimization barriers prevent the compiler from changing the forms of products. Letters are those of
-`jaxkv.ops.attention`; J is the number of parts that the cells of a list are cut into.
-"""
+"""Attention in forms that are fast on CPUs; J is the number of parts that cells are cut into."""
 
 from __future__ import annotations
 
@@ -195,7 +191,7 @@ def are_logits_large(q: Float[Array, "*_"], k: Stored) -> bool:
 
 
 def reads_by_tile(q: Float[Array, "P T H D"], k: Stored) -> bool:
-    """Return whether the compiler converts keys and values to float32, so one tile at a time."""
+    """Return whether to read one tile at a time, because the compiler converts cells to float32."""
     queries = q.shape[1] * q.shape[2] // k.shape[1]
     return k.dtype.itemsize < 4 and not _has_terms(k, q.dtype, queries)
 
@@ -233,10 +229,7 @@ def _has_terms(cells: Stored, dtype: jnp.dtype, rows: int) -> bool:
 
 
 def _terms_for(cells: jax.Array, x: Float[Array, "*n X C"]) -> list[jax.Array]:
-    """Split the rows of a factor of bfloat16 cells into bfloat16 terms with 16 bits in total.
-
-    Other factors are returned whole.
-    """
+    """Split a float32 factor of bfloat16 cells into two bfloat16 terms; keep other factors."""
     # The compiler multiplies two bfloat16 arrays without a conversion, unless one has a single row.
     if not _has_terms(cells, x.dtype, x.shape[-2]):
         return [x]

@@ -1,9 +1,7 @@
 """Attention on CPUs over streams in which sequences reserve tiles of cells.
 
-One product for all tokens of a stream would multiply each token with the cells of all other tokens.
-In this module, a tile that is visible to one token only is multiplied with this token. A tile that
-is visible to several tokens is multiplied with all tokens, once. Letters are those of
-`jaxkv.ops.attention`; M is the number of tiles of `Visibility.tile` cells.
+A tile that is visible to one token only is multiplied with this token. Any other tile is multiplied
+with all tokens, once. M is the number of tiles of `Visibility.tile` cells.
 """
 
 from __future__ import annotations

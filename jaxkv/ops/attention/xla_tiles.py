@@ -79,9 +79,8 @@ def add_tiles_in_turn(
 ) -> OnlineSoftmax:
     """Add the active tiles to a partial softmax; callers must call `zero_unseen`.
 
-    Tiles are read from the buffers without copying a stream. The queries `q` are packed and scaled.
-    If `pinned` is True, the compiler cannot move work on a tile, such as a conversion, out of the
-    loop. Outside of the loop, the work would be done for all cells.
+    The queries `q` are packed and scaled. If `pinned` is True, the compiler cannot move work on a
+    tile out of the loop. Outside of the loop, the work would be done for all cells.
     """
     kv_heads, cells = k.shape[1:3]
     (k, v), streams, _ = flatten_layers((k, v), live.streams)

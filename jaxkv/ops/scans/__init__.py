@@ -1,13 +1,7 @@
-"""Recurrences over the tokens of a row, in parallel over time.
+"""Recurrences over the tokens of a row, in parallel over time; all sums are float32.
 
-The recurrence of a row starts from the state before the first token of the row. The results include
-the states after some of the last tokens of the row, for the cache. All sums are float32.
-
-Additional letters in this package:
-
-  C  channels, or elements of a diagonal state     G  groups of heads
-  F  tokens of a filter                            J  heads of a group
-  M  state elements for each dimension of a head   t  tokens of a chunk
+Additional letters: C channels, F tokens of a filter, t tokens of a chunk, M state elements for each
+dimension of a head, G groups of heads, J heads of a group.
 """
 
 from jaxkv.ops.scans.convolution import convolve

@@ -18,27 +18,23 @@ def convolve(
     bias: Float[Array, " C"] | None,
     counts: Int32[Array, "R n"],
 ) -> tuple[Float[Array, "R T C"], Float[Array, "R n before C"]]:
-    """Convolve each channel over time, causally.
+    """Convolve each channel over time, causally (llama.cpp: `ggml_ssm_conv`).
 
     Args:
       x: inputs, finite also at padding.
       tail: the F - 1 inputs before the first token of each row.
       weight: filter, oldest input first.
-      bias: bias of each channel, or None for no bias.
+      bias: bias of each channel, or None.
       counts: number of tokens of the row before each returned tail.
 
     Returns:
       The outputs, float32, and the returned tails, in the dtype of the argument `tail`.
 
     Examples:
-      >>> x = jnp.arange(1.0, 5.0).reshape(1, 4, 1)
-      >>> out, tails = convolve(
-      ...     x, jnp.zeros((1, 1, 1)), jnp.ones((2, 1)), None, jnp.array([[0, 4]])
-      ... )
+      >>> x, tail = jnp.arange(1.0, 5.0).reshape(1, 4, 1), jnp.zeros((1, 1, 1))
+      >>> out, tails = convolve(x, tail, jnp.ones((2, 1)), None, jnp.array([[0, 4]]))
       >>> out.ravel(), tails.ravel()
       (Array([1., 3., 5., 7.], dtype=float32), Array([0., 4.], dtype=float32))
-
-    llama.cpp: `ggml_ssm_conv`.
     """
     width, length = weight.shape[0], x.shape[1]
     padded = jnp.concatenate([tail.astype(x.dtype), x], axis=1)

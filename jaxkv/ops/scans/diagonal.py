@@ -17,7 +17,7 @@ def scan_diagonal(
     state: Float[Array, "R C"],
     counts: Int32[Array, "R n"],
 ) -> tuple[Float[Array, "R T C"], Float[Array, "R n C"]]:
-    """Run `state = decay * state + x` over time, as an associative scan.
+    """Run `state = decay * state + x` over time.
 
     Args:
       decay: decays, 1 at padding.
@@ -26,7 +26,7 @@ def scan_diagonal(
       counts: number of tokens of the row before each returned state.
 
     Returns:
-      States after each token, and after the numbers of tokens in the array `counts`, float32.
+      States after each token, and after each number of tokens in the argument `counts`, float32.
 
     Examples:
       >>> decay, x = jnp.full((1, 3, 1), 0.5), jnp.ones((1, 3, 1))

@@ -27,9 +27,8 @@ def scan_ssd(
 ) -> tuple[Float[Array, "R T H D"], Float[Array, "R n H D M"]]:
     """Run the recurrence of Mamba-2: `state = exp(step * rate) * state + step * x * b`.
 
-    The output of a token is `state @ c`. Each chunk of tokens is computed like attention with
-    decays as weights, and passes its state to the next chunk. See Dao and Gu, Transformers are
-    SSMs, 2024, section 6.
+    The output of a token is `state @ c`. Tokens are computed in chunks, see Dao and Gu,
+    Transformers are SSMs, 2024, section 6. llama.cpp: `ggml_ssm_scan`.
 
     Args:
       x: inputs, finite also at padding.
@@ -52,8 +51,6 @@ def scan_ssd(
       >>> out, states = scan_ssd(x, step, half, one, one, state, counts)
       >>> out.ravel(), states.ravel()
       (Array([5.  , 3.5 , 2.75], dtype=float32), Array([3.5 , 2.75], dtype=float32))
-
-    llama.cpp: `ggml_ssm_scan`.
     """
     rows, length, heads, size = x.shape
     groups = b.shape[2]
@@ -99,11 +96,7 @@ def scan_ssd(
 
 
 def _state_after_chunk(state: jax.Array, x: jax.Array, logs: jax.Array, b: jax.Array) -> jax.Array:
-    """Return the state after all tokens of a chunk, `[R, G, J, D, M]` float32.
-
-    The array `x`, `[R, t, G, J, D]`, contains inputs times step sizes. The array `logs`,
-    `[R, t, G, J]`, contains logarithms of decays. The shape of `b` is `[R, t, G, M]`.
-    """
+    """Return the state after a chunk; `x` is inputs times steps, `logs` is logarithms of decays."""
     total = jnp.cumsum(logs, axis=1)
     x = x * jnp.exp(total[:, -1:] - total)[..., None]
     added = jnp.einsum("rsgjd,rsgm->rgjdm", x, b)
@@ -113,11 +106,7 @@ def _state_after_chunk(state: jax.Array, x: jax.Array, logs: jax.Array, b: jax.A
 def _states_after_counts(
     state: jax.Array, x: jax.Array, logs: jax.Array, b: jax.Array, counts: jax.Array
 ) -> jax.Array:
-    """Return the state after each number of tokens in `counts`, `[R, n]`, as `[R, n, G, J, D, M]`.
-
-    The argument `state` is the state after the first count. The other arguments are those of
-    `_state_after_chunk`, with T tokens.
-    """
+    """Return the states `[R, n, G, J, D, M]` after each count; `state` is after the first count."""
 
     def body(state: jax.Array, turn: tuple) -> tuple:
         at, advances = turn

@@ -39,10 +39,7 @@ def common_prefix_length(tokens: Num[np.ndarray, " n"], other_tokens: Num[np.nda
 def find_resumable_positions(
     cache: Cache, seq: int, tokens: Int32[np.ndarray, " n"]
 ) -> tuple[Bool[np.ndarray, " n+1"], MissReason]:
-    """Return which prefix lengths a sequence can resume, and why the full length is not possible.
-
-    Length 0 is always possible.
-    """
+    """Return which prefix lengths a sequence can resume, and why not the full length."""
     last = tokens.size
     starts = np.arange(0, last + 1, BLOCK, dtype=np.int32)
     padded = np.pad(tokens, (0, starts[-1] + BLOCK - last))
@@ -87,11 +84,10 @@ def _resumable_in_block(
     start: Int32[Array, ""],
     before: UInt32[Array, ""],
 ) -> tuple[Bool[Array, " block"], Bool[Array, " block"], Bool[Array, " block"], UInt32[Array, ""]]:
-    """Return three masks, which show at which positions of a block a sequence can be resumed.
+    """Return masks of positions of a block: `can_resume`, earlier tokens present, no wrong token.
 
-    The masks are True at positions for which `can_resume` is True, all earlier tokens are present,
-    and no wrong token is present. The last argument is the sum of the hashes of earlier blocks. The
-    last result is the sum of the hashes up to the end of the block.
+    The last argument is the sum of the hashes of earlier blocks. The last result is the sum of the
+    hashes up to the end of the block.
     """
     positions = start + jnp.arange(BLOCK, dtype=jnp.int32)
     holds = positions <= table.seq_pos_max(seq) + 1
@@ -111,11 +107,7 @@ def _resumable_in_block(
 def _has_same_content(
     index: Int32[Array, " n"], found: UInt32[Array, " n"], expected: UInt32[Array, " block"]
 ) -> Bool[Array, " block"]:
-    """Return the positions of a block at which all found hashes equal the expected hash.
-
-    The argument `index` is the offset of each found hash in the block; an offset outside of the
-    block is ignored.
-    """
+    """Return the positions of a block at which all found hashes equal the expected hash."""
     here = (index >= 0) & (index < BLOCK)
     differs = here & (found != expected.at[index].get(mode="fill", fill_value=0))
     return jnp.ones(BLOCK, bool).at[jnp.where(differs, index, BLOCK)].set(False, mode="drop")

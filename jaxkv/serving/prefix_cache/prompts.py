@@ -35,11 +35,7 @@ class MissReason(IntEnum):
 
 
 class PrefixHit(NamedTuple):
-    """Length of a prompt prefix that was forked or stored.
-
-    length: Number of tokens that were forked into the sequence, or stored.
-    miss: Why a longer prefix was not forked or stored.
-    """
+    """Length of a prompt prefix that was forked or stored; `miss` is the reason for not more."""
 
     length: int
     miss: MissReason

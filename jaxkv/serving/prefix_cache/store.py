@@ -33,19 +33,15 @@ class PrefixStore:
 
     Each sequence of the store contains one prompt or is empty. The method `store` forks a prompt
     into a sequence of the store, and the method `fork` forks a stored prefix into another sequence.
-    Within a stream, forks copy no cells, and prompts share the cells of common prefixes. Forks
-    between streams copy cells.
+    Only forks between streams copy cells. In a stream, prompts share the cells of common prefixes.
 
     Use a store only with the cache that was returned together with the store. An earlier store can
     be restored together with its cache. Only methods of the store may edit the sequences of the
     store. If a stored prompt shares cells with a sequence, `Cache.can_seq_add` is False until the
     prompt is evicted. Tokens are integers: assign an id to each image or other model input.
 
-    sequences: Ids of the sequences of the store.
-    cells: Maximum number of cells of the store; shared cells count once.
     prompts: The stored prompts, least recently used first.
-    evicted: Tokens of the last evicted prompts, latest last, at most as many as the store has
-      sequences.
+    evicted: Tokens of the last evicted prompts, latest last; at most one prompt per sequence.
 
     llama.cpp: `cache_prompt` of the server.
     """
@@ -61,8 +57,8 @@ class PrefixStore:
 
         Args:
           cache: A cache; later calls require caches of the same spec.
-          sequences: Ids of empty sequences to reserve for the store, some from each stream.
-          cells: Maximum number of cells of the store; unlimited by default.
+          sequences: Ids of empty sequences for the store, some from each stream.
+          cells: Maximum number of cells, unlimited by default. Shared cells count once.
 
         Raises:
           ValueError: If no sequence id is given, or an id is repeated or not in the cache.
@@ -114,12 +110,11 @@ class PrefixStore:
     def fork(self, cache: Cache, tokens: Ids, seq: Id, *, donate: bool = False) -> PrefixResult:
         """Fork the longest stored prefix of a prompt into a sequence.
 
-        After the fork, the sequence contains only the first `hit.length` tokens of the prompt;
-        next, compute the rest of the prompt. The last token of the prompt is never forked, since
-        logits are not stored. The stored prompt with the longest prefix that can be resumed
-        (`can_resume`) is forked, if possible from the same stream, and becomes the most recently
-        used prompt. A window may have evicted cells of a prefix, and a recurrent cache can resume
-        only at stored states.
+        After the fork, the sequence contains only the first `hit.length` tokens of the prompt.
+        Compute the rest of the prompt next. The last token of the prompt is never forked, since
+        logits are not stored. The longest prefix that can be resumed (`can_resume`) is forked, if
+        possible from the same stream. If a copy from another stream lacks free cells, `hit.length`
+        is 0, and the sequence is empty.
 
         Args:
           cache: The cache of the store.
@@ -141,13 +136,6 @@ class PrefixStore:
           >>> cache, store, hit = store.fork(cache, [1, 2, 9], seq=1)
           >>> hit.length, hit.miss.name, cache.seq_pos_max(1).item(), cache.num_used_cells().item()
           (2, 'NONE', 1, 3)
-
-          The last token is never forked, and an unknown first token gives length 0:
-
-          >>> store.fork(cache, [1, 2, 3], seq=1).hit
-          PrefixHit(length=2, miss=<MissReason.NONE: 0>)
-          >>> store.fork(cache, [2, 3], seq=1).hit
-          PrefixHit(length=0, miss=<MissReason.UNKNOWN: 1>)
         """
         text, to = self._check_tokens(cache, tokens, seq)
         return self.fork_match(cache, self.longest_match(cache, text, to), to, donate=donate)
@@ -155,24 +143,23 @@ class PrefixStore:
     def store(self, cache: Cache, tokens: Ids, seq: Id, *, donate: bool = False) -> PrefixResult:
         """Store the first tokens of a sequence as a prompt; the sequence is unchanged.
 
-        If `hit.length` of the result is 0, cache and store are unchanged.
+        If `hit.length` of the result is 0, cache and store are unchanged. Store a prompt up to the
+        position where other prompts will diverge, such as the end of a common prefix. If the cache
+        has a window or recurrent states, the store keeps the cells in the window, or the states, at
+        the end of the prompt.
 
-        Store a prompt up to the position where other prompts will diverge, such as the end of a
-        common prefix. In a cache with a window, the store keeps cells in the window at the end of
-        the prompt. In a recurrent cache, the store keeps the states at the end of the prompt.
-
-        A prompt that is already stored is not stored again. A new prompt replaces a stored prompt
-        that is a prefix of the new prompt, unless only the stored prompt can be resumed at some
-        position. If the store has no empty sequence, or exceeds its limit of cells, the least
-        recently used prompts are evicted. A prompt is stored in the stream of the sequence, or in
-        another stream if the store has no sequence in that stream.
+        A prompt that is already stored is not stored again. A new prompt replaces a stored prefix
+        of the prompt, unless only the stored prefix can be resumed at some position. If the store
+        has no empty sequence, or exceeds its limit of cells, the least recently used prompts are
+        evicted. If the store has no sequence in the stream of `seq`, the prompt is copied to
+        another stream.
 
         Args:
           cache: The cache of the store.
-          tokens: `[n]`. Tokens of the sequence from position 0 on. Tokens that
-            `generation.context_shift` moved cannot be stored.
+          tokens: `[n]`. Tokens of the sequence from position 0 on, not moved by
+            `generation.context_shift`.
           seq: Id of a sequence that is not in the store.
-          donate: Donate the buffers of the cache if cells must be copied, see `seq_cp`.
+          donate: See `fork`.
 
         Raises:
           ValueError: If the sequence has fewer positions than tokens, or if `fork` would raise.
@@ -229,8 +216,8 @@ class PrefixStore:
           cells: Maximum number of cells of the store afterwards; 0 evicts all prompts.
 
         Raises:
-          ValueError: If the number of cells is below 0, or the cache is traced or has another spec
-            than the store.
+          ValueError: If `cells` is below 0, or the cache is traced or has another spec than the
+            store.
 
         Examples:
           >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
@@ -249,10 +236,9 @@ class PrefixStore:
         return EvictResult(cache, store)
 
     def num_used_cells(self, cache: Cache) -> int:
-        """Return the number of cells of the store; shared cells count once.
+        """Return the number of cells of the store, in all parts of a hybrid cache.
 
-        Includes cells of all parts of a hybrid cache, and cells shared with sequences outside of
-        the store.
+        Cells that sequences share count once, also if a sequence is outside of the store.
 
         Raises:
           ValueError: If the cache is traced, or has another spec than the store.
@@ -290,18 +276,10 @@ class PrefixStore:
 
         Args:
           cache: The cache of the store.
-          donate: Value of the argument `donate` in later calls of the methods `fork` and `store`.
-            If True, the input cache becomes invalid.
+          donate: Value of `donate` in later calls. If True, the input cache becomes invalid.
 
         Raises:
           ValueError: If the cache is traced, or has another spec than the store.
-
-        Examples:
-          >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
-          >>> cache = make_cache(spec, cells=64, sequences=3)
-          >>> store = serving.PrefixStore(cache, sequences=[2])
-          >>> store.warm_up(cache).num_used_cells().item()
-          0
         """
         self.num_used_cells(cache)
         first_seq, per_stream = self.sequences[0], self._spec.sequences_per_stream
@@ -441,10 +419,7 @@ class PrefixStore:
 
 
 class PrefixResult(NamedTuple):
-    """Result of `PrefixStore.fork` and `PrefixStore.store`: the next cache and store.
-
-    hit: Number of tokens that were forked or stored, and why not more.
-    """
+    """Result of `PrefixStore.fork` and `PrefixStore.store`, with the next cache and store."""
 
     cache: Cache
     store: PrefixStore
