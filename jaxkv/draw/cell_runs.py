@@ -1,4 +1,4 @@
-"""Runs of neighbouring cells that are drawn in one column or box, and labels of runs."""
+"""Runs of neighbouring cells, each drawn as one column or box, and labels of runs."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def format_range(first: int, last: int) -> str:
 
 
 def format_owners(run: CellRun) -> str:
-    """Format the owners of a run as ids: "." for no owner, "+" if several own every cell."""
+    """Format the owner ids of a run: "." for no owner, "+" if each cell has several owners."""
     if run.shared:
         return "+"
     few = len(run.owners) <= 3

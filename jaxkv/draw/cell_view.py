@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class CellView:
     """Positions, owners and shifts of all cells, as NumPy arrays that later edits do not change.
 
-    position: position of the token in each cell, or of a state's last token; -1 if empty.
-    words: bits of the sequences that own each cell, numbered within the stream.
+    position: position of the token in each cell, or of the last token of a state; -1 if empty.
+    words: owners of each cell; bit b of word w is sequence 32 * w + b of the stream.
     shift: pending shift of the key in each cell; 0 for states.
     sequences: number of sequences, Q; sequence q is in stream q // (Q // S).
     """
@@ -78,11 +78,11 @@ def view_cells(cache: Cache) -> CellView:
 
     Args:
       cache: cache that is not hybrid, such as one of the `parts` of a hybrid cache. If the cache is
-        split over processes, every process must call `cells`.
+        split over processes, every process must call `Cache.cells`.
 
     Raises:
-      TypeError: If the cache is hybrid, traced, or has shapes only.
-      ValueError: If the cache was donated, or is a batch of caches, which `vmap` makes.
+      TypeError: If the cache is hybrid or traced, or has shapes instead of arrays.
+      ValueError: If the cache was donated, or is a batch of caches made by `vmap`.
 
     Examples:
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
@@ -98,7 +98,7 @@ def view_cells(cache: Cache) -> CellView:
 
 
 def fetch_table(cache: Cache) -> CacheTable:
-    """Return the table of a cache with NumPy arrays; raise if the table has no concrete values."""
+    """Return the table of a cache as NumPy arrays; raise if the table has no concrete values."""
     table, _ = split(cache)
     if is_traced(table):
         raise TypeError(

@@ -17,7 +17,7 @@ from jaxkv.draw.colours import colour_of, text_colour_on
 from jaxkv.draw.repr import cache_repr
 
 CELLS = 32
-"""Highest number of cells drawn one by one; a larger stream is drawn as runs of cells."""
+"""Maximum size of a stream that is drawn cell by cell; larger streams are drawn as runs."""
 
 STREAMS = 16
 """Highest number of streams that are drawn."""
@@ -33,8 +33,8 @@ _SMALL = "font-size:75%;opacity:.75"
 def html_of(cache: Cache) -> str:
     """Return a cache as HTML, with the owners and positions of cells.
 
-    Each owner has a colour; a shared cell has a bar with the colours of its owners. If values are
-    unknown, or the pytree is not a valid cache, the HTML contains only the `repr`.
+    Each owner has a colour; a shared cell has a bar with the colours of its owners. If the values
+    of the cache cannot be read, for example inside of `jit`, the HTML contains only the `repr`.
     """
     line = f'<div style="margin:4px 0"><code>{escape(cache_repr(cache))}</code></div>'
     try:
@@ -95,7 +95,7 @@ def _render_run(run: CellRun) -> str:
 
 
 def _render_owner_bar(run: CellRun) -> str:
-    """Return an HTML bar with the colours of a run's owners; empty for one owner."""
+    """Return an HTML bar with the colours of a run's owners; no bar for a single owner."""
     if len(run.owners) < 2:
         return ""
     parts = "".join(

@@ -1,7 +1,7 @@
 """Plots of caches with matplotlib: `pip install matplotlib`.
 
-Each function draws on the matplotlib `Axes` in `ax`, or on new axes, and returns the axes. Without
-matplotlib, each function raises an ImportError. Seven colours repeat over the sequences.
+Each function draws on the matplotlib axes `ax`, or on new axes if `ax` is None, and returns the
+axes. Without matplotlib, each function raises an ImportError. The seven sequence colours repeat.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 __all__ = ["cells", "nbytes", "occupancy", "attention_mask"]
 
 TEXTS = 160
-"""Highest number of cells in a plot with positions written into the cells."""
+"""Maximum number of cells of a plot that shows positions in the cells."""
 
 ACROSS = 24
-"""Highest number of cells in a line with positions written into the cells."""
+"""Maximum number of cells in a line of a plot that shows positions in the cells."""
 
 GREY = "#dddddd"
 FREE = "#ffffff"
@@ -47,16 +47,16 @@ LINE = "#999999"
 def cells(cache: Cache, ax: Axes | None = None) -> Axes:
     """Draw the owner of each cell, and positions if there is space.
 
-    A single stream is a grid, line by line from the top left; each of several streams is one line.
-    A shared cell has the colour of its lowest owner, and is hatched.
+    A single stream is drawn as a grid, line by line from the top left. If there are several
+    streams, each stream is one line. A shared cell is hatched in the colour of its lowest owner.
 
     Args:
       cache: cache that is not hybrid, such as one of the `parts` of a hybrid cache.
       ax: matplotlib axes to draw on; None for new axes.
 
     Raises:
-      TypeError: If the cache is hybrid, traced, or has shapes only.
-      ValueError: If the cache was donated, or is a batch of caches, which `vmap` makes.
+      TypeError: If the cache is hybrid or traced, or has shapes instead of arrays.
+      ValueError: If the cache was donated, or is a batch of caches made by `vmap`.
     """
     view = view_cells(cache)
     ax = _ensure_axes(ax)
@@ -107,9 +107,9 @@ def occupancy(
 
     Args:
       steps: caches, or numbers of used cells from `cache.num_used_cells()`, one for each step.
-        Caches are drawn with the colour of each cell's lowest owner.
-      cells: number of cells, drawn as a line. By default, the line is at the number of cells of the
-        first cache for caches, and absent for numbers.
+        With caches, the number is shown for each owner; a shared cell counts for the lowest id.
+      cells: number of cells, drawn as a horizontal line. By default, the number of cells of the
+        first cache; no line if `steps` are numbers.
       ax: matplotlib axes to draw on; None for new axes.
 
     Raises:
@@ -166,21 +166,21 @@ def attention_mask(
 ) -> Axes:
     """Draw the attention mask of a ubatch: a line for each valid token, a column for each cell.
 
-    The cells are those of the token's stream. A visible cell has the colour of the token's
-    sequence; other used cells are grey.
+    The columns are the cells of the token's stream. Cells that the token attends to have the
+    colour of the token's sequence; other used cells are grey.
 
     Args:
       cache: cache to which the ubatch was applied.
       ubatch: ubatch with the tokens to draw.
-      part: index of a part, if the cache is hybrid.
-      causal: if False, tokens at later positions are also visible.
-      by_position: if True, a column is a position of the token's sequence.
+      part: index of the part to draw, if the cache is hybrid.
+      causal: if False, tokens also attend to later positions.
+      by_position: if True, the columns are positions of the token's sequence instead of cells.
       ax: matplotlib axes to draw on; None for new axes.
 
     Raises:
       TypeError: If the cache, or the part, is recurrent or for cross-attention.
-      ValueError: If the ubatch was made for another cache or not applied.
-      ValueError: If a cell of the ubatch was overwritten.
+      ValueError: If the ubatch was made for another cache, or was not applied to this cache.
+      ValueError: If a cell that the ubatch filled was overwritten later.
     """
     table, _ = split(cache)
     check_made_for(table, ubatch)
@@ -251,7 +251,7 @@ def nbytes(cache: Cache, ax: Axes | None = None) -> Axes:
 
 
 def _cells_per_owner(view: CellView) -> np.ndarray:
-    """Return the number of cells of which each sequence is the lowest owner, `[Q]` int."""
+    """Return the number of cells whose lowest owner id is each sequence, `[Q]` int."""
     owner = view.owner
     return np.bincount(owner[owner >= 0], minlength=view.sequences)
 
@@ -281,7 +281,7 @@ def _wrap_cells(x: np.ndarray, across: int, fill: int) -> np.ndarray:
 
 
 def _marks_to_rgb(marks: np.ndarray) -> np.ndarray:
-    """Return the RGB of each mark: a sequence id, -1 (empty), -2 (padding) or -3 (not visible)."""
+    """Return the RGB of marks; a mark is a sequence id, -1 (empty), -2 (padding) or -3 (masked)."""
     to_rgb = _import_matplotlib("colors").to_rgb
     table = np.array([to_rgb(colour) for colour in (*PALETTE, GREY, FREE, FREE)])
     return table[np.where(marks < 0, marks, marks % len(PALETTE))]
@@ -351,6 +351,6 @@ def _legend(ax: Axes, labels: list[tuple[str, str]]) -> None:
 
 
 def _choose_ticks(count: int) -> list[int]:
-    """Return the indices of lines with a tick label: all lines, or about eight lines."""
+    """Return the indices of lines with a tick label: all of up to 12 lines, else about eight."""
     step = 1 if count <= 12 else -(-count // 8)
     return list(range(0, count, step))

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 X = TypeVar("X")
 
 FEW = 8
-"""Highest number of elements of an array that is printed with values."""
+"""Maximum number of elements of an array whose values are printed."""
 
 
 def with_fallback_repr(line: Callable[[X], str]) -> Callable[[X], str]:
-    """Wrap a `repr` to list types of leaves instead of raising, which could hide another error."""
+    """Return a `repr` that lists the types of the leaves if the wrapped `repr` raises."""
 
     @wraps(line)
     def safe_repr(self: X) -> str:
@@ -98,7 +98,7 @@ def fields_repr(value: Any) -> str:
 
 
 def _format_sizes(table: CacheTable, buffers: PyTree) -> str:
-    """Return the kind and sizes of a cache from trailing axes, because `vmap` adds leading axes."""
+    """Return kind and sizes of a cache, using only trailing axes: `vmap` adds leading axes."""
     size = f"{_format_dtypes(buffers)}, {format_bytes(nbytes((table, buffers)))}"
     match table:
         case CellTable():

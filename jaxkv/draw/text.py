@@ -21,22 +21,21 @@ def show(cache: Cache, *, width: int | None = 100) -> str:
     """Draw the table of a cache as text: a column for each cell, owner above position.
 
     For a recurrent cache, each line has the positions of a sequence's states, current state last.
-    For a hybrid cache, the parts are drawn below each other. llama.cpp: the debug drawing of
-    `find_slot`.
+    For a hybrid cache, each part is drawn. llama.cpp: the debug drawing of `find_slot`.
 
     Args:
       cache: any cache. If the cache is split over processes, every process must call `show`.
       width: highest number of characters in a line; None for no limit. If the cells do not fit, a
-        column shows a run of cells, and the first line has the indices of these cells.
+        column shows a run of cells, and an additional first line shows the cell indices.
 
     Returns:
       Two lines for each stream: owners and positions. A dot marks an empty cell, and a plus marks a
-      cell with several owners. A third line, `shift`, shows pending shifts, if any. A tilde marks a
-      column with several short runs, all their owners, and their lowest and highest position.
+      cell with several owners. A third line, `shift`, shows pending shifts, if any. A column of
+      several short runs has a tilde, all owners of the runs, and their lowest and highest position.
 
     Raises:
-      TypeError: If the cache is traced, or has shapes only.
-      ValueError: If the cache was donated, or is a batch of caches, which `vmap` makes.
+      TypeError: If the cache is traced, or has shapes instead of arrays.
+      ValueError: If the cache was donated, or is a batch of caches made by `vmap`.
 
     Examples:
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)

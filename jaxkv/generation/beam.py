@@ -43,7 +43,7 @@ class BeamTexts(NamedTuple):
 
 
 class BeamSearch(NamedTuple):
-    """State of a beam search; `living` is ordered by score, `ended` by normalised score."""
+    """State of a search; `living` (unfinished) is ordered by score, `ended` by normalised score."""
 
     living: BeamTexts
     ended: BeamTexts
@@ -100,7 +100,7 @@ def advance_search(
     stop_tokens: Int32[Array | np.ndarray, " n"],
     length_penalty: Float[Array, ""],
 ) -> tuple[Int32[Array, " W"], BeamSearch]:
-    """Extend unfinished hypotheses by a token; for non-finite logits, set only the reason."""
+    """Extend unfinished hypotheses by a token; for logits of NaN or +inf, set only the reason."""
     living, width = search.living, search.living.scores.size
     logits = logits.astype(jnp.float32)
     broken = jnp.any(is_filled(living) & has_invalid_logits(logits))
@@ -108,7 +108,7 @@ def advance_search(
     # If no token is allowed, log_softmax is NaN; -inf ends the hypothesis.
     logprobs = jnp.where(is_filled(living)[:, None] & (logits > -jnp.inf), logprobs, -jnp.inf)
     scores = living.scores[:, None] + logprobs
-    # Of one hypothesis at most W unfinished extensions are selected, besides its stop tokens.
+    # At most W extensions of a hypothesis are selected, in addition to those with stop tokens.
     size = min(width + stop_tokens.size, scores.shape[1])
     scores, token = (x.reshape(-1) for x in jax.lax.top_k(scores, size))
     ended = jnp.any(token[:, None] == stop_tokens[None], axis=1)
@@ -150,17 +150,17 @@ def beam(
 ) -> BeamResult:
     """Search for the W most probable hypotheses of at most n tokens after a prompt.
 
-    The score of a hypothesis is the sum of its log-probabilities, and the normalised score is
+    The score of a hypothesis is the log-probability of its tokens, and the normalised score is
     `score / length ** length_penalty`. Each step extends each beam by each token of the vocabulary,
     except tokens with a logit of -inf:
 
-    - The next beams are the W best extensions by score that do not end with a stop token.
-    - Extensions that end with a stop token are finished if they are among the W best by score.
+    - Of the extensions that do not end with a stop token, the W best by score are the next beams.
+    - Of the W best extensions by score, those that end with a stop token are finished hypotheses.
 
-    The result has the W best of all finished hypotheses and last beams, by normalised score. Equal
-    scores are ordered by beam, then by token. The search ends after n tokens, or if no beam can
-    change the result. A refused plan (for example, no cell is free) or a logit of NaN or +inf also
-    ends the search, with a `reason`.
+    The result has the W best hypotheses by normalised score, among all finished hypotheses and the
+    beams of the last step. Equal scores are ordered by beam, then by token. The search ends after n
+    tokens, or if no beam can change the result. A refused plan (for example, no cell is free) or a
+    logit of NaN or +inf also ends the search, with a `reason`.
 
     Args:
       forward: See `prefill`.
@@ -171,25 +171,25 @@ def beam(
       num_tokens: n, the maximum number of tokens of a hypothesis, static.
       stop_tokens: `[k]`, or a set. Tokens that end a hypothesis; -1 is padding.
       sequences: `[W]`. Sequence ids of the beams, 0 to W - 1 by default. If 1 < S < Q, all ids must
-        be in one stream. Tokens in all beam sequences except the first are removed.
+        be in one stream. Forks of the first beam sequence replace the other beam sequences.
       length_penalty: Exponent of the length in the normalised score. 0 ignores the length, and
         higher values prefer longer hypotheses.
       donate: Reuse the buffers of the input cache, see `prefill`.
 
     Returns:
       A `BeamResult`. Beam sequence i contains the prompt and the first `num_cached[i]` tokens of
-      hypothesis i: all except the last token of an unfinished hypothesis, or the tokens that a
-      finished hypothesis shares with a beam of the last step. To continue hypothesis i, compute its
-      other tokens. If a recurrent state is missing or a window evicted cells, the sequence is empty
-      and `num_cached[i]` is -1.
+      hypothesis i. Of an unfinished hypothesis, only the last token is missing. Of a finished one,
+      only tokens that it shares with a beam of the last step are present. To continue hypothesis i,
+      compute its tokens from index `num_cached[i]` on. If no recurrent state is stored at this
+      index, or a window evicted cells, the sequence is empty and `num_cached[i]` is -1.
 
     Raises:
       ValueError: If logits are not floats `[V]` or `[1, V]`, or stop tokens are not `[k]`.
       ValueError: If `length_penalty` is not one number, or is concrete and not finite.
-      ValueError: If there are not W ids of beams, or a concrete id is repeated or not in the cache.
-      ValueError: If 1 < S < Q, and the ids of the beams are traced or in several streams.
+      ValueError: If the number of ids is not W, or a concrete id is repeated or not in the cache.
+      ValueError: If 1 < S < Q, and the ids are traced or in several streams.
       ValueError: If `num_beams` or `num_tokens` is below 1, or W exceeds the number of sequences.
-      ValueError: Without traced arguments, if the first beam is empty or the cache was donated.
+      ValueError: Without traced arguments, if the first sequence is empty or the cache was donated.
       ValueError: If the model function returns wrong results, see `generation.model_step`.
       TypeError: If a count, a sequence id or a stop token is not an integer.
 
@@ -341,7 +341,7 @@ def _trim_sequences(
     sequences: Int32[Array, " W"],
     begins: Int32[Array, ""],
 ) -> tuple[Cache, Int32[Array, " W"]]:
-    """Keep in each sequence the longest prefix of the hypothesis that the cache contains."""
+    """Keep in each sequence the longest prefix of its hypothesis that is in the cache."""
     place = jnp.arange(found.tokens.shape[1])[None]
     fed = place < jnp.minimum(found.lengths, search.length - 1)[:, None]
     same = found.tokens[:, None] == search.living.tokens[None]  # [W, W, n]

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Constraint:
-    """State machine that restricts the next token, such as a grammar.
+    """State machine, such as a grammar, that restricts the next token.
 
     The method `constrain` applies the constraint to all sequences of a sampler. An `Engine` applies
     its constraint to requests with a `constraint_state`. The functions `allowed` and `advance` can
     call a grammar library with `jax.pure_callback`. Pass the same two functions every time, since
-    compiled programs are cached for them. To use several grammars, concatenate their tables, and
-    start each request in the first state of its grammar.
+    compiled programs are cached for them. To use several grammars in an engine, concatenate their
+    transition tables, and start each request in the first state of its grammar.
 
     first: A pytree of arrays. State before the first generated token, independent of prompts. All
       states have the shapes of `first`.
@@ -82,7 +82,7 @@ class Constraint:
 class ConstrainedSampler(Sampler):
     """Sampler restricted to allowed tokens, made by `Constraint.constrain`.
 
-    first: Initial state of the constraint; if `bound` is not None, current states `[T, ...]`.
+    first: Initial state of the constraint if `bound` is None; otherwise current states, `[T, ...]`.
     bound: Mask of the constrained sequences; None if all sequences are constrained.
     """
 
@@ -119,7 +119,7 @@ class ConstrainedSampler(Sampler):
         return self.sampler.adjust(jnp.where(allowed, logits, -jnp.inf), rest)
 
     def update(self, state: PyTree, tokens: Int32[Array, " T"]) -> PyTree:
-        """Advance the states of the wrapped sampler and, for sampled tokens, of the constraint."""
+        """Update the wrapped sampler; advance the constraint where a token was sampled."""
         rule, rest = state
         advanced = jax.vmap(self.advance)(rule, jnp.maximum(tokens, 0))
         rule = select_per_text(tokens >= 0, advanced, rule)
@@ -187,7 +187,7 @@ def check_initial_state(constraint: Constraint | None, state: PyTree) -> PyTree:
 def make_constrained_sampler(
     constraint: Constraint, sampler: Sampler, states: Sequence[PyTree]
 ) -> ConstrainedSampler:
-    """Return a sampler for T sequences with constraint states; None for no constraint.
+    """Return a sampler for T sequences; a state of None leaves a sequence unconstrained.
 
     >>> rule = Constraint(
     ...     first=-1,

@@ -30,7 +30,7 @@ def context_shift(
 ) -> EditResult:
     """Remove tokens of a sequence, and move later tokens to lower positions.
 
-    Tokens at positions 0 to `num_keep - 1` stay, such as a system prompt or attention sinks. The
+    Tokens at positions 0 to `num_keep - 1`, such as a system prompt or attention sinks, stay. The
     next `num_discard` tokens are removed. The positions of later tokens are reduced by
     `num_discard`. The keys of later tokens are rotated, not recomputed: above the first layer, keys
     and values still depend on the removed tokens.
@@ -46,7 +46,7 @@ def context_shift(
       The cache and `ok`. If `ok` is False, the cache is unchanged, for one of these reasons:
 
       - The last position of the sequence is below `num_keep + num_discard - 1`.
-      - Another sequence shares a cell that would move.
+      - Another sequence shares the cell of a token that would move.
       - Evicted tokens at the beginning would be in the window again.
       - A traced `seq`, `num_keep` or `num_discard` is out of range.
 
@@ -94,17 +94,17 @@ def self_extend(
 ) -> SelfExtendResult:
     """Move groups of neighbouring tokens to shared positions, to extend the context.
 
-    Each time `width` tokens are ungrouped, each group of these tokens moves to one position, and
-    later tokens get lower positions. Attention then uses approximate distances to far tokens and
-    exact distances to near tokens. Keys are rotated, not recomputed. No cell becomes free.
+    Whenever `width` tokens are ungrouped, they are divided into groups. Each group moves to one
+    position, and later tokens get lower positions. Distances to far tokens are then approximate;
+    distances to near tokens are exact. Keys are rotated, not recomputed. No cell becomes free.
 
     Tokens with equal positions attend to each other, and are removed, moved and copied together.
-    After `self_extend`, `can_seq_add` is False, since `seq_add` requires distinct positions.
+    After `self_extend`, `can_seq_add` is False for ranges with tokens: positions are not unique.
 
     Args:
       cache: A cache without recurrent states.
       seq: Id of the sequence. The next token still gets the last position plus 1.
-      grouped: Number of grouped positions: 0 in the first call, then from the last result.
+      grouped: Number of grouped positions: 0 in the first call, then `grouped` of the last result.
       group: Number of tokens that share a position.
       width: Number of tokens that are grouped at once, a multiple of `group`.
       donate: Reuse the buffers of the input cache, see `apply`; by default the buffers are copied.
@@ -113,14 +113,14 @@ def self_extend(
       The cache, `ok` and `grouped`. If fewer than `width` tokens are ungrouped, nothing changes and
       `ok` is True. If `ok` is False, the cache is unchanged, for one of these reasons:
 
-      - Another sequence shares a cell that would move.
+      - Another sequence shares the cell of a token that would move.
       - The argument `grouped` is not from the last result, or grouped tokens were removed.
       - An intermediate position would reach 2**31 - 1.
       - Evicted tokens would be in the window of the next token again.
 
     Raises:
       ValueError: If the cache has recurrent states, was made without `rope`, or was donated.
-      ValueError: If `width` is not a multiple of `group`, or one of both is not in `[1, 2**31)`.
+      ValueError: If `width` is not a multiple of `group`, or one of them is not in `[1, 2**31)`.
       ValueError: If the argument `grouped` is not one number, or a concrete id is not in the cache.
       TypeError: If a number is not an integer.
 
@@ -232,7 +232,7 @@ def _self_extend_table(
 def _has_unshared_cells(
     table: CacheTable, seq: Int32[Array, ""], start: Int32[Array, ""]
 ) -> Bool[Array, ""]:
-    """Return whether a sequence shares no cell from a position on."""
+    """Return whether a sequence shares none of its cells at or after a position."""
 
     # The number of cells that a removal frees depends on other sequences only if a cell is shared.
     def num_freed_cells(table: CacheTable) -> jax.Array:

@@ -60,9 +60,9 @@ def decode(
     - A stop token is sampled; the stop token is not written to the cache.
     - The limit `max_new_tokens` of `init_decode` is reached.
     - No token is allowed, or a logit is NaN or +inf.
-    - The plan of the next token is refused, for example because no cell is free. The cause is
-      `finish_reason`. No cell that a token may attend to is overwritten; other sequences continue.
-    - An edit changed the last token in the cache since the state was made (`Reason.EDITED`).
+    - The plan of the next token is refused, for example because no cell is free; `finish_reason` is
+      the cause. No cell that a token may attend to is overwritten; other sequences continue.
+    - An edit changed its last token in the cache since the state was made (`Reason.EDITED`).
 
     Args:
       forward: See `prefill`.
@@ -77,7 +77,7 @@ def decode(
       donate: Reuse the buffers of the input cache, see `prefill`.
 
     Raises:
-      ValueError: If arrays of state or sampler differ in length, or fit another kind of sampler.
+      ValueError: If arrays of state or sampler differ in length, or the sampler is of another kind.
       ValueError: If a concrete sequence id is repeated or not in the cache.
       ValueError: If `num_tokens` is below 1, the cache was donated, or stop tokens are misshapen.
       ValueError: If the model function returns wrong results, see `generation.model_step`.

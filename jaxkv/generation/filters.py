@@ -1,4 +1,4 @@
-"""Filters and penalties of logits, as arrays, so that new values need no compilation."""
+"""Filters and penalties of logits. Their numbers are arrays: new numbers need no compilation."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ OPTIONS = {
 """Options of `make_sampler` except `penalty_last_n`, in the order of the arguments."""
 
 EVERY = np.iinfo(np.int32).max
-"""Larger than any vocabulary."""
+"""A number that is larger than any vocabulary."""
 
 
 @jax.tree_util.register_dataclass
@@ -83,7 +83,7 @@ class FilterSampler(Sampler):
         return take_last_tokens(prompts, self.penalty_last_n)
 
     def adjust(self, logits: Float[Array, "T V"], state: PyTree) -> Float[Array, "T V"]:
-        """Apply penalties, filters, then the temperature, to float32 logits."""
+        """Apply penalties, filters and temperature, in this order, to float32 logits."""
         if self._has_penalty:
             logits = self._subtract_penalties(logits, state)
         if self.temperature is None:
@@ -148,14 +148,14 @@ def make_sampler(
     """Make a sampler from filters and penalties.
 
     Each argument except `penalty_last_n` is one number for all sequences, or a list or array `[T]`.
-    Traced numbers are not checked, and filters with traced numbers are never skipped.
+    Traced numbers are not checked. A filter without effect is skipped unless its number is traced.
 
     Args:
       temperature: Divisor of logits; 0 always takes the token with the highest logit.
       top_k: Keep the k tokens with the highest logits; 0 keeps all tokens.
-      top_p: Keep the most probable tokens, as few as have a total probability of at least `top_p`.
+      top_p: Keep the fewest most probable tokens with a total probability of at least `top_p`.
       min_p: Keep tokens with at least `min_p` times the highest probability.
-      repeat_penalty: Divisor of positive logits of recent tokens, and factor of negative logits.
+      repeat_penalty: For recent tokens, divisor of positive logits and factor of negative logits.
       frequency_penalty: Number to subtract from a logit for each recent occurrence of the token.
       presence_penalty: Number to subtract once from the logit of a recent token.
       penalty_last_n: Number of recent tokens to penalise, prompt tokens included, static.
@@ -225,7 +225,7 @@ def is_among_best(
 ) -> Bool[Array, "T V"]:
     """Return a mask of the fewest highest logits with a total weight of at least `min_weight`.
 
-    Equal logits have equal mask values. If the total weight is below `min_weight`, all are True.
+    Equal logits have equal mask values. If the sum of all weights is too low, all are True.
     """
     rank = _to_ordered_integers(logits)
     top = jnp.uint32(1 << 31)
@@ -240,7 +240,7 @@ def is_among_best(
 
 
 def _to_ordered_integers(x: Float[Array | np.ndarray, "*n"]) -> UInt32[Array, "*n"]:
-    """Map floats to integers of the same order."""
+    """Map floats to integers with the same order."""
     x = jnp.where(x == 0, 0, x.astype(jnp.float32))  # -0.0 becomes 0.0
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     top = jnp.uint32(1 << 31)

@@ -39,7 +39,7 @@ ROWS = {"tokens": -1, "logprobs": 0}
 COUNTS = ("num_model_steps", "num_drafted", "num_accepted")
 """Fields of `DecodeResult` with a count for each sequence."""
 ROUND = 64
-"""The number of cells of a stream is a multiple of `ROUND`; similar lengths share programs."""
+"""The number of cells is rounded up to a multiple, so that similar lengths share programs."""
 
 
 def generate(
@@ -67,24 +67,24 @@ def generate(
     Args:
       forward: See `prefill`.
       params: Model parameters, any pytree.
-      prompts: A list of at least one token for each of P prompts, or an array `[P, n]` with -1 as
+      prompts: P lists of tokens, each with at least one token, or an array `[P, n]` with -1 as
         padding. Tokens are not compared with the vocabulary.
       spec: Spec of a new cache. The cache gets a stream for each sequence, with cells for the
         longest prompt and `max_new_tokens`.
       cache: A cache to continue from, instead of a spec. Prompt i continues sequence
-        `i * num_samples`; forks of this sequence replace the sequences of further samples. The
+        `i * num_samples`. Forks of this sequence replace the sequences of the other samples. The
         input cache stays valid; its buffers are copied once.
-      dtype: Dtype of keys and values in the cache of `spec`, see `make_cache`.
+      dtype: Dtype of keys and values in a new cache, see `make_cache`.
       max_new_tokens: Maximum number of tokens to sample for each sequence.
       stop_tokens: Tokens that end a sequence, see `decode`.
       sampler: A sampler, such as from `make_sampler`; greedy by default.
-      seed: An integer from 0 to 2**32 - 1 or a key of `jax.random`, or one for each of the
-        P * num_samples sequences. A sample does not depend on the numbers of samples and prompts.
+      seed: An integer from 0 to 2**32 - 1 or a key of `jax.random`, or a list of seeds, one for
+        each of P * num_samples sequences. A sample does not depend on the number of other samples.
       num_samples: Number of samples of each prompt; each prompt is computed once.
-      drafter: Drafts several tokens for each model step, for all sequences; see `speculate`.
-      on_tokens: Function of a sequence id and new tokens, called when the tokens are on the CPU.
+      drafter: A `Drafter`, which drafts several tokens of each sequence per step; see `speculate`.
+      on_tokens: Function called with a sequence id and its new tokens, once these are on the CPU.
       tokens_per_call: Maximum number of tokens of a sequence between two calls of `on_tokens`. With
-        a drafter, `tokens_per_call` changes randomly drawn tokens and the counts of drafts.
+        a drafter, this number affects random samples and the counts of draft tokens.
 
     Returns:
       A `DecodeResult`; the method `DecodeResult.lists` omits the padding of tokens. A sequence ends
@@ -94,10 +94,10 @@ def generate(
       PlanRefusedError: If the plan of the prompts is refused, or samples do not fit into the cache.
       ValueError: If both or neither of the arguments `spec` and `cache` are passed.
       ValueError: If there is no prompt or an empty prompt, or a list contains a negative token.
-      ValueError: If a count is below 1, or the range or the number of seeds is wrong.
+      ValueError: If a count is below 1, a seed is out of range, or the number of seeds is wrong.
       ValueError: If `params`, `prompts`, `cache`, `seed`, `sampler` or `stop_tokens` is traced.
       ValueError: If sequences are too few, or `make_cache`, `decode` or `speculate` would raise.
-      TypeError: If tokens, counts or seeds are not integers, or the drafter is no `Drafter`.
+      TypeError: If tokens, counts or seeds are not integers, or the drafter is not a `Drafter`.
 
     Examples:
       The model predicts the next number, and 3 is the stop token:
@@ -183,7 +183,7 @@ def generate(
 
 
 def _keys_of_samples(seed: Seeds, count: int, *, num_samples: int) -> Seeds:
-    """Return a key for each sample; seeds for each sample are returned unchanged."""
+    """Return a key for each sample from one seed; return several seeds unchanged."""
     if np.ndim(seed) or num_samples == 1:
         return seed
     return _fold_samples(seed, np.divmod(np.arange(count, dtype=np.int32), num_samples))
@@ -194,7 +194,7 @@ def _fold_samples(
     seed: Integer[Array, ""] | Key[Array, ""],
     indices: tuple[Int32[Array, " T"], Int32[Array, " T"]],
 ) -> Key[Array, " T"]:
-    """Fold the index of a prompt and, if it is not 0, the index of a sample into a key."""
+    """Return keys with the prompt index folded in and, except for sample 0, the sample index."""
     fold = jax.vmap(jax.random.fold_in)
     prompt, sample = indices
     keys = fold(
@@ -206,7 +206,7 @@ def _fold_samples(
 def _report_tokens(
     out: DecodeResult, on_tokens: Callable[[int, list[int]], object] | None
 ) -> dict[str, Any]:
-    """Report new tokens of each sequence; return the fields in `ROWS` and `COUNTS`."""
+    """Call `on_tokens` for each sequence; return the fields in `ROWS` and `COUNTS`."""
     if on_tokens is not None:
         for text, tokens in enumerate(out.lists()):
             if tokens:

@@ -23,7 +23,7 @@ X = TypeVar("X")
 def take_last_tokens(
     tokens: Int[Array | np.ndarray, "T n"], length: int
 ) -> Int[Array | np.ndarray, "T {length}"]:
-    """Return the last tokens of each row, padded in front with -1.
+    """Return the last `length` tokens of each row, padded in front with -1.
 
     >>> (
     ...     take_last_tokens(np.array([[1, 2, 3]]), 2).tolist(),
@@ -91,7 +91,7 @@ def stop_tokens_as_list(stop_tokens: StopTokens) -> Tokens:
 
 
 def select_per_text(which: Bool[Array, " T"], new: X, old: X) -> X:
-    """Select new array entries for sequences that a mask marks, and old entries for others."""
+    """Select new array entries for sequences whose mask is True, and old entries for others."""
 
     def choose(new: jax.Array, old: jax.Array) -> jax.Array:
         return jnp.where(which.reshape(-1, *[1] * (jnp.ndim(old) - 1)), new, old)

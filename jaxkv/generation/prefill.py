@@ -37,10 +37,10 @@ def prefill(
     """Run a batch through a model, ubatch by ubatch.
 
     Args:
-      forward: Function `(params, cache, ubatch) -> cache, logits [O, V]`, called with an applied
-        ubatch; applying the ubatch again has no effect. Programs for each ubatch shape are cached
-        as long as the function lives: pass the same function, or the same method of one object,
-        every time, and not a new lambda.
+      forward: Function `(params, cache, ubatch) -> cache, logits [O, V]`; the ubatch is already
+        applied, and applying it again has no effect. A program for each ubatch shape is cached as
+        long as the function lives: pass the same function, or the same method of one object, every
+        time, and not a new lambda.
       params: Model parameters, any pytree.
       cache: A cache with free cells for the batch.
       batch: A `Batch`, or an argument of `make_batch`, such as a list of tokens for each sequence.
@@ -55,11 +55,11 @@ def prefill(
 
       Inside of `jit`, a refused plan does not raise: `ok` is False, the cache is unchanged, bit for
       bit, and the logits are undefined. Inside of `jit`, the result is padded: the first n rows of
-      logits `[O, V]` belong to the n output tokens, and further sequence ids are -1.
+      logits `[O, V]` belong to the n output tokens; the other rows have the sequence id -1.
 
     Raises:
       PlanRefusedError: If the batch is invalid or does not fit. The input cache stays valid.
-      ValueError: If the plan is stale, is for another token count, or is passed with `ubatch_size`.
+      ValueError: If the plan is stale, has another number of tokens, or comes with `ubatch_size`.
       ValueError: If the cache was donated, or `forward` returns no updated cache or no logits.
       TypeError: If the plan is not a `Plan`, or tokens are not integers.
 
@@ -117,7 +117,7 @@ def _sequences_of_outputs(ubatch: Ubatch) -> Any:
 
 
 def _check_plan(cache: Cache, batch: Batch, ubatch_size: int | None, plan: object) -> None:
-    """Raise unless a plan is of this cache and has as many tokens as the batch."""
+    """Raise unless a plan is current for the cache and has as many tokens as the batch."""
     if not isinstance(plan, Plan):
         raise TypeError(
             f"expected a plan, init_batch makes it, got {type(plan)}; make one with "
@@ -150,9 +150,9 @@ def warm_up(
 ) -> Cache:
     """Compile the programs of `prefill` for prompts of any length; return the unchanged cache.
 
-    There is a program for each power of two up to `ubatch_size`. If `longest` is given, a later
-    `prefill` of one prompt of at most `longest` tokens compiles nothing, if only the last token has
-    logits. Other calls may still compile small programs.
+    There is a program for each power of two up to `ubatch_size`. If `longest` is given, planning is
+    compiled too: a later `prefill` of one prompt compiles nothing if the prompt has at most
+    `longest` tokens and only its last token is an output. Other calls may compile small programs.
 
     To compile a loop such as `decode`, call the loop once with a state without active sequences.
     For servers, use `serving.Engine.warm_up` instead of this function.
@@ -162,8 +162,8 @@ def warm_up(
       params: Model parameters, any pytree.
       cache: The cache of later calls, or a cache with the same shapes.
       ubatch_size: Maximum number of tokens that are computed at once, see `init_batch`.
-      sequences: Sequence ids of one batch. If the sequences are in several streams, or more than 8,
-        call `warm_up` for each expected number of sequences.
+      sequences: Sequence ids of one batch. If the sequences are in several streams, or if there are
+        more than 8, call `warm_up` for each expected number of sequences.
       longest: Maximum length of a single prompt whose planning is compiled.
       donate: Value of `donate` in later calls of `prefill`. If False, the buffers are copied during
         this call and need twice the memory.

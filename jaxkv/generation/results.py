@@ -1,4 +1,4 @@
-"""Results of the loops: named tuples with the cache first."""
+"""Results of the generation loops: named tuples whose first field is the cache."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class DecodeResult(NamedTuple):
 
     cache: The cache after the call.
     state: State of each sequence, to continue with `decode` or `speculate`.
-    tokens: Sampled tokens; -1 after the end of a sequence. None if `init_decode` got the tokens.
+    tokens: Sampled tokens; -1 after the end. None if tokens were passed to `init_decode`.
     logprobs: float32. Log-probabilities of the tokens under the unadjusted logits; 0 after the end
-      of a sequence. Non-finite logits that end a sequence give NaN.
-    num_model_steps: Number of model steps while a sequence was active, refused steps included.
+      of a sequence. NaN if a logit of NaN or +inf ended the sequence.
+    num_model_steps: Number of model steps with the sequence active, refused steps included.
     num_drafted: Number of draft tokens of each sequence.
     num_accepted: Number of accepted draft tokens, stop tokens included.
     drafter: The drafter for the next call of `speculate`.

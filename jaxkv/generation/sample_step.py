@@ -1,4 +1,4 @@
-"""Sampling of the first token of each sequence, and of one more token in a loop."""
+"""Sampling of the first token of each sequence, and of each next token in a loop."""
 
 from __future__ import annotations
 
@@ -64,15 +64,15 @@ def init_decode(
         Repeat the logits of a prompt for each fork (`jnp.repeat`).
       tokens: `[T]`. First tokens that were sampled elsewhere and are not in the cache yet, instead
         of `logits`.
-      sequences: `[T]`. Sequence ids, which must not be passed with the result of `prefill`. The
-        default ids are 0 for logits `[1, V]`, and 0 to T - 1 for given tokens.
+      sequences: `[T]`. Sequence ids; not allowed with the result of `prefill`, which has ids. The
+        default is 0 for logits `[1, V]`, and 0 to T - 1 for given tokens.
       sampler: A sampler, such as from `make_sampler`; greedy by default.
       stop_tokens: Tokens that end a sequence, see `decode`; not applied to given tokens.
       max_new_tokens: `[]` or `[T]`. Maximum number of tokens to sample for each sequence, including
         a first token that is sampled from `logits`. Unlimited by default.
       seed: `[]` or `[T]` integers, or keys of `jax.random`. A single seed is folded with each
         sequence id, so that equal prompts get different samples. With a seed for each sequence,
-        draws depend only on the seed and the start position.
+        the draws of a sequence depend only on its seed and its start position.
       prompts: Prompt tokens of each sequence, for the penalties of a sampler: an array padded in
         front with -1, or a list of lists.
 
@@ -86,10 +86,10 @@ def init_decode(
       ValueError: If sequence ids are passed with the result of `prefill`.
       ValueError: If T exceeds the number of sequences, as for padded logits of a traced `prefill`.
       ValueError: If logits are passed for a sequence that is empty in a concrete cache.
-      ValueError: If shapes differ, or the sampler or the prompts have another number of sequences.
-      ValueError: If a concrete token or limit is below 0, or a concrete seed not in `[0, 2**32)`.
+      ValueError: If arguments, including the sampler, are for different numbers of sequences.
+      ValueError: If a concrete token or limit is below 0, or a concrete seed is not a uint32.
       ValueError: If a concrete sequence id is repeated or not in the cache.
-      TypeError: If tokens, ids, limits or seeds are not integers, or the sampler is no `Sampler`.
+      TypeError: If tokens, ids, limits or seeds are not integers, or `sampler` is not a `Sampler`.
 
     Examples:
       Sequence 1 is a fork of sequence 0, and 2 is the stop token:
@@ -172,7 +172,7 @@ def check_prompts_present(
     sequences: Int32[Array | np.ndarray, " T"],
     active: Bool[Array | np.ndarray, " T"],
 ) -> None:
-    """Raise a ValueError if an active sequence is empty, with -1 as the last position."""
+    """Raise a ValueError if an active sequence is empty (its last position is -1)."""
     empty = np.asarray(active) & (np.asarray(last) < 0)
     if empty.any():
         raise ValueError(
@@ -217,7 +217,7 @@ def sample_next_tokens(
     stop_tokens: Int32[Array | np.ndarray, "#T n"],
     active: Bool[Array, " T"],
 ) -> tuple[DecodeState, Int32[Array, " T"], Float[Array, " T"]]:
-    """Sample a token for each active sequence (-1: none allowed); end complete sequences."""
+    """Sample a token for each active sequence (-1: no token is allowed); end complete sequences."""
     logits = logits.astype(jnp.float32)
     adjusted = adjust_logits(sampler, logits, state.sampler_state)
     token = sample_tokens(sampler, adjusted, make_draw_keys(state.key, state.draw_index))
@@ -240,7 +240,7 @@ def sample_next_tokens(
 def logprob_of(
     logits: Float[Array, "T V"], tokens: Int32[Array, " T"], active: Bool[Array, " T"]
 ) -> Float[Array, " T"]:
-    """Return log-probabilities: 0 for inactive sequences, NaN if a logit is NaN or +inf."""
+    """Return log-probabilities; 0 for inactive sequences, NaN if a logit is NaN or +inf."""
     token_logits = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[:, None], axis=1)[:, 0]
     # The maximum is subtracted first: a float32 sum of large logits would lose their differences.
     largest = jnp.max(logits, axis=1)

@@ -45,7 +45,7 @@ class Sampler:
         return logits
 
     def update(self, state: PyTree, tokens: Int32[Array, " T"]) -> PyTree:
-        """Return the sampler state after a new token of each sequence; -1 if no token was sampled.
+        """Return the sampler state after a new token of each sequence (-1: no token was sampled).
 
         Loops discard the new state of a sequence without a sampled token.
         """
@@ -79,7 +79,7 @@ def has_invalid_logits(logits: Float[Array, "*n V"]) -> Bool[Array, "*n"]:
 def make_draw_keys(
     key: Key[Array, " T"], numbers: Int32[Array, " T"], use: int = 0
 ) -> Key[Array, " T"]:
-    """Return random keys for draws of one use: 0 for tokens, 1 for acceptance, 2 for drafts."""
+    """Return random keys; `use` is 0 to draw tokens, 1 to accept drafts, and 2 to draw drafts."""
     keys = jax.vmap(jax.random.fold_in)(key, numbers)
     return keys if use == 0 else jax.vmap(jax.random.fold_in, (0, None))(keys, use)
 

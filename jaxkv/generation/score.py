@@ -44,33 +44,33 @@ def score(
     """Return the log-probability of each token of each text, differentiable in the parameters.
 
     A prompt, and the derivative of a prompt, are computed once for all texts that follow the
-    prompt. Without prompts, prefixes that concrete texts share are computed once: at most 3
-    prefixes of a text, each at least 16 tokens longer than the one before. Batches of lists with
-    similar lengths share a program, unless the numbers or lengths of these prefixes differ.
+    prompt. Without prompts, common prefixes of concrete texts are computed once: at most 3 prefixes
+    of a text, each at least 16 tokens longer than the previous prefix. Calls with lists share
+    a compiled program if the lists, and their common prefixes, have similar numbers and lengths.
 
     Args:
       forward: See `prefill`.
       params: Model parameters, any pytree.
-      texts: A list of tokens for each of T texts, or rows `[T, n]`, with -1 as padding anywhere.
-        Rows may be traced.
-      prompts: A list of tokens for each of P prompts, or rows. With G texts for each prompt, text i
-        follows prompt i // G.
-      spec: Spec of the model's cache. Each text has a stream.
+      texts: A list of tokens for each of T texts, or an array `[T, n]`, which may be traced, with
+        -1 as padding at any index.
+      prompts: A list of tokens for each of P prompts, or an array. With G texts for each prompt,
+        text i follows prompt i // G.
+      spec: Spec of the model's cache, which is made with a stream for each text.
       dtype: Dtype of cached keys and values, see `make_cache`. Keys and values of 8 bits have no
         gradient.
       sharding_rules: Mesh axes that split the cache on the mesh of `jax.set_mesh`.
 
     Returns:
       Log-probabilities in float32: 0 for padding and for the first token of a text without a
-      prompt, NaN for a token after a logit of NaN or +inf. If texts or prompts are traced, also NaN
-      for tokens past the vocabulary, and for all tokens of a text with an empty prompt. n is the
-      length of a row of `texts`; for lists it is at least the length of the longest text.
+      prompt, NaN for a token whose logits have a NaN or +inf. If texts or prompts are traced, also
+      NaN for tokens past the vocabulary, and for all tokens of a text with an empty prompt. If
+      `texts` are lists, n is at least the length of the longest text.
 
     Raises:
       ValueError: If there is no text, or a prompt or a text without a prompt is empty.
       ValueError: If T is not a multiple of P.
-      ValueError: If a token is negative in a list or, in concrete arguments, past the vocabulary.
-      ValueError: If traced texts or prompts are not rows, or a text is not one list of tokens.
+      ValueError: If a list has a negative token, or a concrete token is past the vocabulary.
+      ValueError: If traced texts or prompts are not arrays, or a text is not one list of tokens.
       ValueError: If the spec has cross-attention.
       TypeError: If tokens are not integers, or the spec is not a `CacheSpec`.
 
@@ -205,7 +205,7 @@ def _score_rows(
     place: Int32[Array, "R T"],
     ends: Float[Array, "Q V"] | None,
 ) -> Float[Array, "R T"]:
-    """Return log-probabilities of tokens of a level; token `order[i]` has row i of the logits."""
+    """Return log-probabilities of tokens of a level; logits row i is for token `order[i]`."""
     tokens = jnp.asarray(level.tokens)
     following = jnp.pad(tokens[:, 1:], [(0, 0), (0, 1)], constant_values=-1).reshape(-1)
     following = following.at[order].get(mode="fill", fill_value=-1)
@@ -235,7 +235,7 @@ def _update_ends(
 
 
 def _rows_of_logits(tokens: Int32[Array, "R T"], order: Int32[Array, " O"]) -> Int32[Array, "R T"]:
-    """Return the row of logits of each token; 0 for a token without logits."""
+    """Return the index of the logits row of each token; 0 for a token without logits."""
     row = jnp.zeros(tokens.size, jnp.int32)
     return row.at[order].set(jnp.arange(order.size), mode="drop").reshape(tokens.shape)
 
@@ -243,7 +243,7 @@ def _rows_of_logits(tokens: Int32[Array, "R T"], order: Int32[Array, " O"]) -> I
 def _levels_of_traced_rows(
     texts: Int32[Array | np.ndarray, "T n"], prompts: SharedPrompts | None
 ) -> list[TrieLevel]:
-    """Return a level of the prompts, if any, and one of the texts, padding last."""
+    """Return a level of the prompts, if any, and a level of the texts, with padding last."""
     rows = _padding_last(texts)
     count = rows.shape[0]
     ids = np.arange(count, dtype=np.int32)
@@ -276,7 +276,7 @@ def _check_spec(spec: object) -> None:
 
 
 def _check_counts(num_prompts: int, num_texts: int) -> None:
-    """Raise unless each prompt has equally many texts."""
+    """Raise unless all prompts have the same number of texts."""
     if not num_prompts or num_texts % num_prompts:
         raise ValueError(
             f"expected equally many texts for each of {num_prompts} prompts, got {num_texts}; pass "

@@ -41,7 +41,7 @@ class DecodeState:
     remaining: Number of tokens that may still be sampled.
     reason: A `Reason`: OK, NONFINITE_LOGITS, EDITED, or the reason of a refused plan.
     key: Random key of each sequence; each draw folds `draw_index` into the key.
-    draw_index: Position of the first drawn token plus the number of tokens drawn since.
+    draw_index: Index of the next draw, counted from the position of the first drawn token.
     follows: Hash of the last token in the cache, to detect edits of the sequence.
     sampler_state: State of the sampler.
     """
@@ -112,7 +112,7 @@ def last_positions(table: CacheTable) -> Int32[Array, " Q"]:
 
 
 def end_edited_texts(table: CacheTable, state: DecodeState) -> DecodeState:
-    """End sequences whose last cached token changed, with the reason EDITED; shifts are ignored."""
+    """End sequences whose last cached token was replaced (reason EDITED); shifts do not count."""
     _, same = table.compare_last_tokens(state.sequence, state.follows)
     edited = state.active & ~same
     reason = jnp.where(edited, Reason.EDITED, state.reason)
@@ -128,7 +128,7 @@ def update_last_token_hashes(table: CacheTable, state: DecodeState) -> DecodeSta
 
 
 def check_sampler_state(sampler: object, state: DecodeState) -> Sampler:
-    """Return the sampler, greedy for None; raise if the state is for another kind of sampler."""
+    """Return the sampler (greedy for None); raise if the state is for another kind of sampler."""
     sampler = make_sampler() if sampler is None else check_sampler(sampler)
     fresh = sampler.init(np.zeros((state.token.shape[0], 0), np.int32))
     expected, actual = (
@@ -202,7 +202,7 @@ def is_key(seed: Seeds) -> bool:
 
 
 def check_seed(seed: Seeds, count: int) -> Seeds:
-    """Return checked seeds, as uint32 unless traced."""
+    """Return checked seeds; concrete integers become uint32."""
     if isinstance(seed, Sequence) and seed and is_key(seed[0]):
         seed = jnp.stack(seed)
     if np.shape(seed) not in ((), (count,)):

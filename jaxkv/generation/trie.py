@@ -20,7 +20,7 @@ MIN_SHARED = 16
 """Minimum number of tokens of a common prefix that gets its own row."""
 
 MAX_LEVELS = 4
-"""Maximum number of levels; each level is compiled. In the last, each text has its own row."""
+"""Maximum number of levels, one model step each. In the last level, each text has its own row."""
 
 
 @jax.tree_util.register_dataclass
@@ -74,7 +74,7 @@ def trie_of_texts(
 def trie_of_prompts(
     prompts: Sequence[Int[np.ndarray, " _"]], texts: Sequence[Int[np.ndarray, " _"]]
 ) -> list[TrieLevel]:
-    """Return the levels of prompts, then a level of texts; prompts have equally many texts.
+    """Return the levels of P prompts, then a level of texts; each prompt has T // P texts.
 
     >>> levels = trie_of_prompts([np.arange(3)], [np.array([5]), np.array([6, 7])])
     >>> [(x.tokens.shape, x.sequences.tolist(), x.parents.tolist()) for x in levels]
@@ -94,7 +94,7 @@ def trie_of_prompts(
 def _segments_by_level(
     texts: Sequence[Int[np.ndarray, " _"]], sequences: Sequence[int]
 ) -> list[tuple[list[_Segment], dict[int, int]]]:
-    """Return segments and parents by level; a segment is in the lowest sequence of its texts."""
+    """Return segments and parents by level; a segment has the lowest sequence id of its texts."""
     order = sorted(range(len(texts)), key=lambda i: texts[i].tolist())
     common = [0, *(_common_length(texts[i], texts[j]) for i, j in pairwise(order))]
     levels: list[tuple[list[_Segment], dict[int, int]]] = []

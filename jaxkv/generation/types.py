@@ -11,7 +11,7 @@ Prompts = Integer[Array | np.ndarray, "T n"] | Sequence[Ids]
 """Tokens of each sequence: an array `[T, n]`, or a list of token lists or arrays."""
 
 SharedPrompts = Integer[Array | np.ndarray, "P k"] | Sequence[Ids]
-"""The tokens of P prompts, each of several sequences: an array, or a list of lists."""
+"""Tokens of P prompts, each shared by several sequences: an array, or a list of lists."""
 
 StopTokens = Tokens | set[int] | frozenset[int]
 """Tokens that end a sequence: one list for all sequences, or one list for each sequence."""

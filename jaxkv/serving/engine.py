@@ -46,9 +46,9 @@ class Engine:
     depend on other requests. An engine is not thread-safe: call the methods `submit` and `cancel`
     between steps.
 
-    If the model function raises during tracing, the engine is unchanged. An error or interrupt
-    after tracing loses the cache, and methods that need the cache then raise a RuntimeError. The
-    method `results` still returns finished results, and `tokens_of` tokens of unfinished requests.
+    If the model function raises during tracing, the engine is unchanged. If an error or interrupt
+    occurs later, the cache is lost, and methods that need the cache raise a RuntimeError. Then
+    `results` still returns finished results; `tokens_of` returns tokens of unfinished requests.
 
     Args:
       forward: See `prefill`.
@@ -62,16 +62,16 @@ class Engine:
       reserve: If True, a request starts only after cells for its prompt and `max_new_tokens` are
         reserved. If False, a request starts when its prompt fits; if cells run out, the youngest
         request is preempted and recomputed later.
-      sampling_options: Options of `generation.make_sampler` for requests; by default no penalties.
+      sampling_options: Options of `make_sampler` that requests may use; by default no penalties.
       penalty_last_n: Number of recent tokens to penalise.
       max_stop_tokens: Maximum number of stop tokens of a request.
       constraint: Constraint, such as a grammar, of requests with a `constraint_state`. Every step
         evaluates the constraint and copies the states to the CPU and back.
-      prefix_sequences: Sequence ids for a new store, `engine.prefix_store`. Only tokens after a
-        stored prefix are computed. The store gets the tokens of each ended request, and common
-        prefixes of prompts. A request waits while another request computes a common prefix with
-        more than 24 tokens that are not stored yet. The least recently used prompts are evicted
-        before a request waits for cells.
+      prefix_sequences: Sequence ids for a new prefix store, `engine.prefix_store`. Only the tokens
+        after the longest stored prefix of a prompt are computed. The tokens of ended requests and
+        common prefixes of prompts are stored. A request waits while another request computes a
+        common prefix with more than 24 tokens that are not stored yet. If cells are needed, the
+        least recently used prompts are evicted before a request waits.
       prefix_store: A store for the cache, instead of `prefix_sequences`: for example a store with a
         limit of cells, or the store of an earlier engine.
 
@@ -242,7 +242,7 @@ class Engine:
         num_samples: int = 1,
         on_output: Callable[[RequestOutput, int], object] | None = None,
     ) -> list[RequestOutput]:
-        """Run requests to their end, as many at once as fit.
+        """Submit requests, and run steps until these requests have ended.
 
         With `prefix_sequences`, a prompt of at least 26 tokens is computed once for all samples.
 
@@ -250,16 +250,16 @@ class Engine:
           requests: Requests to submit.
           num_samples: Number of samples of each request. Sample j of request i has the seed
             `request.seed + i * num_samples + j`.
-          on_output: Called as `on_output(output, num_left)` when a sample ends.
+          on_output: Called when a sample ends, with its output and the number of samples left.
 
         Returns:
-          The output of sample j of request i at index `i * num_samples + j`. Outputs of requests
-          that were submitted before are returned by the next `step` or `results`.
+          A list; sample j of request i is at index `i * num_samples + j`. Outputs of requests
+          that were submitted earlier are returned by the next `step` or `results`.
 
         Raises:
-          ValueError: If `num_samples` is below 1, or as in `submit`; nothing is submitted.
-          TypeError: If `num_samples` is not an integer, or as in `submit`.
-          Exception: As in `on_output`. The requests continue; `results` returns their outputs.
+          ValueError: If `num_samples` is below 1, or `submit` would raise; nothing is submitted.
+          TypeError: If `num_samples` is not an integer, or `submit` would raise.
+          Exception: If `on_output` raises. The requests continue; `results` returns their outputs.
 
         Examples:
           >>> def forward(params, cache, ubatch):
@@ -419,7 +419,7 @@ class Engine:
             self._preempt(refused, outcome.reasons)
 
     def _choose_num_tokens(self, running: list[RequestState]) -> int:
-        """Return the number of tokens of this step: 1 while prompts are computed."""
+        """Return how many tokens a request generates in this step: 1 while prompts are computed."""
         if self._schedule.prefilling_texts:
             return 1
         lefts = [text.num_remaining_tokens for text in running]
@@ -456,7 +456,7 @@ class Engine:
     def _preempt(
         self, refused: list[RequestState], reasons: Int32[Array | np.ndarray, " Q"]
     ) -> None:
-        """Preempt the youngest request of each full stream; a request alone in a stream ends."""
+        """Preempt the youngest request of each full stream; a request that is alone there ends."""
         if Reason.FRAGMENTED in reasons and self._runner.close_gaps():
             return
         for stream in {self._schedule.stream_of(text) for text in refused}:

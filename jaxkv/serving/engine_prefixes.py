@@ -1,4 +1,4 @@
-"""Prefix store of an engine, for the cache of the engine's runner."""
+"""Prefix store of an engine, for the cache in the `ModelRunner` of the engine."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class EnginePrefixes:
 
     @property
     def cache_and_store(self) -> tuple[Cache, PrefixStore | None]:
-        """Cache and store, which `rewind` can restore until a buffer is copied or written."""
+        """The cache and the store; `rewind` can restore both until cells are copied or written."""
         return self._runner.cache, self.store
 
     def rewind(self, past: tuple[Cache, PrefixStore | None]) -> None:
@@ -128,7 +128,7 @@ class EnginePrefixes:
         )
 
     def store_finished_text(self, text: RequestState) -> None:
-        """Store the tokens of a request that ends; mark its stored prompt as recently used."""
+        """Store the tokens of an ended request; mark the prompt it resumed as recently used."""
         if self.store and text.source:
             self.store = self.store.touch(text.source)
         self.store_prefix(text, text.num_cached_tokens)

@@ -44,11 +44,11 @@ if TYPE_CHECKING:
 
 
 class RunnerOutput(NamedTuple):
-    """Results of one call of a program for all sequences, on the CPU.
+    """Results of one program call for all sequences, as NumPy arrays.
 
     samples: Generated tokens, `[Q, 0]` if no token could be generated.
     reasons: A `Reason` for each sequence: OK, NONFINITE_LOGITS, or the reason of a refused plan.
-    rule_states: States of the constraint; empty without a constraint or a token.
+    rule_states: States of the constraint; empty without a constraint, or if no token was generated.
     """
 
     samples: SampledTokens
@@ -65,7 +65,7 @@ class _ResumeOptions(TypedDict):
 
 
 class ModelRunner:
-    """Computes chunks of prompts, and generates tokens, with the arguments of `Engine`."""
+    """Runs the programs of an engine, which compute chunks of prompts and generate tokens."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class ModelRunner:
         return counts if ok else [0] * len(counts), first._replace(reasons=reasons)
 
     def generate(self, texts: Sequence[RequestState], turns: int) -> RunnerOutput:
-        """Generate tokens for each request, up to a maximum number."""
+        """Generate up to `turns` tokens for each request."""
         sampler, stop, options = self._make_resume_options(texts, turns)
         tokens = np.zeros(self._facts.sequences, np.int32)
         for text in texts:
@@ -146,7 +146,7 @@ class ModelRunner:
         return jax.device_get(RunnerOutput(samples, state.reason, self._constraint_states(state)))
 
     def remove_sequences(self, sequences: Sequence[int]) -> None:
-        """Remove all tokens of some sequences; one program serves all choices of sequences."""
+        """Remove all tokens of some sequences; any choice of sequences runs the same program."""
         rows = np.arange(self._facts.sequences, dtype=np.int32)
         ends = np.where(np.isin(rows, sequences), np.int32(-1), np.int32(0))
         self.cache, _ = seq_rm(self.cache, rows, np.zeros_like(rows), ends)

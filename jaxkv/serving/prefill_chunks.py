@@ -42,7 +42,7 @@ class ChunkShape(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Chunk:
-    """Parts of prompts, in rows; `ends` shows which tokens are the last token of a prompt."""
+    """Pieces of prompts, in rows; `ends` is True for the last token of each prompt."""
 
     tokens: Int32[np.ndarray, "R T"]
     sequences: Int32[np.ndarray, "R T"]
@@ -58,7 +58,7 @@ class PromptPart(NamedTuple):
 
 
 def chunk_shapes(spec: TableSpec, size: int) -> list[ChunkShape]:
-    """Return shapes of at most `size` tokens; several rows only if each row must have one sequence.
+    """Return shapes of at most `size` tokens; several rows only if a row takes only one sequence.
 
     >>> cache = make_cache(
     ...     CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=9, sequences=3, streams=3
@@ -94,7 +94,7 @@ def _min_prompt_cost(lengths: tuple[int, ...], count: int) -> int:
 def cut_chunk(
     spec: TableSpec, shapes: Sequence[ChunkShape], parts: Sequence[PromptPart]
 ) -> tuple[Chunk, list[int]]:
-    """Cut the next chunk from prompts, in order; return the chunk and token counts by prompt."""
+    """Cut the next chunk from prompts, in order; return it and its token count for each prompt."""
 
     def chunk_lengths(shape: ChunkShape) -> list[int]:
         if spec.single_sequence_rows:
@@ -140,8 +140,8 @@ def empty_chunk(shape: ChunkShape) -> Chunk:
 def chunk_program(forward: Forward) -> jax.stages.Wrapped:
     """Return the program that computes a chunk, cached as long as the model function lives.
 
-    The program donates the buffers. Only sequences whose prompt ends in the chunk have logits `[Q,
-    V]`.
+    The program donates the buffers. The logits `[Q, V]` are 0 for sequences whose prompt does not
+    end in the chunk.
     """
     return cached_program(_build_chunk_program, forward)
 

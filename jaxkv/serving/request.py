@@ -34,7 +34,7 @@ class FinishReason(Enum):
 
     STOP: The last token is a stop token.
     LENGTH: The request has `max_new_tokens` tokens.
-    OUT_OF_CELLS: No cell is free or reserved, and no other request can be preempted.
+    OUT_OF_CELLS: No cell is free in the stream, and no other request there can be preempted.
     NO_TOKEN: No token was allowed.
     NONFINITE_LOGITS: A logit was NaN or +inf.
     CANCELLED: `Engine.cancel` ended the request.
@@ -78,7 +78,7 @@ class RequestOutput:
     tokens: The generated tokens, including a stop token.
     logprobs: float32. Log-probabilities of the tokens under the unadjusted logits.
     reason: Why the request ended.
-    prefix_hit: Length of the stored prefix that was used, and why not a longer prefix.
+    prefix_hit: Length of the stored prefix that was used, and why it is not longer.
     request: The request.
     """
 
@@ -95,7 +95,7 @@ class RequestState:
     """A request that waits or runs; older requests have lower ids.
 
     sequence: Sequence id of the request; -1 while the request waits.
-    num_computed_tokens: Number of tokens in the cache before the request runs.
+    num_computed_tokens: Number of tokens that were forked from the store or computed in chunks.
     num_required_tokens: Number of tokens that must be in the cache before the request runs.
     branch_points: Lengths of prefixes that other requests share and that will be stored.
     source: Stored prompt that the request was resumed from; None if there was none.
@@ -131,7 +131,7 @@ class RequestState:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Number of tokens in the cache, without the last token of a running request."""
+        """Number of tokens in the cache, which lacks the last token of a running request."""
         num_cached = self.num_computed_tokens
         if self.is_running:
             num_cached = max(num_cached, len(self.request.prompt) + len(self.tokens) - 1)
@@ -159,7 +159,7 @@ class RequestState:
         return np.append(self.request.prompt, np.asarray(self.tokens, np.int32))
 
     def last_tokens(self, count: int) -> list[int]:
-        """Return the last tokens, up to a maximum number."""
+        """Return the last `count` tokens, or all tokens if there are fewer."""
         return [*self.request.prompt[-count:].tolist(), *self.tokens[-count:]][-count:]
 
     def to_output(self, reason: FinishReason) -> RequestOutput:
@@ -283,7 +283,7 @@ def check_request(request: Request, limits: EngineConfig) -> Request:
 def make_batch_sampler(
     requests: Sequence[Request | None], *, sampling_options: frozenset[str], penalty_last_n: int
 ) -> FilterSampler:
-    """Return the sampler of T requests; None for a sequence without a request.
+    """Return the sampler of T sequences; `requests` has None for a sequence without a request.
 
     Filters are used in only three combinations, to limit the number of programs.
 
@@ -324,7 +324,7 @@ def make_batch_sampler(
 
 
 def sampler_variants(sampling_options: frozenset[str]) -> list[dict[str, float]]:
-    """Return sampling options that lead to each combination of filters."""
+    """Return one set of sampling options for each combination of filters."""
     levels: list[dict[str, float]] = [{}]
     if "temperature" in sampling_options:
         levels.append({"temperature": 1.0})

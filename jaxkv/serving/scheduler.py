@@ -109,7 +109,7 @@ class Scheduler:
         return [*{q // self._sharing: q for q in reversed(free)}.values()][::-1]
 
     def _assign_sequence(self, text: RequestState, free: list[int], match: PrefixMatch) -> bool:
-        """Assign a free sequence to a request if its cells fit; return whether the request fits."""
+        """Assign a free sequence to a request if the request fits; return whether it fits."""
         free = sorted(
             free, key=lambda sequence: not self._prefixes.is_in_same_stream(match, sequence)
         )
@@ -151,7 +151,7 @@ class Scheduler:
         )
 
     def _num_required_cells(self, text: RequestState) -> int:
-        """Return how many cells a request needs: in total if reserved, else for the next step."""
+        """Return how many cells a request needs, in total (if `reserve`) or for the next step."""
         if self.reserves:
             return text.max_cached_tokens
         soon = len(text.request.prompt) + len(text.tokens) + self._steps

@@ -1,6 +1,6 @@
 """Caches on several devices: sharding rules, meshes, and bytes per device.
 
-Plans and loops are called with `jax.set_mesh(mesh)`, edits with or without it.
+Call planning functions and loops under `jax.set_mesh(mesh)`; edits do not need the mesh.
 """
 
 from jaxkv.core.partitioning import ShardingRules

@@ -36,7 +36,7 @@ class DeviceBytes:
     params: bytes of model parameters on each device; 0 if no parameters were passed.
     sent: bytes that attention sends to each device in a step of one token for each sequence.
     whole: messages about streams and heads that are not split although the rules name a mesh axis.
-    uneven: messages about parts that store a short sequence on only some of the devices.
+    uneven: messages about placements that store a short sequence on only some of the devices.
     """
 
     devices: int
@@ -53,7 +53,7 @@ class DeviceBytes:
         return self.table + self.buffers + self.params
 
     def check(self, room: int) -> DeviceBytes:
-        """Return self; raise a ValueError if the total exceeds the available bytes of a device."""
+        """Return self; raise a ValueError if `total` exceeds `room`, the bytes of a device."""
         if self.total > room:
             raise ValueError(
                 f"expected at most {room:,} bytes on each of {self.devices} devices, got "
@@ -93,12 +93,12 @@ def device_bytes(
         fully on each device.
 
     Returns:
-      The bytes `table`, `buffers`, `params`, `sent` by attention in a step, and `total`; messages
-      `whole` about sizes that are not split, and `uneven` about placements for short sequences.
+      A `DeviceBytes`: the bytes on each device, the bytes that attention sends, and messages about
+      sizes that are not split and about uneven placements.
 
     Raises:
-      ValueError: If a number of streams or cells is above 1 and not a multiple of the number of
-        devices.
+      ValueError: If the number of streams or cells is above 1, and not a multiple of the number of
+        devices that split it.
       ValueError: If the argument `heads` is not a multiple of the number of key/value heads.
 
     Examples:

@@ -31,20 +31,20 @@ def fit_mesh(
       cache: cache, or its shapes from `jax.eval_shape`.
       mesh: concrete or abstract mesh.
       sharding_rules: names of the mesh axes that split the cache; one axis must split the heads.
-      surplus: use of the remaining devices if there are more devices than heads. "cells": these
-        devices split the cells of each head; the number of cells must be a multiple, and
-        `striped:n` placement fills n devices evenly. "replicate": these devices have copies of
-        heads. "refuse": raise a ValueError.
+      surplus: use of the remaining devices if there are more devices than heads. "cells": the n
+        devices of a head split its cells; the number of cells must be a multiple of n, and the
+        placement `striped:n` fills the devices evenly. "replicate": the devices of a head store
+        copies of it. "refuse": raise a ValueError.
 
     Returns:
-      The mesh with the axis of heads split in two, the second named "cells" or "copies", and the
-      rules. Mesh and rules are unchanged if the devices divide the heads, or each layer has one
-      head. States are ignored.
+      The mesh with the axis of heads split into two axes, the second named "cells" or "copies", and
+      the rules. Mesh and rules are unchanged if each number of heads is 1 or a multiple of the
+      number of devices. Recurrent states are ignored.
 
     Raises:
       ValueError: If the value of `surplus` is unknown.
-      ValueError: If the devices do not divide the heads, and the argument `surplus` is "refuse",
-        several mesh axes split the heads, or the mesh already has an axis with the new name.
+      ValueError: If the mesh must change, and the argument `surplus` is "refuse", several mesh axes
+        split the heads, or the mesh already has an axis with the new name.
 
     Examples:
       >>> mesh = jax.make_mesh((4,), ("tensor",))

@@ -42,8 +42,8 @@ def shardings(cache: Cache, mesh: AnyMesh, sharding_rules: ShardingRules) -> Cac
 def shapes(make: Callable[[], Cache], mesh: AnyMesh, sharding_rules: ShardingRules) -> Cache:
     """Return the shapes of a cache on a mesh, with shardings, without allocating the cache.
 
-    The shapes are for `init_full`, for a step that is compiled before the cache is made, and for
-    the target of an Orbax restore.
+    Use the shapes as the cache argument of `init_full`, to compile a step before the cache is made,
+    or as the target of an Orbax restore.
 
     Args:
       make: function without arguments that makes the cache; all sizes must be static.
@@ -51,8 +51,8 @@ def shapes(make: Callable[[], Cache], mesh: AnyMesh, sharding_rules: ShardingRul
       sharding_rules: names of the mesh axes that split the cache.
 
     Raises:
-      ValueError: If a number of streams or cells is above 1 and not a multiple of the number of
-        devices.
+      ValueError: If the number of streams or cells is above 1, and not a multiple of the number of
+        devices that split it.
     """
     cache = jax.eval_shape(make)
     where = shardings(cache, mesh, sharding_rules)
@@ -71,7 +71,7 @@ def make_sharded(
 ) -> Cache:
     """Make a cache on a mesh; each device allocates only its own share.
 
-    Planning, and reading or writing buffers, then require the current mesh; edits do not.
+    Planning, and reading or writing buffers, then require `jax.set_mesh`; edits do not.
     """
     sharding_rules = ShardingRules() if sharding_rules is None else sharding_rules
 
@@ -99,8 +99,8 @@ def assert_in_sync(cache: Cache, batch: PyTree = None) -> None:
         processes, are ignored.
 
     Raises:
-      RuntimeError: If the table or batch of a process differs; raised in every process, with the
-        indices of the differing processes.
+      RuntimeError: If the table or batch of a process differs from process 0. Every process raises,
+        with the indices of the differing processes.
       RuntimeError: If an array of the batch was donated.
       TypeError: If the cache is traced or has shapes only, or the batch has a `jax.random.key`.
       ValueError: If the table was donated, or the cache is a batch of caches.

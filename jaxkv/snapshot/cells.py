@@ -1,6 +1,6 @@
-"""Snapshots of attention caches: n cells, ordered by stream and cell, shared cells only once.
+"""Snapshots of attention caches: n saved cells, ordered by stream, then by cell index.
 
-Loading restores a cell once into each stream that gets one of the cell's owners.
+A shared cell is saved once, and restored once in each stream that gets one of the cell's owners.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
     position, shift, stream, cell: `[n]` int32. Position, pending shift and indices of each cell.
     content: `[n]` uint32. Content hash of each saved cell.
     owners: `[n, W]` uint32. Bits of the saved sequences that own each cell, as in the table.
-    evicted_below: `[q]` int32. Eviction mark of each saved sequence.
+    evicted_below: `[q]` int32. Highest evicted position plus 1 of each saved sequence.
     """
 
     @staticmethod
@@ -164,7 +164,7 @@ class CellPart(Part[CellTable, Buffers, "CellDescription"]):
 
     @staticmethod
     def check_saved_table(table: CellTable, read: Read, sequences: list[int]) -> None:
-        """Raise a ValueError if a saved position, shift, owner or eviction mark is invalid."""
+        """Raise a ValueError if a saved position, shift, owner or `evicted_below` is invalid."""
         check_places(read, table.streams, table.num_cells)
         position, shift = (read(name).astype(np.int64) for name in ("position", "shift"))
         check_values(
@@ -301,9 +301,9 @@ def _assign_cells(
     owners: UInt32[np.ndarray, "n X"],
     moves: SequenceMap,
 ) -> tuple[Int32[np.ndarray, " S"], Int32[np.ndarray, "S N"], UInt32[np.ndarray, "S W N"]]:
-    """Return the number of cells of each stream, and the saved indices and the owners of the cells.
+    """Return the number of cells to fill in each stream, and saved indices and owners of cells.
 
-    The saved index of an unused cell is n. Cells beyond N in a stream are only counted.
+    The saved index of an unused cell is n. If the cells do not fit, they are only counted.
     """
     begins = np.searchsorted(stream, np.arange(saved.streams + 1))
     found: dict[tuple[int, int], np.ndarray] = {}
@@ -337,7 +337,7 @@ def _release_sequences(
 ) -> tuple[CellTable, Bool[Array, "S N"], Int32[Array, " S"]]:
     """Remove sequences with a mark other than -1, and set their `evicted_below` to the mark.
 
-    Also returns the free cells, and the number of cells that a snapshot may fill in each stream.
+    Also return the free cells, and the number of cells that a snapshot may fill in each stream.
     """
     is_removed = marks != EMPTY
     ids = jnp.where(is_removed, jnp.arange(table.sequences, dtype=jnp.int32), table.sequences)

@@ -24,7 +24,7 @@ A = TypeVar("A", bound=jax.Array | LayerView)
 Read = Callable[[A, jax.Array, jax.Array], jax.Array]
 """Function that reads an array at stream and cell indices."""
 Write = Callable[[A, jax.Array, jax.Array, jax.Array], A]
-"""Function that writes an array at stream and cell indices; skips cells past the last one."""
+"""Function that writes an array at stream and cell indices; skips cells past the last cell."""
 
 
 def take_cells(
@@ -51,7 +51,7 @@ def write_cells(
     write: Write[A],
     size: int,
 ) -> A:
-    """Write the saved values at the indices `origin` into cells of an array, which is donated."""
+    """Write the values `new[origin]` into cells of an array, which is donated."""
     for here, where in _iterate_chunks(streams, cells, size):
         chunk = new[origin[here]]
         pad = [(0, size - len(chunk)), *[(0, 0)] * (chunk.ndim - 1)]

@@ -1,6 +1,6 @@
 """Snapshot files: safetensors with a JSON description and checksums in the metadata.
 
-Saving needs memory for the whole file. Dtypes that NumPy lacks, as bfloat16, are stored as bytes.
+Saving needs memory for the whole file. Dtypes that NumPy lacks (bfloat16) are stored as bytes.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class SnapshotFile:
         return _bytes_of(stored).view(dtype).reshape(shape)
 
     def check(self) -> None:
-        """Read all arrays one by one; raise a ValueError if one does not match the description."""
+        """Read each array; raise a ValueError if an array does not match the description."""
         for name in self.arrays:
             self[name]
 

@@ -38,7 +38,7 @@ class SnapshotInfo:
     version, sequences: version of the snapshot format, and ids of the saved sequences.
     tokens: token ids passed to `save`, by sequence id.
     model, notes: `model_id` and `notes` passed to `save`; None if not passed.
-    cache: shapes of the cache that the function `load` makes, with `nbytes` and `table.spec`.
+    cache: shapes of the cache that `load` makes; see `cache.nbytes` and `cache.table.spec`.
     arrays: dtype and shape of each array in the file, by array name.
     """
 
@@ -90,15 +90,15 @@ def load(
 ) -> Cache:
     """Load a snapshot as a new cache, or write the saved sequences into an existing cache.
 
-    A new cache has the sizes of the saved cache, each token in its saved cell, and bit-identical
-    results. Cell hashes are new, so ubatches planned for a stream with saved tokens are stale.
+    A new cache has the sizes of the saved cache and each token in its saved cell, and gives
+    bit-identical results. Ubatches of streams with saved tokens are stale: cell hashes are new.
 
-    If `into` is a cache, the saved sequences replace sequences of that cache. The numbers of cells,
-    sequences and streams, and the placement, may differ. Cells are chosen as for a batch; tiled
-    placement fills empty tiles first, in saved order. Evictable cells may be reused. Saved
-    sequences that share cells share cells again if their targets are in one stream. If the existing
-    cache stores fewer states for each sequence, the newest states are loaded. If the snapshot is
-    damaged or does not fit, the existing cache is unchanged.
+    If `into` is a cache, the saved sequences replace sequences of that cache. Both caches may have
+    different numbers of cells, sequences and streams, and different placements. Cells are chosen as
+    for a batch; tiled placement fills empty tiles first, in saved order. Evictable cells may be
+    reused. Saved sequences that share cells share cells again if their targets are in one stream.
+    If the existing cache stores fewer states for each sequence, only the newest states are loaded.
+    If the snapshot is damaged or does not fit, the existing cache is unchanged.
 
     Args:
       source: path of a snapshot file, or the bytes of a snapshot.

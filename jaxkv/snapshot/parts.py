@@ -101,12 +101,12 @@ class Part(ABC, Generic[T, B, D]):
     def saved_shapes(
         table: T, buffers: B, count: int, saved: int
     ) -> tuple[dict[str, Form], PyTree]:
-        """Return the shapes from `extract_sequences` for a number of cells and saved sequences."""
+        """Return the shapes of `extract_sequences` for `count` cells and `saved` sequences."""
 
     @staticmethod
     @abstractmethod
     def check_saved_table(table: T, read: Read, sequences: list[int]) -> None:
-        """Raise a ValueError if a cache with the saved arrays would break an invariant."""
+        """Raise a ValueError if the saved arrays are not the arrays of a valid table."""
 
     @staticmethod
     @abstractmethod

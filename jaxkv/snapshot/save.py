@@ -30,15 +30,15 @@ def save(
 ) -> bytes | None:
     """Save a cache, or some of its sequences, to a file or bytes.
 
-    A snapshot contains the cells or states of the saved sequences, with pending shifts and eviction
-    marks of windows. Empty cells and cell hashes are not saved. The file is written under a
-    temporary name and then renamed, so a file with the final name is always complete.
+    A snapshot contains the cells or states of the saved sequences, with pending shifts and the
+    highest evicted positions. Empty cells and cell hashes are not saved. The file is written
+    under a temporary name and then renamed, so a file with the final name is always complete.
 
     Args:
       cache: cache on one device.
       path: path of the file. An existing file is replaced, and links are followed. None returns
         bytes.
-      sequences: ids of the sequences to save, without repeats; default all, also empty ones.
+      sequences: ids of the sequences to save, without repeats; default: all, also empty sequences.
       tokens: token ids by sequence id, returned by `inspect`. A cache itself stores no tokens.
       model_id: JSON value that identifies the model, compared with the `model_id` of `load`.
       notes: JSON value for any use, returned by `inspect`.

@@ -1,6 +1,6 @@
-"""Snapshots of recurrent caches: n states, a shared state only once.
+"""Snapshots of recurrent caches: n saved states; a shared state is saved once.
 
-A cache that stores fewer states gets the newest states.
+If the target cache stores fewer states than the snapshot, only the newest states are loaded.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class StatePart(Part[StateTable, "Buffers", "StateDescription"]):
 
     @staticmethod
     def write_array(array: Array, placed: SlotAssignment, new: np.ndarray) -> Array:
-        """Write the saved values of one state, `[n, ...]`, into the array of a layer."""
+        """Write saved states, `[n, ...]`, into the array of a layer."""
         where = placed.streams, placed.cells
         return write_cells(array, *where, new, placed.origin, write=_write_states, size=CHUNK)
 
@@ -224,7 +224,7 @@ def _lowest_free(host: States, streams: Int32[np.ndarray, " n"]) -> Int32[np.nda
 def _read_states(
     array: Shaped[Array, "S N *state"], streams: Int32[Array, " m"], cells: Int32[Array, " m"]
 ) -> Shaped[Array, " m *state"]:
-    """Read the states in the given cells; cells past the last one give zeros."""
+    """Read the states in the given cells; cells past the last cell give zeros."""
     return array.at[streams, cells].get(mode="fill", fill_value=0)
 
 
@@ -234,5 +234,5 @@ def _write_states(
     cells: Int32[Array, " m"],
     new: Shaped[Array, " m *state"],
 ) -> Shaped[Array, "S N *state"]:
-    """Write states into the given cells; cells past the last one are skipped."""
+    """Write states into the given cells; cells past the last cell are skipped."""
     return array.at[streams, cells].set(new, mode="drop", unique_indices=True)

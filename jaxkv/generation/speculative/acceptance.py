@@ -25,10 +25,10 @@ def verify_draft(
     state: DecodeState,
     ok: Bool[Array, " T"],
 ) -> tuple[Int32[Array, "T places"], Float[Array, "T places"], Bool[Array, "T places"], PyTree]:
-    """Verify n draft tokens, and sample a token for each draft token and one after the draft.
+    """Verify n draft tokens; sample a token in place of each of them, and one after the draft.
 
-    The mask is True for tokens that follow only accepted tokens; the sampler state includes only
-    these.
+    The returned mask is True for tokens that follow only accepted tokens. The returned sampler
+    state includes only the tokens in the mask.
     """
     places = logits.shape[1]
     more = [(0, 0), (0, 1)]
@@ -78,10 +78,10 @@ def verify_branches(
     PyTree,
     Int32[Array, " T"],
 ]:
-    """Verify k branches of n draft tokens; return as `verify_draft`, with the selected branch.
+    """Verify k branches of n draft tokens; return as `verify_draft`, and also the selected branch.
 
-    The logits `[T, 1 + k * n, V]` are of the last sampled token, then of each branch. For a token
-    that branches share, only logits of the first branch are read.
+    The logits `[T, 1 + k * n, V]` are of the last sampled token, then of the tokens of each branch.
+    If branches share a token, only the logits of the first of these branches are read.
     """
     length = draft.tokens.shape[2]
     pad = [(0, 0), (0, 0), (0, 1)]
@@ -129,10 +129,10 @@ def _find_first_accepted(
     drawn_from: Float[Array, "T V"],
     keys: Key[Array, " T"],
 ) -> tuple[Int32[Array, " T"], Float[Array, "T V"]]:
-    """Return the first accepted token of several branches (-1: none), and residual logits.
+    """Return the first accepted token of k branches (-1: none), and the logits of a replacement.
 
-    After a rejection, p becomes max(p - q, 0), and the rejected token is removed from q, since
-    tokens are drawn without replacement (Jeon et al., 2024, arXiv:2402.14160).
+    After a rejection, the model probabilities p become max(p - q, 0). The token is removed from the
+    draft probabilities q: draws are without replacement (Jeon et al., 2024, arXiv:2402.14160).
     """
     p, q = jax.nn.softmax(adjusted, axis=1), jax.nn.softmax(drawn_from, axis=1)
     accepted = jnp.full(asked.shape[0], -1, jnp.int32)
@@ -156,7 +156,7 @@ def _find_first_accepted(
 def _normalise_residual(
     rest: Float[Array, "T V"], whole: Float[Array, "T V"]
 ) -> Float[Array, "T V"]:
-    """Scale residual probabilities to a sum of 1; if all are 0, return the old probabilities."""
+    """Scale the probabilities `rest` to a sum of 1; return `whole` if all of `rest` are 0."""
     total = jnp.sum(rest, axis=1, keepdims=True)
     return jnp.where(total > 0, rest / jnp.where(total > 0, total, 1), whole)
 
@@ -169,8 +169,8 @@ def _accept_guesses(
 ) -> tuple[Bool[Array, " T"], Float[Array, "T V"]]:
     """Return which draft tokens are accepted, and the logits of replacement tokens.
 
-    A token that was drawn with probability q is accepted with probability min(1, p / q).
-    Replacements are drawn from max(p - q, 0). If `drawn_from` is None, q is 1 for the draft token.
+    A token with draft probability q and model probability p is accepted with probability
+    min(1, p / q), or replaced by a draw from max(p - q, 0). Without `drawn_from`, q is one-hot.
     """
     p = jax.nn.softmax(adjusted, axis=1)
     if drawn_from is None:

@@ -32,7 +32,7 @@ def draft_model(
 
     The k branches of a draft start with the k best first tokens. Several branches help if the
     second best token is often right. A draft step computes one token for each branch. With a random
-    sampler, branches are drawn, and samples keep the distribution of the verifying model.
+    sampler, branches are random draws; samples still follow the verifying model's distribution.
 
     Args:
       forward: The draft model, see `prefill`.

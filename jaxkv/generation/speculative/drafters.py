@@ -29,9 +29,9 @@ class DraftTokens(NamedTuple):
     """Draft tokens of T sequences.
 
     tokens: `[T, n]`, or `[T, k, n]` for k branches. Branches may share their first tokens.
-    valid: Which tokens are drafted. Tokens after an invalid token are invalid.
-    adjusted: float32. Adjusted logits of drawn tokens; None if tokens were not drawn. Branches that
-      share tokens drew the next token without replacement, in the order of the branches.
+    valid: False for padding. All tokens after padding are also padding.
+    adjusted: float32. Adjusted logits from which tokens were drawn; None if not drawn at random. If
+      branches share first tokens, their next tokens are draws without replacement, in branch order.
     """
 
     tokens: Int32[Array, "T *k n"]
@@ -72,7 +72,7 @@ class Drafter(ABC):
           sampler: Sampler of both the draft model and the verifying model.
           state: State of the sequences.
           active: Which sequences get a draft.
-          at: Position of the last sampled token, which is in no cache yet.
+          at: Position of the last sampled token, which is not in a cache yet.
         """
 
     @abstractmethod
@@ -115,7 +115,7 @@ class PromptLookup(Drafter):
         active: Bool[Array, " T"],
         at: Int32[Array, " T"],
     ) -> tuple[PromptLookup, DraftTokens]:
-        """Draft the tokens that followed the last occurrences of the last `ngram` tokens."""
+        """Draft the tokens after the latest earlier occurrences of the last `ngram` tokens."""
         del sampler, at
         text = jnp.concatenate([self.recent, state.token[:, None]], axis=1)
         length, n = text.shape[1], self.ngram
@@ -172,7 +172,7 @@ def prompt_lookup(
       num_branches: Maximum number of branches (distinct continuations of the last tokens), static.
 
     Raises:
-      ValueError: If a number is below 1, or the number `recent` is not greater than `ngram`.
+      ValueError: If a number is below 1, or `recent` is not greater than `ngram`.
 
     Examples:
       >>> draft = generation.prompt_lookup([[1, 2, 3, 4, 1]], recent=8)
@@ -207,7 +207,7 @@ def prompt_lookup(
 class DraftModel(Drafter):
     """Drafter of `draft_model` with one branch.
 
-    unfed: The only token that the cache lacks; -1 if the cache lacks no token or several tokens.
+    unfed: The token that the draft cache lacks; -1 unless exactly one token is missing.
     """
 
     params: PyTree
@@ -281,7 +281,7 @@ class DraftModel(Drafter):
         fed: Int32[Array, "T places"],
         num_cached: Int32[Array, " T"],
     ) -> DraftModel:
-        """Remove rejected tokens; if all tokens were accepted, note the one missing token."""
+        """Remove rejected tokens; set `unfed` if only the last accepted token is missing."""
         cache, _ = seq_rm(self.cache, sequences, at + num_cached)
         num_missing = at + num_cached - 1 - last_positions(cache.table)[sequences]
         last = jnp.take_along_axis(fed, jnp.maximum(num_cached - 1, 0)[:, None], axis=1)[:, 0]

@@ -102,15 +102,16 @@ def speculate(
     stop_tokens: StopTokens = (),
     donate: bool = False,
 ) -> DecodeResult:
-    """Generate like `decode`, verifying several draft tokens in each model step.
+    """Generate tokens as `decode` does, but verify several draft tokens in each model step.
 
-    Greedy samples equal those of `decode`, except for rounding at ties. Random samples have the
-    same distribution as samples of `decode` (Leviathan et al., 2023, arXiv:2211.17192). Rejected
-    tokens are removed from all caches. If there are no free cells for a draft, the sequence
-    continues without drafts. If the next token has no free cell, the sequence ends as in `decode`.
+    Greedy samples equal those of `decode`, except where logits are equal up to rounding. Random
+    samples have the same distribution as those of `decode` (Leviathan et al., 2023,
+    arXiv:2211.17192). Rejected tokens are removed from the cache and the draft cache. If there are
+    too few free cells for a draft, the sequence continues without drafts. If the next token has no
+    free cell, the sequence ends as in `decode`.
 
-    During a step, each branch uses the drafted sequence or an empty sequence of the same stream. If
-    too few sequences are empty at the start of the call, all steps have fewer branches.
+    During a step, each branch needs a sequence: the sequence of the draft, or an empty sequence of
+    the same stream. If too few sequences are empty when the call starts, there are fewer branches.
 
     Args:
       forward: See `prefill`.
@@ -127,9 +128,9 @@ def speculate(
 
     Raises:
       ValueError: If `decode` would raise, or the cache stores too few states to roll back a draft.
-      ValueError: With several branches, if the cache has recurrent states, fewer sequences than
-        branches, or a stream for each sequence.
-      ValueError: If a draft model has another vocabulary and the sampler draws at random.
+      ValueError: With several branches, if the cache has recurrent states, fewer than `T * k`
+        sequences, or a stream for each sequence.
+      ValueError: If the sampler draws at random, and the draft model has another vocabulary size.
       ValueError: If the drafter or its cache has another number of sequences, or was donated.
       TypeError: If the drafter, the sampler or the state has the wrong type.
 
@@ -284,7 +285,7 @@ def _append_rows(
     new: Shaped[Array, "T n"],
     num_new: Int32[Array, " T"],
 ) -> Shaped[Array, "T steps"]:
-    """Write the first new values of each sequence into its row, from a start index on."""
+    """Write the first `num_new` new values of each sequence into its row, from index `start` on."""
     turn = jnp.arange(new.shape[1], dtype=jnp.int32)[None]
     where = jnp.where(turn < num_new[:, None], start[:, None] + turn, rows.shape[1])
     return rows.at[jnp.arange(rows.shape[0])[:, None], where].set(new, mode="drop")

@@ -102,9 +102,9 @@ def plan_tree(
 ) -> Plan:
     """Plan the last sampled token and the branches of each active sequence, in one ubatch.
 
-    The table has forked branches. Sequence ids ascend, with Q for a missing branch. The outputs
-    `[T, 1 + k * n]` are of the last sampled token, then of each branch. For a token that branches
-    share, only the output of the first branch is defined.
+    The table is from `fork_branches`. Sequence ids ascend; a missing branch has the id Q. Outputs
+    `[T, 1 + k * n]` are of the last sampled token, then of the tokens of each branch. If branches
+    share a token, only the output of the first of these branches is defined.
     """
     texts, branches, length = draft.tokens.shape
     nodes = find_tree_nodes(draft)

@@ -1,4 +1,4 @@
-"""Drafter from a smaller model with several branches."""
+"""Drafter that drafts several branches with a smaller model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Search for the longest common prefix of a prompt and a sequence that can be resumed."""
+"""Search for the longest prefix of a prompt at which a stored sequence can be resumed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from jaxkv.table import CacheTable
 
 BLOCK = 1024
-"""Number of positions that a program checks in one call, for prompts of any length."""
+"""Number of positions that a program checks in one call; long prompts need several calls."""
 
 
 def common_prefix_length(tokens: Num[np.ndarray, " n"], other_tokens: Num[np.ndarray, " m"]) -> int:
@@ -39,7 +39,7 @@ def common_prefix_length(tokens: Num[np.ndarray, " n"], other_tokens: Num[np.nda
 def find_resumable_positions(
     cache: Cache, seq: int, tokens: Int32[np.ndarray, " n"]
 ) -> tuple[Bool[np.ndarray, " n+1"], MissReason]:
-    """Return which prefix lengths a sequence can resume, and why not the full length."""
+    """Return at which prefix lengths a sequence can be resumed, and why not at the full length."""
     last = tokens.size
     starts = np.arange(0, last + 1, BLOCK, dtype=np.int32)
     padded = np.pad(tokens, (0, starts[-1] + BLOCK - last))
@@ -84,10 +84,10 @@ def _resumable_in_block(
     start: Int32[Array, ""],
     before: UInt32[Array, ""],
 ) -> tuple[Bool[Array, " block"], Bool[Array, " block"], Bool[Array, " block"], UInt32[Array, ""]]:
-    """Return masks of positions of a block: `can_resume`, earlier tokens present, no wrong token.
+    """Return masks: can be resumed, has all earlier tokens, has no other token; and a hash sum.
 
-    The last argument is the sum of the hashes of earlier blocks. The last result is the sum of the
-    hashes up to the end of the block.
+    The masks are over the positions of a block. The argument `before` is the sum of the hashes of
+    earlier blocks; the last result is the sum up to the end of the block.
     """
     positions = start + jnp.arange(BLOCK, dtype=jnp.int32)
     holds = positions <= table.seq_pos_max(seq) + 1

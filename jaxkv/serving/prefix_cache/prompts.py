@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class MissReason(IntEnum):
     """Why a longer prefix of a prompt was not forked, or a prompt was not stored.
 
-    NONE: The common prefix with a stored prompt was forked, or the prompt was stored.
+    NONE: The whole common prefix with a stored prompt was forked, or the prompt was stored.
     UNKNOWN: No stored prompt starts with the first token of the prompt.
     EVICTED: A stored prompt with a longer common prefix was evicted.
     CONTEXT_EVICTED: Cells that the next token attends to were evicted by a window or removed.
@@ -35,7 +35,7 @@ class MissReason(IntEnum):
 
 
 class PrefixHit(NamedTuple):
-    """Length of a prompt prefix that was forked or stored; `miss` is the reason for not more."""
+    """Length of the prefix that was forked or stored, and the reason why it is not longer."""
 
     length: int
     miss: MissReason
@@ -50,7 +50,7 @@ class CachedPrompt:
 
 
 class PrefixMatch(NamedTuple):
-    """The stored prompt with the longest resumable prefix, or None, and the prefix length."""
+    """The stored prompt with the longest resumable prefix, or None, and its `PrefixHit`."""
 
     prompt: CachedPrompt | None
     hit: PrefixHit

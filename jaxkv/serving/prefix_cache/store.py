@@ -36,12 +36,12 @@ class PrefixStore:
     Only forks between streams copy cells. In a stream, prompts share the cells of common prefixes.
 
     Use a store only with the cache that was returned together with the store. An earlier store can
-    be restored together with its cache. Only methods of the store may edit the sequences of the
-    store. If a stored prompt shares cells with a sequence, `Cache.can_seq_add` is False until the
-    prompt is evicted. Tokens are integers: assign an id to each image or other model input.
+    be used again with its cache. Only methods of the store may edit the sequences of the store.
+    `seq_add` of a sequence that shares cells with a stored prompt also shifts the prompt, which can
+    then not be forked. Tokens are integers: assign an id to each image or other model input.
 
     prompts: The stored prompts, least recently used first.
-    evicted: Tokens of the last evicted prompts, latest last; at most one prompt per sequence.
+    evicted: Tokens of the last `len(sequences)` evicted prompts, latest last.
 
     llama.cpp: `cache_prompt` of the server.
     """
@@ -57,12 +57,12 @@ class PrefixStore:
 
         Args:
           cache: A cache; later calls require caches of the same spec.
-          sequences: Ids of empty sequences for the store, some from each stream.
-          cells: Maximum number of cells, unlimited by default. Shared cells count once.
+          sequences: Ids of empty sequences for the store, preferably some from each stream.
+          cells: Maximum number of cells of the store; by default no limit. Shared cells count once.
 
         Raises:
           ValueError: If no sequence id is given, or an id is repeated or not in the cache.
-          ValueError: If a reserved sequence is not empty, or the number of cells is below 1.
+          ValueError: If one of the sequences is not empty, or the number of cells is below 1.
           ValueError: If the cache is traced or has a part for encoder sources.
           TypeError: If an id or the number of cells is not an integer.
 
@@ -113,7 +113,7 @@ class PrefixStore:
         After the fork, the sequence contains only the first `hit.length` tokens of the prompt.
         Compute the rest of the prompt next. The last token of the prompt is never forked, since
         logits are not stored. The longest prefix that can be resumed (`can_resume`) is forked, if
-        possible from the same stream. If a copy from another stream lacks free cells, `hit.length`
+        possible from the same stream. If a copy from another stream does not fit, `hit.length`
         is 0, and the sequence is empty.
 
         Args:
@@ -143,15 +143,15 @@ class PrefixStore:
     def store(self, cache: Cache, tokens: Ids, seq: Id, *, donate: bool = False) -> PrefixResult:
         """Store the first tokens of a sequence as a prompt; the sequence is unchanged.
 
-        If `hit.length` of the result is 0, cache and store are unchanged. Store a prompt up to the
-        position where other prompts will diverge, such as the end of a common prefix. If the cache
-        has a window or recurrent states, the store keeps the cells in the window, or the states, at
-        the end of the prompt.
+        If `hit.length` of the result is 0, cache and store are unchanged. If the cache has a window
+        or recurrent states, the store keeps only the cells in the window, or the states, at the end
+        of the prompt. So store a prompt up to the position where other prompts will diverge, such
+        as the end of a common prefix.
 
-        A prompt that is already stored is not stored again. A new prompt replaces a stored prefix
-        of the prompt, unless only the stored prefix can be resumed at some position. If the store
-        has no empty sequence, or exceeds its limit of cells, the least recently used prompts are
-        evicted. If the store has no sequence in the stream of `seq`, the prompt is copied to
+        A prompt that is already stored is not stored again. A new prompt replaces a stored prompt
+        that is its prefix, unless only the stored prompt can be resumed at some position. If the
+        store has no empty sequence, or exceeds its limit of cells, the least recently used prompts
+        are evicted. If the store has no sequence in the stream of `seq`, the prompt is copied to
         another stream.
 
         Args:
@@ -207,9 +207,9 @@ class PrefixStore:
         return kept or PrefixResult(cache, self, PrefixHit(0, MissReason.OUT_OF_CELLS))
 
     def evict(self, cache: Cache, *, cells: int) -> EvictResult:
-        """Evict the least recently used prompts until the store has at most a number of cells.
+        """Evict the least recently used prompts until the store uses at most `cells` cells.
 
-        Cells that sequences outside of the store share stay in use.
+        Cells that are shared with sequences outside of the store stay in use.
 
         Args:
           cache: The cache of the store.
@@ -238,7 +238,7 @@ class PrefixStore:
     def num_used_cells(self, cache: Cache) -> int:
         """Return the number of cells of the store, in all parts of a hybrid cache.
 
-        Cells that sequences share count once, also if a sequence is outside of the store.
+        A shared cell counts once, also if it is shared with a sequence outside of the store.
 
         Raises:
           ValueError: If the cache is traced, or has another spec than the store.
@@ -272,7 +272,7 @@ class PrefixStore:
     def warm_up(self, cache: Cache, *, donate: bool = False) -> Cache:
         """Compile the programs of all methods for all prompt lengths; return the unchanged cache.
 
-        Each stream needs an empty sequence outside of the store, to compile copies between streams.
+        To compile copies, each stream needs an empty sequence that is not in the store.
 
         Args:
           cache: The cache of the store.
@@ -322,7 +322,7 @@ class PrefixStore:
     def fork_match(
         self, cache: Cache, match: PrefixMatch, seq: int, *, donate: bool
     ) -> PrefixResult:
-        """Replace the tokens of a sequence by the prefix of a match of `longest_match`."""
+        """Replace the tokens of a sequence by the prefix that `longest_match` found."""
         (source, hit), (cache, _) = match, seq_rm(cache, seq)
         if source is None:
             return PrefixResult(cache, self, hit)
@@ -360,7 +360,7 @@ class PrefixStore:
         )
 
     def _sequences_in_stream(self, seq: int) -> tuple[int, ...]:
-        """Return the store's sequences in a stream; if there are none, all of the store."""
+        """Return the store's sequences in the stream of `seq`, or all of them if there are none."""
         per_stream = self._spec.sequences_per_stream
         near = tuple(
             own_seq for own_seq in self.sequences if own_seq // per_stream == seq // per_stream
