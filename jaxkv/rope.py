@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -102,15 +104,7 @@ class Rope:
                 f"expected heads of at least {2 * pairs} for a rope of {pairs} pairs, got "
                 f"{x.shape[-1]}; make the rope for the head"
             )
-        angles = jnp.expand_dims(_angles(positions, self.frequencies), -2)  # [..., 1, pairs]
-        # XLA fuses a pair axis of (a, b) and (b, a) into one loop; concatenated halves are slower.
-        both = -1 if self.interleaved else -2
-        cos, sin = (self.attention_factor * f(angles) for f in (jnp.cos, jnp.sin))
-        cos, sin = jnp.expand_dims(cos, both), jnp.stack([-sin, sin], axis=both)
-        turned, rest = x[..., : 2 * pairs].astype(jnp.float32), x[..., 2 * pairs :]
-        ab = turned.reshape(*x.shape[:-1], *((pairs, 2) if self.interleaved else (2, pairs)))
-        turned = (ab * cos + jnp.flip(ab, both) * sin).reshape(turned.shape)
-        return jnp.concatenate([turned.astype(x.dtype), rest], axis=-1)
+        return _rotate(self, x, jnp.asarray(positions))
 
     def linear(self, *, factor: float) -> Rope:
         """Divide all frequencies by a factor: the new context length over the original length.
@@ -229,6 +223,25 @@ class NotGiven:
 
 
 NOT_GIVEN = NotGiven()
+
+
+@partial(
+    jax.jit, static_argnames="rope"
+)  # a program of many layers contains it once for each shape
+def _rotate(
+    rope: Rope, x: Float[Array | np.ndarray, "*n H D"], positions: Int[Array, "*n"]
+) -> Float[Array, "*n H D"]:
+    """Implement `Rope.rotate`."""
+    pairs = len(rope.frequencies)
+    angles = jnp.expand_dims(_angles(positions, rope.frequencies), -2)  # [..., 1, pairs]
+    # XLA fuses a pair axis of (a, b) and (b, a) into one loop; concatenated halves are slower.
+    both = -1 if rope.interleaved else -2
+    cos, sin = (rope.attention_factor * f(angles) for f in (jnp.cos, jnp.sin))
+    cos, sin = jnp.expand_dims(cos, both), jnp.stack([-sin, sin], axis=both)
+    turned, rest = x[..., : 2 * pairs].astype(jnp.float32), x[..., 2 * pairs :]
+    ab = turned.reshape(*x.shape[:-1], *((pairs, 2) if rope.interleaved else (2, pairs)))
+    turned = (ab * cos + jnp.flip(ab, both) * sin).reshape(turned.shape)
+    return jnp.concatenate([turned.astype(x.dtype), rest], axis=-1)
 
 
 def _angles(

@@ -30,11 +30,21 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalise the last dimension of `x`; the result has the dtype of the weight."""
-        y = x.astype(jnp.float32).reshape(*x.shape[:-1], self.groups, -1)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        weight = self.weight[...].astype(jnp.float32) + self.less_one
-        y = y.reshape(x.shape) * weight.reshape((1,) * (x.ndim - 1) + (-1,))
-        return y.astype(self.weight[...].dtype)
+        return _rms_norm(
+            x, self.weight[...], eps=self.eps, groups=self.groups, less_one=self.less_one
+        )
+
+
+@partial(jax.jit, static_argnames=("eps", "groups", "less_one"))
+def _rms_norm(
+    x: jax.Array, weight: jax.Array, *, eps: float, groups: int, less_one: bool
+) -> jax.Array:
+    """Implement `RMSNorm`; a program of many layers contains this function once for each shape."""
+    y = x.astype(jnp.float32).reshape(*x.shape[:-1], groups, -1)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    factor = weight.astype(jnp.float32) + less_one
+    y = y.reshape(x.shape) * factor.reshape((1,) * (x.ndim - 1) + (-1,))
+    return y.astype(weight.dtype)
 
 
 class Linear(nnx.Module):
