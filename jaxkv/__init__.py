@@ -11,7 +11,7 @@ Letters in array shapes:
   R  rows of a ubatch                            D  head size, Dv of values
   T  tokens of a row                             O  outputs of a ubatch
   Q  sequences                                   V  vocabulary
-  W  words of 32 owners                          P  lists of tokens that share a stream
+  W  32-bit words of owner flags                 P  lists of tokens, each in one stream
   E  earlier recurrent states                    n  any number, d size of an embedding
 """
 

@@ -36,7 +36,7 @@ class Batch:
 
     tokens: token ids; None if the batch has embeddings.
     embeddings: embedding of each token; None if the batch has token ids.
-    sequences: sequence id of each token; the lowest id of a token with several sequences.
+    sequences: sequence id of each token; the lowest id if a token has several ids.
     positions: position of each token; None for the positions after the last token of each sequence.
     outputs: True for tokens that need logits; None selects the last token of each sequence.
     valid: False for padding.
@@ -58,8 +58,8 @@ class Batch:
         """Keep the tokens of some sequences, and mark all other tokens as padding.
 
         `fits` has a bool for each of the Q sequences, True to keep the sequence, such as
-        `Plan.fits`. Shapes are unchanged. A token of several sequences stays valid if one of them
-        is kept.
+        `Plan.fits`. Shapes are unchanged. A token of several sequences stays valid if at least one
+        of its sequences is kept.
 
         Raises:
           TypeError: If the flags are not bool.
@@ -88,23 +88,23 @@ class Batch:
 class Ubatch(Partitioned):
     """Part of a batch that is computed at once: R rows of T tokens, with padding.
 
-    tokens, embeddings, sequences, shared_with, extra: as in `Batch`; `extra` is arbitrary for
-      padding.
+    tokens, embeddings, sequences, shared_with, extra: as in `Batch`; `extra` has arbitrary values
+      at padding.
     positions: position of each token.
     row_stream: index of the stream of each row.
     row_sequence: sequence id of each row; 0 if a row may have tokens of several sequences.
     slots: int32 `[R, T]`, the index of the cell of each token. Padding and all tokens of a refused
       plan have distinct indices past the last cell. For a recurrent cache, the slots are a
       `StateSlots`. For a hybrid cache, the slots are a tuple with an entry for each part, None for
-      an unused part. In all of these, int32 leaves are indices and uint32 leaves are hashes.
+      an unused part. In each case, int32 leaves are indices and uint32 leaves are hashes.
     cell_hashes: hash of the cell of each token (`jaxkv.core.hashing`).
     valid: False for padding.
     more: True if a later ubatch of the plan has tokens of the token's sequence.
-    outputs: indices among the R * T tokens of those that need logits, with padding;
-      `Plan.gather_outputs` sorts logits and removes padding.
+    outputs: for each token that needs logits, its index among the R * T tokens; padded.
+      `Plan.gather_outputs` reorders logits to the order of the batch, and removes padding.
     output_index: index of each output token in the batch; 2**31 - 1 for padding.
     hash_before: hash of each stream when the slots were chosen; a tuple of arrays for a hybrid
-      cache. The ubatch is stale if a stream of the ubatch now has another hash.
+      cache. The ubatch is stale if the hash of one of its streams has changed.
     hash_after: hash of each stream after the ubatch was applied.
     spec: static `TableSpec` of the cache that the ubatch was planned for.
     row_is_sequence: static, True if R is Q and each row r has the tokens of sequence r.
@@ -132,10 +132,10 @@ class Ubatch(Partitioned):
     extra: dict[str, Shaped[Array, "R T ..."]] | None = None
 
     def state_write_steps(self, count: int) -> Int32[Array, "R count"]:
-        """Return how many tokens of a row each of the last states includes.
+        """Return, for each of the last states of a row, how many tokens it includes.
 
         For a row of n valid tokens and a static `count` of states, the result at index i is max(n -
-        count + 1 + i, 0). The count for `write_states` is E + 1. A number of 0 means the state
+        count + 1 + i, 0). The count for `write_states` is E + 1. A result of 0 means the state
         before the row, which `write_states` does not write. A `count` below 1 raises ValueError,
         and a `count` that is not an integer raises TypeError.
 
@@ -179,9 +179,9 @@ def make_batch(
         - For a list `[B]`, one id for each token, or one id for all tokens; default 0.
         - For a list of lists, one id for each list; default 0, 1, 2 and so on.
         - For rows, one id for each row or token, `[R]` or `[R, T]`; default the index of the row.
-        - Tokens of several sequences have a list of ids in place of one id, or one more axis in an
-          array, `[B, n]` or `[R, T, n]`, padded with -1. The sequences must share all earlier
-          tokens (`Reason.DIVERGED`). Recurrent caches accept no shared tokens.
+        - For a token of several sequences, pass a list of ids in place of an id, or an array with
+          one more axis, `[B, n]` or `[R, T, n]`, padded with -1. The sequences must share all
+          earlier tokens (else `Reason.DIVERGED`). Recurrent caches accept no shared tokens.
 
       positions: int32 position of each token; default the positions after the last token of each
         sequence.
@@ -189,15 +189,15 @@ def make_batch(
       valid: bool, False for padding.
       extra: additional model inputs of each token by name, `[B, ...]` or `[R, T, ...]`, such as
         positions in an image. For a list of lists, the inputs of all lists are concatenated. Models
-        read the inputs from `Ubatch.extra`. Additional inputs are not possible in `plan_step` and
-        in generation loops.
+        read the inputs from `Ubatch.extra`. `plan_step` and generation loops do not support
+        additional inputs.
 
     Raises:
-      ValueError: If not exactly one of token ids and embeddings is given, or shapes differ.
+      ValueError: If not exactly one of token ids and embeddings is given, or shapes do not match.
       ValueError: If a list of tokens is empty, or a concrete valid token id is negative.
       ValueError: If a list of sequence ids is empty or repeats an id.
-      ValueError: If an integer does not fit into int32, or an additional input does not fit into
-        the dtype that JAX uses.
+      ValueError: If an integer does not fit into int32, or a 64-bit integer of `extra` does not fit
+        into the 32 bits that JAX uses by default.
       TypeError: If tokens, sequence ids or positions are not integers, `outputs` is not bool, or
         `valid` is neither bool nor 0 and 1.
       TypeError: If `extra` is not a mapping of names to arrays of numbers.
@@ -337,7 +337,7 @@ def _check_extra(extra: object, shape: tuple[int, ...]) -> dict[str, PyTree]:
 
 
 def _to_32_bits(value: PyTree, kept: np.dtype, name: str) -> PyTree:
-    """Convert 64-bit integers to the dtype that JAX uses; raise if an integer does not fit."""
+    """Convert 64-bit integers to the 32-bit dtype `kept`; raise if an integer does not fit."""
     low, high = jnp.iinfo(kept).min, jnp.iinfo(kept).max
     wrong = value[(value < low) | (value > high)]
     if wrong.size:
@@ -380,7 +380,7 @@ def _check_row_sequences(sequences: PyTree) -> PyTree:
 
 
 def _split_lowest_sequence(sets: PyTree) -> tuple[PyTree, PyTree]:
-    """Return the lowest id of each set `[..., n]`, and the other ids; None if there are none."""
+    """Return the lowest id of each set `[..., n]`, and the other ids (None if no set has any)."""
     if not isinstance(sets, np.ndarray):
         sets = _sort_ids_lowest_first(sets, jnp)
         return sets[..., 0], sets[..., 1:] if sets.shape[-1] > 1 else None
@@ -457,7 +457,7 @@ def mask_rows_of_other_devices(ubatch: Ubatch, axes: tuple[str, ...], count: int
 def expand_streams_to_rows(
     x: Shaped[Array, "S ..."], row_stream: Int32[Array, " R"], in_order: bool
 ) -> Shaped[Array, "R ..."]:
-    """Gather, for each row, the entry of the stream of the row.
+    """Return for each row the entry of its stream in `x`.
 
     If `in_order`, each row r has the tokens of sequence r, and no communication is needed.
     """

@@ -39,10 +39,10 @@ class Cache(Partitioned):
     """Immutable KV cache or recurrent-state cache of a set of sequences.
 
     table: `CacheTable` with the positions and owners of all cells.
-    buffers: `Buffers` of keys and values, or a tuple of states by layer. For a hybrid cache, a
-      tuple of the buffers of the parts.
-    written: the last ubatch that wrote layers while tracing, and the numbers of these layers: used
-      to raise at a second write, and not part of the pytree.
+    buffers: `Buffers` of keys and values, or a tuple with the recurrent states of each layer. For a
+      hybrid cache, a tuple of the buffers of the parts.
+    written: while tracing, the last ubatch that wrote a layer, and the numbers of the layers that
+      it wrote. A second write of a layer raises. Not part of the pytree.
 
     llama.cpp: `llama_memory_i`.
     """
@@ -132,11 +132,11 @@ class Cache(Partitioned):
         return _used(self.table)
 
     def can_resume(self, seq: Id, pos: Id) -> Bool[Array, ""]:
-        """Return whether the next token of a sequence can have the position `pos`.
+        """Return whether a sequence can continue at `pos` after `seq_rm` from `pos` on.
 
-        The result is True if `seq_rm` can remove the tokens from position `pos` on, and the next
-        token is then at `pos`. Holes left by `seq_rm` do not matter. Every sequence can continue at
-        position 0, and an empty sequence at any position.
+        The result is True if `seq_rm(cache, seq, pos)` is possible, and `init_batch` then expects
+        the next token at `pos`. Gaps at earlier positions do not matter. Every sequence can
+        continue at position 0, and an empty sequence at any position.
 
         Examples:
           >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
@@ -150,9 +150,9 @@ class Cache(Partitioned):
     def can_seq_add(self, seq: Id, p0: Id, p1: Id | None, *, delta: Id) -> Bool[Array, ""]:
         """Return whether positions would stay unique in every sequence after `seq_add`.
 
-        `seq_add` moves a shared cell for all owners, possibly to the position of another token. The
-        result is also False if a position would reach 2**31 - 1. Arguments and errors are those of
-        `seq_add`.
+        `seq_add` shifts a shared cell for all owners, so two tokens of an owner may get equal
+        positions. The result is also False if a position would reach 2**31 - 1. Arguments and
+        errors are those of `seq_add`.
 
         Examples:
           >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2, rope=None)
@@ -183,8 +183,8 @@ class Cache(Partitioned):
     def check(self) -> dict[str, Int32[Array, ""]]:
         """Count violated invariants of the table, for debugging.
 
-        The result has the number of cells or sequences that violate each invariant, by name. All
-        numbers are 0 for tables made by jaxkv.
+        The result maps the name of each invariant to the number of cells or sequences that violate
+        it. All numbers are 0 for tables made by jaxkv.
 
         Examples:
           >>> cache = make_cache(CacheSpec.attention(layers=1, kv_heads=1, head_dim=2), cells=4)
@@ -195,7 +195,7 @@ class Cache(Partitioned):
 
     def partition_by(self, sharding_rules: ShardingRules, mesh: AnyMesh) -> Cache:
         """Return a `PartitionSpec` for each array of the cache."""
-        del sharding_rules  # the table's are used
+        del sharding_rules  # the rules of the table are used
         table, buffers = self.table.partition_specs(self.buffers, mesh)
         return Cache(table=table, buffers=buffers)
 
@@ -241,7 +241,7 @@ def merge(table: CacheTable, buffers: PyTree) -> Cache:
     """Make a cache from a table and buffers: the inverse of the function `split`.
 
     Values in the buffers of an attention cache must be finite. Raises a TypeError if `table` is not
-    a table, and a ValueError if the buffers have other streams or cells than the table.
+    a table, and a ValueError if table and buffers have different numbers of streams or cells.
     """
     if not isinstance(table, CacheTable):
         raise TypeError(f"expected the table of a cache, got {type(table)}; pass cache.table")

@@ -31,7 +31,7 @@ class CacheSpec:
     """Cache layout of a model. Frozen, hashable, without arrays.
 
     The methods `attention`, `recurrent`, `cross_attention` and `hybrid` make specs. Two specs are
-    equal if their caches have equal layers. Sizes that differ between layers are tuples.
+    equal if their caches have equal layers. If layers differ, sizes are tuples by layer.
 
     kind: "attention", "recurrent", "cross_attention" or "hybrid".
     layers: L, the number of layers; for a hybrid spec, one more than the highest layer number.
@@ -40,7 +40,7 @@ class CacheSpec:
     window: `Window` of all layers; None for no limit.
     rope: rotation of the keys that models pass to `attend`; `NotGiven` if unknown.
     states: name, shape and dtype of each state, ordered by name.
-    shard_dims: name, dimension and number of parts of each state that a mesh may split.
+    shard_dims: for each state that a mesh may split, its name, dimension and number of equal parts.
     parts: pairs of a spec and layer numbers, one pair for each part of a hybrid spec.
 
     llama.cpp: `llama_hparams`.
@@ -78,8 +78,8 @@ class CacheSpec:
             number of the key, and all numbers that the rope rotates (the first numbers of a key).
           window: `Window` of all layers; None for no limit.
           rope: rotation of the keys that models pass to `attend`: one rope, or a tuple with one
-            rope for each layer. None is for keys without positions. If no rope is given, `seq_add`,
-            `seq_div`, `generation.context_shift` and `generation.self_extend` raise.
+            rope for each layer. None means that keys are not rotated. If no rope is given,
+            `seq_add`, `seq_div`, `generation.context_shift` and `generation.self_extend` raise.
 
         Raises:
           TypeError: If a count is not an integer, or a window or a rope has the wrong type.
@@ -131,19 +131,19 @@ class CacheSpec:
         The cache has cells for E + 1 states of each sequence, so that a batch always fits. E is
         `max_rollback` of `make_cache`. After `seq_cp`, sequences of one stream share states; a
         shared state is never overwritten. `seq_pos_min` returns the position of the oldest stored
-        state. The functions `seq_rm`, `seq_cp`, `seq_add` and `seq_div` describe their effects on
-        recurrent states.
+        state. For the effects of edits on recurrent states, see `seq_rm`, `seq_cp`, `seq_add` and
+        `seq_div`.
 
         A cache can serve as a checkpoint until its buffers are donated. An edited cache has the
         same buffers as the cache before the edit, so a donation invalidates both. To keep a state
-        although steps donate buffers, copy the sequence to an unused sequence with `seq_cp`.
+        while steps donate buffers, copy the sequence to an unused sequence with `seq_cp`.
 
         Args:
           layers: L, the number of layers.
-          states: shape and dtype of each state of one sequence in one layer, by name: a
-            `jax.ShapeDtypeStruct` or `(shape, dtype)`.
-          shard_dims: by name of the state, the dimension that a mesh may split and the number of
-            parts, such as (0, heads). Other states are replicated on the devices of a stream.
+          states: dict from the name of each state to its shape and dtype for one sequence in one
+            layer: a `jax.ShapeDtypeStruct` or `(shape, dtype)`.
+          shard_dims: dict from a state's name to (dimension, number of equal parts) for a mesh to
+            split, such as (0, heads). Other states are replicated on the devices of a stream.
 
         Raises:
           TypeError: If a count is not an integer, or `states` not a mapping to shapes and dtypes.
@@ -203,12 +203,12 @@ class CacheSpec:
         sequence then attends to the whole source of the sequence, regardless of positions. Without
         a source, the output is zero.
 
-        `seq_cp` and `seq_select` replace the source of the target by the source of the parent,
-        unless the range is empty. Within a stream, target and parent then share the source.
+        `seq_cp` and `seq_select` also copy the source. The target loses its own source, unless the
+        range of `seq_cp` is empty. Sequences of one stream then share the copied source.
         `seq_rm` removes the source only with the whole sequence. Shifts, `seq_pos_min` and
         `seq_pos_max` ignore sources.
 
-        The arguments are those of `CacheSpec.attention`, but `value_dim` is not a slice.
+        The arguments are those of `CacheSpec.attention`, but `value_dim` must not be a slice.
 
         Raises:
           TypeError: If a count is not an integer.
@@ -242,7 +242,7 @@ class CacheSpec:
 
     @staticmethod
     def hybrid(*parts: tuple[CacheSpec, Sequence[int]]) -> CacheSpec:
-        """Return the spec of several caches that step together, each for some layers of a model.
+        """Return the spec of a cache of several parts, each for some layers of a model.
 
         Args:
           parts: pairs of a spec and a list of layer numbers of the model, one number for each layer
@@ -253,8 +253,8 @@ class CacheSpec:
           ValueError: If there are no parts, or a part does not have one distinct number for each
             layer.
           ValueError: If a layer is in several parts with keys, or in several parts with states.
-          ValueError: If there are several `cross_attention` parts, or no part of another kind, or a
-            hybrid part contains a `cross_attention` part.
+          ValueError: If there are several `cross_attention` parts, only a `cross_attention` part,
+            or a `cross_attention` part inside of a hybrid part.
 
         Examples:
           Layers 0, 1, 3 and 4 have a window of 4 positions; layers 2 and 5 have no window:
@@ -387,7 +387,7 @@ def _check_value_dims(value: object, keys: tuple[int, ...]) -> tuple[int | Value
 
 
 def _check_rope(rope: object, key: int, value: int | ValueSlice) -> None:
-    """Raise unless a rope fits the keys of a layer and leaves values in the keys unrotated."""
+    """Raise if a rope does not fit the keys of a layer, or rotates values that are key slices."""
     if not isinstance(rope, Rope | NotGiven | None):
         raise TypeError(
             f"expected a rope or None, got {rope!r}; make one, as Rope.make(head_dim, base=10000.0)"
@@ -435,7 +435,7 @@ def _check_shard_dims(
 
 
 def _check_part(pair: object) -> tuple[CacheSpec, tuple[int, ...]]:
-    """Check a part of a hybrid, and return its spec and layer numbers."""
+    """Check a part of a hybrid spec, and return the part's spec and layer numbers."""
     if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], CacheSpec)):
         raise TypeError(
             f"expected pairs of a CacheSpec and its layers, got {type(pair)}; write "

@@ -1,4 +1,4 @@
-"""Hybrid cache: several caches that step together, each for some layers of a model.
+"""Hybrid cache: several caches (parts) with equal sequences, each for some layers of a model.
 
 If a batch, an edit or a ubatch is not possible in one part, no part changes.
 """
@@ -31,9 +31,9 @@ R = TypeVar("R")
 Layers = tuple[tuple[int, ...], ...]
 
 OWN = "buffers", "num_shared_cells"
-"""Names of arguments that are None, or lists with an item for each part."""
+"""Names of arguments that are None, or have one item for each part."""
 
-# Elementwise rules for arrays of equal shape, one for each part.
+# Elementwise rules that combine arrays of equal shape, one array from each part.
 _all = partial(reduce, jnp.logical_and)
 _any = partial(reduce, jnp.logical_or)
 _sum = partial(reduce, jnp.add)
@@ -47,7 +47,7 @@ def _combine_first_positions(firsts: list[Int32[Array, ""]]) -> Int32[Array, ""]
 
 
 def _combine_admissions(found: list[Admission]) -> Admission:
-    """Return the sequences that fit in every part, since parts admit sequences in one order."""
+    """Return the sequences that fit in every part; parts admit sequences in the same order."""
     fits, together, remaining = zip(*found, strict=True)
     return Admission(fits=_all(fits), together=_all(together), num_remaining=_smallest(remaining))
 
@@ -83,7 +83,7 @@ def _commit_if_all_ok(
 def _combine_copy_answers(
     table: HybridTable, answers: list[tuple[jax.Array, jax.Array]]
 ) -> tuple[jax.Array, jax.Array]:
-    """Return whether all parts can copy to equal last positions, and the last positions."""
+    """Return whether all parts can copy and end at equal positions, and these last positions."""
     granted, ends = zip(*answers, strict=True)
     pairs = zip(table.parts, ends, strict=True)
     ends = [end for part, end in pairs if table._is_planned_part(part)]
@@ -116,7 +116,7 @@ def _make_parts_method(
 def _make_parts_query(
     method: Callable[..., R], rule: Callable[..., R], which: str = "parts"
 ) -> Callable[..., R]:
-    """Return the method of `_make_parts_method` for a function that gets only the results."""
+    """Return the method of `_make_parts_method` for a `rule` that gets only the results."""
     return _make_parts_method(method, lambda _, returned: rule(returned), which)
 
 
@@ -186,8 +186,8 @@ class HybridMaintenancePlan(MaintenancePlan):
 class HybridTable(CacheTable):
     """Table of a hybrid cache: the tables of its parts.
 
-    layers: Static numbers of the model's layers that each part serves, in the order of layers of
-      the part. A model layer with both attention and recurrence is in two parts.
+    layers: For each part, the numbers that its layers have in the model. Static. A model layer with
+      both attention and recurrence is in two parts.
     sharding_rules: Static mesh axes that split the cache; equal in all parts.
     """
 
@@ -308,7 +308,7 @@ class HybridTable(CacheTable):
     def compare_last_tokens(
         self, sequences: Int32[Array, " T"], contents: UInt32[Array, " T"]
     ) -> tuple[UInt32[Array, " T"], Bool[Array, " T"]]:
-        """Compare last tokens in an attention part, or in the first part if there is none."""
+        """Compare last tokens in the first attention part, or else in the first part."""
         parts = sorted(self._planned_parts, key=lambda part: part.spec.kind != "attention")
         return parts[0].compare_last_tokens(sequences, contents)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Reason(IntEnum):
-    """Cause of a refusal for a sequence of a batch, or OK, with an error message (`advice`)."""
+    """Reason why a sequence of a batch is refused, or OK; `advice` is the error message."""
 
     advice: str
 
@@ -122,9 +122,9 @@ class Plan:
     ok: True if every token of the batch has a cell.
     reason: a `Reason` for each sequence; OK for a sequence that is not in the batch. If a traced
       batch has an unknown sequence id, all sequences that would fit have UNKNOWN_SEQUENCE.
-    fits: True for a set of sequences that fit together; sequences with fewer tokens are preferred.
-    expected, actual: the position, or the number of free cells, that the batch requires, and that
-      was found.
+    fits: True for each sequence of a set that fits into the cache, chosen by fewest tokens.
+    expected, actual: for each refused sequence, the required and the found position or number of
+      free cells.
 
     llama.cpp: `llama_memory_context_i`.
     """
@@ -183,7 +183,7 @@ class Plan:
 
         Returns:
           `[n, V]`, one row for each of the n tokens of the batch that need logits. In a traced
-          plan, n is unknown, and rows of padding come last.
+          plan, n is unknown, so the result ends with rows of padding.
         """
         order = [ubatch.output_index for ubatch in self.ubatches]
         if len(logits) != len(order):

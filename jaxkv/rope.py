@@ -184,9 +184,9 @@ class Rope:
           base: base of the unscaled rope, see `Rope.make`.
           beta_fast: number of turns over the original context above which a frequency is unchanged.
           beta_slow: number of turns below which a frequency is divided by the factor.
-          attention_factor: factor of rotated queries and keys. The default is 1 for a context ratio
-            r of at most 1, else 0.1 ln(r) + 1.
-          truncate: If True, the two limits are rounded to whole pairs. gpt-oss does not round.
+          attention_factor: factor of rotated queries and keys. The default is 1 if `factor` is at
+            most 1, else 0.1 ln(`factor`) + 1.
+          truncate: If True, the limits are rounded to whole pairs; False for gpt-oss.
 
         >>> plain = Rope.make(4, base=1e6)
         >>> slowed = plain.yarn(factor=4.0, original=2048, base=1e6)
@@ -247,11 +247,11 @@ def _rotate(
 def _angles(
     positions: Int[ArrayLike, "*n"], frequencies: tuple[float, ...]
 ) -> Float[Array, "*n pairs"]:
-    """Return the angle of each pair, without full turns, in float32.
+    """Return the angle of each pair in float32, with full turns removed.
 
-    A product of position and frequency in float32 has an error of position * 2**-24. Turns per
-    position are therefore a 64-bit integer: the product with its upper 32 bits drops full turns
-    exactly, and the product with its lower 32 bits adds at most half a turn.
+    A float32 product of position and frequency has an error of position * 2**-24. The turn per
+    position is therefore a 64-bit integer. The int32 product of position and upper 32 bits wraps
+    around at full turns, and the product with the lower 32 bits is at most half a turn.
     """
     fractions = [_fraction_of_a_turn(frequency) for frequency in frequencies]
     upper = np.array([f >> 32 for f in fractions], np.uint32).astype(np.int32)

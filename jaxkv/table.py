@@ -47,7 +47,7 @@ class Admission(NamedTuple):
     """Sequences that fit into the free cells.
 
     fits: Whether each sequence fits; sequences with fewer tokens are admitted first.
-    together: As `Admission.fits`, but contiguous placement counts only the longest free run.
+    together: As `fits`; with contiguous placement, as if only the longest free run were free.
     num_remaining: Cells left in each sequence's stream after placing the sequences that fit.
     """
 
@@ -113,9 +113,9 @@ def assignable(method: Callable[..., R]) -> Callable[..., R]:
 class CacheTable(Partitioned):
     """Table of a cache: the methods that edits, plans and loops call.
 
-    A sequence id outside of `[0, Q)` leaves the table unchanged. A range consists of the positions
-    from `start` to `stop` - 1. A negative start means 0, a negative stop means no end, and a stop
-    of 0 means an empty range. A refused edit returns the unchanged table and the flag False.
+    An edit of a sequence id outside `[0, Q)` has no effect. A range consists of the positions from
+    `start` to `stop` - 1. A negative start means 0, a negative stop means no end, and a stop of 0
+    means an empty range. A refused edit returns the unchanged table and the flag False.
     """
 
     @property
@@ -141,11 +141,11 @@ class CacheTable(Partitioned):
 
     @abstractmethod
     def partition_specs(self, buffers: PyTree, mesh: AnyMesh) -> tuple[Self, PyTree]:
-        """Return a `PartitionSpec` for each array of the table and of the buffers (or None)."""
+        """Return a `PartitionSpec` for each array of the table and of the buffers, if not None."""
 
     def partition_by(self, sharding_rules: ShardingRules, mesh: AnyMesh) -> Self:
         """Return a `PartitionSpec` for each array, from the sharding rules of the table."""
-        del sharding_rules  # those of the table
+        del sharding_rules  # the rules of the table are used
         return self.partition_specs(None, mesh)[0]
 
     def pair_parts_with_buffers(self, buffers: PyTree) -> tuple[tuple[CacheTable, PyTree], ...]:
@@ -163,7 +163,7 @@ class CacheTable(Partitioned):
 
     @abstractmethod
     def check_buffers(self, buffers: PyTree) -> None:
-        """Raise if the buffers have other streams or cells than the table."""
+        """Raise if table and buffers have different numbers of streams or cells."""
 
     def check_can_shift(self, buffers: PyTree) -> None:
         """Raise if positions cannot change in a cache with these buffers."""
@@ -189,7 +189,7 @@ class CacheTable(Partitioned):
     def compare_last_tokens(
         self, sequences: Int32[Array, " T"], contents: UInt32[Array, " T"]
     ) -> tuple[UInt32[Array, " T"], Bool[Array, " T"]]:
-        """Return hashes of the last tokens of sequences, and whether they equal given hashes."""
+        """Return the `content` hash of each sequence's last token, and whether it is as given."""
 
     def nonempty_sequences(self) -> Bool[Array, " Q"]:
         """Return which sequences have a token, an evicted token, or an encoder source."""
@@ -214,7 +214,7 @@ class CacheTable(Partitioned):
     def owns_same_cells(self, partner: Int32[Array, " Q"]) -> Bool[Array, " Q"]:
         """Return whether each sequence owns exactly the same cells as its partner.
 
-        The partner is an index within the stream. Caches with recurrent states raise TypeError.
+        A partner is an index in the stream. Caches with recurrent states raise TypeError.
         """
         del partner
         raise TypeError(
@@ -235,11 +235,10 @@ class CacheTable(Partitioned):
         at_once: int,
         num_shared_cells: PyTree[Int[np.ndarray, " S"]],
     ) -> Bool[np.ndarray, " S"]:
-        """Return which streams have enough cells for sequences of given lengths in any order.
+        """Return which streams have enough cells for sequences of the given `lengths`.
 
         A length is the largest number of tokens of a sequence; at most `at_once` tokens of a stream
-        are computed at once. Contiguous placement may need a defrag first. Only sizes are read, on
-        the CPU.
+        are computed at once. With contiguous placement, a defrag may be necessary. Runs on the CPU.
         """
 
     @abstractmethod
@@ -250,7 +249,7 @@ class CacheTable(Partitioned):
     def slots_when_skipped(self, ubatch: Ubatch) -> PyTree:
         """Return the slots of a part for a ubatch that stores its tokens only in other parts.
 
-        The default None makes operations of the part reject the ubatch.
+        With None, the default, the part raises for the ubatch.
         """
         del ubatch
 
@@ -302,7 +301,7 @@ class CacheTable(Partitioned):
         start: Int32[Array, ""],
         stop: Int32[Array, ""],
     ) -> tuple[Bool[Array, ""], Int32[Array, " n"]]:
-        """Return whether `seq_cp` is possible, and the targets' new last positions or -1."""
+        """Return whether `seq_cp` is possible, and the last position of each target after it."""
 
     @abstractmethod
     @assignable
@@ -327,7 +326,7 @@ class CacheTable(Partitioned):
 
     @abstractmethod
     @assignable
-    def clear(self) -> Any:  # Self, but pyright takes no function of the table alone for that
+    def clear(self) -> Any:  # Self; pyright rejects it for a function of the table alone
         """Remove all sequences."""
 
     @abstractmethod
@@ -342,8 +341,8 @@ class CacheTable(Partitioned):
     ) -> tuple[Self, Bool[Array, ""]]:
         """Add `delta` to the positions of a range of a sequence; return the table and a flag.
 
-        If `gap` is not None, the sequence has neither tokens nor evicted tokens at positions from
-        `gap` up to the range.
+        If `gap` is not None, the range `[gap, start)` has no present or evicted token of the
+        sequence.
         """
 
     @abstractmethod
@@ -384,7 +383,7 @@ class CacheTable(Partitioned):
     @abstractmethod
     @assignable
     def rewind(self, old: CacheTable) -> tuple[Self, Bool[Array, ""]]:
-        """Return an older table with overwrites noted, and whether its used cells are unchanged."""
+        """Return `old` with the hashes of this table, and whether its cells are unchanged."""
 
     @abstractmethod
     @assignable

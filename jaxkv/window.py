@@ -20,8 +20,8 @@ Rule = Literal["sliding", "chunked", "symmetric"]
 class Window:
     """Range of positions that a token attends to. Hashable. Example: `Window.sliding(128)`.
 
-    width: W, at least 1. A token attends to at most W positions up to its own position. With a
-      symmetric window, a token attends to W // 2 positions on each side.
+    width: W, at least 1. A token attends to at most W positions, the last of which is its own. With
+      a symmetric window, a token attends to W // 2 positions on each side.
     rule: "sliding", "chunked" or "symmetric".
     """
 
@@ -82,7 +82,7 @@ class Window:
 def num_cells_for_window(
     window: Window, *, ubatch_size: int, max_rollback: int, sharing: int
 ) -> int:
-    """Return the number of cells that a window requires for `sharing` sequences of any length.
+    """Return the number of cells that `sharing` sequences of any length need with a window.
 
     >>> num_cells_for_window(Window.sliding(512), ubatch_size=64, max_rollback=32, sharing=2)
     1216
@@ -119,7 +119,7 @@ def last_seen(
     causal: bool = True,
     visible_until: Int32[Array, "#*n"] | None = None,
 ) -> Int32[Array, "*n"]:
-    """Return the highest position that a token attends to; `visible_until` replaces its position.
+    """Return the highest position that a token attends to; `visible_until` overrides `causal`.
 
     >>> last_seen(Window.symmetric(4), jnp.int32(6), visible_until=jnp.int32(9)).item()
     8

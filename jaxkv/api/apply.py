@@ -24,8 +24,8 @@ def apply(cache: Cache, plan: Ubatch | Plan | MaintenancePlan, *, donate: bool =
     """Commit a ubatch, or the plan of an update or a defrag, to a cache.
 
     A ubatch changes only the table; `attend` and `write_states` then write the buffers. The plan of
-    an update or a defrag changes the table and the buffers. A plan that was refused or is stale
-    leaves the cache unchanged (`Cache.is_current`).
+    an update (`init_update`) or of a defrag (`defrag_plan`) changes both. A plan that was refused
+    or is stale leaves the cache unchanged (`Cache.is_current`).
 
     Args:
       cache: any cache.
@@ -36,8 +36,9 @@ def apply(cache: Cache, plan: Ubatch | Plan | MaintenancePlan, *, donate: bool =
     Raises:
       TypeError: If `plan` is neither a ubatch nor a plan.
       ValueError: If the plan has several ubatches, since the model must run after each ubatch.
-      ValueError: If the plan was made for a cache with another kind, window, placement, or size of
-        a ubatch, or other cells, sequences or streams. Heads and dtypes are not compared.
+      ValueError: If the plan was made for a cache of another kind, window, placement or
+        `ubatch_size`, or of other numbers of cells, sequences or streams. Heads and dtypes may
+        differ.
       ValueError: If an update or a defrag needs buffers that were donated.
 
     Examples:

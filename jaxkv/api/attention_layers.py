@@ -21,26 +21,26 @@ NO_EFFECT += ("precision", "module", "implementation")
 
 
 class AttentionLayers:
-    """Attention function of all layers of a model, for one call of `forward`.
+    """Attention function for all layers of a model, in one forward pass.
 
     Pass the object as the attention function of `nnx.MultiHeadAttention`, of Linen's
     `MultiHeadDotProductAttention`, or of any model that calls a function of q, k and v. Each call
-    is the next layer of the cache, in the order of the layer numbers. Index the object to choose a
-    layer. The model rotates queries and keys. The mask of the model is ignored, since a token
-    attends to the visible cells of its sequences.
+    attends in the next layer of the cache. To choose a layer, index the object. The model must
+    apply its rope to queries and keys. The mask of the model is ignored, since a token attends to
+    the visible cells of its sequences.
 
-    A layer inside of `jax.checkpoint` or of a scan cannot call the function; use `attend` there.
+    Inside of `jax.checkpoint` or a scan, use `attend` in place of the function.
 
     Args:
       cache: a cache to which the ubatch was applied.
       ubatch: the tokens to compute.
 
     Raises:
-      TypeError: If `cache` or `ubatch` has another type, or the model passes another option than
-        `scale`, `softcap`, `sinks` and those that flax or `jax.nn` pass.
+      TypeError: If `cache` or `ubatch` has the wrong type, or the model passes an option that is
+        neither `scale`, `softcap` or `sinks` nor an option of flax or `jax.nn`.
       ValueError: If a layer is called twice, the model has more layers than the cache, or the model
         passes a bias or uses dropout.
-      ValueError: If the property `cache` is read before every layer was called.
+      ValueError: If the property `cache` is read before all layers were called.
 
     Examples:
       A model of two layers that takes an attention function:
@@ -116,7 +116,7 @@ class AttentionLayers:
         dropout_rate: float = 0.0,
         **options: Any,
     ) -> Float[Array, "R T H Dv"]:
-        """Attend in a layer, once."""
+        """Call `attend` for a layer; raise at a second call for the layer."""
         if layer in self._called:
             raise ValueError(
                 f"expected one call for each layer, got a second one for layer {layer}; give each "

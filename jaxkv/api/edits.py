@@ -1,7 +1,7 @@
 """Edits of sequences: remove, copy, keep, shift and divide. Each edit returns the next cache.
 
-The docstring of `seq_rm` describes the ranges of positions of all edits. An edit of a stream makes
-earlier ubatches for that stream stale.
+All ranges of positions are as in `seq_rm`. An edit makes earlier ubatches for the edited streams
+stale.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ def seq_rm(cache: Cache, seq: Ids | None = None, p0: Ids = 0, p1: Ids | None = N
 
     A cell is free when no sequence owns the cell. A whole sequence can always be removed. An
     encoder source is removed only with the range from 0 to the end. A refused edit leaves the cache
-    unchanged, and `ok` is False. The removal of a part of a sequence is refused:
+    unchanged, and `ok` is False. The removal of only some tokens of a sequence is refused:
 
     - With a window, if the next token would attend to an evicted cell.
     - With recurrent states, if tokens follow the range, or if no state is stored at the position
       before the range.
-    - With a hybrid cache, if one part refuses, or if the last positions of the parts would differ.
+    - With a hybrid cache, if one part refuses, or if the parts would end at different positions.
 
     Args:
       cache: any cache.
-      seq: a sequence id, or a list of sequence ids. None or -1 means every sequence. A traced
-        unknown id has no effect, and `ok` is True.
+      seq: a sequence id, or a list of sequence ids. None or -1 means every sequence. A traced id
+        out of range has no effect, and `ok` is True.
       p0: first position to remove; -1 means 0.
       p1: one past the last position to remove; None or -1 means no end, and 0 an empty range. A
         traced bound below -1 leaves the cache unchanged, and `ok` is False.
@@ -105,8 +105,8 @@ def seq_cp(
     """Copy a range of one sequence to other sequences, for example to fork a chat.
 
     Within a stream, the copy shares the cells of the range and copies no buffer. A target keeps its
-    old cells, so first remove its tokens at positions of the range (`seq_rm`). A copy to another
-    stream copies the buffers and replaces all cells of the target. Several targets in one stream
+    old tokens, so first remove those at positions of the range (`seq_rm`). A copy to another stream
+    copies keys and values, and replaces all old tokens of the target. Several targets in one stream
     share one copy. Recurrent states and the encoder source of a target are replaced, unless the
     range is empty. Repeating a copy has no effect.
 
@@ -116,7 +116,7 @@ def seq_cp(
 
     Args:
       cache: any cache.
-      src: id of the sequence to copy. A traced unknown id in `src` or `dst` has no effect.
+      src: id of the sequence to copy. A traced id out of range, also in `dst`, has no effect.
       dst: sequence id of the target, or a list of such ids.
       p0: first position to copy; -1 means 0. A traced bound below -1 sets `ok` to False.
       p1: one past the last position to copy; None or -1 means no end.
@@ -159,16 +159,16 @@ def seq_select(cache: Cache, parents: Ids, sequences: Ids, *, donate: bool = Fal
     """Replace each sequence by a copy of its parent, as in a step of beam search.
 
     All copies are made from the input cache. Within a stream, only the table changes. A copy from
-    another stream copies the buffers, as in `seq_cp`. If 1 < S < Q, such a copy of keys and values
-    needs free cells, or cells that only replaced sequences own and no parent owns. If a stream has
-    too few of these cells, the flag `ok` is False, and the cache is unchanged.
+    another stream copies keys and values. If 1 < S < Q, such a copy needs free cells; cells of
+    replaced sequences count as free unless a parent or an unchanged sequence owns them. If a stream
+    has too few of these cells, the flag `ok` is False, and the cache is unchanged.
 
     Args:
       cache: any cache.
       parents: id of the parent of each sequence to replace. Ids may be repeated, and a sequence may
         be its own parent.
       sequences: distinct ids of the sequences to replace. Other sequences are unchanged. A pair
-        with a traced unknown id has no effect; only one pair of a repeated traced id is used.
+        with a traced id out of range has no effect; for a repeated traced id, the last pair counts.
       donate: see `seq_cp`.
 
     Raises:
@@ -202,7 +202,7 @@ def seq_keep(cache: Cache, seq: Id) -> EditResult:
     """Remove all sequences except one; the flag `ok` is always True.
 
     The kept sequence becomes the only owner of its cells. Encoder sources of other sequences are
-    removed. For a traced unknown id, the cache is unchanged.
+    removed. For a traced id out of range, the cache is unchanged.
 
     Raises:
       TypeError: If the id is not an integer.
@@ -227,17 +227,17 @@ def seq_add(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, delta: Id) -> EditR
 
     An update (`init_update`, then `apply`) rotates all shifted keys at once. Before the update, a
     batch is refused if a sequence of the batch owns a shifted key. A shared cell is shifted for all
-    of its owners. `seq_add` accepts positions that become equal; `Cache.can_seq_add` returns
-    whether positions would stay unique in each sequence.
+    of its owners. `seq_add` does not check whether positions become equal; `Cache.can_seq_add`
+    returns whether they would stay unique in each sequence.
 
     If `ok` is False, the cache is unchanged. `ok` is False if a position would reach 2**31 - 1, if
-    the next token of a sequence would attend to an evicted cell, or if the last positions of the
-    parts of a hybrid cache would differ. With recurrent states, `ok` is also False if the range has
+    the next token of a sequence would attend to an evicted cell, or if the parts of a hybrid cache
+    would end at different positions. With recurrent states, `ok` is also False if the range has
     tokens and `p0 + delta` is negative.
 
     Args:
       cache: any cache; attention layers need the argument `rope` of `CacheSpec.attention`.
-      seq: id of the sequence to shift. For a traced unknown id, the cache is unchanged.
+      seq: id of the sequence to shift. For a traced id out of range, the cache is unchanged.
       p0: first position of the range; -1 means 0. A traced bound below -1 sets `ok` to False.
       p1: one past the last position of the range; None or -1 means no end.
       delta: number to add to each position. Tokens with a negative new position are removed.
@@ -246,7 +246,7 @@ def seq_add(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, delta: Id) -> EditR
       TypeError: If an id, a bound or `delta` is not an integer.
       ValueError: If attention layers were made without the argument `rope`.
       ValueError: If a concrete id is not from 0 to Q - 1, or a concrete bound is below -1.
-      ValueError: If an argument is a list, or the size of a concrete `delta` exceeds 2**31 - 1.
+      ValueError: If an argument is a list, or a concrete `abs(delta)` exceeds 2**31 - 1.
 
     Examples:
       Remove two tokens, and close the gap in the positions:
@@ -277,16 +277,16 @@ def seq_div(cache: Cache, seq: Id, p0: Id, p1: Id | None, *, divisor: Id) -> Edi
     """Divide the positions of a range of a sequence by a number, rounding down.
 
     Keys are rotated by a later update, and shared cells are shifted for all owners, as in
-    `seq_add`. After the division, tokens of a sequence may have equal or decreasing positions. A
-    division frees no cell of an attention layer. A division by more than 1 removes all earlier
-    recurrent states in the range.
+    `seq_add`. After the division, tokens of a sequence may have equal or decreasing positions. In
+    attention layers, a division frees no cell. In recurrent layers, a division by more than 1
+    removes the states in the range, except the current state.
 
     `ok` is False if a traced divisor is below 1, the next token of a sequence would attend to an
-    evicted cell, or the last positions of the parts of a hybrid cache would differ.
+    evicted cell, or the parts of a hybrid cache would end at different positions.
 
     Args:
       cache: any cache; attention layers need the argument `rope` of `CacheSpec.attention`.
-      seq: sequence id. For a traced unknown id, the cache is unchanged and `ok` is True.
+      seq: sequence id. For a traced id out of range, the cache is unchanged and `ok` is True.
       p0: first position of the range; -1 means 0. A traced bound below -1 sets `ok` to False.
       p1: one past the last position of the range; None or -1 means no end.
       divisor: at least 1.
@@ -349,7 +349,7 @@ def _edit_range(
     seq: Int32[Array, ""],
     *args: Int32[Array, ""],
 ) -> tuple[CacheTable, Bool[Array, ""]]:
-    """Edit a range of a sequence; if a bound is below -1, return False and no edit."""
+    """Edit a range of a sequence; if a bound is below -1, return the old table and False."""
     are_bounds = _are_bounds(*args[:2])
     edited, ok = edit(jnp.where(are_bounds, seq, spec.sequences), *args)
     return edited, ok & are_bounds

@@ -57,23 +57,23 @@ def attend(
       scale: factor of the dot products of queries and keys; default 1 / sqrt(D).
       softcap: c in c * tanh(x / c), applied to the scaled dot products x (Gemma 2). Static.
       sinks: an additional logit for each head, which takes part in the softmax without a value.
-      bias: logits that are added to the scaled and capped dot products, differentiable. Values
-        below -1.7e38 count as -1.7e38, -inf hides a cell from a head, and NaN or inf makes the
-        output of the head NaN. The bias is an array or a function:
+      bias: logits that are added to the scaled and capped dot products, differentiable. The value
+        -inf hides a cell from a head. Other values below -1.7e38 count as -1.7e38. NaN or inf makes
+        the output of the head NaN. The bias is an array or a function:
 
-        - An array of floats `[R, T, H, N]` (or 1 for a size), with cells in the order of `read_kv`.
-        - A function of query positions, cell positions and heads (int32), after shifts by
-          `seq_add`. Arguments and result have four dimensions that broadcast to `[P, H, T, N]`. The
-          function is static and hashed: define it once, with weights as leaves of a
-          `jax.tree_util.Partial` or of a dataclass that is a pytree.
+        - An array of floats `[R, T, H, N]` (sizes may be 1), with cells in the order of `read_kv`.
+        - A function of query positions, cell positions (after `seq_add`) and heads, all int32.
+          Arguments and result have four dimensions that broadcast to `[P, H, T, N]`. The function
+          is static and hashed: define it once, with weights as leaves of a `jax.tree_util.Partial`
+          or of a dataclass that is a pytree.
 
       causal: If False, tokens also attend to later tokens of the ubatch, limited only by a
-        symmetric window. The output of a token is NaN if a later ubatch of the plan has tokens that
-        the token attends to; use a larger `ubatch_size`.
-      visible_until: the highest position that each token attends to, before or after the token
-        (images, prefixes); default the position of the token. A window is measured from the token.
-        The output of a token is NaN if the ubatch ends before the highest position that the token
-        attends to.
+        symmetric window. The output of a token is NaN if the token would attend to tokens of a
+        later ubatch; use a larger `ubatch_size`.
+      visible_until: the highest position that each token attends to, before or after the token, as
+        in images and prefixes; default the position of the token. A window is measured from the
+        position of the token. The output is NaN if the ubatch ends before the highest position that
+        the token attends to.
       implementation: "tiles", "whole", "pallas", "xla" or "cudnn" (`jaxkv.ops.attention.dispatch`).
         None selects an implementation for the platform. "cudnn" needs an NVIDIA GPU.
 
@@ -81,32 +81,32 @@ def attend(
       The cache with keys and values written, and the output in the dtype of `q`.
 
       - Output rows are zero for padding, for a refused plan, and for a token without visible cells.
-      - A token that attends to a non-finite key or value gets NaN in the query heads of that key;
-        other outputs are unaffected.
-      - Rows of a stream are NaN, and not written, if the ubatch is stale there or was not applied.
-      - All output rows of a stream are NaN if the layer was not written for this or an earlier
-        ubatch of the stream, until `rewind` restores a table from before the unwritten ubatch, or
-        all tokens of the stream are removed.
+      - A token that attends to a non-finite key or value gets NaN in the query heads that read this
+        key; other outputs are unaffected.
+      - If the ubatch is stale or not applied, rows of the affected streams are NaN and not written.
+      - If the layer was not written for this or an earlier ubatch of a stream, all output rows of
+        the stream are NaN, until `rewind` restores a table from before the unwritten ubatch, or all
+        tokens of the stream are removed.
 
     Raises:
       ValueError: If a shape does not fit the cache, or no attention layer has the layer number.
-      ValueError: If the ubatch already wrote the layer, with a static number, in the same trace.
-        Outside of a trace, a second write replaces the first write.
+      ValueError: If the ubatch already wrote the layer in the same trace, and the layer number is
+        static. Outside of a trace, a second write replaces the first write.
       ValueError: If the ubatch was planned for a cache of other sizes, see `apply`, or the buffers
         were donated.
       ValueError: If the implementation is unknown or does not support the arguments.
       ValueError: If `softcap` is not a finite number above 0, or a `scale` array is not a scalar.
-      ValueError: If both `visible_until` and `causal=False` are given, or one with shared tokens.
-      ValueError: If a ubatch of encoder sources is passed to a self-attention layer, or another
-        ubatch passes `k`, `v` or `visible_until` to a cross-attention layer.
+      ValueError: If `visible_until` and `causal=False` are combined, or either with shared tokens.
+      ValueError: If a ubatch of encoder sources is passed to a self-attention layer, or `k`, `v` or
+        `visible_until` with any other ubatch to a cross-attention layer.
       TypeError: If a plan is passed as the ubatch, or the cache has no attention layers.
       TypeError: If `q`, `k`, `v`, `sinks` or a bias array is not an array of floats, or
         `visible_until` is not of integers.
-      TypeError: If `scale` is not a number or an array of floats, `softcap` is not a known number,
+      TypeError: If `scale` is not a number or an array of floats, `softcap` is not a static number,
         or `causal` is not a static bool.
-      TypeError: If only one of `k` and `v` is given, or `v` although values are slices of keys.
+      TypeError: If only one of `k` and `v` is given, or `v` if values are slices of keys.
       TypeError: If the layer number is traced and the cache is not stacked.
-      TypeError: If a bias is no function or array, returns no floats or closes over traced values.
+      TypeError: If a bias has the wrong type, does not return floats, or closes over traced values.
 
     Examples:
       The second token attends to both tokens; the output of a ubatch that was not applied is NaN:
@@ -153,7 +153,7 @@ def write_kv(
 
     A model can use `write_kv`, `read_kv` and its own attention function in place of `attend`. The
     arguments and errors of `write_kv` are those of `attend`. Nothing is written for padding, or for
-    a ubatch that is refused, stale or not applied. If the key or the value of a token and a head is
+    a ubatch that is refused, stale or not applied. If the key or the value of a token in a head is
     not finite in the dtype of the buffers, the key is stored as NaN and the value as zero.
 
     Examples:
@@ -192,13 +192,13 @@ def read_kv(
     Returns:
       Keys, values, mask and positions of the cells, see `KVView`.
 
-      - Values are finite. A key is NaN if the key or the value of the token and the head was not
+      - Values are finite. A key is NaN if the key or the value of its token and head was not
         finite.
       - A key that is masked for all tokens may be NaN: mask logits with `jnp.where`, not by a
         product or a sum. For derivatives, first replace such keys by zeros.
       - The mask is False for padding and for a refused plan, unless the ubatch is stale.
       - If a ubatch is stale for the stream of a list or not applied, the mask of the list is True
-        and its keys are NaN. All keys are also NaN if the layer was not written, or if a token of
+        and the keys are NaN. All keys are also NaN if the layer was not written, or if a token of
         the list attends to later tokens that are not written (`causal=False`, `visible_until`).
 
     Examples:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def init_update(cache: Cache) -> MaintenancePlan:
-    """Plan the rotation of all keys with a pending shift, for `apply`.
+    """Plan the rotation of all shifted keys; `apply` then rotates them.
 
     The property `pending` is the number of keys to rotate; a plan with 0 keys costs nothing to
     apply. A stale plan has no effect (`Cache.is_current`).
@@ -45,15 +45,15 @@ def init_update(cache: Cache) -> MaintenancePlan:
 def defrag_plan(cache: Cache, *, max_moves: int | None = None) -> MaintenancePlan:
     """Plan the moves that bring all used cells to the front of their stream.
 
-    In striped placement, cells move to the front of each run. In tiled placement, whole tiles are
-    moved, and free cells inside a tile stay reserved for the sequence of the tile. Recurrent states
-    are never moved.
+    With striped placement, cells move to the front of their run. With tiled placement, whole tiles
+    are moved, and free cells inside a tile stay reserved for the sequence of the tile. Recurrent
+    states are never moved.
 
     Args:
       cache: any cache.
-      max_moves: largest number of runs to move in each stream; None means no limit. The last tile
-        in tiled placement is always moved completely. Repeated calls end in the same order of cells
-        for every `max_moves`.
+      max_moves: largest number of runs of neighbouring cells to move in each stream; None means no
+        limit. With tiled placement, the last tile is moved completely, even beyond the limit. For
+        every `max_moves`, repeated calls end in the same order of cells.
 
     Returns:
       A plan for `apply`; a stale plan has no effect (`Cache.is_current`). The property `pending` is
@@ -72,7 +72,7 @@ def defrag_plan(cache: Cache, *, max_moves: int | None = None) -> MaintenancePla
       owner    0 0 0 . . .
       position 0 3 4 . . .
 
-    llama.cpp: `defrag`, since removed.
+    llama.cpp: `defrag`, which newer versions do not have.
     """
     if max_moves is not None:
         max_moves = check_count(max_moves, "max_moves")
@@ -137,19 +137,19 @@ _plan_defrag = jit_method(CacheTable.plan_defrag, static_argnames="max_moves")
 
 
 def rewind(cache: Cache, *, to: CacheTable) -> EditResult:
-    """Restore an earlier table with the buffers of a later cache, to undo later steps.
+    """Undo steps: restore an earlier table, with the buffers of a later cache.
 
     The flag `ok` is False if a ubatch, a copy between streams, a defrag or an update overwrote or
     rotated a cell of the earlier table. If `ok` is False, the later cache is returned. Plans that
     were made after the earlier table are stale.
 
-    Cells are compared by the hashes of their tokens. Model parameters are not compared: a cell that
-    was rewritten with the same tokens counts as unchanged.
+    Cells are compared by the hashes of their tokens. A cell that was rewritten with the same tokens
+    counts as unchanged, even if the model parameters differ.
 
     Args:
       cache: the later cache.
-      to: table of the earlier cache; the table must not be donated. In a step that donates, donate
-        only the buffers.
+      to: table of the earlier cache, which must not be donated: steps in between may donate only
+        the buffers.
 
     Raises:
       TypeError: If `to` is not a table.

@@ -35,7 +35,7 @@ def resolve_range_end(stop: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
 
 
 def indices_of_true(which: Bool[Array, " n"], count: int) -> Int32[Array, " count"]:
-    """Return the first indices of True values, padded with the size of the array.
+    """Return the indices of the first `count` True values, padded with the size of the array.
 
     >>> indices_of_true(jnp.array([False, True, True, False]), 3)
     Array([1, 2, 4], dtype=int32)
@@ -61,7 +61,7 @@ def is_traced(*trees: PyTree) -> bool:
 
 
 def is_concrete(*trees: PyTree) -> bool:
-    """Return whether this process can read all values: no value is traced or on another process."""
+    """Return whether this process can read all values: none is traced or on other processes."""
     return all(map(_is_known, jax.tree.leaves(trees)))
 
 
@@ -82,7 +82,7 @@ def _is_known(x: object) -> bool:
 def take_rows(
     parts: Sequence[Shaped[Array, "*_"]], index: Int[Array | np.ndarray, " n"]
 ) -> Shaped[Array, "*_"]:
-    """Return the rows of concatenated arrays with given indices, by one program.
+    """Concatenate arrays and return the rows with given indices, in one compiled program.
 
     >>> take_rows([np.array([5, 6]), np.array([7])], np.array([2, 0])).tolist()
     [7, 5]

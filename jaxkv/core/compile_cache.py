@@ -1,4 +1,4 @@
-"""Weak cache of programs that are built for functions of the caller."""
+"""Weak cache of programs that are built from functions, such as a model's `forward`."""
 
 import types
 import weakref
@@ -12,11 +12,11 @@ _kept: dict[tuple, tuple[list[weakref.ref], object]] = {}
 
 
 def cached_program(build: Callable[..., P], *functions: Callable) -> P:
-    """Return the program for some functions from a weak cache; build the program if absent.
+    """Return the program that `build` makes for some functions, from a weak cache if possible.
 
-    Bound methods are equal if their functions and objects are identical. The argument `build` gets
-    weak references to the functions, so the caller must keep the functions alive while the program
-    runs. Raises a TypeError if a function is not callable, or does not support weak references.
+    Bound methods of one object and one function share a program. The argument `build` gets weak
+    references to the functions, so the caller must keep the functions alive while the program runs.
+    Raises a TypeError if a function is not callable, or does not support weak references.
     """
     for function in functions:
         if not callable(function):

@@ -1,4 +1,4 @@
-"""Detection of donated buffers, and the error for a second use of donated buffers."""
+"""Detection of donated buffers, and the error for the use of a donated cache."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def is_donated(*trees: PyTree) -> bool:
 
 
 def check_not_donated(*trees: PyTree, name: str = "a cache") -> None:
-    """Raise a ValueError with a name in the message if any array of the trees was donated."""
+    """Raise a ValueError that mentions `name` if any array of the trees was donated."""
     if is_donated(*trees):
         raise ValueError(
             f"expected {name} with its buffers, got one whose buffers were donated; use the "
@@ -33,7 +33,7 @@ def check_not_donated(*trees: PyTree, name: str = "a cache") -> None:
 
 
 def explain_donation_errors(fun: Callable[A, T]) -> Callable[A, T]:
-    """Decorate a function to raise the ValueError of `check_not_donated` for a donated cache."""
+    """Decorate a function: if an argument was donated, raise the error of `check_not_donated`."""
     # Arguments are checked only after an error of JAX, so that other calls have no overhead.
 
     @wraps(fun)

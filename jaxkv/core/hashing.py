@@ -1,7 +1,7 @@
 """Hashes of cells and streams.
 
-The hash of a cell depends on its token and on all preceding tokens. Different contents have equal
-hashes with a probability of 2**-32.
+The hash of a cell depends on its token and on all preceding tokens. Two cells with different tokens
+have equal hashes with a probability of 2**-32.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 
 def mix(value: jax.Array) -> jax.Array:
-    """Mix the bits of uint32 numbers, by the last step of MurmurHash3."""
+    """Mix the bits of uint32 numbers with the last step of MurmurHash3."""
     value = (value ^ (value >> 16)) * jnp.uint32(0x85EBCA6B)
     value = (value ^ (value >> 13)) * jnp.uint32(0xC2B2AE35)
     return value ^ (value >> 16)
@@ -27,7 +27,7 @@ def chain_hashes(*fields: jax.Array) -> jax.Array:
 
 
 def hash_overwritten_cells(old: jax.Array, new: jax.Array) -> jax.Array:
-    """Return the hashes of overwritten cells, from the hashes of the old and the new contents."""
+    """Return the hashes of overwritten cells, from the old hashes and those of the new tokens."""
     return mix(old + mix(new + 1))
 
 

@@ -1,4 +1,4 @@
-"""Loops of a traced number of steps that have derivatives."""
+"""Differentiable loops with a traced number of steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ X = TypeVar("X")
 
 
 def repeat(step: Callable[..., X], count: jax.Array, limit: int, carry: X, *args: Any) -> X:
-    """Run a step a number of times, as `jax.lax.fori_loop` does, differentiable in `carry`.
+    """Run `step` `count` times, as `jax.lax.fori_loop` does; differentiable in `carry`.
 
     The derivative runs `limit` steps, so a step with index `count` or higher must return its carry
     unchanged. Pass traced arrays of an enclosing function in `args`.

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 class Partitioned(ABC):
-    """A value with a `PartitionSpec` for each array, see `jaxkv.jit_helpers.jit_table`."""
+    """A value that defines how a mesh splits its arrays, see `jaxkv.jit_helpers.jit_table`."""
 
     @abstractmethod
     def partition_by(self, sharding_rules: ShardingRules, mesh: AnyMesh) -> PyTree:
-        """Return the value with a `PartitionSpec` for each array, or with one for all arrays."""
+        """Return a `PartitionSpec` for all arrays, or the value with one in place of each array."""
 
 
 R = TypeVar("R")
@@ -50,12 +50,12 @@ class ShardingRules:
     """Mesh axes that split the dimensions of a cache. Hashable and static.
 
     An axis that is not in the mesh splits no dimension. A single stream, head or cell is not split.
-    If the number of heads is not a multiple of the number of devices, each device has all heads;
-    see `jaxkv.sharding.fit_mesh`.
+    If the number of heads is not a multiple of the number of devices, heads are replicated; see
+    `jaxkv.sharding.fit_mesh`.
 
     streams: Axes that split the streams of tables and buffers.
-    kv_heads: Axes that split key/value heads, query heads with one latent vector, recurrent states
-      (`shard_dims` of `CacheSpec.recurrent`), and model parameters.
+    kv_heads: Axes that split key/value heads (query heads for MLA), recurrent states (`shard_dims`
+      of `CacheSpec.recurrent`), and model parameters.
     cells: Axes that split the cells of each stream in the buffers, but not in the table.
     """
 
@@ -68,9 +68,9 @@ class ShardingRules:
         """Return the rules for caches from logical axis rules of MaxText or Flax.
 
         Args:
-          sharding_rules: pairs of a logical axis and a mesh axis; the first pair of a logical axis
-            counts. Logical axes are the fields of `ShardingRules`, or cache_batch, cache_heads and
-            cache_sequence. Pairs of other logical axes are ignored.
+          sharding_rules: pairs of a logical axis and a mesh axis; only the first pair of each
+            logical axis is used. Logical axes are the fields of `ShardingRules`, and cache_batch,
+            cache_heads and cache_sequence. Pairs of other logical axes are ignored.
 
         Raises:
           ValueError: If no pair has a logical axis of a cache.
@@ -95,7 +95,7 @@ class ShardingRules:
         return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
 
     def split(self, mesh: AnyMesh, **sizes: int) -> dict[str, tuple[str, ...]]:
-        """Return the mesh axes that split dimensions of some sizes; no axes for a size of 1.
+        """Return the mesh axes that split dimensions of given sizes; no axes for a size of 1.
 
         Args:
           mesh: the mesh.
@@ -142,7 +142,7 @@ class ShardingRules:
 
 @dataclass(frozen=True, kw_only=True)
 class AxisPartition:
-    """Axes of the current mesh that split each dimension; no axes for a whole dimension."""
+    """Axes of the current mesh that split each dimension; empty if a dimension is not split."""
 
     streams: tuple[str, ...] = ()
     kv_heads: tuple[str, ...] = ()
@@ -174,7 +174,7 @@ def map_shards(
     in_specs: PyTree[P],
     out_specs: PyTree[P],
 ) -> Callable[..., R]:
-    """Return a function of whole arrays that calls a function with the shards of each device."""
+    """Return a function of whole arrays that calls `of_share` with the shards of each device."""
     # Specs are trees, or tree prefixes, of `PartitionSpec`.
     mesh = _require_mesh(sharding_rules)
     if mesh is None:
@@ -199,7 +199,7 @@ def map_shards(
 
 
 def keep_explicit_axes(spec: P, mesh: AnyMesh) -> P:
-    """Return a `PartitionSpec` with only explicit mesh axes, as in the type of an array.
+    """Return `spec` with only explicit mesh axes, since array types contain no other axes.
 
     >>> kinds = (AxisType.Auto, AxisType.Explicit)
     >>> mesh = jax.sharding.AbstractMesh((2, 2), ("data", "tensor"), axis_types=kinds)
@@ -247,7 +247,7 @@ def gather_sharded(
 
 
 def broadcast_from_owner(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Return on all devices the values of the only device that has nonzero values."""
+    """Send the values of the only device with nonzero values to all devices."""
     if not axes:
         return x
     if x.dtype == bool:
@@ -257,7 +257,7 @@ def broadcast_from_owner(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _sum_bits(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Return `broadcast_from_owner` of numbers."""
+    """Implement `broadcast_from_owner` for numbers."""
     # Bits are summed instead of floats, since -0.0 + 0.0 is 0.0. Bits have no derivative.
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return jax.lax.complex(_sum_bits(x.real, axes), _sum_bits(x.imag, axes))
@@ -276,14 +276,14 @@ def _sum_bits_derivative(axes: tuple[str, ...], primals: tuple, tangents: tuple)
 def current_mesh(sharding_rules: ShardingRules | None) -> AbstractMesh | None:
     """Return the current mesh if it splits caches with `sharding_rules`; otherwise None."""
     mesh = jax.sharding.get_abstract_mesh()
-    # Inside of a caller's shard_map the cache is a share already.
+    # Inside of a caller's `shard_map`, the cache is a shard already.
     return (
         None if sharding_rules is None or mesh.empty or AxisType.Manual in mesh.axis_types else mesh
     )
 
 
 def _require_mesh(sharding_rules: ShardingRules | None) -> AbstractMesh | None:
-    """Return `current_mesh`; raise a ValueError if a cache has rules and no mesh is set."""
+    """Return `current_mesh`; raise a ValueError if rules are given and no mesh is set."""
     if sharding_rules is not None and jax.sharding.get_abstract_mesh().empty:
         raise ValueError(
             f"expected a mesh for a cache with {sharding_rules}, got none; call it inside of "

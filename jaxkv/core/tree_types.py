@@ -1,4 +1,4 @@
-"""Trees with static node types; JAX compares the fields of dataclasses but not the classes."""
+"""Pytrees with static node types, as JAX compares fields of dataclasses but not their classes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ X = TypeVar("X")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TreeWithTypes(Generic[X]):
-    """A tree and the static types of its nodes; trees of other types do not share programs."""
+    """A pytree and its static node types; pytrees of different types do not share programs."""
 
     value: X
     types: tuple[type, ...] = field(metadata={"static": True})

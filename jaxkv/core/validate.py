@@ -33,7 +33,7 @@ def check_count(value: PyTree, name: str, *, low: int = 1, high: int = END) -> i
 
 
 def check_number(value: PyTree, name: str) -> float:
-    """Return a number as a float; raise a TypeError if it is traced, or no number."""
+    """Return a number as a float; raise a TypeError if it is traced or not a number."""
     try:
         if isinstance(value, str | bytes):
             raise TypeError
@@ -45,7 +45,7 @@ def check_number(value: PyTree, name: str) -> float:
 
 
 def check_shape(shape: tuple[int, ...], name: str) -> None:
-    """Raise a ValueError for a shape of 2**60 elements or more, with which XLA would abort.
+    """Raise a ValueError for a shape of 2**60 elements or more, for which XLA would abort.
 
     >>> check_shape((2**31, 2**31), "keys")
     Traceback (most recent call last):
@@ -66,11 +66,11 @@ def check_int32(
     high: int = END,
     advice: str = "pass one in this range",
 ) -> PyTree[Int32[ArrayLike, "*n"]]:
-    """Return integers as int32, as a NumPy array unless the argument is a JAX array or traced.
+    """Return integers as int32: a JAX array if `value` is a JAX array or traced, else NumPy.
 
     Traced integers are clipped to `[low - 1, high + 1]` if int32 permits, so an invalid integer
     never becomes valid. Raises a TypeError for values that are not integers. Raises a ValueError
-    with advice for a known integer out of bounds, and for lists of different lengths.
+    with advice for an untraced integer out of bounds, and for lists of different lengths.
     """
     if type(value) is int and low <= value <= high:  # Fast path for the most common argument.
         return np.int32(value)
@@ -113,8 +113,8 @@ def check_bounds(
 ) -> tuple[PyTree[Int32[ArrayLike, "*n"]], PyTree[Int32[ArrayLike, "*m"]]]:
     """Return the bounds of a range of positions as int32.
 
-    A `p0` of -1 is position 0; a `p1` of -1 or None is the end of the sequence. Raises a TypeError
-    for a bound that is not an integer, and a ValueError for a known bound below -1.
+    A `p0` of -1 means position 0; a `p1` of -1 or None means the end of the sequence. Raises a
+    TypeError for a bound that is not an integer, and a ValueError for an untraced bound below -1.
     """
     advice = "count from the beginning; the last n tokens begin at cache.seq_pos_max(seq) + 1 - n"
     p1 = -1 if p1 is None else p1
@@ -145,7 +145,7 @@ def check_bool(
 ) -> PyTree[Bool[ArrayLike, "*n"]]:
     """Return flags of a caller as bool; raise a TypeError for values that are not flags.
 
-    JAX arrays stay on their device. If `or_integers` is True, known integers 0 and 1 are flags too.
+    JAX arrays stay on their device. If `or_integers` is True, untraced integers 0 and 1 are flags.
     """
     array = value if isinstance(value, jax.Array) else np.asarray(value)
     binary = or_integers and is_concrete(array) and np.issubdtype(array.dtype, np.integer)

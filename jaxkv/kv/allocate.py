@@ -28,7 +28,7 @@ def num_fitting_tokens(cells: Cells, open_cells: Bool[Array, "S N"]) -> Int32[Ar
 def choose_cells(
     cells: Cells, open_cells: Bool[Array, "S N"], demand: Int32[Array, " S"]
 ) -> Int32[Array, "S N"]:
-    """Return slots for the first `demand[s]` tokens of each stream s, and N for further tokens."""
+    """Return slots for `demand[s]` tokens of each stream s, followed by N in further entries."""
     turn = 1 + jnp.arange(cells.num_cells, dtype=jnp.int32)
 
     def choose_for_stream(
@@ -60,7 +60,7 @@ def mark_used(
     def set_slots(field: jax.Array, value: jax.Array) -> jax.Array:
         return field.at[stream, slots].set(value, mode="drop", unique_indices=True)
 
-    # The cell has new keys and values, so an older table must find another hash.
+    # A slot gets new keys and values, so its hash must differ from that of older tables.
     old_hash = cells.cell_hash.at[stream, slots].get(mode="fill", fill_value=0)
     words = range(cells.owners.shape[1])
     owners = [set_slots(cells.owners[:, w], arriving.owners[:, w]) for w in words]

@@ -49,11 +49,11 @@ class Buffers:
     """Keys and values of all cells, for each layer.
 
     k: L arrays `[S, K, N, D]` of keys. If stacked, one array `[S * L, K, N, D]`, in which index s *
-      L + l is stream s of layer l. A key is rotated for its cell's position minus the shift.
+      L + l is stream s of layer l. A key is rotated for its cell's position minus its cell's shift.
     v: L arrays `[S, K, N, Dv]` of values; if stacked, one array `[S * L, K, N, Dv]`.
     ropes: Rotary embedding of each layer's keys, static; None if keys have no position, `NotGiven`
       if the cache was made without `rope=`.
-    stacked: Whether one array stores all layers, so that a layer number may be traced, static.
+    stacked: Whether one array stores all layers; if True, layer numbers may be traced. Static.
     """
 
     k: tuple[Stored, ...]
@@ -77,7 +77,7 @@ class Buffers:
         return self.layers if self.stacked else 1
 
     def map_layers(self, of_layer: Callable[[Stored, Values], X]) -> list[X]:
-        """Call `of_layer` for the arrays of each layer; stacked layers all get the same arrays."""
+        """Return `of_layer(k, v)` for each layer; if stacked, the same result for all layers."""
         return [of_layer(k, v) for k, v in zip(self.k, self.v, strict=True)] * self.layers_per_array
 
     def layer(self, number: int | jax.Array) -> LayerKV:
@@ -104,7 +104,7 @@ Halves = tuple[tuple[object, ...], tuple[object, ...]]
 
 
 def shardable_sizes(array: Stored, depth: int = 1) -> dict[str, int]:
-    """Return the sizes that a mesh may split in an array of several layers, by sharding rule."""
+    """Return the sizes that a mesh may split, by rule name, for an array of `depth` layers."""
     streams, kv_heads, cells, _ = array.shape
     return {"streams": streams // depth, "kv_heads": kv_heads, "cells": cells}
 
@@ -128,8 +128,8 @@ def axes_of_queries(
     depth: int = 1,
 ) -> tuple[str, ...]:
     """Return the mesh axes that split the query heads; no axes without a mesh."""
-    # With MLA, each device stores the only key head, and `kv_heads` splits the query heads. Other
-    # single key heads have replicated projection params, so a split would add communication.
+    # With MLA, each device stores the only key head, and `kv_heads` splits the query heads. Without
+    # MLA, projection params of a single key head are replicated; a split would add communication.
     if sharding_rules is None or mesh is None:
         return ()
     split = sharding_rules.split(mesh, **shardable_sizes(keys, depth))
@@ -197,7 +197,7 @@ def write_keys_and_values(
         return write_cells(keys, streams[:, None], slots, k), values
     assert v is not None
     k, v = k.astype(dequantised_dtype(keys)), v.astype(dequantised_dtype(values))
-    # x - x is NaN if x is not finite, else 0; the sum of these is faster than `all`.
+    # x - x is NaN if x is not finite, else 0; a sum of these differences is faster than `all`.
     finite = jnp.isfinite(sum(jnp.sum(x - x, axis=3, keepdims=True) for x in (k, v)))
     k, v = jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)
     streams = streams[:, None]
@@ -210,7 +210,7 @@ def write_cells(
     slots: Int[Array, "*#n"],
     new: Float[Array, "*#n K D"],
 ) -> Stored:
-    """Write keys or values into cells, after quantising for a quantised array."""
+    """Write keys or values into cells, quantised first if `stored` is quantised."""
 
     def scatter_array(array: Cached, new: jax.Array) -> Cached:
         return scatter(array, streams, slots, new)
@@ -254,7 +254,7 @@ def _to_local_slots(
 def offset_slots_into_range(
     slots: Int32[Array, "*n"], first: jax.Array | int, count: int
 ) -> Int32[Array, "*n"]:
-    """Count slots from the slot `first`; slots outside `[first, first + count)` become invalid."""
+    """Subtract `first` from slots; slots outside `[first, first + count)` become out of range."""
     is_within = (slots >= first) & (slots < first + count)
     return jnp.where(is_within, slots - first, out_of_range_slots(slots))
 
@@ -304,8 +304,8 @@ def copy_cell_run(
 ) -> Cached:
     """Copy a run of contiguous cells from one stream to the same cells of another stream.
 
-    Streams are global, cells are indices in the device's shard. If a mesh splits cells, cells from
-    `end` on are unchanged.
+    Stream indices are global, cell indices are local to the device's shard. If a mesh splits cells,
+    cells from `end` on are unchanged.
     """
     shape, zero = (1, array.shape[1], size, array.shape[3]), jnp.zeros_like(first)
 
@@ -339,7 +339,7 @@ def copy_cell_run(
 
 
 def _replace_array(array: A, new: PyTree) -> A:
-    """Return a new array in the form of the old one: an array, or a `LayerView` with all layers."""
+    """Return `new`, as the field `all` of a `LayerView` if `array` is a `LayerView`."""
     if isinstance(array, LayerView):
         return replace(array, all=new)
     return new
@@ -352,14 +352,14 @@ def _scatter_index(array: jax.Array, streams: jax.Array, slots: jax.Array) -> ja
 
 
 def _scatter_by_index(array: A, streams: jax.Array, slots: jax.Array, new: jax.Array) -> A:
-    """Implement the function `scatter` with an XLA scatter, with indices for each cell and head."""
+    """Implement the function `scatter` with an XLA scatter that has an index per cell and head."""
     if isinstance(array, LayerView):
         return _replace_array(
             array, _scatter_by_index(array.all, array.stream_indices(streams), slots, new)
         )
     if new.size == new.shape[-1]:
         # The compiler turns a write of one head of one cell into a slice update, and then copies
-        # the array for attention to read. A second write, out of range, keeps it a scatter.
+        # the array for attention to read. With a second, skipped write, a scatter is used.
         slots = jnp.stack([slots, jnp.full_like(slots, END)])
         streams, new = (jnp.stack([x, x]) for x in (streams, new))
     # Heads are a batch dimension, so that each device of a mesh writes its own heads. A slice over
@@ -378,7 +378,7 @@ def _scatter_by_index(array: A, streams: jax.Array, slots: jax.Array, new: jax.A
 
 
 def _scatter_by_select(array: A, streams: jax.Array, slots: jax.Array, new: jax.Array) -> A:
-    """Implement the function `scatter` with one pass over all cells, or all cells of all layers."""
+    """Implement the function `scatter` with one pass over all cells, of all layers if stacked."""
     cells, count = (array.shape[0], array.shape[2]), slots.size
     turn = jnp.arange(count, dtype=jnp.int32).reshape(slots.shape)
     turns = jnp.full(cells, count, jnp.int32)

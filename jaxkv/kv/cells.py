@@ -1,7 +1,7 @@
 """Table of an attention cache: position, owners and pending shift of each cell.
 
-A range of positions goes from `start` to `stop - 1`, both `[]` int32. A negative start means 0, and
-a negative end means no end. A sequence id outside `[0, Q)` leaves the table unchanged.
+Positions in a range are at least `start` and below `stop`. A negative `start` means 0, and a
+negative `stop` means no end. Edits have no effect if the sequence id is outside `[0, Q)`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BLOCK = 128
 """Number of cells whose comparison with 32 sequences fits into a CPU's registers."""
 
 Placement = Literal["any", "contiguous", "striped", "tiled"]
-"""The cells of a ubatch: the lowest cells, one contiguous run, alternating stripes, or tiles."""
+"""Cells that a ubatch gets: the lowest ones, one contiguous run, alternating stripes, or tiles."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -44,19 +44,19 @@ class Cells:
 
     position: Position of the token in each cell; EMPTY (-1) for an empty cell.
     owners: Bit mask of the sequences that own each cell, in words of 32 sequences.
-    shift: Present position minus the position that the key was rotated for; 0 for an empty cell.
+    shift: Position of each cell minus the position for which its key is rotated; 0 if empty.
     evicted_below: One past the highest evicted position of each sequence.
-    cell_hash: Hash of each cell's keys and values, which shows whether a cell was overwritten.
-    content: Hash of each cell's token and of the position at which the key was computed. Copies and
-      moves of a cell preserve this hash.
-    history: Hash of all writes to a stream, before and after the last ubatch; both hashes are equal
-      after a copy or a loaded snapshot.
-    written: Hash of the writes that each layer has; not equal to `history[:, 1]` if the layer lacks
-      an applied ubatch.
+    cell_hash: Hash of each cell's keys and values, which changes when the cell is overwritten.
+    content: Hash of each cell's token and of the position for which the key was computed. Copies
+      and moves of a cell preserve this hash.
+    history: Two hashes of all writes to each stream: before and after the last ubatch. After a copy
+      or the load of a snapshot, the two hashes are equal.
+    written: Hash of the writes to each layer of a stream; differs from `history[:, 1]` if the layer
+      has not written all applied ubatches.
     placement: Order in which empty cells are taken, static.
-    shards: Number of parts of a stream in striped placement, static; 1 for other placements.
+    shards: The n of placement "striped:n", static; 1 for other placements.
     window: Range of positions that a token attends to, static.
-    ubatch_size: Largest ubatch that N was computed for, in tokens, static; None for no limit.
+    ubatch_size: Largest number of tokens of a ubatch, static; None for no limit.
     sharding_rules: Mesh axes that split the cache, static; None on one device.
     """
 
@@ -119,7 +119,7 @@ def empty_fields(*, layers: int, cells: int, sequences: int, streams: int) -> di
 def locate_owner_bit(
     cells: Cells, seq: Int[Array, "*n"]
 ) -> tuple[Int[Array, "*n"], Int[Array, "*n"], UInt32[Array, "*n"]]:
-    """Return the stream of a sequence id, and its word and bit in the array `owners`."""
+    """Return the stream of a sequence, and the word and bit of the sequence in `owners`."""
     stream, local = divmod_nonnegative(seq, cells.sequences_per_stream)
     word, bit = divmod_nonnegative(local, WORD)
     return stream, word, bit.astype(jnp.uint32)
@@ -150,7 +150,7 @@ def seq_pos_max(cells: Cells, seq: Int32[Array, ""]) -> Int32[Array, ""]:
 
 
 def last_positions(cells: Cells, asked: Bool[Array, " Q"]) -> Int32[Array, " Q"]:
-    """Return the largest position of each sequence that is asked for; -1 for an empty sequence."""
+    """Return the largest position of each sequence in `asked`; -1 for an empty sequence."""
     # The result of a sequence that is not in `asked` may be -1.
     if cells.sequences_per_stream == 1:
         return jnp.max(cells.position, axis=1)
@@ -158,7 +158,7 @@ def last_positions(cells: Cells, asked: Bool[Array, " Q"]) -> Int32[Array, " Q"]
     asked = asked.reshape(streams, -1)
     asked = jnp.pad(asked, [(0, 0), (0, words * WORD - cells.sequences_per_stream)])
     asked = jnp.any(asked.reshape(streams, words, WORD), axis=(0, 2))
-    # Only on a CPU do smaller chunks save more than the iterations of the loop cost.
+    # Chunks are faster on a CPU only; elsewhere the iterations of the loop take longer.
     found = jax.lax.platform_dependent(
         cells.owners,
         cells.position,
@@ -172,13 +172,13 @@ def last_positions(cells: Cells, asked: Bool[Array, " Q"]) -> Int32[Array, " Q"]
 def _last_positions_by_chunk(
     size: int, owners: jax.Array, position: jax.Array, asked: jax.Array
 ) -> jax.Array:
-    """Return the last positions, `[S, W, WORD]`, for the asked words, some cells at a time."""
+    """Return last positions, `[S, W, WORD]`, for words in `asked`, reading `size` cells at once."""
     streams, words, cells = owners.shape
     bit = jnp.arange(WORD, dtype=jnp.uint32)
 
     def update_word(word: jax.Array, found: jax.Array) -> jax.Array:
         def update_chunk(i: jax.Array, highest: jax.Array) -> jax.Array:
-            start = jnp.minimum(i * size, cells - size)  # the last one may overlap
+            start = jnp.minimum(i * size, cells - size)  # the last chunk may overlap
             corner = jnp.int32(0), word, start  # equal dtypes, also with x64
             here = jax.lax.dynamic_slice(owners, corner, (streams, 1, size))[:, 0]
             at = jax.lax.dynamic_slice_in_dim(position, start, size, axis=1)
@@ -233,7 +233,7 @@ def seq_cp(
     start: Int32[Array, ""],
     stop: Int32[Array, ""],
 ) -> C:
-    """Make the sequences `dst` owners of cells of `src` in a range; all are in one stream."""
+    """Make the sequences `dst` owners of the cells of `src` in a range, all in one stream."""
     shared = is_owned_by(cells, sequence_bits(cells, src)) & is_in_range(cells, start, stop)
     gained = jax.vmap(partial(sequence_bits, cells))(jnp.atleast_1d(dst))  # [n, S, W]
     gained = jax.lax.reduce_or(gained, axes=(0,))
@@ -255,7 +255,7 @@ def eviction_mark_of_copy(
 
 
 def seq_select(cells: C, parents: Int32[Array, " n"], targets: Int32[Array, " n"]) -> C:
-    """Replace the cells of all `targets` at once by the cells of `parents`, in one stream."""
+    """Replace the cells of each target by those of its parent, all at once and in one stream."""
     # Targets are distinct; a target of Q or more is skipped.
 
     def add_owner(i: jax.Array, owners: jax.Array) -> jax.Array:
@@ -294,7 +294,7 @@ def clear(cells: C) -> C:
 
 def fold_over_true(asked: Bool[Array, " n"], look: Callable[[jax.Array, T], T], start: T) -> T:
     """Fold the function `look` over the indices of True elements, in increasing order."""
-    # In a large table, a reduction over all pairs of sequences and cells takes 100 times longer.
+    # In a large table, reducing all pairs of sequences and cells takes 100 times longer than this.
     ids = indices_of_true(asked, asked.size)
     return jax.lax.fori_loop(0, jnp.sum(asked), lambda i, carry: look(ids[i], carry), start)
 
@@ -308,7 +308,7 @@ def sequences_owning_cells(cells: Cells, where: Bool[Array, "S N"]) -> Bool[Arra
 
 
 def owns_same_cells(cells: Cells, partner: Int32[Array, " Q"]) -> Bool[Array, " Q"]:
-    """Return whether each sequence owns exactly the cells of its partner in its stream."""
+    """Return whether each sequence and its partner, an index in the stream, own the same cells."""
     partner = partner.reshape(cells.streams, cells.sequences_per_stream)
     local_ids = jnp.arange(cells.sequences_per_stream, dtype=jnp.int32)[None]
 
@@ -327,7 +327,7 @@ def owns_same_cells(cells: Cells, partner: Int32[Array, " Q"]) -> Bool[Array, " 
 
 
 def stream_hash(cells: Cells) -> UInt32[Array, " S"]:
-    """Return a hash of position, owners, shift and hash of all cells, for each stream.
+    """Return a hash of `position`, `owners`, `shift` and `cell_hash` for each stream.
 
     With a window, the hash includes `evicted_below`. Undoing an edit restores the hash.
     """
@@ -356,8 +356,8 @@ def hash_cells(
 
 
 def rewind(cells: C, old: C) -> tuple[C, Bool[Array, ""]]:
-    """Return the older table, with the fields `cell_hash` and `written` updated by later writes."""
-    # The flag is whether all used cells of `old` still contain the same keys and values.
+    """Return `old` with updated `cell_hash` and `written`, and whether its cells are unchanged."""
+    # The cells are unchanged if all used cells of `old` still contain the same keys and values.
     ok = jnp.all((cells.cell_hash == old.cell_hash) | is_cell_empty(old))
     before, after, past = cells.history[:, :1], cells.history[:, 1:], old.history[:, 1:]
     whole = (
@@ -366,7 +366,7 @@ def rewind(cells: C, old: C) -> tuple[C, Bool[Array, ""]]:
         | (cells.written == before) & (past != after)
     )
     written = jnp.where(whole, past, cells.written)
-    # If the older table uses cells that are empty now, `written` of this table is incomplete.
+    # If `old` uses cells that are empty in `cells`, `written` of `cells` is incomplete.
     still = jnp.all(is_cell_empty(old) | ~is_cell_empty(cells), axis=1, keepdims=True)
     return replace(
         old, cell_hash=cells.cell_hash, written=jnp.where(still, written, old.written)
@@ -383,8 +383,8 @@ def is_layer_incomplete(cells: Cells) -> jax.Array:
 def advance_history_fields(
     history: UInt32[Array, "S 2"], is_incomplete: Bool[Array, "S L"]
 ) -> dict[str, UInt32[Array, "S _"]]:
-    """Return the fields `history` and `written` after a copy; incomplete layers lack tokens."""
-    # The sum makes the mark differ from 0 after two zeros.
+    """Return the fields `history` and `written` after a copy, given which layers lack tokens."""
+    # Without the 1, two hashes of 0 would give a mark of 0.
     mark = chain_hashes(history[:, 0], history[:, 1] + 1)[:, None]
     return {
         "history": jnp.broadcast_to(mark, history.shape),
@@ -394,7 +394,7 @@ def advance_history_fields(
 
 def hashes_after_rotation(cells: Cells, where: Bool[Array, "S N"]) -> UInt32[Array, "S N"]:
     """Return the array `cell_hash` after a rotation of the keys in the given cells."""
-    # The shift is hashed, so that branches with different shifts of a key get different hashes.
+    # The shift is hashed, so that two tables that rotate a key differently get different hashes.
     return jnp.where(where, chain_hashes(cells.cell_hash, cells.shift), cells.cell_hash)
 
 

@@ -56,7 +56,7 @@ def copy_between_streams(
     start: Int32[Array, ""],
     stop: Int32[Array, ""],
 ) -> tuple[C, Buffers]:
-    """Replace each sequence in `dst`, except `src`, by a range of `src` with pending shifts."""
+    """Replace each sequence in `dst`, except `src`, by a range of `src`, and copy its shifts."""
     # Copied tokens keep their cell indices, so contiguous cells are copied as slices.
     targets = jnp.atleast_1d(dst)
 
@@ -98,7 +98,7 @@ def _replace_range(
     start: jax.Array,
     stop: jax.Array,
 ) -> tuple[C, jax.Array]:
-    """Replace a stream by a range of the only stream of another table, if a flag is True."""
+    """If `does` is True, replace stream `dst` by a range of the only stream in `source`."""
     # A `dst` outside of `cells` belongs to another device and is skipped.
     shared = is_in_range(source, start, stop)[0]  # [N]
     index = jnp.arange(cells.num_cells, dtype=jnp.int32)
@@ -145,8 +145,8 @@ def _copy_runs(
     def copy_chunk(
         j: jax.Array, arrays: PyTree, src: jax.Array, dst: jax.Array, count: jax.Array
     ) -> PyTree:
-        first = jnp.minimum(j * size, share - size)  # the last one may overlap
-        dst = jnp.where(j * size < count, dst, src)  # past the last one: nothing changes
+        first = jnp.minimum(j * size, share - size)  # the last chunk may overlap
+        dst = jnp.where(j * size < count, dst, src)  # a further chunk is copied to itself
 
         def copy_array(x: Cached, how: AxisPartition) -> Cached:
             return copy_cell_run(how, x, src, dst, first, size, count)
@@ -160,7 +160,7 @@ def _copy_runs(
 def select_between_streams(
     cells: C, buffers: Buffers, parents: Int32[Array, " n"], targets: Int32[Array, " n"]
 ) -> tuple[C, Buffers]:
-    """Replace all distinct `targets` at once by `parents`; skip targets outside `[0, Q)`."""
+    """Replace distinct `targets` by their parents, all at once; skip targets outside `[0, Q)`."""
     # Each chunk is read from all parents before a target is written, so sequences can be swapped.
     does = is_sequence(cells, targets)
     targets = jnp.where(does, targets, cells.streams)
@@ -181,7 +181,7 @@ def select_between_streams(
 def _replace_streams(
     axes: tuple[str, ...], cells: C, source: jax.Array, targets: jax.Array, does: jax.Array
 ) -> tuple[C, jax.Array]:
-    """Replace each target stream of the table by its source stream, unless its flag is False."""
+    """Replace each target stream of the table by its source stream, where `does` is True."""
     lines = jax.tree.map(lambda field: gather_sharded(field, axes, source), cells)
     index = jnp.arange(cells.num_cells, dtype=jnp.int32)
     used_cells = jnp.where(does[:, None] & (lines.position != EMPTY), index, -1)
@@ -209,7 +209,7 @@ def _select_cells(
     count: jax.Array,
     arrays: PyTree,
 ) -> PyTree:
-    """Copy the first cells of each source stream to its target stream, unless its flag is False."""
+    """Copy the first `count` cells of source streams to target streams, where `does` is True."""
     share, size, count = _local_chunk_sizes(split, arrays, count)
 
     def select_chunk(
@@ -224,7 +224,7 @@ def _select_cells(
         slots = jnp.where(does[:, None] & (slots < count), slots, out_of_range_slots(slots))
 
         def copy_array(x: Cached, how: AxisPartition) -> Cached:
-            how = replace(how, cells=())  # tokens keep their cells: shares are independent
+            how = replace(how, cells=())  # cell indices do not change, so shards are independent
             return scatter_local(
                 how,
                 x,

@@ -69,12 +69,12 @@ class CopyDemand(NamedTuple):
 class CopyPlan(NamedTuple, Generic[C]):
     """Plan of a copy: cells shared within streams, and cells copied between streams.
 
-    left: Table with the shared cells, in which the other cells of the targets are free.
+    left: Table after cells are shared and targets of copies are emptied, before cells are copied.
     arriving: Table of the copied tokens, with the new owners and the fields of the original cells.
     origin: Index of each cell to copy, stream * N + cell. The first `need.demand[s]` entries of
       stream s are valid, also in `slots` and `arriving`.
     slots: Slot of each copied cell.
-    need: Number of cells that each stream needs and finds.
+    need: Number of cells that each stream needs, and number of cells that it may use.
     """
 
     left: C

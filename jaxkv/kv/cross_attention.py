@@ -1,4 +1,4 @@
-"""Cache of encoder sources, for cross-attention, which are written once and then only read."""
+"""Cache of encoder outputs (sources) for cross-attention, written once and then only read."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class CrossAttentionSlots(NamedTuple):
 class CrossAttentionTable(CellTable):
     """Table of encoder sources, without edits of positions; decoder tokens use no cells.
 
-    of_sources: True, static. JAX does not compare types of dataclasses, and would otherwise reuse
-      programs compiled for a `CellTable`.
+    of_sources: True, static. JAX does not compare types of dataclasses; without this field it would
+      reuse programs compiled for a `CellTable`.
     """
 
     of_sources: bool = field(default=True, metadata={"static": True})
@@ -58,7 +58,7 @@ class CrossAttentionTable(CellTable):
         return np.ones(self.streams, bool)
 
     def slots_when_skipped(self, ubatch: Ubatch) -> CrossAttentionSlots:
-        """Return slots with which all valid tokens of a ubatch attend."""
+        """Return slots of decoder tokens, with which all valid tokens attend to their sources."""
         looks = out_of_range_slots(ubatch.positions)
         return CrossAttentionSlots(jnp.where(ubatch.valid, 0, looks))
 
@@ -145,7 +145,7 @@ class CrossAttentionTable(CellTable):
         return self, jnp.array(True)
 
     def can_resume(self, seq: Int32[Array, ""], pos: Int32[Array, ""]) -> Bool[Array, ""]:
-        """Return True, since a source is complete for every position."""
+        """Return True, since decoder tokens at all positions attend to the whole source."""
         del seq, pos
         return jnp.array(True)
 

@@ -1,4 +1,4 @@
-"""Defragmentation: moves of used cells into the gaps between used cells, in fill order."""
+"""Defragmentation: used cells move into gaps, in the order of `jaxkv.kv.fill_order`."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DefragPlan(MaintenancePlan):
-    """Plan of moves that close gaps: up to M = max(N // 2, 1) runs of cells of each stream.
+    """Plan that closes gaps by moving up to M = max(N // 2, 1) runs of cells in each stream.
 
     source: First cell of each run; the last run in fill order comes first.
     destination: Cell that the first cell of each run moves to.
     length: Number of cells of each run; 0 for entries after the last run.
     count: Number of runs of each stream.
-    free: Whether each cell was empty when the plan was made. If the empty cells of a table differ,
-      the plan has no effect.
+    free: Whether each cell was empty when the plan was made. The plan has no effect on a table with
+      other empty cells.
     spec: Spec of the table when the plan was made, static.
     """
 
@@ -65,8 +65,8 @@ class DefragPlan(MaintenancePlan):
 def plan_moves(cells: Cells, max_moves: int | None, spec: TableSpec) -> DefragPlan:
     """Plan all moves that close gaps, or the first `max_moves` runs of each stream.
 
-    In a stream with U used cells, used cells of rank U or more move to empty cells of a lower rank.
-    In tiled placement, whole tiles move; the last tile moves completely, even beyond `max_moves`.
+    If U cells of a stream are used, used cells of rank U or more (see `fill_order`) move to empty
+    cells of lower rank. In tiled placement, whole tiles move, even if this exceeds `max_moves`.
     """
     tile = tile_size(cells.num_cells) if cells.placement == "tiled" else None
     plan = jax.vmap(partial(_plan_stream_moves, spec, cells.shards, tile))(is_cell_empty(cells))
@@ -140,7 +140,7 @@ def _find_tile_moves(is_used: jax.Array, tile: int) -> tuple[jax.Array, jax.Arra
 def move_cells(
     cells: C, buffers: Buffers, plan: DefragPlan, ok: Bool[Array, ""]
 ) -> tuple[C, Buffers]:
-    """Move the cells of a plan in table and buffers, CHUNK cells at a time, if `ok` is True."""
+    """If `ok` is True, move the cells of a plan in table and buffers, CHUNK cells at a time."""
     size = cells.num_cells
     chunks = jnp.where(ok, -(-jnp.sum(plan.length, axis=1) // CHUNK), 0)  # [S]
 
@@ -152,7 +152,7 @@ def move_cells(
             return _scatter_cells(_scatter_cells(field, source, vacated), destination, value)
 
         owners = [move_field(cells.owners[:, w], 0) for w in range(cells.owners.shape[1])]
-        # The cell has new keys and values, so an older table must find another hash.
+        # A destination has new keys and values, so its hash must differ from that of older tables.
         stamp = mix(_gather_cells(cells.cell_hash, source) + 1)
         return replace(
             cells,
@@ -206,7 +206,7 @@ def _list_chunk_moves(plan: DefragPlan, size: int, i: jax.Array) -> tuple[jax.Ar
         run = jnp.searchsorted(ends, turn, side="right")
         inside = turn - (ends - plan.length).at[run].get(mode="fill", fill_value=0)
         is_move = turn < ends[-1]
-        past = size + jnp.arange(CHUNK)  # distinct, as indices are unique
+        past = size + jnp.arange(CHUNK)  # distinct, because writes require unique indices
         source = plan.source.at[run].get(mode="fill", fill_value=0) + inside
         destination = plan.destination.at[run].get(mode="fill", fill_value=0) + inside
         return jnp.where(is_move, source, past), jnp.where(is_move, destination, past)

@@ -68,7 +68,7 @@ def evict_cells(cells: C, evicted: Bool[Array, "S N"]) -> C:
         marks = cells.evicted_below.reshape(cells.streams, -1)
         lost = jnp.max(jnp.where(evicted, positions, EMPTY), axis=1)
         end = jnp.maximum(marks[:, local], lost + 1)
-        # The sequence with this number in another stream may have no evicted cell.
+        # The sequence with this local index in another stream may have no evicted cell.
         gone = (positions != EMPTY) & (positions < end[:, None]) & (lost > EMPTY)[:, None]
         owners = cells.owners & ~(words[None, :, None] & to_word_mask(gone))
         marks = marks.at[:, local].set(end).reshape(-1)
@@ -79,12 +79,12 @@ def evict_cells(cells: C, evicted: Bool[Array, "S N"]) -> C:
 
 
 def _local_ids_owning(cells: Cells, where: jax.Array) -> jax.Array:
-    """Return whether each local index, `[Q // S]`, is of a sequence that owns a given cell."""
+    """Return which indices in a stream, `[Q // S]`, belong to a sequence that owns a given cell."""
     return jnp.any(sequences_owning_cells(cells, where).reshape(cells.streams, -1), axis=0)
 
 
 def _positions_by_local_id(cells: Cells, local: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the positions and the owner bit of the sequences with one index in their streams."""
+    """Return positions and owner words of the sequences with index `local` in their streams."""
     word, bit = divmod_nonnegative(local, WORD)
     owners = jax.lax.dynamic_index_in_dim(cells.owners, word, axis=1, keepdims=False)
     bit = jnp.uint32(1) << bit.astype(jnp.uint32)
@@ -93,7 +93,7 @@ def _positions_by_local_id(cells: Cells, local: jax.Array) -> tuple[jax.Array, j
 
 
 def can_resume(cells: Cells, seq: Int32[Array, ""], pos: Int32[Array, ""]) -> Bool[Array, ""]:
-    """Return whether a sequence that is cut at `pos` can continue at `pos`."""
+    """Return whether a sequence can continue at `pos` after tokens from `pos` on are removed."""
     # The window of the next token must contain no evicted position.
     positions, mark = sequence_positions(cells, seq), cells.evicted_below[seq]
     highest = jnp.max(positions)
@@ -105,7 +105,7 @@ def can_resume(cells: Cells, seq: Int32[Array, ""], pos: Int32[Array, ""]) -> Bo
 
 
 def accept_edit(cells: C, edited: C, tip: Int32[Array, " Q"]) -> tuple[C, Bool[Array, ""]]:
-    """Return the edited table and True if every sequence can continue, else the old one and False.
+    """Return `edited` and True if every sequence can continue, otherwise `cells` and False.
 
     A sequence can continue if its next token attends to no evicted position. The position of the
     next token must be certain: one past a present token, or one past the last evicted token. The
@@ -158,5 +158,5 @@ def _can_go_on(cells: Cells, mark: jax.Array, end: jax.Array, certain: jax.Array
 
 
 def is_context_evicted(cells: Cells, position: Int32[Array, " Q"]) -> Bool[Array, " Q"]:
-    """Return whether a token at a position of each sequence attends to an evicted position."""
+    """Return whether a token of each sequence at `position` attends to an evicted position."""
     return cells.evicted_below > first_seen(cells.window, position)

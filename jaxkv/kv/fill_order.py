@@ -1,7 +1,7 @@
 """Order in which the empty cells of a stream are taken: by index, or in stripes.
 
 Striped placement alternates between the devices that split cells, with at most 64 contiguous cells
-at a time. The rank of a cell is its place in the order, from 0.
+at a time. The rank of a cell is its place in this order, from 0.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def to_fill_order(x: Shaped[Array, "... N"], shards: int) -> Shaped[Array, "... 
 
 
 def cells_at_ranks(rank: Int32[Array, "*n"], cells: int, shards: int) -> Int32[Array, "*n"]:
-    """Return the indices of the cells at some ranks; a rank past the last cell is unchanged."""
+    """Return the indices of the cells at given ranks; ranks past the last cell are unchanged."""
     if shards == 1:
         return rank
     stripe, turns = _stripe_sizes(cells, shards)

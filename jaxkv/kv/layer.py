@@ -135,13 +135,13 @@ def read_kv(
 
 
 def _with_layer_history(table: C, layer: int | jax.Array, mark: jax.Array) -> C:
-    """Return the table with a new hash in the field `written`, for one layer, `[S]` uint32."""
+    """Return the table with `mark`, `[S]` uint32, in the field `written` of one layer."""
     here = jnp.arange(table.written.shape[1]) == layer  # all False for a traced layer out of range
     return replace(table, written=jnp.where(here, mark[:, None], table.written))
 
 
 def _get_layer_kv(buffers: Buffers, layer: int | jax.Array) -> LayerKV:
-    """Return the keys and values of a layer; raise if a known layer number is out of range."""
+    """Return the keys and values of a layer; raise if an untraced number is out of range."""
     if not is_traced(layer) and not 0 <= layer < buffers.layers:
         raise ValueError(
             f"expected a layer from 0 to {buffers.layers - 1}, got {layer}; make the cache with "
@@ -151,7 +151,7 @@ def _get_layer_kv(buffers: Buffers, layer: int | jax.Array) -> LayerKV:
 
 
 def _check_array(name: str, x: object) -> jax.Array | np.ndarray:
-    """Return an argument if it is an array of floats; otherwise raise an error with its name."""
+    """Return `x` if it is an array of floats; otherwise raise an error that contains `name`."""
     if not isinstance(x, jax.Array | np.ndarray):
         raise TypeError(f"expected an array for {name}, got {type(x)}; convert it with jnp.asarray")
     if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -371,8 +371,8 @@ def _attend_layer(
     implementation: Implementation | None,
 ) -> tuple[jax.Array, tuple[PyTree, ...], jax.Array]:
     """Write new keys and values, if any, into a layer, and attend; traced once for all layers."""
-    # Rows in the order of sequences are split like their streams. Other rows are computed on all
-    # devices, and one collective merges the partial softmax of each row.
+    # If row r is sequence r, devices split rows like streams. Otherwise all devices compute all
+    # rows, and one collective merges the partial softmaxes of each row.
     split = make_axis_partition(table.sharding_rules, **shardable_sizes(layer_kv[0]))
     heads = axes_of_queries(
         table.sharding_rules, current_mesh(table.sharding_rules), *layer_kv, q.shape[2]

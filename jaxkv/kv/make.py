@@ -78,7 +78,7 @@ def make_attention_cache(
 def _make_arrays(
     spec: CacheSpec, *, cells: int, sequences: int, streams: int, dtype: jnp.dtype, stacked: bool
 ) -> tuple[dict[str, jax.Array], Buffers]:
-    """Return the arrays of an empty table, and buffers, by one program."""
+    """Return the arrays of an empty table, and empty buffers, from one compiled program."""
     fields = empty_fields(layers=spec.layers, cells=cells, sequences=sequences, streams=streams)
     return fields, _zero_buffers(spec, streams, cells, dtype, stacked=stacked)
 

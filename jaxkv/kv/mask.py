@@ -26,8 +26,8 @@ def visibility_of(
     visible_until: Int32[Array, "R T"] | None = None,
 ) -> Visibility:
     """Return the inputs of the attention mask for a ubatch that was applied to the table."""
-    # All sequences of a shared token own the same earlier cells, or the plan is refused. The mask
-    # therefore compares owners with the first sequence of a token only.
+    # All sequences of a shared token own the same earlier cells, or the plan is refused. Therefore
+    # the mask checks only whether the first sequence of a token owns a cell.
     if ubatch.shared_with is not None and not (causal and visible_until is None):
         raise ValueError(
             "expected causal attention without visible_until for tokens of several sequences, got "
@@ -38,7 +38,7 @@ def visibility_of(
     looks = ubatch.valid & (ubatch.slots < MAX_CELLS)
     bit = jnp.where(looks, jnp.uint32(1) << bit, 0)
     at, word, bit = (x.reshape(streams.size, -1) for x in (ubatch.positions, word, bit))
-    # More tokens than sequences come from prompts; several of them attend to the same tiles.
+    # If a list has more tokens than sequences, several tokens of a prompt attend to the same tiles.
     tiled = cells.placement == "tiled" and at.shape[1] <= cells.sequences_per_stream
     return Visibility(
         position=cells.position,
@@ -58,9 +58,9 @@ def visibility_of(
 def needs_unwritten_tokens(
     cells: Cells, ubatch: Ubatch, *, causal: bool, visible_until: Int32[Array, "R T"] | None
 ) -> Bool[Array, "R T"] | None:
-    """Return which tokens attend to tokens that are not written yet; None if no token can."""
-    # These tokens attend beyond the last token of their sequence in this ubatch. Without causal
-    # attention, their sequence must continue in a later ubatch of the plan.
+    """Return which tokens attend to unwritten tokens; None if no token attends to later tokens."""
+    # Such a token attends beyond the last token of its sequence in this ubatch. If `causal` is
+    # False, its sequence must also continue in a later ubatch of the plan.
     if causal and visible_until is None:
         return None
     looks = ubatch.valid & (ubatch.slots < MAX_CELLS)

@@ -50,8 +50,8 @@ def compare_last_tokens(
 ) -> tuple[UInt32[Array, " T"], Bool[Array, " T"]]:
     """Compare the content hash of each sequence's last cell with the array `contents`.
 
-    The results are the hash, 0 for an empty sequence, and whether the hashes are equal. After
-    `seq_div`, two cells may be at the last position; the comparison includes both.
+    Returns the hashes, 0 for an empty sequence, and whether they are equal to `contents`. After
+    `seq_div`, two cells may be at the last position; then one equal hash is sufficient.
     """
     axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
     does = is_sequence(cells, sequences)
@@ -82,8 +82,8 @@ def map_rows(
 ) -> W:
     """Call a function with the streams of each device and the rows of a ubatch in these streams.
 
-    The function also gets the axes that split rows, and the axes along which padding differs. If
-    rows are not split, each device gets all rows, with rows of other devices' streams as padding.
+    The function also gets the mesh axes that split rows. If no axes do, each device gets all rows,
+    with rows of other devices' streams as padding, and the function gets the mesh axes of streams.
     """
     axes = make_axis_partition(cells.sharding_rules, streams=cells.streams).streams
     rows = row_mesh_axes(ubatch, axes)

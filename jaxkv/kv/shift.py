@@ -1,4 +1,4 @@
-"""Edits of positions, which add to `shift`, and the later rotation of keys by the summed shifts."""
+"""Edits of positions, which update the array `shift`, and the later rotation of keys by `shift`."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ CHUNK = 256
 class ShiftPlan(MaintenancePlan):
     """Plan of the rotation of all keys with a pending shift.
 
-    shift: Pending shifts of the table when the plan was made. If the shifts of a table differ, the
-      plan has no effect.
+    shift: Pending shifts of the table when the plan was made. The plan has no effect on a table
+      with other shifts.
     spec: Spec of the table when the plan was made, static.
     """
 
@@ -63,7 +63,7 @@ class ShiftPlan(MaintenancePlan):
         return jnp.sum(self.shift != 0, dtype=jnp.int32)
 
     def is_current(self, table: Cells) -> Bool[Array, ""]:
-        """Return whether the pending shifts are the same as when the plan was made."""
+        """Return whether the table has the pending shifts for which the plan was made."""
         return jnp.all(self.shift == table.shift)
 
     def commit(self, table: C, buffers: Buffers, ok: Bool[Array, ""]) -> tuple[C, Buffers]:
@@ -79,11 +79,11 @@ def seq_add(
     delta: Int32[Array, ""],
     gap: Int32[Array, ""] | None = None,
 ) -> tuple[C, Bool[Array, ""]]:
-    """Add `delta` to positions in a range of a sequence, for all owners of the cells.
+    """Add `delta` to the positions of a sequence in a range, also for other owners of its cells.
 
     A cell with a negative new position is freed. If a position would reach END, or an owner could
-    not continue (see `eviction.accept_edit`), the table is unchanged and the flag is False. The
-    argument `gap` is the lowest position from which no present or evicted token precedes the range.
+    not continue (see `eviction.accept_edit`), the table is unchanged and the flag is False. If
+    `gap` is not None, no present or evicted token is at a position in `[gap, start)`.
     """
     moves = sequence_cells_in_range(cells, seq, start, stop)
     evicted = _highest_evicted(cells, seq, start, stop)
@@ -105,7 +105,7 @@ def can_seq_add(
     stop: Int32[Array, ""],
     delta: Int32[Array, ""],
 ) -> Bool[Array, ""]:
-    """Return whether positions remain unique and below END for each owner of the moved cells."""
+    """Return whether `seq_add` keeps the positions of each owner unique and below END."""
     moves = sequence_cells_in_range(cells, seq, start, stop)
     after = _move_positions(cells, moves, cells.position + delta)
 
@@ -125,7 +125,7 @@ def seq_div(
     stop: Int32[Array, ""],
     divisor: Int32[Array, ""],
 ) -> tuple[C, Bool[Array, ""]]:
-    """Divide positions in a range of a sequence, rounding down; for refusals see `seq_add`."""
+    """Divide the positions of a sequence in a range, rounding down; for the flag see `seq_add`."""
     ok = divisor >= 1
     moves = sequence_cells_in_range(cells, seq, start, stop) & ok
     divisor = jnp.maximum(divisor, 1)
@@ -162,8 +162,8 @@ def _in_bounds(
 def _highest_evicted(
     cells: Cells, seq: jax.Array, start: jax.Array, stop: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the highest evicted positions, `[Q]`, and whether the edit moves these positions."""
-    # The evicted cell may have been shared, so it is moved for all sequences of the stream.
+    """Return each sequence's highest evicted position below `stop`, and whether it moves; `[Q]`."""
+    # An evicted cell may have been shared, so its position moves for all sequences of the stream.
     highest = jnp.minimum(cells.evicted_below, resolve_range_end(stop)) - 1
     (stream, *_), (own_stream, *_) = (
         locate_owner_bit(cells, jnp.arange(cells.sequences)),
@@ -181,11 +181,11 @@ def _move_eviction_marks(
     below: jax.Array,
     move: Callable[[jax.Array], jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
-    """Return `evicted_below` after a move, and the new position of the last evicted position."""
+    """Return `evicted_below` after a move, and the new position of the last evicted token."""
     mark = cells.evicted_below
     highest, inside = evicted
     moved = jnp.maximum(move(highest) + 1, 0)
-    # The highest evicted position that does not move is below or above the range.
+    # Evicted positions that stay are below the range, or above the range if the last one stays.
     all_move = inside & (jnp.arange(cells.sequences) == seq) & (highest == mark - 1)
     stays = jnp.where(all_move, jnp.minimum(mark, below), mark)
     marks = jnp.where(inside, jnp.maximum(moved, stays), mark)
@@ -193,7 +193,7 @@ def _move_eviction_marks(
 
 
 def _move_positions(cells: C, moves: jax.Array, position: jax.Array) -> C:
-    """Set positions of the moved cells and update the shifts; negative positions free cells."""
+    """Set the positions of moved cells and update `shift`; a negative position frees its cell."""
     moved = replace(
         cells,
         position=jnp.where(moves, position, cells.position),
@@ -204,7 +204,7 @@ def _move_positions(cells: C, moves: jax.Array, position: jax.Array) -> C:
 
 
 def rotate_shifted_keys(cells: C, buffers: Buffers, ok: Bool[Array, ""]) -> tuple[C, Buffers]:
-    """Rotate keys with a pending shift, and set the shift to 0, if `ok` is True."""
+    """If `ok` is True, rotate keys with a pending shift, and set their shifts to 0."""
     # Rotation by a difference of positions does not apply the attention factor of a rope twice.
     pending = (cells.shift != 0) & ok
     by = jnp.where(pending, cells.shift, 0)
@@ -228,7 +228,7 @@ def _rotate_keys(
     by: jax.Array,
     arrays: PyTree,
 ) -> PyTree:
-    """Rotate each key from its position by a number of positions, if not 0; both are `[S, N]`."""
+    """Rotate each key from position `start` by `by` positions unless `by` is 0; both `[S, N]`."""
     keys, values = arrays
     axes, size = stream_cell_axes(split).cells, keys[0].shape[2]
     if axes:  # each device rotates its own cells
@@ -248,7 +248,7 @@ def _rotate_keys(
         cell = jnp.searchsorted(count, number).astype(jnp.int32)
         stream, slot = divmod_nonnegative(cell, size)
         begin, turns = (x.at[cell].get(mode="fill", fill_value=0) for x in (start, by))
-        # Padding of the chunk gets distinct slots past the last cell, as indices are unique.
+        # Padding of the chunk gets distinct slots past the last cell, as writes need unique slots.
         slot = jnp.where(cell < by.size, slot, size + jnp.arange(CHUNK))
         turned = []
         for k, rope in zip(keys, ropes, strict=True):

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class TokenLists(NamedTuple):
-    """Lists of tokens that share a stream; attention reads keys once for each list.
+    """P lists of tokens, each in one stream; attention reads keys once for each list.
 
     streams: Stream of each list.
     all_streams: Whether P is S and list p contains all tokens of stream p.
@@ -49,7 +49,7 @@ class TokenLists(NamedTuple):
 
 
 def group_rows_by_stream(cells: Cells, ubatch: Ubatch) -> TokenLists:
-    """Return the lists of tokens that the rows of a ubatch form."""
+    """Return one list of tokens for each stream if possible, otherwise one list for each row."""
     # If row r is sequence r, the rows of each stream are contiguous. Otherwise each row is a list,
     # because the streams of rows are traced.
     if cells.streams == 1 or ubatch.row_is_sequence:
@@ -58,7 +58,7 @@ def group_rows_by_stream(cells: Cells, ubatch: Ubatch) -> TokenLists:
 
 
 def sequence_status(cells: Cells, present: Bool[Array, " Q"]) -> SequenceStatus:
-    """Return the status of each present sequence; the last position may be evicted."""
+    """Return the status of the sequences in `present`; their last positions may be evicted."""
     last = jnp.where(
         present, jnp.maximum(last_positions(cells, present), cells.evicted_below - 1), EMPTY
     )
@@ -75,7 +75,7 @@ def usable_cells(cells: Cells) -> Bool[Array, "S N"]:
 
 
 def find_fitting_sequences(cells: Cells, demand: Int32[Array, " Q"]) -> Admission:
-    """Return which sequences have enough usable cells, counted in order of increasing demand."""
+    """Return which sequences fit if usable cells are assigned in order of increasing demand."""
     # With a window all sequences fit, since each ubatch evicts cells when it is placed. With
     # contiguous placement, `fits` ignores fragmentation, and `together` uses the longest run.
     open_cells = usable_cells(cells)
@@ -95,15 +95,15 @@ def find_fitting_sequences(cells: Cells, demand: Int32[Array, " Q"]) -> Admissio
 
 
 def longest_run(open_cells: Bool[Array, "S N"]) -> Int32[Array, " S"]:
-    """Return the length of the longest run of open cells in each stream."""
+    """Return the number of cells of the longest contiguous run of True in each stream."""
     here = 1 + jnp.arange(open_cells.shape[1], dtype=jnp.int32)
     here = jnp.broadcast_to(here, open_cells.shape)
-    closed = jax.lax.cummax(jnp.where(open_cells, 0, here), axis=1)  # the last one up to each cell
+    closed = jax.lax.cummax(jnp.where(open_cells, 0, here), axis=1)  # 1 + last closed index
     return jnp.max(here - closed, axis=1)
 
 
 def _fit_smallest_first(demand: jax.Array, room: jax.Array) -> jax.Array:
-    """Return which sequences fit into the usable cells, in order of increasing demand."""
+    """Return which sequences fit if `room` cells are assigned in order of increasing demand."""
 
     def of_stream(demand: jax.Array, room: jax.Array) -> jax.Array:
         order = jnp.argsort(demand, stable=True)
@@ -119,9 +119,9 @@ def can_allocate(
     at_once: int,
     num_shared_cells: Int[np.ndarray, " S"],
 ) -> Bool[np.ndarray, " S"]:
-    """Return on the CPU which streams have enough cells for sequences of the given lengths."""
+    """Return which streams have enough cells for sequences of `lengths`, computed on the CPU."""
     # With a window, a stream needs at most the cells that the next token of each sequence attends
-    # to, and `at_once` cells.
+    # to, plus `at_once` cells.
     lengths = np.asarray(lengths, np.int64).reshape(cells.streams, -1)
     needed = lengths.sum(axis=1) - num_shared_cells
     if cells.window is not None:
@@ -134,8 +134,8 @@ def choose_slots(cells: Cells, ubatch: Ubatch) -> tuple[Int32[Array, "R T"], Int
     """Return a slot and a `Reason` for each token of a ubatch (llama.cpp: `find_slot`).
 
     Empty cells are taken first, in the order of `placement`; then evictable cells, lowest position
-    first. If a token has no cell, all slots are past the last cell. The reason of a token without a
-    cell is OUT_OF_CELLS, or FRAGMENTED if there are enough cells but no contiguous run.
+    first. If any token gets no cell, all slots are past the last cell. Tokens without a cell have
+    the reason OUT_OF_CELLS, or FRAGMENTED if there are enough cells but no run is long enough.
     """
     slots, is_fragmented = map_rows(cells, ubatch, _search_cells, lambda _: P())
     fault = jnp.where(is_fragmented, Reason.FRAGMENTED, Reason.OUT_OF_CELLS)
@@ -150,7 +150,7 @@ def _search_cells(
     cells: Cells, ubatch: Ubatch, rows: tuple[str, ...], shared_axes: tuple[str, ...]
 ) -> tuple[jax.Array, jax.Array]:
     """Choose slots in the streams of a device; all-gather slots and `is_fragmented` flags."""
-    # The rows of a device's only stream are a list for attention, in any order.
+    # If there is only one stream, its rows form one list, in any order.
     all_streams = ubatch.row_is_sequence or ubatch.spec.streams == 1
     if cells.placement == "tiled":
         slots = choose_in_tiles(cells, ubatch, all_streams)
@@ -192,7 +192,7 @@ def _choose_in_order(
 
 
 def _choose_single_cell(cells: Cells, open_cells: jax.Array) -> jax.Array:
-    """Return the slot of the only token of each stream, `[S]`; N if no cell is open."""
+    """Return the slot of the only token of each stream, `[S]`; N if `open_cells` is all False."""
     size, shards = cells.num_cells, cells.shards
     open_cells, position = to_fill_order(open_cells, shards), to_fill_order(cells.position, shards)
     if cells.window is not None and cells.placement != "contiguous":
@@ -209,10 +209,10 @@ def choose_in_stream(
     turn: Int32[Array, " T"],
     total: Int32[Array, ""],
 ) -> tuple[Int32[Array, " T"], Bool[Array, ""]]:
-    """Choose slots in a stream for tokens with numbers from 1 to `total`.
+    """Choose slots in a stream for `total` tokens, which `turn` numbers from 1.
 
-    A token without a cell gets a slot past the last cell. The returned flag is whether contiguous
-    placement has enough open cells; False for other placements.
+    A token that gets no cell has a slot past the last cell. The returned flag is True if placement
+    is contiguous and the number of open cells is sufficient, even if no run is long enough.
     """
     size, shards = cells.num_cells, cells.shards
     open_cells, position = to_fill_order(open_cells, shards), to_fill_order(position, shards)
@@ -229,7 +229,7 @@ def choose_in_stream(
 
 
 def _find_first_run(counts: jax.Array, length: jax.Array) -> jax.Array:
-    """Return the start of the first run of a given length, from cumulative counts; N if none."""
+    """Return the start of the first run of `length` cells, given cumulative counts; N if none."""
     cells = counts.shape[0]
     start = jnp.arange(cells)
     before = jnp.where(start > 0, counts[start - 1], 0)
@@ -277,14 +277,14 @@ def _history_after(cells: Cells, ubatch: Ubatch) -> jax.Array:
 
 
 def _sum_by_stream(cells: Cells, ubatch: Ubatch, x: jax.Array) -> jax.Array:
-    """Sum one value for each row, `[R]`, over the rows of each stream; unsigned sums wrap."""
+    """Return the sum of `x`, `[R]`, over the rows of each stream; unsigned sums wrap around."""
     if ubatch.row_is_sequence:
         return jnp.sum(x.reshape(cells.streams, -1), axis=1, dtype=x.dtype)
     return jnp.zeros(cells.streams, x.dtype).at[ubatch.row_stream].add(x)
 
 
 def _owner_words(cells: Cells, ubatch: Ubatch) -> jax.Array:
-    """Return the words of the array `owners` for the slots of a ubatch, `[R, T, W]` uint32."""
+    """Return the words of the array `owners` for the tokens of a ubatch, `[R, T, W]` uint32."""
     words = jnp.arange(cells.owners.shape[1])
 
     def owner_bits(sequences: jax.Array) -> jax.Array:
@@ -299,8 +299,8 @@ def _owner_words(cells: Cells, ubatch: Ubatch) -> jax.Array:
 
 
 def stream_hash_after(cells: Cells, ubatch: Ubatch) -> UInt32[Array, " S"]:
-    """Return `stream_hash` after a ubatch is stored, in a table without a window."""
-    # The slots are empty before, and `hash_before` of the ubatch is the hash of the table.
+    """Return the `stream_hash` that a table without a window has after a ubatch."""
+    # The slots are empty before the ubatch, and its `hash_before` is the hash of the table.
     return map_rows(cells, ubatch, lambda cells, ubatch, *_: _stream_hash_after(cells, ubatch), P)
 
 
@@ -311,7 +311,7 @@ def _stream_hash_after(cells: Cells, ubatch: Ubatch) -> jax.Array:
     owners, none = _owner_words(cells, ubatch), jnp.zeros_like(slots)
     empty = jnp.full_like(slots, EMPTY), none, stamp, jnp.zeros_like(owners)
     occupied = ubatch.positions, none, ubatch.cell_hashes, owners
-    # One sum with signs; each layer would recompute a difference, see `hashing.sum_hashes`.
+    # XLA would recompute a difference in each layer, unlike a sum, see `hashing.sum_hashes`.
     both = (jnp.stack(pair) for pair in zip(empty, occupied, strict=True))
     sign = jnp.array([-1, 1]).astype(jnp.uint32)[:, None, None]
     change = sign * hash_cells(slots[None], *both)
@@ -347,6 +347,6 @@ def layer_history_after(
 
 
 def can_read_layer(cells: Cells, ubatch: Ubatch, written: UInt32[Array, " S"]) -> Bool[Array, " R"]:
-    """Return which rows have no slot, or have a stream of which the layer has all tokens."""
+    """Return which rows have no slots, or a stream of which the layer wrote all tokens."""
     whole = written == cells.history[:, 1]
     return whole[ubatch.row_stream] | ~jnp.any(ubatch.slots < MAX_CELLS, axis=1)

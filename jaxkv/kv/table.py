@@ -76,7 +76,7 @@ class CellTable(Cells, CacheTable):
         return CacheSpec.attention(len(ends), heads, keys, values, self.window, buffers.ropes)
 
     def with_sharding_rules(self, sharding_rules: ShardingRules | None) -> CellTable:
-        """Return the table with other sharding rules."""
+        """Return the table with the given sharding rules."""
         return replace(self, sharding_rules=sharding_rules)
 
     def partition_specs(
@@ -93,7 +93,7 @@ class CellTable(Cells, CacheTable):
         return jax.tree.map(lambda _: streams, self), jax.tree.map(spec_of_array, buffers)
 
     def num_layers(self, buffers: Buffers) -> int:
-        """Return L."""
+        """Return the number of layers, L."""
         return buffers.layers
 
     def check_buffers(self, buffers: Buffers) -> None:
@@ -147,7 +147,7 @@ class CellTable(Cells, CacheTable):
         start: Int32[Array, ""],
         stop: Int32[Array, ""],
     ) -> tuple[CellTable, Buffers | None]:
-        """Share cells of `src` with targets in the same stream, and copy cells to other streams."""
+        """Share cells of `src` within its stream, and copy cells to targets in other streams."""
         if buffers is None:
             return cells.seq_cp(self, src, dst, start, stop), None
         if self.sequences_per_stream == 1:
@@ -163,7 +163,7 @@ class CellTable(Cells, CacheTable):
         start: Int32[Array, ""],
         stop: Int32[Array, ""],
     ) -> tuple[Bool[Array, ""], Int32[Array, " n"]]:
-        """Return whether all targets can continue with enough cells, and their last positions."""
+        """Return whether a copy is possible, and the last position of each target after it."""
         ok, ends = eviction.can_resume_after_copy(self, src, dst, start, stop)
         if self.spec.has_shared_streams:
             ok &= copy_pooled.plan_copy(self, src, dst, start, stop).need.ok
@@ -172,7 +172,7 @@ class CellTable(Cells, CacheTable):
     def seq_select(
         self, buffers: Buffers | None, parents: Int32[Array, " n"], targets: Int32[Array, " n"]
     ) -> tuple[CellTable, Buffers | None]:
-        """Share cells of parents within a stream, and copy cells of parents between streams."""
+        """Replace targets by parents: share cells within a stream, copy cells between streams."""
         if buffers is None:
             return cells.seq_select(self, parents, targets), None
         if self.sequences_per_stream == 1:

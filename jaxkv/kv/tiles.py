@@ -1,4 +1,4 @@
-"""Tiles: runs of cells that are reserved for one sequence while there is space.
+"""Tiles: runs of cells, each reserved for one sequence while other tiles have empty cells.
 
 M is the number of tiles of a stream, and U the number of sequences of a stream. Attention loops
 read larger tiles, see `TILE` in `jaxkv.ops.attention.active_tiles`.
@@ -39,7 +39,7 @@ def tile_size(cells: int) -> int:
 
 
 def check_tile_multiple(cells: int) -> None:
-    """Raise a ValueError if a stream has 256 cells or more, and not a multiple of 64.
+    """Raise a ValueError if `cells` is 256 or more and not a multiple of 64.
 
     With tiles of a few cells, a decode step uses several times the memory of a layer's keys.
     """
@@ -51,7 +51,7 @@ def check_tile_multiple(cells: int) -> None:
 
 
 def order_open_tiles_first(open_cells: Bool[Array, " N"]) -> Int32[Array, " N"]:
-    """Return the cells of a stream for copies; cells of entirely open tiles come first.
+    """Return all cell indices of a stream; tiles in which every cell is open come first.
 
     >>> order_open_tiles_first(jnp.array([True, False, False, True, True, True, True, True]))
     Array([4, 5, 6, 7, 0, 1, 2, 3], dtype=int32)
@@ -102,11 +102,11 @@ class StreamCells(NamedTuple):
 def choose_for_list(
     pool: StreamCells, sequences: Int32[Array, " T"], valid: Bool[Array, " T"], count: int
 ) -> Int32[Array, " T"]:
-    """Choose a slot for each token, lower ids of U sequences first; N for a token without a cell.
+    """Choose a slot for each token, in order of U sequence ids; N for a token that gets no cell.
 
-    A token gets a cell of the first kind that has a cell left, lowest cell first: an empty cell in
-    a tile that only its sequence uses; a cell of an empty tile; any other empty cell; the evictable
-    cell with the lowest position. Lower empty tiles are given to lower sequences that need a tile.
+    Cells are taken in this order, lowest cell first: empty cells in tiles that only the token's
+    sequence uses; cells of empty tiles; other empty cells; evictable cells, lowest position first.
+    Sequences get empty tiles in order of ids, lowest tile first.
     """
     cells, size = pool.free.size, tile_size(pool.free.size)
     in_turn = jnp.argsort(jnp.where(valid, sequences, count), stable=True)
@@ -133,7 +133,7 @@ def choose_for_list(
     num_empty -= jnp.zeros_like(num_empty).at[tile].add(1, mode="drop")
     further = jnp.cumsum(is_valid & ~is_own, dtype=jnp.int32) - 1
     other_tile, beyond = _locate_nth(num_empty, further)
-    # The lowest cells of each tile are used first, so the remaining ones follow them.
+    # The lowest empty cells of each tile are used first, so the remaining cells follow them.
     total = jnp.sum(flags, axis=1, dtype=jnp.int32)
     number = jnp.where(is_own, number, _get_or_zero(total - num_empty, other_tile) + beyond)
     tile = jnp.where(is_own, tile, other_tile)

@@ -1,4 +1,4 @@
-"""View of one layer in an array that stores the keys or values of all layers, for scans."""
+"""View of one layer in an array of the keys or values of all layers, for scans over layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class LayerView:
     """Keys or values of one layer, used in place of an array `[S, K, N, D]`.
 
-    Writes to a layer outside of 0 to L - 1 are skipped; reads of such a layer must not be used.
+    Writes to a layer outside `[0, L)` are skipped; reads from such a layer give undefined results.
 
     all: Keys or values of all layers. Index s * L + l is stream s of layer l.
     layer: Index of the layer, repeated for each stream; may be traced.

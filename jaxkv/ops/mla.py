@@ -17,21 +17,21 @@ if TYPE_CHECKING:
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class ValueSlice:
-    """Slice of a key that is the value, used in place of an array of values.
+    """Proper slice of each key that is its value; used in place of an array of values.
 
     first: First dimension of the slice.
-    last: One past the last dimension of the slice, which is not the whole key.
+    last: One past the last dimension of the slice.
     """
 
     first: int
     last: int
 
     def slice_values(self, x: Float[Array, "... D"]) -> Float[Array, "... Dv"]:
-        """Return the values of keys, or the weighted values of weighted keys, in the same dtype."""
+        """Return the slice of keys, or of weighted sums of keys, that is the value."""
         return x[..., self.first : self.last]
 
     def nan_unless_finite(self, keys: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
-        """Set keys with a non-finite element to 0 in the slice of the value, to NaN elsewhere.
+        """In keys with a non-finite element, set the value slice to 0 and other elements to NaN.
 
         >>> ValueSlice(1, 3).nan_unless_finite(
         ...     jnp.array([[1.0, 2.0, 3.0], [4.0, jnp.inf, 5.0]])
@@ -45,7 +45,7 @@ class ValueSlice:
 
 
 Values = Stored | ValueSlice
-"""Stored values of a layer, or the slice of the keys."""
+"""Stored values of a layer, or the slice of the keys that replaces them."""
 
 
 def value_dim(v: Values) -> int:

@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits: codes, and a scale for each head and cell, or each 128 dimensions.
+"""Keys and values in 8 bits: codes, with a scale for each group of at most 128 dimensions.
 
 Additional letters: G groups of dimensions of a head with one scale, X queries that share a key, C
 cells.
@@ -28,7 +28,7 @@ SHARING = 128
 class Quantised:
     """Keys or values of a layer in 8 bits, used in place of an array: codes times scales.
 
-    If an element of a head is not finite, all codes of the head are 0 and its scales are NaN.
+    If an element of a head is not finite, all codes of the head are 0 and all its scales are NaN.
 
     codes: `[S, K, N, D]` int8, or an 8-bit floating dtype.
     scales: Largest absolute value of each of G groups, divided by the largest code.
@@ -86,7 +86,7 @@ def expand_scales(scales: Float[Array, "... G"], size: int) -> Float[Array, "...
 
 
 def codes_and_scales(x: PyTree) -> tuple[PyTree, PyTree]:
-    """Return codes and scales of a `Quantised`, or a plain array and None; also for references."""
+    """Return codes and scales of a `Quantised`, or a plain array (or kernel reference) and None."""
     return (x.codes, x.scales) if isinstance(x, Quantised) else (x, None)
 
 
@@ -99,12 +99,12 @@ def quantise_like(numbers: Float[Array, "... D"], like: Stored) -> Numbers:
     """Return numbers of dtype `dequantised_dtype(like)` in the format of stored keys or values.
 
     Codes are rounded to the nearest, ties to even, and have no derivative. A head with a non-finite
-    number decodes to NaN only. The shape of `like` may differ.
+    number decodes to all NaN. The shape of `like` may differ.
     """
     if not isinstance(like, Quantised):
         return numbers
     numbers, dtype = jax.lax.stop_gradient(numbers), like.codes.dtype
-    # Some compilers replace a division by a constant by this product; all agree on the product.
+    # A product, because only some compilers replace a division by a constant by a product.
     size = numbers.shape[-1]
     highest = [
         jnp.max(jnp.abs(numbers[..., group]), -1, keepdims=True) for group in scale_groups(size)
@@ -156,7 +156,7 @@ def qk_logits(
         return product(q, codes)
 
     def of_group(i: int, group: slice) -> jax.Array:
-        scale = scales[..., i : i + 1]  # `[..., C, 1]`: one for a cell, not for each number
+        scale = scales[..., i : i + 1]  # `[..., C, 1]`: one scale for each cell
         return product(q[..., group], codes[..., group]) * (scale if keys_first else scale.mT)
 
     return reduce(jnp.add, [of_group(*group) for group in enumerate(scale_groups(k.shape[-1]))])

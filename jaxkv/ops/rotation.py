@@ -1,7 +1,7 @@
 """Rotation of stored keys to new positions, without accumulating rounding errors.
 
-Each move of a key of 16 or 8 bits rotates the key to position 0, and rounds it to a grid that is
-wide enough to undo the rounding at any position. All moves after the first find equal grid points.
+Each move of a key of 16 or 8 bits rotates the key to position 0, and rounds it to a grid. The grid
+is so wide that rounding after a move does not change the grid point that the next move finds.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _round_to_grid(plain: jax.Array, unit: jax.Array, rope: Rope) -> jax.Array:
 
 @jax.custom_jvp
 def _round(x: jax.Array) -> jax.Array:
-    """Round to integers; the derivative is 1, as of other roundings to a dtype."""
+    """Round to integers; the derivative is 1, as for a cast to a smaller dtype."""
     return jnp.round(x)
 
 
@@ -83,7 +83,7 @@ def _map_pairs(
 
 
 def _rounding_unit(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Return the unit of the last place of non-negative numbers in a dtype, as float32."""
+    """Return the unit in the last place of non-negative numbers in a dtype, as float32."""
     if is_integer_dtype(dtype):
         return jnp.ones_like(x)
     info = jnp.finfo(dtype)

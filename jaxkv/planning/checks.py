@@ -1,6 +1,6 @@
-"""Checks of a batch before slots are chosen, for M members: pairs of a token and a sequence.
+"""Checks of a batch before slots are chosen. A member is a pair of a token and its sequence.
 
-M is B, or B * n if a token may have n sequences. `ids` has Q for absent members.
+The number of members M is B, or B * n if a token may have n sequences. `ids` has Q if absent.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _find_faults(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the `Reason`, expected position and actual position of each sequence's first fault.
 
-    For DIVERGED, the expected position is the id of the token's first sequence.
+    For DIVERGED, the id of the token's first sequence is in place of the expected position.
     """
     ranks, before = numbers
     position = repeat_per_sequence(batch.positions, batch)
@@ -188,7 +188,7 @@ def check_shared_tokens(spec: TableSpec, batch: Batch) -> None:
 def token_sequence_pairs(
     batch: Batch,
 ) -> tuple[PyTree[Int32[ArrayLike, "*M"]], PyTree[Bool[ArrayLike, "*M"]]]:
-    """Return the sequence of each member, and whether it is present; `[R, T * n]` for rows."""
+    """Return the sequence of each member, and which members are present; `[R, T * n]` for rows."""
     if batch.shared_with is None:
         return batch.sequences, batch.valid
     xp = np if is_concrete(batch) else jnp
@@ -225,7 +225,7 @@ def members_with_other_history(
 ) -> Bool[Array, " M"]:
     """Return the members whose history differs from that of the first member of their token.
 
-    A history is the cells in the table, and the preceding tokens in the batch.
+    The history of a member is its sequence's cells in the table and earlier tokens in the batch.
     """
     spec, count = table.spec, table.spec.sequences
     turn, before, ids = (x.reshape(batch.valid.shape[0], -1) for x in (*ranks, ids))
@@ -248,7 +248,7 @@ def members_with_other_history(
 def num_required_cells(
     ids: jax.Array, turn: jax.Array, fits: jax.Array, batch: Batch
 ) -> tuple[jax.Array, jax.Array]:
-    """Return a representative of sequences that share tokens, and the number of required cells."""
+    """Return the lowest sequence that shares tokens with each sequence, and its required cells."""
     # Sequences that share a token fit together or not at all, so the lowest sequence counts for
     # all.
     count = fits.shape[0]

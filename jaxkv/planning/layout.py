@@ -31,13 +31,13 @@ FEW = 8
 
 
 CHEAP = 64
-"""Number of slots of a ubatch that is computed faster than another shape is compiled."""
+"""Number of slots up to which computing a ubatch is faster than compiling another shape."""
 
 
 def lay_out_batch(
     spec: TableSpec, batch: Batch, ubatch_size: int, split_by: SplitBy | None
 ) -> tuple[Batch, list[PyTree[Int32[ArrayLike, "R T"]]], int]:
-    """Assign the tokens of a batch to ubatches: of a traced batch, by the shapes alone.
+    """Assign the tokens of a batch to ubatches; if the batch is traced, from shapes alone.
 
     Returns the flat, padded batch, the batch indices `[R, T]` of each ubatch, and the largest
     number of outputs of a ubatch, padded.
@@ -68,7 +68,7 @@ def lay_out_batch(
 
 
 def _most_outputs(spec: TableSpec, batch: Batch) -> int:
-    """Return a bound of the outputs of a traced batch, from its shapes and known arrays."""
+    """Return an upper bound of the number of outputs of a traced batch."""
     most = size = batch.valid.size
     if batch.outputs is None:
         ids = [ids for ids in (batch.sequences, batch.shared_with) if ids is not None]
@@ -86,7 +86,7 @@ def _most_outputs(spec: TableSpec, batch: Batch) -> int:
 def _lay_out_known_batch(
     spec: TableSpec, batch: Batch, ubatch_size: int, split_by: SplitBy | None
 ) -> tuple[Batch, list[PyTree], int]:
-    """Implement `lay_out_batch` for a batch with known values."""
+    """Implement `lay_out_batch` for a batch with concrete values."""
     batch, valid_index = _flat_batch(spec, batch)
     sequences = batch.sequences[valid_index]
     after = (
@@ -118,7 +118,7 @@ def _lay_out_known_batch(
 
 
 def _needs_same_cells_in_any_cut(spec: TableSpec) -> bool:
-    """Return whether no cut needs evictions or free runs, so that all cuts need the same cells."""
+    """Return whether all cuts need the same cells: no evictions between ubatches, no free runs."""
     details = dict(spec.details)
     evicts = details.get("window") is not None and spec.ubatch_size is None
     contiguous = details.get("placement") == "contiguous"
@@ -143,7 +143,7 @@ def layout_single_ubatch(
 
 
 def _flat_batch(spec: TableSpec, batch: Batch) -> tuple[Batch, np.ndarray]:
-    """Flatten a batch with known values; also return the batch indices of valid tokens, `[n]`."""
+    """Flatten a concrete batch; also return the batch indices of valid tokens, `[n]`."""
     axes, count = batch.valid.ndim, batch.valid.size
     batch = jax.tree.map(lambda x: np.asarray(x).reshape(count, *x.shape[axes:]), batch)
     valid_index = np.flatnonzero(batch.valid)
@@ -182,7 +182,7 @@ def _pad_batch(batch: Batch, size: int) -> Batch:
 
 
 def order_tokens_first(valid: jax.Array) -> jax.Array:
-    """Return an order of each row, `[R, T]`, with padding last, as recurrent caches require."""
+    """Return indices that move padding to the end of each row, `[R, T]`, for recurrent caches."""
     return jnp.argsort(~valid, axis=1, stable=True).astype(jnp.int32)
 
 
@@ -236,7 +236,7 @@ def gather_rows(batch: Batch, index: jax.Array) -> Batch:
 def split_batch(
     split_by: SplitBy, sequences: np.ndarray, ubatch_size: int, after: np.ndarray | None = None
 ) -> list[np.ndarray]:
-    """Cut a batch by one of the three functions; raise a ValueError if `split_by` is unknown.
+    """Cut a batch with the function named by `split_by`; raise a ValueError for unknown names.
 
     >>> split_batch("even", np.array([0, 0]), 1)
     Traceback (most recent call last):
@@ -288,8 +288,8 @@ def equal_split(
 
     A ubatch takes at most `ubatch_size` sequences, in the order of their next tokens. Rows are as
     long as the shortest sequence and `ubatch_size` allow. `after` has the index of the token that
-    precedes each token, `[B]` int32, -1 for a first token. A sequence waits if its first token
-    follows a token that is neither computed yet nor in this ubatch. llama.cpp: `split_equal`.
+    precedes each token, `[B]` int32, -1 for a first token. A sequence waits if its next token
+    follows a token that is neither in this ubatch nor in an earlier one. llama.cpp: `split_equal`.
 
     >>> ids = np.array([0, 0, 0, 0, 1, 1])
     >>> [part.tolist() for part in equal_split(ids, 8)]

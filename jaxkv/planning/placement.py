@@ -1,4 +1,4 @@
-"""Choice of slots for the tokens of a ubatch, and the result of a plan."""
+"""Choice of slots for the tokens of a ubatch, and construction of the `Plan`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def plan_single_ubatch(
     """Plan a flat batch that is one ubatch, for the table of any cache; for `ranks` see `checks`.
 
     `index` has the batch index of each token, NO_SLOT for padding. `more` is True for sequences
-    that continue later.
+    that continue in a later ubatch.
     """
     builder, ubatch = place_ubatch(check_batch(table, batch, ranks), index, more, outputs=outputs)
     plan = finish_plan(builder)
@@ -78,7 +78,7 @@ def finish_plan(builder: PlanBuilder) -> Plan:
     """Return the finished plan, without its ubatches."""
     reason, late = builder.late, builder.late != builder.reason
     ok = jnp.all(reason == Reason.OK)
-    # These sequences have enough cells, but may have no free run once the others are left out.
+    # Without the refused sequences, these have enough cells, but perhaps no long enough free run.
     is_fragmented = ~ok & (reason == Reason.OK) & ~builder.together
     reason = jnp.where(is_fragmented, Reason.FRAGMENTED, reason)
     return Plan(
@@ -94,7 +94,7 @@ def finish_plan(builder: PlanBuilder) -> Plan:
 def _order_rows(
     spec: TableSpec, batch: Batch, index: Int32[Array, "R T"]
 ) -> tuple[Int32[Array, "R T"], Bool[Array, " Q"]]:
-    """Return rows ordered by sequence, and which sequences break the rule of one row each."""
+    """Return rows ordered by sequence, and which sequences do not have one row of their own."""
     count = spec.sequences
     none, index = jnp.zeros(count, bool), jnp.asarray(index)
     if not spec.single_sequence_rows:

@@ -55,27 +55,27 @@ def init_batch(
 
     Args:
       cache: any cache.
-      batch: the batch, from `make_batch`. A traced batch must fit one ubatch or have rows.
+      batch: the batch, from `make_batch`. A traced batch must fit one ubatch or consist of rows.
       ubatch_size: largest number of tokens computed at once; by default the `ubatch_size` of the
         cache, or 512. The last ubatch is padded to a power of two, at most `ubatch_size`, so that
         few shapes are compiled. Ignored with `encoder`.
       split_by: how the batch is cut: "simple", in token order; "equal", with equally many tokens of
         several sequences; "sequence", with one sequence at a time. The default is "simple" if rows
-        may contain tokens of several sequences. Otherwise the default is one ubatch with a padded
-        row for each sequence, if few slots are padding and the cells suffice, and else "equal".
-      encoder: if True, plan the tokens or embeddings (such as audio frames) that an encoder reads,
-        for sequences without a source (else `Reason.ENCODER_ALREADY_WRITTEN`). The batch is one
-        ubatch of any length, with a row for each sequence and positions from 0; a traced batch
+        may contain tokens of several sequences. Otherwise the default is "equal", or one ubatch
+        with a padded row for each sequence if this needs little padding and the same cells.
+      encoder: if True, plan the tokens or embeddings (such as audio frames) that an encoder reads.
+        The sequences must have no source yet (else `Reason.ENCODER_ALREADY_WRITTEN`). The batch is
+        one ubatch of any length, with a row for each sequence and positions from 0; a traced batch
         keeps its rows. After `apply`, `write_kv` writes the keys and values of each layer of
         `CacheSpec.cross_attention`, as `encode` does.
 
     Returns:
-      A `Plan`. A refused plan has `ok` False, and `plan.check()` raises for a refused plan.
+      A `Plan`. If the plan is refused, `plan.ok` is False, and `plan.check()` raises.
 
     Raises:
       TypeError: If `batch` is not a `Batch`, or `encoder` is True and the cache has no
         cross-attention layers.
-      ValueError: If a known sequence id is invalid, or the batch is empty.
+      ValueError: If a concrete sequence id is invalid, or the batch is empty.
       ValueError: If a traced batch is longer than `ubatch_size`, or has no rows and the cache
         requires a row for each sequence.
       ValueError: If `ubatch_size` exceeds the `ubatch_size` of the cache, or `split_by` is unknown.
@@ -119,7 +119,7 @@ def init_batch(
 
 
 def init_full(cache: Cache, *, ubatch_size: int | None = None, outputs: int | None = None) -> Plan:
-    """Plan the largest ubatch of a full cache as shapes, to compile ahead or to count bytes.
+    """Plan the largest ubatch as shapes, to compile a model ahead of time or count bytes.
 
     No array is allocated; the argument `cache` may be a tree of shapes (`jax.eval_shape`).
 
@@ -132,8 +132,8 @@ def init_full(cache: Cache, *, ubatch_size: int | None = None, outputs: int | No
     Returns:
       A plan of one ubatch whose arrays are `jax.ShapeDtypeStruct`. The ubatch is
       `[1, ubatch_size]`, or `[Q, max(ubatch_size // Q, 1)]` if rows have one sequence each (S > 1,
-      or recurrent states). The number of cells has no effect. O is the next power of two from 8
-      that fits `outputs`, at most R * T.
+      or recurrent states). The number of free cells does not matter. O is `outputs` rounded up to a
+      power of two, at least 8 and at most R * T.
 
     Raises:
       TypeError: If `ubatch_size` or `outputs` is not an integer.
@@ -174,7 +174,7 @@ def _sequences_with_more(spec: TableSpec, flat: Batch, parts: list[PyTree]) -> l
 
 
 def check_ubatch_size(spec: TableSpec, ubatch_size: int | None) -> int:
-    """Return `ubatch_size`, or the default; raise if `ubatch_size` exceeds the cache's."""
+    """Return `ubatch_size`, or the default; raise if it exceeds the cache's `ubatch_size`."""
     if ubatch_size is None:
         return UBATCH_SIZE if spec.ubatch_size is None else spec.ubatch_size
     ubatch_size = check_count(ubatch_size, "ubatch_size")
@@ -203,8 +203,8 @@ def plan_step(
       tokens: `[T]` int32, one token for each sequence; or `[T, n]`, n tokens for each sequence.
       sequences: `[T]` int32, distinct sequence ids; by default 0, 1, 2 and so on. The id of a row
         without active tokens is not checked.
-      active: bool, or known 0 and 1, in the shape of `tokens`; inactive tokens are padding, in any
-        place. By default all tokens are active.
+      active: bool, or concrete 0 and 1, in the shape of `tokens`. Inactive tokens are padding and
+        may be at any index. By default all tokens are active.
 
     Returns:
       A plan of one ubatch, `plan.ubatch`. The outputs of the ubatch are all tokens, in the order of
@@ -213,8 +213,8 @@ def plan_step(
       for a sequence that would fit, else the cause, such as OUT_OF_CELLS or NEGATIVE_TOKEN.
 
     Raises:
-      TypeError: If tokens or ids are not integers, or `active` is neither bool nor known 0 and 1.
-      ValueError: If shapes differ, there is no token, or a known active id is repeated or invalid.
+      TypeError: If tokens or ids are not integers, or `active` is not bool (or concrete 0 and 1).
+      ValueError: If shapes differ, there is no token, or a concrete id is repeated or invalid.
 
     Examples:
       >>> spec = CacheSpec.attention(layers=1, kv_heads=1, head_dim=2)
@@ -223,7 +223,7 @@ def plan_step(
       >>> plan.ok.item(), plan.ubatch.slots.tolist(), plan.ubatch.outputs.tolist()
       (True, [[0, 1]], [0, 1])
 
-      The one token of sequence 0 would fit, and then the three tokens of sequence 1 do not fit:
+      Of three cells, the token of sequence 0 needs one; three tokens of sequence 1 then do not fit:
 
       >>> tokens, active = [[7, 8, 9], [5, 0, 0]], [[1, 1, 1], [1, 0, 0]]
       >>> plan = plan_step(cache, tokens, sequences=[1, 0], active=active)

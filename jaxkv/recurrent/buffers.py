@@ -1,4 +1,4 @@
-"""Buffers of a recurrent cache: states are read, written and copied on each device."""
+"""Buffers of a recurrent cache: reads, writes and copies of states on each device."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ Buffers = tuple[dict[str, jax.Array], ...]
 """For each layer, the states of all cells, `[S, N, ...]`, by state name."""
 
 Cell = tuple[jax.Array, jax.Array]
-"""Stream indices and cell indices, int32, which broadcast to each other."""
+"""Stream indices and cell indices: two int32 arrays that broadcast to each other."""
 
 
 @partial(jax.jit, static_argnames="layer")
 def read_layer_states(
     table: StateTable, layer: int, ubatch: Ubatch, arrays: dict[str, Shaped[Array, "S N ..."]]
 ) -> dict[str, Shaped[Array, "R ..."]]:
-    """Return the states of one layer before each row of a ubatch, by state name."""
+    """Return a layer's states before the first token of each row, by state name."""
     streams, rows, specs = _layout_specs(table, ubatch)
 
     def read_on_shard(
@@ -71,7 +71,7 @@ def write_layer_states(
     states: dict[str, Shaped[Array, "R _ ..."]],
     arrays: dict[str, Shaped[Array, "S N ..."]],
 ) -> tuple[StateTable, dict[str, Shaped[Array, "S N ..."]]]:
-    """Write E + 1 states of each row into a layer; return the table and the layer's states."""
+    """Write E + 1 states of each row into a layer; return the table and the layer's new arrays."""
     streams, rows, specs = _layout_specs(table, ubatch)
 
     def write_on_shard(

@@ -1,4 +1,4 @@
-"""Copies of recurrent states: sequences of one stream share cells, other streams get copies."""
+"""Copies of recurrent sequences: cells are shared in a stream, and copied between streams."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def can_seq_cp(
 ) -> tuple[Bool[Array, ""], Int32[Array, " m"]]:
     """Return whether `seq_cp` is possible, and the last position of each target after the copy.
 
-    If any target changes and `src` has tokens in the range, a copy requires a state of `src` at the
-    end of the range.
+    If any target changes and `src` has tokens in the range, a copy requires a stored state at the
+    last of these tokens.
     """
     end, dst = _last_in_range(states, src, start, stop), jnp.atleast_1d(dst)
     gets = is_sequence(states, src) & is_sequence(states, dst) & _is_replaced(states, src, dst, end)
@@ -70,7 +70,7 @@ def can_seq_cp(
 
 
 def _last_in_range(states: States, src: jax.Array, start: jax.Array, stop: jax.Array) -> jax.Array:
-    """Return the last position of the sequence `src` in a range; -1 if there is none."""
+    """Return the last position of the sequence `src` in a range; -1 if the range has no token."""
     start, end = (
         jnp.maximum(start, 0),
         jnp.minimum(resolve_range_end(stop) - 1, seq_pos_max(states, src)),
@@ -79,7 +79,7 @@ def _last_in_range(states: States, src: jax.Array, start: jax.Array, stop: jax.A
 
 
 def _is_replaced(states: States, src: jax.Array, dst: jax.Array, end: jax.Array) -> jax.Array:
-    """Return which targets change if a sequence is copied up to a position, `[n]` bool."""
+    """Return which targets change if `src` is copied up to the position `end`, `[n]` bool."""
     is_cross_stream = stream_of(states, dst) != stream_of(states, src)
     return (dst != src) & ((end != EMPTY) | is_cross_stream)
 
@@ -109,12 +109,12 @@ def _assign_states(
 def _copy_states(
     states: T, buffers: Buffers, src: jax.Array, dst: jax.Array, cell: jax.Array
 ) -> tuple[T, Buffers, jax.Array]:
-    """Copy states in cells to other streams; return table, buffers and the cells of the targets."""
+    """Copy states in `cell` to other streams; return table, buffers and the cells of targets."""
     cells, copies = _cells_of_targets(states, src, dst, cell)
     origin = (stream_of(states, src)[:, None], cell)
     where = (stream_of(states, dst)[:, None], jnp.where(copies, cells, states.num_cells))
     source = states.cell_hash.at[origin].get(mode="fill", fill_value=0)
-    # The cell has a new state, so an older table must find another hash.
+    # The cell has a new state, so its hash must differ from that of older tables.
     stamp = hash_overwritten_cells(
         states.cell_hash.at[where].get(mode="fill", fill_value=0), source
     )

@@ -1,4 +1,4 @@
-"""Slots of recurrent states: cells for the states after a ubatch are chosen, then occupied."""
+"""Slots of recurrent states: choice of cells for the states after a ubatch, and their use."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class StateSlots:
 
 
 def choose_slots(states: States, ubatch: Ubatch) -> tuple[StateSlots, Int32[Array, "R T"]]:
-    """Return a cell for each new state of a ubatch, and a `Reason` for each token, always OK.
+    """Return a cell for each new state of a ubatch, and `Reason.OK` for each token.
 
-    A row of n tokens stores the states after its last min(n, E + 1) tokens. Each new state frees
-    the oldest stored state of the sequence, so cells never run out.
+    A row of n tokens stores a state after each of its last min(n, E + 1) tokens. Each new state
+    frees the oldest stored state of the sequence, so cells never run out.
     """
     placed = jnp.any(ubatch.valid, axis=1)
     new = placed[:, None] & (ubatch.state_write_steps(states.num_earlier_states + 1) > 0)
@@ -97,27 +97,27 @@ def occupy(states: T, ubatch: Ubatch) -> T:
 
 
 def current_rows(states: States, ubatch: Ubatch) -> Bool[Array, " R"]:
-    """Return which rows have no slot, or have a stream that was not edited after `apply`."""
+    """Return which rows have no slot, or a stream that was not edited after `apply`."""
     same = (stream_hash(states) == ubatch.hash_after)[ubatch.row_stream]
     return same | (ubatch.slots.cells[:, -1] >= MAX_CELLS)
 
 
 @partial(jax.jit, static_argnames="layer")
 def can_read_source(states: States, layer: int, ubatch: Ubatch) -> Bool[Array, " R"]:
-    """Return which rows can read the state before the row in a layer, or start without a state.
+    """Return which rows start without a state, or can read the state before the row in a layer.
 
     A row cannot read the state if the ubatch is stale, or if the layer has not written the state or
     has overwritten its cell.
     """
     source = (ubatch.row_stream, ubatch.slots.source)
     layer_stamp = states.holds[layer].at[source].get(mode="fill", fill_value=0)
-    refused = ubatch.slots.source >= MAX_CELLS  # its rows read zeros, like rows without a source
+    refused = ubatch.slots.source >= MAX_CELLS  # such rows read zeros
     return current_rows(states, ubatch) & (refused | (layer_stamp == ubatch.slots.source_stamp))
 
 
 @partial(jax.jit, static_argnames="layer")
 def writable_cells(states: States, layer: int, ubatch: Ubatch) -> Int32[Array, "R pairs"]:
-    """Return slots of a ubatch, out of range for stale rows and for cells that the layer wrote."""
+    """Return the cells to write in a layer; out of range for stale rows and written cells."""
     where = (ubatch.row_stream[:, None], ubatch.slots.cells)
     stamp = states.cell_hash.at[where].get(mode="fill", fill_value=0)
     layer_stamp = states.holds[layer].at[where].get(mode="fill", fill_value=0)
@@ -127,7 +127,7 @@ def writable_cells(states: States, layer: int, ubatch: Ubatch) -> Int32[Array, "
 
 @partial(jax.jit, static_argnames="layer")
 def note_written(states: T, layer: int, ubatch: Ubatch, cells: Int32[Array, "R pairs"]) -> T:
-    """Set the hashes `holds` of a layer at the cells from `writable_cells`."""
+    """Set the field `holds` of a layer to the hashes of the cells from `writable_cells`."""
     where = (ubatch.row_stream[:, None], cells)
     stamp = states.cell_hash.at[where].get(mode="fill", fill_value=0)
     holds = states.holds.at[layer, *where].set(stamp, mode="drop", unique_indices=True)
@@ -135,7 +135,7 @@ def note_written(states: T, layer: int, ubatch: Ubatch, cells: Int32[Array, "R p
 
 
 def _num_new_states(states: States, ubatch: Ubatch, placed: jax.Array) -> jax.Array:
-    """Return the number of new states of each sequence, `[Q]`, in the rows that have tokens."""
+    """Return the number of new states of each sequence, `[Q]`, from the rows in `placed`."""
     count = jnp.sum(
         ubatch.state_write_steps(states.num_earlier_states + 1) > 0, axis=1, dtype=jnp.int32
     )
@@ -144,7 +144,7 @@ def _num_new_states(states: States, ubatch: Ubatch, placed: jax.Array) -> jax.Ar
 
 
 def _take_at_kept_states(states: States, ubatch: Ubatch, field: jax.Array) -> jax.Array:
-    """Return a field's values, `[R, T]`, at the last token of each stored state, `[R, E + 1]`."""
+    """Return `field`, `[R, T]`, at the last token of each new state, as an array `[R, E + 1]`."""
     turn = jnp.cumsum(ubatch.valid, axis=1, dtype=jnp.int32)
     kept = ubatch.state_write_steps(states.num_earlier_states + 1)
     index = jnp.sum(turn[:, None] < kept[..., None], axis=2, dtype=jnp.int32)  # [R, E + 1]

@@ -1,7 +1,7 @@
 """Table of a recurrent cache: positions and cells of the states of each sequence.
 
-Each sequence has a current state and up to E earlier states, each as a pair of a position and a
-cell. Within a stream no state is moved or copied. For ranges and sequence ids see `jaxkv.kv.cells`.
+Each sequence has a current state and up to E earlier states, listed as (position, cell) pairs.
+Edits within a stream do not copy states. For ranges and sequence ids see `jaxkv.kv.cells`.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class States:
     Sequence q is in stream q // (Q // S). The (position, cell) pairs of a sequence are ordered:
     empty pairs first, then earlier states by increasing position, then the current state.
 
-    position: Position of the last token of each state; EMPTY (-1) if there is no state.
+    position: Position of the last token in each state; EMPTY (-1) if there is no state.
     cell: Cell index of each state within the stream of the sequence; N if there is no state.
     cell_hash: Hash of the last token of the state in each cell, see `jaxkv.core.hashing`.
-    content: Sum of the hashes of all tokens of the state in each cell, at original positions.
+    content: Sum of the hashes of all tokens in each cell's state, with their original positions.
     holds: `cell_hash` of the state that each layer has written into each cell of its buffers.
     sharding_rules: Mesh axes that split the cache; None on one device. Static.
-    shard_dims: Name, dimension and number of parts of each state that a mesh may split. Static.
+    shard_dims: For each state that a mesh may split: name, dimension, number of parts. Static.
     """
 
     position: Int32[Array, "Q E+1"]
@@ -96,7 +96,7 @@ def empty_fields(
 
 
 def streams_of_sequences(states: States) -> Int32[Array, "Q 1"]:
-    """Return the stream of each sequence, with an axis to broadcast against `cell`."""
+    """Return the stream of each sequence, in a shape that broadcasts with that of `cell`."""
     stream, _ = divmod_nonnegative(
         jnp.arange(states.sequences, dtype=jnp.int32), states.sequences_per_stream
     )
@@ -136,7 +136,7 @@ def compare_last_tokens(
 
 
 def is_occupied(states: States, cell: Int32[Array, "Q pairs"]) -> Bool[Array, "S N"]:
-    """Return which cells of each stream are among the given cells of sequences."""
+    """Return which cells of each stream are in the array `cell`, which lists cells by sequence."""
     return (
         jnp.zeros(states.cell_hash.shape, bool)
         .at[streams_of_sequences(states), cell]
@@ -165,14 +165,14 @@ def stream_hash(states: States) -> UInt32[Array, " S"]:
 
 
 def sequence_status(states: States, present: Bool[Array, " Q"]) -> SequenceStatus:
-    """Return the status of the present sequences: no missing tokens, no pending shifts."""
+    """Return the status of sequences in `present`: no missing tokens, no pending shifts."""
     nothing = jnp.zeros_like(present)
     last = jnp.where(present, states.position[:, -1], EMPTY)
     return SequenceStatus(last=last, missing=nothing, pending=nothing)
 
 
 def can_resume(states: States, seq: Int32[Array, ""], pos: Int32[Array, ""]) -> Bool[Array, ""]:
-    """Return whether a sequence is empty, `pos` is 0, or a state at `pos - 1` is stored."""
+    """Return True if a sequence is empty, if `pos` is 0, or if a state at `pos - 1` is stored."""
     empty = states.position[seq, -1] == EMPTY
     stands = jnp.any(states.position[seq] == pos - 1) & (pos > 0)
     return is_sequence(states, seq) & (pos >= 0) & (empty | stands | (pos == 0))
@@ -181,11 +181,11 @@ def can_resume(states: States, seq: Int32[Array, ""], pos: Int32[Array, ""]) -> 
 def seq_rm(
     states: T, seq: Int32[Array, ""], start: Int32[Array, ""], stop: Int32[Array, ""]
 ) -> tuple[T, Bool[Array, ""]]:
-    """Remove a range of a sequence, or of all if `seq` is -1; return whether this was possible.
+    """Remove a range of a sequence (of all if `seq` is -1); return False if this is impossible.
 
-    A range without tokens has no effect. A range of the last tokens can be removed if it starts at
-    0, or if a state is stored right before the range; that state becomes the current state. Earlier
-    tokens alone cannot be removed. If the range is refused for one sequence, no sequence changes.
+    A range without tokens has no effect. A range up to the last token can be removed if it starts
+    at 0, or if a state is stored right before the range; that state becomes the current state. No
+    other range can be removed. If a range is refused for one sequence, no sequence changes.
     """
     stays, ok = _find_remaining_states(states, seq, start, stop)
     return drop_pairs(states, stays | ~ok), ok
@@ -225,7 +225,7 @@ def seq_add(
     delta: Int32[Array, ""],
     gap: Int32[Array, ""] | None = None,
 ) -> tuple[T, Bool[Array, ""]]:
-    """Add `delta` to the positions of a sequence in a range, for all owners of the cells.
+    """Add `delta` to the positions of a sequence in a range, also for other owners of its cells.
 
     If a position would reach END or become negative, the table is unchanged and `ok` is False. An
     earlier state is dropped unless its new position is below the positions of all later states.
@@ -272,7 +272,7 @@ def seq_div(
 def _find_moving_states(
     states: States, seq: jax.Array, start: jax.Array, stop: jax.Array
 ) -> jax.Array:
-    """Return which pairs, `[Q, E + 1]` bool, have a cell that the sequence has in a range."""
+    """Return which pairs have the cell of a state of `seq` in a range, `[Q, E + 1]` bool."""
     inside = (states.position >= jnp.maximum(start, 0)) & (
         states.position < resolve_range_end(stop)
     )
@@ -282,7 +282,7 @@ def _find_moving_states(
 
 
 def _move_pairs(states: T, position: jax.Array, moves: jax.Array, drop: jax.Array) -> T:
-    """Move some pairs to new positions; remove others, and pairs not below all later pairs."""
+    """Move pairs in `moves`; remove pairs in `drop`, and pairs not below all later positions."""
     is_present = states.position != EMPTY
     position = jnp.where(moves, position, states.position)
     later = jax.lax.cummin(jnp.where(is_present, position, END), axis=1, reverse=True)
@@ -291,7 +291,7 @@ def _move_pairs(states: T, position: jax.Array, moves: jax.Array, drop: jax.Arra
 
 
 def rewind(states: T, old: T) -> tuple[T, Bool[Array, ""]]:
-    """Return the older table with the current hashes, and whether its cells are unchanged."""
+    """Return `old` with the current hashes, and whether all cells that `old` uses are unchanged."""
     same = jnp.all(states.holds == old.holds, axis=0) & (states.cell_hash == old.cell_hash)
     back = replace(old, cell_hash=states.cell_hash, holds=states.holds)
     return back, jnp.all(same | ~is_occupied(old, old.cell))
@@ -320,7 +320,7 @@ def count_broken_invariants(states: States) -> dict[str, Int32[Array, ""]]:
 
 
 def drop_pairs(states: T, stays: jax.Array) -> T:
-    """Remove all pairs except the given ones, which move to the end of their rows."""
+    """Remove all (position, cell) pairs except those in `stays`, which move to the end of rows."""
     stays = jnp.broadcast_to(stays, states.position.shape) & (states.position != EMPTY)
     order = jnp.argsort(stays, axis=1, stable=True)  # dropped pairs first
     position = jnp.where(stays, states.position, EMPTY)

@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EmptyPlan(MaintenancePlan):
-    """Plan of an update or a defrag of a recurrent cache, always without changes."""
+    """Plan without changes, for an update or a defrag of a recurrent cache."""
 
     spec: TableSpec = field(metadata={"static": True})
 
     @property
     def pending(self) -> Int32[Array, ""]:
-        """Zero."""
+        """Number of changes, 0."""
         return jnp.int32(0)
 
     def is_current(self, table: StateTable) -> Bool[Array, ""]:
@@ -100,7 +100,7 @@ class StateTable(States, CacheTable):
         )
 
     def cache_spec(self, buffers: Buffers) -> CacheSpec:
-        """Return a `CacheSpec` of the model layers with states in `buffers`."""
+        """Return the `CacheSpec` of the layers whose states are in `buffers`."""
         leading = self.cell_hash.ndim
         states = {name: (x.shape[leading:], x.dtype) for name, x in buffers[0].items()}
         splits = {name: (dimension, parts) for name, dimension, parts in self.shard_dims}
@@ -111,7 +111,7 @@ class StateTable(States, CacheTable):
         return replace(self, sharding_rules=sharding_rules)
 
     def partition_specs(self, buffers: Buffers | None, mesh: AnyMesh) -> tuple[PyTree, PyTree]:
-        """Return specs that split streams, and states along the dimension in `shard_dims`."""
+        """Return `PartitionSpec`s that split streams, and dimensions of states by `shard_dims`."""
         streams = (self.sharding_rules or ShardingRules()).split(mesh, streams=self.streams)[
             "streams"
         ]
@@ -132,12 +132,12 @@ class StateTable(States, CacheTable):
         check_sizes(self, *next(iter(buffers[0].values())).shape[:2])
 
     def find_fitting_sequences(self, demand: Int32[Array, " Q"]) -> Admission:
-        """Return that all sequences fit, because each sequence frees as many states as it gets."""
+        """Return True for all sequences, since each sequence frees as many states as it gets."""
         all_fit = demand >= 0
         return Admission(all_fit, all_fit, jnp.full_like(demand, END))
 
     def num_cells_saved_by_sharing(self) -> Int32[Array, " S"]:
-        """Return zeros, because every sequence has E + 1 cells, even if it shares them."""
+        """Return zeros, because E + 1 cells are kept for each sequence even if it shares cells."""
         return jnp.zeros(self.streams, jnp.int32)
 
     def can_allocate(
@@ -182,7 +182,7 @@ class StateTable(States, CacheTable):
         ubatch: Ubatch,
         states: Mapping[str, Shaped[Array, "R ..."]],
     ) -> tuple[StateTable, Buffers]:
-        """Check and write a layer's states, `[R, E + 1, ...]`, or `[R, ...]` if E is 0."""
+        """Check and write a layer's states: `[R, E + 1, ...]`, or also `[R, ...]` if E is 0."""
         self._check_layer(layer)
         old = buffers[layer]
         if not isinstance(states, Mapping):

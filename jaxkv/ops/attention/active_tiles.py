@@ -1,7 +1,7 @@
 """Active tiles: tiles of cells with at least one visible cell, which a loop or a kernel reads.
 
-An array lists the M pairs of a block of tokens and an active tile, so that a change of the list
-needs no compilation. The smaller tiles that sequences reserve are those of `jaxkv.kv.tiles`.
+An array lists all M pairs of a block of tokens and a tile, active pairs first, so that new active
+tiles need no compilation. Sequences reserve smaller tiles, see `jaxkv.kv.tiles`.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ TILE = 512
 """Number of cells of a tile; large, so that a product takes longer than the overhead of a loop."""
 
 BLOCK = 256
-"""Largest number of tokens of a block, so that early tokens of a long prompt skip later tiles."""
+"""Largest number of tokens of a block; the first blocks of a long prompt skip later tiles."""
 
 MASK = 1 << 22
-"""Largest number of pairs of a token and a cell for which all layers share a mask: 4 MB."""
+"""Largest number of (token, cell) pairs for which all layers share a stored mask, of 4 MB."""
 
 
 class ActiveTiles(NamedTuple):
-    """Active tiles of P lists of tokens, each of which is cut into b equal blocks of t tokens.
+    """Active tiles of P lists of tokens; each list is cut into b equal blocks of t tokens.
 
     mask: `[P * b, t, N]` bool, visible cells of each token; a `Visibility` of the blocks if the
       array would be large or there is a bias.
     sees: Whether each token attends to any cell.
     streams: Stream of each block.
     tiles: Index of each pair, block * (tiles of a stream) + tile; active pairs first, by block.
-    starts: Index in `tiles` of each block's first active tile; last, the number of active tiles.
+    starts: Index in `tiles` of each block's first active tile, then the number of active tiles.
     """
 
     mask: jax.Array | Visibility
@@ -143,7 +143,7 @@ def query_bounds_in_blocks(
     return jnp.tile(split_into_blocks(looks, blocks), (1, queries, 1))
 
 
-# Indices are not negative. Support for negative ones would add three instructions to every layer.
+# Support for negative indices, which are not used, would add three instructions to every layer.
 slice_of = partial(jax.lax.dynamic_slice, allow_negative_indices=False)
 
 

@@ -22,8 +22,8 @@ Function = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 The arguments are int32 arrays `[P, 1, T, 1]`, `[P, 1, T or 1, N]` and `[1, H, 1, 1]`. The result is
 an array of floats that broadcasts to `[P, H, T, N]`; the bias of hidden cells is ignored.
 
-A function is static and hashed, so a new function object is compiled again. A function with
-parameters is a pytree with the parameters as leaves, such as
+A plain function is static and hashed, so each new function object is compiled again. A function
+with parameters must be a pytree with the parameters as leaves, such as
 `jax.tree_util.Partial(function, params)`.
 """
 

@@ -1,4 +1,4 @@
-"""Selection of an implementation of attention; functions import Pallas, as its import is slow."""
+"""Selection of an attention implementation; Pallas, a slow import, is imported when needed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Implementation = Literal["tiles", "whole", "pallas", "xla", "cudnn"]
 """Names of implementations.
 
 tiles: A loop over the tiles with a visible cell.
-whole: One product over all cells, faster than "tiles" if the overhead of a loop is larger.
+whole: One product over all cells; faster than "tiles" if skipping hidden cells saves little time.
 pallas: A kernel that reads each tile with a visible cell once for all queries of a stream. On
   platforms other than NVIDIA GPUs and TPUs the TPU kernel is interpreted, slowly, for tests.
 xla: `jax.nn.dot_product_attention`.
@@ -60,13 +60,13 @@ options: Scale and softcap; an implementation ignores the sinks, which are added
 """
 
 HOPPER = ("H100", "H20", "H800")
-"""Parts of the names of GPUs with the memory of an H100, including H200 and GH200.
+"""Substrings of the names of GPUs with the fast memory of an H100, including H200 and GH200.
 
-The compiler may reject the kernel for other GPUs, which have space for fewer tiles.
+The compiler may reject the kernel for other GPUs, whose fast memory has space for fewer tiles.
 """
 
 MAX_LOGIT_BYTES = 1 << 28
-"""Largest number of bytes of the logits of all cells that are in memory at once: 256 MB."""
+"""Largest size in bytes for which the logits of all cells are computed at once: 256 MB."""
 
 
 def attend_by_shapes(
@@ -150,7 +150,7 @@ def best_for_cuda(
 
 
 def _is_hopper() -> bool:
-    """Return whether the abstract device, or else each local GPU, has a name in `HOPPER`."""
+    """Return whether the abstract device (or without one, each local GPU) matches `HOPPER`."""
     target = jax.sharding.get_abstract_mesh().abstract_device
     try:
         devices = jax.local_devices(backend="cuda") if target is None else [target]
@@ -324,7 +324,7 @@ def attention(
 def check_attention_arguments(
     q: Num[Array, "R T H D"], k: Stored, v: Stored, options: AttentionOptions
 ) -> None:
-    """Raise unless queries, keys, values and options match; first dimensions may differ."""
+    """Raise unless arguments match; the first dimension of `q` may differ from that of `k`."""
     heads, size = q.shape[2:]
     if not jnp.issubdtype(q.dtype, jnp.floating):
         raise TypeError(

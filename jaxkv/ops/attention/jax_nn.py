@@ -87,9 +87,9 @@ def _call_jax_nn(
     if bias is not None:  # Cells that the bias hides are removed from the mask of each head.
         mask = mask & (bias != -jnp.inf)
         bias = jnp.where(mask, bias, 0)
-    # The kernel may add its mask, and derivatives multiply by hidden keys. So a key with a NaN is
-    # replaced by zeros, with its value, which may be a slice of it. A token that attends to the key
-    # gets NaN afterwards.
+    # The kernel may add a mask to NaN logits, and derivatives multiply hidden keys by 0. Keys with
+    # NaN are therefore replaced by zeros, and their values, which may be slices of the keys, too. A
+    # token that attends to such a key gets NaN afterwards.
     broken = jnp.any(jnp.isnan(k), axis=3)  # [P, K, N]
     k, v = (jnp.where(broken[..., None], 0, x).swapaxes(1, 2) for x in (k, v))
     out, highest = jax.nn.dot_product_attention(

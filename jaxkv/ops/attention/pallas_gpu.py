@@ -1,6 +1,6 @@
 """Kernel for NVIDIA GPUs that reads each active tile once for all queries that attend to the tile.
 
-The active tiles of a block of tokens are split over J programs, so that one sequence uses all
+The active tiles of a block of tokens are split over J programs, so that even one sequence uses all
 multiprocessors. A second kernel merges the partial softmaxes of the programs (flash-decoding).
 """
 
@@ -63,7 +63,7 @@ class KernelTiling(NamedTuple):
 
 
 def choose_tiling(q: Float[Array, "P T H D"], k: Stored, v: Stored) -> KernelTiling:
-    """Return the fastest tiling for these shapes on an H100 for which registers suffice."""
+    """Return the tiling that is fastest on an H100 for these shapes and fits into its registers."""
     lists, tokens, heads, _ = q.shape
     group = heads // k.shape[1]
     exact, large = _is_exact(q, k, v), max(k.shape[3], v.shape[3]) > 128
@@ -84,7 +84,7 @@ def choose_tiling(q: Float[Array, "P T H D"], k: Stored, v: Stored) -> KernelTil
 
 
 def _is_exact(q: jax.Array, k: Stored, v: Stored) -> bool:
-    """Return whether products are exact in float32, which takes registers for three products."""
+    """Return whether products need float32 precision, which takes registers for three products."""
     return jnp.float32 in (q.dtype, k.dtype, v.dtype)
 
 
@@ -224,7 +224,7 @@ def _kernel(
     """Attend from a block of tokens to a program's part of the active tiles, for one key head.
 
     Shapes: `query_bounds` `[P * b, X, 4]`, `q` `[P * b, K, X, D]`, `k` and `v`
-    `[S * L, K, N, ...]`, and outputs `[J, P * b, K, X, ...]`. The array `streams` indexes `k`.
+    `[S * L, K, N, ...]`, and outputs `[J, P * b, K, X, ...]`. `streams` indexes axis 0 of `k`.
     """
     block, part, head = (pl.program_id(i) for i in range(3))
     cells, stream = k.shape[2], streams[block]
@@ -317,7 +317,7 @@ def _pad_to_power_of_two(count: int) -> int:
 
 
 def _padded_range(count: int, size: int | None = None) -> tuple[jax.Array, jax.Array]:
-    """Return integers from 0, in a padded number, and whether each integer is below `count`."""
+    """Return the integers below a padded size, and whether each integer is below `count`."""
     numbers = jnp.arange(_pad_to_power_of_two(count) if size is None else size, dtype=jnp.int32)
     return numbers, numbers < count
 
@@ -340,7 +340,7 @@ def _tile_bounds_mask(
 
 
 def _multiply_tile(a: jax.Array, b: jax.Array, over: int, *, interpret: bool) -> jax.Array:
-    """Multiply numbers, `[X, D or C]`, by one dimension of a tile, in float32."""
+    """Contract `a`, `[X, D or C]`, with dimension `over` of a tile `b`, in float32."""
     # Three TF32 products on the matrix units are as exact as one float32 product, see
     # `docs/kernels.md`. By default the compiler would use one TF32 product.
     exact = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3

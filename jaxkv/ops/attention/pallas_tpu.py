@@ -1,7 +1,7 @@
 """Kernel for TPUs that reads each active tile once for all queries that attend to the tile.
 
 The 128 lanes of a line of memory contain dimensions of a cell if the head size is a multiple of
-128, otherwise neighbouring cells. M is the number of pairs of a block and a tile.
+128, otherwise neighbouring cells. M is the number of pairs of a block of tokens and a tile.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ VMEM = 6 << 20
 """Largest number of bytes of tiles and logits in fast memory; the limit of a kernel is 16 MB."""
 
 PAIRS = 1 << 17
-"""Largest number of pairs of a block and a tile; the list is in scalar memory of 1 MB."""
+"""Largest number of pairs of a block and a tile; their list is in scalar memory of 1 MB."""
 
 
 def can_attend(q: Float[Array, "P T H D"], k: Stored, v: Stored, visibility: Visibility) -> bool:
@@ -192,7 +192,7 @@ def _kernel(
     tiles: int,
     in_lanes: tuple[bool, bool],
 ) -> None:
-    """Add a tile to the partial softmax of a block, which is in fast memory until the next block.
+    """Add a tile to a block's partial softmax, which stays in fast memory until the next block.
 
     Shapes: `position` `[1, 1, C]`, `owners` `[1, W, C]`, `query_bounds` `[1, X, 4]`, `q`
     `[1, h, X, D]` for h heads at once, `k` and `v` `[1, h, C, ...]`, or `[1, h, ..., C]` if cells
@@ -246,7 +246,7 @@ def _zero_after(x: jax.Array, axis: int, count: jax.Array) -> jax.Array:
 def _multiply_tile(
     a: jax.Array, b: jax.Array, over: jax.lax.DotDimensionNumbers, dtype: jnp.dtype
 ) -> jax.Array:
-    """Multiply numbers, `[h, X, D or C]`, by some dimensions of a tile."""
+    """Contract `a`, `[h, X, D or C]`, with a tile `b` over the dimensions `over`."""
     return jax.lax.dot_general(a, b, over, preferred_element_type=dtype)
 
 
@@ -266,7 +266,7 @@ def _has_cells_in_lanes(x: Stored) -> bool:
 
 
 def _pin_buffers_to_hbm(x: jax.Array, interpret: bool) -> jax.Array:
-    """Return buffers in HBM in the layout of the kernel: `[S, K, D, N]` with cells in the lanes."""
+    """Return buffers in HBM in the kernel's layout, `[S, K, D, N]` if cells are in the lanes."""
     # Otherwise the compiler would copy small buffers to fast memory before each write and read.
     x = x.swapaxes(2, 3) if _has_cells_in_lanes(x) else x
     return x if interpret else pltpu.with_memory_space_constraint(x, pltpu.HBM)

@@ -48,7 +48,7 @@ class AttentionOptions:
 def make_options(
     scale: float | None, softcap: float | None, sinks: Float[Array | np.ndarray, " H"] | None
 ) -> AttentionOptions:
-    """Return options; raise a TypeError if the scale or the softcap is traced, or no number."""
+    """Return options; raise a TypeError if `scale` or `softcap` is traced or not a number."""
     return AttentionOptions(
         scale=None if scale is None else check_number(scale, "scale"),
         softcap=None if softcap is None else check_number(softcap, "softcap"),
@@ -74,7 +74,7 @@ class OnlineSoftmax(NamedTuple):
         denom: Float[Array, "P K X"],
         out: Float[Array, "P K X Dv"],
     ) -> OnlineSoftmax:
-        """Merge the sums `denom` and `out` of more cells, given the highest logit of all cells."""
+        """Add the sums of further cells; `max_logit` is the highest logit of old and new cells."""
         down = jnp.exp(self.max_logit - max_logit)
         return OnlineSoftmax(max_logit, self.denom * down + denom, self.out * down[..., None] + out)
 
@@ -89,7 +89,7 @@ def mask_logits(
     mask: Bool[Array, "*#n C"],
     bias: Float[Array, "*#n #C"] | None = None,
 ) -> Float[Array, "*#n C"]:
-    """Add a bias; set logits of hidden cells to LOWEST, other logits to at least LOWEST / 2."""
+    """Add a bias; set logits of hidden cells to LOWEST, and other logits to LOWEST / 2 or more."""
     # A visible NaN is kept.
     if bias is not None:
         logits, mask = logits + bias.astype(logits.dtype), mask & (bias != -jnp.inf)
@@ -172,7 +172,7 @@ def group_queries(q: Shaped[Array, "P T H D"], kv_heads: int) -> Shaped[Array, "
 
 
 def group_heads(x: Shaped[Array, "P _ T C"], kv_heads: int) -> Shaped[Array, "P _ _ T C"]:
-    """Split H or 1 query heads into K or 1 key heads, with G or 1 query heads each."""
+    """Split an axis of H heads into axes of K and G heads, or an axis of 1 into two axes of 1."""
     lists, heads, *pairs = x.shape
     return x.reshape(lists, min(heads, kv_heads), -1, *pairs)
 

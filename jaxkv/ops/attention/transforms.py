@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def with_derivatives_of(
     plain: Callable[..., OnlineSoftmax], way: Callable[..., OnlineSoftmax]
 ) -> Callable[..., OnlineSoftmax]:
-    """Return an implementation with the derivatives of another, forward and reverse."""
+    """Return the implementation `way` with the forward and reverse derivatives of `plain`."""
     # A loop with a data-dependent length has no reverse mode, and the fastest implementation may
     # have slow derivatives.
 

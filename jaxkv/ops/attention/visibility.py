@@ -22,7 +22,7 @@ Tree = TypeVar("Tree")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Visibility:
-    """Positions and owners of cells in S streams, and of tokens in P lists of T tokens.
+    """Inputs of the mask: the cells of S streams, and P lists of T tokens.
 
     A token attends to those cells of its stream that its sequence owns, at positions up to the
     token's position and within the window.
@@ -38,7 +38,7 @@ class Visibility:
     all_streams: Whether P is S and list p has stream p, static.
     visible_until: Last position that each token attends to; None for the token's own position.
     bias: Bias of the logits, `[P, T, H or 1, N]` or a function; None for no bias.
-    tile: Number of cells of a tile that sequences reserve, static; None for no tiles. The mask does
+    tile: Number of cells of a tile of `jaxkv.kv.tiles`, static; None for no tiles. The mask does
       not depend on `tile`.
     """
 
@@ -56,7 +56,7 @@ class Visibility:
     tile: int | None = field(default=None, metadata={"static": True})
 
     def slice_cells(self, first: Int32[Array, ""], count: int) -> Visibility:
-        """Return the visibility of a number of cells, from the cell with index `first` on."""
+        """Return the visibility of the cells with indices in `[first, first + count)`."""
 
         def cut(x: jax.Array) -> jax.Array:
             return jax.lax.dynamic_slice_in_dim(x, first, count, axis=-1)
@@ -69,7 +69,7 @@ class Visibility:
         )
 
     def slice_tokens(self, cut: Callable[[jax.Array], jax.Array]) -> Visibility:
-        """Return the visibility of the tokens that a function cuts out of arrays `[P, T, ...]`."""
+        """Return the visibility of the tokens that `cut` selects from arrays `[P, T, ...]`."""
         return replace(
             self,
             at=cut(self.at),
@@ -124,7 +124,7 @@ def with_bias_array(visibility: Visibility) -> Visibility:
 
 
 class QueryBounds(NamedTuple):
-    """Range of positions and sequence of a query, all int32: `[P, T]`, or `[X, 1]` in a kernel.
+    """Visible positions and sequence of each query, int32 `[P, T]`, or `[X, 1]` in a kernel.
 
     first: First position that the query attends to.
     last: Last position that the query attends to.

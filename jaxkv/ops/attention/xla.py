@@ -1,4 +1,4 @@
-"""Attention over all cells in two plain products, which compilers can fuse and split."""
+"""Attention over all cells as two matrix products, which compilers can fuse and split."""
 
 from __future__ import annotations
 

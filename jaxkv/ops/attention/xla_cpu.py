@@ -1,4 +1,4 @@
-"""Attention in forms that are fast on CPUs; J is the number of parts that cells are cut into."""
+"""Attention in forms that are fast on CPUs; J is the number of parts into which cells are cut."""
 
 from __future__ import annotations
 
@@ -28,37 +28,37 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
 
 FEW = 0.4
-"""Fraction of active tiles below which reading tiles one by one is faster."""
+"""Fraction of active tiles below which a loop over them is faster than reading all cells."""
 
 SMALL = 4
-"""Largest number of tiles of all lists that are always read at once."""
+"""Largest number of tiles of all lists together for which all cells are always read at once."""
 
 LARGE = 16
 """Largest number of tokens of a list for which all cells may be read at once."""
 
 SEVERAL = 8
-"""Number of tokens of a list from which tiles are read one by one if logits exceed 8 MB."""
+"""Smallest number of tokens of a list for which tiles are read singly if logits exceed 8 MB."""
 
 LOGITS = 1 << 23
 """Largest number of bytes of logits that fit into the CPU's cache: 8 MB."""
 
 HUGE = 1 << 17
-"""Number of cells of a stream from which two tokens of a list count as SEVERAL tokens."""
+"""Smallest number of cells of a stream for which two tokens of a list count as SEVERAL."""
 
 THIN = 32
 """Largest number of queries of a key head for which cells are cut into parts."""
 
 PRODUCTS = 384
-"""Number of independent products that is enough for all cores, so cells are not cut further."""
+"""Number of independent products that occupies all cores; cells are not cut into more parts."""
 
 PART = 64
 """Smallest number of cells of a part."""
 
 SPLITS = jax.__version_info__ >= (0, 12)
-"""Whether factors of bfloat16 cells are split; XLA of jax 0.10 converts all cells after a write."""
+"""Whether `_terms_for` splits factors; with jax 0.10, XLA converts all cells after a write."""
 
 EXACT = 1024
-"""Largest number of weights that are summed with a product; for more, a sum is more exact."""
+"""Largest number of weights to sum with a product; for more weights, `jnp.sum` is more exact."""
 
 
 def attend_by_shapes(
@@ -68,7 +68,7 @@ def attend_by_shapes(
     visibility: Visibility,
     options: AttentionOptions,
 ) -> OnlineSoftmax:
-    """Read tiles if few tiles are active or tokens are many; otherwise read all cells at once."""
+    """Read tiles if few are active or lists have many tokens; else read all cells at once."""
     if isinstance(k, Quantised | LayerView) or isinstance(v, Quantised | LayerView):
         return attend_by_tiles(q, k, v, visibility, options)
     if not visibility.all_streams or are_logits_large(q, k) or reads_by_tile(q, k):
@@ -76,7 +76,7 @@ def attend_by_shapes(
     live, mask = find_active_tiles(visibility), compute_mask(visibility)
     if live.tiles.size <= SMALL:
         return attend_by_mask(q, k, v, mask, options, compute_bias(visibility))
-    # Mask and tiles are arguments: inside of a branch, each layer would compute them.
+    # Mask and tiles are arguments, because each layer would compute them again inside a branch.
     sums = jax.lax.cond(
         live.num_active_tiles < FEW * live.tiles.size,
         lambda q, live, _: add_tiles_in_turn(q, k, v, live, options, add_cells),
@@ -191,7 +191,7 @@ def are_logits_large(q: Float[Array, "*_"], k: Stored) -> bool:
 
 
 def reads_by_tile(q: Float[Array, "P T H D"], k: Stored) -> bool:
-    """Return whether to read one tile at a time, because the compiler converts cells to float32."""
+    """Return whether the compiler converts cells to float32, so that tiles are read singly."""
     queries = q.shape[1] * q.shape[2] // k.shape[1]
     return k.dtype.itemsize < 4 and not _has_terms(k, q.dtype, queries)
 
@@ -209,8 +209,8 @@ def _split_cells(x: jax.Array, queries: int) -> jax.Array:
 def _multiply_queries_keys(q: jax.Array, k: jax.Array) -> jax.Array:
     """Multiply queries `[P, K, X, D]` and keys `[P, K, J, C, D]`; return `[P, K, J, X, C]`."""
     # With few queries, keys are the first factor, which a CPU splits over its cores. The barrier
-    # prevents the compiler from swapping the factors. With many queries J is 1, and its axis would
-    # double the time of the product.
+    # prevents the compiler from swapping the factors. With many queries J is 1, and a product with
+    # the axis of size J would take twice as long as without.
     dtype = softmax_dtype(q)
     if q.shape[2] > THIN:
         logits = jnp.einsum("pkxd,pkcd->pkxc", q, k[:, :, 0], preferred_element_type=dtype)
@@ -223,7 +223,7 @@ def _multiply_queries_keys(q: jax.Array, k: jax.Array) -> jax.Array:
 
 
 def _has_terms(cells: Stored, dtype: jnp.dtype, rows: int) -> bool:
-    """Return whether `_terms_for` splits a factor of a dtype with a number of rows."""
+    """Return whether `_terms_for` splits a factor with the given dtype and number of rows."""
     dtypes = jnp.float32, jnp.bfloat16
     return SPLITS and cells.dtype == jnp.bfloat16 and dtype in dtypes and rows <= THIN
 

@@ -55,7 +55,7 @@ def attend_by_shapes(
     )
     few = xla_cpu.FEW * lone_tiles.tiles.size
     packed_q = group_queries(options.scale_queries(q), k.shape[1])
-    narrow = k.dtype.itemsize < 4  # products of own tiles convert cells
+    narrow = k.dtype.itemsize < 4  # products of single tokens convert cells
     # Keys and values are converted, or copied out of all layers, for a few tiles at a time.
     piecewise = narrow or isinstance(k, LayerView) or isinstance(v, LayerView)
     each, mask = partial(add_cells, size), compute_mask(lone_visibility)
@@ -98,7 +98,7 @@ def attend_by_shapes(
 def split_tiles(
     visibility: Visibility, size: int
 ) -> tuple[Visibility, Visibility, Bool[Array, "P T"]]:
-    """Return two visibilities: of tiles that one token attends to, and of all other tiles."""
+    """Return two visibilities: of tiles that exactly one token attends to, and of other tiles."""
     # The third result is which tokens attend to any cell.
     mask = compute_mask(visibility)
     seen = jnp.any(mask.reshape(*mask.shape[:2], -1, size), axis=3)  # [P, T, M]

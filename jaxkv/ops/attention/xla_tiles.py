@@ -56,7 +56,7 @@ def attend_in_blocks(
     *,
     pinned: bool = False,
 ) -> OnlineSoftmax:
-    """Attend to active tiles for blocks of tokens, with a function that adds tiles."""
+    """Attend from blocks of tokens to active tiles; `added` adds a tile to a partial softmax."""
     live = find_active_tiles(visibility)
     lists, tokens = visibility.at.shape
     packed_q = group_queries(
@@ -91,7 +91,7 @@ def add_tiles_in_turn(
         sums, k, v = carry
         number = scalar_at(live.tiles, i)
         block, turn = jax.lax.div(number, jnp.int32(tiles)), jax.lax.rem(number, jnp.int32(tiles))
-        first = jnp.minimum(turn * size, cells - size)  # the last may overlap the one before
+        first = jnp.minimum(turn * size, cells - size)  # the last tile may overlap
         zero = jnp.zeros_like(first)
 
         def slice_tile(x: Stored) -> Stored:

@@ -1,4 +1,4 @@
-"""Recurrences over the tokens of a row, in parallel over time; all sums are float32.
+"""Recurrences over the tokens of a row, computed in parallel over tokens, with float32 sums.
 
 Additional letters: C channels, F tokens of a filter, t tokens of a chunk, M state elements for each
 dimension of a head, G groups of heads, J heads of a group.
