@@ -225,9 +225,8 @@ class NotGiven:
 NOT_GIVEN = NotGiven()
 
 
-@partial(
-    jax.jit, static_argnames="rope"
-)  # a program of many layers contains it once for each shape
+# A program of many layers contains it once for each shape.
+@partial(jax.jit, static_argnames="rope")
 def _rotate(
     rope: Rope, x: Float[Array | np.ndarray, "*n H D"], positions: Int[Array, "*n"]
 ) -> Float[Array, "*n H D"]:
