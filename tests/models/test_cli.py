@@ -196,11 +196,8 @@ def test_generate_file_interrupted_keeps_texts(command, files, monkeypatch):
 @pytest.mark.core
 @pytest.mark.parametrize("seconds", [0.1, 0.4, 1.0])
 def test_process_interrupted_while_importing_ends_quietly(seconds):
-    code = "from models import __main__ as module; print(flush=True); module.run()"
-    pipe = subprocess.PIPE
-    command = [sys.executable, "-c", code, "plan"]
+    command, pipe = [sys.executable, "-m", "models", "plan"], subprocess.PIPE
     with subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe, stderr=pipe) as one:
-        one.stdout.readline()  # the interpreter has started
         time.sleep(seconds)
         one.send_signal(signal.SIGINT)
         out, err = one.communicate(timeout=120)

@@ -121,8 +121,9 @@ def test_init_batch_of_unknown_sequences_raises_or_is_refused():
     cache = filled(4, 3)
 
     @jax.jit
-    def traced(cache, ids):
-        plan = init_batch(cache, make_batch(jnp.ones(3, jnp.int32), sequences=ids))
+    def traced(cache, ids, positions=None):
+        batch = make_batch(jnp.ones(3, jnp.int32), sequences=ids, positions=positions)
+        plan = init_batch(cache, batch)
         return plan, apply(cache, plan)
 
     for wrong in (-1, 3, 99):
@@ -132,6 +133,9 @@ def test_init_batch_of_unknown_sequences_raises_or_is_refused():
         assert not plan.fits.any() and set(plan.reason.tolist()) == {Reason.UNKNOWN_SEQUENCE}
         assert_identical(after, cache)
     assert traced(cache, jnp.array([0, 2, 1]))[0].ok
+    plan, _ = traced(cache, jnp.array([0, 3, 2]), jnp.array([9, 0, 0]))
+    first, *others = plan.reason.tolist()
+    assert first == Reason.NOT_CONTIGUOUS and set(others) == {Reason.UNKNOWN_SEQUENCE}
 
 
 def test_traced_negative_tokens_are_refused_and_padding_is_token_0():
