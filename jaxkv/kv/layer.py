@@ -136,8 +136,15 @@ def read_kv(
 
 def _with_layer_history(table: C, layer: int | jax.Array, mark: jax.Array) -> C:
     """Return the table with `mark`, `[S]` uint32, in the field `written` of one layer."""
-    here = jnp.arange(table.written.shape[1]) == layer  # all False for a traced layer out of range
-    return replace(table, written=jnp.where(here, mark[:, None], table.written))
+    written = table.written
+    if is_traced(layer):
+        here = jnp.arange(written.shape[1]) == layer  # all False for a layer out of range
+        written = jnp.where(here, mark[:, None], written)
+    else:
+        # The compiler reads a column of the parts alone, without the hashes of all earlier layers.
+        parts = written[:, :layer], mark[:, None], written[:, layer + 1 :]
+        written = jnp.concatenate(parts, axis=1)
+    return replace(table, written=written)
 
 
 def _get_layer_kv(buffers: Buffers, layer: int | jax.Array) -> LayerKV:
